@@ -1,0 +1,47 @@
+# From a fresh clone, with Python >= 3.11, make and pip: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+WORKERS ?= 2
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help setup demo test lint types unit bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    exact attention over a long sequence on this machine: time, memory, error"
+	@echo "make test    lint, types and tests"
+	@echo "make lint | types | unit    each alone"
+	@echo "make bench   side by side with SDPA and what else is installed"
+	@echo "make clean   remove the virtual environment and caches"
+
+setup: $(STAMP)
+
+# The stamp is newer than what it depends on, so a second call installs nothing and asks no package index.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tilewise needs Python >= 3.11, found " + sys.version.split()[0] + "; set PYTHON=/path/to/python3")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/tilewise demo
+
+test: lint types unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests examples
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# One thread for each worker: two workers with two threads each would fight for two cores.
+unit: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+bench: $(STAMP)
+	$(BIN)/tilewise bench
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
