@@ -49,7 +49,7 @@ _HOMES = {
     "Problem": "problem",
 }
 
-__all__ = ["__version__", "backends", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", "backends", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
