@@ -1,0 +1,103 @@
+"""The protocol every backend speaks. Tensors are rank 4 views (B, H, S, D) of any strides; packed batches are (1, H, T, D)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tilewise.problem import Problem
+
+
+class Verdict(NamedTuple):
+    """Whether a backend can; if not, every obstacle it sees."""
+
+    ok: bool
+    reasons: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, *reasons: str | None) -> Verdict:
+        """Yes, unless there is a reason against."""
+        against = tuple(reason for reason in reasons if reason)
+        return cls(not against, against)
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call."""
+
+    q: Tensor  # (B, Hq, M, D), or (1, Hq, T, D) packed
+    k: Tensor  # (B, Hk, N, D)
+    v: Tensor  # (B, Hk, N, Dv)
+    bias: Tensor | None = None  # rank 4, each side 1 or full; added to the scores, -inf masks
+    alibi: Tensor | None = None  # slopes, fp32 (B or 1, Hq): score -= slope * |q + Sk - Sq - k|
+    sinks: Tensor | None = None  # (Hq,): one more logit in each row's denominator
+    seed: Tensor | None = None  # int64 scalar, the dropout key
+    cu_q: Tensor | None = None  # int32 (B + 1,): where each packed sequence starts
+    cu_k: Tensor | None = None
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    dq: bool = True
+    dk: bool = True
+    dv: bool = True
+    dbias: bool = False
+    dsinks: bool = False
+
+
+class Grads(NamedTuple):
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    dbias: Tensor | None = None
+    dsinks: Tensor | None = None
+
+
+class Backend(Protocol):
+    name: str
+
+    def usable(self, device: str) -> Verdict:
+        """Can it run on this machine and kind of device at all?"""
+
+    def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
+        """Can it compute this problem's output (or, with `backward`, its gradients)? Never raises; names every obstacle.
+
+        `inputs` is given where strides or addresses matter.
+        """
+
+    def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
+        """Why, although it could, the automatic choice had better pass on to the next backend; None to take the call."""
+
+    def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, fp32 (fp64 for fp64)."""
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs: Needs,
+    ) -> Grads:
+        """The gradients asked for, each in its input's dtype and shape."""
+
+
+def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
+    """Fresh memory for the output, its dimensions laid out in the order of q's strides: bshd in, bshd out."""
+    shape = (*q.shape[:3], head_dim_v)
+    order = sorted(range(3), key=lambda axis: (q.stride(axis), -axis), reverse=True)
+    if order == [0, 1, 2]:
+        return q.new_empty(shape)
+    strides, step = [0, 0, 0, 1], head_dim_v
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= shape[axis]
+    return q.new_empty_strided(shape, strides)
+
+
+def empty_lse(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)

@@ -1,0 +1,50 @@
+"""One family of errors; every message says what it got, what it wants and how to fix it."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "BackendError",
+    "DeviceError",
+    "LayoutError",
+    "MaskError",
+    "PlanError",
+    "TilewiseError",
+]
+
+
+class TilewiseError(Exception):
+    """Everything tilewise raises on purpose."""
+
+
+class ArgumentError(TilewiseError, ValueError):
+    """An argument has the right type and a wrong value."""
+
+
+class ArgumentTypeError(TilewiseError, TypeError):
+    """An argument has a wrong type or dtype."""
+
+
+class LayoutError(ArgumentError):
+    """Ranks, shapes or strides that do not fit together."""
+
+
+class MaskError(ArgumentError):
+    """A mask that does not parse, does not fit the problem or cannot be lowered."""
+
+
+class PlanError(ArgumentError):
+    """A tile, plan or schedule that cannot run on the device."""
+
+
+class DeviceError(ArgumentError):
+    """An unknown device, or tensors on devices that do not match."""
+
+
+class BackendError(TilewiseError, RuntimeError):
+    """No backend serves the request; `verdicts` holds every backend's reasons by name."""
+
+    def __init__(self, message: str, verdicts: dict[str, tuple[str, ...]] | None = None) -> None:
+        super().__init__(message)
+        self.verdicts = verdicts or {}

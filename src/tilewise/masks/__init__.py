@@ -1,0 +1,31 @@
+"""Masks: values that combine, classify tiles without building N × N, and lower to one program for every backend."""
+
+from tilewise.masks.algebra import Binding, Full, Lowered, Mask
+from tilewise.masks.build import blocks, causal, dense, documents, full, key_padding, prefix, window
+from tilewise.masks.parse import parse
+from tilewise.masks.program import UNBOUNDED, Literal, MaskProgram, MaskShape, allowed
+from tilewise.masks.tiles import TileClass, TileCounts, TileMap
+
+__all__ = [
+    "UNBOUNDED",
+    "Binding",
+    "Full",
+    "Literal",
+    "Lowered",
+    "Mask",
+    "MaskProgram",
+    "MaskShape",
+    "TileClass",
+    "TileCounts",
+    "TileMap",
+    "allowed",
+    "blocks",
+    "causal",
+    "dense",
+    "documents",
+    "full",
+    "key_padding",
+    "parse",
+    "prefix",
+    "window",
+]

@@ -1,0 +1,338 @@
+"""Masks are values: `causal() & window(4096)`, `causal() | prefix(n)`, `~documents(ids)`.
+
+A value says which keys a query may see, independently of lengths; `lower` binds it to lengths and gives the MaskProgram that
+every backend evaluates. Widths count keys and the anchor of a diagonal is explicit: `bottom_right` (the last query sits at the
+last key), `top_left` (query 0 at key 0) or an `offset` (query 0 at key `offset`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tilewise.errors import ArgumentTypeError, MaskError
+from tilewise.masks.program import LITERALS, UNBOUNDED, Literal, MaskProgram, MaskShape, assemble
+
+Terms = list[list[Literal]]
+MAX_TERMS = 32
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a mask is lowered for. `asarray` brings the mask's tensors to the caller's kind and device."""
+
+    shape: MaskShape
+    varlen: bool = False
+    asarray: Callable[[Any], Any] = np.asarray
+
+
+class Mask(ABC):
+    """Base of all masks; combine with `&`, `|`, `~`."""
+
+    static = True
+    """True if the mask holds no tensors, so that equal masks are equal values."""
+
+    def __and__(self, other: Mask) -> Mask:
+        return _combine(And, self, other)
+
+    def __rand__(self, other: Mask) -> Mask:
+        return _combine(And, other, self)
+
+    def __or__(self, other: Mask) -> Mask:
+        return _combine(Or, self, other)
+
+    def __ror__(self, other: Mask) -> Mask:
+        return _combine(Or, other, self)
+
+    def __invert__(self) -> Mask:
+        return self.part if isinstance(self, Not) else Not(self)
+
+    def __bool__(self) -> bool:
+        raise MaskError("a mask has no truth value: combine masks with &, | and ~ instead of and, or and not")
+
+    def lower(self, binding: Binding) -> MaskProgram:
+        """The program of this mask for given lengths."""
+        terms = [merged for term in self.terms(binding, negate=False) if (merged := _merge(term)) is not None]
+        if any(not term for term in terms):
+            return MaskProgram()
+        return assemble(terms)
+
+    @abstractmethod
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        """The mask (or its negation) as a disjunction of conjunctions of literals."""
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """Every key is visible."""
+
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        return [] if negate else [[]]
+
+
+@dataclass(frozen=True)
+class Band(Mask):
+    """lo <= k - q - anchor <= hi, the anchor being 0 (`top_left`) or Sk - Sq (`bottom_right`)."""
+
+    lo: int
+    hi: int
+    letter: str
+
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        return [[Literal(self.letter, pair, ())] for pair in _band_pairs(self.lo, self.hi, negate)]
+
+
+@dataclass(frozen=True, eq=False)
+class OffsetBand(Mask):
+    """A band whose anchor is given for each sequence."""
+
+    lo: int
+    hi: int
+    offset: Any
+    static = False
+
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        off = _per_sequence("offset", self.offset, binding)
+        return [[Literal("o", pair, (off,))] for pair in _band_pairs(self.lo, self.hi, negate)]
+
+
+@dataclass(frozen=True)
+class KeyRange(Mask):
+    """start <= k < end, the same for every sequence."""
+
+    start: int
+    end: int
+
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        pairs = [(-UNBOUNDED, self.start), (self.end, UNBOUNDED)] if negate else [(self.start, self.end)]
+        return [[Literal("r", pair, ())] for pair in pairs]
+
+
+@dataclass(frozen=True, eq=False)
+class KeyRanges(Mask):
+    """start[b] <= k < start[b] + length[b]."""
+
+    lengths: Any
+    start: Any = None
+    static = False
+
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        length = _per_sequence("lengths", self.lengths, binding)
+        start = length * 0 if self.start is None else _per_sequence("start", self.start, binding)
+        end = start + length
+        pairs = [(start * 0, start), (end, end * 0 + UNBOUNDED)] if negate else [(start, end)]
+        return [[Literal("k", (), pair)] for pair in pairs]
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """A query sees the keys of its own document."""
+
+    ids: Any
+    q_ids: Any = None
+    static = False
+
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        shape = binding.shape
+        if self.q_ids is None and shape.seqlen_q != shape.seqlen_k:
+            raise MaskError(
+                f"documents: {shape.seqlen_q} queries and {shape.seqlen_k} keys differ, so the ids of the queries are needed too; "
+                "pass documents(key_ids, q_ids=query_ids)"
+            )
+        k_ids = _ids("ids", self.ids, shape.seqlen_k, binding)
+        q_ids = k_ids if self.q_ids is None else _ids("q_ids", self.q_ids, shape.seqlen_q, binding)
+        return [[Literal("D" if negate else "d", (), (q_ids, k_ids))]]
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(Mask):
+    """A table of blocks: query q sees key k iff table[q // size_q, k // size_k]."""
+
+    table: Any
+    size_q: int
+    size_k: int
+    static = False
+
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        shape = binding.shape
+        table = _rank4("blocks", "table", binding.asarray(self.table), shape)
+        want = (-(-shape.seqlen_q // self.size_q), -(-shape.seqlen_k // self.size_k))
+        if not binding.varlen and tuple(table.shape[2:]) != want:
+            raise MaskError(
+                f"blocks: table covers {tuple(table.shape[2:])} blocks, but {shape.seqlen_q} × {shape.seqlen_k} positions in blocks of "
+                f"{self.size_q} × {self.size_k} are {want}"
+            )
+        return [[Literal("S" if negate else "s", (self.size_q, self.size_k), (_as(table, "bool"),))]]
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    """A boolean tensor, True where the query may see the key."""
+
+    tensor: Any
+    static = False
+
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        if binding.varlen:
+            raise MaskError("dense: a packed batch has no dense mask; describe it with documents, blocks, causal, window or key_padding")
+        shape = binding.shape
+        dense = _rank4("dense", "tensor", binding.asarray(self.tensor), shape)
+        for size, want, name in zip(dense.shape[2:], shape[2:], ("queries", "keys"), strict=True):
+            if size != want and size != 1:
+                raise MaskError(f"dense: tensor of shape {tuple(self.tensor.shape)} has {size} {name}, the problem has {want}")
+        return [[Literal("E" if negate else "e", (), (dense,))]]
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered(Mask):
+    """A program that was lowered before: what an operator receives."""
+
+    program: MaskProgram
+
+    @property
+    def static(self) -> bool:  # type: ignore[override]
+        return not self.program.tensors
+
+    def lower(self, binding: Binding) -> MaskProgram:
+        return self.program
+
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        if negate:
+            raise MaskError("a lowered mask cannot be negated; negate the mask it came from")
+        return list(self.program.terms())
+
+
+@dataclass(frozen=True)
+class Not(Mask):
+    part: Mask
+    static: bool = field(init=False, compare=False, default=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "static", self.part.static)
+
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        return self.part.terms(binding, not negate)
+
+
+@dataclass(frozen=True)
+class _Pair(Mask):
+    left: Mask
+    right: Mask
+    static: bool = field(init=False, compare=False, default=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "static", self.left.static and self.right.static)
+
+    def _both(self, binding: Binding, negate: bool) -> Terms:
+        left, right = self.left.terms(binding, negate), self.right.terms(binding, negate)
+        return _limited([a + b for a in left for b in right])
+
+    def _either(self, binding: Binding, negate: bool) -> Terms:
+        return _limited(self.left.terms(binding, negate) + self.right.terms(binding, negate))
+
+
+class And(_Pair):
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        return self._either(binding, True) if negate else self._both(binding, False)
+
+
+class Or(_Pair):
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        return self._both(binding, True) if negate else self._either(binding, False)
+
+
+def _combine(kind: type[_Pair], left: Mask, right: Mask) -> Mask:
+    for side in (left, right):
+        if not isinstance(side, Mask):
+            raise ArgumentTypeError(f"masks combine with masks, got {type(side).__name__}; wrap a boolean tensor in dense(...)")
+    if isinstance(left, Full) or isinstance(right, Full):
+        other = right if isinstance(left, Full) else left
+        return other if kind is And else Full()
+    return kind(left, right)
+
+
+def _limited(terms: Terms) -> Terms:
+    if len(terms) > MAX_TERMS:
+        raise MaskError(f"the mask expands to {len(terms)} alternatives, more than {MAX_TERMS}; describe it with blocks(...) or dense(...)")
+    return terms
+
+
+def _merge(term: list[Literal]) -> list[Literal] | None:
+    """One term with its static bands and ranges intersected and its literals in order; None if it can hold nowhere."""
+    merged: dict[str, tuple[int, int]] = {}
+    rest: list[Literal] = []
+    for literal in term:
+        if literal.letter in "btr":
+            lo, hi = literal.ints
+            if literal.letter in merged:
+                old = merged[literal.letter]
+                lo, hi = max(lo, old[0]), min(hi, old[1])
+            merged[literal.letter] = (lo, hi)
+        elif not any(literal.letter == other.letter and _same(literal, other) for other in rest):
+            rest.append(literal)
+    for letter, (lo, hi) in merged.items():
+        if isinstance(lo, int) and isinstance(hi, int) and (lo > hi or (letter == "r" and lo == hi)):
+            return None
+    whole = (-UNBOUNDED, UNBOUNDED)
+    rest += [Literal(letter, pair, ()) for letter, pair in merged.items() if pair != whole]
+    return sorted(rest, key=lambda literal: LITERALS.index(literal.letter))
+
+
+def _same(a: Literal, b: Literal) -> bool:
+    return a.ints == b.ints and all(x is y for x, y in zip(a.tensors, b.tensors, strict=True))
+
+
+def _band_pairs(lo: int, hi: int, negate: bool) -> list[tuple[int, int]]:
+    if not negate:
+        return [(lo, hi)]
+    below = [(-UNBOUNDED, lo - 1)] if lo > -UNBOUNDED else []
+    above = [(hi + 1, UNBOUNDED)] if hi < UNBOUNDED else []
+    return below + above
+
+
+def _as(array: Any, kind: str) -> Any:
+    """`array` as int32 or bool, for numpy and torch alike."""
+    if isinstance(array, np.ndarray):
+        return array.astype(np.int32 if kind == "int" else np.bool_)
+    return array.int() if kind == "int" else array.bool()
+
+
+def _per_sequence(name: str, value: Any, binding: Binding) -> Any:
+    array = binding.asarray(value)
+    if array.ndim == 0:
+        array = array[None]
+    if array.ndim != 1 or array.shape[0] not in (1, binding.shape.batch):
+        raise MaskError(f"{name}: shape {tuple(array.shape)}, need one integer for each of the {binding.shape.batch} sequences")
+    _check_integers(name, array)
+    return _as(array, "int")
+
+
+def _ids(name: str, value: Any, length: int, binding: Binding) -> Any:
+    ids = binding.asarray(value)
+    if ids.ndim == 1:
+        ids = ids[None]
+    batches = (1,) if binding.varlen else (1, binding.shape.batch)
+    if ids.ndim != 2 or ids.shape[0] not in batches or ids.shape[1] != length:
+        want = f"({length},)" if binding.varlen else f"({length},) or ({binding.shape.batch}, {length})"
+        raise MaskError(f"documents: {name} has shape {tuple(ids.shape)}, need {want}")
+    _check_integers(f"documents: {name}", ids)
+    return _as(ids, "int")
+
+
+def _check_integers(name: str, array: Any) -> None:
+    if "int" not in str(array.dtype):
+        raise ArgumentTypeError(f"{name}: dtype {array.dtype}, need integers; convert with .int()")
+
+
+def _rank4(mask: str, name: str, array: Any, shape: MaskShape) -> Any:
+    if not 2 <= array.ndim <= 4:
+        raise MaskError(f"{mask}: {name} has rank {array.ndim}, need 2 (queries, keys), 3 (heads first) or 4 (batch, heads first)")
+    array = array[(None,) * (4 - array.ndim)]
+    for size, want, axis in zip(array.shape[:2], shape[:2], ("batch", "heads"), strict=True):
+        if size != want and size != 1:
+            raise MaskError(f"{mask}: {name} has {size} along {axis}, the problem has {want} (query heads count); use 1 or {want}")
+    return array

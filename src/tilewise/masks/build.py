@@ -1,0 +1,108 @@
+"""The constructors users call; they check their arguments and build the values of `algebra`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewise.errors import ArgumentTypeError, MaskError
+from tilewise.masks.algebra import Band, Blocks, Dense, Documents, Full, KeyRange, KeyRanges, Mask, OffsetBand
+from tilewise.masks.program import UNBOUNDED
+
+ANCHORS = {"bottom_right": "b", "top_left": "t"}
+
+
+def full() -> Mask:
+    """Every query sees every key."""
+    return Full()
+
+
+def causal(align: str = "bottom_right", offset: Any = None) -> Mask:
+    """A query sees the keys up to its own position.
+
+    `align` places the diagonal when there are more keys than queries; `offset` (an int, or a tensor with one integer a
+    sequence) puts query 0 at key `offset` instead, as a static cache needs.
+    """
+    return _band(-UNBOUNDED, 0, align, offset, "causal")
+
+
+def window(left: int, right: int | None = None, *, align: str = "bottom_right", offset: Any = None) -> Mask:
+    """`window(n)`: exactly n keys, the last one the query's own. `window(left, right)`: so many before and after it."""
+    if right is None:
+        keys = _integer("window: n", left, 1)
+        return _band(1 - keys, 0, align, offset, "window")
+    return _band(-_integer("window: left", left, 0), _integer("window: right", right, 0), align, offset, "window")
+
+
+def prefix(n: Any) -> Mask:
+    """The first n keys (an int, or one integer a sequence); prefix-LM attention is `causal() | prefix(n)`."""
+    return KeyRange(0, _integer("prefix: n", n, 0)) if _is_integer(n) else KeyRanges(_integers("prefix: n", n))
+
+
+def key_padding(lengths: Any, start: Any = None) -> Mask:
+    """Sequence b holds `lengths[b]` keys, from `start[b]` on (0 if not given; left-padded batches give it)."""
+    if start is not None:
+        start = _integers("key_padding: start", start)
+    return KeyRanges(_integers("key_padding: lengths", lengths), start)
+
+
+def documents(ids: Any, q_ids: Any = None) -> Mask:
+    """A query sees the keys with its own document id. `ids`: (S,) or (B, S); `q_ids` if queries and keys differ."""
+    return Documents(_integers("documents: ids", ids), None if q_ids is None else _integers("documents: q_ids", q_ids))
+
+
+def blocks(table: Any, size: int | tuple[int, int]) -> Mask:
+    """Block-sparse: `table[i, j]` says whether query block i sees key block j (also per head, or batch and head)."""
+    if not hasattr(table, "shape"):
+        raise ArgumentTypeError(f"blocks: table is a {type(table).__name__}, need a boolean tensor or array")
+    sizes = size if isinstance(size, tuple) else (size, size)
+    if len(sizes) != 2:
+        raise MaskError(f"blocks: size is {size!r}, need an int or a pair (queries, keys)")
+    return Blocks(table, _integer("blocks: size", sizes[0], 1), _integer("blocks: size", sizes[1], 1))
+
+
+def dense(mask: Any) -> Mask:
+    """A boolean tensor broadcastable to (B, H, Sq, Sk); True means the query may see the key."""
+    if "bool" not in str(getattr(mask, "dtype", type(mask).__name__)):
+        got = getattr(mask, "dtype", type(mask).__name__)
+        raise ArgumentTypeError(f"dense: got {got}, need a boolean tensor (True = attend); additive masks are passed as bias=")
+    return Dense(mask)
+
+
+def _band(lo: int, hi: int, align: str, offset: Any, name: str) -> Mask:
+    if align not in ANCHORS:
+        raise MaskError(f"{name}: align is {align!r}, need 'bottom_right' or 'top_left'")
+    if offset is None:
+        return Band(max(lo, -UNBOUNDED), min(hi, UNBOUNDED), ANCHORS[align])
+    if not _is_integer(offset):
+        return OffsetBand(lo, hi, _integers(f"{name}: offset", offset))
+    offset = _integer(f"{name}: offset", offset, -UNBOUNDED + 1)
+    return Band(lo if lo <= -UNBOUNDED else lo + offset, hi if hi >= UNBOUNDED else hi + offset, "t")
+
+
+def _is_integer(value: Any) -> bool:
+    """A Python integer, or torch's symbolic one (which must not be forced to a value)."""
+    return (isinstance(value, int) and not isinstance(value, bool)) or type(value).__name__ == "SymInt"
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    if not _is_integer(value):
+        raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}), need an integer")
+    if isinstance(value, int):
+        if value < least:
+            raise MaskError(f"{name} is {value}, need at least {least}")
+        if value > UNBOUNDED:
+            raise MaskError(f"{name} is {value}, need at most {UNBOUNDED} (which means: no limit)")
+    return value
+
+
+def _integers(name: str, value: Any) -> Any:
+    """A tensor, array or list of integers; dtype and shape are checked when the lengths are known."""
+    if isinstance(value, (list, tuple)):
+        if not all(_is_integer(x) for x in value):
+            raise ArgumentTypeError(f"{name} is {value!r}, need integers")
+        return list(value)
+    if not hasattr(value, "dtype"):
+        raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}), need an integer or a tensor of integers")
+    if "int" not in str(value.dtype):
+        raise ArgumentTypeError(f"{name}: dtype {value.dtype}, need integers; convert with .int()")
+    return value

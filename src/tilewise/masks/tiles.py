@@ -1,0 +1,210 @@
+"""Which tiles of a mask hold nothing, something or everything: decided in closed form, never by building N × N.
+
+Bands and key ranges of one term are intersected exactly; the other literals are classified each for itself and combined by
+the three-valued logic in which AND is the minimum and OR the maximum. So the answer is always sound (an EMPTY tile is empty,
+a FULL one full) and exact for single masks and for conjunctions of bands and ranges.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tilewise.errors import MaskError
+from tilewise.masks.program import UNBOUNDED, Literal, MaskProgram, MaskShape
+
+Classes = npt.NDArray[np.uint8]
+Array = npt.NDArray[Any]
+
+
+class TileClass(IntEnum):
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+class TileCounts(NamedTuple):
+    empty: int
+    partial: int
+    full: int
+
+    @property
+    def visited(self) -> int:
+        return self.partial + self.full
+
+
+class _Line(NamedTuple):
+    """One row of tiles (`across` = False: fixed queries, keys move) or one column (fixed keys, queries move)."""
+
+    fixed: tuple[int, int]
+    starts: Array  # of the moving tiles
+    ends: Array
+    across: bool
+
+    def rectangles(self) -> tuple[Any, Any, Any, Any]:
+        """q0, q1, k0, k1 of the tiles; the fixed pair stays scalar."""
+        if self.across:
+            return self.starts, self.ends, *self.fixed
+        return *self.fixed, self.starts, self.ends
+
+
+class TileMap:
+    """The classes of a program's tiles of `block_q` × `block_k`."""
+
+    def __init__(self, program: MaskProgram, shape: MaskShape, block_q: int, block_k: int) -> None:
+        if block_q < 1 or block_k < 1:
+            raise MaskError(f"tile {block_q} × {block_k}: both sides must be at least 1")
+        self.shape = shape
+        self.block_q, self.block_k = block_q, block_k
+        self.rows = -(-shape.seqlen_q // block_q)
+        self.cols = -(-shape.seqlen_k // block_k)
+        self._terms = [
+            [literal._replace(tensors=tuple(map(_numpy, literal.tensors))) for literal in term] for term in program.terms()
+        ]
+        tensors = [(literal.letter, t) for term in self._terms for literal in term for t in literal.tensors]
+        self.per_batch = any(t.shape[0] > 1 for _, t in tensors)
+        self.per_head = any(letter in "sSeE" and t.shape[1] > 1 for letter, t in tensors)
+        self._line = lru_cache(maxsize=64)(self._classify_line)  # neighbours ask for the same line; N × N stays out of memory
+
+    def row(self, i: int, b: int | None = None, h: int | None = None) -> Classes:
+        """Classes of the key tiles of query tile `i`; without `b` or `h`, over all sequences or heads together."""
+        return self._together(i, False, b, h)
+
+    def col(self, j: int, b: int | None = None, h: int | None = None) -> Classes:
+        """Classes of the query tiles of key tile `j`."""
+        return self._together(j, True, b, h)
+
+    def key_blocks(self, i: int, b: int | None = None, h: int | None = None) -> list[tuple[int, TileClass]]:
+        """The key tiles that query tile `i` visits, in order."""
+        return _visits(self.row(i, b, h))
+
+    def query_blocks(self, j: int, b: int | None = None, h: int | None = None) -> list[tuple[int, TileClass]]:
+        """The query tiles that visit key tile `j`, in order."""
+        return _visits(self.col(j, b, h))
+
+    def counts(self) -> TileCounts:
+        """Tiles of each class over all sequences and query heads."""
+        shape = self.shape
+        batches = range(shape.batch) if self.per_batch else range(min(1, shape.batch))
+        heads = range(shape.heads) if self.per_head else range(min(1, shape.heads))
+        total = np.zeros(3, dtype=np.int64)
+        for b in batches:
+            for h in heads:
+                for i in range(self.rows):
+                    total += np.bincount(self.row(i, b, h), minlength=3)
+        repeat = (1 if self.per_batch else shape.batch) * (1 if self.per_head else shape.heads)
+        empty, partial, full = (int(n) * repeat if batches and heads else 0 for n in total)
+        return TileCounts(empty, partial, full)
+
+    def _together(self, index: int, across: bool, b: int | None, h: int | None) -> Classes:
+        """One line; where several sequences or heads are asked for together, EMPTY and FULL must hold for each of them."""
+        if not 0 <= index < (self.cols if across else self.rows):
+            raise IndexError(f"tile {index} of {self.cols if across else self.rows}")
+        batches = [b or 0] if b is not None or not self.per_batch else range(self.shape.batch)
+        heads = [h or 0] if h is not None or not self.per_head else range(self.shape.heads)
+        lines = [self._line(index, across, x if self.per_batch else 0, y if self.per_head else 0) for x in batches for y in heads]
+        if len(lines) == 1:
+            return lines[0]
+        stacked = np.stack(lines)
+        low, high = stacked.min(axis=0), stacked.max(axis=0)
+        return np.where(low == high, low, np.uint8(TileClass.PARTIAL))
+
+    def _classify_line(self, index: int, across: bool, b: int, h: int) -> Classes:
+        shape = self.shape
+        fixed_block, fixed_len = (self.block_k, shape.seqlen_k) if across else (self.block_q, shape.seqlen_q)
+        block, length = (self.block_q, shape.seqlen_q) if across else (self.block_k, shape.seqlen_k)
+        starts = np.arange(0, length, block, dtype=np.int64)
+        fixed = (index * fixed_block, min((index + 1) * fixed_block, fixed_len))
+        line = _Line(fixed, starts, np.minimum(starts + block, length), across)
+        result = np.zeros(len(starts), dtype=np.uint8)
+        for term in self._terms:
+            result = np.maximum(result, self._classify_term(term, line, b, h))
+        return result
+
+    def _classify_term(self, term: list[Literal], line: _Line, b: int, h: int) -> Classes:
+        lo, hi, start, end = -UNBOUNDED, UNBOUNDED, 0, self.shape.seqlen_k
+        others: list[Classes] = []
+        for letter, ints, tensors in term:
+            if letter in "bto":
+                shift = 0
+                if letter == "b":
+                    shift = self.shape.seqlen_k - self.shape.seqlen_q
+                elif letter == "o":
+                    shift = int(_pick(tensors[0], b))
+                lo = max(lo, ints[0] + shift if ints[0] > -UNBOUNDED else -UNBOUNDED)
+                hi = min(hi, ints[1] + shift if ints[1] < UNBOUNDED else UNBOUNDED)
+            elif letter in "rk":
+                bounds = ints if letter == "r" else (int(_pick(tensors[0], b)), int(_pick(tensors[1], b)))
+                start, end = max(start, bounds[0]), min(end, bounds[1])
+            elif letter in "dD":
+                classes = _documents(_pick(tensors[0], b), _pick(tensors[1], b), line)
+                others.append(classes if letter == "d" else 2 - classes)
+            elif letter in "sS":
+                classes = _blocks(_pick(_pick(tensors[0], b), h), ints, line)
+                others.append(classes if letter == "s" else 2 - classes)
+            elif letter in "eE":
+                classes = _dense(_pick(_pick(tensors[0], b), h), self.shape, line)
+                others.append(classes if letter == "e" else 2 - classes)
+            else:
+                return np.zeros(len(line.starts), dtype=np.uint8)
+        result = _band_and_range(lo, hi, start, end, line)
+        for classes in others:
+            result = np.minimum(result, classes)
+        return result
+
+
+def _visits(classes: Classes) -> list[tuple[int, TileClass]]:
+    return [(int(j), TileClass(classes[j])) for j in np.flatnonzero(classes)]
+
+
+def _pick(array: Array, index: int) -> Any:
+    return array[index if array.shape[0] > 1 else 0]
+
+
+def _numpy(tensor: Any) -> Array:
+    return tensor if isinstance(tensor, np.ndarray) else np.asarray(tensor.detach().cpu().numpy())
+
+
+def _three(some: Any, every: Any) -> Classes:
+    return np.where(every, np.uint8(2), np.where(some, np.uint8(1), np.uint8(0))).astype(np.uint8)
+
+
+def _band_and_range(lo: int, hi: int, start: int, end: int, line: _Line) -> Classes:
+    """lo <= k - q <= hi and start <= k < end, exactly: within a clipped rectangle k - q takes every value between its corners."""
+    q0, q1, k0, k1 = line.rectangles()
+    k0_clipped, k1_clipped = np.maximum(k0, start), np.minimum(k1, end)
+    least, most = k0_clipped - (q1 - 1), k1_clipped - 1 - q0
+    some = (k0_clipped < k1_clipped) & (lo <= hi) & (most >= lo) & (least <= hi)
+    every = some & (k0_clipped == k0) & (k1_clipped == k1) & (least >= lo) & (most <= hi)
+    return np.broadcast_to(_three(some, every), line.starts.shape)
+
+
+def _documents(q_ids: Array, k_ids: Array, line: _Line) -> Classes:
+    fixed, moving = (k_ids, q_ids) if line.across else (q_ids, k_ids)
+    here = np.unique(fixed[slice(*line.fixed)])
+    hit = np.isin(moving, here)
+    some = np.logical_or.reduceat(hit, line.starts) if len(line.starts) else hit[:0]
+    if len(here) > 1 or not len(line.starts):
+        return _three(some, np.zeros_like(some))
+    return _three(some, np.logical_and.reduceat(hit, line.starts))
+
+
+def _blocks(table: Array, sizes: tuple[int, ...], line: _Line) -> Classes:
+    fixed_size, moving_size = (sizes[1], sizes[0]) if line.across else sizes
+    lines = (table.T if line.across else table)[line.fixed[0] // fixed_size : (line.fixed[1] - 1) // fixed_size + 1]
+    first, last = line.starts // moving_size, (line.ends - 1) // moving_size
+    held = np.concatenate([[0], np.cumsum(lines.any(axis=0))])
+    filled = np.concatenate([[0], np.cumsum(lines.all(axis=0))])
+    return _three(held[last + 1] > held[first], filled[last + 1] - filled[first] == last + 1 - first)
+
+
+def _dense(dense: Array, shape: MaskShape, line: _Line) -> Classes:
+    dense = np.broadcast_to(dense, (shape.seqlen_q, shape.seqlen_k))
+    lines = (dense.T if line.across else dense)[slice(*line.fixed)]
+    if not len(line.starts):
+        return np.zeros(0, dtype=np.uint8)
+    return _three(np.logical_or.reduceat(lines.any(axis=0), line.starts), np.logical_and.reduceat(lines.all(axis=0), line.starts))

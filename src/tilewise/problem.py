@@ -1,0 +1,132 @@
+"""Problem: a frozen description of one attention call. One object travels through every layer; a feature is a field."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
+from tilewise.masks import UNBOUNDED, Binding, Full, Mask, MaskProgram, MaskShape
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+PRECISIONS = ("default", "tf32", "compensated")
+MAX_HEAD_DIM = 512
+ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp64": "float64"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Lengths, heads, dims, dtype and features of one call; made by `Problem.of`, which checks them.
+
+    In a packed batch (`varlen`) `batch` counts the sequences and `seqlen_q`, `seqlen_k` are totals of tokens.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    mask: Mask
+    scale: float
+    softcap: float = 0.0
+    bias: tuple[int, int, int, int] | None = None
+    alibi: bool = False
+    sinks: bool = False
+    dropout_p: float = 0.0
+    varlen: bool = False
+    precision: str = "default"
+    deterministic: bool = False
+    needs_grad: bool = False
+    device: str = "cpu"
+    _program: list[MaskProgram] = field(default_factory=list, init=False, repr=False, compare=False, hash=False)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        heads: int,
+        head_dim: int,
+        seqlen: int,
+        batch: int = 1,
+        kv_heads: int | None = None,
+        kv_seqlen: int | None = None,
+        head_dim_v: int | None = None,
+        dtype: str = "bfloat16",
+        mask: Mask | None = None,
+        scale: float | None = None,
+        **features: Any,
+    ) -> Problem:
+        """A problem with the usual defaults: as many key heads, keys and value dims as query ones, and scale 1/√d."""
+        if scale is None:
+            scale = 1.0 / math.sqrt(head_dim) if isinstance(head_dim, int) and head_dim > 0 else 1.0
+        problem = cls(
+            batch=batch,
+            heads=heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            seqlen_q=seqlen,
+            seqlen_k=seqlen if kv_seqlen is None else kv_seqlen,
+            head_dim=head_dim,
+            head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+            dtype=ALIASES.get(dtype, dtype),
+            mask=Full() if mask is None else mask,
+            scale=scale,
+            **features,
+        )
+        problem.check()
+        return problem
+
+    @property
+    def shape(self) -> MaskShape:
+        return MaskShape(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
+
+    @property
+    def program(self) -> MaskProgram:
+        """The mask, lowered once."""
+        if not self._program:
+            self._program.append(self.mask.lower(Binding(self.shape, self.varlen)))
+        return self._program[0]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.kv_heads if self.kv_heads else 1
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    def check(self) -> None:
+        """Raise unless every field is sane. Sizes are compared as they are, so symbolic ones work too."""
+        for name in ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k"):
+            _check_size(name, getattr(self, name), 0, UNBOUNDED - 1)
+        for name in ("head_dim", "head_dim_v"):
+            _check_size(name, getattr(self, name), 1, MAX_HEAD_DIM)
+        if self.kv_heads != self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads != 0):
+            raise LayoutError(f"heads: {self.heads} query heads and {self.kv_heads} key heads; the first must be a multiple of the second")
+        if self.dtype not in ITEMSIZE:
+            raise ArgumentTypeError(f"dtype: got {self.dtype!r}, need one of {', '.join(ITEMSIZE)}")
+        if not isinstance(self.mask, Mask):
+            raise ArgumentTypeError(f"mask: got {type(self.mask).__name__}, need a mask such as causal(); wrap a boolean tensor in dense(...)")
+        for name in ("scale", "softcap", "dropout_p"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise ArgumentTypeError(f"{name}: got {value!r}, need a number")
+            if not math.isfinite(value):
+                raise ArgumentError(f"{name}: got {value}, need a finite number")
+        if self.softcap < 0:
+            raise ArgumentError(f"softcap: got {self.softcap}, need 0 (off) or a positive number")
+        if not 0 <= self.dropout_p < 1:
+            raise ArgumentError(f"dropout_p: got {self.dropout_p}, need a probability in [0, 1)")
+        if self.precision not in PRECISIONS:
+            raise ArgumentError(f"precision: got {self.precision!r}, need one of {', '.join(PRECISIONS)}")
+
+
+def _check_size(name: str, value: Any, least: int, most: int) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentTypeError(f"{name}: got {value!r} ({type(value).__name__}), need an integer")
+    if value < least or value > most:
+        raise ArgumentError(f"{name}: got {value}, need {least} to {most}")
