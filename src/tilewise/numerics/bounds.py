@@ -1,0 +1,184 @@
+"""How far a correct attention may be from the float64 oracle: elementwise bounds from dtype and reduction length.
+
+The model. Inputs are exact. Products are summed with unit roundoff u (of fp32; of fp64 for fp64). A 16-bit dtype
+rounds P and dS to itself before they are multiplied, with unit roundoff r, and so it does with each result; tf32 cuts
+both operands of each product to 11 bits (t = 2⁻¹⁰: hardware may truncate). Softmax goes tile by tile, its sums rescaled
+as the maximum grows, with exp, tanh and log good to a few u; the backward recomputes P from the stored lse and takes
+δ = Σ out·dout from the stored out.
+
+Sums. A sum of n terms is charged g(n)·u·Σ|x| with g(n) = min(n, λ√n). n is the worst case of any order of summation,
+to first order in u. λ√n is Azuma's inequality for roundings of mean 0 given the past: it fails with probability at most
+2·exp(−λ²/2), for λ = 7 that is 5·10⁻¹¹ an element. Rounding P and dS to 16 bits gets no such discount, for equal
+weights round alike: it enters by its worst case.
+
+Forward. With Z = |q|·|k| a score errs by e_s = scale·(g(D)·u + 2t)·Z + 3u|s|; softcap multiplies this by its slope and
+adds its own rounding; bias and alibi add 3u of the magnitudes summed. After subtracting the maximum m and taking exp, a
+weight is off by a factor in exp(±ε), ε = e_x + 4u(|x| + |m|) + 8u, and the denominator by one in exp(±(ln F + A)), where
+F = Σ p·exp(ε) (by Jensen's inequality it bounds both sides) and A = g(n)·u + 6u·g(n/16) is summing and rescaling:
+    |Δlse| ≤ ln F + A + 4u(|lse| + |m|) + 8u
+    |Δout| ≤ exp(ln F + A) · Σ_j w_j·|v_j|·expm1(ε_j + A + r + 2t) + |out|·expm1(ln F + A) + rounding of out
+with w = P after dropout. A mean of values is never further off than |out| + max|v|, whatever happened to the scores.
+
+Backward. P is off by a factor in exp(±ε'), ε' = ε + |Δlse| + 4u(|x| + |lse|). An error of w_ij multiplies all of v_j,
+so it reaches δ_i through |dw_ij| = |dout_i·v_j| and not through Σ_d |dout||v|, which only the roundings of the sums
+meet. dS = P∘(dP − δ + dlse) takes the errors of its factors to second order, softcap's slope those of tanh, and dq,
+dk, dv, dbias and dsinks are sums as above.
+
+Numbers too small to be normal are charged absolutely. Where the problem is fp64, the oracle errs as much as what it
+measures, and the bounds are doubled.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.numerics.oracle import Gradients, Tensors, bias_part, oracle, oracle_gradients, pieces
+from tilewise.numerics.propagation import BackwardErrors, ForwardErrors
+from tilewise.numerics.rounding import Arithmetic, floor, growth, unit_roundoff
+from tilewise.problem import Problem
+
+
+class ForwardBounds(NamedTuple):
+    out: Tensor
+    lse: Tensor
+
+
+class Excess(NamedTuple):
+    """A tensor outside its bound, by its worst element."""
+
+    name: str
+    at: tuple[int, ...]
+    actual: float
+    exact: float
+    bound: float
+    outside: int
+    elements: int
+
+    def __str__(self) -> str:
+        error = abs(self.actual - self.exact)
+        return (
+            f"{self.name}{list(self.at)} is {self.actual:.9g}, exactly {self.exact:.9g}: off by {error:.3g}, "
+            f"{error / self.bound if self.bound else float('inf'):.3g} times the bound {self.bound:.3g} "
+            f"({self.outside} of {self.elements} elements are outside theirs)"
+        )
+
+
+@torch.no_grad()
+def forward(problem: Problem, inputs: Tensors, arithmetic: Arithmetic | None = None) -> ForwardBounds:
+    """Bounds on |out − exact| and |lse − exact|: float64, in the shapes of out and lse."""
+    rounding = arithmetic or Arithmetic.of(problem)
+    q = inputs.q
+    out = torch.zeros((*q.shape[:3], problem.head_dim_v), dtype=torch.float64, device=q.device)
+    lse = torch.zeros(q.shape[:3], dtype=torch.float64, device=q.device)
+    for piece in pieces(problem, inputs):
+        ahead = ForwardErrors(problem, piece, rounding)
+        out[piece.rows] = rounding.oracle_share * ahead.out_error
+        lse[piece.rows] = rounding.oracle_share * ahead.lse_error
+    return ForwardBounds(out, lse)
+
+
+@torch.no_grad()
+def backward(
+    problem: Problem, inputs: Tensors, dout: Tensor, dlse: Tensor | None = None, arithmetic: Arithmetic | None = None
+) -> Gradients:
+    """Bounds on the errors of the gradients: float64, in the shapes of the inputs."""
+    rounding = arithmetic or Arithmetic.of(problem)
+    share = rounding.oracle_share
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
+    dbias = None if inputs.bias is None else _Reduction(inputs.bias)
+    dsinks = None if inputs.sinks is None else _Reduction(inputs.sinks)
+    for piece in pieces(problem, inputs):
+        do = torch.where(piece.seen.any(-1)[..., None], dout[piece.rows].double(), 0.0)
+        dl = torch.zeros_like(piece.q[..., 0]) if dlse is None else dlse[piece.rows].double()
+        behind = BackwardErrors(ForwardErrors(problem, piece, rounding), do, dl)
+        dq[piece.rows] = share * behind.dq()
+        dk[piece.cols] = share * behind.dk()
+        dv[piece.cols] = share * behind.dv()
+        if dbias is not None:
+            error = behind.ds_error + rounding.weight * behind.ds.abs()
+            dbias.add(
+                behind.ds, error, piece.seen, bias_part(dbias.value, piece.sequence, piece.heads, *piece.seen.shape[1:])
+            )
+        if dsinks is not None:
+            value, error = behind.dsink()
+            dsinks.add(value, error, torch.ones_like(value, dtype=torch.bool), (piece.heads,))
+    return Gradients(
+        dq,
+        dk,
+        dv,
+        None if dbias is None else share * dbias.error(rounding.u),
+        None if dsinks is None else share * dsinks.error(rounding.u),
+    )
+
+
+def check(actual: Tensor, exact: Tensor, bound: Tensor, name: str = "result") -> Excess | None:
+    """None if every element is within its bound, else the worst one.
+
+    Infinities and NaN must be where they are in `exact`, except that a value may overflow where its bound reaches the
+    limit of its dtype.
+    """
+    if actual.shape != exact.shape:
+        raise ValueError(f"{name}: shape {tuple(actual.shape)}, the oracle's is {tuple(exact.shape)}")
+    ratio = ratios(actual, exact, bound)
+    outside = int((ratio > 1).sum())
+    if not outside:
+        return None
+    worst = int(ratio.argmax())
+    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), actual.shape))
+    return Excess(name, at, float(actual[at]), float(exact[at]), float(bound[at]), outside, actual.numel())
+
+
+def ratios(actual: Tensor, exact: Tensor, bound: Tensor) -> Tensor:
+    """Error / bound, elementwise; 0 where both are the same infinity or NaN, inf where only one is not finite."""
+    limit = torch.finfo(actual.dtype).max
+    value = actual.detach().to(exact.device, torch.float64)
+    overflow = value.isinf() & (exact.abs() + bound >= limit) & (exact.sign() == value.sign())
+    same = (value == exact) | (value.isnan() & exact.isnan()) | overflow
+    ratio = (value - exact).abs() / bound
+    return torch.where(same, 0.0, ratio.nan_to_num(nan=float("inf"), posinf=float("inf")))
+
+
+def check_forward(problem: Problem, inputs: Tensors, out: Tensor, lse: Tensor | None = None) -> list[Excess]:
+    """Hold a forward to the oracle: the tensors that are outside their bounds."""
+    with torch.no_grad():
+        exact = oracle(problem, inputs)
+    bound = forward(problem, inputs)
+    found = [check(out, exact[0], bound.out, "out")]
+    if lse is not None:
+        found.append(check(lse, exact[1], bound.lse, "lse"))
+    return [excess for excess in found if excess is not None]
+
+
+def check_backward(problem: Problem, inputs: Tensors, dout: Tensor, dlse: Tensor | None, grads: object) -> list[Excess]:
+    """Hold gradients (attributes dq, dk, dv, dbias, dsinks; None is not checked) to the oracle."""
+    exact = oracle_gradients(problem, inputs, dout, dlse)
+    bound = backward(problem, inputs, dout, dlse)
+    found = []
+    for name in Gradients._fields:
+        actual = getattr(grads, name)
+        if actual is not None:
+            found.append(check(actual, getattr(exact, name), getattr(bound, name), name))
+    return [excess for excess in found if excess is not None]
+
+
+class _Reduction:
+    """A gradient summed over broadcast sides and over pieces: its value, its magnitude, its terms, their errors."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.dtype = like.dtype
+        self.value, self.magnitude, self.errors, self.terms = torch.zeros(
+            (4, *like.shape), dtype=torch.float64, device=like.device
+        ).unbind()
+
+    def add(self, value: Tensor, error: Tensor, seen: Tensor, at: tuple[int | slice, ...]) -> None:
+        shape = self.value[at].shape
+        totals = (self.value, self.magnitude, self.errors, self.terms)
+        for total, x in zip(totals, (value, value.abs(), error, seen.double()), strict=True):
+            total[at] += x.sum_to_size(shape) if len(shape) == x.ndim else x.sum(1)
+
+    def error(self, u: float) -> Tensor:
+        error = self.errors + growth(self.terms) * u * (self.magnitude + self.errors)
+        return error + unit_roundoff(self.dtype) * (self.value.abs() + error) + floor(self.dtype)

@@ -1,0 +1,54 @@
+"""The one merge: partial attentions over disjoint sets of keys combine by an associative, commutative function.
+
+A partial result is a pair (out, lse): out (..., M, Dv) normalised over its own keys, lse (..., M) the logarithm of its
+denominator. The unit is (0, −inf), the attention over no keys. Arithmetic and results are fp32, or fp64 if any part is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+Partial = tuple[Tensor, Tensor]
+
+NOTHING = float("-inf")
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """The attention over the keys of both."""
+    return merge_many((a[0], b[0]), (a[1], b[1]))
+
+
+def merge_many(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> Partial:
+    """The attention over the keys of all parts: sequences, or tensors with one leading dimension more."""
+    dtype = _working_dtype(*outs, *lses)
+    stacked = lses.to(dtype) if isinstance(lses, Tensor) else torch.stack([lse.to(dtype) for lse in lses])
+    lse = torch.logsumexp(stacked, dim=0)
+    weights = torch.exp(stacked - finite(lse)).unsqueeze(-1)  # [S, ..., M, 1]; 0 for a part without keys
+    if isinstance(outs, Tensor):
+        return (weights * outs).sum(0), lse
+    out = weights[0] * outs[0]
+    for weight, part in zip(weights[1:], outs[1:], strict=True):
+        out = out + weight * part
+    return out, lse
+
+
+def join_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Partial:
+    """Let each head's sink (H,) join the denominators of (..., H, M): a key whose value is 0."""
+    dtype = _working_dtype(out, lse)
+    lse = lse.to(dtype)
+    both = torch.stack([lse, sink.to(dtype).unsqueeze(-1).expand_as(lse)])
+    total = torch.logsumexp(both, dim=0)
+    return out * torch.exp(lse - finite(total)).unsqueeze(-1), total
+
+
+def finite(lse: Tensor) -> Tensor:
+    """`lse` with 0 for −inf, so that exp(x − lse) of an empty row is exp(−inf) = 0 and not NaN."""
+    return lse.masked_fill(lse == NOTHING, 0.0)
+
+
+def _working_dtype(*parts: Tensor) -> torch.dtype:
+    return reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)

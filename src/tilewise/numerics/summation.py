@@ -1,0 +1,74 @@
+"""Compensated summation: what each addition rounds away is kept and added at the end.
+
+A compensated sum of n terms in unit roundoff u errs by about u·|Σx| + n·u²·Σ|x|, where plain summation errs by up to
+n·u·Σ|x| (Kahan 1965; Neumaier 1974; Ogita, Rump and Oishi 2005).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """s = fl(a + b) and e with a + b = s + e exactly (Knuth); no order of magnitudes is assumed."""
+    s = a + b
+    part = s - a
+    return s, (a - (s - part)) + (b - part)
+
+
+def two_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """p = fl(a·b) and e with a·b = p + e exactly, barring underflow."""
+    p = a * b
+    if p.dtype != torch.float64:
+        return p, (a.double() * b.double() - p.double()).to(p.dtype)  # 24 + 24 bits fit in the 53 of fp64
+    a_hi, a_lo = _split(a)
+    b_hi, b_lo = _split(b)
+    return p, a_lo * b_lo - (((p - a_hi * b_hi) - a_lo * b_hi) - a_hi * b_lo)
+
+
+def _split(a: Tensor) -> tuple[Tensor, Tensor]:
+    """A double as the sum of two with at most 26 bits each (Dekker 1971)."""
+    scaled = a * (2.0**27 + 1.0)
+    hi = scaled - (scaled - a)
+    return hi, a - hi
+
+
+@dataclass(slots=True)
+class Compensated:
+    """A running sum `value + carry`; `carry` holds what rounding took from `value`."""
+
+    value: Tensor
+    carry: Tensor
+
+    @classmethod
+    def zeros_like(cls, x: Tensor) -> Compensated:
+        return cls(torch.zeros_like(x), torch.zeros_like(x))
+
+    def add(self, x: Tensor) -> None:
+        self.value, lost = two_sum(self.value, x)
+        self.carry = self.carry + lost
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the sum by `factor`, which may broadcast."""
+        self.value, lost = two_product(self.value, factor)
+        self.carry = self.carry * factor + lost
+
+    def total(self) -> Tensor:
+        """The sum, rounded once. An overflowed sum stays the infinity it is, though its carry is inf − inf."""
+        return torch.where(self.value.isfinite(), self.value + self.carry, self.value)
+
+
+def kahan_sum(x: Tensor, dim: int = -1) -> Tensor:
+    """The compensated sum along `dim`, taken in a tree: log₂ n vectorised steps, each with its rounding errors kept."""
+    value = x.movedim(dim, 0)
+    carry = torch.zeros_like(value[:1]).sum(0)
+    # over the halvings: Σx = Σ value + carry, up to the rounding of carry itself
+    while value.shape[0] > 1:
+        half = value.shape[0] // 2
+        folded, lost = two_sum(value[:half], value[half : 2 * half])
+        carry = carry + lost.sum(0)
+        value = torch.cat([folded, value[2 * half :]])
+    return Compensated(value.sum(0), carry).total()
