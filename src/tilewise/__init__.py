@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tilewise.api import attention as attention
-    from tilewise.api import attention_varlen as attention_varlen
-    from tilewise.api import backends as backends
+    from tilewise.api.attention import attention as attention
+    from tilewise.api.backends import backends as backends
+    from tilewise.api.bias import alibi as alibi
+    from tilewise.api.varlen import attention_varlen as attention_varlen
     from tilewise.errors import TilewiseError as TilewiseError
     from tilewise.masks import Mask as Mask
     from tilewise.masks import blocks as blocks
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 
 # public name -> the module that holds it
 _HOMES = {
-    "attention": "api",
-    "attention_varlen": "api",
+    "attention": "api.attention",
+    "attention_varlen": "api.varlen",
+    "alibi": "api.bias",
     "TilewiseError": "errors",
     "Mask": "masks",
     "full": "masks",
@@ -70,7 +72,7 @@ class _Backends(ModuleType):
     """The package `tilewise.backends`, which is also the function `tilewise.backends()`."""
 
     def __call__(self) -> Any:
-        return import_module("tilewise.api").backends()
+        return import_module("tilewise.api.backends").backends()
 
 
 class _Tilewise(ModuleType):

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tilewise.numerics.merge import finite
 from tilewise.problem import Problem
 
 
@@ -101,3 +102,10 @@ def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
 
 def empty_lse(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink is a key with value 0, so dS = P_sink · (0 - delta), summed over the rows of its head."""
+    sink = sinks.to(lse.dtype)[:, None]
+    p = torch.where(sink == float("-inf"), 0.0, torch.exp(sink - finite(lse)))  # [B, Hq, M]
+    return -(p * delta).sum(dim=(0, 2)).to(sinks.dtype)

@@ -1,0 +1,1 @@
+"""What users call; the names are offered by the package itself."""

@@ -1,0 +1,125 @@
+"""`attention`: exact attention over a batch, the same meaning on every backend."""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch
+from tilewise.api.bias import Alibi
+from tilewise.api.describe import LAYOUTS, Request, autocast, check_tensors, describe
+from tilewise.backends.base import Backend, Inputs
+from tilewise.errors import LayoutError
+from tilewise.masks import Mask
+from tilewise.ops import attend, library
+from tilewise.ops.run import is_empty
+from tilewise.problem import Problem
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_KNOWN: dict[tuple[Any, ...], tuple[Problem, Backend | None]] = {}
+_KNOWN_LIMIT = 4096
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    scale: float | None = None,
+    bias: Tensor | Alibi | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    layout: str = "bhsd",
+    precision: str = "default",
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale·QKᵀ, masked)·V, exactly and in O(N) memory.
+
+    q is (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), Hq a multiple of Hk; `layout="bshd"` has the sequence before the
+    heads. Scores are scaled (1/√D unless given), capped, biased and masked in this order; `sinks` (Hq,) join each row's
+    denominator; dropout comes last. A row that sees no key gives 0, and −inf as its log-sum-exp.
+
+    Returns out, like q with Dv columns; with `return_lse` also the log-sum-exp (B, Hq, Sq), which is differentiable.
+    """
+    request = Request(mask, scale, bias, softcap, sinks, dropout_p, seed, precision, deterministic)
+    problem, inputs, chosen = prepare(q, k, v, request, layout, backend)
+    out, lse = attend(problem, inputs, backend, chosen) if chosen is not None else run(problem, inputs, backend)
+    if layout == "bshd":
+        out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def prepare(
+    q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str = "bhsd", backend: str = "auto"
+) -> tuple[Problem, Inputs, Backend | None]:
+    """The problem, its inputs in the inside layout and, where it is settled already, the backend.
+
+    A call like one seen before needs no checks: problem and backend are remembered by shapes, strides and settings.
+    """
+    key = None if torch.compiler.is_compiling() else _key(q, k, v, request, layout, backend)
+    known = _KNOWN.get(key) if key is not None else None
+    if known is None:
+        if layout not in LAYOUTS:
+            raise LayoutError(f"layout: got {layout!r}, need 'bhsd' (batch, heads, sequence, dim) or 'bshd'")
+        check_tensors(q, k, v, 4, "(batch, heads, sequence, dim)" if layout == "bhsd" else "(batch, sequence, heads, dim)")
+        q, k, v = autocast((q, k, v))
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if known is not None:
+        return known[0], Inputs(q, k, v), known[1]
+    problem, inputs = describe((q, k, v), request)
+    if key is None or is_empty(problem):
+        return problem, inputs, None
+    chosen = choose(problem, inputs, backend)
+    if len(_KNOWN) >= _KNOWN_LIMIT:
+        _KNOWN.clear()
+    _KNOWN[key] = (problem, chosen)
+    return problem, inputs, chosen
+
+
+def run(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
+    """Through the operator where something watches operators, straight to the backend otherwise."""
+    if torch.compiler.is_compiling() or watched(inputs):
+        return library.attend(problem, inputs, backend)
+    return attend(problem, inputs, backend, None if is_empty(problem) else choose(problem, inputs, backend))
+
+
+def choose(problem: Problem, inputs: Inputs, backend: str) -> Backend:
+    """The backend of the forward; a backend asked for by name must be able to do the backward too, if there will be one."""
+    if problem.needs_grad and backend != "auto":
+        dispatch.select(problem, inputs, backend, backward=True)
+    return dispatch.select(problem, inputs, backend).backend
+
+
+def watched(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether a tensor subclass, a dispatch mode or a functorch transform wants to see the call as an operator."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(x is not None and type(x) not in _PLAIN for x in tensors)
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend: str) -> tuple[Any, ...] | None:
+    """What a problem and the choice of its backend depend on; None for calls that are prepared afresh each time."""
+    mask, scale, bias, softcap, sinks, dropout_p, _, precision, deterministic = request
+    if bias is not None or sinks is not None or dropout_p or watched((q, k, v)):
+        return None
+    if mask is not None and not (isinstance(mask, Mask) and mask.static):
+        return None
+    device = q.device
+    if torch.is_autocast_enabled(device.type) or not isinstance(scale, (float, int, NoneType)):
+        return None
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, device, k.device, v.device,
+        mask, scale, softcap, precision, deterministic, grad, layout, backend,
+    )  # fmt: skip

@@ -1,0 +1,26 @@
+"""Biases that are computed in the tile and never stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tilewise.errors import ArgumentTypeError, LayoutError
+
+
+@dataclass(frozen=True, eq=False)
+class Alibi:
+    """score -= slope * |q + Sk - Sq - k|: one slope for each query head, or (batch, head)."""
+
+    slopes: Any
+
+
+def alibi(slopes: Any) -> Alibi:
+    """Linear biases by distance (ALiBi), `slopes` a float tensor (heads,) or (batch, heads)."""
+    if not hasattr(slopes, "requires_grad") or not slopes.is_floating_point():
+        raise ArgumentTypeError(f"alibi: slopes is a {type(slopes).__name__}, need a tensor of floats")
+    if slopes.requires_grad:
+        raise ArgumentTypeError("alibi: slopes requires a gradient, which ALiBi does not have; pass slopes.detach(), or a tensor bias")
+    if slopes.ndim not in (1, 2):
+        raise LayoutError(f"alibi: slopes has shape {tuple(slopes.shape)}, need (heads,) or (batch, heads)")
+    return Alibi(slopes)

@@ -1,0 +1,178 @@
+"""From a user's arguments to a Problem and its Inputs: every check that needs tensors is here."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.api.bias import Alibi
+from tilewise.backends.base import Inputs
+from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError
+from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
+from tilewise.problem import ITEMSIZE, Problem
+
+LAYOUTS = ("bhsd", "bshd")
+SEED_RANGE = 2**63 - 1
+_FULL = Full()
+
+
+class Request(NamedTuple):
+    """The optional arguments of a call, as given."""
+
+    mask: Mask | Tensor | None = None
+    scale: float | None = None
+    bias: Tensor | Alibi | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    seed: int | Tensor | None = None
+    precision: str = "default"
+    deterministic: bool | None = None
+
+
+def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What SDPA does under autocast: floating tensors of the device become the autocast dtype, fp64 stays."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int, shape: str) -> None:
+    """Types, ranks, devices and dtypes of q, k and v as the user gave them."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentTypeError(f"{name}: got {type(tensor).__name__}, need a torch.Tensor")
+        if tensor.ndim != rank:
+            raise LayoutError(f"{name}: rank {tensor.ndim}, shape {tuple(tensor.shape)}; need rank {rank}, {shape}")
+        if tensor.dtype != q.dtype:
+            raise ArgumentTypeError(f"{name}: dtype {tensor.dtype}, but q has {q.dtype}; convert with {name}.to(q.dtype)")
+        if tensor.device != q.device:
+            raise DeviceError(f"{name}: on {tensor.device}, but q is on {q.device}; move it with {name}.to(q.device)")
+    if str(q.dtype).removeprefix("torch.") not in ITEMSIZE:
+        raise ArgumentTypeError(f"q: dtype {q.dtype}, need float16, bfloat16, float32 or float64")
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Shapes that must agree, in the inside layout (B, H, S, D)."""
+    if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
+        raise LayoutError(f"batch: q has {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}; they must agree")
+    if k.shape[1] != v.shape[1]:
+        raise LayoutError(f"heads: k has {k.shape[1]} and v {v.shape[1]}; they must agree")
+    if k.shape[2] != v.shape[2]:
+        raise LayoutError(f"keys: k has {k.shape[2]} positions and v {v.shape[2]}; they must agree")
+    if k.shape[3] != q.shape[3]:
+        raise LayoutError(f"head dim: q has {q.shape[3]} and k {k.shape[3]}; they must agree (v may differ)")
+
+
+def describe(qkv: tuple[Tensor, Tensor, Tensor], request: Request, packed: tuple[Tensor, Tensor] | None = None) -> tuple[Problem, Inputs]:
+    """The Problem and Inputs of a call; q, k, v in the inside layout, `packed` the cumulative lengths of a packed batch."""
+    q, k, v = qkv
+    check_shapes(q, k, v)
+    batch = q.shape[0] if packed is None else packed[0].shape[0] - 1
+    shape = MaskShape(batch, q.shape[1], q.shape[2], k.shape[2])
+    bias, slopes = _split_bias(request.bias, q, shape, packed is not None)
+    sinks = _check_sinks(request.sinks, q, shape.heads)
+    deterministic = request.deterministic
+    grads = (q, k, v, *(t for t in (bias, sinks) if t is not None))
+    problem = Problem(
+        batch=batch,
+        heads=shape.heads,
+        kv_heads=k.shape[1],
+        seqlen_q=shape.seqlen_q,
+        seqlen_k=shape.seqlen_k,
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        dtype=str(q.dtype).removeprefix("torch."),
+        mask=_bind_mask(request.mask, shape, packed is not None, q.device),
+        scale=1.0 / math.sqrt(max(q.shape[3], 1)) if request.scale is None else request.scale,
+        softcap=request.softcap,
+        bias=None if bias is None else (bias.shape[0], bias.shape[1], bias.shape[2], bias.shape[3]),
+        alibi=slopes is not None,
+        sinks=sinks is not None,
+        dropout_p=request.dropout_p,
+        varlen=packed is not None,
+        precision=request.precision,
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
+        needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in grads),
+        device=q.device.type,
+    )
+    problem.check()
+    seed = make_seed(request.seed, q.device) if request.dropout_p else None
+    cu_q, cu_k = packed or (None, None)
+    return problem, Inputs(q, k, v, bias, slopes, sinks, seed, cu_q, cu_k)
+
+
+def make_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
+    """The dropout key as an int64 scalar; drawn by a torch op if none is given, so that checkpointing replays it."""
+    if seed is None:
+        return torch.randint(SEED_RANGE, (), device=device)
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.is_floating_point():
+            raise ArgumentTypeError(f"seed: tensor of shape {tuple(seed.shape)} and dtype {seed.dtype}, need one integer")
+        return seed.to(torch.int64).reshape(())
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentTypeError(f"seed: got {seed!r}, need an integer or a tensor with one")
+    if not -(2**63) <= seed < 2**63:
+        raise ArgumentError(f"seed: {seed} does not fit in 64 bits")
+    return torch.full((), seed, dtype=torch.int64, device=device)
+
+
+def _bind_mask(mask: Any, shape: MaskShape, varlen: bool, device: torch.device) -> Mask:
+    """The mask with its tensors on the device; one without tensors stays the value it is."""
+    if mask is None:
+        return _FULL
+    if isinstance(mask, Tensor):
+        mask = dense(mask)
+    if not isinstance(mask, Mask):
+        raise ArgumentTypeError(f"mask: got {type(mask).__name__}, need a mask such as causal(), or a boolean tensor (True = attend)")
+    if mask.static:
+        return mask
+
+    def asarray(x: Any) -> Tensor:
+        if isinstance(x, Tensor) and x.device != device:
+            raise DeviceError(f"mask: holds a tensor on {x.device}, but q is on {device}; move it with .to(q.device)")
+        return torch.as_tensor(x, device=device)
+
+    return Lowered(mask.lower(Binding(shape, varlen, asarray)))
+
+
+def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[Tensor | None, Tensor | None]:
+    """A tensor bias as rank 4, or the slopes of ALiBi as (B or 1, H)."""
+    if bias is None:
+        return None, None
+    tensor = bias.slopes if isinstance(bias, Alibi) else bias
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ArgumentTypeError(f"bias: got {got}, need a floating-point tensor or alibi(slopes); boolean masks are passed as mask=")
+    if tensor.device != q.device:
+        raise DeviceError(f"bias: on {tensor.device}, but q is on {q.device}; move it with .to(q.device)")
+    if isinstance(bias, Alibi):
+        slopes = tensor.float() if tensor.ndim == 2 else tensor.float()[None]
+        if slopes.shape[1] != shape.heads or slopes.shape[0] not in (1, shape.batch):
+            want = f"({shape.heads},) or ({shape.batch}, {shape.heads})"
+            raise LayoutError(f"alibi: slopes has shape {tuple(tensor.shape)}, need {want}")
+        return None, slopes
+    if tensor.ndim > 4:
+        raise LayoutError(f"bias: rank {tensor.ndim}, need at most 4, broadcastable to {tuple(shape)}")
+    tensor = tensor[(None,) * (4 - tensor.ndim)]
+    for size, want, axis in zip(tensor.shape, shape, ("batch", "heads", "queries", "keys"), strict=True):
+        if size not in (1, want) and not (varlen and axis in ("queries", "keys")):
+            raise LayoutError(f"bias: {size} along {axis}, the problem has {want}; need 1 or {want} (shape {tuple(bias.shape)})")
+    return tensor, None
+
+
+def _check_sinks(sinks: Any, q: Tensor, heads: int) -> Tensor | None:
+    if sinks is None:
+        return None
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        raise ArgumentTypeError(f"sinks: got {getattr(sinks, 'dtype', type(sinks).__name__)}, need a floating-point tensor ({heads},)")
+    if sinks.device != q.device:
+        raise DeviceError(f"sinks: on {sinks.device}, but q is on {q.device}; move it with .to(q.device)")
+    if tuple(sinks.shape) != (heads,):
+        raise LayoutError(f"sinks: shape {tuple(sinks.shape)}, need one for each query head, ({heads},)")
+    return sinks

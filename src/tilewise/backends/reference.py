@@ -1,0 +1,73 @@
+"""Standard attention: the whole score matrix at once, gradients by autograd. O(N²) memory, so only on explicit request."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_lse, empty_out
+from tilewise.backends.sequence import Sequence, cuts
+from tilewise.masks import TileClass
+from tilewise.numerics.merge import finite, join_sink
+from tilewise.problem import Problem
+
+
+def attend(seq: Sequence) -> tuple[Tensor, Tensor]:
+    """softmax(QKᵀ)V over one tile that is the whole matrix."""
+    inputs = seq.inputs
+    q, k = (0, seq.seqlen_q), (0, seq.seqlen_k)
+    tile = seq.scores(seq.load(inputs.q, q), q, k, TileClass.PARTIAL)
+    lse = torch.logsumexp(tile.s, dim=-1)  # [B, Hq, M]
+    p = torch.exp(tile.s - finite(lse).unsqueeze(-1))
+    out = seq.unfold(seq.fold(seq.dropped(p, q, k)) @ seq.load(inputs.v, k, tile.seen), seq.seqlen_q)
+    return (out, lse) if inputs.sinks is None else join_sink(out, lse, inputs.sinks)
+
+
+class Reference:
+    name = "reference"
+
+    def usable(self, device: str) -> Verdict:
+        return Verdict(True)
+
+    def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
+        return Verdict.of("standard softmax has no compensated form; use backend='tiled'" if problem.precision == "compensated" else None)
+
+    def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
+        return "builds the N × N score matrix, so it is used on explicit request only"
+
+    def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
+        for cut, program in cuts(problem, inputs):
+            own_out, own_lse = attend(Sequence(problem, inputs, cut, program))
+            cut.queries(out)[:] = own_out.to(out.dtype)
+            cut.queries(lse)[:] = own_lse.to(lse.dtype)
+        return out, lse
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs: Needs,
+    ) -> Grads:
+        wanted = {"q": needs.dq, "k": needs.dk, "v": needs.dv, "bias": needs.dbias, "sinks": needs.dsinks}
+        values = inputs._asdict()
+        dlse = torch.zeros_like(lse) if dlse is None else dlse
+        with torch.enable_grad():
+            leaves = {n: values[n].detach().requires_grad_() for n, need in wanted.items() if need and values[n] is not None}
+            totals = {name: torch.zeros_like(leaf, dtype=lse.dtype) for name, leaf in leaves.items()}
+            for cut, program in cuts(problem, inputs._replace(**leaves)):
+                results = attend(Sequence(problem, inputs._replace(**leaves), cut, program))
+                upstream = [cut.queries(x).to(r.dtype) for x, r in zip((dout, dlse), results, strict=True)]
+                parts = torch.autograd.grad(results, list(leaves.values()), upstream, allow_unused=True)
+                for total, part in zip(totals.values(), parts, strict=True):
+                    if part is not None:
+                        total += part
+        grads = {name: total.to(values[name].dtype) for name, total in totals.items()}
+        return Grads(*(grads.get(name) for name in wanted))
+
+
+backend = Reference()

@@ -1,0 +1,174 @@
+"""One unpacked problem and its tiles: what a call looks like once packing and per-sequence masks are taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Inputs
+from tilewise.masks import MaskProgram, MaskShape, TileClass, TileMap, allowed
+from tilewise.numerics.philox import keep_tile
+from tilewise.problem import Problem
+
+TILE_BYTES = 8 << 20
+"""Scores of one tile over the whole batch; a few such tensors are alive at a time."""
+
+Range = tuple[int, int]
+
+
+class Tile(NamedTuple):
+    """The scores of one tile and what its masking left visible."""
+
+    s: Tensor  # [B, Hq, M, N], -inf where masked
+    capped: Tensor | None  # the scores after softcap, before bias and mask
+    seen: Tensor | None  # [B or 1, Hk or 1, N, 1]: keys that some row of the tile sees; None for all
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a sequence lies in the tensors of a call: views of them, so that results are written in place."""
+
+    batch: slice  # of q, k, v and their like
+    q: slice
+    k: slice
+    b: int | None = None  # of what is given for each sequence; None for a whole batch
+
+    def queries(self, x: Tensor) -> Tensor:
+        return x[self.batch, :, self.q]
+
+    def keys(self, x: Tensor) -> Tensor:
+        return x[self.batch, :, self.k]
+
+    def own(self, x: Tensor) -> Tensor:
+        """What sequence `b` has of a tensor whose first side counts sequences or is 1."""
+        return x if self.b is None or x.shape[0] == 1 else x[self.b : self.b + 1]
+
+    def scores(self, x: Tensor) -> Tensor:
+        """The like for a bias, whose positions count within the sequence."""
+        rows, keys = (None if s.stop is None else s.stop - s.start for s in (self.q, self.k))
+        return self.own(x)[:, :, : rows if x.shape[2] > 1 else None, : keys if x.shape[3] > 1 else None]
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        return inputs._replace(
+            q=self.queries(inputs.q),
+            k=self.keys(inputs.k),
+            v=self.keys(inputs.v),
+            bias=None if inputs.bias is None else self.scores(inputs.bias),
+            alibi=None if inputs.alibi is None else self.own(inputs.alibi),
+        )
+
+
+def cuts(problem: Problem, inputs: Inputs) -> Iterator[tuple[Cut, MaskProgram]]:
+    """The sequences of a call: a plain batch is one; a packed batch, or one whose mask differs by sequence, is taken apart."""
+    program, everything = problem.program, slice(None)
+    if problem.varlen:
+        assert inputs.cu_q is not None and inputs.cu_k is not None
+        starts_q, starts_k = inputs.cu_q.tolist(), inputs.cu_k.tolist()
+        for b in range(problem.batch):
+            q, k = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+            yield Cut(everything, q, k, b), program.for_sequence(b, q.start, q.stop, k.start, k.stop)
+    elif all(t.shape[0] <= 1 for t in program.tensors):
+        yield Cut(everything, everything, everything), program
+    else:
+        for b in range(problem.batch):
+            cut = Cut(slice(b, b + 1), everything, everything, b)
+            yield cut, MaskProgram(program.structure, program.ints, tuple(map(cut.own, program.tensors)))
+
+
+class Sequence:
+    """The tensors, mask and tiles that forward and backward share."""
+
+    def __init__(self, problem: Problem, inputs: Inputs, cut: Cut, program: MaskProgram) -> None:
+        self.problem, self.program = problem, program
+        self.inputs = inputs = cut.inputs(inputs)
+        self.batch, self.heads, self.seqlen_q, _ = inputs.q.shape
+        self.kv_heads, self.seqlen_k = inputs.k.shape[1:3]
+        self.first_batch = cut.b or 0
+        self.dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+        self.shape = MaskShape(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
+        self.tiles = TileMap(program, self.shape, *self._blocks())
+
+    def _blocks(self) -> tuple[int, int]:
+        """The largest tile, square or twice as wide as high, whose scores stay within TILE_BYTES."""
+        block_q = block_k = 512
+        while self.batch * self.heads * block_q * block_k * self.dtype.itemsize > TILE_BYTES and block_q > 32:
+            if block_q == block_k:
+                block_q //= 2
+            else:
+                block_k //= 2
+        return block_q, block_k
+
+    def query_blocks(self) -> Iterator[tuple[int, Range]]:
+        for i in range(self.tiles.rows):
+            yield i, (i * self.tiles.block_q, min((i + 1) * self.tiles.block_q, self.seqlen_q))
+
+    def key_blocks(self, i: int) -> Iterator[tuple[int, Range, TileClass]]:
+        """The tiles that query block `i` must visit."""
+        for j, kind in self.tiles.key_blocks(i):
+            yield j, self.key_block(j), kind
+
+    def key_block(self, j: int) -> Range:
+        return j * self.tiles.block_k, min((j + 1) * self.tiles.block_k, self.seqlen_k)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """[B, Hq, M, X] -> [B, Hk, G·M, X]: the rows of all query heads of a group side by side, so that K is read once."""
+        return x.reshape(self.batch, self.kv_heads, -1, x.shape[-1])
+
+    def unfold(self, x: Tensor, rows: int) -> Tensor:
+        """[B, Hk, G·M, X] -> [B, Hq, M, X]."""
+        return x.reshape(self.batch, self.heads, rows, x.shape[-1])
+
+    def load(self, x: Tensor, positions: Range, seen: Tensor | None = None) -> Tensor:
+        """Rows `positions` of x in the dtype of the arithmetic; rows nobody sees become 0, whatever they hold."""
+        tile = x[:, :, slice(*positions)].to(self.dtype)
+        return tile if seen is None else torch.where(seen, tile, 0.0)
+
+    def scores(self, q_tile: Tensor, q: Range, k: Range, kind: TileClass) -> Tile:
+        """scale·QKᵀ -> softcap -> + bias -> mask, over one tile."""
+        problem, inputs = self.problem, self.inputs
+        k_tile = self.load(inputs.k, k)  # [B, Hk, N, D]
+        s = self.unfold(self.fold(q_tile) @ k_tile.mT, q[1] - q[0]) * problem.scale  # [B, Hq, M, N]
+        capped = None
+        if problem.softcap:
+            s = capped = torch.tanh(s / problem.softcap) * problem.softcap
+        visible = None
+        if kind is not TileClass.FULL:
+            visible = allowed(self.program, self.shape, q, k, self._arange)
+        if inputs.bias is not None:
+            bias = cut_tile(inputs.bias, q, k).to(self.dtype)
+            s = s + bias
+            unmasked = bias != float("-inf")
+            visible = unmasked if visible is None else visible & unmasked
+        if inputs.alibi is not None:
+            distance = (self._arange(*q)[:, None] + (self.seqlen_k - self.seqlen_q) - self._arange(*k)).abs()
+            s = s - inputs.alibi.to(self.dtype)[:, :, None, None] * distance
+        if visible is None:
+            return Tile(s, capped, None)
+        return Tile(torch.where(visible, s, float("-inf")), capped, self._seen(visible))
+
+    def dropped(self, p: Tensor, q: Range, k: Range) -> Tensor:
+        """p with dropout: kept entries over the probability of being kept, the others 0."""
+        problem, seed = self.problem, self.inputs.seed
+        if not problem.dropout_p or seed is None:
+            return p
+        batch_ids = range(self.first_batch, self.first_batch + self.batch)
+        keep = keep_tile(seed, problem.dropout_p, batch_ids, range(self.heads), *q, *k, device=p.device)
+        return torch.where(keep, p / (1.0 - problem.dropout_p), 0.0)
+
+    def _arange(self, lo: int, hi: int) -> Tensor:
+        return torch.arange(lo, hi, device=self.inputs.q.device)
+
+    def _seen(self, visible: Tensor) -> Tensor:
+        """[B or 1, Hq or 1, M, N] -> [B or 1, Hk or 1, N, 1]: keys that any row of the tile sees."""
+        if visible.shape[1] > 1:
+            visible = visible.unflatten(1, (self.kv_heads, -1)).flatten(2, 3)
+        return visible.any(dim=2).unsqueeze(-1)
+
+
+def cut_tile(x: Tensor, q: Range, k: Range) -> Tensor:
+    """The part of a bias that belongs to a tile; sides of length 1 broadcast."""
+    return x[:, :, slice(*q) if x.shape[2] > 1 else slice(None), slice(*k) if x.shape[3] > 1 else slice(None)]

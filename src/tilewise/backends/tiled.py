@@ -1,0 +1,179 @@
+"""Attention tile by tile in plain torch: the readable statement of the algorithm.
+
+Query blocks outside, key blocks inside. For one query block the state over the keys seen so far is
+
+    m = max s,   l = Σ exp(s - m),   acc = Σ exp(s - m) v
+
+and each new tile may raise m, which rescales l and acc by alpha = exp(m_old - m_new). One division at the end. Nothing of
+size N × N exists: the backward recomputes each tile's probabilities from the saved log-sum-exp, p = exp(s - lse).
+
+EMPTY tiles are never touched, FULL ones never masked. It does everything the semantics say, on any device torch has; the
+other backends do the same with kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_lse, empty_out, sink_gradient
+from tilewise.backends.sequence import Range, Sequence, cut_tile, cuts
+from tilewise.numerics.merge import finite, join_sink
+from tilewise.numerics.summation import Compensated
+from tilewise.problem import Problem
+
+
+class Plain:
+    """A running sum in the dtype of the arithmetic; `Compensated` is its careful twin."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+    def add(self, x: Tensor) -> None:
+        self.value = self.value + x
+
+    def scale(self, factor: Tensor) -> None:
+        self.value = self.value * factor
+
+    def total(self) -> Tensor:
+        return self.value
+
+
+Sum = Plain | Compensated
+
+
+def accumulator(zero: Tensor, problem: Problem) -> Sum:
+    return Compensated(zero, torch.zeros_like(zero)) if problem.precision == "compensated" else Plain(zero)
+
+
+def forward_rows(seq: Sequence, i: int, q: Range) -> tuple[Tensor, Tensor]:
+    """Query block `i` against every key block it sees: normalised output [B, Hq, M, Dv] and LSE [B, Hq, M]."""
+    problem, inputs, rows = seq.problem, seq.inputs, q[1] - q[0]
+    q_tile = seq.load(inputs.q, q)  # [B, Hq, M, D]
+    column = (seq.batch, seq.heads, rows, 1)
+    m = q_tile.new_full(column, float("-inf"))
+    l = accumulator(q_tile.new_zeros(column), problem)  # noqa: E741 - the letter of the algorithm
+    acc = accumulator(q_tile.new_zeros((*column[:3], inputs.v.shape[-1])), problem)
+    # over the keys visited so far: m = max s,  l = Σ exp(s - m),  acc = Σ exp(s - m) v
+    for _, k, kind in seq.key_blocks(i):
+        tile = seq.scores(q_tile, q, k, kind)
+        m_new = torch.maximum(m, tile.s.amax(dim=-1, keepdim=True))
+        alpha = torch.exp(m - finite(m_new))
+        p = torch.exp(tile.s - finite(m_new))  # [B, Hq, M, N]
+        l.scale(alpha)
+        l.add(p.sum(dim=-1, keepdim=True))
+        v_tile = seq.load(inputs.v, k, tile.seen)  # [B, Hk, N, Dv]
+        acc.scale(alpha)
+        acc.add(seq.unfold(seq.fold(seq.dropped(p, q, k)) @ v_tile, rows))
+        m = m_new
+    total = l.total()
+    out = acc.total() / total.masked_fill(total == 0, 1.0)
+    lse = (finite(m) + total.log()).squeeze(-1)  # log 0 = -inf marks a row that saw no key
+    return (out, lse) if inputs.sinks is None else join_sink(out, lse, inputs.sinks)
+
+
+class Cotangents(NamedTuple):
+    """What the backward of one sequence starts from."""
+
+    dout: Tensor  # [B, Hq, M, Dv]
+    lse: Tensor  # [B, Hq, M]
+    delta: Tensor  # [B, Hq, M]: rowsum(dO ∘ O) - dLSE, so that dS = P ∘ (dP - delta)
+
+
+def backward_sequence(seq: Sequence, given: Cotangents, dq: Tensor, dbias: Tensor | None) -> tuple[list[Sum], list[Sum]]:
+    """Recompute each tile's P from the LSE and push the gradients through it.
+
+    dQ and dBias are filled in; dK and dV come back as running sums, one for each key block.
+    """
+    problem, inputs = seq.problem, seq.inputs
+    dk, dv = [], []
+    for j in range(seq.tiles.cols):
+        start, end = seq.key_block(j)
+        zero = inputs.k.new_zeros((seq.batch, seq.kv_heads, end - start, inputs.k.shape[-1]), dtype=seq.dtype)
+        dk.append(accumulator(zero, problem))
+        dv.append(accumulator(zero.new_zeros((*zero.shape[:3], inputs.v.shape[-1])), problem))
+    for i, q in seq.query_blocks():
+        rows = q[1] - q[0]
+        q_tile, dout = seq.load(inputs.q, q), seq.load(given.dout, q)
+        lse = finite(given.lse[:, :, slice(*q)].to(seq.dtype)).unsqueeze(-1)
+        delta = given.delta[:, :, slice(*q)].unsqueeze(-1)
+        dq_tile = accumulator(torch.zeros_like(q_tile), problem)
+        for j, k, kind in seq.key_blocks(i):
+            tile = seq.scores(q_tile, q, k, kind)
+            k_tile, v_tile = seq.load(inputs.k, k, tile.seen), seq.load(inputs.v, k, tile.seen)
+            p = torch.exp(tile.s - lse)  # [B, Hq, M, N]
+            dv[j].add(seq.fold(seq.dropped(p, q, k)).mT @ seq.fold(dout))
+            dp = seq.dropped(seq.unfold(seq.fold(dout) @ v_tile.mT, rows), q, k)
+            ds = p * (dp - delta)
+            if dbias is not None:
+                part = cut_tile(dbias, q, k)
+                part += ds.sum_to_size(part.shape)
+            if tile.capped is not None:  # where p is 0 the score may be NaN, and 0 · NaN is not 0
+                ds = torch.where(p > 0, ds * (1.0 - (tile.capped / problem.softcap) ** 2), 0.0)
+            ds = ds * problem.scale
+            dq_tile.add(seq.unfold(seq.fold(ds) @ k_tile, rows))
+            dk[j].add(seq.fold(ds).mT @ seq.fold(q_tile))
+        dq[:, :, slice(*q)] = dq_tile.total().to(dq.dtype)
+    return dk, dv
+
+
+class Tiled:
+    """See the module's text."""
+
+    name = "tiled"
+
+    def usable(self, device: str) -> Verdict:
+        return Verdict.of(None if device in ("cpu", "cuda") else f"runs on cpu and cuda, not on {device}")
+
+    def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
+        return self.usable(problem.device)
+
+    def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
+        return None
+
+    def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
+        for cut, program in cuts(problem, inputs):
+            seq = Sequence(problem, inputs, cut, program)
+            own_out, own_lse = cut.queries(out), cut.queries(lse)
+            for i, q in seq.query_blocks():
+                rows, row_lse = forward_rows(seq, i, q)
+                own_out[:, :, slice(*q)] = rows.to(out.dtype)
+                own_lse[:, :, slice(*q)] = row_lse.to(lse.dtype)
+        return out, lse
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs: Needs,
+    ) -> Grads:
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
+        if dlse is not None:
+            delta = delta - dlse
+        dq, dk, dv = (torch.zeros_like(x) for x in inputs[:3])
+        dbias = torch.zeros_like(inputs.bias, dtype=lse.dtype) if needs.dbias and inputs.bias is not None else None
+        for cut, program in cuts(problem, inputs):
+            seq = Sequence(problem, inputs, cut, program)
+            given = Cotangents(*map(cut.queries, (dout, lse, delta)))
+            own_dbias = None if dbias is None else cut.scores(dbias)
+            sums = backward_sequence(seq, given, cut.queries(dq), own_dbias)
+            for gradient, parts in zip((dk, dv), sums, strict=True):
+                for j, part in enumerate(parts):
+                    cut.keys(gradient)[:, :, slice(*seq.key_block(j))] = part.total().to(gradient.dtype)
+        return Grads(
+            dq if needs.dq else None,
+            dk if needs.dk else None,
+            dv if needs.dv else None,
+            None if dbias is None or inputs.bias is None else dbias.to(inputs.bias.dtype),
+            sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
+        )
+
+
+backend = Tiled()

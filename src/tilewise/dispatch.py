@@ -1,0 +1,95 @@
+"""Which backend serves a problem, and why not the others."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import NamedTuple
+
+from tilewise.backends.base import Backend, Inputs, Verdict
+from tilewise.errors import ArgumentError, BackendError
+from tilewise.problem import Problem
+
+
+class Entry(NamedTuple):
+    """A backend by name. Its module is imported only for a device it can serve, so a CPU call never imports triton."""
+
+    module: str
+    devices: tuple[str, ...]
+
+
+REGISTRY: dict[str, Entry] = {
+    "tiled": Entry("tilewise.backends.tiled", ("cpu", "cuda")),
+    "reference": Entry("tilewise.backends.reference", ("cpu", "cuda")),
+}
+"""In order of preference."""
+
+
+class Selection(NamedTuple):
+    """The backend chosen and every backend's verdict; the verdicts of those never asked are absent."""
+
+    backend: Backend
+    verdicts: dict[str, Verdict]
+
+
+def register(name: str, entry: Entry, *, first: bool = False) -> None:
+    """Add a backend of your own; `first` puts it before all others."""
+    if name in REGISTRY:
+        raise ArgumentError(f"backend {name!r} is registered already; choose another name")
+    rest = dict(REGISTRY)
+    REGISTRY.clear()
+    REGISTRY.update({name: entry, **rest} if first else {**rest, name: entry})
+
+
+def get(name: str) -> Backend:
+    """The backend of that name, imported now."""
+    if name not in REGISTRY:
+        raise ArgumentError(f"backend: got {name!r}, need 'auto' or one of {', '.join(REGISTRY)}")
+    return _load(REGISTRY[name].module)
+
+
+@cache
+def _load(module: str) -> Backend:
+    backend: Backend = importlib.import_module(module).backend
+    return backend
+
+
+def usable(name: str, device: str) -> Verdict:
+    """Can the backend run here at all?"""
+    entry = REGISTRY[name]
+    if device not in entry.devices:
+        return Verdict(False, (f"runs on {' and '.join(entry.devices)}; the tensors are on {device}",))
+    try:
+        return get(name).usable(device)
+    except ImportError as error:
+        return Verdict(False, (f"cannot be imported: {error}",))
+
+
+def judge(name: str, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
+    """Would the backend serve this problem, asked by name?"""
+    verdict = usable(name, problem.device)
+    return get(name).supports(problem, inputs, backward=backward) if verdict.ok else verdict
+
+
+def select(problem: Problem, inputs: Inputs | None = None, name: str = "auto", *, backward: bool = False) -> Selection:
+    """The first backend in order that can and would; an explicit name never falls back."""
+    if name != "auto":
+        get(name)
+        verdict = judge(name, problem, inputs, backward=backward)
+        if not verdict.ok:
+            raise BackendError(
+                f"backend {name!r} cannot serve this call: {'; '.join(verdict.reasons)}. Use backend='auto' to take one that can",
+                {name: verdict.reasons},
+            )
+        return Selection(get(name), {name: verdict})
+    verdicts: dict[str, Verdict] = {}
+    for candidate in REGISTRY:
+        verdict = judge(candidate, problem, inputs, backward=backward)
+        if verdict.ok:
+            reason = get(candidate).declines(problem, inputs, backward=backward)
+            if reason is None:
+                return Selection(get(candidate), {**verdicts, candidate: verdict})
+            verdict = Verdict(False, (reason,))
+        verdicts[candidate] = verdict
+    lines = "".join(f"\n  {candidate}: {'; '.join(v.reasons)}" for candidate, v in verdicts.items())
+    raise BackendError(f"no backend serves this call:{lines}", {n: v.reasons for n, v in verdicts.items()})

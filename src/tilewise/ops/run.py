@@ -1,0 +1,56 @@
+"""The two functions under every mode: choose a backend, run it, and answer what needs no backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch
+from tilewise.backends.base import Backend, Grads, Inputs, Needs, empty_lse, empty_out, sink_gradient
+from tilewise.problem import Problem
+
+
+def is_empty(problem: Problem) -> bool:
+    """Whether there is nothing to attend to, or nobody to attend."""
+    return 0 in (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+
+
+def forward(problem: Problem, inputs: Inputs, backend: str | Backend = "auto") -> tuple[Tensor, Tensor]:
+    """out and lse of a problem; backends never see an empty one."""
+    if is_empty(problem):
+        return empty_forward(problem, inputs)
+    if isinstance(backend, str):
+        backend = dispatch.select(problem, inputs, backend).backend
+    return backend.forward(problem, inputs)
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+    backend: str = "auto",
+) -> Grads:
+    """The gradients of a problem; the backend is chosen anew, since forward and backward have different strengths."""
+    if is_empty(problem):
+        return empty_backward(inputs, lse, dlse, needs)
+    chosen = dispatch.select(problem, inputs, backend, backward=True).backend
+    return chosen.backward(problem, inputs, out, lse, dout, dlse, needs)
+
+
+def empty_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    out, lse = empty_out(inputs.q, problem.head_dim_v).zero_(), empty_lse(inputs.q)
+    if inputs.sinks is None:
+        return out, lse.fill_(float("-inf"))
+    return out, lse.copy_(inputs.sinks.to(lse.dtype)[:, None].expand_as(lse))
+
+
+def empty_backward(inputs: Inputs, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Grads:
+    wanted = zip((*inputs[:3], inputs.bias, inputs.sinks), needs, strict=True)
+    grads = Grads(*(torch.zeros_like(x) if need and x is not None else None for x, need in wanted))
+    if needs.dsinks and inputs.sinks is not None and dlse is not None:
+        return grads._replace(dsinks=sink_gradient(inputs.sinks, lse, -dlse))
+    return grads
