@@ -1,0 +1,45 @@
+"""Small JSON files that are written whole or not at all, and are believed only if they verify."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def _digest(identity: dict[str, Any], payload: dict[str, Any]) -> str:
+    text = json.dumps([identity, payload], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load_json(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The payload stored for exactly this `identity`; None if there is none, or if the file is damaged or another's."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        payload: dict[str, Any] = stored["payload"]
+        intact = stored["identity"] == identity and stored["sha256"] == _digest(identity, payload)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return payload if intact else None
+
+
+def store_json(path: Path, identity: dict[str, Any], payload: dict[str, Any]) -> bool:
+    """Write atomically (a reader sees the old file or the new one); False if the place cannot be written."""
+    record = {"identity": identity, "payload": payload, "sha256": _digest(identity, payload)}
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+        os.replace(temporary, path)
+    except OSError:
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        return False
+    return True

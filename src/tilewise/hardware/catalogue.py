@@ -1,0 +1,70 @@
+"""The machines tilewise knows by name."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+
+from tilewise.errors import DeviceError
+from tilewise.hardware import nvidia, others
+from tilewise.hardware.spec import DeviceSpec
+
+ALIASES = {
+    "a100": "a100-80",
+    "a100-40gb": "a100-40",
+    "a100-80gb": "a100-80",
+    "h100-sxm": "h100",
+    "h100-sxm5": "h100",
+    "3090": "rtx3090",
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+    "altra": "altra-q80",
+    "xeon": "xeon-8480",
+    "epyc": "epyc-9654",
+}
+
+
+@cache
+def catalogue() -> dict[str, DeviceSpec]:
+    """Every catalogued machine by key, GPUs first."""
+    found = [*nvidia.specs(), *others.specs()]
+    found.sort(key=lambda spec: spec.kind != "gpu")
+    return {spec.key: spec for spec in found}
+
+
+def names() -> list[str]:
+    """The keys `--device` takes."""
+    return list(catalogue())
+
+
+def lookup(name: str) -> DeviceSpec:
+    """A catalogued machine by key, alias or product name, whatever the case and separators."""
+    wanted = _plain(name)
+    by_plain = {_plain(spec.name): spec for spec in catalogue().values()}
+    by_plain |= {_plain(alias): catalogue()[key] for alias, key in ALIASES.items()}
+    by_plain |= {_plain(key): spec for key, spec in catalogue().items()}
+    if wanted in by_plain:
+        return by_plain[wanted]
+    near = difflib.get_close_matches(wanted, by_plain, n=3, cutoff=0.5)
+    keys = list(dict.fromkeys(by_plain[match].key for match in near))
+    hint = f"did you mean {' or '.join(map(repr, keys))}? " if keys else ""
+    known = ", ".join(names())
+    raise DeviceError(f"device: unknown {name!r}; {hint}Known: {known}, or cpu and cuda for the live machine")
+
+
+def closest_gpu(name: str, arch: str) -> DeviceSpec | None:
+    """The catalogue entry for a live GPU: by the name the driver gives, else the same architecture."""
+    plain = _plain(name)
+    candidates = [spec for spec in catalogue().values() if spec.is_gpu]
+    named = [spec for spec in candidates if _plain(spec.key).removesuffix("pcie") in plain]
+    named = [spec for spec in named if "pcie" not in spec.key or "pcie" in plain]
+    if named:
+        return max(named, key=lambda spec: len(_plain(spec.key)))
+    if "a100" in plain:
+        return catalogue()["a100-40" if "40" in plain else "a100-80"]
+    same = [spec for spec in candidates if spec.arch == arch]
+    return same[0] if same else None
+
+
+def _plain(name: str) -> str:
+    return "".join(ch for ch in name.lower() if ch.isalnum())

@@ -1,0 +1,233 @@
+"""What the operating system tells about the CPU: Linux (sysfs, /proc), macOS (sysctl), Windows (kernel32).
+
+Every reader returns what it found and leaves the rest at zero; none raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import subprocess
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tilewise.hardware.cpuid import arm_core
+
+
+@dataclass(frozen=True)
+class Host:
+    """Raw facts; 0 or empty where the system is silent."""
+
+    machine: str = field(default_factory=lambda: platform.machine().lower())
+    origin: str = "the operating system"
+    name: str = ""
+    vendor: str = ""
+    core: str = ""
+    cores: int = 0
+    clock_hz: float = 0.0
+    l1d: int = 0
+    l2: int = 0
+    l3: int = 0
+    memory: int = 0
+    flags: frozenset[str] = frozenset()
+    sve_bits: int = 0
+
+
+def read_host() -> Host:
+    """The host this process runs on."""
+    reader = {"Linux": _linux, "Darwin": _macos, "Windows": _windows}.get(platform.system())
+    host = Host(cores=os.cpu_count() or 1)
+    if reader is not None:
+        with contextlib.suppress(Exception):
+            host = reader(host)
+    return replace(host, flags=host.flags or _llvm_flags())
+
+
+def parse_size(text: str) -> int:
+    """`64K`, `1024K`, `32M` in bytes."""
+    text = text.strip()
+    scale = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:].upper(), 1)
+    digits = text.rstrip("KMGkmg")
+    return int(digits) * scale if digits.isdigit() else 0
+
+
+def parse_cpuinfo(text: str) -> dict[str, str]:
+    """The first processor's fields of /proc/cpuinfo."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip().lower(), value.strip())
+    return fields
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """`0-3,8` as {0, 1, 2, 3, 8}."""
+    result: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            result |= set(range(int(first), int(last or first) + 1))
+    return result
+
+
+def _linux(host: Host) -> Host:
+    return linux_host(host, Path("/"), set(os.sched_getaffinity(0)))
+
+
+def linux_host(host: Host, root: Path, affinity: set[int]) -> Host:
+    """A Linux host below `root` (for tests, a copy of the files that matter)."""
+    info = parse_cpuinfo(_text(root / "proc/cpuinfo"))
+    sizes: dict[tuple[int, str], int] = {}
+    system = root / "sys/devices/system/cpu"
+    for index in sorted((system / "cpu0/cache").glob("index*")):
+        level, kind = _text(index / "level").strip(), _text(index / "type").strip()
+        if level.isdigit() and kind != "Instruction":
+            sizes[int(level), "d"] = parse_size(_text(index / "size"))
+    flags = frozenset((info.get("flags") or info.get("features") or "").replace("fphp", "fphp fp16").split())
+    khz = _text(system / "cpu0/cpufreq/cpuinfo_max_freq").strip()
+    mhz = info.get("cpu mhz", "")
+    core = arm_core(info.get("cpu implementer", ""), info.get("cpu part", ""))
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    return replace(
+        host,
+        origin="/sys/devices/system/cpu and /proc/cpuinfo",
+        name=info.get("model name") or core.replace("-", " ").title(),
+        vendor={"GenuineIntel": "Intel", "AuthenticAMD": "AMD"}.get(info.get("vendor_id", ""), "Arm" if core else ""),
+        core=core or _x86_core(info),
+        cores=_linux_cores(system, affinity, _text(root / "sys/fs/cgroup/cpu.max")),
+        clock_hz=float(khz) * 1e3 if khz.isdigit() else float(mhz) * 1e6 if mhz else 0.0,
+        l1d=sizes.get((1, "d"), 0),
+        l2=sizes.get((2, "d"), 0),
+        l3=sizes.get((3, "d"), 0),
+        memory=pages,
+        flags=flags,
+        sve_bits=_sve_bits() if "sve" in flags else 0,
+    )
+
+
+def _x86_core(info: dict[str, str]) -> str:
+    """Zen 4 is family 25 with models from 0x10 on; it alone halves 512-bit operations."""
+    zen3_or_4 = info.get("vendor_id") == "AuthenticAMD" and info.get("cpu family") == "25"
+    return "znver4" if zen3_or_4 and "avx512f" in info.get("flags", "") else ""
+
+
+def _linux_cores(system: Path, affinity: set[int], quota: str) -> int:
+    """Physical cores the process may use: one per group of hyper-threads, no more than the cgroup's share."""
+    groups = set()
+    for cpu in affinity:
+        siblings = parse_cpu_list(_text(system / f"cpu{cpu}/topology/thread_siblings_list")) or {cpu}
+        groups.add(min(siblings))
+    cores = max(1, len(groups))
+    share = quota.split()
+    if len(share) == 2 and share[0].isdigit() and share[1].isdigit():
+        cores = min(cores, max(1, round(int(share[0]) / int(share[1]))))
+    return cores
+
+
+def _sve_bits() -> int:
+    """The vector length this process runs with (prctl PR_SVE_GET_VL); 128 if the kernel does not say."""
+    with contextlib.suppress(Exception):
+        length = int(ctypes.CDLL(None).prctl(51, 0, 0, 0, 0))
+        if length > 0:
+            return 8 * (length & 0xFFFF)
+    return 128
+
+
+def _macos(host: Host) -> Host:
+    names = (
+        "machdep.cpu.brand_string", "hw.perflevel0.physicalcpu", "hw.physicalcpu", "hw.perflevel0.l1dcachesize",
+        "hw.l1dcachesize", "hw.perflevel0.l2cachesize", "hw.l2cachesize", "hw.perflevel0.cpusperl2", "hw.l3cachesize",
+        "hw.memsize", "hw.cpufrequency_max", "hw.optional.arm.FEAT_BF16", "hw.optional.arm.FEAT_I8MM",
+        "hw.optional.avx2_0", "hw.optional.avx512f", "hw.optional.fma",
+    )  # fmt: skip
+    told = {name: _sysctl(name) for name in names}
+
+    def number(*candidates: str) -> int:
+        return next((int(told[name]) for name in candidates if told[name].isdigit() and int(told[name])), 0)
+
+    brand = told["machdep.cpu.brand_string"]
+    flags = {
+        flag
+        for flag, name in (
+            ("bf16", "hw.optional.arm.FEAT_BF16"),
+            ("i8mm", "hw.optional.arm.FEAT_I8MM"),
+            ("avx2", "hw.optional.avx2_0"),
+            ("avx512f", "hw.optional.avx512f"),
+            ("fma", "hw.optional.fma"),
+        )
+        if told[name] == "1"
+    }
+    apple = brand.startswith("Apple")
+    return replace(
+        host,
+        origin="sysctl",
+        name=brand,
+        vendor="Apple" if apple else "Intel",
+        core="apple" if apple else "",
+        cores=number("hw.perflevel0.physicalcpu", "hw.physicalcpu") or host.cores,
+        clock_hz=float(number("hw.cpufrequency_max")),
+        l1d=number("hw.perflevel0.l1dcachesize", "hw.l1dcachesize"),
+        l2=number("hw.perflevel0.l2cachesize", "hw.l2cachesize") // (number("hw.perflevel0.cpusperl2") or 1),
+        l3=number("hw.l3cachesize"),
+        memory=number("hw.memsize"),
+        flags=frozenset(flags | ({"asimd", "fp16"} if apple else set())),
+    )
+
+
+def _sysctl(name: str) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False)
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""
+
+
+class _Relation(ctypes.Structure):
+    """SYSTEM_LOGICAL_PROCESSOR_INFORMATION; `level`, `size` and `kind` are those of its cache descriptor."""
+
+    _fields_ = [
+        ("mask", ctypes.c_size_t), ("relationship", ctypes.c_int), ("level", ctypes.c_ubyte), ("ways", ctypes.c_ubyte),
+        ("line", ctypes.c_ushort), ("size", ctypes.c_uint32), ("kind", ctypes.c_int), ("pad", ctypes.c_ulonglong),
+    ]  # fmt: skip
+
+
+def _windows(host: Host) -> Host:
+    kernel = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined,unused-ignore]
+    length = ctypes.c_uint32(0)
+    kernel.GetLogicalProcessorInformation(None, ctypes.byref(length))
+    table = (_Relation * (length.value // ctypes.sizeof(_Relation)))()
+    kernel.GetLogicalProcessorInformation(table, ctypes.byref(length))
+    # relationship 0 is a core, 2 a cache; cache kind 1 holds instructions only
+    caches = {entry.level: entry.size for entry in table if entry.relationship == 2 and entry.kind != 1}
+    features = {"avx2": 40, "avx512f": 41, "fma": 40}  # IsProcessorFeaturePresent; every AVX2 machine fuses
+    flags = frozenset(flag for flag, number in features.items() if kernel.IsProcessorFeaturePresent(number))
+    return replace(
+        host,
+        origin="kernel32",
+        name=platform.processor(),
+        vendor="Intel" if "Intel" in platform.processor() else "AMD" if "AMD" in platform.processor() else "",
+        cores=sum(entry.relationship == 0 for entry in table) or host.cores,
+        l1d=caches.get(1, 0),
+        l2=caches.get(2, 0),
+        l3=caches.get(3, 0),
+        flags=flags,
+    )
+
+
+def _llvm_flags() -> frozenset[str]:
+    """The host's features as LLVM names them, where llvmlite is installed."""
+    with contextlib.suppress(Exception):
+        binding: Any = __import__("llvmlite.binding", fromlist=["binding"])
+        features = binding.get_host_cpu_features()
+        return frozenset(name.replace("-", "_") for name, on in features.items() if on)
+    return frozenset()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,183 @@
+"""NVIDIA GPUs, each figure with the document it stands in.
+
+Rates are dense (without sparsity) and, on GeForce cards, with fp32 accumulation: attention accumulates in fp32. Limits
+per SM follow from the compute capability and are written once, in `_LIMITS`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewise.hardware.spec import DeviceSpec, GiB, KiB, MiB
+
+_GUIDE = "CUDA C++ Programming Guide, Compute Capabilities, table Technical Specifications per Compute Capability"
+_MUFU = (
+    "derived: 16 results a clock and SM for 32-bit ex2 (CUDA C++ Programming Guide, table Throughput of Native "
+    "Arithmetic Instructions) × SMs × clock"
+)
+_LAUNCH = "estimate: gap between dependent kernels on one stream, a few microseconds on every recent GPU"
+_L2_A100 = "NVIDIA A100 whitepaper v1.0, section A100 L2 Cache: 5120 B/clk against V100's 2048 B/clk, × clock"
+_L2_PORT = "estimate: 64 B a clock and SM (L2 to L1 port) × SMs × clock, halved for contention; no figure is published"
+_L2_HOPPER = "estimate: A100's 5120 B/clk (A100 whitepaper, section A100 L2 Cache) × clock; no figure is published"
+_L2_BLACKWELL = "estimate: two dies with A100's 5120 B/clk each (A100 whitepaper, section A100 L2 Cache) × clock"
+
+# capability: shared memory per SM and per block (KiB), threads and blocks resident per SM
+_LIMITS = {
+    "sm_70": (96, 96, 2048, 32),
+    "sm_80": (164, 163, 2048, 32),
+    "sm_86": (100, 99, 1536, 16),
+    "sm_89": (100, 99, 1536, 24),
+    "sm_90": (228, 227, 2048, 32),
+    "sm_100": (228, 227, 2048, 32),
+    "sm_120": (100, 99, 1536, 24),
+}
+
+
+def capability_limits(arch: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the compute capability alone fixes, with sources; an unknown capability gets the smallest recent limits."""
+    shared, per_block, threads, blocks = _LIMITS.get(arch, _LIMITS["sm_120"])
+    values: dict[str, Any] = {
+        "sram_bytes": shared * KiB,
+        "sram_per_block": per_block * KiB,
+        "register_bytes": 256 * KiB,
+        "warp": 32,
+        "max_threads": threads,
+        "max_blocks": blocks,
+        "max_threads_per_block": 1024,
+        "max_registers": 255,
+    }
+    return values, dict.fromkeys(values, _GUIDE)
+
+
+def _gpu(
+    key: str,
+    name: str,
+    arch: str,
+    paper: str,
+    *,
+    sms: int,
+    mhz: float,
+    l2_mib: float,
+    gib: float,
+    gbps: float,
+    tflops: dict[str, float],
+    l2: tuple[float, str] | None = None,
+    notes: dict[str, str] | None = None,
+) -> DeviceSpec:
+    clock = mhz * 1e6
+    limits, limit_sources = capability_limits(arch)
+    l2_rate, l2_source = l2 or (32.0 * sms, _L2_PORT)
+    return DeviceSpec(
+        key=key,
+        name=name,
+        kind="gpu",
+        vendor="NVIDIA",
+        arch=arch,
+        units=sms,
+        clock_hz=clock,
+        l2_bytes=int(l2_mib * MiB),
+        l2_bandwidth=l2_rate * clock,
+        dram_bytes=int(gib * GiB),
+        dram_bandwidth=gbps * 1e9,
+        peak={dtype: rate * 1e12 for dtype, rate in tflops.items()},
+        exp_rate=16.0 * sms * clock,
+        launch_s=3e-6,
+        **limits,
+        sources={
+            **dict.fromkeys(("units", "clock_hz", "l2_bytes", "dram_bytes", "dram_bandwidth", "peak"), paper),
+            "l2_bandwidth": l2_source,
+            "exp_rate": _MUFU,
+            "launch_s": _LAUNCH,
+            **limit_sources,
+            **(notes or {}),
+        },
+    )
+
+
+_V100 = "NVIDIA Tesla V100 whitepaper WP-08608, table Comparison of NVIDIA Tesla GPUs; V100 datasheet (32 GB SXM2)"
+_A100 = "NVIDIA A100 whitepaper v1.0, table Comparison of NVIDIA Data Center GPUs"
+_A100_80 = _A100 + "; A100 80GB datasheet, SXM column"
+_A10 = "NVIDIA A10 datasheet, Specifications; GA102 whitepaper, table for the chip's caches"
+_L4 = "NVIDIA L4 datasheet, Technical Specifications (half of those with sparsity); Ada whitepaper for AD104's caches"
+_L40S = "NVIDIA L40S datasheet, Technical Specifications; Ada whitepaper for AD102's caches"
+_GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix A, GeForce RTX 3090"
+_ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix A, GeForce RTX 4090"
+_GB202 = "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A, GeForce RTX 5090"
+_H100 = "NVIDIA H100 whitepaper v1.04, table Comparison of A100 and H100"
+_H200 = "NVIDIA H200 datasheet, Technical Specifications, SXM column; chip as H100 SXM (" + _H100 + ")"
+_B200 = "NVIDIA HGX B200 and DGX B200 datasheets, per GPU; Blackwell Tuning Guide for the caches"
+
+_CLOCK = "derived: the clock at which the published 16-bit tensor rate is reached, peak / (SMs × {} FLOP/clk)"
+_HOPPER_FLOP, _BLACKWELL_FLOP = 4096, 8192
+
+
+def _clock_of(tflops: float, sms: int, flop_per_clock: int) -> float:
+    return tflops * 1e6 / (sms * flop_per_clock)
+
+
+def specs() -> list[DeviceSpec]:
+    h100_mhz = _clock_of(989.4, 132, _HOPPER_FLOP)
+    pcie_mhz = _clock_of(756.0, 114, _HOPPER_FLOP)
+    b200_mhz = _clock_of(2250.0, 148, _BLACKWELL_FLOP)
+    hopper_clock = {"clock_hz": _CLOCK.format(_HOPPER_FLOP)}
+    hopper_tflops = {"float16": 989.4, "bfloat16": 989.4, "tf32": 494.7, "float32": 66.9, "float64": 66.9}
+    ampere_tflops = {"float16": 312.0, "bfloat16": 312.0, "tf32": 156.0, "float32": 19.5, "float64": 19.5}
+    # fmt: off
+    return [
+        _gpu(
+            "v100", "NVIDIA V100 SXM2 32GB", "sm_70", _V100, sms=80, mhz=1530, l2_mib=6, gib=32, gbps=900,
+            tflops={"float16": 125.0, "float32": 15.7, "float64": 7.8}, l2=(2048.0, _L2_A100),
+        ),
+        _gpu(
+            "a100-40", "NVIDIA A100 SXM4 40GB", "sm_80", _A100, sms=108, mhz=1410, l2_mib=40, gib=40, gbps=1555,
+            tflops=ampere_tflops, l2=(5120.0, _L2_A100),
+        ),
+        _gpu(
+            "a100-80", "NVIDIA A100 SXM4 80GB", "sm_80", _A100_80, sms=108, mhz=1410, l2_mib=40, gib=80, gbps=2039,
+            tflops=ampere_tflops, l2=(5120.0, _L2_A100),
+        ),
+        _gpu(
+            "a10", "NVIDIA A10", "sm_86", _A10, sms=72, mhz=1695, l2_mib=6, gib=24, gbps=600,
+            tflops={"float16": 125.0, "bfloat16": 125.0, "tf32": 62.5, "float32": 31.2},
+        ),
+        _gpu(
+            "l4", "NVIDIA L4", "sm_89", _L4, sms=58, mhz=2040, l2_mib=48, gib=24, gbps=300,
+            tflops={"float16": 121.0, "bfloat16": 121.0, "tf32": 60.0, "float32": 30.3},
+        ),
+        _gpu(
+            "l40s", "NVIDIA L40S", "sm_89", _L40S, sms=142, mhz=2520, l2_mib=96, gib=48, gbps=864,
+            tflops={"float16": 362.05, "bfloat16": 362.05, "tf32": 183.0, "float32": 91.6},
+        ),
+        _gpu(
+            "rtx3090", "NVIDIA GeForce RTX 3090", "sm_86", _GA102, sms=82, mhz=1695, l2_mib=6, gib=24, gbps=936,
+            tflops={"float16": 71.0, "bfloat16": 71.0, "tf32": 35.6, "float32": 35.6},
+        ),
+        _gpu(
+            "rtx4090", "NVIDIA GeForce RTX 4090", "sm_89", _ADA, sms=128, mhz=2520, l2_mib=72, gib=24, gbps=1008,
+            tflops={"float16": 165.2, "bfloat16": 165.2, "tf32": 82.6, "float32": 82.6},
+        ),
+        _gpu(
+            "rtx5090", "NVIDIA GeForce RTX 5090", "sm_120", _GB202, sms=170, mhz=2407, l2_mib=96, gib=32, gbps=1792,
+            tflops={"float16": 209.5, "bfloat16": 209.5, "tf32": 104.8, "float32": 104.8},
+        ),
+        _gpu(
+            "h100", "NVIDIA H100 SXM5 80GB", "sm_90", _H100, sms=132, mhz=h100_mhz, l2_mib=50, gib=80, gbps=3350,
+            tflops=hopper_tflops, l2=(5120.0, _L2_HOPPER), notes=hopper_clock,
+        ),
+        _gpu(
+            "h100-pcie", "NVIDIA H100 PCIe 80GB", "sm_90", _H100, sms=114, mhz=pcie_mhz, l2_mib=50, gib=80, gbps=2000,
+            tflops={"float16": 756.0, "bfloat16": 756.0, "tf32": 378.0, "float32": 51.2, "float64": 51.2},
+            l2=(5120.0, _L2_HOPPER), notes=hopper_clock,
+        ),
+        _gpu(
+            "h200", "NVIDIA H200 SXM 141GB", "sm_90", _H200, sms=132, mhz=h100_mhz, l2_mib=50, gib=131.3, gbps=4800,
+            tflops=hopper_tflops, l2=(5120.0, _L2_HOPPER), notes=hopper_clock,
+        ),
+        _gpu(
+            "b200", "NVIDIA B200 SXM 180GB", "sm_100", _B200, sms=148, mhz=b200_mhz, l2_mib=126, gib=167.6, gbps=8000,
+            tflops={"float16": 2250.0, "bfloat16": 2250.0, "tf32": 1125.0, "float32": 75.0, "float64": 37.0},
+            l2=(2 * 5120.0, _L2_BLACKWELL),
+            notes={"clock_hz": _CLOCK.format(_BLACKWELL_FLOP)},
+        ),
+    ]
+    # fmt: on
