@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,15 @@ class Mask(ABC):
         if any(not term for term in terms):
             return MaskProgram()
         return assemble(terms)
+
+    def to(self, device: Any) -> Mask:
+        """The mask with its torch tensors on another device."""
+
+        def moved(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Mask) or hasattr(value, "is_cuda") else value
+
+        names = [f.name for f in fields(self) if f.init] if is_dataclass(self) else []
+        return self if self.static else type(self)(**{name: moved(getattr(self, name)) for name in names})
 
     @abstractmethod
     def terms(self, binding: Binding, negate: bool) -> Terms:
