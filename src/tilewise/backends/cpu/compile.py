@@ -1,0 +1,205 @@
+"""From a Kernel to machine code for this CPU, kept on disk between processes.
+
+A cache entry is named by a digest of everything that shapes the code: this package's sources, the kernel, the CPU's name and
+features, and llvmlite's version. It starts with a magic word and a digest of its content, so a torn, damaged or foreign file is
+noticed, ignored and written anew. Writing is atomic (a fresh file renamed into place), so processes never see half a file;
+a directory that is missing or cannot be written only costs the time to compile again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import tempfile
+import threading
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tilewise.backends.cpu.spec import Kernel
+
+MAGIC = b"tilewise-cpu-1\0\0"
+CACHE_VARIABLE = "TILEWISE_CACHE_DIR"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What code is generated for."""
+
+    triple: str
+    cpu: str
+    features: str
+
+    @property
+    def arch(self) -> str:
+        first = self.triple.split("-", 1)[0]
+        return "aarch64" if first in ("aarch64", "arm64") else "x86_64" if first in ("x86_64", "amd64") else first
+
+
+@cache
+def host() -> Machine:
+    binding = _binding()
+    return Machine(
+        binding.get_process_triple(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    )
+
+
+@cache
+def _binding() -> Any:
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding
+
+
+def target_machine(machine: Machine) -> Any:
+    binding = _binding()
+    if machine.triple != host().triple:
+        binding.initialize_all_targets()
+        binding.initialize_all_asmprinters()
+    target = binding.Target.from_triple(machine.triple)
+    return target.create_target_machine(cpu=machine.cpu, features=machine.features, opt=3, reloc="pic", codemodel="default")
+
+
+def optimised(kernel: Kernel, machine: Machine) -> tuple[Any, Any]:
+    """The kernel's module after LLVM's passes, with its target machine."""
+    from tilewise.backends.cpu import emitters
+
+    binding = _binding()
+    machine_code = target_machine(machine)
+    module = binding.parse_assembly(emitters.emit(kernel, machine.arch))
+    module.triple = machine.triple
+    module.data_layout = str(machine_code.target_data)
+    module.verify()
+    options = binding.create_pipeline_tuning_options(speed_level=2)
+    # Loops are already shaped for the registers; letting LLVM unroll or vectorise them again only costs compile time.
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = options.loop_interleaving = False
+    builder = binding.create_pass_builder(machine_code, options)
+    builder.getModulePassManager().run(module, builder)
+    return module, machine_code
+
+
+def assembly(kernel: Kernel, machine: Machine) -> str:
+    module, machine_code = optimised(kernel, machine)
+    return str(machine_code.emit_assembly(module))
+
+
+def build(kernel: Kernel, machine: Machine) -> bytes:
+    module, machine_code = optimised(kernel, machine)
+    return bytes(machine_code.emit_object(module))
+
+
+# -- loading
+
+
+class Loaded:
+    """Code in memory; lives as long as this object."""
+
+    def __init__(self, code: bytes) -> None:
+        binding = _binding()
+        empty = binding.parse_assembly("")
+        self.engine = binding.create_mcjit_compiler(empty, target_machine(host()))
+        self.engine.add_object_file(binding.ObjectFileRef.from_data(code))
+        self.engine.finalize_object()
+        self.address = self.engine.get_function_address("worker")
+        if not self.address:
+            raise OSError("the object holds no worker")
+        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(self.address)
+
+
+_loaded: dict[Kernel, Loaded] = {}
+_lock = threading.RLock()
+
+
+def worker(kernel: Kernel) -> Any:
+    """The kernel's entry point, `worker(arguments, buffer)`; compiled on first use."""
+    found = _loaded.get(kernel)
+    if found is not None:
+        return found.call
+    with _lock:
+        found = _loaded.get(kernel)
+        if found is None:
+            found = _loaded[kernel] = _obtain(kernel)
+        return found.call
+
+
+def _obtain(kernel: Kernel) -> Loaded:
+    path = entry_path(kernel)
+    code = read_entry(path)
+    if code is not None:
+        with contextlib.suppress(Exception):  # a valid digest over code that will not load: build it again
+            return Loaded(code)
+    code = build(kernel, host())
+    write_entry(path, code)
+    return Loaded(code)
+
+
+def _forget_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lock)
+
+
+# -- the disk
+
+
+def cache_dir() -> Path:
+    configured = os.environ.get(CACHE_VARIABLE)
+    if configured:
+        return Path(configured) / "cpu"
+    from platformdirs import user_cache_path
+
+    return Path(user_cache_path("tilewise")) / "cpu"
+
+
+@cache
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def entry_path(kernel: Kernel) -> Path:
+    import llvmlite
+
+    machine = host()
+    words = (_source_digest(), repr(kernel), machine.triple, machine.cpu, machine.features, llvmlite.__version__)
+    return cache_dir() / (hashlib.sha256("\0".join(words).encode()).hexdigest()[:40] + ".o")
+
+
+def read_entry(path: Path) -> bytes | None:
+    """The code, if the file is whole and ours."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    head = len(MAGIC) + hashlib.sha256().digest_size
+    if len(data) <= head or not data.startswith(MAGIC):
+        return None
+    code = data[head:]
+    return code if hashlib.sha256(code).digest() == data[len(MAGIC) : head] else None
+
+
+def write_entry(path: Path, code: bytes) -> None:
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        with os.fdopen(handle, "wb") as file:
+            file.write(MAGIC + hashlib.sha256(code).digest() + code)
+        os.replace(temporary, path)
+        temporary = None
+    except OSError:
+        pass
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)

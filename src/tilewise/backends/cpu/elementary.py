@@ -1,0 +1,113 @@
+"""2**x, tanh and log2 on vectors, from polynomials fitted here: no call into a maths library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+from tilewise.backends.cpu.ir import DOUBLE, F64, I32, I64, Emit, Value
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+
+@cache
+def fit(function: Callable[[float], float], low: float, high: float, degree: int) -> tuple[float, ...]:
+    """Power coefficients of the interpolant at Chebyshev nodes, within a few percent of the minimax polynomial."""
+    middle, half = (low + high) / 2, (high - low) / 2
+    nodes = [middle + half * math.cos((2 * i + 1) * math.pi / (2 * degree + 2)) for i in range(degree + 1)]
+    table = [function(x) for x in nodes]  # Newton's divided differences, then expanded into powers
+    for order in range(1, degree + 1):
+        for i in range(degree, order - 1, -1):
+            table[i] = (table[i] - table[i - 1]) / (nodes[i] - nodes[i - order])
+    powers = [table[degree]]
+    for i in range(degree - 1, -1, -1):
+        shifted = [0.0, *powers]
+        for n, c in enumerate(powers):
+            shifted[n] -= nodes[i] * c
+        shifted[0] += table[i]
+        powers = shifted
+    return tuple(powers)
+
+
+def _exp2(x: float) -> float:
+    return 2.0**x
+
+
+def _tanh_ratio(u: float) -> float:
+    """tanh(x) / x as a function of u = x²."""
+    x = math.sqrt(u)
+    return math.tanh(x) / x
+
+
+def horner(e: Emit, x: Value, coefficients: tuple[float, ...]) -> Value:
+    total = e.const(coefficients[-1], x.type.count)
+    for c in reversed(coefficients[:-1]):
+        total = e.mad(total, x, e.const(c, x.type.count))
+    return total
+
+
+def exp2(e: Emit, x: Value) -> Value:
+    """2**x for x below the largest exponent; exactly 0 at or below the floor (so for -inf), NaN for NaN.
+
+    x = n + f with n an integer and |f| <= 1/2: 2**f is a polynomial and n is added to its exponent bits. Adding `magic` rounds
+    to n and leaves n in the low bits. These additions must stay as written: no fast-math flag may touch them.
+    """
+    real, lanes = e.real, x.type.count
+    x = e.at_least(x, e.const(real.floor, lanes))
+    magic = e.const(real.magic, lanes)
+    shifted = e.fadd(x, magic)
+    f = e.fsub(x, e.fsub(shifted, magic))  # exact
+    p = horner(e, f, fit(_exp2, -0.5, 0.5, real.degree))
+    kind = e.vtype(real.bits, lanes)
+    n = e.shl(e.bitcast(shifted, kind), e.iconst(real.mantissa, lanes=lanes))
+    return e.bitcast(e.add(e.bitcast(p, kind), n), e.vtype(lanes=lanes))
+
+
+def tanh(e: Emit, x: Value) -> Value:
+    """An odd polynomial near 0, where the quotient would cancel; (1 - t) / (1 + t) with t = exp(-2|x|) elsewhere."""
+    lanes = x.type.count
+    size = e.intrinsic(e._named("fabs", x.type), x.type, [x])
+    t = exp2(e, e.fmul(size, e.const(-2 * LOG2E, lanes)))
+    one = e.const(1.0, lanes)
+    far = e.fdiv(e.fsub(one, t), e.fadd(one, t))
+    far = e.intrinsic(e._named("copysign", x.type), x.type, [far, x])
+    near = e.fmul(x, horner(e, e.fmul(x, x), fit(_tanh_ratio, 0.0, 0.36, 12 if e.real is DOUBLE else 6)))
+    return e.select(e.fcmp_ordered("<", size, e.const(0.6, lanes)), near, far)
+
+
+def log2(e: Emit, x: Value) -> Value:
+    """log2 of one positive normal double: exponent bits plus 2/ln2·artanh((y - 1) / (y + 1)), y in [√½, √2)."""
+    bits = e.bitcast(x, I64)
+    # Adding 2**52 - mantissa(√½) carries into the exponent exactly when the mantissa reaches √2.
+    carried = e.sub(bits, I64(0x3FE6A09E667F3BCD))
+    n = e.ashr(carried, I64(52))
+    y = e.bitcast(e.sub(bits, e.shl(n, I64(52))), F64)
+    z = e.fdiv(e.fsub(y, F64(1.0)), e.fadd(y, F64(1.0)))
+    u = e.fmul(z, z)
+    total = F64(2 * LOG2E / 21)
+    for k in range(19, 0, -2):
+        total = e.fadd(e.fmul(total, u), F64(2 * LOG2E / k))
+    return e.fadd(e.sitofp(n, F64), e.fmul(total, z))
+
+
+def philox(e: Emit, counter: list[Value], key: tuple[Value, Value]) -> list[Value]:
+    """Philox4x32-10 on vectors of 32-bit words: four words for each lane's counter."""
+    lanes = counter[0].type.count
+    wide = e.vtype(I64, lanes)
+    low, high = key
+    c = list(counter)
+    for _ in range(10):
+        left = e.mul(e.zext(c[0], wide), e.iconst(0xD2511F53, I64, lanes))
+        right = e.mul(e.zext(c[2], wide), e.iconst(0xCD9E8D57, I64, lanes))
+        left_high, right_high = (e.trunc(e.lshr(w, e.iconst(32, I64, lanes)), e.vtype(I32, lanes)) for w in (left, right))
+        left_low, right_low = (e.trunc(w, e.vtype(I32, lanes)) for w in (left, right))
+        c = [
+            e.xor(e.xor(right_high, c[1]), e.splat(low, lanes)),
+            right_low,
+            e.xor(e.xor(left_high, c[3]), e.splat(high, lanes)),
+            left_low,
+        ]
+        low, high = e.add(low, I32(0x9E3779B9)), e.add(high, I32(0xBB67AE85))
+    return c

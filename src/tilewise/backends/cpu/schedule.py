@@ -1,0 +1,112 @@
+"""Threads: a small pool made at first use, and tasks shared out by an atomic counter inside the kernel.
+
+Which thread computes a task never changes the task's result, so results do not depend on timing. The caller starts at once;
+helpers join when they wake, and one that wakes too late finds no ticket and does nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from queue import SimpleQueue
+from typing import Any
+
+LINE = 64
+
+
+class Scratch(threading.local):
+    """Each thread's buffer, grown as needed and kept."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.address = 0
+        self.memory: Any = None
+
+    def get(self, size: int) -> int:
+        if size > self.size:
+            self.memory = ctypes.create_string_buffer(size + LINE)
+            self.address = -(-ctypes.addressof(self.memory) // LINE) * LINE
+            self.size = size
+        return self.address
+
+
+scratch = Scratch()
+
+
+class Job:
+    """One call's work for helpers: a ticket lets one of them in, a lock tells that it is done."""
+
+    __slots__ = ("args", "call", "finished", "size", "tickets")
+
+    def __init__(self, call: Any, args: int, size: int, helpers: int) -> None:
+        self.call, self.args, self.size = call, args, size
+        self.tickets = list(range(helpers))
+        self.finished = [threading.Lock() for _ in range(helpers)]
+        for lock in self.finished:
+            lock.acquire()
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[Job] = SimpleQueue()
+        self.helpers = 0
+        self.busy = threading.Lock()
+
+    def run(self, call: Any, args: int, size: int, threads: int) -> None:
+        """`call(args, buffer)` on up to `threads` threads, this one among them; returns when all tasks are done.
+
+        A second caller, while the pool is busy, works alone: its threads would only compete with the first one's.
+        """
+        if threads <= 1 or not self.busy.acquire(blocking=False):
+            call(args, scratch.get(size))
+            return
+        try:
+            while self.helpers < threads - 1:
+                threading.Thread(target=self.help, name="tilewise", daemon=True).start()
+                self.helpers += 1
+            job = Job(call, args, size, threads - 1)
+            for _ in range(threads - 1):
+                self.jobs.put(job)
+            call(args, scratch.get(size))
+            absent = self.close(job)
+            for lock in job.finished[absent:]:  # tickets leave from the top: the lowest never did
+                lock.acquire()
+        finally:
+            self.busy.release()
+
+    @staticmethod
+    def close(job: Job) -> int:
+        """Take back the tickets nobody used, and count them. `list.pop` is atomic: a ticket has one owner."""
+        unused = 0
+        try:
+            while True:
+                job.tickets.pop()
+                unused += 1
+        except IndexError:
+            return unused
+
+    def help(self) -> None:
+        while True:
+            job = self.jobs.get()
+            try:
+                ticket = job.tickets.pop()
+            except IndexError:
+                continue
+            try:
+                job.call(job.args, scratch.get(job.size))
+            finally:
+                job.finished[ticket].release()
+
+
+pool = Pool()
+
+
+def _renew() -> None:
+    """A forked child has none of its parent's threads."""
+    global pool
+    pool = Pool()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)

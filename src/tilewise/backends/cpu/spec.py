@@ -1,0 +1,76 @@
+"""Which kernel, and the 64-bit words it takes its arguments from. Free of llvmlite: a cached kernel needs no IR."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.masks.program import INTS, TENSORS
+
+MASK_RANK = 4  # strides carried for each mask tensor
+
+
+@dataclass(frozen=True)
+class Register:
+    """A register tile: V vectors of L lanes by J broadcast values."""
+
+    lanes: int
+    vectors: int
+    keys: int
+
+    @property
+    def rows(self) -> int:
+        return self.lanes * self.vectors
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Everything that changes a kernel's code. Lengths, strides and numbers are arguments, never part of the key."""
+
+    kind: str  # "forward", "backward" or "decode"
+    dtype: str
+    tile: Register
+    structure: str = ""
+    softcap: bool = False
+    bias: str = ""  # the bias's dtype, "" without
+    alibi: bool = False
+    dropout: bool = False
+    varlen: bool = False
+    dbias: bool = False
+
+    @property
+    def real(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def plain(self) -> bool:
+        """No score is changed between the product and the mask."""
+        return not (self.softcap or self.bias or self.alibi)
+
+
+POINTERS = ("q", "k", "v", "o", "lse", "sinks", "bias", "alibi", "cu_q", "cu_k", "counter", "work", "done")
+SIZES = ("kv_heads", "group", "Sq", "Sk", "D", "Dv", "BM", "BN", "blocks", "splits", "tasks", "descending", "direct")
+PADDED = ("DP", "DVP", "LDK", "LDV")
+STRIDES = tuple(f"{t}_{axis}" for t in ("q", "k", "v", "o", "bias") for axis in "bhsd") + ("alibi_b",)
+NUMBERS = ("q_factor", "log2_factor", "cap_factor", "keep_factor")
+DROPOUT = ("seed", "threshold")
+FORWARD = POINTERS + SIZES + PADDED + STRIDES + NUMBERS + DROPOUT
+BACKWARD = (
+    *FORWARD,
+    *("do", "delta", "dq", "dk", "dv", "dbias", "turn"),
+    *(f"{t}_{axis}" for t in ("do", "dq", "dk", "dv", "dbias") for axis in "bhsd"),
+    *("ds_factor", "cap_inverse"),
+)
+
+
+def mask_slots(structure: str) -> tuple[str, ...]:
+    """Names of the words a mask structure needs after the fixed ones: its integers, then each tensor's address and strides."""
+    ints = sum(INTS.get(letter, 0) for letter in structure)
+    tensors = sum(TENSORS.get(letter, 0) for letter in structure)
+    names = [f"mask_i{n}" for n in range(ints)]
+    for n in range(tensors):
+        names += [f"mask_t{n}", *(f"mask_t{n}_{axis}" for axis in range(MASK_RANK))]
+    return tuple(names)
+
+
+def argument_names(kernel: Kernel) -> tuple[str, ...]:
+    return (BACKWARD if kernel.kind == "backward" else FORWARD) + mask_slots(kernel.structure)
