@@ -71,8 +71,8 @@ def __dir__() -> list[str]:
 class _Backends(ModuleType):
     """The package `tilewise.backends`, which is also the function `tilewise.backends()`."""
 
-    def __call__(self) -> Any:
-        return import_module("tilewise.api.backends").backends()
+    def __call__(self, device: str | None = None) -> Any:
+        return import_module("tilewise.api.backends").backends(device)
 
 
 class _Tilewise(ModuleType):

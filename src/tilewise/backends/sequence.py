@@ -116,7 +116,7 @@ class Sequence:
 
     def fold(self, x: Tensor) -> Tensor:
         """[B, Hq, M, X] -> [B, Hk, G·M, X]: the rows of all query heads of a group side by side, so that K is read once."""
-        return x.reshape(self.batch, self.kv_heads, -1, x.shape[-1])
+        return x.reshape(self.batch, self.kv_heads, x.shape[1] // self.kv_heads * x.shape[2], x.shape[-1])
 
     def unfold(self, x: Tensor, rows: int) -> Tensor:
         """[B, Hk, G·M, X] -> [B, Hq, M, X]."""

@@ -1,0 +1,1 @@
+"""Measuring: interleaved runs, medians with spread, and no speed for a wrong result."""

@@ -1,0 +1,126 @@
+"""Cases are data: what is measured, against whom, and the ratio it must reach."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tilewise.errors import ArgumentError
+from tilewise.masks import parse
+from tilewise.problem import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Tensors(NamedTuple):
+    """The inputs of a case, in the order of its layout, and the gradient that comes in from above."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure. `floor` and `aim` are ratios to the contender `against`, in one interleaved run."""
+
+    name: str
+    heads: int = 8
+    seqlen: int = 1024
+    head_dim: int = 64
+    batch: int = 1
+    kv_heads: int | None = None
+    kv_seqlen: int | None = None
+    head_dim_v: int | None = None
+    dtype: str = "float32"
+    mask: str = "full"
+    layout: str = "bhsd"
+    backward: bool = False
+    device: str = "cpu"
+    threads: int | None = None
+    against: str = "sdpa"
+    floor: float | None = None
+    aim: float | None = None
+
+    def problem(self) -> Problem:
+        """The case without its tensors; raises for sizes, dtypes or masks that make no sense."""
+        return Problem.of(
+            batch=self.batch,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            seqlen=self.seqlen,
+            kv_seqlen=self.kv_seqlen,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            dtype=self.dtype,
+            mask=parse(self.mask),
+            device=self.device,
+            needs_grad=self.backward,
+        )
+
+    def tensors(self, seed: int = 0) -> Tensors:
+        """Unit-normal inputs: the same on every machine for the same seed."""
+        import torch
+
+        problem = self.problem()
+        dtype = getattr(torch, problem.dtype)
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(heads: int, length: int, dim: int) -> Tensor:
+            shape = (
+                (problem.batch, heads, length, dim) if self.layout == "bhsd" else (problem.batch, length, heads, dim)
+            )
+            return torch.randn(shape, generator=generator).to(self.device, dtype)
+
+        q = normal(problem.heads, problem.seqlen_q, problem.head_dim)
+        k = normal(problem.kv_heads, problem.seqlen_k, problem.head_dim)
+        v = normal(problem.kv_heads, problem.seqlen_k, problem.head_dim_v)
+        dout = normal(problem.heads, problem.seqlen_q, problem.head_dim_v)
+        return Tensors(q, k, v, dout)
+
+    def words(self) -> str:
+        """The case in one line for a person."""
+        problem = self.problem()
+        heads = f"{problem.heads}/{problem.kv_heads}" if problem.group > 1 else str(problem.heads)
+        lengths = (
+            f"{problem.seqlen_q}" if problem.seqlen_q == problem.seqlen_k else f"{problem.seqlen_q}→{problem.seqlen_k}"
+        )
+        dims = (
+            f"{problem.head_dim}"
+            if problem.head_dim == problem.head_dim_v
+            else f"{problem.head_dim}/{problem.head_dim_v}"
+        )
+        parts = [f"{problem.batch}×{heads}×{lengths}×{dims}", problem.dtype]
+        parts += [self.mask] if self.mask != "full" else []
+        parts += [self.layout] if self.layout != "bhsd" else []
+        return " ".join([*parts, "fwd+bwd" if self.backward else "fwd"])
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+QUICK = (
+    Case("full", seqlen=1024),
+    Case("causal", seqlen=2048, mask="causal"),
+    Case("window", seqlen=4096, heads=4, mask="causal & window(256)"),
+    Case("gqa", heads=16, kv_heads=4, seqlen=512, head_dim=128, mask="causal"),
+    Case("cross", seqlen=256, kv_seqlen=4096),
+    Case("bshd", seqlen=1024, layout="bshd"),
+    Case("training", seqlen=512, mask="causal", backward=True),
+    Case("small", batch=4, heads=12, seqlen=128),
+)
+
+SMOKE = (
+    Case("causal", heads=2, seqlen=128, head_dim=32, mask="causal"),
+    Case("training", heads=2, seqlen=64, head_dim=32, mask="causal & window(16)", backward=True),
+)
+
+SUITES: dict[str, tuple[Case, ...]] = {"quick": QUICK, "smoke": SMOKE}
+
+
+def suite(name: str) -> tuple[Case, ...]:
+    if name not in SUITES:
+        raise ArgumentError(f"suite: got {name!r}, need one of {', '.join(sorted(SUITES))}")
+    return SUITES[name]

@@ -1,0 +1,148 @@
+"""Run a case: judge every contender first, then time the ones that were right, taking turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch
+from tilewise.bench.cases import Case, Tensors
+from tilewise.bench.contenders import Contender
+from tilewise.bench.judge import Judgement, judge
+from tilewise.bench.timing import Effort, Spread, clock_for, interleave, ratio
+
+Progress = Callable[[str, float], None]
+OURS = "tilewise"
+
+
+class Outcome(NamedTuple):
+    """What one call computed, in the case's layout; gradients of q, k, v where the case has a backward."""
+
+    out: Tensor
+    grads: tuple[Tensor, ...] = ()
+
+
+@dataclass
+class Result:
+    """One contender on one case. `times` is None unless the result was right."""
+
+    contender: str
+    judgement: Judgement | None = None
+    times: Spread | None = None
+    reasons: tuple[str, ...] = ()  # why it was not run, or how it failed
+
+    @property
+    def status(self) -> str:
+        if self.reasons:
+            return "not run"
+        return "ok" if self.judgement and self.judgement.ok else "wrong"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "contender": self.contender,
+            "status": self.status,
+            "reasons": list(self.reasons),
+            "judgement": self.judgement._asdict() if self.judgement else None,
+            "seconds": self.times._asdict() if self.times else None,
+        }
+
+
+@dataclass
+class Record:
+    """One case, measured: the results, and how tilewise compares with the contender the case names."""
+
+    case: Case
+    results: list[Result]
+    ratio: Spread | None = None
+    choice: dict[str, Any] = field(default_factory=dict)  # the backend and plan behind plain `tilewise`
+
+    @property
+    def passed(self) -> bool | None:
+        """None where the case sets no floor."""
+        if self.case.floor is None:
+            return None
+        return self.ratio is not None and self.ratio.p50 >= self.case.floor
+
+    @property
+    def right(self) -> bool:
+        """Nothing of tilewise's own was wrong or failed."""
+        return all(result.status == "ok" for result in self.results if result.contender.startswith(OURS))
+
+    def result(self, contender: str) -> Result | None:
+        return next((result for result in self.results if result.contender == contender), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "case": self.case.to_dict(),
+            "words": self.case.words(),
+            "choice": self.choice,
+            "results": [result.to_dict() for result in self.results],
+            "ratio": self.ratio._asdict() if self.ratio else None,
+            "passed": self.passed,
+        }
+
+
+def bind_run(case: Case, contender: Contender, tensors: Tensors) -> Callable[[], Outcome]:
+    """The call to be timed: forward alone, or forward and backward."""
+    attention = contender.bind(case)
+    if not case.backward:
+        return lambda: Outcome(attention(tensors.q, tensors.k, tensors.v))
+    leaves = tuple(t.detach().requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
+
+    def train() -> Outcome:
+        out = attention(*leaves)
+        return Outcome(out.detach(), torch.autograd.grad(out, leaves, tensors.dout))
+
+    return train
+
+
+def chosen(case: Case) -> dict[str, Any]:
+    """What stands behind plain `tilewise`: the backend, and why not the ones before it."""
+    problem = case.problem()
+    backward = dispatch.select(problem, backward=True).backend.name if case.backward else None
+    selection = dispatch.select(problem)
+    reasons = {name: list(verdict.reasons) for name, verdict in selection.verdicts.items() if not verdict.ok}
+    return {"backend": selection.backend.name, "backward": backward, "not": reasons}
+
+
+def measure(case: Case, contenders: Iterable[Contender], effort: Effort, on_progress: Progress | None = None) -> Record:
+    """Judge, then time. Who cannot, fails or is wrong stays in the record with the reason and without a speed."""
+    say = on_progress or (lambda what, share: None)
+    threads = torch.get_num_threads()
+    if case.threads:
+        torch.set_num_threads(case.threads)
+    try:
+        tensors = case.tensors()
+        results, runs = [], {}
+        for contender in contenders:
+            say(f"{case.name}: is {contender.name} right?", 0.0)
+            result = Result(contender.name)
+            results.append(result)
+            verdict = contender.supports(case)
+            if not verdict.ok:
+                result.reasons = verdict.reasons
+                continue
+            try:
+                run = bind_run(case, contender, tensors)
+                result.judgement = judge(case, tensors, run())
+            except Exception as error:  # a peer may fail in any way; the record says how
+                result.reasons = (f"{type(error).__name__}: {error}",)
+                continue
+            if result.judgement.ok:
+                runs[contender.name] = run
+        samples: dict[str, list[float]] = {}
+        if runs:
+            samples = interleave(runs, effort, clock_for(case.device), lambda share: say(f"{case.name}: timing", share))
+        for result in results:
+            if result.contender in samples:
+                result.times = Spread.of(samples[result.contender])
+        record = Record(case, results, choice=chosen(case))
+        if OURS in samples and case.against in samples:
+            record.ratio = ratio(samples[case.against], samples[OURS])
+        return record
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,1 @@
+"""The command line: each command in its own file, registered in app.py."""

@@ -1,0 +1,229 @@
+"""`tilewise bench`: side by side with SDPA and whatever else is installed; no speed is printed for a wrong result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilewise.cli.console import Json, console, human_error, human_seconds, human_spread, print_json, progress
+
+if TYPE_CHECKING:
+    from tilewise.bench.cases import Case
+    from tilewise.bench.engine import Record, Result
+    from tilewise.bench.overhead import Overhead
+    from tilewise.bench.timing import Effort
+
+OVERHEAD = "overhead"
+OWN = "own"
+
+
+def bench_command(
+    suite: Annotated[
+        str, typer.Option(help="quick, smoke, or overhead (the cost of a call beside its arithmetic).")
+    ] = "quick",
+    case: Annotated[list[str] | None, typer.Option(help="Only this case of the suite; may be repeated.")] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Against whom: sdpa, sdpa-upcast, standard, flash_attn, xformers, tilewise:<backend>; may be repeated."
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(help="A case of your own instead of a suite: batch,heads[/kv heads],length[/keys],head dim."),
+    ] = None,
+    mask: Annotated[str, typer.Option(help="With --shape: a mask such as 'causal & window(256)'.")] = "full",
+    dtype: Annotated[str, typer.Option(help="With --shape.")] = "float32",
+    backward: Annotated[bool, typer.Option("--backward", help="With --shape: time forward and backward.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seconds: Annotated[float, typer.Option(min=0.01, help="How long to time each case.")] = 3.0,
+    save: Annotated[Path | None, typer.Option(help="Also write the record as JSON into this directory.")] = None,
+    json: Json = False,
+) -> None:
+    """Time tilewise side by side with its peers, interleaved; exit status 1 for a wrong result or a missed floor."""
+    from tilewise.bench import records
+    from tilewise.bench.timing import Effort
+
+    effort = Effort(seconds=seconds)
+    if suite == OVERHEAD and shape is None:
+        found = run_overhead(effort)
+        document = records.document(OVERHEAD, [], overhead=[one.to_dict() for one in found])
+        ok = all(one.passed is not False for one in found)
+        if not json:
+            show_overhead(found, document)
+    else:
+        chosen = own_case(shape, mask, dtype, backward, device) if shape else cases(suite, case, device)
+        measured = run(chosen, peer, effort)
+        document = records.document(OWN if shape else suite, measured)
+        ok = all(record.right and record.passed is not False for record in measured)
+        if not json:
+            show(measured, document)
+    document["ok"] = ok
+    if json:
+        print_json(document)
+    if save:
+        path = records.save(document, save)
+        if not json:
+            console().print(f"[dim]written to {path}[/]")
+    raise typer.Exit(0 if ok else 1)
+
+
+def cases(suite: str, wanted: Sequence[str] | None, device: str) -> list[Case]:
+    from dataclasses import replace
+
+    from tilewise.bench.cases import suite as by_name
+    from tilewise.errors import ArgumentError
+
+    found = [replace(one, device=device) if device != "cpu" else one for one in by_name(suite)]
+    for name in wanted or ():
+        if name not in {one.name for one in found}:
+            raise ArgumentError(f"case: got {name!r}, suite {suite!r} has {', '.join(one.name for one in found)}")
+    return [one for one in found if not wanted or one.name in wanted]
+
+
+def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str) -> list[Case]:
+    from tilewise.bench.cases import Case
+    from tilewise.errors import ArgumentError
+
+    try:
+        batch, heads, length, dim = shape.split(",")
+        (h, *hk), (m, *n) = ([int(x) for x in part.split("/")] for part in (heads, length))
+        case = Case(
+            OWN,
+            batch=int(batch),
+            heads=h,
+            kv_heads=hk[0] if hk else None,
+            seqlen=m,
+            kv_seqlen=n[0] if n else None,
+            head_dim=int(dim),
+            mask=mask,
+            dtype=dtype,
+            backward=backward,
+            device=device,
+        )
+    except ValueError:
+        raise ArgumentError(
+            f"shape: got {shape!r}, need batch,heads[/kv heads],length[/keys],head dim such as 1,16/4,2048,64"
+        ) from None
+    case.problem()
+    return [case]
+
+
+def run(chosen: Sequence[Case], peers: Sequence[str] | None, effort: Effort) -> list[Record]:
+    from tilewise.bench.contenders import contender, default_peers
+    from tilewise.bench.engine import OURS, measure
+
+    records = []
+    with progress() as bar:
+        task = bar.add_task("", total=float(len(chosen)))
+        for done, case in enumerate(chosen):
+            names = dict.fromkeys([OURS, case.against, *(peers or default_peers(case))])
+            records.append(
+                measure(
+                    case,
+                    [contender(name) for name in names],
+                    effort,
+                    lambda what, share, done=done: bar.update(task, description=what, completed=done + share),  # type: ignore[misc]
+                )
+            )
+    return records
+
+
+def run_overhead(effort: Effort) -> list[Overhead]:
+    from tilewise.bench.overhead import measure_overhead
+
+    with progress() as bar:
+        task = bar.add_task("", total=1.0)
+        return measure_overhead(effort, lambda what, share: bar.update(task, description=what, completed=share))
+
+
+def show(records: Sequence[Record], document: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    out = console()
+    table = Table(
+        title=f"tilewise bench, suite {document['suite']}", title_justify="left", title_style="bold", box=None
+    )
+    table.add_column("", no_wrap=True)
+    for name in ("median", "p20 – p80", "tilewise is", "error", "of bound"):
+        table.add_column(name, justify="right", no_wrap=True)
+    notes = []
+    for record in records:
+        table.add_row()
+        table.add_row(f"[bold]{record.case.name}[/]")
+        for result in record.results:
+            table.add_row(*columns(record, result))
+            notes += [f"{record.case.name}, {result.contender}: {reason}" for reason in result.reasons]
+    out.print(table)
+    out.print()
+    for record in records:
+        out.print(f"[dim]{record.case.name}: {record.case.words()}[/]")
+    for note in notes:
+        out.print(f"[yellow]not run[/] {note}", markup=True)
+    show_machine(document)
+    out.print("[dim]Contenders take turns. Errors: largest difference from float64 on the rows recomputed.[/]")
+
+
+def columns(record: Record, result: Result) -> tuple[str, ...]:
+    from tilewise.bench.engine import OURS
+
+    name = f"  {result.contender}"
+    if result.contender == OURS:
+        name = f"  [cyan]{OURS}[/] [dim]{record.choice['backend']}[/]"
+    if result.judgement is None:
+        return name, "[yellow]not run[/]"
+    error, used = human_error(result.judgement.error), f"{result.judgement.used:.0%}"
+    if result.times is None:
+        return name, "[red]wrong[/]", "no speed", "", f"[red]{error}[/]", f"[red]{used}[/]"
+    spread = f"[dim]{human_spread(result.times.p20, result.times.p80)}[/]"
+    return name, human_seconds(result.times.p50), spread, speed(record, result), error, used
+
+
+def speed(record: Record, result: Result) -> str:
+    """How tilewise compares with this contender; for the one the case names, by paired rounds and with its floor."""
+    from tilewise.bench.engine import OURS
+
+    ours = record.result(OURS)
+    if result.contender == OURS or not ours or not ours.times or not result.times:
+        return ""
+    if record.ratio is None or result.contender != record.case.against:
+        return f"{result.times.p50 / ours.times.p50:.2f}×"
+    text = f"{record.ratio.p50:.2f}×"
+    if record.passed is None:
+        return text
+    return f"[green]{text} ≥ {record.case.floor}[/]" if record.passed else f"[red]{text} < {record.case.floor}[/]"
+
+
+def show_overhead(found: Sequence[Overhead], document: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    out = console()
+    table = Table(
+        title="A call without its arithmetic, against all of an SDPA call (1×1×16×64, CPU)",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name in ("call", "tilewise", "SDPA", "in SDPA calls", "p20 – p80", "limit"):
+        table.add_column(name, justify="left" if name == "call" else "right")
+    for one in found:
+        colour = {True: "green", False: "red", None: "default"}[one.passed]
+        table.add_row(
+            one.name,
+            human_seconds(one.null.p50),
+            human_seconds(one.sdpa.p50),
+            f"[{colour}]{one.cost.p50:.2f}[/]",
+            f"{one.cost.p20:.2f} – {one.cost.p80:.2f}",
+            f"≤ {one.limit}" if one.limit else "–",
+        )
+    out.print(table)
+    show_machine(document)
+
+
+def show_machine(document: dict[str, Any]) -> None:
+    machine, versions = document["machine"], document["versions"]
+    devices = "".join(f", {gpu['name']}" for gpu in machine["gpus"])
+    place = f"{machine['cpu']}, {machine['threads']} threads{devices}"
+    console().print(f"[dim]{place}; torch {versions['torch']}, {document['date']}[/]")
