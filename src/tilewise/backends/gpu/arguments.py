@@ -1,0 +1,127 @@
+"""From a Problem and its tensors to the kernels' structs. Nothing here imports triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Inputs
+from tilewise.backends.gpu.launch import bias_view, interpreting, view
+from tilewise.backends.gpu.structs import Attention, Config, MaskArgs, View
+from tilewise.masks import UNBOUNDED, MaskProgram
+from tilewise.numerics.philox import drop_threshold
+from tilewise.problem import Problem
+
+
+def padded(dim: int) -> int:
+    """A head dim inside a tile: a power of two, and no less than a matrix instruction takes."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def mask_args(program: MaskProgram, device: torch.device) -> MaskArgs:
+    """The program's integers and tensors with the strides the device functions expect, 0 where a side broadcasts."""
+    tensors: list[Tensor] = []
+    strides: list[int] = []
+    for term in program.terms():
+        for letter, _, given in term:
+            for x in given:
+                t = torch.as_tensor(x, device=device)
+                if letter in "sSeE":
+                    t = (t if t.dtype == torch.bool else t != 0).contiguous().view(torch.uint8)
+                    # a block table's rows and columns are counted, not broadcast, and its columns are adjacent
+                    strides += [*_broadcast(t, 2), t.stride(2)] if letter in "sS" else _broadcast(t, 4)
+                else:
+                    t = t.to(torch.int32).contiguous()
+                    strides += _broadcast(t, 1) if letter in "dD" else []
+                tensors.append(t)
+    return MaskArgs(program.ints, tuple(tensors), tuple(strides))
+
+
+def _broadcast(t: Tensor, sides: int) -> list[int]:
+    """The first strides, 0 for sides of 1."""
+    return [0 if t.shape[i] == 1 else t.stride(i) for i in range(sides)]
+
+
+def begins_inside(program: MaskProgram) -> bool:
+    """May the keys of a row begin elsewhere than at key 0?"""
+    for term in program.terms():
+        for letter, ints, _ in term:
+            if letter in "bto" and ints[0] > -UNBOUNDED:
+                return True
+            if (letter == "r" and ints[0] > 0) or letter == "k":
+                return True
+    return False
+
+
+def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, splits: int = 1) -> Attention:
+    """The problem as the kernels see it."""
+    device = inputs.q.device
+    seed = inputs.seed
+    if seed is not None and seed.device != device:
+        seed = seed.to(device, non_blocking=True)
+    alibi = inputs.alibi
+    if alibi is not None:
+        alibi = alibi.to(torch.float32)
+    return Attention(
+        q=view(inputs.q),
+        k=view(inputs.k),
+        v=view(inputs.v),
+        out=view(out),
+        lse_ptr=lse,
+        bias=None if inputs.bias is None else bias_view(inputs.bias),
+        alibi=None if alibi is None else bias_view(alibi[..., None, None]),
+        sinks_ptr=None if inputs.sinks is None else inputs.sinks.contiguous(),
+        seed_ptr=seed if problem.dropout_p > 0 else None,
+        cu_q=inputs.cu_q if problem.varlen else None,
+        cu_k=inputs.cu_k if problem.varlen else None,
+        mask=mask_args(problem.program, device),
+        batch=problem.batch,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        len_q=problem.seqlen_q,
+        len_k=problem.seqlen_k,
+        splits=splits,
+        scale=float(problem.scale),
+        softcap=float(problem.softcap),
+        drop_below=drop_threshold(problem.dropout_p),
+        keep_scale=1.0 / (1.0 - problem.dropout_p),
+    )
+
+
+def config_for(problem: Problem, inputs: Inputs, precision: str) -> Config:
+    """What the kernels are compiled for, tiles aside."""
+    plain = inputs.bias is None and inputs.alibi is None and problem.softcap == 0
+    return Config(
+        STRUCTURE=problem.program.structure,
+        D=problem.head_dim,
+        DV=problem.head_dim_v,
+        BLOCK_D=padded(problem.head_dim),
+        BLOCK_DV=padded(problem.head_dim_v),
+        LEFT=begins_inside(problem.program),
+        VARLEN=problem.varlen,
+        SOFTCAP=problem.softcap > 0,
+        FOLD=plain and problem.scale > 0,
+        DROPOUT=problem.dropout_p > 0,
+        PRECISION=precision,
+        INTERPRET=interpreting(),
+    )
+
+
+def dot_precision(problem: Problem, hip: bool) -> str:
+    """How products of fp32 tiles are formed; 16-bit tiles know one way only."""
+    if problem.dtype != "float32":
+        return "ieee"
+    if problem.precision == "tf32":
+        return "tf32"
+    return "ieee" if hip else "tf32x3"
+
+
+def stacked(out: Tensor, splits: int) -> Tensor:
+    """Fresh fp32 memory for `splits` partial results, one after another along the batch."""
+    b, h, m, dv = out.shape
+    return torch.empty((splits * b, h, m, dv), dtype=torch.float32, device=out.device)
+
+
+def split_view(parts: Tensor) -> View:
+    """The partial results as one tensor; unlike `view`, a batch of 1 keeps its stride."""
+    return View(parts, *parts.stride())

@@ -1,0 +1,142 @@
+"""Compiling and launching kernels whose arguments are structs.
+
+Triton's own dispatcher specialises every integer inside a tuple (on 1 and on multiples of 16), so sequence lengths would recompile
+kernels. Here the signature is stated instead: lengths and mask integers are plain i32, strides carry only what loads need
+(an inner stride of 1, a common alignment). The same function gives the compile tests their signatures without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.backends.gpu.structs import View
+
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+WIDE_STRIDE = 1 << 21
+"""Row strides from here on are 64-bit: 512 rows or more of a tile would leave 32 bits."""
+
+
+class Options(NamedTuple):
+    """How a kernel is launched."""
+
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+class Signature(NamedTuple):
+    types: Any
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], list[list[Any]]]
+
+
+def interpreting() -> bool:
+    """Do kernels run in Triton's interpreter, on CPU tensors?"""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def view(x: torch.Tensor) -> View:
+    """A rank 4 tensor; dimensions of size 1 get stride 0, so that a mere shape never changes the signature."""
+    strides = [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    return View(x, *strides, 1 if x.shape[3] == 1 else x.stride(3))
+
+
+def bias_view(x: torch.Tensor) -> View:
+    """A tensor each of whose dimensions is full or 1; those of size 1 broadcast."""
+    return View(x, *(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)))
+
+
+def signature(args: tuple[Any, ...]) -> Signature:
+    """Types, compile-time constants and alignment of the arguments before the config."""
+    result = Signature([], {}, {})
+    aligned = _all_aligned(args)
+    types = tuple(_describe(arg, (i,), aligned, result) for i, arg in enumerate(args))
+    return result._replace(types=types)
+
+
+def _describe(value: Any, path: tuple[int, ...], aligned: bool, into: Signature) -> Any:
+    if value is None:
+        into.constants[path] = None
+        return "constexpr"
+    if isinstance(value, View):
+        return _describe_view(value, path, aligned, into)
+    if isinstance(value, tuple):
+        parts = [_describe(part, (*path, i), aligned, into) for i, part in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    if value.data_ptr() % 16 == 0:
+        into.attributes[path] = [["tt.divisibility", 16]]
+    return POINTERS[value.dtype]
+
+
+def _describe_view(value: View, path: tuple[int, ...], aligned: bool, into: Signature) -> View:
+    pointer = _describe(value.ptr, (*path, 0), aligned, into)
+    if aligned:
+        for i in (1, 2, 3):
+            into.attributes[(*path, i)] = [["tt.divisibility", 16 // value.ptr.element_size()]]
+    if value.stride_d == 1:
+        into.constants[(*path, 4)] = 1
+    inner = "constexpr" if value.stride_d == 1 else "i64"
+    return View(pointer, "i64", "i64", "i32" if abs(value.stride_s) < WIDE_STRIDE else "i64", inner)  # type: ignore[arg-type]
+
+
+def _all_aligned(args: tuple[Any, ...]) -> bool:
+    """Do all rows of all views start at multiples of 16 bytes? One fact for a whole kernel keeps its variants at two."""
+    return all(_aligned(v) for arg in args if arg is not None for v in arg if isinstance(v, View))
+
+
+def _aligned(v: View) -> bool:
+    unit = 16 // v.ptr.element_size()
+    return v.ptr.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in v[1:4])
+
+
+_compiled: dict[Any, Any] = {}
+
+
+def launch(kernel: Any, programs: int, args: tuple[Any, ...], config: Any, options: Options) -> None:
+    """Run `programs` instances of a kernel on the current device and stream."""
+    if programs == 0:
+        return
+    if interpreting():
+        kernel[(programs,)](*args, config)
+        return
+    compiled_kernel(kernel, args, config, options)[(programs, 1, 1)](*args, config)
+
+
+def compiled_kernel(kernel: Any, args: tuple[Any, ...], config: Any, options: Options) -> Any:
+    """The kernel for these arguments, compiled once for each device and signature."""
+    from triton.runtime import driver
+
+    sig = signature(args)
+    device = driver.active.get_current_device()
+    key = (kernel, sig.types, tuple(sig.constants.items()), str(sig.attributes), config, options, device)
+    found = _compiled.get(key)
+    if found is None:
+        found = _compiled[key] = compile_for(driver.active.get_current_target(), kernel, sig, config, options)
+    return found
+
+
+def compile_for(target: Any, kernel: Any, sig: Signature, config: Any, options: Options) -> Any:
+    """Compile for a target, which need not be present."""
+    import triton
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    types = dict(zip(names, (*sig.types, "constexpr"), strict=True))
+    constants = {**sig.constants, (len(names) - 1,): config}
+    source = ASTSource(kernel, types, constants, sig.attributes)
+    settings = {"num_warps": options.num_warps, "num_stages": options.num_stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=target, options=settings)

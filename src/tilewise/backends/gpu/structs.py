@@ -1,0 +1,104 @@
+"""Kernel arguments travel in these structs; a kernel has one for its problem, one for its gradients and one for its config.
+
+A NamedTuple is flattened by Triton, keeps its field names in the device functions, and `None` in it is a compile-time fact, so
+an absent feature costs nothing. `Config` is one constexpr: everything a kernel is compiled for. No length is among it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class View(NamedTuple):
+    """A tensor (B, H, S, D) of any strides; a broadcast dimension has stride 0."""
+
+    ptr: Any
+    stride_b: int
+    stride_h: int
+    stride_s: int
+    stride_d: int
+
+
+class MaskArgs(NamedTuple):
+    """A MaskProgram's integers and tensors, and `strides` of the tensors, all consumed left to right."""
+
+    ints: tuple[int, ...]
+    tensors: tuple[Any, ...]
+    strides: tuple[int, ...]
+
+
+class Attention(NamedTuple):
+    """One attention problem as the kernels see it. Absent features are None."""
+
+    q: View
+    k: View
+    v: View
+    out: View
+    lse_ptr: Any  # (B, H, M) fp32, contiguous; (splits, B, H, M) for partial results
+    bias: View | None  # strides for (b, h, q, k)
+    alibi: View | None  # slopes: strides for (b, h)
+    sinks_ptr: Any
+    seed_ptr: Any
+    cu_q: Any
+    cu_k: Any
+    mask: MaskArgs
+    batch: int
+    heads: int
+    kv_heads: int
+    len_q: int  # of each sequence, or of all together when packed
+    len_k: int
+    splits: int
+    scale: float
+    softcap: float
+    drop_below: int  # Philox words below it are dropped
+    keep_scale: float  # 1 / (1 - p)
+
+
+class Gradients(NamedTuple):
+    """What the backward kernels read and write beside the problem. `lse2` is in units of log 2, +inf for an empty row."""
+
+    dout: View
+    dq: View | None
+    dk: View | None
+    dv: View | None
+    lse2_ptr: Any
+    delta_ptr: Any  # rowsum(dO ∘ O) - dLSE
+    dlse_ptr: Any
+    dbias: View | None
+    bias_shape: tuple[int, ...] | None
+
+
+class Config(NamedTuple):
+    """What a kernel is compiled for."""
+
+    STRUCTURE: str = ""
+    BLOCK_M: int = 64
+    BLOCK_N: int = 64
+    D: int = 64
+    DV: int = 64
+    BLOCK_D: int = 64  # D padded to a power of two
+    BLOCK_DV: int = 64
+    LEFT: bool = False  # may a row's keys begin in the middle? (False spares the loop over left boundary tiles)
+    VARLEN: bool = False
+    PACK: int = 1  # query heads of one key head stacked in a tile's rows
+    SPLIT: bool = False
+    SOFTCAP: bool = False
+    FOLD: bool = True  # scores are a positive multiple of q·k: the scale folds into exp2
+    DROPOUT: bool = False
+    PRECISION: str = "ieee"  # of products of fp32 tiles
+    INTERPRET: bool = False
+    SUM_M: bool = False  # dBias: the bias has one row, or one column
+    SUM_N: bool = False
+
+
+class Sequence(NamedTuple):
+    """Where a program works: sequence b, query head h (a column of heads when packed), and the sequence's tokens."""
+
+    b: Any
+    h: Any
+    kv_h: Any
+    row: Any  # batch index in the tensors: b, or 0 when packed
+    q_start: Any
+    k_start: Any
+    len_q: Any
+    len_k: Any

@@ -1,0 +1,162 @@
+"""Verbs on tiles that the kernels are made of: locate, load, store, dot, scores, keep.
+
+Letters: M queries, N keys, D and DV head dims; `q`, `k` are index tiles of positions within the sequence that broadcast against
+each other, so the same verb serves S = QKᵀ and its transpose. Scores inside kernels are in units of log 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.gpu.structs import Sequence
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def find_sequence(cu, batch, tile, BLOCK: tl.constexpr):
+    """The packed sequence that owns `tile`, and the tile's number in it.
+
+    Sequence b owns the tiles from cu[b] // BLOCK + b on: at least as many as it fills, found without knowing the lengths on
+    the host. Tiles beyond a sequence's end have nothing to do.
+    """
+    lo = 0
+    hi = batch
+    # the owner is in [lo, hi)
+    while hi - lo > 1:
+        mid = (lo + hi) // 2
+        mine = tl.load(cu + mid) // BLOCK + mid <= tile
+        lo = tl.where(mine, mid, lo)
+        hi = tl.where(mine, hi, mid)
+    return lo, tile - (tl.load(cu + lo) // BLOCK + lo)
+
+
+@triton.jit
+def tile_count(a, length, BLOCK: tl.constexpr, C: tl.constexpr):
+    """Tiles of one head in the grid: exact, or an upper bound for all packed sequences together."""
+    if C.VARLEN:
+        return length // BLOCK + a.batch
+    else:
+        return tl.cdiv(length, BLOCK)
+
+
+@triton.jit
+def sequence_of(a, b, h, C: tl.constexpr):
+    """The sequence b as query head h (a number or a column of numbers) sees it."""
+    group = a.heads // a.kv_heads
+    if C.VARLEN:
+        q_start = tl.load(a.cu_q + b)
+        k_start = tl.load(a.cu_k + b)
+        q_len = tl.load(a.cu_q + b + 1) - q_start
+        k_len = tl.load(a.cu_k + b + 1) - k_start
+        return Sequence(b, h, h // group, b * 0, q_start, k_start, q_len, k_len)
+    else:
+        return Sequence(b, h, h // group, b, b * 0, b * 0, a.len_q, a.len_k)
+
+
+@triton.jit
+def base(view, row, h, start):
+    """The address of token `start` in a row and head (64 bits: any tensor that fits in memory)."""
+    return view.ptr + row.to(tl.int64) * view.stride_b + h.to(tl.int64) * view.stride_h + start.to(tl.int64) * view.stride_s
+
+
+@triton.jit
+def load_rows(at, stride_s, stride_d, rows, ok, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of a matrix as a tile [rows, PADDED]; 0 where not `ok` and beyond WIDTH."""
+    cols = tl.arange(0, PADDED)
+    where = at + rows[:, None] * stride_s + cols[None, :] * stride_d
+    if WIDTH == PADDED:
+        return tl.load(where, mask=ok[:, None], other=0.0)
+    else:
+        return tl.load(where, mask=ok[:, None] & (cols < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def load_whole_rows(at, stride_s, stride_d, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Rows that all exist, as a tile [rows, PADDED]."""
+    cols = tl.arange(0, PADDED)
+    where = at + rows[:, None] * stride_s + cols[None, :] * stride_d
+    if WIDTH == PADDED:
+        return tl.load(where)
+    else:
+        return tl.load(where, mask=(cols < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store_rows(at, stride_s, stride_d, rows, ok, tile, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
+    """Write a tile's rows that are `ok`, in the matrix's own dtype."""
+    cols = tl.arange(0, PADDED)
+    where = at + rows[:, None] * stride_s + cols[None, :] * stride_d
+    tl.store(where, cast(tile, at.dtype.element_ty, C), mask=ok[:, None] & (cols < WIDTH)[None, :])
+
+
+@triton.jit
+def cast(tile, dtype: tl.constexpr, C: tl.constexpr):
+    """To `dtype`, rounding to nearest. The interpreter would truncate on the way to bf16."""
+    if C.INTERPRET and dtype == tl.bfloat16 and tile.dtype == tl.float32:
+        bits = tile.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        tile = tl.where(tile != tile, tile, bits.to(tl.float32, bitcast=True))
+    return tile.to(dtype)
+
+
+@triton.jit
+def dot(x, y, acc, C: tl.constexpr):
+    """acc + x·y, summed in fp32. The interpreter multiplies bf16 as raw bits, so there tiles are widened first."""
+    if C.INTERPRET:
+        return acc + tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(x, y, acc, input_precision=C.PRECISION)
+
+
+@triton.jit
+def product(x, y, C: tl.constexpr):
+    """x·y in fp32."""
+    if C.INTERPRET:
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(x, y, input_precision=C.PRECISION)
+
+
+@triton.jit
+def tanh(x):
+    """Accurate to rounding near 0 too, where (1 - e) / (1 + e) would cancel."""
+    z = x * x
+    small = x * (1.0 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835)))))
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    large = (1.0 - e) / (1.0 + e)
+    return tl.where(z < 0.06, small, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def scores(a, seq, s_tile, q, k, C: tl.constexpr):
+    """Products q·k as scores in units of log 2, and the slope dscore/d(scale·q·k) where a softcap bends them (else 1)."""
+    slope = 1.0
+    if C.SOFTCAP:
+        t_tile = tanh(s_tile * (a.scale / a.softcap))
+        slope = 1.0 - t_tile * t_tile
+        x_tile = t_tile * (a.softcap * LOG2E)
+    else:
+        x_tile = s_tile * (a.scale * LOG2E)
+    if a.bias is not None:
+        # positions of a bias count within the sequence, packed or not
+        at = base(a.bias, seq.b, seq.h, seq.b * 0) + q.to(tl.int64) * a.bias.stride_s + k * a.bias.stride_d
+        bias_tile = tl.load(at, mask=(q < seq.len_q) & (k < seq.len_k), other=0.0)
+        x_tile += bias_tile.to(tl.float32) * LOG2E
+    if a.alibi is not None:
+        steepness = tl.load(a.alibi.ptr + seq.b.to(tl.int64) * a.alibi.stride_b + seq.h * a.alibi.stride_h)
+        x_tile -= (steepness * LOG2E) * tl.abs(q + (seq.len_k - seq.len_q) - k).to(tl.float32)
+    return x_tile, slope
+
+
+@triton.jit
+def kept(a, seq, q, k, C: tl.constexpr):
+    """Which weights survive dropout: Philox4x32-10 with counter (k // 4, q, head, batch), word k % 4."""
+    seed = tl.load(a.seed_ptr)
+    none = (q + k) * 0
+    w0, w1, w2, w3 = tl.philox(seed, k // 4 + none, q + none, seq.h + none, seq.b + none)
+    word = k % 4 + none
+    chosen = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+    return chosen >= a.drop_below.to(tl.uint32)

@@ -1,0 +1,262 @@
+"""The backward kernels. Weights are recomputed from the scores and each row's LSE; nothing of size M × N is stored.
+
+    P = exp2(x - lse2)     dV = Pᵀ dO     dP = dO Vᵀ     dS = P ∘ (dP - delta)     dQ = scale · dS K     dK = scale · dSᵀ Q
+
+`prepare_kernel` writes delta = rowsum(dO ∘ O) - dLSE and lse2. `keys_kernel` holds a tile of keys and streams the queries that
+see it (of every head of the group) in transposed form, so that Pᵀ and dSᵀ feed the products as they are. `queries_kernel`
+holds a tile of queries and streams keys. No atomics: the results are the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.gpu.program import allowed, count, has_data, has_gaps, key_bounds, query_bounds, seen_keys, seen_queries
+from tilewise.backends.gpu.tile import (
+    LOG2E,
+    base,
+    cast,
+    dot,
+    find_sequence,
+    kept,
+    load_rows,
+    load_whole_rows,
+    product,
+    scores,
+    sequence_of,
+    store_rows,
+    tile_count,
+)
+
+
+@triton.jit
+def prepare_kernel(a, g, C: tl.constexpr):
+    """delta and lse2 of BLOCK_M rows of one head; packed batches are one long row."""
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(a.len_q, C.BLOCK_M)
+    rows = pid % tiles * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+    h = pid // tiles % a.heads
+    row = pid // tiles // a.heads
+    ok = rows < a.len_q
+    nothing = pid * 0
+    out_tile = load_rows(base(a.out, row, h, nothing), a.out.stride_s, a.out.stride_d, rows, ok, C.DV, C.BLOCK_DV)  # [M, DV]
+    dout_at = base(g.dout, row, h, nothing)
+    dout_tile = load_rows(dout_at, g.dout.stride_s, g.dout.stride_d, rows, ok, C.DV, C.BLOCK_DV)
+    at = (row.to(tl.int64) * a.heads + h) * a.len_q + rows
+    lse = tl.load(a.lse_ptr + at, mask=ok, other=0.0)
+    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    # an empty row has no weights; what flows in there is not its business
+    delta = tl.where(lse == float("-inf"), 0.0, delta)
+    if g.dlse_ptr is not None:
+        delta -= tl.load(g.dlse_ptr + at, mask=ok, other=0.0)
+    tl.store(g.delta_ptr + at, delta, mask=ok)
+    tl.store(g.lse2_ptr + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=ok)
+
+
+@triton.jit
+def weights(a, seq, s_tile, q, k, lse2, ok, MASKED: tl.constexpr, C: tl.constexpr):
+    """Softmax weights of a tile from its products, and the softcap's slope; `q`, `k`, `lse2` broadcast to the tile."""
+    slope = 1.0
+    if C.FOLD:
+        p_tile = tl.exp2(s_tile * (a.scale * LOG2E) - lse2)
+    else:
+        x_tile, slope = scores(a, seq, s_tile, q, k, C)
+        p_tile = tl.exp2(x_tile - lse2)
+    if MASKED:
+        p_tile = tl.where(ok, p_tile, 0.0)
+    return p_tile, slope
+
+
+@triton.jit
+def score_gradient(a, seq, p_tile, dp_tile, slope, delta, q, k, ok, MASKED: tl.constexpr, C: tl.constexpr):
+    """dS before the scale, and the weights as they met V."""
+    if C.DROPOUT:
+        keep = kept(a, seq, q, k, C)
+        dp_tile = tl.where(keep, dp_tile * a.keep_scale, 0.0)
+    ds_tile = p_tile * (dp_tile - delta)
+    if C.SOFTCAP:
+        ds_tile *= slope
+    if MASKED:
+        ds_tile = tl.where(ok, ds_tile, 0.0)  # where nothing is seen, 0 · inf must not appear
+    return ds_tile
+
+
+@triton.jit
+def keys_step(a, g, seq, k_tile, v_tile, dk, dv, m, k, n0, n1, ok, MASKED: tl.constexpr, C: tl.constexpr):
+    """One tile of queries against the resident keys. Tiles are transposed: [N, M]."""
+    rows = tl.arange(0, C.BLOCK_M)
+    q = m + rows
+    skip = tl.cast(m, tl.int64)
+    q_at = base(a.q, seq.row, seq.h, seq.q_start) + skip * a.q.stride_s
+    dout_at = base(g.dout, seq.row, seq.h, seq.q_start) + skip * g.dout.stride_s
+    stats = (seq.row.to(tl.int64) * a.heads + seq.h) * a.len_q + seq.q_start + m
+    if MASKED:
+        if has_data(C.STRUCTURE):
+            seen = tl.max(ok.to(tl.int32), 0) > 0
+        else:
+            seen = seen_queries(a.mask, seq, n0, n1, q, C)
+        q_tile = load_rows(q_at, a.q.stride_s, a.q.stride_d, rows, seen, C.D, C.BLOCK_D)  # [M, D]
+        dout_tile = load_rows(dout_at, g.dout.stride_s, g.dout.stride_d, rows, seen, C.DV, C.BLOCK_DV)  # [M, DV]
+        lse2 = tl.load(g.lse2_ptr + stats + rows, mask=seen, other=float("inf"))
+        delta = tl.load(g.delta_ptr + stats + rows, mask=seen, other=0.0)
+    else:
+        q_tile = load_whole_rows(q_at, a.q.stride_s, a.q.stride_d, rows, C.D, C.BLOCK_D)
+        dout_tile = load_whole_rows(dout_at, g.dout.stride_s, g.dout.stride_d, rows, C.DV, C.BLOCK_DV)
+        lse2 = tl.load(g.lse2_ptr + stats + rows)
+        delta = tl.load(g.delta_ptr + stats + rows)
+    s_tile = product(k_tile, tl.trans(q_tile), C)  # [N, M] fp32
+    p_tile, slope = weights(a, seq, s_tile, q[None, :], k[:, None], lse2[None, :], ok, MASKED, C)
+    met_v = p_tile
+    if C.DROPOUT:
+        met_v = tl.where(kept(a, seq, q[None, :], k[:, None], C), p_tile * a.keep_scale, 0.0)
+    dv = dot(cast(met_v, dout_tile.dtype, C), dout_tile, dv, C)  # [N, DV]
+    dp_tile = product(v_tile, tl.trans(dout_tile), C)  # [N, M]
+    ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[None, :], q[None, :], k[:, None], ok, MASKED, C)
+    dk = dot(cast(ds_tile, q_tile.dtype, C), q_tile, dk, C)  # [N, D]
+    return dk, dv
+
+
+@triton.jit
+def stream_queries(a, g, seq, k_tile, v_tile, dk, dv, k, lo, hi, n0, n1, MASKED: tl.constexpr, C: tl.constexpr):
+    for m in range(lo, hi, C.BLOCK_M):
+        if MASKED:
+            q = m + tl.arange(0, C.BLOCK_M)
+            ok = allowed(a.mask, seq, q[None, :], k[:, None], C)  # [N, M]
+            if has_gaps(C.STRUCTURE):
+                if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
+                    dk, dv = keys_step(a, g, seq, k_tile, v_tile, dk, dv, m, k, n0, n1, ok, True, C)
+            else:
+                dk, dv = keys_step(a, g, seq, k_tile, v_tile, dk, dv, m, k, n0, n1, ok, True, C)
+        else:
+            dk, dv = keys_step(a, g, seq, k_tile, v_tile, dk, dv, m, k, n0, n1, None, False, C)
+    return dk, dv
+
+
+@triton.jit
+def keys_kernel(a, g, C: tl.constexpr):
+    """dK and dV of one tile of keys. First keys go first: under a causal mask most queries see them."""
+    pid = tl.program_id(0)
+    tiles = tile_count(a, a.len_k, C.BLOCK_N, C)
+    tile = pid % tiles
+    kv_h = pid // tiles % a.kv_heads
+    b = pid // tiles // a.kv_heads
+    if C.VARLEN:
+        b, tile = find_sequence(a.cu_k, a.batch, tile, C.BLOCK_N)
+    group = a.heads // a.kv_heads
+    seq = sequence_of(a, b, kv_h * group, C)
+    n0 = tile * C.BLOCK_N
+    if n0 >= seq.len_k:
+        return
+    k = n0 + tl.arange(0, C.BLOCK_N)
+    ok = k < seq.len_k
+    k_tile = load_rows(base(a.k, seq.row, kv_h, seq.k_start), a.k.stride_s, a.k.stride_d, k, ok, C.D, C.BLOCK_D)  # [N, D]
+    v_tile = load_rows(base(a.v, seq.row, kv_h, seq.k_start), a.v.stride_s, a.v.stride_d, k, ok, C.DV, C.BLOCK_DV)  # [N, DV]
+
+    n1 = tl.minimum(n0 + C.BLOCK_N, seq.len_k)
+    lo, hi, full_lo, full_hi = query_bounds(a.mask, seq, n0, n1, C)
+    # a tile cut by the end of the keys is masked throughout: its rows beyond would otherwise count
+    whole = n0 + C.BLOCK_N <= seq.len_k
+    lo = lo // C.BLOCK_M * C.BLOCK_M
+    hi = tl.maximum(hi, lo)
+    full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, C.BLOCK_M) * C.BLOCK_M, lo), hi)
+    full_hi = tl.where(whole, tl.maximum(full_hi // C.BLOCK_M * C.BLOCK_M, full_lo), full_lo)
+
+    dk = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
+    dv = tl.zeros([C.BLOCK_N, C.BLOCK_DV], tl.float32)
+    # over query heads [0, i): dk, dv = what their queries [lo, hi) contribute
+    for i in range(group):
+        seq = sequence_of(a, b, kv_h * group + i, C)
+        if count(C.STRUCTURE) > 0:
+            dk, dv = stream_queries(a, g, seq, k_tile, v_tile, dk, dv, k, lo, full_lo, n0, n1, True, C)
+        dk, dv = stream_queries(a, g, seq, k_tile, v_tile, dk, dv, k, full_lo, full_hi, n0, n1, False, C)
+        dk, dv = stream_queries(a, g, seq, k_tile, v_tile, dk, dv, k, full_hi, hi, n0, n1, True, C)
+    if g.dk is not None:
+        dk_at = base(g.dk, seq.row, kv_h, seq.k_start)
+        store_rows(dk_at, g.dk.stride_s, g.dk.stride_d, k, ok, dk * a.scale, C.D, C.BLOCK_D, C)
+    if g.dv is not None:
+        dv_at = base(g.dv, seq.row, kv_h, seq.k_start)
+        store_rows(dv_at, g.dv.stride_s, g.dv.stride_d, k, ok, dv, C.DV, C.BLOCK_DV, C)
+
+
+@triton.jit
+def queries_step(a, seq, q_tile, dout_tile, dq, q, lse2, delta, n, m0, m1, ok, MASKED: tl.constexpr, C: tl.constexpr):
+    """One tile of keys against the resident queries: [M, N]."""
+    rows = tl.arange(0, C.BLOCK_N)
+    k = n + rows
+    skip = tl.cast(n, tl.int64)
+    k_at = base(a.k, seq.row, seq.kv_h, seq.k_start) + skip * a.k.stride_s
+    v_at = base(a.v, seq.row, seq.kv_h, seq.k_start) + skip * a.v.stride_s
+    if MASKED:
+        if has_data(C.STRUCTURE):
+            seen = tl.max(ok.to(tl.int32), 0) > 0
+        else:
+            seen = seen_keys(a.mask, seq, m0, m1, k, C)
+        k_tile = load_rows(k_at, a.k.stride_s, a.k.stride_d, rows, seen, C.D, C.BLOCK_D)  # [N, D]
+        v_tile = load_rows(v_at, a.v.stride_s, a.v.stride_d, rows, seen, C.DV, C.BLOCK_DV)  # [N, DV]
+    else:
+        k_tile = load_whole_rows(k_at, a.k.stride_s, a.k.stride_d, rows, C.D, C.BLOCK_D)
+        v_tile = load_whole_rows(v_at, a.v.stride_s, a.v.stride_d, rows, C.DV, C.BLOCK_DV)
+    s_tile = product(q_tile, tl.trans(k_tile), C)  # [M, N] fp32
+    p_tile, slope = weights(a, seq, s_tile, q[:, None], k[None, :], lse2[:, None], ok, MASKED, C)
+    dp_tile = product(dout_tile, tl.trans(v_tile), C)  # [M, N]
+    ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[:, None], q[:, None], k[None, :], ok, MASKED, C)
+    return dot(cast(ds_tile, k_tile.dtype, C), k_tile, dq, C)  # [M, D]
+
+
+@triton.jit
+def stream_keys(a, seq, q_tile, dout_tile, dq, q, lse2, delta, lo, hi, m0, m1, MASKED: tl.constexpr, C: tl.constexpr):
+    for n in range(lo, hi, C.BLOCK_N):
+        if MASKED:
+            k = n + tl.arange(0, C.BLOCK_N)
+            ok = allowed(a.mask, seq, q[:, None], k[None, :], C)  # [M, N]
+            if has_gaps(C.STRUCTURE):
+                if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
+                    dq = queries_step(a, seq, q_tile, dout_tile, dq, q, lse2, delta, n, m0, m1, ok, True, C)
+            else:
+                dq = queries_step(a, seq, q_tile, dout_tile, dq, q, lse2, delta, n, m0, m1, ok, True, C)
+        else:
+            dq = queries_step(a, seq, q_tile, dout_tile, dq, q, lse2, delta, n, m0, m1, None, False, C)
+    return dq
+
+
+@triton.jit
+def queries_kernel(a, g, C: tl.constexpr):
+    """dQ of one tile of queries."""
+    pid = tl.program_id(0)
+    tiles = tile_count(a, a.len_q, C.BLOCK_M, C)
+    tile = tiles - 1 - pid % tiles
+    h = pid // tiles % a.heads
+    b = pid // tiles // a.heads
+    if C.VARLEN:
+        b, tile = find_sequence(a.cu_q, a.batch, tile, C.BLOCK_M)
+    seq = sequence_of(a, b, h, C)
+    m0 = tile * C.BLOCK_M
+    if m0 >= seq.len_q:
+        return
+    q = m0 + tl.arange(0, C.BLOCK_M)
+    row_ok = q < seq.len_q
+    m1 = tl.minimum(m0 + C.BLOCK_M, seq.len_q)
+    q_tile = load_rows(base(a.q, seq.row, h, seq.q_start), a.q.stride_s, a.q.stride_d, q, row_ok, C.D, C.BLOCK_D)  # [M, D]
+    dout_at = base(g.dout, seq.row, h, seq.q_start)
+    dout_tile = load_rows(dout_at, g.dout.stride_s, g.dout.stride_d, q, row_ok, C.DV, C.BLOCK_DV)  # [M, DV]
+    stats = (seq.row.to(tl.int64) * a.heads + h) * a.len_q + seq.q_start + q
+    lse2 = tl.load(g.lse2_ptr + stats, mask=row_ok, other=float("inf"))
+    delta = tl.load(g.delta_ptr + stats, mask=row_ok, other=0.0)
+
+    lo, hi, full_lo, full_hi = key_bounds(a.mask, seq, m0, m1, C)
+    lo = lo // C.BLOCK_N * C.BLOCK_N
+    hi = tl.maximum(hi, lo)
+    full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, C.BLOCK_N) * C.BLOCK_N, lo), hi)
+    full_hi = tl.maximum(full_hi // C.BLOCK_N * C.BLOCK_N, full_lo)
+    if not C.LEFT:
+        full_lo = lo
+        full_hi = tl.maximum(full_hi, lo)
+    dq = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
+    # over keys [lo, n): dq = Σ dS k
+    if C.LEFT:
+        dq = stream_keys(a, seq, q_tile, dout_tile, dq, q, lse2, delta, lo, full_lo, m0, m1, True, C)
+    dq = stream_keys(a, seq, q_tile, dout_tile, dq, q, lse2, delta, full_lo, full_hi, m0, m1, False, C)
+    dq = stream_keys(a, seq, q_tile, dout_tile, dq, q, lse2, delta, full_hi, hi, m0, m1, True, C)
+    dq_at = base(g.dq, seq.row, h, seq.q_start)
+    store_rows(dq_at, g.dq.stride_s, g.dq.stride_d, q, row_ok, dq * a.scale, C.D, C.BLOCK_D, C)

@@ -1,0 +1,195 @@
+"""The forward kernel: one program for each tile of queries, keys streamed through it.
+
+    over keys [0, n):   acc = Σ exp2(x - m) v,   l = Σ exp2(x - m),   m = max x        (x: scores in units of log 2)
+
+The keys of a tile fall into three runs: left boundary tiles, tiles that every query sees (no mask is evaluated there), right
+boundary tiles. With SPLIT the runs are cut into `splits` shares and partial (out, lse) pairs are written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.gpu.program import allowed, has_data, has_gaps, key_bounds, seen_keys
+from tilewise.backends.gpu.structs import Sequence
+from tilewise.backends.gpu.tile import (
+    LN2,
+    LOG2E,
+    base,
+    cast,
+    dot,
+    find_sequence,
+    kept,
+    load_rows,
+    load_whole_rows,
+    product,
+    scores,
+    sequence_of,
+    store_rows,
+    tile_count,
+)
+
+
+@triton.jit
+def locate(a, C: tl.constexpr):
+    """This program's share of the keys, first row, and sequence. Last rows go first: under a causal mask they see most."""
+    pid = tl.program_id(0)
+    tiles = tile_count(a, a.len_q * C.PACK, C.BLOCK_M, C)
+    split = pid * 0
+    if C.SPLIT:
+        split = pid % a.splits
+        pid = pid // a.splits
+    tile = tiles - 1 - pid % tiles
+    h = (pid // tiles) % (a.heads // C.PACK)
+    b = pid // tiles // (a.heads // C.PACK)
+    if C.VARLEN:
+        b, tile = find_sequence(a.cu_q, a.batch, tile, C.BLOCK_M)
+    return split, tile * C.BLOCK_M, sequence_of(a, b, h * C.PACK, C)
+
+
+@triton.jit
+def attend(a, seq, q_tile, q, acc, l, m, lo, hi, m0, m1, MASKED: tl.constexpr, C: tl.constexpr):
+    """Stream the keys [lo, hi) through the tile."""
+    cols = tl.arange(0, C.BLOCK_N)
+    k_at = base(a.k, seq.row, seq.kv_h, seq.k_start)
+    v_at = base(a.v, seq.row, seq.kv_h, seq.k_start)
+    for n in range(lo, hi, C.BLOCK_N):
+        k = n + cols
+        if MASKED and has_gaps(C.STRUCTURE):
+            ok = allowed(a.mask, seq, q[:, None], k[None, :], C)
+            if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
+                acc, l, m = step(a, seq, q_tile, q, k, n, k_at, v_at, acc, l, m, m0, m1, ok, True, C)
+        elif MASKED:
+            ok = allowed(a.mask, seq, q[:, None], k[None, :], C)
+            acc, l, m = step(a, seq, q_tile, q, k, n, k_at, v_at, acc, l, m, m0, m1, ok, True, C)
+        else:
+            acc, l, m = step(a, seq, q_tile, q, k, n, k_at, v_at, acc, l, m, m0, m1, None, False, C)
+    return acc, l, m
+
+
+@triton.jit
+def step(a, seq, q_tile, q, k, n, k_at, v_at, acc, l, m, m0, m1, ok, MASKED: tl.constexpr, C: tl.constexpr):
+    """One tile of keys: scores, the online softmax update, and the weighted values."""
+    rows = tl.arange(0, C.BLOCK_N)
+    k_tile = load_keys(k_at, a.k, seq, n, rows, C.D, C.BLOCK_D, MASKED)  # [N, D]
+    s_tile = product(q_tile, tl.trans(k_tile), C)  # [M, N] fp32
+    unit = a.scale * LOG2E
+    if not C.FOLD:
+        s_tile, _ = scores(a, seq, s_tile, q[:, None], k[None, :], C)
+        unit = 1.0
+    if MASKED:
+        s_tile = tl.where(ok, s_tile, float("-inf"))
+    p_tile, acc, l, m = online_update(s_tile, unit, acc, l, m, MASKED or not C.FOLD)
+    if C.DROPOUT:
+        p_tile = tl.where(kept(a, seq, q[:, None], k[None, :], C), p_tile, 0.0)
+    if MASKED:
+        # a value no query of this tile may see must not meet 0 · inf
+        if has_data(C.STRUCTURE):
+            seen = tl.max(ok.to(tl.int32), 0) > 0
+        else:
+            seen = seen_keys(a.mask, seq, m0, m1, k, C)
+        v_n = v_at + tl.cast(n, tl.int64) * a.v.stride_s
+        v_tile = load_rows(v_n, a.v.stride_s, a.v.stride_d, rows, seen, C.DV, C.BLOCK_DV)  # [N, DV]
+    else:
+        v_tile = load_keys(v_at, a.v, seq, n, rows, C.DV, C.BLOCK_DV, False)
+    acc = dot(cast(p_tile, v_tile.dtype, C), v_tile, acc, C)  # [M, DV]
+    return acc, l, m
+
+
+@triton.jit
+def load_keys(at, view, seq, n, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """Rows n + `rows` of K or V."""
+    at += tl.cast(n, tl.int64) * view.stride_s
+    if MASKED:
+        return load_rows(at, view.stride_s, view.stride_d, rows, n + rows < seq.len_k, WIDTH, PADDED)
+    else:
+        return load_whole_rows(at, view.stride_s, view.stride_d, rows, WIDTH, PADDED)
+
+
+@triton.jit
+def online_update(s_tile, unit, acc, l, m, MAY_BE_EMPTY: tl.constexpr):
+    """Weights of a tile under the running maximum, which they may raise."""
+    new_m = tl.maximum(m, tl.max(s_tile, 1) * unit)
+    shift = new_m
+    if MAY_BE_EMPTY:
+        shift = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row that has seen nothing yet
+    p_tile = tl.exp2(s_tile * unit - shift[:, None])
+    fade = tl.exp2(m - shift)
+    return p_tile, acc * fade[:, None], l * fade + tl.sum(p_tile, 1), new_m
+
+
+@triton.jit
+def finish(a, seq, acc, l, m, C: tl.constexpr):
+    """Normalise: the sink joins the denominator, an empty row becomes (0, -inf)."""
+    if a.sinks_ptr is not None and not C.SPLIT:
+        sink = tl.load(a.sinks_ptr + seq.h).to(tl.float32) * LOG2E
+        top = tl.maximum(m, sink)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        fade = tl.exp2(m - shift)
+        l = l * fade + tl.exp2(sink - shift)
+        acc = acc * fade[:, None]
+        m = top
+    whole = tl.where(l == 0.0, 1.0, l)
+    lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(whole)) * LN2)
+    gain = 1.0 / whole
+    if C.DROPOUT:
+        gain *= a.keep_scale
+    return acc * gain[:, None], lse
+
+
+@triton.jit
+def forward_kernel(a, C: tl.constexpr):
+    split, m0, seq = locate(a, C)
+    if m0 >= seq.len_q * C.PACK:
+        return
+    rows = m0 + tl.arange(0, C.BLOCK_M)
+    row_ok = rows < seq.len_q * C.PACK
+    # packed rows are (query, head of the group), heads running fastest
+    q = rows // C.PACK
+    heads = seq.h
+    if C.PACK > 1:
+        heads = seq.h + rows % C.PACK
+        seq = Sequence(seq.b, heads[:, None], seq.kv_h, seq.row, seq.q_start, seq.k_start, seq.len_q, seq.len_k)
+        q_at = base(a.q, seq.row, heads, seq.q_start)[:, None]
+        out_at = base(a.out, seq.row, heads, seq.q_start)[:, None]
+    else:
+        q_at = base(a.q, seq.row, heads, seq.q_start)
+        out_at = base(a.out, seq.row, heads, seq.q_start)
+    q_tile = load_rows(q_at, a.q.stride_s, a.q.stride_d, q, row_ok, C.D, C.BLOCK_D)  # [M, D]
+
+    first = m0 // C.PACK
+    last = tl.minimum((m0 + C.BLOCK_M - 1) // C.PACK + 1, seq.len_q)
+    lo, hi, full_lo, full_hi = key_bounds(a.mask, seq, first, last, C)
+    # tiles start at multiples of BLOCK_N; [full_lo, full_hi) shrinks to whole tiles
+    lo = lo // C.BLOCK_N * C.BLOCK_N
+    full_lo = tl.cdiv(full_lo, C.BLOCK_N) * C.BLOCK_N
+    full_hi = full_hi // C.BLOCK_N * C.BLOCK_N
+    if C.SPLIT:
+        share = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), C.BLOCK_N), a.splits) * C.BLOCK_N
+        lo = lo + split * share
+        hi = tl.minimum(hi, lo + share)
+        full_lo = tl.maximum(full_lo, lo)
+        full_hi = tl.minimum(full_hi, lo + share)
+    hi = tl.maximum(hi, lo)
+    full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
+    full_hi = tl.maximum(full_hi, full_lo)
+    if not C.LEFT:
+        full_lo = lo
+
+    acc = tl.zeros([C.BLOCK_M, C.BLOCK_DV], tl.float32)
+    l = tl.zeros([C.BLOCK_M], tl.float32)
+    m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
+    if C.LEFT:
+        acc, l, m = attend(a, seq, q_tile, q, acc, l, m, lo, full_lo, first, last, True, C)
+    acc, l, m = attend(a, seq, q_tile, q, acc, l, m, full_lo, full_hi, first, last, False, C)
+    acc, l, m = attend(a, seq, q_tile, q, acc, l, m, full_hi, hi, first, last, True, C)
+
+    out_tile, lse = finish(a, Sequence(seq.b, heads, seq.kv_h, seq.row, seq.q_start, seq.k_start, seq.len_q, seq.len_k), acc, l, m, C)
+    out_row = seq.row
+    if C.SPLIT:
+        out_row += split * (1 if C.VARLEN else a.batch)
+        out_at += split.to(tl.int64) * (1 if C.VARLEN else a.batch) * a.out.stride_b
+    store_rows(out_at, a.out.stride_s, a.out.stride_d, q, row_ok, out_tile, C.DV, C.BLOCK_DV, C)
+    lse_at = a.lse_ptr + (out_row.to(tl.int64) * a.heads + heads) * a.len_q + seq.q_start + q
+    tl.store(lse_at, lse, mask=row_ok)

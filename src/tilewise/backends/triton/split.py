@@ -1,0 +1,52 @@
+"""Merging the partial results of split-KV: the same merge as everywhere, with unit (0, -inf), and the sink once at the end."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.gpu.tile import LN2, LOG2E, base, load_rows, store_rows
+
+
+@triton.jit
+def merge_kernel(a, part_out, part_lse_ptr, C: tl.constexpr):
+    """BLOCK_M rows of one head: out = Σ exp(lse_i - lse) out_i. Parts lie one after another along the batch."""
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(a.len_q, C.BLOCK_M)
+    rows = pid % tiles * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+    h = pid // tiles % a.heads
+    row = pid // tiles // a.heads
+    ok = rows < a.len_q
+    nothing = pid * 0
+    acc = tl.zeros([C.BLOCK_M, C.BLOCK_DV], tl.float32)
+    l = tl.zeros([C.BLOCK_M], tl.float32)
+    m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
+    batch = a.batch
+    if C.VARLEN:
+        batch = 1
+    # over parts [0, i): acc = Σ exp2(lse - m) out,  l = Σ exp2(lse - m)
+    for i in range(a.splits):
+        part = row + i * batch
+        at = part_lse_ptr + (part.to(tl.int64) * a.heads + h) * a.len_q + rows
+        lse2 = tl.load(at, mask=ok, other=float("-inf")) * LOG2E
+        part_at = base(part_out, part, h, nothing)
+        part_tile = load_rows(part_at, part_out.stride_s, part_out.stride_d, rows, ok, C.DV, C.BLOCK_DV)  # [M, DV]
+        new_m = tl.maximum(m, lse2)
+        shift = tl.where(new_m == float("-inf"), 0.0, new_m)
+        fade = tl.exp2(m - shift)
+        weight = tl.exp2(lse2 - shift)
+        acc = acc * fade[:, None] + part_tile * weight[:, None]
+        l = l * fade + weight
+        m = new_m
+    if a.sinks_ptr is not None:
+        sink = tl.load(a.sinks_ptr + h).to(tl.float32) * LOG2E
+        top = tl.maximum(m, sink)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        fade = tl.exp2(m - shift)
+        l = l * fade + tl.exp2(sink - shift)
+        acc = acc * fade[:, None]
+        m = top
+    whole = tl.where(l == 0.0, 1.0, l)
+    store_rows(base(a.out, row, h, nothing), a.out.stride_s, a.out.stride_d, rows, ok, acc / whole[:, None], C.DV, C.BLOCK_DV, C)
+    lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(whole)) * LN2)
+    tl.store(a.lse_ptr + (row.to(tl.int64) * a.heads + h) * a.len_q + rows, lse, mask=ok)
