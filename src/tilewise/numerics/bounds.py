@@ -13,8 +13,8 @@ weights round alike: it enters by its worst case.
 
 Forward. With Z = |q|·|k| a score errs by e_s = scale·(g(D)·u + 2t)·Z + 3u|s|; softcap multiplies this by its slope and
 adds its own rounding; bias and alibi add 3u of the magnitudes summed. After subtracting the maximum m and taking exp, a
-weight is off by a factor in exp(±ε), ε = e_x + 4u(|x| + |m|) + 8u, and the denominator by one in exp(±(ln F + A)), where
-F = Σ p·exp(ε) (by Jensen's inequality it bounds both sides) and A = g(n)·u + 6u·g(n/16) is summing and rescaling:
+weight is off by a factor in exp(±ε), ε = e_x + 4u(|x| + |m|) + 8u, and the denominator by one in exp(±(ln F + A)):
+F = Σ p·exp(ε) (by Jensen's inequality it bounds both sides), and A = g(n)·u + 6u·g(n/16) is summing and rescaling. So
     |Δlse| ≤ ln F + A + 4u(|lse| + |m|) + 8u
     |Δout| ≤ exp(ln F + A) · Σ_j w_j·|v_j|·expm1(ε_j + A + r + 2t) + |out|·expm1(ln F + A) + rounding of out
 with w = P after dropout. A mean of values is never further off than |out| + max|v|, whatever happened to the scores.

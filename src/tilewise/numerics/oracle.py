@@ -1,8 +1,8 @@
 """The measuring stick: standard attention in float64, on the inputs' quantised values, differentiable by autograd.
 
 It walks the batch sequence by sequence and a few heads at a time, so packed and rectangular batches are the same code
-and, without gradients, the O(N²) memory stays that of one piece. What nobody sees is zeroed before it is multiplied, and
-rows that see nothing are cut out before and after the softmax, so neither values nor gradients meet 0 · NaN or inf − inf.
+and, without gradients, the O(N²) memory stays that of one piece. What nobody sees is zeroed before it is multiplied,
+and rows that see nothing are cut out before and after the softmax: no value and no gradient meets 0·NaN or inf − inf.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Philox4x32-10, the counter-based generator of Salmon, Moraes, Dror and Shaw (SC 2011), over a tile of weights.
 
 The weight of query q and key k has the counter (k // 4, q, head, batch) and the word k % 4 under the key (low half of
-the seed, high half); it is dropped iff that word is below ⌊p·2³²⌋. Nothing depends on how the weights are cut into tiles.
+the seed, high half); it is dropped iff that word is below ⌊p·2³²⌋. How the weights are cut into tiles does not matter.
 
-torch has no unsigned 32 × 32 → 64 multiplication, so words live in int64. With the multiplier m taken as m − 2³², a
-negative number above −2³¹, the product of any word with it fits int64, and ⌊w·m / 2³²⌋ = ⌊w·(m − 2³²) / 2³²⌋ + w exactly.
+torch has no unsigned 32 × 32 → 64 multiplication, so words live in int64. With the multiplier m taken as m − 2³²,
+which lies between −2³⁰ and 0, the product with any word fits, and ⌊w·m / 2³²⌋ = ⌊w·(m − 2³²) / 2³²⌋ + w exactly.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tilewise.numerics.rounding import Arithmetic, growth
 from tilewise.problem import Problem
 
 MAX_EXPONENT = 60.0
-"""A weight uncertain by more than exp(60) is not known at all; the limit keeps float64 finite."""
+"""A number uncertain by more than the factor exp(60) is not known at all; the limit keeps float64 finite."""
 
 RESCALE_EVERY = 16
 """The fewest keys in a tile, that is, between two rescalings of the running sums."""
@@ -69,13 +69,13 @@ class ForwardErrors:
         """ε: a weight before normalisation is off by a factor in exp(±ε)."""
         u = self.rounding.u
         argument = self.logit + 4 * u * (self.exact.logit.abs() + self.top[..., None]) + 8 * u
-        return torch.where(self.piece.seen, argument, 0.0).clamp(max=MAX_EXPONENT)
+        return torch.where(self.piece.seen, argument, 0.0)
 
     @cached_property
     def sink_exponent(self) -> Tensor:
         """ε of the sink's weight [H, M]."""
         assert self.piece.sinks is not None
-        return (4 * self.rounding.u * (finite(self.piece.sinks)[:, None].abs() + self.top + 2)).clamp(max=MAX_EXPONENT)
+        return 4 * self.rounding.u * (finite(self.piece.sinks)[:, None].abs() + self.top + 2)
 
     @cached_property
     def summing(self) -> Tensor:
@@ -86,10 +86,12 @@ class ForwardErrors:
     @cached_property
     def denominator(self) -> Tensor:
         """ln F + A: the denominator is off by at most the factor exp of this [H, M]."""
-        total = (self.exact.p * self.exponent.exp()).sum(-1)
-        if self.exact.sink is not None:
-            total = total + self.exact.sink * self.sink_exponent.exp()
-        return total.log().clamp(min=0.0) + self.summing  # without keys and sink, 0
+        lse = finite(self.exact.lse)
+        uncertain = (self.exact.logit - lse[..., None] + self.exponent).masked_fill(~self.piece.seen, float("-inf"))
+        if self.piece.sinks is not None:
+            sink = self.piece.sinks[:, None] - lse + self.sink_exponent
+            uncertain = torch.cat([uncertain, sink[..., None]], dim=-1)
+        return torch.logsumexp(uncertain, dim=-1).clamp(min=0.0) + self.summing  # without keys and sink, 0
 
     @cached_property
     def lse_error(self) -> Tensor:
@@ -102,8 +104,8 @@ class ForwardErrors:
         """[H, M, Dv]."""
         r, v = self.rounding, self.piece.v.abs()
         each = self.exponent + (self.summing + r.weight + 2 * r.operand + 4 * r.u)[..., None]
-        error = (self.exact.w * each.expm1()) @ v * self.denominator.exp()[..., None]
-        error = error + self.out.abs() * self.denominator.expm1()[..., None]
+        error = lost(self.exact.w, each) @ v * (1 + lost(1.0, self.denominator))[..., None]
+        error = error + lost(self.out.abs(), self.denominator[..., None])
         error = error + self.kept * r.weight_floor * (self.piece.seen.double() @ v)
         furthest = self.out.abs() + 1.02 * self.kept * v.amax(-2, keepdim=True) if v.shape[-2] else self.out.abs()
         return stored(torch.minimum(error, furthest), self.out, r)
@@ -124,9 +126,9 @@ class BackwardErrors:
         inner = dp + (dlse - self.delta)[..., None]
         spread = (self.delta.abs() + dlse.abs())[..., None]
         inner_error = keep * self.dw_error + self.delta_error[..., None] + 3 * u * (dp.abs() + spread)
-        lost = self.p_exponent.expm1() + 2 * u
+        p_error = lost(exact.p, self.p_exponent + 2 * u)
         self.ds = exact.p * inner  # the gradient of the logits
-        self.ds_error = exact.p * (lost * (inner.abs() + inner_error) + inner_error)
+        self.ds_error = p_error * (inner.abs() + inner_error) + exact.p * inner_error
         self.sink_inner = dlse - self.delta
         self.sink_inner_error = self.delta_error + 3 * u * spread[..., 0]
 
@@ -135,7 +137,7 @@ class BackwardErrors:
         """ε': P, recomputed from the stored lse, is off by a factor in exp(±ε')."""
         lse = finite(self.ahead.exact.lse).abs()[..., None]
         argument = 4 * self.rounding.u * (self.ahead.exact.logit.abs() + lse)
-        return (self.ahead.exponent + self.ahead.lse_error[..., None] + argument).clamp(max=MAX_EXPONENT)
+        return torch.where(self.piece.seen, self.ahead.exponent + self.ahead.lse_error[..., None] + argument, 0.0)
 
     @cached_property
     def delta_error(self) -> Tensor:
@@ -144,12 +146,11 @@ class BackwardErrors:
         growing = growth(self.dout.shape[-1]).item() * r.u + 2 * r.u
         product = growing * (self.dout.abs() * ahead.out.abs()).sum(-1)
         straight = (self.dout.abs() * ahead.out_error).sum(-1)
-        shared = (ahead.exponent + r.weight + r.operand + 4 * r.u).expm1()  # an error of w_ij meets all of v_j
-        apart = ahead.summing[..., None] + r.operand
-        each = shared * self.dw.abs() + (1 + shared) * (apart * self.cross + self.dw_error)
-        through = (ahead.exact.w * each).sum(-1)
+        w_error = lost(ahead.exact.w, ahead.exponent + r.weight + r.operand + 4 * r.u)  # meets all of v_j at once
+        apart = (ahead.summing[..., None] + r.operand) * self.cross + self.dw_error
+        through = (w_error * self.dw.abs() + (ahead.exact.w + w_error) * apart).sum(-1)
         through = through + ahead.kept * r.weight_floor * self.dw.abs().sum(-1)
-        through = through * ahead.denominator.exp() + self.delta.abs() * ahead.denominator.expm1()
+        through = through * (1 + lost(1.0, ahead.denominator)) + lost(self.delta.abs(), ahead.denominator)
         rounded = (self.dout.abs() * stored(torch.zeros_like(ahead.out), ahead.out.abs() + ahead.out_error, r)).sum(-1)
         return torch.minimum(straight, through + rounded) + product
 
@@ -174,7 +175,7 @@ class BackwardErrors:
 
     def dv(self) -> Tensor:
         w = self.ahead.exact.w
-        error = w * (self.p_exponent.expm1() + 4 * self.rounding.u)
+        error = lost(w, self.p_exponent + 4 * self.rounding.u)
         return self._from_queries(w.transpose(-1, -2), error.transpose(-1, -2), self.dout, 1.0)
 
     def dsink(self) -> tuple[Tensor, Tensor]:
@@ -182,10 +183,9 @@ class BackwardErrors:
         sink = self.ahead.exact.sink
         assert sink is not None
         lse = finite(self.ahead.exact.lse).abs()
-        argument = self.ahead.sink_exponent + self.ahead.lse_error + 4 * self.rounding.u * lse
-        lost = argument.clamp(max=MAX_EXPONENT).expm1() + 2 * self.rounding.u
+        sink_error = lost(sink, self.ahead.sink_exponent + self.ahead.lse_error + (4 * lse + 2) * self.rounding.u)
         value, error = self.sink_inner, self.sink_inner_error
-        return sink * value, sink * (lost * (value.abs() + error) + error)
+        return sink * value, sink_error * (value.abs() + error) + sink * error
 
     def _from_queries(self, weight: Tensor, error: Tensor, rows: Tensor, scale: float) -> Tensor:
         """A gradient of keys: sums over the queries of all heads of the group."""
@@ -204,6 +204,12 @@ class BackwardErrors:
         total = abs(scale) * (_over_group(error @ size, group) + charged * magnitude)
         total = total + max(1.0, abs(scale)) * r.weight_floor * _over_group(seen.double() @ size, group)
         return stored(total, scale * exact, r)
+
+
+def lost(value: Tensor | float, exponent: Tensor) -> Tensor:
+    """The error of a number ≥ 0 that is known up to a factor in exp(±exponent)."""
+    limited = exponent.clamp(max=MAX_EXPONENT).expm1()
+    return torch.where(exponent > MAX_EXPONENT, limited, value * limited)
 
 
 def stored(error: Tensor, value: Tensor, rounding: Arithmetic) -> Tensor:
