@@ -6,6 +6,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "BackendError",
+    "DerivativeError",
     "DeviceError",
     "LayoutError",
     "MaskError",
@@ -48,3 +49,7 @@ class BackendError(TilewiseError, RuntimeError):
     def __init__(self, message: str, verdicts: dict[str, tuple[str, ...]] | None = None) -> None:
         super().__init__(message)
         self.verdicts = verdicts or {}
+
+
+class DerivativeError(TilewiseError, RuntimeError):
+    """A derivative that does not exist here."""

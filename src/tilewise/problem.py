@@ -8,11 +8,19 @@ from typing import Any
 
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
 from tilewise.masks import UNBOUNDED, Binding, Full, Mask, MaskProgram, MaskShape
+from tilewise.masks.build import is_integer
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PRECISIONS = ("default", "tf32", "compensated")
 MAX_HEAD_DIM = 512
-ALIASES = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp64": "float64"}
+ALIASES = {
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+}
 
 
 @dataclass(frozen=True)
@@ -106,16 +114,20 @@ class Problem:
         for name in ("head_dim", "head_dim_v"):
             _check_size(name, getattr(self, name), 1, MAX_HEAD_DIM)
         if self.kv_heads != self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads != 0):
-            raise LayoutError(f"heads: {self.heads} query heads and {self.kv_heads} key heads; the first must be a multiple of the second")
+            raise LayoutError(
+                f"heads: {self.heads} query heads and {self.kv_heads} key heads; the first must be a multiple of the second"
+            )
         if self.dtype not in ITEMSIZE:
             raise ArgumentTypeError(f"dtype: got {self.dtype!r}, need one of {', '.join(ITEMSIZE)}")
         if not isinstance(self.mask, Mask):
-            raise ArgumentTypeError(f"mask: got {type(self.mask).__name__}, need a mask such as causal(); wrap a boolean tensor in dense(...)")
+            raise ArgumentTypeError(
+                f"mask: got {type(self.mask).__name__}, need a mask such as causal(); wrap a boolean tensor in dense(...)"
+            )
         for name in ("scale", "softcap", "dropout_p"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise ArgumentTypeError(f"{name}: got {value!r}, need a number")
-            if not math.isfinite(value):
+            if not abs(value) < math.inf:  # a comparison, since symbolic numbers have no isfinite
                 raise ArgumentError(f"{name}: got {value}, need a finite number")
         if self.softcap < 0:
             raise ArgumentError(f"softcap: got {self.softcap}, need 0 (off) or a positive number")
@@ -126,7 +138,7 @@ class Problem:
 
 
 def _check_size(name: str, value: Any, least: int, most: int) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if not is_integer(value):
         raise ArgumentTypeError(f"{name}: got {value!r} ({type(value).__name__}), need an integer")
     if value < least or value > most:
         raise ArgumentError(f"{name}: got {value}, need {least} to {most}")

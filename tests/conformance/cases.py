@@ -166,7 +166,9 @@ MASKS: dict[str, MakeMask] = {
     "prefix-lm": lambda s, g: tw.causal() | tw.prefix(20),
     "prefix-tensor": lambda s, g: tw.causal() | tw.prefix(_lengths(s, g)),
     "key-padding": lambda s, g: tw.key_padding(_lengths(s, g)),
-    "left-padding": lambda s, g: tw.causal() & tw.key_padding(torch.tensor([s[3] - 9] * s[0]), torch.tensor([9] * s[0])),
+    "left-padding": lambda s, g: (
+        tw.causal() & tw.key_padding(torch.tensor([s[3] - 9] * s[0]), torch.tensor([9] * s[0]))
+    ),
     "documents": lambda s, g: tw.documents(_ids(s[3], s[0], g), q_ids=_ids(s[2], s[0], g)),
     "causal-documents": lambda s, g: tw.causal() & tw.documents(_ids(s[3], 1, g)[0], q_ids=_ids(s[2], 1, g)[0]),
     "blocks": lambda s, g: tw.blocks(_table(s, 16, g), 16),
@@ -180,14 +182,24 @@ MASKS: dict[str, MakeMask] = {
 }
 
 HALF = (torch.float16, torch.bfloat16)
+DTYPES = (*HALF, torch.float32, torch.float64)
+CROSS = ("causal", "window-two-sided", "prefix-lm", "documents")
+MORE_QUERIES = ("causal", "causal-top-left", "window", "key-padding")
+BIASES: tuple[tuple[Shape, MakeMask | None], ...] = (
+    ((-1, -1, -1, -1), None),
+    ((1, -1, -1, -1), MASKS["causal"]),
+    ((1, 1, -1, -1), None),
+    ((-1, 1, 1, -1), None),
+    ((1, -1, -1, 1), None),
+)
 EDGES = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 
 CASES: list[Case] = [
     Case("plain"),
     *(Case(f"mask-{name}", mask=mask) for name, mask in MASKS.items()),
-    *(Case(f"cross-{name}", seqlen=37, kv_seqlen=90, mask=MASKS[name]) for name in ("causal", "window-two-sided", "prefix-lm", "documents")),
-    *(Case(f"more-queries-{name}", seqlen=90, kv_seqlen=37, mask=MASKS[name]) for name in ("causal", "causal-top-left", "window", "key-padding")),
-    *(Case(f"dtype-{str(t)[6:]}", dtype=t, mask=MASKS["causal"], lse_gradient=True) for t in (*HALF, torch.float32, torch.float64)),
+    *(Case(f"cross-{name}", seqlen=37, kv_seqlen=90, mask=MASKS[name]) for name in CROSS),
+    *(Case(f"more-queries-{name}", seqlen=90, kv_seqlen=37, mask=MASKS[name]) for name in MORE_QUERIES),
+    *(Case(f"dtype-{str(t)[6:]}", dtype=t, mask=MASKS["causal"], lse_gradient=True) for t in DTYPES),
     *(Case(f"dtype-{str(t)[6:]}-full", dtype=t, head_dim=64, seqlen=130) for t in (*HALF, torch.float64)),
     *(Case(f"edge-{n}", batch=1, heads=1, seqlen=n, mask=MASKS["causal"]) for n in EDGES),
     *(Case(f"edge-keys-{n}", batch=1, heads=1, seqlen=5, kv_seqlen=n) for n in EDGES),
@@ -204,7 +216,7 @@ CASES: list[Case] = [
     Case("bshd", layout="bshd", heads=4, kv_heads=2, mask=MASKS["causal"]),
     *(
         Case(f"bias-{''.join('x1'[side == 1] for side in sides)}", bias=sides, mask=mask)
-        for sides, mask in (((-1, -1, -1, -1), None), ((1, -1, -1, -1), MASKS["causal"]), ((1, 1, -1, -1), None), ((-1, 1, 1, -1), None), ((1, -1, -1, 1), None))
+        for sides, mask in BIASES
     ),
     Case("bias-gqa-bf16", heads=4, kv_heads=2, dtype=torch.bfloat16, bias=(1, -1, -1, -1)),
     Case("alibi", alibi=1, heads=4, mask=MASKS["causal"]),
@@ -230,11 +242,14 @@ CASES: list[Case] = [
     Case("varlen-padding", lengths=((9, 30), (44, 60)), mask=lambda s, g: tw.key_padding(torch.tensor([20, 50]))),
     Case("varlen-documents", lengths=((40, 30), (40, 30)), mask=lambda s, g: tw.causal() & tw.documents(_ids(s[3], 1, g)[0])),
     Case("varlen-offsets", lengths=((9, 30), (44, 60)), mask=lambda s, g: tw.causal(offset=torch.tensor([3, 17]))),
-    Case("varlen-everything", lengths=((21, 50), (33, 50)), heads=4, kv_heads=2, mask=MASKS["causal"], bias=(1, -1, -1, -1), sinks=True, softcap=5.0, dropout_p=0.2),
+    Case(
+        "varlen-everything", lengths=((21, 50), (33, 50)), heads=4, kv_heads=2, mask=MASKS["causal"], bias=(1, -1, -1, -1),
+        sinks=True, softcap=5.0, dropout_p=0.2,
+    ),
     Case("varlen-alibi", lengths=((21, 50), (33, 50)), alibi=2, mask=MASKS["causal"]),
     Case(
-        "everything", heads=4, kv_heads=2, head_dim=24, head_dim_v=40, seqlen=45, kv_seqlen=77, mask=MASKS["prefix-lm"], bias=(1, -1, -1, -1),
-        sinks=True, softcap=4.0, dropout_p=0.25, scale=0.4, layout="bshd", lse_gradient=True,
+        "everything", heads=4, kv_heads=2, head_dim=24, head_dim_v=40, seqlen=45, kv_seqlen=77, mask=MASKS["prefix-lm"],
+        bias=(1, -1, -1, -1), sinks=True, softcap=4.0, dropout_p=0.25, scale=0.4, layout="bshd", lse_gradient=True,
     ),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}

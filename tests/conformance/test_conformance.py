@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.conformance.cases import CASES, Built, Case, build
 
+from tests.conformance.cases import CASES, Built, Case, build
 from tilewise import dispatch
 from tilewise.backends import sequence
 from tilewise.backends.base import Grads

@@ -69,7 +69,9 @@ def prepare(
     if known is None:
         if layout not in LAYOUTS:
             raise LayoutError(f"layout: got {layout!r}, need 'bhsd' (batch, heads, sequence, dim) or 'bshd'")
-        check_tensors(q, k, v, 4, "(batch, heads, sequence, dim)" if layout == "bhsd" else "(batch, sequence, heads, dim)")
+        check_tensors(
+            q, k, v, 4, "(batch, heads, sequence, dim)" if layout == "bhsd" else "(batch, sequence, heads, dim)"
+        )
         q, k, v = autocast((q, k, v))
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -20,7 +20,9 @@ def alibi(slopes: Any) -> Alibi:
     if not hasattr(slopes, "requires_grad") or not slopes.is_floating_point():
         raise ArgumentTypeError(f"alibi: slopes is a {type(slopes).__name__}, need a tensor of floats")
     if slopes.requires_grad:
-        raise ArgumentTypeError("alibi: slopes requires a gradient, which ALiBi does not have; pass slopes.detach(), or a tensor bias")
+        raise ArgumentTypeError(
+            "alibi: slopes requires a gradient, which ALiBi does not have; pass slopes.detach(), or a tensor bias"
+        )
     if slopes.ndim not in (1, 2):
         raise LayoutError(f"alibi: slopes has shape {tuple(slopes.shape)}, need (heads,) or (batch, heads)")
     return Alibi(slopes)

@@ -50,7 +50,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int, shape: str) -> Non
         if tensor.ndim != rank:
             raise LayoutError(f"{name}: rank {tensor.ndim}, shape {tuple(tensor.shape)}; need rank {rank}, {shape}")
         if tensor.dtype != q.dtype:
-            raise ArgumentTypeError(f"{name}: dtype {tensor.dtype}, but q has {q.dtype}; convert with {name}.to(q.dtype)")
+            raise ArgumentTypeError(
+                f"{name}: dtype {tensor.dtype}, but q has {q.dtype}; convert with {name}.to(q.dtype)"
+            )
         if tensor.device != q.device:
             raise DeviceError(f"{name}: on {tensor.device}, but q is on {q.device}; move it with {name}.to(q.device)")
     if str(q.dtype).removeprefix("torch.") not in ITEMSIZE:
@@ -69,7 +71,9 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise LayoutError(f"head dim: q has {q.shape[3]} and k {k.shape[3]}; they must agree (v may differ)")
 
 
-def describe(qkv: tuple[Tensor, Tensor, Tensor], request: Request, packed: tuple[Tensor, Tensor] | None = None) -> tuple[Problem, Inputs]:
+def describe(
+    qkv: tuple[Tensor, Tensor, Tensor], request: Request, packed: tuple[Tensor, Tensor] | None = None
+) -> tuple[Problem, Inputs]:
     """The Problem and Inputs of a call; q, k, v in the inside layout, `packed` the cumulative lengths of a packed batch."""
     q, k, v = qkv
     check_shapes(q, k, v)
@@ -113,7 +117,9 @@ def make_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
         return torch.randint(SEED_RANGE, (), device=device)
     if isinstance(seed, Tensor):
         if seed.numel() != 1 or seed.is_floating_point():
-            raise ArgumentTypeError(f"seed: tensor of shape {tuple(seed.shape)} and dtype {seed.dtype}, need one integer")
+            raise ArgumentTypeError(
+                f"seed: tensor of shape {tuple(seed.shape)} and dtype {seed.dtype}, need one integer"
+            )
         return seed.to(torch.int64).reshape(())
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentTypeError(f"seed: got {seed!r}, need an integer or a tensor with one")
@@ -129,7 +135,9 @@ def _bind_mask(mask: Any, shape: MaskShape, varlen: bool, device: torch.device) 
     if isinstance(mask, Tensor):
         mask = dense(mask)
     if not isinstance(mask, Mask):
-        raise ArgumentTypeError(f"mask: got {type(mask).__name__}, need a mask such as causal(), or a boolean tensor (True = attend)")
+        raise ArgumentTypeError(
+            f"mask: got {type(mask).__name__}, need a mask such as causal(), or a boolean tensor (True = attend)"
+        )
     if mask.static:
         return mask
 
@@ -148,21 +156,26 @@ def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[T
     tensor = bias.slopes if isinstance(bias, Alibi) else bias
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise ArgumentTypeError(f"bias: got {got}, need a floating-point tensor or alibi(slopes); boolean masks are passed as mask=")
+        raise ArgumentTypeError(
+            f"bias: got {got}, need a floating-point tensor or alibi(slopes); boolean masks are passed as mask="
+        )
     if tensor.device != q.device:
         raise DeviceError(f"bias: on {tensor.device}, but q is on {q.device}; move it with .to(q.device)")
     if isinstance(bias, Alibi):
         slopes = tensor.float() if tensor.ndim == 2 else tensor.float()[None]
         if slopes.shape[1] != shape.heads or slopes.shape[0] not in (1, shape.batch):
-            want = f"({shape.heads},) or ({shape.batch}, {shape.heads})"
-            raise LayoutError(f"alibi: slopes has shape {tuple(tensor.shape)}, need {want}")
+            raise LayoutError(
+                f"alibi: slopes has shape {tuple(tensor.shape)}, need ({shape.heads},) or ({shape.batch}, {shape.heads})"
+            )
         return None, slopes
     if tensor.ndim > 4:
         raise LayoutError(f"bias: rank {tensor.ndim}, need at most 4, broadcastable to {tuple(shape)}")
     tensor = tensor[(None,) * (4 - tensor.ndim)]
     for size, want, axis in zip(tensor.shape, shape, ("batch", "heads", "queries", "keys"), strict=True):
         if size not in (1, want) and not (varlen and axis in ("queries", "keys")):
-            raise LayoutError(f"bias: {size} along {axis}, the problem has {want}; need 1 or {want} (shape {tuple(bias.shape)})")
+            raise LayoutError(
+                f"bias: {size} along {axis}, the problem has {want}; need 1 or {want} (shape {tuple(bias.shape)})"
+            )
     return tensor, None
 
 
@@ -170,7 +183,9 @@ def _check_sinks(sinks: Any, q: Tensor, heads: int) -> Tensor | None:
     if sinks is None:
         return None
     if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-        raise ArgumentTypeError(f"sinks: got {getattr(sinks, 'dtype', type(sinks).__name__)}, need a floating-point tensor ({heads},)")
+        raise ArgumentTypeError(
+            f"sinks: got {getattr(sinks, 'dtype', type(sinks).__name__)}, need a floating-point tensor ({heads},)"
+        )
     if sinks.device != q.device:
         raise DeviceError(f"sinks: on {sinks.device}, but q is on {q.device}; move it with .to(q.device)")
     if tuple(sinks.shape) != (heads,):

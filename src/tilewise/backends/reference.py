@@ -30,7 +30,11 @@ class Reference:
         return Verdict(True)
 
     def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
-        return Verdict.of("standard softmax has no compensated form; use backend='tiled'" if problem.precision == "compensated" else None)
+        return Verdict.of(
+            "standard softmax has no compensated form; use backend='tiled'"
+            if problem.precision == "compensated"
+            else None
+        )
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
         return "builds the N × N score matrix, so it is used on explicit request only"
@@ -57,7 +61,9 @@ class Reference:
         values = inputs._asdict()
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         with torch.enable_grad():
-            leaves = {n: values[n].detach().requires_grad_() for n, need in wanted.items() if need and values[n] is not None}
+            leaves = {
+                n: values[n].detach().requires_grad_() for n, need in wanted.items() if need and values[n] is not None
+            }
             totals = {name: torch.zeros_like(leaf, dtype=lse.dtype) for name, leaf in leaves.items()}
             for cut, program in cuts(problem, inputs._replace(**leaves)):
                 results = attend(Sequence(problem, inputs._replace(**leaves), cut, program))

@@ -54,7 +54,7 @@ def forward_rows(seq: Sequence, i: int, q: Range) -> tuple[Tensor, Tensor]:
     q_tile = seq.load(inputs.q, q)  # [B, Hq, M, D]
     column = (seq.batch, seq.heads, rows, 1)
     m = q_tile.new_full(column, float("-inf"))
-    l = accumulator(q_tile.new_zeros(column), problem)  # noqa: E741 - the letter of the algorithm
+    l = accumulator(q_tile.new_zeros(column), problem)
     acc = accumulator(q_tile.new_zeros((*column[:3], inputs.v.shape[-1])), problem)
     # over the keys visited so far: m = max s,  l = Σ exp(s - m),  acc = Σ exp(s - m) v
     for _, k, kind in seq.key_blocks(i):
@@ -82,7 +82,9 @@ class Cotangents(NamedTuple):
     delta: Tensor  # [B, Hq, M]: rowsum(dO ∘ O) - dLSE, so that dS = P ∘ (dP - delta)
 
 
-def backward_sequence(seq: Sequence, given: Cotangents, dq: Tensor, dbias: Tensor | None) -> tuple[list[Sum], list[Sum]]:
+def backward_sequence(
+    seq: Sequence, given: Cotangents, dq: Tensor, dbias: Tensor | None
+) -> tuple[list[Sum], list[Sum]]:
     """Recompute each tile's P from the LSE and push the gradients through it.
 
     dQ and dBias are filled in; dK and dV come back as running sums, one for each key block.

@@ -56,7 +56,8 @@ class Mask(ABC):
 
     def lower(self, binding: Binding) -> MaskProgram:
         """The program of this mask for given lengths."""
-        terms = [merged for term in self.terms(binding, negate=False) if (merged := _merge(term)) is not None]
+        merged = [_merge(term) for term in self.terms(binding, negate=False)]
+        terms = [term for term in merged if term is not None]
         if any(not term for term in terms):
             return MaskProgram()
         return assemble(terms)
@@ -67,7 +68,7 @@ class Mask(ABC):
         def moved(value: Any) -> Any:
             return value.to(device) if isinstance(value, Mask) or hasattr(value, "is_cuda") else value
 
-        names = [f.name for f in fields(self) if f.init] if is_dataclass(self) else []
+        names: list[str] = [f.name for f in fields(self) if f.init] if is_dataclass(self) else []
         return self if self.static else type(self)(**{name: moved(getattr(self, name)) for name in names})
 
     @abstractmethod
@@ -149,8 +150,8 @@ class Documents(Mask):
         shape = binding.shape
         if self.q_ids is None and shape.seqlen_q != shape.seqlen_k:
             raise MaskError(
-                f"documents: {shape.seqlen_q} queries and {shape.seqlen_k} keys differ, so the ids of the queries are needed too; "
-                "pass documents(key_ids, q_ids=query_ids)"
+                f"documents: {shape.seqlen_q} queries and {shape.seqlen_k} keys differ, so the ids of the queries "
+                "are needed too; pass documents(key_ids, q_ids=query_ids)"
             )
         k_ids = _ids("ids", self.ids, shape.seqlen_k, binding)
         q_ids = k_ids if self.q_ids is None else _ids("q_ids", self.q_ids, shape.seqlen_q, binding)
@@ -172,8 +173,8 @@ class Blocks(Mask):
         want = (-(-shape.seqlen_q // self.size_q), -(-shape.seqlen_k // self.size_k))
         if not binding.varlen and tuple(table.shape[2:]) != want:
             raise MaskError(
-                f"blocks: table covers {tuple(table.shape[2:])} blocks, but {shape.seqlen_q} × {shape.seqlen_k} positions in blocks of "
-                f"{self.size_q} × {self.size_k} are {want}"
+                f"blocks: table covers {tuple(table.shape[2:])} blocks, but {shape.seqlen_q} × {shape.seqlen_k} positions "
+                f"in blocks of {self.size_q} × {self.size_k} are {want}"
             )
         return [[Literal("S" if negate else "s", (self.size_q, self.size_k), (_as(table, "bool"),))]]
 
@@ -187,12 +188,16 @@ class Dense(Mask):
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
         if binding.varlen:
-            raise MaskError("dense: a packed batch has no dense mask; describe it with documents, blocks, causal, window or key_padding")
+            raise MaskError(
+                "dense: a packed batch has no dense mask; describe it with documents, blocks, causal, window or key_padding"
+            )
         shape = binding.shape
         dense = _rank4("dense", "tensor", binding.asarray(self.tensor), shape)
         for size, want, name in zip(dense.shape[2:], shape[2:], ("queries", "keys"), strict=True):
             if size != want and size != 1:
-                raise MaskError(f"dense: tensor of shape {tuple(self.tensor.shape)} has {size} {name}, the problem has {want}")
+                raise MaskError(
+                    f"dense: tensor of shape {tuple(self.tensor.shape)} has {size} {name}, the problem has {want}"
+                )
         return [[Literal("E" if negate else "e", (), (dense,))]]
 
 
@@ -257,7 +262,9 @@ class Or(_Pair):
 def _combine(kind: type[_Pair], left: Mask, right: Mask) -> Mask:
     for side in (left, right):
         if not isinstance(side, Mask):
-            raise ArgumentTypeError(f"masks combine with masks, got {type(side).__name__}; wrap a boolean tensor in dense(...)")
+            raise ArgumentTypeError(
+                f"masks combine with masks, got {type(side).__name__}; wrap a boolean tensor in dense(...)"
+            )
     if isinstance(left, Full) or isinstance(right, Full):
         other = right if isinstance(left, Full) else left
         return other if kind is And else Full()
@@ -266,7 +273,9 @@ def _combine(kind: type[_Pair], left: Mask, right: Mask) -> Mask:
 
 def _limited(terms: Terms) -> Terms:
     if len(terms) > MAX_TERMS:
-        raise MaskError(f"the mask expands to {len(terms)} alternatives, more than {MAX_TERMS}; describe it with blocks(...) or dense(...)")
+        raise MaskError(
+            f"the mask expands to {len(terms)} alternatives, more than {MAX_TERMS}; describe it with blocks(...) or dense(...)"
+        )
     return terms
 
 
@@ -315,7 +324,9 @@ def _per_sequence(name: str, value: Any, binding: Binding) -> Any:
     if array.ndim == 0:
         array = array[None]
     if array.ndim != 1 or array.shape[0] not in (1, binding.shape.batch):
-        raise MaskError(f"{name}: shape {tuple(array.shape)}, need one integer for each of the {binding.shape.batch} sequences")
+        raise MaskError(
+            f"{name}: shape {tuple(array.shape)}, need one integer for each of the {binding.shape.batch} sequences"
+        )
     _check_integers(name, array)
     return _as(array, "int")
 
@@ -339,9 +350,13 @@ def _check_integers(name: str, array: Any) -> None:
 
 def _rank4(mask: str, name: str, array: Any, shape: MaskShape) -> Any:
     if not 2 <= array.ndim <= 4:
-        raise MaskError(f"{mask}: {name} has rank {array.ndim}, need 2 (queries, keys), 3 (heads first) or 4 (batch, heads first)")
+        raise MaskError(
+            f"{mask}: {name} has rank {array.ndim}, need 2 (queries, keys), 3 (heads first) or 4 (batch, heads first)"
+        )
     array = array[(None,) * (4 - array.ndim)]
     for size, want, axis in zip(array.shape[:2], shape[:2], ("batch", "heads"), strict=True):
         if size != want and size != 1:
-            raise MaskError(f"{mask}: {name} has {size} along {axis}, the problem has {want} (query heads count); use 1 or {want}")
+            raise MaskError(
+                f"{mask}: {name} has {size} along {axis}, the problem has {want} (query heads count); use 1 or {want}"
+            )
     return array

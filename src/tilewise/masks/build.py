@@ -35,7 +35,7 @@ def window(left: int, right: int | None = None, *, align: str = "bottom_right", 
 
 def prefix(n: Any) -> Mask:
     """The first n keys (an int, or one integer a sequence); prefix-LM attention is `causal() | prefix(n)`."""
-    return KeyRange(0, _integer("prefix: n", n, 0)) if _is_integer(n) else KeyRanges(_integers("prefix: n", n))
+    return KeyRange(0, _integer("prefix: n", n, 0)) if is_integer(n) else KeyRanges(_integers("prefix: n", n))
 
 
 def key_padding(lengths: Any, start: Any = None) -> Mask:
@@ -64,7 +64,9 @@ def dense(mask: Any) -> Mask:
     """A boolean tensor broadcastable to (B, H, Sq, Sk); True means the query may see the key."""
     if "bool" not in str(getattr(mask, "dtype", type(mask).__name__)):
         got = getattr(mask, "dtype", type(mask).__name__)
-        raise ArgumentTypeError(f"dense: got {got}, need a boolean tensor (True = attend); additive masks are passed as bias=")
+        raise ArgumentTypeError(
+            f"dense: got {got}, need a boolean tensor (True = attend); additive masks are passed as bias="
+        )
     return Dense(mask)
 
 
@@ -73,36 +75,38 @@ def _band(lo: int, hi: int, align: str, offset: Any, name: str) -> Mask:
         raise MaskError(f"{name}: align is {align!r}, need 'bottom_right' or 'top_left'")
     if offset is None:
         return Band(max(lo, -UNBOUNDED), min(hi, UNBOUNDED), ANCHORS[align])
-    if not _is_integer(offset):
+    if not is_integer(offset):
         return OffsetBand(lo, hi, _integers(f"{name}: offset", offset))
     offset = _integer(f"{name}: offset", offset, -UNBOUNDED + 1)
     return Band(lo if lo <= -UNBOUNDED else lo + offset, hi if hi >= UNBOUNDED else hi + offset, "t")
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     """A Python integer, or torch's symbolic one (which must not be forced to a value)."""
     return (isinstance(value, int) and not isinstance(value, bool)) or type(value).__name__ == "SymInt"
 
 
 def _integer(name: str, value: Any, least: int) -> int:
-    if not _is_integer(value):
+    if not is_integer(value):
         raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}), need an integer")
     if isinstance(value, int):
         if value < least:
             raise MaskError(f"{name} is {value}, need at least {least}")
         if value > UNBOUNDED:
             raise MaskError(f"{name} is {value}, need at most {UNBOUNDED} (which means: no limit)")
-    return value
+    return value  # type: ignore[no-any-return]  # an int, or as good as one
 
 
 def _integers(name: str, value: Any) -> Any:
     """A tensor, array or list of integers; dtype and shape are checked when the lengths are known."""
     if isinstance(value, (list, tuple)):
-        if not all(_is_integer(x) for x in value):
+        if not all(is_integer(x) for x in value):
             raise ArgumentTypeError(f"{name} is {value!r}, need integers")
         return list(value)
     if not hasattr(value, "dtype"):
-        raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}), need an integer or a tensor of integers")
+        raise ArgumentTypeError(
+            f"{name} is {value!r} ({type(value).__name__}), need an integer or a tensor of integers"
+        )
     if "int" not in str(value.dtype):
         raise ArgumentTypeError(f"{name}: dtype {value.dtype}, need integers; convert with .int()")
     return value

@@ -119,4 +119,6 @@ class _Parser:
 
     def _fail(self, token: _Token, wanted: str) -> NoReturn:
         pointer = " " * token.at + "^"
-        raise MaskError(f"mask {self.text!r}, position {token.at + 1}: got {token.text!r}; {wanted}\n  {self.text}\n  {pointer}")
+        raise MaskError(
+            f"mask {self.text!r}, position {token.at + 1}: got {token.text!r}; {wanted}\n  {self.text}\n  {pointer}"
+        )

@@ -63,12 +63,15 @@ class TileMap:
         self.rows = -(-shape.seqlen_q // block_q)
         self.cols = -(-shape.seqlen_k // block_k)
         self._terms = [
-            [literal._replace(tensors=tuple(map(_numpy, literal.tensors))) for literal in term] for term in program.terms()
+            [literal._replace(tensors=tuple(map(_numpy, literal.tensors))) for literal in term]
+            for term in program.terms()
         ]
         tensors = [(literal.letter, t) for term in self._terms for literal in term for t in literal.tensors]
         self.per_batch = any(t.shape[0] > 1 for _, t in tensors)
         self.per_head = any(letter in "sSeE" and t.shape[1] > 1 for letter, t in tensors)
-        self._line = lru_cache(maxsize=64)(self._classify_line)  # neighbours ask for the same line; N × N stays out of memory
+        self._line = lru_cache(maxsize=64)(
+            self._classify_line
+        )  # neighbours ask for the same line; N × N stays out of memory
 
     def row(self, i: int, b: int | None = None, h: int | None = None) -> Classes:
         """Classes of the key tiles of query tile `i`; without `b` or `h`, over all sequences or heads together."""
@@ -106,7 +109,11 @@ class TileMap:
             raise IndexError(f"tile {index} of {self.cols if across else self.rows}")
         batches = [b or 0] if b is not None or not self.per_batch else range(self.shape.batch)
         heads = [h or 0] if h is not None or not self.per_head else range(self.shape.heads)
-        lines = [self._line(index, across, x if self.per_batch else 0, y if self.per_head else 0) for x in batches for y in heads]
+        lines = [
+            self._line(index, across, x if self.per_batch else 0, y if self.per_head else 0)
+            for x in batches
+            for y in heads
+        ]
         if len(lines) == 1:
             return lines[0]
         stacked = np.stack(lines)
@@ -207,4 +214,6 @@ def _dense(dense: Array, shape: MaskShape, line: _Line) -> Classes:
     lines = (dense.T if line.across else dense)[slice(*line.fixed)]
     if not len(line.starts):
         return np.zeros(0, dtype=np.uint8)
-    return _three(np.logical_or.reduceat(lines.any(axis=0), line.starts), np.logical_and.reduceat(lines.all(axis=0), line.starts))
+    return _three(
+        np.logical_or.reduceat(lines.any(axis=0), line.starts), np.logical_and.reduceat(lines.all(axis=0), line.starts)
+    )

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tilewise.backends.base import Backend, Inputs, Needs
+from tilewise.errors import DerivativeError
 from tilewise.ops.run import backward, forward
 from tilewise.problem import Problem
 
@@ -16,14 +16,18 @@ from tilewise.problem import Problem
 def attend(problem: Problem, inputs: Inputs, backend: str, chosen: Backend | None = None) -> tuple[Tensor, Tensor]:
     """out and lse, with a gradient where one is wanted. `chosen` spares the dispatch if the caller knows its result."""
     if problem.needs_grad:
-        out, lse = Attention.apply(problem, backend, chosen, *inputs)
+        out, lse = Attention.apply(  # type: ignore[no-untyped-call]
+            problem, backend, chosen, *inputs
+        )
         return out, lse
     return forward(problem, inputs, chosen or backend)
 
 
 class Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, problem: Problem, backend: str, chosen: Backend | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, problem: Problem, backend: str, chosen: Backend | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         inputs = Inputs(*tensors)  # type: ignore[arg-type]
         out, lse = forward(problem, inputs, chosen or backend)
         ctx.problem, ctx.backend = problem, backend
@@ -32,14 +36,30 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        inputs = Inputs(*tensors)
         # after problem, backend, chosen come q, k, v, bias, alibi, sinks, seed, cu_q, cu_k
         wanted = ctx.needs_input_grad[3:]
-        needs = Needs(*wanted[:4], dsinks=wanted[5])
+        needs = Needs(*wanted[:4], wanted[5])
+        dq, dk, dv, dbias, dsinks = AttentionBackward.apply(  # type: ignore[no-untyped-call]
+            ctx.problem, ctx.backend, needs, dout, dlse, *ctx.saved_tensors
+        )
+        return None, None, None, dq, dk, dv, dbias, None, dsinks, None, None, None
+
+
+class AttentionBackward(torch.autograd.Function):
+    """A function of its own, so that a second derivative is refused and never silently taken for zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, problem: Problem, backend: str, needs: Needs, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = saved
         if dout is None:
             dout = torch.zeros_like(out)
-        grads = backward(ctx.problem, inputs, out, lse, dout, dlse, needs, ctx.backend)
-        return None, None, None, *grads[:4], None, grads.dsinks, None, None, None
+        return tuple(backward(problem, Inputs(*tensors), out, lse, dout, dlse, needs, backend))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        raise DerivativeError(
+            "attention has first derivatives only; for a second one use backend-free code such as softmax(q @ k.mT) @ v"
+        )

@@ -17,7 +17,9 @@ from tilewise.masks import Lowered, MaskProgram
 from tilewise.ops.run import backward, forward
 from tilewise.problem import Problem
 
-_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi, Tensor? sinks, Tensor? seed, Tensor? cu_q, Tensor? cu_k"
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi, Tensor? sinks, Tensor? seed, Tensor? cu_q, Tensor? cu_k"
+)
 _RULES = "str structure, SymInt[] ints, Tensor[] tensors, float scale, float softcap, float dropout_p, str options"
 _LIBRARY = torch.library.Library("tilewise", "DEF")
 _LIBRARY.define(f"attention({_TENSORS}, {_RULES}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
@@ -99,11 +101,16 @@ def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
     return empty_out(inputs.q, inputs.v.shape[3]), empty_lse(inputs.q)
 
 
-def _attention_backward(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *args: Any) -> tuple[Tensor, ...]:
+def _attention_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *args: Any
+) -> tuple[Tensor, ...]:
     inputs = Inputs(*args[:_COUNT])
     problem, backend = problem_of(inputs, Rules(*args[_COUNT:]), needs_grad=True)
     grads = backward(problem, inputs, out, lse, dout, dlse, Needs(*needs), backend)
-    return tuple(inputs.q.new_empty(0) if grad is None else _like(grad, x) for grad, x in zip(grads, _sources(inputs), strict=True))
+    return tuple(
+        inputs.q.new_empty(0) if grad is None else _like(grad, x)
+        for grad, x in zip(grads, _sources(inputs), strict=True)
+    )
 
 
 def _attention_backward_fake(
@@ -122,9 +129,11 @@ def _sources(inputs: Inputs) -> tuple[Tensor | None, ...]:
 def _like(grad: Tensor, x: Tensor | None) -> Tensor:
     """The gradient with the strides the operator promised, those of `empty_like`; copies only if a backend chose others."""
     promised = torch.empty_like(x, device="meta") if x is not None else grad
-    return grad if grad.stride() == promised.stride() else torch.empty_like(grad, device=grad.device).as_strided(
-        grad.shape, promised.stride()
-    ).copy_(grad)
+    return (
+        grad
+        if grad.stride() == promised.stride()
+        else torch.empty_like(grad, device=grad.device).as_strided(grad.shape, promised.stride()).copy_(grad)
+    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -144,8 +153,26 @@ def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
         dout = torch.zeros_like(out)
     grads = torch.ops.tilewise.attention_backward(dout, dlse, out, lse, needs, *tensors, *rules)
     dq, dk, dv, dbias, dsinks = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-    nothing = [None] * len(mask_tensors)
-    return dq, dk, dv, dbias, None, dsinks, None, None, None, None, [None] * len(rules.ints), nothing, None, None, None, None
+    # torch takes any empty list for a list of tensors, so the gradient of no integers must be an empty list too
+    ints: list[None] | None = None if rules.ints else []
+    return (
+        dq,
+        dk,
+        dv,
+        dbias,
+        None,
+        dsinks,
+        None,
+        None,
+        None,
+        None,
+        ints,
+        [None] * len(mask_tensors),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.backends.base import Backend, Grads, Inputs, Needs, empty_lse, empty_out, sink_gradient
+from tilewise.ops.packing import check_packing
 from tilewise.problem import Problem
+
+_AS_IT_IS = nullcontext()
 
 
 def is_empty(problem: Problem) -> bool:
@@ -17,11 +22,14 @@ def is_empty(problem: Problem) -> bool:
 
 def forward(problem: Problem, inputs: Inputs, backend: str | Backend = "auto") -> tuple[Tensor, Tensor]:
     """out and lse of a problem; backends never see an empty one."""
+    if problem.varlen:
+        check_packing(inputs)
     if is_empty(problem):
         return empty_forward(problem, inputs)
     if isinstance(backend, str):
         backend = dispatch.select(problem, inputs, backend).backend
-    return backend.forward(problem, inputs)
+    with own_precision(problem.device):
+        return backend.forward(problem, inputs)
 
 
 def backward(
@@ -38,7 +46,13 @@ def backward(
     if is_empty(problem):
         return empty_backward(inputs, lse, dlse, needs)
     chosen = dispatch.select(problem, inputs, backend, backward=True).backend
-    return chosen.backward(problem, inputs, out, lse, dout, dlse, needs)
+    with own_precision(problem.device):
+        return chosen.backward(problem, inputs, out, lse, dout, dlse, needs)
+
+
+def own_precision(device: str) -> AbstractContextManager[object]:
+    """Autocast has had its say in the dtype of q, k and v; it must not cast what a backend computes with."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
 
 
 def empty_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
