@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tilewise.bench.cases import Case
-from tilewise.bench.engine import OURS
+from tilewise.bench.engine import OURS, chosen
 from tilewise.bench.judge import Judgement
 from tilewise.bench.machine import available_bytes, machine, versions
 from tilewise.bench.timing import Spread
 from tilewise.bench.worker import Worker, WorkerError
-from tilewise.errors import ArgumentError
 
 STANDARD, SDPA = "standard", "sdpa"
 CONTENDERS = (STANDARD, SDPA, OURS)
@@ -65,6 +64,7 @@ class Demo:
             "ok": self.ok,
             "case": self.case.to_dict(),
             "words": self.case.words(),
+            "choice": chosen(self.case),
             "machine": machine(),
             "versions": versions(),
             "runs": [run.to_dict() for run in self.runs.values()],
@@ -87,47 +87,40 @@ def too_big(case: Case) -> str | None:
 
 def run_demo(case: Case, rounds: int, on_progress: Progress) -> Demo:
     """Memory and error once each; times in `rounds` rounds in which the contenders take turns."""
-    if case.kv_seqlen is not None:
-        raise ArgumentError("kv_seqlen: the demo attends over one sequence; leave it out")
     runs = {name: Run(name) for name in CONTENDERS}
     runs[STANDARD].reason = too_big(case)
-    lengths = [case.seqlen >> shift for shift in (3, 2, 1)]
-    steps = 3 * len(CONTENDERS) + len(CONTENDERS) * rounds + len(lengths)
-    done = 0
-
-    def step(what: str) -> None:
-        nonlocal done
-        on_progress(what, done / steps)
-        done += 1
-
+    growth: dict[int, int] = {}
+    lengths = [case.seqlen >> shift for shift in (3, 2, 1, 0)]
+    questions: list[tuple[str, dict[str, int]]] = [("memory", {"seqlen": seqlen}) for seqlen in lengths]
+    questions += [("judge", {}), *[("time", {})] * rounds]
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(case, name)) for name, run in runs.items() if run.reason is None}
-        for question in ("ready", "memory", "judge", *["time"] * rounds):
-            for name, worker in list(workers.items()):
-                step(f"{name}: {PHRASES[question]}")
+        for done, (question, arguments) in enumerate(questions):
+            short = arguments.get("seqlen", case.seqlen) < case.seqlen
+            for turn, (name, worker) in enumerate(list(workers.items())):
+                if short and name != OURS:
+                    continue
+                on_progress(f"{name}: {PHRASES[question]}", (done + turn / len(CONTENDERS)) / len(questions))
                 try:
-                    answer(runs[name], question, worker.ask(question))
+                    found = worker.ask(question, **arguments)
                 except WorkerError as error:
                     runs[name].reason = str(error)
                     del workers[name]
-    growth = {}
-    for seqlen in lengths if runs[OURS].peak_bytes is not None else ():
-        step(f"{OURS}: memory at {seqlen:,} tokens")
-        with Worker(replace(case, seqlen=seqlen), OURS) as worker:
-            growth[seqlen] = worker.ask("memory")["peak_bytes"]
-    if runs[OURS].peak_bytes is not None:
-        growth[case.seqlen] = runs[OURS].peak_bytes
+                    continue
+                if name == OURS and question == "memory":
+                    growth[arguments["seqlen"]] = found["peak_bytes"]
+                enter(runs[name], question, found)
     return Demo(case, runs, growth)
 
 
-PHRASES = {"ready": "starting", "memory": "peak memory", "judge": "error against float64", "time": "timing"}
+PHRASES = {"memory": "peak memory", "judge": "error against float64", "time": "timing"}
 
 
-def answer(run: Run, question: str, found: dict[str, Any]) -> None:
-    """Enter a worker's answer; the first run, which touches fresh memory, is not a timing."""
+def enter(run: Run, question: str, found: dict[str, Any]) -> None:
+    """Enter a worker's answer; the first runs, which touch fresh memory, are not timings."""
     if question == "memory":
         run.peak_bytes = found["peak_bytes"]
     elif question == "judge":
         run.judgement = Judgement(**found)
-    elif question == "time":
+    else:
         run.seconds.append(found["seconds"])

@@ -80,7 +80,7 @@ def interleave(
         if rounds >= effort.least and spent >= effort.seconds:
             break
         if on_round:
-            on_round(min(1.0, max(spent / effort.seconds, rounds / effort.most)))
+            on_round(min(1.0, max(spent / max(effort.seconds, 1e-9), rounds / effort.most)))
         turn = rounds % len(names)
         for name in names[turn:] + names[:turn]:
             samples[name].append(clock(runs[name], numbers[name]))

@@ -9,12 +9,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilewise.bench.cases import Case
 from tilewise.errors import TilewiseError
+
+if TYPE_CHECKING:
+    from tilewise.bench.engine import Outcome
 
 WARM_SEQLEN = 256
 
@@ -59,8 +63,8 @@ class Worker:
             tail = self.process.stderr.read().strip().splitlines()[-1:] or [f"exit status {self.process.wait()}"]
             raise WorkerError(f"{self.contender}: its process ended while asked to {question}: {tail[0]}")
         answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise WorkerError(f"{self.contender}: {answer['error']}")
+        if "failure" in answer:
+            raise WorkerError(f"{self.contender}: {answer['failure']}")
         return answer
 
 
@@ -71,50 +75,63 @@ class Child:
         import torch
 
         from tilewise.bench.contenders import contender as by_name
-        from tilewise.bench.engine import bind_run
 
         self.case, self.contender = case, by_name(contender)
         if case.threads:
             torch.set_num_threads(case.threads)
         self.tensors = case.tensors()
         # A short run of the same kind loads libraries, threads and compiled kernels before memory is looked at.
-        small = replace(
-            case, seqlen=min(case.seqlen, WARM_SEQLEN), kv_seqlen=min(case.kv_seqlen or case.seqlen, WARM_SEQLEN)
-        )
-        bind_run(small, self.contender, small.tensors())()
-        self.run = bind_run(case, self.contender, self.tensors)
+        self.bind(min(case.seqlen, WARM_SEQLEN))()
+        self.before = self.forget()
 
-    def ready(self) -> dict[str, Any]:
-        return {}
+    def bind(self, seqlen: int) -> Callable[[], Outcome]:
+        """The call over the first `seqlen` tokens, on views of the same tensors."""
+        from tilewise.bench.engine import bind_run
 
-    def memory(self) -> dict[str, Any]:
-        """The first run: bytes it needed beyond its inputs, output included, and its time."""
+        axis = 2 if self.case.layout == "bhsd" else 1
+        views = type(self.tensors)(*(x.narrow(axis, 0, seqlen) for x in self.tensors))
+        return bind_run(replace(self.case, seqlen=seqlen), self.contender, views)
+
+    def forget(self) -> int:
+        """Start a new peak; the bytes in use now."""
         if self.case.device.startswith("cuda"):
-            return self.memory_cuda()
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.memory_allocated()
         from tilewise.bench.memory import forget_peak, resident
 
         forget_peak()
-        before = resident().now
-        seconds = self.time()["seconds"]
-        return {"peak_bytes": max(0, resident().peak - before), "seconds": seconds}
+        return resident().now
 
-    def memory_cuda(self) -> dict[str, Any]:
-        import torch
+    def peak(self) -> int:
+        if self.case.device.startswith("cuda"):
+            import torch
 
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        seconds = self.time()["seconds"]
-        return {"peak_bytes": torch.cuda.max_memory_allocated() - before, "seconds": seconds}
+            return torch.cuda.max_memory_allocated()
+        from tilewise.bench.memory import resident
+
+        return resident().peak
+
+    def memory(self, seqlen: int) -> dict[str, Any]:
+        """The most bytes needed so far beyond q, k and v: output, workspace and any mask the contender must be given.
+
+        Asked for growing lengths. The base is the use before the first run, for memory that a run has freed may still
+        be resident when the next one begins and would hide its need.
+        """
+        self.run = self.bind(seqlen)
+        self.outcome = self.run()
+        return {"peak_bytes": max(0, self.peak() - self.before)}
+
+    def judge(self) -> dict[str, Any]:
+        from tilewise.bench.judge import judge
+
+        return judge(self.case, self.tensors, self.outcome)._asdict()
 
     def time(self) -> dict[str, Any]:
         from tilewise.bench.timing import clock_for
 
         return {"seconds": clock_for(self.case.device)(self.run, 1)}
-
-    def judge(self) -> dict[str, Any]:
-        from tilewise.bench.judge import judge
-
-        return judge(self.case, self.tensors, self.run())._asdict()
 
 
 def serve() -> None:
@@ -124,9 +141,9 @@ def serve() -> None:
         question = json.loads(line)
         try:
             child = child or Child(Case(**spec["case"]), spec["contender"])
-            answer = getattr(child, question["ask"])()
+            answer = getattr(child, question.pop("ask"))(**question)
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+            answer = {"failure": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 
 

@@ -141,12 +141,12 @@ def run_overhead(effort: Effort) -> list[Overhead]:
 
 
 def show(records: Sequence[Record], document: dict[str, Any]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     out = console()
-    table = Table(
-        title=f"tilewise bench, suite {document['suite']}", title_justify="left", title_style="bold", box=None
-    )
+    out.print(f"[bold]tilewise bench, suite {document['suite']}[/]")
+    table = Table(box=None)
     table.add_column("", no_wrap=True)
     for name in ("median", "p20 – p80", "tilewise is", "error", "of bound"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -156,13 +156,14 @@ def show(records: Sequence[Record], document: dict[str, Any]) -> None:
         table.add_row(f"[bold]{record.case.name}[/]")
         for result in record.results:
             table.add_row(*columns(record, result))
-            notes += [f"{record.case.name}, {result.contender}: {reason}" for reason in result.reasons]
+            if result.reasons:
+                notes.append(f"{record.case.name}, {result.contender}: {escape('; '.join(result.reasons))}")
     out.print(table)
     out.print()
     for record in records:
         out.print(f"[dim]{record.case.name}: {record.case.words()}[/]")
     for note in notes:
-        out.print(f"[yellow]not run[/] {note}", markup=True)
+        out.print(f"[yellow]not run[/] {note}")
     show_machine(document)
     out.print("[dim]Contenders take turns. Errors: largest difference from float64 on the rows recomputed.[/]")
 
@@ -201,11 +202,8 @@ def show_overhead(found: Sequence[Overhead], document: dict[str, Any]) -> None:
     from rich.table import Table
 
     out = console()
-    table = Table(
-        title="A call without its arithmetic, against all of an SDPA call (1×1×16×64, CPU)",
-        title_justify="left",
-        title_style="bold",
-    )
+    out.print("[bold]A call without its arithmetic, against all of an SDPA call[/]  [dim]1×1×16×64, CPU[/]")
+    table = Table()
     for name in ("call", "tilewise", "SDPA", "in SDPA calls", "p20 – p80", "limit"):
         table.add_column(name, justify="left" if name == "call" else "right")
     for one in found:

@@ -47,13 +47,15 @@ def spoken(command: Callable[P, R]) -> Callable[P, R]:
 
 def progress() -> Progress:
     """A bar on stderr, so that what is piped stays clean; it leaves nothing behind."""
+    err = Console(stderr=True)
     return Progress(
         SpinnerColumn(),
         TextColumn("[progress.description]{task.description}"),
         BarColumn(bar_width=32),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=err,
         transient=True,
+        disable=not err.is_terminal,
     )
 
 

@@ -27,7 +27,7 @@ BAR = 24
 
 def demo_command(
     seqlen: Annotated[int, typer.Option(min=64, help="Tokens.")] = 16384,
-    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 1,
     head_dim: Annotated[int, typer.Option(min=1, help="Head dimension.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or float64.")] = "float32",
     mask: Annotated[str, typer.Option(help="A mask such as 'causal & window(4096)'.")] = "causal",
@@ -55,6 +55,7 @@ def demo_command(
 
 
 def show(demo: Demo) -> None:
+    from rich.markup import escape
     from rich.panel import Panel
     from rich.text import Text
 
@@ -62,9 +63,13 @@ def show(demo: Demo) -> None:
     out.print()
     out.print(f"[bold]Exact attention over {demo.case.seqlen:,} tokens[/]  [dim]{demo.case.words()}[/]")
     out.print(contest(demo))
+    for run in demo.runs.values():
+        if run.reason:
+            out.print(f"[yellow]not run[/] {NAMES[run.contender]}: {escape(run.reason)}")
+    out.print("[dim]Peak memory is beyond the inputs. Errors are against float64, on the rows recomputed.[/]")
     if demo.growth:
         out.print()
-        out.print("[bold]Memory as the sequence grows[/]  [dim]beyond the inputs, output included[/]")
+        out.print("[bold]Peak memory as the sequence grows[/]")
         out.print(growth(demo))
     out.print()
     out.print(
@@ -77,17 +82,19 @@ def show(demo: Demo) -> None:
 def contest(demo: Demo) -> Table:
     from rich.table import Table
 
-    from tilewise.bench.engine import OURS
+    from tilewise.bench.engine import OURS, chosen
     from tilewise.bench.timing import Spread
 
     table = Table()
     table.add_column("")
-    for name in ("time, median", "p20 – p80", "peak memory", "error against float64", "of its bound"):
+    for name in ("time", "p20 – p80", "peak memory", "error", "of bound"):
         table.add_column(name, justify="right")
     for run in demo.runs.values():
-        name = f"[bold cyan]{NAMES[run.contender]}[/]" if run.contender == OURS else NAMES[run.contender]
+        name = NAMES[run.contender]
+        if run.contender == OURS:
+            name = f"[bold cyan]{OURS}[/] [dim]{chosen(demo.case)['backend']}[/]"
         if run.judgement is None:
-            table.add_row(name, "[yellow]not run[/]", "", "", f"[dim]{run.reason}[/]", "")
+            table.add_row(name, "[yellow]not run[/]")
             continue
         memory, error = human_bytes(run.peak_bytes), human_error(run.judgement.error)
         if not run.judgement.ok:
@@ -99,7 +106,8 @@ def contest(demo: Demo) -> Table:
     return table
 
 
-NAMES = {"standard": "standard attention", "sdpa": "torch SDPA", "tilewise": "tilewise"}
+NAMES = {"standard": "standard", "sdpa": "torch SDPA", "tilewise": "tilewise"}
+LONG_NAMES = {**NAMES, "standard": "standard attention"}
 
 
 def growth(demo: Demo) -> Table:
@@ -152,4 +160,4 @@ def faster(ours: Run, other: Run) -> str | None:
         return None
     times = ratio(other.seconds, ours.seconds).p50
     sign = "[green]✓[/]" if times >= 1 else "[yellow]•[/]"
-    return f"{sign} Speed: {times:.2f}× that of {NAMES[other.contender]} in this run."
+    return f"{sign} Speed: {times:.2f}× that of {LONG_NAMES[other.contender]} in this run."
