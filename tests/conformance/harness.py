@@ -1,0 +1,63 @@
+"""How a backend is held to the fp64 oracle; the one list of backends that tests run over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conformance.cases import Built
+from tilewise import dispatch
+from tilewise.backends.base import Grads
+from tilewise.numerics import bounds
+
+BACKENDS = ["tiled", "reference"]
+COMPLETE = {"tiled"}
+"""Backends that must serve every case."""
+
+
+def serves(built: Built, backend: str) -> tuple[str, ...]:
+    """The backend's reasons against the call, none if it serves forward and backward."""
+    for backward in (False, True):
+        verdict = dispatch.judge(backend, built.problem, built.inputs, backward=backward)
+        if not verdict.ok:
+            assert backend not in COMPLETE, verdict.reasons
+            assert verdict.reasons, "a refusal must say why"
+            return verdict.reasons
+    return ()
+
+
+def skip_unless_served(built: Built, backend: str) -> None:
+    if reasons := serves(built, backend):
+        pytest.skip("; ".join(reasons))
+
+
+def gradients(built: Built, grads: tuple[torch.Tensor, ...]) -> Grads:
+    """Gradients of the leaves, brought to the inside layout."""
+    dq, dk, dv, *rest = grads
+    dq, dk, dv = (inner(built, x) for x in (dq, dk, dv))
+    has_bias = built.problem.bias is not None
+    dbias = rest[0].reshape(built.problem.bias) if has_bias and built.problem.bias else None
+    return Grads(dq, dk, dv, dbias, rest[has_bias] if built.problem.sinks else None)
+
+
+def inner(built: Built, x: torch.Tensor) -> torch.Tensor:
+    """A tensor in the user's layout as (B, H, S, D)."""
+    if built.packed is not None:
+        return x.transpose(0, 1).unsqueeze(0)
+    return x.transpose(1, 2) if built.options.get("layout") == "bshd" else x
+
+
+def excesses(built: Built, backend: str, *, lse_gradient: bool = False) -> list[bounds.Excess]:
+    """What forward and backward return outside their bounds."""
+    out, lse = built.call(backend)
+    g = torch.Generator().manual_seed(1)
+    dout = torch.randn(out.shape, generator=g).to(out)
+    dlse = torch.randn(lse.shape, generator=g).to(lse) if lse_gradient else None
+    grads = torch.autograd.grad([out, lse], built.leaves, [dout, torch.zeros_like(lse) if dlse is None else dlse])
+    out, dout = inner(built, out), inner(built, dout)
+    if built.packed is not None:
+        lse, dlse = lse.unsqueeze(0), None if dlse is None else dlse.unsqueeze(0)
+    return [
+        *bounds.check_forward(built.problem, built.inputs, out, lse),
+        *bounds.check_backward(built.problem, built.inputs, dout, dlse, gradients(built, grads)),
+    ]
