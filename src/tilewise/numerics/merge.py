@@ -26,7 +26,7 @@ def merge_many(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor)
     """The attention over the keys of all parts: sequences, or tensors with one leading dimension more."""
     dtype = _working_dtype(*outs, *lses)
     stacked = lses.to(dtype) if isinstance(lses, Tensor) else torch.stack([lse.to(dtype) for lse in lses])
-    lse = torch.logsumexp(stacked, dim=0)
+    lse = log_sum(stacked, dim=0)
     weights = torch.exp(stacked - finite(lse)).unsqueeze(-1)  # [S, ..., M, 1]; 0 for a part without keys
     if isinstance(outs, Tensor):
         return (weights * outs).sum(0), lse
@@ -41,8 +41,14 @@ def join_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Partial:
     dtype = _working_dtype(out, lse)
     lse = lse.to(dtype)
     both = torch.stack([lse, sink.to(dtype).unsqueeze(-1).expand_as(lse)])
-    total = torch.logsumexp(both, dim=0)
+    total = log_sum(both, dim=0)
     return out * torch.exp(lse - finite(total)).unsqueeze(-1), total
+
+
+def log_sum(x: Tensor, dim: int) -> Tensor:
+    """log Σ exp(x) along `dim`; where there is nothing to sum, −inf with gradient 0 (torch's has NaN)."""
+    empty = (x == NOTHING).all(dim, keepdim=True)
+    return torch.logsumexp(x.masked_fill(empty, 0.0), dim=dim).masked_fill(empty.squeeze(dim), NOTHING)
 
 
 def finite(lse: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.masks import MaskProgram, MaskShape, allowed
-from tilewise.numerics.merge import NOTHING, finite
+from tilewise.numerics.merge import NOTHING, finite, log_sum
 from tilewise.numerics.philox import keep_tile
 from tilewise.problem import Problem
 
@@ -147,8 +147,7 @@ def softmax(problem: Problem, piece: Piece) -> Softmax:
     if piece.sinks is not None:
         sink_logit = piece.sinks[:, None].expand(masked.shape[:2])  # [H, M]
         joined = torch.cat([masked, sink_logit[..., None]], dim=-1)
-    empty = (joined == NOTHING).all(-1)
-    lse = torch.logsumexp(joined.masked_fill(empty[..., None], 0.0), dim=-1).masked_fill(empty, NOTHING)
+    lse = log_sum(joined, dim=-1)
     p = torch.exp(masked - finite(lse)[..., None])
     sink = None if sink_logit is None else torch.exp(sink_logit - finite(lse))
     return Softmax(score, capped, logit, lse, sink, p, p if piece.keep is None else p * piece.keep)
