@@ -1,0 +1,141 @@
+"""The tiles of a problem as matrices: which are visited, how long they are, what their mask costs to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilewise.masks import Full, MaskProgram, TileMap
+from tilewise.problem import Problem
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class HeadTiles:
+    """The tiles of one query head: `count` heads of the problem look the same."""
+
+    b: int
+    h: int
+    count: int
+    classes: npt.NDArray[np.uint8]  # [Tr, Tc] of TileClass
+
+    @property
+    def visited(self) -> Bools:
+        return np.asarray(self.classes > 0)
+
+    @property
+    def partial(self) -> Bools:
+        return np.asarray(self.classes == 1)
+
+
+class Grid:
+    """A problem cut into tiles of `block_q` × `block_k`."""
+
+    def __init__(self, problem: Problem, block_q: int, block_k: int) -> None:
+        self.problem = problem = even(problem)
+        self.block_q, self.block_k = block_q, block_k
+        self.map = TileMap(problem.program, problem.shape, block_q, block_k)
+        self.row_lengths = _lengths(problem.seqlen_q, block_q)
+        self.col_lengths = _lengths(problem.seqlen_k, block_k)
+
+    @property
+    def rows(self) -> int:
+        return self.map.rows
+
+    @property
+    def cols(self) -> int:
+        return self.map.cols
+
+    def classes(self, b: int, h: int) -> npt.NDArray[np.uint8]:
+        """[Tr, Tc] of one query head."""
+        if not self.rows or not self.cols:
+            return np.zeros((self.rows, self.cols), dtype=np.uint8)
+        return np.stack([self.map.row(i, b, h) for i in range(self.rows)])
+
+    def heads(self) -> Iterator[HeadTiles]:
+        """Query heads, those with equal tiles together."""
+        problem = self.problem
+        batches = range(problem.batch) if self.map.per_batch else range(min(1, problem.batch))
+        heads = range(problem.heads) if self.map.per_head else range(min(1, problem.heads))
+        count = (1 if self.map.per_batch else problem.batch) * (1 if self.map.per_head else problem.heads)
+        for b in batches:
+            for h in heads:
+                yield HeadTiles(b, h, count, self.classes(b, h))
+
+    def kv_heads(self) -> Iterator[tuple[list[HeadTiles], int]]:
+        """For each key head (those with equal tiles together): its query heads' tiles, and how many such there are."""
+        problem = self.problem
+        batches = range(problem.batch) if self.map.per_batch else range(min(1, problem.batch))
+        kv_heads = range(problem.kv_heads) if self.map.per_head else range(min(1, problem.kv_heads))
+        count = (1 if self.map.per_batch else problem.batch) * (1 if self.map.per_head else problem.kv_heads)
+        for b in batches:
+            for kv in kv_heads:
+                if self.map.per_head:
+                    group = [kv * problem.group + g for g in range(problem.group)]
+                    yield [HeadTiles(b, h, 1, self.classes(b, h)) for h in group], count
+                else:
+                    yield [HeadTiles(b, kv * problem.group, problem.group, self.classes(b, 0))], count
+
+    def mask_bytes(self) -> Ints:
+        """[Tr, Tc] bytes of mask tensors a PARTIAL tile reads."""
+        return mask_bytes(self.problem.program, self.row_lengths, self.col_lengths, self.block_q, self.block_k)
+
+    def bias_bytes(self) -> Ints:
+        """[Tr, Tc] bytes of bias a visited tile reads."""
+        shape = self.problem.bias
+        if shape is None:
+            return np.zeros((self.rows, self.cols), dtype=np.int64)
+        rows = self.row_lengths if shape[2] > 1 else np.ones_like(self.row_lengths)
+        cols = self.col_lengths if shape[3] > 1 else np.ones_like(self.col_lengths)
+        return np.asarray(np.outer(rows, cols) * self.problem.itemsize)
+
+
+def even(problem: Problem) -> Problem:
+    """A packed batch as if all its sequences were equally long: a Problem does not hold the lengths themselves.
+
+    Masks with tensors are cut along the real lengths, so they are taken as full here.
+    """
+    if not problem.varlen:
+        return problem
+    count = max(1, problem.batch)
+    mask = problem.mask if problem.mask.static else Full()
+    return replace(
+        problem, varlen=False, seqlen_q=-(-problem.seqlen_q // count), seqlen_k=-(-problem.seqlen_k // count), mask=mask
+    )
+
+
+def mask_bytes(program: MaskProgram, rows: Ints, cols: Ints, block_q: int, block_k: int) -> Ints:
+    """[Tr, Tc] bytes that evaluating the program over a tile reads from its tensors."""
+    total = np.zeros((len(rows), len(cols)), dtype=np.int64)
+    one_row, one_col = np.ones_like(rows), np.ones_like(cols)
+    for term in program.terms():
+        for letter, ints, tensors in term:
+            if letter == "o":
+                total += 4
+            elif letter == "k":
+                total += 8
+            elif letter in "dD":
+                total += 4 * (rows[:, None] + cols[None, :])
+            elif letter in "sS":
+                total += np.outer(_spans(rows, block_q, ints[0]), _spans(cols, block_k, ints[1]))
+            elif letter in "eE":
+                shape: Any = tensors[0].shape
+                total += np.outer(rows if shape[2] > 1 else one_row, cols if shape[3] > 1 else one_col)
+    return total
+
+
+def _lengths(length: int, block: int) -> Ints:
+    starts = np.arange(0, length, block, dtype=np.int64)
+    return np.asarray(np.minimum(starts + block, length) - starts)
+
+
+def _spans(lengths: Ints, block: int, size: int) -> Ints:
+    """How many cells of `size` each tile touches."""
+    starts = np.arange(len(lengths), dtype=np.int64) * block
+    return np.asarray((starts + lengths - 1) // size - starts // size + 1)

@@ -1,0 +1,81 @@
+"""What the shared cache takes off the memory: DRAM bytes of a GPU kernel.
+
+Blocks of one key head run side by side and pass over its K and V together, so each tile comes from memory once for
+all of them. A head with more Q tiles than fit the device at once takes several rounds; in later rounds the tiles that
+have left the cache meanwhile come from memory again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.iomodel import backward
+from tilewise.iomodel.grid import even
+from tilewise.iomodel.tile import TilePlan
+from tilewise.iomodel.traffic import Traffic, compulsory, stat_size
+from tilewise.problem import Problem
+
+
+def capacity(spec: DeviceSpec) -> int:
+    """Bytes that stay in the cache for all units: chips with two partitions keep a copy in each."""
+    size = spec.l2_bytes // (2 if spec.arch in ("sm_80", "sm_90", "sm_100") else 1)
+    return max(size, spec.l3_bytes)
+
+
+def streamed(problem: Problem, tile: TilePlan) -> int:
+    """Bytes that every block of one key head passes over."""
+    size = problem.itemsize
+    if tile.pass_ == "backward_dkdv":
+        per_row = (problem.head_dim + problem.head_dim_v) * size + 2 * stat_size(problem)
+        return problem.group * problem.seqlen_q * per_row
+    return problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
+
+
+def rounds(problem: Problem, tile: TilePlan, resident: int) -> int:
+    """How often the blocks of one key head fill the device."""
+    if tile.pass_ == "backward_dkdv":
+        blocks = -(-problem.seqlen_k // tile.block_k)
+    elif tile.pack_gqa:
+        blocks = -(-problem.seqlen_q * problem.group // tile.block_q) * tile.splits
+    else:
+        blocks = -(-problem.seqlen_q // tile.block_q) * problem.group * tile.splits
+    return max(1, -(-blocks // max(1, resident)))
+
+
+def dram(problem: Problem, tile: TilePlan, moved: Traffic, spec: DeviceSpec, resident: int) -> Traffic:
+    """DRAM bytes of a pass whose tile bytes are `moved`, with `resident` blocks on the device at once.
+
+    Between the bytes needed once and the tile bytes: what is streamed again is read again as far as it does not fit.
+    """
+    problem = even(problem)
+    bytes_once = streamed(problem, tile)
+    missing = max(0.0, 1.0 - capacity(spec) / bytes_once) if bytes_once else 0.0
+    again = (rounds(problem, tile, resident) - 1) * missing
+    once = _once(problem, tile)
+    repeated = ("Q", "dO", "LSE", "delta") if tile.pass_ == "backward_dkdv" else ("K", "V")
+    result = Traffic()
+    for name, size in moved.reads.items():
+        least = once.get(name, size)
+        factor = 1.0 + again if name in repeated else 1.0
+        result.read(name, min(size, round(least * factor)))
+    for name, size in moved.writes.items():
+        result.write(name, size)
+    return result
+
+
+def _once(problem: Problem, tile: TilePlan) -> Mapping[str, int]:
+    """Bytes of each input the pass needs, once."""
+    if tile.pass_ in ("forward", "decode"):
+        return compulsory(problem, tile).reads
+    whole = TilePlan(max(1, problem.seqlen_q), max(1, problem.seqlen_k), pass_=tile.pass_)
+    one_pass = backward.dkdv if tile.pass_ == "backward_dkdv" else backward.dq
+    once = dict(one_pass(problem, whole).reads)
+    if tile.pass_ == "backward_dq":  # a single Q tile still reads K and V for each query head of a group
+        once.update({name: once[name] // problem.group for name in ("K", "V") if name in once})
+    if problem.bias is not None:
+        size = problem.itemsize
+        for extent in problem.bias:
+            size *= extent
+        once["bias"] = size
+    return once

@@ -1,0 +1,60 @@
+"""Arithmetic intensity and the roof over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tilewise.hardware.spec import DeviceSpec
+
+
+def intensity(flops: float, moved: float) -> float:
+    """FLOPs a byte (or an element, if that is what was counted)."""
+    return flops / moved if moved else float("inf")
+
+
+def ridge(peak: float, bandwidth: float) -> float:
+    """The intensity at which compute and memory take the same time."""
+    return peak / bandwidth
+
+
+def attainable(peak: float, bandwidth: float, at: float) -> float:
+    """min(peak, intensity × bandwidth)."""
+    return min(peak, at * bandwidth)
+
+
+def waves(blocks: int, slots: int) -> tuple[int, float]:
+    """Rounds a grid takes on `slots` places, and the share of the places it fills."""
+    if blocks == 0 or slots == 0:
+        return 0, 0.0
+    count = -(-blocks // slots)
+    return count, blocks / (count * slots)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Where a problem stands under a device's roof."""
+
+    intensity: float
+    ridge: float
+    peak: float
+    attainable: float
+
+    @property
+    def bound(self) -> str:
+        return "compute" if self.intensity >= self.ridge else "memory"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "intensity": self.intensity,
+            "ridge": self.ridge,
+            "peak": self.peak,
+            "attainable": self.attainable,
+            "bound": self.bound,
+        }
+
+
+def roofline(flops: float, moved: float, dtype: str, spec: DeviceSpec, precision: str = "default") -> Roofline:
+    """`flops` FLOPs over `moved` DRAM bytes on `spec`."""
+    peak, at = spec.flops(dtype, precision), intensity(flops, moved)
+    return Roofline(at, ridge(peak, spec.dram_bandwidth), peak, attainable(peak, spec.dram_bandwidth, at))
