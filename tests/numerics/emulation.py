@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.masks import allowed
-from tilewise.numerics import keep_tile
+from tilewise.numerics.philox import keep_tile
 from tilewise.numerics.oracle import Gradients
 from tilewise.problem import Problem
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.numerics.emulation import Case, Kernel, make_case
 from tilewise.masks import causal, dense, window
-from tilewise.numerics import bounds, oracle, oracle_gradients
+from tilewise.numerics import bounds
+from tilewise.numerics.oracle import oracle, oracle_gradients
 from tilewise.numerics.rounding import Arithmetic, growth
 from tilewise.problem import Problem
 

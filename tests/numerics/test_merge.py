@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilewise.numerics import join_sink, merge, merge_many
+from tilewise.numerics.merge import join_sink, merge, merge_many
 
 Partial = tuple[Tensor, Tensor]
 EPS = torch.finfo(torch.float64).eps

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilewise.numerics import drop_threshold, keep_tile, philox
+from tilewise.numerics.philox import drop_threshold, keep_tile, philox
 
 # Counter, key, answer: the known-answer vectors of the Random123 distribution for philox4x32 with 10 rounds.
 KNOWN = [

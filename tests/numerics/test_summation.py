@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilewise.numerics import Compensated, kahan_sum, two_product, two_sum
+from tilewise.numerics.summation import Compensated, kahan_sum, two_product, two_sum
 
 U32 = 2.0**-24
 

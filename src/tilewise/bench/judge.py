@@ -16,7 +16,8 @@ from torch import Tensor
 from tilewise.backends.base import Inputs
 from tilewise.bench.cases import Case, Tensors
 from tilewise.masks import Lowered, MaskProgram, allowed
-from tilewise.numerics import bounds, oracle, oracle_gradients
+from tilewise.numerics import bounds
+from tilewise.numerics.oracle import oracle, oracle_gradients
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from tilewise import dispatch, masks
 from tilewise.backends.base import Inputs
 from tilewise.bench.judge import Judgement, Worst
 from tilewise.masks import Binding, Lowered, Mask, MaskShape
-from tilewise.numerics import bounds, oracle, oracle_gradients
+from tilewise.numerics import bounds
+from tilewise.numerics.oracle import oracle, oracle_gradients
 from tilewise.ops.autograd import attend
 from tilewise.problem import Problem
 

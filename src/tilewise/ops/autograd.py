@@ -39,7 +39,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         # after problem, backend, chosen come q, k, v, bias, alibi, sinks, seed, cu_q, cu_k
         wanted = ctx.needs_input_grad[3:]
-        needs = Needs(*wanted[:4], wanted[5])
+        needs = Needs(wanted[0], wanted[1], wanted[2], wanted[3], wanted[5])
         dq, dk, dv, dbias, dsinks = AttentionBackward.apply(  # type: ignore[no-untyped-call]
             ctx.problem, ctx.backend, needs, dout, dlse, *ctx.saved_tensors
         )
