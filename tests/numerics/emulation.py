@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tilewise.masks import allowed
-from tilewise.numerics.philox import keep_tile
 from tilewise.numerics.oracle import Gradients
+from tilewise.numerics.philox import keep_tile
 from tilewise.problem import Problem
 
 TILE = 32

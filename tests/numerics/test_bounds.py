@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.numerics.emulation import Case, Kernel, make_case
+from tilewise.errors import LayoutError
 from tilewise.masks import causal, dense, window
 from tilewise.numerics import bounds
 from tilewise.numerics.oracle import oracle, oracle_gradients
@@ -169,6 +170,11 @@ def test_check(actual: float, exact: float, bound: float, inside: bool) -> None:
     excess = bounds.check(full(actual, torch.float16), full(exact), full(bound), "dq")
     assert (excess is None) == inside
     assert excess is None or (excess.at == (1,) and excess.outside == 1 and str(excess).startswith("dq[1] is "))
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(LayoutError, match=r"dq: got shape \(2,\), need the oracle's \(1, 2\)"):
+        bounds.check(torch.zeros(2), torch.zeros(1, 2).double(), torch.zeros(1, 2).double(), "dq")
 
 
 def test_message() -> None:

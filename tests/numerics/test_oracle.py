@@ -13,9 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.numerics.emulation import Case, make_case
 from tilewise.masks import blocks, causal, dense, documents, key_padding, prefix, window
-from tilewise.numerics.oracle import oracle, oracle_gradients
+from tilewise.numerics.oracle import Gradients, oracle, oracle_gradients, pieces
 from tilewise.numerics.philox import keep_tile
-from tilewise.numerics.oracle import Gradients, pieces
 
 NAN, INF = float("nan"), float("inf")
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}

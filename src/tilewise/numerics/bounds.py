@@ -35,6 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.errors import LayoutError
 from tilewise.numerics.oracle import Gradients, Tensors, bias_part, oracle, oracle_gradients, pieces
 from tilewise.numerics.propagation import BackwardErrors, ForwardErrors
 from tilewise.numerics.rounding import Arithmetic, floor, growth, unit_roundoff
@@ -121,7 +122,7 @@ def check(actual: Tensor, exact: Tensor, bound: Tensor, name: str = "result") ->
     limit of its dtype.
     """
     if actual.shape != exact.shape:
-        raise ValueError(f"{name}: shape {tuple(actual.shape)}, the oracle's is {tuple(exact.shape)}")
+        raise LayoutError(f"{name}: got shape {tuple(actual.shape)}, need the oracle's {tuple(exact.shape)}")
     ratio = ratios(actual, exact, bound)
     outside = int((ratio > 1).sum())
     if not outside:
