@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from tilewise.ops.autograd import attend
 from tilewise.problem import Problem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Trial:
     """One call: sizes, a mask (made when needed: some hold tensors) and features."""
 
@@ -140,45 +140,64 @@ class TrialResult(NamedTuple):
         return "passed" if self.judgement and self.judgement.ok else "failed"
 
 
+class Expected(NamedTuple):
+    """A trial's tensors, what the oracle makes of them, and how far from it a right result may be."""
+
+    problem: Problem
+    inputs: Inputs
+    upstream: tuple[Tensor, Tensor]  # gradients of out and lse
+    want: dict[str, Tensor]
+    limit: dict[str, Tensor]
+
+
+@cache
+def expected(trial: Trial, device: str) -> Expected:
+    """Made once for all backends."""
+    problem, inputs, dout, dlse = trial.build(device)
+    plain = Inputs._make(None if x is None else x.detach() for x in inputs)
+    out, lse = oracle(problem, plain)
+    dlse = torch.where(lse.isfinite(), dlse, 0.0)
+    far = bounds.forward(problem, plain)
+    want, limit = {"out": out, "lse": lse}, {"out": far.out, "lse": far.lse}
+    grads, far_grads = oracle_gradients(problem, plain, dout, dlse), bounds.backward(problem, plain, dout, dlse)
+    for name, grad, bound in zip(grads._fields, grads, far_grads, strict=True):
+        if grad is not None and bound is not None:
+            want[name], limit[name] = grad, bound
+    return Expected(problem, inputs, (dout, dlse), want, limit)
+
+
 def attempt(trial: Trial, backend: str, device: str) -> TrialResult:
     """Run one trial, forward and backward, and compare out, lse and every gradient with the oracle."""
-    problem, inputs, dout, dlse = trial.build(device)
-    against = [
-        *dispatch.judge(backend, problem, inputs).reasons,
-        *dispatch.judge(backend, problem, inputs, backward=True).reasons,
-    ]
+    problem, inputs, upstream, want, limit = expected(trial, device)
+    verdicts = [dispatch.judge(backend, problem, inputs, backward=backward) for backward in (False, True)]
+    against = dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons)
     if against:
-        return TrialResult(trial.name, None, tuple(dict.fromkeys(against)))
+        return TrialResult(trial.name, None, tuple(against))
     begin = time.perf_counter()
     try:
-        leaves = {name: x for name in ("q", "k", "v", "bias", "sinks") if (x := getattr(inputs, name)) is not None}
+        leaves = {
+            f"d{name}": x for name in ("q", "k", "v", "bias", "sinks") if (x := getattr(inputs, name)) is not None
+        }
         out, lse = attend(problem, inputs, backend)
-        grads = torch.autograd.grad((out, lse), list(leaves.values()), (dout, torch.where(lse.isfinite(), dlse, 0.0)))
+        grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
     except Exception as error:  # whatever goes wrong in a backend is the trial's finding
         return TrialResult(trial.name, None, failure=f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - begin
-    return TrialResult(
-        trial.name,
-        _compare(problem, inputs, (out, lse), dict(zip(leaves, grads, strict=True)), dout, dlse),
-        seconds=seconds,
-    )
+    got = {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, grads, strict=True))}
+    return TrialResult(trial.name, compare(got, want, limit), seconds=seconds)
 
 
-def _compare(
-    problem: Problem, inputs: Inputs, got: tuple[Tensor, Tensor], grads: dict[str, Tensor], dout: Tensor, dlse: Tensor
-) -> Judgement:
-    plain = Inputs._make(None if x is None else x.detach() for x in inputs)
-    want_out, want_lse = oracle(problem, plain)
-    dlse = torch.where(want_lse.isfinite(), dlse, 0.0)
-    limit, worst = bounds.forward(problem, plain), Worst()
-    worst.see(got[0].detach(), want_out, limit.out)
-    empty = want_lse == -torch.inf
-    if not torch.equal(got[1] == -torch.inf, empty):
+def compare(got: dict[str, Tensor], want: dict[str, Tensor], limit: dict[str, Tensor]) -> Judgement:
+    """Every value within its limit; rows without a key have a log-sum-exp of exactly -inf, and no others have."""
+    empty = want["lse"] == -torch.inf
+    if not torch.equal(got["lse"] == -torch.inf, empty):
         return Judgement(False, torch.inf, torch.inf, 1.0)
-    worst.see(got[1].detach()[~empty], want_lse[~empty], limit.lse[~empty])
-    want_grads, grad_limits = oracle_gradients(problem, plain, dout, dlse), bounds.backward(problem, plain, dout, dlse)
-    for name, grad in grads.items():
-        worst.see(grad, getattr(want_grads, f"d{name}"), getattr(grad_limits, f"d{name}"))
+    worst = Worst()
+    for name, value in got.items():
+        if name == "lse":
+            worst.see(value[~empty], want[name][~empty], limit[name][~empty])
+        else:
+            worst.see(value, want[name], limit[name])
     return worst.verdict(1.0)
 
 
