@@ -41,39 +41,46 @@ def _tanh_ratio(u: float) -> float:
     return math.tanh(x) / x
 
 
-def horner(e: Emit, x: Value, coefficients: tuple[float, ...]) -> Value:
-    total = e.const(coefficients[-1], x.type.count)
+def horner(e: Emit, xs: list[Value], coefficients: tuple[float, ...]) -> list[Value]:
+    """The polynomial at several vectors, step by step over all of them: narrow out-of-order cores need them interleaved."""
+    lanes = xs[0].type.count
+    totals = [e.const(coefficients[-1], lanes)] * len(xs)
     for c in reversed(coefficients[:-1]):
-        total = e.mad(total, x, e.const(c, x.type.count))
-    return total
+        addends = [e.addend(c, lanes) for _ in xs]
+        totals = [e.mad(total, x, a) for total, x, a in zip(totals, xs, addends, strict=True)]
+    return totals
 
 
-def exp2(e: Emit, x: Value) -> Value:
+def exp2(e: Emit, xs: list[Value]) -> list[Value]:
     """2**x for x below the largest exponent; exactly 0 at or below the floor (so for -inf), NaN for NaN.
 
     x = n + f with n an integer and |f| <= 1/2: 2**f is a polynomial and n is added to its exponent bits. Adding `magic` rounds
     to n and leaves n in the low bits. These additions must stay as written: no fast-math flag may touch them.
     """
-    real, lanes = e.real, x.type.count
-    x = e.at_least(x, e.const(real.floor, lanes))
-    magic = e.const(real.magic, lanes)
-    shifted = e.fadd(x, magic)
-    f = e.fsub(x, e.fsub(shifted, magic))  # exact
-    p = horner(e, f, fit(_exp2, -0.5, 0.5, real.degree))
-    kind = e.vtype(real.bits, lanes)
-    n = e.shl(e.bitcast(shifted, kind), e.iconst(real.mantissa, lanes=lanes))
-    return e.bitcast(e.add(e.bitcast(p, kind), n), e.vtype(lanes=lanes))
+    real, lanes = e.real, xs[0].type.count
+    floor, magic = e.const(real.floor, lanes), e.const(real.magic, lanes)
+    kind, shift = e.vtype(real.bits, lanes), e.iconst(real.mantissa, lanes=lanes)
+    xs = [e.at_least(x, floor) for x in xs]
+    shifted = [e.fadd(x, magic) for x in xs]
+    whole = [e.fsub(s, magic) for s in shifted]
+    fractions = [e.fsub(x, n) for x, n in zip(xs, whole, strict=True)]  # exact
+    powers = horner(e, fractions, fit(_exp2, -0.5, 0.5, real.degree))
+    exponents = [e.shl(e.bitcast(s, kind), shift) for s in shifted]
+    return [
+        e.bitcast(e.add(e.bitcast(p, kind), n), e.vtype(lanes=lanes)) for p, n in zip(powers, exponents, strict=True)
+    ]
 
 
 def tanh(e: Emit, x: Value) -> Value:
     """An odd polynomial near 0, where the quotient would cancel; (1 - t) / (1 + t) with t = exp(-2|x|) elsewhere."""
     lanes = x.type.count
     size = e.intrinsic(e._named("fabs", x.type), x.type, [x])
-    t = exp2(e, e.fmul(size, e.const(-2 * LOG2E, lanes)))
+    (t,) = exp2(e, [e.fmul(size, e.const(-2 * LOG2E, lanes))])
     one = e.const(1.0, lanes)
     far = e.fdiv(e.fsub(one, t), e.fadd(one, t))
     far = e.intrinsic(e._named("copysign", x.type), x.type, [far, x])
-    near = e.fmul(x, horner(e, e.fmul(x, x), fit(_tanh_ratio, 0.0, 0.36, 12 if e.real is DOUBLE else 6)))
+    (ratio,) = horner(e, [e.fmul(x, x)], fit(_tanh_ratio, 0.0, 0.36, 12 if e.real is DOUBLE else 6))
+    near = e.fmul(x, ratio)
     return e.select(e.fcmp_ordered("<", size, e.const(0.6, lanes)), near, far)
 
 

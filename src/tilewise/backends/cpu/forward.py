@@ -13,79 +13,29 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.backends.cpu.elementary import LN2, LOG2E, exp2, log2
-from tilewise.backends.cpu.ir import F32, F64, I1, I8, I32, I64, ITEMSIZE, PTR, REALS, STORAGE, Emit, Unit, Value
-from tilewise.backends.cpu.masking import (
-    EMPTY,
-    FULL,
-    Place,
-    emit_alive,
-    emit_bits,
-    hull,
-    interval,
-    is_interval,
-    lane_interval,
-    parse_terms,
-    within,
-)
+from tilewise.backends.cpu.ir import F32, F64, I64, PTR, Emit, Value
+from tilewise.backends.cpu.masking import Place, hull
 from tilewise.backends.cpu.micro import by_cols, by_rows, put_strip, strip
-from tilewise.backends.cpu.pack import emit_copy_rows, emit_pack_strip, emit_unpack_strip
+from tilewise.backends.cpu.module import FRAME, KernelModule
 from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.slots import Slots
-from tilewise.backends.cpu.spec import Kernel, argument_names
-
-FRAME = (
-    *("batch", "kv_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad", "split"),
-    *("K", "V", "ldk", "ldv", "Q", "O", "m", "l", "P", "W", "top", "alpha", "K_tile", "V_tile"),
-)
-FRAME_BYTES = 512
-ALIGN = 16  # elements; buffers of a frame start on such a multiple
+from tilewise.backends.cpu.spec import Kernel
 
 
-def frame_elements(kernel: Kernel, *, rows: int, keys: int, dp: int, dvp: int, ldk: int, ldv: int) -> list[int]:
-    """Sizes in elements of Q, O, m, l, P, W, top, alpha, K_tile, V_tile; `rows` over all heads of a group."""
-    R = kernel.tile.rows
-    sizes = [rows * dp, rows * dvp, rows, rows, keys * R, keys * R, R, R, keys * ldk, keys * ldv]
-    return [-(-n // ALIGN) * ALIGN for n in sizes]
+class Forward(KernelModule):
+    """Emits one module; its methods are the functions of the kernel."""
 
-
-class Forward:
-    """Emits one module; methods are the functions of the kernel."""
+    frame = (*FRAME, "split", "Q", "O", "m", "l", "P", "top", "alpha")
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
-        self.kernel, self.tile = kernel, kernel.tile
-        self.real = REALS[kernel.real]
-        self.unit = Unit(kernel.kind, self.real, self.tile.lanes, arch)
-        self.names = argument_names(kernel)
-        self.terms = parse_terms(kernel.structure)
-        self.simple = is_interval(kernel.structure)
-        if not self.simple:
-            self.alive = emit_alive(self.unit, self.names, kernel.structure)
-            self.bits = emit_bits(self.unit, self.names, kernel.structure, self.tile)
-        self.copy_rows = emit_copy_rows(self.unit, kernel.dtype)
-        self.pack_strip = emit_pack_strip(self.unit, self.tile, kernel.dtype)
-        self.unpack_strip = emit_unpack_strip(self.unit, self.tile, kernel.dtype)
+        super().__init__(kernel, arch)
         self.product = by_rows(self.unit, "scores", self.tile)
         self.product_peak = by_rows(self.unit, "scores_peak", self.tile, peak=True) if kernel.plain else None
         self.pv = by_cols(self.unit, "values", self.tile, scaled=True)
-        self.clean = self.emit_clean() if not self.simple or kernel.bias else None
         self.strip = self.emit_strip()
         self.finish = self.emit_finish()
         self.merge = self.emit_merge()
-        self.emit_worker()
-
-    # -- shared pieces
-
-    def open(self, e: Emit, args: Value, frame: Value) -> tuple[Slots, Slots]:
-        return Slots(e, args, self.names), Slots(e, frame, FRAME)
-
-    def place(self, e: Emit, a: Slots, f: Slots, head: Value) -> Place:
-        return Place(a, f.word("batch"), head, f.word("Sq"), f.word("Sk"), f.word("q_start"), f.word("k_start"))
-
-    def where(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, Value]:
-        """(query head, first position) of strip `index` of the task."""
-        per_head = f.word("strips")
-        head = e.plus(e.times(f.word("kv_head"), a.word("group")), e.over(index, per_head))
-        return head, e.plus(f.word("m0"), e.times(e.rest(index, per_head), self.tile.rows))
+        self.emit_worker(self.emit_task())
 
     # -- one strip against one key block
 
@@ -94,7 +44,7 @@ class Forward:
         e, (args, frame, index), function = self.unit.function("strip", [PTR, PTR, I64])
         a, f = self.open(e, args, frame)
         head, q0 = self.where(e, a, f, index)
-        place = self.place(e, a, f, head)
+        place = self.place(a, f, head)
         j0, j1, solid0, solid1, visible = self.extent(e, a, f, place, q0)
         with e.if_then(e.icmp_signed(">=", j0, j1), likely=False):
             e.ret_void()
@@ -113,50 +63,11 @@ class Forward:
             self.mask_pass(e, f, Modifier(e, self.kernel, place, q0), j0, j1, visible)
         self.softmax(e, a, f, index, j0, j1)
         if self.kernel.dropout:
-            drop(e, self.tile, place, q0, f.word("n0"), j0, j1, [P])
+            self.drop_pass(e, place, q0, f, j0, j1)
         O = e.at(f.ptr("O"), e.times(index, e.times(a.word("DVP"), R)))
         e.call(self.pv, [j0, j1, P, f.ptr("V"), f.word("ldv"), O, a.word("DVP"), f.ptr("alpha")])
         e.ret_void()
         return function
-
-    def extent(self, e: Emit, a: Slots, f: Slots, place: Place, q0: Value) -> tuple[Value, Value, Value, Value, Any]:
-        """Keys [j0, j1) of the block the strip must visit, [solid0, solid1) of them seen by every row, and the test for
-        the others; multiples of J counted from n0."""
-        J, n0, n_pad = self.tile.keys, f.word("n0"), f.word("n_pad")
-        width = e.minus(f.word("n1"), n0)
-        last = e.least(e.plus(q0, self.tile.rows - 1), e.minus(place.Sq, 1))
-        if self.simple:
-            term = self.terms[0]
-            low, _ = interval(e, place, term, q0)
-            _, high = interval(e, place, term, last)
-            inner_low, _ = interval(e, place, term, last)
-            _, inner_high = interval(e, place, term, q0)
-
-            def near(x: Value) -> Value:
-                return e.least(e.most(e.minus(x, n0), 0), width)
-
-            j0, j1 = e.round_down(near(low), J), e.round_up(near(high), J)
-            solid0 = e.least(e.round_up(near(inner_low), J), j1)
-            solid1 = e.most(e.round_down(near(inner_high), J), solid0)
-            lows, highs = lane_interval(e, self.tile, place, term, q0, n0)
-            return j0, j1, solid0, solid1, lambda e, j: within(e, j, lows, highs)
-        W = f.ptr("W")
-        where = [place.batch, place.head, place.Sq, place.Sk, place.q_start, place.k_start]
-        alive = e.call(self.alive, [a.pointer, *where, q0, last, n0, f.word("n1")])
-        kind = e.alloca(I64)
-        e.store(I64(EMPTY), kind)
-        with e.if_then(e.icmp_signed("!=", alive, I64(0))):
-            e.store(e.call(self.bits, [a.pointer, *where, q0, n0, e.plus(n0, n_pad), W]), kind)
-        kind = e.load(kind, typ=I64)
-        nothing = e.icmp_signed("==", kind, I64(EMPTY))
-        whole = e.icmp_signed("==", kind, I64(FULL))
-        j1 = e.select(nothing, I64(0), n_pad)
-
-        def visible(e: Emit, j: Value) -> list[Value]:
-            words = strip(e, self.tile, W, e.times(j, self.tile.rows), e.real.bits)
-            return [e.icmp_signed("!=", w, e.iconst(0)) for w in words]
-
-        return I64(0), j1, I64(0), e.select(whole, j1, I64(0)), visible
 
     def mask_pass(self, e: Emit, f: Slots, modifier: Modifier | None, j0: Value, j1: Value, visible: Any) -> None:
         """Scores of keys [j0, j1) changed, -inf where hidden; their maximum joins `top`."""
@@ -174,6 +85,15 @@ class Forward:
             over.carry([e.top(t, x) for t, x in zip(over.values, s, strict=True)])
         put_strip(e, over.values, f.ptr("top"))
 
+    def drop_pass(self, e: Emit, place: Place, q0: Value, f: Slots, j0: Value, j1: Value) -> None:
+        P = f.ptr("P")
+
+        def visit(j: Value, i: int, kept: Value) -> None:
+            at = e.plus(e.times(j, self.tile.rows), i * e.lanes)
+            e.vput(e.select(kept, e.vget(P, at), e.const(0.0)), P, at)
+
+        drop(e, self.tile, place, q0, f.word("n0"), (j0, j1), visit)
+
     def softmax(self, e: Emit, a: Slots, f: Slots, index: Value, j0: Value, j1: Value) -> None:
         """P = 2**(s - m) in place; l and m moved on; alpha left for O."""
         R, P = self.tile.rows, f.ptr("P")
@@ -185,67 +105,20 @@ class Forward:
             e.top(before, e.ceiling(e.fmul(top, factor)))
             for before, top in zip(old, strip(e, self.tile, f.ptr("top")), strict=True)
         ]
-        alpha = [exp2(e, e.fsub(before, now)) for before, now in zip(old, m, strict=True)]
+        alpha = exp2(e, [e.fsub(before, now) for before, now in zip(old, m, strict=True)])
         put_strip(e, m, m_ptr)
         put_strip(e, alpha, f.ptr("alpha"))
         below = [e.fneg(x) for x in m]
         with e.loop(j0, j1, 1, [e.const(0.0)] * self.tile.vectors) as over:
             at = e.times(over.index, R)
             s = strip(e, self.tile, P, at)
-            p = [exp2(e, e.mad(x, factor, b)) for x, b in zip(s, below, strict=True)]
+            p = exp2(e, [e.mad(x, factor, b) for x, b in zip(s, below, strict=True)])
             put_strip(e, p, P, at)
             over.carry([e.fadd(t, x) for t, x in zip(over.values, p, strict=True)])
         l_new = [
             e.mad(before, al, now) for before, al, now in zip(strip(e, self.tile, l_ptr), alpha, over.values, strict=True)
         ]
         put_strip(e, l_new, l_ptr)
-
-    # -- values that nobody sees
-
-    def emit_clean(self) -> Any:
-        """clean(args, frame, strips): zero the rows of V that no row of the task sees, if any value is not finite.
-
-        A hidden value must not reach the output as 0 · inf; with finite values there is nothing to do.
-        """
-        e, (args, frame, strips), function = self.unit.function("clean", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
-        V, step, cols, n_pad = f.ptr("V"), f.word("ldv"), a.word("DVP"), f.word("n_pad")
-        with e.loop(0, n_pad, 1, [e.num(0.0)]) as row:
-            start = e.times(row.index, step)
-            with e.loop(0, cols, 1, [row.values[0]]) as col:
-                col.carry([e.mad(e.get(V, e.plus(start, col.index)), e.num(0.0), col.values[0])])
-            row.carry([col.values[0]])
-        with e.if_then(e.fcmp_ordered("==", row.values[0], e.num(0.0)), likely=True):
-            e.ret_void()
-        with e.loop(0, n_pad) as key:
-            with e.loop(0, strips, 1, [I1(0)]) as over:
-                head, q0 = self.where(e, a, f, over.index)
-                over.carry([e.or_(over.values[0], self.seen(e, a, f, self.place(e, a, f, head), q0, key.index))])
-            with e.if_then(e.not_(over.values[0])), e.loop(0, cols) as col:
-                e.put(e.num(0.0), V, e.plus(e.times(key.index, step), col.index))
-        e.ret_void()
-        return function
-
-    def seen(self, e: Emit, a: Slots, f: Slots, place: Place, q0: Value, j: Value) -> Value:
-        """Does any row of the strip at q0 see key n0 + j?"""
-        n0 = f.word("n0")
-        key = e.plus(n0, j)
-        if self.simple:
-            lows, highs = lane_interval(e, self.tile, place, self.terms[0], q0, n0)
-            ok = within(e, j, lows, highs)
-        else:
-            where = [place.batch, place.head, place.Sq, place.Sk, place.q_start, place.k_start]
-            e.call(self.bits, [a.pointer, *where, q0, key, e.plus(key, 1), f.ptr("W")])
-            ok = [e.icmp_signed("!=", w, e.iconst(0)) for w in strip(e, self.tile, f.ptr("W"), 0, e.real.bits)]
-        if self.kernel.bias:
-            _, unmasked, _ = Modifier(e, self.kernel, place, q0).apply([e.const(0.0)] * self.tile.vectors, key)
-            assert unmasked is not None
-            ok = [e.and_(x, y) for x, y in zip(ok, unmasked, strict=True)]
-        total: Value = I1(0)
-        for vector in ok:
-            for lane in range(e.lanes):
-                total = e.or_(total, e.extract_element(vector, I32(lane)))
-        return total
 
     # -- results
 
@@ -267,14 +140,11 @@ class Forward:
             factor = e.select(dead, e.const(0.0), e.fdiv(keep, l_now))
             e.vput(factor, factors, i * e.lanes)
         rows = e.least(R, e.minus(e.plus(f.word("m0"), f.word("rows")), q0))
-        batch = I64(0) if self.kernel.varlen else f.word("batch")
         position = e.plus(f.word("q_start"), q0)
-        out = e.plus(e.times(batch, a.word("o_b")), e.times(head, a.word("o_h")), e.times(position, a.word("o_s")))
         O = e.at(f.ptr("O"), e.times(index, e.times(a.word("DVP"), R)))
-        to = e.at(a.ptr("o"), out, STORAGE[self.kernel.dtype])
+        to = self.source(e, a, f, "o", head, position)
         e.call(self.unpack_strip, [to, a.word("o_s"), O, rows, a.word("Dv"), factors])
-        heads = e.times(a.word("kv_heads"), a.word("group"))
-        lse = e.at(a.ptr("lse"), e.plus(e.times(e.plus(e.times(batch, heads), head), a.word("Sq")), position))
+        lse = e.at(a.ptr("lse"), self.row_offset(e, a, f, head, position))
         with e.loop(0, rows) as over:
             e.put(self.natural_lse(e, e.get(m_ptr, over.index), e.get(l_ptr, over.index)), lse, over.index)
         e.ret_void()
@@ -298,8 +168,8 @@ class Forward:
         for i in range(tile.vectors):
             old, total = e.vget(m_ptr, i * e.lanes), e.vget(l_ptr, i * e.lanes)
             m = e.top(old, e.ceiling(logit))
-            alpha = exp2(e, e.fsub(old, m))
-            e.vput(e.mad(total, alpha, exp2(e, e.fsub(logit, m))), l_ptr, i * e.lanes)
+            alpha, sink_share = exp2(e, [e.fsub(old, m), e.fsub(logit, m)])
+            e.vput(e.mad(total, alpha, sink_share), l_ptr, i * e.lanes)
             e.vput(m, m_ptr, i * e.lanes)
             factors.append(alpha)
         with e.loop(0, a.word("DVP")) as col:
@@ -319,8 +189,9 @@ class Forward:
         for i in range(tile.vectors):
             old, other = e.vget(m_ptr, i * e.lanes), e.vget(e.at(m_in, row), i * e.lanes)
             m = e.top(old, other)
-            ours.append(exp2(e, e.fsub(old, m)))
-            theirs.append(exp2(e, e.fsub(other, m)))
+            mine, his = exp2(e, [e.fsub(old, m), e.fsub(other, m)])
+            ours.append(mine)
+            theirs.append(his)
             total = e.fmul(e.vget(l_ptr, i * e.lanes), ours[-1])
             e.vput(e.mad(e.vget(e.at(l_in, row), i * e.lanes), theirs[-1], total), l_ptr, i * e.lanes)
             e.vput(m, m_ptr, i * e.lanes)
@@ -335,35 +206,20 @@ class Forward:
 
     # -- tasks
 
-    def emit_worker(self) -> None:
-        """worker(args, buffer): take tasks from the shared counter until none is left."""
-        task = self.emit_task()
-        e, (args, buffer), _ = self.unit.function("worker", [PTR, PTR], public=True)
-        a = Slots(e, args, self.names)
-        head, body, done = (e.append_basic_block(n) for n in ("next", "take", "over"))
-        counter, tasks = a.ptr("counter"), a.word("tasks")
-        e.branch(head)
-        e.position_at_end(head)
-        number = e.atomic_rmw("add", counter, I64(1), "monotonic")
-        e.cbranch(e.less(number, tasks), body, done)
-        e.position_at_end(body)
-        e.call(task, [args, buffer, number])
-        e.branch(head)
-        e.position_at_end(done)
-        e.ret_void()
-
     def emit_task(self) -> Any:
         """task(args, frame, number): one query block of one key head, or one share of its keys."""
         e, (args, frame, number), function = self.unit.function("task", [PTR, PTR, I64])
         a, f = self.open(e, args, frame)
-        self.locate(e, a, f, number)
+        splits = a.word("splits")
+        f.set("split", e.rest(number, splits))
+        rest, blocks = e.over(number, splits), a.word("blocks")
+        self.locate(e, a, f, e.rest(rest, blocks), e.over(rest, blocks))
         with e.if_then(e.icmp_signed("<=", f.word("rows"), I64(0)), likely=False):
             e.ret_void()
         strips = e.times(f.word("strips"), a.word("group"))
         self.start(e, a, f, strips)
         first, rows = f.word("m0"), f.word("rows")
-        low, high = hull(e, self.place(e, a, f, I64(0)), self.terms, first, e.plus(first, rows, -1))
-        splits = a.word("splits")
+        low, high = hull(e, self.place(a, f, I64(0)), self.terms, first, e.plus(first, rows, -1))
         alone = e.icmp_signed("==", splits, I64(1))
         # shares are whole key blocks; share s of n takes blocks [s·c/n, (s + 1)·c/n)
         BN, share = a.word("BN"), f.word("split")
@@ -383,57 +239,22 @@ class Forward:
         e.ret_void()
         return function
 
-    def locate(self, e: Emit, a: Slots, f: Slots, number: Value) -> None:
-        """Task number -> (batch, key head, query block, share); lengths and starts of its sequence."""
-        splits, blocks, kv_heads = a.word("splits"), a.word("blocks"), a.word("kv_heads")
-        f.set("split", e.rest(number, splits))
-        rest = e.over(number, splits)
-        block = e.rest(rest, blocks)
-        # with a causal mask later blocks cost more: start them first
-        block = e.select(e.icmp_signed("!=", a.word("descending"), I64(0)), e.minus(e.minus(blocks, 1), block), block)
-        rest = e.over(rest, blocks)
-        f.set("kv_head", e.rest(rest, kv_heads))
-        batch = e.over(rest, kv_heads)
-        f.set("batch", batch)
-        Sq, Sk, q_start, k_start = a.word("Sq"), a.word("Sk"), I64(0), I64(0)
-        if self.kernel.varlen:
-
-            def bound(name: str, index: Value) -> Value:
-                return e.sext(e.get(a.ptr(name), index, I32), I64)
-
-            q_start, k_start = bound("cu_q", batch), bound("cu_k", batch)
-            Sq = e.minus(bound("cu_q", e.plus(batch, 1)), q_start)
-            Sk = e.minus(bound("cu_k", e.plus(batch, 1)), k_start)
-        first = e.times(block, a.word("BM"))
-        rows = e.least(a.word("BM"), e.minus(Sq, first))
-        values = {"Sq": Sq, "Sk": Sk, "q_start": q_start, "k_start": k_start, "m0": first, "rows": rows}
-        for name, value in values.items():
-            f.set(name, value)
-        f.set("strips", e.over(e.plus(rows, self.tile.rows - 1), self.tile.rows))
-
     def start(self, e: Emit, a: Slots, f: Slots, strips: Value) -> None:
         """Lay out the frame, pack Q, set m, l and O to those of no keys."""
         tile, R = self.tile, self.tile.rows
         DP, DVP, BN = a.word("DP"), a.word("DVP"), a.word("BN")
         rows = e.times(a.word("BM"), a.word("group"))
-        sizes = [e.times(rows, DP), e.times(rows, DVP), rows, rows, e.times(BN, R), e.times(BN, R), I64(R), I64(R)]
-        sizes += [e.times(BN, a.word("LDK")), e.times(BN, a.word("LDV"))]
-        cursor = e.at(f.pointer, FRAME_BYTES, I8)
-        names = ("Q", "O", "m", "l", "P", "W", "top", "alpha", "K_tile", "V_tile")
-        for name, size in zip(names, sizes, strict=True):
-            f.set(name, e.ptrtoint(cursor, I64))
-            cursor = e.at(cursor, e.round_up(size, ALIGN))
-        kind, row_step, col_step = STORAGE[self.kernel.dtype], a.word("q_s"), a.word("q_d")
-        batch = I64(0) if self.kernel.varlen else f.word("batch")
+        sizes = {"Q": e.times(rows, DP), "O": e.times(rows, DVP), "m": rows, "l": rows, "P": e.times(BN, R)}
+        sizes |= {"W": e.times(BN, R), "top": I64(R), "alpha": I64(R)}
+        sizes |= {"K_tile": e.times(BN, a.word("LDK")), "V_tile": e.times(BN, a.word("LDV"))}
+        self.lay_out(e, f, sizes)
         last = e.plus(f.word("m0"), f.word("rows"))
         with e.loop(0, strips) as over:
             head, q0 = self.where(e, a, f, over.index)
-            offset = e.plus(e.times(batch, a.word("q_b")), e.times(head, a.word("q_h")))
-            offset = e.plus(offset, e.times(e.plus(f.word("q_start"), q0), row_step))
+            source = self.source(e, a, f, "q", head, e.plus(f.word("q_start"), q0))
             to = e.at(f.ptr("Q"), e.times(over.index, e.times(DP, R)))
-            valid = e.least(R, e.minus(last, q0))
-            source = e.at(a.ptr("q"), offset, kind)
-            e.call(self.pack_strip, [to, DP, source, row_step, col_step, valid, a.word("D"), a.num("q_factor")])
+            shape = [a.word("q_s"), a.word("q_d"), e.least(R, e.minus(last, q0)), a.word("D")]
+            e.call(self.pack_strip, [to, DP, source, *shape, a.num("q_factor")])
             row = e.times(over.index, R)
             put_strip(e, [e.const(self.real.lowest)] * tile.vectors, f.ptr("m"), row)
             put_strip(e, [e.const(0.0)] * tile.vectors, f.ptr("l"), row)
@@ -441,38 +262,14 @@ class Forward:
             e.vput(e.const(0.0), f.ptr("O"), cell.index)
 
     def block(self, e: Emit, a: Slots, f: Slots, strips: Value) -> None:
-        """Bring the K and V tile of keys [n0, n1) into reach, then every strip."""
-        n0, n1 = f.word("n0"), f.word("n1")
-        go = e.append_basic_block("visit")
-        after = e.append_basic_block("skip")
+        """Every strip against the keys [n0, n1)."""
+        go, after = e.append_basic_block("visit"), e.append_basic_block("skip")
         if self.simple:
             e.branch(go)
         else:
-            first, last = f.word("m0"), e.plus(f.word("m0"), f.word("rows"), -1)
-            base = e.times(f.word("kv_head"), a.word("group"))
-            with e.loop(0, a.word("group"), 1, [I64(0)]) as over:
-                place = self.place(e, a, f, e.plus(base, over.index))
-                where = [place.batch, place.head, place.Sq, place.Sk, place.q_start, place.k_start]
-                alive = e.call(self.alive, [a.pointer, *where, first, last, n0, n1])
-                over.carry([e.or_(over.values[0], alive)])
-            e.cbranch(e.icmp_signed("!=", over.values[0], I64(0)), go, after)
+            e.cbranch(self.block_alive(e, a, f, a.word("group")), go, after)
         e.position_at_end(go)
-        width = e.minus(n1, n0)
-        padded = e.round_up(width, self.tile.keys)
-        f.set("n_pad", padded)
-        in_place = e.and_(e.icmp_signed("!=", a.word("direct"), I64(0)), e.icmp_signed("==", width, padded))
-        for name, step, cols, all_cols, tile_step in (("k", "ldk", "D", "DP", "LDK"), ("v", "ldv", "Dv", "DVP", "LDV")):
-            batch = I64(0) if self.kernel.varlen else f.word("batch")
-            row_step = a.word(f"{name}_s")
-            offset = e.plus(e.times(batch, a.word(f"{name}_b")), e.times(f.word("kv_head"), a.word(f"{name}_h")))
-            offset = e.plus(offset, e.times(e.plus(f.word("k_start"), n0), row_step))
-            source = e.at(a.ptr(name), offset, STORAGE[self.kernel.dtype])
-            buffer = f.ptr(f"{name.upper()}_tile")
-            with e.if_then(e.not_(in_place)):
-                shape = [a.word(tile_step), a.word(all_cols), source, row_step, a.word(f"{name}_d"), width, padded]
-                e.call(self.copy_rows, [buffer, *shape, a.word(cols)])
-            f.set(name.upper(), e.ptrtoint(e.select(in_place, source, buffer), I64))
-            f.set(step, e.select(in_place, row_step, a.word(tile_step)))
+        self.fetch_tiles(e, a, f)
         if self.clean:
             e.call(self.clean, [a.pointer, f.pointer, strips])
         with e.loop(0, strips) as over:
@@ -510,7 +307,3 @@ class Forward:
 
 def emit(kernel: Kernel, arch: str) -> str:
     return str(Forward(kernel, arch).unit.module)
-
-
-def itemsize(kernel: Kernel) -> int:
-    return ITEMSIZE[kernel.real]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from tilewise.backends.cpu.ir import I1, I8, I32, I64, PTR, Emit, Unit, Value
-from tilewise.backends.cpu.spec import Register
 from tilewise.backends.cpu.slots import Slots
+from tilewise.backends.cpu.spec import Register
 from tilewise.masks.program import INTS, TENSORS
 
 EMPTY, PARTIAL, FULL = 0, 1, 2

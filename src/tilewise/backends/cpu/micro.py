@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.backends.cpu.ir import I64, PTR, UNROLL, Emit, Unit, Value
-from tilewise.backends.cpu.spec import Register
+from tilewise.backends.cpu.ir import I64, PTR, Emit, Unit, Value
+from tilewise.backends.cpu.spec import UNROLL, Register
 
 
 def strip(e: Emit, tile: Register, pointer: Value, offset: int | Value = 0, kind: Any = None) -> list[Value]:

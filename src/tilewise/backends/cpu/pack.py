@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.backends.cpu.ir import I64, PTR, STORAGE, UNROLL, Emit, Unit, Value
-from tilewise.backends.cpu.spec import Register
+from tilewise.backends.cpu.ir import I64, PTR, STORAGE, Emit, Unit, Value
+from tilewise.backends.cpu.spec import UNROLL, Register
 
 
 def fetch(e: Emit, source: Value, offset: Value, dtype: str, lanes: int = 0) -> Value:

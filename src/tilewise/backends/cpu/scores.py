@@ -5,12 +5,13 @@ Scores leave here in units of log 2: kernels exponentiate with 2**x.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tilewise.backends.cpu.elementary import LOG2E, philox, tanh
 from tilewise.backends.cpu.ir import I32, I64, Emit, Value
 from tilewise.backends.cpu.masking import Place, gather
-from tilewise.backends.cpu.spec import Register
 from tilewise.backends.cpu.pack import fetch
-from tilewise.backends.cpu.spec import Kernel
+from tilewise.backends.cpu.spec import Kernel, Register
 
 
 class Modifier:
@@ -56,12 +57,20 @@ class Modifier:
         return s, visible, tanhs
 
 
-def drop(e: Emit, tile: Register, place: Place, q0: Value, n0: Value, j0: Value, j1: Value, buffers: list[Value]) -> None:
-    """Zero the dropped cells of tiles X[j][lane], j in [j0, j1) counted from key n0. Survivors are scaled elsewhere.
+def drop(
+    e: Emit,
+    tile: Register,
+    place: Place,
+    q0: Value,
+    n0: Value,
+    keys: tuple[Value, Value],
+    visit: Callable[[Value, int, Value], None],
+) -> None:
+    """For each key j of [j0, j1), counted from n0, and vector i of the strip: `visit(j, i, kept)`.
 
     One Philox block serves four adjacent keys, so groups are aligned in the sequence, not in the tile.
     """
-    args = place.args
+    args, (j0, j1) = place.args, keys
     seed = args.word("seed")
     key = (e.trunc(seed, I32), e.trunc(e.lshr(seed, I64(32)), I32))
     threshold = e.splat(e.trunc(args.word("threshold"), I32))
@@ -76,9 +85,5 @@ def drop(e: Emit, tile: Register, place: Place, q0: Value, n0: Value, j0: Value,
             j = e.minus(e.plus(e.times(group.index, 4), w), n0)
             inside = e.and_(e.icmp_signed(">=", j, j0), e.icmp_signed("<", j, j1))
             with e.if_then(inside):
-                for buffer in buffers:
-                    for i in range(tile.vectors):
-                        kept = e.icmp_unsigned(">=", words[i][w], threshold)
-                        offset = e.plus(e.times(j, tile.rows), i * e.lanes)
-                        e.vput(e.select(kept, e.vget(buffer, offset), e.const(0.0)), buffer, offset)
-    return None
+                for i in range(tile.vectors):
+                    visit(j, i, e.icmp_unsigned(">=", words[i][w], threshold))

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from tilewise.masks.program import INTS, TENSORS
 
+FRAME_BYTES = 512  # the words of a frame; its buffers follow
+ALIGN = 16  # elements: every buffer starts on such a multiple
+UNROLL = 4  # steps of a contraction per loop trip: head dims are padded to it
 MASK_RANK = 4  # strides carried for each mask tensor
 
 

@@ -1,0 +1,242 @@
+"""What forward and backward kernels share: where a strip stands, which keys it sees, tiles of K and V, tasks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewise.backends.cpu.ir import I1, I8, I32, I64, PTR, REALS, STORAGE, Emit, Unit, Value
+from tilewise.backends.cpu.masking import (
+    EMPTY,
+    FULL,
+    Place,
+    emit_alive,
+    emit_bits,
+    interval,
+    is_interval,
+    lane_interval,
+    parse_terms,
+    within,
+)
+from tilewise.backends.cpu.micro import strip
+from tilewise.backends.cpu.pack import emit_copy_rows, emit_pack_strip, emit_unpack_strip
+from tilewise.backends.cpu.scores import Modifier
+from tilewise.backends.cpu.slots import Slots
+from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, argument_names
+
+FRAME = (
+    *("batch", "kv_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad"),
+    *("K", "V", "ldk", "ldv", "K_tile", "V_tile", "W"),
+)
+
+
+class KernelModule:
+    """One module of functions over (arguments, frame); subclasses add their own words to the frame."""
+
+    frame: tuple[str, ...] = FRAME
+
+    def __init__(self, kernel: Kernel, arch: str) -> None:
+        self.kernel, self.tile = kernel, kernel.tile
+        self.real = REALS[kernel.real]
+        self.unit = Unit(kernel.kind, self.real, self.tile.lanes, arch)
+        self.names = argument_names(kernel)
+        self.terms = parse_terms(kernel.structure)
+        self.simple = is_interval(kernel.structure)
+        if not self.simple:
+            self.alive = emit_alive(self.unit, self.names, kernel.structure)
+            self.bits = emit_bits(self.unit, self.names, kernel.structure, self.tile)
+        self.copy_rows = emit_copy_rows(self.unit, kernel.dtype)
+        self.pack_strip = emit_pack_strip(self.unit, self.tile, kernel.dtype)
+        self.unpack_strip = emit_unpack_strip(self.unit, self.tile, kernel.dtype)
+        self.clean = None if self.simple and not kernel.bias else self.emit_clean()
+
+    def open(self, e: Emit, args: Value, frame: Value) -> tuple[Slots, Slots]:
+        return Slots(e, args, self.names), Slots(e, frame, self.frame)
+
+    def place(self, a: Slots, f: Slots, head: Value) -> Place:
+        return Place(a, f.word("batch"), head, f.word("Sq"), f.word("Sk"), f.word("q_start"), f.word("k_start"))
+
+    def mask_words(self, place: Place) -> list[Value]:
+        return [place.batch, place.head, place.Sq, place.Sk, place.q_start, place.k_start]
+
+    def where(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, Value]:
+        """(query head, first position) of strip `index` of the task."""
+        per_head = f.word("strips")
+        head = e.plus(e.times(f.word("kv_head"), a.word("group")), e.over(index, per_head))
+        return head, e.plus(f.word("m0"), e.times(e.rest(index, per_head), self.tile.rows))
+
+    def batch_offset(self, f: Slots) -> Value:
+        """Index of the sequence along the batch side of q, k, v and their like; packed batches have one such row."""
+        return I64(0) if self.kernel.varlen else f.word("batch")
+
+    def source(self, e: Emit, a: Slots, f: Slots, name: str, head: Value, position: Value) -> Value:
+        """Address of the row at `position` of a tensor in the inputs' dtype."""
+        offset = e.plus(e.times(self.batch_offset(f), a.word(f"{name}_b")), e.times(head, a.word(f"{name}_h")))
+        offset = e.plus(offset, e.times(position, a.word(f"{name}_s")))
+        return e.at(a.ptr(name), offset, STORAGE[self.kernel.dtype])
+
+    def lay_out(self, e: Emit, f: Slots, sizes: dict[str, int | Value]) -> None:
+        """Give each buffer its place behind the frame's words; the host sums the same sizes."""
+        cursor = e.at(f.pointer, FRAME_BYTES, I8)
+        for name, size in sizes.items():
+            f.set(name, e.ptrtoint(cursor, I64))
+            cursor = e.at(cursor, e.round_up(e.int(size), ALIGN))
+
+    def extent(self, e: Emit, a: Slots, f: Slots, place: Place, q0: Value) -> tuple[Value, Value, Value, Value, Any]:
+        """Keys [j0, j1) of the block the strip must visit, [solid0, solid1) of them seen by every row, and the test for
+        the others; multiples of J counted from n0."""
+        J, n0, n_pad = self.tile.keys, f.word("n0"), f.word("n_pad")
+        width = e.minus(f.word("n1"), n0)
+        last = e.least(e.plus(q0, self.tile.rows - 1), e.minus(place.Sq, 1))
+        if self.simple:
+            term = self.terms[0]
+            low, _ = interval(e, place, term, q0)
+            _, high = interval(e, place, term, last)
+            inner_low, _ = interval(e, place, term, last)
+            _, inner_high = interval(e, place, term, q0)
+
+            def near(x: Value) -> Value:
+                return e.least(e.most(e.minus(x, n0), 0), width)
+
+            j0, j1 = e.round_down(near(low), J), e.round_up(near(high), J)
+            solid0 = e.least(e.round_up(near(inner_low), J), j1)
+            solid1 = e.most(e.round_down(near(inner_high), J), solid0)
+            lows, highs = lane_interval(e, self.tile, place, term, q0, n0)
+            return j0, j1, solid0, solid1, lambda e, j: within(e, j, lows, highs)
+        W = f.ptr("W")
+        where = self.mask_words(place)
+        alive = e.call(self.alive, [a.pointer, *where, q0, last, n0, f.word("n1")])
+        kind = e.alloca(I64)
+        e.store(I64(EMPTY), kind)
+        with e.if_then(e.icmp_signed("!=", alive, I64(0))):
+            e.store(e.call(self.bits, [a.pointer, *where, q0, n0, e.plus(n0, n_pad), W]), kind)
+        kind = e.load(kind, typ=I64)
+        nothing = e.icmp_signed("==", kind, I64(EMPTY))
+        whole = e.icmp_signed("==", kind, I64(FULL))
+        j1 = e.select(nothing, I64(0), n_pad)
+
+        def visible(e: Emit, j: Value) -> list[Value]:
+            words = strip(e, self.tile, W, e.times(j, self.tile.rows), e.real.bits)
+            return [e.icmp_signed("!=", w, e.iconst(0)) for w in words]
+
+        return I64(0), j1, I64(0), e.select(whole, j1, I64(0)), visible
+
+    def fetch_tiles(self, e: Emit, a: Slots, f: Slots) -> None:
+        """Bring the K and V rows of keys [n0, n1) into reach: in place where they can be used as they lie, else copied."""
+        n0, n1 = f.word("n0"), f.word("n1")
+        width = e.minus(n1, n0)
+        padded = e.round_up(width, self.tile.keys)
+        f.set("n_pad", padded)
+        in_place = e.and_(e.icmp_signed("!=", a.word("direct"), I64(0)), e.icmp_signed("==", width, padded))
+        for name, step, cols, all_cols, tile_step in (("k", "ldk", "D", "DP", "LDK"), ("v", "ldv", "Dv", "DVP", "LDV")):
+            row_step = a.word(f"{name}_s")
+            source = self.source(e, a, f, name, f.word("kv_head"), e.plus(f.word("k_start"), n0))
+            buffer = f.ptr(f"{name.upper()}_tile")
+            with e.if_then(e.not_(in_place)):
+                shape = [a.word(tile_step), a.word(all_cols), source, row_step, a.word(f"{name}_d"), width, padded]
+                e.call(self.copy_rows, [buffer, *shape, a.word(cols)])
+            f.set(name.upper(), e.ptrtoint(e.select(in_place, source, buffer), I64))
+            f.set(step, e.select(in_place, row_step, a.word(tile_step)))
+
+    def block_alive(self, e: Emit, a: Slots, f: Slots, heads: Value) -> Value:
+        """Might any row of the task see a key of [n0, n1)? `heads` query heads from the task's first."""
+        first, last = f.word("m0"), e.plus(f.word("m0"), f.word("rows"), -1)
+        base, _ = self.where(e, a, f, I64(0))
+        with e.loop(0, heads, 1, [I64(0)]) as over:
+            words = self.mask_words(self.place(a, f, e.plus(base, over.index)))
+            alive = e.call(self.alive, [a.pointer, *words, first, last, f.word("n0"), f.word("n1")])
+            over.carry([e.or_(over.values[0], alive)])
+        return e.icmp_signed("!=", over.values[0], I64(0))
+
+    # -- values that nobody sees
+
+    def emit_clean(self) -> Any:
+        """clean(args, frame, strips): zero the rows of V that no row of the task sees, if any value is not finite.
+
+        A hidden value must not reach the output as 0 · inf; with finite values there is nothing to do.
+        """
+        e, (args, frame, strips), function = self.unit.function("clean", [PTR, PTR, I64])
+        a, f = self.open(e, args, frame)
+        V, step, cols, n_pad = f.ptr("V"), f.word("ldv"), a.word("DVP"), f.word("n_pad")
+        with e.loop(0, n_pad, 1, [e.num(0.0)]) as row:
+            start = e.times(row.index, step)
+            with e.loop(0, cols, 1, [row.values[0]]) as col:
+                col.carry([e.mad(e.get(V, e.plus(start, col.index)), e.num(0.0), col.values[0])])
+            row.carry([col.values[0]])
+        with e.if_then(e.fcmp_ordered("==", row.values[0], e.num(0.0)), likely=True):
+            e.ret_void()
+        with e.loop(0, n_pad) as key:
+            with e.loop(0, strips, 1, [I1(0)]) as over:
+                head, q0 = self.where(e, a, f, over.index)
+                over.carry([e.or_(over.values[0], self.seen(e, a, f, self.place(a, f, head), q0, key.index))])
+            with e.if_then(e.not_(over.values[0])), e.loop(0, cols) as col:
+                e.put(e.num(0.0), V, e.plus(e.times(key.index, step), col.index))
+        e.ret_void()
+        return function
+
+    def seen(self, e: Emit, a: Slots, f: Slots, place: Place, q0: Value, j: Value) -> Value:
+        """Does any row of the strip at q0 see key n0 + j?"""
+        n0 = f.word("n0")
+        key = e.plus(n0, j)
+        if self.simple:
+            lows, highs = lane_interval(e, self.tile, place, self.terms[0], q0, n0)
+            ok = within(e, j, lows, highs)
+        else:
+            where = self.mask_words(place)
+            e.call(self.bits, [a.pointer, *where, q0, key, e.plus(key, 1), f.ptr("W")])
+            ok = [e.icmp_signed("!=", w, e.iconst(0)) for w in strip(e, self.tile, f.ptr("W"), 0, e.real.bits)]
+        if self.kernel.bias:
+            _, unmasked, _ = Modifier(e, self.kernel, place, q0).apply([e.const(0.0)] * self.tile.vectors, key)
+            assert unmasked is not None
+            ok = [e.and_(x, y) for x, y in zip(ok, unmasked, strict=True)]
+        total: Value = I1(0)
+        for vector in ok:
+            for lane in range(e.lanes):
+                total = e.or_(total, e.extract_element(vector, I32(lane)))
+        return total
+
+    # -- tasks
+
+    def locate(self, e: Emit, a: Slots, f: Slots, block: Value, pair: Value) -> None:
+        """A query block of a (batch, key head) pair: the lengths and starts of its sequence, its rows and strips."""
+        blocks, kv_heads = a.word("blocks"), a.word("kv_heads")
+        # with a causal mask later blocks cost more: start them first
+        block = e.select(e.icmp_signed("!=", a.word("descending"), I64(0)), e.minus(e.minus(blocks, 1), block), block)
+        batch = e.over(pair, kv_heads)
+        Sq, Sk, q_start, k_start = a.word("Sq"), a.word("Sk"), I64(0), I64(0)
+        if self.kernel.varlen:
+
+            def bound(name: str, index: Value) -> Value:
+                return e.sext(e.get(a.ptr(name), index, I32), I64)
+
+            q_start, k_start = bound("cu_q", batch), bound("cu_k", batch)
+            Sq = e.minus(bound("cu_q", e.plus(batch, 1)), q_start)
+            Sk = e.minus(bound("cu_k", e.plus(batch, 1)), k_start)
+        first = e.times(block, a.word("BM"))
+        rows = e.least(a.word("BM"), e.minus(Sq, first))
+        strips = e.over(e.plus(rows, self.tile.rows - 1), self.tile.rows)
+        values = {"batch": batch, "kv_head": e.rest(pair, kv_heads), "Sq": Sq, "Sk": Sk, "q_start": q_start}
+        values |= {"k_start": k_start, "m0": first, "rows": rows, "strips": strips}
+        for name, value in values.items():
+            f.set(name, value)
+
+    def row_offset(self, e: Emit, a: Slots, f: Slots, head: Value, position: Value) -> Value:
+        """Index of a row in (B, Hq, Sq) statistics."""
+        heads = e.times(a.word("kv_heads"), a.word("group"))
+        return e.plus(e.times(e.plus(e.times(self.batch_offset(f), heads), head), a.word("Sq")), position)
+
+    def emit_worker(self, task: Any) -> None:
+        """worker(args, buffer): take tasks from the shared counter until none is left."""
+        e, (args, buffer), _ = self.unit.function("worker", [PTR, PTR], public=True)
+        a = Slots(e, args, self.names)
+        head, body, done = (e.append_basic_block(n) for n in ("next", "take", "over"))
+        counter, tasks = a.ptr("counter"), a.word("tasks")
+        e.branch(head)
+        e.position_at_end(head)
+        number = e.atomic_rmw("add", counter, I64(1), "monotonic")
+        e.cbranch(e.less(number, tasks), body, done)
+        e.position_at_end(body)
+        e.call(task, [args, buffer, number])
+        e.branch(head)
+        e.position_at_end(done)
+        e.ret_void()
+
