@@ -139,8 +139,12 @@ def padding(draw: Draw, batch: Batch) -> Expression:
 def documents(draw: Draw, batch: Batch) -> Expression:
     _, _, total_q, total_k = batch.shape
     rows = 1 if batch.packed else draw(st.sampled_from([1, len(batch.lengths)]))
-    ids = [np.array(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), dtype=np.int64) for n in [total_k] * rows]
-    q_ids = [np.array(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), dtype=np.int64) for n in [total_q] * rows]
+    ids = [
+        np.array(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), dtype=np.int64) for n in [total_k] * rows
+    ]
+    q_ids = [
+        np.array(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), dtype=np.int64) for n in [total_q] * rows
+    ]
     if draw(st.booleans()):
         ids, q_ids = [np.sort(x) for x in ids], [np.sort(x) for x in q_ids]
     one = rows == 1 and draw(st.booleans())
@@ -160,7 +164,9 @@ def documents(draw: Draw, batch: Batch) -> Expression:
 
 def _lead(draw: Draw, batch: Batch) -> tuple[int, ...]:
     """The leading sides of a table: none, heads, or batch and heads, each of them possibly 1."""
-    sides = draw(st.sampled_from([(1, 1), (len(batch.lengths), 1), (1, batch.heads), (len(batch.lengths), batch.heads)]))
+    sides = draw(
+        st.sampled_from([(1, 1), (len(batch.lengths), 1), (1, batch.heads), (len(batch.lengths), batch.heads)])
+    )
     return sides if sides[0] > 1 else draw(st.sampled_from([sides, sides[1:]] + ([()] if sides[1] == 1 else [])))
 
 
@@ -184,7 +190,9 @@ def dense(draw: Draw, batch: Batch) -> Expression:
     sides = draw(st.sampled_from([(sq, sk), (1, sk), (sq, 1), (1, 1)]))
     bits = _bits(draw, (*_lead(draw, batch), *sides))
     full = np.broadcast_to(bits, (len(batch.lengths), batch.heads, sq, sk))
-    return expression(f"dense({bits.astype(int).tolist()})", tw.dense(bits), batch, lambda b, h, q, k: bool(full[b, h, q, k]))
+    return expression(
+        f"dense({bits.astype(int).tolist()})", tw.dense(bits), batch, lambda b, h, q, k: bool(full[b, h, q, k])
+    )
 
 
 LENGTH_FREE = (causal, window, two_sided, prefix, padding)

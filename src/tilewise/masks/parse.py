@@ -13,7 +13,7 @@ from tilewise.errors import MaskError
 from tilewise.masks.algebra import Mask
 from tilewise.masks.build import ANCHORS, causal, full, prefix, window
 
-_TOKEN = re.compile(r"\s*(?:(?P<number>-?\d+)|(?P<name>[A-Za-z_]+)|(?P<sign>[()&|~,=]))")
+_TOKEN = re.compile(r"\s*(?:(?P<number>-?[0-9]+)|(?P<name>[A-Za-z_]+)|(?P<sign>[()&|~,=]))")
 _MAKERS: dict[str, Callable[..., Mask]] = {"full": full, "causal": causal, "window": window, "prefix": prefix}
 
 
@@ -25,7 +25,10 @@ class _Token(NamedTuple):
 
 def parse(text: str) -> Mask:
     """The mask that `text` describes; masks that need tensors (documents, blocks, …) exist in Python only."""
-    return _Parser(text).parse()
+    try:
+        return _Parser(text).parse()
+    except RecursionError:
+        raise MaskError(f"mask {text[:60]!r}…: nested too deeply; drop some parentheses or negations") from None
 
 
 class _Parser:
@@ -67,8 +70,8 @@ class _Parser:
         if self._take("("):
             while not self._take(")"):
                 self._argument(arguments, options)
-                if self._peek().text != ")":
-                    self._expect(",")
+                if self._peek().text != ")" and not self._take(","):
+                    self._fail(self._peek(), "expected ',' or ')'")
         try:
             return _MAKERS[token.text](*arguments, **options)
         except (TypeError, MaskError) as error:
@@ -77,16 +80,24 @@ class _Parser:
     def _argument(self, arguments: list[int], options: dict[str, str | int]) -> None:
         token = self._advance()
         if token.kind == "number":
-            arguments.append(int(token.text))
-        elif token.kind == "name" and token.text in ANCHORS:
-            options["align"] = token.text
+            arguments.append(self._number(token))
+            return
+        if token.kind == "name" and token.text in ANCHORS:
+            name, value = "align", token
         elif token.kind == "name" and self._take("="):
-            value = self._advance()
+            name, value = token.text, self._advance()
             if value.kind not in ("number", "name"):
                 self._fail(value, "expected a value")
-            options[token.text] = int(value.text) if value.kind == "number" else value.text
         else:
             self._fail(token, "expected an integer, bottom_right, top_left, or name=value")
+        if name in options:
+            self._fail(token, f"{name} is given twice")
+        options[name] = self._number(value) if value.kind == "number" else value.text
+
+    def _number(self, token: _Token) -> int:
+        if len(token.text) > 20:  # Python refuses to read very long ones, and no length has so many digits
+            self._fail(token, "expected an integer of at most 64 bits")
+        return int(token.text)
 
     def _tokens(self) -> list[_Token]:
         tokens, at = [], 0
