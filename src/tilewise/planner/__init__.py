@@ -5,5 +5,6 @@ from __future__ import annotations
 from tilewise.iomodel.tile import TilePlan
 from tilewise.planner.cpu import CpuTile, cpu_tile
 from tilewise.planner.gpu import gpu_tile
+from tilewise.planner.plan import Alternative, Plan, plan
 
-__all__ = ["CpuTile", "TilePlan", "cpu_tile", "gpu_tile"]
+__all__ = ["Alternative", "CpuTile", "Plan", "TilePlan", "cpu_tile", "gpu_tile", "plan"]

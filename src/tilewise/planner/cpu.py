@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilewise.hardware.spec import DeviceSpec, KiB
+from tilewise.iomodel.grid import even
 from tilewise.problem import Problem
 
 MAX_BLOCK = 256
@@ -78,6 +79,7 @@ class _Micro:
 
 def cpu_tile(spec: DeviceSpec, problem: Problem) -> CpuTile:
     """The tile for `problem` on the CPU `spec`."""
+    problem = even(problem)
     size = 8 if problem.dtype == "float64" else 4
     lanes = spec.lanes(size)
     micro, why_micro = register_tile(spec, size)

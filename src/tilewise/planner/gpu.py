@@ -9,6 +9,7 @@ from functools import lru_cache
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.iomodel import cycles, onchip
+from tilewise.iomodel.grid import even
 from tilewise.iomodel.tile import PASSES, TilePlan
 from tilewise.planner.density import band_of, visited_share
 from tilewise.planner.tuned import lookup_tuned
@@ -62,6 +63,8 @@ def ranked(problem: Problem, spec: DeviceSpec, pass_: str = "forward", model_blo
         raise PlanError(f"pass_: got {pass_!r}, need one of {', '.join(PASSES)}")
     if not spec.is_gpu:
         raise PlanError(f"device: {spec.name} is a CPU; use cpu_tile for it")
+    if not spec.flops(problem.dtype, problem.precision):
+        raise PlanError(f"dtype: {spec.name} multiplies no {problem.dtype}, only {', '.join(spec.peak)}")
     found = _ranked(_size_of(problem), spec, pass_, model_blocks)
     if found[0].rejected:
         raise PlanError(
@@ -77,6 +80,7 @@ def evaluate(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Candidate:
 
 
 def _size_of(problem: Problem) -> _Size:
+    problem = even(problem)
     return _Size(
         tasks=max(1, problem.batch * problem.heads),
         kv_tasks=max(1, problem.batch * problem.kv_heads),
@@ -157,8 +161,6 @@ def _judge(tile: TilePlan, size: _Size, spec: DeviceSpec) -> Candidate:
     on_chip = onchip.kernel(tile, size.d, size.dv, size.itemsize, spec)
     flops = spec.flops(size.dtype, size.precision)
     reason = _obstacle(tile, on_chip, spec)
-    if not flops:
-        reason = f"{spec.name} has no {size.dtype} matrix rate"
     if reason:
         return Candidate(tile, on_chip, rejected=reason)
     step = cycles.step(tile, size.d, size.dv, size.itemsize, flops, on_chip, spec)
