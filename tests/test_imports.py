@@ -157,10 +157,10 @@ def test_the_layer_check_lets_pass(name: str, source: str, tmp_path: Path, monke
     assert offences(path) == []
 
 
-def fresh(code: str) -> dict[str, object]:
+def fresh(code: str, **environment: str) -> dict[str, object]:
     """Run `code` in a new interpreter; it leaves its findings in a dict `found`."""
     script = f"found = {{}}\n{code}\nimport json, sys\nprint(json.dumps({{**found, 'modules': sorted(sys.modules)}}))"
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
     answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
@@ -220,26 +220,25 @@ def test_backends_is_a_package_and_a_function(before: str) -> None:
 
 FIRST_CALL = """
 import time, torch
+torch.set_num_threads(1)
 q = torch.randn(1, 2, 64, 32)
-start = time.perf_counter()
+start = time.process_time()  # other processes share the cores
 import tilewise as tw
 out = tw.attention(q, q, q, mask=tw.causal(), backend={backend!r})
-found["ms"] = 1e3 * (time.perf_counter() - start)
+found["ms"] = 1e3 * (time.process_time() - start)
 found["finite"] = bool(out.isfinite().all())
 """
 
 
-def test_the_first_cpu_call_is_quick_and_imports_no_compiler() -> None:
-    """Without a JIT: 50 ms, import of tilewise included. A busy machine gets three tries; the imports get none."""
+def test_the_first_cpu_call_is_quick_and_imports_no_compiler(tmp_path: Path) -> None:
+    """Without a JIT: 50 ms of CPU time, import of tilewise included, byte code at hand as in an installed package."""
     times = []
-    for _ in range(3):
-        answer = fresh(FIRST_CALL.format(backend="tiled"))
+    for _ in range(4):
+        answer = fresh(FIRST_CALL.format(backend="tiled"), PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=str(tmp_path))
         assert answer["finite"]
         assert loaded(answer, "triton", "torch._dynamo", "torch._inductor", "llvmlite") == []
         times.append(float(str(answer["ms"])))
-        if times[-1] <= 50:
-            return
-    pytest.fail(f"first calls took {times} ms, want at most 50")
+    assert min(times[1:]) <= 50, f"first calls took {times} ms; the first of them wrote the byte code"
 
 
 def test_the_automatic_choice_on_cpu_imports_no_compiler_of_torch() -> None:
