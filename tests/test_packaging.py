@@ -1,0 +1,65 @@
+"""What is shipped: a small pure wheel, typed, with one version everywhere and every development package pinned."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import tilewise
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_the_wheel_is_small_and_pure(wheel: Path) -> None:
+    assert wheel.stat().st_size < 1_000_000
+    assert wheel.name == f"tilewise-{tilewise.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    sources = {str(path.relative_to(ROOT / "src").as_posix()) for path in (ROOT / "src" / "tilewise").rglob("*.py")}
+    assert sources <= names
+    assert "tilewise/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [name for name in names if name.endswith((".so", ".pyd", ".dll", ".pyc", ".cubin"))]
+    assert {name.partition("/")[0] for name in names} == {"tilewise", f"tilewise-{tilewise.__version__}.dist-info"}
+
+
+def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        info = f"tilewise-{tilewise.__version__}.dist-info"
+        metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+        entry_points = archive.read(f"{info}/entry_points.txt").decode()
+    assert metadata["Version"] == tilewise.__version__ == PROJECT["version"]
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "BSD-3-Clause"
+    assert "tilewise = tilewise.cli.app:main" in entry_points
+
+
+def test_everything_for_development_is_pinned() -> None:
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pins = dict(line.lower().split("==") for line in text.splitlines() if line and not line.startswith("#"))
+    assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
+    wanted = PROJECT["dependencies"] + [need for extra in PROJECT["optional-dependencies"].values() for need in extra]
+    names = {re.split(r"[<>=;\[ ]", need)[0].lower() for need in wanted}
+    assert names <= set(pins), f"not pinned: {sorted(names - set(pins))}"
+
+
+def test_the_changelog_knows_this_version() -> None:
+    assert f"## {tilewise.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
