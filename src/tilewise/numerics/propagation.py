@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,15 +101,36 @@ class ForwardErrors:
         return torch.where(self.exact.lse == float("-inf"), 0.0, error)
 
     @cached_property
+    def weight_error(self) -> Tensor:
+        """Of each weight's share of the output, before the division."""
+        r = self.rounding
+        return lost(self.exact.w, self.exponent + (self.summing + r.weight + 2 * r.operand + 4 * r.u)[..., None])
+
+    @cached_property
     def out_error(self) -> Tensor:
         """[H, M, Dv]."""
-        r, v = self.rounding, self.piece.v.abs()
-        each = self.exponent + (self.summing + r.weight + 2 * r.operand + 4 * r.u)[..., None]
-        error = lost(self.exact.w, each) @ v * (1 + lost(1.0, self.denominator))[..., None]
-        error = error + lost(self.out.abs(), self.denominator[..., None])
-        error = error + self.kept * r.weight_floor * (self.piece.seen.double() @ v)
-        furthest = self.out.abs() + 1.02 * self.kept * v.amax(-2, keepdim=True) if v.shape[-2] else self.out.abs()
-        return stored(torch.minimum(error, furthest), self.out, r)
+        v = self.piece.v.abs()
+        most = v.amax(-2, keepdim=True) if v.shape[-2] else torch.zeros_like(self.out[:, :1])
+        sums = OutputSums(self.out, self.weight_error @ v, self.piece.seen.double() @ v, most)
+        return out_error(sums, self.denominator, self.kept, self.rounding)
+
+
+class OutputSums(NamedTuple):
+    """What the bound of the output is made of: sums over the keys [H, M, Dv], which may be taken piece by piece."""
+
+    out: Tensor  # Σ w·v, exact
+    errors: Tensor  # Σ weight_error·|v|
+    seen: Tensor  # Σ |v| over visible keys
+    most: Tensor  # max |v| [H, 1, Dv]
+
+
+def out_error(sums: OutputSums, denominator: Tensor, kept: float, rounding: Arithmetic) -> Tensor:
+    """The bound of |Δout| [H, M, Dv]; `denominator` is ForwardErrors.denominator."""
+    error = sums.errors * (1 + lost(1.0, denominator))[..., None]
+    error = error + lost(sums.out.abs(), denominator[..., None])
+    error = error + kept * rounding.weight_floor * sums.seen
+    furthest = sums.out.abs() + 1.02 * kept * sums.most
+    return stored(torch.minimum(error, furthest), sums.out, rounding)
 
 
 class BackwardErrors:

@@ -1,0 +1,37 @@
+"""Rows recomputed over chunks of keys are what the oracle and the bounds say, whatever the call holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conformance.cases import CASES, Case, build
+from tilewise.numerics import bounds, rows
+from tilewise.numerics.oracle import oracle
+
+
+TOLD = [case for case in CASES if not case.name.startswith(("edge", "head-dim", "dtype"))]
+
+
+@pytest.mark.parametrize("case", TOLD, ids=lambda case: case.name)
+def test_chunks_give_the_oracle_and_its_bounds(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "CHUNK", 24)
+    built = build(case)
+    problem, inputs = built.problem, built.inputs
+    with torch.no_grad():
+        out, lse = oracle(problem, inputs)
+        bound = bounds.forward(problem, inputs)
+    for b in range(problem.batch):
+        where = rows.locate(problem, inputs, b)
+        for h in range(problem.heads):
+            # every row, out of order: positions must not be taken for a range
+            positions = torch.randperm(where.queries, generator=torch.Generator().manual_seed(h))
+            found = rows.exact_rows(problem, inputs, rows.Rows(b, h, positions))
+            at = (where.index, h, where.q_start + positions)
+            for name, got, want in (
+                ("out", found.out, out[at]),
+                ("lse", found.lse, lse[at]),
+                ("bound of out", found.out_bound, bound.out[at]),
+                ("bound of lse", found.lse_bound, bound.lse[at]),
+            ):
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
