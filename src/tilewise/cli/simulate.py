@@ -19,7 +19,7 @@ def simulate_command(
     schedule: Annotated[
         str, typer.Option(help="standard, standard3, v1, v2, decode, backward, backward_fused; several with commas.")
     ] = "v2",
-    seqlen: Annotated[int, typer.Option(help="Queries (and keys, unless --kv-seqlen).")] = 96,
+    seqlen: Annotated[int, typer.Option(help="Queries (and keys, unless --kv-seqlen).")] = 256,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 1,
     head_dim: Annotated[int, typer.Option(help="Head dimension.")] = 64,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
@@ -27,8 +27,8 @@ def simulate_command(
     kv_seqlen: Annotated[int | None, typer.Option(help="Keys, if not as many as queries.")] = None,
     dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64: what elements are charged at.")] = "fp16",
     mask: Annotated[str | None, typer.Option(help="For example 'causal & window(32)'.")] = None,
-    block_q: Annotated[int, typer.Option(help="Query rows of a tile.")] = 16,
-    block_k: Annotated[int, typer.Option(help="Keys of a tile.")] = 16,
+    block_q: Annotated[int, typer.Option(help="Query rows of a tile.")] = 64,
+    block_k: Annotated[int, typer.Option(help="Keys of a tile.")] = 32,
     stages: Annotated[int, typer.Option(help="K/V tiles in flight.")] = 2,
     splits: Annotated[int, typer.Option(help="Parts of the keys, for decode.")] = 1,
     form: Annotated[str, typer.Option(help="Online softmax: unnormalised or normalised.")] = "unnormalised",

@@ -70,8 +70,7 @@ def adapted_tile(itemsize: int, d: int, limit: int = SHARED_LIMIT) -> tuple[int,
 
 
 def best_fitting_tile(itemsize: int, d: int, limit: int = SHARED_LIMIT) -> tuple[int, int]:
-    """Instead of falling to 4 × 8: of the power-of-two tiles that fit, the one with the fewest updates, then most
-    rows."""
+    """Instead of falling to 4 × 8: the largest power-of-two tile that fits, the widest (fewest updates) of equals."""
     sizes = (4, 8, 16, 32, 64, 128)
     fitting = [(bq, bkv) for bq in sizes for bkv in sizes if bkv >= bq and s1(bq, bkv, d, itemsize) <= limit]
     return max(fitting, key=lambda tile: (tile[0] * tile[1], tile[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from rich import box
@@ -19,8 +20,9 @@ from tilewise.simulator.device import Simulation
 from tilewise.simulator.precision import Result
 from tilewise.simulator.timeline import Timeline, block_timeline
 
-_WALK_MOST = 40
-"""Rows and columns of tiles drawn at most."""
+_WALK_ROWS, _WALK_WIDTH = 40, 110
+"""Rows of tiles and characters drawn at most."""
+_FILL = {"load": "░", "compute": "▓"}
 
 
 def _table(title: str, *columns: str, left: int = 1) -> Table:
@@ -59,12 +61,12 @@ def walk(run: Simulation) -> RenderableType:
     """The tiles of the first head, each with its place in the order they were visited."""
     problem, tile = run.problem, run.tile
     tiles = TileMap(problem.program, problem.shape, tile.block_q, tile.block_k)
-    order = {}
+    order: dict[tuple[int, int], int] = {}
     for visit in run.walk:
         if (visit.b, visit.h) == (0, 0):
             order.setdefault((visit.i, visit.j), len(order) + 1)
-    rows, cols = min(tiles.rows, _WALK_MOST), min(tiles.cols, _WALK_MOST)
-    width = max(2, len(str(len(order)))) + 1
+    width = max(2, len(str(len(order)))) + 2
+    rows, cols = min(tiles.rows, _WALK_ROWS), min(tiles.cols, _WALK_WIDTH // (width + 1))
     text = Text()
     for i in range(rows):
         text.append(f"  Q{i:<3}", style="dim")
@@ -72,17 +74,15 @@ def walk(run: Simulation) -> RenderableType:
         for j in range(cols):
             number = order.get((i, j))
             style = ("dim", "black on yellow", "black on cyan")[classes[j]]
-            text.append("·".rjust(width) if number is None else str(number).rjust(width), style=style)
+            label = "· " if number is None else f"{number}{'~' if classes[j] == 1 else ' '}"
+            text.append(label.rjust(width), style=style)
             text.append(" ")
         text.append("\n")
     legend = Text.assemble(
-        "  ", (" full ", "black on cyan"), " ", (" partial ", "black on yellow"), ("  · empty, never read", "dim")
+        "  ", (" 1 full ", "black on cyan"), " ", (" 1~ partial ", "black on yellow"), ("  · empty, never read", "dim")
     )
-    note = (
-        ""
-        if tiles.rows <= _WALK_MOST and tiles.cols <= _WALK_MOST
-        else f" (first {rows}×{cols} of {tiles.rows}×{tiles.cols})"
-    )
+    whole = (rows, cols) == (tiles.rows, tiles.cols)
+    note = "" if whole else f" (first {rows}×{cols} of {tiles.rows}×{tiles.cols})"
     title = Text(f"tile walk of {run.schedule}, keys to the right{note}", style="bold")
     return Group(title, text, legend, Text(""))
 
@@ -103,8 +103,6 @@ def timelines(run: Simulation, spec: DeviceSpec) -> RenderableType:
 
 
 def _with_stages(run: Simulation, keys: list[int], rows: int, spec: DeviceSpec, stages: int) -> Timeline:
-    from dataclasses import replace
-
     return block_timeline(run.problem, replace(run.tile, stages=stages), keys, rows, spec)
 
 
@@ -119,7 +117,8 @@ def _draw(line: Timeline, full: float, width: int = 78) -> RenderableType:
                 continue
             first, last = round(event.start * scale), max(round(event.start * scale) + 1, round(event.end * scale))
             style = "black on yellow" if event.kind == "load" else "black on cyan"
-            label = f"{event.step}".center(last - first)[: last - first]
+            fill = _FILL[event.kind]
+            label = f"{event.step}".center(last - first, fill) if last - first > 2 else fill * (last - first)
             for offset, ch in enumerate(label):
                 if first + offset <= width:
                     cells[first + offset] = (ch, style)
@@ -134,8 +133,8 @@ def _draw(line: Timeline, full: float, width: int = 78) -> RenderableType:
         text.append(f", {saved:.0%} saved", style="green")
     else:
         text.append("   ")
-        text.append(" load ", style="black on yellow")
-        text.append(" compute ", style="black on cyan")
+        text.append(f"{_FILL['load']} load ", style="black on yellow")
+        text.append(f"{_FILL['compute']} compute ", style="black on cyan")
     text.append("\n")
     return text
 
