@@ -10,6 +10,8 @@ from tilewise.backends.cpu.ir import DOUBLE, F64, I32, I64, Emit, Value
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+LOG2E_PARTS = {"float32": (1.44269502162933349609375, 1.925962991126617e-8), "float64": (LOG2E, 2.0355273740931033e-17)}
+"""log2(e) as a number of the type and what is left of it."""
 
 
 @cache

@@ -65,7 +65,7 @@ class Forward(KernelModule):
         if self.kernel.dropout:
             self.drop_pass(e, place, q0, f, j0, j1)
         O = e.at(f.ptr("O"), e.times(index, e.times(a.word("DVP"), R)))
-        e.call(self.pv, [j0, j1, P, f.ptr("V"), f.word("ldv"), O, a.word("DVP"), f.ptr("alpha")])
+        e.call(self.pv, [j0, j1, P, I64(R), f.ptr("V"), f.word("ldv"), O, a.word("DVP"), f.ptr("alpha")])
         e.ret_void()
         return function
 
@@ -249,12 +249,13 @@ class Forward(KernelModule):
         sizes |= {"K_tile": e.times(BN, a.word("LDK")), "V_tile": e.times(BN, a.word("LDV"))}
         self.lay_out(e, f, sizes)
         last = e.plus(f.word("m0"), f.word("rows"))
+        put_strip(e, [e.splat(a.num("q_factor"))] * tile.vectors, f.ptr("alpha"))
         with e.loop(0, strips) as over:
             head, q0 = self.where(e, a, f, over.index)
             source = self.source(e, a, f, "q", head, e.plus(f.word("q_start"), q0))
             to = e.at(f.ptr("Q"), e.times(over.index, e.times(DP, R)))
             shape = [a.word("q_s"), a.word("q_d"), e.least(R, e.minus(last, q0)), a.word("D")]
-            e.call(self.pack_strip, [to, DP, source, *shape, a.num("q_factor")])
+            e.call(self.pack_strip, [to, DP, source, *shape, f.ptr("alpha")])
             row = e.times(over.index, R)
             put_strip(e, [e.const(self.real.lowest)] * tile.vectors, f.ptr("m"), row)
             put_strip(e, [e.const(0.0)] * tile.vectors, f.ptr("l"), row)
@@ -285,7 +286,8 @@ class Forward(KernelModule):
         mine = e.at(a.ptr("work"), e.times(number, size))
         used = e.times(strips, self.tile.rows)
         # m and l lie `rows` apart, O behind them
-        spans = ((f.ptr("m"), I64(0), used), (f.ptr("l"), rows, used), (f.ptr("O"), e.times(rows, 2), e.times(used, a.word("DVP"))))
+        o_cells = e.times(used, a.word("DVP"))
+        spans = ((f.ptr("m"), I64(0), used), (f.ptr("l"), rows, used), (f.ptr("O"), e.times(rows, 2), o_cells))
         for source, offset, count in spans:
             with e.loop(0, count, e.lanes) as cell:
                 e.vput(e.vget(source, cell.index), mine, e.plus(offset, cell.index))

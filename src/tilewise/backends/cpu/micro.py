@@ -30,6 +30,8 @@ def put_strip(e: Emit, values: list[Value], pointer: Value, offset: int | Value 
 def by_rows(unit: Unit, name: str, tile: Register, *, accumulate: bool = False, peak: bool = False) -> Any:
     """C[j][r] (+)= Σ_k A[k][r]·B[j][k] for j in [j0, j1); `peak` also folds max_j C into M[r].
 
+    The sum over k is complete before it joins C: half the rounding error of one long sum.
+
     Arguments: k1 (a multiple of UNROLL), A with R lanes a row, B, its row stride, C, its row stride, j0, j1[, M].
     """
     args = [I64, PTR, PTR, I64, PTR, I64, I64, I64] + [PTR] * peak
@@ -39,8 +41,7 @@ def by_rows(unit: Unit, name: str, tile: Register, *, accumulate: bool = False, 
     with e.loop(j0, j1, J, best) as over_j:
         b_rows = [e.at(b_ptr, e.times(e.plus(over_j.index, j), b_step)) for j in range(J)]
         c_rows = [e.at(c_ptr, e.times(e.plus(over_j.index, j), c_step)) for j in range(J)]
-        first = [x for row in c_rows for x in strip(e, tile, row)] if accumulate else [e.const(0.0)] * (J * width)
-        with e.loop(0, k1, UNROLL, first) as over_k:
+        with e.loop(0, k1, UNROLL, [e.const(0.0)] * (J * width)) as over_k:
             acc = list(over_k.values)
             a_row = e.at(a_ptr, e.times(over_k.index, tall))
             small = [e.vget(b, over_k.index, lanes=UNROLL) for b in b_rows] if e.arch == "aarch64" else []
@@ -55,7 +56,10 @@ def by_rows(unit: Unit, name: str, tile: Register, *, accumulate: bool = False, 
                         acc[j * width + i] = e.mad(a[i], b, acc[j * width + i])
             over_k.carry(acc)
         for j in range(J):
-            put_strip(e, over_k.values[j * width : (j + 1) * width], c_rows[j])
+            new = over_k.values[j * width : (j + 1) * width]
+            if accumulate:
+                new = [e.fadd(x, y) for x, y in zip(strip(e, tile, c_rows[j]), new, strict=True)]
+            put_strip(e, new, c_rows[j])
         if peak:
             tops = list(over_j.values)
             for n, value in enumerate(over_k.values):
@@ -70,18 +74,18 @@ def by_rows(unit: Unit, name: str, tile: Register, *, accumulate: bool = False, 
 def by_cols(unit: Unit, name: str, tile: Register, *, scaled: bool) -> Any:
     """C[j][r] = C[j][r]·F[r] + Σ_k A[k][r]·B[k][j] for j in [0, j1) and k in [k0, k1); without `scaled`, F is 1.
 
-    Arguments: k0, k1 (an even number of steps), A with R lanes a row, B, its row stride, C with R lanes a row, j1[, F].
+    Arguments: k0, k1 (an even number of steps), A, its row stride, B, its row stride, C with R lanes a row, j1[, F].
     The sum over this block of keys is complete before it joins C: half the rounding error of one long sum.
     """
-    args = [I64, I64, PTR, PTR, I64, PTR, I64] + [PTR] * scaled
-    e, (k0, k1, a_ptr, b_ptr, b_step, c_ptr, j1, *rest), function = unit.function(name, args, apart=(2, 3, 5))
+    args = [I64, I64, PTR, I64, PTR, I64, PTR, I64] + [PTR] * scaled
+    e, (k0, k1, a_ptr, a_step, b_ptr, b_step, c_ptr, j1, *rest), function = unit.function(name, args, apart=(2, 4, 6))
     width, tall, J = tile.vectors, tile.rows, tile.keys
     with e.loop(0, j1, J) as over_j:
         with e.loop(k0, k1, 2, [e.const(0.0)] * (J * width)) as over_k:
             acc = list(over_k.values)
             for step in range(2):
                 k = e.plus(over_k.index, step)
-                a = strip(e, tile, a_ptr, e.times(k, tall))
+                a = strip(e, tile, a_ptr, e.times(k, a_step))
                 b_row = e.at(e.at(b_ptr, e.times(k, b_step)), over_j.index)
                 small = [e.vget(b_row, n, lanes=UNROLL) for n in range(0, J, UNROLL)] if e.arch == "aarch64" else []
                 for j in range(J):

@@ -33,6 +33,8 @@ class KernelModule:
     """One module of functions over (arguments, frame); subclasses add their own words to the frame."""
 
     frame: tuple[str, ...] = FRAME
+    cleaned: tuple[str, ...] = ("V",)
+    """Tiles whose hidden rows would be multiplied by zero."""
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         self.kernel, self.tile = kernel, kernel.tile
@@ -150,26 +152,32 @@ class KernelModule:
     # -- values that nobody sees
 
     def emit_clean(self) -> Any:
-        """clean(args, frame, strips): zero the rows of V that no row of the task sees, if any value is not finite.
+        """clean(args, frame, strips): zero the tile rows that no row of the task sees, if any element is not finite.
 
-        A hidden value must not reach the output as 0 · inf; with finite values there is nothing to do.
+        What is hidden must not reach a result as 0 · inf; where everything is finite there is nothing to do.
         """
         e, (args, frame, strips), function = self.unit.function("clean", [PTR, PTR, I64])
         a, f = self.open(e, args, frame)
-        V, step, cols, n_pad = f.ptr("V"), f.word("ldv"), a.word("DVP"), f.word("n_pad")
-        with e.loop(0, n_pad, 1, [e.num(0.0)]) as row:
-            start = e.times(row.index, step)
-            with e.loop(0, cols, 1, [row.values[0]]) as col:
-                col.carry([e.mad(e.get(V, e.plus(start, col.index)), e.num(0.0), col.values[0])])
-            row.carry([col.values[0]])
-        with e.if_then(e.fcmp_ordered("==", row.values[0], e.num(0.0)), likely=True):
+        n_pad = f.word("n_pad")
+        tiles = [(f.ptr(name), f.word(f"ld{name.lower()}"), a.word("DP" if name == "K" else "DVP")) for name in self.cleaned]
+        total: Value = e.num(0.0)
+        for tile, step, cols in tiles:
+            with e.loop(0, n_pad, 1, [total]) as row:
+                start = e.times(row.index, step)
+                with e.loop(0, cols, 1, [row.values[0]]) as col:
+                    col.carry([e.mad(e.get(tile, e.plus(start, col.index)), e.num(0.0), col.values[0])])
+                row.carry([col.values[0]])
+            total = row.values[0]
+        with e.if_then(e.fcmp_ordered("==", total, e.num(0.0)), likely=True):
             e.ret_void()
         with e.loop(0, n_pad) as key:
             with e.loop(0, strips, 1, [I1(0)]) as over:
                 head, q0 = self.where(e, a, f, over.index)
                 over.carry([e.or_(over.values[0], self.seen(e, a, f, self.place(a, f, head), q0, key.index))])
-            with e.if_then(e.not_(over.values[0])), e.loop(0, cols) as col:
-                e.put(e.num(0.0), V, e.plus(e.times(key.index, step), col.index))
+            with e.if_then(e.not_(over.values[0])):
+                for tile, step, cols in tiles:
+                    with e.loop(0, cols) as col:
+                        e.put(e.num(0.0), tile, e.plus(e.times(key.index, step), col.index))
         e.ret_void()
         return function
 

@@ -6,16 +6,17 @@ import math
 import struct
 from dataclasses import dataclass, replace
 
-from tilewise.backends.cpu.spec import Kernel, Register
+from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, Register
 from tilewise.hardware.probe import probe_cpu
-from tilewise.planner.cpu import cpu_tile
+from tilewise.masks.program import UNBOUNDED
+from tilewise.planner.cpu import cpu_tile, register_tile
 from tilewise.problem import Problem
 
 LOG2E = 1.4426950408889634
-UNROLL = 4  # of the kernels' contractions: head dims are padded to it
-FRAME_BYTES = 512
-ALIGN = 16  # elements
-SMALL_WORK = 2.0e6  # multiply-adds below which waking a second thread costs more than it brings
+SMALL_WORK = 3.0e6
+"""Multiply-adds below which waking a second thread costs more than it brings."""
+GROUP_ROWS = 512
+"""Rows of all heads of a group in one task: beyond it Q and O no longer fit beside K and V in L2."""
 
 
 def bits(x: float) -> int:
@@ -34,7 +35,7 @@ def pitch(columns: int) -> int:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Blocks of one call. `rows` and `keys` of a block; `blocks` of queries in the longest sequence; `splits` of the keys."""
+    """Blocks of one call: query rows of a task (per head), keys of a block, query blocks of the longest sequence."""
 
     rows: int
     keys: int
@@ -44,80 +45,135 @@ class Tiles:
     threads: int
 
 
-@dataclass(frozen=True)
-class Padded:
-    """Head dims as the kernel holds them."""
+def register_for(problem: Problem) -> Register:
+    """The register tile of this machine for the problem's arithmetic."""
+    spec = probe_cpu()
+    size = 8 if problem.dtype == "float64" else 4
+    if spec.arch == "aarch64" and spec.isa != "neon":  # SVE machines run NEON's instructions too, and kernels are written in those
+        return Register(16 // size, 4, 4)
+    micro, _ = register_tile(spec, size)
+    return Register(spec.lanes(size), micro.row_vectors, micro.keys)
 
-    dp: int
-    dvp: int
-    ldk: int
-    ldv: int
 
-
-def kernel_for(problem: Problem, kind: str, bias_dtype: str = "") -> Kernel:
+def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = False) -> Kernel:
     return Kernel(
         kind=kind,
         dtype=problem.dtype,
-        tile=register_tile(problem),
+        tile=register_for(problem),
         structure=problem.program.structure,
         softcap=problem.softcap > 0,
         bias=bias_dtype,
         alibi=problem.alibi,
         dropout=problem.dropout_p > 0,
         varlen=problem.varlen,
+        dbias=dbias,
     )
 
 
-def register_tile(problem: Problem) -> Register:
-    tile = cpu_tile(probe_cpu(), problem)
-    return Register(tile.lanes, tile.row_vectors, tile.key_unroll)
+def work_of(problem: Problem) -> float:
+    """Multiply-adds of the forward, unmasked."""
+    return 1.0 * problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
 
 
-def pad(problem: Problem, tile: Register) -> Padded:
-    dp, dvp = round_up(problem.head_dim, UNROLL), round_up(problem.head_dim_v, tile.keys)
-    return Padded(dp, dvp, pitch(dp), pitch(dvp))
-
-
-def tiles_for(problem: Problem, tile: Register, longest: int, threads: int) -> Tiles:
+def forward_tiles(problem: Problem, tile: Register, longest: int, threads: int) -> Tiles:
     """Blocks large enough to pay for packing K and V, small enough that every thread has work."""
-    spec = probe_cpu()
-    choice = cpu_tile(spec, replace(problem, seqlen_q=max(longest, 1)))
-    keys = round_up(choice.block_k, tile.keys)
+    choice = cpu_tile(probe_cpu(), problem)
     R, group = tile.rows, max(1, problem.group)
-    heads = max(1, problem.batch * problem.kv_heads)
-    rows = max(R, round_up(min(choice.block_q, longest), R))
-    while rows > R and group * rows > 512:
+    keys = round_up(choice.block_k, tile.keys)
+    pairs = problem.batch * problem.kv_heads
+    if work_of(problem) < SMALL_WORK:
+        threads = 1
+    rows = max(R, round_up(min(256, longest), R))
+    while rows > R and group * rows > GROUP_ROWS:
         rows = round_up(rows // 2, R)
-    while rows > R and heads * -(-longest // rows) < 4 * threads and threads > 1:
+    while rows > R and threads > 1 and pairs * -(-longest // rows) < 4 * threads:
         rows = round_up(rows // 2, R)
     blocks = -(-longest // rows)
-    tasks = heads * blocks
     splits = 1
-    if 0 < tasks < 2 * threads and threads > 1:
-        splits = max(1, min(2 * threads // tasks, problem.seqlen_k // (2 * keys)))
-    work = 1.0 * problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    threads = 1 if work < SMALL_WORK else min(threads, tasks * splits)
-    return Tiles(rows, keys, blocks, splits if threads > 1 else 1, tasks * (splits if threads > 1 else 1), threads)
+    if threads > 1 and pairs * blocks < 2 * threads:
+        splits = max(1, min(-(-2 * threads // (pairs * blocks)), problem.seqlen_k // (2 * keys)))
+    tasks = pairs * blocks * splits
+    return Tiles(rows, keys, blocks, splits, tasks, min(threads, tasks))
 
 
-def frame_bytes(kernel: Kernel, tiles: Tiles, padded: Padded, group: int) -> int:
-    """Size of a thread's buffer; the kernel lays it out in the same order."""
-    R, rows = kernel.tile.rows, tiles.rows * group
-    sizes = [rows * padded.dp, rows * padded.dvp, rows, rows, tiles.keys * R, tiles.keys * R, R, R]
-    sizes += [tiles.keys * padded.ldk, tiles.keys * padded.ldv]
+def backward_tiles(problem: Problem, tile: Register, longest: int, threads: int) -> Tiles:
+    choice = cpu_tile(probe_cpu(), problem)
+    R = tile.rows
+    keys = round_up(min(choice.block_k, 64), tile.keys)
+    rows = max(R, round_up(min(128, longest), R))
+    if work_of(problem) < SMALL_WORK:
+        threads = 1
+    blocks = -(-longest // rows)
+    tasks = problem.batch * problem.heads * blocks
+    return Tiles(rows, keys, blocks, 1, tasks, min(threads, tasks))
+
+
+def forward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
+    """Bytes of a thread's buffer; the kernel lays it out in the same order."""
+    R, rows, keys = kernel.tile.rows, tiles.rows * words["group"], tiles.keys
+    sizes = [rows * words["DP"], rows * words["DVP"], rows, rows, keys * R, keys * R, R, R]
+    return _bytes(kernel, [*sizes, keys * words["LDK"], keys * words["LDV"]])
+
+
+def backward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
+    R, rows, keys = kernel.tile.rows, tiles.rows, tiles.keys
+    sizes = [rows * words[n] for n in ("DP", "DVP", "DR", "DVR", "DP")]
+    sizes += [keys * rows, keys * rows, keys * R, keys * R, rows, rows, rows, rows, kernel.tile.keys * R]
+    return _bytes(kernel, [*sizes, keys * words["LDK"], keys * words["LDV"], 2 * rows, 2 * rows])
+
+
+def _bytes(kernel: Kernel, sizes: list[int]) -> int:
     return FRAME_BYTES + sum(round_up(n, ALIGN) for n in sizes) * (8 if kernel.real == "float64" else 4)
 
 
-def numbers(problem: Problem, plain: bool) -> tuple[int, int, int, int]:
-    """q_factor, log2_factor, cap_factor, keep_factor as words.
+def words_for(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
+    """The fixed words of a call, by name."""
+    J, R = kernel.tile.keys, kernel.tile.rows
+    dp, dvp = round_up(problem.head_dim, J), round_up(problem.head_dim_v, J)
+    words = {
+        "kv_heads": problem.kv_heads,
+        "group": problem.group,
+        "pairs": problem.batch * problem.kv_heads,
+        "Sq": problem.seqlen_q,
+        "Sk": problem.seqlen_k,
+        "D": problem.head_dim,
+        "Dv": problem.head_dim_v,
+        "BM": tiles.rows,
+        "BN": tiles.keys,
+        "blocks": tiles.blocks,
+        "splits": tiles.splits,
+        "tasks": tiles.tasks,
+        "descending": int(_grows(problem)),
+        "DP": dp,
+        "DVP": dvp,
+        "LDK": pitch(dp),
+        "LDV": pitch(dvp),
+        "threshold": int(problem.dropout_p * 2**32),
+        "ds_factor": bits(problem.scale),
+        "DR": round_up(problem.head_dim, R),
+        "DVR": round_up(problem.head_dim_v, R),
+    }
+    words |= dict(zip(("q_factor", "log2_factor", "cap_factor", "keep_factor"), _numbers(problem, kernel), strict=True))
+    words |= {f"mask_i{n}": value for n, value in enumerate(problem.program.ints)}
+    return words
+
+
+def _grows(problem: Problem) -> bool:
+    """Do later rows see more keys? Then they are started first."""
+    program = problem.program
+    return program.structure.startswith("b") and program.ints[0] <= -UNBOUNDED
+
+
+def _numbers(problem: Problem, kernel: Kernel) -> tuple[int, int, int, int]:
+    """q_factor, log2_factor, cap_factor, keep_factor.
 
     A plain kernel leaves Q as it is and scales in the exponent, one rounding less; the factor there must be positive.
     """
     keep = 1.0 / (1.0 - problem.dropout_p)
     scale = problem.scale * LOG2E
-    if plain:
+    if kernel.plain:
         sign = 0.0 if scale == 0 else math.copysign(1.0, scale)
         return bits(sign), bits(abs(scale) if sign else 1.0), bits(0.0), bits(keep)
-    if problem.softcap:
+    if kernel.softcap:
         return bits(problem.scale / problem.softcap), bits(1.0), bits(problem.softcap * LOG2E), bits(keep)
     return bits(1.0), bits(1.0), bits(scale), bits(keep)

@@ -8,7 +8,7 @@ from tilewise.masks.program import INTS, TENSORS
 
 FRAME_BYTES = 512  # the words of a frame; its buffers follow
 ALIGN = 16  # elements: every buffer starts on such a multiple
-UNROLL = 4  # steps of a contraction per loop trip: head dims are padded to it
+UNROLL = 4  # steps of a contraction per loop trip; register tiles have a multiple of it as J, to which head dims are padded
 MASK_RANK = 4  # strides carried for each mask tensor
 
 
@@ -38,7 +38,7 @@ class Kernel:
     alibi: bool = False
     dropout: bool = False
     varlen: bool = False
-    dbias: bool = False
+    dbias: bool = False  # the backward's only: the bias wants a gradient
 
     @property
     def real(self) -> str:
@@ -50,18 +50,21 @@ class Kernel:
         return not (self.softcap or self.bias or self.alibi)
 
 
-POINTERS = ("q", "k", "v", "o", "lse", "sinks", "bias", "alibi", "cu_q", "cu_k", "counter", "work", "done")
-SIZES = ("kv_heads", "group", "Sq", "Sk", "D", "Dv", "BM", "BN", "blocks", "splits", "tasks", "descending", "direct")
+# The words that change from call to call come first: the host writes them in one go, the rest from a template.
+QKV = ("q", "k", "v", "o")
+HOT = (*QKV, "lse", *(f"{t}_{axis}" for t in QKV for axis in "bhsd"), "counter", "count")
+POINTERS = ("sinks", "bias", "alibi", "cu_q", "cu_k", "work", "done")
+SIZES = ("kv_heads", "group", "pairs", "Sq", "Sk", "D", "Dv", "BM", "BN", "blocks", "splits", "tasks", "descending", "direct")
 PADDED = ("DP", "DVP", "LDK", "LDV")
-STRIDES = tuple(f"{t}_{axis}" for t in ("q", "k", "v", "o", "bias") for axis in "bhsd") + ("alibi_b",)
+STRIDES = (*(f"bias_{axis}" for axis in "bhsd"), "alibi_b")
 NUMBERS = ("q_factor", "log2_factor", "cap_factor", "keep_factor")
 DROPOUT = ("seed", "threshold")
-FORWARD = POINTERS + SIZES + PADDED + STRIDES + NUMBERS + DROPOUT
+FORWARD = (*HOT, *POINTERS, *SIZES, *PADDED, *STRIDES, *NUMBERS, *DROPOUT)
 BACKWARD = (
     *FORWARD,
-    *("do", "delta", "dq", "dk", "dv", "dbias", "turn"),
-    *(f"{t}_{axis}" for t in ("do", "dq", "dk", "dv", "dbias") for axis in "bhsd"),
-    *("ds_factor", "cap_inverse"),
+    *("do", "dlse", "delta", "dq", "dk", "dv", "dbias", "turns", "pause"),
+    *(f"{t}_{axis}" for t in ("do", "dq", "dbias") for axis in "bhsd"),
+    *("DR", "DVR", "ds_factor"),
 )
 
 

@@ -1,0 +1,294 @@
+"""The CPU backend: kernels compiled for this machine, called with a block of words, shared out over threads."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_lse, empty_out, sink_gradient
+from tilewise.backends.cpu import compile as compiler
+from tilewise.backends.cpu import plan, schedule
+from tilewise.backends.cpu.spec import HOT, Kernel, argument_names
+from tilewise.masks.program import TENSORS
+from tilewise.problem import Problem
+
+ARCHITECTURES = ("aarch64", "x86_64")
+BLOCK_WORDS = 1024
+_HOT = struct.Struct(f"={len(HOT)}q")
+_WORD = struct.Struct("=q")
+_COUNT = HOT.index("count")
+
+
+class Block(threading.local):
+    """Each thread's argument block; a call is over before the thread makes another."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(8 * BLOCK_WORDS)
+        self.view = memoryview(self.memory).cast("B")
+        self.address = ctypes.addressof(self.memory)
+        self.counter = self.address + 8 * _COUNT
+
+
+_block = Block()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is the same for every call of a problem with so many threads."""
+
+    call: Any
+    template: bytes  # of the words after the hot ones
+    index: dict[str, int]
+    size: int  # of a thread's buffer
+    threads: int
+    work: int  # elements shared by splits
+    done: int
+    real: torch.dtype
+    kernel: Kernel
+
+    def patch(self, view: memoryview, words: Iterable[tuple[str, int]]) -> None:
+        for name, value in words:
+            _WORD.pack_into(view, 8 * self.index[name], value)
+
+
+@cache
+def _obstacle() -> str | None:
+    """Why kernels cannot be made here; None if they can."""
+    if find_spec("llvmlite") is None:
+        return "llvmlite is not installed; pip install llvmlite"
+    try:
+        machine = compiler.host()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"llvmlite does not work here: {error}"
+    if machine.arch not in ARCHITECTURES:
+        return f"has register tiles for {' and '.join(ARCHITECTURES)}, this machine is {machine.arch}"
+    return None
+
+
+class CpuBackend:
+    name = "cpu"
+
+    def usable(self, device: str) -> Verdict:
+        if device != "cpu":
+            return Verdict(False, (f"computes on the CPU; the tensors are on {device}",))
+        return Verdict.of(_obstacle())
+
+    def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
+        return Verdict.of(
+            _obstacle(),
+            None if problem.device == "cpu" else f"computes on the CPU; the tensors are on {problem.device}",
+            "sums are plain; precision='compensated' is served by tiled" if problem.precision == "compensated" else None,
+        )
+
+    def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
+        return None
+
+    def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        out = torch.empty_like(q) if problem.head_dim == problem.head_dim_v else empty_out(q, problem.head_dim_v)
+        o_stride = out.stride()
+        if o_stride[3] != 1:
+            out = empty_out(q, problem.head_dim_v)
+            o_stride = out.stride()
+        lse = empty_lse(q)
+        ready = _plan(problem, inputs, "forward")
+        block = _block
+        view, counter = block.view, block.counter
+        k_stride, v_stride = k.stride(), v.stride()
+        _HOT.pack_into(
+            view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
+            *q.stride(), *k_stride, *v_stride, *o_stride, counter, 0,
+        )  # fmt: skip
+        view[8 * len(HOT) : 8 * len(HOT) + len(ready.template)] = ready.template
+        words, alive = _rare_words(problem, inputs, ready)
+        if ready.done:
+            work = torch.empty(ready.work, dtype=ready.real)
+            done = torch.zeros(ready.done, dtype=torch.int64)
+            words += [("work", work.data_ptr()), ("done", done.data_ptr())]
+            alive += [work, done]
+        if words:
+            ready.patch(view, words)
+        schedule.pool.run(ready.call, block.address, ready.size, ready.threads)
+        return out, lse
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs: Needs,
+    ) -> Grads:
+        q, k, v = inputs.q, inputs.k, inputs.v
+        ready = _plan(problem, inputs, "backward", needs.dbias)
+        words, alive = _rare_words(problem, inputs, ready)
+        dq = empty_out(q, problem.head_dim) if needs.dq else None
+        dk, dk_sum = _accumulator(k, ready, needs.dk)
+        dv, dv_sum = _accumulator(v, ready, needs.dv)
+        lse = lse.contiguous()
+        delta = torch.empty_like(lse)
+        dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
+        dbias = None
+        if needs.dbias and inputs.bias is not None:
+            dbias = torch.zeros(inputs.bias.shape, dtype=ready.real)
+        turns = torch.zeros(problem.batch * problem.heads * ready.done, dtype=torch.int64)
+        words += [("do", dout.data_ptr()), ("delta", delta.data_ptr()), ("turns", turns.data_ptr()), ("pause", _pause())]
+        words += [(name, x.data_ptr()) for name, x in (("dlse", dlse), ("dq", dq), ("dk", dk_sum), ("dv", dv_sum)) if x is not None]
+        words += _strides("do", dout) + ([] if dq is None else _strides("dq", dq))
+        if dbias is not None:
+            words += [("dbias", dbias.data_ptr()), *_strides("dbias", dbias, broadcast=True)]
+        block = _block
+        view = block.view
+        _HOT.pack_into(
+            view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
+            *q.stride(), *k.stride(), *v.stride(), *out.stride(), block.counter, 0,
+        )  # fmt: skip
+        view[8 * len(HOT) : 8 * len(HOT) + len(ready.template)] = ready.template
+        ready.patch(view, words)
+        schedule.pool.run(ready.call, block.address, ready.size, ready.threads)
+        dsinks = None
+        if needs.dsinks and inputs.sinks is not None:
+            dsinks = sink_gradient(inputs.sinks, lse, delta)
+        if dbias is not None and inputs.bias is not None:
+            dbias = dbias.to(inputs.bias.dtype)
+        return Grads(dq, _settle(dk, dk_sum), _settle(dv, dv_sum), dbias, dsinks)
+
+
+def _plan(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> Plan:
+    """The plan of a problem, remembered with the problem; packed batches are planned for their longest sequence each time."""
+    bias = "" if inputs.bias is None else str(inputs.bias.dtype)[6:]
+    threads = torch.get_num_threads()
+    direct = _direct(problem, inputs)
+    longest = problem.seqlen_q
+    if inputs.cu_q is not None:
+        starts = inputs.cu_q.tolist()
+        longest = max((b - a for a, b in zip(starts, starts[1:], strict=False)), default=0)
+    key = (kind, threads, direct, bias, dbias, longest)
+    plans: dict[Any, Plan] = problem.__dict__.setdefault("_cpu_plans", {})
+    found = plans.get(key)
+    if found is None:
+        found = plans[key] = _make_plan(problem, key)
+    return found
+
+
+def _make_plan(problem: Problem, key: tuple[str, int, bool, str, bool, int]) -> Plan:
+    kind, threads, direct, bias, dbias, longest = key
+    kernel = plan.kernel_for(problem, kind, bias, dbias)
+    backward = kind == "backward"
+    tiles = (plan.backward_tiles if backward else plan.forward_tiles)(problem, kernel.tile, longest, threads)
+    if dbias and not _own_cells(problem):
+        tiles = plan.replace(tiles, threads=1)
+    words = plan.words_for(problem, kernel, tiles)
+    clean = set(kernel.structure) <= set("0btork") and not kernel.bias  # else tiles are cleaned, which must not touch the inputs
+    J, R = kernel.tile.keys, kernel.tile.rows
+    words["direct"] = int(direct and clean and problem.head_dim % J == 0 and problem.head_dim_v % J == 0)
+    size = (plan.backward_frame if backward else plan.forward_frame)(kernel, tiles, words)
+    names = argument_names(kernel)
+    values = [words.get(name, 0) for name in names[len(HOT) :]]
+    shared = tiles.tasks * tiles.rows * problem.group * (words["DVP"] + 2)
+    del R
+    return Plan(
+        call=compiler.worker(kernel),
+        template=struct.pack(f"={len(values)}q", *values),
+        index={name: n for n, name in enumerate(names)},
+        size=size,
+        threads=tiles.threads,
+        work=shared if tiles.splits > 1 else 0,
+        done=tiles.blocks if backward else (tiles.tasks // tiles.splits if tiles.splits > 1 else 0),
+        real=torch.float64 if kernel.real == "float64" else torch.float32,
+        kernel=kernel,
+    )
+
+
+def _own_cells(problem: Problem) -> bool:
+    """Does every task have its own cells of the bias?"""
+    return problem.bias is not None and problem.bias[:3] == (problem.batch, problem.heads, problem.seqlen_q)
+
+
+def _direct(problem: Problem, inputs: Inputs) -> bool:
+    """Can K and V be used where they lie? Only in the arithmetic's own dtype, with adjacent columns and rows close together:
+    rows far apart, as in bshd, fall on the same cache lines and are better copied."""
+    if problem.itemsize < 4:
+        return False
+    k, v = inputs.k.stride(), inputs.v.stride()
+    return k[3] == 1 and v[3] == 1 and k[2] == problem.head_dim and v[2] == problem.head_dim_v
+
+
+def _rare_words(problem: Problem, inputs: Inputs, ready: Plan) -> tuple[list[tuple[str, int]], list[Tensor]]:
+    """The words of everything but q, k and v, and the tensors that must outlive the call."""
+    words: list[tuple[str, int]] = []
+    alive: list[Tensor] = []
+    if inputs.bias is not None:
+        words += [("bias", inputs.bias.data_ptr()), *_strides("bias", inputs.bias, broadcast=True)]
+    if inputs.alibi is not None:
+        slopes = inputs.alibi.to(ready.real).contiguous()
+        alive.append(slopes)
+        words += [("alibi", slopes.data_ptr()), ("alibi_b", slopes.stride(0) if slopes.shape[0] > 1 else 0)]
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.to(ready.real).contiguous()
+        alive.append(sinks)
+        words.append(("sinks", sinks.data_ptr()))
+    if problem.dropout_p and inputs.seed is not None:
+        words.append(("seed", int(inputs.seed)))
+    for name, cu in (("cu_q", inputs.cu_q), ("cu_k", inputs.cu_k)):
+        if cu is not None:
+            cu = cu.to(torch.int32).contiguous()
+            alive.append(cu)
+            words.append((name, cu.data_ptr()))
+    structure = ready.kernel.structure
+    if structure and any(letter in TENSORS for letter in structure):
+        for n, x in enumerate(problem.program.tensors):
+            tensor = torch.as_tensor(x)
+            tensor = tensor if tensor.dtype == torch.bool else tensor.to(torch.int32)
+            alive.append(tensor)
+            words.append((f"mask_t{n}", tensor.data_ptr()))
+            sides = zip(range(tensor.ndim), tensor.shape, tensor.stride(), strict=True)
+            words += [(f"mask_t{n}_{axis}", step if side > 1 else 0) for axis, side, step in sides]
+    return words, alive
+
+
+def _strides(name: str, x: Tensor, *, broadcast: bool = False) -> list[tuple[str, int]]:
+    sides = zip("bhsd", x.shape, x.stride(), strict=True)
+    return [(f"{name}_{axis}", 0 if broadcast and side == 1 else step) for axis, side, step in sides]
+
+
+def _accumulator(x: Tensor, ready: Plan, needed: bool) -> tuple[Tensor | None, Tensor | None]:
+    """(gradient, its running sum): the same memory where the kernel can add to the gradient itself."""
+    if not needed:
+        return None, None
+    columns = plan.round_up(x.shape[3], ready.kernel.tile.rows)
+    total = torch.zeros((*x.shape[:3], columns), dtype=ready.real)
+    same = x.dtype == ready.real and columns == x.shape[3]
+    return (total if same else empty_out(x, x.shape[3])), total
+
+
+def _settle(gradient: Tensor | None, total: Tensor | None) -> Tensor | None:
+    if gradient is not None and total is not None and gradient is not total:
+        gradient.copy_(total[..., : gradient.shape[3]])
+    return gradient
+
+
+@cache
+def _pause() -> int:
+    """Address of a function that yields the processor; 0 where there is none."""
+    for name in ("sched_yield", "SwitchToThread"):
+        try:
+            library = ctypes.CDLL(None) if name == "sched_yield" else ctypes.WinDLL("kernel32")  # type: ignore[attr-defined]
+            return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+        except (AttributeError, OSError, TypeError):
+            continue
+    return 0
+
+
+backend = CpuBackend()

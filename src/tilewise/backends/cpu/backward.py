@@ -1,0 +1,390 @@
+"""The backward kernel: probabilities recomputed from the saved log-sum-exp, nothing of size N × N.
+
+    P = 2**(s - lse)      dV += Pᵀ dO       dP = dO Vᵀ      dS = P ∘ (dP - delta)      dQ += dS K      dK += dSᵀ Q
+
+with delta = rowsum(dO ∘ O) - dLSE. A task is one block of query rows of one query head; it owns its dQ. Several tasks add to the
+same rows of dK and dV, and must do so in a fixed order, or results would depend on timing: each task publishes how far along
+the keys it is, and adds to a key block only when every earlier task of its key head has passed it. They follow each other
+like the stages of a pipeline, so they seldom wait, and the sums are the same for any number of threads.
+
+s and lse are in units of log 2. What rounding cuts off lse·log2(e) is put back as a factor of dO and delta, row by row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from tilewise.backends.cpu.elementary import LOG2E, LOG2E_PARTS, exp2
+from tilewise.backends.cpu.ir import I32, I64, PTR, VOID, Emit, Value
+from tilewise.backends.cpu.masking import Place, hull
+from tilewise.backends.cpu.micro import by_cols, by_rows, put_strip, strip
+from tilewise.backends.cpu.module import FRAME, KernelModule
+from tilewise.backends.cpu.pack import emit_pack_panels, emit_row_dots
+from tilewise.backends.cpu.scores import Modifier, drop
+from tilewise.backends.cpu.slots import Slots
+from tilewise.backends.cpu.spec import Kernel
+
+SLICE = 16  # keys whose dK and dV rows are updated together: the grain at which masked rows are skipped there
+SPINS = 1024  # looks at another task's progress before the processor is yielded
+PASSED = 2**62  # progress of a task that is over
+
+
+class Backward(KernelModule):
+    """Emits one module; its methods are the functions of the kernel."""
+
+    frame = (
+        *(*FRAME, "head", "rank", "pair"),
+        *("Q", "dO", "Q_panels", "dO_panels", "dQ", "P", "dS", "kept", "lse2", "delta", "factors", "ones", "tail"),
+        *("from", "to"),
+    )
+    cleaned = ("K", "V")
+
+    def __init__(self, kernel: Kernel, arch: str) -> None:
+        super().__init__(kernel, arch)
+        self.pack_panels = emit_pack_panels(self.unit, self.tile, kernel.dtype)
+        self.row_dots = emit_row_dots(self.unit, kernel.dtype)
+        self.product = by_rows(self.unit, "product", self.tile)
+        self.grow = by_rows(self.unit, "grow", self.tile, accumulate=True)
+        self.dq = by_cols(self.unit, "dq", self.tile, scaled=False)
+        self.strip = self.emit_strip()
+        self.wait = self.emit_wait()
+        self.update = self.emit_update()
+        self.statistics = self.emit_statistics()
+        self.emit_worker(self.emit_task())
+
+    def where(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, Value]:
+        """A task has one query head."""
+        return f.word("head"), e.plus(f.word("m0"), e.times(index, self.tile.rows))
+
+    # -- one strip against one key block: P, dS and dQ
+
+    def emit_strip(self) -> Any:
+        """strip(args, frame, index): P and dS of the strip's rows, its share of dQ; the keys visited go to `from` and `to`."""
+        e, (args, frame, index), function = self.unit.function("strip", [PTR, PTR, I64])
+        a, f = self.open(e, args, frame)
+        R, BM = self.tile.rows, a.word("BM")
+        head, q0 = self.where(e, a, f, index)
+        place = self.place(a, f, head)
+        j0, j1, solid0, solid1, visible = self.extent(e, a, f, place, q0)
+        j1 = e.most(j0, j1)
+        e.put(j0, f.ptr("from"), index)
+        e.put(j1, f.ptr("to"), index)
+        column = e.times(index, R)
+        P, dS = e.at(f.ptr("P"), column), e.at(f.ptr("dS"), column)
+        # the updates of dK and dV run over whole rows of P and dS: what is not visited must be zero
+        for start, stop in ((I64(0), j0), (j1, f.word("n_pad"))):
+            with e.loop(start, stop) as over:
+                for buffer in (P, dS):
+                    put_strip(e, [e.const(0.0)] * self.tile.vectors, buffer, e.times(over.index, BM))
+        with e.if_then(e.less(j0, j1), likely=True):
+            Q = e.at(f.ptr("Q"), e.times(index, e.times(a.word("DP"), R)))
+            dO = e.at(f.ptr("dO"), e.times(index, e.times(a.word("DVP"), R)))
+            e.call(self.product, [a.word("DP"), Q, f.ptr("K"), f.word("ldk"), P, BM, j0, j1])
+            e.call(self.product, [a.word("DVP"), dO, f.ptr("V"), f.word("ldv"), dS, BM, j0, j1])
+            if self.kernel.dropout:
+                self.draw(e, f, place, q0, (j0, j1))
+            if self.kernel.plain:
+                for start, stop, test in ((solid0, solid1, None), (j0, solid0, visible), (solid1, j1, visible)):
+                    with e.if_then(e.less(start, stop)):
+                        self.differentiate(e, a, f, index, (start, stop), test, None)
+            else:
+                self.differentiate(e, a, f, index, (j0, j1), visible, Modifier(e, self.kernel, place, q0))
+            dQ = e.at(f.ptr("dQ"), e.times(index, e.times(a.word("DP"), R)))
+            e.call(self.dq, [j0, j1, dS, BM, f.ptr("K"), f.word("ldk"), dQ, a.word("DP")])
+        e.ret_void()
+        return function
+
+    def draw(self, e: Emit, f: Slots, place: Place, q0: Value, keys: tuple[Value, Value]) -> None:
+        """All ones in kept[j][lane] where dropout spares the weight."""
+        kept_ptr, kind = f.ptr("kept"), e.vtype(e.real.bits)
+
+        def visit(j: Value, i: int, kept: Value) -> None:
+            e.vput(e.sext(kept, kind), kept_ptr, e.plus(e.times(j, self.tile.rows), i * e.lanes))
+
+        drop(e, self.tile, place, q0, f.word("n0"), keys, visit)
+
+    def differentiate(
+        self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], visible: Any, modifier: Modifier | None
+    ) -> None:
+        """Scores and dP of keys [j0, j1) become P and dS, in place."""
+        tile, kernel, zero = self.tile, self.kernel, e.const(0.0)
+        row = e.times(index, tile.rows)
+        P, dS = e.at(f.ptr("P"), row), e.at(f.ptr("dS"), row)
+        factor = e.splat(a.num("log2_factor") if kernel.plain else e.num(1.0))
+        lse = [e.fneg(x) for x in strip(e, tile, f.ptr("lse2"), row)]
+        delta = strip(e, tile, f.ptr("delta"), row)
+        with e.loop(*keys) as over:
+            at = e.times(over.index, a.word("BM"))
+            s, seen, tanhs = strip(e, tile, P, at), visible(e, over.index) if visible else None, None
+            if modifier:
+                s, unmasked, tanhs = modifier.apply(s, e.plus(f.word("n0"), over.index))
+                if unmasked and seen:
+                    seen = [e.and_(x, y) for x, y in zip(seen, unmasked, strict=True)]
+            p = exp2(e, [e.mad(x, factor, y) for x, y in zip(s, lse, strict=True)])
+            dp = strip(e, tile, dS, at)
+            kept = p
+            if kernel.dropout:
+                words = strip(e, tile, f.ptr("kept"), e.times(over.index, tile.rows), e.real.bits)
+                spared = [e.icmp_signed("!=", w, e.iconst(0)) for w in words]
+                dp = [e.select(ok, x, zero) for ok, x in zip(spared, dp, strict=True)]
+                kept = [e.select(ok, x, zero) for ok, x in zip(spared, p, strict=True)]
+            ds = [e.fmul(x, e.fsub(y, z)) for x, y, z in zip(p, dp, delta, strict=True)]
+            if seen:
+                kept = [e.select(ok, x, zero) for ok, x in zip(seen, kept, strict=True)]
+                ds = [e.select(ok, x, zero) for ok, x in zip(seen, ds, strict=True)]
+            if kernel.dbias:
+                self.add_dbias(e, a, f, index, over.index, ds)
+            if tanhs:
+                ds = [e.fmul(x, e.fsub(e.const(1.0), e.fmul(t, t))) for x, t in zip(ds, tanhs, strict=True)]
+                if seen:  # a hidden score may be NaN, and 0 · NaN is not 0
+                    ds = [e.select(ok, x, zero) for ok, x in zip(seen, ds, strict=True)]
+            put_strip(e, kept, P, at)
+            put_strip(e, ds, dS, at)
+
+    def add_dbias(self, e: Emit, a: Slots, f: Slots, index: Value, j: Value, ds: list[Value]) -> None:
+        """dBias += dS for the strip's valid rows; the host sees to it that no two tasks share a cell at the same time."""
+        head, q0 = self.where(e, a, f, index)
+        rows = e.least(self.tile.rows, e.minus(f.word("Sq"), q0))
+        key = e.plus(f.word("n0"), j)
+        base = e.plus(e.times(f.word("batch"), a.word("dbias_b")), e.times(head, a.word("dbias_h")))
+        base = e.plus(base, e.times(key, a.word("dbias_d")))
+        with e.if_then(e.less(key, f.word("Sk"))):
+            for r in range(self.tile.rows):
+                with e.if_then(e.less(r, rows)):
+                    cell = e.at(a.ptr("dbias"), e.plus(base, e.times(e.plus(q0, r), a.word("dbias_s"))))
+                    value = e.extract_element(ds[r // e.lanes], I32(r % e.lanes))
+                    # the bias is added in natural units, and dS is the derivative by the natural score
+                    e.put(e.fadd(e.get(cell), value), cell)
+
+    # -- dK and dV
+
+    def emit_wait(self) -> Any:
+        """wait(args, frame, block): until every earlier task of this key head has passed the key block."""
+        e, (args, frame, block), function = self.unit.function("wait", [PTR, PTR, I64])
+        a, f = self.open(e, args, frame)
+        turns = e.at(a.ptr("turns"), e.times(f.word("pair"), e.times(a.word("group"), a.word("blocks"))), I64)
+        pause = e.inttoptr(a.word("pause"), ir.FunctionType(VOID, []).as_pointer())
+        with e.loop(0, f.word("rank")) as earlier:
+            look, again, rest, on = (e.append_basic_block(n) for n in ("look", "again", "rest", "on"))
+            cell, entry = e.at(turns, earlier.index, I64), e.block
+            e.branch(look)
+            e.position_at_end(look)
+            count = e.phi(I64)
+            count.add_incoming(I64(0), entry)
+            progress = e.load_atomic(cell, "acquire", 8, typ=I64)
+            e.cbranch(e.icmp_signed(">", progress, block), on, again)
+            e.position_at_end(again)
+            following = e.plus(count, 1)
+            count.add_incoming(following, again)
+            tired = e.and_(e.less(SPINS, count), e.icmp_signed("!=", a.word("pause"), I64(0)))
+            e.cbranch(tired, rest, look)
+            e.position_at_end(rest)
+            e.call(pause, [])
+            count.add_incoming(I64(0), rest)
+            e.branch(look)
+            e.position_at_end(on)
+        e.ret_void()
+        return function
+
+    def publish(self, e: Emit, a: Slots, f: Slots, progress: Value) -> None:
+        turns = e.times(f.word("pair"), e.times(a.word("group"), a.word("blocks")))
+        cell = e.at(a.ptr("turns"), e.plus(turns, f.word("rank")), I64)
+        e.atomic_rmw("xchg", cell, progress, "release")
+
+    def emit_update(self) -> Any:
+        """update(args, frame): dV += Pᵀ dO and dK += dSᵀ Q for the keys of the tile, each from the strips that see it."""
+        e, (args, frame), function = self.unit.function("update", [PTR, PTR])
+        a, f = self.open(e, args, frame)
+        row = e.plus(e.times(self.batch_offset(f), a.word("kv_heads")), f.word("kv_head"))
+        row = e.plus(e.times(row, a.word("Sk")), f.word("k_start"), f.word("n0"))
+        with e.loop(0, f.word("n_pad"), SLICE) as keys:
+            ja, jb = keys.index, e.least(e.plus(keys.index, SLICE), f.word("n_pad"))
+            with e.loop(0, f.word("strips"), 1, [f.word("strips"), I64(0)]) as over:
+                starts, stops = (e.get(f.ptr(n), over.index, I64) for n in ("from", "to"))
+                sees = e.and_(e.less(starts, jb), e.less(ja, stops))
+                first = e.select(sees, e.least(over.values[0], over.index), over.values[0])
+                last = e.select(sees, e.plus(over.index, 1), over.values[1])
+                over.carry([first, last])
+            first, last = over.values
+            with e.if_then(e.less(first, last)):
+                for target, width, tile, panels in (("dv", "DVR", "P", "dO_panels"), ("dk", "DR", "dS", "Q_panels")):
+                    out = e.at(a.ptr(target), e.times(row, a.word(width)))
+                    with e.if_then(e.icmp_signed("!=", a.word(target), I64(0))):
+                        self.grow_slice(e, a, f, (ja, jb), (first, last), (f.ptr(tile), f.ptr(panels), out, a.word(width)))
+        e.ret_void()
+        return function
+
+    def grow_slice(
+        self,
+        e: Emit,
+        a: Slots,
+        f: Slots,
+        keys: tuple[Value, Value],
+        strips: tuple[Value, Value],
+        where: tuple[Value, Value, Value, Value],
+    ) -> None:
+        """Rows [ja, jb) of one gradient. Rows padded beyond n1 belong to somebody else: the last register tile takes a detour."""
+        R, J, BM = self.tile.rows, self.tile.keys, a.word("BM")
+        (ja, jb), (first, last) = keys, strips
+        tile, panels, out, width = where
+        row0, count = e.times(first, R), e.times(e.minus(last, first), R)
+        real = e.minus(f.word("n1"), f.word("n0"))
+        whole = e.least(jb, e.round_down(real, J))
+        with e.loop(0, width, R) as col:
+            A = e.at(panels, e.plus(e.times(col.index, BM), e.times(row0, R)))
+            B = e.at(tile, row0)
+            to = e.at(out, col.index)
+            e.call(self.grow, [count, A, B, BM, to, width, ja, whole])
+            with e.if_then(e.less(whole, jb), likely=False):
+                tail = f.ptr("tail")
+                with e.loop(0, J * R) as cell:
+                    e.put(e.num(0.0), tail, cell.index)
+                e.call(self.grow, [count, A, e.at(B, e.times(whole, BM)), BM, tail, I64(R), I64(0), I64(J)])
+                with e.loop(0, e.minus(real, whole)) as key:
+                    line = e.at(to, e.times(e.plus(whole, key.index), width))
+                    old, new = strip(e, self.tile, line), strip(e, self.tile, tail, e.times(key.index, R))
+                    put_strip(e, [e.fadd(x, y) for x, y in zip(old, new, strict=True)], line)
+
+    # -- tasks
+
+    def emit_task(self) -> Any:
+        """task(args, frame, number): one query block of one query head."""
+        e, (args, frame, number), function = self.unit.function("task", [PTR, PTR, I64])
+        a, f = self.open(e, args, frame)
+        # neighbours in the queue belong to different key heads, so that they do not wait for each other
+        blocks, pairs = a.word("blocks"), a.word("pairs")
+        pair, rank = e.rest(number, pairs), e.over(number, pairs)
+        self.locate(e, a, f, e.rest(rank, blocks), pair)
+        f.set("pair", pair)
+        f.set("rank", rank)
+        f.set("head", e.plus(e.times(f.word("kv_head"), a.word("group")), e.over(rank, blocks)))
+        with e.if_then(e.less(0, f.word("rows")), likely=True):
+            self.start(e, a, f)
+            first, rows = f.word("m0"), f.word("rows")
+            low, high = hull(e, self.place(a, f, f.word("head")), self.terms, first, e.plus(first, rows, -1))
+            BN = a.word("BN")
+            with e.loop(e.times(e.over(low, BN), BN), high, BN) as block:
+                f.set("n0", e.most(block.index, low))
+                f.set("n1", e.least(e.plus(block.index, BN), high))
+                self.publish(e, a, f, e.over(block.index, BN))
+                self.block(e, a, f, e.over(block.index, BN))
+            self.finish(e, a, f)
+        self.publish(e, a, f, I64(PASSED))
+        e.ret_void()
+        return function
+
+    def block(self, e: Emit, a: Slots, f: Slots, number: Value) -> None:
+        go, after = e.append_basic_block("visit"), e.append_basic_block("skip")
+        if self.simple:
+            e.branch(go)
+        else:
+            e.cbranch(self.block_alive(e, a, f, I64(1)), go, after)
+        e.position_at_end(go)
+        self.fetch_tiles(e, a, f)
+        if self.clean:
+            e.call(self.clean, [a.pointer, f.pointer, f.word("strips")])
+        with e.loop(0, f.word("strips")) as over:
+            e.call(self.strip, [a.pointer, f.pointer, over.index])
+        e.call(self.wait, [a.pointer, f.pointer, number])
+        e.call(self.update, [a.pointer, f.pointer])
+        e.branch(after)
+        e.position_at_end(after)
+
+    def start(self, e: Emit, a: Slots, f: Slots) -> None:
+        """Lay out the frame; pack Q and dO as strips and as panels; work out each row's statistics."""
+        R, BM, BN, DP, DVP = self.tile.rows, a.word("BM"), a.word("BN"), a.word("DP"), a.word("DVP")
+        sizes = {"Q": e.times(BM, DP), "dO": e.times(BM, DVP), "Q_panels": e.times(BM, a.word("DR"))}
+        sizes |= {"dO_panels": e.times(BM, a.word("DVR")), "dQ": e.times(BM, DP), "P": e.times(BN, BM), "dS": e.times(BN, BM)}
+        sizes |= {"kept": e.times(BN, R), "W": e.times(BN, R), "lse2": BM, "delta": BM, "factors": BM, "ones": BM}
+        sizes |= {"tail": I64(self.tile.keys * R), "K_tile": e.times(BN, a.word("LDK")), "V_tile": e.times(BN, a.word("LDV"))}
+        # 64-bit words, at most twice as large as an element
+        sizes |= {"from": e.times(BM, 2), "to": e.times(BM, 2)}
+        self.lay_out(e, f, sizes)
+        e.call(self.statistics, [a.pointer, f.pointer])
+        head, rows, m0 = f.word("head"), f.word("rows"), f.word("m0")
+        position = e.plus(f.word("q_start"), m0)
+        with e.loop(0, f.word("strips")) as over:
+            row = e.times(over.index, R)
+            left = e.least(R, e.minus(rows, row))
+            for name, buffer, cols, width, factors in (
+                ("q", "Q", "D", "DP", "ones"),
+                ("do", "dO", "Dv", "DVP", "factors"),
+            ):
+                source = self.source(e, a, f, name, head, e.plus(position, row))
+                to = e.at(f.ptr(buffer), e.times(row, a.word(width)))
+                shape = [a.word(f"{name}_s"), a.word(f"{name}_d"), left, a.word(cols)]
+                scale = f.ptr("ones") if factors == "ones" else e.at(f.ptr("factors"), row)
+                e.call(self.pack_strip, [to, a.word(width), source, *shape, scale])
+        all_rows = e.times(f.word("strips"), R)
+        with e.loop(0, BM) as over:  # from here on Q is the factor of dK
+            e.put(a.num("ds_factor"), f.ptr("ones"), over.index)
+        for name, buffer, cols, width, factors in (
+            ("q", "Q_panels", "D", "DR", "ones"),
+            ("do", "dO_panels", "Dv", "DVR", "factors"),
+        ):
+            source = self.source(e, a, f, name, head, position)
+            shape = [a.word(f"{name}_s"), a.word(f"{name}_d"), rows, a.word(cols), f.ptr(factors)]
+            # panels lie BM rows apart, whatever the block holds
+            e.call(self.pack_panels, [f.ptr(buffer), BM, a.word(width), source, *shape])
+        with e.loop(0, e.times(all_rows, DP), e.lanes) as cell:
+            e.vput(e.const(0.0), f.ptr("dQ"), cell.index)
+
+    def emit_statistics(self) -> Any:
+        """statistics(args, frame): lse2, delta and the factor of dO for each row of the block; `ones` becomes Q's factor.
+
+        lse·log2(e) = hi + lo: P is computed with hi, and 2**-lo goes into dO and delta, which is the same and costs nothing.
+        Rows beyond the block, and rows that see nothing, get lse2 = +inf, so P = 0.
+        """
+        e, (args, frame), function = self.unit.function("statistics", [PTR, PTR])
+        a, f = self.open(e, args, frame)
+        high, low = LOG2E_PARTS[self.kernel.real]
+        position = e.plus(f.word("q_start"), f.word("m0"))
+        row0 = self.row_offset(e, a, f, f.word("head"), position)
+        out, dout = (self.source(e, a, f, name, f.word("head"), position) for name in ("o", "do"))
+        steps = [dout, a.word("do_s"), a.word("do_d"), out, a.word("o_s"), a.word("o_d")]
+        e.call(self.row_dots, [f.ptr("delta"), *steps, f.word("rows"), a.word("Dv")])
+        with e.loop(0, f.word("rows")) as over:
+            row = over.index
+            lse = e.get(a.ptr("lse"), e.plus(row0, row))
+            dead = e.fcmp_ordered("==", lse, e.num(float("-inf")))
+            hi = e.fmul(lse, e.num(high))
+            lo = e.mad(lse, e.num(low), e.mad(lse, e.num(high), e.fneg(hi)))
+            e.put(e.select(dead, e.num(float("inf")), hi), f.ptr("lse2"), row)
+            slight = e.select(dead, e.num(1.0), e.fsub(e.num(1.0), e.fmul(lo, e.num(1 / LOG2E))))
+            delta = e.get(f.ptr("delta"), row)
+            with e.if_else(e.icmp_signed("!=", a.word("dlse"), I64(0))) as (then, otherwise):
+                with then:
+                    less = e.fsub(delta, e.get(a.ptr("dlse"), e.plus(row0, row)))
+                    then_block = e.block
+                with otherwise:
+                    other_block = e.block
+            joined = e.phi(self.real.type)
+            joined.add_incoming(less, then_block)
+            joined.add_incoming(delta, other_block)
+            e.put(joined, a.ptr("delta"), e.plus(row0, row))
+            e.put(e.fmul(joined, slight), f.ptr("delta"), row)
+            e.put(e.fmul(slight, a.num("keep_factor")), f.ptr("factors"), row)
+        with e.loop(f.word("rows"), a.word("BM")) as over:
+            for name, value in (("lse2", float("inf")), ("delta", 0.0), ("factors", 0.0)):
+                e.put(e.num(value), f.ptr(name), over.index)
+        with e.loop(0, a.word("BM")) as over:
+            e.put(a.num("q_factor"), f.ptr("ones"), over.index)
+        e.ret_void()
+        return function
+
+    def finish(self, e: Emit, a: Slots, f: Slots) -> None:
+        """dQ goes out, times the factor of its scores (which `ones` holds by now)."""
+        R = self.tile.rows
+        with e.if_then(e.icmp_signed("!=", a.word("dq"), I64(0))), e.loop(0, f.word("strips")) as over:
+            row = e.times(over.index, R)
+            position = e.plus(f.word("q_start"), f.word("m0"), row)
+            to = self.source(e, a, f, "dq", f.word("head"), position)
+            dQ = e.at(f.ptr("dQ"), e.times(row, a.word("DP")))
+            left = e.least(R, e.minus(f.word("rows"), row))
+            e.call(self.unpack_strip, [to, a.word("dq_s"), dQ, left, a.word("D"), f.ptr("ones")])
+
+
+def emit(kernel: Kernel, arch: str) -> str:
+    return str(Backward(kernel, arch).unit.module)
