@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tilewise.api.attention import attention as attention
     from tilewise.api.backends import backends as backends
     from tilewise.api.bias import alibi as alibi
+    from tilewise.api.plan import plan as plan
     from tilewise.api.varlen import attention_varlen as attention_varlen
     from tilewise.errors import TilewiseError as TilewiseError
     from tilewise.masks import Mask as Mask
@@ -38,6 +39,7 @@ _HOMES = {
     "attention": "api.attention",
     "attention_varlen": "api.varlen",
     "alibi": "api.bias",
+    "plan": "api.plan",
     "TilewiseError": "errors",
     "Mask": "masks",
     "full": "masks",

@@ -29,12 +29,14 @@ def impostor(bind) -> Contender:
     return Contender("impostor", "", lambda case: Verdict(True), bind)
 
 
-def test_a_wrong_result_gets_no_speed() -> None:
-    wrong = impostor(lambda case: lambda q, k, v: torch.zeros_like(q))
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_a_wrong_result_gets_no_speed(value: float) -> None:
+    wrong = impostor(lambda case: lambda q, k, v: torch.full_like(q, value))
     record = measure(CASE, [contender("tilewise"), wrong, PEERS["sdpa"]], QUICK)
     found = record.to_dict()["results"][1]
     assert found["status"] == "wrong" and found["seconds"] is None
     assert record.ratio is not None and record.right
+    json.dumps(record.to_dict(), allow_nan=False)
     assert {r.contender for r in record.results if r.times} == {"tilewise", "sdpa"}
 
 

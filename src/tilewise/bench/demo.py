@@ -38,7 +38,7 @@ class Run:
             "contender": self.contender,
             "peak_bytes": self.peak_bytes,
             "seconds": Spread.of(self.seconds)._asdict() if self.seconds and right else None,
-            "judgement": self.judgement._asdict() if self.judgement else None,
+            "judgement": self.judgement.to_dict() if self.judgement else None,
             "reason": self.reason,
         }
 

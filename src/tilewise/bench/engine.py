@@ -14,6 +14,8 @@ from tilewise.bench.cases import Case, Tensors
 from tilewise.bench.contenders import Contender
 from tilewise.bench.judge import Judgement, judge
 from tilewise.bench.timing import Effort, Spread, clock_for, interleave, ratio
+from tilewise.errors import PlanError
+from tilewise.planner import plan
 
 Progress = Callable[[str, float], None]
 OURS = "tilewise"
@@ -46,7 +48,7 @@ class Result:
             "contender": self.contender,
             "status": self.status,
             "reasons": list(self.reasons),
-            "judgement": self.judgement._asdict() if self.judgement else None,
+            "judgement": self.judgement.to_dict() if self.judgement else None,
             "seconds": self.times._asdict() if self.times else None,
         }
 
@@ -101,12 +103,17 @@ def bind_run(case: Case, contender: Contender, tensors: Tensors) -> Callable[[],
 
 
 def chosen(case: Case) -> dict[str, Any]:
-    """What stands behind plain `tilewise`: the backend, and why not the ones before it."""
+    """What stands behind plain `tilewise`: the backend, why not the ones before it, and the planner's tile."""
     problem = case.problem()
     backward = dispatch.select(problem, backward=True).backend.name if case.backward else None
     selection = dispatch.select(problem)
     reasons = {name: list(verdict.reasons) for name, verdict in selection.verdicts.items() if not verdict.ok}
-    return {"backend": selection.backend.name, "backward": backward, "not": reasons}
+    found = {"backend": selection.backend.name, "backward": backward, "not": reasons}
+    try:
+        planned = plan(problem, case.device).to_dict()
+    except PlanError as error:
+        return {**found, "plan": None, "no_plan": str(error)}
+    return {**found, "plan": {name: planned[name] for name in ("tile", "cpu", "seconds", "binding", "reasons")}}
 
 
 def measure(case: Case, contenders: Iterable[Contender], effort: Effort, on_progress: Progress | None = None) -> Record:

@@ -6,9 +6,10 @@ sequence; gradients are recomputed for one key head and its query heads, a block
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ class Judgement(NamedTuple):
     used: float
     checked: float  # share of the output rows that were recomputed
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which knows no infinity: None where the result is not even a number."""
+        return {name: value if math.isfinite(value) else None for name, value in self._asdict().items()}
+
 
 class Worst:
     """The worst of several comparisons."""
@@ -48,17 +53,12 @@ class Worst:
     def see(self, got: Tensor, want: Tensor, bound: Tensor) -> None:
         if not got.numel():
             return
-        error = (got.double() - want).abs()
-        self.error = max(self.error, _worst(error))
-        self.used = max(self.used, _worst(torch.where(error == 0, 0.0, error / bound)))
+        used = bounds.ratios(got, want, bound)
+        error = torch.where(used == 0, 0.0, (got.double() - want).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        self.error, self.used = max(self.error, float(error.max())), max(self.used, float(used.max()))
 
     def verdict(self, checked: float) -> Judgement:
         return Judgement(self.used <= 1.0, self.error, self.used, checked)
-
-
-def _worst(values: Tensor) -> float:
-    """The maximum, and infinity if anything is not a number."""
-    return float(torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf).max())
 
 
 def judge(case: Case, tensors: Tensors, outcome: Outcome) -> Judgement:
