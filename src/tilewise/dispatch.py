@@ -43,7 +43,7 @@ def register(name: str, entry: Entry, *, first: bool = False) -> None:
 
 def get(name: str) -> Backend:
     """The backend of that name, imported now."""
-    if name not in REGISTRY:
+    if not isinstance(name, str) or name not in REGISTRY:
         raise ArgumentError(f"backend: got {name!r}, need 'auto' or one of {', '.join(REGISTRY)}")
     return _load(REGISTRY[name].module)
 

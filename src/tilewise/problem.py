@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,7 +128,7 @@ class Problem:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise ArgumentTypeError(f"{name}: got {value!r}, need a number")
-            if not abs(value) < math.inf:  # a comparison, since symbolic numbers have no isfinite
+            if not abs(value) <= sys.float_info.max:  # a comparison, since symbolic numbers have no isfinite
                 raise ArgumentError(f"{name}: got {value}, need a finite number")
         if self.softcap < 0:
             raise ArgumentError(f"softcap: got {self.softcap}, need 0 (off) or a positive number")

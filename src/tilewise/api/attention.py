@@ -64,8 +64,7 @@ def prepare(
 
     A call like one seen before needs no checks: problem and backend are remembered by shapes, strides and settings.
     """
-    key = None if torch.compiler.is_compiling() else _key(q, k, v, request, layout, backend)
-    known = _KNOWN.get(key) if key is not None else None
+    key, known = (None, None) if torch.compiler.is_compiling() else _recall(q, k, v, request, layout, backend)
     if known is None:
         if layout not in LAYOUTS:
             raise LayoutError(f"layout: got {layout!r}, need 'bhsd' (batch, heads, sequence, dim) or 'bshd'")
@@ -108,6 +107,17 @@ def watched(tensors: tuple[Tensor | None, ...]) -> bool:
     return any(x is not None and type(x) not in _PLAIN for x in tensors)
 
 
+def _recall(
+    q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend: str
+) -> tuple[tuple[Any, ...] | None, tuple[Problem, Backend | None] | None]:
+    """The key of a call, and what is remembered of one like it."""
+    try:
+        key = _key(q, k, v, request, layout, backend)
+        return key, None if key is None else _KNOWN.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # an argument without shape or hash: the checks will name it
+        return None, None
+
+
 def _key(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend: str) -> tuple[Any, ...] | None:
     """What a problem and the choice of its backend depend on; None for calls that are prepared afresh each time."""
     mask, scale, bias, softcap, sinks, dropout_p, _, precision, deterministic = request
@@ -123,5 +133,6 @@ def _key(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, device, k.device, v.device,
-        mask, scale, softcap, precision, deterministic, grad, layout, backend,
+        q.layout, k.layout, v.layout, mask, scale, softcap, type(scale), type(softcap), type(dropout_p), precision,
+        deterministic, grad, layout, backend,
     )  # fmt: skip

@@ -18,7 +18,8 @@ class Alibi:
 def alibi(slopes: Any) -> Alibi:
     """Linear biases by distance (ALiBi), `slopes` a float tensor (heads,) or (batch, heads)."""
     if not hasattr(slopes, "requires_grad") or not slopes.is_floating_point():
-        raise ArgumentTypeError(f"alibi: slopes is a {type(slopes).__name__}, need a tensor of floats")
+        got = getattr(slopes, "dtype", type(slopes).__name__)
+        raise ArgumentTypeError(f"alibi: slopes is {got}, need a floating-point tensor; convert with torch.tensor(...)")
     if slopes.requires_grad:
         raise ArgumentTypeError(
             "alibi: slopes requires a gradient, which ALiBi does not have; pass slopes.detach(), or a tensor bias"

@@ -12,6 +12,7 @@ from tilewise.api.bias import Alibi
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
+from tilewise.masks.algebra import INTEGERS
 from tilewise.problem import ITEMSIZE, Problem
 
 LAYOUTS = ("bhsd", "bshd")
@@ -36,7 +37,7 @@ class Request(NamedTuple):
 def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """What SDPA does under autocast: floating tensors of the device become the autocast dtype, fp64 stays."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
@@ -47,6 +48,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int, shape: str) -> Non
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ArgumentTypeError(f"{name}: got {type(tensor).__name__}, need a torch.Tensor")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            got = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+            raise LayoutError(f"{name}: got {got}, need a dense one; see {name}.to_dense() and attention_varlen")
         if tensor.ndim != rank:
             raise LayoutError(f"{name}: rank {tensor.ndim}, shape {tuple(tensor.shape)}; need rank {rank}, {shape}")
         if tensor.dtype != q.dtype:
@@ -82,6 +86,8 @@ def describe(
     bias, slopes = _split_bias(request.bias, q, shape, packed is not None)
     sinks = _check_sinks(request.sinks, q, shape.heads)
     deterministic = request.deterministic
+    if deterministic not in (None, True, False):
+        raise ArgumentTypeError(f"deterministic: got {deterministic!r}, need True, False or None (torch's own switch)")
     grads = (q, k, v, *(t for t in (bias, sinks) if t is not None))
     problem = Problem(
         batch=batch,
@@ -111,15 +117,26 @@ def describe(
     return problem, Inputs(q, k, v, bias, slopes, sinks, seed, cu_q, cu_k)
 
 
+def check_range(name: str, x: Tensor) -> None:
+    """Raise on integers that 32 bits do not hold; not on a GPU, which had to be waited for, nor of traced values."""
+    if x.dtype != torch.int64 or x.device.type != "cpu" or type(x) is not Tensor or torch.compiler.is_compiling():
+        return
+    least, most = (int(bound) for bound in x.aminmax()) if x.numel() else (0, 0)
+    if least < -(2**31) or most >= 2**31:
+        raise ArgumentError(f"{name}: holds integers from {least} to {most}, need integers of 32 bits")
+
+
 def make_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     """The dropout key as an int64 scalar; drawn by a torch op if none is given, so that checkpointing replays it."""
     if seed is None:
         return torch.randint(SEED_RANGE, (), device=device)
     if isinstance(seed, Tensor):
-        if seed.numel() != 1 or seed.is_floating_point():
+        if seed.numel() != 1 or str(seed.dtype).removeprefix("torch.") not in INTEGERS:
             raise ArgumentTypeError(
                 f"seed: tensor of shape {tuple(seed.shape)} and dtype {seed.dtype}, need one integer"
             )
+        if seed.device != device and seed.device.type != "cpu":
+            raise DeviceError(f"seed: on {seed.device}, but q is on {device}; move it with .to(q.device)")
         return seed.to(torch.int64).reshape(())
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentTypeError(f"seed: got {seed!r}, need an integer or a tensor with one")
@@ -133,6 +150,10 @@ def _bind_mask(mask: Any, shape: MaskShape, varlen: bool, device: torch.device) 
     if mask is None:
         return _FULL
     if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            raise ArgumentTypeError(
+                f"mask: got {mask.dtype}, need a boolean tensor (True = attend); additive masks are passed as bias="
+            )
         mask = dense(mask)
     if not isinstance(mask, Mask):
         raise ArgumentTypeError(
@@ -144,7 +165,9 @@ def _bind_mask(mask: Any, shape: MaskShape, varlen: bool, device: torch.device) 
     def asarray(x: Any) -> Tensor:
         if isinstance(x, Tensor) and x.device != device:
             raise DeviceError(f"mask: holds a tensor on {x.device}, but q is on {device}; move it with .to(q.device)")
-        return torch.as_tensor(x, device=device)
+        tensor = torch.as_tensor(x, device=device)
+        check_range("mask", tensor)
+        return tensor
 
     return Lowered(mask.lower(Binding(shape, varlen, asarray)))
 

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from tilewise.api.attention import run
 from tilewise.api.bias import Alibi
-from tilewise.api.describe import Request, autocast, check_tensors, describe
+from tilewise.api.describe import Request, autocast, check_range, check_tensors, describe
 from tilewise.errors import ArgumentTypeError, DeviceError, LayoutError
 from tilewise.masks import Mask
+from tilewise.masks.algebra import INTEGERS
 
 
 def attention_varlen(
@@ -56,7 +57,7 @@ def attention_varlen(
 
 def _check_cumulative(name: str, cu: Tensor, x: Tensor) -> None:
     """The form of cumulative lengths; their values are checked where they are read (`ops.packing`)."""
-    if not isinstance(cu, Tensor) or cu.is_floating_point() or cu.dtype.is_complex:
+    if not isinstance(cu, Tensor) or str(cu.dtype).removeprefix("torch.") not in INTEGERS:
         raise ArgumentTypeError(
             f"{name}: got {getattr(cu, 'dtype', type(cu).__name__)}, need an integer tensor of cumulative lengths"
         )
@@ -64,3 +65,4 @@ def _check_cumulative(name: str, cu: Tensor, x: Tensor) -> None:
         raise LayoutError(f"{name}: shape {tuple(cu.shape)}, need (sequences + 1,), starting with 0")
     if cu.device != x.device:
         raise DeviceError(f"{name}: on {cu.device}, but the tokens are on {x.device}; move it with {name}.to(q.device)")
+    check_range(name, cu)

@@ -19,6 +19,9 @@ from tilewise.masks.program import LITERALS, UNBOUNDED, Literal, MaskProgram, Ma
 
 Terms = list[list[Literal]]
 MAX_TERMS = 32
+INTEGERS = ("int8", "uint8", "int16", "int32", "int64")
+LIMIT = UNBOUNDED - 1
+"""Lengths and offsets are cut to ± this, beyond every position: sums and differences of two stay within 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -325,10 +328,11 @@ def _per_sequence(name: str, value: Any, binding: Binding) -> Any:
         array = array[None]
     if array.ndim != 1 or array.shape[0] not in (1, binding.shape.batch):
         raise MaskError(
-            f"{name}: shape {tuple(array.shape)}, need one integer for each of the {binding.shape.batch} sequences"
+            f"mask: {name} has shape {tuple(array.shape)}, need one integer for each of the {binding.shape.batch} sequences"
         )
-    _check_integers(name, array)
-    return _as(array, "int")
+    _check_integers(f"mask: {name}", array)
+    wide = array if array.dtype.itemsize == 8 else _as(array, "int")
+    return _as(wide.clip(-LIMIT, LIMIT), "int")
 
 
 def _ids(name: str, value: Any, length: int, binding: Binding) -> Any:
@@ -344,8 +348,10 @@ def _ids(name: str, value: Any, length: int, binding: Binding) -> Any:
 
 
 def _check_integers(name: str, array: Any) -> None:
-    if "int" not in str(array.dtype):
-        raise ArgumentTypeError(f"{name}: dtype {array.dtype}, need integers; convert with .int()")
+    if str(array.dtype).removeprefix("torch.") not in INTEGERS:
+        raise ArgumentTypeError(f"{name}: dtype {array.dtype}, need integers of at most 64 bits; convert with .int()")
+    if isinstance(array, np.ndarray) and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
+        raise MaskError(f"{name}: integers from {array.min()} to {array.max()}, need integers of 32 bits")
 
 
 def _rank4(mask: str, name: str, array: Any, shape: MaskShape) -> Any:

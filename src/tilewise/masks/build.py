@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.errors import ArgumentTypeError, MaskError
-from tilewise.masks.algebra import Band, Blocks, Dense, Documents, Full, KeyRange, KeyRanges, Mask, OffsetBand
+from tilewise.masks.algebra import (
+    INTEGERS,
+    Band,
+    Blocks,
+    Dense,
+    Documents,
+    Full,
+    KeyRange,
+    KeyRanges,
+    Mask,
+    OffsetBand,
+)
 from tilewise.masks.program import UNBOUNDED
 
 ANCHORS = {"bottom_right": "b", "top_left": "t"}
@@ -62,7 +73,7 @@ def blocks(table: Any, size: int | tuple[int, int]) -> Mask:
 
 def dense(mask: Any) -> Mask:
     """A boolean tensor broadcastable to (B, H, Sq, Sk); True means the query may see the key."""
-    if "bool" not in str(getattr(mask, "dtype", type(mask).__name__)):
+    if "bool" not in str(getattr(mask, "dtype", None)):
         got = getattr(mask, "dtype", type(mask).__name__)
         raise ArgumentTypeError(
             f"dense: got {got}, need a boolean tensor (True = attend); additive masks are passed as bias="
@@ -71,7 +82,7 @@ def dense(mask: Any) -> Mask:
 
 
 def _band(lo: int, hi: int, align: str, offset: Any, name: str) -> Mask:
-    if align not in ANCHORS:
+    if not isinstance(align, str) or align not in ANCHORS:
         raise MaskError(f"{name}: align is {align!r}, need 'bottom_right' or 'top_left'")
     if offset is None:
         return Band(max(lo, -UNBOUNDED), min(hi, UNBOUNDED), ANCHORS[align])
@@ -102,11 +113,13 @@ def _integers(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         if not all(is_integer(x) for x in value):
             raise ArgumentTypeError(f"{name} is {value!r}, need integers")
+        if not all(-(2**31) <= x < 2**31 for x in value):
+            raise MaskError(f"{name} is {value!r}, need integers of 32 bits")
         return list(value)
     if not hasattr(value, "dtype"):
         raise ArgumentTypeError(
             f"{name} is {value!r} ({type(value).__name__}), need an integer or a tensor of integers"
         )
-    if "int" not in str(value.dtype):
-        raise ArgumentTypeError(f"{name}: dtype {value.dtype}, need integers; convert with .int()")
+    if str(value.dtype).removeprefix("torch.") not in INTEGERS:
+        raise ArgumentTypeError(f"{name}: dtype {value.dtype}, need integers of at most 64 bits; convert with .int()")
     return value

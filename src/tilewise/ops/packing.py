@@ -1,4 +1,7 @@
-"""Packed batches: the cumulative lengths are data, so they are checked where they are read, also under torch.compile."""
+"""Packed batches: the cumulative lengths are data, so they are checked where they are read, also under torch.compile.
+
+So is what depends on them: a bias and a table of blocks must reach as far as the longest sequence.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,47 @@ from itertools import pairwise
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
-from tilewise.errors import ArgumentError
+from tilewise.errors import ArgumentError, LayoutError, MaskError
+from tilewise.problem import Problem
 
 
-def check_packing(inputs: Inputs) -> None:
-    """Raise on cumulative lengths that do not fit their tokens.
+def check_packing(problem: Problem, inputs: Inputs) -> None:
+    """Raise on cumulative lengths that do not fit their tokens, and on a bias or blocks that do not cover them.
 
     On a GPU that would wait for the device, so it happens only if TILEWISE_CHECK=1 asks for it; kernels clamp.
     """
-    for name, cu, x in (("cu_seqlens_q", inputs.cu_q, inputs.q), ("cu_seqlens_k", inputs.cu_k, inputs.k)):
-        if cu is not None and (cu.device.type == "cpu" or os.environ.get("TILEWISE_CHECK") == "1"):
-            _check(name, cu, x.shape[2])
+    if inputs.q.device.type != "cpu" and os.environ.get("TILEWISE_CHECK") != "1":
+        return
+    assert inputs.cu_q is not None and inputs.cu_k is not None
+    tables = [literal for term in problem.program.terms() for literal in term if literal.letter in "sS"]
+    ends = (("cu_seqlens_q", inputs.cu_q, inputs.q), ("cu_seqlens_k", inputs.cu_k, inputs.k))
+    for side, (name, cu, x) in enumerate(ends):
+        longest, axis = _longest(name, cu, x.shape[2]), ("queries", "keys")[side]
+        if inputs.bias is not None and 1 != inputs.bias.shape[2 + side] < longest:
+            got = inputs.bias.shape[2 + side]
+            raise LayoutError(
+                f"bias: {got} along {axis}, but the longest sequence has {longest}; need 1 or at least that"
+            )
+        for _, sizes, (table,) in tables:
+            if table.shape[2 + side] * sizes[side] < longest:
+                got = table.shape[2 + side]
+                raise MaskError(
+                    f"blocks: table has {got} blocks of {sizes[side]} {axis}, but the longest sequence has {longest}; "
+                    f"need at least {-(-longest // sizes[side])} blocks"
+                )
 
 
-def _check(name: str, cu: Tensor, tokens: int) -> None:
+def _longest(name: str, cu: Tensor, tokens: int) -> int:
     values = cu.tolist()
     if values[0] != 0:
         raise ArgumentError(f"{name}: starts with {values[0]}, need 0")
+    longest = 0
     for i, (start, end) in enumerate(pairwise(values)):
+        longest = max(longest, end - start)
         if end < start:
             raise ArgumentError(
                 f"{name}: falls from {start} to {end} at position {i + 1}; cumulative lengths never fall"
             )
     if values[-1] != tokens:
         raise ArgumentError(f"{name}: ends with {values[-1]}, but there are {tokens} tokens")
+    return longest

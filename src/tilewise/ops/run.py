@@ -23,7 +23,7 @@ def is_empty(problem: Problem) -> bool:
 def forward(problem: Problem, inputs: Inputs, backend: str | Backend = "auto") -> tuple[Tensor, Tensor]:
     """out and lse of a problem; backends never see an empty one."""
     if problem.varlen:
-        check_packing(inputs)
+        check_packing(problem, inputs)
     if is_empty(problem):
         return empty_forward(problem, inputs)
     if isinstance(backend, str):
