@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from tilewise.api.plan import plan as plan
     from tilewise.api.varlen import attention_varlen as attention_varlen
     from tilewise.errors import TilewiseError as TilewiseError
+    from tilewise.integrations.sdpa import replace_sdpa as replace_sdpa
+    from tilewise.integrations.sdpa import sdpa as sdpa
     from tilewise.masks import Mask as Mask
     from tilewise.masks import blocks as blocks
     from tilewise.masks import causal as causal
@@ -51,14 +53,16 @@ _HOMES = {
     "key_padding": "masks",
     "dense": "masks",
     "Problem": "problem",
+    "sdpa": "integrations.sdpa",
+    "replace_sdpa": "integrations.sdpa",
 }
 
 __all__ = ["__version__", "backends", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "backends":
-        return import_module("tilewise.backends")
+    if name in ("backends", "nn"):
+        return import_module(f"tilewise.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
     value = getattr(import_module(f"tilewise.{_HOMES[name]}"), name)

@@ -1,0 +1,249 @@
+"""flash_attn's six functions. Each turns its arguments into one `Settings`; two functions do the work."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.api.attention import attention
+from tilewise.api.bias import Alibi, alibi
+from tilewise.api.describe import make_seed
+from tilewise.api.varlen import attention_varlen
+from tilewise.errors import ArgumentError, LayoutError
+from tilewise.integrations.flash_attn.probabilities import Batch, signed_probabilities
+from tilewise.masks import UNBOUNDED, Mask, full, window
+
+Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
+
+
+class Settings(NamedTuple):
+    """What the functions share."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    deterministic: bool
+    return_attn_probs: bool
+
+    def mask(self) -> Mask:
+        """Query i stands at key i + Sk − Sq and sees `left` keys before and `right` after it; −1 is no limit."""
+        if not isinstance(self.window_size, tuple | list) or len(self.window_size) != 2:
+            raise ArgumentError(
+                f"window_size: got {self.window_size!r}, need a pair (left, right), −1 meaning no limit"
+            )
+        for side in self.window_size:
+            if not isinstance(side, int) or side < -1:
+                raise ArgumentError(
+                    f"window_size: got {self.window_size!r}, need integers of at least −1 (which means no limit)"
+                )
+        left, right = (UNBOUNDED if side == -1 else min(side, UNBOUNDED) for side in self.window_size)
+        right = 0 if self.causal else right
+        return full() if left == right == UNBOUNDED else window(left, right)
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """The arguments of tilewise's own functions."""
+        slopes = self.alibi_slopes
+        bias: Alibi | None = None if slopes is None else alibi(slopes.detach().float())
+        return {
+            "mask": self.mask(),
+            "scale": self.softmax_scale,
+            "bias": bias,
+            "softcap": self.softcap,
+            "dropout_p": self.dropout_p,
+            "seed": make_seed(None, device) if self.dropout_p else None,
+            "deterministic": True if self.deterministic else None,
+            "return_lse": True,
+        }
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) → out (B, Sq, Hq, Dv); causal is aligned to the bottom right.
+
+    `return_attn_probs` adds the LSE (B, Hq, Sq) and, for tests, with dropout, the probabilities (B, Hq, Sq, Sk), negative where
+    dropped: they take quadratic memory. Without dropout they are None.
+    """
+    return _batched(
+        q,
+        k,
+        v,
+        Settings(
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        ),
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of qkv (B, S, 3, H, D)."""
+    q, k, v = _split("qkv", qkv, 5, "(batch, sequence, 3, heads, dim)", 2, 3)
+    return _batched(
+        q,
+        k,
+        v,
+        Settings(
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        ),
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of q (B, Sq, Hq, D) and kv (B, Sk, 2, Hk, D)."""
+    k, v = _split("kv", kv, 5, "(batch, sequence, 2, heads, dim)", 2, 2)
+    return _batched(
+        q,
+        k,
+        v,
+        Settings(
+            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+        ),
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """Packed sequences: q (Tq, Hq, D), k and v (Tk, Hk, D) → out (Tq, Hq, D), and an LSE (Hq, Tq).
+
+    The longest lengths are not needed to compute; they size the probabilities `return_attn_probs` asks for.
+    """
+    if block_table is not None:
+        raise ArgumentError("block_table: paged keys and values are not served; gather them, and pass None")
+    settings = Settings(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    return _packed((q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), settings)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` of qkv (T, 3, H, D)."""
+    q, k, v = _split("qkv", qkv, 4, "(tokens, 3, heads, dim)", 1, 3)
+    settings = Settings(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    return _packed((q, k, v), (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen), settings)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` of q (Tq, Hq, D) and kv (Tk, 2, Hk, D)."""
+    k, v = _split("kv", kv, 4, "(tokens, 2, heads, dim)", 1, 2)
+    settings = Settings(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+    return _packed((q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), settings)
+
+
+def _batched(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Result:
+    options = settings.options(q.device)
+    out, lse = attention(q, k, v, layout="bshd", **options)
+    if not settings.return_attn_probs:
+        return out
+    batch = Batch(q.transpose(1, 2), k.transpose(1, 2), lse)
+    return out, lse, signed_probabilities([batch], options)[0] if settings.dropout_p else None
+
+
+def _packed(
+    qkv: tuple[Tensor, Tensor, Tensor], cumulative: tuple[Tensor, Tensor], longest: tuple[int, int], settings: Settings
+) -> Result:
+    q, k, v = qkv
+    options = settings.options(q.device)
+    out, lse = attention_varlen(q, k, v, *cumulative, **options)
+    if not settings.return_attn_probs:
+        return out
+    if not settings.dropout_p:
+        return out, lse, None
+    (starts_q, starts_k) = (cu.tolist() for cu in cumulative)
+    heads_first = q.transpose(0, 1)[None], k.transpose(0, 1)[None], lse[None]
+    sequences = []
+    for b in range(len(starts_q) - 1):
+        rows, cols = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
+        sequences.append(Batch(heads_first[0][:, :, rows], heads_first[1][:, :, cols], heads_first[2][:, :, rows]))
+    padded = out.new_zeros((len(sequences), q.shape[1], *longest))  # positions beyond a sequence's lengths stay 0
+    for b, part in enumerate(signed_probabilities(sequences, options)):
+        padded[b, :, : part.shape[2], : part.shape[3]] = part[0]
+    return out, lse, padded
+
+
+def _split(name: str, packed: Tensor, rank: int, shape: str, axis: int, count: int) -> tuple[Tensor, ...]:
+    if not isinstance(packed, Tensor) or packed.ndim != rank or packed.shape[axis] != count:
+        got = tuple(packed.shape) if isinstance(packed, Tensor) else type(packed).__name__
+        raise LayoutError(f"{name}: got {got}, need {shape}")
+    return packed.unbind(axis)

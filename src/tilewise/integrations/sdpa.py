@@ -1,0 +1,210 @@
+"""SDPA's signature and meaning on tilewise, and a context that routes other people's SDPA calls to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tilewise.api.attention import attention
+from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, TilewiseError
+from tilewise.masks import Mask, causal, dense
+
+SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+class SDPAError(ArgumentError, RuntimeError):
+    """A call SDPA itself refuses; a RuntimeError, as SDPA raises."""
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention`, argument for argument.
+
+    q is (…, H, L, E), k (…, H, S, E), v (…, H, S, Ev) with any leading dimensions, or none, that broadcast. `is_causal` is
+    aligned to the top left, and excludes `attn_mask`. A boolean mask is True where a query sees a key; a floating-point one is
+    added to the scores and has a gradient. `enable_gqa` allows fewer heads of k and v. Dropout draws its own random numbers.
+    """
+    return route(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def route(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    backend: str = "auto",
+) -> Tensor:
+    """`sdpa` on a backend of one's choice."""
+    _check(query, key, value, attn_mask, is_causal)
+    rank = max(query.ndim, key.ndim, value.ndim)
+    lead, heads = _leading(query, key, value, enable_gqa)
+    q, k, v = (_rank4(x, lead, heads_) for x, heads_ in zip((query, key, value), heads, strict=True))
+    mask: Mask | None = causal(align="top_left") if is_causal else None
+    bias = None
+    if attn_mask is not None:
+        extra = _mask_rank4(attn_mask, lead, heads[0], (q.shape[2], k.shape[2]), rank)
+        if extra.dtype == torch.bool:
+            mask = dense(extra)
+        else:
+            bias = extra
+    out = attention(q, k, v, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p, backend=backend)
+    assert isinstance(out, Tensor)
+    if rank == 4:
+        return out
+    outer = (*lead, heads[0]) if rank > 2 else ()
+    return out.reshape(*outer, out.shape[2], out.shape[3])
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
+    """What SDPA refuses before it computes."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise ArgumentTypeError(f"{name}: got {type(x).__name__}, need a torch.Tensor")
+        if x.is_nested:
+            raise ArgumentTypeError(f"{name}: a nested tensor; use tilewise.attention_varlen for ragged batches")
+        if x.ndim < 2:
+            raise SDPAError(f"{name}: shape {tuple(x.shape)}, need at least (length, dim)")
+        if x.dtype != query.dtype:
+            raise SDPAError(f"{name}: dtype {x.dtype}, but query has {query.dtype}; they must agree")
+        if x.device != query.device:
+            raise DeviceError(f"{name}: on {x.device}, but query is on {query.device}; they must agree")
+    if attn_mask is None:
+        return
+    if is_causal:
+        raise SDPAError("attn_mask: given together with is_causal=True; pass one of them")
+    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise SDPAError(
+            f"attn_mask: dtype {attn_mask.dtype}, need bool (True = attend), torch.float32 or {query.dtype}"
+        )
+
+
+def _leading(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+    """The dimensions before the heads, broadcast, and the heads of q, k and v; one head where there is no such dimension."""
+    shapes = [x.shape[:-2] for x in (query, key, value)]
+    try:
+        lead = torch.broadcast_shapes(*(shape[:-1] for shape in shapes))
+    except RuntimeError as error:
+        raise SDPAError(
+            f"query, key, value: shapes {', '.join(str(tuple(x.shape)) for x in (query, key, value))}; "
+            "the dimensions before the heads must broadcast"
+        ) from error
+    heads = [shape[-1] if shape else 1 for shape in shapes]
+    if enable_gqa:
+        if min(query.ndim, key.ndim, value.ndim) < 3:
+            raise SDPAError("enable_gqa: needs a dimension of heads, (…, heads, length, dim)")
+        if heads[1] == 0 or heads[0] % heads[1] or heads[1] != heads[2]:
+            raise SDPAError(
+                f"enable_gqa: {heads[0]} query heads must be a multiple of the key and value heads {heads[1:]}"
+            )
+        return tuple(lead), (heads[0], heads[1], heads[2])
+    most = max(heads) if 0 not in heads else 0
+    if any(h not in (1, most) for h in heads):
+        raise SDPAError(f"heads: query, key and value have {heads}; they must agree, or set enable_gqa=True")
+    return tuple(lead), (most, most, most)
+
+
+def _rank4(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
+    """A view (B, H, S, D); a copy only if broadcast leading dimensions cannot be flattened in place."""
+    if x.ndim == 4 and x.shape[0] == lead[0] and x.shape[1] == heads and len(lead) == 1:
+        return x
+    x = x.expand(*lead, heads, *x.shape[-2:])
+    return x[None] if not lead else x.flatten(0, len(lead) - 1)
+
+
+def _mask_rank4(mask: Tensor, lead: tuple[int, ...], heads: int, lengths: tuple[int, int], rank: int) -> Tensor:
+    """The mask as (B or 1, H or 1, L or 1, S or 1): never expanded along what it broadcasts over."""
+    shape = (*lead, heads, *lengths) if rank > 2 else lengths
+    fits = mask.ndim <= len(shape) and all(
+        own in (1, want) for own, want in zip(reversed(mask.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        raise SDPAError(f"attn_mask: shape {tuple(mask.shape)} does not broadcast to {shape}")
+    mask = mask[(None,) * (len(lead) + 3 - mask.ndim)]
+    outer = mask.shape[: len(lead)]
+    if not outer:
+        return mask[None]
+    if len(outer) > 1 and any(size != 1 for size in outer):
+        mask = mask.expand(*lead, *mask.shape[len(lead) :])
+    return mask.flatten(0, len(lead) - 1)
+
+
+class replace_sdpa(TorchFunctionMode):  # a context manager, used like a function
+    """Inside the context, this thread's calls of `F.scaled_dot_product_attention` run on tilewise, whoever makes them.
+
+    It catches the call and not the name, so names imported earlier are caught too. A call that tilewise cannot serve runs on
+    SDPA as before: `fallbacks` counts the reasons, `served` the calls that were. `strict=True` raises instead.
+
+    >>> with tilewise.replace_sdpa() as routed:
+    ...     model(x)
+    >>> routed.served, routed.fallbacks
+    """
+
+    def __init__(self, *, backend: str = "auto", strict: bool = False) -> None:
+        super().__init__()
+        self.backend, self.strict = backend, strict
+        self.served = 0
+        self.fallbacks: Counter[str] = Counter()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is SDPA:
+            return self._serve(*args, **(kwargs or {}))
+        if func is torch.nn.functional.multi_head_attention_forward:
+            # torch asks the mode once, for this function as a whole, and runs its body with the mode off: so the same code
+            # is run with the two names bound that matter, and torch's own module stays as it is
+            names = {**func.__globals__, "scaled_dot_product_attention": self._serve, "has_torch_function": _never}
+            func = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+        return func(*args, **(kwargs or {}))
+
+    def _serve(self, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            out = _bound(self.backend, *args, **kwargs)
+        except TilewiseError as error:
+            if self.strict:
+                raise
+            self.fallbacks[str(error)] += 1
+            fallback: Tensor = SDPA(*args, **kwargs)
+            return fallback
+        self.served += 1
+        return out
+
+
+def _never(tensors: Any) -> bool:
+    return False
+
+
+def _bound(
+    backend: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """SDPA's arguments by position or by name."""
+    return route(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)

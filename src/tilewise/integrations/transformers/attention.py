@@ -1,0 +1,104 @@
+"""The attention function models call through transformers' registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.api.attention import attention
+from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
+from tilewise.integrations.transformers.promise import PromisedMask
+from tilewise.masks import Mask, causal, dense, full, window
+
+UNSERVED = {
+    "cache": "a paged cache (continuous batching)",
+    "indices": "attention to selected keys",
+    "block_indices": "attention to selected blocks",
+    "output_attentions": "returning the attention weights, which tilewise never forms",
+}
+"""Arguments of other attention functions that change the result, and what they ask for."""
+
+
+def attention_function(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | Tensor | None = None,
+    is_causal: bool | None = None,
+    **features: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer: q, k, v are (B, H, S, D), the result is (B, Sq, H, D); there are no weights to return.
+
+    The mask says everything about visibility, as it does for `eager`. Only where a model made none do `is_causal` and
+    `sliding_window` count, as they do for the other fused implementations.
+    """
+    for name, meaning in UNSERVED.items():
+        if features.get(name) is not None and features[name] is not False:
+            raise ArgumentError(
+                f"{name}: {type(module).__name__} asks for {meaning}, which attn_implementation='tilewise' does not offer; "
+                "use model.set_attn_implementation('eager')"
+            )
+    mask: Mask | None
+    bias: Tensor | None
+    if attention_mask is None:
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        mask, bias = _unmasked(query, key, bool(is_causal), features.get("sliding_window")), None
+    else:
+        mask, bias = _masked(attention_mask)
+    position_bias = features.get("position_bias")
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+    if isinstance(scaling, Tensor):  # a learned scale: its gradient flows through q
+        query, scaling = query * scaling, 1.0
+    out = attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=scaling,
+        bias=bias,
+        softcap=features.get("softcap") or 0.0,
+        sinks=features.get("s_aux"),
+        dropout_p=dropout,
+        deterministic=features.get("deterministic"),
+    )
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _masked(attention_mask: Tensor) -> tuple[Mask | None, Tensor | None]:
+    """The mask a model passes, as tilewise's mask or bias."""
+    if isinstance(attention_mask, PromisedMask):
+        return attention_mask.description, None
+    if attention_mask.ndim != 4:
+        raise LayoutError(
+            f"attention_mask: shape {tuple(attention_mask.shape)}, need rank 4 (batch, 1 or heads, queries, keys) by the time "
+            "it reaches a layer; models make it from the 2-D mask with transformers.masking_utils"
+        )
+    if attention_mask.dtype == torch.bool:
+        return dense(attention_mask), None
+    if not attention_mask.is_floating_point():
+        raise ArgumentTypeError(
+            f"attention_mask: dtype {attention_mask.dtype}, need bool (True = attend) or floating point (added to the scores)"
+        )
+    return None, attention_mask
+
+
+def _unmasked(query: Tensor, key: Tensor, is_causal: bool, sliding_window: int | None) -> Mask:
+    """The mask of a call without one. A single query is the newest token and sees everything before it."""
+    if not is_causal:
+        return full()
+    if query.shape[2] == 1:
+        return full() if sliding_window is None else window(sliding_window)
+    if query.shape[2] != key.shape[2]:
+        raise ArgumentError(
+            f"attention_mask: None, with {query.shape[2]} causal queries over {key.shape[2]} keys, does not say where the "
+            "queries stand; the model must make its mask with transformers.masking_utils, or pass one"
+        )
+    return causal() if sliding_window is None else causal() & window(sliding_window)

@@ -1,0 +1,106 @@
+"""An attention layer for new models: grouped heads, rotary positions, any tilewise mask, and a cache for generation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.api.attention import attention
+from tilewise.errors import ArgumentError, LayoutError
+from tilewise.masks import Mask, causal
+from tilewise.nn.rotary import Rotary
+
+
+class KeyValueCache:
+    """The keys and values of the tokens a layer has seen."""
+
+    def __init__(self) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 0 if self.k is None else self.k.shape[1]
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k, v (B, S, H, D) and return all there are."""
+        if self.k is not None and self.v is not None:
+            k, v = torch.cat([self.k, k], dim=1), torch.cat([self.v, v], dim=1)
+        self.k, self.v = k, v
+        return k, v
+
+
+class Attention(nn.Module):
+    """Self-attention of x (B, S, dim): projections, rotary positions, exact attention tile by tile.
+
+    `mask` (causal unless another is given; `tw.full()` for encoders) is a value like any tilewise mask. `kv_heads` below
+    `heads` shares each key head among several query heads. `rotary` is the base of the angles, None for no positions.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        rotary: float | None = 10000.0,
+        mask: Mask | None = None,
+        softcap: float = 0.0,
+        dropout: float = 0.0,
+        sinks: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+            raise ArgumentError(f"heads: {heads} query heads must be a multiple of {kv_heads} key heads")
+        if head_dim is None:
+            if dim % heads:
+                raise ArgumentError(f"dim: {dim} is not divisible by {heads} heads; pass head_dim")
+            head_dim = dim // heads
+        self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
+        self.mask = causal() if mask is None else mask
+        self.softcap, self.dropout, self.backend = softcap, dropout, backend
+        self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * head_dim, bias=bias)
+        self.out = nn.Linear(heads * head_dim, dim, bias=bias)
+        self.rotary = None if rotary is None else Rotary(head_dim, rotary)
+        self.sinks = nn.Parameter(torch.zeros(heads)) if sinks else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Mask | None = None,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """`mask` takes the place of the layer's own; `positions` (S,) or (B, S) count on from the cache unless given."""
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise LayoutError(f"x: shape {tuple(x.shape)}, need (batch, sequence, {self.dim})")
+        split = (self.heads, self.kv_heads, self.kv_heads)
+        q, k, v = self.qkv(x).unflatten(-1, (sum(split), self.head_dim)).split(split, dim=-2)  # (B, S, H, D) each
+        if self.rotary is not None:
+            if positions is None:
+                start = 0 if cache is None else len(cache)
+                positions = torch.arange(start, start + x.shape[1], device=x.device)
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        out = attention(
+            q,
+            k,
+            v,
+            mask=self.mask if mask is None else mask,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout_p=self.dropout if self.training else 0.0,
+            layout="bshd",
+            backend=self.backend,
+        )
+        assert isinstance(out, Tensor)
+        projected: Tensor = self.out(out.flatten(-2))
+        return projected
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, mask={self.mask}"

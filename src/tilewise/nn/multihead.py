@@ -1,0 +1,183 @@
+"""torch.nn.MultiheadAttention's parameters, arguments and meaning, computed by tilewise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tilewise.api.attention import attention
+from tilewise.errors import ArgumentError, LayoutError
+from tilewise.masks import Mask, causal, dense, full, prefix
+
+
+class MultiheadAttention(nn.Module):
+    """Loads the state dict of a `torch.nn.MultiheadAttention` made with the same arguments, and gives the same outputs.
+
+    As in torch, `key_padding_mask` and a boolean `attn_mask` are True where a key must NOT be seen, and floating-point ones are
+    added to the scores. Two things differ: the weights are never formed, so `need_weights` is False and the second result
+    None; and `is_causal=True` needs no `attn_mask` beside it. `mask` takes a tilewise mask (True = attend) as well.
+    """
+
+    in_proj_weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+            raise ArgumentError(f"embed_dim: {embed_dim} must be a positive multiple of num_heads, {num_heads}")
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
+        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        self._qkv_same_embed_dim = self.kdim == self.vdim == embed_dim
+        if self._qkv_same_embed_dim:
+            self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **made))
+            names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+            for name in names:
+                self.register_parameter(name, None)
+        else:
+            self.register_parameter("in_proj_weight", None)
+            self.q_proj_weight = nn.Parameter(torch.empty(embed_dim, embed_dim, **made))
+            self.k_proj_weight = nn.Parameter(torch.empty(embed_dim, self.kdim, **made))
+            self.v_proj_weight = nn.Parameter(torch.empty(embed_dim, self.vdim, **made))
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim, **made)) if bias else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **made)
+        self.bias_k, self.bias_v = (
+            nn.Parameter(torch.empty(1, 1, embed_dim, **made)) if add_bias_kv else None for _ in range(2)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """torch's initialisation."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("proj_weight"):
+                nn.init.xavier_uniform_(parameter)
+            elif name in ("bias_k", "bias_v"):
+                nn.init.xavier_normal_(parameter)
+            elif name in ("in_proj_bias", "out_proj.bias"):
+                nn.init.zeros_(parameter)
+
+    @classmethod
+    def from_torch(cls, module: nn.MultiheadAttention) -> MultiheadAttention:
+        """The same layer on tilewise, with the parameters copied."""
+        own = cls(
+            module.embed_dim,
+            module.num_heads,
+            module.dropout,
+            module.in_proj_bias is not None,
+            module.bias_k is not None,
+            module.add_zero_attn,
+            module.kdim,
+            module.vdim,
+            module.batch_first,
+            module.out_proj.weight.device,
+            module.out_proj.weight.dtype,
+        )
+        own.load_state_dict(module.state_dict())
+        return own.train(module.training)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        mask: Mask | None = None,
+    ) -> tuple[Tensor, None]:
+        """(L, N, E), (N, L, E) with `batch_first`, or (L, E) → the same shape, and None."""
+        if need_weights:
+            raise ArgumentError("need_weights: True, but the weights are never formed; pass need_weights=False")
+        batched = query.ndim == 3
+        if query.ndim not in (2, 3) or key.ndim != query.ndim or value.ndim != query.ndim:
+            raise LayoutError(
+                f"query, key, value: ranks {query.ndim}, {key.ndim}, {value.ndim}; need 3 each (batched), or 2 each"
+            )
+        if not batched:
+            query, key, value = query[None], key[None], value[None]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        q, k, v = self._project(query, key, value)  # (N, S, H, D) each
+        seen, bias = self._masks(key_padding_mask, attn_mask, is_causal, mask, (q.shape[1], key.shape[1], k.shape[1]))
+        out = attention(q, k, v, mask=seen, bias=bias, dropout_p=self.dropout if self.training else 0.0, layout="bshd")
+        assert isinstance(out, Tensor)
+        out = self.out_proj(out.flatten(-2))
+        if not batched:
+            return out[0], None
+        return (out if self.batch_first else out.transpose(0, 1)), None
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values by heads, with the extra keys that `add_bias_kv` and `add_zero_attn` append."""
+        if self.in_proj_weight is not None:
+            weights = self.in_proj_weight.chunk(3)
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+        batch = k.shape[0]
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.expand(batch, -1, -1)], dim=1)
+            v = torch.cat([v, self.bias_v.expand(batch, -1, -1)], dim=1)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        split = (self.num_heads, self.head_dim)
+        return q.unflatten(-1, split), k.unflatten(-1, split), v.unflatten(-1, split)
+
+    def _masks(
+        self,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        mask: Mask | None,
+        lengths: tuple[int, int, int],
+    ) -> tuple[Mask, Tensor | None]:
+        """torch's masks as a tilewise mask and bias; `lengths` are queries, keys, and keys with the appended ones.
+
+        The appended keys are seen by all. As in torch, `is_causal` says that `attn_mask` is the causal one, so it is not read.
+        """
+        queries, keys, total = lengths
+        extra = total - keys
+        seen, bias = full() if mask is None else mask, None
+        if is_causal:
+            seen, attn_mask = seen & causal(align="top_left"), None
+        for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if given is None:
+                continue
+            table = self._rank4(name, given, queries, keys)
+            if table.dtype == torch.bool:
+                seen = seen & dense(F.pad(~table, (0, extra), value=True))
+            else:
+                table = F.pad(table, (0, extra))
+                bias = table if bias is None else bias + table
+        return (seen | ~prefix(keys) if extra else seen), bias
+
+    def _rank4(self, name: str, table: Tensor, queries: int, keys: int) -> Tensor:
+        """attn_mask (L, S) or (N·H, L, S), key_padding_mask (N, S), as (N or 1, H or 1, L or 1, S)."""
+        if table.dtype != torch.bool and not table.is_floating_point():
+            raise LayoutError(f"{name}: dtype {table.dtype}, need bool (True = hidden) or floating point (added)")
+        if name == "key_padding_mask" and table.ndim == 2 and table.shape[1] == keys:
+            return table[:, None, None, :]
+        if name == "attn_mask" and table.ndim in (2, 3) and tuple(table.shape[-2:]) == (queries, keys):
+            return table if table.ndim == 2 else table.unflatten(0, (-1, self.num_heads))
+        want = f"(batch, {keys})" if name == "key_padding_mask" else f"({queries}, {keys}) or (batch · heads, …) of it"
+        raise LayoutError(f"{name}: shape {tuple(table.shape)}, need {want}")
