@@ -112,6 +112,7 @@ def describe(
         device=q.device.type,
     )
     problem.check()
+    _ = problem.program  # lowered now: a mask that cannot be is refused before anything runs
     seed = make_seed(request.seed, q.device) if request.dropout_p else None
     cu_q, cu_k = packed or (None, None)
     return problem, Inputs(q, k, v, bias, slopes, sinks, seed, cu_q, cu_k)
