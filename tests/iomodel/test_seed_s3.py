@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tilewise.iomodel import TilePlan, backward, seeds, standard, v2
-from tilewise.iomodel.roofline import attainable, intensity, ridge
+from tilewise.iomodel.roof import attainable, intensity, ridge
 from tilewise.problem import Problem
 from tilewise.simulator import exact, random_inputs, simulate
 

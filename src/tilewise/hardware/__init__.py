@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from tilewise.errors import DeviceError
 from tilewise.hardware.catalogue import catalogue, lookup, names
-from tilewise.hardware.measure import Ceilings, measure
 from tilewise.hardware.probe import probe, probe_cpu, probe_gpu
 from tilewise.hardware.spec import DeviceSpec
+
+if TYPE_CHECKING:
+    from tilewise.hardware.ceilings import Ceilings as Ceilings
+    from tilewise.hardware.ceilings import measure as measure
 
 __all__ = [
     "Ceilings",
@@ -20,6 +25,14 @@ __all__ = [
     "probe_cpu",
     "probe_gpu",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Ceilings", "measure"):  # measuring is rare: not loaded before it is asked for
+        from tilewise.hardware import ceilings
+
+        return getattr(ceilings, name)
+    raise AttributeError(f"module 'tilewise.hardware' has no attribute {name!r}")
 
 
 def device(which: str | DeviceSpec | None = None) -> DeviceSpec:

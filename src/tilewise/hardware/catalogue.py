@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cache
 
 from tilewise.errors import DeviceError
@@ -45,6 +44,8 @@ def lookup(name: str) -> DeviceSpec:
     by_plain |= {_plain(key): spec for key, spec in catalogue().items()}
     if wanted in by_plain:
         return by_plain[wanted]
+    import difflib
+
     near = difflib.get_close_matches(wanted, by_plain, n=3, cutoff=0.5)
     keys = list(dict.fromkeys(by_plain[match].key for match in near))
     hint = f"did you mean {' or '.join(map(repr, keys))}? " if keys else ""

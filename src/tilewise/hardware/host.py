@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import os
 import platform
-import subprocess
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -179,6 +178,8 @@ def _macos(host: Host) -> Host:
 
 
 def _sysctl(name: str) -> str:
+    import subprocess
+
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""

@@ -53,7 +53,7 @@ class DeviceSpec:
     """Shared last level: a CPU's L3, AMD's Infinity Cache."""
     dram_bytes: int = 0
     dram_bandwidth: float = 0.0
-    peak: Mapping[str, float] = field(default_factory=_frozen, hash=False)
+    peak: Mapping[str, float] = field(default_factory=_frozen)
     """Dense FLOP/s by dtype, on tensor cores where the dtype has them (`tf32` beside `float32`)."""
     exp_rate: float = 0.0
     """Exponentials a second of the whole device."""
@@ -86,11 +86,15 @@ class DeviceSpec:
     l2_bytes_per_cycle: float = 0.0
     """Bytes a core moves between L1 and L2 per cycle."""
 
-    sources: Mapping[str, str] = field(default_factory=_frozen, hash=False, compare=False)
+    sources: Mapping[str, str] = field(default_factory=_frozen, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("peak", "sources"):
             object.__setattr__(self, name, _frozen(getattr(self, name)))
+
+    def __hash__(self) -> int:
+        """Cheap, because tiles are remembered by machine: the name and the size tell machines apart well enough."""
+        return hash((self.key, self.name, self.arch, self.units))
 
     # A mapping proxy cannot be pickled or deep-copied; a plain dict can, and __post_init__ freezes it again.
     def __reduce__(self) -> tuple[Any, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tilewise.iomodel.grid import Grid
+from tilewise.iomodel.schedules import Traffic, stat_size
 from tilewise.iomodel.tile import TilePlan
-from tilewise.iomodel.traffic import Traffic, stat_size
 from tilewise.problem import Problem
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.iomodel import backward
 from tilewise.iomodel.grid import even
+from tilewise.iomodel.schedules import Traffic, compulsory, stat_size
 from tilewise.iomodel.tile import TilePlan
-from tilewise.iomodel.traffic import Traffic, compulsory, stat_size
 from tilewise.problem import Problem
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from tilewise.hardware.spec import DeviceSpec, KiB
 from tilewise.iomodel.grid import even
@@ -78,9 +79,35 @@ class _Micro:
 
 
 def cpu_tile(spec: DeviceSpec, problem: Problem) -> CpuTile:
-    """The tile for `problem` on the CPU `spec`."""
+    """The tile for `problem` on the CPU `spec`; remembered, since every call asks for one."""
     problem = even(problem)
-    size = 8 if problem.dtype == "float64" else 4
+    sizes = _Sizes(
+        problem.batch,
+        problem.heads,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.itemsize,
+    )
+    return _cpu_tile(spec, sizes)
+
+
+class _Sizes(NamedTuple):
+    """What the tile depends on."""
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    itemsize: int
+
+
+@lru_cache(maxsize=4096)
+def _cpu_tile(spec: DeviceSpec, problem: _Sizes) -> CpuTile:
+    size = max(4, problem.itemsize)  # 16-bit inputs are widened
     lanes = spec.lanes(size)
     micro, why_micro = register_tile(spec, size)
     rows = lanes * micro.row_vectors
@@ -190,7 +217,7 @@ def _power_of_two_strips(rows: int, strips: float) -> int:
 
 
 def _parallel(
-    spec: DeviceSpec, problem: Problem, rows: int, block_q: int, block_k: int
+    spec: DeviceSpec, problem: _Sizes, rows: int, block_q: int, block_k: int
 ) -> tuple[int, int, tuple[str, ...]]:
     """Smaller blocks, then splits over the keys, until every core has work."""
     length = max(1, problem.seqlen_q)

@@ -54,11 +54,15 @@ def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward") -> Tile
     tuned = lookup_tuned(problem, spec, pass_)
     if tuned is not None:
         return tuned.tile
-    return ranked(problem, spec, pass_)[0].tile
+    return _checked(problem, spec, pass_)[0].tile
 
 
 def ranked(problem: Problem, spec: DeviceSpec, pass_: str = "forward", model_blocks: bool = False) -> list[Candidate]:
     """Every candidate, those that run first and the fastest of them on top; raises if none runs."""
+    return list(_checked(problem, spec, pass_, model_blocks))
+
+
+def _checked(problem: Problem, spec: DeviceSpec, pass_: str, model_blocks: bool = False) -> tuple[Candidate, ...]:
     if pass_ not in PASSES:
         raise PlanError(f"pass_: got {pass_!r}, need one of {', '.join(PASSES)}")
     if not spec.is_gpu:
@@ -71,7 +75,7 @@ def ranked(problem: Problem, spec: DeviceSpec, pass_: str = "forward", model_blo
             f"tile: none fits {spec.name} for head dims {problem.head_dim}, {problem.head_dim_v} in {problem.dtype}: "
             f"the smallest, {found[0].tile}, fails: {found[0].rejected}"
         )
-    return list(found)
+    return found
 
 
 def evaluate(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Candidate:

@@ -16,7 +16,7 @@ from tilewise.masks import UNBOUNDED, Literal, MaskProgram
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:
-    from tilewise.planner.plan import Plan
+    from tilewise.planner.decide import Plan
 
 _BAR = "█"
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}

@@ -37,6 +37,8 @@ TUNED: tuple[Tuned, ...] = ()
 
 def lookup_tuned(problem: Problem, spec: DeviceSpec, pass_: str) -> Tuned | None:
     """The entry that applies, if any."""
+    if not TUNED:
+        return None
     masked = bool(problem.program.structure)
     for entry in TUNED:
         if (

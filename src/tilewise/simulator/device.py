@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tilewise.errors import ArgumentError, PlanError
+from tilewise.iomodel.schedules import Traffic, stat_size
 from tilewise.iomodel.tile import TilePlan
-from tilewise.iomodel.traffic import Traffic, stat_size
 from tilewise.masks import TileClass, TileMap
 from tilewise.problem import Problem
 from tilewise.simulator.memory import Array, Hbm, Sram

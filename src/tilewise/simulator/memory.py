@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tilewise.errors import PlanError
-from tilewise.iomodel.traffic import Traffic
+from tilewise.iomodel.schedules import Traffic
 
 Array = npt.NDArray[Any]
 Index = tuple[int | slice, ...]

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewise.hardware.spec import DeviceSpec
-from tilewise.iomodel.traffic import Traffic
+from tilewise.iomodel.schedules import Traffic
 from tilewise.masks import TileMap
 from tilewise.simulator.banks import layouts, tile_conflicts
 from tilewise.simulator.device import Simulation
