@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from tilewise.api.attention import attention as attention
     from tilewise.api.backends import backends as backends
     from tilewise.api.bias import alibi as alibi
+    from tilewise.api.certify import certify as certify
     from tilewise.api.plan import plan as plan
+    from tilewise.api.trace import trace_nonfinite as trace_nonfinite
     from tilewise.api.varlen import attention_varlen as attention_varlen
     from tilewise.errors import TilewiseError as TilewiseError
     from tilewise.integrations.sdpa import replace_sdpa as replace_sdpa
@@ -42,6 +44,8 @@ _HOMES = {
     "attention_varlen": "api.varlen",
     "alibi": "api.bias",
     "plan": "api.plan",
+    "certify": "api.certify",
+    "trace_nonfinite": "api.trace",
     "TilewiseError": "errors",
     "Mask": "masks",
     "full": "masks",

@@ -9,7 +9,6 @@ from tests.conformance.cases import CASES, Case, build
 from tilewise.numerics import bounds, rows
 from tilewise.numerics.oracle import oracle
 
-
 TOLD = [case for case in CASES if not case.name.startswith(("edge", "head-dim", "dtype"))]
 
 
@@ -27,7 +26,7 @@ def test_chunks_give_the_oracle_and_its_bounds(case: Case, monkeypatch: pytest.M
             # every row, out of order: positions must not be taken for a range
             positions = torch.randperm(where.queries, generator=torch.Generator().manual_seed(h))
             found = rows.exact_rows(problem, inputs, rows.Rows(b, h, positions))
-            at = (where.index, h, where.q_start + positions)
+            at = (where.side, h, where.q_start + positions)
             for name, got, want in (
                 ("out", found.out, out[at]),
                 ("lse", found.lse, lse[at]),

@@ -46,7 +46,7 @@ class ExactRows(NamedTuple):
 class Sequence(NamedTuple):
     """Where one sequence lies in the tensors of a call."""
 
-    index: int  # of the batch side
+    side: int  # where it is along the batch
     q_start: int
     k_start: int
     queries: int
@@ -149,7 +149,7 @@ def _pieces(problem: Problem, inputs: Tensors, rows: Rows, where: Sequence) -> I
     kv = h // problem.group
     program = _rows_of(where.program, positions)
     shape = MaskShape(1 if problem.varlen else problem.batch, problem.heads, where.queries, where.keys)
-    q = inputs.q[where.index, h, where.q_start + positions].double()[None]  # [1, M, D]
+    q = inputs.q[where.side, h, where.q_start + positions].double()[None]  # [1, M, D]
     for start in range(0, where.keys, CHUNK):
         stop = min(start + CHUNK, where.keys)
         cols = slice(where.k_start + start, where.k_start + stop)
@@ -168,13 +168,13 @@ def _pieces(problem: Problem, inputs: Tensors, rows: Rows, where: Sequence) -> I
             assert inputs.seed is not None
             keep = _kept(inputs.seed, problem.dropout_p, rows, start, stop)[None].double() / (1.0 - problem.dropout_p)
         reached = seen.any(-2)[:, None]  # [N, 1]
-        k, v = (torch.where(reached, x[where.index, kv, cols].double(), 0.0)[None] for x in (inputs.k, inputs.v))
+        k, v = (torch.where(reached, x[where.side, kv, cols].double(), 0.0)[None] for x in (inputs.k, inputs.v))
         yield Piece(
             sequence=b,
             heads=slice(h, h + 1),
             kv_heads=slice(kv, kv + 1),
-            rows=(where.index, slice(h, h + 1), slice(0, len(positions))),
-            cols=(where.index, slice(kv, kv + 1), cols),
+            rows=(where.side, slice(h, h + 1), slice(0, len(positions))),
+            cols=(where.side, slice(kv, kv + 1), cols),
             q=torch.where(seen.any(-1)[:, None], q, 0.0),
             k=k,
             v=v,
