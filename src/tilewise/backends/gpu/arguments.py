@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.backends.base import Inputs
 from tilewise.backends.gpu.launch import bias_view, interpreting, view
 from tilewise.backends.gpu.structs import Attention, Config, MaskArgs, View
-from tilewise.masks import UNBOUNDED, MaskProgram
+from tilewise.masks import MaskProgram
 from tilewise.numerics.philox import drop_threshold
 from tilewise.problem import Problem
 
@@ -40,17 +40,6 @@ def mask_args(program: MaskProgram, device: torch.device) -> MaskArgs:
 def _broadcast(t: Tensor, sides: int) -> list[int]:
     """The first strides, 0 for sides of 1."""
     return [0 if t.shape[i] == 1 else t.stride(i) for i in range(sides)]
-
-
-def begins_inside(program: MaskProgram) -> bool:
-    """May the keys of a row begin elsewhere than at key 0?"""
-    for term in program.terms():
-        for letter, ints, _ in term:
-            if letter in "bto" and ints[0] > -UNBOUNDED:
-                return True
-            if (letter == "r" and ints[0] > 0) or letter == "k":
-                return True
-    return False
 
 
 def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, splits: int = 1) -> Attention:
@@ -97,7 +86,6 @@ def config_for(problem: Problem, inputs: Inputs, precision: str) -> Config:
         DV=problem.head_dim_v,
         BLOCK_D=padded(problem.head_dim),
         BLOCK_DV=padded(problem.head_dim_v),
-        LEFT=begins_inside(problem.program),
         VARLEN=problem.varlen,
         SOFTCAP=problem.softcap > 0,
         FOLD=plain and problem.scale > 0,

@@ -34,6 +34,22 @@ class Options(NamedTuple):
     num_stages: int = 2
 
 
+class Descriptor:
+    """A tensor map of rank 4 for Triton's launcher, which reads just these fields."""
+
+    __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, x: torch.Tensor, rows: int, width: int) -> None:
+        self.base = x
+        self.shape = list(x.shape)
+        # a dimension of size 1 is never stepped over; any legal stride will do
+        self.strides = [max(8, x.shape[3]) * 16 if size == 1 else step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
+        self.strides.append(1)
+        self.block_shape = [1, 1, rows, width]
+        self.padding = "zero"
+        self.round_f32_to_tf32 = False
+
+
 class Signature(NamedTuple):
     types: Any
     constants: dict[tuple[int, ...], Any]
@@ -56,6 +72,14 @@ def bias_view(x: torch.Tensor) -> View:
     return View(x, *(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)))
 
 
+def describable(x: torch.Tensor) -> bool:
+    """Can a tensor map describe it? Adjacent elements, rows at multiples of 16 bytes, nothing broadcast."""
+    unit = 16 // x.element_size()
+    strides = [step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    adjacent = x.stride(3) == 1 and x.shape[3] % unit == 0
+    return x.numel() > 0 and adjacent and x.data_ptr() % 16 == 0 and all(step > 0 and step % unit == 0 for step in strides)
+
+
 def signature(args: tuple[Any, ...]) -> Signature:
     """Types, compile-time constants and alignment of the arguments before the config."""
     result = Signature([], {}, {})
@@ -75,6 +99,8 @@ def _describe(value: Any, path: tuple[int, ...], aligned: bool, into: Signature)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, float):
         return "fp32"
+    if isinstance(value, Descriptor):
+        return f"tensordesc<{POINTERS[value.base.dtype][1:]}[{', '.join(map(str, value.block_shape))}]>"
     if isinstance(value, int):
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     if value.data_ptr() % 16 == 0:
@@ -95,7 +121,7 @@ def _describe_view(value: View, path: tuple[int, ...], aligned: bool, into: Sign
 
 def _all_aligned(args: tuple[Any, ...]) -> bool:
     """Do all rows of all views start at multiples of 16 bytes? One fact for a whole kernel keeps its variants at two."""
-    return all(_aligned(v) for arg in args if arg is not None for v in arg if isinstance(v, View))
+    return all(_aligned(v) for arg in args if isinstance(arg, tuple) for v in arg if isinstance(v, View))
 
 
 def _aligned(v: View) -> bool:

@@ -68,6 +68,11 @@ def intervals_only(structure, i):
 
 
 @triton.constexpr_function
+def reads_data(structure, i):
+    return literals(structure)[i][0] in "dDsSeE"
+
+
+@triton.constexpr_function
 def has_data(structure):
     """Does any letter read tensors the size of the sequence?"""
     return bool(set(structure) & set("dDsSeE"))
@@ -80,10 +85,8 @@ def has_gaps(structure):
 
 
 @triton.constexpr_function
-def term_has_band(structure, i):
-    """Does the term that literal i closes hold a band?"""
-    term = len([1 for literal in literals(structure)[: i + 1] if literal[4]]) - 1
-    return bool(set(structure.split("|")[term]) & set("bto"))
+def has_alternatives(structure):
+    return "|" in structure
 
 
 @triton.jit
@@ -187,6 +190,36 @@ def query_bounds(mask, seq, n0, n1, C: tl.constexpr):
 
 
 @triton.jit
+def spans(lo, hi, full_lo, full_hi, BLOCK: tl.constexpr):
+    """Cut [lo, hi) into the tiles inside [full_lo, full_hi) and the boundary tiles on both sides of them.
+
+    Tiles start at multiples of BLOCK. A span (lo, gap_lo, gap_hi, hi) is [lo, gap_lo) followed by [gap_hi, hi).
+    """
+    lo = lo // BLOCK * BLOCK
+    hi = tl.maximum(hi, lo)
+    full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, BLOCK) * BLOCK, lo), hi)
+    full_hi = tl.maximum(full_hi // BLOCK * BLOCK, full_lo)
+    # with no full tile, [lo, hi) is one run: a tile cut by full_lo must not be met twice
+    none = full_hi <= full_lo
+    full_lo = tl.where(none, lo, full_lo)
+    full_hi = tl.where(none, lo, full_hi)
+    return (full_lo, full_hi, full_hi, full_hi), (lo, full_lo, full_hi, hi)
+
+
+@triton.jit
+def span_length(span, BLOCK: tl.constexpr):
+    """Tiles in a span."""
+    return (span[1] - span[0]) // BLOCK + tl.cdiv(span[3] - span[2], BLOCK)
+
+
+@triton.jit
+def span_start(span, i, BLOCK: tl.constexpr):
+    """Where tile i of a span starts."""
+    at = span[0] + i * BLOCK
+    return tl.where(at < span[1], at, at + span[2] - span[1])
+
+
+@triton.jit
 def seen_keys(mask, seq, m0, m1, k, C: tl.constexpr):
     """Which of the keys `k` some query in [m0, m1) sees; exact when no letter reads data."""
     if count(C.STRUCTURE) == 0:
@@ -206,30 +239,6 @@ def seen_keys(mask, seq, m0, m1, k, C: tl.constexpr):
         if closes(C.STRUCTURE, i):
             seen |= (lo <= hi) & (k >= tl.maximum(m0 + lo, start)) & (k < tl.minimum(m1 + hi, end))
     return seen
-
-
-@triton.jit
-def seen_queries(mask, seq, n0, n1, q, C: tl.constexpr):
-    """Which of the queries `q` see some key in [n0, n1); exact when no letter reads data."""
-    if count(C.STRUCTURE) == 0:
-        return q < seq.len_q
-    seen = q < 0
-    lo = -UNBOUNDED
-    hi = UNBOUNDED
-    start = 0
-    end = seq.len_k
-    for i in tl.static_range(count(C.STRUCTURE)):
-        if opens(C.STRUCTURE, i):
-            lo = -UNBOUNDED
-            hi = UNBOUNDED
-            start = 0
-            end = seq.len_k
-        lo, hi, start, end = narrow(mask, seq, lo, hi, start, end, C, i)
-        if closes(C.STRUCTURE, i):
-            k0 = tl.maximum(n0, start)
-            k1 = tl.minimum(n1, end)
-            seen |= (lo <= hi) & (k0 < k1) & (q >= k0 - hi) & (q < k1 - lo)
-    return seen & (q < seq.len_q)
 
 
 @triton.jit
@@ -267,30 +276,45 @@ def data_literal(mask, seq, q, k, C: tl.constexpr, i: tl.constexpr):
 
 
 @triton.jit
+def inside(q, k, lo, hi, start, end, len_q):
+    """A term's interval form over the tile q × k: two bounds for each row of the tile, two comparisons for each element."""
+    if q.shape[0] == 1:  # the rows are keys
+        low = tl.maximum(k - hi, 0)
+        high = tl.where((k >= start) & (k < end), tl.minimum(k - lo, len_q - 1), -1)
+        return (q >= low) & (q <= high)
+    else:
+        low = tl.maximum(q + lo, start)
+        high = tl.where(q < len_q, tl.minimum(q + hi, end - 1), -1)
+        return (k >= low) & (k <= high)
+
+
+@triton.jit
 def allowed(mask, seq, q, k, C: tl.constexpr):
     """The mask over the tile q × k; keys beyond the sequence are never allowed."""
-    in_reach = (k < seq.len_k) & (q < seq.len_q)
-    if count(C.STRUCTURE) == 0:
-        return in_reach
-    result = (q < 0) & (k < 0)
-    term = in_reach
     lo = -UNBOUNDED
     hi = UNBOUNDED
     start = 0
     end = seq.len_k
+    if count(C.STRUCTURE) == 0:
+        return inside(q, k, lo, hi, start, end, seq.len_q)
+    result = (q < 0) & (k < 0)
+    data = (q >= 0) & (k >= 0)
     for i in tl.static_range(count(C.STRUCTURE)):
         if opens(C.STRUCTURE, i):
-            term = in_reach
+            data = (q >= 0) & (k >= 0)
             lo = -UNBOUNDED
             hi = UNBOUNDED
             start = 0
             end = seq.len_k
         lo, hi, start, end = narrow(mask, seq, lo, hi, start, end, C, i)
-        if letter(C.STRUCTURE, i) in "dDsSeE":
-            term &= data_literal(mask, seq, q, k, C, i)
+        if reads_data(C.STRUCTURE, i):
+            data &= data_literal(mask, seq, q, k, C, i)
         if closes(C.STRUCTURE, i):
-            term &= (k >= start) & (k < end)
-            if term_has_band(C.STRUCTURE, i):
-                term &= (k - q >= lo) & (k - q <= hi)
-            result |= term
+            term = inside(q, k, lo, hi, start, end, seq.len_q)
+            if not intervals_only(C.STRUCTURE, i):
+                term &= data
+            if i == 0 or not has_alternatives(C.STRUCTURE):
+                result = term
+            else:
+                result |= term
     return result

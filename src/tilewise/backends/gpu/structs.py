@@ -78,7 +78,6 @@ class Config(NamedTuple):
     DV: int = 64
     BLOCK_D: int = 64  # D padded to a power of two
     BLOCK_DV: int = 64
-    LEFT: bool = False  # may a row's keys begin in the middle? (False spares the loop over left boundary tiles)
     VARLEN: bool = False
     PACK: int = 1  # query heads of one key head stacked in a tile's rows
     SPLIT: bool = False
@@ -102,3 +101,10 @@ class Sequence(NamedTuple):
     k_start: Any
     len_q: Any
     len_k: Any
+
+
+class Descriptors(NamedTuple):
+    """Tensor-map descriptors of the two streamed operands, where the device has them; else None."""
+
+    k: Any
+    v: Any

@@ -74,14 +74,25 @@ def load_rows(at, stride_s, stride_d, rows, ok, WIDTH: tl.constexpr, PADDED: tl.
 
 
 @triton.jit
-def load_whole_rows(at, stride_s, stride_d, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Rows that all exist, as a tile [rows, PADDED]."""
-    cols = tl.arange(0, PADDED)
-    where = at + rows[:, None] * stride_s + cols[None, :] * stride_d
-    if WIDTH == PADDED:
-        return tl.load(where)
+def load_some(view, row, h, start, n, ok, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """ROWS tokens of a head from token n of the sequence at `start`; 0 where not `ok`."""
+    at = base(view, row, h, start) + tl.cast(n, tl.int64) * view.stride_s
+    return load_rows(at, view.stride_s, view.stride_d, tl.arange(0, ROWS), ok, WIDTH, PADDED)
+
+
+@triton.jit
+def load_all(view, desc, row, h, start, n, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """The same where all tokens exist: no row is masked, and a descriptor is used if there is one."""
+    if desc is not None:
+        return desc.load([row, h, start + n, 0]).reshape(ROWS, PADDED)
     else:
-        return tl.load(where, mask=(cols < WIDTH)[None, :], other=0.0)
+        cols = tl.arange(0, PADDED)
+        at = base(view, row, h, start) + tl.cast(n, tl.int64) * view.stride_s
+        where = at + tl.arange(0, ROWS)[:, None] * view.stride_s + cols[None, :] * view.stride_d
+        if WIDTH == PADDED:
+            return tl.load(where)
+        else:
+            return tl.load(where, mask=(cols < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit

@@ -5,6 +5,6 @@ Importing it imports no triton; the kernels load with the first call.
 
 from __future__ import annotations
 
-from tilewise.backends.triton.backend import backend
+from tilewise.backends.triton.host import backend
 
 __all__ = ["backend"]

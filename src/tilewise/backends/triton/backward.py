@@ -12,7 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.gpu.program import allowed, count, has_data, has_gaps, key_bounds, query_bounds, seen_keys, seen_queries
+from tilewise.backends.gpu.program import (
+    allowed,
+    has_data,
+    has_gaps,
+    key_bounds,
+    query_bounds,
+    seen_keys,
+    span_length,
+    span_start,
+    spans,
+)
+from tilewise.backends.gpu.structs import Descriptors
 from tilewise.backends.gpu.tile import (
     LOG2E,
     base,
@@ -20,8 +31,9 @@ from tilewise.backends.gpu.tile import (
     dot,
     find_sequence,
     kept,
+    load_all,
     load_rows,
-    load_whole_rows,
+    load_some,
     product,
     scores,
     sequence_of,
@@ -64,47 +76,47 @@ def weights(a, seq, s_tile, q, k, lse2, ok, MASKED: tl.constexpr, C: tl.constexp
         x_tile, slope = scores(a, seq, s_tile, q, k, C)
         p_tile = tl.exp2(x_tile - lse2)
     if MASKED:
-        p_tile = tl.where(ok, p_tile, 0.0)
+        if ok is None:  # evaluated here, not before the products, it costs fewer registers
+            p_tile = tl.where(allowed(a.mask, seq, q, k, C), p_tile, 0.0)
+        else:
+            p_tile = tl.where(ok, p_tile, 0.0)
     return p_tile, slope
 
 
 @triton.jit
 def score_gradient(a, seq, p_tile, dp_tile, slope, delta, q, k, ok, MASKED: tl.constexpr, C: tl.constexpr):
-    """dS before the scale, and the weights as they met V."""
+    """dS before the scale. Under a mask of intervals, keys that nobody sees hold zeros; else 0 · inf must not appear here."""
     if C.DROPOUT:
         keep = kept(a, seq, q, k, C)
         dp_tile = tl.where(keep, dp_tile * a.keep_scale, 0.0)
     ds_tile = p_tile * (dp_tile - delta)
     if C.SOFTCAP:
         ds_tile *= slope
-    if MASKED:
-        ds_tile = tl.where(ok, ds_tile, 0.0)  # where nothing is seen, 0 · inf must not appear
+    if MASKED and ok is not None:
+        ds_tile = tl.where(ok, ds_tile, 0.0)
     return ds_tile
 
 
 @triton.jit
-def keys_step(a, g, seq, k_tile, v_tile, dk, dv, m, k, n0, n1, ok, MASKED: tl.constexpr, C: tl.constexpr):
+def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, k, ok, MASKED: tl.constexpr, C: tl.constexpr):
     """One tile of queries against the resident keys. Tiles are transposed: [N, M]."""
     rows = tl.arange(0, C.BLOCK_M)
     q = m + rows
-    skip = tl.cast(m, tl.int64)
-    q_at = base(a.q, seq.row, seq.h, seq.q_start) + skip * a.q.stride_s
-    dout_at = base(g.dout, seq.row, seq.h, seq.q_start) + skip * g.dout.stride_s
     stats = (seq.row.to(tl.int64) * a.heads + seq.h) * a.len_q + seq.q_start + m
     if MASKED:
-        if has_data(C.STRUCTURE):
-            seen = tl.max(ok.to(tl.int32), 0) > 0
-        else:
-            seen = seen_queries(a.mask, seq, n0, n1, q, C)
-        q_tile = load_rows(q_at, a.q.stride_s, a.q.stride_d, rows, seen, C.D, C.BLOCK_D)  # [M, D]
-        dout_tile = load_rows(dout_at, g.dout.stride_s, g.dout.stride_d, rows, seen, C.DV, C.BLOCK_DV)  # [M, DV]
-        lse2 = tl.load(g.lse2_ptr + stats + rows, mask=seen, other=float("inf"))
-        delta = tl.load(g.delta_ptr + stats + rows, mask=seen, other=0.0)
+        # beyond the last query lies another sequence, whose numbers must not come near
+        there = q < seq.len_q
+        lse2 = tl.load(g.lse2_ptr + stats + rows, mask=there, other=float("inf"))
+        delta = tl.load(g.delta_ptr + stats + rows, mask=there, other=0.0)
     else:
-        q_tile = load_whole_rows(q_at, a.q.stride_s, a.q.stride_d, rows, C.D, C.BLOCK_D)
-        dout_tile = load_whole_rows(dout_at, g.dout.stride_s, g.dout.stride_d, rows, C.DV, C.BLOCK_DV)
         lse2 = tl.load(g.lse2_ptr + stats + rows)
         delta = tl.load(g.delta_ptr + stats + rows)
+    if MASKED and (C.VARLEN or desc.k is None):
+        q_tile = load_some(a.q, seq.row, seq.h, seq.q_start, m, there, C.BLOCK_M, C.D, C.BLOCK_D)  # [M, D]
+        dout_tile = load_some(g.dout, seq.row, seq.h, seq.q_start, m, there, C.BLOCK_M, C.DV, C.BLOCK_DV)  # [M, DV]
+    else:
+        q_tile = load_all(a.q, desc.k, seq.row, seq.h, seq.q_start, m, C.BLOCK_M, C.D, C.BLOCK_D)
+        dout_tile = load_all(g.dout, desc.v, seq.row, seq.h, seq.q_start, m, C.BLOCK_M, C.DV, C.BLOCK_DV)
     s_tile = product(k_tile, tl.trans(q_tile), C)  # [N, M] fp32
     p_tile, slope = weights(a, seq, s_tile, q[None, :], k[:, None], lse2[None, :], ok, MASKED, C)
     met_v = p_tile
@@ -118,24 +130,23 @@ def keys_step(a, g, seq, k_tile, v_tile, dk, dv, m, k, n0, n1, ok, MASKED: tl.co
 
 
 @triton.jit
-def stream_queries(a, g, seq, k_tile, v_tile, dk, dv, k, lo, hi, n0, n1, MASKED: tl.constexpr, C: tl.constexpr):
-    for m in range(lo, hi, C.BLOCK_M):
-        if MASKED:
+def stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, k, span, MASKED: tl.constexpr, C: tl.constexpr):
+    for i in range(span_length(span, C.BLOCK_M)):
+        m = span_start(span, i, C.BLOCK_M)
+        if MASKED and has_gaps(C.STRUCTURE):
             q = m + tl.arange(0, C.BLOCK_M)
             ok = allowed(a.mask, seq, q[None, :], k[:, None], C)  # [N, M]
-            if has_gaps(C.STRUCTURE):
-                if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
-                    dk, dv = keys_step(a, g, seq, k_tile, v_tile, dk, dv, m, k, n0, n1, ok, True, C)
-            else:
-                dk, dv = keys_step(a, g, seq, k_tile, v_tile, dk, dv, m, k, n0, n1, ok, True, C)
+            if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
+                dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, k, ok, True, C)
         else:
-            dk, dv = keys_step(a, g, seq, k_tile, v_tile, dk, dv, m, k, n0, n1, None, False, C)
+            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, k, None, MASKED, C)
     return dk, dv
 
 
 @triton.jit
-def keys_kernel(a, g, C: tl.constexpr):
+def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     """dK and dV of one tile of keys. First keys go first: under a causal mask most queries see them."""
+    desc = Descriptors(q_desc, dout_desc)
     pid = tl.program_id(0)
     tiles = tile_count(a, a.len_k, C.BLOCK_N, C)
     tile = pid % tiles
@@ -151,26 +162,23 @@ def keys_kernel(a, g, C: tl.constexpr):
     k = n0 + tl.arange(0, C.BLOCK_N)
     ok = k < seq.len_k
     k_tile = load_rows(base(a.k, seq.row, kv_h, seq.k_start), a.k.stride_s, a.k.stride_d, k, ok, C.D, C.BLOCK_D)  # [N, D]
-    v_tile = load_rows(base(a.v, seq.row, kv_h, seq.k_start), a.v.stride_s, a.v.stride_d, k, ok, C.DV, C.BLOCK_DV)  # [N, DV]
+    v_at = base(a.v, seq.row, kv_h, seq.k_start)
+    seen = seen_keys(a.mask, seq, 0, seq.len_q, k, C)
+    v_tile = load_rows(v_at, a.v.stride_s, a.v.stride_d, k, seen, C.DV, C.BLOCK_DV)  # [N, DV]
 
     n1 = tl.minimum(n0 + C.BLOCK_N, seq.len_k)
     lo, hi, full_lo, full_hi = query_bounds(a.mask, seq, n0, n1, C)
     # a tile cut by the end of the keys is masked throughout: its rows beyond would otherwise count
-    whole = n0 + C.BLOCK_N <= seq.len_k
-    lo = lo // C.BLOCK_M * C.BLOCK_M
-    hi = tl.maximum(hi, lo)
-    full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, C.BLOCK_M) * C.BLOCK_M, lo), hi)
-    full_hi = tl.where(whole, tl.maximum(full_hi // C.BLOCK_M * C.BLOCK_M, full_lo), full_lo)
+    full_hi = tl.where(n0 + C.BLOCK_N <= seq.len_k, full_hi, full_lo)
+    full, partial = spans(lo, hi, full_lo, full_hi, C.BLOCK_M)
 
-    dk = tl.zeros([C.BLOCK_N, C.BLOCK_D], tl.float32)
-    dv = tl.zeros([C.BLOCK_N, C.BLOCK_DV], tl.float32)
+    dk = tl.full([C.BLOCK_N, C.BLOCK_D], 0.0, tl.float32)
+    dv = tl.full([C.BLOCK_N, C.BLOCK_DV], 0.0, tl.float32)
     # over query heads [0, i): dk, dv = what their queries [lo, hi) contribute
     for i in range(group):
         seq = sequence_of(a, b, kv_h * group + i, C)
-        if count(C.STRUCTURE) > 0:
-            dk, dv = stream_queries(a, g, seq, k_tile, v_tile, dk, dv, k, lo, full_lo, n0, n1, True, C)
-        dk, dv = stream_queries(a, g, seq, k_tile, v_tile, dk, dv, k, full_lo, full_hi, n0, n1, False, C)
-        dk, dv = stream_queries(a, g, seq, k_tile, v_tile, dk, dv, k, full_hi, hi, n0, n1, True, C)
+        dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, k, full, False, C)
+        dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, k, partial, True, C)
     if g.dk is not None:
         dk_at = base(g.dk, seq.row, kv_h, seq.k_start)
         store_rows(dk_at, g.dk.stride_s, g.dk.stride_d, k, ok, dk * a.scale, C.D, C.BLOCK_D, C)
@@ -180,23 +188,19 @@ def keys_kernel(a, g, C: tl.constexpr):
 
 
 @triton.jit
-def queries_step(a, seq, q_tile, dout_tile, dq, q, lse2, delta, n, m0, m1, ok, MASKED: tl.constexpr, C: tl.constexpr):
+def queries_step(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, n, rows, ok, MASKED: tl.constexpr, C: tl.constexpr):
     """One tile of keys against the resident queries: [M, N]."""
-    rows = tl.arange(0, C.BLOCK_N)
-    k = n + rows
-    skip = tl.cast(n, tl.int64)
-    k_at = base(a.k, seq.row, seq.kv_h, seq.k_start) + skip * a.k.stride_s
-    v_at = base(a.v, seq.row, seq.kv_h, seq.k_start) + skip * a.v.stride_s
+    k = n + tl.arange(0, C.BLOCK_N)
     if MASKED:
         if has_data(C.STRUCTURE):
             seen = tl.max(ok.to(tl.int32), 0) > 0
         else:
-            seen = seen_keys(a.mask, seq, m0, m1, k, C)
-        k_tile = load_rows(k_at, a.k.stride_s, a.k.stride_d, rows, seen, C.D, C.BLOCK_D)  # [N, D]
-        v_tile = load_rows(v_at, a.v.stride_s, a.v.stride_d, rows, seen, C.DV, C.BLOCK_DV)  # [N, DV]
+            seen = seen_keys(a.mask, seq, rows[0], rows[1], k, C)
+        k_tile = load_some(a.k, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.D, C.BLOCK_D)  # [N, D]
+        v_tile = load_some(a.v, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV)  # [N, DV]
     else:
-        k_tile = load_whole_rows(k_at, a.k.stride_s, a.k.stride_d, rows, C.D, C.BLOCK_D)
-        v_tile = load_whole_rows(v_at, a.v.stride_s, a.v.stride_d, rows, C.DV, C.BLOCK_DV)
+        k_tile = load_all(a.k, desc.k, seq.row, seq.kv_h, seq.k_start, n, C.BLOCK_N, C.D, C.BLOCK_D)
+        v_tile = load_all(a.v, desc.v, seq.row, seq.kv_h, seq.k_start, n, C.BLOCK_N, C.DV, C.BLOCK_DV)
     s_tile = product(q_tile, tl.trans(k_tile), C)  # [M, N] fp32
     p_tile, slope = weights(a, seq, s_tile, q[:, None], k[None, :], lse2[:, None], ok, MASKED, C)
     dp_tile = product(dout_tile, tl.trans(v_tile), C)  # [M, N]
@@ -205,24 +209,23 @@ def queries_step(a, seq, q_tile, dout_tile, dq, q, lse2, delta, n, m0, m1, ok, M
 
 
 @triton.jit
-def stream_keys(a, seq, q_tile, dout_tile, dq, q, lse2, delta, lo, hi, m0, m1, MASKED: tl.constexpr, C: tl.constexpr):
-    for n in range(lo, hi, C.BLOCK_N):
-        if MASKED:
+def stream_keys(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, span, rows, MASKED: tl.constexpr, C: tl.constexpr):
+    for i in range(span_length(span, C.BLOCK_N)):
+        n = span_start(span, i, C.BLOCK_N)
+        if MASKED and has_gaps(C.STRUCTURE):
             k = n + tl.arange(0, C.BLOCK_N)
             ok = allowed(a.mask, seq, q[:, None], k[None, :], C)  # [M, N]
-            if has_gaps(C.STRUCTURE):
-                if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
-                    dq = queries_step(a, seq, q_tile, dout_tile, dq, q, lse2, delta, n, m0, m1, ok, True, C)
-            else:
-                dq = queries_step(a, seq, q_tile, dout_tile, dq, q, lse2, delta, n, m0, m1, ok, True, C)
+            if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
+                dq = queries_step(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, n, rows, ok, True, C)
         else:
-            dq = queries_step(a, seq, q_tile, dout_tile, dq, q, lse2, delta, n, m0, m1, None, False, C)
+            dq = queries_step(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, n, rows, None, MASKED, C)
     return dq
 
 
 @triton.jit
-def queries_kernel(a, g, C: tl.constexpr):
+def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     """dQ of one tile of queries."""
+    desc = Descriptors(k_desc, v_desc)
     pid = tl.program_id(0)
     tiles = tile_count(a, a.len_q, C.BLOCK_M, C)
     tile = tiles - 1 - pid % tiles
@@ -245,18 +248,10 @@ def queries_kernel(a, g, C: tl.constexpr):
     delta = tl.load(g.delta_ptr + stats, mask=row_ok, other=0.0)
 
     lo, hi, full_lo, full_hi = key_bounds(a.mask, seq, m0, m1, C)
-    lo = lo // C.BLOCK_N * C.BLOCK_N
-    hi = tl.maximum(hi, lo)
-    full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, C.BLOCK_N) * C.BLOCK_N, lo), hi)
-    full_hi = tl.maximum(full_hi // C.BLOCK_N * C.BLOCK_N, full_lo)
-    if not C.LEFT:
-        full_lo = lo
-        full_hi = tl.maximum(full_hi, lo)
-    dq = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
-    # over keys [lo, n): dq = Σ dS k
-    if C.LEFT:
-        dq = stream_keys(a, seq, q_tile, dout_tile, dq, q, lse2, delta, lo, full_lo, m0, m1, True, C)
-    dq = stream_keys(a, seq, q_tile, dout_tile, dq, q, lse2, delta, full_lo, full_hi, m0, m1, False, C)
-    dq = stream_keys(a, seq, q_tile, dout_tile, dq, q, lse2, delta, full_hi, hi, m0, m1, True, C)
+    full, partial = spans(lo, hi, full_lo, full_hi, C.BLOCK_N)
+    dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
+    # over the keys met so far: dq = Σ dS k
+    dq = stream_keys(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, full, (m0, m1), False, C)
+    dq = stream_keys(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, partial, (m0, m1), True, C)
     dq_at = base(g.dq, seq.row, h, seq.q_start)
     store_rows(dq_at, g.dq.stride_s, g.dq.stride_d, q, row_ok, dq * a.scale, C.D, C.BLOCK_D, C)

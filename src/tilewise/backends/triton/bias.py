@@ -24,7 +24,7 @@ def bias_kernel(a, g, C: tl.constexpr):
     m_own = pid // tiles_k % tiles_q * C.BLOCK_M
     h_own = pid // tiles_k // tiles_q % size_h
     b_own = pid // tiles_k // tiles_q // size_h
-    acc = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
+    acc = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
     # a side of size 1 is a loop over all it was broadcast to; any other runs once
     b_last = tl.where(size_b == 1, a.batch, b_own + 1)
     h_last = tl.where(size_h == 1, a.heads, h_own + 1)
@@ -42,9 +42,9 @@ def bias_kernel(a, g, C: tl.constexpr):
     cols = n_own + tl.arange(0, C.BLOCK_N)
     # sums over a broadcast side land in its only row or column
     if C.SUM_M:
-        acc = tl.sum(acc, 0)[None, :] + tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
+        acc = tl.sum(acc, 0)[None, :] + tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
     if C.SUM_N:
-        acc = tl.sum(acc, 1)[:, None] + tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
+        acc = tl.sum(acc, 1)[:, None] + tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
     at = base(g.dbias, b_own, h_own, pid * 0) + rows[:, None].to(tl.int64) * g.dbias.stride_s + cols[None, :] * g.dbias.stride_d
     tl.store(at, acc, mask=(rows < size_q)[:, None] & (cols < size_k)[None, :])
 

@@ -3,7 +3,7 @@
     over keys [0, n):   acc = Σ exp2(x - m) v,   l = Σ exp2(x - m),   m = max x        (x: scores in units of log 2)
 
 The keys of a tile fall into three runs: left boundary tiles, tiles that every query sees (no mask is evaluated there), right
-boundary tiles. With SPLIT the runs are cut into `splits` shares and partial (out, lse) pairs are written.
+boundary tiles. The order of keys does not matter, so one loop takes the full tiles and one both boundaries. With SPLIT the runs are cut into `splits` shares and partial (out, lse) pairs are written.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.gpu.program import allowed, has_data, has_gaps, key_bounds, seen_keys
-from tilewise.backends.gpu.structs import Sequence
+from tilewise.backends.gpu.program import allowed, has_data, has_gaps, key_bounds, seen_keys, span_length, span_start, spans
+from tilewise.backends.gpu.structs import Descriptors, Sequence
 from tilewise.backends.gpu.tile import (
     LN2,
     LOG2E,
@@ -21,8 +21,9 @@ from tilewise.backends.gpu.tile import (
     dot,
     find_sequence,
     kept,
+    load_all,
     load_rows,
-    load_whole_rows,
+    load_some,
     product,
     scores,
     sequence_of,
@@ -49,37 +50,37 @@ def locate(a, C: tl.constexpr):
 
 
 @triton.jit
-def attend(a, seq, q_tile, q, acc, l, m, lo, hi, m0, m1, MASKED: tl.constexpr, C: tl.constexpr):
-    """Stream the keys [lo, hi) through the tile."""
-    cols = tl.arange(0, C.BLOCK_N)
-    k_at = base(a.k, seq.row, seq.kv_h, seq.k_start)
-    v_at = base(a.v, seq.row, seq.kv_h, seq.k_start)
-    for n in range(lo, hi, C.BLOCK_N):
-        k = n + cols
+def attend(a, seq, kv, q_tile, q, acc, l, m, span, rows, MASKED: tl.constexpr, C: tl.constexpr):
+    """Stream the tiles of a span through the tile."""
+    for i in range(span_length(span, C.BLOCK_N)):
+        n = span_start(span, i, C.BLOCK_N)
+        k = n + tl.arange(0, C.BLOCK_N)
         if MASKED and has_gaps(C.STRUCTURE):
             ok = allowed(a.mask, seq, q[:, None], k[None, :], C)
             if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
-                acc, l, m = step(a, seq, q_tile, q, k, n, k_at, v_at, acc, l, m, m0, m1, ok, True, C)
-        elif MASKED:
-            ok = allowed(a.mask, seq, q[:, None], k[None, :], C)
-            acc, l, m = step(a, seq, q_tile, q, k, n, k_at, v_at, acc, l, m, m0, m1, ok, True, C)
+                acc, l, m = step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, True, C)
         else:
-            acc, l, m = step(a, seq, q_tile, q, k, n, k_at, v_at, acc, l, m, m0, m1, None, False, C)
+            acc, l, m = step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, None, MASKED, C)
     return acc, l, m
 
 
 @triton.jit
-def step(a, seq, q_tile, q, k, n, k_at, v_at, acc, l, m, m0, m1, ok, MASKED: tl.constexpr, C: tl.constexpr):
+def step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, MASKED: tl.constexpr, C: tl.constexpr):
     """One tile of keys: scores, the online softmax update, and the weighted values."""
-    rows = tl.arange(0, C.BLOCK_N)
-    k_tile = load_keys(k_at, a.k, seq, n, rows, C.D, C.BLOCK_D, MASKED)  # [N, D]
+    if MASKED and kv.k is None:
+        k_tile = load_some(a.k, seq.row, seq.kv_h, seq.k_start, n, k < seq.len_k, C.BLOCK_N, C.D, C.BLOCK_D)  # [N, D]
+    else:  # a descriptor reads 0, or the next sequence's keys, beyond the end: masked in either case
+        k_tile = load_all(a.k, kv.k, seq.row, seq.kv_h, seq.k_start, n, C.BLOCK_N, C.D, C.BLOCK_D)
     s_tile = product(q_tile, tl.trans(k_tile), C)  # [M, N] fp32
     unit = a.scale * LOG2E
     if not C.FOLD:
         s_tile, _ = scores(a, seq, s_tile, q[:, None], k[None, :], C)
         unit = 1.0
     if MASKED:
-        s_tile = tl.where(ok, s_tile, float("-inf"))
+        if ok is None:  # evaluated here, not before the product, it costs fewer registers
+            s_tile = tl.where(allowed(a.mask, seq, q[:, None], k[None, :], C), s_tile, float("-inf"))
+        else:
+            s_tile = tl.where(ok, s_tile, float("-inf"))
     p_tile, acc, l, m = online_update(s_tile, unit, acc, l, m, MASKED or not C.FOLD)
     if C.DROPOUT:
         p_tile = tl.where(kept(a, seq, q[:, None], k[None, :], C), p_tile, 0.0)
@@ -88,23 +89,12 @@ def step(a, seq, q_tile, q, k, n, k_at, v_at, acc, l, m, m0, m1, ok, MASKED: tl.
         if has_data(C.STRUCTURE):
             seen = tl.max(ok.to(tl.int32), 0) > 0
         else:
-            seen = seen_keys(a.mask, seq, m0, m1, k, C)
-        v_n = v_at + tl.cast(n, tl.int64) * a.v.stride_s
-        v_tile = load_rows(v_n, a.v.stride_s, a.v.stride_d, rows, seen, C.DV, C.BLOCK_DV)  # [N, DV]
+            seen = seen_keys(a.mask, seq, rows[0], rows[1], k, C)
+        v_tile = load_some(a.v, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV)  # [N, DV]
     else:
-        v_tile = load_keys(v_at, a.v, seq, n, rows, C.DV, C.BLOCK_DV, False)
+        v_tile = load_all(a.v, kv.v, seq.row, seq.kv_h, seq.k_start, n, C.BLOCK_N, C.DV, C.BLOCK_DV)
     acc = dot(cast(p_tile, v_tile.dtype, C), v_tile, acc, C)  # [M, DV]
     return acc, l, m
-
-
-@triton.jit
-def load_keys(at, view, seq, n, rows, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Rows n + `rows` of K or V."""
-    at += tl.cast(n, tl.int64) * view.stride_s
-    if MASKED:
-        return load_rows(at, view.stride_s, view.stride_d, rows, n + rows < seq.len_k, WIDTH, PADDED)
-    else:
-        return load_whole_rows(at, view.stride_s, view.stride_d, rows, WIDTH, PADDED)
 
 
 @triton.jit
@@ -139,7 +129,8 @@ def finish(a, seq, acc, l, m, C: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(a, C: tl.constexpr):
+def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
+    kv = Descriptors(k_desc, v_desc)
     split, m0, seq = locate(a, C)
     if m0 >= seq.len_q * C.PACK:
         return
@@ -161,29 +152,19 @@ def forward_kernel(a, C: tl.constexpr):
     first = m0 // C.PACK
     last = tl.minimum((m0 + C.BLOCK_M - 1) // C.PACK + 1, seq.len_q)
     lo, hi, full_lo, full_hi = key_bounds(a.mask, seq, first, last, C)
-    # tiles start at multiples of BLOCK_N; [full_lo, full_hi) shrinks to whole tiles
-    lo = lo // C.BLOCK_N * C.BLOCK_N
-    full_lo = tl.cdiv(full_lo, C.BLOCK_N) * C.BLOCK_N
-    full_hi = full_hi // C.BLOCK_N * C.BLOCK_N
     if C.SPLIT:
-        share = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), C.BLOCK_N), a.splits) * C.BLOCK_N
-        lo = lo + split * share
-        hi = tl.minimum(hi, lo + share)
-        full_lo = tl.maximum(full_lo, lo)
-        full_hi = tl.minimum(full_hi, lo + share)
-    hi = tl.maximum(hi, lo)
-    full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
-    full_hi = tl.maximum(full_hi, full_lo)
-    if not C.LEFT:
-        full_lo = lo
-
-    acc = tl.zeros([C.BLOCK_M, C.BLOCK_DV], tl.float32)
-    l = tl.zeros([C.BLOCK_M], tl.float32)
+        share = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), C.BLOCK_N) + 1, a.splits) * C.BLOCK_N
+        start = lo // C.BLOCK_N * C.BLOCK_N + split * share
+        lo = tl.maximum(lo, start)
+        hi = tl.minimum(hi, start + share)
+        full_lo = tl.maximum(full_lo, start)
+        full_hi = tl.minimum(full_hi, start + share)
+    full, partial = spans(lo, hi, full_lo, full_hi, C.BLOCK_N)
+    acc = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
+    l = tl.full([C.BLOCK_M], 0.0, tl.float32)
     m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
-    if C.LEFT:
-        acc, l, m = attend(a, seq, q_tile, q, acc, l, m, lo, full_lo, first, last, True, C)
-    acc, l, m = attend(a, seq, q_tile, q, acc, l, m, full_lo, full_hi, first, last, False, C)
-    acc, l, m = attend(a, seq, q_tile, q, acc, l, m, full_hi, hi, first, last, True, C)
+    acc, l, m = attend(a, seq, kv, q_tile, q, acc, l, m, full, (first, last), False, C)
+    acc, l, m = attend(a, seq, kv, q_tile, q, acc, l, m, partial, (first, last), True, C)
 
     out_tile, lse = finish(a, Sequence(seq.b, heads, seq.kv_h, seq.row, seq.q_start, seq.k_start, seq.len_q, seq.len_k), acc, l, m, C)
     out_row = seq.row

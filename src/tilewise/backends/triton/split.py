@@ -18,8 +18,8 @@ def merge_kernel(a, part_out, part_lse_ptr, C: tl.constexpr):
     row = pid // tiles // a.heads
     ok = rows < a.len_q
     nothing = pid * 0
-    acc = tl.zeros([C.BLOCK_M, C.BLOCK_DV], tl.float32)
-    l = tl.zeros([C.BLOCK_M], tl.float32)
+    acc = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
+    l = tl.full([C.BLOCK_M], 0.0, tl.float32)
     m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
     batch = a.batch
     if C.VARLEN:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_lse, empty_out, sink_gradient
-from tilewise.backends.gpu.arguments import attention_args, config_for, dot_precision, split_view, stacked
-from tilewise.backends.gpu.launch import Options, bias_view, interpreting, launch, view
+from tilewise.backends.gpu.arguments import attention_args, config_for, dot_precision, padded, split_view, stacked
+from tilewise.backends.gpu.launch import Descriptor, Options, bias_view, describable, interpreting, launch, view
 from tilewise.backends.gpu.structs import Attention, Config, Gradients
 from tilewise.backends.triton.plan import bias_tile, decoding, tile_for
 from tilewise.planner import TilePlan
@@ -88,14 +88,15 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tile
         rows, heads = rows * problem.group, problem.kv_heads
     programs = grid(problem, rows, tile.block_q, heads)
     options = Options(tile.warps, tile.stages)
+    kv = descriptors(inputs.k, inputs.v, tile.block_k)
     if tile.splits == 1:
-        launch(forward_kernel, programs, (a,), config, options)
+        launch(forward_kernel, programs, (a, *kv), config, options)
         return
     parts = stacked(out, tile.splits)
     part_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=out.device)
     partial = a._replace(out=split_view(parts), lse_ptr=part_lse)
-    launch(forward_kernel, programs * tile.splits, (partial,), config._replace(SPLIT=True), options)
-    merge = config._replace(STRUCTURE="", BLOCK_M=min(16, 1 << (problem.seqlen_q - 1).bit_length()), PACK=1, LEFT=False)
+    launch(forward_kernel, programs * tile.splits, (partial, *kv), config._replace(SPLIT=True), options)
+    merge = config._replace(STRUCTURE="", BLOCK_M=min(16, 1 << (problem.seqlen_q - 1).bit_length()), PACK=1)
     programs = -(-problem.seqlen_q // merge.BLOCK_M) * out.shape[0] * problem.heads
     launch(merge_kernel, programs, (a, split_view(parts), part_lse), merge, Options(4, 1))
 
@@ -129,18 +130,18 @@ def run_backward(
     )
     tile = TilePlan(16 if interpreting() else 64, 16, 1, 4)
     a, config = arguments(problem, inputs, out, lse, tile)
-    plain = config._replace(STRUCTURE="", LEFT=False, DROPOUT=False, SOFTCAP=False, FOLD=True)
+    plain = config._replace(STRUCTURE="", DROPOUT=False, SOFTCAP=False, FOLD=True)
     launch(prepare_kernel, -(-problem.seqlen_q // tile.block_q) * problem.heads * out.shape[0], (a, g), plain, Options(4, 1))
     if needs.dk or needs.dv:
         tile = tiles.get("backward_dkdv") or tile_for(problem, "backward_dkdv", inputs.q.device)
         a, config = arguments(problem, inputs, out, lse, tile)
         programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
-        launch(keys_kernel, programs, (a, g), config, Options(tile.warps, tile.stages))
+        launch(keys_kernel, programs, (a, g, *descriptors(inputs.q, dout, tile.block_q)), config, Options(tile.warps, tile.stages))
     if needs.dq:
         tile = tiles.get("backward_dq") or tile_for(problem, "backward_dq", inputs.q.device)
         a, config = arguments(problem, inputs, out, lse, tile)
         programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
-        launch(queries_kernel, programs, (a, g), config, Options(tile.warps, tile.stages))
+        launch(queries_kernel, programs, (a, g, *descriptors(inputs.k, inputs.v, tile.block_k)), config, Options(tile.warps, tile.stages))
     return Grads(
         dq,
         dk,
@@ -171,6 +172,15 @@ def arguments(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tile: 
     a = attention_args(problem, inputs, out, lse, tile.splits)
     config = config_for(problem, inputs, dot_precision(problem, torch.version.hip is not None))
     return a, config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
+
+
+def descriptors(x: Tensor, y: Tensor, rows: int) -> tuple[Descriptor | None, Descriptor | None]:
+    """Tensor maps of two streamed operands, on devices that have them and for tensors they can describe."""
+    if x.device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (9, 0):
+        return None, None
+    if not (describable(x) and describable(y)) or max(x.shape[3], y.shape[3]) > 256:
+        return None, None
+    return Descriptor(x, rows, padded(x.shape[3])), Descriptor(y, rows, padded(y.shape[3]))
 
 
 def grid(problem: Problem, rows: int, block: int, heads: int) -> int:

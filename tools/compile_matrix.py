@@ -1,0 +1,272 @@
+"""Compile the GPU kernels without a GPU and look at what came out.
+
+    python tools/compile_matrix.py                          the whole matrix with the triton at hand
+    python tools/compile_matrix.py --triton 3.6.0 3.9.0     the same under other versions, each in a directory of its own
+    python tools/compile_matrix.py --only forward --target sm_90
+
+Each row is one kernel for one target: registers and spilled bytes a thread (NVIDIA), shared memory, and the time it took.
+A kernel that fails to compile, or spills where `must_not_spill`, fails the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
+SPECS = {"sm_80": "A100-SXM4-80GB", "sm_90": "H200", "sm_100": "B200", "gfx942": "MI300X"}
+
+
+class Case(NamedTuple):
+    """One problem whose kernels are compiled."""
+
+    name: str
+    kernels: tuple[str, ...] = ("forward", "keys", "queries")
+    dtype: str = "bfloat16"
+    d: int = 128
+    dv: int = 128
+    mask: str = ""
+    features: tuple[str, ...] = ()
+    must_not_spill: bool = False
+    varlen: bool = False
+
+
+class Result(NamedTuple):
+    case: str
+    kernel: str
+    target: str
+    registers: int
+    spilled: int
+    shared: int
+    seconds: float
+    tile: str
+
+
+CASES = (
+    Case("d128", mask="causal()", must_not_spill=True),
+    Case("d64", d=64, dv=64, mask="causal()", must_not_spill=True),
+    Case("d128 full", must_not_spill=True),
+    Case("fp32 d128", dtype="float32", mask="causal()"),
+    Case("d256", d=256, dv=256, mask="causal()"),
+    Case("d512", ("forward",), d=512, dv=512),
+    Case("d96 dv32 prefix", d=96, dv=32, mask="causal() | prefix(7)"),
+    Case("window fp16", dtype="float16", mask="window(64)"),
+    Case("varlen", mask="causal()", varlen=True),
+    Case("everything", ("forward", "keys", "queries", "bias"), d=64, dv=64, features=("softcap", "bias", "alibi", "sinks", "dropout")),
+    Case("documents", mask="documents", d=64, dv=64),
+    Case("blocks and dense", mask="blocks", d=64, dv=64),
+    Case("decode", ("decode", "merge")),
+    Case("prepare", ("prepare",)),
+)
+
+
+def mask_of(name: str, length: int) -> Any:
+    import torch
+
+    import tilewise.masks as masks
+
+    if name == "documents":
+        return masks.causal() & masks.documents(torch.zeros(2, length, dtype=torch.int32))
+    if name == "blocks":
+        table = torch.ones(1, 1, length // 64, length // 64, dtype=torch.bool)
+        return masks.blocks(table, 64) | ~masks.dense(torch.ones(2, 1, length, length, dtype=torch.bool))
+    return masks.parse(name) if name else masks.full()
+
+
+def problem_of(case: Case) -> tuple[Any, Any]:
+    """The problem and tensors without storage."""
+    import torch
+
+    from tilewise.backends.base import Inputs
+    from tilewise.masks import Binding
+    from tilewise.problem import Problem
+
+    batch, heads, kv_heads, length, keys = 2, 8, 2, 1024, 1024
+    if "decode" in case.kernels:
+        length, keys = 1, 4096
+    has = case.features.__contains__
+    problem = Problem.of(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        seqlen=length,
+        kv_seqlen=keys,
+        head_dim=case.d,
+        head_dim_v=case.dv,
+        dtype=case.dtype,
+        mask=mask_of(case.mask, length),
+        softcap=30.0 if has("softcap") else 0.0,
+        bias=(1, heads, length, keys) if has("bias") else None,
+        alibi=has("alibi"),
+        sinks=has("sinks"),
+        dropout_p=0.1 if has("dropout") else 0.0,
+        varlen=case.varlen,
+        device="cuda",
+    )
+    problem._program.append(problem.mask.lower(Binding(problem.shape, problem.varlen, torch.as_tensor)))
+    dtype = getattr(torch, case.dtype)
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows = 1 if case.varlen else batch
+    return problem, Inputs(
+        empty(rows, heads, length, case.d),
+        empty(rows, kv_heads, keys, case.d),
+        empty(rows, kv_heads, keys, case.dv),
+        bias=empty(1, heads, length, keys) if has("bias") else None,
+        alibi=empty(1, heads, dtype=torch.float32) if has("alibi") else None,
+        sinks=empty(heads) if has("sinks") else None,
+        seed=empty(1, dtype=torch.int64) if has("dropout") else None,
+        cu_q=empty(batch + 1, dtype=torch.int32) if case.varlen else None,
+        cu_k=empty(batch + 1, dtype=torch.int32) if case.varlen else None,
+    )
+
+
+def sources(case: Case, target: str, tile: Any = None, maps: bool = True) -> Iterator[tuple[str, Any, tuple[Any, ...], Any, Any, str]]:
+    """Every kernel of a case: its name, the kernel, arguments, config, options and tile."""
+    import torch
+
+    from tilewise.backends.gpu import arguments as arg
+    from tilewise.backends.gpu.launch import Descriptor, Options, bias_view, view
+    from tilewise.backends.gpu.structs import Gradients
+    from tilewise.backends.triton import backward, bias, forward, split
+    from tilewise.backends.triton.plan import bias_tile
+    from tilewise.hardware import device
+    from tilewise.planner import TilePlan, gpu_tile
+
+    problem, inputs = problem_of(case)
+    hip = target.startswith("gfx")
+    spec = device(SPECS[target])
+    out = torch.empty((*inputs.q.shape[:3], case.dv), dtype=inputs.q.dtype, device="meta")
+    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device="meta")
+    a = arg.attention_args(problem, inputs, out, lse)
+    config = arg.config_for(problem, inputs, arg.dot_precision(problem, hip))
+    g = Gradients(view(out), view(inputs.q), view(inputs.k), view(inputs.v), lse, lse, None, None, None)
+    use_maps = maps and target in ("sm_90", "sm_100") and max(case.d, case.dv) <= 256
+
+    def descriptors(x: Any, y: Any, rows: int) -> tuple[Any, Any]:
+        if not use_maps:
+            return None, None
+        return Descriptor(x, rows, arg.padded(x.shape[3])), Descriptor(y, rows, arg.padded(y.shape[3]))
+
+    passes = {"forward": "forward", "keys": "backward_dkdv", "queries": "backward_dq", "decode": "decode"}
+    for name in case.kernels:
+        if name in passes:
+            plan = tile or gpu_tile(problem, spec, passes[name])
+        else:
+            plan = bias_tile(problem) if name == "bias" else TilePlan(64 if name == "prepare" else 1, 16, 1, 4)
+        blocks = config._replace(BLOCK_M=plan.block_q, BLOCK_N=plan.block_k)
+        options = Options(plan.warps, plan.stages)
+        text = f"{plan.block_q}x{plan.block_k} w{plan.warps} s{plan.stages}"
+        plain = blocks._replace(STRUCTURE="")
+        if name == "forward":
+            yield name, forward.forward_kernel, (a, *descriptors(inputs.k, inputs.v, plan.block_k)), blocks, options, text
+        elif name == "decode":
+            parts = a._replace(out=arg.split_view(out.to(torch.float32)))
+            yield name, forward.forward_kernel, (parts, *descriptors(inputs.k, inputs.v, plan.block_k)), blocks._replace(PACK=problem.group, SPLIT=True), options, text
+        elif name == "merge":
+            yield name, split.merge_kernel, (a, arg.split_view(out.to(torch.float32)), lse), plain, options, text
+        elif name == "prepare":
+            yield name, backward.prepare_kernel, (a, g), plain, options, text
+        elif name == "keys":
+            yield name, backward.keys_kernel, (a, g, *descriptors(inputs.q, out, plan.block_q)), blocks, options, text
+        elif name == "queries":
+            yield name, backward.queries_kernel, (a, g, *descriptors(inputs.k, inputs.v, plan.block_k)), blocks, options, text
+        else:
+            shaped = g._replace(dbias=bias_view(torch.empty_like(inputs.bias, dtype=torch.float32)), bias_shape=tuple(inputs.bias.shape))
+            yield name, bias.bias_kernel, (a, shaped), blocks, options, text
+
+
+def compile_case(case: Case, target: str, kernels: tuple[str, ...] | None = None, tile: Any = None, maps: bool = True) -> Iterator[Result]:
+    """Compile a case's kernels for a target; raises what the compiler raises."""
+    from triton.backends.compiler import GPUTarget
+
+    from tilewise.backends.gpu.launch import compile_for, signature
+
+    for name, kernel, args, config, options, text in sources(case, target, tile, maps):
+        if kernels is not None and name not in kernels:
+            continue
+        start = time.perf_counter()
+        compiled = compile_for(GPUTarget(*TARGETS[target]), kernel, signature(args), config, options)
+        registers, spilled = resources(compiled)
+        seconds = time.perf_counter() - start
+        yield Result(case.name, name, target, registers, spilled, compiled.metadata.shared, seconds, text)
+
+
+def resources(compiled: Any) -> tuple[int, int]:
+    """Registers and spilled bytes a thread, as the assembler's own tool reports them; zeros for AMD."""
+    if "cubin" not in compiled.asm:
+        return 0, 0
+    import tempfile
+
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def run_here(options: argparse.Namespace) -> int:
+    import triton
+
+    failures = 0
+    for target in options.target or TARGETS:
+        for case in CASES:
+            if options.only and not any(word in case.name or word in case.kernels for word in options.only):
+                continue
+            try:
+                for r in compile_case(case, target):
+                    bad = case.must_not_spill and target == "sm_90" and r.spilled > 0
+                    failures += bad
+                    print(
+                        f"triton {triton.__version__}  {target:7} {r.case:20} {r.kernel:8} {r.tile:15} {r.registers:4} regs {r.spilled:5} B spilled"
+                        f" {r.shared:7} B shared {r.seconds:6.1f} s{'  SPILLS' if bad else ''}",
+                        flush=True,
+                    )
+            except Exception as error:
+                failures += 1
+                while error.__cause__ is not None:  # the innermost one names the line
+                    error = error.__cause__
+                print(f"triton {triton.__version__}  {target:7} {case.name:20} FAILED {type(error).__name__}: {str(error)[-800:]}", flush=True)
+    print(f"{failures} failures")
+    return 1 if failures else 0
+
+
+def run_under(version: str, arguments: list[str]) -> int:
+    """The same script with another triton, installed beside the environment's on first use."""
+    home = ROOT / "build" / f"triton-{version}"
+    if not home.exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(home), f"triton=={version}"]
+        subprocess.run(command, check=True)
+    path = os.pathsep.join([str(home), str(ROOT / "src")])
+    return subprocess.run([sys.executable, __file__, *arguments], env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--triton", nargs="*", default=[], help="versions to compile under instead of the environment's")
+    parser.add_argument("--target", nargs="*", choices=list(TARGETS))
+    parser.add_argument("--only", nargs="*", help="words that a case's name or kernels must match")
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT / "src"))
+    if not options.triton:
+        return run_here(options)
+    arguments = [*(["--target", *options.target] if options.target else []), *(["--only", *options.only] if options.only else [])]
+    return max(run_under(version, arguments) for version in options.triton)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,531 @@
+"""Measure the Triton backend on a GPU, part by part; each part prints a short table and adds to one JSON file.
+
+    PYTHONPATH=src python tools/gpu_session.py smoke forward --json out.json --seconds 200
+
+Parts: smoke, conform, accuracy, forward, backward, fp32, window, varlen, decode, host. A part stops at its time limit and says
+what it left out. Kernels are compiled in parallel first (no GPU needed for that), then timed side by side with SDPA's
+backends: the contenders of a case take turns in every round, and medians over the rounds are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "tools")]
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402, N812
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+
+from tilewise.backends.base import Inputs, Needs  # noqa: E402
+from tilewise.iomodel.tile import TilePlan  # noqa: E402
+from tilewise.masks import Binding, causal, full, window  # noqa: E402
+from tilewise.problem import Problem  # noqa: E402
+
+DEVICE = "cuda"
+RECORDS: list[dict[str, Any]] = []
+PEERS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "eff": SDPBackend.EFFICIENT_ATTENTION}
+
+FORWARD = {
+    64: ["128,128,8,2", "128,128,8,3", "128,64,4,3", "128,64,8,3", "64,64,4,3", "64,128,4,2", "128,128,4,2", "128,64,8,2"],
+    128: ["128,128,8,2", "128,128,8,3", "128,64,8,2", "128,64,8,3", "128,64,4,3", "64,64,4,2", "64,64,4,3", "64,128,4,2"],
+}
+KEYS = {
+    64: ["64,128,8,2", "64,128,8,3", "32,128,8,2", "64,64,4,2", "64,64,4,3", "128,64,4,2", "128,128,8,2", "32,64,4,3"],
+    128: ["64,128,8,2", "64,128,8,3", "32,128,8,2", "32,128,8,3", "64,64,4,2", "32,64,4,2", "32,64,4,3"],
+}
+QUERIES = {
+    64: ["128,64,8,2", "128,64,8,3", "64,64,4,2", "64,64,4,3", "128,128,8,2", "64,128,4,2", "128,64,4,3"],
+    128: ["128,64,8,2", "128,64,8,3", "64,64,4,2", "64,64,4,3", "64,32,4,3", "128,32,8,3", "128,128,8,2"],
+}
+
+
+class Clock:
+    """A part's time limit."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+
+class Call(NamedTuple):
+    """One attention problem with its tensors on the GPU."""
+
+    problem: Problem
+    inputs: Inputs
+
+
+def make(
+    batch: int, heads: int, seqlen: int, d: int, mask: Any = None, *, keys: int | None = None, kv_heads: int | None = None,
+    dtype: torch.dtype = torch.bfloat16, device: str | None = None, **features: Any,
+) -> Call:
+    device = device or DEVICE
+    problem = Problem.of(
+        batch=batch, heads=heads, kv_heads=kv_heads, seqlen=seqlen, kv_seqlen=keys, head_dim=d, mask=mask,
+        dtype=str(dtype).removeprefix("torch."), device=DEVICE, **features,
+    )
+    problem._program.append(problem.mask.lower(Binding(problem.shape, problem.varlen, lambda x: torch.as_tensor(x, device=device))))
+    shape = (batch, heads, seqlen, d), (batch, problem.kv_heads, problem.seqlen_k, d)
+    fresh = torch.empty if device == "meta" else torch.randn
+    q, k, v = (fresh(s, dtype=dtype, device=device) for s in (shape[0], shape[1], shape[1]))
+    return Call(problem, Inputs(q, k, v))
+
+
+def tile_of(text: str, pass_: str = "forward") -> TilePlan:
+    m, n, warps, stages = map(int, text.split(","))
+    return TilePlan(m, n, stages, warps, pass_=pass_)
+
+
+def flops(p: Problem, backward: bool = False) -> float:
+    """Of the pairs a full or causal mask allows; a backward counts as 2.5 forwards, as is the custom."""
+    if p.mask == full():
+        pairs = p.seqlen_q * p.seqlen_k
+    else:
+        pairs = p.seqlen_q * (p.seqlen_q + 1) // 2
+    return 4.0 * p.batch * p.heads * pairs * p.head_dim * (2.5 if backward else 1.0)
+
+
+# ---- compiling ahead ------------------------------------------------------------------------------------------------
+
+
+def compile_one(job: tuple[str, dict[str, Any], str, bool]) -> str:
+    """In a worker process: compile one kernel into triton's cache on disk. Returns what went wrong, if anything."""
+    kernel, options, tile, maps = job
+    try:
+        from triton.backends.compiler import GPUTarget
+
+        from tilewise.backends.gpu.arguments import padded
+        from tilewise.backends.gpu.launch import Descriptor, Options, compile_for, signature, view
+        from tilewise.backends.gpu.structs import Gradients
+        from tilewise.backends.triton import backward, forward, host
+
+        options = {**options, "mask": MASKS[options.get("mask", "full")]()}
+        problem, inputs = make(**options, device="meta")
+        plan = tile_of(tile)
+        out = torch.empty_like(inputs.q)
+        lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
+        a, config = host.arguments(problem, inputs, out, lse, plan)
+        def descriptors(x: torch.Tensor, y: torch.Tensor, rows: int) -> tuple[Any, Any]:
+            return (Descriptor(x, rows, padded(x.shape[3])), Descriptor(y, rows, padded(y.shape[3]))) if maps else (None, None)
+
+        g = Gradients(view(out), view(inputs.q), view(inputs.k), view(inputs.v), lse, lse, None, None, None)
+        if kernel == "forward":
+            fn, args = forward.forward_kernel, (a, *descriptors(inputs.k, inputs.v, plan.block_k))
+        elif kernel == "keys":
+            fn, args = backward.keys_kernel, (a, g._replace(dq=None), *descriptors(inputs.q, out, plan.block_q))
+        else:
+            fn, args = backward.queries_kernel, (a, g._replace(dk=None, dv=None), *descriptors(inputs.k, inputs.v, plan.block_k))
+        major, minor = CAPABILITY
+        compile_for(GPUTarget("cuda", major * 10 + minor, 32), fn, signature(args), config, Options(plan.warps, plan.stages))
+    except Exception as error:
+        while error.__cause__ is not None:
+            error = error.__cause__
+        return f"{kernel} {tile} maps={maps}: {type(error).__name__} {str(error)[-300:]}"
+    return ""
+
+
+CAPABILITY = (9, 0)
+MASKS: dict[str, Callable[[], Any]] = {"full": full, "causal": causal, "window": lambda: window(1024)}
+
+
+def compile_ahead(jobs: list[tuple[str, dict[str, Any], str, bool]], workers: int) -> None:
+    start = time.monotonic()
+    import multiprocessing
+
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for problem in pool.map(compile_one, jobs):
+            if problem:
+                print("  compile failed:", problem)
+    print(f"  compiled {len(jobs)} kernels in {time.monotonic() - start:.0f} s", flush=True)
+
+
+# ---- timing ---------------------------------------------------------------------------------------------------------
+
+
+def interleaved(contenders: dict[str, Callable[[], Any]], rounds: int = 5, budget_ms: float = 12.0) -> dict[str, float]:
+    """Median milliseconds of each; a contender that raises is left out, with a line saying why."""
+    live: dict[str, tuple[Callable[[], Any], int]] = {}
+    for name, fn in contenders.items():
+        try:
+            fn()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            fn()
+            torch.cuda.synchronize()
+            live[name] = fn, max(1, min(200, int(budget_ms / 1e3 / max(1e-6, time.perf_counter() - start))))
+        except Exception as error:
+            print(f"    {name}: {type(error).__name__}: {str(error)[:160]}")
+    times: dict[str, list[float]] = {name: [] for name in live}
+    for _ in range(rounds):
+        for name, (fn, repeat) in live.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(repeat):
+                fn()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(begin.elapsed_time(end) / repeat)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def table(title: str, work: float, times: dict[str, float], unit: str = "TFLOP/s", scale: float = 1e9) -> None:
+    parts = [f"{name} {work / ms / scale:.0f}" for name, ms in sorted(times.items(), key=lambda item: item[1])]
+    print(f"  {title:28} " + "  ".join(parts), flush=True)
+    RECORDS.append({"case": title, "unit": unit, "work": work, "ms": times})
+
+
+def peers(call: Call, is_causal: bool, which: tuple[str, ...] = ("fa2", "cudnn")) -> dict[str, Callable[[], Any]]:
+    q, k, v = call.inputs[:3]
+    gqa = call.problem.group > 1
+
+    def run(backend: Any) -> Any:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=gqa)
+
+    return {name: (lambda b=PEERS[name]: run(b)) for name in which}
+
+
+def peer_gradients(call: Call, is_causal: bool, which: tuple[str, ...] = ("fa2", "cudnn")) -> dict[str, Callable[[], Any]]:
+    result = {}
+    for name in which:
+        q, k, v = (x.detach().clone().requires_grad_() for x in call.inputs[:3])
+        try:
+            with sdpa_kernel(PEERS[name]):
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=call.problem.group > 1)
+            dout = torch.randn_like(out)
+            result[name] = lambda o=out, i=(q, k, v), d=dout: torch.autograd.grad(o, i, d, retain_graph=True)
+        except Exception as error:
+            print(f"    {name}: {type(error).__name__}: {str(error)[:120]}")
+    return result
+
+
+def ours(call: Call, tile: TilePlan | None, maps: bool = True) -> Callable[[], Any]:
+    from tilewise.backends.base import empty_lse, empty_out
+    from tilewise.backends.triton import host
+
+    out, lse = empty_out(call.inputs.q, call.problem.head_dim_v), empty_lse(call.inputs.q)
+    with_maps = host.descriptors
+
+    def run() -> None:
+        host.descriptors = with_maps if maps else (lambda x, y, rows: (None, None))
+        try:
+            host.run_forward(call.problem, call.inputs, out, lse, tile)
+        finally:
+            host.descriptors = with_maps
+
+    return run
+
+
+def our_gradients(call: Call, needs: Needs, tiles: dict[str, TilePlan] | None = None) -> Callable[[], Any]:
+    from tilewise.backends.triton import host
+
+    out, lse = host.backend.forward(call.problem, call.inputs)
+    dout = torch.randn_like(out)
+    return lambda: host.run_backward(call.problem, call.inputs, (out, lse, dout, None), needs, tiles)
+
+
+def geometry(tokens: int = 16384, hidden: int = 2048) -> list[tuple[int, int, dict[str, int]]]:
+    return [
+        (d, s, {"batch": tokens // s, "heads": hidden // d, "seqlen": s, "d": d}) for d in (64, 128) for s in (512, 2048, 8192, 16384)
+    ]
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def smoke(clock: Clock, args: argparse.Namespace) -> None:
+    """Does it run, with and without descriptors, and is it right? Small problems against SDPA in fp32."""
+    from tilewise.backends.triton import host
+
+    for d, mask in ((64, causal()), (128, full()), (128, causal()), (256, causal()), (40, causal())):
+        call = make(2, 4, 300, d, mask, kv_heads=2)
+        for maps in (True, False):
+            saved = host.descriptors
+            if not maps:
+                host.descriptors = lambda x, y, rows: (None, None)
+            try:
+                start = time.monotonic()
+                print(f"  d {d} {call.problem.program.structure!r} maps={maps}:", errors(call), f"{time.monotonic() - start:.1f} s", flush=True)
+            except Exception:
+                traceback.print_exc(limit=-4)
+            finally:
+                host.descriptors = saved
+
+
+def errors(call: Call, needs_grad: bool = True) -> str:
+    """Max-abs errors of output and gradients against SDPA's math in fp64, and SDPA FA2's own error for scale."""
+    from tilewise.backends.triton import host
+
+    q, k, v = (x.double().requires_grad_() for x in call.inputs[:3])
+    p = call.problem
+    group = p.group
+    rows = torch.arange(p.seqlen_q, device=q.device)[:, None] + p.seqlen_k - p.seqlen_q
+    keep = torch.arange(p.seqlen_k, device=q.device)[None, :] <= rows if p.program.structure == "b" else None
+    with sdpa_kernel(SDPBackend.MATH):
+        want = F.scaled_dot_product_attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), attn_mask=keep)
+    out, lse = host.backend.forward(p, call.inputs)
+    text = f"out {(out.double() - want).abs().max():.1e}"
+    if needs_grad:
+        dout = torch.randn_like(out)
+        wanted = torch.autograd.grad(want, (q, k, v), dout.double())
+        got = host.backend.backward(p, call.inputs, out, lse, dout, None, Needs())
+        text += "".join(f" {n} {(x.double() - y).abs().max():.1e}" for n, x, y in zip(("dq", "dk", "dv"), got, wanted, strict=False))
+    return text
+
+
+def conform(clock: Clock, args: argparse.Namespace) -> None:
+    """The conformance suite on the GPU; it needs no pytest beyond the name."""
+    if importlib.util.find_spec("pytest") is None:
+        sys.modules["pytest"] = types.ModuleType("pytest")
+    from tests.conformance.cases import CASES, build
+    from tests.conformance.harness import excesses
+    from tilewise import dispatch
+
+    passed, failed, skipped = 0, [], []
+    for i, case in enumerate(CASES):
+        if clock.left() < 5:
+            print(f"  time is up: {len(CASES) - i} cases left out")
+            break
+        if args.only and not any(word in case.name for word in args.only):
+            continue
+        try:
+            built = build(case, DEVICE)
+            verdict = dispatch.judge("triton", built.problem, built.inputs)
+            if not verdict.ok:
+                skipped.append(case.name)
+                continue
+            found = excesses(built, "triton", lse_gradient=case.lse_gradient)
+            if found:
+                failed.append((case.name, str(found)[:300]))
+            else:
+                passed += 1
+        except Exception as error:
+            failed.append((case.name, f"{type(error).__name__}: {str(error)[:300]}"))
+    print(f"  {passed} passed, {len(failed)} failed, {len(skipped)} not served: {skipped}")
+    for name, why in failed:
+        print(f"  FAILED {name}: {why}")
+    RECORDS.append({"case": "conformance", "passed": passed, "failed": failed, "skipped": skipped})
+
+
+def accuracy(clock: Clock, args: argparse.Namespace) -> None:
+    """Errors at S 2048 against fp64, for each dtype."""
+    for dtype, precision in ((torch.float32, "default"), (torch.float32, "tf32"), (torch.bfloat16, "default"), (torch.float16, "default")):
+        for mask in (full(), causal()):
+            call = make(1, 4, 2048, 128, mask, dtype=dtype, precision=precision)
+            print(f"  {dtype} {precision} {call.problem.program.structure!r}:", errors(call), flush=True)
+
+
+def forward(clock: Clock, args: argparse.Namespace) -> None:
+    jobs = []
+    for d in args.d:
+        for mask in ("full", "causal"):
+            options = {"batch": 8, "heads": 2048 // d, "seqlen": 2048, "d": d, "mask": mask}
+            jobs += [("forward", options, tile, True) for tile in FORWARD[d]]
+            jobs += [("forward", options, tile, False) for tile in FORWARD[d][:4]]
+    compile_ahead(jobs, args.workers)
+    for d, s, shape in geometry():
+        for name, mask in (("full", full()), ("causal", causal())):
+            if d not in args.d:
+                continue
+            if clock.left() < 5:
+                print(f"  time is up before d {d} {name} S {s}")
+                return
+            call = make(**shape, mask=mask)
+            runs = {**peers(call, name == "causal"), "plan": ours(call, None)}
+            runs |= {tile: ours(call, tile_of(tile)) for tile in FORWARD[d]}
+            runs |= {tile + "p": ours(call, tile_of(tile), maps=False) for tile in FORWARD[d][:4]}
+            table(f"fwd d {d} {name} S {s}", flops(call.problem), interleaved(runs))
+
+
+def backward(clock: Clock, args: argparse.Namespace) -> None:
+    jobs = []
+    for d in args.d:
+        for mask in ("full", "causal"):
+            options = {"batch": 8, "heads": 2048 // d, "seqlen": 2048, "d": d, "mask": mask}
+            jobs += [("keys", options, tile, True) for tile in KEYS[d]]
+            jobs += [("queries", options, tile, True) for tile in QUERIES[d]]
+    compile_ahead(jobs, args.workers)
+    for d, s, shape in geometry():
+        for name, mask in (("full", full()), ("causal", causal())):
+            if d not in args.d:
+                continue
+            if clock.left() < 8:
+                print(f"  time is up before d {d} {name} S {s}")
+                return
+            call = make(**shape, mask=mask)
+            keys_only, queries_only = Needs(False, True, True), Needs(True, False, False)
+            runs = {**peer_gradients(call, name == "causal"), "plan": our_gradients(call, Needs())}
+            for tile in KEYS[d]:
+                runs["K" + tile] = our_gradients(call, keys_only, {"backward_dkdv": tile_of(tile)})
+            for tile in QUERIES[d]:
+                runs["Q" + tile] = our_gradients(call, queries_only, {"backward_dq": tile_of(tile)})
+            times = interleaved(runs, rounds=3)
+            table(f"bwd d {d} {name} S {s}", flops(call.problem, True), times)
+            best_k = min((ms, tile) for tile, ms in times.items() if tile[0] == "K")
+            best_q = min((ms, tile) for tile, ms in times.items() if tile[0] == "Q")
+            work = flops(call.problem, True) / 1e9
+            print(f"    best {best_k[1]} {best_k[0]:.3f} ms + {best_q[1]} {best_q[0]:.3f} ms: {work / (best_k[0] + best_q[0]):.0f} TFLOP/s and more")
+
+
+def fp32(clock: Clock, args: argparse.Namespace) -> None:
+    tiles = ["64,32,4,2", "64,32,4,3", "64,64,4,2", "128,32,8,2", "128,32,4,2", "128,64,8,2", "32,32,4,2"]
+    for s in (2048, 8192):
+        for name, mask in (("full", full()), ("causal", causal())):
+            if clock.left() < 10:
+                print("  time is up")
+                return
+            call = make(16384 // s, 16, s, 128, mask, dtype=torch.float32)
+            runs = {**peers(call, name == "causal", ("eff",)), "plan": ours(call, None)}
+            if s == 2048:
+                runs |= {tile: ours(call, tile_of(tile)) for tile in tiles}
+            table(f"fp32 fwd d 128 {name} S {s}", flops(call.problem), interleaved(runs, rounds=3))
+            runs = {**peer_gradients(call, name == "causal", ("eff",)), "plan": our_gradients(call, Needs())}
+            if s == 2048:
+                for tile in ("32,32,4,1", "32,64,4,1", "64,32,4,1", "16,64,4,1", "32,64,8,1"):
+                    runs["K" + tile] = our_gradients(call, Needs(False, True, True), {"backward_dkdv": tile_of(tile)})
+                for tile in ("32,32,4,1", "64,32,4,1", "64,32,8,1", "64,16,4,2"):
+                    runs["Q" + tile] = our_gradients(call, Needs(True, False, False), {"backward_dq": tile_of(tile)})
+            table(f"fp32 bwd d 128 {name} S {s}", flops(call.problem, True), interleaved(runs, rounds=3))
+
+
+def windows(clock: Clock, args: argparse.Namespace) -> None:
+    """window(1024) at 16k must be at least 8 times faster than unmasked attention by the same kernel."""
+    for d in (64, 128):
+        base, near = make(1, 2048 // d, 16384, d, full()), make(1, 2048 // d, 16384, d, window(1024))
+        runs = {"full": ours(base, None), "window": ours(near, None), "causal": ours(make(1, 2048 // d, 16384, d, causal()), None)}
+        runs |= {tile: ours(near, tile_of(tile)) for tile in FORWARD[d]}
+        times = interleaved(runs, rounds=3)
+        print(f"  d {d}: full {times['full']:.3f} ms, window {times['window']:.3f} ms: {times['full'] / times['window']:.1f}x", times)
+        RECORDS.append({"case": f"window d {d}", "ms": times})
+
+
+def varlen(clock: Clock, args: argparse.Namespace) -> None:
+    """Packed sequences of equal length against the dense batch."""
+    for d, s in ((64, 2048), (128, 2048), (128, 512)):
+        dense = make(16384 // s, 2048 // d, s, d, causal())
+        problem = Problem.of(
+            batch=16384 // s, heads=2048 // d, seqlen=16384, head_dim=d, mask=causal(), varlen=True, dtype="bfloat16", device=DEVICE
+        )
+        cu = torch.arange(0, 16385, s, dtype=torch.int32, device=DEVICE)
+        q, k, v = (torch.randn(16384, 2048 // d, d, dtype=torch.bfloat16, device=DEVICE).transpose(0, 1)[None] for _ in range(3))
+        packed = Call(problem, Inputs(q, k, v, cu_q=cu, cu_k=cu))
+        runs = {"dense": ours(dense, None), "packed": ours(packed, None)}
+        runs |= {"dense bwd": our_gradients(dense, Needs()), "packed bwd": our_gradients(packed, Needs())}
+        times = interleaved(runs)
+        print(f"  d {d} S {s}: " + "  ".join(f"{name} {ms:.3f} ms" for name, ms in times.items()), flush=True)
+        RECORDS.append({"case": f"varlen d {d} S {s}", "ms": times})
+
+
+def decode(clock: Clock, args: argparse.Namespace) -> None:
+    """Bytes of K and V over time."""
+    for batch, heads, kv_heads, keys in ((8, 32, 8, 16384), (1, 32, 8, 131072), (64, 32, 8, 4096), (1, 64, 8, 8192), (8, 16, 1, 16384)):
+        call = make(batch, heads, 1, 128, keys=keys, kv_heads=kv_heads)
+        size = 2.0 * batch * kv_heads * keys * 128 * 2
+        runs = {**peers(call, False), "plan": ours(call, None)}
+        for block, stages, warps in ((64, 4, 4), (128, 3, 4), (64, 3, 4), (128, 2, 8), (32, 4, 4)):
+            programs = batch * kv_heads
+            for waves in (1, 2, 4):
+                splits = max(1, min(keys // block, 132 * waves // programs))
+                plan = TilePlan(16, block, stages, warps, splits=splits, pack_gqa=True, pass_="decode")
+                runs[f"{block},{stages},{warps}/{splits}"] = ours(call, plan)
+        times = interleaved(runs, rounds=3, budget_ms=5.0)
+        parts = [f"{name} {size / ms / 1e9:.2f}" for name, ms in sorted(times.items(), key=lambda item: item[1])]
+        print(f"  B {batch} {heads}/{kv_heads} keys {keys} TB/s: " + "  ".join(parts), flush=True)
+        RECORDS.append({"case": f"decode B {batch} {heads}/{kv_heads} {keys}", "bytes": size, "ms": times})
+
+
+def host(clock: Clock, args: argparse.Namespace) -> None:
+    """Host time of a tiny call: the device is never waited for inside the loop."""
+    import tilewise as tw
+
+    q, k, v = (torch.randn(1, 2, 64, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+    raw = ours(make(1, 2, 64, 64), None)
+    calls = {
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v),
+        "tilewise": lambda: tw.attention(q, k, v, backend="triton"),
+        "run_forward": raw,
+    }
+    for name, fn in calls.items():
+        for _ in range(20):
+            fn()
+        torch.cuda.synchronize()
+        found = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(100):
+                fn()
+            found.append((time.perf_counter() - start) * 1e4)
+            torch.cuda.synchronize()
+        print(f"  {name}: {statistics.median(found):.1f} µs", flush=True)
+        RECORDS.append({"case": f"host {name}", "us": statistics.median(found)})
+    import cProfile
+    import pstats
+
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(200):
+        raw()
+    profile.disable()
+    torch.cuda.synchronize()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(14)
+
+
+PARTS: dict[str, Callable[[Clock, argparse.Namespace], None]] = {
+    "smoke": smoke,
+    "conform": conform,
+    "accuracy": accuracy,
+    "forward": forward,
+    "backward": backward,
+    "fp32": fp32,
+    "window": windows,
+    "varlen": varlen,
+    "decode": decode,
+    "host": host,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=list(PARTS))
+    parser.add_argument("--json", type=Path, help="where the records go")
+    parser.add_argument("--seconds", type=float, default=240.0, help="time limit of each part")
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile")
+    parser.add_argument("--d", type=int, nargs="*", default=[64, 128], help="head dims for forward and backward")
+    parser.add_argument("--only", nargs="*", help="words that conformance cases must match")
+    args = parser.parse_args()
+    import triton
+
+    from tilewise import dispatch
+
+    if "triton" not in dispatch.REGISTRY:
+        dispatch.register("triton", dispatch.Entry("tilewise.backends.triton", ("cpu", "cuda")), first=True)
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, flush=True)
+    for name in args.parts:
+        print(f"{name}:", flush=True)
+        start = time.monotonic()
+        try:
+            PARTS[name](Clock(args.seconds), args)
+        except Exception:
+            traceback.print_exc(limit=-6)
+        print(f"  ({name} took {time.monotonic() - start:.0f} s)", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "triton": triton.__version__, "records": RECORDS}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
