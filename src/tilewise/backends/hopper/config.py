@@ -1,0 +1,94 @@
+"""What the kernel is compiled for, and the table of tiles: for each pair of head dims what fits registers and shared memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory one program may have on compute capability 9.0."""
+REGISTERS = 512
+"""Registers of a multiprocessor for each of a warpgroup's 128 threads: what all warpgroups share."""
+BARRIER_BYTES = 1024
+"""Room for the barriers and the alignment of the tiles."""
+WIDTHS = (64, 128, 256)
+"""Head dims of tiles; others are padded by the loads with zeros to the next."""
+
+
+class Config(NamedTuple):
+    """One constexpr: everything a kernel is compiled for. No length is among it."""
+
+    WARPGROUPS: int  # that compute, 64 queries each
+    BLOCK_N: int
+    BLOCK_D: int  # of q and k, padded
+    BLOCK_DV: int
+    STAGES: int
+    REGISTERS: tuple[int, int]  # of a thread that computes, and of one that loads
+    PINGPONG: bool  # the two warpgroups take turns at the tensor cores
+    STAGED: bool  # the output leaves through memory of its own, not through the queries'
+    TERMS: int = 0  # of the mask
+    BAND: bool = False  # may a row's keys end before the sequence does?
+    LEFT: bool = False  # may they begin after key 0?
+    SCORES: str = "fold"  # "fold" the scale into exp2, "scale" first (it is not positive), or "softcap"
+    VARLEN: bool = False
+
+    @property
+    def BLOCK_M(self) -> int:
+        return 64 * self.WARPGROUPS
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of 16-bit tiles and barriers."""
+        queries = self.BLOCK_M * self.BLOCK_D
+        keys = self.STAGES * self.BLOCK_N * (self.BLOCK_D + self.BLOCK_DV)
+        staged = self.BLOCK_M * self.BLOCK_DV if self.STAGED else 0
+        return 2 * (queries + keys + staged) + BARRIER_BYTES
+
+    @property
+    def registers(self) -> int:
+        return self.WARPGROUPS * self.REGISTERS[0] + self.REGISTERS[1]
+
+    @property
+    def accumulators(self) -> int:
+        """Registers a computing thread holds for the output, the scores and the weights."""
+        return (self.BLOCK_DV + self.BLOCK_N) // 2 + self.BLOCK_N // 4
+
+
+TABLE: dict[tuple[int, int], Config] = {
+    (64, 64): Config(3, 128, 64, 64, 2, (160, 32), False, True),
+    (64, 128): Config(2, 128, 64, 128, 2, (232, 40), True, True),
+    (64, 256): Config(2, 64, 64, 256, 2, (232, 40), False, True),
+    (128, 64): Config(2, 128, 128, 64, 2, (232, 40), True, True),
+    (128, 128): Config(2, 128, 128, 128, 2, (232, 40), True, True),
+    (128, 256): Config(2, 64, 128, 256, 2, (232, 40), False, True),
+    (256, 64): Config(2, 64, 256, 64, 2, (232, 40), False, True),
+    (256, 128): Config(2, 64, 256, 128, 2, (232, 40), False, True),
+    (256, 256): Config(2, 64, 256, 256, 2, (232, 40), False, False),
+}
+"""By padded head dims of keys and values. Two tiles of keys in flight everywhere; why each: docs/hopper-notes.md."""
+NARROW = Config(2, 128, 64, 64, 2, (232, 40), True, True)
+"""Head dim 64 with 128 queries, where 192 would leave much of the last tile empty."""
+
+
+def padded(dim: int) -> int | None:
+    """The tile's head dim, None if there is none so wide."""
+    return next((width for width in WIDTHS if dim <= width), None)
+
+
+def tile_for(head_dim: int, head_dim_v: int, queries: int) -> Config | None:
+    """The table's row, or None if a head dim is too wide."""
+    d, dv = padded(head_dim), padded(head_dim_v)
+    if d is None or dv is None:
+        return None
+    config = TABLE[d, dv]
+    if (d, dv) == (64, 64) and NARROW_SPEED * fill(queries, NARROW.BLOCK_M) > fill(queries, config.BLOCK_M):
+        return NARROW
+    return config
+
+
+NARROW_SPEED = 0.87
+"""Two warpgroups against three at head dim 64, full tiles: 452 and 524 TFLOP/s (H200, bf16, 12k keys)."""
+
+
+def fill(queries: int, block: int) -> float:
+    """The share of the tiles' rows that are queries."""
+    return queries / (-(-queries // block) * block)

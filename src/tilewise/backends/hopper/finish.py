@@ -1,0 +1,46 @@
+"""The end of a tile: normalise, write the log-sum-exp, send the output on its way."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from tilewise.backends.hopper.shim import tma_store, warps_barrier
+from tilewise.backends.hopper.softmax import INF
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def normalise(o_tile, l, m, unit):
+    """(out, lse) from the sums; a row that saw nothing gives (0, -inf)."""
+    total = gl.convert_layout(gl.sum(l, 1), m.type.layout, assert_trivial=True)  # [64]
+    none = total == 0.0
+    inverse = 1.0 / gl.where(none, 1.0, total)
+    lse = gl.where(none, -INF, (m * unit + gl.log2(total)) * LN2)
+    ROW: gl.constexpr = gl.SliceLayout(1, o_tile.type.layout)
+    return o_tile * gl.convert_layout(inverse, ROW, assert_trivial=True)[:, None], lse
+
+
+@gluon.jit
+def store_lse(lse, a, spot, row0):
+    q = row0 + gl.arange(0, 64, lse.type.layout)
+    at = (spot.b.to(gl.int64) * a.heads.value + spot.h) * a.len_q + spot.q_start
+    gl.store(a.lse_ptr + at + q, lse, mask=q < spot.len_q)
+
+
+@gluon.jit
+def store_out(o_desc, o_tile, buffer, spot, row0):
+    """Through shared memory to the output; rows beyond it are not written. The last store must have been read by now."""
+    DV: gl.constexpr = buffer.type.shape[3]
+    buffer.reshape([64, DV]).store(o_tile.to(buffer.dtype))
+    fence_async_shared()
+    tma_store(o_desc, [spot.b, spot.h, spot.q_start + row0, 0], buffer)
+
+
+@gluon.jit
+def await_stores():
+    """Until the memory of this warpgroup's last store may be written again."""
+    tma.store_wait(0)
+    warps_barrier()

@@ -1,0 +1,81 @@
+"""Masks this kernel knows: those that leave every row one interval of keys. Lowered to `Term`s, or refused with the reason."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tilewise.backends.hopper.structs import Term
+from tilewise.masks import UNBOUNDED, MaskProgram
+
+LETTERS = "0btork"
+
+
+class Form(NamedTuple):
+    """A mask as intervals: what the kernel is compiled for and the numbers of its terms (their tensors as the mask holds them)."""
+
+    terms: tuple[Term, ...] = ()
+    band: bool = False  # may a row's keys end before the sequence does?
+    left: bool = False  # may they begin after key 0?
+
+
+def form_of(program: MaskProgram, shift: int) -> Form | str:
+    """The mask's form, or why it has none. `shift` is Sk - Sq, which bottom-right bands count from."""
+    strange = sorted(set(program.structure) - set(LETTERS + "|"))
+    if strange:
+        return f"the mask reads tables or ids (letters {', '.join(strange)}); bands, ranges and key padding are served"
+    if program.structure == "":
+        return Form()
+    terms = []
+    for literals in program.terms():
+        term = _term(literals, shift)
+        if isinstance(term, str):
+            return term
+        if term.lo <= term.hi and term.start < term.end:
+            terms.append(term)
+    if not terms:
+        return Form((Term(-UNBOUNDED, UNBOUNDED, 0, 0, None, None, None),))
+    if len(terms) == 1:
+        return Form((terms[0],), terms[0].hi < UNBOUNDED, begins_inside(terms[0]))
+    if len(terms) > 2:
+        return f"the mask is a union of {len(terms)} parts; two are served"
+    if any(begins_inside(term) for term in terms):
+        return "the mask is a union of parts of which one may begin after key 0"
+    return Form(tuple(terms), True, False)
+
+
+def begins_inside(term: Term) -> bool:
+    return term.lo > -UNBOUNDED or term.start > 0 or term.first is not None
+
+
+def _term(literals: list[Any], shift: int) -> Term | str:
+    lo, hi, start, end = -UNBOUNDED, UNBOUNDED, 0, UNBOUNDED
+    off = first = last = None
+    for letter, ints, tensors in literals:
+        if letter in "bto":
+            by = shift if letter == "b" else 0
+            lo = max(lo, ints[0] + by if ints[0] > -UNBOUNDED else -UNBOUNDED)
+            hi = min(hi, ints[1] + by if ints[1] < UNBOUNDED else UNBOUNDED)
+            off = tensors[0] if letter == "o" else off
+        elif letter == "r":
+            start, end = max(start, ints[0]), min(end, ints[1])
+        elif letter == "k":
+            first, last = tensors
+        else:
+            end = start
+    if off is not None and sum(letter in "bto" for letter, _, _ in literals) > 1:
+        return "the mask joins a band at per-sequence offsets with another band"
+    return Term(lo, hi, start, end, off, first, last)
+
+
+def on_device(term: Term, batch: int, device: torch.device) -> Term:
+    """The term with its tensors where the kernel can read them, one number for each sequence."""
+    if term.off is None and term.first is None:
+        return term
+    moved = (None if t is None else _vector(t, batch, device) for t in term[4:])
+    return Term(*term[:4], *moved)
+
+
+def _vector(x: Any, batch: int, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(x, device=device).to(torch.int32).reshape(-1).expand(batch).contiguous()

@@ -1,0 +1,45 @@
+"""The kernel: shared memory, barriers, and who does what."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from tilewise.backends.hopper.consume import consume
+from tilewise.backends.hopper.load import load
+from tilewise.backends.hopper.ring import make_ring
+
+
+@gluon.jit
+def forward_kernel(q_desc, k_desc, v_desc, o_desc, a, C: gl.constexpr):
+    q_ring = make_ring(q_desc, C.WARPGROUPS, 1)
+    k_ring = make_ring(k_desc, C.STAGES, C.WARPGROUPS)
+    v_ring = make_ring(v_desc, C.STAGES, C.WARPGROUPS)
+    fence_async_shared()
+    if C.STAGED:
+        o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS, 1, 1, 64, C.BLOCK_DV], o_desc.layout)
+    else:
+        o_buffers = q_ring.tiles
+    # constexprs among the arguments must be written in the call: through a variable they become numbers at run time
+    if C.WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (o_desc, o_buffers, q_ring, k_ring, v_ring, a, gl.constexpr(0), C)),
+                (consume, (o_desc, o_buffers, q_ring, k_ring, v_ring, a, gl.constexpr(1), C)),
+                (load, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, a, C)),
+            ],
+            [4, 1],
+            [C.REGISTERS[0], C.REGISTERS[1]],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (o_desc, o_buffers, q_ring, k_ring, v_ring, a, gl.constexpr(0), C)),
+                (consume, (o_desc, o_buffers, q_ring, k_ring, v_ring, a, gl.constexpr(1), C)),
+                (consume, (o_desc, o_buffers, q_ring, k_ring, v_ring, a, gl.constexpr(2), C)),
+                (load, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, a, C)),
+            ],
+            [4, 4, 1],
+            [C.REGISTERS[0], C.REGISTERS[0], C.REGISTERS[1]],
+        )

@@ -1,0 +1,26 @@
+"""The loading role: one warp that keeps the tensor memory accelerator busy, ahead of the warpgroups that compute."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.hopper.ring import fill
+from tilewise.backends.hopper.schedule import divide, locate, rounds
+
+
+@gluon.jit
+def load(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, a, C: gl.constexpr):
+    """Queries once for a tile, then its keys and values from the right to the left. Rows beyond a tensor arrive as zeros."""
+    WARPGROUPS: gl.constexpr = C.WARPGROUPS
+    taken = 0
+    for i in range(rounds(a)):
+        spot, band = locate(a, i, C)
+        kv_h = divide(spot.h, a.group)
+        for w in gl.static_range(WARPGROUPS):
+            fill(q_ring, q_desc, i * WARPGROUPS + w, spot.b, spot.h, spot.q_start + spot.m0 + 64 * w)
+        for j in range(spot.count):
+            row = spot.k_start + (spot.last - 1 - j) * C.BLOCK_N
+            fill(k_ring, k_desc, taken + j, spot.b, kv_h, row)
+            fill(v_ring, v_desc, taken + j, spot.b, kv_h, row)
+        taken += spot.count

@@ -1,0 +1,161 @@
+"""Which tile of queries a program takes next, and which keys it sees. Every role asks the same questions.
+
+A mask of bands and ranges leaves each row one interval of keys [key_lo(q), key_hi(q)), and both ends never fall as q grows. So
+the keys that rows [m0, m1) see between them are [key_lo(m0), key_hi(m1 - 1)), and all of them see [key_lo(m1 - 1), key_hi(m0)).
+"""
+
+# No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.hopper.shim import aggregate
+
+UNBOUNDED = gl.constexpr(2**30)
+
+
+@aggregate
+class Spot:
+    """A tile of queries: sequence b, query head h, first row m0; its keys are walked by `count` tiles down from `last`."""
+
+    b: gl.tensor
+    h: gl.tensor
+    m0: gl.tensor
+    q_start: gl.tensor  # tokens of the sequence in a packed batch, else 0
+    k_start: gl.tensor
+    len_q: gl.tensor
+    len_k: gl.tensor
+    last: gl.tensor  # the first tile of keys visited is last - 1
+    count: gl.tensor  # at least 1
+
+    @gluon.constexpr_function
+    def __init__(self, b, h, m0, q_start, k_start, len_q, len_k, last, count):
+        self.b = b
+        self.h = h
+        self.m0 = m0
+        self.q_start = q_start
+        self.k_start = k_start
+        self.len_q = len_q
+        self.len_k = len_k
+        self.last = last
+        self.count = count
+
+
+@aggregate
+class Band:
+    """The mask of one sequence as numbers: lo <= k - q <= hi and start <= k < end, or k - q <= hi2 and k < end2."""
+
+    lo: gl.tensor
+    hi: gl.tensor
+    start: gl.tensor
+    end: gl.tensor
+    hi2: gl.tensor
+    end2: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, lo, hi, start, end, hi2, end2):
+        self.lo = lo
+        self.hi = hi
+        self.start = start
+        self.end = end
+        self.hi2 = hi2
+        self.end2 = end2
+
+
+@gluon.jit
+def divide(n, d):
+    """n // d for a Divisor."""
+    high = gl.umulhi(n.to(gl.uint32), d.factor.to(gl.uint32, bitcast=True))
+    return ((high + n.to(gl.uint32)) >> d.shift.to(gl.uint32)).to(gl.int32)
+
+
+@gluon.jit
+def snake(i):
+    """The i-th tile of this program. Odd rounds run backwards: in an order by length, long and short tiles then even out."""
+    programs = gl.num_programs(0)
+    me = gl.program_id(0)
+    return i * programs + gl.where(i % 2 == 0, me, programs - 1 - me)
+
+
+@gluon.jit
+def rounds(a):
+    """How many tiles this program takes."""
+    whole = a.total // gl.num_programs(0)
+    return whole + gl.where(snake(whole) < a.total, 1, 0)
+
+
+@gluon.jit
+def term_band(term, b, len_k):
+    """A term's numbers for sequence b."""
+    lo = term.lo
+    hi = term.hi
+    start = term.start
+    end = gl.minimum(term.end, len_k)
+    if term.off is not None:
+        off = gl.load(term.off + b)
+        # an unbounded side stays where it is, so that no shift can overflow
+        lo = gl.where(lo <= -UNBOUNDED, lo, lo + off)
+        hi = gl.where(hi >= UNBOUNDED, hi, hi + off)
+    if term.first is not None:
+        start = gl.maximum(start, gl.load(term.first + b))
+        end = gl.minimum(end, gl.load(term.last + b))
+    return lo, hi, start, end
+
+
+@gluon.jit
+def band_of(a, spot_b, len_k, C: gl.constexpr):
+    none = len_k * 0
+    if C.TERMS == 0:
+        return Band(none, none, none, len_k, none, none)
+    elif C.TERMS == 1:
+        lo, hi, start, end = term_band(a.terms[0], spot_b, len_k)
+        return Band(lo, hi, start, end, none, none)
+    else:
+        lo, hi, start, end = term_band(a.terms[0], spot_b, len_k)
+        lo2, hi2, start2, end2 = term_band(a.terms[1], spot_b, len_k)
+        return Band(lo, hi, start, end, hi2, end2)
+
+
+@gluon.jit
+def key_lo(band, q, C: gl.constexpr):
+    """The first key a row sees (q: a number or a vector)."""
+    if C.LEFT:
+        return gl.maximum(q + band.lo, band.start)
+    else:
+        return q * 0
+
+
+@gluon.jit
+def key_hi(band, q, C: gl.constexpr):
+    """One past the last key a row sees."""
+    if C.TERMS == 2:
+        return gl.maximum(gl.minimum(q + band.hi + 1, band.end), gl.minimum(q + band.hi2 + 1, band.end2))
+    elif C.BAND:
+        return gl.minimum(q + band.hi + 1, band.end)
+    else:
+        return q * 0 + band.end
+
+
+@gluon.jit
+def locate(a, i, C: gl.constexpr):
+    """The i-th tile of this program and the mask of its sequence.
+
+    Heads go in clusters whose keys and values fit the L2 cache together; in a cluster the last queries come first, for under a
+    causal mask they see most.
+    """
+    BLOCK_M: gl.constexpr = 64 * C.WARPGROUPS
+    t = snake(i)
+    g = divide(t, a.blocks)
+    r = t - g * a.blocks.value
+    m = divide(r, a.cluster)
+    bh = (g - m) * a.cluster.value + r
+    b = divide(bh, a.heads)
+    m0 = ((a.len_q - 1) // BLOCK_M - m) * BLOCK_M
+    none = b * 0
+    len_q = a.len_q + none
+    len_k = a.len_k + none
+    band = band_of(a, b, len_k, C)
+    m1 = gl.minimum(m0 + BLOCK_M, len_q)
+    first = key_lo(band, m0, C) // C.BLOCK_N
+    last = gl.maximum(gl.cdiv(key_hi(band, m1 - 1, C), C.BLOCK_N), first + 1)
+    return Spot(b, bh - b * a.heads.value, m0, none, none, len_q, len_k, last, last - first), band

@@ -1,0 +1,38 @@
+"""Names that differ between Triton 3.6 and 3.9, looked up once; newest first."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language import core
+
+aggregate = getattr(gluon, "aggregate", None) or core._aggregate
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+warps_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+"""Waits for the warps of one role."""
+
+
+@gluon.constexpr_function
+def _named_barrier(op, ident, threads):
+    return f"bar.{op} {ident}, {threads}; mov.u32 $0, 0;"
+
+
+# Gluon has no named barriers of its own. Triton takes the numbers 0, 1 and 2 + role; these are used from 15 down.
+@gluon.jit
+def named_sync(ID: gl.constexpr, THREADS: gl.constexpr):
+    ASM: gl.constexpr = _named_barrier("sync", ID, THREADS)
+    gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_arrive(ID: gl.constexpr, THREADS: gl.constexpr):
+    ASM: gl.constexpr = _named_barrier("arrive", ID, THREADS)
+    gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def afresh(n):
+    """The same number, but the compiler cannot know: what is computed from it is not kept in registers from before."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,0 +1,75 @@
+"""From products q·k to weights: scores, mask, and the online update. Scores are in units of log 2 once times `unit`."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.hopper.schedule import key_hi, key_lo
+
+LOG2E = gl.constexpr(1.4426950408889634)
+INF = gl.constexpr(float("inf"))
+
+
+@gluon.jit
+def tanh(x):
+    """Accurate to rounding near 0 too, where (1 - e) / (1 + e) would cancel."""
+    z = x * x
+    small = x * (1.0 + z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835)))))
+    e = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
+    large = (1.0 - e) / (1.0 + e)
+    return gl.where(z < 0.06, small, gl.where(x < 0, -large, large))
+
+
+@gluon.jit
+def scores(s_tile, a, C: gl.constexpr):
+    """Scores of which `unit_of` makes logarithms to base 2."""
+    if C.SCORES == "softcap":
+        return tanh(s_tile * a.slope) * a.unit
+    elif C.SCORES == "scale":
+        return s_tile * a.unit
+    else:
+        return s_tile
+
+
+@gluon.jit
+def unit_of(a, C: gl.constexpr):
+    if C.SCORES == "fold":
+        return a.unit
+    else:
+        return 1.0
+
+
+@gluon.jit
+def masked(s_tile, band, row0, key0, C: gl.constexpr):
+    """-inf where a row does not see a key."""
+    LAYOUT: gl.constexpr = s_tile.type.layout
+    k = key0 + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    if C.BAND or C.LEFT:
+        q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        ok = k[None, :] < key_hi(band, q, C)[:, None]
+        if C.LEFT:
+            ok &= k[None, :] >= key_lo(band, q, C)[:, None]
+        return gl.where(ok, s_tile, -INF)
+    else:
+        return gl.where((k < band.end)[None, :], s_tile, -INF)
+
+
+@gluon.jit
+def lane_sum(x_tile):
+    """Row sums as [64, 4] partials: a thread adds up only what it holds, so no step shuffles."""
+    N: gl.constexpr = x_tile.type.shape[1]
+    parts = gl.reshape(x_tile, [64, N // 8, 4, 2])  # in the accumulator's order: column 8 i + 2 lane + pair
+    return gl.sum(gl.sum(parts, 3), 1)
+
+
+@gluon.jit
+def weigh(s_tile, m, unit, MASKED: gl.constexpr):
+    """Weights of a tile under the running maximum, the raised maximum, and what older weights fade by."""
+    new_m = gl.maximum(m, gl.max(s_tile, 1))
+    shift = new_m * unit
+    if MASKED:
+        shift = gl.where(new_m == -INF, 0.0, shift)  # a row that has seen nothing yet
+    fade = gl.exp2(m * unit - shift)
+    p_tile = gl.exp2(s_tile * unit - shift[:, None])  # [64, N]
+    return p_tile, new_m, fade

@@ -1,0 +1,47 @@
+"""The kernel's arguments (a NamedTuple is flattened by Triton; None in it is a compile-time fact). Nothing here imports triton."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Term(NamedTuple):
+    """One conjunction of a mask as intervals: lo <= k - q <= hi, start <= k < end, narrowed by what device memory holds."""
+
+    lo: int
+    hi: int
+    start: int
+    end: int
+    off: Any  # (B,): added to lo and hi
+    first: Any  # (B,): k >= first[b]
+    last: Any  # (B,): k < last[b]
+
+
+class Divisor(NamedTuple):
+    """n // value as a product and a shift, exact for 0 <= n < 2³¹: the kernel divides by it without a reciprocal to keep."""
+
+    value: int
+    factor: int
+    shift: int
+
+    @classmethod
+    def of(cls, value: int) -> Divisor:
+        shift = (value - 1).bit_length()
+        factor = (((1 << shift) - value) << 32) // value + 1
+        return cls(value, factor - (1 << 32) if factor >= 1 << 31 else factor, shift)  # as 32 bits with a sign
+
+
+class Arguments(NamedTuple):
+    lse_ptr: Any  # (B, H, M) fp32, contiguous
+    cu_q: Any
+    cu_k: Any
+    terms: tuple[Term, ...]
+    heads: Divisor
+    group: Divisor  # query heads of one key head
+    blocks: Divisor  # tiles of queries of all heads in a cluster
+    cluster: Divisor  # heads whose keys and values share the L2 cache; a divisor of batch · heads
+    len_q: int
+    len_k: int
+    total: int  # tiles of queries
+    unit: float  # scores in units of log 2: scale / ln 2, or softcap / ln 2
+    slope: float  # scale / softcap
