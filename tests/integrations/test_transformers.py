@@ -1,0 +1,258 @@
+"""Real models on tilewise: the numbers and the tokens of `eager`. The criterion is in tests/integrations/models.py."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integrations.models import CASES, LENGTH, PADDING, SETTINGS, Case, excesses, run_three, size
+from tilewise.errors import ArgumentError, LayoutError
+from tilewise.integrations.transformers import PromisedMask, RegistryError, masks, register, use_tilewise
+from tilewise.integrations.transformers.attention import attention_function
+
+transformers = pytest.importorskip("transformers")
+NEW = 12
+
+by_name = {case.name: case for case in CASES}
+each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+everywhere = pytest.mark.parametrize(("device", "dtype"), SETTINGS)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register()
+
+
+@pytest.fixture
+def no_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No mask of N × N elements is ever filled in."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        raise AssertionError("a dense mask was built")
+
+    masks._known()  # it tries the mask functions on small dense masks, once
+    monkeypatch.setattr(PromisedMask, "dense", refuse)
+    monkeypatch.setattr(masks, "_warn_dense", refuse)
+
+
+@each
+@everywhere
+@pytest.mark.usefixtures("no_dense")
+def test_logits_and_gradients_are_as_good_as_eager(case: Case, device: str, dtype: torch.dtype) -> None:
+    ours, eager, exact = run_three(case, device, dtype)
+    assert excesses(ours, eager, exact, torch.finfo(dtype).eps / 2) == []
+
+
+@pytest.mark.parametrize("mistake", ["window", "softcap", "sinks", "padding"])
+def test_the_criterion_sees_mistakes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window one key too wide, a cap or a sink left out, padding that is seen: each is far outside."""
+    case = by_name["gpt_oss" if mistake == "sinks" else "gemma2"]
+    if mistake == "window":
+        monkeypatch.setitem(
+            masks._LEAVES, "sliding_window_overlay", lambda c, f: masks.window(c["sliding_window"], masks.UNBOUNDED)
+        )
+    elif mistake == "padding":
+        monkeypatch.setattr(masks, "describe_padding", lambda mask, frame: masks.full())
+    else:
+        left_out = {"softcap": "softcap", "sinks": "s_aux"}[mistake]
+
+        def careless(*args: Any, **kwargs: Any) -> Any:
+            return attention_function(*args, **{**kwargs, left_out: None})
+
+        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "tilewise", careless)
+    ours, eager, exact = run_three(case, "cpu", torch.float32)
+    assert excesses(ours, eager, exact, 2**-24)
+
+
+def tokens(model: Any, inputs: dict[str, Tensor], implementation: str, cache: str | None) -> Any:
+    model.set_attn_implementation(implementation)
+    prompt = {k: v for k, v in inputs.items() if k != "decoder_input_ids"}
+    return model.generate(
+        **prompt,
+        max_new_tokens=NEW,
+        do_sample=False,
+        cache_implementation=cache,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+
+
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.generates], ids=lambda case: case.name)
+@pytest.mark.usefixtures("no_dense")
+def test_greedy_generation_gives_the_same_tokens(case: Case, cache: str | None) -> None:
+    """The decoder-only batches are padded on the left."""
+    model, inputs = case.build("cpu", torch.float32), case.batch("cpu")
+    ours, eager = (tokens(model, inputs, name, cache).sequences for name in ("tilewise", "eager"))
+    assert ours.tolist() == eager.tolist()
+    assert len(set(ours[:, -NEW:].flatten().tolist())) > 3, "the model repeats itself, which shows nothing"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.generates], ids=lambda case: case.name)
+def test_greedy_generation_on_a_gpu_picks_best_tokens(case: Case, cache: str | None) -> None:
+    """In bf16 near ties fall either way: each token is one that eager, given the same tokens before it, ranks within its
+    own error of the best."""
+    model, inputs = case.build("cuda", torch.bfloat16), case.batch("cuda")
+    inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
+    done = tokens(model, inputs, "tilewise", cache)
+    chosen = done.sequences[:, -NEW:]
+    before = dict(inputs)
+    if "decoder_input_ids" in inputs:
+        before["decoder_input_ids"] = done.sequences[:, :-1]
+    else:
+        before["input_ids"] = done.sequences[:, :-1]
+        grown = done.sequences.shape[1] - 1 - LENGTH
+        before["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, grown), value=1)
+    model.set_attn_implementation("eager")
+    wide = copy.deepcopy(model).double()
+    with torch.no_grad():
+        eager = model(**before).logits[:, -NEW:].double()
+        exact = wide(**{k: v.double() if v.is_floating_point() else v for k, v in before.items()}).logits[:, -NEW:]
+    slack = 4 * float((eager - exact).abs().max())
+    lag = eager.amax(-1) - eager.gather(-1, chosen[..., None]).squeeze(-1)
+    assert float(lag.max()) <= slack < size(exact) / 2
+
+
+@pytest.mark.usefixtures("no_dense")
+def test_training_with_dropout_and_checkpointing_replays_the_same_mask() -> None:
+    """With dropout, gradient checkpointing computes the forward twice: both must draw the same mask."""
+    case = by_name["llama"]
+    found = []
+    for checkpointing in (False, True):
+        model = case.build("cpu", torch.float32).train()
+        model.set_attn_implementation("tilewise")
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(7)
+        inputs = case.batch("cpu")
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*found)
+    assert found[0].abs().max() > 0
+
+
+@pytest.mark.usefixtures("no_dense")
+def test_packed_sequences_do_not_see_each_other() -> None:
+    """Position ids that start again (padding-free training) separate sequences."""
+    model = by_name["llama"].build("cpu", torch.float32)
+    model.set_attn_implementation("tilewise")
+    ids = torch.randint(2, 64, (1, 9), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, use_cache=False).logits
+        alone = torch.cat([model(part).logits for part in (ids[:, :4], ids[:, 4:])], dim=1)
+    assert size(packed - alone) <= 8 * 2**-24 * size(alone)
+
+
+def test_a_given_4d_mask_is_obeyed() -> None:
+    model = by_name["llama"].build("cpu", torch.float32)
+    ids = by_name["llama"].batch("cpu")["input_ids"]
+    seen = torch.rand(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) > 0.4
+    seen |= torch.eye(LENGTH, dtype=torch.bool)
+    added = torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+    answers = []
+    for name, mask in (("eager", added), ("tilewise", added), ("tilewise", seen)):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            answers.append(model(ids, attention_mask=mask).logits)
+    eager, by_bias, by_mask = answers
+    # two layers of a few dozen roundings each: an order of magnitude above one float32 rounding
+    assert size(by_bias - eager) <= 32 * 2**-24 * size(eager)
+    assert size(by_mask - eager) <= 32 * 2**-24 * size(eager)
+
+
+def test_a_mask_function_of_ones_own_works_and_warns_once() -> None:
+    """An unknown function is filled in densely: the right answer, and said so."""
+    from transformers.masking_utils import create_causal_mask
+
+    model = by_name["llama"].build("cpu", torch.float32)
+    model.set_attn_implementation("tilewise")
+    x = torch.zeros(2, 5, 32)
+
+    def every_other(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q - k) % 2 == 0
+
+    masks._warn_dense.cache_clear()
+    with pytest.warns(UserWarning, match="every_other"):
+        mask = create_causal_mask(model.config, x, None, None, and_mask_function=every_other)
+    q, k = torch.arange(5)[:, None], torch.arange(5)
+    assert torch.equal(mask[1, 0], (k <= q) & ((q - k) % 2 == 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        create_causal_mask(model.config, x, None, None, and_mask_function=every_other)
+
+
+def test_registering_twice_changes_nothing() -> None:
+    before = dict(transformers.AttentionInterface._global_mapping)
+    register()
+    assert transformers.AttentionInterface._global_mapping == before
+
+
+def test_a_taken_name_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="'sdpa' is the name of another"):
+        register("sdpa")
+    with pytest.raises(ArgumentError, match="'eager' is the name of another"):
+        register("eager")
+
+
+@pytest.mark.parametrize("installed", [None, ModuleType("transformers")], ids=["missing", "without the registry"])
+def test_a_transformers_that_will_not_do(installed: ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", installed)
+    with pytest.raises(RegistryError, match="pip install"):
+        register()
+
+
+@pytest.mark.parametrize(
+    ("features", "complaint"),
+    [
+        ({"output_attentions": True}, "never forms"),
+        ({"cache": object()}, "paged cache"),
+        ({"indices": torch.zeros(1)}, "selected keys"),
+    ],
+)
+def test_features_that_cannot_be_honoured_raise(features: dict[str, Any], complaint: str) -> None:
+    x = torch.zeros(1, 1, 3, 4)
+    with pytest.raises(ArgumentError, match=complaint):
+        attention_function(torch.nn.Module(), x, x, x, None, **features)
+
+
+def test_a_call_without_a_mask_must_be_clear() -> None:
+    q, k = torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 5, 4)
+    with pytest.raises(ArgumentError, match="where the queries stand"):
+        attention_function(torch.nn.Module(), q, k, k, None)
+    with pytest.raises(LayoutError, match="rank 4"):
+        attention_function(torch.nn.Module(), q, k, k, torch.ones(1, 5))
+    attention_function(torch.nn.Module(), q, k, k, None, is_causal=False)
+
+
+def test_use_tilewise_swaps_a_model_and_refuses_what_it_cannot() -> None:
+    model = use_tilewise(by_name["bert"].build("cpu", torch.float32))
+    assert model.config._attn_implementation == "tilewise"
+    with pytest.raises(ArgumentError, match="PreTrainedModel"):
+        use_tilewise(torch.nn.Linear(2, 2))
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
+    with pytest.raises(ArgumentError, match="BloomForCausalLM computes its attention itself"):
+        use_tilewise(transformers.BloomForCausalLM(config))
+
+
+def test_padding_rows_are_zero_and_finite() -> None:
+    """A padded query sees no key; nothing it computes is NaN, forward or backward."""
+    case = by_name["llama"]
+    model, inputs = case.build("cpu", torch.float32), case.batch("cpu")
+    model.set_attn_implementation("tilewise")
+    logits = model(**inputs).logits
+    logits.sum().backward()
+    assert logits[0, :PADDING].isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
