@@ -13,11 +13,12 @@ import torch.nn.functional as F
 
 from tilewise.backends.base import Verdict
 from tilewise.bench import records
-from tilewise.bench.cases import SUITES, Case, suite
+from tilewise.bench.cases import Case
 from tilewise.bench.contenders import PEERS, Contender, boolean_mask, contender, default_peers
-from tilewise.bench.engine import measure
+from tilewise.bench.engine import Record, Result, bind_run, geometric_means, measure
 from tilewise.bench.null import null_backend
-from tilewise.bench.timing import Effort
+from tilewise.bench.suites import SUITES, suite
+from tilewise.bench.timing import Effort, Spread
 from tilewise.dispatch import REGISTRY
 from tilewise.errors import ArgumentError
 
@@ -94,10 +95,12 @@ def test_the_boolean_mask_is_the_mask(text: str) -> None:
 
 def test_every_case_of_every_suite_makes_sense() -> None:
     for name in SUITES:
-        cases = suite(name)
+        cases = suite(name).cases
         assert len({case.name for case in cases}) == len(cases)
         for case in cases:
-            assert case.words() and case.against in PEERS and "sdpa" in default_peers(case)
+            assert case.words() and set(case.against) <= set(PEERS) and "sdpa" in default_peers(case)
+            assert case.aim is None or (case.floor is not None and case.floor <= case.aim)
+        assert set(suite(name).means) <= {case.group for case in cases}
     with pytest.raises(ArgumentError, match="suite: got 'nope', need one of"):
         suite("nope")
 
@@ -155,3 +158,42 @@ def test_peers_decline_what_they_cannot(peer: str, pretend_peers: None) -> None:
     assert not PEERS[peer].supports(as_gpu_case(mask="causal & window(4)")).ok
     on_cpu = PEERS[peer].supports(Case("cpu", dtype="float32"))
     assert not on_cpu.ok and any("CUDA" in reason for reason in on_cpu.reasons)
+
+
+def test_the_ratio_is_to_the_fastest_rival() -> None:
+    import time
+
+    def slow(seconds):
+        def bind(case):
+            right = PEERS["standard"].bind(case)
+            return lambda q, k, v: (time.sleep(seconds), right(q, k, v))[1]
+
+        return bind
+
+    always = lambda case: Verdict(True)  # noqa: E731
+    rivals = [Contender(f"rival{i}", "", always, slow(seconds)) for i, seconds in enumerate((0.05, 0.01, 0.1))]
+    case = Case("case", heads=1, seqlen=16, head_dim=8, against=("rival0", "rival1", "rival2"))
+    record = measure(case, [contender("tilewise"), *rivals], QUICK)
+    assert record.rival == "rival1"
+
+
+def test_backward_alone_gives_the_gradients_of_training() -> None:
+    sizes = {"heads": 2, "seqlen": 24, "head_dim": 8, "mask": "causal"}
+    training, backward = (Case(passes, passes=passes, **sizes) for passes in ("training", "backward"))
+    tensors = training.tensors()
+    runs = [bind_run(case, PEERS["standard"], tensors) for case in (training, backward)]
+    for _ in range(2):  # the graph is kept: it can be timed more than once
+        for got, want in zip(runs[1]().grads, runs[0]().grads, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_geometric_means_are_by_group_and_need_every_case() -> None:
+    def record(group: str, value: float | None) -> Record:
+        found = Record(Case("case", group=group), [Result("tilewise")])
+        found.ratio = Spread(value, value, value, 1) if value else None
+        return found
+
+    records = [record("a", 2.0), record("a", 8.0), record("b", 3.0), record("b", None), record("", 9.0)]
+    a, b = geometric_means(records, {"a": 4.5, "b": 1.0, "absent": 1.0})
+    assert (a.group, a.ratio, a.passed) == ("a", pytest.approx(4.0), False)
+    assert (b.group, b.ratio, b.passed) == ("b", None, False)

@@ -18,7 +18,7 @@ CASES = [
         "window, grouped, bshd", heads=4, kv_heads=2, seqlen=96, head_dim=16, mask="causal & window(9)", layout="bshd"
     ),
     Case("half", heads=2, seqlen=64, head_dim=16, dtype="float16", mask="causal"),
-    Case("training", batch=2, heads=4, kv_heads=2, seqlen=96, head_dim=16, mask="causal", backward=True),
+    Case("training", batch=2, heads=4, kv_heads=2, seqlen=96, head_dim=16, mask="causal", passes="training"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Cases are data: what is measured, against whom, and the ratio it must reach."""
+"""A case is data: what is measured, against whom, and the ratio it must reach."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PASSES = {"forward": "fwd", "training": "fwd+bwd", "backward": "bwd"}
+"""What is timed, and its short name; `backward` has the forward outside the clock."""
+
+
 class Tensors(NamedTuple):
     """The inputs of a case, in the order of its layout, and the gradient that comes in from above."""
 
@@ -24,7 +28,7 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure. `floor` and `aim` are ratios to the contender `against`, in one interleaved run."""
+    """One thing to measure. `floor` and `aim` are ratios to the fastest of `against`, in one interleaved run."""
 
     name: str
     heads: int = 8
@@ -37,15 +41,22 @@ class Case:
     dtype: str = "float32"
     mask: str = "full"
     layout: str = "bhsd"
-    backward: bool = False
+    passes: str = "forward"
     device: str = "cpu"
     threads: int | None = None
-    against: str = "sdpa"
+    against: tuple[str, ...] = ("sdpa",)
     floor: float | None = None
     aim: float | None = None
+    group: str = ""  # cases of a group have a geometric mean
+
+    @property
+    def trains(self) -> bool:
+        return self.passes != "forward"
 
     def problem(self) -> Problem:
         """The case without its tensors; raises for sizes, dtypes or masks that make no sense."""
+        if self.passes not in PASSES:
+            raise ArgumentError(f"passes: got {self.passes!r}, need one of {', '.join(PASSES)}")
         return Problem.of(
             batch=self.batch,
             heads=self.heads,
@@ -57,7 +68,7 @@ class Case:
             dtype=self.dtype,
             mask=parse(self.mask),
             device=self.device,
-            needs_grad=self.backward,
+            needs_grad=self.trains,
         )
 
     def tensors(self, seed: int = 0) -> Tensors:
@@ -95,32 +106,7 @@ class Case:
         parts = [f"{problem.batch}×{heads}×{lengths}×{dims}", problem.dtype]
         parts += [self.mask] if self.mask != "full" else []
         parts += [self.layout] if self.layout != "bhsd" else []
-        return " ".join([*parts, "fwd+bwd" if self.backward else "fwd"])
+        return " ".join([*parts, PASSES[self.passes]])
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-QUICK = (
-    Case("full", seqlen=1024),
-    Case("causal", seqlen=2048, mask="causal"),
-    Case("window", seqlen=4096, heads=4, mask="causal & window(256)"),
-    Case("gqa", heads=16, kv_heads=4, seqlen=512, head_dim=128, mask="causal"),
-    Case("cross", seqlen=256, kv_seqlen=4096),
-    Case("bshd", seqlen=1024, layout="bshd"),
-    Case("training", seqlen=512, mask="causal", backward=True),
-    Case("small", batch=4, heads=12, seqlen=128),
-)
-
-SMOKE = (
-    Case("causal", heads=2, seqlen=128, head_dim=32, mask="causal"),
-    Case("training", heads=2, seqlen=64, head_dim=32, mask="causal & window(16)", backward=True),
-)
-
-SUITES: dict[str, tuple[Case, ...]] = {"quick": QUICK, "smoke": SMOKE}
-
-
-def suite(name: str) -> tuple[Case, ...]:
-    if name not in SUITES:
-        raise ArgumentError(f"suite: got {name!r}, need one of {', '.join(sorted(SUITES))}")
-    return SUITES[name]

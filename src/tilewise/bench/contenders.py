@@ -95,6 +95,23 @@ def bind_sdpa(case: Case, upcast: bool = False) -> Attention:
     return run
 
 
+def bind_sdpa_with(kernel: str, case: Case) -> Attention:
+    """SDPA held to one of its kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    wanted, run = getattr(SDPBackend, kernel), bind_sdpa(case)
+
+    def held(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(wanted):
+            return run(q, k, v)
+
+    return held
+
+
+def supports_gpu(case: Case) -> Verdict:
+    return Verdict.of(on_gpu(case))
+
+
 def supports_upcast(case: Case) -> Verdict:
     return Verdict.of(half_precision(case))
 
@@ -177,6 +194,9 @@ PEERS = {
     for peer in (
         Contender("sdpa", "torch scaled_dot_product_attention", always, bind_sdpa),
         Contender("sdpa-upcast", "SDPA on inputs cast to float32", supports_upcast, partial(bind_sdpa, upcast=True)),
+        Contender("sdpa-flash", "SDPA's FlashAttention-2", supports_gpu, partial(bind_sdpa_with, "FLASH_ATTENTION")),
+        Contender("sdpa-efficient", "SDPA's CUTLASS", supports_gpu, partial(bind_sdpa_with, "EFFICIENT_ATTENTION")),
+        Contender("sdpa-cudnn", "SDPA's cuDNN", supports_gpu, partial(bind_sdpa_with, "CUDNN_ATTENTION")),
         Contender("standard", "softmax(QKᵀ)V with all scores in memory", always, bind_standard),
         Contender("flash_attn", "the flash-attn package", supports_flash_attn, bind_flash_attn),
         Contender("xformers", "xformers memory_efficient_attention", supports_xformers, bind_xformers),
@@ -195,5 +215,6 @@ def contender(name: str) -> Contender:
 
 
 def default_peers(case: Case) -> list[str]:
-    """Whom to measure when nobody says: every peer that can, but not standard attention, whose memory grows with N²."""
-    return [name for name, peer in PEERS.items() if name != "standard" and peer.supports(case).ok]
+    """Whom to measure when nobody says: every installed peer that can; SDPA as it comes, and nothing of N² memory."""
+    apart = {"standard", *(name for name in PEERS if name.startswith("sdpa-"))}
+    return [name for name, peer in PEERS.items() if name not in apart and peer.supports(case).ok]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -60,6 +61,7 @@ class Record:
     case: Case
     results: list[Result]
     ratio: Spread | None = None
+    rival: str | None = None  # the fastest of the contenders that the case is measured against
     choice: dict[str, Any] = field(default_factory=dict)  # the backend and plan behind plain `tilewise`
 
     @property
@@ -84,14 +86,15 @@ class Record:
             "choice": self.choice,
             "results": [result.to_dict() for result in self.results],
             "ratio": self.ratio._asdict() if self.ratio else None,
+            "rival": self.rival,
             "passed": self.passed,
         }
 
 
 def bind_run(case: Case, contender: Contender, tensors: Tensors) -> Callable[[], Outcome]:
-    """The call to be timed: forward alone, or forward and backward."""
+    """The call to be timed: forward alone, forward and backward, or backward alone."""
     attention = contender.bind(case)
-    if not case.backward:
+    if not case.trains:
         return lambda: Outcome(attention(tensors.q, tensors.k, tensors.v))
     leaves = tuple(t.detach().requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
 
@@ -99,13 +102,16 @@ def bind_run(case: Case, contender: Contender, tensors: Tensors) -> Callable[[],
         out = attention(*leaves)
         return Outcome(out.detach(), torch.autograd.grad(out, leaves, tensors.dout))
 
-    return train
+    if case.passes == "training":
+        return train
+    ready = attention(*leaves)
+    return lambda: Outcome(ready.detach(), torch.autograd.grad(ready, leaves, tensors.dout, retain_graph=True))
 
 
 def chosen(case: Case) -> dict[str, Any]:
     """What stands behind plain `tilewise`: the backend, why not the ones before it, and the planner's tile."""
     problem = case.problem()
-    backward = dispatch.select(problem, backward=True).backend.name if case.backward else None
+    backward = dispatch.select(problem, backward=True).backend.name if case.trains else None
     selection = dispatch.select(problem)
     reasons = {name: list(verdict.reasons) for name, verdict in selection.verdicts.items() if not verdict.ok}
     found = {"backend": selection.backend.name, "backward": backward, "not": reasons}
@@ -148,8 +154,40 @@ def measure(case: Case, contenders: Iterable[Contender], effort: Effort, on_prog
             if result.contender in samples:
                 result.times = Spread.of(samples[result.contender])
         record = Record(case, results, choice=chosen(case))
-        if OURS in samples and case.against in samples:
-            record.ratio = ratio(samples[case.against], samples[OURS])
+        rivals = [result for result in results if result.contender in case.against and result.times]
+        if OURS in samples and rivals:
+            record.rival = min(rivals, key=lambda result: result.times.p50 if result.times else 0.0).contender
+            record.ratio = ratio(samples[record.rival], samples[OURS])
         return record
     finally:
         torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The geometric mean of the ratios of a group of cases; None if one of them has no ratio."""
+
+    group: str
+    ratio: float | None
+    floor: float
+
+    @property
+    def passed(self) -> bool:
+        return self.ratio is not None and self.ratio >= self.floor
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"group": self.group, "ratio": self.ratio, "floor": self.floor, "passed": self.passed}
+
+
+def geometric_means(records: Iterable[Record], floors: dict[str, float]) -> list[Mean]:
+    """For each group that has cases among the records."""
+    ratios: dict[str, list[float | None]] = {}
+    for record in records:
+        if record.case.group in floors:
+            ratios.setdefault(record.case.group, []).append(record.ratio.p50 if record.ratio else None)
+    found = []
+    for group, values in ratios.items():
+        known = [value for value in values if value is not None]
+        mean = statistics.geometric_mean(known) if len(known) == len(values) else None
+        found.append(Mean(group, mean, floors[group]))
+    return found

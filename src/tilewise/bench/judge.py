@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WHOLE = 2**22  # scores: up to here everything is recomputed
 SAMPLES, SAMPLE_ROWS = 4, 16
-BLOCK_SCORES = 2**24
+BLOCK_SCORES = 2**23
 
 Rows = tuple[int, int]
 

@@ -12,7 +12,7 @@ from tilewise.cli.console import Json, console, human_error, human_seconds, huma
 
 if TYPE_CHECKING:
     from tilewise.bench.cases import Case
-    from tilewise.bench.engine import Record, Result
+    from tilewise.bench.engine import Mean, Record, Result
     from tilewise.bench.overhead import Overhead
     from tilewise.bench.timing import Effort
 
@@ -22,14 +22,12 @@ OWN = "own"
 
 def bench_command(
     suite: Annotated[
-        str, typer.Option(help="quick, smoke, or overhead (the cost of a call beside its arithmetic).")
+        str, typer.Option(help="quick, smoke, cpu, cpu-avx512, gpu, or overhead (a call beside its arithmetic).")
     ] = "quick",
     case: Annotated[list[str] | None, typer.Option(help="Only this case of the suite; may be repeated.")] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Against whom: sdpa, sdpa-upcast, standard, flash_attn, xformers, tilewise:<backend>; may be repeated."
-        ),
+        typer.Option(help="Against whom: sdpa, standard, flash_attn, xformers, tilewise:<backend>; may be repeated."),
     ] = None,
     shape: Annotated[
         str | None,
@@ -38,13 +36,15 @@ def bench_command(
     mask: Annotated[str, typer.Option(help="With --shape: a mask such as 'causal & window(256)'.")] = "full",
     dtype: Annotated[str, typer.Option(help="With --shape.")] = "float32",
     backward: Annotated[bool, typer.Option("--backward", help="With --shape: time forward and backward.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the suite says.")] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="How long to time each case.")] = 3.0,
     save: Annotated[Path | None, typer.Option(help="Also write the record as JSON into this directory.")] = None,
     json: Json = False,
 ) -> None:
     """Time tilewise side by side with its peers, interleaved; exit status 1 for a wrong result or a missed floor."""
     from tilewise.bench import records
+    from tilewise.bench.engine import geometric_means
+    from tilewise.bench.suites import suite as by_name
     from tilewise.bench.timing import Effort
 
     effort = Effort(seconds=seconds)
@@ -57,10 +57,11 @@ def bench_command(
     else:
         chosen = own_case(shape, mask, dtype, backward, device) if shape else cases(suite, case, device)
         measured = run(chosen, peer, effort)
-        document = records.document(OWN if shape else suite, measured)
-        ok = all(record.right and record.passed is not False for record in measured)
+        means = [] if shape or case else geometric_means(measured, by_name(suite).means)
+        document = records.document(OWN if shape else suite, measured, means=[mean.to_dict() for mean in means])
+        ok = all(record.right and record.passed is not False for record in measured) and all(m.passed for m in means)
         if not json:
-            show(measured, document)
+            show(measured, means, document)
     document["ok"] = ok
     if json:
         print_json(document)
@@ -71,20 +72,20 @@ def bench_command(
     raise typer.Exit(0 if ok else 1)
 
 
-def cases(suite: str, wanted: Sequence[str] | None, device: str) -> list[Case]:
+def cases(suite: str, wanted: Sequence[str] | None, device: str | None) -> list[Case]:
     from dataclasses import replace
 
-    from tilewise.bench.cases import suite as by_name
+    from tilewise.bench.suites import suite as by_name
     from tilewise.errors import ArgumentError
 
-    found = [replace(one, device=device) if device != "cpu" else one for one in by_name(suite)]
+    found = [replace(one, device=device) if device else one for one in by_name(suite).cases]
     for name in wanted or ():
         if name not in {one.name for one in found}:
             raise ArgumentError(f"case: got {name!r}, suite {suite!r} has {', '.join(one.name for one in found)}")
     return [one for one in found if not wanted or one.name in wanted]
 
 
-def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str) -> list[Case]:
+def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str | None) -> list[Case]:
     from tilewise.bench.cases import Case
     from tilewise.errors import ArgumentError
 
@@ -101,8 +102,8 @@ def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str) -> 
             head_dim=int(dim),
             mask=mask,
             dtype=dtype,
-            backward=backward,
-            device=device,
+            passes="training" if backward else "forward",
+            device=device or "cpu",
         )
     except ValueError:
         raise ArgumentError(
@@ -120,7 +121,7 @@ def run(chosen: Sequence[Case], peers: Sequence[str] | None, effort: Effort) -> 
     with progress() as bar:
         task = bar.add_task("", total=float(len(chosen)))
         for done, case in enumerate(chosen):
-            names = dict.fromkeys([OURS, case.against, *(peers or default_peers(case))])
+            names = dict.fromkeys([OURS, *case.against, *(peers or default_peers(case))])
             records.append(
                 measure(
                     case,
@@ -140,7 +141,7 @@ def run_overhead(effort: Effort) -> list[Overhead]:
         return measure_overhead(effort, lambda what, share: bar.update(task, description=what, completed=share))
 
 
-def show(records: Sequence[Record], document: dict[str, Any]) -> None:
+def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -160,6 +161,10 @@ def show(records: Sequence[Record], document: dict[str, Any]) -> None:
                 notes.append(f"{record.case.name}, {result.contender}: {escape('; '.join(result.reasons))}")
     out.print(table)
     out.print()
+    for mean in means:
+        ratio = "unknown, a case has no ratio" if mean.ratio is None else f"{mean.ratio:.2f}×"
+        verdict = f"[green]≥ {mean.floor}[/]" if mean.passed else f"[red]below {mean.floor}[/]"
+        out.print(f"[bold]{mean.group}[/]: geometric mean {ratio} {verdict}")
     for record in records:
         out.print(f"[dim]{record.case.name}: {record.case.words()}[/]")
     for note in notes:
@@ -184,13 +189,13 @@ def columns(record: Record, result: Result) -> tuple[str, ...]:
 
 
 def speed(record: Record, result: Result) -> str:
-    """How tilewise compares with this contender; for the one the case names, by paired rounds and with its floor."""
+    """How tilewise compares with this contender; for the fastest rival by paired rounds, with the floor."""
     from tilewise.bench.engine import OURS
 
     ours = record.result(OURS)
     if result.contender == OURS or not ours or not ours.times or not result.times:
         return ""
-    if record.ratio is None or result.contender != record.case.against:
+    if record.ratio is None or result.contender != record.rival:
         return f"{result.times.p50 / ours.times.p50:.2f}×"
     text = f"{record.ratio.p50:.2f}×"
     if record.passed is None:

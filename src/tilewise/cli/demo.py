@@ -40,9 +40,8 @@ def demo_command(
     from tilewise.bench.cases import Case
     from tilewise.bench.demo import run_demo
 
-    case = Case(
-        "demo", heads=heads, seqlen=seqlen, head_dim=head_dim, dtype=dtype, mask=mask, backward=backward, device=device
-    )
+    passes = "training" if backward else "forward"
+    case = Case("demo", heads, seqlen, head_dim, dtype=dtype, mask=mask, passes=passes, device=device)
     case.problem()
     with progress() as bar:
         task = bar.add_task("", total=1.0)

@@ -1,0 +1,136 @@
+"""The suites: cases by name, with floors where a promise was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tilewise.bench.cases import Case
+from tilewise.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Cases, and the geometric mean of the ratios that each group of them must reach."""
+
+    cases: tuple[Case, ...]
+    means: dict[str, float] = field(default_factory=dict)
+
+
+QUICK = (
+    Case("full", seqlen=1024),
+    Case("causal", seqlen=2048, mask="causal"),
+    Case("window", seqlen=4096, heads=4, mask="causal & window(256)"),
+    Case("gqa", heads=16, kv_heads=4, seqlen=512, head_dim=128, mask="causal"),
+    Case("cross", seqlen=256, kv_seqlen=4096),
+    Case("bshd", seqlen=1024, layout="bshd"),
+    Case("training", seqlen=512, mask="causal", passes="training"),
+    Case("small", batch=4, heads=12, seqlen=128),
+)
+
+SMOKE = (
+    Case("causal", heads=2, seqlen=128, head_dim=32, mask="causal"),
+    Case("training", heads=2, seqlen=64, head_dim=32, mask="causal & window(16)", passes="training"),
+)
+
+GROUPED: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+DECODE: dict[str, Any] = {"batch": 8, "seqlen": 1, "kv_seqlen": 4096, **GROUPED}
+UPCAST = ("sdpa-upcast",)
+
+CPU = (
+    Case("full 1024", seqlen=1024, floor=1.18, aim=1.28),
+    Case("full 4096", seqlen=4096, floor=1.18, aim=1.28),
+    Case("full d128", seqlen=4096, head_dim=128, floor=1.10, aim=1.15),
+    Case("causal 1024", seqlen=1024, mask="causal", floor=1.85, aim=2.1),
+    Case("causal 2048", seqlen=2048, mask="causal", floor=1.5, aim=1.6),
+    Case("causal 4096", seqlen=4096, mask="causal", floor=1.35, aim=1.45),
+    Case("causal d128", seqlen=4096, head_dim=128, mask="causal", floor=1.25, aim=1.3),
+    Case("gqa causal", seqlen=1024, mask="causal", floor=1.6, aim=1.75, **GROUPED),
+    Case("window 8192", heads=2, seqlen=8192, mask="window(256)", floor=15, aim=25),
+    Case("cross", seqlen=256, kv_seqlen=4096, floor=1.25, aim=1.3),
+    Case("bshd", seqlen=1024, layout="bshd", floor=1.15, aim=1.2),
+    Case("small", batch=4, heads=12, seqlen=128, floor=1.1, aim=1.2),
+    Case("tiny", heads=1, seqlen=16, floor=0.6, aim=0.9),
+    Case("float16", seqlen=1024, dtype="float16", against=UPCAST, floor=1.2, aim=1.3),
+    Case("bfloat16", seqlen=1024, dtype="bfloat16", against=UPCAST, floor=1.2, aim=1.3),
+    Case("decode", floor=2.0, aim=3.5, **DECODE),
+    Case("decode bfloat16", dtype="bfloat16", floor=40, aim=100, **DECODE),
+    Case("decode one head", heads=1, seqlen=1, kv_seqlen=65536, threads=2, floor=1.6, aim=1.9),
+    Case("training full", seqlen=1024, passes="training", floor=1.15, aim=1.25),
+    Case("training causal 1024", seqlen=1024, mask="causal", passes="training", floor=1.6, aim=1.8),
+    Case("training causal 4096", seqlen=4096, mask="causal", passes="training", floor=1.3, aim=1.4),
+    Case("training d128", seqlen=2048, head_dim=128, passes="training", floor=1.0, aim=1.1),
+    Case("training d128 causal", seqlen=2048, head_dim=128, mask="causal", passes="training", floor=1.12, aim=1.25),
+)
+"""Floors for a 64-bit Arm with NEON and two threads."""
+
+AVX512_FLOORS = {
+    "full 1024": (1.15, 1.35),
+    "full 4096": (1.15, 1.35),
+    "full d128": (1.15, 1.35),
+    "causal 1024": (1.5, 1.75),
+    "causal 4096": (1.2, 1.4),
+    "float16": (0.95, None),
+    "bfloat16": (0.95, None),
+    "training full": (1.0, 1.2),
+    "training causal 1024": (1.0, 1.2),
+    "training causal 4096": (1.0, 1.2),
+    "training d128": (1.0, 1.2),
+    "training d128 causal": (1.0, 1.2),
+}
+
+
+def with_floors(cases: tuple[Case, ...], floors: dict[str, tuple[float, float | None]]) -> tuple[Case, ...]:
+    """The same cases on another kind of machine: those named have its floors, the others none."""
+    none: tuple[None, None] = (None, None)
+    pairs = ((case, floors.get(case.name, none)) for case in cases)
+    return tuple(replace(case, threads=2, against=("sdpa",), floor=floor, aim=aim) for case, (floor, aim) in pairs)
+
+
+GPU_TOKENS, GPU_HIDDEN = 16384, 2048
+
+
+def gpu_grid(
+    passes: str, against: tuple[str, ...], dims: tuple[int, ...], lengths: tuple[int, ...]
+) -> tuple[Case, ...]:
+    """bfloat16 at constant work: as many sequences as 16k tokens make, as many heads as fill a hidden size of 2048."""
+    return tuple(
+        Case(
+            f"{passes} {mask} d{dim} {length}",
+            batch=GPU_TOKENS // length,
+            heads=GPU_HIDDEN // dim,
+            seqlen=length,
+            head_dim=dim,
+            dtype="bfloat16",
+            mask=mask,
+            passes=passes,
+            device="cuda",
+            against=against,
+            floor=1.0 if passes == "forward" else None,
+            group=passes,
+        )
+        for mask in ("full", "causal")
+        for dim in dims
+        for length in lengths
+    )
+
+
+GPU = tuple(
+    case
+    for passes in ("forward", "backward")
+    for case in gpu_grid(passes, ("sdpa-flash",), (64, 128), (512, 1024, 2048, 4096, 8192, 16384))
+)
+
+SUITES = {
+    "quick": Suite(QUICK),
+    "smoke": Suite(SMOKE),
+    "cpu": Suite(CPU),
+    "cpu-avx512": Suite(with_floors(CPU, AVX512_FLOORS)),
+    "gpu": Suite(GPU, means={"forward": 1.30, "backward": 1.0}),
+}
+
+
+def suite(name: str) -> Suite:
+    if name not in SUITES:
+        raise ArgumentError(f"suite: got {name!r}, need one of {', '.join(SUITES)}")
+    return SUITES[name]
