@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tilewise.api.backends import backends as backends
     from tilewise.api.bias import alibi as alibi
     from tilewise.api.certify import certify as certify
+    from tilewise.api.explain import explain as explain
     from tilewise.api.plan import plan as plan
     from tilewise.api.trace import trace_nonfinite as trace_nonfinite
     from tilewise.api.varlen import attention_varlen as attention_varlen
@@ -44,6 +45,7 @@ _HOMES = {
     "attention_varlen": "api.varlen",
     "alibi": "api.bias",
     "plan": "api.plan",
+    "explain": "api.explain",
     "certify": "api.certify",
     "trace_nonfinite": "api.trace",
     "TilewiseError": "errors",

@@ -11,6 +11,7 @@ from tilewise.cli.check import check_command
 from tilewise.cli.console import spoken
 from tilewise.cli.demo import demo_command
 from tilewise.cli.env import env_command
+from tilewise.cli.explain import explain_command
 from tilewise.cli.plan import plan_command
 from tilewise.cli.simulate import simulate_command
 
@@ -47,6 +48,7 @@ app.command("check")(spoken(check_command))
 app.command("bench")(spoken(bench_command))
 app.command("env")(spoken(env_command))
 app.command("plan")(spoken(plan_command))
+app.command("explain")(spoken(explain_command))
 app.command("simulate")(spoken(simulate_command))
 
 

@@ -1,0 +1,152 @@
+"""`explain`: which backend and plan a call gets, why not the others, what it moves and how long it should take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Unpack
+
+import numpy as np
+from torch import Tensor
+
+from tilewise import dispatch, hardware
+from tilewise.api.call import Options, understand
+from tilewise.api.explanation import Choice, Explanation, Tiles
+from tilewise.api.measured import Measured, measure_call
+from tilewise.backends.base import Inputs
+from tilewise.errors import ArgumentError, ArgumentTypeError
+from tilewise.hardware import DeviceSpec
+from tilewise.iomodel import TilePlan
+from tilewise.iomodel.grid import even
+from tilewise.masks import Lowered, MaskProgram, MaskShape, TileCounts, TileMap
+from tilewise.planner import plan as make_plan
+from tilewise.problem import Problem
+
+OWN_TILES = {
+    "tiled": "the tiled backend is plain torch: it walks the same tiles in an order of its own, without this plan's speed",
+    "reference": "the reference backend computes all scores at once: O(N²) memory, no tiles",
+    "aten": "torch's own kernel chooses its tiles itself; the plan is what ours would take",
+}
+
+
+def explain(
+    q: Tensor | Problem,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    device: str | DeviceSpec | None = None,
+    backend: str = "auto",
+    tile: TilePlan | tuple[int, int] | None = None,
+    pass_: str = "auto",
+    measure: bool = False,
+    **options: Unpack[Options],
+) -> Explanation:
+    """Explain the call `attention(q, k, v, …)`, or a Problem, for which neither tensors nor its device are needed.
+
+    `device` is a name such as "h200" or a DeviceSpec; without it the device of the tensors, or this machine. `pass_` is
+    "auto" or a kernel's pass, such as "backward_dq". `measure=True` runs the call and says where its time goes.
+    """
+    inputs = None
+    if isinstance(q, Problem):
+        if k is not None or v is not None or options:
+            raise ArgumentError("explain: got a Problem with further arguments; what they say belongs in the Problem")
+        problem = q
+    elif k is None or v is None:
+        raise ArgumentTypeError("explain: need q, k and v, or a Problem alone")
+    else:
+        problem, inputs = understand(q, k, v, options, needs_seed=False)
+    spec, live = _machine(problem, inputs, device)
+    problem = replace(problem, device="cuda" if spec.is_gpu else "cpu")
+    backward = pass_.startswith("backward")
+    choices = _choices(problem, inputs if live else None, backend, backward)
+    chosen = next((choice.name for choice in choices if choice.chosen), None) if live else None
+    countable = _countable(problem)
+    plan = make_plan(countable, spec, pass_=pass_, tile=tile)
+    found: Measured | None = None
+    if measure:
+        if not live or chosen is None:
+            raise ArgumentError(f"measure: {spec.name} is not this machine, or no backend serves the call here; leave it out")
+        found = measure_call(problem, inputs, chosen, plan, backward)
+    return Explanation(
+        problem=problem,
+        spec=spec,
+        live=live,
+        chosen=chosen,
+        choices=choices,
+        plan=plan,
+        tiles=_tiles(countable, inputs, plan.tile),
+        measured=found,
+        notes=_notes(problem, chosen, live),
+    )
+
+
+def _machine(problem: Problem, inputs: Inputs | None, device: str | DeviceSpec | None) -> tuple[DeviceSpec, bool]:
+    """The machine the plan is for, and whether it is this one."""
+    if device is None and inputs is not None:
+        device = str(inputs.q.device)
+    elif device is None and problem.device == "cpu":
+        device = "cpu"
+    live = device is None or (isinstance(device, str) and device.partition(":")[0] in ("cpu", "cuda", "hip"))
+    return hardware.device(device), live
+
+
+def _choices(problem: Problem, inputs: Inputs | None, name: str, backward: bool) -> tuple[Choice, ...]:
+    """Every backend's answer, in order of preference; the first that can and would is chosen."""
+    found: list[Choice] = []
+    taken = False
+    for candidate in dispatch.REGISTRY:
+        verdict = dispatch.judge(candidate, problem, inputs, backward=backward)
+        reasons = verdict.reasons
+        chosen = False
+        if verdict.ok and name != "auto":
+            chosen = candidate == name
+            reasons = () if chosen else (f"{name} was asked for",)
+        elif verdict.ok:
+            declined = dispatch.get(candidate).declines(problem, inputs, backward=backward)
+            chosen = declined is None and not taken
+            if declined is not None:
+                reasons = (declined,)
+            elif taken:
+                first = next(choice.name for choice in found if choice.chosen)
+                reasons = (f"could serve it too; {first} comes first",)
+        taken = taken or chosen
+        found.append(Choice(candidate, verdict.ok, chosen, reasons))
+    if name != "auto" and not any(choice.chosen for choice in found):
+        dispatch.get(name)  # raises for a name nobody knows
+    return tuple(found)
+
+
+def _countable(problem: Problem) -> Problem:
+    """The same problem with the tensors of its mask in numpy, where tiles are counted."""
+    program = problem.program
+    if not program.tensors:
+        return problem
+    arrays = tuple(t if isinstance(t, np.ndarray) else np.asarray(t.detach().cpu()) for t in program.tensors)
+    return replace(problem, mask=Lowered(MaskProgram(program.structure, program.ints, arrays)))
+
+
+def _tiles(problem: Problem, inputs: Inputs | None, tile: TilePlan) -> Tiles:
+    """Tiles by class over all sequences and heads; of a packed batch, by its real lengths where they are known."""
+    counts: list[TileCounts] = []
+    if problem.varlen and inputs is not None and inputs.cu_q is not None and inputs.cu_k is not None:
+        starts: tuple[Any, Any] = inputs.cu_q.tolist(), inputs.cu_k.tolist()
+        for b in range(problem.batch):
+            (q0, q1), (k0, k1) = (side[b : b + 2] for side in starts)
+            program = problem.program.for_sequence(b, q0, q1, k0, k1)
+            shape = MaskShape(1, problem.heads, q1 - q0, k1 - k0)
+            counts.append(TileMap(program, shape, tile.block_q, tile.block_k).counts())
+    else:
+        same = even(problem)
+        counts.append(TileMap(same.program, same.shape, tile.block_q, tile.block_k).counts())
+    skipped, masked, full = (sum(side) for side in zip(*counts, strict=True)) if counts else (0, 0, 0)
+    return Tiles(tile.block_q, tile.block_k, full, masked, skipped)
+
+
+def _notes(problem: Problem, chosen: str | None, live: bool) -> tuple[str, ...]:
+    notes = []
+    if not live:
+        notes.append("the device is not this machine: backends are judged here, the plan is the model's for there")
+    if chosen in OWN_TILES:
+        notes.append(OWN_TILES[chosen])
+    if problem.varlen:
+        notes.append("bytes and times take the packed sequences as equally long")
+    return tuple(notes)

@@ -1,0 +1,46 @@
+"""`tilewise explain`: which backend and plan a problem gets, why not the others, and where its time goes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tilewise.cli.console import Json, console, print_json
+from tilewise.cli.plan import Heads, KvHeads, KvSeqlen, Mask, Tile, parse_mask, parse_tile
+
+
+def explain_command(
+    seqlen: Annotated[int, typer.Option(help="Queries (and keys, unless --kv-seqlen).")] = 4096,
+    heads: Heads = 8,
+    head_dim: Annotated[int, typer.Option(help="Head dimension.")] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    kv_heads: KvHeads = None,
+    kv_seqlen: KvSeqlen = None,
+    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64.")] = "fp32",
+    mask: Mask = "causal",
+    device: Annotated[str | None, typer.Option(help="A catalogued machine such as h200; default: this one.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, or one by name.")] = "auto",
+    tile: Tile = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Run it, and name what keeps it from the roof.")] = False,
+    json: Json = False,
+) -> None:
+    """Say which backend and plan a problem gets and why, what it moves, and what bounds it."""
+    from tilewise.api.explain import explain
+    from tilewise.problem import Problem
+
+    problem = Problem.of(
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        seqlen=seqlen,
+        kv_seqlen=kv_seqlen,
+        head_dim=head_dim,
+        dtype=dtype,
+        mask=parse_mask(mask),
+    )
+    found = explain(problem, device=device, backend=backend, tile=parse_tile(tile), measure=measure)
+    if json:
+        print_json(found.to_dict())
+    else:
+        console().print(found)
