@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from tests.conformance.cases import Built
+from tests.conformance.cases import Built, inside
 from tilewise import dispatch
 from tilewise.backends.base import Grads
 from tilewise.numerics import bounds
@@ -61,3 +64,12 @@ def excesses(built: Built, backend: str, *, lse_gradient: bool = False) -> list[
         *bounds.check_forward(built.problem, built.inputs, out, lse),
         *bounds.check_backward(built.problem, built.inputs, dout, dlse, gradients(built, grads)),
     ]
+
+
+def exchanged(built: Built, **given: torch.Tensor) -> Built:
+    """The same call with other tensors: q, k, v, or options such as bias."""
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+    qkv = {name: leaves.pop(name, getattr(built, name)) for name in ("q", "k", "v")}
+    options: dict[str, Any] = {**built.options, **leaves}
+    problem, inputs = inside(*qkv.values(), built.packed, options)
+    return replace(built, **qkv, options=options, problem=problem, inputs=inputs)

@@ -19,7 +19,7 @@ def attend(seq: Sequence) -> tuple[Tensor, Tensor]:
     tile = seq.scores(seq.load(inputs.q, q), q, k, TileClass.PARTIAL)
     lse = torch.logsumexp(tile.s, dim=-1)  # [B, Hq, M]
     p = torch.exp(tile.s - finite(lse).unsqueeze(-1))
-    out = seq.unfold(seq.fold(seq.dropped(p, q, k)) @ seq.load(inputs.v, k, tile.seen), seq.seqlen_q)
+    out = tile.rows(seq.unfold(seq.fold(seq.dropped(p, q, k)) @ seq.load(inputs.v, k, tile.seen), seq.seqlen_q))
     return (out, lse) if inputs.sinks is None else join_sink(out, lse, inputs.sinks)
 
 

@@ -26,6 +26,11 @@ class Tile(NamedTuple):
     s: Tensor  # [B, Hq, M, N], -inf where masked
     capped: Tensor | None  # the scores after softcap, before bias and mask
     seen: Tensor | None  # [B or 1, Hk or 1, N, 1]: keys that some row of the tile sees; None for all
+    seeing: Tensor | None  # [B or 1, Hq or 1, M, 1]: rows that see some key of the tile; None for all
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[B, Hq, M, X] with 0 in rows that see nothing here, whatever they hold."""
+        return x if self.seeing is None else torch.where(self.seeing, x, 0.0)
 
 
 @dataclass(frozen=True)
@@ -128,27 +133,30 @@ class Sequence:
         return tile if seen is None else torch.where(seen, tile, 0.0)
 
     def scores(self, q_tile: Tensor, q: Range, k: Range, kind: TileClass) -> Tile:
-        """scale·QKᵀ -> softcap -> + bias -> mask, over one tile."""
+        """scale·QKᵀ -> softcap -> + bias -> mask, over one tile. What is not seen is never multiplied."""
         problem, inputs = self.problem, self.inputs
-        k_tile = self.load(inputs.k, k)  # [B, Hk, N, D]
+        visible = None if kind is TileClass.FULL else allowed(self.program, self.shape, q, k, self._arange)
+        if inputs.bias is not None:
+            bias = cut_tile(inputs.bias, q, k).to(self.dtype)
+            unmasked = bias != float("-inf")
+            visible = unmasked if visible is None else visible & unmasked
+        seen = seeing = None
+        if visible is not None:
+            seen, seeing = self._seen(visible), visible.any(dim=-1, keepdim=True)
+            q_tile = torch.where(seeing, q_tile, 0.0)
+        k_tile = self.load(inputs.k, k, seen)  # [B, Hk, N, D]
         s = self.unfold(self.fold(q_tile) @ k_tile.mT, q[1] - q[0]) * problem.scale  # [B, Hq, M, N]
         capped = None
         if problem.softcap:
             s = capped = torch.tanh(s / problem.softcap) * problem.softcap
-        visible = None
-        if kind is not TileClass.FULL:
-            visible = allowed(self.program, self.shape, q, k, self._arange)
         if inputs.bias is not None:
-            bias = cut_tile(inputs.bias, q, k).to(self.dtype)
             s = s + bias
-            unmasked = bias != float("-inf")
-            visible = unmasked if visible is None else visible & unmasked
         if inputs.alibi is not None:
             distance = (self._arange(*q)[:, None] + (self.seqlen_k - self.seqlen_q) - self._arange(*k)).abs()
             s = s - inputs.alibi.to(self.dtype)[:, :, None, None] * distance
-        if visible is None:
-            return Tile(s, capped, None)
-        return Tile(torch.where(visible, s, float("-inf")), capped, self._seen(visible))
+        if visible is not None:
+            s = torch.where(visible, s, float("-inf"))
+        return Tile(s, capped, seen, seeing)
 
     def dropped(self, p: Tensor, q: Range, k: Range) -> Tensor:
         """p with dropout: kept entries over the probability of being kept, the others 0."""

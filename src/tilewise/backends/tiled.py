@@ -105,18 +105,19 @@ def backward_sequence(
         for j, k, kind in seq.key_blocks(i):
             tile = seq.scores(q_tile, q, k, kind)
             k_tile, v_tile = seq.load(inputs.k, k, tile.seen), seq.load(inputs.v, k, tile.seen)
+            do_tile = seq.fold(tile.rows(dout))  # [B, Hk, G·M, Dv]
             p = torch.exp(tile.s - lse)  # [B, Hq, M, N]
-            dv[j].add(seq.fold(seq.dropped(p, q, k)).mT @ seq.fold(dout))
-            dp = seq.dropped(seq.unfold(seq.fold(dout) @ v_tile.mT, rows), q, k)
-            ds = p * (dp - delta)
+            dv[j].add(seq.fold(seq.dropped(p, q, k)).mT @ do_tile)
+            dp = seq.dropped(seq.unfold(do_tile @ v_tile.mT, rows), q, k)
+            ds = p * (dp - tile.rows(delta))
             if dbias is not None:
                 part = cut_tile(dbias, q, k)
                 part += ds.sum_to_size(part.shape)
-            if tile.capped is not None:  # where p is 0 the score may be NaN, and 0 · NaN is not 0
-                ds = torch.where(p > 0, ds * (1.0 - (tile.capped / problem.softcap) ** 2), 0.0)
+            if tile.capped is not None:
+                ds = ds * (1.0 - (tile.capped / problem.softcap) ** 2)
             ds = ds * problem.scale
             dq_tile.add(seq.unfold(seq.fold(ds) @ k_tile, rows))
-            dk[j].add(seq.fold(ds).mT @ seq.fold(q_tile))
+            dk[j].add(seq.fold(ds).mT @ seq.fold(tile.rows(q_tile)))
         dq[:, :, slice(*q)] = dq_tile.total().to(dq.dtype)
     return dk, dv
 
