@@ -5,7 +5,7 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test lint types unit bench clean
+.PHONY: help setup demo test lint types unit bench compile-matrix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test    lint, types and tests"
 	@echo "make lint | types | unit    each alone"
 	@echo "make bench   side by side with SDPA and what else is installed"
+	@echo "make compile-matrix   the GPU kernels compiled for every target, without a GPU"
 	@echo "make clean   remove the virtual environment and caches"
 
 setup: $(STAMP)
@@ -31,7 +32,7 @@ demo: $(STAMP)
 test: lint types unit
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff check src tests examples tools
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -39,6 +40,11 @@ types: $(STAMP)
 # One thread for each worker: two workers with two threads each would fight for two cores.
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+# Every GPU kernel for every target, without a GPU, under each supported triton; others than the pinned one are fetched.
+compile-matrix: $(STAMP)
+	$(BIN)/python tools/compile_matrix.py
+	$(BIN)/python tools/compile_matrix.py --triton 3.6.0 3.9.0
 
 bench: $(STAMP)
 	$(BIN)/tilewise bench
