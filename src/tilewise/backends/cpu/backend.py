@@ -169,12 +169,11 @@ def _plan(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> P
     """The plan of a problem, remembered with the problem; packed batches are planned for their longest sequence each time."""
     bias = "" if inputs.bias is None else str(inputs.bias.dtype)[6:]
     threads = torch.get_num_threads()
-    direct = _direct(problem, inputs)
     longest = problem.seqlen_q
     if inputs.cu_q is not None:
         starts = inputs.cu_q.tolist()
         longest = max((b - a for a, b in zip(starts, starts[1:], strict=False)), default=0)
-    key = (kind, threads, direct, bias, dbias, longest)
+    key = (kind, threads, bias, dbias, longest)
     plans: dict[Any, Plan] = problem.__dict__.setdefault("_cpu_plans", {})
     found = plans.get(key)
     if found is None:
@@ -182,22 +181,18 @@ def _plan(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> P
     return found
 
 
-def _make_plan(problem: Problem, key: tuple[str, int, bool, str, bool, int]) -> Plan:
-    kind, threads, direct, bias, dbias, longest = key
+def _make_plan(problem: Problem, key: tuple[str, int, str, bool, int]) -> Plan:
+    kind, threads, bias, dbias, longest = key
     kernel = plan.kernel_for(problem, kind, bias, dbias)
     backward = kind == "backward"
     tiles = (plan.backward_tiles if backward else plan.forward_tiles)(problem, kernel.tile, longest, threads)
     if dbias and not _own_cells(problem):
         tiles = plan.replace(tiles, threads=1)
     words = plan.words_for(problem, kernel, tiles)
-    clean = set(kernel.structure) <= set("0btork") and not kernel.bias  # else tiles are cleaned, which must not touch the inputs
-    J, R = kernel.tile.keys, kernel.tile.rows
-    words["direct"] = int(direct and clean and problem.head_dim % J == 0 and problem.head_dim_v % J == 0)
     size = (plan.backward_frame if backward else plan.forward_frame)(kernel, tiles, words)
     names = argument_names(kernel)
     values = [words.get(name, 0) for name in names[len(HOT) :]]
     shared = tiles.tasks * tiles.rows * problem.group * (words["DVP"] + 2)
-    del R
     return Plan(
         call=compiler.worker(kernel),
         template=struct.pack(f"={len(values)}q", *values),
@@ -214,15 +209,6 @@ def _make_plan(problem: Problem, key: tuple[str, int, bool, str, bool, int]) -> 
 def _own_cells(problem: Problem) -> bool:
     """Does every task have its own cells of the bias?"""
     return problem.bias is not None and problem.bias[:3] == (problem.batch, problem.heads, problem.seqlen_q)
-
-
-def _direct(problem: Problem, inputs: Inputs) -> bool:
-    """Can K and V be used where they lie? Only in the arithmetic's own dtype, with adjacent columns and rows close together:
-    rows far apart, as in bshd, fall on the same cache lines and are better copied."""
-    if problem.itemsize < 4:
-        return False
-    k, v = inputs.k.stride(), inputs.v.stride()
-    return k[3] == 1 and v[3] == 1 and k[2] == problem.head_dim and v[2] == problem.head_dim_v
 
 
 def _rare_words(problem: Problem, inputs: Inputs, ready: Plan) -> tuple[list[tuple[str, int]], list[Tensor]]:

@@ -19,7 +19,7 @@ from llvmlite import ir
 from tilewise.backends.cpu.elementary import LOG2E, LOG2E_PARTS, exp2
 from tilewise.backends.cpu.ir import I32, I64, PTR, VOID, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull
-from tilewise.backends.cpu.micro import by_cols, by_rows, put_strip, strip
+from tilewise.backends.cpu.micro import by_panels, by_rows, put_strip, strip
 from tilewise.backends.cpu.module import FRAME, KernelModule
 from tilewise.backends.cpu.pack import emit_pack_panels, emit_row_dots
 from tilewise.backends.cpu.scores import Modifier, drop
@@ -37,17 +37,18 @@ class Backward(KernelModule):
     frame = (
         *(*FRAME, "head", "rank", "pair"),
         *("Q", "dO", "Q_panels", "dO_panels", "dQ", "P", "dS", "kept", "lse2", "delta", "factors", "ones", "tail"),
-        *("from", "to"),
+        *("K", "V", "K_panels", "from", "to"),
     )
-    cleaned = ("K", "V")
+    tiles = (("K", "k", "lanes"), ("V", "v", "lanes"), ("K_panels", "k", "panels"))
+    cleaned = ("V", "K_panels")
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
-        self.pack_panels = emit_pack_panels(self.unit, self.tile, kernel.dtype)
+        self.pack_gradient = emit_pack_panels(self.unit, self.tile.rows, kernel.dtype, scaled=True)
         self.row_dots = emit_row_dots(self.unit, kernel.dtype)
-        self.product = by_rows(self.unit, "product", self.tile)
-        self.grow = by_rows(self.unit, "grow", self.tile, accumulate=True)
-        self.dq = by_cols(self.unit, "dq", self.tile, scaled=False)
+        self.product = by_panels(self.unit, "product", self.tile)
+        self.grow = by_rows(self.unit, "grow", self.tile)
+        self.dq = by_panels(self.unit, "dq", self.tile, fold="add")
         self.strip = self.emit_strip()
         self.wait = self.emit_wait()
         self.update = self.emit_update()
@@ -81,8 +82,9 @@ class Backward(KernelModule):
         with e.if_then(e.less(j0, j1), likely=True):
             Q = e.at(f.ptr("Q"), e.times(index, e.times(a.word("DP"), R)))
             dO = e.at(f.ptr("dO"), e.times(index, e.times(a.word("DVP"), R)))
-            e.call(self.product, [a.word("DP"), Q, f.ptr("K"), f.word("ldk"), P, BM, j0, j1])
-            e.call(self.product, [a.word("DVP"), dO, f.ptr("V"), f.word("ldv"), dS, BM, j0, j1])
+            for A, B, width, C in ((Q, "K", "DP", P), (dO, "V", "DVP", dS)):
+                panel = e.times(a.word(width), self.tile.keys)
+                e.call(self.product, [I64(0), a.word(width), A, I64(R), f.ptr(B), panel, C, BM, *self.groups(e, j0, j1)])
             if self.kernel.dropout:
                 self.draw(e, f, place, q0, (j0, j1))
             if self.kernel.plain:
@@ -92,7 +94,8 @@ class Backward(KernelModule):
             else:
                 self.differentiate(e, a, f, index, (j0, j1), visible, Modifier(e, self.kernel, place, q0))
             dQ = e.at(f.ptr("dQ"), e.times(index, e.times(a.word("DP"), R)))
-            e.call(self.dq, [j0, j1, dS, BM, f.ptr("K"), f.word("ldk"), dQ, a.word("DP")])
+            last = e.over(a.word("DP"), self.tile.keys)
+            e.call(self.dq, [j0, j1, dS, BM, f.ptr("K_panels"), self.panel(e, a), dQ, I64(R), I64(0), last])
         e.ret_void()
         return function
 
@@ -298,36 +301,24 @@ class Backward(KernelModule):
         sizes = {"Q": e.times(BM, DP), "dO": e.times(BM, DVP), "Q_panels": e.times(BM, a.word("DR"))}
         sizes |= {"dO_panels": e.times(BM, a.word("DVR")), "dQ": e.times(BM, DP), "P": e.times(BN, BM), "dS": e.times(BN, BM)}
         sizes |= {"kept": e.times(BN, R), "W": e.times(BN, R), "lse2": BM, "delta": BM, "factors": BM, "ones": BM}
-        sizes |= {"tail": I64(self.tile.keys * R), "K_tile": e.times(BN, a.word("LDK")), "V_tile": e.times(BN, a.word("LDV"))}
+        sizes |= {"tail": I64(self.tile.keys * R), "K": e.times(BN, DP), "V": e.times(BN, DVP), "K_panels": e.times(BN, DP)}
         # 64-bit words, at most twice as large as an element
         sizes |= {"from": e.times(BM, 2), "to": e.times(BM, 2)}
         self.lay_out(e, f, sizes)
         e.call(self.statistics, [a.pointer, f.pointer])
-        head, rows, m0 = f.word("head"), f.word("rows"), f.word("m0")
-        position = e.plus(f.word("q_start"), m0)
-        with e.loop(0, f.word("strips")) as over:
-            row = e.times(over.index, R)
-            left = e.least(R, e.minus(rows, row))
-            for name, buffer, cols, width, factors in (
-                ("q", "Q", "D", "DP", "ones"),
-                ("do", "dO", "Dv", "DVP", "factors"),
-            ):
-                source = self.source(e, a, f, name, head, e.plus(position, row))
-                to = e.at(f.ptr(buffer), e.times(row, a.word(width)))
-                shape = [a.word(f"{name}_s"), a.word(f"{name}_d"), left, a.word(cols)]
-                scale = f.ptr("ones") if factors == "ones" else e.at(f.ptr("factors"), row)
-                e.call(self.pack_strip, [to, a.word(width), source, *shape, scale])
+        rows = f.word("rows")
         all_rows = e.times(f.word("strips"), R)
-        with e.loop(0, BM) as over:  # from here on Q is the factor of dK
-            e.put(a.num("ds_factor"), f.ptr("ones"), over.index)
-        for name, buffer, cols, width, factors in (
-            ("q", "Q_panels", "D", "DR", "ones"),
-            ("do", "dO_panels", "Dv", "DVR", "factors"),
+        for name, buffer, panels, cols, width, factors in (
+            ("q", "Q", "Q_panels", "D", "DP", "ones"),
+            ("do", "dO", "dO_panels", "Dv", "DVP", "factors"),
         ):
-            source = self.source(e, a, f, name, head, position)
-            shape = [a.word(f"{name}_s"), a.word(f"{name}_d"), rows, a.word(cols), f.ptr(factors)]
-            # panels lie BM rows apart, whatever the block holds
-            e.call(self.pack_panels, [f.ptr(buffer), BM, a.word(width), source, *shape])
+            source = self.source(e, a, f, name, f.word("head"), e.plus(f.word("q_start"), f.word("m0")))
+            steps = [source, a.word(f"{name}_s"), a.word(f"{name}_d"), rows]
+            e.call(self.pack_strips, [f.ptr(buffer), a.word(width), *steps, a.word(cols), f.ptr(factors)])
+            if factors == "ones":
+                with e.loop(0, BM) as over:  # from here on Q is the factor of dK
+                    e.put(a.num("ds_factor"), f.ptr("ones"), over.index)
+            e.call(self.pack_gradient, [f.ptr(panels), e.times(BM, R), *steps, all_rows, a.word(cols), f.ptr(factors)])
         with e.loop(0, e.times(all_rows, DP), e.lanes) as cell:
             e.vput(e.const(0.0), f.ptr("dQ"), cell.index)
 

@@ -15,7 +15,7 @@ from typing import Any
 from tilewise.backends.cpu.elementary import LN2, LOG2E, exp2, log2
 from tilewise.backends.cpu.ir import F32, F64, I64, PTR, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull
-from tilewise.backends.cpu.micro import by_cols, by_rows, put_strip, strip
+from tilewise.backends.cpu.micro import by_panels, put_strip, strip
 from tilewise.backends.cpu.module import FRAME, KernelModule
 from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.slots import Slots
@@ -25,13 +25,15 @@ from tilewise.backends.cpu.spec import Kernel
 class Forward(KernelModule):
     """Emits one module; its methods are the functions of the kernel."""
 
-    frame = (*FRAME, "split", "Q", "O", "m", "l", "P", "top", "alpha")
+    frame = (*FRAME, "split", "Q", "O", "m", "l", "P", "top", "alpha", "factors", "K", "V")
+    tiles = (("K", "k", "lanes"), ("V", "v", "panels"))
+    cleaned = ("V",)
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
-        self.product = by_rows(self.unit, "scores", self.tile)
-        self.product_peak = by_rows(self.unit, "scores_peak", self.tile, peak=True) if kernel.plain else None
-        self.pv = by_cols(self.unit, "values", self.tile, scaled=True)
+        self.product = by_panels(self.unit, "scores", self.tile)
+        self.product_peak = by_panels(self.unit, "scores_peak", self.tile, fold="peak") if kernel.plain else None
+        self.pv = by_panels(self.unit, "values", self.tile, fold="scale")
         self.strip = self.emit_strip()
         self.finish = self.emit_finish()
         self.merge = self.emit_merge()
@@ -51,21 +53,22 @@ class Forward(KernelModule):
         R, P = self.tile.rows, f.ptr("P")
         Q = e.at(f.ptr("Q"), e.times(index, e.times(a.word("DP"), R)))
         put_strip(e, [e.const(float("-inf"))] * self.tile.vectors, f.ptr("top"))
-        common = [a.word("DP"), Q, f.ptr("K"), f.word("ldk"), P, I64(R)]
+        common = [I64(0), a.word("DP"), Q, I64(R), f.ptr("K"), e.times(a.word("DP"), self.tile.keys), P, I64(R)]
         if self.kernel.plain:
-            e.call(self.product_peak, [*common, solid0, solid1, f.ptr("top")])
+            e.call(self.product_peak, [*common, *self.groups(e, solid0, solid1), f.ptr("top")])
             for start, stop in ((j0, solid0), (solid1, j1)):
                 with e.if_then(e.less(start, stop), likely=False):
-                    e.call(self.product, [*common, start, stop])
+                    e.call(self.product, [*common, *self.groups(e, start, stop)])
                     self.mask_pass(e, f, None, start, stop, visible)
         else:
-            e.call(self.product, [*common, j0, j1])
+            e.call(self.product, [*common, *self.groups(e, j0, j1)])
             self.mask_pass(e, f, Modifier(e, self.kernel, place, q0), j0, j1, visible)
         self.softmax(e, a, f, index, j0, j1)
         if self.kernel.dropout:
             self.drop_pass(e, place, q0, f, j0, j1)
         O = e.at(f.ptr("O"), e.times(index, e.times(a.word("DVP"), R)))
-        e.call(self.pv, [j0, j1, P, I64(R), f.ptr("V"), f.word("ldv"), O, a.word("DVP"), f.ptr("alpha")])
+        last = e.over(a.word("DVP"), self.tile.keys)
+        e.call(self.pv, [j0, j1, P, I64(R), f.ptr("V"), self.panel(e, a), O, I64(R), I64(0), last, f.ptr("alpha")])
         e.ret_void()
         return function
 
@@ -245,17 +248,19 @@ class Forward(KernelModule):
         DP, DVP, BN = a.word("DP"), a.word("DVP"), a.word("BN")
         rows = e.times(a.word("BM"), a.word("group"))
         sizes = {"Q": e.times(rows, DP), "O": e.times(rows, DVP), "m": rows, "l": rows, "P": e.times(BN, R)}
-        sizes |= {"W": e.times(BN, R), "top": I64(R), "alpha": I64(R)}
-        sizes |= {"K_tile": e.times(BN, a.word("LDK")), "V_tile": e.times(BN, a.word("LDV"))}
+        sizes |= {"W": e.times(BN, R), "top": I64(R), "alpha": I64(R), "factors": a.word("BM")}
+        sizes |= {"K": e.times(BN, DP), "V": e.times(BN, DVP)}
         self.lay_out(e, f, sizes)
-        last = e.plus(f.word("m0"), f.word("rows"))
-        put_strip(e, [e.splat(a.num("q_factor"))] * tile.vectors, f.ptr("alpha"))
+        with e.loop(0, a.word("BM")) as over:
+            e.put(a.num("q_factor"), f.ptr("factors"), over.index)
+        per_head = e.times(f.word("strips"), R)
+        with e.loop(0, a.word("group")) as over:
+            head, _ = self.where(e, a, f, e.times(over.index, f.word("strips")))
+            source = self.source(e, a, f, "q", head, e.plus(f.word("q_start"), f.word("m0")))
+            to = e.at(f.ptr("Q"), e.times(over.index, e.times(per_head, DP)))
+            shape = [a.word("q_s"), a.word("q_d"), f.word("rows"), a.word("D"), f.ptr("factors")]
+            e.call(self.pack_strips, [to, DP, source, *shape])
         with e.loop(0, strips) as over:
-            head, q0 = self.where(e, a, f, over.index)
-            source = self.source(e, a, f, "q", head, e.plus(f.word("q_start"), q0))
-            to = e.at(f.ptr("Q"), e.times(over.index, e.times(DP, R)))
-            shape = [a.word("q_s"), a.word("q_d"), e.least(R, e.minus(last, q0)), a.word("D")]
-            e.call(self.pack_strip, [to, DP, source, *shape, f.ptr("alpha")])
             row = e.times(over.index, R)
             put_strip(e, [e.const(self.real.lowest)] * tile.vectors, f.ptr("m"), row)
             put_strip(e, [e.const(0.0)] * tile.vectors, f.ptr("l"), row)

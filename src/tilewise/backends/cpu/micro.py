@@ -2,10 +2,11 @@
 
 A is read along its lanes, B is broadcast, C holds J rows of R = L * V lanes in registers:
 
-    by_rows   C[j][r] = Σ_k A[k][r] · B[j][k]     S = Q Kᵀ, dP = dO Vᵀ (k = d);  dV = Pᵀ dO, dK = dSᵀ Q (k = query rows)
-    by_cols   C[j][r] = Σ_k A[k][r] · B[k][j]     O = P V, dQ = dS K (k = keys, j = d)
+    by_panels   C[j][r] = Σ_k A[k][r] · B[k][j]    S = Q Kᵀ, dP = dO Vᵀ (k = d, j = keys);  O = P V, dQ = dS K (k = keys, j = d)
+    by_rows     C[j][r] = Σ_k A[k][r] · B[j][k]    dV = Pᵀ dO, dK = dSᵀ Q (k = query rows, r = d)
 
-NEON multiplies by one lane of a register, so B is loaded UNROLL values at a time; x86 broadcasts from memory.
+In the first, B is packed in panels of J columns, so that both operands are read front to back. NEON multiplies by one lane of a
+register, so B is loaded UNROLL values at a time; x86 broadcasts from memory.
 """
 
 from __future__ import annotations
@@ -27,18 +28,59 @@ def put_strip(e: Emit, values: list[Value], pointer: Value, offset: int | Value 
         e.vput(value, e.at(pointer, offset, kind), i * e.lanes)
 
 
-def by_rows(unit: Unit, name: str, tile: Register, *, accumulate: bool = False, peak: bool = False) -> Any:
-    """C[j][r] (+)= Σ_k A[k][r]·B[j][k] for j in [j0, j1); `peak` also folds max_j C into M[r].
+def by_panels(unit: Unit, name: str, tile: Register, *, fold: str = "") -> Any:
+    """C[j][r] = Σ_k A[k][r]·B[k][j] for k in [k0, k1), an even number of steps, and the panels [g0, g1) of J columns.
 
-    The sum over k is complete before it joins C: half the rounding error of one long sum.
+    Arguments: k0, k1, A, its row stride, B, the distance of its panels, C, its row stride, g0, g1[, X]. What becomes of the sum:
 
-    Arguments: k1 (a multiple of UNROLL), A with R lanes a row, B, its row stride, C, its row stride, j0, j1[, M].
+        ""        it is stored                      "peak"    and X[r] = max(X[r], max_j C[j][r])
+        "add"     C + sum is stored                 "scale"   C·X[r] + sum is stored
+
+    The sum over these keys is complete before it joins C: half the rounding error of one long sum.
     """
-    args = [I64, PTR, PTR, I64, PTR, I64, I64, I64] + [PTR] * peak
-    e, (k1, a_ptr, b_ptr, b_step, c_ptr, c_step, j0, j1, *rest), function = unit.function(name, args, apart=(1, 2, 4))
+    args = [I64, I64, PTR, I64, PTR, I64, PTR, I64, I64, I64] + [PTR] * (fold in ("peak", "scale"))
+    e, (k0, k1, a_ptr, a_step, b_ptr, b_step, c_ptr, c_step, g0, g1, *rest), function = unit.function(name, args, apart=(2, 4, 6))
+    width, J = tile.vectors, tile.keys
+    side = strip(e, tile, rest[0]) if rest else []
+    with e.loop(g0, g1, 1, side if fold == "peak" else []) as over:
+        panel = e.at(b_ptr, e.times(over.index, b_step))
+        with e.loop(k0, k1, 2, [e.const(0.0)] * (J * width)) as over_k:
+            acc = list(over_k.values)
+            for step in range(2):
+                k = e.plus(over_k.index, step)
+                a = strip(e, tile, a_ptr, e.times(k, a_step))
+                b_row = e.at(panel, e.times(k, J))
+                small = [e.vget(b_row, n, lanes=UNROLL) for n in range(0, J, UNROLL)] if e.arch == "aarch64" else []
+                for j in range(J):
+                    b = e.lane(small[j // UNROLL], j % UNROLL) if small else e.splat(e.get(b_row, j))
+                    for i in range(width):
+                        acc[j * width + i] = e.mad(a[i], b, acc[j * width + i])
+            over_k.carry(acc)
+        c_row, tops = e.at(c_ptr, e.times(e.times(over.index, J), c_step)), list(over.values)
+        for j in range(J):
+            new = over_k.values[j * width : (j + 1) * width]
+            if fold in ("add", "scale"):
+                old = strip(e, tile, c_row)
+                new = [e.fadd(x, y) if fold == "add" else e.mad(x, s, y) for x, y, s in zip(old, new, side or new, strict=True)]
+            put_strip(e, new, c_row)
+            tops = [e.top(x, y) for x, y in zip(tops, new, strict=True)] if fold == "peak" else tops
+            c_row = e.at(c_row, c_step)
+        over.carry(tops)
+    if fold == "peak":
+        put_strip(e, over.values, rest[0])
+    e.ret_void()
+    return function
+
+
+def by_rows(unit: Unit, name: str, tile: Register) -> Any:
+    """C[j][r] += Σ_k A[k][r]·B[j][k] for j in [j0, j1) and k in [0, k1), a multiple of UNROLL.
+
+    Arguments: k1, A with R lanes a row, B, its row stride, C, its row stride, j0, j1.
+    """
+    args = [I64, PTR, PTR, I64, PTR, I64, I64, I64]
+    e, (k1, a_ptr, b_ptr, b_step, c_ptr, c_step, j0, j1), function = unit.function(name, args, apart=(1, 2, 4))
     width, tall, J = tile.vectors, tile.rows, tile.keys
-    best = strip(e, tile, rest[0]) if peak else []
-    with e.loop(j0, j1, J, best) as over_j:
+    with e.loop(j0, j1, J) as over_j:
         b_rows = [e.at(b_ptr, e.times(e.plus(over_j.index, j), b_step)) for j in range(J)]
         c_rows = [e.at(c_ptr, e.times(e.plus(over_j.index, j), c_step)) for j in range(J)]
         with e.loop(0, k1, UNROLL, [e.const(0.0)] * (J * width)) as over_k:
@@ -48,60 +90,12 @@ def by_rows(unit: Unit, name: str, tile: Register, *, accumulate: bool = False, 
             for step in range(UNROLL):
                 a = strip(e, tile, a_row, step * tall)
                 for j in range(J):
-                    if small:
-                        b = e.lane(small[j], step)
-                    else:
-                        b = e.splat(e.get(b_rows[j], e.plus(over_k.index, step)))
+                    b = e.lane(small[j], step) if small else e.splat(e.get(b_rows[j], e.plus(over_k.index, step)))
                     for i in range(width):
                         acc[j * width + i] = e.mad(a[i], b, acc[j * width + i])
             over_k.carry(acc)
         for j in range(J):
             new = over_k.values[j * width : (j + 1) * width]
-            if accumulate:
-                new = [e.fadd(x, y) for x, y in zip(strip(e, tile, c_rows[j]), new, strict=True)]
-            put_strip(e, new, c_rows[j])
-        if peak:
-            tops = list(over_j.values)
-            for n, value in enumerate(over_k.values):
-                tops[n % width] = e.top(tops[n % width], value)
-            over_j.carry(tops)
-    if peak:
-        put_strip(e, over_j.values, rest[0])
-    e.ret_void()
-    return function
-
-
-def by_cols(unit: Unit, name: str, tile: Register, *, scaled: bool) -> Any:
-    """C[j][r] = C[j][r]·F[r] + Σ_k A[k][r]·B[k][j] for j in [0, j1) and k in [k0, k1); without `scaled`, F is 1.
-
-    Arguments: k0, k1 (an even number of steps), A, its row stride, B, its row stride, C with R lanes a row, j1[, F].
-    The sum over this block of keys is complete before it joins C: half the rounding error of one long sum.
-    """
-    args = [I64, I64, PTR, I64, PTR, I64, PTR, I64] + [PTR] * scaled
-    e, (k0, k1, a_ptr, a_step, b_ptr, b_step, c_ptr, j1, *rest), function = unit.function(name, args, apart=(2, 4, 6))
-    width, tall, J = tile.vectors, tile.rows, tile.keys
-    with e.loop(0, j1, J) as over_j:
-        with e.loop(k0, k1, 2, [e.const(0.0)] * (J * width)) as over_k:
-            acc = list(over_k.values)
-            for step in range(2):
-                k = e.plus(over_k.index, step)
-                a = strip(e, tile, a_ptr, e.times(k, a_step))
-                b_row = e.at(e.at(b_ptr, e.times(k, b_step)), over_j.index)
-                small = [e.vget(b_row, n, lanes=UNROLL) for n in range(0, J, UNROLL)] if e.arch == "aarch64" else []
-                for j in range(J):
-                    b = e.lane(small[j // UNROLL], j % UNROLL) if small else e.splat(e.get(b_row, j))
-                    for i in range(width):
-                        acc[j * width + i] = e.mad(a[i], b, acc[j * width + i])
-            over_k.carry(acc)
-        for j in range(J):
-            c_row = e.at(c_ptr, e.times(e.plus(over_j.index, j), tall))
-            old = strip(e, tile, c_row)
-            new = over_k.values[j * width : (j + 1) * width]
-            if scaled:
-                factor = strip(e, tile, rest[0])
-                new = [e.mad(old[i], factor[i], new[i]) for i in range(width)]
-            else:
-                new = [e.fadd(old[i], new[i]) for i in range(width)]
-            put_strip(e, new, c_row)
+            put_strip(e, [e.fadd(x, y) for x, y in zip(strip(e, tile, c_rows[j]), new, strict=True)], c_rows[j])
     e.ret_void()
     return function

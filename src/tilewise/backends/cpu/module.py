@@ -18,14 +18,14 @@ from tilewise.backends.cpu.masking import (
     within,
 )
 from tilewise.backends.cpu.micro import strip
-from tilewise.backends.cpu.pack import emit_copy_rows, emit_pack_strip, emit_unpack_strip
+from tilewise.backends.cpu.pack import emit_pack_lanes, emit_pack_panels, emit_unpack_strip
 from tilewise.backends.cpu.scores import Modifier
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, argument_names
 
 FRAME = (
     *("batch", "kv_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad"),
-    *("K", "V", "ldk", "ldv", "K_tile", "V_tile", "W"),
+    "W",
 )
 
 
@@ -33,8 +33,10 @@ class KernelModule:
     """One module of functions over (arguments, frame); subclasses add their own words to the frame."""
 
     frame: tuple[str, ...] = FRAME
-    cleaned: tuple[str, ...] = ("V",)
-    """Tiles whose hidden rows would be multiplied by zero."""
+    tiles: tuple[tuple[str, str, str], ...] = ()
+    """(name, source, layout) of the K and V tiles the kernel multiplies with."""
+    cleaned: tuple[str, ...] = ()
+    """Those whose hidden rows would be multiplied by zero."""
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         self.kernel, self.tile = kernel, kernel.tile
@@ -46,8 +48,9 @@ class KernelModule:
         if not self.simple:
             self.alive = emit_alive(self.unit, self.names, kernel.structure)
             self.bits = emit_bits(self.unit, self.names, kernel.structure, self.tile)
-        self.copy_rows = emit_copy_rows(self.unit, kernel.dtype)
-        self.pack_strip = emit_pack_strip(self.unit, self.tile, kernel.dtype)
+        self.pack_strips = emit_pack_lanes(self.unit, self.tile.rows, kernel.dtype, scaled=True)
+        self.pack_lanes = emit_pack_lanes(self.unit, self.tile.keys, kernel.dtype, scaled=False)
+        self.pack_panels = emit_pack_panels(self.unit, self.tile.keys, kernel.dtype, scaled=False)
         self.unpack_strip = emit_unpack_strip(self.unit, self.tile, kernel.dtype)
         self.clean = None if self.simple and not kernel.bias else self.emit_clean()
 
@@ -65,6 +68,10 @@ class KernelModule:
         per_head = f.word("strips")
         head = e.plus(e.times(f.word("kv_head"), a.word("group")), e.over(index, per_head))
         return head, e.plus(f.word("m0"), e.times(e.rest(index, per_head), self.tile.rows))
+
+    def groups(self, e: Emit, j0: Value, j1: Value) -> list[Value]:
+        """Keys [j0, j1), multiples of J, as groups of J."""
+        return [e.over(j0, self.tile.keys), e.over(j1, self.tile.keys)]
 
     def batch_offset(self, f: Slots) -> Value:
         """Index of the sequence along the batch side of q, k, v and their like; packed batches have one such row."""
@@ -123,21 +130,31 @@ class KernelModule:
         return I64(0), j1, I64(0), e.select(whole, j1, I64(0)), visible
 
     def fetch_tiles(self, e: Emit, a: Slots, f: Slots) -> None:
-        """Bring the K and V rows of keys [n0, n1) into reach: in place where they can be used as they lie, else copied."""
-        n0, n1 = f.word("n0"), f.word("n1")
-        width = e.minus(n1, n0)
+        """Pack the K and V rows of keys [n0, n1), with zeros up to a whole register tile."""
+        width = e.minus(f.word("n1"), f.word("n0"))
         padded = e.round_up(width, self.tile.keys)
         f.set("n_pad", padded)
-        in_place = e.and_(e.icmp_signed("!=", a.word("direct"), I64(0)), e.icmp_signed("==", width, padded))
-        for name, step, cols, all_cols, tile_step in (("k", "ldk", "D", "DP", "LDK"), ("v", "ldv", "Dv", "DVP", "LDV")):
-            row_step = a.word(f"{name}_s")
-            source = self.source(e, a, f, name, f.word("kv_head"), e.plus(f.word("k_start"), n0))
-            buffer = f.ptr(f"{name.upper()}_tile")
-            with e.if_then(e.not_(in_place)):
-                shape = [a.word(tile_step), a.word(all_cols), source, row_step, a.word(f"{name}_d"), width, padded]
-                e.call(self.copy_rows, [buffer, *shape, a.word(cols)])
-            f.set(name.upper(), e.ptrtoint(e.select(in_place, source, buffer), I64))
-            f.set(step, e.select(in_place, row_step, a.word(tile_step)))
+        for name, source, layout in self.tiles:
+            cols = a.word("D" if source == "k" else "Dv")
+            rows = self.source(e, a, f, source, f.word("kv_head"), e.plus(f.word("k_start"), f.word("n0")))
+            steps = [rows, a.word(f"{source}_s"), a.word(f"{source}_d"), width]
+            if layout == "lanes":
+                e.call(self.pack_lanes, [f.ptr(name), a.word("DP" if source == "k" else "DVP"), *steps, cols])
+            else:
+                e.call(self.pack_panels, [f.ptr(name), self.panel(e, a), *steps, padded, cols])
+
+    def panel(self, e: Emit, a: Slots) -> Value:
+        """Distance of two panels of a tile: J columns of every key of a block."""
+        return e.times(a.word("BN"), self.tile.keys)
+
+    def cell(self, e: Emit, a: Slots, name: str, key: Value, col: Value) -> Value:
+        """Where a tile holds column `col` of key `key`."""
+        J = self.tile.keys
+        source, layout = next((s, layout) for n, s, layout in self.tiles if n == name)
+        if layout == "lanes":
+            group = e.times(e.round_down(key, J), a.word("DP" if source == "k" else "DVP"))
+            return e.plus(group, e.times(col, J), e.rest(key, J))
+        return e.plus(e.times(e.over(col, J), self.panel(e, a)), e.times(key, J), e.rest(col, J))
 
     def block_alive(self, e: Emit, a: Slots, f: Slots, heads: Value) -> Value:
         """Might any row of the task see a key of [n0, n1)? `heads` query heads from the task's first."""
@@ -159,15 +176,16 @@ class KernelModule:
         e, (args, frame, strips), function = self.unit.function("clean", [PTR, PTR, I64])
         a, f = self.open(e, args, frame)
         n_pad = f.word("n_pad")
-        tiles = [(f.ptr(name), f.word(f"ld{name.lower()}"), a.word("DP" if name == "K" else "DVP")) for name in self.cleaned]
+        tiles = [(name, f.ptr(name), a.word("D" if source == "k" else "Dv")) for name, source, _ in self.tiles]
+        tiles = [tile for tile in tiles if tile[0] in self.cleaned]
         total: Value = e.num(0.0)
-        for tile, step, cols in tiles:
-            with e.loop(0, n_pad, 1, [total]) as row:
-                start = e.times(row.index, step)
-                with e.loop(0, cols, 1, [row.values[0]]) as col:
-                    col.carry([e.mad(e.get(tile, e.plus(start, col.index)), e.num(0.0), col.values[0])])
-                row.carry([col.values[0]])
-            total = row.values[0]
+        for name, tile, cols in tiles:
+            with e.loop(0, n_pad, 1, [total]) as key:
+                with e.loop(0, cols, 1, [key.values[0]]) as col:
+                    value = e.get(tile, self.cell(e, a, name, key.index, col.index))
+                    col.carry([e.mad(value, e.num(0.0), col.values[0])])
+                key.carry([col.values[0]])
+            total = key.values[0]
         with e.if_then(e.fcmp_ordered("==", total, e.num(0.0)), likely=True):
             e.ret_void()
         with e.loop(0, n_pad) as key:
@@ -175,9 +193,9 @@ class KernelModule:
                 head, q0 = self.where(e, a, f, over.index)
                 over.carry([e.or_(over.values[0], self.seen(e, a, f, self.place(a, f, head), q0, key.index))])
             with e.if_then(e.not_(over.values[0])):
-                for tile, step, cols in tiles:
+                for name, tile, cols in tiles:
                     with e.loop(0, cols) as col:
-                        e.put(e.num(0.0), tile, e.plus(e.times(key.index, step), col.index))
+                        e.put(e.num(0.0), tile, self.cell(e, a, name, key.index, col.index))
         e.ret_void()
         return function
 

@@ -1,4 +1,7 @@
-"""Tiles in and out of memory: conversion to the kernel's Real type, padding with zeros, and strips (transposed rows).
+"""Tiles in and out of memory: conversion to the kernel's Real type, padding with zeros, and the two layouts of operands.
+
+    lanes    dst[row / W][col][W]     W rows side by side: strips of query rows (W = R), K and V where keys are broadcast (W = J)
+    panels   dst[col / W][row][W]     W columns side by side: gradients' operands (W = R), V and K where dims are broadcast (W = J)
 
 Sources have any strides and dtype. A row is read by vectors where its elements are adjacent, one by one elsewhere.
 """
@@ -17,29 +20,6 @@ def fetch(e: Emit, source: Value, offset: Value, dtype: str, lanes: int = 0) -> 
     return e.widen(e.vget(source, offset, kind, lanes) if lanes else e.get(source, offset, kind), dtype)
 
 
-def emit_copy_rows(unit: Unit, dtype: str, name: str = "copy_rows") -> Any:
-    """copy_rows(dst, dst_step, dst_cols, src, row_step, col_step, rows, all_rows, cols): rows into a tile, zeros around them.
-
-    Rows [rows, all_rows) and columns [cols, dst_cols) become zero.
-    """
-    e, args, function = unit.function(name, [PTR, I64, I64, PTR, I64, I64, I64, I64, I64], apart=(0,))
-    dst, dst_step, dst_cols, src, row_step, col_step, rows, all_rows, cols = args
-    whole = e.select(e.icmp_signed("==", col_step, I64(1)), e.round_down(cols, e.lanes), I64(0))
-    with e.loop(0, rows) as row:
-        to = e.at(dst, e.times(row.index, dst_step))
-        start = e.times(row.index, row_step)
-        with e.loop(0, whole, e.lanes) as col:
-            e.vput(fetch(e, src, e.plus(start, col.index), dtype, e.lanes), to, col.index)
-        with e.loop(whole, cols) as col:
-            e.put(fetch(e, src, e.plus(start, e.times(col.index, col_step)), dtype), to, col.index)
-        with e.loop(cols, dst_cols) as col:
-            e.put(e.num(0.0), to, col.index)
-    with e.loop(rows, all_rows) as row, e.loop(0, dst_cols) as col:
-        e.put(e.num(0.0), dst, e.plus(e.times(row.index, dst_step), col.index))
-    e.ret_void()
-    return function
-
-
 def transpose(e: Emit, rows: list[Value]) -> list[Value]:
     """Four vectors of four, transposed."""
     a, b, c, d = rows
@@ -53,37 +33,85 @@ def transpose(e: Emit, rows: list[Value]) -> list[Value]:
     ]
 
 
-def emit_pack_strip(unit: Unit, tile: Register, dtype: str) -> Any:
-    """pack_strip(dst, dst_cols, src, row_step, col_step, rows, cols, factors): rows of one strip as dst[col][lane]·factors[lane].
+def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool) -> Any:
+    """pack_lanes(dst, dst_cols, src, row_step, col_step, rows, cols[, factors]): dst[row / W][col][W], rows times factors[row].
 
-    Lanes beyond `rows` and columns in [cols, dst_cols) become zero.
+    Rows up to the next multiple of W and columns in [cols, dst_cols) become zero.
     """
-    R = tile.rows
-    e, args, function = unit.function("pack_strip", [PTR, I64, PTR, I64, I64, I64, I64, PTR], apart=(0,))
-    dst, dst_cols, src, row_step, col_step, rows, cols, factors = args
-    fast_rows = e.select(e.icmp_signed("==", col_step, I64(1)), e.round_down(rows, UNROLL), I64(0))
+    kinds = [PTR, I64, PTR, I64, I64, I64, I64] + [PTR] * scaled
+    e, args, function = unit.function(f"pack_lanes_{width}", kinds, apart=(0,))
+    dst, dst_cols, src, row_step, col_step, rows, cols, *factors = args
+    near = e.icmp_signed("==", col_step, I64(1))
     fast_cols = e.round_down(cols, UNROLL)
 
-    def one(row: Value, col: Value) -> None:
-        value = fetch(e, src, e.plus(e.times(row, row_step), e.times(col, col_step)), dtype)
-        e.put(e.fmul(value, e.get(factors, row)), dst, e.plus(e.times(col, R), row))
+    def weigh(value: Value, factor: Value | None) -> Value:
+        return value if factor is None else e.fmul(value, factor)
 
-    with e.loop(0, fast_rows, UNROLL) as row:
-        starts = [e.times(e.plus(row.index, r), row_step) for r in range(UNROLL)]
-        factor = e.vget(factors, row.index, lanes=UNROLL)
-        with e.loop(0, fast_cols, UNROLL) as col:
-            block = [fetch(e, src, e.plus(s, col.index), dtype, UNROLL) for s in starts]
-            for c, lanes in enumerate(transpose(e, block)):
-                e.vput(e.fmul(lanes, factor), dst, e.plus(e.times(e.plus(col.index, c), R), row.index))
-        with e.loop(fast_cols, cols) as col:
-            for r in range(UNROLL):
-                one(e.plus(row.index, r), col.index)
-    with e.loop(fast_rows, rows) as row, e.loop(0, cols) as col:
-        one(row.index, col.index)
-    with e.loop(rows, R) as row, e.loop(0, cols) as col:
-        e.put(e.num(0.0), dst, e.plus(e.times(col.index, R), row.index))
-    with e.loop(e.times(cols, R), e.times(dst_cols, R)) as cell:
-        e.put(e.num(0.0), dst, cell.index)
+    def one(out: Value, row: Value, lane: Value, col: Value) -> None:
+        value = fetch(e, src, e.plus(e.times(row, row_step), e.times(col, col_step)), dtype)
+        e.put(weigh(value, e.get(factors[0], row) if scaled else None), out, e.plus(e.times(col, width), lane))
+
+    with e.loop(0, rows, width) as group:
+        out = e.at(dst, e.times(group.index, dst_cols))
+        inside = e.least(width, e.minus(rows, group.index))
+        fast_rows = e.select(near, e.round_down(inside, UNROLL), I64(0))
+        with e.loop(0, fast_rows, UNROLL) as lane:
+            row = e.plus(group.index, lane.index)
+            starts = [e.times(e.plus(row, r), row_step) for r in range(UNROLL)]
+            factor = e.vget(factors[0], row, lanes=UNROLL) if scaled else None
+            with e.loop(0, fast_cols, UNROLL) as col:
+                block = [fetch(e, src, e.plus(s, col.index), dtype, UNROLL) for s in starts]
+                for c, cells in enumerate(transpose(e, block)):
+                    e.vput(weigh(cells, factor), out, e.plus(e.times(e.plus(col.index, c), width), lane.index))
+            with e.loop(fast_cols, cols) as col:
+                for r in range(UNROLL):
+                    one(out, e.plus(row, r), e.plus(lane.index, r), col.index)
+        with e.loop(fast_rows, inside) as lane, e.loop(0, cols) as col:
+            one(out, e.plus(group.index, lane.index), lane.index, col.index)
+        with e.loop(inside, width) as lane, e.loop(0, cols) as col:
+            e.put(e.num(0.0), out, e.plus(e.times(col.index, width), lane.index))
+        with e.loop(e.times(cols, width), e.times(dst_cols, width)) as cell:
+            e.put(e.num(0.0), out, cell.index)
+    e.ret_void()
+    return function
+
+
+def emit_pack_panels(unit: Unit, width: int, dtype: str, *, scaled: bool) -> Any:
+    """pack_panels(dst, step, src, row_step, col_step, rows, all_rows, cols[, factors]): dst[col / W][row][W], times factors[row].
+
+    Panels lie `step` elements apart. Rows in [rows, all_rows) and columns up to the next multiple of W become zero.
+    """
+    kinds = [PTR, I64, PTR, I64, I64, I64, I64, I64] + [PTR] * scaled
+    e, args, function = unit.function(f"pack_panels_{width}", kinds, apart=(0,))
+    dst, step, src, row_step, col_step, rows, all_rows, cols, *factors = args
+    near = e.icmp_signed("==", col_step, I64(1))
+    lanes = min(width, e.lanes)
+
+    def weigh(value: Value, row: Value, lanes: int) -> Value:
+        if not scaled:
+            return value
+        factor = e.get(factors[0], row)
+        return e.fmul(value, e.splat(factor, lanes) if lanes else factor)
+
+    with e.loop(0, cols, width) as panel:
+        to = e.at(dst, e.times(e.over(panel.index, width), step))
+        inside = e.least(width, e.minus(cols, panel.index))
+        full = e.and_(near, e.icmp_signed("==", inside, I64(width)))
+        quick = e.select(full, rows, I64(0))
+        with e.loop(0, quick) as row:
+            start = e.plus(e.times(row.index, row_step), panel.index)
+            for at in range(0, width, lanes):
+                value = weigh(fetch(e, src, e.plus(start, at), dtype, lanes), row.index, lanes)
+                e.vput(value, to, e.plus(e.times(row.index, width), at))
+        with e.loop(quick, rows) as row:
+            out = e.at(to, e.times(row.index, width))
+            with e.loop(0, inside) as col:
+                offset = e.plus(e.times(row.index, row_step), e.times(e.plus(panel.index, col.index), col_step))
+                e.put(weigh(fetch(e, src, offset, dtype), row.index, 0), out, col.index)
+            with e.loop(inside, width) as col:
+                e.put(e.num(0.0), out, col.index)
+        with e.loop(e.times(rows, width), e.times(all_rows, width)) as cell:
+            e.put(e.num(0.0), to, cell.index)
     e.ret_void()
     return function
 
@@ -112,38 +140,6 @@ def emit_unpack_strip(unit: Unit, tile: Register, dtype: str) -> Any:
                 one(e.plus(row.index, r), col.index)
     with e.loop(fast_rows, rows) as row, e.loop(0, cols) as col:
         one(row.index, col.index)
-    e.ret_void()
-    return function
-
-
-def emit_pack_panels(unit: Unit, tile: Register, dtype: str) -> Any:
-    """pack_panels(dst, all_rows, dst_cols, src, row_step, col_step, rows, cols, factors): dst[col / R][row][R], times factors[row].
-
-    What strips are to rows, panels are to columns: their lanes lie along the head dim. Zeros fill up both sides.
-    """
-    R = tile.rows
-    kinds = [PTR, I64, I64, PTR, I64, I64, I64, I64, PTR]
-    e, args, function = unit.function("pack_panels", kinds, apart=(0,))
-    dst, all_rows, dst_cols, src, row_step, col_step, rows, cols, factors = args
-    near = e.icmp_signed("==", col_step, I64(1))
-    with e.loop(0, dst_cols, R) as panel:
-        to = e.at(dst, e.times(panel.index, all_rows))
-        inside = e.least(R, e.minus(cols, panel.index))
-        whole = e.select(near, e.round_down(inside, e.lanes), I64(0))
-        with e.loop(0, rows) as row:
-            start = e.plus(e.times(row.index, row_step), e.times(panel.index, col_step))
-            out = e.at(to, e.times(row.index, R))
-            factor = e.get(factors, row.index)
-            many = e.splat(factor)
-            with e.loop(0, whole, e.lanes) as col:
-                e.vput(e.fmul(fetch(e, src, e.plus(start, col.index), dtype, e.lanes), many), out, col.index)
-            with e.loop(whole, inside) as col:
-                value = fetch(e, src, e.plus(start, e.times(col.index, col_step)), dtype)
-                e.put(e.fmul(value, factor), out, col.index)
-            with e.loop(inside, R) as col:
-                e.put(e.num(0.0), out, col.index)
-        with e.loop(e.times(rows, R), e.times(all_rows, R)) as cell:
-            e.put(e.num(0.0), to, cell.index)
     e.ret_void()
     return function
 

@@ -28,11 +28,6 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def pitch(columns: int) -> int:
-    """Row stride of a packed tile: a power of two would make its rows collide in L1."""
-    return columns + ALIGN if columns % 32 == 0 else columns
-
-
 @dataclass(frozen=True)
 class Tiles:
     """Blocks of one call: query rows of a task (per head), keys of a block, query blocks of the longest sequence."""
@@ -111,15 +106,15 @@ def backward_tiles(problem: Problem, tile: Register, longest: int, threads: int)
 def forward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
     """Bytes of a thread's buffer; the kernel lays it out in the same order."""
     R, rows, keys = kernel.tile.rows, tiles.rows * words["group"], tiles.keys
-    sizes = [rows * words["DP"], rows * words["DVP"], rows, rows, keys * R, keys * R, R, R]
-    return _bytes(kernel, [*sizes, keys * words["LDK"], keys * words["LDV"]])
+    sizes = [rows * words["DP"], rows * words["DVP"], rows, rows, keys * R, keys * R, R, R, tiles.rows]
+    return _bytes(kernel, [*sizes, keys * words["DP"], keys * words["DVP"]])
 
 
 def backward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
     R, rows, keys = kernel.tile.rows, tiles.rows, tiles.keys
     sizes = [rows * words[n] for n in ("DP", "DVP", "DR", "DVR", "DP")]
     sizes += [keys * rows, keys * rows, keys * R, keys * R, rows, rows, rows, rows, kernel.tile.keys * R]
-    return _bytes(kernel, [*sizes, keys * words["LDK"], keys * words["LDV"], 2 * rows, 2 * rows])
+    return _bytes(kernel, [*sizes, *(keys * words[n] for n in ("DP", "DVP", "DP")), 2 * rows, 2 * rows])
 
 
 def _bytes(kernel: Kernel, sizes: list[int]) -> int:
@@ -146,8 +141,6 @@ def words_for(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
         "descending": int(_grows(problem)),
         "DP": dp,
         "DVP": dvp,
-        "LDK": pitch(dp),
-        "LDV": pitch(dvp),
         "threshold": int(problem.dropout_p * 2**32),
         "ds_factor": bits(problem.scale),
         "DR": round_up(problem.head_dim, R),
