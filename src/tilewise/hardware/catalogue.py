@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from functools import cache
 
 from tilewise.errors import DeviceError
@@ -55,14 +57,15 @@ def lookup(name: str) -> DeviceSpec:
 
 def closest_gpu(name: str, arch: str) -> DeviceSpec | None:
     """The catalogue entry for a live GPU: by the name the driver gives, else the same architecture."""
-    plain = _plain(name)
+    words = re.findall("[a-z0-9]+", name.lower())
+    words += ["".join(pair) for pair in itertools.pairwise(words)]  # "RTX 4090"
     candidates = [spec for spec in catalogue().values() if spec.is_gpu]
-    named = [spec for spec in candidates if _plain(spec.key).removesuffix("pcie") in plain]
-    named = [spec for spec in named if "pcie" not in spec.key or "pcie" in plain]
+    named = [spec for spec in candidates if spec.key.split("-")[0] in words]
+    if len(named) > 1:  # variants of one name: PCIe or SXM, 40 or 80 GB
+        variants = [spec for spec in named if any(spec.key.split("-")[-1] in word for word in words[1:])]
+        named = sorted(variants, key=lambda spec: "-" not in spec.key) or named
     if named:
-        return max(named, key=lambda spec: len(_plain(spec.key)))
-    if "a100" in plain:
-        return catalogue()["a100-40" if "40" in plain else "a100-80"]
+        return named[0]
     same = [spec for spec in candidates if spec.arch == arch]
     return same[0] if same else None
 

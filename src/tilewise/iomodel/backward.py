@@ -30,13 +30,14 @@ def dkdv(problem: Problem, tile: TilePlan) -> Traffic:
         used = np.zeros(grid.cols, dtype=bool)
         for head in group:
             used |= head.visited.any(axis=0)
-            rows = int((head.visited * grid.row_lengths[:, None]).sum()) * head.count * count
+            rows = int(head.by_row @ grid.row_lengths) * head.count * count
             moved.read("Q", rows * d * size)
             moved.read("dO", rows * dv * size)
             moved.read("LSE", rows * stat)
             moved.read("delta", rows * stat)
-            moved.read("bias", int((head.visited * grid.bias_bytes()).sum()) * head.count * count)
-            moved.read("mask", int((head.partial * grid.mask_bytes()).sum()) * head.count * count)
+            bias, mask = grid.extras(head)
+            moved.read("bias", bias * head.count * count)
+            moved.read("mask", mask * head.count * count)
         keys = int(grid.col_lengths[used].sum()) * count
         moved.read("K", keys * d * size)
         moved.read("V", keys * dv * size)
@@ -53,15 +54,16 @@ def dq(problem: Problem, tile: TilePlan) -> Traffic:
     moved = Traffic()
     for head in grid.heads():
         rows = int(grid.row_lengths[head.visited.any(axis=1)].sum()) * head.count
-        keys = int((head.visited * grid.col_lengths).sum()) * head.count
+        keys = int(head.by_col @ grid.col_lengths) * head.count
         moved.read("Q", rows * d * size)
         moved.read("dO", rows * dv * size)
         moved.read("LSE", rows * stat)
         moved.read("delta", rows * stat)
         moved.read("K", keys * d * size)
         moved.read("V", keys * dv * size)
-        moved.read("bias", int((head.visited * grid.bias_bytes()).sum()) * head.count)
-        moved.read("mask", int((head.partial * grid.mask_bytes()).sum()) * head.count)
+        bias, mask = grid.extras(head)
+        moved.read("bias", bias * head.count)
+        moved.read("mask", mask * head.count)
         moved.write("dQ", problem.seqlen_q * head.count * d * size)
     return moved
 
@@ -80,7 +82,7 @@ def fused(problem: Problem, tile: TilePlan) -> Traffic:
     every = problem.batch * problem.heads * problem.seqlen_q
     moved.write("dQ acc", every * d * stat)  # zeroed
     for head in grid.heads():
-        rows = int((head.visited * grid.row_lengths[:, None]).sum()) * head.count
+        rows = int(head.by_row @ grid.row_lengths) * head.count
         moved.write("dQ acc", rows * d * stat)  # a reduction travels one way: the memory side adds
     moved.read("dQ acc", every * d * stat)
     moved.write("dQ", every * d * problem.itemsize)

@@ -43,8 +43,8 @@ def work(problem: Problem, tile: TilePlan) -> Work:
     d, dv = problem.head_dim, problem.head_dim_v
     tiles, area = 0, 0
     for head in grid.heads():
-        tiles += int(head.visited.sum()) * head.count
-        area += int((head.visited * np.outer(grid.row_lengths, grid.col_lengths)).sum()) * head.count
+        tiles += int(head.by_row.sum()) * head.count
+        area += grid.area(head) * head.count
     pairs = visible_pairs(problem)
     per_pair = tile_flops(tile.pass_, 1, 1, d, dv)
     padded = tiles * tile.block_q * tile.block_k

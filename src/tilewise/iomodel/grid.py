@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tilewise.masks import Full, MaskProgram, TileMap
+from tilewise.masks import UNBOUNDED, Full, MaskProgram, TileMap
 from tilewise.problem import Problem
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
 class HeadTiles:
     """The tiles of one query head: `count` heads of the problem look the same."""
 
-    b: int
-    h: int
-    count: int
-    classes: npt.NDArray[np.uint8]  # [Tr, Tc] of TileClass
+    def __init__(self, b: int, h: int, count: int, classes: npt.NDArray[np.uint8]) -> None:
+        self.b, self.h, self.count = b, h, count
+        self.classes = classes  # [Tr, Tc] of TileClass
 
-    @property
+    @cached_property
     def visited(self) -> Bools:
         return np.asarray(self.classes > 0)
 
-    @property
+    @cached_property
     def partial(self) -> Bools:
         return np.asarray(self.classes == 1)
+
+    @cached_property
+    def by_row(self) -> Ints:
+        """[Tr] tiles each row of tiles visits."""
+        return np.asarray(self.visited.sum(axis=1, dtype=np.int64))
+
+    @cached_property
+    def by_col(self) -> Ints:
+        """[Tc] rows of tiles that visit each key tile."""
+        return np.asarray(self.visited.sum(axis=0, dtype=np.int64))
 
 
 class Grid:
@@ -56,7 +65,28 @@ class Grid:
         """[Tr, Tc] of one query head."""
         if not self.rows or not self.cols:
             return np.zeros((self.rows, self.cols), dtype=np.uint8)
+        if self.problem.program.structure in ("", "b", "t"):
+            return self._band_classes()
         return np.stack([self.map.row(i, b, h) for i in range(self.rows)])
+
+    def _band_classes(self) -> npt.NDArray[np.uint8]:
+        """The same for lo <= k - q <= hi, all rows at once: long sequences have millions of tiles."""
+        problem, program = self.problem, self.problem.program
+        lo, hi = program.ints or (-UNBOUNDED, UNBOUNDED)
+        shift = problem.seqlen_k - problem.seqlen_q if program.structure == "b" else 0
+        lo = lo + shift if lo > -UNBOUNDED else -2 * UNBOUNDED
+        hi = hi + shift if hi < UNBOUNDED else 2 * UNBOUNDED
+        q_first = np.arange(self.rows, dtype=np.int64) * self.block_q
+        k_first = np.arange(self.cols, dtype=np.int64) * self.block_k
+        q_last, k_last = q_first + self.row_lengths - 1, k_first + self.col_lengths - 1
+        # a tile's k - q runs from k_first - q_last to k_last - q_first
+        column = np.arange(self.cols)
+        some = column >= np.searchsorted(k_last, q_first + lo, "left")[:, None]
+        some &= column < np.searchsorted(k_first, q_last + hi, "right")[:, None]
+        every = column >= np.searchsorted(k_first, q_last + lo, "left")[:, None]
+        every &= column < np.searchsorted(k_last, q_first + hi, "right")[:, None]
+        some &= lo <= hi
+        return some.astype(np.uint8) + (some & every)
 
     def heads(self) -> Iterator[HeadTiles]:
         """Query heads, those with equal tiles together."""
@@ -81,6 +111,19 @@ class Grid:
                     yield [HeadTiles(b, h, 1, self.classes(b, h)) for h in group], count
                 else:
                     yield [HeadTiles(b, kv * problem.group, problem.group, self.classes(b, 0))], count
+
+    def extras(self, head: HeadTiles) -> tuple[int, int]:
+        """Bytes of bias over a head's visited tiles, and of mask tensors over its PARTIAL ones."""
+        bias = int((head.visited * self.bias_bytes()).sum()) if self.problem.bias is not None else 0
+        mask = int((head.partial * self.mask_bytes()).sum()) if self.problem.program.tensors else 0
+        return bias, mask
+
+    def area(self, head: HeadTiles) -> int:
+        """Scores in a head's visited tiles; only the last row and column of tiles are shorter than the rest."""
+        if not self.rows or not self.cols:
+            return 0
+        keys = head.by_row * self.col_lengths[0] + head.visited[:, -1] * (self.col_lengths[-1] - self.col_lengths[0])
+        return int(keys @ self.row_lengths)
 
     def mask_bytes(self) -> Ints:
         """[Tr, Tc] bytes of mask tensors a PARTIAL tile reads."""

@@ -132,7 +132,7 @@ def v1(problem: Problem, tile: TilePlan) -> Traffic:
     d, dv, size, stat = problem.head_dim, problem.head_dim_v, problem.itemsize, stat_size(problem)
     moved = Traffic()
     for head in grid.heads():
-        rows = int((head.visited @ np.ones(grid.cols, dtype=np.int64) * grid.row_lengths).sum()) * head.count
+        rows = int(head.by_row @ grid.row_lengths) * head.count
         keys = int(grid.col_lengths[head.visited.any(axis=0)].sum()) * head.count
         every = problem.seqlen_q * head.count
         moved.read("K", keys * d * size)
@@ -157,7 +157,7 @@ def v2(problem: Problem, tile: TilePlan) -> Traffic:
     d, dv, size, stat = problem.head_dim, problem.head_dim_v, problem.itemsize, stat_size(problem)
     moved = Traffic()
     for head in grid.heads():
-        keys = int((head.visited * grid.col_lengths).sum()) * head.count
+        keys = int(head.by_col @ grid.col_lengths) * head.count
         moved.read("Q", int(grid.row_lengths[head.visited.any(axis=1)].sum()) * head.count * d * size)
         moved.read("K", keys * d * size)
         moved.read("V", keys * dv * size)
@@ -181,13 +181,14 @@ def decode(problem: Problem, tile: TilePlan) -> Traffic:
         for split in range(tile.splits):
             part = visited[:, split * per : (split + 1) * per]
             lengths = grid.col_lengths[split * per : (split + 1) * per]
-            keys = int((part * lengths).sum()) * heads
+            keys = int(part.sum(axis=0, dtype=np.int64) @ lengths) * heads
             moved.read("Q", int(row_lengths[part.any(axis=1)].sum()) * heads * d * size)
             moved.read("K", keys * d * size)
             moved.read("V", keys * dv * size)
-    single = Grid(problem, 1, tile.block_k)
-    for head in single.heads():  # the rows of a packed tile belong to several heads: each reads its own bias and mask
-        _read_extras(moved, single, head)
+    if problem.bias is not None or problem.program.tensors:
+        single = Grid(problem, 1, tile.block_k)
+        for head in single.heads():  # rows of a packed tile belong to several heads: each reads its own bias and mask
+            _read_extras(moved, single, head)
     rows = problem.batch * problem.heads * problem.seqlen_q
     if tile.splits > 1:
         for name, width in (("partial O", dv), ("partial LSE", 1)):
@@ -218,8 +219,9 @@ def _decode_rows(problem: Problem, tile: TilePlan, grid: Grid) -> Iterator[tuple
 
 def _read_extras(moved: Traffic, grid: Grid, head: HeadTiles) -> None:
     """Bias of every visited tile, mask tensors of every PARTIAL one."""
-    moved.read("bias", int((head.visited * grid.bias_bytes()).sum()) * head.count)
-    moved.read("mask", int((head.partial * grid.mask_bytes()).sum()) * head.count)
+    bias, mask = grid.extras(head)
+    moved.read("bias", bias * head.count)
+    moved.read("mask", mask * head.count)
 
 
 Schedule = Callable[[Problem, TilePlan], Traffic]

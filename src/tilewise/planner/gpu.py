@@ -148,8 +148,8 @@ def _decode_candidates(size: _Size, spec: DeviceSpec) -> Iterator[TilePlan]:
     """Few queries: the heads of a group share a tile, and the keys are split until the device is full."""
     packed_rows = size.rows * (size.tasks // size.kv_tasks)
     block_q = min(64, max(16, _above(packed_rows)))
-    for block_k in (32, 64, 128):
-        for stages in (2, 3, 4):
+    for block_k in (16, 32, 64, 128):
+        for stages in (1, 2, 3, 4):
             tile = TilePlan(block_q, block_k, stages, 4, pack_gqa=True, pass_="decode")
             yield replace(tile, splits=best_splits(tile, size, spec))
 

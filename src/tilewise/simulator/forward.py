@@ -165,7 +165,11 @@ def _decode_part(run: Run, b: int, members: list[tuple[int, int]], tiles: range,
     problem, hbm = run.problem, run.hbm
     kv = members[0][1] // problem.group
     single = run.single_rows()
-    seen = [j for j in tiles if any(single.row(q, b, h)[j] for q, h in members)]
+    if run.tile.pack_gqa:
+        seen = [j for j in tiles if any(single.row(q, b, h)[j] for q, h in members)]
+    else:
+        q, h = members[0]
+        seen = [j for j in tiles if run.map.row(q // run.tile.block_q, b, h)[j]]
     if seen:
         q_tile = np.stack([hbm.load("Q", (b, h, q)) for q, h in members])  # [M, D]
         run.sram.hold("Q", q_tile.size, run.size)
