@@ -16,7 +16,7 @@ from tilewise.bench.worker import Worker, WorkerError
 
 STANDARD, SDPA = "standard", "sdpa"
 CONTENDERS = (STANDARD, SDPA, OURS)
-SCORE_COPIES = 3  # scores, masked scores and weights exist at once while standard attention runs
+SCORE_COPIES = {"forward": 3, "training": 6}  # scores, masked scores, weights; then their gradients
 SPARE = 0.7  # of the free memory standard attention may take this share
 
 Progress = Callable[[str, float], None]
@@ -78,7 +78,14 @@ class Demo:
 def too_big(case: Case) -> str | None:
     """Why standard attention cannot be run on the case, if it cannot."""
     problem = case.problem()
-    need = SCORE_COPIES * problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k * problem.itemsize
+    need = (
+        SCORE_COPIES[case.passes]
+        * problem.batch
+        * problem.heads
+        * problem.seqlen_q
+        * problem.seqlen_k
+        * problem.itemsize
+    )
     free = available_bytes()
     if case.device != "cpu" or free is None or need <= SPARE * free:
         return None
@@ -104,7 +111,7 @@ def run_demo(case: Case, rounds: int, on_progress: Progress) -> Demo:
                 try:
                     found = worker.ask(question, **arguments)
                 except WorkerError as error:
-                    runs[name].reason = str(error)
+                    runs[name] = Run(name, reason=str(error))
                     del workers[name]
                     continue
                 if name == OURS and question == "memory":
