@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
 SPECS = {"sm_80": "A100-SXM4-80GB", "sm_90": "H200", "sm_100": "B200", "gfx942": "MI300X"}
 
 
@@ -60,7 +65,13 @@ CASES = (
     Case("d96 dv32 prefix", d=96, dv=32, mask="causal() | prefix(7)"),
     Case("window fp16", dtype="float16", mask="window(64)"),
     Case("varlen", mask="causal()", varlen=True),
-    Case("everything", ("forward", "keys", "queries", "bias"), d=64, dv=64, features=("softcap", "bias", "alibi", "sinks", "dropout")),
+    Case(
+        "everything",
+        ("forward", "keys", "queries", "bias"),
+        d=64,
+        dv=64,
+        features=("softcap", "bias", "alibi", "sinks", "dropout"),
+    ),
     Case("documents", mask="documents", d=64, dv=64),
     Case("blocks and dense", mask="blocks", d=64, dv=64),
     Case("decode", ("decode", "merge")),
@@ -131,7 +142,9 @@ def problem_of(case: Case) -> tuple[Any, Any]:
     )
 
 
-def sources(case: Case, target: str, tile: Any = None, maps: bool = True) -> Iterator[tuple[str, Any, tuple[Any, ...], Any, Any, str]]:
+def sources(
+    case: Case, target: str, tile: Any = None, maps: bool = True
+) -> Iterator[tuple[str, Any, tuple[Any, ...], Any, Any, str]]:
     """Every kernel of a case: its name, the kernel, arguments, config, options and tile."""
     import torch
 
@@ -169,10 +182,24 @@ def sources(case: Case, target: str, tile: Any = None, maps: bool = True) -> Ite
         text = f"{plan.block_q}x{plan.block_k} w{plan.warps} s{plan.stages}"
         plain = blocks._replace(STRUCTURE="")
         if name == "forward":
-            yield name, forward.forward_kernel, (a, *descriptors(inputs.k, inputs.v, plan.block_k)), blocks, options, text
+            yield (
+                name,
+                forward.forward_kernel,
+                (a, *descriptors(inputs.k, inputs.v, plan.block_k)),
+                blocks,
+                options,
+                text,
+            )
         elif name == "decode":
             parts = a._replace(out=arg.split_view(out.to(torch.float32)))
-            yield name, forward.forward_kernel, (parts, *descriptors(inputs.k, inputs.v, plan.block_k)), blocks._replace(PACK=problem.group, SPLIT=True), options, text
+            yield (
+                name,
+                forward.forward_kernel,
+                (parts, *descriptors(inputs.k, inputs.v, plan.block_k)),
+                blocks._replace(PACK=problem.group, SPLIT=True),
+                options,
+                text,
+            )
         elif name == "merge":
             yield name, split.merge_kernel, (a, arg.split_view(out.to(torch.float32)), lse), plain, options, text
         elif name == "prepare":
@@ -180,13 +207,24 @@ def sources(case: Case, target: str, tile: Any = None, maps: bool = True) -> Ite
         elif name == "keys":
             yield name, backward.keys_kernel, (a, g, *descriptors(inputs.q, out, plan.block_q)), blocks, options, text
         elif name == "queries":
-            yield name, backward.queries_kernel, (a, g, *descriptors(inputs.k, inputs.v, plan.block_k)), blocks, options, text
+            yield (
+                name,
+                backward.queries_kernel,
+                (a, g, *descriptors(inputs.k, inputs.v, plan.block_k)),
+                blocks,
+                options,
+                text,
+            )
         else:
-            shaped = g._replace(dbias=bias_view(torch.empty_like(inputs.bias, dtype=torch.float32)), bias_shape=tuple(inputs.bias.shape))
+            shaped = g._replace(
+                dbias=bias_view(torch.empty_like(inputs.bias, dtype=torch.float32)), bias_shape=tuple(inputs.bias.shape)
+            )
             yield name, bias.bias_kernel, (a, shaped), blocks, options, text
 
 
-def compile_case(case: Case, target: str, kernels: tuple[str, ...] | None = None, tile: Any = None, maps: bool = True) -> Iterator[Result]:
+def compile_case(
+    case: Case, target: str, kernels: tuple[str, ...] | None = None, tile: Any = None, maps: bool = True
+) -> Iterator[Result]:
     """Compile a case's kernels for a target; raises what the compiler raises."""
     from triton.backends.compiler import GPUTarget
 
@@ -240,7 +278,10 @@ def run_here(options: argparse.Namespace) -> int:
                 failures += 1
                 while error.__cause__ is not None:  # the innermost one names the line
                     error = error.__cause__
-                print(f"triton {triton.__version__}  {target:7} {case.name:20} FAILED {type(error).__name__}: {str(error)[-800:]}", flush=True)
+                print(
+                    f"triton {triton.__version__}  {target:7} {case.name:20} FAILED {type(error).__name__}: {str(error)[-800:]}",
+                    flush=True,
+                )
     print(f"{failures} failures")
     return 1 if failures else 0
 
@@ -249,22 +290,39 @@ def run_under(version: str, arguments: list[str]) -> int:
     """The same script with another triton, installed beside the environment's on first use."""
     home = ROOT / "build" / f"triton-{version}"
     if not home.exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(home), f"triton=={version}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            str(home),
+            f"triton=={version}",
+        ]
         subprocess.run(command, check=True)
     path = os.pathsep.join([str(home), str(ROOT / "src")])
-    return subprocess.run([sys.executable, __file__, *arguments], env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+    return subprocess.run(
+        [sys.executable, __file__, *arguments], env={**os.environ, "PYTHONPATH": path}, check=False
+    ).returncode
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--triton", nargs="*", default=[], help="versions to compile under instead of the environment's")
+    parser.add_argument(
+        "--triton", nargs="*", default=[], help="versions to compile under instead of the environment's"
+    )
     parser.add_argument("--target", nargs="*", choices=list(TARGETS))
     parser.add_argument("--only", nargs="*", help="words that a case's name or kernels must match")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "src"))
     if not options.triton:
         return run_here(options)
-    arguments = [*(["--target", *options.target] if options.target else []), *(["--only", *options.only] if options.only else [])]
+    arguments = [
+        *(["--target", *options.target] if options.target else []),
+        *(["--only", *options.only] if options.only else []),
+    ]
     return max(run_under(version, arguments) for version in options.triton)
 
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "tools")]
 
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402, N812
+import torch.nn.functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from tilewise.backends.base import Inputs, Needs  # noqa: E402
@@ -39,8 +39,26 @@ RECORDS: list[dict[str, Any]] = []
 PEERS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "eff": SDPBackend.EFFICIENT_ATTENTION}
 
 FORWARD = {
-    64: ["128,128,8,2", "128,128,8,3", "128,64,4,3", "128,64,8,3", "64,64,4,3", "64,128,4,2", "128,128,4,2", "128,64,8,2"],
-    128: ["128,128,8,2", "128,128,8,3", "128,64,8,2", "128,64,8,3", "128,64,4,3", "64,64,4,2", "64,64,4,3", "64,128,4,2"],
+    64: [
+        "128,128,8,2",
+        "128,128,8,3",
+        "128,64,4,3",
+        "128,64,8,3",
+        "64,64,4,3",
+        "64,128,4,2",
+        "128,128,4,2",
+        "128,64,8,2",
+    ],
+    128: [
+        "128,128,8,2",
+        "128,128,8,3",
+        "128,64,8,2",
+        "128,64,8,3",
+        "128,64,4,3",
+        "64,64,4,2",
+        "64,64,4,3",
+        "64,128,4,2",
+    ],
 }
 KEYS = {
     64: ["64,128,8,2", "64,128,8,3", "32,128,8,2", "64,64,4,2", "64,64,4,3", "128,64,4,2", "128,128,8,2", "32,64,4,3"],
@@ -70,15 +88,34 @@ class Call(NamedTuple):
 
 
 def make(
-    batch: int, heads: int, seqlen: int, d: int, mask: Any = None, *, keys: int | None = None, kv_heads: int | None = None,
-    dtype: torch.dtype = torch.bfloat16, device: str | None = None, **features: Any,
+    batch: int,
+    heads: int,
+    seqlen: int,
+    d: int,
+    mask: Any = None,
+    *,
+    keys: int | None = None,
+    kv_heads: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | None = None,
+    **features: Any,
 ) -> Call:
     device = device or DEVICE
     problem = Problem.of(
-        batch=batch, heads=heads, kv_heads=kv_heads, seqlen=seqlen, kv_seqlen=keys, head_dim=d, mask=mask,
-        dtype=str(dtype).removeprefix("torch."), device=DEVICE, **features,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        seqlen=seqlen,
+        kv_seqlen=keys,
+        head_dim=d,
+        mask=mask,
+        dtype=str(dtype).removeprefix("torch."),
+        device=DEVICE,
+        **features,
     )
-    problem._program.append(problem.mask.lower(Binding(problem.shape, problem.varlen, lambda x: torch.as_tensor(x, device=device))))
+    problem._program.append(
+        problem.mask.lower(Binding(problem.shape, problem.varlen, lambda x: torch.as_tensor(x, device=device)))
+    )
     shape = (batch, heads, seqlen, d), (batch, problem.kv_heads, problem.seqlen_k, d)
     fresh = torch.empty if device == "meta" else torch.randn
     q, k, v = (fresh(s, dtype=dtype, device=device) for s in (shape[0], shape[1], shape[1]))
@@ -119,8 +156,13 @@ def compile_one(job: tuple[str, dict[str, Any], str, bool]) -> str:
         out = torch.empty_like(inputs.q)
         lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
         a, config = host.arguments(problem, inputs, out, lse, plan)
+
         def descriptors(x: torch.Tensor, y: torch.Tensor, rows: int) -> tuple[Any, Any]:
-            return (Descriptor(x, rows, padded(x.shape[3])), Descriptor(y, rows, padded(y.shape[3]))) if maps else (None, None)
+            return (
+                (Descriptor(x, rows, padded(x.shape[3])), Descriptor(y, rows, padded(y.shape[3])))
+                if maps
+                else (None, None)
+            )
 
         g = Gradients(view(out), view(inputs.q), view(inputs.k), view(inputs.v), lse, lse, None, None, None)
         if kernel == "forward":
@@ -128,9 +170,14 @@ def compile_one(job: tuple[str, dict[str, Any], str, bool]) -> str:
         elif kernel == "keys":
             fn, args = backward.keys_kernel, (a, g._replace(dq=None), *descriptors(inputs.q, out, plan.block_q))
         else:
-            fn, args = backward.queries_kernel, (a, g._replace(dk=None, dv=None), *descriptors(inputs.k, inputs.v, plan.block_k))
+            fn, args = (
+                backward.queries_kernel,
+                (a, g._replace(dk=None, dv=None), *descriptors(inputs.k, inputs.v, plan.block_k)),
+            )
         major, minor = CAPABILITY
-        compile_for(GPUTarget("cuda", major * 10 + minor, 32), fn, signature(args), config, Options(plan.warps, plan.stages))
+        compile_for(
+            GPUTarget("cuda", major * 10 + minor, 32), fn, signature(args), config, Options(plan.warps, plan.stages)
+        )
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__
@@ -199,7 +246,9 @@ def peers(call: Call, is_causal: bool, which: tuple[str, ...] = ("fa2", "cudnn")
     return {name: (lambda b=PEERS[name]: run(b)) for name in which}
 
 
-def peer_gradients(call: Call, is_causal: bool, which: tuple[str, ...] = ("fa2", "cudnn")) -> dict[str, Callable[[], Any]]:
+def peer_gradients(
+    call: Call, is_causal: bool, which: tuple[str, ...] = ("fa2", "cudnn")
+) -> dict[str, Callable[[], Any]]:
     result = {}
     for name in which:
         q, k, v = (x.detach().clone().requires_grad_() for x in call.inputs[:3])
@@ -240,7 +289,9 @@ def our_gradients(call: Call, needs: Needs, tiles: dict[str, TilePlan] | None = 
 
 def geometry(tokens: int = 16384, hidden: int = 2048) -> list[tuple[int, int, dict[str, int]]]:
     return [
-        (d, s, {"batch": tokens // s, "heads": hidden // d, "seqlen": s, "d": d}) for d in (64, 128) for s in (512, 2048, 8192, 16384)
+        (d, s, {"batch": tokens // s, "heads": hidden // d, "seqlen": s, "d": d})
+        for d in (64, 128)
+        for s in (512, 2048, 8192, 16384)
     ]
 
 
@@ -259,7 +310,12 @@ def smoke(clock: Clock, args: argparse.Namespace) -> None:
                 host.descriptors = lambda x, y, rows: (None, None)
             try:
                 start = time.monotonic()
-                print(f"  d {d} {call.problem.program.structure!r} maps={maps}:", errors(call), f"{time.monotonic() - start:.1f} s", flush=True)
+                print(
+                    f"  d {d} {call.problem.program.structure!r} maps={maps}:",
+                    errors(call),
+                    f"{time.monotonic() - start:.1f} s",
+                    flush=True,
+                )
             except Exception:
                 traceback.print_exc(limit=-4)
             finally:
@@ -276,14 +332,18 @@ def errors(call: Call, needs_grad: bool = True) -> str:
     rows = torch.arange(p.seqlen_q, device=q.device)[:, None] + p.seqlen_k - p.seqlen_q
     keep = torch.arange(p.seqlen_k, device=q.device)[None, :] <= rows if p.program.structure == "b" else None
     with sdpa_kernel(SDPBackend.MATH):
-        want = F.scaled_dot_product_attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), attn_mask=keep)
+        want = F.scaled_dot_product_attention(
+            q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), attn_mask=keep
+        )
     out, lse = host.backend.forward(p, call.inputs)
     text = f"out {(out.double() - want).abs().max():.1e}"
     if needs_grad:
         dout = torch.randn_like(out)
         wanted = torch.autograd.grad(want, (q, k, v), dout.double())
         got = host.backend.backward(p, call.inputs, out, lse, dout, None, Needs())
-        text += "".join(f" {n} {(x.double() - y).abs().max():.1e}" for n, x, y in zip(("dq", "dk", "dv"), got, wanted, strict=False))
+        text += "".join(
+            f" {n} {(x.double() - y).abs().max():.1e}" for n, x, y in zip(("dq", "dk", "dv"), got, wanted, strict=False)
+        )
     return text
 
 
@@ -323,7 +383,12 @@ def conform(clock: Clock, args: argparse.Namespace) -> None:
 
 def accuracy(clock: Clock, args: argparse.Namespace) -> None:
     """Errors at S 2048 against fp64, for each dtype."""
-    for dtype, precision in ((torch.float32, "default"), (torch.float32, "tf32"), (torch.bfloat16, "default"), (torch.float16, "default")):
+    for dtype, precision in (
+        (torch.float32, "default"),
+        (torch.float32, "tf32"),
+        (torch.bfloat16, "default"),
+        (torch.float16, "default"),
+    ):
         for mask in (full(), causal()):
             call = make(1, 4, 2048, 128, mask, dtype=dtype, precision=precision)
             print(f"  {dtype} {precision} {call.problem.program.structure!r}:", errors(call), flush=True)
@@ -378,7 +443,9 @@ def backward(clock: Clock, args: argparse.Namespace) -> None:
             best_k = min((ms, tile) for tile, ms in times.items() if tile[0] == "K")
             best_q = min((ms, tile) for tile, ms in times.items() if tile[0] == "Q")
             work = flops(call.problem, True) / 1e9
-            print(f"    best {best_k[1]} {best_k[0]:.3f} ms + {best_q[1]} {best_q[0]:.3f} ms: {work / (best_k[0] + best_q[0]):.0f} TFLOP/s and more")
+            print(
+                f"    best {best_k[1]} {best_k[0]:.3f} ms + {best_q[1]} {best_q[0]:.3f} ms: {work / (best_k[0] + best_q[0]):.0f} TFLOP/s and more"
+            )
 
 
 def fp32(clock: Clock, args: argparse.Namespace) -> None:
@@ -406,10 +473,17 @@ def windows(clock: Clock, args: argparse.Namespace) -> None:
     """window(1024) at 16k must be at least 8 times faster than unmasked attention by the same kernel."""
     for d in (64, 128):
         base, near = make(1, 2048 // d, 16384, d, full()), make(1, 2048 // d, 16384, d, window(1024))
-        runs = {"full": ours(base, None), "window": ours(near, None), "causal": ours(make(1, 2048 // d, 16384, d, causal()), None)}
+        runs = {
+            "full": ours(base, None),
+            "window": ours(near, None),
+            "causal": ours(make(1, 2048 // d, 16384, d, causal()), None),
+        }
         runs |= {tile: ours(near, tile_of(tile)) for tile in FORWARD[d]}
         times = interleaved(runs, rounds=3)
-        print(f"  d {d}: full {times['full']:.3f} ms, window {times['window']:.3f} ms: {times['full'] / times['window']:.1f}x", times)
+        print(
+            f"  d {d}: full {times['full']:.3f} ms, window {times['window']:.3f} ms: {times['full'] / times['window']:.1f}x",
+            times,
+        )
         RECORDS.append({"case": f"window d {d}", "ms": times})
 
 
@@ -418,10 +492,20 @@ def varlen(clock: Clock, args: argparse.Namespace) -> None:
     for d, s in ((64, 2048), (128, 2048), (128, 512)):
         dense = make(16384 // s, 2048 // d, s, d, causal())
         problem = Problem.of(
-            batch=16384 // s, heads=2048 // d, seqlen=16384, head_dim=d, mask=causal(), varlen=True, dtype="bfloat16", device=DEVICE
+            batch=16384 // s,
+            heads=2048 // d,
+            seqlen=16384,
+            head_dim=d,
+            mask=causal(),
+            varlen=True,
+            dtype="bfloat16",
+            device=DEVICE,
         )
         cu = torch.arange(0, 16385, s, dtype=torch.int32, device=DEVICE)
-        q, k, v = (torch.randn(16384, 2048 // d, d, dtype=torch.bfloat16, device=DEVICE).transpose(0, 1)[None] for _ in range(3))
+        q, k, v = (
+            torch.randn(16384, 2048 // d, d, dtype=torch.bfloat16, device=DEVICE).transpose(0, 1)[None]
+            for _ in range(3)
+        )
         packed = Call(problem, Inputs(q, k, v, cu_q=cu, cu_k=cu))
         runs = {"dense": ours(dense, None), "packed": ours(packed, None)}
         runs |= {"dense bwd": our_gradients(dense, Needs()), "packed bwd": our_gradients(packed, Needs())}
@@ -432,7 +516,13 @@ def varlen(clock: Clock, args: argparse.Namespace) -> None:
 
 def decode(clock: Clock, args: argparse.Namespace) -> None:
     """Bytes of K and V over time."""
-    for batch, heads, kv_heads, keys in ((8, 32, 8, 16384), (1, 32, 8, 131072), (64, 32, 8, 4096), (1, 64, 8, 8192), (8, 16, 1, 16384)):
+    for batch, heads, kv_heads, keys in (
+        (8, 32, 8, 16384),
+        (1, 32, 8, 131072),
+        (64, 32, 8, 4096),
+        (1, 64, 8, 8192),
+        (8, 16, 1, 16384),
+    ):
         call = make(batch, heads, 1, 128, keys=keys, kv_heads=kv_heads)
         size = 2.0 * batch * kv_heads * keys * 128 * 2
         runs = {**peers(call, False), "plan": ours(call, None)}
@@ -523,7 +613,11 @@ def main() -> int:
             traceback.print_exc(limit=-6)
         print(f"  ({name} took {time.monotonic() - start:.0f} s)", flush=True)
         if args.json:
-            args.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "triton": triton.__version__, "records": RECORDS}, indent=1))
+            args.json.write_text(
+                json.dumps(
+                    {"device": torch.cuda.get_device_name(), "triton": triton.__version__, "records": RECORDS}, indent=1
+                )
+            )
     return 0
 
 

@@ -104,10 +104,11 @@ def dot_precision(problem: Problem, hip: bool) -> str:
     return "ieee" if hip else "tf32x3"
 
 
-def stacked(out: Tensor, splits: int) -> Tensor:
-    """Fresh fp32 memory for `splits` partial results, one after another along the batch."""
+def partial_results(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Fresh fp32 memory for `splits` pairs (out, lse), one after another along the batch."""
     b, h, m, dv = out.shape
-    return torch.empty((splits * b, h, m, dv), dtype=torch.float32, device=out.device)
+    part = torch.empty((splits * b, h, m, dv), dtype=torch.float32, device=out.device)
+    return part, torch.empty((splits * b, h, m), dtype=torch.float32, device=out.device)
 
 
 def split_view(parts: Tensor) -> View:

@@ -43,7 +43,10 @@ class Descriptor:
         self.base = x
         self.shape = list(x.shape)
         # a dimension of size 1 is never stepped over; any legal stride will do
-        self.strides = [max(8, x.shape[3]) * 16 if size == 1 else step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
+        self.strides = [
+            max(8, x.shape[3]) * 16 if size == 1 else step
+            for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)
+        ]
         self.strides.append(1)
         self.block_shape = [1, 1, rows, width]
         self.padding = "zero"
@@ -77,7 +80,9 @@ def describable(x: torch.Tensor) -> bool:
     unit = 16 // x.element_size()
     strides = [step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     adjacent = x.stride(3) == 1 and x.shape[3] % unit == 0
-    return x.numel() > 0 and adjacent and x.data_ptr() % 16 == 0 and all(step > 0 and step % unit == 0 for step in strides)
+    return (
+        x.numel() > 0 and adjacent and x.data_ptr() % 16 == 0 and all(step > 0 and step % unit == 0 for step in strides)
+    )
 
 
 def signature(args: tuple[Any, ...]) -> Signature:

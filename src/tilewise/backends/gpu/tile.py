@@ -59,7 +59,12 @@ def sequence_of(a, b, h, C: tl.constexpr):
 @triton.jit
 def base(view, row, h, start):
     """The address of token `start` in a row and head (64 bits: any tensor that fits in memory)."""
-    return view.ptr + row.to(tl.int64) * view.stride_b + h.to(tl.int64) * view.stride_h + start.to(tl.int64) * view.stride_s
+    return (
+        view.ptr
+        + row.to(tl.int64) * view.stride_b
+        + h.to(tl.int64) * view.stride_h
+        + start.to(tl.int64) * view.stride_s
+    )
 
 
 @triton.jit
@@ -163,11 +168,24 @@ def scores(a, seq, s_tile, q, k, C: tl.constexpr):
 
 
 @triton.jit
-def kept(a, seq, q, k, C: tl.constexpr):
-    """Which weights survive dropout: Philox4x32-10 with counter (k // 4, q, head, batch), word k % 4."""
+def kept(a, seq, q, n, C: tl.constexpr):
+    """Which weights of the keys from n on survive dropout: Philox4x32-10 with counter (k // 4, q, head, batch), word k % 4.
+
+    One counter serves four neighbouring keys, so words are drawn for a quarter of the tile and then dealt out.
+    """
     seed = tl.load(a.seed_ptr)
-    none = (q + k) * 0
-    w0, w1, w2, w3 = tl.philox(seed, k // 4 + none, q + none, seq.h + none, seq.b + none)
-    word = k % 4 + none
-    chosen = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
-    return chosen >= a.drop_below.to(tl.uint32)
+    below = a.drop_below.to(tl.uint32)
+    QUARTER: tl.constexpr = C.BLOCK_N // 4
+    if q.shape[0] == 1:
+        fours = (n // 4 + tl.arange(0, QUARTER))[:, None]
+    else:
+        fours = (n // 4 + tl.arange(0, QUARTER))[None, :]
+    none = (q + fours) * 0
+    w0, w1, w2, w3 = tl.philox(seed, fours + none, q + none, seq.h + none, seq.b + none)
+    even = tl.join((w0 >= below).to(tl.int8), (w2 >= below).to(tl.int8))
+    odd = tl.join((w1 >= below).to(tl.int8), (w3 >= below).to(tl.int8))
+    words = tl.join(even, odd)  # [..., 2, 2]: words 0 1 2 3 in order
+    if q.shape[0] == 1:
+        return tl.permute(words, (0, 2, 3, 1)).reshape(C.BLOCK_N, C.BLOCK_M) != 0
+    else:
+        return words.reshape(C.BLOCK_M, C.BLOCK_N) != 0

@@ -52,7 +52,9 @@ def prepare_kernel(a, g, C: tl.constexpr):
     row = pid // tiles // a.heads
     ok = rows < a.len_q
     nothing = pid * 0
-    out_tile = load_rows(base(a.out, row, h, nothing), a.out.stride_s, a.out.stride_d, rows, ok, C.DV, C.BLOCK_DV)  # [M, DV]
+    out_tile = load_rows(
+        base(a.out, row, h, nothing), a.out.stride_s, a.out.stride_d, rows, ok, C.DV, C.BLOCK_DV
+    )  # [M, DV]
     dout_at = base(g.dout, row, h, nothing)
     dout_tile = load_rows(dout_at, g.dout.stride_s, g.dout.stride_d, rows, ok, C.DV, C.BLOCK_DV)
     at = (row.to(tl.int64) * a.heads + h) * a.len_q + rows
@@ -84,11 +86,10 @@ def weights(a, seq, s_tile, q, k, lse2, ok, MASKED: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def score_gradient(a, seq, p_tile, dp_tile, slope, delta, q, k, ok, MASKED: tl.constexpr, C: tl.constexpr):
+def score_gradient(a, seq, p_tile, dp_tile, slope, delta, q, n, ok, MASKED: tl.constexpr, C: tl.constexpr):
     """dS before the scale. Under a mask of intervals, keys that nobody sees hold zeros; else 0 · inf must not appear here."""
     if C.DROPOUT:
-        keep = kept(a, seq, q, k, C)
-        dp_tile = tl.where(keep, dp_tile * a.keep_scale, 0.0)
+        dp_tile = tl.where(kept(a, seq, q, n, C), dp_tile * a.keep_scale, 0.0)
     ds_tile = p_tile * (dp_tile - delta)
     if C.SOFTCAP:
         ds_tile *= slope
@@ -98,10 +99,11 @@ def score_gradient(a, seq, p_tile, dp_tile, slope, delta, q, k, ok, MASKED: tl.c
 
 
 @triton.jit
-def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, k, ok, MASKED: tl.constexpr, C: tl.constexpr):
+def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.constexpr, C: tl.constexpr):
     """One tile of queries against the resident keys. Tiles are transposed: [N, M]."""
     rows = tl.arange(0, C.BLOCK_M)
     q = m + rows
+    k = n + tl.arange(0, C.BLOCK_N)
     stats = (seq.row.to(tl.int64) * a.heads + seq.h) * a.len_q + seq.q_start + m
     if MASKED:
         # beyond the last query lies another sequence, whose numbers must not come near
@@ -121,25 +123,26 @@ def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, k, ok, MASKED: tl.cons
     p_tile, slope = weights(a, seq, s_tile, q[None, :], k[:, None], lse2[None, :], ok, MASKED, C)
     met_v = p_tile
     if C.DROPOUT:
-        met_v = tl.where(kept(a, seq, q[None, :], k[:, None], C), p_tile * a.keep_scale, 0.0)
+        met_v = tl.where(kept(a, seq, q[None, :], n, C), p_tile * a.keep_scale, 0.0)
     dv = dot(cast(met_v, dout_tile.dtype, C), dout_tile, dv, C)  # [N, DV]
     dp_tile = product(v_tile, tl.trans(dout_tile), C)  # [N, M]
-    ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[None, :], q[None, :], k[:, None], ok, MASKED, C)
+    ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[None, :], q[None, :], n, ok, MASKED, C)
     dk = dot(cast(ds_tile, q_tile.dtype, C), q_tile, dk, C)  # [N, D]
     return dk, dv
 
 
 @triton.jit
-def stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, k, span, MASKED: tl.constexpr, C: tl.constexpr):
+def stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n, span, MASKED: tl.constexpr, C: tl.constexpr):
     for i in range(span_length(span, C.BLOCK_M)):
         m = span_start(span, i, C.BLOCK_M)
         if MASKED and has_gaps(C.STRUCTURE):
             q = m + tl.arange(0, C.BLOCK_M)
+            k = n + tl.arange(0, C.BLOCK_N)
             ok = allowed(a.mask, seq, q[None, :], k[:, None], C)  # [N, M]
             if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
-                dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, k, ok, True, C)
+                dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, True, C)
         else:
-            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, k, None, MASKED, C)
+            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, MASKED, C)
     return dk, dv
 
 
@@ -161,7 +164,9 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
         return
     k = n0 + tl.arange(0, C.BLOCK_N)
     ok = k < seq.len_k
-    k_tile = load_rows(base(a.k, seq.row, kv_h, seq.k_start), a.k.stride_s, a.k.stride_d, k, ok, C.D, C.BLOCK_D)  # [N, D]
+    k_tile = load_rows(
+        base(a.k, seq.row, kv_h, seq.k_start), a.k.stride_s, a.k.stride_d, k, ok, C.D, C.BLOCK_D
+    )  # [N, D]
     v_at = base(a.v, seq.row, kv_h, seq.k_start)
     seen = seen_keys(a.mask, seq, 0, seq.len_q, k, C)
     v_tile = load_rows(v_at, a.v.stride_s, a.v.stride_d, k, seen, C.DV, C.BLOCK_DV)  # [N, DV]
@@ -177,8 +182,8 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     # over query heads [0, i): dk, dv = what their queries [lo, hi) contribute
     for i in range(group):
         seq = sequence_of(a, b, kv_h * group + i, C)
-        dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, k, full, False, C)
-        dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, k, partial, True, C)
+        dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n0, full, False, C)
+        dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n0, partial, True, C)
     if g.dk is not None:
         dk_at = base(g.dk, seq.row, kv_h, seq.k_start)
         store_rows(dk_at, g.dk.stride_s, g.dk.stride_d, k, ok, dk * a.scale, C.D, C.BLOCK_D, C)
@@ -188,7 +193,9 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
 
 
 @triton.jit
-def queries_step(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, n, rows, ok, MASKED: tl.constexpr, C: tl.constexpr):
+def queries_step(
+    a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, n, rows, ok, MASKED: tl.constexpr, C: tl.constexpr
+):
     """One tile of keys against the resident queries: [M, N]."""
     k = n + tl.arange(0, C.BLOCK_N)
     if MASKED:
@@ -204,7 +211,7 @@ def queries_step(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, n, rows, o
     s_tile = product(q_tile, tl.trans(k_tile), C)  # [M, N] fp32
     p_tile, slope = weights(a, seq, s_tile, q[:, None], k[None, :], lse2[:, None], ok, MASKED, C)
     dp_tile = product(dout_tile, tl.trans(v_tile), C)  # [M, N]
-    ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[:, None], q[:, None], k[None, :], ok, MASKED, C)
+    ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[:, None], q[:, None], n, ok, MASKED, C)
     return dot(cast(ds_tile, k_tile.dtype, C), k_tile, dq, C)  # [M, D]
 
 
@@ -240,7 +247,9 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     q = m0 + tl.arange(0, C.BLOCK_M)
     row_ok = q < seq.len_q
     m1 = tl.minimum(m0 + C.BLOCK_M, seq.len_q)
-    q_tile = load_rows(base(a.q, seq.row, h, seq.q_start), a.q.stride_s, a.q.stride_d, q, row_ok, C.D, C.BLOCK_D)  # [M, D]
+    q_tile = load_rows(
+        base(a.q, seq.row, h, seq.q_start), a.q.stride_s, a.q.stride_d, q, row_ok, C.D, C.BLOCK_D
+    )  # [M, D]
     dout_at = base(g.dout, seq.row, h, seq.q_start)
     dout_tile = load_rows(dout_at, g.dout.stride_s, g.dout.stride_d, q, row_ok, C.DV, C.BLOCK_DV)  # [M, DV]
     stats = (seq.row.to(tl.int64) * a.heads + h) * a.len_q + seq.q_start + q

@@ -37,7 +37,7 @@ def bias_kernel(a, g, C: tl.constexpr):
                 q = m0 + tl.arange(0, C.BLOCK_M)
                 for n0 in range(n_own, n_last, C.BLOCK_N):
                     k = n0 + tl.arange(0, C.BLOCK_N)
-                    acc += gradient_tile(a, g, seq, q, k, m0, C)
+                    acc += gradient_tile(a, g, seq, q, k, m0, n0, C)
     rows = m_own + tl.arange(0, C.BLOCK_M)
     cols = n_own + tl.arange(0, C.BLOCK_N)
     # sums over a broadcast side land in its only row or column
@@ -45,12 +45,16 @@ def bias_kernel(a, g, C: tl.constexpr):
         acc = tl.sum(acc, 0)[None, :] + tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
     if C.SUM_N:
         acc = tl.sum(acc, 1)[:, None] + tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
-    at = base(g.dbias, b_own, h_own, pid * 0) + rows[:, None].to(tl.int64) * g.dbias.stride_s + cols[None, :] * g.dbias.stride_d
+    at = (
+        base(g.dbias, b_own, h_own, pid * 0)
+        + rows[:, None].to(tl.int64) * g.dbias.stride_s
+        + cols[None, :] * g.dbias.stride_d
+    )
     tl.store(at, acc, mask=(rows < size_q)[:, None] & (cols < size_k)[None, :])
 
 
 @triton.jit
-def gradient_tile(a, g, seq, q, k, m0, C: tl.constexpr):
+def gradient_tile(a, g, seq, q, k, m0, n0, C: tl.constexpr):
     """dS of one tile, without the softcap's slope: the bias joins after it."""
     row_ok = q < seq.len_q
     ok = allowed(a.mask, seq, q[:, None], k[None, :], C)  # [M, N]
@@ -72,4 +76,4 @@ def gradient_tile(a, g, seq, q, k, m0, C: tl.constexpr):
     s_tile = product(q_tile, tl.trans(k_tile), C)  # [M, N] fp32
     p_tile, _ = weights(a, seq, s_tile, q[:, None], k[None, :], lse2[:, None], ok, True, C)
     dp_tile = product(dout_tile, tl.trans(v_tile), C)  # [M, N]
-    return score_gradient(a, seq, p_tile, dp_tile, 1.0, delta[:, None], q[:, None], k[None, :], ok, True, C)
+    return score_gradient(a, seq, p_tile, dp_tile, 1.0, delta[:, None], q[:, None], n0, ok, True, C)

@@ -11,7 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.gpu.program import allowed, has_data, has_gaps, key_bounds, seen_keys, span_length, span_start, spans
+from tilewise.backends.gpu.program import (
+    allowed,
+    has_data,
+    has_gaps,
+    key_bounds,
+    seen_keys,
+    span_length,
+    span_start,
+    spans,
+)
 from tilewise.backends.gpu.structs import Descriptors, Sequence
 from tilewise.backends.gpu.tile import (
     LN2,
@@ -83,7 +92,7 @@ def step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, MASKED: tl.constexpr,
             s_tile = tl.where(ok, s_tile, float("-inf"))
     p_tile, acc, l, m = online_update(s_tile, unit, acc, l, m, MASKED or not C.FOLD)
     if C.DROPOUT:
-        p_tile = tl.where(kept(a, seq, q[:, None], k[None, :], C), p_tile, 0.0)
+        p_tile = tl.where(kept(a, seq, q[:, None], n, C), p_tile, 0.0)
     if MASKED:
         # a value no query of this tile may see must not meet 0 · inf
         if has_data(C.STRUCTURE):
@@ -166,7 +175,9 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     acc, l, m = attend(a, seq, kv, q_tile, q, acc, l, m, full, (first, last), False, C)
     acc, l, m = attend(a, seq, kv, q_tile, q, acc, l, m, partial, (first, last), True, C)
 
-    out_tile, lse = finish(a, Sequence(seq.b, heads, seq.kv_h, seq.row, seq.q_start, seq.k_start, seq.len_q, seq.len_k), acc, l, m, C)
+    out_tile, lse = finish(
+        a, Sequence(seq.b, heads, seq.kv_h, seq.row, seq.q_start, seq.k_start, seq.len_q, seq.len_k), acc, l, m, C
+    )
     out_row = seq.row
     if C.SPLIT:
         out_row += split * (1 if C.VARLEN else a.batch)

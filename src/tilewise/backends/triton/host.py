@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_lse, empty_out, sink_gradient
-from tilewise.backends.gpu.arguments import attention_args, config_for, dot_precision, padded, split_view, stacked
+from tilewise.backends.gpu.arguments import (
+    attention_args,
+    config_for,
+    dot_precision,
+    padded,
+    partial_results,
+    split_view,
+)
 from tilewise.backends.gpu.launch import Descriptor, Options, bias_view, describable, interpreting, launch, view
 from tilewise.backends.gpu.structs import Attention, Config, Gradients
-from tilewise.backends.triton.plan import bias_tile, decoding, tile_for
+from tilewise.backends.triton.plan import bias_tile, decoding, smaller, tile_for
+from tilewise.errors import PlanError
 from tilewise.planner import TilePlan
 from tilewise.problem import Problem
 
@@ -27,9 +37,13 @@ class Triton:
         if importlib.util.find_spec("triton") is None:
             return Verdict(False, ("triton is not installed; pip install triton",))
         if interpreting():
-            return Verdict.of(None if device == "cpu" else f"TRITON_INTERPRET is set: runs on cpu tensors only, not on {device}")
+            return Verdict.of(
+                None if device == "cpu" else f"TRITON_INTERPRET is set: runs on cpu tensors only, not on {device}"
+            )
         if device != "cuda":
-            return Verdict(False, (f"runs on cuda (and, with TRITON_INTERPRET=1, in the interpreter on cpu); not on {device}",))
+            return Verdict(
+                False, (f"runs on cuda (and, with TRITON_INTERPRET=1, in the interpreter on cpu); not on {device}",)
+            )
         if not torch.cuda.is_available():
             return Verdict(False, ("torch finds no CUDA device",))
         if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
@@ -73,32 +87,73 @@ def _on(device: torch.device) -> torch.cuda.device:
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
+class Launch(NamedTuple):
+    """Everything one kernel runs with."""
+
+    kernel: Any
+    programs: int
+    args: tuple[Any, ...]
+    config: Config
+    options: Options
+
+
+_fitting: dict[tuple[TilePlan, Config], TilePlan] = {}
+
+
+def run_pass(
+    problem: Problem, pass_: str, device: torch.device, build: Callable[[TilePlan], Launch], tile: TilePlan | None
+) -> None:
+    """Launch with the given tile, or with the planner's; should that not fit the device after all, with a smaller one."""
+    if tile is not None or interpreting():
+        launch(*build(tile or tile_for(problem, pass_, device)))
+        return
+    from triton.runtime.errors import OutOfResources
+
+    planned = tile_for(problem, pass_, device)
+    first = build(planned)
+    known = _fitting.get((planned, first.config))
+    if known is not None:
+        launch(*(first if known == planned else build(known)))
+        return
+    for trial in (planned, *smaller(planned)):
+        try:
+            launch(*build(trial))
+        except OutOfResources:
+            continue
+        _fitting[planned, first.config] = trial
+        return
+    raise PlanError(
+        f"tile: no tile down to 16×16 fits {torch.cuda.get_device_name(device)} for {problem}; use backend='tiled'"
+    )
+
+
 def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tile: TilePlan | None = None) -> None:
     """Fill out and lse; `tile` overrides the plan's."""
     from tilewise.backends.triton.forward import forward_kernel
     from tilewise.backends.triton.split import merge_kernel
 
-    decode = decoding(problem)
-    if tile is None:
-        tile = tile_for(problem, "decode" if decode else "forward", inputs.q.device)
-    a, config = arguments(problem, inputs, out, lse, tile)
-    rows, heads = problem.seqlen_q, problem.heads
-    if tile.pack_gqa:
-        config = config._replace(PACK=problem.group)
-        rows, heads = rows * problem.group, problem.kv_heads
-    programs = grid(problem, rows, tile.block_q, heads)
-    options = Options(tile.warps, tile.stages)
-    kv = descriptors(inputs.k, inputs.v, tile.block_k)
-    if tile.splits == 1:
-        launch(forward_kernel, programs, (a, *kv), config, options)
-        return
-    parts = stacked(out, tile.splits)
-    part_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=out.device)
-    partial = a._replace(out=split_view(parts), lse_ptr=part_lse)
-    launch(forward_kernel, programs * tile.splits, (partial, *kv), config._replace(SPLIT=True), options)
-    merge = config._replace(STRUCTURE="", BLOCK_M=min(16, 1 << (problem.seqlen_q - 1).bit_length()), PACK=1)
-    programs = -(-problem.seqlen_q // merge.BLOCK_M) * out.shape[0] * problem.heads
-    launch(merge_kernel, programs, (a, split_view(parts), part_lse), merge, Options(4, 1))
+    parts: list[tuple[Attention, Tensor, Tensor, Config]] = []
+
+    def build(tile: TilePlan) -> Launch:
+        a, config = arguments(problem, inputs, out, lse, tile)
+        rows, heads = problem.seqlen_q, problem.heads
+        if tile.pack_gqa:
+            config = config._replace(PACK=problem.group)
+            rows, heads = rows * problem.group, problem.kv_heads
+        programs = grid(problem, rows, tile.block_q, heads) * tile.splits
+        if tile.splits > 1:
+            part, part_lse = partial_results(out, tile.splits)
+            parts[:] = [(a, part, part_lse, config)]
+            a, config = a._replace(out=split_view(part), lse_ptr=part_lse), config._replace(SPLIT=True)
+        kv = descriptors(inputs.k, inputs.v, tile.block_k)
+        return Launch(forward_kernel, programs, (a, *kv), config, Options(tile.warps, tile.stages))
+
+    run_pass(problem, "decode" if decoding(problem) else "forward", out.device, build, tile)
+    for a, part, part_lse, config in parts:
+        rows = min(16, 1 << (problem.seqlen_q - 1).bit_length())
+        merge = config._replace(STRUCTURE="", BLOCK_M=rows, PACK=1)
+        programs = -(-problem.seqlen_q // rows) * out.shape[0] * problem.heads
+        launch(merge_kernel, programs, (a, split_view(part), part_lse), merge, Options(4, 1))
 
 
 def run_backward(
@@ -112,36 +167,36 @@ def run_backward(
     from tilewise.backends.triton.backward import keys_kernel, prepare_kernel, queries_kernel
 
     out, lse, dout, dlse = saved
-    tiles = tiles or {}
+    tiles, device = tiles or {}, out.device
     dq = torch.empty_like(inputs.q) if needs.dq else None
     dk = torch.empty_like(inputs.k) if needs.dk else None
     dv = torch.empty_like(inputs.v) if needs.dv else None
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    g = Gradients(
-        dout=view(dout),
-        dq=None if dq is None else view(dq),
-        dk=None if dk is None else view(dk),
-        dv=None if dv is None else view(dv),
-        lse2_ptr=lse2,
-        delta_ptr=delta,
-        dlse_ptr=None if dlse is None else dlse.contiguous(),
-        dbias=None,
-        bias_shape=None,
-    )
-    tile = TilePlan(16 if interpreting() else 64, 16, 1, 4)
-    a, config = arguments(problem, inputs, out, lse, tile)
+    dlse = None if dlse is None else dlse.contiguous()
+    made = [None if x is None else view(x) for x in (dq, dk, dv)]
+    g = Gradients(view(dout), *made, lse2_ptr=lse2, delta_ptr=delta, dlse_ptr=dlse, dbias=None, bias_shape=None)
+
+    rows = 16 if interpreting() else 64
+    a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, 1, 4))
     plain = config._replace(STRUCTURE="", DROPOUT=False, SOFTCAP=False, FOLD=True)
-    launch(prepare_kernel, -(-problem.seqlen_q // tile.block_q) * problem.heads * out.shape[0], (a, g), plain, Options(4, 1))
-    if needs.dk or needs.dv:
-        tile = tiles.get("backward_dkdv") or tile_for(problem, "backward_dkdv", inputs.q.device)
+    launch(prepare_kernel, -(-problem.seqlen_q // rows) * problem.heads * out.shape[0], (a, g), plain, Options(4, 1))
+
+    def build_keys(tile: TilePlan) -> Launch:
         a, config = arguments(problem, inputs, out, lse, tile)
         programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
-        launch(keys_kernel, programs, (a, g, *descriptors(inputs.q, dout, tile.block_q)), config, Options(tile.warps, tile.stages))
-    if needs.dq:
-        tile = tiles.get("backward_dq") or tile_for(problem, "backward_dq", inputs.q.device)
+        streamed = descriptors(inputs.q, dout, tile.block_q)
+        return Launch(keys_kernel, programs, (a, g, *streamed), config, Options(tile.warps, tile.stages))
+
+    def build_queries(tile: TilePlan) -> Launch:
         a, config = arguments(problem, inputs, out, lse, tile)
         programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
-        launch(queries_kernel, programs, (a, g, *descriptors(inputs.k, inputs.v, tile.block_k)), config, Options(tile.warps, tile.stages))
+        streamed = descriptors(inputs.k, inputs.v, tile.block_k)
+        return Launch(queries_kernel, programs, (a, g, *streamed), config, Options(tile.warps, tile.stages))
+
+    if needs.dk or needs.dv:
+        run_pass(problem, "backward_dkdv", device, build_keys, tiles.get("backward_dkdv"))
+    if needs.dq:
+        run_pass(problem, "backward_dq", device, build_queries, tiles.get("backward_dq"))
     return Grads(
         dq,
         dk,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -32,8 +34,21 @@ def decoding(problem: Problem) -> bool:
 def tile_for(problem: Problem, pass_: str, device: torch.device) -> TilePlan:
     """The tile of one pass ("forward", "decode", "backward_dkdv", "backward_dq")."""
     if interpreting() and device.type == "cpu":
-        return TilePlan(16, 32 if pass_ != "backward_dkdv" else 16, 1, 4, splits=3 if pass_ == "decode" else 1, pack_gqa=pass_ == "decode", pass_=pass_)
+        tile = TilePlan(16, 32 if pass_ in ("forward", "decode") else 16, 1, 4, pass_=pass_)
+        return replace(tile, splits=3, pack_gqa=True) if pass_ == "decode" else tile
     return gpu_tile(problem, spec_of(device.index or 0), pass_)
+
+
+def smaller(tile: TilePlan) -> Iterator[TilePlan]:
+    """Tiles that need less and less memory: fewer stages, then shorter blocks."""
+    for stages in range(tile.stages - 1, 0, -1):
+        yield replace(tile, stages=stages)
+    while max(tile.block_q, tile.block_k) > 16:
+        if tile.block_k >= tile.block_q:
+            tile = replace(tile, block_k=tile.block_k // 2, stages=1)
+        else:
+            tile = replace(tile, block_q=tile.block_q // 2, stages=1)
+        yield replace(tile, warps=4)
 
 
 def bias_tile(problem: Problem) -> TilePlan:

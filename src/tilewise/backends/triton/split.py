@@ -47,6 +47,16 @@ def merge_kernel(a, part_out, part_lse_ptr, C: tl.constexpr):
         acc = acc * fade[:, None]
         m = top
     whole = tl.where(l == 0.0, 1.0, l)
-    store_rows(base(a.out, row, h, nothing), a.out.stride_s, a.out.stride_d, rows, ok, acc / whole[:, None], C.DV, C.BLOCK_DV, C)
+    store_rows(
+        base(a.out, row, h, nothing),
+        a.out.stride_s,
+        a.out.stride_d,
+        rows,
+        ok,
+        acc / whole[:, None],
+        C.DV,
+        C.BLOCK_DV,
+        C,
+    )
     lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(whole)) * LN2)
     tl.store(a.lse_ptr + (row.to(tl.int64) * a.heads + h) * a.len_q + rows, lse, mask=ok)
