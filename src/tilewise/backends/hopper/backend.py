@@ -46,7 +46,7 @@ class Hopper:
             "precision='compensated'": problem.precision == "compensated",
             "gradients": backward,
         }
-        form = None if problem.varlen else form_of(problem.program, problem.seqlen_k - problem.seqlen_q)
+        form = None if problem.varlen else form_of(problem.program, problem.seqlen_q, problem.seqlen_k)
         return Verdict.of(
             *self.usable(problem.device).reasons,
             None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",

@@ -37,7 +37,7 @@ def argument_types(a: Arguments) -> tuple[Arguments, dict[tuple[int, ...], Any]]
             constants[place, Arguments._fields.index(name)] = None
     divisor = Divisor("i32", "i32", "i32")  # type: ignore[arg-type]
     packed = ["constexpr" if x is None else "*i32" for x in (a.cu_q, a.cu_k)]
-    types = Arguments("*fp32", *packed, tuple(terms), *[divisor] * 4, *["i32"] * 3, "fp32", "fp32")  # type: ignore[arg-type]
+    types = Arguments("*fp32", *packed, tuple(terms), *[divisor] * 4, *["i32"] * 7, "fp32", "fp32")  # type: ignore[arg-type]
     return types, constants
 
 

@@ -69,20 +69,17 @@ NARROW = Config(2, 128, 64, 64, 2, (232, 40), True, True)
 """Head dim 64 with 128 queries, where 192 would leave much of the last tile empty."""
 
 
-def padded(dim: int) -> int | None:
-    """The tile's head dim, None if there is none so wide."""
-    return next((width for width in WIDTHS if dim <= width), None)
+def padded(dim: int) -> int:
+    """The tile's head dim."""
+    return next(width for width in WIDTHS if dim <= width)
 
 
-def tile_for(head_dim: int, head_dim_v: int, queries: int) -> Config | None:
-    """The table's row, or None if a head dim is too wide."""
+def tile_for(head_dim: int, head_dim_v: int, queries: int, left: bool = False) -> Config:
+    """The table's row for head dims up to 256; `left`: rows may begin after key 0, which takes registers."""
     d, dv = padded(head_dim), padded(head_dim_v)
-    if d is None or dv is None:
-        return None
     config = TABLE[d, dv]
-    if (d, dv) == (64, 64) and NARROW_SPEED * fill(queries, NARROW.BLOCK_M) > fill(queries, config.BLOCK_M):
-        return NARROW
-    return config
+    narrow = left or NARROW_SPEED * fill(queries, NARROW.BLOCK_M) > fill(queries, config.BLOCK_M)
+    return NARROW if (d, dv) == (64, 64) and narrow else config
 
 
 NARROW_SPEED = 0.87

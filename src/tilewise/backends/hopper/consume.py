@@ -77,7 +77,7 @@ def begin(q_tile, k_ring, taken, spot, band, row0, needs_mask, a, C: gl.constexp
     if needs_mask:
         s_tile = masked(s_tile, band, row0, (afresh(spot.last) - 1) * C.BLOCK_N, C)
     m = gl.full([64], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    p_tile, m, fade = weigh(s_tile, m, unit_of(a, C), True)
+    p_tile, m, _ = weigh(s_tile, m, unit_of(a, C), True)
     o_tile = gl.zeros([64, DV], gl.float32, O_LAYOUT)
     return Running(o_tile, as_operand(p_tile, k_ring.tiles.dtype, C), m, lane_sum(p_tile))
 
@@ -106,7 +106,7 @@ def step(x, q_tile, k_ring, v_ring, n, more, band, row0, key0, a, MASKED: gl.con
     # The wait for the next tile of keys is a loop, hence the boundary of a basic block: without one ptxas moves all of the
     # softmax below the wait for P·V, and nothing overlaps. Only branches that all threads take alike may stand here.
     await_tile(k_ring, n + 1, more)
-    o_tile, p_old = warpgroup_mma_wait(0, deps=[o_token, x.p])
+    o_tile, _ = warpgroup_mma_wait(0, deps=[o_token, x.p])
     release(v_ring, n - 1)
     return Running(o_tile * rows_of(fade, o_tile), as_operand(p_tile, k_ring.tiles.dtype, C), m, l)
 
@@ -141,10 +141,10 @@ def clear_unseen(v_ring, n, key0, lo, hi, C: gl.constexpr):
 @gluon.jit
 def guard(v_ring, n, key0, spot, band, a, C: gl.constexpr):
     """Before the values of an outermost tile are used: see to those that no query of the sequence sees."""
-    lo = key_lo(band, spot.q_start * 0, C)
-    hi = key_hi(band, spot.len_q - 1, C)
+    lo = key_lo(band, spot.b * 0, C)
+    hi = key_hi(band, afresh(spot.last_q), C)
     # beyond the tensor the loads have filled in zeros
-    if (key0 < lo) | ((key0 + C.BLOCK_N > hi) & (spot.k_start + hi < a.len_k)):
+    if (key0 < lo) | ((key0 + C.BLOCK_N > hi) & (spot.k_start + hi < afresh(a.len_k))):
         await_tile(v_ring, n)
         clear_unseen(v_ring, n, key0, lo, hi, C)
 
@@ -152,9 +152,8 @@ def guard(v_ring, n, key0, spot, band, a, C: gl.constexpr):
 @gluon.jit
 def seen_by_all(spot, band, row0, C: gl.constexpr):
     """[j0, j1): the tiles of keys that all rows of this warpgroup see wholly."""
-    r1 = gl.minimum(row0 + 64, spot.len_q)
     right = key_hi(band, row0, C) // C.BLOCK_N
-    left = gl.cdiv(key_lo(band, gl.maximum(r1 - 1, row0), C), C.BLOCK_N)
+    left = gl.cdiv(key_lo(band, row0 + 63, C), C.BLOCK_N)
     j0 = gl.minimum(gl.maximum(spot.last - right, 0), spot.count)
     j1 = gl.minimum(gl.maximum(spot.last - left, j0), spot.count)
     return j0, j1

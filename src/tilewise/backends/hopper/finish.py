@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from tilewise.backends.hopper.shim import tma_store, warps_barrier
+from tilewise.backends.hopper.shim import afresh, tma_store, warps_barrier
 from tilewise.backends.hopper.softmax import INF
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -26,8 +26,9 @@ def normalise(o_tile, l, m, unit):
 @gluon.jit
 def store_lse(lse, a, spot, row0):
     q = row0 + gl.arange(0, 64, lse.type.layout)
-    at = (spot.b.to(gl.int64) * a.heads.value + spot.h) * a.len_q + spot.q_start
-    gl.store(a.lse_ptr + at + q, lse, mask=q < spot.len_q)
+    head = spot.b * a.heads.value + spot.h
+    at = head.to(gl.int64) * afresh(a.len_q) + spot.q_start
+    gl.store(a.lse_ptr + at + q, lse, mask=q <= spot.last_q)
 
 
 @gluon.jit

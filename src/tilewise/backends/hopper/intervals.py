@@ -13,15 +13,15 @@ LETTERS = "0btork"
 
 
 class Form(NamedTuple):
-    """A mask as intervals: what the kernel is compiled for and the numbers of its terms (their tensors as the mask holds them)."""
+    """A mask as intervals: what the kernel is compiled for and the numbers of its terms, tensors as the mask holds them."""
 
     terms: tuple[Term, ...] = ()
     band: bool = False  # may a row's keys end before the sequence does?
     left: bool = False  # may they begin after key 0?
 
 
-def form_of(program: MaskProgram, shift: int) -> Form | str:
-    """The mask's form, or why it has none. `shift` is Sk - Sq, which bottom-right bands count from."""
+def form_of(program: MaskProgram, queries: int, keys: int) -> Form | str:
+    """The mask's form over so many queries and keys, or why it has none."""
     strange = sorted(set(program.structure) - set(LETTERS + "|"))
     if strange:
         return f"the mask reads tables or ids (letters {', '.join(strange)}); bands, ranges and key padding are served"
@@ -29,15 +29,15 @@ def form_of(program: MaskProgram, shift: int) -> Form | str:
         return Form()
     terms = []
     for literals in program.terms():
-        term = _term(literals, shift)
+        term = _term(literals, queries, keys)
         if isinstance(term, str):
             return term
-        if term.lo <= term.hi and term.start < term.end:
+        if term.lo < term.past and term.start < term.end:
             terms.append(term)
     if not terms:
         return Form((Term(-UNBOUNDED, UNBOUNDED, 0, 0, None, None, None),))
     if len(terms) == 1:
-        return Form((terms[0],), terms[0].hi < UNBOUNDED, begins_inside(terms[0]))
+        return Form((terms[0],), terms[0].past < UNBOUNDED, begins_inside(terms[0]))
     if len(terms) > 2:
         return f"the mask is a union of {len(terms)} parts; two are served"
     if any(begins_inside(term) for term in terms):
@@ -49,14 +49,14 @@ def begins_inside(term: Term) -> bool:
     return term.lo > -UNBOUNDED or term.start > 0 or term.first is not None
 
 
-def _term(literals: list[Any], shift: int) -> Term | str:
-    lo, hi, start, end = -UNBOUNDED, UNBOUNDED, 0, UNBOUNDED
+def _term(literals: list[Any], queries: int, keys: int) -> Term | str:
+    lo, past, start, end = -UNBOUNDED, UNBOUNDED, 0, keys
     off = first = last = None
     for letter, ints, tensors in literals:
         if letter in "bto":
-            by = shift if letter == "b" else 0
+            by = keys - queries if letter == "b" else 0
             lo = max(lo, ints[0] + by if ints[0] > -UNBOUNDED else -UNBOUNDED)
-            hi = min(hi, ints[1] + by if ints[1] < UNBOUNDED else UNBOUNDED)
+            past = min(past, ints[1] + by + 1 if ints[1] < UNBOUNDED else UNBOUNDED)
             off = tensors[0] if letter == "o" else off
         elif letter == "r":
             start, end = max(start, ints[0]), min(end, ints[1])
@@ -66,7 +66,7 @@ def _term(literals: list[Any], shift: int) -> Term | str:
             end = start
     if off is not None and sum(letter in "bto" for letter, _, _ in literals) > 1:
         return "the mask joins a band at per-sequence offsets with another band"
-    return Term(lo, hi, start, end, off, first, last)
+    return Term(lo, past, start, end, off, first, last)
 
 
 def on_device(term: Term, batch: int, device: torch.device) -> Term:

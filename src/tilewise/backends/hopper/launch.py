@@ -42,7 +42,7 @@ def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     config, a = plan.config, plan.arguments
     terms = a.terms
     if terms and problem.program.tensors:
-        form = form_of(problem.program, problem.seqlen_k - problem.seqlen_q)
+        form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k)
         assert isinstance(form, Form)
         terms = tuple(on_device(term, problem.batch, device) for term in form.terms)
     plan.kernel[(plan.programs, 1, 1)](
@@ -72,9 +72,9 @@ def plan_for(problem: Problem, device: torch.device) -> Plan:
 
 def make_plan(problem: Problem, processors: int, compile_: Any) -> Plan:
     """The plan on a GPU with so many multiprocessors; `compile_(dtype, arguments, config)` gives the kernel."""
-    form = form_of(problem.program, problem.seqlen_k - problem.seqlen_q)
-    config = tile_for(problem.head_dim, problem.head_dim_v, problem.seqlen_q)
-    assert isinstance(form, Form) and config is not None, "the backend has said no to this problem"
+    form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k)
+    assert isinstance(form, Form), "the backend has said no to this problem"
+    config = tile_for(problem.head_dim, problem.head_dim_v, problem.seqlen_q, form.left)
     config = config._replace(
         TERMS=len(form.terms),
         BAND=form.band,
@@ -84,6 +84,8 @@ def make_plan(problem: Problem, processors: int, compile_: Any) -> Plan:
     blocks = -(-problem.seqlen_q // config.BLOCK_M)
     heads = problem.batch * problem.heads
     cluster = heads_together(problem, config)
+    total = blocks * heads
+    programs = min(total, processors)
     a = Arguments(
         lse_ptr=None,
         cu_q=None,
@@ -95,11 +97,15 @@ def make_plan(problem: Problem, processors: int, compile_: Any) -> Plan:
         cluster=Divisor.of(cluster),
         len_q=problem.seqlen_q,
         len_k=problem.seqlen_k,
-        total=blocks * heads,
+        last_q=problem.seqlen_q - 1,
+        last_block=blocks - 1,
+        total=total,
+        programs=programs,
+        rounds=total // programs,
         unit=(problem.softcap or problem.scale) * LOG2E,
         slope=problem.scale / problem.softcap if problem.softcap else 0.0,
     )
-    return Plan(compile_(problem.dtype, a, config), config, a, min(blocks * heads, processors))
+    return Plan(compile_(problem.dtype, a, config), config, a, programs)
 
 
 def heads_together(problem: Problem, config: Config) -> int:

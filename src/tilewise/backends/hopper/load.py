@@ -15,7 +15,7 @@ def load(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, a, C: gl.constexpr):
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     taken = 0
     for i in range(rounds(a)):
-        spot, band = locate(a, i, C)
+        spot, _ = locate(a, i, C)
         kv_h = divide(spot.h, a.group)
         for w in gl.static_range(WARPGROUPS):
             fill(q_ring, q_desc, i * WARPGROUPS + w, spot.b, spot.h, spot.q_start + spot.m0 + 64 * w)

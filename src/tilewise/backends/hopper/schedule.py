@@ -23,42 +23,40 @@ class Spot:
     m0: gl.tensor
     q_start: gl.tensor  # tokens of the sequence in a packed batch, else 0
     k_start: gl.tensor
-    len_q: gl.tensor
-    len_k: gl.tensor
+    last_q: gl.tensor  # the sequence's last query
     last: gl.tensor  # the first tile of keys visited is last - 1
     count: gl.tensor  # at least 1
 
     @gluon.constexpr_function
-    def __init__(self, b, h, m0, q_start, k_start, len_q, len_k, last, count):
+    def __init__(self, b, h, m0, q_start, k_start, last_q, last, count):
         self.b = b
         self.h = h
         self.m0 = m0
         self.q_start = q_start
         self.k_start = k_start
-        self.len_q = len_q
-        self.len_k = len_k
+        self.last_q = last_q
         self.last = last
         self.count = count
 
 
 @aggregate
 class Band:
-    """The mask of one sequence as numbers: lo <= k - q <= hi and start <= k < end, or k - q <= hi2 and k < end2."""
+    """The mask of one sequence as numbers: lo <= k - q < past and start <= k < end, or k - q < past2 and k < end2."""
 
     lo: gl.tensor
-    hi: gl.tensor
+    past: gl.tensor
     start: gl.tensor
     end: gl.tensor
-    hi2: gl.tensor
+    past2: gl.tensor
     end2: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, lo, hi, start, end, hi2, end2):
+    def __init__(self, lo, past, start, end, past2, end2):
         self.lo = lo
-        self.hi = hi
+        self.past = past
         self.start = start
         self.end = end
-        self.hi2 = hi2
+        self.past2 = past2
         self.end2 = end2
 
 
@@ -70,50 +68,48 @@ def divide(n, d):
 
 
 @gluon.jit
-def snake(i):
+def snake(a, i):
     """The i-th tile of this program. Odd rounds run backwards: in an order by length, long and short tiles then even out."""
-    programs = gl.num_programs(0)
     me = gl.program_id(0)
-    return i * programs + gl.where(i % 2 == 0, me, programs - 1 - me)
+    return i * a.programs + gl.where(i % 2 == 0, me, a.programs - 1 - me)
 
 
 @gluon.jit
 def rounds(a):
     """How many tiles this program takes."""
-    whole = a.total // gl.num_programs(0)
-    return whole + gl.where(snake(whole) < a.total, 1, 0)
+    return a.rounds + gl.where(snake(a, a.rounds) < a.total, 1, 0)
 
 
 @gluon.jit
-def term_band(term, b, len_k):
+def term_band(term, b):
     """A term's numbers for sequence b."""
     lo = term.lo
-    hi = term.hi
+    past = term.past
     start = term.start
-    end = gl.minimum(term.end, len_k)
+    end = term.end
     if term.off is not None:
         off = gl.load(term.off + b)
         # an unbounded side stays where it is, so that no shift can overflow
         lo = gl.where(lo <= -UNBOUNDED, lo, lo + off)
-        hi = gl.where(hi >= UNBOUNDED, hi, hi + off)
+        past = gl.where(past >= UNBOUNDED, past, past + off)
     if term.first is not None:
         start = gl.maximum(start, gl.load(term.first + b))
         end = gl.minimum(end, gl.load(term.last + b))
-    return lo, hi, start, end
+    return lo, past, start, end
 
 
 @gluon.jit
-def band_of(a, spot_b, len_k, C: gl.constexpr):
-    none = len_k * 0
+def band_of(a, b, C: gl.constexpr):
+    none = a.len_k * 0
     if C.TERMS == 0:
-        return Band(none, none, none, len_k, none, none)
+        return Band(none, none, none, a.len_k, none, none)
     elif C.TERMS == 1:
-        lo, hi, start, end = term_band(a.terms[0], spot_b, len_k)
-        return Band(lo, hi, start, end, none, none)
+        lo, past, start, end = term_band(a.terms[0], b)
+        return Band(lo, past, start, end, none, none)
     else:
-        lo, hi, start, end = term_band(a.terms[0], spot_b, len_k)
-        lo2, hi2, start2, end2 = term_band(a.terms[1], spot_b, len_k)
-        return Band(lo, hi, start, end, hi2, end2)
+        lo, past, start, end = term_band(a.terms[0], b)
+        _, past2, _, end2 = term_band(a.terms[1], b)
+        return Band(lo, past, start, end, past2, end2)
 
 
 @gluon.jit
@@ -129,9 +125,9 @@ def key_lo(band, q, C: gl.constexpr):
 def key_hi(band, q, C: gl.constexpr):
     """One past the last key a row sees."""
     if C.TERMS == 2:
-        return gl.maximum(gl.minimum(q + band.hi + 1, band.end), gl.minimum(q + band.hi2 + 1, band.end2))
+        return gl.maximum(gl.minimum(q + band.past, band.end), gl.minimum(q + band.past2, band.end2))
     elif C.BAND:
-        return gl.minimum(q + band.hi + 1, band.end)
+        return gl.minimum(q + band.past, band.end)
     else:
         return q * 0 + band.end
 
@@ -144,18 +140,16 @@ def locate(a, i, C: gl.constexpr):
     causal mask they see most.
     """
     BLOCK_M: gl.constexpr = 64 * C.WARPGROUPS
-    t = snake(i)
+    t = snake(a, i)
     g = divide(t, a.blocks)
     r = t - g * a.blocks.value
     m = divide(r, a.cluster)
     bh = (g - m) * a.cluster.value + r
     b = divide(bh, a.heads)
-    m0 = ((a.len_q - 1) // BLOCK_M - m) * BLOCK_M
+    m0 = (a.last_block - m) * BLOCK_M
     none = b * 0
-    len_q = a.len_q + none
-    len_k = a.len_k + none
-    band = band_of(a, b, len_k, C)
-    m1 = gl.minimum(m0 + BLOCK_M, len_q)
+    band = band_of(a, b, C)
     first = key_lo(band, m0, C) // C.BLOCK_N
-    last = gl.maximum(gl.cdiv(key_hi(band, m1 - 1, C), C.BLOCK_N), first + 1)
-    return Spot(b, bh - b * a.heads.value, m0, none, none, len_q, len_k, last, last - first), band
+    hi = key_hi(band, gl.minimum(m0 + (BLOCK_M - 1), a.last_q), C)
+    last = gl.maximum(gl.cdiv(hi, C.BLOCK_N), first + 1)
+    return Spot(b, bh - b * a.heads.value, m0, none, none, a.last_q, last, last - first), band

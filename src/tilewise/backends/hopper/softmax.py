@@ -45,12 +45,16 @@ def masked(s_tile, band, row0, key0, C: gl.constexpr):
     """-inf where a row does not see a key."""
     LAYOUT: gl.constexpr = s_tile.type.layout
     k = key0 + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    if C.BAND or C.LEFT:
+    if C.LEFT:
         q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        ok = k[None, :] < key_hi(band, q, C)[:, None]
-        if C.LEFT:
-            ok &= k[None, :] >= key_lo(band, q, C)[:, None]
+        lo = key_lo(band, q, C)
+        width = gl.maximum(key_hi(band, q, C) - lo, 0)
+        # lo <= k < hi as one comparison: below lo the difference wraps around to a huge number
+        ok = (k[None, :] - lo[:, None]).to(gl.uint32) < width.to(gl.uint32)[:, None]
         return gl.where(ok, s_tile, -INF)
+    elif C.BAND:
+        q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        return gl.where(k[None, :] < key_hi(band, q, C)[:, None], s_tile, -INF)
     else:
         return gl.where((k < band.end)[None, :], s_tile, -INF)
 

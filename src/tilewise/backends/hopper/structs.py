@@ -1,4 +1,4 @@
-"""The kernel's arguments (a NamedTuple is flattened by Triton; None in it is a compile-time fact). Nothing here imports triton."""
+"""The arguments of the kernel: NamedTuples, which Triton flattens, with None as a compile-time fact. No triton is imported."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 
 class Term(NamedTuple):
-    """One conjunction of a mask as intervals: lo <= k - q <= hi, start <= k < end, narrowed by what device memory holds."""
+    """One conjunction of a mask as intervals: lo <= k - q < past, start <= k < end, narrowed by what device memory holds."""
 
     lo: int
-    hi: int
+    past: int
     start: int
     end: int
-    off: Any  # (B,): added to lo and hi
+    off: Any  # (B,): added to lo and past
     first: Any  # (B,): k >= first[b]
     last: Any  # (B,): k < last[b]
 
@@ -32,6 +32,9 @@ class Divisor(NamedTuple):
 
 
 class Arguments(NamedTuple):
+    """Beside the tensors' descriptors. What the kernel would derive from these numbers at its start is given too: kept across
+    all roles it would cost the loading warp registers it does not have."""
+
     lse_ptr: Any  # (B, H, M) fp32, contiguous
     cu_q: Any
     cu_k: Any
@@ -42,6 +45,10 @@ class Arguments(NamedTuple):
     cluster: Divisor  # heads whose keys and values share the L2 cache; a divisor of batch · heads
     len_q: int
     len_k: int
+    last_q: int  # len_q - 1
+    last_block: int  # the number of the last tile of queries of a head
     total: int  # tiles of queries
+    programs: int
+    rounds: int  # total // programs
     unit: float  # scores in units of log 2: scale / ln 2, or softcap / ln 2
     slope: float  # scale / softcap
