@@ -81,8 +81,9 @@ def show(demo: Demo) -> None:
 def contest(demo: Demo) -> Table:
     from rich.table import Table
 
-    from tilewise.bench.engine import OURS, chosen
+    from tilewise.bench.engine import OURS
     from tilewise.bench.timing import Spread
+    from tilewise.dispatch import select
 
     table = Table()
     table.add_column("")
@@ -91,7 +92,7 @@ def contest(demo: Demo) -> Table:
     for run in demo.runs.values():
         name = NAMES[run.contender]
         if run.contender == OURS:
-            name = f"[bold cyan]{OURS}[/] [dim]{chosen(demo.case)['backend']}[/]"
+            name = f"[bold cyan]{OURS}[/] [dim]{select(demo.case.problem()).backend.name}[/]"
         if run.judgement is None:
             table.add_row(name, "[yellow]not run[/]")
             continue
@@ -138,18 +139,24 @@ def proof(demo: Demo) -> list[str]:
         f"[green]✓[/] Exact: {rows}, recomputed in float64, differ by at most {human_error(ours.judgement.error)}. "
         f"That is {ours.judgement.used:.0%} of what rounding in {demo.case.problem().dtype} explains."
     ]
-    scores = demo.scores_bytes(demo.case.seqlen)
-    if ours.peak_bytes:
-        others = standard.peak_bytes or scores
-        who = "standard attention took" if standard.peak_bytes else "the scores alone would be"
-        lines.append(
-            f"[green]✓[/] O(N) memory: {human_bytes(ours.peak_bytes)}, as the operating system counts it; "
-            f"{who} {human_bytes(others)}, {others / ours.peak_bytes:,.0f}× as much."
-        )
+    lines.append(memory_line(demo, ours, standard))
     for other in (standard, sdpa):
         if line := faster(ours, other):
             lines.append(line)
     return lines
+
+
+def memory_line(demo: Demo, ours: Run, standard: Run) -> str:
+    """A tick only if it took less than standard attention and grew no faster than the sequence."""
+    peak, first = ours.peak_bytes or 1, min(demo.growth)
+    other = standard.peak_bytes or demo.scores_bytes(demo.case.seqlen)
+    who = "standard attention took" if standard.peak_bytes else "the scores alone would be"
+    longer, more = demo.case.seqlen / first, peak / max(1, demo.growth[first])
+    sign = "[green]✓[/]" if peak < other and more <= longer else "[yellow]•[/]"
+    return (
+        f"{sign} Memory: {human_bytes(peak)}, as the operating system counts it; {who} {human_bytes(other)}, "
+        f"{other / peak:,.1f}× as much. For {longer:.0f}× as many tokens it grew {more:.1f}×, all scores {longer**2:.0f}×."
+    )
 
 
 def faster(ours: Run, other: Run) -> str | None:
