@@ -131,12 +131,12 @@ def t5() -> Any:
         num_heads=4,
         decoder_start_token_id=0,
         eos_token_id=None,
-        tie_word_embeddings=False,
     )
     model = transformers.T5ForConditionalGeneration(config)
     for parameter in model.parameters():  # T5's own initial scale leaves attention almost uniform
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.3)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(64, 32))  # T5 ties it whatever its configuration says
     return model
 
 

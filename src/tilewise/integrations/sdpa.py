@@ -135,7 +135,7 @@ def _rank4(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
 def _mask_rank4(mask: Tensor, lead: tuple[int, ...], heads: int, lengths: tuple[int, int], rank: int) -> Tensor:
     """The mask as (B or 1, H or 1, L or 1, S or 1): never expanded along what it broadcasts over."""
     shape = (*lead, heads, *lengths) if rank > 2 else lengths
-    fits = mask.ndim <= len(shape) and all(
+    fits = 2 <= mask.ndim <= len(shape) and all(
         own in (1, want) for own, want in zip(reversed(mask.shape), reversed(shape), strict=False)
     )
     if not fits:

@@ -43,7 +43,7 @@ def _signed(batch: Batch, options: dict[str, Any], first: int) -> Tensor:
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if options["bias"] is not None:
-        slopes = options["bias"].slopes
+        slopes = options["bias"].slopes.to(scores.dtype)
         slopes = (slopes if slopes.ndim == 1 else slopes[first : first + count])[..., None, None]
         place = torch.arange(queries, device=device)[:, None] + keys - queries
         scores = scores - slopes * (place - torch.arange(keys, device=device)).abs()
