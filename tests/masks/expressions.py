@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -38,38 +39,41 @@ class Batch:
         return Binding(self.shape, self.packed, asarray)
 
 
+Sees = Callable[[int, int, int, int], bool]
+"""May query q of sequence b and head h see key k? Asked as (b, h, q, k)."""
+
+
 @dataclass(frozen=True)
 class Expression:
-    """A mask, and for each sequence the (H, Sq, Sk) array of what it should allow."""
+    """A mask beside what it means."""
 
     text: str
     mask: Mask
-    meaning: tuple[Array, ...]
+    batch: Batch
+    sees: Sees
 
     def __repr__(self) -> str:
         return self.text
 
+    @cached_property
+    def meaning(self) -> list[Array]:
+        """For each sequence the (H, Sq, Sk) array of what is allowed, element by element."""
+        arrays = [np.zeros((self.batch.heads, *lengths), dtype=bool) for lengths in self.batch.lengths]
+        for b, array in enumerate(arrays):
+            for at in np.ndindex(array.shape):
+                array[at] = self.sees(b, *at)
+        return arrays
+
     def __and__(self, other: Expression) -> Expression:
-        both = tuple(a & b for a, b in zip(self.meaning, other.meaning, strict=True))
-        return Expression(f"({self} & {other})", self.mask & other.mask, both)
+        sees: Sees = lambda *at: self.sees(*at) and other.sees(*at)  # noqa: E731
+        return Expression(f"({self} & {other})", self.mask & other.mask, self.batch, sees)
 
     def __or__(self, other: Expression) -> Expression:
-        either = tuple(a | b for a, b in zip(self.meaning, other.meaning, strict=True))
-        return Expression(f"({self} | {other})", self.mask | other.mask, either)
+        sees: Sees = lambda *at: self.sees(*at) or other.sees(*at)  # noqa: E731
+        return Expression(f"({self} | {other})", self.mask | other.mask, self.batch, sees)
 
     def __invert__(self) -> Expression:
-        return Expression(f"~{self}", ~self.mask, tuple(~a for a in self.meaning))
-
-
-def expression(text: str, mask: Mask, batch: Batch, sees: Callable[[int, int, int, int], bool]) -> Expression:
-    """A leaf, its meaning asked for each element: may query q of sequence b and head h see key k?"""
-    meaning = []
-    for b, (sq, sk) in enumerate(batch.lengths):
-        allowed = np.zeros((batch.heads, sq, sk), dtype=bool)
-        for h, q, k in np.ndindex(allowed.shape):
-            allowed[h, q, k] = sees(b, h, q, k)
-        meaning.append(allowed)
-    return Expression(text, mask, tuple(meaning))
+        return Expression(f"~{self}", ~self.mask, self.batch, lambda *at: not self.sees(*at))
 
 
 def _anchor(draw: Draw, batch: Batch) -> tuple[str, dict[str, Any], Callable[[int], int]]:
@@ -95,7 +99,7 @@ def _integers(draw: Draw, batch: Batch, least: int, most: int) -> Array:
 
 def causal(draw: Draw, batch: Batch) -> Expression:
     words, options, first = _anchor(draw, batch)
-    return expression(f"causal({words})", tw.causal(**options), batch, lambda b, h, q, k: k <= q + first(b))
+    return Expression(f"causal({words})", tw.causal(**options), batch, lambda b, h, q, k: k <= q + first(b))
 
 
 def window(draw: Draw, batch: Batch) -> Expression:
@@ -103,7 +107,7 @@ def window(draw: Draw, batch: Batch) -> Expression:
     n = draw(st.integers(1, 9))
     keys = lambda own: range(own - n + 1, own + 1)  # noqa: E731 - exactly n keys, the last one the query's own
     mask = tw.window(n, **options)
-    return expression(f"window({n}, {words})", mask, batch, lambda b, h, q, k: k in keys(q + first(b)))
+    return Expression(f"window({n}, {words})", mask, batch, lambda b, h, q, k: k in keys(q + first(b)))
 
 
 def two_sided(draw: Draw, batch: Batch) -> Expression:
@@ -111,40 +115,36 @@ def two_sided(draw: Draw, batch: Batch) -> Expression:
     left, right = draw(st.integers(0, 9)), draw(st.integers(0, 9))
     mask = tw.window(left, right, **options)
     text = f"window({left}, {right}, {words})"
-    return expression(text, mask, batch, lambda b, h, q, k: q + first(b) - left <= k <= q + first(b) + right)
+    return Expression(text, mask, batch, lambda b, h, q, k: q + first(b) - left <= k <= q + first(b) + right)
 
 
 def prefix(draw: Draw, batch: Batch) -> Expression:
     if draw(st.booleans()):
         n = draw(st.integers(0, 20))
-        return expression(f"prefix({n})", tw.prefix(n), batch, lambda b, h, q, k: k < n)
+        return Expression(f"prefix({n})", tw.prefix(n), batch, lambda b, h, q, k: k < n)
     ns = _integers(draw, batch, 0, 20)
-    return expression(f"prefix({ns})", tw.prefix(ns), batch, lambda b, h, q, k: k < ns[b % len(ns)])
+    return Expression(f"prefix({ns})", tw.prefix(ns), batch, lambda b, h, q, k: k < ns[b % len(ns)])
 
 
 def padding(draw: Draw, batch: Batch) -> Expression:
     lengths = _integers(draw, batch, 0, 20)
     if draw(st.booleans()):
         mask = tw.key_padding(lengths)
-        return expression(f"key_padding({lengths})", mask, batch, lambda b, h, q, k: k < lengths[b % len(lengths)])
+        return Expression(f"key_padding({lengths})", mask, batch, lambda b, h, q, k: k < lengths[b % len(lengths)])
     starts = _integers(draw, batch, -3, 12)
 
     def sees(b: int, h: int, q: int, k: int) -> bool:
         start, length = starts[b % len(starts)], lengths[b % len(lengths)]
         return bool(start <= k < start + length)
 
-    return expression(f"key_padding({lengths}, {starts})", tw.key_padding(lengths, starts), batch, sees)
+    return Expression(f"key_padding({lengths}, {starts})", tw.key_padding(lengths, starts), batch, sees)
 
 
 def documents(draw: Draw, batch: Batch) -> Expression:
     _, _, total_q, total_k = batch.shape
     rows = 1 if batch.packed else draw(st.sampled_from([1, len(batch.lengths)]))
-    ids = [
-        np.array(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), dtype=np.int64) for n in [total_k] * rows
-    ]
-    q_ids = [
-        np.array(draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), dtype=np.int64) for n in [total_q] * rows
-    ]
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    ids, q_ids = ([generator.integers(0, 4, n) for _ in range(rows)] for n in (total_k, total_q))
     if draw(st.booleans()):
         ids, q_ids = [np.sort(x) for x in ids], [np.sort(x) for x in q_ids]
     one = rows == 1 and draw(st.booleans())
@@ -159,7 +159,7 @@ def documents(draw: Draw, batch: Batch) -> Expression:
             q, k = (n + sum(lengths[side] for lengths in batch.lengths[:b]) for side, n in enumerate((q, k)))
         return bool(q_ids[b % rows][q] == ids[b % rows][k])
 
-    return expression(f"documents({ids}, {q_ids})", mask, batch, sees)
+    return Expression(f"documents({ids}, {q_ids})", mask, batch, sees)
 
 
 def _lead(draw: Draw, batch: Batch) -> tuple[int, ...]:
@@ -182,7 +182,7 @@ def blocks(draw: Draw, batch: Batch) -> Expression:
     full = np.broadcast_to(table, (len(batch.lengths), batch.heads, *sides))
     mask = tw.blocks(table, size if size[0] != size[1] else size[0])
     text = f"blocks({table.astype(int).tolist()}, {size})"
-    return expression(text, mask, batch, lambda b, h, q, k: bool(full[b, h, q // size[0], k // size[1]]))
+    return Expression(text, mask, batch, lambda b, h, q, k: bool(full[b, h, q // size[0], k // size[1]]))
 
 
 def dense(draw: Draw, batch: Batch) -> Expression:
@@ -190,7 +190,7 @@ def dense(draw: Draw, batch: Batch) -> Expression:
     sides = draw(st.sampled_from([(sq, sk), (1, sk), (sq, 1), (1, 1)]))
     bits = _bits(draw, (*_lead(draw, batch), *sides))
     full = np.broadcast_to(bits, (len(batch.lengths), batch.heads, sq, sk))
-    return expression(
+    return Expression(
         f"dense({bits.astype(int).tolist()})", tw.dense(bits), batch, lambda b, h, q, k: bool(full[b, h, q, k])
     )
 

@@ -61,10 +61,10 @@ class Reference:
         values = inputs._asdict()
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         with torch.enable_grad():
-            leaves = {
-                n: values[n].detach().requires_grad_() for n, need in wanted.items() if need and values[n] is not None
-            }
-            totals = {name: torch.zeros_like(leaf, dtype=lse.dtype) for name, leaf in leaves.items()}
+            given = [name for name, need in wanted.items() if need and values[name] is not None]
+            # in the dtype of the arithmetic, so that gradients are summed before they are rounded
+            leaves = {name: values[name].detach().to(lse.dtype).requires_grad_() for name in given}
+            totals = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             for cut, program in cuts(problem, inputs._replace(**leaves)):
                 results = attend(Sequence(problem, inputs._replace(**leaves), cut, program))
                 upstream = [cut.queries(x).to(r.dtype) for x, r in zip((dout, dlse), results, strict=True)]
