@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tilewise.iomodel.grid import Grid
+from tilewise.iomodel.grid import grid_of
 from tilewise.iomodel.schedules import Traffic, stat_size
 from tilewise.iomodel.tile import TilePlan
 from tilewise.problem import Problem
@@ -22,7 +22,7 @@ def preprocess(problem: Problem) -> Traffic:
 
 def dkdv(problem: Problem, tile: TilePlan) -> Traffic:
     """One block per K/V tile: K and V stay, the Q tiles of all query heads of the group that see it pass by."""
-    grid = Grid(problem, tile.block_q, tile.block_k)
+    grid = grid_of(problem, tile.block_q, tile.block_k)
     problem = grid.problem
     d, dv, size, stat = problem.head_dim, problem.head_dim_v, problem.itemsize, stat_size(problem)
     moved = Traffic()
@@ -48,7 +48,7 @@ def dkdv(problem: Problem, tile: TilePlan) -> Traffic:
 
 def dq(problem: Problem, tile: TilePlan) -> Traffic:
     """One block per Q tile: Q, dO, LSE and delta stay, K and V pass by."""
-    grid = Grid(problem, tile.block_q, tile.block_k)
+    grid = grid_of(problem, tile.block_q, tile.block_k)
     problem = grid.problem
     d, dv, size, stat = problem.head_dim, problem.head_dim_v, problem.itemsize, stat_size(problem)
     moved = Traffic()
@@ -76,7 +76,7 @@ def separate(problem: Problem, tile: TilePlan, dq_tile: TilePlan | None = None) 
 def fused(problem: Problem, tile: TilePlan) -> Traffic:
     """The backward with one pass over the tiles: each adds its share of dQ to an fp32 buffer, narrowed at the end."""
     moved = preprocess(problem) + dkdv(problem, tile)
-    grid = Grid(problem, tile.block_q, tile.block_k)
+    grid = grid_of(problem, tile.block_q, tile.block_k)
     problem = grid.problem
     d, stat = problem.head_dim, stat_size(problem)
     every = problem.batch * problem.heads * problem.seqlen_q

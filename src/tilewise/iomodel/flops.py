@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilewise.iomodel.cycles import tile_flops
-from tilewise.iomodel.grid import Grid
+from tilewise.iomodel.grid import grid_of
 from tilewise.iomodel.tile import TilePlan
 from tilewise.masks import UNBOUNDED, allowed
 from tilewise.problem import Problem
@@ -38,7 +38,7 @@ class Work:
 
 def work(problem: Problem, tile: TilePlan) -> Work:
     """What `tile.pass_` multiplies."""
-    grid = Grid(problem, tile.block_q, tile.block_k)
+    grid = grid_of(problem, tile.block_q, tile.block_k)
     problem = grid.problem
     d, dv = problem.head_dim, problem.head_dim_v
     tiles, area = 0, 0
@@ -77,7 +77,7 @@ def visible_pairs(problem: Problem) -> int:
         first = np.clip(q + lo + shift, 0, n) if lo > -UNBOUNDED else np.zeros_like(q)
         last = np.clip(q + hi + shift + 1, 0, n) if hi < UNBOUNDED else np.full_like(q, n)
         return heads * int(np.maximum(last - first, 0).sum())
-    grid = Grid(problem, 128, 128)
+    grid = grid_of(problem, 128, 128)
     total = 0
     for head in grid.heads():
         full = int(((head.classes == 2) * np.outer(grid.row_lengths, grid.col_lengths)).sum())

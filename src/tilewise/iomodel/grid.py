@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class Grid:
         self.problem = problem = even(problem)
         self.block_q, self.block_k = block_q, block_k
         self.map = TileMap(problem.program, problem.shape, block_q, block_k)
+        self._classes: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}
         self.row_lengths = _lengths(problem.seqlen_q, block_q)
         self.col_lengths = _lengths(problem.seqlen_k, block_k)
 
@@ -63,6 +64,12 @@ class Grid:
 
     def classes(self, b: int, h: int) -> npt.NDArray[np.uint8]:
         """[Tr, Tc] of one query head."""
+        key = (b if self.map.per_batch else 0, h if self.map.per_head else 0)
+        if key not in self._classes:
+            self._classes[key] = self._classify(*key)
+        return self._classes[key]
+
+    def _classify(self, b: int, h: int) -> npt.NDArray[np.uint8]:
         if not self.rows or not self.cols:
             return np.zeros((self.rows, self.cols), dtype=np.uint8)
         if self.problem.program.structure in ("", "b", "t"):
@@ -137,6 +144,16 @@ class Grid:
         rows = self.row_lengths if shape[2] > 1 else np.ones_like(self.row_lengths)
         cols = self.col_lengths if shape[3] > 1 else np.ones_like(self.col_lengths)
         return np.asarray(np.outer(rows, cols) * self.problem.itemsize)
+
+
+@lru_cache(maxsize=4)
+def _static_grid(problem: Problem, block_q: int, block_k: int) -> Grid:
+    return Grid(problem, block_q, block_k)
+
+
+def grid_of(problem: Problem, block_q: int, block_k: int) -> Grid:
+    """The grid, shared by the counts of one problem; masks with tensors are no values and are cut anew."""
+    return _static_grid(problem, block_q, block_k) if problem.mask.static else Grid(problem, block_q, block_k)
 
 
 def even(problem: Problem) -> Problem:

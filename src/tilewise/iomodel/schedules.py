@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tilewise.errors import PlanError
-from tilewise.iomodel.grid import Grid, HeadTiles, Ints
+from tilewise.iomodel.grid import Grid, HeadTiles, Ints, grid_of
 from tilewise.iomodel.tile import TilePlan
 from tilewise.problem import Problem
 
@@ -67,7 +67,7 @@ def stat_size(problem: Problem) -> int:
 
 def compulsory(problem: Problem, tile: TilePlan) -> Traffic:
     """Each input that is used at all once, each output once. Keys are used tile by tile."""
-    grid = Grid(problem, tile.block_q, tile.block_k)
+    grid = grid_of(problem, tile.block_q, tile.block_k)
     problem = grid.problem
     size, stat, moved = problem.itemsize, stat_size(problem), Traffic()
     for group, count in grid.kv_heads():
@@ -94,7 +94,7 @@ def standard(problem: Problem, tile: TilePlan | None = None, *, kernels: int = 6
     """
     if kernels not in (3, 6):
         raise PlanError(f"kernels: got {kernels}, need 3 (S, softmax, O) or 6 (S, rowmax, exp, rowsum, P, O)")
-    whole = Grid(problem, max(1, problem.seqlen_q), max(1, problem.seqlen_k))
+    whole = grid_of(problem, max(1, problem.seqlen_q), max(1, problem.seqlen_k))
     problem = whole.problem
     heads = problem.batch * problem.heads
     m, n, size, stat = problem.seqlen_q, problem.seqlen_k, problem.itemsize, stat_size(problem)
@@ -127,7 +127,7 @@ def standard(problem: Problem, tile: TilePlan | None = None, *, kernels: int = 6
 
 def v1(problem: Problem, tile: TilePlan) -> Traffic:
     """K/V blocks outside, Q blocks inside: O, m and l live in memory and are read and written once per visited tile."""
-    grid = Grid(problem, tile.block_q, tile.block_k)
+    grid = grid_of(problem, tile.block_q, tile.block_k)
     problem = grid.problem
     d, dv, size, stat = problem.head_dim, problem.head_dim_v, problem.itemsize, stat_size(problem)
     moved = Traffic()
@@ -152,7 +152,7 @@ def v1(problem: Problem, tile: TilePlan) -> Traffic:
 
 def v2(problem: Problem, tile: TilePlan) -> Traffic:
     """Q blocks outside, K/V blocks inside: Q once, O and LSE once, K and V once for each Q block that sees them."""
-    grid = Grid(problem, tile.block_q, tile.block_k)
+    grid = grid_of(problem, tile.block_q, tile.block_k)
     problem = grid.problem
     d, dv, size, stat = problem.head_dim, problem.head_dim_v, problem.itemsize, stat_size(problem)
     moved = Traffic()
@@ -172,7 +172,7 @@ def decode(problem: Problem, tile: TilePlan) -> Traffic:
 
     With `pack_gqa` the query heads of a key head share its tiles, so K and V are read once for all of them.
     """
-    grid = Grid(problem, tile.block_q, tile.block_k)
+    grid = grid_of(problem, tile.block_q, tile.block_k)
     problem = grid.problem
     d, dv, size, stat = problem.head_dim, problem.head_dim_v, problem.itemsize, stat_size(problem)
     per = -(-grid.cols // tile.splits) if grid.cols else 0
@@ -186,7 +186,7 @@ def decode(problem: Problem, tile: TilePlan) -> Traffic:
             moved.read("K", keys * d * size)
             moved.read("V", keys * dv * size)
     if problem.bias is not None or problem.program.tensors:
-        single = Grid(problem, 1, tile.block_k)
+        single = grid_of(problem, 1, tile.block_k)
         for head in single.heads():  # rows of a packed tile belong to several heads: each reads its own bias and mask
             _read_extras(moved, single, head)
     rows = problem.batch * problem.heads * problem.seqlen_q
@@ -206,7 +206,7 @@ def _decode_rows(problem: Problem, tile: TilePlan, grid: Grid) -> Iterator[tuple
             yield head.visited, grid.row_lengths, head.count
         return
     # rows of a packed tile are (query, head of the group), queries outermost
-    single = Grid(problem, 1, tile.block_k)
+    single = grid_of(problem, 1, tile.block_k)
     packed = problem.seqlen_q * problem.group
     starts = np.arange(0, packed, tile.block_q, dtype=np.int64)
     ends = np.minimum(starts + tile.block_q, packed)

@@ -159,7 +159,7 @@ def _gpu_plan(problem: Problem, spec: DeviceSpec, pass_: str, wanted: TilePlan |
     moved = iomodel.traffic(problem, tile, _SCHEDULE[pass_])
     dram = iomodel.dram(problem, tile, moved, spec, slots)
     flops = spec.flops(problem.dtype, problem.precision)
-    steps = work.executed / max(1, work.executed // max(1, work.tiles)) if work.executed else 0
+    steps = work.exps / (tile.block_q * tile.block_k)
     clocks = spec.units * spec.clock_hz
     limits = {
         "tensor cores": work.executed / flops,
@@ -273,7 +273,7 @@ def _why_not(tile: TilePlan) -> str:
     if tile.stages < 2:
         return ", one buffer: loads are not hidden"
     if max(tile.block_k, tile.block_q) > 128:
-        return ", scores crowd the registers"
+        return ", crowds the registers"
     return ", warps share rows"
 
 

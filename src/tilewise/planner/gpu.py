@@ -16,6 +16,8 @@ from tilewise.planner.tuned import lookup_tuned
 from tilewise.problem import Problem
 
 BLOCKS = (16, 32, 64, 128, 256)
+MARGIN = 0.03
+"""Differences in predicted time that the model is too coarse to trust."""
 MODEL_BLOCKS = (16, 32, 64, 128, 192, 256)
 """192 rows exist only for kernels that join accumulators of 128 and 64; Triton's tiles are powers of two."""
 
@@ -113,22 +115,44 @@ def _ranked(size: _Size, spec: DeviceSpec, pass_: str, model_blocks: bool) -> tu
     found = [_judge(tile, size, spec) for tile in _candidates(size, spec, pass_, blocks)]
     # equal times: fewer on-chip bytes, then fewer threads
     found.sort(key=lambda c: (bool(c.rejected), tier(c.tile), c.seconds, c.on_chip.sram_bytes, c.tile.warps))
-    return tuple(found)
+    return _settle(found, spec, pass_)
+
+
+def _settle(found: list[Candidate], spec: DeviceSpec, pass_: str) -> tuple[Candidate, ...]:
+    """Among tiles the model cannot tell apart, put the one first that moves the fewest bytes.
+
+    The more rows share a K/V tile (the more keys a Q tile, in `backward_dkdv`), the less leaves L2. Tiles that fill the
+    register file are not preferred on so small a margin: they may spill.
+    """
+    best = found[0]
+    if best.rejected or pass_ == "decode":
+        return tuple(found)
+    near = [
+        c
+        for c in found
+        if not c.rejected
+        and tier(c.tile) == tier(best.tile)
+        and c.seconds <= best.seconds * (1 + MARGIN)
+        and (c is best or c.on_chip.registers <= 0.9 * spec.max_registers)
+    ]
+    chosen = max(near, key=lambda c: min(128, c.tile.block_k if pass_ == "backward_dkdv" else c.tile.block_q))
+    return chosen, *(c for c in found if c is not chosen)
 
 
 def tier(tile: TilePlan) -> int:
     """0 for tiles worth having, 1 and 2 for those taken only where nothing better fits.
 
     Narrow tiles double the barriers and the rescaling of the accumulator, a single buffer cannot overlap, warps that
-    share rows must exchange P, and more than 128 keys leave the scores no registers to spare; what that costs depends
-    on the compiler more than the model can know.
+    share rows must exchange P, and sides beyond 128 leave the fragments no registers to spare and the device few blocks
+    to balance; what that costs depends on the compiler more than the model can know.
     """
-    rows = tile.block_k if tile.pass_ == "backward_dkdv" else tile.block_q
-    if min(tile.block_q, tile.block_k) < 32 and tile.pass_ != "decode":
+    short, long = sorted((tile.block_q, tile.block_k))
+    if tile.pass_ == "decode":
+        return int(tile.block_k < 64 or tile.stages < 2)
+    if short < 32:
         return 2
-    narrow = tile.block_k < 64 or (tile.block_q < 64 and tile.pass_ != "decode")
-    wide = (tile.block_q if tile.pass_ == "backward_dkdv" else tile.block_k) > 128
-    return int(narrow or wide or tile.stages < 2 or (rows < 16 * tile.warps and tile.pass_ != "decode"))
+    rows = tile.block_k if tile.pass_ == "backward_dkdv" else tile.block_q
+    return int(short < 64 or long > 128 or tile.stages < 2 or rows < 16 * tile.warps)
 
 
 def _candidates(size: _Size, spec: DeviceSpec, pass_: str, blocks: tuple[int, ...]) -> Iterator[TilePlan]:
