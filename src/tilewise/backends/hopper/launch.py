@@ -36,9 +36,12 @@ _PLANS_LIMIT = 4096
 
 def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse of a supported problem, on the current stream."""
+    return launch(problem, inputs, plan_for(problem, inputs.q.device))
+
+
+def launch(problem: Problem, inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
     device = inputs.q.device
     out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
-    plan = plan_for(problem, device)
     config, a = plan.config, plan.arguments
     terms = a.terms
     if terms and problem.program.tensors:
@@ -70,11 +73,12 @@ def plan_for(problem: Problem, device: torch.device) -> Plan:
     return plan
 
 
-def make_plan(problem: Problem, processors: int, compile_: Any) -> Plan:
-    """The plan on a GPU with so many multiprocessors; `compile_(dtype, arguments, config)` gives the kernel."""
+def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | None = None) -> Plan:
+    """The plan on a GPU with so many multiprocessors; `compile_(dtype, arguments, config)` gives the kernel, `tile` overrides
+    the table's."""
     form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k)
     assert isinstance(form, Form), "the backend has said no to this problem"
-    config = tile_for(problem.head_dim, problem.head_dim_v, problem.seqlen_q, form.left)
+    config = tile or tile_for(problem.head_dim, problem.head_dim_v, problem.seqlen_q, form.left)
     config = config._replace(
         TERMS=len(form.terms),
         BAND=form.band,
@@ -125,6 +129,11 @@ def multiprocessors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
+def pointers(a: Arguments) -> tuple[bool, ...]:
+    """Which of the optional tensors are there."""
+    return (a.cu_q is not None, *(x is not None for term in a.terms for x in term[4:]))
+
+
 _kernels: dict[tuple[Any, ...], Any] = {}
 
 
@@ -132,8 +141,7 @@ def kernel_for(dtype: str, a: Arguments, config: Config) -> Any:
     """The compiled kernel, one for each config and device."""
     from triton.runtime import driver
 
-    present = tuple(x is not None for term in a.terms for x in term[4:])
-    key = (dtype, present, a.cu_q is not None, config, driver.active.get_current_device())
+    key = (dtype, pointers(a), config, driver.active.get_current_device())
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _kernels[key] = compile_for(driver.active.get_current_target(), dtype, a, config)

@@ -9,7 +9,7 @@ the keys that rows [m0, m1) see between them are [key_lo(m0), key_hi(m1 - 1)), a
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.shim import aggregate
+from tilewise.backends.hopper.shim import afresh, aggregate
 
 UNBOUNDED = gl.constexpr(2**30)
 
@@ -77,7 +77,8 @@ def snake(a, i):
 @gluon.jit
 def rounds(a):
     """How many tiles this program takes."""
-    return a.rounds + gl.where(snake(a, a.rounds) < a.total, 1, 0)
+    whole = afresh(a.rounds)
+    return whole + gl.where(snake(a, whole) < a.total, 1, 0)
 
 
 @gluon.jit
