@@ -110,6 +110,8 @@ def test_unknown_devices_get_near_matches(name: str, near: str) -> None:
 def test_missing_gpus_and_nonsense_raise() -> None:
     with pytest.raises(DeviceError, match="device: 'cuda:99' is not there"):
         device("cuda:99")
+    with pytest.raises(DeviceError, match="need 'cpu' or a visible"):
+        probe("cuda:x")
     with pytest.raises(DeviceError, match="Known"):
         device("zzzzzz")
 

@@ -173,6 +173,7 @@ def test_a_plan_is_consistent(device: str) -> None:
     assert found.seconds >= max(found.limits.values())
     assert found.work.useful <= found.work.visited <= found.work.executed
     assert found.reasons and found.binding
+    assert found.counters["l2_read"] == found.tile_traffic.total_read
     data = json.loads(json.dumps(found.to_dict()))
     assert data["traffic"]["tile"]["tensors"]["K"]["read"] == found.tile_traffic.reads["K"]
     text = str(found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tilewise.errors import DeviceError
 from tilewise.hardware.catalogue import catalogue, lookup, names
 from tilewise.hardware.probe import probe, probe_cpu, probe_gpu
 from tilewise.hardware.spec import DeviceSpec
@@ -39,15 +38,6 @@ def device(which: str | DeviceSpec | None = None) -> DeviceSpec:
     """A machine by description: a DeviceSpec, `"cpu"` or `"cuda[:i]"` for the live one, or a catalogued name."""
     if isinstance(which, DeviceSpec):
         return which
-    if which is None:
-        return probe()
-    if which == "cpu":
-        return probe_cpu()
-    if which.startswith(("cuda", "hip")):
-        number = which.partition(":")[2] or "0"
-        found = probe_gpu(int(number)) if number.isdigit() else None
-        if found is None:
-            known = ", ".join(names())
-            raise DeviceError(f"device: {which!r} is not there; name a catalogued GPU instead, one of {known}")
-        return found
+    if which is None or which == "cpu" or which.startswith(("cuda", "hip")):
+        return probe(which)
     return lookup(which)

@@ -1,7 +1,7 @@
 """Reading the live machine: `probe()` for the default device, `probe_cpu()`, `probe_gpu()`.
 
-Nothing here raises and nothing is measured. What the system does not tell is filled in from the instruction set or the
-catalogue, and `sources` says so.
+Nothing is measured, and reading a machine that is there never raises. What the system does not tell is filled in from
+the instruction set or the catalogue, and `sources` says so.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from tilewise.errors import DeviceError
 from tilewise.hardware.catalogue import closest_gpu
 from tilewise.hardware.cpuid import EXP_OPS, core_figures, isa_of
 from tilewise.hardware.host import Host, read_host
@@ -25,12 +26,15 @@ _INTERESTING = (
 
 def probe(device: str | None = None) -> DeviceSpec:
     """The live device: `"cpu"`, `"cuda"`, `"cuda:1"`; None takes the first GPU if there is one, else the CPU."""
-    if device is None or device.startswith("cuda"):
-        index = int(device.partition(":")[2] or 0) if device else 0
-        gpu = probe_gpu(index)
-        if gpu is not None:
-            return gpu
-    return probe_cpu()
+    if device is None:
+        return probe_gpu(0) or probe_cpu()
+    if device == "cpu":
+        return probe_cpu()
+    kind, _, number = device.partition(":")
+    found = probe_gpu(int(number or 0)) if kind in ("cuda", "hip") and (number or "0").isdigit() else None
+    if found is None:
+        raise DeviceError(f"device: {device!r} is not there; need 'cpu' or a visible 'cuda[:i]'")
+    return found
 
 
 @cache

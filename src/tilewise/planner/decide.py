@@ -72,6 +72,16 @@ class Plan:
         """Useful FLOPs over predicted time."""
         return self.work.useful / self.seconds if self.seconds else 0.0
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """What hardware counters should read over the kernel: bytes between L2 and the units, and at the memory."""
+        return {
+            "l2_read": self.tile_traffic.total_read,
+            "l2_write": self.tile_traffic.total_written,
+            "dram_read": self.dram.total_read,
+            "dram_write": self.dram.total_written,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON takes it."""
         problem = self.problem
@@ -89,6 +99,7 @@ class Plan:
                 "tile": self.tile_traffic.to_dict(),
                 "dram": self.dram.to_dict(),
             },
+            "counters": self.counters,
             "flops": {"useful": self.work.useful, "executed": self.work.executed, "waste": self.work.waste},
             "tiles": self.work.tiles,
             "exponentials": self.work.exps,
