@@ -240,6 +240,13 @@ def compile_case(
         yield Result(case.name, name, target, registers, spilled, compiled.metadata.shared, seconds, text)
 
 
+def shared_limit(target: str) -> int:
+    """Shared memory one block may have."""
+    from tilewise.hardware import device
+
+    return device(SPECS[target]).sram_per_block
+
+
 def resources(compiled: Any) -> tuple[int, int]:
     """Registers and spilled bytes a thread, as the assembler's own tool reports them; zeros for AMD."""
     if "cubin" not in compiled.asm:

@@ -1,8 +1,8 @@
 """Compiling and launching kernels whose arguments are structs.
 
-Triton's own dispatcher specialises every integer inside a tuple (on 1 and on multiples of 16), so sequence lengths would recompile
-kernels. Here the signature is stated instead: lengths and mask integers are plain i32, strides carry only what loads need
-(an inner stride of 1, a common alignment). The same function gives the compile tests their signatures without a GPU.
+Triton's own dispatcher specialises every integer inside a tuple (on 1 and on multiples of 16), so sequence lengths would
+recompile kernels. Here the signature is stated instead: lengths and mask integers are plain i32, strides carry only what
+loads need (an inner stride of 1, a common alignment). The same function gives the compile tests their signatures.
 """
 
 from __future__ import annotations

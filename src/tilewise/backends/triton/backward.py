@@ -69,8 +69,11 @@ def prepare_kernel(a, g, C: tl.constexpr):
 
 
 @triton.jit
-def weights(a, seq, s_tile, q, k, lse2, ok, MASKED: tl.constexpr, C: tl.constexpr):
-    """Softmax weights of a tile from its products, and the softcap's slope; `q`, `k`, `lse2` broadcast to the tile."""
+def weights(a, seq, s_tile, q, k, lse2, ok, boundary, MASKED: tl.constexpr, C: tl.constexpr):
+    """Softmax weights of a tile from its products, and the softcap's slope; `q`, `k`, `lse2` broadcast to the tile.
+
+    A mask is `ok` where that was evaluated already; else it is evaluated if this is a `boundary` tile.
+    """
     slope = 1.0
     if C.FOLD:
         p_tile = tl.exp2(s_tile * (a.scale * LOG2E) - lse2)
@@ -78,10 +81,10 @@ def weights(a, seq, s_tile, q, k, lse2, ok, MASKED: tl.constexpr, C: tl.constexp
         x_tile, slope = scores(a, seq, s_tile, q, k, C)
         p_tile = tl.exp2(x_tile - lse2)
     if MASKED:
-        if ok is None:  # evaluated here, not before the products, it costs fewer registers
-            p_tile = tl.where(allowed(a.mask, seq, q, k, C), p_tile, 0.0)
-        else:
+        if ok is not None:
             p_tile = tl.where(ok, p_tile, 0.0)
+        elif boundary:  # evaluated here, not before the products, the mask costs fewer registers
+            p_tile = tl.where(allowed(a.mask, seq, q, k, C), p_tile, 0.0)
     return p_tile, slope
 
 
@@ -99,7 +102,7 @@ def score_gradient(a, seq, p_tile, dp_tile, slope, delta, q, n, ok, MASKED: tl.c
 
 
 @triton.jit
-def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.constexpr, C: tl.constexpr):
+def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, boundary, MASKED: tl.constexpr, C: tl.constexpr):
     """One tile of queries against the resident keys. Tiles are transposed: [N, M]."""
     rows = tl.arange(0, C.BLOCK_M)
     q = m + rows
@@ -120,7 +123,7 @@ def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.cons
         q_tile = load_all(a.q, desc.k, seq.row, seq.h, seq.q_start, m, C.BLOCK_M, C.D, C.BLOCK_D)
         dout_tile = load_all(g.dout, desc.v, seq.row, seq.h, seq.q_start, m, C.BLOCK_M, C.DV, C.BLOCK_DV)
     s_tile = product(k_tile, tl.trans(q_tile), C)  # [N, M] fp32
-    p_tile, slope = weights(a, seq, s_tile, q[None, :], k[:, None], lse2[None, :], ok, MASKED, C)
+    p_tile, slope = weights(a, seq, s_tile, q[None, :], k[:, None], lse2[None, :], ok, boundary, MASKED, C)
     met_v = p_tile
     if C.DROPOUT:
         met_v = tl.where(kept(a, seq, q[None, :], n, C), p_tile * a.keep_scale, 0.0)
@@ -132,17 +135,26 @@ def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.cons
 
 
 @triton.jit
-def stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n, span, MASKED: tl.constexpr, C: tl.constexpr):
+def stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n, span, C: tl.constexpr):
+    """Every tile of [lo, hi), of which [gap_lo, gap_hi) need no mask. One loop with a branch holds fewer registers than two."""
+    for m in range(span[0], span[3], C.BLOCK_M):
+        boundary = (m < span[1]) | (m >= span[2])
+        dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, boundary, True, C)
+    return dk, dv
+
+
+@triton.jit
+def stream_guarded(a, g, seq, desc, k_tile, v_tile, dk, dv, n, span, C: tl.constexpr):
+    """The same where a boundary tile may turn out EMPTY: it is looked at before anything else is loaded."""
+    for m in range(span[1], span[2], C.BLOCK_M):
+        dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, False, False, C)
     for i in range(span_length(span, C.BLOCK_M)):
         m = span_start(span, i, C.BLOCK_M)
-        if MASKED and has_gaps(C.STRUCTURE):
-            q = m + tl.arange(0, C.BLOCK_M)
-            k = n + tl.arange(0, C.BLOCK_N)
-            ok = allowed(a.mask, seq, q[None, :], k[:, None], C)  # [N, M]
-            if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
-                dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, True, C)
-        else:
-            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, MASKED, C)
+        q = m + tl.arange(0, C.BLOCK_M)
+        k = n + tl.arange(0, C.BLOCK_N)
+        ok = allowed(a.mask, seq, q[None, :], k[:, None], C)  # [N, M]
+        if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
+            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, True, True, C)
     return dk, dv
 
 
@@ -175,15 +187,17 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     lo, hi, full_lo, full_hi = query_bounds(a.mask, seq, n0, n1, C)
     # a tile cut by the end of the keys is masked throughout: its rows beyond would otherwise count
     full_hi = tl.where(n0 + C.BLOCK_N <= seq.len_k, full_hi, full_lo)
-    full, partial = spans(lo, hi, full_lo, full_hi, C.BLOCK_M)
+    _, span = spans(lo, hi, full_lo, full_hi, C.BLOCK_M)
 
     dk = tl.full([C.BLOCK_N, C.BLOCK_D], 0.0, tl.float32)
     dv = tl.full([C.BLOCK_N, C.BLOCK_DV], 0.0, tl.float32)
     # over query heads [0, i): dk, dv = what their queries [lo, hi) contribute
     for i in range(group):
         seq = sequence_of(a, b, kv_h * group + i, C)
-        dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n0, full, False, C)
-        dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n0, partial, True, C)
+        if has_gaps(C.STRUCTURE):
+            dk, dv = stream_guarded(a, g, seq, desc, k_tile, v_tile, dk, dv, n0, span, C)
+        else:
+            dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n0, span, C)
     if g.dk is not None:
         dk_at = base(g.dk, seq.row, kv_h, seq.k_start)
         store_rows(dk_at, g.dk.stride_s, g.dk.stride_d, k, ok, dk * a.scale, C.D, C.BLOCK_D, C)
@@ -209,7 +223,7 @@ def queries_step(
         k_tile = load_all(a.k, desc.k, seq.row, seq.kv_h, seq.k_start, n, C.BLOCK_N, C.D, C.BLOCK_D)
         v_tile = load_all(a.v, desc.v, seq.row, seq.kv_h, seq.k_start, n, C.BLOCK_N, C.DV, C.BLOCK_DV)
     s_tile = product(q_tile, tl.trans(k_tile), C)  # [M, N] fp32
-    p_tile, slope = weights(a, seq, s_tile, q[:, None], k[None, :], lse2[:, None], ok, MASKED, C)
+    p_tile, slope = weights(a, seq, s_tile, q[:, None], k[None, :], lse2[:, None], ok, True, MASKED, C)
     dp_tile = product(dout_tile, tl.trans(v_tile), C)  # [M, N]
     ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[:, None], q[:, None], n, ok, MASKED, C)
     return dot(cast(ds_tile, k_tile.dtype, C), k_tile, dq, C)  # [M, D]

@@ -2,8 +2,9 @@
 
     over keys [0, n):   acc = Σ exp2(x - m) v,   l = Σ exp2(x - m),   m = max x        (x: scores in units of log 2)
 
-The keys of a tile fall into three runs: left boundary tiles, tiles that every query sees (no mask is evaluated there), right
-boundary tiles. The order of keys does not matter, so one loop takes the full tiles and one both boundaries. With SPLIT the runs are cut into `splits` shares and partial (out, lse) pairs are written.
+The keys of a tile fall into tiles that every query sees, where no mask is evaluated, and boundary tiles on both sides of them.
+The order of keys does not matter, so one loop takes the former and one the latter. With SPLIT the keys are cut into `splits`
+shares and partial (out, lse) pairs are written.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def decoding(problem: Problem) -> bool:
 def tile_for(problem: Problem, pass_: str, device: torch.device) -> TilePlan:
     """The tile of one pass ("forward", "decode", "backward_dkdv", "backward_dq")."""
     if interpreting() and device.type == "cpu":
-        tile = TilePlan(16, 32 if pass_ in ("forward", "decode") else 16, 1, 4, pass_=pass_)
+        tile = TilePlan(16 if pass_ == "decode" else 32, 32, 1, 4, pass_=pass_)
         return replace(tile, splits=3, pack_gqa=True) if pass_ == "decode" else tile
     return gpu_tile(problem, spec_of(device.index or 0), pass_)
 

@@ -1,0 +1,24 @@
+"""The Triton kernels in Triton's interpreter, held to the conformance cases. Each share is a process: see `interpreted.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARES = 6
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("share", range(SHARES))
+def test_conformance_in_the_interpreter(share: int) -> None:
+    command = [sys.executable, "-m", "tests.backends.interpreted", str(share), str(SHARES)]
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
