@@ -173,6 +173,8 @@ def _plan(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> P
     if inputs.cu_q is not None:
         starts = inputs.cu_q.tolist()
         longest = max((b - a for a, b in zip(starts, starts[1:], strict=False)), default=0)
+    if longest == 1 and kind == "forward" and _decodes(problem, inputs):
+        kind = "decode"
     key = (kind, threads, bias, dbias, longest)
     plans: dict[Any, Plan] = problem.__dict__.setdefault("_cpu_plans", {})
     found = plans.get(key)
@@ -184,12 +186,12 @@ def _plan(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> P
 def _make_plan(problem: Problem, key: tuple[str, int, str, bool, int]) -> Plan:
     kind, threads, bias, dbias, longest = key
     kernel = plan.kernel_for(problem, kind, bias, dbias)
-    backward = kind == "backward"
-    tiles = (plan.backward_tiles if backward else plan.forward_tiles)(problem, kernel.tile, longest, threads)
+    make_tiles, frame = _KINDS[kind]
+    tiles = make_tiles(problem, kernel.tile, longest, threads)
     if dbias and not _own_cells(problem):
         tiles = plan.replace(tiles, threads=1)
     words = plan.words_for(problem, kernel, tiles)
-    size = (plan.backward_frame if backward else plan.forward_frame)(kernel, tiles, words)
+    size = frame(kernel, tiles, words)
     names = argument_names(kernel)
     values = [words.get(name, 0) for name in names[len(HOT) :]]
     shared = tiles.tasks * tiles.rows * problem.group * (words["DVP"] + 2)
@@ -200,9 +202,27 @@ def _make_plan(problem: Problem, key: tuple[str, int, str, bool, int]) -> Plan:
         size=size,
         threads=tiles.threads,
         work=shared if tiles.splits > 1 else 0,
-        done=tiles.blocks if backward else (tiles.tasks // tiles.splits if tiles.splits > 1 else 0),
+        done=tiles.blocks if kind == "backward" else (tiles.tasks // tiles.splits if tiles.splits > 1 else 0),
         real=torch.float64 if kernel.real == "float64" else torch.float32,
         kernel=kernel,
+    )
+
+
+_KINDS = {
+    "forward": (plan.forward_tiles, plan.forward_frame),
+    "decode": (plan.decode_tiles, plan.decode_frame),
+    "backward": (plan.backward_tiles, plan.backward_frame),
+}
+
+
+def _decodes(problem: Problem, inputs: Inputs) -> bool:
+    """Is it the decode kernel's: one query a head, keys in an interval, nothing done to the scores, adjacent columns?"""
+    return (
+        not (problem.softcap or problem.alibi or problem.dropout_p or problem.bias)
+        and set(problem.program.structure) <= set("0btork")
+        and inputs.k.stride(3) == 1
+        and inputs.v.stride(3) == 1
+        and plan.decode_register(problem) is not None
     )
 
 

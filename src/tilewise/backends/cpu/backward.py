@@ -44,6 +44,7 @@ class Backward(KernelModule):
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
+        self.emit_helpers()
         self.pack_gradient = emit_pack_panels(self.unit, self.tile.rows, kernel.dtype, scaled=True)
         self.row_dots = emit_row_dots(self.unit, kernel.dtype)
         self.product = by_panels(self.unit, "product", self.tile)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.backends.cpu.elementary import LN2, LOG2E, exp2, log2
-from tilewise.backends.cpu.ir import F32, F64, I64, PTR, Emit, Value
+from tilewise.backends.cpu.elementary import LOG2E, exp2
+from tilewise.backends.cpu.ir import I64, PTR, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull
 from tilewise.backends.cpu.micro import by_panels, put_strip, strip
 from tilewise.backends.cpu.module import FRAME, KernelModule
@@ -31,6 +31,7 @@ class Forward(KernelModule):
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
+        self.emit_helpers()
         self.product = by_panels(self.unit, "scores", self.tile)
         self.product_peak = by_panels(self.unit, "scores_peak", self.tile, fold="peak") if kernel.plain else None
         self.pv = by_panels(self.unit, "values", self.tile, fold="scale")
@@ -152,14 +153,6 @@ class Forward(KernelModule):
             e.put(self.natural_lse(e, e.get(m_ptr, over.index), e.get(l_ptr, over.index)), lse, over.index)
         e.ret_void()
         return function
-
-    def natural_lse(self, e: Emit, m: Value, total: Value) -> Value:
-        """ln2 · (m + log2 l), worked out in double; -inf for a row that saw nothing."""
-        if self.real.type == F32:
-            m, total = e.fpext(m, F64), e.fpext(total, F64)
-        value = e.fmul(e.fadd(m, log2(e, total)), F64(LN2))
-        value = e.select(e.fcmp_ordered(">", total, F64(0.0)), value, e.fadd(total, F64(float("-inf"))))
-        return e.fptrunc(value, F32) if self.real.type == F32 else value
 
     def join_sink(self, e: Emit, sink: Value, index: Value, a: Slots, f: Slots) -> None:
         """One more logit in the denominator: l' = l·2**(m - m') + 2**(sink - m')."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.backends.cpu.ir import I1, I8, I32, I64, PTR, REALS, STORAGE, Emit, Unit, Value
+from tilewise.backends.cpu.elementary import LN2, log2
+from tilewise.backends.cpu.ir import F32, F64, I1, I8, I32, I64, PTR, REALS, STORAGE, Emit, Unit, Value
 from tilewise.backends.cpu.masking import (
     EMPTY,
     FULL,
@@ -45,6 +46,10 @@ class KernelModule:
         self.names = argument_names(kernel)
         self.terms = parse_terms(kernel.structure)
         self.simple = is_interval(kernel.structure)
+
+    def emit_helpers(self) -> None:
+        """Masks that are not intervals, packing, and the care for what is hidden."""
+        kernel = self.kernel
         if not self.simple:
             self.alive = emit_alive(self.unit, self.names, kernel.structure)
             self.bits = emit_bits(self.unit, self.names, kernel.structure, self.tile)
@@ -244,6 +249,14 @@ class KernelModule:
         values |= {"k_start": k_start, "m0": first, "rows": rows, "strips": strips}
         for name, value in values.items():
             f.set(name, value)
+
+    def natural_lse(self, e: Emit, m: Value, total: Value) -> Value:
+        """ln2 · (m + log2 l), worked out in double; -inf for a row that saw nothing."""
+        if self.real.type == F32:
+            m, total = e.fpext(m, F64), e.fpext(total, F64)
+        value = e.fmul(e.fadd(m, log2(e, total)), F64(LN2))
+        value = e.select(e.fcmp_ordered(">", total, F64(0.0)), value, e.fadd(total, F64(float("-inf"))))
+        return e.fptrunc(value, F32) if self.real.type == F32 else value
 
     def row_offset(self, e: Emit, a: Slots, f: Slots, head: Value, position: Value) -> Value:
         """Index of a row in (B, Hq, Sq) statistics."""

@@ -50,11 +50,24 @@ def register_for(problem: Problem) -> Register:
     return Register(spec.lanes(size), micro.row_vectors, micro.keys)
 
 
+def decode_register(problem: Problem) -> Register | None:
+    """The tile of the decode kernel: lanes and vectors along the head dim, `keys` query rows. None if the dims do not fit."""
+    lanes = register_for(problem).lanes
+    while problem.head_dim % lanes or problem.head_dim_v % lanes:
+        lanes //= 2
+    if lanes < min(4, 16 // (8 if problem.dtype == "float64" else 4)):
+        return None
+    rows = 4 if problem.group > 2 else problem.group
+    return Register(lanes, 4 if rows == 4 else 8, rows)
+
+
 def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = False) -> Kernel:
+    tile = decode_register(problem) if kind == "decode" else register_for(problem)
+    assert tile is not None
     return Kernel(
         kind=kind,
         dtype=problem.dtype,
-        tile=register_for(problem),
+        tile=tile,
         structure=problem.program.structure,
         softcap=problem.softcap > 0,
         bias=bias_dtype,
@@ -78,7 +91,7 @@ def forward_tiles(problem: Problem, tile: Register, longest: int, threads: int) 
     pairs = problem.batch * problem.kv_heads
     if work_of(problem) < SMALL_WORK:
         threads = 1
-    rows = max(R, round_up(min(256, longest), R))
+    rows = max(R, round_up(min(GROUP_ROWS, longest), R))
     while rows > R and group * rows > GROUP_ROWS:
         rows = round_up(rows // 2, R)
     while rows > R and threads > 1 and pairs * -(-longest // rows) < 4 * threads:
@@ -89,6 +102,20 @@ def forward_tiles(problem: Problem, tile: Register, longest: int, threads: int) 
         splits = max(1, min(-(-2 * threads // (pairs * blocks)), problem.seqlen_k // (2 * keys)))
     tasks = pairs * blocks * splits
     return Tiles(rows, keys, blocks, splits, tasks, min(threads, tasks))
+
+
+def decode_tiles(problem: Problem, tile: Register, longest: int, threads: int) -> Tiles:
+    """Key blocks of which two fit into L1, one in use and one on its way; shares of the keys for every thread."""
+    size = 8 if problem.dtype == "float64" else 4
+    pair = (problem.head_dim + problem.head_dim_v) * size
+    keys = max(2 * tile.lanes, 32, probe_cpu().l1d_bytes // (2 * pair) // 32 * 32)
+    pairs = problem.batch * problem.kv_heads
+    if work_of(problem) < SMALL_WORK:
+        threads = 1
+    splits = 1
+    if threads > 1 and pairs < 4 * threads:
+        splits = max(1, min(-(-4 * threads // pairs), problem.seqlen_k // (4 * keys)))
+    return Tiles(1, keys, 1, splits, pairs * splits, min(threads, pairs * splits))
 
 
 def backward_tiles(problem: Problem, tile: Register, longest: int, threads: int) -> Tiles:
@@ -108,6 +135,11 @@ def forward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
     R, rows, keys = kernel.tile.rows, tiles.rows * words["group"], tiles.keys
     sizes = [rows * words["DP"], rows * words["DVP"], rows, rows, keys * R, keys * R, R, R, tiles.rows]
     return _bytes(kernel, [*sizes, keys * words["DP"], keys * words["DVP"]])
+
+
+def decode_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
+    rows = round_up(words["group"], kernel.tile.keys)
+    return _bytes(kernel, [rows * words["D"], rows * words["Dv"], rows, rows, rows * tiles.keys])
 
 
 def backward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
