@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tilewise.cli.app import app
 from tilewise.hardware import catalogue
+from tilewise.simulator import show
+from tilewise.simulator.precision import experiment
 
 PLAN = ["plan", "--batch", "1", "--heads", "16", "--seqlen", "4096", "--head-dim", "128", "--device", "h200"]
 
@@ -102,7 +106,9 @@ def test_simulate_json() -> None:
 
 
 def test_simulate_precision() -> None:
-    text = invoke("simulate", "--precision")
+    out = Console(file=io.StringIO(), width=140)
+    out.print(show.precision(experiment(n=64, rows=8, widths=(16, 64))))
+    text = out.file.getvalue()  # type: ignore[attr-defined]
     assert "rescalings a row" in text and "fp32 compensated" in text
     data = json.loads(invoke("simulate", "--precision", "--json"))
     assert {row["path"] for row in data} >= {"fp16", "bf16", "fp32", "fp32 compensated", "double accumulators"}

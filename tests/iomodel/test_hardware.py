@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -10,12 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tilewise import hardware
 from tilewise.errors import DeviceError
-from tilewise.hardware import DeviceSpec, catalogue, device, lookup, measure, probe, probe_cpu
+from tilewise.hardware import DeviceSpec, catalogue, device, host, lookup, measure, probe, probe_cpu
 from tilewise.hardware.cache import load_json, store_json
 from tilewise.hardware.catalogue import closest_gpu
 from tilewise.hardware.cpuid import core_figures, isa_of
@@ -187,6 +189,61 @@ def test_zen_4_halves_wide_operations(tmp_path: Path) -> None:
     text = "vendor_id : AuthenticAMD\ncpu family : 25\nflags : avx2 fma avx512f\n"
     _write(tmp_path, {"proc/cpuinfo": text})
     assert cpu_spec(linux_host(Host(machine="x86_64"), tmp_path, {0})).fma_per_cycle == 1
+
+
+def test_macos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An M2 Max: eight fast cores, four to each 16 MiB of L2."""
+    told = {
+        "machdep.cpu.brand_string": "Apple M2 Max",
+        "hw.perflevel0.physicalcpu": "8",
+        "hw.physicalcpu": "12",
+        "hw.perflevel0.l1dcachesize": "131072",
+        "hw.perflevel0.l2cachesize": "16777216",
+        "hw.perflevel0.cpusperl2": "4",
+        "hw.memsize": "34359738368",
+        "hw.optional.arm.FEAT_BF16": "1",
+    }
+    monkeypatch.setattr(host, "_sysctl", lambda name: told.get(name, ""))
+    spec = cpu_spec(host._macos(Host(machine="arm64")))
+    assert (spec.name, spec.vendor, spec.isa, spec.arch) == ("Apple M2 Max", "Apple", "neon", "aarch64")
+    assert (spec.cores, spec.l1d_bytes, spec.l2_bytes, spec.fma_per_cycle) == (8, 128 * 1024, 4 * 2**20, 4)
+    assert "bf16" in spec.isa_flags and spec.dram_bytes == 32 * 2**30
+
+
+def test_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores with their caches, as kernel32 lists them."""
+    entries = [
+        (0, 0, 0, 0),
+        (0, 0, 0, 0),
+        (2, 1, 48 * 1024, 2),
+        (2, 1, 32 * 1024, 1),
+        (2, 2, 2**21, 0),
+        (2, 3, 2**25, 0),
+    ]
+
+    class Kernel:
+        def GetLogicalProcessorInformation(self, table: Any, length: Any) -> int:
+            length._obj.value = len(entries) * ctypes.sizeof(host._Relation)
+            for slot, (relationship, level, size, kind) in zip(table or (), entries, strict=False):
+                slot.relationship, slot.level, slot.size, slot.kind = relationship, level, size, kind
+            return 1
+
+        def IsProcessorFeaturePresent(self, number: int) -> int:
+            return int(number == 40)
+
+    monkeypatch.setattr(ctypes, "WinDLL", lambda name: Kernel(), raising=False)
+    spec = cpu_spec(host._windows(Host(machine="amd64")))
+    assert (spec.isa, spec.cores, spec.arch) == ("avx2", 2, "x86_64")
+    assert (spec.l1d_bytes, spec.l2_bytes, spec.l3_bytes) == (48 * 1024, 2**21, 2**25)
+
+
+def test_a_failing_reader_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Host) -> Host:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(host, "_linux", broken)
+    monkeypatch.setattr(host.platform, "system", lambda: "Linux")
+    assert host.read_host().cores >= 1
 
 
 def test_a_silent_system_gets_safe_guesses() -> None:

@@ -17,7 +17,7 @@ from tilewise.problem import Problem
 from tilewise.simulator import exact, random_inputs, simulate
 
 FORWARD = ("standard", "standard3", "v1", "v2")
-SLOW_MACHINE = settings(deadline=None, max_examples=60)
+SLOW_MACHINE = settings(deadline=None, max_examples=40)
 
 
 def model(problem: Problem, tile: TilePlan, schedule: str) -> iomodel.Traffic:

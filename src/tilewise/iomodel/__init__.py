@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from tilewise.iomodel.onchip import OnChip as OnChip
     from tilewise.iomodel.onchip import kernel as kernel
     from tilewise.iomodel.passes import SCHEDULES as SCHEDULES
+    from tilewise.iomodel.passes import compulsory as compulsory
     from tilewise.iomodel.passes import traffic as traffic
     from tilewise.iomodel.roof import Roofline as Roofline
     from tilewise.iomodel.roof import roofline as roofline
     from tilewise.iomodel.schedules import Traffic as Traffic
-    from tilewise.iomodel.schedules import compulsory as compulsory
     from tilewise.iomodel.schedules import decode as decode
     from tilewise.iomodel.schedules import standard as standard
     from tilewise.iomodel.schedules import v1 as v1
@@ -37,7 +37,7 @@ _HOMES = {
     "OnChip": "onchip",
     "kernel": "onchip",
     "Traffic": "schedules",
-    "compulsory": "schedules",
+    "compulsory": "passes",
     "standard": "schedules",
     "v1": "schedules",
     "v2": "schedules",

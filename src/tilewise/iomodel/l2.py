@@ -7,12 +7,10 @@ have left the cache meanwhile come from memory again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tilewise.hardware.spec import DeviceSpec
-from tilewise.iomodel import backward
 from tilewise.iomodel.grid import even
-from tilewise.iomodel.schedules import Traffic, compulsory, stat_size
+from tilewise.iomodel.passes import compulsory
+from tilewise.iomodel.schedules import Traffic, stat_size
 from tilewise.iomodel.tile import TilePlan
 from tilewise.problem import Problem
 
@@ -52,7 +50,7 @@ def dram(problem: Problem, tile: TilePlan, moved: Traffic, spec: DeviceSpec, res
     bytes_once = streamed(problem, tile)
     missing = max(0.0, 1.0 - capacity(spec) / bytes_once) if bytes_once else 0.0
     again = (rounds(problem, tile, resident) - 1) * missing
-    once = _once(problem, tile)
+    once = compulsory(problem, tile).reads
     repeated = ("Q", "dO", "LSE", "delta") if tile.pass_ == "backward_dkdv" else ("K", "V")
     result = Traffic()
     for name, size in moved.reads.items():
@@ -62,20 +60,3 @@ def dram(problem: Problem, tile: TilePlan, moved: Traffic, spec: DeviceSpec, res
     for name, size in moved.writes.items():
         result.write(name, size)
     return result
-
-
-def _once(problem: Problem, tile: TilePlan) -> Mapping[str, int]:
-    """Bytes of each input the pass needs, once."""
-    if tile.pass_ in ("forward", "decode"):
-        return compulsory(problem, tile).reads
-    whole = TilePlan(max(1, problem.seqlen_q), max(1, problem.seqlen_k), pass_=tile.pass_)
-    one_pass = backward.dkdv if tile.pass_ == "backward_dkdv" else backward.dq
-    once = dict(one_pass(problem, whole).reads)
-    if tile.pass_ == "backward_dq":  # a single Q tile still reads K and V for each query head of a group
-        once.update({name: once[name] // problem.group for name in ("K", "V") if name in once})
-    if problem.bias is not None:
-        size = problem.itemsize
-        for extent in problem.bias:
-            size *= extent
-        once["bias"] = size
-    return once

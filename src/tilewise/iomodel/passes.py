@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tilewise.errors import PlanError
 from tilewise.iomodel import backward
-from tilewise.iomodel.schedules import Traffic, decode, standard, v1, v2
+from tilewise.iomodel.grid import even
+from tilewise.iomodel.schedules import Traffic, decode, forward_compulsory, standard, v1, v2
 from tilewise.iomodel.tile import TilePlan
 from tilewise.problem import Problem
 
@@ -27,3 +29,18 @@ def traffic(problem: Problem, tile: TilePlan, schedule: str = "v2") -> Traffic:
     if schedule not in SCHEDULES:
         raise PlanError(f"schedule: got {schedule!r}, need one of {', '.join(SCHEDULES)}")
     return SCHEDULES[schedule](problem, tile)
+
+
+def compulsory(problem: Problem, tile: TilePlan) -> Traffic:
+    """What the pass of `tile` cannot avoid: each input that is used once, each output once."""
+    if tile.pass_ in ("forward", "decode"):
+        return forward_compulsory(problem, tile)
+    problem = even(problem)
+    whole = TilePlan(max(1, problem.seqlen_q), max(1, problem.seqlen_k), pass_=tile.pass_)
+    moved = SCHEDULES[tile.pass_](problem, whole)
+    if tile.pass_ == "backward_dq":  # one Q tile a head still reads K and V for each query head of a group
+        for name in ("K", "V"):
+            moved.reads[name] //= problem.group
+    if problem.bias is not None:
+        moved.reads["bias"] = math.prod(problem.bias) * problem.itemsize
+    return moved

@@ -1,7 +1,7 @@
 """Bytes between memory and chip, by tensor and direction, of each schedule.
 
 Every function counts what its schedule moves when each load and store goes to memory: these are tile bytes, what
-leaves L2 towards the units. `compulsory` is what no schedule can avoid, and `cache.dram` says what of the tile bytes
+leaves L2 towards the units. `passes.compulsory` is what no schedule can avoid, and `l2.dram` says what of the tile bytes
 L2 lets through to memory. The simulator runs the same schedules literally and must find the same numbers.
 """
 
@@ -65,7 +65,7 @@ def stat_size(problem: Problem) -> int:
     return 8 if problem.dtype == "float64" else 4
 
 
-def compulsory(problem: Problem, tile: TilePlan) -> Traffic:
+def forward_compulsory(problem: Problem, tile: TilePlan) -> Traffic:
     """Each input that is used at all once, each output once. Keys are used tile by tile."""
     grid = grid_of(problem, tile.block_q, tile.block_k)
     problem = grid.problem

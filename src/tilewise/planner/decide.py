@@ -11,6 +11,7 @@ from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.iomodel import OnChip, Roofline, TilePlan, Traffic, Work
 from tilewise.iomodel.grid import even
+from tilewise.iomodel.roof import waves
 from tilewise.planner import gpu
 from tilewise.planner.cpu import CpuTile, cpu_tile
 from tilewise.planner.tuned import lookup_tuned
@@ -149,7 +150,7 @@ def _is_decode(problem: Problem) -> bool:
 
 
 def _gpu_plan(problem: Problem, spec: DeviceSpec, pass_: str, wanted: TilePlan | tuple[int, int] | None) -> Plan:
-    candidates = gpu.ranked(problem, spec, pass_)
+    candidates = gpu.ranked(problem, spec, pass_, model_blocks=True)
     chosen = candidates[0]
     reasons: tuple[str, ...] = ()
     tuned = lookup_tuned(problem, spec, pass_)
@@ -234,7 +235,8 @@ def _reasons(chosen: gpu.Candidate, spec: DeviceSpec, work: Work) -> tuple[str, 
         f"softmax {step.exp + step.fp32:.0f}, loads {step.load:.0f}",
     ]
     if tile.splits > 1:
-        found.append(f"{tile.splits} splits over the keys fill {min(chosen.waves, 1):.0%} of the device's places")
+        blocks = round(chosen.waves * spec.units * on_chip.blocks)
+        found.append(f"{tile.splits} splits over the keys make {blocks} blocks for {spec.units} units")
     elif chosen.waves < 1:
         found.append(f"one wave, {chosen.waves:.0%} of the places taken")
     else:
@@ -251,7 +253,7 @@ def _alternatives(candidates: list[gpu.Candidate], chosen: gpu.Candidate) -> tup
         key = (candidate.tile.block_q, candidate.tile.block_k)
         if key not in best or _better(candidate, best[key]):
             best[key] = candidate
-    if chosen.tile not in [candidate.tile for candidate in best.values()]:
+    if chosen.tile.source == "user" or chosen.tile not in [candidate.tile for candidate in best.values()]:
         best[chosen.tile.block_q, chosen.tile.block_k] = chosen
     found = []
     for candidate in sorted(best.values(), key=lambda c: (bool(c.rejected), c.seconds, c.on_chip.sram_bytes)):
@@ -259,7 +261,7 @@ def _alternatives(candidates: list[gpu.Candidate], chosen: gpu.Candidate) -> tup
         if candidate.rejected:
             verdict = candidate.rejected
         elif candidate.tile == chosen.tile:
-            verdict = "chosen"
+            verdict = "yours" if chosen.tile.source == "user" else "chosen"
         else:
             more = candidate.seconds / chosen.seconds - 1
             verdict = f"{more:+.0%}" + _why_not(candidate.tile)
@@ -279,6 +281,8 @@ def _why_not(tile: TilePlan) -> str:
     """Why a tile of a lower tier is not taken even where the model thinks it is fast."""
     if gpu.tier(tile) == 0:
         return ""
+    if 192 in (tile.block_q, tile.block_k):
+        return ", no power of two"
     if min(tile.block_q, tile.block_k) < 64:
         return ", narrow"
     if tile.stages < 2:
@@ -320,8 +324,7 @@ def _cpu_plan(problem: Problem, spec: DeviceSpec, wanted: TilePlan | tuple[int, 
         "O": rows * dv * size,
     }
     tasks = max(1, sizes.batch * sizes.heads) * max(1, -(-sizes.seqlen_q // tile.block_q)) * tile.splits
-    rounds = -(-tasks // spec.units)
-    balance = tasks / (rounds * spec.units)
+    _, balance = waves(tasks, spec.units)
     limits = {
         "FMA units": work.executed / spec.flops("float64" if problem.dtype == "float64" else "float32"),
         "exponentials": work.exps / spec.exp_rate,

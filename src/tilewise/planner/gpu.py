@@ -163,7 +163,7 @@ def _candidates(size: _Size, spec: DeviceSpec, pass_: str, blocks: tuple[int, ..
         for block_k in blocks:
             if block_q > max(16, _above(size.rows)) or block_k > max(16, _above(size.keys)):
                 continue  # a tile more than twice as long as the sequence only multiplies padding
-            for warps in (4, 8):
+            for warps in (4, 8, 12) if block_q == 192 else (4, 8):
                 for stages in (1, 2, 3):
                     yield TilePlan(block_q, block_k, stages, warps, pass_=pass_)
 
@@ -206,7 +206,7 @@ def _obstacle(tile: TilePlan, on_chip: onchip.OnChip, spec: DeviceSpec) -> str:
     if on_chip.registers > spec.max_registers:
         return f"needs {on_chip.registers} registers a thread, {spec.max_registers} exist: it would spill"
     if on_chip.blocks == 0:
-        return "no block fits a unit"
+        return f"{tile.warps} warps of {on_chip.registers} registers a thread exceed a unit's registers or threads"
     return ""
 
 
@@ -263,19 +263,19 @@ def _decode_seconds(
 
 
 def best_splits(tile: TilePlan, size: _Size, spec: DeviceSpec) -> int:
-    """The number of parts of the keys with the least predicted time; the fewer the better where they tie."""
+    """The fewest parts of the keys that give every unit a block, among those within 2 % of the least predicted time."""
     on_chip = onchip.kernel(tile, size.d, size.dv, size.itemsize, spec)
     flops = spec.flops(size.dtype, size.precision)
     if not on_chip.blocks or not flops:
         return 1
     cols = -(-size.keys // tile.block_k)
-    best, least = 1, float("inf")
+    blocks = size.kv_tasks * -(-size.rows * (size.tasks // size.kv_tasks) // tile.block_q)
+    times: dict[int, float] = {}
     for splits in range(1, min(cols, 256) + 1):
         if splits > 1 and -(-cols // splits) == -(-cols // (splits - 1)):
             continue  # no part gets shorter
         trial = replace(tile, splits=splits)
         step = cycles.step(trial, size.d, size.dv, size.itemsize, flops, on_chip, spec)
-        seconds, _ = _decode_seconds(trial, size, spec, on_chip, step)
-        if seconds < least * 0.99:
-            best, least = splits, seconds
-    return best
+        times[splits], _ = _decode_seconds(trial, size, spec, on_chip, step)
+    near = [splits for splits, seconds in times.items() if seconds <= 1.02 * min(times.values())]
+    return next((splits for splits in near if splits * blocks >= spec.units), near[-1])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tilewise.planner.decide import Plan
 
 _BAR = "█"
+_TAKEN = ("chosen", "yours")
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
 
@@ -178,13 +179,13 @@ def _alternatives_table(plan: Plan, most: int = 6) -> Sequence[RenderableType]:
     table.add_column("predicted", justify="right")
     table.add_column("verdict")
     running = [a for a in plan.alternatives if a.seconds is not None]
-    chosen = [a for a in running if a.verdict == "chosen"]
+    chosen = [a for a in running if a.verdict in _TAKEN]
     shown = sorted(
-        [*chosen, *[a for a in running if a.verdict != "chosen"][: most - 1]], key=lambda a: a.seconds or 0.0
+        [*chosen, *[a for a in running if a.verdict not in _TAKEN][: most - 1]], key=lambda a: a.seconds or 0.0
     )
     failing = sorted((a for a in plan.alternatives if a.seconds is None), key=lambda a: a.tile.block_q * a.tile.block_k)
     for a in [*shown, *failing[:4]]:
-        style = "bold cyan" if a.verdict == "chosen" else "dim" if a.seconds is None else ""
+        style = "bold cyan" if a.verdict in _TAKEN else "dim" if a.seconds is None else ""
         when = duration(a.seconds) if a.seconds is not None else "–"
         cells = (
             str(a.tile),
