@@ -1,0 +1,66 @@
+"""Each example runs, shorter than by default, and shows what it says it shows."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def example(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def test_training_learns_and_follows_the_curve_of_plain_attention() -> None:
+    """The ruler is plain attention in float64: rounding grows as training goes on, alike for both."""
+    gpt = example("tiny_gpt")
+    text, steps = gpt.repository_text(), 8
+    assert len(text) > 10 * gpt.CONTEXT
+
+    def curve(kind: type, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(gpt.train(gpt.fresh(kind, dtype), text, steps, batch=2), dtype=torch.float64)
+
+    ours, plain, exact = curve(gpt.Attention), curve(gpt.EagerAttention), curve(gpt.EagerAttention, torch.float64)
+    assert ours[-1] < math.log(256) - 0.5  # below what a guess without knowledge costs
+    error, peer = ours.sub(exact).abs().max(), plain.sub(exact).abs().max()
+    assert error <= 4 * peer + 2**-24 * exact.abs().max()
+
+
+def test_train_tiny_gpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "gpt.pt"
+    curves = example("train_tiny_gpt").main(["--steps", "3", "--save", str(saved)])
+    assert len(curves["tilewise"]) == len(curves["plain"]) == 3
+    assert "nats a byte" in capsys.readouterr().out
+    text = example("generate_text").main(["--model", str(saved), "--prompt", "def ", "--length", "5"])
+    assert text.startswith("def ")
+
+
+def test_writing_over_a_cache_is_writing_without_one() -> None:
+    gpt = example("tiny_gpt")
+    model = gpt.fresh().double().eval()
+    assert model.write(b"attention", 12) == model.write(b"attention", 12, cached=False)
+
+
+def test_swap_attention() -> None:
+    found = example("swap_attention").main([])
+    assert found["same"]
+    # 4 layers, a few roundings of float32 each and sums of 256 terms: far above one rounding, far below a meaning
+    assert found["apart"] <= 4 * 256 * 2**-24 * found["largest"]
+
+
+def test_long_document() -> None:
+    """At 8,192 tokens the scores of one layer would take 512 MiB; an eighth of that leaves room for the allocator."""
+    found = example("long_document").main(["--tokens", "8192"])
+    assert found["scores"] == 2 * 8192**2 * 4
+    assert found["grown"] < found["scores"] / 8
