@@ -277,8 +277,8 @@ def run_here(options: argparse.Namespace) -> int:
                     bad = case.must_not_spill and target == "sm_90" and r.spilled > 0
                     failures += bad
                     print(
-                        f"triton {triton.__version__}  {target:7} {r.case:20} {r.kernel:8} {r.tile:15} {r.registers:4} regs {r.spilled:5} B spilled"
-                        f" {r.shared:7} B shared {r.seconds:6.1f} s{'  SPILLS' if bad else ''}",
+                        f"triton {triton.__version__}  {target:7} {r.case:20} {r.kernel:8} {r.tile:15} {r.registers:4} regs"
+                        f" {r.spilled:5} B spilled {r.shared:7} B shared {r.seconds:6.1f} s{'  SPILLS' if bad else ''}",
                         flush=True,
                     )
             except Exception as error:

@@ -444,7 +444,8 @@ def backward(clock: Clock, args: argparse.Namespace) -> None:
             best_q = min((ms, tile) for tile, ms in times.items() if tile[0] == "Q")
             work = flops(call.problem, True) / 1e9
             print(
-                f"    best {best_k[1]} {best_k[0]:.3f} ms + {best_q[1]} {best_q[0]:.3f} ms: {work / (best_k[0] + best_q[0]):.0f} TFLOP/s and more"
+                f"    best {best_k[1]} {best_k[0]:.3f} ms + {best_q[1]} {best_q[0]:.3f} ms: "
+                f"{work / (best_k[0] + best_q[0]):.0f} TFLOP/s and more"
             )
 
 

@@ -66,8 +66,8 @@ def interpreting() -> bool:
 
 def view(x: torch.Tensor) -> View:
     """A rank 4 tensor; dimensions of size 1 get stride 0, so that a mere shape never changes the signature."""
-    strides = [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]
-    return View(x, *strides, 1 if x.shape[3] == 1 else x.stride(3))
+    b, h, rows = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+    return View(x, b, h, rows, 1 if x.shape[3] == 1 else x.stride(3))
 
 
 def bias_view(x: torch.Tensor) -> View:

@@ -173,8 +173,8 @@ def run_backward(
     dv = torch.empty_like(inputs.v) if needs.dv else None
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
     dlse = None if dlse is None else dlse.contiguous()
-    made = [None if x is None else view(x) for x in (dq, dk, dv)]
-    g = Gradients(view(dout), *made, lse2_ptr=lse2, delta_ptr=delta, dlse_ptr=dlse, dbias=None, bias_shape=None)
+    to_dq, to_dk, to_dv = (None if x is None else view(x) for x in (dq, dk, dv))
+    g = Gradients(view(dout), to_dq, to_dk, to_dv, lse2, delta, dlse, dbias=None, bias_shape=None)
 
     rows = 16 if interpreting() else 64
     a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, 1, 4))
