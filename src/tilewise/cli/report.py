@@ -1,0 +1,40 @@
+"""`tilewise report`: one self-contained HTML page about attention on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilewise.cli.console import console, human_bytes, progress
+
+RECORDS = Path("benchmarks")
+
+Records = Annotated[
+    list[Path] | None, typer.Option(help="Directories with records of `tilewise bench --save`; may be repeated.")
+]
+
+
+def report_command(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write it.")] = Path("tilewise-report.html"),
+    records: Records = None,
+    language: Annotated[str, typer.Option(help="en or zh; the page can switch.")] = "en",
+) -> None:
+    """Write one HTML page that shows what attention costs here: roofline, traffic, tiles, precision, a certified run."""
+    path = write_report(output, records, language)
+    size = human_bytes(path.stat().st_size)
+    console().print(f"[bold]Report[/]  {path}  [dim]{size}, opens in any browser, offline[/]", soft_wrap=True)
+
+
+def write_report(output: Path, records: list[Path] | None = None, language: str = "en") -> Path:
+    """Gather and write the page, with a progress bar."""
+    from tilewise.report.page import write
+
+    with progress() as bar:
+        task = bar.add_task("", total=1.0)
+
+        def tell(what: str, share: float) -> None:
+            bar.update(task, description=what, completed=share)
+
+        return write(output, records or [RECORDS], language, tell)
