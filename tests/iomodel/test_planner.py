@@ -14,7 +14,7 @@ from tilewise.hardware.cpuid import core_figures
 from tilewise.iomodel import TilePlan, onchip
 from tilewise.planner import cpu_tile, gpu_tile, plan, tuned
 from tilewise.planner.cpu import register_tile
-from tilewise.planner.density import band_of, visited_share
+from tilewise.planner.density import band_of, bucket, visited_share
 from tilewise.planner.gpu import ranked
 from tilewise.problem import Problem
 
@@ -260,6 +260,18 @@ def test_fast_density_is_exact_for_bands(mask: masks.Mask, m: int, n: int) -> No
     share, _ = visited_share(band_of(problem), 1000, 1500, m, n)
     counts = masks.TileMap(problem.program, problem.shape, m, n).counts()
     assert share == pytest.approx(counts.visited / sum(counts))
+
+
+def test_growing_caches_are_planned_rarely() -> None:
+    """A thousand decoding steps ask for a handful of plans; up to 256 every length counts."""
+    assert [bucket(n) for n in (1, 17, 256, 257, 4096, 4097, 8000)] == [1, 17, 256, 288, 4096, 4608, 8192]
+    lengths = range(4000, 5000)
+    assert len({bucket(n) for n in lengths}) <= 4
+    spec = lookup("h200")
+    tiles = {gpu_tile(Problem.of(heads=8, seqlen=1, kv_seqlen=n, head_dim=64), spec, "decode") for n in lengths}
+    assert len(tiles) <= 4
+    causal = problem_of(seqlen=1000, kv_seqlen=3001, mask=masks.causal())
+    assert gpu_tile(causal, spec) == plan(causal, spec).tile
 
 
 def test_packed_batches_are_planned_as_even_ones() -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from tilewise.hardware.spec import DeviceSpec, KiB
 from tilewise.iomodel.grid import even
+from tilewise.planner.density import bucket
 from tilewise.problem import Problem
 
 MAX_BLOCK = 256
@@ -84,8 +85,8 @@ def cpu_tile(spec: DeviceSpec, problem: Problem) -> CpuTile:
     sizes = _Sizes(
         problem.batch,
         problem.heads,
-        problem.seqlen_q,
-        problem.seqlen_k,
+        bucket(problem.seqlen_q),
+        bucket(problem.seqlen_k),
         problem.head_dim,
         problem.head_dim_v,
         problem.itemsize,

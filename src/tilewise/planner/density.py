@@ -14,6 +14,17 @@ from tilewise.masks import UNBOUNDED
 from tilewise.problem import Problem
 
 
+def bucket(length: int) -> int:
+    """A length rounded up to an eighth of its octave, exact up to 256.
+
+    Tiles are remembered by length. A cache that grows by one key a step would otherwise be planned anew at every step.
+    """
+    if length <= 256:
+        return length
+    step = 1 << (length.bit_length() - 4)
+    return -(-length // step) * step
+
+
 def band_of(problem: Problem) -> tuple[int, int] | None:
     """lo, hi of k - q for a mask that is one band, None for any other; lengths are those of a whole sequence."""
     program = problem.program

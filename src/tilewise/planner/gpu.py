@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.iomodel import cycles, onchip
 from tilewise.iomodel.grid import even
 from tilewise.iomodel.tile import PASSES, TilePlan
-from tilewise.planner.density import band_of, visited_share
+from tilewise.masks import UNBOUNDED
+from tilewise.planner.density import band_of, bucket, visited_share
 from tilewise.planner.tuned import lookup_tuned
 from tilewise.problem import Problem
 
@@ -34,8 +36,7 @@ class Candidate:
     rejected: str = ""
 
 
-@dataclass(frozen=True)
-class _Size:
+class _Size(NamedTuple):
     """The numbers of a problem that choosing a tile depends on; hashable, so choices are remembered."""
 
     tasks: int
@@ -60,8 +61,12 @@ def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward") -> Tile
 
 
 def ranked(problem: Problem, spec: DeviceSpec, pass_: str = "forward", model_blocks: bool = False) -> list[Candidate]:
-    """Every candidate, those that run first and the fastest of them on top; raises if none runs."""
-    return list(_checked(problem, spec, pass_, model_blocks))
+    """Every candidate, the chosen one on top, then those that run by time; raises if none runs.
+
+    The choice is made for rounded lengths, so that it can be remembered; the figures are those of the exact ones.
+    """
+    exact = _size_of(problem)
+    return [_judge(c.tile, exact, spec) for c in _checked(problem, spec, pass_, model_blocks)]
 
 
 def _checked(problem: Problem, spec: DeviceSpec, pass_: str, model_blocks: bool = False) -> tuple[Candidate, ...]:
@@ -71,7 +76,7 @@ def _checked(problem: Problem, spec: DeviceSpec, pass_: str, model_blocks: bool 
         raise PlanError(f"device: {spec.name} is a CPU; use cpu_tile for it")
     if not spec.flops(problem.dtype, problem.precision):
         raise PlanError(f"dtype: {spec.name} multiplies no {problem.dtype}, only {', '.join(spec.peak)}")
-    found = _ranked(_size_of(problem), spec, pass_, model_blocks)
+    found = _ranked(_size_of(problem, rounded=True), spec, pass_, model_blocks)
     if found[0].rejected:
         raise PlanError(
             f"tile: none fits {spec.name} for head dims {problem.head_dim}, {problem.head_dim_v} in {problem.dtype}: "
@@ -85,19 +90,25 @@ def evaluate(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Candidate:
     return _judge(tile, _size_of(problem), spec)
 
 
-def _size_of(problem: Problem) -> _Size:
+def _size_of(problem: Problem, rounded: bool = False) -> _Size:
     problem = even(problem)
+    rows, keys, band = max(1, problem.seqlen_q), max(1, problem.seqlen_k), band_of(problem)
+    if rounded:
+        longer = bucket(keys) - bucket(rows) - (keys - rows)  # a bottom-right band moves with the lengths
+        if band is not None and problem.program.structure == "b":
+            band = tuple(side if abs(side) >= UNBOUNDED else side + longer for side in band)  # type: ignore[assignment]
+        rows, keys = bucket(rows), bucket(keys)
     return _Size(
         tasks=max(1, problem.batch * problem.heads),
         kv_tasks=max(1, problem.batch * problem.kv_heads),
-        rows=max(1, problem.seqlen_q),
-        keys=max(1, problem.seqlen_k),
+        rows=rows,
+        keys=keys,
         d=_pad(problem.head_dim),
         dv=_pad(problem.head_dim_v),
         itemsize=problem.itemsize,
         dtype=problem.dtype,
         precision=problem.precision,
-        band=band_of(problem),
+        band=band,
     )
 
 
@@ -109,7 +120,7 @@ def _pad(dim: int) -> int:
     return size
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _ranked(size: _Size, spec: DeviceSpec, pass_: str, model_blocks: bool) -> tuple[Candidate, ...]:
     blocks = MODEL_BLOCKS if model_blocks else BLOCKS
     found = [_judge(tile, size, spec) for tile in _candidates(size, spec, pass_, blocks)]
