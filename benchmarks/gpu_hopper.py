@@ -1,6 +1,6 @@
 """The Hopper forward on a Hopper GPU: is it right, and how fast beside cuDNN, FlashAttention-2 and, where installed, -4?
 
-    PYTHONPATH=src python benchmarks/gpu_hopper.py [--only compile,check,time,host,variants,stress] [--dims 64,128,256] [--out file.json]
+    python benchmarks/gpu_hopper.py [--only compile,check,stress,time,variants,host] [--dims 64,128] [--out file.json]
 
 Kernels are compiled first, in parallel. Every group of checks and every head dim's timing is a process of its own under a time
 limit, so that a kernel that hangs costs seconds. A result outside the derived bounds of the fp64 oracle gets no speed.

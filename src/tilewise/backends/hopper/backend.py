@@ -63,7 +63,10 @@ class Hopper:
         return None
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        with torch.cuda.device(inputs.q.device):
+        device = inputs.q.device
+        if device.index == torch.cuda.current_device():
+            return run_forward(problem, inputs)
+        with torch.cuda.device(device):
             return run_forward(problem, inputs)
 
     def backward(

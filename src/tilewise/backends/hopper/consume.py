@@ -168,7 +168,8 @@ def attend(q_ring, k_ring, v_ring, taken, i, spot, band, row0, a, WG: gl.constex
     j0, j1 = seen_by_all(spot, band, row0, C)
     x = begin(q_tile, k_ring, taken, spot, band, row0, (j0 > 0) | (j1 == 0), a, C)
     key0 = (spot.last - 1) * C.BLOCK_N
-    guard(v_ring, taken, key0, spot, band, a, C)
+    if C.TERMS > 0:
+        guard(v_ring, taken, key0, spot, band, a, C)
     await_tile(k_ring, taken + 1, spot.count > 1)
     # at the right end some rows see only part of a tile; then come tiles all see; then, if rows begin inside, the left end
     j0 = gl.maximum(j0, 1)

@@ -69,6 +69,11 @@ def _term(literals: list[Any], queries: int, keys: int) -> Term | str:
     return Term(lo, past, start, end, off, first, last)
 
 
+def present(term: Term) -> Term:
+    """The term with True for each of its tensors: a plan says that they are there and does not keep them alive."""
+    return Term(*term[:4], *(None if t is None else True for t in term[4:]))
+
+
 def on_device(term: Term, batch: int, device: torch.device) -> Term:
     """The term with its tensors where the kernel can read them, one number for each sequence."""
     if term.off is None and term.first is None:

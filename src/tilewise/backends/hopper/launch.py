@@ -12,7 +12,7 @@ from tilewise.backends.base import Inputs, empty_lse, empty_out
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.hopper.compile import compile_for
 from tilewise.backends.hopper.config import Config, tile_for
-from tilewise.backends.hopper.intervals import Form, form_of, on_device
+from tilewise.backends.hopper.intervals import Form, form_of, on_device, present
 from tilewise.backends.hopper.structs import Arguments, Divisor
 from tilewise.problem import Problem
 
@@ -94,7 +94,7 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
         lse_ptr=None,
         cu_q=None,
         cu_k=None,
-        terms=form.terms,
+        terms=tuple(present(term) for term in form.terms),
         heads=Divisor.of(problem.heads),
         group=Divisor.of(problem.group),
         blocks=Divisor.of(cluster * blocks),

@@ -1,0 +1,153 @@
+"""The Hopper backend's host side: which masks are intervals, what is refused and why, and the order of tiles."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.backends.base import Inputs
+from tilewise.backends.hopper.backend import backend, layout_reason
+from tilewise.backends.hopper.intervals import Form, form_of, on_device, present
+from tilewise.backends.hopper.launch import make_plan
+from tilewise.backends.hopper.structs import Arguments, Divisor, Term
+from tilewise.masks import Mask, allowed
+from tilewise.problem import Problem
+
+LENGTHS = torch.tensor([0, 7, 20])
+STARTS = torch.tensor([3, 0, 9])
+INTERVALS: dict[str, Mask] = {
+    "full": tw.full(),
+    "nothing": ~tw.full(),
+    "causal": tw.causal(),
+    "top-left": tw.causal("top_left"),
+    "offset": tw.causal(offset=4),
+    "offsets": tw.causal(offset=torch.tensor([-3, 0, 12])),
+    "window": tw.window(5),
+    "two-sided": tw.window(3, 4),
+    "both corners": tw.causal() & tw.causal("top_left"),
+    "prefix": tw.prefix(6),
+    "prefix-lm": tw.causal() | tw.prefix(9),
+    "padding": tw.key_padding(LENGTHS),
+    "left padding": tw.causal() & tw.key_padding(LENGTHS, STARTS),
+    "window and range": tw.window(6) & tw.prefix(8),
+}
+REFUSED: dict[str, Mask] = {
+    "tables or ids": tw.documents(torch.zeros(2, 20, dtype=torch.int32), q_ids=torch.zeros(2, 20, dtype=torch.int32)),
+    "begin after key 0": tw.window(3) | tw.prefix(2),
+    "union of 3 parts": tw.causal() | tw.prefix(3) | tw.causal("top_left"),
+    "another band": tw.causal() & tw.causal(offset=torch.tensor([1, 2])),
+}
+
+
+def problem_of(mask: Mask | None, queries: int, keys: int, batch: int = 3, **more: Any) -> Problem:
+    fields = {"heads": 4, "head_dim": 64, "device": "cuda", **more}
+    return Problem.of(batch=batch, seqlen=queries, kv_seqlen=keys, mask=mask, **fields)
+
+
+def bounds(form: Form, keys: int, b: int, q: int) -> tuple[int, int]:
+    """What the kernel's key_lo and key_hi compute, in Python."""
+    if not form.terms:
+        return 0, keys
+    ends = []
+    for term in form.terms:
+        t = on_device(term, 3, torch.device("cpu"))
+        off = 0 if t.off is None else int(t.off[b])
+        start = max(t.start, 0 if t.first is None else int(t.first[b]))
+        end = min(t.end, keys if t.last is None else int(t.last[b]))
+        ends.append((max(q + t.lo + off, start) if form.left else 0, min(q + t.past + off, end) if form.band else end))
+    return ends[0][0], max(end for _, end in ends)
+
+
+@pytest.mark.parametrize("lengths", [(20, 20), (9, 20), (20, 9), (1, 20)], ids=str)
+@pytest.mark.parametrize("name", INTERVALS)
+def test_forms_are_the_masks(name: str, lengths: tuple[int, int]) -> None:
+    problem = problem_of(INTERVALS[name], *lengths)
+    form = form_of(problem.program, *lengths)
+    assert isinstance(form, Form), form
+    tile = allowed(problem.program, problem.shape, (0, lengths[0]), (0, lengths[1]), np.arange)
+    want = np.broadcast_to(True if tile is None else np.asarray(tile), (3, 4, *lengths))
+    k = np.arange(lengths[1])
+    for b, q in itertools.product(range(3), range(lengths[0])):
+        lo, hi = bounds(form, lengths[1], b, q)
+        assert (want[b, 0, q] == ((k >= lo) & (k < hi))).all(), (b, q, lo, hi)
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_other_masks_are_refused(reason: str) -> None:
+    form = form_of(problem_of(REFUSED[reason], 20, 20, batch=2).program, 20, 20)
+    assert isinstance(form, str) and reason in form
+
+
+def test_reasons_name_every_obstacle() -> None:
+    problem = problem_of(None, 9, 9, head_dim=100, dtype="float32", softcap=1.0, sinks=True, dropout_p=0.1)
+    reasons = " ".join(backend.supports(problem, backward=True).reasons)
+    for word in ("float32", "head_dim 100", "sinks", "dropout", "gradients"):
+        assert word in reasons
+
+
+def test_layouts_tma_cannot_describe_are_refused() -> None:
+    x = torch.zeros(2, 4, 16, 64, dtype=torch.float16)
+    assert layout_reason("q", x) is None
+    assert layout_reason("q", x.transpose(1, 2)) is None
+    for bad in (x.transpose(2, 3), x[..., 1:57], x[:, :1].expand(2, 4, 16, 64)):
+        assert "contiguous" in (layout_reason("q", bad) or "")
+
+
+def test_few_queries_are_declined() -> None:
+    assert backend.declines(problem_of(None, 1, 4096)) is not None
+    assert backend.declines(problem_of(None, 512, 512)) is None
+
+
+def test_division_by_multiplication() -> None:
+    rng = np.random.default_rng(0)
+    for value in [*range(1, 200), *rng.integers(1, 2**30, 200).tolist()]:
+        _, factor, shift = Divisor.of(int(value))
+        for n in (0, 1, value - 1, value, value + 1, 2**31 - 1, int(rng.integers(2**31))):
+            n = min(int(n), 2**31 - 1)
+            assert (((factor % 2**32) * n >> 32) + n) >> shift == n // value
+
+
+def order(a: Arguments, block: int) -> list[list[tuple[int, int]]]:
+    """(head, first row) of each program's tiles, as `schedule` computes them."""
+    programs: list[list[tuple[int, int]]] = []
+    for me in range(a.programs):
+        mine = []
+        for i in range(a.rounds + 1):
+            t = i * a.programs + (me if i % 2 == 0 else a.programs - 1 - me)
+            if t < a.total:
+                g, r = divmod(t, a.blocks.value)
+                m = r // a.cluster.value
+                mine.append(((g - m) * a.cluster.value + r, (a.last_block - m) * block))
+        programs.append(mine)
+    return programs
+
+
+@pytest.mark.parametrize("mask", [None, tw.causal()], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", [(3, 70, 4), (1, 4100, 6), (5, 300, 7)], ids=str)
+def test_every_tile_once_and_even_loads(shape: tuple[int, int, int], mask: Mask | None) -> None:
+    batch, length, heads = shape
+    plan = make_plan(problem_of(mask, length, length, batch, heads=heads), 8, lambda *_: None)
+    block = plan.config.BLOCK_M
+    tiles = order(plan.arguments, block)
+    every = sorted(tile for mine in tiles for tile in mine)
+    assert every == [(h, m) for h in range(batch * heads) for m in range(0, length, block)]
+    if mask is not None:
+        work = [sum(m + block for _, m in mine) for mine in tiles]
+        assert max(work) - min(work) <= 2 * (length + block)
+
+
+def test_plans_keep_no_tensors() -> None:
+    plan = make_plan(problem_of(INTERVALS["left padding"], 20, 20), 8, lambda *_: None)
+    assert plan.arguments.terms[0][4:] == (None, True, True)
+    assert present(Term(0, 1, 0, 1, None, LENGTHS, LENGTHS)) == Term(0, 1, 0, 1, None, True, True)
+
+
+def test_inputs_are_judged() -> None:
+    x = torch.zeros(1, 4, 16, 64, dtype=torch.bfloat16)
+    problem = problem_of(None, 16, 16, 1)
+    assert any("q:" in reason for reason in backend.supports(problem, Inputs(x.transpose(2, 3), x, x)).reasons)

@@ -1,0 +1,152 @@
+"""Compile the Hopper kernels for sm_90 without a GPU, and hold their machine code to what makes them fast.
+
+    python tools/compile_hopper.py                          all of them with the triton at hand
+    python tools/compile_hopper.py --triton 3.6.0 3.9.0     the same under other versions, each in a directory of its own
+    python tools/compile_hopper.py --only causal
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+
+class Case(NamedTuple):
+    name: str
+    d: int = 128
+    dv: int = 128
+    mask: str = "None"
+    queries: int = 3072
+    dtype: str = "bfloat16"
+    softcap: float = 0.0
+    scale: float | None = None
+
+
+PADDING = "tw.key_padding(torch.tensor([5, 6]))"
+MASKS = {
+    "full": "None",
+    "causal": "tw.causal()",
+    "window": "tw.causal() & tw.window(100)",
+    "padding": PADDING,
+    "causal padding": f"tw.causal() & {PADDING}",
+    "prefix-lm": "tw.causal() | tw.prefix(9)",
+    "offsets": "tw.causal(offset=torch.tensor([1, 2]))",
+}
+WIDTHS = (64, 128, 256)
+CASES = [
+    *(Case(f"d{d} {name}", d, d, mask) for d in WIDTHS for name, mask in MASKS.items()),
+    *(Case(f"d{d} dv{dv} causal", d, dv, MASKS["causal"]) for d in WIDTHS for dv in WIDTHS if d != dv),
+    *(Case(f"d64 {name} 128 queries", 64, 64, MASKS[name], 128) for name in ("full", "causal", "window")),
+    *(Case(f"d{d} fp16", d, d, dtype="float16") for d in WIDTHS),
+    *(Case(f"d{d} softcap", d, d, MASKS["causal"], softcap=20.0) for d in WIDTHS),
+    Case("negative scale", scale=-1.0),
+]
+
+
+def compiled(case: Case) -> tuple[Any, Any]:
+    """The kernel and its config."""
+    import torch
+    from triton.backends.compiler import GPUTarget
+
+    import tilewise as tw
+    from tilewise.backends.hopper.compile import compile_for
+    from tilewise.backends.hopper.launch import make_plan
+    from tilewise.problem import Problem
+
+    problem = Problem.of(
+        batch=2,
+        heads=4,
+        seqlen=case.queries,
+        head_dim=case.d,
+        head_dim_v=case.dv,
+        dtype=case.dtype,
+        softcap=case.softcap,
+        scale=case.scale,
+        mask=eval(case.mask, {"tw": tw, "torch": torch}),
+    )
+    plan = make_plan(problem, 132, lambda dtype, a, config: compile_for(GPUTarget("cuda", 90, 32), dtype, a, config))
+    return plan.kernel, plan.config
+
+
+def faults(facts: Any, config: Any) -> list[str]:
+    """What is not as it should be."""
+    loops = facts.loops
+    least = config.WARPGROUPS * (1 + config.BAND + config.LEFT)
+    found = {
+        f"ptxas: {facts.complaints}": facts.complaints,
+        f"{len(loops)} loops multiply, expected {least}": len(loops) != least,
+        "a loop uses local memory": any(loop.count("LDL", "STL") for loop in loops),
+        f"{facts.stack} bytes of registers saved in memory": facts.stack > ALLOWED_STACK,
+        "weights do not come from registers": not all(loop.register_products for loop in loops),
+        "the softmax waits for P·V": not all(loop.overlaps for loop in loops),
+        "registers are not shared out": not facts.count("USETMAXREG"),
+        "tiles are not loaded by TMA": not facts.count("UTMALDG"),
+        f"{facts.shared} bytes of shared memory, the table says {config.shared_bytes}": facts.shared > config.shared_bytes,
+    }
+    return [fault for fault, there in found.items() if there]
+
+
+ALLOWED_STACK = 32
+"""Outside the loops a handful of registers may wait in memory: once for a tile of queries, not once for a tile of keys."""
+
+
+def run_here(only: list[str]) -> int:
+    import triton
+    from tools.sass import facts
+
+    failures = 0
+    for case in CASES:
+        if only and not any(word in case.name for word in only):
+            continue
+        start = time.perf_counter()
+        try:
+            kernel, config = compiled(case)
+            found = facts(kernel)
+            wrong = faults(found, config)
+        except Exception as error:
+            while error.__cause__ is not None:  # the innermost one names the line
+                error = error.__cause__
+            failures += 1
+            print(f"triton {triton.__version__}  {case.name:24} FAILED {type(error).__name__}: {str(error)[-800:]}", flush=True)
+            continue
+        failures += bool(wrong)
+        print(
+            f"triton {triton.__version__}  {case.name:24} {found.stack:3} B stack  {found.shared:6} B shared  "
+            f"{len(found.code):5} instructions  {time.perf_counter() - start:5.1f} s  {'; '.join(wrong)}",
+            flush=True,
+        )
+    print(f"{failures} failures")
+    return 1 if failures else 0
+
+
+def run_under(version: str, arguments: list[str]) -> int:
+    """The same script with another triton, installed beside the environment's on first use."""
+    home = ROOT / "build" / f"triton-{version}"
+    if not home.exists():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(home)]
+        subprocess.run([*install, f"triton=={version}"], check=True)
+    environment = {**os.environ, "PYTHONPATH": str(home)}
+    return subprocess.run([sys.executable, __file__, *arguments], env=environment, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--triton", nargs="*", default=[], help="versions to compile under")
+    parser.add_argument("--only", nargs="*", default=[], help="words that a case's name must hold")
+    options = parser.parse_args()
+    if not options.triton:
+        return run_here(options.only)
+    arguments = ["--only", *options.only] if options.only else []
+    return max(run_under(version, arguments) for version in options.triton)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
