@@ -72,7 +72,8 @@ def test_plan_on_this_machine() -> None:
         (["plan", "--device", "h200", "--heads", "3", "--kv-heads", "2"], "must be a multiple"),
         (["simulate", "--schedule", "v7"], "need one of standard"),
         (["simulate", "--sram", "100"], "take a smaller tile"),
-        (["simulate", "--block-q", "0"], "block_q: got 0"),
+        (["simulate", "--tile", "0x32"], "block_q: got 0"),
+        (["simulate", "--schedule", "v2:log"], "form: got 'log'"),
         (["simulate", "--seqlen", "100000"], "too many to run literally"),
     ],
 )
@@ -83,7 +84,7 @@ def test_bad_input_is_one_clear_line(arguments: list[str], message: str) -> None
 
 
 def test_simulate_shows_counts_walk_and_timeline() -> None:
-    text = invoke("simulate", "--schedule", "v1,v2,standard", "--mask", "causal", "--seqlen", "128", "--block-q", "32")
+    text = invoke("simulate", "--schedule", "v1,v2,standard", "--mask", "causal", "--seqlen", "128", "--tile", "32x32")
     for word in (
         "v1 reads",
         "v2 writes",
@@ -99,10 +100,17 @@ def test_simulate_shows_counts_walk_and_timeline() -> None:
 
 
 def test_simulate_json() -> None:
-    (data,) = json.loads(invoke("simulate", "--json", "--schedule", "backward", "--seqlen", "32", "--block-q", "8"))
+    (data,) = json.loads(invoke("simulate", "--json", "--schedule", "backward", "--seqlen", "32", "--tile", "8x8"))
     assert data["agrees"] and data["error"] < 1e-12
     assert data["traffic"] == data["model"]
     assert data["traffic"]["tensors"]["dQ"]["write"] == 32 * 64 * 2
+
+
+def test_simulate_decode_and_the_other_form() -> None:
+    shape = ["--seqlen", "2", "--kv-seqlen", "200", "--heads", "4", "--kv-heads", "2", "--json"]
+    parts, other = json.loads(invoke("simulate", "--schedule", "decode,v2:normalised", *shape))
+    assert parts["agrees"] and other["agrees"] and parts["traffic"]["tensors"]["partial O"]["write"]
+    assert parts["error"] < 1e-13 and other["error"] < 1e-13
 
 
 def test_simulate_precision() -> None:

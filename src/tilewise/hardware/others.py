@@ -57,15 +57,14 @@ def _cpu(
     *,
     cores: int,
     ghz: float,
-    l1_kib: int,
-    l2_kib: int,
-    l3_mib: int,
+    caches: tuple[int, int, int],
     gbps: float,
     flags: tuple[str, ...] = (),
     core: str = "",
     bf16_per_cycle: int = 0,
 ) -> DeviceSpec:
-    """A server CPU; `core` names the microarchitecture whose pipeline figures apply."""
+    """A server CPU; caches are KiB of L1 and L2 and MiB of L3, `core` names the pipelines that apply."""
+    l1_kib, l2_kib, l3_mib = caches
     clock = ghz * 1e9
     pipe, pipe_sources = core_figures(isa, core)
     fp32 = cores * clock * pipe["fma_per_cycle"] * pipe["simd_bits"] / 32 * 2
@@ -110,25 +109,25 @@ def cpus() -> list[DeviceSpec]:
         _cpu(
             "altra-q80", "Ampere Altra Q80-30", "aarch64", "neon",
             "Ampere Altra product brief (Q80-30; 8 channels of DDR4-3200); Arm Neoverse N1 TRM for the caches",
-            cores=80, ghz=3.0, l1_kib=64, l2_kib=1024, l3_mib=32, gbps=204.8, core="neoverse-n1",
+            cores=80, ghz=3.0, caches=(64, 1024, 32), gbps=204.8, core="neoverse-n1",
         ),
         _cpu(
             "graviton3", "AWS Graviton3", "aarch64", "neon",
             "AWS re:Invent 2021, session CMP301 (64 cores, 2.6 GHz, 8 channels of DDR5-4800); Neoverse V1 TRM, caches",
-            cores=64, ghz=2.6, l1_kib=64, l2_kib=1024, l3_mib=32, gbps=307.2, core="neoverse-v1",
+            cores=64, ghz=2.6, caches=(64, 1024, 32), gbps=307.2, core="neoverse-v1",
             flags=("bf16", "i8mm", "sve"),
         ),
         _cpu(
             "xeon-8480", "Intel Xeon Platinum 8480+", "x86_64", "avx512",
             "Intel ARK, Xeon Platinum 8480+ (base clock; 8 channels of DDR5-4800); Intel 64 and IA-32 Optimization "
             "Reference Manual, chapters Golden Cove and Intel AMX",
-            cores=56, ghz=2.0, l1_kib=48, l2_kib=2048, l3_mib=105, gbps=307.2,
+            cores=56, ghz=2.0, caches=(48, 2048, 105), gbps=307.2,
             flags=("amx_bf16", "amx_tile", "avx512_bf16", "avx512f"), bf16_per_cycle=2048,
         ),
         _cpu(
             "epyc-9654", "AMD EPYC 9654", "x86_64", "avx512",
             "AMD EPYC 9004 data sheet (base clock; 12 channels of DDR5-4800); Software Optimization Guide for Zen 4",
-            cores=96, ghz=2.4, l1_kib=32, l2_kib=1024, l3_mib=384, gbps=460.8, core="znver4",
+            cores=96, ghz=2.4, caches=(32, 1024, 384), gbps=460.8, core="znver4",
             flags=("avx512_bf16", "avx512f"),
         ),
     ]

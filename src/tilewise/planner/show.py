@@ -52,7 +52,11 @@ def problem_line(problem: Problem) -> str:
     """One line: batch × heads × lengths × dims, dtype, mask."""
     heads = f"{problem.heads}" if problem.kv_heads == problem.heads else f"{problem.heads}/{problem.kv_heads}"
     same = problem.seqlen_q == problem.seqlen_k
-    length = f"{problem.seqlen_q}" if same else f"{problem.seqlen_q} queries, {problem.seqlen_k} keys"
+    length = (
+        f"{problem.seqlen_q}"
+        if same
+        else f"{problem.seqlen_q} {'query' if problem.seqlen_q == 1 else 'queries'}, {problem.seqlen_k} keys"
+    )
     dims = (
         f"{problem.head_dim}" if problem.head_dim == problem.head_dim_v else f"{problem.head_dim}/{problem.head_dim_v}"
     )
