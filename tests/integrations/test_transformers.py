@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.models import CASES, LENGTH, PADDING, SETTINGS, Case, excesses, run_three, size
+from tests.integrations.models import CASES, LENGTH, PADDING, SETTINGS, Case, Double, excesses, run_three, size
 from tilewise.errors import ArgumentError, LayoutError
 from tilewise.integrations.transformers import PromisedMask, RegistryError, masks, register, use_tilewise
 from tilewise.integrations.transformers.attention import attention_function
@@ -71,7 +71,9 @@ def test_the_criterion_sees_mistakes(mistake: str, monkeypatch: pytest.MonkeyPat
     assert excesses(ours, eager, exact, 2**-24)
 
 
-def tokens(model: Any, inputs: dict[str, Tensor], implementation: str, cache: str | None) -> Any:
+def tokens(
+    model: Any, inputs: dict[str, Tensor], implementation: str, cache: str | None, *, compiled: bool = False
+) -> Any:
     model.set_attn_implementation(implementation)
     prompt = {k: v for k, v in inputs.items() if k != "decoder_input_ids"}
     return model.generate(
@@ -80,7 +82,7 @@ def tokens(model: Any, inputs: dict[str, Tensor], implementation: str, cache: st
         do_sample=False,
         cache_implementation=cache,
         return_dict_in_generate=True,
-        output_logits=True,
+        disable_compile=not compiled,
     )
 
 
@@ -101,10 +103,10 @@ def test_greedy_generation_gives_the_same_tokens(case: Case, cache: str | None) 
 @pytest.mark.parametrize("case", [case for case in CASES if case.generates], ids=lambda case: case.name)
 def test_greedy_generation_on_a_gpu_picks_best_tokens(case: Case, cache: str | None) -> None:
     """In bf16 near ties fall either way: each token is one that eager, given the same tokens before it, ranks within its
-    own error of the best."""
+    own error of the best. Llama's steps over a static cache are compiled, as transformers does on a GPU by itself."""
     model, inputs = case.build("cuda", torch.bfloat16), case.batch("cuda")
     inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
-    done = tokens(model, inputs, "tilewise", cache)
+    done = tokens(model, inputs, "tilewise", cache, compiled=case.name == "llama")
     chosen = done.sequences[:, -NEW:]
     before = dict(inputs)
     if "decoder_input_ids" in inputs:
@@ -117,10 +119,12 @@ def test_greedy_generation_on_a_gpu_picks_best_tokens(case: Case, cache: str | N
     wide = copy.deepcopy(model).double()
     with torch.no_grad():
         eager = model(**before).logits[:, -NEW:].double()
-        exact = wide(**{k: v.double() if v.is_floating_point() else v for k, v in before.items()}).logits[:, -NEW:]
+        with Double():
+            exact = wide(**{k: v.double() if v.is_floating_point() else v for k, v in before.items()}).logits[:, -NEW:]
+    # two logits, each off by as much in eager and in tilewise; a token picked blindly lags by √(2 ln 64) ≈ 2.9 sizes
     slack = 4 * float((eager - exact).abs().max())
     lag = eager.amax(-1) - eager.gather(-1, chosen[..., None]).squeeze(-1)
-    assert float(lag.max()) <= slack < size(exact) / 2
+    assert float(lag.max()) <= slack < 2 * size(exact)
 
 
 @pytest.mark.usefixtures("no_dense")
@@ -256,3 +260,22 @@ def test_padding_rows_are_zero_and_finite() -> None:
     logits.sum().backward()
     assert logits[0, :PADDING].isfinite().all()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_promise_enters_a_compiled_graph() -> None:
+    """Compiled decoding gets a mask made outside: one graph, no break, the description read inside."""
+    module = torch.nn.Module()
+    x = torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+
+    def layer(x: Tensor, mask: Tensor) -> Tensor:
+        return attention_function(module, x, x, x, mask)[0]
+
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    for row in (None, torch.tensor([[False, True, True, True, True], [True] * 5])):
+        promise = masks.mask_function(2, 5, 5, attention_mask=row)
+        assert torch.equal(compiled(x, promise), layer(x, promise))
+
+
+def test_inside_a_compiled_graph_transformers_makes_the_mask() -> None:
+    compiled = torch.compile(lambda: masks.mask_function(1, 4, 6, q_offset=2), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(), torch.ones(1, 1, 4, 6, dtype=torch.bool).tril(2))

@@ -73,10 +73,18 @@ def filled(pattern: str, frame: tuple[Any, ...], row: Tensor | None) -> Tensor:
     return answer
 
 
-@pytest.mark.parametrize("padding", ["none", "ones", "left", "right", "holes", "nothing"])
+@pytest.mark.parametrize("waits", [False, True], ids=["cpu", "as on a GPU"])
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES)
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_the_description_is_the_mask(pattern: str, frame: tuple[Any, ...], padding: str) -> None:
+def test_the_description_is_the_mask(
+    pattern: str, frame: tuple[Any, ...], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "reading_waits", lambda device: waits)
+    for padding in ("none", "ones", "left", "right", "holes", "nothing"):
+        assert_described(pattern, frame, padding)
+
+
+def assert_described(pattern: str, frame: tuple[Any, ...], padding: str) -> None:
     queries, keys, q_offset, k_offset = frame
     row = rows(padding, int(q_offset) + queries)  # what has been seen; a static cache is longer
     promise = mask_function(

@@ -21,6 +21,11 @@ from tilewise.integrations.transformers.promise import PromisedMask
 from tilewise.masks import UNBOUNDED, Mask, causal, dense, documents, full, key_padding, window
 
 
+def reading_waits(device: torch.device) -> bool:
+    """Whether reading a number off the device waits for all the work queued there."""
+    return device.type != "cpu"
+
+
 class Frame(NamedTuple):
     """The part of the mask that is wanted: queries from `q_offset` on, keys from `k_offset` on (ints, or scalar tensors)."""
 
@@ -37,7 +42,7 @@ class Frame(NamedTuple):
         offset = self.q_offset - self.k_offset
         if not isinstance(offset, Tensor):
             return None if offset == self.keys - self.queries else offset
-        if offset.device.type == "cpu":
+        if not reading_waits(offset.device):
             return self._replace(q_offset=int(offset), k_offset=0).diagonal
         return offset.reshape(-1).expand(self.batch).to(torch.int32).contiguous()
 
@@ -126,7 +131,7 @@ def describe_padding(attention_mask: Tensor, frame: Frame) -> Mask:
     end = torch.where(count > 0, end, start)
     span = key_padding(end - start, start)
     holey = span & dense(row[:, None, None, :])
-    if frame.queries == 1 and row.device.type != "cpu":
+    if frame.queries == 1 and reading_waits(row.device):
         return holey
     everything, solid = torch.stack([(count == frame.keys).all(), (count == end - start).all()]).tolist()
     return full() if everything else span if solid else holey
