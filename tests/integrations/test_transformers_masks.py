@@ -25,6 +25,7 @@ PATTERNS: dict[str, Callable[..., Any]] = {
     "bidirectional": library.bidirectional_mask_function,
     "window": library.sliding_window_causal_mask_function(3),
     "window of one": library.sliding_window_causal_mask_function(1),
+    "window of none": library.sliding_window_causal_mask_function(0),
     "window around": library.sliding_window_bidirectional_mask_function(2),
     "chunks": library.chunked_causal_mask_function(4, LEFT),
     "packed": library.and_masks(library.causal_mask_function, library.packed_sequence_mask_function(IDS)),

@@ -36,15 +36,14 @@ class Frame(NamedTuple):
     k_offset: Any
     device: torch.device
 
-    @property
-    def diagonal(self) -> Any:
-        """The key index that query 0 sits at, to be passed as `offset=`; None where that is the bottom-right alignment."""
-        offset = self.q_offset - self.k_offset
-        if not isinstance(offset, Tensor):
-            return None if offset == self.keys - self.queries else offset
-        if not reading_waits(offset.device):
-            return self._replace(q_offset=int(offset), k_offset=0).diagonal
-        return offset.reshape(-1).expand(self.batch).to(torch.int32).contiguous()
+    def diagonal(self, shift: int = 0) -> Any:
+        """The key index that query 0 sits at, plus `shift`, for `offset=`; None where that is the bottom-right alignment."""
+        offset = self.q_offset - self.k_offset + shift
+        if isinstance(offset, Tensor):
+            if reading_waits(offset.device):
+                return offset.reshape(-1).expand(self.batch).to(torch.int32).contiguous()
+            offset = int(offset)
+        return None if offset == self.keys - self.queries else offset
 
     def q_index(self) -> Tensor:
         return torch.arange(self.queries, device=self.device).add(self.q_offset)
@@ -138,7 +137,7 @@ def describe_padding(attention_mask: Tensor, frame: Frame) -> Mask:
 
 
 def _causal(cells: dict[str, Any], frame: Frame) -> Mask:
-    return causal(offset=frame.diagonal)
+    return causal(offset=frame.diagonal())
 
 
 def _bidirectional(cells: dict[str, Any], frame: Frame) -> Mask:
@@ -146,11 +145,14 @@ def _bidirectional(cells: dict[str, Any], frame: Frame) -> Mask:
 
 
 def _window_before(cells: dict[str, Any], frame: Frame) -> Mask:
-    return window(cells["sliding_window"] - 1, UNBOUNDED, offset=frame.diagonal)
+    keys = cells["sliding_window"]
+    if keys < 1:  # some models make a mask of no width, and give it to no layer
+        return ~causal(offset=frame.diagonal(-keys))
+    return window(keys - 1, UNBOUNDED, offset=frame.diagonal())
 
 
 def _window_around(cells: dict[str, Any], frame: Frame) -> Mask:
-    return window(cells["sliding_window"], cells["sliding_window"], offset=frame.diagonal)
+    return window(cells["sliding_window"], cells["sliding_window"], offset=frame.diagonal())
 
 
 def _chunks(cells: dict[str, Any], frame: Frame) -> Mask:
