@@ -19,6 +19,8 @@ class Entry(NamedTuple):
 
 
 REGISTRY: dict[str, Entry] = {
+    "aten": Entry("tilewise.backends.aten", ("cpu",)),
+    "cpu": Entry("tilewise.backends.cpu.backend", ("cpu",)),
     "tiled": Entry("tilewise.backends.tiled", ("cpu", "cuda")),
     "reference": Entry("tilewise.backends.reference", ("cpu", "cuda")),
 }

@@ -22,7 +22,10 @@ from typing import Any
 from tilewise.backends.cpu.spec import Kernel
 
 MAGIC = b"tilewise-cpu-1\0\0"
-PASSES = ("ipsccp", "instruction_combine", "simplify_cfg", "new_gvn", "loop_simplify", "loop_rotate", "instruction_combine", "simplify_cfg")
+PASSES = (
+    *("ipsccp", "instruction_combine", "simplify_cfg", "new_gvn"),
+    *("loop_simplify", "loop_rotate", "instruction_combine", "simplify_cfg"),
+)
 """What the IR needs: its loops already have the shape of the registers. LLVM's standard pipeline takes four times as long and
 gives code of the same speed."""
 CACHE_VARIABLE = "TILEWISE_CACHE_DIR"

@@ -34,7 +34,7 @@ def fit(function: Callable[[float], float], low: float, high: float, degree: int
 
 
 def _exp2(x: float) -> float:
-    return 2.0**x
+    return math.exp2(x)
 
 
 def _tanh_ratio(u: float) -> float:
@@ -60,6 +60,8 @@ def exp2(e: Emit, xs: list[Value]) -> list[Value]:
     to n and leaves n in the low bits. These additions must stay as written: no fast-math flag may touch them.
     """
     real, lanes = e.real, xs[0].type.count
+    if e.arch != "aarch64" and len(xs) > 1:  # wide out-of-order cores find the parallelism themselves; AVX2 lacks the registers
+        return [y for x in xs for y in exp2(e, [x])]
     floor, magic = e.const(real.floor, lanes), e.const(real.magic, lanes)
     kind, shift = e.vtype(real.bits, lanes), e.iconst(real.mantissa, lanes=lanes)
     xs = [e.at_least(x, floor) for x in xs]

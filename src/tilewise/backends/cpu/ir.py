@@ -82,50 +82,50 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
         self.real, self.lanes, self.arch = real, lanes, arch
 
     # -- constants and integers
-    def int(self, value: int | Value, kind: Any = I64) -> Value:
+    def word(self, value: int | Value, kind: Any = I64) -> Value:
         return ir.Constant(kind, value) if isinstance(value, int) else value
 
     def num(self, value: float | Value) -> Value:
         return ir.Constant(self.real.type, value) if isinstance(value, int | float) else value
 
     def plus(self, *terms: int | Value) -> Value:
-        total = self.int(terms[0])
+        total = self.word(terms[0])
         for term in terms[1:]:
-            total = self.add(total, self.int(term))
+            total = self.add(total, self.word(term))
         return total
 
     def minus(self, left: int | Value, right: int | Value) -> Value:
-        return self.sub(self.int(left), self.int(right))
+        return self.sub(self.word(left), self.word(right))
 
     def times(self, left: int | Value, right: int | Value) -> Value:
-        return self.mul(self.int(left), self.int(right))
+        return self.mul(self.word(left), self.word(right))
 
     def over(self, left: int | Value, right: int | Value) -> Value:
-        return self.sdiv(self.int(left), self.int(right))
+        return self.sdiv(self.word(left), self.word(right))
 
     def rest(self, left: int | Value, right: int | Value) -> Value:
-        return self.srem(self.int(left), self.int(right))
+        return self.srem(self.word(left), self.word(right))
 
     def less(self, left: int | Value, right: int | Value) -> Value:
-        return self.icmp_signed("<", self.int(left), self.int(right))
+        return self.icmp_signed("<", self.word(left), self.word(right))
 
     def least(self, left: int | Value, right: int | Value) -> Value:
-        left, right = self.int(left), self.int(right)
+        left, right = self.word(left), self.word(right)
         return self.select(self.icmp_signed("<", left, right), left, right)
 
     def most(self, left: int | Value, right: int | Value) -> Value:
-        left, right = self.int(left), self.int(right)
+        left, right = self.word(left), self.word(right)
         return self.select(self.icmp_signed(">", left, right), left, right)
 
     def round_up(self, value: Value, multiple: int) -> Value:
         """The next multiple at or above a value that is not negative."""
         if multiple & (multiple - 1) == 0:
-            return self.and_(self.plus(value, multiple - 1), self.int(-multiple))
+            return self.and_(self.plus(value, multiple - 1), self.word(-multiple))
         return self.times(self.over(self.plus(value, multiple - 1), multiple), multiple)
 
     def round_down(self, value: Value, multiple: int) -> Value:
         if multiple & (multiple - 1) == 0:
-            return self.and_(value, self.int(-multiple))
+            return self.and_(value, self.word(-multiple))
         return self.times(self.over(value, multiple), multiple)
 
     # -- control flow
@@ -135,7 +135,7 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
     ) -> Iterator[Loop]:
         before, function = self.block, self.function
         head, body, done = (function.append_basic_block(n) for n in ("head", "body", "done"))
-        start, stop, step = self.int(start), self.int(stop), self.int(step)
+        start, stop, step = self.word(start), self.word(stop), self.word(step)
         self.branch(head)
         self.position_at_end(head)
         index = self.phi(start.type)
@@ -158,7 +158,7 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
     def at(self, pointer: Value, offset: int | Value, kind: Any = None) -> Value:
         if isinstance(offset, int) and offset == 0:
             return pointer
-        return self.gep(pointer, [self.int(offset)], source_etype=kind or self.real.type)
+        return self.gep(pointer, [self.word(offset)], source_etype=kind or self.real.type)
 
     def get(self, pointer: Value, offset: int | Value = 0, kind: Any = None) -> Value:
         kind = kind or self.real.type

@@ -61,10 +61,10 @@ class Place:
 
 def interval(e: Emit, place: Place, term: list[Part], q: Value) -> tuple[Value, Value]:
     """[lo, hi) of the keys that the term's bands and ranges leave to row q (not below 0, not beyond Sk)."""
-    args, lo, hi = place.args, e.int(0), place.Sk
+    args, lo, hi = place.args, e.word(0), place.Sk
     for part in term:
         if part.letter == "0":
-            hi = e.int(0)
+            hi = e.word(0)
         elif part.letter in "bto":
             shift = q
             if part.letter == "b":
@@ -90,7 +90,7 @@ def hull(e: Emit, place: Place, terms: list[list[Part]], first: Value, last: Val
         _, hi = interval(e, place, term, last)
         void = e.icmp_signed("<=", hi, lo)  # an empty term must not stretch the hull
         lows.append(e.select(void, place.Sk, lo))
-        highs.append(e.select(void, e.int(0), hi))
+        highs.append(e.select(void, e.word(0), hi))
     lo, hi = lows[0], highs[0]
     for other_lo, other_hi in zip(lows[1:], highs[1:], strict=True):
         lo, hi = e.least(lo, other_lo), e.most(hi, other_hi)
@@ -118,7 +118,7 @@ def lane_interval(
     def tops(vectors: list[Value], other: list[Value], sign: str) -> list[Value]:
         return [e.select(e.icmp_signed(sign, a, b), a, b) for a, b in zip(vectors, other, strict=True)]
 
-    lows = [near(e.int(0))] * tile.vectors
+    lows = [near(e.word(0))] * tile.vectors
     highs = [near(place.Sk)] * tile.vectors
     rows = [e.iconst(range(i * lanes, (i + 1) * lanes)) for i in range(tile.vectors)]
     for part in term:

@@ -93,7 +93,7 @@ class KernelModule:
         cursor = e.at(f.pointer, FRAME_BYTES, I8)
         for name, size in sizes.items():
             f.set(name, e.ptrtoint(cursor, I64))
-            cursor = e.at(cursor, e.round_up(e.int(size), ALIGN))
+            cursor = e.at(cursor, e.round_up(e.word(size), ALIGN))
 
     def extent(self, e: Emit, a: Slots, f: Slots, place: Place, q0: Value) -> tuple[Value, Value, Value, Value, Any]:
         """Keys [j0, j1) of the block the strip must visit, [solid0, solid1) of them seen by every row, and the test for

@@ -1,7 +1,7 @@
 """Tiles in and out of memory: conversion to the kernel's Real type, padding with zeros, and the two layouts of operands.
 
     lanes    dst[row / W][col][W]     W rows side by side: strips of query rows (W = R), K and V where keys are broadcast (W = J)
-    panels   dst[col / W][row][W]     W columns side by side: gradients' operands (W = R), V and K where dims are broadcast (W = J)
+    panels   dst[col / W][row][W]     W columns side by side: the gradients' operands (W = R), V and K where dims are (W = J)
 
 Sources have any strides and dtype. A row is read by vectors where its elements are adjacent, one by one elsewhere.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, Register
 from tilewise.hardware.probe import probe_cpu
@@ -44,7 +44,7 @@ def register_for(problem: Problem) -> Register:
     """The register tile of this machine for the problem's arithmetic."""
     spec = probe_cpu()
     size = 8 if problem.dtype == "float64" else 4
-    if spec.arch == "aarch64" and spec.isa != "neon":  # SVE machines run NEON's instructions too, and kernels are written in those
+    if spec.arch == "aarch64" and spec.isa != "neon":  # SVE machines run NEON's instructions too; kernels use those
         return Register(16 // size, 4, 4)
     micro, _ = register_tile(spec, size)
     return Register(spec.lanes(size), micro.row_vectors, micro.keys)

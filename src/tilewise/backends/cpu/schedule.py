@@ -13,25 +13,38 @@ from queue import SimpleQueue
 from typing import Any
 
 LINE = 64
+BLOCK_WORDS = 1024
 
 
-class Scratch(threading.local):
-    """Each thread's buffer, grown as needed and kept."""
+class Desk:
+    """What a thread needs for a call: its argument block and its buffer, grown as needed and kept."""
+
+    __slots__ = ("address", "buffer", "memory", "size", "view", "words")
 
     def __init__(self) -> None:
-        self.size = 0
-        self.address = 0
+        self.words = ctypes.create_string_buffer(8 * BLOCK_WORDS)
+        self.view = memoryview(self.words).cast("B")
+        self.address = ctypes.addressof(self.words)
+        self.size = self.buffer = 0
         self.memory: Any = None
 
-    def get(self, size: int) -> int:
+    def room(self, size: int) -> int:
+        """Address of a buffer of at least so many bytes."""
         if size > self.size:
             self.memory = ctypes.create_string_buffer(size + LINE)
-            self.address = -(-ctypes.addressof(self.memory) // LINE) * LINE
+            self.buffer = -(-ctypes.addressof(self.memory) // LINE) * LINE
             self.size = size
-        return self.address
+        return self.buffer
 
 
-scratch = Scratch()
+class Here(threading.local):
+    """Each thread's desk."""
+
+    def __init__(self) -> None:
+        self.desk = Desk()
+
+
+here = Here()
 
 
 class Job:
@@ -59,7 +72,7 @@ class Pool:
         A second caller, while the pool is busy, works alone: its threads would only compete with the first one's.
         """
         if threads <= 1 or not self.busy.acquire(blocking=False):
-            call(args, scratch.get(size))
+            call(args, here.desk.room(size))
             return
         try:
             while self.helpers < threads - 1:
@@ -68,7 +81,7 @@ class Pool:
             job = Job(call, args, size, threads - 1)
             for _ in range(threads - 1):
                 self.jobs.put(job)
-            call(args, scratch.get(size))
+            call(args, here.desk.room(size))
             absent = self.close(job)
             for lock in job.finished[absent:]:  # tickets leave from the top: the lowest never did
                 lock.acquire()
@@ -94,7 +107,7 @@ class Pool:
             except IndexError:
                 continue
             try:
-                job.call(job.args, scratch.get(job.size))
+                job.call(job.args, here.desk.room(job.size))
             finally:
                 job.finished[ticket].release()
 

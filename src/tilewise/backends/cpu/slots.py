@@ -24,4 +24,4 @@ class Slots:
         return value if self.e.real.type == F64 else self.e.fptrunc(value, self.e.real.type)
 
     def set(self, name: str, value: int | Value) -> None:
-        self.e.store(self.e.int(value), self.e.at(self.pointer, self.index[name], I64), align=8)
+        self.e.store(self.e.word(value), self.e.at(self.pointer, self.index[name], I64), align=8)

@@ -1,0 +1,163 @@
+"""torch's own CPU flash kernel, where it is the faster one: half precision on machines whose matrix units it can use.
+
+It knows one mask, the top-left causal triangle, and no gradient through the log-sum-exp. The first is enough for full attention
+and for causal attention of as many queries as keys; the second is put together from the kernel itself:
+
+    dLSE reaches the scores as dS = P ∘ dLSE, so dQ = scale · dLSE ∘ (P K) and dK = scale · Pᵀ (dLSE ∘ Q):
+    the first is attention with K as values, the second the values' gradient of that attention for dO = dLSE ∘ Q.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Grads, Inputs, Needs, Verdict
+from tilewise.hardware.probe import probe_cpu
+from tilewise.masks.program import UNBOUNDED
+from tilewise.problem import Problem
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+MATRIX_UNITS = {
+    "bfloat16": ("amx_bf16", "avx512_bf16", "bf16"),
+    "float16": ("amx_fp16", "avx512_fp16"),
+}
+"""Instructions without which torch emulates a half-precision product, at a hundredth of the speed."""
+ADVANTAGE = 1.5
+"""How much faster than fp32 a half-precision product must be: the CPU backend computes halves at fp32's speed, and torch's
+attention reaches a smaller share of its product's speed than of fp32's."""
+PROBE_SIDE = 384
+
+
+class AtenBackend:
+    name = "aten"
+
+    def usable(self, device: str) -> Verdict:
+        return Verdict.of(None if device == "cpu" else f"computes on the CPU; the tensors are on {device}")
+
+    def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
+        lacking = {
+            "softcap": problem.softcap > 0,
+            "bias": problem.bias is not None,
+            "alibi": problem.alibi,
+            "sinks": problem.sinks,
+            "dropout": problem.dropout_p > 0,
+            "packed batches": problem.varlen,
+            "compensated sums": problem.precision == "compensated",
+            "negative or zero scale": problem.scale <= 0,
+        }
+        missing = [name for name, asked in lacking.items() if asked]
+        return Verdict.of(
+            None if problem.device == "cpu" else f"computes on the CPU; the tensors are on {problem.device}",
+            f"torch's kernel has no {', '.join(missing)}" if missing else None,
+            _mask_obstacle(problem),
+            _half_obstacle(problem.dtype),
+            None
+            if problem.head_dim == problem.head_dim_v
+            else f"torch's kernel needs v as wide as q; head dims are {problem.head_dim} and {problem.head_dim_v}",
+        )
+
+    def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
+        if problem.dtype not in MATRIX_UNITS:
+            return f"in {problem.dtype} the cpu backend is faster on every machine measured"
+        gain = half_gain(problem.dtype)
+        if gain < ADVANTAGE:
+            return (
+                f"torch multiplies {problem.dtype} matrices {gain:.2f} times as fast as fp32 ones here, measured just now; "
+                f"below {ADVANTAGE} the cpu backend is faster"
+            )
+        return None
+
+    def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        q, k, v = (_adjacent(x) for x in inputs[:3])
+        out, lse = _forward(q, k, v, 0.0, _causal(problem), scale=problem.scale)
+        return out, lse.contiguous()
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs: Needs,
+    ) -> Grads:
+        causal, scale = _causal(problem), problem.scale
+        # the kernel's backward wants as many key heads as query heads
+        q, k, v, out, dout = (_adjacent(x) for x in (inputs.q, *_spread(problem, inputs.k, inputs.v), out, dout))
+        dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        if dlse is not None:
+            pk, _ = _forward(q, k, k, 0.0, causal, scale=scale)
+            weighted = (dlse.unsqueeze(-1) * q).to(q.dtype)
+            _, _, extra = _backward(weighted, q, k, k, pk, lse, 0.0, causal, scale=scale)
+            dq = (dq + scale * dlse.unsqueeze(-1) * pk).to(q.dtype)
+            dk = dk + scale * extra
+        return Grads(dq, _gather(problem, dk), _gather(problem, dv))
+
+
+def _half_obstacle(dtype: str) -> str | None:
+    units = MATRIX_UNITS.get(dtype)
+    if units is None or set(units) & set(probe_cpu().isa_flags):
+        return None
+    return f"torch emulates {dtype} products on this machine, which has none of {', '.join(units)}"
+
+
+@cache
+def half_gain(dtype: str) -> float:
+    """Speed of torch's half-precision product relative to fp32's, measured once per process in a few milliseconds."""
+    seconds = {}
+    for kind in (torch.float32, getattr(torch, dtype)):
+        x = torch.ones(PROBE_SIDE, PROBE_SIDE, dtype=kind)
+        torch.mm(x, x)
+        best = float("inf")
+        for _ in range(3):
+            start = time.perf_counter()
+            torch.mm(x, x)
+            best = min(best, time.perf_counter() - start)
+        seconds[kind] = best
+    return seconds[torch.float32] / seconds[getattr(torch, dtype)]
+
+
+def _mask_obstacle(problem: Problem) -> str | None:
+    """Only everything, or a triangle whose corners are the corners of the scores."""
+    program = problem.program
+    if program.structure == "":
+        return None
+    square = problem.seqlen_q == problem.seqlen_k
+    triangle = tuple(program.ints[:1]) <= (-UNBOUNDED,) and tuple(program.ints[1:]) == (0,)
+    if triangle and (program.structure == "t" or (program.structure == "b" and square)):
+        return None
+    return "torch's kernel has no mask but the top-left causal triangle"
+
+
+def _causal(problem: Problem) -> bool:
+    return problem.program.structure != ""
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    """The kernel takes a last stride of 1 for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _spread(problem: Problem, *tensors: Tensor) -> tuple[Tensor, ...]:
+    if problem.group == 1:
+        return tensors
+    return tuple(x.repeat_interleave(problem.group, dim=1) for x in tensors)
+
+
+def _gather(problem: Problem, gradient: Tensor) -> Tensor:
+    if problem.group == 1:
+        return gradient
+    grouped = gradient.unflatten(1, (problem.kv_heads, problem.group))
+    total: Tensor = grouped.sum(dim=2, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return total.to(gradient.dtype)
+
+
+backend = AtenBackend()
