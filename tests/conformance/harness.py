@@ -13,7 +13,7 @@ from tilewise import dispatch
 from tilewise.backends.base import Grads
 from tilewise.numerics import bounds
 
-BACKENDS = ["tiled", "reference"]
+BACKENDS = ["cpu", "aten", "tiled", "reference"]
 COMPLETE = {"tiled"}
 """Backends that must serve every case."""
 
