@@ -144,7 +144,8 @@ def documents(draw: Draw, batch: Batch) -> Expression:
     _, _, total_q, total_k = batch.shape
     rows = 1 if batch.packed else draw(st.sampled_from([1, len(batch.lengths)]))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    ids, q_ids = ([generator.integers(0, 4, n) for _ in range(rows)] for n in (total_k, total_q))
+    most = draw(st.integers(1, 4))
+    ids, q_ids = ([generator.integers(0, most, n) for _ in range(rows)] for n in (total_k, total_q))
     if draw(st.booleans()):
         ids, q_ids = [np.sort(x) for x in ids], [np.sort(x) for x in q_ids]
     one = rows == 1 and draw(st.booleans())

@@ -120,7 +120,10 @@ def assert_exact(drawn: Expression, batch: Batch, block_q: int, block_k: int) ->
 @given(data=st.data())
 def test_single_masks_are_classified_exactly(leaf: Any, data: st.DataObject) -> None:
     batch = data.draw(batches())
-    assert_exact(leaf(data.draw, batch), batch, *data.draw(TILES))
+    drawn, tile = leaf(data.draw, batch), data.draw(TILES)
+    assert_exact(drawn, batch, *tile)
+    if leaf not in LENGTH_FREE:  # those whose negation is a single literal too
+        assert_exact(~drawn, batch, *tile)
 
 
 @thorough
