@@ -232,6 +232,14 @@ def test_impossible_requests_raise() -> None:
         TilePlan(64, 64, stages=0)
 
 
+def test_where_nothing_fits_backends_get_the_smallest_and_plans_raise() -> None:
+    wide = Problem.of(heads=1, seqlen=1024, head_dim=512, dtype="float32")
+    tile = gpu_tile(wide, lookup("rtx4090"), "backward_dkdv")
+    assert (tile.block_q, tile.block_k, tile.stages) == (16, 16, 1)
+    with pytest.raises(PlanError, match="tile: none fits NVIDIA GeForce RTX 4090 .* the smallest, 16×16, fails: needs"):
+        plan(wide, "rtx4090", pass_="backward_dkdv")
+
+
 def test_tuned_tiles_win_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = tuned.Tuned(
         arch="sm_90", pass_="forward", head_dim=128, itemsize=2, masked=None, tile=TilePlan(128, 64, 3, 8),

@@ -53,11 +53,18 @@ class _Size(NamedTuple):
 
 
 def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward") -> TilePlan:
-    """The tile one of our GPU kernels should run with; a measured override wins over the model."""
+    """The tile one of our GPU kernels should run with; a measured override wins over the model.
+
+    Where none fits by the model's count the smallest is returned, because a compiler may still find room for it; `plan`
+    raises there.
+    """
     tuned = lookup_tuned(problem, spec, pass_)
     if tuned is not None:
         return tuned.tile
-    return _checked(problem, spec, pass_)[0].tile
+    found = _choose(problem, spec, pass_)
+    if found[0].rejected:
+        return min(found, key=lambda c: (c.on_chip.sram_bytes, c.on_chip.registers)).tile
+    return found[0].tile
 
 
 def ranked(problem: Problem, spec: DeviceSpec, pass_: str = "forward", model_blocks: bool = False) -> list[Candidate]:
@@ -65,24 +72,25 @@ def ranked(problem: Problem, spec: DeviceSpec, pass_: str = "forward", model_blo
 
     The choice is made for rounded lengths, so that it can be remembered; the figures are those of the exact ones.
     """
+    found = _choose(problem, spec, pass_, model_blocks)
+    if found[0].rejected:
+        small = min(found, key=lambda c: (c.on_chip.sram_bytes, c.on_chip.registers))
+        raise PlanError(
+            f"tile: none fits {spec.name} for head dims {problem.head_dim}, {problem.head_dim_v} in {problem.dtype}: "
+            f"the smallest, {small.tile}, fails: {small.rejected}"
+        )
     exact = _size_of(problem)
-    return [_judge(c.tile, exact, spec) for c in _checked(problem, spec, pass_, model_blocks)]
+    return [_judge(c.tile, exact, spec) for c in found]
 
 
-def _checked(problem: Problem, spec: DeviceSpec, pass_: str, model_blocks: bool = False) -> tuple[Candidate, ...]:
+def _choose(problem: Problem, spec: DeviceSpec, pass_: str, model_blocks: bool = False) -> tuple[Candidate, ...]:
     if pass_ not in PASSES:
         raise PlanError(f"pass_: got {pass_!r}, need one of {', '.join(PASSES)}")
     if not spec.is_gpu:
         raise PlanError(f"device: {spec.name} is a CPU; use cpu_tile for it")
     if not spec.flops(problem.dtype, problem.precision):
         raise PlanError(f"dtype: {spec.name} multiplies no {problem.dtype}, only {', '.join(spec.peak)}")
-    found = _ranked(_size_of(problem, rounded=True), spec, pass_, model_blocks)
-    if found[0].rejected:
-        raise PlanError(
-            f"tile: none fits {spec.name} for head dims {problem.head_dim}, {problem.head_dim_v} in {problem.dtype}: "
-            f"the smallest, {found[0].tile}, fails: {found[0].rejected}"
-        )
-    return found
+    return _ranked(_size_of(problem, rounded=True), spec, pass_, model_blocks)
 
 
 def evaluate(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Candidate:
