@@ -236,7 +236,7 @@ def test_where_nothing_fits_backends_get_the_smallest_and_plans_raise() -> None:
     wide = Problem.of(heads=1, seqlen=1024, head_dim=512, dtype="float32")
     tile = gpu_tile(wide, lookup("rtx4090"), "backward_dkdv")
     assert (tile.block_q, tile.block_k, tile.stages) == (16, 16, 1)
-    with pytest.raises(PlanError, match="tile: none fits NVIDIA GeForce RTX 4090 .* the smallest, 16×16, fails: needs"):
+    with pytest.raises(PlanError, match=r"tile: none fits NVIDIA GeForce RTX 4090 .* the smallest, 16×16, fails: needs"):
         plan(wide, "rtx4090", pass_="backward_dkdv")
 
 
