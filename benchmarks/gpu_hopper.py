@@ -43,6 +43,7 @@ class Shape(NamedTuple):
     layout: str = "bhsd"
     poison: tuple[int, int] | None = None  # keys [first, last) that no query sees hold NaN
     gain: float = 1.0
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # packed: of queries and keys; then sq, sk, b say nothing
 
 
 PAD = "tw.key_padding(torch.tensor([{}], device=device))"
@@ -81,6 +82,12 @@ def groups() -> dict[str, list[Shape]]:
     result["other dims"] = [Shape(96), Shape(80, CAUSAL), Shape(192, CAUSAL, dv=128), Shape(8), Shape(160)]
     result["mixed dims"] = [Shape(64, dv=128), Shape(128, dv=64), Shape(64, CAUSAL, dv=256), Shape(256, CAUSAL, dv=64)]
     result["mixed dims"] += [Shape(128, dv=256), Shape(192, dv=192, sq=1000)]
+    packed = ((5, 33, 0, 200, 129), (5, 400, 7, 0, 129))
+    long = ((1000, 64, 2000), (1000, 640, 2000))
+    for d in (64, 128, 256):
+        masks = ("None", CAUSAL, WINDOW)
+        result[f"d{d} varlen"] = [Shape(d, mask, lengths=given, h=4, hk=2) for mask in masks for given in (packed, long)]
+        result[f"d{d} varlen"] += [Shape(d, CAUSAL, lengths=((130, 300), (130, 300)), poison=(130, 430))]
     result["nothing"] = [Shape(128, "~tw.full()"), Shape(64, "~tw.full()"), Shape(128, CAUSAL, 500, 100, gain=1000.0)]
     return result
 
@@ -94,10 +101,13 @@ def problem_of(shape: Shape, device: str) -> Any:
     import tilewise as tw
     from tilewise.problem import Problem
 
+    batch, sq, sk = shape.b, shape.sq, shape.sk
+    if shape.lengths is not None:
+        batch, (sq, sk) = len(shape.lengths[0]), map(sum, shape.lengths)
     return Problem.of(
-        batch=shape.b, heads=shape.h, kv_heads=shape.hk, seqlen=shape.sq, kv_seqlen=shape.sk, head_dim=shape.d,
-        head_dim_v=shape.dv, dtype=shape.dtype, mask=eval(shape.mask, {"tw": tw, "torch": torch, "device": device}),
-        scale=shape.scale, softcap=shape.softcap, device=device,
+        batch=batch, heads=shape.h, kv_heads=shape.hk, seqlen=sq, kv_seqlen=sk, head_dim=shape.d, head_dim_v=shape.dv,
+        dtype=shape.dtype, mask=eval(shape.mask, {"tw": tw, "torch": torch, "device": device}), scale=shape.scale,
+        softcap=shape.softcap, varlen=shape.lengths is not None, device=device,
     )  # fmt: skip
 
 
@@ -111,13 +121,19 @@ def build(shape: Shape) -> tuple[Any, Any]:
     generator = torch.Generator("cuda").manual_seed(1)
 
     def normal(h: int, s: int, d: int, gain: float = 1.0) -> torch.Tensor:
-        sides = (shape.b, h, s, d) if shape.layout == "bhsd" else (shape.b, s, h, d)
+        tokens_first = shape.layout == "bshd" or problem.varlen
+        rows = 1 if problem.varlen else shape.b
+        sides = (rows, s, h, d) if tokens_first else (rows, h, s, d)
         x = (torch.randn(sides, device="cuda", generator=generator) * gain).to(getattr(torch, shape.dtype))
-        return x if shape.layout == "bhsd" else x.transpose(1, 2)
+        return x.transpose(1, 2) if tokens_first else x
 
-    q = normal(shape.h, shape.sq, shape.d, shape.gain)
+    q = normal(shape.h, problem.seqlen_q, shape.d, shape.gain)
     k = normal(problem.kv_heads, problem.seqlen_k, shape.d)
-    return problem, Inputs(q, k, normal(problem.kv_heads, problem.seqlen_k, problem.head_dim_v))
+    inputs = Inputs(q, k, normal(problem.kv_heads, problem.seqlen_k, problem.head_dim_v))
+    if shape.lengths is not None:
+        starts = [torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32) for lengths in shape.lengths]
+        inputs = inputs._replace(cu_q=starts[0], cu_k=starts[1])
+    return problem, inputs
 
 
 def check_group(name: str) -> dict[str, Any]:
@@ -144,7 +160,12 @@ def check_group(name: str) -> dict[str, Any]:
         del poisoned  # fresh memory holds NaN from here on
         out, lse = backend.forward(problem, given)
         torch.cuda.synchronize()
-        wrong += [f"{shape}: {excess}" for excess in bounds.check_forward(problem, inputs, out, lse)]
+        if shape.lengths is not None and shape.poison is not None:
+            # NaN in the second sequence must stay there
+            clean = backend.forward(problem, inputs)[0][:, :, : shape.poison[0]]
+            wrong += [] if torch.equal(out[:, :, : shape.poison[0]], clean) else [f"{shape}: NaN crossed sequences"]
+        else:
+            wrong += [f"{shape}: {excess}" for excess in bounds.check_forward(problem, inputs, out, lse)]
         done += 1
     return {"checked": done, "wrong": wrong}
 

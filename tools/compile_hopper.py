@@ -28,6 +28,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
     softcap: float = 0.0
     scale: float | None = None
+    varlen: bool = False
 
 
 PADDING = "tw.key_padding(torch.tensor([5, 6]))"
@@ -47,6 +48,7 @@ CASES = [
     *(Case(f"d64 {name} 128 queries", 64, 64, MASKS[name], 128) for name in ("full", "causal", "window")),
     *(Case(f"d{d} fp16", d, d, dtype="float16") for d in WIDTHS),
     *(Case(f"d{d} softcap", d, d, MASKS["causal"], softcap=20.0) for d in WIDTHS),
+    *(Case(f"d{d} {name} varlen", d, d, MASKS[name], varlen=True) for d in WIDTHS for name in ("full", "causal", "window")),
     Case("negative scale", scale=-1.0),
 ]
 
@@ -70,6 +72,7 @@ def compiled(case: Case) -> tuple[Any, Any]:
         dtype=case.dtype,
         softcap=case.softcap,
         scale=case.scale,
+        varlen=case.varlen,
         mask=eval(case.mask, {"tw": tw, "torch": torch}),
     )
     plan = make_plan(problem, 132, lambda dtype, a, config: compile_for(GPUTarget("cuda", 90, 32), dtype, a, config))

@@ -42,11 +42,10 @@ class Hopper:
             "alibi": problem.alibi,
             "sinks": problem.sinks,
             "dropout": problem.dropout_p > 0,
-            "a packed batch": problem.varlen,
             "precision='compensated'": problem.precision == "compensated",
             "gradients": backward,
         }
-        form = None if problem.varlen else form_of(problem.program, problem.seqlen_q, problem.seqlen_k)
+        form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
         return Verdict.of(
             *self.usable(problem.device).reasons,
             None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
@@ -58,7 +57,7 @@ class Hopper:
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
         rows = problem.seqlen_q * problem.group
-        if rows <= FEW_ROWS and problem.seqlen_k >= 4 * rows:
+        if not problem.varlen and rows <= FEW_ROWS and problem.seqlen_k >= 4 * rows:
             return f"{rows} rows would leave most of a tile empty; split keys serve so few queries better"
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.backends.hopper.config import Config
-from tilewise.backends.hopper.structs import Arguments, Divisor, Term
+from tilewise.backends.hopper.structs import Arguments, Divisor, Rows, Term
 
 ELEMENT = {"float16": "fp16", "bfloat16": "bf16"}
 
@@ -21,7 +21,7 @@ def descriptor_type(dtype: str, rows: int, width: int) -> str:
     return f"tensordesc<{ELEMENT[dtype]}[1, 1, {rows}, {width}],{tile_layout(dtype, rows, width)!r}>"
 
 
-def argument_types(a: Arguments) -> tuple[Arguments, dict[tuple[int, ...], Any]]:
+def argument_types(dtype: str, a: Arguments) -> tuple[Arguments, dict[tuple[int, ...], Any]]:
     """Types of the arguments, absent ones as constants. Lengths are never specialised, so they never recompile."""
     constants: dict[tuple[int, ...], Any] = {}
     place = 4  # after the descriptors
@@ -37,7 +37,11 @@ def argument_types(a: Arguments) -> tuple[Arguments, dict[tuple[int, ...], Any]]
             constants[place, Arguments._fields.index(name)] = None
     divisor = Divisor("i32", "i32", "i32")  # type: ignore[arg-type]
     packed = ["constexpr" if x is None else "*i32" for x in (a.cu_q, a.cu_k)]
-    types = Arguments("*fp32", *packed, tuple(terms), *[divisor] * 4, *["i32"] * 7, "fp32", "fp32")  # type: ignore[arg-type]
+    out: Any = Rows(f"*{ELEMENT[dtype]}", "i64", "i64", "i32")  # type: ignore[arg-type]
+    if a.out is None:
+        constants[place, Arguments._fields.index("out")] = None
+        out = "constexpr"
+    types = Arguments("*fp32", *packed, out, tuple(terms), *[divisor] * 4, *["i32"] * 8, "fp32", "fp32")  # type: ignore[arg-type]
     return types, constants
 
 
@@ -48,7 +52,7 @@ def compile_for(target: Any, dtype: str, a: Arguments, config: Config) -> Any:
 
     from tilewise.backends.hopper.kernel import forward_kernel
 
-    types, constants = argument_types(a)
+    types, constants = argument_types(dtype, a)
     rows = {"q_desc": (64, config.BLOCK_D), "k_desc": (config.BLOCK_N, config.BLOCK_D)}
     rows |= {"v_desc": (config.BLOCK_N, config.BLOCK_DV), "o_desc": (64, config.BLOCK_DV)}
     signature: dict[str, Any] = {name: descriptor_type(dtype, *shape) for name, shape in rows.items()}

@@ -30,6 +30,7 @@ class Config(NamedTuple):
     LEFT: bool = False  # may they begin after key 0?
     SCORES: str = "fold"  # "fold" the scale into exp2, "scale" first (it is not positive), or "softcap"
     VARLEN: bool = False
+    BOTTOM: bool = False  # bands of packed sequences count from the bottom right corner
 
     @property
     def BLOCK_M(self) -> int:
@@ -75,7 +76,7 @@ def padded(dim: int) -> int:
 
 
 def tile_for(head_dim: int, head_dim_v: int, queries: int, left: bool = False) -> Config:
-    """The table's row for head dims up to 256; `left`: rows may begin after key 0, which takes registers."""
+    """The table's row for head dims up to 256; `left`: the kernel needs registers for rows that begin after key 0, or packed."""
     d, dv = padded(head_dim), padded(head_dim_v)
     config = TABLE[d, dv]
     narrow = left or NARROW_SPEED * fill(queries, NARROW.BLOCK_M) > fill(queries, config.BLOCK_M)

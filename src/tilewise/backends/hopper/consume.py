@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from tilewise.backends.hopper.finish import await_stores, normalise, store_lse, store_out
+from tilewise.backends.hopper.finish import await_stores, normalise, store_lse, store_out, store_rows
 from tilewise.backends.hopper.ring import await_tile, matrix, release
 from tilewise.backends.hopper.schedule import key_hi, key_lo, locate, rounds
 from tilewise.backends.hopper.shim import afresh, aggregate, named_arrive, named_sync, warps_barrier
@@ -160,15 +160,14 @@ def seen_by_all(spot, band, row0, C: gl.constexpr):
 
 
 @gluon.jit
-def attend(q_ring, k_ring, v_ring, taken, i, spot, band, row0, a, WG: gl.constexpr, C: gl.constexpr):
+def attend(q_ring, k_ring, v_ring, taken, q_n, spot, band, row0, a, WG: gl.constexpr, C: gl.constexpr):
     """All keys of one tile of queries."""
-    q_n = i * C.WARPGROUPS + WG
     await_tile(q_ring, q_n)
     q_tile = matrix(q_ring, q_n)
     j0, j1 = seen_by_all(spot, band, row0, C)
     x = begin(q_tile, k_ring, taken, spot, band, row0, (j0 > 0) | (j1 == 0), a, C)
     key0 = (spot.last - 1) * C.BLOCK_N
-    if C.TERMS > 0:
+    if C.TERMS > 0 or C.VARLEN:
         guard(v_ring, taken, key0, spot, band, a, C)
     await_tile(k_ring, taken + 1, spot.count > 1)
     # at the right end some rows see only part of a tile; then come tiles all see; then, if rows begin inside, the left end
@@ -192,29 +191,50 @@ def attend(q_ring, k_ring, v_ring, taken, i, spot, band, row0, a, WG: gl.constex
 
 
 @gluon.jit
+def finish(o_tile, l, m, o_desc, o_buffers, q_ring, q_n, spot, row0, a, WG: gl.constexpr, C: gl.constexpr):
+    """The tile's results on their way to memory."""
+    slot = afresh(q_n * 0 + WG)
+    o_tile, lse = normalise(o_tile, l, m, unit_of(a, C))
+    store_lse(lse, a, spot, row0)
+    if C.STAGED:
+        await_stores()
+    if C.VARLEN:
+        if row0 + 63 <= spot.last_q:
+            store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0)
+        else:
+            store_rows(o_tile, a, spot, row0)
+    else:
+        store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0)
+    if not C.STAGED:
+        await_stores()
+        release(q_ring, q_n)
+
+
+@gluon.jit
 def consume(o_desc, o_buffers, q_ring, k_ring, v_ring, a, WG: gl.constexpr, C: gl.constexpr):
     """All tiles of this program, rows [64 WG, 64 WG + 64) of each."""
     if C.PINGPONG:
         if WG == 1:
             named_arrive(14, 256)  # warpgroup 0 goes first
     taken = 0
+    served = 0
     for i in range(rounds(a)):
         spot, band = locate(a, i, C)
         row0 = spot.m0 + 64 * WG
-        o_tile, l, m = attend(q_ring, k_ring, v_ring, taken, i, spot, band, row0, a, WG, C)
-        taken += spot.count
-        spot, band = locate(a, afresh(i), C)
-        row0 = spot.m0 + 64 * WG
-        slot = afresh(i * 0 + WG)
-        o_tile, lse = normalise(o_tile, l, m, unit_of(a, C))
-        store_lse(lse, a, spot, row0)
-        if C.STAGED:
-            await_stores()
-            store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0)
+        if C.VARLEN:
+            if spot.count > 0:
+                q_n = served * C.WARPGROUPS + WG
+                o_tile, l, m = attend(q_ring, k_ring, v_ring, taken, q_n, spot, band, row0, a, WG, C)
+                finish(o_tile, l, m, o_desc, o_buffers, q_ring, q_n, spot, row0, a, WG, C)
+                served += 1
+            taken += spot.count
         else:
-            store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0)
-            await_stores()
-            release(q_ring, i * C.WARPGROUPS + WG)
+            q_n = i * C.WARPGROUPS + WG
+            o_tile, l, m = attend(q_ring, k_ring, v_ring, taken, q_n, spot, band, row0, a, WG, C)
+            taken += spot.count
+            spot, band = locate(a, afresh(i), C)
+            row0 = spot.m0 + 64 * WG
+            finish(o_tile, l, m, o_desc, o_buffers, q_ring, q_n, spot, row0, a, WG, C)
     if C.PINGPONG:
         if WG == 0:
             named_sync(14, 256)  # as many arrivals as waits

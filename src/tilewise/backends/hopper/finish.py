@@ -26,7 +26,7 @@ def normalise(o_tile, l, m, unit):
 @gluon.jit
 def store_lse(lse, a, spot, row0):
     q = row0 + gl.arange(0, 64, lse.type.layout)
-    head = spot.b * a.heads.value + spot.h
+    head = spot.row * a.heads.value + spot.h
     at = head.to(gl.int64) * afresh(a.len_q) + spot.q_start
     gl.store(a.lse_ptr + at + q, lse, mask=q <= spot.last_q)
 
@@ -37,7 +37,19 @@ def store_out(o_desc, o_tile, buffer, spot, row0):
     DV: gl.constexpr = buffer.type.shape[3]
     buffer.reshape([64, DV]).store(o_tile.to(buffer.dtype))
     fence_async_shared()
-    tma_store(o_desc, [spot.b, spot.h, spot.q_start + row0, 0], buffer)
+    tma_store(o_desc, [spot.row, spot.h, spot.q_start + row0, 0], buffer)
+
+
+@gluon.jit
+def store_rows(o_tile, a, spot, row0):
+    """The last rows of a packed sequence one by one: behind them stand those of the next."""
+    LAYOUT: gl.constexpr = o_tile.type.layout
+    DV: gl.constexpr = o_tile.type.shape[1]
+    q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
+    at = a.out.ptr + spot.h.to(gl.int64) * a.out.stride_h + (spot.q_start + q).to(gl.int64)[:, None] * a.out.stride_s
+    ok = (q <= spot.last_q)[:, None] & (d < a.out.width)[None, :]
+    gl.store(at + d[None, :], o_tile.to(a.out.ptr.dtype.element_ty), mask=ok)
 
 
 @gluon.jit

@@ -18,18 +18,27 @@ class Form(NamedTuple):
     terms: tuple[Term, ...] = ()
     band: bool = False  # may a row's keys end before the sequence does?
     left: bool = False  # may they begin after key 0?
+    bottom: bool = False  # packed: bands count from each sequence's bottom right corner
 
 
-def form_of(program: MaskProgram, queries: int, keys: int) -> Form | str:
-    """The mask's form over so many queries and keys, or why it has none."""
+def form_of(program: MaskProgram, queries: int, keys: int, packed: bool = False) -> Form | str:
+    """The mask's form over so many queries and keys, or why it has none.
+
+    In a packed batch only the device knows the sequences' lengths: bands keep their corner, ranges end where they end.
+    """
     strange = sorted(set(program.structure) - set(LETTERS + "|"))
     if strange:
         return f"the mask reads tables or ids (letters {', '.join(strange)}); bands, ranges and key padding are served"
     if program.structure == "":
         return Form()
     terms = []
+    bands = set(program.structure) & set("bto")
+    if packed and "b" in bands and len(bands) > 1:
+        return "the mask joins bands that count from different corners, in a packed batch"
+    shift, end = (0, UNBOUNDED) if packed else (keys - queries, keys)
+    bottom = packed and "b" in bands
     for literals in program.terms():
-        term = _term(literals, queries, keys)
+        term = _term(literals, shift, end)
         if isinstance(term, str):
             return term
         if term.lo < term.past and term.start < term.end:
@@ -37,24 +46,24 @@ def form_of(program: MaskProgram, queries: int, keys: int) -> Form | str:
     if not terms:
         return Form((Term(-UNBOUNDED, UNBOUNDED, 0, 0, None, None, None),))
     if len(terms) == 1:
-        return Form((terms[0],), terms[0].past < UNBOUNDED, begins_inside(terms[0]))
+        return Form((terms[0],), terms[0].past < UNBOUNDED, begins_inside(terms[0]), bottom)
     if len(terms) > 2:
         return f"the mask is a union of {len(terms)} parts; two are served"
     if any(begins_inside(term) for term in terms):
         return "the mask is a union of parts of which one may begin after key 0"
-    return Form(tuple(terms), True, False)
+    return Form(tuple(terms), True, False, bottom)
 
 
 def begins_inside(term: Term) -> bool:
     return term.lo > -UNBOUNDED or term.start > 0 or term.first is not None
 
 
-def _term(literals: list[Any], queries: int, keys: int) -> Term | str:
-    lo, past, start, end = -UNBOUNDED, UNBOUNDED, 0, keys
+def _term(literals: list[Any], shift: int, end: int) -> Term | str:
+    lo, past, start = -UNBOUNDED, UNBOUNDED, 0
     off = first = last = None
     for letter, ints, tensors in literals:
         if letter in "bto":
-            by = keys - queries if letter == "b" else 0
+            by = shift if letter == "b" else 0
             lo = max(lo, ints[0] + by if ints[0] > -UNBOUNDED else -UNBOUNDED)
             past = min(past, ints[1] + by + 1 if ints[1] < UNBOUNDED else UNBOUNDED)
             off = tensors[0] if letter == "o" else off

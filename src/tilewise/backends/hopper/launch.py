@@ -13,7 +13,7 @@ from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.hopper.compile import compile_for
 from tilewise.backends.hopper.config import Config, tile_for
 from tilewise.backends.hopper.intervals import Form, form_of, on_device, present
-from tilewise.backends.hopper.structs import Arguments, Divisor
+from tilewise.backends.hopper.structs import Arguments, Divisor, Rows
 from tilewise.problem import Problem
 
 L2_BYTES = 24 << 20
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 
     kernel: Any
     config: Config
-    arguments: Arguments  # lse_ptr and the terms' tensors are still to come
+    arguments: Arguments  # its tensors are still to come
     programs: int
 
 
@@ -45,15 +45,19 @@ def launch(problem: Problem, inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor
     config, a = plan.config, plan.arguments
     terms = a.terms
     if terms and problem.program.tensors:
-        form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k)
+        form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
         assert isinstance(form, Form)
         terms = tuple(on_device(term, problem.batch, device) for term in form.terms)
+    a = a._replace(lse_ptr=lse, terms=terms)
+    if problem.varlen:
+        rows = Rows(out, out.stride(1), out.stride(2), problem.head_dim_v)
+        a = a._replace(cu_q=inputs.cu_q, cu_k=inputs.cu_k, out=rows)
     plan.kernel[(plan.programs, 1, 1)](
         Descriptor(inputs.q, 64, config.BLOCK_D),
         Descriptor(inputs.k, config.BLOCK_N, config.BLOCK_D),
         Descriptor(inputs.v, config.BLOCK_N, config.BLOCK_DV),
         Descriptor(out, 64, config.BLOCK_DV),
-        a._replace(lse_ptr=lse, terms=terms),
+        a,
         config,
     )
     return out, lse
@@ -63,7 +67,7 @@ def plan_for(problem: Problem, device: torch.device) -> Plan:
     program = problem.program
     key = (
         program.structure, program.ints, problem.batch, problem.heads, problem.kv_heads, problem.seqlen_q, problem.seqlen_k,
-        problem.head_dim, problem.head_dim_v, problem.dtype, problem.scale, problem.softcap, device,
+        problem.head_dim, problem.head_dim_v, problem.dtype, problem.scale, problem.softcap, problem.varlen, device,
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -76,29 +80,36 @@ def plan_for(problem: Problem, device: torch.device) -> Plan:
 def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | None = None) -> Plan:
     """The plan on a GPU with so many multiprocessors; `compile_(dtype, arguments, config)` gives the kernel, `tile` overrides
     the table's."""
-    form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k)
+    form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
     assert isinstance(form, Form), "the backend has said no to this problem"
-    config = tile or tile_for(problem.head_dim, problem.head_dim_v, problem.seqlen_q, form.left)
+    config = tile or tile_for(problem.head_dim, problem.head_dim_v, problem.seqlen_q, form.left or problem.varlen)
     config = config._replace(
         TERMS=len(form.terms),
         BAND=form.band,
         LEFT=form.left,
+        VARLEN=problem.varlen,
+        BOTTOM=form.bottom,
         SCORES="softcap" if problem.softcap > 0 else "fold" if problem.scale > 0 else "scale",
     )
-    blocks = -(-problem.seqlen_q // config.BLOCK_M)
-    heads = problem.batch * problem.heads
-    cluster = heads_together(problem, config)
+    if problem.varlen:
+        # what sequences of any lengths need at most: see find_sequence
+        blocks, heads, cluster = problem.seqlen_q // config.BLOCK_M + problem.batch, problem.heads, 1
+    else:
+        blocks, heads = -(-problem.seqlen_q // config.BLOCK_M), problem.batch * problem.heads
+        cluster = heads_together(problem, config)
     total = blocks * heads
     programs = min(total, processors)
     a = Arguments(
         lse_ptr=None,
-        cu_q=None,
-        cu_k=None,
+        cu_q=True if problem.varlen else None,
+        cu_k=True if problem.varlen else None,
+        out=Rows(None, 0, 0, 0) if problem.varlen else None,
         terms=tuple(present(term) for term in form.terms),
         heads=Divisor.of(problem.heads),
         group=Divisor.of(problem.group),
         blocks=Divisor.of(cluster * blocks),
         cluster=Divisor.of(cluster),
+        batch=problem.batch,
         len_q=problem.seqlen_q,
         len_k=problem.seqlen_k,
         last_q=problem.seqlen_q - 1,

@@ -13,14 +13,17 @@ from tilewise.backends.hopper.schedule import divide, locate, rounds
 def load(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, a, C: gl.constexpr):
     """Queries once for a tile, then its keys and values from the right to the left. Rows beyond a tensor arrive as zeros."""
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
+    served = 0
     taken = 0
     for i in range(rounds(a)):
         spot, _ = locate(a, i, C)
         kv_h = divide(spot.h, a.group)
-        for w in gl.static_range(WARPGROUPS):
-            fill(q_ring, q_desc, i * WARPGROUPS + w, spot.b, spot.h, spot.q_start + spot.m0 + 64 * w)
+        if spot.count > 0:
+            for w in gl.static_range(WARPGROUPS):
+                fill(q_ring, q_desc, served * WARPGROUPS + w, spot.row, spot.h, spot.q_start + spot.m0 + 64 * w)
+            served += 1
         for j in range(spot.count):
-            row = spot.k_start + (spot.last - 1 - j) * C.BLOCK_N
-            fill(k_ring, k_desc, taken + j, spot.b, kv_h, row)
-            fill(v_ring, v_desc, taken + j, spot.b, kv_h, row)
+            at = spot.k_start + (spot.last - 1 - j) * C.BLOCK_N
+            fill(k_ring, k_desc, taken + j, spot.row, kv_h, at)
+            fill(v_ring, v_desc, taken + j, spot.row, kv_h, at)
         taken += spot.count

@@ -19,17 +19,19 @@ class Spot:
     """A tile of queries: sequence b, query head h, first row m0; its keys are walked by `count` tiles down from `last`."""
 
     b: gl.tensor
+    row: gl.tensor  # of the tensors' batch: b, or 0 when packed
     h: gl.tensor
     m0: gl.tensor
     q_start: gl.tensor  # tokens of the sequence in a packed batch, else 0
     k_start: gl.tensor
     last_q: gl.tensor  # the sequence's last query
     last: gl.tensor  # the first tile of keys visited is last - 1
-    count: gl.tensor  # at least 1
+    count: gl.tensor  # at least 1; 0 if there is nothing to do
 
     @gluon.constexpr_function
-    def __init__(self, b, h, m0, q_start, k_start, last_q, last, count):
+    def __init__(self, b, row, h, m0, q_start, k_start, last_q, last, count):
         self.b = b
+        self.row = row
         self.h = h
         self.m0 = m0
         self.q_start = q_start
@@ -82,17 +84,24 @@ def rounds(a):
 
 
 @gluon.jit
-def term_band(term, b):
+def shifted(lo, past, by):
+    """A band moved along; an unbounded side stays where it is, so that no shift can overflow."""
+    return gl.where(lo <= -UNBOUNDED, lo, lo + by), gl.where(past >= UNBOUNDED, past, past + by)
+
+
+@gluon.jit
+def term_band(term, b, len_q, len_k, C: gl.constexpr):
     """A term's numbers for sequence b."""
     lo = term.lo
     past = term.past
     start = term.start
     end = term.end
+    if C.VARLEN:
+        end = gl.minimum(end, len_k)
+        if C.BOTTOM:
+            lo, past = shifted(lo, past, len_k - len_q)
     if term.off is not None:
-        off = gl.load(term.off + b)
-        # an unbounded side stays where it is, so that no shift can overflow
-        lo = gl.where(lo <= -UNBOUNDED, lo, lo + off)
-        past = gl.where(past >= UNBOUNDED, past, past + off)
+        lo, past = shifted(lo, past, gl.load(term.off + b))
     if term.first is not None:
         start = gl.maximum(start, gl.load(term.first + b))
         end = gl.minimum(end, gl.load(term.last + b))
@@ -100,16 +109,16 @@ def term_band(term, b):
 
 
 @gluon.jit
-def band_of(a, b, C: gl.constexpr):
-    none = a.len_k * 0
+def band_of(a, b, len_q, len_k, C: gl.constexpr):
+    none = b * 0
     if C.TERMS == 0:
-        return Band(none, none, none, a.len_k, none, none)
+        return Band(none, none, none, len_k, none, none)
     elif C.TERMS == 1:
-        lo, past, start, end = term_band(a.terms[0], b)
+        lo, past, start, end = term_band(a.terms[0], b, len_q, len_k, C)
         return Band(lo, past, start, end, none, none)
     else:
-        lo, past, start, end = term_band(a.terms[0], b)
-        _, past2, _, end2 = term_band(a.terms[1], b)
+        lo, past, start, end = term_band(a.terms[0], b, len_q, len_k, C)
+        _, past2, _, end2 = term_band(a.terms[1], b, len_q, len_k, C)
         return Band(lo, past, start, end, past2, end2)
 
 
@@ -134,6 +143,34 @@ def key_hi(band, q, C: gl.constexpr):
 
 
 @gluon.jit
+def find_sequence(cu, batch, tile, BLOCK: gl.constexpr):
+    """The packed sequence that owns `tile`, and the tile's number in it.
+
+    Sequence b owns the tiles from cu[b] // BLOCK + b on: at least as many as it fills, found without knowing the lengths on
+    the host. Tiles beyond a sequence's end have nothing to do.
+    """
+    lo = batch * 0
+    hi = batch
+    # the owner is in [lo, hi)
+    while hi - lo > 1:
+        mid = (lo + hi) // 2
+        mine = gl.load(cu + mid) // BLOCK + mid <= tile
+        lo = gl.where(mine, mid, lo)
+        hi = gl.where(mine, hi, mid)
+    return lo, tile - (gl.load(cu + lo) // BLOCK + lo)
+
+
+@gluon.jit
+def visited(band, m0, last_q, C: gl.constexpr):
+    """One past the last tile of keys that the rows of a tile of queries see, and how many there are down from it."""
+    BLOCK_M: gl.constexpr = 64 * C.WARPGROUPS
+    first = key_lo(band, m0, C) // C.BLOCK_N
+    hi = key_hi(band, gl.minimum(m0 + (BLOCK_M - 1), last_q), C)
+    last = gl.maximum(gl.cdiv(hi, C.BLOCK_N), first + 1)
+    return last, last - first
+
+
+@gluon.jit
 def locate(a, i, C: gl.constexpr):
     """The i-th tile of this program and the mask of its sequence.
 
@@ -146,11 +183,21 @@ def locate(a, i, C: gl.constexpr):
     r = t - g * a.blocks.value
     m = divide(r, a.cluster)
     bh = (g - m) * a.cluster.value + r
-    b = divide(bh, a.heads)
-    m0 = (a.last_block - m) * BLOCK_M
-    none = b * 0
-    band = band_of(a, b, C)
-    first = key_lo(band, m0, C) // C.BLOCK_N
-    hi = key_hi(band, gl.minimum(m0 + (BLOCK_M - 1), a.last_q), C)
-    last = gl.maximum(gl.cdiv(hi, C.BLOCK_N), first + 1)
-    return Spot(b, bh - b * a.heads.value, m0, none, none, a.last_q, last, last - first), band
+    tile = a.last_block - m
+    if C.VARLEN:
+        b, tile = find_sequence(a.cu_q, a.batch, tile, BLOCK_M)
+        q_start = gl.load(a.cu_q + b)
+        k_start = gl.load(a.cu_k + b)
+        len_q = gl.load(a.cu_q + b + 1) - q_start
+        len_k = gl.load(a.cu_k + b + 1) - k_start
+        band = band_of(a, b, len_q, len_k, C)
+        m0 = tile * BLOCK_M
+        last, count = visited(band, m0, len_q - 1, C)
+        count = gl.where(m0 < len_q, count, 0)
+        return Spot(b, b * 0, bh, m0, q_start, k_start, len_q - 1, last, count), band
+    else:
+        b = divide(bh, a.heads)
+        band = band_of(a, b, a.len_q, a.len_k, C)
+        m0 = tile * BLOCK_M
+        last, count = visited(band, m0, a.last_q, C)
+        return Spot(b, b, bh - b * a.heads.value, m0, b * 0, b * 0, a.last_q, last, count), band

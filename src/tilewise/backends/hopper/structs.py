@@ -31,6 +31,15 @@ class Divisor(NamedTuple):
         return cls(value, factor - (1 << 32) if factor >= 1 << 31 else factor, shift)  # as 32 bits with a sign
 
 
+class Rows(NamedTuple):
+    """A packed output (1, H, T, Dv) to write row by row."""
+
+    ptr: Any
+    stride_h: int
+    stride_s: int
+    width: int
+
+
 class Arguments(NamedTuple):
     """Beside the tensors' descriptors. What the kernel would derive from these numbers at its start is given too: kept across
     all roles it would cost the loading warp registers it does not have."""
@@ -38,12 +47,14 @@ class Arguments(NamedTuple):
     lse_ptr: Any  # (B, H, M) fp32, contiguous
     cu_q: Any
     cu_k: Any
+    out: Rows | None  # of a packed batch
     terms: tuple[Term, ...]
     heads: Divisor
     group: Divisor  # query heads of one key head
     blocks: Divisor  # tiles of queries of all heads in a cluster
     cluster: Divisor  # heads whose keys and values share the L2 cache; a divisor of batch · heads
-    len_q: int
+    batch: int
+    len_q: int  # of each sequence, or of all together when packed
     len_k: int
     last_q: int  # len_q - 1
     last_block: int  # the number of the last tile of queries of a head
