@@ -5,13 +5,14 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test lint types unit bench compile-matrix clean
+.PHONY: help setup demo test test-browser lint types unit bench compile-matrix clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    exact attention over a long sequence on this machine: time, memory, error"
 	@echo "make test    lint, types and tests"
 	@echo "make lint | types | unit    each alone"
+	@echo "make test-browser    the report in a real browser (installs chromium where it may)"
 	@echo "make bench   side by side with SDPA and what else is installed"
 	@echo "make compile-matrix   the GPU kernels compiled for every target, without a GPU"
 	@echo "make clean   remove the virtual environment and caches"
@@ -28,6 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/tilewise demo
+	@$(BIN)/tilewise report --output tilewise-report.html
 
 test: lint types unit
 
@@ -45,6 +47,9 @@ unit: $(STAMP)
 compile-matrix: $(STAMP)
 	$(BIN)/python tools/compile_matrix.py
 	$(BIN)/python tools/compile_matrix.py --triton 3.6.0 3.9.0
+
+test-browser: $(STAMP)
+	.ci/test-browser $(BIN)/python
 
 bench: $(STAMP)
 	$(BIN)/tilewise bench

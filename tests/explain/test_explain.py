@@ -138,7 +138,7 @@ def test_measuring_names_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = found.measured
     assert taken is not None and taken.seconds > 0
     assert taken.ideal == pytest.approx(found.plan.work.useful / 1e9, rel=0.5)
-    assert 0 < taken.of_ceiling
+    assert taken.of_ceiling > 0
     assert set(taken.losses) >= {"launch", "exp unit", "traffic", "tail wave"}
     assert sum(taken.losses.values()) == pytest.approx(max(0.0, taken.seconds - taken.ideal))
     assert taken.loss in taken.losses

@@ -13,7 +13,9 @@ from tilewise.cli.demo import demo_command
 from tilewise.cli.env import env_command
 from tilewise.cli.explain import explain_command
 from tilewise.cli.plan import plan_command
+from tilewise.cli.report import report_command
 from tilewise.cli.simulate import simulate_command
+from tilewise.cli.verify_traffic import verify_traffic_command
 
 app = typer.Typer(
     name="tilewise",
@@ -50,6 +52,8 @@ app.command("env")(spoken(env_command))
 app.command("plan")(spoken(plan_command))
 app.command("explain")(spoken(explain_command))
 app.command("simulate")(spoken(simulate_command))
+app.command("report")(spoken(report_command))
+app.command("verify-traffic")(spoken(verify_traffic_command))
 
 
 def main() -> None:

@@ -91,7 +91,7 @@ def write(
 def embed(value: Any) -> str:
     """JSON that may stand inside a script element; numbers of six digits, infinities as null."""
     text = json.dumps(_short(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.replace("</", "<\\/").replace("<!--", "<\\!--")
+    return text.replace("<", "\\u003c")
 
 
 def _short(value: Any) -> Any:

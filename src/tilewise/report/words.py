@@ -99,6 +99,9 @@ WORDS: dict[str, tuple[str, str]] = {
     "bytes": ("bytes", "字节"),
     "log": ("Logarithmic", "对数刻度"),
     "traffic.compulsory": ("each tensor once", "每个张量一次"),
+    "traffic.shares": ("By tensor", "按张量"),
+    "traffic.read": ("read", "读"),
+    "traffic.written": ("written", "写"),
     "traffic.measured": ("Measured by Nsight Compute", "Nsight Compute 实测"),
     "traffic.none": (
         "No measured traffic: `tilewise verify-traffic` makes a record on a GPU with Nsight Compute.",
@@ -133,6 +136,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "step": ("Step {step} of {steps}", "第 {step} 步，共 {steps} 步"),
     "walk.moved": ("{bytes} moved so far, {total} in all", "已搬运 {bytes}，总计 {total}"),
     "walk.before": ("Row {row} has not met a key yet.", "第 {row} 行还没有遇到任何键。"),
+    "walk.none": ("Row {row} sees no key of this tile.", "第 {row} 行在本块内看不到任何键。"),
     "walk.waits": (
         "Row {row} is not in this tile; its state waits {where}.",
         "第 {row} 行不在本块内，其状态保存在{where}。",

@@ -134,6 +134,9 @@ function showTraffic() {
   draw("traffic", traces, { barmode: "stack", xaxis: { tickangle: 0, showgrid: false, tickfont: { size: narrow() ? 11 : 13, color: css("dim") } }, yaxis: log ? { type: "log", title: w("bytes"), range: [Math.log10(floor / 4), Math.log10(top * 1.6)], exponentformat: "SI", dtick: 1 } : { title: w("bytes"), exponentformat: "SI" },
     shapes: [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: floor, y1: floor, line: { color: css("dim"), dash: "dot", width: 1.5 } }],
     annotations: [{ xref: "paper", x: 1, xanchor: "right", yanchor: "bottom", y: log ? Math.log10(floor) : floor, text: w("traffic.compulsory") + ", " + bytes(floor), showarrow: false, font: { color: css("ink"), size: 12 }, bgcolor: css("paper"), opacity: 0.9, borderpad: 2, yshift: 3 }] });
+  draw("shares", names.map((name) => ({ type: "bar", orientation: "h", name, y: labels, x: WAYS.map((way) => { const p = found.schedules[way]; return (100 * (p.bytes[name] || [0, 0]).reduce((a, b) => a + b, 0)) / p.total; }), marker: { color: css(TENSORS[name] || "slate") },
+    hovertext: WAYS.map((way) => { const [r, x] = found.schedules[way].bytes[name] || [0, 0]; return w("traffic.read") + " " + bytes(r) + ", " + w("traffic.written") + " " + bytes(x); }), hovertemplate: name + ": %{hovertext}<extra></extra>" })),
+    { barmode: "stack", bargap: 0.35, xaxis: { ticksuffix: "%", range: [0, 100], showgrid: false }, yaxis: { autorange: "reversed", showgrid: false }, legend: { orientation: "h", y: -0.15, traceorder: "normal" } });
   showCounted();
 }
 

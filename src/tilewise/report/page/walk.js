@@ -36,7 +36,7 @@ function stateOf(now) {
   const parts = [];
   if (i !== mine || k < 0) {
     const done = seen === states.length && seen > 0, where = w(state.schedule === "v1" ? "walk.memory" : "walk.registers");
-    const key = !seen ? "walk.before" : done && state.schedule === "v2" ? "walk.done" : "walk.waits";
+    const key = i === mine ? "walk.none" : !seen ? "walk.before" : done && state.schedule === "v2" ? "walk.done" : "walk.waits";
     parts.push(element("p", w(key, { row, where })));
     if (seen) { const s = states[seen - 1]; parts.push(formula(["m = ", [short(s.m)], "   l = ", [short(s.l)], "   o₀ = ", [short(s.o)]])); }
   } else {

@@ -1,0 +1,48 @@
+"""The program that Nsight Compute watches: one forward and one backward, and a note of the tiles they ran with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from tilewise import dispatch
+from tilewise.api.measured import random_inputs
+from tilewise.backends.base import Needs
+from tilewise.iomodel import TilePlan
+from tilewise.problem import Problem
+from tilewise.report.counters import TrafficCase
+
+
+def tiles_of(problem: Problem, forward: str, backward: str, device: torch.device) -> dict[str, TilePlan]:
+    """The tile of each pass, as the backends choose it."""
+    from tilewise.backends.triton.plan import tile_for
+
+    found = {pass_: tile_for(problem, pass_, device) for pass_ in ("forward", "backward_dkdv", "backward_dq")}
+    if forward == "hopper":
+        from tilewise.backends.hopper.config import tile_for as hopper_tile
+
+        config = hopper_tile(problem.head_dim, problem.head_dim_v, problem.seqlen_q)
+        found["forward"] = TilePlan(config.BLOCK_M, config.BLOCK_N, config.STAGES, 4 * (config.WARPGROUPS + 1))
+    if backward != "triton":
+        del found["backward_dkdv"], found["backward_dq"]
+    return found
+
+
+def main(case: TrafficCase, note: Path) -> None:
+    problem = case.problem()
+    inputs = random_inputs(problem)
+    forward = dispatch.select(problem, inputs, case.backend).backend
+    backward = dispatch.select(problem, inputs, backward=True).backend
+    out, lse = forward.forward(problem, inputs)
+    backward.backward(problem, inputs, out, lse, torch.ones_like(out), None, Needs(True, True, True))
+    torch.cuda.synchronize()
+    tiles = tiles_of(problem, forward.name, backward.name, inputs.q.device)
+    chosen = {"forward": forward.name, "backward": backward.name}
+    note.write_text(json.dumps({"backends": chosen, "tiles": {name: tile.to_dict() for name, tile in tiles.items()}}))
+
+
+if __name__ == "__main__":
+    main(TrafficCase(**json.loads(sys.argv[1])), Path(sys.argv[2]))
