@@ -8,6 +8,7 @@ loads need (an inner stride of 1, a common alignment). The same function gives t
 from __future__ import annotations
 
 import os
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +35,22 @@ class Options(NamedTuple):
     num_stages: int = 2
 
 
+class Address:
+    """Stands for a tensor where nothing but its address is read."""
+
+    __slots__ = ("data_ptr",)
+
+    def __init__(self, address: int) -> None:
+        self.data_ptr = lambda: address
+
+
 class Descriptor:
     """A tensor map of rank 4 for Triton's launcher, which reads just these fields."""
 
     __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
 
     def __init__(self, x: torch.Tensor, rows: int, width: int) -> None:
-        self.base = x
+        self.base: Any = x
         self.shape = list(x.shape)
         # a dimension of size 1 is never stepped over; any legal stride will do
         self.strides = [
@@ -51,6 +61,12 @@ class Descriptor:
         self.block_shape = [1, 1, rows, width]
         self.padding = "zero"
         self.round_f32_to_tf32 = False
+
+    def at(self, address: int) -> Descriptor:
+        """The same map over other memory."""
+        other = copy(self)
+        other.base = Address(address)
+        return other
 
 
 class Signature(NamedTuple):
@@ -135,16 +151,6 @@ def _aligned(v: View) -> bool:
 
 
 _compiled: dict[Any, Any] = {}
-
-
-def launch(kernel: Any, programs: int, args: tuple[Any, ...], config: Any, options: Options) -> None:
-    """Run `programs` instances of a kernel on the current device and stream."""
-    if programs == 0:
-        return
-    if interpreting():
-        kernel[(programs,)](*args, config)
-        return
-    compiled_kernel(kernel, args, config, options)[(programs, 1, 1)](*args, config)
 
 
 def compiled_kernel(kernel: Any, args: tuple[Any, ...], config: Any, options: Options) -> Any:

@@ -66,6 +66,7 @@ class Gradients(NamedTuple):
     dlse_ptr: Any
     dbias: View | None
     bias_shape: tuple[int, ...] | None
+    sum_dq: View | None = None  # fp32, where tiles of keys add up dQ
 
 
 class Config(NamedTuple):

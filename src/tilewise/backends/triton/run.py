@@ -1,0 +1,253 @@
+"""The kernels of a forward and of a backward, in order, each with its tile, arguments and grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Grads, Inputs, Needs, sink_gradient
+from tilewise.backends.gpu.arguments import (
+    attention_args,
+    config_for,
+    dot_precision,
+    padded,
+    partial_results,
+    split_view,
+)
+from tilewise.backends.gpu.launch import Descriptor, Options, bias_view, describable, interpreting, view
+from tilewise.backends.gpu.replay import Launch, aligned, perform
+from tilewise.backends.gpu.structs import Attention, Config, Gradients
+from tilewise.backends.triton.plan import backward_tiles, bias_tile, decoding, smaller, tile_for
+from tilewise.errors import PlanError
+from tilewise.planner import TilePlan
+from tilewise.problem import Problem
+
+
+class Saved(NamedTuple):
+    """What the backward receives beside the inputs."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+
+class Trial(NamedTuple):
+    """Choices that stand in for the planner's, to measure them."""
+
+    tiles: tuple[TilePlan, ...] = ()
+    maps: bool = False
+    fused: bool | None = None
+
+    def tile(self, pass_: str) -> TilePlan | None:
+        return next((tile for tile in self.tiles if tile.pass_ == pass_), None)
+
+
+PLANNED = Trial()
+
+
+def ready(problem: Problem, inputs: Inputs) -> Inputs:
+    """The inputs as kernels read them; nothing is copied that fits already."""
+    if inputs.bias is None and inputs.alibi is None and inputs.sinks is None and inputs.seed is None:
+        return inputs
+    alibi, sinks, seed = inputs.alibi, inputs.sinks, inputs.seed if problem.dropout_p > 0 else None
+    return inputs._replace(
+        alibi=None if alibi is None else alibi.to(torch.float32),
+        sinks=None if sinks is None else sinks.contiguous(),
+        seed=None if seed is None else seed.to(inputs.q.device, non_blocking=True),
+    )
+
+
+def key_of(problem: Problem, moving: tuple[Tensor | None, ...], rest: Hashable) -> Hashable | None:
+    """What the launches of a call depend on; None where the mask brings tensors along, or an address is odd."""
+    if problem.program.tensors or not aligned(moving):
+        return None
+    strides = tuple([None if x is None else (x.stride(), x.dtype) for x in moving])
+    return problem, strides, moving[0].device if moving[0] is not None else None, rest
+
+
+def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, trial: Trial = PLANNED) -> None:
+    """Fill out and lse."""
+    inputs = ready(problem, inputs)
+    splits = 1
+    pass_ = "decode" if decoding(problem) else "forward"
+    tile = trial.tile(pass_)
+    if pass_ == "decode":
+        tile = tile or tile_for(problem, pass_, out.device)
+        splits = tile.splits
+    parts = partial_results(out, splits) if splits > 1 else ()
+    moving = (*inputs, out, lse, *parts)
+
+    def build() -> list[Launch]:
+        from tilewise.backends.triton.forward import forward_kernel
+        from tilewise.backends.triton.split import merge_kernel
+
+        def attend(tile: TilePlan) -> Launch:
+            a, config = arguments(problem, inputs, out, lse, tile)
+            rows, heads = problem.seqlen_q, problem.heads
+            if tile.pack_gqa:
+                config = config._replace(PACK=problem.group)
+                rows, heads = rows * problem.group, problem.kv_heads
+            programs = grid(problem, rows, tile.block_q, heads) * tile.splits
+            if parts:
+                a, config = a._replace(out=split_view(parts[0]), lse_ptr=parts[1]), config._replace(SPLIT=True)
+            kv = descriptors(inputs.k, inputs.v, tile.block_k, trial.maps)
+            return Launch(forward_kernel, programs, (a, *kv), config, Options(tile.warps, tile.stages))
+
+        launches = [fitting(problem, pass_, attend, tile, out.device)]
+        if parts:
+            rows = min(16, 1 << (problem.seqlen_q - 1).bit_length())
+            a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, splits=splits))
+            programs = -(-problem.seqlen_q // rows) * out.shape[0] * problem.heads
+            merge = config._replace(STRUCTURE="")
+            launches.append(Launch(merge_kernel, programs, (a, split_view(parts[0]), parts[1]), merge, Options(4, 1)))
+        return launches
+
+    perform(key_of(problem, moving, (splits, trial)), moving, build)
+
+
+def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, trial: Trial = PLANNED) -> Grads:
+    """The gradients asked for."""
+    inputs = ready(problem, inputs)
+    out, lse, dout, dlse = saved
+    dlse = None if dlse is None else dlse.contiguous()
+    dq = torch.empty_like(inputs.q) if needs.dq else None
+    dk = torch.empty_like(inputs.k) if needs.dk else None
+    dv = torch.empty_like(inputs.v) if needs.dv else None
+    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+    tiles = backward_tiles(problem, needs, out.device)
+    fused = tiles.fused if trial.fused is None else trial.fused
+    # where each tile of keys adds its part to dQ, the sum is formed in fp32
+    sum_dq = torch.empty_like(inputs.q, dtype=torch.float32) if fused and dq is not None else None
+    moving = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, sum_dq)
+    g = Gradients(
+        view(dout),
+        *(None if x is None else view(x) for x in (dq, dk, dv)),
+        lse2,
+        delta,
+        dlse,
+        dbias=None,
+        bias_shape=None,
+        sum_dq=None if sum_dq is None else view(sum_dq),
+    )
+
+    def build() -> list[Launch]:
+        from tilewise.backends.triton.backward import keys_kernel, prepare_kernel, queries_kernel, round_kernel
+
+        def keys(tile: TilePlan) -> Launch:
+            a, config = arguments(problem, inputs, out, lse, tile)
+            programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
+            streamed = descriptors(inputs.q, dout, tile.block_q, trial.maps)
+            args = (a, g._replace(dq=None), *streamed)
+            return Launch(keys_kernel, programs, args, config, Options(tile.warps, tile.stages))
+
+        def queries(tile: TilePlan) -> Launch:
+            a, config = arguments(problem, inputs, out, lse, tile)
+            programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
+            streamed = descriptors(inputs.k, inputs.v, tile.block_k, trial.maps)
+            args = (a, g._replace(dk=None, dv=None), *streamed)
+            return Launch(queries_kernel, programs, args, config, Options(tile.warps, tile.stages))
+
+        def by_rows(kernel: object) -> Launch:
+            rows = 16 if interpreting() else 64
+            a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, 1, 4))
+            config = config._replace(STRUCTURE="", DROPOUT=False, SOFTCAP=False, FOLD=True)
+            programs = -(-problem.seqlen_q // rows) * problem.heads * out.shape[0]
+            return Launch(kernel, programs, (a, g), config, Options(4, 1))
+
+        launches = [by_rows(prepare_kernel)]
+        if needs.dk or needs.dv or sum_dq is not None:
+            tile = trial.tile("backward_dkdv") or (tiles.fused_tile if sum_dq is not None else None)
+            launches.append(fitting(problem, "backward_dkdv", keys, tile, out.device))
+        if sum_dq is not None:
+            launches.append(by_rows(round_kernel))
+        elif needs.dq:
+            launches.append(fitting(problem, "backward_dq", queries, trial.tile("backward_dq"), out.device))
+        return launches
+
+    perform(key_of(problem, moving, (needs, trial)), moving, build)
+    return Grads(
+        dq,
+        dk,
+        dv,
+        bias_gradient(problem, inputs, saved, g) if needs.dbias and inputs.bias is not None else None,
+        sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
+    )
+
+
+def bias_gradient(problem: Problem, inputs: Inputs, saved: Saved, g: Gradients) -> Tensor:
+    """dBias, summed over what the bias was broadcast to."""
+    from tilewise.backends.triton.bias import bias_kernel
+
+    bias = inputs.bias
+    assert bias is not None
+    tile = bias_tile(problem)
+    dbias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+    a, config = arguments(problem, inputs, saved.out, saved.lse, tile)
+    config = config._replace(SUM_M=bias.shape[2] == 1, SUM_N=bias.shape[3] == 1)
+    g = g._replace(dbias=bias_view(dbias), bias_shape=tuple(bias.shape), dq=None, dk=None, dv=None, sum_dq=None)
+    programs = bias.shape[0] * bias.shape[1] * -(-bias.shape[2] // tile.block_q) * -(-bias.shape[3] // tile.block_k)
+    Launch(bias_kernel, programs, (a, g), config, Options(tile.warps, tile.stages)).run()
+    return dbias.to(bias.dtype)
+
+
+_fitting: dict[tuple[Hashable, ...], TilePlan] = {}
+
+
+def fitting(
+    problem: Problem, pass_: str, build: Callable[[TilePlan], Launch], tile: TilePlan | None, device: torch.device
+) -> Launch:
+    """A launch with the given tile or the planner's; should that not fit the device after all, with a smaller one."""
+    planned = tile or tile_for(problem, pass_, device)
+    first = build(planned)
+    if interpreting():
+        return first
+    from triton.runtime.errors import OutOfResources
+
+    key = (planned, first.config, device, first.kernel, _present(first.args))
+    known = _fitting.get(key)
+    if known is not None:
+        return first if known == planned else build(known)
+    for trial in (planned, *smaller(planned)):
+        launch = build(trial)
+        try:
+            _ = launch.compiled().run
+        except OutOfResources:
+            continue
+        _fitting[key] = trial
+        return launch
+    raise PlanError(
+        f"tile: no tile down to 16×16 fits {torch.cuda.get_device_name(device)} for {problem}; use backend='tiled'"
+    )
+
+
+def _present(args: tuple[object, ...]) -> tuple[bool, ...]:
+    """Which fields of the structs are there: with the config, what the kernel's memory depends on."""
+    return tuple(x is not None for arg in args if isinstance(arg, tuple) for x in arg)
+
+
+def arguments(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tile: TilePlan) -> tuple[Attention, Config]:
+    a = attention_args(problem, inputs, out, lse, tile.splits)
+    config = config_for(problem, inputs, dot_precision(problem, torch.version.hip is not None))
+    return a, config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
+
+
+def descriptors(x: Tensor, y: Tensor, rows: int, wanted: bool) -> tuple[Descriptor | None, Descriptor | None]:
+    """Tensor maps of two streamed operands where they are wanted, on devices that have them, for tensors they describe."""
+    if not wanted or x.device.type != "cuda" or torch.version.hip is not None:
+        return None, None
+    if torch.cuda.get_device_capability(x.device) < (9, 0):
+        return None, None
+    if not (describable(x) and describable(y)) or max(x.shape[3], y.shape[3]) > 256:
+        return None, None
+    return Descriptor(x, rows, padded(x.shape[3])), Descriptor(y, rows, padded(y.shape[3]))
+
+
+def grid(problem: Problem, rows: int, block: int, heads: int) -> int:
+    """Programs for all tiles of all heads; for packed sequences an upper bound that needs no lengths."""
+    if problem.varlen:
+        return (rows // block + problem.batch) * heads
+    return -(-rows // block) * heads * problem.batch
