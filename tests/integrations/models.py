@@ -15,25 +15,14 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-transformers = pytest.importorskip("transformers")
-
 ALL_TOGETHER, ONE_TENSOR = 2.0, 4.0
 LENGTH, PADDING = 11, 3
-
-SETTINGS = [
-    pytest.param("cpu", torch.float32, id="cpu-fp32"),
-    pytest.param(
-        "cuda",
-        torch.bfloat16,
-        id="cuda-bf16",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
-    ),
-]
+NEW = 12  # tokens generated
 
 
 class Double(TorchFunctionMode):
@@ -264,3 +253,59 @@ def excesses(ours: Numbers, eager: Numbers, exact: Numbers, u: float) -> list[st
     for name in exact.gradients:
         hold(name, ours.gradients[name], eager.gradients[name], exact.gradients[name], ONE_TENSOR, size(c))
     return found
+
+
+def tokens(
+    model: Any, inputs: dict[str, Tensor], implementation: str, cache: str | None, *, compiled: bool = False
+) -> Tensor:
+    """The sequences greedy `generate` gives, prompt included."""
+    model.set_attn_implementation(implementation)
+    prompt = {k: v for k, v in inputs.items() if k != "decoder_input_ids"}
+    done = model.generate(
+        **prompt,
+        max_new_tokens=NEW,
+        do_sample=False,
+        cache_implementation=cache,
+        disable_compile=not compiled,
+        return_dict_in_generate=True,  # without it Whisper leaves out the first token
+    )
+    return done.sequences
+
+
+class Lag(NamedTuple):
+    """How far the tokens tilewise chose are behind the best, how far they may be, and how large logits are."""
+
+    most: float
+    slack: float
+    size: float
+
+    @property
+    def ok(self) -> bool:
+        """A token picked blindly among 64 lags by √(2 ln 64) ≈ 2.9 sizes."""
+        return self.most <= self.slack < 2 * self.size
+
+
+def lag(case: Case, cache: str | None, device: str, dtype: torch.dtype, *, compiled: bool = False) -> Lag:
+    """In 16 bits near ties fall either way, so tokens cannot be compared one by one.
+
+    Given the same tokens before it, `eager` must rank each chosen token within rounding of its best: two logits, each off by
+    as much in eager as in tilewise.
+    """
+    model, inputs = case.build(device, dtype), case.batch(device)
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    sequences = tokens(model, inputs, "tilewise", cache, compiled=compiled)
+    before = dict(inputs)
+    if "decoder_input_ids" in inputs:
+        before["decoder_input_ids"] = sequences[:, :-1]
+    else:
+        before["input_ids"] = sequences[:, :-1]
+        grown = sequences.shape[1] - 1 - LENGTH
+        before["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, grown), value=1)
+    model.set_attn_implementation("eager")
+    wide = copy.deepcopy(model).double()
+    with torch.no_grad():
+        eager = model(**before).logits[:, -NEW:].double()
+        with Double():
+            exact = wide(**{k: v.double() if v.is_floating_point() else v for k, v in before.items()}).logits[:, -NEW:]
+    behind = eager.amax(-1) - eager.gather(-1, sequences[:, -NEW:, None]).squeeze(-1)
+    return Lag(float(behind.max()), 4 * float((eager - exact).abs().max()), size(exact))
