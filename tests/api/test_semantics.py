@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.conformance.harness import BACKENDS
+from tests.conformance.harness import BACKENDS, attention, attention_varlen
 from tilewise import dispatch
 from tilewise.backends import sequence
 from tilewise.backends.base import Verdict
@@ -23,7 +23,7 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 def visible(mask: tw.Mask | None, sq: int, sk: int, backend: str, **options: Any) -> list[str]:
     """Which keys each query sees, read off an attention: equal scores and one-hot values give 1 / n to each key seen."""
     q, k, v = torch.zeros(1, 1, sq, 4), torch.zeros(1, 1, sk, 4), torch.eye(sk)[None, None]
-    weights = tw.attention(q, k, v, mask=mask, backend=backend, **options)[0, 0]
+    weights = attention(q, k, v, mask=mask, backend=backend, **options)[0, 0]
     for row in weights:
         seen = row[row > 0]
         torch.testing.assert_close(seen, torch.full_like(seen, 1 / max(len(seen), 1)))
@@ -72,7 +72,7 @@ def test_offsets_of_each_sequence(backend: str) -> None:
     """A static cache: the queries of each sequence start at a position of their own."""
     v = torch.eye(5).expand(2, 1, 5, 5)
     mask = tw.causal(offset=torch.tensor([0, 3]))
-    weights = tw.attention(torch.zeros(2, 1, 2, 4), torch.zeros(2, 1, 5, 4), v, mask=mask, backend=backend)
+    weights = attention(torch.zeros(2, 1, 2, 4), torch.zeros(2, 1, 5, 4), v, mask=mask, backend=backend)
     assert [(row > 0).sum().item() for row in weights.flatten(0, 2)] == [1, 2, 4, 5]
 
 
@@ -82,7 +82,7 @@ def test_order_of_the_score(backend: str) -> None:
     q, k = torch.full((1, 1, 1, 1), 2.0), torch.tensor([1.0, 3.0, 5.0, 9.0]).reshape(1, 1, 4, 1)
     bias, sink = torch.tensor([0.5, -1.0, 0.25, 0.0]), 0.75
     options: dict[str, Any] = {"scale": 0.5, "softcap": 2.0, "bias": bias, "mask": tw.prefix(3)}
-    out, lse = tw.attention(
+    out, lse = attention(
         q, k, torch.eye(4)[None, None], sinks=torch.tensor([sink]), return_lse=True, backend=backend, **options
     )  # fmt: skip
     logits = [2.0 * math.tanh(0.5 * 2.0 * x / 2.0) + b for x, b in zip((1.0, 3.0, 5.0), bias.tolist(), strict=False)]
@@ -95,16 +95,16 @@ def test_order_of_the_score(backend: str) -> None:
 def test_scale_is_one_over_the_root_of_the_query_dim(backend: str) -> None:
     q, k, v = torch.randn(1, 1, 4, 9), torch.randn(1, 1, 4, 9), torch.randn(1, 1, 4, 25)
     torch.testing.assert_close(
-        tw.attention(q, k, v, backend=backend), tw.attention(q, k, v, scale=1 / 3, backend=backend), rtol=0, atol=0
+        attention(q, k, v, backend=backend), attention(q, k, v, scale=1 / 3, backend=backend), rtol=0, atol=0
     )
 
 
 @backends
 def test_query_heads_share_key_heads_in_groups(backend: str) -> None:
     q, k, v = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
-    out = tw.attention(q, k, v, backend=backend)
+    out = attention(q, k, v, backend=backend)
     for head in range(4):
-        alone = tw.attention(q[:, head : head + 1], k[:, [head // 2]], v[:, [head // 2]], backend=backend)
+        alone = attention(q[:, head : head + 1], k[:, [head // 2]], v[:, [head // 2]], backend=backend)
         torch.testing.assert_close(out[:, head : head + 1], alone)
 
 
@@ -116,8 +116,8 @@ def test_alibi_is_a_bias_by_distance(backend: str) -> None:
     distance = (torch.arange(sq)[:, None] + sk - sq - torch.arange(sk)).abs()
     dense = -slopes[:, None, None] * distance
     torch.testing.assert_close(
-        tw.attention(q, k, v, bias=tw.alibi(slopes), backend=backend),
-        tw.attention(q, k, v, bias=dense, backend=backend),
+        attention(q, k, v, bias=tw.alibi(slopes), backend=backend),
+        attention(q, k, v, bias=dense, backend=backend),
     )
 
 
@@ -125,35 +125,69 @@ def test_alibi_is_a_bias_by_distance(backend: str) -> None:
 def test_rows_without_keys(backend: str) -> None:
     q, k, v = (torch.randn(1, 2, 3, 4) for _ in range(3))
     mask, sinks = tw.key_padding([0]), torch.tensor([0.5, -INF])
-    out, lse = tw.attention(q, k, v, mask=mask, return_lse=True, backend=backend)
+    out, lse = attention(q, k, v, mask=mask, return_lse=True, backend=backend)
     assert (out == 0).all() and (lse == -INF).all()
-    out, lse = tw.attention(q, k, v, mask=mask, sinks=sinks, return_lse=True, backend=backend)
-    assert (out == 0).all() and torch.equal(lse, sinks[None, :, None].expand(1, 2, 3))
-    with_sink = tw.attention(q, k, v, sinks=torch.full((2,), -INF), backend=backend)
-    torch.testing.assert_close(with_sink, tw.attention(q, k, v, backend=backend), rtol=0, atol=0)
+    out, lse = attention(q, k, v, mask=mask, sinks=sinks, return_lse=True, backend=backend)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, sinks[None, :, None].expand(1, 2, 3))
+    with_sink = attention(q, k, v, sinks=torch.full((2,), -INF), backend=backend)
+    torch.testing.assert_close(with_sink, attention(q, k, v, backend=backend), rtol=0, atol=0)
 
 
 @backends
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_dtypes_and_shapes_of_results(backend: str, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(shape, dtype=dtype) for shape in ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 3)))
-    out, lse = tw.attention(q, k, v, return_lse=True, backend=backend)
+    out, lse = attention(q, k, v, return_lse=True, backend=backend)
     assert out.shape == (2, 4, 5, 3) and out.dtype == dtype
     assert lse.shape == (2, 4, 5) and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    swapped, same = tw.attention(
+    swapped, same = attention(
         *(x.transpose(1, 2) for x in (q, k, v)), layout="bshd", return_lse=True, backend=backend
     )  # fmt: skip
     torch.testing.assert_close((swapped.transpose(1, 2), same), (out, lse))
-    packed, flat = tw.attention_varlen(
+    packed, flat = attention_varlen(
         *(x[0].transpose(0, 1) for x in (q, k, v)), torch.tensor([0, 5]), torch.tensor([0, 7]), return_lse=True, backend=backend
     )  # fmt: skip
     torch.testing.assert_close((packed.transpose(0, 1), flat), (out[0], lse[0]))
 
 
+@backends
+def test_each_gradient_alone_is_the_one_in_company(backend: str) -> None:
+    shapes = {"q": (2, 4, 40, 8), "k": (2, 2, 50, 8), "v": (2, 2, 50, 6), "bias": (4, 40, 50), "sinks": (4,)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+
+    def gradients(*names: str, use: tuple[int, ...] = (0, 1)) -> dict[str, torch.Tensor]:
+        given = {name: x.detach().requires_grad_(name in names) for name, x in tensors.items()}
+        results = attention(**given, mask=tw.causal(), return_lse=True, deterministic=True, backend=backend)
+        total = sum(results[i].square().sum() for i in use)
+        return dict(zip(names, torch.autograd.grad(total, [given[name] for name in names]), strict=True))
+
+    together = gradients(*shapes)
+    for name in shapes:
+        torch.testing.assert_close(gradients(name)[name], together[name])
+    parts = gradients(*shapes, use=(0,)), {**gradients("q", "k", "bias", "sinks", use=(1,)), "v": torch.tensor(0.0)}
+    for name in shapes:
+        torch.testing.assert_close(parts[0][name] + parts[1][name], together[name])
+
+
+@backends
+def test_inference_mode_and_no_grad(backend: str) -> None:
+    q = torch.randn(1, 2, 9, 8, requires_grad=True)
+    want = attention(q, q, q, backend=backend)
+    assert want.requires_grad
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            out = attention(q, q, q, backend=backend)
+        assert not out.requires_grad and torch.equal(out, want)
+    with torch.inference_mode():
+        frozen = torch.randn(1, 2, 9, 8)
+    assert attention(frozen, frozen, frozen, backend=backend).shape == q.shape
+
+
 def kept(backend: str, b: int, h: int, s: int, p: float, **options: Any) -> torch.Tensor:
     """The dropout mask of a call, read off its weights: (B, H, S, S)."""
     q = torch.zeros(b, h, s, 4)
-    out = tw.attention(q, q, torch.eye(s).expand(b, h, s, s), dropout_p=p, backend=backend, **options)
+    out = attention(q, q, torch.eye(s).expand(b, h, s, s), dropout_p=p, backend=backend, **options)
     keep = out > 0
     torch.testing.assert_close(out, torch.where(keep, 1 / (s * (1 - p)), 0.0))
     return keep
@@ -170,11 +204,11 @@ def test_dropout_depends_on_the_seed_alone(backend: str, monkeypatch: pytest.Mon
     assert torch.equal(keep, kept(backend, b, h, s, p, seed=seed)), "tiles do not matter"
     zero = torch.zeros(b, s, h, 4)
     values = torch.eye(s)[:, None].expand(b, s, h, s)
-    swapped = tw.attention(zero, zero, values, dropout_p=p, seed=seed, layout="bshd", backend=backend)
+    swapped = attention(zero, zero, values, dropout_p=p, seed=seed, layout="bshd", backend=backend)
     assert torch.equal(swapped.transpose(1, 2) > 0, keep), "layout does not matter"
     cu = torch.arange(0, b * s + 1, s)
     flat = (x.flatten(0, 1) for x in (zero, zero, values))
-    packed = tw.attention_varlen(*flat, cu, dropout_p=p, seed=seed, backend=backend)
+    packed = attention_varlen(*flat, cu, dropout_p=p, seed=seed, backend=backend)
     assert torch.equal(packed.unflatten(0, (b, s)).transpose(1, 2) > 0, keep), "q and k count within the sequence"
 
 
@@ -204,7 +238,7 @@ def test_deterministic_is_bitwise(backend: str) -> None:
     leaves = [torch.randn(2, h, 90, 16, requires_grad=True) for h in (4, 2, 2)]
     runs = []
     for _ in range(3):
-        out, lse = tw.attention(*leaves, mask=tw.causal(), deterministic=True, return_lse=True, backend=backend)
+        out, lse = attention(*leaves, mask=tw.causal(), deterministic=True, return_lse=True, backend=backend)
         runs.append([out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)])
     assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
 

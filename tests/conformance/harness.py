@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+import tilewise as tw
 from tests.conformance.cases import Built, inside
 from tilewise import dispatch
 from tilewise.backends.base import Grads
+from tilewise.errors import BackendError
 from tilewise.numerics import bounds
 
 BACKENDS = ["cpu", "aten", "tiled", "reference"]
@@ -32,6 +35,24 @@ def serves(built: Built, backend: str) -> tuple[str, ...]:
 def skip_unless_served(built: Built, backend: str) -> None:
     if reasons := serves(built, backend):
         pytest.skip("; ".join(reasons))
+
+
+def attention(*tensors: torch.Tensor, backend: str, **options: Any) -> Any:
+    """tw.attention; the test is skipped where an incomplete backend says that it cannot."""
+    return _asked(tw.attention, tensors, backend, options)
+
+
+def attention_varlen(*tensors: torch.Tensor, backend: str, **options: Any) -> Any:
+    return _asked(tw.attention_varlen, tensors, backend, options)
+
+
+def _asked(call: Callable[..., Any], tensors: tuple[torch.Tensor, ...], backend: str, options: dict[str, Any]) -> Any:
+    try:
+        return call(*tensors, backend=backend, **options)
+    except BackendError as error:
+        if backend in COMPLETE or backend not in BACKENDS:
+            raise
+        pytest.skip("; ".join(error.verdicts[backend]))
 
 
 def gradients(built: Built, grads: tuple[torch.Tensor, ...]) -> Grads:

@@ -67,8 +67,10 @@ class Reference:
             totals = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             for cut, program in cuts(problem, inputs._replace(**leaves)):
                 results = attend(Sequence(problem, inputs._replace(**leaves), cut, program))
-                upstream = [cut.queries(x).to(r.dtype) for x, r in zip((dout, dlse), results, strict=True)]
-                parts = torch.autograd.grad(results, list(leaves.values()), upstream, allow_unused=True)
+                # the log-sum-exp does not depend on v
+                pairs = [(r, x) for r, x in zip(results, (dout, dlse), strict=True) if r.requires_grad]
+                upstream = [cut.queries(x).to(r.dtype) for r, x in pairs]
+                parts = torch.autograd.grad([r for r, _ in pairs], list(leaves.values()), upstream, allow_unused=True)
                 for total, part in zip(totals.values(), parts, strict=True):
                     if part is not None:
                         total += part
