@@ -10,6 +10,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+CACHE_VARIABLE = "TILEWISE_CACHE_DIR"
+
+
+def cache_root() -> Path:
+    """Where what was measured and compiled is kept: TILEWISE_CACHE_DIR, or the system's place for caches."""
+    configured = os.environ.get(CACHE_VARIABLE)
+    if configured:
+        return Path(configured)
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:  # a checkout in which only part of the dependencies is installed
+        return Path.home() / ".cache" / "tilewise"
+    return user_cache_path("tilewise")
+
 
 def _digest(identity: dict[str, Any], payload: dict[str, Any]) -> str:
     text = json.dumps([identity, payload], sort_keys=True, separators=(",", ":"))

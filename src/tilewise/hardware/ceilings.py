@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from tilewise.errors import DeviceError
-from tilewise.hardware.cache import load_json, store_json
+from tilewise.hardware.cache import cache_root, load_json, store_json
 from tilewise.hardware.probe import probe_cpu, probe_gpu
 from tilewise.hardware.spec import DeviceSpec, MiB
 
@@ -67,12 +67,8 @@ def measure(
 
 
 def _path(spec: DeviceSpec, cache_dir: Path | None) -> Path:
-    if cache_dir is None:
-        import platformdirs
-
-        cache_dir = Path(platformdirs.user_cache_dir("tilewise"))
     plain = "".join(ch if ch.isalnum() else "-" for ch in f"{spec.name}-{spec.units}".lower())
-    return cache_dir / f"ceilings-{plain}.json"
+    return (cache_dir or cache_root()) / f"ceilings-{plain}.json"
 
 
 class _NumpyBench:
