@@ -114,6 +114,15 @@ def test_check_finds_a_wrong_backend(sabotaged: str, monkeypatch: pytest.MonkeyP
     assert shown.exit_code == 1 and "failed" in shown.output
 
 
+def test_check_says_what_a_backend_declines(sabotaged: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "TRIALS", TRIALS[:3])
+    monkeypatch.setattr(Sabotaged, "supports", lambda *_, **__: Verdict(False, ("has a day off",)), raising=False)
+    found = facts("check", "--backend", sabotaged)
+    assert found["ok"] and found["backends"][0]["declined"] == 3
+    shown = invoke("check", "--backend", sabotaged)
+    assert shown.output.count("has a day off") == 1, "one line for each reason"
+
+
 def test_bench_smoke() -> None:
     found = facts("bench", "--suite", "smoke", "--seconds", "0.05", "--peer", "standard", "--peer", "flash_attn")
     assert found["ok"] and found["suite"] == "smoke" and found["machine"]["cpu"] and found["versions"]["tilewise"]
@@ -167,7 +176,7 @@ def test_demo_small() -> None:
     assert runs["standard"]["peak_bytes"] > 2 * scores, "standard attention holds scores and weights at once"
     assert [point["seqlen"] for point in found["growth"]] == [128, 256, 512, 1024]
     assert found["growth"][-1]["scores_bytes"] == scores
-    assert found["growth"][-1]["peak_bytes"] == runs["tilewise"]["peak_bytes"] >= 1024 * 64 * 4, "its output, at least"
+    assert found["growth"][-1]["peak_bytes"] == runs["tilewise"]["peak_bytes"]
 
 
 def test_demo_says_when_standard_attention_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,15 +102,22 @@ def show(findings: Findings, ok: bool) -> None:
     for (name, device), results in findings.items():
         for result in results:
             if result.status == "failed":
-                out.print(f"[red]failed[/]   {name} on {device}, {result.trial}: {escape(why(result))}")
-            elif result.status == "declined":
-                out.print(
-                    f"[yellow]declined[/] {name} on {device}, {result.trial}: {escape('; '.join(result.reasons))}"
-                )
+                out.print(f"[red]failed[/] {name} on {device}, {result.trial}: {escape(why(result))}")
+        for reason, trials in by_reason(results).items():
+            out.print(f"[yellow]declined[/] {name} on {device}: {escape(reason)} [dim]({', '.join(trials)})[/]")
     if ok:
         out.print("[green]Right[/]: outputs, log-sum-exps and gradients lie within the bounds of their dtype and size.")
     else:
         out.print("[red]Wrong[/]: do not use a failed backend on this machine, and please report this output.")
+
+
+def by_reason(results: list[TrialResult]) -> dict[str, list[str]]:
+    """The trials a backend declined, by reason."""
+    found: dict[str, list[str]] = {}
+    for result in results:
+        for reason in result.reasons:
+            found.setdefault(reason, []).append(result.trial)
+    return found
 
 
 def why(result: TrialResult) -> str:
