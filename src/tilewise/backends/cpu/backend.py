@@ -132,6 +132,10 @@ class CpuBackend:
         needs: Needs,
     ) -> Grads:
         q, k, v = inputs.q, inputs.k, inputs.v
+        blind = lse == float("-inf")
+        if blind.any():  # rows that see nothing give nothing, whatever they hold and whatever comes back to them
+            q, dout = (x.masked_fill(blind.unsqueeze(-1), 0.0) for x in (q, dout))
+            dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
         ready = _plan(problem, inputs, "backward", needs.dbias)
         words, _alive = _rare_words(problem, inputs, ready)
         dq = empty_out(q, problem.head_dim) if needs.dq else None
