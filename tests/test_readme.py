@@ -28,7 +28,7 @@ def test_the_first_example_is_on_the_first_screen() -> None:
 
 def test_named_commands_exist_with_their_options() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    table = dict(re.findall(r"^\| `tilewise (\w+)` \|(.*)\|$", README, re.MULTILINE))
+    table = dict(re.findall(r"^\| `tilewise ([\w-]+)` \|(.*)\|$", README, re.MULTILINE))
     assert set(table) == set(commands)
     for name, text in table.items():
         options = {option for parameter in commands[name].params for option in parameter.opts}

@@ -15,9 +15,7 @@ from tilewise.errors import ArgumentError, LayoutError
 from tilewise.numerics import rows
 from tilewise.numerics.rows import Rows, exact_rows
 
-CALLS = [
-    case for case in CASES if not case.name.startswith(("edge", "head-dim", "cross", "more-queries", "mask-not"))
-]
+CALLS = [case for case in CASES if not case.name.startswith(("edge", "head-dim", "cross", "more-queries", "mask-not"))]
 
 
 @pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)

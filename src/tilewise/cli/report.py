@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tilewise.cli.console import console, human_bytes, progress
+from tilewise.cli.console import Json, console, human_bytes, print_json, progress
 
 RECORDS = Path("benchmarks")
 
@@ -20,9 +20,13 @@ def report_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write it.")] = Path("tilewise-report.html"),
     records: Records = None,
     language: Annotated[str, typer.Option(help="en or zh; the page can switch.")] = "en",
+    json: Json = False,
 ) -> None:
     """Write one HTML page that shows what attention costs here: roofline, traffic, tiles, precision, a certified run."""
     path = write_report(output, records, language)
+    if json:
+        print_json({"path": str(path), "bytes": path.stat().st_size})
+        return
     size = human_bytes(path.stat().st_size)
     console().print(f"[bold]Report[/]  {path}  [dim]{size}, opens in any browser, offline[/]", soft_wrap=True)
 

@@ -46,7 +46,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "s.v2": ("v2: Q outside", "v2：Q 在外层"),
     "s.plan": ("chosen plan", "所选方案"),
     # the numbers on top
-    "n.less": ("less memory traffic than standard", "内存流量比标准实现少"),
+    "n.less": ("less memory traffic than standard", "标准实现的内存流量（以所选方案为 1）"),
     "n.skipped": ("of the tiles never touched", "的分块从未被触碰"),
     "n.time": ("predicted time", "预测时间"),
     "n.binding": ("takes longest", "是瓶颈"),
@@ -183,7 +183,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "bench.h": ("Benchmarks, with their spread", "基准测试及其离散程度"),
     "bench.p": (
         "Median times, with the twentieth and eightieth percentile as whiskers. A contender with a wrong result has no speed.",
-        "柱为中位数，须线为第 20 与第 80 百分位。结果错误者不计速度。",
+        "点为中位数，须线为第 20 与第 80 百分位。结果错误者不计速度。",
     ),
     "bench.none": (
         "No records here yet: `tilewise bench --save DIR` makes some, `tilewise report --records DIR` shows them.",

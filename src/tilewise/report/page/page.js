@@ -70,7 +70,7 @@ function draw(id, traces, layout) {
 }
 
 const COLOURS = { standard: "red", v1: "amber", v2: "teal", plan: "blue" };
-const TENSORS = { Q: "blue", K: "teal", V: "green", O: "violet", LSE: "slate", S: "red", P: "amber", E: "pink", acc: "amber", m: "slate", l: "pink", rowmax: "slate", rowsum: "slate", mask: "pink", bias: "green" };
+const TENSORS = { Q: "blue", K: "teal", V: "green", O: "violet", LSE: "slate", S: "red", P: "amber", E: "pink", acc: "brown", m: "slate", l: "pink", rowmax: "slate", rowsum: "slate", mask: "pink", bias: "green" };
 const WAYS = ["standard", "v1", "v2", "plan"];
 const chosen = () => R.results[[state.device, state.length, state.dim, state.mask, state.tile].join("|")];
 
@@ -217,11 +217,11 @@ function showBench() {
   const colours = ["blue", "amber", "teal", "violet", "slate", "pink", "green"], labels = found.cases.map((c) => c.words.replace(/, (?=\S+$)/, "<br>"));
   const traces = names.map((name, i) => {
     const times = found.cases.map((c) => c.times[name]);
-    return { type: "bar", orientation: "h", name, y: labels, x: times.map((t) => (t ? t.p50 * 1e3 : null)), marker: { color: css(colours[i % colours.length]) }, hovertext: times.map((t) => (t ? seconds(t.p50) : "")), hovertemplate: name + ": %{hovertext}<extra></extra>",
-      error_x: { type: "data", symmetric: false, array: times.map((t) => (t ? (t.p80 - t.p50) * 1e3 : 0)), arrayminus: times.map((t) => (t ? (t.p50 - t.p20) * 1e3 : 0)), color: css("dim"), thickness: 1.3 } };
+    return { mode: "markers", name, y: labels, x: times.map((t) => (t ? t.p50 * 1e3 : null)), marker: { color: css(colours[i % colours.length]), size: 12, symbol: ["circle", "diamond", "square", "cross", "triangle-up"][i % 5] }, hovertext: times.map((t) => (t ? seconds(t.p50) : "")), hovertemplate: name + ": %{hovertext}<extra></extra>",
+      error_x: { type: "data", symmetric: false, array: times.map((t) => (t ? (t.p80 - t.p50) * 1e3 : 0)), arrayminus: times.map((t) => (t ? (t.p50 - t.p20) * 1e3 : 0)), color: css(colours[i % colours.length]), thickness: 2 } };
   });
-  $("bench").style.height = Math.max(280, 90 + found.cases.length * (26 + 15 * names.length)) + "px";
-  draw("bench", traces, { barmode: "group", xaxis: { type: "log", title: w("time") + " (ms)" }, yaxis: { autorange: "reversed", showgrid: false, tickfont: { size: narrow() ? 10 : 12 } }, legend: { orientation: "h", y: 1.02, yanchor: "bottom" }, title: { text: found.where + " · " + found.date.slice(0, 10), font: { size: 13, color: css("dim") }, x: 0, xanchor: "left" }, margin: { t: 70, l: 10, r: 10, b: 20 } });
+  $("bench").style.height = Math.max(260, 130 + found.cases.length * 44) + "px";
+  draw("bench", traces, { xaxis: { type: "log", title: w("time") + " (ms)" }, yaxis: { autorange: "reversed", type: "category", tickfont: { size: narrow() ? 10 : 12 } }, legend: { orientation: "h", y: 1.02, yanchor: "bottom" }, title: { text: found.where + " · " + found.date.slice(0, 10), font: { size: 13, color: css("dim") }, x: 0, xanchor: "left" }, margin: { t: 70, l: 10, r: 10, b: 20 } });
 }
 
 function showCertificate() {
