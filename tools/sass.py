@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import triton
+from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
 
-BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 COMPLAINT = re.compile(r"C75\d\d|wgmma.*serialized", re.IGNORECASE)
 
 
@@ -71,9 +71,9 @@ def facts(compiled: Any) -> Facts:
         cubin, ptx = Path(folder) / "k.cubin", Path(folder) / "k.ptx"
         cubin.write_bytes(compiled.asm["cubin"])
         ptx.write_text(compiled.asm["ptx"])
-        usage = _run("cuobjdump", "-res-usage", cubin)
-        code = _run("cuobjdump", "-sass", cubin)
-        log = _run("ptxas", "--gpu-name=sm_90a", ptx, "-o", Path(folder) / "again.cubin")
+        usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
+        code = _run(knobs.nvidia.cuobjdump.path, "-sass", cubin)
+        log = _run(get_ptxas(90).path, "--gpu-name=sm_90a", ptx, "-o", Path(folder) / "again.cubin")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?) ;", code)
@@ -83,5 +83,5 @@ def facts(compiled: Any) -> Facts:
 
 
 def _run(tool: str, *arguments: object) -> str:
-    done = subprocess.run([BIN / tool, *map(str, arguments)], capture_output=True, text=True, check=True)
+    done = subprocess.run([tool, *map(str, arguments)], capture_output=True, text=True, check=True)
     return done.stdout + done.stderr

@@ -38,7 +38,11 @@ def body(*texts: str) -> Loop:
 
 
 def test_overlap_is_told_from_its_absence() -> None:
-    product, wait, exp = "HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR8]", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "MUFU.EX2 R1, R1"
+    product, wait, exp = (
+        "HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR8]",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+        "MUFU.EX2 R1, R1",
+    )
     assert body(product, exp, exp, wait).overlaps
     assert not body(product, wait, exp, exp).overlaps
     assert body(product).register_products == 1
