@@ -21,7 +21,7 @@ from tilewise.backends.cpu.ir import I32, I64, PTR, VOID, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull
 from tilewise.backends.cpu.micro import by_panels, by_rows, put_strip, strip
 from tilewise.backends.cpu.module import FRAME, KernelModule
-from tilewise.backends.cpu.pack import emit_pack_panels, emit_row_dots
+from tilewise.backends.cpu.pack import emit_pack_panels, emit_row_dots, emit_unpack_strip
 from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import Kernel
@@ -45,6 +45,7 @@ class Backward(KernelModule):
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.emit_helpers()
+        self.unpack_strip = emit_unpack_strip(self.unit, self.tile, kernel.dtype, divide=False)
         self.pack_gradient = emit_pack_panels(self.unit, self.tile.rows, kernel.dtype, scaled=True)
         self.row_dots = emit_row_dots(self.unit, kernel.dtype)
         self.product = by_panels(self.unit, "product", self.tile)
@@ -116,8 +117,7 @@ class Backward(KernelModule):
         tile, kernel, zero = self.tile, self.kernel, e.const(0.0)
         row = e.times(index, tile.rows)
         P, dS = e.at(f.ptr("P"), row), e.at(f.ptr("dS"), row)
-        factor = e.splat(a.num("log2_factor") if kernel.plain else e.num(1.0))
-        lse = [e.fneg(x) for x in strip(e, tile, f.ptr("lse2"), row)]
+        lse = strip(e, tile, f.ptr("lse2"), row)
         delta = strip(e, tile, f.ptr("delta"), row)
         with e.loop(*keys) as over:
             at = e.times(over.index, a.word("BM"))
@@ -126,7 +126,7 @@ class Backward(KernelModule):
                 s, unmasked, tanhs = modifier.apply(s, e.plus(f.word("n0"), over.index))
                 if unmasked and seen:
                     seen = [e.and_(x, y) for x, y in zip(seen, unmasked, strict=True)]
-            p = exp2(e, [e.mad(x, factor, y) for x, y in zip(s, lse, strict=True)])
+            p = exp2(e, [e.fsub(x, y) for x, y in zip(s, lse, strict=True)])
             dp = strip(e, tile, dS, at)
             kept = p
             if kernel.dropout:
@@ -357,7 +357,7 @@ class Backward(KernelModule):
             joined.add_incoming(delta, other_block)
             e.put(joined, a.ptr("delta"), e.plus(row0, row))
             e.put(e.fmul(joined, slight), f.ptr("delta"), row)
-            e.put(e.fmul(slight, a.num("keep_factor")), f.ptr("factors"), row)
+            e.put(e.fmul(slight, a.num("grow_factor")), f.ptr("factors"), row)
         with e.loop(f.word("rows"), a.word("BM")) as over:
             for name, value in (("lse2", float("inf")), ("delta", 0.0), ("factors", 0.0)):
                 e.put(e.num(value), f.ptr(name), over.index)

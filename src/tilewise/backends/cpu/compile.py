@@ -1,9 +1,9 @@
 """From a Kernel to machine code for this CPU, kept on disk between processes.
 
 A cache entry is named by a digest of everything that shapes the code: this package's sources, the kernel, the CPU's name and
-features, and llvmlite's version. It starts with a magic word and a digest of its content, so a torn, damaged or foreign file is
-noticed, ignored and written anew. Writing is atomic (a fresh file renamed into place), so processes never see half a file;
-a directory that is missing or cannot be written only costs the time to compile again.
+features, and llvmlite's version. It starts with a magic word and a digest of its name and content, so a torn, damaged or
+misplaced file is noticed, ignored and written anew. Writing is atomic (a fresh file renamed into place), so processes never
+see half a file; a directory that is missing or cannot be written only costs the time to compile again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.backends.cpu.spec import Kernel
+from tilewise.hardware.cache import cache_root
 
 MAGIC = b"tilewise-cpu-1\0\0"
 PASSES = (
@@ -28,7 +29,6 @@ PASSES = (
 )
 """What the IR needs: its loops already have the shape of the registers. LLVM's standard pipeline takes four times as long and
 gives code of the same speed."""
-CACHE_VARIABLE = "TILEWISE_CACHE_DIR"
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,14 @@ def build(kernel: Kernel, machine: Machine) -> bytes:
 # -- loading
 
 
+def jit_text(text: str) -> Any:
+    """An engine holding the functions of a small module in LLVM's own words; it must be kept as long as they are called."""
+    binding = _binding()
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(text), target_machine(host()))
+    engine.finalize_object()
+    return engine
+
+
 class Loaded:
     """Code in memory; lives as long as this object."""
 
@@ -136,11 +144,9 @@ def worker(kernel: Kernel) -> Any:
 def _obtain(kernel: Kernel) -> Loaded:
     path = entry_path(kernel)
     code = read_entry(path)
-    if code is not None:
-        with contextlib.suppress(Exception):  # a valid digest over code that will not load: build it again
-            return Loaded(code)
-    code = build(kernel, host())
-    write_entry(path, code)
+    if code is None:
+        code = build(kernel, host())
+        write_entry(path, code)
     return Loaded(code)
 
 
@@ -157,12 +163,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def cache_dir() -> Path:
-    configured = os.environ.get(CACHE_VARIABLE)
-    if configured:
-        return Path(configured) / "cpu"
-    from platformdirs import user_cache_path
-
-    return Path(user_cache_path("tilewise")) / "cpu"
+    return cache_root() / "cpu"
 
 
 @cache
@@ -191,7 +192,12 @@ def read_entry(path: Path) -> bytes | None:
     if len(data) <= head or not data.startswith(MAGIC):
         return None
     code = data[head:]
-    return code if hashlib.sha256(code).digest() == data[len(MAGIC) : head] else None
+    return code if _seal(path, code) == data[len(MAGIC) : head] else None
+
+
+def _seal(path: Path, code: bytes) -> bytes:
+    """Over the name too: a whole file under another kernel's name must not be taken for that kernel."""
+    return hashlib.sha256(path.name.encode() + b"\0" + code).digest()
 
 
 def write_entry(path: Path, code: bytes) -> None:
@@ -200,7 +206,7 @@ def write_entry(path: Path, code: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
         with os.fdopen(handle, "wb") as file:
-            file.write(MAGIC + hashlib.sha256(code).digest() + code)
+            file.write(MAGIC + _seal(path, code) + code)
         os.replace(temporary, path)
         temporary = None
     except OSError:

@@ -16,7 +16,7 @@ from tilewise.backends.cpu.elementary import LOG2E, exp2
 from tilewise.backends.cpu.ir import I32, I64, ITEMSIZE, PTR, STORAGE, VOID, Emit, Value
 from tilewise.backends.cpu.masking import hull
 from tilewise.backends.cpu.module import FRAME, KernelModule
-from tilewise.backends.cpu.pack import fetch
+from tilewise.backends.cpu.pack import fetch, quotient
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import UNROLL, Kernel
 
@@ -121,13 +121,12 @@ class Decode(KernelModule):
         with e.loop(0, padded, 2 * L, [low, low]) as over:
             over.carry([e.top(over.values[n], e.vget(P, e.plus(over.index, n * L))) for n in (0, 1)])
         top = e.peak(e.top(*over.values))
-        factor = a.num("log2_factor")
         old = e.get(f.ptr("m"), r)
-        m = e.top(old, e.ceiling(e.fmul(top, factor)))
-        factors, below = e.splat(factor), e.splat(e.fneg(m))
+        m = e.top(old, e.ceiling(top))
+        level = e.splat(m)
         with e.loop(0, padded, 2 * L, [e.const(0.0)] * 2) as over:
             at = [e.plus(over.index, n * L) for n in (0, 1)]
-            p = exp2(e, [e.mad(e.vget(P, x), factors, below) for x in at])
+            p = exp2(e, [e.fsub(e.vget(P, x), level) for x in at])
             for x, value in zip(at, p, strict=True):
                 e.vput(value, P, x)
             over.carry([e.fadd(t, x) for t, x in zip(over.values, p, strict=True)])
@@ -308,11 +307,10 @@ class Decode(KernelModule):
                 with e.loop(0, Dv, e.lanes) as col:
                     e.vput(e.fmul(e.vget(O, col.index), alpha), O, col.index)
             total = e.get(f.ptr("l"), r)
-            dead = e.fcmp_ordered("==", total, e.num(0.0))
-            factor = e.splat(e.select(dead, e.num(0.0), e.fdiv(e.num(1.0), total)))
             out = self.source(e, a, f, "o", head, f.word("q_start"))
             with e.loop(0, Dv, e.lanes) as col:
-                value = e.fmul(e.vget(f.ptr("O"), e.plus(e.times(r, Dv), col.index)), factor)
+                value = e.vget(f.ptr("O"), e.plus(e.times(r, Dv), col.index))
+                value = quotient(e, value, e.splat(total))
                 e.vput(e.narrow(value, dtype), e.at(out, col.index, STORAGE[dtype]))
             lse = self.natural_lse(e, e.get(f.ptr("m"), r), total)
             e.put(lse, a.ptr("lse"), self.row_offset(e, a, f, head, f.word("q_start")))

@@ -17,6 +17,7 @@ from tilewise.backends.cpu.ir import I64, PTR, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull
 from tilewise.backends.cpu.micro import by_panels, put_strip, strip
 from tilewise.backends.cpu.module import FRAME, KernelModule
+from tilewise.backends.cpu.pack import emit_unpack_strip
 from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import Kernel
@@ -32,6 +33,7 @@ class Forward(KernelModule):
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.emit_helpers()
+        self.unpack_quotient = emit_unpack_strip(self.unit, self.tile, kernel.dtype, divide=True)
         self.product = by_panels(self.unit, "scores", self.tile)
         self.product_peak = by_panels(self.unit, "scores_peak", self.tile, fold="peak") if kernel.plain else None
         self.pv = by_panels(self.unit, "values", self.tile, fold="scale")
@@ -102,21 +104,16 @@ class Forward(KernelModule):
         """P = 2**(s - m) in place; l and m moved on; alpha left for O."""
         R, P = self.tile.rows, f.ptr("P")
         row = e.times(index, R)
-        factor = e.splat(a.num("log2_factor") if self.kernel.plain else e.num(1.0))
         m_ptr, l_ptr = e.at(f.ptr("m"), row), e.at(f.ptr("l"), row)
         old = strip(e, self.tile, m_ptr)
-        m = [
-            e.top(before, e.ceiling(e.fmul(top, factor)))
-            for before, top in zip(old, strip(e, self.tile, f.ptr("top")), strict=True)
-        ]
+        m = [e.top(x, e.ceiling(y)) for x, y in zip(old, strip(e, self.tile, f.ptr("top")), strict=True)]
         alpha = exp2(e, [e.fsub(before, now) for before, now in zip(old, m, strict=True)])
         put_strip(e, m, m_ptr)
         put_strip(e, alpha, f.ptr("alpha"))
-        below = [e.fneg(x) for x in m]
         with e.loop(j0, j1, 1, [e.const(0.0)] * self.tile.vectors) as over:
             at = e.times(over.index, R)
             s = strip(e, self.tile, P, at)
-            p = exp2(e, [e.mad(x, factor, b) for x, b in zip(s, below, strict=True)])
+            p = exp2(e, [e.fsub(x, y) for x, y in zip(s, m, strict=True)])
             put_strip(e, p, P, at)
             over.carry([e.fadd(t, x) for t, x in zip(over.values, p, strict=True)])
         l_new = [
@@ -138,16 +135,13 @@ class Forward(KernelModule):
         with e.if_then(e.icmp_unsigned("!=", e.ptrtoint(sinks, I64), I64(0)), likely=False):
             self.join_sink(e, e.get(sinks, head), index, a, f)
         keep = e.splat(a.num("keep_factor"))
-        for i in range(tile.vectors):
-            l_now = e.vget(l_ptr, i * e.lanes)
-            dead = e.fcmp_ordered("==", l_now, e.const(0.0))
-            factor = e.select(dead, e.const(0.0), e.fdiv(keep, l_now))
-            e.vput(factor, factors, i * e.lanes)
+        for i in range(tile.vectors):  # dropout's survivors were not scaled: the denominator makes up for it
+            e.vput(e.fmul(e.vget(l_ptr, i * e.lanes), keep), factors, i * e.lanes)
         rows = e.least(R, e.minus(e.plus(f.word("m0"), f.word("rows")), q0))
         position = e.plus(f.word("q_start"), q0)
         O = e.at(f.ptr("O"), e.times(index, e.times(a.word("DVP"), R)))
         to = self.source(e, a, f, "o", head, position)
-        e.call(self.unpack_strip, [to, a.word("o_s"), O, rows, a.word("Dv"), factors])
+        e.call(self.unpack_quotient, [to, a.word("o_s"), O, rows, a.word("Dv"), factors])
         lse = e.at(a.ptr("lse"), self.row_offset(e, a, f, head, position))
         with e.loop(0, rows) as over:
             e.put(self.natural_lse(e, e.get(m_ptr, over.index), e.get(l_ptr, over.index)), lse, over.index)

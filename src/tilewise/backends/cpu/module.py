@@ -19,7 +19,7 @@ from tilewise.backends.cpu.masking import (
     within,
 )
 from tilewise.backends.cpu.micro import strip
-from tilewise.backends.cpu.pack import emit_pack_lanes, emit_pack_panels, emit_unpack_strip
+from tilewise.backends.cpu.pack import emit_pack_lanes, emit_pack_panels
 from tilewise.backends.cpu.scores import Modifier
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, argument_names
@@ -56,7 +56,6 @@ class KernelModule:
         self.pack_strips = emit_pack_lanes(self.unit, self.tile.rows, kernel.dtype, scaled=True)
         self.pack_lanes = emit_pack_lanes(self.unit, self.tile.keys, kernel.dtype, scaled=False)
         self.pack_panels = emit_pack_panels(self.unit, self.tile.keys, kernel.dtype, scaled=False)
-        self.unpack_strip = emit_unpack_strip(self.unit, self.tile, kernel.dtype)
         self.clean = None if self.simple and not kernel.bias else self.emit_clean()
 
     def open(self, e: Emit, args: Value, frame: Value) -> tuple[Slots, Slots]:

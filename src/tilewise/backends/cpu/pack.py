@@ -116,23 +116,32 @@ def emit_pack_panels(unit: Unit, width: int, dtype: str, *, scaled: bool) -> Any
     return function
 
 
-def emit_unpack_strip(unit: Unit, tile: Register, dtype: str) -> Any:
-    """unpack_strip(dst, row_step, src, rows, cols, factors): src[col][lane]·factors[lane] back into rows of adjacent columns."""
+def quotient(e: Emit, x: Value, y: Value) -> Value:
+    """x / y; 0 where y is 0, as in a row that saw no key."""
+    lanes = x.type.count
+    return e.select(e.fcmp_ordered("==", y, e.const(0.0, lanes)), e.const(0.0, lanes), e.fdiv(x, y))
+
+
+def emit_unpack_strip(unit: Unit, tile: Register, dtype: str, *, divide: bool) -> Any:
+    """unpack(dst, row_step, src, rows, cols, factors): src[col][lane], times or divided by factors[lane], back into rows."""
     R = tile.rows
-    e, args, function = unit.function("unpack_strip", [PTR, I64, PTR, I64, I64, PTR], apart=(0,))
+    e, args, function = unit.function("unpack", [PTR, I64, PTR, I64, I64, PTR], apart=(0,))
     dst, row_step, src, rows, cols, factors = args
-    fast_rows, fast_cols = e.round_down(rows, UNROLL), e.round_down(cols, UNROLL)
-    kind = STORAGE[dtype]
+    fast_rows, fast_cols, kind = e.round_down(rows, UNROLL), e.round_down(cols, UNROLL), STORAGE[dtype]
+
+    def apply(x: Value, factor: Value) -> Value:
+        return quotient(e, x, factor) if divide else e.fmul(x, factor)
 
     def one(row: Value, col: Value) -> None:
-        value = e.fmul(e.get(src, e.plus(e.times(col, R), row)), e.get(factors, row))
-        e.put(e.narrow(value, dtype), dst, e.plus(e.times(row, row_step), col))
+        value = apply(e.vget(src, e.plus(e.times(col, R), row), lanes=1), e.vget(factors, row, lanes=1))
+        to = e.at(dst, e.plus(e.times(row, row_step), col), kind)
+        e.vput(e.narrow(value, dtype), to)
 
     with e.loop(0, fast_rows, UNROLL) as row:
         factor = e.vget(factors, row.index, lanes=UNROLL)
         with e.loop(0, fast_cols, UNROLL) as col:
             block = [e.vget(src, e.plus(e.times(e.plus(col.index, c), R), row.index), lanes=UNROLL) for c in range(UNROLL)]
-            for r, cells in enumerate(transpose(e, [e.fmul(b, factor) for b in block])):
+            for r, cells in enumerate(transpose(e, [apply(b, factor) for b in block])):
                 to = e.at(dst, e.plus(e.times(e.plus(row.index, r), row_step), col.index), kind)
                 e.vput(e.narrow(cells, dtype), to)
         with e.loop(fast_cols, cols) as col:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 
@@ -173,12 +172,16 @@ def words_for(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
         "descending": int(_grows(problem)),
         "DP": dp,
         "DVP": dvp,
+        # scores come out of the product in units of log 2, or ready for tanh
+        "q_factor": bits(problem.scale / problem.softcap if problem.softcap else problem.scale * LOG2E),
+        "cap_factor": bits(problem.softcap * LOG2E),
+        "keep_factor": bits(1.0 - problem.dropout_p),
+        "grow_factor": bits(1.0 / (1.0 - problem.dropout_p)),
         "threshold": int(problem.dropout_p * 2**32),
         "ds_factor": bits(problem.scale),
         "DR": round_up(problem.head_dim, R),
         "DVR": round_up(problem.head_dim_v, R),
     }
-    words |= dict(zip(("q_factor", "log2_factor", "cap_factor", "keep_factor"), _numbers(problem, kernel), strict=True))
     words |= {f"mask_i{n}": value for n, value in enumerate(problem.program.ints)}
     return words
 
@@ -187,18 +190,3 @@ def _grows(problem: Problem) -> bool:
     """Do later rows see more keys? Then they are started first."""
     program = problem.program
     return program.structure.startswith("b") and program.ints[0] <= -UNBOUNDED
-
-
-def _numbers(problem: Problem, kernel: Kernel) -> tuple[int, int, int, int]:
-    """q_factor, log2_factor, cap_factor, keep_factor.
-
-    A plain kernel leaves Q as it is and scales in the exponent, one rounding less; the factor there must be positive.
-    """
-    keep = 1.0 / (1.0 - problem.dropout_p)
-    scale = problem.scale * LOG2E
-    if kernel.plain:
-        sign = 0.0 if scale == 0 else math.copysign(1.0, scale)
-        return bits(sign), bits(abs(scale) if sign else 1.0), bits(0.0), bits(keep)
-    if kernel.softcap:
-        return bits(problem.scale / problem.softcap), bits(1.0), bits(problem.softcap * LOG2E), bits(keep)
-    return bits(1.0), bits(1.0), bits(scale), bits(keep)

@@ -20,7 +20,7 @@ class Modifier:
     def __init__(self, e: Emit, kernel: Kernel, place: Place, q0: Value) -> None:
         self.e, self.kernel, self.place, self.q0 = e, kernel, place, q0
         args, tile = place.args, kernel.tile
-        self.factor = e.splat(args.num("cap_factor"))
+        self.cap = e.splat(args.num("cap_factor"))
         if kernel.bias:
             base = e.plus(e.times(place.batch, args.word("bias_b")), e.times(place.head, args.word("bias_h")))
             last, step = e.minus(place.Sq, 1), args.word("bias_s")
@@ -37,7 +37,8 @@ class Modifier:
         """Scores of key k changed; which lanes the bias leaves visible (None: all); tanh of the raw score (None without cap)."""
         e, kernel = self.e, self.kernel
         tanhs = [tanh(e, x) for x in s] if kernel.softcap else None
-        s = [e.fmul(x, self.factor) for x in (tanhs or s)]
+        if tanhs:
+            s = [e.fmul(x, self.cap) for x in tanhs]
         visible = None
         if kernel.bias:
             args = self.place.args

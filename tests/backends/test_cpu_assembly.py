@@ -1,0 +1,85 @@
+"""Machine code for every supported family, wherever the tests run: the inner loops of the products must not touch the stack."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from tilewise.backends.cpu import compile as compiler
+from tilewise.backends.cpu.spec import Kernel, Register
+from tilewise.hardware.cpuid import core_figures
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.planner.cpu import register_tile
+
+LINUX = "-unknown-linux-gnu"
+TARGETS = {
+    "neoverse-n1": ("aarch64", "neoverse-n1", "neon", r"fmla\tv\d+\.4s, v\d+\.4s, v\d+\.s\["),
+    "apple-m1": ("aarch64", "apple-m1", "neon", r"fmla(\.4s)?\tv\d+"),
+    "x86-64-v3": ("x86_64", "x86-64-v3", "avx2", r"vfmadd\w+ps\t.*%ymm"),
+    "skylake-avx512": ("x86_64", "skylake-avx512", "avx512", r"vfmadd\w+ps\t.*%zmm"),
+    "sapphirerapids": ("x86_64", "sapphirerapids", "avx512", r"vfmadd\w+ps\t.*%zmm"),
+}
+PRODUCTS = {"forward": {"scores", "scores_peak", "values"}, "backward": {"product", "grow", "dq"}}
+STACK = re.compile(r"\(%[er][sb]p|\[(sp|x29)\b")
+COPY = re.compile(r"^\s+(vmov[au]p[sd]\s+%[xyz]mm\d+, %[xyz]mm\d+$|mov\s+v\d+\.16b, v\d+\.16b)")
+
+
+def tile_of(isa: str) -> Register:
+    pipe, _ = core_figures(isa, "")
+    spec = DeviceSpec(key="test", name="test", kind="cpu", vendor="", arch="", units=1, isa=isa, **pipe)
+    micro, _ = register_tile(spec)
+    return Register(spec.lanes(4), micro.row_vectors, micro.keys)
+
+
+def innermost_loops(text: str) -> list[tuple[str, list[str]]]:
+    """(function, lines) of every loop without another label inside."""
+    lines = [re.split(r"\s*(#|//)", line)[0] for line in text.splitlines()]
+    labels: dict[str, int] = {}
+    loops, function = [], ""
+    for number, line in enumerate(lines):
+        if label := re.match(r"([\w.]+):", line):
+            labels[label[1]] = number
+            function = function if label[1].startswith(".L") else label[1]
+        jump = re.match(r"\s+(?:j\w+|b\.\w+|b|cbn?z|tbn?z)\s.*?(\.LBB\w+)", line)
+        if jump and jump[1] in labels:
+            body = lines[labels[jump[1]] + 1 : number + 1]
+            if not any(re.match(r"\.LBB", inner) for inner in body):
+                loops.append((function, body))
+    return loops
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_products_stay_in_registers(target: str, kind: str) -> None:
+    arch, cpu, isa, fma = TARGETS[target]
+    tile = tile_of(isa)
+    kernel = Kernel(kind, "float32", tile, "b")
+    text = compiler.assembly(kernel, compiler.Machine(arch + LINUX, cpu, ""))
+    wanted = tile.vectors * tile.keys
+    found = set()
+    for function, body in innermost_loops(text):
+        multiplies = sum(bool(re.search(fma, line)) for line in body)
+        if function not in PRODUCTS[kind] or multiplies < wanted:
+            continue
+        found.add(function)
+        assert multiplies % wanted == 0, "a register tile is missing some of its products"
+        assert not [line for line in body if STACK.search(line)], f"{function} spills"
+        assert not [line for line in body if COPY.search(line)], f"{function} copies registers"
+    assert found == PRODUCTS[kind], "the products' inner loops were not recognised"
+
+
+@pytest.mark.parametrize("target", ["neoverse-n1", "x86-64-v3", "skylake-avx512"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_other_types_compile_without_calls(target: str, dtype: str) -> None:
+    """Conversions and FMAs must be instructions: a call into a library would cost a hundred times as much."""
+    arch, cpu, isa, _ = TARGETS[target]
+    tile = tile_of(isa)
+    if dtype == "float64":
+        tile = Register(tile.lanes // 2, tile.vectors, tile.keys)
+    text = compiler.assembly(Kernel("forward", dtype, tile, "b"), compiler.Machine(arch + LINUX, cpu, ""))
+    own = set(re.findall(r"^(\w+):", text, re.MULTILINE))
+    called = set(re.findall(r"^\s+(?:bl|callq?)\s+(\w+)", text, re.MULTILINE))
+    assert called <= own | {"memset", "memcpy"}, called - own

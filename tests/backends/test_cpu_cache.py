@@ -1,0 +1,123 @@
+"""Compiled kernels on disk: found again, and never trusted blindly."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("llvmlite")
+
+from tilewise.backends.base import Inputs
+from tilewise.backends.cpu import compile as compiler
+from tilewise.backends.cpu import plan
+from tilewise.backends.cpu.backend import backend
+from tilewise.hardware.cache import CACHE_VARIABLE
+from tilewise.problem import Problem
+
+PROBLEM = Problem.of(heads=1, head_dim=8, seqlen=20, dtype="float32")
+SCRIPT = """
+import torch, sys
+from tilewise.backends.base import Inputs
+from tilewise.backends.cpu.backend import backend
+from tilewise.problem import Problem
+g = torch.Generator().manual_seed(0)
+q, k, v = (torch.randn(1, 1, 20, 8, generator=g) for _ in range(3))
+out, _ = backend.forward(Problem.of(heads=1, head_dim=8, seqlen=20, dtype="float32"), Inputs(q, k, v))
+print(out.double().sum().item(), "llvmlite.ir" in sys.modules)
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a process that has compiled nothing yet."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(compiler, "_loaded", {})
+    return tmp_path / "cpu"
+
+
+def attend() -> torch.Tensor:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 20, 8, generator=g) for _ in range(3))
+    problem = Problem.of(heads=1, head_dim=8, seqlen=20, dtype="float32")
+    return backend.forward(problem, Inputs(q, k, v))[0]
+
+
+def expected() -> torch.Tensor:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 20, 8, generator=g) for _ in range(3))
+    return torch.softmax(q @ k.mT / 8**0.5, -1) @ v
+
+
+def only_entry(directory: Path) -> Path:
+    (entry,) = directory.glob("*.o")
+    return entry
+
+
+def test_an_entry_is_written_and_read_back(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = attend()
+    assert only_entry(directory).exists()
+    compiler._loaded.clear()
+    monkeypatch.setattr(compiler, "build", lambda *_: pytest.fail("compiled again"))
+    assert torch.equal(attend(), first)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "foreign", "misplaced"])
+def test_a_damaged_entry_is_built_again(directory: Path, damage: str) -> None:
+    attend()
+    entry = only_entry(directory)
+    good = entry.read_bytes()
+    bad = {
+        "flip": good[:-20] + bytes([good[-20] ^ 1]) + good[-19:],
+        "truncate": good[: len(good) // 2],
+        "empty": b"",
+        "foreign": b"not one of ours" * 100,
+        "misplaced": compiler.MAGIC + compiler._seal(entry.with_name("other.o"), good[-100:]) + good[-100:],
+    }[damage]
+    entry.write_bytes(bad)
+    compiler._loaded.clear()
+    torch.testing.assert_close(attend(), expected())
+    assert entry.read_bytes() == good, "the damaged entry should have been replaced"
+
+
+def test_a_directory_that_cannot_be_used_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way of a directory")
+    monkeypatch.setenv(CACHE_VARIABLE, str(blocked))
+    monkeypatch.setattr(compiler, "_loaded", {})
+    torch.testing.assert_close(attend(), expected())
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="permissions do not bind this user")
+def test_a_read_only_directory_only_costs_time(directory: Path) -> None:
+    directory.mkdir(parents=True)
+    directory.chmod(0o500)
+    torch.testing.assert_close(attend(), expected())
+
+
+def test_the_name_depends_on_kernel_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = plan.kernel_for(PROBLEM, "forward")
+    base = compiler.entry_path(kernel)
+    assert compiler.entry_path(plan.kernel_for(PROBLEM, "backward")) != base
+    other = compiler.Machine(compiler.host().triple, "another-cpu", "")
+    monkeypatch.setattr(compiler, "host", lambda: other)
+    assert compiler.entry_path(kernel) != base
+
+
+def test_processes_share_the_directory_without_clashing(tmp_path: Path) -> None:
+    """Several start at once on an empty cache; a later one finds the entry and needs no IR."""
+    environment = {**os.environ, CACHE_VARIABLE: str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, text=True)
+
+    outputs = [process.communicate(timeout=120)[0].split() for process in [start() for _ in range(3)]]
+    assert len({total for total, _ in outputs}) == 1
+    assert not list((tmp_path / "cpu").glob("*.part"))
+    total, imported_ir = start().communicate(timeout=120)[0].split()
+    assert total == outputs[0][0]
+    assert imported_ir == "False", "a cached kernel should need no IR"

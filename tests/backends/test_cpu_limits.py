@@ -1,0 +1,123 @@
+"""What must hold beyond the conformance cases: hidden values stay hidden, memory stays small, errors stay below torch's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("llvmlite")
+
+import tilewise as tw
+from tilewise.backends.cpu import plan
+from tilewise.problem import Problem
+
+HIDING = {
+    "padding": lambda n: tw.key_padding(torch.tensor([n - 7])),
+    "window": lambda n: tw.window(5) & tw.key_padding(torch.tensor([n - 7])),
+    "documents": lambda n: tw.documents(
+        torch.where(torch.arange(n) < n - 7, 0, 9), q_ids=torch.zeros(n, dtype=torch.long)
+    ),
+    "dense": lambda n: tw.dense(torch.arange(n)[None, :].expand(n, n) < n - 7),
+    "prefix-or": lambda n: tw.prefix(3) | (tw.window(4) & tw.prefix(n - 7)),
+    "blocks": lambda n: tw.blocks(torch.tensor([[True, False]]).repeat(2, 1), (-(-n // 2), n - 7)),
+}
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("name", HIDING)
+def test_hidden_keys_never_reach_anything(name: str, poison: float) -> None:
+    n = 53
+    mask = HIDING[name](n)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 16, generator=g) for _ in range(3))
+
+    def run(k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = tw.attention(*leaves, mask=mask, backend="cpu", return_lse=True)
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        return [out, lse, *torch.autograd.grad(out, leaves, dout)]
+
+    clean = run(k, v)
+    k, v = k.clone(), v.clone()
+    k[:, :, -7:], v[:, :, -7:] = poison, poison
+    for before, after in zip(clean, run(k, v), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_a_hidden_bias_hides() -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 20, 8, generator=g) for _ in range(3))
+    bias = torch.zeros(1, 1, 20, 20)
+    bias[..., -3:] = -math.inf
+    clean = tw.attention(q, k, v, bias=bias, backend="cpu")
+    v[:, :, -3:] = math.nan
+    k[:, :, -3:] = math.inf
+    assert torch.equal(tw.attention(q, k, v, bias=bias, backend="cpu"), clean)
+
+
+def test_a_visible_nan_is_not_swallowed() -> None:
+    q, k, v = (torch.randn(1, 1, 20, 8) for _ in range(3))
+    k[0, 0, 3, 0] = math.nan
+    assert tw.attention(q, k, v, backend="cpu").isnan().all()
+
+
+@pytest.mark.parametrize("magnitude", [1e3, 1e8, 1e18])
+def test_huge_logits(magnitude: float) -> None:
+    """Scores far beyond where 2**x is representable: the largest wins, nothing overflows."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 40, 16, generator=g) for _ in range(3))
+    out = tw.attention(q * magnitude, k, v, backend="cpu")
+    best = (q.double() @ k.double().mT).argmax(-1)
+    torch.testing.assert_close(out, v[0, 0][best[0, 0]][None, None], rtol=1e-2, atol=1e-2) if magnitude > 1e6 else None
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_errors_are_no_larger_than_torchs(dim: int, causal: bool) -> None:
+    """Mean over several draws: a single draw's maximum is chance."""
+    ours, theirs = torch.zeros(2), torch.zeros(2)
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(1, 2, 1024, dim, generator=g) for _ in range(3))
+        exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
+        for total, out in (
+            (ours, tw.attention(q, k, v, mask=tw.causal() if causal else None, backend="cpu")),
+            (theirs, F.scaled_dot_product_attention(q, k, v, is_causal=causal)),
+        ):
+            error = out.double() - exact
+            total += torch.tensor([error.norm() / exact.norm(), error.abs().max()])
+    assert ours[0] <= theirs[0]
+    assert ours[1] <= 1.1 * theirs[1], "the maximum of a few draws still varies by a tenth"
+
+
+def test_buffers_stay_within_a_mebibyte_a_thread() -> None:
+    for dim in (64, 128):
+        problem = Problem.of(heads=1, head_dim=dim, seqlen=32768, dtype="float32")
+        kernel = plan.kernel_for(problem, "forward")
+        tiles = plan.forward_tiles(problem, kernel.tile, problem.seqlen_q, 2)
+        assert plan.forward_frame(kernel, tiles, plan.words_for(problem, kernel, tiles)) <= 1 << 20
+        assert tiles.splits == 1, "shares of the keys would need a workspace"
+
+
+def test_strides_of_every_kind() -> None:
+    g = torch.Generator().manual_seed(0)
+    base = [torch.randn(2, 3, 30, 16, generator=g) for _ in range(3)]
+    q, k, v = base
+    wanted = F.scaled_dot_product_attention(q, k, v)
+    variants = {
+        "bshd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "columns apart": lambda x: x.mT.contiguous().mT,
+        "every other": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
+        "slice": lambda x: torch.cat([x, x], 2)[:, :, :30],
+    }
+    for name, change in variants.items():
+        out = tw.attention(*(change(x) for x in base), backend="cpu")
+        torch.testing.assert_close(out, wanted, msg=name)
+    expanded = tw.attention(
+        q[:1].expand(2, -1, -1, -1), k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1), backend="cpu"
+    )
+    torch.testing.assert_close(expanded[1], wanted[0])
