@@ -234,7 +234,9 @@ def test_the_first_cpu_call_is_quick_and_imports_no_compiler(tmp_path: Path) -> 
     """Without a JIT: 50 ms of CPU time, import of tilewise included, byte code at hand as in an installed package."""
     times = []
     for _ in range(4):
-        answer = fresh(FIRST_CALL.format(backend="tiled"), PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=str(tmp_path))
+        answer = fresh(
+            FIRST_CALL.format(backend="tiled"), PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=str(tmp_path)
+        )
         assert answer["finite"]
         assert loaded(answer, "triton", "torch._dynamo", "torch._inductor", "llvmlite") == []
         times.append(float(str(answer["ms"])))

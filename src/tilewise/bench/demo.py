@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from tilewise.bench.worker import Worker, WorkerError
 STANDARD, SDPA = "standard", "sdpa"
 CONTENDERS = (STANDARD, SDPA, OURS)
 SCORE_COPIES = {"forward": 3, "training": 6}  # scores, masked scores, weights; then their gradients
+BUDGET = 35.0  # seconds after which no new round is begun
 SPARE = 0.7  # of the free memory standard attention may take this share
 
 Progress = Callable[[str, float], None]
@@ -93,7 +95,8 @@ def too_big(case: Case) -> str | None:
 
 
 def run_demo(case: Case, rounds: int, on_progress: Progress) -> Demo:
-    """Memory and error once each; times in `rounds` rounds in which the contenders take turns."""
+    """Memory and error once each; times in rounds in which the contenders take turns, fewer where time runs out."""
+    begin = time.perf_counter()
     runs = {name: Run(name) for name in CONTENDERS}
     runs[STANDARD].reason = too_big(case)
     growth: dict[int, int] = {}
@@ -103,6 +106,8 @@ def run_demo(case: Case, rounds: int, on_progress: Progress) -> Demo:
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(case, name)) for name, run in runs.items() if run.reason is None}
         for done, (question, arguments) in enumerate(questions):
+            if question == "time" and runs[OURS].seconds and time.perf_counter() - begin > BUDGET:
+                break
             short = arguments.get("seqlen", case.seqlen) < case.seqlen
             for turn, (name, worker) in enumerate(list(workers.items())):
                 if short and name != OURS:

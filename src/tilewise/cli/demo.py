@@ -34,7 +34,7 @@ def demo_command(
     mask: Annotated[str, typer.Option(help="A mask such as 'causal & window(4096)'.")] = "causal",
     backward: Annotated[bool, typer.Option("--backward", help="Training: forward and backward.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    rounds: Annotated[int, typer.Option(min=1, help="How often each is timed.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each is timed, at most.")] = 3,
     json: Json = False,
 ) -> None:
     """Attend over a long sequence, exactly; compare time, peak memory and error with standard attention and SDPA."""
