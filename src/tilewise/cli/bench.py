@@ -31,7 +31,7 @@ def bench_command(
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option(help="A case of your own instead of a suite: batch,heads[/kv heads],length[/keys],head dim."),
+        typer.Option(help=r"A case of your own instead of a suite: batch,heads\[/kv heads],length\[/keys],head dim."),
     ] = None,
     mask: Annotated[str, typer.Option(help="With --shape: a mask such as 'causal & window(256)'.")] = "full",
     dtype: Annotated[str, typer.Option(help="With --shape.")] = "float32",
