@@ -13,10 +13,10 @@ from tilewise.integrations.transformers.promise import PromisedMask
 from tilewise.masks import Mask, causal, dense, full, window
 
 UNSERVED = {
-    "cache": "a paged cache (continuous batching)",
-    "indices": "attention to selected keys",
-    "block_indices": "attention to selected blocks",
-    "output_attentions": "returning the attention weights, which tilewise never forms",
+    "cache": "a paged cache (continuous batching),",
+    "indices": "attention to selected keys,",
+    "block_indices": "attention to selected blocks,",
+    "output_attentions": "the attention weights themselves, which are never formed,",
 }
 """Arguments of other attention functions that change the result, and what they ask for."""
 
@@ -40,7 +40,7 @@ def attention_function(
     for name, meaning in UNSERVED.items():
         if features.get(name) is not None and features[name] is not False:
             raise ArgumentError(
-                f"{name}: {type(module).__name__} asks for {meaning}, which attn_implementation='tilewise' does not offer; "
+                f"{name}: {type(module).__name__} asks for {meaning} which attn_implementation='tilewise' does not offer; "
                 "use model.set_attn_implementation('eager')"
             )
     mask: Mask | None
