@@ -14,6 +14,7 @@ from tilewise.iomodel.grid import even
 from tilewise.iomodel.roof import waves
 from tilewise.planner import gpu
 from tilewise.planner.cpu import CpuTile, cpu_tile
+from tilewise.planner.density import band_of
 from tilewise.planner.tuned import lookup_tuned
 from tilewise.problem import Problem
 
@@ -181,7 +182,7 @@ def _gpu_plan(problem: Problem, spec: DeviceSpec, pass_: str, wanted: TilePlan |
         "L2 bandwidth": moved.total / spec.l2_bandwidth,
         "DRAM bandwidth": dram.total / spec.dram_bandwidth,
     }
-    seconds = max(chosen.seconds, *limits.values())
+    seconds = max(_thinned(chosen.seconds, problem, work, tile, spec), *limits.values())
     return Plan(
         problem=problem,
         spec=spec,
@@ -201,6 +202,16 @@ def _gpu_plan(problem: Problem, spec: DeviceSpec, pass_: str, wanted: TilePlan |
         reasons=(*reasons, *_reasons(chosen, spec, work)),
         alternatives=_alternatives(candidates, chosen),
     )
+
+
+def _thinned(seconds: float, problem: Problem, work: Work, tile: TilePlan, spec: DeviceSpec) -> float:
+    """The time with the tiles the mask really visits; ranking takes all of them for a mask that is not one band."""
+    sizes = even(problem)
+    if band_of(problem) is not None or tile.pass_ == "decode":
+        return seconds
+    rows, cols = -(-sizes.seqlen_q // tile.block_q), -(-sizes.seqlen_k // tile.block_k)
+    every = max(1, sizes.batch * sizes.heads * rows * cols)
+    return spec.launch_s + (seconds - spec.launch_s) * work.tiles / every
 
 
 def _given(

@@ -112,7 +112,7 @@ function showRoofline() {
   if (m) traces.push(roof(device.datasheet.flops, device.datasheet.bandwidth, w("roof.datasheet"), "dot"));
   WAYS.forEach((way, i) => traces.push({ x: [points[i].intensity], y: [points[i].rate], mode: "markers", name: w("s." + way), marker: { color: css(COLOURS[way]), size: way === "plan" ? 17 : 13, symbol: way === "plan" ? "star" : "circle", line: { color: css("paper"), width: 1.5 } },
     hovertemplate: w("s." + way) + "<br>%{x:.4g} FLOP/B<br>" + flops(points[i].rate) + "<br>" + bytes(points[i].total) + "<br>" + seconds(points[i].seconds) + "<extra></extra>" }));
-  draw("roofline", traces, { xaxis: { type: "log", title: w("intensity"), dtick: 1 }, yaxis: { type: "log", title: w("speed"), exponentformat: "SI", dtick: 1, range: [Math.floor(Math.log10(Math.min(...spread))), Math.log10(Math.max(...spread, m ? device.datasheet.flops : 0)) + 0.25] } });
+  draw("roofline", traces, { xaxis: { type: "log", title: w("intensity"), dtick: 1 }, yaxis: { type: "log", title: w("speed"), tickformat: "~s", dtick: 1, range: [Math.floor(Math.log10(Math.min(...spread))), Math.log10(Math.max(...spread, m ? device.datasheet.flops : 0)) + 0.25] } });
   $("reasons").replaceChildren(...found.reasons.map((reason) => element("li", reason)));
   document.querySelector(".why").hidden = !found.reasons.length;
 }
@@ -207,6 +207,11 @@ function showPrecision() {
   draw("precision", traces, { xaxis: { type: "log", title: w("width"), tickvals: [8, 16, 32, 64, 128, 256, 512, 1024] }, yaxis: { type: "log", title: w("error"), exponentformat: "power", dtick: 2 } });
 }
 
+function wrapped(text, width) {
+  const lines = [""];
+  for (const word of text.split(" ")) { if ((lines[lines.length - 1] + word).length > width) lines.push(""); lines[lines.length - 1] += word + " "; }
+  return lines.map((line) => line.trim()).join("<br>");
+}
 function showBench() {
   const records = R.records.bench;
   $("bench-p").replaceChildren(...prose("p", w(records.length ? "bench.p" : "bench.none")).childNodes);
@@ -214,14 +219,14 @@ function showBench() {
   $("benchPick").hidden = !records.length;
   if (!records.length) return;
   const found = records[Number(state.record)], names = [...new Set(found.cases.flatMap((c) => Object.keys(c.times)))];
-  const colours = ["blue", "amber", "teal", "violet", "slate", "pink", "green"], labels = found.cases.map((c) => c.words.replace(/, (?=\S+$)/, "<br>"));
+  const colours = ["blue", "amber", "teal", "violet", "slate", "pink", "green"], labels = found.cases.map((c) => wrapped(c.words, narrow() ? 22 : 46));
   const traces = names.map((name, i) => {
     const times = found.cases.map((c) => c.times[name]);
     return { mode: "markers", name, y: labels, x: times.map((t) => (t ? t.p50 * 1e3 : null)), marker: { color: css(colours[i % colours.length]), size: 12, symbol: ["circle", "diamond", "square", "cross", "triangle-up"][i % 5] }, hovertext: times.map((t) => (t ? seconds(t.p50) : "")), hovertemplate: name + ": %{hovertext}<extra></extra>",
       error_x: { type: "data", symmetric: false, array: times.map((t) => (t ? (t.p80 - t.p50) * 1e3 : 0)), arrayminus: times.map((t) => (t ? (t.p50 - t.p20) * 1e3 : 0)), color: css(colours[i % colours.length]), thickness: 2 } };
   });
-  $("bench").style.height = Math.max(260, 130 + found.cases.length * 44) + "px";
-  draw("bench", traces, { xaxis: { type: "log", title: w("time") + " (ms)" }, yaxis: { autorange: "reversed", type: "category", tickfont: { size: narrow() ? 10 : 12 } }, legend: { orientation: "h", y: 1.02, yanchor: "bottom" }, title: { text: found.where + " · " + found.date.slice(0, 10), font: { size: 13, color: css("dim") }, x: 0, xanchor: "left" }, margin: { t: 70, l: 10, r: 10, b: 20 } });
+  $("bench").style.height = Math.max(220, 110 + found.cases.length * (narrow() ? 66 : 46)) + "px";
+  draw("bench", traces, { xaxis: { type: "log", title: w("time") + " (ms)", tickangle: 0, nticks: narrow() ? 4 : 8 }, yaxis: { autorange: "reversed", type: "category", tickfont: { size: narrow() ? 10.5 : 12, color: css("ink") } }, legend: { orientation: "h", y: 1.02, yanchor: "bottom" }, margin: { t: 40, l: 10, r: 14, b: 20 } });
 }
 
 function showCertificate() {
