@@ -139,6 +139,26 @@ def test_training_with_dropout_and_checkpointing_replays_the_same_mask() -> None
     assert found[0].abs().max() > 0
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.usefixtures("no_dense")
+def test_beams_chunked_prefill_and_continued_text(name: str) -> None:
+    """Other ways through a cache: reordered, filled piece by piece, and taken up again with several tokens."""
+    model, inputs = by_name[name].build("cpu", torch.float32), by_name[name].batch("cpu")
+    ways: list[dict[str, Any]] = [{"num_beams": 3}, {"prefill_chunk_size": 4}]
+    answers = []
+    for implementation in ("tilewise", "eager"):
+        model.set_attn_implementation(implementation)
+        answers.append([model.generate(**inputs, max_new_tokens=6, do_sample=False, **way).tolist() for way in ways])
+    assert answers[0] == answers[1]
+    model.set_attn_implementation("tilewise")
+    ids, seen = inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad():
+        whole = model(ids, attention_mask=seen).logits[:, 6:]
+        start = model(ids[:, :6], attention_mask=seen[:, :6], use_cache=True)
+        rest = model(ids[:, 6:], attention_mask=seen, past_key_values=start.past_key_values).logits
+    assert size(rest - whole) <= 32 * 2**-24 * size(whole)
+
+
 @pytest.mark.usefixtures("no_dense")
 def test_packed_sequences_do_not_see_each_other() -> None:
     """Position ids that start again (padding-free training) separate sequences."""

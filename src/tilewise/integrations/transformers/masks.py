@@ -68,17 +68,15 @@ def mask_function(
         q_length, q_offset = cache_position.shape[0], cache_position[0]
     if mask_function is None:
         mask_function = _library().causal_mask_function
-    if attention_mask is not None:
-        device = attention_mask.device
-    else:
-        device = torch.device(kwargs.get("device") or (cache_position.device if cache_position is not None else "cpu"))
-    frame = Frame(batch_size, int(q_length or 0), kv_length, q_offset, kv_offset, device)
-    description = None if torch.compiler.is_compiling() else describe_mask(mask_function, frame)
-    if description is not None:
-        if attention_mask is not None:
-            description = description & describe_padding(attention_mask, frame)
-        return PromisedMask(description, (batch_size, frame.queries, kv_length), device)
     if not torch.compiler.is_compiling():
+        origin = attention_mask if attention_mask is not None else cache_position
+        device = torch.device(kwargs.get("device") or "cpu") if origin is None else origin.device
+        frame = Frame(batch_size, int(q_length or 0), kv_length, q_offset, kv_offset, device)
+        description = describe_mask(mask_function, frame)
+        if description is not None:
+            if attention_mask is not None:
+                description = description & describe_padding(attention_mask, frame)
+            return PromisedMask(description, (batch_size, frame.queries, kv_length), device)
         _warn_dense(_name(mask_function))
     if cache_position is not None:
         kwargs["cache_position"] = cache_position
