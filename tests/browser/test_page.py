@@ -46,7 +46,11 @@ def browse(report: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[O
     def start(size: tuple[int, int] = DESKTOP, dark: bool = False) -> Any:
         options = webdriver.ChromeOptions()
         options.binary_location = shutil.which("chromium")
-        for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}", "--window-size={},{}".format(*size)):
+        for flag in (
+            *FLAGS,
+            f"--user-data-dir={tmp_path_factory.mktemp('profile')}",
+            "--window-size={},{}".format(*size),
+        ):
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         if size == PHONE:

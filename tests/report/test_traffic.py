@@ -39,7 +39,9 @@ def written(factor: dict[str, float] | None = None) -> str:
             f'"{number}","4242","python3.11","127.0.0.1","{name}","1","7","(384, 1, 1)","(132, 1, 1)","0","9.0",'
             f'"{dram:,}","{sectors:,}"'
         )
-    lines.append('"9","4242","python3.11","127.0.0.1","void at::native::fill","1","7","(1, 1, 1)","(1, 1, 1)","0","9.0","1","1"')
+    lines.append(
+        '"9","4242","python3.11","127.0.0.1","void at::native::fill","1","7","(1, 1, 1)","(1, 1, 1)","0","9.0","1","1"'
+    )
     return "\n".join(lines)
 
 

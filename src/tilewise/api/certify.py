@@ -80,7 +80,9 @@ def words(problem: Problem) -> str:
     lengths = f"{problem.seqlen_q:,}"
     if problem.seqlen_k != problem.seqlen_q:
         lengths += f" × {problem.seqlen_k:,}"
-    dims = f"{problem.head_dim}" if problem.head_dim == problem.head_dim_v else f"{problem.head_dim}/{problem.head_dim_v}"
+    dims = (
+        f"{problem.head_dim}" if problem.head_dim == problem.head_dim_v else f"{problem.head_dim}/{problem.head_dim_v}"
+    )
     packed = f"{problem.batch} packed sequences" if problem.varlen else f"batch {problem.batch}"
     return f"{packed}, {heads}, {lengths} tokens, head dim {dims}, {problem.dtype}"
 

@@ -64,7 +64,9 @@ def explain(
     found: Measured | None = None
     if measure:
         if not live or chosen is None:
-            raise ArgumentError(f"measure: {spec.name} is not this machine, or no backend serves the call here; leave it out")
+            raise ArgumentError(
+                f"measure: {spec.name} is not this machine, or no backend serves the call here; leave it out"
+            )
         found = measure_call(problem, inputs, chosen, plan, backward)
     return Explanation(
         problem=problem,

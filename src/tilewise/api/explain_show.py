@@ -109,7 +109,12 @@ def _backends(found: Explanation) -> RenderableType:
 def traffic_rows(found: Explanation) -> list[tuple[str, str, str, str]]:
     least, tile, dram = found.plan.compulsory, found.plan.tile_traffic, found.plan.dram
     rows = [
-        (name, amount(least.reads[name] + least.writes[name]), amount(dram.reads[name] + dram.writes[name]), amount(r + w))
+        (
+            name,
+            amount(least.reads[name] + least.writes[name]),
+            amount(dram.reads[name] + dram.writes[name]),
+            amount(r + w),
+        )
         for name, r, w in tile.tensors()
     ]
     return [*rows, ("all", amount(least.total), amount(dram.total), amount(tile.total))]
@@ -127,7 +132,9 @@ def _traffic(found: Explanation) -> RenderableType:
 
 def _resources(found: Explanation) -> RenderableType:
     plan = found.plan
-    table = Table(title="time by resource", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="time by resource", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     table.add_column("resource")
     table.add_column("alone", justify="right")
     table.add_column("of the predicted time")
@@ -141,7 +148,9 @@ def _resources(found: Explanation) -> RenderableType:
 def _losses(found: Explanation) -> RenderableType:
     taken = found.measured
     assert taken is not None
-    table = Table(title="where the time went", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title="where the time went", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     table.add_column("")
     table.add_column("time", justify="right")
     table.add_column("of the measured time")

@@ -75,7 +75,9 @@ class Explanation:
             "problem": {**plan.pop("problem"), **features, "bias": bias},
             "device": {**plan.pop("device"), "live": self.live},
             "backend": self.chosen,
-            "backends": {c.name: {"serves": c.serves, "chosen": c.chosen, "reasons": list(c.reasons)} for c in self.choices},
+            "backends": {
+                c.name: {"serves": c.serves, "chosen": c.chosen, "reasons": list(c.reasons)} for c in self.choices
+            },
             **plan,
             "tiles": {**asdict(self.tiles), "visited": self.tiles.visited, "total": self.tiles.total},
             "measured": None if self.measured is None else self.measured.to_dict(),

@@ -272,9 +272,7 @@ class _Where(NamedTuple):
     key: int
     known: Known
 
-    def hits(
-        self, step: str, x: Tensor, counts: Tensor | None = None, *, keys: bool = False
-    ) -> list[Found]:
+    def hits(self, step: str, x: Tensor, counts: Tensor | None = None, *, keys: bool = False) -> list[Found]:
         """The first bad element of each head of x [B, Hq, M, ·] among those that count."""
         bad = ~x.isfinite() if counts is None else ~x.isfinite() & counts
         if not bad.any():

@@ -35,7 +35,9 @@ def describe(spec: DeviceSpec, ceilings: Ceilings | None = None) -> dict[str, An
     """A machine's figures with the source of each, and what was measured on it, of which its roof is then made."""
     held, dtype = spec.figures(), "bfloat16" if spec.is_gpu else "float32"
     roof = spec if ceilings is None else ceilings.apply(spec)
-    figures = [{"name": name, "value": held[name], "source": spec.sources.get(name, "")} for name in FIGURES if name in held]
+    figures = [
+        {"name": name, "value": held[name], "source": spec.sources.get(name, "")} for name in FIGURES if name in held
+    ]
     return {
         "key": spec.key,
         "name": spec.name,
@@ -112,4 +114,10 @@ def _bench(document: dict[str, Any], name: str) -> dict[str, Any]:
             cases.append({"words": record.get("words", ""), "times": times, "ratio": record.get("ratio")})
     gpus = document["machine"].get("gpus") or []
     where = gpus[0]["name"] if gpus else document["machine"].get("cpu", "")
-    return {"file": name, "suite": document.get("suite", ""), "date": document.get("date", ""), "where": where, "cases": cases}
+    return {
+        "file": name,
+        "suite": document.get("suite", ""),
+        "date": document.get("date", ""),
+        "where": where,
+        "cases": cases,
+    }

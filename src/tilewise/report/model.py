@@ -73,7 +73,9 @@ def dtype_on(spec: DeviceSpec) -> str:
 
 
 @cache
-def moved_by(schedule: str, length: int, dim: int, mask: str, dtype: str, block_q: int, block_k: int) -> iomodel.Traffic:
+def moved_by(
+    schedule: str, length: int, dim: int, mask: str, dtype: str, block_q: int, block_k: int
+) -> iomodel.Traffic:
     """Tile bytes, which machines with the same dtype share."""
     return iomodel.traffic(problem_of(length, dim, mask, dtype), TilePlan(block_q, block_k), schedule)
 

@@ -78,9 +78,7 @@ def render(data: dict[str, Any], language: str = "en") -> str:
     )
 
 
-def write(
-    path: Path, record_dirs: Iterable[Path] = (), language: str = "en", progress: Progress | None = None
-) -> Path:
+def write(path: Path, record_dirs: Iterable[Path] = (), language: str = "en", progress: Progress | None = None) -> Path:
     """Write the page and say where it is."""
     page = render(gather(record_dirs, progress), language)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,9 @@ def count(ncu: str, case: TrafficCase, timeout: float = 600.0) -> tuple[list[Ker
                 "load the driver with NVreg_RestrictProfilingToAdminUsers=0"
             )
         if run.returncode or not note.exists():
-            raise DeviceError(f"verify-traffic: ncu failed on {case.words()}: {(run.stderr or run.stdout).strip()[-600:]}")
+            raise DeviceError(
+                f"verify-traffic: ncu failed on {case.words()}: {(run.stderr or run.stdout).strip()[-600:]}"
+            )
         noted = json.loads(note.read_text())
     tiles = {name: TilePlan(**tile) for name, tile in noted["tiles"].items()}
     return compare(case, tiles, launches(run.stdout), spec), noted["backends"], run.stdout
