@@ -280,6 +280,19 @@ def test_any_strides(backend: str, name: str) -> None:
 
 
 @backends
+def test_lazily_negated_tensors(backend: str) -> None:
+    """conj().imag is a view whose numbers are the negatives of those in memory."""
+    views = [torch.randn(1, 2, 9, 8, dtype=torch.complex64).conj().imag for _ in range(4)]
+    assert all(x.is_neg() for x in views)
+    results = []
+    for q, k, v, dout in (views, [x.resolve_neg() for x in views]):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, backend=backend)
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    torch.testing.assert_close(*results)
+
+
+@backends
 def test_output_is_laid_out_like_the_query(backend: str) -> None:
     b, s, h, d = 2, 40, 4, 16
     packed = torch.randn(b, s, 3, h, d)  # as a fused projection gives it

@@ -29,7 +29,7 @@ def forward(problem: Problem, inputs: Inputs, backend: str | Backend = "auto") -
     if isinstance(backend, str):
         backend = dispatch.select(problem, inputs, backend).backend
     with own_precision(problem.device):
-        return backend.forward(problem, inputs)
+        return backend.forward(problem, settled(inputs))
 
 
 def backward(
@@ -47,7 +47,23 @@ def backward(
         return empty_backward(inputs, lse, dlse, needs)
     chosen = dispatch.select(problem, inputs, backend, backward=True).backend
     with own_precision(problem.device):
-        return chosen.backward(problem, inputs, out, lse, dout, dlse, needs)
+        return chosen.backward(problem, settled(inputs), out, lse, dout.resolve_neg(), dlse, needs)
+
+
+def settled(inputs: Inputs) -> Inputs:
+    """The inputs with their numbers in memory, where kernels read them: torch may negate lazily, by a bit."""
+    q, k, v, bias, alibi, sinks, *_ = inputs
+    lazy = (
+        q.is_neg()
+        or k.is_neg()
+        or v.is_neg()
+        or (bias is not None and bias.is_neg())
+        or (alibi is not None and alibi.is_neg())
+        or (sinks is not None and sinks.is_neg())
+    )
+    if not lazy:
+        return inputs
+    return Inputs(*(None if x is None else x.resolve_neg() for x in inputs))  # type: ignore[arg-type]
 
 
 def own_precision(device: str) -> AbstractContextManager[object]:
