@@ -165,7 +165,7 @@ def _screen(problem: Problem, inputs: Inputs, got: Tensor) -> int | None:
     for x in (inputs.q, inputs.k, inputs.v, inputs.bias, inputs.sinks):
         if x is not None and not torch.stack(_finite_ends(x)).isfinite().all():
             return None
-    low, high = inputs.v.double().amin(2) if inputs.v.dtype == torch.float64 else inputs.v.amin(2), inputs.v.amax(2)
+    low, high = inputs.v.amin(2), inputs.v.amax(2)
     limit = torch.maximum(-low, high).double().repeat_interleave(problem.group, dim=1)  # [B, Hq, Dv]
     info = torch.finfo(getattr(torch, problem.dtype))
     limit = limit * MEAN_SLACK / (1.0 - problem.dropout_p) + info.smallest_normal

@@ -66,6 +66,9 @@ function draw(id, traces, layout) {
     whole[name] = Object.assign({}, axis, layout[name]);
     if (typeof layout[name].title === "string") whole[name].title = Object.assign({}, axis.title, { text: layout[name].title });
   }
+  const heading = $(id).closest("section").querySelector("h2").textContent;
+  $(id).setAttribute("role", "img");
+  $(id).setAttribute("aria-label", heading);
   Plotly.react(id, traces, whole, { responsive: true, displayModeBar: false });
 }
 
