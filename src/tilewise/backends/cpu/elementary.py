@@ -53,7 +53,7 @@ def horner(e: Emit, xs: list[Value], coefficients: tuple[float, ...]) -> list[Va
     return totals
 
 
-def exp2(e: Emit, xs: list[Value]) -> list[Value]:
+def exp2(e: Emit, xs: list[Value], degree: int = 0) -> list[Value]:
     """2**x for x below the largest exponent; exactly 0 at or below the floor (so for -inf), NaN for NaN.
 
     x = n + f with n an integer and |f| <= 1/2: 2**f is a polynomial and n is added to its exponent bits. Adding `magic` rounds
@@ -61,18 +61,27 @@ def exp2(e: Emit, xs: list[Value]) -> list[Value]:
     """
     real, lanes = e.real, xs[0].type.count
     if e.arch != "aarch64" and len(xs) > 1:  # wide out-of-order cores find the parallelism themselves; AVX2 lacks the registers
-        return [y for x in xs for y in exp2(e, [x])]
+        return [y for x in xs for y in exp2(e, [x], degree)]
     floor, magic = e.const(real.floor, lanes), e.const(real.magic, lanes)
     kind, shift = e.vtype(real.bits, lanes), e.iconst(real.mantissa, lanes=lanes)
     xs = [e.at_least(x, floor) for x in xs]
     shifted = [e.fadd(x, magic) for x in xs]
     whole = [e.fsub(s, magic) for s in shifted]
     fractions = [e.fsub(x, n) for x, n in zip(xs, whole, strict=True)]  # exact
-    powers = horner(e, fractions, fit(_exp2, -0.5, 0.5, real.degree))
+    powers = horner(e, fractions, fit(_exp2, -0.5, 0.5, degree or real.degree))
     exponents = [e.shl(e.bitcast(s, kind), shift) for s in shifted]
     return [
         e.bitcast(e.add(e.bitcast(p, kind), n), e.vtype(lanes=lanes)) for p, n in zip(powers, exponents, strict=True)
     ]
+
+
+def exp2_integer(e: Emit, xs: list[Value]) -> list[Value]:
+    """2**n for integers n <= 0, exactly; 0 at or below the floor."""
+    real, lanes = e.real, xs[0].type.count
+    kind, shift = e.vtype(real.bits, lanes), e.iconst(real.mantissa, lanes=lanes)
+    bounded = [e.at_least(x, e.const(real.floor, lanes)) for x in xs]
+    biased = [e.fadd(x, e.const(real.magic - real.floor, lanes)) for x in bounded]  # n - floor in the low bits
+    return [e.bitcast(e.shl(e.bitcast(b, kind), shift), e.vtype(lanes=lanes)) for b in biased]
 
 
 def tanh(e: Emit, x: Value) -> Value:

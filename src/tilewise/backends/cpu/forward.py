@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.backends.cpu.elementary import LOG2E, exp2
+from tilewise.backends.cpu.elementary import LOG2E, exp2, exp2_integer
 from tilewise.backends.cpu.ir import I64, PTR, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull
 from tilewise.backends.cpu.micro import by_panels, put_strip, strip
@@ -34,8 +34,8 @@ class Forward(KernelModule):
         super().__init__(kernel, arch)
         self.emit_helpers()
         self.unpack_quotient = emit_unpack_strip(self.unit, self.tile, kernel.dtype, divide=True)
-        self.product = by_panels(self.unit, "scores", self.tile)
-        self.product_peak = by_panels(self.unit, "scores_peak", self.tile, fold="peak") if kernel.plain else None
+        self.product = by_panels(self.unit, "scores", self.tile, halves=True)
+        self.product_peak = by_panels(self.unit, "scores_peak", self.tile, fold="peak", halves=True) if kernel.plain else None
         self.pv = by_panels(self.unit, "values", self.tile, fold="scale")
         self.strip = self.emit_strip()
         self.finish = self.emit_finish()
@@ -107,13 +107,13 @@ class Forward(KernelModule):
         m_ptr, l_ptr = e.at(f.ptr("m"), row), e.at(f.ptr("l"), row)
         old = strip(e, self.tile, m_ptr)
         m = [e.top(x, e.ceiling(y)) for x, y in zip(old, strip(e, self.tile, f.ptr("top")), strict=True)]
-        alpha = exp2(e, [e.fsub(before, now) for before, now in zip(old, m, strict=True)])
+        alpha = exp2_integer(e, [e.fsub(before, now) for before, now in zip(old, m, strict=True)])
         put_strip(e, m, m_ptr)
         put_strip(e, alpha, f.ptr("alpha"))
         with e.loop(j0, j1, 1, [e.const(0.0)] * self.tile.vectors) as over:
             at = e.times(over.index, R)
             s = strip(e, self.tile, P, at)
-            p = exp2(e, [e.fsub(x, y) for x, y in zip(s, m, strict=True)])
+            p = exp2(e, [e.fsub(x, y) for x, y in zip(s, m, strict=True)], self.real.degree - 1)
             put_strip(e, p, P, at)
             over.carry([e.fadd(t, x) for t, x in zip(over.values, p, strict=True)])
         l_new = [
@@ -158,7 +158,7 @@ class Forward(KernelModule):
         for i in range(tile.vectors):
             old, total = e.vget(m_ptr, i * e.lanes), e.vget(l_ptr, i * e.lanes)
             m = e.top(old, e.ceiling(logit))
-            alpha, sink_share = exp2(e, [e.fsub(old, m), e.fsub(logit, m)])
+            (alpha,), (sink_share,) = exp2_integer(e, [e.fsub(old, m)]), exp2(e, [e.fsub(logit, m)])
             e.vput(e.mad(total, alpha, sink_share), l_ptr, i * e.lanes)
             e.vput(m, m_ptr, i * e.lanes)
             factors.append(alpha)
@@ -179,7 +179,7 @@ class Forward(KernelModule):
         for i in range(tile.vectors):
             old, other = e.vget(m_ptr, i * e.lanes), e.vget(e.at(m_in, row), i * e.lanes)
             m = e.top(old, other)
-            mine, his = exp2(e, [e.fsub(old, m), e.fsub(other, m)])
+            mine, his = exp2_integer(e, [e.fsub(old, m), e.fsub(other, m)])
             ours.append(mine)
             theirs.append(his)
             total = e.fmul(e.vget(l_ptr, i * e.lanes), ours[-1])

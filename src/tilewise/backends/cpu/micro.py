@@ -28,40 +28,36 @@ def put_strip(e: Emit, values: list[Value], pointer: Value, offset: int | Value 
         e.vput(value, e.at(pointer, offset, kind), i * e.lanes)
 
 
-def by_panels(unit: Unit, name: str, tile: Register, *, fold: str = "") -> Any:
-    """C[j][r] = Σ_k A[k][r]·B[k][j] for k in [k0, k1), an even number of steps, and the panels [g0, g1) of J columns.
+def by_panels(unit: Unit, name: str, tile: Register, *, fold: str = "", halves: bool = False) -> Any:
+    """C[j][r] = Σ_k A[k][r]·B[k][j] for k in [k0, k1), multiples of UNROLL, and the panels [g0, g1) of J columns.
 
     Arguments: k0, k1, A, its row stride, B, the distance of its panels, C, its row stride, g0, g1[, X]. What becomes of the sum:
 
         ""        it is stored                      "peak"    and X[r] = max(X[r], max_j C[j][r])
         "add"     C + sum is stored                 "scale"   C·X[r] + sum is stored
 
-    The sum over these keys is complete before it joins C: half the rounding error of one long sum.
+    A sum is complete before it joins C, and with `halves` it is two sums, each over half of the steps: the error of a long sum
+    grows with its length.
     """
     args = [I64, I64, PTR, I64, PTR, I64, PTR, I64, I64, I64] + [PTR] * (fold in ("peak", "scale"))
     e, (k0, k1, a_ptr, a_step, b_ptr, b_step, c_ptr, c_step, g0, g1, *rest), function = unit.function(name, args, apart=(2, 4, 6))
     width, J = tile.vectors, tile.keys
     side = strip(e, tile, rest[0]) if rest else []
+    middle = e.plus(k0, e.and_(e.lshr(e.minus(k1, k0), I64(1)), I64(-UNROLL))) if halves else k1
     with e.loop(g0, g1, 1, side if fold == "peak" else []) as over:
         panel = e.at(b_ptr, e.times(over.index, b_step))
-        with e.loop(k0, k1, 2, [e.const(0.0)] * (J * width)) as over_k:
-            acc = list(over_k.values)
-            for step in range(2):
-                k = e.plus(over_k.index, step)
-                a = strip(e, tile, a_ptr, e.times(k, a_step))
-                b_row = e.at(panel, e.times(k, J))
-                small = [e.vget(b_row, n, lanes=UNROLL) for n in range(0, J, UNROLL)] if e.arch == "aarch64" else []
-                for j in range(J):
-                    b = e.lane(small[j // UNROLL], j % UNROLL) if small else e.splat(e.get(b_row, j))
-                    for i in range(width):
-                        acc[j * width + i] = e.mad(a[i], b, acc[j * width + i])
-            over_k.carry(acc)
         c_row, tops = e.at(c_ptr, e.times(e.times(over.index, J), c_step)), list(over.values)
+        if halves:
+            first = _panel_sum(e, tile, (k0, middle), a_ptr, a_step, panel)
+            for j in range(J):
+                put_strip(e, first[j * width : (j + 1) * width], e.at(c_row, e.times(j, c_step)))
+        total = _panel_sum(e, tile, (middle, k1) if halves else (k0, k1), a_ptr, a_step, panel)
         for j in range(J):
-            new = over_k.values[j * width : (j + 1) * width]
-            if fold in ("add", "scale"):
-                old = strip(e, tile, c_row)
-                new = [e.fadd(x, y) if fold == "add" else e.mad(x, s, y) for x, y, s in zip(old, new, side or new, strict=True)]
+            new = total[j * width : (j + 1) * width]
+            if fold == "scale":
+                new = [e.mad(x, s, y) for x, s, y in zip(strip(e, tile, c_row), side, new, strict=True)]
+            elif fold == "add" or halves:
+                new = [e.fadd(x, y) for x, y in zip(strip(e, tile, c_row), new, strict=True)]
             put_strip(e, new, c_row)
             tops = [e.top(x, y) for x, y in zip(tops, new, strict=True)] if fold == "peak" else tops
             c_row = e.at(c_row, c_step)
@@ -70,6 +66,26 @@ def by_panels(unit: Unit, name: str, tile: Register, *, fold: str = "") -> Any:
         put_strip(e, over.values, rest[0])
     e.ret_void()
     return function
+
+
+def _panel_sum(
+    e: Emit, tile: Register, steps: tuple[Value, Value], a_ptr: Value, a_step: Value, panel: Value
+) -> list[Value]:
+    """Σ_k A[k][r]·B[k][j] in registers, j-major."""
+    width, J = tile.vectors, tile.keys
+    with e.loop(*steps, UNROLL, [e.const(0.0)] * (J * width)) as over:
+        acc = list(over.values)
+        for step in range(UNROLL):
+            k = e.plus(over.index, step)
+            a = strip(e, tile, a_ptr, e.times(k, a_step))
+            b_row = e.at(panel, e.times(k, J))
+            small = [e.vget(b_row, n, lanes=UNROLL) for n in range(0, J, UNROLL)] if e.arch == "aarch64" else []
+            for j in range(J):
+                b = e.lane(small[j // UNROLL], j % UNROLL) if small else e.splat(e.get(b_row, j))
+                for i in range(width):
+                    acc[j * width + i] = e.mad(a[i], b, acc[j * width + i])
+        over.carry(acc)
+    return list(over.values)
 
 
 def by_rows(unit: Unit, name: str, tile: Register) -> Any:

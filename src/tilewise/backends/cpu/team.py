@@ -81,7 +81,9 @@ def _runtime() -> Any:
 
 def _forget() -> None:
     team.cache_clear()
-    globals()["_runtime"] = lambda: None  # the child of a fork has none of the runtime's threads, and must not wait for them
+    globals()["_runtime"] = lambda: (
+        None
+    )  # the child of a fork has none of the runtime's threads, and must not wait for them
 
 
 if hasattr(os, "register_at_fork"):
