@@ -82,6 +82,20 @@ def test_what_no_mean_can_be_is_caught_outside_the_sample() -> None:
         assert found.stray == 1 and not found.ok
 
 
+def test_inputs_that_are_not_finite_are_not_held_against_the_output() -> None:
+    q, k, v, _ = example()
+    for value in (float("nan"), float("inf"), float("-inf")):
+        spoiled = v.clone()
+        spoiled[0, 1, 90] = value  # rows from 90 on of head 1 have no finite output
+        out = tw.attention(q, k, spoiled, mask=tw.causal(), backend="reference")
+        found = certify(q, k, spoiled, out, mask=tw.causal(), rows="all")  # type: ignore[arg-type]
+        assert found.stray is None and found.undefined >= 6
+    bias = torch.zeros(96, 96)
+    bias[:, 5] = float("-inf")  # masks, and is no fault
+    out = tw.attention(q, k, v, bias=bias, backend="tiled")
+    assert certify(q, k, v, out, bias=bias, rows=20).stray == 0  # type: ignore[arg-type]
+
+
 def test_the_stated_probability_is_how_often_it_happens() -> None:
     q, k, v, out = example()
     out[0, 0, 60] += 0.01  # three wrong rows, too little for the screen

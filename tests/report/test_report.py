@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from tilewise import hardware, iomodel
+from tilewise.cli.app import app
 from tilewise.hardware.ceilings import Ceilings
 from tilewise.iomodel import TilePlan
 from tilewise.masks import TileMap
@@ -228,3 +230,29 @@ def test_records_are_found_and_cut_down(tmp_path: Path) -> None:
     found = machine.records([tmp_path, tmp_path / "absent"])
     assert found["bench"][0]["cases"] == [{"words": "x", "times": {"tilewise": spread}, "ratio": None}]
     assert found["bench"][0]["where"] == "N1" and len(found["traffic"]) == 1
+
+
+def test_the_demo_ends_with_the_report_and_ci_opens_it() -> None:
+    root = Path(__file__).resolve().parents[2]
+    makefile = (root / "Makefile").read_text(encoding="utf-8")
+    recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert recipe and "tilewise report" in recipe[1].splitlines()[-1]
+    steps = [
+        line for line in (root / ".ci" / "run").read_text(encoding="utf-8").splitlines() if line.startswith("make")
+    ]
+    assert steps[-1] == "make test-browser"
+
+
+def test_the_command_writes_the_page_and_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        page,
+        "gather",
+        lambda *_: {
+            "devices": {"here": {"name": "N"}},
+            "axes": dict.fromkeys(("device", "length", "dim", "mask", "tile"), ()),
+        },
+    )
+    done = CliRunner().invoke(app, ["report", "--output", str(tmp_path / "deep" / "page.html"), "--json"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.output)
+    assert Path(told["path"]).stat().st_size == told["bytes"] > 4_000_000
