@@ -39,35 +39,22 @@ RECORDS: list[dict[str, Any]] = []
 PEERS = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "eff": SDPBackend.EFFICIENT_ATTENTION}
 
 FORWARD = {
-    64: [
-        "128,128,8,2",
-        "128,128,8,3",
-        "128,64,4,3",
-        "128,64,8,3",
-        "64,64,4,3",
-        "64,128,4,2",
-        "128,128,4,2",
-        "128,64,8,2",
-    ],
-    128: [
-        "128,128,8,2",
-        "128,128,8,3",
-        "128,64,8,2",
-        "128,64,8,3",
-        "128,64,4,3",
-        "64,64,4,2",
-        "64,64,4,3",
-        "64,128,4,2",
-    ],
+    64: ["64,64,4,3", "64,64,4,3p", "64,64,4,4", "128,64,4,3p", "64,32,4,4p", "64,128,4,3"],
+    128: ["64,64,4,3", "64,64,4,3p", "128,64,8,3p", "128,128,8,3p", "64,64,4,4", "64,32,4,4"],
 }
 KEYS = {
-    64: ["64,128,8,2", "64,128,8,3", "32,128,8,2", "64,64,4,2", "64,64,4,3", "128,64,4,2", "128,128,8,2", "32,64,4,3"],
-    128: ["64,128,8,2", "64,128,8,3", "32,128,8,2", "32,128,8,3", "64,64,4,2", "32,64,4,2", "32,64,4,3"],
+    64: ["64,64,4,2", "64,64,4,2b", "64,64,4,3", "128,64,4,2", "128,64,4,2b"],
+    128: ["64,64,4,2", "64,64,4,2b", "32,64,4,3", "32,64,4,3b", "64,128,8,2b"],
 }
 QUERIES = {
-    64: ["128,64,8,2", "128,64,8,3", "64,64,4,2", "64,64,4,3", "128,128,8,2", "64,128,4,2", "128,64,4,3"],
-    128: ["128,64,8,2", "128,64,8,3", "64,64,4,2", "64,64,4,3", "64,32,4,3", "128,32,8,3", "128,128,8,2"],
+    64: ["64,64,4,3", "64,32,4,4p", "128,64,8,3"],
+    128: ["64,64,4,3", "64,64,4,2p", "64,32,4,3", "128,64,8,3p", "128,64,8,3"],
 }
+FUSED = {
+    64: ["64,64,4,2", "64,64,4,2b", "64,64,4,3", "128,64,4,2", "64,128,8,2", "128,128,8,2", "128,128,8,2b"],
+    128: ["64,64,4,2", "64,64,4,2b", "64,64,8,2", "64,128,8,2", "64,128,8,2b", "64,128,8,1"],
+}
+"""Queries, keys, warps, stages; `p` reads the streamed operands through pointers, `b` has one loop with a branch."""
 
 
 class Clock:
@@ -122,9 +109,11 @@ def make(
     return Call(problem, Inputs(q, k, v))
 
 
-def tile_of(text: str, pass_: str = "forward") -> TilePlan:
-    m, n, warps, stages = map(int, text.split(","))
-    return TilePlan(m, n, stages, warps, pass_=pass_)
+def trial_of(text: str, pass_: str = "forward", fused: bool | None = None) -> Any:
+    from tilewise.backends.triton.run import Trial
+
+    m, n, warps, stages = map(int, text.rstrip("pb").split(","))
+    return Trial((TilePlan(m, n, stages, warps, pass_=pass_),), "p" not in text, fused, "b" in text)
 
 
 def flops(p: Problem, backward: bool = False) -> float:
@@ -139,64 +128,58 @@ def flops(p: Problem, backward: bool = False) -> float:
 # ---- compiling ahead ------------------------------------------------------------------------------------------------
 
 
-def compile_one(job: tuple[str, dict[str, Any], str, bool]) -> str:
-    """In a worker process: compile one kernel into triton's cache on disk. Returns what went wrong, if anything."""
-    kernel, options, tile, maps = job
+def compile_one(job: tuple[dict[str, Any], Any, Needs | None]) -> str:
+    """In a worker process: compile a trial's kernels into triton's cache on disk. Returns what went wrong, if anything."""
+    options, trial, needs = job
+    said: list[str] = []
     try:
+        from compile_matrix import resources
         from triton.backends.compiler import GPUTarget
 
-        from tilewise.backends.gpu.arguments import padded
-        from tilewise.backends.gpu.launch import Descriptor, Options, compile_for, signature, view
-        from tilewise.backends.gpu.structs import Gradients
-        from tilewise.backends.triton import backward, forward, host
+        from tilewise.backends.gpu.launch import Descriptor, compile_for, signature
+        from tilewise.backends.triton import run
 
+        def describe(x: torch.Tensor, y: torch.Tensor, rows: int, wanted: bool) -> tuple[Any, Any]:
+            return (Descriptor(x, rows, x.shape[3]), Descriptor(y, rows, y.shape[3])) if wanted else (None, None)
+
+        launches: list[Any] = []
+        run.descriptors = describe
+        run.fitting = lambda problem, pass_, build, tile, device: build(tile)
+        run.perform = lambda key, moving, build: launches.extend(build())
         options = {**options, "mask": MASKS[options.get("mask", "full")]()}
         problem, inputs = make(**options, device="meta")
-        plan = tile_of(tile)
         out = torch.empty_like(inputs.q)
         lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
-        a, config = host.arguments(problem, inputs, out, lse, plan)
-
-        def descriptors(x: torch.Tensor, y: torch.Tensor, rows: int) -> tuple[Any, Any]:
-            return (
-                (Descriptor(x, rows, padded(x.shape[3])), Descriptor(y, rows, padded(y.shape[3])))
-                if maps
-                else (None, None)
-            )
-
-        g = Gradients(view(out), view(inputs.q), view(inputs.k), view(inputs.v), lse, lse, None, None, None)
-        if kernel == "forward":
-            fn, args = forward.forward_kernel, (a, *descriptors(inputs.k, inputs.v, plan.block_k))
-        elif kernel == "keys":
-            fn, args = backward.keys_kernel, (a, g._replace(dq=None), *descriptors(inputs.q, out, plan.block_q))
+        if needs is None:
+            run.run_forward(problem, inputs, out, lse, trial)
         else:
-            fn, args = (
-                backward.queries_kernel,
-                (a, g._replace(dk=None, dv=None), *descriptors(inputs.k, inputs.v, plan.block_k)),
-            )
+            run.run_backward(problem, inputs, run.Saved(out, lse, out, None), needs, trial)
         major, minor = CAPABILITY
-        compile_for(
-            GPUTarget("cuda", major * 10 + minor, 32), fn, signature(args), config, Options(plan.warps, plan.stages)
-        )
+        for kernel, _, args, config, settings in launches:
+            target = GPUTarget("cuda", major * 10 + minor, 32)
+            _, spilled = resources(compile_for(target, kernel, signature(args), config, settings))
+            if spilled:
+                label = f"{config.BLOCK_M},{config.BLOCK_N},{settings.num_warps},{settings.num_stages}"
+                said.append(f"{kernel.__name__} {label} {trial.maps, trial.fused, trial.branch} spills {spilled} B")
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__
-        return f"{kernel} {tile} maps={maps}: {type(error).__name__} {str(error)[-300:]}"
-    return ""
+        return f"{trial}: {type(error).__name__} {str(error)[-300:]}"
+    return "; ".join(f"d {options['d']} {text}" for text in said)
 
 
 CAPABILITY = (9, 0)
 MASKS: dict[str, Callable[[], Any]] = {"full": full, "causal": causal, "window": lambda: window(1024)}
 
 
-def compile_ahead(jobs: list[tuple[str, dict[str, Any], str, bool]], workers: int) -> None:
+def compile_ahead(jobs: list[tuple[dict[str, Any], Any, Needs | None]], workers: int) -> None:
     start = time.monotonic()
     import multiprocessing
 
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         for problem in pool.map(compile_one, jobs):
             if problem:
-                print("  compile failed:", problem)
+                print("  compiling:", problem)
     print(f"  compiled {len(jobs)} kernels in {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -262,29 +245,20 @@ def peer_gradients(
     return result
 
 
-def ours(call: Call, tile: TilePlan | None, maps: bool = True) -> Callable[[], Any]:
+def ours(call: Call, trial: Any = None) -> Callable[[], Any]:
     from tilewise.backends.base import empty_lse, empty_out
-    from tilewise.backends.triton import host
+    from tilewise.backends.triton import run
 
     out, lse = empty_out(call.inputs.q, call.problem.head_dim_v), empty_lse(call.inputs.q)
-    with_maps = host.descriptors
-
-    def run() -> None:
-        host.descriptors = with_maps if maps else (lambda x, y, rows: (None, None))
-        try:
-            host.run_forward(call.problem, call.inputs, out, lse, tile)
-        finally:
-            host.descriptors = with_maps
-
-    return run
+    return lambda: run.run_forward(call.problem, call.inputs, out, lse, trial or run.PLANNED)
 
 
-def our_gradients(call: Call, needs: Needs, tiles: dict[str, TilePlan] | None = None) -> Callable[[], Any]:
-    from tilewise.backends.triton import host
+def our_gradients(call: Call, needs: Needs = Needs(), trial: Any = None) -> Callable[[], Any]:  # noqa: B008
+    from tilewise.backends.triton import host, run
 
     out, lse = host.backend.forward(call.problem, call.inputs)
-    dout = torch.randn_like(out)
-    return lambda: host.run_backward(call.problem, call.inputs, (out, lse, dout, None), needs, tiles)
+    saved = run.Saved(out, lse, torch.randn_like(out), None)
+    return lambda: run.run_backward(call.problem, call.inputs, saved, needs, trial or run.PLANNED)
 
 
 def geometry(tokens: int = 16384, hidden: int = 2048) -> list[tuple[int, int, dict[str, int]]]:
@@ -299,27 +273,10 @@ def geometry(tokens: int = 16384, hidden: int = 2048) -> list[tuple[int, int, di
 
 
 def smoke(clock: Clock, args: argparse.Namespace) -> None:
-    """Does it run, with and without descriptors, and is it right? Small problems against SDPA in fp32."""
-    from tilewise.backends.triton import host
-
-    for d, mask in ((64, causal()), (128, full()), (128, causal()), (256, causal()), (40, causal())):
+    """Does it run and is it right? Small problems against SDPA's math in fp64."""
+    for d, mask in ((64, causal()), (128, full()), (256, causal()), (40, causal())):
         call = make(2, 4, 300, d, mask, kv_heads=2)
-        for maps in (True, False):
-            saved = host.descriptors
-            if not maps:
-                host.descriptors = lambda x, y, rows: (None, None)
-            try:
-                start = time.monotonic()
-                print(
-                    f"  d {d} {call.problem.program.structure!r} maps={maps}:",
-                    errors(call),
-                    f"{time.monotonic() - start:.1f} s",
-                    flush=True,
-                )
-            except Exception:
-                traceback.print_exc(limit=-4)
-            finally:
-                host.descriptors = saved
+        print(f"  d {d} {call.problem.program.structure!r}:", errors(call), flush=True)
 
 
 def errors(call: Call, needs_grad: bool = True) -> str:
@@ -347,38 +304,54 @@ def errors(call: Call, needs_grad: bool = True) -> str:
     return text
 
 
-def conform(clock: Clock, args: argparse.Namespace) -> None:
-    """The conformance suite on the GPU; it needs no pytest beyond the name."""
+def conform_share(share: tuple[int, int, float]) -> tuple[int, list[tuple[str, str]], list[str], list[str]]:
+    """In a worker process: every n-th case. What passed, failed with its reason, is not served, and was left out."""
     if importlib.util.find_spec("pytest") is None:
         sys.modules["pytest"] = types.ModuleType("pytest")
     from tests.conformance.cases import CASES, build
     from tests.conformance.harness import excesses
     from tilewise import dispatch
 
-    passed, failed, skipped = 0, [], []
-    for i, case in enumerate(CASES):
-        if clock.left() < 5:
-            print(f"  time is up: {len(CASES) - i} cases left out")
-            break
-        if args.only and not any(word in case.name for word in args.only):
+    if "triton" not in dispatch.REGISTRY:
+        dispatch.register("triton", dispatch.Entry("tilewise.backends.triton", ("cpu", "cuda")), first=True)
+    first, step, seconds = share
+    clock = Clock(seconds)
+    passed, failed, skipped, left = 0, [], [], []
+    for case in CASES[first::step]:
+        if clock.left() < 3:
+            left.append(case.name)
             continue
         try:
             built = build(case, DEVICE)
-            verdict = dispatch.judge("triton", built.problem, built.inputs)
-            if not verdict.ok:
+            if not dispatch.judge("triton", built.problem, built.inputs).ok:
                 skipped.append(case.name)
                 continue
-            found = excesses(built, "triton", lse_gradient=case.lse_gradient)
+            for _ in range(3):  # as it comes, prepared, and replayed
+                found = excesses(built, "triton", lse_gradient=case.lse_gradient)
+                if found:
+                    break
             if found:
                 failed.append((case.name, str(found)[:300]))
             else:
                 passed += 1
         except Exception as error:
             failed.append((case.name, f"{type(error).__name__}: {str(error)[:300]}"))
-    print(f"  {passed} passed, {len(failed)} failed, {len(skipped)} not served: {skipped}")
+    return passed, failed, skipped, left
+
+
+def conform(clock: Clock, args: argparse.Namespace) -> None:
+    """The conformance suite on the GPU, shared out over processes; it needs no pytest beyond the name."""
+    import multiprocessing
+
+    passed, failed, skipped, left = 0, [], [], []
+    shares = [(i, args.workers, clock.left() - 15) for i in range(args.workers)]
+    with ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for good, bad, refused, late in pool.map(conform_share, shares):
+            passed, failed, skipped, left = passed + good, failed + bad, skipped + refused, left + late
+    print(f"  {passed} passed, {len(failed)} failed, {len(skipped)} not served: {skipped}, left out: {left}")
     for name, why in failed:
         print(f"  FAILED {name}: {why}")
-    RECORDS.append({"case": "conformance", "passed": passed, "failed": failed, "skipped": skipped})
+    RECORDS.append({"case": "conformance", "passed": passed, "failed": failed, "skipped": skipped, "left out": left})
 
 
 def accuracy(clock: Clock, args: argparse.Namespace) -> None:
@@ -395,78 +368,90 @@ def accuracy(clock: Clock, args: argparse.Namespace) -> None:
 
 
 def forward(clock: Clock, args: argparse.Namespace) -> None:
-    jobs = []
+    jobs: list[Any] = []
     for d in args.d:
         for mask in ("full", "causal"):
             options = {"batch": 8, "heads": 2048 // d, "seqlen": 2048, "d": d, "mask": mask}
-            jobs += [("forward", options, tile, True) for tile in FORWARD[d]]
-            jobs += [("forward", options, tile, False) for tile in FORWARD[d][:4]]
+            jobs += [(options, trial_of(tile), None) for tile in FORWARD[d]]
     compile_ahead(jobs, args.workers)
     for d, s, shape in geometry():
         for name, mask in (("full", full()), ("causal", causal())):
-            if d not in args.d:
+            if d not in args.d or s not in args.s:
                 continue
             if clock.left() < 5:
                 print(f"  time is up before d {d} {name} S {s}")
                 return
             call = make(**shape, mask=mask)
-            runs = {**peers(call, name == "causal"), "plan": ours(call, None)}
-            runs |= {tile: ours(call, tile_of(tile)) for tile in FORWARD[d]}
-            runs |= {tile + "p": ours(call, tile_of(tile), maps=False) for tile in FORWARD[d][:4]}
+            runs = {**peers(call, name == "causal"), "plan": ours(call)}
+            runs |= {tile: ours(call, trial_of(tile)) for tile in FORWARD[d]}
             table(f"fwd d {d} {name} S {s}", flops(call.problem), interleaved(runs))
 
 
 def backward(clock: Clock, args: argparse.Namespace) -> None:
-    jobs = []
+    keys_only, queries_only = Needs(False, True, True), Needs(True, False, False)
+    jobs: list[Any] = []
     for d in args.d:
         for mask in ("full", "causal"):
             options = {"batch": 8, "heads": 2048 // d, "seqlen": 2048, "d": d, "mask": mask}
-            jobs += [("keys", options, tile, True) for tile in KEYS[d]]
-            jobs += [("queries", options, tile, True) for tile in QUERIES[d]]
+            jobs += [(options, trial_of(tile, "backward_dkdv", True), Needs()) for tile in FUSED[d]]
+            jobs += [(options, trial_of(tile, "backward_dkdv", False), keys_only) for tile in KEYS[d]]
+            jobs += [(options, trial_of(tile, "backward_dq", False), queries_only) for tile in QUERIES[d]]
     compile_ahead(jobs, args.workers)
     for d, s, shape in geometry():
         for name, mask in (("full", full()), ("causal", causal())):
-            if d not in args.d:
+            if d not in args.d or s not in args.s:
                 continue
             if clock.left() < 8:
                 print(f"  time is up before d {d} {name} S {s}")
                 return
             call = make(**shape, mask=mask)
-            keys_only, queries_only = Needs(False, True, True), Needs(True, False, False)
-            runs = {**peer_gradients(call, name == "causal"), "plan": our_gradients(call, Needs())}
+            runs = peer_gradients(call, name == "causal")
+            if not args.no_plan:
+                runs["plan"] = our_gradients(call)
+            for tile in FUSED[d]:
+                runs["F" + tile] = our_gradients(call, Needs(), trial_of(tile, "backward_dkdv", True))
             for tile in KEYS[d]:
-                runs["K" + tile] = our_gradients(call, keys_only, {"backward_dkdv": tile_of(tile)})
+                runs["K" + tile] = our_gradients(call, keys_only, trial_of(tile, "backward_dkdv", False))
             for tile in QUERIES[d]:
-                runs["Q" + tile] = our_gradients(call, queries_only, {"backward_dq": tile_of(tile)})
-            times = interleaved(runs, rounds=3)
+                runs["Q" + tile] = our_gradients(call, queries_only, trial_of(tile, "backward_dq", False))
+            times = interleaved(runs, rounds=3, budget_ms=6.0)
             table(f"bwd d {d} {name} S {s}", flops(call.problem, True), times)
             best_k = min((ms, tile) for tile, ms in times.items() if tile[0] == "K")
             best_q = min((ms, tile) for tile, ms in times.items() if tile[0] == "Q")
             work = flops(call.problem, True) / 1e9
             print(
                 f"    best {best_k[1]} {best_k[0]:.3f} ms + {best_q[1]} {best_q[0]:.3f} ms: "
-                f"{work / (best_k[0] + best_q[0]):.0f} TFLOP/s and more"
+                f"{work / (best_k[0] + best_q[0]):.0f} TFLOP/s and more",
+                flush=True,
             )
 
 
+FP32_FORWARD = ("64,32,4,2", "64,32,4,3", "64,64,4,2", "128,32,8,2", "128,32,4,2", "128,64,8,1", "64,64,8,1")
+FP32_KEYS = ("32,32,4,2", "32,64,4,1", "64,32,4,1", "16,64,4,2", "32,64,8,1", "32,32,4,1")
+FP32_QUERIES = ("32,32,4,2", "64,32,4,1", "64,32,4,2", "64,32,8,1", "64,16,4,2", "32,32,4,1")
+
+
 def fp32(clock: Clock, args: argparse.Namespace) -> None:
-    tiles = ["64,32,4,2", "64,32,4,3", "64,64,4,2", "128,32,8,2", "128,32,4,2", "128,64,8,2", "32,32,4,2"]
+    keys_only, queries_only = Needs(False, True, True), Needs(True, False, False)
+    trials: dict[str, tuple[Needs | None, Any]] = {tile: (None, trial_of(tile)) for tile in FP32_FORWARD}
+    trials |= {"F" + tile: (Needs(), trial_of(tile, "backward_dkdv", True)) for tile in FP32_KEYS}
+    trials |= {"K" + tile: (keys_only, trial_of(tile, "backward_dkdv", False)) for tile in FP32_KEYS}
+    trials |= {"Q" + tile: (queries_only, trial_of(tile, "backward_dq", False)) for tile in FP32_QUERIES}
+    options = {"batch": 8, "heads": 16, "seqlen": 2048, "d": 128, "dtype": torch.float32}
+    compile_ahead(
+        [({**options, "mask": m}, t, n) for m in ("full", "causal") for n, t in trials.values()], args.workers
+    )
     for s in (2048, 8192):
         for name, mask in (("full", full()), ("causal", causal())):
             if clock.left() < 10:
                 print("  time is up")
                 return
             call = make(16384 // s, 16, s, 128, mask, dtype=torch.float32)
-            runs = {**peers(call, name == "causal", ("eff",)), "plan": ours(call, None)}
-            if s == 2048:
-                runs |= {tile: ours(call, tile_of(tile)) for tile in tiles}
+            runs = {**peers(call, name == "causal", ("eff",)), "plan": ours(call)}
+            runs |= {tile: ours(call, trial) for tile, (needs, trial) in trials.items() if needs is None}
             table(f"fp32 fwd d 128 {name} S {s}", flops(call.problem), interleaved(runs, rounds=3))
             runs = {**peer_gradients(call, name == "causal", ("eff",)), "plan": our_gradients(call, Needs())}
-            if s == 2048:
-                for tile in ("32,32,4,1", "32,64,4,1", "64,32,4,1", "16,64,4,1", "32,64,8,1"):
-                    runs["K" + tile] = our_gradients(call, Needs(False, True, True), {"backward_dkdv": tile_of(tile)})
-                for tile in ("32,32,4,1", "64,32,4,1", "64,32,8,1", "64,16,4,2"):
-                    runs["Q" + tile] = our_gradients(call, Needs(True, False, False), {"backward_dq": tile_of(tile)})
+            runs |= {t: our_gradients(call, needs, trial) for t, (needs, trial) in trials.items() if needs is not None}
             table(f"fp32 bwd d 128 {name} S {s}", flops(call.problem, True), interleaved(runs, rounds=3))
 
 
@@ -479,7 +464,7 @@ def windows(clock: Clock, args: argparse.Namespace) -> None:
             "window": ours(near, None),
             "causal": ours(make(1, 2048 // d, 16384, d, causal()), None),
         }
-        runs |= {tile: ours(near, tile_of(tile)) for tile in FORWARD[d]}
+        runs |= {tile: ours(near, trial_of(tile)) for tile in FORWARD[d]}
         times = interleaved(runs, rounds=3)
         print(
             f"  d {d}: full {times['full']:.3f} ms, window {times['window']:.3f} ms: {times['full'] / times['window']:.1f}x",
@@ -517,23 +502,32 @@ def varlen(clock: Clock, args: argparse.Namespace) -> None:
 
 def decode(clock: Clock, args: argparse.Namespace) -> None:
     """Bytes of K and V over time."""
-    for batch, heads, kv_heads, keys in (
-        (8, 32, 8, 16384),
-        (1, 32, 8, 131072),
-        (64, 32, 8, 4096),
-        (1, 64, 8, 8192),
-        (8, 16, 1, 16384),
-    ):
+    from tilewise.backends.triton.run import Trial
+
+    shapes = ((8, 32, 8, 16384), (1, 32, 8, 131072), (64, 32, 8, 4096), (1, 64, 8, 8192), (8, 16, 1, 16384))
+    blocks = ((64, 4, 4), (128, 3, 4), (64, 3, 4), (128, 2, 8), (32, 4, 4))
+    jobs: list[Any] = []
+    for heads, kv_heads in sorted({shape[1:3] for shape in shapes}):
+        for block, stages, warps in blocks:
+            plan = TilePlan(16, block, stages, warps, splits=4, pack_gqa=True, pass_="decode")
+            options = {"batch": 2, "heads": heads, "seqlen": 1, "d": 128, "keys": 4096, "kv_heads": kv_heads}
+            jobs.append((options, Trial((plan,), False), None))
+            if stages > 2 and block > 32:
+                jobs.append((options, Trial((plan,), True), None))
+    compile_ahead(jobs, args.workers)
+    for batch, heads, kv_heads, keys in shapes:
         call = make(batch, heads, 1, 128, keys=keys, kv_heads=kv_heads)
         size = 2.0 * batch * kv_heads * keys * 128 * 2
-        runs = {**peers(call, False), "plan": ours(call, None)}
-        for block, stages, warps in ((64, 4, 4), (128, 3, 4), (64, 3, 4), (128, 2, 8), (32, 4, 4)):
+        runs = {**peers(call, False), "plan": ours(call)}
+        for block, stages, warps in blocks:
             programs = batch * kv_heads
             for waves in (1, 2, 4):
                 splits = max(1, min(keys // block, 132 * waves // programs))
                 plan = TilePlan(16, block, stages, warps, splits=splits, pack_gqa=True, pass_="decode")
-                runs[f"{block},{stages},{warps}/{splits}"] = ours(call, plan)
-        times = interleaved(runs, rounds=3, budget_ms=5.0)
+                runs[f"{block},{stages},{warps}/{splits}"] = ours(call, Trial((plan,), False))
+                if stages > 2 and block > 32:
+                    runs[f"{block},{stages},{warps}/{splits}t"] = ours(call, Trial((plan,), True))
+        times = interleaved(runs, rounds=3, budget_ms=3.0)
         parts = [f"{name} {size / ms / 1e9:.2f}" for name, ms in sorted(times.items(), key=lambda item: item[1])]
         print(f"  B {batch} {heads}/{kv_heads} keys {keys} TB/s: " + "  ".join(parts), flush=True)
         RECORDS.append({"case": f"decode B {batch} {heads}/{kv_heads} {keys}", "bytes": size, "ms": times})
@@ -544,7 +538,7 @@ def host(clock: Clock, args: argparse.Namespace) -> None:
     import tilewise as tw
 
     q, k, v = (torch.randn(1, 2, 64, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
-    raw = ours(make(1, 2, 64, 64), None)
+    raw = ours(make(1, 2, 64, 64))
     calls = {
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, v),
         "tilewise": lambda: tw.attention(q, k, v, backend="triton"),
@@ -596,6 +590,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240.0, help="time limit of each part")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--d", type=int, nargs="*", default=[64, 128], help="head dims for forward and backward")
+    parser.add_argument("--s", type=int, nargs="*", default=[512, 2048, 8192, 16384], help="lengths of the same")
+    parser.add_argument("--no-plan", action="store_true", help="leave the planned backward out")
     parser.add_argument("--only", nargs="*", help="words that conformance cases must match")
     args = parser.parse_args()
     import triton

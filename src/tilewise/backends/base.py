@@ -89,9 +89,9 @@ class Backend(Protocol):
 
 def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
     """Fresh memory for the output, its dimensions laid out in the order of q's strides: bshd in, bshd out."""
+    if q.is_contiguous() and head_dim_v == q.shape[3]:
+        return torch.empty_like(q)
     shape = (*q.shape[:3], head_dim_v)
-    if q.is_contiguous():
-        return q.new_empty(shape)
     order = sorted(range(3), key=lambda axis: (q.stride(axis), -axis), reverse=True)
     strides, step = [0, 0, 0, 1], head_dim_v
     for axis in reversed(order):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from copy import copy
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -75,8 +76,9 @@ class Signature(NamedTuple):
     attributes: dict[tuple[int, ...], list[list[Any]]]
 
 
+@cache
 def interpreting() -> bool:
-    """Do kernels run in Triton's interpreter, on CPU tensors?"""
+    """Do kernels run in Triton's interpreter, on CPU tensors? Triton decides it once for a process, too."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 

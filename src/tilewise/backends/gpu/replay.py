@@ -84,41 +84,30 @@ _known: dict[Hashable, list[Prepared] | None] = {}
 def perform(key: Hashable | None, moving: tuple[Tensor | None, ...], build: Callable[[], list[Launch]]) -> None:
     """Run the launches of a call. `build` makes them; for a key met before, it is not even asked.
 
-    `key` holds everything the launches depend on but addresses (which are multiples of 16), or is None. The first call
-    of a key runs as it is, since many come but once; the second prepares.
+    `key` holds everything the launches depend on but addresses, or is None. The first call of a key runs as it is, since
+    many come but once; the second prepares. Addresses that are no multiples of 16 would need other kernels.
     """
-    if key is None or interpreting():
-        for launch in build():
-            launch.run()
+    addresses, bits = [], 0
+    for x in moving:
+        address = 0 if x is None else x.data_ptr()
+        addresses.append(address)
+        bits |= address
+    steps = None if key is None or bits & 15 else _known.get(key)
+    if steps is not None:
+        stream = current_stream(moving)
+        for step in steps:
+            step(stream, addresses)
         return
-    steps = _known.get(key)
-    if steps is None:
+    launches = build()
+    if key is not None and not bits & 15 and not interpreting():
         if len(_known) >= KNOWN_LIMIT:
             _known.clear()
-        launches = build()
-        if key in _known:
-            _known[key] = [Prepared(launch, moving) for launch in launches]
-        else:
-            _known[key] = None
-        for launch in launches:
-            launch.run()
-        return
-    addresses = [0 if x is None else x.data_ptr() for x in moving]
-    stream = current_stream(moving)
-    for step in steps:
-        step(stream, addresses)
+        _known[key] = [Prepared(launch, moving) for launch in launches] if key in _known else None
+    for launch in launches:
+        launch.run()
 
 
 def current_stream(moving: tuple[Tensor | None, ...]) -> int:
     assert moving[0] is not None
     stream: int = torch._C._cuda_getCurrentRawStream(moving[0].device.index)
     return stream
-
-
-def aligned(moving: tuple[Tensor | None, ...]) -> bool:
-    """Are all addresses multiples of 16?"""
-    bits = 0
-    for x in moving:
-        if x is not None:
-            bits |= x.data_ptr()
-    return bits & 15 == 0

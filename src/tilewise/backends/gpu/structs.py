@@ -61,12 +61,12 @@ class Gradients(NamedTuple):
     dq: View | None
     dk: View | None
     dv: View | None
+    sum_dq: View | None  # fp32, where tiles of keys add up dQ
     lse2_ptr: Any
     delta_ptr: Any  # rowsum(dO ∘ O) - dLSE
     dlse_ptr: Any
     dbias: View | None
     bias_shape: tuple[int, ...] | None
-    sum_dq: View | None = None  # fp32, where tiles of keys add up dQ
 
 
 class Config(NamedTuple):
@@ -87,6 +87,8 @@ class Config(NamedTuple):
     DROPOUT: bool = False
     PRECISION: str = "ieee"  # of products of fp32 tiles
     INTERPRET: bool = False
+    BRANCH: bool = False  # full and boundary tiles in one loop
+    FUSED: bool = False  # the tiles of keys add up dQ too
     SUM_M: bool = False  # dBias: the bias has one row, or one column
     SUM_N: bool = False
 

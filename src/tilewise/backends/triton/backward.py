@@ -67,7 +67,7 @@ def prepare_kernel(a, g, C: tl.constexpr):
     delta = tl.where(lse == float("-inf"), 0.0, delta)
     if g.dlse_ptr is not None:
         delta -= tl.load(g.dlse_ptr + at, mask=ok, other=0.0)
-    if g.sum_dq is not None:
+    if C.FUSED:
         cols = tl.arange(0, C.BLOCK_D)
         sum_at = base(g.sum_dq, row, h, nothing) + rows[:, None] * g.sum_dq.stride_s + cols[None, :] * g.sum_dq.stride_d
         tl.store(sum_at, tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32), mask=ok[:, None] & (cols < C.D)[None, :])
@@ -154,7 +154,7 @@ def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, boundary, MASKE
     ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[None, :], q[None, :], n, ok, MASKED, C)
     ds_tile = cast(ds_tile, q_tile.dtype, C)
     dk = dot(ds_tile, q_tile, dk, C)  # [N, D]
-    if g.sum_dq is not None:
+    if C.FUSED:
         dq_tile = product(tl.trans(ds_tile), k_tile, C)  # [M, D]
         cols = tl.arange(0, C.BLOCK_D)
         at = base(g.sum_dq, seq.row, seq.h, seq.q_start) + tl.cast(m, tl.int64) * g.sum_dq.stride_s
@@ -166,9 +166,16 @@ def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, boundary, MASKE
 @triton.jit
 def stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n, span, C: tl.constexpr):
     """Every tile of [lo, hi), of which [gap_lo, gap_hi) need no mask. One loop with a branch holds fewer registers than two."""
-    for m in range(span[0], span[3], C.BLOCK_M):
-        boundary = (m < span[1]) | (m >= span[2])
-        dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, boundary, True, C)
+    if C.BRANCH:
+        for m in range(span[0], span[3], C.BLOCK_M):
+            boundary = (m < span[1]) | (m >= span[2])
+            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, boundary, True, C)
+    else:
+        for m in range(span[1], span[2], C.BLOCK_M):
+            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, False, False, C)
+        for i in range(span_length(span, C.BLOCK_M)):
+            m = span_start(span, i, C.BLOCK_M)
+            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, True, True, C)
     return dk, dv
 
 

@@ -18,7 +18,7 @@ from tilewise.backends.gpu.arguments import (
     split_view,
 )
 from tilewise.backends.gpu.launch import Descriptor, Options, bias_view, describable, interpreting, view
-from tilewise.backends.gpu.replay import Launch, aligned, perform
+from tilewise.backends.gpu.replay import Launch, perform
 from tilewise.backends.gpu.structs import Attention, Config, Gradients
 from tilewise.backends.triton.plan import backward_tiles, bias_tile, decoding, smaller, tile_for
 from tilewise.errors import PlanError
@@ -39,14 +39,17 @@ class Trial(NamedTuple):
     """Choices that stand in for the planner's, to measure them."""
 
     tiles: tuple[TilePlan, ...] = ()
-    maps: bool = False
+    maps: bool | None = None
     fused: bool | None = None
+    branch: bool = False
 
     def tile(self, pass_: str) -> TilePlan | None:
         return next((tile for tile in self.tiles if tile.pass_ == pass_), None)
 
 
 PLANNED = Trial()
+MAPS_FROM = 1 << 30
+"""Multiply-adds of QKᵀ, about 10 µs of an H200."""
 
 
 def ready(problem: Problem, inputs: Inputs) -> Inputs:
@@ -61,12 +64,14 @@ def ready(problem: Problem, inputs: Inputs) -> Inputs:
     )
 
 
-def key_of(problem: Problem, moving: tuple[Tensor | None, ...], rest: Hashable) -> Hashable | None:
-    """What the launches of a call depend on; None where the mask brings tensors along, or an address is odd."""
-    if problem.program.tensors or not aligned(moving):
+def key_of(problem: Problem, inputs: Inputs, *rest: Hashable) -> Hashable | None:
+    """What the launches of a call depend on; None where the mask brings tensors along."""
+    if problem.program.tensors:
         return None
-    strides = tuple([None if x is None else (x.stride(), x.dtype) for x in moving])
-    return problem, strides, moving[0].device if moving[0] is not None else None, rest
+    q, k, v, bias, alibi, sinks, seed = inputs[:7]
+    plain = bias is None and alibi is None and sinks is None and seed is None
+    others = () if plain else tuple(None if x is None else (x.stride(), x.dtype) for x in (bias, alibi, sinks, seed))
+    return problem, q.device, q.stride(), k.stride(), v.stride(), others, *rest
 
 
 def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, trial: Trial = PLANNED) -> None:
@@ -82,6 +87,7 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
     moving = (*inputs, out, lse, *parts)
 
     def build() -> list[Launch]:
+        maps = worth_maps(problem) if trial.maps is None else trial.maps
         from tilewise.backends.triton.forward import forward_kernel
         from tilewise.backends.triton.split import merge_kernel
 
@@ -94,7 +100,7 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
             programs = grid(problem, rows, tile.block_q, heads) * tile.splits
             if parts:
                 a, config = a._replace(out=split_view(parts[0]), lse_ptr=parts[1]), config._replace(SPLIT=True)
-            kv = descriptors(inputs.k, inputs.v, tile.block_k, trial.maps)
+            kv = descriptors(inputs.k, inputs.v, tile.block_k, maps)
             return Launch(forward_kernel, programs, (a, *kv), config, Options(tile.warps, tile.stages))
 
         launches = [fitting(problem, pass_, attend, tile, out.device)]
@@ -106,7 +112,7 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
             launches.append(Launch(merge_kernel, programs, (a, split_view(parts[0]), parts[1]), merge, Options(4, 1)))
         return launches
 
-    perform(key_of(problem, moving, (splits, trial)), moving, build)
+    perform(key_of(problem, inputs, splits, trial), moving, build)
 
 
 def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, trial: Trial = PLANNED) -> Grads:
@@ -125,36 +131,37 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
     moving = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, sum_dq)
     g = Gradients(
         view(dout),
-        *(None if x is None else view(x) for x in (dq, dk, dv)),
+        *(None if x is None else view(x) for x in (dq, dk, dv, sum_dq)),
         lse2,
         delta,
         dlse,
         dbias=None,
         bias_shape=None,
-        sum_dq=None if sum_dq is None else view(sum_dq),
     )
 
     def build() -> list[Launch]:
+        maps = worth_maps(problem) if trial.maps is None else trial.maps
         from tilewise.backends.triton.backward import keys_kernel, prepare_kernel, queries_kernel, round_kernel
 
         def keys(tile: TilePlan) -> Launch:
             a, config = arguments(problem, inputs, out, lse, tile)
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
-            streamed = descriptors(inputs.q, dout, tile.block_q, trial.maps)
+            streamed = descriptors(inputs.q, dout, tile.block_q, maps)
             args = (a, g._replace(dq=None), *streamed)
+            config = config._replace(FUSED=sum_dq is not None, BRANCH=trial.branch)
             return Launch(keys_kernel, programs, args, config, Options(tile.warps, tile.stages))
 
         def queries(tile: TilePlan) -> Launch:
             a, config = arguments(problem, inputs, out, lse, tile)
             programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
-            streamed = descriptors(inputs.k, inputs.v, tile.block_k, trial.maps)
+            streamed = descriptors(inputs.k, inputs.v, tile.block_k, maps)
             args = (a, g._replace(dk=None, dv=None), *streamed)
             return Launch(queries_kernel, programs, args, config, Options(tile.warps, tile.stages))
 
         def by_rows(kernel: object) -> Launch:
             rows = 16 if interpreting() else 64
             a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, 1, 4))
-            config = config._replace(STRUCTURE="", DROPOUT=False, SOFTCAP=False, FOLD=True)
+            config = config._replace(STRUCTURE="", DROPOUT=False, SOFTCAP=False, FOLD=True, FUSED=sum_dq is not None)
             programs = -(-problem.seqlen_q // rows) * problem.heads * out.shape[0]
             return Launch(kernel, programs, (a, g), config, Options(4, 1))
 
@@ -168,7 +175,7 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
             launches.append(fitting(problem, "backward_dq", queries, trial.tile("backward_dq"), out.device))
         return launches
 
-    perform(key_of(problem, moving, (needs, trial)), moving, build)
+    perform(key_of(problem, inputs, dout.stride(), dlse is None, needs, trial), moving, build)
     return Grads(
         dq,
         dk,
@@ -207,7 +214,7 @@ def fitting(
         return first
     from triton.runtime.errors import OutOfResources
 
-    key = (planned, first.config, device, first.kernel, _present(first.args))
+    key = (planned, first.config, device, first.kernel)
     known = _fitting.get(key)
     if known is not None:
         return first if known == planned else build(known)
@@ -224,15 +231,15 @@ def fitting(
     )
 
 
-def _present(args: tuple[object, ...]) -> tuple[bool, ...]:
-    """Which fields of the structs are there: with the config, what the kernel's memory depends on."""
-    return tuple(x is not None for arg in args if isinstance(arg, tuple) for x in arg)
-
-
 def arguments(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tile: TilePlan) -> tuple[Attention, Config]:
     a = attention_args(problem, inputs, out, lse, tile.splits)
     config = config_for(problem, inputs, dot_precision(problem, torch.version.hip is not None))
     return a, config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
+
+
+def worth_maps(problem: Problem) -> bool:
+    """Tensor maps make long streams faster, but take the host some microseconds to write."""
+    return problem.heads * problem.batch * problem.seqlen_q * problem.seqlen_k * problem.head_dim >= MAPS_FROM
 
 
 def descriptors(x: Tensor, y: Tensor, rows: int, wanted: bool) -> tuple[Descriptor | None, Descriptor | None]:
