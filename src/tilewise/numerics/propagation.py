@@ -148,7 +148,7 @@ class BackwardErrors:
         inner = dp + (dlse - self.delta)[..., None]
         spread = (self.delta.abs() + dlse.abs())[..., None]
         inner_error = keep * self.dw_error + self.delta_error[..., None] + 3 * u * (dp.abs() + spread)
-        p_error = lost(exact.p, self.p_exponent + 2 * u)
+        p_error = lost(exact.p, self.p_exponent + 2 * u) + torch.where(piece.seen, ahead.rounding.share_floor, 0.0)
         self.ds = exact.p * inner  # the gradient of the logits
         self.ds_error = p_error * (inner.abs() + inner_error) + exact.p * inner_error
         self.sink_inner = dlse - self.delta
@@ -206,6 +206,7 @@ class BackwardErrors:
         assert sink is not None
         lse = finite(self.ahead.exact.lse).abs()
         sink_error = lost(sink, self.ahead.sink_exponent + self.ahead.lse_error + (4 * lse + 2) * self.rounding.u)
+        sink_error = sink_error + self.rounding.share_floor
         value, error = self.sink_inner, self.sink_inner_error
         return sink * value, sink_error * (value.abs() + error) + sink * error
 
