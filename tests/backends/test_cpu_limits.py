@@ -71,8 +71,9 @@ def test_huge_logits(magnitude: float) -> None:
     q, k, v = (torch.randn(1, 1, 40, 16, generator=g) for _ in range(3))
     out = tw.attention(q * magnitude, k, v, backend="cpu")
     best = (q.double() @ k.double().mT).argmax(-1)
-    torch.testing.assert_close(out, v[0, 0][best[0, 0]][None, None], rtol=1e-2, atol=1e-2) if magnitude > 1e6 else None
     assert out.isfinite().all()
+    if magnitude > 1e6:  # one key takes all
+        torch.testing.assert_close(out, v[0, 0][best[0, 0]][None, None])
 
 
 @pytest.mark.parametrize("causal", [False, True])
