@@ -60,7 +60,7 @@ def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward") -> Tile
     """
     tuned = lookup_tuned(problem, spec, pass_)
     if tuned is not None:
-        return tuned.tile
+        return tuned.tile if pass_ != "decode" else _sized(tuned.tile, _size_of(problem, rounded=True), spec)
     found = _choose(problem, spec, pass_)
     if found[0].rejected:
         return min(found, key=lambda c: (c.on_chip.sram_bytes, c.on_chip.registers)).tile
@@ -195,6 +195,13 @@ def _decode_candidates(size: _Size, spec: DeviceSpec) -> Iterator[TilePlan]:
         for stages in (1, 2, 3, 4):
             tile = TilePlan(block_q, block_k, stages, 4, pack_gqa=True, pass_="decode")
             yield replace(tile, splits=best_splits(tile, size, spec))
+
+
+def _sized(tile: TilePlan, size: _Size, spec: DeviceSpec) -> TilePlan:
+    """A decode tile with as many rows and parts of the keys as this problem needs."""
+    packed_rows = size.rows * (size.tasks // size.kv_tasks)
+    tile = replace(tile, block_q=min(64, max(16, _above(packed_rows))), pack_gqa=True)
+    return replace(tile, splits=best_splits(tile, size, spec))
 
 
 def _above(length: int) -> int:

@@ -34,6 +34,7 @@ class Tuned:
 
 H200 = "NVIDIA H200"
 FORWARD = "tools/gpu_session.py forward"
+BACKWARD = "tools/gpu_session.py backward"
 
 TUNED: tuple[Tuned, ...] = (
     Tuned(
@@ -59,6 +60,66 @@ TUNED: tuple[Tuned, ...] = (
         date="2026-11-15",
         measured="bf16 8k full 509 TFLOP/s, causal 497; the model's 128×128 w8 s2 427 and 392",
         evidence=FORWARD,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="decode",
+        head_dim=128,
+        itemsize=2,
+        masked=None,
+        tile=TilePlan(16, 128, 3, 4, pack_gqa=True, pass_="decode"),
+        device=H200,
+        date="2026-11-15",
+        measured="B 8, 32/8 heads, 16k keys 3.88 TB/s; B 1, 131k keys 3.91; the model's 3.48 and 3.59",
+        evidence="tools/gpu_session.py decode",
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dkdv",
+        head_dim=64,
+        itemsize=2,
+        masked=None,
+        tile=TilePlan(64, 64, 3, 4, pass_="backward_dkdv"),
+        device=H200,
+        date="2026-11-15",
+        measured="bf16 512 full 356 TFLOP/s of the whole backward's work",
+        evidence=BACKWARD,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dq",
+        head_dim=64,
+        itemsize=2,
+        masked=None,
+        tile=TilePlan(64, 64, 3, 4, pass_="backward_dq"),
+        device=H200,
+        date="2026-11-15",
+        measured="bf16 512 full 560 TFLOP/s of the whole backward's work",
+        evidence=BACKWARD,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dkdv",
+        head_dim=128,
+        itemsize=2,
+        masked=None,
+        tile=TilePlan(32, 64, 3, 4, pass_="backward_dkdv"),
+        device=H200,
+        date="2026-11-15",
+        measured="bf16 512 full 344 TFLOP/s of the whole backward's work",
+        evidence=BACKWARD,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dq",
+        head_dim=128,
+        itemsize=2,
+        masked=None,
+        tile=TilePlan(64, 32, 3, 4, pass_="backward_dq"),
+        device=H200,
+        date="2026-11-15",
+        measured="bf16 512 full 574 TFLOP/s of the whole backward's work",
+        evidence=BACKWARD,
     ),
 )
 
