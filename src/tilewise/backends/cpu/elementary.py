@@ -68,7 +68,9 @@ def exp2(e: Emit, xs: list[Value], degree: int = 0) -> list[Value]:
     shifted = [e.fadd(x, magic) for x in xs]
     whole = [e.fsub(s, magic) for s in shifted]
     fractions = [e.fsub(x, n) for x, n in zip(xs, whole, strict=True)]  # exact
-    powers = horner(e, fractions, fit(_exp2, -0.5, 0.5, degree or real.degree))
+    constant, *rest = fit(_exp2, -0.5, 0.5, degree or real.degree)
+    # the constant must be 1 exactly, or masked weights are the least subnormal and not 0; a common factor cancels in softmax
+    powers = horner(e, fractions, (1.0, *(c / constant for c in rest)))
     exponents = [e.shl(e.bitcast(s, kind), shift) for s in shifted]
     return [
         e.bitcast(e.add(e.bitcast(p, kind), n), e.vtype(lanes=lanes)) for p, n in zip(powers, exponents, strict=True)
