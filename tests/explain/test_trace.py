@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import tilewise as tw
+from tests.conformance.cases import BY_NAME, build
+from tilewise.api import trace
 from tilewise.api.trace import STEPS, trace_nonfinite
 from tilewise.backends import sequence
 
@@ -37,6 +39,15 @@ def found(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object):
 def test_finite_inputs_are_clean() -> None:
     trace = trace_nonfinite(*tensors(), mask=tw.causal(), softcap=3.0, sinks=torch.zeros(4))
     assert trace.clean and "finite" in str(trace)
+
+
+@pytest.mark.parametrize("name", ["everything", "varlen-everything", "mask-blocks-heads", "alibi", "sinks-empty-rows"])
+def test_right_calls_are_clean_by_the_walk_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small inputs are known to be harmless without walking; here they are walked all the same."""
+    monkeypatch.setattr(trace, "_harmless", lambda head: False)
+    built = build(BY_NAME[name])
+    packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), built.packed or (), strict=False))
+    assert found(built.q, built.k, built.v, **built.options, **packed) is None
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

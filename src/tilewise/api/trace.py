@@ -102,11 +102,11 @@ class Trace:
 
 
 class _Hit(NamedTuple):
-    """A non-finite element of one head; ordered as the tiles are walked."""
+    """A non-finite element of one head."""
 
     query_tile: int
-    key_tile: int  # the number of key tiles for steps after the last one
-    step: int
+    key_tile: int | None
+    step: str
     row: int
     key: int | None
     value: float
@@ -136,30 +136,22 @@ def _findings(problem: Problem, inputs: Inputs, tile: tuple[int, int]) -> Iterat
         seq = Sequence(problem, inputs, cut, program)
         if not (seq.seqlen_q and seq.seqlen_k):
             continue
-        rough: dict[tuple[int, int], _Hit] = {}
-        for b, h, hit in _walk(seq, seq.tiles, range(seq.tiles.rows), rough):
-            rough[b, h] = hit
-        for (b, h), hit in sorted(rough.items()):
-            own = _one_head(seq, program, b, h)
-            start = hit.query_tile * seq.tiles.block_q // tile[0]
-            stop = -(-min((hit.query_tile + 1) * seq.tiles.block_q, seq.seqlen_q) // tile[0])
-            fine = TileMap(own.program, own.shape, *tile)
-            found = next((x for _, _, x in _walk(own, fine, range(start, stop), {})), None)
-            if found is None:  # sums of another order stay in range: the rough tile is all that can be named
-                key_tile = fine.cols if hit.key is None else hit.key // tile[1]
-                found = hit._replace(query_tile=hit.row // tile[0], key_tile=key_tile)
-            i, j, step, row, key, value = found
-            yield NonFinite((cut.b or 0) + b, h, i, None if j >= fine.cols else j, STEPS[step], row, key, value)
+        for b in range(seq.batch):
+            for h in range(seq.heads):
+                head = _one_head(seq, program, b, h)
+                found = None if _harmless(head) else _first(head, tile)
+                if found is not None:
+                    i, j, step, row, key, value = found
+                    yield NonFinite((cut.b or 0) + b, h, i, j, step, row, key, value)
 
 
 def _one_head(seq: Sequence, program: MaskProgram, b: int, h: int) -> Sequence:
-    """One head of one sequence as a problem of its own."""
+    """One head of one sequence as a problem of its own; dropout only removes terms and is left out."""
     tensors: list[Tensor] = []
     for term in program.terms():
         for letter, _, given in term:
             for t in given:
-                t = t[b : b + 1] if t.shape[0] > 1 else t
-                tensors.append(t[:, h : h + 1] if letter in "sSeE" and t.shape[1] > 1 else t)
+                tensors.append(_side(_side(t, 0, b), 1, h) if letter in "sSeE" else _side(t, 0, b))
     own, kv = seq.inputs, h // (seq.heads // seq.kv_heads)
     alone = Inputs(
         own.q[b : b + 1, h : h + 1],
@@ -178,127 +170,139 @@ def _side(x: Tensor, side: int, index: int) -> Tensor:
     return x.narrow(side, index, 1) if x.shape[side] > 1 else x
 
 
-Found = tuple[int, int, _Hit]
-Known = dict[tuple[int, int], _Hit]
+def _harmless(head: Sequence) -> bool:
+    """Are all inputs finite and so small that no product or sum of them can leave the range?"""
+    problem, inputs = head.problem, head.inputs
+    q, k, v = (_largest(x) for x in inputs[:3])
+    others = [_largest(torch.where(x == float("-inf"), 0.0, x)) for x in (inputs.bias, inputs.sinks) if x is not None]
+    if inputs.alibi is not None:
+        others.append(_largest(inputs.alibi) * (head.seqlen_q + head.seqlen_k))
+    score = max(1.0, abs(problem.scale)) * q * k * problem.head_dim
+    room = torch.finfo(head.dtype).max / 8
+    reached = [q, k, score, v * head.seqlen_k, *others]
+    # written so that NaN is not harmless
+    return all(x < room for x in reached) and v < 0.9 * torch.finfo(inputs.q.dtype).max
 
 
-def _walk(seq: Sequence, tiles: TileMap, blocks: range, known: Known) -> Iterator[Found]:
-    """The first hit of each (sequence, head) not in `known`, in the order of the walk.
+def _largest(x: Tensor) -> float:
+    low, high = (float(end) for end in torch.aminmax(x))
+    return max(-low, high) if low == low and high == high else float("nan")
 
-    Dropout only removes terms and is left out.
-    """
-    problem, inputs = seq.problem, seq.inputs
+
+def _first(head: Sequence, tile: tuple[int, int]) -> _Hit | None:
+    """A rough walk over large tiles finds the rows, a fine one over the tiles asked for the place."""
+    rough = next(_walk(head, head.tiles, range(head.tiles.rows)), None)
+    if rough is None:
+        return None
+    start = rough.query_tile * head.tiles.block_q
+    stop = min(start + head.tiles.block_q, head.seqlen_q)
+    fine = TileMap(head.program, head.shape, *tile)
+    found = next(_walk(head, fine, range(start // tile[0], -(-stop // tile[0]))), None)
+    if found is not None:
+        return found
+    # sums of another order stay in range: the rough place is all that can be named
+    key_tile = None if rough.key is None else rough.key // tile[1]
+    return rough._replace(query_tile=rough.row // tile[0], key_tile=key_tile)
+
+
+def _walk(head: Sequence, tiles: TileMap, blocks: range) -> Iterator[_Hit]:
+    """What is not finite in the forward of one head, in the order in which it appears."""
+    problem, inputs = head.problem, head.inputs
     for i in blocks:
-        if len(known) == seq.batch * seq.heads:
-            return
-        q = (i * tiles.block_q, min((i + 1) * tiles.block_q, seq.seqlen_q))
-        q_tile = seq.load(inputs.q, q)  # [B, Hq, M, D]
-        column = (seq.batch, seq.heads, q[1] - q[0], 1)
-        m, l = q_tile.new_full(column, float("-inf")), q_tile.new_zeros(column)
-        acc = q_tile.new_zeros((*column[:3], problem.head_dim_v))
+        q = (i * tiles.block_q, min((i + 1) * tiles.block_q, head.seqlen_q))
+        q_tile = head.load(inputs.q, q)[0, 0]  # [M, D]
+        m, l = q_tile.new_full((len(q_tile), 1), float("-inf")), q_tile.new_zeros((len(q_tile), 1))
+        acc = q_tile.new_zeros((len(q_tile), problem.head_dim_v))
         # over the keys visited so far: m = max s,  l = Σ exp(s - m),  acc = Σ exp(s - m) v
         for j, kind in tiles.key_blocks(i):
-            k = (j * tiles.block_k, min((j + 1) * tiles.block_k, seq.seqlen_k))
-            visible = _visible(seq, q, k, kind)
-            at = _Where(i, j, q[0], k[0], known)
-            s, hits = _scores(seq, q_tile, q, k, visible, at)
+            k = (j * tiles.block_k, min((j + 1) * tiles.block_k, head.seqlen_k))
+            at = _Tile(i, j, q[0], k[0], _visible(head, q, k, kind))
+            s, hits = _scores(head, q_tile, q, k, at)
             yield from hits
-            s = torch.where(visible, s, float("-inf"))
+            s = torch.where(at.visible, s, float("-inf"))
             m_new = torch.maximum(m, s.amax(-1, keepdim=True))
             alpha, p = torch.exp(m - finite(m_new)), torch.exp(s - finite(m_new))
             l = l * alpha + p.sum(-1, keepdim=True)
-            yield from at.hits("softmax", l, visible.any(-1, keepdim=True).expand_as(l))
-            v_tile = seq.load(inputs.v, k, _seen(seq, visible))
-            yield from at.loads("v load", seq, v_tile, visible)
-            acc = acc * alpha + seq.unfold(seq.fold(p) @ v_tile, q[1] - q[0])
-            yield from at.hits("product", acc, visible.any(-1, keepdim=True).expand_as(acc))
+            yield from at.rows("softmax", l)
+            v_tile = head.load(inputs.v, k, at.seen)[0, 0]  # [N, Dv]
+            yield from at.keys("v load", v_tile)
+            acc = acc * alpha + p @ v_tile
+            yield from at.rows("product", acc)
             m = m_new
-        last = _Where(i, tiles.cols, q[0], 0, known)
+        last = _Tile(i, None, q[0], 0, torch.ones_like(l, dtype=torch.bool))
         if inputs.sinks is not None:
-            sink = inputs.sinks.to(seq.dtype)[None, :, None, None].expand(column)
-            yield from last.hits("sink", torch.where(sink == float("-inf"), 0.0, sink))
-        out = (acc / torch.where(l == 0, 1.0, l)).to(inputs.q.dtype)
-        yield from last.hits("output", out)
+            sink = inputs.sinks.to(head.dtype)
+            yield from last.rows("sink", torch.where(sink == float("-inf"), 0.0, sink).expand_as(l))
+        yield from last.rows("output", (acc / torch.where(l == 0, 1.0, l)).to(inputs.q.dtype))
 
 
-def _visible(seq: Sequence, q: Range, k: Range, kind: TileClass) -> Tensor:
-    """[B, Hq, M, N]; a bias of −inf masks too."""
-    full = (seq.batch, seq.heads, q[1] - q[0], k[1] - k[0])
-    visible = None if kind is TileClass.FULL else allowed(seq.program, seq.shape, q, k, partial(_arange, seq))
-    everything = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=seq.inputs.q.device)
-    found: Tensor = (everything if visible is None else visible).expand(full)
-    return found if seq.inputs.bias is None else found & (cut_tile(seq.inputs.bias, q, k) != float("-inf"))
+def _visible(head: Sequence, q: Range, k: Range, kind: TileClass) -> Tensor:
+    """[M, N]; a bias of −inf masks too."""
+    arange = partial(torch.arange, device=head.inputs.q.device)
+    visible = None if kind is TileClass.FULL else allowed(head.program, head.shape, q, k, arange)
+    everything = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=head.inputs.q.device)
+    found: Tensor = (everything if visible is None else visible)[0, 0].expand(q[1] - q[0], k[1] - k[0])
+    return found if head.inputs.bias is None else found & (cut_tile(head.inputs.bias, q, k)[0, 0] != float("-inf"))
 
 
-def _seen(seq: Sequence, visible: Tensor) -> Tensor:
-    """[B, Hk, N, 1]: keys that some row of the tile sees."""
-    rows: Tensor = visible.unflatten(1, (seq.kv_heads, -1)).flatten(2, 3)  # of all query heads of a group
-    return rows.any(2).unsqueeze(-1)
-
-
-def _arange(seq: Sequence, start: int, stop: int) -> Tensor:
-    return torch.arange(start, stop, device=seq.inputs.q.device)
-
-
-def _scores(
-    seq: Sequence, q_tile: Tensor, q: Range, k: Range, visible: Tensor, at: _Where
-) -> tuple[Tensor, list[Found]]:
+def _scores(head: Sequence, q_tile: Tensor, q: Range, k: Range, at: _Tile) -> tuple[Tensor, list[_Hit]]:
     """The scores of a tile and the hits on the way to them."""
-    problem, inputs = seq.problem, seq.inputs
-    hits = at.hits("q load", q_tile, visible.any(-1, keepdim=True).expand_as(q_tile))
-    k_tile = seq.load(inputs.k, k, _seen(seq, visible))
-    hits += at.loads("k load", seq, k_tile, visible)
-    s = seq.unfold(seq.fold(q_tile) @ k_tile.mT, q[1] - q[0]) * problem.scale  # [B, Hq, M, N]
-    hits += at.hits("score", s, visible, keys=True)
+    problem, inputs = head.problem, head.inputs
+    hits = at.rows("q load", q_tile)
+    k_tile = head.load(inputs.k, k, at.seen)[0, 0]  # [N, D]
+    hits += at.keys("k load", k_tile)
+    s = q_tile @ k_tile.mT * problem.scale  # [M, N]
+    hits += at.scores("score", s)
     if problem.softcap:
         s = torch.tanh(s / problem.softcap) * problem.softcap
-        hits += at.hits("softcap", s, visible, keys=True)
+        hits += at.scores("softcap", s)
     if inputs.bias is not None:
-        s = s + cut_tile(inputs.bias, q, k).to(seq.dtype)
+        s = s + cut_tile(inputs.bias, q, k)[0, 0].to(head.dtype)
     if inputs.alibi is not None:
-        distance = (_arange(seq, *q)[:, None] + (seq.seqlen_k - seq.seqlen_q) - _arange(seq, *k)).abs()
-        s = s - inputs.alibi.to(seq.dtype)[:, :, None, None] * distance
+        i, j = (torch.arange(*span, device=s.device) for span in (q, k))
+        s = s - inputs.alibi.to(head.dtype) * (i[:, None] + (head.seqlen_k - head.seqlen_q) - j).abs()
     if inputs.bias is not None or inputs.alibi is not None:
-        hits += at.hits("bias", s, visible, keys=True)
+        hits += at.scores("bias", s)
     return s, hits
 
 
-class _Where(NamedTuple):
-    """A tile, where it begins, and the heads that need no more hits."""
+class _Tile(NamedTuple):
+    """A tile: its place in the walk, where it begins, and what is visible in it [M, N]."""
 
     i: int
-    j: int
+    j: int | None
     row: int
     key: int
-    known: Known
+    visible: Tensor
 
-    def hits(self, step: str, x: Tensor, counts: Tensor | None = None, *, keys: bool = False) -> list[Found]:
-        """The first bad element of each head of x [B, Hq, M, ·] among those that count."""
-        bad = ~x.isfinite() if counts is None else ~x.isfinite() & counts
-        if not bad.any():
-            return []
+    @property
+    def seen(self) -> Tensor:
+        """[N, 1]: keys that some row sees."""
+        return self.visible.any(0)[:, None]
+
+    def rows(self, step: str, x: Tensor) -> list[_Hit]:
+        """The first bad element of x [M, ·] in a row that sees a key."""
+        bad = ~x.isfinite() & self.visible.any(-1, keepdim=True)
+        return [_Hit(self.i, self.j, step, self.row + row, None, float(x[row, column])) for row, column in _where(bad)]
+
+    def scores(self, step: str, x: Tensor) -> list[_Hit]:
+        """The first bad element of x [M, N] among the visible ones."""
+        bad = ~x.isfinite() & self.visible
+        return [_Hit(self.i, self.j, step, self.row + m, self.key + n, float(x[m, n])) for m, n in _where(bad)]
+
+    def keys(self, step: str, x: Tensor) -> list[_Hit]:
+        """The first bad element of keys or values x [N, ·], by the first row that sees it."""
+        bad = self.visible & (~x.isfinite()).any(-1)
         found = []
-        for b, h in self._new(bad):
-            row, column = divmod(int(bad[b, h].flatten().to(torch.uint8).argmax()), x.shape[-1])
-            key = self.key + column if keys else None
-            hit = _Hit(self.i, self.j, STEPS.index(step), self.row + row, key, float(x[b, h, row, column]))
-            found.append((b, h, hit))
+        for m, n in _where(bad):
+            value = float(x[n][~x[n].isfinite()][0])
+            found.append(_Hit(self.i, self.j, step, self.row + m, self.key + n, value))
         return found
 
-    def loads(self, step: str, seq: Sequence, x: Tensor, visible: Tensor) -> list[Found]:
-        """The like for keys or values x [B, Hk, N, D], which count for each query head with a row that sees them."""
-        bad = (~x.isfinite()).any(-1)  # [B, Hk, N]
-        if not bad.any():
-            return []
-        meets = visible & bad.repeat_interleave(seq.heads // seq.kv_heads, dim=1)[:, :, None]  # [B, Hq, M, N]
-        found = []
-        for b, h in self._new(meets):
-            row, key = divmod(int(meets[b, h].flatten().to(torch.uint8).argmax()), visible.shape[-1])
-            element = x[b, h // (seq.heads // seq.kv_heads), key]
-            value = float(element[~element.isfinite()][0])
-            found.append((b, h, _Hit(self.i, self.j, STEPS.index(step), self.row + row, self.key + key, value)))
-        return found
 
-    def _new(self, bad: Tensor) -> list[tuple[int, int]]:
-        heads = bad.flatten(2).any(-1).nonzero().tolist()
-        return [(b, h) for b, h in heads if (b, h) not in self.known]
+def _where(bad: Tensor) -> list[tuple[int, int]]:
+    """The first place that is set, row by row; none if there is none."""
+    if not bad.any():
+        return []
+    row, column = divmod(int(bad.flatten().to(torch.uint8).argmax()), bad.shape[-1])
+    return [(row, column)]
