@@ -32,16 +32,16 @@ def argument_types(dtype: str, a: Arguments) -> tuple[Arguments, dict[tuple[int,
                 constants[place, Arguments._fields.index("terms"), t, f] = None
         pointers = ["constexpr" if pointer is None else "*i32" for pointer in term[4:]]
         terms.append(Term("i32", "i32", "i32", "i32", *pointers))  # type: ignore[arg-type]
-    for name in ("cu_q", "cu_k"):
+    for name in ("cu_q", "cu_k", "order"):
         if getattr(a, name) is None:
             constants[place, Arguments._fields.index(name)] = None
     divisor = Divisor("i32", "i32", "i32")  # type: ignore[arg-type]
-    packed = ["constexpr" if x is None else "*i32" for x in (a.cu_q, a.cu_k)]
+    vectors = ["constexpr" if x is None else "*i32" for x in (a.cu_q, a.cu_k, a.order)]
     out: Any = Rows(f"*{ELEMENT[dtype]}", "i64", "i64", "i32")  # type: ignore[arg-type]
     if a.out is None:
         constants[place, Arguments._fields.index("out")] = None
         out = "constexpr"
-    types = Arguments("*fp32", *packed, out, tuple(terms), *[divisor] * 4, *["i32"] * 8, "fp32", "fp32")  # type: ignore[arg-type]
+    types = Arguments("*fp32", *vectors, out, tuple(terms), *[divisor] * 3, *["i32"] * 7, "fp32", "fp32")  # type: ignore[arg-type]
     return types, constants
 
 

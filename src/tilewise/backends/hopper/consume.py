@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.backends.hopper.finish import await_stores, normalise, store_lse, store_out, store_rows
 from tilewise.backends.hopper.ring import await_tile, matrix, release
-from tilewise.backends.hopper.schedule import key_hi, key_lo, locate, rounds
+from tilewise.backends.hopper.schedule import key_hi, key_lo, locate, tile_at
 from tilewise.backends.hopper.shim import afresh, aggregate, named_arrive, named_sync, warps_barrier
 from tilewise.backends.hopper.softmax import INF, lane_sum, masked, scores, unit_of, weigh
 
@@ -218,8 +218,10 @@ def consume(o_desc, o_buffers, q_ring, k_ring, v_ring, a, WG: gl.constexpr, C: g
             named_arrive(14, 256)  # warpgroup 0 goes first
     taken = 0
     served = 0
-    for i in range(rounds(a)):
-        spot, band = locate(a, i, C)
+    i = 0
+    t = tile_at(a, i)
+    while t >= 0:
+        spot, band = locate(a, t, C)
         row0 = spot.m0 + 64 * WG
         if C.VARLEN:
             if spot.count > 0:
@@ -228,12 +230,17 @@ def consume(o_desc, o_buffers, q_ring, k_ring, v_ring, a, WG: gl.constexpr, C: g
                 finish(o_tile, l, m, o_desc, o_buffers, q_ring, q_n, spot, row0, a, WG, C)
                 served += 1
             taken += spot.count
+            i += 1
+            t = tile_at(a, i)
         else:
             q_n = i * C.WARPGROUPS + WG
             o_tile, l, m = attend(q_ring, k_ring, v_ring, taken, q_n, spot, band, row0, a, WG, C)
             taken += spot.count
-            spot, band = locate(a, afresh(i), C)
+            # asked again rather than kept in registers; the next tile's number comes from memory while this one is stored
+            spot, band = locate(a, tile_at(a, afresh(i)), C)
             row0 = spot.m0 + 64 * WG
+            i += 1
+            t = tile_at(a, i)
             finish(o_tile, l, m, o_desc, o_buffers, q_ring, q_n, spot, row0, a, WG, C)
     if C.PINGPONG:
         if WG == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,7 +14,9 @@ from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.hopper.compile import compile_for
 from tilewise.backends.hopper.config import Config, tile_for
 from tilewise.backends.hopper.intervals import Form, form_of, on_device, present
-from tilewise.backends.hopper.structs import Arguments, Divisor, Rows
+from tilewise.backends.hopper.order import tile_order, visited_keys
+from tilewise.backends.hopper.repeat import repeatable
+from tilewise.backends.hopper.structs import Arguments, Divisor, Rows, Term
 from tilewise.problem import Problem
 
 L2_BYTES = 24 << 20
@@ -22,16 +25,18 @@ LOG2E = 1.4426950408889634
 
 
 class Plan(NamedTuple):
-    """All of a launch that does not depend on the call's tensors."""
+    """All of a launch that does not depend on the call's tensors, and the calls made so far."""
 
     kernel: Any
     config: Config
-    arguments: Arguments  # its tensors are still to come
+    arguments: Arguments  # its tensors are still to come, but for the order
     programs: int
+    calls: dict[tuple[Any, ...], Callable[[], Any]]  # by stream, strides and addresses: the launch, ready to be repeated
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
-_PLANS_LIMIT = 4096
+PLANS_LIMIT = 1024
+CALLS_LIMIT = 256
 
 
 def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -40,27 +45,58 @@ def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def launch(problem: Problem, inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
-    device = inputs.q.device
-    out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
-    config, a = plan.config, plan.arguments
-    terms = a.terms
+    q, k, v = inputs[:3]
+    out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
+    terms = plan.arguments.terms
     if terms and problem.program.tensors:
         form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
         assert isinstance(form, Form)
-        terms = tuple(on_device(term, problem.batch, device) for term in form.terms)
-    a = a._replace(lse_ptr=lse, terms=terms)
-    if problem.varlen:
-        rows = Rows(out, out.stride(1), out.stride(2), problem.head_dim_v)
-        a = a._replace(cu_q=inputs.cu_q, cu_k=inputs.cu_k, out=rows)
-    plan.kernel[(plan.programs, 1, 1)](
-        Descriptor(inputs.q, 64, config.BLOCK_D),
-        Descriptor(inputs.k, config.BLOCK_N, config.BLOCK_D),
-        Descriptor(inputs.v, config.BLOCK_N, config.BLOCK_DV),
-        Descriptor(out, 64, config.BLOCK_DV),
-        a,
-        config,
-    )
+        terms = tuple(on_device(term, problem.batch, q.device) for term in form.terms)
+    cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
+    tensors = (q, k, v, out, lse, cu_q, cu_k, *(x for term in terms for x in term[4:] if x is not None))
+    stream = torch._C._cuda_getCurrentRawStream(q.device.index)
+    addresses = [x.data_ptr() for x in tensors if x is not None]
+    key = (stream, q.stride(), k.stride(), v.stride(), *addresses)
+    call = plan.calls.get(key)
+    if call is None:
+        if len(plan.calls) >= CALLS_LIMIT:
+            plan.calls.clear()
+        call = plan.calls[key] = prepare(plan, stream, tensors, terms)
+    call()
     return out, lse
+
+
+def prepare(
+    plan: Plan, stream: int, tensors: tuple[Tensor | None, ...], terms: tuple[Term, ...]
+) -> Callable[[], Any]:
+    """The launch over these tensors (q, k, v, out, lse, cu_q, cu_k, ...), of which only the addresses are kept."""
+    q, k, v, out, lse, cu_q, cu_k = tensors[:7]
+    assert q is not None and k is not None and v is not None and out is not None
+    config = plan.config
+    order = plan.arguments.order
+    a = plan.arguments._replace(
+        lse_ptr=address(lse),
+        cu_q=address(cu_q),
+        cu_k=address(cu_k),
+        order=address(order),
+        terms=tuple(Term(*term[:4], *(address(x) for x in term[4:])) for term in terms),
+    )
+    if cu_q is not None:
+        a = a._replace(out=Rows(out.data_ptr(), out.stride(1), out.stride(2), out.shape[3]))
+    maps = (
+        Descriptor(q, 64, config.BLOCK_D),
+        Descriptor(k, config.BLOCK_N, config.BLOCK_D),
+        Descriptor(v, config.BLOCK_N, config.BLOCK_DV),
+        Descriptor(out, 64, config.BLOCK_DV),
+    )
+    run = plan.kernel.run  # loads the kernel, so it comes first
+    head = (plan.programs, 1, 1, stream, plan.kernel.function, plan.kernel.packed_metadata, None, None, None)
+    args = (*head, *(m.at(m.base.data_ptr()) for m in maps), a, config)
+    return repeatable(run, args)
+
+
+def address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def plan_for(problem: Problem, device: torch.device) -> Plan:
@@ -71,10 +107,18 @@ def plan_for(problem: Problem, device: torch.device) -> Plan:
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= _PLANS_LIMIT:
+        if len(_plans) >= PLANS_LIMIT:
+            torch.cuda.synchronize(device)  # kernels on other streams may be reading their orders
             _plans.clear()
-        plan = _plans[key] = make_plan(problem, multiprocessors(device.index or 0), kernel_for)
+        plan = make_plan(problem, multiprocessors(device.index or 0), kernel_for)
+        plan = _plans[key] = on_gpu(plan, device)
     return plan
+
+
+def on_gpu(plan: Plan, device: torch.device) -> Plan:
+    """The plan with its order in device memory."""
+    order = plan.arguments.order
+    return plan if order is None else plan._replace(arguments=plan.arguments._replace(order=order.to(device)))
 
 
 def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | None = None) -> Plan:
@@ -93,22 +137,25 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     )
     if problem.varlen:
         # what sequences of any lengths need at most: see find_sequence
-        blocks, heads, cluster = problem.seqlen_q // config.BLOCK_M + problem.batch, problem.heads, 1
+        blocks, heads = problem.seqlen_q // config.BLOCK_M + problem.batch, problem.heads
     else:
         blocks, heads = -(-problem.seqlen_q // config.BLOCK_M), problem.batch * problem.heads
-        cluster = heads_together(problem, config)
     total = blocks * heads
     programs = min(total, processors)
+    order = None
+    if config.BAND and not problem.varlen:
+        keys = visited_keys(form, config, problem.seqlen_q)
+        order = torch.from_numpy(tile_order(keys, heads, heads_together(problem, config), programs))
     a = Arguments(
         lse_ptr=None,
         cu_q=True if problem.varlen else None,
         cu_k=True if problem.varlen else None,
+        order=order,
         out=Rows(None, 0, 0, 0) if problem.varlen else None,
         terms=tuple(present(term) for term in form.terms),
         heads=Divisor.of(problem.heads),
         group=Divisor.of(problem.group),
-        blocks=Divisor.of(cluster * blocks),
-        cluster=Divisor.of(cluster),
+        blocks=Divisor.of(blocks),
         batch=problem.batch,
         len_q=problem.seqlen_q,
         len_k=problem.seqlen_k,
@@ -116,21 +163,15 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
         last_block=blocks - 1,
         total=total,
         programs=programs,
-        rounds=total // programs,
         unit=(problem.softcap or problem.scale) * LOG2E,
         slope=problem.scale / problem.softcap if problem.softcap else 0.0,
     )
-    return Plan(compile_(problem.dtype, a, config), config, a, programs)
+    return Plan(compile_(problem.dtype, a, config), config, a, programs, {})
 
 
 def heads_together(problem: Problem, config: Config) -> int:
-    """How many heads are walked side by side: one, unless rows differ in length; then what the L2 cache holds.
-
-    It divides the number of heads, and where it can it is whole groups of heads that share their keys.
-    """
+    """How many heads are walked side by side: what the L2 cache holds, and a divisor of their number."""
     heads = problem.batch * problem.heads
-    if not config.BAND:
-        return 1
     most = max(1, L2_BYTES // (2 * problem.seqlen_k * (config.BLOCK_D + config.BLOCK_DV))) * problem.group
     return max(n for n in range(1, min(most, heads) + 1) if heads % n == 0)
 

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends.hopper.ring import fill
-from tilewise.backends.hopper.schedule import divide, locate, rounds
+from tilewise.backends.hopper.schedule import divide, locate, tile_at
 
 
 @gluon.jit
@@ -15,8 +15,12 @@ def load(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, a, C: gl.constexpr):
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     served = 0
     taken = 0
-    for i in range(rounds(a)):
-        spot, _ = locate(a, i, C)
+    i = 0
+    t = tile_at(a, i)
+    while t >= 0:
+        spot, _ = locate(a, t, C)
+        i += 1
+        t = tile_at(a, i)
         kv_h = divide(spot.h, a.group)
         if spot.count > 0:
             for w in gl.static_range(WARPGROUPS):

@@ -9,7 +9,7 @@ the keys that rows [m0, m1) see between them are [key_lo(m0), key_hi(m1 - 1)), a
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.shim import afresh, aggregate
+from tilewise.backends.hopper.shim import aggregate
 
 UNBOUNDED = gl.constexpr(2**30)
 
@@ -70,17 +70,15 @@ def divide(n, d):
 
 
 @gluon.jit
-def snake(a, i):
-    """The i-th tile of this program. Odd rounds run backwards: in an order by length, long and short tiles then even out."""
+def tile_at(a, i):
+    """The number of this program's i-th tile, negative past its last. Ask early where memory answers: see `order.py`."""
     me = gl.program_id(0)
-    return i * a.programs + gl.where(i % 2 == 0, me, a.programs - 1 - me)
-
-
-@gluon.jit
-def rounds(a):
-    """How many tiles this program takes."""
-    whole = afresh(a.rounds)
-    return whole + gl.where(snake(a, whole) < a.total, 1, 0)
+    if a.order is not None:
+        return gl.load(a.order + i * a.programs + me)
+    else:
+        # odd rounds run backwards: where tiles get shorter along the way, that evens out a little
+        t = i * a.programs + gl.where(i % 2 == 0, me, a.programs - 1 - me)
+        return gl.where(t < a.total, t, -1)
 
 
 @gluon.jit
@@ -171,19 +169,11 @@ def visited(band, m0, last_q, C: gl.constexpr):
 
 
 @gluon.jit
-def locate(a, i, C: gl.constexpr):
-    """The i-th tile of this program and the mask of its sequence.
-
-    Heads go in clusters whose keys and values fit the L2 cache together; in a cluster the last queries come first, for under a
-    causal mask they see most.
-    """
+def locate(a, t, C: gl.constexpr):
+    """Tile t, counted through each head from its last queries to its first, and the mask of its sequence."""
     BLOCK_M: gl.constexpr = 64 * C.WARPGROUPS
-    t = snake(a, i)
-    g = divide(t, a.blocks)
-    r = t - g * a.blocks.value
-    m = divide(r, a.cluster)
-    bh = (g - m) * a.cluster.value + r
-    tile = a.last_block - m
+    bh = divide(t, a.blocks)
+    tile = a.last_block - (t - bh * a.blocks.value)
     if C.VARLEN:
         b, tile = find_sequence(a.cu_q, a.batch, tile, BLOCK_M)
         q_start = gl.load(a.cu_q + b)

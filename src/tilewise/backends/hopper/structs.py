@@ -47,12 +47,12 @@ class Arguments(NamedTuple):
     lse_ptr: Any  # (B, H, M) fp32, contiguous
     cu_q: Any
     cu_k: Any
+    order: Any  # (rounds + 1, programs) int32: tiles by round and program, negative for none; None: they take turns
     out: Rows | None  # of a packed batch
     terms: tuple[Term, ...]
     heads: Divisor
     group: Divisor  # query heads of one key head
-    blocks: Divisor  # tiles of queries of all heads in a cluster
-    cluster: Divisor  # heads whose keys and values share the L2 cache; a divisor of batch · heads
+    blocks: Divisor  # tiles of queries of a head
     batch: int
     len_q: int  # of each sequence, or of all together when packed
     len_k: int
@@ -60,6 +60,5 @@ class Arguments(NamedTuple):
     last_block: int  # the number of the last tile of queries of a head
     total: int  # tiles of queries
     programs: int
-    rounds: int  # total // programs
     unit: float  # scores in units of log 2: scale / ln 2, or softcap / ln 2
     slope: float  # scale / softcap

@@ -1,0 +1,61 @@
+"""Who takes which tile of queries, when tiles differ in length: decided on the host, once for a shape.
+
+Tiles stand in a line: heads in clusters whose keys and values fit the L2 cache together, in a cluster the longest tiles first.
+Each program takes the next from the line when it is done with its last one; that is simulated here, with the keys a tile visits
+as its time. The kernel reads the result. A counter in device memory would do without the guess, at an atomic's latency a tile.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.intervals import Form
+from tilewise.backends.hopper.structs import Term
+
+OVERHEAD_KEYS = 160
+"""What a tile costs beside its keys, in keys: its first product and its last have nothing to overlap with (H200: S 512 and 2k
+against 16k, 130 to 240 by head dim)."""
+
+
+def visited_keys(form: Form, config: Config, queries: int) -> np.ndarray:
+    """Keys in the tiles that each tile of queries visits, int64 [blocks]; `schedule.visited` on the host.
+
+    Numbers that only the device knows (offsets, padding) are taken as absent.
+    """
+    m0 = np.arange(0, queries, config.BLOCK_M)
+    m1 = np.minimum(m0 + config.BLOCK_M, queries) - 1
+    hi = np.max([_end(term, m1) for term in form.terms], axis=0)
+    lo = np.maximum(m0 + form.terms[0].lo, form.terms[0].start) if form.left else np.zeros_like(m0)
+    first = lo // config.BLOCK_N
+    last = np.maximum(-(-hi // config.BLOCK_N), first + 1)
+    return np.asarray((last - first) * config.BLOCK_N)
+
+
+def _end(term: Term, row: np.ndarray) -> np.ndarray:
+    return np.minimum(row + term.past, term.end)
+
+
+def tile_order(keys: np.ndarray, heads: int, cluster: int, programs: int) -> np.ndarray:
+    """Tiles by round and program, int32 [rounds + 1, programs], -1 for none: the last row is all -1.
+
+    `keys` are those that each of a head's tiles visits. A tile's number counts through its head from the last to the first.
+    """
+    blocks = len(keys)
+    longest_first = np.argsort(-keys[::-1], kind="stable")  # [blocks], counted from the last
+    head = np.arange(heads).reshape(-1, 1, cluster)
+    line = (head * blocks + longest_first[None, :, None]).reshape(-1)  # [clusters · blocks · cluster]
+    cost = keys[::-1][line % blocks] + OVERHEAD_KEYS
+    # one integer for a program's load and its number: the smallest is the program that is done first
+    bits = programs.bit_length()
+    done = list(range(programs))
+    number = (1 << bits) - 1
+    takers = np.array([heapq.heapreplace(done, done[0] + c) & number for c in (cost << bits).tolist()], dtype=np.int64)
+    by_program = np.argsort(takers, kind="stable")
+    counts = np.bincount(takers, minlength=programs)
+    rounds = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
+    order = np.full((int(counts.max()) + 1, programs), -1, dtype=np.int32)
+    order[rounds, takers[by_program]] = line[by_program]
+    return order
