@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -95,7 +94,8 @@ def groups() -> dict[str, list[Shape]]:
 # --- inside the processes --------------------------------------------------------------------------------------------------
 
 
-def problem_of(shape: Shape, device: str) -> Any:
+def problem_of(shape: Shape) -> Any:
+    """The Problem alone, where there is no GPU."""
     import torch
 
     import tilewise as tw
@@ -106,34 +106,36 @@ def problem_of(shape: Shape, device: str) -> Any:
         batch, (sq, sk) = len(shape.lengths[0]), map(sum, shape.lengths)
     return Problem.of(
         batch=batch, heads=shape.h, kv_heads=shape.hk, seqlen=sq, kv_seqlen=sk, head_dim=shape.d, head_dim_v=shape.dv,
-        dtype=shape.dtype, mask=eval(shape.mask, {"tw": tw, "torch": torch, "device": device}), scale=shape.scale,
-        softcap=shape.softcap, varlen=shape.lengths is not None, device=device,
+        dtype=shape.dtype, mask=eval(shape.mask, {"tw": tw, "torch": torch, "device": "cpu"}), scale=shape.scale,
+        softcap=shape.softcap, varlen=shape.lengths is not None,
     )  # fmt: skip
 
 
 def build(shape: Shape) -> tuple[Any, Any]:
-    """The Problem and its Inputs on the GPU."""
+    """The Problem and its Inputs on the GPU, as a call of the public function makes them."""
     import torch
 
-    from tilewise.backends.base import Inputs
+    import tilewise as tw
+    from tilewise.api.describe import Request, describe
 
-    problem = problem_of(shape, "cuda")
+    packed = shape.lengths is not None
+    sq, sk = map(sum, shape.lengths) if shape.lengths is not None else (shape.sq, shape.sk or shape.sq)
     generator = torch.Generator("cuda").manual_seed(1)
 
     def normal(h: int, s: int, d: int, gain: float = 1.0) -> torch.Tensor:
-        tokens_first = shape.layout == "bshd" or problem.varlen
-        rows = 1 if problem.varlen else shape.b
+        tokens_first = shape.layout == "bshd" or packed
+        rows = 1 if packed else shape.b
         sides = (rows, s, h, d) if tokens_first else (rows, h, s, d)
         x = (torch.randn(sides, device="cuda", generator=generator) * gain).to(getattr(torch, shape.dtype))
         return x.transpose(1, 2) if tokens_first else x
 
-    q = normal(shape.h, problem.seqlen_q, shape.d, shape.gain)
-    k = normal(problem.kv_heads, problem.seqlen_k, shape.d)
-    inputs = Inputs(q, k, normal(problem.kv_heads, problem.seqlen_k, problem.head_dim_v))
+    kv_heads = shape.hk or shape.h
+    qkv = normal(shape.h, sq, shape.d, shape.gain), normal(kv_heads, sk, shape.d), normal(kv_heads, sk, shape.dv or shape.d)
+    starts = None
     if shape.lengths is not None:
-        starts = [torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32) for lengths in shape.lengths]
-        inputs = inputs._replace(cu_q=starts[0], cu_k=starts[1])
-    return problem, inputs
+        starts = tuple(torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32) for lengths in shape.lengths)
+    mask = eval(shape.mask, {"tw": tw, "torch": torch, "device": "cuda"})
+    return describe(qkv, Request(mask=mask, scale=shape.scale, softcap=shape.softcap), starts)
 
 
 def check_group(name: str) -> dict[str, Any]:
@@ -268,7 +270,7 @@ def time_dim(d: int) -> dict[str, Any]:
             runs = {"tilewise": runs["tilewise"]}
         errors = {who: sampled_error(problem, inputs, run()) for who, run in runs.items()}
         good = {who: run for who, run in runs.items() if errors[who] is None}
-        samples = interleave(good, Effort(seconds=1.2, least=5, most=30, sample=8e-3), cuda_clock)
+        samples = interleave(good, Effort(seconds=0.9, least=5, most=30, sample=8e-3), cuda_clock)
         rate = {who: executed_flops(problem) / statistics.median(s) * 1e-12 for who, s in samples.items()}
         result[name] = {"tflops": rate, "wrong": {who: e for who, e in errors.items() if e}}
         print(json.dumps({name: result[name]}), flush=True)
@@ -305,10 +307,47 @@ def host_time() -> dict[str, Any]:
     return result
 
 
+def machine() -> dict[str, Any]:
+    """What a record must say to be comparable."""
+    import datetime
+
+    import torch
+    import triton
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
 def variant_tiles(d: int, base: Any, narrow: Any) -> dict[str, Any]:
     if d == 64:
         return {"base": base, "narrow": narrow, "narrow, no turns": narrow._replace(PINGPONG=False)}
     return {"base": base, "no turns" if base.PINGPONG else "turns": base._replace(PINGPONG=not base.PINGPONG)}
+
+
+def variant_plans(d: int, problem: Any) -> dict[str, Any]:
+    """The table's plan and those that differ from it in one respect."""
+    from unittest.mock import patch
+
+    from tilewise.backends.hopper import launch, order
+    from tilewise.backends.hopper.config import NARROW, TABLE
+
+    base = TABLE[d, d]
+    make = partial(launch.make_plan, problem, launch.multiprocessors(0), launch.kernel_for)
+    plans = {name: make(tile) for name, tile in variant_tiles(d, base, NARROW).items()}
+    plans["one tile a program"] = launch.make_plan(problem, 1 << 30, launch.kernel_for, base)
+    if problem.program.structure:
+        for size in (8, 40):
+            with patch.object(launch, "L2_BYTES", size << 20):
+                plans[f"L2 {size} MiB"] = make(base)
+        for keys in (64, 320):
+            with patch.object(order, "OVERHEAD_KEYS", keys):
+                plans[f"overhead {keys}"] = make(base)
+    return plans
 
 
 def variants(d: int) -> dict[str, Any]:
@@ -316,22 +355,18 @@ def variants(d: int) -> dict[str, Any]:
     import torch
 
     from tilewise.backends.hopper import launch
-    from tilewise.backends.hopper.config import NARROW, TABLE
     from tilewise.bench.timing import Effort, cuda_clock, interleave
 
-    base = TABLE[d, d]
-    tiles = variant_tiles(d, base, NARROW)
-    processors = launch.multiprocessors(0)
+    device = torch.device("cuda", 0)
     result = {}
     for name, shape in cells(d):
-        if not name.endswith((" 512", " 2048", " 8192")):
+        if not name.endswith((" 512", " 2048", "causal 16384")):
             continue
         problem, inputs = build(shape)
-        plans = {k: launch.make_plan(problem, processors, launch.kernel_for, tile) for k, tile in tiles.items()}
-        plans["one tile a program"] = launch.make_plan(problem, 1 << 30, launch.kernel_for, base)
-        with torch.cuda.device(0):
+        plans = {k: launch.on_gpu(plan, device) for k, plan in variant_plans(d, problem).items()}
+        with torch.cuda.device(device):
             runs = {k: partial(launch.launch, problem, inputs, plan) for k, plan in plans.items()}
-            samples = interleave(runs, Effort(seconds=0.8, least=5, most=20, sample=5e-3), cuda_clock)
+            samples = interleave(runs, Effort(seconds=0.9, least=5, most=20, sample=5e-3), cuda_clock)
         result[name] = {k: executed_flops(problem) / statistics.median(s) * 1e-12 for k, s in samples.items()}
         print(json.dumps({name: result[name]}), flush=True)
     return result
@@ -344,11 +379,11 @@ def kernels() -> list[tuple[Any, ...]]:
 
     shapes = [shape for group in groups().values() for shape in group]
     shapes += [shape for d in (64, 128, 256) for _, shape in cells(d)]
-    plans = [launch.make_plan(problem_of(shape, "cpu"), 132, lambda *what: what) for shape in shapes]
+    plans = [launch.make_plan(problem_of(shape), 132, lambda *what: what) for shape in shapes]
     for d in (64, 128, 256):
         for _, shape in cells(d):
             for tile in variant_tiles(d, TABLE[d, d], NARROW).values():
-                plans.append(launch.make_plan(problem_of(shape, "cpu"), 132, lambda *what: what, tile))
+                plans.append(launch.make_plan(problem_of(shape), 132, lambda *what: what, tile))
     return list({(p.kernel[0], str(launch.pointers(p.kernel[1])), p.kernel[2]): p.kernel for p in plans}.values())
 
 
@@ -383,7 +418,7 @@ def child(task: str, argument: str, limit: float) -> dict[str, Any]:
 
 TASKS: dict[str, Callable[..., dict[str, Any]]] = {
     "check": check_group, "compile": compile_share, "time": lambda d: time_dim(int(d)), "host": lambda _: host_time(),
-    "variants": lambda d: variants(int(d)), "stress": lambda _: stress(),
+    "variants": lambda d: variants(int(d)), "stress": lambda _: stress(), "machine": lambda _: machine(),
 }  # fmt: skip
 
 
@@ -422,9 +457,9 @@ def main() -> None:
     phases = options.only.split(",")
     names = [name for name in groups() if options.groups in name]
     dims = options.dims.split(",")
-    record: dict[str, Any] = {}
+    record: dict[str, Any] = {"machine": child("machine", "", 40)}
     work = {
-        "compile": ([f"{i}/14" for i in range(14)], 14, 200), "check": (names, 4, 40), "stress": (["all"], 1, 60),
+        "compile": ([f"{i}/14" for i in range(14)], 14, 200), "check": (names, 12, 60), "stress": (["all"], 1, 60),
         "time": (dims, 1, 90), "variants": (dims, 1, 90), "host": (["tiny call"], 1, 40),
     }  # fmt: skip
     for phase in phases:
@@ -436,8 +471,8 @@ def main() -> None:
                 if phase != "compile" or "failed" in result:
                     show(phase, name, result)
         print(f"-- {phase}: {time.perf_counter() - begin:.0f} s", flush=True)
-    if path := options.out or (os.environ.get("OUT") and os.path.join(os.environ["OUT"], "hopper.json")):
-        Path(path).write_text(json.dumps(record, indent=1))
+        if options.out:
+            Path(options.out).write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":
