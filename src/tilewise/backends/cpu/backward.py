@@ -26,7 +26,7 @@ from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import Kernel
 
-SLICE = 16  # keys whose dK and dV rows are updated together: the grain at which masked rows are skipped there
+SLICE = 16  # in a block that is not seen by all: keys updated together, the grain at which masked rows are skipped
 SPINS = 1024  # looks at another task's progress before the processor is yielded
 PASSED = 2**62  # progress of a task that is over
 
@@ -203,8 +203,14 @@ class Backward(KernelModule):
         a, f = self.open(e, args, frame)
         row = e.plus(e.times(self.batch_offset(f), a.word("kv_heads")), f.word("kv_head"))
         row = e.plus(e.times(row, a.word("Sk")), f.word("k_start"), f.word("n0"))
-        with e.loop(0, f.word("n_pad"), SLICE) as keys:
-            ja, jb = keys.index, e.least(e.plus(keys.index, SLICE), f.word("n_pad"))
+        n_pad = f.word("n_pad")
+        with e.loop(0, f.word("strips"), 1, [I64(0), n_pad]) as over:  # keys that every strip sees
+            starts, stops = (e.get(f.ptr(n), over.index, I64) for n in ("from", "to"))
+            over.carry([e.most(over.values[0], starts), e.least(over.values[1], stops)])
+        whole = e.and_(e.icmp_signed("==", over.values[0], I64(0)), e.icmp_signed("==", over.values[1], n_pad))
+        step = e.select(whole, n_pad, I64(SLICE))
+        with e.loop(0, n_pad, step) as keys:
+            ja, jb = keys.index, e.least(e.plus(keys.index, step), n_pad)
             with e.loop(0, f.word("strips"), 1, [f.word("strips"), I64(0)]) as over:
                 starts, stops = (e.get(f.ptr(n), over.index, I64) for n in ("from", "to"))
                 sees = e.and_(e.less(starts, jb), e.less(ja, stops))

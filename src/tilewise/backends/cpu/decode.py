@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.backends.cpu.elementary import LOG2E, exp2
-from tilewise.backends.cpu.ir import I32, I64, ITEMSIZE, PTR, STORAGE, VOID, Emit, Value
+from tilewise.backends.cpu.ir import I32, I64, ITEMSIZE, PTR, STORAGE, Emit, Value
 from tilewise.backends.cpu.masking import hull
 from tilewise.backends.cpu.module import FRAME, KernelModule
 from tilewise.backends.cpu.pack import fetch, quotient
@@ -73,7 +73,7 @@ class Decode(KernelModule):
 
             with e.loop(0, whole, line, [e.const(0.0)] * (R * J)) as dim:
                 for pointer in soon:
-                    self.prefetch(e, e.at(pointer, dim.index, kind))
+                    e.prefetch(e.at(pointer, dim.index, kind))
                 acc = list(dim.values)
                 for n in range(0, line, L):
                     acc = multiply(acc, e.plus(dim.index, n))
@@ -101,9 +101,6 @@ class Decode(KernelModule):
         """Sums of neighbouring lanes, x's first."""
         n = x.type.count
         return e.fadd(e.pick(x, range(0, 2 * n, 2), y), e.pick(x, range(1, 2 * n, 2), y))
-
-    def prefetch(self, e: Emit, address: Value) -> None:
-        e.intrinsic("llvm.prefetch.p0", VOID, [address, I32(0), I32(3), I32(1)])  # a read, kept in every level
 
     # -- softmax along the keys
 
@@ -177,7 +174,7 @@ class Decode(KernelModule):
             for n in range(UNROLL):
                 ahead = e.plus(e.times(e.plus(over.index, n), a.word("k_s")), col)
                 for at in range(0, vectors * L, LINE // ITEMSIZE[self.kernel.dtype]):
-                    self.prefetch(e, e.at(K_next, e.plus(ahead, at), kind))
+                    e.prefetch(e.at(K_next, e.plus(ahead, at), kind))
             small = [e.vget(row, over.index, lanes=UNROLL) for row in p_rows]
             for n in range(UNROLL):
                 acc = step(acc, e.plus(over.index, n), [e.lane(s, n) for s in small])

@@ -175,6 +175,10 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
         kind = value.type.element
         self.store(value, self.at(pointer, offset, kind), align=_size(kind))
 
+    def prefetch(self, address: Value) -> None:
+        """Ask for the cache line at an address, to be read and kept in every level."""
+        self.intrinsic("llvm.prefetch.p0", VOID, [address, I32(0), I32(3), I32(1)])
+
     # -- vectors
     def vtype(self, kind: Any = None, lanes: int = 0) -> Any:
         return ir.VectorType(kind or self.real.type, lanes or self.lanes)

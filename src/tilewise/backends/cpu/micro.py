@@ -99,6 +99,8 @@ def by_rows(unit: Unit, name: str, tile: Register) -> Any:
     with e.loop(j0, j1, J) as over_j:
         b_rows = [e.at(b_ptr, e.times(e.plus(over_j.index, j), b_step)) for j in range(J)]
         c_rows = [e.at(c_ptr, e.times(e.plus(over_j.index, j), c_step)) for j in range(J)]
+        for row in c_rows:  # C lies far away, and is wanted as soon as the sum is complete
+            e.prefetch(row)
         with e.loop(0, k1, UNROLL, [e.const(0.0)] * (J * width)) as over_k:
             acc = list(over_k.values)
             a_row = e.at(a_ptr, e.times(over_k.index, tall))

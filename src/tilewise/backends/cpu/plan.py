@@ -18,6 +18,11 @@ GROUP_ROWS = 512
 """Rows of all heads of a group in one task: beyond it Q and O no longer fit beside K and V in L2."""
 
 
+BACKWARD_TALL = 256
+BACKWARD_TASKS = 32
+"""Rows of a block in the backward, if there are at least so many of them for the threads to share; else half."""
+
+
 def bits(x: float) -> int:
     """A double as the signed 64-bit word that carries it."""
     return int(struct.unpack("<q", struct.pack("<d", x))[0])
@@ -121,7 +126,9 @@ def backward_tiles(problem: Problem, tile: Register, longest: int, threads: int)
     choice = cpu_tile(probe_cpu(), problem)
     R = tile.rows
     keys = round_up(min(choice.block_k, 64), tile.keys)
-    rows = max(R, round_up(min(128, longest), R))
+    # tall blocks pay for packing K and V; the choice must not depend on the threads, or the order of sums would
+    tall = problem.batch * problem.heads * (longest // BACKWARD_TALL) >= BACKWARD_TASKS
+    rows = max(R, round_up(min(BACKWARD_TALL if tall else BACKWARD_TALL // 2, longest), R))
     if work_of(problem) < SMALL_WORK:
         threads = 1
     blocks = -(-longest // rows)
