@@ -43,19 +43,11 @@ FORWARD = {
     128: ["64,64,4,3", "64,64,4,3p", "128,64,8,3p", "128,128,8,3p", "64,64,4,4", "64,32,4,4"],
 }
 BACKWARD = {
-    64: ["64,64,4,2/64,64,4,3", "64,64,4,3/64,64,4,3", "128,64,4,2/64,64,4,3", "64,64,4,3/"],
-    128: [
-        "32,64,4,3/64,32,4,3",
-        "32,64,4,3b/64,32,4,3",
-        "32,64,4,2/128,64,8,3",
-        "32,64,4,3/64,64,4,3",
-        "64,64,8,2/64,32,4,3",
-        "64,64,4,2b/64,32,4,3",
-        "64,64,8,2/",
-    ],
+    64: ["64,64,4,2/64,64,4,3", "64,64,4,3/64,64,4,3", "128,64,4,2/64,64,4,3"],
+    128: ["32,64,4,3/64,32,4,3", "32,64,4,2/128,64,8,3", "32,64,4,3/64,64,4,3", "64,64,8,2/64,32,4,3"],
 }
-"""Queries, keys, warps, stages; `p` reads the streamed operands through pointers, `b` has one loop with a branch. A backward
-has a tile for dK and dV and one for dQ, or only the first where that kernel adds up dQ too."""
+"""Queries, keys, warps, stages; `p` reads the streamed operands through pointers. A backward has a tile for dK and dV and one
+for dQ."""
 
 
 class Clock:
@@ -111,22 +103,21 @@ def make(
 
 
 def tile_of(text: str, pass_: str) -> TilePlan:
-    m, n, warps, stages = map(int, text.rstrip("pb").split(","))
+    m, n, warps, stages = map(int, text.rstrip("p").split(","))
     return TilePlan(m, n, stages, warps, pass_=pass_)
 
 
 def trial_of(text: str, pass_: str = "forward") -> Any:
     from tilewise.backends.triton.run import Trial
 
-    return Trial((tile_of(text, pass_),), "p" not in text, False, "b" in text)
+    return Trial((tile_of(text, pass_),), "p" not in text)
 
 
 def backward_trial(text: str) -> Any:
     from tilewise.backends.triton.run import Trial
 
     keys, queries = text.split("/")
-    tiles = (tile_of(keys, "backward_dkdv"), *([tile_of(queries, "backward_dq")] if queries else []))
-    return Trial(tiles, "p" not in text, not queries, "b" in text)
+    return Trial((tile_of(keys, "backward_dkdv"), tile_of(queries, "backward_dq")), "p" not in text)
 
 
 def flops(p: Problem, backward: bool = False) -> float:
@@ -173,7 +164,7 @@ def compile_one(job: tuple[dict[str, Any], Any, Needs | None]) -> str:
             _, spilled = resources(compile_for(target, kernel, signature(args), config, settings))
             if spilled:
                 label = f"{config.BLOCK_M},{config.BLOCK_N},{settings.num_warps},{settings.num_stages}"
-                said.append(f"{kernel.__name__} {label} {trial.maps, trial.fused, trial.branch} spills {spilled} B")
+                said.append(f"{kernel.__name__} {label} spills {spilled} B")
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__
@@ -429,7 +420,7 @@ def backward(clock: Clock, args: argparse.Namespace) -> None:
             flush=True,
         )
         if means:
-            args.best[d] = max((pair for pair in means if pair[-1] != "/"), key=means.__getitem__)
+            args.best[d] = max(means, key=means.__getitem__)
 
 
 def suite(clock: Clock, args: argparse.Namespace) -> None:
@@ -490,14 +481,10 @@ FP32_QUERIES = ("32,32,4,2", "64,32,4,1", "64,32,4,2", "64,32,8,1", "64,16,4,2",
 
 
 def fp32(clock: Clock, args: argparse.Namespace) -> None:
-    from tilewise.backends.triton.run import Trial
-
     keys_only, queries_only = Needs(False, True, True), Needs(True, False, False)
     trials: dict[str, tuple[Needs | None, Any]] = {tile: (None, trial_of(tile + "p")) for tile in FP32_FORWARD}
     trials |= {"K" + tile: (keys_only, trial_of(tile + "p", "backward_dkdv")) for tile in FP32_KEYS}
     trials |= {"Q" + tile: (queries_only, trial_of(tile + "p", "backward_dq")) for tile in FP32_QUERIES}
-    fused = (tile_of("32,32,4,2", "backward_dkdv"),)
-    trials["F32,32,4,2"] = Needs(), Trial(fused, False, True)
     options = {"batch": 8, "heads": 16, "seqlen": 2048, "d": 128, "dtype": torch.float32, "mask": "causal"}
     compile_ahead([(options, t, n) for n, t in trials.values()], args.workers)
     call = make(8, 16, 2048, 128, causal(), dtype=torch.float32)

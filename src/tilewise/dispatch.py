@@ -21,6 +21,7 @@ class Entry(NamedTuple):
 REGISTRY: dict[str, Entry] = {
     "aten": Entry("tilewise.backends.aten", ("cpu",)),
     "cpu": Entry("tilewise.backends.cpu.backend", ("cpu",)),
+    "triton": Entry("tilewise.backends.triton", ("cpu", "cuda")),
     "tiled": Entry("tilewise.backends.tiled", ("cpu", "cuda")),
     "reference": Entry("tilewise.backends.reference", ("cpu", "cuda")),
 }

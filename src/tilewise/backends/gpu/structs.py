@@ -61,7 +61,6 @@ class Gradients(NamedTuple):
     dq: View | None
     dk: View | None
     dv: View | None
-    sum_dq: View | None  # fp32, where tiles of keys add up dQ
     lse2_ptr: Any
     delta_ptr: Any  # rowsum(dO ∘ O) - dLSE
     dlse_ptr: Any
@@ -87,8 +86,6 @@ class Config(NamedTuple):
     DROPOUT: bool = False
     PRECISION: str = "ieee"  # of products of fp32 tiles
     INTERPRET: bool = False
-    BRANCH: bool = False  # full and boundary tiles in one loop
-    FUSED: bool = False  # the tiles of keys add up dQ too
     SUM_M: bool = False  # dBias: the bias has one row, or one column
     SUM_N: bool = False
 

@@ -5,9 +5,6 @@
 `prepare_kernel` writes delta = rowsum(dO ∘ O) - dLSE and lse2. `keys_kernel` holds a tile of keys and streams the queries that
 see it (of every head of the group) in transposed form, so that Pᵀ and dSᵀ feed the products as they are. `queries_kernel`
 holds a tile of queries and streams keys. No atomics: the results are the same bits in every run.
-
-Or else `keys_kernel` adds each tile's part of dQ to a sum in fp32 as well: five products a tile instead of seven, but in no fixed
-order; `prepare_kernel` then clears the sum and `round_kernel` rounds it.
 """
 
 from __future__ import annotations
@@ -67,34 +64,15 @@ def prepare_kernel(a, g, C: tl.constexpr):
     delta = tl.where(lse == float("-inf"), 0.0, delta)
     if g.dlse_ptr is not None:
         delta -= tl.load(g.dlse_ptr + at, mask=ok, other=0.0)
-    if C.FUSED:
-        cols = tl.arange(0, C.BLOCK_D)
-        sum_at = base(g.sum_dq, row, h, nothing) + rows[:, None] * g.sum_dq.stride_s + cols[None, :] * g.sum_dq.stride_d
-        tl.store(sum_at, tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32), mask=ok[:, None] & (cols < C.D)[None, :])
     tl.store(g.delta_ptr + at, delta, mask=ok)
     tl.store(g.lse2_ptr + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=ok)
 
 
 @triton.jit
-def round_kernel(a, g, C: tl.constexpr):
-    """The sum of dQ in dQ's own dtype."""
-    pid = tl.program_id(0)
-    tiles = tl.cdiv(a.len_q, C.BLOCK_M)
-    rows = pid % tiles * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
-    h = pid // tiles % a.heads
-    row = pid // tiles // a.heads
-    ok = rows < a.len_q
-    sum_at = base(g.sum_dq, row, h, pid * 0)
-    dq = load_rows(sum_at, g.sum_dq.stride_s, g.sum_dq.stride_d, rows, ok, C.D, C.BLOCK_D)  # [M, D] fp32
-    dq_at = base(g.dq, row, h, pid * 0)
-    store_rows(dq_at, g.dq.stride_s, g.dq.stride_d, rows, ok, dq * a.scale, C.D, C.BLOCK_D, C)
-
-
-@triton.jit
-def weights(a, seq, s_tile, q, k, lse2, ok, boundary, MASKED: tl.constexpr, C: tl.constexpr):
+def weights(a, seq, s_tile, q, k, lse2, ok, MASKED: tl.constexpr, C: tl.constexpr):
     """Softmax weights of a tile from its products, and the softcap's slope; `q`, `k`, `lse2` broadcast to the tile.
 
-    A mask is `ok` where that was evaluated already; else it is evaluated if this is a `boundary` tile.
+    The mask is `ok` where that was evaluated already; evaluated here, not before the products, it costs fewer registers.
     """
     slope = 1.0
     if C.FOLD:
@@ -105,7 +83,7 @@ def weights(a, seq, s_tile, q, k, lse2, ok, boundary, MASKED: tl.constexpr, C: t
     if MASKED:
         if ok is not None:
             p_tile = tl.where(ok, p_tile, 0.0)
-        elif boundary:  # evaluated here, not before the products, the mask costs fewer registers
+        else:
             p_tile = tl.where(allowed(a.mask, seq, q, k, C), p_tile, 0.0)
     return p_tile, slope
 
@@ -124,7 +102,7 @@ def score_gradient(a, seq, p_tile, dp_tile, slope, delta, q, n, ok, MASKED: tl.c
 
 
 @triton.jit
-def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, boundary, MASKED: tl.constexpr, C: tl.constexpr):
+def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.constexpr, C: tl.constexpr):
     """One tile of queries against the resident keys. Tiles are transposed: [N, M]."""
     rows = tl.arange(0, C.BLOCK_M)
     q = m + rows
@@ -145,52 +123,32 @@ def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, boundary, MASKE
         q_tile = load_all(a.q, desc.k, seq.row, seq.h, seq.q_start, m, C.BLOCK_M, C.D, C.BLOCK_D)
         dout_tile = load_all(g.dout, desc.v, seq.row, seq.h, seq.q_start, m, C.BLOCK_M, C.DV, C.BLOCK_DV)
     s_tile = product(k_tile, tl.trans(q_tile), C)  # [N, M] fp32
-    p_tile, slope = weights(a, seq, s_tile, q[None, :], k[:, None], lse2[None, :], ok, boundary, MASKED, C)
+    p_tile, slope = weights(a, seq, s_tile, q[None, :], k[:, None], lse2[None, :], ok, MASKED, C)
     met_v = p_tile
     if C.DROPOUT:
         met_v = tl.where(kept(a, seq, q[None, :], n, C), p_tile * a.keep_scale, 0.0)
     dv = dot(cast(met_v, dout_tile.dtype, C), dout_tile, dv, C)  # [N, DV]
     dp_tile = product(v_tile, tl.trans(dout_tile), C)  # [N, M]
     ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[None, :], q[None, :], n, ok, MASKED, C)
-    ds_tile = cast(ds_tile, q_tile.dtype, C)
-    dk = dot(ds_tile, q_tile, dk, C)  # [N, D]
-    if C.FUSED:
-        dq_tile = product(tl.trans(ds_tile), k_tile, C)  # [M, D]
-        cols = tl.arange(0, C.BLOCK_D)
-        at = base(g.sum_dq, seq.row, seq.h, seq.q_start) + tl.cast(m, tl.int64) * g.sum_dq.stride_s
-        at += rows[:, None] * g.sum_dq.stride_s + cols[None, :] * g.sum_dq.stride_d
-        tl.atomic_add(at, dq_tile, mask=(q < seq.len_q)[:, None] & (cols < C.D)[None, :], sem="relaxed")
+    dk = dot(cast(ds_tile, q_tile.dtype, C), q_tile, dk, C)  # [N, D]
     return dk, dv
 
 
 @triton.jit
 def stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n, span, C: tl.constexpr):
-    """Every tile of [lo, hi), of which [gap_lo, gap_hi) need no mask. One loop with a branch holds fewer registers than two."""
-    if C.BRANCH:
-        for m in range(span[0], span[3], C.BLOCK_M):
-            boundary = (m < span[1]) | (m >= span[2])
-            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, boundary, True, C)
-    else:
-        for m in range(span[1], span[2], C.BLOCK_M):
-            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, False, False, C)
-        for i in range(span_length(span, C.BLOCK_M)):
-            m = span_start(span, i, C.BLOCK_M)
-            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, True, True, C)
-    return dk, dv
-
-
-@triton.jit
-def stream_guarded(a, g, seq, desc, k_tile, v_tile, dk, dv, n, span, C: tl.constexpr):
-    """The same where a boundary tile may turn out EMPTY: it is looked at before anything else is loaded."""
+    """First the tiles that need no mask, then those on both sides of them; one that may be EMPTY is looked at before."""
     for m in range(span[1], span[2], C.BLOCK_M):
-        dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, False, False, C)
+        dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, False, C)
     for i in range(span_length(span, C.BLOCK_M)):
         m = span_start(span, i, C.BLOCK_M)
-        q = m + tl.arange(0, C.BLOCK_M)
-        k = n + tl.arange(0, C.BLOCK_N)
-        ok = allowed(a.mask, seq, q[None, :], k[:, None], C)  # [N, M]
-        if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
-            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, True, True, C)
+        if has_gaps(C.STRUCTURE):
+            q = m + tl.arange(0, C.BLOCK_M)
+            k = n + tl.arange(0, C.BLOCK_N)
+            ok = allowed(a.mask, seq, q[None, :], k[:, None], C)  # [N, M]
+            if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
+                dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, True, C)
+        else:
+            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, True, C)
     return dk, dv
 
 
@@ -229,10 +187,7 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     # over query heads [0, i): dk, dv = what their queries [lo, hi) contribute
     for i in range(group):
         seq = sequence_of(a, b, kv_h * group + i, C)
-        if has_gaps(C.STRUCTURE):
-            dk, dv = stream_guarded(a, g, seq, desc, k_tile, v_tile, dk, dv, n0, span, C)
-        else:
-            dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n0, span, C)
+        dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n0, span, C)
     if g.dk is not None:
         dk_at = base(g.dk, seq.row, kv_h, seq.k_start)
         store_rows(dk_at, g.dk.stride_s, g.dk.stride_d, k, ok, dk * a.scale, C.D, C.BLOCK_D, C)
@@ -258,7 +213,7 @@ def queries_step(
         k_tile = load_all(a.k, desc.k, seq.row, seq.kv_h, seq.k_start, n, C.BLOCK_N, C.D, C.BLOCK_D)
         v_tile = load_all(a.v, desc.v, seq.row, seq.kv_h, seq.k_start, n, C.BLOCK_N, C.DV, C.BLOCK_DV)
     s_tile = product(q_tile, tl.trans(k_tile), C)  # [M, N] fp32
-    p_tile, slope = weights(a, seq, s_tile, q[:, None], k[None, :], lse2[:, None], ok, True, MASKED, C)
+    p_tile, slope = weights(a, seq, s_tile, q[:, None], k[None, :], lse2[:, None], ok, MASKED, C)
     dp_tile = product(dout_tile, tl.trans(v_tile), C)  # [M, N]
     ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[:, None], q[:, None], n, ok, MASKED, C)
     return dot(cast(ds_tile, k_tile.dtype, C), k_tile, dq, C)  # [M, D]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import NamedTuple
 
 import torch
 
-from tilewise.backends.base import Needs
 from tilewise.backends.gpu.arguments import padded
 from tilewise.backends.gpu.launch import interpreting
 from tilewise.hardware import DeviceSpec, probe_gpu
@@ -46,29 +44,6 @@ def tile_for(problem: Problem, pass_: str, device: torch.device) -> TilePlan:
 @lru_cache(maxsize=2048)
 def _remembered(problem: Problem, pass_: str, index: int) -> TilePlan:
     return gpu_tile(problem, spec_of(index), pass_)
-
-
-class BackwardTiles(NamedTuple):
-    """How the backward runs: `fused` lets each tile of keys add its part to dQ as well, in whatever order they come."""
-
-    fused: bool
-    fused_tile: TilePlan | None = None
-
-
-READS_TENSORS = set("dDsSeE")
-TWO_KERNELS = BackwardTiles(False)
-
-
-def backward_tiles(problem: Problem, needs: Needs, device: torch.device) -> BackwardTiles:
-    """One kernel instead of two where it was measured to be faster, all gradients are wanted and any order will do."""
-    if problem.deterministic or not (needs.dq and (needs.dk or needs.dv)):
-        return TWO_KERNELS
-    if set(problem.program.structure) & READS_TENSORS:  # keys that no query of a tile sees must be 0 there
-        return TWO_KERNELS
-    if interpreting():
-        # every feature must pass both ways; packed batches and the rest divide them between them
-        return BackwardTiles(problem.heads != problem.kv_heads or problem.varlen)
-    return TWO_KERNELS
 
 
 def smaller(tile: TilePlan) -> Iterator[TilePlan]:

@@ -20,7 +20,7 @@ from tilewise.backends.gpu.arguments import (
 from tilewise.backends.gpu.launch import Descriptor, Options, bias_view, describable, interpreting, view
 from tilewise.backends.gpu.replay import Launch, perform
 from tilewise.backends.gpu.structs import Attention, Config, Gradients
-from tilewise.backends.triton.plan import backward_tiles, bias_tile, decoding, smaller, tile_for
+from tilewise.backends.triton.plan import bias_tile, decoding, smaller, tile_for
 from tilewise.errors import PlanError
 from tilewise.planner import TilePlan
 from tilewise.problem import Problem
@@ -40,8 +40,6 @@ class Trial(NamedTuple):
 
     tiles: tuple[TilePlan, ...] = ()
     maps: bool | None = None
-    fused: bool | None = None
-    branch: bool = False
 
     def tile(self, pass_: str) -> TilePlan | None:
         return next((tile for tile in self.tiles if tile.pass_ == pass_), None)
@@ -124,31 +122,19 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
     dk = torch.empty_like(inputs.k) if needs.dk else None
     dv = torch.empty_like(inputs.v) if needs.dv else None
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    tiles = backward_tiles(problem, needs, out.device)
-    fused = tiles.fused if trial.fused is None else trial.fused
-    # where each tile of keys adds its part to dQ, the sum is formed in fp32
-    sum_dq = torch.empty_like(inputs.q, dtype=torch.float32) if fused and dq is not None else None
-    moving = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, sum_dq)
-    g = Gradients(
-        view(dout),
-        *(None if x is None else view(x) for x in (dq, dk, dv, sum_dq)),
-        lse2,
-        delta,
-        dlse,
-        dbias=None,
-        bias_shape=None,
-    )
+    moving = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta)
+    to_dq, to_dk, to_dv = (None if x is None else view(x) for x in (dq, dk, dv))
+    g = Gradients(view(dout), to_dq, to_dk, to_dv, lse2, delta, dlse, dbias=None, bias_shape=None)
 
     def build() -> list[Launch]:
         maps = worth_maps(problem) if trial.maps is None else trial.maps
-        from tilewise.backends.triton.backward import keys_kernel, prepare_kernel, queries_kernel, round_kernel
+        from tilewise.backends.triton.backward import keys_kernel, prepare_kernel, queries_kernel
 
         def keys(tile: TilePlan) -> Launch:
             a, config = arguments(problem, inputs, out, lse, tile)
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
             streamed = descriptors(inputs.q, dout, tile.block_q, maps)
             args = (a, g._replace(dq=None), *streamed)
-            config = config._replace(FUSED=sum_dq is not None, BRANCH=trial.branch)
             return Launch(keys_kernel, programs, args, config, Options(tile.warps, tile.stages))
 
         def queries(tile: TilePlan) -> Launch:
@@ -158,20 +144,14 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
             args = (a, g._replace(dk=None, dv=None), *streamed)
             return Launch(queries_kernel, programs, args, config, Options(tile.warps, tile.stages))
 
-        def by_rows(kernel: object) -> Launch:
-            rows = 16 if interpreting() else 64
-            a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, 1, 4))
-            config = config._replace(STRUCTURE="", DROPOUT=False, SOFTCAP=False, FOLD=True, FUSED=sum_dq is not None)
-            programs = -(-problem.seqlen_q // rows) * problem.heads * out.shape[0]
-            return Launch(kernel, programs, (a, g), config, Options(4, 1))
-
-        launches = [by_rows(prepare_kernel)]
-        if needs.dk or needs.dv or sum_dq is not None:
-            tile = trial.tile("backward_dkdv") or (tiles.fused_tile if sum_dq is not None else None)
-            launches.append(fitting(problem, "backward_dkdv", keys, tile, out.device))
-        if sum_dq is not None:
-            launches.append(by_rows(round_kernel))
-        elif needs.dq:
+        rows = 16 if interpreting() else 64
+        a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, 1, 4))
+        plain = config._replace(STRUCTURE="", DROPOUT=False, SOFTCAP=False, FOLD=True)
+        programs = -(-problem.seqlen_q // rows) * problem.heads * out.shape[0]
+        launches = [Launch(prepare_kernel, programs, (a, g), plain, Options(4, 1))]
+        if needs.dk or needs.dv:
+            launches.append(fitting(problem, "backward_dkdv", keys, trial.tile("backward_dkdv"), out.device))
+        if needs.dq:
             launches.append(fitting(problem, "backward_dq", queries, trial.tile("backward_dq"), out.device))
         return launches
 
@@ -195,7 +175,7 @@ def bias_gradient(problem: Problem, inputs: Inputs, saved: Saved, g: Gradients) 
     dbias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
     a, config = arguments(problem, inputs, saved.out, saved.lse, tile)
     config = config._replace(SUM_M=bias.shape[2] == 1, SUM_N=bias.shape[3] == 1)
-    g = g._replace(dbias=bias_view(dbias), bias_shape=tuple(bias.shape), dq=None, dk=None, dv=None, sum_dq=None)
+    g = g._replace(dbias=bias_view(dbias), bias_shape=tuple(bias.shape), dq=None, dk=None, dv=None)
     programs = bias.shape[0] * bias.shape[1] * -(-bias.shape[2] // tile.block_q) * -(-bias.shape[3] // tile.block_k)
     Launch(bias_kernel, programs, (a, g), config, Options(tile.warps, tile.stages)).run()
     return dbias.to(bias.dtype)
