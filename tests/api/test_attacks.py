@@ -13,6 +13,7 @@ import tilewise as tw
 from tests.conformance.cases import BY_NAME, MASKS, Built, Case, build
 from tests.conformance.harness import (
     BACKENDS,
+    FORWARD_ONLY,
     attention,
     attention_varlen,
     excesses,
@@ -20,11 +21,20 @@ from tests.conformance.harness import (
     inner,
     skip_unless_served,
 )
+from tilewise import dispatch
 from tilewise.backends import sequence
 from tilewise.numerics.oracle import pieces
 
 NAN, INF = float("nan"), float("inf")
 backends = pytest.mark.parametrize("backend", BACKENDS)
+GPU = [name for name, entry in dispatch.REGISTRY.items() if "cuda" in entry.devices]
+targets = pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        *(pytest.param(name, "cpu", id=name) for name in BACKENDS),
+        *(pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu) for name in GPU),
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,16 +57,19 @@ FRESH = ["plain", "mask-nothing", "mask-key-padding", "mask-blocks-heads", "cros
          "bias-1xxx", "sinks-empty-rows", "softcap", "dropout", "compensated", "varlen-cross", "everything"]  # fmt: skip
 
 
-@backends
+@targets
 @pytest.mark.parametrize("name", FRESH)
-def test_fresh_memory_is_never_read(backend: str, name: str, poisoned_memory: None) -> None:
-    built = build(BY_NAME[name])
+def test_fresh_memory_is_never_read(backend: str, device: str, name: str, poisoned_memory: None) -> None:
+    built = build(BY_NAME[name], device)
     skip_unless_served(built, backend)
     assert excesses(built, backend, lse_gradient=True) == []
 
 
 def results(built: Built, backend: str, dout: torch.Tensor, dlse: torch.Tensor) -> list[torch.Tensor]:
     """out, lse and every gradient."""
+    if backend in FORWARD_ONLY:
+        with torch.no_grad():
+            return list(built.call(backend, deterministic=True))
     out, lse = built.call(backend, deterministic=True)
     return [out, lse, *torch.autograd.grad([out, lse], built.leaves, [dout, dlse])]
 
@@ -98,11 +111,11 @@ def unseen_keys(built: Built) -> torch.Tensor:
     return unseen
 
 
-@backends
+@targets
 @pytest.mark.parametrize("garbage", [NAN, INF, -INF], ids=str)
 @pytest.mark.parametrize("name", UNSEEN)
-def test_keys_nobody_sees_reach_nothing(backend: str, name: str, garbage: float) -> None:
-    built = build(UNSEEN[name])
+def test_keys_nobody_sees_reach_nothing(backend: str, device: str, name: str, garbage: float) -> None:
+    built = build(UNSEEN[name], device)
     skip_unless_served(built, backend)
     unseen = unseen_keys(built)
     assert unseen.any()
@@ -116,11 +129,11 @@ def test_keys_nobody_sees_reach_nothing(backend: str, name: str, garbage: float)
     same(results(exchanged(built, **spoiled), backend, *given), results(built, backend, *given))
 
 
-@backends
+@targets
 @pytest.mark.parametrize("sides", [(1, 1, 1, -1), (2, 4, -1, -1), (1, 4, -1, 1)], ids=str)
-def test_a_bias_of_minus_infinity_is_a_mask(backend: str, sides: tuple[int, int, int, int]) -> None:
+def test_a_bias_of_minus_infinity_is_a_mask(backend: str, device: str, sides: tuple[int, int, int, int]) -> None:
     """Columns (or rows) of −inf: what they hide never matters, and neither does garbage in the bias under the mask."""
-    built = build(Case("", heads=4, kv_heads=2, bias=sides, mask=lambda s, g: tw.prefix(60), softcap=4.0))
+    built = build(Case("", heads=4, kv_heads=2, bias=sides, mask=lambda s, g: tw.prefix(60), softcap=4.0), device)
     skip_unless_served(built, backend)
     bias = built.options["bias"].detach().clone()
     rows = sides[3] == 1
@@ -219,12 +232,12 @@ def test_empty_packed_batches(backend: str, lengths: tuple[int, ...]) -> None:
     assert torch.autograd.grad(out.sum() + lse.sum(), q)[0].shape == q.shape
 
 
-@backends
+@targets
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("order", ["rising", "falling", "alternating"])
-def test_huge_logits(backend: str, order: str, dtype: torch.dtype) -> None:
+def test_huge_logits(backend: str, device: str, order: str, dtype: torch.dtype) -> None:
     """Scores from −1e4 to 1e4, so that each tile raises the maximum, or never does, or does in turns."""
-    built = build(Case("", seqlen=40, kv_seqlen=200, scale=1.0, heads=1, dtype=dtype, lse_gradient=True))
+    built = build(Case("", seqlen=40, kv_seqlen=200, scale=1.0, heads=1, dtype=dtype, lse_gradient=True), device)
     skip_unless_served(built, backend)
     ramp = torch.linspace(-1.0, 1.0, 200)
     ramp = {"rising": ramp, "falling": ramp.flip(0), "alternating": ramp * (-1) ** torch.arange(200)}[order]
