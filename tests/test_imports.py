@@ -178,7 +178,11 @@ def exists(name: str) -> bool:
     return path.is_dir() or path.with_suffix(".py").is_file()
 
 
-@pytest.mark.parametrize("name", [name for name in TORCH_FREE if exists(name)])
+def test_every_listed_layer_exists() -> None:
+    assert [name for name in RANK if not exists(name)] == []
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
 def test_the_upper_layers_do_without_torch(name: str) -> None:
     answer = fresh(f"import tilewise.{name}")
     assert loaded(answer, "torch", "triton", "llvmlite", "typer", "rich", "plotly", "jinja2") == []
