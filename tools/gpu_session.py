@@ -316,8 +316,6 @@ def conform_share(share: tuple[int, int]) -> list[tuple[str, str]]:
     from tests.conformance.harness import excesses
     from tilewise import dispatch
 
-    if "triton" not in dispatch.REGISTRY:
-        dispatch.register("triton", dispatch.Entry("tilewise.backends.triton", ("cpu", "cuda")), first=True)
     results = []
     for case in CASES[slice(*share)]:
         try:
@@ -637,10 +635,6 @@ def main() -> int:
     args.best = {}
     import triton
 
-    from tilewise import dispatch
-
-    if "triton" not in dispatch.REGISTRY:
-        dispatch.register("triton", dispatch.Entry("tilewise.backends.triton", ("cpu", "cuda")), first=True)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, flush=True)
     for name in args.parts:
         print(f"{name}:", flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARES = 6
+SHARES = 4
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")

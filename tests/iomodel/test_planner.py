@@ -15,7 +15,7 @@ from tilewise.iomodel import TilePlan, onchip
 from tilewise.planner import cpu_tile, gpu_tile, plan, tuned
 from tilewise.planner.cpu import register_tile
 from tilewise.planner.density import band_of, bucket, visited_share
-from tilewise.planner.gpu import ranked
+from tilewise.planner.gpu import evaluate, ranked
 from tilewise.problem import Problem
 
 GPUS = [spec for spec in catalogue().values() if spec.is_gpu]
@@ -123,11 +123,13 @@ def test_chosen_tiles_run(spec: DeviceSpec, pass_: str) -> None:
             assert best.on_chip.blocks >= 1
             for side in (best.tile.block_q, best.tile.block_k):
                 assert side & (side - 1) == 0, "Triton's tiles are powers of two"
-            assert gpu_tile(problem, spec, pass_) == best.tile
+            chosen = gpu_tile(problem, spec, pass_)
+            assert chosen == best.tile or (chosen.source == "tuned" and not evaluate(problem, spec, chosen).rejected)
 
 
-def test_predictions_are_near_what_kernels_reach() -> None:
+def test_predictions_are_near_what_kernels_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """H200, bf16, 16k tokens, hidden 2048: the best kernels known lie between cuDNN and FA4; the model within 25 %."""
+    monkeypatch.setattr(tuned, "TUNED", ())
     measured = {  # d, mask, S: useful TFLOP/s of cuDNN and FA4
         (64, False, 8192): (459, 531),
         (128, False, 2048): (601, 631),
@@ -198,7 +200,8 @@ def test_windows_cost_less_than_causal_and_causal_less_than_full() -> None:
     assert times[0] < times[1] < times[2]
 
 
-def test_the_user_may_override_and_sees_the_cost() -> None:
+def test_the_user_may_override_and_sees_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "TUNED", ())
     own = plan(problem_of(), "h200", tile=(64, 64))
     assert (own.tile.block_q, own.tile.block_k, own.tile.source) == (64, 64, "user")
     assert "yours: predicted" in own.reasons[0] and "slower than 128×128" in own.reasons[0]
@@ -236,7 +239,9 @@ def test_where_nothing_fits_backends_get_the_smallest_and_plans_raise() -> None:
     wide = Problem.of(heads=1, seqlen=1024, head_dim=512, dtype="float32")
     tile = gpu_tile(wide, lookup("rtx4090"), "backward_dkdv")
     assert (tile.block_q, tile.block_k, tile.stages) == (16, 16, 1)
-    with pytest.raises(PlanError, match=r"tile: none fits NVIDIA GeForce RTX 4090 .* the smallest, 16×16, fails: needs"):
+    with pytest.raises(
+        PlanError, match=r"tile: none fits NVIDIA GeForce RTX 4090 .* the smallest, 16×16, fails: needs"
+    ):
         plan(wide, "rtx4090", pass_="backward_dkdv")
 
 
