@@ -46,7 +46,7 @@ unit: $(STAMP)
 # Every GPU kernel for every target, without a GPU, under each supported triton; others than the pinned one are fetched.
 compile-matrix: $(STAMP)
 	$(BIN)/python tools/compile_matrix.py
-	$(BIN)/python tools/compile_matrix.py --triton 3.6.0 3.9.0
+	$(BIN)/python tools/compile_matrix.py --triton 3.6.0 3.9.0 --main --target sm_80 sm_90 gfx942
 
 test-browser: $(STAMP)
 	.ci/test-browser $(BIN)/python

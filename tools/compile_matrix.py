@@ -5,7 +5,7 @@
     python tools/compile_matrix.py --only forward --target sm_90
 
 Each row is one kernel for one target: registers and spilled bytes a thread (NVIDIA), shared memory, and the time it took.
-A kernel that fails to compile, or spills where `must_not_spill`, fails the run.
+A kernel that fails to compile, or spills where `must_not_spill`, fails the run (the latter with the environment's triton only).
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ CASES = (
     Case("decode", ("decode", "merge")),
     Case("prepare", ("prepare",)),
 )
+
+
+MAIN = ("d128", "d64", "fp32 d128", "varlen", "everything", "documents", "decode", "prepare")
+"""Enough to see that another triton takes the language the kernels use."""
 
 
 def mask_of(name: str, length: int) -> Any:
@@ -264,31 +268,45 @@ def resources(compiled: Any) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def run_here(options: argparse.Namespace) -> int:
+def compile_job(job: tuple[str, str, bool]) -> tuple[list[str], int]:
+    """In a worker process: the lines to print for one case and target, and how many of them are failures."""
     import triton
 
+    name, target, strict = job
+    case = next(case for case in CASES if case.name == name)
+    lines, failures = [], 0
+    head = f"triton {triton.__version__}  {target:7} {case.name:20}"
+    try:
+        for r in compile_case(case, target):
+            bad = strict and case.must_not_spill and target == "sm_90" and r.spilled > 0
+            failures += bad
+            lines.append(
+                f"{head} {r.kernel:8} {r.tile:15} {r.registers:4} regs {r.spilled:5} B spilled {r.shared:7} B shared"
+                f" {r.seconds:6.1f} s{'  SPILLS' if bad else ''}"
+            )
+    except Exception as error:
+        while error.__cause__ is not None:  # the innermost one names the line
+            error = error.__cause__
+        lines.append(f"{head} FAILED {type(error).__name__}: {str(error)[-800:]}")
+        failures += 1
+    return lines, failures
+
+
+def run_here(options: argparse.Namespace) -> int:
+    """Every case for every target, in as many processes as asked for."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    names = [c.name for c in CASES if not options.only or any(w in c.name or w in c.kernels for w in options.only)]
+    if options.main:
+        names = [name for name in names if name in MAIN]
+    targets = options.target or list(TARGETS)
+    jobs = [(name, target, not options.any_spills) for target in targets for name in names]
     failures = 0
-    for target in options.target or TARGETS:
-        for case in CASES:
-            if options.only and not any(word in case.name or word in case.kernels for word in options.only):
-                continue
-            try:
-                for r in compile_case(case, target):
-                    bad = case.must_not_spill and target == "sm_90" and r.spilled > 0
-                    failures += bad
-                    print(
-                        f"triton {triton.__version__}  {target:7} {r.case:20} {r.kernel:8} {r.tile:15} {r.registers:4} regs"
-                        f" {r.spilled:5} B spilled {r.shared:7} B shared {r.seconds:6.1f} s{'  SPILLS' if bad else ''}",
-                        flush=True,
-                    )
-            except Exception as error:
-                failures += 1
-                while error.__cause__ is not None:  # the innermost one names the line
-                    error = error.__cause__
-                print(
-                    f"triton {triton.__version__}  {target:7} {case.name:20} FAILED {type(error).__name__}: {str(error)[-800:]}",
-                    flush=True,
-                )
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for lines, bad in pool.map(compile_job, jobs):
+            failures += bad
+            print("\n".join(lines), flush=True)
     print(f"{failures} failures")
     return 1 if failures else 0
 
@@ -321,12 +339,20 @@ def main() -> int:
         "--triton", nargs="*", default=[], help="versions to compile under instead of the environment's"
     )
     parser.add_argument("--target", nargs="*", choices=list(TARGETS))
+    parser.add_argument("--main", action="store_true", help="only a choice of cases")
+    parser.add_argument("--any-spills", action="store_true", help="spilled registers are shown, but no failure")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--only", nargs="*", help="words that a case's name or kernels must match")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT / "src"))
     if not options.triton:
         return run_here(options)
+    # registers are the assembler's business, which comes with triton: tiles are chosen for the environment's
     arguments = [
+        "--any-spills",
+        "--jobs",
+        str(options.jobs),
+        *(["--main"] if options.main else []),
         *(["--target", *options.target] if options.target else []),
         *(["--only", *options.only] if options.only else []),
     ]

@@ -20,7 +20,8 @@ from tilewise.backends.gpu.arguments import (
 from tilewise.backends.gpu.launch import Descriptor, Options, bias_view, describable, interpreting, view
 from tilewise.backends.gpu.replay import Launch, perform
 from tilewise.backends.gpu.structs import Attention, Config, Gradients
-from tilewise.backends.triton.plan import bias_tile, decoding, smaller, tile_for
+from tilewise.backends.triton.plan import bias_tile, decoding, smaller, spec_of, tile_for
+from tilewise.backends.triton.tune import best_tile, seconds_of, tuning
 from tilewise.errors import PlanError
 from tilewise.planner import TilePlan
 from tilewise.problem import Problem
@@ -189,9 +190,11 @@ def fitting(
 ) -> Launch:
     """A launch with the given tile or the planner's; should that not fit the device after all, with a smaller one."""
     planned = tile or tile_for(problem, pass_, device)
-    first = build(planned)
     if interpreting():
-        return first
+        return build(planned)
+    if tile is None and tuning():
+        planned = best_tile(problem, pass_, spec_of(device.index or 0), planned, lambda t: seconds_of(build(t)))
+    first = build(planned)
     from triton.runtime.errors import OutOfResources
 
     key = (planned, first.config, device, first.kernel)
