@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from types import NoneType
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
-from tilewise.api.describe import LAYOUTS, Request, autocast, check_tensors, describe
+from tilewise.api.describe import LAYOUTS, Options, Request, autocast, check_tensors, describe
 from tilewise.backends.base import Backend, Inputs
 from tilewise.errors import LayoutError
 from tilewise.masks import Mask
@@ -23,6 +23,18 @@ _KNOWN: dict[tuple[Any, ...], tuple[Problem, Backend | None]] = {}
 _KNOWN_LIMIT = 4096
 
 
+class _Options(Options, total=False):
+    layout: str
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
+) -> Tensor: ...
 def attention(
     q: Tensor,
     k: Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -32,6 +32,21 @@ class Request(NamedTuple):
     seed: int | Tensor | None = None
     precision: str = "default"
     deterministic: bool | None = None
+
+
+class Options(TypedDict, total=False):
+    """The same and the choice of a backend as keywords, for the overloads of the public functions."""
+
+    mask: Mask | Tensor | None
+    scale: float | None
+    bias: Tensor | Alibi | None
+    softcap: float
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    precision: str
+    deterministic: bool | None
+    backend: str
 
 
 def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

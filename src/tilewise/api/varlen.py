@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Literal, Unpack, overload
+
 from torch import Tensor
 
 from tilewise.api.attention import run
 from tilewise.api.bias import Alibi
-from tilewise.api.describe import Request, autocast, check_range, check_tensors, describe
+from tilewise.api.describe import Options, Request, autocast, check_range, check_tensors, describe
 from tilewise.errors import ArgumentTypeError, DeviceError, LayoutError
 from tilewise.masks import Mask
 from tilewise.masks.algebra import INTEGERS
 
 
+@overload
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -19,7 +22,28 @@ def attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None = None,
     *,
-    mask: Mask | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    mask: Mask | Tensor | None = None,
     scale: float | None = None,
     bias: Tensor | Alibi | None = None,
     softcap: float = 0.0,

@@ -10,7 +10,6 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +68,7 @@ def tilewise(backend: str = "auto") -> Contender:
         mask = case.problem().mask
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return cast(Tensor, attention(q, k, v, mask=mask, layout=case.layout, backend=backend))
+            return attention(q, k, v, mask=mask, layout=case.layout, backend=backend)
 
         return run
 

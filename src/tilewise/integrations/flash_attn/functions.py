@@ -57,7 +57,6 @@ class Settings(NamedTuple):
             "dropout_p": self.dropout_p,
             "seed": make_seed(None, device) if self.dropout_p else None,
             "deterministic": True if self.deterministic else None,
-            "return_lse": True,
         }
 
 
@@ -213,7 +212,7 @@ def flash_attn_varlen_kvpacked_func(
 
 def _batched(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Result:
     options = settings.options(q.device)
-    out, lse = attention(q, k, v, layout="bshd", **options)
+    out, lse = attention(q, k, v, layout="bshd", return_lse=True, **options)
     if not settings.return_attn_probs:
         return out
     batch = Batch(q.transpose(1, 2), k.transpose(1, 2), lse)
@@ -225,7 +224,7 @@ def _packed(
 ) -> Result:
     q, k, v = qkv
     options = settings.options(q.device)
-    out, lse = attention_varlen(q, k, v, *cumulative, **options)
+    out, lse = attention_varlen(q, k, v, *cumulative, return_lse=True, **options)
     if not settings.return_attn_probs:
         return out
     if not settings.dropout_p:
