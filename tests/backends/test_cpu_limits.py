@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -93,6 +94,31 @@ def test_errors_are_no_larger_than_torchs(dim: int, causal: bool) -> None:
             total += torch.tensor([error.norm() / exact.norm(), error.abs().max()])
     assert ours[0] <= theirs[0]
     assert ours[1] <= 1.1 * theirs[1], "the maximum of a few draws still varies by a tenth"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_errors_of_gradients_are_no_larger_than_torchs(causal: bool) -> None:
+    ours, theirs = torch.zeros(2, 3), torch.zeros(2, 3)
+    mask = tw.causal() if causal else None
+    for seed in range(4):
+        g = torch.Generator().manual_seed(seed)
+        q, k, v, dout = (torch.randn(1, 2, 512, 64, generator=g) for _ in range(4))
+
+        def gradients(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]  # noqa: B023 - called at once
+            return torch.autograd.grad(attend(*leaves), leaves, dout.to(dtype))  # noqa: B023
+
+        def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        exact = gradients(torchs, torch.float64)
+        mine = gradients(lambda *x: tw.attention(*x, mask=mask, backend="cpu"), torch.float32)
+        for total, found in ((ours, mine), (theirs, gradients(torchs, torch.float32))):
+            errors = [x.double() - y for x, y in zip(found, exact, strict=True)]
+            total[0] += torch.tensor([e.norm() / y.norm() for e, y in zip(errors, exact, strict=True)])
+            total[1] += torch.tensor([e.abs().max() for e in errors])
+    assert (ours[0] <= theirs[0]).all()
+    assert (ours[1] <= 1.1 * theirs[1]).all(), "the maximum of a few draws still varies by a tenth"
 
 
 def test_buffers_stay_within_a_mebibyte_a_thread() -> None:

@@ -48,7 +48,7 @@ class Backward(KernelModule):
         self.unpack_strip = emit_unpack_strip(self.unit, self.tile, kernel.dtype, divide=False)
         self.pack_gradient = emit_pack_panels(self.unit, self.tile.rows, kernel.dtype, scaled=True)
         self.row_dots = emit_row_dots(self.unit, kernel.dtype)
-        self.product = by_panels(self.unit, "product", self.tile)
+        self.product = by_panels(self.unit, "product", self.tile, halves=True)
         self.grow = by_rows(self.unit, "grow", self.tile)
         self.dq = by_panels(self.unit, "dq", self.tile, fold="add")
         self.strip = self.emit_strip()

@@ -110,8 +110,7 @@ def forward_tiles(problem: Problem, tile: Register, longest: int, threads: int) 
 
 def decode_tiles(problem: Problem, tile: Register, longest: int, threads: int) -> Tiles:
     """Key blocks of which two fit into L1, one in use and one on its way; shares of the keys for every thread."""
-    size = 8 if problem.dtype == "float64" else 4
-    pair = (problem.head_dim + problem.head_dim_v) * size
+    pair = (problem.head_dim + problem.head_dim_v) * problem.itemsize
     keys = max(2 * tile.lanes, 32, probe_cpu().l1d_bytes // (2 * pair) // 32 * 32)
     pairs = problem.batch * problem.kv_heads
     if work_of(problem) < SMALL_WORK:
