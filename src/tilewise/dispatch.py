@@ -19,6 +19,7 @@ class Entry(NamedTuple):
 
 
 REGISTRY: dict[str, Entry] = {
+    "hopper": Entry("tilewise.backends.hopper", ("cuda",)),
     "aten": Entry("tilewise.backends.aten", ("cpu",)),
     "cpu": Entry("tilewise.backends.cpu.backend", ("cpu",)),
     "triton": Entry("tilewise.backends.triton", ("cpu", "cuda")),
