@@ -91,7 +91,8 @@ def _panel_sum(
 def by_rows(unit: Unit, name: str, tile: Register) -> Any:
     """C[j][r] += Σ_k A[k][r]·B[j][k] for j in [j0, j1) and k in [0, k1), a multiple of UNROLL.
 
-    Arguments: k1, A with R lanes a row, B, its row stride, C, its row stride, j0, j1.
+    Arguments: k1, A with R lanes a row, B, its row stride, C, its row stride, j0, j1. The last k comes first: under a causal mask
+    a key weighs most in the first rows that see it, and a sum that begins with its small terms loses less.
     """
     args = [I64, PTR, PTR, I64, PTR, I64, I64, I64]
     e, (k1, a_ptr, b_ptr, b_step, c_ptr, c_step, j0, j1), function = unit.function(name, args, apart=(1, 2, 4))
@@ -103,12 +104,13 @@ def by_rows(unit: Unit, name: str, tile: Register) -> Any:
             e.prefetch(row)
         with e.loop(0, k1, UNROLL, [e.const(0.0)] * (J * width)) as over_k:
             acc = list(over_k.values)
-            a_row = e.at(a_ptr, e.times(over_k.index, tall))
-            small = [e.vget(b, over_k.index, lanes=UNROLL) for b in b_rows] if e.arch == "aarch64" else []
-            for step in range(UNROLL):
+            k = e.minus(e.minus(k1, UNROLL), over_k.index)
+            a_row = e.at(a_ptr, e.times(k, tall))
+            small = [e.vget(b, k, lanes=UNROLL) for b in b_rows] if e.arch == "aarch64" else []
+            for step in reversed(range(UNROLL)):
                 a = strip(e, tile, a_row, step * tall)
                 for j in range(J):
-                    b = e.lane(small[j], step) if small else e.splat(e.get(b_rows[j], e.plus(over_k.index, step)))
+                    b = e.lane(small[j], step) if small else e.splat(e.get(b_rows[j], e.plus(k, step)))
                     for i in range(width):
                         acc[j * width + i] = e.mad(a[i], b, acc[j * width + i])
             over_k.carry(acc)
