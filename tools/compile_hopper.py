@@ -3,6 +3,7 @@
     python tools/compile_hopper.py                          all of them with the triton at hand
     python tools/compile_hopper.py --triton 3.6.0 3.9.0     the same under other versions, each in a directory of its own
     python tools/compile_hopper.py --only causal
+    python tools/compile_hopper.py --few                    one of each kind
 """
 
 from __future__ import annotations
@@ -46,11 +47,17 @@ CASES = [
     *(Case(f"d{d} {name}", d, d, mask) for d in WIDTHS for name, mask in MASKS.items()),
     *(Case(f"d{d} dv{dv} causal", d, dv, MASKS["causal"]) for d in WIDTHS for dv in WIDTHS if d != dv),
     *(Case(f"d64 {name} 128 queries", 64, 64, MASKS[name], 128) for name in ("full", "causal", "window")),
+    Case("d128 full 512 queries", queries=512),
     *(Case(f"d{d} fp16", d, d, dtype="float16") for d in WIDTHS),
     *(Case(f"d{d} softcap", d, d, MASKS["causal"], softcap=20.0) for d in WIDTHS),
     *(Case(f"d{d} {name} varlen", d, d, MASKS[name], varlen=True) for d in WIDTHS for name in ("full", "causal", "window")),
     Case("negative scale", scale=-1.0),
 ]
+
+
+FEW = ("d64 full", "d64 causal", "d128 full", "d128 full 512 queries", "d128 window", "d128 causal varlen", "d256 causal")
+TIGHT = ("d256 window", "d256 causal padding", "d256 full varlen", "d256 causal varlen", "d256 window varlen", "d256 softcap")
+"""From Triton 3.8 on these spill, loops included: right, but slower. 3.6 and 3.7 have registers for all."""
 
 
 def compiled(case: Case) -> tuple[Any, Any]:
@@ -79,15 +86,15 @@ def compiled(case: Case) -> tuple[Any, Any]:
     return plan.kernel, plan.config
 
 
-def faults(facts: Any, config: Any) -> list[str]:
-    """What is not as it should be."""
+def faults(facts: Any, config: Any, tight: bool = False) -> list[str]:
+    """What is not as it should be; `tight`: registers may be too few."""
     loops = facts.loops
     least = config.WARPGROUPS * (1 + config.BAND + config.LEFT)
     found = {
         f"ptxas: {facts.complaints}": facts.complaints,
         f"{len(loops)} loops multiply, expected {least}": len(loops) != least,
-        "a loop uses local memory": any(loop.count("LDL", "STL") for loop in loops),
-        f"{facts.stack} bytes of registers saved in memory": facts.stack > ALLOWED_STACK,
+        "a loop uses local memory": not tight and any(loop.count("LDL", "STL") for loop in loops),
+        f"{facts.stack} bytes of registers saved in memory": not tight and facts.stack > ALLOWED_STACK,
         "weights do not come from registers": not all(loop.register_products for loop in loops),
         "the softmax waits for P·V": not all(loop.overlaps for loop in loops),
         "registers are not shared out": not facts.count("USETMAXREG"),
@@ -101,19 +108,24 @@ ALLOWED_STACK = 32
 """Outside the loops a handful of registers may wait in memory: once for a tile of queries, not once for a tile of keys."""
 
 
-def run_here(only: list[str]) -> int:
+def selected(options: argparse.Namespace) -> list[Case]:
+    cases = [case for case in CASES if case.name in FEW] if options.few else CASES
+    return [case for case in cases if not options.only or any(word in case.name for word in options.only)]
+
+
+def run_here(cases: list[Case]) -> int:
     import triton
     from tools.sass import facts
 
+    from tilewise.backends.hopper.launch import newer_registers
+
     failures = 0
-    for case in CASES:
-        if only and not any(word in case.name for word in only):
-            continue
+    for case in cases:
         start = time.perf_counter()
         try:
             kernel, config = compiled(case)
             found = facts(kernel)
-            wrong = faults(found, config)
+            wrong = faults(found, config, case.name in TIGHT and newer_registers())
         except Exception as error:
             while error.__cause__ is not None:  # the innermost one names the line
                 error = error.__cause__
@@ -144,10 +156,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triton", nargs="*", default=[], help="versions to compile under")
     parser.add_argument("--only", nargs="*", default=[], help="words that a case's name must hold")
+    parser.add_argument("--few", action="store_true", help="one case of each kind")
     options = parser.parse_args()
     if not options.triton:
-        return run_here(options.only)
-    arguments = ["--only", *options.only] if options.only else []
+        return run_here(selected(options))
+    arguments = [*(["--only", *options.only] if options.only else []), *(["--few"] if options.few else [])]
     return max(run_under(version, arguments) for version in options.triton)
 
 

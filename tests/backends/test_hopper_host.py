@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 import tilewise as tw
 from tilewise.backends.base import Inputs
+from tilewise.backends.hopper import launch
 from tilewise.backends.hopper.backend import backend, layout_reason
 from tilewise.backends.hopper.config import TABLE
 from tilewise.backends.hopper.intervals import Form, form_of, on_device, present
@@ -175,6 +178,37 @@ def test_visited_keys_are_those_of_the_mask(mask: str, lengths: tuple[int, int])
     assert keys.tolist() == [
         max(1, int(np.count_nonzero(tiles.row(i)))) * config.BLOCK_N for i in range(tiles.rows)
     ]
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "wide"),
+    [
+        (None, 128, False),
+        (None, 2048, True),
+        (tw.causal(), 512, False),
+        (tw.causal(), 2048, False),
+        (tw.causal(), 16384, True),
+        (tw.window(64), 16384, False),
+    ],
+    ids=str,
+)
+def test_three_warpgroups_where_they_measured_faster(
+    mask: Mask | None, length: int, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "newer_registers", lambda: False)
+    rows = make_plan(problem_of(mask, length, length), 132, lambda *_: None).config.BLOCK_M
+    assert rows == (192 if wide else 128)
+
+
+def test_no_three_warpgroups_where_they_would_spill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "newer_registers", lambda: True)
+    widths = [make_plan(problem_of(mask, 16384, 16384), 132, lambda *_: None).config for mask in (None, tw.causal())]
+    assert [config.WARPGROUPS for config in widths] == [3, 2]
+
+
+def test_turns_where_they_measured_faster() -> None:
+    plans = [make_plan(problem_of(None, n, n, head_dim=128), 132, lambda *_: None) for n in (512, 2048)]
+    assert [plan.config.PINGPONG for plan in plans] == [False, True]
 
 
 class FakeLauncher:

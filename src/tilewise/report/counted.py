@@ -22,9 +22,9 @@ def tiles_of(problem: Problem, forward: str, backward: str, device: torch.device
 
     found = {pass_: tile_for(problem, pass_, device) for pass_ in ("forward", "backward_dkdv", "backward_dq")}
     if forward == "hopper":
-        from tilewise.backends.hopper.config import tile_for as hopper_tile
+        from tilewise.backends.hopper.launch import make_plan
 
-        config = hopper_tile(problem.head_dim, problem.head_dim_v, problem.seqlen_q)
+        config = make_plan(problem, 1, lambda *_: None).config
         found["forward"] = TilePlan(config.BLOCK_M, config.BLOCK_N, config.STAGES, 4 * (config.WARPGROUPS + 1))
     if backward != "triton":
         del found["backward_dkdv"], found["backward_dq"]

@@ -67,7 +67,7 @@ TABLE: dict[tuple[int, int], Config] = {
 }
 """By padded head dims of keys and values. Two tiles of keys in flight everywhere; why each: docs/hopper-notes.md."""
 NARROW = Config(2, 128, 64, 64, 2, (232, 40), True, True)
-"""Head dim 64 with 128 queries, where 192 would leave much of the last tile empty."""
+"""Head dim 64 with 128 queries, where 192 fit the length or the mask badly."""
 
 
 def padded(dim: int) -> int:
@@ -75,18 +75,7 @@ def padded(dim: int) -> int:
     return next(width for width in WIDTHS if dim <= width)
 
 
-def tile_for(head_dim: int, head_dim_v: int, queries: int, left: bool = False) -> Config:
-    """The table's row for head dims up to 256; `left`: the kernel needs registers for rows that begin after key 0, or packed."""
+def tiles_for(head_dim: int, head_dim_v: int) -> tuple[Config, ...]:
+    """The tiles to choose from for head dims up to 256; the first serves everything, the second has more queries."""
     d, dv = padded(head_dim), padded(head_dim_v)
-    config = TABLE[d, dv]
-    narrow = left or NARROW_SPEED * fill(queries, NARROW.BLOCK_M) > fill(queries, config.BLOCK_M)
-    return NARROW if (d, dv) == (64, 64) and narrow else config
-
-
-NARROW_SPEED = 0.87
-"""Two warpgroups against three at head dim 64, full tiles: 452 and 524 TFLOP/s (H200, bf16, 12k keys)."""
-
-
-def fill(queries: int, block: int) -> float:
-    """The share of the tiles' rows that are queries."""
-    return queries / (-(-queries // block) * block)
+    return (NARROW, TABLE[d, dv]) if (d, dv) == (64, 64) else (TABLE[d, dv],)

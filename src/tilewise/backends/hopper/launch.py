@@ -12,9 +12,9 @@ from torch import Tensor
 from tilewise.backends.base import Inputs, empty_lse, empty_out
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.hopper.compile import compile_for
-from tilewise.backends.hopper.config import Config, tile_for
+from tilewise.backends.hopper.config import Config, tiles_for
 from tilewise.backends.hopper.intervals import Form, form_of, on_device, present
-from tilewise.backends.hopper.order import tile_order, visited_keys
+from tilewise.backends.hopper.order import choose, tile_order, visited_keys
 from tilewise.backends.hopper.repeat import repeatable
 from tilewise.backends.hopper.structs import Arguments, Divisor, Rows, Term
 from tilewise.problem import Problem
@@ -126,8 +126,7 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     the table's."""
     form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
     assert isinstance(form, Form), "the backend has said no to this problem"
-    config = tile or tile_for(problem.head_dim, problem.head_dim_v, problem.seqlen_q, form.left or problem.varlen)
-    config = config._replace(
+    config = (tile or tile_of(problem, form))._replace(
         TERMS=len(form.terms),
         BAND=form.band,
         LEFT=form.left,
@@ -167,6 +166,25 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
         slope=problem.scale / problem.softcap if problem.softcap else 0.0,
     )
     return Plan(compile_(problem.dtype, a, config), config, a, programs, {})
+
+
+def tile_of(problem: Problem, form: Form) -> Config:
+    """The table's tile. Three warpgroups have no registers for rows that begin after key 0 or for packed batches."""
+    tiles = tiles_for(problem.head_dim, problem.head_dim_v)
+    if problem.varlen or form.left or (form.band and newer_registers()):
+        tiles = tiles[:1]
+    if problem.varlen:
+        return tiles[0]
+    return choose(tiles, form, problem.seqlen_q, problem.seqlen_k)
+
+
+@cache
+def newer_registers() -> bool:
+    """From 3.8 on Triton's compiler needs so many more registers that the widest tile with a mask spills in its loops."""
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (3, 8)
 
 
 def heads_together(problem: Problem, config: Config) -> int:

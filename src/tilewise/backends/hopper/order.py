@@ -1,4 +1,4 @@
-"""Who takes which tile of queries, when tiles differ in length: decided on the host, once for a shape.
+"""Which tile a shape gets, and who takes which tile of queries when they differ in length: decided on the host, once for a shape.
 
 Tiles stand in a line: heads in clusters whose keys and values fit the L2 cache together, in a cluster the longest tiles first.
 Each program takes the next from the line when it is done with its last one; that is simulated here, with the keys a tile visits
@@ -11,13 +11,37 @@ import heapq
 
 import numpy as np
 
-from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.config import NARROW, Config
 from tilewise.backends.hopper.intervals import Form
 from tilewise.backends.hopper.structs import Term
 
 OVERHEAD_KEYS = 160
 """What a tile costs beside its keys, in keys: its first product and its last have nothing to overlap with (H200: S 512 and 2k
 against 16k, 130 to 240 by head dim)."""
+
+
+OVERHEAD_WIDE = 240
+"""The same for 192 queries under a mask whose rows end early: they pass its edge in steps that fit it worse."""
+NARROW_SPEED = 0.87
+"""Two warpgroups against three at head dim 64, full tiles: 452 and 524 TFLOP/s (H200, bf16, 12k keys)."""
+TURNS_FROM = 1024
+"""Keys from which on turns pay without a mask (H200, head dim 128: 480 against 497 TFLOP/s at 512, 609 against 602 at 2k)."""
+
+
+def choose(tiles: tuple[Config, ...], form: Form, queries: int, keys: int) -> Config:
+    """The tile with the least estimated time; a tile of the short kind goes without turns."""
+    best = min(tiles, key=lambda tile: estimated_time(tile, form, queries, keys))
+    short = not form.band and keys < TURNS_FROM and best.BLOCK_D == best.BLOCK_DV == 128
+    return best._replace(PINGPONG=False) if short else best
+
+
+def estimated_time(tile: Config, form: Form, queries: int, keys: int) -> float:
+    """Of a head, in multiples of what one query and one key take in the wide tile."""
+    blocks = -(-queries // tile.BLOCK_M)
+    visited = int(visited_keys(form, tile, queries).sum()) if form.band else blocks * keys
+    if tile is NARROW:
+        return (visited + blocks * OVERHEAD_KEYS) * tile.BLOCK_M / NARROW_SPEED
+    return (visited + blocks * (OVERHEAD_WIDE if form.band else OVERHEAD_KEYS)) * tile.BLOCK_M
 
 
 def visited_keys(form: Form, config: Config, queries: int) -> np.ndarray:
