@@ -175,7 +175,9 @@ def compile_for(target: Any, kernel: Any, sig: Signature, config: Any, options: 
 
     names = kernel.arg_names
     types = dict(zip(names, (*sig.types, "constexpr"), strict=True))
-    constants = {**sig.constants, (len(names) - 1,): config}
+    # deepest first: triton 3.6 learns of a constant inside a struct only when the struct itself is set again, as by a None in it
+    inside_out = sorted(sig.constants.items(), key=lambda item: -len(item[0]))
+    constants = {**dict(inside_out), (len(names) - 1,): config}
     source = ASTSource(kernel, types, constants, sig.attributes)
     settings = {"num_warps": options.num_warps, "num_stages": options.num_stages, "enable_fp_fusion": True}
     return triton.compile(source, target=target, options=settings)
