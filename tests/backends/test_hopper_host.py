@@ -12,6 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 import tilewise as tw
+from tilewise.api.attention import _key
+from tilewise.api.describe import Request
 from tilewise.backends.base import Inputs
 from tilewise.backends.hopper import launch
 from tilewise.backends.hopper.backend import backend, layout_reason
@@ -102,6 +104,16 @@ def test_layouts_tma_cannot_describe_are_refused() -> None:
     assert layout_reason("q", x.transpose(1, 2)) is None
     for bad in (x.transpose(2, 3), x[..., 1:57], x[:, :1].expand(2, 4, 16, 64)):
         assert "contiguous" in (layout_reason("q", bad) or "")
+
+
+def test_remembered_choices_tell_addresses_apart() -> None:
+    """The choice of a backend is remembered by shapes and strides; a tensor map needs its address at a multiple of 16 too."""
+    memory = torch.zeros(4 * 16 * 64 + 8, dtype=torch.float16)
+    first = -memory.data_ptr() % 16 // 2
+    even, odd = (memory[i : i + 4 * 16 * 64].view(1, 4, 16, 64) for i in (first, first + 1))
+    assert layout_reason("q", even) is None and layout_reason("q", odd) is not None
+    keys = [_key(x, even, even, Request(), "bhsd", "auto") for x in (even, odd)]
+    assert None not in keys and keys[0] != keys[1]
 
 
 def test_few_queries_are_declined() -> None:
