@@ -143,8 +143,9 @@ def _key(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0  # some backends refuse other addresses
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, device, k.device, v.device,
         q.layout, k.layout, v.layout, mask, scale, softcap, type(scale), type(softcap), type(dropout_p), precision,
-        deterministic, grad, layout, backend, len(dispatch.REGISTRY),
+        deterministic, grad, aligned, layout, backend, len(dispatch.REGISTRY),
     )  # fmt: skip
