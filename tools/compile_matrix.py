@@ -27,7 +27,7 @@ TARGETS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-SPECS = {"sm_80": "A100-SXM4-80GB", "sm_90": "H200", "sm_100": "B200", "gfx942": "MI300X"}
+SPECS = {"sm_80": "a100-80", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
 
 
 class Case(NamedTuple):

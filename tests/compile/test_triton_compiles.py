@@ -18,10 +18,14 @@ import compile_matrix as matrix
 BY_NAME = {case.name: case for case in matrix.CASES}
 CHOSEN = [
     ("d128", "sm_90", ("forward", "keys", "queries")),
+    ("d128 full", "sm_90", ("forward", "keys", "queries")),
     ("d64", "sm_90", ("forward", "keys", "queries")),
+    ("everything", "sm_90", ("bias",)),
+    ("varlen", "sm_90", ("forward",)),
     ("decode", "sm_90", ("decode", "merge")),
-    ("d128", "sm_80", ("forward", "keys")),
-    ("d128", "sm_100", ("forward",)),
+    ("prepare", "sm_90", ("prepare",)),
+    ("d128", "sm_80", ("forward", "keys", "queries")),
+    ("d128", "sm_100", ("forward", "keys")),
     ("d64", "gfx942", ("forward", "keys")),
 ]
 
