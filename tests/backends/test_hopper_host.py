@@ -218,11 +218,6 @@ def test_no_three_warpgroups_where_they_would_spill(monkeypatch: pytest.MonkeyPa
     assert [config.WARPGROUPS for config in widths] == [3, 2]
 
 
-def test_turns_where_they_measured_faster() -> None:
-    plans = [make_plan(problem_of(None, n, n, head_dim=128), 132, lambda *_: None) for n in (512, 2048)]
-    assert [plan.config.PINGPONG for plan in plans] == [False, True]
-
-
 class FakeLauncher:
     """Built like Triton's launchers: a wrapper around a function called launcher, which expands some arguments."""
 

@@ -24,15 +24,11 @@ OVERHEAD_WIDE = 240
 """The same for 192 queries under a mask whose rows end early: they pass its edge in steps that fit it worse."""
 NARROW_SPEED = 0.87
 """Two warpgroups against three at head dim 64, full tiles: 452 and 524 TFLOP/s (H200, bf16, 12k keys)."""
-TURNS_FROM = 1024
-"""Keys from which on turns pay without a mask (H200, head dim 128: 480 against 497 TFLOP/s at 512, 609 against 602 at 2k)."""
 
 
 def choose(tiles: tuple[Config, ...], form: Form, queries: int, keys: int) -> Config:
-    """The tile with the least estimated time; a tile of the short kind goes without turns."""
-    best = min(tiles, key=lambda tile: estimated_time(tile, form, queries, keys))
-    short = not form.band and keys < TURNS_FROM and best.BLOCK_D == best.BLOCK_DV == 128
-    return best._replace(PINGPONG=False) if short else best
+    """The tile with the least estimated time."""
+    return min(tiles, key=lambda tile: estimated_time(tile, form, queries, keys))
 
 
 def estimated_time(tile: Config, form: Form, queries: int, keys: int) -> float:
