@@ -18,8 +18,6 @@ from tilewise.backends.hopper.structs import Term
 OVERHEAD_KEYS = 160
 """What a tile costs beside its keys, in keys: its first product and its last have nothing to overlap with (H200: S 512 and 2k
 against 16k, 130 to 240 by head dim)."""
-
-
 OVERHEAD_WIDE = 240
 """The same for 192 queries under a mask whose rows end early: they pass its edge in steps that fit it worse."""
 NARROW_SPEED = 0.87
