@@ -17,7 +17,9 @@ def repeatable(run: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
     is repeated, which is slower and as right.
     """
     wrapper = run.launch
-    cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)) if is_python(wrapper) else {}
+    cells = (
+        dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)) if is_python(wrapper) else {}
+    )
     if "launcher" not in cells or run.global_scratch_size or run.profile_scratch_size:
         return partial(run, *args)
     given: list[tuple[Any, ...]] = []
