@@ -1,0 +1,71 @@
+"""Which calls the CPU backends take, and what they say about the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import dispatch
+from tilewise.backends import aten
+from tilewise.backends.base import Inputs
+from tilewise.backends.cpu import backend as cpu
+from tilewise.problem import Problem
+
+
+@pytest.fixture
+def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cpu, "find_spec", lambda name: None)
+    cpu._obstacle.cache_clear()
+    yield
+    cpu._obstacle.cache_clear()
+
+
+def test_without_llvmlite_tiled_takes_over_and_the_reason_is_given(without_llvmlite: None) -> None:
+    problem = Problem.of(heads=2, head_dim=16, seqlen=32, dtype="float32", mask=tw.window(5))
+    selection = dispatch.select(problem)
+    assert selection.backend.name == "tiled"
+    assert "pip install llvmlite" in selection.verdicts["cpu"].reasons[0]
+
+
+@pytest.mark.parametrize("structure", ["full", "causal"])
+def test_fp32_goes_to_the_cpu_backend(structure: str) -> None:
+    pytest.importorskip("llvmlite")
+    problem = Problem.of(heads=2, head_dim=16, seqlen=32, dtype="float32", mask=getattr(tw, structure)())
+    selection = dispatch.select(problem)
+    assert selection.backend.name == "cpu"
+    assert selection.verdicts["aten"].reasons, "torch's kernel could serve it, so the choice needs a reason"
+
+
+def test_half_precision_goes_where_products_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured, not assumed: on a machine with matrix units torch's kernel wins, on one without it does not."""
+    pytest.importorskip("llvmlite")
+    problem = Problem.of(heads=2, head_dim=64, seqlen=512, dtype="bfloat16")
+    monkeypatch.setattr(aten, "_half_obstacle", lambda dtype: None)
+    monkeypatch.setattr(aten, "half_gain", lambda dtype: 6.0)
+    assert dispatch.select(problem).backend.name == "aten"
+    monkeypatch.setattr(aten, "half_gain", lambda dtype: 0.4)
+    selection = dispatch.select(problem)
+    assert selection.backend.name == "cpu"
+    assert "0.40 times" in selection.verdicts["aten"].reasons[0]
+
+
+@pytest.mark.parametrize(
+    "features",
+    [{"softcap": 5.0}, {"mask": tw.window(9)}, {"head_dim_v": 8}, {"scale": -1.0}, {"kv_seqlen": 40, "mask": tw.causal()}],
+    ids=["softcap", "window", "value dim", "scale", "rectangular causal"],
+)
+def test_aten_names_what_torchs_kernel_lacks(features: dict[str, object]) -> None:
+    problem = Problem.of(heads=2, head_dim=16, seqlen=32, dtype="float32", **features)  # type: ignore[arg-type]
+    verdict = aten.backend.supports(problem)
+    assert not verdict.ok and "torch's kernel" in verdict.reasons[0]
+
+
+def test_one_query_takes_the_decode_kernel() -> None:
+    pytest.importorskip("llvmlite")
+    q, k = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 100, 32)
+    for mask, kind in ((tw.window(7), "decode"), (tw.dense(torch.ones(1, 100, dtype=torch.bool)), "forward")):
+        problem = Problem.of(heads=4, kv_heads=2, seqlen=1, kv_seqlen=100, head_dim=32, dtype="float32", mask=mask)
+        assert cpu._plan(problem, Inputs(q, k, k), "forward").kernel.kind == kind
