@@ -251,11 +251,18 @@ def test_tuned_tiles_win_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
         device="NVIDIA H200", date="2026-01-01", measured="600 TFLOP/s against 580", evidence="a test",
     )  # fmt: skip
     monkeypatch.setattr(tuned, "TUNED", (entry,))
-    assert gpu_tile(problem_of(), lookup("h200")) == TilePlan(128, 64, 3, 8, source="tuned")
-    found = plan(problem_of(), "h200")
+    assert gpu_tile(problem_of(), lookup("h200"), kernels="triton") == TilePlan(128, 64, 3, 8, source="tuned")
+    found = plan(problem_of(), "h200", kernels="triton")
     assert found.tile.source == "tuned" and "600 TFLOP/s" in found.reasons[0]
-    assert gpu_tile(problem_of(), lookup("a100")).source == "model"
-    assert gpu_tile(problem_of(head_dim=64), lookup("h200")).source == "model"
+    assert gpu_tile(problem_of(), lookup("a100"), kernels="triton").source == "model"
+    assert gpu_tile(problem_of(head_dim=64), lookup("h200"), kernels="triton").source == "model"
+
+
+def test_what_was_measured_of_one_backends_kernels_leaves_the_model_alone_and_is_told() -> None:
+    assert tuned.lookup_tuned(problem_of(), lookup("h200"), "forward", "triton") is not None
+    assert gpu_tile(problem_of(), lookup("h200")).source == "model"
+    found = plan(problem_of(), "h200")
+    assert found.tile.source == "model" and found.reasons[0].startswith("the triton kernels take")
 
 
 def test_every_tuned_entry_has_evidence() -> None:

@@ -60,7 +60,7 @@ def explain(
     choices = _choices(problem, inputs if live else None, backend, backward)
     chosen = next((choice.name for choice in choices if choice.chosen), None) if live else None
     countable = _countable(problem)
-    plan = make_plan(countable, spec, pass_=pass_, tile=tile)
+    plan = make_plan(countable, spec, pass_=pass_, tile=tile, kernels="triton" if chosen == "triton" else "")
     found: Measured | None = None
     if measure:
         if not live or chosen is None:

@@ -131,18 +131,20 @@ def plan(
     *,
     pass_: str = "auto",
     tile: TilePlan | tuple[int, int] | None = None,
+    kernels: str = "",
 ) -> Plan:
     """The plan for `problem` on `device` (a name, a DeviceSpec, or None for this machine).
 
     `pass_` is `auto` (decode for few queries, else forward) or one of the kernels' passes. A given `tile` is taken as it
-    is, raises if it cannot run, and is shown beside what would have been chosen.
+    is, raises if it cannot run, and is shown beside what would have been chosen. With `kernels` (a backend's name) what was
+    measured of them wins over the model; without, it is told.
     """
     spec = hardware.device(device)
     if pass_ == "auto":
         pass_ = "decode" if spec.is_gpu and _is_decode(problem) else "forward"
     if pass_ not in _SCHEDULE:
         raise PlanError(f"pass_: got {pass_!r}, need auto, {', '.join(_SCHEDULE)}")
-    return _gpu_plan(problem, spec, pass_, tile) if spec.is_gpu else _cpu_plan(problem, spec, tile)
+    return _gpu_plan(problem, spec, pass_, tile, kernels) if spec.is_gpu else _cpu_plan(problem, spec, tile)
 
 
 def _is_decode(problem: Problem) -> bool:
@@ -150,19 +152,25 @@ def _is_decode(problem: Problem) -> bool:
     return problem.seqlen_q * problem.group <= DECODE_ROWS < problem.seqlen_k
 
 
-def _gpu_plan(problem: Problem, spec: DeviceSpec, pass_: str, wanted: TilePlan | tuple[int, int] | None) -> Plan:
+def _gpu_plan(
+    problem: Problem, spec: DeviceSpec, pass_: str, wanted: TilePlan | tuple[int, int] | None, kernels: str
+) -> Plan:
     candidates = gpu.ranked(problem, spec, pass_, model_blocks=True)
     chosen = candidates[0]
     reasons: tuple[str, ...] = ()
-    tuned = lookup_tuned(problem, spec, pass_)
+    tuned = lookup_tuned(problem, spec, pass_, kernels or "triton")
     if tuned is not None:
-        chosen = gpu.evaluate(problem, spec, tuned.tile)
-        reasons = (f"tuned: {tuned.measured} on {tuned.device}, {tuned.date} ({tuned.evidence})",)
+        told = f"{tuned.measured} on {tuned.device}, {tuned.date} ({tuned.evidence})"
+        if kernels:
+            chosen = gpu.evaluate(problem, spec, tuned.tile)
+            reasons = (f"tuned: {told}",)
+        else:
+            reasons = (f"the {tuned.kernels} kernels take {tuned.tile} instead: {told}",)
     if wanted is not None:
         given = _given(wanted, pass_, problem, spec, candidates)
         more = given.seconds / chosen.seconds - 1
         beside = "as fast as" if abs(more) < 0.005 else f"{abs(more):.0%} {'slower' if more > 0 else 'faster'} than"
-        reasons = (f"yours: predicted {beside} {chosen.tile}, which the model prefers",)
+        reasons = (f"yours: predicted {beside} {chosen.tile}, which the model prefers", *reasons)
         chosen = given
     step, on_chip = chosen.step, chosen.on_chip
     assert step is not None

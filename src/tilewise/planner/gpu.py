@@ -52,13 +52,13 @@ class _Size(NamedTuple):
     band: tuple[int, int] | None
 
 
-def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward") -> TilePlan:
-    """The tile one of our GPU kernels should run with; a measured override wins over the model.
+def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward", kernels: str = "") -> TilePlan:
+    """The tile one of our GPU kernels should run with; what was measured of those `kernels` wins over the model.
 
     Where none fits by the model's count the smallest is returned, because a compiler may still find room for it; `plan`
     raises there.
     """
-    tuned = lookup_tuned(problem, spec, pass_)
+    tuned = lookup_tuned(problem, spec, pass_, kernels)
     if tuned is not None:
         return tuned.tile if pass_ != "decode" else _sized(tuned.tile, _size_of(problem, rounded=True), spec)
     found = _choose(problem, spec, pass_)

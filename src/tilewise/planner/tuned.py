@@ -30,6 +30,8 @@ class Tuned:
     """The number, with its unit, and the number of the tile the model would have chosen."""
     evidence: str
     """How to measure it again."""
+    kernels: str = "triton"
+    """Whose kernels were measured; the model and other kernels are left alone."""
 
 
 H200 = "NVIDIA H200"
@@ -124,14 +126,15 @@ TUNED: tuple[Tuned, ...] = (
 )
 
 
-def lookup_tuned(problem: Problem, spec: DeviceSpec, pass_: str) -> Tuned | None:
-    """The entry that applies, if any."""
+def lookup_tuned(problem: Problem, spec: DeviceSpec, pass_: str, kernels: str) -> Tuned | None:
+    """The entry that applies to those kernels, if any."""
     if not TUNED:
         return None
     masked = bool(problem.program.structure)
     for entry in TUNED:
         if (
-            entry.arch == spec.arch
+            entry.kernels == kernels
+            and entry.arch == spec.arch
             and entry.pass_ == pass_
             and entry.head_dim == max(problem.head_dim, problem.head_dim_v)
             and entry.itemsize == problem.itemsize

@@ -37,13 +37,13 @@ def tile_for(problem: Problem, pass_: str, device: torch.device) -> TilePlan:
         tile = TilePlan(16 if pass_ == "decode" else 32, 32, 1, 4, pass_=pass_)
         return replace(tile, splits=3, pack_gqa=True) if pass_ == "decode" else tile
     if problem.program.tensors:
-        return gpu_tile(problem, spec_of(device.index or 0), pass_)
+        return gpu_tile(problem, spec_of(device.index or 0), pass_, "triton")
     return _remembered(problem, pass_, device.index or 0)
 
 
 @lru_cache(maxsize=2048)
 def _remembered(problem: Problem, pass_: str, index: int) -> TilePlan:
-    return gpu_tile(problem, spec_of(index), pass_)
+    return gpu_tile(problem, spec_of(index), pass_, "triton")
 
 
 def smaller(tile: TilePlan) -> Iterator[TilePlan]:
