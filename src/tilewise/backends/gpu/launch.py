@@ -8,7 +8,6 @@ loads need (an inner stride of 1, a common alignment). The same function gives t
 from __future__ import annotations
 
 import os
-from copy import copy
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -65,8 +64,10 @@ class Descriptor:
 
     def at(self, address: int) -> Descriptor:
         """The same map over other memory."""
-        other = copy(self)
+        other = Descriptor.__new__(Descriptor)
         other.base = Address(address)
+        other.shape, other.strides, other.block_shape = self.shape, self.strides, self.block_shape
+        other.padding, other.round_f32_to_tf32 = self.padding, self.round_f32_to_tf32
         return other
 
 
