@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 import torch
 from torch import Tensor
 
-from tilewise.api.bias import Alibi
-from tilewise.api.describe import LAYOUTS, Request, autocast, check_tensors, describe
-from tilewise.api.varlen import _check_cumulative as check_cumulative
+from tilewise.api.describe import LAYOUTS, Arguments, Request, autocast, check_tensors, describe
+from tilewise.api.varlen import check_cumulative
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, LayoutError
-from tilewise.masks import Mask
 from tilewise.problem import Problem
 
 
-class Options(TypedDict, total=False):
+class Options(Arguments, total=False):
     """What `attention` takes beside q, k and v; with `cu_seqlens_q` the call is that of `attention_varlen`."""
 
-    mask: Mask | Tensor | None
-    scale: float | None
-    bias: Tensor | Alibi | None
-    softcap: float
-    sinks: Tensor | None
-    dropout_p: float
-    seed: int | Tensor | None
-    precision: str
-    deterministic: bool | None
     layout: str
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None

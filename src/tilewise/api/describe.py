@@ -34,8 +34,8 @@ class Request(NamedTuple):
     deterministic: bool | None = None
 
 
-class Options(TypedDict, total=False):
-    """The same and the choice of a backend as keywords, for the overloads of the public functions."""
+class Arguments(TypedDict, total=False):
+    """The same as keywords."""
 
     mask: Mask | Tensor | None
     scale: float | None
@@ -46,6 +46,11 @@ class Options(TypedDict, total=False):
     seed: int | Tensor | None
     precision: str
     deterministic: bool | None
+
+
+class Options(Arguments, total=False):
+    """What the public functions take, for their overloads."""
+
     backend: str
 
 

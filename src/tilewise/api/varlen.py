@@ -65,8 +65,8 @@ def attention_varlen(
     """
     check_tensors(q, k, v, 3, "(tokens, heads, dim)")
     cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    _check_cumulative("cu_seqlens_q", cu_seqlens_q, q)
-    _check_cumulative("cu_seqlens_k", cu_k, k)
+    check_cumulative("cu_seqlens_q", cu_seqlens_q, q)
+    check_cumulative("cu_seqlens_k", cu_k, k)
     if cu_k.shape != cu_seqlens_q.shape:
         raise LayoutError(
             f"cu_seqlens_k: {cu_k.shape[0] - 1} sequences, but cu_seqlens_q has {cu_seqlens_q.shape[0] - 1}"
@@ -79,7 +79,7 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
-def _check_cumulative(name: str, cu: Tensor, x: Tensor) -> None:
+def check_cumulative(name: str, cu: Tensor, x: Tensor) -> None:
     """The form of cumulative lengths; their values are checked where they are read (`ops.packing`)."""
     if not isinstance(cu, Tensor) or str(cu.dtype).removeprefix("torch.") not in INTEGERS:
         raise ArgumentTypeError(
