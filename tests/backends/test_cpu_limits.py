@@ -59,6 +59,19 @@ def test_a_hidden_bias_hides() -> None:
     assert torch.equal(tw.attention(q, k, v, bias=bias, backend="cpu"), clean)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bias_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_bias_of_any_type(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 20, 8, generator=g).to(dtype) for _ in range(3))
+    bias = torch.randn(1, 1, 20, 20, generator=g).to(bias_dtype).requires_grad_()
+    out, wanted = (tw.attention(q, k, v, bias=bias, backend=name) for name in ("cpu", "tiled"))
+    torch.testing.assert_close(out, wanted)
+    (mine,), (theirs,) = (torch.autograd.grad(x.float().square().sum(), bias) for x in (out, wanted))
+    torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-3)
+    assert mine.dtype == bias_dtype
+
+
 def test_a_visible_nan_is_not_swallowed() -> None:
     q, k, v = (torch.randn(1, 1, 20, 8) for _ in range(3))
     k[0, 0, 3, 0] = math.nan

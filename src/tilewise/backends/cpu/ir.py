@@ -282,6 +282,8 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
             wide = ir.VectorType(I32, lanes) if vector else I32
             shift = self.iconst(16, I32, lanes) if vector else I32(16)
             value = self.bitcast(self.shl(self.zext(value, wide), shift), ir.VectorType(F32, lanes) if vector else F32)
+        if dtype == "float64" and self.real is FLOAT:
+            return self.fptrunc(value, target)  # a bias may be wider than the arithmetic
         return value if value.type == target else self.fpext(value, target)
 
     def narrow(self, value: Value, dtype: str) -> Value:
