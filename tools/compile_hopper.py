@@ -95,13 +95,16 @@ def compiled(case: Case) -> tuple[Any, Any]:
 
 def faults(facts: Any, config: Any, may_spill: bool = False) -> list[str]:
     """What is not as it should be; `may_spill`: registers are too few."""
+    from tilewise.backends.hopper.launch import newer_registers
+
     loops = facts.loops
+    allowed = ALLOWED_STACK_NEWER if newer_registers() else ALLOWED_STACK
     least = config.WARPGROUPS * (1 + config.BAND + config.LEFT)
     found = {
         f"ptxas: {facts.complaints}": facts.complaints,
         f"{len(loops)} loops multiply, expected {least}": len(loops) != least,
         "a loop uses local memory": not may_spill and any(loop.count("LDL", "STL") for loop in loops),
-        f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > ALLOWED_STACK,
+        f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > allowed,
         "weights do not come from registers": not all(loop.register_products for loop in loops),
         "the softmax waits for P·V": not all(loop.overlaps for loop in loops),
         "registers are not shared out": not facts.count("USETMAXREG"),
@@ -114,6 +117,8 @@ def faults(facts: Any, config: Any, may_spill: bool = False) -> list[str]:
 
 ALLOWED_STACK = 32
 """Outside the loops a handful of registers may wait in memory: once for a tile of queries, not once for a tile of keys."""
+ALLOWED_STACK_NEWER = 192
+"""The same from Triton 3.8 on, where three warpgroups at head dim 64 keep 42 registers there."""
 
 
 def selected(options: argparse.Namespace) -> list[Case]:
