@@ -113,7 +113,7 @@ def cast(tile, dtype: tl.constexpr, C: tl.constexpr):
     """To `dtype`, rounding to nearest. The interpreter would truncate on the way to bf16."""
     if C.INTERPRET and dtype == tl.bfloat16 and tile.dtype == tl.float32:
         bits = tile.to(tl.uint32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000  # what is left of a 0 would count as a subnormal
         tile = tl.where(tile != tile, tile, bits.to(tl.float32, bitcast=True))
     return tile.to(dtype)
 
