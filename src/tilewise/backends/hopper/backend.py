@@ -12,6 +12,7 @@ from tilewise.backends.gpu.launch import describable, interpreting
 from tilewise.backends.hopper.config import WIDTHS
 from tilewise.backends.hopper.intervals import form_of
 from tilewise.backends.hopper.launch import run_forward
+from tilewise.errors import BackendError
 from tilewise.problem import Problem
 
 DTYPES = ("float16", "bfloat16")
@@ -78,7 +79,7 @@ class Hopper:
         dlse: Tensor | None,
         needs: Needs,
     ) -> Grads:
-        raise NotImplementedError("supports() says no to gradients")
+        raise BackendError("hopper computes no gradients, as its verdict says; use backend='auto', which has others do it")
 
 
 def dim_reason(name: str, dim: int) -> str | None:
