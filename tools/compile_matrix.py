@@ -178,7 +178,7 @@ def sources(
     passes = {"forward": "forward", "keys": "backward_dkdv", "queries": "backward_dq", "decode": "decode"}
     for name in case.kernels:
         if name in passes:
-            plan = tile or gpu_tile(problem, spec, passes[name])
+            plan = tile or gpu_tile(problem, spec, passes[name], "triton")
         else:
             plan = bias_tile(problem) if name == "bias" else TilePlan(64 if name == "prepare" else 1, 16, 1, 4)
         blocks = config._replace(BLOCK_M=plan.block_q, BLOCK_N=plan.block_k)
