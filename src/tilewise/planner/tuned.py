@@ -35,8 +35,8 @@ class Tuned:
 
 
 H200 = "NVIDIA H200"
-FORWARD = "tools/gpu_session.py forward"
-BACKWARD = "tools/gpu_session.py backward"
+FORWARD = "tools/measure_gpu.py forward"
+BACKWARD = "tools/measure_gpu.py backward"
 
 TUNED: tuple[Tuned, ...] = (
     Tuned(
@@ -73,7 +73,7 @@ TUNED: tuple[Tuned, ...] = (
         device=H200,
         date="2026-11-15",
         measured="B 8, 32/8 heads, 16k keys 3.88 TB/s; B 1, 131k keys 3.91; the model's 3.48 and 3.59",
-        evidence="tools/gpu_session.py decode",
+        evidence="tools/measure_gpu.py decode",
     ),
     Tuned(
         arch="sm_90",

@@ -1,6 +1,6 @@
 """Measure the Triton backend on a GPU, part by part; each part prints a short table and adds to one JSON file.
 
-    PYTHONPATH=src python tools/gpu_session.py smoke forward --json out.json --seconds 200
+    PYTHONPATH=src python tools/measure_gpu.py smoke forward --json out.json --seconds 200
 
 Parts: smoke, conform, accuracy, forward, backward, suite, fp32, window, varlen, decode, host. A part stops at its time limit
 and says what it left out. Kernels are compiled in parallel first (no GPU needed for that), then timed side by side with SDPA's
