@@ -21,6 +21,8 @@ from tilewise.problem import Problem
 _PLAIN = (Tensor, torch.nn.Parameter)
 _KNOWN: dict[tuple[Any, ...], tuple[Problem, Backend | None]] = {}
 _KNOWN_LIMIT = 4096
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 class _Options(Options, total=False):
@@ -114,9 +116,11 @@ def choose(problem: Problem, inputs: Inputs, backend: str) -> Backend:
 
 def watched(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether a tensor subclass, a dispatch mode or a functorch transform wants to see the call as an operator."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    return any(x is not None and type(x) not in _PLAIN for x in tensors)
+    return modes_active() or any(x is not None and type(x) not in _PLAIN for x in tensors)
+
+
+def modes_active() -> bool:
+    return bool(_dispatch_modes()) or _transforms() is not None
 
 
 def _recall(
@@ -133,7 +137,9 @@ def _recall(
 def _key(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend: str) -> tuple[Any, ...] | None:
     """What a problem and the choice of its backend depend on; None for calls that are prepared afresh each time."""
     mask, scale, bias, softcap, sinks, dropout_p, _, precision, deterministic = request
-    if bias is not None or sinks is not None or dropout_p or watched((q, k, v)):
+    if bias is not None or sinks is not None or dropout_p or modes_active():
+        return None
+    if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
         return None
     if mask is not None and not (isinstance(mask, Mask) and mask.static):
         return None

@@ -20,6 +20,7 @@ from tilewise.masks.algebra import (
 from tilewise.masks.program import UNBOUNDED
 
 ANCHORS = {"bottom_right": "b", "top_left": "t"}
+_CAUSAL = Band(-UNBOUNDED, 0, ANCHORS["bottom_right"])  # a value like any other, and the one most calls ask for
 
 
 def full() -> Mask:
@@ -33,6 +34,8 @@ def causal(align: str = "bottom_right", offset: Any = None) -> Mask:
     `align` places the diagonal when there are more keys than queries; `offset` (an int, or a tensor with one integer a
     sequence) puts query 0 at key `offset` instead, as a static cache needs.
     """
+    if offset is None and align == "bottom_right":
+        return _CAUSAL
     return _band(-UNBOUNDED, 0, align, offset, "causal")
 
 

@@ -45,9 +45,18 @@ def backward(
     """The gradients of a problem; the backend is chosen anew, since forward and backward have different strengths."""
     if is_empty(problem):
         return empty_backward(inputs, lse, dlse, needs)
-    chosen = dispatch.select(problem, inputs, backend, backward=True).backend
+    chosen = _backward_of(problem, inputs, backend)
     with own_precision(problem.device):
         return chosen.backward(problem, settled(inputs), out, lse, dout.resolve_neg(), dlse, needs)
+
+
+def _backward_of(problem: Problem, inputs: Inputs, backend: str) -> Backend:
+    """The backend of the gradients; remembered with the problem, which training meets again at every step."""
+    known: dict[tuple[str, int], Backend] = problem.__dict__.setdefault("_backward", {})
+    key = (backend, len(dispatch.REGISTRY))
+    if key not in known:
+        known[key] = dispatch.select(problem, inputs, backend, backward=True).backend
+    return known[key]
 
 
 def settled(inputs: Inputs) -> Inputs:
