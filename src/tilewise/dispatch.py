@@ -29,6 +29,11 @@ REGISTRY: dict[str, Entry] = {
 """In order of preference."""
 
 
+def standing(name: str) -> tuple[str, Entry | None, int]:
+    """What a remembered choice depends on: the name asked for, whom it means now, and how many there are to choose from."""
+    return name, REGISTRY.get(name), len(REGISTRY)
+
+
 class Selection(NamedTuple):
     """The backend chosen and every backend's verdict; the verdicts of those never asked are absent."""
 

@@ -153,5 +153,5 @@ def _key(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, device, k.device, v.device,
         q.layout, k.layout, v.layout, mask, scale, softcap, type(scale), type(softcap), type(dropout_p), precision,
-        deterministic, grad, aligned, layout, backend, len(dispatch.REGISTRY),
+        deterministic, grad, aligned, layout, dispatch.standing(backend),
     )  # fmt: skip

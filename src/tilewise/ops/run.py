@@ -52,8 +52,8 @@ def backward(
 
 def _backward_of(problem: Problem, inputs: Inputs, backend: str) -> Backend:
     """The backend of the gradients; remembered with the problem, which training meets again at every step."""
-    known: dict[tuple[str, int], Backend] = problem.__dict__.setdefault("_backward", {})
-    key = (backend, len(dispatch.REGISTRY))
+    known: dict[object, Backend] = problem.__dict__.setdefault("_backward", {})
+    key = dispatch.standing(backend)
     if key not in known:
         known[key] = dispatch.select(problem, inputs, backend, backward=True).backend
     return known[key]
