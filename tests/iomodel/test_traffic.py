@@ -12,7 +12,7 @@ from tilewise import iomodel
 from tilewise.errors import PlanError
 from tilewise.hardware import lookup
 from tilewise.iomodel import TilePlan, compulsory, dram, roofline, standard, traffic, v2, visible_pairs
-from tilewise.iomodel.l2 import capacity, rounds, streamed
+from tilewise.iomodel.l2 import capacity, rounds, scattered, streamed
 from tilewise.iomodel.roof import waves
 from tilewise.masks import allowed
 from tilewise.problem import Problem
@@ -59,6 +59,18 @@ def test_the_l2_takes_repeated_reads_off_the_memory() -> None:
     assert again == 15 and 0.7 < missing < 0.9
     assert found.reads["K"] == pytest.approx(once.reads["K"] * (1 + again * missing), rel=1e-9)
     assert once.total < found.total < moved.total
+
+
+def test_blocks_that_begin_apart_read_some_of_their_stream_again() -> None:
+    """Under a causal mask the blocks of dK and dV do; without one, or with a window, they stay together or soon end."""
+    tile = TilePlan(32, 64, pass_="backward_dkdv")
+    for mask, more in ((masks.full(), False), (masks.causal(), True), (masks.window(1024), False)):
+        problem = Problem.of(heads=16, seqlen=8192, head_dim=128, mask=mask)
+        least, between = compulsory(problem, tile), dram(problem, tile, traffic(problem, tile, "backward_dkdv"), H200, 264)
+        assert (between.reads["Q"] > 1.05 * least.reads["Q"]) == more, mask
+        assert between.reads["K"] == least.reads["K"]
+    small = Problem.of(heads=16, seqlen=8192, head_dim=64, mask=masks.causal())
+    assert scattered(small, tile, H200, 264) < 0.01  # half the bytes pass, and fit
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward_dkdv", "backward_dq"])

@@ -13,7 +13,7 @@ from tilewise.cli import app
 from tilewise.errors import ArgumentError, DeviceError
 from tilewise.iomodel import TilePlan
 from tilewise.report import counters, verify
-from tilewise.report.counters import DRAM_READ, L2_READ, TrafficCase, compare, launches
+from tilewise.report.counters import DRAM_READ, L2_LOOKUP, L2_READ, TrafficCase, compare, launches
 
 CASE = TrafficCase(seqlen=4096, mask="causal")
 TILES = {"forward": TilePlan(128, 128), "backward_dkdv": TilePlan(64, 128), "backward_dq": TilePlan(128, 64)}
@@ -27,20 +27,20 @@ def written(factor: dict[str, float] | None = None) -> str:
         '==PROF== Profiling "forward_kernel": 0%....50%....100% - 2 passes',
         "a line of the program's own",
         '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",'
-        f'"{DRAM_READ}","{L2_READ}"',
-        '"","","","","","","","","","","","byte","sector"',
+        f'"{DRAM_READ}","{L2_READ}","{L2_LOOKUP}"',
+        '"","","","","","","","","","","","byte","byte","sector"',
     ]
     names = {"forward_kernel": "forward", "keys_kernel": "backward_dkdv", "queries_kernel": "backward_dq"}
     for number, (name, pass_) in enumerate(names.items()):
         bytes_ = counters.predict(CASE.problem(), pass_, TILES[pass_], SPEC)
         share = (factor or {}).get(name, 1.0)
-        dram, sectors = round(bytes_["DRAM reads"] * share), round(bytes_["L2 to SMs"] * share / 32)
+        dram, given = round(bytes_["DRAM reads"] * share), round(bytes_["L2 to SMs"] * share)
         lines.append(
             f'"{number}","4242","python3.11","127.0.0.1","{name}","1","7","(384, 1, 1)","(132, 1, 1)","0","9.0",'
-            f'"{dram:,}","{sectors:,}"'
+            f'"{dram:,}","{given:,}","{given // 64:,}"'
         )
     lines.append(
-        '"9","4242","python3.11","127.0.0.1","void at::native::fill","1","7","(1, 1, 1)","(1, 1, 1)","0","9.0","1","1"'
+        '"9","4242","python3.11","127.0.0.1","void at::native::fill","1","7","(1, 1, 1)","(1, 1, 1)","0","9.0","1","1","1"'
     )
     return "\n".join(lines)
 
@@ -49,7 +49,7 @@ def test_launches_are_read_by_kernel() -> None:
     found = dict(launches(written()))
     assert list(found) == ["forward_kernel", "keys_kernel", "queries_kernel", "void at::native::fill"]
     moved = iomodel.v2(CASE.problem(), TILES["forward"]).total_read
-    assert found["forward_kernel"][L2_READ] * 32 == pytest.approx(moved, abs=32)
+    assert found["forward_kernel"][L2_READ] == moved
 
 
 def test_equal_bytes_pass_and_others_do_not() -> None:
@@ -59,6 +59,7 @@ def test_equal_bytes_pass_and_others_do_not() -> None:
     l2, dram = off[1].levels
     assert (l2.ok, dram.ok) == (False, True)  # 7 % is beyond 5, within 10
     assert l2.off == pytest.approx(0.07, abs=1e-3)
+    assert off[1].looked_up == pytest.approx(l2.measured / 2, rel=1e-3)  # one lookup for two SMs
     assert json.dumps([kernel.to_dict() for kernel in off])
 
 

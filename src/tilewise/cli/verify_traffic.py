@@ -65,4 +65,5 @@ def show(kernels: list[KernelTraffic], backends: list[dict[str, str]]) -> None:
             colour = "green" if level.ok else "red"
             sizes = (human_bytes(level.measured), human_bytes(level.predicted))
             table.add_row(*head, level.level, *sizes, f"[{colour}]{level.off:+.1%}[/]", f"±{level.limit:.0%}")
+        table.add_row("", "", "", "", "[dim]L2 lookups[/]", f"[dim]{human_bytes(kernel.looked_up)}[/]", "", "", "")
     console().print(table)

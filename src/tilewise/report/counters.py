@@ -17,10 +17,13 @@ from tilewise.iomodel.backward import preprocess
 from tilewise.masks import parse
 from tilewise.problem import Problem
 
-L2_READ = "lts__t_sectors_srcunit_tex_op_read.sum"
-"""Sectors of 32 bytes that L2 gave the SMs."""
+L2_READ = "l1tex__m_xbar2l1tex_read_bytes.sum"
+"""Bytes that arrived at the SMs from L2."""
+L2_LOOKUP = "lts__t_sectors_srcunit_tex_op_read.sum"
+"""Sectors of 32 bytes that L2 looked up for them. Neighbouring SMs that ask for the same line at the same time share one lookup,
+so this may be half of what arrives, and less."""
 DRAM_READ = "dram__bytes_read.sum"
-METRICS = (L2_READ, DRAM_READ)
+METRICS = (L2_READ, L2_LOOKUP, DRAM_READ)
 SECTOR = 32
 LIMITS = {"L2 to SMs": 0.05, "DRAM reads": 0.10}
 """How far measured bytes may be from predicted ones."""
@@ -90,6 +93,8 @@ class KernelTraffic:
     case: TrafficCase
     tile: str
     levels: tuple[Level, ...]
+    looked_up: int
+    """Bytes L2 looked up for what it gave the SMs."""
 
     @property
     def ok(self) -> bool:
@@ -97,7 +102,8 @@ class KernelTraffic:
 
     def to_dict(self) -> dict[str, Any]:
         levels = [level.to_dict() for level in self.levels]
-        return {"name": self.name, "case": asdict(self.case), "tile": self.tile, "levels": levels, "ok": self.ok}
+        names = {"name": self.name, "case": asdict(self.case), "tile": self.tile}
+        return {**names, "levels": levels, "looked_up": self.looked_up, "ok": self.ok}
 
 
 def launches(text: str) -> Iterator[tuple[str, dict[str, float]]]:
@@ -153,8 +159,9 @@ def compare(
         if pass_ is None or (pass_ != "preprocess" and pass_ not in tiles):
             continue
         tile = tiles.get(pass_, TilePlan(64, 16))
-        measured = {"L2 to SMs": round(metrics[L2_READ] * SECTOR), "DRAM reads": round(metrics[DRAM_READ])}
+        measured = {"L2 to SMs": round(metrics[L2_READ]), "DRAM reads": round(metrics[DRAM_READ])}
         expected = predict(problem, pass_, tile, spec)
         levels = tuple(Level(level, measured[level], expected[level], limit) for level, limit in LIMITS.items())
-        found.append(KernelTraffic(name, case, "" if pass_ == "preprocess" else str(tile), levels))
+        looked_up = round(metrics[L2_LOOKUP] * SECTOR)
+        found.append(KernelTraffic(name, case, "" if pass_ == "preprocess" else str(tile), levels, looked_up))
     return found
