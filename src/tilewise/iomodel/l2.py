@@ -8,6 +8,8 @@ stream, as those of dK and dV under a causal mask: they are never at the same ti
 
 from __future__ import annotations
 
+import numpy as np
+
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.iomodel.grid import even, grid_of
 from tilewise.iomodel.passes import compulsory
@@ -55,7 +57,7 @@ def scattered(problem: Problem, tile: TilePlan, spec: DeviceSpec, resident: int)
     share, total = 0.0, 0
     for group, count in grid_of(problem, tile.block_q, tile.block_k).kv_heads():
         first = group[0].visited.argmax(axis=0)
-        steps = sum(head.by_col * head.count for head in group)
+        steps = np.stack([head.by_col * head.count for head in group]).sum(axis=0)  # [Tc]
         total += count
         if int(first.min()) == int(first.max()) or not steps.sum():
             continue
