@@ -15,7 +15,7 @@ from tilewise.backends.base import Backend, Inputs
 from tilewise.errors import LayoutError
 from tilewise.masks import Mask
 from tilewise.ops import attend, library
-from tilewise.ops.run import is_empty
+from tilewise.ops.run import any_autocast, is_empty
 from tilewise.problem import Problem
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -143,15 +143,15 @@ def _key(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend
         return None
     if mask is not None and not (isinstance(mask, Mask) and mask.static):
         return None
-    device = q.device
-    if torch.is_autocast_enabled(device.type) or not isinstance(scale, (float, int, NoneType)):
+    if any_autocast() or not isinstance(scale, (float, int, NoneType)):
         return None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0  # some backends refuse other addresses
+    # a sparse tensor has no strides to ask for: it ends in the checks
     return (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, device, k.device, v.device,
-        q.layout, k.layout, v.layout, mask, scale, softcap, type(scale), type(softcap), type(dropout_p), precision,
-        deterministic, grad, aligned, layout, dispatch.standing(backend),
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        mask, scale, softcap, type(scale), type(softcap), type(dropout_p), precision, deterministic, grad, aligned, layout,
+        *dispatch.standing(backend),
     )  # fmt: skip

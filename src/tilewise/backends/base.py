@@ -90,7 +90,7 @@ class Backend(Protocol):
 def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
     """Fresh memory for the output, its dimensions laid out in the order of q's strides: bshd in, bshd out."""
     if q.is_contiguous() and head_dim_v == q.shape[3]:
-        return torch.empty_like(q)
+        return q.new_empty_strided(q.shape, q.stride())  # the cheapest way to memory that torch has
     shape = (*q.shape[:3], head_dim_v)
     order = sorted(range(3), key=lambda axis: (q.stride(axis), -axis), reverse=True)
     strides, step = [0, 0, 0, 1], head_dim_v
@@ -101,7 +101,9 @@ def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
 
 
 def empty_lse(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    b, h, m, _ = q.shape
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return q.new_empty_strided((b, h, m), (h * m, m, 1), dtype=dtype)
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ from tilewise.problem import Problem
 def attend(problem: Problem, inputs: Inputs, backend: str, chosen: Backend | None = None) -> tuple[Tensor, Tensor]:
     """out and lse, with a gradient where one is wanted. `chosen` spares the dispatch if the caller knows its result."""
     if problem.needs_grad:
+        plain = inputs.bias is inputs.alibi is inputs.sinks is inputs.seed is inputs.cu_q is None
+        tensors = inputs[:3] if plain else inputs  # each argument costs, present or not
         out, lse = Attention.apply(  # type: ignore[no-untyped-call]
-            problem, backend, chosen, *inputs
+            problem, backend, chosen, *tensors
         )
         return out, lse
     return forward(problem, inputs, chosen or backend)
@@ -37,13 +39,23 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        # after problem, backend, chosen come q, k, v, bias, alibi, sinks, seed, cu_q, cu_k
+        # after problem, backend, chosen come q, k, v and, if there are any, bias, alibi, sinks, seed, cu_q, cu_k
         wanted = ctx.needs_input_grad[3:]
-        needs = Needs(wanted[0], wanted[1], wanted[2], wanted[3], wanted[5])
-        dq, dk, dv, dbias, dsinks = AttentionBackward.apply(  # type: ignore[no-untyped-call]
-            ctx.problem, ctx.backend, needs, dout, dlse, *ctx.saved_tensors
-        )
-        return None, None, None, dq, dk, dv, dbias, None, dsinks, None, None, None
+        more = len(wanted) > 3
+        needs = Needs(wanted[0], wanted[1], wanted[2], more and wanted[3], more and wanted[5])
+        # gradients are differentiated only with create_graph, which turns the gradient mode on
+        differentiate: Any = AttentionBackward.apply if torch.is_grad_enabled() else gradients
+        dq, dk, dv, dbias, dsinks = differentiate(ctx.problem, ctx.backend, needs, dout, dlse, *ctx.saved_tensors)
+        return (None, None, None, dq, dk, dv, *((dbias, None, dsinks, None, None, None) if more else ()))
+
+
+def gradients(
+    problem: Problem, backend: str, needs: Needs, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor
+) -> tuple[Tensor | None, ...]:
+    *tensors, out, lse = saved
+    if dout is None:
+        dout = torch.zeros_like(out)
+    return tuple(backward(problem, Inputs(*tensors), out, lse, dout, dlse, needs, backend))
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -53,10 +65,7 @@ class AttentionBackward(torch.autograd.Function):
     def forward(
         ctx: Any, problem: Problem, backend: str, needs: Needs, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor
     ) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = saved
-        if dout is None:
-            dout = torch.zeros_like(out)
-        return tuple(backward(problem, Inputs(*tensors), out, lse, dout, dlse, needs, backend))
+        return gradients(problem, backend, needs, dout, dlse, *saved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

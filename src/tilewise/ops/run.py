@@ -13,6 +13,8 @@ from tilewise.ops.packing import check_packing
 from tilewise.problem import Problem
 
 _AS_IT_IS = nullcontext()
+any_autocast = torch._C._is_any_autocast_enabled
+"""Asking for one device's autocast costs more than all the other questions to a call together."""
 
 
 def is_empty(problem: Problem) -> bool:
@@ -21,12 +23,12 @@ def is_empty(problem: Problem) -> bool:
 
 
 def forward(problem: Problem, inputs: Inputs, backend: str | Backend = "auto") -> tuple[Tensor, Tensor]:
-    """out and lse of a problem; backends never see an empty one."""
+    """out and lse of a problem; backends never see an empty one, so who passes a backend knows that it is not."""
     if problem.varlen:
         check_packing(problem, inputs)
-    if is_empty(problem):
-        return empty_forward(problem, inputs)
     if isinstance(backend, str):
+        if is_empty(problem):
+            return empty_forward(problem, inputs)
         backend = dispatch.select(problem, inputs, backend).backend
     with own_precision(problem.device):
         return backend.forward(problem, settled(inputs))
@@ -61,23 +63,15 @@ def _backward_of(problem: Problem, inputs: Inputs, backend: str) -> Backend:
 
 def settled(inputs: Inputs) -> Inputs:
     """The inputs with their numbers in memory, where kernels read them: torch may negate lazily, by a bit."""
-    q, k, v, bias, alibi, sinks, *_ = inputs
-    lazy = (
-        q.is_neg()
-        or k.is_neg()
-        or v.is_neg()
-        or (bias is not None and bias.is_neg())
-        or (alibi is not None and alibi.is_neg())
-        or (sinks is not None and sinks.is_neg())
-    )
-    if not lazy:
-        return inputs
-    return Inputs(*(None if x is None else x.resolve_neg() for x in inputs))  # type: ignore[arg-type]
+    for x in inputs:
+        if x is not None and x.is_neg():
+            return Inputs(*(None if x is None else x.resolve_neg() for x in inputs))  # type: ignore[arg-type]
+    return inputs
 
 
 def own_precision(device: str) -> AbstractContextManager[object]:
     """Autocast has had its say in the dtype of q, k and v; it must not cast what a backend computes with."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
+    return torch.autocast(device, enabled=False) if any_autocast() and torch.is_autocast_enabled(device) else _AS_IT_IS
 
 
 def empty_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
