@@ -16,7 +16,11 @@ from tilewise.report import counters, verify
 from tilewise.report.counters import DRAM_READ, L2_LOOKUP, L2_READ, TrafficCase, compare, launches
 
 CASE = TrafficCase(seqlen=4096, mask="causal")
-TILES = {"forward": TilePlan(128, 128), "backward_dkdv": TilePlan(64, 128), "backward_dq": TilePlan(128, 64)}
+TILES = {
+    "forward": TilePlan(128, 128),
+    "backward_dkdv": TilePlan(64, 128, pass_="backward_dkdv"),
+    "backward_dq": TilePlan(128, 64, pass_="backward_dq"),
+}
 SPEC = hardware.lookup("h200")
 
 
@@ -95,3 +99,12 @@ def test_the_command_names_kernels_and_metrics(tmp_path: Path) -> None:
 def test_cases_are_long_enough_and_of_both_kinds() -> None:
     assert all(case.seqlen >= 4096 for case in verify.CASES)
     assert {case.mask for case in verify.CASES} >= {"", "causal"}
+
+
+def test_one_name_may_do_either_of_two_passes() -> None:
+    """A kernel for dK and dV that adds up dQ in memory draws the sums through L2; who ran is told by the tiles."""
+    fused = {"forward": TILES["forward"], "backward_fused": TilePlan(64, 128, pass_="backward_dkdv")}
+    plain, adding = (compare(CASE, tiles, launches(written()), SPEC)[1] for tiles in (TILES, fused))
+    assert adding.levels[0].predicted == plain.levels[0].predicted
+    assert adding.levels[1].predicted - plain.levels[1].predicted == 4 * 16 * 4096 * 128
+    assert [kernel.name for kernel in compare(CASE, fused, launches(written()), SPEC)] == ["forward_kernel", "keys_kernel"]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def verify_traffic_command(
-    backend: Annotated[str, typer.Option(help="Of the forward: auto, or one by name.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, or one by name; gradients it does not serve are another's.")] = "auto",
     ncu: Annotated[str | None, typer.Option(help="Nsight Compute's command, if it is not on the path.")] = None,
     save: Annotated[Path | None, typer.Option(help="Directory for the record.")] = None,
     json: Json = False,

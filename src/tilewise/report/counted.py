@@ -26,6 +26,11 @@ def tiles_of(problem: Problem, forward: str, backward: str, device: torch.device
 
         config = make_plan(problem, 1, lambda *_: None).config
         found["forward"] = TilePlan(config.BLOCK_M, config.BLOCK_N, config.STAGES, 4 * (config.WARPGROUPS + 1))
+    if backward == "hopper":
+        from tilewise.backends.hopper.backward.config import KEYS, widths
+
+        keys = KEYS[widths(problem.head_dim, problem.head_dim_v)]
+        found["backward_fused"] = TilePlan(keys.BLOCK_M, keys.BLOCK_N, pass_="backward_dkdv")
     if backward != "triton":
         del found["backward_dkdv"], found["backward_dq"]
     return found
@@ -35,7 +40,8 @@ def main(case: TrafficCase, note: Path) -> None:
     problem = case.problem()
     inputs = random_inputs(problem)
     forward = dispatch.select(problem, inputs, case.backend).backend
-    backward = dispatch.select(problem, inputs, backward=True).backend
+    serves = case.backend != "auto" and dispatch.judge(case.backend, problem, inputs, backward=True).ok
+    backward = dispatch.select(problem, inputs, case.backend if serves else "auto", backward=True).backend
     out, lse = forward.forward(problem, inputs)
     backward.backward(problem, inputs, out, lse, torch.ones_like(out), None, Needs(True, True, True))
     torch.cuda.synchronize()

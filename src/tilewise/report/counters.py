@@ -28,13 +28,22 @@ SECTOR = 32
 LIMITS = {"L2 to SMs": 0.05, "DRAM reads": 0.10}
 """How far measured bytes may be from predicted ones."""
 PASSES = {
-    "forward_kernel": "forward",
-    "prepare_kernel": "preprocess",
-    "keys_kernel": "backward_dkdv",
-    "queries_kernel": "backward_dq",
+    "forward_kernel": ("forward",),
+    "prepare_kernel": ("preprocess",),
+    "keys_kernel": ("backward_dkdv", "backward_fused"),
+    "split_kernel": ("backward_dkdv", "backward_fused"),
+    "queries_kernel": ("backward_dq",),
+    "cast_kernel": ("postprocess",),
 }
-"""Kernels by the pass they do; others are not counted."""
-_SCHEDULES = {"forward": "v2", "backward_dkdv": "backward_dkdv", "backward_dq": "backward_dq"}
+"""Kernels by the pass they do, which may be either of two; others are not counted."""
+EDGES = ("preprocess", "postprocess")
+"""Passes without tiles."""
+_SCHEDULES = {
+    "forward": "v2",
+    "backward_dkdv": "backward_dkdv",
+    "backward_fused": "backward_dkdv",
+    "backward_dq": "backward_dq",
+}
 
 
 @dataclass(frozen=True)
@@ -138,15 +147,21 @@ def predict(problem: Problem, pass_: str, tile: TilePlan, spec: DeviceSpec) -> d
     """Bytes L2 gives the SMs and bytes DRAM gives L2, by the model."""
     if pass_ == "preprocess":
         moved = through = preprocess(problem)
+    elif pass_ == "postprocess":
+        moved = through = Traffic()
+        moved.read("dQ acc", accumulated(problem))
     else:
         moved = iomodel.traffic(problem, tile, _SCHEDULES[pass_])
         blocks = max(1, iomodel.kernel(tile, problem.head_dim, problem.head_dim_v, problem.itemsize, spec).blocks)
         through = iomodel.dram(problem, tile, moved, spec, spec.units * blocks)
-    return {"L2 to SMs": _reads(moved), "DRAM reads": _reads(through)}
+    # what is added up in memory comes from DRAM to L2, where it is added, and no further
+    acc = accumulated(problem) if pass_ == "backward_fused" else 0
+    return {"L2 to SMs": moved.total_read, "DRAM reads": through.total_read + acc}
 
 
-def _reads(traffic: Traffic) -> int:
-    return traffic.total_read
+def accumulated(problem: Problem) -> int:
+    """Bytes of dQ while it is added up in fp32."""
+    return 4 * problem.batch * problem.heads * problem.seqlen_q * problem.head_dim
 
 
 def compare(
@@ -155,13 +170,13 @@ def compare(
     """Each counted kernel of ours beside what the model says for the tile it ran with."""
     found, problem = [], case.problem()
     for name, metrics in counted:
-        pass_ = PASSES.get(name)
-        if pass_ is None or (pass_ != "preprocess" and pass_ not in tiles):
+        pass_ = next((p for p in PASSES.get(name, ()) if p in tiles or p in EDGES), None)
+        if pass_ is None:
             continue
         tile = tiles.get(pass_, TilePlan(64, 16))
         measured = {"L2 to SMs": round(metrics[L2_READ]), "DRAM reads": round(metrics[DRAM_READ])}
         expected = predict(problem, pass_, tile, spec)
         levels = tuple(Level(level, measured[level], expected[level], limit) for level, limit in LIMITS.items())
         looked_up = round(metrics[L2_LOOKUP] * SECTOR)
-        found.append(KernelTraffic(name, case, "" if pass_ == "preprocess" else str(tile), levels, looked_up))
+        found.append(KernelTraffic(name, case, "" if pass_ in EDGES else str(tile), levels, looked_up))
     return found
