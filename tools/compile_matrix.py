@@ -5,7 +5,8 @@
     python tools/compile_matrix.py --only forward --target sm_90
 
 Each row is one kernel for one target: registers and spilled bytes a thread (NVIDIA), shared memory, and the time it took.
-A kernel that fails to compile, or spills where `must_not_spill`, fails the run (the latter with the environment's triton only).
+A kernel that fails to compile, does not fit the target, or spills where `must_not_spill`, fails the run (the latter with the
+environment's triton only).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ TARGETS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
+TENSOR_COLUMNS = 512
+"""Tensor memory of a Blackwell multiprocessor."""
 SPECS = {"sm_80": "a100-80", "sm_90": "h200", "sm_100": "b200", "gfx942": "mi300x"}
 
 
@@ -53,13 +56,15 @@ class Result(NamedTuple):
     shared: int
     seconds: float
     tile: str
+    fits: bool  # a kernel that does not fit compiles to a trap, or is refused at its launch
 
 
 CASES = (
     Case("d128", mask="causal()", must_not_spill=True),
     Case("d64", d=64, dv=64, mask="causal()", must_not_spill=True),
     Case("d128 full", must_not_spill=True),
-    Case("fp32 d128", dtype="float32", mask="causal()"),
+    Case("fp32 d128", ("forward", "keys", "queries", "terms"), dtype="float32", mask="causal()"),
+    Case("fp32 decode", ("decode", "merge"), dtype="float32"),
     Case("d256", d=256, dv=256, mask="causal()"),
     Case("d512", ("forward",), d=512, dv=512),
     Case("d96 dv32 prefix", d=96, dv=32, mask="causal() | prefix(7)"),
@@ -79,7 +84,8 @@ CASES = (
 )
 
 
-MAIN = ("d128", "d64", "fp32 d128", "varlen", "everything", "documents", "decode", "prepare")
+BACKWARD = {"prepare", "keys", "queries", "bias"}
+MAIN = ("d128", "d64", "fp32 d128", "fp32 decode", "varlen", "everything", "documents", "decode", "prepare")
 """Enough to see that another triton takes the language the kernels use."""
 
 
@@ -146,109 +152,31 @@ def problem_of(case: Case) -> tuple[Any, Any]:
     )
 
 
-def sources(
-    case: Case, target: str, tile: Any = None, maps: bool = True
-) -> Iterator[tuple[str, Any, tuple[Any, ...], Any, Any, str]]:
-    """Every kernel of a case: its name, the kernel, arguments, config, options and tile."""
-    import torch
-
-    from tilewise.backends.gpu import arguments as arg
-    from tilewise.backends.gpu.launch import Descriptor, Options, bias_view, view
-    from tilewise.backends.gpu.structs import Gradients
-    from tilewise.backends.triton import backward, bias, forward, split
-    from tilewise.backends.triton.plan import bias_tile
-    from tilewise.hardware import device
-    from tilewise.planner import TilePlan, gpu_tile
-
-    problem, inputs = problem_of(case)
-    hip = target.startswith("gfx")
-    spec = device(SPECS[target])
-    out = torch.empty((*inputs.q.shape[:3], case.dv), dtype=inputs.q.dtype, device="meta")
-    lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device="meta")
-    a = arg.attention_args(problem, inputs, out, lse)
-    config = arg.config_for(problem, inputs, arg.dot_precision(problem, hip))
-    g = Gradients(view(out), view(inputs.q), view(inputs.k), view(inputs.v), lse, lse, None, None, None)
-    use_maps = maps and target in ("sm_90", "sm_100") and max(case.d, case.dv) <= 256
-
-    def descriptors(x: Any, y: Any, rows: int) -> tuple[Any, Any]:
-        if not use_maps:
-            return None, None
-        return Descriptor(x, rows, arg.padded(x.shape[3])), Descriptor(y, rows, arg.padded(y.shape[3]))
-
-    passes = {"forward": "forward", "keys": "backward_dkdv", "queries": "backward_dq", "decode": "decode"}
-    for name in case.kernels:
-        if name in passes:
-            plan = tile or gpu_tile(problem, spec, passes[name], "triton")
-        else:
-            plan = bias_tile(problem) if name == "bias" else TilePlan(64 if name == "prepare" else 1, 16, 1, 4)
-        blocks = config._replace(BLOCK_M=plan.block_q, BLOCK_N=plan.block_k)
-        options = Options(plan.warps, plan.stages)
-        text = f"{plan.block_q}x{plan.block_k} w{plan.warps} s{plan.stages}"
-        plain = blocks._replace(STRUCTURE="")
-        if name == "forward":
-            yield (
-                name,
-                forward.forward_kernel,
-                (a, *descriptors(inputs.k, inputs.v, plan.block_k)),
-                blocks,
-                options,
-                text,
-            )
-        elif name == "decode":
-            parts = a._replace(out=arg.split_view(out.to(torch.float32)))
-            yield (
-                name,
-                forward.forward_kernel,
-                (parts, *descriptors(inputs.k, inputs.v, plan.block_k)),
-                blocks._replace(PACK=problem.group, SPLIT=True),
-                options,
-                text,
-            )
-        elif name == "merge":
-            yield name, split.merge_kernel, (a, arg.split_view(out.to(torch.float32)), lse), plain, options, text
-        elif name == "prepare":
-            yield name, backward.prepare_kernel, (a, g), plain, options, text
-        elif name == "keys":
-            yield name, backward.keys_kernel, (a, g, *descriptors(inputs.q, out, plan.block_q)), blocks, options, text
-        elif name == "queries":
-            yield (
-                name,
-                backward.queries_kernel,
-                (a, g, *descriptors(inputs.k, inputs.v, plan.block_k)),
-                blocks,
-                options,
-                text,
-            )
-        else:
-            shaped = g._replace(
-                dbias=bias_view(torch.empty_like(inputs.bias, dtype=torch.float32)), bias_shape=tuple(inputs.bias.shape)
-            )
-            yield name, bias.bias_kernel, (a, shaped), blocks, options, text
-
-
-def compile_case(
-    case: Case, target: str, kernels: tuple[str, ...] | None = None, tile: Any = None, maps: bool = True
-) -> Iterator[Result]:
+def compile_case(case: Case, target: str, kernels: tuple[str, ...] | None = None) -> Iterator[Result]:
     """Compile a case's kernels for a target; raises what the compiler raises."""
+    from gpu_launches import launches
     from triton.backends.compiler import GPUTarget
 
+    from tilewise.backends.base import Needs
     from tilewise.backends.gpu.launch import compile_for, signature
-
-    for name, kernel, args, config, options, text in sources(case, target, tile, maps):
-        if kernels is not None and name not in kernels:
-            continue
-        start = time.perf_counter()
-        compiled = compile_for(GPUTarget(*TARGETS[target]), kernel, signature(args), config, options)
-        registers, spilled = resources(compiled)
-        seconds = time.perf_counter() - start
-        yield Result(case.name, name, target, registers, spilled, compiled.metadata.shared, seconds, text)
-
-
-def shared_limit(target: str) -> int:
-    """Shared memory one block may have."""
     from tilewise.hardware import device
 
-    return device(SPECS[target]).sram_per_block
+    problem, inputs = problem_of(case)
+    wanted = kernels or case.kernels
+    spec = device(SPECS[target])
+    found = launches(problem, inputs, spec)
+    if set(wanted) & BACKWARD:
+        found += launches(problem, inputs, spec, needs=Needs(dbias=inputs.bias is not None))
+    for name, launch in {name: (name, launch) for name, launch in found if name in wanted}.values():
+        start = time.perf_counter()
+        config, options = launch.config, launch.options
+        compiled = compile_for(GPUTarget(*TARGETS[target]), launch.kernel, signature(launch.args), config, options)
+        registers, spilled = resources(compiled)
+        seconds = time.perf_counter() - start
+        text = f"{config.BLOCK_M}x{config.BLOCK_N} w{options.num_warps} s{options.num_stages}"
+        used = compiled.metadata.shared
+        fits = used <= spec.sram_per_block and getattr(compiled.metadata, "tmem_size", 0) <= TENSOR_COLUMNS
+        yield Result(case.name, name, target, registers, spilled, used, seconds, text, fits)
 
 
 def resources(compiled: Any) -> tuple[int, int]:
@@ -270,6 +198,7 @@ def resources(compiled: Any) -> tuple[int, int]:
 
 def compile_job(job: tuple[str, str, bool]) -> tuple[list[str], int]:
     """In a worker process: the lines to print for one case and target, and how many of them are failures."""
+    sys.path.insert(0, str(ROOT / "tools"))
     import triton
 
     name, target, strict = job
@@ -278,11 +207,11 @@ def compile_job(job: tuple[str, str, bool]) -> tuple[list[str], int]:
     head = f"triton {triton.__version__}  {target:7} {case.name:20}"
     try:
         for r in compile_case(case, target):
-            bad = strict and case.must_not_spill and target == "sm_90" and r.spilled > 0
-            failures += bad
+            spills = strict and case.must_not_spill and target == "sm_90" and r.spilled > 0
+            failures += spills or not r.fits
             lines.append(
                 f"{head} {r.kernel:8} {r.tile:15} {r.registers:4} regs {r.spilled:5} B spilled {r.shared:7} B shared"
-                f" {r.seconds:6.1f} s{'  SPILLS' if bad else ''}"
+                f" {r.seconds:6.1f} s{'  SPILLS' * spills}{'  DOES NOT FIT' * (not r.fits)}"
             )
     except Exception as error:
         while error.__cause__ is not None:  # the innermost one names the line
@@ -344,7 +273,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--only", nargs="*", help="words that a case's name or kernels must match")
     options = parser.parse_args()
-    sys.path.insert(0, str(ROOT / "src"))
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
     if not options.triton:
         return run_here(options)
     # registers are the assembler's business, which comes with triton: tiles are chosen for the environment's

@@ -20,6 +20,9 @@ from tilewise.problem import Problem
 BLOCKS = (16, 32, 64, 128, 256)
 MARGIN = 0.03
 """Differences in predicted time that the model is too coarse to trust."""
+SMALL_BLOCKS = (16, 32)
+"""For operands in three terms on Blackwell: with 64 rows or more their products go through tensor memory, and triton 3.7.1 asks
+for 576 columns of it and more where there are 512."""
 MODEL_BLOCKS = (16, 32, 64, 128, 192, 256)
 """192 rows exist only for kernels that join accumulators of 128 and 64; Triton's tiles are powers of two."""
 
@@ -61,36 +64,46 @@ def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward", kernels
     tuned = lookup_tuned(problem, spec, pass_, kernels)
     if tuned is not None:
         return tuned.tile if pass_ != "decode" else _sized(tuned.tile, _size_of(problem, rounded=True), spec)
-    found = _choose(problem, spec, pass_)
+    found = _choose(problem, spec, pass_, kernels=kernels)
     if found[0].rejected:
         return min(found, key=lambda c: (c.on_chip.sram_bytes, c.on_chip.registers)).tile
     return found[0].tile
 
 
-def ranked(problem: Problem, spec: DeviceSpec, pass_: str = "forward", model_blocks: bool = False) -> list[Candidate]:
+def ranked(
+    problem: Problem, spec: DeviceSpec, pass_: str = "forward", model_blocks: bool = False, kernels: str = ""
+) -> list[Candidate]:
     """Every candidate, the chosen one on top, then those that run by time; raises if none runs.
 
     The choice is made for rounded lengths, so that it can be remembered; the figures are those of the exact ones.
     """
-    found = _choose(problem, spec, pass_, model_blocks)
+    found = _choose(problem, spec, pass_, model_blocks, kernels)
     if found[0].rejected:
         small = min(found, key=lambda c: (c.on_chip.sram_bytes, c.on_chip.registers))
         raise PlanError(
             f"tile: none fits {spec.name} for head dims {problem.head_dim}, {problem.head_dim_v} in {problem.dtype}: "
             f"the smallest, {small.tile}, fails: {small.rejected}"
         )
-    exact = _size_of(problem)
+    exact = _held(_size_of(problem), spec, pass_, kernels)
     return [_judge(c.tile, exact, spec) for c in found]
 
 
-def _choose(problem: Problem, spec: DeviceSpec, pass_: str, model_blocks: bool = False) -> tuple[Candidate, ...]:
+def _choose(
+    problem: Problem, spec: DeviceSpec, pass_: str, model_blocks: bool = False, kernels: str = ""
+) -> tuple[Candidate, ...]:
     if pass_ not in PASSES:
         raise PlanError(f"pass_: got {pass_!r}, need one of {', '.join(PASSES)}")
     if not spec.is_gpu:
         raise PlanError(f"device: {spec.name} is a CPU; use cpu_tile for it")
     if not spec.flops(problem.dtype, problem.precision):
         raise PlanError(f"dtype: {spec.name} multiplies no {problem.dtype}, only {', '.join(spec.peak)}")
-    return _ranked(_size_of(problem, rounded=True), spec, pass_, model_blocks)
+    return _ranked(_held(_size_of(problem, rounded=True), spec, pass_, kernels), spec, pass_, model_blocks)
+
+
+def _held(size: _Size, spec: DeviceSpec, pass_: str, kernels: str) -> _Size:
+    """With the bytes of an element on chip: the Triton kernels hold fp32 as three terms of bf16, but not while decoding."""
+    split = kernels == "triton" and size.dtype == "float32" and size.precision != "tf32"
+    return size._replace(itemsize=6) if split and pass_ != "decode" and spec.vendor != "AMD" else size
 
 
 def evaluate(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Candidate:
@@ -130,7 +143,9 @@ def _pad(dim: int) -> int:
 
 @lru_cache(maxsize=512)
 def _ranked(size: _Size, spec: DeviceSpec, pass_: str, model_blocks: bool) -> tuple[Candidate, ...]:
-    blocks = MODEL_BLOCKS if model_blocks else BLOCKS
+    blocks: tuple[int, ...] = MODEL_BLOCKS if model_blocks else BLOCKS
+    if size.itemsize == 6 and spec.capability is not None and spec.capability[0] == 10:
+        blocks = SMALL_BLOCKS
     found = [_judge(tile, size, spec) for tile in _candidates(size, spec, pass_, blocks)]
     # equal times: fewer on-chip bytes, then fewer threads
     found.sort(key=lambda c: (bool(c.rejected), tier(c.tile), c.seconds, c.on_chip.sram_bytes, c.tile.warps))

@@ -104,6 +104,20 @@ def dot_precision(problem: Problem, hip: bool) -> str:
     return "ieee" if hip else "tf32x3"
 
 
+def terms_for(problem: Problem, hip: bool) -> int:
+    """Terms of bf16 that fp32 operands are split into, 1 where they stay whole.
+
+    Six products of bf16 cost what three of tf32 do, need half the registers of a thread, and their operands may lie either way.
+    """
+    return 3 if problem.dtype == "float32" and problem.precision != "tf32" and not hip else 1
+
+
+def empty_terms(x: Tensor) -> Tensor:
+    """Fresh memory for the three terms of a tensor, one after another along the batch, rows at multiples of 16 bytes."""
+    b, h, s, d = x.shape
+    return torch.empty((3 * b, h, s, -(-d // 8) * 8), dtype=torch.bfloat16, device=x.device)[..., :d]
+
+
 def partial_results(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
     """Fresh fp32 memory for `splits` pairs (out, lse), one after another along the batch."""
     b, h, m, dv = out.shape
@@ -112,5 +126,5 @@ def partial_results(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 
 
 def split_view(parts: Tensor) -> View:
-    """The partial results as one tensor; unlike `view`, a batch of 1 keeps its stride."""
+    """Parts or terms along the batch as one tensor; unlike `view`, sides of 1 keep their stride."""
     return View(parts, *parts.stride())

@@ -83,6 +83,11 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
+def on_hip() -> bool:
+    """Is this torch built for GPUs of AMD?"""
+    return torch.version.hip is not None
+
+
 def view(x: torch.Tensor) -> View:
     """A rank 4 tensor; dimensions of size 1 get stride 0, so that a mere shape never changes the signature."""
     b, h, rows = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))

@@ -68,6 +68,16 @@ class Gradients(NamedTuple):
     bias_shape: tuple[int, ...] | None
 
 
+class Splitting(NamedTuple):
+    """An fp32 tensor and where its terms go, one after another along the batch."""
+
+    x: View
+    terms: View
+    rows: int  # batch of x
+    heads: int
+    length: int
+
+
 class Config(NamedTuple):
     """What a kernel is compiled for."""
 
@@ -84,7 +94,8 @@ class Config(NamedTuple):
     SOFTCAP: bool = False
     FOLD: bool = True  # scores are a positive multiple of q·k: the scale folds into exp2
     DROPOUT: bool = False
-    PRECISION: str = "ieee"  # of products of fp32 tiles
+    PRECISION: str = "ieee"  # of products of fp32 tiles that are not split
+    TERMS: int = 1  # 3: fp32 operands are sums of three of bf16
     INTERPRET: bool = False
     SUM_M: bool = False  # dBias: the bias has one row, or one column
     SUM_N: bool = False

@@ -1,7 +1,11 @@
-"""Verbs on tiles that the kernels are made of: locate, load, store, dot, scores, keep.
+"""Verbs on tiles that the kernels are made of: locate, load, store, multiply, scores, keep.
 
 Letters: M queries, N keys, D and DV head dims; `q`, `k` are index tiles of positions within the sequence that broadcast against
 each other, so the same verb serves S = QKᵀ and its transpose. Scores inside kernels are in units of log 2.
+
+Products of fp32 tiles go through the 16-bit tensor cores where TERMS is 3: a number is the sum of three of bf16 (8 + 8 + 8 bits),
+and of the nine products of two such sums the six largest leave an error of 2⁻²⁶. A tile is then a tuple of three. Streamed
+operands come split from memory, their terms one after another along the batch; resident ones and weights are split in registers.
 """
 
 from __future__ import annotations
@@ -101,6 +105,42 @@ def load_all(view, desc, row, h, start, n, ROWS: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
+def load_stream(
+    a, view, desc, row, h, start, n, ok, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr
+):
+    """A streamed operand, split in terms where it is fp32; `ok` None: all its tokens exist."""
+    if C.TERMS == 1:
+        return _streamed(view, desc, row, h, start, n, ok, ROWS, WIDTH, PADDED)
+    else:
+        rows = a.batch
+        if C.VARLEN:
+            rows = 1
+        return (
+            _streamed(view, desc, row, h, start, n, ok, ROWS, WIDTH, PADDED),
+            _streamed(view, desc, row + rows, h, start, n, ok, ROWS, WIDTH, PADDED),
+            _streamed(view, desc, row + 2 * rows, h, start, n, ok, ROWS, WIDTH, PADDED),
+        )
+
+
+@triton.jit
+def _streamed(view, desc, row, h, start, n, ok, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    if ok is None:
+        return load_all(view, desc, row, h, start, n, ROWS, WIDTH, PADDED)
+    else:
+        return load_some(view, row, h, start, n, ok, ROWS, WIDTH, PADDED)
+
+
+@triton.jit
+def load_resident(at, stride_s, stride_d, rows, ok, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
+    """An operand that stays, split in terms where it is fp32."""
+    tile = load_rows(at, stride_s, stride_d, rows, ok, WIDTH, PADDED)
+    if C.TERMS == 1:
+        return tile
+    else:
+        return in_terms(within(tile), C)
+
+
+@triton.jit
 def store_rows(at, stride_s, stride_d, rows, ok, tile, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
     """Write a tile's rows that are `ok`, in the matrix's own dtype."""
     cols = tl.arange(0, PADDED)
@@ -119,7 +159,25 @@ def cast(tile, dtype: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def dot(x, y, acc, C: tl.constexpr):
+def within(tile):
+    """Finite numbers, kept where bf16 is finite too: 2⁻⁹ below the largest of fp32."""
+    most: tl.constexpr = 3.3895313892515355e38
+    large = (tl.abs(tile) > most) & (tl.abs(tile) < float("inf"))
+    return tl.where(large, tl.where(tile > 0, most, -most), tile)
+
+
+@triton.jit
+def in_terms(tile, C: tl.constexpr):
+    """An fp32 tile as a sum of three of bf16; an infinity or NaN is its first term."""
+    first = cast(tile, tl.bfloat16, C)
+    rest = tile - first.to(tl.float32)
+    rest = tl.where(rest == rest, rest, 0.0)
+    second = cast(rest, tl.bfloat16, C)
+    return first, second, cast(rest - second.to(tl.float32), tl.bfloat16, C)
+
+
+@triton.jit
+def mma(x, y, acc, C: tl.constexpr):
     """acc + x·y, summed in fp32. The interpreter multiplies bf16 as raw bits, so there tiles are widened first."""
     if C.INTERPRET:
         return acc + tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
@@ -128,12 +186,36 @@ def dot(x, y, acc, C: tl.constexpr):
 
 
 @triton.jit
-def product(x, y, C: tl.constexpr):
-    """x·y in fp32."""
-    if C.INTERPRET:
-        return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
+def dot(weights_tile, y, acc, C: tl.constexpr):
+    """acc + weights·y: fp32 weights, in the precision of y."""
+    if C.TERMS == 1:
+        return mma(cast(weights_tile, y.dtype, C), y, acc, C)
     else:
-        return tl.dot(x, y, input_precision=C.PRECISION)
+        x = in_terms(weights_tile, C)
+        acc = mma(x[2], y[0], acc, C)
+        acc = mma(x[0], y[2], acc, C)
+        acc = mma(x[1], y[1], acc, C)
+        acc = mma(x[1], y[0], acc, C)
+        acc = mma(x[0], y[1], acc, C)
+        return mma(x[0], y[0], acc, C)
+
+
+@triton.jit
+def product(x, y, C: tl.constexpr):
+    """x·yᵀ in fp32."""
+    if C.TERMS == 1:
+        if C.INTERPRET:
+            return tl.dot(x.to(tl.float32), tl.trans(y).to(tl.float32), input_precision="ieee")
+        else:
+            return tl.dot(x, tl.trans(y), input_precision=C.PRECISION)
+    else:
+        acc = tl.full([x[0].shape[0], y[0].shape[0]], 0.0, tl.float32)
+        acc = mma(x[2], tl.trans(y[0]), acc, C)
+        acc = mma(x[0], tl.trans(y[2]), acc, C)
+        acc = mma(x[1], tl.trans(y[1]), acc, C)
+        acc = mma(x[1], tl.trans(y[0]), acc, C)
+        acc = mma(x[0], tl.trans(y[1]), acc, C)
+        return mma(x[0], tl.trans(y[0]), acc, C)
 
 
 @triton.jit
@@ -169,9 +251,10 @@ def scores(a, seq, s_tile, q, k, C: tl.constexpr):
 
 @triton.jit
 def kept(a, seq, q, n, C: tl.constexpr):
-    """Which weights of the keys from n on survive dropout: Philox4x32-10 with counter (k // 4, q, head, batch), word k % 4.
+    """1 for weights of the keys from n on that survive dropout, else 0: Philox4x32-10, counter (k // 4, q, head, batch), word k % 4.
 
-    One counter serves four neighbouring keys, so words are drawn for a quarter of the tile and then dealt out.
+    One counter serves four neighbouring keys, so words are drawn for a quarter of the tile and then dealt out. As numbers, not
+    as truths: triton 3.9 cannot move single bits between layouts on AMD's GPUs.
     """
     seed = tl.load(a.seed_ptr)
     below = a.drop_below.to(tl.uint32)
@@ -186,6 +269,6 @@ def kept(a, seq, q, n, C: tl.constexpr):
     odd = tl.join((w1 >= below).to(tl.int8), (w3 >= below).to(tl.int8))
     words = tl.join(even, odd)  # [..., 2, 2]: words 0 1 2 3 in order
     if q.shape[0] == 1:
-        return tl.permute(words, (0, 2, 3, 1)).reshape(C.BLOCK_N, C.BLOCK_M) != 0
+        return tl.permute(words, (0, 2, 3, 1)).reshape(C.BLOCK_N, C.BLOCK_M).to(tl.float32)
     else:
-        return words.reshape(C.BLOCK_M, C.BLOCK_N) != 0
+        return words.reshape(C.BLOCK_M, C.BLOCK_N).to(tl.float32)

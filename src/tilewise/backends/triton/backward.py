@@ -27,13 +27,12 @@ from tilewise.backends.gpu.structs import Descriptors
 from tilewise.backends.gpu.tile import (
     LOG2E,
     base,
-    cast,
     dot,
     find_sequence,
     kept,
-    load_all,
+    load_resident,
     load_rows,
-    load_some,
+    load_stream,
     product,
     scores,
     sequence_of,
@@ -92,7 +91,7 @@ def weights(a, seq, s_tile, q, k, lse2, ok, MASKED: tl.constexpr, C: tl.constexp
 def score_gradient(a, seq, p_tile, dp_tile, slope, delta, q, n, ok, MASKED: tl.constexpr, C: tl.constexpr):
     """dS before the scale. Under a mask of intervals, keys that nobody sees hold zeros; else 0 · inf must not appear here."""
     if C.DROPOUT:
-        dp_tile = tl.where(kept(a, seq, q, n, C), dp_tile * a.keep_scale, 0.0)
+        dp_tile *= kept(a, seq, q, n, C) * a.keep_scale
     ds_tile = p_tile * (dp_tile - delta)
     if C.SOFTCAP:
         ds_tile *= slope
@@ -116,21 +115,22 @@ def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.cons
     else:
         lse2 = tl.load(g.lse2_ptr + stats + rows)
         delta = tl.load(g.delta_ptr + stats + rows)
+    exist = None
     if MASKED and (C.VARLEN or desc.k is None):
-        q_tile = load_some(a.q, seq.row, seq.h, seq.q_start, m, there, C.BLOCK_M, C.D, C.BLOCK_D)  # [M, D]
-        dout_tile = load_some(g.dout, seq.row, seq.h, seq.q_start, m, there, C.BLOCK_M, C.DV, C.BLOCK_DV)  # [M, DV]
-    else:
-        q_tile = load_all(a.q, desc.k, seq.row, seq.h, seq.q_start, m, C.BLOCK_M, C.D, C.BLOCK_D)
-        dout_tile = load_all(g.dout, desc.v, seq.row, seq.h, seq.q_start, m, C.BLOCK_M, C.DV, C.BLOCK_DV)
-    s_tile = product(k_tile, tl.trans(q_tile), C)  # [N, M] fp32
+        exist = there
+    q_tile = load_stream(a, a.q, desc.k, seq.row, seq.h, seq.q_start, m, exist, C.BLOCK_M, C.D, C.BLOCK_D, C)  # [M, D]
+    dout_tile = load_stream(
+        a, g.dout, desc.v, seq.row, seq.h, seq.q_start, m, exist, C.BLOCK_M, C.DV, C.BLOCK_DV, C
+    )  # [M, DV]
+    s_tile = product(k_tile, q_tile, C)  # [N, M] fp32
     p_tile, slope = weights(a, seq, s_tile, q[None, :], k[:, None], lse2[None, :], ok, MASKED, C)
     met_v = p_tile
     if C.DROPOUT:
-        met_v = tl.where(kept(a, seq, q[None, :], n, C), p_tile * a.keep_scale, 0.0)
-    dv = dot(cast(met_v, dout_tile.dtype, C), dout_tile, dv, C)  # [N, DV]
-    dp_tile = product(v_tile, tl.trans(dout_tile), C)  # [N, M]
+        met_v = p_tile * kept(a, seq, q[None, :], n, C) * a.keep_scale
+    dv = dot(met_v, dout_tile, dv, C)  # [N, DV]
+    dp_tile = product(v_tile, dout_tile, C)  # [N, M]
     ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[None, :], q[None, :], n, ok, MASKED, C)
-    dk = dot(cast(ds_tile, q_tile.dtype, C), q_tile, dk, C)  # [N, D]
+    dk = dot(ds_tile, q_tile, dk, C)  # [N, D]
     return dk, dv
 
 
@@ -172,9 +172,9 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     ok = k < seq.len_k
     seen = seen_keys(a.mask, seq, 0, seq.len_q, k, C)
     k_at = base(a.k, seq.row, kv_h, seq.k_start)
-    k_tile = load_rows(k_at, a.k.stride_s, a.k.stride_d, k, seen, C.D, C.BLOCK_D)  # [N, D]
+    k_tile = load_resident(k_at, a.k.stride_s, a.k.stride_d, k, seen, C.D, C.BLOCK_D, C)  # [N, D]
     v_at = base(a.v, seq.row, kv_h, seq.k_start)
-    v_tile = load_rows(v_at, a.v.stride_s, a.v.stride_d, k, seen, C.DV, C.BLOCK_DV)  # [N, DV]
+    v_tile = load_resident(v_at, a.v.stride_s, a.v.stride_d, k, seen, C.DV, C.BLOCK_DV, C)  # [N, DV]
 
     n1 = tl.minimum(n0 + C.BLOCK_N, seq.len_k)
     lo, hi, full_lo, full_hi = query_bounds(a.mask, seq, n0, n1, C)
@@ -202,21 +202,23 @@ def queries_step(
 ):
     """One tile of keys against the resident queries: [M, N]."""
     k = n + tl.arange(0, C.BLOCK_N)
+    seen = None
     if MASKED:
         if has_data(C.STRUCTURE):
             seen = tl.max(ok.to(tl.int32), 0) > 0
         else:
             seen = seen_keys(a.mask, seq, rows[0], rows[1], k, C)
-        k_tile = load_some(a.k, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.D, C.BLOCK_D)  # [N, D]
-        v_tile = load_some(a.v, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV)  # [N, DV]
-    else:
-        k_tile = load_all(a.k, desc.k, seq.row, seq.kv_h, seq.k_start, n, C.BLOCK_N, C.D, C.BLOCK_D)
-        v_tile = load_all(a.v, desc.v, seq.row, seq.kv_h, seq.k_start, n, C.BLOCK_N, C.DV, C.BLOCK_DV)
-    s_tile = product(q_tile, tl.trans(k_tile), C)  # [M, N] fp32
+    k_tile = load_stream(
+        a, a.k, desc.k, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.D, C.BLOCK_D, C
+    )  # [N, D]
+    v_tile = load_stream(
+        a, a.v, desc.v, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV, C
+    )  # [N, DV]
+    s_tile = product(q_tile, k_tile, C)  # [M, N] fp32
     p_tile, slope = weights(a, seq, s_tile, q[:, None], k[None, :], lse2[:, None], ok, MASKED, C)
-    dp_tile = product(dout_tile, tl.trans(v_tile), C)  # [M, N]
+    dp_tile = product(dout_tile, v_tile, C)  # [M, N]
     ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[:, None], q[:, None], n, ok, MASKED, C)
-    return dot(cast(ds_tile, k_tile.dtype, C), k_tile, dq, C)  # [M, D]
+    return dot(ds_tile, k_tile, dq, C)  # [M, D]
 
 
 @triton.jit
@@ -251,11 +253,10 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     q = m0 + tl.arange(0, C.BLOCK_M)
     row_ok = q < seq.len_q
     m1 = tl.minimum(m0 + C.BLOCK_M, seq.len_q)
-    q_tile = load_rows(
-        base(a.q, seq.row, h, seq.q_start), a.q.stride_s, a.q.stride_d, q, row_ok, C.D, C.BLOCK_D
-    )  # [M, D]
+    q_at = base(a.q, seq.row, h, seq.q_start)
+    q_tile = load_resident(q_at, a.q.stride_s, a.q.stride_d, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
     dout_at = base(g.dout, seq.row, h, seq.q_start)
-    dout_tile = load_rows(dout_at, g.dout.stride_s, g.dout.stride_d, q, row_ok, C.DV, C.BLOCK_DV)  # [M, DV]
+    dout_tile = load_resident(dout_at, g.dout.stride_s, g.dout.stride_d, q, row_ok, C.DV, C.BLOCK_DV, C)  # [M, DV]
     stats = (seq.row.to(tl.int64) * a.heads + h) * a.len_q + seq.q_start + q
     lse2 = tl.load(g.lse2_ptr + stats, mask=row_ok, other=float("inf"))
     delta = tl.load(g.delta_ptr + stats, mask=row_ok, other=0.0)

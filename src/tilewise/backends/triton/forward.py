@@ -27,13 +27,11 @@ from tilewise.backends.gpu.tile import (
     LN2,
     LOG2E,
     base,
-    cast,
     dot,
     find_sequence,
     kept,
-    load_all,
-    load_rows,
-    load_some,
+    load_resident,
+    load_stream,
     product,
     scores,
     sequence_of,
@@ -77,11 +75,11 @@ def attend(a, seq, kv, q_tile, q, acc, l, m, span, rows, MASKED: tl.constexpr, C
 @triton.jit
 def step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, MASKED: tl.constexpr, C: tl.constexpr):
     """One tile of keys: scores, the online softmax update, and the weighted values."""
+    there = None  # a descriptor reads 0, or the next sequence's keys, beyond the end: masked in either case
     if MASKED and kv.k is None:
-        k_tile = load_some(a.k, seq.row, seq.kv_h, seq.k_start, n, k < seq.len_k, C.BLOCK_N, C.D, C.BLOCK_D)  # [N, D]
-    else:  # a descriptor reads 0, or the next sequence's keys, beyond the end: masked in either case
-        k_tile = load_all(a.k, kv.k, seq.row, seq.kv_h, seq.k_start, n, C.BLOCK_N, C.D, C.BLOCK_D)
-    s_tile = product(q_tile, tl.trans(k_tile), C)  # [M, N] fp32
+        there = k < seq.len_k
+    k_tile = load_stream(a, a.k, kv.k, seq.row, seq.kv_h, seq.k_start, n, there, C.BLOCK_N, C.D, C.BLOCK_D, C)  # [N, D]
+    s_tile = product(q_tile, k_tile, C)  # [M, N] fp32
     unit = a.scale * LOG2E
     if not C.FOLD:
         s_tile, _ = scores(a, seq, s_tile, q[:, None], k[None, :], C)
@@ -93,17 +91,18 @@ def step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, MASKED: tl.constexpr,
             s_tile = tl.where(ok, s_tile, float("-inf"))
     p_tile, acc, l, m = online_update(s_tile, unit, acc, l, m, MASKED or not C.FOLD)
     if C.DROPOUT:
-        p_tile = tl.where(kept(a, seq, q[:, None], n, C), p_tile, 0.0)
+        p_tile *= kept(a, seq, q[:, None], n, C)
+    seen = None
     if MASKED:
         # a value no query of this tile may see must not meet 0 · inf
         if has_data(C.STRUCTURE):
             seen = tl.max(ok.to(tl.int32), 0) > 0
         else:
             seen = seen_keys(a.mask, seq, rows[0], rows[1], k, C)
-        v_tile = load_some(a.v, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV)  # [N, DV]
-    else:
-        v_tile = load_all(a.v, kv.v, seq.row, seq.kv_h, seq.k_start, n, C.BLOCK_N, C.DV, C.BLOCK_DV)
-    acc = dot(cast(p_tile, v_tile.dtype, C), v_tile, acc, C)  # [M, DV]
+    v_tile = load_stream(
+        a, a.v, kv.v, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV, C
+    )  # [N, DV]
+    acc = dot(p_tile, v_tile, acc, C)  # [M, DV]
     return acc, l, m
 
 
@@ -157,7 +156,7 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     else:
         q_at = base(a.q, seq.row, heads, seq.q_start)
         out_at = base(a.out, seq.row, heads, seq.q_start)
-    q_tile = load_rows(q_at, a.q.stride_s, a.q.stride_d, q, row_ok, C.D, C.BLOCK_D)  # [M, D]
+    q_tile = load_resident(q_at, a.q.stride_s, a.q.stride_d, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
 
     first = m0 // C.PACK
     last = tl.minimum((m0 + C.BLOCK_M - 1) // C.PACK + 1, seq.len_q)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -51,10 +50,11 @@ class Triton:
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
-        if lse.numel() == 0:
-            return out, lse
-        with _on(inputs.q.device):
+        if here(inputs.q.device):
             run_forward(problem, inputs, out, lse)
+        else:
+            with torch.cuda.device(inputs.q.device):
+                run_forward(problem, inputs, out, lse)
         return out, lse
 
     def backward(
@@ -67,16 +67,17 @@ class Triton:
         dlse: Tensor | None,
         needs: Needs,
     ) -> Grads:
-        with _on(inputs.q.device):
-            return run_backward(problem, inputs, Saved(out, lse, dout, dlse), needs)
+        saved = Saved(out, lse, dout, dlse)
+        if here(inputs.q.device):
+            return run_backward(problem, inputs, saved, needs)
+        with torch.cuda.device(inputs.q.device):
+            return run_backward(problem, inputs, saved, needs)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """The tensors' device is made the current one, where it is not."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(device)
+def here(device: torch.device) -> bool:
+    """Is it the current one? Kernels are launched there."""
+    index = device.index
+    return index is None or device.type != "cuda" or bool(index == torch._C._cuda_getDevice())
 
 
-_HERE = nullcontext()
 backend = Triton()

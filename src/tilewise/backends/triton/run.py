@@ -13,13 +13,15 @@ from tilewise.backends.gpu.arguments import (
     attention_args,
     config_for,
     dot_precision,
+    empty_terms,
     padded,
     partial_results,
     split_view,
+    terms_for,
 )
-from tilewise.backends.gpu.launch import Descriptor, Options, bias_view, describable, interpreting, view
-from tilewise.backends.gpu.replay import Launch, perform
-from tilewise.backends.gpu.structs import Attention, Config, Gradients
+from tilewise.backends.gpu.launch import Descriptor, Options, bias_view, describable, interpreting, on_hip, view
+from tilewise.backends.gpu.replay import Launch, perform, repeat
+from tilewise.backends.gpu.structs import Attention, Config, Gradients, Splitting
 from tilewise.backends.triton.plan import bias_tile, decoding, smaller, spec_of, tile_for
 from tilewise.backends.triton.tune import best_tile, seconds_of, tuning
 from tilewise.errors import PlanError
@@ -64,13 +66,13 @@ def ready(problem: Problem, inputs: Inputs) -> Inputs:
 
 
 def key_of(problem: Problem, inputs: Inputs, *rest: Hashable) -> Hashable | None:
-    """What the launches of a call depend on; None where the mask brings tensors along."""
+    """What the launches of a call depend on beside the problem; None where the mask brings tensors along."""
     if problem.program.tensors:
         return None
     q, k, v, bias, alibi, sinks, seed = inputs[:7]
     plain = bias is None and alibi is None and sinks is None and seed is None
     others = () if plain else tuple(None if x is None else (x.stride(), x.dtype) for x in (bias, alibi, sinks, seed))
-    return problem, q.device, q.stride(), k.stride(), v.stride(), others, *rest
+    return q.device, q.stride(), k.stride(), v.stride(), others, *rest
 
 
 def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, trial: Trial = PLANNED) -> None:
@@ -78,12 +80,16 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
     inputs = ready(problem, inputs)
     splits = 1
     pass_ = "decode" if decoding(problem) else "forward"
-    tile = trial.tile(pass_)
+    tile = None if trial is PLANNED else trial.tile(pass_)
     if pass_ == "decode":
         tile = tile or tile_for(problem, pass_, out.device)
         splits = tile.splits
     parts = partial_results(out, splits) if splits > 1 else ()
-    moving = (*inputs, out, lse, *parts)
+    terms = streamed_terms(problem, inputs.k, inputs.v) if pass_ == "forward" else ()
+    moving = (*inputs, out, lse, *parts, *terms)
+    key = key_of(problem, inputs, splits, trial)
+    if key is not None and repeat(problem, key, moving):
+        return
 
     def build() -> list[Launch]:
         maps = worth_maps(problem) if trial.maps is None else trial.maps
@@ -99,10 +105,14 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
             programs = grid(problem, rows, tile.block_q, heads) * tile.splits
             if parts:
                 a, config = a._replace(out=split_view(parts[0]), lse_ptr=parts[1]), config._replace(SPLIT=True)
-            kv = descriptors(inputs.k, inputs.v, tile.block_k, maps)
+            k, v = terms or (inputs.k, inputs.v)
+            if terms:
+                a, config = a._replace(k=split_view(k), v=split_view(v)), config._replace(TERMS=3)
+            kv = descriptors(k, v, tile.block_k, maps)
             return Launch(forward_kernel, programs, (a, *kv), config, Options(tile.warps, tile.stages))
 
-        launches = [fitting(problem, pass_, attend, tile, out.device)]
+        launches = [splitting(x, y) for x, y in zip((inputs.k, inputs.v), terms, strict=False)]
+        launches.append(fitting(problem, pass_, attend, tile, out.device))
         if parts:
             rows = min(16, 1 << (problem.seqlen_q - 1).bit_length())
             a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, splits=splits))
@@ -111,7 +121,7 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
             launches.append(Launch(merge_kernel, programs, (a, split_view(parts[0]), parts[1]), merge, Options(4, 1)))
         return launches
 
-    perform(key_of(problem, inputs, splits, trial), moving, build)
+    perform(problem, key, moving, build)
 
 
 def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, trial: Trial = PLANNED) -> Grads:
@@ -123,26 +133,41 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
     dk = torch.empty_like(inputs.k) if needs.dk else None
     dv = torch.empty_like(inputs.v) if needs.dv else None
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    moving = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta)
-    to_dq, to_dk, to_dv = (None if x is None else view(x) for x in (dq, dk, dv))
-    g = Gradients(view(dout), to_dq, to_dk, to_dv, lse2, delta, dlse, dbias=None, bias_shape=None)
+    for_keys = streamed_terms(problem, inputs.q, dout) if needs.dk or needs.dv else ()
+    for_queries = streamed_terms(problem, inputs.k, inputs.v) if needs.dq else ()
+    moving = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *for_keys, *for_queries)
+    key = key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs, trial)
+
+    def gradients() -> Gradients:
+        to_dq, to_dk, to_dv = (None if x is None else view(x) for x in (dq, dk, dv))
+        return Gradients(view(dout), to_dq, to_dk, to_dv, lse2, delta, dlse, dbias=None, bias_shape=None)
 
     def build() -> list[Launch]:
+        g = gradients()
         maps = worth_maps(problem) if trial.maps is None else trial.maps
         from tilewise.backends.triton.backward import keys_kernel, prepare_kernel, queries_kernel
 
         def keys(tile: TilePlan) -> Launch:
             a, config = arguments(problem, inputs, out, lse, tile)
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
-            streamed = descriptors(inputs.q, dout, tile.block_q, maps)
-            args = (a, g._replace(dq=None), *streamed)
+            q, do = for_keys or (inputs.q, dout)
+            into = g._replace(dq=None)
+            if for_keys:
+                a, into, config = (
+                    a._replace(q=split_view(q)),
+                    into._replace(dout=split_view(do)),
+                    config._replace(TERMS=3),
+                )
+            args = (a, into, *descriptors(q, do, tile.block_q, maps))
             return Launch(keys_kernel, programs, args, config, Options(tile.warps, tile.stages))
 
         def queries(tile: TilePlan) -> Launch:
             a, config = arguments(problem, inputs, out, lse, tile)
             programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
-            streamed = descriptors(inputs.k, inputs.v, tile.block_k, maps)
-            args = (a, g._replace(dk=None, dv=None), *streamed)
+            k, v = for_queries or (inputs.k, inputs.v)
+            if for_queries:
+                a, config = a._replace(k=split_view(k), v=split_view(v)), config._replace(TERMS=3)
+            args = (a, g._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps))
             return Launch(queries_kernel, programs, args, config, Options(tile.warps, tile.stages))
 
         rows = 16 if interpreting() else 64
@@ -150,18 +175,21 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
         plain = config._replace(STRUCTURE="", DROPOUT=False, SOFTCAP=False, FOLD=True)
         programs = -(-problem.seqlen_q // rows) * problem.heads * out.shape[0]
         launches = [Launch(prepare_kernel, programs, (a, g), plain, Options(4, 1))]
+        launches += [splitting(x, y) for x, y in zip((inputs.q, dout), for_keys, strict=False)]
+        launches += [splitting(x, y) for x, y in zip((inputs.k, inputs.v), for_queries, strict=False)]
         if needs.dk or needs.dv:
             launches.append(fitting(problem, "backward_dkdv", keys, trial.tile("backward_dkdv"), out.device))
         if needs.dq:
             launches.append(fitting(problem, "backward_dq", queries, trial.tile("backward_dq"), out.device))
         return launches
 
-    perform(key_of(problem, inputs, dout.stride(), dlse is None, needs, trial), moving, build)
+    if key is None or not repeat(problem, key, moving):
+        perform(problem, key, moving, build)
     return Grads(
         dq,
         dk,
         dv,
-        bias_gradient(problem, inputs, saved, g) if needs.dbias and inputs.bias is not None else None,
+        bias_gradient(problem, inputs, saved, gradients()) if needs.dbias and inputs.bias is not None else None,
         sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
     )
 
@@ -180,6 +208,22 @@ def bias_gradient(problem: Problem, inputs: Inputs, saved: Saved, g: Gradients) 
     programs = bias.shape[0] * bias.shape[1] * -(-bias.shape[2] // tile.block_q) * -(-bias.shape[3] // tile.block_k)
     Launch(bias_kernel, programs, (a, g), config, Options(tile.warps, tile.stages)).run()
     return dbias.to(bias.dtype)
+
+
+def streamed_terms(problem: Problem, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Memory for the terms of two streamed operands, if they are to be split."""
+    return (empty_terms(x), empty_terms(y)) if terms_for(problem, on_hip()) == 3 else ()
+
+
+def splitting(x: Tensor, terms: Tensor) -> Launch:
+    """The launch that splits an fp32 tensor."""
+    from tilewise.backends.triton.terms import terms_kernel
+
+    b, h, length, d = x.shape
+    rows = 32
+    config = Config(BLOCK_M=rows, D=d, BLOCK_D=padded(d), INTERPRET=interpreting())
+    given = Splitting(view(x), split_view(terms), b, h, length)
+    return Launch(terms_kernel, -(-length // rows) * h * b, (given,), config, Options(4, 1))
 
 
 _fitting: dict[tuple[Hashable, ...], TilePlan] = {}
@@ -216,7 +260,7 @@ def fitting(
 
 def arguments(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tile: TilePlan) -> tuple[Attention, Config]:
     a = attention_args(problem, inputs, out, lse, tile.splits)
-    config = config_for(problem, inputs, dot_precision(problem, torch.version.hip is not None))
+    config = config_for(problem, inputs, dot_precision(problem, on_hip()))
     return a, config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
 
 
@@ -227,7 +271,7 @@ def worth_maps(problem: Problem) -> bool:
 
 def descriptors(x: Tensor, y: Tensor, rows: int, wanted: bool) -> tuple[Descriptor | None, Descriptor | None]:
     """Tensor maps of two streamed operands where they are wanted, on devices that have them, for tensors they describe."""
-    if not wanted or x.device.type != "cuda" or torch.version.hip is not None:
+    if not wanted or x.device.type != "cuda" or on_hip():
         return None, None
     if torch.cuda.get_device_capability(x.device) < (9, 0):
         return None, None

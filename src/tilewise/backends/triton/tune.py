@@ -78,7 +78,7 @@ def best_tile(
 
 def _candidates(problem: Problem, pass_: str, spec: DeviceSpec, planned: TilePlan) -> list[TilePlan]:
     try:
-        ranking = [found.tile for found in ranked(problem, spec, pass_) if not found.rejected]
+        ranking = [found.tile for found in ranked(problem, spec, pass_, kernels="triton") if not found.rejected]
     except PlanError:  # nothing fits by the model's count; the planned tile is the smallest
         ranking = []
     tiles = (replace(tile, source="tuned") for tile in (planned, *ranking[:CANDIDATES]))

@@ -1,0 +1,25 @@
+"""fp32 operands split for the 16-bit tensor cores: a pass over memory, so that the kernels that stream them need not."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.gpu.tile import base, in_terms, load_rows, store_rows, within
+
+
+@triton.jit
+def terms_kernel(s, C: tl.constexpr):
+    """BLOCK_M tokens of one head, as three terms of bf16."""
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(s.length, C.BLOCK_M)
+    rows = pid % tiles * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
+    h = pid // tiles % s.heads
+    row = pid // tiles // s.heads
+    ok = rows < s.length
+    nothing = pid * 0
+    x_tile = load_rows(base(s.x, row, h, nothing), s.x.stride_s, s.x.stride_d, rows, ok, C.D, C.BLOCK_D)  # [M, D]
+    terms = in_terms(within(x_tile), C)
+    for i in tl.static_range(3):
+        at = base(s.terms, row + i * s.rows, h, nothing)
+        store_rows(at, s.terms.stride_s, s.terms.stride_d, rows, ok, terms[i], C.D, C.BLOCK_D, C)

@@ -1,0 +1,91 @@
+"""The Triton backend's launches for a problem and a device that need not be there: what compiling and measuring tools work on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from tilewise.backends.base import Inputs, Needs
+from tilewise.backends.gpu import replay
+from tilewise.backends.gpu.arguments import padded
+from tilewise.backends.gpu.launch import Descriptor
+from tilewise.backends.triton import run
+from tilewise.hardware import DeviceSpec
+from tilewise.planner import TilePlan, gpu_tile
+from tilewise.problem import Problem
+
+
+class Named(NamedTuple):
+    """A launch and what it is for: forward, decode, merge, prepare, terms, keys, queries or bias."""
+
+    name: str
+    launch: replay.Launch
+
+
+def launches(
+    problem: Problem,
+    inputs: Inputs,
+    spec: DeviceSpec,
+    *,
+    needs: Needs | None = None,
+    trial: run.Trial = run.PLANNED,
+    maps: bool | None = None,
+) -> list[Named]:
+    """The launches of a forward, or of a backward where `needs` says of what; tensors may be without memory.
+
+    `maps` None: with tensor maps where the device has them, however short the call.
+    """
+    q, v = inputs.q, inputs.v
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    found: list[replay.Launch] = []
+    with standing_in(spec, found, _has_maps(spec) if maps is None else maps):
+        if needs is None:
+            run.run_forward(problem, inputs, out, lse, trial)
+        else:
+            run.run_backward(problem, inputs, run.Saved(out, lse, out, None), needs, trial)
+    return [Named(_name(launch), launch) for launch in found]
+
+
+def _has_maps(spec: DeviceSpec) -> bool:
+    return spec.capability is not None and spec.capability[0] in (9, 10)
+
+
+def _name(launch: replay.Launch) -> str:
+    name: str = launch.kernel.__name__.removesuffix("_kernel")
+    return "decode" if name == "forward" and launch.config.SPLIT else name
+
+
+@contextmanager
+def standing_in(spec: DeviceSpec, found: list[replay.Launch], maps: bool) -> Iterator[None]:
+    """The backend believes in a device, and instead of running its launches it adds them to `found`."""
+
+    def tile_for(problem: Problem, pass_: str, device: torch.device) -> TilePlan:
+        return gpu_tile(problem, spec, pass_, "triton")
+
+    def fitting(problem: Problem, pass_: str, build: Any, tile: TilePlan | None, device: torch.device) -> replay.Launch:
+        return build(tile or tile_for(problem, pass_, device))  # type: ignore[no-any-return]
+
+    def descriptors(x: torch.Tensor, y: torch.Tensor, rows: int, wanted: bool) -> tuple[Any, Any]:
+        if not maps or not wanted or max(x.shape[3], y.shape[3]) > 256:
+            return None, None
+        return Descriptor(x, rows, padded(x.shape[3])), Descriptor(y, rows, padded(y.shape[3]))
+
+    with (
+        mock.patch.multiple(
+            run,
+            tile_for=tile_for,
+            fitting=fitting,
+            descriptors=descriptors,
+            worth_maps=lambda problem: True,
+            on_hip=lambda: spec.vendor == "AMD",
+            repeat=lambda problem, key, moving: False,
+            perform=lambda problem, key, moving, build: found.extend(build()),
+        ),
+        mock.patch.object(replay.Launch, "run", lambda launch: found.append(launch)),
+    ):
+        yield
