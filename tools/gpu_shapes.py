@@ -93,9 +93,11 @@ def fp32(clock: Clock, args: argparse.Namespace) -> None:
 
 def windows(clock: Clock, args: argparse.Namespace) -> None:
     """window(1024) at 16k against unmasked attention by the same kernel."""
-    for d in (64, 128):
-        shape = {"batch": 1, "heads": 2048 // d, "seqlen": 16384, "d": d}
-        compile_ahead([Job({**shape, "mask": name}, needs=n) for name in MASKS for n in (None, Needs())], args.workers)
+    shapes = [{"batch": 1, "heads": 2048 // d, "seqlen": 16384, "d": d} for d in (64, 128)]
+    kinds = [(shape, name, needs) for shape in shapes for name in MASKS for needs in (None, Needs())]
+    compile_ahead([Job({**shape, "mask": name}, needs=needs) for shape, name, needs in kinds], args.workers)
+    for shape in shapes:
+        d = shape["d"]
         calls = {name: make(**shape, mask=mask()) for name, mask in MASKS.items()}
         for passes, own in (("forward", ours), ("backward", our_gradients)):
             times = interleaved({name: own(call) for name, call in calls.items()}, rounds=5, budget_ms=4.0)

@@ -251,7 +251,7 @@ def scores(a, seq, s_tile, q, k, C: tl.constexpr):
 
 @triton.jit
 def kept(a, seq, q, n, C: tl.constexpr):
-    """1 for weights of the keys from n on that survive dropout, else 0: Philox4x32-10, counter (k // 4, q, head, batch), word k % 4.
+    """1 for weights of the keys from n on that survive dropout, else 0: Philox4x32-10 of (k // 4, q, head, batch), word k % 4.
 
     One counter serves four neighbouring keys, so words are drawn for a quarter of the tile and then dealt out. As numbers, not
     as truths: triton 3.9 cannot move single bits between layouts on AMD's GPUs.
