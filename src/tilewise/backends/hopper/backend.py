@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tilewise.backends.base import Grads, Inputs, Needs, Verdict
 from tilewise.backends.gpu.launch import describable, interpreting
+from tilewise.backends.hopper.backward.launch import run_backward
 from tilewise.backends.hopper.config import WIDTHS
 from tilewise.backends.hopper.intervals import form_of
 from tilewise.backends.hopper.launch import run_forward
-from tilewise.errors import BackendError
 from tilewise.problem import Problem
 
 DTYPES = ("float16", "bfloat16")
@@ -44,7 +44,9 @@ class Hopper:
             "sinks": problem.sinks,
             "dropout": problem.dropout_p > 0,
             "precision='compensated'": problem.precision == "compensated",
-            "gradients": backward,
+            "a packed batch's gradients with head dims over 128": backward
+            and problem.varlen
+            and max(problem.head_dim, problem.head_dim_v) > 128,
         }
         form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
         return Verdict.of(
@@ -79,7 +81,11 @@ class Hopper:
         dlse: Tensor | None,
         needs: Needs,
     ) -> Grads:
-        raise BackendError("hopper computes no gradients, as its verdict says; use backend='auto', which has others do it")
+        device = inputs.q.device
+        if device.index == torch.cuda.current_device():
+            return run_backward(problem, inputs, out, lse, dout, dlse, needs)
+        with torch.cuda.device(device):
+            return run_backward(problem, inputs, out, lse, dout, dlse, needs)
 
 
 def dim_reason(name: str, dim: int) -> str | None:

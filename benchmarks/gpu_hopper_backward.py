@@ -1,0 +1,401 @@
+"""The Hopper backward on a Hopper GPU: is it right, and how fast beside cuDNN, the portable backend and FlashAttention-4?
+
+    python benchmarks/gpu_hopper_backward.py [--only compile,check,stress,time,variants,host] [--dims 64,128] [--out file.json]
+
+Kernels are compiled first, in parallel. Every group of checks and every head dim's timing is a process of its own under a time
+limit, so that a kernel that hangs costs seconds. Gradients that are further from fp64 than twice cuDNN's get no speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__file__).resolve().parent)]
+
+from gpu_hopper import CAUSAL, PAD, WINDOW, Shape, build, cells, executed_flops, groups, machine, problem_of
+
+DIMS = (64, 128, 256)
+
+
+def checks() -> dict[str, list[Shape]]:
+    """The forward's groups; what the backward refuses is left out by its verdict."""
+    result = groups()
+    for d in DIMS:
+        result[f"d{d} gqa"] += [Shape(d, h=8, hk=2, sq=700, sk=500), Shape(d, WINDOW, h=4, hk=1, sq=600)]
+        result[f"deterministic d{d}"] = [
+            Shape(d), Shape(d, CAUSAL, 1000), Shape(d, CAUSAL, 257, 700, h=4, hk=2), Shape(d, WINDOW, 600, layout="bshd"),
+            Shape(d, PAD.format("130, 130"), sk=500, poison=(130, 500)), Shape(d, CAUSAL, softcap=20.0),
+            Shape(d, PAD.format("100, 100")[:-1] + ", torch.tensor([90, 90], device=device))", poison=(0, 90)),
+        ]  # fmt: skip
+    result["softcap"] += [Shape(256, CAUSAL, softcap=20.0), Shape(64, softcap=20.0)]
+    result["other dims"] += [Shape(192, CAUSAL), Shape(96, CAUSAL, sq=1000), Shape(192, CAUSAL, dv=128, h=4, hk=2)]
+    result["mixed dims"] += [Shape(64, dv=256), Shape(256, dv=128), Shape(256, WINDOW, dv=64)]
+    return result
+
+
+# --- inside the processes --------------------------------------------------------------------------------------------------
+
+
+def normal_like(x: Any, seed: int) -> Any:
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(x.shape, device="cuda", generator=generator).to(x.dtype)
+
+
+def check_group(name: str) -> dict[str, Any]:
+    """Every shape of a group against the oracle; every second one with a gradient of the LSE too."""
+    import torch
+
+    from tilewise.backends.base import Needs
+    from tilewise.backends.hopper.backend import backend
+    from tilewise.numerics import bounds
+
+    wrong, done, refused = [], 0, 0
+    for i, shape in enumerate(checks()[name]):
+        problem, inputs = build(shape)
+        problem = replace(problem, deterministic=name.startswith("deterministic"))
+        if not backend.supports(problem, inputs, backward=True).ok:
+            refused += 1
+            continue
+        given = inputs
+        if shape.poison is not None:
+            k, v = inputs.k.clone(), inputs.v.clone()
+            k[:, :, slice(*shape.poison)] = float("nan")
+            v[:, :, slice(*shape.poison)] = float("nan")
+            given = inputs._replace(k=k, v=v)
+        out, lse = backend.forward(problem, given)
+        dout = normal_like(out, 2)
+        dlse = normal_like(lse, 3) if i % 2 else None
+        poisoned = torch.full((1 << 26,), float("nan"), device="cuda")
+        del poisoned  # fresh memory holds NaN from here on
+        grads = backend.backward(problem, given, out, lse, dout, dlse, Needs())
+        torch.cuda.synchronize()
+        if shape.lengths is not None and shape.poison is not None:
+            clean = backend.backward(problem, inputs, out, lse, dout, dlse, Needs())
+            for x, y in zip(grads[:3], clean[:3], strict=True):
+                wrong += [] if close(x[:, :, : shape.poison[0]], y[:, :, : shape.poison[0]]) else [f"{shape}: NaN crossed"]
+        else:
+            wrong += [f"{shape}: {excess}" for excess in bounds.check_backward(problem, inputs, dout, dlse, grads)]
+        done += 1
+    return {"checked": done, "wrong": wrong, "refused": refused}
+
+
+def close(x: Any, y: Any) -> bool:
+    return bool(((x - y).abs() <= 0.02 * y.abs().max()).all())
+
+
+def stress() -> dict[str, Any]:
+    """A thousand launches of awkward shapes: dK and dV bitwise equal, dQ up to the order of its sums."""
+    import torch
+
+    from tilewise.backends.base import Needs
+    from tilewise.backends.hopper.backend import backend
+
+    differing = {}
+    shapes = [Shape(d, CAUSAL, 1000, b=2, h=20) for d in DIMS] + [Shape(128, WINDOW, 777, b=2, h=20, hk=5)]
+    shapes += [Shape(128, PAD.format("900, 3"), 1000), Shape(256, sq=500, b=4, h=16)]
+    for shape in shapes:
+        problem, inputs = build(shape)
+        out, lse = backend.forward(problem, inputs)
+        dout = normal_like(out, 2)
+        first = backend.backward(problem, inputs, out, lse, dout, None, Needs())
+        bad = torch.zeros(3, device="cuda", dtype=torch.int64)
+        for _ in range(1000):
+            again = backend.backward(problem, inputs, out, lse, dout, None, Needs())
+            for i, (x, y) in enumerate(zip(again[:3], first[:3], strict=True)):
+                bad[i] += (x != y).any() if i or problem.deterministic else ((x - y).abs() > 0.01 * y.abs().max()).any()
+        differing[str(shape)] = bad.tolist()
+    return {"differing launches (dq, dk, dv)": differing}
+
+
+def exact_head(problem: Any, inputs: Any, dout: Any) -> tuple[Any, ...]:
+    """dq, dk, dv of the last head of the last sequence in fp64 (of the last query head alone where heads share keys)."""
+    import torch
+
+    q, k, v, do = (x[-1, -1].double() for x in (inputs.q, inputs.k, inputs.v, dout))
+    s = q @ k.T * problem.scale
+    if problem.program.structure:
+        (lo, hi), shift = problem.program.ints, problem.seqlen_k - problem.seqlen_q
+        apart = torch.arange(k.shape[0], device="cuda")[None] - torch.arange(q.shape[0], device="cuda")[:, None] - shift
+        s.masked_fill_((apart < lo) | (apart > hi), float("-inf"))
+        del apart
+    p = s.softmax(-1)
+    del s
+    dv = p.T @ do
+    delta = ((p @ v) * do).sum(-1, keepdim=True)
+    ds = p * (do @ v.T - delta)
+    return ds @ k * problem.scale, ds.T @ q * problem.scale, dv
+
+
+def error_of(grads: Any, exact: Any) -> list[float]:
+    return [float((x[-1, -1].double() - y).norm() / y.norm()) for x, y in zip(grads, exact, strict=True)]
+
+
+def contenders(problem: Any, inputs: Any, dout: Any, causal: bool) -> dict[str, Callable[[], Any]]:
+    """Each gives (dq, dk, dv); forward passes are done before."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from tilewise import dispatch
+    from tilewise.backends.base import Needs
+
+    hopper, portable = dispatch.get("hopper"), dispatch.get("triton")
+    out, lse = hopper.forward(problem, inputs)
+    runs: dict[str, Callable[[], Any]] = {
+        "tilewise": lambda: hopper.backward(problem, inputs, out, lse, dout, None, Needs())[:3],
+        "triton": lambda: portable.backward(problem, inputs, out, lse, dout, None, Needs())[:3],
+    }
+    leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        theirs = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=problem.group > 1)
+    runs["cudnn"] = lambda: torch.autograd.grad(theirs, leaves, dout, retain_graph=True)
+    try:
+        from flash_attn.cute import flash_attn_func
+
+        packed = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in inputs[:3]]
+        result = flash_attn_func(*packed, causal=causal)
+        theirs4 = result[0] if isinstance(result, tuple) else result
+        dout4 = dout.transpose(1, 2).contiguous()
+
+        def fa4() -> Any:
+            return [x.transpose(1, 2) for x in torch.autograd.grad(theirs4, packed, dout4, retain_graph=True)]
+
+        fa4()
+        runs["fa4"] = fa4
+    except Exception as error:
+        print(f"fa4: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+    return runs
+
+
+def time_dim(argument: str) -> dict[str, Any]:
+    """All cells of a head dim, contenders interleaved."""
+    from tilewise.bench.timing import Effort, cuda_clock, interleave
+
+    d, _, skipped = argument.partition(" without ")
+    result = {}
+    for name, shape in cells(int(d)):
+        problem, inputs = build(shape)
+        dout = normal_like(inputs.q, 2)
+        runs = contenders(problem, inputs, dout, shape.mask != "None")
+        runs = {who: run for who, run in runs.items() if who not in skipped and ("window" not in name or who in ("tilewise", "triton"))}
+        errors = {}
+        if problem.group == 1:
+            exact = exact_head(problem, inputs, dout)
+            errors = {who: error_of(run(), exact) for who, run in runs.items()}
+            del exact
+        allowed = [2 * e for e in errors.get("cudnn", [0.01] * 3)]
+        wrong = [who for who, found in errors.items() if any(not x <= y for x, y in zip(found, allowed, strict=True))]
+        samples = interleave(
+            {who: run for who, run in runs.items() if who not in wrong}, Effort(0.5, 4, 20, 5e-3), cuda_clock
+        )
+        rate = {who: 2.5 * executed_flops(problem) / statistics.median(s) * 1e-12 for who, s in samples.items()}
+        result[name] = {"tflops": rate, "errors": errors, "wrong": wrong}
+        print(json.dumps({name: result[name]}), flush=True)
+    return result
+
+
+def variant_tiles(d: int) -> dict[str, Any]:
+    from tilewise.backends.hopper.backward.config import KEYS
+
+    base = KEYS[d, d]
+    result = {"base": base, "no dQ": base._replace(REDUCE=False)}
+    if d == 128:
+        result["2 Q stages"] = base._replace(Q_STAGES=2)
+    return result
+
+
+def variants(argument: str) -> dict[str, Any]:
+    """Levers and single kernels at one head dim, interleaved; no result is checked here."""
+    import torch
+
+    from tilewise.backends.hopper.backend import backend
+    from tilewise.backends.hopper.backward import launch
+    from tilewise.bench.timing import Effort, cuda_clock, interleave
+
+    device = torch.device("cuda", 0)
+    result = {}
+    for name, shape in cells(int(argument)):
+        if not name.endswith((" 512", " 16384")):
+            continue
+        problem, inputs = build(shape)
+        out, lse = backend.forward(problem, inputs)
+        dout = normal_like(out, 2)
+        grads = [torch.empty_like(x) for x in inputs[:3]]
+        runs: dict[str, Any] = {}
+        for variant, tile in variant_tiles(int(argument)).items():
+            plan = launch.make_plan(problem, launch.multiprocessors(0), launch.kernel_for, tile=tile)
+            plan = launch.on_gpu(plan, device)
+            scratch = torch.empty(plan.stats + plan.dq, device="cuda")
+            memory = launch.Memory(*inputs[:3], out, lse, dout, None, *grads, scratch, None, None)
+            runs[variant] = partial(launch.launch, problem, memory, plan)
+            runs[variant]()
+            if variant == "base":
+                calls = next(iter(plan.calls.values()))
+                runs |= {step.name: call for step, call in zip(plan.steps, calls, strict=True)}
+        samples = interleave(runs, Effort(0.5, 4, 20, 5e-3), cuda_clock)
+        flops = 2.5 * executed_flops(problem)
+        result[name] = {k: flops / statistics.median(s) * 1e-12 for k, s in samples.items()}
+        result[name] |= {f"{k} µs": statistics.median(samples[k]) * 1e6 for k in ("prepare_kernel", "cast_kernel")}
+        print(json.dumps({name: result[name]}), flush=True)
+    return result
+
+
+def host_time() -> dict[str, Any]:
+    """Wall time of forward and backward of a tiny call through autograd, in µs."""
+    import torch
+
+    import tilewise as tw
+
+    _, inputs = build(Shape(64, sq=128, b=1, h=8))
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    dout = normal_like(q, 2)
+
+    def trained(call: Any) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(call(q, k, v), (q, k, v), dout)
+
+    runs = {
+        "tw.attention": trained(partial(tw.attention, backend="hopper")),
+        "tw.attention, auto": trained(tw.attention),
+        "tw.attention, triton": trained(partial(tw.attention, backend="triton")),
+        "sdpa": trained(torch.nn.functional.scaled_dot_product_attention),
+    }
+    result = {}
+    for name, run in runs.items():
+        times = []
+        for _ in range(7):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(200):
+                run()
+            times.append((time.perf_counter() - start) / 200 * 1e6)
+        result[name] = statistics.median(times)
+    return result
+
+
+def kernels() -> list[tuple[Any, ...]]:
+    """All kernels that the checks and timings need, each once: what `kernel_for` takes."""
+    from tilewise.backends.hopper.backward import launch
+
+    found: dict[Any, Any] = {}
+
+    def add(problem: Any, **more: Any) -> None:
+        for step in launch.make_plan(problem, 132, lambda *what: what, **more).steps:
+            found[str((step.kernel[0], step.kernel[1], step.kernel[3], kind(step.kernel[2])))] = step.kernel
+
+    for name, group in checks().items():
+        for i, shape in enumerate(group):
+            if shape.lengths is None or shape.d <= 128:
+                problem = replace(problem_of(shape), deterministic=name.startswith("deterministic"))
+                add(problem, with_dlse=bool(i % 2))
+    for d in DIMS:
+        for _, shape in cells(d):
+            for tile in variant_tiles(d).values():
+                add(problem_of(shape), tile=tile)
+    return sorted(found.values(), key=lambda what: what[0] in ("prepare_kernel", "cast_kernel"))
+
+
+def kind(arguments: Any) -> Any:
+    return tuple(kind(x) for x in arguments) if isinstance(arguments, tuple) else arguments is None
+
+
+def compile_share(argument: str) -> dict[str, Any]:
+    """Every n-th kernel from the i-th on; loading it compiles its launcher too."""
+    from tilewise.backends.hopper.backward import launch
+
+    i, n = map(int, argument.split("/"))
+    mine = kernels()[i::n]
+    for what in mine:
+        launch.kernel_for(*what)[(1, 1, 1)]
+    return {"kernels": len(mine)}
+
+
+# --- the parent ----------------------------------------------------------------------------------------------------------------
+
+TASKS: dict[str, Callable[..., dict[str, Any]]] = {
+    "check": check_group, "compile": compile_share, "time": time_dim, "host": lambda _: host_time(),
+    "variants": variants, "stress": lambda _: stress(), "machine": lambda _: machine(),
+}  # fmt: skip
+
+
+def child(task: str, argument: str, limit: float) -> dict[str, Any]:
+    """A task in a process of its own; what it printed last is its result."""
+    start = time.perf_counter()
+    command = [sys.executable, __file__, "--task", task, "--argument", argument]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired as late:
+        printed = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else (late.stdout or "")
+        return {"failed": f"no answer in {limit:.0f} s", "printed": printed[-3000:]}
+    if done.returncode:
+        return {"failed": (done.stderr.strip() or done.stdout)[-1500:], "printed": done.stdout[-3000:]}
+    return {**json.loads(done.stdout.splitlines()[-1]), "seconds": time.perf_counter() - start, "said": done.stderr[-300:]}
+
+
+def show(phase: str, name: str, result: dict[str, Any]) -> None:
+    if "failed" in result:
+        print(f"{phase:8} {name:22} FAILED: {result['failed']}\n{result.get('printed', '')}", flush=True)
+    elif phase == "check":
+        wrong = len(result["wrong"])
+        print(f"check    {name:22} {result['checked']:3} shapes, {wrong} wrong, {result['refused']} refused", flush=True)
+        for line in result["wrong"][:4]:
+            print("         ", line[:500], flush=True)
+    elif phase in ("time", "variants"):
+        for cell, row in result.items():
+            if isinstance(row, dict):
+                rates = row.get("tflops", row)
+                best = max((x for who, x in rates.items() if who in ("cudnn", "fa4")), default=None)
+                ratio = f"  ratio {rates['tilewise'] / best:.3f}" if best and "tilewise" in rates else ""
+                line = "  ".join(f"{who} {x:.0f}" for who, x in rates.items())
+                print(f"{cell:28} {line}{ratio}", f"WRONG {row['wrong']} {row['errors']}" if row.get("wrong") else "", flush=True)
+    else:
+        print(f"{phase:8} {name} {json.dumps(result)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="compile,check,time,host")
+    parser.add_argument("--dims", default="128,64,256")
+    parser.add_argument("--groups", default="", help="only groups of checks whose name contains this")
+    parser.add_argument("--without", default="", help="contenders to leave out of the timing")
+    parser.add_argument("--out", default=None)
+    parser.add_argument("--task", default=None)
+    parser.add_argument("--argument", default="")
+    options = parser.parse_args()
+    if options.task:
+        print(json.dumps(TASKS[options.task](options.argument)), flush=True)
+        return
+    names = [name for name in checks() if options.groups in name]
+    dims = options.dims.split(",")
+    timed = [f"{d} without {options.without}" for d in dims]
+    record: dict[str, Any] = {"machine": child("machine", "", 40)}
+    work = {
+        "compile": ([f"{i}/15" for i in range(15)], 15, 200), "check": (names, 12, 70), "stress": (["all"], 1, 90),
+        "time": (timed, 1, 120), "variants": (dims, 1, 90), "host": (["tiny call"], 1, 60),
+    }  # fmt: skip
+    for phase in options.only.split(","):
+        items, together, limit = work[phase]
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(together) as pool:
+            for name, result in zip(items, pool.map(lambda n, p=phase, s=limit: child(p, n, s), items), strict=True):
+                record.setdefault(phase, {})[name] = result
+                if phase != "compile" or "failed" in result:
+                    show(phase, name, result)
+        print(f"-- {phase}: {time.perf_counter() - begin:.0f} s", flush=True)
+        if options.out:
+            Path(options.out).write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Before and after the main kernel: statistics of each row and a dQ of zeros; then dQ from the order of registers to rows.
+
+One program for each tile of queries. Statistics of rows past the last make their weights 0: an lse of +inf.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.hopper.backward.tile import fragment_offsets
+from tilewise.backends.hopper.schedule import divide, find_sequence
+
+INF = gl.constexpr(float("inf"))
+
+
+@gluon.jit
+def locate_queries(a, C: gl.constexpr):
+    """(row of the batch, head, first token, queries left from there on) of this program's tile."""
+    t = gl.program_id(0)
+    bh = divide(t, a.blocks)
+    tile = t - bh * a.blocks.value
+    if C.VARLEN:
+        b, tile = find_sequence(a.cu_q, a.batch, tile, C.BLOCK_M)
+        m0 = tile * C.BLOCK_M
+        q_start = gl.load(a.cu_q + b)
+        return b * 0, bh, q_start + m0, gl.load(a.cu_q + b + 1) - q_start - m0
+    else:
+        b = divide(bh, a.heads)
+        m0 = tile * C.BLOCK_M
+        return b, bh - b * a.heads.value, m0, a.len_q - m0
+
+
+@gluon.constexpr_function
+def rows_layout(width):
+    """16 bytes a thread, adjacent threads along a row."""
+    across = min(32, width // 8)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def load_plane(plane, row, h, token, left, M: gl.constexpr, WIDTH: gl.constexpr):
+    """[M, WIDTH] rows from `token` on, zeros past the last and beyond the tensor's width."""
+    LAYOUT: gl.constexpr = rows_layout(WIDTH)
+    m = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    base = plane.ptr + row.to(gl.int64) * plane.stride_b + h.to(gl.int64) * plane.stride_h + token.to(gl.int64) * plane.stride_s
+    at = base + m.to(gl.int64)[:, None] * plane.stride_s + d[None, :]
+    return gl.load(at, mask=(m < left)[:, None] & (d < plane.width)[None, :], other=0.0)
+
+
+@gluon.jit
+def prepare_kernel(a, C: gl.constexpr):
+    """Statistics and zeros of BLOCK_M rows of one head."""
+    M: gl.constexpr = C.BLOCK_M
+    row, h, token, left = locate_queries(a, C)
+    t = gl.program_id(0)
+    if C.REDUCE:
+        Z_LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        SIZE: gl.constexpr = 4096
+        at = a.dq_ptr + t.to(gl.int64) * (M * C.BLOCK_D) + gl.arange(0, SIZE, Z_LAYOUT)
+        nothing = gl.zeros([SIZE], gl.float32, Z_LAYOUT)
+        for i in gl.static_range(M * C.BLOCK_D // SIZE):
+            gl.store(at + i * SIZE, nothing)
+    out_tile = load_plane(a.out, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)  # [M, DV]
+    do_tile = load_plane(a.dout, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)
+    delta = gl.sum(out_tile * do_tile, 1)  # [M]
+    m = gl.arange(0, M, delta.type.layout)
+    ok = m < left
+    at = (row * a.heads.value + h).to(gl.int64) * a.len_q + token + m
+    lse = gl.load(a.lse_ptr + at, mask=ok, other=-INF)
+    # an empty row has no weights; what flows in there is not its business
+    none = lse == -INF
+    delta = gl.where(none, 0.0, delta)
+    if a.dlse_ptr is not None:
+        delta = gl.where(none, 0.0, delta - gl.load(a.dlse_ptr + at, mask=ok, other=0.0))
+    lse2 = gl.where(none, INF, lse * a.factor)
+    if C.SEEDED:
+        delta = -delta
+        lse2 = gl.where(none, -INF, lse2)
+    stats = a.stats_ptr + t.to(gl.int64) * (2 * M) + m
+    gl.store(stats, lse2)
+    gl.store(stats + M, delta)
+
+
+@gluon.jit
+def load_fragments(pointers):
+    """fp32 from where `reduce_dq` has added them up, four at a time: the compiler does not see that they are adjacent."""
+    return gl.inline_asm_elementwise(
+        "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];",
+        "=f,=f,=f,=f,l,l,l,l",
+        [pointers.to(gl.int64)],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.jit
+def cast_kernel(a, C: gl.constexpr):
+    """A tile of dQ: scaled, rounded, in rows. Its parts are halves of the columns, or of the rows where there are 128."""
+    M: gl.constexpr = C.BLOCK_M
+    N: gl.constexpr = C.PIECE
+    R_LAYOUT: gl.constexpr = rows_layout(N)
+    row, h, token, left = locate_queries(a, C)
+    offsets = fragment_offsets(N)
+    m = gl.arange(0, 64, gl.SliceLayout(1, R_LAYOUT))
+    d = gl.arange(0, N, gl.SliceLayout(0, R_LAYOUT))
+    base = a.dq.ptr + row.to(gl.int64) * a.dq.stride_b + h.to(gl.int64) * a.dq.stride_h + token.to(gl.int64) * a.dq.stride_s
+    tile = a.dq_ptr + gl.program_id(0).to(gl.int64) * (M * C.BLOCK_D)
+    for part in gl.static_range(M * C.BLOCK_D // (64 * N)):
+        m0 = part * 64 if M == 128 else 0
+        d0 = 0 if M == 128 else part * N
+        dq_tile = load_fragments(tile + part * (64 * N) + offsets) * a.scale  # [64, N]
+        dq_tile = gl.convert_layout(dq_tile.to(a.dq.ptr.dtype.element_ty), R_LAYOUT)
+        at = base + (m0 + m).to(gl.int64)[:, None] * a.dq.stride_s + (d0 + d)[None, :]
+        gl.store(at, dq_tile, mask=(m0 + m < left)[:, None] & (d0 + d < a.dq.width)[None, :])

@@ -1,0 +1,105 @@
+"""The kernels: shared memory, barriers, and who does what."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from tilewise.backends.hopper.backward.keys import consume_keys
+from tilewise.backends.hopper.backward.load import load_for_keys
+from tilewise.backends.hopper.backward.queries import consume_queries, load_for_queries
+from tilewise.backends.hopper.backward.split import consume_split
+from tilewise.backends.hopper.ring import Ring, make_ring
+
+
+@gluon.jit
+def make_score_ring(dtype: gl.constexpr, N: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
+    """Tiles [N, M] that warpgroups write for one another; none of fp32 (exchanged within a pair) or of dS."""
+    if dtype == gl.float32:
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    else:
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, M], dtype)
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, N, M], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=WRITERS)
+        mbarrier.init(empty.index(i), count=READERS)
+    return Ring(tiles, full, empty)
+
+
+@gluon.jit
+def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a, C: gl.constexpr):
+    """dK and dV of 128 keys at a time, 64 for each of two warpgroups, and their share of dQ."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_ring = make_ring(q_desc, C.Q_STAGES, 2)
+    do_ring = make_ring(do_desc, C.DO_STAGES, 2)
+    k_ring = make_ring(k_desc, 1, 2)
+    v_ring = make_ring(v_desc, 1, 2)
+    stats = gl.allocate_shared_memory(gl.float32, [C.Q_STAGES, 2 * C.BLOCK_M], stats_desc.layout)
+    if C.REDUCE:
+        ds_ring = make_score_ring(DTYPE, C.BLOCK_N, C.BLOCK_M, 2, 2, 2)
+    else:
+        ds_ring = q_ring
+    dk_buffers = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, C.BLOCK_D], dk_desc.layout)
+    if C.BLOCK_D == C.BLOCK_DV:
+        dv_buffers = dk_buffers
+    else:
+        dv_buffers = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, C.BLOCK_DV], dv_desc.layout)
+    fence_async_shared()
+    # constexprs among the arguments must be written in the call: through a variable they become numbers at run time
+    gl.warp_specialize(
+        [
+            (consume_keys, (dk_desc, dv_desc, dk_buffers, dv_buffers, stats, q_ring, do_ring, k_ring, v_ring, ds_ring, a, gl.constexpr(0), C)),
+            (consume_keys, (dk_desc, dv_desc, dk_buffers, dv_buffers, stats, q_ring, do_ring, k_ring, v_ring, ds_ring, a, gl.constexpr(1), C)),
+            (load_for_keys, (q_desc, do_desc, k_desc, v_desc, stats_desc, stats, q_ring, do_ring, k_ring, v_ring, a, C)),
+        ],
+        [4, 1],
+        [C.REGISTERS[0], C.REGISTERS[1]],
+    )
+
+
+@gluon.jit
+def split_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a, C: gl.constexpr):
+    """dK and dV of 64 keys at a time, dV by the first warpgroup and dK by the second, and their share of dQ."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_ring = make_ring(q_desc, C.Q_STAGES, 2)
+    do_ring = make_ring(do_desc, C.DO_STAGES, 2)
+    k_ring = make_ring(k_desc, 1, 1)
+    v_ring = make_ring(v_desc, 1, 1)
+    stats = gl.allocate_shared_memory(gl.float32, [C.Q_STAGES, 2 * C.BLOCK_M], stats_desc.layout)
+    w_ring = make_score_ring(gl.float32, C.BLOCK_N, C.BLOCK_M, 1, 1, 1)
+    if C.REDUCE:
+        ds_ring = make_score_ring(DTYPE, C.BLOCK_N, C.BLOCK_M, 2, 1, 2)
+    else:
+        ds_ring = q_ring
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume_split, (dv_desc, stats, q_ring, do_ring, k_ring, v_ring, w_ring, ds_ring, a, gl.constexpr(0), C)),
+            (consume_split, (dk_desc, stats, q_ring, do_ring, k_ring, v_ring, w_ring, ds_ring, a, gl.constexpr(1), C)),
+            (load_for_keys, (q_desc, do_desc, k_desc, v_desc, stats_desc, stats, q_ring, do_ring, k_ring, v_ring, a, C)),
+        ],
+        [4, 1],
+        [C.REGISTERS[0], C.REGISTERS[1]],
+    )
+
+
+@gluon.jit
+def queries_kernel(q_desc, do_desc, k_desc, v_desc, dq_desc, a, C: gl.constexpr):
+    """dQ of 128 queries at a time, 64 for each of two warpgroups."""
+    q_ring = make_ring(q_desc, 2, 1)
+    do_ring = make_ring(do_desc, 2, 1)
+    k_ring = make_ring(k_desc, C.K_STAGES, 2)
+    v_ring = make_ring(v_desc, C.V_STAGES, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume_queries, (dq_desc, q_ring, do_ring, k_ring, v_ring, a, gl.constexpr(0), C)),
+            (consume_queries, (dq_desc, q_ring, do_ring, k_ring, v_ring, a, gl.constexpr(1), C)),
+            (load_for_queries, (q_desc, do_desc, k_desc, v_desc, q_ring, do_ring, k_ring, v_ring, a, C)),
+        ],
+        [4, 1],
+        [C.REGISTERS[0], C.REGISTERS[1]],
+    )
