@@ -161,3 +161,36 @@ def test_strides_of_every_kind() -> None:
         q[:1].expand(2, -1, -1, -1), k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1), backend="cpu"
     )
     torch.testing.assert_close(expanded[1], wanted[0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 3.0, 30.0])
+def test_calm_and_wild_keys_mix(factor: float, causal: bool) -> None:
+    """Some key blocks are so long that |q| |k| bounds nothing, others are not; rows meet both kinds, in both orders."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 700, 32, generator=g) for _ in range(3))
+    k[:, :, 128:256] *= factor
+    k[:, :, 300:310] *= -factor
+    k[:, :, 512:640] *= 0
+    q[:, 1] *= factor
+    mask = tw.causal() if causal else None
+    out, lse = tw.attention(q, k, v, mask=mask, backend="cpu", return_lse=True)
+    exact, exact_lse = tw.attention(q.double(), k.double(), v.double(), mask=mask, backend="reference", return_lse=True)
+    scores = (q.double().norm(dim=-1).amax() * k.double().norm(dim=-1).amax() / 32**0.5).item()
+    bound = 2 * 32 * torch.finfo(torch.float32).eps * max(1.0, scores)  # a score's error is its weight's relative error
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=bound * v.abs().max().item())
+    torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=0, atol=bound)
+
+
+def test_small_and_large_values_keep_their_digits() -> None:
+    """A bound far above every score makes all weights tiny: products with tiny or huge values must still be normal numbers."""
+    g = torch.Generator().manual_seed(0)
+    v = torch.randn(1, 1, 64, 32, generator=g)
+    key = torch.randn(1, 1, 1, 32, generator=g)
+    key = key / key.norm() * 12
+    k = key + 0.1 * torch.randn(1, 1, 64, 32, generator=g)
+    q = -key.expand(1, 1, 64, 32)  # every score is the least it can be
+    wanted = tw.attention(q.double(), k.double(), v.double(), backend="reference")
+    for size in (1e-12, 1.0, 1e30):
+        out = tw.attention(q, k, v * size, backend="cpu")
+        torch.testing.assert_close(out.double() / size, wanted, rtol=1e-4, atol=1e-5)

@@ -176,22 +176,21 @@ def _micro_tiles(spec: DeviceSpec, itemsize: int) -> Iterator[_Micro]:
 
 
 def _block_k(spec: DeviceSpec, rows: int, d_pair: int, size: int) -> tuple[int, str, str]:
-    """The widest power of two whose K and V stay in L1 beside a strip, if that is at least 64 keys; else L2's width."""
-    # a strip holds Q and O (rows × d each) and its scores (rows × block_k)
-    fitting = [n for n in (32, 64, 128) if n * d_pair * size + rows * (d_pair + n) * size <= spec.l1d_bytes]
-    if fitting and fitting[-1] >= 64:
-        n = fitting[-1]
-        need = n * d_pair * size + rows * (d_pair + n) * size
-        return n, "L1", f"block_k {n}: K, V and a strip take {_kib(need)} of {_kib(spec.l1d_bytes)} L1"
+    """The narrowest power of two whose merges are cheap enough, in a quarter of L2 at most; in L1 where it fits there."""
     n = next(n for n in (64, 128, 256) if 1 / n <= MERGE_SHARE)
     while n > 32 and n * d_pair * size > spec.l2_bytes // 4:
         n //= 2
+    share = f"the merge costs {1 / n:.1%} of the multiplications"
+    # a strip holds Q and O (rows × d each) and its scores (rows × block_k)
+    need = n * d_pair * size + rows * (d_pair + n) * size
+    if need <= spec.l1d_bytes:
+        return n, "L1", f"block_k {n}: K, V and a strip take {_kib(need)} of {_kib(spec.l1d_bytes)} L1; {share}"
     return (
         n,
         "L2",
         (
-            f"block_k {n}: 64 keys of K and V with a strip exceed {_kib(spec.l1d_bytes)} L1, so tiles are packed and "
-            f"streamed from L2 ({_kib(n * d_pair * size)}); the merge costs {1 / n:.1%} of the multiplications"
+            f"block_k {n}: K, V and a strip take {_kib(need)}, more than {_kib(spec.l1d_bytes)} L1, so tiles are packed and "
+            f"streamed from L2 ({_kib(n * d_pair * size)}); {share}"
         ),
     )
 

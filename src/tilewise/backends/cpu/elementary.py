@@ -54,19 +54,24 @@ def horner(e: Emit, xs: list[Value], coefficients: tuple[float, ...]) -> list[Va
 
 
 def exp2(e: Emit, xs: list[Value], degree: int = 0) -> list[Value]:
-    """2**x for x below the largest exponent; exactly 0 at or below the floor (so for -inf), NaN for NaN.
-
-    x = n + f with n an integer and |f| <= 1/2: 2**f is a polynomial and n is added to its exponent bits. Adding `magic` rounds
-    to n and leaves n in the low bits. These additions must stay as written: no fast-math flag may touch them.
-    """
-    real, lanes = e.real, xs[0].type.count
+    """2**x for x below the largest exponent; exactly 0 at or below the floor (so for -inf), NaN for NaN."""
+    lanes = xs[0].type.count
     if e.arch != "aarch64" and len(xs) > 1:  # wide out-of-order cores find the parallelism themselves; AVX2 lacks the registers
         return [y for x in xs for y in exp2(e, [x], degree)]
-    floor, magic = e.const(real.floor, lanes), e.const(real.magic, lanes)
+    xs = [e.at_least(x, e.const(e.real.floor, lanes)) for x in xs]
+    return exp2_near(e, xs, [e.const(e.real.magic, lanes)] * len(xs), degree)
+
+
+def exp2_near(e: Emit, xs: list[Value], levels: list[Value], degree: int = 0) -> list[Value]:
+    """2**(x - m) where x - m lies between the floor and the largest exponent; a level is magic - m, m a small integer.
+
+    x = n + f with n an integer and |f| <= 1/2: 2**f is a polynomial and n - m is added to its exponent bits. Adding the level
+    rounds to n and leaves n - m in the low bits. These additions must stay as written: no fast-math flag may touch them.
+    """
+    real, lanes = e.real, xs[0].type.count
     kind, shift = e.vtype(real.bits, lanes), e.iconst(real.mantissa, lanes=lanes)
-    xs = [e.at_least(x, floor) for x in xs]
-    shifted = [e.fadd(x, magic) for x in xs]
-    whole = [e.fsub(s, magic) for s in shifted]
+    shifted = [e.fadd(x, level) for x, level in zip(xs, levels, strict=True)]
+    whole = [e.fsub(s, level) for s, level in zip(shifted, levels, strict=True)]
     fractions = [e.fsub(x, n) for x, n in zip(xs, whole, strict=True)]  # exact
     constant, *rest = fit(_exp2, -0.5, 0.5, degree or real.degree)
     # the constant must be 1 exactly, or masked weights are the least subnormal and not 0; a common factor cancels in softmax

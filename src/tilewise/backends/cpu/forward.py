@@ -16,17 +16,21 @@ from tilewise.backends.cpu.elementary import LOG2E, exp2, exp2_integer
 from tilewise.backends.cpu.ir import I64, PTR, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull
 from tilewise.backends.cpu.micro import by_panels, put_strip, strip
-from tilewise.backends.cpu.module import FRAME, KernelModule
+from tilewise.backends.cpu.module import FRAME
 from tilewise.backends.cpu.pack import emit_unpack_strip
 from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.slots import Slots
+from tilewise.backends.cpu.softmax import Softmax
 from tilewise.backends.cpu.spec import Kernel
 
 
-class Forward(KernelModule):
+class Forward(Softmax):
     """Emits one module; its methods are the functions of the kernel."""
 
-    frame = (*FRAME, "split", "Q", "O", "m", "l", "P", "top", "alpha", "factors", "K", "V")
+    frame = (
+        *(*FRAME, "split", "Q", "O", "m", "l", "P", "top", "alpha", "factors", "K", "V"),
+        *("reach", "longest", "sums"),
+    )
     tiles = (("K", "k", "lanes"), ("V", "v", "panels"))
     cleaned = ("V",)
 
@@ -35,7 +39,13 @@ class Forward(KernelModule):
         self.emit_helpers()
         self.unpack_quotient = emit_unpack_strip(self.unit, self.tile, kernel.dtype, divide=True)
         self.product = by_panels(self.unit, "scores", self.tile, halves=True)
-        self.product_peak = by_panels(self.unit, "scores_peak", self.tile, fold="peak", halves=True) if kernel.plain else None
+        self.calm = kernel.plain and self.simple  # where no key is hidden from all, a wild one is somebody's to see
+        if kernel.plain:
+            self.product_peak = by_panels(self.unit, "scores_peak", self.tile, fold="peak", halves=True)
+        if self.calm:
+            self.weigh_calm = self.emit_weigh_calm()
+            self.measure = self.emit_measure()
+        self.weigh = self.emit_weigh()
         self.pv = by_panels(self.unit, "values", self.tile, fold="scale")
         self.strip = self.emit_strip()
         self.finish = self.emit_finish()
@@ -56,17 +66,36 @@ class Forward(KernelModule):
         R, P = self.tile.rows, f.ptr("P")
         Q = e.at(f.ptr("Q"), e.times(index, e.times(a.word("DP"), R)))
         put_strip(e, [e.const(float("-inf"))] * self.tile.vectors, f.ptr("top"))
-        common = [I64(0), a.word("DP"), Q, I64(R), f.ptr("K"), e.times(a.word("DP"), self.tile.keys), P, I64(R)]
+        put_strip(e, [e.const(0.0)] * self.tile.vectors, f.ptr("sums"))
+        panel = e.times(a.word("DP"), self.tile.keys)
+        common = [I64(0), a.word("DP"), Q, I64(R), f.ptr("K"), panel, P, I64(R)]
+        edges = ((j0, solid0), (solid1, j1))
         if self.kernel.plain:
-            e.call(self.product_peak, [*common, *self.groups(e, solid0, solid1), f.ptr("top")])
-            for start, stop in ((j0, solid0), (solid1, j1)):
+            for start, stop in edges:
                 with e.if_then(e.less(start, stop), likely=False):
                     e.call(self.product, [*common, *self.groups(e, start, stop)])
                     self.mask_pass(e, f, None, start, stop, visible)
+            after = e.append_basic_block("after")
+            if self.calm:
+                with e.if_then(self.is_calm(e, f, index), likely=True):
+                    self.settle(e, f, index, self.bounds(e, f, index))
+                    e.call(self.product, [*common, *self.groups(e, solid0, solid1)])
+                    self.lift(e, f, index, edges)
+                    e.call(self.weigh_calm, [frame, index, j0, j1])
+                    e.branch(after)
+            e.call(self.product_peak, [*common, *self.groups(e, solid0, solid1), f.ptr("top")])
+            self.settle(e, f, index, strip(e, self.tile, f.ptr("top")))
+            e.call(self.weigh, [frame, index, j0, j1])
+            e.branch(after)
+            e.position_at_end(after)
         else:
             e.call(self.product, [*common, *self.groups(e, j0, j1)])
             self.mask_pass(e, f, Modifier(e, self.kernel, place, q0), j0, j1, visible)
-        self.softmax(e, a, f, index, j0, j1)
+            self.settle(e, f, index, strip(e, self.tile, f.ptr("top")))
+            e.call(self.weigh, [frame, index, j0, j1])
+        l_ptr, alpha = e.at(f.ptr("l"), e.times(index, R)), strip(e, self.tile, f.ptr("alpha"))
+        old, new = strip(e, self.tile, l_ptr), strip(e, self.tile, f.ptr("sums"))
+        put_strip(e, [e.mad(x, y, z) for x, y, z in zip(old, alpha, new, strict=True)], l_ptr)
         if self.kernel.dropout:
             self.drop_pass(e, place, q0, f, j0, j1)
         O = e.at(f.ptr("O"), e.times(index, e.times(a.word("DVP"), R)))
@@ -99,27 +128,6 @@ class Forward(KernelModule):
             e.vput(e.select(kept, e.vget(P, at), e.const(0.0)), P, at)
 
         drop(e, self.tile, place, q0, f.word("n0"), (j0, j1), visit)
-
-    def softmax(self, e: Emit, a: Slots, f: Slots, index: Value, j0: Value, j1: Value) -> None:
-        """P = 2**(s - m) in place; l and m moved on; alpha left for O."""
-        R, P = self.tile.rows, f.ptr("P")
-        row = e.times(index, R)
-        m_ptr, l_ptr = e.at(f.ptr("m"), row), e.at(f.ptr("l"), row)
-        old = strip(e, self.tile, m_ptr)
-        m = [e.top(x, e.ceiling(y)) for x, y in zip(old, strip(e, self.tile, f.ptr("top")), strict=True)]
-        alpha = exp2_integer(e, [e.fsub(before, now) for before, now in zip(old, m, strict=True)])
-        put_strip(e, m, m_ptr)
-        put_strip(e, alpha, f.ptr("alpha"))
-        with e.loop(j0, j1, 1, [e.const(0.0)] * self.tile.vectors) as over:
-            at = e.times(over.index, R)
-            s = strip(e, self.tile, P, at)
-            p = exp2(e, [e.fsub(x, y) for x, y in zip(s, m, strict=True)], self.real.degree - 1)
-            put_strip(e, p, P, at)
-            over.carry([e.fadd(t, x) for t, x in zip(over.values, p, strict=True)])
-        l_new = [
-            e.mad(before, al, now) for before, al, now in zip(strip(e, self.tile, l_ptr), alpha, over.values, strict=True)
-        ]
-        put_strip(e, l_new, l_ptr)
 
     # -- results
 
@@ -236,7 +244,8 @@ class Forward(KernelModule):
         rows = e.times(a.word("BM"), a.word("group"))
         sizes = {"Q": e.times(rows, DP), "O": e.times(rows, DVP), "m": rows, "l": rows, "P": e.times(BN, R)}
         sizes |= {"W": e.times(BN, R), "top": I64(R), "alpha": I64(R), "factors": a.word("BM")}
-        sizes |= {"K": e.times(BN, DP), "V": e.times(BN, DVP)}
+        sizes |= {"K": e.times(BN, DP), "V": e.times(BN, DVP), "reach": rows, "longest": I64(1)}
+        sizes |= {"sums": I64(R)}
         self.lay_out(e, f, sizes)
         with e.loop(0, a.word("BM")) as over:
             e.put(a.num("q_factor"), f.ptr("factors"), over.index)
@@ -251,6 +260,8 @@ class Forward(KernelModule):
             row = e.times(over.index, R)
             put_strip(e, [e.const(self.real.lowest)] * tile.vectors, f.ptr("m"), row)
             put_strip(e, [e.const(0.0)] * tile.vectors, f.ptr("l"), row)
+            if self.calm:
+                self.reach(e, a, f, over.index)
         with e.loop(0, e.times(strips, e.times(DVP, R)), e.lanes) as cell:
             e.vput(e.const(0.0), f.ptr("O"), cell.index)
 
@@ -265,6 +276,8 @@ class Forward(KernelModule):
         self.fetch_tiles(e, a, f)
         if self.clean:
             e.call(self.clean, [a.pointer, f.pointer, strips])
+        if self.calm:
+            e.call(self.measure, [a.pointer, f.pointer])
         with e.loop(0, strips) as over:
             e.call(self.strip, [a.pointer, f.pointer, over.index])
         e.branch(after)

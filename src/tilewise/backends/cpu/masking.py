@@ -252,13 +252,13 @@ def emit_bits(unit: Unit, names: tuple[str, ...], structure: str, tile: Register
             e.vput(w, out, e.plus(e.times(j, tile.rows), i * e.lanes))
         some = [e.or_(a, b) for a, b in zip(over.values[: tile.vectors], wide, strict=True)]
         over.carry(some + [e.and_(a, b) for a, b in zip(over.values[tile.vectors :], wide, strict=True)])
-    some = _any(e, over.values[: tile.vectors])
-    holes = _any(e, [e.xor(v, e.iconst(-1)) for v in over.values[tile.vectors :]])
+    some = any_lane(e, over.values[: tile.vectors])
+    holes = any_lane(e, [e.xor(v, e.iconst(-1)) for v in over.values[tile.vectors :]])
     e.ret(e.select(some, e.select(holes, I64(PARTIAL), I64(FULL)), I64(EMPTY)))
     return function
 
 
-def _any(e: Emit, vectors: list[Value]) -> Value:
+def any_lane(e: Emit, vectors: list[Value]) -> Value:
     """Is any lane of any vector not zero?"""
     total = vectors[0]
     for other in vectors[1:]:

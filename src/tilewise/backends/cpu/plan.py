@@ -139,6 +139,7 @@ def forward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
     """Bytes of a thread's buffer; the kernel lays it out in the same order."""
     R, rows, keys = kernel.tile.rows, tiles.rows * words["group"], tiles.keys
     sizes = [rows * words["DP"], rows * words["DVP"], rows, rows, keys * R, keys * R, R, R, tiles.rows]
+    sizes += [rows, 1, R]
     return _bytes(kernel, [*sizes, keys * words["DP"], keys * words["DVP"]])
 
 

@@ -1,0 +1,126 @@
+"""Scores of a strip into weights, in two ways.
+
+The plain way takes the maximum of the scores first, as online softmax does, and watches both ends of the exponents. But softmax
+does not need the maximum, only an m that is not too far from it, and |q| |k| is an upper bound of every score. Where that bound
+is small, and for most inputs it is, m is the bound and nothing can overflow or vanish: the strip is calm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewise.backends.cpu.elementary import exp2, exp2_integer, exp2_near
+from tilewise.backends.cpu.ir import I32, I64, PTR, Emit, Value
+from tilewise.backends.cpu.masking import any_lane
+from tilewise.backends.cpu.micro import put_strip, strip
+from tilewise.backends.cpu.module import KernelModule
+from tilewise.backends.cpu.slots import Slots
+from tilewise.backends.cpu.spec import UNROLL
+
+CALM = 40.0
+"""Bounds on |s| and m up to which a strip is calm: 2**(s - m) is at least 2**-80, so its product with a value of any ordinary
+size is a normal number."""
+
+
+class Softmax(KernelModule):
+    """The frame holds m, l and the bounds for every row, P, `sums` (Σ P of a block), `top` and alpha for one strip."""
+
+    def settle(self, e: Emit, f: Slots, index: Value, tops: list[Value]) -> None:
+        """m moves on to the next integer above the scores; alpha is left for l and O."""
+        m_ptr = e.at(f.ptr("m"), e.times(index, self.tile.rows))
+        old = strip(e, self.tile, m_ptr)
+        m = [e.top(x, e.ceiling(y)) for x, y in zip(old, tops, strict=True)]
+        alpha = exp2_integer(e, [e.fsub(before, now) for before, now in zip(old, m, strict=True)])
+        put_strip(e, m, m_ptr)
+        put_strip(e, alpha, f.ptr("alpha"))
+
+    def emit_weigh(self) -> Any:
+        """weigh(frame, index, j0, j1): P = 2**(s - m) in place for keys [j0, j1); `sums` grows by them."""
+        e, (frame, index, j0, j1), function = self.unit.function("weigh", [PTR, I64, I64, I64])
+        f = Slots(e, frame, self.frame)
+        m = strip(e, self.tile, f.ptr("m"), e.times(index, self.tile.rows))
+        P = f.ptr("P")
+        with e.loop(j0, j1, 1, strip(e, self.tile, f.ptr("sums"))) as over:
+            at = e.times(over.index, self.tile.rows)
+            s = strip(e, self.tile, P, at)
+            p = exp2(e, [e.fsub(x, y) for x, y in zip(s, m, strict=True)], self.real.degree - 1)
+            put_strip(e, p, P, at)
+            over.carry([e.fadd(t, x) for t, x in zip(over.values, p, strict=True)])
+        put_strip(e, over.values, f.ptr("sums"))
+        e.ret_void()
+        return function
+
+    def lift(self, e: Emit, f: Slots, index: Value, edges: tuple[tuple[Value, Value], ...]) -> None:
+        """What is hidden at the edges is put where 2**(s - m) ends, and weighs exactly nothing."""
+        P, R, low = f.ptr("P"), self.tile.rows, e.const(self.real.floor)
+        least = [e.fadd(m, low) for m in strip(e, self.tile, f.ptr("m"), e.times(index, R))]
+        for start, stop in edges:
+            with e.loop(start, stop) as over:
+                at = e.times(over.index, R)
+                put_strip(e, [e.at_least(x, y) for x, y in zip(strip(e, self.tile, P, at), least, strict=True)], P, at)
+
+    def emit_weigh_calm(self) -> Any:
+        """weigh_calm(frame, index, j0, j1): the same for a calm strip, in fewer steps and without rounding s - m."""
+        e, (frame, index, j0, j1), function = self.unit.function("weigh_calm", [PTR, I64, I64, I64])
+        f = Slots(e, frame, self.frame)
+        P, m = f.ptr("P"), strip(e, self.tile, f.ptr("m"), e.times(index, self.tile.rows))
+        level = [e.fsub(e.const(self.real.magic), x) for x in m]
+        with e.loop(j0, j1, 1, strip(e, self.tile, f.ptr("sums"))) as over:
+            at = e.times(over.index, self.tile.rows)
+            p = exp2_near(e, strip(e, self.tile, P, at), level, self.real.degree - 1)
+            put_strip(e, p, P, at)
+            over.carry([e.fadd(t, x) for t, x in zip(over.values, p, strict=True)])
+        put_strip(e, over.values, f.ptr("sums"))
+        e.ret_void()
+        return function
+
+    # -- bounds
+
+    def bounds(self, e: Emit, f: Slots, index: Value) -> list[Value]:
+        """No score of the strip and the key block is larger: |q·k| <= |q| |k|."""
+        longest = e.splat(e.get(f.ptr("longest")))
+        return [e.fmul(x, longest) for x in strip(e, self.tile, f.ptr("reach"), e.times(index, self.tile.rows))]
+
+    def is_calm(self, e: Emit, f: Slots, index: Value) -> Value:
+        """Are bounds and maxima so small that 2**(s - m) needs no maximum of s, nor care for the exponents' ends?"""
+        limit, wild = e.const(CALM), []
+        for m, bound in zip(
+            strip(e, self.tile, f.ptr("m"), e.times(index, self.tile.rows)), self.bounds(e, f, index), strict=True
+        ):
+            wild.append(e.sext(e.fcmp_ordered(">", m, limit), e.vtype(e.real.bits)))
+            wild.append(e.sext(e.fcmp_unordered(">", bound, limit), e.vtype(e.real.bits)))  # NaN is wild
+        return e.not_(any_lane(e, wild))
+
+    def reach(self, e: Emit, a: Slots, f: Slots, index: Value) -> None:
+        """|q| of a strip's rows."""
+        R, DP = self.tile.rows, a.word("DP")
+        Q = e.at(f.ptr("Q"), e.times(index, e.times(DP, R)))
+        with e.loop(0, DP, 1, [e.const(0.0)] * self.tile.vectors) as col:
+            q = strip(e, self.tile, Q, e.times(col.index, R))
+            col.carry([e.mad(x, x, t) for x, t in zip(q, col.values, strict=True)])
+        roots = [e.intrinsic(e._named("sqrt", x.type), x.type, [x]) for x in col.values]
+        put_strip(e, roots, f.ptr("reach"), e.times(index, R))
+
+    def emit_measure(self) -> Any:
+        """measure(args, frame): `longest` = the largest |k| of the packed block; NaN if any element is not finite."""
+        e, (args, frame), function = self.unit.function("measure", [PTR, PTR])
+        a, f = self.open(e, args, frame)
+        J, zero = self.tile.keys, e.const(0.0, self.tile.keys)
+        size = e.times(a.word("DP"), J)
+        with e.loop(0, e.over(f.word("n_pad"), J), 1, [zero, zero]) as group:
+            cells = e.at(f.ptr("K"), e.times(group.index, size))
+            with e.loop(0, size, UNROLL * J, [zero] * UNROLL) as col:
+                k = [e.vget(cells, e.plus(col.index, n * J), lanes=J) for n in range(UNROLL)]
+                col.carry([e.mad(x, x, t) for x, t in zip(k, col.values, strict=True)])
+            a0, a1, a2, a3 = col.values
+            square = e.fadd(e.fadd(a0, a1), e.fadd(a2, a3))
+            group.carry([e.at_least(square, group.values[0]), e.mad(square, zero, group.values[1])])
+        square, nothing = group.values
+        largest = e.extract_element(square, I32(0))
+        for n in range(1, J):
+            other = e.extract_element(square, I32(n))
+            largest = e.select(e.fcmp_ordered(">", other, largest), other, largest)
+        root = e.intrinsic(e._named("sqrt", largest.type), largest.type, [largest])
+        e.put(e.fadd(root, e.sum(nothing)), f.ptr("longest"))
+        e.ret_void()
+        return function
