@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,26 @@ def test_failures_and_refusals_stay_in_the_record() -> None:
 def test_floors(floor: float | None, passed: bool | None) -> None:
     case = Case("case", heads=1, seqlen=32, head_dim=16, floor=floor)
     assert measure(case, [contender("tilewise"), PEERS["sdpa"]], QUICK).passed is passed
+
+
+def test_a_case_may_say_whose_speed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.backends.tiled import backend
+
+    seen = []
+    forward = type(backend).forward
+    monkeypatch.setattr(type(backend), "forward", lambda self, *args: (seen.append(self.name), forward(self, *args))[1])
+    record = measure(replace(CASE, backend="tiled"), [contender("tilewise"), PEERS["sdpa"]], QUICK)
+    assert record.choice["backend"] == "tiled" and set(seen) == {"tiled"} and record.ratio is not None
+    seen.clear()
+    measure(replace(CASE, backend="tiled"), [contender("tilewise:reference")], QUICK)
+    assert not seen, "a contender's own backend comes first"
+
+
+def test_cases_of_equal_size_draw_the_same_numbers() -> None:
+    one, other = replace(CASE, heads=2, seqlen=48).tensors(), replace(CASE, heads=4, seqlen=24).tensors()
+    assert one.q.shape != other.q.shape and one.q.data_ptr() == other.q.data_ptr()
+    assert torch.equal(one.v, torch.randn(3, 1, 2, 48, 16, generator=torch.Generator().manual_seed(0))[2])
+    assert not torch.equal(one.q, CASE.tensors(seed=1).q)
 
 
 def test_threads_are_set_for_the_case_and_given_back() -> None:

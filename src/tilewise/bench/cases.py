@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilewise.errors import ArgumentError
@@ -48,6 +50,7 @@ class Case:
     floor: float | None = None
     aim: float | None = None
     group: str = ""  # cases of a group have a geometric mean
+    backend: str = "auto"  # whose speed plain `tilewise` stands for
 
     @property
     def trains(self) -> bool:
@@ -73,23 +76,19 @@ class Case:
 
     def tensors(self, seed: int = 0) -> Tensors:
         """Unit-normal inputs: the same on every machine for the same seed."""
-        import torch
+        p = self.problem()
 
-        problem = self.problem()
-        dtype = getattr(torch, problem.dtype)
-        generator = torch.Generator().manual_seed(seed)
+        def shape(heads: int, length: int, dim: int) -> tuple[int, ...]:
+            return (p.batch, heads, length, dim) if self.layout == "bhsd" else (p.batch, length, heads, dim)
 
-        def normal(heads: int, length: int, dim: int) -> Tensor:
-            shape = (
-                (problem.batch, heads, length, dim) if self.layout == "bhsd" else (problem.batch, length, heads, dim)
-            )
-            return torch.randn(shape, generator=generator).to(self.device, dtype)
-
-        q = normal(problem.heads, problem.seqlen_q, problem.head_dim)
-        k = normal(problem.kv_heads, problem.seqlen_k, problem.head_dim)
-        v = normal(problem.kv_heads, problem.seqlen_k, problem.head_dim_v)
-        dout = normal(problem.heads, problem.seqlen_q, problem.head_dim_v)
-        return Tensors(q, k, v, dout)
+        shapes = (
+            shape(p.heads, p.seqlen_q, p.head_dim),
+            shape(p.kv_heads, p.seqlen_k, p.head_dim),
+            shape(p.kv_heads, p.seqlen_k, p.head_dim_v),
+            shape(p.heads, p.seqlen_q, p.head_dim_v),
+        )
+        drawn = _normal(tuple(math.prod(sides) for sides in shapes), p.dtype, self.device, seed)
+        return Tensors(*(x.view(sides) for x, sides in zip(drawn, shapes, strict=True)))
 
     def words(self) -> str:
         """The case in one line for a person."""
@@ -110,3 +109,12 @@ class Case:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@lru_cache(maxsize=1)
+def _normal(sizes: tuple[int, ...], dtype: str, device: str, seed: int) -> tuple[Tensor, ...]:
+    """Unit-normal numbers; the last ones are kept, for the cases of a suite often differ in shape alone."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(size, generator=generator).to(device, getattr(torch, dtype)) for size in sizes)

@@ -65,10 +65,10 @@ def is_square_causal(case: Case) -> bool:
 
 def tilewise(backend: str = "auto") -> Contender:
     def bind(case: Case) -> Attention:
-        mask = case.problem().mask
+        mask, wanted = case.problem().mask, case.backend if backend == "auto" else backend
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k, v, mask=mask, layout=case.layout, backend=backend)
+            return attention(q, k, v, mask=mask, layout=case.layout, backend=wanted)
 
         return run
 

@@ -111,12 +111,12 @@ def bind_run(case: Case, contender: Contender, tensors: Tensors) -> Callable[[],
 def chosen(case: Case) -> dict[str, Any]:
     """What stands behind plain `tilewise`: the backend, why not the ones before it, and the planner's tile."""
     problem = case.problem()
-    backward = dispatch.select(problem, backward=True).backend.name if case.trains else None
-    selection = dispatch.select(problem)
+    backward = dispatch.select(problem, name=case.backend, backward=True).backend.name if case.trains else None
+    selection = dispatch.select(problem, name=case.backend)
     reasons = {name: list(verdict.reasons) for name, verdict in selection.verdicts.items() if not verdict.ok}
     found = {"backend": selection.backend.name, "backward": backward, "not": reasons}
     try:
-        planned = plan(problem, case.device).to_dict()
+        planned = plan(problem, case.device, kernels="" if case.backend == "auto" else case.backend).to_dict()
     except PlanError as error:
         return {**found, "plan": None, "no_plan": str(error)}
     return {**found, "plan": {name: planned[name] for name in ("tile", "cpu", "seconds", "binding", "reasons")}}
