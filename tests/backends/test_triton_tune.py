@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+import tilewise as tw
 from tilewise import masks
+from tilewise.backends.gpu import replay
 from tilewise.backends.triton import tune
 from tilewise.hardware import lookup
 from tilewise.planner import TilePlan
@@ -78,3 +81,34 @@ def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not tune.tuning()
     monkeypatch.setenv(tune.VARIABLE, "1")
     assert tune.tuning()
+
+
+@pytest.mark.gpu
+def test_tuned_calls_on_a_gpu_are_right_and_keep_their_winners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.backends.triton import run
+    from tilewise.hardware.cache import load_json
+
+    q, k, v, dout = (torch.randn(2, 4, 640, 32, dtype=torch.float16, device="cuda") for _ in range(4))
+
+    def call() -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = tw.attention(*leaves, mask=masks.causal(), backend="triton")
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    planned = call()
+    monkeypatch.setenv(tune.VARIABLE, "1")
+    monkeypatch.setattr(tune, "CANDIDATES", 3)
+    monkeypatch.setattr(replay, "_known", {})
+    monkeypatch.setattr(replay, "_recent", {})
+    timed: list[float] = []
+    monkeypatch.setattr(run, "seconds_of", lambda launch: timed.append(tune.seconds_of(launch)) or timed[-1])
+    for _ in range(3):
+        for got, want in zip(call(), planned, strict=True):
+            torch.testing.assert_close(got, want, atol=4e-3, rtol=2e-3)
+    files = sorted((tmp_path / "tiles").glob("*.json"))
+    assert len(files) == 3, "forward, dK and dV, dQ"
+    assert 3 < len(timed) <= 12 and min(timed) > 0
+    problem = Problem.of(batch=2, heads=4, seqlen=640, head_dim=32, dtype="float16", mask=masks.causal(), device="cuda")
+    kind = tune.kind_of(problem, "forward", run.spec_of(0))
+    found = load_json(tune.place_of(kind), kind)
+    assert found is not None and found["seconds"] == min(timed[: found["tried"]])
