@@ -382,7 +382,3 @@ class Backward(KernelModule):
             dQ = e.at(f.ptr("dQ"), e.times(row, a.word("DP")))
             left = e.least(R, e.minus(f.word("rows"), row))
             e.call(self.unpack_strip, [to, a.word("dq_s"), dQ, left, a.word("D"), f.ptr("ones")])
-
-
-def emit(kernel: Kernel, arch: str) -> str:
-    return str(Backward(kernel, arch).unit.module)

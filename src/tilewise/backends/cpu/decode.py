@@ -1,11 +1,12 @@
 """The decode kernel: one query row for each head, so the time goes into reading K and V once.
 
-The query heads of a group are the rows. Nothing is packed: lanes lie along the head dim for both products, K and V are converted
-as they are loaded, and lines are prefetched one block ahead. For each row the state over the keys seen so far is
+The query heads of a group are the rows. Nothing is packed: lanes lie along the head dim for both products, and K and V are
+converted as they are loaded. For each row the state over the keys seen so far is
 
     m >= max s (an integer),   l = Σ 2**(s - m),   O = Σ 2**(s - m) v
 
-A task is one share of the keys of one key head; shares meet in the workspace and are merged in order by the last to arrive.
+A task is one share of the keys of one key head; shares meet in the workspace and are merged in order by the last to arrive. How a
+block of keys is gone through is told by `decode_stream` for one row and by `decode_block` for several.
 """
 
 from __future__ import annotations
@@ -32,60 +33,19 @@ class Decode(KernelModule):
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.R = self.tile.keys
-        self.dots = self.emit_dots()
-        self.softmax = self.emit_softmax()
-        self.values = self.emit_values()
-        self.finish = self.emit_finish()
+        self.line = LINE // ITEMSIZE[kernel.dtype]  # elements
         self.merge = self.emit_merge()
+        self.block = self.emit_block()
+        self.finish = self.emit_finish()
         self.emit_worker(self.emit_task())
 
-    # -- scores
+    def emit_block(self) -> Any:
+        """block(args, frame): the keys [n0, n1) join the state of every row."""
+        raise NotImplementedError
 
-    def emit_dots(self) -> Any:
-        """dots(args, frame, r0): S[r][j] = q_r · k_j for R rows from r0 and the keys of the block.
-
-        Meanwhile the lines of V that belong to these keys are asked for, as `values` asks for the next block's K: both phases
-        then wait for memory while they compute.
-        """
-        e, (args, frame, r0), function = self.unit.function("dots", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
-        R, J, L = self.R, ACCUMULATORS // self.R if self.R > 1 else 8, e.lanes
-        D, BN, kind = a.word("D"), a.word("BN"), STORAGE[self.kernel.dtype]
-        width = e.minus(f.word("n1"), f.word("n0"))
-        K = self.source(e, a, f, "k", f.word("kv_head"), e.plus(f.word("k_start"), f.word("n0")))
-        V = self.source(e, a, f, "v", f.word("kv_head"), e.plus(f.word("k_start"), f.word("n0")))
-        q_rows = [e.at(f.ptr("Q"), e.times(e.plus(r0, r), D)) for r in range(R)]
-        line = LINE // ITEMSIZE[self.kernel.dtype]
-        whole = e.round_down(D, line)
-        with e.loop(0, width, J) as over:
-            # keys beyond the block repeat its last one; their scores are never read
-            rows = [e.times(e.least(e.plus(over.index, j), e.minus(width, 1)), a.word("k_s")) for j in range(J)]
-            soon = [e.at(V, e.times(e.plus(over.index, j), a.word("v_s")), kind) for j in range(J)]
-
-            def multiply(acc: list[Value], at: Value, rows: list[Value] = rows) -> list[Value]:
-                q = [e.vget(row, at) for row in q_rows]
-                acc = list(acc)
-                for j in range(J):
-                    k = fetch(e, K, e.plus(rows[j], at), self.kernel.dtype, L)
-                    for r in range(R):
-                        acc[r * J + j] = e.mad(q[r], k, acc[r * J + j])
-                return acc
-
-            with e.loop(0, whole, line, [e.const(0.0)] * (R * J)) as dim:
-                for pointer in soon:
-                    e.prefetch(e.at(pointer, dim.index, kind))
-                acc = list(dim.values)
-                for n in range(0, line, L):
-                    acc = multiply(acc, e.plus(dim.index, n))
-                dim.carry(acc)
-            with e.loop(whole, D, L, dim.values) as dim:
-                dim.carry(multiply(dim.values, dim.index))
-            for r in range(R):
-                out = e.at(f.ptr("P"), e.plus(e.times(e.plus(r0, r), BN), over.index))
-                for j in range(0, J, UNROLL):
-                    e.vput(self.sums(e, dim.values[r * J + j : r * J + j + UNROLL]), out, j)
-        e.ret_void()
-        return function
+    def scratch(self, e: Emit, a: Slots) -> Value:
+        """Elements of the buffer P; the host allows for the larger of what the kernels ask."""
+        return e.times(e.round_up(a.word("group"), self.R), a.word("BN"))
 
     def sums(self, e: Emit, vectors: list[Value]) -> Value:
         """The lane sums of four vectors, as one vector of four."""
@@ -101,89 +61,6 @@ class Decode(KernelModule):
         """Sums of neighbouring lanes, x's first."""
         n = x.type.count
         return e.fadd(e.pick(x, range(0, 2 * n, 2), y), e.pick(x, range(1, 2 * n, 2), y))
-
-    # -- softmax along the keys
-
-    def emit_softmax(self) -> Any:
-        """softmax(args, frame, r): P = 2**(s - m) of row r in place; m and l moved on; O rescaled where m grew."""
-        e, (args, frame, r), function = self.unit.function("softmax", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
-        L, BN = e.lanes, a.word("BN")
-        P = e.at(f.ptr("P"), e.times(r, BN))
-        width = e.minus(f.word("n1"), f.word("n0"))
-        padded = e.round_up(width, L * 2)
-        low = e.const(float("-inf"))
-        with e.loop(width, padded) as over:  # what lies behind the keys weighs nothing
-            e.put(e.num(float("-inf")), P, over.index)
-        with e.loop(0, padded, 2 * L, [low, low]) as over:
-            over.carry([e.top(over.values[n], e.vget(P, e.plus(over.index, n * L))) for n in (0, 1)])
-        top = e.peak(e.top(*over.values))
-        old = e.get(f.ptr("m"), r)
-        m = e.top(old, e.ceiling(top))
-        level = e.splat(m)
-        with e.loop(0, padded, 2 * L, [e.const(0.0)] * 2) as over:
-            at = [e.plus(over.index, n * L) for n in (0, 1)]
-            p = exp2(e, [e.fsub(e.vget(P, x), level) for x in at])
-            for x, value in zip(at, p, strict=True):
-                e.vput(value, P, x)
-            over.carry([e.fadd(t, x) for t, x in zip(over.values, p, strict=True)])
-        (alpha,) = exp2(e, [e.splat(e.fsub(old, m))])
-        rescale = e.extract_element(alpha, I32(0))
-        total = e.mad(e.get(f.ptr("l"), r), rescale, e.sum(e.fadd(*over.values)))
-        e.put(total, f.ptr("l"), r)
-        e.put(m, f.ptr("m"), r)
-        with e.if_then(e.fcmp_ordered("!=", rescale, e.num(1.0))):
-            O = e.at(f.ptr("O"), e.times(r, a.word("Dv")))
-            with e.loop(0, a.word("Dv"), L) as col:
-                e.vput(e.fmul(e.vget(O, col.index), alpha), O, col.index)
-        e.ret_void()
-        return function
-
-    # -- values
-
-    def emit_values(self) -> Any:
-        """values(args, frame, r0): O[r] += Σ_j P[r][j]·v_j for R rows from r0; V vectors of the head dim at a time, then one."""
-        e, (args, frame, r0), function = self.unit.function("values", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
-        V = self.source(e, a, f, "v", f.word("kv_head"), e.plus(f.word("k_start"), f.word("n0")))
-        wide = self.tile.vectors * e.lanes
-        whole = e.round_down(a.word("Dv"), wide)
-        with e.loop(0, whole, wide) as col:
-            self.value_columns(e, a, f, V, r0, col.index, self.tile.vectors)
-        with e.loop(whole, a.word("Dv"), e.lanes) as col:
-            self.value_columns(e, a, f, V, r0, col.index, 1)
-        e.ret_void()
-        return function
-
-    def value_columns(self, e: Emit, a: Slots, f: Slots, V: Value, r0: Value, col: Value, vectors: int) -> None:
-        R, L, BN = self.R, e.lanes, a.word("BN")
-        width = e.minus(f.word("n1"), f.word("n0"))
-        p_rows = [e.at(f.ptr("P"), e.times(e.plus(r0, r), BN)) for r in range(R)]
-        o_rows = [e.at(f.ptr("O"), e.plus(e.times(e.plus(r0, r), a.word("Dv")), col)) for r in range(R)]
-        v_step, whole = a.word("v_s"), e.round_down(width, UNROLL)
-
-        def step(acc: list[Value], key: Value, weights: list[Value]) -> list[Value]:
-            row = e.plus(e.times(key, v_step), col)
-            v = [fetch(e, V, e.plus(row, i * L), self.kernel.dtype, L) for i in range(vectors)]
-            return [e.mad(v[n % vectors], weights[n // vectors], x) for n, x in enumerate(acc)]
-
-        kind = STORAGE[self.kernel.dtype]
-        K_next = self.source(e, a, f, "k", f.word("kv_head"), e.plus(f.word("k_start"), f.word("n0"), BN))
-        with e.loop(0, whole, UNROLL, [e.const(0.0)] * (R * vectors)) as over:
-            acc = list(over.values)
-            for n in range(UNROLL):
-                ahead = e.plus(e.times(e.plus(over.index, n), a.word("k_s")), col)
-                for at in range(0, vectors * L, LINE // ITEMSIZE[self.kernel.dtype]):
-                    e.prefetch(e.at(K_next, e.plus(ahead, at), kind))
-            small = [e.vget(row, over.index, lanes=UNROLL) for row in p_rows]
-            for n in range(UNROLL):
-                acc = step(acc, e.plus(over.index, n), [e.lane(s, n) for s in small])
-            over.carry(acc)
-        with e.loop(whole, width, 1, over.values) as rest:
-            rest.carry(step(list(rest.values), rest.index, [e.splat(e.get(row, rest.index)) for row in p_rows]))
-        for n, value in enumerate(rest.values):
-            at = (n % vectors) * L
-            e.vput(e.fadd(e.vget(o_rows[n // vectors], at), value), o_rows[n // vectors], at)
 
     # -- tasks
 
@@ -203,16 +80,10 @@ class Decode(KernelModule):
             e.plus(low, e.times(BN, e.over(e.times(count, e.plus(f.word("split"), n)), splits))) for n in (0, 1)
         )
         end = e.least(end, high)
-        rows = a.word("group")
         with e.loop(begin, end, BN) as block:
             f.set("n0", block.index)
             f.set("n1", e.least(e.plus(block.index, BN), end))
-            with e.loop(0, rows, self.R) as over:
-                e.call(self.dots, [args, frame, over.index])
-            with e.loop(0, rows) as over:
-                e.call(self.softmax, [args, frame, over.index])
-            with e.loop(0, rows, self.R) as over:
-                e.call(self.values, [args, frame, over.index])
+            e.call(self.block, [args, frame])
         with e.if_then(e.icmp_signed("==", splits, I64(1)), likely=True):
             e.call(self.finish, [args, frame])
             e.ret_void()
@@ -224,23 +95,26 @@ class Decode(KernelModule):
         """Lay out the frame; Q widened and scaled, rows beyond the group zero; the state of no keys."""
         D, Dv = a.word("D"), a.word("Dv")
         rows = e.round_up(a.word("group"), self.R)
-        self.lay_out(
-            e,
-            f,
-            {"Q": e.times(rows, D), "O": e.times(rows, Dv), "m": rows, "l": rows, "P": e.times(rows, a.word("BN"))},
-        )
+        sizes = {"Q": e.times(rows, D), "O": e.times(rows, Dv), "m": rows, "l": rows}
+        self.lay_out(e, f, {**sizes, "P": self.scratch(e, a)})
         with e.loop(0, e.times(rows, D)) as cell:
             e.put(e.num(0.0), f.ptr("Q"), cell.index)
-        with e.loop(0, e.times(rows, Dv)) as cell:
-            e.put(e.num(0.0), f.ptr("O"), cell.index)
+        self.clear(e, a, f)
         first = e.times(f.word("kv_head"), a.word("group"))
         with e.loop(0, a.word("group")) as row:
             source = self.source(e, a, f, "q", e.plus(first, row.index), f.word("q_start"))
             with e.loop(0, D) as col:
                 value = fetch(e, source, e.times(col.index, a.word("q_d")), self.kernel.dtype)
                 e.put(e.fmul(value, a.num("q_factor")), f.ptr("Q"), e.plus(e.times(row.index, D), col.index))
+
+    def clear(self, e: Emit, a: Slots, f: Slots) -> None:
+        """The state of no keys."""
+        rows = e.round_up(a.word("group"), self.R)
+        with e.loop(0, rows) as row:
             e.put(e.num(self.real.lowest), f.ptr("m"), row.index)
             e.put(e.num(0.0), f.ptr("l"), row.index)
+        with e.loop(0, e.times(rows, a.word("Dv"))) as cell:
+            e.put(e.num(0.0), f.ptr("O"), cell.index)
 
     def share(self, e: Emit, a: Slots, f: Slots, number: Value) -> None:
         """Leave this share's m, l and O in the workspace; the last to arrive merges all of them in order."""
@@ -313,7 +187,3 @@ class Decode(KernelModule):
             e.put(lse, a.ptr("lse"), self.row_offset(e, a, f, head, f.word("q_start")))
         e.ret_void()
         return function
-
-
-def emit(kernel: Kernel, arch: str) -> str:
-    return str(Decode(kernel, arch).unit.module)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from tilewise.backends.cpu import backward, decode, forward
+from tilewise.backends.cpu.backward import Backward
+from tilewise.backends.cpu.decode_block import BlockDecode
+from tilewise.backends.cpu.decode_stream import StreamDecode
+from tilewise.backends.cpu.forward import Forward
+from tilewise.backends.cpu.module import KernelModule
 from tilewise.backends.cpu.spec import Kernel
 
 
 def emit(kernel: Kernel, arch: str) -> str:
     """The kernel as LLVM IR text."""
-    return {"forward": forward.emit, "backward": backward.emit, "decode": decode.emit}[kernel.kind](kernel, arch)
+    decode = StreamDecode if kernel.tile.keys == 1 else BlockDecode
+    kinds: dict[str, type[KernelModule]] = {"forward": Forward, "backward": Backward, "decode": decode}
+    return str(kinds[kernel.kind](kernel, arch).unit.module)

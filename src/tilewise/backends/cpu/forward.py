@@ -310,7 +310,3 @@ class Forward(Softmax):
                     e.call(self.merge, [a.pointer, f.pointer, over.index, state, l_in, o_in])
             with e.loop(0, strips) as over:
                 e.call(self.finish, [a.pointer, f.pointer, over.index])
-
-
-def emit(kernel: Kernel, arch: str) -> str:
-    return str(Forward(kernel, arch).unit.module)

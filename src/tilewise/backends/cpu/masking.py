@@ -263,7 +263,7 @@ def any_lane(e: Emit, vectors: list[Value]) -> Value:
     total = vectors[0]
     for other in vectors[1:]:
         total = e.or_(total, other)
-    n = e.lanes
+    n = total.type.count
     while n > 1:
         n //= 2
         total = e.or_(e.pick(total, range(n)), e.pick(total, range(n, 2 * n)))

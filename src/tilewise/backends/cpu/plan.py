@@ -18,6 +18,8 @@ GROUP_ROWS = 512
 """Rows of all heads of a group in one task: beyond it Q and O no longer fit beside K and V in L2."""
 
 
+STREAM_KEYS = 256
+"""Keys whose sums are complete before they join those of the others, when one row is decoded."""
 BACKWARD_TALL = 256
 BACKWARD_TASKS = 32
 """Rows of a block in the backward, if there are at least so many of them for the threads to share; else half."""
@@ -109,9 +111,9 @@ def forward_tiles(problem: Problem, tile: Register, longest: int, threads: int) 
 
 
 def decode_tiles(problem: Problem, tile: Register, longest: int, threads: int) -> Tiles:
-    """Key blocks of which two fit into L1, one in use and one on its way; shares of the keys for every thread."""
+    """Key blocks of which two fit into L1, one in use and one on its way; a single row only sums by blocks."""
     pair = (problem.head_dim + problem.head_dim_v) * problem.itemsize
-    keys = max(2 * tile.lanes, 32, probe_cpu().l1d_bytes // (2 * pair) // 32 * 32)
+    keys = max(2 * tile.lanes, 32, probe_cpu().l1d_bytes // (2 * pair) // 32 * 32) if tile.keys > 1 else STREAM_KEYS
     pairs = problem.batch * problem.kv_heads
     if work_of(problem) < SMALL_WORK:
         threads = 1
@@ -145,7 +147,8 @@ def forward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
 
 def decode_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
     rows = round_up(words["group"], kernel.tile.keys)
-    return _bytes(kernel, [rows * words["D"], rows * words["Dv"], rows, rows, rows * tiles.keys])
+    scratch = max(rows * tiles.keys, words["Dv"] + ALIGN)
+    return _bytes(kernel, [rows * words["D"], rows * words["Dv"], rows, rows, scratch])
 
 
 def backward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
