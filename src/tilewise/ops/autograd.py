@@ -18,9 +18,7 @@ def attend(problem: Problem, inputs: Inputs, backend: str, chosen: Backend | Non
     if problem.needs_grad:
         plain = inputs.bias is inputs.alibi is inputs.sinks is inputs.seed is inputs.cu_q is None
         tensors = inputs[:3] if plain else inputs  # each argument costs, present or not
-        out, lse = Attention.apply(  # type: ignore[no-untyped-call]
-            problem, backend, chosen, *tensors
-        )
+        out, lse = _apply(problem, backend, chosen, *tensors)
         return out, lse
     return forward(problem, inputs, chosen or backend)
 
@@ -47,6 +45,10 @@ class Attention(torch.autograd.Function):
         differentiate: Any = AttentionBackward.apply if torch.is_grad_enabled() else gradients
         dq, dk, dv, dbias, dsinks = differentiate(ctx.problem, ctx.backend, needs, dout, dlse, *ctx.saved_tensors)
         return (None, None, None, dq, dk, dv, *((dbias, None, dsinks, None, None, None) if more else ()))
+
+
+_apply: Any = super(torch.autograd.Function, Attention).apply
+"""`Attention.apply` without what it does for functorch: calls under its transforms go through the operator."""
 
 
 def gradients(
