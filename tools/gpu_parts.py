@@ -88,7 +88,7 @@ def errors(call: Call) -> dict[str, tuple[float, float]]:
     found = {}
     for name, x, y in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
         assert x is not None
-        gap = x.double() - y
+        gap = x.double() - y.detach()
         found[name] = float(gap.norm() / y.norm()), float(gap.abs().max())
     return found
 

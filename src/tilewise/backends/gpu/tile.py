@@ -4,8 +4,10 @@ Letters: M queries, N keys, D and DV head dims; `q`, `k` are index tiles of posi
 each other, so the same verb serves S = QKᵀ and its transpose. Scores inside kernels are in units of log 2.
 
 Products of fp32 tiles go through the 16-bit tensor cores where TERMS is 3: a number is the sum of three of bf16 (8 + 8 + 8 bits),
-and of the nine products of two such sums the six largest leave an error of 2⁻²⁶. A tile is then a tuple of three. Streamed
-operands come split from memory, their terms one after another along the batch; resident ones and weights are split in registers.
+and the six largest of the nine products of two such sums are enough. A tile is then a tuple of three. Operands come split from
+memory, their terms one after another along the batch; weights are split in registers. The tensor cores cut off what does not fit
+their accumulator, always towards 0, so a sum over a whole sequence would shrink: each tile's products are summed on their own and
+added by the fp32 units, which round.
 """
 
 from __future__ import annotations
@@ -108,13 +110,11 @@ def load_all(view, desc, row, h, start, n, ROWS: tl.constexpr, WIDTH: tl.constex
 def load_stream(
     a, view, desc, row, h, start, n, ok, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr
 ):
-    """A streamed operand, split in terms where it is fp32; `ok` None: all its tokens exist."""
+    """A streamed operand, in terms where it is fp32; `ok` None: all its tokens exist."""
     if C.TERMS == 1:
         return _streamed(view, desc, row, h, start, n, ok, ROWS, WIDTH, PADDED)
     else:
-        rows = a.batch
-        if C.VARLEN:
-            rows = 1
+        rows = batch_rows(a, C)
         return (
             _streamed(view, desc, row, h, start, n, ok, ROWS, WIDTH, PADDED),
             _streamed(view, desc, row + rows, h, start, n, ok, ROWS, WIDTH, PADDED),
@@ -131,13 +131,24 @@ def _streamed(view, desc, row, h, start, n, ok, ROWS: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def load_resident(at, stride_s, stride_d, rows, ok, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
-    """An operand that stays, split in terms where it is fp32."""
-    tile = load_rows(at, stride_s, stride_d, rows, ok, WIDTH, PADDED)
+def load_resident(a, view, at, rows, ok, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
+    """An operand that stays, its head beginning `at`; in terms where it is fp32."""
+    first = load_rows(at, view.stride_s, view.stride_d, rows, ok, WIDTH, PADDED)
     if C.TERMS == 1:
-        return tile
+        return first
     else:
-        return in_terms(within(tile), C)
+        apart = batch_rows(a, C) * view.stride_b
+        second = load_rows(at + apart, view.stride_s, view.stride_d, rows, ok, WIDTH, PADDED)
+        return first, second, load_rows(at + 2 * apart, view.stride_s, view.stride_d, rows, ok, WIDTH, PADDED)
+
+
+@triton.jit
+def batch_rows(a, C: tl.constexpr):
+    """Rows along the batch that one term of an operand takes."""
+    if C.VARLEN:
+        return 1
+    else:
+        return a.batch
 
 
 @triton.jit
@@ -168,12 +179,22 @@ def within(tile):
 
 @triton.jit
 def in_terms(tile, C: tl.constexpr):
-    """An fp32 tile as a sum of three of bf16; an infinity or NaN is its first term."""
+    """An fp32 tile as a sum of three of bf16, each the nearest to what is left; an infinity or NaN is its first term."""
     first = cast(tile, tl.bfloat16, C)
     rest = tile - first.to(tl.float32)
     rest = tl.where(rest == rest, rest, 0.0)
     second = cast(rest, tl.bfloat16, C)
     return first, second, cast(rest - second.to(tl.float32), tl.bfloat16, C)
+
+
+@triton.jit
+def cut_in_terms(tile, C: tl.constexpr):
+    """The same by cutting bits off, which is cheaper than rounding: for weights, which are finite."""
+    first = (tile.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    rest = tile - first
+    second = (rest.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    third = rest - second
+    return cast(first, tl.bfloat16, C), cast(second, tl.bfloat16, C), cast(third, tl.bfloat16, C)
 
 
 @triton.jit
@@ -186,18 +207,34 @@ def mma(x, y, acc, C: tl.constexpr):
 
 
 @triton.jit
+def six(x, y, C: tl.constexpr):
+    """x·y of terms."""
+    acc = tl.full([x[0].shape[0], y[0].shape[1]], 0.0, tl.float32)
+    return six_more(x, y, acc, C)
+
+
+@triton.jit
+def six_more(x, y, acc, C: tl.constexpr):
+    """acc + x·y of terms, the small products first."""
+    acc = mma(x[2], y[0], acc, C)
+    acc = mma(x[0], y[2], acc, C)
+    acc = mma(x[1], y[1], acc, C)
+    acc = mma(x[1], y[0], acc, C)
+    acc = mma(x[0], y[1], acc, C)
+    return mma(x[0], y[0], acc, C)
+
+
+@triton.jit
 def dot(weights_tile, y, acc, C: tl.constexpr):
     """acc + weights·y: fp32 weights, in the precision of y."""
     if C.TERMS == 1:
         return mma(cast(weights_tile, y.dtype, C), y, acc, C)
     else:
-        x = in_terms(weights_tile, C)
-        acc = mma(x[2], y[0], acc, C)
-        acc = mma(x[0], y[2], acc, C)
-        acc = mma(x[1], y[1], acc, C)
-        acc = mma(x[1], y[0], acc, C)
-        acc = mma(x[0], y[1], acc, C)
-        return mma(x[0], y[0], acc, C)
+        x = cut_in_terms(weights_tile, C)
+        if C.APART:
+            return acc + six(x, y, C)
+        else:
+            return six_more(x, y, acc, C)
 
 
 @triton.jit
@@ -209,13 +246,7 @@ def product(x, y, C: tl.constexpr):
         else:
             return tl.dot(x, tl.trans(y), input_precision=C.PRECISION)
     else:
-        acc = tl.full([x[0].shape[0], y[0].shape[0]], 0.0, tl.float32)
-        acc = mma(x[2], tl.trans(y[0]), acc, C)
-        acc = mma(x[0], tl.trans(y[2]), acc, C)
-        acc = mma(x[1], tl.trans(y[1]), acc, C)
-        acc = mma(x[1], tl.trans(y[0]), acc, C)
-        acc = mma(x[0], tl.trans(y[1]), acc, C)
-        return mma(x[0], tl.trans(y[0]), acc, C)
+        return six(x, (tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2])), C)
 
 
 @triton.jit

@@ -172,9 +172,9 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     ok = k < seq.len_k
     seen = seen_keys(a.mask, seq, 0, seq.len_q, k, C)
     k_at = base(a.k, seq.row, kv_h, seq.k_start)
-    k_tile = load_resident(k_at, a.k.stride_s, a.k.stride_d, k, seen, C.D, C.BLOCK_D, C)  # [N, D]
+    k_tile = load_resident(a, a.k, k_at, k, seen, C.D, C.BLOCK_D, C)  # [N, D]
     v_at = base(a.v, seq.row, kv_h, seq.k_start)
-    v_tile = load_resident(v_at, a.v.stride_s, a.v.stride_d, k, seen, C.DV, C.BLOCK_DV, C)  # [N, DV]
+    v_tile = load_resident(a, a.v, v_at, k, seen, C.DV, C.BLOCK_DV, C)  # [N, DV]
 
     n1 = tl.minimum(n0 + C.BLOCK_N, seq.len_k)
     lo, hi, full_lo, full_hi = query_bounds(a.mask, seq, n0, n1, C)
@@ -254,9 +254,9 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     row_ok = q < seq.len_q
     m1 = tl.minimum(m0 + C.BLOCK_M, seq.len_q)
     q_at = base(a.q, seq.row, h, seq.q_start)
-    q_tile = load_resident(q_at, a.q.stride_s, a.q.stride_d, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
+    q_tile = load_resident(a, a.q, q_at, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
     dout_at = base(g.dout, seq.row, h, seq.q_start)
-    dout_tile = load_resident(dout_at, g.dout.stride_s, g.dout.stride_d, q, row_ok, C.DV, C.BLOCK_DV, C)  # [M, DV]
+    dout_tile = load_resident(a, g.dout, dout_at, q, row_ok, C.DV, C.BLOCK_DV, C)  # [M, DV]
     stats = (seq.row.to(tl.int64) * a.heads + h) * a.len_q + seq.q_start + q
     lse2 = tl.load(g.lse2_ptr + stats, mask=row_ok, other=float("inf"))
     delta = tl.load(g.delta_ptr + stats, mask=row_ok, other=0.0)

@@ -156,7 +156,7 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     else:
         q_at = base(a.q, seq.row, heads, seq.q_start)
         out_at = base(a.out, seq.row, heads, seq.q_start)
-    q_tile = load_resident(q_at, a.q.stride_s, a.q.stride_d, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
+    q_tile = load_resident(a, a.q, q_at, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
 
     first = m0 // C.PACK
     last = tl.minimum((m0 + C.BLOCK_M - 1) // C.PACK + 1, seq.len_q)

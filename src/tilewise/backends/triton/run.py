@@ -51,6 +51,8 @@ class Trial(NamedTuple):
 PLANNED = Trial()
 MAPS_FROM = 1 << 30
 """Multiply-adds of QKᵀ, about 10 µs of an H200."""
+APART_UP_TO = 64
+"""Larger head dims leave a backward that multiplies terms no registers for one more accumulator."""
 
 
 def ready(problem: Problem, inputs: Inputs) -> Inputs:
@@ -85,7 +87,7 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
         tile = tile or tile_for(problem, pass_, out.device)
         splits = tile.splits
     parts = partial_results(out, splits) if splits > 1 else ()
-    terms = streamed_terms(problem, inputs.k, inputs.v) if pass_ == "forward" else ()
+    terms = () if pass_ == "decode" else terms_of(problem, *inputs[:3])
     moving = (*inputs, out, lse, *parts, *terms)
     key = key_of(problem, inputs, splits, trial)
     if key is not None and repeat(problem, key, moving):
@@ -105,13 +107,13 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
             programs = grid(problem, rows, tile.block_q, heads) * tile.splits
             if parts:
                 a, config = a._replace(out=split_view(parts[0]), lse_ptr=parts[1]), config._replace(SPLIT=True)
-            k, v = terms or (inputs.k, inputs.v)
+            q, k, v = terms or inputs[:3]
             if terms:
-                a, config = a._replace(k=split_view(k), v=split_view(v)), config._replace(TERMS=3)
+                a, config = a._replace(q=split_view(q), k=split_view(k), v=split_view(v)), config._replace(TERMS=3)
             kv = descriptors(k, v, tile.block_k, maps)
             return Launch(forward_kernel, programs, (a, *kv), config, Options(tile.warps, tile.stages))
 
-        launches = [splitting(x, y) for x, y in zip((inputs.k, inputs.v), terms, strict=False)]
+        launches = [splitting(x, y) for x, y in zip(inputs, terms, strict=False)]
         launches.append(fitting(problem, pass_, attend, tile, out.device))
         if parts:
             rows = min(16, 1 << (problem.seqlen_q - 1).bit_length())
@@ -133,9 +135,9 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
     dk = torch.empty_like(inputs.k) if needs.dk else None
     dv = torch.empty_like(inputs.v) if needs.dv else None
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    for_keys = streamed_terms(problem, inputs.q, dout) if needs.dk or needs.dv else ()
-    for_queries = streamed_terms(problem, inputs.k, inputs.v) if needs.dq else ()
-    moving = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *for_keys, *for_queries)
+    whole = (*inputs[:3], dout)
+    terms = terms_of(problem, *whole)
+    moving = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *terms)
     key = key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs, trial)
 
     def gradients() -> Gradients:
@@ -147,27 +149,26 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
         maps = worth_maps(problem) if trial.maps is None else trial.maps
         from tilewise.backends.triton.backward import keys_kernel, prepare_kernel, queries_kernel
 
-        def keys(tile: TilePlan) -> Launch:
+        q, k, v, do = terms or whole
+
+        def described(tile: TilePlan) -> tuple[Attention, Gradients, Config]:
             a, config = arguments(problem, inputs, out, lse, tile)
+            if not terms:
+                return a, g, config
+            a = a._replace(q=split_view(q), k=split_view(k), v=split_view(v))
+            apart = max(config.BLOCK_D, config.BLOCK_DV) <= APART_UP_TO
+            return a, g._replace(dout=split_view(do)), config._replace(TERMS=3, APART=apart)
+
+        def keys(tile: TilePlan) -> Launch:
+            a, into, config = described(tile)
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
-            q, do = for_keys or (inputs.q, dout)
-            into = g._replace(dq=None)
-            if for_keys:
-                a, into, config = (
-                    a._replace(q=split_view(q)),
-                    into._replace(dout=split_view(do)),
-                    config._replace(TERMS=3),
-                )
-            args = (a, into, *descriptors(q, do, tile.block_q, maps))
+            args = (a, into._replace(dq=None), *descriptors(q, do, tile.block_q, maps))
             return Launch(keys_kernel, programs, args, config, Options(tile.warps, tile.stages))
 
         def queries(tile: TilePlan) -> Launch:
-            a, config = arguments(problem, inputs, out, lse, tile)
+            a, into, config = described(tile)
             programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
-            k, v = for_queries or (inputs.k, inputs.v)
-            if for_queries:
-                a, config = a._replace(k=split_view(k), v=split_view(v)), config._replace(TERMS=3)
-            args = (a, g._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps))
+            args = (a, into._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps))
             return Launch(queries_kernel, programs, args, config, Options(tile.warps, tile.stages))
 
         rows = 16 if interpreting() else 64
@@ -175,8 +176,7 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
         plain = config._replace(STRUCTURE="", DROPOUT=False, SOFTCAP=False, FOLD=True)
         programs = -(-problem.seqlen_q // rows) * problem.heads * out.shape[0]
         launches = [Launch(prepare_kernel, programs, (a, g), plain, Options(4, 1))]
-        launches += [splitting(x, y) for x, y in zip((inputs.q, dout), for_keys, strict=False)]
-        launches += [splitting(x, y) for x, y in zip((inputs.k, inputs.v), for_queries, strict=False)]
+        launches += [splitting(x, y) for x, y in zip(whole, terms, strict=False)]
         if needs.dk or needs.dv:
             launches.append(fitting(problem, "backward_dkdv", keys, trial.tile("backward_dkdv"), out.device))
         if needs.dq:
@@ -210,9 +210,9 @@ def bias_gradient(problem: Problem, inputs: Inputs, saved: Saved, g: Gradients) 
     return dbias.to(bias.dtype)
 
 
-def streamed_terms(problem: Problem, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """Memory for the terms of two streamed operands, if they are to be split."""
-    return (empty_terms(x), empty_terms(y)) if terms_for(problem, on_hip()) == 3 else ()
+def terms_of(problem: Problem, *operands: Tensor) -> tuple[Tensor, ...]:
+    """Memory for the terms of operands, if they are to be split."""
+    return tuple(empty_terms(x) for x in operands) if terms_for(problem, on_hip()) == 3 else ()
 
 
 def splitting(x: Tensor, terms: Tensor) -> Launch:
