@@ -113,7 +113,7 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
             kv = descriptors(k, v, tile.block_k, maps)
             return Launch(forward_kernel, programs, (a, *kv), config, Options(tile.warps, tile.stages))
 
-        launches = [splitting(x, y) for x, y in zip(inputs, terms, strict=False)]
+        launches = [splitting(x, y) for x, y in zip(inputs[:3], terms, strict=False)]
         launches.append(fitting(problem, pass_, attend, tile, out.device))
         if parts:
             rows = min(16, 1 << (problem.seqlen_q - 1).bit_length())
