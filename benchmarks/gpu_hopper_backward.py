@@ -85,7 +85,9 @@ def check_group(name: str) -> dict[str, Any]:
         if shape.lengths is not None and shape.poison is not None:
             clean = backend.backward(problem, inputs, out, lse, dout, dlse, Needs())
             for x, y in zip(grads[:3], clean[:3], strict=True):
-                wrong += [] if close(x[:, :, : shape.poison[0]], y[:, :, : shape.poison[0]]) else [f"{shape}: NaN crossed"]
+                wrong += (
+                    [] if close(x[:, :, : shape.poison[0]], y[:, :, : shape.poison[0]]) else [f"{shape}: NaN crossed"]
+                )
         else:
             wrong += [f"{shape}: {excess}" for excess in bounds.check_backward(problem, inputs, dout, dlse, grads)]
         done += 1
@@ -159,7 +161,9 @@ def contenders(problem: Any, inputs: Any, dout: Any, causal: bool) -> dict[str, 
     }
     leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        theirs = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=problem.group > 1)
+        theirs = torch.nn.functional.scaled_dot_product_attention(
+            *leaves, is_causal=causal, enable_gqa=problem.group > 1
+        )
     runs["cudnn"] = lambda: torch.autograd.grad(theirs, leaves, dout, retain_graph=True)
     try:
         from flash_attn.cute import flash_attn_func
@@ -189,7 +193,8 @@ def time_dim(argument: str) -> dict[str, Any]:
         problem, inputs = build(shape)
         dout = normal_like(inputs.q, 2)
         runs = contenders(problem, inputs, dout, shape.mask != "None")
-        runs = {who: run for who, run in runs.items() if who not in skipped and ("window" not in name or who in ("tilewise", "triton"))}
+        served = ("tilewise", "triton") if "window" in name else tuple(runs)
+        runs = {who: run for who, run in runs.items() if who in served and who not in skipped}
         errors = {}
         if problem.group == 1:
             exact = exact_head(problem, inputs, dout)
@@ -210,14 +215,19 @@ def variant_tiles(d: int) -> dict[str, Any]:
     from tilewise.backends.hopper.backward.config import KEYS
 
     base = KEYS[d, d]
-    result = {"base": base, "no dQ": base._replace(REDUCE=False)}
-    if d == 128:
-        result["2 Q stages"] = base._replace(Q_STAGES=2)
-    return result
+    return {"two passes": base} if base.SPLIT else {"sums": base, "two passes": base._replace(REDUCE=False)}
+
+
+def variant_cells(d: int) -> list[tuple[str, Shape]]:
+    return [
+        (f"d{d} {'causal' if mask else 'full'} {s}", Shape(d, CAUSAL if mask else "None", s, b=16384 // s, h=2048 // d))
+        for mask in (False, True)
+        for s in (512, 1024, 2048, 16384)
+    ]
 
 
 def variants(argument: str) -> dict[str, Any]:
-    """Levers and single kernels at one head dim, interleaved; no result is checked here."""
+    """Both ways to dQ and their single kernels at one head dim, interleaved; no result is checked here."""
     import torch
 
     from tilewise.backends.hopper.backend import backend
@@ -226,9 +236,7 @@ def variants(argument: str) -> dict[str, Any]:
 
     device = torch.device("cuda", 0)
     result = {}
-    for name, shape in cells(int(argument)):
-        if not name.endswith((" 512", " 16384")):
-            continue
+    for name, shape in variant_cells(int(argument)):
         problem, inputs = build(shape)
         out, lse = backend.forward(problem, inputs)
         dout = normal_like(out, 2)
@@ -241,13 +249,13 @@ def variants(argument: str) -> dict[str, Any]:
             memory = launch.Memory(*inputs[:3], out, lse, dout, None, *grads, scratch, None, None)
             runs[variant] = partial(launch.launch, problem, memory, plan)
             runs[variant]()
-            if variant == "base":
-                calls = next(iter(plan.calls.values()))
-                runs |= {step.name: call for step, call in zip(plan.steps, calls, strict=True)}
-        samples = interleave(runs, Effort(0.5, 4, 20, 5e-3), cuda_clock)
+            calls = next(iter(plan.calls.values()))
+            runs |= {f"{variant}: {step.name}": call for step, call in zip(plan.steps, calls, strict=True)}
+        samples = interleave(runs, Effort(0.3, 4, 12, 4e-3), cuda_clock)
         flops = 2.5 * executed_flops(problem)
-        result[name] = {k: flops / statistics.median(s) * 1e-12 for k, s in samples.items()}
-        result[name] |= {f"{k} µs": statistics.median(samples[k]) * 1e6 for k in ("prepare_kernel", "cast_kernel")}
+        times = {k: statistics.median(s) for k, s in samples.items()}
+        result[name] = {k: flops / times[k] * 1e-12 for k in variant_tiles(int(argument))}
+        result[name] |= {f"{k} µs": t * 1e6 for k, t in times.items() if ":" in k}
         print(json.dumps({name: result[name]}), flush=True)
     return result
 
@@ -300,7 +308,7 @@ def kernels() -> list[tuple[Any, ...]]:
                 problem = replace(problem_of(shape), deterministic=name.startswith("deterministic"))
                 add(problem, with_dlse=bool(i % 2))
     for d in DIMS:
-        for _, shape in cells(d):
+        for _, shape in cells(d) + variant_cells(d):
             for tile in variant_tiles(d).values():
                 add(problem_of(shape), tile=tile)
     return sorted(found.values(), key=lambda what: what[0] in ("prepare_kernel", "cast_kernel"))
@@ -340,7 +348,11 @@ def child(task: str, argument: str, limit: float) -> dict[str, Any]:
         return {"failed": f"no answer in {limit:.0f} s", "printed": printed[-3000:]}
     if done.returncode:
         return {"failed": (done.stderr.strip() or done.stdout)[-1500:], "printed": done.stdout[-3000:]}
-    return {**json.loads(done.stdout.splitlines()[-1]), "seconds": time.perf_counter() - start, "said": done.stderr[-300:]}
+    return {
+        **json.loads(done.stdout.splitlines()[-1]),
+        "seconds": time.perf_counter() - start,
+        "said": done.stderr[-300:],
+    }
 
 
 def show(phase: str, name: str, result: dict[str, Any]) -> None:
@@ -348,7 +360,9 @@ def show(phase: str, name: str, result: dict[str, Any]) -> None:
         print(f"{phase:8} {name:22} FAILED: {result['failed']}\n{result.get('printed', '')}", flush=True)
     elif phase == "check":
         wrong = len(result["wrong"])
-        print(f"check    {name:22} {result['checked']:3} shapes, {wrong} wrong, {result['refused']} refused", flush=True)
+        print(
+            f"check    {name:22} {result['checked']:3} shapes, {wrong} wrong, {result['refused']} refused", flush=True
+        )
         for line in result["wrong"][:4]:
             print("         ", line[:500], flush=True)
     elif phase in ("time", "variants"):
@@ -358,7 +372,11 @@ def show(phase: str, name: str, result: dict[str, Any]) -> None:
                 best = max((x for who, x in rates.items() if who in ("cudnn", "fa4")), default=None)
                 ratio = f"  ratio {rates['tilewise'] / best:.3f}" if best and "tilewise" in rates else ""
                 line = "  ".join(f"{who} {x:.0f}" for who, x in rates.items())
-                print(f"{cell:28} {line}{ratio}", f"WRONG {row['wrong']} {row['errors']}" if row.get("wrong") else "", flush=True)
+                print(
+                    f"{cell:28} {line}{ratio}",
+                    f"WRONG {row['wrong']} {row['errors']}" if row.get("wrong") else "",
+                    flush=True,
+                )
     else:
         print(f"{phase:8} {name} {json.dumps(result)}", flush=True)
 
@@ -367,7 +385,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="compile,check,time,host")
     parser.add_argument("--dims", default="128,64,256")
-    parser.add_argument("--groups", default="", help="only groups of checks whose name contains this")
+    parser.add_argument("--groups", default="", help="only groups of checks whose name contains one of these words")
     parser.add_argument("--without", default="", help="contenders to leave out of the timing")
     parser.add_argument("--out", default=None)
     parser.add_argument("--task", default=None)
@@ -376,7 +394,7 @@ def main() -> None:
     if options.task:
         print(json.dumps(TASKS[options.task](options.argument)), flush=True)
         return
-    names = [name for name in checks() if options.groups in name]
+    names = [name for name in checks() if any(word in name for word in options.groups.split(","))]
     dims = options.dims.split(",")
     timed = [f"{d} without {options.without}" for d in dims]
     record: dict[str, Any] = {"machine": child("machine", "", 40)}

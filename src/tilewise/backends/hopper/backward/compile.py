@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.backends.hopper.compile import ELEMENT, descriptor_type
 from tilewise.backends.hopper.backward.structs import Plane
+from tilewise.backends.hopper.compile import ELEMENT, descriptor_type
 
 MATRICES: dict[str, Any] = {
     "keys_kernel": lambda C: {

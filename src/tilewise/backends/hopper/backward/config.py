@@ -18,6 +18,8 @@ class KeysConfig(NamedTuple):
     SEEDED: bool  # products start at -lse and -delta instead of having them subtracted
     Q_STAGES: int
     DO_STAGES: int
+    K_STAGES: int
+    V_STAGES: int
     STAGED: bool  # dK and dV leave through memory of their own, not through that of K and V
     PIECE: int  # columns of dQ that a warpgroup computes at a time
     REGISTERS: tuple[int, int]  # of a thread that computes, and of one that loads
@@ -32,7 +34,7 @@ class KeysConfig(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Of tiles, statistics and barriers."""
-        keys = self.BLOCK_N * (self.BLOCK_D + self.BLOCK_DV)
+        keys = self.BLOCK_N * (self.K_STAGES * self.BLOCK_D + self.V_STAGES * self.BLOCK_DV)
         queries = self.BLOCK_M * (self.Q_STAGES * self.BLOCK_D + self.DO_STAGES * self.BLOCK_DV)
         scores = (2 if self.REDUCE else 0) * self.BLOCK_M * self.BLOCK_N
         exchanged = 4 * self.BLOCK_M * self.BLOCK_N if self.SPLIT else 0
@@ -47,9 +49,9 @@ class KeysConfig(NamedTuple):
 
     @property
     def accumulators(self) -> int:
-        """Registers a computing thread holds for its gradients and two tiles of scores."""
+        """Registers a computing thread holds for its gradients and its tiles of scores."""
         gradients = max(self.BLOCK_D, self.BLOCK_DV) if self.SPLIT else self.BLOCK_D + self.BLOCK_DV
-        return gradients // 2 + (self.PIECE if self.SPLIT else self.BLOCK_M)
+        return gradients // 2 + (self.BLOCK_M // 2 if self.SPLIT else self.BLOCK_M)
 
 
 class QueriesConfig(NamedTuple):
@@ -90,19 +92,19 @@ class QueriesConfig(NamedTuple):
 
 
 KEYS: dict[tuple[int, int], KeysConfig] = {
-    (64, 64): KeysConfig(128, 128, 64, 64, False, True, 2, 2, True, 64, (240, 24)),
-    (128, 64): KeysConfig(64, 128, 128, 64, False, False, 3, 2, True, 64, (240, 24)),
-    (128, 128): KeysConfig(64, 128, 128, 128, False, False, 3, 2, True, 64, (240, 24)),
-    (128, 256): KeysConfig(64, 64, 128, 256, True, False, 2, 2, False, 64, (240, 24)),
-    (256, 64): KeysConfig(64, 64, 256, 64, True, False, 2, 2, False, 64, (240, 24)),
-    (256, 128): KeysConfig(64, 64, 256, 128, True, False, 2, 2, False, 64, (240, 24)),
-    (256, 256): KeysConfig(64, 64, 256, 256, True, False, 2, 2, False, 64, (240, 24)),
+    (64, 64): KeysConfig(128, 128, 64, 64, False, True, 2, 2, 2, 2, True, 64, (240, 24)),
+    (128, 64): KeysConfig(64, 128, 128, 64, False, False, 2, 2, 2, 1, True, 64, (240, 24)),
+    (128, 128): KeysConfig(64, 128, 128, 128, False, False, 2, 2, 2, 1, True, 64, (240, 24)),
+    (128, 256): KeysConfig(64, 64, 128, 256, True, False, 2, 2, 1, 1, False, 64, (240, 24), False),
+    (256, 64): KeysConfig(64, 64, 256, 64, True, False, 2, 2, 1, 1, False, 64, (240, 24), False),
+    (256, 128): KeysConfig(64, 64, 256, 128, True, False, 2, 2, 1, 1, False, 64, (240, 24), False),
+    (256, 256): KeysConfig(64, 64, 256, 256, True, False, 2, 2, 1, 1, False, 64, (240, 24), False),
 }
 """By padded head dims of keys and values; why each: docs/hopper-backward-notes.md."""
 QUERIES: dict[tuple[int, int], QueriesConfig] = {
-    (64, 64): QueriesConfig(64, 64, 64, 2, 2, 128),
-    (128, 64): QueriesConfig(64, 128, 64, 2, 2, 64),
-    (128, 128): QueriesConfig(64, 128, 128, 2, 2, 64),
+    (64, 64): QueriesConfig(128, 64, 64, 2, 2, 128),
+    (128, 64): QueriesConfig(128, 128, 64, 2, 2, 64),
+    (128, 128): QueriesConfig(128, 128, 128, 2, 2, 64),
     (128, 256): QueriesConfig(64, 128, 256, 2, 1, 64),
     (256, 64): QueriesConfig(64, 256, 64, 2, 2, 64),
     (256, 128): QueriesConfig(64, 256, 128, 2, 2, 64),

@@ -44,7 +44,12 @@ def load_plane(plane, row, h, token, left, M: gl.constexpr, WIDTH: gl.constexpr)
     LAYOUT: gl.constexpr = rows_layout(WIDTH)
     m = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
     d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    base = plane.ptr + row.to(gl.int64) * plane.stride_b + h.to(gl.int64) * plane.stride_h + token.to(gl.int64) * plane.stride_s
+    base = (
+        plane.ptr
+        + row.to(gl.int64) * plane.stride_b
+        + h.to(gl.int64) * plane.stride_h
+        + token.to(gl.int64) * plane.stride_s
+    )
     at = base + m.to(gl.int64)[:, None] * plane.stride_s + d[None, :]
     return gl.load(at, mask=(m < left)[:, None] & (d < plane.width)[None, :], other=0.0)
 
@@ -55,6 +60,8 @@ def prepare_kernel(a, C: gl.constexpr):
     M: gl.constexpr = C.BLOCK_M
     row, h, token, left = locate_queries(a, C)
     t = gl.program_id(0)
+    out_tile = load_plane(a.out, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)  # [M, DV]
+    do_tile = load_plane(a.dout, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)
     if C.REDUCE:
         Z_LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
         SIZE: gl.constexpr = 4096
@@ -62,8 +69,6 @@ def prepare_kernel(a, C: gl.constexpr):
         nothing = gl.zeros([SIZE], gl.float32, Z_LAYOUT)
         for i in gl.static_range(M * C.BLOCK_D // SIZE):
             gl.store(at + i * SIZE, nothing)
-    out_tile = load_plane(a.out, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)  # [M, DV]
-    do_tile = load_plane(a.dout, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)
     delta = gl.sum(out_tile * do_tile, 1)  # [M]
     m = gl.arange(0, M, delta.type.layout)
     ok = m < left
@@ -106,7 +111,12 @@ def cast_kernel(a, C: gl.constexpr):
     offsets = fragment_offsets(N)
     m = gl.arange(0, 64, gl.SliceLayout(1, R_LAYOUT))
     d = gl.arange(0, N, gl.SliceLayout(0, R_LAYOUT))
-    base = a.dq.ptr + row.to(gl.int64) * a.dq.stride_b + h.to(gl.int64) * a.dq.stride_h + token.to(gl.int64) * a.dq.stride_s
+    base = (
+        a.dq.ptr
+        + row.to(gl.int64) * a.dq.stride_b
+        + h.to(gl.int64) * a.dq.stride_h
+        + token.to(gl.int64) * a.dq.stride_s
+    )
     tile = a.dq_ptr + gl.program_id(0).to(gl.int64) * (M * C.BLOCK_D)
     for part in gl.static_range(M * C.BLOCK_D // (64 * N)):
         m0 = part * 64 if M == 128 else 0

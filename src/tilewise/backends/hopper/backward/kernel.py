@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tilewise.backends.hopper.backward.keys import consume_keys
+from tilewise.backends.hopper.backward.keys import Rings, consume_keys
 from tilewise.backends.hopper.backward.load import load_for_keys
 from tilewise.backends.hopper.backward.queries import consume_queries, load_for_queries
 from tilewise.backends.hopper.backward.split import consume_split
@@ -14,8 +14,15 @@ from tilewise.backends.hopper.ring import Ring, make_ring
 
 
 @gluon.jit
-def make_score_ring(dtype: gl.constexpr, N: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    """Tiles [N, M] that warpgroups write for one another; none of fp32 (exchanged within a pair) or of dS."""
+def make_score_ring(
+    dtype: gl.constexpr,
+    N: gl.constexpr,
+    M: gl.constexpr,
+    STAGES: gl.constexpr,
+    WRITERS: gl.constexpr,
+    READERS: gl.constexpr,
+):
+    """Tiles [N, M] that warpgroups write for one another: dS as an operand, or weights in fp32."""
     if dtype == gl.float32:
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     else:
@@ -35,13 +42,14 @@ def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a
     DTYPE: gl.constexpr = q_desc.dtype
     q_ring = make_ring(q_desc, C.Q_STAGES, 2)
     do_ring = make_ring(do_desc, C.DO_STAGES, 2)
-    k_ring = make_ring(k_desc, 1, 2)
-    v_ring = make_ring(v_desc, 1, 2)
+    k_ring = make_ring(k_desc, C.K_STAGES, 2)
+    v_ring = make_ring(v_desc, C.V_STAGES, 2)
     stats = gl.allocate_shared_memory(gl.float32, [C.Q_STAGES, 2 * C.BLOCK_M], stats_desc.layout)
     if C.REDUCE:
         ds_ring = make_score_ring(DTYPE, C.BLOCK_N, C.BLOCK_M, 2, 2, 2)
     else:
         ds_ring = q_ring
+    rings = Rings(q_ring, do_ring, k_ring, v_ring, ds_ring, stats)
     dk_buffers = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, C.BLOCK_D], dk_desc.layout)
     if C.BLOCK_D == C.BLOCK_DV:
         dv_buffers = dk_buffers
@@ -51,9 +59,12 @@ def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a
     # constexprs among the arguments must be written in the call: through a variable they become numbers at run time
     gl.warp_specialize(
         [
-            (consume_keys, (dk_desc, dv_desc, dk_buffers, dv_buffers, stats, q_ring, do_ring, k_ring, v_ring, ds_ring, a, gl.constexpr(0), C)),
-            (consume_keys, (dk_desc, dv_desc, dk_buffers, dv_buffers, stats, q_ring, do_ring, k_ring, v_ring, ds_ring, a, gl.constexpr(1), C)),
-            (load_for_keys, (q_desc, do_desc, k_desc, v_desc, stats_desc, stats, q_ring, do_ring, k_ring, v_ring, a, C)),
+            (consume_keys, (dk_desc, dv_desc, dk_buffers, dv_buffers, rings, a, gl.constexpr(0), C)),
+            (consume_keys, (dk_desc, dv_desc, dk_buffers, dv_buffers, rings, a, gl.constexpr(1), C)),
+            (
+                load_for_keys,
+                (q_desc, do_desc, k_desc, v_desc, stats_desc, stats, q_ring, do_ring, k_ring, v_ring, a, C),
+            ),
         ],
         [4, 1],
         [C.REGISTERS[0], C.REGISTERS[1]],
@@ -62,24 +73,22 @@ def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a
 
 @gluon.jit
 def split_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a, C: gl.constexpr):
-    """dK and dV of 64 keys at a time, dV by the first warpgroup and dK by the second, and their share of dQ."""
-    DTYPE: gl.constexpr = q_desc.dtype
+    """dK and dV of 64 keys at a time, dV by the first warpgroup and dK by the second."""
     q_ring = make_ring(q_desc, C.Q_STAGES, 2)
     do_ring = make_ring(do_desc, C.DO_STAGES, 2)
     k_ring = make_ring(k_desc, 1, 1)
     v_ring = make_ring(v_desc, 1, 1)
     stats = gl.allocate_shared_memory(gl.float32, [C.Q_STAGES, 2 * C.BLOCK_M], stats_desc.layout)
     w_ring = make_score_ring(gl.float32, C.BLOCK_N, C.BLOCK_M, 1, 1, 1)
-    if C.REDUCE:
-        ds_ring = make_score_ring(DTYPE, C.BLOCK_N, C.BLOCK_M, 2, 1, 2)
-    else:
-        ds_ring = q_ring
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume_split, (dv_desc, stats, q_ring, do_ring, k_ring, v_ring, w_ring, ds_ring, a, gl.constexpr(0), C)),
-            (consume_split, (dk_desc, stats, q_ring, do_ring, k_ring, v_ring, w_ring, ds_ring, a, gl.constexpr(1), C)),
-            (load_for_keys, (q_desc, do_desc, k_desc, v_desc, stats_desc, stats, q_ring, do_ring, k_ring, v_ring, a, C)),
+            (consume_split, (dv_desc, stats, q_ring, do_ring, k_ring, v_ring, w_ring, a, gl.constexpr(0), C)),
+            (consume_split, (dk_desc, stats, q_ring, do_ring, k_ring, v_ring, w_ring, a, gl.constexpr(1), C)),
+            (
+                load_for_keys,
+                (q_desc, do_desc, k_desc, v_desc, stats_desc, stats, q_ring, do_ring, k_ring, v_ring, a, C),
+            ),
         ],
         [4, 1],
         [C.REGISTERS[0], C.REGISTERS[1]],

@@ -24,7 +24,17 @@ def fill_queries(ring, desc, stats, stats_desc, n, row, h, token, stat_tile):
 
 
 @gluon.jit
-def load_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, stats, q_ring, do_ring, k_ring, v_ring, a, C: gl.constexpr):
+def fill_freed(ring, desc, n, row, h, token):
+    """Load the n-th tile, whose place is known to be free."""
+    at = place(ring, n)
+    mbarrier.expect(ring.full.index(at), desc.block_type.nbytes)
+    tma_load(desc, [row, h, token, 0], ring.full.index(at), ring.tiles.index(at))
+
+
+@gluon.jit
+def load_for_keys(
+    q_desc, do_desc, k_desc, v_desc, stats_desc, stats, q_ring, do_ring, k_ring, v_ring, a, C: gl.constexpr
+):
     """Keys and values once for a tile, then the queries of all heads of its group. Rows beyond a tensor arrive as zeros."""
     taken = 0
     served = 0
@@ -36,16 +46,23 @@ def load_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, stats, q_ring, do
         t = tile_at(a, i)
         n = taken
         stat_tile = first_statistics(spot, a)
+        if not C.SPLIT:
+            if spot.count > 0:
+                fill(k_ring, k_desc, served, spot.row, spot.h, spot.k_start + spot.n0)
         for g in range(a.group.value):
             h = spot.h * a.group.value + g
             token = spot.q_start + spot.first * C.BLOCK_M
             for j in range(spot.count):
                 fill_queries(q_ring, q_desc, stats, stats_desc, n, spot.row, h, token, stat_tile)
-                fill(do_ring, do_desc, n, spot.row, h, token)
-                # the last tile's keys may still be in use when the first queries of this one have a place
+                if C.SPLIT:
+                    fill(do_ring, do_desc, n, spot.row, h, token)
+                else:
+                    fill_freed(do_ring, do_desc, n, spot.row, h, token)
+                # what has one place may still be in use by the last tile when the first queries of this one have theirs
                 if n == taken:
                     fill(v_ring, v_desc, served, spot.row, spot.h, spot.k_start + spot.n0)
-                    fill(k_ring, k_desc, served, spot.row, spot.h, spot.k_start + spot.n0)
+                    if C.SPLIT:
+                        fill(k_ring, k_desc, served, spot.row, spot.h, spot.k_start + spot.n0)
                     served += 1
                 n += 1
                 token += C.BLOCK_M

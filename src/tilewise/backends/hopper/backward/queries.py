@@ -190,8 +190,9 @@ def gradient(tiles, k_ring, v_ring, taken, spot, band, row0, a, WG: gl.constexpr
     dp_token = issue_product(do_tile, v_ring, taken, C)
     ds = score_gradient(s_token, dp_token, v_ring, taken, key0, rows, band, row0, a, C)
     # over the tiles of keys before n: dq lacks the last one, whose dS waits in ds
-    for n in range(taken + 1, past):
+    for j in range(taken + 1, past):
         key0 += C.BLOCK_N
+        n = afresh(j)  # else each address is a variable of the loop in a register of its own
         guard(k_ring, v_ring, n, key0, spot, band, a, WG, C)
         dq_token = warpgroup_mma(ds, matrix(k_ring, n - 1), dq, is_async=True)
         s_token = issue_product(q_tile, k_ring, n, C)
@@ -219,13 +220,15 @@ def consume_queries(dq_desc, q_ring, do_ring, k_ring, v_ring, a, WG: gl.constexp
             at = served * 2 + WG
             await_tile(q_ring, at)
             await_tile(do_ring, at)
-            tiles = matrix(q_ring, at), matrix(do_ring, at)
+            tiles = matrix(q_ring, WG), matrix(do_ring, WG)
             dq = gradient(tiles, k_ring, v_ring, taken, spot, band, row0, a, WG, C)
             release(do_ring, at)
             # asked again rather than kept in registers
             spot, band = locate_queries(a, tile_at(a, afresh(i)), C)
             row0 = spot.m0 + 64 * WG
-            put(dq_desc, a.dq, dq * a.scale, q_ring.tiles.index(WG), spot.row, spot.h, spot.q_start, row0, spot.len_q, C)
+            put(
+                dq_desc, a.dq, dq * a.scale, q_ring.tiles.index(WG), spot.row, spot.h, spot.q_start, row0, spot.len_q, C
+            )
             await_stores()
             release(q_ring, at)
             served += 1

@@ -31,6 +31,7 @@ class Walk(NamedTuple):
     len_q: int  # of each sequence, or of all together when packed
     len_k: int
     stat_blocks: int  # tiles of statistics of a query head
+    stat_tiles: int  # of all heads; behind dQ's last one is a spare
     total: int
     programs: int
     unit: float  # scores in units of log 2: scale / ln 2, or softcap / ln 2
