@@ -14,8 +14,9 @@ pytest.importorskip("llvmlite")
 
 from tilewise.backends.base import Inputs
 from tilewise.backends.cpu import compile as compiler
-from tilewise.backends.cpu import plan
+from tilewise.backends.cpu import image, plan
 from tilewise.backends.cpu.backend import backend
+from tilewise.backends.cpu.spec import Kernel, Register
 from tilewise.hardware.cache import CACHE_VARIABLE
 from tilewise.problem import Problem
 
@@ -28,7 +29,7 @@ from tilewise.problem import Problem
 g = torch.Generator().manual_seed(0)
 q, k, v = (torch.randn(1, 1, 20, 8, generator=g) for _ in range(3))
 out, _ = backend.forward(Problem.of(heads=1, head_dim=8, seqlen=20, dtype="float32"), Inputs(q, k, v))
-print(out.double().sum().item(), "tilewise.backends.cpu.ir" in sys.modules)
+print(out.double().sum().item(), "llvmlite.binding" in sys.modules or "tilewise.backends.cpu.ir" in sys.modules)
 """
 
 
@@ -101,11 +102,41 @@ def test_a_read_only_directory_only_costs_time(directory: Path) -> None:
 
 def test_the_name_depends_on_kernel_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = plan.kernel_for(PROBLEM, "forward")
-    base = compiler.entry_path(kernel)
-    assert compiler.entry_path(plan.kernel_for(PROBLEM, "backward")) != base
-    other = compiler.Machine(compiler.host().triple, "another-cpu", "")
-    monkeypatch.setattr(compiler, "host", lambda: other)
-    assert compiler.entry_path(kernel) != base
+    base = compiler.entry_path(repr(kernel))
+    assert compiler.entry_path(repr(plan.kernel_for(PROBLEM, "backward"))) != base
+    monkeypatch.setattr(compiler, "fingerprint", lambda: "another machine")
+    assert compiler.entry_path(repr(kernel)) != base
+
+
+@pytest.mark.skipif(not image.supported(), reason="images are for Linux")
+@pytest.mark.parametrize("kind", ["forward", "backward", "decode"])
+@pytest.mark.parametrize("triple", ["aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"])
+def test_kernels_become_images(kind: str, triple: str) -> None:
+    """Every reference of a kernel must be one that `link` knows, or processes would load LLVM to load a kernel."""
+    lanes = 4 if triple.startswith("aarch64") else 16
+    cpu = "neoverse-n1" if lanes == 4 else "skylake-avx512"
+    kernel = Kernel(kind, "float32", Register(lanes, 4, 4), "b")
+    assert compiler.build(kernel, compiler.Machine(triple, cpu, "")).startswith(compiler.IMAGE)
+
+
+@pytest.mark.skipif(not image.supported(), reason="images are for Linux")
+def test_image_and_object_compute_the_same(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_image = attend()
+    assert compiler.read_entry(only_entry(directory)).startswith(compiler.IMAGE)  # type: ignore[union-attr]
+    only_entry(directory).unlink()
+    compiler._loaded.clear()
+    monkeypatch.setattr(image, "link", lambda data, symbol: None)
+    assert torch.equal(attend(), with_image)
+    assert compiler.read_entry(only_entry(directory)).startswith(compiler.OBJECT)  # type: ignore[union-attr]
+
+
+def test_what_is_no_plain_object_is_left_to_llvm() -> None:
+    assert image.link(b"", "worker") is None
+    assert image.link(b"\xcf\xfa\xed\xfe" + bytes(100), "worker") is None
+    outside = "declare void @elsewhere()\ndefine void @team() {\n  call void @elsewhere()\n  ret void\n}"
+    assert compiler.build_text(outside, "team").startswith(compiler.OBJECT)
+    written = "@cell = global i64 0\ndefine void @team() {\n  store i64 1, ptr @cell\n  ret void\n}"
+    assert compiler.build_text(written, "team").startswith(compiler.OBJECT)
 
 
 def test_processes_share_the_directory_without_clashing(tmp_path: Path) -> None:
@@ -120,4 +151,4 @@ def test_processes_share_the_directory_without_clashing(tmp_path: Path) -> None:
     assert not list((tmp_path / "cpu").glob("*.part"))
     total, generated = start().communicate(timeout=120)[0].split()
     assert total == outputs[0][0]
-    assert generated == "False", "a cached kernel should need no code generator"
+    assert generated == str(not image.supported()), "a cached kernel should need neither code generator nor LLVM"

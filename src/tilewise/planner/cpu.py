@@ -13,7 +13,6 @@ block_q         rows over which bringing in (and packing) a K/V tile is paid bac
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,8 +28,7 @@ REFILL_SHARE = 0.02
 """The share that bringing a K/V tile into cache (and packing it) may cost: it fixes block_q."""
 
 
-@dataclass(frozen=True)
-class CpuTile:
+class CpuTile(NamedTuple):
     """What the CPU backend generates code for."""
 
     block_q: int
@@ -58,11 +56,10 @@ class CpuTile:
         return self.lanes * self.row_vectors
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "rows": self.rows, "reasons": list(self.reasons)}
+        return {**self._asdict(), "rows": self.rows, "reasons": list(self.reasons)}
 
 
-@dataclass(frozen=True)
-class _Micro:
+class _Micro(NamedTuple):
     """A register tile and what it costs."""
 
     row_vectors: int

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_out, sin
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import plan, schedule
 from tilewise.backends.cpu.spec import HOT, Kernel, argument_names
+from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import TENSORS
 from tilewise.problem import Problem
 
@@ -29,13 +29,12 @@ _REST = 8 * len(HOT)
 _empty_like, _num_threads = torch.empty_like, torch.get_num_threads
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """All that is the same for every call of a problem with so many threads."""
 
     call: Any
     template: bytes  # of the words after the hot ones
-    index: dict[str, int]
+    slots: dict[str, int]  # where each word stands
     size: int  # of a thread's buffer
     threads: int
     work: int  # elements shared by splits
@@ -48,7 +47,7 @@ class Plan:
 
     def patch(self, view: memoryview, words: Iterable[tuple[str, int]]) -> None:
         for name, value in words:
-            _WORD.pack_into(view, 8 * self.index[name], value)
+            _WORD.pack_into(view, 8 * self.slots[name], value)
 
 
 @cache
@@ -56,15 +55,14 @@ def _obstacle() -> str | None:
     """Why kernels cannot be made here; None if they can."""
     if find_spec("llvmlite") is None:
         return "llvmlite is not installed; pip install llvmlite"
-    try:
-        machine = compiler.host()
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"llvmlite does not work here: {error}"
-    if machine.arch not in ARCHITECTURES:
-        return f"has register tiles for {' and '.join(ARCHITECTURES)}, this machine is {machine.arch}"
-    if machine.arch == "x86_64" and not {"+avx2", "+fma"} <= set(machine.features.split(",")):
-        return "needs AVX2 and FMA, which this processor does not have"
-    return None
+    spec = probe_cpu()
+    if spec.arch not in ARCHITECTURES:
+        return f"has register tiles for {' and '.join(ARCHITECTURES)}, this machine is {spec.arch}"
+    reason = compiler.obstacle()
+    if reason is not None or spec.arch != "x86_64" or spec.isa in ("avx2", "avx512"):
+        return reason
+    enough = {"+avx2", "+fma"} <= set(compiler.host().features.split(","))
+    return None if enough else "needs AVX2 and FMA, which this processor does not have"
 
 
 class CpuBackend:
@@ -204,7 +202,7 @@ def _make_plan(problem: Problem, key: tuple[str, int, str, bool, int]) -> Plan:
     make_tiles, frame = _KINDS[kind]
     tiles = make_tiles(problem, kernel.tile, longest, threads)
     if dbias and not _own_cells(problem):
-        tiles = replace(tiles, threads=1)
+        tiles = tiles._replace(threads=1)
     words = plan.words_for(problem, kernel, tiles)
     size = frame(kernel, tiles, words)
     names = argument_names(kernel)
@@ -214,7 +212,7 @@ def _make_plan(problem: Problem, key: tuple[str, int, str, bool, int]) -> Plan:
     return Plan(
         call=compiler.worker(kernel),
         template=struct.pack(f"={len(values)}q", *values),
-        index={name: n for n, name in enumerate(names)},
+        slots={name: n for n, name in enumerate(names)},
         size=size,
         threads=tiles.threads,
         work=shared if tiles.splits > 1 else 0,

@@ -1,28 +1,33 @@
 """From a Kernel to machine code for this CPU, kept on disk between processes.
 
-A cache entry is named by a digest of everything that shapes the code: this package's sources, the kernel, the CPU's name and
-features, and llvmlite's version. It starts with a magic word and a digest of its name and content, so a torn, damaged or
+A cache entry is named by a digest of everything that shapes the code: this package's sources, the kernel, what the system says of
+its CPU, and llvmlite's version. It starts with a magic word and a digest of its name and content, so a torn, damaged or
 misplaced file is noticed, ignored and written anew. Writing is atomic (a fresh file renamed into place), so processes never
-see half a file; a directory that is missing or cannot be written only costs the time to compile again.
+see half a file; a directory that is missing or cannot be written only costs the time to compile again. An entry holds an image
+where `image` can make one, and then LLVM is not even loaded: that alone takes a tenth of a second.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import os
+import platform
 import tempfile
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tilewise.backends.cpu import image
 from tilewise.backends.cpu.spec import Kernel
 from tilewise.hardware.cache import cache_root
 
-MAGIC = b"tilewise-cpu-1\0\0"
+MAGIC = b"tilewise-cpu-2\0\0"
+IMAGE, OBJECT = b"image---", b"object--"
 PASSES = (
     *("ipsccp", "instruction_combine", "simplify_cfg", "new_gvn"),
     *("loop_simplify", "loop_rotate", "instruction_combine", "simplify_cfg"),
@@ -31,8 +36,7 @@ PASSES = (
 gives code of the same speed."""
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """What code is generated for."""
 
     triple: str
@@ -53,9 +57,23 @@ def host() -> Machine:
     )
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection meanwhile: building makes objects by the ten thousand and no garbage, and every look through a
+    process that holds torch takes a tenth of a second."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @cache
 def _binding() -> Any:
-    from llvmlite import binding
+    with uncollected():
+        from llvmlite import binding
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
@@ -96,32 +114,39 @@ def assembly(kernel: Kernel, machine: Machine) -> str:
 
 def build(kernel: Kernel, machine: Machine) -> bytes:
     module, machine_code = optimised(kernel, machine)
-    return bytes(machine_code.emit_object(module))
+    return sealed_form(bytes(machine_code.emit_object(module)), "worker")
+
+
+def build_text(text: str, symbol: str) -> bytes:
+    """A small module in LLVM's own words."""
+    return sealed_form(bytes(target_machine(host()).emit_object(_binding().parse_assembly(text))), symbol)
+
+
+def sealed_form(code: bytes, symbol: str) -> bytes:
+    """What is kept of an object: an image if it can be one."""
+    linked = image.link(code, symbol) if image.supported() else None
+    return OBJECT + code if linked is None else IMAGE + linked
 
 
 # -- loading
 
 
-def jit_text(text: str) -> Any:
-    """An engine holding the functions of a small module in LLVM's own words; it must be kept as long as they are called."""
-    binding = _binding()
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(text), target_machine(host()))
-    engine.finalize_object()
-    return engine
-
-
 class Loaded:
     """Code in memory; lives as long as this object."""
 
-    def __init__(self, code: bytes) -> None:
-        binding = _binding()
-        empty = binding.parse_assembly("")
-        self.engine = binding.create_mcjit_compiler(empty, target_machine(host()))
-        self.engine.add_object_file(binding.ObjectFileRef.from_data(code))
-        self.engine.finalize_object()
-        self.address = self.engine.get_function_address("worker")
+    def __init__(self, code: bytes, symbol: str = "worker") -> None:
+        kind, content = code[: len(IMAGE)], code[len(IMAGE) :]
+        if kind == IMAGE:
+            self.holder: Any = image.Mapped(content)
+            self.address = self.holder.address
+        else:
+            binding = _binding()
+            self.holder = binding.create_mcjit_compiler(binding.parse_assembly(""), target_machine(host()))
+            self.holder.add_object_file(binding.ObjectFileRef.from_data(content))
+            self.holder.finalize_object()
+            self.address = self.holder.get_function_address(symbol)
         if not self.address:
-            raise OSError("the object holds no worker")
+            raise OSError(f"the object holds no {symbol}")
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(self.address)
 
 
@@ -142,12 +167,35 @@ def worker(kernel: Kernel) -> Any:
 
 
 def _obtain(kernel: Kernel) -> Loaded:
-    path = entry_path(kernel)
+    path = entry_path(repr(kernel))
     code = read_entry(path)
     if code is None:
-        code = build(kernel, host())
+        with uncollected():
+            code = build(kernel, host())
         write_entry(path, code)
+        write_entry(proof_path(), b"works")
     return Loaded(code)
+
+
+def load_text(text: str, symbol: str) -> Loaded:
+    """A function of a small module in LLVM's own words, from the cache if it is there."""
+    path = entry_path(text)
+    code = read_entry(path)
+    if code is None:
+        code = build_text(text, symbol)
+        write_entry(path, code)
+    return Loaded(code, symbol)
+
+
+def obstacle() -> str | None:
+    """Why LLVM cannot compile here; None if it can, or once has."""
+    if read_entry(proof_path()) is not None:
+        return None
+    try:
+        host()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"llvmlite does not work here: {error}"
+    return None
 
 
 def _forget_lock() -> None:
@@ -174,12 +222,37 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
-def entry_path(kernel: Kernel) -> Path:
+@cache
+def fingerprint() -> str:
+    """What code depends on besides the kernel: the system's account of its CPUs and llvmlite's version."""
     import llvmlite
 
-    machine = host()
-    words = (_source_digest(), repr(kernel), machine.triple, machine.cpu, machine.features, llvmlite.__version__)
+    try:
+        lines = set(Path("/proc/cpuinfo").read_text(errors="replace").splitlines())
+        about = sorted(line for line in lines if line.split("\t")[0].strip() in _TELLING)
+    except OSError:
+        about = []
+    if not about:
+        machine = host()
+        about = [machine.triple, machine.cpu, machine.features]
+    return "\0".join((platform.machine(), *about, llvmlite.__version__))
+
+
+_TELLING = (
+    *("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features"),
+    *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"),
+)
+
+
+def entry_path(what: str) -> Path:
+    """Of a kernel's `repr`, or of a text."""
+    words = (_source_digest(), what, fingerprint())
     return cache_dir() / (hashlib.sha256("\0".join(words).encode()).hexdigest()[:40] + ".o")
+
+
+def proof_path() -> Path:
+    """A small entry that says LLVM has compiled on this machine."""
+    return cache_dir() / (hashlib.sha256(fingerprint().encode()).hexdigest()[:40] + ".works")
 
 
 def read_entry(path: Path) -> bytes | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tilewise.backends.cpu.decode import ACCUMULATORS, Decode
 from tilewise.backends.cpu.elementary import exp2
-from tilewise.backends.cpu.ir import I32, I64, PTR, Emit, Value
+from tilewise.backends.cpu.ir import I32, I64, PTR, STORAGE, Emit, Value
 from tilewise.backends.cpu.masking import any_lane
 from tilewise.backends.cpu.pack import fetch
 from tilewise.backends.cpu.slots import Slots
@@ -34,16 +34,20 @@ class StreamDecode(Decode):
         O = e.at(state, 2)
         with e.loop(0, Dv, e.lanes) as col:
             e.vput(e.const(0.0), O, col.index)
-        K, V = (self.source(e, a, f, name, f.word("kv_head"), f.word("k_start")) for name in "kv")
+
+        def rows(name: str, keys: list[Value]) -> list[Value]:
+            first = self.source(e, a, f, name, f.word("kv_head"), f.word("k_start"))
+            return [e.at(first, e.times(key, a.word(f"{name}_s")), STORAGE[self.kernel.dtype]) for key in keys]
+
         with e.loop(n0, n1, UNROLL, [e.const(self.real.lowest, UNROLL), e.const(0.0, UNROLL)]) as over:
             # keys beyond the last repeat it, and are hidden afterwards
             keys = [e.least(e.plus(over.index, j), e.minus(n1, 1)) for j in range(UNROLL)]
-            s = self.dots(e, f.ptr("Q"), a.word("D"), K, [e.times(key, a.word("k_s")) for key in keys])
+            s = self.dots(e, f.ptr("Q"), a.word("D"), rows("k", keys))
             left = e.splat(e.minus(n1, over.index), UNROLL)
             s = e.select(e.icmp_signed("<", e.iconst(range(UNROLL), I64), left), s, e.const(float("-inf"), UNROLL))
             m, parts = self.settle(e, O, Dv, s, *over.values)
             (p,) = exp2(e, [e.fsub(s, m)])
-            self.values(e, O, Dv, V, [e.times(key, a.word("v_s")) for key in keys], p)
+            self.values(e, O, Dv, rows("v", keys), p)
             over.carry([m, e.fadd(parts, p)])
         m, parts = over.values
         e.put(e.extract_element(m, I32(0)), state, 0)
@@ -52,29 +56,29 @@ class StreamDecode(Decode):
         e.ret_void()
         return function
 
-    def dots(self, e: Emit, q: Value, D: Value, K: Value, starts: list[Value]) -> Value:
+    def dots(self, e: Emit, q: Value, D: Value, rows: list[Value]) -> Value:
         """q · k of UNROLL keys. Where a line is several vectors, keys are taken one after the other, in the order of memory."""
         L, across = e.lanes, max(1, self.line // e.lanes)
         J = UNROLL if across == 1 else 1
         chains = min(across, UNROLL)
         whole, found = e.round_down(D, across * L), []
 
-        def multiply(acc: list[Value], at: Value, near: list[Value], chain: int) -> list[Value]:
-            x, acc = e.vget(q, at), list(acc)
-            for j, start in enumerate(near):
-                k = fetch(e, K, e.plus(start, at), self.kernel.dtype, L)
-                acc[j * chains + chain] = e.mad(x, k, acc[j * chains + chain])
+        def multiply(sums: list[Value], at: Value, near: list[Value], vectors: int) -> list[Value]:
+            acc, some = list(sums), e.at(q, at)
+            cells = [e.at(row, at, STORAGE[self.kernel.dtype]) for row in near]
+            for i in range(vectors):
+                x = e.vget(some, i * L)
+                for j, row in enumerate(cells):
+                    n = j * chains + i % chains
+                    acc[n] = e.mad(x, fetch(e, row, i * L, self.kernel.dtype, L), acc[n])
             return acc
 
         for first in range(0, UNROLL, J):
-            near = starts[first : first + J]
+            near = rows[first : first + J]
             with e.loop(0, whole, across * L, [e.const(0.0)] * (J * chains)) as dim:
-                acc = list(dim.values)
-                for n in range(across):
-                    acc = multiply(acc, e.plus(dim.index, n * L), near, n % chains)
-                dim.carry(acc)
+                dim.carry(multiply(dim.values, dim.index, near, across))
             with e.loop(whole, D, L, dim.values) as dim:
-                dim.carry(multiply(dim.values, dim.index, near, 0))
+                dim.carry(multiply(dim.values, dim.index, near, 1))
             acc = list(dim.values)
             while len(acc) > J:
                 acc = [e.fadd(acc[n], acc[n + 1]) for n in range(0, len(acc), 2)]
@@ -100,18 +104,19 @@ class StreamDecode(Decode):
             joined.append(phi)
         return joined[0], joined[1]
 
-    def values(self, e: Emit, O: Value, Dv: Value, V: Value, starts: list[Value], p: Value) -> None:
+    def values(self, e: Emit, O: Value, Dv: Value, rows: list[Value], p: Value) -> None:
         """O += Σ_j p_j·v_j: as many columns as there are accumulators, then single vectors."""
         L = e.lanes
 
         def columns(col: Value, vectors: int) -> None:
-            acc = [e.vget(O, e.plus(col, i * L)) for i in range(vectors)]
-            for j, start in enumerate(starts):
-                weight = e.lane(p, j)
-                v = [fetch(e, V, e.plus(start, e.plus(col, i * L)), self.kernel.dtype, L) for i in range(vectors)]
+            out = e.at(O, col)
+            acc = [e.vget(out, i * L) for i in range(vectors)]
+            for j, row in enumerate(rows):
+                weight, cells = e.lane(p, j), e.at(row, col, STORAGE[self.kernel.dtype])
+                v = [fetch(e, cells, i * L, self.kernel.dtype, L) for i in range(vectors)]
                 acc = [e.mad(x, weight, t) for x, t in zip(v, acc, strict=True)]
             for i, x in enumerate(acc):
-                e.vput(x, O, e.plus(col, i * L))
+                e.vput(x, out, i * L)
 
         many = ACCUMULATORS if L == UNROLL else UNROLL  # a head dim of 64 at once
         whole = e.round_down(Dv, many * L)

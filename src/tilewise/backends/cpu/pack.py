@@ -14,7 +14,7 @@ from tilewise.backends.cpu.ir import I64, PTR, STORAGE, Emit, Unit, Value
 from tilewise.backends.cpu.spec import UNROLL, Register
 
 
-def fetch(e: Emit, source: Value, offset: Value, dtype: str, lanes: int = 0) -> Value:
+def fetch(e: Emit, source: Value, offset: int | Value, dtype: str, lanes: int = 0) -> Value:
     """Stored elements in the Real type: one, or `lanes` adjacent ones."""
     kind = STORAGE[dtype]
     return e.widen(e.vget(source, offset, kind, lanes) if lanes else e.get(source, offset, kind), dtype)

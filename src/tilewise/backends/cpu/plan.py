@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, Register
 from tilewise.hardware.probe import probe_cpu
@@ -34,8 +34,7 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Blocks of one call: query rows of a task (per head), keys of a block, query blocks of the longest sequence."""
 
     rows: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tilewise.masks.program import INTS, TENSORS
 
@@ -12,8 +12,7 @@ UNROLL = 4  # steps of a contraction per loop trip; register tiles have a multip
 MASK_RANK = 4  # strides carried for each mask tensor
 
 
-@dataclass(frozen=True)
-class Register:
+class Register(NamedTuple):
     """A register tile: V vectors of L lanes by J broadcast values."""
 
     lanes: int
@@ -25,8 +24,7 @@ class Register:
         return self.lanes * self.vectors
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """Everything that changes a kernel's code. Lengths, strides and numbers are arguments, never part of the key."""
 
     kind: str  # "forward", "backward" or "decode"

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from tilewise.backends.cpu.compile import load_text
+
 WORDS = struct.Struct("=6q")
 ENTRY = """
 define void @team(ptr %job) {
@@ -44,13 +46,13 @@ done:
 
 
 class Team:
-    def __init__(self, region: Callable[..., None], entry: int, engine: Any) -> None:
-        self.region, self.entry, self.engine = region, entry, engine
+    def __init__(self, region: Callable[..., None], entry: Any) -> None:
+        self.region, self.entry = region, entry
 
     def run(self, call: int, args: int, buffers: int, step: int, invited: int, threads: int) -> None:
         """`call(args, buffers + slot · step)` on `invited` of a team of `threads`; returns when all are done."""
         job = ctypes.create_string_buffer(WORDS.pack(0, invited, call, args, buffers, step), WORDS.size)
-        self.region(self.entry, ctypes.addressof(job), threads, 0)
+        self.region(self.entry.address, ctypes.addressof(job), threads, 0)
 
 
 @cache
@@ -59,13 +61,10 @@ def team() -> Team | None:
     runtime = _runtime()
     if runtime is None:
         return None
-    from tilewise.backends.cpu.compile import jit_text
-
-    engine = jit_text(ENTRY)
     region = runtime.GOMP_parallel
     region.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     region.restype = None
-    return Team(region, engine.get_function_address("team"), engine)
+    return Team(region, load_text(ENTRY, "team"))
 
 
 def _runtime() -> Any:
