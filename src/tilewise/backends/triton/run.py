@@ -168,7 +168,10 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
         def queries(tile: TilePlan) -> Launch:
             a, into, config = described(tile)
             programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
-            args = (a, into._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps))
+            pointers = (
+                config.TERMS == 3 and not config.APART
+            )  # 72 TFLOP/s where tensor maps gave 42, fp32 at head dim 128
+            args = (a, into._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps and not pointers))
             return Launch(queries_kernel, programs, args, config, Options(tile.warps, tile.stages))
 
         rows = 16 if interpreting() else 64
