@@ -207,10 +207,13 @@ def _make_plan(problem: Problem, key: tuple[str, int, str, bool, int]) -> Plan:
     size = frame(kernel, tiles, words)
     names = argument_names(kernel)
     values = [words.get(name, 0) for name in names[len(HOT) :]]
+    call = compiler.worker(kernel)
+    if threads > 1 and compiler.awake():
+        schedule.team()  # what else needs LLVM comes along now, and not in a later call
     rare = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or problem.sinks or tiles.splits > 1
     shared = tiles.tasks * tiles.rows * problem.group * (words["DVP"] + 2)
     return Plan(
-        call=compiler.worker(kernel),
+        call=call,
         template=struct.pack(f"={len(values)}q", *values),
         slots={name: n for n, name in enumerate(names)},
         size=size,

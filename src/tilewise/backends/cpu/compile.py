@@ -187,6 +187,11 @@ def load_text(text: str, symbol: str) -> Loaded:
     return Loaded(code, symbol)
 
 
+def awake() -> bool:
+    """Is LLVM loaded already?"""
+    return _binding.cache_info().currsize > 0
+
+
 def obstacle() -> str | None:
     """Why LLVM cannot compile here; None if it can, or once has."""
     if read_entry(proof_path()) is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import get_num_threads
 
-from tilewise.backends.cpu.team import team
+from tilewise.backends.cpu.team import team as team
 
 LINE = 64
 PAGE = 4096
