@@ -14,11 +14,21 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARES = 4
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-@pytest.mark.parametrize("share", range(SHARES))
-def test_conformance_in_the_interpreter(share: int) -> None:
-    command = [sys.executable, "-m", "tests.backends.interpreted", str(share), str(SHARES)]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+def interpret(*program: str) -> None:
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *program]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_conformance_in_the_interpreter(share: int) -> None:
+    interpret("tests.backends.interpreted", str(share), str(SHARES))
+
+
+def test_fp32_in_three_terms() -> None:
+    interpret("tests.backends.split_terms")
