@@ -46,7 +46,10 @@ WIDTHS = (64, 128, 256)
 CASES = [
     *(Case(f"d{d} {name}", d, d, mask) for d in WIDTHS for name, mask in MASKS.items()),
     *(Case(f"d{d} dv{dv} causal", d, dv, MASKS["causal"]) for d in WIDTHS for dv in WIDTHS if d != dv),
-    *(Case(f"d64 {name} 128 queries", 64, 64, MASKS[name], 128) for name in ("full", "causal", "window")),
+    *(Case(f"d{d} {name} short", d, d, MASKS[name], 512) for d in (64, 128) for name in ("full", "causal")),
+    Case("d64 causal 2048 queries", 64, 64, MASKS["causal"], 2048),
+    Case("d128 wide window", 128, 128, "tw.causal() & tw.window(2000)"),
+    *(Case(f"d{d} full tail", d, d, queries=3000) for d in WIDTHS),
     *(Case(f"d{d} fp16", d, d, dtype="float16") for d in WIDTHS),
     *(Case(f"d{d} softcap", d, d, MASKS["causal"], softcap=20.0) for d in WIDTHS),
     *(
@@ -95,13 +98,17 @@ def compiled(case: Case) -> tuple[Any, Any]:
 
 def faults(facts: Any, config: Any, may_spill: bool = False) -> list[str]:
     """What is not as it should be; `may_spill`: registers are too few."""
+    from tools.sassflow import unwritten
+
     from tilewise.backends.hopper.launch import newer_registers
 
     loops = facts.loops
     allowed = ALLOWED_STACK_NEWER if newer_registers() else ALLOWED_STACK
-    least = config.WARPGROUPS * (1 + config.BAND + config.LEFT)
+    least = config.WARPGROUPS * (1 + (config.BAND and config.PINGPONG) + config.LEFT)
+    unknown = unwritten(facts.code)
     found = {
         f"ptxas: {facts.complaints}": facts.complaints,
+        f"registers are read that some path leaves unwritten: {unknown[:3]}": unknown,
         f"{len(loops)} loops multiply, expected {least}": len(loops) != least,
         "a loop uses local memory": not may_spill and any(loop.count("LDL", "STL") for loop in loops),
         f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > allowed,

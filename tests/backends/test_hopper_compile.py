@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 
 from tools.compile_hopper import CASES, compiled, faults
 from tools.sass import Instruction, Loop, facts
+from tools.sassflow import unwritten
 
-from tilewise.backends.hopper.config import NARROW, REGISTERS, SHARED_BYTES, TABLE
+from tilewise.backends.hopper.config import NARROW, REGISTERS, SHARED_BYTES, TABLE, Config, shortened
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -24,13 +25,16 @@ def test_machine_code(name: str) -> None:
     assert faults(facts(kernel), config) == []
 
 
-@pytest.mark.parametrize("config", [*TABLE.values(), NARROW], ids=lambda c: f"d{c.BLOCK_D}-dv{c.BLOCK_DV}-m{c.BLOCK_M}")
-def test_budgets(config: object) -> None:
-    assert config.shared_bytes <= SHARED_BYTES  # type: ignore[attr-defined]
-    assert config.registers <= REGISTERS  # type: ignore[attr-defined]
-    assert config.accumulators < config.REGISTERS[0]  # type: ignore[attr-defined]
+TILES = [*TABLE.values(), NARROW, *(shortened(tile) for tile in (NARROW, *TABLE.values()) if tile.WARPGROUPS == 2)]
+
+
+@pytest.mark.parametrize("config", TILES, ids=lambda c: f"d{c.BLOCK_D}-dv{c.BLOCK_DV}-m{c.BLOCK_M}-n{c.BLOCK_N}")
+def test_budgets(config: Config) -> None:
+    assert config.shared_bytes <= SHARED_BYTES
+    assert config.registers <= REGISTERS
+    assert config.accumulators < config.REGISTERS[0]
     # setmaxnreg takes multiples of 8 only
-    assert all(n % 8 == 0 for n in config.REGISTERS)  # type: ignore[attr-defined]
+    assert all(n % 8 == 0 for n in config.REGISTERS)
 
 
 def body(*texts: str) -> Loop:
@@ -47,3 +51,24 @@ def test_overlap_is_told_from_its_absence() -> None:
     assert not body(product, wait, exp, exp).overlaps
     assert body(product).register_products == 1
     assert body("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24").register_products == 0
+
+
+def code(*texts: str) -> list[Instruction]:
+    return [Instruction(16 * n, text) for n, text in enumerate(texts)]
+
+
+def test_a_register_written_on_one_path_only_is_found() -> None:
+    product = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], RZ, !UPT"
+    ways = ["ULDC.64 UR4, c[0x0][0x10]", "@P0 BRA 0x30", "UIADD3.64 UR6, UR4, 0x2, URZ", product, "EXIT"]
+    assert unwritten(code(*ways)) == [f"0x30 {product}"]
+    ways[1] = "NOP"
+    assert unwritten(code(*ways)) == []
+    # weights from registers: only the right matrix has a descriptor
+    weights = "HGMMA.64x64x16.F32.BF16 R88, R124, gdesc[UR4].tnspB, R88"
+    assert unwritten(code("UIADD3.64 UR6, URZ, 0x2, URZ", weights, "EXIT")) == []
+
+
+def test_roles_know_what_stands_before_their_switch() -> None:
+    switch = ["S2UR UR4, SR_CTAID.X", "BRX R2 -0x20"]
+    role = ["BAR.SYNC 0x1", "UMOV UR5, UR4", "@!P0 BRA 0x20", "UMOV UR7, UR6", "EXIT"]
+    assert unwritten(code(*switch, *role)) == ["0x50 UMOV UR7, UR6"]

@@ -54,7 +54,7 @@ def compile_for(target: Any, dtype: str, a: Arguments, config: Config) -> Any:
 
     types, constants = argument_types(dtype, a)
     rows = {"q_desc": (64, config.BLOCK_D), "k_desc": (config.BLOCK_N, config.BLOCK_D)}
-    rows |= {"v_desc": (config.BLOCK_N, config.BLOCK_DV), "o_desc": (64, config.BLOCK_DV)}
+    rows |= {"v_desc": (config.BLOCK_N, config.BLOCK_DV), "o_desc": (64, config.OUT_WIDTH)}
     signature: dict[str, Any] = {name: descriptor_type(dtype, *shape) for name, shape in rows.items()}
     signature |= {"a": types, "C": "constexpr"}
     source = GluonASTSource(forward_kernel, signature, {**constants, (5,): config})

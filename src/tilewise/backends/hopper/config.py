@@ -24,10 +24,14 @@ class Config(NamedTuple):
     STAGES: int
     REGISTERS: tuple[int, int]  # of a thread that computes, and of one that loads
     PINGPONG: bool  # the two warpgroups take turns at the tensor cores
-    STAGED: bool  # the output leaves through memory of its own, not through the queries'
+    QUERIES: int  # tiles of queries in shared memory: 2 where the next one finds room
+    OUT_WIDTH: int  # columns of the output that leave at a time
+    LATE: bool  # the output is rescaled while the next scores are computed, not before
     TERMS: int = 0  # of the mask
     BAND: bool = False  # may a row's keys end before the sequence does?
     LEFT: bool = False  # may they begin after key 0?
+    TAIL: bool = False  # without a mask: is the last tile of keys cut short?
+    UNSEEN: bool = False  # may there be keys that no query sees?
     SCORES: str = "fold"  # "fold" the scale into exp2, "scale" first (it is not positive), or "softcap"
     VARLEN: bool = False
     BOTTOM: bool = False  # bands of packed sequences count from the bottom right corner
@@ -39,10 +43,16 @@ class Config(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Of 16-bit tiles and barriers."""
-        queries = self.BLOCK_M * self.BLOCK_D
+        queries = self.QUERIES * self.BLOCK_M * self.BLOCK_D
         keys = self.STAGES * self.BLOCK_N * (self.BLOCK_D + self.BLOCK_DV)
-        staged = self.BLOCK_M * self.BLOCK_DV if self.STAGED else 0
+        staged = self.BLOCK_M * self.OUT_WIDTH
         return 2 * (queries + keys + staged) + BARRIER_BYTES
+
+    @property
+    def most_unseen(self) -> int:
+        """Tiles of keys at the edge of a mask that the first warpgroup passes by: fewer than STAGES, for it waits for the next
+        with the last values still in hand."""
+        return -(-(self.BLOCK_M - 64) // self.BLOCK_N)
 
     @property
     def registers(self) -> int:
@@ -55,18 +65,18 @@ class Config(NamedTuple):
 
 
 TABLE: dict[tuple[int, int], Config] = {
-    (64, 64): Config(3, 128, 64, 64, 2, (160, 32), False, True),
-    (64, 128): Config(2, 128, 64, 128, 2, (232, 40), True, True),
-    (64, 256): Config(2, 64, 64, 256, 2, (232, 40), False, True),
-    (128, 64): Config(2, 128, 128, 64, 2, (232, 40), True, True),
-    (128, 128): Config(2, 128, 128, 128, 2, (232, 40), True, True),
-    (128, 256): Config(2, 64, 128, 256, 2, (232, 40), False, True),
-    (256, 64): Config(2, 64, 256, 64, 2, (232, 40), False, True),
-    (256, 128): Config(2, 64, 256, 128, 2, (232, 40), False, True),
-    (256, 256): Config(2, 64, 256, 256, 2, (232, 40), False, False),
+    (64, 64): Config(3, 128, 64, 64, 2, (160, 32), False, 2, 64, True),
+    (64, 128): Config(2, 128, 64, 128, 2, (232, 40), True, 2, 128, True),
+    (64, 256): Config(2, 64, 64, 256, 2, (232, 40), False, 2, 256, True),
+    (128, 64): Config(2, 128, 128, 64, 2, (232, 40), True, 2, 64, False),
+    (128, 128): Config(2, 128, 128, 128, 2, (232, 40), True, 2, 128, True),
+    (128, 256): Config(2, 64, 128, 256, 2, (232, 40), False, 2, 256, True),
+    (256, 64): Config(2, 64, 256, 64, 2, (232, 40), False, 2, 64, False),
+    (256, 128): Config(2, 64, 256, 128, 2, (232, 40), False, 1, 128, True),
+    (256, 256): Config(2, 64, 256, 256, 2, (232, 40), False, 1, 128, True),
 }
-"""By padded head dims of keys and values. Two tiles of keys in flight everywhere; why each: docs/hopper-notes.md."""
-NARROW = Config(2, 128, 64, 64, 2, (232, 40), True, True)
+"""By padded head dims of keys and values. Why each: docs/hopper-notes.md."""
+NARROW = Config(2, 128, 64, 64, 2, (232, 40), True, 2, 64, False)
 """Head dim 64 with 128 queries, where 192 fit the length or the mask badly."""
 
 
@@ -79,3 +89,8 @@ def tiles_for(head_dim: int, head_dim_v: int) -> tuple[Config, ...]:
     """The tiles to choose from for head dims up to 256; the first serves everything, the second has more queries."""
     d, dv = padded(head_dim), padded(head_dim_v)
     return (NARROW, TABLE[d, dv]) if (d, dv) == (64, 64) else (TABLE[d, dv],)
+
+
+def shortened(tile: Config) -> Config:
+    """The tile with half the keys: it follows the edge of a mask more closely, in steps that cost more for each key."""
+    return tile._replace(BLOCK_N=64, STAGES=2 * tile.STAGES, PINGPONG=False, LATE=False) if tile.BLOCK_N == 128 else tile

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from tilewise.backends.hopper.shim import afresh, tma_store, warps_barrier
-from tilewise.backends.hopper.softmax import INF
+from tilewise.backends.hopper.softmax import INF, unit_of
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -32,12 +32,25 @@ def store_lse(lse, a, spot, row0):
 
 
 @gluon.jit
-def store_out(o_desc, o_tile, buffer, spot, row0):
-    """Through shared memory to the output; rows beyond it are not written. The last store must have been read by now."""
-    DV: gl.constexpr = buffer.type.shape[3]
-    buffer.reshape([64, DV]).store(o_tile.to(buffer.dtype))
+def store_part(o_desc, o_part, buffer, spot, row0, column):
+    """Through shared memory to the output; rows beyond it are not written."""
+    WIDTH: gl.constexpr = buffer.type.shape[3]
+    await_stores()
+    buffer.reshape([64, WIDTH]).store(o_part.to(buffer.dtype))
     fence_async_shared()
-    tma_store(o_desc, [spot.row, spot.h, spot.q_start + row0, 0], buffer)
+    tma_store(o_desc, [spot.row, spot.h, spot.q_start + row0, column], buffer)
+
+
+@gluon.jit
+def store_out(o_desc, o_tile, buffer, spot, row0, C: gl.constexpr):
+    WIDTH: gl.constexpr = buffer.type.shape[3]
+    if C.BLOCK_DV == WIDTH:
+        store_part(o_desc, o_tile, buffer, spot, row0, 0)
+    else:
+        # there is room for half of the columns only
+        left, right = gl.split(o_tile.reshape([64, 2, WIDTH]).permute((0, 2, 1)))
+        store_part(o_desc, left, buffer, spot, row0, 0)
+        store_part(o_desc, right, buffer, spot, row0, WIDTH)
 
 
 @gluon.jit
@@ -57,3 +70,17 @@ def await_stores():
     """Until the memory of this warpgroup's last store may be written again."""
     tma.store_wait(0)
     warps_barrier()
+
+
+@gluon.jit
+def finish(o_tile, l, m, o_desc, o_buffers, slot, spot, row0, a, C: gl.constexpr):
+    """A tile's results on their way to memory."""
+    o_tile, lse = normalise(o_tile, l, m, unit_of(a, C))
+    store_lse(lse, a, spot, row0)
+    if C.VARLEN:
+        if row0 + 63 <= spot.last_q:
+            store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0, C)
+        else:
+            store_rows(o_tile, a, spot, row0)
+    else:
+        store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0, C)

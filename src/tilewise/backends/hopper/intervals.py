@@ -54,6 +54,16 @@ def form_of(program: MaskProgram, queries: int, keys: int, packed: bool = False)
     return Form(tuple(terms), True, False, bottom)
 
 
+def unseen_keys(form: Form, queries: int, keys: int) -> bool:
+    """May there be keys that no query sees? Not under a plain causal mask or window, where the first row sees key 0 and the last
+    row the last key."""
+    if any(term.off is not None or term.first is not None for term in form.terms):
+        return True
+    start = max(form.terms[0].lo, form.terms[0].start) if form.left else 0
+    end = max((min(queries - 1 + term.past, term.end) for term in form.terms), default=keys)
+    return start > 0 or end < keys
+
+
 def begins_inside(term: Term) -> bool:
     return term.lo > -UNBOUNDED or term.start > 0 or term.first is not None
 

@@ -13,14 +13,11 @@ from tilewise.backends.hopper.ring import make_ring
 
 @gluon.jit
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, a, C: gl.constexpr):
-    q_ring = make_ring(q_desc, C.WARPGROUPS, 1)
+    q_ring = make_ring(q_desc, C.QUERIES * C.WARPGROUPS, 1)
     k_ring = make_ring(k_desc, C.STAGES, C.WARPGROUPS)
     v_ring = make_ring(v_desc, C.STAGES, C.WARPGROUPS)
     fence_async_shared()
-    if C.STAGED:
-        o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS, 1, 1, 64, C.BLOCK_DV], o_desc.layout)
-    else:
-        o_buffers = q_ring.tiles
+    o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS, 1, 1, 64, C.OUT_WIDTH], o_desc.layout)
     # constexprs among the arguments must be written in the call: through a variable they become numbers at run time
     if C.WARPGROUPS == 2:
         gl.warp_specialize(

@@ -13,14 +13,15 @@ from tilewise.backends.base import Inputs, empty_lse, empty_out
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.hopper.compile import compile_for
 from tilewise.backends.hopper.config import Config, tiles_for
-from tilewise.backends.hopper.intervals import Form, form_of, on_device, present
-from tilewise.backends.hopper.order import choose, tile_order, visited_keys
+from tilewise.backends.hopper.intervals import Form, form_of, on_device, present, unseen_keys
+from tilewise.backends.hopper.order import best_order, choose, visited_keys
 from tilewise.backends.hopper.repeat import repeatable
 from tilewise.backends.hopper.structs import Arguments, Divisor, Rows, Term
 from tilewise.problem import Problem
 
-L2_BYTES = 24 << 20
-"""Of the L2 cache (50 MiB on H100 and H200) for the keys and values of heads that are walked together."""
+CLUSTER_BYTES = (8 << 20, 24 << 20)
+"""Keys and values of heads that are walked together: few, so that long tiles and short ones mix, and at most what the L2 cache
+(50 MiB on H100 and H200) holds beside the rest."""
 LOG2E = 1.4426950408889634
 
 
@@ -87,7 +88,7 @@ def prepare(
         Descriptor(q, 64, config.BLOCK_D),
         Descriptor(k, config.BLOCK_N, config.BLOCK_D),
         Descriptor(v, config.BLOCK_N, config.BLOCK_DV),
-        Descriptor(out, 64, config.BLOCK_DV),
+        Descriptor(out, 64, config.OUT_WIDTH),
     )
     run = plan.kernel.run  # loads the kernel, so it comes first
     head = (plan.programs, 1, 1, stream, plan.kernel.function, plan.kernel.packed_metadata, None, None, None)
@@ -126,12 +127,16 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     the table's."""
     form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
     assert isinstance(form, Form), "the backend has said no to this problem"
-    config = (tile or tile_of(problem, form))._replace(
+    tile = tile or tile_of(problem, form)
+    config = tile._replace(
         TERMS=len(form.terms),
         BAND=form.band,
         LEFT=form.left,
+        LATE=tile.LATE and not form.left,  # which leaves no registers for it
         VARLEN=problem.varlen,
         BOTTOM=form.bottom,
+        TAIL=not form.terms and problem.seqlen_k % tile.BLOCK_N > 0,
+        UNSEEN=problem.varlen or unseen_keys(form, problem.seqlen_q, problem.seqlen_k),
         SCORES="softcap" if problem.softcap > 0 else "fold" if problem.scale > 0 else "scale",
     )
     if problem.varlen:
@@ -144,7 +149,8 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     order = None
     if config.BAND and not problem.varlen:
         keys = visited_keys(form, config, problem.seqlen_q)
-        order = torch.from_numpy(tile_order(keys, heads, heads_together(problem, config), programs))
+        clusters = tuple(heads_together(problem, config, size) for size in CLUSTER_BYTES)
+        order = torch.from_numpy(best_order(keys, heads, clusters, programs))
     a = Arguments(
         lse_ptr=None,
         cu_q=True if problem.varlen else None,
@@ -173,9 +179,7 @@ def tile_of(problem: Problem, form: Form) -> Config:
     tiles = tiles_for(problem.head_dim, problem.head_dim_v)
     if problem.varlen or form.left or (form.band and newer_registers()):
         tiles = tiles[:1]
-    if problem.varlen:
-        return tiles[0]
-    return choose(tiles, form, problem.seqlen_q, problem.seqlen_k)
+    return tiles[0] if problem.varlen else choose(tiles, form, problem.seqlen_q, problem.seqlen_k)
 
 
 @cache
@@ -187,10 +191,10 @@ def newer_registers() -> bool:
     return (int(major), int(minor)) >= (3, 8)
 
 
-def heads_together(problem: Problem, config: Config) -> int:
-    """How many heads are walked side by side: what the L2 cache holds, and a divisor of their number."""
+def heads_together(problem: Problem, config: Config, size: int) -> int:
+    """How many heads are walked side by side: those whose keys and values have the size, and a divisor of their number."""
     heads = problem.batch * problem.heads
-    most = max(1, L2_BYTES // (2 * problem.seqlen_k * (config.BLOCK_D + config.BLOCK_DV))) * problem.group
+    most = max(1, size // (2 * problem.seqlen_k * (config.BLOCK_D + config.BLOCK_DV))) * problem.group
     return max(n for n in range(1, min(most, heads) + 1) if heads % n == 0)
 
 

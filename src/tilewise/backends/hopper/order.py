@@ -11,21 +11,29 @@ import heapq
 
 import numpy as np
 
-from tilewise.backends.hopper.config import NARROW, Config
+from tilewise.backends.hopper.config import NARROW, Config, shortened
 from tilewise.backends.hopper.intervals import Form
 from tilewise.backends.hopper.structs import Term
 
-OVERHEAD_KEYS = 160
-"""What a tile costs beside its keys, in keys: its first product and its last have nothing to overlap with (H200: S 512 and 2k
-against 16k, 130 to 240 by head dim)."""
-OVERHEAD_WIDE = 240
-"""The same for 192 queries under a mask whose rows end early: they pass its edge in steps that fit it worse."""
-NARROW_SPEED = 0.87
-"""Two warpgroups against three at head dim 64, full tiles: 452 and 524 TFLOP/s (H200, bf16, 12k keys)."""
+OVERHEAD_KEYS = 100
+"""What a tile costs beside its keys, in keys (H200: S 512 against 16k at head dim 64, two warpgroups)."""
+OVERHEAD_WIDE = 165
+"""The same for 192 queries."""
+NARROW_SPEED = 0.85
+"""Two warpgroups against three at head dim 64, full tiles: 450 and 529 TFLOP/s (H200, bf16, 16k keys)."""
+OVERHEAD_MASKED = 240
+"""The same under a mask whose rows end early: they pass its edge in steps that fit 192 queries worse."""
+SHORT_KEYS = 512
+"""Under a mask whose rows end early, tiles of queries with fewer keys than this on average take them 64 at a time (H200, causal:
+S 512 5 and 13 % faster at head dims 128 and 64, S 2048 12 % slower)."""
+EVEN = 1.01
+"""Small clusters of heads are taken unless the longest program gets longer by more than this."""
 
 
 def choose(tiles: tuple[Config, ...], form: Form, queries: int, keys: int) -> Config:
     """The tile with the least estimated time."""
+    if form.band and visited_keys(form, tiles[0], queries).mean() <= SHORT_KEYS:
+        return shortened(tiles[0])
     return min(tiles, key=lambda tile: estimated_time(tile, form, queries, keys))
 
 
@@ -35,7 +43,7 @@ def estimated_time(tile: Config, form: Form, queries: int, keys: int) -> float:
     visited = int(visited_keys(form, tile, queries).sum()) if form.band else blocks * keys
     if tile is NARROW:
         return (visited + blocks * OVERHEAD_KEYS) * tile.BLOCK_M / NARROW_SPEED
-    return (visited + blocks * (OVERHEAD_WIDE if form.band else OVERHEAD_KEYS)) * tile.BLOCK_M
+    return (visited + blocks * (OVERHEAD_MASKED if form.band else OVERHEAD_WIDE)) * tile.BLOCK_M
 
 
 def visited_keys(form: Form, config: Config, queries: int) -> np.ndarray:
@@ -56,8 +64,14 @@ def _end(term: Term, row: np.ndarray) -> np.ndarray:
     return np.minimum(row + term.past, term.end)
 
 
-def tile_order(keys: np.ndarray, heads: int, cluster: int, programs: int) -> np.ndarray:
-    """Tiles by round and program, int32 [rounds + 1, programs], -1 for none: the last row is all -1.
+def best_order(keys: np.ndarray, heads: int, clusters: tuple[int, ...], programs: int) -> np.ndarray:
+    """The order by the first of the clusters (small to large) that leaves the programs as even as the last does."""
+    plays = [tile_order(keys, heads, cluster, programs) for cluster in dict.fromkeys(clusters)]
+    return next(order for order, longest in plays if longest <= EVEN * plays[-1][1])
+
+
+def tile_order(keys: np.ndarray, heads: int, cluster: int, programs: int) -> tuple[np.ndarray, int]:
+    """Tiles by round and program, int32 [rounds + 1, programs], -1 for none: the last row is all -1; and the time of the longest.
 
     `keys` are those that each of a head's tiles visits. A tile's number counts through its head from the last to the first.
     """
@@ -76,4 +90,4 @@ def tile_order(keys: np.ndarray, heads: int, cluster: int, programs: int) -> np.
     rounds = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
     order = np.full((int(counts.max()) + 1, programs), -1, dtype=np.int32)
     order[rounds, takers[by_program]] = line[by_program]
-    return order
+    return order, max(done) >> bits

@@ -191,3 +191,17 @@ def locate(a, t, C: gl.constexpr):
         m0 = tile * BLOCK_M
         last, count = visited(band, m0, a.last_q, C)
         return Spot(b, b, bh - b * a.heads.value, m0, b * 0, b * 0, a.last_q, last, count), band
+
+
+@gluon.jit
+def next_tile(a, i, C: gl.constexpr):
+    """The first of this program's tiles from the i-th on that has something to do: (i, its number, its spot, its mask). The
+    number is negative when there is none."""
+    t = tile_at(a, i)
+    spot, band = locate(a, gl.maximum(t, 0), C)
+    if C.VARLEN:
+        while (t >= 0) & (spot.count == 0):
+            i += 1
+            t = tile_at(a, i)
+            spot, band = locate(a, gl.maximum(t, 0), C)
+    return i, t, spot, band
