@@ -11,7 +11,7 @@ pytest.importorskip("llvmlite")
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu.spec import Kernel, Register
 from tilewise.hardware.cpuid import core_figures
-from tilewise.hardware.spec import DeviceSpec
+from tilewise.hardware.spec import DeviceSpec, KiB
 from tilewise.planner.cpu import register_tile
 
 LINUX = "-unknown-linux-gnu"
@@ -27,10 +27,10 @@ STACK = re.compile(r"\(%rsp|\[sp\b")  # frame pointers are omitted: rbp and x29 
 COPY = re.compile(r"^\s+(vmov[au]p[sd]\s+%[xyz]mm\d+, %[xyz]mm\d+$|mov\s+v\d+\.16b, v\d+\.16b)")
 
 
-def tile_of(isa: str) -> Register:
+def tile_of(isa: str, head_dim: int = 0) -> Register:
     pipe, _ = core_figures(isa, "")
-    spec = DeviceSpec(key="test", name="test", kind="cpu", vendor="", arch="", units=1, isa=isa, **pipe)
-    micro, _ = register_tile(spec)
+    spec = DeviceSpec(key="test", name="test", kind="cpu", vendor="", arch="", units=1, isa=isa, sram_bytes=48 * KiB, **pipe)
+    micro, _ = register_tile(spec, 4, head_dim)
     return Register(spec.lanes(4), micro.row_vectors, micro.keys)
 
 
@@ -51,11 +51,14 @@ def innermost_loops(text: str) -> list[tuple[str, list[str]]]:
     return loops
 
 
-@pytest.mark.parametrize("kind", PRODUCTS)
-@pytest.mark.parametrize("target", TARGETS)
-def test_products_stay_in_registers(target: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "kind", "head_dim"),
+    [*((target, kind, 0) for target in TARGETS for kind in PRODUCTS), ("sapphirerapids", "forward", 128)],
+)
+def test_products_stay_in_registers(target: str, kind: str, head_dim: int) -> None:
     arch, cpu, isa, fma = TARGETS[target]
-    tile = tile_of(isa)
+    tile = tile_of(isa, head_dim)
+    assert (tile.vectors, tile.keys) == (3, 8) or not head_dim, "a wide head dim has its own tile here"
     kernel = Kernel(kind, "float32", tile, "b")
     text = compiler.assembly(kernel, compiler.Machine(arch + LINUX, cpu, ""))
     wanted = tile.vectors * tile.keys

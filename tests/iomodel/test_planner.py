@@ -41,9 +41,11 @@ def test_neon_tiles_are_those_that_won() -> None:
 
 
 def test_avx512_takes_its_own_register_tile() -> None:
-    """64 rows × 4 keys led on a Xeon; the NEON tile lost by half."""
-    tile = cpu_tile(lookup("xeon-8480"), problem_of(dtype="float32"))
+    """64 rows × 4 keys led on a Xeon at D = 64, 48 × 8 at D = 128; the NEON tile lost by half."""
+    tile = cpu_tile(lookup("xeon-8480"), problem_of(head_dim=64, dtype="float32"))
     assert (tile.rows, tile.key_unroll, tile.lanes) == (64, 4, 16)
+    tile = cpu_tile(lookup("xeon-8480"), problem_of(head_dim=128, dtype="float32"))
+    assert (tile.rows, tile.key_unroll, tile.lanes) == (48, 8, 16)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class _Sizes(NamedTuple):
 def _cpu_tile(spec: DeviceSpec, problem: _Sizes) -> CpuTile:
     size = max(4, problem.itemsize)  # 16-bit inputs are widened
     lanes = spec.lanes(size)
-    micro, why_micro = register_tile(spec, size)
+    micro, why_micro = register_tile(spec, size, max(problem.head_dim, problem.head_dim_v))
     rows = lanes * micro.row_vectors
     d_pair = problem.head_dim + problem.head_dim_v
     block_k, resident, why_k = _block_k(spec, rows, d_pair, size)
@@ -131,13 +131,16 @@ def _cpu_tile(spec: DeviceSpec, problem: _Sizes) -> CpuTile:
     )
 
 
-def register_tile(spec: DeviceSpec, itemsize: int = 4) -> tuple[_Micro, str]:
+def register_tile(spec: DeviceSpec, itemsize: int = 4, head_dim: int = 0) -> tuple[_Micro, str]:
     """The smallest register tile that keeps the FMA pipes busy; among equals the tallest.
 
     Busy means: two accumulators for every FMA in flight (latency × FMAs a cycle), so that a late load does not drain
     the pipes, and load ports at most half as busy as the FMA pipes. Small tiles skip masked keys at a finer grain and
     leave fewer idle lanes at the edges; tall ones pass over a K/V tile fewer times. Where the registers do not allow
     it, as with AVX2's sixteen, the most accumulators and then the fewest loads win.
+
+    With a head dim, a strip of that width must leave half of L1 to what passes by it: every panel reads the whole strip.
+    (On a Xeon with AVX-512, head dim 128, 64 rows × 4 keys reached 1.07 of SDPA's speed; a prototype of 48 × 8 reached 1.32.)
     """
     wanted = 2 * spec.fma_latency * spec.fma_per_cycle
     candidates = list(_micro_tiles(spec, itemsize))
@@ -147,9 +150,17 @@ def register_tile(spec: DeviceSpec, itemsize: int = 4) -> tuple[_Micro, str]:
         if tile.accumulators >= wanted
         and tile.loads / spec.loads_per_cycle <= 0.5 * tile.accumulators / spec.fma_per_cycle
     ]
+    strip_bytes = spec.lanes(itemsize) * head_dim * itemsize  # of one row vector
     if busy:
-        best = min(busy, key=lambda tile: (tile.accumulators, -tile.row_vectors))
+        near = [tile for tile in busy if tile.row_vectors * strip_bytes <= spec.l1d_bytes // 2]
+        lowest = min(tile.row_vectors for tile in busy)
+        best = min(
+            near or [tile for tile in busy if tile.row_vectors == lowest],
+            key=lambda tile: (tile.accumulators, -tile.row_vectors),
+        )
         why = f"the smallest with {wanted:g} accumulators (2 × latency × FMAs a cycle) and idle load ports"
+        if head_dim and best.accumulators > min(tile.accumulators for tile in busy):
+            why += ", low enough that a strip leaves room in L1"
     else:
         best = min(candidates, key=lambda tile: (-tile.accumulators, tile.loads_per_fma))
         why = f"{wanted:g} accumulators would not fit; the most that do, with the fewest loads"

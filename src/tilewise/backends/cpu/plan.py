@@ -45,13 +45,15 @@ class Tiles(NamedTuple):
     threads: int
 
 
-def register_for(problem: Problem) -> Register:
+def register_for(problem: Problem, kind: str = "forward") -> Register:
     """The register tile of this machine for the problem's arithmetic."""
     spec = probe_cpu()
     size = 8 if problem.dtype == "float64" else 4
     if spec.arch == "aarch64" and spec.isa != "neon":  # SVE machines run NEON's instructions too; kernels use those
         return Register(16 // size, 4, 4)
-    micro, _ = register_tile(spec, size)
+    # the backward lays strips along the head dim as well, and a power of two divides that
+    dim = max(problem.head_dim, problem.head_dim_v) if kind == "forward" else 0
+    micro, _ = register_tile(spec, size, dim)
     return Register(spec.lanes(size), micro.row_vectors, micro.keys)
 
 
@@ -67,7 +69,7 @@ def decode_register(problem: Problem) -> Register | None:
 
 
 def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = False) -> Kernel:
-    tile = decode_register(problem) if kind == "decode" else register_for(problem)
+    tile = decode_register(problem) if kind == "decode" else register_for(problem, kind)
     assert tile is not None
     return Kernel(
         kind=kind,
