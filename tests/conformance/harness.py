@@ -12,21 +12,18 @@ import torch
 import tilewise as tw
 from tests.conformance.cases import Built, inside
 from tilewise import dispatch
-from tilewise.backends.base import Grads, Needs
+from tilewise.backends.base import Grads
 from tilewise.errors import BackendError
 from tilewise.numerics import bounds
-from tilewise.ops import run
 
 BACKENDS = ["cpu", "aten", "tiled", "reference"]
-FORWARD_ONLY = {"hopper"}
-"""Backends that leave every gradient to another."""
 COMPLETE = {"tiled"}
 """Backends that must serve every case."""
 
 
 def serves(built: Built, backend: str) -> tuple[str, ...]:
-    """The backend's reasons against the call, none if it serves forward and backward (or what it is there for)."""
-    for backward in (False,) if backend in FORWARD_ONLY else (False, True):
+    """The backend's reasons against the call, none if it serves forward and backward."""
+    for backward in (False, True):
         verdict = dispatch.judge(backend, built.problem, built.inputs, backward=backward)
         if not verdict.ok:
             assert backend not in COMPLETE, verdict.reasons
@@ -75,28 +72,19 @@ def inner(built: Built, x: torch.Tensor) -> torch.Tensor:
 
 
 def excesses(built: Built, backend: str, *, lse_gradient: bool = False) -> list[bounds.Excess]:
-    """What forward and backward return outside their bounds.
-
-    After a backend that serves forward only, the automatic choice goes on with its out and lse: they must fit together.
-    """
-    forward_only = backend in FORWARD_ONLY
-    with torch.set_grad_enabled(not forward_only):
-        out, lse = built.call(backend)
+    """What forward and backward return outside their bounds."""
+    out, lse = built.call(backend)
     g = torch.Generator().manual_seed(1)
     dout = torch.randn(out.shape, generator=g).to(out)
     dlse = torch.randn(lse.shape, generator=g).to(lse) if lse_gradient else None
     zeros = torch.zeros_like(lse)
-    grads = () if forward_only else torch.autograd.grad([out, lse], built.leaves, [dout, zeros if dlse is None else dlse])
+    grads = torch.autograd.grad([out, lse], built.leaves, [dout, zeros if dlse is None else dlse])
     out, dout = inner(built, out), inner(built, dout)
     if built.packed is not None:
         lse, dlse = lse.unsqueeze(0), None if dlse is None else dlse.unsqueeze(0)
-    if forward_only:
-        found = run.backward(built.problem, built.inputs, out, lse, dout, dlse, Needs(True, True, True))
-    else:
-        found = gradients(built, grads)
     return [
         *bounds.check_forward(built.problem, built.inputs, out, lse),
-        *bounds.check_backward(built.problem, built.inputs, dout, dlse, found),
+        *bounds.check_backward(built.problem, built.inputs, dout, dlse, gradients(built, grads)),
     ]
 
 

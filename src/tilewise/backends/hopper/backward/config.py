@@ -62,8 +62,6 @@ class QueriesConfig(NamedTuple):
     BLOCK_DV: int
     K_STAGES: int
     V_STAGES: int
-    STATS_M: int  # rows of a tile of statistics
-    SEEDED: bool = False  # statistics are those of seeded products
     REGISTERS: tuple[int, int] = (232, 40)
     TERMS: int = 0
     BAND: bool = False
@@ -101,14 +99,17 @@ KEYS: dict[tuple[int, int], KeysConfig] = {
     (256, 256): KeysConfig(64, 64, 256, 256, True, False, 2, 2, 1, 1, False, 64, (240, 24), False),
 }
 """By padded head dims of keys and values; why each: docs/hopper-backward-notes.md."""
+APART = {dims: tile._replace(REDUCE=False) for dims, tile in KEYS.items()}
+"""The same where dQ has a kernel of its own, which reads statistics of 64 rows; then 64 queries at a time need no seeds."""
+APART[64, 64] = KeysConfig(64, 128, 64, 64, False, False, 2, 2, 2, 2, True, 64, (240, 24), False)
 QUERIES: dict[tuple[int, int], QueriesConfig] = {
-    (64, 64): QueriesConfig(128, 64, 64, 2, 2, 128),
-    (128, 64): QueriesConfig(128, 128, 64, 2, 2, 64),
-    (128, 128): QueriesConfig(128, 128, 128, 2, 2, 64),
-    (128, 256): QueriesConfig(64, 128, 256, 2, 1, 64),
-    (256, 64): QueriesConfig(64, 256, 64, 2, 2, 64),
-    (256, 128): QueriesConfig(64, 256, 128, 2, 2, 64),
-    (256, 256): QueriesConfig(64, 256, 256, 2, 1, 64),
+    (64, 64): QueriesConfig(128, 64, 64, 2, 2),
+    (128, 64): QueriesConfig(128, 128, 64, 2, 2),
+    (128, 128): QueriesConfig(128, 128, 128, 2, 2),
+    (128, 256): QueriesConfig(64, 128, 256, 2, 1),
+    (256, 64): QueriesConfig(64, 256, 64, 2, 2),
+    (256, 128): QueriesConfig(64, 256, 128, 2, 2),
+    (256, 256): QueriesConfig(64, 256, 256, 2, 1),
 }
 
 

@@ -119,7 +119,6 @@ def step(dk, dv, rings, served, n, m, before, spot, band, a, FIRST: gl.constexpr
         lse2 = statistic(rings.stats, at, 0, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
     p_tile, w_tile = seen_weights(s_tile, lse2, band, m, spot.n0 + 64 * WG, a, C)
-    p_operand = as_operand(p_tile, C.BLOCK_DV, DTYPE)
     if C.REDUCE:
         # both warpgroups are done with step n - 1, and so with dQ(n - 2)
         mbarrier.wait(rings.q.empty.index(at ^ 1), ((n - 1) >> 1) & 1)
@@ -129,11 +128,7 @@ def step(dk, dv, rings, served, n, m, before, spot, band, a, FIRST: gl.constexpr
     ds_tile = (w_tile * dp_tile).to(DTYPE)
     if C.REDUCE:
         rings.ds.tiles.index(at).slice(WG * 64, 64, dim=0).store(ds_tile)
-    else:
-        # Passes at once. It is the boundary of a basic block: without one ptxas mixes weights and gradients of scores, and
-        # runs out of registers.
-        mbarrier.wait(rings.do.full.index(at), turn)
-    dv_token = warpgroup_mma(p_operand, do_tile, dv, is_async=True)
+    dv_token = warpgroup_mma(as_operand(p_tile, C.BLOCK_DV, DTYPE), do_tile, dv, is_async=True)
     if C.REDUCE:
         fence_async_shared()
         mbarrier.arrive(rings.ds.full.index(at), count=1)

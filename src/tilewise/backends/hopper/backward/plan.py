@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tilewise.backends.hopper.backward.compile import pointer
-from tilewise.backends.hopper.backward.config import KEYS, QUERIES, KeysConfig, QueriesConfig, widths
+from tilewise.backends.hopper.backward.config import APART, KEYS, QUERIES, KeysConfig, QueriesConfig, widths
 from tilewise.backends.hopper.backward.structs import Edges, Plane, Walk
 from tilewise.backends.hopper.intervals import Form, form_of
 from tilewise.backends.hopper.launch import LOG2E
@@ -19,7 +19,7 @@ from tilewise.problem import Problem
 
 L2_BYTES = 24 << 20
 """Of the L2 cache (50 MiB on H100 and H200) for what is streamed past the tiles of heads that are walked together."""
-FEW_KEYS = {64: 0, 128: 400}
+FEW_KEYS = {128: 400}
 """By head dim: up to so many keys for each query, on average, dQ by a kernel of its own costs less than clearing and casting its
 sums. H200: at 128 causal 512 (320 keys in tiles) 246 against 235 TFLOP/s, causal 1k 334 against 365; at 64 217 against 234."""
 
@@ -44,10 +44,13 @@ class Plan(NamedTuple):
 
 
 def tile_of(problem: Problem, form: Form) -> KeysConfig:
-    """The table's tile; dQ is not added up in memory where bits must repeat or rows are short."""
-    tile = KEYS[widths(problem.head_dim, problem.head_dim_v)]
-    if tile.REDUCE and (problem.deterministic or keys_each(problem, form, tile) <= FEW_KEYS[tile.BLOCK_D]):
-        return tile._replace(REDUCE=False)
+    """The table's tile. dQ gets a kernel of its own where bits must repeat, rows are short, or the scores are more than products
+    to start at -lse (there seeds fail, and without them 128 queries find no registers)."""
+    dims = widths(problem.head_dim, problem.head_dim_v)
+    tile = KEYS[dims]
+    unseeded = tile.SEEDED and (problem.softcap > 0 or problem.scale <= 0)
+    if problem.deterministic or unseeded or keys_each(problem, form, tile) <= FEW_KEYS.get(tile.BLOCK_D, 0):
+        return APART[dims]
     return tile
 
 
@@ -70,7 +73,6 @@ def make_plan(
     dims = widths(problem.head_dim, problem.head_dim_v)
     tile = tile or tile_of(problem, form)
     about: dict[str, Any] = {
-        "SEEDED": tile.SEEDED and problem.softcap == 0 and problem.scale > 0,
         "TERMS": len(form.terms),
         "BAND": form.band,
         "LEFT": form.left,
@@ -129,7 +131,8 @@ def walk_of(
             times = visiting_queries(form, config, problem.seqlen_q, problem.seqlen_k)[::-1] * problem.group
         else:
             times = visited_keys(form, config, problem.seqlen_q)  # type: ignore[arg-type]
-        order = torch.from_numpy(tile_order(times, heads, heads_together(problem, config, heads), programs))
+        tiles, _ = tile_order(times, heads, heads_together(problem, config, heads), programs)
+        order = torch.from_numpy(tiles)
     packed = "*i32" if problem.varlen else None
     rows = Rows(pointer(problem.dtype), 0, 0, 0) if problem.varlen else None
     return Walk(
@@ -190,7 +193,7 @@ def visiting_queries(form: Form, config: KeysConfig, queries: int, keys: int) ->
     first = np.minimum(np.maximum(lo, 0) // config.BLOCK_M, tiles - 1)
     past = np.full_like(n0, queries)
     if form.left:
-        n1 = n0 + config.BLOCK_N - 1
+        n1 = np.minimum(n0 + config.BLOCK_N, form.terms[0].end) - 1
         past = np.minimum(np.where(n1 >= form.terms[0].start, n1 + 1 - form.terms[0].lo, 0), queries)
     return np.asarray(np.maximum(-(-past // config.BLOCK_M) - first, 1) * config.BLOCK_M)
 

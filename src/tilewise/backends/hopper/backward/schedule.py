@@ -71,7 +71,7 @@ def visiting(band, n0, len_q, C: gl.constexpr):
     """The first tile of queries that sees any key of a tile, and how many do."""
     tiles = gl.cdiv(len_q, C.BLOCK_M)
     first = gl.minimum(gl.maximum(query_lo(band, n0, C), 0) // C.BLOCK_M, tiles - 1)
-    past = gl.minimum(query_hi(band, n0 + (C.BLOCK_N - 1), C), len_q)
+    past = gl.minimum(query_hi(band, gl.minimum(n0 + C.BLOCK_N, band.end) - 1, C), len_q)
     return first, gl.maximum(gl.cdiv(past, C.BLOCK_M) - first, 1)
 
 

@@ -1,0 +1,82 @@
+"""The Hopper backward's kernels compile for sm_90 without a GPU, and their machine code is what their speed rests on.
+
+Five kernels here; all of them by tools/compile_hopper_backward.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tools.compile_hopper_backward import AROUND, CASES, compiled, faults, spilling
+from tools.sass import Facts, Instruction, facts
+
+from tilewise.backends.hopper.backward.config import APART, KEYS, QUERIES, KeysConfig, QueriesConfig, widths
+from tilewise.backends.hopper.config import REGISTERS, SHARED_BYTES
+
+BY_NAME = {case.name: case for case in CASES}
+CONFIGS: list[KeysConfig | QueriesConfig] = [*KEYS.values(), *APART.values(), *QUERIES.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["d128 causal", "d256 full"])
+def test_machine_code(name: str) -> None:
+    case = BY_NAME[name]
+    for kernel_name, kernel, config in compiled(case):
+        assert faults(kernel_name, facts(kernel), config, spilling(case, kernel_name, False)) == [], kernel_name
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{type(c).__name__}-d{c.BLOCK_D}-dv{c.BLOCK_DV}")
+def test_budgets(config: Any) -> None:
+    assert config.shared_bytes <= SHARED_BYTES
+    assert config.registers <= REGISTERS
+    assert config.accumulators < config.REGISTERS[0]
+    # setmaxnreg takes multiples of 8 only
+    assert all(n % 8 == 0 for n in config.REGISTERS)
+
+
+@pytest.mark.parametrize("d", [8, 64, 72, 96, 128, 136, 192, 256])
+@pytest.mark.parametrize("dv", [8, 64, 80, 128, 200, 256])
+def test_every_pair_of_head_dims_has_tiles(d: int, dv: int) -> None:
+    wide = widths(d, dv)
+    assert wide[0] >= d and wide[1] >= dv
+    assert wide in KEYS and wide in APART and wide in QUERIES
+    assert not APART[wide].REDUCE
+    # statistics come in the tiles that the kernel of dQ reads
+    assert APART[wide].BLOCK_M == 64 and not APART[wide].SEEDED
+    # what is added up in memory is halves of columns, in groups of 64, or halves of 128 rows
+    tile = KEYS[wide]
+    assert not tile.REDUCE or tile.BLOCK_M * tile.BLOCK_D == 2 * 64 * tile.PIECE
+
+
+def machine_code(*texts: str) -> Facts:
+    """Two loops of these instructions."""
+    code: list[Instruction] = []
+    for _ in range(2):
+        start = 16 * len(code)
+        code += [Instruction(start + 16 * n, text) for n, text in enumerate(texts)]
+        code.append(Instruction(16 * len(code), f"@P0 BRA {start:#x}"))
+    return Facts(168, 0, 1024, code, [])
+
+
+def test_faults_are_found() -> None:
+    product, wait = "HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR8].tnspB, R24", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+    rest = (
+        "REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU desc[UR24][R2.64], R24",
+        "USETMAXREG.DEALLOC 0x18",
+        "UTMALDG.4D [UR8], [UR6]",
+    )
+    tile = KEYS[128, 128]
+    good = machine_code(product, product, product, product, wait, *rest)
+    assert faults("keys_kernel", good, tile) == []
+    serialised = machine_code(product, wait, product, wait, *rest)
+    assert any("waits for" in fault for fault in faults("keys_kernel", serialised, tile))
+    spilled = machine_code(*[product] * 8, wait, "LDL R1, [R1]", "LDL R2, [R1]", "STL [R1], R2", *rest)
+    assert any("local memory" in fault for fault in faults("keys_kernel", spilled, tile))
+    assert faults("keys_kernel", spilled, tile, may_spill=True) == []
+    scalar = machine_code(product, product, product, product, wait, *rest[1:])
+    assert any("four numbers" in fault for fault in faults("keys_kernel", scalar, tile))
+    assert faults(AROUND[0], machine_code("LDG.E R1, [R2]"), tile) != []
