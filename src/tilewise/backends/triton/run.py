@@ -94,7 +94,7 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
         return
 
     def build() -> list[Launch]:
-        maps = worth_maps(problem) if trial.maps is None else trial.maps
+        maps = pass_ == "forward" and worth_maps(problem) if trial.maps is None else trial.maps
         from tilewise.backends.triton.forward import forward_kernel
         from tilewise.backends.triton.split import merge_kernel
 
