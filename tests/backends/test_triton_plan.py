@@ -1,0 +1,79 @@
+"""Which tiles the Triton kernels get: what was measured, and for fp32 only what fits with three terms in place of a number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tilewise.backends.base import Inputs
+from tilewise.backends.gpu.arguments import terms_for
+from tilewise.backends.triton import run
+from tilewise.backends.triton.plan import decoding
+from tilewise.hardware import lookup
+from tilewise.iomodel import onchip
+from tilewise.masks import causal
+from tilewise.planner import TilePlan, gpu_tile
+from tilewise.problem import Problem
+
+PASSES = ("forward", "backward_dkdv", "backward_dq")
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "keys", "splits"),
+    [(8, 32, 8, 16384, 2), (1, 32, 8, 131072, 16), (64, 32, 8, 4096, 1), (1, 64, 8, 8192, 16), (8, 16, 1, 16384, 16)],
+)
+def test_decoding_takes_the_tile_and_the_splits_that_were_measured(
+    batch: int, heads: int, kv_heads: int, keys: int, splits: int
+) -> None:
+    problem = Problem.of(
+        batch=batch, heads=heads, kv_heads=kv_heads, seqlen=1, kv_seqlen=keys, head_dim=128, dtype="bfloat16"
+    )
+    tile = gpu_tile(problem, lookup("h200"), "decode", "triton")
+    assert decoding(problem) and tile.pack_gqa and tile.source == "tuned"
+    assert (tile.block_q, tile.block_k, tile.stages, tile.warps, tile.splits) == (16, 128, 3, 4, splits)
+
+
+@pytest.mark.parametrize("device", ["h200", "h100", "a100-80", "rtx4090", "b200"])
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("pass_", PASSES)
+def test_fp32_tiles_fit_with_three_terms(device: str, dim: int, pass_: str) -> None:
+    spec = lookup(device)
+    problem = Problem.of(batch=8, heads=8, seqlen=2048, head_dim=dim, dtype="float32", mask=causal(), device="cuda")
+    tile = gpu_tile(problem, spec, pass_, "triton")
+    assert sum(onchip.buffers(tile, dim, dim, itemsize=6).values()) <= spec.sram_per_block, tile
+    if device == "b200":
+        assert max(tile.block_q, tile.block_k) <= 32, "more goes through tensor memory, which is too small"
+
+
+def test_who_multiplies_in_terms() -> None:
+    def problem(dtype: str, precision: str = "default") -> Problem:
+        return Problem.of(heads=1, seqlen=8, head_dim=8, dtype=dtype, precision=precision)
+
+    assert terms_for(problem("float32"), hip=False) == 3
+    assert {terms_for(problem("float32"), hip=True), terms_for(problem("float32", "tf32"), hip=False)} == {1}
+    assert terms_for(problem("bfloat16"), hip=False) == 1
+
+
+def test_decoding_never_uses_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the keys are: they measured slower at every shape."""
+    asked: list[bool] = []
+
+    def descriptors(x: torch.Tensor, y: torch.Tensor, rows: int, wanted: bool) -> tuple[None, None]:
+        asked.append(wanted)
+        return None, None
+
+    tile = TilePlan(16, 32, pack_gqa=True, splits=2, pass_="decode")
+    monkeypatch.setattr(run, "descriptors", descriptors)
+    monkeypatch.setattr(run, "tile_for", lambda problem, pass_, device: tile)
+    monkeypatch.setattr(run, "fitting", lambda problem, pass_, build, tile, device: build(tile))
+    monkeypatch.setattr(run, "perform", lambda problem, key, moving, build: build())
+    for queries in (1, 2048):
+        problem = Problem.of(heads=64, seqlen=queries, kv_seqlen=2**20, head_dim=128, dtype="bfloat16", device="cuda")
+        q = torch.empty((1, 64, queries, 128), dtype=torch.bfloat16, device="meta")
+        k = torch.empty((1, 64, 2**20, 128), dtype=torch.bfloat16, device="meta")
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
+        trial = run.PLANNED if queries == 1 else run.Trial((TilePlan(64, 64),))
+        run.run_forward(problem, Inputs(q, k, k), torch.empty_like(q), lse, trial)
+    assert asked == [False, True]
