@@ -127,16 +127,19 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     the table's."""
     form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
     assert isinstance(form, Form), "the backend has said no to this problem"
-    tile = tile or tile_of(problem, form)
+    unseen = problem.varlen or unseen_keys(form, problem.seqlen_q, problem.seqlen_k)
+    tile = tile or tile_of(problem, form, unseen)
+    tail = not form.terms and problem.seqlen_k % tile.BLOCK_N > 0
     config = tile._replace(
         TERMS=len(form.terms),
         BAND=form.band,
         LEFT=form.left,
-        LATE=tile.LATE and not form.left,  # which leaves no registers for it
+        # the others leave no registers for it
+        LATE=tile.LATE and not (form.left or unseen or (tail and tile.BLOCK_DV == 256)),
         VARLEN=problem.varlen,
         BOTTOM=form.bottom,
-        TAIL=not form.terms and problem.seqlen_k % tile.BLOCK_N > 0,
-        UNSEEN=problem.varlen or unseen_keys(form, problem.seqlen_q, problem.seqlen_k),
+        TAIL=tail,
+        UNSEEN=unseen,
         SCORES="softcap" if problem.softcap > 0 else "fold" if problem.scale > 0 else "scale",
     )
     if problem.varlen:
@@ -174,10 +177,11 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     return Plan(compile_(problem.dtype, a, config), config, a, programs, {})
 
 
-def tile_of(problem: Problem, form: Form) -> Config:
-    """The table's tile. Three warpgroups have no registers for rows that begin after key 0 or for packed batches."""
+def tile_of(problem: Problem, form: Form, unseen: bool) -> Config:
+    """The table's tile. Three warpgroups have no registers for rows that begin after key 0 and for keys that no query sees, as in
+    a packed batch."""
     tiles = tiles_for(problem.head_dim, problem.head_dim_v)
-    if problem.varlen or form.left or (form.band and newer_registers()):
+    if unseen or form.left or (form.band and newer_registers()):
         tiles = tiles[:1]
     return tiles[0] if problem.varlen else choose(tiles, form, problem.seqlen_q, problem.seqlen_k)
 
