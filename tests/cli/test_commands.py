@@ -154,6 +154,12 @@ def test_bench_saves_its_record(tmp_path: Path) -> None:
     assert json.loads(path.read_text(encoding="utf-8")) == found
 
 
+def test_bench_names_what_a_gpu_suite_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = invoke("bench", "--suite", "gpu", "--case", "forward full d64 512")
+    assert result.exit_code == 2 and "torch finds no GPU" in " ".join(result.output.split())
+
+
 def test_bench_overhead() -> None:
     """The figures are machine's business; here only that they are measured and judged by their limit."""
     result = invoke("bench", "--suite", "overhead", "--seconds", "0.05", "--json")

@@ -114,9 +114,16 @@ def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str | No
 
 
 def run(chosen: Sequence[Case], peers: Sequence[str] | None, effort: Effort) -> list[Record]:
+    import torch
+
     from tilewise.bench.contenders import contender, default_peers
     from tilewise.bench.engine import OURS, measure
+    from tilewise.errors import ArgumentError
 
+    if any(case.device.startswith("cuda") for case in chosen) and not torch.cuda.is_available():
+        raise ArgumentError(
+            "device: the cases want cuda, but torch finds no GPU here; choose another suite or --device cpu"
+        )
     records = []
     with progress() as bar:
         task = bar.add_task("", total=float(len(chosen)))
