@@ -8,19 +8,19 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tilewise.masks import UNBOUNDED, Full, MaskProgram, TileMap
 from tilewise.problem import Problem
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+Classes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class HeadTiles:
     """The tiles of one query head: `count` heads of the problem look the same."""
 
-    def __init__(self, b: int, h: int, count: int, classes: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, b: int, h: int, count: int, classes: Classes) -> None:
         self.b, self.h, self.count = b, h, count
         self.classes = classes  # [Tr, Tc] of TileClass
 
@@ -50,7 +50,7 @@ class Grid:
         self.problem = problem = even(problem)
         self.block_q, self.block_k = block_q, block_k
         self.map = TileMap(problem.program, problem.shape, block_q, block_k)
-        self._classes: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}
+        self._classes: dict[tuple[int, int], Classes] = {}
         self.row_lengths = _lengths(problem.seqlen_q, block_q)
         self.col_lengths = _lengths(problem.seqlen_k, block_k)
 
@@ -62,21 +62,21 @@ class Grid:
     def cols(self) -> int:
         return self.map.cols
 
-    def classes(self, b: int, h: int) -> npt.NDArray[np.uint8]:
+    def classes(self, b: int, h: int) -> Classes:
         """[Tr, Tc] of one query head."""
         key = (b if self.map.per_batch else 0, h if self.map.per_head else 0)
         if key not in self._classes:
             self._classes[key] = self._classify(*key)
         return self._classes[key]
 
-    def _classify(self, b: int, h: int) -> npt.NDArray[np.uint8]:
+    def _classify(self, b: int, h: int) -> Classes:
         if not self.rows or not self.cols:
             return np.zeros((self.rows, self.cols), dtype=np.uint8)
         if self.problem.program.structure in ("", "b", "t"):
             return self._band_classes()
         return np.stack([self.map.row(i, b, h) for i in range(self.rows)])
 
-    def _band_classes(self) -> npt.NDArray[np.uint8]:
+    def _band_classes(self) -> Classes:
         """The same for lo <= k - q <= hi, all rows at once: long sequences have millions of tiles."""
         problem, program = self.problem, self.problem.program
         lo, hi = program.ints or (-UNBOUNDED, UNBOUNDED)

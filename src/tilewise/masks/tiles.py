@@ -12,13 +12,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from tilewise.errors import MaskError
 from tilewise.masks.program import UNBOUNDED, Literal, MaskProgram, MaskShape
 
-Classes = npt.NDArray[np.uint8]
-Array = npt.NDArray[Any]
+Classes = np.ndarray[Any, np.dtype[np.uint8]]  # numpy.typing would be imported for these names alone
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class TileClass(IntEnum):
