@@ -67,7 +67,7 @@ class Backward(KernelModule):
         """strip(args, frame, index): P and dS of the strip's rows, its share of dQ; the keys visited go to `from` and `to`."""
         e, (args, frame, index), function = self.unit.function("strip", [PTR, PTR, I64])
         a, f = self.open(e, args, frame)
-        R, BM = self.tile.rows, a.word("BM")
+        R, step = self.tile.rows, a.word("PS")
         head, q0 = self.where(e, a, f, index)
         place = self.place(a, f, head)
         j0, j1, solid0, solid1, visible = self.extent(e, a, f, place, q0)
@@ -80,13 +80,13 @@ class Backward(KernelModule):
         for start, stop in ((I64(0), j0), (j1, f.word("n_pad"))):
             with e.loop(start, stop) as over:
                 for buffer in (P, dS):
-                    put_strip(e, [e.const(0.0)] * self.tile.vectors, buffer, e.times(over.index, BM))
+                    put_strip(e, [e.const(0.0)] * self.tile.vectors, buffer, e.times(over.index, step))
         with e.if_then(e.less(j0, j1), likely=True):
             Q = e.at(f.ptr("Q"), e.times(index, e.times(a.word("DP"), R)))
             dO = e.at(f.ptr("dO"), e.times(index, e.times(a.word("DVP"), R)))
             for A, B, width, C in ((Q, "K", "DP", P), (dO, "V", "DVP", dS)):
                 panel = e.times(a.word(width), self.tile.keys)
-                e.call(self.product, [I64(0), a.word(width), A, I64(R), f.ptr(B), panel, C, BM, *self.groups(e, j0, j1)])
+                e.call(self.product, [I64(0), a.word(width), A, I64(R), f.ptr(B), panel, C, step, *self.groups(e, j0, j1)])
             if self.kernel.dropout:
                 self.draw(e, f, place, q0, (j0, j1))
             if self.kernel.plain:
@@ -97,7 +97,7 @@ class Backward(KernelModule):
                 self.differentiate(e, a, f, index, (j0, j1), visible, Modifier(e, self.kernel, place, q0))
             dQ = e.at(f.ptr("dQ"), e.times(index, e.times(a.word("DP"), R)))
             last = e.over(a.word("DP"), self.tile.keys)
-            e.call(self.dq, [j0, j1, dS, BM, f.ptr("K_panels"), self.panel(e, a), dQ, I64(R), I64(0), last])
+            e.call(self.dq, [j0, j1, dS, step, f.ptr("K_panels"), self.panel(e, a), dQ, I64(R), I64(0), last])
         e.ret_void()
         return function
 
@@ -120,7 +120,7 @@ class Backward(KernelModule):
         lse = strip(e, tile, f.ptr("lse2"), row)
         delta = strip(e, tile, f.ptr("delta"), row)
         with e.loop(*keys) as over:
-            at = e.times(over.index, a.word("BM"))
+            at = e.times(over.index, a.word("PS"))
             s, seen, tanhs = strip(e, tile, P, at), visible(e, over.index) if visible else None, None
             if modifier:
                 s, unmasked, tanhs = modifier.apply(s, e.plus(f.word("n0"), over.index))
@@ -236,7 +236,7 @@ class Backward(KernelModule):
         where: tuple[Value, Value, Value, Value],
     ) -> None:
         """Rows [ja, jb) of one gradient. Rows padded beyond n1 belong to somebody else: the last register tile takes a detour."""
-        R, J, BM = self.tile.rows, self.tile.keys, a.word("BM")
+        R, J, BM, step = self.tile.rows, self.tile.keys, a.word("BM"), a.word("PS")
         (ja, jb), (first, last) = keys, strips
         tile, panels, out, width = where
         row0, count = e.times(first, R), e.times(e.minus(last, first), R)
@@ -246,12 +246,12 @@ class Backward(KernelModule):
             A = e.at(panels, e.plus(e.times(col.index, BM), e.times(row0, R)))
             B = e.at(tile, row0)
             to = e.at(out, col.index)
-            e.call(self.grow, [count, A, B, BM, to, width, ja, whole])
+            e.call(self.grow, [count, A, B, step, to, width, ja, whole])
             with e.if_then(e.less(whole, jb), likely=False):
                 tail = f.ptr("tail")
                 with e.loop(0, J * R) as cell:
                     e.put(e.num(0.0), tail, cell.index)
-                e.call(self.grow, [count, A, e.at(B, e.times(whole, BM)), BM, tail, I64(R), I64(0), I64(J)])
+                e.call(self.grow, [count, A, e.at(B, e.times(whole, step)), step, tail, I64(R), I64(0), I64(J)])
                 with e.loop(0, e.minus(real, whole)) as key:
                     line = e.at(to, e.times(e.plus(whole, key.index), width))
                     old, new = strip(e, self.tile, line), strip(e, self.tile, tail, e.times(key.index, R))
@@ -306,7 +306,8 @@ class Backward(KernelModule):
         """Lay out the frame; pack Q and dO as strips and as panels; work out each row's statistics."""
         R, BM, BN, DP, DVP = self.tile.rows, a.word("BM"), a.word("BN"), a.word("DP"), a.word("DVP")
         sizes = {"Q": e.times(BM, DP), "dO": e.times(BM, DVP), "Q_panels": e.times(BM, a.word("DR"))}
-        sizes |= {"dO_panels": e.times(BM, a.word("DVR")), "dQ": e.times(BM, DP), "P": e.times(BN, BM), "dS": e.times(BN, BM)}
+        sizes |= {"dO_panels": e.times(BM, a.word("DVR")), "dQ": e.times(BM, DP)}
+        sizes |= {name: e.times(BN, a.word("PS")) for name in ("P", "dS")}
         sizes |= {"kept": e.times(BN, R), "W": e.times(BN, R), "lse2": BM, "delta": BM, "factors": BM, "ones": BM}
         sizes |= {"tail": I64(self.tile.keys * R), "K": e.times(BN, DP), "V": e.times(BN, DVP), "K_panels": e.times(BN, DP)}
         # 64-bit words, at most twice as large as an element

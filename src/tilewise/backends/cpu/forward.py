@@ -210,8 +210,12 @@ class Forward(Softmax):
         a, f = self.open(e, args, frame)
         splits = a.word("splits")
         f.set("split", e.rest(number, splits))
-        rest, blocks = e.over(number, splits), a.word("blocks")
-        self.locate(e, a, f, e.rest(rest, blocks), e.over(rest, blocks))
+        rest, blocks, pairs = e.over(number, splits), a.word("blocks"), a.word("pairs")
+        # blocks of a head follow each other and find its K and V near; where they differ in cost, the longest of all heads are
+        # first, so that threads end together
+        uneven = e.icmp_signed("!=", a.word("descending"), I64(0))
+        block = e.select(uneven, e.over(rest, pairs), e.rest(rest, blocks))
+        self.locate(e, a, f, block, e.select(uneven, e.rest(rest, pairs), e.over(rest, blocks)))
         with e.if_then(e.icmp_signed("<=", f.word("rows"), I64(0)), likely=False):
             e.ret_void()
         strips = e.times(f.word("strips"), a.word("group"))

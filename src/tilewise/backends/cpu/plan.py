@@ -155,7 +155,7 @@ def decode_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
 def backward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
     R, rows, keys = kernel.tile.rows, tiles.rows, tiles.keys
     sizes = [rows * words[n] for n in ("DP", "DVP", "DR", "DVR", "DP")]
-    sizes += [keys * rows, keys * rows, keys * R, keys * R, rows, rows, rows, rows, kernel.tile.keys * R]
+    sizes += [keys * words["PS"], keys * words["PS"], keys * R, keys * R, rows, rows, rows, rows, kernel.tile.keys * R]
     return _bytes(kernel, [*sizes, *(keys * words[n] for n in ("DP", "DVP", "DP")), 2 * rows, 2 * rows])
 
 
@@ -192,6 +192,8 @@ def words_for(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
         "ds_factor": bits(problem.scale),
         "DR": round_up(problem.head_dim, R),
         "DVR": round_up(problem.head_dim_v, R),
+        # rows of P and dS lie a cache line more apart than they are long: a power of two would put a column into few sets of L1
+        "PS": tiles.rows + ALIGN,
     }
     words |= {f"mask_i{n}": value for n, value in enumerate(problem.program.ints)}
     return words

@@ -62,7 +62,7 @@ BACKWARD = (
     *FORWARD,
     *("do", "dlse", "delta", "dq", "dk", "dv", "dbias", "turns", "pause"),
     *(f"{t}_{axis}" for t in ("do", "dq", "dbias") for axis in "bhsd"),
-    *("DR", "DVR", "ds_factor"),
+    *("DR", "DVR", "PS", "ds_factor"),
 )
 
 
