@@ -1,0 +1,405 @@
+"""Gluon kernels as Python: tensors are torch's, warps of a role one thread, barriers real ones.
+
+What is checked that way is logic: which tiles are visited, where results go, that masks and sums are right, that no role waits
+for ever, and that nothing is overwritten while a product may still read it: products are computed as late as their waits allow.
+The language's own compiler is not in play, layouts mean nothing, and memory is in order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+LIMIT_S = 60.0
+"""A kernel here takes a second; one that hangs is given up after this long."""
+
+
+class Type:
+    """What `x.type` tells: a shape, and a layout for the asking."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = list(shape)
+        self.layout = None
+
+
+def raw(x: Any) -> Any:
+    return x.value if isinstance(x, Value) else x
+
+
+class Value:
+    """A tensor, or a number as one without sides."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    @property
+    def type(self) -> Type:
+        return Type(tuple(self.value.shape))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        if dtype == "uint32":
+            return Value(self.value.to(torch.int64) & 0xFFFFFFFF)
+        return Value(self.value.to(dtype))
+
+    def reshape(self, shape: list[int]) -> Value:
+        return Value(self.value.reshape(shape))
+
+    def __getitem__(self, at: Any) -> Value:
+        return Value(self.value[at])
+
+    def __index__(self) -> int:
+        return int(self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __neg__(self) -> Value:
+        return Value(-self.value)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class Product(Value):
+    """A product in flight: computed when it is waited for, from what its operands hold then."""
+
+    def __init__(self, a: Any, b: Shared, acc: Value | None) -> None:
+        self.operands, self.result = (a, b, acc), None
+
+    @property
+    def value(self) -> Any:  # type: ignore[override]
+        assert self.result is not None, "a product is read before it is waited for"
+        return self.result
+
+    def finish(self) -> None:
+        a, b, acc = self.operands
+        result = a.value.float() @ b.value.float()
+        self.result = result if acc is None else result + acc.value
+
+
+def _binary(name: str, function: Callable[[Any, Any], Any]) -> None:
+    def forward(self: Value, other: Any) -> Any:
+        if isinstance(other, Pointer):
+            return other + self
+        return Value(function(self.value, raw(other)))
+
+    setattr(Value, f"__{name}__", forward)
+    setattr(Value, f"__r{name}__", lambda self, other: Value(function(torch.as_tensor(raw(other)), self.value)))
+
+
+for _name in ("add", "sub", "mul", "truediv", "and_", "or_", "xor", "lshift", "rshift", "mod"):
+    _binary(_name.rstrip("_"), getattr(operator, _name))
+_binary("floordiv", lambda x, y: torch.div(torch.as_tensor(x), torch.as_tensor(y), rounding_mode="trunc"))  # as in C
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    _binary(_name, getattr(operator, _name))
+
+
+class Pointer:
+    """Into the memory of a tensor; elements, not bytes."""
+
+    def __init__(self, memory: torch.Tensor, at: torch.Tensor) -> None:
+        self.memory, self.at = memory, at
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.memory, self.at + torch.as_tensor(raw(other)).to(torch.int64))
+
+    __radd__ = __add__
+
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=self.memory.dtype)
+
+    def to(self, dtype: Any) -> Pointer:
+        return self
+
+
+def pointer(x: torch.Tensor) -> Pointer:
+    """To the first element of the memory that x views, whose strides then count from there."""
+    flat = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return Pointer(flat, torch.tensor(x.storage_offset()))
+
+
+class Shared:
+    """Shared memory."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    @property
+    def type(self) -> Type:
+        return Type(tuple(self.value.shape))
+
+    @property
+    def dtype(self) -> Any:
+        return self.value.dtype
+
+    def index(self, i: Any) -> Any:
+        return self.value[int(i)] if isinstance(self.value, list) else Shared(self.value[int(i)])
+
+    def slice(self, start: int, size: int, dim: int = 0) -> Shared:
+        return Shared(self.value.narrow(dim, int(start), size))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.value.permute(order))
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.value.view(shape))
+
+    def load(self, layout: Any = None) -> Value:
+        return Value(self.value.clone())
+
+    def store(self, x: Value) -> None:
+        assert x.value.shape == self.value.shape and x.value.dtype == self.value.dtype
+        self.value.copy_(x.value)
+
+
+class Turnstile:
+    """An mbarrier: a phase is over when all have arrived and all bytes have landed."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.turns = 0
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.turns += 1
+            self.pending = self.count
+
+
+class Descriptor:
+    """A tensor map: boxes of a tensor, zeros beyond it."""
+
+    def __init__(self, x: torch.Tensor, box: list[int]) -> None:
+        self.x, self.box, self.dtype, self.layout = x, box, x.dtype, None
+        size = x.element_size()
+        for side in box:
+            size *= side
+        self.block_type = SimpleNamespace(shape=box, nbytes=size)
+
+    def parts(self, at: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Where a box lies in the tensor, and that part of it in the box."""
+        first = [int(i) for i in at]
+        sizes = [max(0, min(i + n, side) - i) for i, n, side in zip(first, self.box, self.x.shape, strict=True)]
+        there = tuple(slice(i, i + n) for i, n in zip(first, sizes, strict=True))
+        return there, tuple(slice(0, n) for n in sizes)
+
+
+class Machine:
+    """One multiprocessor: what its threads share."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.program = 0
+        self.named: dict[int, list[int]] = {}
+        self.broken: BaseException | None = None
+        self.own = threading.local()
+
+    def wait_for(self, ready: Callable[[], bool]) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.broken is not None or ready(), LIMIT_S):
+                raise TimeoutError("a role waits for ever")
+            if self.broken is not None:
+                raise RuntimeError("another role has failed")
+
+    def change(self, act: Callable[[], None]) -> None:
+        with self.changed:
+            act()
+            self.changed.notify_all()
+
+    # mbarrier
+    def init(self, barrier: Turnstile, count: int) -> None:
+        barrier.count = barrier.pending = count
+
+    def wait(self, barrier: Turnstile, parity: Any, pred: Any = True) -> None:
+        if pred:
+            self.wait_for(lambda: barrier.turns % 2 != int(parity))
+
+    def arrive(self, barrier: Turnstile, count: int = 1, pred: Any = True) -> None:
+        def act() -> None:
+            barrier.pending -= count
+            assert barrier.pending >= 0, "more arrivals than the barrier counts"
+            barrier.settle()
+
+        if pred:
+            self.change(act)
+
+    def expect(self, barrier: Turnstile, size: int) -> None:
+        def act() -> None:
+            barrier.pending -= 1
+            barrier.bytes += size
+
+        self.change(act)
+
+    # tensor memory accelerator
+    def tma_load(self, desc: Descriptor, at: list[Any], barrier: Turnstile, tile: Shared) -> None:
+        there, here = desc.parts(at)
+        assert list(tile.value.shape) == desc.box
+        tile.value.zero_()
+        tile.value[here] = desc.x[there]
+
+        def act() -> None:
+            barrier.bytes -= desc.block_type.nbytes
+            barrier.settle()
+
+        self.change(act)
+
+    def tma_store(self, desc: Descriptor, at: list[Any], tile: Shared) -> None:
+        there, here = desc.parts(at)
+        desc.x[there] = tile.value[here]
+
+    # wgmma
+    def product(self, a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+        assert is_async and a.type.shape[1] == b.type.shape[0]
+        issued = Product(a, b, acc if use_acc else None)
+        self.in_flight().append(issued)
+        return issued
+
+    def product_wait(self, left: int, deps: list[Any]) -> Any:
+        """Until all but the last `left` products of this role are done."""
+        flying = self.in_flight()
+        while len(flying) > left:
+            flying.pop(0).finish()
+        done = [Value(x.value) for x in deps]
+        return done[0] if len(done) == 1 else tuple(done)
+
+    def in_flight(self) -> list[Product]:
+        if not hasattr(self.own, "flying"):
+            self.own.flying = []
+        found: list[Product] = self.own.flying
+        return found
+
+    def assembly(self, text: str, constraints: str, args: list[Any], **_: Any) -> Any:
+        if text.startswith("mov.b32"):
+            return args[0] if isinstance(args[0], Value) else Value(torch.tensor(args[0]))
+        if text.startswith("red."):
+            where, what = args[0].at.reshape(-1), args[1].value.reshape(-1)
+            assert where.unique().numel() == where.numel()
+            with self.changed:
+                args[0].memory.index_add_(0, where, what)
+            return None
+        if text.startswith("ld.global.v4"):
+            return Value(args[0].memory[args[0].at])
+        word, _, threads = text.split(";")[0].partition(",")
+        kind, ident = word.split()
+        assert kind == "bar.sync", text
+        return self.named_sync(int(ident), int(threads) // 128)
+
+    def named_sync(self, ident: int, parties: int) -> None:
+        state = self.named.setdefault(ident, [0, 0])  # arrived, rounds
+        with self.changed:
+            mine = state[1]
+            state[0] += 1
+            if state[0] == parties:
+                state[0], state[1] = 0, mine + 1
+            self.changed.notify_all()
+        self.wait_for(lambda: state[1] != mine)
+
+    def specialise(self, roles: list[tuple[Callable[..., Any], tuple[Any, ...]]], *_: Any) -> None:
+        def work(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+            try:
+                function(*args)
+            except BaseException as error:
+                with self.changed:
+                    self.broken = self.broken or error
+                    self.changed.notify_all()
+
+        threads = [threading.Thread(target=work, args=role, daemon=True) for role in roles]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * LIMIT_S)
+        if self.broken is not None:
+            raise self.broken
+
+
+def arange(start: int, end: int, layout: Any = None) -> Value:
+    return Value(torch.arange(start, end))
+
+
+def tensor_of(x: Any) -> torch.Tensor:
+    found = raw(x)
+    return found if isinstance(found, torch.Tensor) else torch.tensor(found)
+
+
+def load(at: Pointer, mask: Any = None, other: Any = 0) -> Value:
+    if mask is None:
+        return Value(at.memory[at.at])
+    ok, where = torch.broadcast_tensors(tensor_of(mask), at.at)
+    return Value(torch.where(ok, at.memory[torch.where(ok, where, 0)], torch.tensor(other, dtype=at.memory.dtype)))
+
+
+def store(at: Pointer, x: Any, mask: Any = None) -> None:
+    values, where = torch.broadcast_tensors(tensor_of(x), at.at)
+    ok = torch.ones_like(where, dtype=torch.bool) if mask is None else tensor_of(mask).expand_as(where)
+    assert values.dtype == at.memory.dtype
+    at.memory[where[ok]] = values[ok]
+
+
+def language(machine: Machine) -> SimpleNamespace:
+    """`gl` on that machine."""
+
+    def allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
+        if dtype == torch.int64:  # barriers are the only integers there
+            return Shared([Turnstile() for _ in range(shape[0])])
+        return Shared(torch.full(shape, float("nan"), dtype=dtype))  # as left by others
+
+    def whole(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+        return lambda *args, **more: Value(function(*map(tensor_of, args), **more))
+
+    def convert(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
+        return x
+
+    return SimpleNamespace(
+        constexpr=lambda x: x, tensor=object, shared_memory_descriptor=object, static_range=range,
+        float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16, int32=torch.int64, int8="int8",
+        uint32="uint32", int64=torch.int64,
+        program_id=lambda axis: Value(torch.tensor(machine.program)), arange=arange, load=load, store=store,
+        zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)), zeros_like=whole(torch.zeros_like),
+        full=lambda shape, x, dtype, layout: Value(torch.full(shape, x, dtype=dtype)),
+        where=whole(torch.where), minimum=whole(torch.minimum), maximum=whole(torch.maximum), exp2=whole(torch.exp2),
+        abs=whole(torch.abs), sum=lambda x, axis: Value(x.value.sum(axis)), cdiv=lambda x, y: (x + (y - 1)) // y,
+        umulhi=lambda x, y: Value(torch.tensor(int(x) * int(y) >> 32)), barrier=lambda: None,
+        broadcast=lambda x, y: (Value(x.value.expand(y.value.shape).clone()), y), convert_layout=convert,
+        inline_asm_elementwise=machine.assembly, allocate_shared_memory=allocate, warp_specialize=machine.specialise,
+        **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), lambda *_: None),
+        NVMMASharedLayout=type("Layout", (), {"__init__": lambda *_, **__: None, "get_default_for": lambda *_: None}),
+    )  # fmt: skip
+
+
+@contextmanager
+def kernels(package: str, *names: str) -> Iterator[tuple[Machine, dict[str, ModuleType]]]:
+    """Modules `package.name` imported over this machine's language."""
+    machine = Machine()
+    gl = language(machine)
+    barrier = SimpleNamespace(
+        MBarrierLayout=lambda: None, init=machine.init, wait=machine.wait, arrive=machine.arrive, expect=machine.expect
+    )
+    hopper = SimpleNamespace(
+        fence_async_shared=lambda: None, mbarrier=barrier, warpgroup_mma=machine.product, warpgroup_mma_wait=machine.product_wait,
+        tma=SimpleNamespace(async_load=machine.tma_load, async_store=machine.tma_store, store_wait=lambda n: None),
+    )  # fmt: skip
+    gluon = SimpleNamespace(jit=lambda f: f, constexpr_function=lambda f: f, aggregate=lambda c: c, language=gl)
+    fakes: dict[str, Any] = {
+        "triton": SimpleNamespace(), "triton.language": SimpleNamespace(core=None),
+        "triton.experimental": SimpleNamespace(gluon=gluon), "triton.experimental.gluon": gluon,
+        "triton.experimental.gluon.language": gl, "triton.experimental.gluon.language.nvidia": SimpleNamespace(hopper=hopper),
+        "triton.experimental.gluon.language.nvidia.hopper": hopper,
+    }  # fmt: skip
+    with patch.dict(sys.modules, fakes):
+        # modules in the language are imported anew; patch.dict puts the others' own back afterwards
+        for name in [n for n in sys.modules if n.startswith("tilewise.backends.hopper.")]:
+            if hasattr(sys.modules[name], "gl"):
+                del sys.modules[name]
+        yield machine, {name: importlib.import_module(f"{package}.{name}") for name in names}

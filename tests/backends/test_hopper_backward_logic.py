@@ -1,0 +1,244 @@
+"""The Hopper backward's kernels, run as Python threads: right gradients, no role left waiting, nothing read that is not written.
+
+What a GPU adds (the order of memory, products in flight) is measured by benchmarks/gpu_hopper_backward.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import tilewise as tw
+from tests.backends.gluon_threads import Descriptor, Machine, Shared, Value, kernels, pointer
+from tilewise.api.describe import Request, describe
+from tilewise.backends import tiled
+from tilewise.backends.base import Grads, Inputs
+from tilewise.backends.hopper.backward import plan
+from tilewise.backends.hopper.backward.config import QueriesConfig
+from tilewise.backends.hopper.backward.plan import Step, make_plan
+from tilewise.backends.hopper.backward.structs import Edges, Plane
+from tilewise.backends.hopper.intervals import Form, form_of, on_device
+from tilewise.backends.hopper.structs import Rows, Term
+from tilewise.numerics import bounds
+from tilewise.problem import Problem
+
+PAD = "tw.key_padding(torch.tensor([{}]))"
+
+
+class Shape(NamedTuple):
+    d: int = 128
+    mask: str = "None"
+    sq: int = 200
+    sk: int | None = None
+    h: int = 1
+    hk: int = 1
+    b: int = 1
+    dv: int | None = None
+    softcap: float = 0.0
+    scale: float | None = None
+    deterministic: bool = False
+    poison: tuple[int, int] | None = None  # keys [first, last) that no query sees hold NaN
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    dlse: bool = False
+
+
+SHAPES = [
+    Shape(),
+    Shape(64, sq=300, b=2),
+    Shape(256, sq=130),
+    Shape(128, "tw.causal()", 200, h=3, hk=1, dlse=True),
+    Shape(64, "tw.causal()", 300, h=4, hk=2),
+    Shape(256, "tw.causal()", 150, h=2, hk=1, dlse=True),
+    Shape(128, "tw.causal()", 150, 400, dlse=True),
+    Shape(64, "tw.causal()", 400, 150),
+    Shape(128, "tw.causal()", 200, h=4, hk=2, deterministic=True),
+    Shape(64, "tw.window(100)", 300, 350, h=3, hk=1, deterministic=True),
+    Shape(128, "tw.window(70, 20)", 300),
+    Shape(64, "tw.window(70) & tw.prefix(190)", 300),
+    Shape(128, "tw.causal() | tw.prefix(150)", 300),
+    Shape(128, PAD.format("130, 77"), 100, 300, b=2, poison=(130, 300)),
+    Shape(64, f"tw.causal() & {PAD.format('130, 77')}", 200, 300, b=2, poison=(130, 300), deterministic=True),
+    Shape(256, PAD.format("100, 100")[:-1] + ", torch.tensor([40, 40]))", 80, 200, b=2, poison=(0, 40)),
+    Shape(128, "~tw.full()", 70, 130),
+    Shape(64, "tw.causal()", 200, softcap=3.0),
+    Shape(128, softcap=3.0, dlse=True),
+    Shape(64, scale=-0.2),
+    Shape(192, "tw.causal()", 140, dv=128, h=2),
+    Shape(96, "tw.causal()", 140, dv=40),
+    Shape(64, sq=100, dv=256),
+    Shape(128, "tw.causal()", lengths=((5, 133, 0, 70), (5, 140, 7, 70)), h=2, hk=1),
+    Shape(64, lengths=((130, 3), (150, 200)), h=2, dlse=True),
+    Shape(128, "tw.causal()", lengths=((5, 133, 0, 70), (5, 140, 7, 70)), deterministic=True),
+]
+
+
+def build(shape: Shape) -> tuple[Problem, Inputs]:
+    g = torch.Generator().manual_seed(0)
+    packed = shape.lengths is not None
+    sq, sk = map(sum, shape.lengths) if shape.lengths is not None else (shape.sq, shape.sk or shape.sq)
+
+    def normal(h: int, s: int, d: int) -> torch.Tensor:
+        return torch.randn((1 if packed else shape.b, h, s, d), generator=g).bfloat16()
+
+    qkv = normal(shape.h, sq, shape.d), normal(shape.hk, sk, shape.d), normal(shape.hk, sk, shape.dv or shape.d)
+    starts = None
+    if shape.lengths is not None:
+        starts = tuple(torch.tensor([0, *lengths]).cumsum(0).int() for lengths in shape.lengths)
+    mask = eval(shape.mask, {"tw": tw, "torch": torch})
+    request = Request(mask=mask, scale=shape.scale, softcap=shape.softcap, deterministic=shape.deterministic)
+    return describe(qkv, request, starts)  # type: ignore[arg-type]
+
+
+def wrapped(x: Any) -> Any:
+    """Numbers as the kernels see them, tensors as pointers."""
+    if isinstance(x, tuple):
+        parts = [wrapped(part) for part in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    if isinstance(x, torch.Tensor):
+        return pointer(x)
+    return Value(torch.tensor(x)) if isinstance(x, int | float) else x
+
+
+class Call(NamedTuple):
+    """The tensors of a backward."""
+
+    inputs: Inputs
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    grads: Grads
+    stats: torch.Tensor
+    sums: torch.Tensor
+
+
+def plane(x: torch.Tensor) -> Plane:
+    return Plane(x, *x.stride()[:3], x.shape[3])
+
+
+def arguments(step: Step, call: Call, problem: Problem) -> Any:
+    a = step.arguments
+    packed = problem.varlen
+    if isinstance(a, Edges):
+        dq = call.grads.dq
+        assert dq is not None
+        return a._replace(
+            out=plane(call.out), dout=plane(call.dout), dq=plane(dq), lse_ptr=call.lse, dlse_ptr=call.dlse,
+            stats_ptr=call.stats, dq_ptr=call.sums, cu_q=call.inputs.cu_q if packed else None,
+        )  # fmt: skip
+    form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
+    assert isinstance(form, Form)
+    terms = tuple(on_device(term, problem.batch, torch.device("cpu")) for term in form.terms)
+    rows = [Rows(x, x.stride(1), x.stride(2), x.shape[3]) if packed and x is not None else None for x in call.grads[:3]]
+    return a._replace(
+        cu_q=call.inputs.cu_q if packed else None, cu_k=call.inputs.cu_k if packed else None,
+        order=None if a.order is None else a.order.reshape(-1), terms=tuple(Term(*term) for term in terms),
+        stats_ptr=call.stats, dq_ptr=call.sums, dq=rows[0], dk=rows[1], dv=rows[2],
+    )  # fmt: skip
+
+
+def maps(step: Step, call: Call) -> list[Descriptor]:
+    if isinstance(step.arguments, Edges):
+        return []
+    C, inputs, (dq, dk, dv, *_) = step.config, call.inputs, call.grads
+    assert dq is not None and dk is not None and dv is not None
+    queries = isinstance(C, QueriesConfig)
+    rows = 64 if queries else C.BLOCK_M
+
+    def tile(x: torch.Tensor, rows: int, width: int) -> Descriptor:
+        return Descriptor(x, [1, 1, rows, width])
+
+    result = [tile(inputs.q, rows, C.BLOCK_D), tile(call.dout, rows, C.BLOCK_DV)]
+    result += [tile(inputs.k, C.BLOCK_N, C.BLOCK_D), tile(inputs.v, C.BLOCK_N, C.BLOCK_DV)]
+    if queries:
+        return [*result, tile(dq, 64, C.BLOCK_D)]
+    return [*result, Descriptor(call.stats, [2 * rows]), tile(dk, 64, C.BLOCK_D), tile(dv, 64, C.BLOCK_DV)]
+
+
+def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Grads:
+    made = make_plan(problem, 3, lambda *_: None, dlse is not None)
+    nothing = float("nan")
+    grads = Grads(*(torch.full_like(x, nothing) for x in inputs[:3]))
+    call = Call(
+        inputs, out, lse, dout, dlse, grads, torch.full((made.stats,), nothing), torch.full((max(1, made.dq),), nothing)
+    )
+    with kernels("tilewise.backends.hopper.backward", "edges", "kernel") as (machine, modules):
+        for step in made.steps:
+            function = getattr(modules["kernel"], step.name, None) or getattr(modules["edges"], step.name)
+            a = wrapped(arguments(step, call, problem))
+            for program in range(step.programs):
+                start(machine, program)
+                function(*maps(step, call), a, step.config)
+    return grads
+
+
+def start(machine: Machine, program: int) -> None:
+    machine.program = program
+    machine.named.clear()
+
+
+@pytest.fixture(autouse=True)
+def sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short rows take the kernel that adds dQ up too, unless bits must repeat."""
+    monkeypatch.setattr(plan, "FEW_KEYS", {})
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients(shape: Shape) -> None:
+    problem, inputs = build(shape)
+    out, lse = tiled.backend.forward(problem, inputs)
+    g = torch.Generator().manual_seed(1)
+    dout = torch.randn(out.shape, generator=g).bfloat16()
+    dlse = torch.randn(lse.shape, generator=g) if shape.dlse else None
+    given = inputs
+    if shape.poison is not None:
+        k, v = inputs.k.clone(), inputs.v.clone()
+        k[:, :, slice(*shape.poison)] = float("nan")
+        v[:, :, slice(*shape.poison)] = float("nan")
+        given = inputs._replace(k=k, v=v)
+    found = run(problem, given, out.contiguous(), lse, dout, dlse)
+    assert bounds.check_backward(problem, inputs, dout, dlse, found) == []
+
+
+def test_what_a_packed_neighbour_holds_does_not_matter() -> None:
+    problem, inputs = build(Shape(128, "tw.causal()", lengths=((100, 60), (100, 60))))
+    out, lse = tiled.backend.forward(problem, inputs)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    clean = run(problem, inputs, out, lse, dout, None)
+    poisoned = [x.clone() for x in (*inputs[:3], dout)]
+    for x in poisoned:
+        x[:, :, 100:] = float("nan")
+    given = inputs._replace(q=poisoned[0], k=poisoned[1], v=poisoned[2])
+    found = run(problem, given, out, lse, poisoned[3], None)
+    for x, y in zip(found[:3], clean[:3], strict=True):
+        assert x is not None and y is not None
+        assert torch.equal(x[:, :, :100], y[:, :, :100])
+
+
+def test_a_missing_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the threads would hang where a GPU does."""
+    monkeypatch.setattr("tests.backends.gluon_threads.LIMIT_S", 0.5)
+    problem, inputs = build(Shape(sq=300))
+    out, lse = tiled.backend.forward(problem, inputs)
+    arrive = Machine.arrive
+    monkeypatch.setattr(
+        Machine, "arrive", lambda self, barrier, count=1, pred=True: arrive(self, barrier, count, False)
+    )
+    with pytest.raises((TimeoutError, RuntimeError)):
+        run(problem, inputs, out, lse, torch.ones_like(out), None)
+
+
+def test_products_are_computed_as_late_as_their_waits() -> None:
+    """That a place which is refilled too early would show."""
+    machine = Machine()
+    place, none = Shared(torch.ones(2, 2)), Value(torch.zeros(2, 2))
+    token = machine.product(Value(torch.eye(2)), place, none, use_acc=False, is_async=True)
+    with pytest.raises(AssertionError, match="before it is waited for"):
+        _ = token + 1
+    machine.product_wait(1, [none])
+    place.store(Value(torch.full((2, 2), 3.0)))
+    assert machine.product_wait(0, [token]).value.tolist() == [[3.0, 3.0], [3.0, 3.0]]
