@@ -84,8 +84,11 @@ def compiled(case: Case) -> list[tuple[str, Any, Any]]:
 
 
 def spilling(case: Case, name: str, newer: bool) -> bool:
-    """Kernels that are right and have too few registers: dQ of head dim 256 under a mask; from Triton 3.8 on, others too."""
-    return newer or (name == "queries_kernel" and case.d > 128 and case.mask != "None")
+    """Kernels that are right and lack registers: dQ of head dim 256 under a mask, softcap at 128 (some twenty values a step wait
+    in memory), packed batches at 64 (two or three); from Triton 3.8 on others too."""
+    if name == "queries_kernel":
+        return newer or (case.d > 128 and case.mask != "None")
+    return newer or (case.softcap > 0 and case.d == 128) or (case.varlen and case.d == 64)
 
 
 def faults(name: str, facts: Any, config: Any, may_spill: bool = False) -> list[str]:

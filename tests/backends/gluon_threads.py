@@ -8,7 +8,6 @@ The language's own compiler is not in play, layouts mean nothing, and memory is 
 from __future__ import annotations
 
 import importlib
-import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,151 +18,10 @@ from unittest.mock import patch
 
 import torch
 
+from tests.backends.gluon_values import Product, Shared, Value, arange, load, store, tensor_of
+
 LIMIT_S = 60.0
 """A kernel here takes a second; one that hangs is given up after this long."""
-
-
-class Type:
-    """What `x.type` tells: a shape, and a layout for the asking."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = list(shape)
-        self.layout = None
-
-
-def raw(x: Any) -> Any:
-    return x.value if isinstance(x, Value) else x
-
-
-class Value:
-    """A tensor, or a number as one without sides."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-    @property
-    def type(self) -> Type:
-        return Type(tuple(self.value.shape))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.value.dtype
-
-    def to(self, dtype: Any, bitcast: bool = False) -> Value:
-        if dtype == "uint32":
-            return Value(self.value.to(torch.int64) & 0xFFFFFFFF)
-        return Value(self.value.to(dtype))
-
-    def reshape(self, shape: list[int]) -> Value:
-        return Value(self.value.reshape(shape))
-
-    def __getitem__(self, at: Any) -> Value:
-        return Value(self.value[at])
-
-    def __index__(self) -> int:
-        return int(self.value)
-
-    def __bool__(self) -> bool:
-        return bool(self.value)
-
-    def __neg__(self) -> Value:
-        return Value(-self.value)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-
-class Product(Value):
-    """A product in flight: computed when it is waited for, from what its operands hold then."""
-
-    def __init__(self, a: Any, b: Shared, acc: Value | None) -> None:
-        self.operands, self.result = (a, b, acc), None
-
-    @property
-    def value(self) -> Any:  # type: ignore[override]
-        assert self.result is not None, "a product is read before it is waited for"
-        return self.result
-
-    def finish(self) -> None:
-        a, b, acc = self.operands
-        result = a.value.float() @ b.value.float()
-        self.result = result if acc is None else result + acc.value
-
-
-def _binary(name: str, function: Callable[[Any, Any], Any]) -> None:
-    def forward(self: Value, other: Any) -> Any:
-        if isinstance(other, Pointer):
-            return other + self
-        return Value(function(self.value, raw(other)))
-
-    setattr(Value, f"__{name}__", forward)
-    setattr(Value, f"__r{name}__", lambda self, other: Value(function(torch.as_tensor(raw(other)), self.value)))
-
-
-for _name in ("add", "sub", "mul", "truediv", "and_", "or_", "xor", "lshift", "rshift", "mod"):
-    _binary(_name.rstrip("_"), getattr(operator, _name))
-_binary("floordiv", lambda x, y: torch.div(torch.as_tensor(x), torch.as_tensor(y), rounding_mode="trunc"))  # as in C
-for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
-    _binary(_name, getattr(operator, _name))
-
-
-class Pointer:
-    """Into the memory of a tensor; elements, not bytes."""
-
-    def __init__(self, memory: torch.Tensor, at: torch.Tensor) -> None:
-        self.memory, self.at = memory, at
-
-    def __add__(self, other: Any) -> Pointer:
-        return Pointer(self.memory, self.at + torch.as_tensor(raw(other)).to(torch.int64))
-
-    __radd__ = __add__
-
-    @property
-    def dtype(self) -> Any:
-        return SimpleNamespace(element_ty=self.memory.dtype)
-
-    def to(self, dtype: Any) -> Pointer:
-        return self
-
-
-def pointer(x: torch.Tensor) -> Pointer:
-    """To the first element of the memory that x views, whose strides then count from there."""
-    flat = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
-    return Pointer(flat, torch.tensor(x.storage_offset()))
-
-
-class Shared:
-    """Shared memory."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    @property
-    def type(self) -> Type:
-        return Type(tuple(self.value.shape))
-
-    @property
-    def dtype(self) -> Any:
-        return self.value.dtype
-
-    def index(self, i: Any) -> Any:
-        return self.value[int(i)] if isinstance(self.value, list) else Shared(self.value[int(i)])
-
-    def slice(self, start: int, size: int, dim: int = 0) -> Shared:
-        return Shared(self.value.narrow(dim, int(start), size))
-
-    def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.value.permute(order))
-
-    def reshape(self, shape: list[int]) -> Shared:
-        return Shared(self.value.view(shape))
-
-    def load(self, layout: Any = None) -> Value:
-        return Value(self.value.clone())
-
-    def store(self, x: Value) -> None:
-        assert x.value.shape == self.value.shape and x.value.dtype == self.value.dtype
-        self.value.copy_(x.value)
 
 
 class Turnstile:
@@ -322,29 +180,6 @@ class Machine:
             thread.join(2 * LIMIT_S)
         if self.broken is not None:
             raise self.broken
-
-
-def arange(start: int, end: int, layout: Any = None) -> Value:
-    return Value(torch.arange(start, end))
-
-
-def tensor_of(x: Any) -> torch.Tensor:
-    found = raw(x)
-    return found if isinstance(found, torch.Tensor) else torch.tensor(found)
-
-
-def load(at: Pointer, mask: Any = None, other: Any = 0) -> Value:
-    if mask is None:
-        return Value(at.memory[at.at])
-    ok, where = torch.broadcast_tensors(tensor_of(mask), at.at)
-    return Value(torch.where(ok, at.memory[torch.where(ok, where, 0)], torch.tensor(other, dtype=at.memory.dtype)))
-
-
-def store(at: Pointer, x: Any, mask: Any = None) -> None:
-    values, where = torch.broadcast_tensors(tensor_of(x), at.at)
-    ok = torch.ones_like(where, dtype=torch.bool) if mask is None else tensor_of(mask).expand_as(where)
-    assert values.dtype == at.memory.dtype
-    at.memory[where[ok]] = values[ok]
 
 
 def language(machine: Machine) -> SimpleNamespace:

@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 import tilewise as tw
-from tests.backends.gluon_threads import Descriptor, Machine, Shared, Value, kernels, pointer
+from tests.backends.gluon_threads import Descriptor, Machine, kernels
+from tests.backends.gluon_values import Shared, Value, pointer
 from tilewise.api.describe import Request, describe
 from tilewise.backends import tiled
 from tilewise.backends.base import Grads, Inputs
