@@ -22,7 +22,7 @@ TARGETS = {
     "skylake-avx512": ("x86_64", "skylake-avx512", "avx512", r"vfmadd\w+ps\t.*%zmm"),
     "sapphirerapids": ("x86_64", "sapphirerapids", "avx512", r"vfmadd\w+ps\t.*%zmm"),
 }
-PRODUCTS = {"forward": {"scores", "scores_peak", "values"}, "backward": {"product", "grow", "dq"}}
+PRODUCTS = {"forward": {"scores", "scores_long", "values"}, "backward": {"product", "grow", "dq"}}
 STACK = re.compile(r"\(%rsp|\[sp\b")  # frame pointers are omitted: rbp and x29 are registers like any other
 COPY = re.compile(r"^\s+(vmov[au]p[sd]\s+%[xyz]mm\d+, %[xyz]mm\d+$|mov\s+v\d+\.16b, v\d+\.16b)")
 

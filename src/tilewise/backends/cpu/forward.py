@@ -14,7 +14,7 @@ from typing import Any
 
 from tilewise.backends.cpu.elementary import LOG2E, exp2, exp2_integer
 from tilewise.backends.cpu.ir import I64, PTR, Emit, Value
-from tilewise.backends.cpu.masking import Place, hull
+from tilewise.backends.cpu.masking import Place, hull, interval
 from tilewise.backends.cpu.micro import by_panels, put_strip, strip
 from tilewise.backends.cpu.module import FRAME
 from tilewise.backends.cpu.pack import emit_unpack_strip
@@ -22,6 +22,9 @@ from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.softmax import Softmax
 from tilewise.backends.cpu.spec import Kernel
+
+LONG = 512
+"""Keys from which on a row's error is small beside that of the rows before it: it falls with the root of their number."""
 
 
 class Forward(Softmax):
@@ -40,9 +43,8 @@ class Forward(Softmax):
         self.unpack_quotient = emit_unpack_strip(self.unit, self.tile, kernel.dtype, divide=True)
         self.product = by_panels(self.unit, "scores", self.tile, halves=True)
         self.calm = kernel.plain and self.simple  # where no key is hidden from all, a wild one is somebody's to see
-        if kernel.plain:
-            self.product_peak = by_panels(self.unit, "scores_peak", self.tile, fold="peak", halves=True)
         if self.calm:
+            self.product_long = by_panels(self.unit, "scores_long", self.tile)
             self.weigh_calm = self.emit_weigh_calm()
             self.measure = self.emit_measure()
         self.weigh = self.emit_weigh()
@@ -79,12 +81,18 @@ class Forward(Softmax):
             if self.calm:
                 with e.if_then(self.is_calm(e, f, index), likely=True):
                     self.settle(e, f, index, self.bounds(e, f, index))
-                    e.call(self.product, [*common, *self.groups(e, solid0, solid1)])
+                    with e.if_else(self.is_long(e, place, q0)) as (long, otherwise):
+                        for branch, product in ((long, self.product_long), (otherwise, self.product)):
+                            with branch:
+                                e.call(product, [*common, *self.groups(e, solid0, solid1)])
                     self.lift(e, f, index, edges)
                     e.call(self.weigh_calm, [frame, index, j0, j1])
                     e.branch(after)
-            e.call(self.product_peak, [*common, *self.groups(e, solid0, solid1), f.ptr("top")])
-            self.settle(e, f, index, strip(e, self.tile, f.ptr("top")))
+            e.call(self.product, [*common, *self.groups(e, solid0, solid1)])
+            with e.loop(solid0, solid1, 1, strip(e, self.tile, f.ptr("top"))) as over:
+                s = strip(e, self.tile, P, e.times(over.index, R))
+                over.carry([e.top(t, x) for t, x in zip(over.values, s, strict=True)])
+            self.settle(e, f, index, over.values)
             e.call(self.weigh, [frame, index, j0, j1])
             e.branch(after)
             e.position_at_end(after)
@@ -103,6 +111,13 @@ class Forward(Softmax):
         e.call(self.pv, [j0, j1, P, I64(R), f.ptr("V"), self.panel(e, a), O, I64(R), I64(0), last, f.ptr("alpha")])
         e.ret_void()
         return function
+
+    def is_long(self, e: Emit, place: Place, q0: Value) -> Value:
+        """Under a mask that grows with the row, do these rows see so many keys that the errors of single scores drown in those of
+        the rows before? Then a score need not be two sums."""
+        low, high = interval(e, place, self.terms[0], q0)
+        grows = e.icmp_signed("!=", place.args.word("descending"), I64(0))
+        return e.and_(grows, e.icmp_signed(">=", e.minus(high, low), I64(LONG)))
 
     def mask_pass(self, e: Emit, f: Slots, modifier: Modifier | None, j0: Value, j1: Value, visible: Any) -> None:
         """Scores of keys [j0, j1) changed, -inf where hidden; their maximum joins `top`."""

@@ -33,20 +33,19 @@ def by_panels(unit: Unit, name: str, tile: Register, *, fold: str = "", halves: 
 
     Arguments: k0, k1, A, its row stride, B, the distance of its panels, C, its row stride, g0, g1[, X]. What becomes of the sum:
 
-        ""        it is stored                      "peak"    and X[r] = max(X[r], max_j C[j][r])
-        "add"     C + sum is stored                 "scale"   C·X[r] + sum is stored
+        ""   it is stored        "add"   C + sum is stored        "scale"   C·X[r] + sum is stored
 
     A sum is complete before it joins C, and with `halves` it is two sums, each over half of the steps: the error of a long sum
     grows with its length.
     """
-    args = [I64, I64, PTR, I64, PTR, I64, PTR, I64, I64, I64] + [PTR] * (fold in ("peak", "scale"))
+    args = [I64, I64, PTR, I64, PTR, I64, PTR, I64, I64, I64] + [PTR] * (fold == "scale")
     e, (k0, k1, a_ptr, a_step, b_ptr, b_step, c_ptr, c_step, g0, g1, *rest), function = unit.function(name, args, apart=(2, 4, 6))
     width, J = tile.vectors, tile.keys
     side = strip(e, tile, rest[0]) if rest else []
     middle = e.plus(k0, e.and_(e.lshr(e.minus(k1, k0), I64(1)), I64(-UNROLL))) if halves else k1
-    with e.loop(g0, g1, 1, side if fold == "peak" else []) as over:
+    with e.loop(g0, g1) as over:
         panel = e.at(b_ptr, e.times(over.index, b_step))
-        c_row, tops = e.at(c_ptr, e.times(e.times(over.index, J), c_step)), list(over.values)
+        c_row = e.at(c_ptr, e.times(e.times(over.index, J), c_step))
         if halves:
             first = _panel_sum(e, tile, (k0, middle), a_ptr, a_step, panel)
             for j in range(J):
@@ -59,11 +58,7 @@ def by_panels(unit: Unit, name: str, tile: Register, *, fold: str = "", halves: 
             elif fold == "add" or halves:
                 new = [e.fadd(x, y) for x, y in zip(strip(e, tile, c_row), new, strict=True)]
             put_strip(e, new, c_row)
-            tops = [e.top(x, y) for x, y in zip(tops, new, strict=True)] if fold == "peak" else tops
             c_row = e.at(c_row, c_step)
-        over.carry(tops)
-    if fold == "peak":
-        put_strip(e, over.values, rest[0])
     e.ret_void()
     return function
 
