@@ -17,7 +17,7 @@ import os
 import platform
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,16 +113,17 @@ def assembly(kernel: Kernel, machine: Machine) -> str:
 
 
 def build(kernel: Kernel, machine: Machine) -> bytes:
+    """The kernel's object file."""
     module, machine_code = optimised(kernel, machine)
-    return sealed_form(bytes(machine_code.emit_object(module)), "worker")
+    return bytes(machine_code.emit_object(module))
 
 
-def build_text(text: str, symbol: str) -> bytes:
-    """A small module in LLVM's own words."""
-    return sealed_form(bytes(target_machine(host()).emit_object(_binding().parse_assembly(text))), symbol)
+def build_text(text: str) -> bytes:
+    """The object file of a small module in LLVM's own words."""
+    return bytes(target_machine(host()).emit_object(_binding().parse_assembly(text)))
 
 
-def sealed_form(code: bytes, symbol: str) -> bytes:
+def kept_form(code: bytes, symbol: str) -> bytes:
     """What is kept of an object: an image if it can be one."""
     linked = image.link(code, symbol) if image.supported() else None
     return OBJECT + code if linked is None else IMAGE + linked
@@ -167,24 +168,29 @@ def worker(kernel: Kernel) -> Any:
 
 
 def _obtain(kernel: Kernel) -> Loaded:
-    path = entry_path(repr(kernel))
-    code = read_entry(path)
-    if code is None:
-        with uncollected():
-            code = build(kernel, host())
-        write_entry(path, code)
-        write_entry(proof_path(), b"works")
-    return Loaded(code)
+    return _load(entry_path(repr(kernel)), "worker", lambda: build(kernel, host()))
 
 
 def load_text(text: str, symbol: str) -> Loaded:
-    """A function of a small module in LLVM's own words, from the cache if it is there."""
-    path = entry_path(text)
+    """A function of a small module in LLVM's own words."""
+    return _load(entry_path(text).with_suffix(".text"), symbol, lambda: build_text(text))
+
+
+def _load(path: Path, symbol: str, make: Callable[[], bytes]) -> Loaded:
+    """From the cache if it is there; made, and left there, if not."""
     code = read_entry(path)
     if code is None:
-        code = build_text(text, symbol)
+        with uncollected():
+            code = kept_form(make(), symbol)
         write_entry(path, code)
-    return Loaded(code, symbol)
+        write_entry(proof_path(), b"works")
+    try:
+        return Loaded(code, symbol)
+    except OSError:
+        if not code.startswith(IMAGE):
+            raise
+        with uncollected():  # a system that keeps memory from becoming executable may still let LLVM do it its own way
+            return Loaded(OBJECT + make(), symbol)
 
 
 def awake() -> bool:
