@@ -10,13 +10,12 @@ from tilewise.backends.hopper.finish import await_stores, finish
 from tilewise.backends.hopper.ring import await_tile, matrix, release
 from tilewise.backends.hopper.schedule import key_hi, key_lo, locate, next_tile, tile_at
 from tilewise.backends.hopper.shim import afresh, named_arrive, named_sync, warps_barrier
-from tilewise.backends.hopper.step import begin, end, queries, step, turn
+from tilewise.backends.hopper.step import begin, end, step, turn
 
 
 @gluon.jit
-def walk(x, q_tile, k_ring, v_ring, taken, j0, j1, spot, band, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def walk(x, q_tile, k_ring, v_ring, taken, j0, j1, spot, band, row0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """The tiles of keys j0 <= j < j1 of this tile of queries; j counts from the right."""
-    row0 = spot.m0 + 64 * WG
     for j in range(j0, j1):
         key0 = (spot.last - 1 - j) * C.BLOCK_N
         x = step(x, q_tile, k_ring, v_ring, taken + j, j + 1 < spot.count, band, row0, key0, a, MASKED, WG, C)
@@ -82,6 +81,15 @@ def pass_by(ring, n, skip, WG: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def queries(q_ring, n, WG: gl.constexpr, C: gl.constexpr):
+    """This warpgroup's n-th tile of queries."""
+    if C.QUERIES == 1:
+        return matrix(q_ring, WG)
+    else:
+        return matrix(q_ring, n)
+
+
+@gluon.jit
 def rest(x, q_ring, q_n, k_ring, v_ring, taken, skip, spot, band, row0, a, WG: gl.constexpr, C: gl.constexpr):
     """A tile of queries from its second tile of keys on; the last product with values is left to do."""
     # at the right end some rows see only part of a tile; then come tiles all see; then, if rows begin inside, the left end
@@ -94,7 +102,7 @@ def rest(x, q_ring, q_n, k_ring, v_ring, taken, skip, spot, band, row0, a, WG: g
     if C.BAND:
         q_tile = queries(q_ring, q_n + zero, WG, C)
         if C.PINGPONG:
-            x = walk(x, q_tile, k_ring, v_ring, taken, skip + 1, j0, spot, band, a, True, WG, C)
+            x = walk(x, q_tile, k_ring, v_ring, taken, skip + 1, j0, spot, band, row0, a, True, WG, C)
         else:
             # 64 rows end within 64 keys, so in two tiles: the first is weighed. A loop would cost registers
             if skip + 1 < j0:
@@ -102,10 +110,10 @@ def rest(x, q_ring, q_n, k_ring, v_ring, taken, skip, spot, band, row0, a, WG: g
                 key0 = (spot.last - 2 - skip) * C.BLOCK_N
                 x = step(x, q_tile, k_ring, v_ring, n, spot.count > skip + 2, band, row0, key0, a, True, WG, C)
     q_tile = queries(q_ring, q_n, WG, C)
-    x = walk(x, q_tile, k_ring, v_ring, taken, j0, j1, spot, band, a, False, WG, C)
+    x = walk(x, q_tile, k_ring, v_ring, taken, j0, j1, spot, band, row0, a, False, WG, C)
     if C.LEFT:
         q_tile = queries(q_ring, q_n - zero, WG, C)
-        x = walk(x, q_tile, k_ring, v_ring, taken, j1, spot.count, spot, band, a, True, WG, C)
+        x = walk(x, q_tile, k_ring, v_ring, taken, j1, spot.count, spot, band, row0, a, True, WG, C)
         if C.UNSEEN:
             if spot.count > skip + 1:
                 guard(v_ring, taken + spot.count - 1, (spot.last - spot.count) * C.BLOCK_N, spot, band, a, C)
@@ -147,7 +155,9 @@ def serve(o_desc, o_buffers, q_ring, k_ring, v_ring, i, t, spot, band, a, WG: gl
             await_tile(k_ring, taken + skip)
             old_l = x.l
             old_m = x.m
-            x, o_tile = turn(x, q_ring, q_n, k_ring, taken + skip, v_ring, last, band, row0, key0, a, WG, C)
+            x, o_tile = turn(
+                x, queries(q_ring, q_n, WG, C), q_ring, q_n, k_ring, taken + skip, v_ring, last, band, row0, key0, a, WG, C
+            )
             if not C.VARLEN:
                 # asked again rather than kept in registers
                 was, _ = locate(a, tile_at(a, afresh(before)), C)

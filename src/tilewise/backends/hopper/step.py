@@ -85,15 +85,6 @@ def rows_of(x, like):
 
 
 @gluon.jit
-def queries(q_ring, n, WG: gl.constexpr, C: gl.constexpr):
-    """This warpgroup's n-th tile of queries."""
-    if C.QUERIES == 1:
-        return matrix(q_ring, WG)
-    else:
-        return matrix(q_ring, n)
-
-
-@gluon.jit
 def issue_scores(q_tile, k_ring, n, C: gl.constexpr):
     """S(n) on its way."""
     N: gl.constexpr = C.BLOCK_N
@@ -165,11 +156,11 @@ def step(x, q_tile, k_ring, v_ring, n, more, band, row0, key0, a, MASKED: gl.con
 
 
 @gluon.jit
-def turn(x, q_ring, q_n, k_ring, n, v_ring, before, band, row0, key0, a, WG: gl.constexpr, C: gl.constexpr):
+def turn(x, q_tile, q_ring, q_n, k_ring, n, v_ring, before, band, row0, key0, a, WG: gl.constexpr, C: gl.constexpr):
     """From one tile of queries to the next, whose first tile of keys is n: (the state of the next, the output of this one)."""
     DV: gl.constexpr = C.BLOCK_DV
     O_LAYOUT: gl.constexpr = accumulator(DV)
-    s_token, o_token, old = issue(x, queries(q_ring, q_n, WG, C), k_ring, n, v_ring, before, WG, C)
+    s_token, o_token, old = issue(x, q_tile, k_ring, n, v_ring, before, WG, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)
     p_tile, m, l = first_weights(s_tile, band, row0, key0, a, C)
