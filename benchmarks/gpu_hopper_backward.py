@@ -212,10 +212,10 @@ def time_dim(argument: str) -> dict[str, Any]:
 
 
 def variant_tiles(d: int) -> dict[str, Any]:
-    from tilewise.backends.hopper.backward.config import KEYS
+    from tilewise.backends.hopper.backward.config import APART, KEYS
 
-    base = KEYS[d, d]
-    return {"two passes": base} if base.SPLIT else {"sums": base, "two passes": base._replace(REDUCE=False)}
+    apart = {"two passes": APART[d, d]}
+    return apart if APART[d, d] == KEYS[d, d] else {"sums": KEYS[d, d], **apart}
 
 
 def variant_cells(d: int) -> list[tuple[str, Shape]]:

@@ -95,6 +95,7 @@ def make_plan(
     if config.REDUCE:
         third = step("cast_kernel", plain, edges, tiles)
     else:
+        assert config.BLOCK_M == 64 and not config.SEEDED, "dQ's kernel reads plain statistics of 64 rows"
         own = QUERIES[dims]._replace(**about)
         queries = walk_of(problem, form, own, stat_blocks, processors)
         third = step("queries_kernel", own, queries, queries.programs)
