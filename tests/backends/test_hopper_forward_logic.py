@@ -1,0 +1,165 @@
+"""The Hopper forward's kernel, run as Python threads: right results in every tile, no role left waiting, nothing read too late.
+
+What a GPU adds (the order of memory, products in flight, the assembler) is measured by benchmarks/gpu_hopper.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.backends.gluon_threads import Descriptor, Machine, kernels
+from tests.backends.gluon_values import Value
+from tests.backends.test_hopper_backward_logic import PAD, Shape, build, start, wrapped
+from tilewise.backends.base import Inputs
+from tilewise.backends.hopper.config import NARROW, TABLE, Config, shortened
+from tilewise.backends.hopper.intervals import Form, form_of, on_device
+from tilewise.backends.hopper.launch import make_plan
+from tilewise.backends.hopper.structs import Rows, Term
+from tilewise.numerics import bounds
+from tilewise.problem import Problem
+
+CAUSAL, WINDOW = "tw.causal()", "tw.causal() & tw.window(100)"
+WIDE, TILE = TABLE[64, 64], TABLE[128, 128]
+CASES: list[tuple[Shape, Config | None]] = [
+    (Shape(sq=300, h=2), None),
+    (Shape(64, sq=500, h=2), WIDE),
+    (Shape(256, sq=200, h=3), None),
+    (Shape(64, CAUSAL, 600, h=2), WIDE),
+    (Shape(64, CAUSAL, 450, 777), WIDE),
+    (Shape(64, CAUSAL, 777, 450, h=2), WIDE),
+    (Shape(64, CAUSAL, 500, h=2), NARROW),
+    (Shape(64, CAUSAL, 400, h=3), shortened(NARROW)),
+    (Shape(128, CAUSAL, 520, h=4, hk=2), TILE),
+    (Shape(128, CAUSAL, 300, 421), shortened(TILE)),
+    (Shape(128, CAUSAL, 421, 300), TILE._replace(PINGPONG=False)),
+    (Shape(256, CAUSAL, 333, h=2), None),
+    (Shape(256, CAUSAL, 130, 300, h=2), None),
+    (Shape(128, WINDOW, 500), None),
+    (Shape(128, WINDOW, 500), TILE),
+    (Shape(256, "tw.window(70, 20)", 300), None),
+    (Shape(64, "tw.window(70) & tw.prefix(190)", 300), None),
+    (Shape(128, "tw.causal() | tw.prefix(150)", 300), TILE),
+    (Shape(64, "tw.causal() | tw.prefix(150)", 500), WIDE),
+    (Shape(128, "tw.causal('top_left')", 200, 333, poison=(200, 333)), TILE),
+    (Shape(64, "tw.causal(offset=torch.tensor([3, 170]))", 200, 400, b=2), None),
+    (Shape(128, PAD.format("130, 77"), 100, 300, b=2, poison=(130, 300)), None),
+    (Shape(64, f"tw.causal() & {PAD.format('130, 77')}", 300, b=2, poison=(130, 300)), None),
+    (Shape(256, PAD.format("100, 100")[:-1] + ", torch.tensor([40, 40]))", 80, 200, b=2, poison=(0, 40)), None),
+    (Shape(128, "~tw.full()", 70, 130), None),
+    (Shape(64, CAUSAL, 200, softcap=3.0), None),
+    (Shape(128, scale=-0.2), None),
+    (Shape(192, CAUSAL, 300, dv=128, h=2), None),
+    (Shape(96, CAUSAL, 140, dv=40), None),
+    (Shape(64, sq=300, dv=256), None),
+    (Shape(128, CAUSAL, lengths=((5, 133, 0, 270), (5, 140, 7, 270)), h=2, hk=1), None),
+    (Shape(64, lengths=((130, 3), (150, 200)), h=2), None),
+    (Shape(256, WINDOW, lengths=((300, 64), (300, 130))), None),
+]
+
+
+def assembly(machine: Machine, text: str, constraints: str, args: list[Any], **more: Any) -> Any:
+    """The forward's own instructions; words of two weights are pairs here."""
+    if text.startswith("cvt.rn."):
+        kind = torch.bfloat16 if "bf16" in text else torch.float16
+        return Value(torch.stack([x.value for x in args], -1).to(kind))
+    if text.startswith("mov.b32 {"):
+        return tuple(Value(part) for part in args[0].value.unbind(-1))
+    if text.startswith("bar."):
+        word, _, threads = text.split(";")[0].partition(",")
+        kind_, ident = word.split()
+        return meet(machine, int(ident), int(threads) // 128, waits=kind_ == "bar.sync")
+    return machine.assembly(text, constraints, args, **more)
+
+
+def meet(machine: Machine, ident: int, parties: int, waits: bool) -> None:
+    """A named barrier: who arrives counts like who waits."""
+    state = machine.named.setdefault(ident, [0, 0])  # arrived, rounds
+    with machine.changed:
+        mine = state[1]
+        state[0] += 1
+        if state[0] == parties:
+            state[0], state[1] = 0, mine + 1
+        machine.changed.notify_all()
+    if waits:
+        machine.wait_for(lambda: state[1] != mine)
+
+
+def extend(gl: Any, machine: Machine) -> None:
+    """What the forward asks of the language beside what the backward does."""
+    gl.reshape = lambda x, shape: x.reshape(shape)
+    gl.split = lambda x: tuple(Value(part) for part in x.value.unbind(-1))
+    gl.join = lambda x, y: Value(torch.stack([x.value, y.value], -1))
+    gl.max = lambda x, axis: Value(x.value.amax(axis))
+    gl.log2 = lambda x: Value(torch.log2(x.value))
+    gl.full_like = lambda x, y: Value(torch.full_like(x.value, y))
+    gl.int16 = torch.int16
+    gl.inline_asm_elementwise = lambda *args, **more: assembly(machine, *args, **more)
+
+
+def run(problem: Problem, inputs: Inputs, tile: Config | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """All programs, one after the other."""
+    plan = make_plan(problem, 3, lambda *_: None, tile)
+    C, packed = plan.config, problem.varlen
+    q, k, v = inputs[:3]
+    out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
+    lse = torch.full(q.shape[:3], float("nan"))
+    form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, packed)
+    assert isinstance(form, Form)
+    terms = tuple(Term(*on_device(term, problem.batch, torch.device("cpu"))) for term in form.terms)
+    order = plan.arguments.order
+    a = wrapped(
+        plan.arguments._replace(
+            lse_ptr=lse, cu_q=inputs.cu_q if packed else None, cu_k=inputs.cu_k if packed else None, terms=terms,
+            order=None if order is None else order.reshape(-1),
+            out=Rows(out, out.stride(1), out.stride(2), out.shape[3]) if packed else None,
+        )
+    )
+    boxes = ((q, 64, C.BLOCK_D), (k, C.BLOCK_N, C.BLOCK_D), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.OUT_WIDTH))
+    with kernels("tilewise.backends.hopper", "kernel", "step") as (machine, modules):
+        extend(modules["step"].gl, machine)
+        for program in range(plan.programs):
+            start(machine, program)
+            maps = [Descriptor(x, [1, 1, rows, width]) for x, rows, width in boxes]
+            modules["kernel"].forward_kernel(*maps, a, C)
+    return out, lse
+
+
+@pytest.fixture(autouse=True)
+def tensors_permute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Value, "permute", lambda x, order: Value(x.value.permute(order)), raising=False)
+
+
+@pytest.mark.parametrize(("shape", "tile"), CASES, ids=lambda x: "" if x is None else str(x)[:90])
+def test_results(shape: Shape, tile: Config | None) -> None:
+    problem, inputs = build(shape)
+    given = inputs
+    if shape.poison is not None:
+        k, v = inputs.k.clone(), inputs.v.clone()
+        k[:, :, slice(*shape.poison)] = float("nan")
+        v[:, :, slice(*shape.poison)] = float("nan")
+        given = inputs._replace(k=k, v=v)
+    out, lse = run(problem, given, tile)
+    assert bounds.check_forward(problem, inputs, out, lse) == []
+
+
+def test_what_a_packed_neighbour_holds_does_not_matter() -> None:
+    problem, inputs = build(Shape(128, CAUSAL, lengths=((130, 100), (130, 100))))
+    clean = run(problem, inputs, None)[0][:, :, :130]
+    k, v = inputs.k.clone(), inputs.v.clone()
+    k[:, :, 130:] = v[:, :, 130:] = float("nan")
+    assert torch.equal(run(problem, inputs._replace(k=k, v=v), None)[0][:, :, :130], clean)
+
+
+def test_a_tile_too_few_in_the_ring_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That `Config.most_unseen` bounds the stages for a reason."""
+    monkeypatch.setattr("tests.backends.gluon_threads.LIMIT_S", 1.0)
+    tile = WIDE._replace(BLOCK_N=64)
+    assert tile.most_unseen == tile.STAGES
+    problem, inputs = build(Shape(64, CAUSAL, 600, h=4))
+    with pytest.raises((TimeoutError, RuntimeError)):
+        run(problem, inputs, tile)
