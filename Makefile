@@ -43,7 +43,8 @@ types: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-# Every GPU kernel for every target, without a GPU, under each supported triton; others than the pinned one are fetched.
+# Every GPU kernel for every target, without a GPU. The pinned triton compiles all of them, the oldest and the newest supported
+# one, which are fetched from the package index, a choice: CI runs this on two cores.
 compile-matrix: $(STAMP)
 	$(BIN)/python tools/compile_matrix.py
 	$(BIN)/python tools/compile_matrix.py --triton 3.6.0 3.9.0 --main --target sm_80 sm_90 gfx942
