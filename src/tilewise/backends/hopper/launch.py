@@ -183,7 +183,10 @@ def tile_of(problem: Problem, form: Form, unseen: bool) -> Config:
     tiles = tiles_for(problem.head_dim, problem.head_dim_v)
     if unseen or form.left or (form.band and newer_registers()):
         tiles = tiles[:1]
-    return tiles[0] if problem.varlen else choose(tiles, form, problem.seqlen_q, problem.seqlen_k)
+    if problem.varlen:
+        # turns need the loop over masked tiles, for which newer Tritons have no registers beside the search for a sequence
+        return tiles[0]._replace(PINGPONG=tiles[0].PINGPONG and not newer_registers())
+    return choose(tiles, form, problem.seqlen_q, problem.seqlen_k)
 
 
 @cache
