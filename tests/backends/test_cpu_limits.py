@@ -213,3 +213,22 @@ def test_small_and_large_values_keep_their_digits() -> None:
     for size in (1e-12, 1.0, 1e30):
         out = tw.attention(q, k, v * size, backend="cpu")
         torch.testing.assert_close(out.double() / size, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("calm_first", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_beside_rows_that_see_calm_keys(sinks: bool, calm_first: bool) -> None:
+    """Rows whose own keys, before or after, score far below any bound of the calm ones that only their neighbours see."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.ones(1, 1, 160, 32)
+    k, v = torch.randn(1, 1, 160, 32, generator=g), torch.randn(1, 1, 160, 32, generator=g)
+    low = slice(128, None) if calm_first else slice(128)
+    k[:, :, low] = -20 - torch.rand(k[:, :, low].shape, generator=g)
+    mask = tw.window(8) & ~tw.window(1)  # the first row sees nothing
+    sink = torch.tensor([-150.0]) if sinks else None
+    out, lse = tw.attention(q, k, v, mask=mask, sinks=sink, backend="cpu", return_lse=True)
+    wanted, wanted_lse = tw.attention(
+        q.double(), k.double(), v.double(), mask=mask, sinks=sink, backend="reference", return_lse=True
+    )
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=1e-5, atol=1e-4)

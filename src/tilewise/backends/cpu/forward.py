@@ -179,7 +179,8 @@ class Forward(Softmax):
         logit = e.splat(e.fmul(sink, e.num(LOG2E)))
         factors = []
         for i in range(tile.vectors):
-            old, total = e.vget(m_ptr, i * e.lanes), e.vget(l_ptr, i * e.lanes)
+            total = e.vget(l_ptr, i * e.lanes)
+            old = self.known(e, e.vget(m_ptr, i * e.lanes), total)
             m = e.top(old, e.ceiling(logit))
             (alpha,), (sink_share,) = exp2_integer(e, [e.fsub(old, m)]), exp2(e, [e.fsub(logit, m)])
             e.vput(e.mad(total, alpha, sink_share), l_ptr, i * e.lanes)
@@ -200,13 +201,14 @@ class Forward(Softmax):
         O, o_in = e.at(f.ptr("O"), e.times(index, size)), e.at(o_in, e.times(index, size))
         ours, theirs = [], []
         for i in range(tile.vectors):
-            old, other = e.vget(m_ptr, i * e.lanes), e.vget(e.at(m_in, row), i * e.lanes)
+            total, more = e.vget(l_ptr, i * e.lanes), e.vget(e.at(l_in, row), i * e.lanes)
+            old = self.known(e, e.vget(m_ptr, i * e.lanes), total)
+            other = self.known(e, e.vget(e.at(m_in, row), i * e.lanes), more)
             m = e.top(old, other)
             mine, his = exp2_integer(e, [e.fsub(old, m), e.fsub(other, m)])
             ours.append(mine)
             theirs.append(his)
-            total = e.fmul(e.vget(l_ptr, i * e.lanes), ours[-1])
-            e.vput(e.mad(e.vget(e.at(l_in, row), i * e.lanes), theirs[-1], total), l_ptr, i * e.lanes)
+            e.vput(e.mad(more, his, e.fmul(total, mine)), l_ptr, i * e.lanes)
             e.vput(m, m_ptr, i * e.lanes)
         with e.loop(0, a.word("DVP")) as col:
             at = e.times(col.index, R)

@@ -25,10 +25,16 @@ size is a normal number."""
 class Softmax(KernelModule):
     """The frame holds m, l and the bounds for every row, P, `sums` (Σ P of a block), `top` and alpha for one strip."""
 
+    def known(self, e: Emit, m: Value, total: Value) -> Value:
+        """m, where something was weighed with it: a bound is taken for whole strips, whether or not a row sees a key."""
+        none = e.fcmp_ordered("==", total, e.const(0.0))
+        return e.select(none, e.const(self.real.lowest), m)
+
     def settle(self, e: Emit, f: Slots, index: Value, tops: list[Value]) -> None:
         """m moves on to the next integer above the scores; alpha is left for l and O."""
-        m_ptr = e.at(f.ptr("m"), e.times(index, self.tile.rows))
-        old = strip(e, self.tile, m_ptr)
+        row = e.times(index, self.tile.rows)
+        m_ptr, totals = e.at(f.ptr("m"), row), strip(e, self.tile, f.ptr("l"), row)
+        old = [self.known(e, m, total) for m, total in zip(strip(e, self.tile, m_ptr), totals, strict=True)]
         m = [e.top(x, e.ceiling(y)) for x, y in zip(old, tops, strict=True)]
         alpha = exp2_integer(e, [e.fsub(before, now) for before, now in zip(old, m, strict=True)])
         put_strip(e, m, m_ptr)
@@ -82,13 +88,17 @@ class Softmax(KernelModule):
         return [e.fmul(x, longest) for x in strip(e, self.tile, f.ptr("reach"), e.times(index, self.tile.rows))]
 
     def is_calm(self, e: Emit, f: Slots, index: Value) -> Value:
-        """Are bounds and maxima so small that 2**(s - m) needs no maximum of s, nor care for the exponents' ends?"""
-        limit, wild = e.const(CALM), []
-        for m, bound in zip(
-            strip(e, self.tile, f.ptr("m"), e.times(index, self.tile.rows)), self.bounds(e, f, index), strict=True
-        ):
-            wild.append(e.sext(e.fcmp_ordered(">", m, limit), e.vtype(e.real.bits)))
-            wild.append(e.sext(e.fcmp_unordered(">", bound, limit), e.vtype(e.real.bits)))  # NaN is wild
+        """Are bounds and maxima so small that 2**(s - m) needs no maximum of s, nor care for the exponents' ends?
+
+        A maximum far below zero is not: raising it to the bound would lose what was weighed, and not every row has a key here.
+        """
+        high, low, row, kind = e.const(CALM), e.const(-CALM), e.times(index, self.tile.rows), e.vtype(e.real.bits)
+        maxima, totals = (strip(e, self.tile, f.ptr(name), row) for name in ("m", "l"))
+        wild = []
+        for m, total, bound in zip(maxima, totals, self.bounds(e, f, index), strict=True):
+            deep = e.and_(e.fcmp_ordered("<", m, low), e.fcmp_unordered("!=", total, e.const(0.0)))
+            strange = e.fcmp_unordered(">", bound, high)  # a NaN is, too
+            wild.append(e.sext(e.or_(e.or_(e.fcmp_ordered(">", m, high), deep), strange), kind))
         return e.not_(any_lane(e, wild))
 
     def reach(self, e: Emit, a: Slots, f: Slots, index: Value) -> None:
