@@ -85,6 +85,17 @@ def test_a_damaged_entry_is_built_again(directory: Path, damage: str) -> None:
     assert entry.read_bytes() == good, "the damaged entry should have been replaced"
 
 
+@pytest.mark.parametrize("what", ["entry", "directory"])
+def test_what_others_could_have_written_is_not_run(directory: Path, what: str) -> None:
+    attend()
+    entry = only_entry(directory)
+    open_to_all = entry if what == "entry" else entry.parent
+    open_to_all.chmod(open_to_all.stat().st_mode | 0o022)
+    assert compiler.read_entry(entry) is None
+    compiler._loaded.clear()
+    torch.testing.assert_close(attend(), expected())
+
+
 def test_a_directory_that_cannot_be_used_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way of a directory")

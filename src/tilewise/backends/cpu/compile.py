@@ -2,9 +2,10 @@
 
 A cache entry is named by a digest of everything that shapes the code: this package's sources, the kernel, what the system says of
 its CPU, and llvmlite's version. It starts with a magic word and a digest of its name and content, so a torn, damaged or
-misplaced file is noticed, ignored and written anew. Writing is atomic (a fresh file renamed into place), so processes never
-see half a file; a directory that is missing or cannot be written only costs the time to compile again. An entry holds an image
-where `image` can make one, and then LLVM is not even loaded: that alone takes a tenth of a second.
+misplaced file is noticed, ignored and written anew; so is one that another user owns or could have written. Writing is atomic
+(a fresh file renamed into place), so processes never see half a file; a directory that is missing or cannot be written only costs
+the time to compile again. An entry holds an image where `image` can make one, and then LLVM is not even loaded: that alone takes
+a tenth of a second.
 """
 
 from __future__ import annotations
@@ -267,9 +268,12 @@ def proof_path() -> Path:
 
 
 def read_entry(path: Path) -> bytes | None:
-    """The code, if the file is whole and ours."""
+    """The code, if the file is whole and ours: it will be run, so nobody else may have been able to write it."""
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            if not _private(os.fstat(file.fileno())) or not _private(path.parent.stat()):
+                return None
+            data = file.read()
     except OSError:
         return None
     head = len(MAGIC) + hashlib.sha256().digest_size
@@ -277,6 +281,13 @@ def read_entry(path: Path) -> bytes | None:
         return None
     code = data[head:]
     return code if _seal(path, code) == data[len(MAGIC) : head] else None
+
+
+def _private(found: os.stat_result) -> bool:
+    """Does it belong to this user (or the system's), and may no other write it?"""
+    if not hasattr(os, "geteuid"):
+        return True
+    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & 0o022
 
 
 def _seal(path: Path, code: bytes) -> bytes:
@@ -287,7 +298,7 @@ def _seal(path: Path, code: bytes) -> bytes:
 def write_entry(path: Path, code: bytes) -> None:
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
         with os.fdopen(handle, "wb") as file:
             file.write(MAGIC + _seal(path, code) + code)
