@@ -67,7 +67,7 @@ TIGHT = ("window", "padding", "varlen", "softcap")
 
 
 def tight(case: Case) -> bool:
-    return case.name == "d128 window varlen" or (case.d == 256 and any(word in case.name for word in TIGHT))
+    return case.d == 256 and any(word in case.name for word in TIGHT)
 
 
 def compiled(case: Case) -> tuple[Any, Any]:

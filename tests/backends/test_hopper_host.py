@@ -220,9 +220,9 @@ def test_no_three_warpgroups_where_they_would_spill(monkeypatch: pytest.MonkeyPa
     widths = [make_plan(problem_of(mask, 16384, 16384), 132, lambda *_: None).config for mask in (None, tw.causal())]
     assert [config.WARPGROUPS for config in widths] == [3, 2]
     packed = problem_of(tw.causal(), 300, 300, head_dim=128, varlen=True)
-    assert not make_plan(packed, 132, lambda *_: None).config.PINGPONG
+    assert make_plan(packed, 132, lambda *_: None).config.BLOCK_N == 64
     monkeypatch.setattr(launch, "newer_registers", lambda: False)
-    assert make_plan(packed, 132, lambda *_: None).config.PINGPONG
+    assert make_plan(packed, 132, lambda *_: None).config.BLOCK_N == 128
 
 
 @pytest.mark.parametrize("lengths", [(20, 20), (9, 20), (20, 9), (1, 20)], ids=str)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.backends.base import Inputs, empty_lse, empty_out
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.hopper.compile import compile_for
-from tilewise.backends.hopper.config import Config, tiles_for
+from tilewise.backends.hopper.config import Config, shortened, tiles_for
 from tilewise.backends.hopper.intervals import Form, form_of, on_device, present, unseen_keys
 from tilewise.backends.hopper.order import best_order, choose, visited_keys
 from tilewise.backends.hopper.repeat import repeatable
@@ -183,15 +183,15 @@ def tile_of(problem: Problem, form: Form, unseen: bool) -> Config:
     tiles = tiles_for(problem.head_dim, problem.head_dim_v)
     if unseen or form.left or (form.band and newer_registers()):
         tiles = tiles[:1]
-    if problem.varlen:
-        # turns need the loop over masked tiles, for which newer Tritons have no registers beside the search for a sequence
-        return tiles[0]._replace(PINGPONG=tiles[0].PINGPONG and not newer_registers())
-    return choose(tiles, form, problem.seqlen_q, problem.seqlen_k)
+    if newer_registers() and unseen and form.terms and tiles[0].BLOCK_D > 64:
+        return shortened(tiles[0])
+    return tiles[0] if problem.varlen else choose(tiles, form, problem.seqlen_q, problem.seqlen_k)
 
 
 @cache
 def newer_registers() -> bool:
-    """From 3.8 on Triton's compiler needs so many more registers that the widest tile with a mask spills in its loops."""
+    """From 3.8 on Triton's compiler needs so many more registers that loops spill where a mask meets the widest tile, or head dim
+    128 keys that no query sees."""
     import triton
 
     major, minor = triton.__version__.split(".")[:2]
