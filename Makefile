@@ -50,6 +50,8 @@ compile-matrix: $(STAMP)
 	$(BIN)/python tools/compile_matrix.py --triton 3.6.0 3.9.0 --main --target sm_80 sm_90 gfx942
 	$(BIN)/python tools/compile_hopper.py --few
 	$(BIN)/python tools/compile_hopper.py --few --triton 3.6.0 3.9.0
+	$(BIN)/python tools/compile_hopper_backward.py --few
+	$(BIN)/python tools/compile_hopper_backward.py --few --triton 3.6.0 3.9.0
 
 test-browser: $(STAMP)
 	.ci/test-browser $(BIN)/python
