@@ -183,7 +183,7 @@ def tile_of(problem: Problem, form: Form, unseen: bool) -> Config:
     tiles = tiles_for(problem.head_dim, problem.head_dim_v)
     if unseen or form.left or (form.band and newer_registers()):
         tiles = tiles[:1]
-    if newer_registers() and unseen and form.terms and tiles[0].BLOCK_D > 64:
+    if newer_registers() and form.terms and (unseen or form.left) and tiles[0].BLOCK_D > 64:
         return shortened(tiles[0])
     return tiles[0] if problem.varlen else choose(tiles, form, problem.seqlen_q, problem.seqlen_k)
 
@@ -191,7 +191,7 @@ def tile_of(problem: Problem, form: Form, unseen: bool) -> Config:
 @cache
 def newer_registers() -> bool:
     """From 3.8 on Triton's compiler needs so many more registers that loops spill where a mask meets the widest tile, or head dim
-    128 keys that no query sees."""
+    128 rows that begin after key 0 or keys that no query sees."""
     import triton
 
     major, minor = triton.__version__.split(".")[:2]
