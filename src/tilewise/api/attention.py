@@ -14,7 +14,7 @@ from tilewise.api.describe import LAYOUTS, Options, Request, autocast, check_ten
 from tilewise.backends.base import Backend, Inputs
 from tilewise.errors import LayoutError
 from tilewise.masks import Mask
-from tilewise.ops import attend, library
+from tilewise.ops import attend
 from tilewise.ops.run import any_autocast, is_empty
 from tilewise.problem import Problem
 
@@ -103,6 +103,8 @@ def prepare(
 def run(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     """Through the operator where something watches operators, straight to the backend otherwise."""
     if torch.compiler.is_compiling() or watched(inputs):
+        from tilewise.ops import library  # operators take a while to define, and a plain call needs none
+
         return library.attend(problem, inputs, backend)
     return attend(problem, inputs, backend, None if is_empty(problem) else choose(problem, inputs, backend))
 

@@ -7,7 +7,6 @@ import re
 from functools import cache
 
 from tilewise.errors import DeviceError
-from tilewise.hardware import nvidia, others
 from tilewise.hardware.spec import DeviceSpec
 
 ALIASES = {
@@ -28,6 +27,8 @@ ALIASES = {
 @cache
 def catalogue() -> dict[str, DeviceSpec]:
     """Every catalogued machine by key, GPUs first."""
+    from tilewise.hardware import nvidia, others  # a first call on a CPU waits for neither
+
     found = [*nvidia.specs(), *others.specs()]
     found.sort(key=lambda spec: spec.kind != "gpu")
     return {spec.key: spec for spec in found}

@@ -14,7 +14,6 @@ from tilewise.errors import DeviceError
 from tilewise.hardware.catalogue import closest_gpu
 from tilewise.hardware.cpuid import EXP_OPS, core_figures, isa_of
 from tilewise.hardware.host import Host, read_host
-from tilewise.hardware.nvidia import capability_limits
 from tilewise.hardware.spec import DeviceSpec, KiB, MiB
 
 _PROPERTIES = "probed: torch.cuda.get_device_properties"
@@ -146,6 +145,8 @@ def _renamed(spec: DeviceSpec, name: str, arch: str) -> DeviceSpec:
 
 
 def _unknown_gpu(name: str, arch: str, hip: bool, probed: dict[str, Any], clock: float) -> DeviceSpec:
+    from tilewise.hardware.nvidia import capability_limits
+
     limits, sources = capability_limits(arch)
     guess = "estimate: unknown to the catalogue; 1024 tensor FLOP a clock and unit, a byte of memory for each 100"
     peak = probed["units"] * clock * 1024
