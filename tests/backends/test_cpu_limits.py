@@ -156,8 +156,9 @@ def test_buffers_stay_within_a_mebibyte_a_thread(kind: str) -> None:
 def test_little_memory_is_needed_beyond_the_results(dim: int) -> None:
     """As the operating system counts it, in a process of its own, over 32k tokens: 4 MiB and one for each thread."""
     case = Case("memory", heads=1, seqlen=32768, head_dim=dim, mask="window(256)", threads=2)
-    with Worker(case, "tilewise:cpu") as worker:
-        peak = worker.ask("memory", seqlen=case.seqlen)["peak_bytes"]
+    for _ in range(2):  # the first leaves its kernels on disk: what a compiler takes is not a call's memory
+        with Worker(case, "tilewise:cpu") as worker:
+            peak = worker.ask("memory", seqlen=case.seqlen)["peak_bytes"]
     results = 4 * case.seqlen * (dim + 1)  # out and lse
     assert results <= peak <= results + (4 + 2) * 2**20
 

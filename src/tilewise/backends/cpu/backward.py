@@ -126,7 +126,7 @@ class Backward(KernelModule):
                 s, unmasked, tanhs = modifier.apply(s, e.plus(f.word("n0"), over.index))
                 if unmasked and seen:
                     seen = [e.and_(x, y) for x, y in zip(seen, unmasked, strict=True)]
-            p = exp2(e, [e.fsub(x, y) for x, y in zip(s, lse, strict=True)], self.real.degree - 1)
+            p = exp2(e, [e.fsub(x, y) for x, y in zip(s, lse, strict=True)])
             dp = strip(e, tile, dS, at)
             kept = p
             if kernel.dropout:
