@@ -11,7 +11,7 @@ from typing import Any
 
 from tilewise.backends.cpu.elementary import exp2, exp2_integer, exp2_near
 from tilewise.backends.cpu.ir import I32, I64, PTR, Emit, Value
-from tilewise.backends.cpu.masking import any_lane
+from tilewise.backends.cpu.masking import any_lane, interval, lane_interval
 from tilewise.backends.cpu.micro import put_strip, strip
 from tilewise.backends.cpu.module import KernelModule
 from tilewise.backends.cpu.slots import Slots
@@ -102,13 +102,18 @@ class Softmax(KernelModule):
         return e.not_(any_lane(e, wild))
 
     def reach(self, e: Emit, a: Slots, f: Slots, index: Value) -> None:
-        """|q| of a strip's rows."""
+        """|q| of a strip's rows; 0 for those that see no key, whatever they hold."""
         R, DP = self.tile.rows, a.word("DP")
         Q = e.at(f.ptr("Q"), e.times(index, e.times(DP, R)))
         with e.loop(0, DP, 1, [e.const(0.0)] * self.tile.vectors) as col:
             q = strip(e, self.tile, Q, e.times(col.index, R))
             col.carry([e.mad(x, x, t) for x, t in zip(q, col.values, strict=True)])
         roots = [e.intrinsic(e._named("sqrt", x.type), x.type, [x]) for x in col.values]
+        head, q0 = self.where(e, a, f, index)
+        place, term = self.place(a, f, head), self.terms[0]
+        lows, highs = lane_interval(e, self.tile, place, term, q0, interval(e, place, term, q0)[0])
+        alive = [e.icmp_signed("<", low, high) for low, high in zip(lows, highs, strict=True)]
+        roots = [e.select(x, y, e.const(0.0)) for x, y in zip(alive, roots, strict=True)]
         put_strip(e, roots, f.ptr("reach"), e.times(index, R))
 
     def emit_measure(self) -> Any:
