@@ -34,7 +34,7 @@ demo: $(STAMP)
 test: lint types unit
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests examples tools
+	$(BIN)/ruff check src tests examples tools benchmarks
 
 types: $(STAMP)
 	$(BIN)/mypy

@@ -21,10 +21,18 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__file__).resolve().parent)]
 
-from gpu_hopper_shapes import CAUSAL, PAD, WINDOW, Shape, build, cells, executed_flops, groups, problem_of  # noqa: E402
-from gpu_hopper_tasks import FA4_MASKS, check_group, compile_fa4, compile_share, host_time, machine, stress, time_dim  # noqa: E402
-
-__all__ = ["CAUSAL", "PAD", "WINDOW", "Shape", "build", "cells", "executed_flops", "groups", "machine", "problem_of"]
+from gpu_hopper_shapes import groups  # noqa: E402
+from gpu_hopper_tasks import (  # noqa: E402
+    FA4_MASKS,
+    check_group,
+    compile_fa4,
+    compile_share,
+    host_time,
+    machine,
+    rates_line,
+    stress,
+    time_dim,
+)
 
 
 def child(task: str, argument: str, limit: float) -> dict[str, Any]:
@@ -63,11 +71,7 @@ def show(phase: str, name: str, result: dict[str, Any]) -> None:
     elif phase == "time":
         for cell, row in result.items():
             if cell != "seconds":
-                rates = row["tflops"]
-                best = max((x for who, x in rates.items() if who in ("cudnn", "fa4")), default=None)
-                ratio = f"  ratio {rates['tilewise'] / best:.3f}" if best and "tilewise" in rates else ""
-                line = "  ".join(f"{who} {x:.0f}" for who, x in rates.items())
-                print(f"{cell:28} {line}{ratio}", row.get("wrong") or "", flush=True)
+                print(rates_line(cell, row["tflops"]), row.get("wrong") or "", flush=True)
     else:
         print(f"{phase:8} {name} {json.dumps(result)}", flush=True)
 

@@ -23,8 +23,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__file__).resolve().parent)]
 
-from gpu_hopper import CAUSAL, PAD, WINDOW, Shape, build, cells, executed_flops, groups, machine, problem_of  # noqa: E402
 from gpu_hopper_gradients import contenders, error_of, exact_head, normal_like  # noqa: E402
+from gpu_hopper_shapes import CAUSAL, PAD, WINDOW, Shape, build, cells, executed_flops, groups, problem_of  # noqa: E402
+from gpu_hopper_tasks import host_times, machine, rates_line  # noqa: E402
 
 DIMS = (64, 128, 256)
 
@@ -212,17 +213,7 @@ def host_time() -> dict[str, Any]:
         "tw.attention, triton": trained(partial(tw.attention, backend="triton")),
         "sdpa": trained(torch.nn.functional.scaled_dot_product_attention),
     }
-    result = {}
-    for name, run in runs.items():
-        times = []
-        for _ in range(7):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(200):
-                run()
-            times.append((time.perf_counter() - start) / 200 * 1e6)
-        result[name] = statistics.median(times)
-    return result
+    return host_times(runs, 200)
 
 
 def kernels() -> list[tuple[Any, ...]]:
@@ -301,12 +292,8 @@ def show(phase: str, name: str, result: dict[str, Any]) -> None:
     elif phase in ("time", "variants"):
         for cell, row in result.items():
             if isinstance(row, dict):
-                rates = row.get("tflops", row)
-                best = max((x for who, x in rates.items() if who in ("cudnn", "fa4")), default=None)
-                ratio = f"  ratio {rates['tilewise'] / best:.3f}" if best and "tilewise" in rates else ""
-                line = "  ".join(f"{who} {x:.0f}" for who, x in rates.items())
                 print(
-                    f"{cell:28} {line}{ratio}",
+                    rates_line(cell, row.get("tflops", row)),
                     f"WRONG {row['wrong']} {row['errors']}" if row.get("wrong") else "",
                     flush=True,
                 )

@@ -220,17 +220,31 @@ def host_time() -> dict[str, Any]:
         "tw.attention": lambda: tw.attention(q, k, v, backend="hopper"),
         "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
     }
+    return host_times(runs, 300)
+
+
+def host_times(runs: dict[str, Callable[[], Any]], calls: int) -> dict[str, float]:
+    """Microseconds of host time a call, medians of seven."""
+    import torch
+
     result = {}
     for name, run in runs.items():
         times = []
         for _ in range(7):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            for _ in range(300):
+            for _ in range(calls):
                 run()
-            times.append((time.perf_counter() - start) / 300 * 1e6)
+            times.append((time.perf_counter() - start) / calls * 1e6)
         result[name] = statistics.median(times)
     return result
+
+
+def rates_line(cell: str, rates: dict[str, float]) -> str:
+    """A cell's contenders, and our ratio to the better peer."""
+    best = max((x for who, x in rates.items() if who in ("cudnn", "fa4")), default=None)
+    ratio = f"  ratio {rates['tilewise'] / best:.3f}" if best and "tilewise" in rates else ""
+    return f"{cell:28} {'  '.join(f'{who} {x:.0f}' for who, x in rates.items())}{ratio}"
 
 
 def machine() -> dict[str, Any]:

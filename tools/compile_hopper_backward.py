@@ -9,15 +9,13 @@ python tools/compile_hopper_backward.py --few                    one of each kin
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "tools")]
 
 MASKS = {
     "full": "None",
@@ -153,16 +151,6 @@ def run_here(cases: list[Case]) -> int:
     return 1 if failures else 0
 
 
-def run_under(version: str, arguments: list[str]) -> int:
-    """The same script with another triton, installed beside the environment's on first use."""
-    home = ROOT / "build" / f"triton-{version}"
-    if not home.exists():
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(home)]
-        subprocess.run([*install, f"triton=={version}"], check=True)
-    environment = {**os.environ, "PYTHONPATH": str(home)}
-    return subprocess.run([sys.executable, __file__, *arguments], env=environment, check=False).returncode
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triton", nargs="*", default=[], help="versions to compile under")
@@ -170,8 +158,10 @@ def main() -> int:
     parser.add_argument("--few", action="store_true", help="one case of each kind")
     options = parser.parse_args()
     if options.triton:
+        from other_triton import run_under
+
         arguments = [*(["--only", *options.only] if options.only else []), *(["--few"] if options.few else [])]
-        return max(run_under(version, arguments) for version in options.triton)
+        return max(run_under(version, __file__, arguments) for version in options.triton)
     cases = [case for case in CASES if case.name in FEW] if options.few else CASES
     return run_here([case for case in cases if not options.only or any(word in case.name for word in options.only)])
 

@@ -240,28 +240,6 @@ def run_here(options: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def run_under(version: str, arguments: list[str]) -> int:
-    """The same script with another triton, installed beside the environment's on first use."""
-    home = ROOT / "build" / f"triton-{version}"
-    if not home.exists():
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--target",
-            str(home),
-            f"triton=={version}",
-        ]
-        subprocess.run(command, check=True)
-    path = os.pathsep.join([str(home), str(ROOT / "src")])
-    return subprocess.run(
-        [sys.executable, __file__, *arguments], env={**os.environ, "PYTHONPATH": path}, check=False
-    ).returncode
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -276,6 +254,8 @@ def main() -> int:
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
     if not options.triton:
         return run_here(options)
+    from other_triton import run_under
+
     # registers are the assembler's business, which comes with triton: tiles are chosen for the environment's
     arguments = [
         "--any-spills",
@@ -285,7 +265,7 @@ def main() -> int:
         *(["--target", *options.target] if options.target else []),
         *(["--only", *options.only] if options.only else []),
     ]
-    return max(run_under(version, arguments) for version in options.triton)
+    return max(run_under(version, __file__, arguments) for version in options.triton)
 
 
 if __name__ == "__main__":

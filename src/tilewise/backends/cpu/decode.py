@@ -11,6 +11,7 @@ block of keys is gone through is told by `decode_stream` for one row and by `dec
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from tilewise.backends.cpu.elementary import LOG2E, exp2
@@ -25,7 +26,7 @@ ACCUMULATORS = 16
 LINE = 64  # bytes of a cache line
 
 
-class Decode(KernelModule):
+class Decode(KernelModule, ABC):
     """Emits one module. In its register tile L lanes and V vectors lie along the head dim, and `keys` counts query rows."""
 
     frame = (*FRAME, "split", "Q", "O", "m", "l", "P")
@@ -39,9 +40,9 @@ class Decode(KernelModule):
         self.finish = self.emit_finish()
         self.emit_worker(self.emit_task())
 
+    @abstractmethod
     def emit_block(self) -> Any:
         """block(args, frame): the keys [n0, n1) join the state of every row."""
-        raise NotImplementedError
 
     def scratch(self, e: Emit, a: Slots) -> Value:
         """Elements of the buffer P; the host allows for the larger of what the kernels ask."""
