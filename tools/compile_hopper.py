@@ -115,6 +115,7 @@ def faults(facts: Any, config: Any, may_spill: bool = False) -> list[str]:
         "weights do not come from registers": not all(loop.register_products for loop in loops),
         "the softmax waits for P·V": not all(loop.overlaps for loop in loops),
         "registers are not shared out": not facts.count("USETMAXREG"),
+        f"barriers among the tiles: {facts.barriers}": not facts.barriers_apart,
         "tiles are not loaded by TMA": not facts.count("UTMALDG"),
         f"{facts.shared} bytes of shared memory, the table says {config.shared_bytes}": facts.shared
         > config.shared_bytes,

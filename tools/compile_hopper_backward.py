@@ -107,6 +107,7 @@ def faults(name: str, facts: Any, config: Any, may_spill: bool = False) -> list[
         f"{waits} waits for {products} products": waits * 3 > products,
         "dQ is not added up four numbers at a time": reduces and not facts.count("REDG.E.ADD.F32x4"),
         "registers are not shared out": not facts.count("USETMAXREG"),
+        f"barriers among the tiles: {facts.barriers}": not facts.barriers_apart,
         "tiles are not loaded by TMA": not facts.count("UTMALDG"),
         f"{facts.shared} bytes of shared memory, the table says {config.shared_bytes}": facts.shared
         > config.shared_bytes,

@@ -46,6 +46,13 @@ class Facts(NamedTuple):
     shared: int
     code: list[Instruction]
     complaints: list[str]
+    barriers: list[int]  # where in shared memory each mbarrier is initialised
+
+    @property
+    def barriers_apart(self) -> bool:
+        """Do all barriers stand together, away from the tiles? One that nobody waits for ends up inside a tile, and the GPU
+        rewrites it when it comes back to the kernel from another process."""
+        return len(set(self.barriers)) == len(self.barriers) > 0 and max(self.barriers) - min(self.barriers) < 512
 
     def count(self, name: str) -> int:
         return sum(name in i.text for i in self.code)
@@ -79,7 +86,15 @@ def facts(compiled: Any) -> Facts:
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?) ;", code)
     instructions = [Instruction(int(address, 16), text) for address, text in lines]
     complaints = [line for line in log.splitlines() if COMPLAINT.search(line)]
-    return Facts(int(found[1]), int(found[2]), compiled.metadata.shared, instructions, complaints)
+    barriers = barrier_addresses(compiled.asm["ptx"])
+    return Facts(int(found[1]), int(found[2]), compiled.metadata.shared, instructions, complaints, barriers)
+
+
+def barrier_addresses(ptx: str) -> list[int]:
+    """Offsets in shared memory of all barriers that a kernel initialises."""
+    offsets = {register: int(offset) for register, offset in re.findall(r"add\.s\d+\s+(%r\d+), %r\d+, (\d+);", ptx)}
+    named = re.findall(r"mbarrier\.init\S* \[(\S+?)(?:\+(\d+))?\]", ptx)
+    return [offsets.get(register, 0) + int(more or 0) for register, more in named]
 
 
 def _run(tool: str, *arguments: object) -> str:

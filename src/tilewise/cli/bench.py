@@ -22,7 +22,7 @@ OWN = "own"
 
 def bench_command(
     suite: Annotated[
-        str, typer.Option(help="quick, smoke, cpu, cpu-avx512, gpu, or overhead (a call beside its arithmetic).")
+        str, typer.Option(help="quick, smoke, cpu, cpu-avx512, cpu-avx512-16, gpu, or overhead (a call beside its arithmetic).")
     ] = "quick",
     case: Annotated[list[str] | None, typer.Option(help="Only this case of the suite; may be repeated.")] = None,
     peer: Annotated[

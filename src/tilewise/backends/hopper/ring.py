@@ -25,17 +25,32 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A ring for tiles of the descriptor."""
+def make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
+    """Barriers that turn after COUNT arrivals each. Make none that nobody waits for: the compiler would give its memory to a tile,
+    and when the GPU turns to another process and back it rewrites every barrier it has seen initialised."""
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
+
+
+@gluon.jit
+def make_tiles(desc, STAGES: gl.constexpr):
     ROWS: gl.constexpr = desc.block_type.shape[2]
     WIDTH: gl.constexpr = desc.block_type.shape[3]
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, 1, 1, ROWS, WIDTH], desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=READERS)
-    return Ring(tiles, full, empty)
+    return gl.allocate_shared_memory(desc.dtype, [STAGES, 1, 1, ROWS, WIDTH], desc.layout)
+
+
+@gluon.jit
+def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """A ring for tiles of the descriptor."""
+    return Ring(make_tiles(desc, STAGES), make_barriers(STAGES, 1), make_barriers(STAGES, READERS))
+
+
+@gluon.jit
+def make_follower(desc, leader, STAGES: gl.constexpr):
+    """A ring that turns together with another one: its tiles are free when that one's are."""
+    return Ring(make_tiles(desc, STAGES), make_barriers(STAGES, 1), leader.empty)
 
 
 @gluon.jit

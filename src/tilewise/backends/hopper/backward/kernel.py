@@ -4,36 +4,23 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from tilewise.backends.hopper.backward.keys import Rings, consume_keys
 from tilewise.backends.hopper.backward.load import load_for_keys
 from tilewise.backends.hopper.backward.queries import consume_queries, load_for_queries
 from tilewise.backends.hopper.backward.split import consume_split
-from tilewise.backends.hopper.ring import Ring, make_ring
+from tilewise.backends.hopper.ring import Ring, make_barriers, make_follower, make_ring
 
 
 @gluon.jit
-def make_score_ring(
-    dtype: gl.constexpr,
-    N: gl.constexpr,
-    M: gl.constexpr,
-    STAGES: gl.constexpr,
-    WRITERS: gl.constexpr,
-    READERS: gl.constexpr,
-):
+def make_scores(dtype: gl.constexpr, N: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr):
     """Tiles [N, M] that warpgroups write for one another: dS as an operand, or weights in fp32."""
     if dtype == gl.float32:
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     else:
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, M], dtype)
-    tiles = gl.allocate_shared_memory(dtype, [STAGES, N, M], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=WRITERS)
-        mbarrier.init(empty.index(i), count=READERS)
-    return Ring(tiles, full, empty)
+    return gl.allocate_shared_memory(dtype, [STAGES, N, M], LAYOUT)
 
 
 @gluon.jit
@@ -41,12 +28,12 @@ def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a
     """dK and dV of 128 keys at a time, 64 for each of two warpgroups, and their share of dQ."""
     DTYPE: gl.constexpr = q_desc.dtype
     q_ring = make_ring(q_desc, C.Q_STAGES, 2)
-    do_ring = make_ring(do_desc, C.DO_STAGES, 2)
+    do_ring = make_follower(do_desc, q_ring, C.DO_STAGES)
     k_ring = make_ring(k_desc, C.K_STAGES, 2)
     v_ring = make_ring(v_desc, C.V_STAGES, 2)
     stats = gl.allocate_shared_memory(gl.float32, [C.Q_STAGES, 2 * C.BLOCK_M], stats_desc.layout)
     if C.REDUCE:
-        ds_ring = make_score_ring(DTYPE, C.BLOCK_N, C.BLOCK_M, 2, 2, 2)
+        ds_ring = Ring(make_scores(DTYPE, C.BLOCK_N, C.BLOCK_M, 2), make_barriers(2, 2), q_ring.empty)
     else:
         ds_ring = q_ring
     rings = Rings(q_ring, do_ring, k_ring, v_ring, ds_ring, stats)
@@ -79,7 +66,7 @@ def split_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, 
     k_ring = make_ring(k_desc, 1, 1)
     v_ring = make_ring(v_desc, 1, 1)
     stats = gl.allocate_shared_memory(gl.float32, [C.Q_STAGES, 2 * C.BLOCK_M], stats_desc.layout)
-    w_ring = make_score_ring(gl.float32, C.BLOCK_N, C.BLOCK_M, 1, 1, 1)
+    w_ring = Ring(make_scores(gl.float32, C.BLOCK_N, C.BLOCK_M, 1), make_barriers(1, 1), make_barriers(1, 1))
     fence_async_shared()
     gl.warp_specialize(
         [
