@@ -59,8 +59,6 @@ class Hopper:
         )
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
-        if backward:
-            return "its gradients have not run on a GPU since their loops were last changed; backend='hopper' asks for them"
         rows = problem.seqlen_q * problem.group
         if not problem.varlen and rows <= FEW_ROWS and problem.seqlen_k >= 4 * rows:
             return f"{rows} rows would leave most of a tile empty; split keys serve so few queries better"
