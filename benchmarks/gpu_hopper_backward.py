@@ -119,7 +119,7 @@ def stress() -> dict[str, Any]:
 
 def time_dim(argument: str) -> dict[str, Any]:
     """All cells of a head dim, contenders interleaved."""
-    from tilewise.bench.timing import Effort, cuda_clock, interleave
+    from tilewise.bench.timing import Effort, Spread, cuda_clock, interleave
 
     d, _, skipped = argument.partition(" without ")
     result = {}
@@ -139,8 +139,14 @@ def time_dim(argument: str) -> dict[str, Any]:
         samples = interleave(
             {who: run for who, run in runs.items() if who not in wrong}, Effort(0.5, 4, 20, 5e-3), cuda_clock
         )
-        rate = {who: 2.5 * executed_flops(problem) / statistics.median(s) * 1e-12 for who, s in samples.items()}
-        result[name] = {"tflops": rate, "errors": errors, "wrong": wrong}
+        flops = 2.5 * executed_flops(problem) * 1e-12
+        spread = {who: Spread.of([flops / s for s in seconds]) for who, seconds in samples.items()}
+        result[name] = {
+            "tflops": {who: s.p50 for who, s in spread.items()},
+            "p20, p80": {who: (s.p20, s.p80) for who, s in spread.items()},
+            "errors": errors,
+            "wrong": wrong,
+        }
         print(json.dumps({name: result[name]}), flush=True)
     return result
 
