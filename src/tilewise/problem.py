@@ -28,7 +28,8 @@ ALIASES = {
 class Problem:
     """Lengths, heads, dims, dtype and features of one call; made by `Problem.of`, which checks them.
 
-    In a packed batch (`varlen`) `batch` counts the sequences and `seqlen_q`, `seqlen_k` are totals of tokens.
+    In a packed batch (`varlen`) `batch` counts the sequences and `seqlen_q`, `seqlen_k` are totals of tokens. Without
+    `needs_lse` nobody but the gradients will look at the log-sum-exp.
     """
 
     batch: int
@@ -50,6 +51,7 @@ class Problem:
     precision: str = "default"
     deterministic: bool = False
     needs_grad: bool = False
+    needs_lse: bool = True
     device: str = "cpu"
     _program: list[MaskProgram] = field(default_factory=list, init=False, repr=False, compare=False, hash=False)
 

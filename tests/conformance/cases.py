@@ -124,7 +124,7 @@ def inside(
     """What the call means inside, for the oracle."""
     request = Request(**{name: value for name, value in options.items() if name != "layout"})
     if packed is None:
-        problem, inputs, _ = prepare(q, k, v, request, options.get("layout", "bhsd"), "tiled")
+        problem, inputs = prepare(q, k, v, request, options.get("layout", "bhsd"))
     else:
         inner = tuple(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         problem, inputs = describe(inner, request, packed)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
 from tilewise.api.describe import LAYOUTS, Options, Request, autocast, check_tensors, describe
+from tilewise.api.known import Known
 from tilewise.backends.base import Backend, Inputs
 from tilewise.errors import LayoutError
 from tilewise.masks import Mask
@@ -19,8 +20,14 @@ from tilewise.ops.run import any_autocast, is_empty
 from tilewise.problem import Problem
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_KNOWN: dict[tuple[Any, ...], tuple[Problem, Backend | None]] = {}
-_KNOWN_LIMIT = 4096
+_KNOWN: dict[tuple[Any, ...], Known] = {}
+"""Calls by everything they depend on."""
+_USUAL: dict[tuple[Any, ...], Known] = {}
+"""The last of them by all but shapes, strides and types: the next call is most often like it, and that is quickly seen."""
+_LIMIT = 4096
+_traced = torch.compiler.is_dynamo_compiling
+_grad_mode = torch.is_grad_enabled
+_deterministic = torch._C._get_deterministic_algorithms
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 
@@ -63,41 +70,44 @@ def attention(
 
     Returns out, like q with Dv columns; with `return_lse` also the log-sum-exp (B, Hq, Sq), which is differentiable.
     """
-    request = Request(mask, scale, bias, softcap, sinks, dropout_p, seed, precision, deterministic)
-    problem, inputs, chosen = prepare(q, k, v, request, layout, backend)
-    out, lse = attend(problem, inputs, backend, chosen) if chosen is not None else run(problem, inputs, backend)
-    if layout == "bshd":
-        out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out
-
-
-def prepare(
-    q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str = "bhsd", backend: str = "auto"
-) -> tuple[Problem, Inputs, Backend | None]:
-    """The problem, its inputs in the inside layout and, where it is settled already, the backend.
-
-    A call like one seen before needs no checks: problem and backend are remembered by shapes, strides and settings.
-    """
+    settings: tuple[Any, ...] | None = None
+    if bias is None and sinks is None and not _traced():
+        try:
+            settings = (
+                mask, scale, softcap, dropout_p, precision, deterministic, layout, backend, return_lse,
+                type(scale), type(softcap), type(dropout_p), _grad_mode(), _deterministic(), dispatch.standing(backend),
+                (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0,  # some backends refuse other addresses
+            )  # fmt: skip
+            usual = _USUAL.get(settings)
+            like = usual is not None and usual.like(q, k, v) and not modes_active()
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, no hash, no strides: the checks will name it
+            settings, like = None, False
+        if like:
+            return usual.launch(q, k, v)  # type: ignore[union-attr]
+    request = Request(mask, scale, bias, softcap, sinks, dropout_p, seed, precision, deterministic, bool(return_lse))
     key, known = (None, None) if torch.compiler.is_compiling() else _recall(q, k, v, request, layout, backend)
     if known is None:
-        if layout not in LAYOUTS:
-            raise LayoutError(f"layout: got {layout!r}, need 'bhsd' (batch, heads, sequence, dim) or 'bshd'")
-        check_tensors(
-            q, k, v, 4, "(batch, heads, sequence, dim)" if layout == "bhsd" else "(batch, sequence, heads, dim)"
-        )
-        q, k, v = autocast((q, k, v))
+        problem, inputs = prepare(q, k, v, request, layout)
+        if key is None or is_empty(problem):
+            out, lse = run(problem, inputs, backend)
+            out = out.transpose(1, 2) if layout == "bshd" else out
+            return (out, lse) if return_lse else out
+        known = Known.of(problem, inputs, choose(problem, inputs, backend), (q, k, v), layout, backend)
+        _keep(_KNOWN, key, known)
+    if settings is not None:
+        _keep(_USUAL, settings, known)
+    return known.launch(q, k, v)
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str = "bhsd") -> tuple[Problem, Inputs]:
+    """The problem and its inputs in the inside layout; raises for what makes no sense."""
+    if layout not in LAYOUTS:
+        raise LayoutError(f"layout: got {layout!r}, need 'bhsd' (batch, heads, sequence, dim) or 'bshd'")
+    check_tensors(q, k, v, 4, "(batch, heads, sequence, dim)" if layout == "bhsd" else "(batch, sequence, heads, dim)")
+    q, k, v = autocast((q, k, v))
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if known is not None:
-        return known[0], Inputs(q, k, v), known[1]
-    problem, inputs = describe((q, k, v), request)
-    if key is None or is_empty(problem):
-        return problem, inputs, None
-    chosen = choose(problem, inputs, backend)
-    if len(_KNOWN) >= _KNOWN_LIMIT:
-        _KNOWN.clear()
-    _KNOWN[key] = (problem, chosen)
-    return problem, inputs, chosen
+    return describe((q, k, v), request)
 
 
 def run(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
@@ -125,9 +135,15 @@ def modes_active() -> bool:
     return bool(_dispatch_modes()) or _transforms() is not None
 
 
+def _keep(memory: dict[tuple[Any, ...], Known], key: tuple[Any, ...], known: Known) -> None:
+    if len(memory) >= _LIMIT:
+        memory.clear()
+    memory[key] = known
+
+
 def _recall(
     q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend: str
-) -> tuple[tuple[Any, ...] | None, tuple[Problem, Backend | None] | None]:
+) -> tuple[tuple[Any, ...] | None, Known | None]:
     """The key of a call, and what is remembered of one like it."""
     try:
         key = _key(q, k, v, request, layout, backend)
@@ -138,10 +154,12 @@ def _recall(
 
 def _key(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend: str) -> tuple[Any, ...] | None:
     """What a problem and the choice of its backend depend on; None for calls that are prepared afresh each time."""
-    mask, scale, bias, softcap, sinks, dropout_p, _, precision, deterministic = request
+    mask, scale, bias, softcap, sinks, dropout_p, _, precision, deterministic, needs_lse = request
     if bias is not None or sinks is not None or dropout_p or modes_active():
         return None
     if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
+        return None
+    if q.is_neg() or k.is_neg() or v.is_neg():  # torch negates lazily, by a bit that no stride shows
         return None
     if mask is not None and not (isinstance(mask, Mask) and mask.static):
         return None
@@ -150,10 +168,10 @@ def _key(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
-    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0  # some backends refuse other addresses
+    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
     # a sparse tensor has no strides to ask for: it ends in the checks
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         mask, scale, softcap, type(scale), type(softcap), type(dropout_p), precision, deterministic, grad, aligned, layout,
-        *dispatch.standing(backend),
+        needs_lse, *dispatch.standing(backend),
     )  # fmt: skip

@@ -16,13 +16,15 @@ class Options(Arguments, total=False):
     """What `attention` takes beside q, k and v; with `cu_seqlens_q` the call is that of `attention_varlen`."""
 
     layout: str
+    return_lse: bool
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
 
 
 def understand(q: Tensor, k: Tensor, v: Tensor, options: Options, *, needs_seed: bool = True) -> tuple[Problem, Inputs]:
     """The problem and its inputs in the inside layout; results of an earlier call need that call's dropout seed."""
-    request = Request(**{name: value for name, value in options.items() if name in Request._fields})  # type: ignore[arg-type]
+    given = {name: value for name, value in options.items() if name in Request._fields}
+    request = Request(**given, needs_lse=bool(options.get("return_lse", False)))  # type: ignore[arg-type]
     if needs_seed and request.dropout_p and request.seed is None:
         raise ArgumentError("seed: dropout_p is set and seed is not; pass the seed that the call used")
     cu_q, cu_k, layout = options.get("cu_seqlens_q"), options.get("cu_seqlens_k"), options.get("layout", "bhsd")

@@ -21,7 +21,7 @@ _FULL = Full()
 
 
 class Request(NamedTuple):
-    """The optional arguments of a call, as given."""
+    """The optional arguments of a call, as given; `needs_lse`: the caller gets to see the log-sum-exp."""
 
     mask: Mask | Tensor | None = None
     scale: float | None = None
@@ -32,6 +32,7 @@ class Request(NamedTuple):
     seed: int | Tensor | None = None
     precision: str = "default"
     deterministic: bool | None = None
+    needs_lse: bool = True
 
 
 class Arguments(TypedDict, total=False):
@@ -129,6 +130,7 @@ def describe(
         precision=request.precision,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
         needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in grads),
+        needs_lse=request.needs_lse,
         device=q.device.type,
     )
     problem.check()

@@ -72,7 +72,7 @@ def attention_varlen(
             f"cu_seqlens_k: {cu_k.shape[0] - 1} sequences, but cu_seqlens_q has {cu_seqlens_q.shape[0] - 1}"
         )
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in autocast((q, k, v)))
-    request = Request(mask, scale, bias, softcap, sinks, dropout_p, seed, precision, deterministic)
+    request = Request(mask, scale, bias, softcap, sinks, dropout_p, seed, precision, deterministic, bool(return_lse))
     problem, inputs = describe((q, k, v), request, (cu_seqlens_q.int(), cu_k.int()))
     out, lse = run(problem, inputs, backend)
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)

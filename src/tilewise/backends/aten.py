@@ -5,24 +5,31 @@ and for causal attention of as many queries as keys; the second is put together 
 
     dLSE reaches the scores as dS = P ∘ dLSE, so dQ = scale · dLSE ∘ (P K) and dK = scale · Pᵀ (dLSE ∘ Q):
     the first is attention with K as values, the second the values' gradient of that attention for dO = dLSE ∘ Q.
+
+In half precision its exponentials have 20 bits where it uses matrix units: enough for outputs and gradients of 11, not for a
+log-sum-exp of 24. So halves are served only where nobody gets to see that.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Inputs, Needs, Verdict
 from tilewise.hardware.probe import probe_cpu
+from tilewise.masks import Mask, causal, full
 from tilewise.masks.program import UNBOUNDED
 from tilewise.problem import Problem
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
+_OPERATORS = torch.ops.aten
+_forward: Any = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", None)  # cheaper to call than the operator
+_forward = _forward or _OPERATORS._scaled_dot_product_flash_attention_for_cpu.default
+_backward = _OPERATORS._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 MATRIX_UNITS = {
     "bfloat16": ("amx_bf16", "avx512_bf16", "bf16"),
@@ -35,6 +42,9 @@ attention reaches a smaller share of its product's speed than of fp32's."""
 PROBE_SIDE = 768
 FEW_QUERIES = 16
 """Up to so many the keys are read for little work, and what counts is how fast they are read."""
+_TRIANGLES: dict[str, Mask] = {"": full(), "b": causal(), "t": causal(align="top_left")}
+PROBE_LENGTH = 2048
+"""A contest over longer sequences would end the same."""
 
 
 class AtenBackend:
@@ -60,6 +70,9 @@ class AtenBackend:
             f"torch's kernel has no {', '.join(missing)}" if missing else None,
             _mask_obstacle(problem),
             _half_obstacle(problem.dtype),
+            "its log-sum-exp of half-precision inputs is inexact, and the caller would see it"
+            if problem.needs_lse and problem.dtype in MATRIX_UNITS
+            else None,
             None
             if problem.head_dim == problem.head_dim_v
             else f"torch's kernel needs v as wide as q; head dims are {problem.head_dim} and {problem.head_dim_v}",
@@ -68,9 +81,9 @@ class AtenBackend:
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
         if problem.dtype not in MATRIX_UNITS:
             return f"in {problem.dtype} the cpu backend is faster on every machine measured"
-        if backward:
-            return "forward and backward by the cpu backend took 1/1.77 of the time (Xeon with AMX, bf16, causal, 16 threads)"
-        if problem.seqlen_q <= FEW_QUERIES:
+        if problem.deterministic:
+            return "a clock decides between it and the cpu backend, which would not be the same in every run"
+        if not backward and problem.seqlen_q <= FEW_QUERIES:
             return "the cpu backend served one query 2.6 times as fast (Xeon with AMX, bf16, 4096 keys, 16 threads)"
         gain = half_gain(problem.dtype)
         if gain < ADVANTAGE:
@@ -83,7 +96,36 @@ class AtenBackend:
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         q, k, v = (_adjacent(x) for x in inputs[:3])
         out, lse = _forward(q, k, v, 0.0, _causal(problem), scale=problem.scale)
-        return out, lse.contiguous()
+        return out, lse.contiguous() if problem.needs_lse or problem.needs_grad else lse
+
+    def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        if any(x.stride(-1) != 1 for x in inputs[:3]):
+            return None
+        triangle, scale = _causal(problem), problem.scale
+
+        def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = _forward(q, k, v, 0.0, triangle, scale=scale)[0]
+            return out
+
+        return launch
+
+    def contest(self, problem: Problem) -> tuple[str, Problem]:
+        """As long as the problem, up to a limit; heads enough for every thread, since torch gives each a head of its own."""
+        pairs = -(-torch.get_num_threads() // problem.group)
+        kv_heads = max(1, min(problem.batch * problem.kv_heads, pairs))
+        lengths = (1 << max(0, min(n, PROBE_LENGTH).bit_length() - 1) for n in (problem.seqlen_q, problem.seqlen_k))
+        seqlen, kv_seqlen = lengths
+        return "cpu", Problem.of(
+            heads=kv_heads * problem.group,
+            kv_heads=kv_heads,
+            seqlen=seqlen,
+            kv_seqlen=kv_seqlen,
+            head_dim=problem.head_dim,
+            dtype=problem.dtype,
+            mask=_TRIANGLES[problem.program.structure],
+            needs_grad=True,
+            needs_lse=False,
+        )
 
     def backward(
         self,
@@ -95,19 +137,14 @@ class AtenBackend:
         dlse: Tensor | None,
         needs: Needs,
     ) -> Grads:
-        causal, scale = _causal(problem), problem.scale
-        if dlse is not None and inputs.q.dtype in (torch.float16, torch.bfloat16):
-            # two gradients are added below; in half precision the sum of two rounded ones would be rounded thrice
-            wide = Inputs(*(x.float() for x in inputs[:3]))
-            grads = self.backward(problem, wide, out.float(), lse, dout.float(), dlse, needs)
-            return Grads(*(None if x is None else x.to(inputs.q.dtype) for x in grads))
+        triangle, scale = _causal(problem), problem.scale
         # the kernel's backward wants as many key heads as query heads
         q, k, v, out, dout = (_adjacent(x) for x in (inputs.q, *_spread(problem, inputs.k, inputs.v), out, dout))
-        dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, triangle, scale=scale)
         if dlse is not None:
-            pk, _ = _forward(q, k, k, 0.0, causal, scale=scale)
+            pk, _ = _forward(q, k, k, 0.0, triangle, scale=scale)
             weighted = (dlse.unsqueeze(-1) * q).to(q.dtype)
-            _, _, extra = _backward(weighted, q, k, k, pk, lse, 0.0, causal, scale=scale)
+            _, _, extra = _backward(weighted, q, k, k, pk, lse, 0.0, triangle, scale=scale)
             dq = (dq + scale * dlse.unsqueeze(-1) * pk).to(q.dtype)
             dk = dk + scale * extra
         return Grads(dq, _gather(problem, dk), _gather(problem, dv))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -85,6 +86,23 @@ class Backend(Protocol):
         needs: Needs,
     ) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """A backend that can prepare calls which differ in nothing but their tensors' addresses."""
+
+    def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """A function of q, k and v that gives out alone, for calls of the same types, shapes, strides and dtypes that want
+        neither gradient nor log-sum-exp; None where nothing is gained."""
+
+
+@runtime_checkable
+class Contender(Protocol):
+    """A backend whose gradients are sometimes the faster ones: the automatic choice measures them beside another's."""
+
+    def contest(self, problem: Problem) -> tuple[str, Problem]:
+        """The other backend's name, and a problem that is like this one and quickly measured."""
 
 
 def empty_out(q: Tensor, head_dim_v: int) -> Tensor:

@@ -72,6 +72,7 @@ class Case:
             mask=parse(self.mask),
             device=self.device,
             needs_grad=self.trains,
+            needs_lse=False,
         )
 
     def tensors(self, seed: int = 0) -> Tensors:

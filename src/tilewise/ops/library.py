@@ -44,7 +44,8 @@ class Rules(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, backend: str) -> Rules:
         program = problem.program
-        options = f"{backend},{problem.precision},{'deterministic' if problem.deterministic else 'any order'}"
+        order = "deterministic" if problem.deterministic else "any order"
+        options = f"{backend},{problem.precision},{order},{'with lse' if problem.needs_lse else 'without lse'}"
         return cls(*_flat(program), problem.scale, problem.softcap, problem.dropout_p, options)
 
 
@@ -54,7 +55,7 @@ def _flat(program: MaskProgram) -> tuple[str, list[int], list[Tensor]]:
 
 def problem_of(inputs: Inputs, rules: Rules, needs_grad: bool) -> tuple[Problem, str]:
     """The problem and the backend's name back from an operator's arguments."""
-    backend, precision, order = rules.options.split(",")
+    backend, precision, order, lse = rules.options.split(",")
     q, k, v = inputs[:3]
     problem = Problem(
         batch=q.shape[0] if inputs.cu_q is None else inputs.cu_q.shape[0] - 1,
@@ -76,6 +77,7 @@ def problem_of(inputs: Inputs, rules: Rules, needs_grad: bool) -> tuple[Problem,
         precision=precision,
         deterministic=order == "deterministic",
         needs_grad=needs_grad,
+        needs_lse=lse == "with lse",
         device=q.device.type,
     )
     return problem, backend
@@ -93,7 +95,8 @@ _COUNT = len(Inputs._fields)
 def _attention(*args: Any) -> tuple[Tensor, Tensor]:
     inputs = Inputs(*args[:_COUNT])
     problem, backend = problem_of(inputs, Rules(*args[_COUNT:]), needs_grad=False)
-    return forward(problem, inputs, backend)
+    out, lse = forward(problem, inputs, backend)
+    return out, lse.contiguous()  # as promised, also where nobody asked for it
 
 
 def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -24,6 +24,8 @@ from tilewise.problem import Problem
 ARCHITECTURES = ("aarch64", "x86_64")
 _HOT = struct.Struct(f"={len(HOT)}q")
 _WORD = struct.Struct("=q")
+_ADDRESSES = struct.Struct("=5q")
+_COUNTER = 8 * HOT.index("counter")
 _COUNT = 8 * HOT.index("count")
 _REST = 8 * len(HOT)
 _empty_like, _num_threads = torch.empty_like, torch.get_num_threads
@@ -118,6 +120,38 @@ class CpuBackend:
         ready.patch(view, words)
         schedule.pool.run(ready.call, address, ready.size, ready.threads)
         return out, lse
+
+    def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """With the strides known too, a call is a template of words and five addresses."""
+        q, k, v = inputs[:3]
+        o_stride = _empty_like(q).stride()
+        planned = _plan(problem, inputs, "forward")
+        if problem.head_dim != problem.head_dim_v or o_stride[3] != 1 or not planned.plain:
+            return None
+        call, size, invited, end = planned.call, planned.size, planned.threads, planned.end
+        threads, like_lse = _num_threads(), planned.lse
+        small = like_lse.numel() * like_lse.element_size() <= schedule.BIN_BYTES
+        hot = _HOT.pack(*(0,) * 5, *q.stride(), *k.stride(), *v.stride(), *o_stride, 0, 0)
+        template, here = hot + planned.template, schedule.here
+
+        def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if _num_threads() != threads:
+                return self.forward(problem, Inputs(q, k, v))[0]
+            out = _empty_like(q)
+            desk = here.desk
+            view, address = desk.view, desk.address
+            view[:end] = template
+            lse = None if small else _empty_like(like_lse)
+            unseen = desk.bin() if lse is None else lse.data_ptr()
+            _ADDRESSES.pack_into(view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), unseen)
+            _WORD.pack_into(view, _COUNTER, address + _COUNT)
+            if invited == 1:
+                call(address, desk.room(size))
+            else:
+                schedule.pool.run(call, address, size, invited)
+            return out
+
+        return launch
 
     def backward(
         self,

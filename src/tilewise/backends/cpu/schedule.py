@@ -19,12 +19,13 @@ from tilewise.backends.cpu.team import team as team
 LINE = 64
 PAGE = 4096
 BLOCK_WORDS = 1024
+BIN_BYTES = 1 << 16
 
 
 class Desk:
     """What a thread needs for a call: its argument block and its buffer, grown as needed and kept."""
 
-    __slots__ = ("address", "buffer", "memory", "size", "view", "words")
+    __slots__ = ("address", "aside", "buffer", "memory", "size", "view", "words")
 
     def __init__(self) -> None:
         self.words = ctypes.create_string_buffer(8 * BLOCK_WORDS)
@@ -32,6 +33,7 @@ class Desk:
         self.address = ctypes.addressof(self.words)
         self.size = self.buffer = 0
         self.memory: Any = None
+        self.aside: Any = None
 
     def room(self, size: int) -> int:
         """Address of a buffer of at least so many bytes."""
@@ -40,6 +42,12 @@ class Desk:
             self.buffer = -(-ctypes.addressof(self.memory) // LINE) * LINE
             self.size = size
         return self.buffer
+
+    def bin(self) -> int:
+        """Address of BIN_BYTES for results that nobody will look at."""
+        if self.aside is None:
+            self.aside = ctypes.create_string_buffer(BIN_BYTES)
+        return ctypes.addressof(self.aside)
 
 
 class Here(threading.local):

@@ -1,0 +1,119 @@
+"""torch's own kernel in half precision: exact enough for outputs and gradients, not for the log-sum-exp, which it refuses."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.conformance.cases import CASES, Case, build
+from tests.conformance.harness import gradients, inner
+from tilewise import dispatch
+from tilewise.backends import aten
+from tilewise.errors import BackendError
+from tilewise.numerics import bounds
+from tilewise.problem import Problem
+
+attention = importlib.import_module("tilewise.api.attention")  # the package shows the function by that name
+HALVES = [
+    replace(case, name=f"{case.name}-{str(dtype)[6:]}", dtype=dtype)
+    for case in (*CASES, Case("long", batch=1, heads=2, seqlen=600, head_dim=64, mask=lambda shape, g: tw.causal()))
+    for dtype in (torch.float16, torch.bfloat16)
+    if case.name in ("plain", "gqa", "bshd", "scale", "huge-logits", "head-dim-256", "long")
+]
+
+
+real_obstacle = aten._half_obstacle
+
+
+@pytest.fixture(autouse=True)
+def matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if torch had fast instructions for halves, and nobody had called before."""
+    monkeypatch.setattr(aten, "_half_obstacle", lambda dtype: None)
+    monkeypatch.setattr(aten, "half_gain", lambda dtype: 6.0)
+    monkeypatch.setattr(attention, "_KNOWN", {})
+    monkeypatch.setattr(attention, "_USUAL", {})
+
+
+@pytest.mark.parametrize("gradients_by", ["aten", "cpu"])
+@pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name)
+def test_outputs_and_gradients_are_within_their_bounds(
+    case: Case, gradients_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's own backward, and by ours from torch's log-sum-exp."""
+    emulated = real_obstacle(str(case.dtype)[6:])
+    if gradients_by == "aten" and emulated:
+        pytest.skip(f"{emulated}, and whose gradients are then less exact")
+    built = build(case)
+    unseen = replace(built.problem, needs_lse=False)
+    verdict = aten.backend.supports(unseen, built.inputs)
+    if not verdict.ok:
+        pytest.skip("; ".join(verdict.reasons))
+    monkeypatch.setattr(dispatch, "backward_seconds", lambda *_: (1.0, 2.0) if gradients_by == "aten" else (2.0, 1.0))
+    monkeypatch.setattr(aten, "FEW_QUERIES", 0)
+    assert dispatch.select(unseen, built.inputs).backend.name == "aten"
+    assert dispatch.select(unseen, built.inputs, backward=True).backend.name == gradients_by
+    out = tw.attention(built.q, built.k, built.v, **built.options)
+    assert isinstance(out, torch.Tensor)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    grads = torch.autograd.grad(out, built.leaves, dout)
+    assert bounds.check_forward(built.problem, built.inputs, inner(built, out)) == []
+    found = gradients(built, grads)
+    assert bounds.check_backward(built.problem, built.inputs, inner(built, dout), None, found) == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_log_sum_exp_of_halves_is_refused(dtype: str) -> None:
+    seen = Problem.of(heads=2, head_dim=64, seqlen=512, dtype=dtype)
+    (reason,) = aten.backend.supports(seen).reasons
+    assert "log-sum-exp" in reason
+    assert aten.backend.supports(replace(seen, needs_lse=False)).ok
+    assert aten.backend.supports(replace(seen, dtype="float32")).ok, "that of fp32 is exact"
+    q = torch.randn(1, 2, 64, 64, dtype=getattr(torch, dtype))
+    assert tw.attention(q, q, q, backend="aten").shape == q.shape
+    with pytest.raises(BackendError, match="log-sum-exp"):
+        tw.attention(q, q, q, backend="aten", return_lse=True)
+
+
+def test_explain_tells_the_two_calls_apart() -> None:
+    pytest.importorskip("llvmlite")
+    q = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16)
+    assert tw.explain(q, q, q).chosen == "aten"
+    seen = tw.explain(q, q, q, return_lse=True)
+    assert seen.chosen == "cpu"
+    assert any("log-sum-exp" in reason for choice in seen.choices if choice.name == "aten" for reason in choice.reasons)
+
+
+def test_gradients_are_decided_by_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llvmlite")
+    problem = Problem.of(heads=8, head_dim=32, seqlen=100, dtype="bfloat16", mask=tw.causal(), needs_lse=False)
+    probes: list[Problem] = []
+
+    def seconds(first: str, second: str, probe: Problem, threads: int) -> tuple[float, float]:
+        probes.append(probe)
+        return 3e-3, 1e-3
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dispatch, "backward_seconds", seconds)
+        selection = dispatch.select(problem, backward=True)
+    assert selection.backend.name == "cpu" and dispatch.select(problem).backend.name == "aten"
+    assert "cpu takes 1 ms, aten 3 ms" in selection.verdicts["aten"].reasons[0]
+    (probe,) = probes
+    assert (probe.seqlen_q, probe.head_dim, probe.dtype) == (64, 32, "bfloat16") and probe.program == problem.program
+    assert probe.heads == min(8, torch.get_num_threads()) and hash(probe) == hash(aten.backend.contest(problem)[1])
+    before = dispatch.backward_seconds.cache_info()
+    both = [dispatch.declines("aten", problem, backward=True) for _ in range(2)]
+    assert both[0] == both[1] and dispatch.backward_seconds.cache_info().misses == before.misses + 1
+
+
+def test_a_clock_does_not_decide_a_deterministic_call() -> None:
+    pytest.importorskip("llvmlite")
+    problem = Problem.of(
+        heads=2, head_dim=32, seqlen=64, dtype="bfloat16", needs_lse=False, needs_grad=True, deterministic=True
+    )
+    for backward in (False, True):
+        selection = dispatch.select(problem, backward=backward)
+        assert selection.backend.name == "cpu" and "clock" in selection.verdicts["aten"].reasons[0]
