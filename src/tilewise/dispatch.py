@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import time
 from functools import cache
 from typing import NamedTuple
 
-import torch
-
-from tilewise.backends.base import Backend, Contender, Inputs, Needs, Verdict
+from tilewise.backends.base import Backend, Inputs, Verdict
 from tilewise.errors import ArgumentError, BackendError
 from tilewise.problem import Problem
 
@@ -30,7 +27,6 @@ REGISTRY: dict[str, Entry] = {
     "reference": Entry("tilewise.backends.reference", ("cpu", "cuda")),
 }
 """In order of preference."""
-PROBE_ROUNDS = 3
 
 
 def standing(name: str) -> tuple[str, Entry | None, int]:
@@ -84,46 +80,6 @@ def judge(name: str, problem: Problem, inputs: Inputs | None = None, *, backward
     return get(name).supports(problem, inputs, backward=backward) if verdict.ok else verdict
 
 
-def declines(name: str, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
-    """Why the automatic choice passes on a backend that could serve; one that asks for it is measured against its rival."""
-    backend = get(name)
-    reason = backend.declines(problem, inputs, backward=backward)
-    if reason is not None or not backward or not isinstance(backend, Contender):
-        return reason
-    rival, probe = backend.contest(problem)
-    if not (judge(rival, probe, backward=True).ok and judge(name, probe, backward=True).ok):
-        return None
-    ours, theirs = backward_seconds(name, rival, probe, torch.get_num_threads())
-    if ours <= theirs:
-        return None
-    return (
-        f"for gradients like these {rival} takes {theirs * 1e3:.3g} ms, {name} {ours * 1e3:.3g} ms, measured just now with "
-        f"{torch.get_num_threads()} threads on 1×{probe.heads}×{probe.seqlen_q}×{probe.head_dim} {probe.dtype}"
-    )
-
-
-@cache
-def backward_seconds(first: str, second: str, probe: Problem, threads: int) -> tuple[float, float]:
-    """Seconds that two backends need for the gradients of a problem; measured once in a process."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(heads: int, length: int, dim: int) -> torch.Tensor:
-        drawn = torch.randn((probe.batch, heads, length, dim), generator=generator)
-        return drawn.to(getattr(torch, probe.dtype))
-
-    q, dout = (normal(probe.heads, probe.seqlen_q, dim) for dim in (probe.head_dim, probe.head_dim_v))
-    k, v = (normal(probe.kv_heads, probe.seqlen_k, dim) for dim in (probe.head_dim, probe.head_dim_v))
-    inputs, best = Inputs(q, k, v), [float("inf"), float("inf")]
-    with torch.no_grad():
-        out, lse = get(first).forward(probe, inputs)
-        for _ in range(PROBE_ROUNDS):  # in turns; the first one finds the kernels
-            for side, name in enumerate((first, second)):
-                start = time.perf_counter()
-                get(name).backward(probe, inputs, out, lse, dout, None, Needs())
-                best[side] = min(best[side], time.perf_counter() - start)
-    return best[0], best[1]
-
-
 def select(problem: Problem, inputs: Inputs | None = None, name: str = "auto", *, backward: bool = False) -> Selection:
     """The first backend in order that can and would; an explicit name never falls back."""
     if name != "auto":
@@ -139,7 +95,7 @@ def select(problem: Problem, inputs: Inputs | None = None, name: str = "auto", *
     for candidate in REGISTRY:
         verdict = judge(candidate, problem, inputs, backward=backward)
         if verdict.ok:
-            reason = declines(candidate, problem, inputs, backward=backward)
+            reason = get(candidate).declines(problem, inputs, backward=backward)
             if reason is None:
                 return Selection(get(candidate), {**verdicts, candidate: verdict})
             verdict = Verdict(False, (reason,))

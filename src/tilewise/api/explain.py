@@ -103,7 +103,7 @@ def _choices(problem: Problem, inputs: Inputs | None, name: str, backward: bool)
             chosen = candidate == name
             reasons = () if chosen else (f"{name} was asked for",)
         elif verdict.ok:
-            declined = dispatch.declines(candidate, problem, inputs, backward=backward)
+            declined = dispatch.get(candidate).declines(problem, inputs, backward=backward)
             chosen = declined is None and not taken
             if declined is not None:
                 reasons = (declined,)

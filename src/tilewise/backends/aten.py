@@ -6,8 +6,9 @@ and for causal attention of as many queries as keys; the second is put together 
     dLSE reaches the scores as dS = P ∘ dLSE, so dQ = scale · dLSE ∘ (P K) and dK = scale · Pᵀ (dLSE ∘ Q):
     the first is attention with K as values, the second the values' gradient of that attention for dO = dLSE ∘ Q.
 
-In half precision its exponentials have 20 bits where it uses matrix units: enough for outputs and gradients of 11, not for a
-log-sum-exp of 24. So halves are served only where nobody gets to see that.
+In half precision only its output is exact. Where it uses matrix units its exponentials have 20 bits, enough for an output of 11
+and for weights in a backward, not for a log-sum-exp of 24: halves are served where nobody gets to see that. And its backward adds
+up dK and dV in half precision, one rounding for every block of queries: gradients of halves are left to others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from torch import Tensor
 
 from tilewise.backends.base import Grads, Inputs, Needs, Verdict
 from tilewise.hardware.probe import probe_cpu
-from tilewise.masks import Mask, causal, full
 from tilewise.masks.program import UNBOUNDED
 from tilewise.problem import Problem
 
@@ -42,9 +42,6 @@ attention reaches a smaller share of its product's speed than of fp32's."""
 PROBE_SIDE = 768
 FEW_QUERIES = 16
 """Up to so many the keys are read for little work, and what counts is how fast they are read."""
-_TRIANGLES: dict[str, Mask] = {"": full(), "b": causal(), "t": causal(align="top_left")}
-PROBE_LENGTH = 2048
-"""A contest over longer sequences would end the same."""
 
 
 class AtenBackend:
@@ -70,9 +67,7 @@ class AtenBackend:
             f"torch's kernel has no {', '.join(missing)}" if missing else None,
             _mask_obstacle(problem),
             _half_obstacle(problem.dtype),
-            "its log-sum-exp of half-precision inputs is inexact, and the caller would see it"
-            if problem.needs_lse and problem.dtype in MATRIX_UNITS
-            else None,
+            _inexact(problem, backward),
             None
             if problem.head_dim == problem.head_dim_v
             else f"torch's kernel needs v as wide as q; head dims are {problem.head_dim} and {problem.head_dim_v}",
@@ -83,7 +78,7 @@ class AtenBackend:
             return f"in {problem.dtype} the cpu backend is faster on every machine measured"
         if problem.deterministic:
             return "a clock decides between it and the cpu backend, which would not be the same in every run"
-        if not backward and problem.seqlen_q <= FEW_QUERIES:
+        if problem.seqlen_q <= FEW_QUERIES:
             return "the cpu backend served one query 2.6 times as fast (Xeon with AMX, bf16, 4096 keys, 16 threads)"
         gain = half_gain(problem.dtype)
         if gain < ADVANTAGE:
@@ -101,31 +96,13 @@ class AtenBackend:
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         if any(x.stride(-1) != 1 for x in inputs[:3]):
             return None
-        triangle, scale = _causal(problem), problem.scale
+        causal, scale = _causal(problem), problem.scale
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = _forward(q, k, v, 0.0, triangle, scale=scale)[0]
+            out: Tensor = _forward(q, k, v, 0.0, causal, scale=scale)[0]
             return out
 
         return launch
-
-    def contest(self, problem: Problem) -> tuple[str, Problem]:
-        """As long as the problem, up to a limit; heads enough for every thread, since torch gives each a head of its own."""
-        pairs = -(-torch.get_num_threads() // problem.group)
-        kv_heads = max(1, min(problem.batch * problem.kv_heads, pairs))
-        lengths = (1 << max(0, min(n, PROBE_LENGTH).bit_length() - 1) for n in (problem.seqlen_q, problem.seqlen_k))
-        seqlen, kv_seqlen = lengths
-        return "cpu", Problem.of(
-            heads=kv_heads * problem.group,
-            kv_heads=kv_heads,
-            seqlen=seqlen,
-            kv_seqlen=kv_seqlen,
-            head_dim=problem.head_dim,
-            dtype=problem.dtype,
-            mask=_TRIANGLES[problem.program.structure],
-            needs_grad=True,
-            needs_lse=False,
-        )
 
     def backward(
         self,
@@ -137,14 +114,14 @@ class AtenBackend:
         dlse: Tensor | None,
         needs: Needs,
     ) -> Grads:
-        triangle, scale = _causal(problem), problem.scale
+        causal, scale = _causal(problem), problem.scale
         # the kernel's backward wants as many key heads as query heads
         q, k, v, out, dout = (_adjacent(x) for x in (inputs.q, *_spread(problem, inputs.k, inputs.v), out, dout))
-        dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, triangle, scale=scale)
+        dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
         if dlse is not None:
-            pk, _ = _forward(q, k, k, 0.0, triangle, scale=scale)
+            pk, _ = _forward(q, k, k, 0.0, causal, scale=scale)
             weighted = (dlse.unsqueeze(-1) * q).to(q.dtype)
-            _, _, extra = _backward(weighted, q, k, k, pk, lse, 0.0, triangle, scale=scale)
+            _, _, extra = _backward(weighted, q, k, k, pk, lse, 0.0, causal, scale=scale)
             dq = (dq + scale * dlse.unsqueeze(-1) * pk).to(q.dtype)
             dk = dk + scale * extra
         return Grads(dq, _gather(problem, dk), _gather(problem, dv))
@@ -155,6 +132,14 @@ def _half_obstacle(dtype: str) -> str | None:
     if units is None or set(units) & set(probe_cpu().isa_flags):
         return None
     return f"torch emulates {dtype} products on this machine, which has none of {', '.join(units)}"
+
+
+def _inexact(problem: Problem, backward: bool) -> str | None:
+    if problem.dtype not in MATRIX_UNITS:
+        return None
+    if backward:
+        return f"torch adds up dK and dV in {problem.dtype}, rounding after every block of queries"
+    return f"torch's log-sum-exp of {problem.dtype} is inexact, and this caller gets to see it" if problem.needs_lse else None
 
 
 @cache

@@ -97,14 +97,6 @@ class Launcher(Protocol):
         neither gradient nor log-sum-exp; None where nothing is gained."""
 
 
-@runtime_checkable
-class Contender(Protocol):
-    """A backend whose gradients are sometimes the faster ones: the automatic choice measures them beside another's."""
-
-    def contest(self, problem: Problem) -> tuple[str, Problem]:
-        """The other backend's name, and a problem that is like this one and quickly measured."""
-
-
 def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
     """Fresh memory for the output, its dimensions laid out in the order of q's strides: bshd in, bshd out."""
     if q.is_contiguous() and head_dim_v == q.shape[3]:
