@@ -151,10 +151,10 @@ def time_dim(argument: str) -> dict[str, Any]:
     return result
 
 
-def variant_tiles(d: int) -> dict[str, Any]:
-    from tilewise.backends.hopper.backward.config import APART, KEYS
+def variant_tiles(d: int, full: bool) -> dict[str, Any]:
+    from tilewise.backends.hopper.backward.config import APART, KEYS, UNMASKED
 
-    apart = {"two passes": APART[d, d]}
+    apart = {"two passes": (UNMASKED if full else APART)[d, d]}
     return apart if APART[d, d] == KEYS[d, d] else {"sums": KEYS[d, d], **apart}
 
 
@@ -182,7 +182,8 @@ def variants(argument: str) -> dict[str, Any]:
         dout = normal_like(out, 2)
         grads = [torch.empty_like(x) for x in inputs[:3]]
         runs: dict[str, Any] = {}
-        for variant, tile in variant_tiles(int(argument)).items():
+        tiles = variant_tiles(int(argument), shape.mask == "None")
+        for variant, tile in tiles.items():
             plan = launch.make_plan(problem, launch.multiprocessors(0), launch.kernel_for, tile=tile)
             plan = launch.on_gpu(plan, device)
             scratch = torch.empty(plan.stats + plan.dq, device="cuda")
@@ -194,7 +195,7 @@ def variants(argument: str) -> dict[str, Any]:
         samples = interleave(runs, Effort(0.3, 4, 12, 4e-3), cuda_clock)
         flops = 2.5 * executed_flops(problem)
         times = {k: statistics.median(s) for k, s in samples.items()}
-        result[name] = {k: flops / times[k] * 1e-12 for k in variant_tiles(int(argument))}
+        result[name] = {k: flops / times[k] * 1e-12 for k in tiles}
         result[name] |= {f"{k} µs": t * 1e6 for k, t in times.items() if ":" in k}
         print(json.dumps({name: result[name]}), flush=True)
     return result
@@ -234,12 +235,11 @@ def kernels() -> list[tuple[Any, ...]]:
 
     for name, group in checks().items():
         for i, shape in enumerate(group):
-            if shape.lengths is None or shape.d <= 128:
-                problem = replace(problem_of(shape), deterministic=name.startswith("deterministic"))
-                add(problem, with_dlse=bool(i % 2))
+            problem = replace(problem_of(shape), deterministic=name.startswith("deterministic"))
+            add(problem, with_dlse=bool(i % 2))
     for d in DIMS:
         for _, shape in cells(d) + variant_cells(d):
-            for tile in variant_tiles(d).values():
+            for tile in variant_tiles(d, shape.mask == "None").values():
                 add(problem_of(shape), tile=tile)
     return sorted(found.values(), key=lambda what: what[0] in ("prepare_kernel", "cast_kernel"))
 

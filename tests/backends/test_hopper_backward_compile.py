@@ -14,11 +14,26 @@ pytest.importorskip("triton")
 from tools.compile_hopper_backward import AROUND, CASES, compiled, faults, spilling
 from tools.sass import Facts, Instruction, facts
 
-from tilewise.backends.hopper.backward.config import APART, KEYS, QUERIES, KeysConfig, QueriesConfig, widths
+from tilewise.backends.hopper.backward.config import (
+    APART,
+    CAPPED,
+    KEYS,
+    QUERIES,
+    UNMASKED,
+    KeysConfig,
+    QueriesConfig,
+    widths,
+)
 from tilewise.backends.hopper.config import REGISTERS, SHARED_BYTES
 
 BY_NAME = {case.name: case for case in CASES}
-CONFIGS: list[KeysConfig | QueriesConfig] = [*KEYS.values(), *APART.values(), *QUERIES.values()]
+CONFIGS: list[KeysConfig | QueriesConfig] = [
+    *KEYS.values(),
+    *APART.values(),
+    *CAPPED.values(),
+    *UNMASKED.values(),
+    *QUERIES.values(),
+]
 
 
 @pytest.mark.slow
@@ -43,10 +58,13 @@ def test_budgets(config: Any) -> None:
 def test_every_pair_of_head_dims_has_tiles(d: int, dv: int) -> None:
     wide = widths(d, dv)
     assert wide[0] >= d and wide[1] >= dv
-    assert wide in KEYS and wide in APART and wide in QUERIES
-    assert not APART[wide].REDUCE
-    # statistics come in the tiles that the kernel of dQ reads
-    assert APART[wide].BLOCK_M == 64 and not APART[wide].SEEDED
+    assert wide in KEYS and wide in QUERIES
+    for tile in (APART[wide], CAPPED[wide], UNMASKED[wide]):
+        assert not tile.REDUCE
+        # the kernel of dQ reads plain statistics; its tiles' 64 rows lie within one tile of them
+        assert not tile.SEEDED and tile.BLOCK_M % 64 == 0
+        # one barrier frees the places of both
+        assert tile.SPLIT or tile.Q_STAGES == tile.DO_STAGES
     # what is added up in memory is halves of columns, in groups of 64, or halves of 128 rows
     tile = KEYS[wide]
     assert not tile.REDUCE or tile.BLOCK_M * tile.BLOCK_D == 2 * 64 * tile.PIECE
@@ -59,7 +77,7 @@ def machine_code(*texts: str) -> Facts:
         start = 16 * len(code)
         code += [Instruction(start + 16 * n, text) for n, text in enumerate(texts)]
         code.append(Instruction(16 * len(code), f"@P0 BRA {start:#x}"))
-    return Facts(168, 0, 1024, code, [])
+    return Facts(168, 0, 1024, code, [], [512, 520])
 
 
 def test_faults_are_found() -> None:
@@ -77,6 +95,8 @@ def test_faults_are_found() -> None:
     spilled = machine_code(*[product] * 8, wait, "LDL R1, [R1]", "LDL R2, [R1]", "STL [R1], R2", *rest)
     assert any("local memory" in fault for fault in faults("keys_kernel", spilled, tile))
     assert faults("keys_kernel", spilled, tile, may_spill=True) == []
+    among = good._replace(barriers=[512, 4096])
+    assert any("among the tiles" in fault for fault in faults("keys_kernel", among, tile))
     scalar = machine_code(product, product, product, product, wait, *rest[1:])
     assert any("four numbers" in fault for fault in faults("keys_kernel", scalar, tile))
     assert faults(AROUND[0], machine_code("LDG.E R1, [R2]"), tile) != []

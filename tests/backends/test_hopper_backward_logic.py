@@ -57,6 +57,7 @@ SHAPES = [
     Shape(128, "tw.causal()", 150, 400, dlse=True),
     Shape(64, "tw.causal()", 400, 150),
     Shape(128, "tw.causal()", 200, h=4, hk=2, deterministic=True),
+    Shape(128, sq=300, sk=170, h=4, hk=2, deterministic=True),
     Shape(64, "tw.window(100)", 300, 350, h=3, hk=1, deterministic=True),
     Shape(128, "tw.window(70, 20)", 300),
     Shape(64, "tw.window(70) & tw.prefix(190)", 300),
@@ -74,6 +75,10 @@ SHAPES = [
     Shape(128, "tw.causal()", lengths=((5, 133, 0, 70), (5, 140, 7, 70)), h=2, hk=1),
     Shape(64, lengths=((130, 3), (150, 200)), h=2, dlse=True),
     Shape(128, "tw.causal()", lengths=((5, 133, 0, 70), (5, 140, 7, 70)), deterministic=True),
+    Shape(64, "tw.causal()", lengths=((5, 133, 0, 170), (5, 140, 7, 170)), h=2, hk=1, deterministic=True),
+    Shape(256, "tw.causal()", lengths=((5, 133, 0, 70), (5, 140, 7, 70)), h=2, hk=1, dlse=True),
+    Shape(256, lengths=((130, 3), (90, 200)), dv=128),
+    Shape(256, "tw.window(50)", lengths=((200, 3, 64), (100, 80, 64)), h=2, hk=1),
 ]
 
 
@@ -205,8 +210,9 @@ def test_gradients(shape: Shape) -> None:
     assert bounds.check_backward(problem, inputs, dout, dlse, found) == []
 
 
-def test_what_a_packed_neighbour_holds_does_not_matter() -> None:
-    problem, inputs = build(Shape(128, "tw.causal()", lengths=((100, 60), (100, 60))))
+@pytest.mark.parametrize(("d", "deterministic"), [(128, False), (128, True), (64, True), (256, False)], ids=str)
+def test_what_a_packed_neighbour_holds_does_not_matter(d: int, deterministic: bool) -> None:
+    problem, inputs = build(Shape(d, "tw.causal()", lengths=((100, 60), (100, 60)), deterministic=deterministic))
     out, lse = tiled.backend.forward(problem, inputs)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     clean = run(problem, inputs, out, lse, dout, None)

@@ -44,9 +44,6 @@ class Hopper:
             "sinks": problem.sinks,
             "dropout": problem.dropout_p > 0,
             "precision='compensated'": problem.precision == "compensated",
-            "a packed batch's gradients with head dims over 128": backward
-            and problem.varlen
-            and max(problem.head_dim, problem.head_dim_v) > 128,
         }
         form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
         return Verdict.of(

@@ -26,8 +26,8 @@ class Ring:
 
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
-    """Barriers that turn after COUNT arrivals each. Make none that nobody waits for: the compiler would give its memory to a tile,
-    and when the GPU turns to another process and back it rewrites every barrier it has seen initialised."""
+    """Barriers that turn after COUNT arrivals each. Make none that nobody waits for: the compiler would give its memory to a
+    tile, and when the GPU turns to another process and back it rewrites every barrier it has seen initialised."""
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.index(i), count=COUNT)

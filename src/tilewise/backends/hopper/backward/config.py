@@ -24,6 +24,7 @@ class KeysConfig(NamedTuple):
     PIECE: int  # columns of dQ that a warpgroup computes at a time
     REGISTERS: tuple[int, int]  # of a thread that computes, and of one that loads
     REDUCE: bool = True  # dQ is added up in memory; else it is left to the kernel that holds queries
+    EARLY: bool = False  # if left: the next scores are issued before the last gradients are done
     TERMS: int = 0  # of the mask
     BAND: bool = False  # may a row's keys end before the sequence does?
     LEFT: bool = False  # may they begin after key 0?
@@ -63,6 +64,7 @@ class QueriesConfig(NamedTuple):
     K_STAGES: int
     V_STAGES: int
     REGISTERS: tuple[int, int] = (232, 40)
+    STAT_ROWS: int = 64  # queries in a tile of statistics
     TERMS: int = 0
     BAND: bool = False
     LEFT: bool = False
@@ -100,16 +102,20 @@ KEYS: dict[tuple[int, int], KeysConfig] = {
 }
 """By padded head dims of keys and values; why each: docs/hopper-backward-notes.md."""
 APART = {dims: tile._replace(REDUCE=False) for dims, tile in KEYS.items()}
-"""The same where dQ has a kernel of its own, which reads statistics of 64 rows; then 64 queries at a time need no seeds."""
-APART[64, 64] = KeysConfig(64, 128, 64, 64, False, False, 2, 2, 2, 2, True, 64, (240, 24), False)
+"""The same where dQ has a kernel of its own, which reads plain statistics."""
+APART[64, 64] = KeysConfig(128, 128, 64, 64, False, False, 3, 3, 2, 2, True, 64, (240, 24), False, True)
+CAPPED = {**APART, (64, 64): APART[64, 64]._replace(BLOCK_M=64)}
+"""The same under a softcap, whose tanh finds no registers beside 128 queries."""
+UNMASKED = {**APART, (128, 128): APART[128, 128]._replace(V_STAGES=2, EARLY=True)}
+"""The same where every query sees every key: only there early scores pay at 128."""
 QUERIES: dict[tuple[int, int], QueriesConfig] = {
     (64, 64): QueriesConfig(128, 64, 64, 2, 2),
     (128, 64): QueriesConfig(128, 128, 64, 2, 2),
     (128, 128): QueriesConfig(128, 128, 128, 2, 2),
-    (128, 256): QueriesConfig(64, 128, 256, 2, 1),
-    (256, 64): QueriesConfig(64, 256, 64, 2, 2),
-    (256, 128): QueriesConfig(64, 256, 128, 2, 2),
-    (256, 256): QueriesConfig(64, 256, 256, 2, 1),
+    (128, 256): QueriesConfig(64, 128, 256, 2, 1, (240, 24)),
+    (256, 64): QueriesConfig(64, 256, 64, 2, 2, (240, 24)),
+    (256, 128): QueriesConfig(64, 256, 128, 2, 2, (240, 24)),
+    (256, 256): QueriesConfig(64, 256, 256, 2, 1, (240, 24)),
 }
 
 

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tilewise.backends.hopper.backward.early import early_gradients
 from tilewise.backends.hopper.backward.schedule import first_statistics, locate_keys
 from tilewise.backends.hopper.backward.tile import (
     as_operand,
@@ -101,10 +102,9 @@ def step(dk, dv, rings, served, n, m, before, spot, band, a, FIRST: gl.constexpr
     k_rows = k_tile.slice(WG * 64, 64, dim=0)
     v_rows = matrix(rings.v, served).slice(WG * 64, 64, dim=0)
     none = zeros(C.BLOCK_M)
-    mbarrier.wait(rings.q.full.index(at), turn)
     if C.VARLEN:
-        mbarrier.wait(rings.do.full.index(at), turn)
-        guard_queries(q_tile, do_tile, m, spot.len_q, WG, C)
+        guard_queries(rings.q, rings.do, n, m, spot.len_q, WG, C)
+    mbarrier.wait(rings.q.full.index(at), turn)
     if C.SEEDED:
         lse2 = statistic(rings.stats, at, 0, C)
         s_seed = seeded(lse2, none)
@@ -189,7 +189,10 @@ def serve(dk_desc, dv_desc, buffers, rings, served, taken, before, spot, band, i
     await_tile(rings.v, served)
     k_rows = matrix(rings.k, served).slice(WG * 64, 64, dim=0)
     guard(k_rows, matrix(rings.v, served).slice(WG * 64, 64, dim=0), band, spot, k0, 64, a, C)
-    dk, dv, before = gradients(rings, served, taken, before, spot, band, a, WG, C)
+    if C.EARLY:
+        dk, dv = early_gradients(rings, served, taken, spot, band, a, WG, C)
+    else:
+        dk, dv, before = gradients(rings, served, taken, before, spot, band, a, WG, C)
     # asked again rather than kept in registers
     spot, band = locate_keys(a, tile_at(a, afresh(i)), C)
     k0 = spot.n0 + 64 * WG

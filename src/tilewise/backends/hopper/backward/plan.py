@@ -9,7 +9,16 @@ import numpy as np
 import torch
 
 from tilewise.backends.hopper.backward.compile import pointer
-from tilewise.backends.hopper.backward.config import APART, KEYS, QUERIES, KeysConfig, QueriesConfig, widths
+from tilewise.backends.hopper.backward.config import (
+    APART,
+    CAPPED,
+    KEYS,
+    QUERIES,
+    UNMASKED,
+    KeysConfig,
+    QueriesConfig,
+    widths,
+)
 from tilewise.backends.hopper.backward.structs import Edges, Plane, Walk
 from tilewise.backends.hopper.intervals import Form, form_of
 from tilewise.backends.hopper.launch import LOG2E
@@ -50,7 +59,8 @@ def tile_of(problem: Problem, form: Form) -> KeysConfig:
     tile = KEYS[dims]
     unseeded = tile.SEEDED and (problem.softcap > 0 or problem.scale <= 0)
     if problem.deterministic or unseeded or keys_each(problem, form, tile) <= FEW_KEYS.get(tile.BLOCK_D, 0):
-        return APART[dims]
+        everything = not form.terms and not problem.varlen
+        return (CAPPED if problem.softcap > 0 else UNMASKED if everything else APART)[dims]
     return tile
 
 
@@ -95,8 +105,8 @@ def make_plan(
     if config.REDUCE:
         third = step("cast_kernel", plain, edges, tiles)
     else:
-        assert config.BLOCK_M == 64 and not config.SEEDED, "dQ's kernel reads plain statistics of 64 rows"
-        own = QUERIES[dims]._replace(**about)
+        assert not config.SEEDED, "dQ's kernel reads plain statistics"
+        own = QUERIES[dims]._replace(STAT_ROWS=config.BLOCK_M, **about)
         queries = walk_of(problem, form, own, stat_blocks, processors)
         third = step("queries_kernel", own, queries, queries.programs)
     scratch = (tiles + 1) * config.BLOCK_M * config.BLOCK_D if config.REDUCE else 0

@@ -71,7 +71,8 @@ def locate_queries(a, t, C: gl.constexpr):
         m0 = tile * 128
         first, count = visited(band, m0, len_q, C)
         count = gl.where(m0 < len_q, count, 0)
-        return QuerySpot(b, b * 0, bh, m0, q_start, k_start, len_q, q_start // 64 + b, first, count), band
+        stat_start = q_start // C.STAT_ROWS + b
+        return QuerySpot(b, b * 0, bh, m0, q_start, k_start, len_q, stat_start, first, count), band
     else:
         b = divide(bh, a.heads)
         band = band_of(a, b, a.len_q, a.len_k, C)
@@ -110,11 +111,11 @@ def row_statistics(spot, row0, a, C: gl.constexpr):
     """lse in units of log 2 and delta of 64 rows; rows past the last have an lse of +inf."""
     S_LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
     q = row0 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
-    tile = spot.stat_start + (spot.row * a.heads.value + spot.h) * a.stat_blocks + q // 64
-    at = a.stats_ptr + tile.to(gl.int64) * 128 + q % 64
+    tile = spot.stat_start + (spot.row * a.heads.value + spot.h) * a.stat_blocks + q // C.STAT_ROWS
+    at = a.stats_ptr + tile.to(gl.int64) * (2 * C.STAT_ROWS) + q % C.STAT_ROWS
     ok = q < spot.len_q
     lse2 = gl.load(at, mask=ok, other=INF)
-    delta = gl.load(at + 64, mask=ok, other=0.0)
+    delta = gl.load(at + C.STAT_ROWS, mask=ok, other=0.0)
     return lse2, delta
 
 

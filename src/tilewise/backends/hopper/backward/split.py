@@ -18,22 +18,18 @@ from tilewise.backends.hopper.backward.tile import (
     accumulator,
     as_operand,
     guard,
+    guard_queries,
+    issue_scores,
+    put,
     seen_weights,
     statistic,
-    store_tile,
+    store_rows,
     zeros,
 )
 from tilewise.backends.hopper.finish import await_stores
 from tilewise.backends.hopper.ring import await_tile, matrix, phase, place, release
 from tilewise.backends.hopper.schedule import tile_at
 from tilewise.backends.hopper.shim import afresh, named_sync
-
-
-@gluon.jit
-def issue_scores(rows, ring, n, C: gl.constexpr):
-    """S or dP of the n-th tile of queries: K or V against Q or dO."""
-    await_tile(ring, n)
-    return warpgroup_mma(rows, matrix(ring, n).permute((1, 0)), zeros(C.BLOCK_M), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -50,25 +46,33 @@ def finish_step(token, spent, n, rows, next_ring, LAST: gl.constexpr, C: gl.cons
 
 
 @gluon.jit
-def values_step(dv, s_token, rings, stats, n, m, band, k0, a, LAST: gl.constexpr, C: gl.constexpr):
+def guard_next(rings, n, m, spot, WG: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
+    """Before the n-th tile's last product, for the scores behind it."""
+    if C.VARLEN and not LAST:
+        guard_queries(rings[0], rings[1], n + 1, m + C.BLOCK_M, spot.len_q, WG, C)
+
+
+@gluon.jit
+def values_step(dv, s_token, rings, stats, n, m, spot, band, a, LAST: gl.constexpr, C: gl.constexpr):
     """The n-th tile of queries, whose S is on its way."""
     q_ring, do_ring, w_ring, k_tile, _ = rings
     DTYPE: gl.constexpr = q_ring.tiles.dtype
     lse2 = statistic(stats, place(q_ring, n), 0, C)
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, M]
     release(q_ring, n)
-    p_tile, w_tile = seen_weights(s_tile, lse2, band, m, k0, a, C)
+    p_tile, w_tile = seen_weights(s_tile, lse2, band, m, spot.n0, a, C)
     at = place(w_ring, n)
     mbarrier.wait(w_ring.empty.index(at), phase(w_ring, n) ^ 1)
     w_ring.tiles.index(at).store(w_tile)
     mbarrier.arrive(w_ring.full.index(at), count=1)
+    guard_next(rings, n, m, spot, 0, LAST, C)
     await_tile(do_ring, n)
     dv_token = warpgroup_mma(as_operand(p_tile, C.BLOCK_DV, DTYPE), matrix(do_ring, n), dv, is_async=True)
     return finish_step(dv_token, do_ring, n, k_tile, q_ring, LAST, C)
 
 
 @gluon.jit
-def keys_step(dk, dp_token, rings, stats, n, LAST: gl.constexpr, C: gl.constexpr):
+def keys_step(dk, dp_token, rings, stats, n, m, spot, LAST: gl.constexpr, C: gl.constexpr):
     """The n-th tile of queries, whose dP is on its way."""
     q_ring, do_ring, w_ring, _, v_tile = rings
     DTYPE: gl.constexpr = q_ring.tiles.dtype
@@ -82,6 +86,7 @@ def keys_step(dk, dp_token, rings, stats, n, LAST: gl.constexpr, C: gl.constexpr
     w_tile = w_ring.tiles.index(place(w_ring, n)).load(S_LAYOUT)
     release(w_ring, n)
     ds_tile = w_tile * dp_tile
+    guard_next(rings, n, m, spot, 1, LAST, C)
     dk_token = warpgroup_mma(as_operand(ds_tile, C.BLOCK_D, DTYPE), matrix(q_ring, n), dk, is_async=True)
     return finish_step(dk_token, q_ring, n, v_tile, do_ring, LAST, C)
 
@@ -94,12 +99,14 @@ def values_gradient(rings, stats, taken, spot, band, a, C: gl.constexpr):
     for g in range(a.group.value):
         n0 = taken + g * spot.count
         last = n0 + spot.count - 1
+        if C.VARLEN:
+            guard_queries(q_ring, rings[1], n0, spot.first * C.BLOCK_M, spot.len_q, 0, C)
         s_token = issue_scores(k_tile, q_ring, n0, C)
         for n in range(n0, last):
             m = (spot.first + n - n0) * C.BLOCK_M
-            dv, s_token = values_step(dv, s_token, rings, stats, n, m, band, spot.n0, a, False, C)
+            dv, s_token = values_step(dv, s_token, rings, stats, n, m, spot, band, a, False, C)
         m = (spot.first + spot.count - 1) * C.BLOCK_M
-        dv, _ = values_step(dv, s_token, rings, stats, last, m, band, spot.n0, a, True, C)
+        dv, _ = values_step(dv, s_token, rings, stats, last, m, spot, band, a, True, C)
     return dv
 
 
@@ -111,45 +118,66 @@ def keys_gradient(rings, stats, taken, spot, a, C: gl.constexpr):
     for g in range(a.group.value):
         n0 = taken + g * spot.count
         last = n0 + spot.count - 1
+        if C.VARLEN:
+            guard_queries(rings[0], do_ring, n0, spot.first * C.BLOCK_M, spot.len_q, 1, C)
         dp_token = issue_scores(v_tile, do_ring, n0, C)
         for n in range(n0, last):
-            dk, dp_token = keys_step(dk, dp_token, rings, stats, n, False, C)
-        dk, _ = keys_step(dk, dp_token, rings, stats, last, True, C)
+            m = (spot.first + n - n0) * C.BLOCK_M
+            dk, dp_token = keys_step(dk, dp_token, rings, stats, n, m, spot, False, C)
+        dk, _ = keys_step(dk, dp_token, rings, stats, last, 0, spot, True, C)
     return dk
 
 
 @gluon.jit
-def consume_split(grad_desc, stats, q_ring, do_ring, k_ring, v_ring, w_ring, a, WG: gl.constexpr, C: gl.constexpr):
-    """All tiles of this program: dV of each (WG 0) or dK (WG 1), which leave through the memory of V and of K."""
+def serve_split(grad_desc, stats, rings, served, taken, spot, band, i, a, WG: gl.constexpr, C: gl.constexpr):
+    """One tile of keys, the i-th of this program: its gradient leaves through the memory of V or of K."""
+    q_ring, do_ring, k_ring, v_ring, w_ring = rings
     HALF: gl.constexpr = WG * 32
+    await_tile(k_ring, served)
+    await_tile(v_ring, served)
+    k_tile = matrix(k_ring, served)
+    v_tile = matrix(v_ring, served)
+    guard(k_tile.slice(HALF, 32, dim=0), v_tile.slice(HALF, 32, dim=0), band, spot, spot.n0 + HALF, 32, a, C)
+    rings = q_ring, do_ring, w_ring, k_tile, v_tile
+    if WG == 0:
+        gradient = values_gradient(rings, stats, taken, spot, band, a, C)
+        ring = v_ring
+        rows = a.dv
+    else:
+        gradient = keys_gradient(rings, stats, taken, spot, a, C) * a.scale
+        ring = k_ring
+        rows = a.dk
+    # asked again rather than kept in registers
+    spot, band = locate_keys(a, tile_at(a, afresh(i)), C)
+    named_sync(14, 256)  # neither reads K or V any more
+    put(grad_desc, rows, gradient, ring.tiles.index(0), spot.row, spot.h, spot.k_start, spot.n0, spot.len_k, C)
+    await_stores()
+    release(ring, served)
+
+
+@gluon.jit
+def consume_split(grad_desc, stats, q_ring, do_ring, k_ring, v_ring, w_ring, a, WG: gl.constexpr, C: gl.constexpr):
+    """All tiles of this program: dV of each (WG 0) or dK (WG 1)."""
     taken = 0
     served = 0
     i = 0
     t = tile_at(a, i)
+    rings = q_ring, do_ring, k_ring, v_ring, w_ring
     while t >= 0:
         spot, band = locate_keys(a, t, C)
-        await_tile(k_ring, served)
-        await_tile(v_ring, served)
-        k_tile = matrix(k_ring, served)
-        v_tile = matrix(v_ring, served)
-        guard(k_tile.slice(HALF, 32, dim=0), v_tile.slice(HALF, 32, dim=0), band, spot, spot.n0 + HALF, 32, a, C)
-        rings = q_ring, do_ring, w_ring, k_tile, v_tile
-        if WG == 0:
-            gradient = values_gradient(rings, stats, taken, spot, band, a, C)
+        if C.VARLEN:
+            if spot.count > 0:
+                serve_split(grad_desc, stats, rings, served, taken, spot, band, i, a, WG, C)
+                served += 1
+            else:
+                # keys without a single query; writes nothing past the sequence's end
+                if WG == 0:
+                    store_rows(zeros(C.BLOCK_DV), a.dv, spot.h, spot.k_start, spot.n0, spot.len_k)
+                else:
+                    store_rows(zeros(C.BLOCK_D), a.dk, spot.h, spot.k_start, spot.n0, spot.len_k)
         else:
-            gradient = keys_gradient(rings, stats, taken, spot, a, C)
+            serve_split(grad_desc, stats, rings, served, taken, spot, band, i, a, WG, C)
+            served += 1
         taken += spot.count * a.group.value
-        # asked again rather than kept in registers; the next tile's number comes from memory while this one is stored
-        spot, band = locate_keys(a, tile_at(a, afresh(i)), C)
         i += 1
         t = tile_at(a, i)
-        named_sync(14, 256)  # neither reads K or V any more
-        if WG == 0:
-            store_tile(grad_desc, gradient, v_ring.tiles.index(0), spot.row, spot.h, spot.n0)
-            await_stores()
-            release(v_ring, served)
-        else:
-            store_tile(grad_desc, gradient * a.scale, k_ring.tiles.index(0), spot.row, spot.h, spot.n0)
-            await_stores()
-            release(k_ring, served)
-        served += 1

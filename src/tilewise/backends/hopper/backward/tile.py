@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from tilewise.backends.hopper.backward.schedule import seen_keys, sees_all, visible
+from tilewise.backends.hopper.ring import await_tile, matrix
 from tilewise.backends.hopper.shim import named_sync, tma_store
 from tilewise.backends.hopper.softmax import tanh
 
@@ -28,6 +29,13 @@ def as_operand(x_tile, n: gl.constexpr, dtype: gl.constexpr):
 def zeros(n: gl.constexpr):
     LAYOUT: gl.constexpr = accumulator(n)
     return gl.zeros([64, n], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def issue_scores(rows, ring, n, C: gl.constexpr):
+    """S or dP of the n-th tile of queries: K or V against Q or dO."""
+    await_tile(ring, n)
+    return warpgroup_mma(rows, matrix(ring, n).permute((1, 0)), zeros(C.BLOCK_M), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -123,13 +131,16 @@ def guard(k_rows, v_rows, band, spot, k0, KEYS: gl.constexpr, a, C: gl.constexpr
 
 
 @gluon.jit
-def guard_queries(q_tile, do_tile, m, len_q, WG: gl.constexpr, C: gl.constexpr):
-    """Queries past a packed sequence's end belong to the next one: zeros. Both warpgroups come here for every tile."""
+def guard_queries(q_ring, do_ring, n, m, len_q, WG: gl.constexpr, C: gl.constexpr):
+    """Queries past a packed sequence's end belong to the next one: zeros. Both warpgroups come here for every tile, with no
+    product on its way."""
     HALF: gl.constexpr = C.BLOCK_M // 2
     if m + C.BLOCK_M > len_q:
         zero = m * 0
-        clear_rows(q_tile.slice(WG * HALF, HALF, dim=0), m + WG * HALF, zero, len_q, HALF)
-        clear_rows(do_tile.slice(WG * HALF, HALF, dim=0), m + WG * HALF, zero, len_q, HALF)
+        await_tile(q_ring, n)
+        await_tile(do_ring, n)
+        clear_rows(matrix(q_ring, n).slice(WG * HALF, HALF, dim=0), m + WG * HALF, zero, len_q, HALF)
+        clear_rows(matrix(do_ring, n).slice(WG * HALF, HALF, dim=0), m + WG * HALF, zero, len_q, HALF)
         fence_async_shared()
         named_sync(15, 256)
 
