@@ -153,6 +153,10 @@ def variant_tiles(problem: Any) -> dict[str, Any]:
     plain = {"rescaled early" if base.LATE else "rescaled late": base._replace(LATE=not base.LATE)}
     if base.BLOCK_N == 128 and base.WARPGROUPS == 2:
         plain["no turns"] = base._replace(PINGPONG=False)
+    if base.BLOCK_DV == 256:
+        plain["turns"] = base._replace(PINGPONG=True)
+    if base.Q_HELD:
+        plain["queries in memory"] = base._replace(Q_HELD=0)
     if base.BLOCK_D == base.BLOCK_DV == 64:
         other = TABLE[64, 64] if base.WARPGROUPS == 2 else NARROW
         plain[f"{other.BLOCK_M} queries"] = other

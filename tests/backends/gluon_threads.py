@@ -197,7 +197,7 @@ def language(machine: Machine) -> SimpleNamespace:
         return x
 
     return SimpleNamespace(
-        constexpr=lambda x: x, tensor=object, shared_memory_descriptor=object, static_range=range,
+        constexpr=lambda x: x, tensor=object, tuple=tuple, shared_memory_descriptor=object, static_range=range,
         float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16, int32=torch.int64, int8="int8",
         uint32="uint32", int64=torch.int64,
         program_id=lambda axis: Value(torch.tensor(machine.program)), arange=arange, load=load, store=store,

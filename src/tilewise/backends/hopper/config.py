@@ -27,6 +27,8 @@ class Config(NamedTuple):
     QUERIES: int  # tiles of queries in shared memory: 2 where the next one finds room
     OUT_WIDTH: int  # columns of the output that leave at a time
     LATE: bool  # the output is rescaled while the next scores are computed, not before
+    Q_HELD: int = 0  # columns of the queries in registers; the others are read from shared memory for every tile of keys
+    Q_EARLY: bool = False  # their place is given back when the last scores are there: a barrier more for every tile of keys
     TERMS: int = 0  # of the mask
     BAND: bool = False  # may a row's keys end before the sequence does?
     LEFT: bool = False  # may they begin after key 0?
@@ -60,8 +62,8 @@ class Config(NamedTuple):
 
     @property
     def accumulators(self) -> int:
-        """Registers a computing thread holds for the output, the scores and the weights."""
-        return (self.BLOCK_DV + self.BLOCK_N) // 2 + self.BLOCK_N // 4
+        """Registers a computing thread holds for the output, the scores, the weights and its part of the queries."""
+        return (self.BLOCK_DV + self.BLOCK_N) // 2 + (self.BLOCK_N + self.Q_HELD) // 4
 
 
 TABLE: dict[tuple[int, int], Config] = {
@@ -73,7 +75,7 @@ TABLE: dict[tuple[int, int], Config] = {
     (128, 256): Config(2, 64, 128, 256, 2, (232, 40), False, 2, 256, True),
     (256, 64): Config(2, 64, 256, 64, 2, (232, 40), False, 2, 64, False),
     (256, 128): Config(2, 64, 256, 128, 2, (232, 40), False, 1, 128, True),
-    (256, 256): Config(2, 64, 256, 256, 2, (232, 40), False, 1, 128, True),
+    (256, 256): Config(2, 64, 256, 256, 2, (232, 40), False, 1, 128, True, 64),
 }
 """By padded head dims of keys and values. Why each: docs/hopper-notes.md."""
 NARROW = Config(2, 128, 64, 64, 2, (232, 40), True, 2, 64, False)

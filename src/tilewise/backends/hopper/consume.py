@@ -10,15 +10,15 @@ from tilewise.backends.hopper.finish import await_stores, finish
 from tilewise.backends.hopper.ring import await_tile, matrix, release
 from tilewise.backends.hopper.schedule import key_hi, key_lo, locate, next_tile, tile_at
 from tilewise.backends.hopper.shim import afresh, named_arrive, named_sync, warps_barrier
-from tilewise.backends.hopper.step import begin, end, step, turn
+from tilewise.backends.hopper.step import Queries, begin, end, hold, step, turn
 
 
 @gluon.jit
-def walk(x, q_tile, k_ring, v_ring, taken, j0, j1, spot, band, row0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def walk(x, q, k_ring, v_ring, taken, j0, j1, spot, band, row0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """The tiles of keys j0 <= j < j1 of this tile of queries; j counts from the right."""
     for j in range(j0, j1):
         key0 = (spot.last - 1 - j) * C.BLOCK_N
-        x = step(x, q_tile, k_ring, v_ring, taken + j, j + 1 < spot.count, band, row0, key0, a, MASKED, WG, C)
+        x = step(x, q, k_ring, v_ring, taken + j, j + 1 < spot.count, band, row0, key0, a, MASKED, WG, C)
     return x
 
 
@@ -81,10 +81,10 @@ def pass_by(ring, n, skip, WG: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def queries(q_ring, n, WG: gl.constexpr, C: gl.constexpr):
-    """This warpgroup's n-th tile of queries."""
+def queries(q_ring, n, slot, C: gl.constexpr):
+    """This warpgroup's n-th tile of queries; slot is its number, the place of all of them where there is one."""
     if C.QUERIES == 1:
-        return matrix(q_ring, WG)
+        return matrix(q_ring, slot)
     else:
         return matrix(q_ring, n)
 
@@ -99,21 +99,24 @@ def rest(x, q_ring, q_n, k_ring, v_ring, taken, skip, spot, band, row0, a, WG: g
     # 0, which the assembler cannot know: where two loops read the same queries, ptxas 12.8 computes part of their address before
     # the first loop only, also for when that is passed by
     zero = a.last_q + 1 - a.len_q
+    held = ()
+    if C.Q_HELD > 0:
+        held = hold(queries(q_ring, q_n, WG, C), C)
     if C.BAND:
-        q_tile = queries(q_ring, q_n + zero, WG, C)
+        q = Queries(q_ring, q_n, queries(q_ring, q_n + zero, WG, C), held)
         if C.PINGPONG:
-            x = walk(x, q_tile, k_ring, v_ring, taken, skip + 1, j0, spot, band, row0, a, True, WG, C)
+            x = walk(x, q, k_ring, v_ring, taken, skip + 1, j0, spot, band, row0, a, True, WG, C)
         else:
             # 64 rows end within 64 keys, so in two tiles: the first is weighed. A loop would cost registers
             if skip + 1 < j0:
                 n = taken + skip + 1
                 key0 = (spot.last - 2 - skip) * C.BLOCK_N
-                x = step(x, q_tile, k_ring, v_ring, n, spot.count > skip + 2, band, row0, key0, a, True, WG, C)
-    q_tile = queries(q_ring, q_n, WG, C)
-    x = walk(x, q_tile, k_ring, v_ring, taken, j0, j1, spot, band, row0, a, False, WG, C)
+                x = step(x, q, k_ring, v_ring, n, spot.count > skip + 2, band, row0, key0, a, True, WG, C)
+    q = Queries(q_ring, q_n, queries(q_ring, q_n, WG, C), held)
+    x = walk(x, q, k_ring, v_ring, taken, j0, j1, spot, band, row0, a, False, WG, C)
     if C.LEFT:
-        q_tile = queries(q_ring, q_n - zero, WG, C)
-        x = walk(x, q_tile, k_ring, v_ring, taken, j1, spot.count, spot, band, row0, a, True, WG, C)
+        q = Queries(q_ring, q_n, queries(q_ring, q_n - zero, WG, C), held)
+        x = walk(x, q, k_ring, v_ring, taken, j1, spot.count, spot, band, row0, a, True, WG, C)
         if C.UNSEEN:
             if spot.count > skip + 1:
                 guard(v_ring, taken + spot.count - 1, (spot.last - spot.count) * C.BLOCK_N, spot, band, a, C)
@@ -130,7 +133,8 @@ def serve(o_desc, o_buffers, q_ring, k_ring, v_ring, i, t, spot, band, a, WG: gl
     skip = unseen(spot, band, row0, WG, C)
     pass_by(k_ring, taken, skip, WG, C)
     key0 = (spot.last - 1 - skip) * C.BLOCK_N
-    x = begin(queries(q_ring, q_n, WG, C), k_ring, taken + skip, band, row0, key0, a, C)
+    q = Queries(q_ring, q_n, queries(q_ring, q_n, WG, C), ())
+    x = begin(q, k_ring, taken + skip, band, row0, key0, a, C)
     pass_by(v_ring, taken, skip, WG, C)
     if C.UNSEEN:
         guard(v_ring, taken + skip, key0, spot, band, a, C)
@@ -138,7 +142,10 @@ def serve(o_desc, o_buffers, q_ring, k_ring, v_ring, i, t, spot, band, a, WG: gl
     while t >= 0:
         # of tile t of queries the first tile of keys is weighed, nothing is in flight
         x = rest(x, q_ring, q_n, k_ring, v_ring, taken, skip, spot, band, row0, a, WG, C)
-        release(q_ring, q_n)
+        if C.Q_EARLY:
+            release(q_ring, q_n, spot.count == skip + 1)  # else the last step has
+        else:
+            release(q_ring, q_n)
         q_n += C.WARPGROUPS
         last = taken + spot.count - 1
         taken = last + 1
@@ -155,9 +162,8 @@ def serve(o_desc, o_buffers, q_ring, k_ring, v_ring, i, t, spot, band, a, WG: gl
             await_tile(k_ring, taken + skip)
             old_l = x.l
             old_m = x.m
-            x, o_tile = turn(
-                x, queries(q_ring, q_n, WG, C), q_ring, q_n, k_ring, taken + skip, v_ring, last, band, row0, key0, a, WG, C
-            )
+            q = Queries(q_ring, q_n, queries(q_ring, q_n, slot, C), ())
+            x, o_tile = turn(x, q, k_ring, taken + skip, v_ring, last, band, row0, key0, a, WG, C)
             if not C.VARLEN:
                 # asked again rather than kept in registers
                 was, _ = locate(a, tile_at(a, afresh(before)), C)

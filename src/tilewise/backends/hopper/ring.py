@@ -79,8 +79,8 @@ def await_tile(ring, n, pred=True):
 
 
 @gluon.jit
-def release(ring, n):
-    mbarrier.arrive(ring.empty.index(place(ring, n)), count=1)
+def release(ring, n, pred=True):
+    mbarrier.arrive(ring.empty.index(place(ring, n)), count=1, pred=pred)
 
 
 @gluon.jit

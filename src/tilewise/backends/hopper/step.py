@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from tilewise.backends.hopper.ring import await_tile, matrix, release
+from tilewise.backends.hopper.ring import Ring, await_tile, matrix, release
 from tilewise.backends.hopper.shim import aggregate, named_arrive, named_sync
 from tilewise.backends.hopper.softmax import INF, lane_sum, masked, scores, unit_of, weigh
 
@@ -44,9 +44,38 @@ def accumulator(n):
 
 
 @gluon.constexpr_function
-def weights_layout(dv):
-    """P as the left operand of P·V, straight from the registers of S."""
-    return gl.DotOperandLayout(0, accumulator(dv), 2)
+def left_operand(n):
+    """The layout of the left operand of a [64, n] product in registers: for P·V those of S."""
+    return gl.DotOperandLayout(0, accumulator(n), 2)
+
+
+@aggregate
+class Queries:
+    """A warpgroup's queries: all columns in shared memory, the first of them in registers too."""
+
+    ring: Ring
+    n: gl.tensor  # their number in the ring
+    tile: gl.shared_memory_descriptor  # [64, D]
+    held: gl.tuple  # of [64, width], left operands
+
+    @gluon.constexpr_function
+    def __init__(self, ring, n, tile, held):
+        self.ring = ring
+        self.n = n
+        self.tile = tile
+        self.held = held
+
+
+@gluon.constexpr_function
+def spans(first, last):
+    """Columns [first, last) as (first, width), the widths powers of two that divide their first."""
+    parts = []
+    while first < last:
+        width = 1 << (last - first).bit_length() - 1
+        width = min(width, first & -first) if first else width
+        parts.append((first, width))
+        first += width
+    return parts
 
 
 @gluon.constexpr_function
@@ -69,7 +98,7 @@ def packed(p_tile, dtype: gl.constexpr):
 def as_operand(words, dtype: gl.constexpr, C: gl.constexpr):
     """Packed weights as the left operand of a product."""
     N: gl.constexpr = C.BLOCK_N
-    LAYOUT: gl.constexpr = weights_layout(C.BLOCK_DV)
+    LAYOUT: gl.constexpr = left_operand(C.BLOCK_DV)
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
@@ -85,12 +114,42 @@ def rows_of(x, like):
 
 
 @gluon.jit
-def issue_scores(q_tile, k_ring, n, C: gl.constexpr):
-    """S(n) on its way."""
+def columns(tile, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Columns [FIRST, FIRST + WIDTH) of a matrix in shared memory."""
+    if tile.type.shape[1] == WIDTH:
+        return tile
+    else:
+        return tile.slice(FIRST, WIDTH, dim=1)
+
+
+@gluon.jit
+def hold(q_tile, C: gl.constexpr):
+    """The first columns of the queries from shared memory to registers."""
+    LAYOUT: gl.constexpr = left_operand(C.BLOCK_N)
+    SPANS: gl.constexpr = spans(0, C.Q_HELD)
+    held = ()
+    for i in gl.static_range(len(SPANS)):
+        held += (columns(q_tile, SPANS[i][0], SPANS[i][1]).load(LAYOUT),)
+    return held
+
+
+@gluon.jit
+def issue_scores(q, k_ring, n, C: gl.constexpr):
+    """S(n) on its way: a sum of products over the columns, those that registers hold first."""
     N: gl.constexpr = C.BLOCK_N
     S_LAYOUT: gl.constexpr = accumulator(N)
-    s_none = gl.zeros([64, N], gl.float32, S_LAYOUT)
-    return warpgroup_mma(q_tile, matrix(k_ring, n).permute((1, 0)), s_none, use_acc=False, is_async=True)
+    HELD: gl.constexpr = len(q.held)
+    SPANS: gl.constexpr = spans(0, C.Q_HELD) + spans(C.Q_HELD, C.BLOCK_D) if HELD > 0 else spans(0, C.BLOCK_D)
+    token = gl.zeros([64, N], gl.float32, S_LAYOUT)
+    k_tile = matrix(k_ring, n)
+    for i in gl.static_range(len(SPANS)):
+        keys = columns(k_tile, SPANS[i][0], SPANS[i][1]).permute((1, 0))
+        if i < HELD:
+            token = warpgroup_mma(q.held[i], keys, token, use_acc=i > 0, is_async=True)
+        else:
+            part = columns(q.tile, SPANS[i][0], SPANS[i][1])
+            token = warpgroup_mma(part, keys, token, use_acc=i > 0, is_async=True)
+    return token
 
 
 @gluon.jit
@@ -106,12 +165,12 @@ def first_weights(s_tile, band, row0, key0, a, C: gl.constexpr):
 
 
 @gluon.jit
-def begin(q_tile, k_ring, n, band, row0, key0, a, C: gl.constexpr):
+def begin(q, k_ring, n, band, row0, key0, a, C: gl.constexpr):
     """The first tile of keys of a program's first tile of queries: nothing is in flight yet."""
     DV: gl.constexpr = C.BLOCK_DV
     O_LAYOUT: gl.constexpr = accumulator(DV)
     await_tile(k_ring, n)
-    s_tile = warpgroup_mma_wait(0, deps=[issue_scores(q_tile, k_ring, n, C)])  # [64, N]
+    s_tile = warpgroup_mma_wait(0, deps=[issue_scores(q, k_ring, n, C)])  # [64, N]
     release(k_ring, n)
     p_tile, m, l = first_weights(s_tile, band, row0, key0, a, C)
     o_tile = gl.zeros([64, DV], gl.float32, O_LAYOUT)
@@ -119,11 +178,11 @@ def begin(q_tile, k_ring, n, band, row0, key0, a, C: gl.constexpr):
 
 
 @gluon.jit
-def issue(x, q_tile, k_ring, n, v_ring, before, WG: gl.constexpr, C: gl.constexpr):
+def issue(x, q, k_ring, n, v_ring, before, WG: gl.constexpr, C: gl.constexpr):
     """S(n), and the product with the values of the tile before it, on their way."""
     if C.PINGPONG:
         named_sync(14 + WG, 256)
-    s_token = issue_scores(q_tile, k_ring, n, C)
+    s_token = issue_scores(q, k_ring, n, C)
     await_tile(v_ring, before)
     p_tile = as_operand(x.p, v_ring.tiles.dtype, C)
     o_tile = x.o * rows_of(x.fade, x.o) if C.LATE else x.o
@@ -134,11 +193,13 @@ def issue(x, q_tile, k_ring, n, v_ring, before, WG: gl.constexpr, C: gl.constexp
 
 
 @gluon.jit
-def step(x, q_tile, k_ring, v_ring, n, more, band, row0, key0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def step(x, q, k_ring, v_ring, n, more, band, row0, key0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """Tile n of keys, which has landed; `more`: another follows."""
-    s_token, o_token, old = issue(x, q_tile, k_ring, n, v_ring, n - 1, WG, C)
+    s_token, o_token, old = issue(x, q, k_ring, n, v_ring, n - 1, WG, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)
+    if C.Q_EARLY:
+        release(q.ring, q.n, not more)
     s_tile = scores(s_tile, a, C)
     if MASKED:
         s_tile = masked(s_tile, band, row0, key0, C)
@@ -156,17 +217,17 @@ def step(x, q_tile, k_ring, v_ring, n, more, band, row0, key0, a, MASKED: gl.con
 
 
 @gluon.jit
-def turn(x, q_tile, q_ring, q_n, k_ring, n, v_ring, before, band, row0, key0, a, WG: gl.constexpr, C: gl.constexpr):
+def turn(x, q, k_ring, n, v_ring, before, band, row0, key0, a, WG: gl.constexpr, C: gl.constexpr):
     """From one tile of queries to the next, whose first tile of keys is n: (the state of the next, the output of this one)."""
     DV: gl.constexpr = C.BLOCK_DV
     O_LAYOUT: gl.constexpr = accumulator(DV)
-    s_token, o_token, old = issue(x, q_tile, k_ring, n, v_ring, before, WG, C)
+    s_token, o_token, old = issue(x, q, k_ring, n, v_ring, before, WG, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)
     p_tile, m, l = first_weights(s_tile, band, row0, key0, a, C)
     # the queries are there: a boundary as in `step`. The wait for the next keys stands behind the release of these values,
     # for which the loads of them may wait
-    await_tile(q_ring, q_n)
+    await_tile(q.ring, q.n)
     o_tile, _ = warpgroup_mma_wait(0, deps=[o_token, old])
     release(v_ring, before)
     none = gl.zeros([64, DV], gl.float32, O_LAYOUT)
