@@ -15,6 +15,7 @@ from gpu_timing import (
     RECORDS,
     Clock,
     Job,
+    backward_trial,
     compile_ahead,
     flops,
     interleaved,
@@ -32,12 +33,20 @@ from tilewise.backends.base import Needs
 from tilewise.backends.triton import run
 
 FP32_FORWARD = {
-    64: ["64,32,4,2", "64,32,4,1", "128,64,8,2"],
-    128: ["64,32,4,2", "64,32,4,1", "128,32,8,2", "128,32,8,2p"],
+    64: ["64,64,4,2", "64,32,4,2r128", "128,64,8,2"],
+    128: ["64,32,4,2", "128,32,8,2"],
 }
-FP32_KEYS = {64: ["32,64,4,2", "32,64,4,1", "32,64,4,2p"], 128: ["32,64,4,2", "32,64,4,2p", "16,64,4,2"]}
-FP32_QUERIES = {64: ["64,32,4,2", "64,32,4,1", "64,32,4,2p"], 128: ["64,32,4,2", "64,32,4,2p", "64,16,4,2"]}
+FP32_KEYS = {
+    64: ["64,64,4,2", "64,128,8,2", "32,64,4,2r168"],
+    128: ["32,128,8,2", "32,64,4,2"],
+}
+FP32_QUERIES = {
+    64: ["64,64,4,2", "128,64,8,2", "64,32,4,2r168"],
+    128: ["128,32,8,2", "128,64,8,1", "64,32,4,2"],
+}
+FP32_ALONE = {64: [], 128: ["32,128,8,2", "64,128,8,1", "32,64,4,2"]}
 KEYS_ONLY, QUERIES_ONLY = Needs(False, True, True), Needs(True, False, False)
+DK_ONLY, DV_ONLY = Needs(False, True, False), Needs(False, False, True)
 
 
 def fp32_shape(d: int, s: int) -> dict[str, Any]:
@@ -45,11 +54,13 @@ def fp32_shape(d: int, s: int) -> dict[str, Any]:
 
 
 def fp32_tiles(clock: Clock, args: argparse.Namespace) -> None:
-    """Tiles for fp32: forward, dK and dV alone (K), dQ alone (Q), each with its share of the passes before it."""
+    """Tiles for fp32: forward, dK with dV (K), each of them alone (dK, dV), dQ alone (Q), all with the passes before it."""
     trials: dict[int, dict[str, tuple[Needs | None, run.Trial]]] = {}
     for d in (64, 128):
         trials[d] = {tile: (None, trial_of(tile)) for tile in FP32_FORWARD[d]}
         trials[d] |= {"K" + tile: (KEYS_ONLY, trial_of(tile, "backward_dkdv")) for tile in FP32_KEYS[d]}
+        trials[d] |= {"dK" + tile: (DK_ONLY, trial_of(tile, "backward_dkdv")) for tile in FP32_ALONE[d]}
+        trials[d] |= {"dV" + tile: (DV_ONLY, trial_of(tile, "backward_dkdv")) for tile in FP32_ALONE[d]}
         trials[d] |= {"Q" + tile: (QUERIES_ONLY, trial_of(tile, "backward_dq")) for tile in FP32_QUERIES[d]}
     jobs = [
         Job({**fp32_shape(d, 2048), "mask": "causal"}, trial, needs)
@@ -67,20 +78,39 @@ def fp32_tiles(clock: Clock, args: argparse.Namespace) -> None:
         show(f"fp32 backward tiles d {d}", flops(call.problem, True), interleaved(runs, rounds=3, budget_ms=6.0))
 
 
+FP32_OTHER = {
+    ("forward", 64): trial_of("64,32,4,2r128"),
+    ("backward", 64): backward_trial("64,128,8,2/128,64,8,2"),
+    ("backward", 128): run.Trial(apart=False),
+}
+"""What might have been chosen instead of the planner's tiles and of dK and dV apart."""
+
+
+def fp32_jobs(kinds: list[tuple[int, str]]) -> list[Job]:
+    """A job for each kernel, so that they are compiled side by side."""
+    jobs = []
+    for d, name in kinds:
+        shape = {**fp32_shape(d, 2048), "mask": name}
+        parts = (KEYS_ONLY, QUERIES_ONLY) if d == 64 else (DK_ONLY, DV_ONLY, QUERIES_ONLY)
+        jobs += [Job(shape), *(Job(shape, needs=needs) for needs in parts)]
+        other = FP32_OTHER["backward", d]
+        jobs += [Job(shape, other, KEYS_ONLY), *([Job(shape, other, QUERIES_ONLY)] if other.tiles else [])]
+        jobs += [Job(shape, FP32_OTHER["forward", d])] if ("forward", d) in FP32_OTHER else []
+    return jobs
+
+
 def fp32(clock: Clock, args: argparse.Namespace) -> None:
-    """fp32 with the planner's tiles against SDPA's memory-efficient backend."""
+    """fp32 with the planner's choices, and with others, against SDPA's memory-efficient backend."""
     kinds = [(d, name) for d in (64, 128) for name in ("full", "causal")]
-    jobs = [Job({**fp32_shape(d, 2048), "mask": name}, needs=needs) for d, name in kinds for needs in (None, Needs())]
-    compile_ahead(jobs, args.workers)
+    compile_ahead(fp32_jobs(kinds), args.workers)
     ratios: dict[str, list[float]] = {"forward": [], "backward": []}
     for d, name in kinds:
         for s in (512, 2048, 8192):
-            if clock.left() < 3:
-                print(f"  time is up before d {d} {name} S {s}")
-                return
             call = make(**fp32_shape(d, s), mask=MASKS[name]())
             for passes, peer, own in (("forward", peers, ours), ("backward", peer_gradients, our_gradients)):
                 runs = {**peer(call, name == "causal", ("eff",)), "plan": own(call)}
+                if (passes, d) in FP32_OTHER and clock.left() > 0:
+                    runs["other"] = own(call, trial=FP32_OTHER[passes, d])
                 times = interleaved(runs, rounds=5, budget_ms=4.0)
                 ratio = times["eff"]["p50"] / times["plan"]["p50"]
                 ratios[passes].append(ratio)
@@ -107,25 +137,37 @@ def windows(clock: Clock, args: argparse.Namespace) -> None:
             RECORDS.append({"case": f"window {passes} d {d}", "ms": times, "ratio": ratio})
 
 
-def varlen(clock: Clock, args: argparse.Namespace) -> None:
-    """Packed sequences of equal length against the dense batch: equal work."""
-    kinds = [(d, s, name) for d in (64, 128) for s in (512, 2048) for name in ("causal", "full")]
-    shapes = {(d, s): {"batch": 16384 // s, "heads": 2048 // d, "seqlen": s, "d": d} for d, s, _ in kinds}
-    jobs = [
-        Job({**shapes[d, s], "mask": name, "varlen": True}, needs=needs)
-        for d, s, name in kinds
-        if s == 2048
+def varlen_jobs() -> list[Job]:
+    forms: tuple[dict[str, Any], ...] = ({}, {"varlen": True})  # a dense batch has one signature in either layout
+    return [
+        Job({"batch": 8, "heads": 2048 // d, "seqlen": 2048, "d": d, "mask": name, **form}, needs=needs)
+        for d in (64, 128)
+        for name in ("causal", "full")
+        for form in forms
         for needs in (None, Needs())
     ]
-    compile_ahead(jobs, args.workers)
-    for d, s, name in kinds:
-        dense = make(**shapes[d, s], mask=MASKS[name]())
-        packed = make(**shapes[d, s], mask=MASKS[name](), varlen=True)
-        for passes, own in (("forward", ours), ("backward", our_gradients)):
-            times = interleaved({"dense": own(dense), "packed": own(packed)}, rounds=7, budget_ms=3.0)
-            ratio = times["packed"]["p50"] / times["dense"]["p50"]
-            print(f"  packed {passes} d {d} {name} S {s}: {ratio:.3f} times the time of dense", flush=True)
-            RECORDS.append({"case": f"varlen {passes} d {d} {name} S {s}", "ms": times, "ratio": ratio})
+
+
+def varlen(clock: Clock, args: argparse.Namespace) -> None:
+    """Packed sequences of equal length against dense batches: equal work, in the same layout in memory and heads first."""
+    compile_ahead(varlen_jobs(), args.workers)
+    for s in (512, 2048):
+        for d, name in ((d, name) for d in (64, 128) for name in ("causal", "full")):
+            if clock.left() < 2:
+                print(f"  time is up before d {d} {name} S {s}")
+                continue
+            shape = {"batch": 16384 // s, "heads": 2048 // d, "seqlen": s, "d": d}
+            calls = {
+                "packed": make(**shape, mask=MASKS[name](), varlen=True),
+                "dense": make(**shape, mask=MASKS[name](), tokens_first=True),
+                "heads first": make(**shape, mask=MASKS[name]()),
+            }
+            for passes, own in (("forward", ours), ("backward", our_gradients)):
+                times = interleaved({who: own(call) for who, call in calls.items()}, rounds=7, budget_ms=3.0)
+                ratio, other = (times["packed"]["p50"] / times[who]["p50"] for who in ("dense", "heads first"))
+                title = f"varlen {passes} d {d} {name} S {s}"
+                print(f"  {title}: {ratio:.3f} times the time of dense, {other:.3f} of heads first", flush=True)
+                RECORDS.append({"case": title, "ms": times, "ratio": ratio, "to_heads_first": other})
 
 
 def decode(clock: Clock, args: argparse.Namespace) -> None:

@@ -64,9 +64,13 @@ def make(
     dtype: torch.dtype = torch.bfloat16,
     device: str | None = None,
     varlen: bool = False,
+    tokens_first: bool = False,
     **features: Any,
 ) -> Call:
-    """A call on unit-normal inputs; `varlen` packs the batch, all of it sequences of `seqlen` tokens."""
+    """A call on unit-normal inputs; `varlen` packs the batch, all of it sequences of `seqlen` tokens.
+
+    Packed tokens have their heads side by side in memory; with `tokens_first` those of a dense batch have, too.
+    """
     device = device or DEVICE
     total = batch * seqlen if varlen else seqlen
     problem = Problem.of(
@@ -94,17 +98,22 @@ def make(
         cu = torch.arange(0, total + 1, seqlen, dtype=torch.int32, device=device)
         return Call(problem, Inputs(q, k, v, cu_q=cu, cu_k=cu))
     shape = (batch, heads, seqlen, d), (batch, problem.kv_heads, problem.seqlen_k, d)
+    if tokens_first:
+        shape = tuple((b, s, h, d) for b, h, s, d in shape)  # type: ignore[assignment]
     q, k, v = (fresh(s, dtype=dtype, device=device) for s in (shape[0], shape[1], shape[1]))
+    if tokens_first:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return Call(problem, Inputs(q, k, v))
 
 
 def tile_of(text: str, pass_: str) -> TilePlan:
-    m, n, warps, stages = map(int, text.rstrip("p").split(","))
-    return TilePlan(m, n, stages, warps, pass_=pass_)
+    text, _, registers = text.rstrip("p").partition("r")
+    m, n, warps, stages = map(int, text.split(","))
+    return TilePlan(m, n, stages, warps, pass_=pass_, registers=int(registers or 0))
 
 
 def trial_of(text: str, pass_: str = "forward") -> run.Trial:
-    """Queries, keys, warps, stages; `p` reads the streamed operands through pointers."""
+    """Queries, keys, warps, stages, then `r` and the most registers; `p` reads the streamed operands through pointers."""
     return run.Trial((tile_of(text, pass_),), "p" not in text)
 
 
@@ -147,6 +156,7 @@ def compile_one(job: Job) -> str:
             spilled = resources(compiled)[1]
             if spilled:
                 tile = f"{config.BLOCK_M},{config.BLOCK_N},{settings.num_warps},{settings.num_stages}"
+                tile += f"r{settings.max_registers}" if settings.max_registers else ""
                 said.append(f"d {options['d']} {problem.dtype} {name} {tile} spills {spilled} B")
     except Exception as error:
         while error.__cause__ is not None:

@@ -35,8 +35,8 @@ SPLIT = {
     *("value-dim-larger", "decode", "sinks-empty-rows", "scale-negative", "lse-gradient", "huge-logits"),
     *("varlen-cross", "varlen-everything"),
 }
-"""fp32 cases that multiply in three terms of bf16, as NVIDIA's GPUs do; the others multiply whole numbers, as tf32 and AMD's GPUs
-do. Three terms take four times as long here."""
+"""fp32 cases that multiply in two terms of fp16, as NVIDIA's GPUs do; the others multiply whole numbers, as tf32 and AMD's GPUs
+do. Terms take three times as long here."""
 
 
 terms_for = run.terms_for

@@ -30,5 +30,9 @@ def test_conformance_in_the_interpreter(share: int) -> None:
     interpret("tests.backends.interpreted", str(share), str(SHARES))
 
 
-def test_fp32_in_three_terms() -> None:
+def test_fp32_in_two_terms() -> None:
     interpret("tests.backends.split_terms")
+
+
+def test_packed_sequences_find_their_tiles() -> None:
+    interpret("tests.backends.packed_tiles")

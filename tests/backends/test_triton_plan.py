@@ -1,4 +1,4 @@
-"""Which tiles the Triton kernels get: what was measured, and for fp32 only what fits with three terms in place of a number."""
+"""Which tiles the Triton kernels get: what was measured, and for fp32 only what fits with two terms in place of a number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tilewise.backends.base import Inputs
+from tilewise.backends.base import Inputs, Needs
+from tilewise.backends.gpu import replay
 from tilewise.backends.gpu.arguments import terms_for
 from tilewise.backends.triton import run
 from tilewise.backends.triton.plan import decoding
@@ -38,11 +39,11 @@ def test_decoding_takes_the_tile_and_the_splits_that_were_measured(
 @pytest.mark.parametrize("device", ["h200", "h100", "a100-80", "rtx4090", "b200"])
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("pass_", PASSES)
-def test_fp32_tiles_fit_with_three_terms(device: str, dim: int, pass_: str) -> None:
+def test_fp32_tiles_fit_in_two_terms(device: str, dim: int, pass_: str) -> None:
     spec = lookup(device)
     problem = Problem.of(batch=8, heads=8, seqlen=2048, head_dim=dim, dtype="float32", mask=causal(), device="cuda")
     tile = gpu_tile(problem, spec, pass_, "triton")
-    assert sum(onchip.buffers(tile, dim, dim, itemsize=6).values()) <= spec.sram_per_block, tile
+    assert sum(onchip.buffers(tile, dim, dim, itemsize=4).values()) <= spec.sram_per_block, tile
     if device == "b200":
         assert max(tile.block_q, tile.block_k) <= 32, "more goes through tensor memory, which is too small"
 
@@ -51,7 +52,7 @@ def test_who_multiplies_in_terms() -> None:
     def problem(dtype: str, precision: str = "default") -> Problem:
         return Problem.of(heads=1, seqlen=8, head_dim=8, dtype=dtype, precision=precision)
 
-    assert terms_for(problem("float32"), hip=False) == 3
+    assert terms_for(problem("float32"), hip=False) == 2
     assert {terms_for(problem("float32"), hip=True), terms_for(problem("float32", "tf32"), hip=False)} == {1}
     assert terms_for(problem("bfloat16"), hip=False) == 1
 
@@ -77,3 +78,29 @@ def test_decoding_never_uses_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> Non
         trial = run.PLANNED if queries == 1 else run.Trial((TilePlan(64, 64),))
         run.run_forward(problem, Inputs(q, k, k), torch.empty_like(q), lse, trial)
     assert asked == [False, True]
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, dtype: str, dim: int, needs: Needs) -> list[tuple[str, set[str]]]:
+    """The kernels of a backward and the gradients each writes."""
+    built: list[replay.Launch] = []
+    tile = TilePlan(32, 32)
+    monkeypatch.setattr(run, "fitting", lambda problem, pass_, build, given, device: build(tile))
+    monkeypatch.setattr(run, "perform", lambda problem, key, moving, build: built.extend(build()))
+    problem = Problem.of(heads=2, seqlen=64, head_dim=dim, dtype=dtype, device="cuda")
+    q = torch.empty((1, 2, 64, dim), dtype=getattr(torch, dtype), device="meta")
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
+    run.run_backward(problem, Inputs(q, q, q), run.Saved(q, lse, q, None), needs)
+    found = [(launch.kernel.__name__, launch.args[1]) for launch in built if launch.kernel.__name__ != "terms_kernel"]
+    return [(name, {x for x in ("dq", "dk", "dv") if getattr(g, x) is not None}) for name, g in found]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "apart"), [("float32", 128, True), ("float32", 64, False), ("bfloat16", 128, False)]
+)
+def test_dk_and_dv_are_computed_apart_where_registers_lack(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, dim: int, apart: bool
+) -> None:
+    keys = [("keys_kernel", {"dk"}), ("keys_kernel", {"dv"})] if apart else [("keys_kernel", {"dk", "dv"})]
+    assert launched(monkeypatch, dtype, dim, Needs())[1:] == [*keys, ("queries_kernel", {"dq"})]
+    assert launched(monkeypatch, dtype, dim, Needs(False, False, True))[1:] == [("keys_kernel", {"dv"})]
+    assert launched(monkeypatch, dtype, dim, Needs(True, False, False))[1:] == [("queries_kernel", {"dq"})]

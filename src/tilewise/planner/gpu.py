@@ -21,7 +21,7 @@ BLOCKS = (16, 32, 64, 128, 256)
 MARGIN = 0.03
 """Differences in predicted time that the model is too coarse to trust."""
 SMALL_BLOCKS = (16, 32)
-"""For operands in three terms on Blackwell: with 64 rows or more their products go through tensor memory, and triton 3.7.1 asks
+"""For operands in terms on Blackwell: with 64 rows or more their products go through tensor memory, and triton 3.7.1 asks
 for 576 columns of it and more where there are 512."""
 MODEL_BLOCKS = (16, 32, 64, 128, 192, 256)
 """192 rows exist only for kernels that join accumulators of 128 and 64; Triton's tiles are powers of two."""
@@ -53,6 +53,8 @@ class _Size(NamedTuple):
     dtype: str
     precision: str
     band: tuple[int, int] | None
+    terms: bool = False
+    """Are operands held as several terms each?"""
 
 
 def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward", kernels: str = "") -> TilePlan:
@@ -101,9 +103,9 @@ def _choose(
 
 
 def _held(size: _Size, spec: DeviceSpec, pass_: str, kernels: str) -> _Size:
-    """With the bytes of an element on chip: the Triton kernels hold fp32 as three terms of bf16, but not while decoding."""
+    """As the kernels hold it: Triton's have fp32 as two terms of fp16, the same bytes, but not while decoding."""
     split = kernels == "triton" and size.dtype == "float32" and size.precision != "tf32"
-    return size._replace(itemsize=6) if split and pass_ != "decode" and spec.vendor != "AMD" else size
+    return size._replace(terms=split and pass_ != "decode" and spec.vendor != "AMD")
 
 
 def evaluate(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Candidate:
@@ -144,7 +146,7 @@ def _pad(dim: int) -> int:
 @lru_cache(maxsize=512)
 def _ranked(size: _Size, spec: DeviceSpec, pass_: str, model_blocks: bool) -> tuple[Candidate, ...]:
     blocks: tuple[int, ...] = MODEL_BLOCKS if model_blocks else BLOCKS
-    if size.itemsize == 6 and spec.capability is not None and spec.capability[0] == 10:
+    if size.terms and spec.capability is not None and spec.capability[0] == 10:
         blocks = SMALL_BLOCKS
     found = [_judge(tile, size, spec) for tile in _candidates(size, spec, pass_, blocks)]
     # equal times: fewer on-chip bytes, then fewer threads

@@ -37,7 +37,7 @@ class Tuned:
 H200 = "NVIDIA H200"
 FORWARD = "tools/measure_gpu.py planner"
 BACKWARD = "tools/measure_gpu.py planner"
-FP32 = "tools/measure_gpu.py fp32-tiles; measured when resident operands were still split in registers"
+FP32 = "tools/measure_gpu.py fp32-tiles"
 
 TUNED: tuple[Tuned, ...] = (
     Tuned(
@@ -118,10 +118,10 @@ TUNED: tuple[Tuned, ...] = (
         head_dim=128,
         itemsize=2,
         masked=None,
-        tile=TilePlan(64, 64, 3, 4, pass_="backward_dq"),
+        tile=TilePlan(64, 32, 3, 4, pass_="backward_dq"),
         device=H200,
         date="2026-11-15",
-        measured="bf16 2k backward full 321 TFLOP/s, causal 265; with 64×32 w4 s3 316 and 257",
+        measured="bf16 512 backward full 271 TFLOP/s, causal 180; 2k 368, 311; with 64×64 w4 s3 246, 152 and 351, 285",
         evidence=BACKWARD,
     ),
     Tuned(
@@ -130,10 +130,10 @@ TUNED: tuple[Tuned, ...] = (
         head_dim=64,
         itemsize=4,
         masked=None,
-        tile=TilePlan(64, 32, 2, 4),
+        tile=TilePlan(64, 64, 2, 4),
         device=H200,
         date="2026-11-15",
-        measured="fp32 2k causal 66 TFLOP/s; the model's 128×64 w8 s2 59",
+        measured="fp32 2k causal 92 TFLOP/s; 128×64 w8 s2 78, 64×32 w4 s2 71",
         evidence=FP32,
     ),
     Tuned(
@@ -142,10 +142,10 @@ TUNED: tuple[Tuned, ...] = (
         head_dim=128,
         itemsize=4,
         masked=None,
-        tile=TilePlan(128, 32, 2, 8),
+        tile=TilePlan(64, 32, 2, 4),
         device=H200,
         date="2026-11-15",
-        measured="fp32 2k causal 57 TFLOP/s; 64×32 w4 s2 42",
+        measured="fp32 2k causal 98 TFLOP/s; 128×32 w8 s2 84, 64×64 w4 s1 80",
         evidence=FP32,
     ),
     Tuned(
@@ -154,10 +154,10 @@ TUNED: tuple[Tuned, ...] = (
         head_dim=64,
         itemsize=4,
         masked=None,
-        tile=TilePlan(32, 64, 2, 4, pass_="backward_dkdv"),
+        tile=TilePlan(64, 64, 2, 4, pass_="backward_dkdv"),
         device=H200,
         date="2026-11-15",
-        measured="fp32 2k causal, dK and dV alone, of all the backward's FLOPs 78 TFLOP/s; 64×64 w4 s2 63",
+        measured="fp32 2k causal, dK and dV alone, of all the backward's FLOPs 131 TFLOP/s; 32×64 w4 s2 117",
         evidence=FP32,
     ),
     Tuned(
@@ -166,10 +166,10 @@ TUNED: tuple[Tuned, ...] = (
         head_dim=64,
         itemsize=4,
         masked=None,
-        tile=TilePlan(64, 32, 2, 4, pass_="backward_dq"),
+        tile=TilePlan(64, 64, 2, 4, pass_="backward_dq"),
         device=H200,
         date="2026-11-15",
-        measured="fp32 2k causal, dQ alone, of all the backward's FLOPs 96 TFLOP/s; the model's 64×64 w4 s2 81",
+        measured="fp32 2k causal, dQ alone, of all the backward's FLOPs 196 TFLOP/s; 64×32 w4 s2 151",
         evidence=FP32,
     ),
     Tuned(
@@ -178,10 +178,10 @@ TUNED: tuple[Tuned, ...] = (
         head_dim=128,
         itemsize=4,
         masked=None,
-        tile=TilePlan(32, 64, 2, 4, pass_="backward_dkdv"),
+        tile=TilePlan(32, 128, 2, 8, pass_="backward_dkdv"),
         device=H200,
         date="2026-11-15",
-        measured="fp32 2k causal, dK and dV alone, of all the backward's FLOPs 62 TFLOP/s; 32×64 w8 s2 36",
+        measured="fp32 2k causal, dK and dV in one kernel, of all the backward's FLOPs 91 TFLOP/s; 32×64 w4 s2 69",
         evidence=FP32,
     ),
     Tuned(
@@ -190,10 +190,10 @@ TUNED: tuple[Tuned, ...] = (
         head_dim=128,
         itemsize=4,
         masked=None,
-        tile=TilePlan(64, 32, 2, 4, pass_="backward_dq"),
+        tile=TilePlan(128, 32, 2, 8, pass_="backward_dq"),
         device=H200,
         date="2026-11-15",
-        measured="fp32 2k causal, dQ alone, of all the backward's FLOPs 72 TFLOP/s; the model's 64×32 w8 s2 30",
+        measured="fp32 2k causal, dQ alone, of all the backward's FLOPs 162 TFLOP/s; 64×32 w4 s2 129",
         evidence=FP32,
     ),
 )

@@ -105,17 +105,23 @@ def dot_precision(problem: Problem, hip: bool) -> str:
 
 
 def terms_for(problem: Problem, hip: bool) -> int:
-    """Terms of bf16 that fp32 operands are split into, 1 where they stay whole.
+    """Terms of fp16 that fp32 operands are split into, 1 where they stay whole.
 
-    Six products of bf16 cost what three of tf32 do, need half the registers of a thread, and their operands may lie either way.
+    Three products of fp16 cost half of what three of tf32 do, need half the registers of a thread, and their operands may lie
+    either way.
     """
-    return 3 if problem.dtype == "float32" and problem.precision != "tf32" and not hip else 1
+    return 2 if problem.dtype == "float32" and problem.precision != "tf32" and not hip else 1
 
 
 def empty_terms(x: Tensor) -> Tensor:
-    """Fresh memory for the three terms of a tensor, one after another along the batch, rows at multiples of 16 bytes."""
+    """Fresh memory for the two terms of a tensor, one after another along the batch, rows at multiples of 16 bytes.
+
+    Behind them, in the same memory, is room for a scale of fp32 for each token.
+    """
     b, h, s, d = x.shape
-    return torch.empty((3 * b, h, s, -(-d // 8) * 8), dtype=torch.bfloat16, device=x.device)[..., :d]
+    wide = -(-d // 8) * 8
+    whole = torch.empty(2 * b * h * s * (wide + 1), dtype=torch.float16, device=x.device)
+    return whole[: 2 * b * h * s * wide].view(2 * b, h, s, wide)[..., :d]
 
 
 def partial_results(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:

@@ -95,8 +95,7 @@ class Config(NamedTuple):
     FOLD: bool = True  # scores are a positive multiple of q·k: the scale folds into exp2
     DROPOUT: bool = False
     PRECISION: str = "ieee"  # of products of fp32 tiles that are not split
-    TERMS: int = 1  # 3: fp32 operands are sums of three of bf16
-    APART: bool = True  # each tile's products of terms are summed on their own
+    TERMS: int = 1  # 2: fp32 operands are sums of two of fp16
     INTERPRET: bool = False
     SUM_M: bool = False  # dBias: the bias has one row, or one column
     SUM_N: bool = False

@@ -3,11 +3,15 @@
 Letters: M queries, N keys, D and DV head dims; `q`, `k` are index tiles of positions within the sequence that broadcast against
 each other, so the same verb serves S = QKᵀ and its transpose. Scores inside kernels are in units of log 2.
 
-Products of fp32 tiles go through the 16-bit tensor cores where TERMS is 3: a number is the sum of three of bf16 (8 + 8 + 8 bits),
-and the six largest of the nine products of two such sums are enough. A tile is then a tuple of three. Operands come split from
-memory, their terms one after another along the batch; weights are split in registers. The tensor cores cut off what does not fit
-their accumulator, always towards 0, so a sum over a whole sequence would shrink: each tile's products are summed on their own and
-added by the fp32 units, which round.
+Products of fp32 tiles go through the 16-bit tensor cores where TERMS is 2: a number is the sum of two of fp16 (11 + 11 bits and
+a sign), and the three largest of the four products of two such sums are enough. fp16 has no exponents to spare, so every token
+has a power of two as its scale. A tile is then a tuple: first terms, second terms, a column of scales. Operands come split from
+memory, their terms one after another along the batch and the scales behind them. Weights are split in registers: what they meet
+has a scale for each of their columns, so that is multiplied in first, and then each row of weights gets a scale of its own. No
+scale is shared by tokens, for one that a row must not see would cost the others their bits.
+
+The tensor cores cut off what does not fit their accumulator, always towards 0, so a sum over a whole sequence would shrink: each
+tile's products are summed on their own and added by the fp32 units, which round.
 """
 
 from __future__ import annotations
@@ -30,13 +34,16 @@ def find_sequence(cu, batch, tile, BLOCK: tl.constexpr):
     """
     lo = 0
     hi = batch
-    # the owner is in [lo, hi)
-    while hi - lo > 1:
+    # the owner is in [lo, hi); each step waits for memory, so the last 128 are looked at together
+    while hi - lo > 128:
         mid = (lo + hi) // 2
         mine = tl.load(cu + mid) // BLOCK + mid <= tile
         lo = tl.where(mine, mid, lo)
         hi = tl.where(mine, hi, mid)
-    return lo, tile - (tl.load(cu + lo) // BLOCK + lo)
+    b = lo + tl.arange(0, 128)
+    first = tl.load(cu + b, mask=b < hi, other=0) // BLOCK + b
+    mine = (b < hi) & (first <= tile)
+    return lo + tl.sum(mine.to(tl.int32), 0) - 1, tile - tl.max(tl.where(mine, first, 0), 0)
 
 
 @triton.jit
@@ -46,6 +53,23 @@ def tile_count(a, length, BLOCK: tl.constexpr, C: tl.constexpr):
         return length // BLOCK + a.batch
     else:
         return tl.cdiv(length, BLOCK)
+
+
+@triton.jit
+def place(a, pid, tiles, heads, C: tl.constexpr):
+    """A program's tile, head and sequence (packed: none yet): neighbours share a sequence, then they are heads of it.
+
+    Packed sequences are taken to be of average length for that. All tiles of one head first would leave the rows of memory, in
+    which heads lie side by side, half read.
+    """
+    if C.VARLEN:
+        average = tl.cdiv(tiles, a.batch)
+        first = pid // (average * heads) * average
+        some = tl.minimum(average, tiles - first)
+        rest = pid - first * heads
+        return first + rest % some, rest // some, pid * 0
+    else:
+        return pid % tiles, pid // tiles % heads, pid // tiles // heads
 
 
 @triton.jit
@@ -111,15 +135,17 @@ def load_stream(
     a, view, desc, row, h, start, n, ok, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr
 ):
     """A streamed operand, in terms where it is fp32; `ok` None: all its tokens exist."""
+    first = _streamed(view, desc, row, h, start, n, ok, ROWS, WIDTH, PADDED)
     if C.TERMS == 1:
-        return _streamed(view, desc, row, h, start, n, ok, ROWS, WIDTH, PADDED)
+        return first
     else:
-        rows = batch_rows(a, C)
-        return (
-            _streamed(view, desc, row, h, start, n, ok, ROWS, WIDTH, PADDED),
-            _streamed(view, desc, row + rows, h, start, n, ok, ROWS, WIDTH, PADDED),
-            _streamed(view, desc, row + 2 * rows, h, start, n, ok, ROWS, WIDTH, PADDED),
-        )
+        second = _streamed(view, desc, row + batch_rows(a, C), h, start, n, ok, ROWS, WIDTH, PADDED)
+        at = scales_behind(view, batch_rows(a, C), row, h) + start + n + tl.arange(0, ROWS)
+        if ok is None:
+            scale = tl.load(at)
+        else:
+            scale = tl.load(at, mask=ok, other=1.0)
+        return first, second, scale
 
 
 @triton.jit
@@ -131,15 +157,26 @@ def _streamed(view, desc, row, h, start, n, ok, ROWS: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def load_resident(a, view, at, rows, ok, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
-    """An operand that stays, its head beginning `at`; in terms where it is fp32."""
+def load_resident(a, view, row, h, start, rows, ok, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
+    """Rows of a head (or of a column of heads) that stay; in terms where they are fp32."""
+    at = base(view, row, h, start)
+    if C.PACK > 1:
+        at = at[:, None]
     first = load_rows(at, view.stride_s, view.stride_d, rows, ok, WIDTH, PADDED)
     if C.TERMS == 1:
         return first
     else:
         apart = batch_rows(a, C) * view.stride_b
         second = load_rows(at + apart, view.stride_s, view.stride_d, rows, ok, WIDTH, PADDED)
-        return first, second, load_rows(at + 2 * apart, view.stride_s, view.stride_d, rows, ok, WIDTH, PADDED)
+        scales = scales_behind(view, batch_rows(a, C), row, h) + start
+        return first, second, tl.load(scales + rows, mask=ok, other=1.0)
+
+
+@triton.jit
+def scales_behind(terms, rows, row, h):
+    """Where the scales of a head begin, behind the terms, each of which has `rows` rows along the batch."""
+    behind = (terms.ptr + 2 * rows * terms.stride_b).to(tl.pointer_type(tl.float32), bitcast=True)
+    return behind + (row.to(tl.int64) * terms.stride_b + h.to(tl.int64) * terms.stride_h) // terms.stride_s
 
 
 @triton.jit
@@ -170,31 +207,35 @@ def cast(tile, dtype: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def within(tile):
-    """Finite numbers, kept where bf16 is finite too: 2⁻⁹ below the largest of fp32."""
-    most: tl.constexpr = 3.3895313892515355e38
-    large = (tl.abs(tile) > most) & (tl.abs(tile) < float("inf"))
-    return tl.where(large, tl.where(tile > 0, most, -most), tile)
+def scale_of(size, HEADROOM: tl.constexpr):
+    """A power of two not far below a column of sizes, and its inverse: a size over it lies in [2^HEADROOM, 2^(HEADROOM + 1)).
+
+    Neither is 0 or infinite, whatever the size; tiny sizes come out smaller.
+    """
+    exponent = tl.minimum((size.to(tl.uint32, bitcast=True) >> 23).to(tl.int32), 254)
+    exponent = tl.maximum(exponent - HEADROOM, 1)
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def in_terms(tile, C: tl.constexpr):
-    """An fp32 tile as a sum of three of bf16, each the nearest to what is left; an infinity or NaN is its first term."""
-    first = cast(tile, tl.bfloat16, C)
+def in_terms(tile):
+    """An fp32 tile as terms and scales, each term the nearest to what is left; an infinity or NaN is its first term."""
+    size = tl.abs(tile)
+    # room for what scores of huge and tiny operands make on the way: 2⁶ of 2¹⁵
+    scale, inverse = scale_of(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 6)
+    tile *= inverse[:, None]
+    first = tile.to(tl.float16)
     rest = tile - first.to(tl.float32)
-    rest = tl.where(rest == rest, rest, 0.0)
-    second = cast(rest, tl.bfloat16, C)
-    return first, second, cast(rest - second.to(tl.float32), tl.bfloat16, C)
+    return first, tl.where(rest == rest, rest, 0.0).to(tl.float16), scale
 
 
 @triton.jit
-def cut_in_terms(tile, C: tl.constexpr):
-    """The same by cutting bits off, which is cheaper than rounding: for weights, which are finite."""
-    first = (tile.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    rest = tile - first
-    second = (rest.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    third = rest - second
-    return cast(first, tl.bfloat16, C), cast(second, tl.bfloat16, C), cast(third, tl.bfloat16, C)
+def cut_in_terms(tile):
+    """Weights, which are finite, likewise; cutting bits off is cheaper than rounding."""
+    scale, inverse = scale_of(tl.max(tl.abs(tile), 1), 13)
+    tile *= inverse[:, None]
+    first = (tile.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
+    return first.to(tl.float16), (tile - first).to(tl.float16), scale
 
 
 @triton.jit
@@ -207,18 +248,9 @@ def mma(x, y, acc, C: tl.constexpr):
 
 
 @triton.jit
-def six(x, y, C: tl.constexpr):
-    """x·y of terms."""
+def three(x, y, C: tl.constexpr):
+    """x·y of terms, scales aside, the small products first."""
     acc = tl.full([x[0].shape[0], y[0].shape[1]], 0.0, tl.float32)
-    return six_more(x, y, acc, C)
-
-
-@triton.jit
-def six_more(x, y, acc, C: tl.constexpr):
-    """acc + x·y of terms, the small products first."""
-    acc = mma(x[2], y[0], acc, C)
-    acc = mma(x[0], y[2], acc, C)
-    acc = mma(x[1], y[1], acc, C)
     acc = mma(x[1], y[0], acc, C)
     acc = mma(x[0], y[1], acc, C)
     return mma(x[0], y[0], acc, C)
@@ -230,23 +262,29 @@ def dot(weights_tile, y, acc, C: tl.constexpr):
     if C.TERMS == 1:
         return mma(cast(weights_tile, y.dtype, C), y, acc, C)
     else:
-        x = cut_in_terms(weights_tile, C)
-        if C.APART:
-            return acc + six(x, y, C)
-        else:
-            return six_more(x, y, acc, C)
+        x = cut_in_terms(weights_tile * y[2][None, :])
+        return acc + three(x, y, C) * x[2][:, None]
 
 
 @triton.jit
 def product(x, y, C: tl.constexpr):
-    """x·yᵀ in fp32."""
+    """x·yᵀ in fp32, but for what its rows are yet to be multiplied with: the tile and these factors, which fold into others."""
     if C.TERMS == 1:
         if C.INTERPRET:
-            return tl.dot(x.to(tl.float32), tl.trans(y).to(tl.float32), input_precision="ieee")
+            return tl.dot(x.to(tl.float32), tl.trans(y).to(tl.float32), input_precision="ieee"), 1.0
         else:
-            return tl.dot(x, tl.trans(y), input_precision=C.PRECISION)
+            return tl.dot(x, tl.trans(y), input_precision=C.PRECISION), 1.0
     else:
-        return six(x, (tl.trans(y[0]), tl.trans(y[1]), tl.trans(y[2])), C)
+        return three(x, (tl.trans(y[0]), tl.trans(y[1])), C) * y[2][None, :], x[2]
+
+
+@triton.jit
+def per_row(factors, C: tl.constexpr):
+    """The factors of a product's rows as they broadcast to its tile."""
+    if C.TERMS == 1:
+        return factors
+    else:
+        return factors[:, None]
 
 
 @triton.jit

@@ -33,6 +33,8 @@ from tilewise.backends.gpu.tile import (
     load_resident,
     load_rows,
     load_stream,
+    per_row,
+    place,
     product,
     scores,
     sequence_of,
@@ -68,16 +70,16 @@ def prepare_kernel(a, g, C: tl.constexpr):
 
 
 @triton.jit
-def weights(a, seq, s_tile, q, k, lse2, ok, MASKED: tl.constexpr, C: tl.constexpr):
-    """Softmax weights of a tile from its products, and the softcap's slope; `q`, `k`, `lse2` broadcast to the tile.
+def weights(a, seq, s_tile, factors, q, k, lse2, ok, MASKED: tl.constexpr, C: tl.constexpr):
+    """Softmax weights of a tile from its products and their rows' factors, and the softcap's slope; `q`, `k`, `lse2` broadcast.
 
     The mask is `ok` where that was evaluated already; evaluated here, not before the products, it costs fewer registers.
     """
     slope = 1.0
     if C.FOLD:
-        p_tile = tl.exp2(s_tile * (a.scale * LOG2E) - lse2)
+        p_tile = tl.exp2(s_tile * per_row(factors * (a.scale * LOG2E), C) - lse2)
     else:
-        x_tile, slope = scores(a, seq, s_tile, q, k, C)
+        x_tile, slope = scores(a, seq, s_tile * per_row(factors, C), q, k, C)
         p_tile = tl.exp2(x_tile - lse2)
     if MASKED:
         if ok is not None:
@@ -88,8 +90,9 @@ def weights(a, seq, s_tile, q, k, lse2, ok, MASKED: tl.constexpr, C: tl.constexp
 
 
 @triton.jit
-def score_gradient(a, seq, p_tile, dp_tile, slope, delta, q, n, ok, MASKED: tl.constexpr, C: tl.constexpr):
+def score_gradient(a, seq, p_tile, dp_tile, factors, slope, delta, q, n, ok, MASKED: tl.constexpr, C: tl.constexpr):
     """dS before the scale. Under a mask of intervals, keys that nobody sees hold zeros; else 0 · inf must not appear here."""
+    dp_tile *= per_row(factors, C)
     if C.DROPOUT:
         dp_tile *= kept(a, seq, q, n, C) * a.keep_scale
     ds_tile = p_tile * (dp_tile - delta)
@@ -116,21 +119,23 @@ def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.cons
         lse2 = tl.load(g.lse2_ptr + stats + rows)
         delta = tl.load(g.delta_ptr + stats + rows)
     exist = None
-    if MASKED and (C.VARLEN or desc.k is None):
+    if MASKED and (C.VARLEN or desc.k is None or C.TERMS == 2):
         exist = there
     q_tile = load_stream(a, a.q, desc.k, seq.row, seq.h, seq.q_start, m, exist, C.BLOCK_M, C.D, C.BLOCK_D, C)  # [M, D]
     dout_tile = load_stream(
         a, g.dout, desc.v, seq.row, seq.h, seq.q_start, m, exist, C.BLOCK_M, C.DV, C.BLOCK_DV, C
     )  # [M, DV]
-    s_tile = product(k_tile, q_tile, C)  # [N, M] fp32
-    p_tile, slope = weights(a, seq, s_tile, q[None, :], k[:, None], lse2[None, :], ok, MASKED, C)
-    met_v = p_tile
-    if C.DROPOUT:
-        met_v = p_tile * kept(a, seq, q[None, :], n, C) * a.keep_scale
-    dv = dot(met_v, dout_tile, dv, C)  # [N, DV]
-    dp_tile = product(v_tile, dout_tile, C)  # [N, M]
-    ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[None, :], q[None, :], n, ok, MASKED, C)
-    dk = dot(ds_tile, q_tile, dk, C)  # [N, D]
+    s_tile, factors = product(k_tile, q_tile, C)  # [N, M] fp32
+    p_tile, slope = weights(a, seq, s_tile, factors, q[None, :], k[:, None], lse2[None, :], ok, MASKED, C)
+    if g.dv is not None:
+        met_v = p_tile
+        if C.DROPOUT:
+            met_v = p_tile * kept(a, seq, q[None, :], n, C) * a.keep_scale
+        dv = dot(met_v, dout_tile, dv, C)  # [N, DV]
+    if g.dk is not None:
+        dp_tile, factors = product(v_tile, dout_tile, C)  # [N, M]
+        ds_tile = score_gradient(a, seq, p_tile, dp_tile, factors, slope, delta[None, :], q[None, :], n, ok, MASKED, C)
+        dk = dot(ds_tile, q_tile, dk, C)  # [N, D]
     return dk, dv
 
 
@@ -158,9 +163,7 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     desc = Descriptors(q_desc, dout_desc)
     pid = tl.program_id(0)
     tiles = tile_count(a, a.len_k, C.BLOCK_N, C)
-    tile = pid % tiles
-    kv_h = pid // tiles % a.kv_heads
-    b = pid // tiles // a.kv_heads
+    tile, kv_h, b = place(a, pid, tiles, a.kv_heads, C)
     if C.VARLEN:
         b, tile = find_sequence(a.cu_k, a.batch, tile, C.BLOCK_N)
     group = a.heads // a.kv_heads
@@ -171,10 +174,8 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     k = n0 + tl.arange(0, C.BLOCK_N)
     ok = k < seq.len_k
     seen = seen_keys(a.mask, seq, 0, seq.len_q, k, C)
-    k_at = base(a.k, seq.row, kv_h, seq.k_start)
-    k_tile = load_resident(a, a.k, k_at, k, seen, C.D, C.BLOCK_D, C)  # [N, D]
-    v_at = base(a.v, seq.row, kv_h, seq.k_start)
-    v_tile = load_resident(a, a.v, v_at, k, seen, C.DV, C.BLOCK_DV, C)  # [N, DV]
+    k_tile = load_resident(a, a.k, seq.row, kv_h, seq.k_start, k, seen, C.D, C.BLOCK_D, C)  # [N, D]
+    v_tile = load_resident(a, a.v, seq.row, kv_h, seq.k_start, k, seen, C.DV, C.BLOCK_DV, C)  # [N, DV]
 
     n1 = tl.minimum(n0 + C.BLOCK_N, seq.len_k)
     lo, hi, full_lo, full_hi = query_bounds(a.mask, seq, n0, n1, C)
@@ -214,10 +215,10 @@ def queries_step(
     v_tile = load_stream(
         a, a.v, desc.v, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV, C
     )  # [N, DV]
-    s_tile = product(q_tile, k_tile, C)  # [M, N] fp32
-    p_tile, slope = weights(a, seq, s_tile, q[:, None], k[None, :], lse2[:, None], ok, MASKED, C)
-    dp_tile = product(dout_tile, v_tile, C)  # [M, N]
-    ds_tile = score_gradient(a, seq, p_tile, dp_tile, slope, delta[:, None], q[:, None], n, ok, MASKED, C)
+    s_tile, factors = product(q_tile, k_tile, C)  # [M, N] fp32
+    p_tile, slope = weights(a, seq, s_tile, factors, q[:, None], k[None, :], lse2[:, None], ok, MASKED, C)
+    dp_tile, factors = product(dout_tile, v_tile, C)  # [M, N]
+    ds_tile = score_gradient(a, seq, p_tile, dp_tile, factors, slope, delta[:, None], q[:, None], n, ok, MASKED, C)
     return dot(ds_tile, k_tile, dq, C)  # [M, D]
 
 
@@ -241,9 +242,8 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     desc = Descriptors(k_desc, v_desc)
     pid = tl.program_id(0)
     tiles = tile_count(a, a.len_q, C.BLOCK_M, C)
-    tile = tiles - 1 - pid % tiles
-    h = pid // tiles % a.heads
-    b = pid // tiles // a.heads
+    tile, h, b = place(a, pid, tiles, a.heads, C)
+    tile = tiles - 1 - tile
     if C.VARLEN:
         b, tile = find_sequence(a.cu_q, a.batch, tile, C.BLOCK_M)
     seq = sequence_of(a, b, h, C)
@@ -253,10 +253,8 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     q = m0 + tl.arange(0, C.BLOCK_M)
     row_ok = q < seq.len_q
     m1 = tl.minimum(m0 + C.BLOCK_M, seq.len_q)
-    q_at = base(a.q, seq.row, h, seq.q_start)
-    q_tile = load_resident(a, a.q, q_at, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
-    dout_at = base(g.dout, seq.row, h, seq.q_start)
-    dout_tile = load_resident(a, g.dout, dout_at, q, row_ok, C.DV, C.BLOCK_DV, C)  # [M, DV]
+    q_tile = load_resident(a, a.q, seq.row, h, seq.q_start, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
+    dout_tile = load_resident(a, g.dout, seq.row, h, seq.q_start, q, row_ok, C.DV, C.BLOCK_DV, C)  # [M, DV]
     stats = (seq.row.to(tl.int64) * a.heads + h) * a.len_q + seq.q_start + q
     lse2 = tl.load(g.lse2_ptr + stats, mask=row_ok, other=float("inf"))
     delta = tl.load(g.delta_ptr + stats, mask=row_ok, other=0.0)

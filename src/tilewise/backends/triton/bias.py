@@ -73,7 +73,7 @@ def gradient_tile(a, g, seq, q, k, m0, n0, C: tl.constexpr):
     stats = (seq.row.to(tl.int64) * a.heads + seq.h) * a.len_q + seq.q_start + q
     lse2 = tl.load(g.lse2_ptr + stats, mask=row_ok, other=float("inf"))
     delta = tl.load(g.delta_ptr + stats, mask=row_ok, other=0.0)
-    s_tile = product(q_tile, k_tile, C)  # [M, N] fp32
-    p_tile, _ = weights(a, seq, s_tile, q[:, None], k[None, :], lse2[:, None], ok, True, C)
-    dp_tile = product(dout_tile, v_tile, C)  # [M, N]
-    return score_gradient(a, seq, p_tile, dp_tile, 1.0, delta[:, None], q[:, None], n0, ok, True, C)
+    s_tile, factors = product(q_tile, k_tile, C)  # [M, N] fp32
+    p_tile, _ = weights(a, seq, s_tile, factors, q[:, None], k[None, :], lse2[:, None], ok, True, C)
+    dp_tile, factors = product(dout_tile, v_tile, C)  # [M, N]
+    return score_gradient(a, seq, p_tile, dp_tile, factors, 1.0, delta[:, None], q[:, None], n0, ok, True, C)

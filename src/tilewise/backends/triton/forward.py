@@ -32,6 +32,8 @@ from tilewise.backends.gpu.tile import (
     kept,
     load_resident,
     load_stream,
+    per_row,
+    place,
     product,
     scores,
     sequence_of,
@@ -49,9 +51,8 @@ def locate(a, C: tl.constexpr):
     if C.SPLIT:
         split = pid % a.splits
         pid = pid // a.splits
-    tile = tiles - 1 - pid % tiles
-    h = (pid // tiles) % (a.heads // C.PACK)
-    b = pid // tiles // (a.heads // C.PACK)
+    tile, h, b = place(a, pid, tiles, a.heads // C.PACK, C)
+    tile = tiles - 1 - tile
     if C.VARLEN:
         b, tile = find_sequence(a.cu_q, a.batch, tile, C.BLOCK_M)
     return split, tile * C.BLOCK_M, sequence_of(a, b, h * C.PACK, C)
@@ -75,21 +76,24 @@ def attend(a, seq, kv, q_tile, q, acc, l, m, span, rows, MASKED: tl.constexpr, C
 @triton.jit
 def step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, MASKED: tl.constexpr, C: tl.constexpr):
     """One tile of keys: scores, the online softmax update, and the weighted values."""
-    there = None  # a descriptor reads 0, or the next sequence's keys, beyond the end: masked in either case
-    if MASKED and kv.k is None:
+    there = None  # a descriptor reads 0, or the next sequence's keys, beyond the end: masked in either case, but not a scale
+    if MASKED and (kv.k is None or C.TERMS == 2):
         there = k < seq.len_k
     k_tile = load_stream(a, a.k, kv.k, seq.row, seq.kv_h, seq.k_start, n, there, C.BLOCK_N, C.D, C.BLOCK_D, C)  # [N, D]
-    s_tile = product(q_tile, k_tile, C)  # [M, N] fp32
-    unit = a.scale * LOG2E
-    if not C.FOLD:
-        s_tile, _ = scores(a, seq, s_tile, q[:, None], k[None, :], C)
+    s_tile, factors = product(q_tile, k_tile, C)  # [M, N] fp32
+    if C.FOLD:
+        unit = factors * (a.scale * LOG2E)
+        unit_tile = per_row(unit, C)
+    else:
+        s_tile, _ = scores(a, seq, s_tile * per_row(factors, C), q[:, None], k[None, :], C)
         unit = 1.0
+        unit_tile = 1.0
     if MASKED:
         if ok is None:  # evaluated here, not before the product, it costs fewer registers
             s_tile = tl.where(allowed(a.mask, seq, q[:, None], k[None, :], C), s_tile, float("-inf"))
         else:
             s_tile = tl.where(ok, s_tile, float("-inf"))
-    p_tile, acc, l, m = online_update(s_tile, unit, acc, l, m, MASKED or not C.FOLD)
+    p_tile, acc, l, m = online_update(s_tile, unit, unit_tile, acc, l, m, MASKED or not C.FOLD)
     if C.DROPOUT:
         p_tile *= kept(a, seq, q[:, None], n, C)
     seen = None
@@ -107,13 +111,13 @@ def step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, MASKED: tl.constexpr,
 
 
 @triton.jit
-def online_update(s_tile, unit, acc, l, m, MAY_BE_EMPTY: tl.constexpr):
+def online_update(s_tile, unit, unit_tile, acc, l, m, MAY_BE_EMPTY: tl.constexpr):
     """Weights of a tile under the running maximum, which they may raise."""
     new_m = tl.maximum(m, tl.max(s_tile, 1) * unit)
     shift = new_m
     if MAY_BE_EMPTY:
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row that has seen nothing yet
-    p_tile = tl.exp2(s_tile * unit - shift[:, None])
+    p_tile = tl.exp2(s_tile * unit_tile - shift[:, None])
     fade = tl.exp2(m - shift)
     return p_tile, acc * fade[:, None], l * fade + tl.sum(p_tile, 1), new_m
 
@@ -151,12 +155,10 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     if C.PACK > 1:
         heads = seq.h + rows % C.PACK
         seq = Sequence(seq.b, heads[:, None], seq.kv_h, seq.row, seq.q_start, seq.k_start, seq.len_q, seq.len_k)
-        q_at = base(a.q, seq.row, heads, seq.q_start)[:, None]
         out_at = base(a.out, seq.row, heads, seq.q_start)[:, None]
     else:
-        q_at = base(a.q, seq.row, heads, seq.q_start)
         out_at = base(a.out, seq.row, heads, seq.q_start)
-    q_tile = load_resident(a, a.q, q_at, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
+    q_tile = load_resident(a, a.q, seq.row, heads, seq.q_start, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
 
     first = m0 // C.PACK
     last = tl.minimum((m0 + C.BLOCK_M - 1) // C.PACK + 1, seq.len_q)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ class Trial(NamedTuple):
 
     tiles: tuple[TilePlan, ...] = ()
     maps: bool | None = None
+    apart: bool | None = None  # dK and dV, each in a kernel of its own
 
     def tile(self, pass_: str) -> TilePlan | None:
         return next((tile for tile in self.tiles if tile.pass_ == pass_), None)
@@ -51,8 +53,9 @@ class Trial(NamedTuple):
 PLANNED = Trial()
 MAPS_FROM = 1 << 30
 """Multiply-adds of QKᵀ, about 10 µs of an H200."""
-APART_UP_TO = 64
-"""Larger head dims leave a backward that multiplies terms no registers for one more accumulator."""
+TOGETHER_UP_TO = 64
+"""At larger head dims dK and dV of fp32 are computed apart, five products where together they take four: two accumulators and the
+sum of a tile do not fit the registers."""
 
 
 def ready(problem: Problem, inputs: Inputs) -> Inputs:
@@ -109,9 +112,9 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
                 a, config = a._replace(out=split_view(parts[0]), lse_ptr=parts[1]), config._replace(SPLIT=True)
             q, k, v = terms or inputs[:3]
             if terms:
-                a, config = a._replace(q=split_view(q), k=split_view(k), v=split_view(v)), config._replace(TERMS=3)
+                a, config = a._replace(q=split_view(q), k=split_view(k), v=split_view(v)), config._replace(TERMS=2)
             kv = descriptors(k, v, tile.block_k, maps)
-            return Launch(forward_kernel, programs, (a, *kv), config, Options(tile.warps, tile.stages))
+            return Launch(forward_kernel, programs, (a, *kv), config, Options(tile.warps, tile.stages, tile.registers))
 
         launches = [splitting(x, y) for x, y in zip(inputs[:3], terms, strict=False)]
         launches.append(fitting(problem, pass_, attend, tile, out.device))
@@ -156,23 +159,20 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
             if not terms:
                 return a, g, config
             a = a._replace(q=split_view(q), k=split_view(k), v=split_view(v))
-            apart = max(config.BLOCK_D, config.BLOCK_DV) <= APART_UP_TO
-            return a, g._replace(dout=split_view(do)), config._replace(TERMS=3, APART=apart)
+            return a, g._replace(dout=split_view(do)), config._replace(TERMS=2)
 
-        def keys(tile: TilePlan) -> Launch:
+        def keys(tile: TilePlan, only: str = "") -> Launch:
             a, into, config = described(tile)
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
-            args = (a, into._replace(dq=None), *descriptors(q, do, tile.block_q, maps))
-            return Launch(keys_kernel, programs, args, config, Options(tile.warps, tile.stages))
+            into = into._replace(dq=None, dk=None if only == "dv" else into.dk, dv=None if only == "dk" else into.dv)
+            args = (a, into, *descriptors(q, do, tile.block_q, maps))
+            return Launch(keys_kernel, programs, args, config, Options(tile.warps, tile.stages, tile.registers))
 
         def queries(tile: TilePlan) -> Launch:
             a, into, config = described(tile)
             programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
-            pointers = (
-                config.TERMS == 3 and not config.APART
-            )  # 72 TFLOP/s where tensor maps gave 42, fp32 at head dim 128
-            args = (a, into._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps and not pointers))
-            return Launch(queries_kernel, programs, args, config, Options(tile.warps, tile.stages))
+            args = (a, into._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps))
+            return Launch(queries_kernel, programs, args, config, Options(tile.warps, tile.stages, tile.registers))
 
         rows = 16 if interpreting() else 64
         a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, 1, 4))
@@ -180,8 +180,10 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
         programs = -(-problem.seqlen_q // rows) * problem.heads * out.shape[0]
         launches = [Launch(prepare_kernel, programs, (a, g), plain, Options(4, 1))]
         launches += [splitting(x, y) for x, y in zip(whole, terms, strict=False)]
-        if needs.dk or needs.dv:
-            launches.append(fitting(problem, "backward_dkdv", keys, trial.tile("backward_dkdv"), out.device))
+        apart = worth_parting(problem, bool(terms)) if trial.apart is None else trial.apart
+        for only in ("dk", "dv") if apart and needs.dk and needs.dv else ("",) if needs.dk or needs.dv else ():
+            build_keys = partial(keys, only=only)
+            launches.append(fitting(problem, "backward_dkdv", build_keys, trial.tile("backward_dkdv"), out.device))
         if needs.dq:
             launches.append(fitting(problem, "backward_dq", queries, trial.tile("backward_dq"), out.device))
         return launches
@@ -209,13 +211,13 @@ def bias_gradient(problem: Problem, inputs: Inputs, saved: Saved, g: Gradients) 
     config = config._replace(SUM_M=bias.shape[2] == 1, SUM_N=bias.shape[3] == 1)
     g = g._replace(dbias=bias_view(dbias), bias_shape=tuple(bias.shape), dq=None, dk=None, dv=None)
     programs = bias.shape[0] * bias.shape[1] * -(-bias.shape[2] // tile.block_q) * -(-bias.shape[3] // tile.block_k)
-    Launch(bias_kernel, programs, (a, g), config, Options(tile.warps, tile.stages)).run()
+    Launch(bias_kernel, programs, (a, g), config, Options(tile.warps, tile.stages, tile.registers)).run()
     return dbias.to(bias.dtype)
 
 
 def terms_of(problem: Problem, *operands: Tensor) -> tuple[Tensor, ...]:
     """Memory for the terms of operands, if they are to be split."""
-    return tuple(empty_terms(x) for x in operands) if terms_for(problem, on_hip()) == 3 else ()
+    return tuple(empty_terms(x) for x in operands) if terms_for(problem, on_hip()) == 2 else ()
 
 
 def splitting(x: Tensor, terms: Tensor) -> Launch:
@@ -244,7 +246,8 @@ def fitting(
     first = build(planned)
     from triton.runtime.errors import OutOfResources
 
-    key = (planned, first.config, device, first.kernel)
+    absent = tuple(part is None for arg in first.args if isinstance(arg, tuple) for part in arg)
+    key = (planned, first.config, device, first.kernel, absent)
     known = _fitting.get(key)
     if known is not None:
         return first if known == planned else build(known)
@@ -265,6 +268,11 @@ def arguments(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tile: 
     a = attention_args(problem, inputs, out, lse, tile.splits)
     config = config_for(problem, inputs, dot_precision(problem, on_hip()))
     return a, config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
+
+
+def worth_parting(problem: Problem, in_terms: bool) -> bool:
+    """Where dK, dV and the sum of a tile do not fit the registers together, two kernels are faster than one."""
+    return in_terms and max(problem.head_dim, problem.head_dim_v) > TOGETHER_UP_TO
 
 
 def worth_maps(problem: Problem) -> bool:
