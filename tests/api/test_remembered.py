@@ -131,6 +131,19 @@ def test_grad_mode_is_seen(qkv: Tensors) -> None:
     assert not tw.attention(*qkv).is_inference()
 
 
+def test_the_short_way_is_found_again_from_another_mode(long_ways: list[str]) -> None:
+    q, k, v = drawn(1, 2, 24, 32)
+    with torch.inference_mode():
+        tw.attention(q, k, v)
+    for _ in range(3):
+        tw.attention(q, k, v)
+    assert long_ways == ["long", "long"]
+    tw.attention(q.requires_grad_(), k, v)
+    for _ in range(3):
+        tw.attention(q, k.requires_grad_(), v)
+    assert long_ways == ["long"] * 4
+
+
 def test_autocast_is_seen(qkv: Tensors) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert tw.attention(*qkv).dtype == torch.bfloat16

@@ -95,7 +95,7 @@ def attention(
         known = Known.of(problem, inputs, choose(problem, inputs, backend), (q, k, v), layout, backend)
         _keep(_KNOWN, key, known)
     if settings is not None:
-        _keep(_USUAL, settings, known)
+        _keep(_USUAL, settings, known.expect(q, k, v))
     return known.launch(q, k, v)
 
 

@@ -46,6 +46,15 @@ class Known:
             return cls(like, _launch(problem, chosen, layout, backend))
         return cls(like, quick if layout == "bhsd" else _transposed(quick))
 
+    def expect(self, q: Tensor, k: Tensor, v: Tensor) -> Known:
+        """The same call, known again by tensors like these, which may be an inference mode's or require gradients elsewhere.
+
+        A new one, since others may hold this one under settings that make of such tensors another call.
+        """
+        if self.like(q, k, v) or q is k or k is v or v is q:
+            return self
+        return Known(_likeness((q, k, v)), self.launch)
+
 
 def _launch(problem: Problem, chosen: Backend, layout: str, backend: str) -> Launch:
     def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
