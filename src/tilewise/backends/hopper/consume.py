@@ -162,7 +162,9 @@ def serve(o_desc, o_buffers, q_ring, k_ring, v_ring, i, t, spot, band, a, WG: gl
             await_tile(k_ring, taken + skip)
             old_l = x.l
             old_m = x.m
-            q = Queries(q_ring, q_n, queries(q_ring, q_n, slot, C), ())
+            # beside queries in registers there are none for this place, so it is found again
+            where = slot if C.Q_HELD > 0 else WG
+            q = Queries(q_ring, q_n, queries(q_ring, q_n, where, C), ())
             x, o_tile = turn(x, q, k_ring, taken + skip, v_ring, last, band, row0, key0, a, WG, C)
             if not C.VARLEN:
                 # asked again rather than kept in registers

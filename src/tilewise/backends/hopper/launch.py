@@ -141,7 +141,7 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
         # the others leave no registers for these
         LATE=tile.LATE and roomy and not (tail and tile.BLOCK_DV == 256),
         Q_HELD=tile.Q_HELD if roomy else 0,
-        Q_EARLY=tile.QUERIES == 1 and roomy and (form.band or problem.seqlen_k <= EARLY_KEYS),
+        Q_EARLY=tile.Q_HELD > 0 and roomy and (form.band or problem.seqlen_k <= EARLY_KEYS),
         VARLEN=problem.varlen,
         BOTTOM=form.bottom,
         TAIL=tail,
