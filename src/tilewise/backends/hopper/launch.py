@@ -134,14 +134,15 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     tile = tile or tile_of(problem, form, unseen)
     tail = not form.terms and problem.seqlen_k % tile.BLOCK_N > 0
     roomy = not (form.left or unseen)
+    held = tile.Q_HELD if roomy and not (form.band and newer_registers()) else 0
     config = tile._replace(
         TERMS=len(form.terms),
         BAND=form.band,
         LEFT=form.left,
         # the others leave no registers for these
         LATE=tile.LATE and roomy and not (tail and tile.BLOCK_DV == 256),
-        Q_HELD=tile.Q_HELD if roomy else 0,
-        Q_EARLY=tile.Q_HELD > 0 and roomy and (form.band or problem.seqlen_k <= EARLY_KEYS),
+        Q_HELD=held,
+        Q_EARLY=held > 0 and (form.band or problem.seqlen_k <= EARLY_KEYS),
         VARLEN=problem.varlen,
         BOTTOM=form.bottom,
         TAIL=tail,
@@ -196,8 +197,8 @@ def tile_of(problem: Problem, form: Form, unseen: bool) -> Config:
 
 @cache
 def newer_registers() -> bool:
-    """From 3.8 on Triton's compiler needs so many more registers that loops spill where a mask meets the widest tile, or head dim
-    128 rows that begin after key 0 or keys that no query sees."""
+    """From 3.8 on Triton's compiler needs so many more registers that loops spill where a mask meets the widest tile or queries in
+    registers, or head dim 128 rows that begin after key 0 or keys that no query sees."""
     import triton
 
     major, minor = triton.__version__.split(".")[:2]
