@@ -197,8 +197,8 @@ def tile_of(problem: Problem, form: Form, unseen: bool) -> Config:
 
 @cache
 def newer_registers() -> bool:
-    """From 3.8 on Triton's compiler needs so many more registers that loops spill where a mask meets the widest tile or queries in
-    registers, or head dim 128 rows that begin after key 0 or keys that no query sees."""
+    """From 3.8 on Triton's compiler needs so many more registers that loops spill where a mask meets the widest tile or queries
+    in registers, or head dim 128 rows that begin after key 0 or keys that no query sees."""
     import triton
 
     major, minor = triton.__version__.split(".")[:2]
