@@ -167,7 +167,9 @@ def compile_case(case: Case, target: str, kernels: tuple[str, ...] | None = None
     found = launches(problem, inputs, spec)
     if set(wanted) & BACKWARD:
         found += launches(problem, inputs, spec, needs=Needs(dbias=inputs.bias is not None))
-    for name, launch in {name: (name, launch) for name, launch in found if name in wanted}.values():
+    # the same kernel may serve several operands, and one of a name may come in two forms
+    different = {(name, str(signature(launch.args))): (name, launch) for name, launch in found if name in wanted}
+    for name, launch in different.values():
         start = time.perf_counter()
         config, options = launch.config, launch.options
         compiled = compile_for(GPUTarget(*TARGETS[target]), launch.kernel, signature(launch.args), config, options)
