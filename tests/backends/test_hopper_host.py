@@ -71,6 +71,17 @@ def bounds(form: Form, keys: int, b: int, q: int) -> tuple[int, int]:
     return ends[0][0], max(end for _, end in ends)
 
 
+def test_queries_in_registers_where_that_is_faster_and_there_are_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def held(mask: Mask | None, length: int, newer: bool = False, d: int = 256) -> tuple[int, bool]:
+        monkeypatch.setattr(launch, "newer_registers", lambda: newer)
+        config = make_plan(problem_of(mask, length, length, head_dim=d), 132, lambda *_: None).config
+        return config.Q_HELD, config.Q_EARLY
+
+    assert held(None, 2048) == (64, True) and held(None, 8192) == held(None, 8192, newer=True) == (64, False)
+    assert held(tw.causal(), 16384) == (64, True)
+    assert held(tw.window(100), 2048) == held(tw.causal(), 2048, newer=True) == held(None, 512, d=128) == (0, False)
+
+
 @pytest.mark.parametrize("lengths", [(20, 20), (9, 20), (20, 9), (1, 20)], ids=str)
 @pytest.mark.parametrize("name", INTERVALS)
 def test_forms_are_the_masks(name: str, lengths: tuple[int, int]) -> None:
