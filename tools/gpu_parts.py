@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import multiprocessing
-import sys
-import types
-from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
 import torch.nn.functional as F
 from gpu_timing import (
-    DEVICE,
     MASKS,
     RECORDS,
     Call,
@@ -101,50 +95,6 @@ def errors(call: Call) -> dict[str, tuple[float, float]]:
         gap = x.double() - y.detach()
         found[name] = float(gap.norm() / y.norm()), float(gap.abs().max())
     return found
-
-
-def conform_share(share: tuple[int, int]) -> list[tuple[str, str]]:
-    """In a worker process: some neighbouring cases, which often share kernels, each with what was found: "" is right."""
-    if importlib.util.find_spec("pytest") is None:
-        sys.modules["pytest"] = types.ModuleType("pytest")
-    from tests.conformance.cases import CASES, build
-    from tests.conformance.harness import excesses
-    from tilewise import dispatch
-
-    results = []
-    for case in CASES[slice(*share)]:
-        try:
-            built = build(case, DEVICE)
-            verdict = dispatch.judge("triton", built.problem, built.inputs)
-            found = "not served" if not verdict.ok else ""
-            for _ in range(3 if verdict.ok else 0):  # as it comes, recorded, and repeated
-                found = found or str(excesses(built, "triton", lse_gradient=case.lse_gradient) or "")[:300]
-        except Exception as error:
-            found = f"{type(error).__name__}: {str(error)[-400:]}"
-        results.append((case.name, found))
-    return results
-
-
-def conform(clock: Clock, args: argparse.Namespace) -> None:
-    """The conformance suite on the GPU, shared out over processes; it needs no pytest beyond the name."""
-    sys.modules.setdefault("pytest", types.ModuleType("pytest"))
-    from tests.conformance.cases import CASES
-
-    found: dict[str, str] = {}
-    pool = ProcessPoolExecutor(args.workers, mp_context=multiprocessing.get_context("spawn"))
-    shares = [(i, i + 3) for i in range(0, len(CASES), 3)]
-    try:
-        for done in as_completed([pool.submit(conform_share, share) for share in shares], timeout=clock.left()):
-            found.update(done.result())
-    except TimeoutError:
-        print(f"  time is up: {[case.name for case in CASES if case.name not in found]} left out")
-    pool.shutdown(wait=False, cancel_futures=True)
-    wrong = {name: why for name, why in found.items() if why not in ("", "not served")}
-    refused = [name for name, why in found.items() if why == "not served"]
-    print(f"  {len(found) - len(wrong) - len(refused)} right, {len(wrong)} wrong, not served: {refused}")
-    for name, why in wrong.items():
-        print(f"  WRONG {name}: {why}", flush=True)
-    RECORDS.append({"case": "conformance", "of": len(CASES), "found": found})
 
 
 def planner_jobs() -> list[Job]:

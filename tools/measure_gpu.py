@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "tools")]
 
+import gpu_conform  # noqa: E402
 import gpu_parts  # noqa: E402
 import gpu_shapes  # noqa: E402
 import torch  # noqa: E402
@@ -27,7 +28,7 @@ from gpu_timing import RECORDS, Clock  # noqa: E402
 
 PARTS: dict[str, Callable[[Clock, argparse.Namespace], None]] = {
     "smoke": gpu_parts.smoke,
-    "conform": gpu_parts.conform,
+    "conform": gpu_conform.conform,
     "accuracy": gpu_parts.accuracy,
     "planner": gpu_parts.planner,
     "fp32": gpu_shapes.fp32,
@@ -49,6 +50,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where the records go")
     parser.add_argument("--seconds", type=float, default=240.0, help="time limit of each part")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
+    parser.add_argument("--cases", nargs="*", default=[], help="names of the conformance cases to run; none: all")
     parser.add_argument("--s", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384], help="lengths")
     args = parser.parse_args()
     import triton
@@ -60,6 +62,7 @@ def main() -> int:
         "triton": triton.__version__,
     }
     print(*about.values(), flush=True)
+    args.save = lambda: args.json.write_text(document(about)) if args.json else None
     for name in args.parts:
         print(f"{name}:", flush=True)
         start = time.monotonic()
@@ -68,8 +71,7 @@ def main() -> int:
         except Exception:
             traceback.print_exc(limit=-6)
         print(f"  ({name} took {time.monotonic() - start:.0f} s)", flush=True)
-        if args.json:
-            args.json.write_text(document(about))
+        args.save()
     return 0
 
 
