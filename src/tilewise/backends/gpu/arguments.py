@@ -42,6 +42,12 @@ def _broadcast(t: Tensor, sides: int) -> list[int]:
     return [0 if t.shape[i] == 1 else t.stride(i) for i in range(sides)]
 
 
+def _slopes(alibi: Tensor) -> View:
+    """Slopes (batch or 1, heads): of the tensor itself, since a repeated call finds its tensors by what they are."""
+    b, h = _broadcast(alibi, 2)
+    return View(alibi, b, h, 0, 0)
+
+
 def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, splits: int = 1) -> Attention:
     """The problem as the kernels see it."""
     device = inputs.q.device
@@ -58,7 +64,7 @@ def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, s
         out=view(out),
         lse_ptr=lse,
         bias=None if inputs.bias is None else bias_view(inputs.bias),
-        alibi=None if alibi is None else bias_view(alibi[..., None, None]),
+        alibi=None if alibi is None else _slopes(alibi),
         sinks_ptr=None if inputs.sinks is None else inputs.sinks.contiguous(),
         seed_ptr=seed if problem.dropout_p > 0 else None,
         cu_q=inputs.cu_q if problem.varlen else None,

@@ -1,0 +1,55 @@
+"""A repeated call of the Triton backend has that call's own tensors, whatever features the calls have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends.test_gpu_replay import Compiled, collect, kernel, plain
+from tests.conformance.cases import CASES, Built, Case, build
+from tilewise.backends.base import Needs, empty_lse, empty_out
+from tilewise.backends.gpu import replay
+from tilewise.hardware import lookup
+from tilewise.planner import gpu_tile
+
+pytest.importorskip("triton")
+
+from tilewise.backends.triton import run
+
+__all__ = ["kernel"]
+SERVED = [case for case in CASES if case.dtype != torch.float64 and case.precision != "compensated"]
+H200 = lookup("h200")
+
+
+def perform(built: Built, lse_gradient: bool) -> None:
+    """Forward and backward, except that kernels are collected and not run."""
+    inputs = built.inputs._replace(q=built.inputs.q.detach(), k=built.inputs.k.detach(), v=built.inputs.v.detach())
+    out, lse = empty_out(inputs.q, built.problem.head_dim_v), empty_lse(inputs.q)
+    dlse = torch.zeros_like(lse) if lse_gradient else None
+    run.run_forward(built.problem, inputs, out, lse)
+    saved = run.Saved(out, lse, torch.zeros_like(out), dlse)
+    run.run_backward(built.problem, inputs, saved, Needs(True, True, True, False, False))
+
+
+@pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+def test_a_repeated_call_has_its_own_tensors(monkeypatch: pytest.MonkeyPatch, kernel: Compiled, case: Case) -> None:
+    found: list[Any] = collect(monkeypatch)
+    choose = lambda problem, pass_, device: gpu_tile(problem, H200, pass_, "triton")  # noqa: E731
+    monkeypatch.setattr(run, "tile_for", choose)
+    monkeypatch.setattr(
+        run, "fitting", lambda problem, pass_, launch, tile, device: launch(tile or choose(problem, pass_, device))
+    )
+    first, second = build(case, seed=0), build(case, seed=1)
+    for built in (first, second):
+        perform(built, case.lse_gradient)
+    assert len(found) == 4
+    for (key, moving, launches), (other_key, other, others) in zip(found[:2], found[2:], strict=True):
+        if key is None:  # masks with tensors are built anew each time
+            assert first.problem.program.tensors and other_key is None
+            continue
+        assert first.problem == second.problem and key == other_key
+        kernel.launched.clear()
+        assert replay.Recorded(launches, moving)(other)
+        assert [launched[9:] for launched in kernel.launched] == [plain(launch) for launch in others]
