@@ -33,7 +33,7 @@ from tilewise.backends.base import Needs
 from tilewise.backends.triton import run
 
 FP32_FORWARD = {
-    64: ["64,64,4,2", "64,32,4,2r128", "128,64,8,2"],
+    64: ["64,64,4,2", "64,32,4,2", "128,64,8,2"],
     128: ["64,32,4,2", "128,32,8,2"],
 }
 FP32_KEYS = {
@@ -79,7 +79,6 @@ def fp32_tiles(clock: Clock, args: argparse.Namespace) -> None:
 
 
 FP32_OTHER = {
-    ("forward", 64): trial_of("64,32,4,2r128"),
     ("backward", 64): backward_trial("64,128,8,2/128,64,8,2"),
     ("backward", 128): run.Trial(apart=False),
 }
@@ -95,7 +94,6 @@ def fp32_jobs(kinds: list[tuple[int, str]]) -> list[Job]:
         jobs += [Job(shape), *(Job(shape, needs=needs) for needs in parts)]
         other = FP32_OTHER["backward", d]
         jobs += [Job(shape, other, KEYS_ONLY), *([Job(shape, other, QUERIES_ONLY)] if other.tiles else [])]
-        jobs += [Job(shape, FP32_OTHER["forward", d])] if ("forward", d) in FP32_OTHER else []
     return jobs
 
 

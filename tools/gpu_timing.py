@@ -107,13 +107,12 @@ def make(
 
 
 def tile_of(text: str, pass_: str) -> TilePlan:
-    text, _, registers = text.rstrip("p").partition("r")
-    m, n, warps, stages = map(int, text.split(","))
-    return TilePlan(m, n, stages, warps, pass_=pass_, registers=int(registers or 0))
+    m, n, warps, stages = map(int, text.rstrip("p").split(","))
+    return TilePlan(m, n, stages, warps, pass_=pass_)
 
 
 def trial_of(text: str, pass_: str = "forward") -> run.Trial:
-    """Queries, keys, warps, stages, then `r` and the most registers; `p` reads the streamed operands through pointers."""
+    """Queries, keys, warps, stages; `p` reads the streamed operands through pointers."""
     return run.Trial((tile_of(text, pass_),), "p" not in text)
 
 
@@ -156,7 +155,6 @@ def compile_one(job: Job) -> str:
             spilled = resources(compiled)[1]
             if spilled:
                 tile = f"{config.BLOCK_M},{config.BLOCK_N},{settings.num_warps},{settings.num_stages}"
-                tile += f"r{settings.max_registers}" if settings.max_registers else ""
                 said.append(f"d {options['d']} {problem.dtype} {name} {tile} spills {spilled} B")
     except Exception as error:
         while error.__cause__ is not None:

@@ -28,8 +28,6 @@ class TilePlan:
     pass_: str = "forward"
     source: str = "model"
     """`model`, `tuned` (the table of measured overrides) or `user`."""
-    registers: int = 0
-    """The most a thread may have, so that more blocks share a unit; 0: as many as the assembler takes."""
 
     def __post_init__(self) -> None:
         if self.pass_ not in PASSES:

@@ -33,7 +33,6 @@ class Options(NamedTuple):
 
     num_warps: int = 4
     num_stages: int = 2
-    max_registers: int = 0  # of a thread; 0: no limit
 
 
 class Address:
@@ -187,6 +186,4 @@ def compile_for(target: Any, kernel: Any, sig: Signature, config: Any, options: 
     constants = {**dict(inside_out), (len(names) - 1,): config}
     source = ASTSource(kernel, types, constants, sig.attributes)
     settings = {"num_warps": options.num_warps, "num_stages": options.num_stages, "enable_fp_fusion": True}
-    if options.max_registers:
-        settings["maxnreg"] = options.max_registers
     return triton.compile(source, target=target, options=settings)

@@ -55,7 +55,7 @@ def smaller(tile: TilePlan) -> Iterator[TilePlan]:
             tile = replace(tile, block_k=tile.block_k // 2, stages=1)
         else:
             tile = replace(tile, block_q=tile.block_q // 2, stages=1)
-        yield replace(tile, warps=4, registers=0)
+        yield replace(tile, warps=4)
 
 
 def bias_tile(problem: Problem) -> TilePlan:

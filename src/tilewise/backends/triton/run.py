@@ -114,7 +114,7 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
             if terms:
                 a, config = a._replace(q=split_view(q), k=split_view(k), v=split_view(v)), config._replace(TERMS=2)
             kv = descriptors(k, v, tile.block_k, maps)
-            return Launch(forward_kernel, programs, (a, *kv), config, Options(tile.warps, tile.stages, tile.registers))
+            return Launch(forward_kernel, programs, (a, *kv), config, Options(tile.warps, tile.stages))
 
         launches = [splitting(x, y) for x, y in zip(inputs[:3], terms, strict=False)]
         launches.append(fitting(problem, pass_, attend, tile, out.device))
@@ -166,13 +166,13 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
             into = into._replace(dq=None, dk=None if only == "dv" else into.dk, dv=None if only == "dk" else into.dv)
             args = (a, into, *descriptors(q, do, tile.block_q, maps))
-            return Launch(keys_kernel, programs, args, config, Options(tile.warps, tile.stages, tile.registers))
+            return Launch(keys_kernel, programs, args, config, Options(tile.warps, tile.stages))
 
         def queries(tile: TilePlan) -> Launch:
             a, into, config = described(tile)
             programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
             args = (a, into._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps))
-            return Launch(queries_kernel, programs, args, config, Options(tile.warps, tile.stages, tile.registers))
+            return Launch(queries_kernel, programs, args, config, Options(tile.warps, tile.stages))
 
         rows = 16 if interpreting() else 64
         a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, 1, 4))
@@ -211,7 +211,7 @@ def bias_gradient(problem: Problem, inputs: Inputs, saved: Saved, g: Gradients) 
     config = config._replace(SUM_M=bias.shape[2] == 1, SUM_N=bias.shape[3] == 1)
     g = g._replace(dbias=bias_view(dbias), bias_shape=tuple(bias.shape), dq=None, dk=None, dv=None)
     programs = bias.shape[0] * bias.shape[1] * -(-bias.shape[2] // tile.block_q) * -(-bias.shape[3] // tile.block_k)
-    Launch(bias_kernel, programs, (a, g), config, Options(tile.warps, tile.stages, tile.registers)).run()
+    Launch(bias_kernel, programs, (a, g), config, Options(tile.warps, tile.stages)).run()
     return dbias.to(bias.dtype)
 
 
