@@ -35,7 +35,8 @@ Open = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return page.write(tmp_path_factory.mktemp("report") / "report.html")
+    """With the project's own records."""
+    return page.write(tmp_path_factory.mktemp("report") / "report.html", [Path(__file__).parents[2] / "benchmarks"])
 
 
 @pytest.fixture
@@ -123,6 +124,15 @@ def test_it_opens_without_errors_and_fits(browse: Open, size: tuple[int, int], d
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0  # nothing was fetched
     assert complaints(driver) == []
     shoot(driver, f"{'phone' if size == PHONE else 'desktop'}-{'dark' if dark else 'light'}")
+
+
+def test_counted_bytes_say_of_which_problem(browse: Open) -> None:
+    driver = browse()
+    rows = driver.find_elements(By.CSS_SELECTOR, "#countedTable tr:has(td)")
+    kernels = driver.execute_script("return R.records.traffic[0].kernels")
+    assert len(rows) == sum(len(kernel["levels"]) for kernel in kernels) > 0
+    first = rows[0].text
+    assert f"{kernels[0]['case']['seqlen']:,}" in first and f"d {kernels[0]['case']['head_dim']}" in first
 
 
 def test_the_controls_switch_results(browse: Open) -> None:

@@ -107,6 +107,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "No measured traffic: `tilewise verify-traffic` makes a record on a GPU with Nsight Compute.",
         "暂无实测流量：在装有 Nsight Compute 的 GPU 上运行 `tilewise verify-traffic` 即可生成记录。",
     ),
+    "problem": ("Problem", "问题"),
     "kernel": ("Kernel", "内核"),
     "predicted": ("Predicted", "预测"),
     "ratio": ("Measured / predicted", "实测 / 预测"),

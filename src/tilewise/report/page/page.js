@@ -148,8 +148,9 @@ function showCounted() {
   box.replaceChildren();
   if (!record) { box.append(prose("p", w("traffic.none"), "note")); return; }
   box.append(element("table", undefined, { id: "countedTable" }));
-  const rows = record.kernels.flatMap((k) => k.levels.map((l) => [k.name, l.level, n(bytes(l.measured)), n(bytes(l.predicted)), n((l.measured / l.predicted).toFixed(3))]));
-  fillTable("countedTable", w("traffic.measured") + ": " + record.device + ", " + record.date.slice(0, 10), [w("kernel"), w("where"), n(w("measured")), n(w("predicted")), n(w("ratio"))], rows);
+  const about = (c) => [count(c.seqlen), "d " + c.head_dim, c.heads === c.kv_heads ? "" : c.heads + "/" + c.kv_heads, c.mask].filter(Boolean).join(", ");
+  const rows = record.kernels.flatMap((k) => k.levels.map((l) => [about(k.case), k.name, l.level, n(bytes(l.measured)), n(bytes(l.predicted)), n((l.measured / l.predicted).toFixed(3))]));
+  fillTable("countedTable", w("traffic.measured") + ": " + record.device + ", " + record.date.slice(0, 10), [w("problem"), w("kernel"), w("where"), n(w("measured")), n(w("predicted")), n(w("ratio"))], rows);
 }
 
 function tileRows() { return R.maps[[state.length, state.mask, chosen().tile].join("|")]; }
