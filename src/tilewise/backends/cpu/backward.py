@@ -14,48 +14,51 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-
-from tilewise.backends.cpu.elementary import LOG2E, LOG2E_PARTS, exp2
-from tilewise.backends.cpu.ir import I32, I64, PTR, VOID, Emit, Value
+from tilewise.backends.cpu.elementary import exp2
+from tilewise.backends.cpu.ir import I32, I64, PTR, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull
 from tilewise.backends.cpu.micro import by_panels, by_rows, put_strip, strip
-from tilewise.backends.cpu.module import FRAME, KernelModule
+from tilewise.backends.cpu.module import FRAME
 from tilewise.backends.cpu.pack import emit_pack_panels, emit_row_dots, emit_unpack_strip
 from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import Kernel
-
-SLICE = 16  # in a block that is not seen by all: keys updated together, the grain at which masked rows are skipped
-SPINS = 1024  # looks at another task's progress before the processor is yielded
-PASSED = 2**62  # progress of a task that is over
+from tilewise.backends.cpu.statistics import RowStatistics
+from tilewise.backends.cpu.turns import PASSED, Turns
 
 
-class Backward(KernelModule):
+class Backward(RowStatistics, Turns):
     """Emits one module; its methods are the functions of the kernel."""
 
-    frame = (
+    frame: tuple[str, ...] = (
         *(*FRAME, "head", "rank", "pair"),
         *("Q", "dO", "Q_panels", "dO_panels", "dQ", "P", "dS", "kept", "lse2", "delta", "factors", "ones", "tail"),
         *("K", "V", "K_panels", "from", "to"),
     )
     tiles = (("K", "k", "lanes"), ("V", "v", "lanes"), ("K_panels", "k", "panels"))
     cleaned = ("V", "K_panels")
+    pace = 1  # keys whose P and dS are worked out together
+    degree = 0  # of the polynomial in 2**x; 0: the Real type's own
+    grain = 16
+    """Keys updated together in a block that is not seen by all: masked rows are skipped so finely."""
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.emit_helpers()
         self.unpack_strip = emit_unpack_strip(self.unit, self.tile, kernel.dtype, divide=False)
-        self.pack_gradient = emit_pack_panels(self.unit, self.tile.rows, kernel.dtype, scaled=True)
         self.row_dots = emit_row_dots(self.unit, kernel.dtype)
-        self.product = by_panels(self.unit, "product", self.tile, halves=True)
-        self.grow = by_rows(self.unit, "grow", self.tile)
-        self.dq = by_panels(self.unit, "dq", self.tile, fold="add")
+        self.emit_products()
         self.strip = self.emit_strip()
         self.wait = self.emit_wait()
         self.update = self.emit_update()
         self.statistics = self.emit_statistics()
         self.emit_worker(self.emit_task())
+
+    def emit_products(self) -> None:
+        self.pack_gradient = emit_pack_panels(self.unit, self.tile.rows, self.kernel.dtype, scaled=True)
+        self.product = by_panels(self.unit, "product", self.tile, halves=True)
+        self.grow = by_rows(self.unit, "grow", self.tile)
+        self.dq = by_panels(self.unit, "dq", self.tile, fold="add")
 
     def where(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, Value]:
         """A task has one query head."""
@@ -67,26 +70,17 @@ class Backward(KernelModule):
         """strip(args, frame, index): P and dS of the strip's rows, its share of dQ; the keys visited go to `from` and `to`."""
         e, (args, frame, index), function = self.unit.function("strip", [PTR, PTR, I64])
         a, f = self.open(e, args, frame)
-        R, step = self.tile.rows, a.word("PS")
         head, q0 = self.where(e, a, f, index)
         place = self.place(a, f, head)
         j0, j1, solid0, solid1, visible = self.extent(e, a, f, place, q0)
         j1 = e.most(j0, j1)
         e.put(j0, f.ptr("from"), index)
         e.put(j1, f.ptr("to"), index)
-        column = e.times(index, R)
-        P, dS = e.at(f.ptr("P"), column), e.at(f.ptr("dS"), column)
         # the updates of dK and dV run over whole rows of P and dS: what is not visited must be zero
         for start, stop in ((I64(0), j0), (j1, f.word("n_pad"))):
-            with e.loop(start, stop) as over:
-                for buffer in (P, dS):
-                    put_strip(e, [e.const(0.0)] * self.tile.vectors, buffer, e.times(over.index, step))
+            self.clear(e, a, f, index, (start, stop))
         with e.if_then(e.less(j0, j1), likely=True):
-            Q = e.at(f.ptr("Q"), e.times(index, e.times(a.word("DP"), R)))
-            dO = e.at(f.ptr("dO"), e.times(index, e.times(a.word("DVP"), R)))
-            for A, B, width, C in ((Q, "K", "DP", P), (dO, "V", "DVP", dS)):
-                panel = e.times(a.word(width), self.tile.keys)
-                e.call(self.product, [I64(0), a.word(width), A, I64(R), f.ptr(B), panel, C, step, *self.groups(e, j0, j1)])
+            self.multiply(e, a, f, index, (j0, j1))
             if self.kernel.dropout:
                 self.draw(e, f, place, q0, (j0, j1))
             if self.kernel.plain:
@@ -95,11 +89,48 @@ class Backward(KernelModule):
                         self.differentiate(e, a, f, index, (start, stop), test, None)
             else:
                 self.differentiate(e, a, f, index, (j0, j1), visible, Modifier(e, self.kernel, place, q0))
-            dQ = e.at(f.ptr("dQ"), e.times(index, e.times(a.word("DP"), R)))
-            last = e.over(a.word("DP"), self.tile.keys)
-            e.call(self.dq, [j0, j1, dS, step, f.ptr("K_panels"), self.panel(e, a), dQ, I64(R), I64(0), last])
+            self.add_dq(e, a, f, index, (j0, j1))
         e.ret_void()
         return function
+
+    # P and dS: rows of keys, columns of query rows. The products leave scores and dP where P and dS will be.
+
+    def weights(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, ...]:
+        """P and dS of a strip, the distance of their rows."""
+        column = e.times(index, self.tile.rows)
+        return e.at(f.ptr("P"), column), e.at(f.ptr("dS"), column), a.word("PS")
+
+    def clear(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
+        P, dS, step = self.weights(e, a, f, index)
+        with e.loop(*keys) as over:
+            for buffer in (P, dS):
+                put_strip(e, [e.const(0.0)] * self.tile.vectors, buffer, e.times(over.index, step))
+
+    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
+        """Scores and dP of keys [j0, j1)."""
+        R, (P, dS, step) = self.tile.rows, self.weights(e, a, f, index)
+        for A, B, width, C in (("Q", "K", "DP", P), ("dO", "V", "DVP", dS)):
+            rows = e.at(f.ptr(A), e.times(index, e.times(a.word(width), R)))
+            panel = e.times(a.word(width), self.tile.keys)
+            e.call(self.product, [I64(0), a.word(width), rows, I64(R), f.ptr(B), panel, C, step, *self.groups(e, *keys)])
+
+    def add_dq(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
+        R, (_, dS, step) = self.tile.rows, self.weights(e, a, f, index)
+        dQ = e.at(f.ptr("dQ"), e.times(index, e.times(a.word("DP"), R)))
+        last = e.over(a.word("DP"), self.tile.keys)
+        e.call(self.dq, [*keys, dS, step, f.ptr("K_panels"), self.panel(e, a), dQ, I64(R), I64(0), last])
+
+    def look(self, e: Emit, where: tuple[Value, ...], j: Value) -> tuple[list[Value], list[Value]]:
+        """Scores and dP of one key."""
+        P, dS, step = where
+        return strip(e, self.tile, P, e.times(j, step)), strip(e, self.tile, dS, e.times(j, step))
+
+    def keep(self, e: Emit, where: tuple[Value, ...], j: Value, found: list[tuple[list[Value], list[Value]]]) -> None:
+        """P and dS of `pace` keys from j on."""
+        P, dS, step = where
+        ((p, ds),) = found
+        put_strip(e, p, P, e.times(j, step))
+        put_strip(e, ds, dS, e.times(j, step))
 
     def draw(self, e: Emit, f: Slots, place: Place, q0: Value, keys: tuple[Value, Value]) -> None:
         """All ones in kept[j][lane] where dropout spares the weight."""
@@ -113,24 +144,22 @@ class Backward(KernelModule):
     def differentiate(
         self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], visible: Any, modifier: Modifier | None
     ) -> None:
-        """Scores and dP of keys [j0, j1) become P and dS, in place."""
-        tile, kernel, zero = self.tile, self.kernel, e.const(0.0)
-        row = e.times(index, tile.rows)
-        P, dS = e.at(f.ptr("P"), row), e.at(f.ptr("dS"), row)
-        lse = strip(e, tile, f.ptr("lse2"), row)
-        delta = strip(e, tile, f.ptr("delta"), row)
-        with e.loop(*keys) as over:
-            at = e.times(over.index, a.word("PS"))
-            s, seen, tanhs = strip(e, tile, P, at), visible(e, over.index) if visible else None, None
+        """Scores and dP of keys [j0, j1) become P and dS."""
+        row, where = e.times(index, self.tile.rows), self.weights(e, a, f, index)
+        lse, delta = (strip(e, self.tile, f.ptr(name), row) for name in ("lse2", "delta"))
+
+        def one(j: Value) -> tuple[list[Value], list[Value]]:
+            kernel, tile, zero = self.kernel, self.tile, e.const(0.0)
+            s, dp = self.look(e, where, j)
+            seen, tanhs = visible(e, j) if visible else None, None
             if modifier:
-                s, unmasked, tanhs = modifier.apply(s, e.plus(f.word("n0"), over.index))
+                s, unmasked, tanhs = modifier.apply(s, e.plus(f.word("n0"), j))
                 if unmasked and seen:
                     seen = [e.and_(x, y) for x, y in zip(seen, unmasked, strict=True)]
-            p = exp2(e, [e.fsub(x, y) for x, y in zip(s, lse, strict=True)])
-            dp = strip(e, tile, dS, at)
+            p = exp2(e, [e.fsub(x, y) for x, y in zip(s, lse, strict=True)], self.degree)
             kept = p
             if kernel.dropout:
-                words = strip(e, tile, f.ptr("kept"), e.times(over.index, tile.rows), e.real.bits)
+                words = strip(e, tile, f.ptr("kept"), e.times(j, tile.rows), e.real.bits)
                 spared = [e.icmp_signed("!=", w, e.iconst(0)) for w in words]
                 dp = [e.select(ok, x, zero) for ok, x in zip(spared, dp, strict=True)]
                 kept = [e.select(ok, x, zero) for ok, x in zip(spared, p, strict=True)]
@@ -139,13 +168,15 @@ class Backward(KernelModule):
                 kept = [e.select(ok, x, zero) for ok, x in zip(seen, kept, strict=True)]
                 ds = [e.select(ok, x, zero) for ok, x in zip(seen, ds, strict=True)]
             if kernel.dbias:
-                self.add_dbias(e, a, f, index, over.index, ds)
+                self.add_dbias(e, a, f, index, j, ds)
             if tanhs:
                 ds = [e.fmul(x, e.fsub(e.const(1.0), e.fmul(t, t))) for x, t in zip(ds, tanhs, strict=True)]
                 if seen:  # a hidden score may be NaN, and 0 · NaN is not 0
                     ds = [e.select(ok, x, zero) for ok, x in zip(seen, ds, strict=True)]
-            put_strip(e, kept, P, at)
-            put_strip(e, ds, dS, at)
+            return kept, ds
+
+        with e.loop(*keys, self.pace) as over:
+            self.keep(e, where, over.index, [one(e.plus(over.index, n)) for n in range(self.pace)])
 
     def add_dbias(self, e: Emit, a: Slots, f: Slots, index: Value, j: Value, ds: list[Value]) -> None:
         """dBias += dS for the strip's valid rows; the host sees to it that no two tasks share a cell at the same time."""
@@ -164,39 +195,6 @@ class Backward(KernelModule):
 
     # -- dK and dV
 
-    def emit_wait(self) -> Any:
-        """wait(args, frame, block): until every earlier task of this key head has passed the key block."""
-        e, (args, frame, block), function = self.unit.function("wait", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
-        turns = e.at(a.ptr("turns"), e.times(f.word("pair"), e.times(a.word("group"), a.word("blocks"))), I64)
-        pause = e.inttoptr(a.word("pause"), ir.FunctionType(VOID, []).as_pointer())
-        with e.loop(0, f.word("rank")) as earlier:
-            look, again, rest, on = (e.append_basic_block(n) for n in ("look", "again", "rest", "on"))
-            cell, entry = e.at(turns, earlier.index, I64), e.block
-            e.branch(look)
-            e.position_at_end(look)
-            count = e.phi(I64)
-            count.add_incoming(I64(0), entry)
-            progress = e.load_atomic(cell, "acquire", 8, typ=I64)
-            e.cbranch(e.icmp_signed(">", progress, block), on, again)
-            e.position_at_end(again)
-            following = e.plus(count, 1)
-            count.add_incoming(following, again)
-            tired = e.and_(e.less(SPINS, count), e.icmp_signed("!=", a.word("pause"), I64(0)))
-            e.cbranch(tired, rest, look)
-            e.position_at_end(rest)
-            e.call(pause, [])
-            count.add_incoming(I64(0), rest)
-            e.branch(look)
-            e.position_at_end(on)
-        e.ret_void()
-        return function
-
-    def publish(self, e: Emit, a: Slots, f: Slots, progress: Value) -> None:
-        turns = e.times(f.word("pair"), e.times(a.word("group"), a.word("blocks")))
-        cell = e.at(a.ptr("turns"), e.plus(turns, f.word("rank")), I64)
-        e.atomic_rmw("xchg", cell, progress, "release")
-
     def emit_update(self) -> Any:
         """update(args, frame): dV += Pᵀ dO and dK += dSᵀ Q for the keys of the tile, each from the strips that see it."""
         e, (args, frame), function = self.unit.function("update", [PTR, PTR])
@@ -208,7 +206,7 @@ class Backward(KernelModule):
             starts, stops = (e.get(f.ptr(n), over.index, I64) for n in ("from", "to"))
             over.carry([e.most(over.values[0], starts), e.least(over.values[1], stops)])
         whole = e.and_(e.icmp_signed("==", over.values[0], I64(0)), e.icmp_signed("==", over.values[1], n_pad))
-        step = e.select(whole, n_pad, I64(SLICE))
+        step = e.select(whole, n_pad, I64(self.grain))
         with e.loop(0, n_pad, step) as keys:
             ja, jb = keys.index, e.least(e.plus(keys.index, step), n_pad)
             with e.loop(0, f.word("strips"), 1, [f.word("strips"), I64(0)]) as over:
@@ -236,26 +234,41 @@ class Backward(KernelModule):
         where: tuple[Value, Value, Value, Value],
     ) -> None:
         """Rows [ja, jb) of one gradient. Rows padded beyond n1 belong to somebody else: the last register tile takes a detour."""
-        R, J, BM, step = self.tile.rows, self.tile.keys, a.word("BM"), a.word("PS")
+        R, J = self.tile.rows, self.tile.keys
         (ja, jb), (first, last) = keys, strips
         tile, panels, out, width = where
-        row0, count = e.times(first, R), e.times(e.minus(last, first), R)
+        rows = e.times(first, R), e.times(e.minus(last, first), R)
         real = e.minus(f.word("n1"), f.word("n0"))
         whole = e.least(jb, e.round_down(real, J))
         with e.loop(0, width, R) as col:
-            A = e.at(panels, e.plus(e.times(col.index, BM), e.times(row0, R)))
-            B = e.at(tile, row0)
-            to = e.at(out, col.index)
-            e.call(self.grow, [count, A, B, step, to, width, ja, whole])
+            operands, to = (tile, panels, col.index), e.at(out, col.index)
+            self.grow_rows(e, a, operands, rows, (ja, whole), (to, width), ja)
             with e.if_then(e.less(whole, jb), likely=False):
                 tail = f.ptr("tail")
                 with e.loop(0, J * R) as cell:
                     e.put(e.num(0.0), tail, cell.index)
-                e.call(self.grow, [count, A, e.at(B, e.times(whole, step)), step, tail, I64(R), I64(0), I64(J)])
+                self.grow_rows(e, a, operands, rows, (whole, e.plus(whole, J)), (tail, I64(R)), I64(0))
                 with e.loop(0, e.minus(real, whole)) as key:
                     line = e.at(to, e.times(e.plus(whole, key.index), width))
                     old, new = strip(e, self.tile, line), strip(e, self.tile, tail, e.times(key.index, R))
                     put_strip(e, [e.fadd(x, y) for x, y in zip(old, new, strict=True)], line)
+
+    def grow_rows(
+        self,
+        e: Emit,
+        a: Slots,
+        operands: tuple[Value, Value, Value],
+        rows: tuple[Value, Value],
+        keys: tuple[Value, Value],
+        out: tuple[Value, Value],
+        line: Value,
+    ) -> None:
+        """Gradient rows from `line` on += weights of keys [ja, jb) by R columns of `count` query rows from the first on."""
+        (tile, panels, col), (row0, count), (ja, jb), (to, width) = operands, rows, keys, out
+        R, step = self.tile.rows, a.word("PS")
+        A = e.at(panels, e.plus(e.times(col, a.word("BM")), e.times(row0, R)))
+        B = e.at(tile, e.plus(row0, e.times(ja, step)))
+        e.call(self.grow, [count, A, B, step, e.at(to, e.times(line, width)), width, I64(0), e.minus(jb, ja)])
 
     # -- tasks
 
@@ -303,7 +316,15 @@ class Backward(KernelModule):
         e.position_at_end(after)
 
     def start(self, e: Emit, a: Slots, f: Slots) -> None:
-        """Lay out the frame; pack Q and dO as strips and as panels; work out each row's statistics."""
+        """Lay out the frame, work out each row's statistics, pack Q and dO as strips and as panels."""
+        self.lay_out(e, f, self.sizes(e, a))
+        e.call(self.statistics, [a.pointer, f.pointer])
+        self.pack_rows(e, a, f)
+        with e.loop(0, e.times(e.times(f.word("strips"), self.tile.rows), a.word("DP")), e.lanes) as cell:
+            e.vput(e.const(0.0), f.ptr("dQ"), cell.index)
+
+    def sizes(self, e: Emit, a: Slots) -> dict[str, int | Value]:
+        """Elements of the frame's buffers."""
         R, BM, BN, DP, DVP = self.tile.rows, a.word("BM"), a.word("BN"), a.word("DP"), a.word("DVP")
         sizes = {"Q": e.times(BM, DP), "dO": e.times(BM, DVP), "Q_panels": e.times(BM, a.word("DR"))}
         sizes |= {"dO_panels": e.times(BM, a.word("DVR")), "dQ": e.times(BM, DP)}
@@ -311,67 +332,26 @@ class Backward(KernelModule):
         sizes |= {"kept": e.times(BN, R), "W": e.times(BN, R), "lse2": BM, "delta": BM, "factors": BM, "ones": BM}
         sizes |= {"tail": I64(self.tile.keys * R), "K": e.times(BN, DP), "V": e.times(BN, DVP), "K_panels": e.times(BN, DP)}
         # 64-bit words, at most twice as large as an element
-        sizes |= {"from": e.times(BM, 2), "to": e.times(BM, 2)}
-        self.lay_out(e, f, sizes)
-        e.call(self.statistics, [a.pointer, f.pointer])
-        rows = f.word("rows")
+        return sizes | {"from": e.times(BM, 2), "to": e.times(BM, 2)}
+
+    def rows_of(self, e: Emit, a: Slots, f: Slots, name: str) -> list[Value]:
+        """The block's rows of q or do: their address, strides and number."""
+        source = self.source(e, a, f, name, f.word("head"), e.plus(f.word("q_start"), f.word("m0")))
+        return [source, a.word(f"{name}_s"), a.word(f"{name}_d"), f.word("rows")]
+
+    def pack_rows(self, e: Emit, a: Slots, f: Slots) -> None:
+        R, BM = self.tile.rows, a.word("BM")
         all_rows = e.times(f.word("strips"), R)
         for name, buffer, panels, cols, width, factors in (
             ("q", "Q", "Q_panels", "D", "DP", "ones"),
             ("do", "dO", "dO_panels", "Dv", "DVP", "factors"),
         ):
-            source = self.source(e, a, f, name, f.word("head"), e.plus(f.word("q_start"), f.word("m0")))
-            steps = [source, a.word(f"{name}_s"), a.word(f"{name}_d"), rows]
-            e.call(self.pack_strips, [f.ptr(buffer), a.word(width), *steps, a.word(cols), f.ptr(factors)])
+            rows = self.rows_of(e, a, f, name)
+            e.call(self.pack_strips, [f.ptr(buffer), a.word(width), *rows, a.word(cols), f.ptr(factors)])
             if factors == "ones":
                 with e.loop(0, BM) as over:  # from here on Q is the factor of dK
                     e.put(a.num("ds_factor"), f.ptr("ones"), over.index)
-            e.call(self.pack_gradient, [f.ptr(panels), e.times(BM, R), *steps, all_rows, a.word(cols), f.ptr(factors)])
-        with e.loop(0, e.times(all_rows, DP), e.lanes) as cell:
-            e.vput(e.const(0.0), f.ptr("dQ"), cell.index)
-
-    def emit_statistics(self) -> Any:
-        """statistics(args, frame): lse2, delta and the factor of dO for each row of the block; `ones` becomes Q's factor.
-
-        lse·log2(e) = hi + lo: P is computed with hi, and 2**-lo goes into dO and delta, which is the same and costs nothing.
-        Rows beyond the block, and rows that see nothing, get lse2 = +inf, so P = 0.
-        """
-        e, (args, frame), function = self.unit.function("statistics", [PTR, PTR])
-        a, f = self.open(e, args, frame)
-        high, low = LOG2E_PARTS[self.kernel.real]
-        position = e.plus(f.word("q_start"), f.word("m0"))
-        row0 = self.row_offset(e, a, f, f.word("head"), position)
-        out, dout = (self.source(e, a, f, name, f.word("head"), position) for name in ("o", "do"))
-        steps = [dout, a.word("do_s"), a.word("do_d"), out, a.word("o_s"), a.word("o_d")]
-        e.call(self.row_dots, [f.ptr("delta"), *steps, f.word("rows"), a.word("Dv")])
-        with e.loop(0, f.word("rows")) as over:
-            row = over.index
-            lse = e.get(a.ptr("lse"), e.plus(row0, row))
-            dead = e.fcmp_ordered("==", lse, e.num(float("-inf")))
-            hi = e.fmul(lse, e.num(high))
-            lo = e.mad(lse, e.num(low), e.mad(lse, e.num(high), e.fneg(hi)))
-            e.put(e.select(dead, e.num(float("inf")), hi), f.ptr("lse2"), row)
-            slight = e.select(dead, e.num(1.0), e.fsub(e.num(1.0), e.fmul(lo, e.num(1 / LOG2E))))
-            delta = e.get(f.ptr("delta"), row)
-            with e.if_else(e.icmp_signed("!=", a.word("dlse"), I64(0))) as (then, otherwise):
-                with then:
-                    less = e.fsub(delta, e.get(a.ptr("dlse"), e.plus(row0, row)))
-                    then_block = e.block
-                with otherwise:
-                    other_block = e.block
-            joined = e.phi(self.real.type)
-            joined.add_incoming(less, then_block)
-            joined.add_incoming(delta, other_block)
-            e.put(joined, a.ptr("delta"), e.plus(row0, row))
-            e.put(e.fmul(joined, slight), f.ptr("delta"), row)
-            e.put(e.fmul(slight, a.num("grow_factor")), f.ptr("factors"), row)
-        with e.loop(f.word("rows"), a.word("BM")) as over:
-            for name, value in (("lse2", float("inf")), ("delta", 0.0), ("factors", 0.0)):
-                e.put(e.num(value), f.ptr(name), over.index)
-        with e.loop(0, a.word("BM")) as over:
-            e.put(a.num("q_factor"), f.ptr("ones"), over.index)
-        e.ret_void()
-        return function
+            e.call(self.pack_gradient, [f.ptr(panels), e.times(BM, R), *rows, all_rows, a.word(cols), f.ptr(factors)])
 
     def finish(self, e: Emit, a: Slots, f: Slots) -> None:
         """dQ goes out, times the factor of its scores (which `ones` holds by now)."""

@@ -10,9 +10,10 @@ error. A task is one block of query positions of one key head: all query heads o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from tilewise.backends.cpu.elementary import LOG2E, exp2, exp2_integer
+from tilewise.backends.cpu.elementary import LOG2E, exp2
 from tilewise.backends.cpu.ir import I64, PTR, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull, interval
 from tilewise.backends.cpu.micro import by_panels, put_strip, strip
@@ -30,29 +31,34 @@ LONG = 512
 class Forward(Softmax):
     """Emits one module; its methods are the functions of the kernel."""
 
-    frame = (
+    frame: tuple[str, ...] = (
         *(*FRAME, "split", "Q", "O", "m", "l", "P", "top", "alpha", "factors", "K", "V"),
         *("reach", "longest", "sums"),
     )
     tiles = (("K", "k", "lanes"), ("V", "v", "panels"))
     cleaned = ("V",)
+    can_be_calm = True
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.emit_helpers()
         self.unpack_quotient = emit_unpack_strip(self.unit, self.tile, kernel.dtype, divide=True)
-        self.product = by_panels(self.unit, "scores", self.tile, halves=True)
-        self.calm = kernel.plain and self.simple  # where no key is hidden from all, a wild one is somebody's to see
+        self.calm = self.can_be_calm and kernel.plain and self.simple  # what is hidden from all could be wild
+        self.emit_products()
         if self.calm:
-            self.product_long = by_panels(self.unit, "scores_long", self.tile)
             self.weigh_calm = self.emit_weigh_calm()
             self.measure = self.emit_measure()
         self.weigh = self.emit_weigh()
-        self.pv = by_panels(self.unit, "values", self.tile, fold="scale")
         self.strip = self.emit_strip()
         self.finish = self.emit_finish()
         self.merge = self.emit_merge()
         self.emit_worker(self.emit_task())
+
+    def emit_products(self) -> None:
+        self.product = by_panels(self.unit, "scores", self.tile, halves=True)
+        if self.calm:
+            self.product_long = by_panels(self.unit, "scores_long", self.tile)
+        self.pv = by_panels(self.unit, "values", self.tile, fold="scale")
 
     # -- one strip against one key block
 
@@ -65,40 +71,37 @@ class Forward(Softmax):
         j0, j1, solid0, solid1, visible = self.extent(e, a, f, place, q0)
         with e.if_then(e.icmp_signed(">=", j0, j1), likely=False):
             e.ret_void()
-        R, P = self.tile.rows, f.ptr("P")
-        Q = e.at(f.ptr("Q"), e.times(index, e.times(a.word("DP"), R)))
+        R = self.tile.rows
         put_strip(e, [e.const(float("-inf"))] * self.tile.vectors, f.ptr("top"))
         put_strip(e, [e.const(0.0)] * self.tile.vectors, f.ptr("sums"))
-        panel = e.times(a.word("DP"), self.tile.keys)
-        common = [I64(0), a.word("DP"), Q, I64(R), f.ptr("K"), panel, P, I64(R)]
         edges = ((j0, solid0), (solid1, j1))
         if self.kernel.plain:
             for start, stop in edges:
                 with e.if_then(e.less(start, stop), likely=False):
-                    e.call(self.product, [*common, *self.groups(e, start, stop)])
-                    self.mask_pass(e, f, None, start, stop, visible)
+                    self.multiply(e, a, f, index, (start, stop))
+                    self.mask_pass(e, a, f, None, start, stop, visible)
             after = e.append_basic_block("after")
             if self.calm:
                 with e.if_then(self.is_calm(e, f, index), likely=True):
                     self.settle(e, f, index, self.bounds(e, f, index))
                     with e.if_else(self.is_long(e, place, q0)) as (long, otherwise):
-                        for branch, product in ((long, self.product_long), (otherwise, self.product)):
+                        for branch, halves in ((long, False), (otherwise, True)):
                             with branch:
-                                e.call(product, [*common, *self.groups(e, solid0, solid1)])
+                                self.multiply(e, a, f, index, (solid0, solid1), halves=halves)
                     self.lift(e, f, index, edges)
                     e.call(self.weigh_calm, [frame, index, j0, j1])
                     e.branch(after)
-            e.call(self.product, [*common, *self.groups(e, solid0, solid1)])
+            self.multiply(e, a, f, index, (solid0, solid1))
+            look = self.looker(e, a, f)
             with e.loop(solid0, solid1, 1, strip(e, self.tile, f.ptr("top"))) as over:
-                s = strip(e, self.tile, P, e.times(over.index, R))
-                over.carry([e.top(t, x) for t, x in zip(over.values, s, strict=True)])
+                over.carry([e.top(t, x) for t, x in zip(over.values, look(over.index, True), strict=True)])
             self.settle(e, f, index, over.values)
             e.call(self.weigh, [frame, index, j0, j1])
             e.branch(after)
             e.position_at_end(after)
         else:
-            e.call(self.product, [*common, *self.groups(e, j0, j1)])
-            self.mask_pass(e, f, Modifier(e, self.kernel, place, q0), j0, j1, visible)
+            self.multiply(e, a, f, index, (j0, j1))
+            self.mask_pass(e, a, f, Modifier(e, self.kernel, place, q0), j0, j1, visible)
             self.settle(e, f, index, strip(e, self.tile, f.ptr("top")))
             e.call(self.weigh, [frame, index, j0, j1])
         l_ptr, alpha = e.at(f.ptr("l"), e.times(index, R)), strip(e, self.tile, f.ptr("alpha"))
@@ -106,11 +109,29 @@ class Forward(Softmax):
         put_strip(e, [e.mad(x, y, z) for x, y, z in zip(old, alpha, new, strict=True)], l_ptr)
         if self.kernel.dropout:
             self.drop_pass(e, place, q0, f, j0, j1)
-        O = e.at(f.ptr("O"), e.times(index, e.times(a.word("DVP"), R)))
-        last = e.over(a.word("DVP"), self.tile.keys)
-        e.call(self.pv, [j0, j1, P, I64(R), f.ptr("V"), self.panel(e, a), O, I64(R), I64(0), last, f.ptr("alpha")])
+        self.gather_values(e, a, f, index, (j0, j1))
         e.ret_void()
         return function
+
+    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], *, halves: bool = True) -> None:
+        """Scores of keys [j0, j1), each as two sums or as one."""
+        R, DP = self.tile.rows, a.word("DP")
+        Q = e.at(f.ptr("Q"), e.times(index, e.times(DP, R)))
+        operands = [Q, I64(R), f.ptr("K"), e.times(DP, self.tile.keys), f.ptr("P"), I64(R)]
+        e.call(self.product if halves else self.product_long, [I64(0), DP, *operands, *self.groups(e, *keys)])
+
+    def looker(self, e: Emit, a: Slots, f: Slots) -> Callable[[Value, bool], list[Value]]:
+        """`look(j, keep)`: the scores of key j as the product left them, in units of log 2; `keep` if they will be read again."""
+        P, R = f.ptr("P"), self.tile.rows
+        return lambda j, keep: strip(e, self.tile, P, e.times(j, R))
+
+    def gather_values(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
+        """O = O·alpha + P V."""
+        R, DVP = self.tile.rows, a.word("DVP")
+        O = e.at(f.ptr("O"), e.times(index, e.times(DVP, R)))
+        last = e.over(DVP, self.tile.keys)
+        weights = [f.ptr("P"), I64(R), f.ptr("V"), self.panel(e, a)]
+        e.call(self.pv, [*keys, *weights, O, I64(R), I64(0), last, f.ptr("alpha")])
 
     def is_long(self, e: Emit, place: Place, q0: Value) -> Value:
         """Under a mask that grows with the row, do these rows see so many keys that the errors of single scores drown in those of
@@ -119,13 +140,14 @@ class Forward(Softmax):
         grows = e.icmp_signed("!=", place.args.word("descending"), I64(0))
         return e.and_(grows, e.icmp_signed(">=", e.minus(high, low), I64(LONG)))
 
-    def mask_pass(self, e: Emit, f: Slots, modifier: Modifier | None, j0: Value, j1: Value, visible: Any) -> None:
+    def mask_pass(
+        self, e: Emit, a: Slots, f: Slots, modifier: Modifier | None, j0: Value, j1: Value, visible: Any
+    ) -> None:
         """Scores of keys [j0, j1) changed, -inf where hidden; their maximum joins `top`."""
-        P, R, minus_inf = f.ptr("P"), self.tile.rows, e.const(float("-inf"))
+        P, R, minus_inf, look = f.ptr("P"), self.tile.rows, e.const(float("-inf")), self.looker(e, a, f)
         with e.loop(j0, j1, 1, strip(e, self.tile, f.ptr("top"))) as over:
             at = e.times(over.index, R)
-            s = strip(e, self.tile, P, at)
-            seen = visible(e, over.index)
+            s, seen = look(over.index, False), visible(e, over.index)
             if modifier:
                 s, unmasked, _ = modifier.apply(s, e.plus(f.word("n0"), over.index))
                 if unmasked:
@@ -181,8 +203,8 @@ class Forward(Softmax):
         for i in range(tile.vectors):
             total = e.vget(l_ptr, i * e.lanes)
             old = self.known(e, e.vget(m_ptr, i * e.lanes), total)
-            m = e.top(old, e.ceiling(logit))
-            (alpha,), (sink_share,) = exp2_integer(e, [e.fsub(old, m)]), exp2(e, [e.fsub(logit, m)])
+            m = e.top(old, self.level(e, logit))
+            (alpha,), (sink_share,) = self.shrink(e, [e.fsub(old, m)]), exp2(e, [e.fsub(logit, m)])
             e.vput(e.mad(total, alpha, sink_share), l_ptr, i * e.lanes)
             e.vput(m, m_ptr, i * e.lanes)
             factors.append(alpha)
@@ -205,7 +227,7 @@ class Forward(Softmax):
             old = self.known(e, e.vget(m_ptr, i * e.lanes), total)
             other = self.known(e, e.vget(e.at(m_in, row), i * e.lanes), more)
             m = e.top(old, other)
-            mine, his = exp2_integer(e, [e.fsub(old, m), e.fsub(other, m)])
+            mine, his = self.shrink(e, [e.fsub(old, m), e.fsub(other, m)])
             ours.append(mine)
             theirs.append(his)
             e.vput(e.mad(more, his, e.fmul(total, mine)), l_ptr, i * e.lanes)
@@ -260,23 +282,15 @@ class Forward(Softmax):
 
     def start(self, e: Emit, a: Slots, f: Slots, strips: Value) -> None:
         """Lay out the frame, pack Q, set m, l and O to those of no keys."""
-        tile, R = self.tile, self.tile.rows
-        DP, DVP, BN = a.word("DP"), a.word("DVP"), a.word("BN")
-        rows = e.times(a.word("BM"), a.word("group"))
-        sizes = {"Q": e.times(rows, DP), "O": e.times(rows, DVP), "m": rows, "l": rows, "P": e.times(BN, R)}
-        sizes |= {"W": e.times(BN, R), "top": I64(R), "alpha": I64(R), "factors": a.word("BM")}
-        sizes |= {"K": e.times(BN, DP), "V": e.times(BN, DVP), "reach": rows, "longest": I64(1)}
-        sizes |= {"sums": I64(R)}
-        self.lay_out(e, f, sizes)
+        tile, R, DVP = self.tile, self.tile.rows, a.word("DVP")
+        self.lay_out(e, f, self.sizes(e, a))
         with e.loop(0, a.word("BM")) as over:
             e.put(a.num("q_factor"), f.ptr("factors"), over.index)
-        per_head = e.times(f.word("strips"), R)
         with e.loop(0, a.word("group")) as over:
-            head, _ = self.where(e, a, f, e.times(over.index, f.word("strips")))
+            first = e.times(over.index, f.word("strips"))
+            head, _ = self.where(e, a, f, first)
             source = self.source(e, a, f, "q", head, e.plus(f.word("q_start"), f.word("m0")))
-            to = e.at(f.ptr("Q"), e.times(over.index, e.times(per_head, DP)))
-            shape = [a.word("q_s"), a.word("q_d"), f.word("rows"), a.word("D"), f.ptr("factors")]
-            e.call(self.pack_strips, [to, DP, source, *shape])
+            self.pack_queries(e, a, f, first, [source, a.word("q_s"), a.word("q_d"), f.word("rows"), a.word("D")])
         with e.loop(0, strips) as over:
             row = e.times(over.index, R)
             put_strip(e, [e.const(self.real.lowest)] * tile.vectors, f.ptr("m"), row)
@@ -285,6 +299,20 @@ class Forward(Softmax):
                 self.reach(e, a, f, over.index)
         with e.loop(0, e.times(strips, e.times(DVP, R)), e.lanes) as cell:
             e.vput(e.const(0.0), f.ptr("O"), cell.index)
+
+    def sizes(self, e: Emit, a: Slots) -> dict[str, int | Value]:
+        """Elements of the frame's buffers."""
+        R, DP, DVP, BN = self.tile.rows, a.word("DP"), a.word("DVP"), a.word("BN")
+        rows = e.times(a.word("BM"), a.word("group"))
+        sizes = {"Q": e.times(rows, DP), "O": e.times(rows, DVP), "m": rows, "l": rows, "P": e.times(BN, R)}
+        sizes |= {"W": e.times(BN, R), "top": I64(R), "alpha": I64(R), "factors": a.word("BM")}
+        sizes |= {"K": e.times(BN, DP), "V": e.times(BN, DVP), "reach": rows, "longest": I64(1)}
+        return sizes | {"sums": I64(R)}
+
+    def pack_queries(self, e: Emit, a: Slots, f: Slots, first: Value, rows: list[Value]) -> None:
+        """One head's rows, as strips from `first` on."""
+        to = e.at(f.ptr("Q"), e.times(first, e.times(a.word("DP"), self.tile.rows)))
+        e.call(self.pack_strips, [to, a.word("DP"), *rows, f.ptr("factors")])
 
     def block(self, e: Emit, a: Slots, f: Slots, strips: Value) -> None:
         """Every strip against the keys [n0, n1)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewise.backends.cpu import matrix
 from tilewise.backends.cpu.elementary import LN2, log2
 from tilewise.backends.cpu.ir import F32, F64, I1, I8, I32, I64, PTR, REALS, STORAGE, Emit, Unit, Value
 from tilewise.backends.cpu.masking import (
@@ -19,7 +20,7 @@ from tilewise.backends.cpu.masking import (
     within,
 )
 from tilewise.backends.cpu.micro import strip
-from tilewise.backends.cpu.pack import emit_pack_lanes, emit_pack_panels
+from tilewise.backends.cpu.pack import emit_pack_lanes, emit_pack_panels, fetch
 from tilewise.backends.cpu.scores import Modifier
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, argument_names
@@ -38,10 +39,12 @@ class KernelModule:
     """(name, source, layout) of the K and V tiles the kernel multiplies with."""
     cleaned: tuple[str, ...] = ()
     """Those whose hidden rows would be multiplied by zero."""
+    packed: str
+    """The dtype of values in tiles."""
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         self.kernel, self.tile = kernel, kernel.tile
-        self.real = REALS[kernel.real]
+        self.real, self.packed = REALS[kernel.real], kernel.real
         self.unit = Unit(kernel.kind, self.real, self.tile.lanes, arch)
         self.names = argument_names(kernel)
         self.terms = parse_terms(kernel.structure)
@@ -53,10 +56,14 @@ class KernelModule:
         if not self.simple:
             self.alive = emit_alive(self.unit, self.names, kernel.structure)
             self.bits = emit_bits(self.unit, self.names, kernel.structure, self.tile)
-        self.pack_strips = emit_pack_lanes(self.unit, self.tile.rows, kernel.dtype, scaled=True)
-        self.pack_lanes = emit_pack_lanes(self.unit, self.tile.keys, kernel.dtype, scaled=False)
-        self.pack_panels = emit_pack_panels(self.unit, self.tile.keys, kernel.dtype, scaled=False)
+        self.emit_packers()
         self.clean = None if self.simple and not kernel.bias else self.emit_clean()
+
+    def emit_packers(self) -> None:
+        dtype, tile = self.kernel.dtype, self.tile
+        self.pack_strips = emit_pack_lanes(self.unit, tile.rows, dtype, scaled=True)
+        self.pack_lanes = emit_pack_lanes(self.unit, tile.keys, dtype, scaled=False)
+        self.pack_panels = emit_pack_panels(self.unit, tile.keys, dtype, scaled=False)
 
     def open(self, e: Emit, args: Value, frame: Value) -> tuple[Slots, Slots]:
         return Slots(e, args, self.names), Slots(e, frame, self.frame)
@@ -148,7 +155,7 @@ class KernelModule:
                 e.call(self.pack_panels, [f.ptr(name), self.panel(e, a), *steps, padded, cols])
 
     def panel(self, e: Emit, a: Slots) -> Value:
-        """Distance of two panels of a tile: J columns of every key of a block."""
+        """Distance of two panels of a tile, in cells: J columns of every key of a block."""
         return e.times(a.word("BN"), self.tile.keys)
 
     def cell(self, e: Emit, a: Slots, name: str, key: Value, col: Value) -> Value:
@@ -158,7 +165,7 @@ class KernelModule:
         if layout == "lanes":
             group = e.times(e.round_down(key, J), a.word("DP" if source == "k" else "DVP"))
             return e.plus(group, e.times(col, J), e.rest(key, J))
-        return e.plus(e.times(e.over(col, J), self.panel(e, a)), e.times(key, J), e.rest(col, J))
+        return e.plus(e.times(e.over(col, J), e.times(a.word("BN"), J)), e.times(key, J), e.rest(col, J))
 
     def block_alive(self, e: Emit, a: Slots, f: Slots, heads: Value) -> Value:
         """Might any row of the task see a key of [n0, n1)? `heads` query heads from the task's first."""
@@ -186,7 +193,7 @@ class KernelModule:
         for name, tile, cols in tiles:
             with e.loop(0, n_pad, 1, [total]) as key:
                 with e.loop(0, cols, 1, [key.values[0]]) as col:
-                    value = e.get(tile, self.cell(e, a, name, key.index, col.index))
+                    value = fetch(e, tile, self.cell(e, a, name, key.index, col.index), self.packed)
                     col.carry([e.mad(value, e.num(0.0), col.values[0])])
                 key.carry([col.values[0]])
             total = key.values[0]
@@ -199,7 +206,7 @@ class KernelModule:
             with e.if_then(e.not_(over.values[0])):
                 for name, tile, cols in tiles:
                     with e.loop(0, cols) as col:
-                        e.put(e.num(0.0), tile, self.cell(e, a, name, key.index, col.index))
+                        e.put(e.narrow(e.num(0.0), self.packed), tile, self.cell(e, a, name, key.index, col.index))
         e.ret_void()
         return function
 
@@ -268,6 +275,7 @@ class KernelModule:
         a = Slots(e, args, self.names)
         head, body, done = (e.append_basic_block(n) for n in ("next", "take", "over"))
         counter, tasks = a.ptr("counter"), a.word("tasks")
+        matrix.enter(e, self.kernel.matrix)
         e.branch(head)
         e.position_at_end(head)
         number = e.atomic_rmw("add", counter, I64(1), "monotonic")
@@ -276,5 +284,6 @@ class KernelModule:
         e.call(task, [args, buffer, number])
         e.branch(head)
         e.position_at_end(done)
+        matrix.leave(e, self.kernel.matrix)
         e.ret_void()
 

@@ -3,14 +3,16 @@
     lanes    dst[row / W][col][W]     W rows side by side: strips of query rows (W = R), K and V where keys are broadcast (W = J)
     panels   dst[col / W][row][W]     W columns side by side: the gradients' operands (W = R), V and K where dims are (W = J)
 
-Sources have any strides and dtype. A row is read by vectors where its elements are adjacent, one by one elsewhere.
+What is laid out are cells: values in the Real type, or, for matrix tiles, pairs of 16-bit values as they are stored, two columns
+of a row or two rows of a column. Sources have any strides and dtype. A row is read by vectors where its elements are adjacent,
+one by one elsewhere.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tilewise.backends.cpu.ir import I64, PTR, STORAGE, Emit, Unit, Value
+from tilewise.backends.cpu.ir import I16, I32, I64, PTR, STORAGE, Emit, Unit, Value
 from tilewise.backends.cpu.spec import UNROLL, Register
 
 
@@ -33,59 +35,129 @@ def transpose(e: Emit, rows: list[Value]) -> list[Value]:
     ]
 
 
-def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool) -> Any:
+class Values:
+    """A cell is one value in the Real type."""
+
+    name, rows, cols = "values", 1, 1
+    """`rows` and `cols`: how many of the source's make a cell."""
+
+    def __init__(self, e: Emit, dtype: str) -> None:
+        self.e, self.dtype, self.kind = e, dtype, e.real.type
+
+    def zero(self) -> Value:
+        return self.e.num(0.0)
+
+    def near(self, src: Value, row_step: Value, row: Value, col: Value, count: int) -> Value:
+        """Cells [col, col + count) of a row, all whole and their columns adjacent."""
+        return fetch(self.e, src, self.e.plus(self.e.times(row, row_step), col), self.dtype, count)
+
+    def one(self, src: Value, steps: tuple[Value, Value], row: Value, col: Value, end: tuple[Value, Value]) -> Value:
+        """A cell anywhere; `end` is the source's shape, beyond which a pair has zeros."""
+        e = self.e
+        return fetch(e, src, e.plus(e.times(row, steps[0]), e.times(col, steps[1])), self.dtype)
+
+
+class Pairs(Values):
+    """A cell is two 16-bit values, the first in the low half."""
+
+    def __init__(self, e: Emit, dtype: str) -> None:
+        super().__init__(e, dtype)
+        self.kind = I32
+
+    def zero(self) -> Value:
+        return I32(0)
+
+    def one(self, src: Value, steps: tuple[Value, Value], row: Value, col: Value, end: tuple[Value, Value]) -> Value:
+        e = self.e
+        row, col = e.times(row, self.rows), e.times(col, self.cols)
+        other = e.plus(row, self.rows - 1), e.plus(col, self.cols - 1)
+        inside = e.and_(e.less(other[0], end[0]), e.less(other[1], end[1]))
+        first = e.plus(e.times(row, steps[0]), e.times(col, steps[1]))
+        second = e.plus(e.times(other[0], steps[0]), e.times(other[1], steps[1]))
+        low, high = (e.zext(e.get(src, at, I16), I32) for at in (first, e.select(inside, second, first)))
+        return e.or_(low, e.select(inside, e.shl(high, I32(16)), I32(0)))
+
+
+class ColumnPairs(Pairs):
+    """Two columns of a row."""
+
+    name, cols = "column_pairs", 2
+
+    def near(self, src: Value, row_step: Value, row: Value, col: Value, count: int) -> Value:
+        e = self.e
+        return e.bitcast(e.vget(src, e.plus(e.times(row, row_step), e.times(col, 2)), I16, 2 * count), e.vtype(I32, count))
+
+
+class RowPairs(Pairs):
+    """Two rows of a column."""
+
+    name, rows = "row_pairs", 2
+
+    def near(self, src: Value, row_step: Value, row: Value, col: Value, count: int) -> Value:
+        e, kind = self.e, self.e.vtype(I32, count)
+        first = e.plus(e.times(e.times(row, 2), row_step), col)
+        low, high = (e.zext(e.vget(src, at, I16, count), kind) for at in (first, e.plus(first, row_step)))
+        return e.or_(low, e.shl(high, e.iconst(16, I32, count)))
+
+
+def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: type[Values] = Values) -> Any:
     """pack_lanes(dst, dst_cols, src, row_step, col_step, rows, cols[, factors]): dst[row / W][col][W], rows times factors[row].
 
-    Rows up to the next multiple of W and columns in [cols, dst_cols) become zero.
+    Rows up to the next multiple of W and columns in [cols, dst_cols) become zero. W and dst_cols count cells.
     """
     kinds = [PTR, I64, PTR, I64, I64, I64, I64] + [PTR] * scaled
-    e, args, function = unit.function(f"pack_lanes_{width}", kinds, apart=(0,))
-    dst, dst_cols, src, row_step, col_step, rows, cols, *factors = args
+    e, args, function = unit.function(f"pack_lanes_{cells.name}_{width}", kinds, apart=(0,))
+    dst, dst_cols, src, row_step, col_step, *end = args[:7]
+    factors, cell = args[7:], cells(e, dtype)
     near = e.icmp_signed("==", col_step, I64(1))
-    fast_cols = e.round_down(cols, UNROLL)
+    rows, cols = (e.over(e.plus(n, per - 1), per) for n, per in zip(end, (cell.rows, cell.cols), strict=True))
+    whole_rows, whole_cols = (e.over(n, per) for n, per in zip(end, (cell.rows, cell.cols), strict=True))
+    fast_cols = e.round_down(whole_cols, UNROLL)
 
     def weigh(value: Value, factor: Value | None) -> Value:
         return value if factor is None else e.fmul(value, factor)
 
     def one(out: Value, row: Value, lane: Value, col: Value) -> None:
-        value = fetch(e, src, e.plus(e.times(row, row_step), e.times(col, col_step)), dtype)
+        value = cell.one(src, (row_step, col_step), row, col, (end[0], end[1]))
         e.put(weigh(value, e.get(factors[0], row) if scaled else None), out, e.plus(e.times(col, width), lane))
 
     with e.loop(0, rows, width) as group:
-        out = e.at(dst, e.times(group.index, dst_cols))
+        out = e.at(dst, e.times(group.index, dst_cols), cell.kind)
         inside = e.least(width, e.minus(rows, group.index))
-        fast_rows = e.select(near, e.round_down(inside, UNROLL), I64(0))
+        whole = e.least(width, e.minus(whole_rows, group.index))
+        fast_rows = e.select(near, e.round_down(whole, UNROLL), I64(0))
         with e.loop(0, fast_rows, UNROLL) as lane:
             row = e.plus(group.index, lane.index)
-            starts = [e.times(e.plus(row, r), row_step) for r in range(UNROLL)]
             factor = e.vget(factors[0], row, lanes=UNROLL) if scaled else None
             with e.loop(0, fast_cols, UNROLL) as col:
-                block = [fetch(e, src, e.plus(s, col.index), dtype, UNROLL) for s in starts]
-                for c, cells in enumerate(transpose(e, block)):
-                    e.vput(weigh(cells, factor), out, e.plus(e.times(e.plus(col.index, c), width), lane.index))
+                block = [cell.near(src, row_step, e.plus(row, r), col.index, UNROLL) for r in range(UNROLL)]
+                for c, column in enumerate(transpose(e, block)):
+                    e.vput(weigh(column, factor), out, e.plus(e.times(e.plus(col.index, c), width), lane.index))
             with e.loop(fast_cols, cols) as col:
                 for r in range(UNROLL):
                     one(out, e.plus(row, r), e.plus(lane.index, r), col.index)
         with e.loop(fast_rows, inside) as lane, e.loop(0, cols) as col:
             one(out, e.plus(group.index, lane.index), lane.index, col.index)
         with e.loop(inside, width) as lane, e.loop(0, cols) as col:
-            e.put(e.num(0.0), out, e.plus(e.times(col.index, width), lane.index))
-        with e.loop(e.times(cols, width), e.times(dst_cols, width)) as cell:
-            e.put(e.num(0.0), out, cell.index)
+            e.put(cell.zero(), out, e.plus(e.times(col.index, width), lane.index))
+        with e.loop(e.times(cols, width), e.times(dst_cols, width)) as place:
+            e.put(cell.zero(), out, place.index)
     e.ret_void()
     return function
 
 
-def emit_pack_panels(unit: Unit, width: int, dtype: str, *, scaled: bool) -> Any:
+def emit_pack_panels(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: type[Values] = Values) -> Any:
     """pack_panels(dst, step, src, row_step, col_step, rows, all_rows, cols[, factors]): dst[col / W][row][W], times factors[row].
 
-    Panels lie `step` elements apart. Rows in [rows, all_rows) and columns up to the next multiple of W become zero.
+    Panels lie `step` cells apart. Rows in [rows, all_rows) and columns up to the next multiple of W cells become zero.
     """
     kinds = [PTR, I64, PTR, I64, I64, I64, I64, I64] + [PTR] * scaled
-    e, args, function = unit.function(f"pack_panels_{width}", kinds, apart=(0,))
-    dst, step, src, row_step, col_step, rows, all_rows, cols, *factors = args
-    near = e.icmp_signed("==", col_step, I64(1))
+    e, args, function = unit.function(f"pack_panels_{cells.name}_{width}", kinds, apart=(0,))
+    dst, step, src, row_step, col_step, end_row, all_rows, end_col, *factors = args
+    near, cell = e.icmp_signed("==", col_step, I64(1)), cells(e, dtype)
     lanes = min(width, e.lanes)
+    rows, cols = (e.over(e.plus(n, per - 1), per) for n, per in ((end_row, cell.rows), (end_col, cell.cols)))
+    whole_rows, all_rows = e.over(end_row, cell.rows), e.over(all_rows, cell.rows)
 
     def weigh(value: Value, row: Value, lanes: int) -> Value:
         if not scaled:
@@ -94,24 +166,23 @@ def emit_pack_panels(unit: Unit, width: int, dtype: str, *, scaled: bool) -> Any
         return e.fmul(value, e.splat(factor, lanes) if lanes else factor)
 
     with e.loop(0, cols, width) as panel:
-        to = e.at(dst, e.times(e.over(panel.index, width), step))
+        to = e.at(dst, e.times(e.over(panel.index, width), step), cell.kind)
         inside = e.least(width, e.minus(cols, panel.index))
-        full = e.and_(near, e.icmp_signed("==", inside, I64(width)))
-        quick = e.select(full, rows, I64(0))
+        full = e.icmp_signed("<=", e.times(e.plus(panel.index, width), cell.cols), end_col)
+        quick = e.select(e.and_(near, full), whole_rows, I64(0))
         with e.loop(0, quick) as row:
-            start = e.plus(e.times(row.index, row_step), panel.index)
             for at in range(0, width, lanes):
-                value = weigh(fetch(e, src, e.plus(start, at), dtype, lanes), row.index, lanes)
+                value = weigh(cell.near(src, row_step, row.index, e.plus(panel.index, at), lanes), row.index, lanes)
                 e.vput(value, to, e.plus(e.times(row.index, width), at))
         with e.loop(quick, rows) as row:
-            out = e.at(to, e.times(row.index, width))
+            out = e.at(to, e.times(row.index, width), cell.kind)
             with e.loop(0, inside) as col:
-                offset = e.plus(e.times(row.index, row_step), e.times(e.plus(panel.index, col.index), col_step))
-                e.put(weigh(fetch(e, src, offset, dtype), row.index, 0), out, col.index)
+                value = cell.one(src, (row_step, col_step), row.index, e.plus(panel.index, col.index), (end_row, end_col))
+                e.put(weigh(value, row.index, 0), out, col.index)
             with e.loop(inside, width) as col:
-                e.put(e.num(0.0), out, col.index)
-        with e.loop(e.times(rows, width), e.times(all_rows, width)) as cell:
-            e.put(e.num(0.0), to, cell.index)
+                e.put(cell.zero(), out, col.index)
+        with e.loop(e.times(rows, width), e.times(all_rows, width)) as place:
+            e.put(cell.zero(), to, place.index)
     e.ret_void()
     return function
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+from tilewise.backends.cpu import amx
 from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, Register
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import UNBOUNDED
@@ -18,6 +19,8 @@ GROUP_ROWS = 512
 """Rows of all heads of a group in one task: beyond it Q and O no longer fit beside K and V in L2."""
 
 
+MATRIX_KINDS = ("forward", "backward")
+"""Kernels that are made for matrix tiles too."""
 STREAM_KEYS = 256
 """Keys whose sums are complete before they join those of the others, when one row is decoded."""
 BACKWARD_TALL = 256
@@ -68,8 +71,21 @@ def decode_register(problem: Problem) -> Register | None:
     return Register(lanes, 4 if rows == 4 else 8, rows)
 
 
+def matrix_unit(problem: Problem, kind: str) -> str:
+    """The unit whose tiles a kernel multiplies with; "" for vectors."""
+    return "amx" if kind in MATRIX_KINDS and problem.dtype == "bfloat16" and amx.obstacle() is None else ""
+
+
+def matrix_register(problem: Problem) -> Register:
+    """Two by two tiles: 32 rows, 32 keys."""
+    lanes = register_for(problem).lanes
+    return Register(lanes, 32 // lanes, 32)
+
+
 def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = False) -> Kernel:
+    matrix = matrix_unit(problem, kind)
     tile = decode_register(problem) if kind == "decode" else register_for(problem, kind)
+    tile = matrix_register(problem) if matrix else tile
     assert tile is not None
     return Kernel(
         kind=kind,
@@ -82,6 +98,7 @@ def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = 
         dropout=problem.dropout_p > 0,
         varlen=problem.varlen,
         dbias=dbias,
+        matrix=matrix,
     )
 
 
@@ -141,6 +158,10 @@ def backward_tiles(problem: Problem, tile: Register, longest: int, threads: int)
 def forward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
     """Bytes of a thread's buffer; the kernel lays it out in the same order."""
     R, rows, keys = kernel.tile.rows, tiles.rows * words["group"], tiles.keys
+    if kernel.matrix:
+        halves = [rows * words["DP"], keys * words["DP"], keys * words["DVP"], keys * R]
+        sizes = [rows * words["DVP"], rows, rows, keys * R, keys * R, R, R, tiles.rows, R]
+        return _bytes(kernel, [*(n // 2 for n in halves), *sizes])
     sizes = [rows * words["DP"], rows * words["DVP"], rows, rows, keys * R, keys * R, R, R, tiles.rows]
     sizes += [rows, 1, R]
     return _bytes(kernel, [*sizes, keys * words["DP"], keys * words["DVP"]])
@@ -154,6 +175,11 @@ def decode_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
 
 def backward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
     R, rows, keys = kernel.tile.rows, tiles.rows, tiles.keys
+    if kernel.matrix:
+        halves = [rows * words[n] for n in ("DP", "DVP", "DR", "DVR")] + [keys * words["PS"]] * 2
+        halves += [keys * words[n] for n in ("DP", "DVP", "DP")]
+        sizes = [rows * words["DP"], *[keys * R] * 5, rows, rows, rows, rows, kernel.tile.keys * R, 2 * rows, 2 * rows]
+        return _bytes(kernel, [*(n // 2 for n in halves), *sizes])
     sizes = [rows * words[n] for n in ("DP", "DVP", "DR", "DVR", "DP")]
     sizes += [keys * words["PS"], keys * words["PS"], keys * R, keys * R, rows, rows, rows, rows, kernel.tile.keys * R]
     return _bytes(kernel, [*sizes, *(keys * words[n] for n in ("DP", "DVP", "DP")), 2 * rows, 2 * rows])
@@ -193,7 +219,7 @@ def words_for(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
         "DR": round_up(problem.head_dim, R),
         "DVR": round_up(problem.head_dim_v, R),
         # rows of P and dS lie a cache line more apart than they are long: a power of two would put a column into few sets of L1
-        "PS": tiles.rows + ALIGN,
+        "PS": tiles.rows + (2 * ALIGN if kernel.matrix else ALIGN),
     }
     words |= {f"mask_i{n}": value for n, value in enumerate(problem.program.ints)}
     return words

@@ -7,6 +7,7 @@ is small, and for most inputs it is, m is the bound and nothing can overflow or 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tilewise.backends.cpu.elementary import exp2, exp2_integer, exp2_near
@@ -25,18 +26,28 @@ size is a normal number."""
 class Softmax(KernelModule):
     """The frame holds m, l and the bounds for every row, P, `sums` (Σ P of a block), `top` and alpha for one strip."""
 
+    pace = 1  # keys weighed together
+
+    def level(self, e: Emit, top: Value) -> Value:
+        """The m of scores up to `top`: the next integer, so that rescaling is exact."""
+        return e.ceiling(top)
+
+    def shrink(self, e: Emit, xs: list[Value]) -> list[Value]:
+        """2**x for a difference of two m."""
+        return exp2_integer(e, xs)
+
     def known(self, e: Emit, m: Value, total: Value) -> Value:
         """m, where something was weighed with it: a bound is taken for whole strips, whether or not a row sees a key."""
         none = e.fcmp_ordered("==", total, e.const(0.0))
         return e.select(none, e.const(self.real.lowest), m)
 
     def settle(self, e: Emit, f: Slots, index: Value, tops: list[Value]) -> None:
-        """m moves on to the next integer above the scores; alpha is left for l and O."""
+        """m moves on to the scores' level; alpha is left for l and O."""
         row = e.times(index, self.tile.rows)
         m_ptr, totals = e.at(f.ptr("m"), row), strip(e, self.tile, f.ptr("l"), row)
         old = [self.known(e, m, total) for m, total in zip(strip(e, self.tile, m_ptr), totals, strict=True)]
-        m = [e.top(x, e.ceiling(y)) for x, y in zip(old, tops, strict=True)]
-        alpha = exp2_integer(e, [e.fsub(before, now) for before, now in zip(old, m, strict=True)])
+        m = [e.top(x, self.level(e, y)) for x, y in zip(old, tops, strict=True)]
+        alpha = self.shrink(e, [e.fsub(before, now) for before, now in zip(old, m, strict=True)])
         put_strip(e, m, m_ptr)
         put_strip(e, alpha, f.ptr("alpha"))
 
@@ -45,16 +56,24 @@ class Softmax(KernelModule):
         e, (frame, index, j0, j1), function = self.unit.function("weigh", [PTR, I64, I64, I64])
         f = Slots(e, frame, self.frame)
         m = strip(e, self.tile, f.ptr("m"), e.times(index, self.tile.rows))
-        P = f.ptr("P")
-        with e.loop(j0, j1, 1, strip(e, self.tile, f.ptr("sums"))) as over:
-            at = e.times(over.index, self.tile.rows)
-            s = strip(e, self.tile, P, at)
-            p = exp2(e, [e.fsub(x, y) for x, y in zip(s, m, strict=True)], self.real.degree - 1)
-            put_strip(e, p, P, at)
-            over.carry([e.fadd(t, x) for t, x in zip(over.values, p, strict=True)])
+        P, put = f.ptr("P"), self.putter(e, f)
+        with e.loop(j0, j1, self.pace, strip(e, self.tile, f.ptr("sums"))) as over:
+            weights, totals = [], over.values
+            for n in range(self.pace):
+                s = strip(e, self.tile, P, e.times(e.plus(over.index, n), self.tile.rows))
+                p = exp2(e, [e.fsub(x, y) for x, y in zip(s, m, strict=True)], self.real.degree - 1)
+                totals = [e.fadd(t, x) for t, x in zip(totals, p, strict=True)]
+                weights.append(p)
+            put(over.index, weights)
+            over.carry(totals)
         put_strip(e, over.values, f.ptr("sums"))
         e.ret_void()
         return function
+
+    def putter(self, e: Emit, f: Slots) -> Callable[[Value, list[list[Value]]], None]:
+        """`put(j, weights)`: the weights of `pace` keys from j on go to where the product with V wants them."""
+        P, R = f.ptr("P"), self.tile.rows
+        return lambda j, weights: put_strip(e, weights[0], P, e.times(j, R))
 
     def lift(self, e: Emit, f: Slots, index: Value, edges: tuple[tuple[Value, Value], ...]) -> None:
         """What is hidden at the edges is put where 2**(s - m) ends, and weighs exactly nothing."""
