@@ -98,6 +98,7 @@ def compiled(case: Case) -> tuple[Any, Any]:
 def faults(facts: Any, config: Any, may_spill: bool = False) -> list[str]:
     """What is not as it should be; `may_spill`: registers are too few."""
     from tools.sassflow import unwritten
+    from tools.sassorigin import lost_addresses
 
     from tilewise.backends.hopper.launch import newer_registers
 
@@ -107,10 +108,11 @@ def faults(facts: Any, config: Any, may_spill: bool = False) -> list[str]:
         allowed = max(allowed, ALLOWED_STACK_WIDEST)
     least = config.WARPGROUPS * (1 + (config.BAND and config.PINGPONG) + config.LEFT)
     held = (config.BLOCK_N + config.Q_HELD) // 16  # products take 16 columns of their left operand
-    unknown = unwritten(facts.code)
+    unknown, lost = unwritten(facts.code), lost_addresses(facts.code)
     found = {
         f"ptxas: {facts.complaints}": facts.complaints,
         f"registers are read that some path leaves unwritten: {unknown[:3]}": unknown,
+        f"addresses of products are lost: {lost[:3]}": lost,
         f"{len(loops)} loops multiply, expected {least}": len(loops) != least,
         "a loop uses local memory": not may_spill and any(loop.count("LDL", "STL") for loop in loops),
         f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > allowed,

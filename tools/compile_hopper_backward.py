@@ -99,12 +99,15 @@ def faults(name: str, facts: Any, config: Any, may_spill: bool = False) -> list[
     if name in AROUND:
         narrow = not facts.count("LDG.E.128")
         return ["rows are not read 16 bytes at a time"] if narrow else []
-    loops = facts.loops
+    from tools.sassorigin import lost_addresses
+
+    loops, lost = facts.loops, lost_addresses(facts.code)
     reduces = getattr(config, "REDUCE", False)
     products, waits = (sum(loop.count(what) for loop in loops) for what in ("HGMMA", "WARPGROUP.DEPBAR"))
     saved = sum(loop.count("LDL", "STL") for loop in loops)
     found = {
         f"ptxas: {facts.complaints}": facts.complaints,
+        f"addresses of products are lost: {lost[:3]}": lost,
         f"{len(loops)} loops multiply, expected one for each warpgroup": len(loops) != 2,
         f"{saved} accesses to local memory in loops": not may_spill and saved > ALLOWED_SAVES,
         f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > ALLOWED_STACK,

@@ -5,8 +5,8 @@
     python tools/compile_matrix.py --only forward --target sm_90
 
 Each row is one kernel for one target: registers and spilled bytes a thread (NVIDIA), shared memory, and the time it took.
-A kernel that fails to compile, does not fit the target, or spills where `must_not_spill`, fails the run (the latter with the
-environment's triton only).
+A kernel that fails to compile, does not fit the target, multiplies with memory that is none of its tiles (`sassorigin.py`), or
+spills where `must_not_spill`, fails the run (the latter with the environment's triton only).
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Result(NamedTuple):
     seconds: float
     tile: str
     fits: bool  # a kernel that does not fit compiles to a trap, or is refused at its launch
+    lost: list[str]  # products that multiply with the wrong memory
 
 
 CASES = (
@@ -173,20 +174,22 @@ def compile_case(case: Case, target: str, kernels: tuple[str, ...] | None = None
         start = time.perf_counter()
         config, options = launch.config, launch.options
         compiled = compile_for(GPUTarget(*TARGETS[target]), launch.kernel, signature(launch.args), config, options)
-        registers, spilled = resources(compiled)
+        registers, spilled, lost = resources(compiled, target)
         seconds = time.perf_counter() - start
         text = f"{config.BLOCK_M}x{config.BLOCK_N} w{options.num_warps} s{options.num_stages}"
         used = compiled.metadata.shared
         fits = used <= spec.sram_per_block and getattr(compiled.metadata, "tmem_size", 0) <= TENSOR_COLUMNS
-        yield Result(case.name, name, target, registers, spilled, used, seconds, text, fits)
+        yield Result(case.name, name, target, registers, spilled, used, seconds, text, fits, lost)
 
 
-def resources(compiled: Any) -> tuple[int, int]:
-    """Registers and spilled bytes a thread, as the assembler's own tool reports them; zeros for AMD."""
+def resources(compiled: Any, target: str) -> tuple[int, int, list[str]]:
+    """Registers and spilled bytes a thread, as the assembler's own tool reports them, and lost addresses; nothing for AMD."""
     if "cubin" not in compiled.asm:
-        return 0, 0
+        return 0, 0, []
     import tempfile
 
+    from tools.sass import instructions
+    from tools.sassorigin import lost_addresses
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -194,13 +197,14 @@ def resources(compiled: Any) -> tuple[int, int]:
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        lost = lost_addresses(instructions(Path(file.name))) if target == "sm_90" else []
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    return (int(found[1]), int(found[2]), lost) if found else (0, 0, lost)
 
 
 def compile_job(job: tuple[str, str, bool]) -> tuple[list[str], int]:
     """In a worker process: the lines to print for one case and target, and how many of them are failures."""
-    sys.path.insert(0, str(ROOT / "tools"))
+    sys.path[:0] = [str(ROOT / "tools"), str(ROOT)]
     import triton
 
     name, target, strict = job
@@ -210,10 +214,11 @@ def compile_job(job: tuple[str, str, bool]) -> tuple[list[str], int]:
     try:
         for r in compile_case(case, target):
             spills = strict and case.must_not_spill and target == "sm_90" and r.spilled > 0
-            failures += spills or not r.fits
+            failures += spills or not r.fits or bool(r.lost)
             lines.append(
                 f"{head} {r.kernel:8} {r.tile:15} {r.registers:4} regs {r.spilled:5} B spilled {r.shared:7} B shared"
                 f" {r.seconds:6.1f} s{'  SPILLS' * spills}{'  DOES NOT FIT' * (not r.fits)}"
+                f"{'  LOST ADDRESSES ' + str(r.lost[:2]) if r.lost else ''}"
             )
     except Exception as error:
         while error.__cause__ is not None:  # the innermost one names the line
@@ -253,7 +258,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes that compile")
     parser.add_argument("--only", nargs="*", help="words that a case's name or kernels must match")
     options = parser.parse_args()
-    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools")]
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tools"), str(ROOT)]
     if not options.triton:
         return run_here(options)
     from other_triton import run_under

@@ -152,7 +152,7 @@ def compile_one(job: Job) -> str:
             config, settings = launch.config, launch.options
             compiled = compile_for(GPUTarget("cuda", 90, 32), launch.kernel, signature(launch.args), config, settings)
             _launcher(compiled)
-            spilled = resources(compiled)[1]
+            spilled = resources(compiled, "")[1]
             if spilled:
                 tile = f"{config.BLOCK_M},{config.BLOCK_N},{settings.num_warps},{settings.num_stages}"
                 said.append(f"d {options['d']} {problem.dtype} {name} {tile} spills {spilled} B")

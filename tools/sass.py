@@ -69,7 +69,9 @@ class Facts(NamedTuple):
         bodies = {span: Loop(self.code[span[0] : span[1] + 1]) for span in spans}
         # the retries of barrier waits stand behind the kernel's end and jump back into it: no loops
         multiplying = [span for span, loop in bodies.items() if loop.count("HGMMA") and not loop.count("EXIT")]
-        return [bodies[s] for s in multiplying if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in multiplying)]
+        return [
+            bodies[s] for s in multiplying if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in multiplying)
+        ]
 
 
 def facts(compiled: Any) -> Facts:
@@ -79,15 +81,19 @@ def facts(compiled: Any) -> Facts:
         cubin.write_bytes(compiled.asm["cubin"])
         ptx.write_text(compiled.asm["ptx"])
         usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
-        code = _run(knobs.nvidia.cuobjdump.path, "-sass", cubin)
+        code = instructions(cubin)
         log = _run(get_ptxas(90).path, "--gpu-name=sm_90a", ptx, "-o", Path(folder) / "again.cubin")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?) ;", code)
-    instructions = [Instruction(int(address, 16), text) for address, text in lines]
     complaints = [line for line in log.splitlines() if COMPLAINT.search(line)]
     barriers = barrier_addresses(compiled.asm["ptx"])
-    return Facts(int(found[1]), int(found[2]), compiled.metadata.shared, instructions, complaints, barriers)
+    return Facts(int(found[1]), int(found[2]), compiled.metadata.shared, code, complaints, barriers)
+
+
+def instructions(cubin: Path) -> list[Instruction]:
+    """The machine code in a file."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?) ;", _run(knobs.nvidia.cuobjdump.path, "-sass", cubin))
+    return [Instruction(int(address, 16), text) for address, text in lines]
 
 
 def barrier_addresses(ptx: str) -> list[int]:

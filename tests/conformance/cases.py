@@ -207,6 +207,8 @@ CASES: list[Case] = [
     Case("head-dim-256", batch=1, heads=1, seqlen=34, head_dim=256),
     Case("head-dim-512", batch=1, heads=1, seqlen=20, head_dim=512),
     Case("value-dim-smaller", head_dim=24, head_dim_v=10, mask=MASKS["causal"]),
+    Case("value-dim-tiny", head_dim=64, head_dim_v=10, mask=MASKS["causal"]),
+    Case("value-dim-smaller-bf16", head_dim=24, head_dim_v=12, mask=MASKS["causal"], dtype=torch.bfloat16),
     Case("value-dim-larger", head_dim=16, head_dim_v=40),
     Case("gqa", heads=6, kv_heads=2, mask=MASKS["causal"]),
     Case("mqa", heads=4, kv_heads=1, mask=MASKS["blocks-heads"]),

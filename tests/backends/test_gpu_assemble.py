@@ -1,0 +1,74 @@
+"""Kernels for sm_90 are not assembled by ptxas 12.8 where Triton brings a newer one."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+
+from tilewise.backends.gpu import assemble
+from tilewise.backends.gpu.assemble import MARK, sound_assembler
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Of the two assemblers that Triton brings, to be set; no driver."""
+    found = {"ptxas": "12.8", "ptxas-blackwell": "12.9"}
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    monkeypatch.setattr(assemble, "driver_version", lambda: None)
+    monkeypatch.setattr(
+        assemble, "_version", lambda tool: tuple(map(int, found[os.path.basename(tool.path)].split(".")))
+    )
+    return found
+
+
+def used(target: GPUTarget = HOPPER) -> tuple[str, dict[str, str]]:
+    with sound_assembler(target) as options:
+        return os.path.basename(knobs.nvidia.ptxas.path), options
+
+
+def test_the_newer_one_takes_the_place_of_12_8(versions: dict[str, str]) -> None:
+    before = knobs.nvidia.ptxas.path
+    assert used() == ("ptxas-blackwell", {"ptx_options": MARK})
+    assert knobs.nvidia.ptxas.path == before
+    assert "TRITON_PTXAS_PATH" not in os.environ
+
+
+@pytest.mark.parametrize(("own", "newer"), [("12.9", "13.1"), ("12.8", "12.8"), ("13.0", "12.9")])
+def test_a_right_one_stays_and_an_old_one_is_not_taken(versions: dict[str, str], own: str, newer: str) -> None:
+    versions |= {"ptxas": own, "ptxas-blackwell": newer}
+    assert used() == ("ptxas", {})
+
+
+@pytest.mark.parametrize(
+    "target", [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 100, 32), GPUTarget("hip", "gfx942", 64)]
+)
+def test_other_gpus_have_no_such_products(versions: dict[str, str], target: GPUTarget) -> None:
+    assert used(target) == ("ptxas", {})
+
+
+def test_the_users_own_choice_stays(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_PTXAS_PATH", knobs.nvidia.ptxas.path)
+    assert used() == ("ptxas", {})
+
+
+def test_an_old_driver_is_told_of(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    versions["ptxas-blackwell"] = "13.1"
+    monkeypatch.setattr(assemble, "driver_version", lambda: (12, 8))
+    with pytest.warns(UserWarning, match="Update the driver"):
+        assert used() == ("ptxas", {})
+    monkeypatch.setattr(assemble, "driver_version", lambda: (13, 0))
+    assert used()[0] == "ptxas-blackwell"
+
+
+def test_a_triton_without_a_second_assembler(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "nvidia", SimpleNamespace(ptxas=knobs.nvidia.ptxas))
+    assert used() == ("ptxas", {})
