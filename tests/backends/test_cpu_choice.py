@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import tilewise as tw
 from tilewise import dispatch
 from tilewise.backends import aten
 from tilewise.backends.base import Inputs
+from tilewise.backends.cpu import amx
 from tilewise.backends.cpu import backend as cpu
 from tilewise.problem import Problem
 
@@ -40,16 +42,35 @@ def test_fp32_goes_to_the_cpu_backend(structure: str) -> None:
 
 
 def test_half_precision_goes_where_products_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured, not assumed: on a machine with matrix units torch's kernel wins, on one without it does not."""
+    """Measured, not assumed: where torch can use matrix units and the cpu backend cannot, torch's kernel wins."""
     pytest.importorskip("llvmlite")
     problem = Problem.of(heads=2, head_dim=64, seqlen=512, dtype="bfloat16", needs_lse=False)
     monkeypatch.setattr(aten, "_half_obstacle", lambda dtype: None)
+    monkeypatch.setattr(amx, "obstacle", lambda: "refused")
     monkeypatch.setattr(aten, "half_gain", lambda dtype: 6.0)
     assert dispatch.select(problem).backend.name == "aten"
     monkeypatch.setattr(aten, "half_gain", lambda dtype: 0.4)
     selection = dispatch.select(problem)
     assert selection.backend.name == "cpu"
     assert "0.40 times" in selection.verdicts["aten"].reasons[0]
+
+
+def test_tiles_of_our_own_come_before_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llvmlite")
+    problem = Problem.of(heads=2, head_dim=64, seqlen=512, dtype="bfloat16", needs_lse=False)
+    monkeypatch.setattr(aten, "_half_obstacle", lambda dtype: None)
+    monkeypatch.setattr(aten, "half_gain", lambda dtype: 6.0)
+    monkeypatch.setattr(amx, "obstacle", lambda: None)
+    selection = dispatch.select(problem)
+    assert selection.backend.name == "cpu"
+    assert "AMX" in selection.verdicts["aten"].reasons[0]
+    monkeypatch.setattr(cpu, "find_spec", lambda name: None)  # without llvmlite there are no kernels to use them
+    cpu._obstacle.cache_clear()
+    try:
+        assert dispatch.select(problem).backend.name == "aten"
+    finally:
+        cpu._obstacle.cache_clear()
+    assert dispatch.select(replace(problem, dtype="float16")).backend.name == "aten", "tiles are bf16's"
 
 
 @pytest.mark.parametrize(
