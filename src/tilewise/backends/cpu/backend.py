@@ -233,7 +233,7 @@ def _plan(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> P
 def _make_plan(problem: Problem, key: tuple[str, int, str, bool, int]) -> Plan:
     kind, threads, bias, dbias, longest = key
     kernel = plan.kernel_for(problem, kind, bias, dbias)
-    make_tiles, frame = _KINDS[kind]
+    make_tiles, frame = (_MATRIX if kernel.matrix else _VECTORS)[kind]
     tiles = make_tiles(problem, kernel.tile, longest, threads)
     if dbias and not _own_cells(problem):
         tiles = tiles._replace(threads=1)
@@ -269,10 +269,14 @@ def _lse_like(problem: Problem) -> Tensor:
     return torch.empty(1, dtype=dtype).expand(batch, problem.heads, problem.seqlen_q)
 
 
-_KINDS = {
+_VECTORS = {
     "forward": (plan.forward_tiles, plan.forward_frame),
     "decode": (plan.decode_tiles, plan.decode_frame),
     "backward": (plan.backward_tiles, plan.backward_frame),
+}
+_MATRIX = {
+    "forward": (plan.matrix_forward_tiles, plan.matrix_forward_frame),
+    "backward": (plan.matrix_backward_tiles, plan.matrix_backward_frame),
 }
 
 

@@ -21,6 +21,11 @@ GROUP_ROWS = 512
 
 MATRIX_KINDS = ("forward", "backward")
 """Kernels that are made for matrix tiles too."""
+MATRIX_KEYS = {"forward": 256, "backward": 128}
+"""Keys of a block there: products are so short that what is done once a block counts."""
+MATRIX_TALL = 512
+MATRIX_ROOM = 1 << 20
+"""Rows of a block in the backward, if that many fit into a thread's mebibyte."""
 STREAM_KEYS = 256
 """Keys whose sums are complete before they join those of the others, when one row is decoded."""
 BACKWARD_TALL = 256
@@ -155,13 +160,32 @@ def backward_tiles(problem: Problem, tile: Register, longest: int, threads: int)
     return Tiles(rows, keys, blocks, 1, tasks, min(threads, tasks))
 
 
+def matrix_forward_tiles(problem: Problem, tile: Register, longest: int, threads: int) -> Tiles:
+    tiles = forward_tiles(problem, tile, longest, threads)
+    return tiles._replace(keys=round_up(min(MATRIX_KEYS["forward"], problem.seqlen_k), tile.keys))
+
+
+def matrix_backward_tiles(problem: Problem, tile: Register, longest: int, threads: int) -> Tiles:
+    """Every block of rows packs all of K and V and adds to all of dK and dV: it is as tall as memory and the number of tasks
+    allow. Here too the choice must not depend on the threads."""
+    R = tile.rows
+    keys = round_up(min(MATRIX_KEYS["backward"], problem.seqlen_k), tile.keys)
+    d, dv = (round_up(n, tile.keys) for n in (problem.head_dim, problem.head_dim_v))
+    row = 4 * (d + dv) + 4 * d + 4 * keys + 32  # bytes: Q and dO in two layouts, dQ, P and dS, numbers
+    rest = keys * (2 * (2 * d + dv) + 20 * R) + FRAME_BYTES + 4096
+    rows = min(MATRIX_TALL, max(R, (MATRIX_ROOM - rest) // row // R * R), round_up(longest, R))
+    while rows > BACKWARD_TALL // 2 and problem.batch * problem.heads * (longest // rows) < BACKWARD_TASKS:
+        rows = round_up(rows // 2, R)
+    if work_of(problem) < SMALL_WORK:
+        threads = 1
+    blocks = -(-longest // rows)
+    tasks = problem.batch * problem.heads * blocks
+    return Tiles(rows, keys, blocks, 1, tasks, min(threads, tasks))
+
+
 def forward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
     """Bytes of a thread's buffer; the kernel lays it out in the same order."""
     R, rows, keys = kernel.tile.rows, tiles.rows * words["group"], tiles.keys
-    if kernel.matrix:
-        halves = [rows * words["DP"], keys * words["DP"], keys * words["DVP"], keys * R]
-        sizes = [rows * words["DVP"], rows, rows, keys * R, keys * R, R, R, tiles.rows, R]
-        return _bytes(kernel, [*(n // 2 for n in halves), *sizes])
     sizes = [rows * words["DP"], rows * words["DVP"], rows, rows, keys * R, keys * R, R, R, tiles.rows]
     sizes += [rows, 1, R]
     return _bytes(kernel, [*sizes, keys * words["DP"], keys * words["DVP"]])
@@ -175,14 +199,24 @@ def decode_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
 
 def backward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
     R, rows, keys = kernel.tile.rows, tiles.rows, tiles.keys
-    if kernel.matrix:
-        halves = [rows * words[n] for n in ("DP", "DVP", "DR", "DVR")] + [keys * words["PS"]] * 2
-        halves += [keys * words[n] for n in ("DP", "DVP", "DP")]
-        sizes = [rows * words["DP"], *[keys * R] * 5, rows, rows, rows, rows, kernel.tile.keys * R, 2 * rows, 2 * rows]
-        return _bytes(kernel, [*(n // 2 for n in halves), *sizes])
     sizes = [rows * words[n] for n in ("DP", "DVP", "DR", "DVR", "DP")]
     sizes += [keys * words["PS"], keys * words["PS"], keys * R, keys * R, rows, rows, rows, rows, kernel.tile.keys * R]
     return _bytes(kernel, [*sizes, *(keys * words[n] for n in ("DP", "DVP", "DP")), 2 * rows, 2 * rows])
+
+
+def matrix_forward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
+    R, rows, keys = kernel.tile.rows, tiles.rows * words["group"], tiles.keys
+    halves = [rows * words["DP"], keys * words["DP"], keys * words["DVP"], keys * R]
+    sizes = [rows * words["DVP"], rows, rows, keys * R, keys * R, R, R, tiles.rows, R]
+    return _bytes(kernel, [*(n // 2 for n in halves), *sizes])
+
+
+def matrix_backward_frame(kernel: Kernel, tiles: Tiles, words: dict[str, int]) -> int:
+    R, rows, keys = kernel.tile.rows, tiles.rows, tiles.keys
+    halves = [rows * words[n] for n in ("DP", "DVP", "DR", "DVR")] + [keys * words["PS"]] * 2
+    halves += [keys * words[n] for n in ("DP", "DVP", "DP")] + [keys * R]
+    sizes = [rows * words["DP"], *[keys * R] * 4, rows, rows, rows, rows, kernel.tile.keys * R, 2 * rows, 2 * rows]
+    return _bytes(kernel, [*(n // 2 for n in halves), *sizes])
 
 
 def _bytes(kernel: Kernel, sizes: list[int]) -> int:
