@@ -45,6 +45,9 @@ class Case(NamedTuple):
     features: tuple[str, ...] = ()
     must_not_spill: bool = False
     varlen: bool = False
+    maps: bool | None = None
+    target: str = ""
+    """Only for this one."""
 
 
 class Result(NamedTuple):
@@ -82,7 +85,23 @@ CASES = (
     Case("blocks and dense", mask="blocks", d=64, dv=64),
     Case("decode", ("decode", "merge")),
     Case("prepare", ("prepare",)),
+    *(
+        Case(
+            f"d{d} {mask or 'full'}{' varlen' * varlen}{' short' * (not maps)}",
+            d=d,
+            dv=d,
+            mask=mask,
+            varlen=varlen,
+            maps=maps,
+            target="sm_90",
+        )
+        for d in (64, 128)
+        for mask in ("", "causal()")
+        for varlen in (False, True)
+        for maps in (False, True)
+    ),
 )
+"""The last ones are all that ptxas 12.8 is trusted with (`backends/gpu/assemble.py`): it is looked through for lost addresses."""
 
 
 BACKWARD = {"prepare", "keys", "queries", "bias"}
@@ -165,9 +184,9 @@ def compile_case(case: Case, target: str, kernels: tuple[str, ...] | None = None
     problem, inputs = problem_of(case)
     wanted = kernels or case.kernels
     spec = device(SPECS[target])
-    found = launches(problem, inputs, spec)
+    found = launches(problem, inputs, spec, maps=case.maps)
     if set(wanted) & BACKWARD:
-        found += launches(problem, inputs, spec, needs=Needs(dbias=inputs.bias is not None))
+        found += launches(problem, inputs, spec, needs=Needs(dbias=inputs.bias is not None), maps=case.maps)
     # the same kernel may serve several operands, and one of a name may come in two forms
     different = {(name, str(signature(launch.args))): (name, launch) for name, launch in found if name in wanted}
     for name, launch in different.values():
@@ -234,10 +253,11 @@ def run_here(options: argparse.Namespace) -> int:
     from concurrent.futures import ProcessPoolExecutor
 
     names = [c.name for c in CASES if not options.only or any(w in c.name or w in c.kernels for w in options.only)]
+    only = {c.name: c.target for c in CASES}
     if options.main:
-        names = [name for name in names if name in MAIN]
+        names = [name for name in names if name in MAIN or only[name]]
     targets = options.target or list(TARGETS)
-    jobs = [(name, target, not options.any_spills) for target in targets for name in names]
+    jobs = [(name, t, not options.any_spills) for t in targets for name in names if only[name] in ("", t)]
     failures = 0
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for lines, bad in pool.map(compile_job, jobs):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
+from tools.compile_matrix import Case, problem_of
+from tools.gpu_launches import launches
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from tilewise.backends.gpu import assemble
 from tilewise.backends.gpu.assemble import MARK, sound_assembler
+from tilewise.backends.gpu.launch import signature
+from tilewise.hardware import device
 
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -72,3 +77,37 @@ def test_an_old_driver_is_told_of(versions: dict[str, str], monkeypatch: pytest.
 def test_a_triton_without_a_second_assembler(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs, "nvidia", SimpleNamespace(ptxas=knobs.nvidia.ptxas))
     assert used() == ("ptxas", {})
+
+
+@pytest.mark.parametrize(
+    ("change", "trusted"),
+    [
+        ({}, True),
+        ({"mask": "causal()"}, True),
+        ({"d": 64, "dv": 64, "varlen": True, "dtype": "float16"}, True),
+        ({"dtype": "float32"}, False),
+        ({"d": 64}, False),
+        ({"d": 24, "dv": 10}, False),
+        ({"mask": "causal() | prefix(7)"}, False),
+        ({"features": ("sinks",)}, False),
+        ({"features": ("bias",)}, False),
+        ({"features": ("dropout",)}, False),
+        ({"kernels": ("decode",)}, False),
+    ],
+    ids=str,
+)
+def test_12_8_is_trusted_with_what_was_looked_through(change: dict[str, Any], trusted: bool) -> None:
+    problem, inputs = problem_of(Case("", **change))
+    found = [launch for name, launch in launches(problem, inputs, device("h200")) if name in ("forward", "decode")]
+    for launch in found:
+        types, _, attributes = signature(launch.args)
+        assert assemble.proven(types, attributes, launch.config) == trusted
+    assert found
+
+
+def test_12_8_is_not_trusted_with_rows_at_any_address() -> None:
+    problem, inputs = problem_of(Case(""))
+    odd = inputs._replace(q=inputs.q[..., 1:, :].as_strided(inputs.q.shape, (1, 1, 129, 1)))
+    launch = launches(problem, odd, device("h200"), maps=False)[0].launch
+    types, _, attributes = signature(launch.args)
+    assert not assemble.proven(types, attributes, launch.config)

@@ -267,6 +267,15 @@ def test_what_was_measured_of_one_backends_kernels_leaves_the_model_alone_and_is
     assert found.tile.source == "model" and found.reasons[0].startswith("the triton kernels take")
 
 
+def test_packed_sequences_may_have_a_tile_of_their_own() -> None:
+    def stages(**change: object) -> int:
+        problem = problem_of(head_dim=64, **change)
+        return gpu_tile(problem, lookup("h200"), "backward_dkdv", "triton").stages
+
+    assert stages(varlen=True, mask=masks.causal()) == 2
+    assert stages(mask=masks.causal()) == stages(varlen=True) == 3
+
+
 def test_every_tuned_entry_has_evidence() -> None:
     for entry in tuned.TUNED:
         assert entry.device and entry.measured and entry.evidence

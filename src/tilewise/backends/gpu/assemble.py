@@ -16,16 +16,39 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from tilewise.backends.gpu.structs import Attention
+
 FIXED = (12, 9)
 MARK = "--opt-level=3"
 """What ptxas does anyway. As an option it keeps these kernels apart from older ones in Triton's cache on disk."""
 _one_at_a_time = threading.Lock()
 
 
+def proven(types: Any, attributes: Any, config: Any) -> bool:
+    """Is a kernel among those whose tiles were measured with 12.8 and whose code under 12.8 `make compile-matrix` looks through?
+
+    16-bit numbers, head dims of 64 or 128, rows at multiples of 16 bytes, bands or no mask, and nothing else. Newer assemblers
+    spill some of their registers.
+    """
+    a = types[0]
+    if not isinstance(a, Attention) or a.q.ptr not in ("*fp16", "*bf16") or (0, 0, 1) not in attributes:
+        return False
+    usual = config.D == config.DV == config.BLOCK_D == config.BLOCK_DV and config.D in (64, 128)
+    more = (
+        config.TERMS > 1
+        or config.DROPOUT
+        or not config.FOLD
+        or config.SPLIT
+        or config.PACK > 1
+        or a.sinks_ptr != "constexpr"
+    )
+    return usual and not more and config.STRUCTURE in ("", "b")
+
+
 @contextmanager
-def sound_assembler(target: Any) -> Iterator[dict[str, str]]:
+def sound_assembler(target: Any, needed: bool = True) -> Iterator[dict[str, str]]:
     """Inside, Triton assembles with its newer assembler where its own choice is 12.8; the options that go with it."""
-    if target.backend != "cuda" or not 90 <= target.arch < 100:
+    if not needed or target.backend != "cuda" or not 90 <= target.arch < 100:
         yield {}
         return
     from triton import knobs
