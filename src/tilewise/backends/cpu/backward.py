@@ -199,7 +199,9 @@ class Backward(RowStatistics, Turns):
         """update(args, frame): dV += Pᵀ dO and dK += dSᵀ Q for the keys of the tile, each from the strips that see it."""
         e, (args, frame), function = self.unit.function("update", [PTR, PTR])
         a, f = self.open(e, args, frame)
-        row, n_pad = self.gradient_row(e, a, f), f.word("n_pad")
+        row = e.plus(e.times(self.batch_offset(f), a.word("kv_heads")), f.word("kv_head"))
+        row = e.plus(e.times(row, a.word("Sk")), f.word("k_start"), f.word("n0"))
+        n_pad = f.word("n_pad")
         with e.loop(0, f.word("strips"), 1, [I64(0), n_pad]) as over:  # keys that every strip sees
             starts, stops = (e.get(f.ptr(n), over.index, I64) for n in ("from", "to"))
             over.carry([e.most(over.values[0], starts), e.least(over.values[1], stops)])
@@ -221,11 +223,6 @@ class Backward(RowStatistics, Turns):
                         self.grow_slice(e, a, f, (ja, jb), (first, last), (f.ptr(tile), f.ptr(panels), out, a.word(width)))
         e.ret_void()
         return function
-
-    def gradient_row(self, e: Emit, a: Slots, f: Slots) -> Value:
-        """Index of the block's first row in dK and dV."""
-        head = e.plus(e.times(self.batch_offset(f), a.word("kv_heads")), f.word("kv_head"))
-        return e.plus(e.times(head, a.word("Sk")), f.word("k_start"), f.word("n0"))
 
     def grow_slice(
         self,

@@ -10,18 +10,14 @@ as on a GPU.
 
 from __future__ import annotations
 
-from typing import Any
-
 from tilewise.backends.cpu.backward import Backward
-from tilewise.backends.cpu.ir import I16, I64, PTR, Emit, Value
+from tilewise.backends.cpu.ir import I16, I64, Emit, Value
 from tilewise.backends.cpu.matrix import DEPTH, ROW, by_tiles, emit_plain_dot, halves, together
 from tilewise.backends.cpu.micro import strip
 from tilewise.backends.cpu.module import FRAME
 from tilewise.backends.cpu.pack import ColumnPairs, RowPairs, emit_pack_lanes, emit_pack_panels
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import Kernel
-
-LINE = 16  # elements of a cache line
 
 
 class MatrixBackward(Backward):
@@ -53,26 +49,8 @@ class MatrixBackward(Backward):
     def emit_products(self) -> None:
         if self.kernel.matrix == "plain":
             emit_plain_dot(self.unit)
-        self.ask = self.emit_ask()
         self.product = by_tiles(self.unit, "product", self.tile, self.kernel.matrix, add=False)
         self.grow = by_tiles(self.unit, "grow", self.tile, self.kernel.matrix, add=True)
-
-    def emit_ask(self) -> Any:
-        """ask(args, frame, index): have this strip's share of the block's rows of dK and dV brought near.
-
-        They are wanted when all strips are done, and lie far away; products on tiles are too short to wait for them.
-        """
-        e, (args, frame, index), function = self.unit.function("ask", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
-        count, strips = e.minus(f.word("n1"), f.word("n0")), f.word("strips")
-        first, last = (e.over(e.times(count, e.plus(index, n)), strips) for n in (0, 1))
-        for target, width in (("dv", "DVR"), ("dk", "DR")):
-            with e.if_then(e.icmp_signed("!=", a.word(target), I64(0))):
-                rows = e.at(a.ptr(target), e.times(self.gradient_row(e, a, f), a.word(width)))
-                with e.loop(e.times(first, a.word(width)), e.times(last, a.word(width)), LINE) as cell:
-                    e.prefetch(e.at(rows, cell.index), level=2)
-        e.ret_void()
-        return function
 
     def sizes(self, e: Emit, a: Slots) -> dict[str, int | Value]:
         R, BM, BN, DP, DVP = self.tile.rows, a.word("BM"), a.word("BN"), a.word("DP"), a.word("DVP")
@@ -118,7 +96,6 @@ class MatrixBackward(Backward):
                     e.vput(e.iconst(0, I16, 2 * e.lanes), buffer, e.plus(e.times(over.index, step), at))
 
     def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
-        e.call(self.ask, [a.pointer, f.pointer, index])
         R = self.tile.rows
         group, panel = I64(self.tile.keys * ROW), e.times(self.panel(e, a), 4)
         for A, B, width, C in (("K", "Q", "DP", "S"), ("V", "dO", "DVP", "dP")):

@@ -175,9 +175,9 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
         kind = value.type.element
         self.store(value, self.at(pointer, offset, kind), align=_size(kind))
 
-    def prefetch(self, address: Value, level: int = 1) -> None:
-        """Ask for the cache line at an address, to be read, and kept in the caches from a level on."""
-        self.intrinsic("llvm.prefetch.p0", VOID, [address, I32(0), I32(4 - level), I32(1)])
+    def prefetch(self, address: Value) -> None:
+        """Ask for the cache line at an address, to be read and kept in every level."""
+        self.intrinsic("llvm.prefetch.p0", VOID, [address, I32(0), I32(3), I32(1)])
 
     # -- vectors
     def vtype(self, kind: Any = None, lanes: int = 0) -> Any:
