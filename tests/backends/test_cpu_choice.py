@@ -12,8 +12,8 @@ import tilewise as tw
 from tilewise import dispatch
 from tilewise.backends import aten
 from tilewise.backends.base import Inputs
-from tilewise.backends.cpu import amx
 from tilewise.backends.cpu import backend as cpu
+from tilewise.hardware import amx
 from tilewise.problem import Problem
 
 
@@ -64,12 +64,8 @@ def test_tiles_of_our_own_come_before_torchs(monkeypatch: pytest.MonkeyPatch) ->
     selection = dispatch.select(problem)
     assert selection.backend.name == "cpu"
     assert "AMX" in selection.verdicts["aten"].reasons[0]
-    monkeypatch.setattr(cpu, "find_spec", lambda name: None)  # without llvmlite there are no kernels to use them
-    cpu._obstacle.cache_clear()
-    try:
-        assert dispatch.select(problem).backend.name == "aten"
-    finally:
-        cpu._obstacle.cache_clear()
+    monkeypatch.setattr(aten, "find_spec", lambda name: None)  # without llvmlite there are no kernels to use them
+    assert dispatch.select(problem).backend.name == "aten"
     assert dispatch.select(replace(problem, dtype="float16")).backend.name == "aten", "tiles are bf16's"
 
 

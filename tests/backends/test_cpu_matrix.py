@@ -22,9 +22,10 @@ from tests.backends.test_cpu_assembly import LINUX, STACK, innermost_loops
 from tests.backends.test_cpu_limits import HIDING
 from tests.conformance.cases import CASES, build
 from tests.conformance.harness import excesses
-from tilewise.backends.cpu import amx, plan
 from tilewise.backends.cpu import compile as compiler
+from tilewise.backends.cpu import plan
 from tilewise.backends.cpu.spec import Kernel, Register
+from tilewise.hardware import amx
 from tilewise.problem import Problem
 
 CHOSEN = re.compile(

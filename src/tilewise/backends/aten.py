@@ -16,14 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Inputs, Needs, Verdict
-from tilewise.backends.cpu import amx
-from tilewise.backends.cpu import backend as cpu
+from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import UNBOUNDED
 from tilewise.problem import Problem
@@ -150,8 +150,8 @@ def _inexact(problem: Problem, backward: bool) -> str | None:
 
 
 def _tiles_elsewhere() -> bool:
-    """Does the cpu backend work here, and with matrix tiles?"""
-    return amx.obstacle() is None and cpu.backend.usable("cpu").ok
+    """Does the cpu backend multiply with matrix tiles here? It needs llvmlite."""
+    return amx.obstacle() is None and find_spec("llvmlite") is not None
 
 
 @cache

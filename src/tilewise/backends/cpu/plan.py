@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from tilewise.backends.cpu import amx
 from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, Register
+from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import UNBOUNDED
 from tilewise.planner.cpu import cpu_tile, register_tile
