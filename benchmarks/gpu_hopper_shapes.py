@@ -69,6 +69,9 @@ def groups() -> dict[str, list[Shape]]:
         masks = ("None", CAUSAL, WINDOW)
         result[f"d{d} varlen"] = [Shape(d, mask, lengths=given, h=4, hk=2) for mask in masks for given in (packed, long)]
         result[f"d{d} varlen"] += [Shape(d, CAUSAL, lengths=((130, 300), (130, 300)), poison=(130, 430))]
+    for d in (128, 256):
+        few = [Shape(d, sq=300, sk=8192), Shape(d, CAUSAL, 256, 8192, h=4, hk=2), Shape(d, sq=130, sk=4096, gain=30.0)]
+        result[f"d{d} long rows"] = [*few, Shape(d, CAUSAL, 9000, b=1, h=2), Shape(d, CAUSAL, 140, 5000, softcap=20.0)]
     result["nothing"] = [Shape(128, "~tw.full()"), Shape(64, "~tw.full()"), Shape(128, CAUSAL, 500, 100, gain=1000.0)]
     return result
 

@@ -57,10 +57,13 @@ CASES = [
         for name in ("full", "causal", "window")
     ),
     Case("negative scale", scale=-1.0),
+    *(Case(f"d{d} {name} long", d, d, MASKS[name], 16384) for d in (128, 256) for name in ("full", "causal")),
+    *(Case(f"d{d} softcap long", d, d, queries=16384, softcap=20.0) for d in (128, 256)),
+    *(Case(f"d{d} dv{dv} long", d, dv, queries=16384) for d in WIDTHS for dv in (128, 256) if d != dv),
 ]
 
 
-FEW = ("d64 full", "d64 causal", "d128 full", "d128 window", "d128 causal varlen", "d256 causal")
+FEW = ("d64 full", "d64 causal", "d128 full", "d128 window", "d128 causal varlen", "d256 causal", "d256 full long")
 TIGHT = ("window", "padding", "varlen", "softcap")
 """With these, head dim 256 spills from Triton 3.8 on, loops included: right, but slower. 3.6 and 3.7 have registers for all."""
 

@@ -42,6 +42,8 @@ CASES: list[tuple[Shape, Config | None]] = [
     (Shape(256, sq=300, sk=2500, h=2), None),
     (Shape(256, sq=130, sk=500, h=3), TABLE[256, 256]._replace(Q_HELD=96)),
     (Shape(256, CAUSAL, 300, 30, h=3), None),
+    (Shape(256, sq=130, sk=4096), None),
+    (Shape(128, CAUSAL, 140, 4200, h=2, hk=1), None),
     (Shape(128, WINDOW, 500), None),
     (Shape(128, WINDOW, 500), TILE),
     (Shape(256, "tw.window(70, 20)", 300), None),
@@ -67,6 +69,8 @@ CASES: list[tuple[Shape, Config | None]] = [
 
 def assembly(machine: Machine, text: str, constraints: str, args: list[Any], **more: Any) -> Any:
     """The forward's own instructions; words of two weights are pairs here."""
+    if "vote.sync" in text:
+        return rescaled(*args)
     if text.startswith("cvt.rn."):
         kind = torch.bfloat16 if "bf16" in text else torch.float16
         return Value(torch.stack([x.value for x in args], -1).to(kind))
@@ -77,6 +81,13 @@ def assembly(machine: Machine, text: str, constraints: str, args: list[Any], **m
         kind_, ident = word.split()
         return meet(machine, int(ident), int(threads) // 128, waits=kind_ == "bar.sync")
     return machine.assembly(text, constraints, args, **more)
+
+
+def rescaled(o_tile: Value, factor: Value) -> Value:
+    """Each warp has 16 rows; it multiplies them if one of its factors is not 1."""
+    rows = factor.value.expand_as(o_tile.value).unflatten(0, (4, 16))
+    moved = (rows != 1).any(dim=(1, 2), keepdim=True)
+    return Value(torch.where(moved, o_tile.value.unflatten(0, (4, 16)) * rows, o_tile.value.unflatten(0, (4, 16))).flatten(0, 1))
 
 
 def meet(machine: Machine, ident: int, parties: int, waits: bool) -> None:

@@ -82,6 +82,19 @@ def test_queries_in_registers_where_that_is_faster_and_there_are_registers(monke
     assert held(tw.window(100), 2048) == held(tw.causal(), 2048, newer=True) == held(None, 512, d=128) == (0, False)
 
 
+def test_only_long_rows_ask_whether_their_maximum_has_moved() -> None:
+    def skips(mask: Mask | None, queries: int, keys: int, d: int = 256) -> bool:
+        config = make_plan(problem_of(mask, queries, keys, head_dim=d), 132, lambda *_: None).config
+        assert type(config.SKIP) is bool  # the config is printed into the kernel's name in the cache
+        return config.SKIP
+
+    assert skips(None, 128, 8192) and skips(None, 128, 8192, 128) and skips(tw.causal(), 128, 8192)
+    assert skips(tw.causal(), 16384, 16384) and not skips(tw.causal(), 4096, 4096)
+    assert not skips(None, 8192, 2048) and not skips(None, 128, 8192, 64)
+    # these rescale before the next scores are computed
+    assert not skips(tw.window(9000), 16384, 16384) and not skips(None, 128, 8191)
+
+
 @pytest.mark.parametrize("lengths", [(20, 20), (9, 20), (20, 9), (1, 20)], ids=str)
 @pytest.mark.parametrize("name", INTERVALS)
 def test_forms_are_the_masks(name: str, lengths: tuple[int, int]) -> None:
@@ -190,6 +203,12 @@ def test_even_loads(d: int, length: int) -> None:
     assert max(loads) <= 1.04 * sum(loads) / 132
 
 
+@pytest.mark.parametrize("tail", [1, 2, 3, 9])
+def test_mixed_clusters_hold_every_tile_once(tail: int) -> None:
+    found, _ = tile_order(np.arange(128, 1025, 128), 12, 2, 5, tail)
+    assert sorted(found[found >= 0].tolist()) == list(range(12 * 8)) and (found[-1] < 0).all()
+
+
 @pytest.mark.parametrize("mask", ["causal", "window", "two-sided", "top-left", "offset", "prefix-lm"])
 @pytest.mark.parametrize("lengths", [(1000, 1000), (300, 1500), (1500, 300)], ids=str)
 def test_visited_keys_are_those_of_the_mask(mask: str, lengths: tuple[int, int]) -> None:
@@ -271,9 +290,13 @@ def test_small_clusters_unless_they_are_uneven() -> None:
     large, even = tile_order(keys, 64, 64, 132)
     assert longest > 1.05 * even
     assert (best_order(keys, 64, (2, 64), 132) == large).all()
-    assert (best_order(keys, 64, (2, 2), 132) == small).all()
-    many, _ = tile_order(keys, 1024, 16, 132)
-    assert (best_order(keys, 1024, (16, 1024), 132) == many).all()
+    # without larger ones to choose from, the last of the small ones are mixed
+    tails = [tile_order(keys, 64, 2, 132, tail) for tail in (2, 3)]
+    assert min(t for _, t in tails) < longest
+    assert any((best_order(keys, 64, (2, 2), 132) == order).all() for order, _ in tails)
+    assert not (best_order(keys, 64, (2, 2), 132) == small).all()
+    many, _ = tile_order(keys, 4096, 16, 132)
+    assert (best_order(keys, 4096, (16, 4096), 132) == many).all()
 
 
 class FakeLauncher:

@@ -28,6 +28,7 @@ class Config(NamedTuple):
     OUT_WIDTH: int  # columns of the output that leave at a time
     LATE: bool  # the output is rescaled while the next scores are computed, not before
     Q_HELD: int = 0  # columns of the queries in registers; the others are read from shared memory for every tile of keys
+    SKIP: bool = False  # the output is rescaled only by warps of which a row has a new maximum
     Q_EARLY: bool = False  # their place is given back when the last scores are there: a barrier more for every tile of keys
     TERMS: int = 0  # of the mask
     BAND: bool = False  # may a row's keys end before the sequence does?

@@ -23,6 +23,10 @@ CLUSTER_BYTES = (8 << 20, 24 << 20)
 """Keys and values of heads that are walked together: few, so that long tiles and short ones mix, and at most what the L2 cache
 (50 MiB on H100 and H200) holds beside the rest."""
 LOG2E = 1.4426950408889634
+SKIP_KEYS = 4096
+"""From so many keys a row on average, whether a maximum has moved is asked before 128 or more columns of output are rescaled
+(H200, head dims 128 and 256: without a mask 8192 keys 1.5 and 1.4 % faster, 16384 0 and 2.4 %, causal 16384 1 %; 2048 keys 0 and
+1 % slower. Head dim 64: the same)."""
 EARLY_KEYS = 2048
 """Up to so many keys the place of the queries is given back early without a mask too (H200, head dim 256: S 512 and 2048 0.5 to
 1 % faster, 8192 and 16384 1 % slower; causal 0.5 to 2 % faster at all four)."""
@@ -135,12 +139,16 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     tail = not form.terms and problem.seqlen_k % tile.BLOCK_N > 0
     roomy = not (form.left or unseen)
     held = tile.Q_HELD if roomy and not (form.band and newer_registers()) else 0
+    late = tile.LATE and roomy and not (tail and tile.BLOCK_DV == 256)
+    keys = visited_keys(form, tile, problem.seqlen_q) if form.band and not problem.varlen else None
+    mean = problem.seqlen_k if keys is None else float(keys.mean())
     config = tile._replace(
         TERMS=len(form.terms),
         BAND=form.band,
         LEFT=form.left,
         # the others leave no registers for these
-        LATE=tile.LATE and roomy and not (tail and tile.BLOCK_DV == 256),
+        LATE=late,
+        SKIP=late and tile.BLOCK_DV >= 128 and mean >= SKIP_KEYS,
         Q_HELD=held,
         Q_EARLY=held > 0 and (form.band or problem.seqlen_k <= EARLY_KEYS),
         VARLEN=problem.varlen,
@@ -157,8 +165,7 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     total = blocks * heads
     programs = min(total, processors)
     order = None
-    if config.BAND and not problem.varlen:
-        keys = visited_keys(form, config, problem.seqlen_q)
+    if keys is not None:
         clusters = tuple(heads_together(problem, config, size) for size in CLUSTER_BYTES)
         order = torch.from_numpy(best_order(keys, heads, clusters, programs))
     a = Arguments(

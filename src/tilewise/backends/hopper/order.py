@@ -8,6 +8,7 @@ as its time. The kernel reads the result. A counter in device memory would do wi
 from __future__ import annotations
 
 import heapq
+import itertools
 
 import numpy as np
 
@@ -26,8 +27,10 @@ OVERHEAD_MASKED = 240
 SHORT_KEYS = 512
 """Under a mask whose rows end early, tiles of queries with fewer keys than this on average take them 64 at a time (H200, causal:
 S 512 5 and 13 % faster at head dims 128 and 64, S 2048 12 % slower)."""
-EVEN = 1.01
-"""Small clusters of heads are taken unless the longest program gets longer by more than this."""
+EVEN = 1.001
+"""Small clusters of heads are taken unless the longest program gets shorter by more than this with others."""
+TAILS = (1, 2, 3)
+"""Clusters at the end of the line that may be mixed like one, for their short tiles to fill what the long ones leave."""
 
 
 def choose(tiles: tuple[Config, ...], form: Form, queries: int, keys: int) -> Config:
@@ -65,20 +68,31 @@ def _end(term: Term, row: np.ndarray) -> np.ndarray:
 
 
 def best_order(keys: np.ndarray, heads: int, clusters: tuple[int, ...], programs: int) -> np.ndarray:
-    """The order by the first of the clusters (small to large) that leaves the programs as even as the last does."""
-    plays = [tile_order(keys, heads, cluster, programs) for cluster in dict.fromkeys(clusters)]
-    return next(order for order, longest in plays if longest <= EVEN * plays[-1][1])
+    """The order by the first of the clusters (small to large), with the last one, two or three of them as one, that leaves the
+    programs about as even as any."""
+    even = int((keys + OVERHEAD_KEYS).sum()) * heads / programs
+    best = tile_order(keys, heads, clusters[0], programs)
+    for cluster, tail in itertools.product(dict.fromkeys(clusters), TAILS):
+        if best[1] <= EVEN * even:
+            break
+        play = tile_order(keys, heads, cluster, programs, tail)
+        best = play if EVEN * play[1] < best[1] else best
+    return best[0]
 
 
-def tile_order(keys: np.ndarray, heads: int, cluster: int, programs: int) -> tuple[np.ndarray, int]:
+def tile_order(keys: np.ndarray, heads: int, cluster: int, programs: int, tail: int = 1) -> tuple[np.ndarray, int]:
     """Tiles by round and program, int32 [rounds + 1, programs], -1 for none: the last row is all -1; and the time of the longest.
 
     `keys` are those that each of a head's tiles visits. A tile's number counts through its head from the last to the first.
+    `tail`: so many clusters at the end of the line are mixed like one.
     """
     blocks = len(keys)
     longest_first = np.argsort(-keys[::-1], kind="stable")  # [blocks], counted from the last
-    head = np.arange(heads).reshape(-1, 1, cluster)
-    line = (head * blocks + longest_first[None, :, None]).reshape(-1)  # [clusters · blocks · cluster]
+    mixed = max(0, heads - tail * cluster)  # the first head of the clusters that are one
+    head = np.arange(heads)
+    parts = [head[:mixed].reshape(-1, 1, cluster), head[mixed:].reshape(1, 1, -1)]
+    # [clusters · blocks · cluster]
+    line = np.concatenate([(part * blocks + longest_first[None, :, None]).reshape(-1) for part in parts])
     cost = keys[::-1][line % blocks] + OVERHEAD_KEYS
     # one integer for a program's load and its number: the smallest is the program that is done first
     bits = programs.bit_length()

@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from tilewise.backends.hopper.fade import faded
 from tilewise.backends.hopper.ring import Ring, await_tile, matrix, release
 from tilewise.backends.hopper.shim import aggregate, named_arrive, named_sync
 from tilewise.backends.hopper.softmax import INF, lane_sum, masked, scores, unit_of, weigh
@@ -185,7 +186,7 @@ def issue(x, q, k_ring, n, v_ring, before, WG: gl.constexpr, C: gl.constexpr):
     s_token = issue_scores(q, k_ring, n, C)
     await_tile(v_ring, before)
     p_tile = as_operand(x.p, v_ring.tiles.dtype, C)
-    o_tile = x.o * rows_of(x.fade, x.o) if C.LATE else x.o
+    o_tile = faded(x.o, rows_of(x.fade, x.o), C) if C.LATE else x.o
     o_token = warpgroup_mma(p_tile, matrix(v_ring, before), o_tile, is_async=True)
     if C.PINGPONG:
         named_arrive(15 - WG, 256)
@@ -239,7 +240,7 @@ def end(x, v_ring, n, C: gl.constexpr):
     """The output of a program's last tile of queries, whose last tile of values is n."""
     await_tile(v_ring, n)
     p_tile = as_operand(x.p, v_ring.tiles.dtype, C)
-    o_tile = x.o * rows_of(x.fade, x.o) if C.LATE else x.o
+    o_tile = faded(x.o, rows_of(x.fade, x.o), C) if C.LATE else x.o
     o_tile = warpgroup_mma_wait(0, deps=[warpgroup_mma(p_tile, matrix(v_ring, n), o_tile, is_async=True)])
     release(v_ring, n)
     return o_tile

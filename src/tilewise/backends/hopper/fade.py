@@ -1,0 +1,44 @@
+"""Rescaling the output when the running maximum has moved, and only then.
+
+Over a long row the maximum moves rarely: at the n-th tile of keys with a chance of about 1 / n for each row, and a warp has 16.
+So each warp asks its rows first. The branch stands inside one piece of assembly: Gluon's own are taken by a whole role, and its
+warps would first have to agree.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def _rescale(n):
+    """n numbers of a thread ($0.. from $n..), those of its two rows in turns of two, times $2n and $(2n + 2)."""
+    first, second = 2 * n, 2 * n + 2
+    lines = [
+        ".reg .pred moved, any;",
+        f"setp.neu.f32 moved, ${first}, 0f3F800000;",
+        f"setp.neu.or.f32 moved, ${second}, 0f3F800000, moved;",
+        "vote.sync.any.pred any, moved, -1;",
+        *(f"mov.f32 ${i}, ${n + i};" for i in range(n)),
+        "@!any bra.uni STILL_${:uid};",
+        *(f"mul.f32 ${i}, ${i}, ${second if i & 2 else first};" for i in range(n)),
+    ]
+    return "{ " + " ".join(lines) + " STILL_${:uid}: }"
+
+
+@gluon.constexpr_function
+def _operands(n):
+    return ",".join(["=f"] * n + ["f"] * 2 * n)
+
+
+@gluon.jit
+def faded(o_tile, factor, C: gl.constexpr):
+    """The output [64, DV] of a warpgroup times a factor [64, 1] for each row; a factor of exactly 1 may be left out."""
+    if C.SKIP:
+        N: gl.constexpr = C.BLOCK_DV // 2  # numbers of a thread
+        ASM: gl.constexpr = _rescale(N)
+        OPERANDS: gl.constexpr = _operands(N)
+        return gl.inline_asm_elementwise(ASM, OPERANDS, [o_tile, factor], dtype=gl.float32, is_pure=True, pack=N)
+    else:
+        return o_tile * factor
