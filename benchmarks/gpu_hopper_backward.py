@@ -94,7 +94,7 @@ def close(x: Any, y: Any) -> bool:
 
 
 def stress() -> dict[str, Any]:
-    """A thousand launches of awkward shapes: dK and dV bitwise equal, dQ up to the order of its sums."""
+    """A thousand launches of awkward shapes: dK and dV bitwise equal, dQ up to the order of its sums, or bitwise, too, if asked."""
     import torch
 
     from tilewise.backends.base import Needs
@@ -103,8 +103,10 @@ def stress() -> dict[str, Any]:
     differing = {}
     shapes = [Shape(d, CAUSAL, 1000, b=2, h=20) for d in DIMS] + [Shape(128, WINDOW, 777, b=2, h=20, hk=5)]
     shapes += [Shape(128, PAD.format("900, 3"), 1000), Shape(256, sq=500, b=4, h=16)]
-    for shape in shapes:
+    alike = [Shape(d, mask, 1000, b=2, h=20) for d in DIMS for mask in ("None", CAUSAL)]
+    for shape, deterministic in [*((shape, False) for shape in shapes), *((shape, True) for shape in alike)]:
         problem, inputs = build(shape)
+        problem = replace(problem, deterministic=deterministic)
         out, lse = backend.forward(problem, inputs)
         dout = normal_like(out, 2)
         first = backend.backward(problem, inputs, out, lse, dout, None, Needs())
@@ -113,7 +115,7 @@ def stress() -> dict[str, Any]:
             again = backend.backward(problem, inputs, out, lse, dout, None, Needs())
             for i, (x, y) in enumerate(zip(again[:3], first[:3], strict=True)):
                 bad[i] += (x != y).any() if i or problem.deterministic else ((x - y).abs() > 0.01 * y.abs().max()).any()
-        differing[str(shape)] = bad.tolist()
+        differing[f"{shape}{' deterministic' * deterministic}"] = bad.tolist()
     return {"differing launches (dq, dk, dv)": differing}
 
 
