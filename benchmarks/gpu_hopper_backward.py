@@ -94,7 +94,7 @@ def close(x: Any, y: Any) -> bool:
 
 
 def stress() -> dict[str, Any]:
-    """A thousand launches of awkward shapes: dK and dV bitwise equal, dQ up to the order of its sums, or bitwise, too, if asked."""
+    """A thousand launches of awkward shapes: dK and dV bitwise equal, dQ up to the order of its sums, or bitwise if asked."""
     import torch
 
     from tilewise.backends.base import Needs
