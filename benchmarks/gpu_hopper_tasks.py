@@ -58,7 +58,7 @@ def stress() -> dict[str, Any]:
     differing = {}
     shapes = [Shape(d, CAUSAL, 1000, b=2, h=40) for d in (64, 128)]
     shapes += [Shape(256, WINDOW, 777, b=2, h=20), Shape(128, PAD.format("900, 3"), 1000)]
-    shapes += [Shape(256, sq=300, sk=4096, h=40)]
+    shapes += [Shape(256, sq=300, sk=4096, h=40), Shape(256, sq=600, sk=6144, b=1, h=30)]
     for shape in shapes:
         problem, inputs = build(shape)
         out, lse = backend.forward(problem, inputs)

@@ -58,6 +58,7 @@ CASES = [
     ),
     Case("negative scale", scale=-1.0),
     *(Case(f"d{d} {name} long", d, d, MASKS[name], 16384) for d in (128, 256) for name in ("full", "causal")),
+    Case("d256 full long, whole", 256, 256, queries=8192),
     *(Case(f"d{d} softcap long", d, d, queries=16384, softcap=20.0) for d in (128, 256)),
     *(Case(f"d{d} dv{dv} long", d, dv, queries=16384) for d in WIDTHS for dv in (128, 256) if d != dv),
 ]

@@ -38,6 +38,7 @@ class Config(NamedTuple):
     SCORES: str = "fold"  # "fold" the scale into exp2, "scale" first (it is not positive), or "softcap"
     VARLEN: bool = False
     BOTTOM: bool = False  # bands of packed sequences count from the bottom right corner
+    SPLIT: bool = False  # some tiles of queries come in pieces: see `pieces.py`
 
     @property
     def BLOCK_M(self) -> int:

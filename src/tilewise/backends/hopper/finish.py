@@ -66,6 +66,18 @@ def store_rows(o_tile, a, spot, row0):
 
 
 @gluon.jit
+def store_piece(o_tile, lse, a, piece, first, C: gl.constexpr):
+    """The result of a piece, to be merged with the others of its tile; rows beyond the queries too."""
+    LAYOUT: gl.constexpr = o_tile.type.layout
+    DV: gl.constexpr = C.BLOCK_DV
+    row = piece * (64 * C.WARPGROUPS) + first
+    gl.store(a.parts.lse + row + gl.arange(0, 64, lse.type.layout), lse)
+    q = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
+    gl.store(a.parts.out + row * DV + (q[:, None] * DV + d[None, :]), o_tile)
+
+
+@gluon.jit
 def await_stores():
     """Until the memory of this warpgroup's last store may be written again."""
     tma.store_wait(0)
@@ -76,11 +88,18 @@ def await_stores():
 def finish(o_tile, l, m, o_desc, o_buffers, slot, spot, row0, a, C: gl.constexpr):
     """A tile's results on their way to memory."""
     o_tile, lse = normalise(o_tile, l, m, unit_of(a, C))
-    store_lse(lse, a, spot, row0)
-    if C.VARLEN:
-        if row0 + 63 <= spot.last_q:
-            store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0, C)
+    if C.SPLIT:
+        if spot.piece >= 0:
+            store_piece(o_tile, lse, a, spot.piece, row0 - spot.m0, C)
         else:
-            store_rows(o_tile, a, spot, row0)
+            store_lse(lse, a, spot, row0)
+            store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0, C)
     else:
-        store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0, C)
+        store_lse(lse, a, spot, row0)
+        if C.VARLEN:
+            if row0 + 63 <= spot.last_q:
+                store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0, C)
+            else:
+                store_rows(o_tile, a, spot, row0)
+        else:
+            store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0, C)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.gpu.tile import LN2, LOG2E, base, load_rows, store_rows
+from tilewise.backends.gpu.merge import joined, merged
+from tilewise.backends.gpu.tile import LOG2E, base, load_rows, store_rows
 
 
 @triton.jit
@@ -24,20 +25,13 @@ def merge_kernel(a, part_out, part_lse_ptr, C: tl.constexpr):
     batch = a.batch
     if C.VARLEN:
         batch = 1
-    # over parts [0, i): acc = Σ exp2(lse - m) out,  l = Σ exp2(lse - m)
     for i in range(a.splits):
         part = row + i * batch
         at = part_lse_ptr + (part.to(tl.int64) * a.heads + h) * a.len_q + rows
-        lse2 = tl.load(at, mask=ok, other=float("-inf")) * LOG2E
+        lse = tl.load(at, mask=ok, other=float("-inf"))
         part_at = base(part_out, part, h, nothing)
         part_tile = load_rows(part_at, part_out.stride_s, part_out.stride_d, rows, ok, C.DV, C.BLOCK_DV)  # [M, DV]
-        new_m = tl.maximum(m, lse2)
-        shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-        fade = tl.exp2(m - shift)
-        weight = tl.exp2(lse2 - shift)
-        acc = acc * fade[:, None] + part_tile * weight[:, None]
-        l = l * fade + weight
-        m = new_m
+        acc, l, m = joined(acc, l, m, part_tile, lse)
     if a.sinks_ptr is not None:
         sink = tl.load(a.sinks_ptr + h).to(tl.float32) * LOG2E
         top = tl.maximum(m, sink)
@@ -46,17 +40,16 @@ def merge_kernel(a, part_out, part_lse_ptr, C: tl.constexpr):
         l = l * fade + tl.exp2(sink - shift)
         acc = acc * fade[:, None]
         m = top
-    whole = tl.where(l == 0.0, 1.0, l)
+    out_tile, lse = merged(acc, l, m)
     store_rows(
         base(a.out, row, h, nothing),
         a.out.stride_s,
         a.out.stride_d,
         rows,
         ok,
-        acc / whole[:, None],
+        out_tile,
         C.DV,
         C.BLOCK_DV,
         C,
     )
-    lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(whole)) * LN2)
     tl.store(a.lse_ptr + (row.to(tl.int64) * a.heads + h) * a.len_q + rows, lse, mask=ok)
