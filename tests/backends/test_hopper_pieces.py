@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -76,6 +77,21 @@ def test_scratch_is_as_large_as_it_is_said_to_be(monkeypatch: pytest.MonkeyPatch
         plan = plan_of(16384, monkeypatch, 1, heads=heads)
         if plan.cut is not None:
             assert plan.cut.scratch(plan.config).nbytes <= 34 << 20
+
+
+def test_the_merging_kernel_compiles_for_hopper() -> None:
+    from triton.backends.compiler import GPUTarget
+
+    from tilewise.backends.gpu.launch import Options, compile_for, signature, view
+    from tilewise.backends.hopper.merge import ROWS, MergeConfig, Pending, merge_kernel
+
+    fp32 = torch.empty(0)
+    out, cuts = torch.empty(1, 8, 512, 256, dtype=torch.bfloat16), torch.empty(4, 4, dtype=torch.int32)
+    given = (view(out), Pending(cuts, fp32, fp32, fp32, 8, 4, 512))
+    config = MergeConfig(ROWS, 128, 256, 256)
+    kernel = compile_for(GPUTarget("cuda", 90, 32), merge_kernel, signature(given), config, Options(4, 1))
+    # pieces are read 16 bytes at a time, and nothing spills
+    assert "ld.global.v4" in kernel.asm["ptx"] and ".local" not in kernel.asm["ptx"]
 
 
 MERGE = """
