@@ -70,6 +70,10 @@ def test_where_tiles_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not plan_of(16383, monkeypatch, 1500).config.SPLIT
     assert not plan_of(16384, monkeypatch, 1500, head_dim=128).config.SPLIT
     assert not plan_of(2048, monkeypatch, 1500).config.SPLIT
+    # whatever tile it is given
+    tile = plan_of(16384, monkeypatch, 1500).config
+    short = Problem.of(batch=1, heads=8, seqlen=2048, head_dim=256, dtype="bfloat16", device="cuda")
+    assert not launch.make_plan(short, 132, lambda *_: None, tile).config.SPLIT
 
 
 def test_scratch_is_as_large_as_it_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,7 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
         TAIL=tail,
         UNSEEN=unseen,
         SCORES="softcap" if problem.softcap > 0 else "fold" if problem.scale > 0 else "scale",
+        SPLIT=False,
     )
     if problem.varlen:
         # what sequences of any lengths need at most: see find_sequence
