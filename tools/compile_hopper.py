@@ -102,8 +102,8 @@ def compiled(case: Case) -> tuple[Any, Any]:
 def faults(facts: Any, config: Any, may_spill: bool = False) -> list[str]:
     """What is not as it should be; `may_spill`: registers are too few."""
     from tools.sassflow import unwritten
-    from tools.sassorigin import lost_addresses
 
+    from tilewise.backends.gpu.sass import lost_addresses
     from tilewise.backends.hopper.launch import newer_registers
 
     loops = facts.loops

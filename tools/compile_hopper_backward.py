@@ -99,7 +99,7 @@ def faults(name: str, facts: Any, config: Any, may_spill: bool = False) -> list[
     if name in AROUND:
         narrow = not facts.count("LDG.E.128")
         return ["rows are not read 16 bytes at a time"] if narrow else []
-    from tools.sassorigin import lost_addresses
+    from tilewise.backends.gpu.sass import lost_addresses
 
     loops, lost = facts.loops, lost_addresses(facts.code)
     reduces = getattr(config, "REDUCE", False)

@@ -5,8 +5,8 @@
     python tools/compile_matrix.py --only forward --target sm_90
 
 Each row is one kernel for one target: registers and spilled bytes a thread (NVIDIA), shared memory, and the time it took.
-A kernel that fails to compile, does not fit the target, multiplies with memory that is none of its tiles (`sassorigin.py`), or
-spills where `must_not_spill`, fails the run (the latter with the environment's triton only).
+A kernel that fails to compile, does not fit the target, multiplies with memory that is none of its tiles (lost addresses:
+`backends/gpu/sass.py`), or spills where `must_not_spill`, fails the run (the latter with the environment's triton only).
 """
 
 from __future__ import annotations
@@ -207,16 +207,16 @@ def resources(compiled: Any, target: str) -> tuple[int, int, list[str]]:
         return 0, 0, []
     import tempfile
 
-    from tools.sass import instructions
-    from tools.sassorigin import lost_addresses
     from triton import knobs
+
+    from tilewise.backends.gpu.sass import disassembled, lost_addresses
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        lost = lost_addresses(instructions(Path(file.name))) if target == "sm_90" else []
+    lost = lost_addresses(disassembled(compiled.asm["cubin"])) if target == "sm_90" else []
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     return (int(found[1]), int(found[2]), lost) if found else (0, 0, lost)
 

@@ -11,12 +11,9 @@ from typing import Any, NamedTuple
 from triton import knobs
 from triton.backends.nvidia.compiler import get_ptxas
 
+from tilewise.backends.gpu.sass import Instruction, disassembled
+
 COMPLAINT = re.compile(r"C75\d\d|wgmma.*serialized", re.IGNORECASE)
-
-
-class Instruction(NamedTuple):
-    address: int
-    text: str
 
 
 class Loop(NamedTuple):
@@ -81,19 +78,19 @@ def facts(compiled: Any) -> Facts:
         cubin.write_bytes(compiled.asm["cubin"])
         ptx.write_text(compiled.asm["ptx"])
         usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
-        code = instructions(cubin)
         log = _run(get_ptxas(90).path, "--gpu-name=sm_90a", ptx, "-o", Path(folder) / "again.cubin")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     complaints = [line for line in log.splitlines() if COMPLAINT.search(line)]
     barriers = barrier_addresses(compiled.asm["ptx"])
-    return Facts(int(found[1]), int(found[2]), compiled.metadata.shared, code, complaints, barriers)
-
-
-def instructions(cubin: Path) -> list[Instruction]:
-    """The machine code in a file."""
-    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?) ;", _run(knobs.nvidia.cuobjdump.path, "-sass", cubin))
-    return [Instruction(int(address, 16), text) for address, text in lines]
+    return Facts(
+        int(found[1]),
+        int(found[2]),
+        compiled.metadata.shared,
+        disassembled(compiled.asm["cubin"]),
+        complaints,
+        barriers,
+    )
 
 
 def barrier_addresses(ptx: str) -> list[int]:

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+from tilewise.backends.gpu.sass import Instruction, successors
 
 ZERO = 63
 """URZ and above: always there."""
-
-
-class Line(Protocol):
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def text(self) -> str: ...
 
 
 class Effect(NamedTuple):
@@ -55,29 +49,14 @@ def effect_of(text: str) -> Effect:
     return Effect(name, text.startswith("@"), frozenset(written), frozenset(n for n in read if n < ZERO))
 
 
-def successors(code: Sequence[Line], effects: Sequence[Effect]) -> list[list[int]]:
-    at = {line.address: n for n, line in enumerate(code)}
-    result: list[list[int]] = []
-    for n, (line, effect) in enumerate(zip(code, effects, strict=True)):
-        after = [n + 1] if n + 1 < len(code) else []
-        if effect.name.startswith("BRA"):
-            jump = re.search(r"0x([0-9a-f]+)", line.text)
-            goes_on = effect.conditional or re.search(r"BRA\S* !?U?P\d", line.text) is not None
-            target = at.get(int(jump[1], 16)) if jump else None
-            result.append([*(after if goes_on else []), *([] if target is None else [target])])
-        elif effect.name.startswith(("EXIT", "RET", "BRX")):
-            result.append(after if effect.conditional else [])
-        else:
-            result.append(after)
-    return result
-
-
-def unwritten(code: Sequence[Line]) -> list[str]:
+def unwritten(code: Sequence[Instruction]) -> list[str]:
     """The instructions that read a uniform register which some path leaves unwritten."""
     effects = [effect_of(line.text) for line in code]
-    follow = successors(code, effects)
+    follow = successors(code)
     known: list[frozenset[int] | None] = [None] * len(code)
-    shared: frozenset[int] = frozenset()  # what stands before the switch to the roles, through which all others are entered
+    shared: frozenset[int] = (
+        frozenset()
+    )  # what stands before the switch to the roles, through which all others are entered
     for entry in range(len(code)):
         if known[entry] is not None:
             continue

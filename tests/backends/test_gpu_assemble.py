@@ -16,11 +16,16 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 
 from tilewise.backends.gpu import assemble
-from tilewise.backends.gpu.assemble import MARK, sound_assembler
+from tilewise.backends.gpu.assemble import MARK, compile_soundly
 from tilewise.backends.gpu.launch import signature
+from tilewise.backends.gpu.sass import Instruction
+from tilewise.errors import PlanError
 from tilewise.hardware import device
 
 HOPPER = GPUTarget("cuda", 90, 32)
+PRODUCT = "HGMMA.64x16x16.F32 R24, R40, gdesc[UR4].tnspB, R24"
+SOUND = [Instruction(0, "USGXT.U32 UR6, UR8, 0xe"), Instruction(16, "UMOV UR7, 0xc0000010"), Instruction(32, PRODUCT)]
+LOST = [Instruction(0, "ULDC UR6, c[0x0][0x2a0]"), *SOUND[1:]]
 
 
 @pytest.fixture
@@ -29,15 +34,23 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     found = {"ptxas": "12.8", "ptxas-blackwell": "12.9"}
     monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     monkeypatch.setattr(assemble, "driver_version", lambda: None)
+    monkeypatch.setattr(assemble, "disassembled", lambda cubin: SOUND)
     monkeypatch.setattr(
         assemble, "_version", lambda tool: tuple(map(int, found[os.path.basename(tool.path)].split(".")))
     )
     return found
 
 
-def used(target: GPUTarget = HOPPER) -> tuple[str, dict[str, str]]:
-    with sound_assembler(target) as options:
-        return os.path.basename(knobs.nvidia.ptxas.path), options
+def used(target: GPUTarget = HOPPER, needed: bool = True) -> tuple[str, dict[str, str]]:
+    """The assembler a kernel goes through, and its options."""
+    found = []
+
+    def build(options: dict[str, str]) -> SimpleNamespace:
+        found.append((os.path.basename(knobs.nvidia.ptxas.path), options))
+        return SimpleNamespace(asm={"cubin": b""})
+
+    compile_soundly(target, needed, build)
+    return found[0]
 
 
 def test_the_newer_one_takes_the_place_of_12_8(versions: dict[str, str]) -> None:
@@ -48,7 +61,7 @@ def test_the_newer_one_takes_the_place_of_12_8(versions: dict[str, str]) -> None
 
 
 @pytest.mark.parametrize(("own", "newer"), [("12.9", "13.1"), ("12.8", "12.8"), ("13.0", "12.9")])
-def test_a_right_one_stays_and_an_old_one_is_not_taken(versions: dict[str, str], own: str, newer: str) -> None:
+def test_a_right_one_stays_and_another_old_one_is_not_taken(versions: dict[str, str], own: str, newer: str) -> None:
     versions |= {"ptxas": own, "ptxas-blackwell": newer}
     assert used() == ("ptxas", {})
 
@@ -65,11 +78,16 @@ def test_the_users_own_choice_stays(versions: dict[str, str], monkeypatch: pytes
     assert used() == ("ptxas", {})
 
 
-def test_an_old_driver_is_told_of(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_other_its_code_is_looked_through(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     versions["ptxas-blackwell"] = "13.1"
     monkeypatch.setattr(assemble, "driver_version", lambda: (12, 8))
-    with pytest.warns(UserWarning, match="Update the driver"):
-        assert used() == ("ptxas", {})
+    assert used() == ("ptxas", {})
+    monkeypatch.setattr(assemble, "disassembled", lambda cubin: LOST)
+    with pytest.raises(PlanError, match="TRITON_PTXAS_PATH"):
+        used()
+    assert used(needed=False) == ("ptxas", {})
     monkeypatch.setattr(assemble, "driver_version", lambda: (13, 0))
     assert used()[0] == "ptxas-blackwell"
 

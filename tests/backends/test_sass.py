@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tools.sass import Facts, Instruction, barrier_addresses
-from tools.sassorigin import lost_addresses
+from tools.sass import Facts, barrier_addresses
+
+from tilewise.backends.gpu.sass import Instruction, lost_addresses
 
 PTX = """
 	mov.b32 	%r9, global_smem;

@@ -1,8 +1,8 @@
 """Which assembler Triton's kernels go through.
 
 ptxas 12.8, with which Triton 3.6 and 3.7 assemble for sm_90, loses addresses of matrix products: kernels read the wrong shared
-memory, or fault (docs/triton-notes.md has the cases; `tools/sassorigin.py` finds them in machine code). Beside it they bring 12.9
-or 13.1 for newer GPUs, and these have no such fault.
+memory, or fault (docs/triton-notes.md has the cases; `sass.py` finds them in machine code). Beside it they bring 12.9 or 13.1 for
+newer GPUs, and these have no such fault.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from tilewise.backends.gpu.sass import disassembled, lost_addresses
 from tilewise.backends.gpu.structs import Attention
+from tilewise.errors import PlanError
 
 FIXED = (12, 9)
 MARK = "--opt-level=3"
@@ -45,39 +45,43 @@ def proven(types: Any, attributes: Any, config: Any) -> bool:
     return usual and not more and config.STRUCTURE in ("", "b")
 
 
-@contextmanager
-def sound_assembler(target: Any, needed: bool = True) -> Iterator[dict[str, str]]:
-    """Inside, Triton assembles with its newer assembler where its own choice is 12.8; the options that go with it."""
+def compile_soundly(target: Any, needed: bool, build: Callable[[dict[str, str]], Any]) -> Any:
+    """What `build` compiles, given options: with Triton's newer assembler where its own choice is 12.8.
+
+    Where there is no other, because the driver is too old for it or the user has chosen, 12.8's code is looked through, and
+    refused if an address is lost.
+    """
     if not needed or target.backend != "cuda" or not 90 <= target.arch < 100:
-        yield {}
-        return
+        return build({})
     from triton import knobs
 
     with _one_at_a_time:  # the choice is Triton's, for the whole process
-        newer = getattr(knobs.nvidia, "ptxas_blackwell", None)
-        chosen = "TRITON_PTXAS_PATH" in os.environ  # the user's own assembler
-        if chosen or newer is None or _version(knobs.nvidia.ptxas) >= FIXED or _version(newer) < FIXED:
-            yield {}
-            return
-        if not _runs(newer):
-            yield {}
-            return
-        with knobs.nvidia.scope():
-            knobs.nvidia.ptxas = newer.path
-            yield {"ptx_options": MARK}
+        own, newer = knobs.nvidia.ptxas, getattr(knobs.nvidia, "ptxas_blackwell", None)
+        if _version(own) >= FIXED:
+            return build({})
+        chosen = "TRITON_PTXAS_PATH" in os.environ
+        if not chosen and newer is not None and _version(newer) >= FIXED and _runs(newer):
+            with knobs.nvidia.scope():
+                knobs.nvidia.ptxas = newer.path
+                return build({"ptx_options": MARK})
+        compiled = build({})
+    refuse_lost(compiled.asm["cubin"], own.version)
+    return compiled
+
+
+def refuse_lost(cubin: bytes, version: str) -> None:
+    """Raise for a kernel whose products may read the wrong memory."""
+    if lost_addresses(disassembled(cubin)):
+        raise PlanError(
+            f"kernel: ptxas {version} has a fault, and made code for this one whose results would be wrong; update the GPU's"
+            " driver to one for CUDA 13, or let TRITON_PTXAS_PATH name a ptxas of version 12.9 or later, or use backend='tiled'"
+        )
 
 
 def _runs(tool: Any) -> bool:
     """Does this machine's driver, if it has one, run what the tool makes?"""
-    driver, needed = driver_version(), _version(tool)[0]
-    if driver is None or driver[0] >= needed:
-        return True
-    warnings.warn(
-        f"this GPU's driver is for CUDA {driver[0]}.{driver[1]}; with one for CUDA {needed} tilewise would not have to use"
-        " ptxas 12.8, which is known to miscompile some kernels. Update the driver, or install triton 3.6.",
-        stacklevel=2,
-    )
-    return False
+    driver = driver_version()
+    return driver is None or driver[0] >= _version(tool)[0]
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilewise.backends.gpu.assemble import proven, sound_assembler
+from tilewise.backends.gpu.assemble import compile_soundly, proven
 from tilewise.backends.gpu.structs import View
 
 POINTERS = {
@@ -187,5 +187,8 @@ def compile_for(target: Any, kernel: Any, sig: Signature, config: Any, options: 
     constants = {**dict(inside_out), (len(names) - 1,): config}
     source = ASTSource(kernel, types, constants, sig.attributes)
     settings = {"num_warps": options.num_warps, "num_stages": options.num_stages, "enable_fp_fusion": True}
-    with sound_assembler(target, not proven(sig.types, sig.attributes, config)) as more:
+
+    def build(more: dict[str, str]) -> Any:
         return triton.compile(source, target=target, options=settings | more)
+
+    return compile_soundly(target, not proven(sig.types, sig.attributes, config), build)

@@ -1,8 +1,8 @@
-"""Where machine code for sm_90 takes the addresses of its matrix products from.
+"""Machine code for sm_90, and where it takes the addresses of its matrix products from.
 
 ptxas 12.8 loses such addresses: it adds a step to a register that, on some path, holds something else by then (part of a pointer,
-or data just loaded). The product reads the wrong memory, or none at all; nothing else tells. Triton 3.6 and 3.7 assemble with it
-for sm_90; `backends/gpu/assemble.py` takes the newer one that they bring too.
+or data just loaded). The product reads the wrong memory, or none at all; nothing else tells. `assemble.py` avoids that assembler,
+and looks at what it made where it cannot.
 
 A descriptor is 14 or 15 bits of a shared address and constants. So every path backwards from a product's descriptor, through
 copies, sums and the stack, has to end where these bits are cut out, or at a constant. Where one ends elsewhere, the address is
@@ -12,10 +12,49 @@ lost.
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from tools.sassflow import Line, effect_of, successors
+
+class Instruction(NamedTuple):
+    address: int
+    text: str
+
+
+def disassembled(cubin: bytes) -> list[Instruction]:
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?) ;", text)
+    return [Instruction(int(address, 16), words) for address, words in lines]
+
+
+def successors(code: Sequence[Instruction]) -> list[list[int]]:
+    """Of each instruction those that may follow it."""
+    at = {line.address: n for n, line in enumerate(code)}
+    result: list[list[int]] = []
+    for n, line in enumerate(code):
+        name = re.sub(r"^@!?U?P[T\d]+\s+", "", line.text).partition(" ")[0]
+        conditional = line.text.startswith("@")
+        after = [n + 1] if n + 1 < len(code) else []
+        if name.startswith("BRA"):
+            jump = re.search(r"0x([0-9a-f]+)", line.text)
+            goes_on = conditional or re.search(r"BRA\S* !?U?P\d", line.text) is not None
+            target = at.get(int(jump[1], 16)) if jump else None
+            result.append([*(after if goes_on else []), *([] if target is None else [target])])
+        elif name.startswith(("EXIT", "RET", "BRX")):
+            result.append(after if conditional else [])
+        else:
+            result.append(after)
+    return result
+
 
 PASSES_ON = re.compile(
     r"(R2UR|U?MOV|IMAD\.MOV|IMAD\.U32|IMAD\.X|U?IADD3|VIADD|U?LOP3|U?SEL|LDL|STL|U?IADD|CS2R|U?PRMT)\b"
@@ -66,22 +105,26 @@ def move_of(text: str) -> Move:
         return Move((), {}, conditional, False, False)
     written = _words(operands[0], number)
     pairs = name.startswith("UIADD3.64")
-    read = {word for operand in operands[1:] for word in _words(operand, 2 if pairs or ".64" in operand else 1)}
+    sources = {word for operand in operands[1:] for word in _words(operand, 2 if pairs or ".64" in operand else 1)}
     return Move(
-        written, dict.fromkeys(written, tuple(read)), conditional, bool(CUT.match(plain)), bool(PASSES_ON.match(name))
+        written,
+        dict.fromkeys(written, tuple(sources)),
+        conditional,
+        bool(CUT.match(plain)),
+        bool(PASSES_ON.match(name)),
     )
 
 
-def _predecessors(code: Sequence[Line]) -> list[list[int]]:
+def _predecessors(code: Sequence[Instruction]) -> list[list[int]]:
     before: list[list[int]] = [[] for _ in code]
-    for n, following in enumerate(successors(code, [effect_of(line.text) for line in code])):
+    for n, following in enumerate(successors(code)):
         for m in following:
             before[m].append(n)
     switches = [n for n, line in enumerate(code) if "BRX" in line.text]  # to the roles, which nothing else leads to
     return [there or ([] if n == 0 else switches) for n, there in enumerate(before)]
 
 
-def lost_addresses(code: Sequence[Line]) -> list[str]:
+def lost_addresses(code: Sequence[Instruction]) -> list[str]:
     """The products that may take an address from something that is none, and that something."""
     moves = [move_of(line.text) for line in code]
     before = _predecessors(code)
