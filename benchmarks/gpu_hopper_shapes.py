@@ -73,8 +73,9 @@ def groups() -> dict[str, list[Shape]]:
         few = [Shape(d, sq=300, sk=8192), Shape(d, CAUSAL, 256, 8192, h=4, hk=2), Shape(d, sq=130, sk=4096, gain=30.0)]
         result[f"d{d} long rows"] = [*few, Shape(d, CAUSAL, 9000, b=1, h=2), Shape(d, CAUSAL, 140, 5000, softcap=20.0)]
     many = Shape(256, sq=1030, sk=8192, h=10)
-    result["d256 pieces"] = [many, many._replace(b=1, sq=2050, sk=4096, h=8, hk=2, layout="bshd"), many._replace(dtype="float16")]
-    result["d256 pieces"] += [many._replace(d=192, dv=200), many._replace(scale=-0.2)]
+    grouped = many._replace(b=1, sq=2050, sk=4096, h=8, hk=2, layout="bshd")
+    result["d256 many rows"] = [many, grouped, many._replace(dtype="float16")]
+    result["d256 many rows"] += [many._replace(d=192, dv=200), many._replace(scale=-0.2)]
     result["nothing"] = [Shape(128, "~tw.full()"), Shape(64, "~tw.full()"), Shape(128, CAUSAL, 500, 100, gain=1000.0)]
     return result
 

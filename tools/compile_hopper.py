@@ -57,10 +57,7 @@ CASES = [
         for name in ("full", "causal", "window")
     ),
     Case("negative scale", scale=-1.0),
-    *(Case(f"d{d} {name} long", d, d, MASKS[name], 16384) for d in (128, 256) for name in ("full", "causal")),
-    Case("d256 full long, whole", 256, 256, queries=8192),
-    *(Case(f"d{d} softcap long", d, d, queries=16384, softcap=20.0) for d in (128, 256)),
-    *(Case(f"d{d} dv{dv} long", d, dv, queries=16384) for d in WIDTHS for dv in (128, 256) if d != dv),
+    Case("d256 full long", 256, 256, queries=16384),
 ]
 
 
@@ -121,6 +118,10 @@ def faults(facts: Any, config: Any, may_spill: bool = False) -> list[str]:
         "a loop uses local memory": not may_spill and any(loop.count("LDL", "STL") for loop in loops),
         f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > allowed,
         "weights or queries do not come from registers": any(loop.register_products != held for loop in loops),
+        "the output is rescaled where no row needs it": config.LATE and not all(loop.count("VOTE") for loop in loops),
+        # of two rounded numbers, so that a row whose reference stays fades by exactly 1: one product for a weight, two for sums
+        "what weights fade by is not a plain difference": config.SCORES == "fold"
+        and any(loop.count("FFMA") != config.BLOCK_N // 2 + 2 for loop in loops),
         "the softmax waits for P·V": not all(loop.overlaps for loop in loops),
         "registers are not shared out": not facts.count("USETMAXREG"),
         f"barriers among the tiles: {facts.barriers}": not facts.barriers_apart,

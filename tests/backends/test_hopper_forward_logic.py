@@ -16,11 +16,10 @@ from tests.backends.gluon_threads import Descriptor, Machine, kernels
 from tests.backends.gluon_values import Value
 from tests.backends.test_hopper_backward_logic import PAD, Shape, build, start, wrapped
 from tilewise.backends.base import Inputs
-from tilewise.backends.hopper import launch
 from tilewise.backends.hopper.config import NARROW, TABLE, Config, shortened
 from tilewise.backends.hopper.intervals import Form, form_of, on_device
-from tilewise.backends.hopper.launch import Plan, make_plan
-from tilewise.backends.hopper.structs import Parts, Rows, Term
+from tilewise.backends.hopper.launch import make_plan
+from tilewise.backends.hopper.structs import Rows, Term
 from tilewise.numerics import bounds
 from tilewise.problem import Problem
 
@@ -127,15 +126,11 @@ def run(problem: Problem, inputs: Inputs, tile: Config | None) -> tuple[torch.Te
     assert isinstance(form, Form)
     terms = tuple(Term(*on_device(term, problem.batch, torch.device("cpu"))) for term in form.terms)
     order = plan.arguments.order
-    parts = None
-    if plan.cut is not None:
-        rows = (len(plan.cut.table), C.BLOCK_M)
-        parts = Parts(plan.cut.table.reshape(-1), torch.full((*rows, C.BLOCK_DV), float("nan")), torch.full(rows, float("nan")))
     a = wrapped(
         plan.arguments._replace(
             lse_ptr=lse, cu_q=inputs.cu_q if packed else None, cu_k=inputs.cu_k if packed else None, terms=terms,
             order=None if order is None else order.reshape(-1),
-            out=Rows(out, out.stride(1), out.stride(2), out.shape[3]) if packed else None, parts=parts,
+            out=Rows(out, out.stride(1), out.stride(2), out.shape[3]) if packed else None,
         )
     )
     boxes = ((q, 64, C.BLOCK_D), (k, C.BLOCK_N, C.BLOCK_D), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.OUT_WIDTH))
@@ -145,23 +140,7 @@ def run(problem: Problem, inputs: Inputs, tile: Config | None) -> tuple[torch.Te
             start(machine, program)
             maps = [Descriptor(x, [1, 1, rows, width]) for x, rows, width in boxes]
             modules["kernel"].forward_kernel(*maps, a, C)
-    if parts is not None:
-        merge(plan, parts, out, lse)
     return out, lse
-
-
-def merge(plan: Plan, parts: Parts, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """What `merge.merge_kernel` does."""
-    assert plan.cut is not None
-    for t, first, count, _ in plan.cut.cuts.tolist():
-        head, tile = divmod(t, plan.arguments.blocks.value)
-        m0 = (plan.arguments.last_block - tile) * plan.config.BLOCK_M
-        rows = slice(m0, min(m0 + plan.config.BLOCK_M, out.shape[2]))
-        part_lse = parts.lse[first : first + count, : rows.stop - m0]
-        part_out = parts.out[first : first + count, : rows.stop - m0, : out.shape[3]]
-        whole = torch.logsumexp(part_lse, 0)
-        out.flatten(0, 1)[head, rows] = (part_out * torch.exp(part_lse - whole)[..., None]).sum(0).to(out.dtype)
-        lse.flatten(0, 1)[head, rows] = whole
 
 
 @pytest.fixture(autouse=True)
@@ -182,13 +161,26 @@ def test_results(shape: Shape, tile: Config | None) -> None:
     assert bounds.check_forward(problem, inputs, out, lse) == []
 
 
-@pytest.mark.parametrize("shape", [Shape(256, sq=500, sk=1024, h=2), Shape(192, sq=400, sk=640, h=2, dv=200)], ids=str)
-def test_tiles_in_pieces(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "SPLIT_KEYS", 1)
-    monkeypatch.setattr(launch, "newer_registers", lambda: False)
-    problem, inputs = build(shape)
-    assert make_plan(problem, 3, lambda *_: None).config.SPLIT
+@pytest.mark.parametrize("climb", [0.0, 1.0, 20.0])
+def test_the_output_is_rescaled_only_when_scores_leave_their_reference_far_behind(
+    climb: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores of each tile of keys lie `climb` above those of the tile before (to base e; keys are walked from the right)."""
+    calls = []
+    original = rescaled
+
+    def watched(o_tile: Value, factor: Value) -> Value:
+        calls.append(bool((factor.value != 1).any()))
+        return original(o_tile, factor)
+
+    monkeypatch.setitem(globals(), "rescaled", watched)
+    problem, inputs = build(Shape(128, sq=128, sk=1024, h=1))
+    inputs.q[..., 0], inputs.q[..., 1:] = 8.0, inputs.q[..., 1:] / 4
+    inputs.k[..., 0] = climb * 128**0.5 / 8 * torch.arange(7, -1, -1).repeat_interleave(128)
     assert bounds.check_forward(problem, inputs, *run(problem, inputs, None)) == []
+    moved = sum(calls) / len(calls)
+    # two warpgroups, eight tiles, of which the first needs nothing; a climb of 1 adds up to 8 / log2(e) after six tiles
+    assert len(calls) == 16 and {0.0: moved == 0, 1.0: 0 < moved <= 0.25, 20.0: moved >= 0.75}[climb]
 
 
 def test_what_a_packed_neighbour_holds_does_not_matter() -> None:

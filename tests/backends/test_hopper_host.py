@@ -82,19 +82,6 @@ def test_queries_in_registers_where_that_is_faster_and_there_are_registers(monke
     assert held(tw.window(100), 2048) == held(tw.causal(), 2048, newer=True) == held(None, 512, d=128) == (0, False)
 
 
-def test_only_long_rows_ask_whether_their_maximum_has_moved() -> None:
-    def skips(mask: Mask | None, queries: int, keys: int, d: int = 256) -> bool:
-        config = make_plan(problem_of(mask, queries, keys, head_dim=d), 132, lambda *_: None).config
-        assert type(config.SKIP) is bool  # the config is printed into the kernel's name in the cache
-        return config.SKIP
-
-    assert skips(None, 128, 8192) and skips(None, 128, 8192, 128) and skips(tw.causal(), 128, 8192)
-    assert skips(tw.causal(), 16384, 16384) and not skips(tw.causal(), 4096, 4096)
-    assert not skips(None, 8192, 2048) and not skips(None, 128, 8192, 64)
-    # these rescale before the next scores are computed
-    assert not skips(tw.window(9000), 16384, 16384) and not skips(None, 128, 8191)
-
-
 @pytest.mark.parametrize("lengths", [(20, 20), (9, 20), (20, 9), (1, 20)], ids=str)
 @pytest.mark.parametrize("name", INTERVALS)
 def test_forms_are_the_masks(name: str, lengths: tuple[int, int]) -> None:

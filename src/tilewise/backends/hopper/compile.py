@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.backends.hopper.config import Config
-from tilewise.backends.hopper.structs import Arguments, Divisor, Parts, Rows, Term
+from tilewise.backends.hopper.structs import Arguments, Divisor, Rows, Term
 
 ELEMENT = {"float16": "fp16", "bfloat16": "bf16"}
 
@@ -41,11 +41,7 @@ def argument_types(dtype: str, a: Arguments) -> tuple[Arguments, dict[tuple[int,
     if a.out is None:
         constants[place, Arguments._fields.index("out")] = None
         out = "constexpr"
-    parts: Any = Parts("*i32", "*fp32", "*fp32")
-    if a.parts is None:
-        constants[place, Arguments._fields.index("parts")] = None
-        parts = "constexpr"
-    types = Arguments("*fp32", *vectors, out, parts, tuple(terms), *[divisor] * 3, *["i32"] * 7, "fp32", "fp32")  # type: ignore[arg-type]
+    types = Arguments("*fp32", *vectors, out, tuple(terms), *[divisor] * 3, *["i32"] * 7, "fp32", "fp32")  # type: ignore[arg-type]
     return types, constants
 
 

@@ -26,9 +26,8 @@ class Config(NamedTuple):
     PINGPONG: bool  # the two warpgroups take turns at the tensor cores
     QUERIES: int  # tiles of queries in shared memory: 2 where the next one finds room
     OUT_WIDTH: int  # columns of the output that leave at a time
-    LATE: bool  # the output is rescaled while the next scores are computed, not before
+    LATE: bool  # the output is rescaled while the next scores are computed, by warps that have to; else before, by all
     Q_HELD: int = 0  # columns of the queries in registers; the others are read from shared memory for every tile of keys
-    SKIP: bool = False  # the output is rescaled only by warps of which a row has a new maximum
     Q_EARLY: bool = False  # their place is given back when the last scores are there: a barrier more for every tile of keys
     TERMS: int = 0  # of the mask
     BAND: bool = False  # may a row's keys end before the sequence does?
@@ -38,7 +37,6 @@ class Config(NamedTuple):
     SCORES: str = "fold"  # "fold" the scale into exp2, "scale" first (it is not positive), or "softcap"
     VARLEN: bool = False
     BOTTOM: bool = False  # bands of packed sequences count from the bottom right corner
-    SPLIT: bool = False  # some tiles of queries come in pieces: see `pieces.py`
 
     @property
     def BLOCK_M(self) -> int:
@@ -77,10 +75,10 @@ TABLE: dict[tuple[int, int], Config] = {
     (128, 256): Config(2, 64, 128, 256, 2, (232, 40), False, 2, 256, True),
     (256, 64): Config(2, 64, 256, 64, 2, (232, 40), False, 2, 64, False),
     (256, 128): Config(2, 64, 256, 128, 2, (232, 40), False, 1, 128, True),
-    (256, 256): Config(2, 64, 256, 256, 2, (232, 40), False, 1, 128, True, 64),
+    (256, 256): Config(2, 64, 256, 256, 2, (232, 40), True, 1, 128, True, 64),
 }
 """By padded head dims of keys and values. Why each: docs/hopper-notes.md."""
-NARROW = Config(2, 128, 64, 64, 2, (232, 40), True, 2, 64, False)
+NARROW = Config(2, 128, 64, 64, 2, (232, 40), False, 2, 64, True)
 """Head dim 64 with 128 queries, where 192 fit the length or the mask badly."""
 
 
@@ -97,4 +95,4 @@ def tiles_for(head_dim: int, head_dim_v: int) -> tuple[Config, ...]:
 
 def shortened(tile: Config) -> Config:
     """The tile with half the keys: it follows the edge of a mask more closely, in steps that cost more for each key."""
-    return tile._replace(BLOCK_N=64, STAGES=2 * tile.STAGES, PINGPONG=False, LATE=False) if tile.BLOCK_N == 128 else tile
+    return tile._replace(BLOCK_N=64, STAGES=2 * tile.STAGES, PINGPONG=False) if tile.BLOCK_N == 128 else tile

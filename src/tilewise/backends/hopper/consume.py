@@ -175,8 +175,6 @@ def serve(o_desc, o_buffers, q_ring, k_ring, v_ring, i, t, spot, band, a, WG: gl
                 guard(v_ring, taken + skip, key0, spot, band, a, C)
             await_tile(k_ring, taken + skip + 1, spot.count > skip + 1)
         else:
-            if C.SPLIT:
-                was, _ = locate(a, tile_at(a, afresh(before)), C)
             finish(end(x, v_ring, last, C), x.l, x.m, o_desc, o_buffers, slot, was, was.m0 + 64 * WG, a, C)
 
 

@@ -1,8 +1,7 @@
-"""Rescaling the output when the running maximum has moved, and only then.
+"""Rescaling the output when m has been raised, and only then.
 
-Over a long row the maximum moves rarely: at the n-th tile of keys with a chance of about 1 / n for each row, and a warp has 16.
-So each warp asks its rows first. The branch stands inside one piece of assembly: Gluon's own are taken by a whole role, and its
-warps would first have to agree.
+That happens rarely after a row's first tile of keys (see `softmax.weigh`), so each warp asks its 16 rows first. The branch stands
+inside one piece of assembly: Gluon's own are taken by a whole role, and its warps would first have to agree.
 """
 
 from __future__ import annotations
@@ -34,11 +33,8 @@ def _operands(n):
 
 @gluon.jit
 def faded(o_tile, factor, C: gl.constexpr):
-    """The output [64, DV] of a warpgroup times a factor [64, 1] for each row; a factor of exactly 1 may be left out."""
-    if C.SKIP:
-        N: gl.constexpr = C.BLOCK_DV // 2  # numbers of a thread
-        ASM: gl.constexpr = _rescale(N)
-        OPERANDS: gl.constexpr = _operands(N)
-        return gl.inline_asm_elementwise(ASM, OPERANDS, [o_tile, factor], dtype=gl.float32, is_pure=True, pack=N)
-    else:
-        return o_tile * factor
+    """The output [64, DV] of a warpgroup times a factor [64, 1] for each row; a warp whose factors are all 1 leaves it alone."""
+    N: gl.constexpr = C.BLOCK_DV // 2  # numbers of a thread
+    ASM: gl.constexpr = _rescale(N)
+    OPERANDS: gl.constexpr = _operands(N)
+    return gl.inline_asm_elementwise(ASM, OPERANDS, [o_tile, factor], dtype=gl.float32, is_pure=True, pack=N)

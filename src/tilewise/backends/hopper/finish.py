@@ -7,18 +7,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from tilewise.backends.hopper.shim import afresh, tma_store, warps_barrier
-from tilewise.backends.hopper.softmax import INF, unit_of
+from tilewise.backends.hopper.softmax import INF
 
 LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def normalise(o_tile, l, m, unit):
+def normalise(o_tile, l, m):
     """(out, lse) from the sums; a row that saw nothing gives (0, -inf)."""
     total = gl.convert_layout(gl.sum(l, 1), m.type.layout, assert_trivial=True)  # [64]
     none = total == 0.0
     inverse = 1.0 / gl.where(none, 1.0, total)
-    lse = gl.where(none, -INF, (m * unit + gl.log2(total)) * LN2)
+    lse = gl.where(none, -INF, (m + gl.log2(total)) * LN2)
     ROW: gl.constexpr = gl.SliceLayout(1, o_tile.type.layout)
     return o_tile * gl.convert_layout(inverse, ROW, assert_trivial=True)[:, None], lse
 
@@ -66,18 +66,6 @@ def store_rows(o_tile, a, spot, row0):
 
 
 @gluon.jit
-def store_piece(o_tile, lse, a, piece, first, C: gl.constexpr):
-    """The result of a piece, to be merged with the others of its tile; rows beyond the queries too."""
-    LAYOUT: gl.constexpr = o_tile.type.layout
-    DV: gl.constexpr = C.BLOCK_DV
-    row = piece * (64 * C.WARPGROUPS) + first
-    gl.store(a.parts.lse + row + gl.arange(0, 64, lse.type.layout), lse)
-    q = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
-    gl.store(a.parts.out + row * DV + (q[:, None] * DV + d[None, :]), o_tile)
-
-
-@gluon.jit
 def await_stores():
     """Until the memory of this warpgroup's last store may be written again."""
     tma.store_wait(0)
@@ -87,19 +75,12 @@ def await_stores():
 @gluon.jit
 def finish(o_tile, l, m, o_desc, o_buffers, slot, spot, row0, a, C: gl.constexpr):
     """A tile's results on their way to memory."""
-    o_tile, lse = normalise(o_tile, l, m, unit_of(a, C))
-    if C.SPLIT:
-        if spot.piece >= 0:
-            store_piece(o_tile, lse, a, spot.piece, row0 - spot.m0, C)
-        else:
-            store_lse(lse, a, spot, row0)
+    o_tile, lse = normalise(o_tile, l, m)
+    store_lse(lse, a, spot, row0)
+    if C.VARLEN:
+        if row0 + 63 <= spot.last_q:
             store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0, C)
+        else:
+            store_rows(o_tile, a, spot, row0)
     else:
-        store_lse(lse, a, spot, row0)
-        if C.VARLEN:
-            if row0 + 63 <= spot.last_q:
-                store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0, C)
-            else:
-                store_rows(o_tile, a, spot, row0)
-        else:
-            store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0, C)
+        store_out(o_desc, o_tile, o_buffers.index(slot), spot, row0, C)

@@ -10,49 +10,22 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs, empty_lse, empty_out
-from tilewise.backends.gpu.launch import Descriptor, Options, view
-from tilewise.backends.gpu.replay import Launch
+from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.hopper.compile import compile_for
 from tilewise.backends.hopper.config import Config, shortened, tiles_for
 from tilewise.backends.hopper.intervals import Form, form_of, on_device, present, unseen_keys
 from tilewise.backends.hopper.order import best_order, choose, visited_keys
-from tilewise.backends.hopper.pieces import share_out
 from tilewise.backends.hopper.repeat import repeatable
-from tilewise.backends.hopper.structs import Arguments, Divisor, Parts, Rows, Term
+from tilewise.backends.hopper.structs import Arguments, Divisor, Rows, Term
 from tilewise.problem import Problem
 
 CLUSTER_BYTES = (8 << 20, 24 << 20)
 """Keys and values of heads that are walked together: few, so that long tiles and short ones mix, and at most what the L2 cache
 (50 MiB on H100 and H200) holds beside the rest."""
 LOG2E = 1.4426950408889634
-SKIP_KEYS = 4096
-"""From so many keys a row on average, whether a maximum has moved is asked before 128 or more columns of output are rescaled
-(H200, head dims 128 and 256: without a mask 8192 keys 1.5 and 1.4 % faster, 16384 0 and 2.4 %, causal 16384 1 %; 2048 keys 0 and
-1 % slower. Head dim 64: the same)."""
 EARLY_KEYS = 2048
 """Up to so many keys the place of the queries is given back early without a mask too (H200, head dim 256: S 512 and 2048 0.5 to
 1 % faster, 8192 and 16384 1 % slower; causal 0.5 to 2 % faster at all four)."""
-
-
-SPLIT_KEYS: int | None = 3072
-"""The last tiles of queries come in pieces where that saves the longest program so many keys (H200, head dim 256 without a mask:
-16384 keys, 3776 saved, 1 % faster; 8192 keys, 1792 saved, the same); None: nowhere."""
-
-
-class Cut(NamedTuple):
-    """Tables of `pieces.Pieces`."""
-
-    table: Tensor
-    cuts: Tensor
-
-    def scratch(self, config: Config) -> Tensor:
-        """Fresh memory for the results of all pieces: out, then lse (at most 34 MiB for 132 programs at head dim 256)."""
-        rows = len(self.table) * config.BLOCK_M
-        return torch.empty(rows * (config.BLOCK_DV + 1), dtype=torch.float32, device=self.table.device)
-
-    def parts(self, scratch: Tensor, config: Config) -> Parts:
-        lse = 4 * len(self.table) * config.BLOCK_M * config.BLOCK_DV
-        return Parts(self.table.data_ptr(), scratch.data_ptr(), scratch.data_ptr() + lse)
 
 
 class Plan(NamedTuple):
@@ -62,7 +35,6 @@ class Plan(NamedTuple):
     config: Config
     arguments: Arguments  # its tensors are still to come, but for the order
     programs: int
-    cut: Cut | None  # where tiles of queries come in pieces
     calls: dict[tuple[Any, ...], Callable[[], Any]]  # by stream, strides and addresses: the launch, ready to be repeated
 
 
@@ -86,8 +58,6 @@ def launch(problem: Problem, inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor
         terms = tuple(on_device(term, problem.batch, q.device) for term in form.terms)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
     tensors = (q, k, v, out, lse, cu_q, cu_k, *(x for term in terms for x in term[4:] if x is not None))
-    if plan.cut is not None:
-        tensors = (*tensors, plan.cut.scratch(plan.config))
     stream = torch._C._cuda_getCurrentRawStream(q.device.index)
     addresses = [x.data_ptr() for x in tensors if x is not None]
     key = (stream, q.stride(), k.stride(), v.stride(), *addresses)
@@ -117,10 +87,6 @@ def prepare(
     )
     if cu_q is not None:
         a = a._replace(out=Rows(out.data_ptr(), out.stride(1), out.stride(2), out.shape[3]))
-    if plan.cut is not None:
-        scratch = tensors[-1]
-        assert scratch is not None
-        a = a._replace(parts=plan.cut.parts(scratch, config))
     maps = (
         Descriptor(q, 64, config.BLOCK_D),
         Descriptor(k, config.BLOCK_N, config.BLOCK_D),
@@ -130,36 +96,7 @@ def prepare(
     run = plan.kernel.run  # loads the kernel, so it comes first
     head = (plan.programs, 1, 1, stream, plan.kernel.function, plan.kernel.packed_metadata, None, None, None)
     args = (*head, *(m.at(m.base.data_ptr()) for m in maps), a, config)
-    attend = repeatable(run, args)
-    return attend if plan.cut is None else in_turn(attend, merging(plan, stream, out, a))
-
-
-def merging(plan: Plan, stream: int, out: Tensor, a: Arguments) -> Callable[[], Any]:
-    """The launch that merges the pieces."""
-    from tilewise.backends.hopper.merge import ROWS, MergeConfig, Pending, merge_kernel
-
-    assert plan.cut is not None and a.parts is not None
-    config = MergeConfig(ROWS, plan.config.BLOCK_M, out.shape[3], plan.config.BLOCK_DV)
-    fp32 = torch.empty(0, dtype=torch.float32, device=out.device)
-    numbers = (a.heads.value, a.blocks.value, a.len_q)
-    # compiled for tensors like these, launched with addresses: a call that is remembered keeps no memory
-    typed = (view(out), Pending(plan.cut.cuts, fp32, fp32, fp32, *numbers))
-    given = (
-        view(out)._replace(ptr=out.data_ptr()),
-        Pending(plan.cut.cuts.data_ptr(), a.parts.out, a.parts.lse, a.lse_ptr, *numbers),
-    )
-    programs = len(plan.cut.cuts) * (config.BLOCK_M // ROWS)
-    kernel = Launch(merge_kernel, programs, typed, config, Options(4, 1)).compiled()
-    run = kernel.run  # loads the kernel, so it comes first
-    return repeatable(run, (programs, 1, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *given, config))
-
-
-def in_turn(first: Callable[[], Any], second: Callable[[], Any]) -> Callable[[], Any]:
-    def both() -> None:
-        first()
-        second()
-
-    return both
+    return repeatable(run, args)
 
 
 def address(x: Tensor | None) -> int | None:
@@ -185,8 +122,6 @@ def plan_for(problem: Problem, device: torch.device) -> Plan:
 def on_gpu(plan: Plan, device: torch.device) -> Plan:
     """The plan with its order in device memory."""
     order = plan.arguments.order
-    if plan.cut is not None:
-        plan = plan._replace(cut=Cut(*(table.to(device) for table in plan.cut)))
     return plan if order is None else plan._replace(arguments=plan.arguments._replace(order=order.to(device)))
 
 
@@ -202,14 +137,14 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     held = tile.Q_HELD if roomy and not (form.band and newer_registers()) else 0
     late = tile.LATE and roomy and not (tail and tile.BLOCK_DV == 256)
     keys = visited_keys(form, tile, problem.seqlen_q) if form.band and not problem.varlen else None
-    mean = problem.seqlen_k if keys is None else float(keys.mean())
     config = tile._replace(
         TERMS=len(form.terms),
         BAND=form.band,
+        # at head dim 256 turns cost a little under a mask
+        PINGPONG=tile.PINGPONG and not (tile.BLOCK_D == tile.BLOCK_DV == 256 and (form.terms or problem.varlen)),
         LEFT=form.left,
         # the others leave no registers for these
         LATE=late,
-        SKIP=late and tile.BLOCK_DV >= 128 and mean >= SKIP_KEYS,
         Q_HELD=held,
         Q_EARLY=held > 0 and (form.band or problem.seqlen_k <= EARLY_KEYS),
         VARLEN=problem.varlen,
@@ -217,7 +152,6 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
         TAIL=tail,
         UNSEEN=unseen,
         SCORES="softcap" if problem.softcap > 0 else "fold" if problem.scale > 0 else "scale",
-        SPLIT=False,
     )
     if problem.varlen:
         # what sequences of any lengths need at most: see find_sequence
@@ -230,21 +164,12 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     if keys is not None:
         clusters = tuple(heads_together(problem, config, size) for size in CLUSTER_BYTES)
         order = torch.from_numpy(best_order(keys, heads, clusters, programs))
-    cut = None
-    # other tiles, and newer compilers, have no registers for it
-    if SPLIT_KEYS is not None and held and late and not form.terms and not newer_registers():
-        pieces = share_out(total, -(-problem.seqlen_k // config.BLOCK_N), programs)
-        if pieces is not None and pieces.saved * config.BLOCK_N >= SPLIT_KEYS:
-            order = torch.from_numpy(pieces.order)
-            cut = Cut(torch.from_numpy(pieces.table), torch.from_numpy(pieces.cuts))
-            config = config._replace(SPLIT=True)
     a = Arguments(
         lse_ptr=None,
         cu_q=True if problem.varlen else None,
         cu_k=True if problem.varlen else None,
         order=order,
         out=Rows(None, 0, 0, 0) if problem.varlen else None,
-        parts=None if cut is None else Parts(True, True, True),
         terms=tuple(present(term) for term in form.terms),
         heads=Divisor.of(problem.heads),
         group=Divisor.of(problem.group),
@@ -259,7 +184,7 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
         unit=(problem.softcap or problem.scale) * LOG2E,
         slope=problem.scale / problem.softcap if problem.softcap else 0.0,
     )
-    return Plan(compile_(problem.dtype, a, config), config, a, programs, cut, {})
+    return Plan(compile_(problem.dtype, a, config), config, a, programs, {})
 
 
 def tile_of(problem: Problem, form: Form, unseen: bool) -> Config:

@@ -27,10 +27,9 @@ class Spot:
     last_q: gl.tensor  # the sequence's last query
     last: gl.tensor  # the first tile of keys visited is last - 1
     count: gl.tensor  # at least 1; 0 if there is nothing to do
-    piece: gl.tensor  # the number of this piece of a tile; negative: it is the whole tile
 
     @gluon.constexpr_function
-    def __init__(self, b, row, h, m0, q_start, k_start, last_q, last, count, piece):
+    def __init__(self, b, row, h, m0, q_start, k_start, last_q, last, count):
         self.b = b
         self.row = row
         self.h = h
@@ -40,7 +39,6 @@ class Spot:
         self.last_q = last_q
         self.last = last
         self.count = count
-        self.piece = piece
 
 
 @aggregate
@@ -171,12 +169,9 @@ def visited(band, m0, last_q, C: gl.constexpr):
 
 
 @gluon.jit
-def locate(a, number, C: gl.constexpr):
-    """A tile, counted through each head from its last queries to its first, or a piece of one; and the mask of its sequence."""
+def locate(a, t, C: gl.constexpr):
+    """Tile t, counted through each head from its last queries to its first, and the mask of its sequence."""
     BLOCK_M: gl.constexpr = 64 * C.WARPGROUPS
-    t = number
-    if C.SPLIT:
-        t = gl.where(number < a.total, number, gl.load(a.parts.table + 4 * gl.maximum(number - a.total, 0)))
     bh = divide(t, a.blocks)
     tile = a.last_block - (t - bh * a.blocks.value)
     if C.VARLEN:
@@ -189,19 +184,13 @@ def locate(a, number, C: gl.constexpr):
         m0 = tile * BLOCK_M
         last, count = visited(band, m0, len_q - 1, C)
         count = gl.where(m0 < len_q, count, 0)
-        return Spot(b, b * 0, bh, m0, q_start, k_start, len_q - 1, last, count, b * 0 - 1), band
+        return Spot(b, b * 0, bh, m0, q_start, k_start, len_q - 1, last, count), band
     else:
         b = divide(bh, a.heads)
         band = band_of(a, b, a.len_q, a.len_k, C)
         m0 = tile * BLOCK_M
         last, count = visited(band, m0, a.last_q, C)
-        piece = b * 0 - 1
-        if C.SPLIT:
-            piece = number - a.total
-            row = a.parts.table + 4 * gl.maximum(piece, 0)
-            last = gl.where(piece < 0, last, gl.load(row + 1))
-            count = gl.where(piece < 0, count, gl.load(row + 2))
-        return Spot(b, b, bh - b * a.heads.value, m0, b * 0, b * 0, a.last_q, last, count, piece), band
+        return Spot(b, b, bh - b * a.heads.value, m0, b * 0, b * 0, a.last_q, last, count), band
 
 
 @gluon.jit

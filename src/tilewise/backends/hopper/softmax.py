@@ -9,6 +9,8 @@ from tilewise.backends.hopper.schedule import key_hi, key_lo
 
 LOG2E = gl.constexpr(1.4426950408889634)
 INF = gl.constexpr(float("inf"))
+SLACK = gl.constexpr(8.0)
+"""Weights are at most 2**8: far from overflow in 16 bits, and as precise, for rounding is relative."""
 
 
 @gluon.jit
@@ -69,11 +71,16 @@ def lane_sum(x_tile):
 
 @gluon.jit
 def weigh(s_tile, m, unit, MASKED: gl.constexpr):
-    """Weights of a tile under the running maximum, the raised maximum, and what older weights fade by."""
-    new_m = gl.maximum(m, gl.max(s_tile, 1))
-    shift = new_m * unit
+    """Weights of a tile relative to 2**m, the raised m, and what older weights fade by.
+
+    m only has to be near the running maximum, so that nothing overflows: it is raised when that has left it by more than SLACK,
+    and most tiles leave it alone. Then the older weights fade by exactly 1, for the difference is one of the rounded numbers.
+    """
+    top = gl.max(s_tile, 1) * unit
+    new_m = gl.where(top > m + SLACK, top, m)
+    shift = new_m
     if MASKED:
-        shift = gl.where(new_m == -INF, 0.0, shift)  # a row that has seen nothing yet
-    fade = gl.exp2(m * unit - shift)
+        shift = gl.where(new_m == -INF, 0.0, new_m)  # a row that has seen nothing yet
+    fade = gl.exp2(m - shift)
     p_tile = gl.exp2(s_tile * unit - shift[:, None])  # [64, N]
     return p_tile, new_m, fade

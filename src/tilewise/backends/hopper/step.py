@@ -1,6 +1,6 @@
 """One warpgroup, one tile of keys: products, scores, weights.
 
-    over the keys seen so far:   o = Σ exp2(x - m) v,   l = Σ exp2(x - m),   m = max x        (x: scores in units of log 2)
+    over the keys seen so far:   o = Σ exp2(x - m) v,   l = Σ exp2(x - m),   m near max x        (x: scores in units of log 2)
 
 Two products are in flight: S(n) = Q·K(n)ᵀ is issued, then O += P(n-1)·V(n-1), and while the second runs the softmax of the first
 is computed. So o lags l and m by one tile, whose weights wait in p. That goes on from one tile of queries to the next: the first

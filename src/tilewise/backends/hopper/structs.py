@@ -40,14 +40,6 @@ class Rows(NamedTuple):
     width: int
 
 
-class Parts(NamedTuple):
-    """Pieces of tiles of queries, and where their results wait to be merged."""
-
-    table: Any  # as in `pieces.Pieces`
-    out: Any  # (pieces, BLOCK_M, BLOCK_DV) fp32
-    lse: Any  # (pieces, BLOCK_M) fp32
-
-
 class Arguments(NamedTuple):
     """Beside the tensors' descriptors. What the kernel would derive from these numbers at its start is given too: kept across
     all roles it would cost the loading warp registers it does not have."""
@@ -57,7 +49,6 @@ class Arguments(NamedTuple):
     cu_k: Any
     order: Any  # (rounds + 1, programs) int32: tiles by round and program, negative for none; None: they take turns
     out: Rows | None  # of a packed batch
-    parts: Parts | None  # of pieces, which in the order are numbers from `total` on
     terms: tuple[Term, ...]
     heads: Divisor
     group: Divisor  # query heads of one key head
