@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_out, sink_gradient
 from tilewise.backends.cpu import compile as compiler
-from tilewise.backends.cpu import plan, schedule
+from tilewise.backends.cpu import frames, plan, schedule
 from tilewise.backends.cpu.spec import HOT, Kernel, argument_names
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import TENSORS
@@ -24,8 +24,7 @@ from tilewise.problem import Problem
 ARCHITECTURES = ("aarch64", "x86_64")
 _HOT = struct.Struct(f"={len(HOT)}q")
 _WORD = struct.Struct("=q")
-_ADDRESSES = struct.Struct("=5q")
-_COUNTER = 8 * HOT.index("counter")
+_ADDRESSES = struct.Struct("=7q")
 _COUNT = 8 * HOT.index("count")
 _REST = 8 * len(HOT)
 _empty_like, _num_threads = torch.empty_like, torch.get_num_threads
@@ -69,6 +68,8 @@ def _obstacle() -> str | None:
 
 class CpuBackend:
     name = "cpu"
+    any_address = True
+    """No call is refused for where its tensors begin."""
 
     def usable(self, device: str) -> Verdict:
         if device != "cpu":
@@ -100,9 +101,10 @@ class CpuBackend:
         lse = _empty_like(ready.lse)
         desk = schedule.here.desk
         view, address = desk.view, desk.address
+        desk.holds = None
         _HOT.pack_into(
-            view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-            *q_stride, *k_stride, *v_stride, *o_stride, address + _COUNT, 0,
+            view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, address + _COUNT,
+            *q_stride, *k_stride, *v_stride, *o_stride,
         )  # fmt: skip
         view[_REST : ready.end] = ready.template
         if ready.plain:
@@ -128,25 +130,24 @@ class CpuBackend:
         planned = _plan(problem, inputs, "forward")
         if problem.head_dim != problem.head_dim_v or o_stride[3] != 1 or not planned.plain:
             return None
-        call, size, invited, end = planned.call, planned.size, planned.threads, planned.end
+        call, size, invited = planned.call, planned.size, planned.threads
         threads, like_lse = _num_threads(), planned.lse
         small = like_lse.numel() * like_lse.element_size() <= schedule.BIN_BYTES
-        hot = _HOT.pack(*(0,) * 5, *q.stride(), *k.stride(), *v.stride(), *o_stride, 0, 0)
-        template, here = hot + planned.template, schedule.here
+        hot = _HOT.pack(*(0,) * 7, *q.stride(), *k.stride(), *v.stride(), *o_stride)
+        words, here, pack = hot + planned.template, schedule.here, _ADDRESSES.pack_into
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if _num_threads() != threads:
                 return self.forward(problem, Inputs(q, k, v))[0]
             out = _empty_like(q)
             desk = here.desk
-            view, address = desk.view, desk.address
-            view[:end] = template
+            if desk.holds is not words:
+                desk.prepare(words, size)
             lse = None if small else _empty_like(like_lse)
-            unseen = desk.bin() if lse is None else lse.data_ptr()
-            _ADDRESSES.pack_into(view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), unseen)
-            _WORD.pack_into(view, _COUNTER, address + _COUNT)
+            unseen, address = desk.bin if lse is None else lse.data_ptr(), desk.address
+            pack(desk.view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), unseen, 0, address + _COUNT)
             if invited == 1:
-                call(address, desk.room(size))
+                call(address, desk.buffer)
             else:
                 schedule.pool.run(call, address, size, invited)
             return out
@@ -188,9 +189,10 @@ class CpuBackend:
             words += [("dbias", dbias.data_ptr()), *_strides("dbias", dbias, broadcast=True)]
         desk = schedule.here.desk
         view = desk.view
+        desk.holds = None
         _HOT.pack_into(
-            view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-            *q.stride(), *k.stride(), *v.stride(), *out.stride(), desk.address + _COUNT, 0,
+            view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, desk.address + _COUNT,
+            *q.stride(), *k.stride(), *v.stride(), *out.stride(),
         )  # fmt: skip
         view[_REST : ready.end] = ready.template
         ready.patch(view, words)
@@ -233,26 +235,23 @@ def _plan(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> P
 def _make_plan(problem: Problem, key: tuple[str, int, str, bool, int]) -> Plan:
     kind, threads, bias, dbias, longest = key
     kernel = plan.kernel_for(problem, kind, bias, dbias)
-    make_tiles, frame = (_MATRIX if kernel.matrix else _VECTORS)[kind]
-    tiles = make_tiles(problem, kernel.tile, longest, threads)
+    tiles = plan.tiles_for(problem, kernel, longest, threads)
     if dbias and not _own_cells(problem):
         tiles = tiles._replace(threads=1)
     words = plan.words_for(problem, kernel, tiles)
-    size = frame(kernel, tiles, words)
     names = argument_names(kernel)
     values = [words.get(name, 0) for name in names[len(HOT) :]]
     call = compiler.worker(kernel)
     if threads > 1 and compiler.awake():
         schedule.team()  # what else needs LLVM comes along now, and not in a later call
     rare = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or problem.sinks or tiles.splits > 1
-    shared = tiles.tasks * tiles.rows * problem.group * (words["DVP"] + 2)
     return Plan(
         call=call,
         template=struct.pack(f"={len(values)}q", *values),
         slots={name: n for n, name in enumerate(names)},
-        size=size,
+        size=frames.frame(problem, kernel, tiles),
         threads=tiles.threads,
-        work=shared if tiles.splits > 1 else 0,
+        work=frames.workspace(problem, kernel, tiles),
         done=tiles.blocks if kind == "backward" else (tiles.tasks // tiles.splits if tiles.splits > 1 else 0),
         real=torch.float64 if kernel.real == "float64" else torch.float32,
         kernel=kernel,
@@ -267,17 +266,6 @@ def _lse_like(problem: Problem) -> Tensor:
     dtype = torch.float64 if problem.dtype == "float64" else torch.float32
     # one element seen as many: a plan must not hold on to memory of the problem's size
     return torch.empty(1, dtype=dtype).expand(batch, problem.heads, problem.seqlen_q)
-
-
-_VECTORS = {
-    "forward": (plan.forward_tiles, plan.forward_frame),
-    "decode": (plan.decode_tiles, plan.decode_frame),
-    "backward": (plan.backward_tiles, plan.backward_frame),
-}
-_MATRIX = {
-    "forward": (plan.matrix_forward_tiles, plan.matrix_forward_frame),
-    "backward": (plan.matrix_backward_tiles, plan.matrix_backward_frame),
-}
 
 
 def _decodes(problem: Problem, inputs: Inputs) -> bool:
@@ -338,7 +326,7 @@ def _accumulator(x: Tensor, ready: Plan, needed: bool) -> tuple[Tensor | None, T
     """(gradient, its running sum): the same memory where the kernel can add to the gradient itself."""
     if not needed:
         return None, None
-    columns = plan.round_up(x.shape[3], ready.kernel.tile.rows)
+    columns = frames.round_up(x.shape[3], ready.kernel.tile.rows)
     total = torch.zeros((*x.shape[:3], columns), dtype=ready.real)
     same = x.dtype == ready.real and columns == x.shape[3]
     return (total if same else empty_out(x, x.shape[3])), total

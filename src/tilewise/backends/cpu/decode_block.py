@@ -44,8 +44,8 @@ class BlockDecode(Decode):
         R, J, L = self.R, ACCUMULATORS // self.R, e.lanes
         D, BN, kind = a.word("D"), a.word("BN"), STORAGE[self.kernel.dtype]
         width = e.minus(f.word("n1"), f.word("n0"))
-        K = self.source(e, a, f, "k", f.word("kv_head"), e.plus(f.word("k_start"), f.word("n0")))
-        V = self.source(e, a, f, "v", f.word("kv_head"), e.plus(f.word("k_start"), f.word("n0")))
+        K = self.source(e, a, f, "k", f.word("key_head"), e.plus(f.word("k_start"), f.word("n0")))
+        V = self.source(e, a, f, "v", f.word("key_head"), e.plus(f.word("k_start"), f.word("n0")))
         q_rows = [e.at(f.ptr("Q"), e.times(e.plus(r0, r), D)) for r in range(R)]
         line = self.line
         whole = e.round_down(D, line)
@@ -122,7 +122,7 @@ class BlockDecode(Decode):
         """values(args, frame, r0): O[r] += Σ_j P[r][j]·v_j for R rows from r0; V vectors of the head dim at a time, then one."""
         e, (args, frame, r0), function = self.unit.function("values", [PTR, PTR, I64])
         a, f = self.open(e, args, frame)
-        V = self.source(e, a, f, "v", f.word("kv_head"), e.plus(f.word("k_start"), f.word("n0")))
+        V = self.source(e, a, f, "v", f.word("key_head"), e.plus(f.word("k_start"), f.word("n0")))
         wide = self.tile.vectors * e.lanes
         whole = e.round_down(a.word("Dv"), wide)
         with e.loop(0, whole, wide) as col:
@@ -145,7 +145,7 @@ class BlockDecode(Decode):
             return [e.mad(v[n % vectors], weights[n // vectors], x) for n, x in enumerate(acc)]
 
         kind = STORAGE[self.kernel.dtype]
-        K_next = self.source(e, a, f, "k", f.word("kv_head"), e.plus(f.word("k_start"), f.word("n0"), BN))
+        K_next = self.source(e, a, f, "k", f.word("key_head"), e.plus(f.word("k_start"), f.word("n0"), BN))
         with e.loop(0, whole, UNROLL, [e.const(0.0)] * (R * vectors)) as over:
             acc = list(over.values)
             for n in range(UNROLL):

@@ -36,7 +36,7 @@ class StreamDecode(Decode):
             e.vput(e.const(0.0), O, col.index)
 
         def rows(name: str, keys: list[Value]) -> list[Value]:
-            first = self.source(e, a, f, name, f.word("kv_head"), f.word("k_start"))
+            first = self.source(e, a, f, name, f.word("key_head"), f.word("k_start"))
             return [e.at(first, e.times(key, a.word(f"{name}_s")), STORAGE[self.kernel.dtype]) for key in keys]
 
         with e.loop(n0, n1, UNROLL, [e.const(self.real.lowest, UNROLL), e.const(0.0, UNROLL)]) as over:

@@ -26,7 +26,7 @@ from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, argument_names
 
 FRAME = (
-    *("batch", "kv_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad"),
+    *("batch", "kv_head", "key_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad"),
     "W",
 )
 
@@ -147,7 +147,7 @@ class KernelModule:
         f.set("n_pad", padded)
         for name, source, layout in self.tiles:
             cols = a.word("D" if source == "k" else "Dv")
-            rows = self.source(e, a, f, source, f.word("kv_head"), e.plus(f.word("k_start"), f.word("n0")))
+            rows = self.source(e, a, f, source, f.word("key_head"), e.plus(f.word("k_start"), f.word("n0")))
             steps = [rows, a.word(f"{source}_s"), a.word(f"{source}_d"), width]
             if layout == "lanes":
                 e.call(self.pack_lanes, [f.ptr(name), a.word("DP" if source == "k" else "DVP"), *steps, cols])
@@ -251,7 +251,9 @@ class KernelModule:
         first = e.times(block, a.word("BM"))
         rows = e.least(a.word("BM"), e.minus(Sq, first))
         strips = e.over(e.plus(rows, self.tile.rows - 1), self.tile.rows)
-        values = {"batch": batch, "kv_head": e.rest(pair, kv_heads), "Sq": Sq, "Sk": Sk, "q_start": q_start}
+        head = e.rest(pair, kv_heads)
+        values = {"batch": batch, "kv_head": head, "key_head": e.over(head, a.word("parts"))}
+        values |= {"Sq": Sq, "Sk": Sk, "q_start": q_start}
         values |= {"k_start": k_start, "m0": first, "rows": rows, "strips": strips}
         for name, value in values.items():
             f.set(name, value)

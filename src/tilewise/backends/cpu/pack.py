@@ -15,6 +15,10 @@ from typing import Any
 from tilewise.backends.cpu.ir import I16, I32, I64, PTR, STORAGE, Emit, Unit, Value
 from tilewise.backends.cpu.spec import UNROLL, Register
 
+NEAR_ROWS = 16
+"""Rows packed into panels together: so few that the lines read for one panel are still in L1 for the next, however far apart
+rows are. (Neoverse N1, head dim 512: 3 % of a forward.)"""
+
 
 def fetch(e: Emit, source: Value, offset: int | Value, dtype: str, lanes: int = 0) -> Value:
     """Stored elements in the Real type: one, or `lanes` adjacent ones."""
@@ -106,7 +110,8 @@ def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: 
     Rows up to the next multiple of W and columns in [cols, dst_cols) become zero. W and dst_cols count cells.
     """
     kinds = [PTR, I64, PTR, I64, I64, I64, I64] + [PTR] * scaled
-    e, args, function = unit.function(f"pack_lanes_{cells.name}_{width}", kinds, apart=(0,))
+    name = f"pack_lanes_{cells.name}_{width}{'_scaled' * scaled}"
+    e, args, function = unit.function(name, kinds, apart=(0,))
     dst, dst_cols, src, row_step, col_step, *end = args[:7]
     factors, cell = args[7:], cells(e, dtype)
     near = e.icmp_signed("==", col_step, I64(1))
@@ -152,7 +157,8 @@ def emit_pack_panels(unit: Unit, width: int, dtype: str, *, scaled: bool, cells:
     Panels lie `step` cells apart. Rows in [rows, all_rows) and columns up to the next multiple of W cells become zero.
     """
     kinds = [PTR, I64, PTR, I64, I64, I64, I64, I64] + [PTR] * scaled
-    e, args, function = unit.function(f"pack_panels_{cells.name}_{width}", kinds, apart=(0,))
+    name = f"pack_panels_{cells.name}_{width}{'_scaled' * scaled}"
+    e, args, function = unit.function(name, kinds, apart=(0,))
     dst, step, src, row_step, col_step, end_row, all_rows, end_col, *factors = args
     near, cell = e.icmp_signed("==", col_step, I64(1)), cells(e, dtype)
     lanes = min(width, e.lanes)
@@ -165,15 +171,22 @@ def emit_pack_panels(unit: Unit, width: int, dtype: str, *, scaled: bool, cells:
         factor = e.get(factors[0], row)
         return e.fmul(value, e.splat(factor, lanes) if lanes else factor)
 
-    with e.loop(0, cols, width) as panel:
-        to = e.at(dst, e.times(e.over(panel.index, width), step), cell.kind)
-        inside = e.least(width, e.minus(cols, panel.index))
-        full = e.icmp_signed("<=", e.times(e.plus(panel.index, width), cell.cols), end_col)
-        quick = e.select(e.and_(near, full), whole_rows, I64(0))
-        with e.loop(0, quick) as row:
+    fast_rows = e.select(near, whole_rows, I64(0))
+    fast_cols = e.round_down(e.over(end_col, cell.cols), width)
+
+    def start(panel: Value) -> Value:
+        return e.at(dst, e.times(e.over(panel, width), step), cell.kind)
+
+    with e.loop(0, fast_rows, NEAR_ROWS) as some, e.loop(0, fast_cols, width) as panel:
+        to = start(panel.index)
+        with e.loop(some.index, e.least(e.plus(some.index, NEAR_ROWS), fast_rows)) as row:
             for at in range(0, width, lanes):
                 value = weigh(cell.near(src, row_step, row.index, e.plus(panel.index, at), lanes), row.index, lanes)
                 e.vput(value, to, e.plus(e.times(row.index, width), at))
+    with e.loop(0, cols, width) as panel:
+        to = start(panel.index)
+        inside = e.least(width, e.minus(cols, panel.index))
+        quick = e.select(e.less(panel.index, fast_cols), fast_rows, I64(0))
         with e.loop(quick, rows) as row:
             out = e.at(to, e.times(row.index, width), cell.kind)
             with e.loop(0, inside) as col:

@@ -25,15 +25,17 @@ BIN_BYTES = 1 << 16
 class Desk:
     """What a thread needs for a call: its argument block and its buffer, grown as needed and kept."""
 
-    __slots__ = ("address", "aside", "buffer", "memory", "size", "view", "words")
+    __slots__ = ("address", "aside", "bin", "buffer", "holds", "memory", "size", "view", "words")
 
     def __init__(self) -> None:
         self.words = ctypes.create_string_buffer(8 * BLOCK_WORDS)
         self.view = memoryview(self.words).cast("B")
         self.address = ctypes.addressof(self.words)
-        self.size = self.buffer = 0
+        self.size = self.buffer = self.bin = 0
         self.memory: Any = None
         self.aside: Any = None
+        self.holds: bytes | None = None
+        """The words that were put into the block for calls to come; whoever writes others must forget them."""
 
     def room(self, size: int) -> int:
         """Address of a buffer of at least so many bytes."""
@@ -43,11 +45,14 @@ class Desk:
             self.size = size
         return self.buffer
 
-    def bin(self) -> int:
-        """Address of BIN_BYTES for results that nobody will look at."""
+    def prepare(self, words: bytes, size: int) -> None:
+        """`words` into the block, at least `size` bytes at `buffer`, and at `bin` BIN_BYTES for what nobody will look at."""
+        self.view[: len(words)] = words
+        self.holds = words
+        self.room(size)
         if self.aside is None:
             self.aside = ctypes.create_string_buffer(BIN_BYTES)
-        return ctypes.addressof(self.aside)
+            self.bin = ctypes.addressof(self.aside)
 
 
 class Here(threading.local):

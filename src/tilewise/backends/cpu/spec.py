@@ -51,9 +51,9 @@ class Kernel(NamedTuple):
 
 # The words that change from call to call come first: the host writes them in one go, the rest from a template.
 QKV = ("q", "k", "v", "o")
-HOT = (*QKV, "lse", *(f"{t}_{axis}" for t in QKV for axis in "bhsd"), "counter", "count")
+HOT = (*QKV, "lse", "count", "counter", *(f"{t}_{axis}" for t in QKV for axis in "bhsd"))
 POINTERS = ("sinks", "bias", "alibi", "cu_q", "cu_k", "work", "done")
-SIZES = ("kv_heads", "group", "pairs", "Sq", "Sk", "D", "Dv", "BM", "BN", "blocks", "splits", "tasks", "descending")
+SIZES = ("kv_heads", "group", "parts", "pairs", "Sq", "Sk", "D", "Dv", "BM", "BN", "blocks", "splits", "tasks", "descending")
 PADDED = ("DP", "DVP")
 STRIDES = (*(f"bias_{axis}" for axis in "bhsd"), "alibi_b")
 NUMBERS = ("q_factor", "cap_factor", "keep_factor", "grow_factor")

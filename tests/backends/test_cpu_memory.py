@@ -1,0 +1,230 @@
+"""A call needs a mebibyte for each thread and four for all, whatever the problem and whichever processor it is planned for."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("llvmlite")
+
+import tilewise as tw
+from tests.conformance.cases import CASES, Case, build
+from tests.conformance.harness import excesses
+from tilewise.backends.cpu import frames, plan
+from tilewise.backends.cpu.frames import Tiles
+from tilewise.backends.cpu.spec import Kernel
+from tilewise.bench.cases import Case as BenchCase
+from tilewise.bench.worker import Worker
+from tilewise.hardware.cpuid import core_figures
+from tilewise.hardware.spec import DeviceSpec, KiB
+from tilewise.problem import Problem
+
+MIB = 1 << 20
+THP_DISABLE = 41  # of prctl; children inherit it
+PROCESSORS = {
+    "neon": ("neon", "aarch64", 64, 1024),
+    "avx2": ("avx2", "x86_64", 32, 256),
+    "avx512": ("avx512", "x86_64", 48, 2048),
+    "amx": ("avx512", "x86_64", 48, 2048),
+}
+"""Instruction set, architecture, KiB of L1 and of L2; the last multiplies bf16 on matrix tiles."""
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
+    isa, arch, l1, l2 = PROCESSORS[processor]
+    pipe, _ = core_figures(isa, "")
+    spec = DeviceSpec(
+        key="test", name="test", kind="cpu", vendor="", arch=arch, units=64, isa=isa,
+        sram_bytes=l1 * KiB, l2_bytes=l2 * KiB, **pipe,
+    )  # fmt: skip
+
+    def unit(problem: Problem, kind: str) -> str:
+        return "amx" if processor == "amx" and kind in plan.MATRIX_KINDS and problem.dtype == "bfloat16" else ""
+
+    monkeypatch.setattr(plan, "probe_cpu", lambda: spec)
+    monkeypatch.setattr(plan, "matrix_unit", unit)
+
+
+def arranged(problem: Problem, kind: str, threads: int) -> tuple[Kernel, Tiles]:
+    kernel = plan.kernel_for(problem, kind)
+    return kernel, plan.tiles_for(problem, kernel, problem.seqlen_q, threads)
+
+
+def problem_of(
+    heads: tuple[int, int], lengths: tuple[int, int], dims: tuple[int, int], dtype: str, batch: int = 1
+) -> Problem:
+    return Problem.of(
+        batch=batch, heads=heads[0], kv_heads=heads[1], seqlen=lengths[0], kv_seqlen=lengths[1],
+        head_dim=dims[0], head_dim_v=dims[1], dtype=dtype,
+    )  # fmt: skip
+
+
+DIMS = ((1, 1), (64, 64), (65, 65), (128, 128), (129, 127), (192, 128), (256, 256), (300, 40), (511, 511), (512, 512), (64, 512))
+LENGTHS = ((1, 32768), (8, 32768), (300, 300), (32768, 32768))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, processor: str, dtype: str) -> None:
+    """Head dims up to 512, groups up to 128, shares of the keys for up to 64 threads."""
+    pretend(monkeypatch, processor)
+    for dims, group, lengths, kind in product(DIMS, (1, 4, 7, 32, 64, 128), LENGTHS, ("forward", "backward", "decode")):
+        problem = problem_of((group, 1), lengths, dims, dtype)
+        if kind == "decode" and (lengths[0] > 1 or plan.decode_register(problem) is None):
+            continue
+        for threads in (1, 2, 16, 64):
+            kernel, tiles = arranged(problem, kind, threads)
+            case = f"{dims} group {group} {lengths} {kind} {threads} threads: {tiles}"
+            size = frames.frame(problem, kernel, tiles)
+            shared = frames.workspace(problem, kernel, tiles) * (8 if dtype == "float64" else 4)
+            assert size <= MIB, case
+            assert tiles.threads * size + shared <= (4 + tiles.threads) * MIB, case
+            assert tiles.heads == 1 or problem.group % tiles.heads == 0, case
+            assert tiles.rows % kernel.tile.rows == 0 or kind == "decode", case
+            assert tiles.keys % kernel.tile.keys == 0 or kind == "decode", case
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_blocks_of_the_backward_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
+    """They fix the order of sums."""
+    pretend(monkeypatch, processor)
+    for dims, group, dtype in product(DIMS, (1, 32), ("float32", "bfloat16", "float64")):
+        problem = problem_of((group, 1), (4096, 4096), dims, dtype)
+        found = {arranged(problem, "backward", threads)[1]._replace(threads=0) for threads in (1, 2, 16, 64)}
+        assert len(found) == 1
+
+
+KNOWN = {
+    ("neon", "float32", (8, 8), (4096, 4096), 64): ((512, 128, 8, 1, 64), (256, 64, 16, 1, 128)),
+    ("neon", "float32", (8, 8), (4096, 4096), 128): ((512, 128, 8, 1, 64), (256, 64, 16, 1, 128)),
+    ("neon", "float32", (32, 8), (1024, 1024), 128): ((128, 128, 8, 1, 64), (256, 64, 4, 1, 128)),
+    ("neon", "bfloat16", (8, 8), (4096, 4096), 128): ((512, 128, 8, 1, 64), (256, 64, 16, 1, 128)),
+    ("neon", "float32", (1, 1), (16, 16), 64): ((16, 16, 1, 1, 1), (16, 16, 1, 1, 1)),
+    ("neon", "float32", (8, 8), (256, 4096), 64): ((256, 128, 1, 1, 8), (128, 64, 2, 1, 16)),
+    ("neon", "float32", (32, 8), (1, 4096), 128): ((1, 32, 1, 1, 8),),
+    ("neon", "float32", (1, 1), (1, 65536), 64): ((1, 256, 1, 8, 8),),
+    ("avx2", "float32", (8, 8), (4096, 4096), 64): ((264, 128, 16, 1, 128), (264, 64, 16, 1, 128)),
+    ("avx2", "float32", (32, 8), (1024, 1024), 128): ((72, 64, 15, 1, 120), (264, 64, 4, 1, 128)),
+    ("avx512", "float32", (8, 8), (4096, 4096), 64): ((512, 128, 8, 1, 64), (256, 64, 16, 1, 128)),
+    ("avx512", "float32", (8, 8), (4096, 4096), 128): ((288, 128, 15, 1, 120), (256, 64, 16, 1, 128)),
+    ("avx512", "float32", (32, 8), (1024, 1024), 128): ((96, 128, 11, 1, 88), (256, 64, 4, 1, 128)),
+    ("avx512", "float32", (1, 1), (1, 65536), 64): ((1, 256, 1, 8, 8),),
+    ("amx", "bfloat16", (8, 8), (4096, 4096), 128): ((512, 256, 8, 1, 64), (384, 128, 11, 1, 88)),
+}
+"""Blocks that were chosen by measurement, for two threads: rows, keys, blocks, splits, tasks; of the forward (or of decoding) and
+of the backward."""
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_blocks_for_which_there_is_room_are_left_alone(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
+    pretend(monkeypatch, processor)
+    for (name, dtype, heads, lengths, dim), wanted in KNOWN.items():
+        if name != processor:
+            continue
+        problem = problem_of(heads, lengths, (dim, dim), dtype)
+        kinds = ("decode",) if lengths[0] == 1 else ("forward", "backward")
+        for kind, blocks in zip(kinds, wanted, strict=True):
+            _, tiles = arranged(problem, kind, 2)
+            assert tiles[:5] == blocks, (heads, lengths, dim, kind)
+            assert tiles.heads == (1 if kind == "backward" else problem.group)
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_blocks_at_wide_head_dims_still_pay_for_the_keys_they_pack(
+    monkeypatch: pytest.MonkeyPatch, processor: str
+) -> None:
+    pretend(monkeypatch, processor)
+    for dtype, dim, kind in product(("float32", "bfloat16"), (256, 512), ("forward", "backward")):
+        for group in (1, 32):
+            problem = problem_of((group, 1), (4096, 4096), (dim, dim), dtype, batch=8)
+            _, tiles = arranged(problem, kind, 2)
+            least = {256: 128, 512: 64}[dim] if kind == "backward" else {256: 256, 512: 96}[dim]
+            assert tiles.rows * tiles.heads >= least, (tiles, dtype, dim, kind)
+            assert tiles.keys >= 32
+
+
+# -- parts of a group
+
+PARTED = re.compile(
+    r"gqa|mqa|decode|bshd|mask-(causal|window|documents|blocks-heads|dense)$|bias-gqa|alibi|sinks|dropout-gqa|varlen|everything"
+)
+SOME = [case for case in CASES if PARTED.match(case.name) and case.precision == "default"]
+
+
+@pytest.fixture
+def cramped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tiles]]:
+    """Room for the smallest blocks only: one strip of one head and 16 keys. Gives the blocks that were taken."""
+    taken: list[Tiles] = []
+
+    def least(problem: Problem, kernel: Kernel, tiles: Tiles) -> bool:
+        rows = 1 if kernel.kind == "decode" else kernel.tile.rows
+        smallest = Tiles(rows, max(16, kernel.tile.keys), 1, 1, 1, 1)
+        return frames.frame(problem, kernel, tiles) <= frames.frame(problem, kernel, smallest)
+
+    def tiles_for(problem: Problem, kernel: Kernel, longest: int, threads: int) -> Tiles:
+        taken.append(original(problem, kernel, longest, threads))
+        return taken[-1]
+
+    original = plan.tiles_for
+    for module in (frames, plan):
+        monkeypatch.setattr(module, "fits", least)
+    monkeypatch.setattr(plan, "tiles_for", tiles_for)
+    monkeypatch.setattr(plan, "SMALL_WORK", 0)
+    return taken
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_conformance_in_little_memory(cramped: list[Tiles], case: Case) -> None:
+    built = build(case, "cpu")
+    assert excesses(built, "cpu", lse_gradient=case.lse_gradient) == []
+    assert cramped and all(tiles.keys <= 32 and tiles.heads <= 2 for tiles in cramped)
+
+
+@pytest.mark.parametrize("rows", [1, 9], ids=["decode", "few"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("room", ["a mebibyte", "little"])
+def test_groups_that_do_not_fit_come_in_parts(
+    room: str, dtype: torch.dtype, rows: int, request: pytest.FixtureRequest
+) -> None:
+    if room == "little":
+        request.getfixturevalue("cramped")
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 128, rows, 512, generator=g).to(dtype)
+    k, v = (torch.randn(2, 2, 70, 512, generator=g).to(dtype) for _ in range(2))
+    problem = problem_of((128, 2), (rows, 70), (512, 512), str(dtype)[6:], batch=2)
+    if rows > 1 or room == "little":  # a mebibyte holds one row of every head
+        assert arranged(problem, "decode" if rows == 1 else "forward", 2)[1].heads < 64
+    out, lse = tw.attention(q, k, v, mask=tw.causal(), backend="cpu", return_lse=True)
+    exact, exact_lse = tw.attention(q.double(), k.double(), v.double(), mask=tw.causal(), backend="reference", return_lse=True)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), exact, rtol=2 * eps, atol=32 * torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-6, atol=64 * torch.finfo(torch.float32).eps)
+
+
+@pytest.fixture
+def small_pages() -> Iterator[None]:
+    """Processes started meanwhile get memory in pages of the usual size: with huge ones each tensor counts up to 2 MiB more."""
+    control = getattr(ctypes.CDLL(None), "prctl", None)
+    if control is None or control(THP_DISABLE, 1, 0, 0, 0):
+        pytest.skip("the system does not let a process do without huge pages")
+    yield
+    control(THP_DISABLE, 0, 0, 0, 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system does not tell peaks")
+@pytest.mark.parametrize(("dim", "passes"), [(64, "forward"), (128, "forward"), (256, "forward"), (256, "training")])
+def test_little_memory_is_needed_beyond_the_results(small_pages: None, dim: int, passes: str) -> None:
+    """As the operating system counts it, in a process of its own, over 32k tokens: 4 MiB and one for each thread."""
+    case = BenchCase("memory", heads=1, seqlen=32768, head_dim=dim, mask="window(256)", threads=2, passes=passes)
+    for _ in range(2):  # the first leaves its kernels on disk: what a compiler takes is not a call's memory
+        with Worker(case, "tilewise:cpu") as worker:
+            peak = worker.ask("memory", seqlen=case.seqlen)["peak_bytes"]
+    results = 4 * case.seqlen * ((dim if passes == "forward" else 4 * dim) + 1)  # out and gradients, lse
+    assert results <= peak <= results + (4 + 2) * MIB
+    assert peak <= results + 3 * MIB, "two buffers take no more than two of them"
