@@ -202,3 +202,16 @@ def test_rows_beside_rows_that_see_calm_keys(sinks: bool, calm_first: bool) -> N
     )
     torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dim", [40, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_few_rows(dtype: torch.dtype, dim: int) -> None:
+    """Strips as low as the queries are few; every row gets the bits that it gets among many."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 200, dim, generator=g).to(dtype) for heads in (4, 2, 2))
+    many, many_lse = tw.attention(q, k, v, mask=tw.causal(), backend="cpu", return_lse=True)
+    for rows in (*range(2, 10), 15, 16, 17, 31, 32, 33, 64):
+        few, lse = tw.attention(q[:, :, -rows:], k, v, mask=tw.causal(), backend="cpu", return_lse=True)
+        assert torch.equal(few, many[:, :, -rows:]), rows
+        assert torch.equal(lse, many_lse[:, :, -rows:]), rows

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
 from tilewise.api.describe import LAYOUTS, Options, Request, autocast, check_tensors, describe
-from tilewise.api.known import Known
+from tilewise.api.known import Known, aligned
 from tilewise.backends.base import Backend, Inputs
 from tilewise.errors import LayoutError
 from tilewise.masks import Mask
@@ -73,13 +73,20 @@ def attention(
     settings: tuple[Any, ...] | None = None
     if bias is None and sinks is None and not _traced():
         try:
+            registry = dispatch.REGISTRY
             settings = (
                 mask, scale, softcap, dropout_p, precision, deterministic, layout, backend, return_lse,
-                type(scale), type(softcap), type(dropout_p), _grad_mode(), _deterministic(), dispatch.standing(backend),
-                (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0,  # some backends refuse other addresses
+                type(scale), type(softcap), type(dropout_p), _grad_mode(), _deterministic(),
+                registry.get(backend), len(registry),
             )  # fmt: skip
             usual = _USUAL.get(settings)
-            like = usual is not None and usual.like(q, k, v) and not modes_active()
+            like = (
+                usual is not None
+                and usual.like(q, k, v)
+                and (usual.aligned is None or usual.aligned == aligned(q, k, v))
+                and not _dispatch_modes()
+                and _transforms() is None
+            )
         except (AttributeError, TypeError, RuntimeError):  # no tensor, no hash, no strides: the checks will name it
             settings, like = None, False
         if like:
@@ -168,10 +175,9 @@ def _key(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     grad = (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled()
-    aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
     # a sparse tensor has no strides to ask for: it ends in the checks
     return (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        mask, scale, softcap, type(scale), type(softcap), type(dropout_p), precision, deterministic, grad, aligned, layout,
-        needs_lse, *dispatch.standing(backend),
+        mask, scale, softcap, type(scale), type(softcap), type(dropout_p), precision, deterministic, grad, layout, needs_lse,
+        aligned(q, k, v), *dispatch.standing(backend),
     )  # fmt: skip

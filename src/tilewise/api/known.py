@@ -19,13 +19,14 @@ Launch = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 class Known:
     """`like(q, k, v)`: are these tensors as those were, in all that matters? Then `launch(q, k, v)` is the call.
 
-    It does not look at addresses, settings, the gradient mode and active modes: they are the caller's to compare.
+    It does not look at addresses, settings, the gradient mode and active modes: they are the caller's to compare, addresses
+    only if `aligned` says what they were like.
     """
 
-    __slots__ = ("launch", "like")
+    __slots__ = ("aligned", "launch", "like")
 
-    def __init__(self, like: Like, launch: Launch) -> None:
-        self.like, self.launch = like, launch
+    def __init__(self, like: Like, launch: Launch, aligned: bool | None) -> None:
+        self.like, self.launch, self.aligned = like, launch, aligned
 
     @classmethod
     def of(
@@ -39,12 +40,15 @@ class Known:
     ) -> Known:
         """`given` are q, k, v as the user passed them, `inputs` the same inside; `backend` is the name asked for."""
         like = _likeness(given)
+        where: bool | None = aligned(*given)
+        if where and getattr(chosen, "any_address", False):  # whoever comes before it has declined the best of addresses
+            where = None
         quick = None
         if isinstance(chosen, Launcher) and not problem.needs_grad and not problem.needs_lse:
             quick = chosen.launcher(problem, inputs)
         if quick is None:
-            return cls(like, _launch(problem, chosen, layout, backend))
-        return cls(like, quick if layout == "bhsd" else _transposed(quick))
+            return cls(like, _launch(problem, chosen, layout, backend), where)
+        return cls(like, quick if layout == "bhsd" else _transposed(quick), where)
 
     def expect(self, q: Tensor, k: Tensor, v: Tensor) -> Known:
         """The same call, known again by tensors like these, which may be an inference mode's or require gradients elsewhere.
@@ -53,7 +57,12 @@ class Known:
         """
         if self.like(q, k, v) or q is k or k is v or v is q:
             return self
-        return Known(_likeness((q, k, v)), self.launch)
+        return Known(_likeness((q, k, v)), self.launch, self.aligned)
+
+
+def aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Do all three begin where sixteen bytes do? Some backends refuse other addresses."""
+    return (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
 
 
 def _launch(problem: Problem, chosen: Backend, layout: str, backend: str) -> Launch:

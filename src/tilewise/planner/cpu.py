@@ -171,6 +171,19 @@ def register_tile(spec: DeviceSpec, itemsize: int = 4, head_dim: int = 0) -> tup
     )
 
 
+def short_tile(spec: DeviceSpec, itemsize: int, tile: _Micro, rows: int) -> _Micro:
+    """The register tile for so few query rows that half of `tile` or more would be idle: no taller than they are.
+
+    Of those the smallest with an accumulator for every FMA in flight (latency × FMAs a cycle): a product keeps two sets of sums.
+    """
+    vectors = -(-rows // spec.lanes(itemsize))
+    if 2 * vectors > tile.row_vectors:
+        return tile
+    low = [t for t in _micro_tiles(spec, itemsize) if t.row_vectors == vectors]
+    enough = [t for t in low if t.accumulators >= spec.fma_latency * spec.fma_per_cycle]
+    return min(enough, key=lambda t: t.accumulators, default=tile)
+
+
 def _micro_tiles(spec: DeviceSpec, itemsize: int) -> Iterator[_Micro]:
     lanes = spec.lanes(itemsize)
     by_lane = spec.isa == "neon"  # FMLA takes its scalar from a lane: one load brings `lanes` keys' scalars

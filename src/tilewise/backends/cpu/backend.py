@@ -27,7 +27,20 @@ _WORD = struct.Struct("=q")
 _ADDRESSES = struct.Struct("=7q")
 _COUNT = 8 * HOT.index("count")
 _REST = 8 * len(HOT)
-_empty_like, _num_threads = torch.empty_like, torch.get_num_threads
+_empty_like, _num_threads, _inference = torch.empty_like, torch.get_num_threads, torch.is_inference_mode_enabled
+
+
+def _allocator() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """What compiled graphs allocate with: it asks no dispatcher, and takes 1.2 µs on a Neoverse N1; empty_like takes 2.1."""
+    try:
+        guards: Any = torch._C._dynamo.guards  # its stub lacks the function
+        found: Callable[..., Tensor] = guards._empty_strided_cpu
+        return found
+    except AttributeError:  # another torch
+        return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+
+
+_empty = _allocator()
 
 
 class Plan(NamedTuple):
@@ -135,11 +148,12 @@ class CpuBackend:
         small = like_lse.numel() * like_lse.element_size() <= schedule.BIN_BYTES
         hot = _HOT.pack(*(0,) * 7, *q.stride(), *k.stride(), *v.stride(), *o_stride)
         words, here, pack = hot + planned.template, schedule.here, _ADDRESSES.pack_into
+        shape, dtype = tuple(q.shape), q.dtype
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if _num_threads() != threads:
                 return self.forward(problem, Inputs(q, k, v))[0]
-            out = _empty_like(q)
+            out = _empty_like(q) if _inference() else _empty(shape, o_stride, dtype)
             desk = here.desk
             if desk.holds is not words:
                 desk.prepare(words, size)
@@ -234,7 +248,7 @@ def _plan(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> P
 
 def _make_plan(problem: Problem, key: tuple[str, int, str, bool, int]) -> Plan:
     kind, threads, bias, dbias, longest = key
-    kernel = plan.kernel_for(problem, kind, bias, dbias)
+    kernel = plan.kernel_for(problem, kind, bias, dbias, longest)
     tiles = plan.tiles_for(problem, kernel, longest, threads)
     if dbias and not _own_cells(problem):
         tiles = tiles._replace(threads=1)

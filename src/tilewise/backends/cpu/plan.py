@@ -10,7 +10,7 @@ from tilewise.backends.cpu.spec import Kernel, Register
 from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import UNBOUNDED
-from tilewise.planner.cpu import cpu_tile, register_tile
+from tilewise.planner.cpu import cpu_tile, register_tile, short_tile
 from tilewise.problem import Problem
 
 LOG2E = 1.4426950408889634
@@ -38,8 +38,8 @@ def bits(x: float) -> int:
     return int(struct.unpack("<q", struct.pack("<d", x))[0])
 
 
-def register_for(problem: Problem, kind: str = "forward") -> Register:
-    """The register tile of this machine for the problem's arithmetic."""
+def register_for(problem: Problem, kind: str = "forward", longest: int = 0) -> Register:
+    """The register tile of this machine for the problem's arithmetic and so many query rows; 0: many."""
     spec = probe_cpu()
     size = 8 if problem.dtype == "float64" else 4
     if spec.arch == "aarch64" and spec.isa != "neon":  # SVE machines run NEON's instructions too; kernels use those
@@ -47,6 +47,8 @@ def register_for(problem: Problem, kind: str = "forward") -> Register:
     # the backward lays strips along the head dim as well, and a power of two divides that
     dim = max(problem.head_dim, problem.head_dim_v) if kind == "forward" else 0
     micro, _ = register_tile(spec, size, dim)
+    if kind == "forward" and longest:
+        micro = short_tile(spec, size, micro, longest)
     return Register(spec.lanes(size), micro.row_vectors, micro.keys)
 
 
@@ -72,9 +74,10 @@ def matrix_register(problem: Problem) -> Register:
     return Register(lanes, 32 // lanes, 32)
 
 
-def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = False) -> Kernel:
+def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = False, longest: int = 0) -> Kernel:
+    """The kernel of a call; `longest` is the number of queries of its longest sequence, if that is not the problem's."""
     matrix = matrix_unit(problem, kind)
-    tile = decode_register(problem) if kind == "decode" else register_for(problem, kind)
+    tile = decode_register(problem) if kind == "decode" else register_for(problem, kind, longest or problem.seqlen_q)
     tile = matrix_register(problem) if matrix else tile
     assert tile is not None
     return Kernel(
