@@ -26,9 +26,9 @@ class Config(NamedTuple):
     PINGPONG: bool  # the two warpgroups take turns at the tensor cores
     QUERIES: int  # tiles of queries in shared memory: 2 where the next one finds room
     OUT_WIDTH: int  # columns of the output that leave at a time
-    LATE: bool  # the output is rescaled while the next scores are computed, by warps that have to; else before, by all
     Q_HELD: int = 0  # columns of the queries in registers; the others are read from shared memory for every tile of keys
     Q_EARLY: bool = False  # their place is given back when the last scores are there: a barrier more for every tile of keys
+    LATE: bool = True  # the output is rescaled while the next scores are computed, by warps that have to; else before, by all
     TERMS: int = 0  # of the mask
     BAND: bool = False  # may a row's keys end before the sequence does?
     LEFT: bool = False  # may they begin after key 0?
@@ -67,18 +67,18 @@ class Config(NamedTuple):
 
 
 TABLE: dict[tuple[int, int], Config] = {
-    (64, 64): Config(3, 128, 64, 64, 2, (160, 32), False, 2, 64, True),
-    (64, 128): Config(2, 128, 64, 128, 2, (232, 40), True, 2, 128, True),
-    (64, 256): Config(2, 64, 64, 256, 2, (232, 40), False, 2, 256, True),
-    (128, 64): Config(2, 128, 128, 64, 2, (232, 40), True, 2, 64, False),
-    (128, 128): Config(2, 128, 128, 128, 2, (232, 40), True, 2, 128, True),
-    (128, 256): Config(2, 64, 128, 256, 2, (232, 40), False, 2, 256, True),
-    (256, 64): Config(2, 64, 256, 64, 2, (232, 40), False, 2, 64, False),
-    (256, 128): Config(2, 64, 256, 128, 2, (232, 40), False, 1, 128, True),
-    (256, 256): Config(2, 64, 256, 256, 2, (232, 40), True, 1, 128, True, 64),
+    (64, 64): Config(3, 128, 64, 64, 2, (160, 32), False, 2, 64),
+    (64, 128): Config(2, 128, 64, 128, 2, (232, 40), True, 2, 128),
+    (64, 256): Config(2, 64, 64, 256, 2, (232, 40), False, 2, 256),
+    (128, 64): Config(2, 128, 128, 64, 2, (232, 40), True, 2, 64),
+    (128, 128): Config(2, 128, 128, 128, 2, (232, 40), True, 2, 128),
+    (128, 256): Config(2, 64, 128, 256, 2, (232, 40), False, 2, 256),
+    (256, 64): Config(2, 64, 256, 64, 2, (232, 40), False, 2, 64),
+    (256, 128): Config(2, 64, 256, 128, 2, (232, 40), False, 1, 128),
+    (256, 256): Config(2, 64, 256, 256, 2, (232, 40), True, 1, 128, 64),
 }
 """By padded head dims of keys and values. Why each: docs/hopper-notes.md."""
-NARROW = Config(2, 128, 64, 64, 2, (232, 40), False, 2, 64, True)
+NARROW = Config(2, 128, 64, 64, 2, (232, 40), False, 2, 64)
 """Head dim 64 with 128 queries, where 192 fit the length or the mask badly."""
 
 

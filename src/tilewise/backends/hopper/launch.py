@@ -135,7 +135,7 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     tail = not form.terms and problem.seqlen_k % tile.BLOCK_N > 0
     roomy = not (form.left or unseen)
     held = tile.Q_HELD if roomy and not (form.band and newer_registers()) else 0
-    late = tile.LATE and roomy and not (tail and tile.BLOCK_DV == 256)
+    cramped = not roomy or (tail and tile.BLOCK_DV == 256) if newer_registers() else unseen and tile.BLOCK_DV == 128
     keys = visited_keys(form, tile, problem.seqlen_q) if form.band and not problem.varlen else None
     config = tile._replace(
         TERMS=len(form.terms),
@@ -144,7 +144,7 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
         PINGPONG=tile.PINGPONG and not (tile.BLOCK_D == tile.BLOCK_DV == 256 and (form.terms or problem.varlen)),
         LEFT=form.left,
         # the others leave no registers for these
-        LATE=late,
+        LATE=not cramped,
         Q_HELD=held,
         Q_EARLY=held > 0 and (form.band or problem.seqlen_k <= EARLY_KEYS),
         VARLEN=problem.varlen,

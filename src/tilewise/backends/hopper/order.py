@@ -21,7 +21,7 @@ OVERHEAD_KEYS = 100
 OVERHEAD_WIDE = 165
 """The same for 192 queries."""
 NARROW_SPEED = 0.87
-"""Two warpgroups against three at head dim 64 (H200, bf16: full 2k 457 and 492 TFLOP/s, causal 2k 388 and 372, 8k 453 and 499)."""
+"""Two warpgroups against three at head dim 64 (H200: full 2k 457 and 492 TFLOP/s, causal 2k 388 and 372, 8k 453 and 499)."""
 OVERHEAD_MASKED = 240
 """The same under a mask whose rows end early: they pass its edge in steps that fit 192 queries worse."""
 SHORT_KEYS = 512
