@@ -207,6 +207,52 @@ def test_threads_may_change(qkv: Tensors) -> None:
     assert close(tw.attention(q, k, v), expected)
 
 
+def test_calls_of_many_kinds_take_turns() -> None:
+    """The words of a call stay where the next one like it finds them; whatever comes between must not be taken for it."""
+    a, b = drawn(1, 2, 24, 32), drawn(2, 3, 40, 64, dtype=torch.float64)
+    c = drawn(1, 2, 24, 32, dtype=torch.bfloat16)
+    rows = [x.transpose(1, 2).contiguous() for x in a]
+
+    def gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q = q.clone().requires_grad_()
+        return torch.autograd.grad(tw.attention(q, k, v).sum(), q)[0]
+
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: tw.attention(*a),
+        lambda: tw.attention(*b),
+        lambda: tw.attention(*c),
+        lambda: tw.attention(*a, mask=tw.causal()),
+        lambda: tw.attention(*a, return_lse=True)[1],
+        lambda: tw.attention(*b, return_lse=True)[0],
+        lambda: tw.attention(*rows, layout="bshd"),
+        lambda: gradient(*a),
+        lambda: gradient(*b),
+    ]
+    alone = []
+    for call in calls:
+        attention._USUAL.clear()
+        attention._KNOWN.clear()
+        alone.append(call())
+    order = torch.randint(len(calls), (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    for i in order:
+        assert torch.equal(calls[i](), alone[i]), i
+
+
+def test_memory_that_was_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = pytest.importorskip("tilewise.backends.cpu.schedule")
+    q, k, v = drawn(1, 2, 24, 32)
+    expected = [tw.attention(q, k, v, backend="cpu") for _ in range(3)][-1]  # the last takes the short way
+    monkeypatch.setattr(schedule.here, "desk", schedule.Desk())  # a thread that has no memory yet
+
+    def refused(desk: Any, size: int) -> int:
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(schedule.Desk, "room", refused)
+        tw.attention(q, k, v, backend="cpu")
+    assert torch.equal(tw.attention(q, k, v, backend="cpu"), expected)
+
+
 class Watching(NullBackend):
     """Serves what is aligned, and notes what it was asked."""
 

@@ -45,6 +45,7 @@ class Shape(NamedTuple):
     poison: tuple[int, int] | None = None  # keys [first, last) that no query sees hold NaN
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     dlse: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
 
 SHAPES = [
@@ -88,7 +89,7 @@ def build(shape: Shape) -> tuple[Problem, Inputs]:
     sq, sk = map(sum, shape.lengths) if shape.lengths is not None else (shape.sq, shape.sk or shape.sq)
 
     def normal(h: int, s: int, d: int) -> torch.Tensor:
-        return torch.randn((1 if packed else shape.b, h, s, d), generator=g).bfloat16()
+        return torch.randn((1 if packed else shape.b, h, s, d), generator=g).to(shape.dtype)
 
     qkv = normal(shape.h, sq, shape.d), normal(shape.hk, sk, shape.d), normal(shape.hk, sk, shape.dv or shape.d)
     starts = None

@@ -161,9 +161,10 @@ def test_results(shape: Shape, tile: Config | None) -> None:
     assert bounds.check_forward(problem, inputs, out, lse) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("climb", [0.0, 1.0, 20.0])
 def test_the_output_is_rescaled_only_when_scores_leave_their_reference_far_behind(
-    climb: float, monkeypatch: pytest.MonkeyPatch
+    climb: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scores of each tile of keys lie `climb` above those of the tile before (to base e; keys are walked from the right)."""
     calls = []
@@ -174,7 +175,7 @@ def test_the_output_is_rescaled_only_when_scores_leave_their_reference_far_behin
         return original(o_tile, factor)
 
     monkeypatch.setitem(globals(), "rescaled", watched)
-    problem, inputs = build(Shape(128, sq=128, sk=1024, h=1))
+    problem, inputs = build(Shape(128, sq=128, sk=1024, h=1, dtype=dtype))
     inputs.q[..., 0], inputs.q[..., 1:] = 8.0, inputs.q[..., 1:] / 4
     inputs.k[..., 0] = climb * 128**0.5 / 8 * torch.arange(7, -1, -1).repeat_interleave(128)
     assert bounds.check_forward(problem, inputs, *run(problem, inputs, None)) == []

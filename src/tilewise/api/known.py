@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Backend, Inputs, Launcher
+from tilewise.backends.base import Anywhere, Backend, Inputs, Launcher
 from tilewise.ops import attend
 from tilewise.problem import Problem
 
@@ -41,7 +41,8 @@ class Known:
         """`given` are q, k, v as the user passed them, `inputs` the same inside; `backend` is the name asked for."""
         like = _likeness(given)
         where: bool | None = aligned(*given)
-        if where and getattr(chosen, "any_address", False):  # whoever comes before it has declined the best of addresses
+        # whoever comes before it has declined the best of addresses
+        if where and isinstance(chosen, Anywhere) and chosen.any_address:
             where = None
         quick = None
         if isinstance(chosen, Launcher) and not problem.needs_grad and not problem.needs_lse:

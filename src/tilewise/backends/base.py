@@ -97,6 +97,13 @@ class Launcher(Protocol):
         neither gradient nor log-sum-exp; None where nothing is gained."""
 
 
+@runtime_checkable
+class Anywhere(Protocol):
+    """A backend that refuses no call for where its tensors begin in memory."""
+
+    any_address: bool
+
+
 def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
     """Fresh memory for the output, its dimensions laid out in the order of q's strides: bshd in, bshd out."""
     if q.is_contiguous() and head_dim_v == q.shape[3]:

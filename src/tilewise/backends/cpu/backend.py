@@ -137,7 +137,7 @@ class CpuBackend:
         return out, lse
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """With the strides known too, a call is a template of words and five addresses."""
+        """With the strides known too, a call is words that stay and five addresses."""
         q, k, v = inputs[:3]
         o_stride = _empty_like(q).stride()
         planned = _plan(problem, inputs, "forward")
@@ -154,10 +154,10 @@ class CpuBackend:
             if _num_threads() != threads:
                 return self.forward(problem, Inputs(q, k, v))[0]
             out = _empty_like(q) if _inference() else _empty(shape, o_stride, dtype)
+            lse = None if small else _empty_like(like_lse)
             desk = here.desk
             if desk.holds is not words:
                 desk.prepare(words, size)
-            lse = None if small else _empty_like(like_lse)
             unseen, address = desk.bin if lse is None else lse.data_ptr(), desk.address
             pack(desk.view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), unseen, 0, address + _COUNT)
             if invited == 1:

@@ -199,7 +199,7 @@ class Backward(RowStatistics, Turns):
         """update(args, frame): dV += Pᵀ dO and dK += dSᵀ Q for the keys of the tile, each from the strips that see it."""
         e, (args, frame), function = self.unit.function("update", [PTR, PTR])
         a, f = self.open(e, args, frame)
-        row = e.plus(e.times(self.batch_offset(f), a.word("kv_heads")), f.word("kv_head"))
+        row = e.plus(e.times(self.batch_offset(f), a.word("groups")), f.word("nth_group"))
         row = e.plus(e.times(row, a.word("Sk")), f.word("k_start"), f.word("n0"))
         n_pad = f.word("n_pad")
         with e.loop(0, f.word("strips"), 1, [I64(0), n_pad]) as over:  # keys that every strip sees
@@ -282,7 +282,7 @@ class Backward(RowStatistics, Turns):
         self.locate(e, a, f, e.rest(rank, blocks), pair)
         f.set("pair", pair)
         f.set("rank", rank)
-        f.set("head", e.plus(e.times(f.word("kv_head"), a.word("group")), e.over(rank, blocks)))
+        f.set("head", e.plus(e.times(f.word("nth_group"), a.word("group")), e.over(rank, blocks)))
         with e.if_then(e.less(0, f.word("rows")), likely=True):
             self.start(e, a, f)
             first, rows = f.word("m0"), f.word("rows")

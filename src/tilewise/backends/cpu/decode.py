@@ -101,7 +101,7 @@ class Decode(KernelModule, ABC):
         with e.loop(0, e.times(rows, D)) as cell:
             e.put(e.num(0.0), f.ptr("Q"), cell.index)
         self.clear(e, a, f)
-        first = e.times(f.word("kv_head"), a.word("group"))
+        first = e.times(f.word("nth_group"), a.word("group"))
         with e.loop(0, a.word("group")) as row:
             source = self.source(e, a, f, "q", e.plus(first, row.index), f.word("q_start"))
             with e.loop(0, D) as col:
@@ -163,7 +163,7 @@ class Decode(KernelModule, ABC):
         """finish(args, frame): the sink joins, O / l goes out in the inputs' dtype, and the LSE."""
         e, (args, frame), function = self.unit.function("finish", [PTR, PTR])
         a, f = self.open(e, args, frame)
-        first, Dv, dtype = e.times(f.word("kv_head"), a.word("group")), a.word("Dv"), self.kernel.dtype
+        first, Dv, dtype = e.times(f.word("nth_group"), a.word("group")), a.word("Dv"), self.kernel.dtype
         has_sink = e.icmp_unsigned("!=", a.word("sinks"), I64(0))
         with e.loop(0, a.word("group")) as row:
             r, head = row.index, e.plus(first, row.index)

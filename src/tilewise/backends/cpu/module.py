@@ -26,7 +26,7 @@ from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, argument_names
 
 FRAME = (
-    *("batch", "kv_head", "key_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad"),
+    *("batch", "nth_group", "key_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad"),
     "W",
 )
 
@@ -77,7 +77,7 @@ class KernelModule:
     def where(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, Value]:
         """(query head, first position) of strip `index` of the task."""
         per_head = f.word("strips")
-        head = e.plus(e.times(f.word("kv_head"), a.word("group")), e.over(index, per_head))
+        head = e.plus(e.times(f.word("nth_group"), a.word("group")), e.over(index, per_head))
         return head, e.plus(f.word("m0"), e.times(e.rest(index, per_head), self.tile.rows))
 
     def groups(self, e: Emit, j0: Value, j1: Value) -> list[Value]:
@@ -234,11 +234,11 @@ class KernelModule:
     # -- tasks
 
     def locate(self, e: Emit, a: Slots, f: Slots, block: Value, pair: Value) -> None:
-        """A query block of a (batch, key head) pair: the lengths and starts of its sequence, its rows and strips."""
-        blocks, kv_heads = a.word("blocks"), a.word("kv_heads")
+        """A query block of a (batch, group) pair: the lengths and starts of its sequence, its rows and strips."""
+        blocks, groups = a.word("blocks"), a.word("groups")
         # with a causal mask later blocks cost more: start them first
         block = e.select(e.icmp_signed("!=", a.word("descending"), I64(0)), e.minus(e.minus(blocks, 1), block), block)
-        batch = e.over(pair, kv_heads)
+        batch = e.over(pair, groups)
         Sq, Sk, q_start, k_start = a.word("Sq"), a.word("Sk"), I64(0), I64(0)
         if self.kernel.varlen:
 
@@ -251,8 +251,8 @@ class KernelModule:
         first = e.times(block, a.word("BM"))
         rows = e.least(a.word("BM"), e.minus(Sq, first))
         strips = e.over(e.plus(rows, self.tile.rows - 1), self.tile.rows)
-        head = e.rest(pair, kv_heads)
-        values = {"batch": batch, "kv_head": head, "key_head": e.over(head, a.word("parts"))}
+        nth = e.rest(pair, groups)
+        values = {"batch": batch, "nth_group": nth, "key_head": e.over(nth, a.word("parts"))}
         values |= {"Sq": Sq, "Sk": Sk, "q_start": q_start}
         values |= {"k_start": k_start, "m0": first, "rows": rows, "strips": strips}
         for name, value in values.items():
@@ -268,7 +268,7 @@ class KernelModule:
 
     def row_offset(self, e: Emit, a: Slots, f: Slots, head: Value, position: Value) -> Value:
         """Index of a row in (B, Hq, Sq) statistics."""
-        heads = e.times(a.word("kv_heads"), a.word("group"))
+        heads = e.times(a.word("groups"), a.word("group"))
         return e.plus(e.times(e.plus(e.times(self.batch_offset(f), heads), head), a.word("Sq")), position)
 
     def emit_worker(self, task: Any) -> None:

@@ -189,7 +189,7 @@ def words_for(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
     # a part of a group is a group of its own to the kernel, but for the key head that it shares with others
     heads = tiles.heads if kernel.kind != "backward" else problem.group
     words = {
-        "kv_heads": problem.heads // heads,
+        "groups": problem.heads // heads,
         "group": heads,
         "parts": problem.group // heads,
         "pairs": problem.batch * problem.heads // heads,

@@ -40,19 +40,19 @@ class Desk:
     def room(self, size: int) -> int:
         """Address of a buffer of at least so many bytes."""
         if size > self.size:
-            self.memory = ctypes.create_string_buffer(size + LINE)
-            self.buffer = -(-ctypes.addressof(self.memory) // LINE) * LINE
-            self.size = size
+            memory = ctypes.create_string_buffer(size + LINE)
+            self.memory, self.buffer, self.size = memory, -(-ctypes.addressof(memory) // LINE) * LINE, size
         return self.buffer
 
     def prepare(self, words: bytes, size: int) -> None:
         """`words` into the block, at least `size` bytes at `buffer`, and at `bin` BIN_BYTES for what nobody will look at."""
-        self.view[: len(words)] = words
-        self.holds = words
+        self.holds = None  # until all is there: memory may be refused
         self.room(size)
         if self.aside is None:
-            self.aside = ctypes.create_string_buffer(BIN_BYTES)
-            self.bin = ctypes.addressof(self.aside)
+            aside = ctypes.create_string_buffer(BIN_BYTES)
+            self.aside, self.bin = aside, ctypes.addressof(aside)
+        self.view[: len(words)] = words
+        self.holds = words
 
 
 class Here(threading.local):

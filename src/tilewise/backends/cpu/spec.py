@@ -53,7 +53,7 @@ class Kernel(NamedTuple):
 QKV = ("q", "k", "v", "o")
 HOT = (*QKV, "lse", "count", "counter", *(f"{t}_{axis}" for t in QKV for axis in "bhsd"))
 POINTERS = ("sinks", "bias", "alibi", "cu_q", "cu_k", "work", "done")
-SIZES = ("kv_heads", "group", "parts", "pairs", "Sq", "Sk", "D", "Dv", "BM", "BN", "blocks", "splits", "tasks", "descending")
+SIZES = ("groups", "group", "parts", "pairs", "Sq", "Sk", "D", "Dv", "BM", "BN", "blocks", "splits", "tasks", "descending")
 PADDED = ("DP", "DVP")
 STRIDES = (*(f"bias_{axis}" for axis in "bhsd"), "alibi_b")
 NUMBERS = ("q_factor", "cap_factor", "keep_factor", "grow_factor")

@@ -1,6 +1,6 @@
 """Rescaling the output when m has been raised, and only then.
 
-That happens rarely after a row's first tile of keys (see `softmax.weigh`), so each warp asks its 16 rows first. The branch stands
+That happens rarely once a row has seen a key (see `softmax.weigh`), so each warp asks its 16 rows first. The branch stands
 inside one piece of assembly: Gluon's own are taken by a whole role, and its warps would first have to agree.
 """
 

@@ -135,7 +135,10 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     tail = not form.terms and problem.seqlen_k % tile.BLOCK_N > 0
     roomy = not (form.left or unseen)
     held = tile.Q_HELD if roomy and not (form.band and newer_registers()) else 0
-    cramped = not roomy or (tail and tile.BLOCK_DV == 256) if newer_registers() else unseen and tile.BLOCK_DV == 128
+    if newer_registers():
+        cramped = not roomy or (tail and tile.BLOCK_DV == 256)
+    else:
+        cramped = unseen and tile.BLOCK_DV == 128
     keys = visited_keys(form, tile, problem.seqlen_q) if form.band and not problem.varlen else None
     config = tile._replace(
         TERMS=len(form.terms),

@@ -20,10 +20,11 @@ OVERHEAD_KEYS = 100
 """What a tile costs beside its keys, in keys (H200: S 512 against 16k at head dim 64, two warpgroups)."""
 OVERHEAD_WIDE = 165
 """The same for 192 queries."""
-NARROW_SPEED = 0.87
-"""Two warpgroups against three at head dim 64 (H200: full 2k 457 and 492 TFLOP/s, causal 2k 388 and 372, 8k 453 and 499)."""
 OVERHEAD_MASKED = 240
-"""The same under a mask whose rows end early: they pass its edge in steps that fit 192 queries worse."""
+"""The same for 192 queries under a mask whose rows end early: they pass its edge in steps that fit 192 queries worse."""
+NARROW_SPEED = 0.87
+"""Two warpgroups against three at head dim 64, long rows (H200, causal 16k keys: 473 and 525 TFLOP/s, 0.90). A little less puts
+the turning point under a causal mask between 2k keys, where two are 4 % faster, and 8k, where three are by 10 %."""
 SHORT_KEYS = 512
 """Under a mask whose rows end early, tiles of queries with fewer keys than this on average take them 64 at a time (H200, causal:
 S 512 5 and 13 % faster at head dims 128 and 64, S 2048 12 % slower)."""
