@@ -73,7 +73,8 @@ def attention(
     settings: tuple[Any, ...] | None = None
     if bias is None and sinks is None and not _traced():
         try:
-            registry = dispatch.REGISTRY  # `standing` and `modes_active` below, written out: a tiny call is three of these lines
+            # `standing` and `modes_active` are written out: a tiny attention pays for every call
+            registry = dispatch.REGISTRY
             settings = (
                 mask, scale, softcap, dropout_p, precision, deterministic, layout, backend, return_lse,
                 type(scale), type(softcap), type(dropout_p), _grad_mode(), _deterministic(),

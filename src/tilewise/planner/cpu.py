@@ -140,7 +140,7 @@ def register_tile(spec: DeviceSpec, itemsize: int = 4, head_dim: int = 0) -> tup
     it, as with AVX2's sixteen, the most accumulators and then the fewest loads win.
 
     With a head dim, a strip of that width must leave half of L1 to what passes by it: every panel reads the whole strip.
-    (On a Xeon with AVX-512, head dim 128, 64 rows × 4 keys reached 1.07 of SDPA's speed, 48 × 8 reached 1.22 and 1.12.)
+    (On a Xeon with AVX-512, head dim 128, 64 rows × 4 keys reached 1.07 of SDPA's speed, 48 × 8 reached 1.12 to 1.22.)
     """
     wanted = 2 * spec.fma_latency * spec.fma_per_cycle
     candidates = list(_micro_tiles(spec, itemsize))

@@ -75,7 +75,7 @@ TABLE: dict[tuple[int, int], Config] = {
     (128, 256): Config(2, 64, 128, 256, 2, (232, 40), False, 2, 256),
     (256, 64): Config(2, 64, 256, 64, 2, (232, 40), False, 2, 64),
     (256, 128): Config(2, 64, 256, 128, 2, (232, 40), False, 1, 128),
-    (256, 256): Config(2, 64, 256, 256, 2, (232, 40), True, 1, 128, 64),
+    (256, 256): Config(2, 64, 256, 256, 2, (232, 40), False, 1, 128, 64),
 }
 """By padded head dims of keys and values. Why each: docs/hopper-notes.md."""
 NARROW = Config(2, 128, 64, 64, 2, (232, 40), False, 2, 64)

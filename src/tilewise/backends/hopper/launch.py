@@ -143,8 +143,6 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
     config = tile._replace(
         TERMS=len(form.terms),
         BAND=form.band,
-        # at head dim 256 turns cost a little under a mask
-        PINGPONG=tile.PINGPONG and not (tile.BLOCK_D == tile.BLOCK_DV == 256 and (form.terms or problem.varlen)),
         LEFT=form.left,
         # the others leave no registers for these
         LATE=not cramped,
