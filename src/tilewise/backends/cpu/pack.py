@@ -26,17 +26,22 @@ def fetch(e: Emit, source: Value, offset: int | Value, dtype: str, lanes: int = 
     return e.widen(e.vget(source, offset, kind, lanes) if lanes else e.get(source, offset, kind), dtype)
 
 
-def transpose(e: Emit, rows: list[Value]) -> list[Value]:
-    """Four vectors of four, transposed."""
-    a, b, c, d = rows
-    ab, cd = e.pick(a, (0, 4, 1, 5), b), e.pick(c, (0, 4, 1, 5), d)
-    AB, CD = e.pick(a, (2, 6, 3, 7), b), e.pick(c, (2, 6, 3, 7), d)
-    return [
-        e.pick(ab, (0, 1, 4, 5), cd),
-        e.pick(ab, (2, 3, 6, 7), cd),
-        e.pick(AB, (0, 1, 4, 5), CD),
-        e.pick(AB, (2, 3, 6, 7), CD),
-    ]
+def woven(e: Emit, rows: list[Value]) -> list[Value]:
+    """Vectors as one sequence that takes a cell of each in turn; as many of them as cells in each: transposed."""
+    if len(rows) == 1:
+        return rows
+    lanes, run = rows[0].type.count, len(rows) // 2  # so many cells lie side by side in each half already
+    low = [n // (2 * run) * run + n // run % 2 * lanes + n % run for n in range(lanes)]
+    high = [n + lanes // 2 for n in low]
+    pairs = zip(woven(e, rows[:run]), woven(e, rows[run:]), strict=True)
+    return [e.pick(a, order, b) for a, b in pairs for order in (low, high)]
+
+
+def squares(e: Emit, tall: int) -> list[tuple[int, int]]:
+    """Rows and columns that are transposed in registers at a time, where they are `tall` cells apart or more: the most that
+    vectors allow, then what is left by UNROLL."""
+    most = max(UNROLL, min(tall, e.lanes)), max(UNROLL, e.lanes)
+    return [most] if most == (UNROLL, UNROLL) else [most, (UNROLL, UNROLL)]
 
 
 class Values:
@@ -117,7 +122,6 @@ def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: 
     near = e.icmp_signed("==", col_step, I64(1))
     rows, cols = (e.over(e.plus(n, per - 1), per) for n, per in zip(end, (cell.rows, cell.cols), strict=True))
     whole_rows, whole_cols = (e.over(n, per) for n, per in zip(end, (cell.rows, cell.cols), strict=True))
-    fast_cols = e.round_down(whole_cols, UNROLL)
 
     def weigh(value: Value, factor: Value | None) -> Value:
         return value if factor is None else e.fmul(value, factor)
@@ -126,22 +130,33 @@ def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: 
         value = cell.one(src, (row_step, col_step), row, col, (end[0], end[1]))
         e.put(weigh(value, e.get(factors[0], row) if scaled else None), out, e.plus(e.times(col, width), lane))
 
+    def across(out: Value, row: Value, lane: Value, between: tuple[Value, Value], tall: int, wide: int) -> None:
+        """`tall` rows, `wide` columns at a time; either a column fills a vector, or columns follow each other in it."""
+        factor = e.pick(e.vget(factors[0], row, lanes=tall), [n % tall for n in range(wide)]) if scaled else None
+        with e.loop(*between, wide) as col:
+            block = [cell.near(src, row_step, e.plus(row, r), col.index, wide) for r in range(tall)]
+            for n, cells in enumerate(woven(e, block)):
+                here, to = (col.index, n * wide) if tall < wide else (e.plus(col.index, n), lane)
+                e.vput(weigh(cells, factor), out, e.plus(e.times(here, width), to))
+
     with e.loop(0, rows, width) as group:
         out = e.at(dst, e.times(group.index, dst_cols), cell.kind)
         inside = e.least(width, e.minus(rows, group.index))
-        whole = e.least(width, e.minus(whole_rows, group.index))
-        fast_rows = e.select(near, e.round_down(whole, UNROLL), I64(0))
-        with e.loop(0, fast_rows, UNROLL) as lane:
-            row = e.plus(group.index, lane.index)
-            factor = e.vget(factors[0], row, lanes=UNROLL) if scaled else None
-            with e.loop(0, fast_cols, UNROLL) as col:
-                block = [cell.near(src, row_step, e.plus(row, r), col.index, UNROLL) for r in range(UNROLL)]
-                for c, column in enumerate(transpose(e, block)):
-                    e.vput(weigh(column, factor), out, e.plus(e.times(e.plus(col.index, c), width), lane.index))
-            with e.loop(fast_cols, cols) as col:
-                for r in range(UNROLL):
-                    one(out, e.plus(row, r), e.plus(lane.index, r), col.index)
-        with e.loop(fast_rows, inside) as lane, e.loop(0, cols) as col:
+        whole = e.select(near, e.least(width, e.minus(whole_rows, group.index)), I64(0))
+        done_rows: Value = I64(0)
+        for n, (tall, _) in enumerate(squares(e, width)):
+            fast_rows = e.round_down(whole, tall)
+            with e.loop(done_rows, fast_rows, tall) as lane:
+                row, done = e.plus(group.index, lane.index), I64(0)
+                for high, wide in squares(e, width)[n:]:
+                    fast = e.round_down(whole_cols, wide)
+                    with e.loop(0, tall, high) as part:
+                        across(out, e.plus(row, part.index), e.plus(lane.index, part.index), (done, fast), high, wide)
+                    done = fast
+                with e.loop(0, tall) as r, e.loop(done, cols) as col:
+                    one(out, e.plus(row, r.index), e.plus(lane.index, r.index), col.index)
+            done_rows = fast_rows
+        with e.loop(done_rows, inside) as lane, e.loop(0, cols) as col:
             one(out, e.plus(group.index, lane.index), lane.index, col.index)
         with e.loop(inside, width) as lane, e.loop(0, cols) as col:
             e.put(cell.zero(), out, e.plus(e.times(col.index, width), lane.index))
@@ -211,7 +226,7 @@ def emit_unpack_strip(unit: Unit, tile: Register, dtype: str, *, divide: bool) -
     R = tile.rows
     e, args, function = unit.function("unpack", [PTR, I64, PTR, I64, I64, PTR], apart=(0,))
     dst, row_step, src, rows, cols, factors = args
-    fast_rows, fast_cols, kind = e.round_down(rows, UNROLL), e.round_down(cols, UNROLL), STORAGE[dtype]
+    kind = STORAGE[dtype]
 
     def apply(x: Value, factor: Value) -> Value:
         return quotient(e, x, factor) if divide else e.fmul(x, factor)
@@ -221,17 +236,29 @@ def emit_unpack_strip(unit: Unit, tile: Register, dtype: str, *, divide: bool) -
         to = e.at(dst, e.plus(e.times(row, row_step), col), kind)
         e.vput(e.narrow(value, dtype), to)
 
-    with e.loop(0, fast_rows, UNROLL) as row:
-        factor = e.vget(factors, row.index, lanes=UNROLL)
-        with e.loop(0, fast_cols, UNROLL) as col:
-            block = [e.vget(src, e.plus(e.times(e.plus(col.index, c), R), row.index), lanes=UNROLL) for c in range(UNROLL)]
-            for r, cells in enumerate(transpose(e, [apply(b, factor) for b in block])):
-                to = e.at(dst, e.plus(e.times(e.plus(row.index, r), row_step), col.index), kind)
-                e.vput(e.narrow(cells, dtype), to)
-        with e.loop(fast_cols, cols) as col:
-            for r in range(UNROLL):
-                one(e.plus(row.index, r), col.index)
-    with e.loop(fast_rows, rows) as row, e.loop(0, cols) as col:
+    def across(row: Value, between: tuple[Value, Value], side: int) -> None:
+        """`side` rows, as many columns at a time."""
+        factor = e.vget(factors, row, lanes=side)
+        with e.loop(*between, side) as col:
+            block = [e.vget(src, e.plus(e.times(e.plus(col.index, c), R), row), lanes=side) for c in range(side)]
+            for r, cells in enumerate(woven(e, [apply(b, factor) for b in block])):
+                e.vput(e.narrow(cells, dtype), e.at(dst, e.plus(e.times(e.plus(row, r), row_step), col.index), kind))
+
+    done_rows: Value = I64(0)
+    sides = [side for side, _ in squares(e, R)]
+    for n, side in enumerate(sides):
+        fast_rows = e.round_down(rows, side)
+        with e.loop(done_rows, fast_rows, side) as row:
+            done: Value = I64(0)
+            for small in sides[n:]:
+                fast = e.round_down(cols, small)
+                with e.loop(0, side, small) as part:
+                    across(e.plus(row.index, part.index), (done, fast), small)
+                done = fast
+            with e.loop(0, side) as r, e.loop(done, cols) as col:
+                one(e.plus(row.index, r.index), col.index)
+        done_rows = fast_rows
+    with e.loop(done_rows, rows) as row, e.loop(0, cols) as col:
         one(row.index, col.index)
     e.ret_void()
     return function
