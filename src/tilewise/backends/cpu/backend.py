@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -16,13 +17,14 @@ from torch import Tensor
 from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_out, sink_gradient
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
-from tilewise.backends.cpu.spec import HOT, Kernel, argument_names
+from tilewise.backends.cpu.spec import GRADIENTS, HOT, Kernel, argument_names
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import TENSORS
 from tilewise.problem import Problem
 
 ARCHITECTURES = ("aarch64", "x86_64")
 _HOT = struct.Struct(f"={len(HOT)}q")
+_GRADIENTS = struct.Struct(f"={len(GRADIENTS)}q")
 _WORD = struct.Struct("=q")
 _ADDRESSES = struct.Struct("=7q")
 _COUNT = 8 * HOT.index("count")
@@ -179,28 +181,24 @@ class CpuBackend:
         needs: Needs,
     ) -> Grads:
         q, k, v = inputs.q, inputs.k, inputs.v
-        blind = lse == float("-inf")
-        if blind.any():  # rows that see nothing give nothing, whatever they hold and whatever comes back to them
-            q, dout = (x.masked_fill(blind.unsqueeze(-1), 0.0) for x in (q, dout))
-            dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
+        if not lse.amin().item() > -math.inf:  # or NaN, which hides the others
+            blind = lse == -math.inf
+            if blind.any():  # rows that see nothing give nothing, whatever they hold and whatever comes back to them
+                q, dout = (x.masked_fill(blind.unsqueeze(-1), 0.0) for x in (q, dout))
+                dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
         ready = _plan(problem, inputs, "backward", needs.dbias)
         words, _alive = _rare_words(problem, inputs, ready)
-        dq = empty_out(q, problem.head_dim) if needs.dq else None
+        dq = _like(q) if needs.dq else None
         dk, dk_sum = _accumulator(k, ready, needs.dk)
         dv, dv_sum = _accumulator(v, ready, needs.dv)
         lse = lse.contiguous()
-        delta = torch.empty_like(lse)
+        delta = _empty_like(lse)
         dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
         dbias = None
         if needs.dbias and inputs.bias is not None:
             dbias = torch.zeros(inputs.bias.shape, dtype=ready.real)
-        turns = torch.zeros(problem.batch * problem.heads * ready.done, dtype=torch.int64)
-        words += [("do", dout.data_ptr()), ("delta", delta.data_ptr()), ("turns", turns.data_ptr()), ("pause", _pause())]
-        optional = {"dlse": dlse, "dq": dq, "dk": dk_sum, "dv": dv_sum}
-        words += [(name, x.data_ptr()) for name, x in optional.items() if x is not None]
-        words += _strides("do", dout) + ([] if dq is None else _strides("dq", dq))
-        if dbias is not None:
-            words += [("dbias", dbias.data_ptr()), *_strides("dbias", dbias, broadcast=True)]
+        count = problem.batch * problem.heads * ready.done
+        turns = _empty((count,), (1,), torch.int64).zero_()
         desk = schedule.here.desk
         view = desk.view
         desk.holds = None
@@ -209,6 +207,11 @@ class CpuBackend:
             *q.stride(), *k.stride(), *v.stride(), *out.stride(),
         )  # fmt: skip
         view[_REST : ready.end] = ready.template
+        found = (dout, dlse, delta, dq, dk_sum, dv_sum, dbias, turns)
+        _GRADIENTS.pack_into(
+            view, 8 * ready.slots[GRADIENTS[0]], *(0 if x is None else x.data_ptr() for x in found), _pause(),
+            *dout.stride(), *(_NOWHERE if dq is None else dq.stride()), *(_NOWHERE if dbias is None else _steps(dbias)),
+        )  # fmt: skip
         ready.patch(view, words)
         schedule.pool.run(ready.call, desk.address, ready.size, ready.threads)
         dsinks = None
@@ -303,7 +306,8 @@ def _rare_words(problem: Problem, inputs: Inputs, ready: Plan) -> tuple[list[tup
     words: list[tuple[str, int]] = []
     alive: list[Tensor] = []
     if inputs.bias is not None:
-        words += [("bias", inputs.bias.data_ptr()), *_strides("bias", inputs.bias, broadcast=True)]
+        steps = zip("bhsd", _steps(inputs.bias), strict=True)
+        words += [("bias", inputs.bias.data_ptr()), *((f"bias_{axis}", step) for axis, step in steps)]
     if inputs.alibi is not None:
         slopes = inputs.alibi.to(ready.real).contiguous()
         alive.append(slopes)
@@ -331,19 +335,30 @@ def _rare_words(problem: Problem, inputs: Inputs, ready: Plan) -> tuple[list[tup
     return words, alive
 
 
-def _strides(name: str, x: Tensor, *, broadcast: bool = False) -> list[tuple[str, int]]:
-    sides = zip("bhsd", x.shape, x.stride(), strict=True)
-    return [(f"{name}_{axis}", 0 if broadcast and side == 1 else step) for axis, side, step in sides]
+_NOWHERE = (0, 0, 0, 0)
+
+
+def _steps(bias: Tensor) -> tuple[int, ...]:
+    """Strides of a bias, which is repeated along sides of one element."""
+    return tuple(0 if side == 1 else step for side, step in zip(bias.shape, bias.stride(), strict=True))
+
+
+def _like(x: Tensor) -> Tensor:
+    """Memory laid out like x, its columns adjacent."""
+    found = _empty_like(x)
+    return found if found.stride(3) == 1 else empty_out(x, x.shape[3])
 
 
 def _accumulator(x: Tensor, ready: Plan, needed: bool) -> tuple[Tensor | None, Tensor | None]:
     """(gradient, its running sum): the same memory where the kernel can add to the gradient itself."""
     if not needed:
         return None, None
-    columns = frames.round_up(x.shape[3], ready.kernel.tile.rows)
-    total = torch.zeros((*x.shape[:3], columns), dtype=ready.real)
-    same = x.dtype == ready.real and columns == x.shape[3]
-    return (total if same else empty_out(x, x.shape[3])), total
+    batch, heads, rows, dim = x.shape
+    columns = frames.round_up(dim, ready.kernel.tile.rows)
+    size = rows * columns
+    total = _empty((batch, heads, rows, columns), (heads * size, size, columns, 1), ready.real).zero_()
+    same = x.dtype == ready.real and columns == dim
+    return (total if same else _like(x)), total
 
 
 def _settle(gradient: Tensor | None, total: Tensor | None) -> Tensor | None:

@@ -59,12 +59,12 @@ STRIDES = (*(f"bias_{axis}" for axis in "bhsd"), "alibi_b")
 NUMBERS = ("q_factor", "cap_factor", "keep_factor", "grow_factor")
 DROPOUT = ("seed", "threshold")
 FORWARD = (*HOT, *POINTERS, *SIZES, *PADDED, *STRIDES, *NUMBERS, *DROPOUT)
-BACKWARD = (
-    *FORWARD,
+GRADIENTS = (
     *("do", "dlse", "delta", "dq", "dk", "dv", "dbias", "turns", "pause"),
     *(f"{t}_{axis}" for t in ("do", "dq", "dbias") for axis in "bhsd"),
-    *("DR", "DVR", "PS", "ds_factor"),
 )
+"""Those of a backward; they too follow each other, to be written in one go."""
+BACKWARD = (*FORWARD, *GRADIENTS, "DR", "DVR", "PS", "ds_factor")
 
 
 def mask_slots(structure: str) -> tuple[str, ...]:
