@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -36,7 +37,15 @@ PROCESSORS = {
 """Instruction set, architecture, KiB of L1 and of L2; the last multiplies bf16 on matrix tiles."""
 
 
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is remembered from before, and none of what follows after the test: plans are remembered with calls."""
+    for name in ("_KNOWN", "_USUAL"):
+        monkeypatch.setattr(sys.modules["tilewise.api.attention"], name, {})
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
+    """Plan for another processor."""
+    forget(monkeypatch)
     isa, arch, l1, l2 = PROCESSORS[processor]
     pipe, _ = core_figures(isa, "")
     spec = DeviceSpec(
@@ -172,6 +181,7 @@ def cramped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tiles]]:
         return taken[-1]
 
     original = plan.tiles_for
+    forget(monkeypatch)
     for module in (frames, plan):
         monkeypatch.setattr(module, "fits", least)
     monkeypatch.setattr(plan, "tiles_for", tiles_for)
