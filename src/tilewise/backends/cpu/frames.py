@@ -39,6 +39,11 @@ class Tiles(NamedTuple):
     """Query heads of a task: of one group, and a divisor of it."""
 
 
+def grain(kernel: Kernel) -> tuple[int, int]:
+    """Blocks have so many rows and keys, or multiples. Decoding has the scores of a row side by side, in pairs of vectors."""
+    return (1, 2 * kernel.tile.lanes) if kernel.kind == "decode" else (kernel.tile.rows, kernel.tile.keys)
+
+
 def paddings(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
     """Head dims as register tiles take them, and the distance of two rows of P."""
     J, R = kernel.tile.keys, kernel.tile.rows
@@ -82,7 +87,7 @@ def fitting(
     if fits(problem, kernel, tiles):
         return tiles
     heads, rows, keys = wanted
-    R, J = kernel.tile.rows if most > 1 else 1, kernel.tile.keys
+    R, J = grain(kernel)
     parts = [(part, n) for part in range(1, heads + 1) if heads % part == 0 for n in range(R, most + 1, R)]
     parts = [(part, n) for part, n in parts if part * n <= heads * rows]
     parts.sort(key=lambda shape: (shape[0] * shape[1], shape[0]), reverse=True)
