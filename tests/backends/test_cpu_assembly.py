@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from tilewise.backends.cpu import compile as compiler
+from tilewise.backends.cpu import image, team
 from tilewise.backends.cpu.spec import Kernel, Register
 from tilewise.hardware.cpuid import core_figures
 from tilewise.hardware.spec import DeviceSpec, KiB
@@ -106,3 +107,22 @@ def test_few_rows_have_a_low_tile(isa: str) -> None:
         assert tile.vectors * tile.keys >= pipe["fma_latency"] * pipe["fma_per_cycle"]
         assert tile == usual or tile.rows >= rows
         assert 2 * -(-rows // usual.lanes) > usual.vectors or tile != usual
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_kept_on_disk_needs_no_llvm_to_be_loaded(target: str) -> None:
+    """On Linux every kernel and the team's entry become an image: loading LLVM takes a tenth of a second and 50 MiB."""
+    arch, cpu, isa, _ = TARGETS[target]
+    machine = compiler.Machine(arch + LINUX, cpu, "")
+    assert image.link(compiler.build_text(team.ENTRY, machine), "team") is not None
+    kernels = [
+        Kernel("forward", "float32", tile_of(isa)),
+        Kernel("forward", "float16", tile_of(isa, 128), structure="b", dropout=True),
+        Kernel("backward", "bfloat16", tile_of(isa), structure="b", softcap=True),
+        Kernel("decode", "float32", Register(tile_of(isa).lanes, 8, 1)),
+        Kernel("decode", "bfloat16", Register(tile_of(isa).lanes, 4, 4)),
+    ]
+    if target == "sapphirerapids":
+        kernels += [Kernel(kind, "bfloat16", Register(16, 2, 32), structure="b", matrix="amx") for kind in PRODUCTS]
+    for kernel in kernels:
+        assert image.link(compiler.build(kernel, machine), "worker") is not None, kernel

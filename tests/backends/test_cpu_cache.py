@@ -26,10 +26,13 @@ import torch, sys
 from tilewise.backends.base import Inputs
 from tilewise.backends.cpu.backend import backend
 from tilewise.problem import Problem
-g = torch.Generator().manual_seed(0)
-q, k, v = (torch.randn(1, 1, 20, 8, generator=g) for _ in range(3))
-out, _ = backend.forward(Problem.of(heads=1, head_dim=8, seqlen=20, dtype="float32"), Inputs(q, k, v))
-print(out.double().sum().item(), "llvmlite.binding" in sys.modules or "tilewise.backends.cpu.ir" in sys.modules)
+torch.set_num_threads(2)
+g, total = torch.Generator().manual_seed(0), 0.0
+for seqlen in (20, 300):  # one thread, two threads
+    q, k, v = (torch.randn(1, 2, seqlen, 64, generator=g) for _ in range(3))
+    out, _ = backend.forward(Problem.of(heads=2, head_dim=64, seqlen=seqlen, dtype="float32"), Inputs(q, k, v))
+    total += out.double().sum().item()
+print(total, "llvmlite.binding" in sys.modules or "tilewise.backends.cpu.ir" in sys.modules)
 """
 
 

@@ -119,9 +119,9 @@ def build(kernel: Kernel, machine: Machine) -> bytes:
     return bytes(machine_code.emit_object(module))
 
 
-def build_text(text: str) -> bytes:
+def build_text(text: str, machine: Machine) -> bytes:
     """The object file of a small module in LLVM's own words."""
-    return bytes(target_machine(host()).emit_object(_binding().parse_assembly(text)))
+    return bytes(target_machine(machine).emit_object(_binding().parse_assembly(text)))
 
 
 def kept_form(code: bytes, symbol: str) -> bytes:
@@ -174,7 +174,7 @@ def _obtain(kernel: Kernel) -> Loaded:
 
 def load_text(text: str, symbol: str) -> Loaded:
     """A function of a small module in LLVM's own words."""
-    return _load(entry_path(text).with_suffix(".text"), symbol, lambda: build_text(text))
+    return _load(entry_path(text).with_suffix(".text"), symbol, lambda: build_text(text, host()))
 
 
 def _load(path: Path, symbol: str, make: Callable[[], bytes]) -> Loaded:

@@ -19,7 +19,7 @@ from tilewise.backends.cpu.compile import load_text
 
 WORDS = struct.Struct("=6q")
 ENTRY = """
-define void @team(ptr %job) {
+define void @team(ptr %job) nounwind {
   %slot = atomicrmw add ptr %job, i64 1 monotonic
   %limit_at = getelementptr i64, ptr %job, i64 1
   %limit = load i64, ptr %limit_at
@@ -42,7 +42,8 @@ done:
   ret void
 }
 """
-"""What each thread of the team does: take a slot and, if invited, work with the buffer of that slot."""
+"""What each thread of the team does: take a slot and, if invited, work with the buffer of that slot. Without `nounwind` an object
+for x86 comes with tables that only LLVM's loader can place."""
 
 
 class Team:
