@@ -156,10 +156,10 @@ def test_memory_that_may_not_be_executable_is_left_to_llvm(directory: Path, monk
 def test_what_is_no_plain_object_is_left_to_llvm() -> None:
     assert image.link(b"", "worker") is None
     assert image.link(b"\xcf\xfa\xed\xfe" + bytes(100), "worker") is None
-    outside = "declare void @elsewhere()\ndefine void @team() {\n  call void @elsewhere()\n  ret void\n}"
-    assert image.link(compiler.build_text(outside), "team") is None
-    written = "@cell = global i64 0\ndefine void @team() {\n  store i64 1, ptr @cell\n  ret void\n}"
-    assert image.link(compiler.build_text(written), "team") is None
+    outside = "declare void @elsewhere()\ndefine void @team() nounwind {\n  call void @elsewhere()\n  ret void\n}"
+    assert image.link(compiler.build_text(outside, compiler.host()), "team") is None
+    written = "@cell = global i64 0\ndefine void @team() nounwind {\n  store i64 1, ptr @cell\n  ret void\n}"
+    assert image.link(compiler.build_text(written, compiler.host()), "team") is None
 
 
 def test_processes_share_the_directory_without_clashing(tmp_path: Path) -> None:
