@@ -96,8 +96,10 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, processor: str, dtyp
             assert size <= MIB, case
             assert tiles.threads * size + shared <= (4 + tiles.threads) * MIB, case
             assert tiles.heads == 1 or problem.group % tiles.heads == 0, case
-            rows, keys = frames.grain(kernel)
-            assert tiles.rows % rows == 0 and tiles.keys % keys == 0, case
+            if kind == "decode":  # scores of sixteen rows and keys are written at once, and read in pairs of vectors
+                assert tiles.rows == 1 and tiles.keys % (16 // kernel.tile.keys) == tiles.keys % (2 * kernel.tile.lanes) == 0, case
+            else:
+                assert tiles.rows % kernel.tile.rows == tiles.keys % kernel.tile.keys == 0, case
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
@@ -117,7 +119,9 @@ KNOWN = {
     ("neon", "bfloat16", (8, 8), (4096, 4096), 128): ((512, 128, 8, 1, 64), (256, 64, 16, 1, 128)),
     ("neon", "float32", (1, 1), (16, 16), 64): ((16, 16, 1, 1, 1), (16, 16, 1, 1, 1)),
     ("neon", "float32", (8, 8), (256, 4096), 64): ((256, 128, 1, 1, 8), (128, 64, 2, 1, 16)),
-    ("neon", "float32", (32, 8), (1, 4096), 128): ((1, 32, 1, 1, 8),),
+    ("neon", "float32", (32, 8), (1, 4096), 128): ((1, 24, 1, 1, 8),),
+    ("neon", "float32", (32, 8), (1, 4096), 256): ((1, 8, 1, 1, 8),),
+    ("neon", "bfloat16", (32, 8), (1, 4096), 128): ((1, 64, 1, 1, 8),),
     ("neon", "float32", (1, 1), (1, 65536), 64): ((1, 256, 1, 8, 8),),
     ("avx2", "float32", (8, 8), (4096, 4096), 64): ((264, 128, 16, 1, 128), (264, 64, 16, 1, 128)),
     ("avx2", "float32", (32, 8), (1024, 1024), 128): ((72, 64, 15, 1, 120), (264, 64, 4, 1, 128)),
@@ -221,6 +225,17 @@ def test_groups_that_do_not_fit_come_in_parts(
         assert arranged(problem, "decode" if rows == 1 else "forward", 2)[1].heads < 64
     out, lse = tw.attention(q, k, v, mask=tw.causal(), backend="cpu", return_lse=True)
     assert bounds.check_forward(*inside(q, k, v, None, {"mask": tw.causal()}), out, lse) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 9])
+def test_wide_rows_are_decoded_by_the_fewest_keys(group: int, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 2 * group, 1, 512, generator=g).to(dtype)
+    for length in (1, 7, 70):
+        k, v = (torch.randn(2, 2, length, 512, generator=g).to(dtype) for _ in range(2))
+        out, lse = tw.attention(q, k, v, backend="cpu", return_lse=True)
+        assert bounds.check_forward(*inside(q, k, v, None, {}), out, lse) == []
 
 
 @pytest.fixture

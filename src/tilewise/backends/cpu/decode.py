@@ -12,6 +12,7 @@ block of keys is gone through is told by `decode_stream` for one row and by `dec
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from tilewise.backends.cpu.elementary import LOG2E, exp2
@@ -22,8 +23,8 @@ from tilewise.backends.cpu.pack import fetch, quotient
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import UNROLL, Kernel
 
-ACCUMULATORS = 16
 LINE = 64  # bytes of a cache line
+Join = Callable[[Value, Value], Value]
 
 
 class Decode(KernelModule, ABC):
@@ -50,18 +51,23 @@ class Decode(KernelModule, ABC):
 
     def sums(self, e: Emit, vectors: list[Value]) -> Value:
         """The lane sums of four vectors, as one vector of four."""
+        return self.joined(e, vectors, e.fadd)
+
+    def joined(self, e: Emit, vectors: list[Value], join: Join) -> Value:
+        """All lanes of each of four vectors joined, as one vector of four."""
+
+        def pairs(x: Value, y: Value) -> Value:
+            """Neighbouring lanes joined, x's first."""
+            n = x.type.count
+            return join(e.pick(x, range(0, 2 * n, 2), y), e.pick(x, range(1, 2 * n, 2), y))
+
         while vectors[0].type.count > UNROLL:
             half = vectors[0].type.count // 2
-            vectors = [e.fadd(e.pick(v, range(half)), e.pick(v, range(half, 2 * half))) for v in vectors]
+            vectors = [join(e.pick(v, range(half)), e.pick(v, range(half, 2 * half))) for v in vectors]
         if vectors[0].type.count < UNROLL:  # two doubles: pair them up first
-            low = [self.pairs(e, vectors[n], vectors[n + 1]) for n in (0, 2)]
+            low = [pairs(vectors[n], vectors[n + 1]) for n in (0, 2)]
             return e.pick(low[0], range(4), low[1])
-        return self.pairs(e, self.pairs(e, vectors[0], vectors[1]), self.pairs(e, vectors[2], vectors[3]))
-
-    def pairs(self, e: Emit, x: Value, y: Value) -> Value:
-        """Sums of neighbouring lanes, x's first."""
-        n = x.type.count
-        return e.fadd(e.pick(x, range(0, 2 * n, 2), y), e.pick(x, range(1, 2 * n, 2), y))
+        return pairs(pairs(vectors[0], vectors[1]), pairs(vectors[2], vectors[3]))
 
     # -- tasks
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.backends.cpu.decode import ACCUMULATORS, Decode
+from tilewise.backends.cpu.decode import Decode, Join
 from tilewise.backends.cpu.elementary import exp2
-from tilewise.backends.cpu.ir import I32, I64, PTR, STORAGE, Emit, Value
+from tilewise.backends.cpu.ir import I64, PTR, STORAGE, Emit, Value
+from tilewise.backends.cpu.masking import any_lane
 from tilewise.backends.cpu.pack import fetch
 from tilewise.backends.cpu.slots import Slots
-from tilewise.backends.cpu.spec import UNROLL
+from tilewise.backends.cpu.spec import ACCUMULATORS, UNROLL
 
 
 class BlockDecode(Decode):
@@ -24,7 +25,7 @@ class BlockDecode(Decode):
         rows = a.word("group")
         with e.loop(0, rows, self.R) as over:
             e.call(dots, [args, frame, over.index])
-        with e.loop(0, rows) as over:
+        with e.loop(0, rows, self.R) as over:
             e.call(softmax, [args, frame, over.index])
         with e.loop(0, rows, self.R) as over:
             e.call(values, [args, frame, over.index])
@@ -42,23 +43,21 @@ class BlockDecode(Decode):
         e, (args, frame, r0), function = self.unit.function("dots", [PTR, PTR, I64])
         a, f = self.open(e, args, frame)
         R, J, L = self.R, ACCUMULATORS // self.R, e.lanes
-        D, BN, kind = a.word("D"), a.word("BN"), STORAGE[self.kernel.dtype]
+        D, BN, kind, line = a.word("D"), a.word("BN"), STORAGE[self.kernel.dtype], self.line
         width = e.minus(f.word("n1"), f.word("n0"))
         K = self.source(e, a, f, "k", f.word("key_head"), e.plus(f.word("k_start"), f.word("n0")))
         V = self.source(e, a, f, "v", f.word("key_head"), e.plus(f.word("k_start"), f.word("n0")))
-        q_rows = [e.at(f.ptr("Q"), e.times(e.plus(r0, r), D)) for r in range(R)]
-        line = self.line
+        q_rows, s_rows = ([e.at(f.ptr(n), e.times(e.plus(r0, r), w)) for r in range(R)] for n, w in (("Q", D), ("P", BN)))
         whole = e.round_down(D, line)
-        with e.loop(0, width, J) as over:
-            # keys beyond the block repeat its last one; their scores are never read
-            rows = [e.times(e.least(e.plus(over.index, j), e.minus(width, 1)), a.word("k_s")) for j in range(J)]
-            soon = [e.at(V, e.times(e.plus(over.index, j), a.word("v_s")), kind) for j in range(J)]
 
-            def multiply(acc: list[Value], at: Value, rows: list[Value] = rows) -> list[Value]:
+        def some(key: Value, near: list[Value], soon: list[Value]) -> None:
+            """The scores of J keys from `key` on, whose rows of K are near; meanwhile rows of V that are wanted soon."""
+
+            def multiply(acc: list[Value], at: Value) -> list[Value]:
                 q = [e.vget(row, at) for row in q_rows]
                 acc = list(acc)
                 for j in range(J):
-                    k = fetch(e, K, e.plus(rows[j], at), self.kernel.dtype, L)
+                    k = fetch(e, near[j], at, self.kernel.dtype, L)
                     for r in range(R):
                         acc[r * J + j] = e.mad(q[r], k, acc[r * J + j])
                 return acc
@@ -73,48 +72,62 @@ class BlockDecode(Decode):
             with e.loop(whole, D, L, dim.values) as dim:
                 dim.carry(multiply(dim.values, dim.index))
             for r in range(R):
-                out = e.at(f.ptr("P"), e.plus(e.times(e.plus(r0, r), BN), over.index))
                 for j in range(0, J, UNROLL):
-                    e.vput(self.sums(e, dim.values[r * J + j : r * J + j + UNROLL]), out, j)
+                    e.vput(self.sums(e, dim.values[r * J + j : r * J + j + UNROLL]), s_rows[r], e.plus(key, j))
+
+        most, steps = e.round_down(width, J), (a.word("k_s"), a.word("v_s"))
+        with e.loop(0, most, J, [K, V]) as over:
+            some(over.index, *([e.at(x, e.times(n, j), kind) for j in range(J)] for x, n in zip(over.values, steps, strict=True)))
+            over.carry([e.at(x, e.times(n, J), kind) for x, n in zip(over.values, steps, strict=True)])
+        with e.if_then(e.less(most, width), likely=False):
+            # keys beyond the block repeat its last one; their scores are never read
+            rows = [e.least(e.plus(most, j), e.minus(width, 1)) for j in range(J)]
+            some(most, *([e.at(x, e.times(n, row), kind) for row in rows] for x, n in zip((K, V), steps, strict=True)))
         e.ret_void()
         return function
 
     # -- softmax along the keys
 
     def emit_softmax(self) -> Any:
-        """softmax(args, frame, r): P = 2**(s - m) of row r in place; m and l moved on; O rescaled where m grew."""
-        e, (args, frame, r), function = self.unit.function("softmax", [PTR, PTR, I64])
+        """softmax(args, frame, r0): P = 2**(s - m) of R rows from r0 in place; m and l moved on; O rescaled where an m grew.
+
+        A block has few keys, so rows go side by side: one after the other, each would wait for its own maximum and sums.
+        """
+        e, (args, frame, r0), function = self.unit.function("softmax", [PTR, PTR, I64])
         a, f = self.open(e, args, frame)
-        L, BN = e.lanes, a.word("BN")
-        P = e.at(f.ptr("P"), e.times(r, BN))
+        R, L, BN, Dv = self.R, e.lanes, a.word("BN"), a.word("Dv")
+        P = [e.at(f.ptr("P"), e.times(e.plus(r0, r), BN)) for r in range(R)]
         width = e.minus(f.word("n1"), f.word("n0"))
         padded = e.round_up(width, L * 2)
-        low = e.const(float("-inf"))
         with e.loop(width, padded) as over:  # what lies behind the keys weighs nothing
-            e.put(e.num(float("-inf")), P, over.index)
-        with e.loop(0, padded, 2 * L, [low, low]) as over:
-            over.carry([e.top(over.values[n], e.vget(P, e.plus(over.index, n * L))) for n in (0, 1)])
-        top = e.peak(e.top(*over.values))
-        old = e.get(f.ptr("m"), r)
-        m = e.top(old, e.ceiling(top))
-        level = e.splat(m)
-        with e.loop(0, padded, 2 * L, [e.const(0.0)] * 2) as over:
-            at = [e.plus(over.index, n * L) for n in (0, 1)]
-            p = exp2(e, [e.fsub(e.vget(P, x), level) for x in at])
-            for x, value in zip(at, p, strict=True):
-                e.vput(value, P, x)
+            for row in P:
+                e.put(e.num(float("-inf")), row, over.index)
+        with e.loop(0, padded, L, [e.const(float("-inf"))] * R) as over:
+            over.carry([e.top(t, e.vget(row, over.index)) for t, row in zip(over.values, P, strict=True)])
+        m_ptr, l_ptr = e.at(f.ptr("m"), r0), e.at(f.ptr("l"), r0)
+        old = e.vget(m_ptr, lanes=R)
+        m = e.top(old, e.ceiling(self.of_rows(e, over.values, e.top)))
+        (alpha,), levels = exp2(e, [e.fsub(old, m)]), [e.lane(m, r) for r in range(R)]
+        with e.loop(0, padded, L, [e.const(0.0)] * R) as over:
+            p = exp2(e, [e.fsub(e.vget(row, over.index), level) for row, level in zip(P, levels, strict=True)])
+            for value, row in zip(p, P, strict=True):
+                e.vput(value, row, over.index)
             over.carry([e.fadd(t, x) for t, x in zip(over.values, p, strict=True)])
-        (alpha,) = exp2(e, [e.splat(e.fsub(old, m))])
-        rescale = e.extract_element(alpha, I32(0))
-        total = e.mad(e.get(f.ptr("l"), r), rescale, e.sum(e.fadd(*over.values)))
-        e.put(total, f.ptr("l"), r)
-        e.put(m, f.ptr("m"), r)
-        with e.if_then(e.fcmp_ordered("!=", rescale, e.num(1.0))):
-            O = e.at(f.ptr("O"), e.times(r, a.word("Dv")))
-            with e.loop(0, a.word("Dv"), L) as col:
-                e.vput(e.fmul(e.vget(O, col.index), alpha), O, col.index)
+        e.vput(e.mad(e.vget(l_ptr, lanes=R), alpha, self.of_rows(e, over.values, e.fadd)), l_ptr)
+        e.vput(m, m_ptr)
+        grown = e.sext(e.fcmp_ordered("!=", alpha, e.const(1.0, R)), e.vtype(e.real.bits, R))
+        with e.if_then(any_lane(e, [grown]), likely=False):
+            O, factors = e.at(f.ptr("O"), e.times(r0, Dv)), [e.lane(alpha, r) for r in range(R)]
+            with e.loop(0, Dv, L) as col:
+                for r, factor in enumerate(factors):
+                    at = e.plus(e.times(Dv, r), col.index)
+                    e.vput(e.fmul(e.vget(O, at), factor), O, at)
         e.ret_void()
         return function
+
+    def of_rows(self, e: Emit, vectors: list[Value], join: Join) -> Value:
+        """All lanes of each of R vectors joined, as one vector of R."""
+        return e.pick(self.joined(e, [*vectors, *vectors][:UNROLL], join), range(self.R))
 
     # -- values
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.backends.cpu.decode import ACCUMULATORS, Decode
+from tilewise.backends.cpu.decode import Decode
 from tilewise.backends.cpu.elementary import exp2
 from tilewise.backends.cpu.ir import I32, I64, PTR, STORAGE, Emit, Value
 from tilewise.backends.cpu.masking import any_lane
 from tilewise.backends.cpu.pack import fetch
 from tilewise.backends.cpu.slots import Slots
-from tilewise.backends.cpu.spec import ALIGN, UNROLL
+from tilewise.backends.cpu.spec import ACCUMULATORS, ALIGN, UNROLL
 
 
 class StreamDecode(Decode):

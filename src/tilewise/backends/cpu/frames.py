@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel
+from tilewise.backends.cpu.spec import ACCUMULATORS, ALIGN, FRAME_BYTES, Kernel
 from tilewise.problem import Problem
 
 ROOM = 1 << 20
@@ -40,8 +40,10 @@ class Tiles(NamedTuple):
 
 
 def grain(kernel: Kernel) -> tuple[int, int]:
-    """Blocks have so many rows and keys, or multiples. Decoding has the scores of a row side by side, in pairs of vectors."""
-    return (1, 2 * kernel.tile.lanes) if kernel.kind == "decode" else (kernel.tile.rows, kernel.tile.keys)
+    """Blocks have so many rows and keys, or multiples. Decoding works out several keys' scores at once, and weighs them in pairs
+    of vectors."""
+    tile = kernel.tile
+    return (1, max(ACCUMULATORS // tile.keys, 2 * tile.lanes)) if kernel.kind == "decode" else (tile.rows, tile.keys)
 
 
 def paddings(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:

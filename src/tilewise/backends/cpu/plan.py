@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from tilewise.backends.cpu.frames import Tiles, fits, fitting, paddings, round_up
+from tilewise.backends.cpu.frames import Tiles, fits, fitting, grain, paddings, round_up
 from tilewise.backends.cpu.spec import Kernel, Register
 from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
@@ -141,9 +141,11 @@ def _forward_tiles(problem: Problem, kernel: Kernel, longest: int, threads: int)
 
 
 def _decode_tiles(problem: Problem, kernel: Kernel, threads: int) -> Tiles:
-    """Key blocks of which two fit into L1, one in use and one on its way; a single row only sums by blocks."""
-    tile, pair = kernel.tile, (problem.head_dim + problem.head_dim_v) * problem.itemsize
-    keys = max(2 * tile.lanes, 32, probe_cpu().l1d_bytes // (2 * pair) // 32 * 32) if tile.keys > 1 else STREAM_KEYS
+    """Key blocks that fill half of L1, for the next one is on its way; less where few rows use them and memory is waited for. A
+    single row only sums by blocks."""
+    pair, (_, step) = (problem.head_dim + problem.head_dim_v) * problem.itemsize, grain(kernel)
+    room = probe_cpu().l1d_bytes * (3 if problem.group <= problem.itemsize else 4) // 8
+    keys = max(step, room // pair // step * step) if kernel.tile.keys > 1 else STREAM_KEYS
 
     def arrange(heads: int, rows: int, keys: int) -> Tiles:
         pairs = problem.batch * problem.heads // heads
