@@ -13,7 +13,6 @@ from tilewise.backends.cpu.elementary import exp2
 from tilewise.backends.cpu.ir import I64, PTR, STORAGE, Emit, Value
 from tilewise.backends.cpu.masking import any_lane
 from tilewise.backends.cpu.pack import fetch
-from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import ACCUMULATORS, UNROLL
 
 
@@ -135,42 +134,42 @@ class BlockDecode(Decode):
         """values(args, frame, r0): O[r] += Σ_j P[r][j]·v_j for R rows from r0; V vectors of the head dim at a time, then one."""
         e, (args, frame, r0), function = self.unit.function("values", [PTR, PTR, I64])
         a, f = self.open(e, args, frame)
-        V = self.source(e, a, f, "v", f.word("key_head"), e.plus(f.word("k_start"), f.word("n0")))
-        wide = self.tile.vectors * e.lanes
-        whole = e.round_down(a.word("Dv"), wide)
-        with e.loop(0, whole, wide) as col:
-            self.value_columns(e, a, f, V, r0, col.index, self.tile.vectors)
-        with e.loop(whole, a.word("Dv"), e.lanes) as col:
-            self.value_columns(e, a, f, V, r0, col.index, 1)
+        R, L, BN, Dv, kind = self.R, e.lanes, a.word("BN"), a.word("Dv"), STORAGE[self.kernel.dtype]
+        here = e.plus(f.word("k_start"), f.word("n0"))
+        V = self.source(e, a, f, "v", f.word("key_head"), here)
+        K_next = self.source(e, a, f, "k", f.word("key_head"), e.plus(here, BN))
+        p_rows, o_rows = ([e.at(f.ptr(n), e.times(e.plus(r0, r), w)) for r in range(R)] for n, w in (("P", BN), ("O", Dv)))
+        width, v_step, k_step = e.minus(f.word("n1"), f.word("n0")), a.word("v_s"), a.word("k_s")
+        whole = e.round_down(width, UNROLL)
+
+        def columns(col: Value, vectors: int) -> None:
+            def step(acc: list[Value], row: Value, weights: list[Value]) -> list[Value]:
+                v = [fetch(e, row, i * L, self.kernel.dtype, L) for i in range(vectors)]
+                return [e.mad(v[n % vectors], weights[n // vectors], x) for n, x in enumerate(acc)]
+
+            start = [e.const(0.0)] * (R * vectors) + [e.at(x, col, kind) for x in (V, K_next)]
+            with e.loop(0, whole, UNROLL, start) as over:
+                *acc, row, ahead = over.values
+                for n in range(UNROLL):
+                    for at in range(0, vectors * L, self.line):
+                        e.prefetch(e.at(ahead, e.plus(e.times(k_step, n), at), kind))
+                small = [e.vget(weights, over.index, lanes=UNROLL) for weights in p_rows]
+                for n in range(UNROLL):
+                    acc = step(acc, e.at(row, e.times(v_step, n), kind), [e.lane(s, n) for s in small])
+                over.carry([*acc, *(e.at(x, e.times(s, UNROLL), kind) for x, s in ((row, v_step), (ahead, k_step)))])
+            with e.loop(whole, width, 1, over.values[:-1]) as rest:
+                *acc, row = rest.values
+                acc = step(acc, row, [e.splat(e.get(weights, rest.index)) for weights in p_rows])
+                rest.carry([*acc, e.at(row, v_step, kind)])
+            for n, value in enumerate(rest.values[:-1]):
+                to = e.at(o_rows[n // vectors], e.plus(col, (n % vectors) * L))
+                e.vput(e.fadd(e.vget(to), value), to)
+
+        wide = self.tile.vectors * L
+        most = e.round_down(Dv, wide)
+        with e.loop(0, most, wide) as col:
+            columns(col.index, self.tile.vectors)
+        with e.loop(most, Dv, L) as col:
+            columns(col.index, 1)
         e.ret_void()
         return function
-
-    def value_columns(self, e: Emit, a: Slots, f: Slots, V: Value, r0: Value, col: Value, vectors: int) -> None:
-        R, L, BN = self.R, e.lanes, a.word("BN")
-        width = e.minus(f.word("n1"), f.word("n0"))
-        p_rows = [e.at(f.ptr("P"), e.times(e.plus(r0, r), BN)) for r in range(R)]
-        o_rows = [e.at(f.ptr("O"), e.plus(e.times(e.plus(r0, r), a.word("Dv")), col)) for r in range(R)]
-        v_step, whole = a.word("v_s"), e.round_down(width, UNROLL)
-
-        def step(acc: list[Value], key: Value, weights: list[Value]) -> list[Value]:
-            row = e.plus(e.times(key, v_step), col)
-            v = [fetch(e, V, e.plus(row, i * L), self.kernel.dtype, L) for i in range(vectors)]
-            return [e.mad(v[n % vectors], weights[n // vectors], x) for n, x in enumerate(acc)]
-
-        kind = STORAGE[self.kernel.dtype]
-        K_next = self.source(e, a, f, "k", f.word("key_head"), e.plus(f.word("k_start"), f.word("n0"), BN))
-        with e.loop(0, whole, UNROLL, [e.const(0.0)] * (R * vectors)) as over:
-            acc = list(over.values)
-            for n in range(UNROLL):
-                ahead = e.plus(e.times(e.plus(over.index, n), a.word("k_s")), col)
-                for at in range(0, vectors * L, self.line):
-                    e.prefetch(e.at(K_next, e.plus(ahead, at), kind))
-            small = [e.vget(row, over.index, lanes=UNROLL) for row in p_rows]
-            for n in range(UNROLL):
-                acc = step(acc, e.plus(over.index, n), [e.lane(s, n) for s in small])
-            over.carry(acc)
-        with e.loop(whole, width, 1, over.values) as rest:
-            rest.carry(step(list(rest.values), rest.index, [e.splat(e.get(row, rest.index)) for row in p_rows]))
-        for n, value in enumerate(rest.values):
-            at = (n % vectors) * L
-            e.vput(e.fadd(e.vget(o_rows[n // vectors], at), value), o_rows[n // vectors], at)
