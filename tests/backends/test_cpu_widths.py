@@ -13,6 +13,7 @@ from tests.backends.test_cpu_memory import pretend
 from tests.conformance.cases import CASES, Case, build
 from tests.conformance.harness import excesses
 from tilewise.backends.cpu import compile as compiler
+from tilewise.backends.cpu import plan
 from tilewise.backends.cpu.spec import Kernel
 
 CHOSEN = re.compile(
@@ -38,3 +39,12 @@ def test_conformance(monkeypatch: pytest.MonkeyPatch, kernels: list[Kernel], cas
     assert excesses(built, "cpu", lse_gradient=case.lse_gradient) == []
     lanes = {"neon": 4, "avx2": 8, "avx512": 16}[processor] // (2 if case.dtype is torch.float64 else 1)
     assert kernels and {kernel.tile.lanes for kernel in kernels} == {lanes}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bf" in case.name], ids=lambda case: case.name)
+def test_matrix_tiles_beside_wide_vectors(monkeypatch: pytest.MonkeyPatch, kernels: list[Kernel], case: Case) -> None:
+    """As with AMX, but that tiles are loops over memory."""
+    pretend(monkeypatch, "avx512")
+    monkeypatch.setattr(plan, "matrix_unit", lambda problem, kind: "plain" if kind in plan.MATRIX_KINDS else "")
+    assert excesses(build(case, "cpu"), "cpu", lse_gradient=case.lse_gradient) == []
+    assert {(kernel.matrix, kernel.tile.lanes) for kernel in kernels} == {("plain", 16)}

@@ -97,7 +97,7 @@ class BlockDecode(Decode):
         R, L, BN, Dv = self.R, e.lanes, a.word("BN"), a.word("Dv")
         P = [e.at(f.ptr("P"), e.times(e.plus(r0, r), BN)) for r in range(R)]
         width = e.minus(f.word("n1"), f.word("n0"))
-        padded = e.round_up(width, L * 2)
+        padded = e.round_up(width, L)
         with e.loop(width, padded) as over:  # what lies behind the keys weighs nothing
             for row in P:
                 e.put(e.num(float("-inf")), row, over.index)

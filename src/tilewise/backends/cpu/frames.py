@@ -40,8 +40,8 @@ class Tiles(NamedTuple):
 
 
 def grain(kernel: Kernel) -> tuple[int, int]:
-    """Blocks have so many rows and keys, or multiples. Decoding works out several keys' scores at once, and weighs them in pairs
-    of vectors."""
+    """Blocks have so many rows and keys, or multiples. Decoding works out several keys' scores at once, and weighs a vector of
+    them; blocks of less than two vectors were not measured."""
     tile = kernel.tile
     return (1, max(ACCUMULATORS // tile.keys, 2 * tile.lanes)) if kernel.kind == "decode" else (tile.rows, tile.keys)
 

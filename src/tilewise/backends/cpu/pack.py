@@ -122,6 +122,7 @@ def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: 
     near = e.icmp_signed("==", col_step, I64(1))
     rows, cols = (e.over(e.plus(n, per - 1), per) for n, per in zip(end, (cell.rows, cell.cols), strict=True))
     whole_rows, whole_cols = (e.over(n, per) for n, per in zip(end, (cell.rows, cell.cols), strict=True))
+    shapes = squares(e, width)
 
     def weigh(value: Value, factor: Value | None) -> Value:
         return value if factor is None else e.fmul(value, factor)
@@ -144,11 +145,13 @@ def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: 
         inside = e.least(width, e.minus(rows, group.index))
         whole = e.select(near, e.least(width, e.minus(whole_rows, group.index)), I64(0))
         done_rows: Value = I64(0)
-        for n, (tall, _) in enumerate(squares(e, width)):
+        for n, (tall, _) in enumerate(shapes):
+            if n and tall == shapes[n - 1][0]:
+                continue  # no rows are left
             fast_rows = e.round_down(whole, tall)
             with e.loop(done_rows, fast_rows, tall) as lane:
                 row, done = e.plus(group.index, lane.index), I64(0)
-                for high, wide in squares(e, width)[n:]:
+                for high, wide in shapes[n:]:
                     fast = e.round_down(whole_cols, wide)
                     with e.loop(0, tall, high) as part:
                         across(out, e.plus(row, part.index), e.plus(lane.index, part.index), (done, fast), high, wide)

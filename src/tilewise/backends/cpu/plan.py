@@ -17,8 +17,9 @@ LOG2E = 1.4426950408889634
 SMALL_WORK = 3.0e6
 """Multiply-adds below which waking a second thread costs more than it brings."""
 TASK_ROWS = ((2 << 20, 768), (1 << 20, 512), (0, 256))
-"""(bytes of L2, rows): rows of all heads of a group in one task, where L2 has at least so many bytes. K and V are packed once for
-all of them; Q and O should fit beside K and V. (Xeon, 2 MiB, head dim 128, 4096 keys: 768 rows 5 % faster than 528.)"""
+"""(bytes of L2, rows): rows of all heads of a group in one task, in whole strips, where L2 has at least so many bytes. K and V
+are packed once for all of them; Q and O should fit beside K and V. (Xeon, 2 MiB, head dim 128, 4096 keys: 768 rows 5 % faster
+than 528. The last entry was not measured.)"""
 FEW_TASK_ROWS = 512
 MANY_TASKS = 12
 """More rows than that only where every thread has so many tasks all the same: threads should end together."""
@@ -123,7 +124,7 @@ def _forward_tiles(problem: Problem, kernel: Kernel, longest: int, threads: int)
     if problem.batch * problem.heads * longest < MANY_TASKS * threads * together:
         together = min(together, FEW_TASK_ROWS)
     most = max(R, round_up(min(together, longest), R))
-    blocks = -(-longest // max(R, round_up(together // problem.group, R)))
+    blocks = -(-longest // max(R, (together + R - 1) // problem.group // R * R))
     rows = max(R, round_up(-(-longest // max(1, blocks)), R))  # of one length, or nearly
 
     def arrange(heads: int, rows: int, keys: int) -> Tiles:
@@ -141,8 +142,8 @@ def _forward_tiles(problem: Problem, kernel: Kernel, longest: int, threads: int)
 
 
 def _decode_tiles(problem: Problem, kernel: Kernel, threads: int) -> Tiles:
-    """Key blocks that fill half of L1, for the next one is on its way; less where few rows use them and memory is waited for. A
-    single row only sums by blocks."""
+    """Key blocks that fill half of L1, for the next one is on its way; less where few rows use them and memory is waited for; but
+    two vectors of keys at least. A single row only sums by blocks."""
     pair, (_, step) = (problem.head_dim + problem.head_dim_v) * problem.itemsize, grain(kernel)
     room = probe_cpu().l1d_bytes * (3 if problem.group <= problem.itemsize else 4) // 8
     keys = max(step, room // pair // step * step) if kernel.tile.keys > 1 else STREAM_KEYS
