@@ -46,7 +46,8 @@ class Forward(Softmax):
         self.calm = self.can_be_calm and kernel.plain and self.simple  # what is hidden from all could be wild
         self.emit_products()
         if self.calm:
-            self.weigh_calm = self.emit_weigh_calm()
+            self.weigh_calm = self.emit_weigh_calm("weigh_calm", self.real.degree - 1)
+            self.weigh_few = self.emit_weigh_calm("weigh_few", self.real.degree)
             self.measure = self.emit_measure()
         self.weigh = self.emit_weigh()
         self.strip = self.emit_strip()
@@ -84,12 +85,17 @@ class Forward(Softmax):
             if self.calm:
                 with e.if_then(self.is_calm(e, f, index), likely=True):
                     self.settle(e, f, index, self.bounds(e, f, index))
-                    with e.if_else(self.is_long(e, place, q0)) as (long, otherwise):
+                    many = self.sees_many(e, place, q0)
+                    grows = e.icmp_signed("!=", a.word("descending"), I64(0))
+                    with e.if_else(e.and_(many, grows)) as (long, otherwise):
                         for branch, halves in ((long, False), (otherwise, True)):
                             with branch:
                                 self.multiply(e, a, f, index, (solid0, solid1), halves=halves)
                     self.lift(e, f, index, edges)
-                    e.call(self.weigh_calm, [frame, index, j0, j1])
+                    with e.if_else(many) as (usual, few):
+                        for branch, weigh in ((usual, self.weigh_calm), (few, self.weigh_few)):
+                            with branch:
+                                e.call(weigh, [frame, index, j0, j1])
                     e.branch(after)
             self.multiply(e, a, f, index, (solid0, solid1))
             look = self.looker(e, a, f)
@@ -133,12 +139,11 @@ class Forward(Softmax):
         weights = [f.ptr("P"), I64(R), f.ptr("V"), self.panel(e, a)]
         e.call(self.pv, [*keys, *weights, O, I64(R), I64(0), last, f.ptr("alpha")])
 
-    def is_long(self, e: Emit, place: Place, q0: Value) -> Value:
-        """Under a mask that grows with the row, do these rows see so many keys that the errors of single scores drown in those of
-        the rows before? Then a score need not be two sums."""
+    def sees_many(self, e: Emit, place: Place, q0: Value) -> Value:
+        """So many keys that the error of one of them drowns in the mean of all? Then 2**x may be a step shorter; and a score need
+        not be two sums, if there are rows before that see fewer keys and have larger errors."""
         low, high = interval(e, place, self.terms[0], q0)
-        grows = e.icmp_signed("!=", place.args.word("descending"), I64(0))
-        return e.and_(grows, e.icmp_signed(">=", e.minus(high, low), I64(LONG)))
+        return e.icmp_signed(">=", e.minus(high, low), I64(LONG))
 
     def mask_pass(
         self, e: Emit, a: Slots, f: Slots, modifier: Modifier | None, j0: Value, j1: Value, visible: Any
