@@ -126,3 +126,11 @@ def test_what_is_kept_on_disk_needs_no_llvm_to_be_loaded(target: str) -> None:
         kernels += [Kernel(kind, "bfloat16", Register(16, 2, 32), structure="b", matrix="amx") for kind in PRODUCTS]
     for kernel in kernels:
         assert image.link(compiler.build(kernel, machine), "worker") is not None, kernel
+
+
+def test_rows_that_see_few_keys_have_the_longer_polynomial() -> None:
+    """Of single keys' errors only those of few keys reach the output."""
+    tile = tile_of("avx512")
+    text = compiler.assembly(Kernel("forward", "float32", tile), compiler.Machine("x86_64" + LINUX, "sapphirerapids", ""))
+    steps = {name: sum("vfmadd" in line for line in body) for name, body in innermost_loops(text) if name.startswith("weigh_")}
+    assert steps["weigh_few"] == steps["weigh_calm"] + tile.vectors
