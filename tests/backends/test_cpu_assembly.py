@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -23,7 +24,8 @@ TARGETS = {
     "skylake-avx512": ("x86_64", "skylake-avx512", "avx512", r"vfmadd\w+ps\t.*%zmm"),
     "sapphirerapids": ("x86_64", "sapphirerapids", "avx512", r"vfmadd\w+ps\t.*%zmm"),
 }
-PRODUCTS = {"forward": {"scores", "scores_long", "values"}, "backward": {"product", "grow", "dq"}}
+PRODUCTS = {"forward": {"scores": 2, "values": 2}, "backward": {"product": 2, "grow": 1, "dq": 1}}
+"""Functions and their innermost loops: a sum that may be cut has one for the first part and one for the others."""
 STACK = re.compile(r"\(%rsp|\[sp\b")  # frame pointers are omitted: rbp and x29 are registers like any other
 COPY = re.compile(r"^\s+(vmov[au]p[sd]\s+%[xyz]mm\d+, %[xyz]mm\d+$|mov\s+v\d+\.16b, v\d+\.16b)")
 
@@ -69,12 +71,12 @@ def test_products_stay_in_registers(target: str, kind: str, head_dim: int, rows:
     kernel = Kernel(kind, "float32", tile, "b")
     text = compiler.assembly(kernel, compiler.Machine(arch + LINUX, cpu, ""))
     wanted = tile.vectors * tile.keys
-    found = set()
+    found: Counter[str] = Counter()
     for function, body in innermost_loops(text):
         multiplies = sum(bool(re.search(fma, line)) for line in body)
         if function not in PRODUCTS[kind] or multiplies < wanted:
             continue
-        found.add(function)
+        found[function] += 1
         assert multiplies % wanted == 0, "a register tile is missing some of its products"
         assert not [line for line in body if STACK.search(line)], f"{function} spills"
         copies = [line for line in body if COPY.search(line)]

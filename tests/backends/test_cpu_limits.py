@@ -57,6 +57,30 @@ def test_a_hidden_bias_hides() -> None:
     assert torch.equal(tw.attention(q, k, v, bias=bias, backend="cpu"), clean)
 
 
+SMALL = 0.9 * 2**-20  # is lost when added to a number of 16 or more in fp32: half of its last place is 2**-20
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_score_of_few_keys_is_four_sums(dim: int) -> None:
+    """A large product and many small ones: those are lost that share its sum."""
+    near = SMALL**0.5
+    q, k, v = (torch.zeros(1, 1, n, dim) for n in (40, 2, 2))
+    q[..., 0], q[..., 1:], k[..., 0], k[..., 0, 1:] = 1.0, near, 17.0, near
+    v[..., 0, 0], v[..., 1, 0] = 1.0, -1.0
+    out = tw.attention(q, k, v, scale=math.log(2), backend="cpu").double()  # scores are then in units of log 2
+    kept = out[..., 0].atanh() * 2 / math.log(2) / SMALL  # p0 - p1 = tanh((s0 - s1) / 2)
+    assert (kept / dim - 3 / 4).abs().max() < 1 / 16
+
+
+def test_an_output_of_few_keys_is_two_sums() -> None:
+    """A large value and many small ones: those are lost that share its sum, of half a block of keys."""
+    q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))
+    v[..., 0, :], v[..., 1:, :] = 17.0, SMALL
+    out = tw.attention(q, k, v, backend="cpu").double()
+    kept = (out * 128 - 17.0) / SMALL
+    assert kept.min() > 32 and kept.max() < 96
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("bias_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_bias_of_any_type(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:

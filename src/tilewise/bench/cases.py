@@ -30,7 +30,8 @@ class Tensors(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure. `floor` and `aim` are ratios to the fastest of `against`, in one interleaved run."""
+    """One thing to measure. `floor` and `aim` are ratios to the fastest of `against`, in one interleaved run; with `accurate` its
+    errors must not be larger than that contender's either."""
 
     name: str
     heads: int = 8
@@ -49,6 +50,7 @@ class Case:
     against: tuple[str, ...] = ("sdpa",)
     floor: float | None = None
     aim: float | None = None
+    accurate: bool = False
     group: str = ""  # cases of a group have a geometric mean
     backend: str = "auto"  # whose speed plain `tilewise` stands for
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dispatch
+from tilewise.bench.accuracy import Errors, errors, truth
 from tilewise.bench.cases import Case, Tensors
 from tilewise.bench.contenders import Contender
 from tilewise.bench.judge import Judgement, judge
@@ -20,6 +21,9 @@ from tilewise.planner import plan
 
 Progress = Callable[[str, float], None]
 OURS = "tilewise"
+EQUAL = 1.005
+"""Ratios of errors up to here are 1 in two decimals. Where results are rounded to 16 bits, that rounding is nearly all of the
+error, whoever computes them."""
 
 
 class Outcome(NamedTuple):
@@ -35,6 +39,7 @@ class Result:
 
     contender: str
     judgement: Judgement | None = None
+    errors: dict[str, Errors] = field(default_factory=dict)  # where the case asks for them
     times: Spread | None = None
     reasons: tuple[str, ...] = ()  # why it was not run, or how it failed
 
@@ -50,6 +55,7 @@ class Result:
             "status": self.status,
             "reasons": list(self.reasons),
             "judgement": self.judgement.to_dict() if self.judgement else None,
+            "errors": {name: found.to_dict() for name, found in self.errors.items()},
             "seconds": self.times._asdict() if self.times else None,
         }
 
@@ -65,11 +71,33 @@ class Record:
     choice: dict[str, Any] = field(default_factory=dict)  # the backend and plan behind plain `tilewise`
 
     @property
-    def passed(self) -> bool | None:
+    def fast(self) -> bool | None:
         """None where the case sets no floor."""
         if self.case.floor is None:
             return None
         return self.ratio is not None and self.ratio.p50 >= self.case.floor
+
+    @property
+    def errors(self) -> Errors | None:
+        """The worst ratios of our errors to the rival's, over output and gradients."""
+        ours, theirs = self.result(OURS), self.result(self.rival or "")
+        if not (ours and theirs and ours.errors and theirs.errors):
+            return None
+        ratios = [mine.over(theirs.errors[name]) for name, mine in ours.errors.items()]
+        return Errors(*(max(values) for values in zip(*ratios, strict=True)))
+
+    @property
+    def accurate(self) -> bool | None:
+        """None where the case does not ask."""
+        if not self.case.accurate:
+            return None
+        return self.errors is not None and max(self.errors) <= EQUAL
+
+    @property
+    def passed(self) -> bool | None:
+        """None where nothing was promised."""
+        kept = [promise for promise in (self.fast, self.accurate) if promise is not None]
+        return all(kept) if kept else None
 
     @property
     def right(self) -> bool:
@@ -87,6 +115,7 @@ class Record:
             "results": [result.to_dict() for result in self.results],
             "ratio": self.ratio._asdict() if self.ratio else None,
             "rival": self.rival,
+            "errors": self.errors.to_dict() if self.errors else None,
             "passed": self.passed,
         }
 
@@ -130,7 +159,7 @@ def measure(case: Case, contenders: Iterable[Contender], effort: Effort, on_prog
         torch.set_num_threads(case.threads)
     try:
         tensors = case.tensors()
-        results, runs = [], {}
+        results, runs, want = [], {}, None
         for contender in contenders:
             say(f"{case.name}: is {contender.name} right?", 0.0)
             result = Result(contender.name)
@@ -141,7 +170,11 @@ def measure(case: Case, contenders: Iterable[Contender], effort: Effort, on_prog
                 continue
             try:
                 run = bind_run(case, contender, tensors)
-                result.judgement = judge(case, tensors, run())
+                outcome = run()
+                result.judgement = judge(case, tensors, outcome)
+                if case.accurate and result.judgement.ok:
+                    want = want or truth(case, tensors)
+                    result.errors = errors(case, want, outcome)
             except Exception as error:  # a peer may fail in any way; the record says how
                 result.reasons = (f"{type(error).__name__}: {error}",)
                 continue

@@ -64,7 +64,8 @@ class Worst:
 def judge(case: Case, tensors: Tensors, outcome: Outcome) -> Judgement:
     """Compare what a contender computed with the oracle on the same inputs."""
     problem = case.problem()
-    inputs, dout, out, grads = _rank4(case, tensors, outcome)
+    q, k, v, dout = (rank4(case, x) for x in tensors)
+    inputs, out, grads = Inputs(q, k, v), rank4(case, outcome.out), tuple(rank4(case, grad) for grad in outcome.grads)
     worst = Worst()
     if tuple(out.shape) != (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v):
         return Judgement(False, torch.inf, torch.inf, 0.0)
@@ -141,11 +142,6 @@ def last_head(
     return alone, given, last(dout), tuple(last(grad) for grad in grads)
 
 
-def _rank4(case: Case, tensors: Tensors, outcome: Outcome) -> tuple[Inputs, Tensor, Tensor, tuple[Tensor, ...]]:
-    """Everything as (B, H, S, D)."""
-
-    def inner(x: Tensor) -> Tensor:
-        return x.detach().transpose(1, 2) if case.layout == "bshd" else x.detach()
-
-    inputs = Inputs(inner(tensors.q), inner(tensors.k), inner(tensors.v))
-    return inputs, inner(tensors.dout), inner(outcome.out), tuple(inner(grad) for grad in outcome.grads)
+def rank4(case: Case, x: Tensor) -> Tensor:
+    """A tensor of the case's layout as (B, H, S, D), without its history."""
+    return x.detach().transpose(1, 2) if case.layout == "bshd" else x.detach()

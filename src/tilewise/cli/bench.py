@@ -41,7 +41,7 @@ def bench_command(
     save: Annotated[Path | None, typer.Option(help="Also write the record as JSON into this directory.")] = None,
     json: Json = False,
 ) -> None:
-    """Time tilewise side by side with its peers, interleaved; exit status 1 for a wrong result or a missed floor."""
+    """Time tilewise side by side with its peers, interleaved; exit status 1 for a wrong result or a broken promise."""
     from tilewise.bench import records
     from tilewise.bench.engine import geometric_means
     from tilewise.bench.suites import suite as by_name
@@ -156,14 +156,15 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
     out.print(f"[bold]tilewise bench, suite {document['suite']}[/]")
     table = Table(box=None)
     table.add_column("", no_wrap=True)
-    for name in ("median", "p20 – p80", "tilewise is", "error", "of bound"):
+    compared = any(record.errors for record in records)
+    for name in ("median", "p20 – p80", "tilewise is", "error", "of bound", *(["errors of its"] if compared else [])):
         table.add_column(name, justify="right", no_wrap=True)
     notes = []
     for record in records:
         table.add_row()
         table.add_row(f"[bold]{record.case.name}[/]")
         for result in record.results:
-            table.add_row(*columns(record, result))
+            table.add_row(*columns(record, result)[: len(table.columns)])
             if result.reasons:
                 notes.append(f"{record.case.name}, {result.contender}: {escape('; '.join(result.reasons))}")
     out.print(table)
@@ -177,7 +178,12 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
     for note in notes:
         out.print(f"[yellow]not run[/] {note}")
     show_machine(document)
-    out.print("[dim]Contenders take turns. Errors: largest difference from float64 on the rows recomputed.[/]")
+    out.print("[dim]Contenders take turns. Error: largest difference from float64 on the rows recomputed.[/]")
+    if compared:
+        out.print(
+            "[dim]Errors of its: tilewise's largest and relative Frobenius error in the rival's, over all elements; "
+            "the worst of output and gradients. More than 1 fails.[/]"
+        )
 
 
 def columns(record: Record, result: Result) -> tuple[str, ...]:
@@ -192,7 +198,7 @@ def columns(record: Record, result: Result) -> tuple[str, ...]:
     if result.times is None:
         return name, "[red]wrong[/]", "no speed", "", f"[red]{error}[/]", f"[red]{used}[/]"
     spread = f"[dim]{human_spread(result.times.p20, result.times.p80)}[/]"
-    return name, human_seconds(result.times.p50), spread, speed(record, result), error, used
+    return name, human_seconds(result.times.p50), spread, speed(record, result), error, used, accuracy(record, result)
 
 
 def speed(record: Record, result: Result) -> str:
@@ -205,9 +211,17 @@ def speed(record: Record, result: Result) -> str:
     if record.ratio is None or result.contender != record.rival:
         return f"{result.times.p50 / ours.times.p50:.2f}×"
     text = f"{record.ratio.p50:.2f}×"
-    if record.passed is None:
+    if record.fast is None:
         return text
-    return f"[green]{text} ≥ {record.case.floor}[/]" if record.passed else f"[red]{text} < {record.case.floor}[/]"
+    return f"[green]{text} ≥ {record.case.floor}[/]" if record.fast else f"[red]{text} < {record.case.floor}[/]"
+
+
+def accuracy(record: Record, result: Result) -> str:
+    """Our errors beside the rival's, where the case asks."""
+    if record.errors is None or result.contender != record.rival:
+        return ""
+    colour = "green" if record.accurate else "red"
+    return f"[{colour}]{record.errors.largest:.2f} / {record.errors.frobenius:.2f}[/]"
 
 
 def show_overhead(found: Sequence[Overhead], document: dict[str, Any]) -> None:

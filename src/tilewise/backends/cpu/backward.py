@@ -17,7 +17,7 @@ from typing import Any
 from tilewise.backends.cpu.elementary import exp2
 from tilewise.backends.cpu.ir import I32, I64, PTR, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull
-from tilewise.backends.cpu.micro import by_panels, by_rows, put_strip, strip
+from tilewise.backends.cpu.micro import by_panels, by_rows, put_strip, share, strip
 from tilewise.backends.cpu.module import FRAME
 from tilewise.backends.cpu.pack import emit_pack_panels, emit_row_dots, emit_unpack_strip
 from tilewise.backends.cpu.scores import Modifier, drop
@@ -56,9 +56,9 @@ class Backward(RowStatistics, Turns):
 
     def emit_products(self) -> None:
         self.pack_gradient = emit_pack_panels(self.unit, self.tile.rows, self.kernel.dtype, scaled=True)
-        self.product = by_panels(self.unit, "product", self.tile, halves=True)
+        self.product = by_panels(self.unit, "product", self.tile)
         self.grow = by_rows(self.unit, "grow", self.tile)
-        self.dq = by_panels(self.unit, "dq", self.tile, fold="add")
+        self.dq = by_panels(self.unit, "dq", self.tile, fold="add", cut=False)
 
     def where(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, Value]:
         """A task has one query head."""
@@ -112,7 +112,8 @@ class Backward(RowStatistics, Turns):
         for A, B, width, C in (("Q", "K", "DP", P), ("dO", "V", "DVP", dS)):
             rows = e.at(f.ptr(A), e.times(index, e.times(a.word(width), R)))
             panel = e.times(a.word(width), self.tile.keys)
-            e.call(self.product, [I64(0), a.word(width), rows, I64(R), f.ptr(B), panel, C, step, *self.groups(e, *keys)])
+            operands = [rows, I64(R), f.ptr(B), panel, C, step]
+            e.call(self.product, [I64(0), a.word(width), *operands, *self.groups(e, *keys), share(e, a.word(width), 2)])
 
     def add_dq(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
         R, (_, dS, step) = self.tile.rows, self.weights(e, a, f, index)

@@ -29,10 +29,7 @@ from tilewise.hardware.cache import cache_root
 
 MAGIC = b"tilewise-cpu-2\0\0"
 IMAGE, OBJECT = b"image---", b"object--"
-PASSES = (
-    *("ipsccp", "instruction_combine", "simplify_cfg", "new_gvn"),
-    *("loop_simplify", "loop_rotate", "instruction_combine", "simplify_cfg"),
-)
+PASSES = ("ipsccp", "loop_simplify", "loop_rotate", "instruction_combine", "simplify_cfg")
 """What the IR needs: its loops already have the shape of the registers. LLVM's standard pipeline takes four times as long and
 gives code of the same speed."""
 

@@ -11,12 +11,12 @@ error. A task is one block of query positions of one key head: all query heads o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewise.backends.cpu.elementary import LOG2E, exp2
 from tilewise.backends.cpu.ir import I64, PTR, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull, interval
-from tilewise.backends.cpu.micro import by_panels, put_strip, strip
+from tilewise.backends.cpu.micro import by_panels, put_strip, share, strip
 from tilewise.backends.cpu.module import FRAME
 from tilewise.backends.cpu.pack import emit_unpack_strip
 from tilewise.backends.cpu.scores import Modifier, drop
@@ -26,6 +26,13 @@ from tilewise.backends.cpu.spec import Kernel
 
 LONG = 512
 """Keys from which on a row's error is small beside that of the rows before it: it falls with the root of their number."""
+
+
+class Parts(NamedTuple):
+    """Steps of one sum: of the columns of a score, of the keys of an output."""
+
+    scores: Value
+    values: Value
 
 
 class Forward(Softmax):
@@ -56,10 +63,8 @@ class Forward(Softmax):
         self.emit_worker(self.emit_task())
 
     def emit_products(self) -> None:
-        self.product = by_panels(self.unit, "scores", self.tile, halves=True)
-        if self.calm:
-            self.product_long = by_panels(self.unit, "scores_long", self.tile)
-        self.pv = by_panels(self.unit, "values", self.tile, fold="scale")
+        self.product = by_panels(self.unit, "scores", self.tile)
+        self.pv = by_panels(self.unit, "values", self.tile, fold="scale", cut=self.calm)
 
     # -- one strip against one key block
 
@@ -76,28 +81,25 @@ class Forward(Softmax):
         put_strip(e, [e.const(float("-inf"))] * self.tile.vectors, f.ptr("top"))
         put_strip(e, [e.const(0.0)] * self.tile.vectors, f.ptr("sums"))
         edges = ((j0, solid0), (solid1, j1))
+        many = self.sees_many(e, place, q0) if self.calm else None
+        parts = self.parts(e, a, many)
         if self.kernel.plain:
             for start, stop in edges:
                 with e.if_then(e.less(start, stop), likely=False):
-                    self.multiply(e, a, f, index, (start, stop))
+                    self.multiply(e, a, f, index, (start, stop), parts)
                     self.mask_pass(e, a, f, None, start, stop, visible)
             after = e.append_basic_block("after")
             if self.calm:
                 with e.if_then(self.is_calm(e, f, index), likely=True):
                     self.settle(e, f, index, self.bounds(e, f, index))
-                    many = self.sees_many(e, place, q0)
-                    grows = e.icmp_signed("!=", a.word("descending"), I64(0))
-                    with e.if_else(e.and_(many, grows)) as (long, otherwise):
-                        for branch, halves in ((long, False), (otherwise, True)):
-                            with branch:
-                                self.multiply(e, a, f, index, (solid0, solid1), halves=halves)
+                    self.multiply(e, a, f, index, (solid0, solid1), parts)
                     self.lift(e, f, index, edges)
                     with e.if_else(many) as (usual, few):
                         for branch, weigh in ((usual, self.weigh_calm), (few, self.weigh_few)):
                             with branch:
                                 e.call(weigh, [frame, index, j0, j1])
                     e.branch(after)
-            self.multiply(e, a, f, index, (solid0, solid1))
+            self.multiply(e, a, f, index, (solid0, solid1), parts)
             look = self.looker(e, a, f)
             with e.loop(solid0, solid1, 1, strip(e, self.tile, f.ptr("top"))) as over:
                 over.carry([e.top(t, x) for t, x in zip(over.values, look(over.index, True), strict=True)])
@@ -106,7 +108,7 @@ class Forward(Softmax):
             e.branch(after)
             e.position_at_end(after)
         else:
-            self.multiply(e, a, f, index, (j0, j1))
+            self.multiply(e, a, f, index, (j0, j1), parts)
             self.mask_pass(e, a, f, Modifier(e, self.kernel, place, q0), j0, j1, visible)
             self.settle(e, f, index, strip(e, self.tile, f.ptr("top")))
             e.call(self.weigh, [frame, index, j0, j1])
@@ -115,35 +117,45 @@ class Forward(Softmax):
         put_strip(e, [e.mad(x, y, z) for x, y, z in zip(old, alpha, new, strict=True)], l_ptr)
         if self.kernel.dropout:
             self.drop_pass(e, place, q0, f, j0, j1)
-        self.gather_values(e, a, f, index, (j0, j1))
+        self.gather_values(e, a, f, index, (j0, j1), parts)
         e.ret_void()
         return function
 
-    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], *, halves: bool = True) -> None:
-        """Scores of keys [j0, j1), each as two sums or as one."""
+    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
+        """Scores of keys [j0, j1)."""
         R, DP = self.tile.rows, a.word("DP")
         Q = e.at(f.ptr("Q"), e.times(index, e.times(DP, R)))
         operands = [Q, I64(R), f.ptr("K"), e.times(DP, self.tile.keys), f.ptr("P"), I64(R)]
-        e.call(self.product if halves else self.product_long, [I64(0), DP, *operands, *self.groups(e, *keys)])
+        e.call(self.product, [I64(0), DP, *operands, *self.groups(e, *keys), parts.scores])
 
     def looker(self, e: Emit, a: Slots, f: Slots) -> Callable[[Value, bool], list[Value]]:
         """`look(j, keep)`: the scores of key j as the product left them, in units of log 2; `keep` if they will be read again."""
         P, R = f.ptr("P"), self.tile.rows
         return lambda j, keep: strip(e, self.tile, P, e.times(j, R))
 
-    def gather_values(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
+    def gather_values(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
         """O = O·alpha + P V."""
         R, DVP = self.tile.rows, a.word("DVP")
         O = e.at(f.ptr("O"), e.times(index, e.times(DVP, R)))
         last = e.over(DVP, self.tile.keys)
         weights = [f.ptr("P"), I64(R), f.ptr("V"), self.panel(e, a)]
-        e.call(self.pv, [*keys, *weights, O, I64(R), I64(0), last, f.ptr("alpha")])
+        cut = [parts.values] if self.calm else []
+        e.call(self.pv, [*keys, *weights, O, I64(R), I64(0), last, f.ptr("alpha"), *cut])
 
     def sees_many(self, e: Emit, place: Place, q0: Value) -> Value:
-        """So many keys that the error of one of them drowns in the mean of all? Then 2**x may be a step shorter; and a score need
-        not be two sums, if there are rows before that see fewer keys and have larger errors."""
+        """So many keys that the error of one of them drowns in the mean of all?"""
         low, high = interval(e, place, self.terms[0], q0)
         return e.icmp_signed(">=", e.minus(high, low), I64(LONG))
+
+    def parts(self, e: Emit, a: Slots, many: Value | None) -> Parts:
+        """Sums are as short as errors ask for. Rows of few keys have the largest; where there are such rows before, as under a
+        causal mask, those of many keys need no care at all."""
+        DP, BN = a.word("DP"), a.word("BN")
+        if many is None:
+            return Parts(share(e, DP, 2), BN)
+        grows = e.icmp_signed("!=", a.word("descending"), I64(0))
+        long = e.select(grows, DP, share(e, DP, 2))
+        return Parts(e.select(many, long, share(e, DP, 4)), e.select(many, BN, share(e, BN, 2)))
 
     def mask_pass(
         self, e: Emit, a: Slots, f: Slots, modifier: Modifier | None, j0: Value, j1: Value, visible: Any

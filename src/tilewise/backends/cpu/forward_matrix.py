@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tilewise.backends.cpu.elementary import exp2
-from tilewise.backends.cpu.forward import Forward
+from tilewise.backends.cpu.forward import Forward, Parts
 from tilewise.backends.cpu.ir import I32, I64, Emit, Value
 from tilewise.backends.cpu.masking import Place, any_lane
 from tilewise.backends.cpu.matrix import DEPTH, ROW, by_tiles, emit_plain_dot, together
@@ -66,7 +66,7 @@ class MatrixForward(Forward):
     def panel(self, e: Emit, a: Slots) -> Value:
         return e.times(a.word("BN"), self.tile.keys // 2)
 
-    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], *, halves: bool = True) -> None:
+    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
         R, DP = self.tile.rows, a.word("DP")
         Q = e.at(f.ptr("Q"), e.times(index, e.times(DP, R // 2)))
         K = [f.ptr("K"), I64(ROW), e.times(self.panel(e, a), 4), I64(self.tile.keys * ROW)]
@@ -106,7 +106,7 @@ class MatrixForward(Forward):
 
         drop(e, self.tile, place, q0, f.word("n0"), (j0, j1), visit)
 
-    def gather_values(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
+    def gather_values(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
         R, DVP = self.tile.rows, a.word("DVP")
         O = e.at(f.ptr("O"), e.times(index, e.times(DVP, R)))
         alpha = strip(e, self.tile, f.ptr("alpha"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
@@ -22,6 +23,35 @@ HALF, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 PTR, VOID = ir.PointerType(), ir.VoidType()
 
 Value = Any  # llvmlite values are untyped for mypy
+
+
+# A kernel has some thousand constants, few of them different. llvmlite writes each object's text once, so equal ones are one.
+
+
+@cache
+def vector_of(kind: Any, lanes: int) -> Any:
+    return ir.VectorType(kind, lanes)
+
+
+@cache
+def whole(kind: Any, value: int) -> Value:
+    return ir.Constant(kind, value)
+
+
+@cache
+def wholes(kind: Any, *values: int) -> Value:
+    return ir.Constant(vector_of(kind, len(values)), [whole(kind, value) for value in values])
+
+
+@cache
+def _broadcast(kind: Any, value: str, lanes: int) -> Value:
+    """The value is written in hexadecimal: 0 and -0 are different constants."""
+    return ir.Constant(vector_of(kind, lanes), [ir.Constant(kind, float.fromhex(value))] * lanes)
+
+
+@cache
+def unknown(kind: Any) -> Value:
+    return ir.Constant(kind, ir.Undefined)
 
 
 @dataclass(frozen=True)
@@ -83,7 +113,7 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
 
     # -- constants and integers
     def word(self, value: int | Value, kind: Any = I64) -> Value:
-        return ir.Constant(kind, value) if isinstance(value, int) else value
+        return whole(kind, value) if isinstance(value, int) else value
 
     def num(self, value: float | Value) -> Value:
         return ir.Constant(self.real.type, value) if isinstance(value, int | float) else value
@@ -169,7 +199,7 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
 
     def vget(self, pointer: Value, offset: int | Value = 0, kind: Any = None, lanes: int = 0) -> Value:
         kind = kind or self.real.type
-        return self.load(self.at(pointer, offset, kind), typ=ir.VectorType(kind, lanes or self.lanes), align=_size(kind))
+        return self.load(self.at(pointer, offset, kind), typ=vector_of(kind, lanes or self.lanes), align=_size(kind))
 
     def vput(self, value: Value, pointer: Value, offset: int | Value = 0) -> None:
         kind = value.type.element
@@ -181,11 +211,10 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
 
     # -- vectors
     def vtype(self, kind: Any = None, lanes: int = 0) -> Any:
-        return ir.VectorType(kind or self.real.type, lanes or self.lanes)
+        return vector_of(kind or self.real.type, lanes or self.lanes)
 
     def const(self, value: float, lanes: int = 0) -> Value:
-        n = lanes or self.lanes
-        return ir.Constant(self.vtype(lanes=n), [ir.Constant(self.real.type, value)] * n)
+        return _broadcast(self.real.type, float(value).hex(), lanes or self.lanes)
 
     def addend(self, value: float, lanes: int = 0) -> Value:
         """A constant about to be an FMA's addend.
@@ -213,16 +242,15 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
     def iconst(self, values: int | Sequence[int], kind: Any = None, lanes: int = 0) -> Value:
         kind = kind or self.real.bits
         many = [values] * (lanes or self.lanes) if isinstance(values, int) else list(values)
-        return ir.Constant(ir.VectorType(kind, len(many)), [ir.Constant(kind, v) for v in many])
+        return wholes(kind, *many)
 
     def splat(self, value: Value, lanes: int = 0) -> Value:
         n = lanes or self.lanes
-        empty = ir.Constant(ir.VectorType(value.type, n), ir.Undefined)
-        return self.pick(self.insert_element(empty, value, I32(0)), [0] * n)
+        return self.pick(self.insert_element(unknown(vector_of(value.type, n)), value, whole(I32, 0)), [0] * n)
 
     def pick(self, vector: Value, order: Sequence[int], other: Value = None) -> Value:
-        other = ir.Constant(vector.type, ir.Undefined) if other is None else other
-        return self.shuffle_vector(vector, other, ir.Constant(ir.VectorType(I32, len(order)), [I32(i) for i in order]))
+        other = unknown(vector.type) if other is None else other
+        return self.shuffle_vector(vector, other, wholes(I32, *order))
 
     def lane(self, vector: Value, index: int) -> Value:
         """One lane of a short vector, broadcast over a whole register."""
@@ -262,7 +290,7 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
         while n > 1:
             n //= 2
             vector = self.fadd(self.pick(vector, range(n)), self.pick(vector, range(n, 2 * n)))
-        return self.extract_element(vector, I32(0))
+        return self.extract_element(vector, whole(I32, 0))
 
     def peak(self, vector: Value) -> Value:
         """The largest lane."""
@@ -270,7 +298,7 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
         while n > 1:
             n //= 2
             vector = self.top(self.pick(vector, range(n)), self.pick(vector, range(n, 2 * n)))
-        return self.extract_element(vector, I32(0))
+        return self.extract_element(vector, whole(I32, 0))
 
     # -- storage types
     def widen(self, value: Value, dtype: str) -> Value:
@@ -279,9 +307,9 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
         lanes = value.type.count if vector else 0
         target = self.vtype(lanes=lanes) if vector else self.real.type
         if dtype == "bfloat16":
-            wide = ir.VectorType(I32, lanes) if vector else I32
+            wide = vector_of(I32, lanes) if vector else I32
             shift = self.iconst(16, I32, lanes) if vector else I32(16)
-            value = self.bitcast(self.shl(self.zext(value, wide), shift), ir.VectorType(F32, lanes) if vector else F32)
+            value = self.bitcast(self.shl(self.zext(value, wide), shift), vector_of(F32, lanes) if vector else F32)
         if dtype == "float64" and self.real is FLOAT:
             return self.fptrunc(value, target)  # a bias may be wider than the arithmetic
         return value if value.type == target else self.fpext(value, target)
@@ -292,19 +320,19 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
         lanes = value.type.count if vector else 0
 
         def kind(element: Any) -> Any:
-            return ir.VectorType(element, lanes) if vector else element
+            return vector_of(element, lanes) if vector else element
 
-        def whole(number: int) -> Value:
-            return self.iconst(number, I32, lanes) if vector else I32(number)
+        def number(value: int) -> Value:
+            return self.iconst(value, I32, lanes) if vector else whole(I32, value)
 
         if dtype == "bfloat16":
             bits = self.bitcast(value, kind(I32))
-            odd = self.and_(self.lshr(bits, whole(16)), whole(1))
-            rounded = self.add(bits, self.add(odd, whole(0x7FFF)))
+            odd = self.and_(self.lshr(bits, number(16)), number(1))
+            rounded = self.add(bits, self.add(odd, number(0x7FFF)))
             # A NaN must stay one: rounding could carry its mantissa away.
-            quiet = self.or_(bits, whole(0x00400000))
+            quiet = self.or_(bits, number(0x00400000))
             rounded = self.select(self.fcmp_unordered("uno", value, value), quiet, rounded)
-            return self.trunc(self.lshr(rounded, whole(16)), kind(I16))
+            return self.trunc(self.lshr(rounded, number(16)), kind(I16))
         target = kind(STORAGE[dtype])
         return value if value.type == target else self.fptrunc(value, target)
 

@@ -28,37 +28,45 @@ def put_strip(e: Emit, values: list[Value], pointer: Value, offset: int | Value 
         e.vput(value, e.at(pointer, offset, kind), i * e.lanes)
 
 
-def by_panels(unit: Unit, name: str, tile: Register, *, fold: str = "", halves: bool = False) -> Any:
+def share(e: Emit, steps: Value, parts: int) -> Value:
+    """So many steps of a sum that it has so many parts: a multiple of UNROLL."""
+    return e.round_up(e.over(e.plus(steps, parts - 1), parts), UNROLL)
+
+
+def by_panels(unit: Unit, name: str, tile: Register, *, fold: str = "", cut: bool = True) -> Any:
     """C[j][r] = Σ_k A[k][r]·B[k][j] for k in [k0, k1), multiples of UNROLL, and the panels [g0, g1) of J columns.
 
-    Arguments: k0, k1, A, its row stride, B, the distance of its panels, C, its row stride, g0, g1[, X]. What becomes of the sum:
+    Arguments: k0, k1, A, its row stride, B, the distance of its panels, C, its row stride, g0, g1[, X][, part]. A sum's fate:
 
         ""   it is stored        "add"   C + sum is stored        "scale"   C·X[r] + sum is stored
 
-    A sum is complete before it joins C, and with `halves` it is two sums, each over half of the steps: the error of a long sum
-    grows with its length.
+    With `cut` it is a sum of sums, each over `part` steps, a multiple of UNROLL: the error of a long sum grows with its length.
     """
-    args = [I64, I64, PTR, I64, PTR, I64, PTR, I64, I64, I64] + [PTR] * (fold == "scale")
+    args = [I64, I64, PTR, I64, PTR, I64, PTR, I64, I64, I64] + [PTR] * (fold == "scale") + [I64] * cut
     e, (k0, k1, a_ptr, a_step, b_ptr, b_step, c_ptr, c_step, g0, g1, *rest), function = unit.function(name, args, apart=(2, 4, 6))
     width, J = tile.vectors, tile.keys
-    side = strip(e, tile, rest[0]) if rest else []
-    middle = e.plus(k0, e.and_(e.lshr(e.minus(k1, k0), I64(1)), I64(-UNROLL))) if halves else k1
-    with e.loop(g0, g1) as over:
-        panel = e.at(b_ptr, e.times(over.index, b_step))
-        c_row = e.at(c_ptr, e.times(e.times(over.index, J), c_step))
-        if halves:
-            first = _panel_sum(e, tile, (k0, middle), a_ptr, a_step, panel)
-            for j in range(J):
-                put_strip(e, first[j * width : (j + 1) * width], e.at(c_row, e.times(j, c_step)))
-        total = _panel_sum(e, tile, (middle, k1) if halves else (k0, k1), a_ptr, a_step, panel)
+    side = strip(e, tile, rest[0]) if fold == "scale" else []
+    part = rest[-1] if cut else k1
+    first = e.least(e.plus(k0, part), k1) if cut else k1
+
+    def join(steps: tuple[Value, Value], panel: Value, c_row: Value, fold: str) -> None:
+        total = _panel_sum(e, tile, steps, a_ptr, a_step, panel)
         for j in range(J):
             new = total[j * width : (j + 1) * width]
             if fold == "scale":
                 new = [e.mad(x, s, y) for x, s, y in zip(strip(e, tile, c_row), side, new, strict=True)]
-            elif fold == "add" or halves:
+            elif fold == "add":
                 new = [e.fadd(x, y) for x, y in zip(strip(e, tile, c_row), new, strict=True)]
             put_strip(e, new, c_row)
             c_row = e.at(c_row, c_step)
+
+    with e.loop(g0, g1) as over:
+        panel = e.at(b_ptr, e.times(over.index, b_step))
+        c_row = e.at(c_ptr, e.times(e.times(over.index, J), c_step))
+        join((k0, first), panel, c_row, fold)
+        if cut:
+            with e.loop(first, k1, part) as later:
+                join((later.index, e.least(e.plus(later.index, part), k1)), panel, c_row, "add")
     e.ret_void()
     return function
 
