@@ -173,7 +173,8 @@ def measure(case: Case, contenders: Iterable[Contender], effort: Effort, on_prog
                 outcome = run()
                 result.judgement = judge(case, tensors, outcome)
                 if case.accurate and result.judgement.ok:
-                    want = want or truth(case, tensors)
+                    say(f"{case.name}: how accurate is {contender.name}?", 0.0)
+                    want = want or _truth(case, tensors, threads)
                     result.errors = errors(case, want, outcome)
             except Exception as error:  # a peer may fail in any way; the record says how
                 result.reasons = (f"{type(error).__name__}: {error}",)
@@ -194,6 +195,16 @@ def measure(case: Case, contenders: Iterable[Contender], effort: Effort, on_prog
         return record
     finally:
         torch.set_num_threads(threads)
+
+
+def _truth(case: Case, tensors: Tensors, threads: int) -> dict[str, Tensor]:
+    """With all threads there are: it may take longer than the measurement."""
+    fewer = torch.get_num_threads()
+    torch.set_num_threads(max(fewer, threads))
+    try:
+        return truth(case, tensors)
+    finally:
+        torch.set_num_threads(fewer)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.softmax import Softmax
 from tilewise.backends.cpu.spec import Kernel
 
-LONG = 512
-"""Keys from which on a row's error is small beside that of the rows before it: it falls with the root of their number."""
+LONG, LATER = 512, 256
+"""Keys from which on a row's error is small: it falls with the root of their number. LATER of them are enough where rows before
+see fewer, and have the largest errors anyway."""
 
 
 class Parts(NamedTuple):
@@ -81,7 +82,7 @@ class Forward(Softmax):
         put_strip(e, [e.const(float("-inf"))] * self.tile.vectors, f.ptr("top"))
         put_strip(e, [e.const(0.0)] * self.tile.vectors, f.ptr("sums"))
         edges = ((j0, solid0), (solid1, j1))
-        many = self.sees_many(e, place, q0) if self.calm else None
+        many = self.sees_many(e, a, place, q0) if self.calm else None
         parts = self.parts(e, a, many)
         if self.kernel.plain:
             for start, stop in edges:
@@ -142,19 +143,18 @@ class Forward(Softmax):
         cut = [parts.values] if self.calm else []
         e.call(self.pv, [*keys, *weights, O, I64(R), I64(0), last, f.ptr("alpha"), *cut])
 
-    def sees_many(self, e: Emit, place: Place, q0: Value) -> Value:
+    def sees_many(self, e: Emit, a: Slots, place: Place, q0: Value) -> Value:
         """So many keys that the error of one of them drowns in the mean of all?"""
         low, high = interval(e, place, self.terms[0], q0)
-        return e.icmp_signed(">=", e.minus(high, low), I64(LONG))
+        return e.icmp_signed(">=", e.minus(high, low), e.select(self.grows(e, a), I64(LATER), I64(LONG)))
 
     def parts(self, e: Emit, a: Slots, many: Value | None) -> Parts:
-        """Sums are as short as errors ask for. Rows of few keys have the largest; where there are such rows before, as under a
-        causal mask, those of many keys need no care at all."""
+        """Sums are as short as errors ask for. Rows of few keys have the largest; where there are such rows before, those of many
+        keys need no care at all."""
         DP, BN = a.word("DP"), a.word("BN")
         if many is None:
             return Parts(share(e, DP, 2), BN)
-        grows = e.icmp_signed("!=", a.word("descending"), I64(0))
-        long = e.select(grows, DP, share(e, DP, 2))
+        long = e.select(self.grows(e, a), DP, share(e, DP, 2))
         return Parts(e.select(many, long, share(e, DP, 4)), e.select(many, BN, share(e, BN, 2)))
 
     def mask_pass(
@@ -269,7 +269,7 @@ class Forward(Softmax):
         rest, blocks, pairs = e.over(number, splits), a.word("blocks"), a.word("pairs")
         # blocks of a head follow each other and find its K and V near; where they differ in cost, the longest of all heads are
         # first, so that threads end together
-        uneven = e.icmp_signed("!=", a.word("descending"), I64(0))
+        uneven = self.grows(e, a)
         block = e.select(uneven, e.over(rest, pairs), e.rest(rest, blocks))
         self.locate(e, a, f, block, e.select(uneven, e.rest(rest, pairs), e.over(rest, blocks)))
         with e.if_then(e.icmp_signed("<=", f.word("rows"), I64(0)), likely=False):

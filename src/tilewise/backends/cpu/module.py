@@ -233,11 +233,15 @@ class KernelModule:
 
     # -- tasks
 
+    def grows(self, e: Emit, a: Slots) -> Value:
+        """Do rows see more keys from first to last, as under a causal mask?"""
+        return e.icmp_signed("!=", a.word("descending"), I64(0))
+
     def locate(self, e: Emit, a: Slots, f: Slots, block: Value, pair: Value) -> None:
         """A query block of a (batch, group) pair: the lengths and starts of its sequence, its rows and strips."""
         blocks, groups = a.word("blocks"), a.word("groups")
         # with a causal mask later blocks cost more: start them first
-        block = e.select(e.icmp_signed("!=", a.word("descending"), I64(0)), e.minus(e.minus(blocks, 1), block), block)
+        block = e.select(self.grows(e, a), e.minus(e.minus(blocks, 1), block), block)
         batch = e.over(pair, groups)
         Sq, Sk, q_start, k_start = a.word("Sq"), a.word("Sk"), I64(0), I64(0)
         if self.kernel.varlen:
