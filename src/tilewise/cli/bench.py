@@ -182,7 +182,7 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
     if compared:
         out.print(
             "[dim]Errors of its: tilewise's largest and relative Frobenius error in the rival's, over all elements; "
-            "the worst of output and gradients. More than 1 fails.[/]"
+            "the worst of output and gradients.[/]"
         )
 
 

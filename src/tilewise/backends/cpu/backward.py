@@ -12,7 +12,7 @@ s and lse are in units of log 2. What rounding cuts off lse·log2(e) is put back
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewise.backends.cpu.elementary import exp2
 from tilewise.backends.cpu.ir import I32, I64, PTR, Emit, Value
@@ -25,6 +25,14 @@ from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import Kernel
 from tilewise.backends.cpu.statistics import RowStatistics
 from tilewise.backends.cpu.turns import PASSED, Turns
+
+
+class Parts(NamedTuple):
+    """Steps of one sum: of the columns of a score and of a dP, of the keys of a dQ."""
+
+    scores: Value
+    weights: Value
+    queries: Value
 
 
 class Backward(RowStatistics, Turns):
@@ -58,7 +66,7 @@ class Backward(RowStatistics, Turns):
         self.pack_gradient = emit_pack_panels(self.unit, self.tile.rows, self.kernel.dtype, scaled=True)
         self.product = by_panels(self.unit, "product", self.tile)
         self.grow = by_rows(self.unit, "grow", self.tile)
-        self.dq = by_panels(self.unit, "dq", self.tile, fold="add", cut=False)
+        self.dq = by_panels(self.unit, "dq", self.tile, fold="add")
 
     def where(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, Value]:
         """A task has one query head."""
@@ -80,7 +88,8 @@ class Backward(RowStatistics, Turns):
         for start, stop in ((I64(0), j0), (j1, f.word("n_pad"))):
             self.clear(e, a, f, index, (start, stop))
         with e.if_then(e.less(j0, j1), likely=True):
-            self.multiply(e, a, f, index, (j0, j1))
+            parts = self.parts(e, a, place, q0)
+            self.multiply(e, a, f, index, (j0, j1), parts)
             if self.kernel.dropout:
                 self.draw(e, f, place, q0, (j0, j1))
             if self.kernel.plain:
@@ -89,7 +98,7 @@ class Backward(RowStatistics, Turns):
                         self.differentiate(e, a, f, index, (start, stop), test, None)
             else:
                 self.differentiate(e, a, f, index, (j0, j1), visible, Modifier(e, self.kernel, place, q0))
-            self.add_dq(e, a, f, index, (j0, j1))
+            self.add_dq(e, a, f, index, (j0, j1), parts)
         e.ret_void()
         return function
 
@@ -106,20 +115,29 @@ class Backward(RowStatistics, Turns):
             for buffer in (P, dS):
                 put_strip(e, [e.const(0.0)] * self.tile.vectors, buffer, e.times(over.index, step))
 
-    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
+    def parts(self, e: Emit, a: Slots, place: Place, q0: Value) -> Parts:
+        """Sums are shorter for the first rows under a causal mask: they see few keys and have the largest errors."""
+        usual = Parts(share(e, a.word("DP"), 2), share(e, a.word("DVP"), 2), a.word("BN"))
+        if not self.simple:
+            return usual
+        first = e.and_(self.grows(e, a), e.not_(self.sees_many(e, a, place, q0)))
+        short = Parts(share(e, a.word("DP"), 8), share(e, a.word("DVP"), 8), share(e, a.word("BN"), 2))
+        return Parts(*(e.select(first, x, y) for x, y in zip(short, usual, strict=True)))
+
+    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
         """Scores and dP of keys [j0, j1)."""
         R, (P, dS, step) = self.tile.rows, self.weights(e, a, f, index)
-        for A, B, width, C in (("Q", "K", "DP", P), ("dO", "V", "DVP", dS)):
+        for A, B, width, C, part in (("Q", "K", "DP", P, parts.scores), ("dO", "V", "DVP", dS, parts.weights)):
             rows = e.at(f.ptr(A), e.times(index, e.times(a.word(width), R)))
             panel = e.times(a.word(width), self.tile.keys)
             operands = [rows, I64(R), f.ptr(B), panel, C, step]
-            e.call(self.product, [I64(0), a.word(width), *operands, *self.groups(e, *keys), share(e, a.word(width), 2)])
+            e.call(self.product, [I64(0), a.word(width), *operands, *self.groups(e, *keys), part])
 
-    def add_dq(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
+    def add_dq(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
         R, (_, dS, step) = self.tile.rows, self.weights(e, a, f, index)
         dQ = e.at(f.ptr("dQ"), e.times(index, e.times(a.word("DP"), R)))
         last = e.over(a.word("DP"), self.tile.keys)
-        e.call(self.dq, [*keys, dS, step, f.ptr("K_panels"), self.panel(e, a), dQ, I64(R), I64(0), last])
+        e.call(self.dq, [*keys, dS, step, f.ptr("K_panels"), self.panel(e, a), dQ, I64(R), I64(0), last, parts.queries])
 
     def look(self, e: Emit, where: tuple[Value, ...], j: Value) -> tuple[list[Value], list[Value]]:
         """Scores and dP of one key."""

@@ -10,7 +10,7 @@ as on a GPU.
 
 from __future__ import annotations
 
-from tilewise.backends.cpu.backward import Backward
+from tilewise.backends.cpu.backward import Backward, Parts
 from tilewise.backends.cpu.ir import I16, I64, Emit, Value
 from tilewise.backends.cpu.matrix import DEPTH, ROW, by_tiles, emit_plain_dot, halves, together
 from tilewise.backends.cpu.micro import strip
@@ -95,7 +95,7 @@ class MatrixBackward(Backward):
                 for at in range(0, self.tile.rows, 2 * e.lanes):
                     e.vput(e.iconst(0, I16, 2 * e.lanes), buffer, e.plus(e.times(over.index, step), at))
 
-    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
+    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
         R = self.tile.rows
         group, panel = I64(self.tile.keys * ROW), e.times(self.panel(e, a), 4)
         for A, B, width, C in (("K", "Q", "DP", "S"), ("V", "dO", "DVP", "dP")):
@@ -104,7 +104,7 @@ class MatrixBackward(Backward):
             rows = [f.ptr(A), I64(ROW), panel, group]
             e.call(self.product, [*steps, *rows, pairs, f.ptr(C), I64(4 * R), *self.groups(e, *keys)])
 
-    def add_dq(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
+    def add_dq(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
         R, DP = self.tile.rows, a.word("DP")
         dQ = e.at(f.ptr("dQ"), e.times(index, e.times(DP, R)))
         columns = [f.ptr("K_columns"), I64(ROW), e.times(DP, ROW), I64(self.tile.keys * ROW)]

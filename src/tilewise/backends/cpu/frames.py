@@ -19,7 +19,7 @@ COSTS = {False: (10.0, 1.0), True: (35.0, 10.0)}
 """What a block of rows and a block of keys cost beside their products (packing, and sums read and written once for each), in
 rows and keys; on vectors, and on matrix tiles, where products take less time. Neoverse N1, fp32, head dims 256 and 512, forward
 and backward: 9 to 11 and 0.5 to 1.2. Xeon with AMX, bf16: from 64, 128 and 256 keys, and from 256 × 64 and 512 × 128."""
-LEAST_KEYS = 16
+LEAST_KEYS = DECODE_KEYS = 16
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -41,9 +41,10 @@ class Tiles(NamedTuple):
 
 def grain(kernel: Kernel) -> tuple[int, int]:
     """Blocks have so many rows and keys, or multiples. Decoding works out several keys' scores at once, and weighs a vector of
-    them; blocks of less than two vectors were not measured."""
+    them: two vectors, where they are short."""
     tile = kernel.tile
-    return (1, max(ACCUMULATORS // tile.keys, 2 * tile.lanes)) if kernel.kind == "decode" else (tile.rows, tile.keys)
+    least = max(ACCUMULATORS // tile.keys, min(2 * tile.lanes, DECODE_KEYS))
+    return (1, least) if kernel.kind == "decode" else (tile.rows, tile.keys)
 
 
 def paddings(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:

@@ -29,6 +29,9 @@ FRAME = (
     *("batch", "nth_group", "key_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad"),
     "W",
 )
+LONG, LATER = 512, 256
+"""Keys from which on a row's error is small: it falls with the root of their number. LATER of them are enough where rows before
+see fewer, and have the largest errors anyway."""
 
 
 class KernelModule:
@@ -236,6 +239,11 @@ class KernelModule:
     def grows(self, e: Emit, a: Slots) -> Value:
         """Do rows see more keys from first to last, as under a causal mask?"""
         return e.icmp_signed("!=", a.word("descending"), I64(0))
+
+    def sees_many(self, e: Emit, a: Slots, place: Place, q0: Value) -> Value:
+        """So many keys that the error of one of them drowns in the mean of all?"""
+        low, high = interval(e, place, self.terms[0], q0)
+        return e.icmp_signed(">=", e.minus(high, low), e.select(self.grows(e, a), I64(LATER), I64(LONG)))
 
     def locate(self, e: Emit, a: Slots, f: Slots, block: Value, pair: Value) -> None:
         """A query block of a (batch, group) pair: the lengths and starts of its sequence, its rows and strips."""

@@ -143,7 +143,7 @@ def _forward_tiles(problem: Problem, kernel: Kernel, longest: int, threads: int)
 
 def _decode_tiles(problem: Problem, kernel: Kernel, threads: int) -> Tiles:
     """Key blocks that fill half of L1, for the next one is on its way; less where few rows use them and memory is waited for; but
-    two vectors of keys at least. A single row only sums by blocks."""
+    not too few. A single row only sums by blocks."""
     pair, (_, step) = (problem.head_dim + problem.head_dim_v) * problem.itemsize, grain(kernel)
     room = probe_cpu().l1d_bytes * (3 if problem.group <= problem.itemsize else 4) // 8
     keys = max(step, room // pair // step * step) if kernel.tile.keys > 1 else STREAM_KEYS
