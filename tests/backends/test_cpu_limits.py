@@ -81,6 +81,40 @@ def test_an_output_of_few_keys_is_four_sums() -> None:
     assert kept.min() > 80 and kept.max() < 112
 
 
+def test_the_weights_of_few_keys_have_two_totals() -> None:
+    """A weight of 1 and many small ones: those are lost that are added to it."""
+    q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))
+    q[..., 0], k[..., 1:, 0] = 1.0, -25.0
+    _, lse = tw.attention(q, k, v, scale=math.log(2), backend="cpu", return_lse=True)
+    kept = lse.double().expm1() * 2**25
+    assert kept.min() > 56 and kept.max() < 72
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_gradients_of_the_first_rows_come_from_eight_sums(dim: int) -> None:
+    """As in the forward, for scores and for dO·V: what shares a sum with the large product is lost."""
+    near = SMALL**0.5
+    large = torch.tensor([17.0, *[near] * (dim - 1)]).expand(2, dim).clone()
+    large[1, 1:] = 0.0  # the second key has no small products
+
+    def gradients(q0: torch.Tensor, k01: torch.Tensor, v01: torch.Tensor, dout1: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, dout = (torch.zeros(1, 1, 40, dim) for _ in range(4))
+        q[...], k[0, 0, :2], v[0, 0, :2], dout[0, 0, 1] = q0, k01, v01, dout1
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = tw.attention(*leaves, mask=tw.causal(), scale=math.log(2), backend="cpu")
+        return torch.autograd.grad(out, leaves, dout)
+
+    small = torch.tensor([1.0, *[near] * (dim - 1)])
+    _, _, dv = gradients(small, large, torch.zeros(2, dim), torch.eye(dim)[0])
+    p = dv[0, 0, :2, 0].double()  # the second row's weights
+    kept = torch.log2(p[0] / p[1]) / SMALL
+    assert abs(kept / dim - 7 / 8) < 1 / 16
+    pair = torch.eye(dim)[:1] * torch.tensor([[1.0], [-1.0]])
+    dq, _, _ = gradients(torch.zeros(dim), pair, large, small)
+    kept = dq[0, 0, 1, 0].double() * 2 / math.log(2) / SMALL  # of half the difference of the two dP
+    assert abs(kept / dim - 7 / 8) < 1 / 16
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("bias_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_bias_of_any_type(dtype: torch.dtype, bias_dtype: torch.dtype) -> None:

@@ -22,8 +22,8 @@ from tilewise.planner import plan
 Progress = Callable[[str, float], None]
 OURS = "tilewise"
 EQUAL = 1.01
-"""Ratios of errors up to here are 1. Where results are rounded to 16 bits, that rounding is nearly all of the error, whoever computes
-them."""
+"""Ratios of errors up to here are 1. Where results are rounded to 16 bits, that rounding is nearly all of the error, whoever
+computes them."""
 
 
 class Outcome(NamedTuple):

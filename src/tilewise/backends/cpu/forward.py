@@ -145,8 +145,8 @@ class Forward(Softmax):
         DP, BN = a.word("DP"), a.word("BN")
         if many is None:
             return Parts(share(e, DP, 2), BN)
-        usual = 2 if e.arch == "aarch64" else 4  # four cost 4 % with NEON, 2 % with AVX-512, where torch's sums are shorter too
-        scores = e.select(self.grows(e, a), e.select(many, DP, share(e, DP, 4)), share(e, DP, usual))
+        usual = share(e, DP, 4 if self.wide else 2)
+        scores = e.select(self.grows(e, a), e.select(many, DP, share(e, DP, 4)), usual)
         return Parts(scores, e.select(many, BN, share(e, BN, 4)))
 
     def mask_pass(
