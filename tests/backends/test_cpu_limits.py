@@ -81,13 +81,13 @@ def test_an_output_of_few_keys_is_four_sums() -> None:
     assert kept.min() > 80 and kept.max() < 112
 
 
-def test_the_weights_of_few_keys_have_four_totals() -> None:
+def test_the_weights_of_few_keys_have_two_totals() -> None:
     """A weight of 1 and many small ones: those are lost that are added to it."""
     q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))
     q[..., 0], k[..., 1:, 0] = 1.0, -25.0
     _, lse = tw.attention(q, k, v, scale=math.log(2), backend="cpu", return_lse=True)
     kept = lse.double().expm1() * 2**25
-    assert kept.min() > 88 and kept.max() < 104
+    assert kept.min() > 56 and kept.max() < 72
 
 
 @pytest.mark.parametrize("dim", [128, 256])

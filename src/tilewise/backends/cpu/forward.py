@@ -26,7 +26,7 @@ from tilewise.backends.cpu.spec import Kernel
 
 
 class Parts(NamedTuple):
-    """Steps of one sum: of the columns of a score, of the keys of an output and of the weights' total."""
+    """Steps of one sum: of the columns of a score, of the keys of an output."""
 
     scores: Value
     values: Value
@@ -50,8 +50,8 @@ class Forward(Softmax):
         self.calm = self.can_be_calm and kernel.plain and self.simple  # what is hidden from all could be wild
         self.emit_products()
         if self.calm:
-            self.weigh_calm = self.emit_weigh_calm("weigh_calm", self.real.degree - 1)
-            self.weigh_few = self.emit_weigh_calm("weigh_few", self.real.degree)
+            self.weigh_calm = self.emit_weigh_calm("weigh_calm", self.real.degree - 1, chains=1)
+            self.weigh_few = self.emit_weigh_calm("weigh_few", self.real.degree, chains=2)
             self.measure = self.emit_measure()
         self.weigh = self.emit_weigh()
         self.strip = self.emit_strip()
@@ -94,7 +94,7 @@ class Forward(Softmax):
                     with e.if_else(many) as (usual, few):
                         for branch, weigh in ((usual, self.weigh_calm), (few, self.weigh_few)):
                             with branch:
-                                e.call(weigh, [frame, index, j0, j1, parts.values])
+                                e.call(weigh, [frame, index, j0, j1])
                     e.branch(after)
             self.multiply(e, a, f, index, (solid0, solid1), parts)
             look = self.looker(e, a, f)

@@ -84,22 +84,26 @@ class Softmax(KernelModule):
                 at = e.times(over.index, R)
                 put_strip(e, [e.at_least(x, y) for x, y in zip(strip(e, self.tile, P, at), least, strict=True)], P, at)
 
-    def emit_weigh_calm(self, name: str, degree: int) -> Any:
-        """weigh(frame, index, j0, j1, part): the same for a calm strip, in fewer steps and without rounding s - m; 2**x by a
-        polynomial of that degree, and totals of `part` keys that are added up."""
-        e, (frame, index, j0, j1, part), function = self.unit.function(name, [PTR, I64, I64, I64, I64])
+    def emit_weigh_calm(self, name: str, degree: int, chains: int) -> Any:
+        """weigh(frame, index, j0, j1): the same for a calm strip, in fewer steps and without rounding s - m; 2**x by a polynomial
+        of that degree, their total as so many sums: 1, 2 or 4."""
+        e, (frame, index, j0, j1), function = self.unit.function(name, [PTR, I64, I64, I64])
         f = Slots(e, frame, self.frame)
         P, m = f.ptr("P"), strip(e, self.tile, f.ptr("m"), e.times(index, self.tile.rows))
-        level = [e.fsub(e.const(self.real.magic), x) for x in m]
-        with e.loop(j0, j1, part, strip(e, self.tile, f.ptr("sums"))) as parts:
-            some = e.least(e.plus(parts.index, part), j1)
-            with e.loop(parts.index, some, 1, [e.const(0.0)] * self.tile.vectors) as over:
-                at = e.times(over.index, self.tile.rows)
+        level, V = [e.fsub(e.const(self.real.magic), x) for x in m], self.tile.vectors
+        start = [*strip(e, self.tile, f.ptr("sums")), *[e.const(0.0)] * (V * (chains - 1))]
+        with e.loop(j0, j1, chains, start) as over:
+            totals = []
+            for n in range(chains):
+                at = e.times(e.plus(over.index, n), self.tile.rows)
                 p = exp2_near(e, strip(e, self.tile, P, at), level, degree)
                 put_strip(e, p, P, at)
-                over.carry([e.fadd(t, x) for t, x in zip(over.values, p, strict=True)])
-            parts.carry([e.fadd(t, x) for t, x in zip(parts.values, over.values, strict=True)])
-        put_strip(e, parts.values, f.ptr("sums"))
+                totals += [e.fadd(t, x) for t, x in zip(over.values[n * V : (n + 1) * V], p, strict=True)]
+            over.carry(totals)
+        total, *others = (over.values[n * V : (n + 1) * V] for n in range(chains))
+        for other in others:
+            total = [e.fadd(x, y) for x, y in zip(total, other, strict=True)]
+        put_strip(e, total, f.ptr("sums"))
         e.ret_void()
         return function
 
