@@ -72,6 +72,18 @@ def test_a_score_of_the_first_rows_is_four_sums(dim: int) -> None:
     assert abs(kept / dim - 3 / 4) < 1 / 16
 
 
+def test_a_causal_mask_that_hides_little_spares_no_care() -> None:
+    """Queries at the end of many keys: no row before them has larger errors, and a score is more than one sum."""
+    near, dim = SMALL**0.5, 128
+    q, k, v = (torch.zeros(1, 1, n, dim) for n in (40, 600, 600))
+    q[..., 0], q[..., 1:], k[..., 0], k[..., 0, 1:] = 1.0, near, -20.0, near
+    k[..., :2, 0] = 17.0
+    v[..., 0, 0], v[..., 1, 0] = 1.0, -1.0
+    out = tw.attention(q, k, v, mask=tw.causal(), scale=math.log(2), backend="cpu").double()
+    kept = out[..., 0].atanh() * 2 / math.log(2) / SMALL
+    assert (kept / dim).min() > 3 / 8
+
+
 def test_an_output_of_few_keys_is_four_sums() -> None:
     """A large value and many small ones: those are lost that share its sum, of a quarter of a block of keys."""
     q, k, v = (torch.zeros(1, 1, 128, 16) for _ in range(3))

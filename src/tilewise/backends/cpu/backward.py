@@ -125,7 +125,7 @@ class Backward(RowStatistics, Turns):
         usual = Parts(share(e, a.word("DP"), sums), share(e, a.word("DVP"), sums), a.word("BN"))
         if not self.simple:
             return usual
-        first = e.and_(self.grows(e, a), e.not_(self.sees_many(e, a, place, q0)))
+        first = e.and_(self.starts_small(e, a, place), e.not_(self.sees_many(e, a, place, q0)))
         short = Parts(share(e, a.word("DP"), 8), share(e, a.word("DVP"), 8), share(e, a.word("BN"), 2))
         return Parts(*(e.select(first, x, y) for x, y in zip(short, usual, strict=True)))
 

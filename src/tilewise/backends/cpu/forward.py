@@ -79,7 +79,7 @@ class Forward(Softmax):
         put_strip(e, [e.const(0.0)] * self.tile.vectors, f.ptr("sums"))
         edges = ((j0, solid0), (solid1, j1))
         many = self.sees_many(e, a, place, q0) if self.calm else None
-        parts = self.parts(e, a, many)
+        parts = self.parts(e, a, place, many)
         if self.kernel.plain:
             for start, stop in edges:
                 with e.if_then(e.less(start, stop), likely=False):
@@ -139,14 +139,14 @@ class Forward(Softmax):
         cut = [parts.values] if self.calm else []
         e.call(self.pv, [*keys, *weights, O, I64(R), I64(0), last, f.ptr("alpha"), *cut])
 
-    def parts(self, e: Emit, a: Slots, many: Value | None) -> Parts:
+    def parts(self, e: Emit, a: Slots, place: Place, many: Value | None) -> Parts:
         """Sums are as short as errors ask for. Rows of few keys have the largest; where there are such rows before, those of many
         keys need no care at all."""
         DP, BN = a.word("DP"), a.word("BN")
         if many is None:
             return Parts(share(e, DP, 2), BN)
         usual = share(e, DP, 4 if self.wide else 2)
-        scores = e.select(self.grows(e, a), e.select(many, DP, share(e, DP, 4)), usual)
+        scores = e.select(self.starts_small(e, a, place), e.select(many, DP, share(e, DP, 4)), usual)
         return Parts(scores, e.select(many, BN, share(e, BN, 4)))
 
     def mask_pass(

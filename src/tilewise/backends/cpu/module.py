@@ -244,10 +244,15 @@ class KernelModule:
         """Do rows see more keys from first to last, as under a causal mask?"""
         return e.icmp_signed("!=", a.word("descending"), I64(0))
 
+    def starts_small(self, e: Emit, a: Slots, place: Place) -> Value:
+        """Do rows see more and more keys, and the first ones few? Then these have the largest errors."""
+        low, high = interval(e, place, self.terms[0], I64(0))
+        return e.and_(self.grows(e, a), e.less(e.minus(high, low), LATER))
+
     def sees_many(self, e: Emit, a: Slots, place: Place, q0: Value) -> Value:
         """So many keys that the error of one of them drowns in the mean of all?"""
         low, high = interval(e, place, self.terms[0], q0)
-        return e.icmp_signed(">=", e.minus(high, low), e.select(self.grows(e, a), I64(LATER), I64(LONG)))
+        return e.icmp_signed(">=", e.minus(high, low), e.select(self.starts_small(e, a, place), I64(LATER), I64(LONG)))
 
     def locate(self, e: Emit, a: Slots, f: Slots, block: Value, pair: Value) -> None:
         """A query block of a (batch, group) pair: the lengths and starts of its sequence, its rows and strips."""
