@@ -12,6 +12,7 @@ import torch.nn.functional as F
 pytest.importorskip("llvmlite")
 
 import tilewise as tw
+from tests.backends.test_cpu_memory import pretend
 
 HIDING = {
     "padding": lambda n: tw.key_padding(torch.tensor([n - 7])),
@@ -125,6 +126,32 @@ def test_gradients_of_the_first_rows_come_from_eight_sums(dim: int) -> None:
     dq, _, _ = gradients(torch.zeros(dim), pair, large, small)
     kept = dq[0, 0, 1, 0].double() * 2 / math.log(2) / SMALL  # of half the difference of the two dP
     assert abs(kept / dim - 7 / 8) < 1 / 16
+
+
+def test_a_query_gradient_of_the_first_rows_is_two_sums_a_block() -> None:
+    """One key with a large share and many with small ones: those are lost that share its sum."""
+    n, dim = 64, 16
+    q, k, v, dout = (torch.zeros(1, 1, n, dim) for _ in range(4))
+    signs = torch.tensor([1.0, -1.0]).repeat(n // 2)  # of dP, so that its mean is 0
+    v[..., 0], k[..., 1], dout[0, 0, -1, 0] = signs, signs * SMALL, 1.0
+    k[0, 0, 0, 1] = 17.0
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = tw.attention(*leaves, mask=tw.causal(), scale=1.0, backend="cpu")
+    dq = torch.autograd.grad(out, leaves, dout)[0][0, 0, -1, 1].double()
+    kept = (dq * n - 17.0) / SMALL
+    assert 24 < kept < 40
+
+
+def test_key_gradients_grow_by_chunks_where_vectors_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One query with a large share and many with small ones: those are lost that share its chunk of 64."""
+    pretend(monkeypatch, "avx512")
+    q, k, v, dout = (torch.zeros(1, 1, n, 16) for n in (256, 4, 4, 256))
+    dout[...] = SMALL
+    dout[..., -1, :] = 17.0
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    dv = torch.autograd.grad(tw.attention(*leaves, backend="cpu"), leaves, dout)[2].double()
+    kept = (dv * 4 - 17.0) / SMALL
+    assert kept.min() > 176 and kept.max() < 208
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -15,7 +15,7 @@ from tilewise.bench import judge as judging
 from tilewise.bench.accuracy import Errors, errors, truth
 from tilewise.bench.cases import Case
 from tilewise.bench.contenders import PEERS, Contender, contender
-from tilewise.bench.engine import Outcome, bind_run, measure
+from tilewise.bench.engine import Outcome, Record, Result, bind_run, measure
 from tilewise.bench.suites import SUITES, Suite, suite
 from tilewise.bench.timing import Effort
 from tilewise.cli.app import app
@@ -89,11 +89,34 @@ def test_a_rival_with_smaller_errors_fails_the_case(convert, kept: bool, floor: 
     assert [set(result["errors"]) for result in found["results"]] == [{"out"}] * 2
 
 
+@pytest.mark.parametrize(
+    ("dtype", "ratio", "kept"), [("float32", 1.001, False), ("bfloat16", 1.001, True), ("float16", 1.02, False)]
+)
+def test_a_rounded_result_may_be_unlucky(dtype: str, ratio: float, kept: bool) -> None:
+    ours, other = Result("tilewise", errors={"out": Errors(ratio, 1.0)}), Result("sdpa", errors={"out": Errors(1.0, 1.0)})
+    assert Record(replace(CASE, dtype=dtype), [ours, other], rival="sdpa").accurate is kept
+
+
 def test_accuracy_and_speed_are_both_asked_for() -> None:
     slow = measure(replace(CASE, floor=1e9), [contender("tilewise"), rival(rough)], QUICK)
     assert slow.accurate and not slow.fast and not slow.passed
     unasked = measure(replace(CASE, accurate=False), [contender("tilewise"), rival(exact)], QUICK)
     assert unasked.errors is unasked.accurate is unasked.passed is None
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_what_is_not_a_number_is_never_accurate(number: int) -> None:
+    """Wherever it is: comparing it with a number would be false either way."""
+    tensors, case = TRAINING.tensors(), TRAINING
+    want = truth(case, tensors)
+    got = [judging.rank4(case, x).clone() for x in want.values()]
+    got[number][0, 0, 0, 0] = math.nan
+    found = errors(case, want, Outcome(got[0], tuple(got[1:])))
+    theirs = {name: Errors(1e-6, 1e-6) for name in found}
+    ours, rival_ = Result("tilewise", errors=found), Result("sdpa", errors=theirs)
+    record = Record(case, [ours, rival_], rival="sdpa")
+    assert record.errors == Errors(math.inf, math.inf) and record.accurate is False
+    assert Errors(math.inf, 1.0).over(Errors(math.inf, math.inf)) == Errors(math.inf, 0.0)
 
 
 def test_the_worst_of_output_and_gradients_is_told() -> None:

@@ -62,9 +62,12 @@ def errors(case: Case, want: dict[str, Tensor], outcome: Outcome) -> dict[str, E
 def _errors(got: Tensor, want: Tensor) -> Errors:
     if not got.numel():
         return Errors(0.0, 0.0)
-    difference = got.double() - want
+    difference = (got.double() - want).nan_to_num(nan=math.inf, posinf=math.inf)
     return Errors(float(difference.abs().max()), _quotient(float(difference.norm()), float(want.norm())))
 
 
 def _quotient(mine: float, other: float) -> float:
-    return mine / other if other else math.inf if mine else 1.0
+    """1 where both are nothing; never a NaN, which a maximum would overlook."""
+    if not mine or mine == math.inf:
+        return mine if other else mine or 1.0
+    return mine / other if other else math.inf

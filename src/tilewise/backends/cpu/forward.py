@@ -61,7 +61,7 @@ class Forward(Softmax):
 
     def emit_products(self) -> None:
         self.product = by_panels(self.unit, "scores", self.tile)
-        self.pv = by_panels(self.unit, "values", self.tile, fold="scale", cut=self.calm)
+        self.pv = by_panels(self.unit, "values", self.tile, fold="scale")
 
     # -- one strip against one key block
 
@@ -136,8 +136,7 @@ class Forward(Softmax):
         O = e.at(f.ptr("O"), e.times(index, e.times(DVP, R)))
         last = e.over(DVP, self.tile.keys)
         weights = [f.ptr("P"), I64(R), f.ptr("V"), self.panel(e, a)]
-        cut = [parts.values] if self.calm else []
-        e.call(self.pv, [*keys, *weights, O, I64(R), I64(0), last, f.ptr("alpha"), *cut])
+        e.call(self.pv, [*keys, *weights, O, I64(R), I64(0), last, parts.values, f.ptr("alpha")])
 
     def parts(self, e: Emit, a: Slots, place: Place, many: Value | None) -> Parts:
         """Sums are as short as errors ask for. Rows of few keys have the largest; where there are such rows before, those of many

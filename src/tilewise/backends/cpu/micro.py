@@ -33,21 +33,21 @@ def share(e: Emit, steps: Value, parts: int) -> Value:
     return e.round_up(e.over(e.plus(steps, parts - 1), parts), UNROLL)
 
 
-def by_panels(unit: Unit, name: str, tile: Register, *, fold: str = "", cut: bool = True) -> Any:
+def by_panels(unit: Unit, name: str, tile: Register, *, fold: str = "") -> Any:
     """C[j][r] = Σ_k A[k][r]·B[k][j] for k in [k0, k1), multiples of UNROLL, and the panels [g0, g1) of J columns.
 
-    Arguments: k0, k1, A, its row stride, B, the distance of its panels, C, its row stride, g0, g1[, X][, part]. A sum's fate:
+    Arguments: k0, k1, A, its row stride, B, the distance of its panels, C, its row stride, g0, g1, part[, X]. A sum's fate:
 
         ""   it is stored        "add"   C + sum is stored        "scale"   C·X[r] + sum is stored
 
-    With `cut` it is a sum of sums, each over `part` steps, a multiple of UNROLL: the error of a long sum grows with its length.
+    It is a sum of sums, each over `part` steps, a multiple of UNROLL: the error of a long sum grows with its length.
     """
-    args = [I64, I64, PTR, I64, PTR, I64, PTR, I64, I64, I64] + [PTR] * (fold == "scale") + [I64] * cut
-    e, (k0, k1, a_ptr, a_step, b_ptr, b_step, c_ptr, c_step, g0, g1, *rest), function = unit.function(name, args, apart=(2, 4, 6))
+    args = [I64, I64, PTR, I64, PTR, I64, PTR, I64, I64, I64, I64] + [PTR] * (fold == "scale")
+    e, values, function = unit.function(name, args, apart=(2, 4, 6))
+    k0, k1, a_ptr, a_step, b_ptr, b_step, c_ptr, c_step, g0, g1, part, *rest = values
     width, J = tile.vectors, tile.keys
-    side = strip(e, tile, rest[0]) if fold == "scale" else []
-    part = rest[-1] if cut else k1
-    first = e.least(e.plus(k0, part), k1) if cut else k1
+    side = strip(e, tile, rest[0]) if rest else []
+    first = e.least(e.plus(k0, part), k1)
 
     def join(steps: tuple[Value, Value], panel: Value, c_row: Value, fold: str) -> None:
         total = _panel_sum(e, tile, steps, a_ptr, a_step, panel)
@@ -64,9 +64,8 @@ def by_panels(unit: Unit, name: str, tile: Register, *, fold: str = "", cut: boo
         panel = e.at(b_ptr, e.times(over.index, b_step))
         c_row = e.at(c_ptr, e.times(e.times(over.index, J), c_step))
         join((k0, first), panel, c_row, fold)
-        if cut:
-            with e.loop(first, k1, part) as later:
-                join((later.index, e.least(e.plus(later.index, part), k1)), panel, c_row, "add")
+        with e.loop(first, k1, part) as later:
+            join((later.index, e.least(e.plus(later.index, part), k1)), panel, c_row, "add")
     e.ret_void()
     return function
 

@@ -86,7 +86,7 @@ class Softmax(KernelModule):
 
     def emit_weigh_calm(self, name: str, degree: int, chains: int) -> Any:
         """weigh(frame, index, j0, j1): the same for a calm strip, in fewer steps and without rounding s - m; 2**x by a polynomial
-        of that degree, their total as so many sums: 1, 2 or 4."""
+        of that degree, their total as so many sums side by side."""
         e, (frame, index, j0, j1), function = self.unit.function(name, [PTR, I64, I64, I64])
         f = Slots(e, frame, self.frame)
         P, m = f.ptr("P"), strip(e, self.tile, f.ptr("m"), e.times(index, self.tile.rows))
