@@ -75,6 +75,8 @@ def test_ratios_of_errors_without_errors() -> None:
     assert Errors(0.0, 0.0).over(Errors(0.0, 0.0)) == Errors(1.0, 1.0)
     assert Errors(1.0, 2.0).over(Errors(2.0, 0.0)) == Errors(0.5, math.inf)
     assert Errors(1.0, math.inf).to_dict() == {"largest": 1.0, "frobenius": None}
+    nothing = torch.zeros(1, 1, 2, 4)
+    assert errors(CASE, {"out": nothing.double()}, Outcome(nothing)) == {"out": Errors(0.0, 0.0)}
 
 
 @pytest.mark.parametrize(("convert", "kept"), [(exact, False), (rough, True)])
@@ -122,8 +124,11 @@ def test_what_is_not_a_number_is_never_accurate(number: int) -> None:
 def test_the_worst_of_output_and_gradients_is_told() -> None:
     record = measure(TRAINING, [contender("tilewise"), SDPA], QUICK)
     ours, theirs = (record.result(name).errors for name in ("tilewise", "sdpa"))
-    ratios = [ours[name].over(theirs[name]) for name in ("out", "dq", "dk", "dv")]
-    assert record.errors == Errors(max(r.largest for r in ratios), max(r.frobenius for r in ratios))
+    assert list(ours) == list(theirs) == ["out", "dq", "dk", "dv"]
+    ours.update((name, Errors(0.5, 0.25)) for name in ours)
+    theirs.update((name, Errors(1.0, 1.0)) for name in theirs)
+    ours["dk"], theirs["dv"] = Errors(0.75, 0.25), Errors(1.0, 0.5)
+    assert record.errors == Errors(0.75, 0.5)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu-avx512", "cpu-avx512-16"])

@@ -63,11 +63,12 @@ def _errors(got: Tensor, want: Tensor) -> Errors:
     if not got.numel():
         return Errors(0.0, 0.0)
     difference = (got.double() - want).nan_to_num(nan=math.inf, posinf=math.inf)
-    return Errors(float(difference.abs().max()), _quotient(float(difference.norm()), float(want.norm())))
+    lost = float(difference.norm())
+    return Errors(float(difference.abs().max()), _quotient(lost, float(want.norm())) if lost else 0.0)
 
 
 def _quotient(mine: float, other: float) -> float:
     """1 where both are nothing; never a NaN, which a maximum would overlook."""
-    if not mine or mine == math.inf:
-        return mine if other else mine or 1.0
-    return mine / other if other else math.inf
+    if not other:
+        return math.inf if mine else 1.0
+    return mine if mine == math.inf else mine / other

@@ -64,6 +64,7 @@ CPU_SPEED = (
 )
 """Floors for a 64-bit Arm with NEON and two threads."""
 CPU = tuple(replace(case, accurate=True) for case in CPU_SPEED)
+"""The same, and errors no larger than SDPA's."""
 
 AVX512_FLOORS = {
     "full 1024": (1.15, 1.35),

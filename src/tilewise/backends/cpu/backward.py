@@ -19,16 +19,13 @@ from tilewise.backends.cpu.frames import round_up
 from tilewise.backends.cpu.ir import I32, I64, PTR, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull
 from tilewise.backends.cpu.micro import by_panels, by_rows, put_strip, share, strip
-from tilewise.backends.cpu.module import FRAME
+from tilewise.backends.cpu.module import CHUNK, FRAME
 from tilewise.backends.cpu.pack import emit_pack_panels, emit_row_dots, emit_unpack_strip
 from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import Kernel
 from tilewise.backends.cpu.statistics import RowStatistics
 from tilewise.backends.cpu.turns import PASSED, Turns
-
-CHUNK = 64
-"""Query rows of one sum in dK and dV where vectors are wide, in whole strips; elsewhere all of a task's."""
 
 
 class Parts(NamedTuple):

@@ -30,8 +30,8 @@ from tilewise.hardware.cache import cache_root
 MAGIC = b"tilewise-cpu-2\0\0"
 IMAGE, OBJECT = b"image---", b"object--"
 PASSES = ("ipsccp", "loop_simplify", "loop_rotate", "instruction_combine", "simplify_cfg")
-"""What the IR needs: its loops already have the shape of the registers. LLVM's standard pipeline takes four times as long and
-gives code of the same speed."""
+"""What the IR needs: its loops already have the shape of the registers. LLVM's standard pipeline takes more than four times as
+long and gives code of the same speed."""
 
 
 class Machine(NamedTuple):

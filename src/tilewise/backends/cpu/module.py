@@ -32,6 +32,8 @@ FRAME = (
 LONG, LATER = 512, 256
 """Keys from which on a row's error is small: it falls with the root of their number. LATER of them are enough where rows before
 see fewer, and have the largest errors anyway."""
+CHUNK = 64
+"""Query rows of one sum in dK and dV where vectors are wide, in whole strips; elsewhere all of a task's."""
 
 
 class KernelModule:
@@ -238,7 +240,7 @@ class KernelModule:
                 total = e.or_(total, e.extract_element(vector, I32(lane)))
         return total
 
-    # -- tasks
+    # -- where errors are large, and sums have to be short
 
     def grows(self, e: Emit, a: Slots) -> Value:
         """Do rows see more keys from first to last, as under a causal mask?"""
@@ -253,6 +255,8 @@ class KernelModule:
         """So many keys that the error of one of them drowns in the mean of all?"""
         low, high = interval(e, place, self.terms[0], q0)
         return e.icmp_signed(">=", e.minus(high, low), e.select(self.starts_small(e, a, place), I64(LATER), I64(LONG)))
+
+    # -- tasks
 
     def locate(self, e: Emit, a: Slots, f: Slots, block: Value, pair: Value) -> None:
         """A query block of a (batch, group) pair: the lengths and starts of its sequence, its rows and strips."""
