@@ -152,16 +152,33 @@ DEAD = {
     "causal": Case("", seqlen=90, kv_seqlen=37, mask=MASKS["causal"]),
     "softcap": Case("", seqlen=90, kv_seqlen=37, mask=MASKS["causal"], softcap=2.0, heads=4, kv_heads=2),
     "sinks": Case("", seqlen=90, kv_seqlen=37, mask=MASKS["causal"], sinks=True),
+    "sinks and documents": Case("", sinks=True, mask=lambda s, g: _thirds(s)),
+    "sinks, bias": Case("", seqlen=90, kv_seqlen=37, bias=(1, 1, -1, -1), mask=MASKS["causal"], sinks=True),
     "padding": Case("", mask=lambda s, g: tw.key_padding([0, 40])),
+    "padding with a start": Case("", mask=lambda s, g: tw.key_padding([70, 40], start=[0, 40]) & tw.causal()),
+    "window beyond the keys": Case("", seqlen=200, kv_seqlen=70, mask=lambda s, g: tw.window(30, 0, align="top_left")),
+    "documents": Case("", mask=lambda s, g: _thirds(s)),
     "varlen": BY_NAME["varlen-cross"],
-}
+    "bf16": Case("", dtype=torch.bfloat16, head_dim=64, seqlen=300, kv_seqlen=170, mask=MASKS["causal"]),
+    "bf16-128": Case("", dtype=torch.bfloat16, head_dim=128, seqlen=300, kv_seqlen=170, mask=MASKS["causal"]),
+    "bf16-256": Case("", dtype=torch.bfloat16, head_dim=256, seqlen=300, kv_seqlen=170, mask=MASKS["causal"]),
+    "bf16-window": Case("", dtype=torch.bfloat16, head_dim=64, seqlen=400, kv_seqlen=170,
+                        mask=lambda s, g: tw.window(30, 0, align="top_left")),
+    "bf16-padding": Case("", dtype=torch.bfloat16, head_dim=64, mask=lambda s, g: tw.key_padding([0, 40]) & tw.causal()),
+    "bf16-varlen": Case("", dtype=torch.bfloat16, head_dim=64, mask=MASKS["causal"], lengths=((300, 7, 90), (170, 40, 0))),
+}  # fmt: skip
 
 
-@backends
+def _thirds(s: tuple[int, ...]) -> tw.Mask:
+    """All keys are of document 0; every third query is of another."""
+    return tw.documents(torch.zeros(s[3], dtype=torch.int32), q_ids=(torch.arange(s[2]) % 3 == 1).int())
+
+
+@targets
 @pytest.mark.parametrize("name", DEAD)
-def test_rows_that_see_nothing_give_nothing(backend: str, name: str) -> None:
-    """Output 0, LSE −inf (or the sink), gradients 0; without a sink whatever the row holds, and whatever comes back to it."""
-    built = build(DEAD[name])
+def test_rows_that_see_nothing_give_nothing(backend: str, device: str, name: str) -> None:
+    """Output 0, LSE −inf (or the sink), gradients 0, whatever the row holds, and whatever comes back to it."""
+    built = build(DEAD[name], device)
     skip_unless_served(built, backend)
     dead = torch.ones_like(built.inputs.q[..., :1], dtype=torch.bool)  # (B, Hq, M, 1)
     for piece in pieces(built.problem, built.inputs):
@@ -173,15 +190,15 @@ def test_rows_that_see_nothing_give_nothing(backend: str, name: str) -> None:
     assert (torch.where(dead, out, 0.0) == 0).all() and (torch.where(dead, dq, 0.0) == 0).all()
     flat = dead.squeeze(-1).reshape(lse.shape)
     sinks = built.options.get("sinks")
-    if sinks is not None:
-        torch.testing.assert_close(lse[flat], sinks[:, None].expand_as(lse)[flat])
-        return
-    assert (lse == -INF)[flat].all()
     q = built.q.detach().clone()
     inner(built, q).copy_(torch.where(dead, NAN, inner(built, q)))
     spoiled = dout.clone()
     inner(built, spoiled).copy_(torch.where(dead, INF, inner(built, dout)))
-    dlse = torch.where(flat, -INF, dlse)  # what the derivative of lse² gives
+    if sinks is not None:
+        torch.testing.assert_close(lse[flat], sinks.detach()[:, None].expand_as(lse)[flat])
+    else:
+        assert (lse == -INF)[flat].all()
+        dlse = torch.where(flat, -INF, dlse)  # what the derivative of lse² gives
     same(results(exchanged(built, q=q), backend, spoiled, dlse), want)
 
 

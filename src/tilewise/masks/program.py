@@ -65,6 +65,18 @@ class MaskProgram:
                 for letter in term
             ]
 
+    def may_blind(self, queries: int, keys: int) -> bool:
+        """May a query see no key? Exact for bands and ranges; what tensors hold is not looked at, so with them always."""
+        if self.tensors:
+            return True
+        rows = sorted(_seeing_rows(term, queries, keys) for term in self.terms())
+        covered = 0
+        for first, past in rows:
+            if first > covered:
+                break
+            covered = max(covered, past)
+        return covered < queries
+
     def for_sequence(self, b: int, q_start: int, q_end: int, k_start: int, k_end: int) -> MaskProgram:
         """The program of sequence `b` alone, cut out of a packed batch whose tokens it holds at [start, end)."""
         tensors: list[Any] = []
@@ -75,6 +87,21 @@ class MaskProgram:
                 else:
                     tensors += [t if t.shape[0] == 1 else t[b : b + 1] for t in given]
         return MaskProgram(self.structure, self.ints, tuple(tensors))
+
+
+def _seeing_rows(term: list[Literal], queries: int, keys: int) -> tuple[int, int]:
+    """[first, past): the rows that see some key under a term of bands and ranges."""
+    lo, hi, start, end = -UNBOUNDED, UNBOUNDED, 0, keys
+    for letter, ints, _ in term:
+        if letter in "bt":
+            shift = keys - queries if letter == "b" else 0
+            lo = max(lo, ints[0] + shift if ints[0] > -UNBOUNDED else lo)
+            hi = min(hi, ints[1] + shift if ints[1] < UNBOUNDED else hi)
+        elif letter == "r":
+            start, end = max(start, ints[0]), min(end, ints[1])
+        else:
+            end = start
+    return (max(0, start - hi), min(queries, end - lo)) if lo <= hi and start < end else (0, 0)
 
 
 def assemble(terms: list[list[Literal]]) -> MaskProgram:

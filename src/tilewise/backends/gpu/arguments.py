@@ -98,6 +98,9 @@ def config_for(problem: Problem, inputs: Inputs, precision: str) -> Config:
         DROPOUT=problem.dropout_p > 0,
         PRECISION=precision,
         INTERPRET=interpreting(),
+        BLIND=inputs.bias is not None
+        or problem.varlen
+        or problem.program.may_blind(problem.seqlen_q, problem.seqlen_k),
     )
 
 

@@ -1,6 +1,8 @@
 """Merging partial results (out, lse) of the same rows over different keys, with unit (0, -inf): the one way all kernels do it.
 
-over parts seen so far:   acc = Σ exp2(lse2 - m) out,   l = Σ exp2(lse2 - m),   m = max lse2        (lse2 in units of log 2)
+    over parts seen so far:   acc = Σ exp(lse - m) out,   l = Σ exp(lse - m),   m = max lse
+
+In natural units: the LSE of a row whose bias is the lowest finite number leaves fp32 when multiplied by log2(e).
 """
 
 from __future__ import annotations
@@ -14,16 +16,26 @@ from tilewise.backends.gpu.tile import LN2, LOG2E
 @triton.jit
 def joined(acc, l, m, part_tile, lse):
     """One part more: its out [M, DV] and lse [M]."""
-    lse2 = lse * LOG2E
-    new_m = tl.maximum(m, lse2)
+    new_m = tl.maximum(m, lse)
     shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-    fade = tl.exp2(m - shift)
-    weight = tl.exp2(lse2 - shift)
-    return acc * fade[:, None] + part_tile * weight[:, None], l * fade + weight, new_m
+    rescale = tl.exp2((m - shift) * LOG2E)
+    weight = tl.exp2((lse - shift) * LOG2E)
+    return acc * rescale[:, None] + part_tile * weight[:, None], l * rescale + weight, new_m
+
+
+@triton.jit
+def with_sink(acc, l, m, sink):
+    """The sink, a number or one for each row: a key more, of value 0. An infinite one takes all the weight."""
+    top = tl.maximum(m, sink)
+    # where two infinities meet, their difference is no number
+    rescale = tl.where(m == top, 1.0, tl.exp2((m - top) * LOG2E))
+    weight = tl.where(sink == top, 1.0, tl.exp2((sink - top) * LOG2E))
+    weight = tl.where(sink == float("-inf"), 0.0, weight)
+    return acc * rescale[:, None], l * rescale + weight, top
 
 
 @triton.jit
 def merged(acc, l, m):
-    """(out, lse) of all parts."""
+    """(out, lse) of all parts; (0, -inf) where there was nothing."""
     whole = tl.where(l == 0.0, 1.0, l)
-    return acc / whole[:, None], tl.where(l == 0.0, float("-inf"), (m + tl.log2(whole)) * LN2)
+    return acc / whole[:, None], tl.where(l == 0.0, float("-inf"), m + tl.log2(whole) * LN2)

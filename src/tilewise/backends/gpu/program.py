@@ -318,3 +318,42 @@ def allowed(mask, seq, q, k, C: tl.constexpr):
             else:
                 result |= term
     return result
+
+
+@triton.jit
+def seen_of_tile(a, seq, q, k, rows, ok, bias_tile, MASKED: tl.constexpr, C: tl.constexpr):
+    """Which keys of the tile q × k some query of it sees, the mask and a bias of -inf both counting; there is one of them.
+
+    `ok` is the mask over the tile where that was evaluated already, `rows` the range of its queries.
+    """
+    if bias_tile is not None:
+        visible = bias_tile > float("-inf")
+        if MASKED:
+            if ok is None:
+                visible &= allowed(a.mask, seq, q[:, None], k[None, :], C)
+            else:
+                visible &= ok
+        return tl.max(visible.to(tl.int32), 0) > 0
+    elif has_data(C.STRUCTURE):
+        return tl.max(ok.to(tl.int32), 0) > 0
+    else:
+        return seen_keys(a.mask, seq, rows[0], rows[1], k, C)
+
+
+@triton.jit
+def seeing_of_tile(a, seq, q, k, lse, ok, bias_tile, MASKED: tl.constexpr, C: tl.constexpr):
+    """Which queries of the transposed tile k × q see a key at all.
+
+    Rows that see nothing have an LSE of +inf here, unless a sink gives them a finite one: then the tile itself is looked at.
+    """
+    seeing = lse < float("inf")
+    if a.sinks_ptr is not None:
+        visible = (q[None, :] >= 0) & (k[:, None] >= 0)
+        if ok is not None:
+            visible = ok
+        elif MASKED:
+            visible = allowed(a.mask, seq, q[None, :], k[:, None], C)
+        if bias_tile is not None:
+            visible &= bias_tile > float("-inf")
+        seeing &= tl.max(visible.to(tl.int32), 0) > 0
+    return seeing

@@ -55,7 +55,10 @@ class Attention(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward kernels read and write beside the problem. `lse2` is in units of log 2, +inf for an empty row."""
+    """What the backward kernels read and write beside the problem.
+
+    `lse2` is in the unit of the scores (log 2, with a bias natural), +inf for an empty row.
+    """
 
     dout: View
     dq: View | None
@@ -97,6 +100,7 @@ class Config(NamedTuple):
     PRECISION: str = "ieee"  # of products of fp32 tiles that are not split
     TERMS: int = 1  # 2: fp32 operands are sums of two of fp16
     INTERPRET: bool = False
+    BLIND: bool = False  # may a query see no key?
     SUM_M: bool = False  # dBias: the bias has one row, or one column
     SUM_N: bool = False
 

@@ -298,23 +298,42 @@ def tanh(x):
 
 
 @triton.jit
-def scores(a, seq, s_tile, q, k, C: tl.constexpr):
-    """Products q·k as scores in units of log 2, and the slope dscore/d(scale·q·k) where a softcap bends them (else 1)."""
+def load_bias(a, seq, q, k):
+    """The additive bias over the tile q × k in fp32; -inf beyond the sequence, where nobody sees anything."""
+    # positions of a bias count within the sequence, packed or not
+    at = base(a.bias, seq.b, seq.h, seq.b * 0) + q.to(tl.int64) * a.bias.stride_s + k * a.bias.stride_d
+    return tl.load(at, mask=(q < seq.len_q) & (k < seq.len_k), other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def exponential(x, bias_tile):
+    """e to the score x, in the unit of `scores`."""
+    if bias_tile is None:
+        return tl.exp2(x)
+    else:
+        return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def scores(a, seq, s_tile, bias_tile, q, k, C: tl.constexpr):
+    """Products q·k as scores, and the slope dscore/d(scale·q·k) where a softcap bends them (else 1).
+
+    In units of log 2 without a bias; in natural units with one, since models write masks as the lowest finite number, which
+    leaves fp32 when multiplied by log2(e). A bias of -inf hides a key, whatever the key holds.
+    """
+    UNIT: tl.constexpr = LOG2E if bias_tile is None else 1.0
     slope = 1.0
     if C.SOFTCAP:
         t_tile = tanh(s_tile * (a.scale / a.softcap))
         slope = 1.0 - t_tile * t_tile
-        x_tile = t_tile * (a.softcap * LOG2E)
+        x_tile = t_tile * (a.softcap * UNIT)
     else:
-        x_tile = s_tile * (a.scale * LOG2E)
-    if a.bias is not None:
-        # positions of a bias count within the sequence, packed or not
-        at = base(a.bias, seq.b, seq.h, seq.b * 0) + q.to(tl.int64) * a.bias.stride_s + k * a.bias.stride_d
-        bias_tile = tl.load(at, mask=(q < seq.len_q) & (k < seq.len_k), other=0.0)
-        x_tile += bias_tile.to(tl.float32) * LOG2E
+        x_tile = s_tile * (a.scale * UNIT)
+    if bias_tile is not None:
+        x_tile = tl.where(bias_tile == float("-inf"), float("-inf"), x_tile + bias_tile)
     if a.alibi is not None:
         steepness = tl.load(a.alibi.ptr + seq.b.to(tl.int64) * a.alibi.stride_b + seq.h * a.alibi.stride_h)
-        x_tile -= (steepness * LOG2E) * tl.abs(q + (seq.len_k - seq.len_q) - k).to(tl.float32)
+        x_tile -= (steepness * UNIT) * tl.abs(q + (seq.len_k - seq.len_q) - k).to(tl.float32)
     return x_tile, slope
 
 

@@ -2,9 +2,9 @@
 
     P = exp2(x - lse2)     dV = Pᵀ dO     dP = dO Vᵀ     dS = P ∘ (dP - delta)     dQ = scale · dS K     dK = scale · dSᵀ Q
 
-`prepare_kernel` writes delta = rowsum(dO ∘ O) - dLSE and lse2. `keys_kernel` holds a tile of keys and streams the queries that
-see it (of every head of the group) in transposed form, so that Pᵀ and dSᵀ feed the products as they are. `queries_kernel`
-holds a tile of queries and streams keys. No atomics: the results are the same bits in every run.
+`prepare_kernel` writes delta = rowsum(dO ∘ O) - dLSE and the LSE in the unit of the scores. `keys_kernel` holds a tile of keys
+and streams the queries that see it (of every head of the group) in transposed form, so that Pᵀ and dSᵀ feed the products as they
+are. `queries_kernel` holds a tile of queries and streams keys. No atomics: the results are the same bits in every run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import triton.language as tl
 
 from tilewise.backends.gpu.program import (
     allowed,
-    has_data,
     has_gaps,
     key_bounds,
     query_bounds,
+    seeing_of_tile,
     seen_keys,
+    seen_of_tile,
     span_length,
     span_start,
     spans,
@@ -28,8 +29,10 @@ from tilewise.backends.gpu.tile import (
     LOG2E,
     base,
     dot,
+    exponential,
     find_sequence,
     kept,
+    load_bias,
     load_resident,
     load_rows,
     load_stream,
@@ -60,27 +63,30 @@ def prepare_kernel(a, g, C: tl.constexpr):
     dout_tile = load_rows(dout_at, g.dout.stride_s, g.dout.stride_d, rows, ok, C.DV, C.BLOCK_DV)
     at = (row.to(tl.int64) * a.heads + h) * a.len_q + rows
     lse = tl.load(a.lse_ptr + at, mask=ok, other=0.0)
-    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
-    # an empty row has no weights; what flows in there is not its business
-    delta = tl.where(lse == float("-inf"), 0.0, delta)
+    # an empty row has no weights: what flows in there, infinite or not, is not its business
+    product_tile = tl.where(out_tile == 0.0, 0.0, out_tile.to(tl.float32) * dout_tile.to(tl.float32))
+    empty = lse == float("-inf")
+    delta = tl.where(empty, 0.0, tl.sum(product_tile, 1))
     if g.dlse_ptr is not None:
-        delta -= tl.load(g.dlse_ptr + at, mask=ok, other=0.0)
+        delta -= tl.where(empty, 0.0, tl.load(g.dlse_ptr + at, mask=ok, other=0.0))
+    if a.bias is None:
+        lse *= LOG2E  # the unit of `scores`
     tl.store(g.delta_ptr + at, delta, mask=ok)
-    tl.store(g.lse2_ptr + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), mask=ok)
+    tl.store(g.lse2_ptr + at, tl.where(empty, float("inf"), lse), mask=ok)
 
 
 @triton.jit
-def weights(a, seq, s_tile, factors, q, k, lse2, ok, MASKED: tl.constexpr, C: tl.constexpr):
-    """Softmax weights of a tile from its products and their rows' factors, and the softcap's slope; `q`, `k`, `lse2` broadcast.
+def weights(a, seq, s_tile, factors, bias_tile, q, k, lse, ok, MASKED: tl.constexpr, C: tl.constexpr):
+    """Softmax weights of a tile from its products and their rows' factors, and the softcap's slope; `q`, `k`, `lse` broadcast.
 
     The mask is `ok` where that was evaluated already; evaluated here, not before the products, it costs fewer registers.
     """
     slope = 1.0
     if C.FOLD:
-        p_tile = tl.exp2(s_tile * per_row(factors * (a.scale * LOG2E), C) - lse2)
+        p_tile = tl.exp2(s_tile * per_row(factors * (a.scale * LOG2E), C) - lse)
     else:
-        x_tile, slope = scores(a, seq, s_tile * per_row(factors, C), q, k, C)
-        p_tile = tl.exp2(x_tile - lse2)
+        x_tile, slope = scores(a, seq, s_tile * per_row(factors, C), bias_tile, q, k, C)
+        p_tile = exponential(x_tile - lse, bias_tile)
     if MASKED:
         if ok is not None:
             p_tile = tl.where(ok, p_tile, 0.0)
@@ -90,16 +96,16 @@ def weights(a, seq, s_tile, factors, q, k, lse2, ok, MASKED: tl.constexpr, C: tl
 
 
 @triton.jit
-def score_gradient(a, seq, p_tile, dp_tile, factors, slope, delta, q, n, ok, MASKED: tl.constexpr, C: tl.constexpr):
-    """dS before the scale. Under a mask of intervals, keys that nobody sees hold zeros; else 0 · inf must not appear here."""
+def score_gradient(a, seq, p_tile, dp_tile, factors, slope, delta, q, n, C: tl.constexpr):
+    """dS before the scale. Keys that nobody sees hold zeros, but rows that see nothing hold what they like: not 0 · inf."""
     dp_tile *= per_row(factors, C)
     if C.DROPOUT:
         dp_tile *= kept(a, seq, q, n, C) * a.keep_scale
     ds_tile = p_tile * (dp_tile - delta)
     if C.SOFTCAP:
         ds_tile *= slope
-    if MASKED and ok is not None:
-        ds_tile = tl.where(ok, ds_tile, 0.0)
+    if C.BLIND:
+        ds_tile = tl.where(p_tile == 0.0, 0.0, ds_tile)
     return ds_tile
 
 
@@ -118,15 +124,22 @@ def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.cons
     else:
         lse2 = tl.load(g.lse2_ptr + stats + rows)
         delta = tl.load(g.delta_ptr + stats + rows)
+    bias_tile = None
+    if a.bias is not None:
+        bias_tile = load_bias(a, seq, q[None, :], k[:, None])
     exist = None
-    if MASKED and (C.VARLEN or desc.k is None or C.TERMS == 2):
+    if C.BLIND and (MASKED or a.bias is not None):  # a query that sees no key must not meet 0 · inf
+        exist = seeing_of_tile(a, seq, q, k, lse2, ok, bias_tile, MASKED, C)
+    elif MASKED and (desc.k is None or C.TERMS == 2):
         exist = there
     q_tile = load_stream(a, a.q, desc.k, seq.row, seq.h, seq.q_start, m, exist, C.BLOCK_M, C.D, C.BLOCK_D, C)  # [M, D]
     dout_tile = load_stream(
         a, g.dout, desc.v, seq.row, seq.h, seq.q_start, m, exist, C.BLOCK_M, C.DV, C.BLOCK_DV, C
     )  # [M, DV]
     s_tile, factors = product(k_tile, q_tile, C)  # [N, M] fp32
-    p_tile, slope = weights(a, seq, s_tile, factors, q[None, :], k[:, None], lse2[None, :], ok, MASKED, C)
+    p_tile, slope = weights(
+        a, seq, s_tile, factors, bias_tile, q[None, :], k[:, None], lse2[None, :], ok, MASKED, C
+    )
     if g.dv is not None:
         met_v = p_tile
         if C.DROPOUT:
@@ -134,7 +147,7 @@ def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.cons
         dv = dot(met_v, dout_tile, dv, C)  # [N, DV]
     if g.dk is not None:
         dp_tile, factors = product(v_tile, dout_tile, C)  # [N, M]
-        ds_tile = score_gradient(a, seq, p_tile, dp_tile, factors, slope, delta[None, :], q[None, :], n, ok, MASKED, C)
+        ds_tile = score_gradient(a, seq, p_tile, dp_tile, factors, slope, delta[None, :], q[None, :], n, C)
         dk = dot(ds_tile, q_tile, dk, C)  # [N, D]
     return dk, dv
 
@@ -203,12 +216,12 @@ def queries_step(
 ):
     """One tile of keys against the resident queries: [M, N]."""
     k = n + tl.arange(0, C.BLOCK_N)
+    bias_tile = None
+    if a.bias is not None:
+        bias_tile = load_bias(a, seq, q[:, None], k[None, :])
     seen = None
-    if MASKED:
-        if has_data(C.STRUCTURE):
-            seen = tl.max(ok.to(tl.int32), 0) > 0
-        else:
-            seen = seen_keys(a.mask, seq, rows[0], rows[1], k, C)
+    if MASKED or a.bias is not None:
+        seen = seen_of_tile(a, seq, q, k, rows, ok, bias_tile, MASKED, C)
     k_tile = load_stream(
         a, a.k, desc.k, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.D, C.BLOCK_D, C
     )  # [N, D]
@@ -216,9 +229,11 @@ def queries_step(
         a, a.v, desc.v, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV, C
     )  # [N, DV]
     s_tile, factors = product(q_tile, k_tile, C)  # [M, N] fp32
-    p_tile, slope = weights(a, seq, s_tile, factors, q[:, None], k[None, :], lse2[:, None], ok, MASKED, C)
+    p_tile, slope = weights(
+        a, seq, s_tile, factors, bias_tile, q[:, None], k[None, :], lse2[:, None], ok, MASKED, C
+    )
     dp_tile, factors = product(dout_tile, v_tile, C)  # [M, N]
-    ds_tile = score_gradient(a, seq, p_tile, dp_tile, factors, slope, delta[:, None], q[:, None], n, ok, MASKED, C)
+    ds_tile = score_gradient(a, seq, p_tile, dp_tile, factors, slope, delta[:, None], q[:, None], n, C)
     return dot(ds_tile, k_tile, dq, C)  # [M, D]
 
 

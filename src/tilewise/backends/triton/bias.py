@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.gpu.program import allowed, has_data, seen_keys
-from tilewise.backends.gpu.tile import base, load_rows, product, sequence_of
+from tilewise.backends.gpu.tile import base, load_bias, load_rows, product, sequence_of
 from tilewise.backends.triton.backward import score_gradient, weights
 
 
@@ -74,6 +74,7 @@ def gradient_tile(a, g, seq, q, k, m0, n0, C: tl.constexpr):
     lse2 = tl.load(g.lse2_ptr + stats, mask=row_ok, other=float("inf"))
     delta = tl.load(g.delta_ptr + stats, mask=row_ok, other=0.0)
     s_tile, factors = product(q_tile, k_tile, C)  # [M, N] fp32
-    p_tile, _ = weights(a, seq, s_tile, factors, q[:, None], k[None, :], lse2[:, None], ok, True, C)
+    bias_tile = load_bias(a, seq, q[:, None], k[None, :])
+    p_tile, _ = weights(a, seq, s_tile, factors, bias_tile, q[:, None], k[None, :], lse2[:, None], ok, True, C)
     dp_tile, factors = product(dout_tile, v_tile, C)  # [M, N]
-    return score_gradient(a, seq, p_tile, dp_tile, factors, 1.0, delta[:, None], q[:, None], n0, ok, True, C)
+    return score_gradient(a, seq, p_tile, dp_tile, factors, 1.0, delta[:, None], q[:, None], n0, C)

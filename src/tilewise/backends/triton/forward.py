@@ -12,12 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.merge import merged, with_sink
 from tilewise.backends.gpu.program import (
     allowed,
-    has_data,
     has_gaps,
     key_bounds,
-    seen_keys,
+    seen_of_tile,
     span_length,
     span_start,
     spans,
@@ -28,8 +28,10 @@ from tilewise.backends.gpu.tile import (
     LOG2E,
     base,
     dot,
+    exponential,
     find_sequence,
     kept,
+    load_bias,
     load_resident,
     load_stream,
     per_row,
@@ -80,12 +82,15 @@ def step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, MASKED: tl.constexpr,
     if MASKED and (kv.k is None or C.TERMS == 2):
         there = k < seq.len_k
     k_tile = load_stream(a, a.k, kv.k, seq.row, seq.kv_h, seq.k_start, n, there, C.BLOCK_N, C.D, C.BLOCK_D, C)  # [N, D]
+    bias_tile = None
+    if a.bias is not None:
+        bias_tile = load_bias(a, seq, q[:, None], k[None, :])
     s_tile, factors = product(q_tile, k_tile, C)  # [M, N] fp32
     if C.FOLD:
         unit = factors * (a.scale * LOG2E)
         unit_tile = per_row(unit, C)
     else:
-        s_tile, _ = scores(a, seq, s_tile * per_row(factors, C), q[:, None], k[None, :], C)
+        s_tile, _ = scores(a, seq, s_tile * per_row(factors, C), bias_tile, q[:, None], k[None, :], C)
         unit = 1.0
         unit_tile = 1.0
     if MASKED:
@@ -93,16 +98,12 @@ def step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, MASKED: tl.constexpr,
             s_tile = tl.where(allowed(a.mask, seq, q[:, None], k[None, :], C), s_tile, float("-inf"))
         else:
             s_tile = tl.where(ok, s_tile, float("-inf"))
-    p_tile, acc, l, m = online_update(s_tile, unit, unit_tile, acc, l, m, MASKED or not C.FOLD)
+    p_tile, acc, l, m = online_update(s_tile, unit, unit_tile, bias_tile, acc, l, m, MASKED or not C.FOLD)
     if C.DROPOUT:
         p_tile *= kept(a, seq, q[:, None], n, C)
     seen = None
-    if MASKED:
-        # a value no query of this tile may see must not meet 0 · inf
-        if has_data(C.STRUCTURE):
-            seen = tl.max(ok.to(tl.int32), 0) > 0
-        else:
-            seen = seen_keys(a.mask, seq, rows[0], rows[1], k, C)
+    if MASKED or a.bias is not None:  # a value no query of this tile may see must not meet 0 · inf
+        seen = seen_of_tile(a, seq, q, k, rows, ok, bias_tile, MASKED, C)
     v_tile = load_stream(
         a, a.v, kv.v, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV, C
     )  # [N, DV]
@@ -111,34 +112,28 @@ def step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, MASKED: tl.constexpr,
 
 
 @triton.jit
-def online_update(s_tile, unit, unit_tile, acc, l, m, MAY_BE_EMPTY: tl.constexpr):
+def online_update(s_tile, unit, unit_tile, bias_tile, acc, l, m, MAY_BE_EMPTY: tl.constexpr):
     """Weights of a tile under the running maximum, which they may raise."""
     new_m = tl.maximum(m, tl.max(s_tile, 1) * unit)
     shift = new_m
     if MAY_BE_EMPTY:
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row that has seen nothing yet
-    p_tile = tl.exp2(s_tile * unit_tile - shift[:, None])
-    fade = tl.exp2(m - shift)
-    return p_tile, acc * fade[:, None], l * fade + tl.sum(p_tile, 1), new_m
+    p_tile = exponential(s_tile * unit_tile - shift[:, None], bias_tile)
+    rescale = exponential(m - shift, bias_tile)
+    return p_tile, acc * rescale[:, None], l * rescale + tl.sum(p_tile, 1), new_m
 
 
 @triton.jit
 def finish(a, seq, acc, l, m, C: tl.constexpr):
     """Normalise: the sink joins the denominator, an empty row becomes (0, -inf)."""
+    if a.bias is None:
+        m *= LN2  # from units of log 2
     if a.sinks_ptr is not None and not C.SPLIT:
-        sink = tl.load(a.sinks_ptr + seq.h).to(tl.float32) * LOG2E
-        top = tl.maximum(m, sink)
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        fade = tl.exp2(m - shift)
-        l = l * fade + tl.exp2(sink - shift)
-        acc = acc * fade[:, None]
-        m = top
-    whole = tl.where(l == 0.0, 1.0, l)
-    lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(whole)) * LN2)
-    gain = 1.0 / whole
+        acc, l, m = with_sink(acc, l, m, tl.load(a.sinks_ptr + seq.h).to(tl.float32))
+    out_tile, lse = merged(acc, l, m)
     if C.DROPOUT:
-        gain *= a.keep_scale
-    return acc * gain[:, None], lse
+        out_tile *= a.keep_scale
+    return out_tile, lse
 
 
 @triton.jit

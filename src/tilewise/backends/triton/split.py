@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.gpu.merge import joined, merged
-from tilewise.backends.gpu.tile import LOG2E, base, load_rows, store_rows
+from tilewise.backends.gpu.merge import joined, merged, with_sink
+from tilewise.backends.gpu.tile import base, load_rows, store_rows
 
 
 @triton.jit
@@ -33,13 +33,7 @@ def merge_kernel(a, part_out, part_lse_ptr, C: tl.constexpr):
         part_tile = load_rows(part_at, part_out.stride_s, part_out.stride_d, rows, ok, C.DV, C.BLOCK_DV)  # [M, DV]
         acc, l, m = joined(acc, l, m, part_tile, lse)
     if a.sinks_ptr is not None:
-        sink = tl.load(a.sinks_ptr + h).to(tl.float32) * LOG2E
-        top = tl.maximum(m, sink)
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        fade = tl.exp2(m - shift)
-        l = l * fade + tl.exp2(sink - shift)
-        acc = acc * fade[:, None]
-        m = top
+        acc, l, m = with_sink(acc, l, m, tl.load(a.sinks_ptr + h).to(tl.float32))
     out_tile, lse = merged(acc, l, m)
     store_rows(
         base(a.out, row, h, nothing),

@@ -31,6 +31,7 @@ class KeysConfig(NamedTuple):
     SCORES: str = "fold"
     VARLEN: bool = False
     BOTTOM: bool = False  # bands of packed sequences count from the bottom right corner
+    BLIND: bool = False  # may a query see no key?
 
     @property
     def shared_bytes(self) -> int:
@@ -71,6 +72,7 @@ class QueriesConfig(NamedTuple):
     SCORES: str = "fold"
     VARLEN: bool = False
     BOTTOM: bool = False
+    BLIND: bool = False
 
     @property
     def BLOCK_M(self) -> int:

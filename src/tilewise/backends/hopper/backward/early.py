@@ -39,8 +39,7 @@ def score_tiles(s_token, dp_token, rings, n, m, k0, band, a, C: gl.constexpr):
 @gluon.jit
 def first_scores(rings, k_rows, v_rows, n, m, k0, spot, band, a, WG: gl.constexpr, C: gl.constexpr):
     """P and dS of a tile of keys' first queries."""
-    if C.VARLEN:
-        guard_queries(rings.q, rings.do, n, m, spot.len_q, WG, C)
+    guard_queries(rings.q, rings.do, n, m, spot, band, WG, C)
     s_token = issue_scores(k_rows, rings.q, n, C)
     dp_token = issue_scores(v_rows, rings.do, n, C)
     return score_tiles(s_token, dp_token, rings, n, m, k0, band, a, C)
@@ -61,8 +60,7 @@ def early_gradients(rings, served, taken, spot, band, a, WG: gl.constexpr, C: gl
         for j in range(gl.maximum(n0, taken + 1), n0 + spot.count):
             m = (spot.first + j - n0) * C.BLOCK_M
             n = afresh(j)  # else each address is a variable of the loop in a register of its own
-            if C.VARLEN:
-                guard_queries(rings.q, rings.do, n, m, spot.len_q, WG, C)
+            guard_queries(rings.q, rings.do, n, m, spot, band, WG, C)
             dv_token = warpgroup_mma(p, matrix(rings.do, n - 1), dv, is_async=True)
             dk_token = warpgroup_mma(ds, matrix(rings.q, n - 1), dk, is_async=True)
             s_token = issue_scores(k_rows, rings.q, n, C)

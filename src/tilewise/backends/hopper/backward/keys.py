@@ -102,8 +102,7 @@ def step(dk, dv, rings, served, n, m, before, spot, band, a, FIRST: gl.constexpr
     k_rows = k_tile.slice(WG * 64, 64, dim=0)
     v_rows = matrix(rings.v, served).slice(WG * 64, 64, dim=0)
     none = zeros(C.BLOCK_M)
-    if C.VARLEN:
-        guard_queries(rings.q, rings.do, n, m, spot.len_q, WG, C)
+    guard_queries(rings.q, rings.do, n, m, spot, band, WG, C)
     mbarrier.wait(rings.q.full.index(at), turn)
     if C.SEEDED:
         lse2 = statistic(rings.stats, at, 0, C)

@@ -88,10 +88,11 @@ def make_plan(
         "LEFT": form.left,
         "VARLEN": problem.varlen,
         "BOTTOM": form.bottom,
+        "BLIND": problem.varlen or problem.program.may_blind(problem.seqlen_q, problem.seqlen_k),
         "SCORES": "softcap" if problem.softcap > 0 else "fold",
     }
     config = tile._replace(**about)
-    plain = config._replace(TERMS=0, BAND=False, LEFT=False, SCORES="fold", BOTTOM=False)
+    plain = config._replace(TERMS=0, BAND=False, LEFT=False, SCORES="fold", BOTTOM=False, BLIND=False)
     stat_blocks = blocks_of(problem, problem.seqlen_q, config.BLOCK_M)
     tiles = stat_blocks * problem.heads * (1 if problem.varlen else problem.batch)
     edges = edges_of(problem, config, stat_blocks, with_dlse)

@@ -204,6 +204,15 @@ def gradient(tiles, k_ring, v_ring, taken, spot, band, row0, a, WG: gl.constexpr
 
 
 @gluon.jit
+def seeing_rows(dq, band, row0, C: gl.constexpr):
+    """dQ with zeros in rows that see no key, whatever they hold and whatever comes back to them."""
+    if C.BLIND:
+        q = row0 + gl.arange(0, 64, gl.SliceLayout(1, dq.type.layout))
+        dq = gl.where((key_lo(band, q, C) < key_hi(band, q, C))[:, None], dq, 0.0)
+    return dq
+
+
+@gluon.jit
 def consume_queries(dq_desc, q_ring, do_ring, k_ring, v_ring, a, WG: gl.constexpr, C: gl.constexpr):
     """All tiles of this program, rows [64 WG, 64 WG + 64) of each; dQ leaves through the queries' memory."""
     taken = 0
@@ -223,6 +232,7 @@ def consume_queries(dq_desc, q_ring, do_ring, k_ring, v_ring, a, WG: gl.constexp
             # asked again rather than kept in registers
             spot, band = locate_queries(a, tile_at(a, afresh(i)), C)
             row0 = spot.m0 + 64 * WG
+            dq = seeing_rows(dq, band, row0, C)
             put(
                 dq_desc, a.dq, dq * a.scale, q_ring.tiles.index(WG), spot.row, spot.h, spot.q_start, row0, spot.len_q, C
             )

@@ -114,6 +114,19 @@ def seen_keys(band, spot, C: gl.constexpr):
 
 
 @gluon.jit
+def seeing_queries(band, len_q, C: gl.constexpr):
+    """[lo, hi): the queries that see some key lie between; those of the sequence lie before len_q."""
+    lo = len_q * 0
+    hi = len_q * 0 + UNBOUNDED
+    if C.BLIND:
+        lo = gl.maximum(query_lo(band, band.start, C), 0)
+        hi = query_hi(band, band.end - 1, C)
+    if C.VARLEN:  # else the loads fill in zeros past the last query
+        hi = gl.minimum(hi, len_q)
+    return lo, hi
+
+
+@gluon.jit
 def sees_all(band, m, k0, KEYS: gl.constexpr, C: gl.constexpr):
     """Do all queries of the tile at m see all of these keys?"""
     ok = m >= query_lo(band, k0 + (KEYS - 1), C)

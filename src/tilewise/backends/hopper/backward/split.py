@@ -46,10 +46,10 @@ def finish_step(token, spent, n, rows, next_ring, LAST: gl.constexpr, C: gl.cons
 
 
 @gluon.jit
-def guard_next(rings, n, m, spot, WG: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
+def guard_next(rings, n, m, spot, band, WG: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
     """Before the n-th tile's last product, for the scores behind it."""
-    if C.VARLEN and not LAST:
-        guard_queries(rings[0], rings[1], n + 1, m + C.BLOCK_M, spot.len_q, WG, C)
+    if not LAST:
+        guard_queries(rings[0], rings[1], n + 1, m + C.BLOCK_M, spot, band, WG, C)
 
 
 @gluon.jit
@@ -65,14 +65,14 @@ def values_step(dv, s_token, rings, stats, n, m, spot, band, a, LAST: gl.constex
     mbarrier.wait(w_ring.empty.index(at), phase(w_ring, n) ^ 1)
     w_ring.tiles.index(at).store(w_tile)
     mbarrier.arrive(w_ring.full.index(at), count=1)
-    guard_next(rings, n, m, spot, 0, LAST, C)
+    guard_next(rings, n, m, spot, band, 0, LAST, C)
     await_tile(do_ring, n)
     dv_token = warpgroup_mma(as_operand(p_tile, C.BLOCK_DV, DTYPE), matrix(do_ring, n), dv, is_async=True)
     return finish_step(dv_token, do_ring, n, k_tile, q_ring, LAST, C)
 
 
 @gluon.jit
-def keys_step(dk, dp_token, rings, stats, n, m, spot, LAST: gl.constexpr, C: gl.constexpr):
+def keys_step(dk, dp_token, rings, stats, n, m, spot, band, LAST: gl.constexpr, C: gl.constexpr):
     """The n-th tile of queries, whose dP is on its way."""
     q_ring, do_ring, w_ring, _, v_tile = rings
     DTYPE: gl.constexpr = q_ring.tiles.dtype
@@ -86,7 +86,7 @@ def keys_step(dk, dp_token, rings, stats, n, m, spot, LAST: gl.constexpr, C: gl.
     w_tile = w_ring.tiles.index(place(w_ring, n)).load(S_LAYOUT)
     release(w_ring, n)
     ds_tile = w_tile * dp_tile
-    guard_next(rings, n, m, spot, 1, LAST, C)
+    guard_next(rings, n, m, spot, band, 1, LAST, C)
     dk_token = warpgroup_mma(as_operand(ds_tile, C.BLOCK_D, DTYPE), matrix(q_ring, n), dk, is_async=True)
     return finish_step(dk_token, q_ring, n, v_tile, do_ring, LAST, C)
 
@@ -99,8 +99,7 @@ def values_gradient(rings, stats, taken, spot, band, a, C: gl.constexpr):
     for g in range(a.group.value):
         n0 = taken + g * spot.count
         last = n0 + spot.count - 1
-        if C.VARLEN:
-            guard_queries(q_ring, rings[1], n0, spot.first * C.BLOCK_M, spot.len_q, 0, C)
+        guard_queries(q_ring, rings[1], n0, spot.first * C.BLOCK_M, spot, band, 0, C)
         s_token = issue_scores(k_tile, q_ring, n0, C)
         for n in range(n0, last):
             m = (spot.first + n - n0) * C.BLOCK_M
@@ -111,20 +110,19 @@ def values_gradient(rings, stats, taken, spot, band, a, C: gl.constexpr):
 
 
 @gluon.jit
-def keys_gradient(rings, stats, taken, spot, a, C: gl.constexpr):
+def keys_gradient(rings, stats, taken, spot, band, a, C: gl.constexpr):
     """dK of 64 keys, likewise."""
     do_ring, v_tile = rings[1], rings[4]
     dk = zeros(C.BLOCK_D)
     for g in range(a.group.value):
         n0 = taken + g * spot.count
         last = n0 + spot.count - 1
-        if C.VARLEN:
-            guard_queries(rings[0], do_ring, n0, spot.first * C.BLOCK_M, spot.len_q, 1, C)
+        guard_queries(rings[0], do_ring, n0, spot.first * C.BLOCK_M, spot, band, 1, C)
         dp_token = issue_scores(v_tile, do_ring, n0, C)
         for n in range(n0, last):
             m = (spot.first + n - n0) * C.BLOCK_M
-            dk, dp_token = keys_step(dk, dp_token, rings, stats, n, m, spot, False, C)
-        dk, _ = keys_step(dk, dp_token, rings, stats, last, 0, spot, True, C)
+            dk, dp_token = keys_step(dk, dp_token, rings, stats, n, m, spot, band, False, C)
+        dk, _ = keys_step(dk, dp_token, rings, stats, last, 0, spot, band, True, C)
     return dk
 
 
@@ -144,7 +142,7 @@ def serve_split(grad_desc, stats, rings, served, taken, spot, band, i, a, WG: gl
         ring = v_ring
         rows = a.dv
     else:
-        gradient = keys_gradient(rings, stats, taken, spot, a, C) * a.scale
+        gradient = keys_gradient(rings, stats, taken, spot, band, a, C) * a.scale
         ring = k_ring
         rows = a.dk
     # asked again rather than kept in registers

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from tilewise.backends.hopper.backward.schedule import seen_keys, sees_all, visible
+from tilewise.backends.hopper.backward.schedule import seeing_queries, seen_keys, sees_all, visible
 from tilewise.backends.hopper.ring import await_tile, matrix
 from tilewise.backends.hopper.shim import named_sync, tma_store
 from tilewise.backends.hopper.softmax import tanh
@@ -105,7 +105,7 @@ def reduce_dq(dq_tile, part, stat_tile, a, C: gl.constexpr):
 
 @gluon.jit
 def clear_rows(tile, k0, lo, hi, KEYS: gl.constexpr):
-    """Zero rows whose keys are outside [lo, hi): their weights are 0, but 0 · inf is not."""
+    """Zero rows whose keys (or queries) are outside [lo, hi): their weights are 0, but 0 · inf is not."""
     SLICE: gl.constexpr = 32
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     for i in gl.static_range(KEYS // SLICE):
@@ -131,18 +131,19 @@ def guard(k_rows, v_rows, band, spot, k0, KEYS: gl.constexpr, a, C: gl.constexpr
 
 
 @gluon.jit
-def guard_queries(q_ring, do_ring, n, m, len_q, WG: gl.constexpr, C: gl.constexpr):
-    """Queries past a packed sequence's end belong to the next one: zeros. Both warpgroups come here for every tile, with no
-    product on its way."""
-    HALF: gl.constexpr = C.BLOCK_M // 2
-    if m + C.BLOCK_M > len_q:
-        zero = m * 0
-        await_tile(q_ring, n)
-        await_tile(do_ring, n)
-        clear_rows(matrix(q_ring, n).slice(WG * HALF, HALF, dim=0), m + WG * HALF, zero, len_q, HALF)
-        clear_rows(matrix(do_ring, n).slice(WG * HALF, HALF, dim=0), m + WG * HALF, zero, len_q, HALF)
-        fence_async_shared()
-        named_sync(15, 256)
+def guard_queries(q_ring, do_ring, n, m, spot, band, WG: gl.constexpr, C: gl.constexpr):
+    """Queries that see no key, and those past a packed sequence's end, which belong to the next one, become zeros. Both
+    warpgroups come here for every tile, with no product on its way."""
+    if C.VARLEN or C.BLIND:
+        HALF: gl.constexpr = C.BLOCK_M // 2
+        lo, hi = seeing_queries(band, spot.len_q, C)
+        if (m < lo) | (m + C.BLOCK_M > hi):
+            await_tile(q_ring, n)
+            await_tile(do_ring, n)
+            clear_rows(matrix(q_ring, n).slice(WG * HALF, HALF, dim=0), m + WG * HALF, lo, hi, HALF)
+            clear_rows(matrix(do_ring, n).slice(WG * HALF, HALF, dim=0), m + WG * HALF, lo, hi, HALF)
+            fence_async_shared()
+            named_sync(15, 256)
 
 
 @gluon.jit
