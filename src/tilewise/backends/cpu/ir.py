@@ -9,6 +9,7 @@ Letters used by every kernel in this package:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,7 +65,12 @@ class Real:
     mantissa: int
     suffix: str
     degree: int  # of the exp2 polynomial, for an error below half an ulp
-    lowest: float  # stands for "no maximum yet"
+    highest: float
+
+    @property
+    def lowest(self) -> float:
+        """Stands for "no maximum yet"."""
+        return -self.highest
 
     @property
     def magic(self) -> float:
@@ -77,8 +83,8 @@ class Real:
         return -127.0 if self.size == 4 else -1023.0
 
 
-FLOAT = Real(F32, I32, 4, 23, "f32", 6, -3.0e38)
-DOUBLE = Real(F64, I64, 8, 52, "f64", 12, -1.0e308)
+FLOAT = Real(F32, I32, 4, 23, "f32", 6, (2 - 2.0**-23) * 2.0**127)
+DOUBLE = Real(F64, I64, 8, 52, "f64", 12, sys.float_info.max)
 REALS = {"float32": FLOAT, "float64": DOUBLE}
 STORAGE = {"float32": F32, "float64": F64, "float16": HALF, "bfloat16": I16}
 ITEMSIZE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
@@ -280,6 +286,12 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
         if self.arch == "aarch64":
             return self.intrinsic(self._named("maximum", value.type), value.type, [value, bound])
         return self.select(self.fcmp_ordered(">", bound, value), bound, value)
+
+    def at_most(self, value: Value, bound: Value) -> Value:
+        """min(value, bound) that keeps a NaN."""
+        if self.arch == "aarch64":
+            return self.intrinsic(self._named("minimum", value.type), value.type, [value, bound])
+        return self.select(self.fcmp_ordered("<", bound, value), bound, value)
 
     def ceiling(self, value: Value) -> Value:
         return self.intrinsic(self._named("ceil", value.type), value.type, [value])

@@ -47,7 +47,7 @@ class Softmax(KernelModule):
         m_ptr, totals = e.at(f.ptr("m"), row), strip(e, self.tile, f.ptr("l"), row)
         old = [self.known(e, m, total) for m, total in zip(strip(e, self.tile, m_ptr), totals, strict=True)]
         m = [e.top(x, self.level(e, y)) for x, y in zip(old, tops, strict=True)]
-        alpha = self.shrink(e, [e.fsub(before, now) for before, now in zip(old, m, strict=True)])
+        alpha = self.shrink(e, [self.exponent(e, before, now) for before, now in zip(old, m, strict=True)])
         put_strip(e, m, m_ptr)
         put_strip(e, alpha, f.ptr("alpha"))
 
@@ -61,7 +61,7 @@ class Softmax(KernelModule):
             weights, totals = [], over.values
             for n in range(self.pace):
                 s = strip(e, self.tile, P, e.times(e.plus(over.index, n), self.tile.rows))
-                p = exp2(e, [e.fsub(x, y) for x, y in zip(s, m, strict=True)], self.real.degree - 1)
+                p = exp2(e, [self.exponent(e, x, y) for x, y in zip(s, m, strict=True)], self.real.degree - 1)
                 totals = [e.fadd(t, x) for t, x in zip(totals, p, strict=True)]
                 weights.append(p)
             put(over.index, weights)
@@ -138,7 +138,7 @@ class Softmax(KernelModule):
         roots = [e.intrinsic(e._named("sqrt", x.type), x.type, [x]) for x in col.values]
         head, q0 = self.where(e, a, f, index)
         place, term = self.place(a, f, head), self.terms[0]
-        lows, highs = lane_interval(e, self.tile, place, term, q0, interval(e, place, term, q0)[0])
+        lows, highs = lane_interval(e, self.tile, place, term, q0, (interval(e, place, term, q0)[0], place.Sk))
         alive = [e.icmp_signed("<", low, high) for low, high in zip(lows, highs, strict=True)]
         roots = [e.select(x, y, e.const(0.0)) for x, y in zip(alive, roots, strict=True)]
         put_strip(e, roots, f.ptr("reach"), e.times(index, R))
