@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_lse, empty_out
 from tilewise.backends.sequence import Sequence, cuts
 from tilewise.masks import TileClass
-from tilewise.numerics.merge import finite, join_sink
+from tilewise.numerics.merge import NOTHING, join_sink
 from tilewise.problem import Problem
 
 
@@ -18,7 +18,8 @@ def attend(seq: Sequence) -> tuple[Tensor, Tensor]:
     q, k = (0, seq.seqlen_q), (0, seq.seqlen_k)
     tile = seq.scores(seq.load(inputs.q, q), q, k, TileClass.PARTIAL)
     lse = torch.logsumexp(tile.s, dim=-1)  # [B, Hq, M]
-    p = torch.exp(tile.s - finite(lse).unsqueeze(-1))
+    # not exp(s - lse): far from 0 the log-sum-exp has no digits for the number of keys
+    p = torch.softmax(tile.s, dim=-1).masked_fill((lse == NOTHING).unsqueeze(-1), 0.0)
     out = tile.rows(seq.unfold(seq.fold(seq.dropped(p, q, k)) @ seq.load(inputs.v, k, tile.seen), seq.seqlen_q))
     return (out, lse) if inputs.sinks is None else join_sink(out, lse, inputs.sinks)
 

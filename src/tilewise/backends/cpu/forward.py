@@ -37,7 +37,7 @@ class Forward(Softmax):
 
     frame: tuple[str, ...] = (
         *(*FRAME, "split", "Q", "O", "m", "l", "P", "top", "alpha", "factors", "K", "V"),
-        *("reach", "longest", "sums"),
+        *("reach", "longest", "sums", "again"),
     )
     tiles = (("K", "k", "lanes"), ("V", "v", "panels"))
     cleaned = ("V",)
@@ -53,6 +53,7 @@ class Forward(Softmax):
             self.weigh_calm = self.emit_weigh_calm("weigh_calm", self.real.degree - 1, chains=1)
             self.weigh_few = self.emit_weigh_calm("weigh_few", self.real.degree, chains=2)
             self.measure = self.emit_measure()
+            self.vanished = self.emit_vanished()
         self.weigh = self.emit_weigh()
         self.strip = self.emit_strip()
         self.finish = self.emit_finish()
@@ -269,6 +270,11 @@ class Forward(Softmax):
         with e.if_then(e.icmp_signed("<=", f.word("rows"), I64(0)), likely=False):
             e.ret_void()
         strips = e.times(f.word("strips"), a.word("group"))
+        if self.calm:
+            f.set("again", 0)
+        attempt = e.append_basic_block("attempt")
+        e.branch(attempt)
+        e.position_at_end(attempt)
         self.start(e, a, f, strips)
         first, rows = f.word("m0"), f.word("rows")
         low, high = hull(e, self.place(a, f, I64(0)), self.terms, first, e.plus(first, rows, -1))
@@ -283,6 +289,12 @@ class Forward(Softmax):
             f.set("n0", block.index)
             f.set("n1", e.least(e.plus(block.index, BN), high))
             self.block(e, a, f, strips)
+        if self.calm:
+            first_time = e.icmp_signed("==", f.word("again"), I64(0))
+            lost = e.icmp_signed("!=", e.call(self.vanished, [args, frame, strips, begin, end]), I64(0))
+            with e.if_then(e.and_(first_time, lost), likely=False):
+                f.set("again", 1)
+                e.branch(attempt)
         with e.if_then(alone, likely=True):
             with e.loop(0, strips) as over:
                 e.call(self.finish, [args, frame, over.index])

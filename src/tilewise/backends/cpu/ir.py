@@ -78,6 +78,11 @@ class Real:
         return 1.5 * 2.0**self.mantissa
 
     @property
+    def tiny(self) -> float:
+        """The least normal number."""
+        return 2.0 ** (-126 if self.size == 4 else -1022)
+
+    @property
     def floor(self) -> float:
         """The exponent at which 2**x is exactly zero by construction."""
         return -127.0 if self.size == 4 else -1023.0
@@ -322,8 +327,12 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
             wide = vector_of(I32, lanes) if vector else I32
             shift = self.iconst(16, I32, lanes) if vector else I32(16)
             value = self.bitcast(self.shl(self.zext(value, wide), shift), vector_of(F32, lanes) if vector else F32)
-        if dtype == "float64" and self.real is FLOAT:
-            return self.fptrunc(value, target)  # a bias may be wider than the arithmetic
+        if dtype == "float64" and self.real is FLOAT:  # a bias may be wider than the arithmetic; what is finite stays finite
+            most, narrow = target(FLOAT.highest), self.fptrunc(value, target)
+            size = self.intrinsic(self._named("fabs", value.type), value.type, [value])
+            cut = self.intrinsic(self._named("copysign", target), target, [most, narrow])
+            beyond = self.fcmp_ordered(">", size, value.type(FLOAT.highest))
+            return self.select(self.and_(beyond, self.fcmp_ordered("!=", size, value.type(float("inf")))), cut, narrow)
         return value if value.type == target else self.fpext(value, target)
 
     def narrow(self, value: Value, dtype: str) -> Value:
