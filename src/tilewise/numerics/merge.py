@@ -57,6 +57,16 @@ def log_sum(x: Tensor, dim: int) -> Tensor:
     return total.masked_fill(empty.squeeze(dim), NOTHING).masked_fill(endless.squeeze(dim), -NOTHING)
 
 
+def shares(x: Tensor) -> Tensor:
+    """exp(x) over its sum along the last side; all 0 where there is nothing to share.
+
+    The log-sum-exp is no help here: far from 0 it has no digits left for the number of terms. A term of +inf takes all.
+    """
+    empty = (x == NOTHING).all(-1, keepdim=True)
+    bounded = x.masked_fill(empty, 0.0).clamp(max=torch.finfo(x.dtype).max)
+    return torch.softmax(bounded, dim=-1).masked_fill(empty, 0.0)
+
+
 def finite(lse: Tensor) -> Tensor:
     """`lse` with 0 for −inf, so that exp(x − lse) of an empty row is exp(−inf) = 0 and not NaN."""
     return lse.masked_fill(lse == NOTHING, 0.0)

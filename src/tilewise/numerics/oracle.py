@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.masks import MaskProgram, MaskShape, allowed
-from tilewise.numerics.merge import NOTHING, log_sum
+from tilewise.numerics.merge import NOTHING, log_sum, shares
 from tilewise.numerics.philox import keep_tile
 from tilewise.problem import Problem
 
@@ -148,11 +148,8 @@ def softmax(problem: Problem, piece: Piece) -> Softmax:
         sink_logit = piece.sinks[:, None].expand(masked.shape[:2])  # [H, M]
         joined = torch.cat([masked, sink_logit[..., None]], dim=-1)
     lse = log_sum(joined, dim=-1)
-    # not exp(logit - lse): far from 0 the log-sum-exp has no digits for the number of keys
-    empty = (joined == NOTHING).all(-1, keepdim=True)
-    bounded = joined.masked_fill(empty, 0.0).clamp(max=torch.finfo(joined.dtype).max)  # a sink of +inf takes all
-    shares = torch.softmax(bounded, dim=-1).masked_fill(empty, 0.0)
-    p, sink = (shares, None) if sink_logit is None else (shares[..., :-1], shares[..., -1])
+    every = shares(joined)
+    p, sink = (every, None) if sink_logit is None else (every[..., :-1], every[..., -1])
     return Softmax(score, capped, logit, lse, sink, p, p if piece.keep is None else p * piece.keep)
 
 
