@@ -13,6 +13,7 @@ from tilewise import dispatch
 from tilewise.backends import aten
 from tilewise.backends.base import Inputs
 from tilewise.backends.cpu import backend as cpu
+from tilewise.errors import BackendError
 from tilewise.hardware import amx
 from tilewise.problem import Problem
 
@@ -86,3 +87,20 @@ def test_one_query_takes_the_decode_kernel() -> None:
     for mask, kind in ((tw.window(7), "decode"), (tw.dense(torch.ones(1, 100, dtype=torch.bool)), "forward")):
         problem = Problem.of(heads=4, kv_heads=2, seqlen=1, kv_seqlen=100, head_dim=32, dtype="float32", mask=mask)
         assert cpu._plan(problem, Inputs(q, k, k), "forward").kernel.kind == kind
+
+
+def test_a_mask_of_more_tensors_than_arguments_goes_to_tiled() -> None:
+    """32 terms of five documents each: 320 tensors, with their strides."""
+    pytest.importorskip("llvmlite")
+    ids = [torch.randint(0, 3, (20,), generator=torch.Generator().manual_seed(n)) for n in range(5)]
+    term = tw.documents(ids[0])
+    for n in range(1, 5):
+        term = term & tw.documents(ids[n])
+    mask = term
+    for n in range(1, 32):
+        mask = mask | (term & tw.prefix(n))
+    q, k, v = (torch.randn(1, 1, 20, 16) for _ in range(3))
+    out = tw.attention(q, k, v, mask=mask)
+    assert torch.equal(out, tw.attention(q, k, v, mask=mask, backend="tiled"))
+    with pytest.raises(BackendError, match=r"argument words, more than \d+; write it with fewer terms"):
+        tw.attention(q, k, v, mask=mask, backend="cpu")

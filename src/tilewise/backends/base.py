@@ -124,7 +124,7 @@ def empty_lse(q: Tensor) -> Tensor:
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink is a key with value 0, so dS = P_sink · (0 - delta), summed over the rows of its head."""
+    """A sink is a key with value 0, so dS = P_sink · (0 - delta), summed over the rows of its head; 0 for an infinite sink."""
     sink = sinks.to(lse.dtype)[:, None]
-    p = torch.where(sink == float("-inf"), 0.0, torch.exp(sink - finite(lse)))  # [B, Hq, M]
+    p = torch.where(sink.isinf(), 0.0, torch.exp(sink - finite(lse)))  # [B, Hq, M]
     return -(p * delta).sum(dim=(0, 2)).to(sinks.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_lse, empty_out
 from tilewise.backends.sequence import Sequence, cuts
 from tilewise.masks import TileClass
-from tilewise.numerics.merge import finite, join_sink
+from tilewise.numerics.merge import log_sum, shares
 from tilewise.problem import Problem
 
 
@@ -17,10 +17,13 @@ def attend(seq: Sequence) -> tuple[Tensor, Tensor]:
     inputs = seq.inputs
     q, k = (0, seq.seqlen_q), (0, seq.seqlen_k)
     tile = seq.scores(seq.load(inputs.q, q), q, k, TileClass.PARTIAL)
-    lse = torch.logsumexp(tile.s, dim=-1)  # [B, Hq, M]
-    p = torch.exp(tile.s - finite(lse).unsqueeze(-1))
+    s = tile.s
+    if inputs.sinks is not None:
+        sink = inputs.sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
+        s = torch.cat([s, sink], dim=-1)
+    p = shares(s)[..., : seq.seqlen_k]
     out = tile.rows(seq.unfold(seq.fold(seq.dropped(p, q, k)) @ seq.load(inputs.v, k, tile.seen), seq.seqlen_q))
-    return (out, lse) if inputs.sinks is None else join_sink(out, lse, inputs.sinks)
+    return out, log_sum(s, dim=-1)  # [B, Hq, M, Dv], [B, Hq, M]
 
 
 class Reference:

@@ -137,7 +137,7 @@ class Sequence:
         problem, inputs = self.problem, self.inputs
         visible = None if kind is TileClass.FULL else allowed(self.program, self.shape, q, k, self._arange)
         if inputs.bias is not None:
-            bias = cut_tile(inputs.bias, q, k).to(self.dtype)
+            bias = narrowed(cut_tile(inputs.bias, q, k), self.dtype)
             unmasked = bias != float("-inf")
             visible = unmasked if visible is None else visible & unmasked
         seen = seeing = None
@@ -175,6 +175,14 @@ class Sequence:
         if visible.shape[1] > 1:
             visible = visible.unflatten(1, (self.kv_heads, -1)).flatten(2, 3)
         return visible.any(dim=2).unsqueeze(-1)
+
+
+def narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias in the dtype of the arithmetic; what is finite stays finite, for only -inf masks."""
+    if bias.dtype != torch.float64 or dtype == torch.float64:
+        return bias.to(dtype)
+    most = torch.finfo(dtype).max
+    return torch.where(bias.isinf(), bias, bias.clamp(-most, most)).to(dtype)
 
 
 def cut_tile(x: Tensor, q: Range, k: Range) -> Tensor:

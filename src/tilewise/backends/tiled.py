@@ -157,7 +157,8 @@ class Tiled:
         dlse: Tensor | None,
         needs: Needs,
     ) -> Grads:
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
+        # an output of 0 takes no part, whatever comes back to it: so have rows that see nothing
+        delta = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
         if dlse is not None:
             delta = delta - dlse
         dq, dk, dv = (torch.zeros_like(x) for x in inputs[:3])

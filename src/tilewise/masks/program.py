@@ -150,7 +150,9 @@ def _literal_tile(literal: Literal, shape: MaskShape, q: Any, k: Any, qs: slice,
             delta = delta - (shape.seqlen_k - shape.seqlen_q)
         elif letter == "o":
             delta = delta - tensors[0][:, None, None, None]
-        return (delta >= lo) & (delta <= hi)
+        # an open side is no limit, not even with the largest offset
+        above = delta >= lo if lo > -UNBOUNDED else delta == delta
+        return above & (delta <= hi) if hi < UNBOUNDED else above
     if letter == "r":
         return (k_row >= ints[0]) & (k_row < ints[1])
     if letter == "k":

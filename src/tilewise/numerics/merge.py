@@ -37,18 +37,34 @@ def merge_many(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor)
 
 
 def join_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Partial:
-    """Let each head's sink (H,) join the denominators of (..., H, M): a key whose value is 0."""
+    """Let each head's sink (H,) join the denominators of (..., H, M): a key whose value is 0.
+
+    Rows without keys stay 0, with gradient 0 whatever comes back to them.
+    """
     dtype = _working_dtype(out, lse)
     lse = lse.to(dtype)
     both = torch.stack([lse, sink.to(dtype).unsqueeze(-1).expand_as(lse)])
     total = log_sum(both, dim=0)
-    return out * torch.exp(lse - finite(total)).unsqueeze(-1), total
+    joined = out * torch.exp(lse - finite(total)).unsqueeze(-1)
+    return torch.where((lse == NOTHING).unsqueeze(-1), 0.0, joined), total
 
 
 def log_sum(x: Tensor, dim: int) -> Tensor:
-    """log Σ exp(x) along `dim`; where there is nothing to sum, −inf with gradient 0 (torch's has NaN)."""
-    empty = (x == NOTHING).all(dim, keepdim=True)
-    return torch.logsumexp(x.masked_fill(empty, 0.0), dim=dim).masked_fill(empty.squeeze(dim), NOTHING)
+    """log Σ exp(x) along `dim`; −inf where there is nothing to sum and +inf where a term is, both with gradient 0 (torch's
+    have NaN)."""
+    empty, endless = (x == NOTHING).all(dim, keepdim=True), (x == -NOTHING).any(dim, keepdim=True)
+    total = torch.logsumexp(x.masked_fill(empty | endless, 0.0), dim=dim)
+    return total.masked_fill(empty.squeeze(dim), NOTHING).masked_fill(endless.squeeze(dim), -NOTHING)
+
+
+def shares(x: Tensor) -> Tensor:
+    """exp(x) over its sum along the last side; all 0 where there is nothing to share.
+
+    The log-sum-exp is no help here: far from 0 it has no digits left for the number of terms. A term of +inf takes all.
+    """
+    empty = (x == NOTHING).all(-1, keepdim=True)
+    bounded = x.masked_fill(empty, 0.0).clamp(max=torch.finfo(x.dtype).max)
+    return torch.softmax(bounded, dim=-1).masked_fill(empty, 0.0)
 
 
 def finite(lse: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.masks import MaskProgram, MaskShape, allowed
-from tilewise.numerics.merge import NOTHING, finite, log_sum
+from tilewise.numerics.merge import NOTHING, log_sum, shares
 from tilewise.numerics.philox import keep_tile
 from tilewise.problem import Problem
 
@@ -148,8 +148,8 @@ def softmax(problem: Problem, piece: Piece) -> Softmax:
         sink_logit = piece.sinks[:, None].expand(masked.shape[:2])  # [H, M]
         joined = torch.cat([masked, sink_logit[..., None]], dim=-1)
     lse = log_sum(joined, dim=-1)
-    p = torch.exp(masked - finite(lse)[..., None])
-    sink = None if sink_logit is None else torch.exp(sink_logit - finite(lse))
+    every = shares(joined)
+    p, sink = (every, None) if sink_logit is None else (every[..., :-1], every[..., -1])
     return Softmax(score, capped, logit, lse, sink, p, p if piece.keep is None else p * piece.keep)
 
 

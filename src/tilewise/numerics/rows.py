@@ -58,9 +58,38 @@ class _Totals(NamedTuple):
     """Of each row over all its keys, [1, M]."""
 
     lse: Tensor
+    weight: _Weight
     top: Tensor
     keys: Tensor
     denominator: Tensor
+
+
+class _Weight(NamedTuple):
+    """Σ exp(logit) as exp(peak) · total, [1, M]: far from 0 its logarithm would have no digits for the number of keys."""
+
+    peak: Tensor
+    total: Tensor
+
+    def plus(self, other: _Weight) -> _Weight:
+        peak = torch.maximum(self.peak, other.peak)
+        return _Weight(peak, self.total * _ratio(self.peak, peak) + other.total * _ratio(other.peak, peak))
+
+    def share(self, whole: _Weight) -> Tensor:
+        """What part of `whole` it is; 0 of nothing."""
+        total = whole.total.masked_fill(whole.total == 0, 1.0)
+        return self.total * _ratio(self.peak, whole.peak) / total
+
+
+def _ratio(low: Tensor, high: Tensor) -> Tensor:
+    """exp(low - high); 1 where they are equal, infinite ones too."""
+    return torch.where(low == high, 1.0, torch.exp(low - finite(high)))
+
+
+def _weight(logit: Tensor, seen: Tensor) -> _Weight:
+    """Of the visible keys of a chunk."""
+    logit = logit.masked_fill(~seen, NOTHING)
+    peak = logit.amax(-1)
+    return _Weight(peak, torch.exp(logit - finite(peak)[..., None]).sum(-1))
 
 
 class _Chunk(ForwardErrors):
@@ -69,7 +98,8 @@ class _Chunk(ForwardErrors):
     def __init__(self, problem: Problem, piece: Piece, rounding: Arithmetic, totals: _Totals) -> None:
         super().__init__(problem, piece, rounding)
         self.totals = totals
-        share = torch.exp(self.exact.lse - finite(totals.lse))[..., None]  # [1, M, 1], of the whole denominator
+        own = _weight(self.exact.logit, piece.seen)
+        share = own.share(totals.weight)[..., None]  # [1, M, 1], of the whole denominator
         self.exact = self.exact._replace(lse=totals.lse, p=self.exact.p * share, w=self.exact.w * share)
         self.out = self.out * share
 
@@ -120,23 +150,24 @@ def exact_rows(problem: Problem, inputs: Tensors, rows: Rows, rounding: Arithmet
 def _totals(problem: Problem, inputs: Tensors, rows: Rows, where: Sequence, rounding: Arithmetic) -> _Totals:
     """The first walk. ε of a weight is its own part plus 4u·top + 8u, the same for all keys and the sink of a row."""
     u = rounding.u
-    lse, top, uncertain = inputs.q.new_full((3, 1, len(rows.positions)), NOTHING, dtype=torch.float64).unbind()
+    lse, peak, uncertain = inputs.q.new_full((3, 1, len(rows.positions)), NOTHING, dtype=torch.float64).unbind()
     keys = torch.zeros_like(lse)
+    weight = _Weight(peak, torch.zeros_like(peak))
     for piece in _pieces(problem, inputs, rows, where):
         part = ForwardErrors(problem, piece, rounding)
         logit = part.exact.logit
         raised = (logit + part.logit + 4 * u * logit.abs()).masked_fill(~piece.seen, NOTHING)
         lse = torch.logaddexp(lse, part.exact.lse)
         uncertain = torch.logaddexp(uncertain, torch.logsumexp(raised, dim=-1))
-        top = torch.maximum(top, logit.masked_fill(~piece.seen, NOTHING).amax(-1))
+        weight = weight.plus(_weight(logit, piece.seen))
         keys = keys + piece.seen.sum(-1)
     if inputs.sinks is not None:
         sink = inputs.sinks[rows.head].double()
-        lse, top = torch.logaddexp(lse, sink), torch.maximum(top, sink)
+        lse, weight = torch.logaddexp(lse, sink), weight.plus(_Weight(sink, torch.ones_like(sink)))
         uncertain = torch.logaddexp(uncertain, sink + 4 * u * finite(sink).abs())
-    top = finite(top).abs()
+    top = finite(weight.peak).abs()
     log_f = (uncertain - finite(lse) + 4 * u * top + 8 * u).clamp(min=0.0)  # −inf, nothing to be uncertain of, gives 0
-    return _Totals(lse, top, keys, log_f + _summing(keys, rounding))
+    return _Totals(lse, weight, top, keys, log_f + _summing(keys, rounding))
 
 
 def _summing(keys: Tensor, rounding: Arithmetic) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -17,7 +16,8 @@ from torch import Tensor
 from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_out, sink_gradient
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
-from tilewise.backends.cpu.spec import GRADIENTS, HOT, Kernel, argument_names
+from tilewise.backends.cpu.blind import Rows, without_blind
+from tilewise.backends.cpu.spec import BACKWARD, GRADIENTS, HOT, Kernel, argument_names, mask_slots
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import TENSORS
 from tilewise.problem import Problem
@@ -96,6 +96,7 @@ class CpuBackend:
             _obstacle(),
             None if problem.device == "cpu" else f"computes on the CPU; the tensors are on {problem.device}",
             "sums are plain; precision='compensated' is served by tiled" if problem.precision == "compensated" else None,
+            _too_long(problem.program.structure),
         )
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
@@ -180,12 +181,8 @@ class CpuBackend:
         dlse: Tensor | None,
         needs: Needs,
     ) -> Grads:
-        q, k, v = inputs.q, inputs.k, inputs.v
-        if not lse.amin().item() > -math.inf:  # or NaN, which hides the others
-            blind = lse == -math.inf
-            if blind.any():  # rows that see nothing give nothing, whatever they hold and whatever comes back to them
-                q, dout = (x.masked_fill(blind.unsqueeze(-1), 0.0) for x in (q, dout))
-                dlse = None if dlse is None else dlse.masked_fill(blind, 0.0)
+        q, dout, dlse = without_blind(self.forward, problem, inputs, lse, Rows(inputs.q, dout, dlse))
+        k, v = inputs.k, inputs.v
         ready = _plan(problem, inputs, "backward", needs.dbias)
         words, _alive = _rare_words(problem, inputs, ready)
         dq = _like(q) if needs.dq else None
@@ -220,6 +217,12 @@ class CpuBackend:
         if dbias is not None and inputs.bias is not None:
             dbias = dbias.to(inputs.bias.dtype)
         return Grads(dq, _settle(dk, dk_sum), _settle(dv, dv_sum), dbias, dsinks)
+
+
+def _too_long(structure: str) -> str | None:
+    """Why a mask's integers and tensors do not fit into the argument block; None if they do."""
+    left, wanted = schedule.BLOCK_WORDS - len(BACKWARD), len(mask_slots(structure))
+    return None if wanted <= left else f"the mask takes {wanted} argument words, more than {left}; write it with fewer terms"
 
 
 def _ready(problem: Problem, inputs: Inputs) -> tuple[int, Plan, bool]:

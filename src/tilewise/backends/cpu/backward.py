@@ -7,7 +7,7 @@ same rows of dK and dV, and must do so in a fixed order, or results would depend
 the keys it is, and adds to a key block only when every earlier task of its key head has passed it. They follow each other
 like the stages of a pipeline, so they seldom wait, and the sums are the same for any number of threads.
 
-s and lse are in units of log 2. What rounding cuts off lse·log2(e) is put back as a factor of dO and delta, row by row.
+s and lse are in units of log 2 (with a bias: twice that). What rounding cuts off lse·log2(e) is put back as a factor of dO and delta, row by row.
 """
 
 from __future__ import annotations
@@ -177,7 +177,9 @@ class Backward(RowStatistics, Turns):
                 s, unmasked, tanhs = modifier.apply(s, e.plus(f.word("n0"), j))
                 if unmasked and seen:
                     seen = [e.and_(x, y) for x, y in zip(seen, unmasked, strict=True)]
-            p = exp2(e, [e.fsub(x, y) for x, y in zip(s, lse, strict=True)], self.degree)
+            # no weight is above 1, but scores far from 0 have ulps of any size
+            gaps = [e.at_most(self.exponent(e, x, y), zero) for x, y in zip(s, lse, strict=True)]
+            p = exp2(e, gaps, self.degree)
             kept = p
             if kernel.dropout:
                 words = strip(e, tile, f.ptr("kept"), e.times(j, tile.rows), e.real.bits)
@@ -200,13 +202,13 @@ class Backward(RowStatistics, Turns):
             self.keep(e, where, over.index, [one(e.plus(over.index, n)) for n in range(self.pace)])
 
     def add_dbias(self, e: Emit, a: Slots, f: Slots, index: Value, j: Value, ds: list[Value]) -> None:
-        """dBias += dS for the strip's valid rows; the host sees to it that no two tasks share a cell at the same time."""
+        """dBias += dS for the strip's valid rows and the block's keys; the host sees to it that no two tasks share a cell at the same time."""
         head, q0 = self.where(e, a, f, index)
         rows = e.least(self.tile.rows, e.minus(f.word("Sq"), q0))
         key = e.plus(f.word("n0"), j)
         base = e.plus(e.times(f.word("batch"), a.word("dbias_b")), e.times(head, a.word("dbias_h")))
         base = e.plus(base, e.times(key, a.word("dbias_d")))
-        with e.if_then(e.less(key, f.word("Sk"))):
+        with e.if_then(e.less(key, f.word("n1"))):
             for r in range(self.tile.rows):
                 with e.if_then(e.less(r, rows)):
                     cell = e.at(a.ptr("dbias"), e.plus(base, e.times(e.plus(q0, r), a.word("dbias_s"))))

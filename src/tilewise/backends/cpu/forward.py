@@ -1,6 +1,6 @@
 """The forward kernel: query blocks outside, key blocks inside, strips of R rows innermost.
 
-For one strip the state over the keys seen so far is, in units of log 2,
+For one strip the state over the keys seen so far is, in units of log 2 (or, with a bias, of twice that: `Kernel.score_unit`),
 
     m >= max s (an integer),   l = Σ 2**(s - m),   O = Σ 2**(s - m) v
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tilewise.backends.cpu.elementary import LOG2E, exp2
+from tilewise.backends.cpu.elementary import exp2
 from tilewise.backends.cpu.ir import I64, PTR, Emit, Value
 from tilewise.backends.cpu.masking import Place, hull
 from tilewise.backends.cpu.micro import by_panels, put_strip, share, strip
@@ -37,7 +37,7 @@ class Forward(Softmax):
 
     frame: tuple[str, ...] = (
         *(*FRAME, "split", "Q", "O", "m", "l", "P", "top", "alpha", "factors", "K", "V"),
-        *("reach", "longest", "sums"),
+        *("reach", "longest", "sums", "again"),
     )
     tiles = (("K", "k", "lanes"), ("V", "v", "panels"))
     cleaned = ("V",)
@@ -53,6 +53,7 @@ class Forward(Softmax):
             self.weigh_calm = self.emit_weigh_calm("weigh_calm", self.real.degree - 1, chains=1)
             self.weigh_few = self.emit_weigh_calm("weigh_few", self.real.degree, chains=2)
             self.measure = self.emit_measure()
+            self.vanished = self.emit_vanished()
         self.weigh = self.emit_weigh()
         self.strip = self.emit_strip()
         self.finish = self.emit_finish()
@@ -184,9 +185,11 @@ class Forward(Softmax):
         head, q0 = self.where(e, a, f, index)
         row = e.times(index, R)
         m_ptr, l_ptr, factors = e.at(f.ptr("m"), row), e.at(f.ptr("l"), row), f.ptr("alpha")
-        sinks = a.ptr("sinks")
+        sinks, sink = a.ptr("sinks"), e.alloca(self.real.type)
+        e.put(e.num(float("-inf")), sink)
         with e.if_then(e.icmp_unsigned("!=", e.ptrtoint(sinks, I64), I64(0)), likely=False):
-            self.join_sink(e, e.get(sinks, head), index, a, f)
+            e.put(e.get(sinks, head), sink)
+            self.join_sink(e, e.get(sink), index, a, f)
         keep = e.splat(a.num("keep_factor"))
         for i in range(tile.vectors):  # dropout's survivors were not scaled: the denominator makes up for it
             e.vput(e.fmul(e.vget(l_ptr, i * e.lanes), keep), factors, i * e.lanes)
@@ -197,7 +200,8 @@ class Forward(Softmax):
         e.call(self.unpack_quotient, [to, a.word("o_s"), O, rows, a.word("Dv"), factors])
         lse = e.at(a.ptr("lse"), self.row_offset(e, a, f, head, position))
         with e.loop(0, rows) as over:
-            e.put(self.natural_lse(e, e.get(m_ptr, over.index), e.get(l_ptr, over.index)), lse, over.index)
+            m, total = e.get(m_ptr, over.index), e.get(l_ptr, over.index)
+            e.put(self.natural_lse(e, m, total, e.get(sink)), lse, over.index)
         e.ret_void()
         return function
 
@@ -206,13 +210,13 @@ class Forward(Softmax):
         tile, row = self.tile, e.times(index, self.tile.rows)
         m_ptr, l_ptr = e.at(f.ptr("m"), row), e.at(f.ptr("l"), row)
         O = e.at(f.ptr("O"), e.times(index, e.times(a.word("DVP"), tile.rows)))
-        logit = e.splat(e.fmul(sink, e.num(LOG2E)))
+        logit = e.splat(self.sink_logit(e, sink))
         factors = []
         for i in range(tile.vectors):
             total = e.vget(l_ptr, i * e.lanes)
             old = self.known(e, e.vget(m_ptr, i * e.lanes), total)
             m = e.top(old, self.level(e, logit))
-            (alpha,), (sink_share,) = self.shrink(e, [e.fsub(old, m)]), exp2(e, [e.fsub(logit, m)])
+            (alpha,), (sink_share,) = self.shrink(e, [self.exponent(e, old, m)]), exp2(e, [self.exponent(e, logit, m)])
             e.vput(e.mad(total, alpha, sink_share), l_ptr, i * e.lanes)
             e.vput(m, m_ptr, i * e.lanes)
             factors.append(alpha)
@@ -235,7 +239,7 @@ class Forward(Softmax):
             old = self.known(e, e.vget(m_ptr, i * e.lanes), total)
             other = self.known(e, e.vget(e.at(m_in, row), i * e.lanes), more)
             m = e.top(old, other)
-            mine, his = self.shrink(e, [e.fsub(old, m), e.fsub(other, m)])
+            mine, his = self.shrink(e, [self.exponent(e, old, m), self.exponent(e, other, m)])
             ours.append(mine)
             theirs.append(his)
             e.vput(e.mad(more, his, e.fmul(total, mine)), l_ptr, i * e.lanes)
@@ -266,6 +270,11 @@ class Forward(Softmax):
         with e.if_then(e.icmp_signed("<=", f.word("rows"), I64(0)), likely=False):
             e.ret_void()
         strips = e.times(f.word("strips"), a.word("group"))
+        if self.calm:
+            f.set("again", 0)
+        attempt = e.append_basic_block("attempt")
+        e.branch(attempt)
+        e.position_at_end(attempt)
         self.start(e, a, f, strips)
         first, rows = f.word("m0"), f.word("rows")
         low, high = hull(e, self.place(a, f, I64(0)), self.terms, first, e.plus(first, rows, -1))
@@ -280,6 +289,12 @@ class Forward(Softmax):
             f.set("n0", block.index)
             f.set("n1", e.least(e.plus(block.index, BN), high))
             self.block(e, a, f, strips)
+        if self.calm:
+            first_time = e.icmp_signed("==", f.word("again"), I64(0))
+            lost = e.icmp_signed("!=", e.call(self.vanished, [args, frame, strips, begin, end]), I64(0))
+            with e.if_then(e.and_(first_time, lost), likely=False):
+                f.set("again", 1)
+                e.branch(attempt)
         with e.if_then(alone, likely=True):
             with e.loop(0, strips) as over:
                 e.call(self.finish, [args, frame, over.index])

@@ -9,6 +9,7 @@ Letters used by every kernel in this package:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,7 +65,12 @@ class Real:
     mantissa: int
     suffix: str
     degree: int  # of the exp2 polynomial, for an error below half an ulp
-    lowest: float  # stands for "no maximum yet"
+    highest: float
+
+    @property
+    def lowest(self) -> float:
+        """Stands for "no maximum yet"."""
+        return -self.highest
 
     @property
     def magic(self) -> float:
@@ -72,13 +78,18 @@ class Real:
         return 1.5 * 2.0**self.mantissa
 
     @property
+    def tiny(self) -> float:
+        """The least normal number."""
+        return 2.0 ** (-126 if self.size == 4 else -1022)
+
+    @property
     def floor(self) -> float:
         """The exponent at which 2**x is exactly zero by construction."""
         return -127.0 if self.size == 4 else -1023.0
 
 
-FLOAT = Real(F32, I32, 4, 23, "f32", 6, -3.0e38)
-DOUBLE = Real(F64, I64, 8, 52, "f64", 12, -1.0e308)
+FLOAT = Real(F32, I32, 4, 23, "f32", 6, (2 - 2.0**-23) * 2.0**127)
+DOUBLE = Real(F64, I64, 8, 52, "f64", 12, sys.float_info.max)
 REALS = {"float32": FLOAT, "float64": DOUBLE}
 STORAGE = {"float32": F32, "float64": F64, "float16": HALF, "bfloat16": I16}
 ITEMSIZE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
@@ -281,6 +292,12 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
             return self.intrinsic(self._named("maximum", value.type), value.type, [value, bound])
         return self.select(self.fcmp_ordered(">", bound, value), bound, value)
 
+    def at_most(self, value: Value, bound: Value) -> Value:
+        """min(value, bound) that keeps a NaN."""
+        if self.arch == "aarch64":
+            return self.intrinsic(self._named("minimum", value.type), value.type, [value, bound])
+        return self.select(self.fcmp_ordered("<", bound, value), bound, value)
+
     def ceiling(self, value: Value) -> Value:
         return self.intrinsic(self._named("ceil", value.type), value.type, [value])
 
@@ -310,8 +327,12 @@ class Emit(ir.IRBuilder):  # type: ignore[misc]
             wide = vector_of(I32, lanes) if vector else I32
             shift = self.iconst(16, I32, lanes) if vector else I32(16)
             value = self.bitcast(self.shl(self.zext(value, wide), shift), vector_of(F32, lanes) if vector else F32)
-        if dtype == "float64" and self.real is FLOAT:
-            return self.fptrunc(value, target)  # a bias may be wider than the arithmetic
+        if dtype == "float64" and self.real is FLOAT:  # a bias may be wider than the arithmetic; what is finite stays finite
+            most, narrow = target(FLOAT.highest), self.fptrunc(value, target)
+            size = self.intrinsic(self._named("fabs", value.type), value.type, [value])
+            cut = self.intrinsic(self._named("copysign", target), target, [most, narrow])
+            beyond = self.fcmp_ordered(">", size, value.type(FLOAT.highest))
+            return self.select(self.and_(beyond, self.fcmp_ordered("!=", size, value.type(float("inf")))), cut, narrow)
         return value if value.type == target else self.fpext(value, target)
 
     def narrow(self, value: Value, dtype: str) -> Value:

@@ -8,6 +8,7 @@ element by element into a tile of bits, on tiles that cheap tests could not prov
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 
 from llvmlite import ir
 
@@ -66,13 +67,8 @@ def interval(e: Emit, place: Place, term: list[Part], q: Value) -> tuple[Value, 
         if part.letter == "0":
             hi = e.word(0)
         elif part.letter in "bto":
-            shift = q
-            if part.letter == "b":
-                shift = e.plus(q, e.minus(place.Sk, place.Sq))
-            elif part.letter == "o":
-                shift = e.plus(q, _per_batch(e, place, part.tensors))
-            lo = e.most(lo, e.plus(args.word(f"mask_i{part.ints}"), shift))
-            hi = e.least(hi, e.plus(args.word(f"mask_i{part.ints + 1}"), shift, 1))
+            band_lo, band_hi = _band(e, place, part, q)
+            lo, hi = e.most(lo, band_lo), e.least(hi, band_hi)
         elif part.letter == "r":
             lo = e.most(lo, args.word(f"mask_i{part.ints}"))
             hi = e.least(hi, args.word(f"mask_i{part.ints + 1}"))
@@ -83,12 +79,18 @@ def interval(e: Emit, place: Place, term: list[Part], q: Value) -> tuple[Value, 
 
 
 def hull(e: Emit, place: Place, terms: list[list[Part]], first: Value, last: Value) -> tuple[Value, Value]:
-    """[lo, hi) around every key that a row in [first, last] may see by bands and ranges; empty when hi <= lo."""
+    """[lo, hi) around every key that a row in [first, last] may see by bands and ranges; empty when hi <= lo.
+
+    With a single term some row sees each of these keys: both ends move by at most one key from row to row.
+    """
     lows, highs = [], []
     for term in terms:
         lo, _ = interval(e, place, term, first)
         _, hi = interval(e, place, term, last)
         void = e.icmp_signed("<=", hi, lo)  # an empty term must not stretch the hull
+        bands = [_band(e, place, part, first) for part in term if part.letter in "bto"]
+        for one, other in permutations(bands, 2):  # two bands side by side have no key in common in any row
+            void = e.or_(void, e.icmp_signed(">=", one[0], other[1]))
         lows.append(e.select(void, place.Sk, lo))
         highs.append(e.select(void, e.word(0), hi))
     lo, hi = lows[0], highs[0]
@@ -103,13 +105,13 @@ def _per_batch(e: Emit, place: Place, tensor: int) -> Value:
 
 
 def lane_interval(
-    e: Emit, tile: Register, place: Place, term: list[Part], q0: Value, n0: Value
+    e: Emit, tile: Register, place: Place, term: list[Part], q0: Value, keys: tuple[Value, Value]
 ) -> tuple[list[Value], list[Value]]:
-    """Each lane's [lo, hi) counted from key n0, as vectors of the Real type's integers.
+    """Each lane's [lo, hi) within the keys [n0, n1), counted from n0, as vectors of the Real type's integers.
 
-    Rows are q0, q0 + 1, …; the interval of row q is cut off at ±FAR, which no tile reaches.
+    Rows are q0, q0 + 1, …; those past the last query see nothing. An interval is cut off at ±FAR, which no tile reaches.
     """
-    kind, lanes = e.real.bits, e.lanes
+    kind, (n0, n1) = e.real.bits, keys
 
     def near(value: Value) -> Value:
         cut = e.least(e.most(e.minus(value, n0), -FAR), FAR)
@@ -118,9 +120,9 @@ def lane_interval(
     def tops(vectors: list[Value], other: list[Value], sign: str) -> list[Value]:
         return [e.select(e.icmp_signed(sign, a, b), a, b) for a, b in zip(vectors, other, strict=True)]
 
-    lows = [near(e.word(0))] * tile.vectors
-    highs = [near(place.Sk)] * tile.vectors
-    rows = [e.iconst(range(i * lanes, (i + 1) * lanes)) for i in range(tile.vectors)]
+    rows = _lane_rows(e, tile)
+    lows = [near(n0)] * tile.vectors
+    highs = [e.select(real, near(e.least(n1, place.Sk)), e.iconst(-FAR)) for real in real_rows(e, tile, place, q0)]
     for part in term:
         if part.letter not in "0btork":
             continue
@@ -129,6 +131,18 @@ def lane_interval(
         lows = tops(lows, [e.add(near(lo), r) for r in step], ">")
         highs = tops(highs, [e.add(near(hi), r) for r in step], "<")
     return lows, highs
+
+
+def _lane_rows(e: Emit, tile: Register) -> list[Value]:
+    """0, 1, … for the rows of a strip."""
+    return [e.iconst(range(i * e.lanes, (i + 1) * e.lanes)) for i in range(tile.vectors)]
+
+
+def real_rows(e: Emit, tile: Register, place: Place, q0: Value) -> list[Value]:
+    """Per lane: is it a query of the sequence? A strip is padded past the last one."""
+    left = e.least(e.minus(place.Sq, q0), FAR)
+    left = e.splat(left if e.real.bits == I64 else e.trunc(left, e.real.bits))
+    return [e.icmp_signed("<", row, left) for row in _lane_rows(e, tile)]
 
 
 def _band(e: Emit, place: Place, part: Part, q: Value) -> tuple[Value, Value]:
@@ -228,16 +242,19 @@ def _part_alive(e: Emit, place: Place, part: Part, first: Value, last: Value, lo
 
 def emit_bits(unit: Unit, names: tuple[str, ...], structure: str, tile: Register) -> ir.Function:
     """bits(args, batch, head, Sq, Sk, q_start, k_start, q0, n0, n1, W): all ones in W[j][lane] where row q0 + lane sees key
-    n0 + j, zeros elsewhere, for j in [0, n1 - n0); returns EMPTY, PARTIAL or FULL."""
+    n0 + j, zeros elsewhere, for whole panels of keys from n0 to n1 and on; returns EMPTY, PARTIAL or FULL, of the real rows and
+    keys."""
     e, (pointer, *words), function = unit.function("bits", [PTR, *[I64] * 9, PTR], result=I64)
     place = Place(Slots(e, pointer, names), *words[:6])
     q0, n0, n1, out = words[6:]
     rows = [e.least(e.plus(q0, r), e.minus(place.Sq, 1)) for r in range(tile.rows)]
     terms = parse_terms(structure)
-    bounds = [lane_interval(e, tile, place, term, q0, n0) for term in terms]
+    bounds = [lane_interval(e, tile, place, term, q0, (n0, n1)) for term in terms]
+    padding = [e.sext(e.not_(real), e.vtype(e.real.bits)) for real in real_rows(e, tile, place, q0)]
     prepared = {part: _prepare(e, place, part, rows) for term in terms for part in term if part.letter not in "0btork"}
     none, every = [e.iconst(0)] * tile.vectors, [e.iconst(-1)] * tile.vectors
-    with e.loop(0, e.minus(n1, n0), 1, none + every) as over:
+    width = e.minus(n1, n0)
+    with e.loop(0, width, 1, none + every) as over:
         j = over.index
         k = e.least(e.plus(n0, j), e.minus(place.Sk, 1))
         seen: list[Value] = []
@@ -251,7 +268,11 @@ def emit_bits(unit: Unit, names: tuple[str, ...], structure: str, tile: Register
         for i, w in enumerate(wide):
             e.vput(w, out, e.plus(e.times(j, tile.rows), i * e.lanes))
         some = [e.or_(a, b) for a, b in zip(over.values[: tile.vectors], wide, strict=True)]
-        over.carry(some + [e.and_(a, b) for a, b in zip(over.values[tile.vectors :], wide, strict=True)])
+        full = [e.or_(a, b) for a, b in zip(wide, padding, strict=True)]
+        over.carry(some + [e.and_(a, b) for a, b in zip(over.values[tile.vectors :], full, strict=True)])
+    with e.loop(width, e.round_up(width, tile.keys)) as beyond:
+        for i in range(tile.vectors):
+            e.vput(e.iconst(0), out, e.plus(e.times(beyond.index, tile.rows), i * e.lanes))
     some = any_lane(e, over.values[: tile.vectors])
     holes = any_lane(e, [e.xor(v, e.iconst(-1)) for v in over.values[tile.vectors :]])
     e.ret(e.select(some, e.select(holes, I64(PARTIAL), I64(FULL)), I64(EMPTY)))

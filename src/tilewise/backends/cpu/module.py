@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.backends.cpu import matrix
-from tilewise.backends.cpu.elementary import LN2, log2
+from tilewise.backends.cpu.elementary import LN2, LOG2E, log2
 from tilewise.backends.cpu.ir import F32, F64, I1, I8, I32, I64, PTR, REALS, STORAGE, Emit, Unit, Value
 from tilewise.backends.cpu.masking import (
     EMPTY,
@@ -129,7 +129,7 @@ class KernelModule:
             j0, j1 = e.round_down(near(low), J), e.round_up(near(high), J)
             solid0 = e.least(e.round_up(near(inner_low), J), j1)
             solid1 = e.most(e.round_down(near(inner_high), J), solid0)
-            lows, highs = lane_interval(e, self.tile, place, term, q0, n0)
+            lows, highs = lane_interval(e, self.tile, place, term, q0, (n0, f.word("n1")))
             return j0, j1, solid0, solid1, lambda e, j: within(e, j, lows, highs)
         W = f.ptr("W")
         where = self.mask_words(place)
@@ -137,7 +137,7 @@ class KernelModule:
         kind = e.alloca(I64)
         e.store(I64(EMPTY), kind)
         with e.if_then(e.icmp_signed("!=", alive, I64(0))):
-            e.store(e.call(self.bits, [a.pointer, *where, q0, n0, e.plus(n0, n_pad), W]), kind)
+            e.store(e.call(self.bits, [a.pointer, *where, q0, n0, f.word("n1"), W]), kind)
         kind = e.load(kind, typ=I64)
         nothing = e.icmp_signed("==", kind, I64(EMPTY))
         whole = e.icmp_signed("==", kind, I64(FULL))
@@ -147,7 +147,7 @@ class KernelModule:
             words = strip(e, self.tile, W, e.times(j, self.tile.rows), e.real.bits)
             return [e.icmp_signed("!=", w, e.iconst(0)) for w in words]
 
-        return I64(0), j1, I64(0), e.select(whole, j1, I64(0)), visible
+        return I64(0), j1, I64(0), e.select(whole, e.round_down(width, J), I64(0)), visible
 
     def fetch_tiles(self, e: Emit, a: Slots, f: Slots) -> None:
         """Pack the K and V rows of keys [n0, n1), with zeros up to a whole register tile."""
@@ -224,7 +224,7 @@ class KernelModule:
         n0 = f.word("n0")
         key = e.plus(n0, j)
         if self.simple:
-            lows, highs = lane_interval(e, self.tile, place, self.terms[0], q0, n0)
+            lows, highs = lane_interval(e, self.tile, place, self.terms[0], q0, (n0, f.word("n1")))
             ok = within(e, j, lows, highs)
         else:
             where = self.mask_words(place)
@@ -283,13 +283,31 @@ class KernelModule:
         for name, value in values.items():
             f.set(name, value)
 
-    def natural_lse(self, e: Emit, m: Value, total: Value) -> Value:
-        """ln2 · (m + log2 l), worked out in double; -inf for a row that saw nothing."""
+    def exponent(self, e: Emit, x: Value, y: Value) -> Value:
+        """x - y of two scores or maxima, in units of log 2."""
+        gap = e.fsub(x, y)
+        return e.fadd(gap, gap) if self.kernel.score_unit == 2.0 else gap
+
+    def natural_lse(self, e: Emit, m: Value, total: Value, sink: Value) -> Value:
+        """ln2 · (m + log2 l), worked out in double; -inf for a row that saw nothing.
+
+        It is finite wherever something was seen, and never below a sink, whose logit may have been cut off on the way.
+        """
         if self.real.type == F32:
             m, total = e.fpext(m, F64), e.fpext(total, F64)
-        value = e.fmul(e.fadd(m, log2(e, total)), F64(LN2))
+        unit, most = self.kernel.score_unit, F64(self.real.highest)
+        value = e.fmul(e.fadd(m, e.fmul(log2(e, total), F64(1 / unit))), F64(LN2 * unit))
+        value = e.select(e.fcmp_ordered(">", value, most), most, value)
+        value = e.select(e.fcmp_ordered("<", value, e.fneg(most)), e.fneg(most), value)
         value = e.select(e.fcmp_ordered(">", total, F64(0.0)), value, e.fadd(total, F64(float("-inf"))))
-        return e.fptrunc(value, F32) if self.real.type == F32 else value
+        value = e.fptrunc(value, F32) if self.real.type == F32 else value
+        return e.select(e.fcmp_ordered(">", sink, value), sink, value)
+
+    def sink_logit(self, e: Emit, sink: Value) -> Value:
+        """A sink in the kernel's unit; one too large is cut off where it outweighs every score."""
+        logit = e.fmul(sink, e.num(LOG2E / self.kernel.score_unit))
+        most = e.num(self.real.highest)
+        return e.select(e.fcmp_ordered(">", logit, most), most, logit)
 
     def row_offset(self, e: Emit, a: Slots, f: Slots, head: Value, position: Value) -> Value:
         """Index of a row in (B, Hq, Sq) statistics."""

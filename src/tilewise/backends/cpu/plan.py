@@ -211,17 +211,22 @@ def words_for(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
         "splits": tiles.splits,
         "tasks": tiles.tasks,
         "descending": int(_grows(problem)),
-        # scores come out of the product in units of log 2, or ready for tanh
-        "q_factor": bits(problem.scale / problem.softcap if problem.softcap else problem.scale * LOG2E),
-        "cap_factor": bits(problem.softcap * LOG2E),
+        # scores come out of the product in the kernel's unit, or ready for tanh
+        "q_factor": bits(problem.scale / problem.softcap if problem.softcap else problem.scale * LOG2E / kernel.score_unit),
+        "cap_factor": bits(problem.softcap * LOG2E / kernel.score_unit),
         "keep_factor": bits(1.0 - problem.dropout_p),
         "grow_factor": bits(1.0 / (1.0 - problem.dropout_p)),
         "threshold": int(problem.dropout_p * 2**32),
         "ds_factor": bits(problem.scale),
     }
     words |= paddings(problem, kernel, tiles)
-    words |= {f"mask_i{n}": value for n, value in enumerate(problem.program.ints)}
+    words |= {f"mask_i{n}": _limit(value) for n, value in enumerate(problem.program.ints)}
     return words
+
+
+def _limit(value: int) -> int:
+    """No limit is far beyond every offset that may be added to it."""
+    return value if abs(value) < UNBOUNDED else value << 20
 
 
 def _grows(problem: Problem) -> bool:

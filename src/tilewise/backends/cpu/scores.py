@@ -1,6 +1,6 @@
 """What happens to a score between the product and the softmax, and dropout after it; one key of a strip at a time.
 
-Scores leave here in units of log 2: kernels exponentiate with 2**x.
+Scores leave here in the kernel's unit, `Kernel.score_unit` times log 2: kernels exponentiate with 2**x.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class Modifier:
     def __init__(self, e: Emit, kernel: Kernel, place: Place, q0: Value) -> None:
         self.e, self.kernel, self.place, self.q0 = e, kernel, place, q0
         args, tile = place.args, kernel.tile
+        self.unit = LOG2E / kernel.score_unit
         self.cap = e.splat(args.num("cap_factor"))
         if kernel.bias:
             base = e.plus(e.times(place.batch, args.word("bias_b")), e.times(place.head, args.word("bias_h")))
@@ -27,7 +28,7 @@ class Modifier:
             self.rows = [e.plus(base, e.times(e.least(e.plus(q0, r), last), step)) for r in range(tile.rows)]
         if kernel.alibi:
             slope = e.get(args.ptr("alibi"), e.plus(e.times(place.batch, args.word("alibi_b")), place.head))
-            self.slope = e.splat(e.fmul(slope, e.num(-LOG2E)))
+            self.slope = e.splat(e.fmul(slope, e.num(-self.unit)))
             # row r stands at key q0 + r + Sk - Sq
             start = e.splat(e.sitofp(e.plus(q0, e.minus(place.Sk, place.Sq)), e.real.type))
             lanes = [e.iconst(range(i * e.lanes, (i + 1) * e.lanes)) for i in range(tile.vectors)]
@@ -48,7 +49,7 @@ class Modifier:
             cells = [fetch(e, pointer, e.plus(row, column), kernel.bias) for row in self.rows]
             bias = gather(e, kernel.tile, cells)
             visible = [e.fcmp_unordered("!=", b, e.const(float("-inf"))) for b in bias]
-            s = [e.mad(b, e.const(LOG2E), x) for b, x in zip(bias, s, strict=True)]
+            s = [e.mad(b, e.const(self.unit), x) for b, x in zip(bias, s, strict=True)]
         if kernel.alibi:
             key = e.splat(e.sitofp(k, e.real.type))
             for i, stand in enumerate(self.stands):

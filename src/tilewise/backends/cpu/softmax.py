@@ -15,12 +15,15 @@ from tilewise.backends.cpu.ir import I32, I64, PTR, Emit, Value
 from tilewise.backends.cpu.masking import any_lane, interval, lane_interval
 from tilewise.backends.cpu.micro import put_strip, strip
 from tilewise.backends.cpu.module import KernelModule
+from tilewise.backends.cpu.pack import fetch
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import UNROLL
 
-CALM = 40.0
+CALM = 40
 """Bounds on |s| and m up to which a strip is calm: 2**(s - m) is at least 2**-80, so its product with a value of any ordinary
-size is a normal number."""
+size is a normal number. Where products with smaller values may not have been, the task is done again, the plain way."""
+FEW = 2.0**-10
+"""A row whose weights have a larger sum can have lost nothing: its output is its sum of products divided by that."""
 
 
 class Softmax(KernelModule):
@@ -47,7 +50,7 @@ class Softmax(KernelModule):
         m_ptr, totals = e.at(f.ptr("m"), row), strip(e, self.tile, f.ptr("l"), row)
         old = [self.known(e, m, total) for m, total in zip(strip(e, self.tile, m_ptr), totals, strict=True)]
         m = [e.top(x, self.level(e, y)) for x, y in zip(old, tops, strict=True)]
-        alpha = self.shrink(e, [e.fsub(before, now) for before, now in zip(old, m, strict=True)])
+        alpha = self.shrink(e, [self.exponent(e, before, now) for before, now in zip(old, m, strict=True)])
         put_strip(e, m, m_ptr)
         put_strip(e, alpha, f.ptr("alpha"))
 
@@ -61,7 +64,7 @@ class Softmax(KernelModule):
             weights, totals = [], over.values
             for n in range(self.pace):
                 s = strip(e, self.tile, P, e.times(e.plus(over.index, n), self.tile.rows))
-                p = exp2(e, [e.fsub(x, y) for x, y in zip(s, m, strict=True)], self.real.degree - 1)
+                p = exp2(e, [self.exponent(e, x, y) for x, y in zip(s, m, strict=True)], self.real.degree - 1)
                 totals = [e.fadd(t, x) for t, x in zip(totals, p, strict=True)]
                 weights.append(p)
             put(over.index, weights)
@@ -120,13 +123,48 @@ class Softmax(KernelModule):
         A maximum far below zero is not: raising it to the bound would lose what was weighed, and not every row has a key here.
         """
         high, low, row, kind = e.const(CALM), e.const(-CALM), e.times(index, self.tile.rows), e.vtype(e.real.bits)
+        again = e.icmp_signed("!=", f.word("again"), I64(0))
         maxima, totals = (strip(e, self.tile, f.ptr(name), row) for name in ("m", "l"))
         wild = []
         for m, total, bound in zip(maxima, totals, self.bounds(e, f, index), strict=True):
             deep = e.and_(e.fcmp_ordered("<", m, low), e.fcmp_unordered("!=", total, e.const(0.0)))
             strange = e.fcmp_unordered(">", bound, high)  # a NaN is, too
             wild.append(e.sext(e.or_(e.or_(e.fcmp_ordered(">", m, high), deep), strange), kind))
-        return e.not_(any_lane(e, wild))
+        return e.not_(e.or_(again, any_lane(e, wild)))
+
+    def emit_vanished(self) -> Any:
+        """vanished(args, frame, strips, low, high): 1 if products with the values of keys [low, high) may have been too small for
+        all their digits: a row's weights are far below 1, its output is next to nothing, and some value is tiny but not 0."""
+        e, (args, frame, strips, low, high), function = self.unit.function("vanished", [PTR, PTR, I64, I64, I64], result=I64)
+        a, f = self.open(e, args, frame)
+        R, Dv, kind, zero = self.tile.rows, a.word("Dv"), e.vtype(e.real.bits), e.const(0.0)
+        faint, least = e.const(self.real.tiny * 2.0 ** (self.real.mantissa + 3)), self.real.tiny * 2.0 ** (2 * CALM)
+
+        def size(x: Value) -> Value:
+            return e.intrinsic(e._named("fabs", x.type), x.type, [x])
+
+        with e.loop(0, strips, 1, [e.iconst(0)] * self.tile.vectors) as over:
+            totals = strip(e, self.tile, f.ptr("l"), e.times(over.index, R))
+            far = [e.and_(e.fcmp_ordered("<", t, e.const(FEW)), e.fcmp_ordered(">", t, zero)) for t in totals]
+            far = [e.sext(x, kind) for x in far]
+            O = e.at(f.ptr("O"), e.times(over.index, e.times(a.word("DVP"), R)))
+            columns = e.select(any_lane(e, far), Dv, I64(0))
+            with e.loop(0, columns, 1, over.values) as col:
+                cells = strip(e, self.tile, O, e.times(col.index, R))
+                low_cells = [e.sext(e.fcmp_ordered("<", size(x), faint), kind) for x in cells]
+                lost = [e.and_(x, y) for x, y in zip(far, low_cells, strict=True)]
+                col.carry([e.or_(x, y) for x, y in zip(col.values, lost, strict=True)])
+            over.carry(col.values)
+        with e.if_then(e.not_(any_lane(e, over.values)), likely=True):
+            e.ret(I64(0))
+        V = self.source(e, a, f, "v", f.word("key_head"), f.word("k_start"))
+        with e.loop(low, high) as key, e.loop(0, Dv) as col:
+            at = e.plus(e.times(key.index, a.word("v_s")), e.times(col.index, a.word("v_d")))
+            value = size(fetch(e, V, at, self.kernel.dtype))
+            with e.if_then(e.and_(e.fcmp_ordered("<", value, e.num(least)), e.fcmp_ordered(">", value, e.num(0.0)))):
+                e.ret(I64(1))
+        e.ret(I64(0))
+        return function
 
     def reach(self, e: Emit, a: Slots, f: Slots, index: Value) -> None:
         """|q| of a strip's rows; 0 for those that see no key, whatever they hold."""
@@ -138,7 +176,7 @@ class Softmax(KernelModule):
         roots = [e.intrinsic(e._named("sqrt", x.type), x.type, [x]) for x in col.values]
         head, q0 = self.where(e, a, f, index)
         place, term = self.place(a, f, head), self.terms[0]
-        lows, highs = lane_interval(e, self.tile, place, term, q0, interval(e, place, term, q0)[0])
+        lows, highs = lane_interval(e, self.tile, place, term, q0, (interval(e, place, term, q0)[0], place.Sk))
         alive = [e.icmp_signed("<", low, high) for low, high in zip(lows, highs, strict=True)]
         roots = [e.select(x, y, e.const(0.0)) for x, y in zip(alive, roots, strict=True)]
         put_strip(e, roots, f.ptr("reach"), e.times(index, R))

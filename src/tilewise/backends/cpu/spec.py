@@ -45,6 +45,12 @@ class Kernel(NamedTuple):
         return "float64" if self.dtype == "float64" else "float32"
 
     @property
+    def score_unit(self) -> float:
+        """Scores are in units of so many log 2. A bias may be any finite number, and times log2(e) some are none any more; times
+        half of that they all are."""
+        return 2.0 if self.bias else 1.0
+
+    @property
     def plain(self) -> bool:
         """No score is changed between the product and the mask."""
         return not (self.softcap or self.bias or self.alibi)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.backends.cpu.elementary import LOG2E, LOG2E_PARTS
-from tilewise.backends.cpu.ir import I64, PTR
+from tilewise.backends.cpu.ir import I64, PTR, Emit, Value
 from tilewise.backends.cpu.module import KernelModule
 
 
@@ -14,15 +14,19 @@ class RowStatistics(KernelModule):
 
     row_dots: Any
 
+    def size(self, e: Emit, x: Value) -> Value:
+        return e.intrinsic(e._named("fabs", x.type), x.type, [x])
+
     def emit_statistics(self) -> Any:
         """statistics(args, frame): lse2, delta and the factor of dO for each row of the block; `ones` becomes Q's factor.
 
         lse·log2(e) = hi + lo: P is computed with hi, and 2**-lo goes into dO and delta, which is the same and costs nothing.
-        Rows beyond the block, and rows that see nothing, get lse2 = +inf, so P = 0.
+        Rows beyond the block, rows that see nothing and those whose sink outweighs everything get lse2 = +inf, so P = 0.
         """
         e, (args, frame), function = self.unit.function("statistics", [PTR, PTR])
         a, f = self.open(e, args, frame)
-        high, low = LOG2E_PARTS[self.kernel.real]
+        unit, infinite = self.kernel.score_unit, e.num(float("inf"))
+        high, low = (part / unit for part in LOG2E_PARTS[self.kernel.real])
         position = e.plus(f.word("q_start"), f.word("m0"))
         row0 = self.row_offset(e, a, f, f.word("head"), position)
         out, dout = (self.source(e, a, f, name, f.word("head"), position) for name in ("o", "do"))
@@ -31,11 +35,14 @@ class RowStatistics(KernelModule):
         with e.loop(0, f.word("rows")) as over:
             row = over.index
             lse = e.get(a.ptr("lse"), e.plus(row0, row))
-            dead = e.fcmp_ordered("==", lse, e.num(float("-inf")))
             hi = e.fmul(lse, e.num(high))
             lo = e.mad(lse, e.num(low), e.mad(lse, e.num(high), e.fneg(hi)))
-            e.put(e.select(dead, e.num(float("inf")), hi), f.ptr("lse2"), row)
-            slight = e.select(dead, e.num(1.0), e.fsub(e.num(1.0), e.fmul(lo, e.num(1 / LOG2E))))
+            dead = e.fcmp_ordered("==", self.size(e, hi), infinite)
+            e.put(e.select(dead, infinite, hi), f.ptr("lse2"), row)
+            # far from 0 a log-sum-exp has no digits left for a factor, and there is nothing to put back
+            digits = e.fcmp_unordered("<", self.size(e, lo), e.num(0.5))
+            slight = e.select(digits, e.fsub(e.num(1.0), e.fmul(lo, e.num(unit / LOG2E))), e.num(1.0))
+            slight = e.select(dead, e.num(1.0), slight)
             delta = e.get(f.ptr("delta"), row)
             with e.if_else(e.icmp_signed("!=", a.word("dlse"), I64(0))) as (then, otherwise):
                 with then:
