@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from functools import cache
 from typing import NamedTuple
 
 from tilewise.backends.base import Backend, Inputs, Verdict
-from tilewise.errors import ArgumentError, BackendError
+from tilewise.errors import ArgumentError, BackendError, KernelError
 from tilewise.problem import Problem
 
 
@@ -77,7 +78,22 @@ def usable(name: str, device: str) -> Verdict:
 def judge(name: str, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
     """Would the backend serve this problem, asked by name?"""
     verdict = usable(name, problem.device)
+    failure = problem.__dict__.get("_failures", {}).get((name, backward))
+    if verdict.ok and failure is not None:
+        return Verdict(False, (failure,))
     return get(name).supports(problem, inputs, backward=backward) if verdict.ok else verdict
+
+
+def instead(
+    failed: Backend, error: KernelError, problem: Problem, inputs: Inputs, name: str, *, backward: bool = False
+) -> Backend:
+    """The next backend after one whose kernel could not be made or started; a backend asked for by name has none."""
+    if name != "auto":
+        raise error
+    problem.__dict__.setdefault("_failures", {})[failed.name, backward] = str(error)
+    following = select(problem, inputs, backward=backward).backend
+    warnings.warn(f"{error}; {following.name} serves this call instead", RuntimeWarning, stacklevel=2)
+    return following
 
 
 def select(problem: Problem, inputs: Inputs | None = None, name: str = "auto", *, backward: bool = False) -> Selection:

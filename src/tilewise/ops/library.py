@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise.backends.base import Inputs, Needs, empty_lse, empty_out
 from tilewise.masks import Lowered, MaskProgram
 from tilewise.ops.run import backward, forward
+from tilewise.ops.tensors import ARGUMENTS, materialized, materialized_inputs, refuse_tangents, refuse_unknown
 from tilewise.problem import Problem
 
 _TENSORS = (
@@ -89,12 +90,35 @@ def attend(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tens
     return out, lse
 
 
+def gradients(
+    problem: Problem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+    backend: str,
+) -> tuple[Tensor | None, ...]:
+    """The gradients through the operator."""
+    found = torch.ops.tilewise.attention_backward(dout, dlse, out, lse, needs, *inputs, *Rules.of(problem, backend))
+    return tuple(grad if need else None for grad, need in zip(found, needs, strict=True))
+
+
 _COUNT = len(Inputs._fields)
 
 
+def _arguments(args: tuple[Any, ...]) -> tuple[Inputs, Rules]:
+    """The operator's arguments as a backend may read them; what it could not read right is refused."""
+    inputs, rules = Inputs(*args[:_COUNT]), Rules(*args[_COUNT:])
+    refuse_unknown((*zip(ARGUMENTS, inputs, strict=True), *(("mask", x) for x in rules.tensors)))
+    refuse_tangents(inputs)
+    return materialized_inputs(inputs), rules._replace(tensors=[materialized(x) for x in rules.tensors])
+
+
 def _attention(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(*args[:_COUNT])
-    problem, backend = problem_of(inputs, Rules(*args[_COUNT:]), needs_grad=False)
+    inputs, rules = _arguments(args)
+    problem, backend = problem_of(inputs, rules, needs_grad=False)
     out, lse = forward(problem, inputs, backend)
     return out, lse.contiguous()  # as promised, also where nobody asked for it
 
@@ -107,8 +131,8 @@ def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
 def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
-    inputs = Inputs(*args[:_COUNT])
-    problem, backend = problem_of(inputs, Rules(*args[_COUNT:]), needs_grad=True)
+    inputs, rules = _arguments(args)
+    problem, backend = problem_of(inputs, rules, needs_grad=True)
     grads = backward(problem, inputs, out, lse, dout, dlse, Needs(*needs), backend)
     return tuple(
         inputs.q.new_empty(0) if grad is None else _like(grad, x)
