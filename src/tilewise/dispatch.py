@@ -51,10 +51,19 @@ def register(name: str, entry: Entry, *, first: bool = False) -> None:
     REGISTRY.update({name: entry, **rest} if first else {**rest, name: entry})
 
 
-def get(name: str) -> Backend:
-    """The backend of that name, imported now."""
+def check_name(name: str) -> None:
+    if name != "auto":
+        _check_registered(name)
+
+
+def _check_registered(name: str) -> None:
     if not isinstance(name, str) or name not in REGISTRY:
         raise ArgumentError(f"backend: got {name!r}, need 'auto' or one of {', '.join(REGISTRY)}")
+
+
+def get(name: str) -> Backend:
+    """The backend of that name, imported now."""
+    _check_registered(name)
     return _load(REGISTRY[name].module)
 
 

@@ -128,6 +128,7 @@ def run(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]
     if torch.compiler.is_compiling() or watched(problem, inputs):
         from tilewise.ops import library  # operators take a while to define, and a plain call needs none
 
+        dispatch.check_name(backend)
         return library.attend(problem, inputs, backend)
     inputs = materialized_inputs(inputs)
     chosen = None if is_empty(problem) else choose(problem, inputs, backend)

@@ -146,10 +146,10 @@ def describe(
     cu_q, cu_k = packed or (None, None)
     inputs = Inputs(q, k, v, bias, slopes, sinks, seed, cu_q, cu_k)
     refuse_tangents(inputs)
-    if _transforms() is not None:
-        refuse_transformed(inputs)
     if torch.compiler.is_compiling():  # elsewhere the operator sees the tensors as they are
         refuse_unknown((*zip(ARGUMENTS, inputs, strict=True), *(("mask", x) for x in problem.program.tensors)))
+    elif _transforms() is not None:
+        refuse_transformed(inputs)
     return problem, inputs
 
 
@@ -208,7 +208,7 @@ def _bind_mask(mask: Any, shape: MaskShape, varlen: bool, device: torch.device) 
         # the memory of an array is copied: nobody would notice if it changed before the backward
         tensor = torch.tensor(x, device=device) if isinstance(x, np.ndarray) else torch.as_tensor(x, device=device)
         check_range("mask", tensor)
-        return materialized(tensor)
+        return tensor if torch.compiler.is_compiling() else materialized(tensor)
 
     return Lowered(mask.lower(Binding(shape, varlen, asarray)))
 
