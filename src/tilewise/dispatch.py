@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from functools import cache
 from typing import NamedTuple
 
 from tilewise.backends.base import Backend, Inputs, Verdict
-from tilewise.errors import ArgumentError, BackendError
+from tilewise.errors import ArgumentError, BackendError, KernelError
 from tilewise.problem import Problem
 
 
@@ -50,10 +51,19 @@ def register(name: str, entry: Entry, *, first: bool = False) -> None:
     REGISTRY.update({name: entry, **rest} if first else {**rest, name: entry})
 
 
-def get(name: str) -> Backend:
-    """The backend of that name, imported now."""
+def check_name(name: str) -> None:
+    if name != "auto":
+        _check_registered(name)
+
+
+def _check_registered(name: str) -> None:
     if not isinstance(name, str) or name not in REGISTRY:
         raise ArgumentError(f"backend: got {name!r}, need 'auto' or one of {', '.join(REGISTRY)}")
+
+
+def get(name: str) -> Backend:
+    """The backend of that name, imported now."""
+    _check_registered(name)
     return _load(REGISTRY[name].module)
 
 
@@ -77,7 +87,22 @@ def usable(name: str, device: str) -> Verdict:
 def judge(name: str, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
     """Would the backend serve this problem, asked by name?"""
     verdict = usable(name, problem.device)
+    failure = problem.__dict__.get("_failures", {}).get((name, backward))
+    if verdict.ok and failure is not None:
+        return Verdict(False, (failure,))
     return get(name).supports(problem, inputs, backward=backward) if verdict.ok else verdict
+
+
+def instead(
+    failed: Backend, error: KernelError, problem: Problem, inputs: Inputs, name: str, *, backward: bool = False
+) -> Backend:
+    """The next backend after one whose kernel could not be made or started; a backend asked for by name has none."""
+    if name != "auto":
+        raise error
+    problem.__dict__.setdefault("_failures", {})[failed.name, backward] = str(error)
+    following = select(problem, inputs, backward=backward).backend
+    warnings.warn(f"{error}; {following.name} serves this call instead", RuntimeWarning, stacklevel=2)
+    return following
 
 
 def select(problem: Problem, inputs: Inputs | None = None, name: str = "auto", *, backward: bool = False) -> Selection:

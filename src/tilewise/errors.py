@@ -8,6 +8,7 @@ __all__ = [
     "BackendError",
     "DerivativeError",
     "DeviceError",
+    "KernelError",
     "LayoutError",
     "MaskError",
     "PlanError",
@@ -49,6 +50,10 @@ class BackendError(TilewiseError, RuntimeError):
     def __init__(self, message: str, verdicts: dict[str, tuple[str, ...]] | None = None) -> None:
         super().__init__(message)
         self.verdicts = verdicts or {}
+
+
+class KernelError(BackendError):
+    """A kernel that should serve the request could not be compiled or launched."""
 
 
 class DerivativeError(TilewiseError, RuntimeError):

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
 from tilewise.masks import UNBOUNDED, Binding, Full, Mask, MaskProgram, MaskShape
 from tilewise.masks.build import is_integer
@@ -74,6 +76,7 @@ class Problem:
         """A problem with the usual defaults: as many key heads, keys and value dims as query ones, and scale 1/√d."""
         if scale is None:
             scale = 1.0 / math.sqrt(head_dim) if isinstance(head_dim, int) and head_dim > 0 else 1.0
+        features |= {name: unboxed(features[name]) for name in ("softcap", "dropout_p") if name in features}
         problem = cls(
             batch=batch,
             heads=heads,
@@ -84,7 +87,7 @@ class Problem:
             head_dim_v=head_dim if head_dim_v is None else head_dim_v,
             dtype=ALIASES.get(dtype, dtype),
             mask=Full() if mask is None else mask,
-            scale=scale,
+            scale=unboxed(scale),
             **features,
         )
         problem.check()
@@ -138,6 +141,11 @@ class Problem:
             raise ArgumentError(f"dropout_p: got {self.dropout_p}, need a probability in [0, 1)")
         if self.precision not in PRECISIONS:
             raise ArgumentError(f"precision: got {self.precision!r}, need one of {', '.join(PRECISIONS)}")
+
+
+def unboxed(value: Any) -> Any:
+    """A number of numpy's as the Python number that it holds; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim) else value
 
 
 def _check_size(name: str, value: Any, least: int, most: int) -> None:

@@ -175,3 +175,23 @@ def test_processes_share_the_directory_without_clashing(tmp_path: Path) -> None:
     total, generated = start().communicate(timeout=120)[0].split()
     assert total == outputs[0][0]
     assert generated == str(not image.supported()), "a cached kernel should need neither code generator nor LLVM"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link to a pipe", "device"])
+def test_an_entry_that_is_no_ordinary_file_is_built_again(directory: Path, kind: str) -> None:
+    """A pipe would be waited for without end."""
+    attend()
+    for entry in [only_entry(directory), *directory.glob("*.works")]:
+        entry.unlink()
+        if kind == "directory":
+            entry.mkdir(mode=0o755)
+        elif kind == "device":
+            entry.symlink_to("/dev/zero")
+        else:
+            os.mkfifo(entry if kind == "pipe" else entry.with_suffix(".pipe"), 0o600)
+            if kind != "pipe":
+                entry.symlink_to(entry.with_suffix(".pipe"))
+    compiler._loaded.clear()
+    assert compiler.obstacle() is None
+    torch.testing.assert_close(attend(), expected())

@@ -7,19 +7,21 @@ from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad, profiler
 
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
 from tilewise.api.describe import LAYOUTS, Options, Request, autocast, check_tensors, describe
 from tilewise.api.known import Known, aligned
 from tilewise.backends.base import Backend, Inputs
-from tilewise.errors import LayoutError
+from tilewise.errors import KernelError, LayoutError
 from tilewise.masks import Mask
 from tilewise.ops import attend
+from tilewise.ops.profile import FORWARD, profiled
 from tilewise.ops.run import any_autocast, is_empty
+from tilewise.ops.tensors import PLAIN, materialized_inputs
 from tilewise.problem import Problem
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _KNOWN: dict[tuple[Any, ...], Known] = {}
 """Calls by everything they depend on."""
 _USUAL: dict[tuple[Any, ...], Known] = {}
@@ -83,14 +85,17 @@ def attention(
             usual = _USUAL.get(settings)
             like = (
                 usual is not None
-                and usual.like(q, k, v)
+                and not (q.is_nested or k.is_nested or v.is_nested)  # torch's guard would end the process
+                and usual.like(q, k, v)  # not under functorch's transforms, by their keys
                 and (usual.aligned is None or usual.aligned == aligned(q, k, v))
                 and not _dispatch_modes()
-                and _transforms() is None
+                and forward_ad._current_level < 0
             )
         except (AttributeError, TypeError, RuntimeError):  # no tensor, no hash, no strides: the checks will name it
             settings, like = None, False
         if like:
+            if profiler._is_profiler_enabled:
+                return profiled(FORWARD, usual.launch, q, k, v)  # type: ignore[union-attr]
             return usual.launch(q, k, v)  # type: ignore[union-attr]
     request = Request(mask, scale, bias, softcap, sinks, dropout_p, seed, precision, deterministic, bool(return_lse))
     key, known = (None, None) if torch.compiler.is_compiling() else _recall(q, k, v, request, layout, backend)
@@ -100,11 +105,11 @@ def attention(
             out, lse = run(problem, inputs, backend)
             out = out.transpose(1, 2) if layout == "bshd" else out
             return (out, lse) if return_lse else out
-        known = Known.of(problem, inputs, choose(problem, inputs, backend), (q, k, v), layout, backend)
+        known = _known(problem, inputs, (q, k, v), layout, backend)
         _keep(_KNOWN, key, known)
     if settings is not None:
         _keep(_USUAL, settings, known.expect(q, k, v))
-    return known.launch(q, k, v)
+    return profiled(FORWARD, known.launch, q, k, v)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str = "bhsd") -> tuple[Problem, Inputs]:
@@ -120,11 +125,14 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str = "bh
 
 def run(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     """Through the operator where something watches operators, straight to the backend otherwise."""
-    if torch.compiler.is_compiling() or watched(inputs):
+    if torch.compiler.is_compiling() or watched(problem, inputs):
         from tilewise.ops import library  # operators take a while to define, and a plain call needs none
 
+        dispatch.check_name(backend)
         return library.attend(problem, inputs, backend)
-    return attend(problem, inputs, backend, None if is_empty(problem) else choose(problem, inputs, backend))
+    inputs = materialized_inputs(inputs)
+    chosen = None if is_empty(problem) else choose(problem, inputs, backend)
+    return profiled(FORWARD, attend, problem, inputs, backend, chosen)
 
 
 def choose(problem: Problem, inputs: Inputs, backend: str) -> Backend:
@@ -134,13 +142,26 @@ def choose(problem: Problem, inputs: Inputs, backend: str) -> Backend:
     return dispatch.select(problem, inputs, backend).backend
 
 
-def watched(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether a tensor subclass, a dispatch mode or a functorch transform wants to see the call as an operator."""
-    return modes_active() or any(x is not None and type(x) not in _PLAIN for x in tensors)
+def watched(problem: Problem, inputs: Inputs) -> bool:
+    """Whether a tensor subclass, a device without memory, a dispatch mode or a functorch transform wants an operator."""
+    tensors = (*inputs, *problem.program.tensors)
+    return modes_active() or problem.device == "meta" or any(x is not None and type(x) not in PLAIN for x in tensors)
 
 
 def modes_active() -> bool:
-    return bool(_dispatch_modes()) or _transforms() is not None
+    return bool(_dispatch_modes()) or _transforms() is not None or forward_ad._current_level >= 0
+
+
+def _known(
+    problem: Problem, inputs: Inputs, given: tuple[Tensor, Tensor, Tensor], layout: str, backend: str
+) -> Known:
+    """What is to be remembered of a call, on the first backend whose kernels can be made."""
+    chosen = choose(problem, inputs, backend)
+    while True:
+        try:
+            return Known.of(problem, inputs, chosen, given, layout, backend)
+        except KernelError as error:
+            chosen = dispatch.instead(chosen, error, problem, inputs, backend)
 
 
 def _keep(memory: dict[tuple[Any, ...], Known], key: tuple[Any, ...], known: Known) -> None:
@@ -165,9 +186,9 @@ def _key(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str, backend
     mask, scale, bias, softcap, sinks, dropout_p, _, precision, deterministic, needs_lse = request
     if bias is not None or sinks is not None or dropout_p or modes_active():
         return None
-    if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
+    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN or q.is_meta:
         return None
-    if q.is_neg() or k.is_neg() or v.is_neg():  # torch negates lazily, by a bit that no stride shows
+    if any(x.is_neg() or x._is_zerotensor() for x in (q, k, v)):  # values that only a bit stands for
         return None
     if mask is not None and not (isinstance(mask, Mask) and mask.static):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,11 +14,13 @@ from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
 from tilewise.masks.algebra import INTEGERS
-from tilewise.problem import ITEMSIZE, Problem
+from tilewise.ops.tensors import ARGUMENTS, materialized, refuse_tangents, refuse_transformed, refuse_unknown
+from tilewise.problem import ITEMSIZE, Problem, unboxed
 
 LAYOUTS = ("bhsd", "bshd")
 SEED_RANGE = 2**63 - 1
 _FULL = Full()
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 class Request(NamedTuple):
@@ -69,9 +72,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int, shape: str) -> Non
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ArgumentTypeError(f"{name}: got {type(tensor).__name__}, need a torch.Tensor")
-        if tensor.layout != torch.strided or tensor.is_nested:
-            got = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
-            raise LayoutError(f"{name}: got {got}, need a dense one; see {name}.to_dense() and attention_varlen")
+        check_dense(name, tensor)
         if tensor.ndim != rank:
             raise LayoutError(f"{name}: rank {tensor.ndim}, shape {tuple(tensor.shape)}; need rank {rank}, {shape}")
         if tensor.dtype != q.dtype:
@@ -82,6 +83,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int, shape: str) -> Non
             raise DeviceError(f"{name}: on {tensor.device}, but q is on {q.device}; move it with {name}.to(q.device)")
     if str(q.dtype).removeprefix("torch.") not in ITEMSIZE:
         raise ArgumentTypeError(f"q: dtype {q.dtype}, need float16, bfloat16, float32 or float64")
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    if x.layout != torch.strided or x.is_nested:
+        got = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
+        raise LayoutError(f"{name}: got {got}, need a dense one; see {name}.to_dense() and attention_varlen")
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -120,12 +127,12 @@ def describe(
         head_dim_v=v.shape[3],
         dtype=str(q.dtype).removeprefix("torch."),
         mask=_bind_mask(request.mask, shape, packed is not None, q.device),
-        scale=1.0 / math.sqrt(max(q.shape[3], 1)) if request.scale is None else request.scale,
-        softcap=request.softcap,
+        scale=1.0 / math.sqrt(max(q.shape[3], 1)) if request.scale is None else unboxed(request.scale),
+        softcap=unboxed(request.softcap),
         bias=None if bias is None else (bias.shape[0], bias.shape[1], bias.shape[2], bias.shape[3]),
         alibi=slopes is not None,
         sinks=sinks is not None,
-        dropout_p=request.dropout_p,
+        dropout_p=unboxed(request.dropout_p),
         varlen=packed is not None,
         precision=request.precision,
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
@@ -135,9 +142,15 @@ def describe(
     )
     problem.check()
     _ = problem.program  # lowered now: a mask that cannot be is refused before anything runs
-    seed = make_seed(request.seed, q.device) if request.dropout_p else None
+    seed = make_seed(request.seed, q.device) if problem.dropout_p else None
     cu_q, cu_k = packed or (None, None)
-    return problem, Inputs(q, k, v, bias, slopes, sinks, seed, cu_q, cu_k)
+    inputs = Inputs(q, k, v, bias, slopes, sinks, seed, cu_q, cu_k)
+    refuse_tangents(inputs)
+    if torch.compiler.is_compiling():  # elsewhere the operator sees the tensors as they are
+        refuse_unknown((*zip(ARGUMENTS, inputs, strict=True), *(("mask", x) for x in problem.program.tensors)))
+    elif _transforms() is not None:
+        refuse_transformed(inputs)
+    return problem, inputs
 
 
 def check_range(name: str, x: Tensor) -> None:
@@ -153,7 +166,9 @@ def make_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     """The dropout key as an int64 scalar; drawn by a torch op if none is given, so that checkpointing replays it."""
     if seed is None:
         return torch.randint(SEED_RANGE, (), device=device)
+    seed = unboxed(seed)
     if isinstance(seed, Tensor):
+        check_dense("seed", seed)
         if seed.numel() != 1 or str(seed.dtype).removeprefix("torch.") not in INTEGERS:
             raise ArgumentTypeError(
                 f"seed: tensor of shape {tuple(seed.shape)} and dtype {seed.dtype}, need one integer"
@@ -188,9 +203,12 @@ def _bind_mask(mask: Any, shape: MaskShape, varlen: bool, device: torch.device) 
     def asarray(x: Any) -> Tensor:
         if isinstance(x, Tensor) and x.device != device:
             raise DeviceError(f"mask: holds a tensor on {x.device}, but q is on {device}; move it with .to(q.device)")
-        tensor = torch.as_tensor(x, device=device)
+        if isinstance(x, Tensor):
+            check_dense("mask", x)
+        # the memory of an array is copied: nobody would notice if it changed before the backward
+        tensor = torch.tensor(x, device=device) if isinstance(x, np.ndarray) else torch.as_tensor(x, device=device)
         check_range("mask", tensor)
-        return tensor
+        return tensor if torch.compiler.is_compiling() else materialized(tensor)
 
     return Lowered(mask.lower(Binding(shape, varlen, asarray)))
 
@@ -205,10 +223,12 @@ def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[T
         raise ArgumentTypeError(
             f"bias: got {got}, need a floating-point tensor or alibi(slopes); boolean masks are passed as mask="
         )
+    _check_floating("bias", tensor)
     if tensor.device != q.device:
         raise DeviceError(f"bias: on {tensor.device}, but q is on {q.device}; move it with .to(q.device)")
     if isinstance(bias, Alibi):
-        slopes = tensor.float() if tensor.ndim == 2 else tensor.float()[None]
+        slopes = tensor.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        slopes = slopes if tensor.ndim == 2 else slopes[None]
         if slopes.shape[1] != shape.heads or slopes.shape[0] not in (1, shape.batch):
             raise LayoutError(
                 f"alibi: slopes has shape {tuple(tensor.shape)}, need ({shape.heads},) or ({shape.batch}, {shape.heads})"
@@ -225,6 +245,15 @@ def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[T
     return tensor, None
 
 
+def _check_floating(name: str, x: Tensor) -> None:
+    """A dense tensor of a kind that kernels read."""
+    check_dense(name, x)
+    if str(x.dtype).removeprefix("torch.") not in ITEMSIZE:
+        raise ArgumentTypeError(
+            f"{name}: dtype {x.dtype}, need float16, bfloat16, float32 or float64; convert with .to(q.dtype)"
+        )
+
+
 def _check_sinks(sinks: Any, q: Tensor, heads: int) -> Tensor | None:
     if sinks is None:
         return None
@@ -232,6 +261,7 @@ def _check_sinks(sinks: Any, q: Tensor, heads: int) -> Tensor | None:
         raise ArgumentTypeError(
             f"sinks: got {getattr(sinks, 'dtype', type(sinks).__name__)}, need a floating-point tensor ({heads},)"
         )
+    _check_floating("sinks", sinks)
     if sinks.device != q.device:
         raise DeviceError(f"sinks: on {sinks.device}, but q is on {q.device}; move it with .to(q.device)")
     if tuple(sinks.shape) != (heads,):

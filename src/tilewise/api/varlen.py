@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewise.api.attention import run
 from tilewise.api.bias import Alibi
-from tilewise.api.describe import Options, Request, autocast, check_range, check_tensors, describe
+from tilewise.api.describe import Options, Request, autocast, check_dense, check_range, check_tensors, describe
 from tilewise.errors import ArgumentTypeError, DeviceError, LayoutError
 from tilewise.masks import Mask
 from tilewise.masks.algebra import INTEGERS
@@ -85,6 +85,7 @@ def check_cumulative(name: str, cu: Tensor, x: Tensor) -> None:
         raise ArgumentTypeError(
             f"{name}: got {getattr(cu, 'dtype', type(cu).__name__)}, need an integer tensor of cumulative lengths"
         )
+    check_dense(name, cu)
     if cu.ndim != 1 or cu.shape[0] < 1:
         raise LayoutError(f"{name}: shape {tuple(cu.shape)}, need (sequences + 1,), starting with 0")
     if cu.device != x.device:

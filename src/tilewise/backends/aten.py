@@ -159,7 +159,7 @@ def half_gain(dtype: str) -> float:
     """Speed of torch's half-precision product relative to fp32's, measured once per process in a few milliseconds."""
     seconds = {}
     for kind in (torch.float32, getattr(torch, dtype)):
-        x = torch.ones(PROBE_SIDE, PROBE_SIDE, dtype=kind)
+        x = torch.ones(PROBE_SIDE, PROBE_SIDE, dtype=kind, device="cpu")
         torch.mm(x, x)
         best = float("inf")
         for _ in range(3):

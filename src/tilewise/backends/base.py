@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
     k: Tensor  # (B, Hk, N, D)
     v: Tensor  # (B, Hk, N, Dv)
     bias: Tensor | None = None  # rank 4, each side 1 or full; added to the scores, -inf masks
-    alibi: Tensor | None = None  # slopes, fp32 (B or 1, Hq): score -= slope * |q + Sk - Sq - k|
+    alibi: Tensor | None = None  # slopes, fp32 or fp64 like the lse (B or 1, Hq): score -= slope * |q + Sk - Sq - k|
     sinks: Tensor | None = None  # (Hq,): one more logit in each row's denominator
     seed: Tensor | None = None  # int64 scalar, the dropout key
     cu_q: Tensor | None = None  # int32 (B + 1,): where each packed sequence starts

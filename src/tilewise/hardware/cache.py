@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 CACHE_VARIABLE = "TILEWISE_CACHE_DIR"
 
@@ -25,6 +26,19 @@ def cache_root() -> Path:
     return user_cache_path("tilewise")
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """The file for reading; OSError unless it is an ordinary one. A pipe in its place would be waited for without end."""
+    # without waiting until somebody writes to a pipe; ordinary files ignore it
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is no ordinary file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
 def _digest(identity: dict[str, Any], payload: dict[str, Any]) -> str:
     text = json.dumps([identity, payload], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -33,7 +47,8 @@ def _digest(identity: dict[str, Any], payload: dict[str, Any]) -> str:
 def load_json(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """The payload stored for exactly this `identity`; None if there is none, or if the file is damaged or another's."""
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            stored = json.loads(file.read().decode("utf-8"))
         payload: dict[str, Any] = stored["payload"]
         intact = stored["identity"] == identity and stored["sha256"] == _digest(identity, payload)
     except (OSError, ValueError, KeyError, TypeError):

@@ -128,7 +128,7 @@ def check(actual: Tensor, exact: Tensor, bound: Tensor, name: str = "result") ->
     if not outside:
         return None
     worst = int(ratio.argmax())
-    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), actual.shape))
+    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst, device="cpu"), actual.shape))
     return Excess(name, at, float(actual[at]), float(exact[at]), float(bound[at]), outside, actual.numel())
 
 

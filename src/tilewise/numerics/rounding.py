@@ -56,5 +56,5 @@ def floor(dtype: torch.dtype) -> float:
 
 def growth(n: Tensor | float) -> Tensor:
     """g(n) = min(n, λ√n): the roundings that a sum of n terms is charged for."""
-    terms = torch.as_tensor(n, dtype=torch.float64)
+    terms = torch.as_tensor(n, dtype=torch.float64, device=n.device if isinstance(n, Tensor) else "cpu")
     return torch.minimum(terms, LAMBDA * terms.sqrt())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +10,12 @@ from torch import Tensor
 
 from tilewise.backends.base import Backend, Inputs, Needs
 from tilewise.errors import DerivativeError
+from tilewise.masks import Lowered, MaskProgram
+from tilewise.ops.profile import BACKWARD, profiled
 from tilewise.ops.run import backward, forward
 from tilewise.problem import Problem
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def attend(problem: Problem, inputs: Inputs, backend: str, chosen: Backend | None = None) -> tuple[Tensor, Tensor]:
@@ -20,7 +25,7 @@ def attend(problem: Problem, inputs: Inputs, backend: str, chosen: Backend | Non
         tensors = inputs[:3] if plain else inputs  # each argument costs, present or not
         out, lse = _apply(problem, backend, chosen, *tensors)
         return out, lse
-    return forward(problem, inputs, chosen or backend)
+    return forward(problem, inputs, backend, chosen)
 
 
 class Attention(torch.autograd.Function):
@@ -28,10 +33,13 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, problem: Problem, backend: str, chosen: Backend | None, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        inputs = Inputs(*tensors)  # type: ignore[arg-type]
-        out, lse = forward(problem, inputs, chosen or backend)
+        out, lse = forward(problem, Inputs(*tensors), backend, chosen)  # type: ignore[arg-type]
         ctx.problem, ctx.backend = problem, backend
-        ctx.save_for_backward(*tensors, out, lse)
+        mask = problem.program.tensors
+        if mask or len(tensors) > 3:
+            ctx.save_for_backward(*tensors[:3], *map(_versioned, tensors[3:]), out, lse, *map(_versioned, mask))
+        else:
+            ctx.save_for_backward(*tensors, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -41,10 +49,26 @@ class Attention(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3:]
         more = len(wanted) > 3
         needs = Needs(wanted[0], wanted[1], wanted[2], more and wanted[3], more and wanted[5])
+        own = len(wanted) + 2  # then the mask's
+        saved = ctx.saved_tensors
+        problem = _with_mask(ctx.problem, saved[own:]) if len(saved) > own else ctx.problem
         # gradients are differentiated only with create_graph, which turns the gradient mode on
         differentiate: Any = AttentionBackward.apply if torch.is_grad_enabled() else gradients
-        dq, dk, dv, dbias, dsinks = differentiate(ctx.problem, ctx.backend, needs, dout, dlse, *ctx.saved_tensors)
+        dq, dk, dv, dbias, dsinks = differentiate(problem, ctx.backend, needs, dout, dlse, *saved[:own])
         return (None, None, None, dq, dk, dv, *((dbias, None, dsinks, None, None, None) if more else ()))
+
+
+def _versioned(x: Tensor | None) -> Tensor | None:
+    """As autograd can save it, to see changes in place: an inference tensor counts none, so it is copied."""
+    return x.clone() if x is not None and x.is_inference() else x
+
+
+def _with_mask(problem: Problem, tensors: tuple[Tensor, ...]) -> Problem:
+    """The problem with the mask's tensors as they were saved, which hooks may have moved."""
+    program = problem.program
+    if all(a is b for a, b in zip(program.tensors, tensors, strict=True)):
+        return problem
+    return replace(problem, mask=Lowered(MaskProgram(program.structure, program.ints, tensors)))
 
 
 _apply: Any = super(torch.autograd.Function, Attention).apply
@@ -57,7 +81,12 @@ def gradients(
     *tensors, out, lse = saved
     if dout is None:
         dout = torch.zeros_like(out)
-    return tuple(backward(problem, Inputs(*tensors), out, lse, dout, dlse, needs, backend))
+    inputs = Inputs(*tensors)
+    if _dispatch_modes():
+        from tilewise.ops import library
+
+        return library.gradients(problem, inputs, out, lse, dout, dlse, needs, backend)
+    return tuple(profiled(BACKWARD, backward, problem, inputs, out, lse, dout, dlse, needs, backend))
 
 
 class AttentionBackward(torch.autograd.Function):

@@ -6,7 +6,8 @@ length, symbolic integers and tensors. Defined with `Library.define`, which cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from tilewise.backends.base import Inputs, Needs, empty_lse, empty_out
 from tilewise.masks import Lowered, MaskProgram
+from tilewise.ops.flops import backward_flops, forward_flops, teach_counters
 from tilewise.ops.run import backward, forward
+from tilewise.ops.tensors import ARGUMENTS, materialized, materialized_inputs, refuse_tangents, refuse_unknown
 from tilewise.problem import Problem
 
 _TENSORS = (
@@ -85,16 +88,42 @@ def problem_of(inputs: Inputs, rules: Rules, needs_grad: bool) -> tuple[Problem,
 
 def attend(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     """The call through the operator."""
+    if not torch.compiler.is_compiling():
+        teach_counters(_FORMULAS)
     out, lse = torch.ops.tilewise.attention(*inputs, *Rules.of(problem, backend))
     return out, lse
+
+
+def gradients(
+    problem: Problem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+    backend: str,
+) -> tuple[Tensor | None, ...]:
+    """The gradients through the operator."""
+    teach_counters(_FORMULAS)
+    found = torch.ops.tilewise.attention_backward(dout, dlse, out, lse, needs, *inputs, *Rules.of(problem, backend))
+    return tuple(grad if need else None for grad, need in zip(found, needs, strict=True))
 
 
 _COUNT = len(Inputs._fields)
 
 
+def _arguments(args: tuple[Any, ...]) -> tuple[Inputs, Rules]:
+    """The operator's arguments as a backend may read them; what it could not read right is refused."""
+    inputs, rules = Inputs(*args[:_COUNT]), Rules(*args[_COUNT:])
+    refuse_unknown((*zip(ARGUMENTS, inputs, strict=True), *(("mask", x) for x in rules.tensors)))
+    refuse_tangents(inputs)
+    return materialized_inputs(inputs), rules._replace(tensors=[materialized(x) for x in rules.tensors])
+
+
 def _attention(*args: Any) -> tuple[Tensor, Tensor]:
-    inputs = Inputs(*args[:_COUNT])
-    problem, backend = problem_of(inputs, Rules(*args[_COUNT:]), needs_grad=False)
+    inputs, rules = _arguments(args)
+    problem, backend = problem_of(inputs, rules, needs_grad=False)
     out, lse = forward(problem, inputs, backend)
     return out, lse.contiguous()  # as promised, also where nobody asked for it
 
@@ -107,8 +136,8 @@ def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
 def _attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *args: Any
 ) -> tuple[Tensor, ...]:
-    inputs = Inputs(*args[:_COUNT])
-    problem, backend = problem_of(inputs, Rules(*args[_COUNT:]), needs_grad=True)
+    inputs, rules = _arguments(args)
+    problem, backend = problem_of(inputs, rules, needs_grad=True)
     grads = backward(problem, inputs, out, lse, dout, dlse, Needs(*needs), backend)
     return tuple(
         inputs.q.new_empty(0) if grad is None else _like(grad, x)
@@ -183,3 +212,25 @@ _LIBRARY.impl("attention_backward", _attention_backward, "CompositeExplicitAutog
 torch.library.register_fake("tilewise::attention", _attention_fake, lib=_LIBRARY)
 torch.library.register_fake("tilewise::attention_backward", _attention_backward_fake, lib=_LIBRARY)
 torch.library.register_autograd("tilewise::attention", _autograd, setup_context=_setup_context, lib=_LIBRARY)
+
+
+def _count_forward(*args: Any, out_val: Any = None) -> int:
+    inputs = Inputs(*args[:_COUNT])
+    return forward_flops(problem_of(inputs, Rules(*args[_COUNT:]), needs_grad=False)[0], inputs)
+
+
+def _count_backward(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *args: Any, out_val: Any = None
+) -> int:
+    inputs = Inputs(*args[:_COUNT])
+    problem, _ = problem_of(inputs, Rules(*args[_COUNT:]), needs_grad=True)
+    return backward_flops(problem, inputs, Needs(*needs))
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.tilewise.attention: _count_forward,
+    torch.ops.tilewise.attention_backward: _count_backward,
+}
+if "torch._dynamo" in sys.modules:  # a compiled graph calls the operator without coming by here
+    import torch.utils.flop_counter
+teach_counters(_FORMULAS)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.backends.base import Backend, Grads, Inputs, Needs, empty_lse, empty_out, sink_gradient
+from tilewise.errors import KernelError
 from tilewise.ops.packing import check_packing
+from tilewise.ops.tensors import materialized, refuse_tangents
 from tilewise.problem import Problem
 
 _AS_IT_IS = nullcontext()
@@ -22,16 +24,23 @@ def is_empty(problem: Problem) -> bool:
     return 0 in (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
 
 
-def forward(problem: Problem, inputs: Inputs, backend: str | Backend = "auto") -> tuple[Tensor, Tensor]:
-    """out and lse of a problem; backends never see an empty one, so who passes a backend knows that it is not."""
+def forward(
+    problem: Problem, inputs: Inputs, backend: str = "auto", chosen: Backend | None = None
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a problem. `chosen` spares the dispatch; backends never see an empty problem, so who passes one knows
+    that it is not."""
     if problem.varlen:
         check_packing(problem, inputs)
-    if isinstance(backend, str):
+    if chosen is None:
         if is_empty(problem):
             return empty_forward(problem, inputs)
-        backend = dispatch.select(problem, inputs, backend).backend
+        chosen = dispatch.select(problem, inputs, backend).backend
     with own_precision(problem.device):
-        return backend.forward(problem, settled(inputs))
+        while True:
+            try:
+                return chosen.forward(problem, inputs)
+            except KernelError as error:
+                chosen = dispatch.instead(chosen, error, problem, inputs, backend)
 
 
 def backward(
@@ -45,28 +54,33 @@ def backward(
     backend: str = "auto",
 ) -> Grads:
     """The gradients of a problem; the backend is chosen anew, since forward and backward have different strengths."""
+    refuse_tangents((dout, dlse))
+    dout, dlse = materialized(dout), None if dlse is None else materialized(dlse)
     if is_empty(problem):
         return empty_backward(inputs, lse, dlse, needs)
-    chosen = _backward_of(problem, inputs, backend)
     with own_precision(problem.device):
-        return chosen.backward(problem, settled(inputs), out, lse, dout.resolve_neg(), dlse, needs)
+        while True:
+            chosen = _backward_of(problem, inputs, backend)
+            try:
+                return chosen.backward(problem, inputs, out, lse, dout, dlse, needs)
+            except KernelError as error:
+                _backward_memory(problem)[dispatch.standing(backend)] = dispatch.instead(
+                    chosen, error, problem, inputs, backend, backward=True
+                )
 
 
 def _backward_of(problem: Problem, inputs: Inputs, backend: str) -> Backend:
     """The backend of the gradients; remembered with the problem, which training meets again at every step."""
-    known: dict[object, Backend] = problem.__dict__.setdefault("_backward", {})
+    known = _backward_memory(problem)
     key = dispatch.standing(backend)
     if key not in known:
         known[key] = dispatch.select(problem, inputs, backend, backward=True).backend
     return known[key]
 
 
-def settled(inputs: Inputs) -> Inputs:
-    """The inputs with their numbers in memory, where kernels read them: torch may negate lazily, by a bit."""
-    for x in inputs:
-        if x is not None and x.is_neg():
-            return Inputs(*(None if x is None else x.resolve_neg() for x in inputs))  # type: ignore[arg-type]
-    return inputs
+def _backward_memory(problem: Problem) -> dict[object, Backend]:
+    memory: dict[object, Backend] = problem.__dict__.setdefault("_backward", {})
+    return memory
 
 
 def own_precision(device: str) -> AbstractContextManager[object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -39,7 +38,7 @@ def _allocator() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Te
         found: Callable[..., Tensor] = guards._empty_strided_cpu
         return found
     except AttributeError:  # another torch
-        return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+        return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
 
 _empty = _allocator()
@@ -115,29 +114,33 @@ class CpuBackend:
             out = empty_out(q, problem.head_dim_v)
             o_stride = out.stride()
         lse = _empty_like(ready.lse)
-        desk = schedule.here.desk
-        view, address = desk.view, desk.address
-        desk.holds = None
-        _HOT.pack_into(
-            view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, address + _COUNT,
-            *q_stride, *k_stride, *v_stride, *o_stride,
-        )  # fmt: skip
-        view[_REST : ready.end] = ready.template
-        if ready.plain:
-            if ready.threads == 1:
-                ready.call(address, desk.room(ready.size))
-            else:
-                schedule.pool.run(ready.call, address, ready.size, ready.threads)
+        here = schedule.here
+        desk = here.take()
+        try:
+            view, address = desk.view, desk.address
+            desk.holds = None
+            _HOT.pack_into(
+                view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, address + _COUNT,
+                *q_stride, *k_stride, *v_stride, *o_stride,
+            )  # fmt: skip
+            view[_REST : ready.end] = ready.template
+            if ready.plain:
+                if ready.threads == 1:
+                    ready.call(address, desk.room(ready.size))
+                else:
+                    schedule.pool.run(ready.call, desk, ready.size, ready.threads)
+                return out, lse
+            words, alive = _rare_words(problem, inputs, ready)
+            if ready.done:
+                work = torch.empty(ready.work, dtype=ready.real, device="cpu")
+                done = torch.zeros(ready.done, dtype=torch.int64, device="cpu")
+                words += [("work", work.data_ptr()), ("done", done.data_ptr())]
+                alive += [work, done]
+            ready.patch(view, words)
+            schedule.pool.run(ready.call, desk, ready.size, ready.threads)
             return out, lse
-        words, alive = _rare_words(problem, inputs, ready)
-        if ready.done:
-            work = torch.empty(ready.work, dtype=ready.real)
-            done = torch.zeros(ready.done, dtype=torch.int64)
-            words += [("work", work.data_ptr()), ("done", done.data_ptr())]
-            alive += [work, done]
-        ready.patch(view, words)
-        schedule.pool.run(ready.call, address, ready.size, ready.threads)
-        return out, lse
+        finally:
+            here.desks.append(desk)
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """With the strides known too, a call is words that stay and five addresses."""
@@ -158,15 +161,22 @@ class CpuBackend:
                 return self.forward(problem, Inputs(q, k, v))[0]
             out = _empty_like(q) if _inference() else _empty(shape, o_stride, dtype)
             lse = None if small else _empty_like(like_lse)
-            desk = here.desk
-            if desk.holds is not words:
-                desk.prepare(words, size)
-            unseen, address = desk.bin if lse is None else lse.data_ptr(), desk.address
-            pack(desk.view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), unseen, 0, address + _COUNT)
-            if invited == 1:
-                call(address, desk.buffer)
-            else:
-                schedule.pool.run(call, address, size, invited)
+            desks = here.desks
+            try:  # as in `Here.take`, written out
+                desk = desks.pop()
+            except IndexError:
+                desk = schedule.Desk()
+            try:
+                if desk.holds is not words:
+                    desk.prepare(words, size)
+                unseen, address = desk.bin if lse is None else lse.data_ptr(), desk.address
+                pack(desk.view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), unseen, 0, address + _COUNT)
+                if invited == 1:
+                    call(address, desk.buffer)
+                else:
+                    schedule.pool.run(call, desk, size, invited)
+            finally:
+                desks.append(desk)
             return out
 
         return launch
@@ -193,24 +203,28 @@ class CpuBackend:
         dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
         dbias = None
         if needs.dbias and inputs.bias is not None:
-            dbias = torch.zeros(inputs.bias.shape, dtype=ready.real)
+            dbias = torch.zeros(inputs.bias.shape, dtype=ready.real, device="cpu")
         count = problem.batch * problem.heads * ready.done
         turns = _empty((count,), (1,), torch.int64).zero_()
-        desk = schedule.here.desk
-        view = desk.view
-        desk.holds = None
-        _HOT.pack_into(
-            view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, desk.address + _COUNT,
-            *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-        )  # fmt: skip
-        view[_REST : ready.end] = ready.template
-        found = (dout, dlse, delta, dq, dk_sum, dv_sum, dbias, turns)
-        _GRADIENTS.pack_into(
-            view, 8 * ready.slots[GRADIENTS[0]], *(0 if x is None else x.data_ptr() for x in found), _pause(),
-            *dout.stride(), *(_NOWHERE if dq is None else dq.stride()), *(_NOWHERE if dbias is None else _steps(dbias)),
-        )  # fmt: skip
-        ready.patch(view, words)
-        schedule.pool.run(ready.call, desk.address, ready.size, ready.threads)
+        here = schedule.here
+        desk = here.take()
+        try:
+            view = desk.view
+            desk.holds = None
+            _HOT.pack_into(
+                view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0,
+                desk.address + _COUNT, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+            )  # fmt: skip
+            view[_REST : ready.end] = ready.template
+            found = (dout, dlse, delta, dq, dk_sum, dv_sum, dbias, turns)
+            _GRADIENTS.pack_into(
+                view, 8 * ready.slots[GRADIENTS[0]], *(0 if x is None else x.data_ptr() for x in found), schedule.pause(),
+                *dout.stride(), *(_NOWHERE if dq is None else dq.stride()), *(_NOWHERE if dbias is None else _steps(dbias)),
+            )  # fmt: skip
+            ready.patch(view, words)
+            schedule.pool.run(ready.call, desk, ready.size, ready.threads)
+        finally:
+            here.desks.append(desk)
         dsinks = None
         if needs.dsinks and inputs.sinks is not None:
             dsinks = sink_gradient(inputs.sinks, lse, delta)
@@ -285,7 +299,7 @@ def _lse_like(problem: Problem) -> Tensor:
     batch = 1 if problem.varlen else problem.batch
     dtype = torch.float64 if problem.dtype == "float64" else torch.float32
     # one element seen as many: a plan must not hold on to memory of the problem's size
-    return torch.empty(1, dtype=dtype).expand(batch, problem.heads, problem.seqlen_q)
+    return torch.empty(1, dtype=dtype, device="cpu").expand(batch, problem.heads, problem.seqlen_q)
 
 
 def _decodes(problem: Problem, inputs: Inputs) -> bool:
@@ -329,7 +343,7 @@ def _rare_words(problem: Problem, inputs: Inputs, ready: Plan) -> tuple[list[tup
     structure = ready.kernel.structure
     if structure and any(letter in TENSORS for letter in structure):
         for n, x in enumerate(problem.program.tensors):
-            tensor = torch.as_tensor(x)
+            tensor = torch.as_tensor(x, device="cpu")
             tensor = tensor if tensor.dtype == torch.bool else tensor.to(torch.int32)
             alive.append(tensor)
             words.append((f"mask_t{n}", tensor.data_ptr()))
@@ -368,18 +382,6 @@ def _settle(gradient: Tensor | None, total: Tensor | None) -> Tensor | None:
     if gradient is not None and total is not None and gradient is not total:
         gradient.copy_(total[..., : gradient.shape[3]])
     return gradient
-
-
-@cache
-def _pause() -> int:
-    """Address of a function that yields the processor; 0 where there is none."""
-    for name in ("sched_yield", "SwitchToThread"):
-        try:
-            library = ctypes.CDLL(None) if name == "sched_yield" else ctypes.WinDLL("kernel32")  # type: ignore[attr-defined]
-            return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
-        except (AttributeError, OSError, TypeError):
-            continue
-    return 0
 
 
 backend = CpuBackend()

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from tilewise.backends.cpu import image
 from tilewise.backends.cpu.spec import Kernel
-from tilewise.hardware.cache import cache_root
+from tilewise.errors import KernelError
+from tilewise.hardware.cache import cache_root, open_regular
 
 MAGIC = b"tilewise-cpu-2\0\0"
 IMAGE, OBJECT = b"image---", b"object--"
@@ -150,11 +151,13 @@ class Loaded:
 
 
 _loaded: dict[Kernel, Loaded] = {}
+_failures: dict[Kernel, str] = {}
+"""Why kernels could not be compiled here; they are not tried twice."""
 _lock = threading.RLock()
 
 
 def worker(kernel: Kernel) -> Any:
-    """The kernel's entry point, `worker(arguments, buffer)`; compiled on first use."""
+    """The kernel's entry point, `worker(arguments, buffer)`; compiled on first use. KernelError whatever goes wrong with that."""
     found = _loaded.get(kernel)
     if found is not None:
         return found.call
@@ -166,7 +169,18 @@ def worker(kernel: Kernel) -> Any:
 
 
 def _obtain(kernel: Kernel) -> Loaded:
-    return _load(entry_path(repr(kernel)), "worker", lambda: build(kernel, host()))
+    cause = None
+    if kernel not in _failures:
+        try:
+            return _load(entry_path(repr(kernel)), "worker", lambda: build(kernel, host()))
+        except MemoryError:
+            raise
+        except Exception as error:  # LLVM's or the system's
+            cause = error
+            _failures[kernel] = f"{type(error).__name__}: {error}"
+    raise KernelError(
+        f"backend 'cpu' could not compile its kernel ({_failures[kernel]}); backend='tiled' needs no compiler"
+    ) from cause
 
 
 def load_text(text: str, symbol: str) -> Loaded:
@@ -267,7 +281,7 @@ def proof_path() -> Path:
 def read_entry(path: Path) -> bytes | None:
     """The code, if the file is whole and ours: it will be run, so nobody else may have been able to write it."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if not _private(os.fstat(file.fileno())) or not _private(path.parent.stat()):
                 return None
             data = file.read()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
@@ -56,10 +57,17 @@ class Desk:
 
 
 class Here(threading.local):
-    """Each thread's desk."""
+    """Each thread's desks. A call takes one away and brings it back: a signal handler or finalizer that calls attention in the
+    middle of another call of the same thread finds it gone, and makes its own."""
 
     def __init__(self) -> None:
-        self.desk = Desk()
+        self.desks: list[Desk] = []
+
+    def take(self) -> Desk:
+        try:
+            return self.desks.pop()
+        except IndexError:
+            return Desk()
 
 
 here = Here()
@@ -68,11 +76,12 @@ here = Here()
 class Job:
     """One call's work for helpers: a ticket lets one of them in, a lock tells that it is done."""
 
-    __slots__ = ("args", "call", "finished", "size", "tickets")
+    __slots__ = ("args", "call", "done", "finished", "size", "tickets")
 
     def __init__(self, call: Any, args: int, size: int, helpers: int) -> None:
         self.call, self.args, self.size = call, args, size
         self.tickets = list(range(helpers))
+        self.done = [False] * helpers
         self.finished = [threading.Lock() for _ in range(helpers)]
         for lock in self.finished:
             lock.acquire()
@@ -82,35 +91,65 @@ class Pool:
     def __init__(self) -> None:
         self.jobs: SimpleQueue[Job] = SimpleQueue()
         self.helpers = 0
-        self.busy = threading.Lock()
+        self.owner: dict[str, object] = {}
 
-    def run(self, call: Any, args: int, size: int, threads: int) -> None:
-        """`call(args, buffer)` on up to `threads` threads, this one among them; returns when all tasks are done.
+    def run(self, call: Any, desk: Desk, size: int, threads: int) -> None:
+        """`call(arguments, buffer)` on up to `threads` threads, this one among them; returns when all tasks are done.
 
         A second caller, while the pool is busy, works alone: its threads would only compete with the first one's.
         """
-        if threads <= 1 or not self.busy.acquire(blocking=False):
-            call(args, here.desk.room(size))
+        if threads <= 1:
+            call(desk.address, desk.room(size))
             return
+        token = object()
         try:
-            ours = team()
-            if ours is not None:
-                step = -(-size // PAGE) * PAGE
-                buffers = here.desk.room(step * threads)
-                ours.run(ctypes.cast(call, ctypes.c_void_p).value or 0, args, buffers, step, threads, get_num_threads())
-                return
-            while self.helpers < threads - 1:
+            # one step, with the owner's name in it: whatever interrupts this thread, the pool is given back
+            if self.owner.setdefault("pool", token) is token:
+                self._share(call, desk, size, threads)
+            else:
+                call(desk.address, desk.room(size))
+        finally:
+            if self.owner.get("pool") is token:
+                del self.owner["pool"]
+
+    def _share(self, call: Any, desk: Desk, size: int, threads: int) -> None:
+        ours = team()
+        if ours is not None:
+            step = -(-size // PAGE) * PAGE
+            buffers = desk.room(step * threads)
+            address = ctypes.cast(call, ctypes.c_void_p).value or 0
+            ours.run(address, desk.address, buffers, step, threads, get_num_threads())
+            return
+        buffer = desk.room(size)
+        job = Job(call, desk.address, size, min(threads - 1, self._staff(threads - 1)))
+        try:
+            for _ in job.finished:
+                self.jobs.put(job)
+            call(desk.address, buffer)
+        finally:
+            self._await(job)
+
+    def _staff(self, wanted: int) -> int:
+        """How many helpers there are, after those that are lacking have been started if the system lets them."""
+        try:
+            while self.helpers < wanted:
                 threading.Thread(target=self.help, name="tilewise", daemon=True).start()
                 self.helpers += 1
-            job = Job(call, args, size, threads - 1)
-            for _ in range(threads - 1):
-                self.jobs.put(job)
-            call(args, here.desk.room(size))
-            absent = self.close(job)
-            for lock in job.finished[absent:]:  # tickets leave from the top: the lowest never did
-                lock.acquire()
-        finally:
-            self.busy.release()
+        except RuntimeError:  # no more threads: the work is done by fewer
+            pass
+        return self.helpers
+
+    def _await(self, job: Job) -> None:
+        """Until no helper works on the job: they write to memory that is freed when an interrupt leaves this call."""
+        absent, interrupt = self.close(job), None
+        for ticket in range(absent, len(job.done)):  # tickets leave from the top: the lowest never did
+            while not job.done[ticket]:
+                try:
+                    job.finished[ticket].acquire()
+                except BaseException as error:  # a signal handler's, KeyboardInterrupt above all
+                    interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     @staticmethod
     def close(job: Job) -> int:
@@ -130,9 +169,12 @@ class Pool:
                 ticket = job.tickets.pop()
             except IndexError:
                 continue
+            desk = here.take()
             try:
-                job.call(job.args, here.desk.room(job.size))
+                job.call(job.args, desk.room(job.size))
             finally:
+                here.desks.append(desk)
+                job.done[ticket] = True
                 job.finished[ticket].release()
 
 
@@ -147,3 +189,15 @@ def _renew() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew)
+
+
+@cache
+def pause() -> int:
+    """Address of a function that yields the processor; 0 where there is none."""
+    for name in ("sched_yield", "SwitchToThread"):
+        try:
+            library = ctypes.CDLL(None) if name == "sched_yield" else ctypes.WinDLL("kernel32")  # type: ignore[attr-defined]
+            return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+        except (AttributeError, OSError, TypeError):
+            continue
+    return 0

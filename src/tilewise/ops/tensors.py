@@ -1,0 +1,93 @@
+"""What no backend sees in a tensor: forward-mode derivatives, values that only a bit stands for, and subclasses' own meanings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tilewise.backends.base import Inputs
+from tilewise.errors import ArgumentTypeError, DerivativeError
+
+_functorch: Any = torch._C._functorch
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types whose memory holds their values, and nothing else."""
+
+ARGUMENTS = ("q", "k", "v", "bias", "bias", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
+"""The fields of Inputs as the user calls them."""
+
+
+def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
+    """Raise rather than lose a forward-mode derivative, which would come out as zero."""
+    if forward_ad._current_level >= 0 and any(x is not None and _has_tangent(x) for x in tensors):
+        raise DerivativeError(
+            "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, dual tensors) yet; use reverse mode "
+            "(torch.autograd.grad, backward), or backend-free code such as softmax(q @ k.mT) @ v"
+        )
+
+
+def _has_tangent(x: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # what is traced cannot be asked, and might
+        return True
+    while _functorch.is_batchedtensor(x):  # nor can vmap's tensors
+        x = _functorch.get_unwrapped(x)
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD):  # inside an operator autograd has been passed
+        return forward_ad.unpack_dual(x).tangent is not None
+
+
+_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+
+
+def refuse_transformed(tensors: Iterable[Tensor | None]) -> None:
+    """Raise on tensors of functorch's transforms: there are no rules for them yet."""
+    for x in tensors:
+        while x is not None and _functorch.is_functorch_wrapped_tensor(x):
+            if _functorch.is_batchedtensor(x):
+                raise DerivativeError("attention has no rule for torch.func.vmap yet; make the mapped dimension part of the batch")
+            if _functorch.is_gradtrackingtensor(x) and x.requires_grad and torch.is_grad_enabled():
+                raise DerivativeError(
+                    "attention has no rule for torch.func.grad, vjp and their like yet; use torch.autograd.grad or backward"
+                )
+            x = _functorch.get_unwrapped(x)
+
+
+def materialized(x: Tensor) -> Tensor:
+    """The tensor with its values in memory, where kernels read them: torch may negate, or mean zero, by a bit."""
+    if x.is_neg():
+        return x.resolve_neg()
+    return x.clone() if x._is_zerotensor() else x
+
+
+def materialized_inputs(inputs: Inputs) -> Inputs:
+    if any(x is not None and (x.is_neg() or x._is_zerotensor()) for x in inputs):
+        return Inputs(*(None if x is None else materialized(x) for x in inputs))  # type: ignore[arg-type]
+    return inputs
+
+
+def refuse_unknown(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Raise on a tensor whose memory may mean something that only its subclass knows."""
+    for name, x in named:
+        if x is not None and type(x) not in PLAIN and _unknown(type(x)):
+            raise ArgumentTypeError(
+                f"{name}: got a {type(x).__name__}, a tensor subclass that attention does not know: its memory may mean "
+                f"anything. If it holds plain numbers, pass {name}.as_subclass(torch.Tensor)"
+            )
+
+
+def _unknown(kind: Any) -> bool:
+    """Does the subclass change what functions do, without being asked by operators?
+
+    One with `__torch_dispatch__` is asked: whoever gets here was let through. One that keeps torch's own
+    `__torch_function__` is no more than its memory.
+    """
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    function = kind.__torch_function__
+    return getattr(function, "__func__", function) not in _OWN
+
+
+_OWN = (vars(Tensor)["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
