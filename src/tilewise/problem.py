@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
 from tilewise.masks import UNBOUNDED, Binding, Full, Mask, MaskProgram, MaskShape
-from tilewise.masks.build import is_integer
+from tilewise.masks.build import is_integer, plain
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PRECISIONS = ("default", "tf32", "compensated")
@@ -72,16 +72,17 @@ class Problem:
         **features: Any,
     ) -> Problem:
         """A problem with the usual defaults: as many key heads, keys and value dims as query ones, and scale 1/√d."""
+        batch, heads, head_dim, seqlen = plain(batch), plain(heads), plain(head_dim), plain(seqlen)
         if scale is None:
             scale = 1.0 / math.sqrt(head_dim) if isinstance(head_dim, int) and head_dim > 0 else 1.0
         problem = cls(
             batch=batch,
             heads=heads,
-            kv_heads=heads if kv_heads is None else kv_heads,
+            kv_heads=heads if kv_heads is None else plain(kv_heads),
             seqlen_q=seqlen,
-            seqlen_k=seqlen if kv_seqlen is None else kv_seqlen,
+            seqlen_k=seqlen if kv_seqlen is None else plain(kv_seqlen),
             head_dim=head_dim,
-            head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+            head_dim_v=head_dim if head_dim_v is None else plain(head_dim_v),
             dtype=ALIASES.get(dtype, dtype),
             mask=Full() if mask is None else mask,
             scale=scale,

@@ -8,7 +8,7 @@ last key), `top_left` (query 0 at key 0) or an `offset` (query 0 at key `offset`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -74,12 +74,32 @@ class Mask(ABC):
         names: list[str] = [f.name for f in fields(self) if f.init] if is_dataclass(self) else []
         return self if self.static else type(self)(**{name: moved(getattr(self, name)) for name in names})
 
+    def to_dense(self, Sq: int, Sk: int | None = None) -> Any:
+        """What this mask stands for as booleans (B or 1, H or 1, Sq, Sk), True = attend; `Sk` is `Sq` if not given.
+
+        B and H are those of the mask's tensors. If these are torch's, so is the result, on their device; else it is numpy's.
+        """
+        from tilewise.masks.build import integer
+        from tilewise.masks.forms import to_array
+
+        queries = integer("to_dense: Sq", Sq, 0)
+        return to_array(self, queries, queries if Sk is None else integer("to_dense: Sk", Sk, 0))
+
+    def __repr__(self) -> str:
+        from tilewise.masks.forms import text
+
+        return text(self)
+
+    def leaves(self) -> Iterator[Mask]:
+        """The masks this one is combined of."""
+        yield self
+
     @abstractmethod
     def terms(self, binding: Binding, negate: bool) -> Terms:
         """The mask (or its negation) as a disjunction of conjunctions of literals."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Full(Mask):
     """Every key is visible."""
 
@@ -87,7 +107,7 @@ class Full(Mask):
         return [] if negate else [[]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Band(Mask):
     """lo <= k - q - anchor <= hi, the anchor being 0 (`top_left`) or Sk - Sq (`bottom_right`)."""
 
@@ -99,7 +119,7 @@ class Band(Mask):
         return [[Literal(self.letter, pair, ())] for pair in _band_pairs(self.lo, self.hi, negate)]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OffsetBand(Mask):
     """A band whose anchor is given for each sequence."""
 
@@ -113,7 +133,7 @@ class OffsetBand(Mask):
         return [[Literal("o", pair, (off,))] for pair in _band_pairs(self.lo, self.hi, negate)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KeyRange(Mask):
     """start <= k < end, the same for every sequence."""
 
@@ -125,12 +145,13 @@ class KeyRange(Mask):
         return [[Literal("r", pair, ())] for pair in pairs]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KeyRanges(Mask):
-    """start[b] <= k < start[b] + length[b]."""
+    """start[b] <= k < start[b] + length[b]; `maker` is the name of its constructor."""
 
     lengths: Any
     start: Any = None
+    maker: str = "key_padding"
     static = False
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
@@ -141,7 +162,7 @@ class KeyRanges(Mask):
         return [[Literal("k", (), pair)] for pair in pairs]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
     """A query sees the keys of its own document."""
 
@@ -161,7 +182,7 @@ class Documents(Mask):
         return [[Literal("D" if negate else "d", (), (q_ids, k_ids))]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Blocks(Mask):
     """A table of blocks: query q sees key k iff table[q // size_q, k // size_k]."""
 
@@ -182,7 +203,7 @@ class Blocks(Mask):
         return [[Literal("S" if negate else "s", (self.size_q, self.size_k), (_as(table, "bool"),))]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
     """A boolean tensor, True where the query may see the key."""
 
@@ -204,7 +225,7 @@ class Dense(Mask):
         return [[Literal("E" if negate else "e", (), (dense,))]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Lowered(Mask):
     """A program that was lowered before: what an operator receives."""
 
@@ -223,7 +244,7 @@ class Lowered(Mask):
         return list(self.program.terms())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Not(Mask):
     part: Mask
     static: bool = field(init=False, compare=False, default=True)
@@ -231,11 +252,14 @@ class Not(Mask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "static", self.part.static)
 
+    def leaves(self) -> Iterator[Mask]:
+        return self.part.leaves()
+
     def terms(self, binding: Binding, negate: bool) -> Terms:
         return self.part.terms(binding, not negate)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Pair(Mask):
     left: Mask
     right: Mask
@@ -243,6 +267,10 @@ class _Pair(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "static", self.left.static and self.right.static)
+
+    def leaves(self) -> Iterator[Mask]:
+        yield from self.left.leaves()
+        yield from self.right.leaves()
 
     def _both(self, binding: Binding, negate: bool) -> Terms:
         left, right = self.left.terms(binding, negate), self.right.terms(binding, negate)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from tilewise.errors import ArgumentTypeError, MaskError
 from tilewise.masks.algebra import (
     INTEGERS,
@@ -42,14 +44,16 @@ def causal(align: str = "bottom_right", offset: Any = None) -> Mask:
 def window(left: int, right: int | None = None, *, align: str = "bottom_right", offset: Any = None) -> Mask:
     """`window(n)`: exactly n keys, the last one the query's own. `window(left, right)`: so many before and after it."""
     if right is None:
-        keys = _integer("window: n", left, 1)
+        keys = integer("window: n", left, 1)
         return _band(1 - keys, 0, align, offset, "window")
-    return _band(-_integer("window: left", left, 0), _integer("window: right", right, 0), align, offset, "window")
+    return _band(-integer("window: left", left, 0), integer("window: right", right, 0), align, offset, "window")
 
 
 def prefix(n: Any) -> Mask:
     """The first n keys (an int, or one integer a sequence); prefix-LM attention is `causal() | prefix(n)`."""
-    return KeyRange(0, _integer("prefix: n", n, 0)) if is_integer(n) else KeyRanges(_integers("prefix: n", n))
+    if is_integer(plain(n)):
+        return KeyRange(0, integer("prefix: n", n, 0))
+    return KeyRanges(_integers("prefix: n", n), maker="prefix")
 
 
 def key_padding(lengths: Any, start: Any = None) -> Mask:
@@ -71,7 +75,7 @@ def blocks(table: Any, size: int | tuple[int, int]) -> Mask:
     sizes = size if isinstance(size, tuple) else (size, size)
     if len(sizes) != 2:
         raise MaskError(f"blocks: size is {size!r}, need an int or a pair (queries, keys)")
-    return Blocks(table, _integer("blocks: size", sizes[0], 1), _integer("blocks: size", sizes[1], 1))
+    return Blocks(table, integer("blocks: size", sizes[0], 1), integer("blocks: size", sizes[1], 1))
 
 
 def dense(mask: Any) -> Mask:
@@ -89,9 +93,9 @@ def _band(lo: int, hi: int, align: str, offset: Any, name: str) -> Mask:
         raise MaskError(f"{name}: align is {align!r}, need 'bottom_right' or 'top_left'")
     if offset is None:
         return Band(max(lo, -UNBOUNDED), min(hi, UNBOUNDED), ANCHORS[align])
-    if not is_integer(offset):
+    if not is_integer(plain(offset)):
         return OffsetBand(lo, hi, _integers(f"{name}: offset", offset))
-    offset = _integer(f"{name}: offset", offset, -UNBOUNDED + 1)
+    offset = integer(f"{name}: offset", offset, -UNBOUNDED + 1)
     return Band(lo if lo <= -UNBOUNDED else lo + offset, hi if hi >= UNBOUNDED else hi + offset, "t")
 
 
@@ -100,7 +104,14 @@ def is_integer(value: Any) -> bool:
     return (isinstance(value, int) and not isinstance(value, bool)) or type(value).__name__ == "SymInt"
 
 
-def _integer(name: str, value: Any, least: int) -> int:
+def plain(value: Any) -> Any:
+    """An integer of numpy's as Python's own, anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """An integer argument as an int (or torch's symbolic one); raises for what is none, or out of range."""
+    value = plain(value)
     if not is_integer(value):
         raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}), need an integer")
     if isinstance(value, int):
@@ -114,11 +125,12 @@ def _integer(name: str, value: Any, least: int) -> int:
 def _integers(name: str, value: Any) -> Any:
     """A tensor, array or list of integers; dtype and shape are checked when the lengths are known."""
     if isinstance(value, (list, tuple)):
+        value = [plain(x) for x in value]
         if not all(is_integer(x) for x in value):
             raise ArgumentTypeError(f"{name} is {value!r}, need integers")
         if not all(-(2**31) <= x < 2**31 for x in value):
             raise MaskError(f"{name} is {value!r}, need integers of 32 bits")
-        return list(value)
+        return value
     if not hasattr(value, "dtype"):
         raise ArgumentTypeError(
             f"{name} is {value!r} ({type(value).__name__}), need an integer or a tensor of integers"
