@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tilewise.errors import ArgumentTypeError, MaskError
+from tilewise.masks.arrays import padding_hint, rank4
 from tilewise.masks.program import LITERALS, UNBOUNDED, Literal, MaskProgram, MaskShape, assemble
 
 Terms = list[list[Literal]]
@@ -193,7 +194,7 @@ class Blocks(Mask):
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
         shape = binding.shape
-        table = _rank4("blocks", "table", binding.asarray(self.table), shape)
+        table = rank4("blocks", "table", binding.asarray(self.table), shape)
         want = (-(-shape.seqlen_q // self.size_q), -(-shape.seqlen_k // self.size_k))
         if not binding.varlen and tuple(table.shape[2:]) != want:
             raise MaskError(
@@ -216,11 +217,12 @@ class Dense(Mask):
                 "dense: a packed batch has no dense mask; describe it with documents, blocks, causal, window or key_padding"
             )
         shape = binding.shape
-        dense = _rank4("dense", "tensor", binding.asarray(self.tensor), shape)
+        dense = rank4("dense", "tensor", binding.asarray(self.tensor), shape)
         for size, want, name in zip(dense.shape[2:], shape[2:], ("queries", "keys"), strict=True):
             if size != want and size != 1:
+                hint = padding_hint(self.tensor.shape, shape)
                 raise MaskError(
-                    f"dense: tensor of shape {tuple(self.tensor.shape)} has {size} {name}, the problem has {want}"
+                    f"dense: tensor of shape {tuple(self.tensor.shape)} has {size} {name}, the problem has {want}{hint}"
                 )
         return [[Literal("E" if negate else "e", (), (dense,))]]
 
@@ -380,17 +382,3 @@ def _check_integers(name: str, array: Any) -> None:
         raise ArgumentTypeError(f"{name}: dtype {array.dtype}, need integers of at most 64 bits; convert with .int()")
     if isinstance(array, np.ndarray) and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
         raise MaskError(f"{name}: integers from {array.min()} to {array.max()}, need integers of 32 bits")
-
-
-def _rank4(mask: str, name: str, array: Any, shape: MaskShape) -> Any:
-    if not 2 <= array.ndim <= 4:
-        raise MaskError(
-            f"{mask}: {name} has rank {array.ndim}, need 2 (queries, keys), 3 (heads first) or 4 (batch, heads first)"
-        )
-    array = array[(None,) * (4 - array.ndim)]
-    for size, want, axis in zip(array.shape[:2], shape[:2], ("batch", "heads"), strict=True):
-        if size != want and size != 1:
-            raise MaskError(
-                f"{mask}: {name} has {size} along {axis}, the problem has {want} (query heads count); use 1 or {want}"
-            )
-    return array

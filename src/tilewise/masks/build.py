@@ -22,6 +22,7 @@ from tilewise.masks.algebra import (
 from tilewise.masks.program import UNBOUNDED
 
 ANCHORS = {"bottom_right": "b", "top_left": "t"}
+_EACH = "one integer for each sequence in a list or tensor"
 _CAUSAL = Band(-UNBOUNDED, 0, ANCHORS["bottom_right"])  # a value like any other, and the one most calls ask for
 
 
@@ -58,14 +59,22 @@ def prefix(n: Any) -> Mask:
 
 def key_padding(lengths: Any, start: Any = None) -> Mask:
     """Sequence b holds `lengths[b]` keys, from `start[b]` on (0 if not given; left-padded batches give it)."""
+    if "bool" in str(getattr(lengths, "dtype", None)):
+        raise ArgumentTypeError(
+            f"key_padding: lengths is a {lengths.dtype} of shape {tuple(lengths.shape)}, need integers; a padding mask (batch, "
+            "keys) is passed as it is, mask=mask[:, None, None, :], where True = attend (negate one in which True is padding)"
+        )
     if start is not None:
-        start = _integers("key_padding: start", start)
-    return KeyRanges(_integers("key_padding: lengths", lengths), start)
+        start = _integers("key_padding: start", start, _EACH)
+    same = f"; for all sequences alike: prefix({lengths})" if is_integer(lengths) else ""
+    return KeyRanges(_integers("key_padding: lengths", lengths, _EACH + same), start)
 
 
 def documents(ids: Any, q_ids: Any = None) -> Mask:
     """A query sees the keys with its own document id. `ids`: (S,) or (B, S); `q_ids` if queries and keys differ."""
-    return Documents(_integers("documents: ids", ids), None if q_ids is None else _integers("documents: q_ids", q_ids))
+    need = "one integer for each position in a list or tensor, (S,) or (B, S)"
+    of_queries = None if q_ids is None else _integers("documents: q_ids", q_ids, need)
+    return Documents(_integers("documents: ids", ids, need), of_queries)
 
 
 def blocks(table: Any, size: int | tuple[int, int]) -> Mask:
@@ -122,7 +131,7 @@ def integer(name: str, value: Any, least: int) -> int:
     return value  # type: ignore[no-any-return]  # an int, or as good as one
 
 
-def _integers(name: str, value: Any) -> Any:
+def _integers(name: str, value: Any, need: str = "an integer, or one integer for each sequence in a list or tensor") -> Any:
     """A tensor, array or list of integers; dtype and shape are checked when the lengths are known."""
     if isinstance(value, (list, tuple)):
         value = [plain(x) for x in value]
@@ -132,9 +141,7 @@ def _integers(name: str, value: Any) -> Any:
             raise MaskError(f"{name} is {value!r}, need integers of 32 bits")
         return value
     if not hasattr(value, "dtype"):
-        raise ArgumentTypeError(
-            f"{name} is {value!r} ({type(value).__name__}), need an integer or a tensor of integers"
-        )
+        raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}), need {need}")
     if str(value.dtype).removeprefix("torch.") not in INTEGERS:
         raise ArgumentTypeError(f"{name}: dtype {value.dtype}, need integers of at most 64 bits; convert with .int()")
     return value

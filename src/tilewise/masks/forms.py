@@ -1,10 +1,11 @@
 """A mask in other forms: as the text a person would write, and as the boolean array it stands for.
 
-torch is imported only for masks that hold its tensors.
+torch is not imported: it is there where a mask holds its tensors.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ def _band(lo: int, hi: int, letter: str) -> str:
         return f"<band {letter!r} from {lo} to {hi}>"
     if letter == "b":
         return _call(*_width(lo, hi))
-    if hi == 0 or lo <= 0 <= hi < UNBOUNDED and lo > -UNBOUNDED or hi >= UNBOUNDED and lo <= 0:
+    if hi == 0 or (-UNBOUNDED < lo <= 0 <= hi):
         return _call(*_width(lo, hi), "align='top_left'")
     if lo <= -UNBOUNDED:
         return f"causal(offset={hi})"
@@ -148,8 +149,7 @@ def _kind(tensors: list[Any]) -> tuple[Callable[[Any], Any], Callable[[int, int]
     """How arrays are taken and made: by torch on the device of the tensors, by numpy if there are none."""
     if not tensors:
         return np.asarray, np.arange
-    import torch
-
+    torch = sys.modules["torch"]
     devices = sorted({str(x.device) for x in tensors})
     if len(devices) > 1:
         raise DeviceError(f"mask: holds tensors on {' and '.join(devices)}; move them with mask.to(device)")
