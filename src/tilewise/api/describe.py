@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise.api.bias import Alibi
 from tilewise.api.lengths import check_lengths
+from tilewise.api.names import BackendName, Precision
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
@@ -46,14 +47,14 @@ class Arguments(TypedDict, total=False):
     sinks: Tensor | None
     dropout_p: float
     seed: int | Tensor | None
-    precision: str
+    precision: Precision
     deterministic: bool | None
 
 
 class Options(Arguments, total=False):
     """What the public functions take, for their overloads."""
 
-    backend: str
+    backend: BackendName
 
 
 def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -67,7 +67,10 @@ class Mask(ABC):
         return assemble(terms)
 
     def to(self, device: Any) -> Mask:
-        """The mask with its torch tensors on another device."""
+        """The mask with its torch tensors on another `device`.
+
+        >>> mask = (causal() & key_padding(lengths)).to("cuda")
+        """
 
         def moved(value: Any) -> Any:
             return value.to(device) if isinstance(value, Mask) or hasattr(value, "is_cuda") else value
@@ -79,6 +82,8 @@ class Mask(ABC):
         """What this mask stands for as booleans (B or 1, H or 1, Sq, Sk), True = attend; `Sk` is `Sq` if not given.
 
         B and H are those of the mask's tensors. If these are torch's, so is the result, on their device; else it is numpy's.
+
+        >>> (causal() & window(2)).to_dense(3, 5)[0, 0]
         """
         from tilewise.masks.build import integer
         from tilewise.masks.forms import to_array
