@@ -11,7 +11,7 @@ import numpy as np
 
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
 from tilewise.masks import UNBOUNDED, Binding, Full, Mask, MaskProgram, MaskShape
-from tilewise.masks.build import is_integer
+from tilewise.masks.build import is_integer, plain
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PRECISIONS = ("default", "tf32", "compensated")
@@ -73,18 +73,34 @@ class Problem:
         scale: float | None = None,
         **features: Any,
     ) -> Problem:
-        """A problem with the usual defaults: as many key heads, keys and value dims as query ones, and scale 1/√d."""
+        """A problem with the usual defaults: as many key heads, keys and value dims as query ones, and scale 1/√d.
+
+        heads: query heads.
+        head_dim: the dimension of queries and keys, up to 512.
+        seqlen: queries of a sequence, and keys unless `kv_seqlen` is given.
+        batch: sequences.
+        kv_heads: heads of keys and values, of which `heads` is a multiple.
+        kv_seqlen: keys of a sequence.
+        head_dim_v: the dimension of values.
+        dtype: "float16", "bfloat16", "float32" or "float64"; also "fp16", "bf16", "fp32", "fp64".
+        mask: a mask such as `causal()`; None for none.
+        scale: what scores are multiplied by; 1/√head_dim if None.
+        features: other fields of a Problem: `softcap`, `dropout_p`, `sinks=True`, `alibi=True`, `device="cuda"`, …
+
+        >>> tw.Problem.of(heads=32, kv_heads=8, seqlen=1, kv_seqlen=8192, head_dim=128, mask=tw.causal())
+        """
+        batch, heads, head_dim, seqlen = plain(batch), plain(heads), plain(head_dim), plain(seqlen)
         if scale is None:
             scale = 1.0 / math.sqrt(head_dim) if isinstance(head_dim, int) and head_dim > 0 else 1.0
         features |= {name: unboxed(features[name]) for name in ("softcap", "dropout_p") if name in features}
         problem = cls(
             batch=batch,
             heads=heads,
-            kv_heads=heads if kv_heads is None else kv_heads,
+            kv_heads=heads if kv_heads is None else plain(kv_heads),
             seqlen_q=seqlen,
-            seqlen_k=seqlen if kv_seqlen is None else kv_seqlen,
+            seqlen_k=seqlen if kv_seqlen is None else plain(kv_seqlen),
             head_dim=head_dim,
-            head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+            head_dim_v=head_dim if head_dim_v is None else plain(head_dim_v),
             dtype=ALIASES.get(dtype, dtype),
             mask=Full() if mask is None else mask,
             scale=unboxed(scale),

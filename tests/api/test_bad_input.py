@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -168,6 +169,35 @@ MASKS = [
         ArgumentError,
         ("mask", str(2**40), "32 bits"),
     ),
+    *(
+        Bad(f"lengths {list(lengths)}", {"mask": tw.causal() & tw.key_padding(kind(lengths))}, MaskError, words)
+        for lengths, words in {
+            (8, 1): ("key_padding: lengths[0] is 8", "0 to 7", "7 keys"),
+            (7, -1): ("key_padding: lengths[1] is -1", "0 to 7"),
+            (9,): ("key_padding: lengths[0] is 9", "0 to 7"),
+        }.items()
+        for kind in (list, torch.tensor, np.array)
+    ),
+    Bad(
+        "start and length",
+        {"mask": ~tw.key_padding([3, 4], start=torch.tensor([2, 4]))},
+        MaskError,
+        ("key_padding: start[1] + lengths[1] is 8", "7 keys"),
+    ),
+    Bad("start -1", {"mask": tw.key_padding([3], start=[-1])}, MaskError, ("key_padding: start[0] is -1", "0 to 7")),
+    Bad("prefix -1", {"mask": tw.prefix(torch.tensor([3, -1]))}, MaskError, ("prefix: n[1] is -1", "at least 0")),
+    Bad(
+        "padding (B, S)",
+        {"mask": torch.ones(2, 7, dtype=torch.bool)},
+        MaskError,
+        ("dense", "2 queries", "(batch, keys)", "mask[:, None, None, :]"),
+    ),
+    Bad(
+        "mask (B, Sq, Sk)",
+        {"mask": torch.ones(2, 6, 7, dtype=torch.bool)},
+        MaskError,
+        ("dense", "2 along heads", "(batch, queries, keys)", "mask[:, None]"),
+    ),
     Bad(
         "offset 2**40",
         {"mask": tw.causal(offset=torch.tensor([2**40, 1]))},
@@ -307,6 +337,33 @@ CONSTRUCTORS = [
         ("key_padding: lengths", str(2**70), "32 bits"),
     ),
     Bad(
+        "lengths 7",
+        {"make": lambda: tw.key_padding(7)},
+        ArgumentTypeError,
+        ("key_padding: lengths is 7 (int)", "one integer for each sequence", "prefix(7)"),
+    ),
+    Bad(
+        "start 7",
+        {"make": lambda: tw.key_padding([7], 7)},
+        ArgumentTypeError,
+        ("key_padding: start is 7 (int)", "one integer for each sequence"),
+    ),
+    Bad(
+        "ids 7",
+        {"make": lambda: tw.documents(7)},
+        ArgumentTypeError,
+        ("documents: ids is 7 (int)", "one integer for each position"),
+    ),
+    *(
+        Bad(
+            f"boolean {kind.__name__}",
+            {"make": lambda kind=kind: tw.key_padding(kind([[True, False]]))},
+            ArgumentTypeError,
+            ("key_padding: lengths", "bool", "mask[:, None, None, :]", "True = attend"),
+        )
+        for kind in (torch.tensor, np.array)
+    ),
+    Bad(
         "lengths float",
         {"make": lambda: tw.key_padding([1.0])},
         ArgumentTypeError,
@@ -369,3 +426,14 @@ CONSTRUCTORS = [
 @pytest.mark.parametrize("bad", CONSTRUCTORS, ids=lambda bad: bad.name)
 def test_constructors_refuse(bad: Bad) -> None:
     refused(bad.arguments["make"], bad.error, bad.words)
+
+
+@pytest.mark.gpu
+def test_lengths_on_a_gpu_are_read_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # here a backend runs
+    q = torch.randn(2, 1, 7, 16, device="cuda")
+    mask = tw.key_padding(torch.tensor([9, 3], device="cuda"))
+    want = tw.attention(q, q, q, mask=tw.key_padding([7, 3]))
+    assert torch.equal(tw.attention(q, q, q, mask=mask), want)
+    monkeypatch.setenv("TILEWISE_CHECK", "1")
+    refused(lambda: tw.attention(q, q, q, mask=mask), MaskError, ("key_padding: lengths[0] is 9", "0 to 7"))

@@ -59,6 +59,9 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ("narrow bias", {"bias": torch.zeros(6, 6)}, LayoutError, ("bias:", "6 along keys", "has 7")),
     ("bias batch", {"bias": torch.zeros(3, 1, 6, 7)}, LayoutError, ("bias:", "3 along batch", "2")),
     ("ids of a batch", {"mask": tw.documents(torch.zeros(2, 12).int(), torch.zeros(2, 10).int())}, MaskError, ("ids", "(12,)")),
+    ("padding long", {"mask": tw.key_padding([5, 8])}, MaskError, ("key_padding: lengths[1] is 8", "0 to 7", "sequence 1")),
+    ("padding negative", {"mask": tw.key_padding(cu(-1, 3))}, MaskError, ("key_padding: lengths[0] is -1", "0 to 5")),
+    ("padding of all", {"mask": tw.key_padding(cu(6))}, MaskError, ("key_padding: lengths[0] is 6", "0 to 5", "sequence 0")),
     ("padding count", {"mask": tw.key_padding([1, 2, 3])}, MaskError, ("lengths", "(3,)", "2 sequences")),
 ]  # fmt: skip
 
@@ -86,5 +89,6 @@ def test_packed_attention_refuses(
 
 def test_the_good_arguments_are_good() -> None:
     assert tw.attention_varlen(**good()).shape == (10, 4, 8)
+    assert tw.attention_varlen(**good(), mask=tw.key_padding([5, 7]) & tw.prefix([99, 6])).shape == (10, 4, 8)
     longer = {"mask": tw.blocks(torch.ones(5, 5), 2), "bias": torch.zeros(9, 1)}
     assert tw.attention_varlen(**good(), **longer).shape == (10, 4, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import NoneType
 from typing import Any, Literal, Unpack, overload
 
@@ -12,7 +13,9 @@ from torch.autograd import forward_ad, profiler
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
 from tilewise.api.describe import LAYOUTS, Options, Request, autocast, check_tensors, describe
+from tilewise.api.keywords import hide, refuse
 from tilewise.api.known import Known, aligned
+from tilewise.api.names import BackendName, Layout, Precision
 from tilewise.backends.base import Backend, Inputs
 from tilewise.errors import KernelError, LayoutError
 from tilewise.masks import Mask
@@ -35,7 +38,7 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 
 
 class _Options(Options, total=False):
-    layout: str
+    layout: Layout
 
 
 @overload
@@ -46,6 +49,10 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -58,20 +65,48 @@ def attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
-    layout: str = "bhsd",
-    precision: str = "default",
+    layout: Layout = "bhsd",
+    precision: Precision = "default",
     deterministic: bool | None = None,
     return_lse: bool = False,
-    backend: str = "auto",
+    backend: BackendName = "auto",
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale·QKᵀ, masked)·V, exactly and in O(N) memory.
 
-    q is (B, Hq, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv), Hq a multiple of Hk; `layout="bshd"` has the sequence before the
-    heads. Scores are scaled (1/√D unless given), capped, biased and masked in this order; `sinks` (Hq,) join each row's
-    denominator; dropout comes last. A row that sees no key gives 0, and −inf as its log-sum-exp.
+    Scores are scaled, capped, biased and masked in this order; sinks join each row's denominator; dropout comes last. A row
+    that sees no key gives 0, and −inf as its log-sum-exp.
 
-    Returns out, like q with Dv columns; with `return_lse` also the log-sum-exp (B, Hq, Sq), which is differentiable.
+    q: queries (B, Hq, Sq, D) in float16, bfloat16, float32 or float64.
+    k: keys (B, Hk, Sk, D); Hq is a multiple of Hk, and each key head serves Hq / Hk query heads.
+    v: values (B, Hk, Sk, Dv).
+    mask: which keys a query sees: causal(), window(n), prefix(n), documents(ids), key_padding(lengths), blocks(table, size),
+        dense(m), joined by &, | and ~; or a boolean tensor that broadcasts to (B, Hq, Sq, Sk), True = attend. None: all keys.
+    scale: what scores are multiplied by; 1/√D if None.
+    bias: added to the scores: a floating-point tensor that broadcasts to (B, Hq, Sq, Sk), which may require a gradient, or
+        alibi(slopes), which is never stored. −inf hides a key.
+    softcap: scores become softcap · tanh(score / softcap); 0 for none.
+    sinks: (Hq,), one more score for each head, which takes part in the softmax and has no value.
+    dropout_p: the probability with which a weight is dropped, in [0, 1).
+    seed: an int, or a tensor with one integer, that fixes what is dropped, the same on every backend; None draws one.
+    layout: "bhsd" as above, or "bshd" with the sequence before the heads, in q, k, v and the output.
+    precision: "default"; "tf32", which lets float32 products be rounded where that is faster; "compensated", which sums with
+        a correction term.
+    deterministic: True for the same bits run after run; None follows torch.use_deterministic_algorithms.
+    return_lse: also return the log-sum-exp.
+    backend: "auto", or one by name, which never falls back; `backends()` says which are usable here.
+
+    Returns out (B, Hq, Sq, Dv); with `return_lse` also the log-sum-exp (B, Hq, Sq), natural, differentiable.
+
+    >>> out = tw.attention(q, k, v)                                                # every query sees every key
+    >>> out = tw.attention(q, k, v, mask=tw.causal() & tw.window(4096))            # the last 4096 keys
+    >>> out = tw.attention(q, k, v, mask=tw.causal() & tw.documents(ids))          # ids (B, S): packed documents
+    >>> out = tw.attention(q, k, v, mask=padding[:, None, None, :])                # booleans (B, Sk), True = attend
+    >>> out, lse = tw.attention(q, k, v, bias=tw.alibi(slopes), return_lse=True)   # slopes (Hq,)
+    >>> out = tw.attention(q, k, v, mask=tw.causal(), layout="bshd", dropout_p=0.1, seed=7)
     """
+    if unknown:
+        refuse("attention", unknown, inspect.signature(attention).parameters)
     settings: tuple[Any, ...] | None = None
     if bias is None and sinks is None and not _traced():
         try:
@@ -110,6 +145,9 @@ def attention(
     if settings is not None:
         _keep(_USUAL, settings, known.expect(q, k, v))
     return profiled(FORWARD, known.launch, q, k, v)
+
+
+hide(attention)
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str = "bhsd") -> tuple[Problem, Inputs]:

@@ -9,7 +9,12 @@ from tilewise.backends.base import Verdict
 
 
 def backends(device: str | None = None) -> dict[str, Verdict]:
-    """Every backend's verdict in order of preference; `device` is "cuda" if there is one, else "cpu"."""
+    """What is usable here: every backend's verdict, with its reasons, in order of preference.
+
+    device: "cpu" or "cuda"; None for "cuda" if there is one, else "cpu".
+
+    >>> {name: verdict.reasons for name, verdict in tw.backends().items() if not verdict.ok}
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return {name: dispatch.usable(name, device) for name in dispatch.REGISTRY}

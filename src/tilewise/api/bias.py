@@ -16,7 +16,13 @@ class Alibi:
 
 
 def alibi(slopes: Any) -> Alibi:
-    """Linear biases by distance (ALiBi), `slopes` a float tensor (heads,) or (batch, heads)."""
+    """Linear biases by distance (ALiBi): slope · |q − k| is taken from a score, positions aligned at the end; never stored.
+
+    slopes: a floating-point tensor (heads,) or (batch, heads) without a gradient; heads are query heads.
+
+    >>> slopes = 2.0 ** -torch.arange(1, 9)
+    >>> out = tw.attention(q, k, v, mask=tw.causal(), bias=tw.alibi(slopes))
+    """
     if not hasattr(slopes, "requires_grad") or not slopes.is_floating_point():
         got = getattr(slopes, "dtype", type(slopes).__name__)
         raise ArgumentTypeError(f"alibi: slopes is {got}, need a floating-point tensor; convert with torch.tensor(...)")

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from tilewise.api.describe import LAYOUTS, Arguments, Request, autocast, check_tensors, describe
+from tilewise.api.keywords import refuse
+from tilewise.api.names import Layout
 from tilewise.api.varlen import check_cumulative
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, LayoutError
@@ -15,7 +17,7 @@ from tilewise.problem import Problem
 class Options(Arguments, total=False):
     """What `attention` takes beside q, k and v; with `cu_seqlens_q` the call is that of `attention_varlen`."""
 
-    layout: str
+    layout: Layout
     return_lse: bool
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
@@ -28,10 +30,9 @@ def understand(q: Tensor, k: Tensor, v: Tensor, options: Options, *, needs_seed:
     if needs_seed and request.dropout_p and request.seed is None:
         raise ArgumentError("seed: dropout_p is set and seed is not; pass the seed that the call used")
     cu_q, cu_k, layout = options.get("cu_seqlens_q"), options.get("cu_seqlens_k"), options.get("layout", "bhsd")
-    unknown = set(options) - set(Options.__annotations__)
+    unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
-        known = ", ".join(Options.__annotations__)
-        raise ArgumentError(f"{', '.join(sorted(unknown))}: no such argument; the call takes {known}")
+        refuse("attention", unknown, Options.__annotations__)
     if cu_q is not None:
         check_tensors(q, k, v, 3, "(tokens, heads, dim)")
         cu_k = cu_q if cu_k is None else cu_k

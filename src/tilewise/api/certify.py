@@ -42,9 +42,19 @@ def certify(
 ) -> Certificate:
     """Recompute rows of `out` in float64 with the same mask, bias, softcap, sinks and dropout, and hold them to their bounds.
 
-    `out` may come from any library; the other arguments are those of the call that made it. `rows` is how many (an
-    int), a share of them (a float) or "all"; they are drawn afresh each time unless `sample_seed` repeats a draw. The
-    rest of the output is screened for values that no mean of v can take. Extra memory does not grow with the sequence.
+    The rest of the output is screened for values that no mean of v can take. Extra memory does not grow with the sequence.
+
+    q: queries (B, Hq, Sq, D), as the call that made `out` had them; so are all other arguments.
+    k: keys (B, Hk, Sk, D).
+    v: values (B, Hk, Sk, Dv).
+    out: what is to be judged, (B, Hq, Sq, Dv); any library may have made it.
+    lse: its log-sum-exp (B, Hq, Sq), to be judged too.
+    rows: how many rows to recompute (an int), a share of them (a float), or "all".
+    sample_seed: repeats a draw of rows; None draws them afresh.
+    options: `mask`, `scale`, `bias` and all else that `attention` takes; `seed` where there was dropout.
+
+    >>> out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> print(tw.certify(q, k, v, out, mask=tw.causal(), rows=1000))
     """
     begin = time.perf_counter()
     problem, inputs = understand(q.detach(), k.detach(), v.detach(), options)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from tilewise.api.bias import Alibi
+from tilewise.api.lengths import check_lengths
+from tilewise.api.names import BackendName, Precision
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
@@ -48,14 +50,14 @@ class Arguments(TypedDict, total=False):
     sinks: Tensor | None
     dropout_p: float
     seed: int | Tensor | None
-    precision: str
+    precision: Precision
     deterministic: bool | None
 
 
 class Options(Arguments, total=False):
     """What the public functions take, for their overloads."""
 
-    backend: str
+    backend: BackendName
 
 
 def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -126,7 +128,7 @@ def describe(
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
         dtype=str(q.dtype).removeprefix("torch."),
-        mask=_bind_mask(request.mask, shape, packed is not None, q.device),
+        mask=_bind_mask(request.mask, shape, packed, q.device),
         scale=1.0 / math.sqrt(max(q.shape[3], 1)) if request.scale is None else unboxed(request.scale),
         softcap=unboxed(request.softcap),
         bias=None if bias is None else (bias.shape[0], bias.shape[1], bias.shape[2], bias.shape[3]),
@@ -183,7 +185,7 @@ def make_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
-def _bind_mask(mask: Any, shape: MaskShape, varlen: bool, device: torch.device) -> Mask:
+def _bind_mask(mask: Any, shape: MaskShape, packed: tuple[Tensor, Tensor] | None, device: torch.device) -> Mask:
     """The mask with its tensors on the device; one without tensors stays the value it is."""
     if mask is None:
         return _FULL
@@ -210,7 +212,9 @@ def _bind_mask(mask: Any, shape: MaskShape, varlen: bool, device: torch.device) 
         check_range("mask", tensor)
         return tensor if torch.compiler.is_compiling() else materialized(tensor)
 
-    return Lowered(mask.lower(Binding(shape, varlen, asarray)))
+    lowered = Lowered(mask.lower(Binding(shape, packed is not None, asarray)))
+    check_lengths(mask, shape, None if packed is None else packed[1])
+    return lowered
 
 
 def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -12,6 +12,7 @@ from tilewise import dispatch, hardware
 from tilewise.api.call import Options, understand
 from tilewise.api.explanation import Choice, Explanation, Tiles
 from tilewise.api.measured import Measured, measure_call
+from tilewise.api.names import BackendName
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError
 from tilewise.hardware import DeviceSpec
@@ -34,7 +35,7 @@ def explain(
     v: Tensor | None = None,
     *,
     device: str | DeviceSpec | None = None,
-    backend: str = "auto",
+    backend: BackendName = "auto",
     tile: TilePlan | tuple[int, int] | None = None,
     pass_: str = "auto",
     measure: bool = False,
@@ -42,8 +43,18 @@ def explain(
 ) -> Explanation:
     """Explain the call `attention(q, k, v, …)`, or a Problem, for which neither tensors nor its device are needed.
 
-    `device` is a name such as "h200" or a DeviceSpec; without it the device of the tensors, or this machine. `pass_` is
-    "auto" or a kernel's pass, such as "backward_dq". `measure=True` runs the call and says where its time goes.
+    q: queries (B, Hq, Sq, D), or a Problem alone.
+    k: keys (B, Hk, Sk, D).
+    v: values (B, Hk, Sk, Dv).
+    device: the machine to explain it for: a name such as "h200" or a DeviceSpec; None for that of the tensors, or this one.
+    backend: "auto", or one by name.
+    tile: your own tile, (queries, keys), whose cost is shown beside ours.
+    pass_: "auto", or a kernel's pass: "forward", "decode", "backward_dkdv" or "backward_dq".
+    measure: run the call, and say where its time goes.
+    options: all else that `attention` takes; with `cu_seqlens_q` (and `cu_seqlens_k`) the call is that of `attention_varlen`.
+
+    >>> print(tw.explain(q, k, v, mask=tw.causal()))
+    >>> print(tw.explain(tw.Problem.of(heads=32, kv_heads=8, seqlen=8192, head_dim=128, mask=tw.causal()), device="h200"))
     """
     inputs = None
     if isinstance(q, Problem):

@@ -13,11 +13,12 @@ from rich.text import Text
 
 from tilewise.api import html
 from tilewise.planner.show import amount, duration, problem_line, rate
+from tilewise.tables import Folded
 
 if TYPE_CHECKING:
     from tilewise.api.explanation import Explanation
 
-BAR = 30
+BAR = 16
 
 
 def count(number: float, unit: str) -> str:
@@ -93,7 +94,7 @@ def _head(found: Explanation) -> RenderableType:
 def _titled(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
     return table
 
 
@@ -127,7 +128,7 @@ def _traffic(found: Explanation) -> RenderableType:
         table.add_row(*row)
     table.add_section()
     table.add_row(*rows[-1])
-    return table
+    return Folded(table)
 
 
 def _resources(found: Explanation) -> RenderableType:

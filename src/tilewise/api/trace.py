@@ -118,8 +118,15 @@ def trace_nonfinite(
 ) -> Trace:
     """Walk the forward tile by tile and name the first (batch, head, query tile, key tile) and step that is not finite.
 
-    The arguments are those of `attention` (or of `attention_varlen`, with `cu_seqlens_q`). Keys that no query of a tile
-    sees are never loaded, so what they hold does not count. `tile` is the walk's: queries × keys.
+    Keys that no query of a tile sees are never loaded, so what they hold does not count.
+
+    q: queries (B, Hq, Sq, D).
+    k: keys (B, Hk, Sk, D).
+    v: values (B, Hk, Sk, Dv).
+    tile: queries and keys of a tile of the walk.
+    options: all else that `attention` takes; with `cu_seqlens_q` (and `cu_seqlens_k`) the call is that of `attention_varlen`.
+
+    >>> print(tw.trace_nonfinite(q, k, v, mask=tw.causal()))
     """
     if min(tile) < 1:
         raise ArgumentError(f"tile: got {tile}, need two positive sizes")

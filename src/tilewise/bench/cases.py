@@ -14,6 +14,8 @@ from tilewise.problem import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tilewise.api.names import Layout
+
 
 PASSES = {"forward": "fwd", "training": "fwd+bwd", "backward": "bwd"}
 """What is timed, and its short name; `backward` has the forward outside the clock."""
@@ -43,7 +45,7 @@ class Case:
     head_dim_v: int | None = None
     dtype: str = "float32"
     mask: str = "full"
-    layout: str = "bhsd"
+    layout: Layout = "bhsd"
     passes: str = "forward"
     device: str = "cpu"
     threads: int | None = None

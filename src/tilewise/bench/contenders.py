@@ -10,12 +10,14 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise.api.attention import attention
+from tilewise.api.names import BackendName
 from tilewise.backends.base import Verdict
 from tilewise.bench.cases import Case
 from tilewise.errors import ArgumentError
@@ -65,7 +67,7 @@ def is_square_causal(case: Case) -> bool:
 
 def tilewise(backend: str = "auto") -> Contender:
     def bind(case: Case) -> Attention:
-        mask, wanted = case.problem().mask, case.backend if backend == "auto" else backend
+        mask, wanted = case.problem().mask, cast(BackendName, case.backend if backend == "auto" else backend)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention(q, k, v, mask=mask, layout=case.layout, backend=wanted)

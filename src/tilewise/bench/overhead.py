@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
 from tilewise.api.attention import attention
+from tilewise.api.names import BackendName
 from tilewise.bench.null import null_backend
 from tilewise.bench.timing import Effort, Run, Spread, interleave, ratio
 from tilewise.masks import causal
@@ -41,7 +42,7 @@ class Overhead:
         }
 
 
-def pairs(backend: str) -> dict[str, tuple[Run, Run, float | None]]:
+def pairs(backend: BackendName) -> dict[str, tuple[Run, Run, float | None]]:
     """By name: our call, SDPA's, and the most ours may cost; training has no limit set."""
     q, k, v = (torch.randn(1, 1, 16, 64, generator=torch.Generator().manual_seed(i)) for i in range(3))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -67,7 +68,7 @@ def measure_overhead(effort: Effort, on_progress: Callable[[str, float], None] |
     say = on_progress or (lambda what, share: None)
     found = []
     with null_backend() as name:
-        for label, (ours, theirs, limit) in pairs(name).items():
+        for label, (ours, theirs, limit) in pairs(cast(BackendName, name)).items():
             samples = interleave({NULL: ours, SDPA: theirs}, effort, on_round=partial(say, label))
             spreads = (Spread.of(samples[NULL]), Spread.of(samples[SDPA]))
             found.append(Overhead(label, *spreads, ratio(samples[NULL], samples[SDPA]), limit))

@@ -152,6 +152,8 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
     from rich.markup import escape
     from rich.table import Table
 
+    from tilewise.tables import Folded
+
     out = console()
     out.print(f"[bold]tilewise bench, suite {document['suite']}[/]")
     table = Table(box=None)
@@ -167,7 +169,7 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
             table.add_row(*columns(record, result)[: len(table.columns)])
             if result.reasons:
                 notes.append(f"{record.case.name}, {result.contender}: {escape('; '.join(result.reasons))}")
-    out.print(table)
+    out.print(Folded(table))
     out.print()
     for mean in means:
         ratio = "unknown, a case has no ratio" if mean.ratio is None else f"{mean.ratio:.2f}×"
@@ -227,11 +229,13 @@ def accuracy(record: Record, result: Result) -> str:
 def show_overhead(found: Sequence[Overhead], document: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from tilewise.tables import Folded
+
     out = console()
     out.print("[bold]A call without its arithmetic, against all of an SDPA call[/]  [dim]1×1×16×64, CPU[/]")
     table = Table()
     for name in ("call", "tilewise", "SDPA", "in SDPA calls", "p20 – p80", "limit"):
-        table.add_column(name, justify="left" if name == "call" else "right")
+        table.add_column(name, justify="left" if name == "call" else "right", no_wrap=True)
     for one in found:
         colour = {True: "green", False: "red", None: "default"}[one.passed]
         table.add_row(
@@ -242,7 +246,7 @@ def show_overhead(found: Sequence[Overhead], document: dict[str, Any]) -> None:
             f"{one.cost.p20:.2f} – {one.cost.p80:.2f}",
             f"≤ {one.limit}" if one.limit else "–",
         )
-    out.print(table)
+    out.print(Folded(table))
     show_machine(document)
 
 

@@ -77,6 +77,8 @@ def show(findings: Findings, ok: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from tilewise.tables import Folded
+
     out = console()
     table = Table(title="Each backend against float64 attention", title_justify="left", title_style="bold")
     for name, justify in (
@@ -86,9 +88,9 @@ def show(findings: Findings, ok: bool) -> None:
         ("failed", "right"),
         ("declined", "right"),
     ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("worst, of bound", justify="left")
-    table.add_column("time", justify="right")
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("worst, of bound", justify="left", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
     for key, results in findings.items():
         facts = summary(key, results)
         used = facts["bound_used"]
@@ -98,7 +100,7 @@ def show(findings: Findings, ok: bool) -> None:
         table.add_row(
             key[0], key[1], f"[green]{facts['passed']}[/]", failed, declined, meter, human_seconds(facts["seconds"])
         )
-    out.print(table)
+    out.print(Folded(table))
     for (name, device), results in findings.items():
         for result in results:
             if result.status == "failed":

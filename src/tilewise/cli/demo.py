@@ -59,10 +59,12 @@ def show(demo: Demo) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
+    from tilewise.tables import Folded
+
     out = console()
     out.print()
     out.print(f"[bold]Exact attention over {demo.case.seqlen:,} tokens[/]  [dim]{demo.case.words()}[/]")
-    out.print(contest(demo))
+    out.print(Folded(contest(demo)))
     for run in demo.runs.values():
         if run.reason:
             out.print(f"[yellow]not run[/] {NAMES[run.contender]}: {escape(run.reason)}")
@@ -70,7 +72,7 @@ def show(demo: Demo) -> None:
     if demo.growth:
         out.print()
         out.print("[bold]Peak memory as the sequence grows[/]")
-        out.print(growth(demo))
+        out.print(Folded(growth(demo)))
     out.print()
     out.print(
         Panel(
@@ -87,9 +89,9 @@ def contest(demo: Demo) -> Table:
     from tilewise.dispatch import select
 
     table = Table()
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in ("time", "p20 – p80", "peak memory", "error", "of bound"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for run in demo.runs.values():
         name = NAMES[run.contender]
         if run.contender == OURS:
@@ -115,10 +117,10 @@ def growth(demo: Demo) -> Table:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("tokens", justify="right")
-    table.add_column("tilewise", justify="right")
-    table.add_column("")
-    table.add_column("all scores at once", justify="right", style="dim")
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("tilewise", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("all scores at once", justify="right", style="dim", no_wrap=True)
     most = max(demo.growth.values()) or 1
     for seqlen, peak in demo.growth.items():
         bar = "█" * max(1, round(BAR * peak / most))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from tilewise.cli.console import Json, console, print_json
 from tilewise.cli.plan import Heads, KvHeads, KvSeqlen, Mask, Tile, parse_mask, parse_tile
+
+if TYPE_CHECKING:
+    from tilewise.api.names import BackendName
 
 
 def explain_command(
@@ -39,7 +42,7 @@ def explain_command(
         dtype=dtype,
         mask=parse_mask(mask),
     )
-    found = explain(problem, device=device, backend=backend, tile=parse_tile(tile), measure=measure)
+    found = explain(problem, device=device, backend=cast("BackendName", backend), tile=parse_tile(tile), measure=measure)
     if json:
         print_json(found.to_dict())
     else:

@@ -50,11 +50,13 @@ def verify_traffic_command(
 def show(kernels: list[KernelTraffic], backends: list[dict[str, str]]) -> None:
     from rich.table import Table
 
+    from tilewise.tables import Folded
+
     table = Table(title="Bytes counted by the hardware beside the model's", title_justify="left", title_style="bold")
     for name in ("problem", "kernel", "backend", "tile", "where"):
         table.add_column(name)
     for name in ("measured", "predicted", "off", "limit"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     before = ""
     for kernel, chosen in zip(kernels, backends, strict=True):
         words = kernel.case.words()
@@ -66,4 +68,4 @@ def show(kernels: list[KernelTraffic], backends: list[dict[str, str]]) -> None:
             sizes = (human_bytes(level.measured), human_bytes(level.predicted))
             table.add_row(*head, level.level, *sizes, f"[{colour}]{level.off:+.1%}[/]", f"±{level.limit:.0%}")
         table.add_row("", "", "", "", "[dim]L2 lookups[/]", f"[dim]{human_bytes(kernel.looked_up)}[/]", "", "", "")
-    console().print(table)
+    console().print(Folded(table))

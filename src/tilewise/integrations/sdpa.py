@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tilewise.api.attention import attention
+from tilewise.api.names import BackendName
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, TilewiseError
 from tilewise.masks import Mask, causal, dense
 
@@ -35,9 +36,19 @@ def sdpa(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, argument for argument.
 
-    q is (…, H, L, E), k (…, H, S, E), v (…, H, S, Ev) with any leading dimensions, or none, that broadcast. `is_causal` is
-    aligned to the top left, and excludes `attn_mask`. A boolean mask is True where a query sees a key; a floating-point one is
-    added to the scores and has a gradient. `enable_gqa` allows fewer heads of k and v. Dropout draws its own random numbers.
+    query: (…, H, L, E), with any leading dimensions, or none, that broadcast.
+    key: (…, H, S, E).
+    value: (…, H, S, Ev).
+    attn_mask: broadcasts to (…, H, L, S); a boolean one is True where a query sees a key, a floating-point one is added to
+        the scores and has a gradient.
+    dropout_p: the probability with which a weight is dropped; the random numbers are tilewise's own.
+    is_causal: causal, aligned to the top left; excludes `attn_mask`.
+    scale: what scores are multiplied by; 1/√E if None.
+    enable_gqa: allow fewer heads of key and value than of query.
+
+    Returns (…, H, L, Ev).
+
+    >>> out = tw.sdpa(q, k, v, is_causal=True)
     """
     return route(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
@@ -51,7 +62,7 @@ def route(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    backend: str = "auto",
+    backend: BackendName = "auto",
 ) -> Tensor:
     """`sdpa` on a backend of one's choice."""
     _check(query, key, value, attn_mask, is_causal)
@@ -153,14 +164,17 @@ class replace_sdpa(TorchFunctionMode):  # a context manager, used like a functio
     """Inside the context, this thread's calls of `F.scaled_dot_product_attention` run on tilewise, whoever makes them.
 
     It catches the call and not the name, so names imported earlier are caught too. A call that tilewise cannot serve runs on
-    SDPA as before: `fallbacks` counts the reasons, `served` the calls that were. `strict=True` raises instead.
+    SDPA as before: `fallbacks` counts the reasons, `served` the calls that were.
+
+    backend: "auto", or one by name, which every call then needs to suit.
+    strict: raise where a call cannot be served, instead of running it on SDPA.
 
     >>> with tilewise.replace_sdpa() as routed:
     ...     model(x)
     >>> routed.served, routed.fallbacks
     """
 
-    def __init__(self, *, backend: str = "auto", strict: bool = False) -> None:
+    def __init__(self, *, backend: BackendName = "auto", strict: bool = False) -> None:
         super().__init__()
         self.backend, self.strict = backend, strict
         self.served = 0
@@ -196,7 +210,7 @@ def _never(tensors: Any) -> bool:
 
 
 def _bound(
-    backend: str,
+    backend: BackendName,
     query: Tensor,
     key: Tensor,
     value: Tensor,

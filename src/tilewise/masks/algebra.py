@@ -8,13 +8,14 @@ last key), `top_left` (query 0 at key 0) or an `offset` (query 0 at key `offset`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 
 from tilewise.errors import ArgumentTypeError, MaskError
+from tilewise.masks.arrays import padding_hint, rank4
 from tilewise.masks.program import LITERALS, UNBOUNDED, Literal, MaskProgram, MaskShape, assemble
 
 Terms = list[list[Literal]]
@@ -66,7 +67,10 @@ class Mask(ABC):
         return assemble(terms)
 
     def to(self, device: Any) -> Mask:
-        """The mask with its torch tensors on another device."""
+        """The mask with its torch tensors on another `device`.
+
+        >>> mask = (causal() & key_padding(lengths)).to("cuda")
+        """
 
         def moved(value: Any) -> Any:
             return value.to(device) if isinstance(value, Mask) or hasattr(value, "is_cuda") else value
@@ -74,12 +78,34 @@ class Mask(ABC):
         names: list[str] = [f.name for f in fields(self) if f.init] if is_dataclass(self) else []
         return self if self.static else type(self)(**{name: moved(getattr(self, name)) for name in names})
 
+    def to_dense(self, Sq: int, Sk: int | None = None) -> Any:
+        """What this mask stands for as booleans (B or 1, H or 1, Sq, Sk), True = attend; `Sk` is `Sq` if not given.
+
+        B and H are those of the mask's tensors. If these are torch's, so is the result, on their device; else it is numpy's.
+
+        >>> (causal() & window(2)).to_dense(3, 5)[0, 0]
+        """
+        from tilewise.masks.build import integer
+        from tilewise.masks.forms import to_array
+
+        queries = integer("to_dense: Sq", Sq, 0)
+        return to_array(self, queries, queries if Sk is None else integer("to_dense: Sk", Sk, 0))
+
+    def __repr__(self) -> str:
+        from tilewise.masks.forms import text
+
+        return text(self)
+
+    def leaves(self) -> Iterator[Mask]:
+        """The masks this one is combined of."""
+        yield self
+
     @abstractmethod
     def terms(self, binding: Binding, negate: bool) -> Terms:
         """The mask (or its negation) as a disjunction of conjunctions of literals."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Full(Mask):
     """Every key is visible."""
 
@@ -87,7 +113,7 @@ class Full(Mask):
         return [] if negate else [[]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Band(Mask):
     """lo <= k - q - anchor <= hi, the anchor being 0 (`top_left`) or Sk - Sq (`bottom_right`)."""
 
@@ -99,7 +125,7 @@ class Band(Mask):
         return [[Literal(self.letter, pair, ())] for pair in _band_pairs(self.lo, self.hi, negate)]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class OffsetBand(Mask):
     """A band whose anchor is given for each sequence."""
 
@@ -113,7 +139,7 @@ class OffsetBand(Mask):
         return [[Literal("o", pair, (off,))] for pair in _band_pairs(self.lo, self.hi, negate)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KeyRange(Mask):
     """start <= k < end, the same for every sequence."""
 
@@ -125,12 +151,13 @@ class KeyRange(Mask):
         return [[Literal("r", pair, ())] for pair in pairs]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KeyRanges(Mask):
-    """start[b] <= k < start[b] + length[b]."""
+    """start[b] <= k < start[b] + length[b]; `maker` is the name of its constructor."""
 
     lengths: Any
     start: Any = None
+    maker: str = "key_padding"
     static = False
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
@@ -141,7 +168,7 @@ class KeyRanges(Mask):
         return [[Literal("k", (), pair)] for pair in pairs]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Documents(Mask):
     """A query sees the keys of its own document."""
 
@@ -161,7 +188,7 @@ class Documents(Mask):
         return [[Literal("D" if negate else "d", (), (q_ids, k_ids))]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Blocks(Mask):
     """A table of blocks: query q sees key k iff table[q // size_q, k // size_k]."""
 
@@ -172,7 +199,7 @@ class Blocks(Mask):
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
         shape = binding.shape
-        table = _rank4("blocks", "table", binding.asarray(self.table), shape)
+        table = rank4("blocks", "table", binding.asarray(self.table), shape)
         want = (-(-shape.seqlen_q // self.size_q), -(-shape.seqlen_k // self.size_k))
         if not binding.varlen and tuple(table.shape[2:]) != want:
             raise MaskError(
@@ -182,7 +209,7 @@ class Blocks(Mask):
         return [[Literal("S" if negate else "s", (self.size_q, self.size_k), (_as(table, "bool"),))]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
     """A boolean tensor, True where the query may see the key."""
 
@@ -195,16 +222,17 @@ class Dense(Mask):
                 "dense: a packed batch has no dense mask; describe it with documents, blocks, causal, window or key_padding"
             )
         shape = binding.shape
-        dense = _rank4("dense", "tensor", binding.asarray(self.tensor), shape)
+        dense = rank4("dense", "tensor", binding.asarray(self.tensor), shape)
         for size, want, name in zip(dense.shape[2:], shape[2:], ("queries", "keys"), strict=True):
             if size != want and size != 1:
+                hint = padding_hint(self.tensor.shape, shape)
                 raise MaskError(
-                    f"dense: tensor of shape {tuple(self.tensor.shape)} has {size} {name}, the problem has {want}"
+                    f"dense: tensor of shape {tuple(self.tensor.shape)} has {size} {name}, the problem has {want}{hint}"
                 )
         return [[Literal("E" if negate else "e", (), (dense,))]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Lowered(Mask):
     """A program that was lowered before: what an operator receives."""
 
@@ -223,7 +251,7 @@ class Lowered(Mask):
         return list(self.program.terms())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Not(Mask):
     part: Mask
     static: bool = field(init=False, compare=False, default=True)
@@ -231,11 +259,14 @@ class Not(Mask):
     def __post_init__(self) -> None:
         object.__setattr__(self, "static", self.part.static)
 
+    def leaves(self) -> Iterator[Mask]:
+        return self.part.leaves()
+
     def terms(self, binding: Binding, negate: bool) -> Terms:
         return self.part.terms(binding, not negate)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Pair(Mask):
     left: Mask
     right: Mask
@@ -243,6 +274,10 @@ class _Pair(Mask):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "static", self.left.static and self.right.static)
+
+    def leaves(self) -> Iterator[Mask]:
+        yield from self.left.leaves()
+        yield from self.right.leaves()
 
     def _both(self, binding: Binding, negate: bool) -> Terms:
         left, right = self.left.terms(binding, negate), self.right.terms(binding, negate)
@@ -352,17 +387,3 @@ def _check_integers(name: str, array: Any) -> None:
         raise ArgumentTypeError(f"{name}: dtype {array.dtype}, need integers of at most 64 bits; convert with .int()")
     if isinstance(array, np.ndarray) and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
         raise MaskError(f"{name}: integers from {array.min()} to {array.max()}, need integers of 32 bits")
-
-
-def _rank4(mask: str, name: str, array: Any, shape: MaskShape) -> Any:
-    if not 2 <= array.ndim <= 4:
-        raise MaskError(
-            f"{mask}: {name} has rank {array.ndim}, need 2 (queries, keys), 3 (heads first) or 4 (batch, heads first)"
-        )
-    array = array[(None,) * (4 - array.ndim)]
-    for size, want, axis in zip(array.shape[:2], shape[:2], ("batch", "heads"), strict=True):
-        if size != want and size != 1:
-            raise MaskError(
-                f"{mask}: {name} has {size} along {axis}, the problem has {want} (query heads count); use 1 or {want}"
-            )
-    return array

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from tilewise.errors import ArgumentTypeError, MaskError
 from tilewise.masks.algebra import (
@@ -19,63 +21,123 @@ from tilewise.masks.algebra import (
 )
 from tilewise.masks.program import UNBOUNDED
 
+Align = Literal["bottom_right", "top_left"]
 ANCHORS = {"bottom_right": "b", "top_left": "t"}
+_EACH = "one integer for each sequence in a list or tensor"
 _CAUSAL = Band(-UNBOUNDED, 0, ANCHORS["bottom_right"])  # a value like any other, and the one most calls ask for
 
 
 def full() -> Mask:
-    """Every query sees every key."""
+    """Every query sees every key.
+
+    >>> out = tw.attention(q, k, v, mask=tw.full())
+    """
     return Full()
 
 
-def causal(align: str = "bottom_right", offset: Any = None) -> Mask:
+def causal(align: Align = "bottom_right", offset: Any = None) -> Mask:
     """A query sees the keys up to its own position.
 
-    `align` places the diagonal when there are more keys than queries; `offset` (an int, or a tensor with one integer a
-    sequence) puts query 0 at key `offset` instead, as a static cache needs.
+    align: where queries sit when there are more keys than queries: "bottom_right", the last query at the last key, or
+        "top_left", query 0 at key 0.
+    offset: puts query 0 at key `offset` instead, as a static cache needs: an int, or a list or tensor (B,) with one integer
+        for each sequence.
+
+    >>> tw.causal()
+    >>> tw.causal(offset=lengths - 1)          # one new query each, over caches filled up to `lengths`
     """
     if offset is None and align == "bottom_right":
         return _CAUSAL
     return _band(-UNBOUNDED, 0, align, offset, "causal")
 
 
-def window(left: int, right: int | None = None, *, align: str = "bottom_right", offset: Any = None) -> Mask:
-    """`window(n)`: exactly n keys, the last one the query's own. `window(left, right)`: so many before and after it."""
+def window(left: int, right: int | None = None, *, align: Align = "bottom_right", offset: Any = None) -> Mask:
+    """`window(n)`: exactly n keys, the last one the query's own. `window(left, right)`: so many before and after it.
+
+    left: how many keys in all, if it stands alone; with `right`, how many before the query's own.
+    right: how many keys after the query's own.
+    align: where queries sit, as in `causal`.
+    offset: puts query 0 at key `offset`, as in `causal`.
+
+    >>> tw.causal() & tw.window(4096)
+    >>> tw.window(256, 256)                    # 513 keys around each query
+    """
     if right is None:
-        keys = _integer("window: n", left, 1)
+        keys = integer("window: n", left, 1)
         return _band(1 - keys, 0, align, offset, "window")
-    return _band(-_integer("window: left", left, 0), _integer("window: right", right, 0), align, offset, "window")
+    return _band(-integer("window: left", left, 0), integer("window: right", right, 0), align, offset, "window")
 
 
 def prefix(n: Any) -> Mask:
-    """The first n keys (an int, or one integer a sequence); prefix-LM attention is `causal() | prefix(n)`."""
-    return KeyRange(0, _integer("prefix: n", n, 0)) if is_integer(n) else KeyRanges(_integers("prefix: n", n))
+    """Every query sees the first n keys.
+
+    n: an int, or a list or tensor (B,) with one integer for each sequence; more than there are keys is all of them.
+
+    >>> tw.causal() | tw.prefix(128)           # prefix-LM
+    """
+    if is_integer(plain(n)):
+        return KeyRange(0, integer("prefix: n", n, 0))
+    return KeyRanges(_integers("prefix: n", n), maker="prefix")
 
 
 def key_padding(lengths: Any, start: Any = None) -> Mask:
-    """Sequence b holds `lengths[b]` keys, from `start[b]` on (0 if not given; left-padded batches give it)."""
+    """Keys that are there: sequence b holds `lengths[b]` of them, from `start[b]` on.
+
+    lengths: a list or tensor (B,) of integers from 0 to the number of keys.
+    start: the first key of each sequence, likewise (B,), for batches padded on the left; 0 if None.
+
+    A boolean padding mask (B, Sk) needs no `key_padding`: `mask=m[:, None, None, :]`, True = attend.
+
+    >>> tw.causal() & tw.key_padding(lengths)
+    >>> tw.key_padding(lengths, start=keys - lengths)          # padded on the left
+    """
+    if "bool" in str(getattr(lengths, "dtype", None)):
+        raise ArgumentTypeError(
+            f"key_padding: lengths is a {lengths.dtype} of shape {tuple(lengths.shape)}, need integers; a padding mask (batch, "
+            "keys) is passed as it is, mask=mask[:, None, None, :], where True = attend (negate one in which True is padding)"
+        )
     if start is not None:
-        start = _integers("key_padding: start", start)
-    return KeyRanges(_integers("key_padding: lengths", lengths), start)
+        start = _integers("key_padding: start", start, _EACH)
+    same = f"; for all sequences alike: prefix({lengths})" if is_integer(lengths) else ""
+    return KeyRanges(_integers("key_padding: lengths", lengths, _EACH + same), start)
 
 
 def documents(ids: Any, q_ids: Any = None) -> Mask:
-    """A query sees the keys with its own document id. `ids`: (S,) or (B, S); `q_ids` if queries and keys differ."""
-    return Documents(_integers("documents: ids", ids), None if q_ids is None else _integers("documents: q_ids", q_ids))
+    """A query sees the keys with its own document id.
+
+    ids: integers (Sk,) or (B, Sk), one for each key; in a packed batch one for each token, (Tk,).
+    q_ids: the same for the queries, where these are not the keys' own tokens.
+
+    >>> tw.causal() & tw.documents(torch.tensor([0, 0, 0, 1, 1]))
+    """
+    need = "one integer for each position in a list or tensor, (S,) or (B, S)"
+    of_queries = None if q_ids is None else _integers("documents: q_ids", q_ids, need)
+    return Documents(_integers("documents: ids", ids, need), of_queries)
 
 
 def blocks(table: Any, size: int | tuple[int, int]) -> Mask:
-    """Block-sparse: `table[i, j]` says whether query block i sees key block j (also per head, or batch and head)."""
+    """Block-sparse: query q sees key k where the table is true for their blocks.
+
+    table: booleans (query blocks, key blocks), also with heads, or batch and heads, before them; these may be 1.
+    size: positions of a block: an int, or a pair (queries, keys).
+
+    >>> tw.blocks(torch.eye(32, dtype=torch.bool), 128)         # 4096 positions, each block sees itself
+    """
     if not hasattr(table, "shape"):
         raise ArgumentTypeError(f"blocks: table is a {type(table).__name__}, need a boolean tensor or array")
     sizes = size if isinstance(size, tuple) else (size, size)
     if len(sizes) != 2:
         raise MaskError(f"blocks: size is {size!r}, need an int or a pair (queries, keys)")
-    return Blocks(table, _integer("blocks: size", sizes[0], 1), _integer("blocks: size", sizes[1], 1))
+    return Blocks(table, integer("blocks: size", sizes[0], 1), integer("blocks: size", sizes[1], 1))
 
 
 def dense(mask: Any) -> Mask:
-    """A boolean tensor broadcastable to (B, H, Sq, Sk); True means the query may see the key."""
+    """A mask given element by element; a bare boolean tensor as `mask=` means the same.
+
+    mask: booleans that broadcast to (B, H, Sq, Sk), True = attend.
+
+    >>> tw.causal() & tw.dense(padding[:, None, None, :])       # padding (B, Sk)
+    """
     if "bool" not in str(getattr(mask, "dtype", None)):
         got = getattr(mask, "dtype", type(mask).__name__)
         raise ArgumentTypeError(
@@ -84,14 +146,14 @@ def dense(mask: Any) -> Mask:
     return Dense(mask)
 
 
-def _band(lo: int, hi: int, align: str, offset: Any, name: str) -> Mask:
+def _band(lo: int, hi: int, align: Align, offset: Any, name: str) -> Mask:
     if not isinstance(align, str) or align not in ANCHORS:
         raise MaskError(f"{name}: align is {align!r}, need 'bottom_right' or 'top_left'")
     if offset is None:
         return Band(max(lo, -UNBOUNDED), min(hi, UNBOUNDED), ANCHORS[align])
-    if not is_integer(offset):
+    if not is_integer(plain(offset)):
         return OffsetBand(lo, hi, _integers(f"{name}: offset", offset))
-    offset = _integer(f"{name}: offset", offset, -UNBOUNDED + 1)
+    offset = integer(f"{name}: offset", offset, -UNBOUNDED + 1)
     return Band(lo if lo <= -UNBOUNDED else lo + offset, hi if hi >= UNBOUNDED else hi + offset, "t")
 
 
@@ -100,7 +162,14 @@ def is_integer(value: Any) -> bool:
     return (isinstance(value, int) and not isinstance(value, bool)) or type(value).__name__ == "SymInt"
 
 
-def _integer(name: str, value: Any, least: int) -> int:
+def plain(value: Any) -> Any:
+    """An integer of numpy's as Python's own, anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def integer(name: str, value: Any, least: int) -> int:
+    """An integer argument as an int (or torch's symbolic one); raises for what is none, or out of range."""
+    value = plain(value)
     if not is_integer(value):
         raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}), need an integer")
     if isinstance(value, int):
@@ -111,18 +180,17 @@ def _integer(name: str, value: Any, least: int) -> int:
     return value  # type: ignore[no-any-return]  # an int, or as good as one
 
 
-def _integers(name: str, value: Any) -> Any:
+def _integers(name: str, value: Any, need: str = "an integer, or one integer for each sequence in a list or tensor") -> Any:
     """A tensor, array or list of integers; dtype and shape are checked when the lengths are known."""
     if isinstance(value, (list, tuple)):
+        value = [plain(x) for x in value]
         if not all(is_integer(x) for x in value):
             raise ArgumentTypeError(f"{name} is {value!r}, need integers")
         if not all(-(2**31) <= x < 2**31 for x in value):
             raise MaskError(f"{name} is {value!r}, need integers of 32 bits")
-        return list(value)
+        return value
     if not hasattr(value, "dtype"):
-        raise ArgumentTypeError(
-            f"{name} is {value!r} ({type(value).__name__}), need an integer or a tensor of integers"
-        )
+        raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}), need {need}")
     if str(value.dtype).removeprefix("torch.") not in INTEGERS:
         raise ArgumentTypeError(f"{name}: dtype {value.dtype}, need integers of at most 64 bits; convert with .int()")
     return value

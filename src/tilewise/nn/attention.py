@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tilewise.api.attention import attention
+from tilewise.api.names import BackendName
 from tilewise.errors import ArgumentError, LayoutError
 from tilewise.masks import Mask, causal
 from tilewise.nn.rotary import Rotary
@@ -32,8 +33,17 @@ class KeyValueCache:
 class Attention(nn.Module):
     """Self-attention of x (B, S, dim): projections, rotary positions, exact attention tile by tile.
 
-    `mask` (causal unless another is given; `tw.full()` for encoders) is a value like any tilewise mask. `kv_heads` below
-    `heads` shares each key head among several query heads. `rotary` is the base of the angles, None for no positions.
+    dim: features of x and of the output.
+    heads: query heads.
+    kv_heads: key heads, each shared by heads / kv_heads query heads; as many as `heads` if None.
+    head_dim: features of a head; dim / heads if None.
+    bias: give the projections a bias.
+    rotary: the base of the angles by which positions turn queries and keys; None for no positions.
+    mask: a tilewise mask; causal if None, `tw.full()` for encoders.
+    softcap: scores become softcap · tanh(score / softcap); 0 for none.
+    dropout: the probability with which a weight is dropped in training.
+    sinks: learn one more score for each head, which takes part in the softmax and has no value.
+    backend: "auto", or one by name.
     """
 
     def __init__(
@@ -49,7 +59,7 @@ class Attention(nn.Module):
         softcap: float = 0.0,
         dropout: float = 0.0,
         sinks: bool = False,
-        backend: str = "auto",
+        backend: BackendName = "auto",
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -61,7 +71,8 @@ class Attention(nn.Module):
             head_dim = dim // heads
         self.dim, self.heads, self.kv_heads, self.head_dim = dim, heads, kv_heads, head_dim
         self.mask = causal() if mask is None else mask
-        self.softcap, self.dropout, self.backend = softcap, dropout, backend
+        self.softcap, self.dropout = softcap, dropout
+        self.backend: BackendName = backend
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * head_dim, bias=bias)
         self.out = nn.Linear(heads * head_dim, dim, bias=bias)
         self.rotary = None if rotary is None else Rotary(head_dim, rotary)

@@ -14,11 +14,12 @@ from rich.text import Text
 
 from tilewise.masks import UNBOUNDED, Literal, MaskProgram
 from tilewise.problem import Problem
+from tilewise.tables import Folded
 
 if TYPE_CHECKING:
     from tilewise.planner.decide import Plan
 
-_BAR = "█"
+_BAR, _BAR_WIDTH = "█", 24
 _TAKEN = ("chosen", "yours")
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
@@ -141,7 +142,7 @@ def _traffic_table(plan: Plan) -> RenderableType:
     table = Table(title="traffic", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("tensor")
     for head in ("compulsory", "tile (from L2)", "DRAM", "times read"):
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", no_wrap=True)
     least, tile, dram = plan.compulsory, plan.tile_traffic, plan.dram
     for name, read, written in tile.tensors():
         once = least.reads[name] + least.writes[name]
@@ -154,7 +155,7 @@ def _traffic_table(plan: Plan) -> RenderableType:
     table.add_row(
         "all", amount(least.total), amount(tile.total), amount(dram.total), f"{tile.total / least.total:.3g}×"
     )
-    return table
+    return Folded(table)
 
 
 def _limits_table(plan: Plan) -> RenderableType:
@@ -166,7 +167,7 @@ def _limits_table(plan: Plan) -> RenderableType:
     table.add_column("of the predicted time")
     for name, seconds in sorted(plan.limits.items(), key=lambda item: -item[1]):
         share = seconds / plan.seconds if plan.seconds else 0.0
-        bar = Text(_BAR * max(1, round(share * 32)), style="yellow" if name == plan.binding else "blue")
+        bar = Text(_BAR * max(1, round(share * _BAR_WIDTH)), style="yellow" if name == plan.binding else "blue")
         table.add_row(name, duration(seconds), Text.assemble(bar, f" {share:.0%}"))
     return table
 
@@ -178,9 +179,9 @@ def _alternatives_table(plan: Plan, most: int = 6) -> Sequence[RenderableType]:
         title="tiles considered", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
     for head, justify in (("tile", "left"), ("stages", "right"), ("warps", "right"), ("on chip", "right")):
-        table.add_column(head, justify=justify)  # type: ignore[arg-type]
-    table.add_column("registers", justify="right")
-    table.add_column("predicted", justify="right")
+        table.add_column(head, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("registers", justify="right", no_wrap=True)
+    table.add_column("predicted", justify="right", no_wrap=True)
     table.add_column("verdict")
     running = [a for a in plan.alternatives if a.seconds is not None]
     chosen = [a for a in running if a.verdict in _TAKEN]
@@ -204,7 +205,7 @@ def _alternatives_table(plan: Plan, most: int = 6) -> Sequence[RenderableType]:
     rest = len(running) - len(shown)
     left = len(failing) - min(4, len(failing))
     note = Text(f"{rest} slower and {left} larger tiles not shown", style="dim") if rest + left else Text("")
-    return [table, note]
+    return [Folded(table), note]
 
 
 def _why(plan: Plan) -> RenderableType:
@@ -219,24 +220,26 @@ def comparison(plans: Sequence[Plan]) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for head in ("device", "tile"):
         table.add_column(head, no_wrap=True)
-    for head in ("stages", "warps", "on chip", "tile bytes", "DRAM bytes", "predicted", "useful rate"):
+    for head in ("predicted", "useful rate"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
+    for head in ("on chip", "stages", "warps", "tile bytes", "DRAM bytes"):
+        table.add_column(head, justify="right", no_wrap=True)
     fastest = min((plan.seconds for plan in plans), default=0.0)
     for plan in plans:
         gpu = plan.spec.is_gpu
         table.add_row(
             plan.spec.key,
             str(plan.tile),
-            str(plan.tile.stages) if gpu else "–",
-            str(plan.tile.warps) if gpu else "–",
-            amount(plan.on_chip_bytes),
-            amount(plan.tile_traffic.total),
-            amount(plan.dram.total),
             duration(plan.seconds),
             rate(plan.flops_per_second),
             plan.binding,
+            amount(plan.on_chip_bytes),
+            str(plan.tile.stages) if gpu else "–",
+            str(plan.tile.warps) if gpu else "–",
+            amount(plan.tile_traffic.total),
+            amount(plan.dram.total),
             style="bold green" if plan.seconds == fastest else "",
         )
     title = Text(problem_line(plans[0].problem), style="bold") if plans else Text("")
-    return Group(title, table)
+    return Group(title, Folded(table))

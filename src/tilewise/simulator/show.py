@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from rich import box
@@ -19,16 +20,17 @@ from tilewise.simulator.banks import layouts, tile_conflicts
 from tilewise.simulator.device import Simulation
 from tilewise.simulator.precision import Result
 from tilewise.simulator.timeline import Timeline, block_timeline
+from tilewise.tables import Fitted, Folded
 
-_WALK_ROWS, _WALK_WIDTH = 40, 110
-"""Rows of tiles and characters drawn at most."""
+_WALK_ROWS, _WALK_WIDTH, _LINE_WIDTH = 40, 110, 78
+"""Rows of tiles, and characters of a walk and of a timeline, drawn at most."""
 _FILL = {"load": "░", "compute": "▓"}
 
 
 def _table(title: str, *columns: str, left: int = 1) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right")
+        table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
     return table
 
 
@@ -54,11 +56,15 @@ def counts(runs: Sequence[Simulation], models: Sequence[Traffic], errors: Sequen
     facts.add_row("matrix FLOPs", *[f"{run.counts.flops:,}" for run in runs])
     facts.add_row("FLOPs a byte", *[f"{run.counts.flops / max(1, run.traffic.total):.2f}" for run in runs])
     facts.add_row("on chip, at most", *[f"{run.sram_peak:,}" if run.sram_peak else "streamed" for run in runs])
-    return Group(table, facts)
+    return Group(Folded(table), Folded(facts))
 
 
 def walk(run: Simulation) -> RenderableType:
-    """The tiles of the first head, each with its place in the order they were visited."""
+    """The tiles of the first head, each with its place in the order they were visited; as many as there is room for."""
+    return Fitted(lambda width: _walk(run, min(width, _WALK_WIDTH)))
+
+
+def _walk(run: Simulation, room: int) -> RenderableType:
     problem, tile = run.problem, run.tile
     tiles = TileMap(problem.program, problem.shape, tile.block_q, tile.block_k)
     order: dict[tuple[int, int], int] = {}
@@ -66,10 +72,10 @@ def walk(run: Simulation) -> RenderableType:
         if (visit.b, visit.h) == (0, 0):
             order.setdefault((visit.i, visit.j), len(order) + 1)
     width = max(2, len(str(len(order)))) + 2
-    rows, cols = min(tiles.rows, _WALK_ROWS), min(tiles.cols, _WALK_WIDTH // (width + 1))
+    rows, cols = min(tiles.rows, _WALK_ROWS), min(tiles.cols, max(1, (room - len(_row_name(0))) // (width + 1)))
     text = Text()
     for i in range(rows):
-        text.append(f"  Q{i:<3}", style="dim")
+        text.append(_row_name(i), style="dim")
         classes = tiles.row(i, 0, 0)
         for j in range(cols):
             number = order.get((i, j))
@@ -87,6 +93,10 @@ def walk(run: Simulation) -> RenderableType:
     return Group(title, text, legend, Text(""))
 
 
+def _row_name(i: int) -> str:
+    return f"  Q{i:<3}"
+
+
 def timelines(run: Simulation, spec: DeviceSpec) -> RenderableType:
     """The fullest query block's walk with one buffer and with two."""
     problem, tile = run.problem, run.tile
@@ -98,7 +108,7 @@ def timelines(run: Simulation, spec: DeviceSpec) -> RenderableType:
     single = _with_stages(run, keys, rows, spec, 1)
     for stages in sorted({1, max(2, tile.stages)}):
         line = single if stages == 1 else _with_stages(run, keys, rows, spec, stages)
-        parts.append(_draw(line, single.total))
+        parts.append(Fitted(partial(_draw, line, single.total)))
     return Group(*parts, Text(""))
 
 
@@ -106,8 +116,10 @@ def _with_stages(run: Simulation, keys: list[int], rows: int, spec: DeviceSpec, 
     return block_timeline(run.problem, replace(run.tile, stages=stages), keys, rows, spec)
 
 
-def _draw(line: Timeline, full: float, width: int = 78) -> RenderableType:
+def _draw(line: Timeline, full: float, room: int) -> RenderableType:
     """One row a buffer; loads light, computation dark, each with its tile's number where there is room."""
+    name = "  buffer {} "
+    width = max(1, min(_LINE_WIDTH, room - len(name)))
     scale = width / full if full else 0.0
     text = Text()
     for buffer in range(line.stages):
@@ -122,13 +134,13 @@ def _draw(line: Timeline, full: float, width: int = 78) -> RenderableType:
             for offset, ch in enumerate(label):
                 if first + offset <= width:
                     cells[first + offset] = (ch, style)
-        text.append(f"  buffer {chr(65 + buffer)} ", style="dim")
+        text.append(name.format(chr(65 + buffer)), style="dim")
         for ch, style in cells:
             text.append(ch, style=style)
         text.append("\n")
     saved = 1 - line.total / full if full else 0.0
-    name = "one buffer" if line.stages == 1 else f"{line.stages} buffers"
-    text.append(f"  {name}: {line.total * 1e6:.3g} µs, {line.overlap * 1e6:.3g} µs overlapped")
+    how = "one buffer" if line.stages == 1 else f"{line.stages} buffers"
+    text.append(f"  {how}: {line.total * 1e6:.3g} µs, {line.overlap * 1e6:.3g} µs overlapped")
     if line.stages > 1:
         text.append(f", {saved:.0%} saved", style="green")
     else:
@@ -153,7 +165,7 @@ def bank_table(run: Simulation) -> RenderableType:
             for layout in layouts(access, row_bytes).values()
         ]
         table.add_row(words, *[f"{c.conflicts:,} ({c.degree}-way)" if c.conflicts else "none" for c in found])
-    return table if table.row_count else Text("")
+    return Folded(table) if table.row_count else Text("")
 
 
 def simulation(
@@ -191,7 +203,7 @@ def precision(results: Sequence[Result]) -> RenderableType:
             table.add_row(
                 "  never rescaled", *[_scientific(row[width].relative_without) for width in widths], style="dim"
             )
-        parts.append(table)
+        parts.append(Folded(table))
     parts.append(
         Text(
             "columns: keys a tile; 'never rescaled' starts from the final maxima, so what it shares is not rescaling's"

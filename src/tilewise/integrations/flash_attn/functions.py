@@ -212,6 +212,7 @@ def flash_attn_varlen_kvpacked_func(
 
 def _batched(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Result:
     options = settings.options(q.device)
+    out: Tensor
     out, lse = attention(q, k, v, layout="bshd", return_lse=True, **options)
     if not settings.return_attn_probs:
         return out
@@ -224,6 +225,7 @@ def _packed(
 ) -> Result:
     q, k, v = qkv
     options = settings.options(q.device)
+    out: Tensor
     out, lse = attention_varlen(q, k, v, *cumulative, return_lse=True, **options)
     if not settings.return_attn_probs:
         return out

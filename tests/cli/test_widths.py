@@ -1,0 +1,63 @@
+"""Every command at 80 and 60 columns, in a pipe and in a terminal: nothing is cut, and no line is too long."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tilewise.cli import app as commands
+from tilewise.cli import bench, check, demo, env, explain, plan, simulate
+
+COMMANDS = [
+    "demo --seqlen 128 --rounds 1",
+    "check -b tiled -b triton",
+    "bench --suite smoke --seconds 0.01",
+    "env",
+    "plan",
+    "plan --device h200",
+    "plan --all-devices",
+    "plan --seqlen 1 --kv-seqlen 4096 --heads 32 --kv-heads 8 --mask causal --device a100",
+    "explain",
+    "explain --device h200 --backend triton",
+    "explain --seqlen 256 --measure",
+    "simulate --mask causal",
+    "simulate --schedule standard,v1,v2,backward --seqlen 512",
+    "simulate --precision",
+]
+CUT = re.compile(r"\d\.\de(?![-+]\d\d)|\w…")
+
+
+class Consoles:
+    """What is printed once, on consoles of several widths."""
+
+    def __init__(self) -> None:
+        self.all = [
+            Console(file=io.StringIO(), width=width, highlight=False, force_terminal=terminal)
+            for width in (80, 60)
+            for terminal in (False, True)
+        ]
+
+    def print(self, *things: Any, **options: Any) -> None:
+        for one in self.all:
+            one.print(*things, **options)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_is_cut(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    consoles = Consoles()
+    for module in (bench, check, demo, env, explain, plan, simulate):
+        monkeypatch.setattr(module, "console", lambda: consoles)
+    done = CliRunner().invoke(commands.app, command.split())
+    assert done.exit_code == 0, done.output
+    for one in consoles.all:
+        assert isinstance(one.file, io.StringIO)
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", one.file.getvalue())
+        assert text.strip()
+        for line in text.splitlines():
+            assert len(line) <= one.width, f"{len(line)} characters: {line}"
+            assert not CUT.search(line), f"cut at {one.width}: {line}"
