@@ -1,8 +1,8 @@
 """The generator: one integer is one case.
 
-A case number is serial · 3 + profile. Cases of one family (some consecutive serials of a profile) share everything that a kernel is
-compiled for: dtype, head dims, the constructors in the mask, which features there are. The rest (lengths, what the mask is
-made with, numbers, strides, poison) is each case's own. So compiled backends spend their time on cases.
+A case number is serial · 3 + profile. Cases of one family (some consecutive serials of a profile) share everything that a
+kernel is compiled for: dtype, head dims, the constructors in the mask, which features there are. The rest (lengths, what the
+mask is made with, numbers, strides, poison) is each case's own. So compiled backends spend their time on cases.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests.fuzz.layouts import KINDS
 INF, NAN = float("inf"), float("nan")
 EDGES = tuple(n + d for n in (4, 8, 16, 32, 64, 128, 256) for d in (-1, 0, 1))
 FAR = (-90.0, -27.0, -1000.0, 80.0, -104.0, 1000.0)
+FAR_OFFSET = 2**30 - 1
 LEAVES = ("causal", "causal", "window", "window", "prefix", "padding", "documents", "blocks", "dense", "full")
 BIASES = ("normal", "normal", "holes", "rows", "far", "lowest", "lowest rows", "huge rows")
 SINKS = ("normal", "normal", "far", "none", "some", "huge")
@@ -32,19 +33,21 @@ class Profile:
     elements: int  # of the scores of all heads and sequences
     dims: tuple[int, ...]
     dtypes: tuple[str, ...]
+    plain: float  # share of families without bias, sinks, dropout and their like: all that some backends serve
     threads: tuple[int, ...] = (1,)
 
 
 PROFILES = {
     "cpu": Profile(
-        family=12, longest=300, elements=120_000, dims=DIMS, threads=(1,) * 9 + (2,),
+        family=24, longest=300, elements=60_000, dims=DIMS, plain=0.15, threads=(1,) * 9 + (2,),
         dtypes=("float32", "float32", "float32", "bfloat16", "float16", "float64"),
     ),
     "interpreter": Profile(
-        family=3, longest=70, elements=3_000, dims=(3, 8, 16, 16, 24, 32), dtypes=("float32", "bfloat16", "float16"),
+        family=3, longest=70, elements=3_000, dims=(3, 8, 16, 16, 24, 32), plain=0.1,
+        dtypes=("float32", "bfloat16", "float16"),
     ),
     "gpu": Profile(
-        family=30, longest=600, elements=1_000_000, dims=(8, 16, 40, 64, 64, 80, 128, 128, 256),
+        family=30, longest=600, elements=1_000_000, dims=(8, 16, 40, 64, 64, 80, 128, 128, 256), plain=0.5,
         dtypes=("float32", "bfloat16", "bfloat16", "float16"),
     ),
 }  # fmt: skip
@@ -73,16 +76,16 @@ def _family(r: Random, name: str) -> Case:
     dtype = r.choice(profile.dtypes)
     packed = _chance(r, 0.25)
     dim = r.choice(profile.dims)
-    plain = name == "gpu" and _chance(r, 0.5)  # what most kernels are tuned for, and all that some serve
+    plain = _chance(r, profile.plain)
     case = Case(
         seed=0,
         lengths=((1, 1),),
         head_dim=dim,
         head_dim_v=dim if plain or _chance(r, 0.6) else r.choice(profile.dims),
-        dtype=r.choice(("bfloat16", "float16")) if plain else dtype,
+        dtype=r.choice(("bfloat16", "float16")) if plain and name == "gpu" else dtype,
         packed=packed,
-        mask=_skeleton(r, r.choice((0, 0, 1, 2, 2, 3)), packed) if _chance(r, 0.85) else None,
-        softcap=r.choice((0.0, 0.0, 0.0, 2.0, 30.0)),
+        mask=_skeleton(r, r.choice((0, 0, 0, 1) if plain else (0, 0, 1, 2, 2, 3)), packed) if _chance(r, 0.85) else None,
+        softcap=0.0 if plain and name != "gpu" else r.choice((0.0, 0.0, 0.0, 2.0, 30.0)),
         precision="default" if plain else r.choice(("default",) * 8 + ("tf32", "compensated")),
         wanted=r.choice(("qkvbs",) * 7 + ("", "", "q", "k", "v", "qv", "kb", "bs")),
         lse=r.choice(("no", "yes", "grad", "grad")),
@@ -129,12 +132,15 @@ def _filled(r: Random, skeleton: Expression, m: int, n: int) -> Expression:
         align = anchor if anchor in ("bottom_right", "top_left") else "bottom_right"
 
         def shift() -> int:
-            return r.choice((0, n - m, r.randint(-m - 2, n + 2), r.randint(-9, 9), *((2**30 - 1, -(2**30) + 1) if _chance(r, 0.04) else ())))
+            if _chance(r, 0.02):
+                return r.choice((FAR_OFFSET, -FAR_OFFSET))
+            return r.choice((0, n - m, r.randint(-m - 2, n + 2), r.randint(-9, 9)))
 
         offset = {"int": shift, "each": lambda: each(shift)}.get(anchor, lambda: None)()
         if kind == "causal":
             return ("causal", align, offset)
-        return ("window", max(1, width()), None, align, offset) if _chance(r, 0.4) else ("window", width(), width(), align, offset)
+        sides = (max(1, width()), None) if _chance(r, 0.4) else (width(), width())
+        return ("window", *sides, align, offset)
 
     def count() -> int:
         return r.choice((0, n, r.randint(0, n), r.randint(0, n)))
@@ -145,7 +151,8 @@ def _filled(r: Random, skeleton: Expression, m: int, n: int) -> Expression:
         return ("padding", each(count), each(lambda: r.randint(0, n)) if _chance(r, 0.4) else None)
     seed = r.randrange(2**31)
     if kind == "documents":
-        return ("documents", seed, r.choice((1, 2, 3, 8)), r.choice(("sorted", "mixed")) + r.choice(("", "+b")) + r.choice(("", "+q")))
+        form = r.choice(("sorted", "mixed")) + r.choice(("", "+b")) + r.choice(("", "+q"))
+        return ("documents", seed, r.choice((1, 2, 3, 8)), form)
     if kind == "blocks":
         side = (1, 5, 8, 16, 16, 32, 64)
         return ("blocks", seed, r.choice(side), r.choice(side), r.choice(("", "h", "bh")))

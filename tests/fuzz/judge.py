@@ -28,10 +28,10 @@ LEAVES = {"q": "q", "k": "k", "v": "v", "b": "bias", "s": "sinks"}
 
 
 class Verdict(NamedTuple):
-    """How a case went: `failures` in words, or `refused` with the backend's reason; neither: it is right."""
+    """How a case went: `failures` in words, or the backend's reasons to refuse it; neither: it is right."""
 
     failures: tuple[str, ...] = ()
-    refused: str = ""
+    refused: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=2)
@@ -48,11 +48,11 @@ def judge(case: Case, backend: str, device: str = "cpu") -> Verdict:
         with surroundings(case):
             found, complaints = call(case, given, backend, device)
     except BackendError as error:
-        reason = "; ".join(error.verdicts.get(backend, (str(error),)))
-        return Verdict((f"refused: {reason}",)) if backend in COMPLETE else Verdict(refused=reason)
+        reasons = error.verdicts.get(backend, (str(error),))
+        return Verdict((f"refused: {reasons}",)) if backend in COMPLETE else Verdict(refused=reasons)
     except MaskError as error:
         if "alternatives" in str(error):
-            return Verdict(refused="the mask expands to more than 32 alternatives")
+            return Verdict(refused=("the mask expands to more than 32 alternatives",))
         return Verdict((_described(error),))
     except Exception as error:
         return Verdict((_described(error),))

@@ -1,15 +1,16 @@
 """How far from the float64 result a backend may be: the bounds that `tilewise.numerics.bounds` derives, on this fuzz's own masks.
 
-The derivation is the library's (see that module): dtype, reduction lengths, and Azuma's inequality for long sums. What goes in is
-not: each sequence's scores are masked by the booleans of `masks`, and dropout is this fuzz's Philox. Two things are added for
+The derivation is the library's (see that module): dtype, reduction lengths, and Azuma's inequality for long sums. What goes in
+is not: each sequence's scores are masked by the booleans of `masks`, and dropout is this fuzz's Philox. Two things are added for
 numbers that the library's bounds give up on.
 
-Faded keys. A logit that lies more than 1000 below its row's maximum, whatever the roundings of both, has a weight of exp(−1000) at
-most: 0 in every dtype. Such a key is taken as unseen, so that its own uncertainty, which may be large, counts for nothing.
+Faded keys. A logit that lies more than 1000 below its row's maximum, whatever the roundings of both, has a weight of exp(−1000)
+at most: 0 in every dtype. Such a key is taken as unseen, so that its own uncertainty, which may be large, counts for nothing.
 
-Swallowed scores. A bias beyond 2⁶⁰ swallows the score it is added to: the sum is the bias, in float32 as in the oracle's float64. Two such
-logits are equal or one of them fades, so those that are left subtract to exactly 0 and their weights are as good as exp(0). Their
-log-sum-exp is that bias; log n is lost in it, hence so is the P that a backward recomputes: its bound stays as loose as it is.
+Swallowed scores. A bias beyond 2⁶⁰ swallows the score it is added to: the sum is the bias, in float32 as in the oracle's float64.
+Two such logits are equal or one of them fades, so those that are left subtract to exactly 0 and their weights are as good as
+exp(0). Their log-sum-exp is that bias; log n is lost in it, hence so is the P that a backward recomputes: its bound stays as
+loose as it is.
 """
 
 from __future__ import annotations

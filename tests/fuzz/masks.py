@@ -8,7 +8,7 @@ nothing with `tilewise.masks`.
     ("window", left, right, align, offset)     right None: `left` keys up to the query's own
     ("prefix", n)                              n an int, or one a sequence
     ("padding", lengths, starts)               starts None, or one a sequence
-    ("documents", seed, count, form)           form: "sorted" or "mixed" ids; "+b": for each sequence; "+q": queries have their own
+    ("documents", seed, count, form)           "sorted" or "mixed" ids; "+b": for each sequence; "+q": queries have their own
     ("blocks", seed, size_q, size_k, axes)     axes: "", "h" or "bh", which the table has beside blocks of queries and keys
     ("dense", seed, density, axes)             axes among "bhqk" that are not 1
     ("not", x)   ("and", x, y)   ("or", x, y)

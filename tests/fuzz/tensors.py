@@ -1,7 +1,7 @@
 """The tensors of a case: their numbers, the poison where nobody may look, and how they lie in memory.
 
-Kinds of bias: "normal"; "far X": around X; "holes": −inf here and there; "rows": whole rows (columns, if there is one row) of −inf;
-"lowest": finfo.min here and there, as many models write a mask; "lowest rows", "huge rows": whole rows of finfo.min or 2.4e38.
+Kinds of bias: "normal"; "far X": around X; "holes": −inf here and there; "rows": whole rows (columns, if there is one row) of
+−inf; "lowest": finfo.min here and there, as many models write a mask; "lowest rows", "huge rows": whole rows of finfo.min or 2.4e38.
 Kinds of sinks: "normal", "far X", "none" (−inf), "some" (−inf for every other head), "huge" (3e38).
 """
 
@@ -124,7 +124,7 @@ class _Numbers:
     def rows(self, name: str) -> Tensor:
         """q, k, v or dout, in the inside layout; made in the user's, since that is how strides are shared."""
         case = self.case
-        size = case.sizes["q k v dout".split().index(name)]
+        size = case.sizes[("q", "k", "v", "dout").index(name)]
         heads = case.heads if name in ("q", "dout") else case.kv_heads
         dim = case.head_dim if name in ("q", "k") else case.head_dim_v
         shape = user_shape(case, heads, case.totals[name in ("k", "v")], dim)

@@ -157,7 +157,8 @@ class Tiled:
         dlse: Tensor | None,
         needs: Needs,
     ) -> Grads:
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
+        # a row that saw nothing has out 0, and whatever comes back to it counts for nothing
+        delta = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
         if dlse is not None:
             delta = delta - dlse
         dq, dk, dv = (torch.zeros_like(x) for x in inputs[:3])
