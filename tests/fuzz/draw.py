@@ -20,7 +20,7 @@ FAR = (-90.0, -27.0, -1000.0, 80.0, -104.0, 1000.0)
 FAR_OFFSET = 2**30 - 1
 LEAVES = ("causal", "causal", "window", "window", "prefix", "padding", "documents", "blocks", "dense", "full")
 BIASES = ("normal", "normal", "holes", "rows", "far", "lowest", "lowest rows", "huge rows")
-SINKS = ("normal", "normal", "far", "none", "some", "huge")
+SINKS = ("normal", "normal", "far", "none", "some", "huge", "infinite")
 DIMS = (1, 2, 3, 5, 8, 8, 15, 16, 16, 17, 24, 31, 32, 32, 33, 40, 64, 64, 64, 80, 96, 128, 160, 256)
 
 

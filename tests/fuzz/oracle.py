@@ -91,10 +91,9 @@ def attend(case: Case, s: Sequence) -> tuple[Tensor, Tensor]:
     if s.alibi is not None:
         x = x + s.alibi
     x = torch.where(s.seen, x, -INF)
-    if s.sinks is not None:
-        x = torch.cat([x, s.sinks[:, None, None].expand(*x.shape[:2], 1)], dim=-1)
-    else:
-        x = torch.cat([x, x.new_full((*x.shape[:2], 1), -INF)], dim=-1)
+    sinks = x.new_full((case.heads,), -INF) if s.sinks is None else s.sinks
+    endless = (sinks == INF)[:, None]  # a sink of +inf takes all: a limit, in which nothing has a gradient
+    x = torch.cat([x, torch.where(endless[..., None], 0.0, sinks[:, None, None]).expand(*x.shape[:2], 1)], dim=-1)
     top = x.detach().amax(-1, keepdim=True)
     none = top == -INF
     weights = torch.where(x == -INF, 0.0, torch.exp(x - torch.where(none, 0.0, top)))
@@ -102,7 +101,7 @@ def attend(case: Case, s: Sequence) -> tuple[Tensor, Tensor]:
     p = (weights / total)[..., :-1]
     w = p if s.keep is None else p * s.keep
     lse = torch.where(none, -INF, torch.where(none, 0.0, top) + total.log())[..., 0]
-    return w @ s.v, lse
+    return torch.where(endless[..., None], 0.0, w @ s.v), torch.where(endless, INF, lse)
 
 
 def exact(case: Case, given: Tensors) -> Exact:

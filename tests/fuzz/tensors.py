@@ -1,8 +1,8 @@
 """The tensors of a case: their numbers, the poison where nobody may look, and how they lie in memory.
 
 Kinds of bias: "normal"; "far X": around X; "holes": −inf here and there; "rows": whole rows (columns, if there is one row) of
-−inf; "lowest": finfo.min here and there, as many models write a mask; "lowest rows", "huge rows": whole rows of finfo.min or 2.4e38.
-Kinds of sinks: "normal", "far X", "none" (−inf), "some" (−inf for every other head), "huge" (3e38).
+−inf; "lowest": finfo.min here and there, as many models write a mask; "lowest rows", "huge rows": whole rows of finfo.min or
+2.4e38. Kinds of sinks: "normal", "far X", "none" (−inf), "some" (−inf for every other head), "huge" (3e38), "infinite" (+inf).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class _Numbers:
         if kind.startswith("far"):
             x = x + float(kind.split()[1])
         elif kind != "normal":
-            x[:: 2 if kind == "some" else 1] = 3e38 if kind == "huge" else -INF
+            x[:: 2 if kind == "some" else 1] = {"huge": 3e38, "infinite": INF}.get(kind, -INF)
         return torch.from_numpy(x).to(getattr(torch, dtype))
 
 

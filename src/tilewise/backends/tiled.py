@@ -157,8 +157,7 @@ class Tiled:
         dlse: Tensor | None,
         needs: Needs,
     ) -> Grads:
-        # a row that saw nothing has out 0, and whatever comes back to it counts for nothing
-        delta = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
         if dlse is not None:
             delta = delta - dlse
         dq, dk, dv = (torch.zeros_like(x) for x in inputs[:3])
