@@ -30,6 +30,7 @@ from tilewise.numerics.propagation import BackwardErrors, ForwardErrors
 from tilewise.numerics.rounding import Arithmetic, floor, growth, unit_roundoff
 from tilewise.problem import Problem
 
+INF = float("inf")
 GONE = 1000.0
 
 
@@ -78,12 +79,14 @@ def limits(case: Case, given: Tensors) -> Exact:
     dsinks = None if leaves.sinks is None or given.sinks is None else _Sum(leaves.sinks, given.sinks.dtype)
     dout, dlse = upstream(case, given)
     for b, (m, n) in enumerate(case.lengths):
-        own = sequence(case, given, leaves, b)
+        own = _without_endless(sequence(case, given, leaves, b))
         ahead = _ahead(problem, own, rounding)
         rows, cols = place(case, b, 0), place(case, b, 1)
         out[rows], lse[rows] = ahead.out_error, ahead.lse_error
         sees = own.seen.any(-1)
-        known = sees if own.sinks is None else sees | (own.sinks > float("-inf"))[:, None]
+        known = sees
+        if own.sinks is not None and leaves.sinks is not None:
+            known = torch.where((leaves.sinks == INF)[:, None], False, sees | (own.sinks > -INF)[:, None])
         behind = BackwardErrors(
             ahead, torch.where(sees[..., None], dout[rows], 0.0), torch.where(known, dlse[rows], 0.0)
         )
@@ -99,12 +102,20 @@ def limits(case: Case, given: Tensors) -> Exact:
     return Exact(*(None if x is None else rounding.oracle_share * x for x in bounds))  # type: ignore[arg-type]
 
 
+def _without_endless(own: Sequence) -> Sequence:
+    """A sink of +inf takes all, exactly: as good as seeing no key beside a sink of 0."""
+    if own.sinks is None:
+        return own
+    endless = own.sinks == INF
+    return own._replace(seen=own.seen & ~endless[:, None, None], sinks=torch.where(endless, 0.0, own.sinks))
+
+
 def _ahead(problem: Problem, own: Sequence, rounding: Arithmetic) -> Errors:
     every = slice(None)
     piece = Piece(0, every, every, (0, every, every), (0, every, every), *own)  # type: ignore[arg-type]
     ahead = ForwardErrors(problem, piece, rounding)
-    logit = ahead.exact.logit.masked_fill(~own.seen, float("-inf"))
-    top = logit.amax(-1, keepdim=True) if logit.shape[-1] else logit.new_full((*logit.shape[:2], 1), float("-inf"))
+    logit = ahead.exact.logit.masked_fill(~own.seen, -INF)
+    top = logit.amax(-1, keepdim=True) if logit.shape[-1] else logit.new_full((*logit.shape[:2], 1), -INF)
     if own.sinks is not None:
         top = torch.maximum(top, own.sinks[:, None, None])
     error = ahead.logit
