@@ -78,7 +78,7 @@ def test_shrinking_keeps_the_failure() -> None:
 
 def test_poison_is_where_nobody_looks() -> None:
     spoiled = 0
-    for serial in range(200):
+    for serial in range(0, 4000, 20):
         given, want, bound = truth(draw(number_of("cpu", serial)))
         spoiled += bool(given.k.isnan().any() or given.q.isnan().any() or given.dout.isnan().any())
         for exact, limit in zip(want, bound, strict=True):
