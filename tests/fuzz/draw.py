@@ -43,7 +43,7 @@ PROFILES = {
         dtypes=("float32", "float32", "float32", "bfloat16", "float16", "float64"),
     ),
     "interpreter": Profile(
-        family=3, longest=70, elements=3_000, dims=(3, 8, 16, 16, 24, 32), plain=0.1,
+        family=3, longest=40, elements=1_500, dims=(3, 8, 16, 16, 24, 32), plain=0.1,
         dtypes=("float32", "bfloat16", "float16"),
     ),
     "gpu": Profile(
