@@ -19,6 +19,7 @@ EDGES = tuple(n + d for n in (4, 8, 16, 32, 64, 128, 256) for d in (-1, 0, 1))
 FAR = (-90.0, -27.0, -1000.0, 80.0, -104.0, 1000.0)
 FAR_OFFSET = 2**30 - 1
 LEAVES = ("causal", "causal", "window", "window", "prefix", "padding", "documents", "blocks", "dense", "full")
+INTERVALS = ("causal", "causal", "window", "window", "prefix", "padding")
 BIASES = ("normal", "normal", "holes", "rows", "far", "lowest", "lowest rows", "huge rows")
 SINKS = ("normal", "normal", "far", "none", "some", "huge", "infinite")
 DIMS = (1, 2, 3, 5, 8, 8, 15, 16, 16, 17, 24, 31, 32, 32, 33, 40, 64, 64, 64, 80, 96, 128, 160, 256)
@@ -34,12 +35,13 @@ class Profile:
     dims: tuple[int, ...]
     dtypes: tuple[str, ...]
     plain: float  # share of families without bias, sinks, dropout and their like: all that some backends serve
+    odd: float = 0.2  # share of tensors that do not lie plainly
     threads: tuple[int, ...] = (1,)
 
 
 PROFILES = {
     "cpu": Profile(
-        family=24, longest=300, elements=60_000, dims=DIMS, plain=0.15, threads=(1,) * 9 + (2,),
+        family=24, longest=300, elements=30_000, dims=DIMS, plain=0.15, threads=(1,) * 9 + (2,),
         dtypes=("float32", "float32", "float32", "bfloat16", "float16", "float64"),
     ),
     "interpreter": Profile(
@@ -47,11 +49,15 @@ PROFILES = {
         dtypes=("float32", "bfloat16", "float16"),
     ),
     "gpu": Profile(
-        family=30, longest=600, elements=1_000_000, dims=(8, 16, 40, 64, 64, 80, 128, 128, 256), plain=0.5,
+        family=30, longest=600, elements=250_000, dims=(8, 16, 40, 64, 64, 80, 128, 128, 256), plain=0.5, odd=0.1,
         dtypes=("float32", "bfloat16", "bfloat16", "float16"),
     ),
 }  # fmt: skip
 NAMES = tuple(PROFILES)
+SERIALS = 1_000_000
+"""Of one seed."""
+FAMILIES = 256
+"""Of one seed; then they come again, with other members."""
 
 
 def number_of(profile: str, serial: int) -> int:
@@ -62,7 +68,8 @@ def draw(number: int) -> Case:
     """The case of that number."""
     serial, which = divmod(number, len(NAMES))
     profile = PROFILES[NAMES[which]]
-    family = _family(Random(f"family {NAMES[which]} {serial // profile.family}"), NAMES[which])
+    seed, own = divmod(serial, SERIALS)
+    family = _family(Random(f"family {NAMES[which]} {seed} {own // profile.family % FAMILIES}"), NAMES[which])
     return _member(Random(f"case {number}"), family, profile, number)
 
 
@@ -84,7 +91,7 @@ def _family(r: Random, name: str) -> Case:
         head_dim_v=dim if plain or _chance(r, 0.6) else r.choice(profile.dims),
         dtype=r.choice(("bfloat16", "float16")) if plain and name == "gpu" else dtype,
         packed=packed,
-        mask=_skeleton(r, r.choice((0, 0, 0, 1) if plain else (0, 0, 1, 2, 2, 3)), packed) if _chance(r, 0.85) else None,
+        mask=_skeleton(r, packed, plain, r.choice((0, 0, 1, 2, 2, 3))) if _chance(r, 0.85) else None,
         softcap=0.0 if plain and name != "gpu" else r.choice((0.0, 0.0, 0.0, 2.0, 30.0)),
         precision="default" if plain else r.choice(("default",) * 8 + ("tf32", "compensated")),
         wanted=r.choice(("qkvbs",) * 7 + ("", "", "q", "k", "v", "qv", "kb", "bs")),
@@ -102,12 +109,12 @@ def _family(r: Random, name: str) -> Case:
     return replace(case, dropout=(0.5, 0)) if _chance(r, 0.2) else case
 
 
-def _skeleton(r: Random, depth: int, packed: bool) -> Expression:
+def _skeleton(r: Random, packed: bool, plain: bool, depth: int) -> Expression:
     """Constructors and operators, without what the constructors are given beyond their kind."""
     if depth and _chance(r, 0.75):
         kind = r.choice(("and", "and", "or", "or", "not"))
-        return (kind, *(_skeleton(r, depth - 1, packed) for _ in range(1 if kind == "not" else 2)))
-    name = r.choice(LEAVES)
+        return (kind, *(_skeleton(r, packed, plain, depth - 1) for _ in range(1 if kind == "not" else 2)))
+    name = r.choice(INTERVALS if plain else LEAVES)
     if packed and name == "dense":
         name = "blocks"
     if name in ("causal", "window"):
@@ -190,7 +197,7 @@ def _member(r: Random, case: Case, profile: Profile, number: int) -> Case:
         lengths = ()
     m, n = max((p[0] for p in lengths), default=0), max((p[1] for p in lengths), default=0)
     strides = tuple(
-        (name, r.choice(KINDS)) for name in ("q", "k", "v", "bias", "sinks", "dout", "dlse") if _chance(r, 0.2)
+        (name, r.choice(KINDS)) for name in ("q", "k", "v", "bias", "sinks", "dout", "dlse") if _chance(r, profile.odd)
     )
     half = case.dtype in ("float16", "bfloat16")
     case = replace(

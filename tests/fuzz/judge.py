@@ -47,6 +47,7 @@ def judge(case: Case, backend: str, device: str = "cpu") -> Verdict:
     try:
         with surroundings(case):
             found, complaints = call(case, given, backend, device)
+            found = {name: x.cpu() for name, x in found.items()}
     except BackendError as error:
         reasons = error.verdicts.get(backend, (str(error),))
         return Verdict((f"refused: {reasons}",)) if backend in COMPLETE else Verdict(refused=reasons)
@@ -60,7 +61,7 @@ def judge(case: Case, backend: str, device: str = "cpu") -> Verdict:
         expected, limit = getattr(want, name), getattr(bound, name)
         if actual.shape != expected.shape:
             complaints.append(f"{name} has shape {tuple(actual.shape)}, need {tuple(expected.shape)}")
-        elif excess := check(actual.cpu(), expected, limit, name):
+        elif excess := check(actual, expected, limit, name):
             complaints.append(str(excess))
     return Verdict(tuple(complaints))
 
@@ -134,11 +135,13 @@ def attend(
         options["bias"] = tw.alibi(_moved(given.alibi, device))
     options |= {name: leaves[name] for name in ("bias", "sinks") if name in leaves}
     if case.dropout is not None:
-        options |= dict(zip(("dropout_p", "seed"), case.dropout, strict=True))
+        p, seed = case.dropout
+        options |= {"dropout_p": p, "seed": torch.tensor(seed) if case.seed % 3 == 0 else seed}
     tensors = [leaves[name] for name in "qkv"]
     options["return_lse"] = case.lse != "no"
     if case.packed:
-        starts = (torch.tensor(case.starts(side), dtype=torch.int32, device=device) for side in (0, 1))
+        kind = torch.int64 if case.seed % 5 == 0 else torch.int32
+        starts = (torch.tensor(case.starts(side), dtype=kind, device=device) for side in (0, 1))
         result = tw.attention_varlen(*tensors, *starts, backend=backend, **options)
     else:
         result = tw.attention(*tensors, layout=case.layout, backend=backend, **options)

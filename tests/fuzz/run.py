@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.fuzz.draw import PROFILES
+from tests.fuzz.draw import NAMES, PROFILES, SERIALS
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG_S = {"cpu": 120.0, "interpreter": 300.0, "gpu": 300.0}
@@ -92,7 +92,7 @@ class Slot:
         environment.pop("TRITON_INTERPRET", None)
         if lane.interpret:
             environment["TRITON_INTERPRET"] = "1"
-        first = max(self.after // 3 // PROFILES[lane.profile].family, self.family) if self.after >= 0 else self.family
+        first = max(self.after // len(NAMES) // PROFILES[lane.profile].family, self.family) if self.after >= 0 else self.family
         given = {
             "profile": lane.profile, "device": lane.device, "backends": ",".join(lane.backends), "family": first,
             "step": self.step, "after": self.after, "cases": min(self.left, RECYCLE), "seconds": seconds,
@@ -127,7 +127,7 @@ def run(lane: Lane, books: Books, *, seed: int, workers: int, seconds: float, ca
     """Run a lane for that long, or for so many cases."""
     lines: queue.Queue[tuple[Slot, str | None]] = queue.Queue()
     end = time.monotonic() + seconds
-    first = seed * 1_000_000 // PROFILES[lane.profile].family
+    first = -(-seed * SERIALS // PROFILES[lane.profile].family)
     slots = [Slot(lane, first + w, workers, -(-cases // workers), end) for w in range(workers)]
     running = {slot for slot in slots if slot.start(lines)}
     told = time.monotonic()

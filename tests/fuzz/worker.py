@@ -45,7 +45,7 @@ def main() -> None:
 
     from tests.fuzz.judge import judge  # only now: a worker that dies while it imports has begun nothing
 
-    end = time.monotonic() + given.seconds
+    end, lost = time.monotonic() + given.seconds, False
     for done, number in enumerate(numbers(given.profile, given.family, given.step, given.after)):
         if time.monotonic() > end or done >= given.cases:
             break
@@ -55,7 +55,10 @@ def main() -> None:
             say(begin=[number, backend])
             verdict = judge(case, backend, given.device)
             say(end=[number, backend, verdict.failures, verdict.refused])
+            lost = lost or any("CUDA error" in words or "AcceleratorError" in words for words in verdict.failures)
         say(case=number)
+        if lost:
+            break  # the device answers this process no more; another one goes on
 
 
 if __name__ == "__main__":
