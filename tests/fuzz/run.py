@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from tests.fuzz.draw import NAMES, PROFILES, SERIALS
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMAND = (sys.executable, "-m", "tests.fuzz.worker")
 HANG_S = {"cpu": 120.0, "interpreter": 300.0, "gpu": 300.0}
 """No case takes so long, compilation included."""
 RECYCLE = 3000
@@ -101,7 +102,7 @@ class Slot:
         self.log.seek(0)
         self.log.truncate()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzz.worker", *words],
+            [*COMMAND, *words],
             cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=self.log, text=True,
         )  # fmt: skip
         self.doing, self.since = None, time.monotonic()

@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 
+from tests.fuzz import run
 from tests.fuzz.case import Case, snippet
 from tests.fuzz.draw import draw, number_of
 from tests.fuzz.judge import judge, truth
-from tests.fuzz.run import ROOT
 from tests.fuzz.shrink import shrink
 from tilewise.numerics.bounds import check
 
@@ -22,9 +22,9 @@ NAN = float("nan")
 
 
 def fuzz(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(run.ROOT / "src"), str(run.ROOT)])}
     command = [sys.executable, "-m", "tests.fuzz", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=run.ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("backends", ["cpu,aten,tiled,reference,auto", "triton"])
@@ -45,6 +45,34 @@ ONCE = [
 @pytest.mark.parametrize("case", ONCE, ids=repr)
 def test_what_failed_once(case: Case, backend: str) -> None:
     assert judge(case, backend).failures == ()
+
+
+DYING = """
+import json, os, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+number = int(given["--after"]) + 3
+print(json.dumps({"begin": [number, "cpu"]}), flush=True)
+if number == 5:
+    os.abort()
+if number == 8:
+    import time
+    time.sleep(60)
+print(json.dumps({"end": [number, "cpu", [], []]}))
+print(json.dumps({"case": number}))
+"""
+
+
+def test_a_crash_and_a_hang_cost_one_case_each(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(run, "COMMAND", (sys.executable, "-c", DYING))
+    monkeypatch.setitem(run.HANG_S, "cpu", 1.0)
+    books = run.Books()
+    run.run(run.Lane("cpu", "cpu", ("cpu",)), books, seed=0, workers=1, seconds=60, cases=5)
+    assert [(failure.number, failure.words.split(":")[0]) for failure in books.failures] == [
+        (5, "ends the process (status -6)"),
+        (8, "hangs"),
+    ]
+    assert books.cases == 5 and books.right["cpu"] == 3
+    assert "case 5 ends the process" in capfd.readouterr().out
 
 
 def test_a_number_is_a_case() -> None:
