@@ -2,16 +2,19 @@
 PYTHON ?= python3
 VENV   ?= .venv
 WORKERS ?= 2
+MINUTES ?= 5
+SEED   ?= 0
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test test-browser lint types unit bench compile-matrix clean
+.PHONY: help setup demo test test-browser lint types unit fuzz bench compile-matrix clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    exact attention over a long sequence on this machine: time, memory, error"
 	@echo "make test    lint, types and tests"
 	@echo "make lint | types | unit    each alone"
+	@echo "make fuzz    random calls on every backend against float64: MINUTES=10, SEED=1, WORKERS=1"
 	@echo "make test-browser    the report in a real browser (installs chromium where it may)"
 	@echo "make bench   side by side with SDPA and what else is installed"
 	@echo "make compile-matrix   the GPU kernels compiled for every target, without a GPU"
@@ -42,6 +45,10 @@ types: $(STAMP)
 # One thread for each worker: two workers with two threads each would fight for two cores.
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
+
+# A part of it runs in `make test`. Cases are numbered: what fails is printed with the command that runs it again.
+fuzz: $(STAMP)
+	PYTHONPATH=src:. $(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
 
 # Every GPU kernel for every target, without a GPU. The pinned triton compiles all of them, the oldest and the newest supported
 # one, which are fetched from the package index, a choice: CI runs this on two cores.
