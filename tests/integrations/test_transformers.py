@@ -233,7 +233,6 @@ def test_a_transformers_that_will_not_do(installed: ModuleType | None, monkeypat
 @pytest.mark.parametrize(
     ("features", "complaint"),
     [
-        ({"output_attentions": True}, "never formed"),
         ({"cache": object()}, "paged cache"),
         ({"indices": torch.zeros(1)}, "selected keys"),
     ],

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.errors import ArgumentError
 from tilewise.integrations.transformers import PromisedMask, masks
 from tilewise.integrations.transformers.masks import mask_function
 
@@ -168,14 +169,32 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
 def test_a_promise_is_the_tensor_it_stands_for(operation: Callable[[Tensor], Any]) -> None:
     """Whatever a model does to its mask."""
     mask = tw.causal() & tw.key_padding(torch.tensor([6, 3]))
-    promise = PromisedMask(mask, (2, 4, 6), torch.device("cpu"))
+    promise = PromisedMask(mask, (2, 1, 4, 6), torch.device("cpu"))
     got, want = operation(promise), operation(promise.dense())
-    assert not isinstance(got, PromisedMask)
+    assert getattr(got, "description", None) is not mask
     assert torch.equal(got, want)
 
 
+ARITHMETIC: dict[str, Callable[[Tensor], Any]] = {
+    "added to scores": lambda m: torch.zeros(2, 3, 4, 6) + m,
+    "added in place": lambda m: torch.zeros(2, 3, 4, 6).add_(m),
+    "a part of it": lambda m: torch.zeros(2, 3, 4, 5) + m[:, :, :, :5],
+    "the whole as a slice": lambda m: m[:, :, :, :6] + torch.zeros(2, 3, 4, 6),
+    "turned into a bias": lambda m: (1.0 - m) * -1e9,
+    "negated and expanded": lambda m: torch.zeros(2, 3, 4, 6) + (~m).expand(-1, 3, -1, -1),
+}
+
+
+@pytest.mark.parametrize("operation", ARITHMETIC.values(), ids=ARITHMETIC)
+def test_a_promise_is_not_calculated_with(operation: Callable[[Tensor], Any]) -> None:
+    """A boolean that is added to scores hides nothing: the layer computes attention itself, and is told so."""
+    promise = PromisedMask(tw.causal(), (2, 1, 4, 6), torch.device("cpu"))
+    with pytest.raises(ArgumentError, match="computes attention itself"):
+        operation(promise)
+
+
 def test_what_leaves_a_promise_as_it_is_keeps_it() -> None:
-    promise = PromisedMask(tw.causal(), (2, 4, 6), torch.device("cpu"))
+    promise = PromisedMask(tw.causal(), (2, 1, 4, 6), torch.device("cpu"))
     for same in (promise.clone(), promise.detach(), promise.to("cpu"), promise.to(torch.bool), promise.contiguous()):
         assert isinstance(same, PromisedMask)
         assert same.description is promise.description

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from tilewise.api.attention import attention
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
+from tilewise.integrations.transformers.packed import packed_mask
 from tilewise.integrations.transformers.promise import PromisedMask
+from tilewise.integrations.transformers.weights import attention_weights
 from tilewise.masks import Mask, causal, dense, full, window
 
 UNSERVED = {
     "cache": "a paged cache (continuous batching),",
     "indices": "attention to selected keys,",
     "block_indices": "attention to selected blocks,",
-    "output_attentions": "the attention weights themselves, which are never formed,",
 }
 """Arguments of other attention functions that change the result, and what they ask for."""
 
@@ -31,11 +32,12 @@ def attention_function(
     scaling: float | Tensor | None = None,
     is_causal: bool | None = None,
     **features: Any,
-) -> tuple[Tensor, None]:
-    """Attention of one layer: q, k, v are (B, H, S, D), the result is (B, Sq, H, D); there are no weights to return.
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one layer: q, k, v are (B, H, S, D), the result is (B, Sq, H, D), and the weights if they are asked for.
 
     The mask says everything about visibility, as it does for `eager`. Only where a model made none do `is_causal` and
-    `sliding_window` count, as they do for the other fused implementations.
+    `sliding_window` count, as they do for the other fused implementations. Boundaries of packed sequences
+    (`cu_seq_lens_q`, `cu_seq_lens_k`) join either.
     """
     for name, meaning in UNSERVED.items():
         if features.get(name) is not None and features[name] is not False:
@@ -45,31 +47,34 @@ def attention_function(
             )
     mask: Mask | None
     bias: Tensor | None
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
     if attention_mask is None:
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
         mask, bias = _unmasked(query, key, bool(is_causal), features.get("sliding_window")), None
     else:
         mask, bias = _masked(attention_mask)
+    sequences = packed_mask(query, key, features, bool(is_causal))
+    if sequences is not None:
+        mask = sequences if mask is None else mask & sequences
     position_bias = features.get("position_bias")
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     if isinstance(scaling, Tensor):  # a learned scale: its gradient flows through q
         query, scaling = query * scaling, 1.0
-    out = attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        scale=scaling,
-        bias=bias,
-        softcap=features.get("softcap") or 0.0,
-        sinks=features.get("s_aux"),
-        dropout_p=dropout,
-        deterministic=features.get("deterministic"),
-    )
+    wanted = bool(features.get("output_attentions"))
+    options: dict[str, Any] = {
+        "mask": mask,
+        "scale": scaling,
+        "bias": bias,
+        "softcap": features.get("softcap") or 0.0,
+        "sinks": features.get("s_aux"),
+        "dropout_p": dropout,
+        "seed": torch.randint(2**62, (), device=query.device) if wanted and dropout else None,
+    }
+    out = attention(query, key, value, deterministic=features.get("deterministic"), **options)
     assert isinstance(out, Tensor)
-    return out.transpose(1, 2).contiguous(), None
+    weights = attention_weights(query, key, options) if wanted else None
+    return out.transpose(1, 2).contiguous(), weights
 
 
 def _masked(attention_mask: Tensor) -> tuple[Mask | None, Tensor | None]:

@@ -76,7 +76,7 @@ def mask_function(
         if description is not None:
             if attention_mask is not None:
                 description = description & describe_padding(attention_mask, frame)
-            return PromisedMask(description, (batch_size, frame.queries, kv_length), device)
+            return PromisedMask(description, (batch_size, 1, frame.queries, kv_length), device)
         _warn_dense(_name(mask_function))
     if cache_position is not None:
         kwargs["cache_position"] = cache_position
@@ -223,7 +223,7 @@ def _means(function: FunctionType, describe: Callable[[dict[str, Any], Frame], M
     """Whether function and description agree on a small frame off the origin."""
     frame = Frame(2, 4, 6, 4, 2, torch.device("cpu"))
     try:
-        promise = PromisedMask(describe(_cells(function), frame), (2, 4, 6), frame.device)
+        promise = PromisedMask(describe(_cells(function), frame), (2, 1, 4, 6), frame.device)
     except KeyError:  # the function closes over other names than it used to
         return False
     index = torch.meshgrid(torch.arange(2), torch.arange(1), frame.q_index(), frame.k_index(), indexing="ij")

@@ -4,6 +4,9 @@ transformers makes one mask for each forward and passes it through every layer; 
 and some models slice, move or negate it. A `PromisedMask` has the shape, dtype and device of that tensor and holds a tilewise
 mask instead of its elements. The attention function takes the mask out; every other operation fills the tensor in first, so
 whatever a model does to it gives what the dense mask would have given.
+
+One thing is refused: arithmetic. A model that adds the mask to scores computes its attention itself and takes the mask for the
+float mask of `eager`; a boolean would be added as 0 and 1, and hide nothing.
 """
 
 from __future__ import annotations
@@ -13,41 +16,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.masks import Binding, Mask, MaskShape, allowed
+from tilewise.errors import ArgumentError
+from tilewise.masks import Binding, Mask, MaskShape, allowed, dense
 
-_KEEP = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default}
+_aten = torch.ops.aten
+_KEEP = {_aten.detach.default, _aten.alias.default, _aten.clone.default}
+_ARITHMETIC = {
+    getattr(_aten, name + suffix)
+    for name in ("add", "sub", "mul", "div", "addcmul", "baddbmm")
+    for suffix in ("", "_")
+} | {_aten.rsub}
+
+
+def filled(mask: Mask, shape: MaskShape, rows: tuple[int, int], device: torch.device) -> Tensor | None:
+    """The elements of some rows of a mask, to be broadcast to (B, H, rows, Sk); None where everything is seen."""
+
+    def asarray(x: Any) -> Tensor:
+        return torch.as_tensor(x, device=device)
+
+    def arange(lo: int, hi: int) -> Tensor:
+        return torch.arange(lo, hi, device=device)
+
+    tile = allowed(mask.lower(Binding(shape, asarray=asarray)), shape, rows, (0, shape.seqlen_k), arange)
+    return None if tile is None else torch.as_tensor(tile)
 
 
 class PromisedMask(Tensor):
-    """Boolean (B, 1, Sq, Sk), True where a query sees a key; `description` is the tilewise mask it stands for."""
+    """Boolean (B, 1 or H, Sq, Sk), True where a query sees a key; `description` is the tilewise mask it stands for."""
 
     description: Mask
 
     @staticmethod
-    def __new__(cls, description: Mask, shape: tuple[int, int, int], device: torch.device) -> PromisedMask:
-        batch, queries, keys = shape
-        promise: PromisedMask = torch.Tensor._make_wrapper_subclass(
-            cls, (batch, 1, queries, keys), dtype=torch.bool, device=device
-        )
+    def __new__(cls, description: Mask, shape: tuple[int, int, int, int], device: torch.device) -> PromisedMask:
+        promise: PromisedMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         promise.description = description
         return promise
 
     def dense(self) -> Tensor:
         """The mask filled in: Sq × Sk elements for each sequence."""
-        batch, heads, queries, keys = self.shape
-        shape = MaskShape(batch, heads, queries, keys)
-
-        def asarray(x: Any) -> Tensor:
-            return torch.as_tensor(x, device=self.device)
-
-        def arange(lo: int, hi: int) -> Tensor:
-            return torch.arange(lo, hi, device=self.device)
-
-        program = self.description.lower(Binding(shape, asarray=asarray))
-        tile = allowed(program, shape, (0, queries), (0, keys), arange)
+        shape = MaskShape(*self.shape)
+        tile = filled(self.description, shape, (0, shape.seqlen_q), self.device)
         if tile is None:
             return torch.ones(self.shape, dtype=torch.bool, device=self.device)
-        return torch.as_tensor(tile).expand(self.shape).contiguous()
+        return tile.expand(self.shape).contiguous()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PromisedMask({self.description}, shape={tuple(self.shape)}, device={str(self.device)!r})"
@@ -59,13 +70,25 @@ class PromisedMask(Tensor):
         kwargs = kwargs or {}
         own = args[0] if args else None
         if isinstance(own, PromisedMask):
-            if func in _KEEP:
+            if func in _KEEP or (func is _aten.slice.Tensor and own._whole(*args[1:])):
                 return own._on(own.device)
-            if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
+            if func is _aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
                 return own._on(kwargs.get("device") or own.device)
+        if func.overloadpacket in _ARITHMETIC:
+            raise ArgumentError(
+                "attention_mask: a layer calculates with the boolean mask of attn_implementation='tilewise' instead of handing "
+                "it to the attention function, so it computes attention itself and would see what is masked; "
+                "use model.set_attn_implementation('eager')"
+            )
         args, kwargs = torch.utils._pytree.tree_map_only(PromisedMask, PromisedMask.dense, (args, kwargs))
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if type(made) is Tensor and made.dtype == torch.bool and made.ndim == 4 and not torch.compiler.is_compiling():
+            return PromisedMask(dense(made), tuple(made.shape), made.device)  # a part or a combination: still a mask
+        return made
+
+    def _whole(self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> bool:
+        """Whether a slice takes everything."""
+        return not start and (end is None or end >= self.shape[dim]) and step == 1
 
     def _on(self, device: torch.device) -> PromisedMask:
-        batch, _, queries, keys = self.shape
-        return PromisedMask(self.description.to(device), (batch, queries, keys), torch.device(device))
+        return PromisedMask(self.description.to(device), tuple(self.shape), torch.device(device))

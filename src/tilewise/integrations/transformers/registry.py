@@ -1,4 +1,7 @@
-"""Entering transformers' own registries; nothing of transformers is replaced."""
+"""Entering transformers' own registries.
+
+One method of transformers is extended: where a model checks the name of its implementation, it also refuses what cannot be served.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 from tilewise.errors import ArgumentError, TilewiseError
 from tilewise.integrations.transformers.attention import attention_function
 from tilewise.integrations.transformers.masks import mask_function
+from tilewise.integrations.transformers.refusal import guard, refuse
 
 NAME = "tilewise"
 
@@ -18,9 +22,10 @@ class RegistryError(TilewiseError, ImportError):
 def register(name: str = NAME) -> None:
     """Make `attn_implementation="tilewise"` (or `name`) known to transformers. Doing it again changes nothing.
 
-    A name that belongs to another implementation is refused.
+    A name that belongs to another implementation is refused. Afterwards a model that computes its attention itself, and so
+    cannot be served, raises when it is made with that name.
     """
-    attention, masks = _registries()
+    attention, masks, model = _registries()
     taken = {**attention._global_mapping, "eager": None}
     if name in taken and taken[name] is not attention_function:
         raise ArgumentError(
@@ -29,6 +34,7 @@ def register(name: str = NAME) -> None:
         )
     attention.register(name, attention_function)
     masks.register(name, mask_function)
+    guard(model, lambda name: attention._global_mapping.get(name) is attention_function)
 
 
 def use_tilewise(model: Any) -> Any:
@@ -37,33 +43,23 @@ def use_tilewise(model: Any) -> Any:
     Raises for a model that computes attention on its own, where transformers would accept the name and go on as before.
     """
     register()
-    able = getattr(type(model), "_can_set_attn_implementation", None)
-    if not hasattr(model, "set_attn_implementation") or able is None:
+    if not hasattr(type(model), "_can_set_attn_implementation"):
         raise ArgumentError(f"model: got {type(model).__name__}, need a transformers PreTrainedModel")
-    if not able() or not _supported(model):
-        raise ArgumentError(
-            f"model: {type(model).__name__} computes its attention itself and not through transformers' registry, so no "
-            "implementation can be put in; `with tilewise.replace_sdpa():` serves it if it calls SDPA"
-        )
+    refuse(model, NAME)
     model.set_attn_implementation(NAME)
     return model
 
 
-def _supported(model: Any) -> bool:
-    """Whether the model's authors declare that any registered implementation may serve it."""
-    return bool(getattr(model, "_supports_attention_backend", True) or getattr(model, "_supports_sdpa", False))
-
-
-def _registries() -> tuple[Any, Any]:
+def _registries() -> tuple[Any, Any, Any]:
     try:
         import transformers
     except ImportError as error:
         raise RegistryError("transformers is not installed; pip install 'tilewise[transformers]'") from error
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
         raise RegistryError(
             f"transformers {getattr(transformers, '__version__', '?')} has no registry of attention and mask functions "
             "(AttentionInterface and AttentionMaskInterface); pip install 'transformers>=5'"
         ) from error
-    return AttentionInterface, AttentionMaskInterface
+    return AttentionInterface, AttentionMaskInterface, PreTrainedModel
