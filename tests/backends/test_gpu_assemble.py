@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -14,13 +15,17 @@ from tools.compile_matrix import Case, problem_of
 from tools.gpu_launches import launches
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.runtime.errors import PTXASError
 
 from tilewise.backends.gpu import assemble
 from tilewise.backends.gpu.assemble import MARK, compile_soundly
+from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.launch import signature
 from tilewise.backends.gpu.sass import Instruction
-from tilewise.errors import PlanError
+from tilewise.backends.triton import run
+from tilewise.errors import KernelError
 from tilewise.hardware import device
+from tilewise.planner import TilePlan
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PRODUCT = "HGMMA.64x16x16.F32 R24, R40, gdesc[UR4].tnspB, R24"
@@ -85,11 +90,71 @@ def test_where_there_is_no_other_its_code_is_looked_through(
     monkeypatch.setattr(assemble, "driver_version", lambda: (12, 8))
     assert used() == ("ptxas", {})
     monkeypatch.setattr(assemble, "disassembled", lambda cubin: LOST)
-    with pytest.raises(PlanError, match="TRITON_PTXAS_PATH"):
+    with pytest.raises(KernelError, match="TRITON_PTXAS_PATH"):
         used()
     assert used(needed=False) == ("ptxas", {})
     monkeypatch.setattr(assemble, "driver_version", lambda: (13, 0))
     assert used()[0] == "ptxas-blackwell"
+
+
+def crashing(*crashes: str, needed: bool = True) -> list[str]:
+    """The assemblers a kernel goes through when some of them crash."""
+    found = []
+
+    def build(options: dict[str, str]) -> SimpleNamespace:
+        found.append(os.path.basename(knobs.nvidia.ptxas.path))
+        if found[-1] in crashes:
+            raise PTXASError("ptxas failed with error code -11")
+        return SimpleNamespace(asm={"cubin": b""})
+
+    compile_soundly(HOPPER, needed, build)
+    return found
+
+
+def test_an_assembler_that_crashes_leaves_the_kernel_to_the_other(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert crashing("ptxas-blackwell") == ["ptxas-blackwell", "ptxas"]
+    assert crashing("ptxas", needed=False) == ["ptxas", "ptxas-blackwell"]
+    with pytest.raises(PTXASError):
+        crashing("ptxas", "ptxas-blackwell")
+    monkeypatch.setattr(assemble, "disassembled", lambda cubin: LOST)
+    with pytest.raises(KernelError, match="ptxas 12.8"):  # the other's code is looked through
+        crashing("ptxas-blackwell")
+
+
+def test_a_kernel_that_cannot_be_made_says_so_and_is_not_tried_again() -> None:
+    tried = []
+
+    def make() -> None:
+        tried.append(1)
+        raise PTXASError("ptxas failed with error code -11\nmore")
+
+    kernels = Kernels("triton")
+    for _ in range(2):
+        with pytest.raises(KernelError, match=r"'triton' could not compile forward_kernel .*PTXASError.*code -11.*tiled"):
+            kernels.get("a key", "forward_kernel", make)
+    assert len(tried) == 1
+    assert kernels.get("another", "forward_kernel", lambda: 5) == 5
+
+
+def test_a_tile_that_does_not_compile_leaves_the_call_to_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, (problem, _) = TilePlan(64, 64, 2, 4), problem_of(Case("", d=64, dv=64))
+
+    def build(tile: TilePlan, least: int) -> Any:
+        def compiled() -> SimpleNamespace:
+            if tile.block_k > least:
+                raise KernelError("no")
+            return SimpleNamespace(run=None)
+
+        return SimpleNamespace(tile=tile, args=(), config=None, kernel=(tile, least), compiled=compiled)
+
+    monkeypatch.setattr(run, "interpreting", lambda: False)
+    here = torch.device("cuda", 0)
+    launch = run.fitting(problem, "forward", lambda tile: build(tile, 32), planned, here)
+    assert launch.tile.block_k == 32
+    with pytest.raises(KernelError, match="no"):
+        run.fitting(problem, "forward", lambda tile: build(tile, 8), planned, here)
 
 
 def test_a_triton_without_a_second_assembler(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

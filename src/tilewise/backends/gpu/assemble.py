@@ -16,7 +16,7 @@ from typing import Any
 
 from tilewise.backends.gpu.sass import disassembled, lost_addresses
 from tilewise.backends.gpu.structs import Attention
-from tilewise.errors import PlanError
+from tilewise.errors import KernelError
 
 FIXED = (12, 9)
 MARK = "--opt-level=3"
@@ -49,30 +49,43 @@ def compile_soundly(target: Any, needed: bool, build: Callable[[dict[str, str]],
     """What `build` compiles, given options: with Triton's newer assembler where its own choice is 12.8.
 
     Where there is no other, because the driver is too old for it or the user has chosen, 12.8's code is looked through, and
-    refused if an address is lost.
+    refused if an address is lost. An assembler that crashes on a kernel leaves it to the other one.
     """
-    if not needed or target.backend != "cuda" or not 90 <= target.arch < 100:
+    if target.backend != "cuda" or not 90 <= target.arch < 100:
         return build({})
     from triton import knobs
+    from triton.runtime.errors import PTXASError
 
     with _one_at_a_time:  # the choice is Triton's, for the whole process
         own, newer = knobs.nvidia.ptxas, getattr(knobs.nvidia, "ptxas_blackwell", None)
-        if _version(own) >= FIXED:
-            return build({})
-        chosen = "TRITON_PTXAS_PATH" in os.environ
-        if not chosen and newer is not None and _version(newer) >= FIXED and _runs(newer):
+        if "TRITON_PTXAS_PATH" in os.environ or newer is None or _version(newer) < FIXED or not _runs(newer):
+            newer = None
+
+        def by_own() -> Any:
+            compiled = build({})
+            if needed and _version(own) < FIXED:
+                refuse_lost(compiled.asm["cubin"], own.version)
+            return compiled
+
+        def by_newer() -> Any:
             with knobs.nvidia.scope():
                 knobs.nvidia.ptxas = newer.path
                 return build({"ptx_options": MARK})
-        compiled = build({})
-    refuse_lost(compiled.asm["cubin"], own.version)
-    return compiled
+
+        if newer is None:
+            return by_own()
+        own_first = not needed or _version(own) >= FIXED
+        first, second = (by_own, by_newer) if own_first else (by_newer, by_own)
+        try:
+            return first()
+        except PTXASError:
+            return second()
 
 
 def refuse_lost(cubin: bytes, version: str) -> None:
     """Raise for a kernel whose products may read the wrong memory."""
     if lost_addresses(disassembled(cubin)):
-        raise PlanError(
+        raise KernelError(
             f"kernel: ptxas {version} has a fault, and made code for this one whose results would be wrong; update the GPU's"
             " driver to one for CUDA 13, or let TRITON_PTXAS_PATH name a ptxas of version 12.9 or later, or use backend='tiled'"
         )

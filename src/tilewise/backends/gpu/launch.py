@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.backends.gpu.assemble import compile_soundly, proven
+from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.structs import View
 
 POINTERS = {
@@ -159,7 +160,7 @@ def _aligned(v: View) -> bool:
     return v.ptr.data_ptr() % 16 == 0 and all(stride % unit == 0 for stride in v[1:4])
 
 
-_compiled: dict[Any, Any] = {}
+_compiled = Kernels("triton")
 
 
 def compiled_kernel(kernel: Any, args: tuple[Any, ...], config: Any, options: Options) -> Any:
@@ -169,10 +170,8 @@ def compiled_kernel(kernel: Any, args: tuple[Any, ...], config: Any, options: Op
     sig = signature(args)
     device = driver.active.get_current_device()
     key = (kernel, sig.types, tuple(sig.constants.items()), str(sig.attributes), config, options, device)
-    found = _compiled.get(key)
-    if found is None:
-        found = _compiled[key] = compile_for(driver.active.get_current_target(), kernel, sig, config, options)
-    return found
+    target = driver.active.get_current_target()
+    return _compiled.get(key, kernel.__name__, lambda: compile_for(target, kernel, sig, config, options))
 
 
 def compile_for(target: Any, kernel: Any, sig: Signature, config: Any, options: Options) -> Any:

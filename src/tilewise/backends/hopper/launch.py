@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs, empty_lse, empty_out
+from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.hopper.compile import compile_for
 from tilewise.backends.hopper.config import Config, shortened, tiles_for
@@ -226,7 +227,7 @@ def pointers(a: Arguments) -> tuple[bool, ...]:
     return (a.cu_q is not None, *(x is not None for term in a.terms for x in term[4:]))
 
 
-_kernels: dict[tuple[Any, ...], Any] = {}
+_kernels = Kernels("hopper")
 
 
 def kernel_for(dtype: str, a: Arguments, config: Config) -> Any:
@@ -234,7 +235,5 @@ def kernel_for(dtype: str, a: Arguments, config: Config) -> Any:
     from triton.runtime import driver
 
     key = (dtype, pointers(a), config, driver.active.get_current_device())
-    kernel = _kernels.get(key)
-    if kernel is None:
-        kernel = _kernels[key] = compile_for(driver.active.get_current_target(), dtype, a, config)
-    return kernel
+    target = driver.active.get_current_target()
+    return _kernels.get(key, "forward_kernel", lambda: compile_for(target, dtype, a, config))

@@ -25,7 +25,7 @@ from tilewise.backends.gpu.replay import Launch, perform, repeat
 from tilewise.backends.gpu.structs import Attention, Config, Gradients, Splitting
 from tilewise.backends.triton.plan import bias_tile, decoding, smaller, spec_of, tile_for
 from tilewise.backends.triton.tune import best_tile, seconds_of, tuning
-from tilewise.errors import PlanError
+from tilewise.errors import KernelError, PlanError
 from tilewise.planner import TilePlan
 from tilewise.problem import Problem
 
@@ -251,14 +251,20 @@ def fitting(
     known = _fitting.get(key)
     if known is not None:
         return first if known == planned else build(known)
+    failure = None
     for trial in (planned, *smaller(planned)):
         launch = build(trial)
         try:
             _ = launch.compiled().run
         except OutOfResources:
             continue
+        except KernelError as error:  # a smaller one may compile
+            failure = error
+            continue
         _fitting[key] = trial
         return launch
+    if failure is not None:
+        raise failure
     raise PlanError(
         f"tile: no tile down to 16×16 fits {torch.cuda.get_device_name(device)} for {problem}; use backend='tiled'"
     )

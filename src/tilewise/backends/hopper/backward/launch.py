@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Inputs, Needs
+from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.launch import Address, Descriptor, describable
 from tilewise.backends.hopper.backward.compile import compile_for
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
@@ -188,7 +189,7 @@ def on_gpu(plan: Plan, device: torch.device) -> Plan:
     return plan._replace(steps=tuple(moved(step) for step in plan.steps))
 
 
-_kernels: dict[tuple[Any, ...], Any] = {}
+_kernels = Kernels("hopper")
 
 
 def kernel_for(name: str, dtype: str, arguments: Any, config: KeysConfig | QueriesConfig) -> Any:
@@ -197,10 +198,8 @@ def kernel_for(name: str, dtype: str, arguments: Any, config: KeysConfig | Queri
 
     absent = tuple(part is None for part in _flat(arguments))
     key = (name, dtype, absent, config, driver.active.get_current_device())
-    kernel = _kernels.get(key)
-    if kernel is None:
-        kernel = _kernels[key] = compile_for(driver.active.get_current_target(), name, dtype, arguments, config)
-    return kernel
+    target = driver.active.get_current_target()
+    return _kernels.get(key, name, lambda: compile_for(target, name, dtype, arguments, config))
 
 
 def _flat(value: Any) -> list[Any]:
