@@ -155,7 +155,7 @@ DEAD = {
     "sinks and documents": Case("", sinks=True, mask=lambda s, g: _thirds(s)),
     "sinks, bias": Case("", seqlen=90, kv_seqlen=37, bias=(1, 1, -1, -1), mask=MASKS["causal"], sinks=True),
     "padding": Case("", mask=lambda s, g: tw.key_padding([0, 40])),
-    "padding with a start": Case("", mask=lambda s, g: tw.key_padding([70, 40], start=[0, 40]) & tw.causal()),
+    "padding with a start": Case("", mask=lambda s, g: tw.key_padding([70, 30], start=[0, 40]) & tw.causal()),
     "window beyond the keys": Case("", seqlen=200, kv_seqlen=70, mask=lambda s, g: tw.window(30, 0, align="top_left")),
     "documents": Case("", mask=lambda s, g: _thirds(s)),
     "varlen": BY_NAME["varlen-cross"],

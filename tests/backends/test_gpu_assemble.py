@@ -119,7 +119,7 @@ def test_an_assembler_that_crashes_leaves_the_kernel_to_the_other(
     with pytest.raises(PTXASError):
         crashing("ptxas", "ptxas-blackwell")
     monkeypatch.setattr(assemble, "disassembled", lambda cubin: LOST)
-    with pytest.raises(KernelError, match="ptxas 12.8"):  # the other's code is looked through
+    with pytest.raises(KernelError, match="ptxas 12"):  # the other's code is looked through
         crashing("ptxas-blackwell")
 
 

@@ -207,6 +207,12 @@ def spans(lo, hi, full_lo, full_hi, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def whole_span(partial):
+    """All tiles between the first and the last of the boundary tiles, as one span."""
+    return partial[0], partial[0], partial[0], partial[3]
+
+
+@triton.jit
 def span_length(span, BLOCK: tl.constexpr):
     """Tiles in a span."""
     return (span[1] - span[0]) // BLOCK + tl.cdiv(span[3] - span[2], BLOCK)
@@ -321,18 +327,17 @@ def allowed(mask, seq, q, k, C: tl.constexpr):
 
 
 @triton.jit
-def seen_of_tile(a, seq, q, k, rows, ok, bias_tile, MASKED: tl.constexpr, C: tl.constexpr):
-    """Which keys of the tile q × k some query of it sees, the mask and a bias of -inf both counting; there is one of them.
+def seen_of_tile(a, seq, q, k, rows, ok, bias_tile, CAREFUL: tl.constexpr, C: tl.constexpr):
+    """Which keys of the tile q × k some query of it sees under the mask; CAREFUL: under the mask and the bias.
 
     `ok` is the mask over the tile where that was evaluated already, `rows` the range of its queries.
     """
-    if bias_tile is not None:
+    if CAREFUL:
         visible = bias_tile > float("-inf")
-        if MASKED:
-            if ok is None:
-                visible &= allowed(a.mask, seq, q[:, None], k[None, :], C)
-            else:
-                visible &= ok
+        if ok is None:
+            visible &= allowed(a.mask, seq, q[:, None], k[None, :], C)
+        else:
+            visible &= ok
         return tl.max(visible.to(tl.int32), 0) > 0
     elif has_data(C.STRUCTURE):
         return tl.max(ok.to(tl.int32), 0) > 0
@@ -341,18 +346,17 @@ def seen_of_tile(a, seq, q, k, rows, ok, bias_tile, MASKED: tl.constexpr, C: tl.
 
 
 @triton.jit
-def seeing_of_tile(a, seq, q, k, lse, ok, bias_tile, MASKED: tl.constexpr, C: tl.constexpr):
+def seeing_of_tile(a, seq, q, k, lse, ok, bias_tile, C: tl.constexpr):
     """Which queries of the transposed tile k × q see a key at all.
 
     Rows that see nothing have an LSE of +inf here, unless a sink gives them a finite one: then the tile itself is looked at.
     """
     seeing = lse < float("inf")
     if a.sinks_ptr is not None:
-        visible = (q[None, :] >= 0) & (k[:, None] >= 0)
-        if ok is not None:
-            visible = ok
-        elif MASKED:
+        if ok is None:
             visible = allowed(a.mask, seq, q[None, :], k[:, None], C)
+        else:
+            visible = ok
         if bias_tile is not None:
             visible &= bias_tile > float("-inf")
         seeing &= tl.max(visible.to(tl.int32), 0) > 0

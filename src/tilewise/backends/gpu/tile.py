@@ -189,6 +189,12 @@ def batch_rows(a, C: tl.constexpr):
 
 
 @triton.jit
+def any_infinite(tile):
+    """Does a tile hold an infinity or a NaN?"""
+    return tl.max(tl.max((tile * 0.0 != 0.0).to(tl.int32), 1), 0) > 0
+
+
+@triton.jit
 def store_rows(at, stride_s, stride_d, rows, ok, tile, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
     """Write a tile's rows that are `ok`, in the matrix's own dtype."""
     cols = tl.arange(0, PADDED)

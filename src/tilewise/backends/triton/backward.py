@@ -23,10 +23,12 @@ from tilewise.backends.gpu.program import (
     span_length,
     span_start,
     spans,
+    whole_span,
 )
 from tilewise.backends.gpu.structs import Descriptors
 from tilewise.backends.gpu.tile import (
     LOG2E,
+    any_infinite,
     base,
     dot,
     exponential,
@@ -110,8 +112,13 @@ def score_gradient(a, seq, p_tile, dp_tile, factors, slope, delta, q, n, C: tl.c
 
 
 @triton.jit
-def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.constexpr, C: tl.constexpr):
-    """One tile of queries against the resident keys. Tiles are transposed: [N, M]."""
+def keys_step(
+    a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.constexpr, CAREFUL: tl.constexpr, C: tl.constexpr
+):
+    """One tile of queries against the resident keys. Tiles are transposed: [N, M].
+
+    CAREFUL: queries that only a bias keeps from seeing anything are left out too.
+    """
     rows = tl.arange(0, C.BLOCK_M)
     q = m + rows
     k = n + tl.arange(0, C.BLOCK_N)
@@ -128,8 +135,8 @@ def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.cons
     if a.bias is not None:
         bias_tile = load_bias(a, seq, q[None, :], k[:, None])
     exist = None
-    if C.BLIND and (MASKED or a.bias is not None):  # a query that sees no key must not meet 0 · inf
-        exist = seeing_of_tile(a, seq, q, k, lse2, ok, bias_tile, MASKED, C)
+    if MASKED and C.BLIND and (a.bias is None or CAREFUL):  # a query that sees no key must not meet 0 · inf
+        exist = seeing_of_tile(a, seq, q, k, lse2, ok, bias_tile, C)
     elif MASKED and (desc.k is None or C.TERMS == 2):
         exist = there
     q_tile = load_stream(a, a.q, desc.k, seq.row, seq.h, seq.q_start, m, exist, C.BLOCK_M, C.D, C.BLOCK_D, C)  # [M, D]
@@ -153,10 +160,11 @@ def keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, MASKED: tl.cons
 
 
 @triton.jit
-def stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n, span, C: tl.constexpr):
+def stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n, span, CAREFUL: tl.constexpr, C: tl.constexpr):
     """First the tiles that need no mask, then those on both sides of them; one that may be EMPTY is looked at before."""
-    for m in range(span[1], span[2], C.BLOCK_M):
-        dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, False, C)
+    if not CAREFUL:
+        for m in range(span[1], span[2], C.BLOCK_M):
+            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, False, False, C)
     for i in range(span_length(span, C.BLOCK_M)):
         m = span_start(span, i, C.BLOCK_M)
         if has_gaps(C.STRUCTURE):
@@ -164,9 +172,9 @@ def stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n, span, C: tl.const
             k = n + tl.arange(0, C.BLOCK_N)
             ok = allowed(a.mask, seq, q[None, :], k[:, None], C)  # [N, M]
             if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
-                dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, True, C)
+                dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, ok, True, CAREFUL, C)
         else:
-            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, True, C)
+            dk, dv = keys_step(a, g, seq, desc, k_tile, v_tile, dk, dv, m, n, None, True, CAREFUL, C)
     return dk, dv
 
 
@@ -201,7 +209,14 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     # over query heads [0, i): dk, dv = what their queries [lo, hi) contribute
     for i in range(group):
         seq = sequence_of(a, b, kv_h * group + i, C)
-        dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n0, span, C)
+        dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n0, span, False, C)
+    if a.bias is not None:
+        if any_infinite(dk) | any_infinite(dv):  # perhaps because of a query that the bias blinds: once more, with care
+            dk = tl.full([C.BLOCK_N, C.BLOCK_D], 0.0, tl.float32)
+            dv = tl.full([C.BLOCK_N, C.BLOCK_DV], 0.0, tl.float32)
+            for i in range(group):
+                seq = sequence_of(a, b, kv_h * group + i, C)
+                dk, dv = stream_queries(a, g, seq, desc, k_tile, v_tile, dk, dv, n0, whole_span(span), True, C)
     if g.dk is not None:
         dk_at = base(g.dk, seq.row, kv_h, seq.k_start)
         store_rows(dk_at, g.dk.stride_s, g.dk.stride_d, k, ok, dk * a.scale, C.D, C.BLOCK_D, C)
@@ -212,16 +227,30 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
 
 @triton.jit
 def queries_step(
-    a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, n, rows, ok, MASKED: tl.constexpr, C: tl.constexpr
+    a,
+    seq,
+    desc,
+    q_tile,
+    dout_tile,
+    dq,
+    q,
+    lse2,
+    delta,
+    n,
+    rows,
+    ok,
+    MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """One tile of keys against the resident queries: [M, N]."""
+    """One tile of keys against the resident queries: [M, N]. CAREFUL: keys that only a bias hides are left out too."""
     k = n + tl.arange(0, C.BLOCK_N)
     bias_tile = None
     if a.bias is not None:
         bias_tile = load_bias(a, seq, q[:, None], k[None, :])
     seen = None
-    if MASKED or a.bias is not None:
-        seen = seen_of_tile(a, seq, q, k, rows, ok, bias_tile, MASKED, C)
+    if MASKED:
+        seen = seen_of_tile(a, seq, q, k, rows, ok, bias_tile, CAREFUL, C)
     k_tile = load_stream(
         a, a.k, desc.k, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.D, C.BLOCK_D, C
     )  # [N, D]
@@ -238,16 +267,31 @@ def queries_step(
 
 
 @triton.jit
-def stream_keys(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, span, rows, MASKED: tl.constexpr, C: tl.constexpr):
+def stream_keys(
+    a,
+    seq,
+    desc,
+    q_tile,
+    dout_tile,
+    dq,
+    q,
+    lse2,
+    delta,
+    span,
+    rows,
+    MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    C: tl.constexpr,
+):
     for i in range(span_length(span, C.BLOCK_N)):
         n = span_start(span, i, C.BLOCK_N)
         if MASKED and has_gaps(C.STRUCTURE):
             k = n + tl.arange(0, C.BLOCK_N)
             ok = allowed(a.mask, seq, q[:, None], k[None, :], C)  # [M, N]
             if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
-                dq = queries_step(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, n, rows, ok, True, C)
+                dq = queries_step(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, n, rows, ok, True, CAREFUL, C)
         else:
-            dq = queries_step(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, n, rows, None, MASKED, C)
+            dq = queries_step(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, n, rows, None, MASKED, CAREFUL, C)
     return dq
 
 
@@ -278,7 +322,12 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     full, partial = spans(lo, hi, full_lo, full_hi, C.BLOCK_N)
     dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
     # over the keys met so far: dq = Σ dS k
-    dq = stream_keys(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, full, (m0, m1), False, C)
-    dq = stream_keys(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, partial, (m0, m1), True, C)
+    dq = stream_keys(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, full, (m0, m1), False, False, C)
+    dq = stream_keys(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, partial, (m0, m1), True, False, C)
+    if a.bias is not None:
+        if any_infinite(dq):  # perhaps because of a key that the bias hides: once more, with care
+            dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
+            all_keys = whole_span(partial)
+            dq = stream_keys(a, seq, desc, q_tile, dout_tile, dq, q, lse2, delta, all_keys, (m0, m1), True, True, C)
     dq_at = base(g.dq, seq.row, h, seq.q_start)
     store_rows(dq_at, g.dq.stride_s, g.dq.stride_d, q, row_ok, dq * a.scale, C.D, C.BLOCK_D, C)

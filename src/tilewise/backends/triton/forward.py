@@ -21,11 +21,13 @@ from tilewise.backends.gpu.program import (
     span_length,
     span_start,
     spans,
+    whole_span,
 )
 from tilewise.backends.gpu.structs import Descriptors, Sequence
 from tilewise.backends.gpu.tile import (
     LN2,
     LOG2E,
+    any_infinite,
     base,
     dot,
     exponential,
@@ -61,7 +63,9 @@ def locate(a, C: tl.constexpr):
 
 
 @triton.jit
-def attend(a, seq, kv, q_tile, q, acc, l, m, span, rows, MASKED: tl.constexpr, C: tl.constexpr):
+def attend(
+    a, seq, kv, q_tile, q, acc, l, m, span, rows, MASKED: tl.constexpr, CAREFUL: tl.constexpr, C: tl.constexpr
+):
     """Stream the tiles of a span through the tile."""
     for i in range(span_length(span, C.BLOCK_N)):
         n = span_start(span, i, C.BLOCK_N)
@@ -69,15 +73,20 @@ def attend(a, seq, kv, q_tile, q, acc, l, m, span, rows, MASKED: tl.constexpr, C
         if MASKED and has_gaps(C.STRUCTURE):
             ok = allowed(a.mask, seq, q[:, None], k[None, :], C)
             if tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0:
-                acc, l, m = step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, True, C)
+                acc, l, m = step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, True, CAREFUL, C)
         else:
-            acc, l, m = step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, None, MASKED, C)
+            acc, l, m = step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, None, MASKED, CAREFUL, C)
     return acc, l, m
 
 
 @triton.jit
-def step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, MASKED: tl.constexpr, C: tl.constexpr):
-    """One tile of keys: scores, the online softmax update, and the weighted values."""
+def step(
+    a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, MASKED: tl.constexpr, CAREFUL: tl.constexpr, C: tl.constexpr
+):
+    """One tile of keys: scores, the online softmax update, and the weighted values.
+
+    CAREFUL: values that only a bias hides are left out too.
+    """
     there = None  # a descriptor reads 0, or the next sequence's keys, beyond the end: masked in either case, but not a scale
     if MASKED and (kv.k is None or C.TERMS == 2):
         there = k < seq.len_k
@@ -102,8 +111,8 @@ def step(a, seq, kv, q_tile, q, k, n, acc, l, m, rows, ok, MASKED: tl.constexpr,
     if C.DROPOUT:
         p_tile *= kept(a, seq, q[:, None], n, C)
     seen = None
-    if MASKED or a.bias is not None:  # a value no query of this tile may see must not meet 0 · inf
-        seen = seen_of_tile(a, seq, q, k, rows, ok, bias_tile, MASKED, C)
+    if MASKED:  # a value no query of this tile may see must not meet 0 · inf
+        seen = seen_of_tile(a, seq, q, k, rows, ok, bias_tile, CAREFUL, C)
     v_tile = load_stream(
         a, a.v, kv.v, seq.row, seq.kv_h, seq.k_start, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV, C
     )  # [N, DV]
@@ -169,8 +178,14 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     acc = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
     l = tl.full([C.BLOCK_M], 0.0, tl.float32)
     m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
-    acc, l, m = attend(a, seq, kv, q_tile, q, acc, l, m, full, (first, last), False, C)
-    acc, l, m = attend(a, seq, kv, q_tile, q, acc, l, m, partial, (first, last), True, C)
+    acc, l, m = attend(a, seq, kv, q_tile, q, acc, l, m, full, (first, last), False, False, C)
+    acc, l, m = attend(a, seq, kv, q_tile, q, acc, l, m, partial, (first, last), True, False, C)
+    if a.bias is not None:
+        if any_infinite(acc):  # perhaps because of a value that the bias hides: once more, with care
+            acc = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
+            l = tl.full([C.BLOCK_M], 0.0, tl.float32)
+            m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
+            acc, l, m = attend(a, seq, kv, q_tile, q, acc, l, m, whole_span(partial), (first, last), True, True, C)
 
     out_tile, lse = finish(
         a, Sequence(seq.b, heads, seq.kv_h, seq.row, seq.q_start, seq.k_start, seq.len_q, seq.len_k), acc, l, m, C
