@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -50,6 +51,30 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "BSD-3-Clause"
     assert "tilewise = tilewise.cli.app:main" in entry_points
+
+
+def test_links_on_the_package_s_page_lead_somewhere(wheel: Path) -> None:
+    """No file stands beside that page: a link is an address, or it is not there."""
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = Parser().parsestr(archive.read(f"tilewise-{tilewise.__version__}.dist-info/METADATA").decode())
+    page = str(metadata.get_payload())
+    assert "tw.attention(" in page and metadata["Description-Content-Type"].startswith("text/markdown")
+    relative = [link for link in re.findall(r"\]\(([^)]+)\)", page) if "://" not in link and not link.startswith("#")]
+    assert not relative
+    place = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+    assert bool(metadata.get_all("Project-URL")) == bool(place["repository"])
+
+
+def test_links_become_addresses_once_there_is_one() -> None:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec and spec.loader
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    text = "[docs/a.md](docs/a.md) [CPU](docs/cpu.md) [out](https://example.org) [below](#why) `x[0](y)`"
+    want = "docs/a.md CPU (docs/cpu.md) [out](https://example.org) [below](#why)"
+    assert build.absolute(text, "").startswith(want)
+    led = build.absolute(text, "https://example.org/blob/main/")
+    assert "[CPU](https://example.org/blob/main/docs/cpu.md)" in led and "[below](#why)" in led
 
 
 def test_everything_for_development_is_pinned() -> None:

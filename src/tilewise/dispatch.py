@@ -7,6 +7,8 @@ import warnings
 from functools import cache
 from typing import NamedTuple
 
+import torch
+
 from tilewise.backends.base import Backend, Inputs, Verdict
 from tilewise.errors import ArgumentError, BackendError, KernelError
 from tilewise.problem import Problem
@@ -28,6 +30,10 @@ REGISTRY: dict[str, Entry] = {
     "reference": Entry("tilewise.backends.reference", ("cpu", "cuda")),
 }
 """In order of preference."""
+
+
+_SEEN: set[str] = set()
+"""Devices that were found."""
 
 
 def standing(name: str) -> tuple[str, Entry | None, int]:
@@ -78,10 +84,19 @@ def usable(name: str, device: str) -> Verdict:
     entry = REGISTRY[name]
     if device not in entry.devices:
         return Verdict(False, (f"runs on {' and '.join(entry.devices)}; the tensors are on {device}",))
+    if not _present(device):
+        return Verdict(False, ("torch finds no GPU here",))
     try:
         return get(name).usable(device)
     except ImportError as error:
         return Verdict(False, (f"cannot be imported: {error}",))
+
+
+def _present(device: str) -> bool:
+    """Is there such a device? That of a GPU that was seen once is not asked again."""
+    if device not in _SEEN and (device != "cuda" or torch.cuda.is_available()):
+        _SEEN.add(device)
+    return device in _SEEN
 
 
 def judge(name: str, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:

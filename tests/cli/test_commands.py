@@ -18,6 +18,7 @@ from tilewise import __version__, dispatch
 from tilewise.backends.base import Verdict
 from tilewise.bench import selftest
 from tilewise.bench.selftest import TRIALS
+from tilewise.cli import console
 from tilewise.cli.app import app
 from tilewise.dispatch import Entry
 
@@ -67,6 +68,43 @@ def test_check_passes_here() -> None:
         assert backend["failed"] == 0 and backend["passed"] + backend["declined"] == len(TRIALS)
         assert 0 < backend["bound_used"] <= 1
     assert found["backends"][0]["declined"] == 0, "tiled does everything"
+
+
+def test_check_calls_unusable_what_is_not_usable() -> None:
+    """Not wrong: nothing was tried. Alone it is status 2, beside another it is named."""
+    if dispatch.usable("hopper", "cuda").ok:
+        pytest.skip("this machine has what hopper needs")
+    alone = invoke("check", "--backend", "hopper")
+    text = " ".join(alone.output.split())
+    assert alone.exit_code == 2 and "not usable here hopper" in text and "Nothing was checked" in text
+    assert "Wrong" not in text and "Right" not in text
+
+
+def test_check_names_the_unusable_beside_the_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "TRIALS", TRIALS[:1])
+    monkeypatch.setattr(dispatch.get("reference"), "usable", lambda device: Verdict(False, ("has a day off",)), raising=False)
+    found = facts("check", "--backend", "tiled", "--backend", "reference")
+    assert found["ok"] and found["backends"][0]["backend"] == "tiled"
+    assert ["has a day off"] in found["unusable"]["reference"].values()
+    shown = invoke("check", "--backend", "tiled", "--backend", "reference").output
+    assert "not usable here reference: " in shown and "has a day off" in shown
+
+
+def test_the_interpreter_has_a_smaller_set() -> None:
+    assert 0 < len(selftest.trials("triton", "cpu")) < len(TRIALS) / 2
+    assert selftest.trials("triton", "cuda") == selftest.trials("triton", "cpu", every=True) == TRIALS
+    for trial in selftest.INTERPRETED:  # each is a trial that tiled passes
+        assert selftest.attempt(trial, "tiled", "cpu").status == "passed", trial.name
+
+
+def test_long_commands_speak_where_there_is_no_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(console, "SILENCE", 0.0)
+    with console.progress() as bar:
+        task = bar.add_task("", total=2)
+        bar.update(task, description="triton on cpu: causal [3]")
+        bar.update(task, advance=1)
+    captured = capsys.readouterr()
+    assert captured.err.strip() == "triton on cpu: causal [3]" and not captured.out
 
 
 class Sabotaged:
@@ -160,6 +198,13 @@ def test_bench_names_what_a_gpu_suite_lacks(monkeypatch: pytest.MonkeyPatch) -> 
     assert result.exit_code == 2 and "torch finds no GPU" in " ".join(result.output.split())
 
 
+def test_demo_names_the_gpu_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = invoke("demo", "--device", "cuda", "--seqlen", "128")
+    assert result.exit_code == 2 and "torch finds no GPU" in " ".join(result.output.split())
+    assert "AssertionError" not in result.output
+
+
 def test_bench_overhead() -> None:
     """The figures are machine's business; here only that they are measured and judged by their limit."""
     result = invoke("bench", "--suite", "overhead", "--seconds", "0.05", "--json")
@@ -207,6 +252,8 @@ def test_demo_says_when_standard_attention_does_not_fit(monkeypatch: pytest.Monk
         (("bench", "--shape", "1,1,16,64", "--dtype", "int8"), "int8"),
         (("check", "--backend", "nope"), "backend: got 'nope'"),
         (("demo", "--mask", "window(-1)"), "window"),
+        (("demo", "--device", "nope"), "device: got 'nope'"),
+        (("bench", "--device", "nope", "--suite", "smoke"), "device: got 'nope'"),
         (("demo", "--head-dim", "1000"), "head_dim: got 1000"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 import tilewise as tw
 from tests.conformance.cases import BY_NAME, CASES, Case, build
 from tilewise.api.certify import certify
-from tilewise.errors import ArgumentError, LayoutError
+from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
 from tilewise.numerics import rows
 from tilewise.numerics.rows import Rows, exact_rows
 
@@ -167,7 +167,7 @@ def test_wrong_arguments_are_refused() -> None:
         certify(q, k, v, out, rows=0)
     with pytest.raises(ArgumentError, match="seed"):
         certify(q, k, v, out, dropout_p=0.1)
-    with pytest.raises(ArgumentError, match="windw"):
+    with pytest.raises(ArgumentTypeError, match="windw"):
         certify(q, k, v, out, windw=3)  # type: ignore[call-arg]
 
 

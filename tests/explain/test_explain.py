@@ -123,6 +123,61 @@ def test_a_problem_needs_neither_tensors_nor_its_device() -> None:
     assert here.live and here.chosen is not None
 
 
+@pytest.mark.parametrize("backend", ["tiled", "reference", "triton", "hopper"])
+def test_figures_of_another_backend_are_not_shown(backend: str) -> None:
+    """Plain torch and what cannot serve the call have no plan, so that of the cpu kernels is not printed as theirs."""
+    problem = Problem.of(heads=2, head_dim=64, seqlen=512, dtype="float32", mask=tw.causal(), device="cpu")
+    found, own = explain(problem, device="cpu", backend=backend), explain(problem, device="cpu", backend="cpu")
+    assert found.to_dict()["figures_of"] == own.to_dict()["figures_of"] == "cpu" and not found.planned and own.planned
+    for shown, page in ((str(found), found._repr_html_()),):
+        for figure in ("predicted", "on chip", "register tile", "bytes by tensor", "time by resource"):
+            assert figure not in shown.lower() and figure not in page.lower()
+            assert figure in str(own).lower()
+        assert "figures" in shown and "none: " in shown
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "server", "figures"),
+    [
+        ("h200", {"dtype": "bfloat16"}, "hopper", "model"),
+        ("h200", {"dtype": "float32"}, "triton", "triton"),
+        ("h200", {"dtype": "float64"}, "tiled", "model"),
+        ("a100", {"dtype": "bfloat16"}, "triton", "triton"),
+        ("v100", {"dtype": "float16"}, "tiled", "model"),
+        ("mi300x", {"dtype": "bfloat16"}, "triton", "triton"),
+        ("xeon-8480", {"dtype": "float32"}, "cpu", "cpu"),
+        ("h200", {"dtype": "bfloat16", "alibi": True}, "triton", "triton"),
+    ],
+)
+def test_another_machine_is_judged_by_its_kind(device: str, options: dict[str, Any], server: str, figures: str) -> None:
+    found = explain(Problem.of(heads=2, head_dim=64, seqlen=512, mask=tw.causal(), **options), device=device)
+    assert (found.chosen, found.there, found.server, found.figures_of) == (None, server, server, figures)
+    told = found.to_dict()
+    assert told["backend"] is None and told["backend_there"] == server
+    assert "none here" not in str(found) and f"{server} would serve it there" in str(found)
+    for name, verdict in told["backends"].items():
+        assert verdict["reasons"] or name == server
+        assert not any("no CUDA device" in reason or "no GPU" in reason for reason in verdict["reasons"])
+
+
+def test_asking_there_by_name() -> None:
+    problem = Problem.of(heads=2, head_dim=64, seqlen=512, mask=tw.causal())
+    assert explain(problem, device="h200", backend="triton").there == "triton"
+    assert explain(problem, device="a100", backend="hopper").there is None
+
+
+def test_backends_of_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(dispatch, "_SEEN", set())
+    for device in ("cuda", "cuda:0"):
+        found = tw.backends(device)
+        assert list(found) == list(dispatch.REGISTRY) and not any(verdict.ok for verdict in found.values())
+        assert found["tiled"].reasons == ("torch finds no GPU here",)
+    assert tw.backends("cpu")["tiled"].ok
+    with pytest.raises(ArgumentError, match=r"device: got 'h200'.*'cuda'"):
+        tw.backends("h200")
+
+
 def test_it_speaks() -> None:
     found = explain(Problem.of(heads=2, head_dim=64, seqlen=512, mask=tw.causal()), device="a100")
     text, page = str(found), found._repr_html_()

@@ -232,6 +232,24 @@ def test_records_are_found_and_cut_down(tmp_path: Path) -> None:
     assert found["bench"][0]["where"] == "N1" and len(found["traffic"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("devices", "where"),
+    [(["cpu", "cpu"], "Xeon"), (["cuda"], "NVIDIA H200"), (["cpu", "cuda:0"], "Xeon, NVIDIA H200"), ([None], "NVIDIA H200")],
+)
+def test_a_record_names_what_its_cases_ran_on(devices: list[str | None], where: str, tmp_path: Path) -> None:
+    cases = [{"case": "a name" if device is None else {"device": device}, "results": []} for device in devices]
+    place = {"cpu": "Xeon", "gpus": [{"name": "NVIDIA H200"}]}
+    (tmp_path / "a.json").write_text(json.dumps({"suite": "cpu", "date": "2026", "machine": place, "records": cases}))
+    assert machine.records([tmp_path])["bench"][0]["where"] == where
+
+
+def test_records_asked_for_must_be_there(tmp_path: Path) -> None:
+    for path, word in ((tmp_path / "absent", "no directory"), (tmp_path, "holds no record")):
+        result = CliRunner().invoke(app, ["report", "--records", str(path), "-o", str(tmp_path / "page.html")])
+        assert result.exit_code == 2 and word in " ".join(result.output.split())
+        assert not (tmp_path / "page.html").exists()
+
+
 def test_the_demo_ends_with_the_report_and_ci_opens_it() -> None:
     root = Path(__file__).resolve().parents[2]
     makefile = (root / "Makefile").read_text(encoding="utf-8")

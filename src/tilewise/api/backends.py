@@ -6,6 +6,7 @@ import torch
 
 from tilewise import dispatch
 from tilewise.backends.base import Verdict
+from tilewise.errors import DeviceError
 
 
 def backends(device: str | None = None) -> dict[str, Verdict]:
@@ -17,4 +18,8 @@ def backends(device: str | None = None) -> dict[str, Verdict]:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {name: dispatch.usable(name, device) for name in dispatch.REGISTRY}
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise DeviceError(f"device: got {device!r}, need one of torch's, such as 'cpu' or 'cuda'") from None
+    return {name: dispatch.usable(name, kind) for name in dispatch.REGISTRY}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
@@ -13,6 +15,7 @@ from tilewise.api.call import Options, understand
 from tilewise.api.explanation import Choice, Explanation, Tiles
 from tilewise.api.measured import Measured, measure_call
 from tilewise.api.names import BackendName
+from tilewise.api.there import Answer, answer_there
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError
 from tilewise.hardware import DeviceSpec
@@ -21,12 +24,6 @@ from tilewise.iomodel.grid import even
 from tilewise.masks import Lowered, MaskProgram, MaskShape, TileCounts, TileMap
 from tilewise.planner import plan as make_plan
 from tilewise.problem import Problem
-
-OWN_TILES = {
-    "tiled": "the tiled backend is plain torch: it walks the same tiles in an order of its own, without this plan's speed",
-    "reference": "the reference backend computes all scores at once: O(N²) memory, no tiles",
-    "aten": "torch's own kernel chooses its tiles itself; the plan is what ours would take",
-}
 
 
 def explain(
@@ -68,10 +65,12 @@ def explain(
     spec, live = _machine(problem, inputs, device)
     problem = replace(problem, device="cuda" if spec.is_gpu else "cpu")
     backward = pass_.startswith("backward")
-    choices = _choices(problem, inputs if live else None, backend, backward)
-    chosen = next((choice.name for choice in choices if choice.chosen), None) if live else None
+    answers = partial(_answer_here, problem, inputs, backward) if live else partial(answer_there, problem, spec, backward)
+    choices = _choices(answers, backend)
+    server = next((choice.name for choice in choices if choice.chosen), None)
+    chosen, there = (server, None) if live else (None, server)
     countable = _countable(problem)
-    plan = make_plan(countable, spec, pass_=pass_, tile=tile, kernels="triton" if chosen == "triton" else "")
+    plan = make_plan(countable, spec, pass_=pass_, tile=tile, kernels="triton" if server == "triton" else "")
     found: Measured | None = None
     if measure:
         if not live or chosen is None:
@@ -84,11 +83,13 @@ def explain(
         spec=spec,
         live=live,
         chosen=chosen,
+        there=there,
+        asked=backend,
         choices=choices,
         plan=plan,
         tiles=_tiles(countable, inputs, plan.tile),
         measured=found,
-        notes=_notes(problem, chosen, live),
+        notes=_notes(problem, live),
     )
 
 
@@ -102,19 +103,24 @@ def _machine(problem: Problem, inputs: Inputs | None, device: str | DeviceSpec |
     return hardware.device(device), live
 
 
-def _choices(problem: Problem, inputs: Inputs | None, name: str, backward: bool) -> tuple[Choice, ...]:
+def _answer_here(problem: Problem, inputs: Inputs | None, backward: bool, candidate: str) -> Answer:
+    """Can the backend serve the call on this machine, and if so, why would it rather not?"""
+    verdict = dispatch.judge(candidate, problem, inputs, backward=backward)
+    return verdict, dispatch.get(candidate).declines(problem, inputs, backward=backward) if verdict.ok else None
+
+
+def _choices(answers: Callable[[str], Answer], name: str) -> tuple[Choice, ...]:
     """Every backend's answer, in order of preference; the first that can and would is chosen."""
     found: list[Choice] = []
     taken = False
     for candidate in dispatch.REGISTRY:
-        verdict = dispatch.judge(candidate, problem, inputs, backward=backward)
+        verdict, declined = answers(candidate)
         reasons = verdict.reasons
         chosen = False
         if verdict.ok and name != "auto":
             chosen = candidate == name
             reasons = () if chosen else (f"{name} was asked for",)
         elif verdict.ok:
-            declined = dispatch.get(candidate).declines(problem, inputs, backward=backward)
             chosen = declined is None and not taken
             if declined is not None:
                 reasons = (declined,)
@@ -154,12 +160,10 @@ def _tiles(problem: Problem, inputs: Inputs | None, tile: TilePlan) -> Tiles:
     return Tiles(tile.block_q, tile.block_k, full, masked, skipped)
 
 
-def _notes(problem: Problem, chosen: str | None, live: bool) -> tuple[str, ...]:
+def _notes(problem: Problem, live: bool) -> tuple[str, ...]:
     notes = []
     if not live:
-        notes.append("the device is not this machine: backends are judged here, the plan is the model's for there")
-    if chosen in OWN_TILES:
-        notes.append(OWN_TILES[chosen])
+        notes.append("the device is not this machine: what serves there is judged by its kind, not tried")
     if problem.varlen:
         notes.append("bytes and times take the packed sequences as equally long")
     return tuple(notes)

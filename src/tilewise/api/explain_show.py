@@ -13,10 +13,10 @@ from rich.text import Text
 
 from tilewise.api import html
 from tilewise.planner.show import amount, duration, problem_line, rate
-from tilewise.tables import Folded
+from tilewise.planner.tables import Folded
 
 if TYPE_CHECKING:
-    from tilewise.api.explanation import Explanation
+    from tilewise.api.explanation import Choice, Explanation
 
 BAR = 16
 
@@ -34,13 +34,22 @@ def _plain(value: float) -> str:
 
 
 def render(found: Explanation) -> RenderableType:
-    parts = [_head(found), _backends(found), _traffic(found), _resources(found)]
-    if found.measured is not None:
+    parts: list[RenderableType] = [_head(found), _backends(found)]
+    if found.planned:
+        parts += [_traffic(found), _resources(found)]
+    if found.planned and found.measured is not None:
         parts.append(_losses(found))
     why = Table.grid(padding=(0, 1))
-    for line in (*found.plan.reasons, *found.notes):
+    for line in reasons(found):
         why.add_row(Text(" •", style="cyan"), Text(line))
-    return Group(*parts, Text("why", style="bold"), why)
+    if why.row_count:
+        parts += [Text("why", style="bold"), why]
+    return Group(*parts)
+
+
+def reasons(found: Explanation) -> tuple[str, ...]:
+    """Why the plan is as it is, where there is one to be shown, and what else is to be known."""
+    return (*(found.plan.reasons if found.planned else ()), *found.notes)
 
 
 def as_text(found: Explanation) -> str:
@@ -53,12 +62,52 @@ def as_text(found: Explanation) -> str:
 
 def headline(found: Explanation) -> list[tuple[str, str]]:
     """The first facts, by name."""
-    plan, tiles, roof = found.plan, found.tiles, found.plan.roofline
-    share = tiles.skipped / tiles.total if tiles.total else 0.0
+    plan = found.plan
     rows = [
         ("problem", problem_line(found.problem)),
         ("device", f"{found.spec.name}{'' if found.live else ' (not this machine)'}"),
-        ("backend", found.chosen or "none here"),
+        ("backend", _server(found)),
+    ]
+    if whose := _figures(found):
+        rows.append(("figures", whose))
+    rows += _planned(found) if found.planned else [("work", f"{count(plan.work.useful, 'FLOP')} useful")]
+    if found.measured is not None:
+        taken = found.measured
+        useful = plan.work.useful / taken.seconds if taken.seconds else 0.0
+        words = f"{duration(taken.seconds)}, {rate(useful)}: {taken.of_ceiling:.0%} of the ceiling"
+        rows.append(("measured", f"{words}; largest loss: {taken.loss}" if found.planned else words))
+    return rows
+
+
+def _server(found: Explanation) -> str:
+    if found.server is not None:
+        return found.server if found.live else f"{found.server} would serve it there"
+    return f"none: {found.asked} was asked for and cannot" if found.asked != "auto" else "none can"
+
+
+def _figures(found: Explanation) -> str | None:
+    """Whose the figures are, where they are not those of the backend that serves the call."""
+    instead = "the model's for GPUs" if found.spec.is_gpu else "the cpu backend's"
+    if found.server == "hopper":
+        return "the model's for this GPU; the hopper kernels choose tiles of their own"
+    if found.server == "aten":
+        return "those of the cpu backend; torch's own kernel chooses its tiles itself"
+    if found.planned:
+        return None
+    why = {
+        "tiled": "plain torch walks tiles in an order of its own",
+        "reference": "it computes all scores at once, in O(N²) memory, without tiles",
+        "triton": "the interpreter is for tests",
+        None: "nobody serves the call",
+    }.get(found.server, f"{found.server} has no plan")
+    return f"none: {why}; tilewise plan shows {instead}"
+
+
+def _planned(found: Explanation) -> list[tuple[str, str]]:
+    """The figures of the plan."""
+    plan, tiles, roof = found.plan, found.tiles, found.plan.roofline
+    share = tiles.skipped / tiles.total if tiles.total else 0.0
+    return [
         ("tile", f"{plan.tile}, {amount(plan.on_chip_bytes)} on chip"),
         (
             "tiles",
@@ -73,12 +122,6 @@ def headline(found: Explanation) -> list[tuple[str, str]]:
         ),
         ("predicted", f"{duration(plan.seconds)}, {rate(plan.flops_per_second)}, bound by {plan.binding}"),
     ]
-    if found.measured is not None:
-        taken = found.measured
-        useful = plan.work.useful / taken.seconds if taken.seconds else 0.0
-        words = f"{duration(taken.seconds)}, {rate(useful)}: {taken.of_ceiling:.0%} of the ceiling; largest loss: {taken.loss}"
-        rows.append(("measured", words))
-    return rows
 
 
 def _head(found: Explanation) -> RenderableType:
@@ -101,10 +144,16 @@ def _titled(title: str, *columns: str) -> Table:
 def _backends(found: Explanation) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for choice in found.choices:
-        mark = ("✓", "bold green") if choice.chosen and found.live else ("·", "cyan") if choice.serves else ("✗", "dim")
-        reason = "chosen" if choice.chosen and found.live else "; ".join(choice.reasons) or "can serve it"
+        mark = ("✓", "bold green") if choice.chosen else ("·", "cyan") if choice.serves else ("✗", "dim")
+        reason = _reason(found, choice)
         table.add_row(Text(*mark), Text(choice.name, style="bold" if choice.chosen else ""), Text(reason))
     return Group(Text("backends", style="bold"), table, Text(""))
+
+
+def _reason(found: Explanation, choice: Choice) -> str:
+    if choice.chosen:
+        return "chosen" if found.live else "would serve it there"
+    return "; ".join(choice.reasons)
 
 
 def traffic_rows(found: Explanation) -> list[tuple[str, str, str, str]]:
@@ -171,25 +220,28 @@ def as_html(found: Explanation) -> str:
         html.table(
             [
                 (
-                    "✓" if choice.chosen and found.live else "·" if choice.serves else "✗",
+                    "✓" if choice.chosen else "·" if choice.serves else "✗",
                     choice.name,
-                    "; ".join(choice.reasons) or ("chosen" if found.live else "can serve it"),
+                    _reason(found, choice),
                 )
                 for choice in found.choices
             ],
             numbers=9,
         ),
-        html.text("Bytes by tensor", dim=True),
-        html.table(traffic_rows(found), ("tensor", "at least", "HBM", "cache to units")),
-        html.text("Time by resource", dim=True),
-        html.bars((name, s / longest, duration(s)) for name, s in sorted(plan.limits.items(), key=lambda x: -x[1])),
     ]
-    if found.measured is not None:
+    if found.planned:
+        parts += [
+            html.text("Bytes by tensor", dim=True),
+            html.table(traffic_rows(found), ("tensor", "at least", "HBM", "cache to units")),
+            html.text("Time by resource", dim=True),
+            html.bars((name, s / longest, duration(s)) for name, s in sorted(plan.limits.items(), key=lambda x: -x[1])),
+        ]
+    if found.planned and found.measured is not None:
         taken = found.measured
         spent = {"the roof allows": taken.ideal, **taken.losses}
         parts += [
             html.text("Where the time went", dim=True),
             html.bars((name, s / taken.seconds, duration(s)) for name, s in spent.items()),
         ]
-    parts += [html.text(f"• {line}") for line in (*plan.reasons, *found.notes)]
+    parts += [html.text(f"• {line}") for line in reasons(found)]
     return html.card("explain", parts, "#3b82c4")

@@ -46,7 +46,11 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `chosen` is None where the device is not this machine or no backend serves the call."""
+    """What `explain` found.
+
+    `chosen` is None where the device is not this machine or no backend serves the call; `there` is the backend that would
+    serve it on that other machine. The plan, and with it every figure of tiles, bytes and time, is that of `figures_of`.
+    """
 
     problem: Problem
     spec: DeviceSpec
@@ -55,6 +59,8 @@ class Explanation:
     choices: tuple[Choice, ...]
     plan: Plan
     tiles: Tiles
+    there: str | None = None
+    asked: str = "auto"
     measured: Measured | None = None
     notes: tuple[str, ...] = ()
 
@@ -62,6 +68,21 @@ class Explanation:
     def binding(self) -> str:
         """The resource that takes longest."""
         return self.plan.binding
+
+    @property
+    def server(self) -> str | None:
+        """The backend that serves the call, here or there."""
+        return self.chosen if self.live else self.there
+
+    @property
+    def figures_of(self) -> str:
+        """Whose the plan is: our CPU kernels', Triton's, or the model's for GPUs."""
+        return "cpu" if not self.spec.is_gpu else "triton" if self.server == "triton" else "model"
+
+    @property
+    def planned(self) -> bool:
+        """Whether the figures say something about what serves the call: plain torch and nobody have no plan."""
+        return self.server in (("hopper", "triton") if self.spec.is_gpu else ("cpu", "aten"))
 
     def to_dict(self) -> dict[str, Any]:
         plan = self.plan.to_dict()
@@ -75,6 +96,8 @@ class Explanation:
             "problem": {**plan.pop("problem"), **features, "bias": bias},
             "device": {**plan.pop("device"), "live": self.live},
             "backend": self.chosen,
+            "backend_there": self.there,
+            "figures_of": self.figures_of,
             "backends": {
                 c.name: {"serves": c.serves, "chosen": c.chosen, "reasons": list(c.reasons)} for c in self.choices
             },

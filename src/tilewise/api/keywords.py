@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from typing import Any
 
 from tilewise.errors import ArgumentTypeError
@@ -71,6 +70,8 @@ INSTEAD = {
 
 def refuse(function: str, unknown: Iterable[str], known: Iterable[str]) -> None:
     """Raise for keywords that `function` does not take, with what to write instead of each."""
+    from difflib import get_close_matches
+
     names, known = list(unknown), list(known)
     lines = []
     for name in names:

@@ -7,10 +7,21 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from tilewise.errors import DeviceError
 from tilewise.hardware import probe_cpu, probe_gpu
 
 PACKAGES = ("torch", "triton", "numpy", "llvmlite", "typer", "rich", "plotly", "jinja2", "platformdirs")
 OPTIONAL = ("transformers", "flash_attn", "xformers", "flashinfer-python")
+
+
+def require_device(device: str) -> None:
+    """Raise unless torch has such a device here."""
+    import torch
+
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise DeviceError(f"device: got {device!r}, need cpu or cuda")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise DeviceError("device: cuda is wanted, but torch finds no GPU here; choose --device cpu, or another suite")
 
 
 def version_of(package: str) -> str | None:

@@ -124,6 +124,28 @@ TRIALS = (
 )
 
 
+SMALL = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 16}
+
+INTERPRETED = (
+    Trial("full", seqlen=33, sizes=SMALL),
+    Trial("causal, more keys than queries", masks.causal, seqlen=17, kv_seqlen=33, sizes=SMALL),
+    Trial("window", lambda: masks.causal() & masks.window(9), seqlen=33, sizes=SMALL),
+    Trial("key padding", lambda: masks.key_padding(torch.tensor([20])), seqlen=33, sizes=SMALL),
+    Trial("documents", lambda: masks.documents(torch.arange(33)[None] // 12), seqlen=33, sizes=SMALL),
+    Trial("bias", masks.causal, seqlen=33, sizes=SMALL, bias=(1, 2, 33, 33)),
+    Trial("softcap and sinks", masks.causal, seqlen=33, sizes=SMALL, features={"softcap": 2.0, "sinks": True}),
+    Trial("dropout", masks.causal, seqlen=33, sizes=SMALL, features={"dropout_p": 0.2}),
+    Trial("packed", masks.causal, seqlen=33, cu_seqlens=(0, 12, 33), sizes={**SMALL, "batch": 2}),
+    Trial("bfloat16", masks.causal, seqlen=33, dtype="bfloat16", sizes=SMALL),
+)
+"""For Triton's interpreter, which takes a thousand times as long as a GPU."""
+
+
+def trials(backend: str, device: str, every: bool = False) -> tuple[Trial, ...]:
+    """What a backend is tried with; `every`: also where that takes minutes. On a CPU Triton's kernels are interpreted."""
+    return INTERPRETED if (backend, device) == ("triton", "cpu") and not every else TRIALS
+
+
 class TrialResult(NamedTuple):
     """`judgement` is None where the backend declined (`reasons`) or failed (`failure`)."""
 
@@ -189,6 +211,7 @@ def attempt(trial: Trial, backend: str, device: str) -> TrialResult:
     return TrialResult(trial.name, worst.verdict(1.0), seconds=seconds)
 
 
-def selftest(backend: str, device: str) -> Iterator[TrialResult]:
-    for trial in TRIALS:
-        yield attempt(trial, backend, device)
+def selftest(backend: str, device: str, every: bool = False) -> Iterator[tuple[str, Callable[[], TrialResult]]]:
+    """Each trial's name, and the trial to be run: whoever waits can be told first."""
+    for trial in trials(backend, device, every):
+        yield trial.name, partial(attempt, trial, backend, device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from tilewise.cli.bench import bench_command
 from tilewise.cli.check import check_command
@@ -17,8 +19,28 @@ from tilewise.cli.report import report_command
 from tilewise.cli.simulate import simulate_command
 from tilewise.cli.verify_traffic import verify_traffic_command
 
+
+def _quiet_flags(params: list[Any]) -> list[Any]:
+    """Flags take no value, so their help names none."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _quiet_flags(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _quiet_flags(super().get_params(ctx))
+
+
 app = typer.Typer(
     name="tilewise",
+    cls=_Group,
     help="Exact attention, computed tile by tile, that knows what it costs.",
     no_args_is_help=True,
     add_completion=False,
@@ -45,15 +67,19 @@ def _root(
     """Exact attention, computed tile by tile, that knows what it costs."""
 
 
-app.command("demo")(spoken(demo_command))
-app.command("check")(spoken(check_command))
-app.command("bench")(spoken(bench_command))
-app.command("env")(spoken(env_command))
-app.command("plan")(spoken(plan_command))
-app.command("explain")(spoken(explain_command))
-app.command("simulate")(spoken(simulate_command))
-app.command("report")(spoken(report_command))
-app.command("verify-traffic")(spoken(verify_traffic_command))
+COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo_command,
+    "check": check_command,
+    "bench": bench_command,
+    "env": env_command,
+    "plan": plan_command,
+    "explain": explain_command,
+    "simulate": simulate_command,
+    "report": report_command,
+    "verify-traffic": verify_traffic_command,
+}
+for _name, _run in COMMANDS.items():
+    app.command(_name, cls=_Command)(spoken(_run))
 
 
 def main() -> None:

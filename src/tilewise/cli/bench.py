@@ -24,10 +24,13 @@ def bench_command(
     suite: Annotated[
         str, typer.Option(help="quick, smoke, cpu, cpu-avx512, cpu-avx512-16, gpu, or overhead (a call beside its arithmetic).")
     ] = "quick",
-    case: Annotated[list[str] | None, typer.Option(help="Only this case of the suite; may be repeated.")] = None,
+    case: Annotated[list[str] | None, typer.Option(metavar="<str>", help="Only this case of the suite; may be repeated.")] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="Against whom: sdpa, standard, flash_attn, xformers, tilewise:<backend>; may be repeated."),
+        typer.Option(
+            metavar="<str>",
+            help="Against whom: sdpa, standard, flash_attn, xformers, tilewise:<backend>; may be repeated.",
+        ),
     ] = None,
     shape: Annotated[
         str | None,
@@ -114,16 +117,12 @@ def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str | No
 
 
 def run(chosen: Sequence[Case], peers: Sequence[str] | None, effort: Effort) -> list[Record]:
-    import torch
-
     from tilewise.bench.contenders import contender, default_peers
     from tilewise.bench.engine import OURS, measure
-    from tilewise.errors import ArgumentError
+    from tilewise.bench.machine import require_device
 
-    if any(case.device.startswith("cuda") for case in chosen) and not torch.cuda.is_available():
-        raise ArgumentError(
-            "device: the cases want cuda, but torch finds no GPU here; choose another suite or --device cpu"
-        )
+    for case in chosen:
+        require_device(case.device)
     records = []
     with progress() as bar:
         task = bar.add_task("", total=float(len(chosen)))
@@ -152,7 +151,7 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
     from rich.markup import escape
     from rich.table import Table
 
-    from tilewise.tables import Folded
+    from tilewise.planner.tables import Folded
 
     out = console()
     out.print(f"[bold]tilewise bench, suite {document['suite']}[/]")
@@ -229,7 +228,7 @@ def accuracy(record: Record, result: Result) -> str:
 def show_overhead(found: Sequence[Overhead], document: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from tilewise.tables import Folded
+    from tilewise.planner.tables import Folded
 
     out = console()
     out.print("[bold]A call without its arithmetic, against all of an SDPA call[/]  [dim]1×1×16×64, CPU[/]")

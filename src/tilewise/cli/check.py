@@ -6,49 +6,59 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilewise.cli.console import Json, console, human_seconds, print_json, progress
+from tilewise.cli.console import USAGE_ERROR, Json, console, human_seconds, print_json, progress
 
 if TYPE_CHECKING:
     from tilewise.bench.selftest import TrialResult
 
 Findings = dict[tuple[str, str], "list[TrialResult]"]
+Reasons = dict[str, dict[str, tuple[str, ...]]]
+"""Why a backend cannot be checked here, by backend and device."""
 
 
 def check_command(
     backend: Annotated[
-        list[str] | None, typer.Option("--backend", "-b", help="Only this one; may be repeated.")
+        list[str] | None, typer.Option("--backend", "-b", metavar="<str>", help="Only this one; may be repeated.")
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every trial, also in Triton's interpreter, which takes minutes.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Test every backend that is usable here against float64 attention; exit status 1 if one is wrong."""
-    findings = run(backend)
+    """Test every backend that is usable here against float64 attention; exit status 1 if one is wrong, 2 if none is usable."""
+    findings, unusable = run(backend, every)
     ok = bool(findings) and all(result.status != "failed" for results in findings.values() for result in results)
     if json:
-        print_json({"ok": ok, "backends": [summary(key, results) for key, results in findings.items()]})
+        told = [summary(key, results) for key, results in findings.items()]
+        print_json({"ok": ok, "backends": told, "unusable": unusable})
     else:
-        show(findings, ok)
-    raise typer.Exit(0 if ok else 1)
+        show(findings, unusable, ok)
+    raise typer.Exit(0 if ok else 1 if findings else USAGE_ERROR)
 
 
-def run(wanted: list[str] | None) -> Findings:
-    import torch
-
+def run(wanted: list[str] | None, every: bool) -> tuple[Findings, Reasons]:
+    """What the usable backends did, and why the others are not usable."""
     from tilewise import dispatch
-    from tilewise.bench.selftest import TRIALS, selftest
+    from tilewise.bench.selftest import selftest
 
     for name in wanted or ():
         dispatch.get(name)  # raises for a name nobody knows
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    places = [(n, d) for n in wanted or dispatch.REGISTRY for d in devices if dispatch.usable(n, d).ok]
     findings: Findings = {}
+    unusable: Reasons = {}
+    for name in wanted or dispatch.REGISTRY:
+        verdicts = {device: dispatch.usable(name, device) for device in dispatch.REGISTRY[name].devices}
+        findings |= {(name, device): [] for device, verdict in verdicts.items() if verdict.ok}
+        if not any(verdict.ok for verdict in verdicts.values()):
+            unusable[name] = {device: verdict.reasons for device, verdict in verdicts.items()}
     with progress() as bar:
-        task = bar.add_task("", total=len(places) * len(TRIALS))
-        for name, device in places:
-            findings[name, device] = []
-            for result in selftest(name, device):
-                findings[name, device].append(result)
-                bar.update(task, advance=1, description=f"{name} on {device}: {result.trial}")
-    return findings
+        plans = {place: list(selftest(*place, every)) for place in findings}
+        task = bar.add_task("", total=sum(len(trials) for trials in plans.values()))
+        for (name, device), trials in plans.items():
+            for number, (trial, attempt) in enumerate(trials, 1):
+                bar.update(task, description=f"{name} on {device}, {number} of {len(trials)}: {trial}")
+                findings[name, device].append(attempt())
+                bar.update(task, advance=1)
+    return findings, unusable
 
 
 def summary(key: tuple[str, str], results: list[TrialResult]) -> dict[str, Any]:
@@ -73,11 +83,11 @@ def summary(key: tuple[str, str], results: list[TrialResult]) -> dict[str, Any]:
     }
 
 
-def show(findings: Findings, ok: bool) -> None:
+def show(findings: Findings, unusable: Reasons, ok: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from tilewise.tables import Folded
+    from tilewise.planner.tables import Folded
 
     out = console()
     table = Table(title="Each backend against float64 attention", title_justify="left", title_style="bold")
@@ -100,14 +110,20 @@ def show(findings: Findings, ok: bool) -> None:
         table.add_row(
             key[0], key[1], f"[green]{facts['passed']}[/]", failed, declined, meter, human_seconds(facts["seconds"])
         )
-    out.print(Folded(table))
+    if findings:
+        out.print(Folded(table))
     for (name, device), results in findings.items():
         for result in results:
             if result.status == "failed":
                 out.print(f"[red]failed[/] {name} on {device}, {result.trial}: {escape(why(result))}")
         for reason, trials in by_reason(results).items():
             out.print(f"[yellow]declined[/] {name} on {device}: {escape(reason)} [dim]({', '.join(trials)})[/]")
-    if ok:
+    for name, by_device in unusable.items():
+        reasons = dict.fromkeys(reason for reasons in by_device.values() for reason in reasons)
+        out.print(f"[yellow]not usable here[/] {name}: {escape('; '.join(reasons))}")
+    if not findings:
+        out.print("[yellow]Nothing was checked[/]: no backend asked for is usable here, which says nothing about it.")
+    elif ok:
         out.print("[green]Right[/]: outputs, log-sum-exps and gradients lie within the bounds of their dtype and size.")
     else:
         out.print("[red]Wrong[/]: do not use a failed backend on this machine, and please report this output.")

@@ -6,12 +6,13 @@ import functools
 import json
 import math
 import sys
+import time
 from collections.abc import Callable
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from tilewise.errors import TilewiseError
 
@@ -19,6 +20,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 USAGE_ERROR = 2
+SILENCE = 10.0
+"""Seconds after which a word is due where there is no bar."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -45,10 +48,24 @@ def spoken(command: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+class _Progress(Progress):
+    """A bar; where none can be drawn, a line now and then says what is being waited for."""
+
+    def __init__(self, *columns: Any, **options: Any) -> None:
+        super().__init__(*columns, **options)
+        self.spoke = time.monotonic()
+
+    def update(self, task_id: TaskID, **fields: Any) -> None:
+        super().update(task_id, **fields)
+        if self.disable and fields.get("description") and time.monotonic() - self.spoke > SILENCE:
+            self.spoke = time.monotonic()
+            self.console.print(fields["description"], markup=False, highlight=False)
+
+
 def progress() -> Progress:
     """A bar on stderr, so that what is piped stays clean; it leaves nothing behind."""
     err = Console(stderr=True)
-    return Progress(
+    return _Progress(
         SpinnerColumn(),
         TextColumn("[progress.description]{task.description}"),
         BarColumn(bar_width=32),

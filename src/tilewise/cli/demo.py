@@ -40,7 +40,9 @@ def demo_command(
     """Attend over a long sequence, exactly; compare time, peak memory and error with standard attention and SDPA."""
     from tilewise.bench.cases import Case
     from tilewise.bench.demo import run_demo
+    from tilewise.bench.machine import require_device
 
+    require_device(device)
     passes = "training" if backward else "forward"
     case = Case("demo", heads, seqlen, head_dim, dtype=dtype, mask=mask, passes=passes, device=device)
     case.problem()
@@ -59,7 +61,7 @@ def show(demo: Demo) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    from tilewise.tables import Folded
+    from tilewise.planner.tables import Folded
 
     out = console()
     out.print()

@@ -7,24 +7,43 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from tilewise.cli.console import Json, console, print_json
-from tilewise.cli.plan import Heads, KvHeads, KvSeqlen, Mask, Tile, parse_mask, parse_tile
+from tilewise.cli.plan import (
+    DTYPE,
+    HEAD_DIM,
+    HEADS,
+    SEQLEN,
+    Batch,
+    Device,
+    Dtype,
+    HeadDim,
+    Heads,
+    KvHeads,
+    KvSeqlen,
+    Mask,
+    Pass,
+    Seqlen,
+    Tile,
+    parse_mask,
+    parse_tile,
+)
 
 if TYPE_CHECKING:
     from tilewise.api.names import BackendName
 
 
 def explain_command(
-    seqlen: Annotated[int, typer.Option(help="Queries (and keys, unless --kv-seqlen).")] = 4096,
-    heads: Heads = 8,
-    head_dim: Annotated[int, typer.Option(help="Head dimension.")] = 64,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    seqlen: Seqlen = SEQLEN,
+    heads: Heads = HEADS,
+    head_dim: HeadDim = HEAD_DIM,
+    batch: Batch = 1,
     kv_heads: KvHeads = None,
     kv_seqlen: KvSeqlen = None,
-    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64.")] = "fp32",
-    mask: Mask = "causal",
-    device: Annotated[str | None, typer.Option(help="A catalogued machine such as h200; default: this one.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, or one by name.")] = "auto",
+    dtype: Dtype = DTYPE,
+    mask: Mask = None,
+    device: Device = None,
+    pass_: Pass = "auto",
     tile: Tile = None,
+    backend: Annotated[str, typer.Option(help="auto, or one by name.")] = "auto",
     measure: Annotated[bool, typer.Option("--measure", help="Run it, and name what keeps it from the roof.")] = False,
     json: Json = False,
 ) -> None:
@@ -42,7 +61,14 @@ def explain_command(
         dtype=dtype,
         mask=parse_mask(mask),
     )
-    found = explain(problem, device=device, backend=cast("BackendName", backend), tile=parse_tile(tile), measure=measure)
+    found = explain(
+        problem,
+        device=device,
+        backend=cast("BackendName", backend),
+        tile=parse_tile(tile),
+        pass_=pass_,
+        measure=measure,
+    )
     if json:
         print_json(found.to_dict())
     else:

@@ -8,24 +8,33 @@ import typer
 
 from tilewise.cli.console import Json, console, print_json
 
+Seqlen = Annotated[int, typer.Option(help="Queries (and keys, unless --kv-seqlen).")]
 Heads = Annotated[int, typer.Option(help="Query heads.")]
+HeadDim = Annotated[int, typer.Option(help="Head dimension.")]
+Batch = Annotated[int, typer.Option(help="Sequences.")]
 KvHeads = Annotated[int | None, typer.Option(help="Key and value heads, if fewer.")]
 KvSeqlen = Annotated[int | None, typer.Option(help="Keys, if not as many as queries.")]
 Mask = Annotated[str | None, typer.Option(help="For example 'causal & window(4096)'.")]
+Dtype = Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64.")]
+Device = Annotated[str | None, typer.Option(help="A catalogued machine such as h200; default: this one.")]
+Pass = Annotated[str, typer.Option("--pass", help="auto, forward, decode, backward_dkdv or backward_dq.")]
 Tile = Annotated[str | None, typer.Option(help="Your own tile, such as 128x64; its cost is shown beside ours.")]
+
+SEQLEN, HEADS, HEAD_DIM, DTYPE = 4096, 16, 128, "bf16"
+"""The problem that `plan` and `explain` take if nothing is said."""
 
 
 def plan_command(
-    seqlen: Annotated[int, typer.Option(help="Queries (and keys, unless --kv-seqlen).")] = 4096,
-    heads: Heads = 16,
-    head_dim: Annotated[int, typer.Option(help="Head dimension.")] = 128,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    seqlen: Seqlen = SEQLEN,
+    heads: Heads = HEADS,
+    head_dim: HeadDim = HEAD_DIM,
+    batch: Batch = 1,
     kv_heads: KvHeads = None,
     kv_seqlen: KvSeqlen = None,
-    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64.")] = "bf16",
+    dtype: Dtype = DTYPE,
     mask: Mask = None,
-    device: Annotated[str | None, typer.Option(help="A catalogued machine such as h200; default: this one.")] = None,
-    pass_: Annotated[str, typer.Option("--pass", help="auto, forward, decode, backward_dkdv or backward_dq.")] = "auto",
+    device: Device = None,
+    pass_: Pass = "auto",
     tile: Tile = None,
     all_devices: Annotated[bool, typer.Option("--all-devices", help="Every catalogued machine side by side.")] = False,
     json: Json = False,

@@ -12,7 +12,8 @@ from tilewise.cli.console import Json, console, human_bytes, print_json, progres
 RECORDS = Path("benchmarks")
 
 Records = Annotated[
-    list[Path] | None, typer.Option(help="Directories with records of `tilewise bench --save`; may be repeated.")
+    list[Path] | None,
+    typer.Option(metavar="<path>", help="Directories with records of `tilewise bench --save`; may be repeated."),
 ]
 
 
@@ -23,12 +24,25 @@ def report_command(
     json: Json = False,
 ) -> None:
     """Write one HTML page that shows what attention costs here: roofline, traffic, tiles, precision, a certified run."""
+    for directory in records or ():
+        check_records(directory)
     path = write_report(output, records, language)
     if json:
         print_json({"path": str(path), "bytes": path.stat().st_size})
         return
     size = human_bytes(path.stat().st_size)
     console().print(f"[bold]Report[/]  {path}  [dim]{size}, opens in any browser, offline[/]", soft_wrap=True)
+
+
+def check_records(directory: Path) -> None:
+    """Raise on a directory, asked for, that has nothing to show."""
+    from tilewise.errors import ArgumentError
+    from tilewise.report import machine
+
+    if not directory.is_dir():
+        raise ArgumentError(f"records: there is no directory {directory}; need one with records of `tilewise bench --save`")
+    if not any(machine.records([directory]).values()):
+        raise ArgumentError(f"records: {directory} holds no record; `tilewise bench --save {directory}` makes one")
 
 
 def write_report(output: Path, records: list[Path] | None = None, language: str = "en") -> Path:

@@ -50,7 +50,7 @@ def verify_traffic_command(
 def show(kernels: list[KernelTraffic], backends: list[dict[str, str]]) -> None:
     from rich.table import Table
 
-    from tilewise.tables import Folded
+    from tilewise.planner.tables import Folded
 
     table = Table(title="Bytes counted by the hardware beside the model's", title_justify="left", title_style="bold")
     for name in ("problem", "kernel", "backend", "tile", "where"):

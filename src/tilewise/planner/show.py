@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewise.masks import UNBOUNDED, Literal, MaskProgram
+from tilewise.planner.tables import Folded
 from tilewise.problem import Problem
-from tilewise.tables import Folded
 
 if TYPE_CHECKING:
     from tilewise.planner.decide import Plan

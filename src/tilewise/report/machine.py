@@ -112,12 +112,20 @@ def _bench(document: dict[str, Any], name: str) -> dict[str, Any]:
         times = {r["contender"]: r["seconds"] for r in record.get("results", ()) if r.get("seconds")}
         if times:
             cases.append({"words": record.get("words", ""), "times": times, "ratio": record.get("ratio")})
-    gpus = document["machine"].get("gpus") or []
-    where = gpus[0]["name"] if gpus else document["machine"].get("cpu", "")
     return {
         "file": name,
         "suite": document.get("suite", ""),
         "date": document.get("date", ""),
-        "where": where,
+        "where": _where(document),
         "cases": cases,
     }
+
+
+def _where(document: dict[str, Any]) -> str:
+    """What the cases ran on: a machine with a GPU has suites for its CPU too. Cases that do not say ran on its best."""
+    machine = document["machine"]
+    cases = [record.get("case") for record in document["records"]]
+    kinds = [case.get("device", "cuda") if isinstance(case, dict) else "cuda" for case in cases]
+    gpus = [str(gpu.get("name", "")) for gpu in machine.get("gpus") or ()]
+    names = [gpus[0] if gpus and str(kind).startswith("cuda") else str(machine.get("cpu", "")) for kind in kinds]
+    return ", ".join(dict.fromkeys(names))

@@ -16,11 +16,11 @@ from rich.text import Text
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.iomodel.schedules import Traffic
 from tilewise.masks import TileMap
+from tilewise.planner.tables import Fitted, Folded
 from tilewise.simulator.banks import layouts, tile_conflicts
 from tilewise.simulator.device import Simulation
 from tilewise.simulator.precision import Result
 from tilewise.simulator.timeline import Timeline, block_timeline
-from tilewise.tables import Fitted, Folded
 
 _WALK_ROWS, _WALK_WIDTH, _LINE_WIDTH = 40, 110, 78
 """Rows of tiles, and characters of a walk and of a timeline, drawn at most."""
