@@ -161,7 +161,9 @@ class Problem:
 
 def unboxed(value: Any) -> Any:
     """A number of numpy's as the Python number that it holds; anything else as it is."""
-    return value.item() if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim) else value
+    if isinstance(value, np.ndarray) and not value.ndim:
+        value = value[()]
+    return value.item() if isinstance(value, np.number) else value
 
 
 def _check_size(name: str, value: Any, least: int, most: int) -> None:

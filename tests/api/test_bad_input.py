@@ -90,7 +90,7 @@ SETTINGS = [
     *(
         Bad(f"{name} {value!r}", {name: value}, ArgumentTypeError, (f"{name}:", repr(value), "number"))
         for name in ("scale", "softcap", "dropout_p")
-        for value in ("1.0", True, False, [1.0], 1j)
+        for value in ("1.0", True, False, [1.0], 1j, np.ones(1), np.True_)
     ),
     Bad("scale tensor", {"scale": torch.tensor(0.5)}, ArgumentTypeError, ("scale:", "tensor(0.5", "number")),
     Bad("scale 10**400", {"scale": 10**400}, ArgumentError, ("scale:", "finite")),
@@ -113,6 +113,7 @@ SETTINGS = [
         Bad(f"seed {seed!r}", {"dropout_p": 0.1, "seed": seed}, ArgumentTypeError, ("seed:", "integer"))
         for seed in ("1", 1.5, True, torch.tensor(1.5), torch.tensor([1, 2]), torch.tensor(True), torch.tensor(1j))
     ),
+    Bad("seed sparse", {"dropout_p": 0.1, "seed": zeros(1).int().to_sparse()}, LayoutError, ("seed:", "sparse")),
     Bad("seed 2**64", {"dropout_p": 0.1, "seed": 2**64}, ArgumentError, ("seed:", str(2**64), "64 bits")),
     Bad(
         "seed meta",
@@ -125,6 +126,14 @@ BIASES = [
     Bad("bias bool", {"bias": zeros(6, 7).bool()}, ArgumentTypeError, ("bias:", "bool", "floating-point", "mask=")),
     Bad("bias int", {"bias": zeros(6, 7).int()}, ArgumentTypeError, ("bias:", "int32", "floating-point")),
     Bad("bias complex", {"bias": zeros(6, 7).cfloat()}, ArgumentTypeError, ("bias:", "complex64", "floating-point")),
+    *(
+        Bad(f"{name} {dtype}", {name: zeros(*shape).to(dtype)}, ArgumentTypeError, (f"{name}:", str(dtype), "float16"))
+        for name, shape in (("bias", (6, 7)), ("sinks", (4,)))
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu)
+    ),
+    Bad("alibi float8", {"bias": tw.alibi(torch.ones(4).to(torch.float8_e5m2))}, ArgumentTypeError, ("bias:", "float8_e5m2")),
+    Bad("bias sparse", {"bias": zeros(6, 7).to_sparse()}, LayoutError, ("bias:", "sparse", "dense")),
+    Bad("sinks sparse", {"sinks": zeros(4).to_sparse()}, LayoutError, ("sinks:", "sparse", "dense")),
     Bad("bias list", {"bias": [0.0]}, ArgumentTypeError, ("bias:", "list", "floating-point")),
     Bad("bias queries", {"bias": zeros(5, 7)}, LayoutError, ("bias:", "5 along queries", "6")),
     Bad("bias keys", {"bias": zeros(6)}, LayoutError, ("bias:", "6 along keys", "7")),
@@ -150,6 +159,7 @@ MASKS = [
         )
         for mask in ([[True]], "causal", True, tw.causal)
     ),
+    Bad("mask sparse", {"mask": zeros(6, 7).bool().to_sparse()}, LayoutError, ("mask:", "sparse", "dense")),
     Bad("mask rank 1", {"mask": zeros(7).bool()}, MaskError, ("dense", "rank 1", "2")),
     Bad("mask keys", {"mask": zeros(6, 8).bool()}, MaskError, ("dense", "8 keys", "7")),
     Bad("mask key heads", {"mask": zeros(2, 6, 7).bool()}, MaskError, ("dense", "2 along heads", "4")),
@@ -273,11 +283,11 @@ def test_attention_refuses(bad: Bad) -> None:
 
 
 def test_a_device_nobody_runs_on() -> None:
-    tensors = {name: x.to("meta") for name, x in good().items()}
+    problem = tw.Problem.of(heads=1, head_dim=8, seqlen=4, dtype="float32", device="tpu")
     with pytest.raises(BackendError) as caught:
-        tw.attention(**tensors)
+        dispatch.select(problem)
     assert set(caught.value.verdicts) == set(dispatch.REGISTRY)
-    assert all("meta" in " ".join(reasons) for reasons in caught.value.verdicts.values())
+    assert all("tpu" in " ".join(reasons) for reasons in caught.value.verdicts.values())
 
 
 def test_an_explicit_backend_that_cannot() -> None:

@@ -130,7 +130,7 @@ def attention(
             settings, like = None, False
         if like:
             if profiler._is_profiler_enabled:
-                return profiled(FORWARD, usual.launch, q, k, v)  # type: ignore[union-attr]
+                return profiled(FORWARD, usual.launch, q, k, v)  # type: ignore[union-attr, no-any-return]
             return usual.launch(q, k, v)  # type: ignore[union-attr]
     request = Request(mask, scale, bias, softcap, sinks, dropout_p, seed, precision, deterministic, bool(return_lse))
     key, known = (None, None) if torch.compiler.is_compiling() else _recall(q, k, v, request, layout, backend)

@@ -1,7 +1,7 @@
 """FLOPs of the operators, for torch's FlopCounterMode: the matrix products over the pairs that the mask lets through.
 
-Pairs are counted exactly, also for masks and packed batches whose tensors must be read for it. Where they cannot be read (fake and
-meta tensors) every pair counts.
+Pairs are counted exactly, also for masks and packed batches whose tensors must be read for it. Where they cannot be read (fake
+and meta tensors) every pair counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A named range for torch.profiler around calls that run no operator of ours; while nobody profiles it costs one look at a flag."""
+"""A named range for torch.profiler around calls that run no operator of ours; without a profiler it costs a look at a flag."""
 
 from __future__ import annotations
 

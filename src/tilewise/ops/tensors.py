@@ -47,7 +47,9 @@ def refuse_transformed(tensors: Iterable[Tensor | None]) -> None:
     for x in tensors:
         while x is not None and _functorch.is_functorch_wrapped_tensor(x):
             if _functorch.is_batchedtensor(x):
-                raise DerivativeError("attention has no rule for torch.func.vmap yet; make the mapped dimension part of the batch")
+                raise DerivativeError(
+                    "attention has no rule for torch.func.vmap yet; make the mapped dimension part of the batch"
+                )
             if _functorch.is_gradtrackingtensor(x) and x.requires_grad and torch.is_grad_enabled():
                 raise DerivativeError(
                     "attention has no rule for torch.func.grad, vjp and their like yet; use torch.autograd.grad or backward"
