@@ -7,7 +7,7 @@ same rows of dK and dV, and must do so in a fixed order, or results would depend
 the keys it is, and adds to a key block only when every earlier task of its key head has passed it. They follow each other
 like the stages of a pipeline, so they seldom wait, and the sums are the same for any number of threads.
 
-s and lse are in units of log 2 (with a bias: twice that). What rounding cuts off lse·log2(e) is put back as a factor of dO and delta, row by row.
+s and lse are in the kernel's unit. What rounding cuts off lse is put back as a factor of dO and delta, row by row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tilewise.backends.cpu.pack import emit_pack_panels, emit_row_dots, emit_unp
 from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import Kernel
-from tilewise.backends.cpu.statistics import RowStatistics
+from tilewise.backends.cpu.statistics import Keys, RowStatistics
 from tilewise.backends.cpu.turns import PASSED, Turns
 
 
@@ -93,20 +93,23 @@ class Backward(RowStatistics, Turns):
             self.multiply(e, a, f, index, (j0, j1), parts)
             if self.kernel.dropout:
                 self.draw(e, f, place, q0, (j0, j1))
-            if self.kernel.plain:
-                for start, stop, test in ((solid0, solid1, None), (j0, solid0, visible), (solid1, j1, visible)):
-                    with e.if_then(e.less(start, stop)):
-                        self.differentiate(e, a, f, index, (start, stop), test, None)
-            else:
-                self.differentiate(e, a, f, index, (j0, j1), visible, Modifier(e, self.kernel, place, q0))
+            modifier = None if self.kernel.plain else Modifier(e, self.kernel, place, q0)
+            every = Keys(j0, j1, visible)
+            apart = (every,) if modifier else (Keys(solid0, solid1), Keys(j0, solid0, visible), Keys(solid1, j1, visible))
+            with e.if_else(self.is_far(e, f, index)) as (far, near):
+                with far:
+                    self.differentiate(e, a, f, index, every, modifier, far=True)
+                with near:
+                    for keys in apart:
+                        with e.if_then(e.less(keys.start, keys.stop)):
+                            self.differentiate(e, a, f, index, keys, modifier)
             self.add_dq(e, a, f, index, (j0, j1), parts)
         e.ret_void()
         return function
 
-    # P and dS: rows of keys, columns of query rows. The products leave scores and dP where P and dS will be.
-
     def weights(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, ...]:
-        """P and dS of a strip, the distance of their rows."""
+        """P and dS of a strip (rows of keys, columns of query rows) and the distance of their rows. The products leave scores and
+        dP where P and dS will be."""
         column = e.times(index, self.tile.rows)
         return e.at(f.ptr("P"), column), e.at(f.ptr("dS"), column), a.word("PS")
 
@@ -163,10 +166,10 @@ class Backward(RowStatistics, Turns):
         drop(e, self.tile, place, q0, f.word("n0"), keys, visit)
 
     def differentiate(
-        self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], visible: Any, modifier: Modifier | None
+        self, e: Emit, a: Slots, f: Slots, index: Value, keys: Keys, modifier: Modifier | None, far: bool = False
     ) -> None:
-        """Scores and dP of keys [j0, j1) become P and dS."""
-        row, where = e.times(index, self.tile.rows), self.weights(e, a, f, index)
+        """Scores and dP of keys [j0, j1) become P and dS. No weight is above 1, but where lse is `far` that has to be seen to."""
+        row, where, visible = e.times(index, self.tile.rows), self.weights(e, a, f, index), keys.visible
         lse, delta = (strip(e, self.tile, f.ptr(name), row) for name in ("lse2", "delta"))
 
         def one(j: Value) -> tuple[list[Value], list[Value]]:
@@ -177,9 +180,8 @@ class Backward(RowStatistics, Turns):
                 s, unmasked, tanhs = modifier.apply(s, e.plus(f.word("n0"), j))
                 if unmasked and seen:
                     seen = [e.and_(x, y) for x, y in zip(seen, unmasked, strict=True)]
-            # no weight is above 1, but scores far from 0 have ulps of any size
-            gaps = [e.at_most(self.exponent(e, x, y), zero) for x, y in zip(s, lse, strict=True)]
-            p = exp2(e, gaps, self.degree)
+            gaps = [self.exponent(e, x, y) for x, y in zip(s, lse, strict=True)]
+            p = exp2(e, [e.at_most(x, zero) for x in gaps] if far else gaps, self.degree)
             kept = p
             if kernel.dropout:
                 words = strip(e, tile, f.ptr("kept"), e.times(j, tile.rows), e.real.bits)
@@ -198,11 +200,11 @@ class Backward(RowStatistics, Turns):
                     ds = [e.select(ok, x, zero) for ok, x in zip(seen, ds, strict=True)]
             return kept, ds
 
-        with e.loop(*keys, self.pace) as over:
+        with e.loop(keys.start, keys.stop, self.pace) as over:
             self.keep(e, where, over.index, [one(e.plus(over.index, n)) for n in range(self.pace)])
 
     def add_dbias(self, e: Emit, a: Slots, f: Slots, index: Value, j: Value, ds: list[Value]) -> None:
-        """dBias += dS for the strip's valid rows and the block's keys; the host sees to it that no two tasks share a cell at the same time."""
+        """dBias += dS for the strip's rows and the block's keys; the host lets no two tasks share a cell at the same time."""
         head, q0 = self.where(e, a, f, index)
         rows = e.least(self.tile.rows, e.minus(f.word("Sq"), q0))
         key = e.plus(f.word("n0"), j)
@@ -210,10 +212,9 @@ class Backward(RowStatistics, Turns):
         base = e.plus(base, e.times(key, a.word("dbias_d")))
         with e.if_then(e.less(key, f.word("n1"))):
             for r in range(self.tile.rows):
-                with e.if_then(e.less(r, rows)):
+                with e.if_then(e.less(r, rows)):  # dS is the derivative by the natural score, to which the bias is added
                     cell = e.at(a.ptr("dbias"), e.plus(base, e.times(e.plus(q0, r), a.word("dbias_s"))))
                     value = e.extract_element(ds[r // e.lanes], I32(r % e.lanes))
-                    # the bias is added in natural units, and dS is the derivative by the natural score
                     e.put(e.fadd(e.get(cell), value), cell)
 
     # -- dK and dV
@@ -248,13 +249,7 @@ class Backward(RowStatistics, Turns):
         return function
 
     def grow_slice(
-        self,
-        e: Emit,
-        a: Slots,
-        f: Slots,
-        keys: tuple[Value, Value],
-        strips: tuple[Value, Value],
-        where: tuple[Value, Value, Value, Value],
+        self, e: Emit, a: Slots, f: Slots, keys: tuple[Value, Value], strips: tuple[Value, Value], where: tuple[Value, ...]
     ) -> None:
         """Rows [ja, jb) of one gradient. Rows padded beyond n1 belong to somebody else: the last register tile takes a detour."""
         R, J = self.tile.rows, self.tile.keys

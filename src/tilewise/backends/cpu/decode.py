@@ -171,13 +171,10 @@ class Decode(KernelModule, ABC):
         a, f = self.open(e, args, frame)
         first, Dv, dtype = e.times(f.word("nth_group"), a.word("group")), a.word("Dv"), self.kernel.dtype
         has_sink = e.icmp_unsigned("!=", a.word("sinks"), I64(0))
-        sink = e.alloca(self.real.type)
-        e.put(e.num(float("-inf")), sink)
         with e.loop(0, a.word("group")) as row:
             r, head = row.index, e.plus(first, row.index)
             with e.if_then(has_sink):
-                e.put(e.get(a.ptr("sinks"), head), sink)
-                logit, old = self.sink_logit(e, e.get(sink)), e.get(f.ptr("m"), r)
+                logit, old = self.sink_logit(e, e.get(a.ptr("sinks"), head)), e.get(f.ptr("m"), r)
                 m = e.top(old, e.ceiling(logit))
                 alpha, weight = exp2(e, [e.splat(e.fsub(x, m)) for x in (old, logit)])
                 total = e.mad(e.get(f.ptr("l"), r), e.extract_element(alpha, I32(0)), e.extract_element(weight, I32(0)))
@@ -192,7 +189,9 @@ class Decode(KernelModule, ABC):
                 value = e.vget(f.ptr("O"), e.plus(e.times(r, Dv), col.index))
                 value = quotient(e, value, e.splat(total))
                 e.vput(e.narrow(value, dtype), e.at(out, col.index, STORAGE[dtype]))
-            lse = self.natural_lse(e, e.get(f.ptr("m"), r), total, e.get(sink))
-            e.put(lse, a.ptr("lse"), self.row_offset(e, a, f, head, f.word("q_start")))
+            lse = e.at(a.ptr("lse"), self.row_offset(e, a, f, head, f.word("q_start")))
+            e.put(self.natural_lse(e, e.get(f.ptr("m"), r), total), lse)
+            with e.if_then(has_sink):
+                self.least_lse(e, e.get(a.ptr("sinks"), head), lse, I64(1))
         e.ret_void()
         return function

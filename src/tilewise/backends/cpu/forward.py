@@ -185,11 +185,10 @@ class Forward(Softmax):
         head, q0 = self.where(e, a, f, index)
         row = e.times(index, R)
         m_ptr, l_ptr, factors = e.at(f.ptr("m"), row), e.at(f.ptr("l"), row), f.ptr("alpha")
-        sinks, sink = a.ptr("sinks"), e.alloca(self.real.type)
-        e.put(e.num(float("-inf")), sink)
-        with e.if_then(e.icmp_unsigned("!=", e.ptrtoint(sinks, I64), I64(0)), likely=False):
-            e.put(e.get(sinks, head), sink)
-            self.join_sink(e, e.get(sink), index, a, f)
+        sinks = a.ptr("sinks")
+        has_sink = e.icmp_unsigned("!=", e.ptrtoint(sinks, I64), I64(0))
+        with e.if_then(has_sink, likely=False):
+            self.join_sink(e, e.get(sinks, head), index, a, f)
         keep = e.splat(a.num("keep_factor"))
         for i in range(tile.vectors):  # dropout's survivors were not scaled: the denominator makes up for it
             e.vput(e.fmul(e.vget(l_ptr, i * e.lanes), keep), factors, i * e.lanes)
@@ -200,8 +199,9 @@ class Forward(Softmax):
         e.call(self.unpack_quotient, [to, a.word("o_s"), O, rows, a.word("Dv"), factors])
         lse = e.at(a.ptr("lse"), self.row_offset(e, a, f, head, position))
         with e.loop(0, rows) as over:
-            m, total = e.get(m_ptr, over.index), e.get(l_ptr, over.index)
-            e.put(self.natural_lse(e, m, total, e.get(sink)), lse, over.index)
+            e.put(self.natural_lse(e, e.get(m_ptr, over.index), e.get(l_ptr, over.index)), lse, over.index)
+        with e.if_then(has_sink, likely=False):
+            self.least_lse(e, e.get(sinks, head), lse, rows)
         e.ret_void()
         return function
 

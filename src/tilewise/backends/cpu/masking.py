@@ -250,7 +250,6 @@ def emit_bits(unit: Unit, names: tuple[str, ...], structure: str, tile: Register
     rows = [e.least(e.plus(q0, r), e.minus(place.Sq, 1)) for r in range(tile.rows)]
     terms = parse_terms(structure)
     bounds = [lane_interval(e, tile, place, term, q0, (n0, n1)) for term in terms]
-    padding = [e.sext(e.not_(real), e.vtype(e.real.bits)) for real in real_rows(e, tile, place, q0)]
     prepared = {part: _prepare(e, place, part, rows) for term in terms for part in term if part.letter not in "0btork"}
     none, every = [e.iconst(0)] * tile.vectors, [e.iconst(-1)] * tile.vectors
     width = e.minus(n1, n0)
@@ -268,13 +267,13 @@ def emit_bits(unit: Unit, names: tuple[str, ...], structure: str, tile: Register
         for i, w in enumerate(wide):
             e.vput(w, out, e.plus(e.times(j, tile.rows), i * e.lanes))
         some = [e.or_(a, b) for a, b in zip(over.values[: tile.vectors], wide, strict=True)]
-        full = [e.or_(a, b) for a, b in zip(wide, padding, strict=True)]
-        over.carry(some + [e.and_(a, b) for a, b in zip(over.values[tile.vectors :], full, strict=True)])
+        over.carry(some + [e.and_(a, b) for a, b in zip(over.values[tile.vectors :], wide, strict=True)])
     with e.loop(width, e.round_up(width, tile.keys)) as beyond:
         for i in range(tile.vectors):
             e.vput(e.iconst(0), out, e.plus(e.times(beyond.index, tile.rows), i * e.lanes))
     some = any_lane(e, over.values[: tile.vectors])
-    holes = any_lane(e, [e.xor(v, e.iconst(-1)) for v in over.values[tile.vectors :]])
+    rows = [e.sext(real, e.vtype(e.real.bits)) for real in real_rows(e, tile, place, q0)]
+    holes = any_lane(e, [e.and_(e.xor(v, e.iconst(-1)), row) for v, row in zip(over.values[tile.vectors :], rows, strict=True)])
     e.ret(e.select(some, e.select(holes, I64(PARTIAL), I64(FULL)), I64(EMPTY)))
     return function
 

@@ -288,26 +288,29 @@ class KernelModule:
         gap = e.fsub(x, y)
         return e.fadd(gap, gap) if self.kernel.score_unit == 2.0 else gap
 
-    def natural_lse(self, e: Emit, m: Value, total: Value, sink: Value) -> Value:
-        """ln2 · (m + log2 l), worked out in double; -inf for a row that saw nothing.
-
-        It is finite wherever something was seen, and never below a sink, whose logit may have been cut off on the way.
-        """
+    def natural_lse(self, e: Emit, m: Value, total: Value) -> Value:
+        """ln2 · (m + log2 l), worked out in double and finite; -inf for a row that saw nothing."""
         if self.real.type == F32:
             m, total = e.fpext(m, F64), e.fpext(total, F64)
         unit, most = self.kernel.score_unit, F64(self.real.highest)
         value = e.fmul(e.fadd(m, e.fmul(log2(e, total), F64(1 / unit))), F64(LN2 * unit))
-        value = e.select(e.fcmp_ordered(">", value, most), most, value)
-        value = e.select(e.fcmp_ordered("<", value, e.fneg(most)), e.fneg(most), value)
+        if unit * LN2 > 1:  # else a finite m is a finite log-sum-exp
+            value = e.select(e.fcmp_ordered(">", value, most), most, value)
+            value = e.select(e.fcmp_ordered("<", value, e.fneg(most)), e.fneg(most), value)
         value = e.select(e.fcmp_ordered(">", total, F64(0.0)), value, e.fadd(total, F64(float("-inf"))))
-        value = e.fptrunc(value, F32) if self.real.type == F32 else value
-        return e.select(e.fcmp_ordered(">", sink, value), sink, value)
+        return e.fptrunc(value, F32) if self.real.type == F32 else value
 
     def sink_logit(self, e: Emit, sink: Value) -> Value:
-        """A sink in the kernel's unit; one too large is cut off where it outweighs every score."""
+        """A sink in the kernel's unit; one too large is cut off where it outweighs every score. (`least_lse` makes up for it.)"""
         logit = e.fmul(sink, e.num(LOG2E / self.kernel.score_unit))
         most = e.num(self.real.highest)
         return e.select(e.fcmp_ordered(">", logit, most), most, logit)
+
+    def least_lse(self, e: Emit, sink: Value, lse: Value, rows: Value) -> None:
+        """No log-sum-exp is below its sink."""
+        with e.loop(0, rows) as over:
+            value = e.get(lse, over.index)
+            e.put(e.select(e.fcmp_ordered(">", sink, value), sink, value), lse, over.index)
 
     def row_offset(self, e: Emit, a: Slots, f: Slots, head: Value, position: Value) -> Value:
         """Index of a row in (B, Hq, Sq) statistics."""

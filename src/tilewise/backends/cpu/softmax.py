@@ -22,8 +22,6 @@ from tilewise.backends.cpu.spec import UNROLL
 CALM = 40
 """Bounds on |s| and m up to which a strip is calm: 2**(s - m) is at least 2**-80, so its product with a value of any ordinary
 size is a normal number. Where products with smaller values may not have been, the task is done again, the plain way."""
-FEW = 2.0**-10
-"""A row whose weights have a larger sum can have lost nothing: its output is its sum of products divided by that."""
 
 
 class Softmax(KernelModule):
@@ -134,7 +132,11 @@ class Softmax(KernelModule):
 
     def emit_vanished(self) -> Any:
         """vanished(args, frame, strips, low, high): 1 if products with the values of keys [low, high) may have been too small for
-        all their digits: a row's weights are far below 1, its output is next to nothing, and some value is tiny but not 0."""
+        all their digits: a row's weights are far below 1, its sums are next to nothing, and some value is tiny but not 0.
+
+        Sums of n products too small to be normal are off by n times half the least number at most. Divided by a total of weights
+        of n / 2**mantissa that is less than the least normal number.
+        """
         e, (args, frame, strips, low, high), function = self.unit.function("vanished", [PTR, PTR, I64, I64, I64], result=I64)
         a, f = self.open(e, args, frame)
         R, Dv, kind, zero = self.tile.rows, a.word("Dv"), e.vtype(e.real.bits), e.const(0.0)
@@ -145,7 +147,12 @@ class Softmax(KernelModule):
 
         with e.loop(0, strips, 1, [e.iconst(0)] * self.tile.vectors) as over:
             totals = strip(e, self.tile, f.ptr("l"), e.times(over.index, R))
-            far = [e.and_(e.fcmp_ordered("<", t, e.const(FEW)), e.fcmp_ordered(">", t, zero)) for t in totals]
+            head, q0 = self.where(e, a, f, over.index)
+            last = e.least(e.plus(q0, R - 1), e.minus(f.word("Sq"), 1))
+            ends = [interval(e, self.place(a, f, head), self.terms[0], row)[side] for side, row in enumerate((q0, last))]
+            keys = e.sitofp(e.minus(ends[1], ends[0]), e.real.type)
+            few = e.splat(e.fmul(keys, e.num(2.0**-self.real.mantissa)))
+            far = [e.and_(e.fcmp_ordered("<", t, few), e.fcmp_ordered(">", t, zero)) for t in totals]
             far = [e.sext(x, kind) for x in far]
             O = e.at(f.ptr("O"), e.times(over.index, e.times(a.word("DVP"), R)))
             columns = e.select(any_lane(e, far), Dv, I64(0))

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewise.backends.cpu.elementary import LOG2E, LOG2E_PARTS
 from tilewise.backends.cpu.ir import I64, PTR, Emit, Value
+from tilewise.backends.cpu.masking import any_lane
+from tilewise.backends.cpu.micro import strip
 from tilewise.backends.cpu.module import KernelModule
+from tilewise.backends.cpu.slots import Slots
+
+FAR = 2.0**20
+"""In units of log 2 or twice that. An ulp is a sixteenth there in fp32."""
+
+
+class Keys(NamedTuple):
+    """Keys [start, stop) of a block and the test which of them a row sees; None: all."""
+
+    start: Value
+    stop: Value
+    visible: Any = None
 
 
 class RowStatistics(KernelModule):
     """The frame holds lse2, delta, factors and ones, a number for every row of the block."""
 
     row_dots: Any
+
+    def is_far(self, e: Emit, f: Slots, index: Value) -> Value:
+        """Is a row's log-sum-exp so far from 0 that a score may be above it by any number?"""
+        lse = strip(e, self.tile, f.ptr("lse2"), e.times(index, self.tile.rows))
+        far, endless = e.const(FAR), e.const(float("inf"))
+        sizes = [self.size(e, x) for x in lse]
+        found = [e.and_(e.fcmp_ordered(">", x, far), e.fcmp_ordered("<", x, endless)) for x in sizes]
+        return any_lane(e, [e.sext(x, e.vtype(e.real.bits)) for x in found])
 
     def size(self, e: Emit, x: Value) -> Value:
         return e.intrinsic(e._named("fabs", x.type), x.type, [x])
