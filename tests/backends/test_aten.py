@@ -86,6 +86,21 @@ def test_gradients_of_halves_are_refused(dtype: str) -> None:
         tw.attention(q, q, q, backend="aten")
 
 
+def test_keys_past_the_triangle_are_not_touched() -> None:
+    """Top-left causal with more keys than queries: nobody sees the last keys, whatever they hold."""
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+    k, v = (torch.randn(1, 1, 12, 8) for _ in range(2))
+    results = []
+    for garbage in (0.0, float("nan")):
+        own = [torch.cat([x[:, :, :5], torch.full_like(x[:, :, 5:], garbage)], dim=2).requires_grad_() for x in (k, v)]
+        out, lse = tw.attention(q, *own, mask=tw.causal("top_left"), return_lse=True, backend="aten")
+        alone = tw.attention(q.detach(), *(x.detach() for x in own), mask=tw.causal("top_left"), backend="aten")
+        assert torch.equal(alone, out)
+        results.append([out, lse, *torch.autograd.grad(out.sum() + lse.sum(), [q, *own])])
+    for clean, spoiled in zip(*results, strict=True):
+        assert clean.isfinite().all() and torch.equal(clean, spoiled)
+
+
 def test_a_clock_does_not_decide_a_deterministic_call() -> None:
     pytest.importorskip("llvmlite")
     problem = Problem.of(heads=2, head_dim=32, seqlen=64, dtype="bfloat16", needs_lse=False, deterministic=True)

@@ -8,7 +8,8 @@ from dataclasses import fields, replace
 
 from tests.fuzz.case import Case, Expression
 
-KEPT = ("seed", "lengths", "mask", "packed", "wanted", "strides", "sizes", "lse")
+SIZES = ("head_dim", "head_dim_v", "kv_heads", "group")
+KEPT = ("seed", "lengths", "mask", "packed", "wanted", "strides", "sizes", "lse", *SIZES)
 """Fields that have their own ways to become simpler; the others go back to their defaults."""
 
 
@@ -41,7 +42,7 @@ def candidates(case: Case) -> Iterator[Case]:
     if case.packed and len(set(case.lengths)) == 1:
         yield replace(case, packed=False)
     yield from _shorter(case)
-    for name in ("head_dim", "head_dim_v", "kv_heads", "group"):
+    for name in SIZES:
         size = getattr(case, name)
         for smaller in sorted({1, size // 2, size - 1} - {0, size}):
             yield replace(case, **{name: smaller})

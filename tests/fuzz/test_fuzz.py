@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -31,13 +32,15 @@ def fuzz(*words: str) -> subprocess.CompletedProcess[str]:
 def test_a_short_run(backends: str) -> None:
     if backends == "triton" and importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
-    done = fuzz("--minutes", "2", "--cases", "8" if backends == "triton" else "120", "--seed", "2026", "--backend", backends)
+    done = fuzz("--minutes", "2", "--cases", "4" if backends == "triton" else "72", "--seed", "2026", "--backend", backends)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
 ONCE = [
     # the sinks' gradient was NaN where NaN came back to a row that sees nothing
     Case(seed=1, lengths=((4, 2),), mask=("causal", "bottom_right", None), sinks=("normal", "float32"), poison=NAN),
+    # torch's kernel multiplied keys that the top-left triangle hides from every query
+    Case(seed=2, lengths=((1, 2),), mask=("causal", "top_left", None), wanted="", poison=NAN),
 ]
 
 
@@ -100,15 +103,17 @@ def test_a_wrong_result_is_noticed(name: str) -> None:
 def test_shrinking_keeps_the_failure() -> None:
     case = draw(number_of("cpu", 77))
     assert case.mask is not None
+    start = time.monotonic()
     small = shrink(case, lambda simpler: simpler.lengths != () and simpler.totals[1] >= 3)
+    assert time.monotonic() - start < 20, "nothing gets simpler forever"
     assert small.totals[1] == 3 and small.mask is None and small.batch == 1
 
 
 def test_poison_is_where_nobody_looks() -> None:
     spoiled = 0
-    for serial in range(0, 4000, 20):
+    for serial in range(0, 1600, 20):
         given, want, bound = truth(draw(number_of("cpu", serial)))
-        spoiled += bool(given.k.isnan().any() or given.q.isnan().any() or given.dout.isnan().any())
+        spoiled += not all(x.isfinite().all() for x in (given.q, given.k, given.dout))
         for exact, limit in zip(want, bound, strict=True):
             assert exact is None or not (exact.isnan().any() or torch.as_tensor(limit).isnan().any())
-    assert spoiled > 20
+    assert spoiled > 10

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tilewise.backends.base import Grads, Inputs, Needs, Verdict
 from tilewise.hardware import amx
@@ -96,12 +97,12 @@ class AtenBackend:
         return None
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        q, k, v = (_adjacent(x) for x in inputs[:3])
+        q, k, v = (_adjacent(x) for x in (inputs.q, *_reached(problem, inputs.k, inputs.v)))
         out, lse = _forward(q, k, v, 0.0, _causal(problem), scale=problem.scale)
         return out, lse.contiguous() if problem.needs_lse or problem.needs_grad else lse
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        if any(x.stride(-1) != 1 for x in inputs[:3]):
+        if any(x.stride(-1) != 1 for x in inputs[:3]) or _beyond(problem):
             return None
         causal, scale = _causal(problem), problem.scale
 
@@ -123,7 +124,8 @@ class AtenBackend:
     ) -> Grads:
         causal, scale = _causal(problem), problem.scale
         # the kernel's backward wants as many key heads as query heads
-        q, k, v, out, dout = (_adjacent(x) for x in (inputs.q, *_spread(problem, inputs.k, inputs.v), out, dout))
+        keys = _spread(problem, *_reached(problem, inputs.k, inputs.v))
+        q, k, v, out, dout = (_adjacent(x) for x in (inputs.q, *keys, out, dout))
         dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
         if dlse is not None:
             pk, _ = _forward(q, k, k, 0.0, causal, scale=scale)
@@ -131,7 +133,10 @@ class AtenBackend:
             _, _, extra = _backward(weighted, q, k, k, pk, lse, 0.0, causal, scale=scale)
             dq = (dq + scale * dlse.unsqueeze(-1) * pk).to(q.dtype)
             dk = dk + scale * extra
-        return Grads(dq, _gather(problem, dk), _gather(problem, dv))
+        dk, dv = _gather(problem, dk), _gather(problem, dv)
+        if beyond := _beyond(problem):
+            dk, dv = (pad(x, (0, 0, 0, beyond)) for x in (dk, dv))
+        return Grads(dq, dk, dv)
 
 
 def _half_obstacle(dtype: str) -> str | None:
@@ -184,6 +189,17 @@ def _mask_obstacle(problem: Problem) -> str | None:
 
 def _causal(problem: Problem) -> bool:
     return problem.program.structure != ""
+
+
+def _beyond(problem: Problem) -> int:
+    """Keys at the end that no query sees: a top-left triangle ends with the last query."""
+    return max(0, problem.seqlen_k - problem.seqlen_q) if _causal(problem) else 0
+
+
+def _reached(problem: Problem, *keys: Tensor) -> tuple[Tensor, ...]:
+    """The keys some query sees. The kernel would multiply the others by weights of 0, and 0 · NaN is NaN."""
+    beyond = _beyond(problem)
+    return tuple(x[:, :, : x.shape[2] - beyond] for x in keys) if beyond else keys
 
 
 def _adjacent(x: Tensor) -> Tensor:
