@@ -29,8 +29,8 @@ HEAD = """# transformers models
 `python -m tests.integrations.zoo --write`; `make test-models` compares anew and checks this page.
 
 Each type is made small with random weights that let tokens see each other, and run in float32 with `eager` and with tilewise, and
-with `eager` in float64: tilewise's error may be four times that of `eager` plus one unit roundoff. *plain* is a batch without padding;
-*padded* has padding on the left, then on the right; *causal*: the first token's output does not move when the last token
+with `eager` in float64: tilewise's error may be four times that of `eager` plus one unit roundoff. *plain* is a batch without
+padding; *padded* has padding on the left, then on the right; *causal*: the first token's output does not move when the last token
 changes; *cached* continues a padded batch with a cache; *weights* are those of `output_attentions=True`.
 
 {counts}

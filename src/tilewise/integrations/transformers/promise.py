@@ -75,7 +75,7 @@ class PromisedMask(Tensor):
                 return own._on(own.device)
             if func is _aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
                 return own._on(kwargs.get("device") or own.device)
-        mixes = func is _aten.cat.default and not all(isinstance(x, PromisedMask) for x in own)
+        mixes = func is _aten.cat.default and not all(isinstance(x, PromisedMask) for x in args[0])
         if mixes or func.overloadpacket in _AS_FLOATS:
             raise ArgumentError(
                 "attention_mask: a layer calculates with the boolean mask of attn_implementation='tilewise' as if it were one of "

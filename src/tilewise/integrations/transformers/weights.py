@@ -22,13 +22,14 @@ ROWS = 256
 
 
 def asked_for(features: dict[str, Any]) -> bool:
-    """Whether the caller of the model wants weights. Not every layer passes that on: the model's collector knows too."""
+    """Whether the caller of the model wants weights. Not every layer passes that on; the model's collector, which a compiled
+    graph cannot ask, knows too."""
     wanted = features.get("output_attentions")
-    if wanted is not None:
+    if wanted is not None or torch.compiler.is_compiling():
         return bool(wanted)
     collector = _collector()
-    collected = collector.get() if collector is not None else None
-    return bool(collected) and any(name.endswith("attentions") for name in collected)
+    collected = (collector.get() if collector is not None else None) or ()
+    return any(name.endswith("attentions") for name in collected)
 
 
 @cache
