@@ -28,7 +28,9 @@ def asked_for(features: dict[str, Any]) -> bool:
     if wanted is not None or torch.compiler.is_compiling():
         return bool(wanted)
     collector = _collector()
-    collected = (collector.get() if collector is not None else None) or ()
+    collected = collector.get() if collector is not None else None
+    if not collected:
+        return False
     return any(name.endswith("attentions") for name in collected)
 
 
