@@ -7,7 +7,7 @@ SEED   ?= 0
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test test-browser lint types unit fuzz bench compile-matrix clean
+.PHONY: help setup demo test test-browser test-models lint types unit fuzz bench compile-matrix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make lint | types | unit    each alone"
 	@echo "make fuzz    random calls on every backend against float64: MINUTES=10, SEED=1, WORKERS=1"
 	@echo "make test-browser    the report in a real browser (installs chromium where it may)"
+	@echo "make test-models     every model type of transformers beside eager, and the table in docs/models.md (minutes)"
 	@echo "make bench   side by side with SDPA and what else is installed"
 	@echo "make compile-matrix   the GPU kernels compiled for every target, without a GPU"
 	@echo "make clean   remove the virtual environment and caches"
@@ -62,6 +63,10 @@ compile-matrix: $(STAMP)
 
 test-browser: $(STAMP)
 	.ci/test-browser $(BIN)/python
+
+# Every model type of transformers, tiny; a sample of them is part of `make test`. `--write` writes the table anew.
+test-models: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m tests.integrations.zoo --workers $(WORKERS)
 
 bench: $(STAMP)
 	$(BIN)/tilewise bench

@@ -180,6 +180,8 @@ ARITHMETIC: dict[str, Callable[[Tensor], Any]] = {
     "added in place": lambda m: torch.zeros(2, 3, 4, 6).add_(m),
     "a part of it": lambda m: torch.zeros(2, 3, 4, 5) + m[:, :, :, :5],
     "the whole as a slice": lambda m: m[:, :, :, :6] + torch.zeros(2, 3, 4, 6),
+    "joined with a bias": lambda m: torch.cat([m, torch.zeros(2, 1, 4, 2).to(m.dtype)], dim=-1),
+    "padded": lambda m: torch.nn.functional.pad(m, (0, 2), value=0.0),
     "turned into a bias": lambda m: (1.0 - m) * -1e9,
     "negated and expanded": lambda m: torch.zeros(2, 3, 4, 6) + (~m).expand(-1, 3, -1, -1),
 }
@@ -187,9 +189,9 @@ ARITHMETIC: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("operation", ARITHMETIC.values(), ids=ARITHMETIC)
 def test_a_promise_is_not_calculated_with(operation: Callable[[Tensor], Any]) -> None:
-    """A boolean that is added to scores hides nothing: the layer computes attention itself, and is told so."""
+    """Taken for a mask of floats, a boolean shows what it should hide, or hides what it should show."""
     promise = PromisedMask(tw.causal(), (2, 1, 4, 6), torch.device("cpu"))
-    with pytest.raises(ArgumentError, match="computes attention itself"):
+    with pytest.raises(ArgumentError, match="as if it were one of floats"):
         operation(promise)
 
 

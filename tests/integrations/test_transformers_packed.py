@@ -91,6 +91,7 @@ def test_a_cache_that_holds_packed_tokens_is_refused() -> None:
         ({"cu_seq_lens_q": torch.tensor([0, 5]), "cu_seq_lens_k": torch.tensor([0, 2, 5])}, "2 sequences"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 2, 5])}, "must not fall"),
         ({"cu_seq_lens_q": torch.tensor([[0, 5]])}, "one dimension"),
+        ({"cu_seq_lens_k": torch.tensor([0, 5])}, "need both"),
     ],
 )
 def test_boundaries_that_do_not_fit_raise(features: dict[str, Any], complaint: str) -> None:

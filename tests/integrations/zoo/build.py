@@ -12,12 +12,16 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from tests.integrations.zoo.configs import WORDS, tiny
+from tests.integrations.zoo.configs import VARIANTS, WORDS, tiny
 
 LENGTH, PADDING, LATER = 11, 3, 3
 """Tokens of a sequence, those of the first one that are padding, and those that come in a second step with a cache."""
-MOST = 3_000_000  # parameters: more take seconds
+MOST = 4_000_000  # parameters: more take seconds
 TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ")
+
+
+PARTS = {"blt_global_transformer": "a part of blt, which makes its mask"}
+"""Types whose model is never called alone."""
 
 
 class Unbuildable(Exception):
@@ -28,7 +32,8 @@ def model_class(model_type: str) -> Any:
     """The class with a head for words if there is one, else the plain model, else any that takes the configuration."""
     config_class = CONFIG_MAPPING[model_type]
     module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
-    for task in TASKS:
+    several = "text_config" in getattr(config_class, "sub_configs", {})
+    for task in sorted(TASKS, key=lambda task: task != "IMAGE_TEXT_TO_TEXT") if several else TASKS:
         name = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").get(model_type)
         if isinstance(name, str) and hasattr(module, name):
             return getattr(module, name)
@@ -50,9 +55,32 @@ def model_class(model_type: str) -> Any:
     return fitting[0]
 
 
-def build(model_type: str, implementation: str) -> Any:
+def prepare(model_type: str) -> tuple[Any, dict[str, Any], dict[str, Tensor]]:
+    """A model on eager that runs, the variant of its configuration, and its inputs; else the first variant's trouble."""
+    if model_type in PARTS:
+        raise Unbuildable(PARTS[model_type])
+    trouble: Exception | None = None
+    for variant in VARIANTS:
+        try:
+            model = build(model_type, "eager", variant)
+        except Exception as error:
+            trouble = trouble or error
+            continue
+        for images in (False, True) if "pixel_values" in inspect.signature(model.forward).parameters else (False,):
+            try:
+                given = inputs(model, images)
+                with torch.no_grad():
+                    model(**given)
+                return model, variant, given
+            except Exception as error:
+                trouble = trouble or error
+    assert trouble is not None
+    raise trouble
+
+
+def build(model_type: str, implementation: str | dict[str, str], variant: dict[str, Any]) -> Any:
     """The model in float32, always with the same weights."""
-    config = tiny(model_type)
+    config = tiny(model_type, variant)
     kind = model_class(model_type)
     config._attn_implementation = implementation
     config._experts_implementation = "eager"  # the grouped matrix product of the experts has no float64
@@ -83,8 +111,8 @@ def draw(model: Any) -> None:
             p.mul_(1 + 0.2 * noise)
 
 
-def inputs(model: Any) -> dict[str, Tensor]:
-    """Two sequences of which the first is padded, or two images, or two sounds."""
+def inputs(model: Any, images: bool) -> dict[str, Tensor]:
+    """Two sequences, with two images if asked for; or two images, or two sounds."""
     g = torch.Generator().manual_seed(1)
     names = inspect.signature(model.forward).parameters
     made: dict[str, Tensor] = {}
@@ -92,11 +120,13 @@ def inputs(model: Any) -> dict[str, Tensor]:
         made["input_ids"] = torch.randint(*WORDS, (2, LENGTH), generator=g)
         if "attention_mask" in names:
             made["attention_mask"] = torch.ones(2, LENGTH, dtype=torch.int64)
-    elif "pixel_values" in names:
+    if "pixel_values" in names and (images or not made):
         config = getattr(model.config, "vision_config", model.config)
         size = getattr(config, "image_size", 32)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         made["pixel_values"] = torch.randn(2, getattr(config, "num_channels", 3), height, width, generator=g)
+    elif made:
+        pass
     elif "input_values" in names:
         made["input_values"] = torch.randn(2, 4000, generator=g)
     elif "input_features" in names:

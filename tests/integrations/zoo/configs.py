@@ -6,7 +6,9 @@ entry here. Lists that give every layer its kind keep one layer of each kind.
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 from transformers import CONFIG_MAPPING
@@ -46,54 +48,99 @@ KEEP = re.compile(
 KINDS = re.compile(r"layer_types|layers_block_type|attention_layers|block_types|hybrid_override_pattern")
 """Lists with a kind for each layer."""
 
-EXTRA: dict[str, dict[str, Any]] = {}
+LISTS: dict[str, Callable[[list[int]], list[int]]] = {
+    "depths": lambda x: [1] * len(x),
+    "num_heads": lambda x: [2**i for i in range(len(x))],
+    "hidden_sizes": lambda x: [16 * 2**i for i in range(len(x))],
+    "neck_hidden_sizes": lambda x: [16] * len(x),
+    "conv_dim": lambda x: [16] * len(x),
+    "tdnn_dim": lambda x: [16] * len(x),
+}
+"""Lists with a size for each stage."""
+
+OPEN: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "vocab_size": VOCABULARY,
+    "sliding_window": 4,
+}
+"""For fields whose default is None."""
+MULTIMODAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    OPEN,
+    {**OPEN, "rope_parameters": {**MULTIMODAL_ROPE, "mrope_section": [2, 1, 1]}},
+    {"rope_parameters": {**MULTIMODAL_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
+]
+"""Tried in turn until a model runs: fields that are left open, and sections of rotary embeddings that must fill a head."""
+
+EXTRA: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_d_head": 16, "attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_head": 16, "mamba_d_ssm": 64},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "granitemoehybrid": {"mamba_d_head": 16, "layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "mobilebert": {"true_hidden_size": 32, "intra_bottleneck_size": 32, "embedding_size": 32},
+}
 """What a type needs beside the rules."""
 
 
-def tiny(model_type: str) -> Any:
+def tiny(model_type: str, variant: dict[str, Any]) -> Any:
     """A small configuration of the type; raises what its class raises."""
     kind = CONFIG_MAPPING[model_type]
-    return kind(**{**fields(kind, kind()), **EXTRA.get(model_type, {})})
+    default = kind()
+    return kind(**{**fields(kind, default, variant), **EXTRA.get(model_type, {})})
 
 
-def fields(kind: Any, default: Any) -> dict[str, Any]:
+def fields(kind: Any, default: Any, variant: dict[str, Any]) -> dict[str, Any]:
     """Arguments that make a configuration like `default` small."""
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     special = VOCABULARY - 1
     for name, value in vars(default).items():
+        if name.startswith("_") or name in getattr(kind, "attribute_map", {}):
+            continue
         if hasattr(value, "to_dict"):
             if name in getattr(kind, "sub_configs", {}):
-                sub = fields(type(value), value)
-                if "model_type" in value.to_dict():
-                    sub["model_type"] = value.model_type
-                made[name] = sub
-        elif name.startswith("_") or name in getattr(kind, "attribute_map", {}):
-            continue
+                made[name] = {**fields(type(value), value, variant), "model_type": value.model_type}
         elif re.fullmatch(r".*_token_(id|index)|.*_index", name) and isinstance(value, int) and value >= VOCABULARY:
             made[name] = special
             special -= 1
-        elif KINDS.fullmatch(name) and isinstance(value, list) and value and isinstance(value[0], str):
-            made[name] = list(dict.fromkeys(value))[:4]
-            if len(made[name]) == 1:
-                made[name] *= 2
-        elif isinstance(value, int) and not isinstance(value, bool) and not KEEP.fullmatch(name):
-            small = size(name, value)
+        elif isinstance(value, (list, tuple)) and value:
+            small = listed(name, list(value))
             if small is not None:
                 made[name] = small
-    if default_heads(default) is not None and default_heads(default) == getattr(default, "num_key_value_heads", None):
-        made["num_key_value_heads"] = made.get("num_attention_heads")
-    rope = getattr(default, "rope_parameters", None)
-    if isinstance(rope, dict) and "mrope_section" in rope:
-        made["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}  # halves of a head of 8
+        elif isinstance(value, int) and not isinstance(value, bool) and not KEEP.fullmatch(name):
+            number = size(name, value)
+            if number is not None:
+                made[name] = number
+            if name.endswith("key_value_heads") and value == getattr(default, name.replace("key_value", "attention"), None):
+                made[name] = 4
     for name in KINDS.pattern.split("|"):
         if name in made and "num_hidden_layers" in made:
             made["num_hidden_layers"] = len(made[name])
-    return {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **made}
+    if "qk_rope_head_dim" in made:  # latent attention: the other widths follow from two
+        made.pop("head_dim", None)
+        made["qk_head_dim"] = made["qk_rope_head_dim"] + made.get("qk_nope_head_dim", 0)
+    for name, value in variant.items():
+        if name in vars(default) and (getattr(default, name) is None or name == "rope_parameters"):
+            made[name] = copy.deepcopy(value)  # classes write into it
+    return made
 
 
-def default_heads(default: Any) -> int | None:
-    heads = getattr(default, "num_attention_heads", None)
-    return heads if isinstance(heads, int) else None
+def listed(name: str, value: list[Any]) -> list[Any] | None:
+    if KINDS.fullmatch(name) and isinstance(value[0], str):
+        kinds = list(dict.fromkeys(value))[:4]
+        return kinds * 2 if len(kinds) == 1 else kinds
+    if name in LISTS and isinstance(value[0], int):
+        return LISTS[name](value)
+    return None
 
 
 def size(name: str, value: int) -> int | None:

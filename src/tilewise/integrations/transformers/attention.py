@@ -11,7 +11,7 @@ from tilewise.api.attention import attention
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
 from tilewise.integrations.transformers.packed import packed_mask
 from tilewise.integrations.transformers.promise import PromisedMask
-from tilewise.integrations.transformers.weights import attention_weights
+from tilewise.integrations.transformers.weights import asked_for, attention_weights
 from tilewise.masks import Mask, causal, dense, full, window
 
 UNSERVED = {
@@ -61,7 +61,7 @@ def attention_function(
         bias = position_bias if bias is None else bias + position_bias
     if isinstance(scaling, Tensor):  # a learned scale: its gradient flows through q
         query, scaling = query * scaling, 1.0
-    wanted = bool(features.get("output_attentions"))
+    wanted = asked_for(features)
     options: dict[str, Any] = {
         "mask": mask,
         "scale": scaling,

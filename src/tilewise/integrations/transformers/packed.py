@@ -17,11 +17,12 @@ from tilewise.masks import Mask, documents
 
 def packed_mask(query: Tensor, key: Tensor, features: dict[str, Any], is_causal: bool) -> Mask | None:
     """Each query sees the keys of its own sequence; None where no boundaries are given."""
-    given = [features.get("cu_seq_lens_q"), features.get("cu_seq_lens_k")]
-    bounds = [x for x in given if x is not None]
-    if not bounds:
-        return None
-    cu_q, cu_k = bounds[0], bounds[-1]
+    cu_q = features.get("cu_seq_lens_q")
+    cu_k = features.get("cu_seq_lens_k", cu_q)
+    if cu_q is None or cu_k is None:
+        if cu_q is cu_k:
+            return None
+        raise ArgumentError("cu_seq_lens_q: one of cu_seq_lens_q and cu_seq_lens_k is None; need both, or the first alone")
     queries, keys = query.shape[2], key.shape[2]
     if query.shape[0] != 1:
         raise ArgumentError(

@@ -5,12 +5,13 @@ and some models slice, move or negate it. A `PromisedMask` has the shape, dtype 
 mask instead of its elements. The attention function takes the mask out; every other operation fills the tensor in first, so
 whatever a model does to it gives what the dense mask would have given.
 
-One thing is refused: arithmetic. A model that adds the mask to scores computes its attention itself and takes the mask for the
-float mask of `eager`; a boolean would be added as 0 and 1, and hide nothing.
+Refused is what takes the mask for the float mask of `eager`, 0 where a key is seen: arithmetic, by a layer that computes its
+attention itself, and padding or joining it with other tensors, where 0 or False would hide what 0.0 shows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from tilewise.masks import Binding, Mask, MaskShape, allowed, dense
 
 _aten = torch.ops.aten
 _KEEP = {_aten.detach.default, _aten.alias.default, _aten.clone.default}
-_ARITHMETIC = {
+_AS_FLOATS = {
     getattr(_aten, name + suffix)
     for name in ("add", "sub", "mul", "div", "addcmul", "baddbmm")
     for suffix in ("", "_")
-} | {_aten.rsub}
+} | {_aten.rsub, _aten.constant_pad_nd}
 
 
 def filled(mask: Mask, shape: MaskShape, rows: tuple[int, int], device: torch.device) -> Tensor | None:
@@ -47,7 +48,7 @@ class PromisedMask(Tensor):
     description: Mask
 
     @staticmethod
-    def __new__(cls, description: Mask, shape: tuple[int, int, int, int], device: torch.device) -> PromisedMask:
+    def __new__(cls, description: Mask, shape: Sequence[int], device: torch.device) -> PromisedMask:
         promise: PromisedMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         promise.description = description
         return promise
@@ -74,16 +75,16 @@ class PromisedMask(Tensor):
                 return own._on(own.device)
             if func is _aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
                 return own._on(kwargs.get("device") or own.device)
-        if func.overloadpacket in _ARITHMETIC:
+        mixes = func is _aten.cat.default and not all(isinstance(x, PromisedMask) for x in args[0])
+        if mixes or func.overloadpacket in _AS_FLOATS:
             raise ArgumentError(
-                "attention_mask: a layer calculates with the boolean mask of attn_implementation='tilewise' instead of handing "
-                "it to the attention function, so it computes attention itself and would see what is masked; "
-                "use model.set_attn_implementation('eager')"
+                "attention_mask: a layer calculates with the boolean mask of attn_implementation='tilewise' as if it were one of "
+                "floats, or computes attention itself, and would see what is masked; use model.set_attn_implementation('eager')"
             )
         args, kwargs = torch.utils._pytree.tree_map_only(PromisedMask, PromisedMask.dense, (args, kwargs))
         made = func(*args, **kwargs)
         if type(made) is Tensor and made.dtype == torch.bool and made.ndim == 4 and not torch.compiler.is_compiling():
-            return PromisedMask(dense(made), tuple(made.shape), made.device)  # a part or a combination: still a mask
+            return PromisedMask(dense(made), made.shape, made.device)  # a part or a combination: still a mask
         return made
 
     def _whole(self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> bool:
@@ -91,4 +92,4 @@ class PromisedMask(Tensor):
         return not start and (end is None or end >= self.shape[dim]) and step == 1
 
     def _on(self, device: torch.device) -> PromisedMask:
-        return PromisedMask(self.description.to(device), tuple(self.shape), torch.device(device))
+        return PromisedMask(self.description.to(device), self.shape, torch.device(device))

@@ -1,6 +1,7 @@
 """Entering transformers' own registries.
 
-One method of transformers is extended: where a model checks the name of its implementation, it also refuses what cannot be served.
+One method of transformers is extended: where a model checks the name of its implementation, it also refuses what cannot be
+served.
 """
 
 from __future__ import annotations

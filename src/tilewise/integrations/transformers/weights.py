@@ -7,6 +7,7 @@ what `eager` returns: the weights after dropout, in the dtype of the queries, wi
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,29 @@ from tilewise.numerics.philox import keep_tile
 
 ROWS = 256
 """Queries of a tile."""
+
+
+def asked_for(features: dict[str, Any]) -> bool:
+    """Whether the caller of the model wants weights. Not every layer passes that on; the model's collector, which a compiled
+    graph cannot ask, knows too."""
+    wanted = features.get("output_attentions")
+    if wanted is not None or torch.compiler.is_compiling():
+        return bool(wanted)
+    collector = _collector()
+    collected = collector.get() if collector is not None else None
+    if not collected:
+        return False
+    return any(name.endswith("attentions") for name in collected)
+
+
+@cache
+def _collector() -> Any:
+    """Where transformers gathers what layers return during a forward; None where it has none."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return None
+    return _active_collector
 
 
 def attention_weights(query: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor:
