@@ -118,7 +118,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, 
 
 def _subclass(attn_mask: Tensor, queries: int, keys: int) -> tuple[Mask | None, Tensor | None]:
     """A mask that is a tensor by name only, as a tilewise mask; or the tensor, if its class answers for its own memory."""
-    from torch.nn.attention.bias import CausalBias, CausalVariant  # prototypes of torch's: needed by few, and they may move
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # prototypes: few need them, and they may move
 
     kind = type(attn_mask)
     if isinstance(attn_mask, CausalBias):

@@ -163,7 +163,8 @@ class MultiheadAttention(nn.Module):
         assert isinstance(out, Tensor)
         out = self.out_proj(out.flatten(-2))
         if inputs[0].layout == torch.jagged:
-            return torch.nested.nested_tensor_from_jagged(out, inputs[0].offsets())
+            offsets: Tensor = inputs[0].offsets()  # type: ignore[attr-defined]  # jagged tensors have it
+            return torch.nested.nested_tensor_from_jagged(out, offsets)
         return torch.nested.as_nested_tensor(list(out.split(lengths[0])))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
