@@ -7,7 +7,7 @@ SEED   ?= 0
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test test-browser test-models lint types unit fuzz bench compile-matrix clean
+.PHONY: help setup demo test test-browser test-models test-versions lint types unit fuzz bench compile-matrix clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make fuzz    random calls on every backend against float64: MINUTES=10, SEED=1, WORKERS=1"
 	@echo "make test-browser    the report in a real browser (installs chromium where it may)"
 	@echo "make test-models     every model type of transformers beside eager, and the table in docs/models.md (minutes)"
+	@echo "make test-versions   a choice of the tests under the oldest supported torch and the pinned one, on a CPU"
 	@echo "make bench   side by side with SDPA and what else is installed"
 	@echo "make compile-matrix   the GPU kernels compiled for every target, without a GPU"
 	@echo "make clean   remove the virtual environment and caches"
@@ -68,8 +69,12 @@ test-browser: $(STAMP)
 test-models: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m tests.integrations.zoo --workers $(WORKERS)
 
+# A few minutes. Refuses, and installs nothing, where the package index has no CPU build of the oldest torch.
+test-versions: $(STAMP)
+	$(BIN)/python tools/test_versions.py --workers $(WORKERS)
+
 bench: $(STAMP)
 	$(BIN)/tilewise bench
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -7,6 +7,7 @@ import math
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -238,6 +239,31 @@ def test_signatures(name: str) -> None:
     found = inspect.signature(getattr(fa, name)).parameters
     assert {n: p.default for n, p in found.items()} == want
     assert list(found) == list(want)
+
+
+@pytest.mark.parametrize(
+    "sides",
+    [torch.tensor([2, 1]), (np.int64(2), np.int32(1)), np.array([2, 1]), (torch.tensor(2), 1), [2, 1]],
+    ids=["tensor", "numpy scalars", "array", "tensor scalar", "list"],
+)
+def test_numbers_of_any_kind(sides: Any) -> None:
+    """flash_attn's own tests pass a tensor of two sides."""
+    q = randn(2, 7, 4, 8)
+    want = fa.flash_attn_func(q, q, q, softmax_scale=0.25, window_size=(2, 1), softcap=3.0)
+    got = fa.flash_attn_func(
+        q, q, q, softmax_scale=np.float32(0.25), window_size=sides, softcap=torch.tensor(3.0), dropout_p=np.float64(0)
+    )
+    assert torch.equal(got, want)
+    cu = torch.tensor([0, 3, 7])
+    packed = fa.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 4, 4, window_size=sides)
+    assert torch.equal(packed, fa.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 4, 4, window_size=(2, 1)))
+
+
+@pytest.mark.parametrize("sides", [torch.tensor([2.0, 1.0]), torch.tensor([1, 2, 3]), 5, None, ("2", "1"), (-2, 0)], ids=str)
+def test_a_window_that_is_no_pair_of_integers_is_named(sides: Any) -> None:
+    x = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(ArgumentError, match="window_size"):
+        fa.flash_attn_func(x, x, x, window_size=sides)
 
 
 def test_what_cannot_be_honoured_raises() -> None:

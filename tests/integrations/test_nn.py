@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -98,14 +99,122 @@ def test_causal_needs_no_mask_beside_it() -> None:
     assert near(ours(x, x, x, mask=tw.causal())[0], want, E + L)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_inside_torchs_encoder_layer(training: bool) -> None:
+SQUARE = HIDDEN[:, :L]
+PAST_END = PADDING[:, :L] | (torch.arange(L) >= 3) & torch.tensor([[True], [False]])
+LAYER_CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "padding": {"src_key_padding_mask": PAST_END},
+    "hidden": {"src_mask": SQUARE},
+    "added": {"src_mask": randn(L, L)},
+    "padding and hidden": {"src_mask": SQUARE, "src_key_padding_mask": PAST_END},
+    "causal": {"src_mask": nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64), "is_causal": True},
+}
+
+
+def swapped(module: nn.Module) -> nn.Module:
+    """A copy of the module with every MultiheadAttention of torch's replaced by ours."""
+    module = copy.deepcopy(module)
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.MultiheadAttention):
+                setattr(parent, name, MultiheadAttention.from_torch(child))
+    return module
+
+
+def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, batch_first=True, dtype=torch.float64).train(training)
+    return nn.TransformerEncoderLayer(E, H, 32, dropout=0.0, dtype=torch.float64, **{"batch_first": True, **options})
+
+
+@pytest.mark.parametrize("call", LAYER_CALLS.values(), ids=LAYER_CALLS)
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norm first", "norm last"])
+def test_inside_torchs_encoder_layer(norm_first: bool, training: bool, grad: bool, call: dict[str, Any]) -> None:
+    """At inference torch's layer takes the weights and computes by itself; ours must be asked instead."""
+    theirs = encoder_layer(norm_first=norm_first).train(training)
+    ours = swapped(theirs)
+    asked: list[tuple[int, ...]] = []
+    ours.self_attn.forward = counting(ours.self_attn.forward, asked)  # type: ignore[union-attr, assignment]
     x = randn(N, L, E)
-    want = layer(x, src_key_padding_mask=PADDING[:, :L])
-    layer.self_attn = MultiheadAttention.from_torch(layer.self_attn)
-    assert near(layer(x, src_key_padding_mask=PADDING[:, :L]), want, 32 * E)
+    with torch.set_grad_enabled(grad):
+        assert near(ours(x, **call), step_by_step(theirs, x, **call), 32 * E)
+    assert asked == [(N, L, E)]
+
+
+def step_by_step(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Without torch's fast path, which takes an added mask for a boolean one."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        out: Tensor = module(*args, **kwargs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    return out
+
+
+def counting(function: Any, asked: list[tuple[int, ...]]) -> Any:
+    def count(query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.append(tuple(query.shape) if not query.is_nested else (query.size(0),))
+        return function(query, *args, **kwargs)
+
+    return count
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["swapped late", "swapped early"])
+@pytest.mark.parametrize("call", LAYER_CALLS.values(), ids=LAYER_CALLS)
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_inside_torchs_encoder_at_inference(call: dict[str, Any], late: bool) -> None:
+    """Of padded batches torch makes nested tensors, if the layers were its own when the encoder was made."""
+    call = {"mask" if name == "src_mask" else name: value for name, value in call.items()}
+    layer = encoder_layer()
+    theirs = nn.TransformerEncoder(layer, 2).eval()
+    ours = swapped(theirs) if late else nn.TransformerEncoder(swapped(layer), 2).eval()  # type: ignore[arg-type]
+    ours.load_state_dict(theirs.state_dict())
+    x = randn(N, L, E)
+    with torch.no_grad():
+        got, want = ours(x, **call), step_by_step(theirs, x, **call)
+    padding = call.get("src_key_padding_mask")
+    if padding is not None:  # what stands at the padding is zero or anything
+        got, want = got[~padding], want[~padding]
+    assert near(got, want, 2 * 32 * E)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "sequence first"])
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_inside_torchs_transformer(batch_first: bool, training: bool) -> None:
+    torch.manual_seed(0)
+    theirs = nn.Transformer(E, H, 1, 1, 32, dropout=0.0, batch_first=batch_first, dtype=torch.float64).train(training)
+    ours = swapped(theirs)
+    src, tgt = randn(N, S, E), randn(N, L, E, seed=1)
+    if not batch_first:
+        src, tgt = src.transpose(0, 1), tgt.transpose(0, 1)
+    call = {
+        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64),
+        "memory_mask": HIDDEN,
+        "src_key_padding_mask": PADDING,
+        "memory_key_padding_mask": PADDING,
+    }
+    with torch.set_grad_enabled(training):
+        assert near(ours(src, tgt, **call), theirs(src, tgt, **call), 4 * 32 * E)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_nested_tensors_are_their_sequences(layout: torch.layout) -> None:
+    layer = MultiheadAttention.from_torch(torch_layer(batch_first=True))
+    rows = [randn(n, E, seed=n) for n in (3, 5, 1)]
+    x = torch.nested.nested_tensor(rows, layout=layout)
+    for call in ({}, {"is_causal": True}, {"mask": tw.window(2)}):
+        out = layer(x, x, x, **call)[0]
+        assert out.layout == layout
+        for got, row in zip(out.unbind(), rows, strict=True):
+            assert near(got, layer(row, row, row, **call)[0], E + L)
+    with pytest.raises(LayoutError, match="no padding"):
+        layer(x, x, x, key_padding_mask=PADDING)
+    with pytest.raises(LayoutError, match="nested all three"):
+        layer(x, rows[0][None], rows[0][None])
 
 
 def test_multihead_says_what_is_wrong() -> None:
@@ -157,6 +266,28 @@ def test_rotary_depends_on_distance_only() -> None:
     assert abs(score(3, 1) - score(4, 1)) > 1e-3
     with pytest.raises(ArgumentError, match="even"):
         Rotary(7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_cast_model_turns_by_the_same_angles(dtype: torch.dtype) -> None:
+    """Each result is rounded a few times in its own dtype; frequencies that were rounded too are off by whole turns."""
+    positions = torch.arange(0, 4096, 63)
+    x = randn(1, len(positions), 1, 64).to(dtype)
+    want = Rotary(64)(x.double(), positions)
+    got = Rotary(64).to(dtype)(x, positions)
+    assert got.dtype == dtype
+    assert float((got.double() - want).abs().max()) <= 4 * torch.finfo(dtype).eps * float(x.double().abs().max())
+
+
+def test_a_model_made_on_the_meta_device_turns_by_the_same_angles() -> None:
+    torch.manual_seed(0)
+    want = Attention(32, 4).double()
+    with torch.device("meta"):
+        made = Attention(32, 4).double()
+    made = made.to_empty(device="cpu")
+    assert str(made.load_state_dict(want.state_dict())) == "<All keys matched successfully>"
+    x = randn(2, 9, 32)
+    assert torch.equal(made(x), want(x))
 
 
 def test_a_cache_continues_where_the_text_ended() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as imported_early
 
 import tilewise as tw
@@ -227,3 +229,120 @@ def test_the_backend_can_be_chosen() -> None:
         imported_early(Q, Q, Q)
     assert routed.served == 0
     assert "no such thing" in next(iter(routed.fallbacks))
+
+
+def causal_biases() -> dict[str, Any]:
+    return {"upper left": causal_upper_left, "lower right": causal_lower_right}
+
+
+@pytest.mark.parametrize("lengths", [(16, 16), (5, 7)], ids=str)
+@pytest.mark.parametrize("bias", causal_biases().values(), ids=causal_biases())
+def test_torchs_causal_biases_are_the_masks_they_stand_for(bias: Any, lengths: tuple[int, int]) -> None:
+    """They are tensors by name only: their memory is whatever was there before."""
+    q, k, v = (randn(2, 4, n, 8) for n in (lengths[0], lengths[1], lengths[1]))
+    want = imported_early(q, k, v, attn_mask=bias(*lengths)._materialize())
+    assert apart(tw.sdpa(q, k, v, attn_mask=bias(*lengths)), want, q, k, v) <= 1
+    with tw.replace_sdpa() as routed:
+        got = imported_early(q, k, v, attn_mask=bias(*lengths))
+    assert apart(got, want, q, k, v) <= 1
+    assert routed.served == 1 and not routed.fallbacks
+
+
+def test_a_causal_bias_of_other_lengths_is_refused() -> None:
+    with pytest.raises(TilewiseError, match="16 queries and 16 keys"):
+        tw.sdpa(Q, Q, Q, attn_mask=causal_upper_left(16, 16))
+    with pytest.raises(TilewiseError, match="is_causal"):
+        tw.sdpa(Q, Q, Q, attn_mask=causal_upper_left(5, 5), is_causal=True)
+
+
+class Unknown(torch.Tensor):
+    """A tensor whose numbers may mean anything."""
+
+
+def test_a_mask_of_an_unknown_kind_is_refused() -> None:
+    for mask in (randn(5, 5), randn(5, 5) > 0):
+        with pytest.raises(TilewiseError, match="Unknown"):
+            tw.sdpa(Q, Q, Q, attn_mask=mask.as_subclass(Unknown))
+        assert torch.equal(tw.sdpa(Q, Q, Q, torch.nn.Parameter(mask, requires_grad=False)), tw.sdpa(Q, Q, Q, mask))
+
+
+def transforms() -> dict[str, Any]:
+    """What `torch.func` makes of SDPA, each giving one tensor."""
+    sdpa = imported_early
+
+    def per_sample() -> Any:
+        return torch.func.vmap(torch.func.grad(lambda a: sdpa(a[None], Q, Q).square().sum()))(Q)
+
+    return {
+        "grad": lambda: torch.func.grad(lambda a: sdpa(a, Q, Q).square().sum())(Q),
+        "vmap": lambda: torch.func.vmap(lambda a: sdpa(a, Q[0], Q[0]))(torch.cat([Q, Q + 1])),
+        "jacrev": lambda: torch.func.jacrev(lambda a: sdpa(a, Q, Q).sum((0, 1, 3)))(Q),
+        "vjp": lambda: torch.func.vjp(lambda a: sdpa(a, Q, Q), Q)[1](Q)[0],
+        "per-sample gradients": per_sample,
+    }
+
+
+@pytest.mark.parametrize("transform", transforms().values(), ids=transforms())
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_fall_back_with_the_reason(transform: Any) -> None:
+    want = transform()
+    with tw.replace_sdpa() as routed:
+        got = transform()
+    assert torch.allclose(got, want)
+    assert routed.served == 0
+    ((reason, count),) = routed.fallbacks.items()
+    assert "torch.func" in reason and count == 1
+    with tw.replace_sdpa(strict=True), pytest.raises(TilewiseError, match=r"torch\.func"):
+        transform()
+
+
+def test_forward_derivatives_fall_back_with_the_reason() -> None:
+    def tangent() -> torch.Tensor:
+        return torch.func.jvp(lambda a: imported_early(a, Q, Q), (Q,), (Q,))[1]
+
+    with sdpa_kernel(SDPBackend.MATH):  # the one that has them
+        want = tangent()
+        with tw.replace_sdpa() as routed:
+            got = tangent()
+    assert torch.allclose(got, want)
+    assert routed.served == 0 and routed.fallbacks.total() == 1
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_batched_gradients() -> None:
+    """The forward is served; its gradients come in a batch, without memory of their own."""
+    q, k, v = (randn(2, 2, 5, 8, seed=i).requires_grad_() for i in range(3))
+    upstream = randn(3, 2, 2, 5, 8, seed=9)
+
+    def gradients(out: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        return [
+            torch.autograd.grad(out, (q, k, v), upstream, is_grads_batched=True, retain_graph=True),
+            torch.func.vmap(lambda g: torch.autograd.grad(out, (q, k, v), g, retain_graph=True))(upstream),
+            (torch.autograd.functional.jacobian(lambda a: imported_early(a, k, v).sum((0, 1)), q, vectorize=True),),
+        ]
+
+    want = gradients(imported_early(q, k, v, is_causal=True))
+    with tw.replace_sdpa() as routed:
+        got = gradients(imported_early(q, k, v, is_causal=True))
+    assert routed.served == 2 and not routed.fallbacks
+    for ours, theirs in zip(got, want, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert apart(a, b, q, k, v, float(upstream.abs().max())) <= 1
+
+
+@pytest.mark.parametrize("mask", [None, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_autocast_takes_mixed_dtypes(mask: torch.dtype | None) -> None:
+    """SDPA casts all of them; in bfloat16 the results may differ by its rounding."""
+    q, k, v = randn(2, 4, 5, 8).float(), randn(2, 4, 7, 8).float(), randn(2, 4, 7, 8).bfloat16()
+    attn_mask = None if mask is None else randn(5, 7).to(mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want, got = imported_early(q, k, v, attn_mask), tw.sdpa(q, k, v, attn_mask)
+        with tw.replace_sdpa() as routed:
+            routed_out = imported_early(q, k, v, attn_mask)
+        ours = tw.attention(q, k, v)
+    assert got.dtype == want.dtype == ours.dtype == torch.bfloat16
+    assert routed.served == 1 and torch.equal(routed_out, got)
+    assert float((got - want).abs().max()) <= 8 * torch.finfo(torch.bfloat16).eps * float(v.abs().max())
+    assert torch.equal(ours, tw.attention(q.bfloat16(), k.bfloat16(), v))
+    with pytest.raises(TilewiseError, match="dtype"):
+        tw.sdpa(q, k, v)

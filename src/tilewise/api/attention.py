@@ -154,8 +154,8 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, request: Request, layout: str = "bh
     """The problem and its inputs in the inside layout; raises for what makes no sense."""
     if layout not in LAYOUTS:
         raise LayoutError(f"layout: got {layout!r}, need 'bhsd' (batch, heads, sequence, dim) or 'bshd'")
-    check_tensors(q, k, v, 4, "(batch, heads, sequence, dim)" if layout == "bhsd" else "(batch, sequence, heads, dim)")
     q, k, v = autocast((q, k, v))
+    check_tensors(q, k, v, 4, "(batch, heads, sequence, dim)" if layout == "bhsd" else "(batch, sequence, heads, dim)")
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return describe((q, k, v), request)

@@ -33,18 +33,18 @@ def understand(q: Tensor, k: Tensor, v: Tensor, options: Options, *, needs_seed:
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
         refuse("attention", unknown, Options.__annotations__)
+    q, k, v = autocast((q, k, v))
     if cu_q is not None:
         check_tensors(q, k, v, 3, "(tokens, heads, dim)")
         cu_k = cu_q if cu_k is None else cu_k
         check_cumulative("cu_seqlens_q", cu_q, q)
         check_cumulative("cu_seqlens_k", cu_k, k)
-        packed = tuple(x.transpose(0, 1).unsqueeze(0) for x in autocast((q, k, v)))
+        packed = tuple(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         return describe((packed[0], packed[1], packed[2]), request, (cu_q.int(), cu_k.int()))
     if layout not in LAYOUTS:
         raise LayoutError(f"layout: got {layout!r}, need 'bhsd' (batch, heads, sequence, dim) or 'bshd'")
     order = "(batch, heads, sequence, dim)" if layout == "bhsd" else "(batch, sequence, heads, dim)"
     check_tensors(q, k, v, 4, order)
-    q, k, v = autocast((q, k, v))
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return describe((q, k, v), request)

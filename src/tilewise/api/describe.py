@@ -21,6 +21,10 @@ from tilewise.problem import ITEMSIZE, Problem, unboxed
 
 LAYOUTS = ("bhsd", "bshd")
 SEED_RANGE = 2**63 - 1
+_AUTOCAST = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(kind)
+)
+"""Devices that know autocast. Asked once, here: before torch 2.12 the compiler cannot trace the question."""
 _FULL = Full()
 _transforms = torch._C._functorch.peek_interpreter_stack
 
@@ -61,9 +65,14 @@ class Options(Arguments, total=False):
 
 
 def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What SDPA does under autocast: floating tensors of the device become the autocast dtype, fp64 stays."""
+    """What SDPA does under autocast: floating tensors of the device become the autocast dtype, fp64 stays.
+
+    It comes before the checks, which want one dtype; what is no tensor is left for them to name.
+    """
+    if not all(isinstance(t, Tensor) for t in tensors):
+        return tensors
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in _AUTOCAST or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
@@ -233,16 +242,19 @@ def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[T
     if isinstance(bias, Alibi):
         slopes = tensor.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
         slopes = slopes if tensor.ndim == 2 else slopes[None]
-        if slopes.shape[1] != shape.heads or slopes.shape[0] not in (1, shape.batch):
+        shared = tensor.ndim == 1 or slopes.shape[0] == shape.batch or slopes.shape[0] == 1
+        if slopes.shape[1] != shape.heads or not shared:
             raise LayoutError(
                 f"alibi: slopes has shape {tuple(tensor.shape)}, need ({shape.heads},) or ({shape.batch}, {shape.heads})"
             )
         return None, slopes
     if tensor.ndim > 4:
         raise LayoutError(f"bias: rank {tensor.ndim}, need at most 4, broadcastable to {tuple(shape)}")
-    tensor = tensor[(None,) * (4 - tensor.ndim)]
-    for size, want, axis in zip(tensor.shape, shape, ("batch", "heads", "queries", "keys"), strict=True):
-        if size not in (1, want) and not (varlen and axis in ("queries", "keys")):
+    added = 4 - tensor.ndim
+    tensor = tensor[(None,) * added]
+    sizes = list(zip(tensor.shape, shape, ("batch", "heads", "queries", "keys"), strict=True))
+    for size, want, axis in sizes[added:]:  # a batch that data decide is compared with nothing but itself
+        if size != want and size != 1 and not (varlen and axis in ("queries", "keys")):
             raise LayoutError(
                 f"bias: {size} along {axis}, the problem has {want}; need 1 or {want} (shape {tuple(bias.shape)})"
             )

@@ -101,6 +101,7 @@ def attention_varlen(
     """
     if unknown:
         refuse("attention_varlen", unknown, inspect.signature(attention_varlen).parameters)
+    q, k, v = autocast((q, k, v))
     check_tensors(q, k, v, 3, "(tokens, heads, dim)")
     cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_cumulative("cu_seqlens_q", cu_seqlens_q, q)
@@ -109,7 +110,7 @@ def attention_varlen(
         raise LayoutError(
             f"cu_seqlens_k: {cu_k.shape[0] - 1} sequences, but cu_seqlens_q has {cu_seqlens_q.shape[0] - 1}"
         )
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in autocast((q, k, v)))
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     request = Request(mask, scale, bias, softcap, sinks, dropout_p, seed, precision, deterministic, bool(return_lse))
     problem, inputs = describe((q, k, v), request, (cu_seqlens_q.int(), cu_k.int()))
     out, lse = run(problem, inputs, backend)

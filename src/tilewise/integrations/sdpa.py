@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tilewise.api.attention import attention
+from tilewise.api.describe import autocast
 from tilewise.api.names import BackendName
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, TilewiseError
 from tilewise.masks import Mask, causal, dense
+from tilewise.ops.tensors import PLAIN
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 
@@ -40,13 +42,14 @@ def sdpa(
     key: (…, H, S, E).
     value: (…, H, S, Ev).
     attn_mask: broadcasts to (…, H, L, S); a boolean one is True where a query sees a key, a floating-point one is added to
-        the scores and has a gradient.
+        the scores and has a gradient. `causal_upper_left` and `causal_lower_right` of `torch.nn.attention.bias` are the masks
+        they stand for.
     dropout_p: the probability with which a weight is dropped; the random numbers are tilewise's own.
     is_causal: causal, aligned to the top left; excludes `attn_mask`.
     scale: what scores are multiplied by; 1/√E if None.
     enable_gqa: allow fewer heads of key and value than of query.
 
-    Returns (…, H, L, Ev).
+    Returns (…, H, L, Ev). Under autocast all tensors are cast, also of different dtypes.
 
     >>> out = tw.sdpa(q, k, v, is_causal=True)
     """
@@ -65,14 +68,17 @@ def route(
     backend: BackendName = "auto",
 ) -> Tensor:
     """`sdpa` on a backend of one's choice."""
+    query, key, value = autocast((query, key, value))
     _check(query, key, value, attn_mask, is_causal)
     rank = max(query.ndim, key.ndim, value.ndim)
     lead, heads = _leading(query, key, value, enable_gqa)
     q, k, v = (_rank4(x, lead, heads_) for x, heads_ in zip((query, key, value), heads, strict=True))
     mask: Mask | None = causal(align="top_left") if is_causal else None
     bias = None
+    if attn_mask is not None and type(attn_mask) not in PLAIN:
+        mask, attn_mask = _subclass(attn_mask, q.shape[2], k.shape[2])
     if attn_mask is not None:
-        extra = _mask_rank4(attn_mask, lead, heads[0], (q.shape[2], k.shape[2]), rank)
+        extra = _mask_view(attn_mask, lead, heads[0], (q.shape[2], k.shape[2]), rank)
         if extra.dtype == torch.bool:
             mask = dense(extra)
         else:
@@ -81,8 +87,9 @@ def route(
     assert isinstance(out, Tensor)
     if rank == 4:
         return out
-    outer = (*lead, heads[0]) if rank > 2 else ()
-    return out.reshape(*outer, out.shape[2], out.shape[3])
+    if rank < 4:
+        return out[0] if rank == 3 else out[0, 0]
+    return out.reshape(*lead, *out.shape[1:])
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
@@ -102,10 +109,32 @@ def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, 
         return
     if is_causal:
         raise SDPAError("attn_mask: given together with is_causal=True; pass one of them")
-    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+    wanted = (torch.bool, torch.float32, query.dtype)
+    if attn_mask.dtype not in wanted and autocast((attn_mask,))[0].dtype not in wanted:
         raise SDPAError(
             f"attn_mask: dtype {attn_mask.dtype}, need bool (True = attend), torch.float32 or {query.dtype}"
         )
+
+
+def _subclass(attn_mask: Tensor, queries: int, keys: int) -> tuple[Mask | None, Tensor | None]:
+    """A mask that is a tensor by name only, as a tilewise mask; or the tensor, if its class answers for its own memory."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # prototypes: few need them, and they may move
+
+    kind = type(attn_mask)
+    if isinstance(attn_mask, CausalBias):
+        if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (queries, keys):
+            raise SDPAError(
+                f"attn_mask: a causal bias of {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys, but the call has "
+                f"{queries} and {keys}"
+            )
+        upper_left = attn_mask.variant == CausalVariant.UPPER_LEFT
+        return causal(align="top_left" if upper_left else "bottom_right"), None
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        raise ArgumentTypeError(
+            f"attn_mask: a {kind.__module__}.{kind.__qualname__}, a tensor whose meaning is not known here; pass a plain "
+            "tensor, such as attn_mask.as_subclass(torch.Tensor) if its memory holds the mask"
+        )
+    return None, attn_mask
 
 
 def _leading(
@@ -129,6 +158,8 @@ def _leading(
                 f"enable_gqa: {heads[0]} query heads must be a multiple of the key and value heads {heads[1:]}"
             )
         return tuple(lead), (heads[0], heads[1], heads[2])
+    if heads[0] == heads[1] == heads[2]:  # all that can be asked of a size that data decide
+        return tuple(lead), (heads[0], heads[1], heads[2])
     most = max(heads) if 0 not in heads else 0
     if any(h not in (1, most) for h in heads):
         raise SDPAError(f"heads: query, key and value have {heads}; they must agree, or set enable_gqa=True")
@@ -143,18 +174,18 @@ def _rank4(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
     return x[None] if not lead else x.flatten(0, len(lead) - 1)
 
 
-def _mask_rank4(mask: Tensor, lead: tuple[int, ...], heads: int, lengths: tuple[int, int], rank: int) -> Tensor:
-    """The mask as (B or 1, H or 1, L or 1, S or 1): never expanded along what it broadcasts over."""
+def _mask_view(mask: Tensor, lead: tuple[int, ...], heads: int, lengths: tuple[int, int], rank: int) -> Tensor:
+    """The mask as (B or 1, H or 1, L or 1, S or 1), without the first where it has none: never expanded."""
     shape = (*lead, heads, *lengths) if rank > 2 else lengths
     fits = 2 <= mask.ndim <= len(shape) and all(
-        own in (1, want) for own, want in zip(reversed(mask.shape), reversed(shape), strict=False)
+        own == want or own == 1 for own, want in zip(reversed(mask.shape), reversed(shape), strict=False)
     )
     if not fits:
         raise SDPAError(f"attn_mask: shape {tuple(mask.shape)} does not broadcast to {shape}")
+    if mask.ndim <= 3:
+        return mask
     mask = mask[(None,) * (len(lead) + 3 - mask.ndim)]
     outer = mask.shape[: len(lead)]
-    if not outer:
-        return mask[None]
     if len(outer) > 1 and any(size != 1 for size in outer):
         mask = mask.expand(*lead, *mask.shape[len(lead) :])
     return mask.flatten(0, len(lead) - 1)
@@ -179,6 +210,13 @@ class replace_sdpa(TorchFunctionMode):  # a context manager, used like a functio
         self.backend, self.strict = backend, strict
         self.served = 0
         self.fallbacks: Counter[str] = Counter()
+        # torch asks a mode once for this function as a whole, and runs its body with the mode off
+        self._multi_head = _rebound(
+            torch.nn.functional.multi_head_attention_forward,
+            scaled_dot_product_attention=self._serve,
+            has_torch_function=_never,
+            _check_key_padding_mask=_check_key_padding_mask,
+        )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -186,10 +224,7 @@ class replace_sdpa(TorchFunctionMode):  # a context manager, used like a functio
         if func is SDPA:
             return self._serve(*args, **(kwargs or {}))
         if func is torch.nn.functional.multi_head_attention_forward:
-            # torch asks the mode once, for this function as a whole, and runs its body with the mode off: so the same code
-            # is run with the two names bound that matter, and torch's own module stays as it is
-            names = {**func.__globals__, "scaled_dot_product_attention": self._serve, "has_torch_function": _never}
-            func = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+            func = self._multi_head
         return func(*args, **(kwargs or {}))
 
     def _serve(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -205,8 +240,26 @@ class replace_sdpa(TorchFunctionMode):  # a context manager, used like a functio
         return out
 
 
+def _rebound(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """The same code with some of its global names bound anew; the module it comes from stays as it is.
+
+    Without the module's name among them, or the compiler would look the names up in the module.
+    """
+    assert isinstance(function, FunctionType)
+    found = {name: value for name, value in function.__globals__.items() if name != "__name__"}
+    return FunctionType(
+        function.__code__, {**found, **names}, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
 def _never(tensors: Any) -> bool:
     return False
+
+
+def _check_key_padding_mask(key_padding_mask: Tensor, keys: int, batch: int) -> None:
+    """torch's own check, whose message the compiler does not trace."""
+    if tuple(key_padding_mask.shape) != (batch, keys):
+        raise AssertionError(f"key_padding_mask: shape {tuple(key_padding_mask.shape)}, need {(batch, keys)}")
 
 
 def _bound(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tilewise.errors import ArgumentTypeError, MaskError
-from tilewise.masks.arrays import padding_hint, rank4
+from tilewise.masks.arrays import fits, padding_hint, rank4
 from tilewise.masks.program import LITERALS, UNBOUNDED, Literal, MaskProgram, MaskShape, assemble
 
 Terms = list[list[Literal]]
@@ -224,7 +224,7 @@ class Dense(Mask):
         shape = binding.shape
         dense = rank4("dense", "tensor", binding.asarray(self.tensor), shape)
         for size, want, name in zip(dense.shape[2:], shape[2:], ("queries", "keys"), strict=True):
-            if size != want and size != 1:
+            if not fits(size, want):
                 hint = padding_hint(self.tensor.shape, shape)
                 raise MaskError(
                     f"dense: tensor of shape {tuple(self.tensor.shape)} has {size} {name}, the problem has {want}{hint}"
@@ -361,7 +361,7 @@ def _per_sequence(name: str, value: Any, binding: Binding) -> Any:
     array = binding.asarray(value)
     if array.ndim == 0:
         array = array[None]
-    if array.ndim != 1 or array.shape[0] not in (1, binding.shape.batch):
+    elif array.ndim != 1 or not fits(array.shape[0], binding.shape.batch):
         raise MaskError(
             f"mask: {name} has shape {tuple(array.shape)}, need one integer for each of the {binding.shape.batch} sequences"
         )
@@ -372,10 +372,10 @@ def _per_sequence(name: str, value: Any, binding: Binding) -> Any:
 
 def _ids(name: str, value: Any, length: int, binding: Binding) -> Any:
     ids = binding.asarray(value)
+    batch = 1 if binding.varlen or ids.ndim == 1 else binding.shape.batch
     if ids.ndim == 1:
         ids = ids[None]
-    batches = (1,) if binding.varlen else (1, binding.shape.batch)
-    if ids.ndim != 2 or ids.shape[0] not in batches or ids.shape[1] != length:
+    if ids.ndim != 2 or not fits(ids.shape[0], batch) or ids.shape[1] != length:
         want = f"({length},)" if binding.varlen else f"({length},) or ({binding.shape.batch}, {length})"
         raise MaskError(f"documents: {name} has shape {tuple(ids.shape)}, need {want}")
     _check_integers(f"documents: {name}", ids)

@@ -20,6 +20,7 @@ from tilewise.masks.algebra import (
     OffsetBand,
 )
 from tilewise.masks.program import UNBOUNDED
+from tilewise.masks.traced import meet_compiler
 
 Align = Literal["bottom_right", "top_left"]
 ANCHORS = {"bottom_right": "b", "top_left": "t"}
@@ -32,6 +33,7 @@ def full() -> Mask:
 
     >>> out = tw.attention(q, k, v, mask=tw.full())
     """
+    meet_compiler()
     return Full()
 
 
@@ -46,6 +48,7 @@ def causal(align: Align = "bottom_right", offset: Any = None) -> Mask:
     >>> tw.causal()
     >>> tw.causal(offset=lengths - 1)          # one new query each, over caches filled up to `lengths`
     """
+    meet_compiler()
     if offset is None and align == "bottom_right":
         return _CAUSAL
     return _band(-UNBOUNDED, 0, align, offset, "causal")
@@ -62,6 +65,7 @@ def window(left: int, right: int | None = None, *, align: Align = "bottom_right"
     >>> tw.causal() & tw.window(4096)
     >>> tw.window(256, 256)                    # 513 keys around each query
     """
+    meet_compiler()
     if right is None:
         keys = integer("window: n", left, 1)
         return _band(1 - keys, 0, align, offset, "window")
@@ -75,6 +79,7 @@ def prefix(n: Any) -> Mask:
 
     >>> tw.causal() | tw.prefix(128)           # prefix-LM
     """
+    meet_compiler()
     if is_integer(plain(n)):
         return KeyRange(0, integer("prefix: n", n, 0))
     return KeyRanges(_integers("prefix: n", n), maker="prefix")
@@ -91,6 +96,7 @@ def key_padding(lengths: Any, start: Any = None) -> Mask:
     >>> tw.causal() & tw.key_padding(lengths)
     >>> tw.key_padding(lengths, start=keys - lengths)          # padded on the left
     """
+    meet_compiler()
     if "bool" in str(getattr(lengths, "dtype", None)):
         raise ArgumentTypeError(
             f"key_padding: lengths is a {lengths.dtype} of shape {tuple(lengths.shape)}, need integers; a padding mask (batch, "
@@ -110,6 +116,7 @@ def documents(ids: Any, q_ids: Any = None) -> Mask:
 
     >>> tw.causal() & tw.documents(torch.tensor([0, 0, 0, 1, 1]))
     """
+    meet_compiler()
     need = "one integer for each position in a list or tensor, (S,) or (B, S)"
     of_queries = None if q_ids is None else _integers("documents: q_ids", q_ids, need)
     return Documents(_integers("documents: ids", ids, need), of_queries)
@@ -123,6 +130,7 @@ def blocks(table: Any, size: int | tuple[int, int]) -> Mask:
 
     >>> tw.blocks(torch.eye(32, dtype=torch.bool), 128)         # 4096 positions, each block sees itself
     """
+    meet_compiler()
     if not hasattr(table, "shape"):
         raise ArgumentTypeError(f"blocks: table is a {type(table).__name__}, need a boolean tensor or array")
     sizes = size if isinstance(size, tuple) else (size, size)
@@ -138,6 +146,7 @@ def dense(mask: Any) -> Mask:
 
     >>> tw.causal() & tw.dense(padding[:, None, None, :])       # padding (B, Sk)
     """
+    meet_compiler()
     if "bool" not in str(getattr(mask, "dtype", None)):
         got = getattr(mask, "dtype", type(mask).__name__)
         raise ArgumentTypeError(

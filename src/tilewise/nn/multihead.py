@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilewise.api.attention import attention
+from tilewise.api.varlen import attention_varlen
 from tilewise.errors import ArgumentError, LayoutError
 from tilewise.masks import Mask, causal, dense, full, prefix
 
@@ -19,9 +21,14 @@ class MultiheadAttention(nn.Module):
     As in torch, `key_padding_mask` and a boolean `attn_mask` are True where a key must NOT be seen, and floating-point ones are
     added to the scores. Two things differ: the weights are never formed, so `need_weights` is False and the second result
     None; and `is_causal=True` needs no `attn_mask` beside it. `mask` takes a tilewise mask (True = attend) as well.
+
+    Inside torch's encoder and decoder layers it is called in training and at inference alike. Nested tensors, which
+    `nn.TransformerEncoder` makes of padded batches, are served without padding.
     """
 
     in_proj_weight: nn.Parameter | None
+    _qkv_same_embed_dim = False
+    """What torch's encoder layers ask before they take the weights and compute the layer themselves: here they must not."""
 
     def __init__(
         self,
@@ -44,8 +51,7 @@ class MultiheadAttention(nn.Module):
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
-        self._qkv_same_embed_dim = self.kdim == self.vdim == embed_dim
-        if self._qkv_same_embed_dim:
+        if self.kdim == self.vdim == embed_dim:
             self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **made))
             names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
             for name in names:
@@ -107,6 +113,8 @@ class MultiheadAttention(nn.Module):
         """(L, N, E), (N, L, E) with `batch_first`, or (L, E) → the same shape, and None."""
         if need_weights:
             raise ArgumentError("need_weights: True, but the weights are never formed; pass need_weights=False")
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._nested((query, key, value), key_padding_mask, attn_mask, is_causal, mask), None
         batched = query.ndim == 3
         if query.ndim not in (2, 3) or key.ndim != query.ndim or value.ndim != query.ndim:
             raise LayoutError(
@@ -125,6 +133,39 @@ class MultiheadAttention(nn.Module):
         if not batched:
             return out[0], None
         return (out if self.batch_first else out.transpose(0, 1)), None
+
+    def _nested(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        mask: Mask | None,
+    ) -> Tensor:
+        """Nested (N, L*, E) → the same: the sequences packed, without padding. Masks of one shape for all do not apply."""
+        if not all(x.is_nested and x.ndim == 3 for x in inputs) or not self.batch_first:
+            raise LayoutError("query, key, value: nested tensors must be nested all three, (N, L, E) with batch_first=True")
+        if key_padding_mask is not None or (attn_mask is not None and not is_causal):
+            raise LayoutError("key_padding_mask, attn_mask: nested sequences have no padding; pass mask=, a tilewise mask")
+        if self.bias_k is not None or self.add_zero_attn:
+            raise LayoutError("query: nested tensors do not go with add_bias_kv and add_zero_attn; pass padded tensors")
+        rows = [x.unbind() for x in inputs]
+        if [len(x) for x in rows[1]] != [len(x) for x in rows[2]] or len(rows[0]) != len(rows[1]):
+            raise LayoutError("key, value: the lengths of their sequences must agree, and query have as many sequences")
+        q, k, v = (x[0] for x in self._project(*(torch.cat(x)[None] for x in rows)))  # (tokens, H, D) each
+        lengths = [[len(x) for x in part] for part in rows[:2]]
+        cu_q, cu_k = (torch.tensor([0, *accumulate(part)], dtype=torch.int32, device=q.device) for part in lengths)
+        seen = full() if mask is None else mask
+        if is_causal:
+            seen = seen & causal(align="top_left")
+        dropout = self.dropout if self.training else 0.0
+        out = attention_varlen(q, k, v, cu_q, cu_k, mask=seen, dropout_p=dropout)
+        assert isinstance(out, Tensor)
+        out = self.out_proj(out.flatten(-2))
+        if inputs[0].layout == torch.jagged:
+            offsets: Tensor = inputs[0].offsets()  # type: ignore[attr-defined]  # jagged tensors have it
+            return torch.nested.nested_tensor_from_jagged(out, offsets)
+        return torch.nested.as_nested_tensor(list(out.split(lengths[0])))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by heads, with the extra keys that `add_bias_kv` and `add_zero_attn` append."""

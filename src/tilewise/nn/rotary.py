@@ -9,21 +9,30 @@ from tilewise.errors import ArgumentError
 
 
 class Rotary(nn.Module):
-    """Feature i of the first half turns with feature i of the second half by position · theta^(−2i / dim)."""
+    """Feature i of the first half turns with feature i of the second half by position · theta^(−2i / dim).
 
-    frequencies: Tensor
+    It has no parameters and no buffers: the frequencies follow from `dim` and `theta`, so no cast of a model rounds them
+    and no way to make one (on the meta device, from a state dict) leaves them out.
+    """
 
     def __init__(self, dim: int, theta: float = 10000.0) -> None:
         super().__init__()
         if dim < 2 or dim % 2:
             raise ArgumentError(f"dim: got {dim}, rotary embedding needs an even number of features")
-        exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
-        self.register_buffer("frequencies", theta**-exponents, persistent=False)
+        self.dim, self.theta = dim, float(theta)
+
+    def frequencies(self, device: torch.device | None = None) -> Tensor:
+        """The angle of one position, for each pair of features: (dim / 2,) in float64."""
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device) / self.dim
+        return torch.pow(self.theta, -exponents)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (B, S, H, D) turned by `positions` (S,) or (B, S)."""
         # in float64, because an angle of a long sequence has no digits to spare; positions are few beside the features
-        angles = positions.to(torch.float64)[..., None] * self.frequencies.double()
+        angles = positions.to(torch.float64)[..., None] * self.frequencies(positions.device)
         cos, sin = (f(angles).to(x.dtype).unsqueeze(-2) for f in (torch.cos, torch.sin))
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, theta={self.theta}"

@@ -16,6 +16,8 @@ from tilewise.ops.run import backward, forward
 from tilewise.problem import Problem
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_batched = torch._C._functorch.is_legacy_batchedtensor  # what `is_grads_batched` passes; `torch.func.vmap` has its stack
 
 
 def attend(problem: Problem, inputs: Inputs, backend: str, chosen: Backend | None = None) -> tuple[Tensor, Tensor]:
@@ -82,6 +84,12 @@ def gradients(
     if dout is None:
         dout = torch.zeros_like(out)
     inputs = Inputs(*tensors)
+    if _transforms() is not None or _batched(dout) or (dlse is not None and _batched(dlse)):
+        from tilewise.ops import batched
+
+        return batched.gradients(
+            lambda dout, dlse: backward(problem, inputs, out, lse, dout, dlse, needs, backend), dout, dlse
+        )
     if _dispatch_modes():
         from tilewise.ops import library
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,16 +34,8 @@ class Settings(NamedTuple):
 
     def mask(self) -> Mask:
         """Query i stands at key i + Sk − Sq and sees `left` keys before and `right` after it; −1 is no limit."""
-        if not isinstance(self.window_size, tuple | list) or len(self.window_size) != 2:
-            raise ArgumentError(
-                f"window_size: got {self.window_size!r}, need a pair (left, right), −1 meaning no limit"
-            )
-        for side in self.window_size:
-            if not isinstance(side, int) or side < -1:
-                raise ArgumentError(
-                    f"window_size: got {self.window_size!r}, need integers of at least −1 (which means no limit)"
-                )
-        left, right = (UNBOUNDED if side == -1 else min(side, UNBOUNDED) for side in self.window_size)
+        sides = _sides(self.window_size)
+        left, right = (UNBOUNDED if side == -1 else min(side, UNBOUNDED) for side in sides)
         right = 0 if self.causal else right
         return full() if left == right == UNBOUNDED else window(left, right)
 
@@ -51,13 +45,33 @@ class Settings(NamedTuple):
         bias: Alibi | None = None if slopes is None else alibi(slopes.detach().float())
         return {
             "mask": self.mask(),
-            "scale": self.softmax_scale,
+            "scale": _plain(self.softmax_scale),
             "bias": bias,
-            "softcap": self.softcap,
-            "dropout_p": self.dropout_p,
+            "softcap": _plain(self.softcap),
+            "dropout_p": _plain(self.dropout_p),
             "seed": make_seed(None, device) if self.dropout_p else None,
             "deterministic": True if self.deterministic else None,
         }
+
+
+def _sides(window_size: Any) -> list[int]:
+    """The two sides of a window as integers, from a pair of whatever counts as one: also a tensor or an array."""
+    try:
+        left, right = (index(_plain(side)) for side in window_size)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            f"window_size: got {window_size!r}, need a pair of integers (left, right), −1 meaning no limit"
+        ) from error
+    if left < -1 or right < -1:
+        raise ArgumentError(
+            f"window_size: got {window_size!r}, need integers of at least −1 (which means no limit)"
+        )
+    return [left, right]
+
+
+def _plain(number: Any) -> Any:
+    """A Python number for a scalar of numpy or torch; all else as it is, for the checks to name."""
+    return number.item() if isinstance(number, np.generic | Tensor) else number
 
 
 def flash_attn_func(
