@@ -57,9 +57,8 @@ def compile_soundly(target: Any, needed: bool, build: Callable[[dict[str, str]],
     from triton.runtime.errors import PTXASError
 
     with _one_at_a_time:  # the choice is Triton's, for the whole process
-        own, newer = knobs.nvidia.ptxas, getattr(knobs.nvidia, "ptxas_blackwell", None)
-        if "TRITON_PTXAS_PATH" in os.environ or newer is None or _version(newer) < FIXED or not _runs(newer):
-            newer = None
+        own: Any = knobs.nvidia.ptxas
+        newer: Any = getattr(knobs.nvidia, "ptxas_blackwell", None)
 
         def by_own() -> Any:
             compiled = build({})
@@ -72,7 +71,8 @@ def compile_soundly(target: Any, needed: bool, build: Callable[[dict[str, str]],
                 knobs.nvidia.ptxas = newer.path
                 return build({"ptx_options": MARK})
 
-        if newer is None:
+        chosen = "TRITON_PTXAS_PATH" in os.environ
+        if chosen or newer is None or _version(newer) < FIXED or not _runs(newer):
             return by_own()
         own_first = not needed or _version(own) >= FIXED
         first, second = (by_own, by_newer) if own_first else (by_newer, by_own)
