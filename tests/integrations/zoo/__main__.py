@@ -20,7 +20,7 @@ LEAST = 150  # types that are compared
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.integrations.zoo", description=__doc__)
     parser.add_argument("types", nargs="*", help="model types; all of them without any")
-    parser.add_argument("--write", action="store_true", help="write docs/models.md instead of checking it")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md, or the types given there, instead of checking it")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     chosen = parser.parse_args()
     types = chosen.types or sorted(transformers.CONFIG_MAPPING.keys())
@@ -35,7 +35,8 @@ def main() -> int:
     if not chosen.types and counts["equal"] < LEAST:
         wrong.append(f"only {counts['equal']} types are compared, need {LEAST}")
     if chosen.write:
-        PAGE.write_text(write(outcomes), encoding="utf-8")
+        kept = read(PAGE.read_text(encoding="utf-8")) if chosen.types else {}
+        PAGE.write_text(write({**kept, **{o.model_type: o for o in outcomes}}.values()), encoding="utf-8")
     else:
         wrong += stale(outcomes, read(PAGE.read_text(encoding="utf-8")))
     print(*wrong, sep="\n", file=sys.stderr)

@@ -49,6 +49,7 @@ KINDS = re.compile(r"layer_types|layers_block_type|attention_layers|block_types|
 """Lists with a kind for each layer."""
 
 LISTS: dict[str, Callable[[list[int]], list[int]]] = {
+    "image_size": lambda x: [32] * len(x),
     "depths": lambda x: [1] * len(x),
     "num_heads": lambda x: [2**i for i in range(len(x))],
     "hidden_sizes": lambda x: [16 * 2**i for i in range(len(x))],
@@ -56,7 +57,7 @@ LISTS: dict[str, Callable[[list[int]], list[int]]] = {
     "conv_dim": lambda x: [16] * len(x),
     "tdnn_dim": lambda x: [16] * len(x),
 }
-"""Lists with a size for each stage."""
+"""Lists with a size for each stage or side."""
 
 OPEN: dict[str, Any] = {
     "num_key_value_heads": 4,

@@ -38,7 +38,8 @@ changes; *cached* continues a padded batch with a cache; *weights* are those of 
 
 
 def write(outcomes: Iterable[Outcome]) -> str:
-    groups = {verdict: sorted(o for o in outcomes if o.verdict == verdict) for verdict in SECTIONS}
+    outcomes = sorted(outcomes)
+    groups = {verdict: [o for o in outcomes if o.verdict == verdict] for verdict in SECTIONS}
     counts = ["| | types |", "|---|---|"]
     counts += [f"| {SECTIONS[v][0]} | {len(found)} |" for v, found in groups.items() if found]
     lines = [HEAD.format(version=transformers.__version__, torch=torch.__version__.split("+")[0], counts="\n".join(counts))]
