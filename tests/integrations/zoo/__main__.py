@@ -20,7 +20,7 @@ LEAST = 150  # types that are compared
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.integrations.zoo", description=__doc__)
     parser.add_argument("types", nargs="*", help="model types; all of them without any")
-    parser.add_argument("--write", action="store_true", help="write docs/models.md, or the types given there, instead of checking it")
+    parser.add_argument("--write", action="store_true", help="write docs/models.md (only the types, if given), do not check it")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     chosen = parser.parse_args()
     types = chosen.types or sorted(transformers.CONFIG_MAPPING.keys())
