@@ -252,7 +252,7 @@ def _cells(function: Any) -> dict[str, Any]:
 
 
 def _library() -> Any:
-    from transformers.masking_utils import __name__ as name  # not the package, whose lazy module torch 2.10 cannot trace
+    from transformers.masking_utils import __name__ as name  # the package is a lazy module: torch 2.10 cannot trace it
 
     return sys.modules[name]
 
