@@ -8,6 +8,7 @@ meaning is noticed. What is not recognised (a user's own function) becomes the d
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -251,9 +252,9 @@ def _cells(function: Any) -> dict[str, Any]:
 
 
 def _library() -> Any:
-    import transformers.masking_utils
+    from transformers.masking_utils import __name__ as name  # the package is a lazy module: torch 2.10 cannot trace it
 
-    return transformers.masking_utils
+    return sys.modules[name]
 
 
 def _name(function: Any) -> str:
