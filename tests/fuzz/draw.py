@@ -16,7 +16,7 @@ from tests.fuzz.layouts import KINDS
 
 INF, NAN = float("inf"), float("nan")
 EDGES = tuple(n + d for n in (4, 8, 16, 32, 64, 128, 256) for d in (-1, 0, 1))
-FAR = (-90.0, -27.0, -1000.0, 80.0, -104.0, 1000.0)
+FAR = (-90.0, -18.0, -25.0, -27.0, -1000.0, 80.0, -104.0, 1000.0)
 FAR_OFFSET = 2**30 - 1
 LEAVES = ("causal", "causal", "window", "window", "prefix", "padding", "documents", "blocks", "dense", "full")
 INTERVALS = ("causal", "causal", "window", "window", "prefix", "padding")
@@ -221,7 +221,7 @@ def _member(r: Random, case: Case, profile: Profile, number: int) -> Case:
         sizes=(
             r.choice((1.0,) * 6 + (0.0, 0.1, 30.0, 30.0 if half else 1e4)),
             r.choice((1.0,) * 8 + (0.1, 5.0)),
-            r.choice((1.0,) * 6 + (10.0, 1e-3 if case.dtype == "float16" else 1e-20)),
+            r.choice((1.0,) * 6 + (10.0, 1e-3, 1e-3) if case.dtype == "float16" else (1.0,) * 6 + (10.0, 1e-20, 1e-30)),
             r.choice((1.0,) * 6 + (10.0, 1e-3)),
         ),
     )

@@ -35,15 +35,35 @@ GONE = 1000.0
 
 
 class Errors(ForwardErrors):
-    """The library's, with weights of swallowed scores known as exactly as equal logits are."""
+    """The library's; rows of swallowed scores are taken as rows of equal logits, here 0, but for their log-sum-exp."""
+
+    def __init__(self, problem: Problem, piece: Piece, rounding: Arithmetic) -> None:
+        super().__init__(problem, piece, rounding)
+        self.far = self.exact.lse
+        large = torch.zeros_like(piece.seen) if piece.bias is None else piece.seen & (piece.bias.abs() >= SATURATED)
+        self.swallowed = large.any(-1, keepdim=True)  # [H, M, 1]
+        count = piece.seen.sum(-1, keepdim=True).double()
+        p = torch.where(self.swallowed, piece.seen / count.clamp(min=1), self.exact.p)
+        self.exact = self.exact._replace(
+            logit=torch.where(self.swallowed, 0.0, self.exact.logit),
+            lse=torch.where(self.swallowed[..., 0], count.clamp(min=1).log()[..., 0], self.exact.lse),
+            p=p,
+            w=p if piece.keep is None else p * piece.keep,
+            sink=None if self.exact.sink is None else torch.where(self.swallowed[..., 0], 0.0, self.exact.sink),
+        )
+        self.out = self.exact.w @ piece.v
+
+    @cached_property
+    def top(self) -> Tensor:
+        return torch.where(self.swallowed[..., 0], 0.0, super().top)
 
     @cached_property
     def exponent(self) -> Tensor:
-        plain = super().exponent
-        if self.piece.bias is None:
-            return plain
-        swallowed = self.piece.seen & (self.piece.bias.abs() >= SATURATED)
-        return torch.where(swallowed, 8 * self.rounding.u, plain)
+        return torch.where(self.swallowed, torch.where(self.piece.seen, 8 * self.rounding.u, 0.0), super().exponent)
+
+    @cached_property
+    def lse_error(self) -> Tensor:
+        return torch.where(self.swallowed[..., 0], 8 * self.rounding.u * self.far.abs(), super().lse_error)
 
 
 def problem_of(case: Case) -> Problem:

@@ -41,6 +41,19 @@ ONCE = [
     Case(seed=1, lengths=((4, 2),), mask=("causal", "bottom_right", None), sinks=("normal", "float32"), poison=NAN),
     # torch's kernel multiplied keys that the top-left triangle hides from every query
     Case(seed=2, lengths=((1, 2),), mask=("causal", "top_left", None), wanted="", poison=NAN),
+    # a row of finfo.min gave 0, or the sum instead of the mean; a row of 2.4e38 gave NaN
+    Case(seed=1, lengths=((9, 9),), bias=("lowest rows", "qk", "float32")),
+    Case(seed=1, lengths=((9, 9),), bias=("huge rows", "qk", "float32")),
+    # keys past a block's end counted: in the bias's gradient, and in the queries' where the log-sum-exp is far below 0
+    Case(seed=1, lengths=((7, 129),), mask=("window", 1, None, "bottom_right", None), bias=("normal", "qk", "float32")),
+    Case(seed=11, lengths=((33, 70),), head_dim=16, mask=("not", ("causal", "bottom_right", 46)), shift=-95.0),
+    # rows past the last query saw keys that nobody sees
+    Case(seed=1, lengths=((1, 20),), mask=("or", ("causal", "bottom_right", 5), ("not", ("prefix", 12))), poison=NAN),
+    # small values vanished; a lazily negated gradient lost its sign; an open band ended at its largest offset
+    Case(seed=1, lengths=((40, 90),), head_dim=64, shift=-18.0, sizes=(0.1, 0.1, 1e-30, 1.0), wanted="", lse="no"),
+    Case(seed=1, lengths=((4, 9),), strides=(("dlse", "negated"),)),
+    Case(seed=1, lengths=((4, 9),), mask=("causal", "bottom_right", (2**30 - 1,))),
+    Case(seed=1, lengths=((4, 9),), dtype="float64", alibi=(1, "float64")),
 ]
 
 
