@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import needs_interpreter
+
 ROOT = Path(__file__).resolve().parents[2]
 SHARES = 4
 
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+pytestmark = needs_interpreter
 
 
 def interpret(*program: str) -> None:

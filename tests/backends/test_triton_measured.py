@@ -14,6 +14,7 @@ import pytest
 
 from tests.conformance import harness
 from tests.conformance.cases import BY_NAME
+from tests.interpreter import needs_interpreter
 from tilewise import dispatch
 from tilewise.backends.base import Verdict
 from tilewise.numerics.bounds import Excess
@@ -65,6 +66,7 @@ def test_each_of_three_calls_is_judged(tool: ModuleType, monkeypatch: pytest.Mon
     assert tool.judged(BY_NAME["edge-1"]) == f"recorded: {OFF}; repeated: {OFF}"
 
 
+@needs_interpreter
 def test_processes_share_the_cases_and_end_in_time(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

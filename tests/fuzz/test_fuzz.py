@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from tests.fuzz.case import Case, snippet
 from tests.fuzz.draw import draw, number_of
 from tests.fuzz.judge import judge, truth
 from tests.fuzz.shrink import shrink
+from tests.interpreter import needs_interpreter
 from tilewise.numerics.bounds import check
 
 BACKENDS = ("cpu", "aten", "tiled", "reference", "auto")
@@ -28,10 +28,10 @@ def fuzz(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=run.ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("backends", ["cpu,aten,tiled,reference,auto", "triton"])
+@pytest.mark.parametrize(
+    "backends", ["cpu,aten,tiled,reference,auto", pytest.param("triton", marks=needs_interpreter)]
+)
 def test_a_short_run(backends: str) -> None:
-    if backends == "triton" and importlib.util.find_spec("triton") is None:
-        pytest.skip("needs triton")
     done = fuzz("--minutes", "2", "--cases", "4" if backends == "triton" else "72", "--seed", "2026", "--backend", backends)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 

