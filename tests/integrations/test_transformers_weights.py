@@ -32,6 +32,8 @@ def test_weights_are_those_of_eager(case: Case) -> None:
         model.set_attn_implementation(name)
         with torch.no_grad():
             answers.append(model(**inputs, output_attentions=True))
+    if not any(getattr(answers[1], name, None) for name in NAMES):
+        pytest.skip("this version of transformers returns no weights of its own here")
     compared = 0
     for name in NAMES:
         ours, eager = (getattr(answer, name, None) for answer in answers)

@@ -137,6 +137,22 @@ def test_equal_weights_round_alike() -> None:
     assert not bounds.check_forward(case.problem, case, out)
 
 
+def test_weights_too_small_to_be_normal_may_vanish_before_dropout_joins() -> None:
+    """GPUs flush P below 2⁻¹²⁶; dV then lacks P · keep · dO, which dropout makes twice as large."""
+    case = make_case("float32", 1, 2, 4, dropout_p=0.5)
+    q, k = torch.zeros_like(case.q), torch.zeros_like(case.k)
+    q[..., 0], k[..., 0, 0] = 87.4, 2.0  # the second key's logit is 87.4 lower: P is about 1.1e-38
+    case = case._replace(q=q, k=k)
+    exact = oracle_gradients(case.problem, case, case.dout, case.dlse).dv
+    faint = exact[:, :, 1].abs()
+    assert 0 < faint.max() < 1e-37
+    vanished = exact.clone()
+    vanished[:, :, 1] = 0.0
+    limit = bounds.backward(case.problem, case, case.dout, case.dlse).dv
+    assert bounds.check(vanished, exact, limit, "dv") is None
+    assert bounds.check(vanished, exact, 0.45 * limit, "dv") is not None, "and not much more is allowed"
+
+
 def test_empty_rows_must_be_exact() -> None:
     case = make_case("float32", 8, 4, 16, mask=causal())
     out, lse = Kernel(case).forward()

@@ -197,7 +197,9 @@ class BackwardErrors:
 
     def dv(self) -> Tensor:
         w = self.ahead.exact.w
-        error = lost(w, self.p_exponent + 4 * self.rounding.u)
+        # P may be too small to be normal before dropout's factor joins it
+        error = lost(w, self.p_exponent + 4 * self.rounding.u) + self.ahead.kept * self.rounding.share_floor
+        error = torch.where(self.piece.seen, error, 0.0)
         return self._from_queries(w.transpose(-1, -2), error.transpose(-1, -2), self.dout, 1.0)
 
     def dsink(self) -> tuple[Tensor, Tensor]:
