@@ -265,8 +265,8 @@ def test_backends_says_what_is_usable() -> None:
     verdicts = tw.backends("cpu")
     assert list(verdicts) == list(dispatch.REGISTRY) and verdicts["tiled"] == Verdict(True)
     assert all(isinstance(v, Verdict) and (v.ok or v.reasons) for v in verdicts.values())
-    nowhere = tw.backends("tpu")
-    assert all(not v.ok and "tpu" in " ".join(v.reasons) for v in nowhere.values())
+    nowhere = tw.backends("mps")
+    assert all(not v.ok and "mps" in " ".join(v.reasons) for v in nowhere.values())
     assert tw.backends().keys() == verdicts.keys()
 
 

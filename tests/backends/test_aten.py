@@ -28,7 +28,8 @@ HALVES = [
 
 @pytest.fixture(autouse=True)
 def matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if torch had fast instructions for halves, and nobody had called before."""
+    """As if torch had fast instructions for halves and the cpu backend none, and nobody had called before."""
+    monkeypatch.setattr(aten, "_tiles_elsewhere", lambda: False)
     monkeypatch.setattr(aten, "_half_obstacle", lambda dtype: None)
     monkeypatch.setattr(aten, "half_gain", lambda dtype: 6.0)
     monkeypatch.setattr(attention, "_KNOWN", {})

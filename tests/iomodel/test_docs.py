@@ -29,8 +29,7 @@ def test_examples(page: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_documented_precision_is_what_the_experiment_finds() -> None:
     """The rising fp32 row of docs/tiling.md, to the printed digits' order: the findings are about these numbers.
 
-    They were found on an Arm; other processors multiply matrices in another order of additions, which moves an error by less
-    than a factor of two.
+    They were found on an Arm. Other processors add up matrix products in fp32 otherwise, most of them more exactly.
     """
     from tilewise.simulator.precision import experiment
 
@@ -43,5 +42,6 @@ def test_the_documented_precision_is_what_the_experiment_finds() -> None:
         ("fp16 throughout", "random", 8, 2.4e-3),
         ("fp16 throughout", "random", 1024, 6.3e-4),
     ):
-        error, apart = found[path, data, width].relative, 1.15 if platform.machine() in ("aarch64", "arm64") else 2.0
-        assert figure / apart < error < figure * apart, (path, data, width, error)
+        error = found[path, data, width].relative
+        least = 2.0**-24 if path == "fp32" and platform.machine() not in ("aarch64", "arm64") else 0.85 * figure
+        assert least < error < 1.15 * figure, (path, data, width, error)

@@ -127,11 +127,13 @@ def prefix(draw: Draw, batch: Batch) -> Expression:
 
 
 def padding(draw: Draw, batch: Batch) -> Expression:
-    lengths = _integers(draw, batch, 0, 20)
+    keys = min((n for _, n in batch.lengths), default=0)
+    lengths = np.minimum(_integers(draw, batch, 0, 20), keys)
     if draw(st.booleans()):
         mask = tw.key_padding(lengths)
         return Expression(f"key_padding({lengths})", mask, batch, lambda b, h, q, k: k < lengths[b % len(lengths)])
-    starts = _integers(draw, batch, -3, 12)
+    starts = np.minimum(_integers(draw, batch, 0, 12), keys)
+    lengths = np.minimum(lengths, keys - starts.max())
 
     def sees(b: int, h: int, q: int, k: int) -> bool:
         start, length = starts[b % len(starts)], lengths[b % len(lengths)]

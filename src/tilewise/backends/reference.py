@@ -17,12 +17,12 @@ def attend(seq: Sequence) -> tuple[Tensor, Tensor]:
     inputs = seq.inputs
     q, k = (0, seq.seqlen_q), (0, seq.seqlen_k)
     tile = seq.scores(seq.load(inputs.q, q), q, k, TileClass.PARTIAL)
-    s = tile.s
+    s, sink = tile.s, None
     if inputs.sinks is not None:
         sink = inputs.sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
-        s = torch.cat([s, sink], dim=-1)
-    p = shares(s)[..., : seq.seqlen_k]
+    p, _ = shares(s, sink)
     out = tile.rows(seq.unfold(seq.fold(seq.dropped(p, q, k)) @ seq.load(inputs.v, k, tile.seen), seq.seqlen_q))
+    s = s if sink is None else torch.cat([s, sink], dim=-1)
     return out, log_sum(s, dim=-1)  # [B, Hq, M, Dv], [B, Hq, M]
 
 

@@ -25,6 +25,10 @@ def require_device(device: str) -> None:
 
 
 def version_of(package: str) -> str | None:
+    if package == "torch":  # which says more of itself than its package does: the build
+        import torch
+
+        return str(torch.__version__)
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

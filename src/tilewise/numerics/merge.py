@@ -57,14 +57,29 @@ def log_sum(x: Tensor, dim: int) -> Tensor:
     return total.masked_fill(empty.squeeze(dim), NOTHING).masked_fill(endless.squeeze(dim), -NOTHING)
 
 
-def shares(x: Tensor) -> Tensor:
-    """exp(x) over its sum along the last side; all 0 where there is nothing to share.
+def shares(x: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """exp(x) over its sum along the last side, a sink (..., 1) counted in, and the sink's own share; all 0 without any term.
 
-    The log-sum-exp is no help here: far from 0 it has no digits left for the number of terms. A term of +inf takes all.
+    The log-sum-exp is no help here: far from 0 it has no digits left for the number of terms. A term of +inf takes all. The sink
+    joins the sum last, so that one of -inf changes no bit.
     """
-    empty = (x == NOTHING).all(-1, keepdim=True)
-    bounded = x.masked_fill(empty, 0.0).clamp(max=torch.finfo(x.dtype).max)
-    return torch.softmax(bounded, dim=-1).masked_fill(empty, 0.0)
+    most = torch.finfo(x.dtype).max
+    x = x.clamp(max=most)
+    tops = [x.amax(-1, keepdim=True)] if x.shape[-1] else []
+    if sink is not None:
+        sink = sink.clamp(max=most)
+        tops.append(sink)
+    if not tops:
+        return x, None
+    top = reduce(torch.maximum, tops).detach()
+    top = top.masked_fill(top == NOTHING, 0.0)
+    terms = torch.exp(x - top)
+    total, own = terms.sum(-1, keepdim=True), None
+    if sink is not None:
+        own = torch.exp(sink - top)
+        total = total + own
+    total = total.masked_fill(total == 0, 1.0)
+    return terms / total, None if own is None else own / total
 
 
 def finite(lse: Tensor) -> Tensor:

@@ -145,11 +145,11 @@ def softmax(problem: Problem, piece: Piece) -> Softmax:
     masked = logit.masked_fill(~piece.seen, NOTHING)
     joined, sink_logit = masked, None
     if piece.sinks is not None:
-        sink_logit = piece.sinks[:, None].expand(masked.shape[:2])  # [H, M]
-        joined = torch.cat([masked, sink_logit[..., None]], dim=-1)
+        sink_logit = piece.sinks[:, None, None].expand(*masked.shape[:2], 1)
+        joined = torch.cat([masked, sink_logit], dim=-1)
     lse = log_sum(joined, dim=-1)
-    every = shares(joined)
-    p, sink = (every, None) if sink_logit is None else (every[..., :-1], every[..., -1])
+    p, sink = shares(masked, sink_logit)
+    sink = None if sink is None else sink[..., 0]  # [H, M]
     return Softmax(score, capped, logit, lse, sink, p, p if piece.keep is None else p * piece.keep)
 
 
