@@ -59,7 +59,7 @@ class Errors(ForwardErrors):
 
     @cached_property
     def exponent(self) -> Tensor:
-        return torch.where(self.swallowed, torch.where(self.piece.seen, 8 * self.rounding.u, 0.0), super().exponent)
+        return torch.where(self.swallowed, 8 * self.rounding.u * self.piece.seen.double(), super().exponent)
 
     @cached_property
     def lse_error(self) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.numerics.emulation import Case, Kernel, make_case
+from tilewise.backends.base import Inputs
 from tilewise.errors import LayoutError
 from tilewise.masks import causal, dense, window
 from tilewise.numerics import bounds
@@ -151,6 +152,19 @@ def test_weights_too_small_to_be_normal_may_vanish_before_dropout_joins() -> Non
     limit = bounds.backward(case.problem, case, case.dout, case.dlse).dv
     assert bounds.check(vanished, exact, limit, "dv") is None
     assert bounds.check(vanished, exact, 0.45 * limit, "dv") is not None, "and not much more is allowed"
+
+
+@pytest.mark.parametrize(("dtype", "logit"), [("float32", -88.0), ("float64", -709.0)])
+def test_weights_too_small_to_be_normal_may_vanish_from_gradients(dtype: str, logit: float) -> None:
+    """The weight is flushed to 0, and the gradient of its logit is a hundred times the weight."""
+    problem = Problem.of(heads=1, head_dim=1, seqlen=1, kv_seqlen=2, dtype=dtype, scale=1.0)
+    tensors = (torch.tensor(x).reshape(1, 1, -1, 1).to(getattr(torch, dtype)) for x in ([1.0], [0.0, logit], [0.0, 100.0]))
+    inputs = Inputs(*tensors)
+    dout = torch.ones_like(inputs.q)
+    exact, bound = oracle_gradients(problem, inputs, dout).dk, bounds.backward(problem, inputs, dout).dk
+    assert exact[0, 0, 1].abs() > torch.finfo(getattr(torch, dtype)).smallest_normal
+    vanished = torch.tensor([0.0, 0.0]).reshape(exact.shape).to(dout.dtype)
+    assert bounds.check(vanished, exact, bound) is None
 
 
 def test_empty_rows_must_be_exact() -> None:

@@ -148,7 +148,7 @@ class BackwardErrors:
         inner = dp + (dlse - self.delta)[..., None]
         spread = (self.delta.abs() + dlse.abs())[..., None]
         inner_error = keep * self.dw_error + self.delta_error[..., None] + 3 * u * (dp.abs() + spread)
-        p_error = lost(exact.p, self.p_exponent + 2 * u) + torch.where(piece.seen, ahead.rounding.share_floor, 0.0)
+        p_error = lost(exact.p, self.p_exponent + 2 * u) + ahead.rounding.share_floor * piece.seen.double()
         self.ds = exact.p * inner  # the gradient of the logits
         self.ds_error = p_error * (inner.abs() + inner_error) + exact.p * inner_error
         self.sink_inner = dlse - self.delta
