@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -78,6 +80,14 @@ def test_decoding_never_uses_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> Non
         trial = run.PLANNED if queries == 1 else run.Trial((TilePlan(64, 64),))
         run.run_forward(problem, Inputs(q, k, k), torch.empty_like(q), lse, trial)
     assert asked == [False, True]
+
+
+def test_keys_are_not_split_under_a_bias() -> None:
+    """A bias of -1e9 over a row leaves its log-sum-exp no digits for the number of keys, and parts of it are merged by that."""
+    plain = Problem.of(heads=8, seqlen=1, kv_seqlen=2**16, head_dim=128, dtype="bfloat16", device="cuda")
+    biased = dataclasses.replace(plain, bias=(1, 8, 1, 2**16))
+    assert gpu_tile(plain, lookup("h200"), "decode", "triton").splits > 1
+    assert gpu_tile(biased, lookup("h200"), "decode", "triton").splits == 1
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, dtype: str, dim: int, needs: Needs) -> list[tuple[str, set[str]]]:

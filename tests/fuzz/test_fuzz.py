@@ -44,6 +44,7 @@ ONCE = [
     # a row of finfo.min gave 0, or the sum instead of the mean; a row of 2.4e38 gave NaN
     Case(seed=1, lengths=((9, 9),), bias=("lowest rows", "qk", "float32")),
     Case(seed=1, lengths=((9, 9),), bias=("huge rows", "qk", "float32")),
+    Case(seed=1, lengths=((4, 40),), bias=("huge rows", "bhq", "float32")),
     # keys past a block's end counted: in the bias's gradient, and in the queries' where the log-sum-exp is far below 0
     Case(seed=1, lengths=((7, 129),), mask=("window", 1, None, "bottom_right", None), bias=("normal", "qk", "float32")),
     Case(seed=11, lengths=((33, 70),), head_dim=16, mask=("not", ("causal", "bottom_right", 46)), shift=-95.0),

@@ -55,6 +55,9 @@ class _Size(NamedTuple):
     band: tuple[int, int] | None
     terms: bool = False
     """Are operands held as several terms each?"""
+    whole: bool = False
+    """Must one block see all keys of a row? A bias of -1e9 over a row leaves its log-sum-exp no digits for the number of keys,
+    so parts of the row could not be weighed against each other."""
 
 
 def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward", kernels: str = "") -> TilePlan:
@@ -132,6 +135,7 @@ def _size_of(problem: Problem, rounded: bool = False) -> _Size:
         dtype=problem.dtype,
         precision=problem.precision,
         band=band,
+        whole=problem.bias is not None,
     )
 
 
@@ -309,7 +313,7 @@ def best_splits(tile: TilePlan, size: _Size, spec: DeviceSpec) -> int:
     """The fewest parts of the keys that give every unit a block, among those within 2 % of the least predicted time."""
     on_chip = onchip.kernel(tile, size.d, size.dv, size.itemsize, spec)
     flops = spec.flops(size.dtype, size.precision)
-    if not on_chip.blocks or not flops:
+    if not on_chip.blocks or not flops or size.whole:
         return 1
     cols = -(-size.keys // tile.block_k)
     blocks = size.kv_tasks * -(-size.rows * (size.tasks // size.kv_tasks) // tile.block_q)

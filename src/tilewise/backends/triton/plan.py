@@ -35,7 +35,7 @@ def tile_for(problem: Problem, pass_: str, device: torch.device) -> TilePlan:
     """The tile of one pass ("forward", "decode", "backward_dkdv", "backward_dq")."""
     if interpreting() and device.type == "cpu":
         tile = TilePlan(16 if pass_ == "decode" else 32, 32, 1, 4, pass_=pass_)
-        return replace(tile, splits=3, pack_gqa=True) if pass_ == "decode" else tile
+        return replace(tile, splits=3 if problem.bias is None else 1, pack_gqa=True) if pass_ == "decode" else tile
     if problem.program.tensors:
         return gpu_tile(problem, spec_of(device.index or 0), pass_, "triton")
     return _remembered(problem, pass_, device.index or 0)
