@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 
 from tests.fuzz.case import Case, snippet
 from tests.fuzz.draw import draw
@@ -46,9 +47,10 @@ def fuzz(given: argparse.Namespace) -> int:
     books = Books()
     with tempfile.TemporaryDirectory() as kernels:
         os.environ.setdefault("TILEWISE_CACHE_DIR", kernels)  # thousands of kernels that nobody will need again
-        for lane, share in lanes_of(given.device, backends):
-            cases = round(given.cases * share) if given.cases else 10**9
-            run(lane, books, seed=given.seed, workers=given.workers, seconds=60 * given.minutes * share, cases=cases)
+        with suppress(KeyboardInterrupt):  # what was found so far is told all the same
+            for lane, share in lanes_of(given.device, backends):
+                cases, seconds = round(given.cases * share) if given.cases else 10**9, 60 * given.minutes * share
+                run(lane, books, seed=given.seed, workers=given.workers, seconds=seconds, cases=cases)
         print(books.line(), books.table(), sep="\n", flush=True)
         if not books.failures:
             return 0 if books.cases else 1
