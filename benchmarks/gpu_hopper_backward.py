@@ -53,7 +53,7 @@ def check_group(name: str) -> dict[str, Any]:
     """Every shape of a group against the oracle; every second one with a gradient of the LSE too."""
     import torch
 
-    from tilewise.backends.base import Needs
+    from tilewise.backends.base import BackwardInputs
     from tilewise.backends.hopper.backend import backend
     from tilewise.numerics import bounds
 
@@ -75,10 +75,10 @@ def check_group(name: str) -> dict[str, Any]:
         dlse = normal_like(lse, 3) if i % 2 else None
         poisoned = torch.full((1 << 26,), float("nan"), device="cuda")
         del poisoned  # fresh memory holds NaN from here on
-        grads = backend.backward(problem, given, out, lse, dout, dlse, Needs())
+        grads = backend.backward(problem, given, BackwardInputs(out, lse, dout, dlse))
         torch.cuda.synchronize()
         if shape.lengths is not None and shape.poison is not None:
-            clean = backend.backward(problem, inputs, out, lse, dout, dlse, Needs())
+            clean = backend.backward(problem, inputs, BackwardInputs(out, lse, dout, dlse))
             for x, y in zip(grads[:3], clean[:3], strict=True):
                 wrong += (
                     [] if close(x[:, :, : shape.poison[0]], y[:, :, : shape.poison[0]]) else [f"{shape}: NaN crossed"]
@@ -97,7 +97,7 @@ def stress() -> dict[str, Any]:
     """A thousand launches of awkward shapes: dK and dV bitwise equal, dQ up to the order of its sums, or bitwise if asked."""
     import torch
 
-    from tilewise.backends.base import Needs
+    from tilewise.backends.base import BackwardInputs
     from tilewise.backends.hopper.backend import backend
 
     differing = {}
@@ -109,10 +109,10 @@ def stress() -> dict[str, Any]:
         problem = replace(problem, deterministic=deterministic)
         out, lse = backend.forward(problem, inputs)
         dout = normal_like(out, 2)
-        first = backend.backward(problem, inputs, out, lse, dout, None, Needs())
+        first = backend.backward(problem, inputs, BackwardInputs(out, lse, dout, None))
         bad = torch.zeros(3, device="cuda", dtype=torch.int64)
         for _ in range(1000):
-            again = backend.backward(problem, inputs, out, lse, dout, None, Needs())
+            again = backend.backward(problem, inputs, BackwardInputs(out, lse, dout, None))
             for i, (x, y) in enumerate(zip(again[:3], first[:3], strict=True)):
                 bad[i] += (x != y).any() if i or problem.deterministic else ((x - y).abs() > 0.01 * y.abs().max()).any()
         differing[f"{shape}{' deterministic' * deterministic}"] = bad.tolist()
@@ -121,7 +121,7 @@ def stress() -> dict[str, Any]:
 
 def time_dim(argument: str) -> dict[str, Any]:
     """All cells of a head dim, contenders interleaved."""
-    from tilewise.bench.timing import Effort, Spread, cuda_clock, interleave
+    from tilewise.lab.bench.timing import Effort, Spread, cuda_clock, interleave
 
     d, _, skipped = argument.partition(" without ")
     result = {}
@@ -172,9 +172,10 @@ def variants(argument: str) -> dict[str, Any]:
     """Both ways to dQ and their single kernels at one head dim, interleaved; no result is checked here."""
     import torch
 
+    from tilewise.backends.base import BackwardInputs
     from tilewise.backends.hopper.backend import backend
     from tilewise.backends.hopper.backward import launch
-    from tilewise.bench.timing import Effort, cuda_clock, interleave
+    from tilewise.lab.bench.timing import Effort, cuda_clock, interleave
 
     device = torch.device("cuda", 0)
     result = {}

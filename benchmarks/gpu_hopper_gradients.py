@@ -43,13 +43,13 @@ def contenders(problem: Any, inputs: Any, dout: Any, causal: bool) -> dict[str, 
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from tilewise import dispatch
-    from tilewise.backends.base import Needs
+    from tilewise.backends.base import BackwardInputs
 
     hopper, portable = dispatch.get("hopper"), dispatch.get("triton")
     out, lse = hopper.forward(problem, inputs)
     runs: dict[str, Callable[[], Any]] = {
-        "tilewise": lambda: hopper.backward(problem, inputs, out, lse, dout, None, Needs())[:3],
-        "triton": lambda: portable.backward(problem, inputs, out, lse, dout, None, Needs())[:3],
+        "tilewise": lambda: hopper.backward(problem, inputs, BackwardInputs(out, lse, dout, None))[:3],
+        "triton": lambda: portable.backward(problem, inputs, BackwardInputs(out, lse, dout, None))[:3],
     }
     leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

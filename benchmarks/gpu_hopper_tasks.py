@@ -184,7 +184,7 @@ def first_of(function: Callable[..., Any], *args: Any) -> Any:
 
 def time_dim(argument: str) -> dict[str, Any]:
     """All cells of a head dim, contenders interleaved; "64+": variants of the tile among them."""
-    from tilewise.bench.timing import Effort, Spread, cuda_clock, interleave
+    from tilewise.lab.bench.timing import Effort, Spread, cuda_clock, interleave
 
     d, fa4 = int(argument.rstrip("+")), has_fa4()
     result = {}

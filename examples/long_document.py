@@ -16,7 +16,7 @@ from tiny_gpt import repository_text
 from torch import Tensor, nn
 
 import tilewise as tw
-from tilewise.bench.memory import forget_peak, resident
+from tilewise.lab.bench.memory import forget_peak, resident
 from tilewise.nn import Attention
 
 

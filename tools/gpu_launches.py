@@ -9,13 +9,13 @@ from unittest import mock
 
 import torch
 
-from tilewise.backends.base import Inputs, Needs
+from tilewise.backends.base import BackwardInputs, Inputs, Needs
 from tilewise.backends.gpu import replay
 from tilewise.backends.gpu.arguments import padded
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.triton import run
 from tilewise.hardware import DeviceSpec
-from tilewise.planner import TilePlan, gpu_tile
+from tilewise.model import TilePlan, gpu_tile
 from tilewise.problem import Problem
 
 
@@ -47,7 +47,7 @@ def launches(
         if needs is None:
             run.run_forward(problem, inputs, out, lse, trial)
         else:
-            run.run_backward(problem, inputs, run.Saved(out, lse, out, None), needs, trial)
+            run.run_backward(problem, inputs, BackwardInputs(out, lse, out, needs=needs), trial)
     return [Named(_name(launch), launch) for launch in found]
 
 

@@ -27,7 +27,7 @@ from gpu_timing import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilewise.backends.base import Needs
+from tilewise.backends.base import BackwardInputs, Needs
 from tilewise.backends.triton import host
 from tilewise.masks import causal, full
 
@@ -88,7 +88,7 @@ def errors(call: Call) -> dict[str, tuple[float, float]]:
     out, lse = host.backend.forward(p, call.inputs)
     dout = torch.randn_like(out)
     wanted = (want, *torch.autograd.grad(want, (q, k, v), dout.double()))
-    got = (out, *host.backend.backward(p, call.inputs, out, lse, dout, None, Needs())[:3])
+    got = (out, *host.backend.backward(p, call.inputs, BackwardInputs(out, lse, dout))[:3])
     found = {}
     for name, x, y in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
         assert x is not None

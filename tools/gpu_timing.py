@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilewise.backends.base import Inputs, Needs, empty_lse, empty_out
+from tilewise.backends.base import BackwardInputs, Inputs, Needs, empty_lse, empty_out
 from tilewise.backends.triton import host, run
-from tilewise.iomodel.tile import TilePlan
 from tilewise.masks import Binding, causal, full, window
+from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
 DEVICE = "cuda"
@@ -261,5 +261,5 @@ def ours(call: Call, trial: run.Trial = run.PLANNED) -> Callable[[], Any]:
 
 def our_gradients(call: Call, needs: Needs | None = None, trial: run.Trial = run.PLANNED) -> Callable[[], Any]:
     out, lse = host.backend.forward(call.problem, call.inputs)
-    saved = run.Saved(out, lse, torch.randn_like(out), None)
-    return lambda: run.run_backward(call.problem, call.inputs, saved, needs or Needs(), trial)
+    given = BackwardInputs(out, lse, torch.randn_like(out), needs=needs or Needs())
+    return lambda: run.run_backward(call.problem, call.inputs, given, trial)

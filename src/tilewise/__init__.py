@@ -4,7 +4,7 @@
 >>> out = tw.attention(q, k, v, mask=tw.causal() & tw.window(4096))
 
 Importing this package does nothing: names are looked up in their modules when first used (PEP 562), so that
-`import tilewise.planner` needs no torch and no backend is probed before it is asked for.
+`import tilewise.model` needs no torch and no backend is probed before it is asked for.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from tilewise.api.attention import attention as attention
     from tilewise.api.backends import backends as backends
     from tilewise.api.bias import alibi as alibi
-    from tilewise.api.certify import certify as certify
-    from tilewise.api.explain import explain as explain
-    from tilewise.api.plan import plan as plan
-    from tilewise.api.trace import trace_nonfinite as trace_nonfinite
     from tilewise.api.varlen import attention_varlen as attention_varlen
+    from tilewise.diagnostics.certify import certify as certify
+    from tilewise.diagnostics.explain import explain as explain
+    from tilewise.diagnostics.plan import plan as plan
+    from tilewise.diagnostics.trace import trace_nonfinite as trace_nonfinite
     from tilewise.errors import TilewiseError as TilewiseError
     from tilewise.integrations.sdpa import replace_sdpa as replace_sdpa
     from tilewise.integrations.sdpa import sdpa as sdpa
@@ -44,10 +44,10 @@ _HOMES = {
     "attention": "api.attention",
     "attention_varlen": "api.varlen",
     "alibi": "api.bias",
-    "plan": "api.plan",
-    "explain": "api.explain",
-    "certify": "api.certify",
-    "trace_nonfinite": "api.trace",
+    "plan": "diagnostics.plan",
+    "explain": "diagnostics.explain",
+    "certify": "diagnostics.certify",
+    "trace_nonfinite": "diagnostics.trace",
     "TilewiseError": "errors",
     "Mask": "masks",
     "full": "masks",

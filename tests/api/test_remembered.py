@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
 from tilewise import dispatch
-from tilewise.backends.base import Grads, Inputs, Needs, Verdict
-from tilewise.bench.null import NullBackend
+from tilewise.backends.base import BackwardInputs, Grads, Inputs, Needs, Verdict
 from tilewise.errors import ArgumentTypeError, LayoutError, TilewiseError
+from tilewise.lab.bench.null import NullBackend
 from tilewise.problem import Problem
 
 attention = importlib.import_module("tilewise.api.attention")  # the package shows the function by that name
@@ -279,8 +279,8 @@ class Watching(NullBackend):
         self.asked.append(problem)
         return super().forward(problem, inputs)
 
-    def backward(self, problem: Problem, inputs: Inputs, *rest: Any) -> Grads:
-        assert isinstance(rest[-1], Needs)
+    def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+        assert isinstance(given.needs, Needs)
         return Grads(inputs.q, inputs.k, inputs.v)
 
 

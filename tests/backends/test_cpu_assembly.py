@@ -14,7 +14,7 @@ from tilewise.backends.cpu import image, team
 from tilewise.backends.cpu.spec import Kernel, Register
 from tilewise.hardware.cpuid import core_figures
 from tilewise.hardware.spec import DeviceSpec, KiB
-from tilewise.planner.cpu import register_tile, short_tile
+from tilewise.model.cpu import register_tile, short_tile
 
 LINUX = "-unknown-linux-gnu"
 TARGETS = {

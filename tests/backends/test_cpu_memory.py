@@ -20,10 +20,10 @@ from tests.conformance.harness import excesses
 from tilewise.backends.cpu import frames, plan
 from tilewise.backends.cpu.frames import Tiles
 from tilewise.backends.cpu.spec import Kernel
-from tilewise.bench.cases import Case as BenchCase
-from tilewise.bench.worker import Worker
 from tilewise.hardware.cpuid import core_figures
 from tilewise.hardware.spec import DeviceSpec, KiB
+from tilewise.lab.bench.cases import Case as BenchCase
+from tilewise.lab.bench.worker import Worker
 from tilewise.numerics import bounds
 from tilewise.problem import Problem
 

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("llvmlite")
 
 import tilewise as tw
-from tilewise.backends.base import Inputs, Needs
+from tilewise.backends.base import BackwardInputs, Inputs
 from tilewise.backends.cpu import plan, schedule
 from tilewise.backends.cpu.backend import backend
 from tilewise.problem import Problem
@@ -48,7 +48,7 @@ def gradients(inputs: Inputs, mask: tw.Mask | None, threads: int) -> tuple[torch
     problem = problem_of(inputs, mask)
     out, lse = backend.forward(problem, inputs)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
-    grads = backend.backward(problem, inputs, out, lse, dout, None, Needs())
+    grads = backend.backward(problem, inputs, BackwardInputs(out, lse, dout))
     return tuple(x for x in grads if x is not None)
 
 

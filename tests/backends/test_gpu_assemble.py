@@ -25,7 +25,7 @@ from tilewise.backends.gpu.sass import Instruction
 from tilewise.backends.triton import run
 from tilewise.errors import KernelError
 from tilewise.hardware import device
-from tilewise.planner import TilePlan
+from tilewise.model import TilePlan
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PRODUCT = "HGMMA.64x16x16.F32 R24, R40, gdesc[UR4].tnspB, R24"

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tilewise.backends.base import Inputs, Needs
+from tilewise.backends.base import BackwardInputs, Inputs
 from tilewise.backends.gpu import replay
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.masks import causal
-from tilewise.planner import TilePlan
+from tilewise.model import TilePlan
 from tilewise.problem import Problem
 
 pytest.importorskip("triton")
@@ -35,7 +35,7 @@ def call(seqlen: int = 64, heads: int = 2, dtype: str = "float16") -> None:
     q, k, v, out, dout = (torch.randn(2, heads, seqlen, 16).to(getattr(torch, dtype)) for _ in range(5))
     lse = torch.randn(2, heads, seqlen)
     run.run_forward(problem, Inputs(q, k, v), out, lse, TRIAL)
-    run.run_backward(problem, Inputs(q, k, v), run.Saved(out, lse, dout, None), Needs(), TRIAL)
+    run.run_backward(problem, Inputs(q, k, v), BackwardInputs(out, lse, dout), TRIAL)
 
 
 def plain(launch: replay.Launch) -> tuple[Any, ...]:

@@ -9,15 +9,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from tilewise.backends.base import Inputs, Needs
+from tilewise.backends.base import BackwardInputs, Inputs, Needs
 from tilewise.backends.gpu import replay
 from tilewise.backends.gpu.arguments import terms_for
 from tilewise.backends.triton import run
 from tilewise.backends.triton.plan import decoding
 from tilewise.hardware import lookup
-from tilewise.iomodel import onchip
 from tilewise.masks import causal
-from tilewise.planner import TilePlan, gpu_tile
+from tilewise.model import TilePlan, gpu_tile, onchip
 from tilewise.problem import Problem
 
 PASSES = ("forward", "backward_dkdv", "backward_dq")
@@ -99,7 +98,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, dtype: str, dim: int, needs: Needs
     problem = Problem.of(heads=2, seqlen=64, head_dim=dim, dtype=dtype, device="cuda")
     q = torch.empty((1, 2, 64, dim), dtype=getattr(torch, dtype), device="meta")
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
-    run.run_backward(problem, Inputs(q, q, q), run.Saved(q, lse, q, None), needs)
+    run.run_backward(problem, Inputs(q, q, q), BackwardInputs(q, lse, q, needs=needs))
     found = [(launch.kernel.__name__, launch.args[1]) for launch in built if launch.kernel.__name__ != "terms_kernel"]
     return [(name, {x for x in ("dq", "dk", "dv") if getattr(g, x) is not None}) for name, g in found]
 

@@ -9,10 +9,10 @@ import torch
 
 from tests.backends.test_gpu_replay import Compiled, collect, kernel, plain
 from tests.conformance.cases import CASES, Built, Case, build
-from tilewise.backends.base import Needs, empty_lse, empty_out
+from tilewise.backends.base import BackwardInputs, empty_lse, empty_out
 from tilewise.backends.gpu import replay
 from tilewise.hardware import lookup
-from tilewise.planner import gpu_tile
+from tilewise.model import gpu_tile
 
 pytest.importorskip("triton")
 
@@ -29,8 +29,7 @@ def perform(built: Built, lse_gradient: bool) -> None:
     out, lse = empty_out(inputs.q, built.problem.head_dim_v), empty_lse(inputs.q)
     dlse = torch.zeros_like(lse) if lse_gradient else None
     run.run_forward(built.problem, inputs, out, lse)
-    saved = run.Saved(out, lse, torch.zeros_like(out), dlse)
-    run.run_backward(built.problem, inputs, saved, Needs(True, True, True, False, False))
+    run.run_backward(built.problem, inputs, BackwardInputs(out, lse, torch.zeros_like(out), dlse))
 
 
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)

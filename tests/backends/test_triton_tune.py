@@ -14,7 +14,7 @@ from tilewise import masks
 from tilewise.backends.gpu import replay
 from tilewise.backends.triton import tune
 from tilewise.hardware import lookup
-from tilewise.planner import TilePlan
+from tilewise.model import TilePlan
 from tilewise.problem import Problem
 
 PLANNED = TilePlan(64, 64, 3, 4)

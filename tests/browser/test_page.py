@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tilewise.report import page
-from tilewise.report.words import WORDS
+from tilewise.lab.report import page
+from tilewise.lab.report.words import WORDS
 
 webdriver = pytest.importorskip("selenium.webdriver")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):

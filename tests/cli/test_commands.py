@@ -16,11 +16,11 @@ from typer.testing import CliRunner, Result
 
 from tilewise import __version__, dispatch
 from tilewise.backends.base import Verdict
-from tilewise.bench import selftest
-from tilewise.bench.selftest import TRIALS
 from tilewise.cli import console
 from tilewise.cli.app import app
 from tilewise.dispatch import Entry
+from tilewise.lab.bench import selftest
+from tilewise.lab.bench.selftest import TRIALS
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -231,8 +231,8 @@ def test_demo_small() -> None:
 
 
 def test_demo_says_when_standard_attention_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.bench import demo
-    from tilewise.bench.cases import Case
+    from tilewise.lab.bench import demo
+    from tilewise.lab.bench.cases import Case
 
     monkeypatch.setattr(demo, "available_bytes", lambda: 2**20)
     assert "GiB" in (demo.too_big(Case("demo", heads=1, seqlen=4096)) or "")

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tilewise.bench import demo as runs
-from tilewise.bench import selftest
-from tilewise.bench.judge import Judgement
 from tilewise.cli import app as commands
 from tilewise.cli import bench, check, demo, env, explain, plan, simulate
+from tilewise.lab.bench import demo as runs
+from tilewise.lab.bench import selftest
+from tilewise.lab.bench.judge import Judgement
 
 COMMANDS = [
     "demo",

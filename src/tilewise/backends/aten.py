@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise.backends.base import Grads, Inputs, Needs, Verdict
+from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict
 from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import UNBOUNDED
@@ -112,16 +112,8 @@ class AtenBackend:
 
         return launch
 
-    def backward(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        needs: Needs,
-    ) -> Grads:
+    def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+        out, lse, dout, dlse, _ = given
         causal, scale = _causal(problem), problem.scale
         # the kernel's backward wants as many key heads as query heads
         keys = _spread(problem, *_reached(problem, inputs.k, inputs.v))

@@ -57,6 +57,16 @@ class Grads(NamedTuple):
     dsinks: Tensor | None = None
 
 
+class BackwardInputs(NamedTuple):
+    """What a backward takes beside the inputs: what the forward left, what came back, and what is wanted."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Tensor | None = None
+    needs: Needs = Needs()
+
+
 class Backend(Protocol):
     name: str
 
@@ -75,16 +85,7 @@ class Backend(Protocol):
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, fp32 (fp64 for fp64)."""
 
-    def backward(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        needs: Needs,
-    ) -> Grads:
+    def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""
 
 

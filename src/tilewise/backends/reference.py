@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_lse, empty_out
+from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
 from tilewise.backends.sequence import Sequence, cuts
 from tilewise.masks import TileClass
 from tilewise.numerics.merge import log_sum, shares
@@ -50,23 +50,15 @@ class Reference:
             cut.queries(lse)[:] = own_lse.to(lse.dtype)
         return out, lse
 
-    def backward(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        needs: Needs,
-    ) -> Grads:
+    def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+        _, lse, dout, dlse, needs = given
         wanted = {"q": needs.dq, "k": needs.dk, "v": needs.dv, "bias": needs.dbias, "sinks": needs.dsinks}
         values = inputs._asdict()
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         with torch.enable_grad():
-            given = [name for name, need in wanted.items() if need and values[name] is not None]
+            chosen = [name for name, need in wanted.items() if need and values[name] is not None]
             # in the dtype of the arithmetic, so that gradients are summed before they are rounded
-            leaves = {name: values[name].detach().to(lse.dtype).requires_grad_() for name in given}
+            leaves = {name: values[name].detach().to(lse.dtype).requires_grad_() for name in chosen}
             totals = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             for cut, program in cuts(problem, inputs._replace(**leaves)):
                 results = attend(Sequence(problem, inputs._replace(**leaves), cut, program))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_lse, empty_out, sink_gradient
+from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out, sink_gradient
 from tilewise.backends.sequence import Range, Sequence, cut_tile, cuts
 from tilewise.numerics.merge import finite, join_sink
 from tilewise.numerics.summation import Compensated
@@ -147,16 +147,8 @@ class Tiled:
                 own_lse[:, :, slice(*q)] = row_lse.to(lse.dtype)
         return out, lse
 
-    def backward(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        needs: Needs,
-    ) -> Grads:
+    def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+        out, lse, dout, dlse, needs = given
         # an output of 0 takes no part, whatever comes back to it: so have rows that see nothing
         delta = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
         if dlse is not None:
@@ -165,9 +157,9 @@ class Tiled:
         dbias = torch.zeros_like(inputs.bias, dtype=lse.dtype) if needs.dbias and inputs.bias is not None else None
         for cut, program in cuts(problem, inputs):
             seq = Sequence(problem, inputs, cut, program)
-            given = Cotangents(*map(cut.queries, (dout, lse, delta)))
+            cotangents = Cotangents(*map(cut.queries, (dout, lse, delta)))
             own_dbias = None if dbias is None else cut.scores(dbias)
-            sums = backward_sequence(seq, given, cut.queries(dq), own_dbias)
+            sums = backward_sequence(seq, cotangents, cut.queries(dq), own_dbias)
             for gradient, parts in zip((dk, dv), sums, strict=True):
                 for j, part in enumerate(parts):
                     cut.keys(gradient)[:, :, slice(*seq.key_block(j))] = part.total().to(gradient.dtype)

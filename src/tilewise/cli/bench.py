@@ -11,10 +11,10 @@ import typer
 from tilewise.cli.console import Json, console, human_error, human_seconds, human_spread, print_json, progress
 
 if TYPE_CHECKING:
-    from tilewise.bench.cases import Case
-    from tilewise.bench.engine import Mean, Record, Result
-    from tilewise.bench.overhead import Overhead
-    from tilewise.bench.timing import Effort
+    from tilewise.lab.bench.cases import Case
+    from tilewise.lab.bench.engine import Mean, Record, Result
+    from tilewise.lab.bench.overhead import Overhead
+    from tilewise.lab.bench.timing import Effort
 
 OVERHEAD = "overhead"
 OWN = "own"
@@ -45,10 +45,10 @@ def bench_command(
     json: Json = False,
 ) -> None:
     """Time tilewise side by side with its peers, interleaved; exit status 1 for a wrong result or a broken promise."""
-    from tilewise.bench import records
-    from tilewise.bench.engine import geometric_means
-    from tilewise.bench.suites import suite as by_name
-    from tilewise.bench.timing import Effort
+    from tilewise.lab.bench import records
+    from tilewise.lab.bench.engine import geometric_means
+    from tilewise.lab.bench.suites import suite as by_name
+    from tilewise.lab.bench.timing import Effort
 
     effort = Effort(seconds=seconds)
     if suite == OVERHEAD and shape is None:
@@ -78,8 +78,8 @@ def bench_command(
 def cases(suite: str, wanted: Sequence[str] | None, device: str | None) -> list[Case]:
     from dataclasses import replace
 
-    from tilewise.bench.suites import suite as by_name
     from tilewise.errors import ArgumentError
+    from tilewise.lab.bench.suites import suite as by_name
 
     found = [replace(one, device=device) if device else one for one in by_name(suite).cases]
     for name in wanted or ():
@@ -89,8 +89,8 @@ def cases(suite: str, wanted: Sequence[str] | None, device: str | None) -> list[
 
 
 def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str | None) -> list[Case]:
-    from tilewise.bench.cases import Case
     from tilewise.errors import ArgumentError
+    from tilewise.lab.bench.cases import Case
 
     try:
         batch, heads, length, dim = shape.split(",")
@@ -117,9 +117,9 @@ def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str | No
 
 
 def run(chosen: Sequence[Case], peers: Sequence[str] | None, effort: Effort) -> list[Record]:
-    from tilewise.bench.contenders import contender, default_peers
-    from tilewise.bench.engine import OURS, measure
-    from tilewise.bench.machine import require_device
+    from tilewise.lab.bench.contenders import contender, default_peers
+    from tilewise.lab.bench.engine import OURS, measure
+    from tilewise.lab.bench.machine import require_device
 
     for case in chosen:
         require_device(case.device)
@@ -140,7 +140,7 @@ def run(chosen: Sequence[Case], peers: Sequence[str] | None, effort: Effort) -> 
 
 
 def run_overhead(effort: Effort) -> list[Overhead]:
-    from tilewise.bench.overhead import measure_overhead
+    from tilewise.lab.bench.overhead import measure_overhead
 
     with progress() as bar:
         task = bar.add_task("", total=1.0)
@@ -151,7 +151,7 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
     from rich.markup import escape
     from rich.table import Table
 
-    from tilewise.planner.tables import Folded
+    from tilewise.model.tables import Folded
 
     out = console()
     out.print(f"[bold]tilewise bench, suite {document['suite']}[/]")
@@ -188,7 +188,7 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
 
 
 def columns(record: Record, result: Result) -> tuple[str, ...]:
-    from tilewise.bench.engine import OURS
+    from tilewise.lab.bench.engine import OURS
 
     name = f"  {result.contender}"
     if result.contender == OURS:
@@ -204,7 +204,7 @@ def columns(record: Record, result: Result) -> tuple[str, ...]:
 
 def speed(record: Record, result: Result) -> str:
     """How tilewise compares with this contender; for the fastest rival by paired rounds, with the floor."""
-    from tilewise.bench.engine import OURS
+    from tilewise.lab.bench.engine import OURS
 
     ours = record.result(OURS)
     if result.contender == OURS or not ours or not ours.times or not result.times:
@@ -228,7 +228,7 @@ def accuracy(record: Record, result: Result) -> str:
 def show_overhead(found: Sequence[Overhead], document: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from tilewise.planner.tables import Folded
+    from tilewise.model.tables import Folded
 
     out = console()
     out.print("[bold]A call without its arithmetic, against all of an SDPA call[/]  [dim]1×1×16×64, CPU[/]")

@@ -9,7 +9,7 @@ import typer
 from tilewise.cli.console import USAGE_ERROR, Json, console, human_seconds, print_json, progress
 
 if TYPE_CHECKING:
-    from tilewise.bench.selftest import TrialResult
+    from tilewise.lab.bench.selftest import TrialResult
 
 Findings = dict[tuple[str, str], "list[TrialResult]"]
 Reasons = dict[str, dict[str, tuple[str, ...]]]
@@ -39,7 +39,7 @@ def check_command(
 def run(wanted: list[str] | None, every: bool) -> tuple[Findings, Reasons]:
     """What the usable backends did, and why the others are not usable."""
     from tilewise import dispatch
-    from tilewise.bench.selftest import selftest
+    from tilewise.lab.bench.selftest import selftest
 
     for name in wanted or ():
         dispatch.get(name)  # raises for a name nobody knows
@@ -87,7 +87,7 @@ def show(findings: Findings, unusable: Reasons, ok: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from tilewise.planner.tables import Folded
+    from tilewise.model.tables import Folded
 
     out = console()
     table = Table(title="Each backend against float64 attention", title_justify="left", title_style="bold")

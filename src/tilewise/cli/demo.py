@@ -20,7 +20,7 @@ from tilewise.cli.console import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tilewise.bench.demo import Demo, Run
+    from tilewise.lab.bench.demo import Demo, Run
 
 BAR = 24
 KEPT = 4 * 2**20  # freed pages that an allocator had kept serve a small need unseen
@@ -38,9 +38,9 @@ def demo_command(
     json: Json = False,
 ) -> None:
     """Attend over a long sequence, exactly; compare time, peak memory and error with standard attention and SDPA."""
-    from tilewise.bench.cases import Case
-    from tilewise.bench.demo import run_demo
-    from tilewise.bench.machine import require_device
+    from tilewise.lab.bench.cases import Case
+    from tilewise.lab.bench.demo import run_demo
+    from tilewise.lab.bench.machine import require_device
 
     require_device(device)
     passes = "training" if backward else "forward"
@@ -61,7 +61,7 @@ def show(demo: Demo) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    from tilewise.planner.tables import Folded
+    from tilewise.model.tables import Folded
 
     out = console()
     out.print()
@@ -86,9 +86,9 @@ def show(demo: Demo) -> None:
 def contest(demo: Demo) -> Table:
     from rich.table import Table
 
-    from tilewise.bench.engine import OURS
-    from tilewise.bench.timing import Spread
     from tilewise.dispatch import select
+    from tilewise.lab.bench.engine import OURS
+    from tilewise.lab.bench.timing import Spread
 
     table = Table()
     table.add_column("", no_wrap=True)
@@ -132,8 +132,8 @@ def growth(demo: Demo) -> Table:
 
 def proof(demo: Demo) -> list[str]:
     """What the figures of this run show, and nothing that they do not."""
-    from tilewise.bench.demo import SDPA, STANDARD
-    from tilewise.bench.engine import OURS
+    from tilewise.lab.bench.demo import SDPA, STANDARD
+    from tilewise.lab.bench.engine import OURS
 
     ours, sdpa, standard = (demo.runs[name] for name in (OURS, SDPA, STANDARD))
     if ours.judgement is None or not ours.judgement.ok:
@@ -166,7 +166,7 @@ def memory_line(demo: Demo, ours: Run, standard: Run) -> str:
 
 
 def faster(ours: Run, other: Run) -> str | None:
-    from tilewise.bench.timing import ratio
+    from tilewise.lab.bench.timing import ratio
 
     if not (ours.seconds and other.seconds and other.judgement and other.judgement.ok):
         return None

@@ -20,7 +20,7 @@ def gather() -> dict[str, Any]:
     import torch
 
     from tilewise import dispatch
-    from tilewise.bench.machine import OPTIONAL, PACKAGES, machine, version_of, versions
+    from tilewise.lab.bench.machine import OPTIONAL, PACKAGES, machine, version_of, versions
 
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     backends = []

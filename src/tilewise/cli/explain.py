@@ -48,7 +48,7 @@ def explain_command(
     json: Json = False,
 ) -> None:
     """Say which backend and plan a problem gets and why, what it moves, and what bounds it."""
-    from tilewise.api.explain import explain
+    from tilewise.diagnostics.explain import explain
     from tilewise.problem import Problem
 
     problem = Problem.of(

@@ -40,7 +40,7 @@ def plan_command(
     json: Json = False,
 ) -> None:
     """Choose the tile for a problem and say what it moves, how long it should take, and why."""
-    from tilewise.planner import plan
+    from tilewise.model import plan
     from tilewise.problem import Problem
 
     problem = Problem.of(
@@ -66,8 +66,8 @@ def plan_command(
 def _everywhere(problem: Any, pass_: str, json: bool) -> None:
     from tilewise.errors import PlanError
     from tilewise.hardware import catalogue
-    from tilewise.planner import plan
-    from tilewise.planner.show import comparison
+    from tilewise.model import plan
+    from tilewise.model.show import comparison
 
     plans, impossible = [], {}
     for key, spec in catalogue().items():

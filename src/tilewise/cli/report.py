@@ -37,7 +37,7 @@ def report_command(
 def check_records(directory: Path) -> None:
     """Raise on a directory, asked for, that has nothing to show."""
     from tilewise.errors import ArgumentError
-    from tilewise.report import machine
+    from tilewise.lab.report import machine
 
     if not directory.is_dir():
         raise ArgumentError(f"records: there is no directory {directory}; need one with records of `tilewise bench --save`")
@@ -47,7 +47,7 @@ def check_records(directory: Path) -> None:
 
 def write_report(output: Path, records: list[Path] | None = None, language: str = "en") -> Path:
     """Gather and write the page, with a progress bar."""
-    from tilewise.report.page import write
+    from tilewise.lab.report.page import write
 
     with progress() as bar:
         task = bar.add_task("", total=1.0)

@@ -11,7 +11,7 @@ from tilewise.cli.console import Json, console, print_json
 from tilewise.cli.plan import parse_mask, parse_tile
 
 if TYPE_CHECKING:
-    from tilewise.iomodel import TilePlan
+    from tilewise.model import TilePlan
     from tilewise.problem import Problem
 
 MOST_SCORES = 2**22
@@ -44,7 +44,7 @@ def simulate_command(
     if precision:
         _precision(json)
         return
-    from tilewise.iomodel import TilePlan
+    from tilewise.model import TilePlan
     from tilewise.problem import Problem
 
     problem = Problem.of(
@@ -62,13 +62,13 @@ def simulate_command(
 
 
 def _simulate(problem: Problem, tile: TilePlan, schedules: list[str], sram: int | None, json: bool) -> None:
-    from tilewise import iomodel
+    from tilewise import model
     from tilewise.errors import ArgumentError
     from tilewise.hardware import lookup
-    from tilewise.planner.show import problem_line
-    from tilewise.simulator import random_inputs, simulate
-    from tilewise.simulator.check import largest_error
-    from tilewise.simulator.show import simulation
+    from tilewise.lab.simulator import random_inputs, simulate
+    from tilewise.lab.simulator.check import largest_error
+    from tilewise.lab.simulator.show import simulation
+    from tilewise.model.show import problem_line
 
     scores = problem.heads * problem.seqlen_q * problem.seqlen_k
     if scores > MOST_SCORES:
@@ -83,9 +83,9 @@ def _simulate(problem: Problem, tile: TilePlan, schedules: list[str], sram: int 
         taken = replace(tile, splits=DECODE_SPLITS, pack_gqa=True) if kind == "decode" else tile
         runs.append(simulate(problem, taken, kind, form=form or "unnormalised", inputs=inputs, sram=sram))
         if kind == "standard3":
-            models.append(iomodel.standard(problem, taken, kernels=3))
+            models.append(model.standard(problem, taken, kernels=3))
         else:
-            models.append(iomodel.traffic(problem, taken, kind))
+            models.append(model.traffic(problem, taken, kind))
     errors = [largest_error(run, inputs) for run in runs]
     if json:
         print_json(
@@ -99,8 +99,8 @@ def _simulate(problem: Problem, tile: TilePlan, schedules: list[str], sram: int 
 
 
 def _precision(json: bool) -> None:
-    from tilewise.simulator import precision
-    from tilewise.simulator.show import precision as table
+    from tilewise.lab.simulator import precision
+    from tilewise.lab.simulator.show import precision as table
 
     results = precision.experiment()
     if json:

@@ -11,7 +11,7 @@ import typer
 from tilewise.cli.console import Json, console, human_bytes, print_json, progress
 
 if TYPE_CHECKING:
-    from tilewise.report.counters import KernelTraffic
+    from tilewise.lab.report.counters import KernelTraffic
 
 
 def verify_traffic_command(
@@ -21,7 +21,7 @@ def verify_traffic_command(
     json: Json = False,
 ) -> None:
     """Run kernels under Nsight Compute and print measured beside predicted bytes; exit status 1 if one is too far off."""
-    from tilewise.report import verify
+    from tilewise.lab.report import verify
 
     found = verify.find_ncu(ncu)
     cases = tuple(replace(case, backend=backend) for case in verify.CASES)
@@ -35,7 +35,7 @@ def verify_traffic_command(
             backends += [chosen] * len(counted)
     record = verify.document(kernels, backends, found)
     if save is not None:
-        from tilewise.bench.records import save as keep
+        from tilewise.lab.bench.records import save as keep
 
         path = keep(record, save)
     if json:
@@ -50,7 +50,7 @@ def verify_traffic_command(
 def show(kernels: list[KernelTraffic], backends: list[dict[str, str]]) -> None:
     from rich.table import Table
 
-    from tilewise.planner.tables import Folded
+    from tilewise.model.tables import Folded
 
     table = Table(title="Bytes counted by the hardware beside the model's", title_justify="left", title_style="bold")
     for name in ("problem", "kernel", "backend", "tile", "where"):

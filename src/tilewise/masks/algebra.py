@@ -16,7 +16,7 @@ import numpy as np
 
 from tilewise.errors import ArgumentTypeError, MaskError
 from tilewise.masks.arrays import fits, padding_hint, rank4
-from tilewise.masks.program import LITERALS, UNBOUNDED, Literal, MaskProgram, MaskShape, assemble
+from tilewise.masks.program import KINDS, UNBOUNDED, Kind, Literal, MaskProgram, MaskShape, assemble
 
 Terms = list[list[Literal]]
 MAX_TERMS = 32
@@ -122,7 +122,7 @@ class Band(Mask):
     letter: str
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
-        return [[Literal(self.letter, pair, ())] for pair in _band_pairs(self.lo, self.hi, negate)]
+        return [[Literal(KINDS[self.letter], pair, ())] for pair in _band_pairs(self.lo, self.hi, negate)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,7 +136,7 @@ class OffsetBand(Mask):
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
         off = _per_sequence("offset", self.offset, binding)
-        return [[Literal("o", pair, (off,))] for pair in _band_pairs(self.lo, self.hi, negate)]
+        return [[Literal(KINDS["o"], pair, (off,))] for pair in _band_pairs(self.lo, self.hi, negate)]
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,7 +148,7 @@ class KeyRange(Mask):
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
         pairs = [(-UNBOUNDED, self.start), (self.end, UNBOUNDED)] if negate else [(self.start, self.end)]
-        return [[Literal("r", pair, ())] for pair in pairs]
+        return [[Literal(KINDS["r"], pair, ())] for pair in pairs]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -165,7 +165,7 @@ class KeyRanges(Mask):
         start = length * 0 if self.start is None else _per_sequence("start", self.start, binding)
         end = start + length
         pairs = [(start * 0, start), (end, end * 0 + UNBOUNDED)] if negate else [(start, end)]
-        return [[Literal("k", (), pair)] for pair in pairs]
+        return [[Literal(KINDS["k"], (), pair)] for pair in pairs]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -185,7 +185,7 @@ class Documents(Mask):
             )
         k_ids = _ids("ids", self.ids, shape.seqlen_k, binding)
         q_ids = k_ids if self.q_ids is None else _ids("q_ids", self.q_ids, shape.seqlen_q, binding)
-        return [[Literal("D" if negate else "d", (), (q_ids, k_ids))]]
+        return [[Literal(KINDS["D" if negate else "d"], (), (q_ids, k_ids))]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -206,7 +206,7 @@ class Blocks(Mask):
                 f"blocks: table covers {tuple(table.shape[2:])} blocks, but {shape.seqlen_q} × {shape.seqlen_k} positions "
                 f"in blocks of {self.size_q} × {self.size_k} are {want}"
             )
-        return [[Literal("S" if negate else "s", (self.size_q, self.size_k), (_as(table, "bool"),))]]
+        return [[Literal(KINDS["S" if negate else "s"], (self.size_q, self.size_k), (_as(table, "bool"),))]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -229,7 +229,7 @@ class Dense(Mask):
                 raise MaskError(
                     f"dense: tensor of shape {tuple(self.tensor.shape)} has {size} {name}, the problem has {want}{hint}"
                 )
-        return [[Literal("E" if negate else "e", (), (dense,))]]
+        return [[Literal(KINDS["E" if negate else "e"], (), (dense,))]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -319,23 +319,22 @@ def _limited(terms: Terms) -> Terms:
 
 def _merge(term: list[Literal]) -> list[Literal] | None:
     """One term with its static bands and ranges intersected and its literals in order; None if it can hold nowhere."""
-    merged: dict[str, tuple[int, int]] = {}
+    merged: dict[Kind, tuple[int, int]] = {}
     rest: list[Literal] = []
     for literal in term:
-        if literal.letter in "btr":
+        kind = literal.kind
+        if kind.ints and not kind.tensors:
             lo, hi = literal.ints
-            if literal.letter in merged:
-                old = merged[literal.letter]
-                lo, hi = max(lo, old[0]), min(hi, old[1])
-            merged[literal.letter] = (lo, hi)
-        elif not any(literal.letter == other.letter and _same(literal, other) for other in rest):
+            old = merged.get(kind, (lo, hi))
+            merged[kind] = (max(lo, old[0]), min(hi, old[1]))
+        elif not any(kind == other.kind and _same(literal, other) for other in rest):
             rest.append(literal)
-    for letter, (lo, hi) in merged.items():
-        if isinstance(lo, int) and isinstance(hi, int) and (lo > hi or (letter == "r" and lo == hi)):
+    for kind, (lo, hi) in merged.items():
+        if isinstance(lo, int) and isinstance(hi, int) and (lo > hi or (kind.is_range and lo == hi)):
             return None
     whole = (-UNBOUNDED, UNBOUNDED)
-    rest += [Literal(letter, pair, ()) for letter, pair in merged.items() if pair != whole]
-    return sorted(rest, key=lambda literal: LITERALS.index(literal.letter))
+    rest += [Literal(kind, pair, ()) for kind, pair in merged.items() if pair != whole]
+    return sorted(rest, key=lambda literal: list(KINDS).index(literal.kind.letter))
 
 
 def _same(a: Literal, b: Literal) -> bool:

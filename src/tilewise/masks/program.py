@@ -1,4 +1,4 @@
-"""MaskProgram: what a mask lowers to, and the one place that says what its letters mean.
+"""MaskProgram: what a mask lowers to, and the one place that says what its letters mean: elsewhere a literal is asked by `kind`.
 
 A program is a disjunction of terms ("b|r"); a term is a run of one-letter literals that must all hold ("bk"). Literals take
 their integers and tensors from `ints` and `tensors`, left to right. The structure never holds a length, so one compiled
@@ -26,11 +26,6 @@ from typing import Any, NamedTuple
 UNBOUNDED = 2**30
 """A band side or range end at this value (or its negative) is no limit; sequence lengths stay below it."""
 
-LITERALS = "0btorkdDsSeE"
-INTS = {"b": 2, "t": 2, "o": 2, "r": 2, "s": 2, "S": 2}
-TENSORS = {"o": 1, "k": 2, "d": 2, "D": 2, "s": 1, "S": 1, "e": 1, "E": 1}
-
-
 class MaskShape(NamedTuple):
     """The extent of a mask: `heads` are query heads."""
 
@@ -40,10 +35,147 @@ class MaskShape(NamedTuple):
     seqlen_k: int
 
 
-class Literal(NamedTuple):
+class Kind(NamedTuple):
+    """What a letter stands for, and how many integers and tensors it takes. Nobody outside this package reads the letter."""
+
     letter: str
+    ints: int = 0
+    tensors: int = 0
+
+    @property
+    def is_nothing(self) -> bool:
+        return self.letter == "0"
+
+    @property
+    def is_band(self) -> bool:
+        return self.letter in "bto"
+
+    @property
+    def is_bottom_right(self) -> bool:
+        """A band that counts from the last query and key."""
+        return self.letter == "b"
+
+    @property
+    def is_offset(self) -> bool:
+        """A band at an offset for each sequence."""
+        return self.letter == "o"
+
+    @property
+    def is_range(self) -> bool:
+        """Keys from `start` up to `end`, the same for every sequence."""
+        return self.letter == "r"
+
+    @property
+    def is_padding(self) -> bool:
+        """Keys from `start` up to `end` of each sequence."""
+        return self.letter == "k"
+
+    @property
+    def is_interval(self) -> bool:
+        """Leaves every row one interval of keys, which may be empty."""
+        return self.letter in "0btork"
+
+    @property
+    def is_documents(self) -> bool:
+        return self.letter in "dD"
+
+    @property
+    def is_blocks(self) -> bool:
+        return self.letter in "sS"
+
+    @property
+    def is_dense(self) -> bool:
+        return self.letter in "eE"
+
+    @property
+    def reads_data(self) -> bool:
+        """Reads ids or tables as long as the sequence."""
+        return self.letter in "dDsSeE"
+
+    @property
+    def per_head(self) -> bool:
+        """Has a tensor whose second side counts heads."""
+        return self.letter in "sSeE"
+
+    @property
+    def negated(self) -> bool:
+        return self.letter in "DSE"
+
+
+KINDS = {
+    kind.letter: kind
+    for kind in (
+        Kind("0"),
+        *(Kind("b", ints=2), Kind("t", ints=2), Kind("o", ints=2, tensors=1)),
+        *(Kind("r", ints=2), Kind("k", tensors=2)),
+        *(Kind("d", tensors=2), Kind("D", tensors=2)),
+        *(Kind("s", ints=2, tensors=1), Kind("S", ints=2, tensors=1)),
+        *(Kind("e", tensors=1), Kind("E", tensors=1)),
+    )
+}
+"""In the order in which a term holds them."""
+
+
+class Literal(NamedTuple):
+    kind: Kind
     ints: tuple[int, ...]
     tensors: tuple[Any, ...]
+
+    def shift(self, shape: MaskShape, b: int = 0) -> int:
+        """How far the diagonal that a band counts from lies right of k == q, in sequence `b`."""
+        if self.kind.is_offset:
+            return int(self.tensors[0][b if self.tensors[0].shape[0] > 1 else 0])
+        return shape.seqlen_k - shape.seqlen_q if self.kind.is_bottom_right else 0
+
+    def band(self, shift: int) -> tuple[int, int]:
+        """lo, hi of lo <= k - q <= hi; a side without limit keeps none, however far it is shifted."""
+        lo, hi = self.ints
+        return (lo + shift if lo > -UNBOUNDED else -UNBOUNDED), (hi + shift if hi < UNBOUNDED else UNBOUNDED)
+
+
+class Operand(NamedTuple):
+    """A literal of a structure and where its integers and tensors start among the program's."""
+
+    kind: Kind
+    ints: int
+    tensors: int
+
+
+def operands(structure: str) -> list[list[Operand]]:
+    """The literals of a structure, term by term."""
+    terms, ints, tensors = [], 0, 0
+    for text in structure.split("|"):
+        term = []
+        for kind in map(KINDS.__getitem__, text):
+            term.append(Operand(kind, ints, tensors))
+            ints, tensors = ints + kind.ints, tensors + kind.tensors
+        terms.append(term)
+    return terms
+
+
+class Interval(NamedTuple):
+    """lo <= k - q <= hi and start <= k < end."""
+
+    lo: int = -UNBOUNDED
+    hi: int = UNBOUNDED
+    start: int = 0
+    end: int = UNBOUNDED
+
+
+def interval(term: list[Literal], shape: MaskShape, b: int = 0) -> Interval:
+    """The bands and ranges of a term in sequence `b`, intersected; what reads data is not looked at."""
+    lo, hi, start, end = Interval(end=shape.seqlen_k)
+    for literal in term:
+        kind, ints, tensors = literal
+        if kind.is_band:
+            new_lo, new_hi = literal.band(literal.shift(shape, b))
+            lo, hi = max(lo, new_lo), min(hi, new_hi)
+        elif kind.is_range or kind.is_padding:
+            first, past = ints if kind.is_range else (int(t[b if t.shape[0] > 1 else 0]) for t in tensors)
+            start, end = max(start, first), min(end, past)
+        elif kind.is_nothing:
+            end = start
+    return Interval(lo, hi, start, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +186,22 @@ class MaskProgram:
 
     def terms(self) -> Iterator[list[Literal]]:
         """The literals, term by term; an unmasked program has one term without literals."""
-        ints, tensors = iter(self.ints), iter(self.tensors)
-        for term in self.structure.split("|"):
+        for term in operands(self.structure):
             yield [
-                Literal(
-                    letter,
-                    tuple(next(ints) for _ in range(INTS.get(letter, 0))),
-                    tuple(next(tensors) for _ in range(TENSORS.get(letter, 0))),
-                )
-                for letter in term
+                Literal(kind, self.ints[i : i + kind.ints], self.tensors[t : t + kind.tensors]) for kind, i, t in term
             ]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Of all literals, in order."""
+        return [KINDS[letter] for letter in self.structure if letter != "|"]
 
     def may_blind(self, queries: int, keys: int) -> bool:
         """May a query see no key? Exact for bands and ranges; what tensors hold is not looked at, so with them always."""
         if self.tensors:
             return True
-        rows = sorted(_seeing_rows(term, queries, keys) for term in self.terms())
+        shape = MaskShape(1, 1, queries, keys)
+        rows = sorted(_seeing_rows(interval(term, shape), queries) for term in self.terms())
         covered = 0
         for first, past in rows:
             if first > covered:
@@ -81,26 +213,17 @@ class MaskProgram:
         """The program of sequence `b` alone, cut out of a packed batch whose tokens it holds at [start, end)."""
         tensors: list[Any] = []
         for term in self.terms():
-            for letter, _, given in term:
-                if letter in "dD":
+            for kind, _, given in term:
+                if kind.is_documents:
                     tensors += [given[0][:, q_start:q_end], given[1][:, k_start:k_end]]
                 else:
                     tensors += [t if t.shape[0] == 1 else t[b : b + 1] for t in given]
         return MaskProgram(self.structure, self.ints, tuple(tensors))
 
 
-def _seeing_rows(term: list[Literal], queries: int, keys: int) -> tuple[int, int]:
-    """[first, past): the rows that see some key under a term of bands and ranges."""
-    lo, hi, start, end = -UNBOUNDED, UNBOUNDED, 0, keys
-    for letter, ints, _ in term:
-        if letter in "bt":
-            shift = keys - queries if letter == "b" else 0
-            lo = max(lo, ints[0] + shift if ints[0] > -UNBOUNDED else lo)
-            hi = min(hi, ints[1] + shift if ints[1] < UNBOUNDED else hi)
-        elif letter == "r":
-            start, end = max(start, ints[0]), min(end, ints[1])
-        else:
-            end = start
+def _seeing_rows(seen: Interval, queries: int) -> tuple[int, int]:
+    """[first, past): the rows that see some key."""
+    lo, hi, start, end = seen
     return (max(0, start - hi), min(queries, end - lo)) if lo <= hi and start < end else (0, 0)
 
 
@@ -108,7 +231,7 @@ def assemble(terms: list[list[Literal]]) -> MaskProgram:
     """The program of a disjunction of conjunctions."""
     literals = [literal for term in terms for literal in term]
     return MaskProgram(
-        "|".join("".join(literal.letter for literal in term) for term in terms) if terms else "0",
+        "|".join("".join(literal.kind.letter for literal in term) for term in terms) if terms else "0",
         tuple(i for literal in literals for i in literal.ints),
         tuple(t for literal in literals for t in literal.tensors),
     )
@@ -141,32 +264,26 @@ def allowed(
 
 def _literal_tile(literal: Literal, shape: MaskShape, q: Any, k: Any, qs: slice, ks: slice) -> Any:
     """One literal over a tile, rank 4; `q`, `k` are index vectors and `qs`, `ks` the same as slices."""
-    letter, ints, tensors = literal
+    kind, ints, tensors = literal
     q_col, k_row = q[None, None, :, None], k[None, None, None, :]
-    if letter in "bto":
+    if kind.is_band:
         lo, hi = ints
-        delta = k_row - q_col
-        if letter == "b":
-            delta = delta - (shape.seqlen_k - shape.seqlen_q)
-        elif letter == "o":
-            delta = delta - tensors[0][:, None, None, None]
+        anchor = tensors[0][:, None, None, None] if kind.is_offset else literal.shift(shape)
+        delta = k_row - q_col - anchor
         # an open side is no limit, not even with the largest offset
         above = delta >= lo if lo > -UNBOUNDED else delta == delta
         return above & (delta <= hi) if hi < UNBOUNDED else above
-    if letter == "r":
-        return (k_row >= ints[0]) & (k_row < ints[1])
-    if letter == "k":
-        start, end = (t[:, None, None, None] for t in tensors)
+    if kind.is_range or kind.is_padding:
+        start, end = ints if kind.is_range else (t[:, None, None, None] for t in tensors)
         return (k_row >= start) & (k_row < end)
-    if letter in "dD":
-        same = tensors[0][:, None, qs, None] == tensors[1][:, None, None, ks]
-        return same if letter == "d" else ~same
-    if letter in "sS":
+    if kind.is_documents:
+        tile = tensors[0][:, None, qs, None] == tensors[1][:, None, None, ks]
+    elif kind.is_blocks:
         tile = tensors[0][:, :, (q // ints[0])[:, None], (k // ints[1])[None, :]]
-        return tile if letter == "s" else ~tile
-    if letter in "eE":
+    elif kind.is_dense:
         dense = tensors[0]
-        dense = dense[:, :, qs if dense.shape[2] > 1 else slice(None), ks if dense.shape[3] > 1 else slice(None)]
-        return dense if letter == "e" else ~dense
-    nothing = k_row - q_col
-    return nothing != nothing
+        tile = dense[:, :, qs if dense.shape[2] > 1 else slice(None), ks if dense.shape[3] > 1 else slice(None)]
+    else:
+        nothing = k_row - q_col
+        return nothing != nothing
+    return ~tile if kind.negated else tile

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilewise.errors import MaskError
-from tilewise.masks.program import UNBOUNDED, Literal, MaskProgram, MaskShape
+from tilewise.masks.program import Literal, MaskProgram, MaskShape, interval
 
 Classes = np.ndarray[Any, np.dtype[np.uint8]]  # numpy.typing would be imported for these names alone
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -65,9 +65,9 @@ class TileMap:
             [literal._replace(tensors=tuple(map(_numpy, literal.tensors))) for literal in term]
             for term in program.terms()
         ]
-        tensors = [(literal.letter, t) for term in self._terms for literal in term for t in literal.tensors]
+        tensors = [(literal.kind, t) for term in self._terms for literal in term for t in literal.tensors]
         self.per_batch = any(t.shape[0] > 1 for _, t in tensors)
-        self.per_head = any(letter in "sSeE" and t.shape[1] > 1 for letter, t in tensors)
+        self.per_head = any(kind.per_head and t.shape[1] > 1 for kind, t in tensors)
         self._line = lru_cache(maxsize=64)(
             self._classify_line
         )  # neighbours ask for the same line; N × N stays out of memory
@@ -132,32 +132,18 @@ class TileMap:
         return result
 
     def _classify_term(self, term: list[Literal], line: _Line, b: int, h: int) -> Classes:
-        lo, hi, start, end = -UNBOUNDED, UNBOUNDED, 0, self.shape.seqlen_k
         others: list[Classes] = []
-        for letter, ints, tensors in term:
-            if letter in "bto":
-                shift = 0
-                if letter == "b":
-                    shift = self.shape.seqlen_k - self.shape.seqlen_q
-                elif letter == "o":
-                    shift = int(_pick(tensors[0], b))
-                lo = max(lo, ints[0] + shift if ints[0] > -UNBOUNDED else -UNBOUNDED)
-                hi = min(hi, ints[1] + shift if ints[1] < UNBOUNDED else UNBOUNDED)
-            elif letter in "rk":
-                bounds = ints if letter == "r" else (int(_pick(tensors[0], b)), int(_pick(tensors[1], b)))
-                start, end = max(start, bounds[0]), min(end, bounds[1])
-            elif letter in "dD":
+        for kind, ints, tensors in term:
+            if kind.is_documents:
                 classes = _documents(_pick(tensors[0], b), _pick(tensors[1], b), line)
-                others.append(classes if letter == "d" else 2 - classes)
-            elif letter in "sS":
+            elif kind.is_blocks:
                 classes = _blocks(_pick(_pick(tensors[0], b), h), ints, line)
-                others.append(classes if letter == "s" else 2 - classes)
-            elif letter in "eE":
+            elif kind.is_dense:
                 classes = _dense(_pick(_pick(tensors[0], b), h), self.shape, line)
-                others.append(classes if letter == "e" else 2 - classes)
             else:
-                return np.zeros(len(line.starts), dtype=np.uint8)
-        result = _band_and_range(lo, hi, start, end, line)
+                continue
+            others.append(2 - classes if kind.negated else classes)
+        result = _band_and_range(*interval(term, self.shape, b), line)
         for classes in others:
             result = np.minimum(result, classes)
         return result

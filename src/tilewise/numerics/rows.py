@@ -221,11 +221,11 @@ def _rows_of(program: MaskProgram, positions: Tensor) -> MaskProgram:
     """The program with only these rows of what it holds for each query."""
     tensors: list[Tensor] = []
     for term in program.terms():
-        for letter, _, given in term:
+        for kind, _, given in term:
             held = [torch.as_tensor(t, device=positions.device) for t in given]
-            if letter in "dD":
+            if kind.is_documents:
                 held[0] = held[0][:, positions]
-            elif letter in "eE" and held[0].shape[2] > 1:
+            elif kind.is_dense and held[0].shape[2] > 1:
                 held[0] = held[0][:, :, positions]
             tensors += held
     return MaskProgram(program.structure, program.ints, tuple(tensors))

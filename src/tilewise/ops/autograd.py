@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Backend, Inputs, Needs
+from tilewise.backends.base import Backend, BackwardInputs, Inputs, Needs
 from tilewise.errors import DerivativeError
 from tilewise.masks import Lowered, MaskProgram
 from tilewise.ops.profile import BACKWARD, profiled
@@ -83,18 +83,18 @@ def gradients(
     *tensors, out, lse = saved
     if dout is None:
         dout = torch.zeros_like(out)
-    inputs = Inputs(*tensors)
+    inputs, given = Inputs(*tensors), BackwardInputs(out, lse, dout, dlse, needs)
     if _transforms() is not None or _batched(dout) or (dlse is not None and _batched(dlse)):
         from tilewise.ops import batched
 
         return batched.gradients(
-            lambda dout, dlse: backward(problem, inputs, out, lse, dout, dlse, needs, backend), dout, dlse
+            lambda dout, dlse: backward(problem, inputs, given._replace(dout=dout, dlse=dlse), backend), dout, dlse
         )
     if _dispatch_modes():
         from tilewise.ops import library
 
-        return library.gradients(problem, inputs, out, lse, dout, dlse, needs, backend)
-    return tuple(profiled(BACKWARD, backward, problem, inputs, out, lse, dout, dlse, needs, backend))
+        return library.gradients(problem, inputs, given, backend)
+    return tuple(profiled(BACKWARD, backward, problem, inputs, given, backend))
 
 
 class AttentionBackward(torch.autograd.Function):

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tilewise.backends.base import Inputs, Needs
 from tilewise.backends.sequence import Sequence, cuts
-from tilewise.iomodel.flops import visible_pairs
 from tilewise.masks import TileClass, allowed
+from tilewise.model.flops import visible_pairs
 from tilewise.ops.tensors import PLAIN
 from tilewise.problem import Problem
 

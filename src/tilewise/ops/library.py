@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs, Needs, empty_lse, empty_out
+from tilewise.backends.base import BackwardInputs, Inputs, Needs, empty_lse, empty_out
 from tilewise.masks import Lowered, MaskProgram
 from tilewise.ops.flops import backward_flops, forward_flops, teach_counters
 from tilewise.ops.run import backward, forward
@@ -94,18 +94,10 @@ def attend(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tens
     return out, lse
 
 
-def gradients(
-    problem: Problem,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    needs: Needs,
-    backend: str,
-) -> tuple[Tensor | None, ...]:
+def gradients(problem: Problem, inputs: Inputs, given: BackwardInputs, backend: str) -> tuple[Tensor | None, ...]:
     """The gradients through the operator."""
     teach_counters(_FORMULAS)
+    out, lse, dout, dlse, needs = given
     found = torch.ops.tilewise.attention_backward(dout, dlse, out, lse, needs, *inputs, *Rules.of(problem, backend))
     return tuple(grad if need else None for grad, need in zip(found, needs, strict=True))
 
@@ -138,7 +130,7 @@ def _attention_backward(
 ) -> tuple[Tensor, ...]:
     inputs, rules = _arguments(args)
     problem, backend = problem_of(inputs, rules, needs_grad=True)
-    grads = backward(problem, inputs, out, lse, dout, dlse, Needs(*needs), backend)
+    grads = backward(problem, inputs, BackwardInputs(out, lse, dout, dlse, Needs(*needs)), backend)
     return tuple(
         inputs.q.new_empty(0) if grad is None else _like(grad, x)
         for grad, x in zip(grads, _sources(inputs), strict=True)

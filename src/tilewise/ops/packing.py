@@ -23,7 +23,7 @@ def check_packing(problem: Problem, inputs: Inputs) -> None:
     if inputs.q.device.type != "cpu" and os.environ.get("TILEWISE_CHECK") != "1":
         return
     assert inputs.cu_q is not None and inputs.cu_k is not None
-    tables = [literal for term in problem.program.terms() for literal in term if literal.letter in "sS"]
+    tables = [literal for term in problem.program.terms() for literal in term if literal.kind.is_blocks]
     ends = (("cu_seqlens_q", inputs.cu_q, inputs.q), ("cu_seqlens_k", inputs.cu_k, inputs.k))
     for side, (name, cu, x) in enumerate(ends):
         longest, axis = _longest(name, cu, x.shape[2]), ("queries", "keys")[side]

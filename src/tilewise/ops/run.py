@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dispatch
-from tilewise.backends.base import Backend, Grads, Inputs, Needs, empty_lse, empty_out, sink_gradient
+from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, empty_lse, empty_out, sink_gradient
 from tilewise.errors import KernelError
 from tilewise.ops.packing import check_packing
 from tilewise.ops.tensors import materialized, refuse_tangents
@@ -43,26 +43,18 @@ def forward(
                 chosen = dispatch.instead(chosen, error, problem, inputs, backend)
 
 
-def backward(
-    problem: Problem,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    needs: Needs,
-    backend: str = "auto",
-) -> Grads:
+def backward(problem: Problem, inputs: Inputs, given: BackwardInputs, backend: str = "auto") -> Grads:
     """The gradients of a problem; the backend is chosen anew, since forward and backward have different strengths."""
-    refuse_tangents((dout, dlse))
-    dout, dlse = materialized(dout), None if dlse is None else materialized(dlse)
+    refuse_tangents((given.dout, given.dlse))
+    dlse = None if given.dlse is None else materialized(given.dlse)
+    given = given._replace(dout=materialized(given.dout), dlse=dlse)
     if is_empty(problem):
-        return empty_backward(inputs, lse, dlse, needs)
+        return empty_backward(inputs, given)
     with own_precision(problem.device):
         while True:
             chosen = _backward_of(problem, inputs, backend)
             try:
-                return chosen.backward(problem, inputs, out, lse, dout, dlse, needs)
+                return chosen.backward(problem, inputs, given)
             except KernelError as error:
                 _backward_memory(problem)[dispatch.standing(backend)] = dispatch.instead(
                     chosen, error, problem, inputs, backend, backward=True
@@ -95,9 +87,10 @@ def empty_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     return out, lse.copy_(inputs.sinks.to(lse.dtype)[:, None].expand_as(lse))
 
 
-def empty_backward(inputs: Inputs, lse: Tensor, dlse: Tensor | None, needs: Needs) -> Grads:
+def empty_backward(inputs: Inputs, given: BackwardInputs) -> Grads:
+    needs, dlse = given.needs, given.dlse
     wanted = zip((*inputs[:3], inputs.bias, inputs.sinks), needs, strict=True)
     grads = Grads(*(torch.zeros_like(x) if need and x is not None else None for x, need in wanted))
     if needs.dsinks and inputs.sinks is not None and dlse is not None:
-        return grads._replace(dsinks=sink_gradient(inputs.sinks, lse, -dlse))
+        return grads._replace(dsinks=sink_gradient(inputs.sinks, given.lse, -dlse))
     return grads

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_out, sink_gradient
+from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, empty_out, sink_gradient
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
 from tilewise.backends.cpu.blind import Rows, without_blind
-from tilewise.backends.cpu.spec import BACKWARD, GRADIENTS, HOT, Kernel, argument_names, mask_slots
+from tilewise.backends.cpu.spec import BACKWARD, GRADIENTS, HOT, Kernel, argument_names, mask_slots, mask_tensors
 from tilewise.hardware.probe import probe_cpu
-from tilewise.masks.program import TENSORS
 from tilewise.problem import Problem
 
 ARCHITECTURES = ("aarch64", "x86_64")
@@ -181,16 +180,8 @@ class CpuBackend:
 
         return launch
 
-    def backward(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        needs: Needs,
-    ) -> Grads:
+    def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+        out, lse, dout, dlse, needs = given
         q, dout, dlse = without_blind(self.forward, problem, inputs, lse, Rows(inputs.q, dout, dlse))
         k, v = inputs.k, inputs.v
         ready = _plan(problem, inputs, "backward", needs.dbias)
@@ -291,7 +282,7 @@ def _make_plan(problem: Problem, key: tuple[str, int, str, bool, int]) -> Plan:
         kernel=kernel,
         lse=_lse_like(problem),
         end=_REST + 8 * len(values),
-        plain=not (rare or any(letter in TENSORS for letter in kernel.structure)),
+        plain=not (rare or mask_tensors(kernel.structure)),
     )
 
 
@@ -341,7 +332,7 @@ def _rare_words(problem: Problem, inputs: Inputs, ready: Plan) -> tuple[list[tup
             alive.append(cu)
             words.append((name, cu.data_ptr()))
     structure = ready.kernel.structure
-    if structure and any(letter in TENSORS for letter in structure):
+    if mask_tensors(structure):
         for n, x in enumerate(problem.program.tensors):
             tensor = torch.as_tensor(x, device="cpu")
             tensor = tensor if tensor.dtype == torch.bool else tensor.to(torch.int32)

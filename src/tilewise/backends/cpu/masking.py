@@ -15,36 +15,16 @@ from llvmlite import ir
 from tilewise.backends.cpu.ir import I1, I8, I32, I64, PTR, Emit, Unit, Value
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import Register
-from tilewise.masks.program import INTS, TENSORS
+from tilewise.masks.program import Operand, operands
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 FAR = 1 << 20  # beyond any tile: where a row's interval may be cut without changing what a tile sees of it
 
 
-@dataclass(frozen=True)
-class Part:
-    """One literal and where its integers and tensors start among the mask's words."""
-
-    letter: str
-    ints: int
-    tensors: int
-
-
-def parse_terms(structure: str) -> list[list[Part]]:
-    terms, ints, tensors = [], 0, 0
-    for text in structure.split("|"):
-        term = []
-        for letter in text:
-            term.append(Part(letter, ints, tensors))
-            ints += INTS.get(letter, 0)
-            tensors += TENSORS.get(letter, 0)
-        terms.append(term)
-    return terms
-
-
 def is_interval(structure: str) -> bool:
     """Every row's keys form one interval."""
-    return set(structure) <= set("0btork")
+    terms = operands(structure)
+    return len(terms) == 1 and all(part.kind.is_interval for part in terms[0])
 
 
 @dataclass(frozen=True)
@@ -60,25 +40,25 @@ class Place:
     k_start: Value
 
 
-def interval(e: Emit, place: Place, term: list[Part], q: Value) -> tuple[Value, Value]:
+def interval(e: Emit, place: Place, term: list[Operand], q: Value) -> tuple[Value, Value]:
     """[lo, hi) of the keys that the term's bands and ranges leave to row q (not below 0, not beyond Sk)."""
     args, lo, hi = place.args, e.word(0), place.Sk
     for part in term:
-        if part.letter == "0":
+        if part.kind.is_nothing:
             hi = e.word(0)
-        elif part.letter in "bto":
+        elif part.kind.is_band:
             band_lo, band_hi = _band(e, place, part, q)
             lo, hi = e.most(lo, band_lo), e.least(hi, band_hi)
-        elif part.letter == "r":
+        elif part.kind.is_range:
             lo = e.most(lo, args.word(f"mask_i{part.ints}"))
             hi = e.least(hi, args.word(f"mask_i{part.ints + 1}"))
-        elif part.letter == "k":
+        elif part.kind.is_padding:
             lo = e.most(lo, _per_batch(e, place, part.tensors))
             hi = e.least(hi, _per_batch(e, place, part.tensors + 1))
     return lo, hi
 
 
-def hull(e: Emit, place: Place, terms: list[list[Part]], first: Value, last: Value) -> tuple[Value, Value]:
+def hull(e: Emit, place: Place, terms: list[list[Operand]], first: Value, last: Value) -> tuple[Value, Value]:
     """[lo, hi) around every key that a row in [first, last] may see by bands and ranges; empty when hi <= lo.
 
     With a single term some row sees each of these keys: both ends move by at most one key from row to row.
@@ -88,7 +68,7 @@ def hull(e: Emit, place: Place, terms: list[list[Part]], first: Value, last: Val
         lo, _ = interval(e, place, term, first)
         _, hi = interval(e, place, term, last)
         void = e.icmp_signed("<=", hi, lo)  # an empty term must not stretch the hull
-        bands = [_band(e, place, part, first) for part in term if part.letter in "bto"]
+        bands = [_band(e, place, part, first) for part in term if part.kind.is_band]
         for one, other in permutations(bands, 2):  # two bands side by side have no key in common in any row
             void = e.or_(void, e.icmp_signed(">=", one[0], other[1]))
         lows.append(e.select(void, place.Sk, lo))
@@ -105,7 +85,7 @@ def _per_batch(e: Emit, place: Place, tensor: int) -> Value:
 
 
 def lane_interval(
-    e: Emit, tile: Register, place: Place, term: list[Part], q0: Value, keys: tuple[Value, Value]
+    e: Emit, tile: Register, place: Place, term: list[Operand], q0: Value, keys: tuple[Value, Value]
 ) -> tuple[list[Value], list[Value]]:
     """Each lane's [lo, hi) within the keys [n0, n1), counted from n0, as vectors of the Real type's integers.
 
@@ -124,10 +104,10 @@ def lane_interval(
     lows = [near(n0)] * tile.vectors
     highs = [e.select(real, near(e.least(n1, place.Sk)), e.iconst(-FAR)) for real in real_rows(e, tile, place, q0)]
     for part in term:
-        if part.letter not in "0btork":
+        if not part.kind.is_interval:
             continue
-        lo, hi = interval(e, place, [part], q0) if part.letter not in "bto" else _band(e, place, part, q0)
-        step = rows if part.letter in "bto" else [e.iconst(0)] * tile.vectors
+        lo, hi = interval(e, place, [part], q0) if not part.kind.is_band else _band(e, place, part, q0)
+        step = rows if part.kind.is_band else [e.iconst(0)] * tile.vectors
         lows = tops(lows, [e.add(near(lo), r) for r in step], ">")
         highs = tops(highs, [e.add(near(hi), r) for r in step], "<")
     return lows, highs
@@ -145,12 +125,12 @@ def real_rows(e: Emit, tile: Register, place: Place, q0: Value) -> list[Value]:
     return [e.icmp_signed("<", row, left) for row in _lane_rows(e, tile)]
 
 
-def _band(e: Emit, place: Place, part: Part, q: Value) -> tuple[Value, Value]:
+def _band(e: Emit, place: Place, part: Operand, q: Value) -> tuple[Value, Value]:
     """A band's [lo, hi) at row q without the cut at 0 and Sk, so that it moves with the row."""
     shift = q
-    if part.letter == "b":
+    if part.kind.is_bottom_right:
         shift = e.plus(q, e.minus(place.Sk, place.Sq))
-    elif part.letter == "o":
+    elif part.kind.is_offset:
         shift = e.plus(q, _per_batch(e, place, part.tensors))
     lo = e.plus(place.args.word(f"mask_i{part.ints}"), shift)
     return lo, e.plus(place.args.word(f"mask_i{part.ints + 1}"), shift, 1)
@@ -198,7 +178,7 @@ def emit_alive(unit: Unit, names: tuple[str, ...], structure: str) -> ir.Functio
     e, (pointer, *words), function = unit.function("alive", [PTR, *[I64] * 10], result=I64)
     place = Place(Slots(e, pointer, names), *words[:6])
     first, last, n0, n1 = words[6:]
-    for term in parse_terms(structure):
+    for term in operands(structure):
         lo, _ = interval(e, place, term, first)
         _, hi = interval(e, place, term, last)
         lo, hi = e.most(lo, n0), e.least(hi, n1)
@@ -220,12 +200,12 @@ def emit_alive(unit: Unit, names: tuple[str, ...], structure: str) -> ir.Functio
     return function
 
 
-def _part_alive(e: Emit, place: Place, part: Part, first: Value, last: Value, lo: Value, hi: Value) -> Value:
-    if part.letter == "d":
+def _part_alive(e: Emit, place: Place, part: Operand, first: Value, last: Value, lo: Value, hi: Value) -> Value:
+    if part.kind.is_documents and not part.kind.negated:
         q_low, q_high = _id_range(e, place, part.tensors, place.q_start, first, e.plus(last, 1))
         k_low, k_high = _id_range(e, place, part.tensors + 1, place.k_start, lo, hi)
         return e.and_(e.icmp_signed("<=", q_low, k_high), e.icmp_signed("<=", k_low, q_high))
-    if part.letter in "sS":
+    if part.kind.is_blocks:
         size_q, size_k = (place.args.word(f"mask_i{part.ints + n}") for n in (0, 1))
         table = place.args.ptr(f"mask_t{part.tensors}")
         base = _base(e, place, part.tensors, per_head=True)
@@ -234,7 +214,7 @@ def _part_alive(e: Emit, place: Place, part: Part, first: Value, last: Value, lo
             with e.loop(e.over(lo, size_k), e.plus(e.over(e.minus(hi, 1), size_k), 1), 1, [over_q.values[0]]) as over_k:
                 offset = e.plus(base, e.times(over_q.index, step_q), e.times(over_k.index, step_k))
                 cell = e.get(table, offset, I8)
-                over_k.carry([e.or_(over_k.values[0], cell if part.letter == "s" else e.xor(cell, I8(1)))])
+                over_k.carry([e.or_(over_k.values[0], e.xor(cell, I8(1)) if part.kind.negated else cell)])
             over_q.carry([over_k.values[0]])
         return e.icmp_signed("!=", over_q.values[0], I8(0))
     return I1(1)
@@ -248,9 +228,9 @@ def emit_bits(unit: Unit, names: tuple[str, ...], structure: str, tile: Register
     place = Place(Slots(e, pointer, names), *words[:6])
     q0, n0, n1, out = words[6:]
     rows = [e.least(e.plus(q0, r), e.minus(place.Sq, 1)) for r in range(tile.rows)]
-    terms = parse_terms(structure)
+    terms = operands(structure)
     bounds = [lane_interval(e, tile, place, term, q0, (n0, n1)) for term in terms]
-    prepared = {part: _prepare(e, place, part, rows) for term in terms for part in term if part.letter not in "0btork"}
+    prepared = {part: _prepare(e, place, part, rows) for term in terms for part in term if not part.kind.is_interval}
     none, every = [e.iconst(0)] * tile.vectors, [e.iconst(-1)] * tile.vectors
     width = e.minus(n1, n0)
     with e.loop(0, width, 1, none + every) as over:
@@ -291,30 +271,30 @@ def any_lane(e: Emit, vectors: list[Value]) -> Value:
     return e.icmp_signed("!=", word, ir.Constant(word.type, 0))
 
 
-def _prepare(e: Emit, place: Place, part: Part, rows: list[Value]) -> list[Value]:
+def _prepare(e: Emit, place: Place, part: Operand, rows: list[Value]) -> list[Value]:
     """What a literal needs once for a strip: its rows' document ids, or its rows' offsets into the table."""
-    if part.letter in "dD":
+    if part.kind.is_documents:
         return [_id(e, place, part.tensors, row, place.q_start) for row in rows]
     base = _base(e, place, part.tensors, per_head=True)
     step = place.args.word(f"mask_t{part.tensors}_2")
-    if part.letter in "sS":
+    if part.kind.is_blocks:
         size = place.args.word(f"mask_i{part.ints}")
         rows = [e.over(row, size) for row in rows]
     return [e.plus(base, e.times(row, step)) for row in rows]
 
 
-def _sees(e: Emit, tile: Register, place: Place, part: Part, prepared: list[Value], k: Value) -> list[Value]:
+def _sees(e: Emit, tile: Register, place: Place, part: Operand, prepared: list[Value], k: Value) -> list[Value]:
     """Lane by lane: does the literal let its row see key k?"""
-    if part.letter in "dD":
+    if part.kind.is_documents:
         key = e.splat(_id(e, place, part.tensors + 1, k, place.k_start))
         words = gather(e, tile, prepared)
-        return [e.icmp_signed("==" if part.letter == "d" else "!=", w, key) for w in words]
-    if part.letter in "sS":
+        return [e.icmp_signed("!=" if part.kind.negated else "==", w, key) for w in words]
+    if part.kind.is_blocks:
         k = e.over(k, place.args.word(f"mask_i{part.ints + 1}"))
     column = e.times(k, place.args.word(f"mask_t{part.tensors}_3"))
     table = place.args.ptr(f"mask_t{part.tensors}")
     words = gather(e, tile, [e.get(table, e.plus(offset, column), I8) for offset in prepared])
-    return [e.icmp_signed("!=" if part.letter in "se" else "==", w, e.iconst(0, I8)) for w in words]
+    return [e.icmp_signed("==" if part.kind.negated else "!=", w, e.iconst(0, I8)) for w in words]
 
 
 def gather(e: Emit, tile: Register, scalars: list[Value]) -> list[Value]:

@@ -16,7 +16,6 @@ from tilewise.backends.cpu.masking import (
     interval,
     is_interval,
     lane_interval,
-    parse_terms,
     within,
 )
 from tilewise.backends.cpu.micro import strip
@@ -24,6 +23,7 @@ from tilewise.backends.cpu.pack import emit_pack_lanes, emit_pack_panels, fetch
 from tilewise.backends.cpu.scores import Modifier
 from tilewise.backends.cpu.slots import Slots
 from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, argument_names
+from tilewise.masks.program import operands
 
 FRAME = (
     *("batch", "nth_group", "key_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad"),
@@ -55,7 +55,7 @@ class KernelModule:
         self.real, self.packed = REALS[kernel.real], kernel.real
         self.unit = Unit(kernel.kind, self.real, self.tile.lanes, arch)
         self.names = argument_names(kernel)
-        self.terms = parse_terms(kernel.structure)
+        self.terms = operands(kernel.structure)
         self.simple = is_interval(kernel.structure)
         self.wide = self.tile.lanes * self.real.size > 16
 

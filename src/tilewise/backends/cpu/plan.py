@@ -10,7 +10,7 @@ from tilewise.backends.cpu.spec import Kernel, Register
 from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import UNBOUNDED
-from tilewise.planner.cpu import cpu_tile, register_tile, short_tile
+from tilewise.model.cpu import cpu_tile, register_tile, short_tile
 from tilewise.problem import Problem
 
 LOG2E = 1.4426950408889634

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilewise.masks.program import INTS, TENSORS
+from tilewise.masks.program import operands
 
 FRAME_BYTES = 512  # the words of a frame; its buffers follow
 ALIGN = 16  # elements: every buffer starts on such a multiple
@@ -74,12 +74,16 @@ GRADIENTS = (
 BACKWARD = (*FORWARD, *GRADIENTS, "DR", "DVR", "PS", "ds_factor")
 
 
+def mask_tensors(structure: str) -> int:
+    """How many tensors a mask structure reads."""
+    return sum(kind.tensors for term in operands(structure) for kind, _, _ in term)
+
+
 def mask_slots(structure: str) -> tuple[str, ...]:
     """Names of the words a mask structure needs after the fixed ones: its integers, then each tensor's address and strides."""
-    ints = sum(INTS.get(letter, 0) for letter in structure)
-    tensors = sum(TENSORS.get(letter, 0) for letter in structure)
+    ints = sum(kind.ints for term in operands(structure) for kind, _, _ in term)
     names = [f"mask_i{n}" for n in range(ints)]
-    for n in range(tensors):
+    for n in range(mask_tensors(structure)):
         names += [f"mask_t{n}", *(f"mask_t{n}_{axis}" for axis in range(MASK_RANK))]
     return tuple(names)
 

@@ -23,16 +23,16 @@ def mask_args(program: MaskProgram, device: torch.device) -> MaskArgs:
     tensors: list[Tensor] = []
     strides: list[int] = []
     for term in program.terms():
-        for letter, _, given in term:
+        for kind, _, given in term:
             for x in given:
                 t = torch.as_tensor(x, device=device)
-                if letter in "sSeE":
+                if kind.per_head:
                     t = (t if t.dtype == torch.bool else t != 0).contiguous().view(torch.uint8)
                     # a block table's rows and columns are counted, not broadcast, and its columns are adjacent
-                    strides += [*_broadcast(t, 2), t.stride(2)] if letter in "sS" else _broadcast(t, 4)
+                    strides += [*_broadcast(t, 2), t.stride(2)] if kind.is_blocks else _broadcast(t, 4)
                 else:
                     t = t.to(torch.int32).contiguous()
-                    strides += _broadcast(t, 1) if letter in "dD" else []
+                    strides += _broadcast(t, 1) if kind.is_documents else []
                 tensors.append(t)
     return MaskArgs(program.ints, tuple(tensors), tuple(strides))
 

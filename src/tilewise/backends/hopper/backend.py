@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Grads, Inputs, Needs, Verdict
+from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict
 from tilewise.backends.gpu.launch import describable, interpreting
 from tilewise.backends.hopper.backward.launch import run_backward
 from tilewise.backends.hopper.config import WIDTHS
@@ -68,21 +68,12 @@ class Hopper:
         with torch.cuda.device(device):
             return run_forward(problem, inputs)
 
-    def backward(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        needs: Needs,
-    ) -> Grads:
+    def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         device = inputs.q.device
         if device.index == torch.cuda.current_device():
-            return run_backward(problem, inputs, out, lse, dout, dlse, needs)
+            return run_backward(problem, inputs, given)
         with torch.cuda.device(device):
-            return run_backward(problem, inputs, out, lse, dout, dlse, needs)
+            return run_backward(problem, inputs, given)
 
 
 def dim_reason(name: str, dim: int) -> str | None:

@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.backends.hopper.structs import Term
-from tilewise.masks import UNBOUNDED, MaskProgram
-
-LETTERS = "0btork"
+from tilewise.masks import UNBOUNDED, Literal, MaskProgram
 
 
 class Form(NamedTuple):
@@ -26,17 +24,16 @@ def form_of(program: MaskProgram, queries: int, keys: int, packed: bool = False)
 
     In a packed batch only the device knows the sequences' lengths: bands keep their corner, ranges end where they end.
     """
-    strange = sorted(set(program.structure) - set(LETTERS + "|"))
-    if strange:
-        return f"the mask reads tables or ids (letters {', '.join(strange)}); bands, ranges and key padding are served"
+    if not all(kind.is_interval for kind in program.kinds):
+        return "the mask reads tables or ids; bands, ranges and key padding are served"
     if program.structure == "":
         return Form()
     terms = []
-    bands = set(program.structure) & set("bto")
-    if packed and "b" in bands and len(bands) > 1:
+    bands = {kind for kind in program.kinds if kind.is_band}
+    bottom = packed and any(kind.is_bottom_right for kind in bands)
+    if bottom and len(bands) > 1:
         return "the mask joins bands that count from different corners, in a packed batch"
     shift, end = (0, UNBOUNDED) if packed else (keys - queries, keys)
-    bottom = packed and "b" in bands
     for literals in program.terms():
         term = _term(literals, shift, end)
         if isinstance(term, str):
@@ -68,22 +65,22 @@ def begins_inside(term: Term) -> bool:
     return term.lo > -UNBOUNDED or term.start > 0 or term.first is not None
 
 
-def _term(literals: list[Any], shift: int, end: int) -> Term | str:
+def _term(literals: list[Literal], shift: int, end: int) -> Term | str:
     lo, past, start = -UNBOUNDED, UNBOUNDED, 0
     off = first = last = None
-    for letter, ints, tensors in literals:
-        if letter in "bto":
-            by = shift if letter == "b" else 0
-            lo = max(lo, ints[0] + by if ints[0] > -UNBOUNDED else -UNBOUNDED)
-            past = min(past, ints[1] + by + 1 if ints[1] < UNBOUNDED else UNBOUNDED)
-            off = tensors[0] if letter == "o" else off
-        elif letter == "r":
+    for literal in literals:
+        kind, ints, tensors = literal
+        if kind.is_band:
+            first_key, last_key = literal.band(shift if kind.is_bottom_right else 0)
+            lo, past = max(lo, first_key), min(past, last_key + 1 if last_key < UNBOUNDED else UNBOUNDED)
+            off = tensors[0] if kind.is_offset else off
+        elif kind.is_range:
             start, end = max(start, ints[0]), min(end, ints[1])
-        elif letter == "k":
+        elif kind.is_padding:
             first, last = tensors
         else:
             end = start
-    if off is not None and sum(letter in "bto" for letter, _, _ in literals) > 1:
+    if off is not None and sum(literal.kind.is_band for literal in literals) > 1:
         return "the mask joins a band at per-sequence offsets with another band"
     return Term(lo, past, start, end, off, first, last)
 

@@ -9,9 +9,9 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Grads, Inputs, Needs, Verdict, empty_lse, empty_out
+from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
 from tilewise.backends.gpu.launch import interpreting
-from tilewise.backends.triton.run import Saved, run_backward, run_forward
+from tilewise.backends.triton.run import run_backward, run_forward
 from tilewise.problem import Problem
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -60,21 +60,11 @@ class Triton:
                 run_forward(problem, inputs, out, lse)
         return out, lse
 
-    def backward(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        needs: Needs,
-    ) -> Grads:
-        saved = Saved(out, lse, dout, dlse)
+    def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         if here(inputs.q.device):
-            return run_backward(problem, inputs, saved, needs)
+            return run_backward(problem, inputs, given)
         with torch.cuda.device(inputs.q.device):
-            return run_backward(problem, inputs, saved, needs)
+            return run_backward(problem, inputs, given)
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from tilewise.backends.gpu.arguments import padded
 from tilewise.backends.gpu.launch import interpreting
 from tilewise.hardware import DeviceSpec, probe_gpu
-from tilewise.planner import TilePlan, gpu_tile
+from tilewise.model import TilePlan, gpu_tile
 from tilewise.problem import Problem
 
 PACKED_ROWS = 64

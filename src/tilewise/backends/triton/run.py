@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Grads, Inputs, Needs, sink_gradient
+from tilewise.backends.base import BackwardInputs, Grads, Inputs, sink_gradient
 from tilewise.backends.gpu.arguments import (
     attention_args,
     config_for,
@@ -26,17 +26,8 @@ from tilewise.backends.gpu.structs import Attention, Config, Gradients, Splittin
 from tilewise.backends.triton.plan import bias_tile, decoding, smaller, spec_of, tile_for
 from tilewise.backends.triton.tune import best_tile, seconds_of, tuning
 from tilewise.errors import KernelError, PlanError
-from tilewise.planner import TilePlan
+from tilewise.model import TilePlan
 from tilewise.problem import Problem
-
-
-class Saved(NamedTuple):
-    """What the backward receives beside the inputs."""
-
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
 
 
 class Trial(NamedTuple):
@@ -129,10 +120,10 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
     perform(problem, key, moving, build)
 
 
-def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, trial: Trial = PLANNED) -> Grads:
+def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial: Trial = PLANNED) -> Grads:
     """The gradients asked for."""
     inputs = ready(problem, inputs)
-    out, lse, dout, dlse = saved
+    out, lse, dout, dlse, needs = given
     dlse = None if dlse is None else dlse.contiguous()
     dq = torch.empty_like(inputs.q) if needs.dq else None
     dk = torch.empty_like(inputs.k) if needs.dk else None
@@ -194,12 +185,12 @@ def run_backward(problem: Problem, inputs: Inputs, saved: Saved, needs: Needs, t
         dq,
         dk,
         dv,
-        bias_gradient(problem, inputs, saved, gradients()) if needs.dbias and inputs.bias is not None else None,
+        bias_gradient(problem, inputs, given, gradients()) if needs.dbias and inputs.bias is not None else None,
         sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
     )
 
 
-def bias_gradient(problem: Problem, inputs: Inputs, saved: Saved, g: Gradients) -> Tensor:
+def bias_gradient(problem: Problem, inputs: Inputs, given: BackwardInputs, g: Gradients) -> Tensor:
     """dBias, summed over what the bias was broadcast to."""
     from tilewise.backends.triton.bias import bias_kernel
 
@@ -207,7 +198,7 @@ def bias_gradient(problem: Problem, inputs: Inputs, saved: Saved, g: Gradients) 
     assert bias is not None
     tile = bias_tile(problem)
     dbias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-    a, config = arguments(problem, inputs, saved.out, saved.lse, tile)
+    a, config = arguments(problem, inputs, given.out, given.lse, tile)
     config = config._replace(SUM_M=bias.shape[2] == 1, SUM_N=bias.shape[3] == 1)
     g = g._replace(dbias=bias_view(dbias), bias_shape=tuple(bias.shape), dq=None, dk=None, dv=None)
     programs = bias.shape[0] * bias.shape[1] * -(-bias.shape[2] // tile.block_q) * -(-bias.shape[3] // tile.block_k)

@@ -21,9 +21,9 @@ from tilewise.backends.gpu.replay import Launch
 from tilewise.errors import PlanError
 from tilewise.hardware import DeviceSpec
 from tilewise.hardware.cache import cache_root, load_json, store_json
-from tilewise.planner import TilePlan
-from tilewise.planner.density import bucket
-from tilewise.planner.gpu import ranked
+from tilewise.model import TilePlan
+from tilewise.model.density import bucket
+from tilewise.model.gpu import ranked
 from tilewise.problem import Problem
 
 VARIABLE = "TILEWISE_AUTOTUNE"

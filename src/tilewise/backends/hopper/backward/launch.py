@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Grads, Inputs, Needs
+from tilewise.backends.base import BackwardInputs, Grads, Inputs
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.launch import Address, Descriptor, describable
 from tilewise.backends.hopper.backward.compile import compile_for
@@ -43,10 +43,9 @@ class Memory(NamedTuple):
 _plans: dict[tuple[Any, ...], Plan] = {}
 
 
-def run_backward(
-    problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, needs: Needs
-) -> Grads:
+def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
     """The gradients of a supported problem, on the current stream."""
+    out, lse, dout, dlse, needs = given
     q, k, v = inputs[:3]
     plan = plan_for(problem, q.device, dlse is not None)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

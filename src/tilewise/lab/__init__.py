@@ -1,0 +1,1 @@
+"""The laboratory: one bench engine, the simulator and the report."""

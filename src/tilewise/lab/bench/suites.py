@@ -1,0 +1,176 @@
+"""The suites: cases by name, with floors where a promise was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tilewise.errors import ArgumentError
+from tilewise.lab.bench.cases import Case
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Cases, and the geometric mean of the ratios that each group of them must reach."""
+
+    cases: tuple[Case, ...]
+    means: dict[str, float] = field(default_factory=dict)
+
+
+QUICK = (
+    Case("full", seqlen=1024),
+    Case("causal", seqlen=2048, mask="causal"),
+    Case("window", seqlen=4096, heads=4, mask="causal & window(256)"),
+    Case("gqa", heads=16, kv_heads=4, seqlen=512, head_dim=128, mask="causal"),
+    Case("cross", seqlen=256, kv_seqlen=4096),
+    Case("bshd", seqlen=1024, layout="bshd"),
+    Case("training", seqlen=512, mask="causal", passes="training"),
+    Case("small", batch=4, heads=12, seqlen=128),
+)
+
+SMOKE = (
+    Case("causal", heads=2, seqlen=128, head_dim=32, mask="causal"),
+    Case("training", heads=2, seqlen=64, head_dim=32, mask="causal & window(16)", passes="training"),
+)
+
+GROUPED: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+DECODE: dict[str, Any] = {"batch": 8, "seqlen": 1, "kv_seqlen": 4096, **GROUPED}
+UPCAST = ("sdpa-upcast",)
+
+CPU_SPEED = (
+    Case("full 1024", seqlen=1024, floor=1.18, aim=1.28),
+    Case("full 4096", seqlen=4096, floor=1.18, aim=1.28),
+    Case("full d128", seqlen=4096, head_dim=128, floor=1.10, aim=1.15),
+    Case("causal 1024", seqlen=1024, mask="causal", floor=1.85, aim=2.1),
+    Case("causal 2048", seqlen=2048, mask="causal", floor=1.5, aim=1.6),
+    Case("causal 4096", seqlen=4096, mask="causal", floor=1.35, aim=1.45),
+    Case("causal d128", seqlen=4096, head_dim=128, mask="causal", floor=1.25, aim=1.3),
+    Case("gqa causal", seqlen=1024, mask="causal", floor=1.6, aim=1.75, **GROUPED),
+    Case("window 8192", heads=2, seqlen=8192, mask="window(256)", floor=15, aim=25),
+    Case("cross", seqlen=256, kv_seqlen=4096, floor=1.25, aim=1.3),
+    Case("bshd", seqlen=1024, layout="bshd", floor=1.15, aim=1.2),
+    Case("small", batch=4, heads=12, seqlen=128, floor=1.1, aim=1.2),
+    Case("tiny", heads=1, seqlen=16, floor=0.6, aim=0.9),
+    Case("float16", seqlen=1024, dtype="float16", against=UPCAST, floor=1.2, aim=1.3),
+    Case("bfloat16", seqlen=1024, dtype="bfloat16", against=UPCAST, floor=1.2, aim=1.3),
+    Case("decode", floor=2.0, aim=3.5, **DECODE),
+    Case("decode bfloat16", dtype="bfloat16", floor=40, aim=100, **DECODE),
+    Case("decode one head", heads=1, seqlen=1, kv_seqlen=65536, threads=2, floor=1.6, aim=1.9),
+    Case("training full", seqlen=1024, passes="training", floor=1.15, aim=1.25),
+    Case("training causal 1024", seqlen=1024, mask="causal", passes="training", floor=1.6, aim=1.8),
+    Case("training causal 4096", seqlen=4096, mask="causal", passes="training", floor=1.3, aim=1.4),
+    Case("training d128", seqlen=2048, head_dim=128, passes="training", floor=1.0, aim=1.1),
+    Case("training d128 causal", seqlen=2048, head_dim=128, mask="causal", passes="training", floor=1.12, aim=1.25),
+)
+"""Floors for a 64-bit Arm with NEON and two threads."""
+CPU = tuple(replace(case, accurate=True) for case in CPU_SPEED)
+"""The same, and errors no larger than SDPA's."""
+
+AVX512_FLOORS = {
+    "full 1024": (1.15, 1.35),
+    "full 4096": (1.15, 1.35),
+    "full d128": (1.15, 1.35),
+    "causal 1024": (1.5, 1.75),
+    "causal 4096": (1.2, 1.4),
+    "training full": (1.0, 1.2),
+    "training causal 1024": (1.0, 1.2),
+    "training causal 4096": (1.0, 1.2),
+    "training d128": (1.0, 1.2),
+    "training d128 causal": (1.0, 1.2),
+}
+HALVES = tuple(
+    replace(case, name=f"{case.name} {dtype}", dtype=dtype)
+    for case in CPU
+    for dtype in ("float16", "bfloat16")
+    if case.name in ("full d128", "causal 4096", "gqa causal", "bshd", "small", "tiny", "training full", "training d128 causal")
+)
+"""The other dtypes, each beside SDPA in the same dtype: where torch has matrix instructions for it, its kernel is called."""
+
+
+def on_avx512(threads: int) -> tuple[Case, ...]:
+    """All cases on a Xeon: with two threads some have floors of their own; with more nothing may be slower than SDPA, a 16-bit
+    dtype hardly, and a tiny call no more than elsewhere."""
+    cases = []
+    for case in (*CPU, *HALVES):
+        least = 0.95 if case.dtype != "float32" else 1.0 if threads > 2 else None
+        least = 0.6 if case.name.startswith("tiny") else least
+        floor, aim = (AVX512_FLOORS if threads == 2 else {}).get(case.name, (least, None))
+        cases.append(replace(case, threads=threads, against=("sdpa",), floor=floor, aim=aim))
+    return tuple(cases)
+
+
+GPU_TOKENS, GPU_HIDDEN = 16384, 2048
+
+
+def gpu_grid(
+    passes: str, against: str, lengths: tuple[int, ...], dtype: str = "bfloat16", floor: float | None = None
+) -> tuple[Case, ...]:
+    """Constant work: as many sequences as 16k tokens make, as many heads as fill a hidden size of 2048."""
+    group = passes if dtype == "bfloat16" else f"{dtype} {passes}"
+    return tuple(
+        Case(
+            f"{group} {mask} d{dim} {length}",
+            batch=GPU_TOKENS // length,
+            heads=GPU_HIDDEN // dim,
+            seqlen=length,
+            head_dim=dim,
+            dtype=dtype,
+            mask=mask,
+            passes=passes,
+            device="cuda",
+            against=(against,),
+            floor=floor,
+            group=group,
+            backend="triton",
+        )
+        for mask in ("full", "causal")
+        for dim in (64, 128)
+        for length in lengths
+    )
+
+
+def gpu_decode(batch: int, heads: int, kv_heads: int, keys: int, floor: float) -> Case:
+    """One query for each sequence: how fast K and V are read, beside cuDNN."""
+    return Case(
+        f"decode {batch}×{heads}/{kv_heads}×{keys}",
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        seqlen=1,
+        kv_seqlen=keys,
+        head_dim=128,
+        dtype="bfloat16",
+        device="cuda",
+        against=("sdpa-cudnn",),
+        floor=floor,
+        backend="triton",
+    )
+
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+GPU = (
+    *gpu_grid("forward", "sdpa-flash", LENGTHS, floor=1.0),
+    *gpu_grid("backward", "sdpa-flash", LENGTHS),
+    *gpu_grid("forward", "sdpa-efficient", (2048, 8192), "float32", floor=1.5),
+    *gpu_grid("backward", "sdpa-efficient", (2048, 8192), "float32", floor=1.5),
+    gpu_decode(8, 32, 8, 16384, 0.9),
+    gpu_decode(1, 32, 8, 131072, 0.9),
+    gpu_decode(1, 64, 8, 8192, 1.0),
+)
+"""The portable kernels, which Hopper's own come before in the automatic choice."""
+GPU_MEANS = {"forward": 1.30, "backward": 1.0, "float32 forward": 1.5, "float32 backward": 1.5}
+
+SUITES = {
+    "quick": Suite(QUICK),
+    "smoke": Suite(SMOKE),
+    "cpu": Suite(CPU),
+    "cpu-avx512": Suite(on_avx512(2)),
+    "cpu-avx512-16": Suite(on_avx512(16)),
+    "gpu": Suite(GPU, means=GPU_MEANS),
+}
+
+
+def suite(name: str) -> Suite:
+    if name not in SUITES:
+        raise ArgumentError(f"suite: got {name!r}, need one of {', '.join(SUITES)}")
+    return SUITES[name]

@@ -1,0 +1,106 @@
+"""`write`: gather, render and write the page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tilewise.errors import ArgumentError
+from tilewise.lab.report import figures, machine
+from tilewise.lab.report.walk import TILE, walks
+from tilewise.lab.report.words import LANGUAGES, table
+
+CATALOGUED = ("h200", "a100-80")
+Progress = Callable[[str, float], None]
+
+
+def gather(record_dirs: Iterable[Path] = (), progress: Progress | None = None) -> dict[str, Any]:
+    """Everything the page shows, as data."""
+    tell = progress or (lambda what, share: None)
+    tell("the machine and its ceilings", 0.0)
+    specs, described = machine.machines(CATALOGUED)
+    tell("one run, certified", 0.1)
+    run = machine.run_here()
+    tell("the IO model over all problems", 0.3)
+    results = figures.results(specs)
+    tell("tiles and walks", 0.85)
+    maps, steps = figures.tile_maps(figures.LENGTHS, results), walks()
+    tell("the precision experiment", 0.9)
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        **machine.here(),
+        "devices": described,
+        "run": run,
+        "axes": {
+            "device": list(specs),
+            "length": list(figures.LENGTHS),
+            "dim": list(figures.HEAD_DIMS),
+            "mask": list(figures.MASKS),
+            "tile": [figures.tile_name(tile) for tile in figures.TILES],
+        },
+        "heads": figures.HEADS,
+        "results": results,
+        "maps": maps,
+        "walks": steps,
+        "walkTile": TILE,
+        "timelines": figures.timelines(specs),
+        "memory": {str(dim): figures.memory(dim) for dim in figures.HEAD_DIMS},
+        "precision": machine.precision(),
+        "records": machine.records(record_dirs),
+    }
+
+
+def render(data: dict[str, Any], language: str = "en") -> str:
+    """The page as one HTML document: plotly.js, styles, script, words and data are all inside."""
+    import jinja2
+    from plotly.offline import get_plotlyjs
+
+    if language not in LANGUAGES:
+        raise ArgumentError(f"language: got {language!r}, need one of {', '.join(LANGUAGES)}")
+    loader = jinja2.PackageLoader("tilewise.lab.report", "page")
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    words = {code: table(code) for code in LANGUAGES}
+    name = data["devices"]["here"]["name"]
+    return environment.get_template("page.html").render(
+        language=language,
+        words=words[language],
+        subtitle=words[language]["subtitle"].format(machine=name),
+        style=_source("page.css"),
+        scripts=[_source("page.js"), _source("walk.js")],
+        plotly=get_plotlyjs(),
+        data=embed(data),
+        table=embed(words),
+        axes=data["axes"],
+    )
+
+
+def write(path: Path, record_dirs: Iterable[Path] = (), language: str = "en", progress: Progress | None = None) -> Path:
+    """Write the page and say where it is."""
+    page = render(gather(record_dirs, progress), language)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path.resolve()
+
+
+def embed(value: Any) -> str:
+    """JSON that may stand inside a script element; numbers of six digits, infinities as null."""
+    text = json.dumps(_short(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c")
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _short(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(item) for item in value]
+    return value
+
+
+def _source(name: str) -> str:
+    return (Path(__file__).parent / "page" / name).read_text(encoding="utf-8")

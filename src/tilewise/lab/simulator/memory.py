@@ -1,0 +1,95 @@
+"""The two memories of a simulated device: HBM, which counts, and SRAM, which is small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilewise.errors import PlanError
+from tilewise.model.schedules import Traffic
+
+Array = npt.NDArray[Any]
+Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True)
+class Access:
+    """One transfer between HBM and SRAM."""
+
+    tensor: str
+    direction: str
+    size: int
+
+
+class Hbm:
+    """Named arrays whose every element is counted on its way in and out.
+
+    Values are float64, so that a schedule's result can be compared with the exact one; each array is charged at the
+    element size it would have on a device.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, Array] = {}
+        self.sizes: dict[str, int] = {}
+        self.traffic = Traffic()
+        self.log: list[Access] = []
+
+    def place(self, name: str, array: Array, itemsize: int) -> None:
+        """Put an input into memory before the clock starts; not counted."""
+        self.arrays[name], self.sizes[name] = array, itemsize
+
+    def reserve(self, name: str, shape: tuple[int, ...], itemsize: int) -> None:
+        """Room for an output. It holds NaN, so that reading what was never written shows in the result."""
+        self.place(name, np.full(shape, np.nan), itemsize)
+
+    def load(self, name: str, index: Index) -> Array:
+        value = np.array(self.arrays[name][index])
+        size = value.size * self.sizes[name]
+        self.traffic.read(name, size)
+        self.log.append(Access(name, "read", size))
+        return value
+
+    def store(self, name: str, index: Index, value: Array | float) -> None:
+        target = self.arrays[name][index]
+        self.arrays[name][index] = value
+        size = target.size * self.sizes[name]
+        self.traffic.write(name, size)
+        self.log.append(Access(name, "write", size))
+
+    def add(self, name: str, index: Index, value: Array) -> None:
+        """A reduction performed at the memory's side: the addend travels, the sum does not come back."""
+        self.store(name, index, self.arrays[name][index] + value)
+
+    def touch(self, name: str, size: int) -> None:
+        """A read that is only counted: mask tensors, which are evaluated in place."""
+        self.traffic.read(name, size)
+        self.log.append(Access(name, "read", size))
+
+
+@dataclass
+class Sram:
+    """On-chip memory of one unit: named buffers, a capacity, and the fullest moment."""
+
+    capacity: int | None = None
+    used: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
+    peak_buffers: dict[str, int] = field(default_factory=dict)
+
+    def hold(self, name: str, elements: int, itemsize: int) -> None:
+        """Keep a buffer (again: a buffer that is held already is resized); raises if it does not fit."""
+        self.used[name] = elements * itemsize
+        total = sum(self.used.values())
+        if self.capacity is not None and total > self.capacity:
+            held = ", ".join(f"{buffer} {size}" for buffer, size in self.used.items())
+            raise PlanError(
+                f"sram: {total} bytes needed, {self.capacity} there ({held}); take a smaller tile or fewer stages"
+            )
+        if total > self.peak:
+            self.peak, self.peak_buffers = total, dict(self.used)
+
+    def free(self, *names: str) -> None:
+        for name in names:
+            self.used.pop(name, None)

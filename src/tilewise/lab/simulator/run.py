@@ -1,0 +1,60 @@
+"""`simulate`: one schedule on one problem."""
+
+from __future__ import annotations
+
+from tilewise.errors import PlanError
+from tilewise.lab.simulator import backward, exact, forward
+from tilewise.lab.simulator.device import Run, Simulation, random_inputs, start
+from tilewise.lab.simulator.memory import Array
+from tilewise.lab.simulator.softmax import FORMS
+from tilewise.model.tile import TilePlan
+from tilewise.problem import Problem
+
+SCHEDULES = ("standard", "standard3", "v1", "v2", "decode", "backward", "backward_fused")
+_OUTPUTS = ("O", "LSE", "dQ", "dK", "dV")
+
+
+def simulate(
+    problem: Problem,
+    tile: TilePlan,
+    schedule: str = "v2",
+    *,
+    form: str = "unnormalised",
+    inputs: dict[str, Array] | None = None,
+    seed: int = 0,
+    sram: int | None = None,
+) -> Simulation:
+    """Run a schedule; `sram` bytes of on-chip memory (None: as much as it takes), inputs random unless given.
+
+    `form` is the online softmax's: `unnormalised` divides once at the end, `normalised` keeps the output divided.
+    """
+    if schedule not in SCHEDULES:
+        raise PlanError(f"schedule: got {schedule!r}, need one of {', '.join(SCHEDULES)}")
+    if form not in FORMS:
+        raise PlanError(f"form: got {form!r}, need one of {', '.join(FORMS)}")
+    run = start(problem, tile, inputs if inputs is not None else random_inputs(problem, seed), sram)
+    if schedule.startswith("standard"):
+        forward.standard(run, 3 if schedule == "standard3" else 6)
+    elif schedule == "v1":
+        forward.v1(run, form)
+    elif schedule == "v2":
+        forward.v2(run, form)
+    elif schedule == "decode":
+        forward.decode(run, form)
+    else:
+        _backward(run, schedule)
+    outputs = {name: run.hbm.arrays[name] for name in _OUTPUTS if run.hbm.traffic.writes[name]}
+    return Simulation(
+        schedule, problem, tile, outputs, run.hbm.traffic, run.counts, run.sram.peak, run.sram.peak_buffers, run.walk
+    )
+
+
+def _backward(run: Run, schedule: str) -> None:
+    arrays = run.hbm.arrays
+    out, lse = exact.attention(run.problem, arrays["Q"], arrays["K"], arrays["V"])
+    backward.prepare(run, out, lse)
+    if schedule == "backward_fused":
+        backward.fused(run)
+    else:
+        backward.dkdv(run)
+        backward.dq(run)

@@ -1,0 +1,146 @@
+"""The online softmax in its two right forms, and the scores of one tile."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tilewise.lab.simulator.memory import Array, Hbm
+from tilewise.masks import TileClass, allowed
+from tilewise.masks.program import Kind
+from tilewise.problem import Problem
+
+FORMS = ("unnormalised", "normalised")
+
+
+@dataclass
+class Counts:
+    """What a run did, beside moving bytes."""
+
+    updates: int = 0
+    """Online-softmax updates: one per visited tile."""
+    rescales: int = 0
+    """Updates in which some row's maximum grew, so that what was accumulated had to be scaled by alpha < 1."""
+    rescaled_rows: int = 0
+    """Rows of all those updates."""
+    exps: int = 0
+    flops: int = 0
+    """Of the matrix products."""
+
+    def matmul(self, shape: tuple[int, ...], k: int) -> None:
+        """A product of this shape, summed over k."""
+        self.flops += 2 * math.prod(shape) * k
+
+
+@dataclass
+class RowState:
+    """Statistics and accumulator of a block of rows.
+
+    Over the keys seen so far: m = max s, l = Σ exp(s − m), and acc = Σ exp(s − m)·v (unnormalised form) or the same
+    divided by l (normalised form).
+    """
+
+    m: Array
+    l: Array
+    acc: Array
+    form: str = "unnormalised"
+
+    @staticmethod
+    def empty(rows: int, dv: int, form: str = "unnormalised") -> RowState:
+        return RowState(np.full(rows, -np.inf), np.zeros(rows), np.zeros((rows, dv)), form)
+
+    def update(self, s_tile: Array, v_tile: Array, counts: Counts) -> None:
+        """Take in one tile of scores [M, N] and values [N, Dv]."""
+        m_new = np.maximum(self.m, s_tile.max(axis=1, initial=-np.inf))
+        safe = np.where(np.isfinite(m_new), m_new, 0.0)  # a row that has seen nothing yet stays empty
+        alpha = np.exp(np.where(np.isfinite(self.m), self.m - safe, -np.inf))
+        p_tile = np.exp(s_tile - safe[:, None])  # [M, N]
+        l_new = alpha * self.l + p_tile.sum(axis=1)
+        pv = p_tile @ v_tile  # [M, Dv]
+        if self.form == "normalised":
+            divisor = np.where(l_new > 0, l_new, 1.0)
+            self.acc = self.acc * (alpha * self.l / divisor)[:, None] + pv / divisor[:, None]
+        else:
+            self.acc = self.acc * alpha[:, None] + pv
+        grown = np.isfinite(self.m) & (m_new > self.m)
+        counts.updates += 1
+        counts.rescales += bool(grown.any())
+        counts.rescaled_rows += int(grown.sum())
+        counts.exps += s_tile.size
+        self.m, self.l = m_new, l_new
+
+    def finish(self) -> tuple[Array, Array]:
+        """Output rows and their LSE; a row without keys gives 0 and −inf."""
+        seen = self.l > 0
+        lse = np.where(seen, np.where(seen, self.m, 0.0) + np.log(np.where(seen, self.l, 1.0)), -np.inf)
+        if self.form == "normalised":
+            return self.acc, lse
+        return self.acc / np.where(seen, self.l, 1.0)[:, None], lse
+
+
+@dataclass
+class ScoreTile:
+    """Where a tile of scores lies."""
+
+    b: int
+    h: int
+    q: tuple[int, int]
+    k: tuple[int, int]
+    kind: TileClass = field(default=TileClass.FULL)
+
+
+def raw_scores(problem: Problem, hbm: Hbm, q_tile: Array, k_tile: Array, at: ScoreTile, counts: Counts) -> Array:
+    """softcap(scale·QKᵀ) + bias of one tile, [M, N], before the mask."""
+    s_tile = problem.scale * (q_tile @ k_tile.T)  # [M, N]
+    counts.matmul(s_tile.shape, q_tile.shape[1])
+    if problem.softcap:
+        s_tile = problem.softcap * np.tanh(s_tile / problem.softcap)
+    if problem.bias is not None:
+        s_tile = s_tile + hbm.load("bias", _broadcast_index(problem.bias, at))
+    return np.asarray(s_tile)
+
+
+def mask_tile(problem: Problem, hbm: Hbm, at: ScoreTile) -> Array:
+    """Visible pairs of a PARTIAL tile, [M, N]; the mask's tensors are read for it."""
+    for term in problem.program.terms():
+        for kind, ints, tensors in term:
+            for position, tensor in enumerate(tensors):
+                part = _part(tensor, kind, position, ints, at)
+                hbm.touch("mask", part.size * (1 if kind.per_head else 4))
+    shape = (problem.batch, problem.heads, at.q[1] - at.q[0], at.k[1] - at.k[0])
+    tile = allowed(problem.program, problem.shape, at.q, at.k, np.arange)
+    return np.asarray(np.broadcast_to(True if tile is None else tile, shape)[at.b, at.h])
+
+
+def scores(problem: Problem, hbm: Hbm, q_tile: Array, k_tile: Array, at: ScoreTile, counts: Counts) -> Array:
+    """The masked scores of one tile."""
+    s_tile = raw_scores(problem, hbm, q_tile, k_tile, at, counts)
+    if at.kind != TileClass.FULL:
+        s_tile = np.where(mask_tile(problem, hbm, at), s_tile, -np.inf)
+    return s_tile
+
+
+def _part(tensor: Array, kind: Kind, position: int, ints: tuple[int, ...], at: ScoreTile) -> Array:
+    """The elements of a mask tensor that a tile needs."""
+    head = tensor[at.b if tensor.shape[0] > 1 else 0]
+    if not kind.reads_data:
+        return np.asarray(head)
+    if kind.is_documents:
+        return np.asarray(head[slice(*(at.q if position == 0 else at.k))])
+    head = head[at.h if head.shape[0] > 1 else 0]
+    if kind.is_blocks:
+        rows = slice(at.q[0] // ints[0], (at.q[1] - 1) // ints[0] + 1)
+        return np.asarray(head[rows, at.k[0] // ints[1] : (at.k[1] - 1) // ints[1] + 1])
+    rows, cols = (slice(*r) if n > 1 else slice(None) for r, n in zip((at.q, at.k), head.shape, strict=True))
+    return np.asarray(head[rows, cols])
+
+
+def _broadcast_index(shape: tuple[int, int, int, int], at: ScoreTile) -> tuple[int | slice, ...]:
+    return (
+        at.b if shape[0] > 1 else 0,
+        at.h if shape[1] > 1 else 0,
+        slice(*at.q) if shape[2] > 1 else slice(None),
+        slice(*at.k) if shape[3] > 1 else slice(None),
+    )

@@ -1,0 +1,66 @@
+"""The IO model: on-chip bytes, traffic, FLOPs and time of attention, by arithmetic; and the tile that costs least.
+
+Three counts of bytes are kept apart: `compulsory` (each tensor once), tile bytes (what a schedule moves between L2 and
+the units: `standard`, `v1`, `v2`, `decode` and the backward passes) and `dram` (what of them L2 lets through).
+
+Names are looked up when first used: choosing a tile needs only a part of this.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tilewise.model import backward as backward
+    from tilewise.model import seeds as seeds
+    from tilewise.model.cpu import CpuTile as CpuTile
+    from tilewise.model.cpu import cpu_tile as cpu_tile
+    from tilewise.model.decide import Alternative as Alternative
+    from tilewise.model.decide import Plan as Plan
+    from tilewise.model.decide import plan as plan
+    from tilewise.model.flops import Work as Work
+    from tilewise.model.flops import visible_pairs as visible_pairs
+    from tilewise.model.flops import work as work
+    from tilewise.model.gpu import gpu_tile as gpu_tile
+    from tilewise.model.l2 import dram as dram
+    from tilewise.model.onchip import OnChip as OnChip
+    from tilewise.model.onchip import kernel as kernel
+    from tilewise.model.passes import SCHEDULES as SCHEDULES
+    from tilewise.model.passes import compulsory as compulsory
+    from tilewise.model.passes import traffic as traffic
+    from tilewise.model.roof import Roofline as Roofline
+    from tilewise.model.roof import roofline as roofline
+    from tilewise.model.schedules import Traffic as Traffic
+    from tilewise.model.schedules import decode as decode
+    from tilewise.model.schedules import standard as standard
+    from tilewise.model.schedules import v1 as v1
+    from tilewise.model.schedules import v2 as v2
+    from tilewise.model.tile import TilePlan as TilePlan
+
+_NAMES = {
+    "cpu": ("CpuTile", "cpu_tile"),
+    "decide": ("Alternative", "Plan", "plan"),
+    "flops": ("Work", "visible_pairs", "work"),
+    "gpu": ("gpu_tile",),
+    "l2": ("dram",),
+    "onchip": ("OnChip", "kernel"),
+    "passes": ("SCHEDULES", "compulsory", "traffic"),
+    "roof": ("Roofline", "roofline"),
+    "schedules": ("Traffic", "decode", "standard", "v1", "v2"),
+    "tile": ("TilePlan",),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = ("backward", "seeds")
+
+__all__ = [*_HOMES, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"tilewise.model.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tilewise.model' has no attribute {name!r}")
+    value = getattr(import_module(f"tilewise.model.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,328 @@
+"""The GPU's tiles: candidates that fit, ranked by predicted time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from tilewise.errors import PlanError
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.masks import UNBOUNDED
+from tilewise.model import cycles, onchip
+from tilewise.model.density import band_of, bucket, visited_share
+from tilewise.model.grid import even
+from tilewise.model.tile import PASSES, TilePlan
+from tilewise.model.tuned import lookup_tuned
+from tilewise.problem import Problem
+
+BLOCKS = (16, 32, 64, 128, 256)
+MARGIN = 0.03
+"""Differences in predicted time that the model is too coarse to trust."""
+SMALL_BLOCKS = (16, 32)
+"""For operands in terms on Blackwell: with 64 rows or more their products go through tensor memory, and triton 3.7.1 asks
+for 576 columns of it and more where there are 512."""
+MODEL_BLOCKS = (16, 32, 64, 128, 192, 256)
+"""192 rows exist only for kernels that join accumulators of 128 and 64; Triton's tiles are powers of two."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile with what the model says of it; `rejected` holds the reason where it cannot run."""
+
+    tile: TilePlan
+    on_chip: onchip.OnChip
+    step: cycles.StepClocks | None = None
+    seconds: float = float("inf")
+    waves: float = 0.0
+    rejected: str = ""
+
+
+class _Size(NamedTuple):
+    """The numbers of a problem that choosing a tile depends on; hashable, so choices are remembered."""
+
+    tasks: int
+    """Batch × query heads."""
+    kv_tasks: int
+    rows: int
+    keys: int
+    d: int
+    dv: int
+    itemsize: int
+    dtype: str
+    precision: str
+    band: tuple[int, int] | None
+    terms: bool = False
+    """Are operands held as several terms each?"""
+    whole: bool = False
+    """Must one block see all keys of a row? A bias of -1e9 over a row leaves its log-sum-exp no digits for the number of keys,
+    so parts of the row could not be weighed against each other."""
+
+
+def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward", kernels: str = "") -> TilePlan:
+    """The tile one of our GPU kernels should run with; what was measured of those `kernels` wins over the model.
+
+    Where none fits by the model's count the smallest is returned, because a compiler may still find room for it; `plan`
+    raises there.
+    """
+    tuned = lookup_tuned(problem, spec, pass_, kernels)
+    if tuned is not None:
+        return tuned.tile if pass_ != "decode" else _sized(tuned.tile, _size_of(problem, rounded=True), spec)
+    found = _choose(problem, spec, pass_, kernels=kernels)
+    if found[0].rejected:
+        return min(found, key=lambda c: (c.on_chip.sram_bytes, c.on_chip.registers)).tile
+    return found[0].tile
+
+
+def ranked(
+    problem: Problem, spec: DeviceSpec, pass_: str = "forward", model_blocks: bool = False, kernels: str = ""
+) -> list[Candidate]:
+    """Every candidate, the chosen one on top, then those that run by time; raises if none runs.
+
+    The choice is made for rounded lengths, so that it can be remembered; the figures are those of the exact ones.
+    """
+    found = _choose(problem, spec, pass_, model_blocks, kernels)
+    if found[0].rejected:
+        small = min(found, key=lambda c: (c.on_chip.sram_bytes, c.on_chip.registers))
+        raise PlanError(
+            f"tile: none fits {spec.name} for head dims {problem.head_dim}, {problem.head_dim_v} in {problem.dtype}: "
+            f"the smallest, {small.tile}, fails: {small.rejected}"
+        )
+    exact = _held(_size_of(problem), spec, pass_, kernels)
+    return [_judge(c.tile, exact, spec) for c in found]
+
+
+def _choose(
+    problem: Problem, spec: DeviceSpec, pass_: str, model_blocks: bool = False, kernels: str = ""
+) -> tuple[Candidate, ...]:
+    if pass_ not in PASSES:
+        raise PlanError(f"pass_: got {pass_!r}, need one of {', '.join(PASSES)}")
+    if not spec.is_gpu:
+        raise PlanError(f"device: {spec.name} is a CPU; use cpu_tile for it")
+    if not spec.flops(problem.dtype, problem.precision):
+        raise PlanError(f"dtype: {spec.name} multiplies no {problem.dtype}, only {', '.join(spec.peak)}")
+    return _ranked(_held(_size_of(problem, rounded=True), spec, pass_, kernels), spec, pass_, model_blocks)
+
+
+def _held(size: _Size, spec: DeviceSpec, pass_: str, kernels: str) -> _Size:
+    """As the kernels hold it: Triton's have fp32 as two terms of fp16, the same bytes, but not while decoding."""
+    split = kernels == "triton" and size.dtype == "float32" and size.precision != "tf32"
+    return size._replace(terms=split and pass_ != "decode" and spec.vendor != "AMD")
+
+
+def evaluate(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Candidate:
+    """What the model says of one given tile."""
+    return _judge(tile, _size_of(problem), spec)
+
+
+def _size_of(problem: Problem, rounded: bool = False) -> _Size:
+    problem = even(problem)
+    rows, keys, band = max(1, problem.seqlen_q), max(1, problem.seqlen_k), band_of(problem)
+    if rounded:
+        longer = bucket(keys) - bucket(rows) - (keys - rows)  # a bottom-right band moves with the lengths
+        if band is not None and problem.program.structure == "b":
+            band = tuple(side if abs(side) >= UNBOUNDED else side + longer for side in band)  # type: ignore[assignment]
+        rows, keys = bucket(rows), bucket(keys)
+    return _Size(
+        tasks=max(1, problem.batch * problem.heads),
+        kv_tasks=max(1, problem.batch * problem.kv_heads),
+        rows=rows,
+        keys=keys,
+        d=_pad(problem.head_dim),
+        dv=_pad(problem.head_dim_v),
+        itemsize=problem.itemsize,
+        dtype=problem.dtype,
+        precision=problem.precision,
+        band=band,
+        whole=problem.bias is not None,
+    )
+
+
+def _pad(dim: int) -> int:
+    """Head dims are padded to a power of two of at least 16 inside the tile."""
+    size = 16
+    while size < dim:
+        size *= 2
+    return size
+
+
+@lru_cache(maxsize=512)
+def _ranked(size: _Size, spec: DeviceSpec, pass_: str, model_blocks: bool) -> tuple[Candidate, ...]:
+    blocks: tuple[int, ...] = MODEL_BLOCKS if model_blocks else BLOCKS
+    if size.terms and spec.capability is not None and spec.capability[0] == 10:
+        blocks = SMALL_BLOCKS
+    found = [_judge(tile, size, spec) for tile in _candidates(size, spec, pass_, blocks)]
+    # equal times: fewer on-chip bytes, then fewer threads
+    found.sort(key=lambda c: (bool(c.rejected), tier(c.tile), c.seconds, c.on_chip.sram_bytes, c.tile.warps))
+    return _settle(found, spec, pass_)
+
+
+def _settle(found: list[Candidate], spec: DeviceSpec, pass_: str) -> tuple[Candidate, ...]:
+    """Among tiles the model cannot tell apart, put the one first that moves the fewest bytes.
+
+    The more rows share a K/V tile (the more keys a Q tile, in `backward_dkdv`), the less leaves L2. Tiles that fill the
+    register file are not preferred on so small a margin: they may spill.
+    """
+    best = found[0]
+    if best.rejected or pass_ == "decode":
+        return tuple(found)
+    near = [
+        c
+        for c in found
+        if not c.rejected
+        and tier(c.tile) == tier(best.tile)
+        and c.seconds <= best.seconds * (1 + MARGIN)
+        and (c is best or c.on_chip.registers <= 0.9 * spec.max_registers)
+    ]
+    chosen = max(near, key=lambda c: min(128, c.tile.block_k if pass_ == "backward_dkdv" else c.tile.block_q))
+    return chosen, *(c for c in found if c is not chosen)
+
+
+def tier(tile: TilePlan) -> int:
+    """0 for tiles worth having, 1 and 2 for those taken only where nothing better fits.
+
+    Narrow tiles double the barriers and the rescaling of the accumulator, a single buffer cannot overlap, warps that
+    share rows must exchange P, and sides beyond 128 leave the fragments no registers to spare and the device few blocks
+    to balance; what that costs depends on the compiler more than the model can know.
+    """
+    short, long = sorted((tile.block_q, tile.block_k))
+    if tile.pass_ == "decode":
+        return int(tile.block_k < 64 or tile.stages < 2)
+    if short < 32:
+        return 2
+    rows = tile.block_k if tile.pass_ == "backward_dkdv" else tile.block_q
+    return int(short < 64 or long > 128 or tile.stages < 2 or rows < 16 * tile.warps)
+
+
+def _candidates(size: _Size, spec: DeviceSpec, pass_: str, blocks: tuple[int, ...]) -> Iterator[TilePlan]:
+    if pass_ == "decode":
+        yield from _decode_candidates(size, spec)
+        return
+    for block_q in blocks:
+        for block_k in blocks:
+            if block_q > max(16, _above(size.rows)) or block_k > max(16, _above(size.keys)):
+                continue  # a tile more than twice as long as the sequence only multiplies padding
+            for warps in (4, 8, 12) if block_q == 192 else (4, 8):
+                for stages in (1, 2, 3):
+                    yield TilePlan(block_q, block_k, stages, warps, pass_=pass_)
+
+
+def _decode_candidates(size: _Size, spec: DeviceSpec) -> Iterator[TilePlan]:
+    """Few queries: the heads of a group share a tile, and the keys are split until the device is full."""
+    packed_rows = size.rows * (size.tasks // size.kv_tasks)
+    block_q = min(64, max(16, _above(packed_rows)))
+    for block_k in (16, 32, 64, 128):
+        for stages in (1, 2, 3, 4):
+            tile = TilePlan(block_q, block_k, stages, 4, pack_gqa=True, pass_="decode")
+            yield replace(tile, splits=best_splits(tile, size, spec))
+
+
+def _sized(tile: TilePlan, size: _Size, spec: DeviceSpec) -> TilePlan:
+    """A decode tile with as many rows and parts of the keys as this problem needs."""
+    packed_rows = size.rows * (size.tasks // size.kv_tasks)
+    tile = replace(tile, block_q=min(64, max(16, _above(packed_rows))), pack_gqa=True)
+    return replace(tile, splits=best_splits(tile, size, spec))
+
+
+def _above(length: int) -> int:
+    size = 16
+    while size < length:
+        size *= 2
+    return size
+
+
+def _judge(tile: TilePlan, size: _Size, spec: DeviceSpec) -> Candidate:
+    on_chip = onchip.kernel(tile, size.d, size.dv, size.itemsize, spec)
+    flops = spec.flops(size.dtype, size.precision)
+    reason = _obstacle(tile, on_chip, spec)
+    if reason:
+        return Candidate(tile, on_chip, rejected=reason)
+    step = cycles.step(tile, size.d, size.dv, size.itemsize, flops, on_chip, spec)
+    seconds, waves = (
+        _decode_seconds(tile, size, spec, on_chip, step)
+        if tile.pass_ == "decode"
+        else _seconds(tile, size, spec, on_chip, step)
+    )
+    return Candidate(tile, on_chip, step, seconds, waves)
+
+
+def _obstacle(tile: TilePlan, on_chip: onchip.OnChip, spec: DeviceSpec) -> str:
+    if on_chip.sram_bytes > spec.sram_per_block:
+        return f"needs {on_chip.sram_bytes / 1024:.0f} KiB of shared memory, a block has {spec.sram_per_block // 1024}"
+    if on_chip.registers > spec.max_registers:
+        return f"needs {on_chip.registers} registers a thread, {spec.max_registers} exist: it would spill"
+    if on_chip.blocks == 0:
+        return f"{tile.warps} warps of {on_chip.registers} registers a thread exceed a unit's registers or threads"
+    return ""
+
+
+def _seconds(
+    tile: TilePlan, size: _Size, spec: DeviceSpec, on_chip: onchip.OnChip, step: cycles.StepClocks
+) -> tuple[float, float]:
+    """Time of the whole grid: a unit's resident blocks advance together; the last wave may be partly empty."""
+    m, n = tile.block_q, tile.block_k
+    rows, cols = -(-size.rows // m), -(-size.keys // n)
+    share, longest = visited_share(size.band, size.rows, size.keys, m, n)
+    outer, inner = (rows, cols) if tile.pass_ != "backward_dkdv" else (cols, rows)
+    heads, repeat = (size.tasks, 1) if tile.pass_ != "backward_dkdv" else (size.kv_tasks, size.tasks // size.kv_tasks)
+    blocks = heads * outer
+    resident = min(on_chip.blocks, max(1, -(-blocks // spec.units)))
+    slots = spec.units * resident
+    waves = blocks / slots
+    average = share * inner * repeat
+    edge = (m if tile.pass_ != "backward_dkdv" else n) * (size.d + size.dv) * size.itemsize
+    edge_clocks = cycles.START_CLOCKS + 2 * edge / (spec.l2_bandwidth / (spec.units * spec.clock_hz))
+    # `step.total` is one block's share of the unit's time when `resident` blocks interleave
+    block_clocks = average * step.total * resident + edge_clocks
+    longest_clocks = longest * inner * repeat * step.total * resident + edge_clocks
+    if share == longest:  # all blocks alike: whole waves
+        clocks = -(-blocks // slots) * block_clocks
+    else:  # longest first: the tail is about half a block
+        clocks = max(longest_clocks, (waves + 0.5) * block_clocks)
+    return clocks / spec.clock_hz + spec.launch_s, waves
+
+
+def _decode_seconds(
+    tile: TilePlan, size: _Size, spec: DeviceSpec, on_chip: onchip.OnChip, step: cycles.StepClocks
+) -> tuple[float, float]:
+    packed = -(-size.rows * (size.tasks // size.kv_tasks) // tile.block_q)
+    blocks = size.kv_tasks * packed * tile.splits
+    slots = spec.units * on_chip.blocks
+    cols = -(-size.keys // tile.block_k)
+    per_split = -(-cols // tile.splits)
+    active = min(blocks, slots)
+    resident = -(-active // spec.units)
+    moved = tile.block_k * (size.d + size.dv) * size.itemsize
+    # a unit cannot draw more than its share of L2's bandwidth, nor all of them together more than DRAM's
+    bandwidth = min(spec.dram_bandwidth, min(active, spec.units) * spec.l2_bandwidth / spec.units)
+    transfer = moved * active / bandwidth
+    compute = step.total * resident / spec.clock_hz
+    # the first bytes arrive after the latency; with few stages in flight it is paid again and again
+    exposed = cycles.START_CLOCKS / spec.clock_hz / (resident * tile.stages)
+    waves = blocks / slots
+    full = -(-blocks // slots)
+    seconds = full * (cycles.START_CLOCKS / spec.clock_hz + per_split * max(transfer, compute, exposed))
+    if tile.splits > 1:
+        partial = tile.splits * size.tasks * size.rows * (size.dv + 1) * 4
+        seconds += spec.launch_s + 2 * partial / spec.dram_bandwidth
+    return seconds + spec.launch_s, waves
+
+
+def best_splits(tile: TilePlan, size: _Size, spec: DeviceSpec) -> int:
+    """The fewest parts of the keys that give every unit a block, among those within 2 % of the least predicted time."""
+    on_chip = onchip.kernel(tile, size.d, size.dv, size.itemsize, spec)
+    flops = spec.flops(size.dtype, size.precision)
+    if not on_chip.blocks or not flops or size.whole:
+        return 1
+    cols = -(-size.keys // tile.block_k)
+    blocks = size.kv_tasks * -(-size.rows * (size.tasks // size.kv_tasks) // tile.block_q)
+    times: dict[int, float] = {}
+    for splits in range(1, min(cols, 256) + 1):
+        if splits > 1 and -(-cols // splits) == -(-cols // (splits - 1)):
+            continue  # no part gets shorter
+        trial = replace(tile, splits=splits)
+        step = cycles.step(trial, size.d, size.dv, size.itemsize, flops, on_chip, spec)
+        times[splits], _ = _decode_seconds(trial, size, spec, on_chip, step)
+    near = [splits for splits, seconds in times.items() if seconds <= 1.02 * min(times.values())]
+    return next((splits for splits in near if splits * blocks >= spec.units), near[-1])

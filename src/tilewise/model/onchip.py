@@ -1,0 +1,133 @@
+"""On-chip bytes of a tile: the formulas of the five tutorials, and those of our own kernels.
+
+The tutorials differ in what they count; each is right for its own kernel. `Br`, `Bc` are rows of Q and of K/V in a
+tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.model.tile import TilePlan
+
+OVERHEAD_REGISTERS = 24
+"""Registers a thread spends on addresses, statistics and loop state beside the fragments. With it the sum of the
+fragments gives what the assembler reports for hand-scheduled Hopper kernels, to within four registers."""
+OPERAND_REGISTERS = 32
+"""Before Hopper the tensor cores take both operands from registers: fragments of Q and of the current K or V."""
+
+
+def s0_full(br: int, bc: int, d: int, itemsize: int) -> int:
+    """S0 §2.2: Q, K, V, S, the accumulator O and the statistics m and l, all of one size."""
+    return (br * d + 2 * bc * d + br * bc + br * d + 2 * br) * itemsize
+
+
+def s0_rule(br: int, bc: int, d: int) -> int:
+    """S0 §7.2: Q, K, V and S in 16 bits; O, m and l are in registers."""
+    return (br * d + 2 * bc * d + br * bc) * 2
+
+
+def s1(bq: int, bkv: int, d: int, itemsize: int) -> int:
+    """S1 §3.2: inputs in their own size, scores, accumulator and statistics in double."""
+    return (bq + 2 * bkv) * d * itemsize + bq * bkv * 8 + bq * d * 8 + 2 * bq * 8
+
+
+def s2(block_m: int, block_n: int, d: int) -> dict[str, int]:
+    """S2: 16-bit Q, K, V and fp32 S and P, by buffer."""
+    return {
+        "Q": block_m * d * 2,
+        "K": block_n * d * 2,
+        "V": block_n * d * 2,
+        "S": block_m * block_n * 4,
+        "P": block_m * block_n * 4,
+    }
+
+
+def s4(br: int, bc: int, d: int) -> int:
+    """S4: fp32 Q, K and V only; S and O are left out."""
+    return 4 * br * d + 8 * bc * d
+
+
+@dataclass(frozen=True)
+class OnChip:
+    """What one block of a kernel takes, and how many blocks a unit can hold."""
+
+    sram: dict[str, int]
+    """Shared-memory bytes by buffer."""
+    fragments: dict[str, int]
+    """Register bytes by fragment, over all threads of the block."""
+    registers: int
+    """32-bit registers a thread."""
+    blocks: int
+    """Blocks resident on a unit; 0 if the tile does not fit."""
+
+    @property
+    def sram_bytes(self) -> int:
+        return sum(self.sram.values())
+
+
+def buffers(tile: TilePlan, d: int, dv: int, itemsize: int) -> dict[str, int]:
+    """Shared memory of our GPU kernels: what is resident once, what is in flight `stages` times."""
+    m, n, s = tile.block_q, tile.block_k, tile.stages
+    if tile.pass_ in ("forward", "decode"):
+        return {"Q": m * d * itemsize, "K": s * n * d * itemsize, "V": s * n * dv * itemsize}
+    if tile.pass_ == "backward_dkdv":
+        return {
+            "K": n * d * itemsize,
+            "V": n * dv * itemsize,
+            "Q": s * m * d * itemsize,
+            "dO": s * m * dv * itemsize,
+            "LSE": s * m * 4,
+            "delta": s * m * 4,
+        }
+    return {
+        "Q": m * d * itemsize,
+        "dO": m * dv * itemsize,
+        "K": s * n * d * itemsize,
+        "V": s * n * dv * itemsize,
+        "dS": m * n * itemsize,
+    }
+
+
+def fragments(tile: TilePlan, d: int, dv: int, itemsize: int) -> dict[str, int]:
+    """Register bytes of our GPU kernels at their fullest: fp32 accumulators, fp32 scores and their narrowed copies."""
+    m, n = tile.block_q, tile.block_k
+    narrow = min(itemsize, 2) if itemsize < 4 else itemsize
+    if tile.pass_ in ("forward", "decode"):
+        return {"O": m * dv * 4, "S": m * n * 4, "P": m * n * narrow}
+    both = {"S": m * n * 4, "dP": m * n * 4, "P": m * n * narrow, "dS": m * n * narrow}
+    if tile.pass_ == "backward_dkdv":
+        return {"dK": n * d * 4, "dV": n * dv * 4, **both}
+    return {"dQ": m * d * 4, **{name: size for name, size in both.items() if name != "P"}}
+
+
+def kernel(tile: TilePlan, d: int, dv: int, itemsize: int, spec: DeviceSpec) -> OnChip:
+    """On-chip use of our GPU kernel for `tile`, and its occupancy on `spec`."""
+    sram = buffers(tile, d, dv, itemsize)
+    held = fragments(tile, d, dv, itemsize)
+    if (
+        spec.vendor == "AMD"
+    ):  # twice the registers and a third of the shared memory: what is loaded once lives in registers
+        once = ("K", "V") if tile.pass_ == "backward_dkdv" else ("Q", "dO")
+        held.update({f"{name} operand": sram.pop(name) for name in once if name in sram})
+    threads = tile.warps * spec.warp
+    capability = spec.capability
+    from_shared = capability is not None and capability[0] in (9, 10)  # these read operands from shared memory
+    overhead = OVERHEAD_REGISTERS + (0 if from_shared else OPERAND_REGISTERS)
+    registers = -(-sum(held.values()) // (4 * threads)) + overhead
+    used = sum(sram.values())
+    blocks = 0
+    if used <= spec.sram_per_block and registers <= spec.max_registers and threads <= spec.max_threads_per_block:
+        per_block = _round_up(registers, 8) * threads * 4
+        blocks = min(
+            spec.sram_bytes // (used + 1024),  # a kibibyte a block is the system's
+            spec.register_bytes // per_block,
+            spec.max_threads // threads,
+            spec.max_blocks,
+        )
+    return OnChip(sram, held, registers, blocks)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,233 @@
+"""Tiles that measurement preferred to the model: the one place for exceptions.
+
+An entry applies where every condition matches. It must name the device, the day, the measured number and what it was
+measured against, so that it can be measured again and struck out when the model or the kernel improves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.model.tile import TilePlan
+from tilewise.problem import Problem
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A measured exception for one architecture, pass, head dim and dtype size."""
+
+    arch: str
+    pass_: str
+    head_dim: int
+    itemsize: int
+    masked: bool | None
+    """True only with a mask, False only without one, None for both."""
+    tile: TilePlan
+    device: str
+    date: str
+    measured: str
+    """The number, with its unit, and the number of the tile the model would have chosen."""
+    evidence: str
+    """How to measure it again."""
+    kernels: str = "triton"
+    """Whose kernels were measured; the model and other kernels are left alone."""
+    packed: bool | None = None
+    """True only for packed sequences, False only without them, None for both."""
+
+
+H200 = "NVIDIA H200"
+FORWARD = "tools/measure_gpu.py planner"
+BACKWARD = "tools/measure_gpu.py planner"
+FP32 = "tools/measure_gpu.py fp32-tiles"
+
+TUNED: tuple[Tuned, ...] = (
+    Tuned(
+        arch="sm_90",
+        pass_="forward",
+        head_dim=64,
+        itemsize=2,
+        masked=None,
+        tile=TilePlan(64, 64, 3, 4),
+        device=H200,
+        date="2026-11-15",
+        measured="bf16 16k full 450 TFLOP/s, causal 426; the model's 128×64 w8 s2 308 and 271",
+        evidence=FORWARD,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="forward",
+        head_dim=128,
+        itemsize=2,
+        masked=None,
+        tile=TilePlan(64, 64, 3, 4),
+        device=H200,
+        date="2026-11-15",
+        measured="bf16 8k full 509 TFLOP/s, causal 497; the model's 128×128 w8 s2 427 and 392",
+        evidence=FORWARD,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="decode",
+        head_dim=128,
+        itemsize=2,
+        masked=None,
+        tile=TilePlan(16, 128, 3, 4, pack_gqa=True, pass_="decode"),
+        device=H200,
+        date="2026-11-15",
+        measured="B 8, 32/8 heads, 16k keys 3.88 TB/s; B 1, 131k keys 3.91; the model's 3.48 and 3.59",
+        evidence="tools/measure_gpu.py decode",
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dkdv",
+        head_dim=64,
+        itemsize=2,
+        masked=True,
+        packed=True,
+        tile=TilePlan(64, 64, 2, 4, pass_="backward_dkdv"),
+        device=H200,
+        date="2026-11-15",
+        measured="bf16 causal backward, times of dense: S 512 1.06, 2k 1.02; with three stages 1.13, 1.04, and it spills",
+        evidence="tools/measure_gpu.py varlen",
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dkdv",
+        head_dim=64,
+        itemsize=2,
+        masked=None,
+        tile=TilePlan(64, 64, 3, 4, pass_="backward_dkdv"),
+        device=H200,
+        date="2026-11-15",
+        measured="bf16 8k backward full 375 TFLOP/s, causal 343; 64×64 w4 s2 351 and 337; 128×64 w4 s2 gives 395, 365 but spills",
+        evidence=BACKWARD,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dq",
+        head_dim=64,
+        itemsize=2,
+        masked=None,
+        tile=TilePlan(64, 64, 3, 4, pass_="backward_dq"),
+        device=H200,
+        date="2026-11-15",
+        measured="bf16 512 full, dQ alone 0.31 ms; 128×64 w8 s3 0.46 ms",
+        evidence=BACKWARD,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dkdv",
+        head_dim=128,
+        itemsize=2,
+        masked=None,
+        tile=TilePlan(32, 64, 3, 4, pass_="backward_dkdv"),
+        device=H200,
+        date="2026-11-15",
+        measured="bf16 2k backward full 321 TFLOP/s, causal 265; 64×64 w8 s2 211 and 189",
+        evidence=BACKWARD,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dq",
+        head_dim=128,
+        itemsize=2,
+        masked=None,
+        tile=TilePlan(64, 32, 3, 4, pass_="backward_dq"),
+        device=H200,
+        date="2026-11-15",
+        measured="bf16 512 backward full 271 TFLOP/s, causal 180; 2k 368, 311; with 64×64 w4 s3 246, 152 and 351, 285",
+        evidence=BACKWARD,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="forward",
+        head_dim=64,
+        itemsize=4,
+        masked=None,
+        tile=TilePlan(64, 64, 2, 4),
+        device=H200,
+        date="2026-11-15",
+        measured="fp32 2k causal 92 TFLOP/s; 128×64 w8 s2 78, 64×32 w4 s2 71",
+        evidence=FP32,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="forward",
+        head_dim=128,
+        itemsize=4,
+        masked=None,
+        tile=TilePlan(64, 32, 2, 4),
+        device=H200,
+        date="2026-11-15",
+        measured="fp32 2k causal 98 TFLOP/s; 128×32 w8 s2 84, 64×64 w4 s1 80",
+        evidence=FP32,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dkdv",
+        head_dim=64,
+        itemsize=4,
+        masked=None,
+        tile=TilePlan(64, 64, 2, 4, pass_="backward_dkdv"),
+        device=H200,
+        date="2026-11-15",
+        measured="fp32 2k causal, dK and dV alone, of all the backward's FLOPs 131 TFLOP/s; 32×64 w4 s2 117",
+        evidence=FP32,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dq",
+        head_dim=64,
+        itemsize=4,
+        masked=None,
+        tile=TilePlan(64, 64, 2, 4, pass_="backward_dq"),
+        device=H200,
+        date="2026-11-15",
+        measured="fp32 2k causal, dQ alone, of all the backward's FLOPs 196 TFLOP/s; 64×32 w4 s2 151",
+        evidence=FP32,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dkdv",
+        head_dim=128,
+        itemsize=4,
+        masked=None,
+        tile=TilePlan(32, 128, 2, 8, pass_="backward_dkdv"),
+        device=H200,
+        date="2026-11-15",
+        measured="fp32 2k causal, dK and dV in one kernel, of all the backward's FLOPs 91 TFLOP/s; 32×64 w4 s2 69",
+        evidence=FP32,
+    ),
+    Tuned(
+        arch="sm_90",
+        pass_="backward_dq",
+        head_dim=128,
+        itemsize=4,
+        masked=None,
+        tile=TilePlan(128, 32, 2, 8, pass_="backward_dq"),
+        device=H200,
+        date="2026-11-15",
+        measured="fp32 2k causal, dQ alone, of all the backward's FLOPs 162 TFLOP/s; 64×32 w4 s2 129",
+        evidence=FP32,
+    ),
+)
+
+
+def lookup_tuned(problem: Problem, spec: DeviceSpec, pass_: str, kernels: str) -> Tuned | None:
+    """The entry that applies to those kernels, if any."""
+    if not TUNED:
+        return None
+    masked = bool(problem.program.structure)
+    for entry in TUNED:
+        if (
+            entry.kernels == kernels
+            and entry.arch == spec.arch
+            and entry.pass_ == pass_
+            and entry.head_dim == max(problem.head_dim, problem.head_dim_v)
+            and entry.itemsize == problem.itemsize
+            and entry.masked in (None, masked)
+            and entry.packed in (None, problem.varlen)
+        ):
+            return replace(entry, tile=replace(entry.tile, source="tuned", pass_=pass_))
+    return None

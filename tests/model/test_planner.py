@@ -1,0 +1,311 @@
+"""Tiles: derived from bytes and registers, ranked by predicted time, overridable, explained."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import tilewise as tw
+import tilewise.masks as masks
+from tilewise.errors import PlanError
+from tilewise.hardware import DeviceSpec, catalogue, lookup
+from tilewise.hardware.cpuid import core_figures
+from tilewise.model import TilePlan, cpu_tile, gpu_tile, onchip, plan, tuned
+from tilewise.model.cpu import register_tile
+from tilewise.model.density import band_of, bucket, visited_share
+from tilewise.model.gpu import evaluate, ranked
+from tilewise.problem import Problem
+
+GPUS = [spec for spec in catalogue().values() if spec.is_gpu]
+CPUS = [spec for spec in catalogue().values() if not spec.is_gpu]
+
+
+def problem_of(**change: object) -> Problem:
+    values: dict[str, object] = {"batch": 2, "heads": 16, "seqlen": 4096, "head_dim": 128, "dtype": "float16"}
+    return Problem.of(**{**values, **change})  # type: ignore[arg-type]
+
+
+# CPUs
+
+
+def test_neon_tiles_are_those_that_won() -> None:
+    """Measured on a Neoverse N1: 16 rows × 4 keys; 128 keys, packed, at D = 64 as at D = 128."""
+    spec = lookup("altra-q80").with_figures("the machine it was measured on", units=2)
+    small = cpu_tile(spec, problem_of(head_dim=64, dtype="float32"))
+    assert (small.rows, small.key_unroll) == (16, 4)
+    assert (small.block_q, small.block_k, small.packed, small.resident) == (256, 128, True, "L2")
+    large = cpu_tile(spec, problem_of(head_dim=128, dtype="float32"))
+    assert (large.block_q, large.block_k, large.packed, large.resident) == (256, 128, True, "L2")
+
+
+def test_avx512_takes_its_own_register_tile() -> None:
+    """64 rows × 4 keys led on a Xeon at D = 64, 48 × 8 at D = 128; the NEON tile lost by half."""
+    tile = cpu_tile(lookup("xeon-8480"), problem_of(head_dim=64, dtype="float32"))
+    assert (tile.rows, tile.key_unroll, tile.lanes) == (64, 4, 16)
+    tile = cpu_tile(lookup("xeon-8480"), problem_of(head_dim=128, dtype="float32"))
+    assert (tile.rows, tile.key_unroll, tile.lanes) == (48, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("isa", "rows", "keys"), [("neon", 16, 4), ("avx512", 64, 4), ("avx2", 24, 4), ("sse2", 12, 4)]
+)
+def test_register_tiles_by_instruction_set(isa: str, rows: int, keys: int) -> None:
+    pipe, _ = core_figures(isa)
+    spec = DeviceSpec("t", "Test", "cpu", "", "x", units=1, isa=isa, **pipe)
+    tile, _ = register_tile(spec)
+    assert (tile.row_vectors * spec.lanes(), tile.keys) == (rows, keys)
+
+
+@pytest.mark.parametrize("spec", CPUS, ids=lambda spec: spec.key)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("d", [16, 64, 96, 128, 256, 512])
+def test_cpu_tiles_fit(spec: DeviceSpec, dtype: str, d: int) -> None:
+    tile = cpu_tile(spec, problem_of(head_dim=d, dtype=dtype))
+    assert tile.accumulators < tile.registers <= spec.vector_registers
+    assert tile.block_q % tile.rows == 0 and tile.block_k % tile.key_unroll == 0
+    size = 8 if dtype == "float64" else 4
+    assert tile.tile_bytes == 2 * tile.block_k * d * size
+    assert tile.tile_bytes <= (spec.l1d_bytes if tile.resident == "L1" else spec.l2_bytes // 2)
+    assert tile.packed or dtype == "float32" or dtype == "float64"
+    assert len(tile.reasons) >= 3
+
+
+def test_cpu_tiles_leave_no_core_idle() -> None:
+    spec = lookup("altra-q80")
+    one = cpu_tile(spec, Problem.of(heads=1, seqlen=1, kv_seqlen=65536, head_dim=128, dtype="float32"))
+    assert one.block_q == one.rows and one.splits > 8
+    many = cpu_tile(spec, problem_of(batch=32, dtype="float32"))
+    assert many.splits == 1
+
+
+# GPUs
+
+
+@pytest.mark.parametrize(
+    ("tile", "d", "registers"),
+    [
+        (TilePlan(128, 128, warps=8), 128, 184),
+        (TilePlan(192, 128, warps=12), 64, 152),
+        (TilePlan(128, 64, warps=8), 256, 204),
+        (TilePlan(64, 128, warps=8, pass_="backward_dkdv"), 128, 235),
+    ],
+)
+def test_register_model_against_the_assembler(tile: TilePlan, d: int, registers: int) -> None:
+    """What ptxas reported for Hopper kernels with these tiles, two or three groups of four warps; none spilled."""
+    found = onchip.kernel(tile, d, d, 2, lookup("h200")).registers
+    assert abs(found - registers) <= 13
+    assert found <= 65536 // (tile.warps * 32)
+
+
+@pytest.mark.parametrize(
+    ("tile", "d"),
+    [
+        (TilePlan(192, 128, warps=12), 128),
+        (TilePlan(128, 256, warps=8), 128),
+        (TilePlan(128, 128, warps=8, pass_="backward_dkdv"), 64),
+    ],
+)
+def test_register_model_sees_spills(tile: TilePlan, d: int) -> None:
+    """These did spill."""
+    assert onchip.kernel(tile, d, d, 2, lookup("h200")).registers > 65536 // (tile.warps * 32) - 16
+
+
+@pytest.mark.parametrize("spec", GPUS, ids=lambda spec: spec.key)
+@pytest.mark.parametrize("pass_", ["forward", "backward_dkdv", "backward_dq", "decode"])
+def test_chosen_tiles_run(spec: DeviceSpec, pass_: str) -> None:
+    for d in (32, 64, 80, 128, 192, 256):
+        for dtype in ("float16", "float32"):
+            problem = problem_of(head_dim=d, dtype=dtype, seqlen=4 if pass_ == "decode" else 1024, kv_seqlen=4096)
+            best = ranked(problem, spec, pass_)[0]
+            assert not best.rejected and 0 < best.seconds < 1
+            assert best.on_chip.sram_bytes <= spec.sram_per_block
+            assert best.on_chip.registers <= spec.max_registers
+            assert best.on_chip.blocks >= 1
+            for side in (best.tile.block_q, best.tile.block_k):
+                assert side & (side - 1) == 0, "Triton's tiles are powers of two"
+            chosen = gpu_tile(problem, spec, pass_)
+            assert chosen == best.tile or (chosen.source == "tuned" and not evaluate(problem, spec, chosen).rejected)
+
+
+def test_predictions_are_near_what_kernels_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H200, bf16, 16k tokens, hidden 2048: the best kernels known lie between cuDNN and FA4; the model within 25 %."""
+    monkeypatch.setattr(tuned, "TUNED", ())
+    measured = {  # d, mask, S: useful TFLOP/s of cuDNN and FA4
+        (64, False, 8192): (459, 531),
+        (128, False, 2048): (601, 631),
+        (128, False, 8192): (606, 653),
+        (128, True, 8192): (551, 614),
+        (256, False, 8192): (680, 716),
+        (256, True, 8192): (601, 667),
+    }
+    for (d, causal, s), (low, high) in measured.items():
+        mask = masks.causal() if causal else None
+        problem = Problem.of(batch=16384 // s, heads=2048 // d, seqlen=s, head_dim=d, mask=mask)
+        predicted = plan(problem, "h200").flops_per_second / 1e12
+        assert 0.75 * low < predicted < 1.25 * high, (d, causal, s, predicted)
+
+
+def test_tiles_of_192_rows_are_considered_but_never_chosen() -> None:
+    """No power of two: only kernels that join two accumulators can have them."""
+    problem = problem_of(head_dim=64)
+    found = plan(problem, "h200")
+    joined = [a for a in found.alternatives if 192 in (a.tile.block_q, a.tile.block_k)]
+    assert joined and all(a.verdict != "chosen" for a in joined)
+    assert all(192 not in (c.tile.block_q, c.tile.block_k) for c in ranked(problem, lookup("h200")))
+    assert plan(problem, "h200", tile=(192, 128)).tile.block_q == 192
+
+
+def test_short_and_narrow_problems_get_small_tiles() -> None:
+    tile = gpu_tile(problem_of(seqlen=20, head_dim=16), lookup("a100"))
+    assert tile.block_q <= 32 and tile.block_k <= 32
+
+
+def test_decode_splits_fill_the_device() -> None:
+    spec = lookup("h200")
+    lone = gpu_tile(Problem.of(heads=32, kv_heads=8, seqlen=1, kv_seqlen=131072, head_dim=128), spec, "decode")
+    assert lone.pack_gqa and lone.block_q == 16
+    assert 0.9 * spec.units <= 8 * lone.splits <= 3 * spec.units
+    crowd = gpu_tile(Problem.of(batch=64, heads=32, kv_heads=8, seqlen=1, kv_seqlen=4096, head_dim=128), spec, "decode")
+    assert crowd.splits < lone.splits
+    short = gpu_tile(Problem.of(heads=32, kv_heads=8, seqlen=1, kv_seqlen=64, head_dim=128), spec, "decode")
+    assert short.splits == 1
+
+
+def test_plan_takes_decode_for_few_queries() -> None:
+    few = Problem.of(heads=32, kv_heads=8, seqlen=1, kv_seqlen=8192, head_dim=128)
+    assert plan(few, "h200").tile.pass_ == "decode"
+    assert plan(few, "h200", pass_="forward").tile.pass_ == "forward"
+    assert plan(few, "h200").binding in ("DRAM bandwidth", "latency")
+
+
+@pytest.mark.parametrize("device", ["a100", "h200", "xeon-8480"])
+def test_a_plan_is_consistent(device: str) -> None:
+    found = tw.plan(problem_of(mask=masks.causal()), device)
+    assert found.compulsory.total <= found.dram.total <= found.tile_traffic.total
+    assert found.seconds >= max(found.limits.values())
+    assert found.work.useful <= found.work.visited <= found.work.executed
+    assert found.reasons and found.binding
+    assert found.counters["l2_read"] == found.tile_traffic.total_read
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["traffic"]["tile"]["tensors"]["K"]["read"] == found.tile_traffic.reads["K"]
+    text = str(found)
+    for word in ("traffic", "DRAM", "predicted", "why", str(found.tile)):
+        assert word in text
+
+
+def test_windows_cost_less_than_causal_and_causal_less_than_full() -> None:
+    times = [
+        plan(problem_of(seqlen=16384, mask=mask), "h200").seconds for mask in (masks.window(1024), masks.causal(), None)
+    ]
+    assert times[0] < times[1] < times[2]
+
+
+def test_the_user_may_override_and_sees_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "TUNED", ())
+    own = plan(problem_of(), "h200", tile=(64, 64))
+    assert (own.tile.block_q, own.tile.block_k, own.tile.source) == (64, 64, "user")
+    assert "yours: predicted" in own.reasons[0] and "slower than 128×128" in own.reasons[0]
+    cpu = plan(problem_of(dtype="float32"), "altra-q80", tile=(64, 64))
+    assert cpu.tile.block_q == 64 and cpu.reasons[0].startswith("yours")
+
+
+@pytest.mark.parametrize(
+    ("device", "tile", "message"),
+    [
+        ("h200", (256, 256), r"256×256 .* does not run on NVIDIA H200.*KiB of shared memory.*would take 128×128"),
+        ("h200", (0, 64), "block_q: got 0, need a multiple of 16"),
+        ("h200", (64, 100), "block_k: got 100, need a multiple of 16"),
+        ("altra-q80", (20, 64), "need a multiple of 16 rows and of 4 keys"),
+        ("h200", TilePlan(128, 128, stages=4), "does not run"),
+    ],
+)
+def test_impossible_tiles_raise(device: str, tile: tuple[int, int], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(problem_of(), device, tile=tile)
+
+
+def test_impossible_requests_raise() -> None:
+    with pytest.raises(PlanError, match="multiplies no bfloat16, only float16"):
+        plan(problem_of(dtype="bfloat16"), "v100")
+    with pytest.raises(PlanError, match="pass_: got 'sideways'"):
+        plan(problem_of(), "h200", pass_="sideways")
+    with pytest.raises(PlanError, match="is a CPU"):
+        gpu_tile(problem_of(), lookup("xeon"))
+    with pytest.raises(PlanError, match="stages: got 0"):
+        TilePlan(64, 64, stages=0)
+
+
+def test_where_nothing_fits_backends_get_the_smallest_and_plans_raise() -> None:
+    wide = Problem.of(heads=1, seqlen=1024, head_dim=512, dtype="float32")
+    tile = gpu_tile(wide, lookup("rtx4090"), "backward_dkdv")
+    assert (tile.block_q, tile.block_k, tile.stages) == (16, 16, 1)
+    with pytest.raises(
+        PlanError, match=r"tile: none fits NVIDIA GeForce RTX 4090 .* the smallest, 16×16, fails: needs"
+    ):
+        plan(wide, "rtx4090", pass_="backward_dkdv")
+
+
+def test_tuned_tiles_win_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = tuned.Tuned(
+        arch="sm_90", pass_="forward", head_dim=128, itemsize=2, masked=None, tile=TilePlan(128, 64, 3, 8),
+        device="NVIDIA H200", date="2026-01-01", measured="600 TFLOP/s against 580", evidence="a test",
+    )  # fmt: skip
+    monkeypatch.setattr(tuned, "TUNED", (entry,))
+    assert gpu_tile(problem_of(), lookup("h200"), kernels="triton") == TilePlan(128, 64, 3, 8, source="tuned")
+    found = plan(problem_of(), "h200", kernels="triton")
+    assert found.tile.source == "tuned" and "600 TFLOP/s" in found.reasons[0]
+    assert gpu_tile(problem_of(), lookup("a100"), kernels="triton").source == "model"
+    assert gpu_tile(problem_of(head_dim=64), lookup("h200"), kernels="triton").source == "model"
+
+
+def test_what_was_measured_of_one_backends_kernels_leaves_the_model_alone_and_is_told() -> None:
+    assert tuned.lookup_tuned(problem_of(), lookup("h200"), "forward", "triton") is not None
+    assert gpu_tile(problem_of(), lookup("h200")).source == "model"
+    found = plan(problem_of(), "h200")
+    assert found.tile.source == "model" and found.reasons[0].startswith("the triton kernels take")
+
+
+def test_packed_sequences_may_have_a_tile_of_their_own() -> None:
+    def stages(**change: object) -> int:
+        problem = problem_of(head_dim=64, **change)
+        return gpu_tile(problem, lookup("h200"), "backward_dkdv", "triton").stages
+
+    assert stages(varlen=True, mask=masks.causal()) == 2
+    assert stages(mask=masks.causal()) == stages(varlen=True) == 3
+
+
+def test_every_tuned_entry_has_evidence() -> None:
+    for entry in tuned.TUNED:
+        assert entry.device and entry.measured and entry.evidence
+        assert len(entry.date) == 10
+
+
+@pytest.mark.parametrize(
+    "mask", [masks.causal(), masks.window(300), masks.window(100, 50), masks.causal(align="top_left")]
+)
+@pytest.mark.parametrize(("m", "n"), [(128, 64), (64, 128)])
+def test_fast_density_is_exact_for_bands(mask: masks.Mask, m: int, n: int) -> None:
+    problem = problem_of(seqlen=1000, kv_seqlen=1500, mask=mask)
+    share, _ = visited_share(band_of(problem), 1000, 1500, m, n)
+    counts = masks.TileMap(problem.program, problem.shape, m, n).counts()
+    assert share == pytest.approx(counts.visited / sum(counts))
+
+
+def test_growing_caches_are_planned_rarely() -> None:
+    """A thousand decoding steps ask for a handful of plans; up to 256 every length counts."""
+    assert [bucket(n) for n in (1, 17, 256, 257, 4096, 4097, 8000)] == [1, 17, 256, 288, 4096, 4608, 8192]
+    lengths = range(4000, 5000)
+    assert len({bucket(n) for n in lengths}) <= 4
+    spec = lookup("h200")
+    tiles = {gpu_tile(Problem.of(heads=8, seqlen=1, kv_seqlen=n, head_dim=64), spec, "decode") for n in lengths}
+    assert len(tiles) <= 4
+    causal = problem_of(seqlen=1000, kv_seqlen=3001, mask=masks.causal())
+    assert gpu_tile(causal, spec) == plan(causal, spec).tile
+
+
+def test_packed_batches_are_planned_as_even_ones() -> None:
+    packed = Problem.of(batch=4, heads=8, seqlen=4096, head_dim=64, varlen=True, mask=masks.causal())
+    even = Problem.of(batch=4, heads=8, seqlen=1024, head_dim=64, mask=masks.causal())
+    assert gpu_tile(packed, lookup("h200")) == gpu_tile(even, lookup("h200"))
+    assert plan(packed, "h200").tile_traffic == plan(even, "h200").tile_traffic

@@ -1,0 +1,83 @@
+"""S4, FlashAttention v1: its figures to the digit, erratum included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tilewise.lab.simulator import exact, random_inputs, simulate
+from tilewise.model import TilePlan, onchip, seeds, v1, v2, work
+from tilewise.problem import Problem
+
+
+def test_row_blocks() -> None:
+    """N = 1024: Br = 256 → 4 Q blocks, Bc = 128 → 8 K/V blocks, S_ij is 256 × 128."""
+    assert seeds.blocks(1024, 256) == 4
+    assert seeds.blocks(1024, 128) == 8
+    assert work(Problem.of(heads=1, seqlen=1024, head_dim=64), TilePlan(256, 128)).tiles == 32
+
+
+def test_sram_rule() -> None:
+    """4·Br·d + 8·Bc·d ≤ M, fp32 bytes of Q and of K and V."""
+    assert onchip.s4(256, 128, 64) == 4 * 256 * 64 + 8 * 128 * 64 == 128 * 1024
+    assert seeds.fits_s4(256, 128, 64, 128 * 1024)
+    assert not seeds.fits_s4(256, 128, 64, 128 * 1024 - 1)
+    # S and O, left out, are as large again
+    assert onchip.s0_full(256, 128, 64, 4) - onchip.s4(256, 128, 64) == (256 * 128 + 256 * 64 + 2 * 256) * 4
+
+
+def test_walk_and_result() -> None:
+    """K/V outside, Q inside; same result as S0."""
+    problem = Problem.of(heads=1, seqlen=12, head_dim=4, dtype="float64")
+    inputs = random_inputs(problem)
+    run = simulate(problem, TilePlan(4, 6), "v1", inputs=inputs)
+    assert [(visit.j, visit.i) for visit in run.walk] == [(j, i) for j in range(2) for i in range(3)]
+    other = simulate(problem, TilePlan(4, 6), "v2", inputs=inputs)
+    assert [(visit.i, visit.j) for visit in other.walk] == [(i, j) for i in range(3) for j in range(2)]
+    out, _ = exact.attention(problem, inputs["Q"], inputs["K"], inputs["V"])
+    for done in (run, other):
+        np.testing.assert_allclose(done.outputs["O"], out, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("br", "bc"), [(256, 128), (128, 128), (64, 64)])
+def test_the_two_loop_orders_side_by_side(br: int, bc: int) -> None:
+    """v1 reads K and V once but O, m and l (and Q) once per K/V block; v2 the other way round."""
+    n, d = 1024, 64
+    problem = Problem.of(heads=1, seqlen=n, head_dim=d, dtype="float32")
+    first, second = v1(problem, TilePlan(br, bc)), v2(problem, TilePlan(br, bc))
+    rows, cols = seeds.blocks(n, br), seeds.blocks(n, bc)
+    whole = n * d * 4
+    assert first.reads["K"] == first.reads["V"] == whole
+    assert first.reads["Q"] == cols * whole
+    assert first.reads["acc"] == first.writes["acc"] == (cols + 1) * whole
+    assert first.writes["m"] == first.writes["l"] == (cols + 1) * n * 4
+    assert (first.reads["m"], first.reads["l"]) == (cols * n * 4, (cols + 1) * n * 4)
+    assert second.reads["K"] == second.reads["V"] == rows * whole
+    assert second.reads["Q"] == second.writes["O"] == whole
+    assert first.total > second.total or rows > 3 * cols
+
+
+def test_complexity() -> None:
+    """Time O(N²d): doubling N quadruples the FLOPs. On chip it does not grow. HBM extra: m and l."""
+    small, large = (Problem.of(heads=1, seqlen=n, head_dim=64, dtype="float32") for n in (512, 1024))
+    tile = TilePlan(64, 64)
+    assert work(large, tile).useful == 4 * work(small, tile).useful
+    assert seeds.extra_memory(1024) == 2 * 1024
+    runs = [
+        simulate(Problem.of(heads=1, seqlen=n, head_dim=4, dtype="float32"), TilePlan(8, 8), "v1") for n in (16, 64)
+    ]
+    assert runs[0].sram_peak == runs[1].sram_peak == onchip.s0_full(8, 8, 4, 4)
+
+
+def test_erratum_the_listing_needs_its_scale() -> None:
+    """The listing computes softmax(QKᵀ)V: that is attention with scale 1, not 1/√d."""
+    problem = Problem.of(heads=1, seqlen=8, head_dim=16, dtype="float64", scale=1.0)
+    inputs = random_inputs(problem)
+    q, k, v = (inputs[name][0, 0] for name in "QKV")
+    p = np.exp(q @ k.T - (q @ k.T).max(axis=1, keepdims=True))
+    bare = p @ v / p.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(
+        simulate(problem, TilePlan(4, 4), "v1", inputs=inputs).outputs["O"][0, 0], bare, atol=1e-13
+    )
+    proper = Problem.of(heads=1, seqlen=8, head_dim=16, dtype="float64")
+    assert np.abs(simulate(proper, TilePlan(4, 4), "v1", inputs=inputs).outputs["O"][0, 0] - bare).max() > 0.1
