@@ -172,7 +172,6 @@ def variants(argument: str) -> dict[str, Any]:
     """Both ways to dQ and their single kernels at one head dim, interleaved; no result is checked here."""
     import torch
 
-    from tilewise.backends.base import BackwardInputs
     from tilewise.backends.hopper.backend import backend
     from tilewise.backends.hopper.backward import launch
     from tilewise.lab.bench.timing import Effort, cuda_clock, interleave
