@@ -7,7 +7,7 @@ import torch
 
 from tests.conformance.cases import CASES, Case, build
 from tilewise.numerics import bounds, rows
-from tilewise.numerics.oracle import oracle
+from tilewise.numerics.oracle import oracle, spans
 
 TOLD = [case for case in CASES if not case.name.startswith(("edge", "head-dim", "dtype"))]
 
@@ -20,13 +20,12 @@ def test_chunks_give_the_oracle_and_its_bounds(case: Case, monkeypatch: pytest.M
     with torch.no_grad():
         out, lse = oracle(problem, inputs)
         bound = bounds.forward(problem, inputs)
-    for b in range(problem.batch):
-        where = rows.locate(problem, inputs, b)
+    for span in spans(problem, inputs, range(problem.batch)):
         for h in range(problem.heads):
             # every row, out of order: positions must not be taken for a range
-            positions = torch.randperm(where.queries, generator=torch.Generator().manual_seed(h))
-            found = rows.exact_rows(problem, inputs, rows.Rows(b, h, positions))
-            at = (where.side, h, where.q_start + positions)
+            positions = torch.randperm(span.lengths[0], generator=torch.Generator().manual_seed(h))
+            found = rows.exact_rows(problem, inputs, rows.Rows(span.sequence, h, positions))
+            at = (span.batch, h, span.q.start + positions)
             for name, got, want in (
                 ("out", found.out, out[at]),
                 ("lse", found.lse, lse[at]),

@@ -119,7 +119,7 @@ def limits(case: Case, given: Tensors) -> Exact:
             whole = slice(None)
             dsinks.add(value, error, torch.ones_like(value, dtype=torch.bool), (whole,))
     bounds = (out, lse, dq, dk, dv, *(None if s is None else s.error(rounding.u) for s in (dbias, dsinks)))
-    return Exact(*(None if x is None else rounding.oracle_share * x for x in bounds))  # type: ignore[arg-type]
+    return Exact(*(None if x is None else rounding.oracle_factor * x for x in bounds))  # type: ignore[arg-type]
 
 
 def _without_endless(own: Sequence) -> Sequence:
@@ -132,7 +132,7 @@ def _without_endless(own: Sequence) -> Sequence:
 
 def _ahead(problem: Problem, own: Sequence, rounding: Arithmetic) -> Errors:
     every = slice(None)
-    piece = Piece(0, every, every, (0, every, every), (0, every, every), *own)  # type: ignore[arg-type]
+    piece = Piece(0, every, (0, every, every), (0, every, every), *own)  # type: ignore[arg-type]
     ahead = ForwardErrors(problem, piece, rounding)
     logit = ahead.exact.logit.masked_fill(~own.seen, -INF)
     top = logit.amax(-1, keepdim=True) if logit.shape[-1] else logit.new_full((*logit.shape[:2], 1), -INF)

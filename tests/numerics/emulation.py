@@ -104,7 +104,7 @@ class Kernel:
             if problem.dropout_p:
                 assert self.case.seed is not None
                 ids = range(problem.batch), range(problem.heads)
-                kept = keep_tile(self.case.seed, problem.dropout_p, *ids, 0, m, k0, k1)
+                kept = keep_tile(self.case.seed, problem.dropout_p, *ids, range(m), range(k0, k1))
                 keep = kept.to(self.work) / (1 - problem.dropout_p)
             yield slice(k0, k1), s, tanh, keep
 

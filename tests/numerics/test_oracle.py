@@ -28,7 +28,7 @@ def by_loops(case: Case, visible: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = torch.zeros(b, h, m, problem.head_dim_v, dtype=torch.float64), torch.zeros(b, h, m, dtype=torch.float64)
     keep = torch.ones(b, h, m, n, dtype=torch.bool)
     if case.seed is not None:
-        keep = keep_tile(case.seed, problem.dropout_p, range(b), range(h), 0, m, 0, n)
+        keep = keep_tile(case.seed, problem.dropout_p, range(b), range(h), range(m), range(n))
     for x in range(b):
         for y in range(h):
             keys, values = (t[x, y // problem.group].double() for t in (case.k, case.v))

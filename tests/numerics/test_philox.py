@@ -60,7 +60,7 @@ def test_equals_integer_arithmetic(counter: tuple[int, int, int, int], lo: int, 
 @pytest.mark.parametrize("q0", [0, 2**32 - 4])
 def test_counter_and_word_of_a_weight(q0: int) -> None:
     seed, p = signed_seed(0xDEADBEEF, 0xCAFEF00D), 0.4
-    kept = keep_tile(seed, p, range(1, 3), torch.tensor([5, 0]), q0, q0 + 3, 6, 19)
+    kept = keep_tile(seed, p, range(1, 3), torch.tensor([5, 0]), range(q0, q0 + 3), range(6, 19))
     assert kept.shape == (2, 2, 3, 13) and kept.dtype == torch.bool
     for b, batch in enumerate((1, 2)):
         for h, head in enumerate((5, 0)):
@@ -75,31 +75,33 @@ def test_counter_and_word_of_a_weight(q0: int) -> None:
 def test_tiles_fit_together(data: st.DataObject) -> None:
     m, n = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 40))
     seed = torch.tensor(data.draw(st.integers(-(2**63), 2**63 - 1)))
-    whole = keep_tile(seed, 0.5, range(2), range(3), 0, m, 0, n)
+    whole = keep_tile(seed, 0.5, range(2), range(3), range(m), range(n))
     q0, q1 = sorted(data.draw(st.tuples(st.integers(0, m), st.integers(0, m))))
     k0, k1 = sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
-    tile = keep_tile(seed, 0.5, range(1, 2), range(1, 3), q0, q1, k0, k1)
+    tile = keep_tile(seed, 0.5, range(1, 2), range(1, 3), range(q0, q1), range(k0, k1))
     assert torch.equal(tile, whole[1:2, 1:3, q0:q1, k0:k1])
 
 
 def test_rate_and_seeds() -> None:
     """200 000 draws: 5 standard deviations about p; another seed gives another mask; the ends are exact."""
-    one, other = (keep_tile(torch.tensor(seed), 0.1, range(2), range(10), 0, 100, 0, 100) for seed in (1, 1 + 2**32))
+    ids = range(2), range(10), range(100), range(100)
+    one, other = (keep_tile(torch.tensor(seed), 0.1, *ids) for seed in (1, 1 + 2**32))
     for kept in (one, other):
         assert abs(float((~kept).double().mean()) - 0.1) < 5 * (0.1 * 0.9 / 200_000) ** 0.5
     assert 0.7 < float((one == other).double().mean()) < 0.9
-    assert bool(keep_tile(torch.tensor(1), 0.0, range(1), range(1), 0, 64, 0, 64).all())
+    assert bool(keep_tile(torch.tensor(1), 0.0, *ids).all())
     assert drop_threshold(0.25) == 2**30 and drop_threshold(0.0) == 0
 
 
 @pytest.mark.gpu
 def test_device_agrees_and_is_not_waited_for() -> None:
     seed = torch.tensor(-(2**62) + 12345)
-    host = keep_tile(seed, 0.3, range(2), range(3), 5, 50, 7, 90)
+    ids = range(2), range(3), range(5, 50), range(7, 90)
+    host = keep_tile(seed, 0.3, *ids)
     on_device = seed.cuda()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        tiles = [keep_tile(s, 0.3, range(2), range(3), 5, 50, 7, 90, "cuda") for s in (on_device, seed)]
+        tiles = [keep_tile(s, 0.3, *ids, device="cuda") for s in (on_device, seed)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(tile.cpu(), host) for tile in tiles)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.numerics.merge import finite
+from tilewise.numerics.oracle import Inputs as Inputs
 from tilewise.problem import Problem
 
 
@@ -23,20 +24,6 @@ class Verdict(NamedTuple):
         """Yes, unless there is a reason against."""
         against = tuple(reason for reason in reasons if reason)
         return cls(not against, against)
-
-
-class Inputs(NamedTuple):
-    """The tensors of one call."""
-
-    q: Tensor  # (B, Hq, M, D), or (1, Hq, T, D) packed
-    k: Tensor  # (B, Hk, N, D)
-    v: Tensor  # (B, Hk, N, Dv)
-    bias: Tensor | None = None  # rank 4, each side 1 or full; added to the scores, -inf masks
-    alibi: Tensor | None = None  # slopes, fp32 or fp64 like the lse (B or 1, Hq): score -= slope * |q + Sk - Sq - k|
-    sinks: Tensor | None = None  # (Hq,): one more logit in each row's denominator
-    seed: Tensor | None = None  # int64 scalar, the dropout key
-    cu_q: Tensor | None = None  # int32 (B + 1,): where each packed sequence starts
-    cu_k: Tensor | None = None
 
 
 class Needs(NamedTuple):

@@ -163,8 +163,8 @@ class Sequence:
         problem, seed = self.problem, self.inputs.seed
         if not problem.dropout_p or seed is None:
             return p
-        batch_ids = range(self.first_batch, self.first_batch + self.batch)
-        keep = keep_tile(seed, problem.dropout_p, batch_ids, range(self.heads), *q, *k, device=p.device)
+        ids = range(self.first_batch, self.first_batch + self.batch), range(self.heads), range(*q), range(*k)
+        keep = keep_tile(seed, problem.dropout_p, *ids, device=p.device)
         return torch.where(keep, p / (1.0 - problem.dropout_p), 0.0)
 
     def _arange(self, lo: int, hi: int) -> Tensor:

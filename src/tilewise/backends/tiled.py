@@ -45,7 +45,7 @@ Sum = Plain | Compensated
 
 
 def accumulator(zero: Tensor, problem: Problem) -> Sum:
-    return Compensated(zero, torch.zeros_like(zero)) if problem.precision == "compensated" else Plain(zero)
+    return (Compensated if problem.precision == "compensated" else Plain)(zero)
 
 
 def forward_rows(seq: Sequence, i: int, q: Range) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import LayoutError
-from tilewise.numerics.oracle import Gradients, Tensors, bias_part, oracle, oracle_gradients, pieces
+from tilewise.numerics.oracle import Gradients, Inputs, bias_index, oracle, oracle_gradients, pieces
 from tilewise.numerics.propagation import BackwardErrors, ForwardErrors
 from tilewise.numerics.rounding import Arithmetic, floor, growth, unit_roundoff
 from tilewise.problem import Problem
@@ -68,7 +68,7 @@ class Excess(NamedTuple):
 
 
 @torch.no_grad()
-def forward(problem: Problem, inputs: Tensors, arithmetic: Arithmetic | None = None) -> ForwardBounds:
+def forward(problem: Problem, inputs: Inputs, arithmetic: Arithmetic | None = None) -> ForwardBounds:
     """Bounds on |out − exact| and |lse − exact|: float64, in the shapes of out and lse."""
     rounding = arithmetic or Arithmetic.of(problem)
     q = inputs.q
@@ -76,18 +76,18 @@ def forward(problem: Problem, inputs: Tensors, arithmetic: Arithmetic | None = N
     lse = torch.zeros(q.shape[:3], dtype=torch.float64, device=q.device)
     for piece in pieces(problem, inputs):
         ahead = ForwardErrors(problem, piece, rounding)
-        out[piece.rows] = rounding.oracle_share * ahead.out_error
-        lse[piece.rows] = rounding.oracle_share * ahead.lse_error
+        out[piece.rows] = rounding.oracle_factor * ahead.out_error
+        lse[piece.rows] = rounding.oracle_factor * ahead.lse_error
     return ForwardBounds(out, lse)
 
 
 @torch.no_grad()
 def backward(
-    problem: Problem, inputs: Tensors, dout: Tensor, dlse: Tensor | None = None, arithmetic: Arithmetic | None = None
+    problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tensor | None = None, arithmetic: Arithmetic | None = None
 ) -> Gradients:
     """Bounds on the errors of the gradients: float64, in the shapes of the inputs."""
     rounding = arithmetic or Arithmetic.of(problem)
-    share = rounding.oracle_share
+    factor = rounding.oracle_factor
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
     dbias = None if inputs.bias is None else _Reduction(inputs.bias)
     dsinks = None if inputs.sinks is None else _Reduction(inputs.sinks)
@@ -95,14 +95,14 @@ def backward(
         do = torch.where(piece.seen.any(-1)[..., None], dout[piece.rows].double(), 0.0)
         dl = torch.zeros_like(piece.q[..., 0]) if dlse is None else dlse[piece.rows].double()
         behind = BackwardErrors(ForwardErrors(problem, piece, rounding), do, dl)
-        dq[piece.rows] = share * behind.dq()
-        dk[piece.cols] = share * behind.dk()
-        dv[piece.cols] = share * behind.dv()
+        dq[piece.rows] = factor * behind.dq()
+        dk[piece.cols] = factor * behind.dk()
+        dv[piece.cols] = factor * behind.dv()
         if dbias is not None:
             error = behind.ds_error + rounding.weight * behind.ds.abs()
-            dbias.add(
-                behind.ds, error, piece.seen, bias_part(dbias.value, piece.sequence, piece.heads, *piece.seen.shape[1:])
-            )
+            rows, cols = (slice(length) for length in piece.seen.shape[1:])
+            at = bias_index(dbias.value, piece.sequence, piece.heads, rows, cols)
+            dbias.add(behind.ds, error, piece.seen, at)
         if dsinks is not None:
             value, error = behind.dsink()
             dsinks.add(value, error, torch.ones_like(value, dtype=torch.bool), (piece.heads,))
@@ -110,8 +110,8 @@ def backward(
         dq,
         dk,
         dv,
-        None if dbias is None else share * dbias.error(rounding.u),
-        None if dsinks is None else share * dsinks.error(rounding.u),
+        None if dbias is None else factor * dbias.error(rounding.u),
+        None if dsinks is None else factor * dsinks.error(rounding.u),
     )
 
 
@@ -142,7 +142,7 @@ def ratios(actual: Tensor, exact: Tensor, bound: Tensor) -> Tensor:
     return torch.where(same, 0.0, ratio.nan_to_num(nan=float("inf"), posinf=float("inf")))
 
 
-def check_forward(problem: Problem, inputs: Tensors, out: Tensor, lse: Tensor | None = None) -> list[Excess]:
+def check_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None = None) -> list[Excess]:
     """Hold a forward to the oracle: the tensors that are outside their bounds."""
     with torch.no_grad():
         exact = oracle(problem, inputs)
@@ -153,7 +153,7 @@ def check_forward(problem: Problem, inputs: Tensors, out: Tensor, lse: Tensor | 
     return [excess for excess in found if excess is not None]
 
 
-def check_backward(problem: Problem, inputs: Tensors, dout: Tensor, dlse: Tensor | None, grads: object) -> list[Excess]:
+def check_backward(problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tensor | None, grads: object) -> list[Excess]:
     """Hold gradients (attributes dq, dk, dv, dbias, dsinks; None is not checked) to the oracle."""
     exact = oracle_gradients(problem, inputs, dout, dlse)
     bound = backward(problem, inputs, dout, dlse)
@@ -174,7 +174,7 @@ class _Reduction:
             (4, *like.shape), dtype=torch.float64, device=like.device
         ).unbind()
 
-    def add(self, value: Tensor, error: Tensor, seen: Tensor, at: tuple[int | slice, ...]) -> None:
+    def add(self, value: Tensor, error: Tensor, seen: Tensor, at: tuple[int | slice | Tensor, ...]) -> None:
         shape = self.value[at].shape
         totals = (self.value, self.magnitude, self.errors, self.terms)
         for total, x in zip(totals, (value, value.abs(), error, seen.double()), strict=True):

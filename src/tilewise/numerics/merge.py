@@ -14,7 +14,7 @@ from torch import Tensor
 
 Partial = tuple[Tensor, Tensor]
 
-NOTHING = float("-inf")
+NEG_INF = float("-inf")
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -46,19 +46,19 @@ def join_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Partial:
     both = torch.stack([lse, sink.to(dtype).unsqueeze(-1).expand_as(lse)])
     total = log_sum(both, dim=0)
     joined = out * torch.exp(lse - finite(total)).unsqueeze(-1)
-    return torch.where((lse == NOTHING).unsqueeze(-1), 0.0, joined), total
+    return torch.where((lse == NEG_INF).unsqueeze(-1), 0.0, joined), total
 
 
 def log_sum(x: Tensor, dim: int) -> Tensor:
     """log Σ exp(x) along `dim`; −inf where there is nothing to sum and +inf where a term is, both with gradient 0 (torch's
     have NaN)."""
-    empty, endless = (x == NOTHING).all(dim, keepdim=True), (x == -NOTHING).any(dim, keepdim=True)
+    empty, endless = (x == NEG_INF).all(dim, keepdim=True), (x == -NEG_INF).any(dim, keepdim=True)
     total = torch.logsumexp(x.masked_fill(empty | endless, 0.0), dim=dim)
-    return total.masked_fill(empty.squeeze(dim), NOTHING).masked_fill(endless.squeeze(dim), -NOTHING)
+    return total.masked_fill(empty.squeeze(dim), NEG_INF).masked_fill(endless.squeeze(dim), -NEG_INF)
 
 
-def shares(x: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """exp(x) over its sum along the last side, a sink (..., 1) counted in, and the sink's own share; all 0 without any term.
+def softmax_with_sink(x: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """exp(x) over its sum along the last side, a sink (..., 1) counted in, and the sink's own weight; all 0 without any term.
 
     The log-sum-exp is no help here: far from 0 it has no digits left for the number of terms. A term of +inf takes all. The sink
     joins the sum last, so that one of -inf changes no bit.
@@ -72,7 +72,7 @@ def shares(x: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor | None
     if not tops:
         return x, None
     top = reduce(torch.maximum, tops).detach()
-    top = top.masked_fill(top == NOTHING, 0.0)
+    top = top.masked_fill(top == NEG_INF, 0.0)
     terms = torch.exp(x - top)
     total, own = terms.sum(-1, keepdim=True), None
     if sink is not None:
@@ -84,7 +84,7 @@ def shares(x: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor | None
 
 def finite(lse: Tensor) -> Tensor:
     """`lse` with 0 for −inf, so that exp(x − lse) of an empty row is exp(−inf) = 0 and not NaN."""
-    return lse.masked_fill(lse == NOTHING, 0.0)
+    return lse.masked_fill(lse == NEG_INF, 0.0)
 
 
 def _working_dtype(*parts: Tensor) -> torch.dtype:

@@ -7,15 +7,15 @@ and rows that see nothing are cut out before and after the softmax: no value and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.masks import MaskProgram, MaskShape, allowed
-from tilewise.numerics.merge import NOTHING, log_sum, shares
+from tilewise.numerics.merge import NEG_INF, log_sum, softmax_with_sink
 from tilewise.numerics.philox import keep_tile
 from tilewise.problem import Problem
 
@@ -23,27 +23,18 @@ PIECE_ELEMENTS = 2**22
 """Heads are taken together up to this many scores."""
 
 
-class Tensors(Protocol):
-    """What the oracle reads: the fields of a backend's inputs, rank 4 (packed batches are (1, H, T, D))."""
+class Inputs(NamedTuple):
+    """The tensors of one call, rank 4."""
 
-    @property
-    def q(self) -> Tensor: ...
-    @property
-    def k(self) -> Tensor: ...
-    @property
-    def v(self) -> Tensor: ...
-    @property
-    def bias(self) -> Tensor | None: ...
-    @property
-    def alibi(self) -> Tensor | None: ...
-    @property
-    def sinks(self) -> Tensor | None: ...
-    @property
-    def seed(self) -> Tensor | None: ...
-    @property
-    def cu_q(self) -> Tensor | None: ...
-    @property
-    def cu_k(self) -> Tensor | None: ...
+    q: Tensor  # (B, Hq, M, D), or (1, Hq, T, D) packed
+    k: Tensor  # (B, Hk, N, D)
+    v: Tensor  # (B, Hk, N, Dv)
+    bias: Tensor | None = None  # rank 4, each side 1 or full; added to the scores, -inf masks
+    alibi: Tensor | None = None  # slopes, fp32 or fp64 like the lse (B or 1, Hq): score -= slope * |q + Sk - Sq - k|
+    sinks: Tensor | None = None  # (Hq,): one more logit in each row's denominator
+    seed: Tensor | None = None  # int64 scalar, the dropout key
+    cu_q: Tensor | None = None  # int32 (B + 1,): where each packed sequence starts
+    cu_k: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -56,14 +47,27 @@ class Gradients(NamedTuple):
     dsinks: Tensor | None = None
 
 
+class Span(NamedTuple):
+    """One sequence of a call: where its tokens lie in q, k and v, and its own mask."""
+
+    sequence: int
+    batch: int  # index along the batch side of q, k and v
+    q: slice
+    k: slice
+    program: MaskProgram
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.q.stop - self.q.start, self.k.stop - self.k.start
+
+
 @dataclass(frozen=True)
 class Piece:
-    """Some heads of one sequence, in float64; k and v are repeated to the query heads."""
+    """Some queries and heads of one sequence against some keys, in float64; k and v are repeated to the query heads."""
 
     sequence: int
     heads: slice  # query heads
-    kv_heads: slice
-    rows: tuple[int, slice, slice]  # where the piece lies in q, out and lse
+    rows: tuple[int, slice, Tensor]  # where the piece lies in q, out and lse
     cols: tuple[int, slice, slice]  # where it lies in k and v
     q: Tensor  # [H, M, D]; zero where the row sees nothing
     k: Tensor  # [H, N, D]; zero where no row sees it
@@ -82,16 +86,16 @@ class Softmax(NamedTuple):
     capped: Tensor  # after softcap
     logit: Tensor  # after bias and alibi; 0 where not seen
     lse: Tensor
-    sink: Tensor | None  # the sink's share of the denominator
+    sink: Tensor | None  # the sink's weight
     p: Tensor  # softmax
     w: Tensor  # after dropout
 
 
-def oracle(problem: Problem, inputs: Tensors) -> tuple[Tensor, Tensor]:
+def oracle(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out (B, Hq, M, Dv) and lse (B, Hq, M) in float64."""
     q = inputs.q
     out = torch.zeros((*q.shape[:3], problem.head_dim_v), dtype=torch.float64, device=q.device)
-    lse = torch.full(q.shape[:3], NOTHING, dtype=torch.float64, device=q.device)
+    lse = torch.full(q.shape[:3], NEG_INF, dtype=torch.float64, device=q.device)
     for piece in pieces(problem, inputs):
         state = softmax(problem, piece)
         live = piece.seen.any(-1, keepdim=True)
@@ -100,36 +104,18 @@ def oracle(problem: Problem, inputs: Tensors) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def oracle_gradients(problem: Problem, inputs: Tensors, dout: Tensor, dlse: Tensor | None = None) -> Gradients:
+def oracle_gradients(problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tensor | None = None) -> Gradients:
     """The gradients of Σ dout · out + Σ dlse · lse."""
     names = [name for name in ("q", "k", "v", "bias", "sinks") if getattr(inputs, name) is not None]
     with torch.enable_grad():
         leaves = {name: getattr(inputs, name).detach().double().requires_grad_() for name in names}
-        others = {name: getattr(inputs, name) for name in ("alibi", "seed", "cu_q", "cu_k")}
-        out, lse = oracle(problem, _Leaves(**leaves, **others))
-        upstream = torch.zeros_like(lse) if dlse is None else dlse.double()
-        if not out.requires_grad:  # no query, key or head at all
-            found: list[Tensor | None] = [None] * len(names)
-        else:
-            upstreams = (dout.double(), upstream)
-            found = list(torch.autograd.grad((out, lse), list(leaves.values()), upstreams, allow_unused=True))
-    grads = {
-        f"d{name}": torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(leaves.items(), found, strict=True)
-    }
-    return Gradients(**grads)
-
-
-class _Leaves(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None = None
-    alibi: Tensor | None = None
-    sinks: Tensor | None = None
-    seed: Tensor | None = None
-    cu_q: Tensor | None = None
-    cu_k: Tensor | None = None
+        out, lse = oracle(problem, inputs._replace(**leaves))
+        upstream = (dout.double(), torch.zeros_like(lse) if dlse is None else dlse.double())
+        grads: Sequence[Tensor | None] = [None] * len(names)
+        if out.requires_grad:  # else there is no query, key or head at all
+            grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream, allow_unused=True)
+    pairs = zip(leaves.items(), grads, strict=True)
+    return Gradients(**{f"d{name}": torch.zeros_like(x) if grad is None else grad for (name, x), grad in pairs})
 
 
 def softmax(problem: Problem, piece: Piece) -> Softmax:
@@ -142,78 +128,66 @@ def softmax(problem: Problem, piece: Piece) -> Softmax:
         logit = logit + torch.where(piece.seen, piece.bias, 0.0)
     if piece.alibi is not None:
         logit = logit + torch.where(piece.seen, piece.alibi, 0.0)
-    masked = logit.masked_fill(~piece.seen, NOTHING)
+    masked = logit.masked_fill(~piece.seen, NEG_INF)
     joined, sink_logit = masked, None
     if piece.sinks is not None:
         sink_logit = piece.sinks[:, None, None].expand(*masked.shape[:2], 1)
         joined = torch.cat([masked, sink_logit], dim=-1)
     lse = log_sum(joined, dim=-1)
-    p, sink = shares(masked, sink_logit)
+    p, sink = softmax_with_sink(masked, sink_logit)
     sink = None if sink is None else sink[..., 0]  # [H, M]
     return Softmax(score, capped, logit, lse, sink, p, p if piece.keep is None else p * piece.keep)
 
 
-def pieces(problem: Problem, inputs: Tensors) -> Iterator[Piece]:
-    """The problem, cut into sequences and groups of heads."""
-    if problem.varlen:
-        assert inputs.cu_q is not None and inputs.cu_k is not None
-        cu_q, cu_k = inputs.cu_q.tolist(), inputs.cu_k.tolist()
-    for b in range(problem.batch):
+def spans(problem: Problem, inputs: Inputs, sequences: Iterable[int]) -> Iterator[Span]:
+    """The sequences with these numbers, of a plain or of a packed batch."""
+    starts = [[] if cu is None else cu.tolist() for cu in (inputs.cu_q, inputs.cu_k)]
+    for b in sequences:
         if problem.varlen:
-            index, rows, cols = 0, slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-            program = problem.program.for_sequence(b, rows.start, rows.stop, cols.start, cols.stop)
+            q, k = (slice(*cu[b : b + 2]) for cu in starts)
+            yield Span(b, 0, q, k, problem.program.for_sequence(b, q.start, q.stop, k.start, k.stop))
         else:
-            index, rows, cols, program = b, slice(0, problem.seqlen_q), slice(0, problem.seqlen_k), problem.program
-        seen = _visible(problem, program, b, rows.stop - rows.start, cols.stop - cols.start, inputs.q.device)
-        step = max(1, PIECE_ELEMENTS // max(1, seen[0].numel() * problem.group))
-        for h in range(0, problem.kv_heads, step):
-            kv_heads = slice(h, min(h + step, problem.kv_heads))
-            yield _piece(problem, inputs, b, kv_heads, (index, rows, cols), seen)
+            yield Span(b, b, slice(0, problem.seqlen_q), slice(0, problem.seqlen_k), problem.program)
 
 
-def _visible(problem: Problem, program: MaskProgram, b: int, m: int, n: int, device: torch.device) -> Tensor:
-    """Which keys each query of sequence b may see by the mask: bool [H, M, N]."""
-    tensors = tuple(torch.as_tensor(t, device=device) for t in program.tensors)
-    tile = allowed(
-        MaskProgram(program.structure, program.ints, tensors),
-        MaskShape(1 if problem.varlen else problem.batch, problem.heads, m, n),
-        (0, m),
-        (0, n),
-        lambda lo, hi: torch.arange(lo, hi, device=device),
-    )
-    if tile is None:
-        return torch.ones((1, m, n), dtype=torch.bool, device=device).expand(problem.heads, m, n)
-    return _pick(tile, b).expand(problem.heads, m, n)
+def pieces(problem: Problem, inputs: Inputs) -> Iterator[Piece]:
+    """The problem, cut into sequences and groups of heads."""
+    for span in spans(problem, inputs, range(problem.batch)):
+        m, n = span.lengths
+        step = problem.group * max(1, PIECE_ELEMENTS // max(1, m * n * problem.group))
+        for h in range(0, problem.heads, step):
+            heads = slice(h, min(h + step, problem.heads))
+            yield make_piece(problem, inputs, span, heads, torch.arange(m, device=inputs.q.device), range(n))
 
 
-def _piece(
-    problem: Problem, inputs: Tensors, b: int, kv_heads: slice, where: tuple[int, slice, slice], visible: Tensor
+def make_piece(
+    problem: Problem, inputs: Inputs, span: Span, heads: slice, positions: Tensor, keys: range
 ) -> Piece:
-    index, rows, cols = where
-    group = problem.group
-    heads = slice(kv_heads.start * group, kv_heads.stop * group)
-    at_q, at_k = (index, heads, rows), (index, kv_heads, cols)
-    seen = visible[heads]
-    m, n = seen.shape[1:]
+    """The queries at `positions` [M] against `keys`, both counted within the sequence. The heads are one, or whole groups."""
+    b, (m, n), device = span.sequence, span.lengths, positions.device
+    kv_heads = slice(heads.start // problem.group, -(-heads.stop // problem.group))
+    repeats = (heads.stop - heads.start) // max(1, kv_heads.stop - kv_heads.start)
+    at_q = (span.batch, heads, span.q.start + positions)
+    at_k = (span.batch, kv_heads, slice(span.k.start + keys.start, span.k.start + keys.stop))
+    shape = (heads.stop - heads.start, len(positions), len(keys))
+    seen = _visible(problem, span, heads, positions, keys).expand(shape)
     bias = alibi = keep = None
     if inputs.bias is not None:
-        bias = inputs.bias[bias_part(inputs.bias, b, heads, m, n)].double()
-        seen = seen & (bias != NOTHING)
+        at = bias_index(inputs.bias, b, heads, positions, slice(keys.start, keys.stop))
+        bias = inputs.bias[at].double()
+        seen = seen & (bias != NEG_INF)
     if inputs.alibi is not None:
-        i, j = (torch.arange(length, device=seen.device) for length in (m, n))
-        distance = (i[:, None] + (n - m) - j).abs()  # [M, N]
-        alibi = -_pick(inputs.alibi, b).double()[heads, None, None] * distance
+        distance = (positions[:, None] + (n - m) - torch.arange(keys.start, keys.stop, device=device)).abs()  # [M, N]
+        alibi = -inputs.alibi[b if inputs.alibi.shape[0] > 1 else 0].double()[heads, None, None] * distance
     if problem.dropout_p:
         assert inputs.seed is not None
-        ids = range(b, b + 1), range(problem.heads)[heads]
-        kept = keep_tile(inputs.seed, problem.dropout_p, *ids, 0, m, 0, n, seen.device)
-        keep = kept[0].double() / (1.0 - problem.dropout_p)
-    k, v = (x[at_k].double().repeat_interleave(group, dim=0) for x in (inputs.k, inputs.v))
+        ids = range(b, b + 1), range(problem.heads)[heads], positions, keys
+        keep = keep_tile(inputs.seed, problem.dropout_p, *ids, device=device)[0].double() / (1.0 - problem.dropout_p)
+    k, v = (x[at_k].double().repeat_interleave(repeats, dim=0) for x in (inputs.k, inputs.v))
     reached = seen.any(-2)[..., None]  # [H, N, 1]
     return Piece(
         sequence=b,
         heads=heads,
-        kv_heads=kv_heads,
         rows=at_q,
         cols=at_k,
         q=torch.where(seen.any(-1)[..., None], inputs.q[at_q].double(), 0.0),
@@ -227,18 +201,35 @@ def _piece(
     )
 
 
-def bias_part(bias: Tensor, b: int, heads: slice, m: int, n: int) -> tuple[int | slice, ...]:
-    """Where the scores of some heads of sequence b lie in the bias; rows and columns are positions in the sequence."""
-    batch_side, heads_side, rows_side, cols_side = (size > 1 for size in bias.shape)
-    every = slice(None)
-    return (
-        b if batch_side else 0,
-        heads if heads_side else every,
-        slice(m) if rows_side else every,
-        slice(n) if cols_side else every,
-    )
+def _visible(problem: Problem, span: Span, heads: slice, positions: Tensor, keys: range) -> Tensor:
+    """Which keys each row sees by the mask: bool, broadcasts to [H, M, N]."""
+    program, device = _part(span.program, span.sequence, heads, positions), positions.device
+    # `allowed` asks for the positions of the queries, then for those of the keys
+    vectors = iter((positions, torch.arange(keys.start, keys.stop, device=device)))
+    shape = MaskShape(1, problem.heads, *span.lengths)
+    tile = allowed(program, shape, (0, len(positions)), (keys.start, keys.stop), lambda lo, hi: next(vectors))
+    everything = torch.ones((1, 1, 1), dtype=torch.bool, device=device)
+    return everything if tile is None else tile[0]
 
 
-def _pick(x: Tensor, b: int) -> Tensor:
-    """The part of sequence b of a tensor whose first side is the batch or 1."""
-    return x[b] if x.shape[0] > 1 else x[0]
+def _part(program: MaskProgram, b: int, heads: slice, positions: Tensor) -> MaskProgram:
+    """The program with what its tensors hold for one sequence, some heads and some queries."""
+    tensors: list[Tensor] = []
+    for term in program.terms():
+        for kind, _, given in term:
+            own = [torch.as_tensor(t, device=positions.device) for t in given]
+            own = [t[b : b + 1] if t.shape[0] > 1 else t for t in own]
+            if kind.per_head and own[0].shape[1] > 1:
+                own[0] = own[0][:, heads]
+            if kind.is_documents:
+                own[0] = own[0][:, positions]
+            elif kind.is_dense and own[0].shape[2] > 1:
+                own[0] = own[0][:, :, positions]
+            tensors += own
+    return MaskProgram(program.structure, program.ints, tuple(tensors))
+
+
+def bias_index(bias: Tensor, b: int, heads: slice, rows: slice | Tensor, cols: slice) -> tuple[int | slice | Tensor, ...]:
+    """Where some scores of sequence b lie in the bias; sides of length 1 broadcast."""
+    sides = zip(bias.shape[1:], (heads, rows, cols), strict=True)
+    return b if bias.shape[0] > 1 else 0, *(index if side > 1 else slice(None) for side, index in sides)

@@ -44,27 +44,26 @@ def keep_tile(
     p: float,
     batch: range | Tensor,
     heads: range | Tensor,
-    q0: int,
-    q1: int,
-    k0: int,
-    k1: int,
+    queries: range | Tensor,
+    keys: range,
+    *,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Which weights survive dropout: bool (B, H, q1 - q0, k1 - k0), True = kept.
+    """Which weights survive dropout: bool (B, H, M, N), True = kept.
 
-    `batch` and `heads` name the sequences and query heads, as ranges or as vectors of ids. Never waits for the device.
+    Sequences, query heads and queries are ranges, or vectors of ids. Never waits for the device.
     """
     device = torch.device(device) if device is not None else seed.device
-    first, last = k0 // 4, -(-k1 // 4)
+    first, last = keys.start // 4, -(-keys.stop // 4)
     counter = (
         torch.arange(first, last, device=device),  # [N / 4]
-        torch.arange(q0, q1, device=device)[:, None],
+        _ids(queries, device)[:, None],
         _ids(heads, device)[:, None, None],
         _ids(batch, device)[:, None, None, None],
     )
     threshold = drop_threshold(p)
     kept = torch.stack([word >= threshold for word in philox(counter, seed)], dim=-1)  # [B, H, M, N / 4, 4]
-    return kept.flatten(-2)[..., k0 - 4 * first : k1 - 4 * first]
+    return kept.flatten(-2)[..., keys.start - 4 * first : keys.stop - 4 * first]
 
 
 def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.numerics.merge import finite
+from tilewise.numerics.merge import NEG_INF, finite
 from tilewise.numerics.oracle import Piece, softmax
 from tilewise.numerics.rounding import Arithmetic, growth
 from tilewise.problem import Problem
@@ -50,7 +50,7 @@ class ForwardErrors:
     @cached_property
     def top(self) -> Tensor:
         """|m|, the magnitude of the row maximum [H, M]; a maximum on the way lies between m and the logit it serves."""
-        logit = self.exact.logit.masked_fill(~self.piece.seen, float("-inf"))
+        logit = self.exact.logit.masked_fill(~self.piece.seen, NEG_INF)
         if self.piece.sinks is not None:
             logit = torch.cat([logit, self.piece.sinks[:, None, None].expand(*logit.shape[:2], 1)], dim=-1)
         return finite(logit.amax(-1)).abs() if logit.shape[-1] else torch.zeros_like(self.exact.lse)
@@ -81,14 +81,13 @@ class ForwardErrors:
     @cached_property
     def summing(self) -> Tensor:
         """A: summing the visible keys and rescaling the sums on the way [H, M]."""
-        keys = self.piece.seen.sum(-1).double()
-        return self.rounding.u * (growth(keys) + 6 * growth((keys / RESCALE_EVERY).ceil()))
+        return summing_error(self.piece.seen.sum(-1).double(), self.rounding)
 
     @cached_property
     def denominator(self) -> Tensor:
         """ln F + A: the denominator is off by at most the factor exp of this [H, M]."""
         lse = finite(self.exact.lse)
-        uncertain = (self.exact.logit - lse[..., None] + self.exponent).masked_fill(~self.piece.seen, float("-inf"))
+        uncertain = (self.exact.logit - lse[..., None] + self.exponent).masked_fill(~self.piece.seen, NEG_INF)
         if self.piece.sinks is not None:
             sink = self.piece.sinks[:, None] - lse + self.sink_exponent
             uncertain = torch.cat([uncertain, sink[..., None]], dim=-1)
@@ -96,13 +95,11 @@ class ForwardErrors:
 
     @cached_property
     def lse_error(self) -> Tensor:
-        lse = finite(self.exact.lse)
-        error = self.denominator + self.rounding.u * (4 * (lse.abs() + self.top) + 8)
-        return torch.where(self.exact.lse == float("-inf"), 0.0, error)
+        return lse_error(self.exact.lse, self.top, self.denominator, self.rounding)
 
     @cached_property
     def weight_error(self) -> Tensor:
-        """Of each weight's share of the output, before the division."""
+        """Of each weight in the output's sum, before the division."""
         r = self.rounding
         return lost(self.exact.w, self.exponent + (self.summing + r.weight + 2 * r.operand + 4 * r.u)[..., None])
 
@@ -122,6 +119,17 @@ class OutputSums(NamedTuple):
     errors: Tensor  # Σ weight_error·|v|
     seen: Tensor  # Σ |v| over visible keys
     most: Tensor  # max |v| [H, 1, Dv]
+
+
+def summing_error(keys: Tensor, rounding: Arithmetic) -> Tensor:
+    """A: summing so many visible keys, and rescaling the sums on the way."""
+    return rounding.u * (growth(keys) + 6 * growth((keys / RESCALE_EVERY).ceil()))
+
+
+def lse_error(lse: Tensor, top: Tensor, denominator: Tensor, rounding: Arithmetic) -> Tensor:
+    """The bound of |Δlse|; `top` and `denominator` are those of ForwardErrors."""
+    error = denominator + rounding.u * (4 * (finite(lse).abs() + top) + 8)
+    return torch.where(lse == NEG_INF, 0.0, error)
 
 
 def out_error(sums: OutputSums, denominator: Tensor, kept: float, rounding: Arithmetic) -> Tensor:
@@ -148,7 +156,7 @@ class BackwardErrors:
         inner = dp + (dlse - self.delta)[..., None]
         spread = (self.delta.abs() + dlse.abs())[..., None]
         inner_error = keep * self.dw_error + self.delta_error[..., None] + 3 * u * (dp.abs() + spread)
-        p_error = lost(exact.p, self.p_exponent + 2 * u) + ahead.rounding.share_floor * piece.seen.double()
+        p_error = lost(exact.p, self.p_exponent + 2 * u) + ahead.rounding.p_floor * piece.seen.double()
         self.ds = exact.p * inner  # the gradient of the logits
         self.ds_error = p_error * (inner.abs() + inner_error) + exact.p * inner_error
         self.sink_inner = dlse - self.delta
@@ -198,7 +206,7 @@ class BackwardErrors:
     def dv(self) -> Tensor:
         w = self.ahead.exact.w
         # P may be too small to be normal before dropout's factor joins it
-        error = lost(w, self.p_exponent + 4 * self.rounding.u) + self.ahead.kept * self.rounding.share_floor
+        error = lost(w, self.p_exponent + 4 * self.rounding.u) + self.ahead.kept * self.rounding.p_floor
         error = torch.where(self.piece.seen, error, 0.0)
         return self._from_queries(w.transpose(-1, -2), error.transpose(-1, -2), self.dout, 1.0)
 
@@ -208,7 +216,7 @@ class BackwardErrors:
         assert sink is not None
         lse = finite(self.ahead.exact.lse).abs()
         sink_error = lost(sink, self.ahead.sink_exponent + self.ahead.lse_error + (4 * lse + 2) * self.rounding.u)
-        sink_error = sink_error + self.rounding.share_floor
+        sink_error = sink_error + self.rounding.p_floor
         value, error = self.sink_inner, self.sink_inner_error
         return sink * value, sink_error * (value.abs() + error) + sink * error
 

@@ -21,10 +21,10 @@ class Arithmetic:
     weight: float  # of P and dS, rounded to the inputs' dtype before a product
     operand: float  # of both operands of each product (tf32)
     store: float  # of out, dq, dk, dv
-    share_floor: float  # absolute errors where a number is too small to be normal: of P in the dtype of sums,
+    p_floor: float  # absolute errors where a number is too small to be normal: of P in the dtype of sums,
     weight_floor: float  # of P and dS as operands, of results
     store_floor: float
-    oracle_share: float = 1.0  # 2 where the oracle is no more accurate than what it measures
+    oracle_factor: float = 1.0  # 2 where the oracle is no more accurate than what it measures
 
     @classmethod
     def of(cls, problem: Problem) -> Arithmetic:
@@ -36,10 +36,10 @@ class Arithmetic:
             weight=unit_roundoff(store) if half else 0.0,
             operand=2.0**-10 if problem.precision == "tf32" and problem.dtype == "float32" else 0.0,
             store=unit_roundoff(store),
-            share_floor=floor(work),
+            p_floor=floor(work),
             weight_floor=floor(store),
             store_floor=floor(store),
-            oracle_share=2.0 if problem.dtype == "float64" else 1.0,
+            oracle_factor=2.0 if problem.dtype == "float64" else 1.0,
         )
 
 

@@ -6,8 +6,6 @@ n·u·Σ|x| (Kahan 1965; Neumaier 1974; Ogita, Rump and Oishi 2005).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -36,16 +34,11 @@ def _split(a: Tensor) -> tuple[Tensor, Tensor]:
     return hi, a - hi
 
 
-@dataclass(slots=True)
 class Compensated:
     """A running sum `value + carry`; `carry` holds what rounding took from `value`."""
 
-    value: Tensor
-    carry: Tensor
-
-    @classmethod
-    def zeros_like(cls, x: Tensor) -> Compensated:
-        return cls(torch.zeros_like(x), torch.zeros_like(x))
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.carry = value, torch.zeros_like(value)
 
     def add(self, x: Tensor) -> None:
         self.value, lost = two_sum(self.value, x)
@@ -59,16 +52,3 @@ class Compensated:
     def total(self) -> Tensor:
         """The sum, rounded once. An overflowed sum stays the infinity it is, though its carry is inf − inf."""
         return torch.where(self.value.isfinite(), self.value + self.carry, self.value)
-
-
-def kahan_sum(x: Tensor, dim: int = -1) -> Tensor:
-    """The compensated sum along `dim`, taken in a tree: log₂ n vectorised steps, each with its rounding errors kept."""
-    value = x.movedim(dim, 0)
-    carry = torch.zeros_like(value[:1]).sum(0)
-    # over the halvings: Σx = Σ value + carry, up to the rounding of carry itself
-    while value.shape[0] > 1:
-        half = value.shape[0] // 2
-        folded, lost = two_sum(value[:half], value[half : 2 * half])
-        carry = carry + lost.sum(0)
-        value = torch.cat([folded, value[2 * half :]])
-    return Compensated(value.sum(0), carry).total()

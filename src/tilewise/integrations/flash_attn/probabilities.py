@@ -58,7 +58,6 @@ def _signed(batch: Batch, options: dict[str, Any], first: int) -> Tensor:
     weights = torch.exp(scores - lse[..., None])
     if seen is not None:
         weights = torch.where(seen, weights, 0.0)
-    kept = keep_tile(
-        options["seed"], options["dropout_p"], range(first, first + count), range(heads), 0, queries, 0, keys, device
-    )
+    ids = range(first, first + count), range(heads), range(queries), range(keys)
+    kept = keep_tile(options["seed"], options["dropout_p"], *ids, device=device)
     return torch.where(kept, weights, -weights).to(batch.q.dtype)

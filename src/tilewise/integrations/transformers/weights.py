@@ -79,6 +79,6 @@ def _tile(query: Tensor, key: Tensor, options: dict[str, Any], rows: tuple[int, 
     weights = weights.masked_fill(blind, 0.0)
     p = options["dropout_p"]
     if p:
-        kept = keep_tile(options["seed"], p, range(batch), range(heads), lo, hi, 0, keys, query.device)
+        kept = keep_tile(options["seed"], p, range(batch), range(heads), range(lo, hi), range(keys), device=query.device)
         weights = torch.where(kept, weights / (1 - p), 0.0) if p < 1 else torch.zeros_like(weights)
     return weights.to(query.dtype)
