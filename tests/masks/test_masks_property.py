@@ -15,7 +15,20 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tests.masks.expressions import LEAVES, LENGTH_FREE, Batch, Expression, batches, expressions
 from tilewise.errors import MaskError
-from tilewise.masks import Binding, MaskProgram, MaskShape, TileClass, TileCounts, TileMap, allowed
+from tilewise.masks import (
+    UNBOUNDED,
+    Binding,
+    Interval,
+    MaskProgram,
+    MaskShape,
+    TileClass,
+    TileCounts,
+    TileMap,
+    allowed,
+    may_have_empty_rows,
+    visited_tiles,
+    visits,
+)
 
 thorough = settings(max_examples=100, deadline=None, derandomize=True)
 TILES = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -107,6 +120,48 @@ def test_classes_are_sound_and_consistent(data: st.DataObject) -> None:
     stacked = np.stack(together)
     agreed = np.where(stacked.min(0) == stacked.max(0), stacked[0], TileClass.PARTIAL)
     np.testing.assert_array_equal(mapped(tiles, None, None), agreed)
+
+
+LENGTHS, SHIFTS = st.integers(0, 14), st.integers(-16, 16)
+INTERVALS = st.builds(
+    Interval, SHIFTS | st.just(-UNBOUNDED), SHIFTS | st.just(UNBOUNDED), LENGTHS, LENGTHS | st.just(UNBOUNDED)
+)
+
+
+@settings(thorough, max_examples=500)
+@given(st.lists(INTERVALS, max_size=3), LENGTHS, LENGTHS, TILES, st.booleans())
+def test_visits_are_exact(terms: list[Interval], sq: int, sk: int, tile: tuple[int, int], by_key: bool) -> None:
+    q, k = np.arange(sq)[:, None], np.arange(sk)
+    union = np.zeros((-(-sq // tile[0]), -(-sk // tile[1])), dtype=bool)
+    for term in terms:
+        seen = (k - q >= term.lo) & (k - q <= term.hi) & (k >= term.start) & (k < term.end)
+        classes = exact_classes(seen, *tile)
+        for full in (False, True):
+            first, past = visits(term, sq, sk, *tile, by_key=by_key, full=full)
+            number = np.arange(union.shape[0 if by_key else 1])
+            found = (number >= first[:, None]) & (number < past[:, None])
+            wanted = classes == TileClass.FULL if full else classes > 0
+            np.testing.assert_array_equal(found, wanted.T if by_key else wanted)
+        union |= classes > 0
+    np.testing.assert_array_equal(
+        visited_tiles(terms, sq, sk, *tile, by_key=by_key), union.sum(axis=0 if by_key else 1)
+    )
+
+
+@pytest.mark.parametrize(
+    "mask, empty",
+    [
+        (tw.full(), False),
+        (tw.causal(), True),
+        (tw.causal("top_left"), False),
+        (~tw.causal("top_left") | tw.prefix(1), False),
+        (~tw.causal("top_left"), True),
+        (tw.causal() & tw.key_padding([3, 3]), True),
+    ],
+)
+def test_empty_rows(mask: tw.Mask, empty: bool) -> None:
+    program = mask.lower(Binding(MaskShape(2, 1, 5, 4)))
+    assert may_have_empty_rows(program, 5, 4) is empty
 
 
 def assert_exact(drawn: Expression, batch: Batch, block_q: int, block_k: int) -> None:

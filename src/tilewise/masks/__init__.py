@@ -3,13 +3,15 @@
 from tilewise.masks.algebra import Binding, Full, Lowered, Mask
 from tilewise.masks.build import blocks, causal, dense, documents, full, key_padding, prefix, window
 from tilewise.masks.parse import parse
-from tilewise.masks.program import UNBOUNDED, Literal, MaskProgram, MaskShape, allowed
+from tilewise.masks.program import UNBOUNDED, Interval, Literal, MaskProgram, MaskShape, allowed
 from tilewise.masks.tiles import TileClass, TileCounts, TileMap
+from tilewise.masks.visits import may_have_empty_rows, visited_tiles, visits
 
 __all__ = [
     "UNBOUNDED",
     "Binding",
     "Full",
+    "Interval",
     "Literal",
     "Lowered",
     "Mask",
@@ -25,7 +27,10 @@ __all__ = [
     "documents",
     "full",
     "key_padding",
+    "may_have_empty_rows",
     "parse",
     "prefix",
+    "visited_tiles",
+    "visits",
     "window",
 ]

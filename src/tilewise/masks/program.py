@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 UNBOUNDED = 2**30
 """A band side or range end at this value (or its negative) is no limit; sequence lengths stay below it."""
 
+
 class MaskShape(NamedTuple):
     """The extent of a mask: `heads` are query heads."""
 
@@ -162,15 +163,18 @@ class Interval(NamedTuple):
     end: int = UNBOUNDED
 
 
-def interval(term: list[Literal], shape: MaskShape, b: int = 0) -> Interval:
-    """The bands and ranges of a term in sequence `b`, intersected; what reads data is not looked at."""
+def interval(term: list[Literal], shape: MaskShape, b: int | None = 0) -> Interval:
+    """The bands and ranges of a term in sequence `b`, intersected; what reads data is not looked at.
+
+    With `b` None no tensor is read: offsets count as 0 and padding as absent, as where only the device knows them.
+    """
     lo, hi, start, end = Interval(end=shape.seqlen_k)
     for literal in term:
         kind, ints, tensors = literal
         if kind.is_band:
-            new_lo, new_hi = literal.band(literal.shift(shape, b))
+            new_lo, new_hi = literal.band(0 if b is None and kind.is_offset else literal.shift(shape, b or 0))
             lo, hi = max(lo, new_lo), min(hi, new_hi)
-        elif kind.is_range or kind.is_padding:
+        elif kind.is_range or (kind.is_padding and b is not None):
             first, past = ints if kind.is_range else (int(t[b if t.shape[0] > 1 else 0]) for t in tensors)
             start, end = max(start, first), min(end, past)
         elif kind.is_nothing:
@@ -191,23 +195,14 @@ class MaskProgram:
                 Literal(kind, self.ints[i : i + kind.ints], self.tensors[t : t + kind.tensors]) for kind, i, t in term
             ]
 
+    def intervals(self, shape: MaskShape, b: int | None = None) -> list[Interval]:
+        """The bands and ranges of each term in sequence `b`; without `b` no tensor is read."""
+        return [interval(term, shape, b) for term in self.terms()]
+
     @property
     def kinds(self) -> list[Kind]:
         """Of all literals, in order."""
         return [KINDS[letter] for letter in self.structure if letter != "|"]
-
-    def may_blind(self, queries: int, keys: int) -> bool:
-        """May a query see no key? Exact for bands and ranges; what tensors hold is not looked at, so with them always."""
-        if self.tensors:
-            return True
-        shape = MaskShape(1, 1, queries, keys)
-        rows = sorted(_seeing_rows(interval(term, shape), queries) for term in self.terms())
-        covered = 0
-        for first, past in rows:
-            if first > covered:
-                break
-            covered = max(covered, past)
-        return covered < queries
 
     def for_sequence(self, b: int, q_start: int, q_end: int, k_start: int, k_end: int) -> MaskProgram:
         """The program of sequence `b` alone, cut out of a packed batch whose tokens it holds at [start, end)."""
@@ -219,12 +214,6 @@ class MaskProgram:
                 else:
                     tensors += [t if t.shape[0] == 1 else t[b : b + 1] for t in given]
         return MaskProgram(self.structure, self.ints, tuple(tensors))
-
-
-def _seeing_rows(seen: Interval, queries: int) -> tuple[int, int]:
-    """[first, past): the rows that see some key."""
-    lo, hi, start, end = seen
-    return (max(0, start - hi), min(queries, end - lo)) if lo <= hi and start < end else (0, 0)
 
 
 def assemble(terms: list[list[Literal]]) -> MaskProgram:

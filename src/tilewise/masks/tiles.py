@@ -15,9 +15,12 @@ import numpy as np
 
 from tilewise.errors import MaskError
 from tilewise.masks.program import Literal, MaskProgram, MaskShape, interval
+from tilewise.masks.visits import visits
 
 Classes = np.ndarray[Any, np.dtype[np.uint8]]  # numpy.typing would be imported for these names alone
 Array = np.ndarray[Any, np.dtype[Any]]
+Runs = tuple[Array, Array]
+"""[first, past) of the tiles of each line."""
 
 
 class TileClass(IntEnum):
@@ -44,12 +47,6 @@ class _Line(NamedTuple):
     ends: Array
     across: bool
 
-    def rectangles(self) -> tuple[Any, Any, Any, Any]:
-        """q0, q1, k0, k1 of the tiles; the fixed pair stays scalar."""
-        if self.across:
-            return self.starts, self.ends, *self.fixed
-        return *self.fixed, self.starts, self.ends
-
 
 class TileMap:
     """The classes of a program's tiles of `block_q` × `block_k`."""
@@ -68,9 +65,9 @@ class TileMap:
         tensors = [(literal.kind, t) for term in self._terms for literal in term for t in literal.tensors]
         self.per_batch = any(t.shape[0] > 1 for _, t in tensors)
         self.per_head = any(kind.per_head and t.shape[1] > 1 for kind, t in tensors)
-        self._line = lru_cache(maxsize=64)(
-            self._classify_line
-        )  # neighbours ask for the same line; N × N stays out of memory
+        # neighbours ask for the same line; N × N stays out of memory
+        self._line = lru_cache(maxsize=64)(self._classify_line)
+        self._runs = lru_cache(maxsize=64)(self._interval_runs)
 
     def row(self, i: int, b: int | None = None, h: int | None = None) -> Classes:
         """Classes of the key tiles of query tile `i`; without `b` or `h`, over all sequences or heads together."""
@@ -87,6 +84,15 @@ class TileMap:
     def query_blocks(self, j: int, b: int | None = None, h: int | None = None) -> list[tuple[int, TileClass]]:
         """The query tiles that visit key tile `j`, in order."""
         return _visits(self.col(j, b, h))
+
+    def classes(self, b: int = 0, h: int = 0) -> Classes:
+        """[rows, cols] of one sequence and query head; all rows at once where no data are read."""
+        if self.rows and any(literal.kind.reads_data for term in self._terms for literal in term):
+            return np.stack([self.row(i, b, h) for i in range(self.rows)])
+        result = np.zeros((self.rows, self.cols), dtype=np.uint8)
+        for number in range(len(self._terms)):
+            result = np.maximum(result, _in_runs(*self._runs(number, False, b), slice(None), self.cols))
+        return result
 
     def counts(self) -> TileCounts:
         """Tiles of each class over all sequences and query heads."""
@@ -127,26 +133,30 @@ class TileMap:
         fixed = (index * fixed_block, min((index + 1) * fixed_block, fixed_len))
         line = _Line(fixed, starts, np.minimum(starts + block, length), across)
         result = np.zeros(len(starts), dtype=np.uint8)
-        for term in self._terms:
-            result = np.maximum(result, self._classify_term(term, line, b, h))
+        for number, term in enumerate(self._terms):
+            classes = _in_runs(*self._runs(number, across, b), slice(index, index + 1), len(starts))[0]
+            for literal in term:
+                if literal.kind.reads_data:
+                    classes = np.minimum(classes, self._classify_literal(literal, line, b, h))
+            result = np.maximum(result, classes)
         return result
 
-    def _classify_term(self, term: list[Literal], line: _Line, b: int, h: int) -> Classes:
-        others: list[Classes] = []
-        for kind, ints, tensors in term:
-            if kind.is_documents:
-                classes = _documents(_pick(tensors[0], b), _pick(tensors[1], b), line)
-            elif kind.is_blocks:
-                classes = _blocks(_pick(_pick(tensors[0], b), h), ints, line)
-            elif kind.is_dense:
-                classes = _dense(_pick(_pick(tensors[0], b), h), self.shape, line)
-            else:
-                continue
-            others.append(2 - classes if kind.negated else classes)
-        result = _band_and_range(*interval(term, self.shape, b), line)
-        for classes in others:
-            result = np.minimum(result, classes)
-        return result
+    def _interval_runs(self, number: int, across: bool, b: int) -> tuple[Runs, Runs]:
+        """The visited and the FULL tiles of every line, as far as the bands and ranges of a term decide."""
+        _, _, queries, keys = self.shape
+        term, sizes = interval(self._terms[number], self.shape, b), (queries, keys, self.block_q, self.block_k)
+        return visits(term, *sizes, by_key=across), visits(term, *sizes, by_key=across, full=True)
+
+    def _classify_literal(self, literal: Literal, line: _Line, b: int, h: int) -> Classes:
+        """The classes of one literal that reads data."""
+        kind, ints, tensors = literal
+        if kind.is_documents:
+            classes = _documents(_pick(tensors[0], b), _pick(tensors[1], b), line)
+        elif kind.is_blocks:
+            classes = _blocks(_pick(_pick(tensors[0], b), h), ints, line)
+        else:
+            classes = _dense(_pick(_pick(tensors[0], b), h), self.shape, line)
+        return 2 - classes if kind.negated else classes
 
 
 def _visits(classes: Classes) -> list[tuple[int, TileClass]]:
@@ -165,14 +175,11 @@ def _three(some: Any, every: Any) -> Classes:
     return np.where(every, np.uint8(2), np.where(some, np.uint8(1), np.uint8(0))).astype(np.uint8)
 
 
-def _band_and_range(lo: int, hi: int, start: int, end: int, line: _Line) -> Classes:
-    """lo <= k - q <= hi and start <= k < end, exactly: within a clipped rectangle k - q takes every value between its corners."""
-    q0, q1, k0, k1 = line.rectangles()
-    k0_clipped, k1_clipped = np.maximum(k0, start), np.minimum(k1, end)
-    least, most = k0_clipped - (q1 - 1), k1_clipped - 1 - q0
-    some = (k0_clipped < k1_clipped) & (lo <= hi) & (most >= lo) & (least <= hi)
-    every = some & (k0_clipped == k0) & (k1_clipped == k1) & (least >= lo) & (most <= hi)
-    return np.broadcast_to(_three(some, every), line.starts.shape)
+def _in_runs(visited: Runs, full: Runs, lines: slice, tiles: int) -> Classes:
+    """Classes [lines, tiles] of tiles by the runs they lie in."""
+    number = np.arange(tiles)
+    some, every = ((number >= first[lines, None]) & (number < past[lines, None]) for first, past in (visited, full))
+    return some.astype(np.uint8) + (some & every)
 
 
 def _documents(q_ids: Array, k_ids: Array, line: _Line) -> Classes:

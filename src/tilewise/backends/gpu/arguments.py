@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.backends.base import Inputs
 from tilewise.backends.gpu.launch import bias_view, interpreting, view
 from tilewise.backends.gpu.structs import Attention, Config, MaskArgs, View
-from tilewise.masks import MaskProgram
+from tilewise.masks import MaskProgram, may_have_empty_rows
 from tilewise.numerics.philox import drop_threshold
 from tilewise.problem import Problem
 
@@ -100,7 +100,7 @@ def config_for(problem: Problem, inputs: Inputs, precision: str) -> Config:
         INTERPRET=interpreting(),
         BLIND=inputs.bias is not None
         or problem.varlen
-        or problem.program.may_blind(problem.seqlen_q, problem.seqlen_k),
+        or may_have_empty_rows(problem.program, problem.seqlen_q, problem.seqlen_k),
     )
 
 

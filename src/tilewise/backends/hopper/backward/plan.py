@@ -24,6 +24,7 @@ from tilewise.backends.hopper.intervals import Form, form_of
 from tilewise.backends.hopper.launch import LOG2E
 from tilewise.backends.hopper.order import tile_order, visited_keys
 from tilewise.backends.hopper.structs import Divisor, Rows, Term
+from tilewise.masks import may_have_empty_rows
 from tilewise.problem import Problem
 
 L2_BYTES = 24 << 20
@@ -88,7 +89,7 @@ def make_plan(
         "LEFT": form.left,
         "VARLEN": problem.varlen,
         "BOTTOM": form.bottom,
-        "BLIND": problem.varlen or problem.program.may_blind(problem.seqlen_q, problem.seqlen_k),
+        "BLIND": problem.varlen or may_have_empty_rows(problem.program, problem.seqlen_q, problem.seqlen_k),
         "SCORES": "softcap" if problem.softcap > 0 else "fold",
     }
     config = tile._replace(**about)
