@@ -10,7 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from tilewise.cli.bench import bench_command
 from tilewise.cli.check import check_command
-from tilewise.cli.console import spoken
+from tilewise.cli.console import with_error_line
 from tilewise.cli.demo import demo_command
 from tilewise.cli.env import env_command
 from tilewise.cli.explain import explain_command
@@ -79,7 +79,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "verify-traffic": verify_traffic_command,
 }
 for _name, _run in COMMANDS.items():
-    app.command(_name, cls=_Command)(spoken(_run))
+    app.command(_name, cls=_Command)(with_error_line(_run))
 
 
 def main() -> None:

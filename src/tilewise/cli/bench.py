@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilewise.cli.console import Json, console, human_error, human_seconds, human_spread, print_json, progress
+from tilewise.cli.console import Json, console, print_json, progress
 
 if TYPE_CHECKING:
+    from tilewise.display import Cell, Span, Text
     from tilewise.lab.bench.cases import Case
     from tilewise.lab.bench.engine import Mean, Record, Result
     from tilewise.lab.bench.overhead import Overhead
@@ -52,11 +53,11 @@ def bench_command(
 
     effort = Effort(seconds=seconds)
     if suite == OVERHEAD and shape is None:
-        found = run_overhead(effort)
-        document = records.document(OVERHEAD, [], overhead=[one.to_dict() for one in found])
-        ok = all(one.passed is not False for one in found)
+        overheads = run_overhead(effort)
+        document = records.document(OVERHEAD, [], overhead=[one.to_dict() for one in overheads])
+        ok = all(one.passed is not False for one in overheads)
         if not json:
-            show_overhead(found, document)
+            show_overhead(overheads, document)
     else:
         chosen = own_case(shape, mask, dtype, backward, device) if shape else cases(suite, case, device)
         measured = run(chosen, peer, effort)
@@ -81,11 +82,11 @@ def cases(suite: str, wanted: Sequence[str] | None, device: str | None) -> list[
     from tilewise.errors import ArgumentError
     from tilewise.lab.bench.suites import suite as by_name
 
-    found = [replace(one, device=device) if device else one for one in by_name(suite).cases]
+    known = {one.name: replace(one, device=device) if device else one for one in by_name(suite).cases}
     for name in wanted or ():
-        if name not in {one.name for one in found}:
-            raise ArgumentError(f"case: got {name!r}, suite {suite!r} has {', '.join(one.name for one in found)}")
-    return [one for one in found if not wanted or one.name in wanted]
+        if name not in known:
+            raise ArgumentError(f"case: got {name!r}, suite {suite!r} has {', '.join(known)}")
+    return [one for name, one in known.items() if not wanted or name in wanted]
 
 
 def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str | None) -> list[Case]:
@@ -124,85 +125,78 @@ def run(chosen: Sequence[Case], peers: Sequence[str] | None, effort: Effort) -> 
     for case in chosen:
         require_device(case.device)
     records = []
-    with progress() as bar:
-        task = bar.add_task("", total=float(len(chosen)))
-        for done, case in enumerate(chosen):
+    with progress() as update:
+        for number, case in enumerate(chosen):
+
+            def tell(what: str, done: float, number: int = number) -> None:
+                update(what, (number + done) / len(chosen))
+
             names = dict.fromkeys([OURS, *case.against, *(peers or default_peers(case))])
-            records.append(
-                measure(
-                    case,
-                    [contender(name) for name in names],
-                    effort,
-                    lambda what, share, done=done: bar.update(task, description=what, completed=done + share),  # type: ignore[misc]
-                )
-            )
+            records.append(measure(case, [contender(name) for name in names], effort, tell))
     return records
 
 
 def run_overhead(effort: Effort) -> list[Overhead]:
     from tilewise.lab.bench.overhead import measure_overhead
 
-    with progress() as bar:
-        task = bar.add_task("", total=1.0)
-        return measure_overhead(effort, lambda what, share: bar.update(task, description=what, completed=share))
+    with progress() as update:
+        return measure_overhead(effort, update)
 
 
 def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, Any]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
+    from tilewise.display import Group, Table, Text
 
-    from tilewise.model.tables import Folded
-
-    out = console()
-    out.print(f"[bold]tilewise bench, suite {document['suite']}[/]")
-    table = Table(box=None)
-    table.add_column("", no_wrap=True)
     compared = any(record.errors for record in records)
-    for name in ("median", "p20 – p80", "tilewise is", "error", "of bound", *(["errors of its"] if compared else [])):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ["", "median", "p20 – p80", "tilewise is", "error", "of bound", *(["errors of its"] if compared else [])]
+    rows: list[list[Cell]] = []
     notes = []
     for record in records:
-        table.add_row()
-        table.add_row(f"[bold]{record.case.name}[/]")
+        rows += [[""], [(record.case.name, "bold")]]
         for result in record.results:
-            table.add_row(*columns(record, result)[: len(table.columns)])
+            rows.append(cells(record, result)[: len(columns)])
             if result.reasons:
-                notes.append(f"{record.case.name}, {result.contender}: {escape('; '.join(result.reasons))}")
-    out.print(Folded(table))
-    out.print()
-    for mean in means:
-        ratio = "unknown, a case has no ratio" if mean.ratio is None else f"{mean.ratio:.2f}×"
-        verdict = f"[green]≥ {mean.floor}[/]" if mean.passed else f"[red]below {mean.floor}[/]"
-        out.print(f"[bold]{mean.group}[/]: geometric mean {ratio} {verdict}")
-    for record in records:
-        out.print(f"[dim]{record.case.name}: {record.case.words()}[/]")
-    for note in notes:
-        out.print(f"[yellow]not run[/] {note}")
-    show_machine(document)
-    out.print("[dim]Contenders take turns. Error: largest difference from float64 on the rows recomputed.[/]")
+                reasons = "; ".join(result.reasons)
+                notes.append(Text(("not run", "yellow"), f" {record.case.name}, {result.contender}: {reasons}"))
+    lines = [
+        *map(mean_line, means),
+        *(Text((f"{record.case.name}: {record.case.words()}", "dim")) for record in records),
+        *notes,
+        machine_line(document),
+        Text(("Contenders take turns. Error: largest difference from float64 on the rows recomputed.", "dim")),
+    ]
     if compared:
-        out.print(
-            "[dim]Errors of its: tilewise's largest and relative Frobenius error in the rival's, over all elements; "
-            "the worst of output and gradients.[/]"
-        )
+        explained = "Errors of its: tilewise's largest and relative Frobenius error in the rival's, over all elements; "
+        lines.append(Text((explained + "the worst of output and gradients.", "dim")))
+    title = Text((f"tilewise bench, suite {document['suite']}", "bold"))
+    console().print(Group(title, Table("", columns, rows), *lines))
 
 
-def columns(record: Record, result: Result) -> tuple[str, ...]:
+def mean_line(mean: Mean) -> Text:
+    from tilewise.display import Text
+
+    ratio = "unknown, a case has no ratio" if mean.ratio is None else f"{mean.ratio:.2f}×"
+    verdict = (f"≥ {mean.floor}", "green") if mean.passed else (f"below {mean.floor}", "red")
+    return Text((mean.group, "bold"), f": geometric mean {ratio} ", verdict)
+
+
+def cells(record: Record, result: Result) -> list[Cell]:
+    from tilewise.display import format_seconds, format_spread
     from tilewise.lab.bench.engine import OURS
 
-    name = f"  {result.contender}"
+    name: list[Span] = [f"  {result.contender}"]
     if result.contender == OURS:
-        name = f"  [cyan]{OURS}[/] [dim]{record.choice['backend']}[/]"
+        name = [(f"  {OURS}", "cyan"), (f" {record.choice['backend']}", "dim")]
     if result.judgement is None:
-        return name, "[yellow]not run[/]"
-    error, used = human_error(result.judgement.error), f"{result.judgement.used:.0%}"
+        return [name, ("not run", "yellow")]
+    error, used = f"{result.judgement.error:.1e}", f"{result.judgement.used:.0%}"
     if result.times is None:
-        return name, "[red]wrong[/]", "no speed", "", f"[red]{error}[/]", f"[red]{used}[/]"
-    spread = f"[dim]{human_spread(result.times.p20, result.times.p80)}[/]"
-    return name, human_seconds(result.times.p50), spread, speed(record, result), error, used, accuracy(record, result)
+        return [name, ("wrong", "red"), "no speed", "", (error, "red"), (used, "red")]
+    times = result.times
+    spread = (format_spread(times.p20, times.p80), "dim")
+    return [name, format_seconds(times.p50), spread, speed(record, result), error, used, accuracy(record, result)]
 
 
-def speed(record: Record, result: Result) -> str:
+def speed(record: Record, result: Result) -> Cell:
     """How tilewise compares with this contender; for the fastest rival by paired rounds, with the floor."""
     from tilewise.lab.bench.engine import OURS
 
@@ -214,43 +208,39 @@ def speed(record: Record, result: Result) -> str:
     text = f"{record.ratio.p50:.2f}×"
     if record.fast is None:
         return text
-    return f"[green]{text} ≥ {record.case.floor}[/]" if record.fast else f"[red]{text} < {record.case.floor}[/]"
+    return (f"{text} ≥ {record.case.floor}", "green") if record.fast else (f"{text} < {record.case.floor}", "red")
 
 
-def accuracy(record: Record, result: Result) -> str:
+def accuracy(record: Record, result: Result) -> Cell:
     """Our errors beside the rival's, where the case asks."""
     if record.errors is None or result.contender != record.rival:
         return ""
-    colour = "green" if record.accurate else "red"
-    return f"[{colour}]{record.errors.largest:.2f} / {record.errors.frobenius:.2f}[/]"
+    return (f"{record.errors.largest:.2f} / {record.errors.frobenius:.2f}", "green" if record.accurate else "red")
 
 
-def show_overhead(found: Sequence[Overhead], document: dict[str, Any]) -> None:
-    from rich.table import Table
+def show_overhead(overheads: Sequence[Overhead], document: dict[str, Any]) -> None:
+    from tilewise.display import Group, Table, Text, format_seconds
 
-    from tilewise.model.tables import Folded
-
-    out = console()
-    out.print("[bold]A call without its arithmetic, against all of an SDPA call[/]  [dim]1×1×16×64, CPU[/]")
-    table = Table()
-    for name in ("call", "tilewise", "SDPA", "in SDPA calls", "p20 – p80", "limit"):
-        table.add_column(name, justify="left" if name == "call" else "right", no_wrap=True)
-    for one in found:
-        colour = {True: "green", False: "red", None: "default"}[one.passed]
-        table.add_row(
+    rows: list[list[Cell]] = [
+        [
             one.name,
-            human_seconds(one.null.p50),
-            human_seconds(one.sdpa.p50),
-            f"[{colour}]{one.cost.p50:.2f}[/]",
+            format_seconds(one.null.p50),
+            format_seconds(one.sdpa.p50),
+            (f"{one.cost.p50:.2f}", {True: "green", False: "red", None: ""}[one.passed]),
             f"{one.cost.p20:.2f} – {one.cost.p80:.2f}",
             f"≤ {one.limit}" if one.limit else "–",
-        )
-    out.print(Folded(table))
-    show_machine(document)
+        ]
+        for one in overheads
+    ]
+    title = Text(("A call without its arithmetic, against all of an SDPA call", "bold"), ("  1×1×16×64, CPU", "dim"))
+    columns = ("call", "tilewise", "SDPA", "in SDPA calls", "p20 – p80", "limit")
+    console().print(Group(title, Table("", columns, rows), machine_line(document)))
 
 
-def show_machine(document: dict[str, Any]) -> None:
+def machine_line(document: dict[str, Any]) -> Text:
+    from tilewise.display import Text
+
     machine, versions = document["machine"], document["versions"]
     devices = "".join(f", {gpu['name']}" for gpu in machine["gpus"])
     place = f"{machine['cpu']}, {machine['threads']} threads{devices}"
-    console().print(f"[dim]{place}; torch {versions['torch']}, {document['date']}[/]")
+    return Text((f"{place}; torch {versions['torch']}, {document['date']}", "dim"))

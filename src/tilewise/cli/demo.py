@@ -6,23 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilewise.cli.console import (
-    Json,
-    console,
-    human_bytes,
-    human_error,
-    human_seconds,
-    human_spread,
-    print_json,
-    progress,
-)
+from tilewise.cli.console import Json, console, print_json, progress
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from tilewise.display import Cell, Span, Table
     from tilewise.lab.bench.demo import Demo, Run
 
-BAR = 24
+NAMES = {"standard": "standard attention", "sdpa": "torch SDPA", "tilewise": "tilewise"}
 KEPT = 4 * 2**20  # freed pages that an allocator had kept serve a small need unseen
 
 
@@ -46,9 +36,8 @@ def demo_command(
     passes = "training" if backward else "forward"
     case = Case("demo", heads, seqlen, head_dim, dtype=dtype, mask=mask, passes=passes, device=device)
     case.problem()
-    with progress() as bar:
-        task = bar.add_task("", total=1.0)
-        demo = run_demo(case, rounds, lambda what, share: bar.update(task, description=what, completed=share))
+    with progress() as update:
+        demo = run_demo(case, rounds, update)
     if json:
         print_json(demo.to_dict())
     else:
@@ -57,119 +46,98 @@ def demo_command(
 
 
 def show(demo: Demo) -> None:
-    from rich.markup import escape
-    from rich.panel import Panel
-    from rich.text import Text
+    from tilewise.display import Group, Panel, Shown, Table, Text
 
-    from tilewise.model.tables import Folded
-
-    out = console()
-    out.print()
-    out.print(f"[bold]Exact attention over {demo.case.seqlen:,} tokens[/]  [dim]{demo.case.words()}[/]")
-    out.print(Folded(contest(demo)))
+    title = Text((f"Exact attention over {demo.case.seqlen:,} tokens", "bold"), (f"  {demo.case.words()}", "dim"))
+    blocks: list[Shown] = [title, contest(demo)]
     for run in demo.runs.values():
         if run.reason:
-            out.print(f"[yellow]not run[/] {NAMES[run.contender]}: {escape(run.reason)}")
-    out.print("[dim]Peak memory is beyond the inputs. Errors are against float64, on the rows recomputed.[/]")
+            blocks.append(Text(("not run", "yellow"), f" {NAMES[run.contender]}: {run.reason}"))
+    note = "Peak memory is beyond the inputs. Errors are against float64, on the rows recomputed."
+    blocks.append(Text((note, "dim")))
     if demo.growth:
-        out.print()
-        out.print("[bold]Peak memory as the sequence grows[/]")
-        out.print(Folded(growth(demo)))
-    out.print()
-    out.print(
-        Panel(
-            Text("\n").join(Text.from_markup(line) for line in proof(demo)), title="What this shows", title_align="left"
-        )
-    )
+        blocks.append(growth(demo))
+    console().print(Group(*blocks, Panel("What this shows", Table("", ("", ""), proof(demo), wraps=(1,)))))
 
 
 def contest(demo: Demo) -> Table:
-    from rich.table import Table
-
     from tilewise.dispatch import select
+    from tilewise.display import Table, format_bytes, format_seconds, format_spread
     from tilewise.lab.bench.engine import OURS
     from tilewise.lab.bench.timing import Spread
 
-    table = Table()
-    table.add_column("", no_wrap=True)
-    for name in ("time", "p20 – p80", "peak memory", "error", "of bound"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows: list[list[Cell]] = []
     for run in demo.runs.values():
-        name = NAMES[run.contender]
+        name: list[Span] = [NAMES[run.contender]]
         if run.contender == OURS:
-            name = f"[bold cyan]{OURS}[/] [dim]{select(demo.case.problem()).backend.name}[/]"
+            name = [(OURS, "bold cyan"), (f" {select(demo.case.problem()).backend.name}", "dim")]
         if run.judgement is None:
-            table.add_row(name, "[yellow]not run[/]")
+            rows.append([name, ("not run", "yellow")])
             continue
-        memory, error = human_bytes(run.peak_bytes), human_error(run.judgement.error)
+        memory, error = format_bytes(run.peak_bytes), f"{run.judgement.error:.1e}"
         if not run.judgement.ok:
-            table.add_row(name, "[red]wrong[/]", "no speed", memory, f"[red]{error}[/]", f"{run.judgement.used:.1f}×")
+            rows.append([name, ("wrong", "red"), "no speed", memory, (error, "red"), f"{run.judgement.used:.1f}×"])
             continue
         times = Spread.of(run.seconds)
-        spread = f"[dim]{human_spread(times.p20, times.p80)}[/]"
-        table.add_row(name, human_seconds(times.p50), spread, memory, error, f"{run.judgement.used:.0%}")
-    return table
-
-
-NAMES = {"standard": "standard", "sdpa": "torch SDPA", "tilewise": "tilewise"}
-LONG_NAMES = {**NAMES, "standard": "standard attention"}
+        spread = (format_spread(times.p20, times.p80), "dim")
+        rows.append([name, format_seconds(times.p50), spread, memory, error, f"{run.judgement.used:.0%}"])
+    return Table("", ("", "time", "p20 – p80", "peak memory", "error", "of bound"), rows)
 
 
 def growth(demo: Demo) -> Table:
-    from rich.table import Table
+    from tilewise.display import Bar, Table, format_bytes
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("tokens", justify="right", no_wrap=True)
-    table.add_column("tilewise", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("all scores at once", justify="right", style="dim", no_wrap=True)
     most = max(demo.growth.values()) or 1
-    for seqlen, peak in demo.growth.items():
-        bar = "█" * max(1, round(BAR * peak / most))
-        table.add_row(f"{seqlen:,}", human_bytes(peak), f"[cyan]{bar}[/]", human_bytes(demo.scores_bytes(seqlen)))
-    return table
+    rows = [
+        (f"{seqlen:,}", format_bytes(peak), (format_bytes(demo.scores_bytes(seqlen)), "dim"), Bar(peak / most, "cyan"))
+        for seqlen, peak in demo.growth.items()
+    ]
+    columns = ("tokens", "tilewise", "all scores at once", "")
+    return Table("Peak memory as the sequence grows", columns, rows, left=0, wraps=(3,))
 
 
-def proof(demo: Demo) -> list[str]:
-    """What the figures of this run show, and nothing that they do not."""
+def proof(demo: Demo) -> list[list[Cell]]:
+    """What the figures of this run show, and nothing that they do not; each with a mark."""
     from tilewise.lab.bench.demo import SDPA, STANDARD
     from tilewise.lab.bench.engine import OURS
 
     ours, sdpa, standard = (demo.runs[name] for name in (OURS, SDPA, STANDARD))
     if ours.judgement is None or not ours.judgement.ok:
         reason = ours.reason or "its result is outside the bound"
-        return [f"[red]Nothing: tilewise did not give a right result ({reason}).[/]"]
+        return [[("✗", "red"), f"Nothing: tilewise did not give a right result ({reason})."]]
     rows = f"{ours.judgement.checked:.1%} of the rows" if ours.judgement.checked < 1 else "all rows"
-    lines = [
-        f"[green]✓[/] Exact: {rows}, recomputed in float64, differ by at most {human_error(ours.judgement.error)}. "
+    exact = (
+        f"Exact: {rows}, recomputed in float64, differ by at most {ours.judgement.error:.1e}. "
         f"That is {ours.judgement.used:.0%} of what rounding in {demo.case.problem().dtype} explains."
-    ]
-    lines.append(memory_line(demo, ours, standard))
-    for other in (standard, sdpa):
-        if line := faster(ours, other):
-            lines.append(line)
-    return lines
+    )
+    speeds = [line for other in (standard, sdpa) if (line := speed_line(ours, other))]
+    return [ticked(True, exact), memory_line(demo, ours, standard), *speeds]
 
 
-def memory_line(demo: Demo, ours: Run, standard: Run) -> str:
+def ticked(good: bool, sentence: str) -> list[Cell]:
+    return [("✓", "green") if good else ("•", "yellow"), sentence]
+
+
+def memory_line(demo: Demo, ours: Run, standard: Run) -> list[Cell]:
     """A tick only if it took less than standard attention and no more than doubled with the sequence."""
+    from tilewise.display import format_bytes
+
     peak, half = ours.peak_bytes or 1, demo.case.seqlen >> 1
     other = standard.peak_bytes or demo.scores_bytes(demo.case.seqlen)
     who = "standard attention took" if standard.peak_bytes else "the scores alone would be"
     more = peak / max(1, demo.growth[half])
     linear = peak <= 2 * demo.growth[half] + KEPT
-    sign = "[green]✓[/]" if peak < other and linear else "[yellow]•[/]"
-    return (
-        f"{sign} Memory: {human_bytes(peak)}, as the operating system counts it; {who} {human_bytes(other)}, "
-        f"{other / peak:,.0f}× as much. From {half:,} tokens to twice as many it grew {more:.1f}×, all scores 4×."
+    return ticked(
+        peak < other and linear,
+        f"Memory: {format_bytes(peak)}, as the operating system counts it; {who} {format_bytes(other)}, "
+        f"{other / peak:,.0f}× as much. From {half:,} tokens to twice as many it grew {more:.1f}×, all scores 4×.",
     )
 
 
-def faster(ours: Run, other: Run) -> str | None:
+def speed_line(ours: Run, other: Run) -> list[Cell] | None:
     from tilewise.lab.bench.timing import ratio
 
     if not (ours.seconds and other.seconds and other.judgement and other.judgement.ok):
         return None
     times = ratio(other.seconds, ours.seconds).p50
-    sign = "[green]✓[/]" if times >= 1 else "[yellow]•[/]"
-    return f"{sign} Speed: {times:.2f}× that of {LONG_NAMES[other.contender]} in this run."
+    return ticked(times >= 1, f"Speed: {times:.2f}× that of {NAMES[other.contender]} in this run.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.cli.console import Json, console, human_bytes, print_json
+from tilewise.cli.console import Json, console, print_json
 
 
 def env_command(json: Json = False) -> None:
@@ -42,40 +42,30 @@ def gather() -> dict[str, Any]:
 
 
 def show(facts: dict[str, Any]) -> None:
-    from rich.table import Table
+    from tilewise.display import Cell, Group, Table, Text, format_bytes
+    from tilewise.display import facts as facts_table
 
-    out = console()
     machine = facts["machine"]
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold")
-    grid.add_column()
-    caches = ", ".join(
-        f"{level} {human_bytes(machine[key])}"
-        for level, key in (("L1d", "l1_bytes"), ("L2", "l2_bytes"), ("L3", "l3_bytes"))
-        if machine[key]
-    )
-    grid.add_row("system", f"{machine['system']} {machine['architecture']}")
-    grid.add_row(
-        "cpu", f"{machine['cpu']}, {machine['cores']} cores ({machine['isa']}), {machine['threads']} torch threads"
-    )
-    grid.add_row("memory", f"{human_bytes(machine['memory_bytes'])}; {caches}")
-    for gpu in machine["gpus"]:
-        grid.add_row("gpu", f"{gpu['name']} ({gpu['arch']}), {human_bytes(gpu['memory_bytes'])}")
+    levels = {"L1d": machine["l1_bytes"], "L2": machine["l2_bytes"], "L3": machine["l3_bytes"]}
+    caches = ", ".join(f"{level} {format_bytes(size)}" for level, size in levels.items() if size)
+    cpu = f"{machine['cpu']}, {machine['cores']} cores ({machine['isa']}), {machine['threads']} torch threads"
+    rows: list[tuple[str, Cell]] = [
+        ("system", f"{machine['system']} {machine['architecture']}"),
+        ("cpu", cpu),
+        ("memory", f"{format_bytes(machine['memory_bytes'])}; {caches}"),
+        *(("gpu", f"{gpu['name']} ({gpu['arch']}), {format_bytes(gpu['memory_bytes'])}") for gpu in machine["gpus"]),
+    ]
     if not machine["gpus"]:
-        grid.add_row("gpu", "[dim]none visible to torch[/]")
-    grid.add_row("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items()))
+        rows.append(("gpu", ("none visible to torch", "dim")))
+    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())))
     if facts["missing"]:
-        grid.add_row("not installed", f"[dim]{', '.join(facts['missing'])}[/]")
-    out.print(grid)
-    out.print()
-
-    table = Table(title="Backends, in order of preference", title_justify="left", title_style="bold", expand=False)
-    table.add_column("backend", style="bold")
-    table.add_column("usable on")
-    table.add_column("why not elsewhere")
+        rows.append(("not installed", (", ".join(facts["missing"]), "dim")))
+    backends: list[list[Cell]] = []
     for backend in facts["backends"]:
-        usable = f"[green]{', '.join(backend['usable'])}[/]" if backend["usable"] else "[yellow]nothing here[/]"
+        usable = (", ".join(backend["usable"]), "green") if backend["usable"] else ("nothing here", "yellow")
         against = "\n".join(f"{device}: {'; '.join(reasons)}" for device, reasons in backend["reasons"].items())
-        table.add_row(backend["name"], usable, f"[dim]{against or '–'}[/]")
-    out.print(table)
-    out.print("[dim]reference builds all N × N scores and is used only when asked for by name.[/]")
+        backends.append([(backend["name"], "bold"), usable, (against or "–", "dim")])
+    columns = ("backend", "usable on", "why not elsewhere")
+    table = Table("Backends, in order of preference", columns, backends, wraps=(1, 2))
+    note = Text(("reference builds all N × N scores and is used only when asked for by name.", "dim"))
+    console().print(Group(facts_table(rows), table, note))

@@ -7,39 +7,16 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from tilewise.cli.console import Json, console, print_json
-from tilewise.cli.plan import (
-    DTYPE,
-    HEAD_DIM,
-    HEADS,
-    SEQLEN,
-    Batch,
-    Device,
-    Dtype,
-    HeadDim,
-    Heads,
-    KvHeads,
-    KvSeqlen,
-    Mask,
-    Pass,
-    Seqlen,
-    Tile,
-    parse_mask,
-    parse_tile,
-)
+from tilewise.cli.options import Device, Pass, Tile, parse_tile, takes_problem
 
 if TYPE_CHECKING:
     from tilewise.api.names import BackendName
+    from tilewise.problem import Problem
 
 
+@takes_problem()
 def explain_command(
-    seqlen: Seqlen = SEQLEN,
-    heads: Heads = HEADS,
-    head_dim: HeadDim = HEAD_DIM,
-    batch: Batch = 1,
-    kv_heads: KvHeads = None,
-    kv_seqlen: KvSeqlen = None,
-    dtype: Dtype = DTYPE,
-    mask: Mask = None,
+    problem: Problem,
     device: Device = None,
     pass_: Pass = "auto",
     tile: Tile = None,
@@ -49,27 +26,10 @@ def explain_command(
 ) -> None:
     """Say which backend and plan a problem gets and why, what it moves, and what bounds it."""
     from tilewise.diagnostics.explain import explain
-    from tilewise.problem import Problem
 
-    problem = Problem.of(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        seqlen=seqlen,
-        kv_seqlen=kv_seqlen,
-        head_dim=head_dim,
-        dtype=dtype,
-        mask=parse_mask(mask),
-    )
-    found = explain(
-        problem,
-        device=device,
-        backend=cast("BackendName", backend),
-        tile=parse_tile(tile),
-        pass_=pass_,
-        measure=measure,
-    )
+    name = cast("BackendName", backend)
+    explanation = explain(problem, device=device, backend=name, tile=parse_tile(tile), pass_=pass_, measure=measure)
     if json:
-        print_json(found.to_dict())
+        print_json(explanation.to_dict())
     else:
-        console().print(found)
+        console().print(explanation)

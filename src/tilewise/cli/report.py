@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tilewise.cli.console import Json, console, human_bytes, print_json, progress
+from tilewise.cli.console import Json, console, print_json, progress
 
 RECORDS = Path("benchmarks")
 
@@ -30,8 +30,10 @@ def report_command(
     if json:
         print_json({"path": str(path), "bytes": path.stat().st_size})
         return
-    size = human_bytes(path.stat().st_size)
-    console().print(f"[bold]Report[/]  {path}  [dim]{size}, opens in any browser, offline[/]", soft_wrap=True)
+    from tilewise.display import format_bytes
+
+    note = f"{format_bytes(path.stat().st_size)}, opens in any browser, offline"
+    console().print(f"[bold]Report[/]  {path}  [dim]{note}[/]", soft_wrap=True)
 
 
 def check_records(directory: Path) -> None:
@@ -49,10 +51,5 @@ def write_report(output: Path, records: list[Path] | None = None, language: str 
     """Gather and write the page, with a progress bar."""
     from tilewise.lab.report.page import write
 
-    with progress() as bar:
-        task = bar.add_task("", total=1.0)
-
-        def tell(what: str, share: float) -> None:
-            bar.update(task, description=what, completed=share)
-
-        return write(output, records or [RECORDS], language, tell)
+    with progress() as update:
+        return write(output, records or [RECORDS], language, update)

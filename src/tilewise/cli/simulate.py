@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilewise.cli.console import Json, console, print_json
-from tilewise.cli.plan import parse_mask, parse_tile
+from tilewise.cli.options import parse_tile, takes_problem
 
 if TYPE_CHECKING:
     from tilewise.model import TilePlan
@@ -19,7 +19,9 @@ DECODE_SPLITS = 4
 TIMELINE_DEVICE = "a100"
 
 
+@takes_problem(without="batch", seqlen=256, heads=1, head_dim=64, dtype="fp16")
 def simulate_command(
+    problem: Problem,
     schedule: Annotated[
         str,
         typer.Option(
@@ -27,13 +29,6 @@ def simulate_command(
             "v1:normalised and v2:normalised take the other form of the softmax."
         ),
     ] = "v2",
-    seqlen: Annotated[int, typer.Option(help="Queries (and keys, unless --kv-seqlen).")] = 256,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 1,
-    head_dim: Annotated[int, typer.Option(help="Head dimension.")] = 64,
-    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads, if fewer.")] = None,
-    kv_seqlen: Annotated[int | None, typer.Option(help="Keys, if not as many as queries.")] = None,
-    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64: what elements are charged at.")] = "fp16",
-    mask: Annotated[str | None, typer.Option(help="For example 'causal & window(32)'.")] = None,
     tile: Annotated[str, typer.Option(help="Query rows and keys of a tile.")] = "64x32",
     stages: Annotated[int, typer.Option(help="K/V tiles in flight.")] = 2,
     sram: Annotated[int | None, typer.Option(help="On-chip bytes; too few are an error.")] = None,
@@ -45,20 +40,10 @@ def simulate_command(
         _precision(json)
         return
     from tilewise.model import TilePlan
-    from tilewise.problem import Problem
 
-    problem = Problem.of(
-        heads=heads,
-        kv_heads=kv_heads,
-        seqlen=seqlen,
-        kv_seqlen=kv_seqlen,
-        head_dim=head_dim,
-        dtype=dtype,
-        mask=parse_mask(mask),
-    )
     rows, keys = parse_tile(tile) or (64, 32)
-    plan = TilePlan(rows, keys, stages=stages)
-    _simulate(problem, plan, [name.strip() for name in schedule.split(",")], sram, json)
+    schedules = [name.strip() for name in schedule.split(",")]
+    _simulate(problem, TilePlan(rows, keys, stages=stages), schedules, sram, json)
 
 
 def _simulate(problem: Problem, tile: TilePlan, schedules: list[str], sram: int | None, json: bool) -> None:
@@ -68,7 +53,7 @@ def _simulate(problem: Problem, tile: TilePlan, schedules: list[str], sram: int 
     from tilewise.lab.simulator import random_inputs, simulate
     from tilewise.lab.simulator.check import largest_error
     from tilewise.lab.simulator.show import simulation
-    from tilewise.model.show import problem_line
+    from tilewise.model.show import describe_problem
 
     scores = problem.heads * problem.seqlen_q * problem.seqlen_k
     if scores > MOST_SCORES:
@@ -80,12 +65,12 @@ def _simulate(problem: Problem, tile: TilePlan, schedules: list[str], sram: int 
     runs, models = [], []
     for name in schedules:
         kind, _, form = name.partition(":")
-        taken = replace(tile, splits=DECODE_SPLITS, pack_gqa=True) if kind == "decode" else tile
-        runs.append(simulate(problem, taken, kind, form=form or "unnormalised", inputs=inputs, sram=sram))
+        used = replace(tile, splits=DECODE_SPLITS, pack_gqa=True) if kind == "decode" else tile
+        runs.append(simulate(problem, used, kind, form=form or "unnormalised", inputs=inputs, sram=sram))
         if kind == "standard3":
-            models.append(model.standard(problem, taken, kernels=3))
+            models.append(model.standard(problem, used, kernels=3))
         else:
-            models.append(model.traffic(problem, taken, kind))
+            models.append(model.traffic(problem, used, kind))
     errors = [largest_error(run, inputs) for run in runs]
     if json:
         print_json(
@@ -95,7 +80,7 @@ def _simulate(problem: Problem, tile: TilePlan, schedules: list[str], sram: int 
             ]
         )
     else:
-        console().print(simulation(runs, models, errors, lookup(TIMELINE_DEVICE), problem_line(problem)))
+        console().print(simulation(runs, models, errors, lookup(TIMELINE_DEVICE), describe_problem(problem)))
 
 
 def _precision(json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilewise.cli.console import Json, console, human_bytes, print_json, progress
+from tilewise.cli.console import Json, console, print_json, progress
 
 if TYPE_CHECKING:
     from tilewise.lab.report.counters import KernelTraffic
@@ -21,51 +21,45 @@ def verify_traffic_command(
     json: Json = False,
 ) -> None:
     """Run kernels under Nsight Compute and print measured beside predicted bytes; exit status 1 if one is too far off."""
+    from tilewise.lab.bench import records
     from tilewise.lab.report import verify
 
-    found = verify.find_ncu(ncu)
+    path = verify.find_ncu(ncu)
     cases = tuple(replace(case, backend=backend) for case in verify.CASES)
     kernels, backends = [], []
-    with progress() as bar:
-        task = bar.add_task("", total=len(cases))
+    with progress() as update:
         for number, case in enumerate(cases):
-            bar.update(task, description=case.words(), completed=number)
-            counted, chosen, _ = verify.count(found, case)
+            update(case.describe(), number / len(cases))
+            counted, chosen, _ = verify.count(path, case)
             kernels += counted
             backends += [chosen] * len(counted)
-    record = verify.document(kernels, backends, found)
-    if save is not None:
-        from tilewise.lab.bench.records import save as keep
-
-        path = keep(record, save)
+    record = verify.document(kernels, backends, path)
     if json:
         print_json(record)
     else:
         show(kernels, backends)
-        if save is not None:
-            console().print(f"[dim]record: {path}[/]")
+    if save is not None:
+        saved = records.save(record, save)
+        if not json:
+            console().print(f"[dim]record: {saved}[/]")
     raise typer.Exit(0 if kernels and record["ok"] else 1)
 
 
 def show(kernels: list[KernelTraffic], backends: list[dict[str, str]]) -> None:
-    from rich.table import Table
+    from tilewise.display import Cell, Table, format_bytes, styled
 
-    from tilewise.model.tables import Folded
-
-    table = Table(title="Bytes counted by the hardware beside the model's", title_justify="left", title_style="bold")
-    for name in ("problem", "kernel", "backend", "tile", "where"):
-        table.add_column(name)
-    for name in ("measured", "predicted", "off", "limit"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows: list[list[Cell]] = []
     before = ""
     for kernel, chosen in zip(kernels, backends, strict=True):
-        words = kernel.case.words()
-        who = chosen["forward" if kernel.name == "forward_kernel" else "backward"]
-        for number, level in enumerate(kernel.levels):
-            head = (words if words != before else "", kernel.name, who, kernel.tile) if not number else ("", "", "", "")
-            before = words
-            colour = "green" if level.ok else "red"
-            sizes = (human_bytes(level.measured), human_bytes(level.predicted))
-            table.add_row(*head, level.level, *sizes, f"[{colour}]{level.off:+.1%}[/]", f"±{level.limit:.0%}")
-        table.add_row("", "", "", "", "[dim]L2 lookups[/]", f"[dim]{human_bytes(kernel.looked_up)}[/]", "", "", "")
-    console().print(Folded(table))
+        problem = kernel.case.describe()
+        server = chosen["forward" if kernel.name == "forward_kernel" else "backward"]
+        head: list[Cell] = [problem if problem != before else "", kernel.name, server, kernel.tile]
+        before = problem
+        for level in kernel.levels:
+            sizes = (format_bytes(level.measured), format_bytes(level.predicted))
+            off = (f"{level.off:+.1%}", "green" if level.ok else "red")
+            rows.append([*head, level.level, *sizes, off, f"±{level.limit:.0%}"])
+            head = [""] * len(head)
+        rows.append(styled("dim", "", "", "", "", "L2 lookups", format_bytes(kernel.looked_up)))
+    columns = ("problem", "kernel", "backend", "tile", "where", "measured", "predicted", "off", "limit")
+    console().print(Table("Bytes counted by the hardware beside the model's", columns, rows, left=5, wraps=range(5)))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tilewise.diagnostics import html
-
-if TYPE_CHECKING:
-    from rich.panel import Panel
+from tilewise.display import Group, Panel, Shown, Table, Text
 
 SURE = 0.99
 
@@ -37,7 +34,7 @@ class RowFinding:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class Certificate(Shown):
     """The verdict of `certify` and what it rests on."""
 
     ok: bool
@@ -97,7 +94,6 @@ class Certificate:
     def to_dict(self) -> dict[str, Any]:
         return {
             **asdict(self),
-            "worst": [asdict(finding) for finding in self.worst],
             "share": self.share,
             "used": self.used,
             "detection_of_one_row": self.detection(),
@@ -110,50 +106,33 @@ class Certificate:
             return ["The output has no rows; there is nothing to check."]
         how = "all rows" if self.checked == self.rows else f"{self.checked:,} of {self.rows:,} rows, chosen at random,"
         most = f"uses {self.used:.1%} of its" if self.used <= 1 else f"is off by {self.used:,.4g} times its"
-        found = [f"{how[0].upper()}{how[1:]} recomputed in float64: the worst element {most} error bound."]
+        lines = [f"{how[0].upper()}{how[1:]} recomputed in float64: the worst element {most} error bound."]
         if self.checked == self.rows:
-            found.append("A wrong element anywhere is noticed for certain (if off by more than twice its bound).")
+            lines.append("A wrong element anywhere is noticed for certain (if off by more than twice its bound).")
         else:
-            found.append(
+            lines.append(
                 f"One wrong row is noticed with probability {self.detection():.2%}; "
                 f"{self.resolution():,} or more ({self.resolution() / self.rows:.2%} of them) with {SURE:.0%}."
             )
         if self.stray is None:
-            found.append("Inputs hold NaN or inf, so the other rows were not screened; see trace_nonfinite.")
+            lines.append("Inputs hold NaN or inf, so the other rows were not screened; see trace_nonfinite.")
         elif self.stray:
-            found.append(f"{self.stray:,} elements are larger than any mean of the values can be, or not finite.")
+            lines.append(f"{self.stray:,} elements are larger than any mean of the values can be, or not finite.")
         else:
-            found.append(f"All {self.elements:,} elements are finite and no larger than a mean of the values can be.")
+            lines.append(f"All {self.elements:,} elements are finite and no larger than a mean of the values can be.")
         if self.undefined:
-            found.append(f"{self.undefined:,} recomputed rows are not finite even exactly; see trace_nonfinite.")
+            lines.append(f"{self.undefined:,} recomputed rows are not finite even exactly; see trace_nonfinite.")
         if self.outside:
-            found.append(f"{self.outside:,} recomputed rows are outside their bounds. Worst: {self.worst[0]}.")
-        return found
+            lines.append(f"{self.outside:,} recomputed rows are outside their bounds. Worst: {self.worst[0]}.")
+        return lines
 
-    def __rich__(self) -> Panel:
-        from rich.panel import Panel
-        from rich.table import Table
-        from rich.text import Text
-
-        colour = "green" if self.ok else "red"
-        grid = Table.grid(padding=(0, 1))
-        for i, line in enumerate(self.lines()):
-            grid.add_row(Text("" if i else "✓" if self.ok else "✗", style=colour), Text(line))
-        grid.add_row("", Text(f"sample_seed={self.sample_seed}, {self.seconds:.2f} s", style="dim"))
-        title = f"{'Certified' if self.ok else 'Not certified'}: {self.problem}"
-        return Panel(grid, title=title, title_align="left", border_style=colour)
-
-    def __str__(self) -> str:
-        head = f"{'certified' if self.ok else 'NOT certified'}: {self.problem}"
-        return "\n  ".join([head, *self.lines(), f"(sample_seed={self.sample_seed}, {self.seconds:.2f} s)"])
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (f.what, f.batch, f.head, f.row, f"{f.actual:.6g}", f"{f.exact:.6g}", f"{f.bound:.1e}", f"{f.used:.1%}")
-            for f in self.worst
-        ]
-        head = ("worst rows", "batch", "head", "row", "value", "exactly", "bound", "used")
-        parts = [*map(html.text, self.lines()), html.table(rows, head) if rows else ""]
-        title = f"{'✓ Certified' if self.ok else '✗ Not certified'}: {self.problem}"
-        parts.append(html.text(f"sample_seed={self.sample_seed}, {self.seconds:.2f} s", dim=True))
-        return html.card(title, parts, "#2e9e5b" if self.ok else "#d33")
+    def content(self) -> Shown:
+        rows = []
+        for f in self.worst:
+            place = (f.what, f"{f.batch}", f"{f.head}", f"{f.row}")
+            rows.append((*place, f"{f.actual:.6g}", f"{f.exact:.6g}", f"{f.bound:.1e}", f"{f.used:.1%}"))
+        worst = Table("", ("worst rows", "batch", "head", "row", "value", "exactly", "bound", "used"), rows)
+        note = Text((f"sample_seed={self.sample_seed}, {self.seconds:.2f} s", "dim"))
+        title = f"{'✓ Certified' if self.ok else '✗ NOT certified'}: {self.problem}"
+        body = Group(*map(Text, self.lines()), *([worst] if rows else []), note)
+        return Panel(title, body, "green" if self.ok else "red")

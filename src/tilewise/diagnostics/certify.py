@@ -16,6 +16,7 @@ from tilewise.api.call import Options, result_inside, understand
 from tilewise.backends.base import Inputs
 from tilewise.diagnostics.certificate import Certificate, RowFinding
 from tilewise.errors import ArgumentError
+from tilewise.model.show import describe_problem
 from tilewise.numerics.bounds import ratios
 from tilewise.numerics.rows import Rows, exact_rows
 from tilewise.problem import Problem
@@ -70,7 +71,7 @@ def certify(
     stray = _screen(problem, inputs, got)
     return Certificate(
         ok=tally.outside == 0 and not stray,
-        problem=words(problem),
+        problem=describe_problem(problem),
         rows=total,
         checked=len(chosen),
         undefined=tally.undefined,
@@ -82,19 +83,6 @@ def certify(
         sample_seed=seed,
         seconds=time.perf_counter() - begin,
     )
-
-
-def words(problem: Problem) -> str:
-    """A problem in a line."""
-    heads = f"{problem.heads} heads" if problem.group == 1 else f"{problem.heads} heads over {problem.kv_heads}"
-    lengths = f"{problem.seqlen_q:,}"
-    if problem.seqlen_k != problem.seqlen_q:
-        lengths += f" × {problem.seqlen_k:,}"
-    dims = (
-        f"{problem.head_dim}" if problem.head_dim == problem.head_dim_v else f"{problem.head_dim}/{problem.head_dim_v}"
-    )
-    packed = f"{problem.batch} packed sequences" if problem.varlen else f"batch {problem.batch}"
-    return f"{packed}, {heads}, {lengths} tokens, head dim {dims}, {problem.dtype}"
 
 
 def _choose(rows: int | float | str, total: int, seed: int) -> Sequence[int]:

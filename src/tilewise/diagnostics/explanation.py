@@ -1,23 +1,46 @@
-"""Explanation: the facts about one call, as data, as text and as HTML."""
+"""Explanation: the facts about one call, as data and as people read them."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from tilewise.display import (
+    Cell,
+    Group,
+    Panel,
+    Shown,
+    Table,
+    bars,
+    bullets,
+    facts,
+    format_bytes,
+    format_count,
+    format_seconds,
+)
 from tilewise.hardware import DeviceSpec
 from tilewise.model import Plan
+from tilewise.model.show import describe_problem, describe_roofline, resource_table, traffic_table
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from tilewise.diagnostics.measured import Measured
+
+_OTHERS_FIGURES = {
+    "hopper": "the model's for this GPU; the hopper kernels choose tiles of their own",
+    "aten": "those of the cpu backend; torch's own kernel chooses its tiles itself",
+}
+_NO_FIGURES = {
+    "tiled": "plain torch visits tiles in an order of its own",
+    "reference": "it computes all scores at once, in O(N²) memory, without tiles",
+    "triton": "the interpreter is for tests",
+    None: "nobody serves the call",
+}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One backend's answer: can it serve the call, was it taken, and if not, why."""
+    """One backend's answer: can it serve the call, was it chosen, and if not, why."""
 
     name: str
     serves: bool
@@ -45,8 +68,8 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """What `explain` found.
+class Explanation(Shown):
+    """The answer of `explain`.
 
     `chosen` is None where the device is not this machine or no backend serves the call; `there` is the backend that would
     serve it on that other machine. The plan, and with it every figure of tiles, bytes and time, is that of `figures_of`.
@@ -107,17 +130,71 @@ class Explanation:
             "notes": list(self.notes),
         }
 
-    def __rich__(self) -> RenderableType:
-        from tilewise.diagnostics.explain_show import render
+    def content(self) -> Shown:
+        blocks: list[Shown] = [Panel("explain", facts(self._headline())), self._backends()]
+        if self.planned:
+            blocks += [traffic_table(self.plan), resource_table(self.plan)]
+            if self.measured is not None:
+                blocks.append(self._losses(self.measured))
+        reasons = (*(self.plan.reasons if self.planned else ()), *self.notes)
+        return Group(*blocks, *([bullets("why", reasons)] if reasons else []))
 
-        return render(self)
+    def _headline(self) -> list[tuple[str, Cell]]:
+        plan, tiles = self.plan, self.tiles
+        rows: list[tuple[str, Cell]] = [
+            ("problem", describe_problem(self.problem)),
+            ("device", f"{self.spec.name}{'' if self.live else ' (not this machine)'}"),
+            ("backend", (self._server(), "bold cyan")),
+        ]
+        if source := self._figures_source():
+            rows.append(("figures", source))
+        useful = f"{format_count(plan.work.useful, 'FLOP')} useful"
+        if self.planned:
+            part = tiles.skipped / tiles.total if tiles.total else 0.0
+            visited = f"{tiles.visited:,} visited, {tiles.masked:,} of them masked; {tiles.skipped:,} skipped ({part:.0%})"
+            moved = f"{format_bytes(plan.dram.total)}; {format_bytes(plan.tile_traffic.total)} between cache and units"
+            rate = format_count(plan.flops_per_second, "FLOP/s")
+            rows += [
+                ("tile", f"{plan.tile}, {format_bytes(plan.on_chip_bytes)} on chip"),
+                ("tiles", visited),
+                ("work", f"{useful}, {format_count(plan.work.executed, 'FLOP')} executed"),
+                ("HBM", moved),
+                ("roofline", describe_roofline(plan)),
+                ("predicted", (f"{format_seconds(plan.seconds)}, {rate}, bound by {plan.binding}", "green")),
+            ]
+        else:
+            rows.append(("work", useful))
+        if self.measured is not None:
+            run = self.measured
+            rate = format_count(plan.work.useful / run.seconds if run.seconds else 0.0, "FLOP/s")
+            result = f"{format_seconds(run.seconds)}, {rate}: {run.of_ceiling:.0%} of the ceiling"
+            result += f"; largest loss: {run.loss}" if self.planned else ""
+            rows.append(("measured", (result, "bold green")))
+        return rows
 
-    def __str__(self) -> str:
-        from tilewise.diagnostics.explain_show import as_text
+    def _server(self) -> str:
+        if self.server is not None:
+            return self.server if self.live else f"{self.server} would serve it there"
+        return f"none: {self.asked} was asked for and cannot" if self.asked != "auto" else "none can"
 
-        return as_text(self)
+    def _figures_source(self) -> str | None:
+        """Whose the figures are, where they are not those of the backend that serves the call."""
+        if self.planned:
+            return _OTHERS_FIGURES.get(str(self.server))
+        instead = "the model's for GPUs" if self.spec.is_gpu else "the cpu backend's"
+        why = _NO_FIGURES.get(self.server, f"{self.server} has no plan")
+        return f"none: {why}; tilewise plan shows {instead}"
 
-    def _repr_html_(self) -> str:
-        from tilewise.diagnostics.explain_show import as_html
+    def _backends(self) -> Table:
+        rows: list[list[Cell]] = []
+        for choice in self.choices:
+            mark = ("✓", "bold green") if choice.chosen else ("·", "cyan") if choice.serves else ("✗", "dim")
+            chosen = "chosen" if self.live else "would serve it there"
+            reason = chosen if choice.chosen else "; ".join(choice.reasons)
+            rows.append([mark, (choice.name, "bold" if choice.chosen else ""), reason])
+        return Table("backends", ("", "", ""), rows, left=2, wraps=(2,))
 
-        return as_html(self)
+    def _losses(self, run: Measured) -> Table:
+        times = {"the roof allows": run.ideal, **run.losses}
+        styles = {"": "red", "the roof allows": "green"}
+        return bars("where the time went", ("", "time", "of the measured time"), times, run.seconds, styles)

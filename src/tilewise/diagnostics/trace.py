@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -13,18 +13,13 @@ from torch import Tensor
 from tilewise.api.call import Options, understand
 from tilewise.backends.base import Inputs
 from tilewise.backends.sequence import Cut, Range, Sequence, cut_tile, cuts
-from tilewise.diagnostics import html
-from tilewise.diagnostics.certify import words
+from tilewise.display import Group, Panel, Shown, Text
 from tilewise.errors import ArgumentError
 from tilewise.masks import MaskProgram, TileClass, TileMap, allowed
+from tilewise.model.show import describe_problem
 from tilewise.numerics.merge import finite
 from tilewise.problem import Problem
 
-if TYPE_CHECKING:
-    from rich.panel import Panel
-
-STEPS = ("q load", "k load", "score", "softcap", "bias", "softmax", "v load", "product", "sink", "output")
-"""In the order in which a tile meets them; the last two come once, after a row's last tile."""
 MEANING = {
     "q load": "q itself holds it",
     "k load": "k itself holds it, at a key this tile sees",
@@ -37,6 +32,7 @@ MEANING = {
     "sink": "the sink of this head is not finite",
     "output": "the result leaves the range of the output's dtype",
 }
+"""The steps in the order in which a tile meets them; the last two come once, after a row's last tile."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +59,8 @@ class NonFinite:
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What `trace_nonfinite` found; `first` is None if every step of every tile is finite."""
+class Trace(Shown):
+    """The answer of `trace_nonfinite`; `first` is None if every step of every tile is finite."""
 
     problem: str
     tile: tuple[int, int]
@@ -75,41 +71,17 @@ class Trace:
         return self.first is None
 
     def lines(self) -> list[str]:
+        """What it says, in sentences."""
         if self.first is None:
             return ["Every step of every visited tile is finite."]
         return [f"First at {self.first}.", MEANING[self.first.step][0].upper() + MEANING[self.first.step][1:] + "."]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "problem": self.problem,
-            "tile": list(self.tile),
-            "first": None if self.first is None else asdict(self.first),
-        }
+        return asdict(self)
 
-    def __str__(self) -> str:
-        return "\n  ".join([f"{self.problem}, tiles of {self.tile[0]} × {self.tile[1]}", *self.lines()])
-
-    def __rich__(self) -> Panel:
-        from rich.panel import Panel
-        from rich.text import Text
-
+    def content(self) -> Shown:
         title = f"{'Finite' if self.clean else 'Not finite'}: {self.problem}, tiles of {self.tile[0]} × {self.tile[1]}"
-        colour = "green" if self.clean else "red"
-        return Panel(Text("\n".join(self.lines())), title=title, title_align="left", border_style=colour)
-
-    def _repr_html_(self) -> str:
-        return html.card(str(self).split("\n")[0], map(html.text, self.lines()), "#2e9e5b" if self.clean else "#d33")
-
-
-class _Hit(NamedTuple):
-    """A non-finite element of one head."""
-
-    query_tile: int
-    key_tile: int | None
-    step: str
-    row: int
-    key: int | None
-    value: float
+        return Panel(title, Group(*map(Text, self.lines())), "green" if self.clean else "red")
 
 
 @torch.no_grad()
@@ -134,7 +106,7 @@ def trace_nonfinite(
     first = None
     if min(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k) > 0:
         first = next(_findings(problem, inputs, tile), None)
-    return Trace(words(problem), tile, first)
+    return Trace(describe_problem(problem), tile, first)
 
 
 def _findings(problem: Problem, inputs: Inputs, tile: tuple[int, int]) -> Iterator[NonFinite]:
@@ -146,10 +118,9 @@ def _findings(problem: Problem, inputs: Inputs, tile: tuple[int, int]) -> Iterat
         for b in range(seq.batch):
             for h in range(seq.heads):
                 head = _one_head(seq, program, b, h)
-                found = None if _harmless(head) else _first(head, tile)
-                if found is not None:
-                    i, j, step, row, key, value = found
-                    yield NonFinite((cut.b or 0) + b, h, i, j, step, row, key, value)
+                hit = None if _harmless(head) else _first(head, tile)
+                if hit is not None:
+                    yield replace(hit, batch=(cut.b or 0) + b, head=h)
 
 
 def _one_head(seq: Sequence, program: MaskProgram, b: int, h: int) -> Sequence:
@@ -196,23 +167,22 @@ def _largest(x: Tensor) -> float:
     return max(-low, high) if low == low and high == high else float("nan")
 
 
-def _first(head: Sequence, tile: tuple[int, int]) -> _Hit | None:
-    """A rough walk over large tiles finds the rows, a fine one over the tiles asked for the place."""
+def _first(head: Sequence, tile: tuple[int, int]) -> NonFinite | None:
+    """A rough pass over large tiles gives the rows, a fine one over the tiles asked for the place."""
     rough = next(_walk(head, head.tiles, range(head.tiles.rows)), None)
     if rough is None:
         return None
     start = rough.query_tile * head.tiles.block_q
     stop = min(start + head.tiles.block_q, head.seqlen_q)
-    fine = TileMap(head.program, head.shape, *tile)
-    found = next(_walk(head, fine, range(start // tile[0], -(-stop // tile[0]))), None)
-    if found is not None:
-        return found
+    blocks = range(start // tile[0], -(-stop // tile[0]))
+    exact = next(_walk(head, TileMap(head.program, head.shape, *tile), blocks), None)
+    if exact is not None:
+        return exact
     # sums of another order stay in range: the rough place is all that can be named
-    key_tile = None if rough.key is None else rough.key // tile[1]
-    return rough._replace(query_tile=rough.row // tile[0], key_tile=key_tile)
+    return replace(rough, query_tile=rough.row // tile[0], key_tile=None if rough.key is None else rough.key // tile[1])
 
 
-def _walk(head: Sequence, tiles: TileMap, blocks: range) -> Iterator[_Hit]:
+def _walk(head: Sequence, tiles: TileMap, blocks: range) -> Iterator[NonFinite]:
     """What is not finite in the forward of one head, in the order in which it appears."""
     problem, inputs = head.problem, head.inputs
     for i in blocks:
@@ -248,11 +218,11 @@ def _visible(head: Sequence, q: Range, k: Range, kind: TileClass) -> Tensor:
     arange = partial(torch.arange, device=head.inputs.q.device)
     visible = None if kind is TileClass.FULL else allowed(head.program, head.shape, q, k, arange)
     everything = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=head.inputs.q.device)
-    found: Tensor = (everything if visible is None else visible)[0, 0].expand(q[1] - q[0], k[1] - k[0])
-    return found if head.inputs.bias is None else found & (cut_tile(head.inputs.bias, q, k)[0, 0] != float("-inf"))
+    mask: Tensor = (everything if visible is None else visible)[0, 0].expand(q[1] - q[0], k[1] - k[0])
+    return mask if head.inputs.bias is None else mask & (cut_tile(head.inputs.bias, q, k)[0, 0] != float("-inf"))
 
 
-def _scores(head: Sequence, q_tile: Tensor, q: Range, k: Range, at: _Tile) -> tuple[Tensor, list[_Hit]]:
+def _scores(head: Sequence, q_tile: Tensor, q: Range, k: Range, at: _Tile) -> tuple[Tensor, list[NonFinite]]:
     """The scores of a tile and the hits on the way to them."""
     problem, inputs = head.problem, head.inputs
     hits = at.rows("q load", q_tile)
@@ -274,7 +244,7 @@ def _scores(head: Sequence, q_tile: Tensor, q: Range, k: Range, at: _Tile) -> tu
 
 
 class _Tile(NamedTuple):
-    """A tile: its place in the walk, where it begins, and what is visible in it [M, N]."""
+    """A tile: its indices, where it begins, and what is visible in it [M, N]."""
 
     i: int
     j: int | None
@@ -287,24 +257,23 @@ class _Tile(NamedTuple):
         """[N, 1]: keys that some row sees."""
         return self.visible.any(0)[:, None]
 
-    def rows(self, step: str, x: Tensor) -> list[_Hit]:
+    def rows(self, step: str, x: Tensor) -> list[NonFinite]:
         """The first bad element of x [M, ·] in a row that sees a key."""
         bad = ~x.isfinite() & self.visible.any(-1, keepdim=True)
-        return [_Hit(self.i, self.j, step, self.row + row, None, float(x[row, column])) for row, column in _where(bad)]
+        return [self._hit(step, m, None, x[m, column]) for m, column in _where(bad)]
 
-    def scores(self, step: str, x: Tensor) -> list[_Hit]:
+    def scores(self, step: str, x: Tensor) -> list[NonFinite]:
         """The first bad element of x [M, N] among the visible ones."""
-        bad = ~x.isfinite() & self.visible
-        return [_Hit(self.i, self.j, step, self.row + m, self.key + n, float(x[m, n])) for m, n in _where(bad)]
+        return [self._hit(step, m, n, x[m, n]) for m, n in _where(~x.isfinite() & self.visible)]
 
-    def keys(self, step: str, x: Tensor) -> list[_Hit]:
+    def keys(self, step: str, x: Tensor) -> list[NonFinite]:
         """The first bad element of keys or values x [N, ·], by the first row that sees it."""
         bad = self.visible & (~x.isfinite()).any(-1)
-        found = []
-        for m, n in _where(bad):
-            value = float(x[n][~x[n].isfinite()][0])
-            found.append(_Hit(self.i, self.j, step, self.row + m, self.key + n, value))
-        return found
+        return [self._hit(step, m, n, x[n][~x[n].isfinite()][0]) for m, n in _where(bad)]
+
+    def _hit(self, step: str, m: int, n: int | None, value: Tensor) -> NonFinite:
+        """An element of this tile, in the only head of its problem."""
+        return NonFinite(0, 0, self.i, self.j, step, self.row + m, None if n is None else self.key + n, float(value))
 
 
 def _where(bad: Tensor) -> list[tuple[int, int]]:

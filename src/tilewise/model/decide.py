@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilewise import hardware, model
+from tilewise.display import Shown
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model import OnChip, Roofline, TilePlan, Traffic, Work, gpu
@@ -38,7 +39,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """A tile and its consequences. Times are predictions of the model, in seconds."""
 
     problem: Problem
@@ -113,15 +114,10 @@ class Plan:
             "alternatives": [alternative.to_dict() for alternative in self.alternatives],
         }
 
-    def __rich__(self) -> Any:
-        from tilewise.model.show import render
+    def content(self) -> Shown:
+        from tilewise.model.show import show_plan
 
-        return render(self)
-
-    def __str__(self) -> str:
-        from tilewise.model.show import as_text
-
-        return as_text(self)
+        return show_plan(self)
 
 
 def plan(

@@ -15,6 +15,7 @@ from tilewise.hardware import DeviceSpec
 from tilewise.masks import parse
 from tilewise.model import TilePlan, Traffic
 from tilewise.model.backward import preprocess
+from tilewise.model.show import describe_problem
 from tilewise.problem import Problem
 
 L2_READ = "l1tex__m_xbar2l1tex_read_bytes.sum"
@@ -69,8 +70,8 @@ class TrafficCase:
             device="cuda",
         )
 
-    def words(self) -> str:
-        return f"{self.seqlen} tokens, {self.heads}/{self.kv_heads} heads, head dim {self.head_dim}, {self.mask or 'no mask'}"
+    def describe(self) -> str:
+        return describe_problem(self.problem())
 
 
 @dataclass(frozen=True)

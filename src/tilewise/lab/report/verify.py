@@ -66,7 +66,7 @@ def count(ncu: str, case: TrafficCase, timeout: float = 600.0) -> tuple[list[Ker
             )
         if run.returncode or not note.exists():
             raise DeviceError(
-                f"verify-traffic: ncu failed on {case.words()}: {(run.stderr or run.stdout).strip()[-600:]}"
+                f"verify-traffic: ncu failed on {case.describe()}: {(run.stderr or run.stdout).strip()[-600:]}"
             )
         noted = json.loads(note.read_text())
     tiles = {name: TilePlan(**tile) for name, tile in noted["tiles"].items()}
