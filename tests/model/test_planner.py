@@ -13,8 +13,8 @@ from tilewise.hardware import DeviceSpec, catalogue, lookup
 from tilewise.hardware.cpuid import core_figures
 from tilewise.model import TilePlan, cpu_tile, gpu_tile, onchip, plan, tuned
 from tilewise.model.cpu import register_tile
-from tilewise.model.density import band_of, bucket, visited_share
 from tilewise.model.gpu import evaluate, ranked
+from tilewise.model.grid import band_of, bucket, visited_fraction
 from tilewise.problem import Problem
 
 GPUS = [spec for spec in catalogue().values() if spec.is_gpu]
@@ -285,11 +285,11 @@ def test_every_tuned_entry_has_evidence() -> None:
     "mask", [masks.causal(), masks.window(300), masks.window(100, 50), masks.causal(align="top_left")]
 )
 @pytest.mark.parametrize(("m", "n"), [(128, 64), (64, 128)])
-def test_fast_density_is_exact_for_bands(mask: masks.Mask, m: int, n: int) -> None:
+def test_the_visited_fraction_is_exact_for_bands(mask: masks.Mask, m: int, n: int) -> None:
     problem = problem_of(seqlen=1000, kv_seqlen=1500, mask=mask)
-    share, _ = visited_share(band_of(problem), 1000, 1500, m, n)
+    visited, _ = visited_fraction(band_of(problem), 1000, 1500, m, n)
     counts = masks.TileMap(problem.program, problem.shape, m, n).counts()
-    assert share == pytest.approx(counts.visited / sum(counts))
+    assert visited == pytest.approx(counts.visited / sum(counts))
 
 
 def test_growing_caches_are_planned_rarely() -> None:

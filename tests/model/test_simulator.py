@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 import tilewise.masks as masks
 from tests.model.strategies import problems, tiles
+from tests.model.tutorials import tiling_sram
 from tilewise import model
 from tilewise.errors import ArgumentError, PlanError
 from tilewise.lab.simulator import exact, random_inputs, simulate
 from tilewise.masks import TileMap
-from tilewise.model import TilePlan, onchip
+from tilewise.model import TilePlan
 from tilewise.problem import Problem
 
 FORWARD = ("standard", "standard3", "v1", "v2")
@@ -105,16 +106,16 @@ def test_both_forms_are_equal() -> None:
 
 
 def test_on_chip_peak_is_the_formula() -> None:
-    """S0 §2.2 counts Q, K, V, S, O and m, l: with one buffer and fp32 throughout that is the simulator's peak."""
+    """The tutorial on tiling counts Q, K, V, S, O and m, l: with one buffer and fp32 throughout that is the simulator's peak."""
     problem = Problem.of(heads=1, seqlen=64, head_dim=16, dtype="float32")
     run = simulate(problem, TilePlan(16, 32, stages=1), "v2")
-    assert run.sram_peak == onchip.s0_full(16, 32, 16, 4)
+    assert run.sram_peak == tiling_sram(16, 32, 16, 4)
     assert simulate(problem, TilePlan(16, 32, stages=2), "v2").sram_peak == run.sram_peak + 2 * 32 * 16 * 4
 
 
 def test_sram_overflow_raises() -> None:
     problem = Problem.of(heads=1, seqlen=64, head_dim=16, dtype="float32")
-    need = onchip.s0_full(16, 32, 16, 4)
+    need = tiling_sram(16, 32, 16, 4)
     simulate(problem, TilePlan(16, 32, stages=1), "v2", sram=need)
     with pytest.raises(PlanError, match=rf"{need} bytes needed, {need - 1} there .*smaller tile"):
         simulate(problem, TilePlan(16, 32, stages=1), "v2", sram=need - 1)

@@ -25,24 +25,24 @@ def visits(
     """
     lo, hi, start, end = term
     end = min(end, keys)
-    length, block, limits = queries, block_q, (0, queries)
-    other, other_block, other_limits = keys, block_k, (start, end)
+    own, other = (queries, block_q, 0, queries), (keys, block_k, start, end)
     if by_key:
-        lo, hi = -hi, -lo
-        length, block, limits, other, other_block, other_limits = other, other_block, other_limits, length, block, limits
+        lo, hi, own, other = -hi, -lo, other, own
+    length, block, least, most = own
+    inner, inner_block, inner_least, inner_most = other
     at = np.arange(0, length, block, dtype=np.int64)
     if lo > hi or start >= end:
         return np.zeros_like(at), np.zeros_like(at)
     to = np.minimum(at + block, length)
     if full:
-        inside = (at >= limits[0]) & (to <= limits[1])
-        first = -(-np.maximum(to - 1 + lo, other_limits[0]) // other_block)
-        past = np.minimum(at + hi + 1, other_limits[1])
-        past = np.where(past >= other, -(-other // other_block), past // other_block)  # the last tile may be short
+        inside = (at >= least) & (to <= most)
+        first = -(-np.maximum(to - 1 + lo, inner_least) // inner_block)
+        past = np.minimum(at + hi + 1, inner_most)
+        past = np.where(past >= inner, -(-inner // inner_block), past // inner_block)  # the last tile may be short
         return first, np.where(inside, past, 0)
-    at, to = np.maximum(at, limits[0]), np.minimum(to, limits[1])
-    first, past = np.maximum(at + lo, other_limits[0]), np.minimum(to + hi, other_limits[1])
-    return first // other_block, np.where((at < to) & (first < past), -(-past // other_block), 0)
+    at, to = np.maximum(at, least), np.minimum(to, most)
+    first, past = np.maximum(at + lo, inner_least), np.minimum(to + hi, inner_most)
+    return first // inner_block, np.where((at < to) & (first < past), -(-past // inner_block), 0)
 
 
 def visited_tiles(

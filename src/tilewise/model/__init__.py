@@ -12,8 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilewise.model import backward as backward
-    from tilewise.model import seeds as seeds
     from tilewise.model.cpu import CpuTile as CpuTile
     from tilewise.model.cpu import cpu_tile as cpu_tile
     from tilewise.model.decide import Alternative as Alternative
@@ -26,14 +24,14 @@ if TYPE_CHECKING:
     from tilewise.model.l2 import dram as dram
     from tilewise.model.onchip import OnChip as OnChip
     from tilewise.model.onchip import kernel as kernel
-    from tilewise.model.passes import SCHEDULES as SCHEDULES
-    from tilewise.model.passes import compulsory as compulsory
-    from tilewise.model.passes import traffic as traffic
     from tilewise.model.roof import Roofline as Roofline
     from tilewise.model.roof import roofline as roofline
+    from tilewise.model.schedules import SCHEDULES as SCHEDULES
     from tilewise.model.schedules import Traffic as Traffic
+    from tilewise.model.schedules import compulsory as compulsory
     from tilewise.model.schedules import decode as decode
     from tilewise.model.schedules import standard as standard
+    from tilewise.model.schedules import traffic as traffic
     from tilewise.model.schedules import v1 as v1
     from tilewise.model.schedules import v2 as v2
     from tilewise.model.tile import TilePlan as TilePlan
@@ -45,20 +43,16 @@ _NAMES = {
     "gpu": ("gpu_tile",),
     "l2": ("dram",),
     "onchip": ("OnChip", "kernel"),
-    "passes": ("SCHEDULES", "compulsory", "traffic"),
     "roof": ("Roofline", "roofline"),
-    "schedules": ("Traffic", "decode", "standard", "v1", "v2"),
+    "schedules": ("SCHEDULES", "Traffic", "compulsory", "decode", "standard", "traffic", "v1", "v2"),
     "tile": ("TilePlan",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
-_MODULES = ("backward", "seeds")
 
-__all__ = [*_HOMES, *_MODULES]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"tilewise.model.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tilewise.model' has no attribute {name!r}")
     value = getattr(import_module(f"tilewise.model.{_HOMES[name]}"), name)

@@ -17,8 +17,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tilewise.hardware.spec import DeviceSpec, KiB
-from tilewise.model.density import bucket
-from tilewise.model.grid import even
+from tilewise.model.grid import bucket, even
 from tilewise.problem import Problem
 
 MAX_BLOCK = 256

@@ -12,8 +12,7 @@ from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model import OnChip, Roofline, TilePlan, Traffic, Work, gpu
 from tilewise.model.cpu import CpuTile, cpu_tile
-from tilewise.model.density import band_of
-from tilewise.model.grid import even
+from tilewise.model.grid import band_of, even
 from tilewise.model.roof import waves
 from tilewise.model.tuned import lookup_tuned
 from tilewise.problem import Problem

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tilewise.masks import UNBOUNDED, allowed
+from tilewise.masks import allowed, visited_tiles
 from tilewise.model.cycles import tile_flops
 from tilewise.model.grid import grid_of
 from tilewise.model.tile import TilePlan
@@ -32,7 +32,7 @@ class Work:
 
     @property
     def waste(self) -> float:
-        """The share of the executed FLOPs that masks and padding throw away."""
+        """The part of the executed FLOPs that masks and padding throw away."""
         return 1 - self.useful / self.executed if self.executed else 0.0
 
 
@@ -59,24 +59,12 @@ def forward_flops(batch: int, heads: int, seqlen_q: int, seqlen_k: int, head_dim
     return batch * heads * 2 * seqlen_q * seqlen_k * (head_dim + head_dim_v)
 
 
-def softmax_flops(seqlen_q: int, seqlen_k: int) -> int:
-    """The usual five operations a score: maximum, subtraction, exponential, sum, division."""
-    return 5 * seqlen_q * seqlen_k
-
-
 def visible_pairs(problem: Problem) -> int:
     """Pairs the mask lets through, over all sequences and query heads."""
     m, n, heads = problem.seqlen_q, problem.seqlen_k, problem.batch * problem.heads
     program = problem.program
-    if not program.structure:
-        return heads * m * n
-    if program.structure in ("b", "t"):
-        shift = n - m if program.structure == "b" else 0
-        lo, hi = program.ints
-        q = np.arange(m, dtype=np.int64)
-        first = np.clip(q + lo + shift, 0, n) if lo > -UNBOUNDED else np.zeros_like(q)
-        last = np.clip(q + hi + shift + 1, 0, n) if hi < UNBOUNDED else np.full_like(q, n)
-        return heads * int(np.maximum(last - first, 0).sum())
+    if not program.tensors:
+        return heads * int(visited_tiles(program.intervals(problem.shape), m, n, 1, 1).sum())
     grid = grid_of(problem, 128, 128)
     total = 0
     for head in grid.heads():

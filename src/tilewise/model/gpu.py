@@ -11,8 +11,7 @@ from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.masks import UNBOUNDED
 from tilewise.model import cycles, onchip
-from tilewise.model.density import band_of, bucket, visited_share
-from tilewise.model.grid import even
+from tilewise.model.grid import band_of, bucket, even, visited_fraction
 from tilewise.model.tile import PASSES, TilePlan
 from tilewise.model.tuned import lookup_tuned
 from tilewise.problem import Problem
@@ -263,20 +262,19 @@ def _seconds(
     """Time of the whole grid: a unit's resident blocks advance together; the last wave may be partly empty."""
     m, n = tile.block_q, tile.block_k
     rows, cols = -(-size.rows // m), -(-size.keys // n)
-    share, longest = visited_share(size.band, size.rows, size.keys, m, n)
+    average, longest = visited_fraction(size.band, size.rows, size.keys, m, n)
     outer, inner = (rows, cols) if tile.pass_ != "backward_dkdv" else (cols, rows)
     heads, repeat = (size.tasks, 1) if tile.pass_ != "backward_dkdv" else (size.kv_tasks, size.tasks // size.kv_tasks)
     blocks = heads * outer
     resident = min(on_chip.blocks, max(1, -(-blocks // spec.units)))
     slots = spec.units * resident
     waves = blocks / slots
-    average = share * inner * repeat
     edge = (m if tile.pass_ != "backward_dkdv" else n) * (size.d + size.dv) * size.itemsize
     edge_clocks = cycles.START_CLOCKS + 2 * edge / (spec.l2_bandwidth / (spec.units * spec.clock_hz))
     # `step.total` is one block's share of the unit's time when `resident` blocks interleave
-    block_clocks = average * step.total * resident + edge_clocks
+    block_clocks = average * inner * repeat * step.total * resident + edge_clocks
     longest_clocks = longest * inner * repeat * step.total * resident + edge_clocks
-    if share == longest:  # all blocks alike: whole waves
+    if average == longest:  # all blocks alike: whole waves
         clocks = -(-blocks // slots) * block_clocks
     else:  # longest first: the tail is about half a block
         clocks = max(longest_clocks, (waves + 0.5) * block_clocks)

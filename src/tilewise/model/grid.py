@@ -1,4 +1,8 @@
-"""The tiles of a problem as matrices: which are visited, how long they are, what their mask costs to read."""
+"""The tiles of a problem: which are visited, how long they are, what their mask costs to read.
+
+`Grid` is exact for every mask and is used wherever bytes are reported; `visited_fraction` is fast enough for choosing a tile at
+call time.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.masks import UNBOUNDED, Full, MaskProgram, TileMap
+from tilewise.masks import Full, Interval, MaskProgram, TileMap, visited_tiles
 from tilewise.problem import Problem
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -20,9 +24,10 @@ Classes = np.ndarray[Any, np.dtype[np.uint8]]
 class HeadTiles:
     """The tiles of one query head: `count` heads of the problem look the same."""
 
-    def __init__(self, b: int, h: int, count: int, classes: Classes) -> None:
+    def __init__(self, b: int, h: int, count: int, classes: Classes, row_lengths: Ints, col_lengths: Ints) -> None:
         self.b, self.h, self.count = b, h, count
         self.classes = classes  # [Tr, Tc] of TileClass
+        self.row_lengths, self.col_lengths = row_lengths, col_lengths
 
     @cached_property
     def visited(self) -> Bools:
@@ -41,6 +46,21 @@ class HeadTiles:
     def by_col(self) -> Ints:
         """[Tc] rows of tiles that visit each key tile."""
         return np.asarray(self.visited.sum(axis=0, dtype=np.int64))
+
+    @property
+    def rows(self) -> int:
+        """Queries of the rows of tiles that visit any tile."""
+        return int(self.row_lengths[self.visited.any(axis=1)].sum())
+
+    @property
+    def rows_by_tile(self) -> int:
+        """Queries of all visited tiles, counted once for each tile."""
+        return int(self.by_row @ self.row_lengths)
+
+    @property
+    def keys_by_tile(self) -> int:
+        """Keys of all visited tiles, counted once for each tile."""
+        return int(self.by_col @ self.col_lengths)
 
 
 class Grid:
@@ -66,58 +86,37 @@ class Grid:
         """[Tr, Tc] of one query head."""
         key = (b if self.map.per_batch else 0, h if self.map.per_head else 0)
         if key not in self._classes:
-            self._classes[key] = self._classify(*key)
+            self._classes[key] = self.map.classes(*key)
         return self._classes[key]
 
-    def _classify(self, b: int, h: int) -> Classes:
-        if not self.rows or not self.cols:
-            return np.zeros((self.rows, self.cols), dtype=np.uint8)
-        if self.problem.program.structure in ("", "b", "t"):
-            return self._band_classes()
-        return np.stack([self.map.row(i, b, h) for i in range(self.rows)])
+    def _head(self, b: int, h: int, count: int) -> HeadTiles:
+        return HeadTiles(b, h, count, self.classes(b, h), self.row_lengths, self.col_lengths)
 
-    def _band_classes(self) -> Classes:
-        """The same for lo <= k - q <= hi, all rows at once: long sequences have millions of tiles."""
-        problem, program = self.problem, self.problem.program
-        lo, hi = program.ints or (-UNBOUNDED, UNBOUNDED)
-        shift = problem.seqlen_k - problem.seqlen_q if program.structure == "b" else 0
-        lo = lo + shift if lo > -UNBOUNDED else -2 * UNBOUNDED
-        hi = hi + shift if hi < UNBOUNDED else 2 * UNBOUNDED
-        q_first = np.arange(self.rows, dtype=np.int64) * self.block_q
-        k_first = np.arange(self.cols, dtype=np.int64) * self.block_k
-        q_last, k_last = q_first + self.row_lengths - 1, k_first + self.col_lengths - 1
-        # a tile's k - q runs from k_first - q_last to k_last - q_first
-        column = np.arange(self.cols)
-        some = column >= np.searchsorted(k_last, q_first + lo, "left")[:, None]
-        some &= column < np.searchsorted(k_first, q_last + hi, "right")[:, None]
-        every = column >= np.searchsorted(k_first, q_last + lo, "left")[:, None]
-        every &= column < np.searchsorted(k_last, q_first + hi, "right")[:, None]
-        some &= lo <= hi
-        return some.astype(np.uint8) + (some & every)
+    def _different(self, heads: int) -> tuple[list[tuple[int, int]], int]:
+        """(sequence, head) of those that may have tiles of their own, and how many of the problem look like each."""
+        batch, per_batch, per_head = self.problem.batch, self.map.per_batch, self.map.per_head
+        first = (batch if per_batch else min(1, batch), heads if per_head else min(1, heads))
+        return list(np.ndindex(first)), (1 if per_batch else batch) * (1 if per_head else heads)
 
     def heads(self) -> Iterator[HeadTiles]:
         """Query heads, those with equal tiles together."""
-        problem = self.problem
-        batches = range(problem.batch) if self.map.per_batch else range(min(1, problem.batch))
-        heads = range(problem.heads) if self.map.per_head else range(min(1, problem.heads))
-        count = (1 if self.map.per_batch else problem.batch) * (1 if self.map.per_head else problem.heads)
-        for b in batches:
-            for h in heads:
-                yield HeadTiles(b, h, count, self.classes(b, h))
+        different, count = self._different(self.problem.heads)
+        return (self._head(b, h, count) for b, h in different)
 
     def kv_heads(self) -> Iterator[tuple[list[HeadTiles], int]]:
         """For each key head (those with equal tiles together): its query heads' tiles, and how many such there are."""
-        problem = self.problem
-        batches = range(problem.batch) if self.map.per_batch else range(min(1, problem.batch))
-        kv_heads = range(problem.kv_heads) if self.map.per_head else range(min(1, problem.kv_heads))
-        count = (1 if self.map.per_batch else problem.batch) * (1 if self.map.per_head else problem.kv_heads)
-        for b in batches:
-            for kv in kv_heads:
-                if self.map.per_head:
-                    group = [kv * problem.group + g for g in range(problem.group)]
-                    yield [HeadTiles(b, h, 1, self.classes(b, h)) for h in group], count
-                else:
-                    yield [HeadTiles(b, kv * problem.group, problem.group, self.classes(b, 0))], count
+        group = self.problem.group
+        different, count = self._different(self.problem.kv_heads)
+        for b, kv in different:
+            if self.map.per_head:
+                yield [self._head(b, kv * group + g, 1) for g in range(group)], count
+            else:
+                yield [self._head(b, kv * group, group)], count
+
+    def keys_used(self, group: list[HeadTiles]) -> int:
+        """Keys of the tiles that any head of a group visits."""
+        used = np.any([head.visited.any(axis=0) for head in group], axis=0)
+        return int(self.col_lengths[used].sum())
 
     def extras(self, head: HeadTiles) -> tuple[int, int]:
         """Bytes of bias over a head's visited tiles, and of mask tensors over its PARTIAL ones."""
@@ -197,3 +196,34 @@ def _spans(lengths: Ints, block: int, size: int) -> Ints:
     """How many cells of `size` each tile touches."""
     starts = np.arange(len(lengths), dtype=np.int64) * block
     return np.asarray((starts + lengths - 1) // size - starts // size + 1)
+
+
+def bucket(length: int) -> int:
+    """A length rounded up to an eighth of its octave, exact up to 256.
+
+    Tiles are cached by length. A cache of keys that grows by one a step would otherwise be planned anew at every step.
+    """
+    if length <= 256:
+        return length
+    step = 1 << (length.bit_length() - 4)
+    return -(-length // step) * step
+
+
+def band_of(problem: Problem) -> tuple[int, int] | None:
+    """lo, hi of k - q for a mask that is one band, None for any other; lengths are those of a whole sequence."""
+    kinds = problem.program.kinds
+    if problem.varlen or len(kinds) != 1 or not kinds[0].is_band or kinds[0].is_offset:
+        return None
+    return problem.program.intervals(problem.shape)[0][:2]
+
+
+@lru_cache(maxsize=4096)
+def visited_fraction(band: tuple[int, int] | None, rows: int, keys: int, m: int, n: int) -> tuple[float, float]:
+    """Visited tiles over all tiles, on average and in the fullest row of tiles.
+
+    A mask that is not one band counts as full, which does not change which tile is best.
+    """
+    if band is None:
+        return 1.0, 1.0
+    visited, cols = visited_tiles([Interval(*band)], rows, keys, m, n), -(-keys // n)
+    return float(visited.mean() / cols), float(visited.max() / cols)

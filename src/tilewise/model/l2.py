@@ -12,8 +12,7 @@ import numpy as np
 
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.grid import even, grid_of
-from tilewise.model.passes import compulsory
-from tilewise.model.schedules import Traffic, stat_size
+from tilewise.model.schedules import Traffic, compulsory, stat_size
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 

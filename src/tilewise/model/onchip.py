@@ -1,8 +1,4 @@
-"""On-chip bytes of a tile: the formulas of the five tutorials, and those of our own kernels.
-
-The tutorials differ in what they count; each is right for its own kernel. `Br`, `Bc` are rows of Q and of K/V in a
-tile.
-"""
+"""On-chip bytes and registers of our kernels' tiles."""
 
 from __future__ import annotations
 
@@ -16,37 +12,6 @@ OVERHEAD_REGISTERS = 24
 fragments gives what the assembler reports for hand-scheduled Hopper kernels, to within four registers."""
 OPERAND_REGISTERS = 32
 """Before Hopper the tensor cores take both operands from registers: fragments of Q and of the current K or V."""
-
-
-def s0_full(br: int, bc: int, d: int, itemsize: int) -> int:
-    """S0 §2.2: Q, K, V, S, the accumulator O and the statistics m and l, all of one size."""
-    return (br * d + 2 * bc * d + br * bc + br * d + 2 * br) * itemsize
-
-
-def s0_rule(br: int, bc: int, d: int) -> int:
-    """S0 §7.2: Q, K, V and S in 16 bits; O, m and l are in registers."""
-    return (br * d + 2 * bc * d + br * bc) * 2
-
-
-def s1(bq: int, bkv: int, d: int, itemsize: int) -> int:
-    """S1 §3.2: inputs in their own size, scores, accumulator and statistics in double."""
-    return (bq + 2 * bkv) * d * itemsize + bq * bkv * 8 + bq * d * 8 + 2 * bq * 8
-
-
-def s2(block_m: int, block_n: int, d: int) -> dict[str, int]:
-    """S2: 16-bit Q, K, V and fp32 S and P, by buffer."""
-    return {
-        "Q": block_m * d * 2,
-        "K": block_n * d * 2,
-        "V": block_n * d * 2,
-        "S": block_m * block_n * 4,
-        "P": block_m * block_n * 4,
-    }
-
-
-def s4(br: int, bc: int, d: int) -> int:
-    """S4: fp32 Q, K and V only; S and O are left out."""
-    return 4 * br * d + 8 * bc * d
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Bytes between memory and chip, by tensor and direction, of each schedule.
 
-Every function counts what its schedule moves when each load and store goes to memory: these are tile bytes, what
-leaves L2 towards the units. `passes.compulsory` is what no schedule can avoid, and `l2.dram` says what of the tile bytes
-L2 lets through to memory. The simulator runs the same schedules literally and must find the same numbers.
+Every schedule counts what it moves when each load and store goes to memory: these are tile bytes, what leaves L2 towards
+the units. `compulsory` is what no schedule can avoid, and `l2.dram` says what of the tile bytes L2 lets through to memory.
+The simulator runs the same schedules literally and must count the same numbers.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tilewise.errors import PlanError
-from tilewise.model.grid import Grid, HeadTiles, Ints, grid_of
+from tilewise.model.grid import Grid, HeadTiles, Ints, even, grid_of
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
@@ -65,25 +66,33 @@ def stat_size(problem: Problem) -> int:
     return 8 if problem.dtype == "float64" else 4
 
 
-def forward_compulsory(problem: Problem, tile: TilePlan) -> Traffic:
-    """Each input that is used at all once, each output once. Keys are used tile by tile."""
-    grid = grid_of(problem, tile.block_q, tile.block_k)
-    problem = grid.problem
-    size, stat, moved = problem.itemsize, stat_size(problem), Traffic()
-    for group, count in grid.kv_heads():
-        used = np.any([head.visited.any(axis=0) for head in group], axis=0) if grid.rows else np.zeros(grid.cols, bool)
-        keys = int(grid.col_lengths[used].sum()) * count
-        moved.read("K", keys * problem.head_dim * size)
-        moved.read("V", keys * problem.head_dim_v * size)
-    for head in grid.heads():
-        seen = int(grid.row_lengths[head.visited.any(axis=1)].sum()) * head.count
-        moved.read("Q", seen * problem.head_dim * size)
-    rows = problem.batch * problem.heads * problem.seqlen_q
-    if problem.bias is not None:
-        moved.read("bias", int(np.prod(problem.bias)) * size)
-    moved.write("O", rows * problem.head_dim_v * size)
-    moved.write("LSE", rows * stat)
-    return moved
+class _Rows:
+    """Traffic counted in rows: a row of each tensor has a fixed size."""
+
+    def __init__(self, problem: Problem) -> None:
+        d, dv, size, stat = problem.head_dim, problem.head_dim_v, problem.itemsize, stat_size(problem)
+        self.moved = Traffic()
+        self.row_bytes = {
+            **dict.fromkeys(("Q", "K", "dQ", "dK"), d * size),
+            **dict.fromkeys(("V", "O", "dO", "dV"), dv * size),
+            **dict.fromkeys(("m", "l", "LSE", "delta", "rowmax", "rowsum", "partial LSE"), stat),
+            **dict.fromkeys(("acc", "partial O"), dv * stat),
+            "dQ acc": d * stat,
+            **dict.fromkeys(("S", "E", "P"), problem.seqlen_k * size),
+        }
+
+    def read(self, rows: int, *tensors: str) -> None:
+        for name in tensors:
+            self.moved.read(name, rows * self.row_bytes[name])
+
+    def write(self, rows: int, *tensors: str) -> None:
+        for name in tensors:
+            self.moved.write(name, rows * self.row_bytes[name])
+
+    def read_extras(self, grid: Grid, head: HeadTiles, heads: int = 1) -> None:
+        """Bias of every visited tile, mask tensors of every PARTIAL one."""
+        for name, size in zip(("bias", "mask"), grid.extras(head), strict=True):
+            self.moved.read(name, size * head.count * heads)
 
 
 def standard(problem: Problem, tile: TilePlan | None = None, *, kernels: int = 6) -> Traffic:
@@ -95,76 +104,67 @@ def standard(problem: Problem, tile: TilePlan | None = None, *, kernels: int = 6
     if kernels not in (3, 6):
         raise PlanError(f"kernels: got {kernels}, need 3 (S, softmax, O) or 6 (S, rowmax, exp, rowsum, P, O)")
     whole = grid_of(problem, max(1, problem.seqlen_q), max(1, problem.seqlen_k))
-    problem = whole.problem
-    heads = problem.batch * problem.heads
-    m, n, size, stat = problem.seqlen_q, problem.seqlen_k, problem.itemsize, stat_size(problem)
-    scores, rows = heads * m * n * size, heads * m * stat
-    moved = Traffic()
-    if not (m and n and heads):
-        moved.write("O", heads * m * problem.head_dim_v * size)
-        return moved
-    moved.read("Q", heads * m * problem.head_dim * size)
-    moved.read("K", heads * n * problem.head_dim * size)
-    moved.read("bias", heads * int(whole.bias_bytes().sum()))
-    moved.read("mask", heads * int(whole.mask_bytes().sum()))
-    moved.write("S", scores)
-    if kernels == 6:
-        moved.read("S", 2 * scores)  # for the maxima, for the exponentials
-        moved.write("rowmax", rows)
-        moved.read("rowmax", rows)
-        moved.write("E", scores)
-        moved.read("E", 2 * scores)  # for the sums, for the division
-        moved.write("rowsum", rows)
-        moved.read("rowsum", rows)
-    else:
-        moved.read("S", scores)
-    moved.write("P", scores)
-    moved.read("P", scores)
-    moved.read("V", heads * n * problem.head_dim_v * size)
-    moved.write("O", heads * m * problem.head_dim_v * size)
-    return moved
+    count = _Rows(whole.problem)
+    heads = whole.problem.batch * whole.problem.heads
+    rows, keys = heads * whole.problem.seqlen_q, heads * whole.problem.seqlen_k
+    if rows and keys:
+        count.read(rows, "Q")
+        count.read(keys, "K")
+        count.moved.read("bias", heads * int(whole.bias_bytes().sum()))
+        count.moved.read("mask", heads * int(whole.mask_bytes().sum()))
+        count.write(rows, "S")
+        if kernels == 6:
+            count.read(2 * rows, "S")  # for the maxima, for the exponentials
+            count.write(rows, "rowmax", "E", "rowsum")
+            count.read(rows, "rowmax")
+            count.read(2 * rows, "E")  # for the sums, for the division
+            count.read(rows, "rowsum")
+        else:
+            count.read(rows, "S")
+        count.write(rows, "P")
+        count.read(rows, "P")
+        count.read(keys, "V")
+    count.write(rows, "O")
+    return count.moved
 
 
 def v1(problem: Problem, tile: TilePlan) -> Traffic:
     """K/V blocks outside, Q blocks inside: O, m and l live in memory and are read and written once per visited tile."""
     grid = grid_of(problem, tile.block_q, tile.block_k)
-    problem = grid.problem
-    d, dv, size, stat = problem.head_dim, problem.head_dim_v, problem.itemsize, stat_size(problem)
-    moved = Traffic()
+    count = _Rows(grid.problem)
     for head in grid.heads():
-        rows = int(head.by_row @ grid.row_lengths) * head.count
-        keys = int(grid.col_lengths[head.visited.any(axis=0)].sum()) * head.count
-        every = problem.seqlen_q * head.count
-        moved.read("K", keys * d * size)
-        moved.read("V", keys * dv * size)
-        moved.read("Q", rows * d * size)
-        # started at (0, −inf, 0), updated by every tile, divided by l at the end
-        moved.write("acc", (every + rows) * dv * stat)
-        moved.read("acc", (rows + every) * dv * stat)
-        moved.write("m", (every + rows) * stat)
-        moved.read("m", rows * stat)
-        moved.write("l", (every + rows) * stat)
-        moved.read("l", (rows + every) * stat)
-        moved.write("O", every * dv * size)
-        _read_extras(moved, grid, head)
-    return moved
+        every, rows = grid.problem.seqlen_q * head.count, head.rows_by_tile * head.count
+        count.read(grid.keys_used([head]) * head.count, "K", "V")
+        # the state starts at (0, −inf, 0), every tile updates it, the end divides by l
+        count.read(rows, "Q")
+        count.write(every + rows, "acc", "m", "l")
+        count.read(rows + every, "acc")
+        count.read(rows, "m")
+        count.read(rows + every, "l")
+        count.write(every, "O")
+        count.read_extras(grid, head)
+    return count.moved
 
 
 def v2(problem: Problem, tile: TilePlan) -> Traffic:
     """Q blocks outside, K/V blocks inside: Q once, O and LSE once, K and V once for each Q block that sees them."""
+    return _queries_outside(problem, tile, ("Q",), ("O", "LSE"))
+
+
+def backward_dq(problem: Problem, tile: TilePlan) -> Traffic:
+    """One block per Q tile: Q, dO, LSE and delta stay, K and V pass by."""
+    return _queries_outside(problem, tile, ("Q", "dO", "LSE", "delta"), ("dQ",))
+
+
+def _queries_outside(problem: Problem, tile: TilePlan, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Traffic:
     grid = grid_of(problem, tile.block_q, tile.block_k)
-    problem = grid.problem
-    d, dv, size, stat = problem.head_dim, problem.head_dim_v, problem.itemsize, stat_size(problem)
-    moved = Traffic()
+    count = _Rows(grid.problem)
     for head in grid.heads():
-        keys = int(head.by_col @ grid.col_lengths) * head.count
-        moved.read("Q", int(grid.row_lengths[head.visited.any(axis=1)].sum()) * head.count * d * size)
-        moved.read("K", keys * d * size)
-        moved.read("V", keys * dv * size)
-        _read_extras(moved, grid, head)
-        moved.write("O", problem.seqlen_q * head.count * dv * size)
-        moved.write("LSE", problem.seqlen_q * head.count * stat)
-    return moved
+        count.read(head.rows * head.count, *inputs)
+        count.read(head.keys_by_tile * head.count, "K", "V")
+        count.read_extras(grid, head)
+        count.write(grid.problem.seqlen_q * head.count, *outputs)
+    return count.moved
 
 
 def decode(problem: Problem, tile: TilePlan) -> Traffic:
@@ -174,29 +174,24 @@ def decode(problem: Problem, tile: TilePlan) -> Traffic:
     """
     grid = grid_of(problem, tile.block_q, tile.block_k)
     problem = grid.problem
-    d, dv, size, stat = problem.head_dim, problem.head_dim_v, problem.itemsize, stat_size(problem)
+    count = _Rows(problem)
     per = -(-grid.cols // tile.splits) if grid.cols else 0
-    moved = Traffic()
     for visited, row_lengths, heads in _decode_rows(problem, tile, grid):
         for split in range(tile.splits):
             part = visited[:, split * per : (split + 1) * per]
             lengths = grid.col_lengths[split * per : (split + 1) * per]
-            keys = int(part.sum(axis=0, dtype=np.int64) @ lengths) * heads
-            moved.read("Q", int(row_lengths[part.any(axis=1)].sum()) * heads * d * size)
-            moved.read("K", keys * d * size)
-            moved.read("V", keys * dv * size)
+            count.read(int(row_lengths[part.any(axis=1)].sum()) * heads, "Q")
+            count.read(int(part.sum(axis=0, dtype=np.int64) @ lengths) * heads, "K", "V")
     if problem.bias is not None or problem.program.tensors:
         single = grid_of(problem, 1, tile.block_k)
         for head in single.heads():  # rows of a packed tile belong to several heads: each reads its own bias and mask
-            _read_extras(moved, single, head)
+            count.read_extras(single, head)
     rows = problem.batch * problem.heads * problem.seqlen_q
     if tile.splits > 1:
-        for name, width in (("partial O", dv), ("partial LSE", 1)):
-            moved.write(name, tile.splits * rows * width * stat)
-            moved.read(name, tile.splits * rows * width * stat)
-    moved.write("O", rows * dv * size)
-    moved.write("LSE", rows * stat)
-    return moved
+        count.write(tile.splits * rows, "partial O", "partial LSE")
+        count.read(tile.splits * rows, "partial O", "partial LSE")
+    count.write(rows, "O", "LSE")
+    return count.moved
 
 
 def _decode_rows(problem: Problem, tile: TilePlan, grid: Grid) -> Iterator[tuple[Any, Ints, int]]:
@@ -217,11 +212,84 @@ def _decode_rows(problem: Problem, tile: TilePlan, grid: Grid) -> Iterator[tuple
         yield visited.reshape(len(starts), single.cols), ends - starts, count
 
 
-def _read_extras(moved: Traffic, grid: Grid, head: HeadTiles) -> None:
-    """Bias of every visited tile, mask tensors of every PARTIAL one."""
-    bias, mask = grid.extras(head)
-    moved.read("bias", bias * head.count)
-    moved.read("mask", mask * head.count)
+# The backward computes S and P again from Q, K and LSE, so no N × N matrix is ever stored.
 
 
-Schedule = Callable[[Problem, TilePlan], Traffic]
+def preprocess(problem: Problem) -> Traffic:
+    """delta = rowsum(dO ∘ O), once for each row."""
+    count, rows = _Rows(problem), problem.batch * problem.heads * problem.seqlen_q
+    count.read(rows, "O", "dO")
+    count.write(rows, "delta")
+    return count.moved
+
+
+def backward_dkdv(problem: Problem, tile: TilePlan) -> Traffic:
+    """One block per K/V tile: K and V stay, the Q tiles of all query heads of the group that see it pass by."""
+    grid = grid_of(problem, tile.block_q, tile.block_k)
+    count = _Rows(grid.problem)
+    for group, heads in grid.kv_heads():
+        for head in group:
+            count.read(head.rows_by_tile * head.count * heads, "Q", "dO", "LSE", "delta")
+            count.read_extras(grid, head, heads)
+        count.read(grid.keys_used(group) * heads, "K", "V")
+        count.write(grid.problem.seqlen_k * heads, "dK", "dV")
+    return count.moved
+
+
+def backward(problem: Problem, tile: TilePlan, dq_tile: TilePlan | None = None) -> Traffic:
+    """The whole backward in three kernels: delta, then dK and dV, then dQ."""
+    return preprocess(problem) + backward_dkdv(problem, tile) + backward_dq(problem, dq_tile or tile)
+
+
+def backward_fused(problem: Problem, tile: TilePlan) -> Traffic:
+    """The backward with one pass over the tiles: each adds to dQ in an fp32 buffer, narrowed at the end."""
+    grid = grid_of(problem, tile.block_q, tile.block_k)
+    count, rows = _Rows(grid.problem), grid.problem.batch * grid.problem.heads * grid.problem.seqlen_q
+    count.write(rows, "dQ acc")  # zeroed
+    for head in grid.heads():
+        count.write(head.rows_by_tile * head.count, "dQ acc")  # a reduction travels one way: the memory side adds
+    count.read(rows, "dQ acc")
+    count.write(rows, "dQ")
+    return preprocess(problem) + backward_dkdv(problem, tile) + count.moved
+
+
+SCHEDULES: dict[str, Callable[[Problem, TilePlan], Traffic]] = {
+    "standard": standard,
+    "v1": v1,
+    "v2": v2,
+    "decode": decode,
+    "backward": backward,
+    "backward_fused": backward_fused,
+    "backward_dkdv": backward_dkdv,
+    "backward_dq": backward_dq,
+}
+
+
+def traffic(problem: Problem, tile: TilePlan, schedule: str = "") -> Traffic:
+    """Tile bytes of a schedule, by tensor and direction; without a name, of the schedule that the tile's pass runs."""
+    schedule = schedule or {"forward": "v2"}.get(tile.pass_, tile.pass_)
+    if schedule not in SCHEDULES:
+        raise PlanError(f"schedule: got {schedule!r}, need one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[schedule](problem, tile)
+
+
+def compulsory(problem: Problem, tile: TilePlan) -> Traffic:
+    """What the pass of `tile` cannot avoid: each input that is used at all once, each output once. Keys are used by tile."""
+    problem = even(problem)
+    if tile.pass_ in ("forward", "decode"):
+        grid = grid_of(problem, tile.block_q, tile.block_k)
+        count, rows = _Rows(problem), problem.batch * problem.heads * problem.seqlen_q
+        for group, heads in grid.kv_heads():
+            count.read(grid.keys_used(group) * heads, "K", "V")
+        for head in grid.heads():
+            count.read(head.rows * head.count, "Q")
+        count.write(rows, "O", "LSE")
+        moved = count.moved
+    else:
+        moved = traffic(problem, TilePlan(max(1, problem.seqlen_q), max(1, problem.seqlen_k), pass_=tile.pass_))
+        if tile.pass_ == "backward_dq":  # one Q tile a head still reads K and V for each query head of a group
+            for name in ("K", "V"):
+                moved.reads[name] //= problem.group
+    if problem.bias is not None:
+        moved.reads["bias"] = math.prod(problem.bias) * problem.itemsize
+    return moved

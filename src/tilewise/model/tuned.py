@@ -36,188 +36,52 @@ class Tuned:
     """True only for packed sequences, False only without them, None for both."""
 
 
-H200 = "NVIDIA H200"
-FORWARD = "tools/measure_gpu.py planner"
-BACKWARD = "tools/measure_gpu.py planner"
-FP32 = "tools/measure_gpu.py fp32-tiles"
+_PLANNER, _FP32 = "tools/measure_gpu.py planner", "tools/measure_gpu.py fp32-tiles"
+
+
+def _h200(
+    pass_: str, head_dim: int, itemsize: int, sizes: tuple[int, int, int, int], evidence: str, measured: str,
+    *, masked: bool | None = None, packed: bool | None = None,
+) -> Tuned:  # fmt: skip
+    """An entry measured on an H200; `sizes` are block_q, block_k, stages and warps."""
+    tile = TilePlan(*sizes, pack_gqa=pass_ == "decode", pass_=pass_)
+    return Tuned(
+        "sm_90", pass_, head_dim, itemsize, masked, tile, "NVIDIA H200", "2026-11-15", measured, evidence, packed=packed
+    )
+
 
 TUNED: tuple[Tuned, ...] = (
-    Tuned(
-        arch="sm_90",
-        pass_="forward",
-        head_dim=64,
-        itemsize=2,
-        masked=None,
-        tile=TilePlan(64, 64, 3, 4),
-        device=H200,
-        date="2026-11-15",
-        measured="bf16 16k full 450 TFLOP/s, causal 426; the model's 128×64 w8 s2 308 and 271",
-        evidence=FORWARD,
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="forward",
-        head_dim=128,
-        itemsize=2,
-        masked=None,
-        tile=TilePlan(64, 64, 3, 4),
-        device=H200,
-        date="2026-11-15",
-        measured="bf16 8k full 509 TFLOP/s, causal 497; the model's 128×128 w8 s2 427 and 392",
-        evidence=FORWARD,
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="decode",
-        head_dim=128,
-        itemsize=2,
-        masked=None,
-        tile=TilePlan(16, 128, 3, 4, pack_gqa=True, pass_="decode"),
-        device=H200,
-        date="2026-11-15",
-        measured="B 8, 32/8 heads, 16k keys 3.88 TB/s; B 1, 131k keys 3.91; the model's 3.48 and 3.59",
-        evidence="tools/measure_gpu.py decode",
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="backward_dkdv",
-        head_dim=64,
-        itemsize=2,
-        masked=True,
-        packed=True,
-        tile=TilePlan(64, 64, 2, 4, pass_="backward_dkdv"),
-        device=H200,
-        date="2026-11-15",
-        measured="bf16 causal backward, times of dense: S 512 1.06, 2k 1.02; with three stages 1.13, 1.04, and it spills",
-        evidence="tools/measure_gpu.py varlen",
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="backward_dkdv",
-        head_dim=64,
-        itemsize=2,
-        masked=None,
-        tile=TilePlan(64, 64, 3, 4, pass_="backward_dkdv"),
-        device=H200,
-        date="2026-11-15",
-        measured="bf16 8k backward full 375 TFLOP/s, causal 343; 64×64 w4 s2 351 and 337; 128×64 w4 s2 gives 395, 365 but spills",
-        evidence=BACKWARD,
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="backward_dq",
-        head_dim=64,
-        itemsize=2,
-        masked=None,
-        tile=TilePlan(64, 64, 3, 4, pass_="backward_dq"),
-        device=H200,
-        date="2026-11-15",
-        measured="bf16 512 full, dQ alone 0.31 ms; 128×64 w8 s3 0.46 ms",
-        evidence=BACKWARD,
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="backward_dkdv",
-        head_dim=128,
-        itemsize=2,
-        masked=None,
-        tile=TilePlan(32, 64, 3, 4, pass_="backward_dkdv"),
-        device=H200,
-        date="2026-11-15",
-        measured="bf16 2k backward full 321 TFLOP/s, causal 265; 64×64 w8 s2 211 and 189",
-        evidence=BACKWARD,
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="backward_dq",
-        head_dim=128,
-        itemsize=2,
-        masked=None,
-        tile=TilePlan(64, 32, 3, 4, pass_="backward_dq"),
-        device=H200,
-        date="2026-11-15",
-        measured="bf16 512 backward full 271 TFLOP/s, causal 180; 2k 368, 311; with 64×64 w4 s3 246, 152 and 351, 285",
-        evidence=BACKWARD,
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="forward",
-        head_dim=64,
-        itemsize=4,
-        masked=None,
-        tile=TilePlan(64, 64, 2, 4),
-        device=H200,
-        date="2026-11-15",
-        measured="fp32 2k causal 92 TFLOP/s; 128×64 w8 s2 78, 64×32 w4 s2 71",
-        evidence=FP32,
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="forward",
-        head_dim=128,
-        itemsize=4,
-        masked=None,
-        tile=TilePlan(64, 32, 2, 4),
-        device=H200,
-        date="2026-11-15",
-        measured="fp32 2k causal 98 TFLOP/s; 128×32 w8 s2 84, 64×64 w4 s1 80",
-        evidence=FP32,
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="backward_dkdv",
-        head_dim=64,
-        itemsize=4,
-        masked=None,
-        tile=TilePlan(64, 64, 2, 4, pass_="backward_dkdv"),
-        device=H200,
-        date="2026-11-15",
-        measured="fp32 2k causal, dK and dV alone, of all the backward's FLOPs 131 TFLOP/s; 32×64 w4 s2 117",
-        evidence=FP32,
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="backward_dq",
-        head_dim=64,
-        itemsize=4,
-        masked=None,
-        tile=TilePlan(64, 64, 2, 4, pass_="backward_dq"),
-        device=H200,
-        date="2026-11-15",
-        measured="fp32 2k causal, dQ alone, of all the backward's FLOPs 196 TFLOP/s; 64×32 w4 s2 151",
-        evidence=FP32,
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="backward_dkdv",
-        head_dim=128,
-        itemsize=4,
-        masked=None,
-        tile=TilePlan(32, 128, 2, 8, pass_="backward_dkdv"),
-        device=H200,
-        date="2026-11-15",
-        measured="fp32 2k causal, dK and dV in one kernel, of all the backward's FLOPs 91 TFLOP/s; 32×64 w4 s2 69",
-        evidence=FP32,
-    ),
-    Tuned(
-        arch="sm_90",
-        pass_="backward_dq",
-        head_dim=128,
-        itemsize=4,
-        masked=None,
-        tile=TilePlan(128, 32, 2, 8, pass_="backward_dq"),
-        device=H200,
-        date="2026-11-15",
-        measured="fp32 2k causal, dQ alone, of all the backward's FLOPs 162 TFLOP/s; 64×32 w4 s2 129",
-        evidence=FP32,
-    ),
-)
+    _h200("forward", 64, 2, (64, 64, 3, 4), _PLANNER,
+          "bf16 16k full 450 TFLOP/s, causal 426; the model's 128×64 w8 s2 308 and 271"),
+    _h200("forward", 128, 2, (64, 64, 3, 4), _PLANNER,
+          "bf16 8k full 509 TFLOP/s, causal 497; the model's 128×128 w8 s2 427 and 392"),
+    _h200("decode", 128, 2, (16, 128, 3, 4), "tools/measure_gpu.py decode",
+          "B 8, 32/8 heads, 16k keys 3.88 TB/s; B 1, 131k keys 3.91; the model's 3.48 and 3.59"),
+    _h200("backward_dkdv", 64, 2, (64, 64, 2, 4), "tools/measure_gpu.py varlen",
+          "bf16 causal backward, times of dense: S 512 1.06, 2k 1.02; with three stages 1.13, 1.04, and it spills",
+          masked=True, packed=True),
+    _h200("backward_dkdv", 64, 2, (64, 64, 3, 4), _PLANNER,
+          "bf16 8k backward full 375 TFLOP/s, causal 343; 64×64 w4 s2 351 and 337; 128×64 w4 s2 gives 395, 365 but spills"),
+    _h200("backward_dq", 64, 2, (64, 64, 3, 4), _PLANNER, "bf16 512 full, dQ alone 0.31 ms; 128×64 w8 s3 0.46 ms"),
+    _h200("backward_dkdv", 128, 2, (32, 64, 3, 4), _PLANNER,
+          "bf16 2k backward full 321 TFLOP/s, causal 265; 64×64 w8 s2 211 and 189"),
+    _h200("backward_dq", 128, 2, (64, 32, 3, 4), _PLANNER,
+          "bf16 512 backward full 271 TFLOP/s, causal 180; 2k 368, 311; with 64×64 w4 s3 246, 152 and 351, 285"),
+    _h200("forward", 64, 4, (64, 64, 2, 4), _FP32, "fp32 2k causal 92 TFLOP/s; 128×64 w8 s2 78, 64×32 w4 s2 71"),
+    _h200("forward", 128, 4, (64, 32, 2, 4), _FP32, "fp32 2k causal 98 TFLOP/s; 128×32 w8 s2 84, 64×64 w4 s1 80"),
+    _h200("backward_dkdv", 64, 4, (64, 64, 2, 4), _FP32,
+          "fp32 2k causal, dK and dV alone, of all the backward's FLOPs 131 TFLOP/s; 32×64 w4 s2 117"),
+    _h200("backward_dq", 64, 4, (64, 64, 2, 4), _FP32,
+          "fp32 2k causal, dQ alone, of all the backward's FLOPs 196 TFLOP/s; 64×32 w4 s2 151"),
+    _h200("backward_dkdv", 128, 4, (32, 128, 2, 8), _FP32,
+          "fp32 2k causal, dK and dV in one kernel, of all the backward's FLOPs 91 TFLOP/s; 32×64 w4 s2 69"),
+    _h200("backward_dq", 128, 4, (128, 32, 2, 8), _FP32,
+          "fp32 2k causal, dQ alone, of all the backward's FLOPs 162 TFLOP/s; 64×32 w4 s2 129"),
+)  # fmt: skip
 
 
 def lookup_tuned(problem: Problem, spec: DeviceSpec, pass_: str, kernels: str) -> Tuned | None:
     """The entry that applies to those kernels, if any."""
-    if not TUNED:
-        return None
     masked = bool(problem.program.structure)
     for entry in TUNED:
         if (

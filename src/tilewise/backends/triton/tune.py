@@ -22,8 +22,8 @@ from tilewise.errors import PlanError
 from tilewise.hardware import DeviceSpec
 from tilewise.hardware.cache import cache_root, load_json, store_json
 from tilewise.model import TilePlan
-from tilewise.model.density import bucket
 from tilewise.model.gpu import ranked
+from tilewise.model.grid import bucket
 from tilewise.problem import Problem
 
 VARIABLE = "TILEWISE_AUTOTUNE"

@@ -14,7 +14,7 @@ from tilewise.errors import ArgumentError
 from tilewise.hardware import DeviceSpec
 from tilewise.masks import parse
 from tilewise.model import TilePlan, Traffic
-from tilewise.model.backward import preprocess
+from tilewise.model.schedules import preprocess
 from tilewise.model.show import describe_problem
 from tilewise.problem import Problem
 

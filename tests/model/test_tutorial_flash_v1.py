@@ -1,33 +1,34 @@
-"""S4, FlashAttention v1: its figures to the digit, erratum included."""
+"""The tutorial on FlashAttention v1: its figures to the digit, erratum included."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from tests.model import tutorials
 from tilewise.lab.simulator import exact, random_inputs, simulate
-from tilewise.model import TilePlan, onchip, seeds, v1, v2, work
+from tilewise.model import TilePlan, v1, v2, work
 from tilewise.problem import Problem
 
 
 def test_row_blocks() -> None:
     """N = 1024: Br = 256 → 4 Q blocks, Bc = 128 → 8 K/V blocks, S_ij is 256 × 128."""
-    assert seeds.blocks(1024, 256) == 4
-    assert seeds.blocks(1024, 128) == 8
+    assert tutorials.blocks(1024, 256) == 4
+    assert tutorials.blocks(1024, 128) == 8
     assert work(Problem.of(heads=1, seqlen=1024, head_dim=64), TilePlan(256, 128)).tiles == 32
 
 
 def test_sram_rule() -> None:
     """4·Br·d + 8·Bc·d ≤ M, fp32 bytes of Q and of K and V."""
-    assert onchip.s4(256, 128, 64) == 4 * 256 * 64 + 8 * 128 * 64 == 128 * 1024
-    assert seeds.fits_s4(256, 128, 64, 128 * 1024)
-    assert not seeds.fits_s4(256, 128, 64, 128 * 1024 - 1)
+    assert tutorials.flash_v1_sram(256, 128, 64) == 4 * 256 * 64 + 8 * 128 * 64 == 128 * 1024
+    assert tutorials.fits_flash_v1(256, 128, 64, 128 * 1024)
+    assert not tutorials.fits_flash_v1(256, 128, 64, 128 * 1024 - 1)
     # S and O, left out, are as large again
-    assert onchip.s0_full(256, 128, 64, 4) - onchip.s4(256, 128, 64) == (256 * 128 + 256 * 64 + 2 * 256) * 4
+    assert tutorials.tiling_sram(256, 128, 64, 4) - tutorials.flash_v1_sram(256, 128, 64) == (256 * 128 + 256 * 64 + 2 * 256) * 4
 
 
 def test_walk_and_result() -> None:
-    """K/V outside, Q inside; same result as S0."""
+    """K/V outside, Q inside; same result as Q outside."""
     problem = Problem.of(heads=1, seqlen=12, head_dim=4, dtype="float64")
     inputs = random_inputs(problem)
     run = simulate(problem, TilePlan(4, 6), "v1", inputs=inputs)
@@ -45,7 +46,7 @@ def test_the_two_loop_orders_side_by_side(br: int, bc: int) -> None:
     n, d = 1024, 64
     problem = Problem.of(heads=1, seqlen=n, head_dim=d, dtype="float32")
     first, second = v1(problem, TilePlan(br, bc)), v2(problem, TilePlan(br, bc))
-    rows, cols = seeds.blocks(n, br), seeds.blocks(n, bc)
+    rows, cols = tutorials.blocks(n, br), tutorials.blocks(n, bc)
     whole = n * d * 4
     assert first.reads["K"] == first.reads["V"] == whole
     assert first.reads["Q"] == cols * whole
@@ -62,11 +63,11 @@ def test_complexity() -> None:
     small, large = (Problem.of(heads=1, seqlen=n, head_dim=64, dtype="float32") for n in (512, 1024))
     tile = TilePlan(64, 64)
     assert work(large, tile).useful == 4 * work(small, tile).useful
-    assert seeds.extra_memory(1024) == 2 * 1024
+    assert tutorials.extra_memory(1024) == 2 * 1024
     runs = [
         simulate(Problem.of(heads=1, seqlen=n, head_dim=4, dtype="float32"), TilePlan(8, 8), "v1") for n in (16, 64)
     ]
-    assert runs[0].sram_peak == runs[1].sram_peak == onchip.s0_full(8, 8, 4, 4)
+    assert runs[0].sram_peak == runs[1].sram_peak == tutorials.tiling_sram(8, 8, 4, 4)
 
 
 def test_erratum_the_listing_needs_its_scale() -> None:

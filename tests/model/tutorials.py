@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tilewise.model.onchip import s1
-
 KiB, MiB = 2**10, 2**20
 SHARED_LIMIT = 48 * KiB
 
@@ -18,30 +16,45 @@ A100_TFLOPS, A100_TBPS, A100_SRAM_TBPS = 312.0, 2.0, 19.0
 H100_TFLOPS, H100_TBPS = 989.4, 3.35
 
 
-# S0, tiling
+# tiling
+
+
+def tiling_sram(br: int, bc: int, d: int, itemsize: int) -> int:
+    """Q, K, V, S, the accumulator O and the statistics m and l, all of one size."""
+    return (br * d + 2 * bc * d + br * bc + br * d + 2 * br) * itemsize
+
+
+def tiling_sram_rule(br: int, bc: int, d: int) -> int:
+    """Q, K, V and S in 16 bits; O, m and l are in registers."""
+    return (br * d + 2 * bc * d + br * bc) * 2
 
 
 def score_bytes(n: int, itemsize: int = 2) -> int:
-    """S0 §1.1: one N × N matrix; S and P are two of them."""
+    """One N × N matrix; S and P are two of them."""
     return n * n * itemsize
 
 
 def blocks(n: int, block: int) -> int:
-    """S0 §3.1: Tr or Tc."""
+    """Tr or Tc."""
     return -(-n // block)
 
 
-# S1, tile sizes and rescaling
+# tile sizes and rescaling
+
+
+def rescaling_sram(bq: int, bkv: int, d: int, itemsize: int) -> int:
+    """Inputs in their own size, scores, accumulator and statistics in double."""
+    return (bq + 2 * bkv) * d * itemsize + bq * bkv * 8 + bq * d * 8 + 2 * bq * 8
 
 
 def updates(src_seq_len: int, block_size_kv: int) -> int:
-    """S1 §3.2: updates of the online softmax without a mask, one per K/V tile."""
+    """Updates of the online softmax without a mask, one per K/V tile."""
     return blocks(src_seq_len, block_size_kv)
 
 
 @dataclass(frozen=True)
 class Rescaling:
-    """S1 §2.3: what one update does to the accumulated values."""
+    """What one update does to the accumulated values."""
 
     alpha: float
     o: float
@@ -49,13 +62,13 @@ class Rescaling:
 
 
 def rescale(m_old: float, m_ij: float, o: float, l: float) -> Rescaling:
-    """S1 §2.3: alpha = exp(m_old − m_new), and the old accumulator and sum brought to the new maximum."""
+    """Alpha = exp(m_old − m_new), and the old accumulator and sum brought to the new maximum."""
     alpha = math.exp(m_old - max(m_old, m_ij))
     return Rescaling(alpha, alpha * o, alpha * l)
 
 
 def starting_tile(itemsize: int, d: int) -> tuple[int, int]:
-    """S1 §3.1: the tile before shared memory is looked at; 4-byte inputs take the `float` path."""
+    """The tile before shared memory is looked at; 4-byte inputs take the `float` path."""
     if itemsize >= 4:
         return (16, 32) if d >= 128 else (32, 64)
     if d >= 128:
@@ -64,43 +77,56 @@ def starting_tile(itemsize: int, d: int) -> tuple[int, int]:
 
 
 def adapted_tile(itemsize: int, d: int, limit: int = SHARED_LIMIT) -> tuple[int, int]:
-    """S1 §3.3: the starting tile, or 4 × 8 if it does not fit."""
+    """The starting tile, or 4 × 8 if it does not fit."""
     tile = starting_tile(itemsize, d)
-    return tile if s1(*tile, d, itemsize) <= limit else (4, 8)
+    return tile if rescaling_sram(*tile, d, itemsize) <= limit else (4, 8)
 
 
 def best_fitting_tile(itemsize: int, d: int, limit: int = SHARED_LIMIT) -> tuple[int, int]:
     """Instead of falling to 4 × 8: the largest power-of-two tile that fits, the widest (fewest updates) of equals."""
     sizes = (4, 8, 16, 32, 64, 128)
-    fitting = [(bq, bkv) for bq in sizes for bkv in sizes if bkv >= bq and s1(bq, bkv, d, itemsize) <= limit]
+    fitting = [
+        (bq, bkv) for bq in sizes for bkv in sizes if bkv >= bq and rescaling_sram(bq, bkv, d, itemsize) <= limit
+    ]
     return max(fitting, key=lambda tile: (tile[0] * tile[1], tile[1]))
 
 
 def error_budget(rescalings: int, each: float) -> float:
-    """S1 §4.2: relative errors of `each` add up. The precision experiment shows how far from that they really stay."""
+    """Relative errors of `each` add up. The precision experiment shows how far from that they really stay."""
     return rescalings * each
 
 
-# S2, the minimal kernel
+# the minimal kernel
+
+
+def minimal_kernel_sram(block_m: int, block_n: int, d: int) -> dict[str, int]:
+    """16-bit Q, K, V and fp32 S and P, by buffer."""
+    return {
+        "Q": block_m * d * 2,
+        "K": block_n * d * 2,
+        "V": block_n * d * 2,
+        "S": block_m * block_n * 4,
+        "P": block_m * block_n * 4,
+    }
 
 
 def standard_elements(s: int, d: int) -> int:
-    """S2: S(3D + 2S). Its own list (Q, K, V, O once, S written and read) sums to S(4D + 2S), and P is missing."""
+    """S(3D + 2S). Its own list (Q, K, V, O once, S written and read) sums to S(4D + 2S), and P is missing."""
     return s * (3 * d + 2 * s)
 
 
 def standard_elements_listed(s: int, d: int) -> int:
-    """What S2's list sums to: S(4D + 2S)."""
+    """What the tutorial's list sums to: S(4D + 2S)."""
     return s * (4 * d + 2 * s)
 
 
 def flash_elements(s: int, d: int) -> int:
-    """S2: 4SD, each of Q, K, V, O once. A lower bound: K and V are read again for each Q block."""
+    """4SD, each of Q, K, V, O once. A lower bound: K and V are read again for each Q block."""
     return 4 * s * d
 
 
 def ideal_speedup(s: int, d: int, sram: float = A100_SRAM_TBPS, hbm: float = A100_TBPS) -> float:
-    """S2: (S / 2D)(SRAM bandwidth / HBM bandwidth) = 4.75·S/D; it divides HBM bytes by SRAM bandwidth."""
+    """(S / 2D)(SRAM bandwidth / HBM bandwidth) = 4.75·S/D; it divides HBM bytes by SRAM bandwidth."""
     return (2 * s * s / hbm) / (4 * s * d / sram)
 
 
@@ -110,46 +136,46 @@ def equal_bandwidth_speedup(s: int, d: int) -> float:
 
 
 def standard_intensity(d: int) -> int:
-    """S2: 4·S²·D / 2·S² → 2D, per element."""
+    """4·S²·D / 2·S² → 2D, per element."""
     return 2 * d
 
 
 def flash_intensity(s: int) -> int:
-    """S2: 4·S²·D / 4·S·D = S, per element."""
+    """4·S²·D / 4·S·D = S, per element."""
     return s
 
 
 def memory_table(d: int = 64) -> list[tuple[int, int, int, int]]:
-    """S2: S, bytes of standard attention (2S²) and of flash (4SD), and their ratio."""
+    """S, bytes of standard attention (2S²) and of flash (4SD), and their ratio."""
     lengths = (512, 1024, 2048, 4096, 8192)
     return [(s, 2 * s * s, 4 * s * d, 2 * s * s // (4 * s * d)) for s in lengths]
 
 
-# S3, IO-aware design
+# IO-aware design
 
 
 def step_intensities(d: int) -> dict[str, float]:
-    """S3 §3.1: FLOPs per element of each step of standard attention, for N ≫ d."""
+    """FLOPs per element of each step of standard attention, for N ≫ d."""
     return {"QKᵀ": 2.0 * d, "softmax": 2.5, "PV": 2.0 * d}
 
 
 def standard_intensity_overall(d: int, itemsize: int = 1) -> float:
-    """S3 §3.2: (4N²d + 5N²) FLOPs over 4N² accesses; per element with itemsize 1, per byte with 2 (fp16)."""
+    """(4N²d + 5N²) FLOPs over 4N² accesses; per element with itemsize 1, per byte with 2 (fp16)."""
     return (4 * d + 5) / 4 / itemsize
 
 
 def standard_accesses(n: int, d: int) -> int:
-    """S3 §4.1: 4N² + 6Nd as printed."""
+    """4N² + 6Nd as printed."""
     return 4 * n * n + 6 * n * d
 
 
 def standard_accesses_listed(n: int, d: int) -> int:
-    """What S3's list sums to: 4N² and five times Nd (Q, K, K again, V, O)."""
+    """What the tutorial's list sums to: 4N² and five times Nd (Q, K, K again, V, O)."""
     return 4 * n * n + 5 * n * d
 
 
 def flash_accesses(n: int, d: int, m: float) -> float:
-    """N²d²/M elements for M elements of SRAM. S3 prints N²d/M, but its figure of 10 MB has the square."""
+    """N²d²/M elements for M elements of SRAM. The tutorial prints N²d/M, but its figure of 10 MB has the square."""
     return n * n * d * d / m
 
 
@@ -163,14 +189,19 @@ def traffic_ratio(m: float, d: int) -> float:
     return 4 * m / d**2
 
 
-# S4, FlashAttention v1
+# FlashAttention v1
 
 
-def fits_s4(br: int, bc: int, d: int, m: int) -> bool:
-    """S4: 4·Br·d + 8·Bc·d ≤ M bytes."""
+def flash_v1_sram(br: int, bc: int, d: int) -> int:
+    """fp32 Q, K and V only; S and O are left out."""
+    return 4 * br * d + 8 * bc * d
+
+
+def fits_flash_v1(br: int, bc: int, d: int, m: int) -> bool:
+    """4·Br·d + 8·Bc·d ≤ M bytes."""
     return 4 * br * d + 8 * bc * d <= m
 
 
 def extra_memory(n: int) -> int:
-    """S4: m and l, one element a row each."""
+    """m and l, one element a row each."""
     return 2 * n

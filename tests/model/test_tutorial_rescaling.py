@@ -1,4 +1,4 @@
-"""S1, tile sizes and rescaling: its figures to the digit, errata included."""
+"""The tutorial on tile sizes and rescaling: its figures to the digit, errata included."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import tilewise.masks as masks
+from tests.model import tutorials
 from tilewise.lab.simulator import random_inputs, simulate
 from tilewise.lab.simulator.precision import PATHS, exact, experiment, make_data, run, to_bfloat16
-from tilewise.model import TilePlan, onchip, seeds, work
+from tilewise.model import TilePlan, work
 from tilewise.problem import Problem
 
 KiB = 2**10
@@ -27,24 +28,24 @@ TABLE = [  # d, tile, KiB, under 48
 
 @pytest.mark.parametrize(("d", "tile", "kib", "fits"), TABLE)
 def test_shared_memory_table(d: int, tile: tuple[int, int], kib: float, fits: bool) -> None:
-    assert onchip.s1(*tile, d, 4) == kib * KiB
-    assert (onchip.s1(*tile, d, 4) <= 48 * KiB) is fits
+    assert tutorials.rescaling_sram(*tile, d, 4) == kib * KiB
+    assert (tutorials.rescaling_sram(*tile, d, 4) <= 48 * KiB) is fits
 
 
 def test_worked_rescaling() -> None:
     """m 5 → 7: alpha = exp(−2) ≈ 0.135, o 10 → 1.35, l 2 → 0.27."""
-    step = seeds.rescale(5.0, 7.0, 10.0, 2.0)
+    step = tutorials.rescale(5.0, 7.0, 10.0, 2.0)
     assert step.alpha == math.exp(-2.0)
     assert round(step.alpha, 3) == 0.135
     assert round(step.o, 2) == 1.35
     assert round(step.l, 2) == 0.27
-    assert seeds.rescale(7.0, 5.0, 10.0, 2.0) == seeds.Rescaling(1.0, 10.0, 2.0)
+    assert tutorials.rescale(7.0, 5.0, 10.0, 2.0) == tutorials.Rescaling(1.0, 10.0, 2.0)
 
 
 @pytest.mark.parametrize(("width", "count"), [(32, 32), (64, 16), (8, 128)])
 def test_updates(width: int, count: int) -> None:
     """1024 keys: 32 updates with 32-wide tiles, 16 with 64-wide ones; the simulator does as many."""
-    assert seeds.updates(1024, width) == count
+    assert tutorials.updates(1024, width) == count
     problem = Problem.of(heads=1, seqlen=4, kv_seqlen=1024, head_dim=2, dtype="float32")
     assert simulate(problem, TilePlan(4, width), "v2").counts.updates == count
     assert work(problem, TilePlan(4, width)).tiles == count
@@ -82,36 +83,36 @@ def test_only_growing_maxima_rescale() -> None:
     ],
 )
 def test_starting_tiles(itemsize: int, d: int, tile: tuple[int, int]) -> None:
-    assert seeds.starting_tile(itemsize, d) == tile
+    assert tutorials.starting_tile(itemsize, d) == tile
 
 
 def test_erratum_the_fp32_rule_falls_to_the_smallest_tile() -> None:
     """fp32 at d = 64 starts at 72.5 KiB and falls straight to 4×8: 128 updates where half precision does 32."""
-    assert seeds.adapted_tile(4, 64) == (4, 8)
-    assert seeds.updates(1024, seeds.adapted_tile(4, 64)[1]) == 128
-    assert seeds.adapted_tile(2, 64) == (16, 32)
-    assert seeds.updates(1024, seeds.adapted_tile(2, 64)[1]) == 32
+    assert tutorials.adapted_tile(4, 64) == (4, 8)
+    assert tutorials.updates(1024, tutorials.adapted_tile(4, 64)[1]) == 128
+    assert tutorials.adapted_tile(2, 64) == (16, 32)
+    assert tutorials.updates(1024, tutorials.adapted_tile(2, 64)[1]) == 32
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_the_best_tile_that_fits_is_better(itemsize: int, d: int) -> None:
     """What a planner should do instead: the largest tile within 48 KiB."""
-    tile = seeds.best_fitting_tile(itemsize, d)
-    assert onchip.s1(*tile, d, itemsize) <= 48 * KiB
-    assert seeds.updates(1024, tile[1]) <= seeds.updates(1024, seeds.adapted_tile(itemsize, d)[1])
+    tile = tutorials.best_fitting_tile(itemsize, d)
+    assert tutorials.rescaling_sram(*tile, d, itemsize) <= 48 * KiB
+    assert tutorials.updates(1024, tile[1]) <= tutorials.updates(1024, tutorials.adapted_tile(itemsize, d)[1])
     if itemsize == 4 and d == 64:
-        assert tile == (8, 64)  # 42.125 KiB: 16 updates where the seed's 4×8 does 128
-        assert onchip.s1(*tile, d, itemsize) == 42.125 * KiB
+        assert tile == (8, 64)  # 42.125 KiB: 16 updates where the tutorial's 4×8 does 128
+        assert tutorials.rescaling_sram(*tile, d, itemsize) == 42.125 * KiB
 
 
 def test_erratum_floats_do_not_use_less_memory() -> None:
-    assert all(onchip.s1(16, 32, d, 4) > onchip.s1(16, 32, d, 2) for d in (64, 128, 256))
+    assert all(tutorials.rescaling_sram(16, 32, d, 4) > tutorials.rescaling_sram(16, 32, d, 2) for d in (64, 128, 256))
 
 
 def test_error_budget() -> None:
     """10 rescalings of 1e-6 each ≈ 1e-5."""
-    assert seeds.error_budget(10, 1e-6) == pytest.approx(1e-5, rel=1e-12)
+    assert tutorials.error_budget(10, 1e-6) == pytest.approx(1e-5, rel=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def results() -> dict[tuple[str, str, int], object]:
     return {(r.path, r.data, r.width): r for r in experiment(n=512, rows=32, widths=(8, 64, 512))}
 
 
-def test_precision_within_the_seeds_tolerances(results) -> None:  # type: ignore[no-untyped-def]
+def test_precision_within_the_tutorials_tolerances(results) -> None:  # type: ignore[no-untyped-def]
     """fp32 within 1e-5 of exact, half within 0.02: both far tighter here."""
     for (path, _, _), result in results.items():
         limit = {"fp32": 1e-6, "fp32 compensated": 1e-6, "double accumulators": 1e-14}.get(path, 0.02)
@@ -128,7 +129,7 @@ def test_precision_within_the_seeds_tolerances(results) -> None:  # type: ignore
 
 @pytest.mark.parametrize("path", ["fp16", "bf16", "fp32", "fp32 compensated"])
 def test_finding_rescalings_cost_nothing(results, path: str) -> None:  # type: ignore[no-untyped-def]
-    """With fp32 accumulators, rescaling on nearly every tile is no worse than never rescaling: contrary to the seed."""
+    """With fp32 accumulators, rescaling on nearly every tile is no worse than never rescaling: contrary to the tutorial."""
     often, never = results[path, "rising", 8], results[path, "rising", 512]
     assert often.rescalings > 40 and never.rescalings == 0
     assert often.relative < 1.5 * never.relative

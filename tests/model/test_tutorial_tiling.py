@@ -1,14 +1,15 @@
-"""S0, tiling: its figures to the digit, with its own constants."""
+"""The tutorial on tiling: its figures to the digit, with its own constants."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from tests.model import tutorials
 from tilewise.hardware import lookup
 from tilewise.lab.simulator import exact, random_inputs, simulate
 from tilewise.lab.simulator.timeline import timeline
-from tilewise.model import TilePlan, gpu_tile, onchip, seeds, work
+from tilewise.model import TilePlan, gpu_tile, work
 from tilewise.model.gpu import BLOCKS, ranked
 from tilewise.problem import Problem
 
@@ -17,32 +18,32 @@ KiB, MiB = 2**10, 2**20
 
 def test_why_tiles_are_needed() -> None:
     """N = 4096 in fp16: S and P are 32 MiB each, 64 together, against about 20 MB of SRAM (192 KB an SM)."""
-    assert seeds.score_bytes(4096) == 32 * MiB
-    assert 2 * seeds.score_bytes(4096) == 64 * MiB
+    assert tutorials.score_bytes(4096) == 32 * MiB
+    assert 2 * tutorials.score_bytes(4096) == 64 * MiB
     all_sram = 108 * 192 * KiB
-    assert round(all_sram / 1e6) == 21  # the seed's "~20 MB"
-    assert 2 * seeds.score_bytes(4096) > 3 * all_sram
+    assert round(all_sram / 1e6) == 21  # the tutorial's "~20 MB"
+    assert 2 * tutorials.score_bytes(4096) > 3 * all_sram
 
 
 @pytest.mark.parametrize(("n", "block", "count"), [(4096, 64, 64), (4096, 128, 32), (1000, 128, 8), (1, 64, 1)])
 def test_block_counts(n: int, block: int, count: int) -> None:
-    assert seeds.blocks(n, block) == count
+    assert tutorials.blocks(n, block) == count
 
 
 def test_on_chip_forms() -> None:
     """§2.2 and §7.2 at Br = Bc = 64, d = 64, 16 bits."""
-    assert onchip.s0_full(64, 64, 64, 2) == (64 * 64 + 2 * 64 * 64 + 64 * 64 + 64 * 64 + 2 * 64) * 2 == 41216
-    assert onchip.s0_rule(64, 64, 64) == (64 * 64 + 2 * 64 * 64 + 64 * 64) * 2 == 32 * KiB
+    assert tutorials.tiling_sram(64, 64, 64, 2) == (64 * 64 + 2 * 64 * 64 + 64 * 64 + 64 * 64 + 2 * 64) * 2 == 41216
+    assert tutorials.tiling_sram_rule(64, 64, 64) == (64 * 64 + 2 * 64 * 64 + 64 * 64) * 2 == 32 * KiB
     # they differ by the accumulator and the statistics alone
-    assert onchip.s0_full(128, 64, 128, 2) - onchip.s0_rule(128, 64, 128) == (128 * 128 + 2 * 128) * 2
+    assert tutorials.tiling_sram(128, 64, 128, 2) - tutorials.tiling_sram_rule(128, 64, 128) == (128 * 128 + 2 * 128) * 2
 
 
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("block", [64, 128])
 def test_usual_tiles_fit_the_usual_sram(block: int, d: int) -> None:
     """A100 ~164 KB/SM: 64–128 × 64–128; H100 ~228 KB/SM: 128–256 × 64–128."""
-    assert onchip.s0_rule(block, block, d) <= 164 * KiB
-    assert onchip.s0_rule(2 * block, block, d) <= 228 * KiB
+    assert tutorials.tiling_sram_rule(block, block, d) <= 164 * KiB
+    assert tutorials.tiling_sram_rule(2 * block, block, d) <= 228 * KiB
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -57,7 +58,7 @@ def test_planner_lands_in_the_usual_ranges(d: int, dtype: str) -> None:
         assert 128 <= tile.block_q <= 256 and 64 <= tile.block_k <= 128, (device, tile)
 
 
-def test_candidates_are_the_seeds_and_double_buffered() -> None:
+def test_candidates_are_the_tutorials_and_double_buffered() -> None:
     assert {32, 64, 128, 256} <= set(BLOCKS)
     problem = Problem.of(heads=16, seqlen=4096, head_dim=128)
     for device in ("a100", "h200"):
@@ -78,8 +79,8 @@ def test_trade_off_of_the_tile_size() -> None:
     problem = Problem.of(heads=1, seqlen=4096, head_dim=64)
     small, large = TilePlan(64, 64), TilePlan(128, 128)
     assert work(problem, small).tiles == 4 * work(problem, large).tiles
-    assert onchip.s0_rule(64, 64, 64) < onchip.s0_rule(128, 128, 64)
-    assert seeds.blocks(4096, 64) > seeds.blocks(4096, 128)
+    assert tutorials.tiling_sram_rule(64, 64, 64) < tutorials.tiling_sram_rule(128, 128, 64)
+    assert tutorials.blocks(4096, 64) > tutorials.blocks(4096, 128)
     by_tile = {(c.tile.block_q, c.tile.block_k): c for c in ranked(problem, lookup("a100")) if c.tile.stages == 2}
     assert by_tile[64, 64].on_chip.blocks >= by_tile[128, 128].on_chip.blocks
 
@@ -94,7 +95,7 @@ def test_forward_is_exact_with_ragged_tiles(n: int, br: int, bc: int) -> None:
     np.testing.assert_allclose(run.outputs["O"], out, rtol=0, atol=1e-13)
     assert run.traffic.writes["O"] == 2 * n * 8 * 8
     assert run.traffic.reads["Q"] == 2 * n * 8 * 8
-    assert run.traffic.reads["K"] == 2 * n * 8 * 8 * seeds.blocks(n, br)
+    assert run.traffic.reads["K"] == 2 * n * 8 * 8 * tutorials.blocks(n, br)
 
 
 def test_double_buffering_overlaps() -> None:

@@ -1,12 +1,13 @@
-"""S3, IO-aware design: its figures to the digit, errata included."""
+"""The tutorial on IO-aware design: its figures to the digit, errata included."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from tests.model import tutorials
 from tilewise.lab.simulator import exact, random_inputs, simulate
-from tilewise.model import TilePlan, backward, seeds, standard, v2
+from tilewise.model import TilePlan, standard, traffic, v2
 from tilewise.model.roof import attainable, intensity, ridge
 from tilewise.problem import Problem
 
@@ -16,9 +17,9 @@ SRAM_ELEMENTS = 100 * 1024 // 4
 
 
 def test_ridge_points() -> None:
-    """A100 312/2 = 156 FLOP/B; H100 989.4/3.35 = 295.3, which the seed prints as 296."""
-    assert ridge(seeds.A100_TFLOPS, seeds.A100_TBPS) == 156.0
-    assert round(ridge(seeds.H100_TFLOPS, seeds.H100_TBPS), 1) == 295.3
+    """A100 312/2 = 156 FLOP/B; H100 989.4/3.35 = 295.3, which the tutorial prints as 296."""
+    assert ridge(tutorials.A100_TFLOPS, tutorials.A100_TBPS) == 156.0
+    assert round(ridge(tutorials.H100_TFLOPS, tutorials.H100_TBPS), 1) == 295.3
 
 
 def test_roofline() -> None:
@@ -31,24 +32,24 @@ def test_roofline() -> None:
 
 def test_intensity_by_step() -> None:
     """QKᵀ ≈ 2d = 128, softmax 2.5, PV ≈ 2d."""
-    assert seeds.step_intensities(64) == {"QKᵀ": 128.0, "softmax": 2.5, "PV": 128.0}
+    assert tutorials.step_intensities(64) == {"QKᵀ": 128.0, "softmax": 2.5, "PV": 128.0}
 
 
 def test_intensity_overall() -> None:
     """60–80 per element; in bytes (fp16) about 33, some 21 % of A100's peak."""
-    assert 60 <= seeds.standard_intensity_overall(64) <= 80
-    in_bytes = seeds.standard_intensity_overall(64, itemsize=2)
+    assert 60 <= tutorials.standard_intensity_overall(64) <= 80
+    in_bytes = tutorials.standard_intensity_overall(64, itemsize=2)
     assert round(in_bytes) == 33
     share = attainable(312e12, 2e12, in_bytes) / 312e12
-    assert round(100 * share) == 21  # the seed's "~50 %" reads the per-element figure against the ridge in bytes
-    assert seeds.standard_intensity_overall(64) / 156 == pytest.approx(0.42, abs=0.01)
+    assert round(100 * share) == 21  # the tutorial's "~50 %" reads the per-element figure against the ridge in bytes
+    assert tutorials.standard_intensity_overall(64) / 156 == pytest.approx(0.42, abs=0.01)
 
 
 def test_accesses_of_the_standard_way() -> None:
     """~4N² + 6Nd as printed; the list sums to 5Nd."""
-    assert seeds.standard_accesses(N, D) == 4 * N * N + 6 * N * D
+    assert tutorials.standard_accesses(N, D) == 4 * N * N + 6 * N * D
     listed = {"Q": 1, "K": 1, "K again": 1, "V": 1, "O": 1}
-    assert seeds.standard_accesses_listed(N, D) == 4 * N * N + sum(listed.values()) * N * D
+    assert tutorials.standard_accesses_listed(N, D) == 4 * N * N + sum(listed.values()) * N * D
     # without reading K a second time: what three kernels really move
     problem = Problem.of(heads=1, seqlen=N, head_dim=D, dtype="float32")
     assert standard(problem, kernels=3).total == 4 * (4 * N * N + 4 * N * D)
@@ -58,14 +59,14 @@ def test_the_headline_figure() -> None:
     """N = 4096, d = 64, M = 100 KiB = 25,600 fp32 elements: 256 MiB against 10.24 MiB, exactly 4M/d² = 25×."""
     assert SRAM_ELEMENTS == 25_600
     assert 256 * MiB == 4 * N * N * 4
-    flash = seeds.flash_accesses(N, D, SRAM_ELEMENTS) * 4
+    flash = tutorials.flash_accesses(N, D, SRAM_ELEMENTS) * 4
     assert flash == pytest.approx(10.24 * MiB, rel=1e-12)
     assert 4 * N * N * 4 / flash == pytest.approx(25.0, rel=1e-12)
-    assert seeds.traffic_ratio(SRAM_ELEMENTS, D) == 25.0
+    assert tutorials.traffic_ratio(SRAM_ELEMENTS, D) == 25.0
 
 
 def test_erratum_the_formula_lost_a_square() -> None:
-    """N²d/M would be 0.16 MiB, not the 10 MB the seed prints."""
+    """N²d/M would be 0.16 MiB, not the 10 MB the tutorial prints."""
     printed = N * N * D / SRAM_ELEMENTS * 4
     assert printed < 0.2 * MiB
 
@@ -73,10 +74,10 @@ def test_erratum_the_formula_lost_a_square() -> None:
 @pytest.mark.parametrize(("br", "ratio"), [(128, 3.95), (256, 7.68)])
 def test_exact_count_of_the_q_outer_schedule(br: int, ratio: float) -> None:
     """What a stated tile really moves: about 3.9× less at Br = 128, 7.7× at 256."""
-    assert seeds.standard_accesses_listed(N, D) / seeds.q_outer_accesses(N, D, br) == pytest.approx(ratio, abs=0.005)
+    assert tutorials.standard_accesses_listed(N, D) / tutorials.q_outer_accesses(N, D, br) == pytest.approx(ratio, abs=0.005)
     problem = Problem.of(heads=1, seqlen=N, head_dim=D, dtype="float32")
     lse = N * 4
-    assert v2(problem, TilePlan(br, 64)).total == seeds.q_outer_accesses(N, D, br) * 4 + lse
+    assert v2(problem, TilePlan(br, 64)).total == tutorials.q_outer_accesses(N, D, br) * 4 + lse
 
 
 def test_recomputation_keeps_only_statistics() -> None:
@@ -84,13 +85,13 @@ def test_recomputation_keeps_only_statistics() -> None:
     problem = Problem.of(heads=1, seqlen=1024, head_dim=64, dtype="float16")
     forward = v2(problem, TilePlan(128, 128))
     assert dict(forward.writes) == {"O": 1024 * 64 * 2, "LSE": 1024 * 4}
-    again = backward.separate(problem, TilePlan(128, 128))
+    again = traffic(problem, TilePlan(128, 128), "backward")
     assert set(again.reads) == {"O", "dO", "Q", "K", "V", "LSE", "delta"}
     assert max(again.writes.values()) == 1024 * 64 * 2
 
 
 def test_erratum_the_loop_needs_its_scale() -> None:
-    """S3 leaves out 1/√d: without it the result is another one."""
+    """The tutorial leaves out 1/√d: without it the result is another one."""
     scaled = Problem.of(heads=1, seqlen=16, head_dim=16, dtype="float64")
     bare = Problem.of(heads=1, seqlen=16, head_dim=16, dtype="float64", scale=1.0)
     assert scaled.scale == 0.25

@@ -1,14 +1,15 @@
-"""S2, the minimal kernel: its figures to the digit, errata included."""
+"""The tutorial on the minimal kernel: its figures to the digit, errata included."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from tests.model import tutorials
 from tilewise.lab.simulator import exact, random_inputs, simulate
 from tilewise.lab.simulator.banks import BANKS, Layout, layouts, tile_conflicts, transactions
-from tilewise.model import TilePlan, onchip, seeds, standard, v2, work
-from tilewise.model.flops import forward_flops, softmax_flops
+from tilewise.model import TilePlan, standard, v2, work
+from tilewise.model.flops import forward_flops
 from tilewise.problem import Problem
 
 KiB, MiB = 2**10, 2**20
@@ -16,15 +17,14 @@ KiB, MiB = 2**10, 2**20
 
 def test_shared_memory() -> None:
     """64×64×64 fp16: Q, K, V 8 KiB each, S and P 16 KiB each → 56 KiB."""
-    buffers = onchip.s2(64, 64, 64)
+    buffers = tutorials.minimal_kernel_sram(64, 64, 64)
     assert [buffers[name] for name in "QKVSP"] == [8 * KiB] * 3 + [16 * KiB] * 2
     assert sum(buffers.values()) == 56 * KiB
 
 
 def test_flops() -> None:
-    """4·S²·D·B·H, and 5·S² for the softmax."""
+    """4·S²·D·B·H."""
     assert forward_flops(2, 3, 1024, 1024, 64, 64) == 4 * 1024**2 * 64 * 2 * 3
-    assert softmax_flops(1024, 1024) == 5 * 1024**2
     problem = Problem.of(batch=2, heads=3, seqlen=1024, head_dim=64)
     done = work(problem, TilePlan(128, 128))
     assert done.useful == done.executed == 4 * 1024**2 * 64 * 2 * 3
@@ -33,14 +33,14 @@ def test_flops() -> None:
 
 def test_hbm_elements() -> None:
     """Standard S(3D + 2S), flash 4SD."""
-    assert seeds.standard_elements(1024, 64) == 1024 * (3 * 64 + 2 * 1024)
-    assert seeds.flash_elements(1024, 64) == 4 * 1024 * 64
+    assert tutorials.standard_elements(1024, 64) == 1024 * (3 * 64 + 2 * 1024)
+    assert tutorials.flash_elements(1024, 64) == 4 * 1024 * 64
 
 
 def test_erratum_the_list_sums_to_something_else() -> None:
     """Q, K, V, O once and S written and read are S(4D + 2S); with P written and read too, S(4D + 4S)."""
     s, d = 1024, 64
-    assert seeds.standard_elements_listed(s, d) == s * (4 * d + 2 * s)
+    assert tutorials.standard_elements_listed(s, d) == s * (4 * d + 2 * s)
     problem = Problem.of(heads=1, seqlen=s, head_dim=d, dtype="float16")
     assert standard(problem, kernels=3).total == 2 * s * (4 * d + 4 * s)
 
@@ -49,7 +49,7 @@ def test_flash_elements_are_a_lower_bound() -> None:
     """With one Q block it is reached (beside LSE); with more, K and V are read again for each."""
     problem = Problem.of(heads=1, seqlen=256, head_dim=64, dtype="float16")
     lse = 256 * 4
-    assert v2(problem, TilePlan(256, 64)).total == 2 * seeds.flash_elements(256, 64) + lse
+    assert v2(problem, TilePlan(256, 64)).total == 2 * tutorials.flash_elements(256, 64) + lse
     assert v2(problem, TilePlan(64, 64)).total == 2 * 256 * 64 * (2 + 2 * 4) + lse
 
 
@@ -67,28 +67,28 @@ def test_one_kernel_against_six() -> None:
 
 def test_intensities() -> None:
     """2D standard and S flash, per element, for S ≫ D."""
-    assert seeds.standard_intensity(64) == 128
-    assert seeds.flash_intensity(1024) == 1024
+    assert tutorials.standard_intensity(64) == 128
+    assert tutorials.flash_intensity(1024) == 1024
     s, d = 1 << 20, 64
-    assert 4 * s * s * d / seeds.standard_elements(s, d) == pytest.approx(2 * d, rel=1e-3)
-    assert 4 * s * s * d / seeds.flash_elements(s, d) == s
+    assert 4 * s * s * d / tutorials.standard_elements(s, d) == pytest.approx(2 * d, rel=1e-3)
+    assert 4 * s * s * d / tutorials.flash_elements(s, d) == s
 
 
 def test_ideal_speedup() -> None:
     """4.75·S/D with 19 and 2 TB/s: 76 at S = 1024, D = 64."""
-    assert seeds.ideal_speedup(1024, 64) == pytest.approx(76.0, rel=1e-12)
-    assert seeds.ideal_speedup(2048, 128) == pytest.approx(4.75 * 2048 / 128, rel=1e-12)
+    assert tutorials.ideal_speedup(1024, 64) == pytest.approx(76.0, rel=1e-12)
+    assert tutorials.ideal_speedup(2048, 128) == pytest.approx(4.75 * 2048 / 128, rel=1e-12)
 
 
 def test_erratum_at_equal_bandwidth_it_is_nine() -> None:
     """The 76 divides HBM bytes by SRAM bandwidth; the bytes alone are 9 to 1."""
-    assert seeds.equal_bandwidth_speedup(1024, 64) == 9.0
-    assert seeds.equal_bandwidth_speedup(1024, 64) >= 3  # "3–8× in practice" is no more than the bytes allow
+    assert tutorials.equal_bandwidth_speedup(1024, 64) == 9.0
+    assert tutorials.equal_bandwidth_speedup(1024, 64) >= 3  # "3–8× in practice" is no more than the bytes allow
 
 
 def test_memory_table() -> None:
     """S = 512 … 8192: 0.5, 2, 8, 32, 128 MiB against 128 KiB … 2 MiB; savings 4, 8, 16, 32, 64."""
-    assert seeds.memory_table(64) == [
+    assert tutorials.memory_table(64) == [
         (512, MiB // 2, 128 * KiB, 4),
         (1024, 2 * MiB, 256 * KiB, 8),
         (2048, 8 * MiB, 512 * KiB, 16),
@@ -112,7 +112,7 @@ def test_both_online_forms_and_the_erratum() -> None:
         m_new = np.maximum(m, s.max(axis=1))
         p, correction = np.exp(s - m_new[:, None]), np.exp(m - m_new)
         l = correction * l + p.sum(axis=1)
-        o = correction[:, None] * o + p @ v[start : start + 2] / l[:, None]  # the seed's high-level loop
+        o = correction[:, None] * o + p @ v[start : start + 2] / l[:, None]  # the tutorial's high-level loop
         m = m_new
     assert np.abs(o - out[0, 0]).max() > 0.1
 
@@ -133,7 +133,7 @@ def test_two_by_two_by_hand() -> None:
 # bank conflicts
 
 
-def test_the_seeds_bad_and_good_access() -> None:
+def test_bad_and_good_access() -> None:
     """shared[thread · N] puts 32 threads on one bank, shared[thread · (N + 1)] on 32."""
     assert transactions([thread * 32 * 4 for thread in range(32)]) == 32
     assert transactions([thread * 33 * 4 for thread in range(32)]) == 1
