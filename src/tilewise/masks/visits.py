@@ -54,7 +54,7 @@ def visited_tiles(
     """
     runs = [visits(term, queries, keys, block_q, block_k, by_key=by_key) for term in terms]
     if len(runs) == 1:
-        return np.maximum(runs[0][1] - runs[0][0], 0)
+        return np.asarray(np.maximum(runs[0][1] - runs[0][0], 0))
     tiles = -(-keys // block_k) if by_key else -(-queries // block_q)
     first, past = np.array(runs, dtype=np.int64).reshape(len(runs), 2, tiles).swapaxes(0, 1)  # [terms, tiles] each
     order = np.argsort(first, axis=0)
