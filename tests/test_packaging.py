@@ -51,7 +51,7 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
     assert metadata["Version"] == tilewise.__version__ == PROJECT["version"]
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "BSD-3-Clause"
-    assert "tilewise = tilewise.cli.app:main" in entry_points
+    assert "tilewise = tilewise.cli:main" in entry_points
 
 
 def test_links_on_the_package_s_page_lead_somewhere(wheel: Path) -> None:
@@ -85,7 +85,7 @@ def test_everything_for_development_is_pinned() -> None:
     assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
     wanted = PROJECT["dependencies"] + [need for extra in PROJECT["optional-dependencies"].values() for need in extra]
     names = {re.split(r"[<>=;\[ ]", need)[0].lower() for need in wanted}
-    assert names <= set(pins), f"not pinned: {sorted(names - set(pins))}"
+    assert names - {"tilewise"} <= set(pins), f"not pinned: {sorted(names - set(pins))}"
 
 
 def test_the_changelog_knows_this_version() -> None:

@@ -19,7 +19,7 @@ def examples(text: str) -> list[str]:
 def commands(text: str) -> dict[str, list[str]]:
     """Commands of the table with the options shown for each."""
     rows = re.findall(r"^\| `tilewise ([\w-]+)` \|(.*)\|$", text, re.MULTILINE)
-    return {name: re.findall(r"`(--[^`]+)`", words) for name, words in rows}
+    return {name: re.findall(r"`(--[^`]+)`", text) for name, text in rows}
 
 
 def codes(text: str) -> list[str]:
@@ -38,6 +38,11 @@ def test_the_same_commands_with_the_same_options() -> None:
 def test_the_same_make_targets() -> None:
     targets = [re.findall(r"^make ([a-z-]+)", text, re.MULTILINE) for text in TEXTS.values()]
     assert targets[0] and targets[0] == targets[1]
+
+
+def test_the_same_install_commands() -> None:
+    lines = [re.findall(r"^pip install \S+", text, re.MULTILINE) for text in TEXTS.values()]
+    assert lines[0] and lines[0] == lines[1]
 
 
 def test_the_same_meanings_are_told() -> None:

@@ -1,6 +1,6 @@
 """`python -m tilewise` is the command `tilewise`."""
 
-from tilewise.cli.app import main
+from tilewise.cli import main
 
 if __name__ == "__main__":
     main()

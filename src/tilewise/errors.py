@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
@@ -11,8 +13,10 @@ __all__ = [
     "KernelError",
     "LayoutError",
     "MaskError",
+    "MissingPackageError",
     "PlanError",
     "TilewiseError",
+    "require",
 ]
 
 
@@ -58,3 +62,18 @@ class KernelError(BackendError):
 
 class DerivativeError(TilewiseError, RuntimeError):
     """A derivative that does not exist here."""
+
+
+class MissingPackageError(TilewiseError, ImportError):
+    """A package that is not installed, or too old; the message has the command that installs it."""
+
+
+def require(extra: str, *packages: str) -> None:
+    """Raise unless the packages of an extra can be imported."""
+    for name in packages:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise MissingPackageError(
+                f"{name}: not installed, and needed here; pip install 'tilewise[{extra}]'"
+            ) from error

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tilewise.lab.report import page
-from tilewise.lab.report.words import WORDS
 
 webdriver = pytest.importorskip("selenium.webdriver")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
@@ -187,9 +186,9 @@ def test_it_speaks_chinese(browse: Open) -> None:
     driver = browse()
     choose(driver, "language", "zh")
     text = driver.find_element(By.TAG_NAME, "body").text
-    assert driver.find_element(By.TAG_NAME, "h1").text == WORDS["title"][1]
+    assert driver.find_element(By.TAG_NAME, "h1").text == page.texts()["zh"]["title"]
     for key in ("roofline.h", "walk.h", "certificate.h", "controls"):
-        assert WORDS[key][1] in text and WORDS[key][0] not in text
+        assert page.texts()["zh"][key] in text and page.texts()["en"][key] not in text
     assert driver.execute_script("return document.documentElement.lang") == "zh-CN"
     assert complaints(driver) == []
     shoot(driver, "desktop-zh")

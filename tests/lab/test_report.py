@@ -1,9 +1,10 @@
-"""The report: its words, its facts, and that the page is one file that needs nothing else."""
+"""The report: its texts, its facts, and that the page is one file that needs nothing else."""
 
 from __future__ import annotations
 
 import json
 import re
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tilewise import hardware, model
 from tilewise.cli.app import app
 from tilewise.hardware.ceilings import Ceilings
 from tilewise.lab.report import figures, machine, page, walk
-from tilewise.lab.report.words import LANGUAGES, WORDS
+from tilewise.lab.report.page import LANGUAGES
 from tilewise.lab.simulator import simulate
 from tilewise.lab.simulator.device import random_inputs
 from tilewise.lab.simulator.exact import attention
@@ -24,6 +25,7 @@ from tilewise.masks import TileMap
 from tilewise.model import TilePlan
 
 SOURCES = {path.name: path.read_text(encoding="utf-8") for path in (Path(page.__file__).parent / "page").iterdir()}
+TEXTS = tomllib.loads((Path(page.__file__).parent / "text.toml").read_text(encoding="utf-8"))
 LENGTHS = (256, 512)
 
 
@@ -40,37 +42,37 @@ def data() -> dict[str, Any]:
         return page.gather()
 
 
-# words
+# texts
 
 
-def test_every_word_is_in_every_language_with_the_same_gaps() -> None:
-    for key, pair in WORDS.items():
+def test_every_text_is_in_every_language_with_the_same_gaps() -> None:
+    for key, pair in TEXTS.items():
         assert len(pair) == len(LANGUAGES) and all(pair), key
         gaps = [sorted(re.findall(r"\{(\w+)\}", text)) for text in pair]
         assert gaps[0] == gaps[1], key
-        assert not re.search(r"[\u4e00-\u9fff]", pair[0]), f"{key}: Chinese among the English words"
+        assert not re.search(r"[\u4e00-\u9fff]", pair[0]), f"{key}: Chinese among the English"
 
 
-def test_the_page_uses_exactly_the_words_of_the_table() -> None:
+def test_the_page_uses_exactly_the_texts_of_the_table() -> None:
     text = "\n".join(SOURCES.values())
     used = set(re.findall(r'\bw\("([^"+]+)"[,)]', text)) | set(re.findall(r'data-[wt]="([\w.]+)"', text))
-    used |= set(re.findall(r'words\["([\w.]+)"\]', text)) | set(re.findall(r'pick\("(\w+)"', text))
+    used |= set(re.findall(r'texts\["([\w.]+)"\]', text)) | set(re.findall(r'pick\("(\w+)"', text))
     used |= {f"{name}.{part}" for name in re.findall(r'head\("(\w+)"\)', text) for part in "hp"}
     used |= set(re.findall(r'"((?:walk|c|bench|roof)\.[a-z]+)"', text)) | {"partial", "full", "play", "pause", "roof"}
-    missing = {key for key in used if key not in WORDS and not key.endswith(".")}
+    missing = {key for key in used if key not in TEXTS and not key.endswith(".")}
     assert not missing
     built = ("s.", "f.", "r.", "l.", "mask.", "data.", "theme.", "load", "compute")  # keys put together in the script
-    unused = {key for key in WORDS if key not in used and not key.startswith(built)}
+    unused = {key for key in TEXTS if key not in used and not key.startswith(built)}
     assert not unused
 
 
-def test_every_name_python_hands_over_has_a_word(data: dict[str, Any]) -> None:
+def test_every_name_python_hands_over_has_a_text(data: dict[str, Any]) -> None:
     names = {f"mask.{mask}" for mask in data["axes"]["mask"]} | {f"s.{way}" for way in (*figures.SCHEDULES, "plan")}
     for found in data["results"].values():
         names |= {f"r.{name}" for name in [found["binding"] or "latency", *(found["limits"] or ())]}
     names |= {f"f.{figure['name']}" for device in data["devices"].values() for figure in device["figures"]}
     names |= {f"l.{loss}" for loss in data["run"]["explanation"]["measured"]["losses"]}
-    assert names <= set(WORDS)
+    assert names <= set(TEXTS)
 
 
 # facts
@@ -86,7 +88,7 @@ def test_every_position_of_the_controls_has_a_result(data: dict[str, Any]) -> No
         for length in axes["length"]:
             for mask in axes["mask"]:
                 for tile in axes["tile"]:
-                    found = data["results"][figures.Choice(device, length, 64, mask).key(tile)]
+                    found = data["results"][figures.key(device, length, 64, mask, tile)]
                     assert f"{length}|{mask}|{found['tile']}" in data["maps"]
     for mask in axes["mask"]:
         assert {f"{mask}|v1", f"{mask}|v2"} <= set(data["walks"])
@@ -97,7 +99,7 @@ def test_every_position_of_the_controls_has_a_result(data: dict[str, Any]) -> No
 def test_traffic_is_the_model_s(data: dict[str, Any], mask: str, schedule: str) -> None:
     spec = hardware.device("h200")
     problem = figures.problem_of(512, 128, mask, figures.dtype_on(spec))
-    found = data["results"][figures.Choice("h200", 512, 128, mask).key("64x64")]
+    found = data["results"][figures.key("h200", 512, 128, mask, "64x64")]
     moved = model.traffic(problem, TilePlan(64, 64), schedule)
     told = found["schedules"][schedule]
     assert told["total"] == moved.total
@@ -198,11 +200,11 @@ def test_the_page_is_one_file(data: dict[str, Any], language: str) -> None:
     assert all(value.startswith(("#", "data:")) for _, value in parts.refers), parts.refers
     assert len(parts.ids) == len(set(parts.ids))
     tables, results = (json.loads(script) for script in parts.scripts[1:3])
-    assert set(tables) == set(LANGUAGES) and set(tables["zh"]) == set(WORDS)
+    assert set(tables) == set(LANGUAGES) and set(tables["zh"]) == set(TEXTS)
     assert set(results["results"]) == set(data["results"])
     own = "".join(parts.scripts[3:])
     assert "fetch(" not in own and "XMLHttpRequest" not in own and "http" not in own
-    assert WORDS["title"][LANGUAGES.index(language)] in text
+    assert TEXTS["title"][LANGUAGES.index(language)] in text
     for wanted in re.findall(r'\$\("(\w+)"\)', own):
         assert wanted in parts.ids, f"the script looks for #{wanted}"
 

@@ -81,6 +81,3 @@ COMMANDS: dict[str, Callable[..., None]] = {
 for _name, _run in COMMANDS.items():
     app.command(_name, cls=_Command)(with_error_line(_run))
 
-
-def main() -> None:
-    app()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.errors import ArgumentError, TilewiseError
+from tilewise.errors import ArgumentError, MissingPackageError
 from tilewise.integrations.transformers.attention import attention_function
 from tilewise.integrations.transformers.masks import mask_function
 from tilewise.integrations.transformers.refusal import guard, refuse
@@ -16,7 +16,7 @@ from tilewise.integrations.transformers.refusal import guard, refuse
 NAME = "tilewise"
 
 
-class RegistryError(TilewiseError, ImportError):
+class RegistryError(MissingPackageError):
     """transformers is missing, or too old to have the registries."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any
@@ -30,17 +29,9 @@ TIMELINE_TILES = 8
 DOCUMENTS = 4
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One position of the controls; its key is what the page looks results up by."""
-
-    device: str
-    length: int
-    dim: int
-    mask: str
-
-    def key(self, tile: str) -> str:
-        return f"{self.device}|{self.length}|{self.dim}|{self.mask}|{tile}"
+def key(device: str, length: int, dim: int, mask: str, tile: str) -> str:
+    """What the page looks results up by: one position of the controls."""
+    return f"{device}|{length}|{dim}|{mask}|{tile}"
 
 
 @cache
@@ -72,11 +63,9 @@ def dtype_on(spec: DeviceSpec) -> str:
 
 
 @cache
-def moved_by(
-    schedule: str, length: int, dim: int, mask: str, dtype: str, block_q: int, block_k: int
-) -> model.Traffic:
-    """Tile bytes, which machines with the same dtype share."""
-    return model.traffic(problem_of(length, dim, mask, dtype), TilePlan(block_q, block_k), schedule)
+def moved_by(schedule: str, length: int, dim: int, mask: str, dtype: str, sides: tuple[int, int]) -> model.Traffic:
+    """Tile bytes, which machines with the same dtype have in common."""
+    return model.traffic(problem_of(length, dim, mask, dtype), TilePlan(*sides), schedule)
 
 
 @cache
@@ -88,23 +77,22 @@ def classes(length: int, mask: str, block_q: int, block_k: int) -> Any:
 
 def results(devices: dict[str, DeviceSpec], lengths: tuple[int, ...] = LENGTHS) -> dict[str, dict[str, Any]]:
     """Every position of the controls: its traffic by schedule, its place under the roof, its plan."""
-    found = {}
+    table = {}
     for device, length, dim, mask in product(devices, lengths, HEAD_DIMS, MASKS):
-        choice, spec = Choice(device, length, dim, mask), devices[device]
-        chosen = plan(problem_of(length, dim, mask, dtype_on(spec)), spec)
+        chosen = plan(problem_of(length, dim, mask, dtype_on(devices[device])), devices[device])
         for tile in TILES:
-            found[choice.key(tile_name(tile))] = _result(choice, spec, chosen, tile)
-    return found
+            table[key(device, length, dim, mask, tile_name(tile))] = _result(mask, chosen, tile)
+    return table
 
 
-def _result(choice: Choice, spec: DeviceSpec, chosen: Plan, wanted: tuple[int, int] | None) -> dict[str, Any]:
-    problem, useful = chosen.problem, chosen.work.useful
+def _result(mask: str, chosen: Plan, wanted: tuple[int, int] | None) -> dict[str, Any]:
+    problem, spec, useful = chosen.problem, chosen.spec, chosen.work.useful
     tile = chosen.tile if wanted is None else TilePlan(*wanted, stages=chosen.tile.stages, warps=chosen.tile.warps)
     sides = (tile.block_q, tile.block_k)
     pair = 2 * problem.heads * (problem.head_dim + problem.head_dim_v)
     dense = pair * problem.seqlen_q * problem.seqlen_k
-    executed = pair * int((classes(choice.length, choice.mask, *sides) > 0).sum()) * tile.block_q * tile.block_k
-    at = (choice.length, choice.dim, choice.mask, problem.dtype, *sides)
+    executed = pair * int((classes(problem.seqlen_q, mask, *sides) > 0).sum()) * tile.block_q * tile.block_k
+    at = (problem.seqlen_q, problem.head_dim, mask, problem.dtype, sides)
     schedules = {}
     for name in SCHEDULES:
         moved = moved_by(name, *at)
@@ -153,7 +141,7 @@ def _buffers(problem: Problem, tile: TilePlan, spec: DeviceSpec) -> dict[str, in
 
 def tile_maps(lengths: tuple[int, ...], plans: dict[str, dict[str, Any]]) -> dict[str, list[list[int]]]:
     """The classes of every mask, length and tile size in use, row by row as runs: class, count, class, count, …"""
-    sizes = {tuple(int(side) for side in found["tile"].split("×")) for found in plans.values()}
+    sizes = {tuple(int(side) for side in result["tile"].split("×")) for result in plans.values()}
     maps = {}
     for length, mask, (m, n) in product(lengths, MASKS, sorted(sizes)):
         maps[f"{length}|{mask}|{m}×{n}"] = [list(_runs(row)) for row in classes(length, mask, m, n)]
@@ -169,14 +157,14 @@ def _runs(row: Any) -> Iterator[int]:
 
 def timelines(devices: dict[str, DeviceSpec]) -> dict[str, list[dict[str, Any]]]:
     """One block's walk over a few key tiles with one, two and three buffers, by device, head dim and tile."""
-    found = {}
+    table = {}
     for (name, spec), dim, tile in product(devices.items(), HEAD_DIMS, [t for t in TILES if t is not None]):
         problem = problem_of(LENGTHS[0], dim, "full", dtype_on(spec))
         keys = [tile[1]] * TIMELINE_TILES
-        found[f"{name}|{dim}|{tile_name(tile)}"] = [
+        table[f"{name}|{dim}|{tile_name(tile)}"] = [
             block_timeline(problem, TilePlan(*tile, stages=stages), keys, tile[0], spec).to_dict() for stages in STAGES
         ]
-    return found
+    return table
 
 
 def memory(dim: int, itemsize: int = 2) -> dict[str, list[int]]:

@@ -15,7 +15,6 @@ from tilewise.api.attention import attention
 from tilewise.diagnostics.certify import certify
 from tilewise.diagnostics.explain import explain
 from tilewise.hardware import Ceilings, DeviceSpec
-from tilewise.lab.bench.machine import machine, versions
 from tilewise.lab.simulator.precision import experiment
 from tilewise.masks import causal
 
@@ -24,11 +23,6 @@ FIGURES = (
     "units", "clock_hz", "sram_bytes", "register_bytes", "l2_bytes", "l3_bytes", "dram_bytes", "dram_bandwidth",
     "l2_bandwidth", "exp_rate",
 )  # fmt: skip
-
-
-def here() -> dict[str, Any]:
-    """Machine and versions, as records carry them."""
-    return {"machine": machine(), "versions": versions()}
 
 
 def describe(spec: DeviceSpec, ceilings: Ceilings | None = None) -> dict[str, Any]:
@@ -85,8 +79,7 @@ def precision(n: int = 1024) -> list[dict[str, Any]]:
 
 def records(directories: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
     """Bench and traffic records in these directories, the newest first; files that are none are passed over."""
-    bench: list[dict[str, Any]] = []
-    traffic: list[dict[str, Any]] = []
+    kept: dict[str, list[dict[str, Any]]] = {"bench": [], "traffic": []}
     paths = sorted(path for directory in directories if directory.is_dir() for path in directory.rglob("*.json"))
     for path in paths:
         try:
@@ -96,13 +89,10 @@ def records(directories: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
         if not isinstance(document, dict):
             continue
         if document.get("suite") == "traffic" and "kernels" in document:
-            traffic.append({**document, "file": path.name})
+            kept["traffic"].append({**document, "file": path.name})
         elif isinstance(document.get("records"), list) and "machine" in document:
-            bench.append(_bench(document, path.name))
-    return {
-        "bench": sorted(bench, key=lambda found: str(found["date"]), reverse=True),
-        "traffic": sorted(traffic, key=lambda found: str(found["date"]), reverse=True),
-    }
+            kept["bench"].append(_bench(document, path.name))
+    return {kind: sorted(some, key=lambda one: str(one["date"]), reverse=True) for kind, some in kept.items()}
 
 
 def _bench(document: dict[str, Any], name: str) -> dict[str, Any]:

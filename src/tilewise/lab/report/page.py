@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tilewise.errors import ArgumentError
+from tilewise.errors import ArgumentError, require
+from tilewise.lab.bench.machine import machine as this_machine
+from tilewise.lab.bench.machine import versions
 from tilewise.lab.report import figures, machine
 from tilewise.lab.report.walk import TILE, walks
-from tilewise.lab.report.words import LANGUAGES, table
 
 CATALOGUED = ("h200", "a100-80")
+LANGUAGES = ("en", "zh")
 Progress = Callable[[str, float], None]
 
 
 def gather(record_dirs: Iterable[Path] = (), progress: Progress | None = None) -> dict[str, Any]:
     """Everything the page shows, as data."""
-    tell = progress or (lambda what, share: None)
+    tell = progress or (lambda what, done: None)
     tell("the machine and its ceilings", 0.0)
     specs, described = machine.machines(CATALOGUED)
     tell("one run, certified", 0.1)
@@ -32,7 +35,8 @@ def gather(record_dirs: Iterable[Path] = (), progress: Progress | None = None) -
     tell("the precision experiment", 0.9)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        **machine.here(),
+        "machine": this_machine(),
+        "versions": versions(),
         "devices": described,
         "run": run,
         "axes": {
@@ -54,8 +58,14 @@ def gather(record_dirs: Iterable[Path] = (), progress: Progress | None = None) -
     }
 
 
+def texts() -> dict[str, dict[str, str]]:
+    """Every text of the page, by language and key."""
+    pairs = tomllib.loads(_source("text.toml"))
+    return {code: {key: pair[side] for key, pair in pairs.items()} for side, code in enumerate(LANGUAGES)}
+
+
 def render(data: dict[str, Any], language: str = "en") -> str:
-    """The page as one HTML document: plotly.js, styles, script, words and data are all inside."""
+    """The page as one HTML document: plotly.js, styles, scripts, texts and data are all inside."""
     import jinja2
     from plotly.offline import get_plotlyjs
 
@@ -63,23 +73,23 @@ def render(data: dict[str, Any], language: str = "en") -> str:
         raise ArgumentError(f"language: got {language!r}, need one of {', '.join(LANGUAGES)}")
     loader = jinja2.PackageLoader("tilewise.lab.report", "page")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    words = {code: table(code) for code in LANGUAGES}
-    name = data["devices"]["here"]["name"]
+    tables = texts()
     return environment.get_template("page.html").render(
         language=language,
-        words=words[language],
-        subtitle=words[language]["subtitle"].format(machine=name),
-        style=_source("page.css"),
-        scripts=[_source("page.js"), _source("walk.js")],
+        texts=tables[language],
+        subtitle=tables[language]["subtitle"].format(machine=data["devices"]["here"]["name"]),
+        style=_source("page/page.css"),
+        scripts=[_source("page/page.js"), _source("page/walk.js")],
         plotly=get_plotlyjs(),
         data=embed(data),
-        table=embed(words),
+        table=embed(tables),
         axes=data["axes"],
     )
 
 
 def write(path: Path, record_dirs: Iterable[Path] = (), language: str = "en", progress: Progress | None = None) -> Path:
     """Write the page and say where it is."""
+    require("report", "jinja2", "plotly")
     page = render(gather(record_dirs, progress), language)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
@@ -103,4 +113,4 @@ def _short(value: Any) -> Any:
 
 
 def _source(name: str) -> str:
-    return (Path(__file__).parent / "page" / name).read_text(encoding="utf-8")
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
