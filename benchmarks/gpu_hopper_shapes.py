@@ -102,7 +102,9 @@ def build(shape: Shape) -> tuple[Any, Any]:
     import torch
 
     import tilewise as tw
-    from tilewise.api.describe import Request, describe
+    from tilewise.api.options import DEFAULTS
+    from tilewise.api.parse import build_problem
+    from tilewise.backends.base import Inputs
 
     packed = shape.lengths is not None
     sq, sk = map(sum, shape.lengths) if shape.lengths is not None else (shape.sq, shape.sk or shape.sq)
@@ -117,11 +119,11 @@ def build(shape: Shape) -> tuple[Any, Any]:
 
     kv_heads = shape.hk or shape.h
     qkv = normal(shape.h, sq, shape.d, shape.gain), normal(kv_heads, sk, shape.d), normal(kv_heads, sk, shape.dv or shape.d)
-    starts = None
-    if shape.lengths is not None:
-        starts = tuple(torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32) for lengths in shape.lengths)
+    starts = [torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32) for lengths in shape.lengths or ()]
+    inputs = Inputs(*qkv, **dict(zip(("cu_q", "cu_k"), starts, strict=False)))
     mask = eval(shape.mask, {"tw": tw, "torch": torch, "device": "cuda"})
-    return describe(qkv, Request(mask=mask, scale=shape.scale, softcap=shape.softcap), starts)
+    options = {"mask": mask, "scale": shape.scale, "softcap": shape.softcap, "return_lse": True}
+    return build_problem(inputs, {**DEFAULTS, **options})
 
 
 def executed_flops(problem: Any) -> float:

@@ -152,7 +152,7 @@ def problem_of(case: Case) -> tuple[Any, Any]:
         varlen=case.varlen,
         device="cuda",
     )
-    problem._program.append(problem.mask.lower(Binding(problem.shape, problem.varlen, torch.as_tensor)))
+    problem.memory["program"] = problem.mask.lower(Binding(problem.shape, problem.varlen, torch.as_tensor))
     dtype = getattr(torch, case.dtype)
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:

@@ -86,9 +86,8 @@ def make(
         varlen=varlen,
         **features,
     )
-    problem._program.append(
-        problem.mask.lower(Binding(problem.shape, problem.varlen, lambda x: torch.as_tensor(x, device=device)))
-    )
+    binding = Binding(problem.shape, problem.varlen, lambda x: torch.as_tensor(x, device=device))
+    problem.memory["program"] = problem.mask.lower(binding)
     fresh = torch.empty if device == "meta" else torch.randn
     if varlen:
         q, k, v = (

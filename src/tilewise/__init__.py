@@ -9,9 +9,8 @@ Importing this package does nothing: names are looked up in their modules when f
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -39,61 +38,33 @@ if TYPE_CHECKING:
     from tilewise.masks import window as window
     from tilewise.problem import Problem as Problem
 
-# public name -> the module that holds it
+# module -> the public names it holds; the imports above are the same list for type checkers
 _HOMES = {
-    "attention": "api.attention",
-    "attention_varlen": "api.varlen",
-    "alibi": "api.bias",
-    "plan": "diagnostics.plan",
-    "explain": "diagnostics.explain",
-    "certify": "diagnostics.certify",
-    "trace_nonfinite": "diagnostics.trace",
-    "TilewiseError": "errors",
-    "Mask": "masks",
-    "full": "masks",
-    "causal": "masks",
-    "window": "masks",
-    "prefix": "masks",
-    "documents": "masks",
-    "blocks": "masks",
-    "key_padding": "masks",
-    "dense": "masks",
-    "Problem": "problem",
-    "sdpa": "integrations.sdpa",
-    "replace_sdpa": "integrations.sdpa",
+    "api.attention": ("attention",),
+    "api.varlen": ("attention_varlen",),
+    "api.bias": ("alibi",),
+    "diagnostics.plan": ("plan",),
+    "diagnostics.explain": ("explain",),
+    "diagnostics.certify": ("certify",),
+    "diagnostics.trace": ("trace_nonfinite",),
+    "errors": ("TilewiseError",),
+    "masks": ("Mask", "full", "causal", "window", "prefix", "documents", "blocks", "key_padding", "dense"),
+    "problem": ("Problem",),
+    "integrations.sdpa": ("sdpa", "replace_sdpa"),
 }
 
-__all__ = ["__version__", "backends", *_HOMES]
+__all__ = ["__version__", "backends", *chain.from_iterable(_HOMES.values())]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("backends", "nn"):
         return import_module(f"tilewise.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
-    value = getattr(import_module(f"tilewise.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    for module, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"tilewise.{module}"), name)
+            return value
+    raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "nn"])
-
-
-class _Backends(ModuleType):
-    """The package `tilewise.backends`, which is also the function `tilewise.backends()`."""
-
-    def __call__(self, device: str | None = None) -> Any:
-        return import_module("tilewise.api.backends").backends(device)
-
-
-class _Tilewise(ModuleType):
-    """`backends` names a package and a public function; whoever imports the package first gets both."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "backends" and isinstance(value, ModuleType):
-            value.__class__ = _Backends
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Tilewise

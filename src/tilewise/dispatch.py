@@ -32,12 +32,11 @@ REGISTRY: dict[str, Entry] = {
 """In order of preference."""
 
 
-_SEEN: set[str] = set()
-"""Devices that were found."""
+_present_devices: set[str] = set()
 
 
-def standing(name: str) -> tuple[str, Entry | None, int]:
-    """What a remembered choice depends on: the name asked for, whom it means now, and how many there are to choose from."""
+def registry_key(name: str) -> tuple[str, Entry | None, int]:
+    """What a cached choice depends on: the name asked for, its entry now, and how many entries there are."""
     return name, REGISTRY.get(name), len(REGISTRY)
 
 
@@ -57,19 +56,15 @@ def register(name: str, entry: Entry, *, first: bool = False) -> None:
     REGISTRY.update({name: entry, **rest} if first else {**rest, name: entry})
 
 
-def check_name(name: str) -> None:
-    if name != "auto":
-        _check_registered(name)
-
-
-def _check_registered(name: str) -> None:
-    if not isinstance(name, str) or name not in REGISTRY:
+def check_name(name: str, *others: str) -> None:
+    """Raise unless the name is registered, or one of the others."""
+    if not isinstance(name, str) or (name not in REGISTRY and name not in others):
         raise ArgumentError(f"backend: got {name!r}, need 'auto' or one of {', '.join(REGISTRY)}")
 
 
 def get(name: str) -> Backend:
     """The backend of that name, imported now."""
-    _check_registered(name)
+    check_name(name)
     return _load(REGISTRY[name].module)
 
 
@@ -93,28 +88,28 @@ def usable(name: str, device: str) -> Verdict:
 
 
 def _present(device: str) -> bool:
-    """Is there such a device? That of a GPU that was seen once is not asked again."""
-    if device not in _SEEN and (device != "cuda" or torch.cuda.is_available()):
-        _SEEN.add(device)
-    return device in _SEEN
+    """Is there such a device? One that was there is not asked for again."""
+    if device not in _present_devices and (device != "cuda" or torch.cuda.is_available()):
+        _present_devices.add(device)
+    return device in _present_devices
 
 
 def judge(name: str, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
     """Would the backend serve this problem, asked by name?"""
     verdict = usable(name, problem.device)
-    failure = problem.__dict__.get("_failures", {}).get((name, backward))
+    failure = problem.memory.get(("failure", name, backward))
     if verdict.ok and failure is not None:
         return Verdict(False, (failure,))
     return get(name).supports(problem, inputs, backward=backward) if verdict.ok else verdict
 
 
-def instead(
+def next_backend(
     failed: Backend, error: KernelError, problem: Problem, inputs: Inputs, name: str, *, backward: bool = False
 ) -> Backend:
     """The next backend after one whose kernel could not be made or started; a backend asked for by name has none."""
     if name != "auto":
         raise error
-    problem.__dict__.setdefault("_failures", {})[failed.name, backward] = str(error)
+    problem.memory["failure", failed.name, backward] = str(error)
     following = select(problem, inputs, backward=backward).backend
     warnings.warn(f"{error}; {following.name} serves this call instead", RuntimeWarning, stacklevel=2)
     return following

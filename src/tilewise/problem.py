@@ -16,6 +16,8 @@ from tilewise.masks.build import is_integer, plain
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PRECISIONS = ("default", "tf32", "compensated")
 MAX_HEAD_DIM = 512
+SETTINGS = ("scale", "softcap", "dropout_p", "precision", "deterministic", "needs_lse")
+"""Fields that neither the tensors nor the mask of a call tell; the operators carry them as arguments."""
 ALIASES = {
     "fp16": "float16",
     "half": "float16",
@@ -55,7 +57,9 @@ class Problem:
     needs_grad: bool = False
     needs_lse: bool = True
     device: str = "cpu"
-    _program: list[MaskProgram] = field(default_factory=list, init=False, repr=False, compare=False, hash=False)
+    memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
+    """What layers keep of their work on this problem: the lowered mask, failed kernels, the backend of the gradients. It
+    lives and dies with the problem, which the call cache keeps or drops."""
 
     @classmethod
     def of(
@@ -116,9 +120,10 @@ class Problem:
     @property
     def program(self) -> MaskProgram:
         """The mask, lowered once."""
-        if not self._program:
-            self._program.append(self.mask.lower(Binding(self.shape, self.varlen)))
-        return self._program[0]
+        program: MaskProgram | None = self.memory.get("program")
+        if program is None:
+            program = self.memory["program"] = self.mask.lower(Binding(self.shape, self.varlen))
+        return program
 
     @property
     def group(self) -> int:

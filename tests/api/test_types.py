@@ -15,7 +15,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import dispatch
 from tilewise.api import names
-from tilewise.api.describe import LAYOUTS
+from tilewise.api.parse import LAYOUTS
 from tilewise.problem import PRECISIONS
 
 BOTH = Tensor | tuple[Tensor, Tensor]
@@ -24,7 +24,7 @@ FUNCTIONS = [tw.attention, tw.attention_varlen]
 
 def test_the_words_are_those_that_are_checked() -> None:
     assert get_args(names.BackendName) == ("auto", *dispatch.REGISTRY)
-    assert get_args(names.Layout) == LAYOUTS
+    assert get_args(names.Layout) == tuple(LAYOUTS)
     assert get_args(names.Precision) == PRECISIONS
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,6 @@ from tilewise.errors import BackendError
 from tilewise.numerics import bounds
 from tilewise.problem import Problem
 
-attention = importlib.import_module("tilewise.api.attention")  # the package shows the function by that name
 HALVES = [
     replace(case, name=f"{case.name}-{str(dtype)[6:]}", dtype=dtype)
     for case in (*CASES, Case("long", batch=1, heads=2, seqlen=600, head_dim=64, mask=lambda shape, g: tw.causal()))
@@ -32,8 +30,7 @@ def matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aten, "_tiles_elsewhere", lambda: False)
     monkeypatch.setattr(aten, "_half_obstacle", lambda dtype: None)
     monkeypatch.setattr(aten, "half_gain", lambda dtype: 6.0)
-    monkeypatch.setattr(attention, "_KNOWN", {})
-    monkeypatch.setattr(attention, "_USUAL", {})
+    monkeypatch.setattr("tilewise.api.call_cache._calls", {})
 
 
 @pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name)

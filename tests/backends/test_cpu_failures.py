@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -37,8 +36,7 @@ def failing(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(compiler, "_loaded", {})
     monkeypatch.setattr(compiler, "_failures", {})
     monkeypatch.setattr(compiler, *FAILURES[request.param])
-    for memory in ("_USUAL", "_KNOWN"):  # of calls that were served before
-        monkeypatch.setattr(importlib.import_module("tilewise.api.attention"), memory, {})
+    monkeypatch.setattr("tilewise.api.call_cache._calls", {})  # of calls that were served before
     return {"compiler": "cannot select", "loader": "Permission denied"}[request.param]
 
 

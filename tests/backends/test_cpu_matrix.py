@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -42,9 +41,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         return "plain" if kind in plan.MATRIX_KINDS and problem.dtype == "bfloat16" else ""
 
     monkeypatch.setattr(plan, "matrix_unit", unit)
-    api = import_module("tilewise.api.attention")
-    for memory in ("_KNOWN", "_USUAL"):  # a call like one before would find its kernels ready
-        monkeypatch.setattr(api, memory, {})
+    monkeypatch.setattr("tilewise.api.call_cache._calls", {})  # a call like one before would find its kernels ready
 
 
 def draw(*shape: int, seed: int = 0, count: int = 3) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -40,8 +39,7 @@ PROCESSORS = {
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call is remembered from before, and none of what follows after the test: plans are remembered with calls."""
-    for name in ("_KNOWN", "_USUAL"):
-        monkeypatch.setattr(sys.modules["tilewise.api.attention"], name, {})
+    monkeypatch.setattr("tilewise.api.call_cache._calls", {})
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:

@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 import tilewise as tw
 from tests.backends.gluon_threads import Descriptor, Machine, kernels
 from tests.backends.gluon_values import Shared, Value, pointer
-from tilewise.api.describe import Request, describe
+from tilewise.api.options import DEFAULTS
+from tilewise.api.parse import build_problem
 from tilewise.backends import tiled
 from tilewise.backends.base import Grads, Inputs
 from tilewise.backends.hopper.backward import plan
@@ -92,12 +93,11 @@ def build(shape: Shape) -> tuple[Problem, Inputs]:
         return torch.randn((1 if packed else shape.b, h, s, d), generator=g).to(shape.dtype)
 
     qkv = normal(shape.h, sq, shape.d), normal(shape.hk, sk, shape.d), normal(shape.hk, sk, shape.dv or shape.d)
-    starts = None
-    if shape.lengths is not None:
-        starts = tuple(torch.tensor([0, *lengths]).cumsum(0).int() for lengths in shape.lengths)
+    starts = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in shape.lengths or ()] or [None, None]
     mask = eval(shape.mask, {"tw": tw, "torch": torch})
-    request = Request(mask=mask, scale=shape.scale, softcap=shape.softcap, deterministic=shape.deterministic)
-    return describe(qkv, request, starts)  # type: ignore[arg-type]
+    options = {"mask": mask, "scale": shape.scale, "softcap": shape.softcap, "deterministic": shape.deterministic}
+    inputs = Inputs(*qkv, cu_q=starts[0], cu_k=starts[1])
+    return build_problem(inputs, {**DEFAULTS, **options, "return_lse": True})  # type: ignore[typeddict-item]
 
 
 def wrapped(x: Any) -> Any:

@@ -12,8 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 import tilewise as tw
-from tilewise.api.attention import _key
-from tilewise.api.describe import Request
+from tilewise.api.call_cache import tensor_facts
 from tilewise.backends.base import Inputs
 from tilewise.backends.hopper import launch
 from tilewise.backends.hopper.backend import backend, layout_reason
@@ -135,8 +134,7 @@ def test_remembered_choices_tell_addresses_apart() -> None:
     first = -memory.data_ptr() % 16 // 2
     even, odd = (memory[i : i + 4 * 16 * 64].view(1, 4, 16, 64) for i in (first, first + 1))
     assert layout_reason("q", even) is None and layout_reason("q", odd) is not None
-    keys = [_key(x, even, even, Request(), "bhsd", "auto") for x in (even, odd)]
-    assert None not in keys and keys[0] != keys[1]
+    assert tensor_facts(even, even, even) != tensor_facts(odd, even, even)
 
 
 def test_few_queries_are_declined() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 import tilewise as tw
-from tilewise.api.attention import prepare
-from tilewise.api.describe import Request, describe
+from tilewise.api.parse import parse_call
 from tilewise.backends.base import Inputs
 from tilewise.masks import Mask
 from tilewise.problem import Problem
@@ -122,13 +121,8 @@ def inside(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Any, options: dict[str, Any]
 ) -> tuple[Problem, Inputs]:
     """What the call means inside, for the oracle."""
-    request = Request(**{name: value for name, value in options.items() if name != "layout"})
-    if packed is None:
-        problem, inputs = prepare(q, k, v, request, options.get("layout", "bhsd"))
-    else:
-        inner = tuple(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        problem, inputs = describe(inner, request, packed)  # type: ignore[arg-type]
-    return problem, inputs
+    lengths = {} if packed is None else dict(zip(("cu_seqlens_q", "cu_seqlens_k"), packed, strict=True))
+    return parse_call(q, k, v, {**options, **lengths, "return_lse": True})  # type: ignore[typeddict-item]
 
 
 def _cumulative(lengths: tuple[int, ...]) -> torch.Tensor:

@@ -39,9 +39,9 @@ def example(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
 
 
 def bound_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, h: int, row: int, column: int) -> float:
-    from tilewise.api.call import understand
+    from tilewise.api.parse import parse_call
 
-    problem, inputs = understand(q, k, v, {"mask": tw.causal()})
+    problem, inputs = parse_call(q, k, v, {"mask": tw.causal()})
     return float(exact_rows(problem, inputs, Rows(0, h, torch.tensor([row]))).out_bound[0, column])
 
 

@@ -168,7 +168,7 @@ def test_asking_there_by_name() -> None:
 
 def test_backends_of_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(dispatch, "_SEEN", set())
+    monkeypatch.setattr(dispatch, "_present_devices", set())
     for device in ("cuda", "cuda:0"):
         found = tw.backends(device)
         assert list(found) == list(dispatch.REGISTRY) and not any(verdict.ok for verdict in found.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import types
@@ -24,7 +23,6 @@ from tilewise.lab.bench.null import null_backend
 from tilewise.lab.bench.suites import SUITES, suite
 from tilewise.lab.bench.timing import Effort, Spread
 
-attention = importlib.import_module("tilewise.api.attention")  # the package shows the function by that name
 CASE = Case("case", heads=2, seqlen=48, head_dim=16, mask="causal")
 QUICK = Effort(seconds=0.0, least=2, most=2, sample=0.0)
 
@@ -69,8 +67,7 @@ def test_floors(floor: float | None, passed: bool | None) -> None:
 def test_a_case_may_say_whose_speed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.backends.tiled import backend
 
-    for memory in ("_KNOWN", "_USUAL"):  # a call that is remembered does not ask again
-        monkeypatch.setattr(attention, memory, {})
+    monkeypatch.setattr("tilewise.api.call_cache._calls", {})  # a call that is cached does not ask again
     seen = []
     forward = type(backend).forward
     monkeypatch.setattr(type(backend), "forward", lambda self, *args: (seen.append(self.name), forward(self, *args))[1])

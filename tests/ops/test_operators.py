@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import tilewise as tw
 from tests.conformance.cases import BY_NAME, build
 from tilewise.backends import sequence
-from tilewise.ops.library import Rules
+from tilewise.ops.library import pack
 
 OPCHECKED = [
     "plain",
@@ -42,25 +42,24 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", OPCHECKED)
 def test_opcheck(name: str) -> None:
     built = build(BY_NAME[name])
-    arguments = (*built.inputs, *Rules.of(built.problem, "tiled"))
-    torch.library.opcheck(torch.ops.tilewise.attention.default, arguments)
+    torch.library.opcheck(torch.ops.tilewise.attention.default, pack(built.problem, built.inputs, "tiled"))
 
 
 @pytest.mark.parametrize("name", ["gqa", "everything", "mask-nothing"])
 def test_opcheck_backward(name: str) -> None:
     built = build(BY_NAME[name])
     inputs = type(built.inputs)(*(x if x is None else x.detach() for x in built.inputs))
-    rules = Rules.of(built.problem, "tiled")
-    out, lse = torch.ops.tilewise.attention(*inputs, *rules)
+    packed = pack(built.problem, inputs, "tiled")
+    out, lse = torch.ops.tilewise.attention(*packed)
     needs = [True, True, True, inputs.bias is not None, inputs.sinks is not None]
-    arguments = (torch.randn_like(out), torch.randn_like(lse), out, lse, needs, *inputs, *rules)
+    arguments = (out, lse, torch.randn_like(out), torch.randn_like(lse), needs, *packed)
     torch.library.opcheck(torch.ops.tilewise.attention_backward.default, arguments)
 
 
 def test_the_operator_and_the_eager_call_agree() -> None:
     built = build(BY_NAME["everything"])
     eager = built.call("tiled")
-    operator = torch.ops.tilewise.attention(*built.inputs, *Rules.of(built.problem, "tiled"))
+    operator = torch.ops.tilewise.attention(*pack(built.problem, built.inputs, "tiled"))
     assert torch.equal(eager[0].transpose(1, 2), operator[0]) and torch.equal(eager[1], operator[1])
     upstream = torch.randn_like(operator[0])
     for a, b in zip(

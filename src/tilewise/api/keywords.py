@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 
 from tilewise.errors import ArgumentTypeError
 
@@ -68,21 +67,13 @@ INSTEAD = {
 """What people know by another name -> what to write here."""
 
 
-def refuse(function: str, unknown: Iterable[str], known: Iterable[str]) -> None:
+def check_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise for keywords that `function` does not take, with what to write instead of each."""
-    from difflib import get_close_matches
-
-    names, known = list(unknown), list(known)
     lines = []
-    for name in names:
-        close = get_close_matches(name, known, 1)
-        instead = INSTEAD.get(name) or (f"{close[0]}=" if close else f"one of {', '.join(known)}")
-        lines.append(f"{name}: {function} has no such argument; use {instead}")
-    raise ArgumentTypeError("\n".join(lines))
-
-
-def hide(function: Callable[..., Any], parameter: str = "unknown") -> None:
-    """Leave the parameter that catches unknown keywords out of the signature that is shown."""
-    signature = inspect.signature(function)
-    shown = [own for name, own in signature.parameters.items() if name != parameter]
-    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            instead = INSTEAD.get(name) or (f"{close[0]}=" if close else f"one of {', '.join(known)}")
+            lines.append(f"{name}: {function} has no such argument; use {instead}")
+    if lines:
+        raise ArgumentTypeError("\n".join(lines))

@@ -12,7 +12,8 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor
 
-from tilewise.api.call import Options, result_inside, understand
+from tilewise.api.options import CallOptions
+from tilewise.api.parse import parse_call, result_inside
 from tilewise.backends.base import Inputs
 from tilewise.diagnostics.certificate import Certificate, RowFinding
 from tilewise.errors import ArgumentError
@@ -39,7 +40,7 @@ def certify(
     lse: Tensor | None = None,
     rows: int | float | Literal["all"] = 256,
     sample_seed: int | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[CallOptions],
 ) -> Certificate:
     """Recompute rows of `out` in float64 with the same mask, bias, softcap, sinks and dropout, and hold them to their bounds.
 
@@ -58,7 +59,7 @@ def certify(
     >>> print(tw.certify(q, k, v, out, mask=tw.causal(), rows=1000))
     """
     begin = time.perf_counter()
-    problem, inputs = understand(q.detach(), k.detach(), v.detach(), options)
+    problem, inputs = parse_call(q.detach(), k.detach(), v.detach(), options, needs_seed=True)
     layout = options.get("layout", "bhsd")
     got = result_inside("out", out, problem, layout, (problem.head_dim_v,))
     got_lse = None if lse is None else result_inside("lse", lse, problem, layout, ())

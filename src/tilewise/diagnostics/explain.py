@@ -11,8 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from tilewise import dispatch, hardware
-from tilewise.api.call import Options, understand
 from tilewise.api.names import BackendName
+from tilewise.api.options import CallOptions
+from tilewise.api.parse import parse_call
 from tilewise.backends.base import Inputs
 from tilewise.diagnostics.explanation import Choice, Explanation, Tiles
 from tilewise.diagnostics.measured import Measured, measure_call
@@ -36,7 +37,7 @@ def explain(
     tile: TilePlan | tuple[int, int] | None = None,
     pass_: str = "auto",
     measure: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[CallOptions],
 ) -> Explanation:
     """Explain the call `attention(q, k, v, …)`, or a Problem, for which neither tensors nor its device are needed.
 
@@ -61,7 +62,7 @@ def explain(
     elif k is None or v is None:
         raise ArgumentTypeError("explain: need q, k and v, or a Problem alone")
     else:
-        problem, inputs = understand(q, k, v, options, needs_seed=False)
+        problem, inputs = parse_call(q, k, v, options)
     spec, live = _machine(problem, inputs, device)
     problem = replace(problem, device="cuda" if spec.is_gpu else "cpu")
     backward = pass_.startswith("backward")

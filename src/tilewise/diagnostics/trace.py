@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from tilewise.api.call import Options, understand
+from tilewise.api.options import CallOptions
+from tilewise.api.parse import parse_call
 from tilewise.backends.base import Inputs
 from tilewise.backends.sequence import Cut, Range, Sequence, cut_tile, cuts
 from tilewise.display import Group, Panel, Shown, Text
@@ -86,7 +87,7 @@ class Trace(Shown):
 
 @torch.no_grad()
 def trace_nonfinite(
-    q: Tensor, k: Tensor, v: Tensor, *, tile: tuple[int, int] = (128, 64), **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, *, tile: tuple[int, int] = (128, 64), **options: Unpack[CallOptions]
 ) -> Trace:
     """Walk the forward tile by tile and name the first (batch, head, query tile, key tile) and step that is not finite.
 
@@ -102,7 +103,7 @@ def trace_nonfinite(
     """
     if min(tile) < 1:
         raise ArgumentError(f"tile: got {tile}, need two positive sizes")
-    problem, inputs = understand(q.detach(), k.detach(), v.detach(), options, needs_seed=False)
+    problem, inputs = parse_call(q.detach(), k.detach(), v.detach(), options)
     first = None
     if min(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k) > 0:
         first = next(_findings(problem, inputs, tile), None)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tilewise.api.attention import attention
-from tilewise.api.describe import autocast
 from tilewise.api.names import BackendName
+from tilewise.api.parse import autocast
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, TilewiseError
 from tilewise.masks import Mask, causal, dense
 from tilewise.ops.tensors import PLAIN

@@ -13,6 +13,7 @@ from tilewise.errors import DerivativeError
 from tilewise.masks import Lowered, MaskProgram
 from tilewise.ops.profile import BACKWARD, profiled
 from tilewise.ops.run import backward, forward
+from tilewise.ops.tensors import by_input, needs_of
 from tilewise.problem import Problem
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -47,17 +48,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        # after problem, backend, chosen come q, k, v and, if there are any, bias, alibi, sinks, seed, cu_q, cu_k
-        wanted = ctx.needs_input_grad[3:]
-        more = len(wanted) > 3
-        needs = Needs(wanted[0], wanted[1], wanted[2], more and wanted[3], more and wanted[5])
-        own = len(wanted) + 2  # then the mask's
-        saved = ctx.saved_tensors
+        required = ctx.needs_input_grad[3:]  # of the inputs, after problem, backend and chosen
+        needs = needs_of(required)
+        saved, own = ctx.saved_tensors, len(required) + 2  # inputs, out and lse; then the mask's
         problem = _with_mask(ctx.problem, saved[own:]) if len(saved) > own else ctx.problem
         # gradients are differentiated only with create_graph, which turns the gradient mode on
         differentiate: Any = AttentionBackward.apply if torch.is_grad_enabled() else gradients
-        dq, dk, dv, dbias, dsinks = differentiate(problem, ctx.backend, needs, dout, dlse, *saved[:own])
-        return (None, None, None, dq, dk, dv, *((dbias, None, dsinks, None, None, None) if more else ()))
+        grads = differentiate(problem, ctx.backend, needs, dout, dlse, *saved[:own])
+        return (None, None, None, *by_input(grads, needs, len(required)))
 
 
 def _versioned(x: Tensor | None) -> Tensor | None:

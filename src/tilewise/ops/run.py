@@ -40,7 +40,7 @@ def forward(
             try:
                 return chosen.forward(problem, inputs)
             except KernelError as error:
-                chosen = dispatch.instead(chosen, error, problem, inputs, backend)
+                chosen = dispatch.next_backend(chosen, error, problem, inputs, backend)
 
 
 def backward(problem: Problem, inputs: Inputs, given: BackwardInputs, backend: str = "auto") -> Grads:
@@ -50,29 +50,15 @@ def backward(problem: Problem, inputs: Inputs, given: BackwardInputs, backend: s
     given = given._replace(dout=materialized(given.dout), dlse=dlse)
     if is_empty(problem):
         return empty_backward(inputs, given)
+    key = ("backward", dispatch.registry_key(backend))  # training meets the problem again at every step
+    chosen: Backend = problem.memory.get(key) or dispatch.select(problem, inputs, backend, backward=True).backend
     with own_precision(problem.device):
         while True:
-            chosen = _backward_of(problem, inputs, backend)
+            problem.memory[key] = chosen
             try:
                 return chosen.backward(problem, inputs, given)
             except KernelError as error:
-                _backward_memory(problem)[dispatch.standing(backend)] = dispatch.instead(
-                    chosen, error, problem, inputs, backend, backward=True
-                )
-
-
-def _backward_of(problem: Problem, inputs: Inputs, backend: str) -> Backend:
-    """The backend of the gradients; remembered with the problem, which training meets again at every step."""
-    known = _backward_memory(problem)
-    key = dispatch.standing(backend)
-    if key not in known:
-        known[key] = dispatch.select(problem, inputs, backend, backward=True).backend
-    return known[key]
-
-
-def _backward_memory(problem: Problem) -> dict[object, Backend]:
-    memory: dict[object, Backend] = problem.__dict__.setdefault("_backward", {})
-    return memory
+                chosen = dispatch.next_backend(chosen, error, problem, inputs, backend, backward=True)
 
 
 def own_precision(device: str) -> AbstractContextManager[object]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise.backends.base import Inputs
+from tilewise.backends.base import Grads, Inputs, Needs
 from tilewise.errors import ArgumentTypeError, DerivativeError
 
 _functorch: Any = torch._C._functorch
@@ -18,6 +18,46 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 ARGUMENTS = ("q", "k", "v", "bias", "bias", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
 """The fields of Inputs as the user calls them."""
+DIFFERENTIABLE = tuple(Inputs._fields.index(name.removeprefix("d")) for name in Grads._fields)
+"""The places among the Inputs of those that Grads and Needs speak of."""
+
+
+def tensor_fields(inputs: Inputs) -> dict[str, Any]:
+    """The fields of a Problem that its tensors tell."""
+    q, k, v = inputs[:3]
+    return {
+        "batch": q.shape[0] if inputs.cu_q is None else inputs.cu_q.shape[0] - 1,
+        "heads": q.shape[1],
+        "kv_heads": k.shape[1],
+        "seqlen_q": q.shape[2],
+        "seqlen_k": k.shape[2],
+        "head_dim": q.shape[3],
+        "head_dim_v": v.shape[3],
+        "dtype": dtype_name(q),
+        "bias": None if inputs.bias is None else tuple(inputs.bias.shape),
+        "alibi": inputs.alibi is not None,
+        "sinks": inputs.sinks is not None,
+        "varlen": inputs.cu_q is not None,
+        "device": q.device.type,
+    }
+
+
+def dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def needs_of(required: Sequence[bool]) -> Needs:
+    """Which gradients are wanted, from what autograd says of the inputs, of which the last may be absent."""
+    return Needs(*(i < len(required) and required[i] for i in DIFFERENTIABLE))
+
+
+def by_input(grads: Sequence[Tensor | None], needs: Needs, count: int) -> list[Tensor | None]:
+    """The gradients wanted, each at the place of its input among the first `count`."""
+    placed: list[Tensor | None] = [None] * count
+    for i, grad, need in zip(DIFFERENTIABLE, grads, needs, strict=True):
+        if need:
+            placed[i] = grad
+    return placed
 
 
 def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
@@ -70,14 +110,30 @@ def materialized_inputs(inputs: Inputs) -> Inputs:
     return inputs
 
 
-def refuse_unknown(named: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Raise on a tensor whose memory may mean something that only its subclass knows."""
-    for name, x in named:
+def refuse_unknown(inputs: Inputs, mask: Iterable[Tensor]) -> None:
+    """Raise on a tensor, of the inputs or the mask, whose memory may mean something that only its subclass knows."""
+    for name, x in (*zip(ARGUMENTS, inputs, strict=True), *(("mask", x) for x in mask)):
         if x is not None and type(x) not in PLAIN and _unknown(type(x)):
             raise ArgumentTypeError(
                 f"{name}: got a {type(x).__name__}, a tensor subclass that attention does not know: its memory may mean "
                 f"anything. If it holds plain numbers, pass {name}.as_subclass(torch.Tensor)"
             )
+
+
+def check_kinds(inputs: Inputs, mask: Sequence[Tensor]) -> None:
+    """Raise on tensors that no backend could read right; unknown subclasses only while tracing, since operators see them."""
+    refuse_tangents(inputs)
+    if torch.compiler.is_compiling():
+        refuse_unknown(inputs, mask)
+    elif _functorch.peek_interpreter_stack() is not None:
+        refuse_transformed(inputs)
+
+
+def as_read(inputs: Inputs, mask: Sequence[Tensor]) -> tuple[Inputs, list[Tensor]]:
+    """The tensors of an operator's call as a backend may read them; what it could not read right is refused."""
+    refuse_unknown(inputs, mask)
+    refuse_tangents(inputs)
+    return materialized_inputs(inputs), [materialized(x) for x in mask]
 
 
 def _unknown(kind: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.api.attention import attention
 from tilewise.api.bias import Alibi, alibi
-from tilewise.api.describe import make_seed
+from tilewise.api.parse import make_seed
 from tilewise.api.varlen import attention_varlen
 from tilewise.errors import ArgumentError, LayoutError
 from tilewise.integrations.flash_attn.probabilities import Batch, signed_probabilities

@@ -1,9 +1,8 @@
-"""A call like the last one takes a short way. Everything that makes a call another one must be seen before it is taken."""
+"""The call cache: a call like the last one is repeated. Everything that makes a call another one must be seen before."""
 
 from __future__ import annotations
 
 import gc
-import importlib
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilewise as tw
 from tilewise import dispatch
+from tilewise.api import call_cache
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, Needs, Verdict
 from tilewise.errors import ArgumentTypeError, LayoutError, TilewiseError
 from tilewise.lab.bench.null import NullBackend
 from tilewise.problem import Problem
 
-attention = importlib.import_module("tilewise.api.attention")  # the package shows the function by that name
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -33,46 +32,45 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensors:
 
 @pytest.fixture
 def qkv() -> Tensors:
-    """Tensors of a shape whose plain call is remembered."""
+    """Tensors of a shape whose plain call is cached."""
     q, k, v = drawn(1, 2, 24, 32)
     tw.attention(q, k, v)
     return q, k, v
 
 
 @pytest.fixture
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Says "long" for every call that did not take the short way, with nothing remembered at first."""
-    ways: list[str] = []
-    recall = attention._recall
+def misses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Says "miss" for every call that was not like the last one; the cache is empty at first."""
+    seen: list[str] = []
+    tensor_facts = call_cache.tensor_facts
 
-    def watched_recall(*args: Any) -> Any:
-        ways.append("long")
-        return recall(*args)
+    def watched(*args: Any) -> Any:
+        seen.append("miss")
+        return tensor_facts(*args)
 
-    monkeypatch.setattr(attention, "_recall", watched_recall)
-    monkeypatch.setattr(attention, "_USUAL", {})
-    monkeypatch.setattr(attention, "_KNOWN", {})
-    return ways
+    monkeypatch.setattr(call_cache, "tensor_facts", watched)
+    monkeypatch.setattr(call_cache, "_calls", {})
+    return seen
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-5)
 
 
-def test_the_second_call_takes_the_short_way(long_ways: list[str]) -> None:
+def test_the_second_call_is_repeated(misses: list[str]) -> None:
     q, k, v = drawn(1, 2, 24, 32)
     first = tw.attention(q, k, v)
-    assert long_ways == ["long"]
+    assert misses == ["miss"]
     for x in (v, v + 1):
         assert close(tw.attention(q, k, x), F.scaled_dot_product_attention(q, k, x))
-    assert torch.equal(tw.attention(q, k, v), first) and long_ways == ["long"]
+    assert torch.equal(tw.attention(q, k, v), first) and misses == ["miss"]
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("mask", [None, tw.causal(), tw.window(5)], ids=["full", "causal", "window"])
-def test_both_ways_give_the_same(layout: str, return_lse: bool, grad: bool, mask: Any, long_ways: list[str]) -> None:
+def test_a_repeated_call_gives_the_same(layout: str, return_lse: bool, grad: bool, mask: Any, misses: list[str]) -> None:
     q, k, v = (x.requires_grad_(grad) for x in drawn(2, 8, 8, 16))
     results = []
     for _ in range(2):
@@ -80,7 +78,7 @@ def test_both_ways_give_the_same(layout: str, return_lse: bool, grad: bool, mask
         results.append(found if isinstance(found, tuple) else (found,))
         if grad:
             results[-1] += torch.autograd.grad(sum(x.sum() for x in results[-1]), (q, k, v))
-    assert long_ways == ["long"] and len(results[0]) == 1 + return_lse + 3 * grad
+    assert misses == ["miss"] and len(results[0]) == 1 + return_lse + 3 * grad
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(*results, strict=True))
     axes = (1, 2) if layout == "bshd" else (1, 1)
     inside = [x.detach().transpose(*axes) for x in (q, k, v)]
@@ -132,17 +130,17 @@ def test_grad_mode_is_seen(qkv: Tensors) -> None:
     assert not tw.attention(*qkv).is_inference()
 
 
-def test_the_short_way_is_found_again_from_another_mode(long_ways: list[str]) -> None:
+def test_a_call_is_cached_for_every_mode(misses: list[str]) -> None:
     q, k, v = drawn(1, 2, 24, 32)
     with torch.inference_mode():
         tw.attention(q, k, v)
     for _ in range(3):
         tw.attention(q, k, v)
-    assert long_ways == ["long", "long"]
+    assert misses == ["miss", "miss"]
     tw.attention(q.requires_grad_(), k, v)
     for _ in range(3):
         tw.attention(q, k.requires_grad_(), v)
-    assert long_ways == ["long"] * 4
+    assert misses == ["miss"] * 4
 
 
 def test_autocast_is_seen(qkv: Tensors) -> None:
@@ -237,8 +235,7 @@ def test_calls_of_many_kinds_take_turns() -> None:
     ]
     alone = []
     for call in calls:
-        attention._USUAL.clear()
-        attention._KNOWN.clear()
+        call_cache._calls.clear()
         alone.append(call())
     order = torch.randint(len(calls), (300,), generator=torch.Generator().manual_seed(0)).tolist()
     for i in order:
@@ -248,7 +245,7 @@ def test_calls_of_many_kinds_take_turns() -> None:
 def test_memory_that_was_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = pytest.importorskip("tilewise.backends.cpu.schedule")
     q, k, v = drawn(1, 2, 24, 32)
-    expected = [tw.attention(q, k, v, backend="cpu") for _ in range(3)][-1]  # the last takes the short way
+    expected = [tw.attention(q, k, v, backend="cpu") for _ in range(3)][-1]  # the last is repeated
     monkeypatch.setattr(schedule.here, "desks", [])  # a thread that has no memory yet
 
     def refused(desk: Any, size: int) -> int:
@@ -330,12 +327,12 @@ def test_nothing_is_kept_of_the_tensors() -> None:
     assert gone() is None
 
 
-def test_a_torch_without_guards_takes_the_long_way(monkeypatch: pytest.MonkeyPatch, long_ways: list[str]) -> None:
+def test_a_torch_without_guards_looks_calls_up_by_their_facts(monkeypatch: pytest.MonkeyPatch, misses: list[str]) -> None:
     monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     q, k, v = drawn(1, 1, 40, 32)
     for _ in range(2):
         assert close(tw.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    assert long_ways == ["long", "long"]
+    assert misses == ["miss", "miss"]
 
 
 def test_compiled_calls_see_the_operator(qkv: Tensors) -> None:

@@ -1,67 +1,89 @@
-"""From a user's arguments to a Problem and its Inputs: every check that needs tensors is here."""
+"""From a user's arguments to a Problem and its Inputs: `parse_call` serves every function that takes a call, run or not."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise.api.bias import Alibi
+from tilewise.api.keywords import check_keywords
 from tilewise.api.lengths import check_lengths
-from tilewise.api.names import BackendName, Precision
+from tilewise.api.options import DEFAULTS, CallOptions
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
 from tilewise.masks.algebra import INTEGERS
-from tilewise.ops.tensors import ARGUMENTS, materialized, refuse_tangents, refuse_transformed, refuse_unknown
+from tilewise.ops.tensors import check_kinds, dtype_name, materialized, tensor_fields
 from tilewise.problem import ITEMSIZE, Problem, unboxed
 
-LAYOUTS = ("bhsd", "bshd")
+LAYOUTS = {"bhsd": "(batch, heads, sequence, dim)", "bshd": "(batch, sequence, heads, dim)"}
 SEED_RANGE = 2**63 - 1
 _AUTOCAST = frozenset(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(kind)
 )
 """Devices that know autocast. Asked once, here: before torch 2.12 the compiler cannot trace the question."""
 _FULL = Full()
-_transforms = torch._C._functorch.peek_interpreter_stack
 
 
-class Request(NamedTuple):
-    """The optional arguments of a call, as given; `needs_lse`: the caller gets to see the log-sum-exp."""
+def parse_call(
+    q: Tensor, k: Tensor, v: Tensor, options: CallOptions, *, needs_seed: bool = False
+) -> tuple[Problem, Inputs]:
+    """The problem of a call and its inputs in the inside layout (B, H, S, D); raises for what makes no sense.
 
-    mask: Mask | Tensor | None = None
-    scale: float | None = None
-    bias: Tensor | Alibi | None = None
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-    dropout_p: float = 0.0
-    seed: int | Tensor | None = None
-    precision: str = "default"
-    deterministic: bool | None = None
-    needs_lse: bool = True
-
-
-class Arguments(TypedDict, total=False):
-    """The same as keywords."""
-
-    mask: Mask | Tensor | None
-    scale: float | None
-    bias: Tensor | Alibi | None
-    softcap: float
-    sinks: Tensor | None
-    dropout_p: float
-    seed: int | Tensor | None
-    precision: Precision
-    deterministic: bool | None
+    `needs_seed`: the result of an earlier call is looked at, so dropout needs the seed of that call.
+    """
+    check_keywords("attention", options, DEFAULTS)
+    options = {**DEFAULTS, **options}
+    if needs_seed and options["dropout_p"] and options["seed"] is None:
+        raise ArgumentError("seed: dropout_p is set and seed is not; pass the seed that the call used")
+    q, k, v = autocast((q, k, v))
+    if options["cu_seqlens_q"] is not None:
+        check_tensors(q, k, v, 3, "(tokens, heads, dim)")
+        cu = _check_packing(options, q, k)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        return build_problem(Inputs(q, k, v, cu_q=cu[0], cu_k=cu[1]), options)
+    layout = options["layout"]
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise LayoutError(f"layout: got {layout!r}, need 'bhsd' (batch, heads, sequence, dim) or 'bshd'")
+    check_tensors(q, k, v, 4, LAYOUTS[layout])
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return build_problem(Inputs(q, k, v), options)
 
 
-class Options(Arguments, total=False):
-    """What the public functions take, for their overloads."""
-
-    backend: BackendName
+def build_problem(inputs: Inputs, options: CallOptions) -> tuple[Problem, Inputs]:
+    """The Problem of tensors in the inside layout, and the Inputs with what the options add to them."""
+    q, k, v = inputs[:3]
+    check_shapes(q, k, v)
+    batch = q.shape[0] if inputs.cu_q is None else inputs.cu_q.shape[0] - 1
+    shape = MaskShape(batch, q.shape[1], q.shape[2], k.shape[2])
+    bias, slopes = _split_bias(options["bias"], q, shape, inputs.cu_q is not None)
+    sinks = _check_sinks(options["sinks"], q, shape.heads)
+    inputs = inputs._replace(bias=bias, alibi=slopes, sinks=sinks)
+    scale, deterministic = options["scale"], options["deterministic"]
+    if deterministic not in (None, True, False):
+        raise ArgumentTypeError(f"deterministic: got {deterministic!r}, need True, False or None (torch's own switch)")
+    problem = Problem(
+        **tensor_fields(inputs),
+        mask=_bind_mask(options["mask"], shape, inputs.cu_k, q.device),
+        scale=1.0 / math.sqrt(max(q.shape[3], 1)) if scale is None else unboxed(scale),
+        softcap=unboxed(options["softcap"]),
+        dropout_p=unboxed(options["dropout_p"]),
+        precision=options["precision"],
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
+        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, bias, sinks) if x is not None),
+        needs_lse=bool(options["return_lse"]),
+    )
+    problem.check()
+    _ = problem.program  # lowered now: a mask that cannot be is refused before anything runs
+    if problem.dropout_p:
+        inputs = inputs._replace(seed=make_seed(options["seed"], q.device))
+    check_kinds(inputs, problem.program.tensors)
+    return problem, inputs
 
 
 def autocast(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -90,9 +112,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, rank: int, shape: str) -> Non
             raise ArgumentTypeError(
                 f"{name}: dtype {tensor.dtype}, but q has {q.dtype}; convert with {name}.to(q.dtype)"
             )
-        if tensor.device != q.device:
-            raise DeviceError(f"{name}: on {tensor.device}, but q is on {q.device}; move it with {name}.to(q.device)")
-    if str(q.dtype).removeprefix("torch.") not in ITEMSIZE:
+        check_device(name, tensor, q.device)
+    if dtype_name(q) not in ITEMSIZE:
         raise ArgumentTypeError(f"q: dtype {q.dtype}, need float16, bfloat16, float32 or float64")
 
 
@@ -100,6 +121,11 @@ def check_dense(name: str, x: Tensor) -> None:
     if x.layout != torch.strided or x.is_nested:
         got = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
         raise LayoutError(f"{name}: got {got}, need a dense one; see {name}.to_dense() and attention_varlen")
+
+
+def check_device(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise DeviceError(f"{name}: on {x.device}, but q is on {device}; move it with {name}.to(q.device)")
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -114,54 +140,23 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise LayoutError(f"head dim: q has {q.shape[3]} and k {k.shape[3]}; they must agree (v may differ)")
 
 
-def describe(
-    qkv: tuple[Tensor, Tensor, Tensor], request: Request, packed: tuple[Tensor, Tensor] | None = None
-) -> tuple[Problem, Inputs]:
-    """The Problem and Inputs of a call; q, k, v in the inside layout, `packed` the cumulative lengths of a packed batch."""
-    q, k, v = qkv
-    check_shapes(q, k, v)
-    batch = q.shape[0] if packed is None else packed[0].shape[0] - 1
-    shape = MaskShape(batch, q.shape[1], q.shape[2], k.shape[2])
-    bias, slopes = _split_bias(request.bias, q, shape, packed is not None)
-    sinks = _check_sinks(request.sinks, q, shape.heads)
-    deterministic = request.deterministic
-    if deterministic not in (None, True, False):
-        raise ArgumentTypeError(f"deterministic: got {deterministic!r}, need True, False or None (torch's own switch)")
-    grads = (q, k, v, *(t for t in (bias, sinks) if t is not None))
-    problem = Problem(
-        batch=batch,
-        heads=shape.heads,
-        kv_heads=k.shape[1],
-        seqlen_q=shape.seqlen_q,
-        seqlen_k=shape.seqlen_k,
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        dtype=str(q.dtype).removeprefix("torch."),
-        mask=_bind_mask(request.mask, shape, packed, q.device),
-        scale=1.0 / math.sqrt(max(q.shape[3], 1)) if request.scale is None else unboxed(request.scale),
-        softcap=unboxed(request.softcap),
-        bias=None if bias is None else (bias.shape[0], bias.shape[1], bias.shape[2], bias.shape[3]),
-        alibi=slopes is not None,
-        sinks=sinks is not None,
-        dropout_p=unboxed(request.dropout_p),
-        varlen=packed is not None,
-        precision=request.precision,
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
-        needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in grads),
-        needs_lse=request.needs_lse,
-        device=q.device.type,
-    )
-    problem.check()
-    _ = problem.program  # lowered now: a mask that cannot be is refused before anything runs
-    seed = make_seed(request.seed, q.device) if problem.dropout_p else None
-    cu_q, cu_k = packed or (None, None)
-    inputs = Inputs(q, k, v, bias, slopes, sinks, seed, cu_q, cu_k)
-    refuse_tangents(inputs)
-    if torch.compiler.is_compiling():  # elsewhere the operator sees the tensors as they are
-        refuse_unknown((*zip(ARGUMENTS, inputs, strict=True), *(("mask", x) for x in problem.program.tensors)))
-    elif _transforms() is not None:
-        refuse_transformed(inputs)
-    return problem, inputs
+def _check_packing(options: CallOptions, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Both cumulative lengths, of 32 bits; their values are checked where they are read (`ops.packing`)."""
+    cu_q, cu_k = options["cu_seqlens_q"], options["cu_seqlens_k"]
+    cu_k = cu_q if cu_k is None else cu_k
+    for name, cu, x in (("cu_seqlens_q", cu_q, q), ("cu_seqlens_k", cu_k, k)):
+        if not isinstance(cu, Tensor) or dtype_name(cu) not in INTEGERS:
+            got = getattr(cu, "dtype", type(cu).__name__)
+            raise ArgumentTypeError(f"{name}: got {got}, need an integer tensor of cumulative lengths")
+        check_dense(name, cu)
+        if cu.ndim != 1 or cu.shape[0] < 1:
+            raise LayoutError(f"{name}: shape {tuple(cu.shape)}, need (sequences + 1,), starting with 0")
+        check_device(name, cu, x.device)
+        check_range(name, cu)
+    assert cu_q is not None and cu_k is not None
+    if cu_k.shape != cu_q.shape:
+        raise LayoutError(f"cu_seqlens_k: {cu_k.shape[0] - 1} sequences, but cu_seqlens_q has {cu_q.shape[0] - 1}")
+    return cu_q.int(), cu_k.int()
 
 
 def check_range(name: str, x: Tensor) -> None:
@@ -180,12 +175,12 @@ def make_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     seed = unboxed(seed)
     if isinstance(seed, Tensor):
         check_dense("seed", seed)
-        if seed.numel() != 1 or str(seed.dtype).removeprefix("torch.") not in INTEGERS:
+        if seed.numel() != 1 or dtype_name(seed) not in INTEGERS:
             raise ArgumentTypeError(
                 f"seed: tensor of shape {tuple(seed.shape)} and dtype {seed.dtype}, need one integer"
             )
-        if seed.device != device and seed.device.type != "cpu":
-            raise DeviceError(f"seed: on {seed.device}, but q is on {device}; move it with .to(q.device)")
+        if seed.device.type != "cpu":
+            check_device("seed", seed, device)
         return seed.to(torch.int64).reshape(())
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentTypeError(f"seed: got {seed!r}, need an integer or a tensor with one")
@@ -194,7 +189,7 @@ def make_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
-def _bind_mask(mask: Any, shape: MaskShape, packed: tuple[Tensor, Tensor] | None, device: torch.device) -> Mask:
+def _bind_mask(mask: Any, shape: MaskShape, cu_k: Tensor | None, device: torch.device) -> Mask:
     """The mask with its tensors on the device; one without tensors stays the value it is."""
     if mask is None:
         return _FULL
@@ -212,17 +207,16 @@ def _bind_mask(mask: Any, shape: MaskShape, packed: tuple[Tensor, Tensor] | None
         return mask
 
     def asarray(x: Any) -> Tensor:
-        if isinstance(x, Tensor) and x.device != device:
-            raise DeviceError(f"mask: holds a tensor on {x.device}, but q is on {device}; move it with .to(q.device)")
         if isinstance(x, Tensor):
+            check_device("mask", x, device)
             check_dense("mask", x)
         # the memory of an array is copied: nobody would notice if it changed before the backward
         tensor = torch.tensor(x, device=device) if isinstance(x, np.ndarray) else torch.as_tensor(x, device=device)
         check_range("mask", tensor)
         return tensor if torch.compiler.is_compiling() else materialized(tensor)
 
-    lowered = Lowered(mask.lower(Binding(shape, packed is not None, asarray)))
-    check_lengths(mask, shape, None if packed is None else packed[1])
+    lowered = Lowered(mask.lower(Binding(shape, cu_k is not None, asarray)))
+    check_lengths(mask, shape, cu_k)
     return lowered
 
 
@@ -231,14 +225,7 @@ def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[T
     if bias is None:
         return None, None
     tensor = bias.slopes if isinstance(bias, Alibi) else bias
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise ArgumentTypeError(
-            f"bias: got {got}, need a floating-point tensor or alibi(slopes); boolean masks are passed as mask="
-        )
-    _check_floating("bias", tensor)
-    if tensor.device != q.device:
-        raise DeviceError(f"bias: on {tensor.device}, but q is on {q.device}; move it with .to(q.device)")
+    _check_floating("bias", tensor, q.device, "tensor or alibi(slopes); boolean masks are passed as mask=")
     if isinstance(bias, Alibi):
         slopes = tensor.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
         slopes = slopes if tensor.ndim == 2 else slopes[None]
@@ -261,25 +248,42 @@ def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[T
     return tensor, None
 
 
-def _check_floating(name: str, x: Tensor) -> None:
-    """A dense tensor of a kind that kernels read."""
+def _check_floating(name: str, x: Any, device: torch.device, wanted: str) -> None:
+    """A dense tensor of a kind that kernels read, on the device."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ArgumentTypeError(f"{name}: got {got}, need a floating-point {wanted}")
     check_dense(name, x)
-    if str(x.dtype).removeprefix("torch.") not in ITEMSIZE:
+    if dtype_name(x) not in ITEMSIZE:
         raise ArgumentTypeError(
             f"{name}: dtype {x.dtype}, need float16, bfloat16, float32 or float64; convert with .to(q.dtype)"
         )
+    check_device(name, x, device)
 
 
 def _check_sinks(sinks: Any, q: Tensor, heads: int) -> Tensor | None:
     if sinks is None:
         return None
-    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-        raise ArgumentTypeError(
-            f"sinks: got {getattr(sinks, 'dtype', type(sinks).__name__)}, need a floating-point tensor ({heads},)"
+    _check_floating("sinks", sinks, q.device, f"tensor ({heads},)")
+    checked: Tensor = sinks
+    if tuple(checked.shape) != (heads,):
+        raise LayoutError(f"sinks: shape {tuple(checked.shape)}, need one for each query head, ({heads},)")
+    return checked
+
+
+def result_inside(name: str, x: Tensor, problem: Problem, layout: str, columns: tuple[int, ...]) -> Tensor:
+    """An output (`columns` = (Dv,)) or LSE (()) of the call, brought to (B, Hq, M, …); raises where it cannot be one."""
+    want: tuple[int, ...] = (1 if problem.varlen else problem.batch, problem.heads, problem.seqlen_q, *columns)
+    inner = x
+    if problem.varlen and columns and x.ndim == 3:
+        inner = x.transpose(0, 1).unsqueeze(0)
+    elif problem.varlen and x.ndim == 2:
+        inner = x.unsqueeze(0)
+    elif columns and layout == "bshd" and x.ndim == 4:
+        inner = x.transpose(1, 2)
+    if tuple(inner.shape) != want or not torch.is_floating_point(x):
+        raise LayoutError(
+            f"{name}: shape {tuple(x.shape)} and dtype {x.dtype}; the result of this call is floating-point and, "
+            f"as (batch, heads, queries, …), of shape {want}"
         )
-    _check_floating("sinks", sinks)
-    if sinks.device != q.device:
-        raise DeviceError(f"sinks: on {sinks.device}, but q is on {q.device}; move it with .to(q.device)")
-    if tuple(sinks.shape) != (heads,):
-        raise LayoutError(f"sinks: shape {tuple(sinks.shape)}, need one for each query head, ({heads},)")
-    return sinks
+    return inner.detach()

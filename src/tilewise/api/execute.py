@@ -1,0 +1,61 @@
+"""Run a parsed call: through the operator where something watches operators, straight to the backend otherwise."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tilewise import dispatch
+from tilewise.api.options import CallOptions
+from tilewise.api.parse import parse_call
+from tilewise.backends.base import Backend, Inputs
+from tilewise.ops import attend
+from tilewise.ops.profile import FORWARD, profiled
+from tilewise.ops.run import is_empty
+from tilewise.ops.tensors import PLAIN, materialized_inputs
+from tilewise.problem import Problem
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+
+def execute(q: Tensor, k: Tensor, v: Tensor, options: CallOptions, backend: str) -> Tensor | tuple[Tensor, Tensor]:
+    """A call from its arguments to its result in the user's layout."""
+    problem, inputs = parse_call(q, k, v, options)
+    if torch.compiler.is_compiling() or _is_watched(problem, inputs):
+        from tilewise.ops import library  # operators take a while to define, and a plain call needs none
+
+        dispatch.check_name(backend, "auto")
+        out, lse = library.attend(problem, inputs, backend)
+    else:
+        inputs = materialized_inputs(inputs)
+        chosen = None if is_empty(problem) else choose(problem, inputs, backend)
+        out, lse = profiled(FORWARD, attend, problem, inputs, backend, chosen)
+    return restore_layout(problem, options.get("layout", "bhsd"), out, lse)
+
+
+def restore_layout(problem: Problem, layout: str, out: Tensor, lse: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """The result as the user's q was laid out, with the log-sum-exp if it is wanted."""
+    if problem.varlen:
+        out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    elif layout == "bshd":
+        out = out.transpose(1, 2)
+    return (out, lse) if problem.needs_lse else out
+
+
+def choose(problem: Problem, inputs: Inputs, backend: str) -> Backend:
+    """The backend of the forward; a backend asked for by name must be able to do the backward too, if there will be one."""
+    if problem.needs_grad and backend != "auto":
+        dispatch.select(problem, inputs, backend, backward=True)
+    return dispatch.select(problem, inputs, backend).backend
+
+
+def _is_watched(problem: Problem, inputs: Inputs) -> bool:
+    """Whether a tensor subclass, a device without memory, a dispatch mode or a functorch transform wants an operator."""
+    tensors = (*inputs, *problem.program.tensors)
+    return modes_active() or problem.device == "meta" or any(x is not None and type(x) not in PLAIN for x in tensors)
+
+
+def modes_active() -> bool:
+    return bool(_dispatch_modes()) or _transforms() is not None or forward_ad._current_level >= 0
