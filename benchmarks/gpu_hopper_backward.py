@@ -154,10 +154,10 @@ def time_dim(argument: str) -> dict[str, Any]:
 
 
 def variant_tiles(d: int, full: bool) -> dict[str, Any]:
-    from tilewise.backends.hopper.backward.config import APART, KEYS, UNMASKED
+    from tilewise.backends.hopper.backward.config import KEYS, SEPARATE_DQ, SEPARATE_DQ_UNMASKED
 
-    apart = {"two passes": (UNMASKED if full else APART)[d, d]}
-    return apart if APART[d, d] == KEYS[d, d] else {"sums": KEYS[d, d], **apart}
+    apart = {"two passes": (SEPARATE_DQ_UNMASKED if full else SEPARATE_DQ)[d, d]}
+    return apart if SEPARATE_DQ[d, d] == KEYS[d, d] else {"sums": KEYS[d, d], **apart}
 
 
 def variant_cells(d: int) -> list[tuple[str, Shape]]:
@@ -243,7 +243,7 @@ def kernels() -> list[tuple[Any, ...]]:
         for _, shape in cells(d) + variant_cells(d):
             for tile in variant_tiles(d, shape.mask == "None").values():
                 add(problem_of(shape), tile=tile)
-    return sorted(found.values(), key=lambda what: what[0] in ("prepare_kernel", "cast_kernel"))
+    return sorted(found.values(), key=lambda what: what[0] in ("preprocess_kernel", "postprocess_kernel"))
 
 
 def kind(arguments: Any) -> Any:

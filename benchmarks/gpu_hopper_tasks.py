@@ -151,13 +151,13 @@ def variant_tiles(problem: Any) -> dict[str, Any]:
     from tilewise.backends.hopper.config import NARROW, TABLE, shortened
 
     base = launch.make_plan(problem, 132, lambda *_: None).config
-    plain = {"rescaled early" if base.LATE else "rescaled late": base._replace(LATE=not base.LATE)}
+    plain = {"rescaled early" if base.LAZY_RESCALE else "rescaled late": base._replace(LAZY_RESCALE=not base.LAZY_RESCALE)}
     if base.BLOCK_N == 128 and base.WARPGROUPS == 2:
         plain["no turns"] = base._replace(PINGPONG=False)
     if base.BLOCK_DV == 256:
         plain["turns"] = base._replace(PINGPONG=True)
-    if base.Q_HELD:
-        plain["queries in memory"] = base._replace(Q_HELD=0)
+    if base.Q_IN_REGISTERS:
+        plain["queries in memory"] = base._replace(Q_IN_REGISTERS=0)
     if base.BLOCK_D == base.BLOCK_DV == 64:
         other = TABLE[64, 64] if base.WARPGROUPS == 2 else NARROW
         plain[f"{other.BLOCK_M} queries"] = other

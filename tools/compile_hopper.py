@@ -76,8 +76,8 @@ def compiled(case: Case) -> tuple[Any, Any]:
     from triton.backends.compiler import GPUTarget
 
     import tilewise as tw
-    from tilewise.backends.hopper.compile import compile_for
-    from tilewise.backends.hopper.launch import make_plan
+    from tilewise.backends.hopper.compile import compile_kernel
+    from tilewise.backends.hopper.plan import make_plan
     from tilewise.problem import Problem
 
     problem = Problem.of(
@@ -92,7 +92,8 @@ def compiled(case: Case) -> tuple[Any, Any]:
         varlen=case.varlen,
         mask=eval(case.mask, {"tw": tw, "torch": torch}),
     )
-    plan = make_plan(problem, 132, lambda dtype, a, config: compile_for(GPUTarget("cuda", 90, 32), dtype, a, config))
+    target = GPUTarget("cuda", 90, 32)
+    plan = make_plan(problem, 132, lambda *what: compile_kernel(target, "forward_kernel", *what))
     return plan.kernel, plan.config
 
 
@@ -101,14 +102,14 @@ def faults(facts: Any, config: Any, may_spill: bool = False) -> list[str]:
     from tools.sassflow import unwritten
 
     from tilewise.backends.gpu.sass import lost_addresses
-    from tilewise.backends.hopper.launch import newer_registers
+    from tilewise.backends.hopper.plan import newer_registers
 
     loops = facts.loops
     allowed = ALLOWED_STACK_NEWER if newer_registers() else ALLOWED_STACK
-    if config.BLOCK_DV == 256 and (config.LEFT or config.UNSEEN):
+    if config.BLOCK_DV == 256 and (config.LEFT or config.UNSEEN_KEYS):
         allowed = max(allowed, ALLOWED_STACK_WIDEST)
     least = config.WARPGROUPS * (1 + (config.BAND and config.PINGPONG) + config.LEFT)
-    held = (config.BLOCK_N + config.Q_HELD) // 16  # products take 16 columns of their left operand
+    held = (config.BLOCK_N + config.Q_IN_REGISTERS) // 16  # products take 16 columns of their left operand
     unknown, lost = unwritten(facts.code), lost_addresses(facts.code)
     found = {
         f"ptxas: {facts.complaints}": facts.complaints,
@@ -118,9 +119,9 @@ def faults(facts: Any, config: Any, may_spill: bool = False) -> list[str]:
         "a loop uses local memory": not may_spill and any(loop.count("LDL", "STL") for loop in loops),
         f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > allowed,
         "weights or queries do not come from registers": any(loop.register_products != held for loop in loops),
-        "the output is rescaled where no row needs it": config.LATE and not all(loop.count("VOTE") for loop in loops),
-        # of two rounded numbers, so that a row whose reference stays fades by exactly 1: one product for a weight, two for sums
-        "what weights fade by is not a plain difference": config.SCORES == "fold"
+        "the output is rescaled where no row needs it": config.LAZY_RESCALE and not all(loop.count("VOTE") for loop in loops),
+        # of two rounded numbers, so that a row whose maximum stays is rescaled by exactly 1: one product a weight, two for sums
+        "the rescaling factor is not exp2 of a plain difference": config.SCORES == "fold"
         and any(loop.count("FFMA") != config.BLOCK_N // 2 + 2 for loop in loops),
         "the softmax waits for P·V": not all(loop.overlaps for loop in loops),
         "registers are not shared out": not facts.count("USETMAXREG"),
@@ -149,7 +150,7 @@ def run_here(cases: list[Case]) -> int:
     import triton
     from tools.sass import facts
 
-    from tilewise.backends.hopper.launch import newer_registers
+    from tilewise.backends.hopper.plan import newer_registers
 
     failures = 0
     for case in cases:

@@ -24,7 +24,7 @@ MASKS = {
     "padding": "tw.key_padding(torch.tensor([5, 6]))",
     "prefix-lm": "tw.causal() | tw.prefix(9)",
 }
-AROUND = ("prepare_kernel", "cast_kernel")
+AROUND = ("preprocess_kernel", "postprocess_kernel")
 
 
 class Case(NamedTuple):
@@ -65,8 +65,8 @@ def compiled(case: Case) -> list[tuple[str, Any, Any]]:
     from triton.backends.compiler import GPUTarget
 
     import tilewise as tw
-    from tilewise.backends.hopper.backward.compile import compile_for
     from tilewise.backends.hopper.backward.plan import make_plan
+    from tilewise.backends.hopper.compile import compile_kernel
     from tilewise.problem import Problem
 
     problem = Problem.of(
@@ -82,7 +82,7 @@ def compiled(case: Case) -> list[tuple[str, Any, Any]]:
         mask=eval(case.mask, {"tw": tw, "torch": torch}),
     )
     target = GPUTarget("cuda", 90, 32)
-    plan = make_plan(problem, 132, lambda name, *what: compile_for(target, name, *what))
+    plan = make_plan(problem, 132, lambda name, *what: compile_kernel(target, name, *what))
     return [(step.name, step.kernel, step.config) for step in plan.steps]
 
 
@@ -102,7 +102,7 @@ def faults(name: str, facts: Any, config: Any, may_spill: bool = False) -> list[
     from tilewise.backends.gpu.sass import lost_addresses
 
     loops, lost = facts.loops, lost_addresses(facts.code)
-    reduces = getattr(config, "REDUCE", False)
+    reduces = getattr(config, "REDUCE_DQ", False)
     products, waits = (sum(loop.count(what) for loop in loops) for what in ("HGMMA", "WARPGROUP.DEPBAR"))
     saved = sum(loop.count("LDL", "STL") for loop in loops)
     found = {
@@ -133,7 +133,7 @@ def run_here(cases: list[Case]) -> int:
     import triton
     from tools.sass import facts
 
-    from tilewise.backends.hopper.launch import newer_registers
+    from tilewise.backends.hopper.plan import newer_registers
 
     failures = 0
     for case in cases:

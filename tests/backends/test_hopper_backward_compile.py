@@ -15,11 +15,11 @@ from tools.compile_hopper_backward import AROUND, CASES, compiled, faults, spill
 from tools.sass import Facts, Instruction, facts
 
 from tilewise.backends.hopper.backward.config import (
-    APART,
-    CAPPED,
     KEYS,
     QUERIES,
-    UNMASKED,
+    SEPARATE_DQ,
+    SEPARATE_DQ_SOFTCAP,
+    SEPARATE_DQ_UNMASKED,
     KeysConfig,
     QueriesConfig,
     widths,
@@ -29,9 +29,9 @@ from tilewise.backends.hopper.config import REGISTERS, SHARED_BYTES
 BY_NAME = {case.name: case for case in CASES}
 CONFIGS: list[KeysConfig | QueriesConfig] = [
     *KEYS.values(),
-    *APART.values(),
-    *CAPPED.values(),
-    *UNMASKED.values(),
+    *SEPARATE_DQ.values(),
+    *SEPARATE_DQ_SOFTCAP.values(),
+    *SEPARATE_DQ_UNMASKED.values(),
     *QUERIES.values(),
 ]
 
@@ -44,11 +44,19 @@ def test_machine_code(name: str) -> None:
         assert faults(kernel_name, facts(kernel), config, spilling(case, kernel_name, False)) == [], kernel_name
 
 
+def accumulators(config: KeysConfig | QueriesConfig) -> int:
+    """Registers a consumer's thread holds for its gradients and its score tiles."""
+    if isinstance(config, QueriesConfig):
+        return config.BLOCK_D // 2 + config.BLOCK_N
+    gradients = max(config.BLOCK_D, config.BLOCK_DV) if config.SPLIT else config.BLOCK_D + config.BLOCK_DV
+    return gradients // 2 + (config.BLOCK_M // 2 if config.SPLIT else config.BLOCK_M)
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{type(c).__name__}-d{c.BLOCK_D}-dv{c.BLOCK_DV}")
 def test_budgets(config: Any) -> None:
     assert config.shared_bytes <= SHARED_BYTES
-    assert config.registers <= REGISTERS
-    assert config.accumulators < config.REGISTERS[0]
+    assert 2 * config.REGISTERS[0] + config.REGISTERS[1] <= REGISTERS
+    assert accumulators(config) < config.REGISTERS[0]
     # setmaxnreg takes multiples of 8 only
     assert all(n % 8 == 0 for n in config.REGISTERS)
 
@@ -59,15 +67,13 @@ def test_every_pair_of_head_dims_has_tiles(d: int, dv: int) -> None:
     wide = widths(d, dv)
     assert wide[0] >= d and wide[1] >= dv
     assert wide in KEYS and wide in QUERIES
-    for tile in (APART[wide], CAPPED[wide], UNMASKED[wide]):
-        assert not tile.REDUCE
+    for tile in (SEPARATE_DQ[wide], SEPARATE_DQ_SOFTCAP[wide], SEPARATE_DQ_UNMASKED[wide]):
+        assert not tile.REDUCE_DQ
         # the kernel of dQ reads plain statistics; its tiles' 64 rows lie within one tile of them
-        assert not tile.SEEDED and tile.BLOCK_M % 64 == 0
-        # one barrier frees the places of both
-        assert tile.SPLIT or tile.Q_STAGES == tile.DO_STAGES
+        assert not tile.ACC_FROM_STATS and tile.BLOCK_M % 64 == 0
     # what is added up in memory is halves of columns, in groups of 64, or halves of 128 rows
     tile = KEYS[wide]
-    assert not tile.REDUCE or tile.BLOCK_M * tile.BLOCK_D == 2 * 64 * tile.PIECE
+    assert not tile.REDUCE_DQ or tile.BLOCK_M * tile.BLOCK_D == 2 * 64 * 64
 
 
 def machine_code(*texts: str) -> Facts:

@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 
 import tilewise as tw
 from tilewise.backends.hopper.backend import backend
-from tilewise.backends.hopper.backward.compile import Types
 from tilewise.backends.hopper.backward.config import KEYS
 from tilewise.backends.hopper.backward.launch import Memory, plane, readable
 from tilewise.backends.hopper.backward.plan import Plan, make_plan, visiting_queries
-from tilewise.backends.hopper.backward.structs import Edges, Plane, Walk
-from tilewise.backends.hopper.intervals import Form, form_of
+from tilewise.backends.hopper.compile import Types
+from tilewise.backends.hopper.intervals import IntervalMask, interval_mask
+from tilewise.backends.hopper.structs import GradArguments, Plane, PrePostArguments
 from tilewise.masks import Mask, TileMap
 from tilewise.problem import Problem
 
@@ -46,15 +46,15 @@ def plan_of(problem: Problem, processors: int = 8, **more: Any) -> Plan:
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_visiting_queries_are_those_of_the_mask(d: int, name: str, lengths: tuple[int, int]) -> None:
     problem = problem_of(MASKS[name], *lengths)
-    form = form_of(problem.program, *lengths)
-    assert isinstance(form, Form)
+    form = interval_mask(problem.program, *lengths)
+    assert isinstance(form, IntervalMask)
     tile = KEYS[d, d]
     tiles = TileMap(problem.program, problem.shape, tile.BLOCK_M, tile.BLOCK_N)
     want = [max(1, int(np.count_nonzero(tiles.col(j)))) * tile.BLOCK_M for j in range(tiles.cols)]
     assert visiting_queries(form, tile, *lengths).tolist() == want
 
 
-def taken(a: Walk) -> list[list[int]]:
+def taken(a: GradArguments) -> list[list[int]]:
     """The tiles of each program, as `schedule.tile_at` gives them."""
     programs = []
     for me in range(a.programs):
@@ -75,10 +75,10 @@ def taken(a: Walk) -> list[list[int]]:
 def test_every_tile_once(d: int, deterministic: bool, mask: Mask | None) -> None:
     problem = problem_of(mask, 1300, 900, head_dim=d, heads=6, kv_heads=3, deterministic=deterministic)
     plan = plan_of(problem)
-    walks = [(step.config, step.arguments) for step in plan.steps if isinstance(step.arguments, Walk)]
+    walks = [(step.config, step.arguments) for step in plan.steps if isinstance(step.arguments, GradArguments)]
     assert walks
     for config, walk in walks:
-        keys = hasattr(config, "REDUCE")
+        keys = hasattr(config, "REDUCE_DQ")
         blocks = -(-900 // config.BLOCK_N) if keys else -(-1300 // config.BLOCK_M)
         assert walk.total == blocks * 2 * (3 if keys else 6)
         assert sorted(t for mine in taken(walk) for t in mine) == list(range(walk.total))
@@ -91,7 +91,7 @@ def test_even_loads(d: int, length: int) -> None:
     problem = problem_of(tw.causal(), length, batch=16384 // length, heads=2048 // d, head_dim=d)
     plan = plan_of(problem, 132)
     walk, config = plan.steps[1].arguments, plan.steps[1].config
-    assert isinstance(walk, Walk)
+    assert isinstance(walk, GradArguments)
     blocks = length // config.BLOCK_N
     cost = [length - (t % blocks) * config.BLOCK_N + 160 for t in range(walk.total)]
     loads = [sum(cost[t] for t in mine) for mine in taken(walk)]
@@ -102,8 +102,8 @@ def names(problem: Problem) -> list[str]:
     return [step.name for step in plan_of(problem).steps]
 
 
-SUMS = ["prepare_kernel", "keys_kernel", "cast_kernel"]
-APART = ["prepare_kernel", "keys_kernel", "queries_kernel"]
+SUMS = ["preprocess_kernel", "keys_kernel", "postprocess_kernel"]
+SEPARATE_DQ = ["preprocess_kernel", "keys_kernel", "queries_kernel"]
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,15 @@ APART = ["prepare_kernel", "keys_kernel", "queries_kernel"]
     [
         (problem_of(), SUMS),
         (problem_of(tw.causal(), 2048), SUMS),
-        (problem_of(tw.causal(), 512), APART),
-        (problem_of(tw.causal() & tw.window(128), 16384), APART),
-        (problem_of(deterministic=True), APART),
+        (problem_of(tw.causal(), 512), SEPARATE_DQ),
+        (problem_of(tw.causal() & tw.window(128), 16384), SEPARATE_DQ),
+        (problem_of(deterministic=True), SEPARATE_DQ),
         (problem_of(head_dim=64), SUMS),
         (problem_of(tw.causal(), 512, head_dim=64), SUMS),
-        (problem_of(head_dim=64, softcap=2.0), APART),
-        (problem_of(head_dim=64, scale=-1.0), APART),
-        (problem_of(head_dim=256), ["prepare_kernel", "split_kernel", "queries_kernel"]),
-        (problem_of(head_dim=192, head_dim_v=128), ["prepare_kernel", "split_kernel", "queries_kernel"]),
+        (problem_of(head_dim=64, softcap=2.0), SEPARATE_DQ),
+        (problem_of(head_dim=64, scale=-1.0), SEPARATE_DQ),
+        (problem_of(head_dim=256), ["preprocess_kernel", "split_kernel", "queries_kernel"]),
+        (problem_of(head_dim=192, head_dim_v=128), ["preprocess_kernel", "split_kernel", "queries_kernel"]),
     ],
     ids=str,
 )
@@ -139,20 +139,20 @@ def test_statistics_of_seeded_products() -> None:
     """Products start at -lse / (scale · log2 e): times the unit of scores that is -lse in units of log 2."""
     plan = plan_of(problem_of(head_dim=64))
     first, second = plan.steps[0].arguments, plan.steps[1].arguments
-    assert isinstance(first, Edges) and isinstance(second, Walk)
-    assert first.factor * second.unit == pytest.approx(-1 / np.log(2))
+    assert isinstance(first, PrePostArguments) and isinstance(second, GradArguments)
+    assert first.factor * second.scale_log2 == pytest.approx(-1 / np.log(2))
 
 
 def test_packed_batches_need_no_lengths() -> None:
     problem = problem_of(tw.causal(), 1000, 1100, batch=3, varlen=True)
     a = plan_of(problem).steps[1].arguments
-    assert isinstance(a, Walk)
+    assert isinstance(a, GradArguments)
     assert a.blocks.value == 1100 // 128 + 3 and a.stat_blocks == 1000 // 64 + 3
     assert a.order is None and a.cu_q == a.cu_k == "*i32"
 
 
 def test_types_of_arguments() -> None:
-    types = Types()
+    types = Types(aligned=True)
     found = types.of((None, 3, 2.0, "*fp32", Plane("*bf16", 1, 2, 3, 64)), (1,))
     assert found == ("constexpr", "i32", "fp32", "*fp32", Plane("*bf16", "i64", "i64", "i64", "i32"))  # type: ignore[arg-type]
     assert types.constants == {(1, 0): None}

@@ -22,9 +22,8 @@ from tilewise.backends.base import Grads, Inputs
 from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.config import QueriesConfig
 from tilewise.backends.hopper.backward.plan import Step, make_plan
-from tilewise.backends.hopper.backward.structs import Edges, Plane
-from tilewise.backends.hopper.intervals import Form, form_of, on_device
-from tilewise.backends.hopper.structs import Rows, Term
+from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, on_device
+from tilewise.backends.hopper.structs import Plane, PrePostArguments, Rows, Term
 from tilewise.numerics import bounds
 from tilewise.problem import Problem
 
@@ -130,15 +129,15 @@ def plane(x: torch.Tensor) -> Plane:
 def arguments(step: Step, call: Call, problem: Problem) -> Any:
     a = step.arguments
     packed = problem.varlen
-    if isinstance(a, Edges):
+    if isinstance(a, PrePostArguments):
         dq = call.grads.dq
         assert dq is not None
         return a._replace(
             out=plane(call.out), dout=plane(call.dout), dq=plane(dq), lse_ptr=call.lse, dlse_ptr=call.dlse,
             stats_ptr=call.stats, dq_ptr=call.sums, cu_q=call.inputs.cu_q if packed else None,
         )  # fmt: skip
-    form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
-    assert isinstance(form, Form)
+    form = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
+    assert isinstance(form, IntervalMask)
     terms = tuple(on_device(term, problem.batch, torch.device("cpu")) for term in form.terms)
     rows = [Rows(x, x.stride(1), x.stride(2), x.shape[3]) if packed and x is not None else None for x in call.grads[:3]]
     return a._replace(
@@ -149,7 +148,7 @@ def arguments(step: Step, call: Call, problem: Problem) -> Any:
 
 
 def maps(step: Step, call: Call) -> list[Descriptor]:
-    if isinstance(step.arguments, Edges):
+    if isinstance(step.arguments, PrePostArguments):
         return []
     C, inputs, (dq, dk, dv, *_) = step.config, call.inputs, call.grads
     assert dq is not None and dk is not None and dv is not None
@@ -173,9 +172,9 @@ def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: A
     call = Call(
         inputs, out, lse, dout, dlse, grads, torch.full((made.stats,), nothing), torch.full((max(1, made.dq),), nothing)
     )
-    with kernels("tilewise.backends.hopper.backward", "edges", "kernel") as (machine, modules):
+    with kernels("tilewise.backends.hopper.backward", "prepost", "kernel") as (machine, modules):
         for step in made.steps:
-            function = getattr(modules["kernel"], step.name, None) or getattr(modules["edges"], step.name)
+            function = getattr(modules["kernel"], step.name, None) or getattr(modules["prepost"], step.name)
             a = wrapped(arguments(step, call, problem))
             for program in range(step.programs):
                 start(machine, program)

@@ -31,8 +31,10 @@ TILES = [*TABLE.values(), NARROW, *(shortened(tile) for tile in (NARROW, *TABLE.
 @pytest.mark.parametrize("config", TILES, ids=lambda c: f"d{c.BLOCK_D}-dv{c.BLOCK_DV}-m{c.BLOCK_M}-n{c.BLOCK_N}")
 def test_budgets(config: Config) -> None:
     assert config.shared_bytes <= SHARED_BYTES
-    assert config.registers <= REGISTERS
-    assert config.accumulators < config.REGISTERS[0]
+    assert config.WARPGROUPS * config.REGISTERS[0] + config.REGISTERS[1] <= REGISTERS
+    # a consumer's thread holds the output, the scores, the weights and its part of the queries
+    accumulators = (config.BLOCK_DV + config.BLOCK_N) // 2 + (config.BLOCK_N + config.Q_IN_REGISTERS) // 4
+    assert accumulators < config.REGISTERS[0]
     # setmaxnreg takes multiples of 8 only
     assert all(n % 8 == 0 for n in config.REGISTERS)
 

@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 from tests.backends.gluon_threads import Descriptor, Machine, kernels
 from tests.backends.gluon_values import Value
 from tests.backends.test_hopper_backward_logic import PAD, Shape, build, start, wrapped
+from tests.backends.test_hopper_host import most_skipped
 from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.config import NARROW, TABLE, Config, shortened
-from tilewise.backends.hopper.intervals import Form, form_of, on_device
-from tilewise.backends.hopper.launch import make_plan
+from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, on_device
+from tilewise.backends.hopper.plan import make_plan
 from tilewise.backends.hopper.structs import Rows, Term
 from tilewise.numerics import bounds
 from tilewise.problem import Problem
@@ -40,7 +41,7 @@ CASES: list[tuple[Shape, Config | None]] = [
     (Shape(256, CAUSAL, 333, h=2), None),
     (Shape(256, CAUSAL, 130, 300, h=2), None),
     (Shape(256, sq=300, sk=2500, h=2), None),
-    (Shape(256, sq=130, sk=500, h=3), TABLE[256, 256]._replace(Q_HELD=96)),
+    (Shape(256, sq=130, sk=500, h=3), TABLE[256, 256]._replace(Q_IN_REGISTERS=96)),
     (Shape(256, CAUSAL, 300, 30, h=3), None),
     (Shape(256, sq=130, sk=4096), None),
     (Shape(128, CAUSAL, 140, 4200, h=2, hk=1), None),
@@ -122,8 +123,8 @@ def run(problem: Problem, inputs: Inputs, tile: Config | None) -> tuple[torch.Te
     q, k, v = inputs[:3]
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
-    form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, packed)
-    assert isinstance(form, Form)
+    form = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, packed)
+    assert isinstance(form, IntervalMask)
     terms = tuple(Term(*on_device(term, problem.batch, torch.device("cpu"))) for term in form.terms)
     order = plan.arguments.order
     a = wrapped(
@@ -133,9 +134,9 @@ def run(problem: Problem, inputs: Inputs, tile: Config | None) -> tuple[torch.Te
             out=Rows(out, out.stride(1), out.stride(2), out.shape[3]) if packed else None,
         )
     )
-    boxes = ((q, 64, C.BLOCK_D), (k, C.BLOCK_N, C.BLOCK_D), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.OUT_WIDTH))
-    with kernels("tilewise.backends.hopper", "kernel", "step") as (machine, modules):
-        extend(modules["step"].gl, machine)
+    boxes = ((q, 64, C.BLOCK_D), (k, C.BLOCK_N, C.BLOCK_D), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.O_COLUMNS))
+    with kernels("tilewise.backends.hopper", "kernel", "mainloop") as (machine, modules):
+        extend(modules["mainloop"].gl, machine)
         for program in range(plan.programs):
             start(machine, program)
             maps = [Descriptor(x, [1, 1, rows, width]) for x, rows, width in boxes]
@@ -193,10 +194,10 @@ def test_what_a_packed_neighbour_holds_does_not_matter() -> None:
 
 
 def test_a_tile_too_few_in_the_ring_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That `Config.most_unseen` bounds the stages for a reason."""
+    """That fewer tiles are skipped than there are stages for a reason."""
     monkeypatch.setattr("tests.backends.gluon_threads.LIMIT_S", 1.0)
     tile = WIDE._replace(BLOCK_N=64)
-    assert tile.most_unseen == tile.STAGES
+    assert most_skipped(tile) == tile.KV_STAGES
     problem, inputs = build(Shape(64, CAUSAL, 600, h=4))
     with pytest.raises((TimeoutError, RuntimeError)):
         run(problem, inputs, tile)

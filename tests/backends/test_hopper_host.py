@@ -14,14 +14,14 @@ pytest.importorskip("triton")
 import tilewise as tw
 from tilewise.api.call_cache import tensor_facts
 from tilewise.backends.base import Inputs
-from tilewise.backends.hopper import launch
+from tilewise.backends.hopper import plan as planning
 from tilewise.backends.hopper.backend import backend, layout_reason
 from tilewise.backends.hopper.config import NARROW, TABLE, Config, shortened
-from tilewise.backends.hopper.intervals import Form, form_of, on_device, present, unseen_keys
-from tilewise.backends.hopper.launch import make_plan
-from tilewise.backends.hopper.order import OVERHEAD_KEYS, best_order, tile_order, visited_keys
+from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, on_device, typed, unseen_keys
+from tilewise.backends.hopper.plan import make_plan
 from tilewise.backends.hopper.repeat import repeatable
 from tilewise.backends.hopper.structs import Arguments, Divisor, Term
+from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, best_order, tile_order, visited_keys
 from tilewise.masks import Mask, TileMap, allowed
 from tilewise.problem import Problem
 
@@ -56,7 +56,7 @@ def problem_of(mask: Mask | None, queries: int, keys: int, batch: int = 3, **mor
     return Problem.of(batch=batch, seqlen=queries, kv_seqlen=keys, mask=mask, **fields)
 
 
-def bounds(form: Form, keys: int, b: int, q: int) -> tuple[int, int]:
+def bounds(form: IntervalMask, keys: int, b: int, q: int) -> tuple[int, int]:
     """What the kernel's key_lo and key_hi compute, in Python."""
     if not form.terms:
         return 0, keys
@@ -72,9 +72,9 @@ def bounds(form: Form, keys: int, b: int, q: int) -> tuple[int, int]:
 
 def test_queries_in_registers_where_that_is_faster_and_there_are_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     def held(mask: Mask | None, length: int, newer: bool = False, d: int = 256) -> tuple[int, bool]:
-        monkeypatch.setattr(launch, "newer_registers", lambda: newer)
+        monkeypatch.setattr(planning, "newer_registers", lambda: newer)
         config = make_plan(problem_of(mask, length, length, head_dim=d), 132, lambda *_: None).config
-        return config.Q_HELD, config.Q_EARLY
+        return config.Q_IN_REGISTERS, config.RELEASE_Q_EARLY
 
     assert held(None, 2048) == (64, True) and held(None, 8192) == held(None, 8192, newer=True) == (64, False)
     assert held(tw.causal(), 16384) == (64, True)
@@ -83,8 +83,8 @@ def test_queries_in_registers_where_that_is_faster_and_there_are_registers(monke
 
 def test_the_output_is_rescaled_late_where_there_are_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(mask: Mask | None, d: int, length: int = 2048, newer: bool = False) -> bool:
-        monkeypatch.setattr(launch, "newer_registers", lambda: newer)
-        return make_plan(problem_of(mask, length, length, head_dim=d), 132, lambda *_: None).config.LATE
+        monkeypatch.setattr(planning, "newer_registers", lambda: newer)
+        return make_plan(problem_of(mask, length, length, head_dim=d), 132, lambda *_: None).config.LAZY_RESCALE
 
     padding = tw.key_padding(torch.tensor([100, 200, 300]))
     assert all(late(mask, d) for mask in (None, tw.causal(), tw.window(100)) for d in (64, 128, 256))
@@ -97,8 +97,8 @@ def test_the_output_is_rescaled_late_where_there_are_registers(monkeypatch: pyte
 @pytest.mark.parametrize("name", INTERVALS)
 def test_forms_are_the_masks(name: str, lengths: tuple[int, int]) -> None:
     problem = problem_of(INTERVALS[name], *lengths)
-    form = form_of(problem.program, *lengths)
-    assert isinstance(form, Form), form
+    form = interval_mask(problem.program, *lengths)
+    assert isinstance(form, IntervalMask), form
     tile = allowed(problem.program, problem.shape, (0, lengths[0]), (0, lengths[1]), np.arange)
     want = np.broadcast_to(True if tile is None else np.asarray(tile), (3, 4, *lengths))
     k = np.arange(lengths[1])
@@ -109,7 +109,7 @@ def test_forms_are_the_masks(name: str, lengths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_other_masks_are_refused(reason: str) -> None:
-    form = form_of(problem_of(REFUSED[reason], 20, 20, batch=2).program, 20, 20)
+    form = interval_mask(problem_of(REFUSED[reason], 20, 20, batch=2).program, 20, 20)
     assert isinstance(form, str) and reason in form
 
 
@@ -210,10 +210,10 @@ def test_mixed_clusters_hold_every_tile_once(tail: int) -> None:
 @pytest.mark.parametrize("lengths", [(1000, 1000), (300, 1500), (1500, 300)], ids=str)
 def test_visited_keys_are_those_of_the_mask(mask: str, lengths: tuple[int, int]) -> None:
     problem = problem_of(INTERVALS[mask], *lengths)
-    form = form_of(problem.program, *lengths)
-    assert isinstance(form, Form)
+    form = interval_mask(problem.program, *lengths)
+    assert isinstance(form, IntervalMask)
     config = TABLE[128, 128]
-    keys = visited_keys(form, config, lengths[0])
+    keys = visited_keys(form, config, *lengths)
     tiles = TileMap(problem.program, problem.shape, config.BLOCK_M, config.BLOCK_N)
     assert keys.tolist() == [
         max(1, int(np.count_nonzero(tiles.row(i)))) * config.BLOCK_N for i in range(tiles.rows)
@@ -237,18 +237,18 @@ def test_visited_keys_are_those_of_the_mask(mask: str, lengths: tuple[int, int])
 def test_tiles_that_measured_fastest(
     mask: Mask | None, length: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "newer_registers", lambda: False)
+    monkeypatch.setattr(planning, "newer_registers", lambda: False)
     config = make_plan(problem_of(mask, length, length), 132, lambda *_: None).config
     assert tile == (config.BLOCK_M, config.BLOCK_N)
 
 
 def test_no_three_warpgroups_where_they_would_spill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "newer_registers", lambda: True)
+    monkeypatch.setattr(planning, "newer_registers", lambda: True)
     widths = [make_plan(problem_of(mask, 16384, 16384), 132, lambda *_: None).config for mask in (None, tw.causal())]
     assert [config.WARPGROUPS for config in widths] == [3, 2]
     packed = problem_of(tw.causal(), 300, 300, head_dim=128, varlen=True)
     assert make_plan(packed, 132, lambda *_: None).config.BLOCK_N == 64
-    monkeypatch.setattr(launch, "newer_registers", lambda: False)
+    monkeypatch.setattr(planning, "newer_registers", lambda: False)
     assert make_plan(packed, 132, lambda *_: None).config.BLOCK_N == 128
 
 
@@ -256,13 +256,19 @@ def test_no_three_warpgroups_where_they_would_spill(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", INTERVALS)
 def test_keys_that_no_query_sees_are_foreseen(name: str, lengths: tuple[int, int]) -> None:
     problem = problem_of(INTERVALS[name], *lengths)
-    form = form_of(problem.program, *lengths)
-    assert isinstance(form, Form)
+    form = interval_mask(problem.program, *lengths)
+    assert isinstance(form, IntervalMask)
     tile = allowed(problem.program, problem.shape, (0, lengths[0]), (0, lengths[1]), np.arange)
     seen = np.broadcast_to(True if tile is None else np.asarray(tile), (3, 4, *lengths)).any(axis=2)
     # Forgetting some would let their NaN through; only masks with numbers on the device may be overcautious.
     overcautious = any(term.off is not None or term.first is not None for term in form.terms)
     assert unseen_keys(form, *lengths) == (not seen.all()) or (overcautious and unseen_keys(form, *lengths))
+
+
+def most_skipped(tile: Config) -> int:
+    """Key tiles at the edge of a mask that the first warpgroup skips: fewer than stages, for it waits for the next with the last
+    values still in use."""
+    return -(-(tile.BLOCK_M - 64) // tile.BLOCK_N)
 
 
 TILES = [*TABLE.values(), NARROW, shortened(NARROW), shortened(TABLE[128, 128])]
@@ -271,13 +277,13 @@ TILES = [*TABLE.values(), NARROW, shortened(NARROW), shortened(TABLE[128, 128])]
 @pytest.mark.parametrize("tile", TILES, ids=lambda c: f"d{c.BLOCK_D}-{c.BLOCK_M}-{c.BLOCK_N}")
 @pytest.mark.parametrize("past", [1, 40, 64, 65, 127, 128, 1000])
 def test_edges_of_a_mask_as_the_kernel_takes_them(tile: Config, past: int) -> None:
-    """A warpgroup passes by fewer tiles of keys than there are stages, and masks at most two: `consume.rest` relies on it."""
+    """A warpgroup skips fewer key tiles than there are stages, and masks at most two: `consumer.remaining_tiles` relies on it."""
     n = tile.BLOCK_N
     for m0 in range(0, 2048, tile.BLOCK_M):
         last = -(-(m0 + tile.BLOCK_M - 1 + past) // n)
         for row0 in range(m0, m0 + tile.BLOCK_M, 64):
             own = -(-(row0 + 63 + past) // n)
-            assert last - own <= tile.most_unseen < tile.STAGES
+            assert last - own <= most_skipped(tile) < tile.KV_STAGES
             assert own - (row0 + past) // n <= 2
 
 
@@ -340,8 +346,8 @@ def test_launchers_that_need_scratch_memory_are_called_themselves() -> None:
 
 def test_plans_keep_no_tensors() -> None:
     plan = make_plan(problem_of(INTERVALS["left padding"], 20, 20), 8, lambda *_: None)
-    assert plan.arguments.terms[0][4:] == (None, True, True)
-    assert present(Term(0, 1, 0, 1, None, LENGTHS, LENGTHS)) == Term(0, 1, 0, 1, None, True, True)
+    assert plan.arguments.terms[0][4:] == (None, "*i32", "*i32")
+    assert typed(Term(0, 1, 0, 1, None, LENGTHS, LENGTHS)) == Term(0, 1, 0, 1, None, "*i32", "*i32")
 
 
 def test_inputs_are_judged() -> None:

@@ -11,7 +11,7 @@ from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict
 from tilewise.backends.gpu.launch import describable, interpreting
 from tilewise.backends.hopper.backward.launch import run_backward
 from tilewise.backends.hopper.config import WIDTHS
-from tilewise.backends.hopper.intervals import form_of
+from tilewise.backends.hopper.intervals import interval_mask
 from tilewise.backends.hopper.launch import run_forward
 from tilewise.problem import Problem
 
@@ -45,13 +45,13 @@ class Hopper:
             "dropout": problem.dropout_p > 0,
             "precision='compensated'": problem.precision == "compensated",
         }
-        form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
+        mask = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
         return Verdict.of(
             *self.usable(problem.device).reasons,
             None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
             *(f"{name} is not served here" for name, asked in absent.items() if asked),
             *(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")),
-            form if isinstance(form, str) else None,
+            mask if isinstance(mask, str) else None,
             *(() if inputs is None else (layout_reason(name, getattr(inputs, name)) for name in "qkv")),
         )
 

@@ -1,13 +1,31 @@
-"""Compiling the kernel, for the GPU at hand or (in tests) for one that is not there."""
+"""Compiling the kernels, for the GPU at hand or (in tests) for one that is not there."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tilewise.backends.hopper.config import Config
-from tilewise.backends.hopper.structs import Arguments, Divisor, Rows, Term
+from tilewise.backends.hopper.structs import Plane
 
 ELEMENT = {"float16": "fp16", "bfloat16": "bf16"}
+
+
+def pointer(dtype: str) -> str:
+    """The type of a pointer to elements of a tensor's dtype."""
+    return f"*{ELEMENT[dtype]}"
+
+
+def tile_shapes(name: str, C: Any) -> dict[str, tuple[int, int] | int]:
+    """A kernel's descriptors: rows and columns of a tile, or the length of a vector of fp32."""
+    keys = {"k_desc": (C.BLOCK_N, C.BLOCK_D), "v_desc": (C.BLOCK_N, C.BLOCK_DV)}
+    if name == "forward_kernel":
+        return {"q_desc": (64, C.BLOCK_D), **keys, "o_desc": (64, C.O_COLUMNS)}
+    if name == "queries_kernel":
+        return {"q_desc": (64, C.BLOCK_D), "do_desc": (64, C.BLOCK_DV), **keys, "dq_desc": (64, C.BLOCK_D)}
+    if name in ("keys_kernel", "split_kernel"):
+        queries = {"q_desc": (C.BLOCK_M, C.BLOCK_D), "do_desc": (C.BLOCK_M, C.BLOCK_DV)}
+        gradients = {"dk_desc": (64, C.BLOCK_D), "dv_desc": (64, C.BLOCK_DV)}
+        return {**queries, **keys, "stats_desc": 2 * C.BLOCK_M, **gradients}
+    return {}
 
 
 def tile_layout(dtype: str, rows: int, width: int) -> Any:
@@ -17,45 +35,62 @@ def tile_layout(dtype: str, rows: int, width: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], getattr(gl, dtype))
 
 
-def descriptor_type(dtype: str, rows: int, width: int) -> str:
+def vector_layout() -> Any:
+    """How a vector of fp32 lies in shared memory."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def descriptor_type(dtype: str, shape: tuple[int, int] | int) -> str:
+    if isinstance(shape, int):
+        return f"tensordesc<fp32[{shape}],{vector_layout()!r}>"
+    rows, width = shape
     return f"tensordesc<{ELEMENT[dtype]}[1, 1, {rows}, {width}],{tile_layout(dtype, rows, width)!r}>"
 
 
-def argument_types(dtype: str, a: Arguments) -> tuple[Arguments, dict[tuple[int, ...], Any]]:
-    """Types of the arguments, absent ones as constants. Lengths are never specialised, so they never recompile."""
-    constants: dict[tuple[int, ...], Any] = {}
-    place = 4  # after the descriptors
-    terms = []
-    for t, term in enumerate(a.terms):
-        for f in range(4, 7):
-            if term[f] is None:
-                constants[place, Arguments._fields.index("terms"), t, f] = None
-        pointers = ["constexpr" if pointer is None else "*i32" for pointer in term[4:]]
-        terms.append(Term("i32", "i32", "i32", "i32", *pointers))  # type: ignore[arg-type]
-    for name in ("cu_q", "cu_k", "order"):
-        if getattr(a, name) is None:
-            constants[place, Arguments._fields.index(name)] = None
-    divisor = Divisor("i32", "i32", "i32")  # type: ignore[arg-type]
-    vectors = ["constexpr" if x is None else "*i32" for x in (a.cu_q, a.cu_k, a.order)]
-    out: Any = Rows(f"*{ELEMENT[dtype]}", "i64", "i64", "i32")  # type: ignore[arg-type]
-    if a.out is None:
-        constants[place, Arguments._fields.index("out")] = None
-        out = "constexpr"
-    types = Arguments("*fp32", *vectors, out, tuple(terms), *[divisor] * 3, *["i32"] * 7, "fp32", "fp32")  # type: ignore[arg-type]
-    return types, constants
+class Types:
+    """Types of nested arguments: a type's own text, numbers by kind (lengths are never specialised), None a constant."""
+
+    def __init__(self, aligned: bool) -> None:
+        self.aligned = aligned  # are pointers multiples of 16 bytes, strides of 8 elements?
+        self.constants: dict[tuple[int, ...], Any] = {}
+        self.attributes: dict[tuple[int, ...], Any] = {}
+
+    def of(self, value: Any, path: tuple[int, ...]) -> Any:
+        if value is None:
+            self.constants[path] = None
+            return "constexpr"
+        if isinstance(value, str):
+            if self.aligned:
+                self.attributes[path] = [["tt.divisibility", 16]]
+            return value
+        if isinstance(value, Plane):
+            for i in (1, 2, 3, 4):
+                self.attributes[*path, i] = [["tt.divisibility", 8]]
+            return Plane(self.of(value.ptr, (*path, 0)), "i64", "i64", "i64", "i32")  # type: ignore[arg-type]
+        if isinstance(value, tuple):
+            parts = [self.of(part, (*path, i)) for i, part in enumerate(value)]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if isinstance(value, int | float):
+            return "fp32" if isinstance(value, float) else "i32"
+        return self.of("*i32", path)  # the order of tiles, already a tensor
 
 
-def compile_for(target: Any, dtype: str, a: Arguments, config: Config) -> Any:
-    """The kernel for these arguments, of which only the shape matters, and this config."""
+def compile_kernel(target: Any, name: str, dtype: str, arguments: Any, config: Any) -> Any:
+    """A kernel by name, for arguments of which only the types matter, and a config."""
     import triton
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from tilewise.backends.hopper.kernel import forward_kernel
+    from tilewise.backends.hopper import kernel as forward
+    from tilewise.backends.hopper.backward import kernel as backward
+    from tilewise.backends.hopper.backward import prepost
 
-    types, constants = argument_types(dtype, a)
-    rows = {"q_desc": (64, config.BLOCK_D), "k_desc": (config.BLOCK_N, config.BLOCK_D)}
-    rows |= {"v_desc": (config.BLOCK_N, config.BLOCK_DV), "o_desc": (64, config.OUT_WIDTH)}
-    signature: dict[str, Any] = {name: descriptor_type(dtype, *shape) for name, shape in rows.items()}
-    signature |= {"a": types, "C": "constexpr"}
-    source = GluonASTSource(forward_kernel, signature, {**constants, (5,): config})
+    function = next(getattr(module, name) for module in (forward, backward, prepost) if hasattr(module, name))
+    types = Types(aligned=function is not forward.forward_kernel)
+    shapes = tile_shapes(name, config)
+    signature: dict[str, Any] = {key: descriptor_type(dtype, shape) for key, shape in shapes.items()}
+    signature |= {"a": types.of(arguments, (len(shapes),)), "C": "constexpr"}
+    constants = {**types.constants, (len(shapes) + 1,): config}
+    source = GluonASTSource(function, signature, constants, types.attributes)
     return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": True})

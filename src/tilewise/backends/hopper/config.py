@@ -1,4 +1,4 @@
-"""What the kernel is compiled for, and the table of tiles: for each pair of head dims what fits registers and shared memory."""
+"""What the forward kernel is compiled for, and its tiles: for each pair of head dims what fits registers and shared memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 SHARED_BYTES = 227 * 1024
 """Shared memory one program may have on compute capability 9.0."""
 REGISTERS = 512
-"""Registers of a multiprocessor for each of a warpgroup's 128 threads: what all warpgroups share."""
+"""Registers of a multiprocessor for each of a warpgroup's 128 threads, divided among all warpgroups."""
 BARRIER_BYTES = 1024
 """Room for the barriers and the alignment of the tiles."""
 WIDTHS = (64, 128, 256)
@@ -15,28 +15,28 @@ WIDTHS = (64, 128, 256)
 
 
 class Config(NamedTuple):
-    """One constexpr: everything a kernel is compiled for. No length is among it."""
+    """One constexpr: everything the kernel is compiled for. No length is among it."""
 
-    WARPGROUPS: int  # that compute, 64 queries each
+    WARPGROUPS: int  # consumers, 64 queries each
     BLOCK_N: int
     BLOCK_D: int  # of q and k, padded
     BLOCK_DV: int
-    STAGES: int
-    REGISTERS: tuple[int, int]  # of a thread that computes, and of one that loads
-    PINGPONG: bool  # the two warpgroups take turns at the tensor cores
-    QUERIES: int  # tiles of queries in shared memory: 2 where the next one finds room
-    OUT_WIDTH: int  # columns of the output that leave at a time
-    Q_HELD: int = 0  # columns of the queries in registers; the others are read from shared memory for every tile of keys
-    Q_EARLY: bool = False  # their place is given back when the last scores are there: a barrier more for every tile of keys
-    LATE: bool = True  # the output is rescaled while the next scores are computed, by warps that have to; else before, by all
+    KV_STAGES: int
+    REGISTERS: tuple[int, int]  # of a thread of a consumer, and of the producer
+    PINGPONG: bool  # the two warpgroups issue their products in turns: one's softmax runs under the other's products
+    Q_STAGES: int  # 2 where the queries of the next work tile fit too
+    O_COLUMNS: int  # columns of the output that are stored at a time
+    Q_IN_REGISTERS: int = 0  # columns of the queries; the others are read from shared memory for every key tile
+    RELEASE_Q_EARLY: bool = False  # when the last scores are there: one barrier more for every key tile
+    LAZY_RESCALE: bool = True  # the output is rescaled under the next Q·Kᵀ, by warps that have to; else before, by all
     TERMS: int = 0  # of the mask
     BAND: bool = False  # may a row's keys end before the sequence does?
     LEFT: bool = False  # may they begin after key 0?
-    TAIL: bool = False  # without a mask: is the last tile of keys cut short?
-    UNSEEN: bool = False  # may there be keys that no query sees?
+    TAIL: bool = False  # without a mask: is the last key tile cut short?
+    UNSEEN_KEYS: bool = False  # may there be keys that no query sees?
     SCORES: str = "fold"  # "fold" the scale into exp2, "scale" first (it is not positive), or "softcap"
     VARLEN: bool = False
-    BOTTOM: bool = False  # bands of packed sequences count from the bottom right corner
+    BOTTOM_RIGHT: bool = False  # bands of packed sequences count from the bottom right corner
 
     @property
     def BLOCK_M(self) -> int:
@@ -45,41 +45,34 @@ class Config(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Of 16-bit tiles and barriers."""
-        queries = self.QUERIES * self.BLOCK_M * self.BLOCK_D
-        keys = self.STAGES * self.BLOCK_N * (self.BLOCK_D + self.BLOCK_DV)
-        staged = self.BLOCK_M * self.OUT_WIDTH
-        return 2 * (queries + keys + staged) + BARRIER_BYTES
-
-    @property
-    def most_unseen(self) -> int:
-        """Tiles of keys at the edge of a mask that the first warpgroup passes by: fewer than STAGES, for it waits for the next
-        with the last values still in hand."""
-        return -(-(self.BLOCK_M - 64) // self.BLOCK_N)
-
-    @property
-    def registers(self) -> int:
-        return self.WARPGROUPS * self.REGISTERS[0] + self.REGISTERS[1]
-
-    @property
-    def accumulators(self) -> int:
-        """Registers a computing thread holds for the output, the scores, the weights and its part of the queries."""
-        return (self.BLOCK_DV + self.BLOCK_N) // 2 + (self.BLOCK_N + self.Q_HELD) // 4
+        queries = self.Q_STAGES * self.BLOCK_M * self.BLOCK_D
+        keys = self.KV_STAGES * self.BLOCK_N * (self.BLOCK_D + self.BLOCK_DV)
+        return 2 * (queries + keys + self.BLOCK_M * self.O_COLUMNS) + BARRIER_BYTES
 
 
-TABLE: dict[tuple[int, int], Config] = {
-    (64, 64): Config(3, 128, 64, 64, 2, (160, 32), False, 2, 64),
-    (64, 128): Config(2, 128, 64, 128, 2, (232, 40), True, 2, 128),
-    (64, 256): Config(2, 64, 64, 256, 2, (232, 40), False, 2, 256),
-    (128, 64): Config(2, 128, 128, 64, 2, (232, 40), True, 2, 64),
-    (128, 128): Config(2, 128, 128, 128, 2, (232, 40), True, 2, 128),
-    (128, 256): Config(2, 64, 128, 256, 2, (232, 40), False, 2, 256),
-    (256, 64): Config(2, 64, 256, 64, 2, (232, 40), False, 2, 64),
-    (256, 128): Config(2, 64, 256, 128, 2, (232, 40), False, 1, 128),
-    (256, 256): Config(2, 64, 256, 256, 2, (232, 40), False, 1, 128, 64),
-}
-"""By padded head dims of keys and values. Why each: docs/hopper-notes.md."""
-NARROW = Config(2, 128, 64, 64, 2, (232, 40), False, 2, 64)
+def _two_warpgroups(d: int, dv: int) -> Config:
+    wide = max(d, dv) == 256
+    widest = d == dv == 256
+    return Config(
+        WARPGROUPS=2,
+        BLOCK_N=64 if wide else 128,  # 256 columns leave no shared memory or registers for 128 keys
+        BLOCK_D=d,
+        BLOCK_DV=dv,
+        KV_STAGES=2,
+        REGISTERS=(232, 40),
+        PINGPONG=max(d, dv) == 128,  # gains nothing at 256; at 64 three warpgroups do better
+        Q_STAGES=1 if d == 256 and dv >= 128 else 2,  # shared memory is full
+        O_COLUMNS=128 if widest else dv,  # likewise
+        Q_IN_REGISTERS=64 if widest else 0,  # read once for a work tile, not from shared memory for every key tile
+    )
+
+
+NARROW = _two_warpgroups(64, 64)
 """Head dim 64 with 128 queries, where 192 fit the length or the mask badly."""
+TABLE = {(d, dv): _two_warpgroups(d, dv) for d in WIDTHS for dv in WIDTHS}
+"""By padded head dims of keys and values. More on why: docs/hopper-notes.md."""
+# three warpgroups hide the softmax where ping-pong between two does not
+TABLE[64, 64] = NARROW._replace(WARPGROUPS=3, REGISTERS=(160, 32))
 
 
 def padded(dim: int) -> int:
@@ -88,11 +81,11 @@ def padded(dim: int) -> int:
 
 
 def tiles_for(head_dim: int, head_dim_v: int) -> tuple[Config, ...]:
-    """The tiles to choose from for head dims up to 256; the first serves everything, the second has more queries."""
+    """The tiles to choose from for head dims up to 256; the first suits everything, the second has more queries."""
     d, dv = padded(head_dim), padded(head_dim_v)
     return (NARROW, TABLE[d, dv]) if (d, dv) == (64, 64) else (TABLE[d, dv],)
 
 
 def shortened(tile: Config) -> Config:
     """The tile with half the keys: it follows the edge of a mask more closely, in steps that cost more for each key."""
-    return tile._replace(BLOCK_N=64, STAGES=2 * tile.STAGES, PINGPONG=False) if tile.BLOCK_N == 128 else tile
+    return tile._replace(BLOCK_N=64, KV_STAGES=2 * tile.KV_STAGES, PINGPONG=False) if tile.BLOCK_N == 128 else tile

@@ -1,16 +1,17 @@
-"""Masks this kernel knows: those that leave every row one interval of keys. Lowered to `Term`s, or refused with the reason."""
+"""Masks the kernels know: those that leave every row one interval of keys. Lowered to `Term`s, or refused with the reason."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tilewise.backends.hopper.structs import Term
-from tilewise.masks import UNBOUNDED, Literal, MaskProgram
+from tilewise.masks import UNBOUNDED, Interval, Literal, MaskProgram, visited_tiles
 
 
-class Form(NamedTuple):
+class IntervalMask(NamedTuple):
     """A mask as intervals: what the kernel is compiled for and the numbers of its terms, tensors as the mask holds them."""
 
     terms: tuple[Term, ...] = ()
@@ -18,16 +19,24 @@ class Form(NamedTuple):
     left: bool = False  # may they begin after key 0?
     bottom: bool = False  # packed: bands count from each sequence's bottom right corner
 
+    def visited(self, queries: int, keys: int, block_q: int, block_k: int, *, by_key: bool = False) -> np.ndarray:
+        """Key tiles that each query tile visits (by key: query tiles that visit each key tile), at least 1, int64 [tiles].
 
-def form_of(program: MaskProgram, queries: int, keys: int, packed: bool = False) -> Form | str:
-    """The mask's form over so many queries and keys, or why it has none.
+        Numbers that only the device knows (offsets, padding) are taken as absent.
+        """
+        terms = [Interval(term.lo, term.past - 1, term.start, term.end) for term in self.terms]
+        return np.maximum(visited_tiles(terms, queries, keys, block_q, block_k, by_key=by_key), 1)
+
+
+def interval_mask(program: MaskProgram, queries: int, keys: int, packed: bool = False) -> IntervalMask | str:
+    """The mask over so many queries and keys as intervals, or why it is none.
 
     In a packed batch only the device knows the sequences' lengths: bands keep their corner, ranges end where they end.
     """
     if not all(kind.is_interval for kind in program.kinds):
         return "the mask reads tables or ids; bands, ranges and key padding are served"
     if program.structure == "":
-        return Form()
+        return IntervalMask()
     terms = []
     bands = {kind for kind in program.kinds if kind.is_band}
     bottom = packed and any(kind.is_bottom_right for kind in bands)
@@ -41,23 +50,23 @@ def form_of(program: MaskProgram, queries: int, keys: int, packed: bool = False)
         if term.lo < term.past and term.start < term.end:
             terms.append(term)
     if not terms:
-        return Form((Term(-UNBOUNDED, UNBOUNDED, 0, 0, None, None, None),))
+        return IntervalMask((Term(-UNBOUNDED, UNBOUNDED, 0, 0, None, None, None),))
     if len(terms) == 1:
-        return Form((terms[0],), terms[0].past < UNBOUNDED, begins_inside(terms[0]), bottom)
+        return IntervalMask((terms[0],), terms[0].past < UNBOUNDED, begins_inside(terms[0]), bottom)
     if len(terms) > 2:
         return f"the mask is a union of {len(terms)} parts; two are served"
     if any(begins_inside(term) for term in terms):
         return "the mask is a union of parts of which one may begin after key 0"
-    return Form(tuple(terms), True, False, bottom)
+    return IntervalMask(tuple(terms), True, False, bottom)
 
 
-def unseen_keys(form: Form, queries: int, keys: int) -> bool:
-    """May there be keys that no query sees? Not under a plain causal mask or window, where the first row sees key 0 and the last
-    row the last key."""
-    if any(term.off is not None or term.first is not None for term in form.terms):
+def unseen_keys(mask: IntervalMask, queries: int, keys: int) -> bool:
+    """May there be keys that no query sees? Not under a plain causal mask or window, where the first row sees key 0 and the
+    last row the last key."""
+    if any(term.off is not None or term.first is not None for term in mask.terms):
         return True
-    start = max(form.terms[0].lo, form.terms[0].start) if form.left else 0
-    end = max((min(queries - 1 + term.past, term.end) for term in form.terms), default=keys)
+    start = max(mask.terms[0].lo, mask.terms[0].start) if mask.left else 0
+    end = max((min(queries - 1 + term.past, term.end) for term in mask.terms), default=keys)
     return start > 0 or end < keys
 
 
@@ -85,9 +94,9 @@ def _term(literals: list[Literal], shift: int, end: int) -> Term | str:
     return Term(lo, past, start, end, off, first, last)
 
 
-def present(term: Term) -> Term:
-    """The term with True for each of its tensors: a plan says that they are there and does not keep them alive."""
-    return Term(*term[:4], *(None if t is None else True for t in term[4:]))
+def typed(term: Term) -> Term:
+    """The term with the type of each of its tensors: a plan does not keep them alive."""
+    return Term(*term[:4], *(None if t is None else "*i32" for t in term[4:]))
 
 
 def on_device(term: Term, batch: int, device: torch.device) -> Term:

@@ -1,4 +1,4 @@
-"""The kernel: shared memory, barriers, and who does what."""
+"""The kernel: shared memory, barriers, and the roles of its warps."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from tilewise.backends.hopper.consume import consume
-from tilewise.backends.hopper.load import load
+from tilewise.backends.hopper.consumer import consume
+from tilewise.backends.hopper.mainloop import Rings
+from tilewise.backends.hopper.producer import produce
 from tilewise.backends.hopper.ring import make_ring
 
 
 @gluon.jit
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, a, C: gl.constexpr):
-    q_ring = make_ring(q_desc, C.QUERIES * C.WARPGROUPS, 1)
-    k_ring = make_ring(k_desc, C.STAGES, C.WARPGROUPS)
-    v_ring = make_ring(v_desc, C.STAGES, C.WARPGROUPS)
+    q_ring = make_ring(q_desc, C.Q_STAGES * C.WARPGROUPS, 1)
+    k_ring = make_ring(k_desc, C.KV_STAGES, C.WARPGROUPS)
+    v_ring = make_ring(v_desc, C.KV_STAGES, C.WARPGROUPS)
+    rings = Rings(q=q_ring, k=k_ring, v=v_ring)
     fence_async_shared()
-    o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS, 1, 1, 64, C.OUT_WIDTH], o_desc.layout)
+    o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS, 1, 1, 64, C.O_COLUMNS], o_desc.layout)
     # constexprs among the arguments must be written in the call: through a variable they become numbers at run time
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (o_desc, o_buffers, q_ring, k_ring, v_ring, a, gl.constexpr(0), C)),
-                (consume, (o_desc, o_buffers, q_ring, k_ring, v_ring, a, gl.constexpr(1), C)),
-                (load, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, a, C)),
+                (consume, (o_desc, o_buffers, rings, a, gl.constexpr(0), C)),
+                (consume, (o_desc, o_buffers, rings, a, gl.constexpr(1), C)),
+                (produce, (q_desc, k_desc, v_desc, rings, a, C)),
             ],
             [4, 1],
             [C.REGISTERS[0], C.REGISTERS[1]],
@@ -32,10 +34,10 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, a, C: gl.constexpr):
     else:
         gl.warp_specialize(
             [
-                (consume, (o_desc, o_buffers, q_ring, k_ring, v_ring, a, gl.constexpr(0), C)),
-                (consume, (o_desc, o_buffers, q_ring, k_ring, v_ring, a, gl.constexpr(1), C)),
-                (consume, (o_desc, o_buffers, q_ring, k_ring, v_ring, a, gl.constexpr(2), C)),
-                (load, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, a, C)),
+                (consume, (o_desc, o_buffers, rings, a, gl.constexpr(0), C)),
+                (consume, (o_desc, o_buffers, rings, a, gl.constexpr(1), C)),
+                (consume, (o_desc, o_buffers, rings, a, gl.constexpr(2), C)),
+                (produce, (q_desc, k_desc, v_desc, rings, a, C)),
             ],
             [4, 4, 1],
             [C.REGISTERS[0], C.REGISTERS[0], C.REGISTERS[1]],

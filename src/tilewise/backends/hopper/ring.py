@@ -1,4 +1,4 @@
-"""A ring of tiles in shared memory between the warp that loads and the warpgroups that compute."""
+"""A ring of tiles in shared memory: the pipeline between the warp that loads and the warpgroups that compute."""
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
@@ -6,28 +6,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.hopper.shim import aggregate, tma_load
+from tilewise.backends.hopper.compat import aggregate, tma_load
 
 
 @aggregate
 class Ring:
-    """full[i]: tile i has landed; empty[i]: all its readers are done. The n-th tile ever takes place n % STAGES."""
+    """full[i]: the tile in stage i has landed; empty[i]: all its readers are done. The n-th tile ever is in stage n % STAGES."""
 
     tiles: gl.shared_memory_descriptor  # [STAGES, 1, 1, rows, width]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty):
-        self.tiles = tiles
-        self.full = full
-        self.empty = empty
-
 
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
-    """Barriers that turn after COUNT arrivals each. Make none that nobody waits for: the compiler would give its memory to a
-    tile, and when the GPU turns to another process and back it rewrites every barrier it has seen initialised."""
+    """Barriers whose phase ends after COUNT arrivals each. Make none that nobody waits for: the compiler would give its memory
+    to a tile, and when the GPU turns to another process and back it rewrites every barrier it has seen initialised."""
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.index(i), count=COUNT)
@@ -44,48 +38,76 @@ def make_tiles(desc, STAGES: gl.constexpr):
 @gluon.jit
 def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
     """A ring for tiles of the descriptor."""
-    return Ring(make_tiles(desc, STAGES), make_barriers(STAGES, 1), make_barriers(STAGES, READERS))
+    return Ring(
+        tiles=make_tiles(desc, STAGES), full=make_barriers(STAGES, 1), empty=make_barriers(STAGES, READERS)
+    )
 
 
 @gluon.jit
 def make_follower(desc, leader, STAGES: gl.constexpr):
-    """A ring that turns together with another one: its tiles are free when that one's are."""
-    return Ring(make_tiles(desc, STAGES), make_barriers(STAGES, 1), leader.empty)
+    """A ring that advances together with another one: its tiles are free when that one's are."""
+    return Ring(tiles=make_tiles(desc, STAGES), full=make_barriers(STAGES, 1), empty=leader.empty)
 
 
 @gluon.jit
 def phase(ring, n):
-    """The parity with which the n-th tile's barriers turn."""
+    """The parity of the n-th tile's barriers."""
     return (n // ring.tiles.type.shape[0]) & 1
 
 
 @gluon.jit
-def place(ring, n):
+def stage(ring, n):
     return n % ring.tiles.type.shape[0]
 
 
 @gluon.jit
 def fill(ring, desc, n, b, h, row):
-    """Load the n-th tile once its place is free."""
-    at = place(ring, n)
-    mbarrier.wait(ring.empty.index(at), phase(ring, n) ^ 1)
+    """Load the n-th tile once its stage is free."""
+    mbarrier.wait(ring.empty.index(stage(ring, n)), phase(ring, n) ^ 1)
+    fill_free(ring, desc, n, b, h, row)
+
+
+@gluon.jit
+def fill_free(ring, desc, n, b, h, row):
+    """Load the n-th tile, whose stage is known to be free."""
+    at = stage(ring, n)
     mbarrier.expect(ring.full.index(at), desc.block_type.nbytes)
     tma_load(desc, [b, h, row, 0], ring.full.index(at), ring.tiles.index(at))
 
 
 @gluon.jit
-def await_tile(ring, n, pred=True):
-    mbarrier.wait(ring.full.index(place(ring, n)), phase(ring, n), pred=pred)
+def wait_full(ring, n, pred=True):
+    mbarrier.wait(ring.full.index(stage(ring, n)), phase(ring, n), pred=pred)
 
 
 @gluon.jit
 def release(ring, n, pred=True):
-    mbarrier.arrive(ring.empty.index(place(ring, n)), count=1, pred=pred)
+    mbarrier.arrive(ring.empty.index(stage(ring, n)), count=1, pred=pred)
+
+
+@gluon.jit
+def matrix_in(ring, at):
+    """The tile in stage `at` as a matrix [rows, width]."""
+    ROWS: gl.constexpr = ring.tiles.type.shape[3]
+    WIDTH: gl.constexpr = ring.tiles.type.shape[4]
+    return ring.tiles.index(at).reshape([ROWS, WIDTH])
 
 
 @gluon.jit
 def matrix(ring, n):
     """The n-th tile as a matrix [rows, width]."""
-    ROWS: gl.constexpr = ring.tiles.type.shape[3]
-    WIDTH: gl.constexpr = ring.tiles.type.shape[4]
-    return ring.tiles.index(place(ring, n)).reshape([ROWS, WIDTH])
+    return matrix_in(ring, stage(ring, n))
+
+
+@gluon.jit
+def zero_rows(tile, first, lo, hi, ROWS: gl.constexpr):
+    """Zero the rows of keys (or queries) outside [lo, hi), from `first` on: their weights are 0, but 0 · inf is not."""
+    SLICE: gl.constexpr = 32
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for i in gl.static_range(ROWS // SLICE):
+        first_row = first + i * SLICE
+        if (first_row < lo) | (first_row + SLICE > hi):
+            rows = tile.slice(i * SLICE, SLICE, dim=0)
+            k = first_row + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+            x_tile = rows.load(LAYOUT)
+            rows.store(gl.where(((k >= lo) & (k < hi))[:, None], x_tile, gl.zeros_like(x_tile)))

@@ -1,15 +1,15 @@
-"""From products q·k to weights: scores, mask, and the online update. Scores are in units of log 2 once times `unit`."""
+"""The online softmax of a tile: scores from products q·k, mask, weights. Scores times `exp2_scale` are logarithms to base 2."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.schedule import key_hi, key_lo
+from tilewise.backends.hopper.work_tile import key_hi, key_lo
 
 LOG2E = gl.constexpr(1.4426950408889634)
 INF = gl.constexpr(float("inf"))
-SLACK = gl.constexpr(8.0)
+MAX_SLACK = gl.constexpr(8.0)
 """Weights are at most 2**8: far from overflow in 16 bits, and as precise, for rounding is relative."""
 
 
@@ -25,19 +25,19 @@ def tanh(x):
 
 @gluon.jit
 def scores(s_tile, a, C: gl.constexpr):
-    """Scores of which `unit_of` makes logarithms to base 2."""
+    """Scores that `exp2_scale` turns into logarithms to base 2."""
     if C.SCORES == "softcap":
-        return tanh(s_tile * a.slope) * a.unit
+        return tanh(s_tile * a.softcap_slope) * a.scale_log2
     elif C.SCORES == "scale":
-        return s_tile * a.unit
+        return s_tile * a.scale_log2
     else:
         return s_tile
 
 
 @gluon.jit
-def unit_of(a, C: gl.constexpr):
+def exp2_scale(a, C: gl.constexpr):
     if C.SCORES == "fold":
-        return a.unit
+        return a.scale_log2
     else:
         return 1.0
 
@@ -70,17 +70,17 @@ def lane_sum(x_tile):
 
 
 @gluon.jit
-def weigh(s_tile, m, unit, MASKED: gl.constexpr):
-    """Weights of a tile relative to 2**m, the raised m, and what older weights fade by.
+def softmax_step(s_tile, m, scale, MASKED: gl.constexpr):
+    """Weights of a tile relative to 2**m, the raised m, and the factor that rescales older weights.
 
-    m only has to be near the running maximum, so that nothing overflows: it is raised when that has left it by more than SLACK,
-    and most tiles leave it alone. Then the older weights fade by exactly 1, for the difference is one of the rounded numbers.
+    m only has to be near the running maximum, so that nothing overflows: it is raised when the maximum is more than MAX_SLACK
+    above it, and most tiles leave it alone. Then the factor is exactly 1, for it is exp2 of the difference of rounded numbers.
     """
-    top = gl.max(s_tile, 1) * unit
-    new_m = gl.where(top > m + SLACK, top, m)
+    top = gl.max(s_tile, 1) * scale
+    new_m = gl.where(top > m + MAX_SLACK, top, m)
     shift = new_m
     if MASKED:
         shift = gl.where(new_m == -INF, 0.0, new_m)  # a row that has seen nothing yet
-    fade = gl.exp2(m - shift)
-    p_tile = gl.exp2(s_tile * unit - shift[:, None])  # [64, N]
-    return p_tile, new_m, fade
+    rescale = gl.exp2(m - shift)
+    p_tile = gl.exp2(s_tile * scale - shift[:, None])  # [64, N]
+    return p_tile, new_m, rescale

@@ -1,4 +1,4 @@
-"""The arguments of the kernel: NamedTuples, which Triton flattens, with None as a compile-time fact. No triton is imported."""
+"""The arguments of the kernels: NamedTuples, which Triton flattens, with None as a compile-time fact. No triton is imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Term(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """n // value as a product and a shift, exact for 0 <= n < 2³¹: the kernel divides by it without a reciprocal to keep."""
+    """n // value as a product and a shift, exact for 0 <= n < 2³¹: the kernel keeps no reciprocal."""
 
     value: int
     factor: int
@@ -41,24 +41,80 @@ class Rows(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Beside the tensors' descriptors. What the kernel would derive from these numbers at its start is given too: kept across
-    all roles it would cost the loading warp registers it does not have."""
+    """Of the forward, beside the tensors' descriptors. What the kernel would derive from these numbers at its start is given too:
+    kept across all roles it would cost the producer registers it does not have."""
 
     lse_ptr: Any  # (B, H, M) fp32, contiguous
     cu_q: Any
     cu_k: Any
-    order: Any  # (rounds + 1, programs) int32: tiles by round and program, negative for none; None: they take turns
+    order: Any  # (rounds + 1, programs) int32: work tiles by round and program, negative for none; None: round robin
     out: Rows | None  # of a packed batch
     terms: tuple[Term, ...]
     heads: Divisor
     group: Divisor  # query heads of one key head
-    blocks: Divisor  # tiles of queries of a head
+    blocks: Divisor  # query tiles of a head
     batch: int
     len_q: int  # of each sequence, or of all together when packed
     len_k: int
     last_q: int  # len_q - 1
-    last_block: int  # the number of the last tile of queries of a head
-    total: int  # tiles of queries
+    last_block: int  # blocks - 1
+    total: int  # query tiles
     programs: int
-    unit: float  # scores in units of log 2: scale / ln 2, or softcap / ln 2
-    slope: float  # scale / softcap
+    scale_log2: float  # scale · log2 e, or softcap · log2 e: makes scores logarithms to base 2
+    softcap_slope: float  # scale / softcap
+
+
+class Plane(NamedTuple):
+    """A tensor (B, H, M, width) with adjacent elements."""
+
+    ptr: Any
+    stride_b: int
+    stride_h: int
+    stride_s: int
+    width: int
+
+
+class GradArguments(NamedTuple):
+    """Of a backward kernel over key tiles or query tiles, beside the tensors' descriptors."""
+
+    cu_q: Any
+    cu_k: Any
+    order: Any  # as in the forward
+    terms: tuple[Term, ...]
+    heads: Divisor  # query heads, or key heads over key tiles
+    group: Divisor  # query heads of one key head
+    blocks: Divisor  # tiles of a head
+    batch: int
+    len_q: int  # of each sequence, or of all together when packed
+    len_k: int
+    stat_blocks: int  # tiles of statistics of a query head
+    stat_tiles: int  # of all heads; behind dQ's last one is a spare
+    total: int
+    programs: int
+    scale_log2: float
+    softcap_slope: float
+    scale: float
+    stats_ptr: Any  # [B·H, tiles, 2, M] fp32: lse in units of log 2 and delta by query tile
+    dq_ptr: Any  # [B·H, tiles, M·D] fp32, each tile in the order of the registers that hold it
+    dq: Rows | None  # of a packed batch, as the next two
+    dk: Rows | None
+    dv: Rows | None
+
+
+class PrePostArguments(NamedTuple):
+    """Of the backward's preprocess and postprocess kernels."""
+
+    out: Plane
+    dout: Plane
+    dq: Plane
+    lse_ptr: Any
+    dlse_ptr: Any
+    stats_ptr: Any
+    dq_ptr: Any
+    cu_q: Any
+    heads: Divisor
+    blocks: Divisor  # query tiles of a head
+    batch: int
+    len_q: int
+    factor: float  # by which lse enters the statistics
+    scale: float

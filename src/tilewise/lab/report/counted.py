@@ -22,10 +22,10 @@ def tiles_of(problem: Problem, forward: str, backward: str, device: torch.device
 
     found = {pass_: tile_for(problem, pass_, device) for pass_ in ("forward", "backward_dkdv", "backward_dq")}
     if forward == "hopper":
-        from tilewise.backends.hopper.launch import make_plan
+        from tilewise.backends.hopper.plan import make_plan
 
         config = make_plan(problem, 1, lambda *_: None).config
-        found["forward"] = TilePlan(config.BLOCK_M, config.BLOCK_N, config.STAGES, 4 * (config.WARPGROUPS + 1))
+        found["forward"] = TilePlan(config.BLOCK_M, config.BLOCK_N, config.KV_STAGES, 4 * (config.WARPGROUPS + 1))
     if backward == "hopper":
         from tilewise.backends.hopper.backward.config import KEYS, widths
 

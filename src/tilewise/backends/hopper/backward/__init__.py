@@ -1,6 +1,5 @@
 """Attention backward for Hopper GPUs: a kernel that holds keys and streams the queries that see them, between two others.
 
-`prepare_kernel` (edges) writes the statistics of each row. Then `keys_kernel` or, for large head dims, `split_kernel` keeps dK
-and dV in registers. dQ is added up in memory by the former and rounded by `cast_kernel` (edges), or left to
-`queries_kernel`.
+`preprocess_kernel` writes the statistics of each row. Then `keys_kernel` or, for large head dims, `split_kernel` keeps dK and dV
+in registers. dQ is added up in memory by the former and rounded by `postprocess_kernel`, or computed by `queries_kernel`.
 """

@@ -1,10 +1,10 @@
-"""What the backward's kernels are compiled for, and the table of tiles."""
+"""What the backward's kernels are compiled for, and their tiles."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper.config import BARRIER_BYTES, padded
+from tilewise.backends.hopper.config import BARRIER_BYTES, WIDTHS, padded
 
 
 class KeysConfig(NamedTuple):
@@ -14,46 +14,33 @@ class KeysConfig(NamedTuple):
     BLOCK_N: int
     BLOCK_D: int  # of q and k, padded
     BLOCK_DV: int
-    SPLIT: bool  # the warpgroups share 64 keys, one for dV and one for dK; else each has 64 keys of its own
-    SEEDED: bool  # products start at -lse and -delta instead of having them subtracted
-    Q_STAGES: int
-    DO_STAGES: int
-    K_STAGES: int
-    V_STAGES: int
-    STAGED: bool  # dK and dV leave through memory of their own, not through that of K and V
-    PIECE: int  # columns of dQ that a warpgroup computes at a time
-    REGISTERS: tuple[int, int]  # of a thread that computes, and of one that loads
-    REDUCE: bool = True  # dQ is added up in memory; else it is left to the kernel that holds queries
-    EARLY: bool = False  # if left: the next scores are issued before the last gradients are done
+    SPLIT: bool = False  # the two warpgroups share 64 keys, one for dV and one for dK; else each has 64 keys of its own
+    ACC_FROM_STATS: bool = False  # S and dP accumulate from -lse and -delta, which are then not subtracted
+    Q_STAGES: int = 2  # of q, dout and statistics
+    K_STAGES: int = 2
+    V_STAGES: int = 1
+    REGISTERS: tuple[int, int] = (240, 24)  # of a thread of a consumer, and of the producer
+    REDUCE_DQ: bool = True  # dQ is added up in memory; else it is left to the kernel that holds queries
+    OVERLAP_SCORES: bool = False  # if left: the next scores are issued before the last gradients are done
     TERMS: int = 0  # of the mask
     BAND: bool = False  # may a row's keys end before the sequence does?
     LEFT: bool = False  # may they begin after key 0?
     SCORES: str = "fold"
     VARLEN: bool = False
-    BOTTOM: bool = False  # bands of packed sequences count from the bottom right corner
-    BLIND: bool = False  # may a query see no key?
+    BOTTOM_RIGHT: bool = False  # bands of packed sequences count from the bottom right corner
+    EMPTY_ROWS: bool = False  # may a query see no key?
 
     @property
     def shared_bytes(self) -> int:
         """Of tiles, statistics and barriers."""
         keys = self.BLOCK_N * (self.K_STAGES * self.BLOCK_D + self.V_STAGES * self.BLOCK_DV)
-        queries = self.BLOCK_M * (self.Q_STAGES * self.BLOCK_D + self.DO_STAGES * self.BLOCK_DV)
-        scores = (2 if self.REDUCE else 0) * self.BLOCK_M * self.BLOCK_N
-        exchanged = 4 * self.BLOCK_M * self.BLOCK_N if self.SPLIT else 0
+        queries = self.BLOCK_M * self.Q_STAGES * (self.BLOCK_D + self.BLOCK_DV)
+        ds = (2 if self.REDUCE_DQ else 0) * self.BLOCK_M * self.BLOCK_N
+        weights = 4 * self.BLOCK_M * self.BLOCK_N if self.SPLIT else 0
         widths = self.BLOCK_D if self.BLOCK_D == self.BLOCK_DV else self.BLOCK_D + self.BLOCK_DV
-        staged = self.BLOCK_N * widths if self.STAGED else 0
+        epilogue = 0 if self.SPLIT else self.BLOCK_N * widths  # split gradients leave through the memory of K and V
         statistics = 4 * 2 * self.BLOCK_M * self.Q_STAGES
-        return 2 * (keys + queries + scores + staged) + exchanged + statistics + BARRIER_BYTES
-
-    @property
-    def registers(self) -> int:
-        return 2 * self.REGISTERS[0] + self.REGISTERS[1]
-
-    @property
-    def accumulators(self) -> int:
-        """Registers a computing thread holds for its gradients and its tiles of scores."""
-        gradients = max(self.BLOCK_D, self.BLOCK_DV) if self.SPLIT else self.BLOCK_D + self.BLOCK_DV
-        return gradients // 2 + (self.BLOCK_M // 2 if self.SPLIT else self.BLOCK_M)
+        return 2 * (keys + queries + ds + epilogue) + weights + statistics + BARRIER_BYTES
 
 
 class QueriesConfig(NamedTuple):
@@ -62,17 +49,17 @@ class QueriesConfig(NamedTuple):
     BLOCK_N: int
     BLOCK_D: int
     BLOCK_DV: int
-    K_STAGES: int
     V_STAGES: int
-    REGISTERS: tuple[int, int] = (232, 40)
+    REGISTERS: tuple[int, int]
+    K_STAGES: int = 2
     STAT_ROWS: int = 64  # queries in a tile of statistics
     TERMS: int = 0
     BAND: bool = False
     LEFT: bool = False
     SCORES: str = "fold"
     VARLEN: bool = False
-    BOTTOM: bool = False
-    BLIND: bool = False
+    BOTTOM_RIGHT: bool = False
+    EMPTY_ROWS: bool = False
 
     @property
     def BLOCK_M(self) -> int:
@@ -84,44 +71,39 @@ class QueriesConfig(NamedTuple):
         keys = self.BLOCK_N * (self.K_STAGES * self.BLOCK_D + self.V_STAGES * self.BLOCK_DV)
         return 2 * (queries + keys) + BARRIER_BYTES
 
-    @property
-    def registers(self) -> int:
-        return 2 * self.REGISTERS[0] + self.REGISTERS[1]
 
-    @property
-    def accumulators(self) -> int:
-        return self.BLOCK_D // 2 + self.BLOCK_N
+def _keys_config(d: int, dv: int) -> KeysConfig:
+    if max(d, dv) == 256:
+        # a gradient of 64 keys fills a warpgroup's registers
+        return KeysConfig(BLOCK_M=64, BLOCK_N=64, BLOCK_D=d, BLOCK_DV=dv, SPLIT=True, K_STAGES=1, REDUCE_DQ=False)
+    if d == 128:
+        return KeysConfig(BLOCK_M=64, BLOCK_N=128, BLOCK_D=d, BLOCK_DV=dv)
+    # 128 queries, whose statistics find no registers of their own
+    return KeysConfig(BLOCK_M=128, BLOCK_N=128, BLOCK_D=d, BLOCK_DV=dv, ACC_FROM_STATS=True, V_STAGES=2)
 
 
-KEYS: dict[tuple[int, int], KeysConfig] = {
-    (64, 64): KeysConfig(128, 128, 64, 64, False, True, 2, 2, 2, 2, True, 64, (240, 24)),
-    (128, 64): KeysConfig(64, 128, 128, 64, False, False, 2, 2, 2, 1, True, 64, (240, 24)),
-    (128, 128): KeysConfig(64, 128, 128, 128, False, False, 2, 2, 2, 1, True, 64, (240, 24)),
-    (128, 256): KeysConfig(64, 64, 128, 256, True, False, 2, 2, 1, 1, False, 64, (240, 24), False),
-    (256, 64): KeysConfig(64, 64, 256, 64, True, False, 2, 2, 1, 1, False, 64, (240, 24), False),
-    (256, 128): KeysConfig(64, 64, 256, 128, True, False, 2, 2, 1, 1, False, 64, (240, 24), False),
-    (256, 256): KeysConfig(64, 64, 256, 256, True, False, 2, 2, 1, 1, False, 64, (240, 24), False),
-}
-"""By padded head dims of keys and values; why each: docs/hopper-backward-notes.md."""
-APART = {dims: tile._replace(REDUCE=False) for dims, tile in KEYS.items()}
-"""The same where dQ has a kernel of its own, which reads plain statistics."""
-APART[64, 64] = KeysConfig(128, 128, 64, 64, False, False, 3, 3, 2, 2, True, 64, (240, 24), False, True)
-CAPPED = {**APART, (64, 64): APART[64, 64]._replace(BLOCK_M=64)}
-"""The same under a softcap, whose tanh finds no registers beside 128 queries."""
-UNMASKED = {**APART, (128, 128): APART[128, 128]._replace(V_STAGES=2, EARLY=True)}
-"""The same where every query sees every key: only there early scores pay at 128."""
-QUERIES: dict[tuple[int, int], QueriesConfig] = {
-    (64, 64): QueriesConfig(128, 64, 64, 2, 2),
-    (128, 64): QueriesConfig(128, 128, 64, 2, 2),
-    (128, 128): QueriesConfig(128, 128, 128, 2, 2),
-    (128, 256): QueriesConfig(64, 128, 256, 2, 1, (240, 24)),
-    (256, 64): QueriesConfig(64, 256, 64, 2, 2, (240, 24)),
-    (256, 128): QueriesConfig(64, 256, 128, 2, 2, (240, 24)),
-    (256, 256): QueriesConfig(64, 256, 256, 2, 1, (240, 24)),
-}
+def _queries_config(d: int, dv: int) -> QueriesConfig:
+    if max(d, dv) == 256:  # dQ or an operand of dP leaves room for 64 keys, and 256 values for one stage of them
+        return QueriesConfig(
+            BLOCK_N=64, BLOCK_D=d, BLOCK_DV=dv, V_STAGES=1 if dv == 256 else 2, REGISTERS=(240, 24)
+        )
+    return QueriesConfig(BLOCK_N=128, BLOCK_D=d, BLOCK_DV=dv, V_STAGES=2, REGISTERS=(232, 40))
 
 
 def widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The tiles' head dims: 64 only for both, since the warpgroups halve dQ's columns, which come in groups of 64."""
     d, dv = padded(head_dim), padded(head_dim_v)
     return (max(d, 128), dv) if dv > 64 else (d, dv)
+
+
+_WIDTHS = sorted({widths(d, dv) for d in WIDTHS for dv in WIDTHS})
+KEYS = {dims: _keys_config(*dims) for dims in _WIDTHS}
+"""By padded head dims of keys and values; more on why: docs/hopper-backward-notes.md."""
+SEPARATE_DQ = {dims: tile._replace(REDUCE_DQ=False) for dims, tile in KEYS.items()}
+"""The same where dQ has a kernel of its own, which reads plain statistics."""
+SEPARATE_DQ[64, 64] = KEYS[64, 64]._replace(REDUCE_DQ=False, ACC_FROM_STATS=False, Q_STAGES=3, OVERLAP_SCORES=True)
+SEPARATE_DQ_SOFTCAP = {**SEPARATE_DQ, (64, 64): SEPARATE_DQ[64, 64]._replace(BLOCK_M=64)}
+"""The same under a softcap, whose tanh finds no registers beside 128 queries."""
+SEPARATE_DQ_UNMASKED = {**SEPARATE_DQ, (128, 128): SEPARATE_DQ[128, 128]._replace(V_STAGES=2, OVERLAP_SCORES=True)}
+"""The same where every query sees every key: only there overlapping scores pays at 128."""
+QUERIES = {dims: _queries_config(*dims) for dims in _WIDTHS}

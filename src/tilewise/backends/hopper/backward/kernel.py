@@ -1,4 +1,4 @@
-"""The kernels: shared memory, barriers, and who does what."""
+"""The backward's kernels: shared memory, barriers, and the roles of their warps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from tilewise.backends.hopper.backward.keys import Rings, consume_keys
-from tilewise.backends.hopper.backward.load import load_for_keys
-from tilewise.backends.hopper.backward.queries import consume_queries, load_for_queries
+from tilewise.backends.hopper.backward.common import KeyRings, Rings
+from tilewise.backends.hopper.backward.keys import consume_keys
+from tilewise.backends.hopper.backward.producer import produce_for_keys, produce_for_queries
+from tilewise.backends.hopper.backward.queries import consume_queries
 from tilewise.backends.hopper.backward.split import consume_split
 from tilewise.backends.hopper.ring import Ring, make_barriers, make_follower, make_ring
 
@@ -25,18 +26,20 @@ def make_scores(dtype: gl.constexpr, N: gl.constexpr, M: gl.constexpr, STAGES: g
 
 @gluon.jit
 def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a, C: gl.constexpr):
-    """dK and dV of 128 keys at a time, 64 for each of two warpgroups, and their share of dQ."""
+    """dK and dV of 128 keys at a time, 64 for each of two warpgroups, and their part of dQ."""
     DTYPE: gl.constexpr = q_desc.dtype
     q_ring = make_ring(q_desc, C.Q_STAGES, 2)
-    do_ring = make_follower(do_desc, q_ring, C.DO_STAGES)
+    do_ring = make_follower(do_desc, q_ring, C.Q_STAGES)
     k_ring = make_ring(k_desc, C.K_STAGES, 2)
     v_ring = make_ring(v_desc, C.V_STAGES, 2)
     stats = gl.allocate_shared_memory(gl.float32, [C.Q_STAGES, 2 * C.BLOCK_M], stats_desc.layout)
-    if C.REDUCE:
-        ds_ring = Ring(make_scores(DTYPE, C.BLOCK_N, C.BLOCK_M, 2), make_barriers(2, 2), q_ring.empty)
+    if C.REDUCE_DQ:
+        ds_tiles = make_scores(DTYPE, C.BLOCK_N, C.BLOCK_M, 2)
+        ds_ring = Ring(tiles=ds_tiles, full=make_barriers(2, 2), empty=q_ring.empty)
     else:
         ds_ring = q_ring
-    rings = Rings(q_ring, do_ring, k_ring, v_ring, ds_ring, stats)
+    loaded = Rings(q=q_ring, do=do_ring, k=k_ring, v=v_ring)
+    rings = KeyRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, exchange=ds_ring, stats=stats)
     dk_buffers = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, C.BLOCK_D], dk_desc.layout)
     if C.BLOCK_D == C.BLOCK_DV:
         dv_buffers = dk_buffers
@@ -48,10 +51,7 @@ def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a
         [
             (consume_keys, (dk_desc, dv_desc, dk_buffers, dv_buffers, rings, a, gl.constexpr(0), C)),
             (consume_keys, (dk_desc, dv_desc, dk_buffers, dv_buffers, rings, a, gl.constexpr(1), C)),
-            (
-                load_for_keys,
-                (q_desc, do_desc, k_desc, v_desc, stats_desc, stats, q_ring, do_ring, k_ring, v_ring, a, C),
-            ),
+            (produce_for_keys, (q_desc, do_desc, k_desc, v_desc, stats_desc, loaded, stats, a, C)),
         ],
         [4, 1],
         [C.REGISTERS[0], C.REGISTERS[1]],
@@ -62,20 +62,20 @@ def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a
 def split_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a, C: gl.constexpr):
     """dK and dV of 64 keys at a time, dV by the first warpgroup and dK by the second."""
     q_ring = make_ring(q_desc, C.Q_STAGES, 2)
-    do_ring = make_ring(do_desc, C.DO_STAGES, 2)
+    do_ring = make_ring(do_desc, C.Q_STAGES, 2)
     k_ring = make_ring(k_desc, 1, 1)
     v_ring = make_ring(v_desc, 1, 1)
     stats = gl.allocate_shared_memory(gl.float32, [C.Q_STAGES, 2 * C.BLOCK_M], stats_desc.layout)
-    w_ring = Ring(make_scores(gl.float32, C.BLOCK_N, C.BLOCK_M, 1), make_barriers(1, 1), make_barriers(1, 1))
+    weights = make_scores(gl.float32, C.BLOCK_N, C.BLOCK_M, 1)
+    w_ring = Ring(tiles=weights, full=make_barriers(1, 1), empty=make_barriers(1, 1))
+    loaded = Rings(q=q_ring, do=do_ring, k=k_ring, v=v_ring)
+    rings = KeyRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, exchange=w_ring, stats=stats)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume_split, (dv_desc, stats, q_ring, do_ring, k_ring, v_ring, w_ring, a, gl.constexpr(0), C)),
-            (consume_split, (dk_desc, stats, q_ring, do_ring, k_ring, v_ring, w_ring, a, gl.constexpr(1), C)),
-            (
-                load_for_keys,
-                (q_desc, do_desc, k_desc, v_desc, stats_desc, stats, q_ring, do_ring, k_ring, v_ring, a, C),
-            ),
+            (consume_split, (dv_desc, rings, a, gl.constexpr(0), C)),
+            (consume_split, (dk_desc, rings, a, gl.constexpr(1), C)),
+            (produce_for_keys, (q_desc, do_desc, k_desc, v_desc, stats_desc, loaded, stats, a, C)),
         ],
         [4, 1],
         [C.REGISTERS[0], C.REGISTERS[1]],
@@ -89,12 +89,13 @@ def queries_kernel(q_desc, do_desc, k_desc, v_desc, dq_desc, a, C: gl.constexpr)
     do_ring = make_ring(do_desc, 2, 1)
     k_ring = make_ring(k_desc, C.K_STAGES, 2)
     v_ring = make_ring(v_desc, C.V_STAGES, 2)
+    rings = Rings(q=q_ring, do=do_ring, k=k_ring, v=v_ring)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (consume_queries, (dq_desc, q_ring, do_ring, k_ring, v_ring, a, gl.constexpr(0), C)),
-            (consume_queries, (dq_desc, q_ring, do_ring, k_ring, v_ring, a, gl.constexpr(1), C)),
-            (load_for_queries, (q_desc, do_desc, k_desc, v_desc, q_ring, do_ring, k_ring, v_ring, a, C)),
+            (consume_queries, (dq_desc, rings, a, gl.constexpr(0), C)),
+            (consume_queries, (dq_desc, rings, a, gl.constexpr(1), C)),
+            (produce_for_queries, (q_desc, do_desc, k_desc, v_desc, rings, a, C)),
         ],
         [4, 1],
         [C.REGISTERS[0], C.REGISTERS[1]],

@@ -1,14 +1,14 @@
-"""The computing role where each warpgroup has 64 keys of its own: dK, dV of 64 keys, and half of dQ.
+"""The consumer where each warpgroup has 64 keys of its own: dK, dV of 64 keys, and half of dQ.
 
     over the queries seen so far:   dv = Σ P dO,   dk = Σ dS Q        P = exp2(x - lse2),   dS = P ∘ (dP - delta)
 
-All tiles of scores are transposed, [keys, queries], so P and dS are left operands as they stand in registers. Only dS goes
-through shared memory: dQ(n) = dS(n)ᵀ K needs the other warpgroup's half of the keys too. It is computed one tile of queries
-later, so that neither warpgroup waits for the other's scores, and the two drift apart: one computes weights while the other
-multiplies. So dQ of a tile of keys' last queries is computed under the next tile's first ones, and K has two places.
+All score tiles are transposed, [keys, queries], so P and dS are left operands as they stand in registers. Only dS goes through
+shared memory: dQ(n) = dS(n)ᵀ K needs the other warpgroup's half of the keys too. It is computed one query tile later, so that
+neither warpgroup waits for the other's scores, and the two drift apart: one computes weights while the other multiplies. So dQ
+of a work tile's last queries is computed under the next one's first ones, and K has two stages.
 """
 
-# No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
+from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,131 +19,105 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tilewise.backends.hopper.backward.early import early_gradients
-from tilewise.backends.hopper.backward.schedule import first_statistics, locate_keys
-from tilewise.backends.hopper.backward.tile import (
+from tilewise.backends.hopper.backward.common import (
+    DELTA,
+    DQ_COLUMNS,
+    LSE2,
+    accumulator_from,
     as_operand,
-    guard,
-    guard_queries,
-    put,
+    masked_weights,
     reduce_dq,
-    seeded,
-    seen_weights,
     statistic,
-    store_rows,
-    zeros,
+    store_gradient,
+    zero_unseeing_queries,
+    zero_unseen_keys,
 )
-from tilewise.backends.hopper.finish import await_stores
-from tilewise.backends.hopper.ring import Ring, await_tile, matrix, place, release
-from tilewise.backends.hopper.schedule import tile_at
-from tilewise.backends.hopper.shim import afresh, aggregate
-
-
-@aggregate
-class Rings:
-    """What the roles share. The tiles of queries turn together: `q.empty` stands for all of them."""
-
-    q: Ring
-    do: Ring
-    k: Ring
-    v: Ring
-    ds: Ring
-    stats: gl.shared_memory_descriptor  # [places of q, 2 M]
-
-    @gluon.constexpr_function
-    def __init__(self, q, do, k, v, ds, stats):
-        self.q = q
-        self.do = do
-        self.k = k
-        self.v = v
-        self.ds = ds
-        self.stats = stats
-
-
-@gluon.jit
-def tile_in(ring, at):
-    """The tile in one of a ring's places, as a matrix."""
-    ROWS: gl.constexpr = ring.tiles.type.shape[3]
-    WIDTH: gl.constexpr = ring.tiles.type.shape[4]
-    return ring.tiles.index(at).reshape([ROWS, WIDTH])
+from tilewise.backends.hopper.backward.overlapped import overlapped_gradients
+from tilewise.backends.hopper.backward.work_tile import HeldTile, first_statistics, locate_keys
+from tilewise.backends.hopper.compat import opaque
+from tilewise.backends.hopper.epilogue import await_stores, store_rows
+from tilewise.backends.hopper.mainloop import zeros
+from tilewise.backends.hopper.ring import matrix, matrix_in, release, stage, wait_full
+from tilewise.backends.hopper.work_tile import tile_at
 
 
 @gluon.jit
 def issue_dq(k_tile, ds_ring, n, live, WG: gl.constexpr, C: gl.constexpr):
-    """This warpgroup's part of dQ of the tile of queries before the n-th: half of the columns (64 queries) or rows (128).
-    Where there was none before, what is computed means nothing."""
+    """This warpgroup's part of dQ of the query tile before the n-th: half of the columns (64 queries) or rows (128).
+    Where there was none before (not `live`), the result means nothing."""
     at = (n & 1) ^ 1
     mbarrier.wait(ds_ring.full.index(at), ((n - 1) >> 1) & 1, pred=live)
     ds_tile = ds_ring.tiles.index(at)
-    none = zeros(C.PIECE)
+    zero = zeros(DQ_COLUMNS)
     if C.BLOCK_M == 128:
         rows = ds_tile.slice(WG * 64, 64, dim=1).permute((1, 0))
-        token = warpgroup_mma(rows, k_tile, none, use_acc=False, is_async=True)
+        token = warpgroup_mma(rows, k_tile, zero, use_acc=False, is_async=True)
     else:
-        columns = k_tile.slice(WG * C.PIECE, C.PIECE, dim=1)
-        token = warpgroup_mma(ds_tile.permute((1, 0)), columns, none, use_acc=False, is_async=True)
+        columns = k_tile.slice(WG * DQ_COLUMNS, DQ_COLUMNS, dim=1)
+        token = warpgroup_mma(ds_tile.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
     return token
 
 
 @gluon.jit
-def step(dk, dv, rings, served, n, m, before, spot, band, a, FIRST: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """One tile of queries; also dQ of the one before, whose statistics are tile `before`. The FIRST of these keys follows one of
+def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """One query tile; also dQ of the one before, whose statistics are tile `before`. The FIRST of these keys follows one of
     the keys before."""
     DTYPE: gl.constexpr = rings.q.tiles.dtype
-    # Every ring of queries has two places and turns alike. Taken afresh: else each address is a variable or constant of the loop
+    dk, dv = grads
+    # Every ring of queries has two stages and advances alike. Opaque: else each address is a variable or constant of the loop
     # in a register of its own.
-    n = afresh(n)
-    served = afresh(served)
+    n = opaque(n)
+    index = opaque(tile.index)
     at = n & 1
-    turn = (n >> 1) & 1
-    q_tile = tile_in(rings.q, at)
-    do_tile = tile_in(rings.do, at)
-    k_tile = matrix(rings.k, served)
+    parity = (n >> 1) & 1
+    q_tile = matrix_in(rings.q, at)
+    do_tile = matrix_in(rings.do, at)
+    k_tile = matrix(rings.k, index)
     k_rows = k_tile.slice(WG * 64, 64, dim=0)
-    v_rows = matrix(rings.v, served).slice(WG * 64, 64, dim=0)
-    none = zeros(C.BLOCK_M)
-    guard_queries(rings.q, rings.do, n, m, spot, band, WG, C)
-    mbarrier.wait(rings.q.full.index(at), turn)
-    if C.SEEDED:
-        lse2 = statistic(rings.stats, at, 0, C)
-        s_seed = seeded(lse2, none)
-        mbarrier.wait(rings.do.full.index(at), turn)
-        dp_seed = seeded(statistic(rings.stats, at, 1, C), none)
-        s_token = warpgroup_mma(k_rows, q_tile.permute((1, 0)), s_seed, is_async=True)
-        dp_token = warpgroup_mma(v_rows, do_tile.permute((1, 0)), dp_seed, is_async=True)
+    v_rows = matrix(rings.v, index).slice(WG * 64, 64, dim=0)
+    zero = zeros(C.BLOCK_M)
+    zero_unseeing_queries(rings, n, m, tile, WG, C)
+    mbarrier.wait(rings.q.full.index(at), parity)
+    if C.ACC_FROM_STATS:
+        lse2 = statistic(rings.stats, at, LSE2, C)
+        s_acc = accumulator_from(lse2, zero)
+        mbarrier.wait(rings.do.full.index(at), parity)
+        dp_acc = accumulator_from(statistic(rings.stats, at, DELTA, C), zero)
+        s_token = warpgroup_mma(k_rows, q_tile.permute((1, 0)), s_acc, is_async=True)
+        dp_token = warpgroup_mma(v_rows, do_tile.permute((1, 0)), dp_acc, is_async=True)
     else:
-        s_token = warpgroup_mma(k_rows, q_tile.permute((1, 0)), none, use_acc=False, is_async=True)
-        mbarrier.wait(rings.do.full.index(at), turn)
-        dp_token = warpgroup_mma(v_rows, do_tile.permute((1, 0)), none, use_acc=False, is_async=True)
-        lse2 = statistic(rings.stats, at, 0, C)
+        s_token = warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(rings.do.full.index(at), parity)
+        dp_token = warpgroup_mma(v_rows, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        lse2 = statistic(rings.stats, at, LSE2, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
-    p_tile, w_tile = seen_weights(s_tile, lse2, band, m, spot.n0 + 64 * WG, a, C)
-    if C.REDUCE:
+    p_tile, w_tile = masked_weights(s_tile, lse2, tile.band, m, tile.work.start + 64 * WG, a, C)
+    if C.REDUCE_DQ:
         # both warpgroups are done with step n - 1, and so with dQ(n - 2)
         mbarrier.wait(rings.q.empty.index(at ^ 1), ((n - 1) >> 1) & 1)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, M]
-    if not C.SEEDED:
-        dp_tile = dp_tile - statistic(rings.stats, at, 1, C)[None, :]
+    if not C.ACC_FROM_STATS:
+        dp_tile = dp_tile - statistic(rings.stats, at, DELTA, C)[None, :]
     ds_tile = (w_tile * dp_tile).to(DTYPE)
-    if C.REDUCE:
-        rings.ds.tiles.index(at).slice(WG * 64, 64, dim=0).store(ds_tile)
+    if C.REDUCE_DQ:
+        rings.exchange.tiles.index(at).slice(WG * 64, 64, dim=0).store(ds_tile)
     dv_token = warpgroup_mma(as_operand(p_tile, C.BLOCK_DV, DTYPE), do_tile, dv, is_async=True)
-    if C.REDUCE:
+    if C.REDUCE_DQ:
         fence_async_shared()
-        mbarrier.arrive(rings.ds.full.index(at), count=1)
+        mbarrier.arrive(rings.exchange.full.index(at), count=1)
         live = True
         dq_keys = k_tile
         if FIRST:
             live = n > 0
-            dq_keys = matrix(rings.k, served + 1)  # of two places, so it is served - 1's
-        dq_token = issue_dq(dq_keys, rings.ds, n, live, WG, C)
+            dq_keys = matrix(rings.k, index + 1)  # of two stages, so it is that of index - 1
+        dq_token = issue_dq(dq_keys, rings.exchange, n, live, WG, C)
     dk_token = warpgroup_mma(as_operand(ds_tile, C.BLOCK_D, DTYPE), q_tile, dk, is_async=True)
-    if C.REDUCE:
+    if C.REDUCE_DQ:
         dq_tile, dv = warpgroup_mma_wait(1, deps=[dq_token, dv_token])
         reduce_dq(dq_tile, WG, before, a, C)
         dk = warpgroup_mma_wait(0, deps=[dk_token])
         if FIRST:
-            mbarrier.arrive(rings.k.empty.index(place(rings.k, served + 1)), count=1, pred=live)
+            mbarrier.arrive(rings.k.empty.index(stage(rings.k, index + 1)), count=1, pred=live)
     else:
         dk, dv = warpgroup_mma_wait(0, deps=[dk_token, dv_token])
     mbarrier.arrive(rings.q.empty.index(at), count=1)  # for dO and dS(n - 1) too
@@ -151,85 +125,87 @@ def step(dk, dv, rings, served, n, m, before, spot, band, a, FIRST: gl.constexpr
 
 
 @gluon.jit
-def gradients(rings, served, taken, before, spot, band, a, WG: gl.constexpr, C: gl.constexpr):
+def gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.constexpr):
     """dK and dV of this warpgroup's 64 keys, from all queries of all heads of the group."""
-    stat_tile = first_statistics(spot, a)
+    work = tile.work
+    stat_tile = first_statistics(work, a)
     dk = zeros(C.BLOCK_D)
     dv = zeros(C.BLOCK_DV)
-    dk, dv = step(dk, dv, rings, served, taken, spot.first * C.BLOCK_M, before, spot, band, a, True, WG, C)
+    dk, dv = step((dk, dv), rings, tile, q_base, work.first * C.BLOCK_M, before, a, True, WG, C)
     before = stat_tile
     for g in range(a.group.value):
-        n0 = taken + g * spot.count
+        n0 = q_base + g * work.count
         stat0 = stat_tile + g * a.stat_blocks - n0
-        for n in range(gl.maximum(n0, taken + 1), n0 + spot.count):
-            m = (spot.first + n - n0) * C.BLOCK_M
-            dk, dv = step(dk, dv, rings, served, n, m, before, spot, band, a, False, WG, C)
+        for n in range(gl.maximum(n0, q_base + 1), n0 + work.count):
+            m = (work.first + n - n0) * C.BLOCK_M
+            dk, dv = step((dk, dv), rings, tile, n, m, before, a, False, WG, C)
             before = stat0 + n
-    release(rings.v, served)
-    if not C.REDUCE:
-        release(rings.k, served)
+    release(rings.v, tile.index)
+    if not C.REDUCE_DQ:
+        release(rings.k, tile.index)
     return dk, dv, before
 
 
 @gluon.jit
-def flush(rings, served, taken, before, a, WG: gl.constexpr, C: gl.constexpr):
-    """dQ of this program's last tile of queries."""
-    dq_token = issue_dq(matrix(rings.k, served + 1), rings.ds, taken, True, WG, C)
+def last_dq(rings, kv_index, q_base, before, a, WG: gl.constexpr, C: gl.constexpr):
+    """dQ of this program's last query tile."""
+    dq_token = issue_dq(matrix(rings.k, kv_index + 1), rings.exchange, q_base, True, WG, C)
     dq_tile = warpgroup_mma_wait(0, deps=[dq_token])
     reduce_dq(dq_tile, WG, before, a, C)
 
 
 @gluon.jit
-def serve(dk_desc, dv_desc, buffers, rings, served, taken, before, spot, band, i, a, WG: gl.constexpr, C: gl.constexpr):
-    """One tile of keys, the i-th of this program."""
-    dk_buffers, dv_buffers = buffers
-    k0 = spot.n0 + 64 * WG
-    await_tile(rings.k, served)
-    await_tile(rings.v, served)
-    k_rows = matrix(rings.k, served).slice(WG * 64, 64, dim=0)
-    guard(k_rows, matrix(rings.v, served).slice(WG * 64, 64, dim=0), band, spot, k0, 64, a, C)
-    if C.EARLY:
-        dk, dv = early_gradients(rings, served, taken, spot, band, a, WG, C)
+def process_tile(outputs, rings, tile, q_base, before, i, a, WG: gl.constexpr, C: gl.constexpr):
+    """One work tile, the i-th of this program."""
+    dk_desc, dv_desc, dk_buffers, dv_buffers = outputs
+    k0 = tile.work.start + 64 * WG
+    wait_full(rings.k, tile.index)
+    wait_full(rings.v, tile.index)
+    k_rows = matrix(rings.k, tile.index).slice(WG * 64, 64, dim=0)
+    zero_unseen_keys(k_rows, matrix(rings.v, tile.index).slice(WG * 64, 64, dim=0), tile, k0, 64, a, C)
+    if C.OVERLAP_SCORES:
+        dk, dv = overlapped_gradients(rings, tile, q_base, a, WG, C)
     else:
-        dk, dv, before = gradients(rings, served, taken, before, spot, band, a, WG, C)
-    # asked again rather than kept in registers
-    spot, band = locate_keys(a, tile_at(a, afresh(i)), C)
-    k0 = spot.n0 + 64 * WG
+        dk, dv, before = gradients(rings, tile, q_base, before, a, WG, C)
+    # located again rather than kept in registers
+    work, _ = locate_keys(a, tile_at(a, opaque(i)), C)
+    k0 = work.start + 64 * WG
     await_stores()
-    put(dv_desc, a.dv, dv, dv_buffers.index(WG), spot.row, spot.h, spot.k_start, k0, spot.len_k, C)
+    store_gradient(dv_desc, a.dv, dv, dv_buffers.index(WG), work, work.k_start, k0, work.len_k, C)
     if C.BLOCK_D == C.BLOCK_DV:
         await_stores()  # the two share a buffer
-    put(dk_desc, a.dk, dk * a.scale, dk_buffers.index(WG), spot.row, spot.h, spot.k_start, k0, spot.len_k, C)
+    store_gradient(dk_desc, a.dk, dk * a.scale, dk_buffers.index(WG), work, work.k_start, k0, work.len_k, C)
     return before
 
 
 @gluon.jit
 def consume_keys(dk_desc, dv_desc, dk_buffers, dv_buffers, rings, a, WG: gl.constexpr, C: gl.constexpr):
-    """All tiles of this program, keys [64 WG, 64 WG + 64) of each."""
-    taken = 0
-    served = 0
+    """All work tiles of this program, keys [64 WG, 64 WG + 64) of each."""
+    q_base = 0  # query tiles of the work tiles before
+    kv_index = 0
     i = 0
     t = tile_at(a, i)
-    before = a.stat_tiles  # nothing: what is added there is never read
-    buffers = dk_buffers, dv_buffers
+    before = a.stat_tiles  # none: what is added there is never read
+    outputs = dk_desc, dv_desc, dk_buffers, dv_buffers
     while t >= 0:
-        spot, band = locate_keys(a, t, C)
+        work, band = locate_keys(a, t, C)
+        tile = HeldTile(work=work, band=band, index=kv_index)
         if C.VARLEN:
-            if spot.count > 0:
-                before = serve(dk_desc, dv_desc, buffers, rings, served, taken, before, spot, band, i, a, WG, C)
-                served += 1
+            if work.count > 0:
+                before = process_tile(outputs, rings, tile, q_base, before, i, a, WG, C)
+                kv_index += 1
             else:
                 # keys without a single query; writes nothing past the sequence's end
-                k0 = spot.n0 + 64 * WG
-                store_rows(zeros(C.BLOCK_DV), a.dv, spot.h, spot.k_start, k0, spot.len_k)
-                store_rows(zeros(C.BLOCK_D), a.dk, spot.h, spot.k_start, k0, spot.len_k)
+                k0 = work.start + 64 * WG
+                store_rows(zeros(C.BLOCK_DV), a.dv, work.h, work.k_start, k0, work.len_k)
+                store_rows(zeros(C.BLOCK_D), a.dk, work.h, work.k_start, k0, work.len_k)
         else:
-            before = serve(dk_desc, dv_desc, buffers, rings, served, taken, before, spot, band, i, a, WG, C)
-            served += 1
-        taken += spot.count * a.group.value
+            before = process_tile(outputs, rings, tile, q_base, before, i, a, WG, C)
+            kv_index += 1
+        q_base += work.count * a.group.value
         i += 1
         t = tile_at(a, i)
-    if C.REDUCE:
-        if taken > 0:
-            flush(rings, served, taken, before, a, WG, C)
+    if C.REDUCE_DQ:
+        if q_base > 0:
+            last_dq(rings, kv_index, q_base, before, a, WG, C)
     await_stores()

@@ -11,14 +11,14 @@ from torch import Tensor
 from tilewise.backends.base import BackwardInputs, Grads, Inputs
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.launch import Address, Descriptor, describable
-from tilewise.backends.hopper.backward.compile import compile_for
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.backward.plan import Plan, Step, make_plan
-from tilewise.backends.hopper.backward.structs import Edges, Plane, Walk
-from tilewise.backends.hopper.intervals import Form, form_of, on_device
+from tilewise.backends.hopper.compile import compile_kernel
+from tilewise.backends.hopper.intervals import on_device
 from tilewise.backends.hopper.launch import CALLS_LIMIT, PLANS_LIMIT, address, multiprocessors
+from tilewise.backends.hopper.plan import mask_of
 from tilewise.backends.hopper.repeat import repeatable
-from tilewise.backends.hopper.structs import Rows, Term
+from tilewise.backends.hopper.structs import GradArguments, Plane, PrePostArguments, Rows, Term
 from tilewise.problem import Problem
 
 
@@ -58,9 +58,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
 def launch(problem: Problem, memory: Memory, plan: Plan) -> None:
     terms: tuple[Term, ...] = ()
     if problem.program.tensors:
-        form = form_of(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
-        assert isinstance(form, Form)
-        terms = tuple(on_device(term, problem.batch, memory.q.device) for term in form.terms)
+        terms = tuple(on_device(term, problem.batch, memory.q.device) for term in mask_of(problem).terms)
     stream = torch._C._cuda_getCurrentRawStream(memory.q.device.index)
     tensors = [x for x in memory if x is not None]
     held = [x.data_ptr() for term in terms for x in term[4:] if x is not None]
@@ -93,8 +91,8 @@ def bind(step: Step, plan: Plan, memory: Memory, terms: tuple[Term, ...], stream
     stats = memory.scratch.data_ptr()
     dq = stats + 4 * plan.stats
     maps: tuple[Any, ...] = ()
-    arguments: Walk | Edges
-    if isinstance(step.arguments, Edges):
+    arguments: GradArguments | PrePostArguments
+    if isinstance(step.arguments, PrePostArguments):
         arguments = step.arguments._replace(
             out=plane(memory.out),
             dout=plane(memory.dout),
@@ -181,7 +179,7 @@ def on_gpu(plan: Plan, device: torch.device) -> Plan:
 
     def moved(step: Step) -> Step:
         a = step.arguments
-        if isinstance(a, Edges) or a.order is None:
+        if isinstance(a, PrePostArguments) or a.order is None:
             return step
         return step._replace(arguments=a._replace(order=a.order.to(device)))
 
@@ -198,7 +196,7 @@ def kernel_for(name: str, dtype: str, arguments: Any, config: KeysConfig | Queri
     absent = tuple(part is None for part in _flat(arguments))
     key = (name, dtype, absent, config, driver.active.get_current_device())
     target = driver.active.get_current_target()
-    return _kernels.get(key, name, lambda: compile_for(target, name, dtype, arguments, config))
+    return _kernels.get(key, name, lambda: compile_kernel(target, name, dtype, arguments, config))
 
 
 def _flat(value: Any) -> list[Any]:

@@ -1,10 +1,10 @@
-"""The computing roles where a gradient of 64 keys fills a warpgroup's registers: one keeps dV, the other dK.
+"""The consumers where a gradient of 64 keys fills a warpgroup's registers: one keeps dV, the other dK.
 
     values:  S = K Qᵀ,   P = exp2(x - lse2),          dv += P dO
     keys:    dP = V dOᵀ, dS = P ∘ (dP - delta),       dk += dS Q
 
 P goes from the first to the second through shared memory, in fp32. Each issues its next product of scores before its last one is
-done, and what it computes between products runs under the other's. dQ is left to `queries`.
+done, and what it computes between products runs under the other's. dQ has a kernel of its own.
 """
 
 from __future__ import annotations
@@ -13,169 +13,162 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from tilewise.backends.hopper.backward.schedule import locate_keys
-from tilewise.backends.hopper.backward.tile import (
-    accumulator,
+from tilewise.backends.hopper.backward.common import (
+    DELTA,
+    LSE2,
     as_operand,
-    guard,
-    guard_queries,
     issue_scores,
-    put,
-    seen_weights,
+    masked_weights,
     statistic,
-    store_rows,
-    zeros,
+    store_gradient,
+    zero_unseeing_queries,
+    zero_unseen_keys,
 )
-from tilewise.backends.hopper.finish import await_stores
-from tilewise.backends.hopper.ring import await_tile, matrix, phase, place, release
-from tilewise.backends.hopper.schedule import tile_at
-from tilewise.backends.hopper.shim import afresh, named_sync
+from tilewise.backends.hopper.backward.work_tile import HeldTile, locate_keys
+from tilewise.backends.hopper.compat import KV_READ_BARRIER, TWO_WARPGROUPS, named_sync, opaque
+from tilewise.backends.hopper.epilogue import await_stores, store_rows
+from tilewise.backends.hopper.mainloop import accumulator, zeros
+from tilewise.backends.hopper.ring import matrix, phase, release, stage, wait_full
+from tilewise.backends.hopper.work_tile import tile_at
 
 
 @gluon.jit
-def finish_step(token, spent, n, rows, next_ring, LAST: gl.constexpr, C: gl.constexpr):
-    """After a gradient's product is issued: the next product of scores behind it. `spent` is the ring it reads."""
+def issue_next(token, read_ring, n, rows, next_ring, LAST: gl.constexpr, C: gl.constexpr):
+    """After a gradient's product is issued: the next product of scores behind it. The gradient's reads `read_ring`."""
     s_token = token
     if LAST:
         gradient = warpgroup_mma_wait(0, deps=[token])
     else:
-        s_token = issue_scores(rows, next_ring, n + 1, C)
+        s_token = issue_scores(rows, next_ring, n + 1, C.BLOCK_M)
         gradient = warpgroup_mma_wait(1, deps=[token])
-    release(spent, n)
+    release(read_ring, n)
     return gradient, s_token
 
 
 @gluon.jit
-def guard_next(rings, n, m, spot, band, WG: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
+def zero_next_queries(rings, n, m, tile, WG: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
     """Before the n-th tile's last product, for the scores behind it."""
     if not LAST:
-        guard_queries(rings[0], rings[1], n + 1, m + C.BLOCK_M, spot, band, WG, C)
+        zero_unseeing_queries(rings, n + 1, m + C.BLOCK_M, tile, WG, C)
 
 
 @gluon.jit
-def values_step(dv, s_token, rings, stats, n, m, spot, band, a, LAST: gl.constexpr, C: gl.constexpr):
-    """The n-th tile of queries, whose S is on its way."""
-    q_ring, do_ring, w_ring, k_tile, _ = rings
-    DTYPE: gl.constexpr = q_ring.tiles.dtype
-    lse2 = statistic(stats, place(q_ring, n), 0, C)
+def values_step(carried, rings, n, m, tile, k_tile, a, LAST: gl.constexpr, C: gl.constexpr):
+    """The n-th query tile, whose S is in flight."""
+    dv, s_token = carried
+    DTYPE: gl.constexpr = rings.q.tiles.dtype
+    lse2 = statistic(rings.stats, stage(rings.q, n), LSE2, C)
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, M]
-    release(q_ring, n)
-    p_tile, w_tile = seen_weights(s_tile, lse2, band, m, spot.n0, a, C)
-    at = place(w_ring, n)
+    release(rings.q, n)
+    p_tile, w_tile = masked_weights(s_tile, lse2, tile.band, m, tile.work.start, a, C)
+    w_ring = rings.exchange
+    at = stage(w_ring, n)
     mbarrier.wait(w_ring.empty.index(at), phase(w_ring, n) ^ 1)
     w_ring.tiles.index(at).store(w_tile)
     mbarrier.arrive(w_ring.full.index(at), count=1)
-    guard_next(rings, n, m, spot, band, 0, LAST, C)
-    await_tile(do_ring, n)
-    dv_token = warpgroup_mma(as_operand(p_tile, C.BLOCK_DV, DTYPE), matrix(do_ring, n), dv, is_async=True)
-    return finish_step(dv_token, do_ring, n, k_tile, q_ring, LAST, C)
+    zero_next_queries(rings, n, m, tile, 0, LAST, C)
+    wait_full(rings.do, n)
+    dv_token = warpgroup_mma(as_operand(p_tile, C.BLOCK_DV, DTYPE), matrix(rings.do, n), dv, is_async=True)
+    return issue_next(dv_token, rings.do, n, k_tile, rings.q, LAST, C)
 
 
 @gluon.jit
-def keys_step(dk, dp_token, rings, stats, n, m, spot, band, LAST: gl.constexpr, C: gl.constexpr):
-    """The n-th tile of queries, whose dP is on its way."""
-    q_ring, do_ring, w_ring, _, v_tile = rings
-    DTYPE: gl.constexpr = q_ring.tiles.dtype
+def keys_step(carried, rings, n, m, tile, v_tile, LAST: gl.constexpr, C: gl.constexpr):
+    """The n-th query tile, whose dP is in flight."""
+    dk, dp_token = carried
+    DTYPE: gl.constexpr = rings.q.tiles.dtype
     S_LAYOUT: gl.constexpr = accumulator(C.BLOCK_M)
-    await_tile(q_ring, n)
-    delta = statistic(stats, place(q_ring, n), 1, C)
+    wait_full(rings.q, n)
+    delta = statistic(rings.stats, stage(rings.q, n), DELTA, C)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, M]
-    release(do_ring, n)
+    release(rings.do, n)
     dp_tile = dp_tile - delta[None, :]
-    await_tile(w_ring, n)
-    w_tile = w_ring.tiles.index(place(w_ring, n)).load(S_LAYOUT)
+    w_ring = rings.exchange
+    wait_full(w_ring, n)
+    w_tile = w_ring.tiles.index(stage(w_ring, n)).load(S_LAYOUT)
     release(w_ring, n)
     ds_tile = w_tile * dp_tile
-    guard_next(rings, n, m, spot, band, 1, LAST, C)
-    dk_token = warpgroup_mma(as_operand(ds_tile, C.BLOCK_D, DTYPE), matrix(q_ring, n), dk, is_async=True)
-    return finish_step(dk_token, q_ring, n, v_tile, do_ring, LAST, C)
+    zero_next_queries(rings, n, m, tile, 1, LAST, C)
+    dk_token = warpgroup_mma(as_operand(ds_tile, C.BLOCK_D, DTYPE), matrix(rings.q, n), dk, is_async=True)
+    return issue_next(dk_token, rings.q, n, v_tile, rings.do, LAST, C)
 
 
 @gluon.jit
-def values_gradient(rings, stats, taken, spot, band, a, C: gl.constexpr):
-    """dV of 64 keys from all queries of all heads of the group."""
-    q_ring, k_tile = rings[0], rings[3]
-    dv = zeros(C.BLOCK_DV)
-    for g in range(a.group.value):
-        n0 = taken + g * spot.count
-        last = n0 + spot.count - 1
-        guard_queries(q_ring, rings[1], n0, spot.first * C.BLOCK_M, spot, band, 0, C)
-        s_token = issue_scores(k_tile, q_ring, n0, C)
-        for n in range(n0, last):
-            m = (spot.first + n - n0) * C.BLOCK_M
-            dv, s_token = values_step(dv, s_token, rings, stats, n, m, spot, band, a, False, C)
-        m = (spot.first + spot.count - 1) * C.BLOCK_M
-        dv, _ = values_step(dv, s_token, rings, stats, last, m, spot, band, a, True, C)
-    return dv
-
-
-@gluon.jit
-def keys_gradient(rings, stats, taken, spot, band, a, C: gl.constexpr):
-    """dK of 64 keys, likewise."""
-    do_ring, v_tile = rings[1], rings[4]
-    dk = zeros(C.BLOCK_D)
-    for g in range(a.group.value):
-        n0 = taken + g * spot.count
-        last = n0 + spot.count - 1
-        guard_queries(rings[0], do_ring, n0, spot.first * C.BLOCK_M, spot, band, 1, C)
-        dp_token = issue_scores(v_tile, do_ring, n0, C)
-        for n in range(n0, last):
-            m = (spot.first + n - n0) * C.BLOCK_M
-            dk, dp_token = keys_step(dk, dp_token, rings, stats, n, m, spot, band, False, C)
-        dk, _ = keys_step(dk, dp_token, rings, stats, last, 0, spot, band, True, C)
-    return dk
-
-
-@gluon.jit
-def serve_split(grad_desc, stats, rings, served, taken, spot, band, i, a, WG: gl.constexpr, C: gl.constexpr):
-    """One tile of keys, the i-th of this program: its gradient leaves through the memory of V or of K."""
-    q_ring, do_ring, k_ring, v_ring, w_ring = rings
-    HALF: gl.constexpr = WG * 32
-    await_tile(k_ring, served)
-    await_tile(v_ring, served)
-    k_tile = matrix(k_ring, served)
-    v_tile = matrix(v_ring, served)
-    guard(k_tile.slice(HALF, 32, dim=0), v_tile.slice(HALF, 32, dim=0), band, spot, spot.n0 + HALF, 32, a, C)
-    rings = q_ring, do_ring, w_ring, k_tile, v_tile
+def step(carried, rings, n, m, tile, kv_tile, a, LAST: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """(gradient, product in flight) after the n-th query tile."""
     if WG == 0:
-        gradient = values_gradient(rings, stats, taken, spot, band, a, C)
-        ring = v_ring
+        return values_step(carried, rings, n, m, tile, kv_tile, a, LAST, C)
+    else:
+        return keys_step(carried, rings, n, m, tile, kv_tile, LAST, C)
+
+
+@gluon.jit
+def gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.constexpr):
+    """dV (WG 0, from K) or dK (WG 1, from V) of 64 keys from all queries of all heads of the group."""
+    work = tile.work
+    score_ring = rings.q if WG == 0 else rings.do
+    grad = zeros(C.BLOCK_DV if WG == 0 else C.BLOCK_D)
+    for g in range(a.group.value):
+        n0 = q_base + g * work.count
+        last = n0 + work.count - 1
+        zero_unseeing_queries(rings, n0, work.first * C.BLOCK_M, tile, WG, C)
+        token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M)
+        for n in range(n0, last):
+            m = (work.first + n - n0) * C.BLOCK_M
+            grad, token = step((grad, token), rings, n, m, tile, kv_tile, a, False, WG, C)
+        m = (work.first + work.count - 1) * C.BLOCK_M
+        grad, _ = step((grad, token), rings, last, m, tile, kv_tile, a, True, WG, C)
+    return grad
+
+
+@gluon.jit
+def process_tile(grad_desc, rings, tile, q_base, i, a, WG: gl.constexpr, C: gl.constexpr):
+    """One work tile, the i-th of this program: its gradient leaves through the memory of V or of K."""
+    HALF: gl.constexpr = WG * 32
+    wait_full(rings.k, tile.index)
+    wait_full(rings.v, tile.index)
+    k_tile = matrix(rings.k, tile.index)
+    v_tile = matrix(rings.v, tile.index)
+    half_start = tile.work.start + HALF
+    zero_unseen_keys(k_tile.slice(HALF, 32, dim=0), v_tile.slice(HALF, 32, dim=0), tile, half_start, 32, a, C)
+    if WG == 0:
+        grad = gradient(rings, tile, k_tile, q_base, a, WG, C)
+        ring = rings.v
         rows = a.dv
     else:
-        gradient = keys_gradient(rings, stats, taken, spot, band, a, C) * a.scale
-        ring = k_ring
+        grad = gradient(rings, tile, v_tile, q_base, a, WG, C) * a.scale
+        ring = rings.k
         rows = a.dk
-    # asked again rather than kept in registers
-    spot, band = locate_keys(a, tile_at(a, afresh(i)), C)
-    named_sync(14, 256)  # neither reads K or V any more
-    put(grad_desc, rows, gradient, ring.tiles.index(0), spot.row, spot.h, spot.k_start, spot.n0, spot.len_k, C)
+    # located again rather than kept in registers
+    work, _ = locate_keys(a, tile_at(a, opaque(i)), C)
+    named_sync(KV_READ_BARRIER, TWO_WARPGROUPS)
+    store_gradient(grad_desc, rows, grad, ring.tiles.index(0), work, work.k_start, work.start, work.len_k, C)
     await_stores()
-    release(ring, served)
+    release(ring, tile.index)
 
 
 @gluon.jit
-def consume_split(grad_desc, stats, q_ring, do_ring, k_ring, v_ring, w_ring, a, WG: gl.constexpr, C: gl.constexpr):
-    """All tiles of this program: dV of each (WG 0) or dK (WG 1)."""
-    taken = 0
-    served = 0
+def consume_split(grad_desc, rings, a, WG: gl.constexpr, C: gl.constexpr):
+    """All work tiles of this program: dV of each (WG 0) or dK (WG 1)."""
+    q_base = 0  # query tiles of the work tiles before
+    kv_index = 0
     i = 0
     t = tile_at(a, i)
-    rings = q_ring, do_ring, k_ring, v_ring, w_ring
     while t >= 0:
-        spot, band = locate_keys(a, t, C)
+        work, band = locate_keys(a, t, C)
+        tile = HeldTile(work=work, band=band, index=kv_index)
         if C.VARLEN:
-            if spot.count > 0:
-                serve_split(grad_desc, stats, rings, served, taken, spot, band, i, a, WG, C)
-                served += 1
+            if work.count > 0:
+                process_tile(grad_desc, rings, tile, q_base, i, a, WG, C)
+                kv_index += 1
             else:
                 # keys without a single query; writes nothing past the sequence's end
-                if WG == 0:
-                    store_rows(zeros(C.BLOCK_DV), a.dv, spot.h, spot.k_start, spot.n0, spot.len_k)
-                else:
-                    store_rows(zeros(C.BLOCK_D), a.dk, spot.h, spot.k_start, spot.n0, spot.len_k)
+                WIDTH: gl.constexpr = C.BLOCK_DV if WG == 0 else C.BLOCK_D
+                rows = a.dv if WG == 0 else a.dk
+                store_rows(zeros(WIDTH), rows, work.h, work.k_start, work.start, work.len_k)
         else:
-            serve_split(grad_desc, stats, rings, served, taken, spot, band, i, a, WG, C)
-            served += 1
-        taken += spot.count * a.group.value
+            process_tile(grad_desc, rings, tile, q_base, i, a, WG, C)
+            kv_index += 1
+        q_base += work.count * a.group.value
         i += 1
         t = tile_at(a, i)

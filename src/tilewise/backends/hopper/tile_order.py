@@ -1,8 +1,9 @@
-"""Which tile a shape gets, and who takes which tile of queries when they differ in length: decided on the host, once for a shape.
+"""The tile of a shape, and the order in which programs take work tiles of unequal length: decided on the host, once for a shape.
 
-Tiles stand in a line: heads in clusters whose keys and values fit the L2 cache together, in a cluster the longest tiles first.
-Each program takes the next from the line when it is done with its last one; that is simulated here, with the keys a tile visits
-as its time. The kernel reads the result. A counter in device memory would do without the guess, at an atomic's latency a tile.
+A static schedule, longest first. Work tiles are queued: heads in clusters whose keys and values fit the L2 cache together, in a
+cluster the longest tiles first. Each program takes the next from the queue when it is done with its last one; that is simulated
+here, with the keys a tile visits as its time. The kernel reads the result. A dynamic scheduler (a counter in device memory) would
+do without the estimate, at an atomic's latency a tile.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import itertools
 
 import numpy as np
 
+from tilewise.backends.hopper.backward.config import QueriesConfig
 from tilewise.backends.hopper.config import NARROW, Config, shortened
-from tilewise.backends.hopper.intervals import Form
-from tilewise.backends.hopper.structs import Term
+from tilewise.backends.hopper.intervals import IntervalMask
 
 OVERHEAD_KEYS = 100
 """What a tile costs beside its keys, in keys (H200: S 512 against 16k at head dim 64, two warpgroups)."""
@@ -24,60 +25,47 @@ OVERHEAD_MASKED = 240
 """The same for 192 queries under a mask whose rows end early: they pass its edge in steps that fit 192 queries worse."""
 NARROW_SPEED = 0.87
 """Two warpgroups against three at head dim 64, long rows (H200, causal 16k keys: 473 and 525 TFLOP/s, 0.90). A little less puts
-the turning point under a causal mask between 2k keys, where two are 4 % faster, and 8k, where three are by 10 %."""
+the crossover under a causal mask between 2k keys, where two are 4 % faster, and 8k, where three are by 10 %."""
 SHORT_KEYS = 512
-"""Under a mask whose rows end early, tiles of queries with fewer keys than this on average take them 64 at a time (H200, causal:
+"""Under a mask whose rows end early, query tiles with fewer keys than this on average take them 64 at a time (H200, causal:
 S 512 5 and 13 % faster at head dims 128 and 64, S 2048 12 % slower)."""
 EVEN = 1.001
 """Small clusters of heads are taken unless the longest program gets shorter by more than this with others."""
 TAILS = (1, 2, 3)
-"""Clusters at the end of the line that may be mixed like one, for their short tiles to fill what the long ones leave."""
+"""Clusters at the end of the queue that may be mixed like one, for their short tiles to fill what the long ones leave."""
 
 
-def choose(tiles: tuple[Config, ...], form: Form, queries: int, keys: int) -> Config:
+def visited_keys(mask: IntervalMask, tile: Config | QueriesConfig, queries: int, keys: int) -> np.ndarray:
+    """Keys in the tiles that each query tile visits, int64 [blocks]."""
+    return mask.visited(queries, keys, tile.BLOCK_M, tile.BLOCK_N) * tile.BLOCK_N
+
+
+def fastest_tile(tiles: tuple[Config, ...], mask: IntervalMask, queries: int, keys: int) -> Config:
     """The tile with the least estimated time."""
-    if form.band and visited_keys(form, tiles[0], queries).mean() <= SHORT_KEYS:
+    if mask.band and visited_keys(mask, tiles[0], queries, keys).mean() <= SHORT_KEYS:
         return shortened(tiles[0])
-    return min(tiles, key=lambda tile: estimated_time(tile, form, queries, keys))
+    return min(tiles, key=lambda tile: estimated_time(tile, mask, queries, keys))
 
 
-def estimated_time(tile: Config, form: Form, queries: int, keys: int) -> float:
+def estimated_time(tile: Config, mask: IntervalMask, queries: int, keys: int) -> float:
     """Of a head, in multiples of what one query and one key take in the wide tile."""
     blocks = -(-queries // tile.BLOCK_M)
-    visited = int(visited_keys(form, tile, queries).sum()) if form.band else blocks * keys
+    visited = int(visited_keys(mask, tile, queries, keys).sum()) if mask.band else blocks * keys
     if tile is NARROW:
         return (visited + blocks * OVERHEAD_KEYS) * tile.BLOCK_M / NARROW_SPEED
-    return (visited + blocks * (OVERHEAD_MASKED if form.band else OVERHEAD_WIDE)) * tile.BLOCK_M
-
-
-def visited_keys(form: Form, config: Config, queries: int) -> np.ndarray:
-    """Keys in the tiles that each tile of queries visits, int64 [blocks]; `schedule.visited` on the host.
-
-    Numbers that only the device knows (offsets, padding) are taken as absent.
-    """
-    m0 = np.arange(0, queries, config.BLOCK_M)
-    m1 = np.minimum(m0 + config.BLOCK_M, queries) - 1
-    hi = np.max([_end(term, m1) for term in form.terms], axis=0)
-    lo = np.maximum(m0 + form.terms[0].lo, form.terms[0].start) if form.left else np.zeros_like(m0)
-    first = lo // config.BLOCK_N
-    last = np.maximum(-(-hi // config.BLOCK_N), first + 1)
-    return np.asarray((last - first) * config.BLOCK_N)
-
-
-def _end(term: Term, row: np.ndarray) -> np.ndarray:
-    return np.minimum(row + term.past, term.end)
+    return (visited + blocks * (OVERHEAD_MASKED if mask.band else OVERHEAD_WIDE)) * tile.BLOCK_M
 
 
 def best_order(keys: np.ndarray, heads: int, clusters: tuple[int, ...], programs: int) -> np.ndarray:
     """The order by the first of the clusters (small to large), with the last one, two or three of them as one, that leaves the
     programs about as even as any."""
-    even = int((keys + OVERHEAD_KEYS).sum()) * heads / programs
+    balanced = int((keys + OVERHEAD_KEYS).sum()) * heads / programs
     best = tile_order(keys, heads, clusters[0], programs)
     for cluster, tail in itertools.product(dict.fromkeys(clusters), TAILS):
-        if best[1] <= EVEN * even:
+        if best[1] <= EVEN * balanced:
             break
-        play = tile_order(keys, heads, cluster, programs, tail)
-        best = play if EVEN * play[1] < best[1] else best
+        other = tile_order(keys, heads, cluster, programs, tail)
+        best = other if EVEN * other[1] < best[1] else best
     return best[0]
 
 
@@ -85,7 +73,7 @@ def tile_order(keys: np.ndarray, heads: int, cluster: int, programs: int, tail: 
     """Tiles by round and program, int32 [rounds + 1, programs], -1 for none: the last row is all -1; and the time of the longest.
 
     `keys` are those that each of a head's tiles visits. A tile's number counts through its head from the last to the first.
-    `tail`: so many clusters at the end of the line are mixed like one.
+    `tail`: so many clusters at the end of the queue are mixed like one.
     """
     blocks = len(keys)
     longest_first = np.argsort(-keys[::-1], kind="stable")  # [blocks], counted from the last
@@ -93,8 +81,8 @@ def tile_order(keys: np.ndarray, heads: int, cluster: int, programs: int, tail: 
     head = np.arange(heads)
     parts = [head[:mixed].reshape(-1, 1, cluster), head[mixed:].reshape(1, 1, -1)]
     # [clusters · blocks · cluster]
-    line = np.concatenate([(part * blocks + longest_first[None, :, None]).reshape(-1) for part in parts])
-    cost = keys[::-1][line % blocks] + OVERHEAD_KEYS
+    queue = np.concatenate([(part * blocks + longest_first[None, :, None]).reshape(-1) for part in parts])
+    cost = keys[::-1][queue % blocks] + OVERHEAD_KEYS
     # one integer for a program's load and its number: the smallest is the program that is done first
     bits = programs.bit_length()
     done = list(range(programs))
@@ -102,7 +90,7 @@ def tile_order(keys: np.ndarray, heads: int, cluster: int, programs: int, tail: 
     takers = np.array([heapq.heapreplace(done, done[0] + c) & number for c in (cost << bits).tolist()], dtype=np.int64)
     by_program = np.argsort(takers, kind="stable")
     counts = np.bincount(takers, minlength=programs)
-    rounds = np.arange(len(line)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rounds = np.arange(len(queue)) - np.repeat(np.cumsum(counts) - counts, counts)
     order = np.full((int(counts.max()) + 1, programs), -1, dtype=np.int32)
-    order[rounds, takers[by_program]] = line[by_program]
+    order[rounds, takers[by_program]] = queue[by_program]
     return order, max(done) >> bits

@@ -1,17 +1,42 @@
-"""Names that differ between Triton 3.6 and 3.9, looked up once; newest first."""
+"""What Gluon lacks or names differently between Triton 3.6 and 3.9 (newest name first): structs, named barriers, copies."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language import core
 
-aggregate = getattr(gluon, "aggregate", None) or core._aggregate
+_aggregate = getattr(gluon, "aggregate", None) or core._aggregate
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 warps_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Waits for the warps of one role."""
+
+TWO_WARPGROUPS = gl.constexpr(256)
+"""Threads that meet at a named barrier."""
+# Gluon has no named barriers of its own. Triton takes the numbers 0, 1 and 2 + role; these are used from 15 down.
+PINGPONG_BARRIER = gl.constexpr(14)
+"""And the next: warpgroup WG may issue its products (forward)."""
+KV_READ_BARRIER = gl.constexpr(14)
+"""Both warpgroups are done with K and V (backward, split)."""
+ZEROED_BARRIER = gl.constexpr(15)
+"""Both warpgroups have zeroed their part of a tile (backward)."""
+
+
+def aggregate(cls: Any) -> Any:
+    """A struct of device values, made with keywords. Its annotations are checked, so a module that has one does not import
+    `annotations` from the future."""
+
+    @gluon.constexpr_function
+    def __init__(self, **fields):  # type: ignore[no-untyped-def]
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    cls.__init__ = __init__
+    return _aggregate(cls)
 
 
 @gluon.constexpr_function
@@ -19,7 +44,6 @@ def _named_barrier(op, ident, threads):
     return f"bar.{op} {ident}, {threads}; mov.u32 $0, 0;"
 
 
-# Gluon has no named barriers of its own. Triton takes the numbers 0, 1 and 2 + role; these are used from 15 down.
 @gluon.jit
 def named_sync(ID: gl.constexpr, THREADS: gl.constexpr):
     ASM: gl.constexpr = _named_barrier("sync", ID, THREADS)
@@ -33,6 +57,6 @@ def named_arrive(ID: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def afresh(n):
+def opaque(n):
     """The same number, but the compiler cannot know: what is computed from it is not kept in registers from before."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,7 +1,7 @@
-"""Rescaling the output when m has been raised, and only then.
+"""Rescaling the output accumulator when the running maximum has been raised, and only then.
 
-That happens rarely once a row has seen a key (see `softmax.weigh`), so each warp asks its 16 rows first. The branch stands
-inside one piece of assembly: Gluon's own are taken by a whole role, and its warps would first have to agree.
+That happens rarely once a row has seen a key (see `softmax_step`), so each warp checks its 16 rows first. The branch is
+inside one piece of assembly: Gluon's own branches are taken by a whole role, whose warps would first have to agree.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.constexpr_function
-def _rescale(n):
-    """n numbers of a thread ($0.. from $n..), those of its two rows in turns of two, times $2n and $(2n + 2)."""
+def _assembly(n):
+    """n numbers of a thread ($0.. from $n..) in alternate pairs of its two rows, times $2n and $(2n + 2)."""
     first, second = 2 * n, 2 * n + 2
     lines = [
         ".reg .pred moved, any;",
@@ -32,9 +32,9 @@ def _operands(n):
 
 
 @gluon.jit
-def faded(o_tile, factor, C: gl.constexpr):
-    """The output [64, DV] of a warpgroup times a factor [64, 1] for each row; a warp whose factors are all 1 leaves it alone."""
+def rescale_output(o_tile, factor, C: gl.constexpr):
+    """The accumulator [64, DV] of a warpgroup times a factor [64, 1] per row; a warp whose factors are all 1 skips it."""
     N: gl.constexpr = C.BLOCK_DV // 2  # numbers of a thread
-    ASM: gl.constexpr = _rescale(N)
+    ASM: gl.constexpr = _assembly(N)
     OPERANDS: gl.constexpr = _operands(N)
     return gl.inline_asm_elementwise(ASM, OPERANDS, [o_tile, factor], dtype=gl.float32, is_pure=True, pack=N)

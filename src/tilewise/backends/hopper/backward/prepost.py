@@ -1,6 +1,6 @@
-"""Before and after the main kernel: statistics of each row and a dQ of zeros; then dQ from the order of registers to rows.
+"""Preprocess: statistics of each row and a dQ of zeros. Postprocess: dQ from the order of registers to rows.
 
-One program for each tile of queries. Statistics of rows past the last make their weights 0: an lse of +inf.
+One program for each query tile. Statistics of rows past the last make their weights 0: an lse of +inf.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.backward.tile import fragment_offsets
-from tilewise.backends.hopper.schedule import divide, find_sequence
-
-INF = gl.constexpr(float("inf"))
+from tilewise.backends.hopper.backward.common import DQ_COLUMNS, fragment_offsets
+from tilewise.backends.hopper.softmax import INF
+from tilewise.backends.hopper.work_tile import divide, find_sequence
 
 
 @gluon.jit
-def locate_queries(a, C: gl.constexpr):
+def locate_rows(a, C: gl.constexpr):
     """(row of the batch, head, first token, queries left from there on) of this program's tile."""
     t = gl.program_id(0)
     bh = divide(t, a.blocks)
@@ -39,30 +38,35 @@ def rows_layout(width):
 
 
 @gluon.jit
-def load_plane(plane, row, h, token, left, M: gl.constexpr, WIDTH: gl.constexpr):
-    """[M, WIDTH] rows from `token` on, zeros past the last and beyond the tensor's width."""
-    LAYOUT: gl.constexpr = rows_layout(WIDTH)
-    m = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    base = (
+def plane_pointer(plane, row, h, token):
+    """Where a token's row of a head begins."""
+    return (
         plane.ptr
         + row.to(gl.int64) * plane.stride_b
         + h.to(gl.int64) * plane.stride_h
         + token.to(gl.int64) * plane.stride_s
     )
-    at = base + m.to(gl.int64)[:, None] * plane.stride_s + d[None, :]
+
+
+@gluon.jit
+def load_plane(plane, row, h, token, left, M: gl.constexpr, WIDTH: gl.constexpr):
+    """[M, WIDTH] rows from `token` on, zeros past the last and beyond the tensor's width."""
+    LAYOUT: gl.constexpr = rows_layout(WIDTH)
+    m = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    at = plane_pointer(plane, row, h, token) + m.to(gl.int64)[:, None] * plane.stride_s + d[None, :]
     return gl.load(at, mask=(m < left)[:, None] & (d < plane.width)[None, :], other=0.0)
 
 
 @gluon.jit
-def prepare_kernel(a, C: gl.constexpr):
+def preprocess_kernel(a, C: gl.constexpr):
     """Statistics and zeros of BLOCK_M rows of one head."""
     M: gl.constexpr = C.BLOCK_M
-    row, h, token, left = locate_queries(a, C)
+    row, h, token, left = locate_rows(a, C)
     t = gl.program_id(0)
     out_tile = load_plane(a.out, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)  # [M, DV]
     do_tile = load_plane(a.dout, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)
-    if C.REDUCE:
+    if C.REDUCE_DQ:
         Z_LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
         SIZE: gl.constexpr = 4096
         at = a.dq_ptr + t.to(gl.int64) * (M * C.BLOCK_D) + gl.arange(0, SIZE, Z_LAYOUT)
@@ -74,13 +78,13 @@ def prepare_kernel(a, C: gl.constexpr):
     ok = m < left
     at = (row * a.heads.value + h).to(gl.int64) * a.len_q + token + m
     lse = gl.load(a.lse_ptr + at, mask=ok, other=-INF)
-    # an empty row has no weights; what flows in there is not its business
+    # an empty row has no weights; gradients that reach it have no effect
     none = lse == -INF
     delta = gl.where(none, 0.0, delta)
     if a.dlse_ptr is not None:
         delta = gl.where(none, 0.0, delta - gl.load(a.dlse_ptr + at, mask=ok, other=0.0))
     lse2 = gl.where(none, INF, lse * a.factor)
-    if C.SEEDED:
+    if C.ACC_FROM_STATS:
         delta = -delta
         lse2 = gl.where(none, -INF, lse2)
     stats = a.stats_ptr + t.to(gl.int64) * (2 * M) + m
@@ -102,21 +106,16 @@ def load_fragments(pointers):
 
 
 @gluon.jit
-def cast_kernel(a, C: gl.constexpr):
+def postprocess_kernel(a, C: gl.constexpr):
     """A tile of dQ: scaled, rounded, in rows. Its parts are halves of the columns, or of the rows where there are 128."""
     M: gl.constexpr = C.BLOCK_M
-    N: gl.constexpr = C.PIECE
+    N: gl.constexpr = DQ_COLUMNS
     R_LAYOUT: gl.constexpr = rows_layout(N)
-    row, h, token, left = locate_queries(a, C)
+    row, h, token, left = locate_rows(a, C)
     offsets = fragment_offsets(N)
     m = gl.arange(0, 64, gl.SliceLayout(1, R_LAYOUT))
     d = gl.arange(0, N, gl.SliceLayout(0, R_LAYOUT))
-    base = (
-        a.dq.ptr
-        + row.to(gl.int64) * a.dq.stride_b
-        + h.to(gl.int64) * a.dq.stride_h
-        + token.to(gl.int64) * a.dq.stride_s
-    )
+    base = plane_pointer(a.dq, row, h, token)
     tile = a.dq_ptr + gl.program_id(0).to(gl.int64) * (M * C.BLOCK_D)
     for part in gl.static_range(M * C.BLOCK_D // (64 * N)):
         m0 = part * 64 if M == 128 else 0

@@ -1,7 +1,7 @@
-"""Which tile of queries a program takes next, and which keys it sees. Every role asks the same questions.
+"""Which query tile a program works on next, and which keys it sees. Every role computes the same answers.
 
 A mask of bands and ranges leaves each row one interval of keys [key_lo(q), key_hi(q)), and both ends never fall as q grows. So
-the keys that rows [m0, m1) see between them are [key_lo(m0), key_hi(m1 - 1)), and all of them see [key_lo(m1 - 1), key_hi(m0)).
+some row of [m0, m1) sees a key only in [key_lo(m0), key_hi(m1 - 1)), and all of them see [key_lo(m1 - 1), key_hi(m0)).
 """
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
@@ -9,36 +9,35 @@ the keys that rows [m0, m1) see between them are [key_lo(m0), key_hi(m1 - 1)), a
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.hopper.shim import aggregate
+from tilewise.backends.hopper.compat import aggregate
 
 UNBOUNDED = gl.constexpr(2**30)
 
 
 @aggregate
-class Spot:
-    """A tile of queries: sequence b, query head h, first row m0; its keys are walked by `count` tiles down from `last`."""
+class WorkTile:
+    """A query tile: sequence b, query head h, first row m0. Its key tiles are `count`, from the right: the first is last - 1."""
 
     b: gl.tensor
     row: gl.tensor  # of the tensors' batch: b, or 0 when packed
     h: gl.tensor
     m0: gl.tensor
-    q_start: gl.tensor  # tokens of the sequence in a packed batch, else 0
+    q_start: gl.tensor  # the sequence's first token in a packed batch, else 0
     k_start: gl.tensor
     last_q: gl.tensor  # the sequence's last query
-    last: gl.tensor  # the first tile of keys visited is last - 1
+    last: gl.tensor
     count: gl.tensor  # at least 1; 0 if there is nothing to do
 
-    @gluon.constexpr_function
-    def __init__(self, b, row, h, m0, q_start, k_start, last_q, last, count):
-        self.b = b
-        self.row = row
-        self.h = h
-        self.m0 = m0
-        self.q_start = q_start
-        self.k_start = k_start
-        self.last_q = last_q
-        self.last = last
-        self.count = count
+
+@aggregate
+class SeqInfo:
+    """The sequence of a work tile: where it starts in a packed batch (else 0), and its lengths."""
+
+    b: gl.tensor
+    q_start: gl.tensor
+    k_start: gl.tensor
+    len_q: gl.tensor
+    len_k: gl.tensor
 
 
 @aggregate
@@ -52,15 +51,6 @@ class Band:
     past2: gl.tensor
     end2: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, lo, past, start, end, past2, end2):
-        self.lo = lo
-        self.past = past
-        self.start = start
-        self.end = end
-        self.past2 = past2
-        self.end2 = end2
-
 
 @gluon.jit
 def divide(n, d):
@@ -71,19 +61,19 @@ def divide(n, d):
 
 @gluon.jit
 def tile_at(a, i):
-    """The number of this program's i-th tile, negative past its last. Ask early where memory answers: see `order.py`."""
-    me = gl.program_id(0)
+    """The number of this program's i-th work tile, negative past its last. Read early: the order is in device memory."""
+    program = gl.program_id(0)
     if a.order is not None:
-        return gl.load(a.order + i * a.programs + me)
+        return gl.load(a.order + i * a.programs + program)
     else:
         # odd rounds run backwards: where tiles get shorter along the way, that evens out a little
-        t = i * a.programs + gl.where(i % 2 == 0, me, a.programs - 1 - me)
+        t = i * a.programs + gl.where(i % 2 == 0, program, a.programs - 1 - program)
         return gl.where(t < a.total, t, -1)
 
 
 @gluon.jit
 def shifted(lo, past, by):
-    """A band moved along; an unbounded side stays where it is, so that no shift can overflow."""
+    """A shifted band; an unbounded side stays where it is, so that no shift can overflow."""
     return gl.where(lo <= -UNBOUNDED, lo, lo + by), gl.where(past >= UNBOUNDED, past, past + by)
 
 
@@ -96,7 +86,7 @@ def term_band(term, b, len_q, len_k, C: gl.constexpr):
     end = term.end
     if C.VARLEN:
         end = gl.minimum(end, len_k)
-        if C.BOTTOM:
+        if C.BOTTOM_RIGHT:
             lo, past = shifted(lo, past, len_k - len_q)
     if term.off is not None:
         lo, past = shifted(lo, past, gl.load(term.off + b))
@@ -108,16 +98,16 @@ def term_band(term, b, len_q, len_k, C: gl.constexpr):
 
 @gluon.jit
 def band_of(a, b, len_q, len_k, C: gl.constexpr):
-    none = b * 0
+    zero = b * 0
     if C.TERMS == 0:
-        return Band(none, none, none, len_k, none, none)
-    elif C.TERMS == 1:
-        lo, past, start, end = term_band(a.terms[0], b, len_q, len_k, C)
-        return Band(lo, past, start, end, none, none)
+        return Band(lo=zero, past=zero, start=zero, end=len_k, past2=zero, end2=zero)
     else:
         lo, past, start, end = term_band(a.terms[0], b, len_q, len_k, C)
-        _, past2, _, end2 = term_band(a.terms[1], b, len_q, len_k, C)
-        return Band(lo, past, start, end, past2, end2)
+        past2 = zero
+        end2 = zero
+        if C.TERMS == 2:
+            _, past2, _, end2 = term_band(a.terms[1], b, len_q, len_k, C)
+        return Band(lo=lo, past=past, start=start, end=end, past2=past2, end2=end2)
 
 
 @gluon.jit
@@ -159,49 +149,70 @@ def find_sequence(cu, batch, tile, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def visited(band, m0, last_q, C: gl.constexpr):
-    """One past the last tile of keys that the rows of a tile of queries see, and how many there are down from it."""
-    BLOCK_M: gl.constexpr = 64 * C.WARPGROUPS
-    first = key_lo(band, m0, C) // C.BLOCK_N
-    hi = key_hi(band, gl.minimum(m0 + (BLOCK_M - 1), last_q), C)
-    last = gl.maximum(gl.cdiv(hi, C.BLOCK_N), first + 1)
-    return last, last - first
-
-
-@gluon.jit
-def locate(a, t, C: gl.constexpr):
-    """Tile t, counted through each head from its last queries to its first, and the mask of its sequence."""
-    BLOCK_M: gl.constexpr = 64 * C.WARPGROUPS
-    bh = divide(t, a.blocks)
-    tile = a.last_block - (t - bh * a.blocks.value)
+def sequence_of(a, bh, tile, cu, BLOCK: gl.constexpr, C: gl.constexpr):
+    """The sequence that owns a tile of head `bh`, and the tile's number in it; `cu` belongs to the side that is tiled."""
     if C.VARLEN:
-        b, tile = find_sequence(a.cu_q, a.batch, tile, BLOCK_M)
+        b, tile = find_sequence(cu, a.batch, tile, BLOCK)
         q_start = gl.load(a.cu_q + b)
         k_start = gl.load(a.cu_k + b)
         len_q = gl.load(a.cu_q + b + 1) - q_start
         len_k = gl.load(a.cu_k + b + 1) - k_start
-        band = band_of(a, b, len_q, len_k, C)
-        m0 = tile * BLOCK_M
-        last, count = visited(band, m0, len_q - 1, C)
-        count = gl.where(m0 < len_q, count, 0)
-        return Spot(b, b * 0, bh, m0, q_start, k_start, len_q - 1, last, count), band
+        return SeqInfo(b=b, q_start=q_start, k_start=k_start, len_q=len_q, len_k=len_k), tile
     else:
         b = divide(bh, a.heads)
-        band = band_of(a, b, a.len_q, a.len_k, C)
-        m0 = tile * BLOCK_M
-        last, count = visited(band, m0, a.last_q, C)
-        return Spot(b, b, bh - b * a.heads.value, m0, b * 0, b * 0, a.last_q, last, count), band
+        return SeqInfo(b=b, q_start=b * 0, k_start=b * 0, len_q=a.len_q, len_k=a.len_k), tile
+
+
+@gluon.jit
+def batch_row(b, C: gl.constexpr):
+    """The row of the tensors' batch that holds sequence b."""
+    if C.VARLEN:
+        return b * 0
+    else:
+        return b
+
+
+@gluon.jit
+def head_of(a, bh, b, C: gl.constexpr):
+    if C.VARLEN:
+        return bh
+    else:
+        return bh - b * a.heads.value
+
+
+@gluon.jit
+def locate(a, t, C: gl.constexpr):
+    """Work tile t, counted through each head from its last queries to its first, and the mask of its sequence."""
+    BLOCK_M: gl.constexpr = 64 * C.WARPGROUPS
+    bh = divide(t, a.blocks)
+    seq, tile = sequence_of(a, bh, a.last_block - (t - bh * a.blocks.value), a.cu_q, BLOCK_M, C)
+    band = band_of(a, seq.b, seq.len_q, seq.len_k, C)
+    m0 = tile * BLOCK_M
+    last_q = a.last_q
+    if C.VARLEN:
+        last_q = seq.len_q - 1
+    first = key_lo(band, m0, C) // C.BLOCK_N
+    hi = key_hi(band, gl.minimum(m0 + (BLOCK_M - 1), last_q), C)
+    last = gl.maximum(gl.cdiv(hi, C.BLOCK_N), first + 1)
+    count = last - first
+    if C.VARLEN:
+        count = gl.where(m0 < seq.len_q, count, 0)
+    work = WorkTile(
+        b=seq.b, row=batch_row(seq.b, C), h=head_of(a, bh, seq.b, C), m0=m0, q_start=seq.q_start, k_start=seq.k_start,
+        last_q=last_q, last=last, count=count,
+    )  # fmt: skip
+    return work, band
 
 
 @gluon.jit
 def next_tile(a, i, C: gl.constexpr):
-    """The first of this program's tiles from the i-th on that has something to do: (i, its number, its spot, its mask). The
+    """The first of this program's work tiles from the i-th on that has something to do: (i, its number, the tile, its mask). The
     number is negative when there is none."""
     t = tile_at(a, i)
-    spot, band = locate(a, gl.maximum(t, 0), C)
+    work, band = locate(a, gl.maximum(t, 0), C)
     if C.VARLEN:
-        while (t >= 0) & (spot.count == 0):
+        while (t >= 0) & (work.count == 0):
             i += 1
             t = tile_at(a, i)
-            spot, band = locate(a, gl.maximum(t, 0), C)
-    return i, t, spot, band
+            work, band = locate(a, gl.maximum(t, 0), C)
+    return i, t, work, band

@@ -1,0 +1,85 @@
+"""The producers: one warp that keeps the tensor memory accelerator busy, ahead of the warpgroups that compute."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tilewise.backends.hopper.backward.work_tile import first_statistics, locate_keys, locate_queries
+from tilewise.backends.hopper.compat import tma_load
+from tilewise.backends.hopper.ring import fill, fill_free, phase, stage
+from tilewise.backends.hopper.work_tile import divide, tile_at
+
+
+@gluon.jit
+def fill_queries(ring, desc, stats, stats_desc, n, row, h, token, stat_tile):
+    """The n-th query tile and its statistics, on one barrier."""
+    BYTES: gl.constexpr = desc.block_type.nbytes + stats_desc.block_type.nbytes
+    at = stage(ring, n)
+    mbarrier.wait(ring.empty.index(at), phase(ring, n) ^ 1)
+    mbarrier.expect(ring.full.index(at), BYTES)
+    tma_load(desc, [row, h, token, 0], ring.full.index(at), ring.tiles.index(at))
+    tma_load(stats_desc, [stat_tile * stats.type.shape[1]], ring.full.index(at), stats.index(at))
+
+
+@gluon.jit
+def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, a, C: gl.constexpr):
+    """Keys and values once per work tile, then the queries of all heads of its group. Rows beyond a tensor arrive as zeros."""
+    q_base = 0  # query tiles of the work tiles before
+    kv_index = 0  # of the key tile
+    i = 0
+    t = tile_at(a, i)
+    while t >= 0:
+        work, _ = locate_keys(a, t, C)
+        i += 1
+        t = tile_at(a, i)
+        n = q_base
+        stat_tile = first_statistics(work, a)
+        if not C.SPLIT:
+            if work.count > 0:
+                fill(rings.k, k_desc, kv_index, work.row, work.h, work.k_start + work.start)
+        for g in range(a.group.value):
+            h = work.h * a.group.value + g
+            token = work.q_start + work.first * C.BLOCK_M
+            for j in range(work.count):
+                fill_queries(rings.q, q_desc, stats, stats_desc, n, work.row, h, token, stat_tile)
+                if C.SPLIT:
+                    fill(rings.do, do_desc, n, work.row, h, token)
+                else:
+                    fill_free(rings.do, do_desc, n, work.row, h, token)
+                # a single stage may still be in use by the last work tile when the first queries of this one have theirs
+                if n == q_base:
+                    fill(rings.v, v_desc, kv_index, work.row, work.h, work.k_start + work.start)
+                    if C.SPLIT:
+                        fill(rings.k, k_desc, kv_index, work.row, work.h, work.k_start + work.start)
+                    kv_index += 1
+                n += 1
+                token += C.BLOCK_M
+                stat_tile += 1
+            stat_tile += a.stat_blocks - work.count
+        q_base = n
+
+
+@gluon.jit
+def produce_for_queries(q_desc, do_desc, k_desc, v_desc, rings, a, C: gl.constexpr):
+    """Queries once per work tile, 64 for each warpgroup, then its keys and values from the left to the right."""
+    kv_base = 0  # key tiles of the work tiles before
+    q_index = 0  # of the query tile
+    i = 0
+    t = tile_at(a, i)
+    while t >= 0:
+        work, _ = locate_queries(a, t, C)
+        i += 1
+        t = tile_at(a, i)
+        kv_h = divide(work.h, a.group)
+        if work.count > 0:
+            for w in gl.static_range(2):
+                fill(rings.q, q_desc, q_index * 2 + w, work.row, work.h, work.q_start + work.start + 64 * w)
+                fill(rings.do, do_desc, q_index * 2 + w, work.row, work.h, work.q_start + work.start + 64 * w)
+            q_index += 1
+        for j in range(work.count):
+            at = work.k_start + (work.first + j) * C.BLOCK_N
+            fill(rings.k, k_desc, kv_base + j, work.row, kv_h, at)
+            fill(rings.v, v_desc, kv_base + j, work.row, kv_h, at)
+        kv_base += work.count

@@ -1,0 +1,205 @@
+"""The consumer: one warpgroup, 64 rows of each work tile, all their keys."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from tilewise.backends.hopper.compat import (
+    PINGPONG_BARRIER,
+    TWO_WARPGROUPS,
+    named_arrive,
+    named_sync,
+    opaque,
+    warps_barrier,
+)
+from tilewise.backends.hopper.epilogue import await_stores, finish
+from tilewise.backends.hopper.mainloop import (
+    Queries,
+    WarpgroupRows,
+    first_step,
+    last_output,
+    load_fragments,
+    step,
+    step_into_next,
+)
+from tilewise.backends.hopper.ring import matrix, release, wait_full, zero_rows
+from tilewise.backends.hopper.work_tile import key_hi, key_lo, locate, next_tile, tile_at
+
+
+@gluon.jit
+def loop_over_tiles(state, q, kv_base, j0, j1, rows, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """The key tiles j0 <= j < j1 of this work tile; j counts from the right."""
+    work = rows.work
+    for j in range(j0, j1):
+        key0 = (work.last - 1 - j) * C.BLOCK_N
+        state = step(state, q, kv_base + j, j + 1 < work.count, rows, key0, a, MASKED, WG, C)
+    return state
+
+
+@gluon.jit
+def zero_unseen_values(v_ring, n, key0, work, band, a, C: gl.constexpr):
+    """Before the values of an outermost tile are used: zero those that no query of the sequence sees."""
+    lo = key_lo(band, work.b * 0, C)
+    hi = key_hi(band, opaque(work.last_q), C)
+    # beyond the tensor the loads have filled in zeros
+    if (key0 < lo) | ((key0 + C.BLOCK_N > hi) & (work.k_start + hi < opaque(a.len_k))):
+        wait_full(v_ring, n)
+        zero_rows(matrix(v_ring, n), key0, lo, hi, C.BLOCK_N)
+        fence_async_shared()
+        warps_barrier()
+
+
+@gluon.jit
+def tiles_without_mask(work, band, row0, C: gl.constexpr):
+    """[j0, j1): the key tiles that all rows of this warpgroup see wholly."""
+    right = key_hi(band, row0, C) // C.BLOCK_N
+    left = gl.cdiv(key_lo(band, row0 + 63, C), C.BLOCK_N)
+    j0 = gl.minimum(gl.maximum(work.last - right, 0), work.count)
+    j1 = gl.minimum(gl.maximum(work.last - left, j0), work.count)
+    return j0, j1
+
+
+@gluon.jit
+def tiles_to_skip(work, band, row0, WG: gl.constexpr, C: gl.constexpr):
+    """How many of the work tile's first key tiles no row of this warpgroup sees. The last warpgroup sees them all."""
+    if C.BAND and WG + 1 < C.WARPGROUPS and not C.PINGPONG:
+        last = gl.cdiv(key_hi(band, row0 + 63, C), C.BLOCK_N)
+        return gl.minimum(gl.maximum(work.last - last, 0), work.count - 1)
+    else:
+        return work.count * 0
+
+
+@gluon.jit
+def skip_tiles(ring, n, skip, WG: gl.constexpr, C: gl.constexpr):
+    """Release the first key or value tiles unread, once they are there: an earlier arrival would count for the tile before."""
+    if C.BAND and WG + 1 < C.WARPGROUPS and not C.PINGPONG:
+        for i in range(skip):
+            wait_full(ring, n + i)
+            release(ring, n + i)
+
+
+@gluon.jit
+def query_tile(q_ring, n, slot, C: gl.constexpr):
+    """This warpgroup's n-th query tile; slot is its number, the stage of all of them where there is one."""
+    if C.Q_STAGES == 1:
+        return matrix(q_ring, slot)
+    else:
+        return matrix(q_ring, n)
+
+
+@gluon.jit
+def remaining_tiles(state, rings, q_n, kv_base, skip, rows, a, WG: gl.constexpr, C: gl.constexpr):
+    """A work tile from its second key tile on; the last product with values is left to do."""
+    work = rows.work
+    # at the right end some rows see only part of a tile; then come tiles all see; then, if rows begin inside, the left end
+    j0, j1 = tiles_without_mask(work, rows.band, rows.row0, C)
+    j0 = gl.maximum(j0, skip + 1)
+    j1 = gl.maximum(j1, j0)
+    # 0, which the assembler cannot know: where two loops read the same queries, ptxas 12.8 computes part of their address before
+    # the first loop only, also for when that is skipped
+    zero = a.last_q + 1 - a.len_q
+    fragments = ()
+    if C.Q_IN_REGISTERS > 0:
+        fragments = load_fragments(query_tile(rings.q, q_n, WG, C), C)
+    if C.BAND:
+        q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n + zero, WG, C), fragments=fragments)
+        if C.PINGPONG:
+            state = loop_over_tiles(state, q, kv_base, skip + 1, j0, rows, a, True, WG, C)
+        else:
+            # 64 rows end within 64 keys, so in two tiles: the first is done. A loop would cost registers
+            if skip + 1 < j0:
+                n = kv_base + skip + 1
+                key0 = (work.last - 2 - skip) * C.BLOCK_N
+                state = step(state, q, n, work.count > skip + 2, rows, key0, a, True, WG, C)
+    q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n, WG, C), fragments=fragments)
+    state = loop_over_tiles(state, q, kv_base, j0, j1, rows, a, False, WG, C)
+    if C.LEFT:
+        q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n - zero, WG, C), fragments=fragments)
+        state = loop_over_tiles(state, q, kv_base, j1, work.count, rows, a, True, WG, C)
+        if C.UNSEEN_KEYS:
+            if work.count > skip + 1:
+                leftmost = (work.last - work.count) * C.BLOCK_N
+                zero_unseen_values(rings.v, kv_base + work.count - 1, leftmost, work, rows.band, a, C)
+    return state
+
+
+@gluon.jit
+def prepare_values(rings, kv_base, skip, key0, work, band, a, WG: gl.constexpr, C: gl.constexpr):
+    """After a work tile's first softmax: its values are ready, and so are its second keys."""
+    skip_tiles(rings.v, kv_base, skip, WG, C)
+    if C.UNSEEN_KEYS:
+        zero_unseen_values(rings.v, kv_base + skip, key0, work, band, a, C)
+    wait_full(rings.k, kv_base + skip + 1, work.count > skip + 1)
+
+
+@gluon.jit
+def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexpr, C: gl.constexpr):
+    """All work tiles of this program from its i-th on, which is t."""
+    q_n = i * 0 + WG
+    kv_base = i * 0  # key tiles of the work tiles before
+    row0 = work.m0 + 64 * WG
+    wait_full(rings.q, q_n)
+    skip = tiles_to_skip(work, band, row0, WG, C)
+    skip_tiles(rings.k, kv_base, skip, WG, C)
+    key0 = (work.last - 1 - skip) * C.BLOCK_N
+    q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n, WG, C), fragments=())
+    state = first_step(q, kv_base + skip, WarpgroupRows(work=work, band=band, row0=row0), key0, a, C)
+    prepare_values(rings, kv_base, skip, key0, work, band, a, WG, C)
+    while t >= 0:
+        # the softmax of work tile t's first key tile is done, nothing is in flight
+        state = remaining_tiles(
+            state, rings, q_n, kv_base, skip, WarpgroupRows(work=work, band=band, row0=row0), a, WG, C
+        )
+        if C.RELEASE_Q_EARLY:
+            release(rings.q, q_n, work.count == skip + 1)  # else the last step has
+        else:
+            release(rings.q, q_n)
+        q_n += C.WARPGROUPS
+        last = kv_base + work.count - 1
+        kv_base = last + 1
+        done = work
+        done_i = i
+        i, t, work, band = next_tile(a, i + 1, C)
+        slot = opaque(q_n * 0 + WG)
+        if t >= 0:
+            row0 = work.m0 + 64 * WG
+            skip = tiles_to_skip(work, band, row0, WG, C)
+            key0 = (work.last - 1 - skip) * C.BLOCK_N
+            skip_tiles(rings.k, kv_base, skip, WG, C)
+            wait_full(rings.q, q_n)
+            wait_full(rings.k, kv_base + skip)
+            l = state.l
+            m = state.m
+            # beside queries in registers there are none left for this stage, so it is computed again
+            where = slot if C.Q_IN_REGISTERS > 0 else WG
+            q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n, where, C), fragments=())
+            rows = WarpgroupRows(work=work, band=band, row0=row0)
+            state, o_tile = step_into_next(state, q, kv_base + skip, last, rows, key0, a, WG, C)
+            if not C.VARLEN:
+                # located again rather than kept in registers
+                done, _ = locate(a, tile_at(a, opaque(done_i)), C)
+            finish(o_tile, l, m, o_desc, o_buffers, slot, done, done.m0 + 64 * WG, a, C)
+            prepare_values(rings, kv_base, skip, key0, work, band, a, WG, C)
+        else:
+            o_tile = last_output(state, rings.v, last, C)
+            finish(o_tile, state.l, state.m, o_desc, o_buffers, slot, done, done.m0 + 64 * WG, a, C)
+
+
+@gluon.jit
+def consume(o_desc, o_buffers, rings, a, WG: gl.constexpr, C: gl.constexpr):
+    """All work tiles of this program, rows [64 WG, 64 WG + 64) of each."""
+    if C.PINGPONG:
+        if WG == 1:
+            named_arrive(PINGPONG_BARRIER, TWO_WARPGROUPS)  # warpgroup 0 goes first
+    i, t, work, band = next_tile(a, gl.program_id(0) * 0, C)
+    if C.VARLEN:
+        if t >= 0:
+            process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG, C)
+    else:
+        process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG, C)
+    if C.PINGPONG:
+        if WG == 0:
+            named_sync(PINGPONG_BARRIER, TWO_WARPGROUPS)  # as many arrivals as waits
+    await_stores()

@@ -1,0 +1,88 @@
+"""The epilogue of a work tile: normalise, write the log-sum-exp, send the output on its way. The backward stores likewise."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from tilewise.backends.hopper.compat import opaque, tma_store, warps_barrier
+from tilewise.backends.hopper.softmax import INF
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def normalise(o_tile, l, m):
+    """(out, lse) from the accumulators; a row that saw nothing gives (0, -inf)."""
+    total = gl.convert_layout(gl.sum(l, 1), m.type.layout, assert_trivial=True)  # [64]
+    empty = total == 0.0
+    inverse = 1.0 / gl.where(empty, 1.0, total)
+    lse = gl.where(empty, -INF, (m + gl.log2(total)) * LN2)
+    ROW: gl.constexpr = gl.SliceLayout(1, o_tile.type.layout)
+    return o_tile * gl.convert_layout(inverse, ROW, assert_trivial=True)[:, None], lse
+
+
+@gluon.jit
+def store_lse(lse, a, work, row0):
+    q = row0 + gl.arange(0, 64, lse.type.layout)
+    head = work.row * a.heads.value + work.h
+    at = head.to(gl.int64) * opaque(a.len_q) + work.q_start
+    gl.store(a.lse_ptr + at + q, lse, mask=q <= work.last_q)
+
+
+@gluon.jit
+def store_tile(desc, x_tile, buffer, row, h, token, column=0):
+    """64 rows through shared memory that is free; rows beyond the tensor are not written."""
+    WIDTH: gl.constexpr = x_tile.type.shape[1]
+    buffer.reshape([64, WIDTH]).store(x_tile.to(buffer.dtype))
+    fence_async_shared()
+    tma_store(desc, [row, h, token, column], buffer)
+
+
+@gluon.jit
+def store_out(o_desc, o_tile, buffer, work, row0, C: gl.constexpr):
+    WIDTH: gl.constexpr = buffer.type.shape[3]
+    token = work.q_start + row0
+    await_stores()
+    if C.BLOCK_DV == WIDTH:
+        store_tile(o_desc, o_tile, buffer, work.row, work.h, token)
+    else:
+        # there is room for half of the columns only
+        left, right = gl.split(o_tile.reshape([64, 2, WIDTH]).permute((0, 2, 1)))
+        store_tile(o_desc, left, buffer, work.row, work.h, token)
+        await_stores()
+        store_tile(o_desc, right, buffer, work.row, work.h, token, WIDTH)
+
+
+@gluon.jit
+def store_rows(x_tile, rows, h, start, r0, end, INCLUSIVE: gl.constexpr = False):
+    """The last rows of a packed sequence one by one, for behind them are those of the next: up to `end`, or with it."""
+    LAYOUT: gl.constexpr = x_tile.type.layout
+    WIDTH: gl.constexpr = x_tile.type.shape[1]
+    r = r0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    at = rows.ptr + h.to(gl.int64) * rows.stride_h + (start + r).to(gl.int64)[:, None] * rows.stride_s
+    ok = ((r <= end) if INCLUSIVE else (r < end))[:, None] & (d < rows.width)[None, :]
+    gl.store(at + d[None, :], x_tile.to(rows.ptr.dtype.element_ty), mask=ok)
+
+
+@gluon.jit
+def await_stores():
+    """Until the memory of this warpgroup's last store may be written again."""
+    tma.store_wait(0)
+    warps_barrier()
+
+
+@gluon.jit
+def finish(o_tile, l, m, o_desc, o_buffers, slot, work, row0, a, C: gl.constexpr):
+    """64 rows of the output and their log-sum-exp on their way to memory."""
+    o_tile, lse = normalise(o_tile, l, m)
+    store_lse(lse, a, work, row0)
+    if C.VARLEN:
+        if row0 + 63 <= work.last_q:
+            store_out(o_desc, o_tile, o_buffers.index(slot), work, row0, C)
+        else:
+            store_rows(o_tile, a.out, work.h, work.q_start, row0, work.last_q, True)
+    else:
+        store_out(o_desc, o_tile, o_buffers.index(slot), work, row0, C)

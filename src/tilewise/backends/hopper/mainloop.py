@@ -1,0 +1,262 @@
+"""One warpgroup, one key tile: S = Q·Kᵀ, online softmax, O += P·V.
+
+    over the keys seen so far:   o = Σ exp2(x - m) v,   l = Σ exp2(x - m),   m near max x        (x: scores in units of log 2)
+
+Two products are in flight: S(n) = Q·K(n)ᵀ is issued, then O += P(n-1)·V(n-1), and while the second runs the softmax of the first
+is computed. So o lags l and m by one tile, whose weights wait in p. That goes on from one work tile to the next: the softmax of
+the next one's first scores runs under the last product of this one (`step_into_next`).
+"""
+
+# No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from tilewise.backends.hopper.compat import PINGPONG_BARRIER, TWO_WARPGROUPS, aggregate, named_arrive, named_sync
+from tilewise.backends.hopper.rescale import rescale_output
+from tilewise.backends.hopper.ring import Ring, matrix, release, wait_full
+from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, scores, softmax_step
+from tilewise.backends.hopper.work_tile import Band, WorkTile
+
+
+@aggregate
+class Rings:
+    """What the producer fills."""
+
+    q: Ring  # tiles of 64 rows, one for each warpgroup
+    k: Ring
+    v: Ring
+
+
+@aggregate
+class State:
+    """The online softmax of a warpgroup, from one key tile to the next."""
+
+    o: gl.tensor  # [64, DV] fp32 accumulator
+    p: gl.tensor  # [64, N / 2] words of two weights not yet in o
+    m: gl.tensor  # [64]
+    l: gl.tensor  # [64, 4], partial sums by lane
+    rescale: gl.tensor  # [64], what o is still to be multiplied by
+
+
+@aggregate
+class WarpgroupRows:
+    """The 64 rows of a work tile that a warpgroup computes, from row0 on."""
+
+    work: WorkTile
+    band: Band
+    row0: gl.tensor
+
+
+@aggregate
+class Queries:
+    """A warpgroup's queries: all columns in shared memory, the first of them in registers too."""
+
+    rings: Rings
+    n: gl.tensor  # their number in the ring
+    tile: gl.shared_memory_descriptor  # [64, D]
+    fragments: gl.tuple  # of [64, width], left operands
+
+
+@gluon.constexpr_function
+def accumulator(n):
+    """The layout of a warpgroup's [64, n] product."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
+
+
+@gluon.constexpr_function
+def left_operand(n):
+    """The layout of the left operand of a [64, n] product in registers: for P·V those of S."""
+    return gl.DotOperandLayout(0, accumulator(n), 2)
+
+
+@gluon.jit
+def zeros(n: gl.constexpr):
+    """A [64, n] accumulator."""
+    LAYOUT: gl.constexpr = accumulator(n)
+    return gl.zeros([64, n], gl.float32, LAYOUT)
+
+
+@gluon.constexpr_function
+def spans(first, last):
+    """Columns [first, last) as (first, width), the widths powers of two that divide their first."""
+    parts = []
+    while first < last:
+        width = 1 << (last - first).bit_length() - 1
+        width = min(width, first & -first) if first else width
+        parts.append((first, width))
+        first += width
+    return parts
+
+
+@gluon.constexpr_function
+def _pack(dtype):
+    """Two fp32 as one word of two 16-bit numbers, the first in its low half."""
+    return f"cvt.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"
+
+
+@gluon.jit
+def packed(p_tile, dtype: gl.constexpr):
+    """Weights in 16 bits, two in a word [64, N / 2]. Loops carry words: 16-bit numbers would be taken apart and put together
+    again in every step."""
+    ASM: gl.constexpr = _pack(dtype)
+    N: gl.constexpr = p_tile.type.shape[1]
+    even, odd = gl.split(gl.reshape(p_tile, [64, N // 2, 2]))
+    return gl.inline_asm_elementwise(ASM, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def as_operand(words, dtype: gl.constexpr, C: gl.constexpr):
+    """Packed weights as the left operand of a product."""
+    N: gl.constexpr = C.BLOCK_N
+    LAYOUT: gl.constexpr = left_operand(C.BLOCK_DV)
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    p_tile = gl.reshape(gl.join(even, odd), [64, N]).to(dtype, bitcast=True)
+    return gl.convert_layout(p_tile, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def rows_of(x, like):
+    """A vector over rows in the layout of the rows of `like`."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, like.type.layout)
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def columns(tile, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Columns [FIRST, FIRST + WIDTH) of a matrix in shared memory."""
+    if tile.type.shape[1] == WIDTH:
+        return tile
+    else:
+        return tile.slice(FIRST, WIDTH, dim=1)
+
+
+@gluon.jit
+def load_fragments(q_tile, C: gl.constexpr):
+    """The first columns of the queries from shared memory to registers."""
+    LAYOUT: gl.constexpr = left_operand(C.BLOCK_N)
+    SPANS: gl.constexpr = spans(0, C.Q_IN_REGISTERS)
+    fragments = ()
+    for i in gl.static_range(len(SPANS)):
+        fragments += (columns(q_tile, SPANS[i][0], SPANS[i][1]).load(LAYOUT),)
+    return fragments
+
+
+@gluon.jit
+def issue_scores(q, n, C: gl.constexpr):
+    """S(n), issued: a sum of products over the columns, those in registers first."""
+    FRAGMENTS: gl.constexpr = len(q.fragments)
+    IN_REGISTERS: gl.constexpr = C.Q_IN_REGISTERS if FRAGMENTS > 0 else 0
+    SPANS: gl.constexpr = spans(0, IN_REGISTERS) + spans(IN_REGISTERS, C.BLOCK_D)
+    token = zeros(C.BLOCK_N)
+    k_tile = matrix(q.rings.k, n)
+    for i in gl.static_range(len(SPANS)):
+        keys = columns(k_tile, SPANS[i][0], SPANS[i][1]).permute((1, 0))
+        if i < FRAGMENTS:
+            token = warpgroup_mma(q.fragments[i], keys, token, use_acc=i > 0, is_async=True)
+        else:
+            part = columns(q.tile, SPANS[i][0], SPANS[i][1])
+            token = warpgroup_mma(part, keys, token, use_acc=i > 0, is_async=True)
+    return token
+
+
+@gluon.jit
+def first_softmax(s_tile, rows, key0, a, C: gl.constexpr):
+    """Weights, maximum and sums of a work tile's first key tile."""
+    S_LAYOUT: gl.constexpr = s_tile.type.layout
+    s_tile = scores(s_tile, a, C)
+    if C.TERMS > 0 or C.VARLEN or C.TAIL:
+        s_tile = masked(s_tile, rows.band, rows.row0, key0, C)
+    m = gl.full([64], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    p_tile, m, _ = softmax_step(s_tile, m, exp2_scale(a, C), True)
+    return p_tile, m, lane_sum(p_tile)
+
+
+@gluon.jit
+def first_state(o_tile, p_tile, m, l, dtype: gl.constexpr):
+    return State(o=o_tile, p=packed(p_tile, dtype), m=m, l=l, rescale=gl.full_like(m, 1.0))
+
+
+@gluon.jit
+def first_step(q, n, rows, key0, a, C: gl.constexpr):
+    """The first key tile of a program's first work tile: nothing is in flight yet."""
+    k_ring = q.rings.k
+    wait_full(k_ring, n)
+    s_tile = warpgroup_mma_wait(0, deps=[issue_scores(q, n, C)])  # [64, N]
+    release(k_ring, n)
+    p_tile, m, l = first_softmax(s_tile, rows, key0, a, C)
+    return first_state(zeros(C.BLOCK_DV), p_tile, m, l, k_ring.tiles.dtype)
+
+
+@gluon.jit
+def issue_pv(state, v_ring, n, C: gl.constexpr):
+    """O += P·V of value tile n, issued, and P as its operand."""
+    wait_full(v_ring, n)
+    p_tile = as_operand(state.p, v_ring.tiles.dtype, C)
+    o_tile = rescale_output(state.o, rows_of(state.rescale, state.o), C) if C.LAZY_RESCALE else state.o
+    return warpgroup_mma(p_tile, matrix(v_ring, n), o_tile, is_async=True), p_tile
+
+
+@gluon.jit
+def issue(state, q, n, before, WG: gl.constexpr, C: gl.constexpr):
+    """S(n), and the product with the value tile before it, issued. In ping-pong the warpgroups do so in turns."""
+    if C.PINGPONG:
+        named_sync(PINGPONG_BARRIER + WG, TWO_WARPGROUPS)
+    s_token = issue_scores(q, n, C)
+    o_token, p_tile = issue_pv(state, q.rings.v, before, C)
+    if C.PINGPONG:
+        named_arrive(PINGPONG_BARRIER + (1 - WG), TWO_WARPGROUPS)
+    return s_token, o_token, p_tile
+
+
+@gluon.jit
+def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """Key tile n, which has landed; `more`: another follows."""
+    k_ring = q.rings.k
+    s_token, o_token, old_p = issue(state, q, n, n - 1, WG, C)
+    s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
+    release(k_ring, n)
+    if C.RELEASE_Q_EARLY:
+        release(q.rings.q, q.n, not more)
+    s_tile = scores(s_tile, a, C)
+    if MASKED:
+        s_tile = masked(s_tile, rows.band, rows.row0, key0, C)
+    p_tile, m, rescale = softmax_step(s_tile, state.m, exp2_scale(a, C), MASKED)
+    added = lane_sum(p_tile)
+    l = state.l * rows_of(rescale, added) + added
+    # The wait for the next key tile is a loop, hence the boundary of a basic block: without one ptxas moves all of the
+    # softmax below the wait for P·V, and nothing overlaps. Only branches that all threads take alike may stand here.
+    wait_full(k_ring, n + 1, more)
+    o_tile, _ = warpgroup_mma_wait(0, deps=[o_token, old_p])
+    release(q.rings.v, n - 1)
+    if not C.LAZY_RESCALE:
+        o_tile = o_tile * rows_of(rescale, o_tile)
+    return State(o=o_tile, p=packed(p_tile, k_ring.tiles.dtype), m=m, l=l, rescale=rescale)
+
+
+@gluon.jit
+def step_into_next(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.constexpr):
+    """From one work tile to the next, whose first key tile is n: (the state of the next, the output of this one)."""
+    k_ring = q.rings.k
+    s_token, o_token, old_p = issue(state, q, n, before, WG, C)
+    s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
+    release(k_ring, n)
+    p_tile, m, l = first_softmax(s_tile, rows, key0, a, C)
+    # the queries are there: a boundary as in `step`. The wait for the next keys comes after the release of these values,
+    # which the producer may need first
+    wait_full(q.rings.q, q.n)
+    o_tile, _ = warpgroup_mma_wait(0, deps=[o_token, old_p])
+    release(q.rings.v, before)
+    return first_state(zeros(C.BLOCK_DV), p_tile, m, l, k_ring.tiles.dtype), o_tile
+
+
+@gluon.jit
+def last_output(state, v_ring, n, C: gl.constexpr):
+    """The output of a program's last work tile, whose last value tile is n."""
+    o_token, _ = issue_pv(state, v_ring, n, C)
+    o_tile = warpgroup_mma_wait(0, deps=[o_token])
+    release(v_ring, n)
+    return o_tile
