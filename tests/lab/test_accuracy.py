@@ -15,8 +15,9 @@ from tilewise.cli.app import app
 from tilewise.lab.bench import judge as judging
 from tilewise.lab.bench.accuracy import Errors, errors, truth
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.contenders import PEERS, Contender, contender
-from tilewise.lab.bench.engine import Outcome, Record, Result, bind_run, measure
+from tilewise.lab.bench.child import Outcome
+from tilewise.lab.bench.engine import Record, Result, bind_run, measure
+from tilewise.lab.bench.peers import PEERS, Contender, contender
 from tilewise.lab.bench.suites import SUITES, Suite, suite
 from tilewise.lab.bench.timing import Effort
 
@@ -29,11 +30,11 @@ TRAINING = replace(CASE, passes="training", layout="bshd")
 def rival(convert) -> Contender:
     """SDPA, its results converted."""
 
-    def bind(case: Case):
-        run = SDPA.bind(case)
+    def bind(case: Case, tensors):
+        run = SDPA.bind(case, tensors)
         return lambda q, k, v: convert(run, q, k, v)
 
-    return Contender("sdpa", "", lambda case: Verdict(True), bind)
+    return Contender("sdpa", "", lambda case: Verdict(True), bind, "bhsd")
 
 
 def exact(run, q, k, v) -> torch.Tensor:
@@ -50,7 +51,7 @@ def test_the_truth_is_what_float64_gives(case: Case, blocks: int | None, monkeyp
     if blocks:
         monkeypatch.setattr(judging, "BLOCK_SCORES", blocks)
     tensors = case.tensors()
-    wide = type(tensors)(*(x.double() for x in tensors))
+    wide = type(tensors)(*(x.double() for x in tensors[:4]))
     got = bind_run(replace(case, dtype="float64"), SDPA, wide)()
     found = errors(case, truth(case, tensors), got)
     assert list(found) == (["out", "dq", "dk", "dv"] if case.trains else ["out"])
@@ -62,7 +63,7 @@ def test_the_truth_is_what_float64_gives(case: Case, blocks: int | None, monkeyp
 def test_every_element_counts(case: Case) -> None:
     tensors = case.tensors()
     want = truth(case, tensors)
-    perfect = [judging.rank4(case, x).contiguous() for x in want.values()]  # the layouts are their own inverses
+    perfect = [case.rank4(x).contiguous() for x in want.values()]  # the layouts are their own inverses
     for number, name in enumerate(want):
         moved = [x.clone() for x in perfect]
         moved[number].flatten()[-1] += 0.25
@@ -111,7 +112,7 @@ def test_what_is_not_a_number_is_never_accurate(number: int) -> None:
     """Wherever it is: comparing it with a number would be false either way."""
     tensors, case = TRAINING.tensors(), TRAINING
     want = truth(case, tensors)
-    got = [judging.rank4(case, x).clone() for x in want.values()]
+    got = [case.rank4(x).clone() for x in want.values()]
     got[number][0, 0, 0, 0] = math.nan
     found = errors(case, want, Outcome(got[0], tuple(got[1:])))
     theirs = {name: Errors(1e-6, 1e-6) for name in found}

@@ -16,10 +16,10 @@ from tilewise.backends.base import Verdict
 from tilewise.dispatch import REGISTRY
 from tilewise.errors import ArgumentError
 from tilewise.lab.bench import records
-from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.contenders import PEERS, Contender, boolean_mask, contender, default_peers
+from tilewise.lab.bench.cases import Case, Tensors
 from tilewise.lab.bench.engine import Record, Result, bind_run, geometric_means, measure
 from tilewise.lab.bench.null import null_backend
+from tilewise.lab.bench.peers import PEERS, Contender, boolean_mask, contender, default_peers
 from tilewise.lab.bench.suites import SUITES, suite
 from tilewise.lab.bench.timing import Effort, Spread
 
@@ -33,7 +33,7 @@ def impostor(bind) -> Contender:
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
 def test_a_wrong_result_gets_no_speed(value: float) -> None:
-    wrong = impostor(lambda case: lambda q, k, v: torch.full_like(q, value))
+    wrong = impostor(lambda case, tensors: lambda q, k, v: torch.full_like(q, value))
     record = measure(CASE, [contender("tilewise"), wrong, PEERS["sdpa"]], QUICK)
     found = record.to_dict()["results"][1]
     assert found["status"] == "wrong" and found["seconds"] is None
@@ -43,13 +43,13 @@ def test_a_wrong_result_gets_no_speed(value: float) -> None:
 
 
 def test_no_ratio_against_a_wrong_peer() -> None:
-    wrong = Contender("sdpa", "", lambda case: Verdict(True), lambda case: lambda q, k, v: q)
+    wrong = Contender("sdpa", "", lambda case: Verdict(True), lambda case, tensors: lambda q, k, v: q)
     record = measure(CASE, [contender("tilewise"), wrong], QUICK)
     assert record.ratio is None
 
 
 def test_failures_and_refusals_stay_in_the_record() -> None:
-    def explode(case):
+    def explode(case, tensors):
         raise RuntimeError("out of luck")
 
     record = measure(CASE, [impostor(explode), PEERS["sdpa-upcast"]], QUICK)
@@ -88,7 +88,7 @@ def test_cases_of_equal_size_draw_the_same_numbers() -> None:
 def test_threads_are_set_for_the_case_and_given_back() -> None:
     seen = []
     before = torch.get_num_threads()
-    spy = impostor(lambda case: lambda q, k, v: (seen.append(torch.get_num_threads()), q)[1])
+    spy = impostor(lambda case, tensors: lambda q, k, v: (seen.append(torch.get_num_threads()), q)[1])
     measure(Case("case", heads=1, seqlen=8, head_dim=8, threads=before + 1), [spy], QUICK)
     assert set(seen) == {before + 1} and torch.get_num_threads() == before
 
@@ -120,7 +120,8 @@ def test_every_case_of_every_suite_makes_sense() -> None:
         cases = suite(name).cases
         assert len({case.name for case in cases}) == len(cases)
         for case in cases:
-            assert case.words() and set(case.against) <= set(PEERS) and "sdpa" in default_peers(case)
+            assert case.words() and set(case.against) <= set(PEERS)
+            assert case.features or "sdpa" in default_peers(case)
             assert case.aim is None or (case.floor is not None and case.floor <= case.aim)
         assert set(suite(name).means) <= {case.group for case in cases}
     with pytest.raises(ArgumentError, match="suite: got 'nope', need one of"):
@@ -147,22 +148,30 @@ def bshd_attention(q, k, v, causal):
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
+def contiguous(x):
+    assert x.is_contiguous()
+    return x
+
+
 @pytest.fixture
 def pretend_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand-ins for packages that need a GPU: right arithmetic, their signatures, (batch, sequence, heads, dim)."""
     flash = types.ModuleType("flash_attn")
     flash.flash_attn_func = lambda q, k, v, causal=False: bshd_attention(q, k, v, causal)
+    cute = types.ModuleType("flash_attn.cute")
+    cute.flash_attn_func = lambda q, k, v, causal=False: (bshd_attention(*map(contiguous, (q, k, v)), causal), None)
+    flash.__path__ = []
     ops = types.ModuleType("xformers.ops")
     ops.LowerTriangularMask = type("LowerTriangularMask", (), {})
     ops.memory_efficient_attention = lambda q, k, v, attn_bias=None: bshd_attention(q, k, v, attn_bias is not None)
     xformers = types.ModuleType("xformers")
     xformers.ops = ops
-    for module in (flash, xformers, ops):
+    for module in (flash, cute, xformers, ops):
         module.__spec__ = types.SimpleNamespace(name=module.__name__)
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-@pytest.mark.parametrize("peer", ["flash_attn", "xformers"])
+@pytest.mark.parametrize("peer", ["flash_attn", "fa4", "xformers"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_installed_peers_are_called_as_they_want(peer: str, layout: str, mask: str, pretend_peers: None) -> None:
@@ -171,13 +180,15 @@ def test_installed_peers_are_called_as_they_want(peer: str, layout: str, mask: s
     shape = (1, 2, 32, 16) if layout == "bhsd" else (1, 32, 2, 16)
     q, k, v = (torch.randn(shape) for _ in range(3))
     want = bshd_attention(*(x.transpose(1, 2) if layout == "bhsd" else x for x in (q, k, v)), mask == "causal")
-    got = PEERS[peer].bind(case)(q, k, v)
+    got = bind_run(case, PEERS[peer], Tensors(q, k, v, q))().out
     torch.testing.assert_close(got, want.transpose(1, 2) if layout == "bhsd" else want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("peer", ["flash_attn", "xformers"])
+@pytest.mark.parametrize("peer", ["flash_attn", "fa4", "xformers"])
 def test_peers_decline_what_they_cannot(peer: str, pretend_peers: None) -> None:
-    assert not PEERS[peer].supports(as_gpu_case(mask="causal & window(4)")).ok
+    assert not PEERS[peer].supports(as_gpu_case(mask="causal | prefix(4)")).ok
+    assert not PEERS[peer].supports(as_gpu_case(softcap=3.0)).ok
+    assert PEERS[peer].supports(as_gpu_case(mask="causal & window(4)")).ok is (peer == "fa4")
     on_cpu = PEERS[peer].supports(Case("cpu", dtype="float32"))
     assert not on_cpu.ok and any("CUDA" in reason for reason in on_cpu.reasons)
 
@@ -186,8 +197,8 @@ def test_the_ratio_is_to_the_fastest_rival() -> None:
     import time
 
     def slow(seconds):
-        def bind(case):
-            right = PEERS["standard"].bind(case)
+        def bind(case, tensors):
+            right = PEERS["standard"].bind(case, tensors)
             return lambda q, k, v: (time.sleep(seconds), right(q, k, v))[1]
 
         return bind

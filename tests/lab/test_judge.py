@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tilewise.lab.bench import judge as judging
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.contenders import PEERS, contender
-from tilewise.lab.bench.engine import Outcome, bind_run
-from tilewise.lab.bench.judge import judge
+from tilewise.lab.bench.child import Outcome
+from tilewise.lab.bench.engine import bind_run
+from tilewise.lab.bench.judge import Expected
+from tilewise.lab.bench.peers import PEERS, contender
+from tilewise.lab.bench.selftest import TRIALS
 
 CASES = [
     Case("full", heads=2, seqlen=100, head_dim=16),
@@ -36,7 +40,7 @@ def reach(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 @pytest.mark.parametrize("name", ["standard", "sdpa", "tilewise:reference"])
 def test_right_results_pass(case: Case, name: str, reach: str) -> None:
     tensors = case.tensors()
-    found = judge(case, tensors, bind_run(case, contender(name), tensors)())
+    found = Expected(case, tensors).judge(bind_run(case, contender(name), tensors)())
     assert found.ok and 0 < found.used <= 1
     assert (found.checked == 1.0) == (reach == "whole" or case.seqlen <= 32)
 
@@ -45,22 +49,23 @@ def test_right_results_pass(case: Case, name: str, reach: str) -> None:
 def test_a_wrong_element_is_found(case: Case) -> None:
     """In whole cases every element is looked at: one is moved by a hundredth."""
     tensors = case.tensors()
+    expected = Expected(case, tensors)
     right = bind_run(case, PEERS["standard"], tensors)()
     out = right.out.clone()
     out[(-1,) * 4] += 0.01
-    assert not judge(case, tensors, right._replace(out=out)).ok
+    assert not expected.judge(right._replace(out=out)).ok
     for i, grad in enumerate(right.grads):
         grads = list(right.grads)
         grads[i] = grad.clone()
         grads[i][(-1,) * 4] += 0.01
-        assert not judge(case, tensors, right._replace(grads=tuple(grads))).ok
+        assert not expected.judge(right._replace(grads=tuple(grads))).ok
 
 
 def test_a_wrong_mask_is_found_in_sampled_rows(reach: str) -> None:
     case = Case("causal", heads=1, seqlen=128, head_dim=16, mask="causal")
     tensors = case.tensors()
     wrong = bind_run(Case("full", heads=1, seqlen=128, head_dim=16), PEERS["standard"], tensors)()
-    assert not judge(case, tensors, wrong).ok
+    assert not Expected(case, tensors).judge(wrong).ok
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -69,11 +74,30 @@ def test_what_is_not_a_number_is_wrong(value: float) -> None:
     tensors = case.tensors()
     out = bind_run(case, PEERS["standard"], tensors)().out.clone()
     out[0, 0, 0, 0] = value
-    found = judge(case, tensors, Outcome(out))
+    found = Expected(case, tensors).judge(Outcome(out))
     assert not found.ok and found.error == float("inf")
 
 
 def test_a_wrong_shape_is_wrong() -> None:
     case = CASES[0]
     tensors = case.tensors()
-    assert not judge(case, tensors, Outcome(torch.zeros(1, 2, 100, 8))).ok
+    assert not Expected(case, tensors).judge(Outcome(torch.zeros(1, 2, 100, 8))).ok
+
+
+FEATURES = [case for case in TRIALS if case.features]
+
+
+@pytest.mark.parametrize("case", FEATURES, ids=lambda case: case.name)
+def test_features_are_judged(case: Case, reach: str) -> None:
+    """By all heads or by one: the result with the feature is right, the one without it wrong, and so is one moved element."""
+    tensors = case.tensors()
+    expected = Expected(case, tensors)
+    right = bind_run(case, contender("tilewise:reference"), tensors)()
+    assert expected.judge(right).ok
+    grads = [grad.clone() for grad in right.grads]
+    grads[1].flatten()[0] += 0.5
+    assert not expected.judge(right._replace(grads=tuple(grads))).ok
+    if not case.lengths:
+        changes = {"data": "", "bias": None, "alibi": False, "sinks": False, "softcap": 0.0, "dropout_p": 0.0}
+        plain = replace(case, **changes)
+        assert not expected.judge(bind_run(plain, contender("tilewise:reference"), plain.tensors())()).ok

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+
 import pytest
 
-from tilewise.lab.bench.timing import Effort, Spread, interleave, ratio, wall_clock
+from tilewise.hardware.timers import median_seconds, wall_clock
+from tilewise.lab.bench.timing import Effort, Spread, interleave, ratio
 
 
 def test_spread_is_the_percentiles() -> None:
@@ -14,12 +18,8 @@ def test_spread_is_the_percentiles() -> None:
 def test_contenders_take_turns_and_each_starts_as_often() -> None:
     order: list[str] = []
 
-    def clock(run, number):
-        run()
-        return 1.0
-
-    runs = {name: (lambda name=name: order.append(name)) for name in "abc"}
-    samples = interleave(runs, Effort(seconds=0.0, least=6, most=6), clock)
+    timers = {name: (lambda number, name=name: order.append(name) or 1.0) for name in "abc"}
+    samples = interleave(timers, Effort(seconds=0.0, least=6, most=6))
     rounds = order[6:]  # after two warming calls each
     assert {name: len(values) for name, values in samples.items()} == {"a": 6, "b": 6, "c": 6}
     assert [rounds[i : i + 3] for i in range(0, 18, 3)] == [list("abc"), list("bca"), list("cab")] * 2
@@ -28,17 +28,17 @@ def test_contenders_take_turns_and_each_starts_as_often() -> None:
 def test_short_calls_are_repeated_within_a_sample() -> None:
     numbers: list[int] = []
 
-    def clock(run, number):
+    def timer(number):
         numbers.append(number)
         return 1e-4
 
-    interleave({"a": lambda: None}, Effort(seconds=0.0, least=1, most=1, sample=2e-3), clock)
+    interleave({"a": timer}, Effort(seconds=0.0, least=1, most=1, sample=2e-3))
     assert numbers == [1, 1, 20]
 
 
 def test_progress_ends_at_one() -> None:
     shares: list[float] = []
-    interleave({"a": lambda: None}, Effort(seconds=0.0, least=3, most=3), wall_clock, shares.append)
+    interleave({"a": partial(wall_clock, lambda: None)}, Effort(seconds=0.0, least=3, most=3), shares.append)
     assert shares[-1] == 1.0 and shares == sorted(shares)
 
 
@@ -47,3 +47,10 @@ def test_ratio_is_paired_by_round() -> None:
     assert ratio(slow, fast) == Spread(2.0, 2.0, 2.0, 3)
     with pytest.raises(ValueError, match="zip"):
         ratio([1.0], [1.0, 2.0])
+
+
+def test_the_median_is_of_calls_after_the_first() -> None:
+    calls: list[int] = []
+    seconds, rounds = median_seconds(lambda: calls.append(1), "cpu", rounds=3)
+    assert seconds > 0 and rounds == 3 and len(calls) == 4
+    assert median_seconds(lambda: time.sleep(0.01), "cpu", rounds=100, limit=0.015)[1] == 2

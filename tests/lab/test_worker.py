@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tilewise.errors import ArgumentError
 from tilewise.lab.bench.cases import Case
+from tilewise.lab.bench.engine import measure
 from tilewise.lab.bench.memory import forget_peak, resident
-from tilewise.lab.bench.worker import Worker, WorkerError
+from tilewise.lab.bench.peers import PEERS
+from tilewise.lab.bench.timing import Effort
+from tilewise.lab.bench.worker import OWN_SOURCE, Checkout, Worker, WorkerError, compile_ahead, source_folder
 
 CASE = Case("case", heads=1, seqlen=64, head_dim=16, mask="causal")
 
@@ -47,3 +52,31 @@ def test_failures_name_the_contender_and_the_cause() -> None:
         worker.process.wait()
         with pytest.raises(WorkerError, match="sdpa: its process ended while asked to time"):
             worker.ask("time")
+
+
+FEATURES = replace(CASE, passes="training", mask="full", data="padding", batch=2, bias=(1, 1, 64, 64), softcap=3.0)
+
+
+def test_a_checkout_takes_part_with_the_same_tensors() -> None:
+    """Another checkout is this one again: judged by the oracle, timed in turns, its ratio told."""
+    quick = Effort(seconds=0.0, least=2, most=2, sample=0.0)
+    with Checkout("tilewise", OWN_SOURCE) as ours, Checkout("checkout:before", OWN_SOURCE) as before:
+        for case in (CASE, FEATURES, replace(CASE, lengths=(10, 0, 30), passes="backward")):
+            record = measure(case, [ours, before, PEERS["sdpa"]], quick)
+            assert [result.status for result in record.results[:2]] == ["ok", "ok"], record.results
+            assert record.checkouts["checkout:before"].p50 > 0
+        assert record.to_dict()["checkouts"]["checkout:before"]["samples"] == 2
+
+
+def test_a_checkout_is_named_by_its_folder(tmp_path: Path) -> None:
+    assert source_folder(OWN_SOURCE.parent) == source_folder(OWN_SOURCE) == OWN_SOURCE
+    with pytest.raises(ArgumentError, match="holds no tilewise"):
+        source_folder(tmp_path)
+
+
+def test_kernels_are_compiled_by_several_processes() -> None:
+    """A contender that fails stops nobody."""
+    said: list[str] = []
+    jobs = [(CASE, name, source) for name, source in (("sdpa", None), ("tilewise:nope", None), ("tilewise", OWN_SOURCE))]
+    compile_ahead(jobs, 2, said.append)
+    assert sorted(said) == [f"case: compiling {name}" for name in ("sdpa", "tilewise", "tilewise:nope")]

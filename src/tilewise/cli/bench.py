@@ -23,14 +23,19 @@ OWN = "own"
 
 def bench_command(
     suite: Annotated[
-        str, typer.Option(help="quick, smoke, cpu, cpu-avx512, cpu-avx512-16, gpu, or overhead (a call beside its arithmetic).")
+        str,
+        typer.Option(
+            help="quick, smoke, cpu, cpu-avx512, cpu-avx512-16, features; on a GPU gpu, features-gpu, hopper, hopper-backward; "
+            "or overhead (a call beside its arithmetic)."
+        ),
     ] = "quick",
     case: Annotated[list[str] | None, typer.Option(metavar="<str>", help="Only this case of the suite; may be repeated.")] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
             metavar="<str>",
-            help="Against whom: sdpa, standard, flash_attn, xformers, tilewise:<backend>; may be repeated.",
+            help="Against whom: sdpa, sdpa-flash, sdpa-cudnn, sdpa-efficient, flex, fa4, flash_attn, xformers, standard, "
+            "tilewise:<backend>; may be repeated.",
         ),
     ] = None,
     shape: Annotated[
@@ -42,12 +47,17 @@ def bench_command(
     backward: Annotated[bool, typer.Option("--backward", help="With --shape: time forward and backward.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: as the suite says.")] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="How long to time each case.")] = 3.0,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="<path>", help="Another checkout of tilewise, in a process of its own; may be repeated."),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that compile kernels before the first case.")] = 0,
     save: Annotated[Path | None, typer.Option(help="Also write the record as JSON into this directory.")] = None,
     json: Json = False,
 ) -> None:
     """Time tilewise side by side with its peers, interleaved; exit status 1 for a wrong result or a broken promise."""
     from tilewise.lab.bench import records
-    from tilewise.lab.bench.engine import geometric_means
+    from tilewise.lab.bench.engine import geometric_means, measure_all
     from tilewise.lab.bench.suites import suite as by_name
     from tilewise.lab.bench.timing import Effort
 
@@ -60,7 +70,8 @@ def bench_command(
             show_overhead(overheads, document)
     else:
         chosen = own_case(shape, mask, dtype, backward, device) if shape else cases(suite, case, device)
-        measured = run(chosen, peer, effort)
+        with progress() as update:
+            measured = measure_all(chosen, peer, effort, against or (), workers, update)
         means = [] if shape or case else geometric_means(measured, by_name(suite).means)
         document = records.document(OWN if shape else suite, measured, means=[mean.to_dict() for mean in means])
         ok = all(record.right and record.passed is not False for record in measured) and all(m.passed for m in means)
@@ -117,25 +128,6 @@ def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str | No
     return [case]
 
 
-def run(chosen: Sequence[Case], peers: Sequence[str] | None, effort: Effort) -> list[Record]:
-    from tilewise.lab.bench.contenders import contender, default_peers
-    from tilewise.lab.bench.engine import OURS, measure
-    from tilewise.lab.bench.machine import require_device
-
-    for case in chosen:
-        require_device(case.device)
-    records = []
-    with progress() as update:
-        for number, case in enumerate(chosen):
-
-            def tell(what: str, done: float, number: int = number) -> None:
-                update(what, (number + done) / len(chosen))
-
-            names = dict.fromkeys([OURS, *case.against, *(peers or default_peers(case))])
-            records.append(measure(case, [contender(name) for name in names], effort, tell))
-    return records
-
-
 def run_overhead(effort: Effort) -> list[Overhead]:
     from tilewise.lab.bench.overhead import measure_overhead
 
@@ -145,6 +137,7 @@ def run_overhead(effort: Effort) -> list[Overhead]:
 
 def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, Any]) -> None:
     from tilewise.display import Group, Table, Text
+    from tilewise.lab.bench.engine import checkout_means
 
     compared = any(record.errors for record in records)
     columns = ["", "median", "p20 – p80", "tilewise is", "error", "of bound", *(["errors of its"] if compared else [])]
@@ -159,6 +152,7 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
                 notes.append(Text(("not run", "yellow"), f" {record.case.name}, {result.contender}: {reasons}"))
     lines = [
         *map(mean_line, means),
+        *map(checkout_line, checkout_means(records)),
         *(Text((f"{record.case.name}: {record.case.words()}", "dim")) for record in records),
         *notes,
         machine_line(document),
@@ -177,6 +171,13 @@ def mean_line(mean: Mean) -> Text:
     ratio = "unknown, a case has no ratio" if mean.ratio is None else f"{mean.ratio:.2f}×"
     verdict = (f"≥ {mean.floor}", "green") if mean.passed else (f"below {mean.floor}", "red")
     return Text((mean.group, "bold"), f": geometric mean {ratio} ", verdict)
+
+
+def checkout_line(mean: tuple[str, float, float]) -> Text:
+    from tilewise.display import Text
+
+    name, average, lowest = mean
+    return Text((name, "bold"), f": tilewise is {average:.3f}× as fast in geometric mean, {lowest:.3f}× at worst")
 
 
 def cells(record: Record, result: Result) -> list[Cell]:
@@ -203,6 +204,8 @@ def speed(record: Record, result: Result) -> Cell:
     ours = record.result(OURS)
     if result.contender == OURS or not ours or not ours.times or not result.times:
         return ""
+    if result.contender in record.checkouts:
+        return f"{record.checkouts[result.contender].p50:.3f}×"
     if record.ratio is None or result.contender != record.rival:
         return f"{result.times.p50 / ours.times.p50:.2f}×"
     text = f"{record.ratio.p50:.2f}×"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from tilewise import dispatch, hardware, model
 from tilewise.backends.base import BackwardInputs, Inputs, Needs
 from tilewise.errors import ArgumentError
+from tilewise.hardware.timers import median_seconds
 from tilewise.masks import Full
 from tilewise.model import Plan
 from tilewise.problem import Problem
@@ -52,7 +51,7 @@ def measure_call(problem: Problem, inputs: Inputs | None, backend: str, plan: Pl
     """Run the call on its device and name what keeps it from the roof."""
     given = inputs if inputs is not None else random_inputs(problem)
     run = _runner(problem, given, backend, backward)
-    seconds, rounds = _clock(run, problem.device)
+    seconds, rounds = _seconds(run, problem.device)
     found = hardware.measure(problem.device)
     spec = found.apply(plan.spec)
     roof = model.roofline(plan.work.useful, plan.dram.total, problem.dtype, spec, problem.precision)
@@ -118,22 +117,9 @@ def _runner(problem: Problem, inputs: Inputs, name: str, backward: bool) -> Call
 
 
 @torch.no_grad()
-def _clock(run: Callable[[], Any], device: str) -> tuple[float, int]:
-    """The median time of a call, after one to warm up."""
-    wait = torch.cuda.synchronize if device == "cuda" else _nothing
-    run()
-    wait()
-    samples: list[float] = []
-    while len(samples) < ROUNDS and sum(samples) < SPENT:
-        start = time.perf_counter()
-        run()
-        wait()
-        samples.append(time.perf_counter() - start)
-    return median(samples), len(samples)
-
-
-def _nothing() -> None:
-    pass
+def _seconds(run: Callable[[], Any], device: str) -> tuple[float, int]:
+    """The median time of a call, and of how many."""
+    return median_seconds(run, device, ROUNDS, SPENT)
 
 
 def _overhead(problem: Problem, inputs: Inputs, name: str) -> float:
@@ -143,4 +129,4 @@ def _overhead(problem: Problem, inputs: Inputs, name: str) -> float:
     one = Inputs(inputs.q[:1, :, :1], inputs.k[:1, :, :1], inputs.v[:1, :, :1])
     if not dispatch.judge(name, small, one).ok:
         return 0.0
-    return _clock(lambda: dispatch.get(name).forward(small, one), problem.device)[0]
+    return _seconds(lambda: dispatch.get(name).forward(small, one), problem.device)[0]

@@ -6,18 +6,17 @@ how much is left to gain in practice rather than on a datasheet.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tilewise.errors import DeviceError
 from tilewise.hardware.cache import cache_root, load_json, store_json
 from tilewise.hardware.probe import probe_cpu, probe_gpu
 from tilewise.hardware.spec import DeviceSpec, MiB
+from tilewise.hardware.timers import median_seconds
 
 _VERSION = 1
 
@@ -74,6 +73,7 @@ def _path(spec: DeviceSpec, cache_dir: Path | None) -> Path:
 class _NumpyBench:
     """A CPU without torch."""
 
+    device = "cpu"
     dtypes: tuple[str, ...] = ("float32", "float64")
 
     def __init__(self) -> None:
@@ -101,13 +101,7 @@ class _NumpyBench:
         return lambda: self.np.exp(a, out=a) * 0
 
     def seconds(self, call: Callable[[], Any], rounds: int) -> float:
-        call()
-        times = []
-        for _ in range(rounds):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return float(median(times))
+        return median_seconds(call, self.device, rounds)[0]
 
 
 class _TorchBench(_NumpyBench):
@@ -149,22 +143,6 @@ class _TorchBench(_NumpyBench):
         a = self._randn(count)
         out = self.torch.empty_like(a)
         return lambda: self.torch.exp(a, out=out)
-
-    def seconds(self, call: Callable[[], Any], rounds: int) -> float:
-        if self.device == "cpu":
-            return super().seconds(call, rounds)
-        event = self.torch.cuda.Event
-        for _ in range(3):
-            call()
-        times = []
-        for _ in range(rounds):
-            start, end = event(enable_timing=True), event(enable_timing=True)
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return float(median(times))
 
 
 def _torch_bench(device: str) -> _TorchBench | None:

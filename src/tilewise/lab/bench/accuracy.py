@@ -7,18 +7,15 @@ with another's, and the largest error of a few rows would be chance.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs
 from tilewise.lab.bench.cases import Case, Tensors
-from tilewise.lab.bench.judge import rank4, row_block, row_blocks
+from tilewise.lab.bench.child import Outcome
+from tilewise.lab.bench.judge import row_block, row_blocks
 from tilewise.numerics.oracle import oracle, oracle_gradients
-
-if TYPE_CHECKING:
-    from tilewise.lab.bench.engine import Outcome
 
 
 class Errors(NamedTuple):
@@ -38,9 +35,8 @@ class Errors(NamedTuple):
 def truth(case: Case, tensors: Tensors) -> dict[str, Tensor]:
     """Output and gradients in float64 as (B, H, S, D), a block of rows at a time."""
     problem = case.problem()
-    q, k, v, dout = (rank4(case, x) for x in tensors)
-    inputs = Inputs(q, k, v)
-    sizes = {"out": dout, "dq": q, "dk": k, "dv": v} if case.trains else {"out": dout}
+    inputs, dout = case.inputs(tensors), case.rank4(tensors.dout)
+    sizes = {"out": dout, "dq": inputs.q, "dk": inputs.k, "dv": inputs.v} if case.trains else {"out": dout}
     found = {name: torch.zeros(x.shape, dtype=torch.float64, device=x.device) for name, x in sizes.items()}
     for start, stop in row_blocks(problem):
         part, given = row_block(problem, inputs, (start, stop))
@@ -56,7 +52,7 @@ def truth(case: Case, tensors: Tensors) -> dict[str, Tensor]:
 def errors(case: Case, want: dict[str, Tensor], outcome: Outcome) -> dict[str, Errors]:
     """What an outcome lacks to the truth."""
     got = (outcome.out, *outcome.grads)
-    return {name: _errors(rank4(case, x), y) for (name, y), x in zip(want.items(), got, strict=True)}
+    return {name: _errors(case.rank4(x), y) for (name, y), x in zip(want.items(), got, strict=True)}
 
 
 def _errors(got: Tensor, want: Tensor) -> Errors:

@@ -1,39 +1,49 @@
-"""A case is data: what is measured, against whom, and the ratio it must reach."""
+"""A case is data: one call, against whom it is measured, and the ratio it must reach. Checks and compilers read it too."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tilewise import masks
 from tilewise.errors import ArgumentError
-from tilewise.masks import parse
+from tilewise.masks import Binding, Lowered, Mask, MaskShape
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tilewise.api.names import Layout
+    from tilewise.backends.base import Inputs
 
 
 PASSES = {"forward": "fwd", "training": "fwd+bwd", "backward": "bwd"}
 """What is timed, and its short name; `backward` has the forward outside the clock."""
+SEED = 2026
+"""Of dropout."""
 
 
 class Tensors(NamedTuple):
-    """The inputs of a case, in the order of its layout, and the gradient that comes in from above."""
+    """The inputs of a case, in the order of its layout, the gradient that comes in from above, and what its features read."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    cu: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure. `floor` and `aim` are ratios to the fastest of `against`, in one interleaved run; with `accurate` its
-    errors must not be larger than that contender's either."""
+    """One call. `floor` and `aim` are ratios to the fastest of `against`, in one interleaved run; with `accurate` its errors
+    must not be larger than that contender's either."""
 
     name: str
     heads: int = 8
@@ -55,25 +65,70 @@ class Case:
     accurate: bool = False
     group: str = ""  # cases of a group have a geometric mean
     backend: str = "auto"  # whose speed plain `tilewise` stands for
+    data: str = ""  # a mask of tensors, of DATA, that must allow a pair too
+    lengths: tuple[int, ...] = ()  # packed: the tokens of each sequence, in the place of batch and seqlen
+    bias: tuple[int, int, int, int] | None = None
+    alibi: bool = False
+    sinks: bool = False
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    scale: float | None = None
+    deterministic: bool = False
 
     @property
     def trains(self) -> bool:
         return self.passes != "forward"
 
+    @property
+    def features(self) -> list[str]:
+        """What a plain function of q, k, v and a mask does not know."""
+        named: dict[str, Any] = {"bias": self.bias, "ALiBi": self.alibi, "sinks": self.sinks, "softcap": self.softcap}
+        named |= {"dropout": self.dropout_p, "packed sequences": self.lengths, self.data: self.data, "scale": self.scale}
+        return [name for name, given in named.items() if given]
+
+    @property
+    def shape(self) -> MaskShape:
+        batch, queries = (len(self.lengths), sum(self.lengths)) if self.lengths else (self.batch, self.seqlen)
+        return MaskShape(batch, self.heads, queries, self.kv_seqlen or queries)
+
+    def data_mask(self) -> tuple[str, tuple[Any, ...]] | None:
+        """A function of `tilewise.masks` and its arguments."""
+        return DATA[self.data](self.shape, self.device) if self.data else None
+
+    def whole_mask(self) -> Mask:
+        mask = masks.parse(self.mask)
+        if data := self.data_mask():
+            mask = mask & getattr(masks, data[0])(*data[1])
+        return mask
+
     def problem(self) -> Problem:
         """The case without its tensors; raises for sizes, dtypes or masks that make no sense."""
         if self.passes not in PASSES:
             raise ArgumentError(f"passes: got {self.passes!r}, need one of {', '.join(PASSES)}")
+        mask = self.whole_mask()
+        if self.data:
+            import torch
+
+            binding = Binding(self.shape, bool(self.lengths), partial(torch.as_tensor, device=self.device))
+            mask = Lowered(mask.lower(binding))
         return Problem.of(
-            batch=self.batch,
+            batch=self.shape.batch,
             heads=self.heads,
             kv_heads=self.kv_heads,
-            seqlen=self.seqlen,
+            seqlen=self.shape.seqlen_q,
             kv_seqlen=self.kv_seqlen,
             head_dim=self.head_dim,
             head_dim_v=self.head_dim_v,
             dtype=self.dtype,
-            mask=parse(self.mask),
+            mask=mask,
+            scale=self.scale,
+            softcap=self.softcap,
+            bias=tuple(self.bias) if self.bias else None,
+            alibi=self.alibi,
+            sinks=self.sinks,
+            dropout_p=self.dropout_p,
+            varlen=bool(self.lengths),
+            deterministic=self.deterministic,
             device=self.device,
             needs_grad=self.trains,
             needs_lse=False,
@@ -81,39 +136,137 @@ class Case:
 
     def tensors(self, seed: int = 0) -> Tensors:
         """Unit-normal inputs: the same on every machine for the same seed."""
+        import torch
+
         p = self.problem()
 
         def shape(heads: int, length: int, dim: int) -> tuple[int, ...]:
+            if p.varlen:
+                return (length, heads, dim)
             return (p.batch, heads, length, dim) if self.layout == "bhsd" else (p.batch, length, heads, dim)
 
-        shapes = (
+        shapes: list[tuple[int, ...]] = [
             shape(p.heads, p.seqlen_q, p.head_dim),
             shape(p.kv_heads, p.seqlen_k, p.head_dim),
             shape(p.kv_heads, p.seqlen_k, p.head_dim_v),
             shape(p.heads, p.seqlen_q, p.head_dim_v),
-        )
+            tuple(self.bias or (0,)),
+            (p.heads if self.sinks else 0,),
+        ]
         drawn = _normal(tuple(math.prod(sides) for sides in shapes), p.dtype, self.device, seed)
-        return Tensors(*(x.view(sides) for x, sides in zip(drawn, shapes, strict=True)))
+        q, k, v, dout, bias, sinks = (x.view(sides) for x, sides in zip(drawn, shapes, strict=True))
+        slopes = 2.0 ** (-8.0 * torch.arange(1, p.heads + 1, device=self.device) / p.heads)
+        cu = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+        return Tensors(
+            *(q, k, v, dout),
+            bias=bias if self.bias else None,
+            slopes=slopes if self.alibi else None,
+            sinks=sinks.float() if self.sinks else None,
+            cu=cu if p.varlen else None,
+        )
+
+    def inputs(self, tensors: Tensors) -> Inputs:
+        """As a backend gets them."""
+        import torch
+
+        from tilewise.backends.base import Inputs
+
+        return Inputs(
+            *(self.rank4(tensors.q), self.rank4(tensors.k), self.rank4(tensors.v)),
+            bias=tensors.bias,
+            alibi=None if tensors.slopes is None else tensors.slopes[None],
+            sinks=tensors.sinks,
+            seed=torch.tensor(SEED) if self.dropout_p else None,
+            cu_q=tensors.cu,
+            cu_k=tensors.cu,
+        )
+
+    def rank4(self, x: Tensor) -> Tensor:
+        """A tensor of the case's layout as (B, H, S, D), without its history; a packed batch as (1, H, T, D)."""
+        if self.lengths:
+            return x.detach().transpose(0, 1)[None]
+        return x.detach().transpose(1, 2) if self.layout == "bshd" else x.detach()
+
+    def options(self, tensors: Tensors) -> dict[str, Any]:
+        """The options of the call in plain values and tensors, for `child.tilewise_call`."""
+        keywords = {
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "bias": tensors.bias,
+            "sinks": tensors.sinks,
+            "dropout_p": self.dropout_p,
+            "seed": SEED if self.dropout_p else None,
+            "deterministic": self.deterministic,
+        }
+        return {
+            "mask": self.mask,
+            "data": self.data_mask(),
+            "slopes": tensors.slopes,
+            "cu": tensors.cu,
+            "layout": self.layout,
+            "backend": self.backend,
+            "keywords": {name: value for name, value in keywords.items() if value is not None and value is not False},
+        }
 
     def words(self) -> str:
         """The case in one line for a person."""
-        problem = self.problem()
-        heads = f"{problem.heads}/{problem.kv_heads}" if problem.group > 1 else str(problem.heads)
-        lengths = (
-            f"{problem.seqlen_q}" if problem.seqlen_q == problem.seqlen_k else f"{problem.seqlen_q}→{problem.seqlen_k}"
-        )
-        dims = (
-            f"{problem.head_dim}"
-            if problem.head_dim == problem.head_dim_v
-            else f"{problem.head_dim}/{problem.head_dim_v}"
-        )
-        parts = [f"{problem.batch}×{heads}×{lengths}×{dims}", problem.dtype]
+        p = replace(self, device="cpu").problem()  # a mask of tensors asks for no GPU
+        heads = f"{p.heads}/{p.kv_heads}" if p.group > 1 else str(p.heads)
+        lengths = f"{p.seqlen_q}" if p.seqlen_q == p.seqlen_k else f"{p.seqlen_q}→{p.seqlen_k}"
+        dims = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"{p.head_dim}/{p.head_dim_v}"
+        parts = [f"{p.batch}×{heads}×{lengths}×{dims}", p.dtype]
         parts += [self.mask] if self.mask != "full" else []
         parts += [self.layout] if self.layout != "bhsd" else []
-        return " ".join([*parts, PASSES[self.passes]])
+        return " ".join([*parts, *self.features, PASSES[self.passes]])
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _documents(shape: MaskShape, device: str) -> tuple[str, tuple[Any, ...]]:
+    """Three documents and a half in every sequence."""
+    import torch
+
+    ids = torch.arange(shape.seqlen_q, device=device) // max(1, shape.seqlen_q * 2 // 7)
+    return "documents", (ids.expand(shape.batch, -1),)
+
+
+def _padding(shape: MaskShape, device: str) -> tuple[str, tuple[Any, ...]]:
+    """Every second sequence is padding alone."""
+    import torch
+
+    lengths = [0 if b % 2 else shape.seqlen_k * 7 // 13 for b in range(shape.batch)]
+    return "key_padding", (torch.tensor(lengths, device=device),)
+
+
+def _blocks(shape: MaskShape, device: str) -> tuple[str, tuple[Any, ...]]:
+    import torch
+
+    i = torch.arange(-(-shape.seqlen_q // 32), device=device)[:, None]
+    j = torch.arange(-(-shape.seqlen_k // 32), device=device)[None, :]
+    return "blocks", (((i - j).abs() % 3 == 0)[None, None], 32)
+
+
+def _dense(shape: MaskShape, device: str) -> tuple[str, tuple[Any, ...]]:
+    import torch
+
+    i, j = (torch.arange(n, device=device) for n in (shape.seqlen_q, shape.seqlen_k))
+    return "dense", (((i[:, None] * j[None, :]) % 3 == 0)[None, None],)
+
+
+def _offsets(shape: MaskShape, device: str) -> tuple[str, tuple[Any, ...]]:
+    import torch
+
+    return "causal", ("bottom_right", torch.arange(1, shape.batch + 1, device=device))
+
+
+DATA: dict[str, Callable[[MaskShape, str], tuple[str, tuple[Any, ...]]]] = {
+    "documents": _documents,
+    "padding": _padding,
+    "blocks": _blocks,
+    "dense": _dense,
+    "offsets": _offsets,
+}
 
 
 @lru_cache(maxsize=1)

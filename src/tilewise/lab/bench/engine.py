@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.errors import PlanError
+from tilewise.hardware.timers import clock_for
 from tilewise.lab.bench.accuracy import Errors, errors, truth
 from tilewise.lab.bench.cases import Case, Tensors
-from tilewise.lab.bench.contenders import Contender
-from tilewise.lab.bench.judge import Judgement, judge
-from tilewise.lab.bench.timing import Effort, Spread, clock_for, interleave, ratio
+from tilewise.lab.bench.child import Outcome, bind_passes
+from tilewise.lab.bench.judge import Expected, Judgement
+from tilewise.lab.bench.machine import require_device
+from tilewise.lab.bench.peers import Contender, contender, default_peers
+from tilewise.lab.bench.timing import Effort, Spread, Timer, interleave, ratio
+from tilewise.lab.bench.worker import OWN_SOURCE, Checkout, compile_ahead, source_folder
 from tilewise.model import plan
 
 Progress = Callable[[str, float], None]
@@ -24,13 +31,6 @@ OURS = "tilewise"
 ROUNDED = 1.01
 """Ratios of errors up to here are 1 where results are rounded to 16 bits: that rounding is nearly all of the error, whoever
 computes them."""
-
-
-class Outcome(NamedTuple):
-    """What one call computed, in the case's layout; gradients of q, k, v where the case has a backward."""
-
-    out: Tensor
-    grads: tuple[Tensor, ...] = ()
 
 
 @dataclass
@@ -69,6 +69,7 @@ class Record:
     ratio: Spread | None = None
     rival: str | None = None  # the fastest of the contenders that the case is measured against
     choice: dict[str, Any] = field(default_factory=dict)  # the backend and plan behind plain `tilewise`
+    checkouts: dict[str, Spread] = field(default_factory=dict)  # our speed in that of other checkouts, round by round
 
     @property
     def fast(self) -> bool | None:
@@ -116,26 +117,35 @@ class Record:
             "results": [result.to_dict() for result in self.results],
             "ratio": self.ratio._asdict() if self.ratio else None,
             "rival": self.rival,
+            "checkouts": {name: spread._asdict() for name, spread in self.checkouts.items()},
             "errors": self.errors.to_dict() if self.errors else None,
             "passed": self.passed,
         }
 
 
 def bind_run(case: Case, contender: Contender, tensors: Tensors) -> Callable[[], Outcome]:
-    """The call to be timed: forward alone, forward and backward, or backward alone."""
-    attention = contender.bind(case)
-    if not case.trains:
-        return lambda: Outcome(attention(tensors.q, tensors.k, tensors.v))
-    leaves = tuple(t.detach().requires_grad_() for t in (tensors.q, tensors.k, tensors.v))
+    """A contender's call, on tensors in its own layout; what it computes comes back in the case's."""
+    own = contender.layout
+    if own in (None, case.layout):
+        return bind_passes(contender.bind(case, tensors), tensors[:3], tensors.dout, case.passes)
+    *qkv, dout = (x.transpose(1, 2) for x in tensors[:4])
+    if contender.copies:
+        *qkv, dout = (x.contiguous() for x in (*qkv, dout))
+    run = bind_passes(contender.bind(case, tensors), tuple(qkv), dout, case.passes)
 
-    def train() -> Outcome:
-        out = attention(*leaves)
-        return Outcome(out.detach(), torch.autograd.grad(out, leaves, tensors.dout))
+    def back() -> Outcome:
+        out, grads = run()
+        return Outcome(out.transpose(1, 2), tuple(grad.transpose(1, 2) for grad in grads))
 
-    if case.passes == "training":
-        return train
-    ready = attention(*leaves)
-    return lambda: Outcome(ready.detach(), torch.autograd.grad(ready, leaves, tensors.dout, retain_graph=True))
+    return back
+
+
+def start(case: Case, contender: Contender | Checkout, tensors: Tensors) -> tuple[Callable[[], Outcome], Timer]:
+    """What a contender computes, and its timer."""
+    if isinstance(contender, Checkout):
+        return contender.start(case, tensors)
+    run = bind_run(case, contender, tensors)
+    return run, partial(clock_for(case.device), run)
 
 
 def chosen(case: Case) -> dict[str, Any]:
@@ -145,6 +155,7 @@ def chosen(case: Case) -> dict[str, Any]:
     selection = dispatch.select(problem, name=case.backend)
     reasons = {name: list(verdict.reasons) for name, verdict in selection.verdicts.items() if not verdict.ok}
     found = {"backend": selection.backend.name, "backward": backward, "not": reasons}
+    problem = replace(problem, mask=replace(case, device="cpu").whole_mask())  # the planner reads masks on the host
     try:
         planned = plan(problem, case.device, kernels="" if case.backend == "auto" else case.backend).to_dict()
     except PlanError as error:
@@ -152,7 +163,9 @@ def chosen(case: Case) -> dict[str, Any]:
     return {**found, "plan": {name: planned[name] for name in ("tile", "cpu", "seconds", "binding", "reasons")}}
 
 
-def measure(case: Case, contenders: Iterable[Contender], effort: Effort, on_progress: Progress | None = None) -> Record:
+def measure(
+    case: Case, contenders: Sequence[Contender | Checkout], effort: Effort, on_progress: Progress | None = None
+) -> Record:
     """Judge, then time. Who cannot, fails or is wrong stays in the record with the reason and without a speed."""
     say = on_progress or (lambda what, share: None)
     threads = torch.get_num_threads()
@@ -161,29 +174,32 @@ def measure(case: Case, contenders: Iterable[Contender], effort: Effort, on_prog
     try:
         tensors = case.tensors()
         want = _truth(case, tensors, threads, say) if case.accurate else {}
-        results, runs = [], {}
-        for contender in contenders:
-            say(f"{case.name}: is {contender.name} right?", 0.0)
-            result = Result(contender.name)
+        say(f"{case.name}: float64 oracle", 0.0)
+        expected = Expected(case, tensors)
+        results: list[Result] = []
+        timers: dict[str, Timer] = {}
+        for one in contenders:
+            say(f"{case.name}: is {one.name} right?", 0.0)
+            result = Result(one.name)
             results.append(result)
-            verdict = contender.supports(case)
+            verdict = one.supports(case)
             if not verdict.ok:
                 result.reasons = verdict.reasons
                 continue
             try:
-                run = bind_run(case, contender, tensors)
+                run, timer = start(case, one, tensors)
                 outcome = run()
-                result.judgement = judge(case, tensors, outcome)
+                result.judgement = expected.judge(outcome)
                 if want and result.judgement.ok:
                     result.errors = errors(case, want, outcome)
             except Exception as error:  # a peer may fail in any way; the record says how
                 result.reasons = (f"{type(error).__name__}: {error}",)
                 continue
             if result.judgement.ok:
-                runs[contender.name] = run
+                timers[one.name] = timer
         samples: dict[str, list[float]] = {}
-        if runs:
-            samples = interleave(runs, effort, clock_for(case.device), lambda share: say(f"{case.name}: timing", share))
+        if timers:
+            samples = interleave(timers, effort, lambda share: say(f"{case.name}: timing", share))
         for result in results:
             if result.contender in samples:
                 result.times = Spread.of(samples[result.contender])
@@ -192,9 +208,55 @@ def measure(case: Case, contenders: Iterable[Contender], effort: Effort, on_prog
         if OURS in samples and rivals:
             record.rival = min(rivals, key=lambda result: result.times.p50 if result.times else 0.0).contender
             record.ratio = ratio(samples[record.rival], samples[OURS])
+        others = [one.name for one in contenders if isinstance(one, Checkout) and one.name != OURS and one.name in samples]
+        record.checkouts = {name: ratio(samples[name], samples[OURS]) for name in others if OURS in samples}
         return record
     finally:
         torch.set_num_threads(threads)
+
+
+def measure_all(
+    cases: Sequence[Case],
+    peers: Sequence[str] | None,
+    effort: Effort,
+    against: Sequence[Path] = (),
+    workers: int = 0,
+    on_progress: Progress | None = None,
+) -> list[Record]:
+    """Measure cases beside their rivals and `peers` (None: the default ones). With other checkouts `against` it, tilewise runs
+    in a process of its own like them; `workers` processes compile all kernels first."""
+    say = on_progress or (lambda what, share: None)
+    for device in {case.device for case in cases}:
+        require_device(device)
+    sources = {f"checkout:{path.resolve().name}": source_folder(path) for path in against}
+    if sources:
+        sources = {OURS: OWN_SOURCE, **sources}
+    names = {
+        case.name: list(dict.fromkeys([OURS, *case.against, *(peers or default_peers(case)), *sources])) for case in cases
+    }
+    if workers:
+        jobs = [(case, name, sources.get(name)) for case in cases for name in names[case.name]]
+        compile_ahead(jobs, workers, lambda what: say(what, 0.0))
+    records = []
+    with ExitStack() as stack:
+        checkouts = {name: stack.enter_context(Checkout(name, source)) for name, source in sources.items()}
+        for number, case in enumerate(cases):
+
+            def tell(what: str, done: float, number: int = number) -> None:
+                say(what, (number + done) / len(cases))
+
+            contenders = [checkouts.get(name) or contender(name) for name in names[case.name]]
+            records.append(measure(case, contenders, effort, tell))
+    return records
+
+
+def checkout_means(records: Iterable[Record]) -> list[tuple[str, float, float]]:
+    """Other checkouts, the geometric mean of our speed in theirs, and the lowest."""
+    ratios: dict[str, list[float]] = {}
+    for record in records:
+        for name, spread in record.checkouts.items():
+            ratios.setdefault(name, []).append(spread.p50)
+    return [(name, statistics.geometric_mean(values), min(values)) for name, values in ratios.items()]
 
 
 def _truth(case: Case, tensors: Tensors, threads: int, say: Progress) -> dict[str, Tensor]:

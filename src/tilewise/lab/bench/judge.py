@@ -1,7 +1,8 @@
 """Is a result right? Compared with the float64 oracle, elementwise, within the bounds that numerics derives.
 
 Small cases are judged whole. Of large ones some query rows are recomputed, each over all its keys, in every head and
-sequence; gradients are recomputed for one key head and its query heads, a block of rows at a time: O(N) memory.
+sequence; gradients are recomputed for one key head and its query heads, a block of rows at a time: O(N) memory. A case with
+features (bias, dropout, documents …) is judged by all rows of one key head and its query heads.
 """
 
 from __future__ import annotations
@@ -9,26 +10,25 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
 from tilewise.lab.bench.cases import Case, Tensors
-from tilewise.masks import Lowered, MaskProgram, allowed
+from tilewise.lab.bench.child import Outcome
+from tilewise.masks import allowed, dense
 from tilewise.numerics import bounds
 from tilewise.numerics.oracle import oracle, oracle_gradients
 from tilewise.problem import Problem
-
-if TYPE_CHECKING:
-    from tilewise.lab.bench.engine import Outcome
 
 WHOLE = 2**22  # scores: up to here everything is recomputed
 SAMPLES, SAMPLE_ROWS = 4, 16
 BLOCK_SCORES = 2**23
 
 Rows = tuple[int, int]
+ALL = slice(None)
 
 
 class Judgement(NamedTuple):
@@ -61,52 +61,102 @@ class Worst:
         return Judgement(self.used <= 1.0, self.error, self.used, checked)
 
 
-def judge(case: Case, tensors: Tensors, outcome: Outcome) -> Judgement:
-    """Compare what a contender computed with the oracle on the same inputs."""
-    problem = case.problem()
-    q, k, v, dout = (rank4(case, x) for x in tensors)
-    inputs, out, grads = Inputs(q, k, v), rank4(case, outcome.out), tuple(rank4(case, grad) for grad in outcome.grads)
-    worst = Worst()
-    if tuple(out.shape) != (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v):
-        return Judgement(False, torch.inf, torch.inf, 0.0)
-    samples = sample_rows(problem)
-    for rows in samples:
-        part, given = row_block(problem, inputs, rows)
-        worst.see(out[:, :, slice(*rows)], oracle(part, given)[0], bounds.forward(part, given).out)
-    if grads:
-        _judge_gradients(problem, inputs, dout, grads, worst)
-    return worst.verdict(sum(end - start for start, end in samples) / max(1, problem.seqlen_q))
+class Part(NamedTuple):
+    """A part of the output (0) or of a gradient (1 to 3), what the oracle says of it, and how far off it may be."""
+
+    tensor: int
+    where: tuple[slice, ...]
+    want: Tensor
+    bound: Tensor
 
 
-def _judge_gradients(problem: Problem, inputs: Inputs, dout: Tensor, grads: tuple[Tensor, ...], worst: Worst) -> None:
-    scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
-    if scores > WHOLE:
-        problem, inputs, dout, grads = last_head(problem, inputs, dout, grads)
-        scores = problem.heads * problem.seqlen_q * problem.seqlen_k
-    got_q, got_k, got_v = grads
-    blocks = row_blocks(problem)
+class Heads(NamedTuple):
+    """One key head of one sequence and its query heads, as a problem of its own, and where they lie."""
+
+    problem: Problem
+    inputs: Inputs
+    dout: Tensor
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
+
+
+class Expected:
+    """What a right result of a case is, computed once for all contenders."""
+
+    def __init__(self, case: Case, tensors: Tensors) -> None:
+        self.case = case
+        problem, inputs, dout = case.problem(), case.inputs(tensors), case.rank4(tensors.dout)
+        small = _scores(problem) <= WHOLE
+        if case.features:
+            # dropout counts heads and sequences from the first on
+            chosen = Heads(problem, inputs, dout, (ALL,), (ALL,)) if small else _one_head(problem, inputs, dout, first=True)
+            self.parts = _whole(*chosen, case.trains)
+            self.checked = chosen.problem.heads / problem.heads
+            return
+        samples = sample_rows(problem)
+        self.parts = []
+        for rows in samples:
+            part, given = row_block(problem, inputs, rows)
+            self.parts.append(Part(0, (ALL, ALL, slice(*rows)), oracle(part, given)[0], bounds.forward(part, given).out))
+        if case.trains:
+            chosen = Heads(problem, inputs, dout, (ALL,), (ALL,)) if small else _one_head(problem, inputs, dout, first=False)
+            self.parts += _gradients(*chosen)
+        self.checked = sum(end - start for start, end in samples) / max(1, problem.seqlen_q)
+
+    def judge(self, outcome: Outcome) -> Judgement:
+        """Compare what a contender computed with the oracle on the same inputs."""
+        got = [self.case.rank4(x) for x in (outcome.out, *outcome.grads)]
+        problem, worst = self.case.problem(), Worst()
+        batch = 1 if problem.varlen else problem.batch
+        if tuple(got[0].shape) != (batch, problem.heads, problem.seqlen_q, problem.head_dim_v):
+            return Judgement(False, torch.inf, torch.inf, 0.0)
+        for tensor, where, want, bound in self.parts:
+            worst.see(got[tensor][where], want, bound)
+        return worst.verdict(self.checked)
+
+
+def _whole(
+    problem: Problem, inputs: Inputs, dout: Tensor, queries: tuple[slice, ...], keys: tuple[slice, ...], trains: bool
+) -> list[Part]:
+    parts = [Part(0, queries, oracle(problem, inputs)[0], bounds.forward(problem, inputs).out)]
+    if trains:
+        pairs = zip(oracle_gradients(problem, inputs, dout)[:3], bounds.backward(problem, inputs, dout)[:3], strict=True)
+        places = (queries, keys, keys)
+        parts += [Part(i + 1, places[i], want, bound) for i, (want, bound) in enumerate(pairs) if bound is not None]
+    return parts
+
+
+def _gradients(
+    problem: Problem, inputs: Inputs, dout: Tensor, queries: tuple[slice, ...], keys: tuple[slice, ...]
+) -> list[Part]:
+    blocks, parts = row_blocks(problem), []
     want_k, want_v, bound_k, bound_v = (
-        torch.zeros(t.shape, dtype=torch.float64, device=t.device) for t in (got_k, got_v) * 2
+        torch.zeros(t.shape, dtype=torch.float64, device=t.device) for t in (inputs.k, inputs.v) * 2
     )
     for rows in blocks:
         part, given = row_block(problem, inputs, rows)
         piece = dout[:, :, slice(*rows)]
         want, bound = oracle_gradients(part, given, piece), bounds.backward(part, given, piece)
-        worst.see(got_q[:, :, slice(*rows)], want.dq, bound.dq)
+        where = (*(*queries, ALL)[:2], slice(*rows))
+        parts.append(Part(1, where, want.dq, bound.dq))
         want_k += want.dk
         want_v += want.dv
         bound_k += bound.dk
         bound_v += bound.dv
     # The bound of a sum of n terms grows like √n; each block was charged for its own rows only.
     growth = len(blocks) ** 0.5
-    worst.see(got_k, want_k, growth * bound_k)
-    worst.see(got_v, want_v, growth * bound_v)
+    return [*parts, Part(2, keys, want_k, growth * bound_k), Part(3, keys, want_v, growth * bound_v)]
+
+
+def _scores(problem: Problem) -> int:
+    sequences = 1 if problem.varlen else problem.batch
+    return sequences * problem.heads * problem.seqlen_q * problem.seqlen_k
 
 
 def sample_rows(problem: Problem) -> list[Rows]:
     """Every row of a small problem; otherwise a few evenly spaced runs of rows, the first and the last among them."""
     m = problem.seqlen_q
-    if m <= SAMPLES * SAMPLE_ROWS or problem.batch * problem.heads * m * problem.seqlen_k <= WHOLE:
+    if m <= SAMPLES * SAMPLE_ROWS or _scores(problem) <= WHOLE:
         return [(0, m)]
     last = m - SAMPLE_ROWS
     starts = [round(i * last / (SAMPLES - 1)) for i in range(SAMPLES)]
@@ -125,23 +175,35 @@ def row_block(problem: Problem, inputs: Inputs, rows: Rows) -> tuple[Problem, In
     tile = allowed(problem.program, problem.shape, rows, (0, problem.seqlen_k), arange)
     part = replace(problem, seqlen_q=rows[1] - rows[0])
     if tile is not None:
-        part = replace(part, mask=Lowered(MaskProgram("e", (), (tile,))))
+        part = replace(part, mask=dense(tile))
     return part, inputs._replace(q=inputs.q[:, :, slice(*rows)])
 
 
-def last_head(
-    problem: Problem, inputs: Inputs, dout: Tensor, grads: tuple[Tensor, ...]
-) -> tuple[Problem, Inputs, Tensor, tuple[Tensor, ...]]:
-    """The last key head of the last sequence with its query heads; bench masks are the same for all of them."""
+def _one_head(problem: Problem, inputs: Inputs, dout: Tensor, first: bool) -> Heads:
+    """The first key head of the first sequence with its query heads, or the last of the last. Sequences that differ (by lengths,
+    or by a mask of tensors) stay together."""
+    group = problem.group
+    together = problem.varlen or bool(problem.program.tensors)
+    sequence = ALL if together else slice(0, 1) if first else slice(-1, None)
+    heads, kv_head = (slice(0, n) if first else slice(-n, None) for n in (group, 1))
 
-    def last(x: Tensor) -> Tensor:
-        return x[-1:, -problem.group :] if x.shape[1] == problem.heads else x[-1:, -1:]
+    def cut(x: Tensor | None, *where: slice) -> Tensor | None:
+        return None if x is None else x[tuple(ALL if side == 1 else at for side, at in zip(x.shape, where, strict=False))]
 
-    alone = replace(problem, batch=1, heads=problem.group, kv_heads=1)
-    given = Inputs(last(inputs.q), last(inputs.k), last(inputs.v))
-    return alone, given, last(dout), tuple(last(grad) for grad in grads)
-
-
-def rank4(case: Case, x: Tensor) -> Tensor:
-    """A tensor of the case's layout as (B, H, S, D), without its history."""
-    return x.detach().transpose(1, 2) if case.layout == "bshd" else x.detach()
+    bias = cut(inputs.bias, sequence, heads)
+    alone = replace(
+        problem,
+        batch=problem.batch if together else 1,
+        heads=group,
+        kv_heads=1,
+        bias=None if bias is None else tuple(bias.shape),  # type: ignore[arg-type]
+    )
+    given = inputs._replace(
+        q=inputs.q[sequence, heads],
+        k=inputs.k[sequence, kv_head],
+        v=inputs.v[sequence, kv_head],
+        bias=bias,
+        alibi=cut(inputs.alibi, sequence, heads),
+        sinks=cut(inputs.sinks, heads),
+    )
+    return Heads(alone, given, dout[sequence, heads], (sequence, heads), (sequence, kv_head))

@@ -38,6 +38,25 @@ def forget_peak() -> None:
             return
 
 
+def begin_peak(device: str) -> int:
+    """Start a new peak of a device's memory; the bytes in use now. A CPU's are those of this process."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    forget_peak()
+    return resident().now
+
+
+def peak_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    return resident().peak
+
+
 def _resident_windows() -> Resident:
     if sys.platform != "win32":
         raise AssertionError("called on Windows only")

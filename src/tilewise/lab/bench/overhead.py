@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from tilewise.api.attention import attention
 from tilewise.api.names import BackendName
+from tilewise.hardware.timers import Run, wall_clock
 from tilewise.lab.bench.null import null_backend
-from tilewise.lab.bench.timing import Effort, Run, Spread, interleave, ratio
+from tilewise.lab.bench.timing import Effort, Spread, interleave, ratio
 from tilewise.masks import causal
 
 LIMIT = 1.5  # a call may cost this many SDPA calls
@@ -69,7 +70,8 @@ def measure_overhead(effort: Effort, on_progress: Callable[[str, float], None] |
     found = []
     with null_backend() as name:
         for label, (ours, theirs, limit) in pairs(cast(BackendName, name)).items():
-            samples = interleave({NULL: ours, SDPA: theirs}, effort, on_round=partial(say, label))
+            timers = {NULL: partial(wall_clock, ours), SDPA: partial(wall_clock, theirs)}
+            samples = interleave(timers, effort, partial(say, label))
             spreads = (Spread.of(samples[NULL]), Spread.of(samples[SDPA]))
             found.append(Overhead(label, *spreads, ratio(samples[NULL], samples[SDPA]), limit))
     return found

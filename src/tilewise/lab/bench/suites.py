@@ -99,66 +99,86 @@ def on_avx512(threads: int) -> tuple[Case, ...]:
     return tuple(cases)
 
 
-GPU_TOKENS, GPU_HIDDEN = 16384, 2048
+TOKENS, HIDDEN = 16384, 2048
 
 
-def gpu_grid(
-    passes: str, against: str, lengths: tuple[int, ...], dtype: str = "bfloat16", floor: float | None = None
-) -> tuple[Case, ...]:
+def gpu_cell(passes: str, mask: str, dim: int, length: int, **more: Any) -> Case:
     """Constant work: as many sequences as 16k tokens make, as many heads as fill a hidden size of 2048."""
-    group = passes if dtype == "bfloat16" else f"{dtype} {passes}"
+    settings: dict[str, Any] = {"dtype": "bfloat16", "group": passes, "backend": "triton", **more}
+    sizes = {"batch": TOKENS // length, "heads": HIDDEN // dim, "seqlen": length, "head_dim": dim}
+    return Case(f"{settings['group']} {mask} d{dim} {length}", **{**sizes, **settings}, mask=mask, passes=passes, device="cuda")
+
+
+def gpu_grid(passes: str, lengths: tuple[int, ...], dims: tuple[int, ...] = (64, 128), **more: Any) -> tuple[Case, ...]:
     return tuple(
-        Case(
-            f"{group} {mask} d{dim} {length}",
-            batch=GPU_TOKENS // length,
-            heads=GPU_HIDDEN // dim,
-            seqlen=length,
-            head_dim=dim,
-            dtype=dtype,
-            mask=mask,
-            passes=passes,
-            device="cuda",
-            against=(against,),
-            floor=floor,
-            group=group,
-            backend="triton",
-        )
-        for mask in ("full", "causal")
-        for dim in (64, 128)
-        for length in lengths
+        gpu_cell(passes, mask, dim, length, **more) for mask in ("full", "causal") for dim in dims for length in lengths
     )
 
 
-def gpu_decode(batch: int, heads: int, kv_heads: int, keys: int, floor: float) -> Case:
+def gpu_decode(batch: int, heads: int, kv_heads: int, keys: int, floor: float | None = None) -> Case:
     """One query for each sequence: how fast K and V are read, beside cuDNN."""
-    return Case(
-        f"decode {batch}×{heads}/{kv_heads}×{keys}",
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        seqlen=1,
-        kv_seqlen=keys,
-        head_dim=128,
-        dtype="bfloat16",
-        device="cuda",
-        against=("sdpa-cudnn",),
-        floor=floor,
-        backend="triton",
-    )
+    more: dict[str, Any] = {"kv_heads": kv_heads, "kv_seqlen": keys, "against": ("sdpa-cudnn",), "floor": floor, "group": ""}
+    case = gpu_cell("forward", "full", 128, 1, batch=batch, heads=heads, **more)
+    return replace(case, name=f"decode {batch}×{heads}/{kv_heads}×{keys}")
+
+
+def gpu_fp32(passes: str) -> tuple[Case, ...]:
+    more: dict[str, Any] = {"dtype": "float32", "group": f"float32 {passes}", "against": ("sdpa-efficient",), "floor": 1.5}
+    return gpu_grid(passes, (2048, 8192), **more)
 
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 GPU = (
-    *gpu_grid("forward", "sdpa-flash", LENGTHS, floor=1.0),
-    *gpu_grid("backward", "sdpa-flash", LENGTHS),
-    *gpu_grid("forward", "sdpa-efficient", (2048, 8192), "float32", floor=1.5),
-    *gpu_grid("backward", "sdpa-efficient", (2048, 8192), "float32", floor=1.5),
+    *gpu_grid("forward", LENGTHS, against=("sdpa-flash",), floor=1.0),
+    *gpu_grid("backward", LENGTHS, against=("sdpa-flash",)),
+    *gpu_fp32("forward"),
+    *gpu_fp32("backward"),
     gpu_decode(8, 32, 8, 16384, 0.9),
     gpu_decode(1, 32, 8, 131072, 0.9),
     gpu_decode(1, 64, 8, 8192, 1.0),
+    gpu_decode(64, 32, 8, 4096),
+    gpu_decode(8, 16, 1, 16384),
 )
 """The portable kernels, which Hopper's own come before in the automatic choice."""
 GPU_MEANS = {"forward": 1.30, "backward": 1.0, "float32 forward": 1.5, "float32 backward": 1.5}
+
+
+def hopper(passes: str) -> tuple[Case, ...]:
+    """Hopper's own kernels beside FlashAttention-4 and cuDNN."""
+    more: dict[str, Any] = {"backend": "hopper", "against": ("fa4", "sdpa-cudnn")}
+    window = gpu_cell(passes, "causal & window(4096)", 128, 16384, **more)
+    return (
+        *gpu_grid(passes, (512, 2048, 8192, 16384), (64, 128, 256), **more),
+        replace(gpu_cell(passes, "causal", 128, 16384, **more, heads=32, kv_heads=8), name=f"{passes} gqa 32/8 d128 16384"),
+        replace(window, name=f"{passes} window d128 16384"),
+    )
+
+
+def features(passes: str, **sizes: Any) -> tuple[Case, ...]:
+    """What a call may ask for beyond q, k, v and causal, each alone. Peers without it are left out, with the reason."""
+    shared: dict[str, Any] = {"mask": "causal", "passes": passes, "against": ("sdpa", "flex"), **sizes}
+
+    def base(feature: str, **more: Any) -> Case:
+        return Case(f"{passes} {feature}", **{**shared, **more})
+
+    heads, length = sizes["heads"], sizes["seqlen"]
+    thirds = (length // 2, length // 3, length - length // 2 - length // 3)
+    return (
+        base("sinks", sinks=True),
+        base("ALiBi", alibi=True),
+        base("bias", bias=(1, heads, length, length)),
+        base("softcap", softcap=30.0),
+        base("dropout", dropout_p=0.1),
+        base("documents", data="documents"),
+        base("packed", lengths=thirds),
+        base("window", mask=f"causal & window({length // 8})"),
+        base("gqa", kv_heads=heads // 4),
+        *((base("decode", seqlen=1, kv_seqlen=8 * length, kv_heads=heads // 4),) if passes == "forward" else ()),
+    )
+
+
+ON_CPU: dict[str, Any] = {"heads": 8, "seqlen": 1024}
+ON_GPU: dict[str, Any] = {"heads": 16, "seqlen": 4096, "head_dim": 128, "dtype": "bfloat16", "device": "cuda"}
 
 SUITES = {
     "quick": Suite(QUICK),
@@ -167,6 +187,10 @@ SUITES = {
     "cpu-avx512": Suite(on_avx512(2)),
     "cpu-avx512-16": Suite(on_avx512(16)),
     "gpu": Suite(GPU, means=GPU_MEANS),
+    "hopper": Suite(hopper("forward")),
+    "hopper-backward": Suite(hopper("backward")),
+    "features": Suite((*features("forward", **ON_CPU), *features("training", **ON_CPU))),
+    "features-gpu": Suite((*features("forward", **ON_GPU), *features("backward", **ON_GPU))),
 }
 
 

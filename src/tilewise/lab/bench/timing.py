@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Run = Callable[[], Any]
-Clock = Callable[[Run, int], float]
+Timer = Callable[[int], float]
+"""Seconds of one call, averaged over that many calls."""
 
 
 class Spread(NamedTuple):
@@ -35,45 +35,19 @@ class Effort(NamedTuple):
     sample: float = 2e-3  # a sample repeats its call until it is at least this long
 
 
-def wall_clock(run: Run, number: int) -> float:
-    """Seconds of one call, averaged over `number` of them."""
-    start = time.perf_counter()
-    for _ in range(number):
-        run()
-    return (time.perf_counter() - start) / number
-
-
-def cuda_clock(run: Run, number: int) -> float:
-    """Seconds of one call on the GPU, between two events; launching counts only where the GPU waits for it."""
-    import torch
-
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(number):
-        run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e-3 / number
-
-
-def clock_for(device: str) -> Clock:
-    return cuda_clock if device.startswith("cuda") else wall_clock
-
-
 def interleave(
-    runs: Mapping[str, Run], effort: Effort, clock: Clock = wall_clock, on_round: Callable[[float], None] | None = None
+    timers: Mapping[str, Timer], effort: Effort, on_round: Callable[[float], None] | None = None
 ) -> dict[str, list[float]]:
     """Samples in seconds by name, one for each round; every round starts with another contender.
 
     `on_round` hears the share of the work done, from 0 to 1.
     """
     numbers = {}
-    for name, run in runs.items():
-        clock(run, 1)  # warm caches, threads and compilers
-        numbers[name] = max(1, min(10_000, round(effort.sample / max(clock(run, 1), 1e-7))))
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
+    for name, timer in timers.items():
+        timer(1)  # warm caches, threads and compilers
+        numbers[name] = max(1, min(10_000, round(effort.sample / max(timer(1), 1e-7))))
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    names = list(timers)
     begin = time.perf_counter()
     for rounds in range(effort.most):
         spent = time.perf_counter() - begin
@@ -83,7 +57,7 @@ def interleave(
             on_round(min(1.0, max(spent / max(effort.seconds, 1e-9), rounds / effort.most)))
         turn = rounds % len(names)
         for name in names[turn:] + names[:turn]:
-            samples[name].append(clock(runs[name], numbers[name]))
+            samples[name].append(timers[name](numbers[name]))
     if on_round:
         on_round(1.0)
     return samples

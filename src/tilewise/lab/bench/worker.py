@@ -1,7 +1,5 @@
-"""One contender in a process of its own, so that its peak memory is the operating system's figure and nobody else's.
-
-The parent starts a Worker for each contender and lets them take turns; the child answers each question by a JSON line.
-"""
+"""Contenders in processes of their own: one whose peak memory is to be the operating system's figure, one of another checkout
+of tilewise, or several that compile kernels side by side."""
 
 from __future__ import annotations
 
@@ -9,18 +7,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tilewise.errors import TilewiseError
-from tilewise.lab.bench.cases import Case
+from tilewise.backends.base import Verdict
+from tilewise.errors import ArgumentError, TilewiseError
+from tilewise.lab.bench.cases import Case, Tensors
+from tilewise.lab.bench.child import Outcome
+from tilewise.lab.bench.timing import Timer
 
-if TYPE_CHECKING:
-    from tilewise.lab.bench.engine import Outcome
-
-WARM_SEQLEN = 32  # so short that the memory it leaves behind hides nothing
+OWN_SOURCE = Path(__file__).resolve().parents[3]
+SETTLE = 5e-3
+"""Seconds until the threads of one process that wait for more work have gone to sleep, and leave the cores to another's."""
 
 
 class WorkerError(TilewiseError, RuntimeError):
@@ -30,16 +32,18 @@ class WorkerError(TilewiseError, RuntimeError):
 class Worker:
     """The parent's end: `ask` a question, get a dict. Use as a context manager; leaving it ends the process."""
 
-    def __init__(self, case: Case, contender: str) -> None:
+    def __init__(self, case: Case | None = None, contender: str = "tilewise", source: Path = OWN_SOURCE) -> None:
         self.contender = contender
-        spec = {"case": case.to_dict(), "contender": contender}
-        root = str(Path(__file__).resolve().parents[2])
-        paths = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
+        self.spec: dict[str, Any] = {}
+        if case is not None:
+            self.take(case, contender)
+        paths = os.pathsep.join(p for p in (str(source), os.environ.get("PYTHONPATH")) if p)
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tilewise.lab.bench.worker", json.dumps(spec)],
+            [sys.executable, "-P", str(Path(__file__).with_name("child.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self.errors,
             text=True,
             env={**os.environ, "PYTHONPATH": paths},
         )
@@ -50,17 +54,25 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate()
+        self.errors.close()
+
+    def take(self, case: Case, contender: str) -> None:
+        """What the next questions are about."""
+        about = {"device": case.device, "threads": case.threads, "passes": case.passes}
+        self.contender, self.spec = contender, {"case": case.to_dict(), "contender": contender, **about}
 
     def ask(self, question: str, **arguments: Any) -> dict[str, Any]:
-        assert self.process.stdin and self.process.stdout and self.process.stderr
+        assert self.process.stdin and self.process.stdout
         try:
-            self.process.stdin.write(json.dumps({"ask": question, **arguments}) + "\n")
+            self.process.stdin.write(json.dumps({"ask": question, "spec": self.spec, **arguments}) + "\n")
             self.process.stdin.flush()
             line = self.process.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:
-            tail = self.process.stderr.read().strip().splitlines()[-1:] or [f"exit status {self.process.wait()}"]
+            status = self.process.wait()
+            self.errors.seek(0)
+            tail = self.errors.read().strip().splitlines()[-1:] or [f"exit status {status}"]
             raise WorkerError(f"{self.contender}: its process ended while asked to {question}: {tail[0]}")
         answer: dict[str, Any] = json.loads(line)
         if "failure" in answer:
@@ -68,84 +80,86 @@ class Worker:
         return answer
 
 
-class Child:
-    """The other end: holds the tensors and answers."""
+class Checkout:
+    """A contender that is the tilewise of a source folder, in a process of its own."""
 
-    def __init__(self, case: Case, contender: str) -> None:
+    def __init__(self, name: str, source: Path) -> None:
+        self.name, self.worker, self.calls = name, Worker(None, name, source), 0
+        self.folder = tempfile.TemporaryDirectory()
+
+    def __enter__(self) -> Checkout:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.__exit__()
+        self.folder.cleanup()
+
+    def supports(self, case: Case) -> Verdict:
+        return Verdict(True)
+
+    def start(self, case: Case, tensors: Tensors) -> tuple[Callable[[], Outcome], Timer]:
+        """Hand over the tensors; give what it computes, and its timer."""
         import torch
 
-        from tilewise.lab.bench.contenders import contender as by_name
+        self.calls += 1
+        call, out = (Path(self.folder.name) / name for name in (f"call{self.calls % 2}", "out"))
+        torch.save({"options": case.options(tensors), "tensors": list(tensors[:4])}, call)
+        about = {"device": case.device, "threads": case.threads, "passes": case.passes}
+        self.worker.spec = {"call": str(call), "number": self.calls, **about}
 
-        self.case, self.contender = case, by_name(contender)
-        if case.threads:
-            torch.set_num_threads(case.threads)
-        self.tensors = case.tensors()
-        # A short run of the same kind loads libraries, threads and compiled kernels before memory is looked at.
-        self.bind(min(case.seqlen, WARM_SEQLEN))()
-        self.before = self.forget()
+        def outcome() -> Outcome:
+            self.worker.ask("run", file=str(out))
+            first, *grads = torch.load(out, map_location=case.device, weights_only=True)
+            return Outcome(first, tuple(grads))
 
-    def bind(self, seqlen: int) -> Callable[[], Outcome]:
-        """The call over the first `seqlen` tokens, on views of the same tensors."""
-        from tilewise.lab.bench.engine import bind_run
+        def seconds(number: int) -> float:
+            time.sleep(SETTLE)
+            taken: float = self.worker.ask("time", number=number)["seconds"]
+            time.sleep(SETTLE)
+            return taken
 
-        axis = 2 if self.case.layout == "bhsd" else 1
-        views = type(self.tensors)(*(x.narrow(axis, 0, seqlen) for x in self.tensors))
-        return bind_run(replace(self.case, seqlen=seqlen), self.contender, views)
-
-    def forget(self) -> int:
-        """Start a new peak; the bytes in use now."""
-        if self.case.device.startswith("cuda"):
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated()
-        from tilewise.lab.bench.memory import forget_peak, resident
-
-        forget_peak()
-        return resident().now
-
-    def peak(self) -> int:
-        if self.case.device.startswith("cuda"):
-            import torch
-
-            return torch.cuda.max_memory_allocated()
-        from tilewise.lab.bench.memory import resident
-
-        return resident().peak
-
-    def memory(self, seqlen: int) -> dict[str, Any]:
-        """The most bytes needed so far beyond q, k and v: output, workspace and any mask the contender must be given.
-
-        Asked for growing lengths. The base is the use before the first run, for memory that a run has freed may still
-        be resident when the next one begins and would hide its need.
-        """
-        self.run = self.bind(seqlen)
-        self.outcome = self.run()
-        return {"peak_bytes": max(0, self.peak() - self.before)}
-
-    def judge(self) -> dict[str, Any]:
-        from tilewise.lab.bench.judge import judge
-
-        return judge(self.case, self.tensors, self.outcome)._asdict()
-
-    def time(self) -> dict[str, Any]:
-        from tilewise.lab.bench.timing import clock_for
-
-        return {"seconds": clock_for(self.case.device)(self.run, 1)}
+        return outcome, seconds
 
 
-def serve() -> None:
-    spec = json.loads(sys.argv[1])
-    child: Child | None = None
-    for line in sys.stdin:
-        question = json.loads(line)
-        try:
-            child = child or Child(Case(**spec["case"]), spec["contender"])
-            answer = getattr(child, question.pop("ask"))(**question)
-        except Exception as error:
-            answer = {"failure": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+def source_folder(path: Path) -> Path:
+    """The folder that holds the package, of a checkout or of its `src`."""
+    for folder in (path, path / "src"):
+        if (folder / "tilewise" / "__init__.py").is_file():
+            return folder.resolve()
+    raise ArgumentError(f"against: {path} holds no tilewise; name a checkout or its src folder")
 
 
-if __name__ == "__main__":
-    serve()
+def compile_ahead(jobs: Iterable[tuple[Case, str, Path | None]], processes: int, on_done: Callable[[str], None]) -> None:
+    """Run each case once in one of several processes, so that its kernels lie on disk before anything is timed.
+
+    A job is a case and a contender of this checkout, or the source folder of the checkout to run. Failures come again, and are
+    told, when the case is measured.
+    """
+    waiting: dict[Path | None, list[tuple[Case, str]]] = {}
+    for case, name, source in jobs:
+        waiting.setdefault(source, []).append((case, name))
+
+    def work(source: Path | None, queue: list[tuple[Case, str]]) -> None:
+        with Worker() if source is None else Checkout("", source) as process:
+            while queue:
+                try:
+                    case, name = queue.pop(0)
+                except IndexError:  # another thread has taken the last one
+                    return
+                on_done(f"{case.name}: compiling {name}")
+                try:
+                    if isinstance(process, Checkout):
+                        process.start(case, case.tensors())
+                        process.worker.ask("run")
+                    else:
+                        process.take(case, name)
+                        process.ask("run")
+                except WorkerError:
+                    if (process.worker if isinstance(process, Checkout) else process).process.poll() is not None:
+                        return
+
+    each = max(1, processes // max(1, len(waiting)))
+    with ThreadPoolExecutor(each * len(waiting) or 1) as pool:
+        started = [pool.submit(work, *item) for item in waiting.items() for _ in range(min(each, len(item[1])))]
+    for done in started:
+        done.result()

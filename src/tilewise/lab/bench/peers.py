@@ -1,0 +1,279 @@
+"""Who is measured: tilewise, torch's SDPA and FlexAttention, standard attention, and what else is installed.
+
+A contender binds a case and its tensors to a function (q, k, v) -> out in the contender's own layout. Masks are built while
+binding, outside the clock; whatever a user of the contender would pay on every call happens inside the function.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewise.api.names import Layout
+from tilewise.backends.base import Verdict
+from tilewise.errors import ArgumentError
+from tilewise.lab.bench.cases import Case, Tensors
+from tilewise.lab.bench.child import Attention, tilewise_call
+from tilewise.masks import UNBOUNDED, allowed
+
+MASK_ROWS = 64
+Band = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`layout` None: it takes the case's own. `copies`: it gets tensors that are contiguous in its layout."""
+
+    name: str
+    says: str
+    supports: Callable[[Case], Verdict]
+    bind: Callable[[Case, Tensors], Attention]
+    layout: Layout | None = None
+    copies: bool = False
+
+
+def boolean_mask(case: Case) -> Tensor | None:
+    """The case's mask as one boolean tensor, for contenders without a mask algebra; None if all is allowed."""
+    problem = case.problem()
+    if not problem.program.structure:
+        return None
+    arange = partial(torch.arange, device=case.device)
+    if problem.program.tensors:
+        return allowed(problem.program, problem.shape, (0, problem.seqlen_q), (0, problem.seqlen_k), arange)  # type: ignore[no-any-return]
+    mask = torch.empty((problem.seqlen_q, problem.seqlen_k), dtype=torch.bool, device=case.device)
+    for start in range(0, problem.seqlen_q, MASK_ROWS):  # by rows: its making must not need more memory than the mask
+        rows = (start, min(start + MASK_ROWS, problem.seqlen_q))
+        mask[slice(*rows)] = allowed(problem.program, problem.shape, rows, (0, problem.seqlen_k), arange)[0, 0]
+    return mask
+
+
+def additive(case: Case, tensors: Tensors) -> Tensor | None:
+    """Mask, bias and ALiBi as SDPA takes them: booleans, or numbers to be added."""
+    mask, bias = boolean_mask(case), tensors.bias
+    if tensors.slopes is not None:
+        q, k = (torch.arange(n, device=case.device) for n in case.shape[2:])
+        distance = (q[:, None] + len(k) - len(q) - k[None, :]).abs()
+        bias = (-tensors.slopes[:, None, None] * distance).to(tensors.q.dtype)
+    if bias is None:
+        return mask
+    return bias if mask is None else torch.where(mask, bias, -torch.inf)
+
+
+def band(case: Case) -> Band | None:
+    """lo <= k - q - (Sk - Sq) <= hi where that is all the mask says; no limits where there is no mask."""
+    kinds, ints = case.problem().program.kinds, case.problem().program.ints
+    if not kinds:
+        return -UNBOUNDED, UNBOUNDED
+    return (ints[0], ints[1]) if len(kinds) == 1 and kinds[0].is_bottom_right else None
+
+
+def is_causal(case: Case) -> bool:
+    """Causal and nothing else, aligned bottom-right."""
+    return band(case) == (-UNBOUNDED, 0)
+
+
+def is_square_causal(case: Case) -> bool:
+    """Causal where both alignments mean the same."""
+    return is_causal(case) and case.shape.seqlen_q == case.shape.seqlen_k
+
+
+def tilewise(backend: str = "auto") -> Contender:
+    def bind(case: Case, tensors: Tensors) -> Attention:
+        return tilewise_call(replace(case, backend=case.backend if backend == "auto" else backend).options(tensors))
+
+    name = "tilewise" if backend == "auto" else f"tilewise:{backend}"
+    return Contender(name, f"tilewise.attention, backend {backend}", lambda case: Verdict(True), bind)
+
+
+def bind_sdpa(case: Case, tensors: Tensors, upcast: bool = False) -> Attention:
+    """SDPA as a user would call it: its causal flag where that means the same, a mask or bias otherwise."""
+    causal = is_square_causal(case) and not case.features
+    mask = None if causal else additive(case, tensors)
+    gqa = case.problem().group > 1
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dtype = q.dtype
+        if upcast:
+            q, k, v = q.float(), k.float(), v.float()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa).to(dtype)
+
+    return run
+
+
+def bind_sdpa_with(kernel: str, case: Case, tensors: Tensors) -> Attention:
+    """SDPA held to one of its kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    wanted, run = getattr(SDPBackend, kernel), bind_sdpa(case, tensors)
+
+    def held(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(wanted):
+            return run(q, k, v)
+
+    return held
+
+
+def bind_flex(case: Case, tensors: Tensors) -> Attention:
+    """FlexAttention, compiled: a mask function for bands and documents, a score function for softcap and ALiBi."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    problem, data = case.problem(), case.data_mask()
+    (lo, hi), shift = band(replace(case, data="")) or (0, 0), problem.seqlen_k - problem.seqlen_q
+    ids = data[1][0] if data else None
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        apart = k - q - shift
+        inside = (apart >= lo) & (apart <= hi)
+        return inside if ids is None else inside & (ids[b, q] == ids[b, k])
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if case.softcap:
+            score = case.softcap * torch.tanh(score / case.softcap)
+        return score if tensors.slopes is None else score - tensors.slopes[h] * (q + shift - k).abs()
+
+    masked = bool(problem.program.structure)
+    shape = (problem.batch if ids is not None else None, None, problem.seqlen_q, problem.seqlen_k)
+    blocks = create_block_mask(seen, *shape, device=case.device) if masked else None
+    options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": problem.group > 1}
+    options |= {"score_mod": changed} if case.softcap or tensors.slopes is not None else {}
+    return partial(torch.compile(flex_attention, dynamic=False), **options)
+
+
+def bind_standard(case: Case, tensors: Tensors) -> Attention:
+    """Attention as the formula has it: all scores at once, three passes over them."""
+    problem, mask = case.problem(), additive(case, tensors)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if problem.group > 1:
+            k, v = k.repeat_interleave(problem.group, 1), v.repeat_interleave(problem.group, 1)
+        s = q @ k.transpose(-1, -2) * problem.scale  # (B, H, M, N)
+        if case.softcap:
+            s = case.softcap * torch.tanh(s / case.softcap)
+        if mask is not None:
+            s = s.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else s + mask
+        if tensors.sinks is None:
+            return s.softmax(-1) @ v
+        sink = tensors.sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
+        return torch.cat([s, sink], -1).softmax(-1)[..., :-1] @ v
+
+    return run
+
+
+def bind_flash_attn(case: Case, tensors: Tensors) -> Attention:
+    from flash_attn import flash_attn_func
+
+    return partial(flash_attn_func, causal=is_causal(case))
+
+
+def bind_flash_attn_4(case: Case, tensors: Tensors) -> Attention:
+    from flash_attn.cute import flash_attn_func
+
+    lo, hi = band(case) or (0, 0)
+    sides = tuple(None if abs(side) == UNBOUNDED else abs(side) for side in (lo, hi))
+    options = {"causal": is_causal(case)} if lo == -UNBOUNDED else {"window_size": sides}
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_func(q, k, v, **options)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+    return run
+
+
+def bind_xformers(case: Case, tensors: Tensors) -> Attention:
+    from xformers import ops
+
+    bias = ops.LowerTriangularMask() if is_square_causal(case) else None
+    return lambda q, k, v: ops.memory_efficient_attention(q, k, v, attn_bias=bias)
+
+
+def installed(module: str) -> str | None:
+    """A reason against, or None."""
+    try:
+        there = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # of the package it lies in
+        there = None
+    return None if there else f"{module} is not installed"
+
+
+def on_gpu(case: Case) -> str | None:
+    return None if case.device.startswith("cuda") else f"runs on CUDA devices only, the case is on {case.device}"
+
+
+def half_precision(case: Case) -> str | None:
+    return None if case.problem().itemsize == 2 else f"needs float16 or bfloat16, the case has {case.dtype}"
+
+
+def ungrouped(case: Case) -> str | None:
+    return "takes grouped heads in another layout" if case.problem().group > 1 else None
+
+
+def masks_only(holds: Callable[[Case], bool], case: Case) -> str | None:
+    said = not case.problem().program.structure or holds(case)
+    return None if said else f"its masks do not say {case.mask} at these lengths"
+
+
+def banded(case: Case) -> bool:
+    """A band, beside documents or alone."""
+    return band(replace(case, data="")) is not None
+
+
+def without(known: tuple[str, ...], case: Case) -> str | None:
+    """Features beyond the known ones."""
+    others = [name for name in case.features if name not in known]
+    return f"takes no {', '.join(others)} as the case has it" if others else None
+
+
+def needs(*checks: Callable[[Case], str | None]) -> Callable[[Case], Verdict]:
+    return lambda case: Verdict.of(*(check(case) for check in checks))
+
+
+PLAIN = partial(without, ())
+BIASED = partial(without, ("bias", "ALiBi", "documents", "padding", "blocks", "dense"))
+MODIFIED = partial(without, ("ALiBi", "softcap", "documents"))
+SCORED = partial(without, ("bias", "ALiBi", "softcap", "sinks", "documents", "padding", "blocks", "dense"))
+CAUSAL, SQUARE, BANDED = (partial(masks_only, holds) for holds in (is_causal, is_square_causal, banded))
+HELD = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION"}
+FA2, FA4, XFORMERS = (partial(lambda name, _: installed(name), name) for name in ("flash_attn", "flash_attn.cute", "xformers"))
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Contender("sdpa", "torch scaled_dot_product_attention", needs(BIASED), bind_sdpa, "bhsd"),
+        Contender("sdpa-upcast", "SDPA on inputs cast to float32", needs(half_precision, BIASED),
+                  partial(bind_sdpa, upcast=True), "bhsd"),
+        *(Contender(name, f"SDPA held to {kernel}", needs(on_gpu, BIASED), partial(bind_sdpa_with, kernel), "bhsd")
+          for name, kernel in HELD.items()),
+        Contender("standard", "softmax(QKᵀ)V with all scores in memory", needs(SCORED), bind_standard, "bhsd"),
+        Contender("flex", "torch FlexAttention, compiled", needs(on_gpu, BANDED, MODIFIED), bind_flex, "bhsd"),
+        Contender("flash_attn", "the flash-attn package", needs(FA2, on_gpu, half_precision, CAUSAL, PLAIN),
+                  bind_flash_attn, "bshd"),
+        Contender("fa4", "FlashAttention-4 (flash_attn.cute)", needs(FA4, on_gpu, half_precision, BANDED, PLAIN),
+                  bind_flash_attn_4, "bshd", copies=True),
+        Contender("xformers", "xformers memory_efficient_attention", needs(XFORMERS, on_gpu, ungrouped, SQUARE, PLAIN),
+                  bind_xformers, "bshd"),
+    )
+}  # fmt: skip
+ASKED_FOR = ("standard", "sdpa-upcast", *HELD, "flex", "fa4")
+"""Measured only where a case or the user names them: other forms of SDPA, N² memory, or long compilation."""
+
+
+def contender(name: str) -> Contender:
+    """By name: a peer, `tilewise`, or `tilewise:<backend>`."""
+    if name in PEERS:
+        return PEERS[name]
+    head, _, backend = name.partition(":")
+    if head == "tilewise":
+        return tilewise(backend or "auto")
+    raise ArgumentError(f"peer: got {name!r}, need one of tilewise, tilewise:<backend>, {', '.join(PEERS)}")
+
+
+def default_peers(case: Case) -> list[str]:
+    """Whom to measure when nobody says: every installed peer that can, and is not in `ASKED_FOR`."""
+    return [name for name, peer in PEERS.items() if name not in ASKED_FOR and peer.supports(case).ok]
