@@ -83,3 +83,9 @@ def test_rows_that_see_nothing_have_no_weights() -> None:
     assert weights[0, 0, 1].tolist() == [0, 0, 0]
     weights.square().sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
+
+
+def test_weights_inside_a_compiled_graph() -> None:
+    x, module = torch.randn(2, 2, 16, 8), torch.nn.Module()
+    run = lambda q: attention_function(module, q, q, q, None, output_attentions=True)[1]  # noqa: E731
+    assert torch.equal(torch.compile(run, backend="eager", fullgraph=True)(x), run(x))

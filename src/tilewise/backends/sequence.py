@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -95,7 +96,10 @@ class Sequence:
         self.first_batch = cut.b or 0
         self.dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
         self.shape = MaskShape(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
-        self.tiles = TileMap(program, self.shape, *self._blocks())
+
+    @cached_property
+    def tiles(self) -> TileMap:
+        return TileMap(self.program, self.shape, *self._blocks())
 
     def _blocks(self) -> tuple[int, int]:
         """The largest tile, square or twice as wide as high, whose scores stay within TILE_BYTES."""

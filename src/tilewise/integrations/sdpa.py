@@ -53,21 +53,21 @@ def sdpa(
 
     >>> out = tw.sdpa(q, k, v, is_causal=True)
     """
-    return route(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def route(
+def _run(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
     backend: BackendName = "auto",
 ) -> Tensor:
-    """`sdpa` on a backend of one's choice."""
+    """`sdpa` on a backend of one's choice, with all arguments by position or by name."""
     query, key, value = autocast((query, key, value))
     _check(query, key, value, attn_mask, is_causal)
     rank = max(query.ndim, key.ndim, value.ndim)
@@ -149,21 +149,18 @@ def _leading(
             f"query, key, value: shapes {', '.join(str(tuple(x.shape)) for x in (query, key, value))}; "
             "the dimensions before the heads must broadcast"
         ) from error
-    heads = [shape[-1] if shape else 1 for shape in shapes]
+    hq, hk, hv = heads = [shape[-1] if shape else 1 for shape in shapes]
     if enable_gqa:
         if min(query.ndim, key.ndim, value.ndim) < 3:
             raise SDPAError("enable_gqa: needs a dimension of heads, (…, heads, length, dim)")
-        if heads[1] == 0 or heads[0] % heads[1] or heads[1] != heads[2]:
-            raise SDPAError(
-                f"enable_gqa: {heads[0]} query heads must be a multiple of the key and value heads {heads[1:]}"
-            )
-        return tuple(lead), (heads[0], heads[1], heads[2])
-    if heads[0] == heads[1] == heads[2]:  # all that can be asked of a size that data decide
-        return tuple(lead), (heads[0], heads[1], heads[2])
-    most = max(heads) if 0 not in heads else 0
-    if any(h not in (1, most) for h in heads):
-        raise SDPAError(f"heads: query, key and value have {heads}; they must agree, or set enable_gqa=True")
-    return tuple(lead), (most, most, most)
+        if hk == 0 or hq % hk or hk != hv:
+            raise SDPAError(f"enable_gqa: {hq} query heads must be a multiple of the key and value heads {[hk, hv]}")
+    elif not hq == hk == hv:  # all that can be asked of a size that data decide
+        most = max(heads) if 0 not in heads else 0
+        if any(h not in (1, most) for h in heads):
+            raise SDPAError(f"heads: query, key and value have {heads}; they must agree, or set enable_gqa=True")
+        hq = hk = hv = most
+    return tuple(lead), (hq, hk, hv)
 
 
 def _rank4(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
@@ -177,10 +174,8 @@ def _rank4(x: Tensor, lead: tuple[int, ...], heads: int) -> Tensor:
 def _mask_view(mask: Tensor, lead: tuple[int, ...], heads: int, lengths: tuple[int, int], rank: int) -> Tensor:
     """The mask as (B or 1, H or 1, L or 1, S or 1), without the first where it has none: never expanded."""
     shape = (*lead, heads, *lengths) if rank > 2 else lengths
-    fits = 2 <= mask.ndim <= len(shape) and all(
-        own == want or own == 1 for own, want in zip(reversed(mask.shape), reversed(shape), strict=False)
-    )
-    if not fits:
+    sides = zip(reversed(mask.shape), reversed(shape), strict=False)
+    if not (2 <= mask.ndim <= len(shape) and all(own == want or own == 1 for own, want in sides)):
         raise SDPAError(f"attn_mask: shape {tuple(mask.shape)} does not broadcast to {shape}")
     if mask.ndim <= 3:
         return mask
@@ -214,7 +209,7 @@ class replace_sdpa(TorchFunctionMode):  # a context manager, used like a functio
         self._multi_head = _rebound(
             torch.nn.functional.multi_head_attention_forward,
             scaled_dot_product_attention=self._serve,
-            has_torch_function=_never,
+            has_torch_function=lambda tensors: False,
             _check_key_padding_mask=_check_key_padding_mask,
         )
 
@@ -229,7 +224,7 @@ class replace_sdpa(TorchFunctionMode):  # a context manager, used like a functio
 
     def _serve(self, *args: Any, **kwargs: Any) -> Tensor:
         try:
-            out = _bound(self.backend, *args, **kwargs)
+            out = _run(*args, **kwargs, backend=self.backend)
         except TilewiseError as error:
             if self.strict:
                 raise
@@ -246,14 +241,8 @@ def _rebound(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     Without the module's name among them, or the compiler would look the names up in the module.
     """
     assert isinstance(function, FunctionType)
-    found = {name: value for name, value in function.__globals__.items() if name != "__name__"}
-    return FunctionType(
-        function.__code__, {**found, **names}, function.__name__, function.__defaults__, function.__closure__
-    )
-
-
-def _never(tensors: Any) -> bool:
-    return False
+    scope = {name: value for name, value in {**function.__globals__, **names}.items() if name != "__name__"}
+    return FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
 
 
 def _check_key_padding_mask(key_padding_mask: Tensor, keys: int, batch: int) -> None:
@@ -261,17 +250,3 @@ def _check_key_padding_mask(key_padding_mask: Tensor, keys: int, batch: int) -> 
     if tuple(key_padding_mask.shape) != (batch, keys):
         raise AssertionError(f"key_padding_mask: shape {tuple(key_padding_mask.shape)}, need {(batch, keys)}")
 
-
-def _bound(
-    backend: BackendName,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """SDPA's arguments by position or by name."""
-    return route(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, backend)

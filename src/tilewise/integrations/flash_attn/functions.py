@@ -1,4 +1,4 @@
-"""flash_attn's six functions. Each turns its arguments into one `Settings`; two functions do the work."""
+"""flash_attn's six functions. The packed ones unpack and call the others, which turn their arguments into one `Settings`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tilewise.api.bias import Alibi, alibi
 from tilewise.api.parse import make_seed
 from tilewise.api.varlen import attention_varlen
 from tilewise.errors import ArgumentError, LayoutError
-from tilewise.integrations.flash_attn.probabilities import Batch, signed_probabilities
+from tilewise.integrations.weights import attention_weights
 from tilewise.masks import UNBOUNDED, Mask, full, window
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
@@ -92,14 +92,10 @@ def flash_attn_func(
     `return_attn_probs` adds the LSE (B, Hq, Sq) and, for tests, with dropout, the probabilities (B, Hq, Sq, Sk), negative where
     dropped: they take quadratic memory. Without dropout they are None.
     """
-    return _batched(
-        q,
-        k,
-        v,
-        Settings(
-            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-        ),
+    settings = Settings(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
+    return _run(q, k, v, settings)
 
 
 def flash_attn_qkvpacked_func(
@@ -115,14 +111,8 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """`flash_attn_func` of qkv (B, S, 3, H, D)."""
     q, k, v = _split("qkv", qkv, 5, "(batch, sequence, 3, heads, dim)", 2, 3)
-    return _batched(
-        q,
-        k,
-        v,
-        Settings(
-            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-        ),
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *options)
 
 
 def flash_attn_kvpacked_func(
@@ -139,14 +129,8 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """`flash_attn_func` of q (B, Sq, Hq, D) and kv (B, Sk, 2, Hk, D)."""
     k, v = _split("kv", kv, 5, "(batch, sequence, 2, heads, dim)", 2, 2)
-    return _batched(
-        q,
-        k,
-        v,
-        Settings(
-            dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-        ),
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *options)
 
 
 def flash_attn_varlen_func(
@@ -176,7 +160,7 @@ def flash_attn_varlen_func(
     settings = Settings(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-    return _packed((q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), settings)
+    return _run(q, k, v, settings, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -194,10 +178,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """`flash_attn_varlen_func` of qkv (T, 3, H, D)."""
     q, k, v = _split("qkv", qkv, 4, "(tokens, 3, heads, dim)", 1, 3)
-    settings = Settings(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    return _packed((q, k, v), (cu_seqlens, cu_seqlens), (max_seqlen, max_seqlen), settings)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -218,41 +200,36 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:
     """`flash_attn_varlen_func` of q (Tq, Hq, D) and kv (Tk, 2, Hk, D)."""
     k, v = _split("kv", kv, 4, "(tokens, 2, heads, dim)", 1, 2)
-    settings = Settings(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    return _packed((q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), settings)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
 
 
-def _batched(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> Result:
-    options = settings.options(q.device)
-    out: Tensor
-    out, lse = attention(q, k, v, layout="bshd", return_lse=True, **options)
-    if not settings.return_attn_probs:
-        return out
-    batch = Batch(q.transpose(1, 2), k.transpose(1, 2), lse)
-    return out, lse, signed_probabilities([batch], options)[0] if settings.dropout_p else None
-
-
-def _packed(
-    qkv: tuple[Tensor, Tensor, Tensor], cumulative: tuple[Tensor, Tensor], longest: tuple[int, int], settings: Settings
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    settings: Settings,
+    cumulative: tuple[Tensor, Tensor] | None = None,
+    longest: tuple[int, int] = (0, 0),
 ) -> Result:
-    q, k, v = qkv
+    """A padded batch, or with cumulative lengths a packed one."""
     options = settings.options(q.device)
-    out: Tensor
-    out, lse = attention_varlen(q, k, v, *cumulative, return_lse=True, **options)
+    if cumulative is None:
+        options["layout"] = "bshd"
+        out, lse = attention(q, k, v, return_lse=True, **options)
+    else:
+        out, lse = attention_varlen(q, k, v, *cumulative, return_lse=True, **options)
+        options |= {"cu_seqlens_q": cumulative[0], "cu_seqlens_k": cumulative[1]}
     if not settings.return_attn_probs:
         return out
     if not settings.dropout_p:
         return out, lse, None
-    (starts_q, starts_k) = (cu.tolist() for cu in cumulative)
-    heads_first = q.transpose(0, 1)[None], k.transpose(0, 1)[None], lse[None]
-    sequences = []
-    for b in range(len(starts_q) - 1):
-        rows, cols = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
-        sequences.append(Batch(heads_first[0][:, :, rows], heads_first[1][:, :, cols], heads_first[2][:, :, rows]))
-    padded = out.new_zeros((len(sequences), q.shape[1], *longest))  # positions beyond a sequence's lengths stay 0
-    for b, part in enumerate(signed_probabilities(sequences, options)):
+    with torch.no_grad():
+        signed = [torch.where(p.after == 0, -p.before, p.before) for p in attention_weights(q, k, options)]
+    if cumulative is None:
+        return out, lse, torch.cat(signed)
+    padded = out.new_zeros((len(signed), q.shape[1], *longest))  # positions beyond a sequence's lengths stay 0
+    for b, part in enumerate(signed):
         padded[b, :, : part.shape[2], : part.shape[3]] = part[0]
     return out, lse, padded
 

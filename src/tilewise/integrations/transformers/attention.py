@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from tilewise.api.attention import attention
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
 from tilewise.integrations.transformers.packed import packed_mask
 from tilewise.integrations.transformers.promise import PromisedMask
-from tilewise.integrations.transformers.weights import asked_for, attention_weights
+from tilewise.integrations.weights import attention_weights
 from tilewise.masks import Mask, causal, dense, full, window
 
 UNSERVED = {
@@ -61,7 +62,7 @@ def attention_function(
         bias = position_bias if bias is None else bias + position_bias
     if isinstance(scaling, Tensor):  # a learned scale: its gradient flows through q
         query, scaling = query * scaling, 1.0
-    wanted = asked_for(features)
+    wanted = _wants_weights(features)
     options: dict[str, Any] = {
         "mask": mask,
         "scale": scaling,
@@ -73,7 +74,7 @@ def attention_function(
     }
     out = attention(query, key, value, deterministic=features.get("deterministic"), **options)
     assert isinstance(out, Tensor)
-    weights = attention_weights(query, key, options) if wanted else None
+    weights = torch.cat([part.after for part in attention_weights(query, key, options)]) if wanted else None
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -107,3 +108,26 @@ def _unmasked(query: Tensor, key: Tensor, is_causal: bool, sliding_window: int |
             "queries stand; the model must make its mask with transformers.masking_utils, or pass one"
         )
     return causal() if sliding_window is None else causal() & window(sliding_window)
+
+
+def _wants_weights(features: dict[str, Any]) -> bool:
+    """Whether the caller of the model wants weights. Not every layer passes that on; the model's collector, which a compiled
+    graph cannot ask, knows too."""
+    wanted = features.get("output_attentions")
+    if wanted is not None or torch.compiler.is_compiling():
+        return bool(wanted)
+    collector = _collector()
+    collected = collector.get() if collector is not None else None
+    if not collected:
+        return False
+    return any(name.endswith("attentions") for name in collected)
+
+
+@cache
+def _collector() -> Any:
+    """Where transformers gathers what layers return during a forward; None where it has none."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return None
+    return _active_collector

@@ -12,6 +12,7 @@ attention itself, and padding or joining it with other tensors, where 0 or False
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,19 +30,6 @@ _AS_FLOATS = {
 } | {_aten.rsub, _aten.constant_pad_nd}
 
 
-def filled(mask: Mask, shape: MaskShape, rows: tuple[int, int], device: torch.device) -> Tensor | None:
-    """The elements of some rows of a mask, to be broadcast to (B, H, rows, Sk); None where everything is seen."""
-
-    def asarray(x: Any) -> Tensor:
-        return torch.as_tensor(x, device=device)
-
-    def arange(lo: int, hi: int) -> Tensor:
-        return torch.arange(lo, hi, device=device)
-
-    tile = allowed(mask.lower(Binding(shape, asarray=asarray)), shape, rows, (0, shape.seqlen_k), arange)
-    return None if tile is None else torch.as_tensor(tile)
-
-
 class PromisedMask(Tensor):
     """Boolean (B, 1 or H, Sq, Sk), True where a query sees a key; `description` is the tilewise mask it stands for."""
 
@@ -55,11 +43,11 @@ class PromisedMask(Tensor):
 
     def dense(self) -> Tensor:
         """The mask filled in: Sq × Sk elements for each sequence."""
-        shape = MaskShape(*self.shape)
-        tile = filled(self.description, shape, (0, shape.seqlen_q), self.device)
-        if tile is None:
-            return torch.ones(self.shape, dtype=torch.bool, device=self.device)
-        return tile.expand(self.shape).contiguous()
+        shape, device = MaskShape(*self.shape), self.device
+        program = self.description.lower(Binding(shape, asarray=partial(torch.as_tensor, device=device)))
+        rows, keys = (0, shape.seqlen_q), (0, shape.seqlen_k)
+        seen = allowed(program, shape, rows, keys, partial(torch.arange, device=device))
+        return torch.as_tensor(True if seen is None else seen, device=device).expand(self.shape).contiguous()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PromisedMask({self.description}, shape={tuple(self.shape)}, device={str(self.device)!r})"
