@@ -224,7 +224,7 @@ class replace_sdpa(TorchFunctionMode):  # a context manager, used like a functio
 
     def _serve(self, *args: Any, **kwargs: Any) -> Tensor:
         try:
-            out = _run(*args, **kwargs, backend=self.backend)
+            out = _run(*args, **{**kwargs, "backend": self.backend})
         except TilewiseError as error:
             if self.strict:
                 raise

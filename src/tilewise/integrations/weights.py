@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.api.call import understand
+from tilewise.api.parse import parse_call
 from tilewise.backends.sequence import Sequence, cuts
 from tilewise.masks import TileClass
 from tilewise.numerics.merge import softmax_with_sink
@@ -26,7 +26,7 @@ class Weights(NamedTuple):
 
 def attention_weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Iterator[Weights]:
     """The weights of the call with these options, for each sequence or all at once, in order. A row that sees nothing is 0."""
-    problem, inputs = understand(q, k, k, options)  # type: ignore[arg-type]  # options are those of `attention`
+    problem, inputs = parse_call(q, k, k, options, needs_seed=True)  # type: ignore[arg-type]  # options of `attention`
     for cut, program in cuts(problem, inputs):
         seq = Sequence(problem, inputs, cut, program)
         tiles = [_tile(seq, (lo, min(lo + ROWS, seq.seqlen_q))) for lo in range(0, max(1, seq.seqlen_q), ROWS)]

@@ -1,16 +1,16 @@
-"""flash_attn's six functions. The packed ones unpack and call the others, which turn their arguments into one `Settings`."""
+"""flash_attn's six functions: the packed ones unpack and call the other two, which call tilewise's own."""
 
 from __future__ import annotations
 
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise.api.attention import attention
-from tilewise.api.bias import Alibi, alibi
+from tilewise.api.bias import alibi
 from tilewise.api.parse import make_seed
 from tilewise.api.varlen import attention_varlen
 from tilewise.errors import ArgumentError, LayoutError
@@ -18,60 +18,6 @@ from tilewise.integrations.weights import attention_weights
 from tilewise.masks import UNBOUNDED, Mask, full, window
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
-
-
-class Settings(NamedTuple):
-    """What the functions share."""
-
-    dropout_p: float
-    softmax_scale: float | None
-    causal: bool
-    window_size: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None
-    deterministic: bool
-    return_attn_probs: bool
-
-    def mask(self) -> Mask:
-        """Query i stands at key i + Sk − Sq and sees `left` keys before and `right` after it; −1 is no limit."""
-        sides = _sides(self.window_size)
-        left, right = (UNBOUNDED if side == -1 else min(side, UNBOUNDED) for side in sides)
-        right = 0 if self.causal else right
-        return full() if left == right == UNBOUNDED else window(left, right)
-
-    def options(self, device: torch.device) -> dict[str, Any]:
-        """The arguments of tilewise's own functions."""
-        slopes = self.alibi_slopes
-        bias: Alibi | None = None if slopes is None else alibi(slopes.detach().float())
-        return {
-            "mask": self.mask(),
-            "scale": _plain(self.softmax_scale),
-            "bias": bias,
-            "softcap": _plain(self.softcap),
-            "dropout_p": _plain(self.dropout_p),
-            "seed": make_seed(None, device) if self.dropout_p else None,
-            "deterministic": True if self.deterministic else None,
-        }
-
-
-def _sides(window_size: Any) -> list[int]:
-    """The two sides of a window as integers, from a pair of whatever counts as one: also a tensor or an array."""
-    try:
-        left, right = (index(_plain(side)) for side in window_size)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(
-            f"window_size: got {window_size!r}, need a pair of integers (left, right), −1 meaning no limit"
-        ) from error
-    if left < -1 or right < -1:
-        raise ArgumentError(
-            f"window_size: got {window_size!r}, need integers of at least −1 (which means no limit)"
-        )
-    return [left, right]
-
-
-def _plain(number: Any) -> Any:
-    """A Python number for a scalar of numpy or torch; all else as it is, for the checks to name."""
-    return number.item() if isinstance(number, np.generic | Tensor) else number
 
 
 def flash_attn_func(
@@ -87,15 +33,27 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv) → out (B, Sq, Hq, Dv); causal is aligned to the bottom right.
+    """Attention of a padded batch.
 
-    `return_attn_probs` adds the LSE (B, Hq, Sq) and, for tests, with dropout, the probabilities (B, Hq, Sq, Sk), negative where
-    dropped: they take quadratic memory. Without dropout they are None.
+    q: queries (B, Sq, Hq, D).
+    k: keys (B, Sk, Hk, D), Hq a multiple of Hk.
+    v: values (B, Sk, Hk, Dv).
+    dropout_p: the probability with which a weight is dropped.
+    softmax_scale: what scores are multiplied by; 1/√D if None.
+    causal: hide the keys after a query, which stands at key i + Sk − Sq: aligned to the bottom right.
+    window_size: how many keys before and after its own a query sees; −1 is no limit.
+    softcap: scores become softcap · tanh(score / softcap); 0 for none.
+    alibi_slopes: (Hq,) or (B, Hq), subtracted times the distance of query and key.
+    deterministic: the same bits in every run, gradients too.
+    return_attn_probs: for tests; see below.
+
+    Returns out (B, Sq, Hq, Dv). With `return_attn_probs` the LSE (B, Hq, Sq) and, where there is dropout, the probabilities
+    (B, Hq, Sq, Sk), negative where dropped, which take quadratic memory; without dropout None.
+
+    >>> out = flash_attn_func(q, k, v, causal=True, window_size=(1023, 0))
     """
-    settings = Settings(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    return _run(q, k, v, settings)
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _run(q, k, v, options, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -109,7 +67,12 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_func` of qkv (B, S, 3, H, D)."""
+    """`flash_attn_func` of q, k and v in one tensor.
+
+    qkv: (B, S, 3, H, D). All else, and what is returned, as in `flash_attn_func`.
+
+    >>> out = flash_attn_qkvpacked_func(torch.stack([q, k, v], dim=2), causal=True)
+    """
     q, k, v = _split("qkv", qkv, 5, "(batch, sequence, 3, heads, dim)", 2, 3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *options)
@@ -127,7 +90,13 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_func` of q (B, Sq, Hq, D) and kv (B, Sk, 2, Hk, D)."""
+    """`flash_attn_func` of k and v in one tensor.
+
+    q: queries (B, Sq, Hq, D).
+    kv: (B, Sk, 2, Hk, D). All else, and what is returned, as in `flash_attn_func`.
+
+    >>> out = flash_attn_kvpacked_func(q, torch.stack([k, v], dim=2), causal=True)
+    """
     k, v = _split("kv", kv, 5, "(batch, sequence, 2, heads, dim)", 2, 2)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *options)
@@ -151,16 +120,28 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """Packed sequences: q (Tq, Hq, D), k and v (Tk, Hk, D) → out (Tq, Hq, D), and an LSE (Hq, Tq).
+    """Attention of sequences packed one after another.
 
-    The longest lengths are not needed to compute; they size the probabilities `return_attn_probs` asks for.
+    q: queries (Tq, Hq, D), the tokens of all sequences.
+    k: keys (Tk, Hk, D).
+    v: values (Tk, Hk, Dv).
+    cu_seqlens_q: int32 (B + 1,), where the queries of each sequence begin, and Tq.
+    cu_seqlens_k: the same for keys, ending in Tk.
+    max_seqlen_q: the most queries of a sequence; it only sizes the probabilities of `return_attn_probs`.
+    max_seqlen_k: the same for keys.
+    block_table: refused unless None: paged keys are not served.
+
+    The other options are those of `flash_attn_func`. Returns out (Tq, Hq, Dv), and with `return_attn_probs` the LSE (Hq, Tq) and,
+    where there is dropout, the probabilities (B, Hq, max_seqlen_q, max_seqlen_k).
+
+    >>> bounds = torch.tensor([0, 300, 1000], dtype=torch.int32)
+    >>> out = flash_attn_varlen_func(q, k, v, bounds, bounds, 700, 700, causal=True)
     """
     if block_table is not None:
         raise ArgumentError("block_table: paged keys and values are not served; gather them, and pass None")
-    settings = Settings(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
-    return _run(q, k, v, settings, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    bounds = (cu_seqlens_q, cu_seqlens_k)
+    return _run(q, k, v, options, return_attn_probs, bounds, (max_seqlen_q, max_seqlen_k))
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -176,7 +157,14 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_varlen_func` of qkv (T, 3, H, D)."""
+    """`flash_attn_varlen_func` of q, k and v in one tensor.
+
+    qkv: (T, 3, H, D).
+    cu_seqlens: int32 (B + 1,), where each sequence begins, and T.
+    max_seqlen: the most tokens of a sequence. All else, and what is returned, as in `flash_attn_varlen_func`.
+
+    >>> out = flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], dim=1), bounds, 700, causal=True)
+    """
     q, k, v = _split("qkv", qkv, 4, "(tokens, 3, heads, dim)", 1, 3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
@@ -198,35 +186,84 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_varlen_func` of q (Tq, Hq, D) and kv (Tk, 2, Hk, D)."""
+    """`flash_attn_varlen_func` of k and v in one tensor.
+
+    q: queries (Tq, Hq, D).
+    kv: (Tk, 2, Hk, D). All else, and what is returned, as in `flash_attn_varlen_func`.
+
+    >>> out = flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], dim=1), bounds, bounds, 700, 700)
+    """
     k, v = _split("kv", kv, 4, "(tokens, 2, heads, dim)", 1, 2)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
+
+
+def _options(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    slopes: Tensor | None,
+    deterministic: bool,
+) -> dict[str, Any]:
+    """The options of tilewise's own functions."""
+    return {
+        "mask": _mask(window_size, causal),
+        "scale": _plain(softmax_scale),
+        "bias": None if slopes is None else alibi(slopes.detach().float()),
+        "softcap": _plain(softcap),
+        "dropout_p": _plain(dropout_p),
+        "deterministic": True if deterministic else None,
+    }
+
+
+def _mask(window_size: Any, causal: bool) -> Mask:
+    """The sides of a window are integers, from a pair of whatever counts as one: also a tensor or an array."""
+    try:
+        sides = left, right = [index(_plain(side)) for side in window_size]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            f"window_size: got {window_size!r}, need a pair of integers (left, right), −1 meaning no limit"
+        ) from error
+    if min(sides) < -1:
+        raise ArgumentError(f"window_size: got {window_size!r}, need integers of at least −1 (which means no limit)")
+    left, right = (UNBOUNDED if side == -1 else min(side, UNBOUNDED) for side in sides)
+    right = 0 if causal else right
+    return full() if left == right == UNBOUNDED else window(left, right)
+
+
+def _plain(number: Any) -> Any:
+    """A Python number for a scalar of numpy or torch; all else as it is, for the checks to name."""
+    return number.item() if isinstance(number, np.generic | Tensor) else number
 
 
 def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    settings: Settings,
-    cumulative: tuple[Tensor, Tensor] | None = None,
+    options: dict[str, Any],
+    return_attn_probs: bool,
+    bounds: tuple[Tensor, Tensor] | None = None,
     longest: tuple[int, int] = (0, 0),
 ) -> Result:
-    """A padded batch, or with cumulative lengths a packed one."""
-    options = settings.options(q.device)
-    if cumulative is None:
+    """A padded batch; with bounds, a packed one, whose probabilities are padded to the longest lengths."""
+    if options["dropout_p"]:
+        options["seed"] = make_seed(None, q.device)
+    out: Tensor
+    if bounds is None:
         options["layout"] = "bshd"
         out, lse = attention(q, k, v, return_lse=True, **options)
     else:
-        out, lse = attention_varlen(q, k, v, *cumulative, return_lse=True, **options)
-        options |= {"cu_seqlens_q": cumulative[0], "cu_seqlens_k": cumulative[1]}
-    if not settings.return_attn_probs:
+        out, lse = attention_varlen(q, k, v, *bounds, return_lse=True, **options)
+        options |= {"cu_seqlens_q": bounds[0], "cu_seqlens_k": bounds[1]}
+    if not return_attn_probs:
         return out
-    if not settings.dropout_p:
+    if not options["dropout_p"]:
         return out, lse, None
     with torch.no_grad():
         signed = [torch.where(p.after == 0, -p.before, p.before) for p in attention_weights(q, k, options)]
-    if cumulative is None:
+    if bounds is None:
         return out, lse, torch.cat(signed)
     padded = out.new_zeros((len(signed), q.shape[1], *longest))  # positions beyond a sequence's lengths stay 0
     for b, part in enumerate(signed):
