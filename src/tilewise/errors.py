@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from importlib import import_module
 
-__all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "BackendError",
-    "DerivativeError",
-    "DeviceError",
-    "KernelError",
-    "LayoutError",
-    "MaskError",
-    "MissingPackageError",
-    "PlanError",
-    "TilewiseError",
-    "require",
-]
-
 
 class TilewiseError(Exception):
-    """Everything tilewise raises on purpose."""
+    """Everything tilewise raises on purpose. Subclasses are ValueErrors, TypeErrors or RuntimeErrors too.
+
+    >>> try:
+    ...     tw.attention(q, k, v, backend="hopper")
+    ... except tw.TilewiseError as error:
+    ...     print(error)  # what it got, what it wants, how to fix it
+    """
 
 
 class ArgumentError(TilewiseError, ValueError):

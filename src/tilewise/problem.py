@@ -18,22 +18,33 @@ PRECISIONS = ("default", "tf32", "compensated")
 MAX_HEAD_DIM = 512
 SETTINGS = ("scale", "softcap", "dropout_p", "precision", "deterministic", "needs_lse")
 """Fields that neither the tensors nor the mask of a call tell; the operators carry them as arguments."""
-ALIASES = {
-    "fp16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-    "fp32": "float32",
-    "float": "float32",
-    "fp64": "float64",
-}
+ALIASES = {"half": "float16", "float": "float32", "bf16": "bfloat16"} | {f"fp{n}": f"float{n}" for n in (16, 32, 64)}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Lengths, heads, dims, dtype and features of one call; made by `Problem.of`, which checks them.
+    """The frozen description of one call; made by `Problem.of`, which has defaults and checks.
 
-    In a packed batch (`varlen`) `batch` counts the sequences and `seqlen_q`, `seqlen_k` are totals of tokens. Without
-    `needs_lse` nobody but the gradients will look at the log-sum-exp.
+    batch: sequences, also in a packed batch.
+    heads: query heads; `kv_heads`: heads of keys and values, of which it is a multiple.
+    seqlen_q: queries of a sequence; `seqlen_k`: its keys. In a packed batch both count the tokens of all sequences.
+    head_dim: the dimension of queries and keys; `head_dim_v`: that of values.
+    dtype: "float16", "bfloat16", "float32" or "float64".
+    mask: which keys a query sees, such as `causal()`.
+    scale: what scores are multiplied by.
+    softcap: scores become softcap · tanh(score / softcap); 0 for none.
+    bias: the shape of a tensor that is added to the scores; None for none.
+    alibi: whether ALiBi slopes are given; `sinks`: whether sinks are.
+    dropout_p: the probability with which a weight is dropped.
+    varlen: whether the batch is packed.
+    precision: "default", "tf32" or "compensated".
+    deterministic: whether the same bits are wanted run after run.
+    needs_grad: whether gradients will be asked for.
+    needs_lse: whether anybody but the gradients looks at the log-sum-exp.
+    device: "cpu" or "cuda".
+
+    >>> problem = tw.Problem.of(heads=32, kv_heads=8, seqlen=8192, head_dim=128, mask=tw.causal())
+    >>> print(tw.plan(problem, device="h200"))
     """
 
     batch: int

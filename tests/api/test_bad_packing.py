@@ -92,3 +92,11 @@ def test_the_good_arguments_are_good() -> None:
     assert tw.attention_varlen(**good(), mask=tw.key_padding([5, 7]) & tw.prefix([99, 6])).shape == (10, 4, 8)
     longer = {"mask": tw.blocks(torch.ones(5, 5), 2), "bias": torch.zeros(9, 1)}
     assert tw.attention_varlen(**good(), **longer).shape == (10, 4, 8)
+
+
+@pytest.mark.parametrize("function", ["attention_varlen", "explain", "trace_nonfinite", "certify"])
+def test_every_function_that_takes_a_call_checks_its_lengths(function: str) -> None:
+    call = {**good(), "cu_seqlens_k": torch.tensor([0, 5, 8, 12])}
+    out = {"out": torch.zeros(10, 4, 8)} if function == "certify" else {}
+    with pytest.raises(LayoutError, match="cu_seqlens_k: 3 sequences, but cu_seqlens_q has 2"):
+        getattr(tw, function)(**call, **out)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-import types
 import typing
 from typing import Any, Literal, get_args
 
@@ -15,6 +14,8 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import dispatch
 from tilewise.api import names
+from tilewise.api.call_cache import NAMES
+from tilewise.api.options import BatchOptions, CallOptions, PackedOptions, parameters
 from tilewise.api.parse import LAYOUTS
 from tilewise.problem import PRECISIONS
 
@@ -50,25 +51,36 @@ def test_dir_shows_the_public_names_only() -> None:
     assert before == after == " ".join(sorted([*tw.__all__, "nn"]))
 
 
-PUBLIC = [
-    getattr(tw, name)
-    for name in tw.__all__
-    if name not in ("__version__", "backends") and callable(getattr(tw, name)) and not inspect.isclass(getattr(tw, name))
-]
-METHODS = [tw.Problem.of, tw.Mask.to_dense, tw.Mask.to]
-
-
 def helped() -> list[Any]:
+    """Every public name and the methods that make up their use."""
     from tilewise.api.backends import backends
 
-    return [*PUBLIC, *METHODS, backends, tw.replace_sdpa, tw.nn.Attention]
+    names = [getattr(tw, name) for name in tw.__all__ if name not in ("__version__", "backends")]
+    return [*names, backends, tw.Problem.of, tw.Mask.to_dense, tw.Mask.to, *(getattr(tw.nn, n) for n in tw.nn.__all__)]
 
 
 @pytest.mark.parametrize("thing", helped(), ids=lambda thing: thing.__name__)
-def test_help_says_what_every_parameter_is(thing: Any) -> None:
+def test_help_explains_every_parameter_and_shows_an_example(thing: Any) -> None:
     doc = inspect.getdoc(thing) or ""
-    hidden = {"self", "cls", "features", "options"}
-    for name in inspect.signature(thing).parameters:
-        assert name in hidden or f"{name}:" in doc or f"`{name}`" in doc, f"{thing.__name__}: {name} is not explained"
-    if isinstance(thing, types.FunctionType):
-        assert ">>>" in doc, f"{thing.__name__} has no example"
+    assert ">>>" in doc, f"{thing.__name__} has no example"
+    taken = inspect.signature(thing.__init__ if inspect.isclass(thing) else thing).parameters
+    for name in set(taken) - {"self", "cls", "args", "kwargs"}:
+        assert f"{name}:" in doc or f"`{name}`" in doc, f"{thing.__name__}: {name} is not explained"
+
+
+def test_attention_has_five_examples_and_says_what_it_returns() -> None:
+    doc = inspect.getdoc(tw.attention) or ""
+    assert doc.count(">>>") >= 5 and "Returns out (B, Hq, Sq, Dv)" in doc
+
+
+def test_signatures_are_the_declaration() -> None:
+    """`attention` writes its options out, in the order in which the call cache takes them; all else is derived."""
+    shown = dict(list(inspect.signature(tw.attention).parameters.items())[3:])
+    assert [name for name in shown if name != "seed"] == list(NAMES)
+    for one in [*parameters(BatchOptions), *(one for one in parameters(CallOptions) if one.name == "return_lse")]:
+        assert shown.pop(one.name).default == one.default
+    assert not shown
+    hints = typing.get_type_hints(inspect.unwrap(tw.attention))
+    assert {one.name: one.annotation for one in parameters(BatchOptions)}.items() <= hints.items()
+    packed = inspect.signature(tw.attention_varlen).parameters
+    assert all(packed[one.name] == one for one in parameters(PackedOptions))

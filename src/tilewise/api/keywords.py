@@ -7,63 +7,47 @@ from difflib import get_close_matches
 
 from tilewise.errors import ArgumentTypeError
 
-_CAUSAL = "mask=tw.causal(), or tw.causal(align='top_left'), which is SDPA's where queries and keys differ in number"
 _DENSE = "mask=m for a boolean tensor (True = attend) or a mask such as tw.causal(), bias=m for a tensor that is added"
 _PADDING = "mask=tw.key_padding(lengths), or mask=m[:, None, None, :] for booleans (batch, keys), True = attend"
-_SCALE = "scale="
-_WINDOW = "mask=tw.causal() & tw.window(n) for the last n keys, or tw.window(left, right) for keys before and after"
-_CAP = "softcap="
-_SINKS = "sinks=, a tensor (heads,)"
-_LSE = "return_lse=True"
-_WEIGHTS = "nothing: the weights are never stored; return_lse=True gives what they can be recomputed from"
-_PACKED = "tw.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k), which needs no maximum lengths"
-_CACHE = "mask=tw.causal(offset=lengths - queries) over the whole cache"
-_SDPA = "; tw.sdpa takes SDPA's own arguments"
-_FLASH = "; tilewise.integrations.flash_attn takes flash_attn's own arguments"
-
-INSTEAD = {
-    "is_causal": _CAUSAL + _SDPA,
-    "attn_mask": _DENSE + _SDPA,
-    "enable_gqa": "nothing: fewer key heads than query heads are grouped" + _SDPA,
-    "dropout": "dropout_p=",
-    "p_dropout": "dropout_p=",
-    "attention_dropout": "dropout_p=",
-    "causal": _CAUSAL + _FLASH,
-    "softmax_scale": _SCALE + _FLASH,
-    "window_size": _WINDOW + _FLASH,
-    "alibi_slopes": "bias=tw.alibi(slopes)" + _FLASH,
-    "return_attn_probs": _LSE + _FLASH,
-    "cu_seqlens": _PACKED,
-    "cu_seqlens_q": _PACKED,
-    "cu_seqlens_k": _PACKED,
-    "max_seqlen": _PACKED,
-    "max_seqlen_q": _PACKED,
-    "max_seqlen_k": _PACKED,
-    "cache_seqlens": _CACHE + _FLASH,
-    "key_padding_mask": _PADDING,
-    "padding_mask": _PADDING,
-    "attention_mask": f"{_PADDING}; for any other, {_DENSE}",
-    "attn_bias": "bias=",
-    "score_mod": "bias=, softcap= or tw.alibi(slopes)",
-    "block_mask": "a mask such as tw.causal() & tw.documents(ids), or tw.blocks(table, size)",
-    "sm_scale": _SCALE,
-    "scaling": _SCALE,
-    "sliding_window": _WINDOW,
-    "soft_cap": _CAP,
-    "logits_soft_cap": _CAP,
-    "logit_cap": _CAP,
-    "sink": _SINKS,
-    "s_aux": _SINKS,
-    "learnable_sink": _SINKS,
-    "return_softmax_lse": _LSE,
-    "need_weights": _WEIGHTS,
-    "output_attentions": _WEIGHTS,
-    "return_attn_weights": _WEIGHTS,
-    "generator": "seed=, an int or a tensor with one integer",
-    "training": "dropout_p=0.0 where nothing is to be dropped",
-    "batch_first": "layout='bshd' or 'bhsd'",
-    "input_layout": "layout='bshd' or 'bhsd'",
+_OWN = {
+    "; tw.sdpa takes SDPA's own arguments": "is_causal attn_mask enable_gqa",
+    "; tilewise.integrations.flash_attn takes flash_attn's own arguments": (
+        "causal softmax_scale window_size alibi_slopes return_attn_probs cache_seqlens"
+    ),
 }
+_ADVICE = {
+    "mask=tw.causal(), or tw.causal(align='top_left'), which is SDPA's where queries and keys differ in number": (
+        "is_causal causal"
+    ),
+    _DENSE: "attn_mask",
+    "nothing: fewer key heads than query heads are grouped": "enable_gqa",
+    "dropout_p=": "dropout p_dropout attention_dropout",
+    "scale=": "softmax_scale sm_scale scaling",
+    "mask=tw.causal() & tw.window(n) for the last n keys, or tw.window(left, right) for keys before and after": (
+        "window_size sliding_window"
+    ),
+    "bias=tw.alibi(slopes)": "alibi_slopes",
+    "return_lse=True": "return_attn_probs return_softmax_lse",
+    "tw.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k), which needs no maximum lengths": (
+        "cu_seqlens cu_seqlens_q cu_seqlens_k max_seqlen max_seqlen_q max_seqlen_k"
+    ),
+    "mask=tw.causal(offset=lengths - queries) over the whole cache": "cache_seqlens",
+    _PADDING: "key_padding_mask padding_mask",
+    f"{_PADDING}; for any other, {_DENSE}": "attention_mask",
+    "bias=": "attn_bias",
+    "bias=, softcap= or tw.alibi(slopes)": "score_mod",
+    "a mask such as tw.causal() & tw.documents(ids), or tw.blocks(table, size)": "block_mask",
+    "softcap=": "soft_cap logits_soft_cap logit_cap",
+    "sinks=, a tensor (heads,)": "sink s_aux learnable_sink",
+    "nothing: the weights are never stored; return_lse=True gives what they can be recomputed from": (
+        "need_weights output_attentions return_attn_weights"
+    ),
+    "seed=, an int or a tensor with one integer": "generator",
+    "dropout_p=0.0 where nothing is to be dropped": "training",
+    "layout='bshd' or 'bhsd'": "batch_first input_layout",
+}
+_owner = {name: text for text, names in _OWN.items() for name in names.split()}
+INSTEAD = {name: text + _owner.get(name, "") for text, names in _ADVICE.items() for name in names.split()}
 """What people know by another name -> what to write here."""
 
 

@@ -35,7 +35,10 @@ class Binding:
 
 
 class Mask(ABC):
-    """Base of all masks; combine with `&`, `|`, `~`."""
+    """Which keys a query sees, as a value; combine with `&`, `|`, `~`.
+
+    >>> mask = tw.causal() & (tw.window(4096) | tw.prefix(128))
+    """
 
     static = True
     """True if the mask holds no tensors, so that equal masks are equal values."""

@@ -13,7 +13,12 @@ from tilewise.nn.rotary import Rotary
 
 
 class KeyValueCache:
-    """The keys and values of the tokens a layer has seen."""
+    """The keys and values of the tokens a layer has seen.
+
+    >>> cache = tw.nn.KeyValueCache()
+    >>> for token in tokens:                      # (B, 1, dim) each
+    ...     out = layer(token, cache=cache)       # a tw.nn.Attention
+    """
 
     def __init__(self) -> None:
         self.k: Tensor | None = None
@@ -44,6 +49,9 @@ class Attention(nn.Module):
     dropout: the probability with which a weight is dropped in training.
     sinks: learn one more score for each head, which takes part in the softmax and has no value.
     backend: "auto", or one by name.
+
+    >>> layer = tw.nn.Attention(512, heads=8, kv_heads=2, mask=tw.causal() & tw.window(1024))
+    >>> out = layer(x)                            # x and out (B, S, 512)
     """
 
     def __init__(

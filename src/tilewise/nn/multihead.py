@@ -18,12 +18,23 @@ from tilewise.masks import Mask, causal, dense, full, prefix
 class MultiheadAttention(nn.Module):
     """Loads the state dict of a `torch.nn.MultiheadAttention` made with the same arguments, and gives the same outputs.
 
+    embed_dim: features of queries and of the output; `kdim`, `vdim`: those of keys and values, `embed_dim` if None.
+    num_heads: heads, of `embed_dim` / `num_heads` features each.
+    dropout: the probability with which a weight is dropped in training.
+    bias: give the projections a bias; `add_bias_kv`: learn one more key and value; `add_zero_attn`: add one of zeros.
+    batch_first: (batch, sequence, features) instead of (sequence, batch, features).
+    device: of the parameters, as is `dtype`.
+
     As in torch, `key_padding_mask` and a boolean `attn_mask` are True where a key must NOT be seen, and floating-point ones are
     added to the scores. Two things differ: the weights are never formed, so `need_weights` is False and the second result
     None; and `is_causal=True` needs no `attn_mask` beside it. `mask` takes a tilewise mask (True = attend) as well.
 
     Inside torch's encoder and decoder layers it is called in training and at inference alike. Nested tensors, which
     `nn.TransformerEncoder` makes of padded batches, are served without padding.
+
+    >>> layer = tw.nn.MultiheadAttention(512, 8, batch_first=True)
+    >>> layer.load_state_dict(theirs.state_dict())
+    >>> out, _ = layer(x, x, x, is_causal=True)
     """
 
     in_proj_weight: nn.Parameter | None

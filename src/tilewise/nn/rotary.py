@@ -13,6 +13,8 @@ class Rotary(nn.Module):
 
     It has no parameters and no buffers: the frequencies follow from `dim` and `theta`, so no cast of a model rounds them
     and no way to make one (on the meta device, from a state dict) leaves them out.
+
+    >>> q = tw.nn.Rotary(64)(q, torch.arange(q.shape[1]))      # q (B, S, H, 64)
     """
 
     def __init__(self, dim: int, theta: float = 10000.0) -> None:
