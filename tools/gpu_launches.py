@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 
 from tilewise.backends.base import BackwardInputs, Inputs, Needs
-from tilewise.backends.gpu import replay
 from tilewise.backends.gpu.arguments import padded
 from tilewise.backends.gpu.launch import Descriptor
+from tilewise.backends.gpu.record import Launch
 from tilewise.backends.triton import run
 from tilewise.hardware import DeviceSpec
 from tilewise.model import TilePlan, gpu_tile
@@ -20,10 +20,10 @@ from tilewise.problem import Problem
 
 
 class Named(NamedTuple):
-    """A launch and what it is for: forward, decode, merge, prepare, terms, keys, queries or bias."""
+    """A launch and what it is for: forward, decode, merge, prepare, fp16_split, keys, queries or bias."""
 
     name: str
-    launch: replay.Launch
+    launch: Launch
 
 
 def launches(
@@ -42,7 +42,7 @@ def launches(
     q, v = inputs.q, inputs.v
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    found: list[replay.Launch] = []
+    found: list[Launch] = []
     with standing_in(spec, found, _has_maps(spec) if maps is None else maps):
         if needs is None:
             run.run_forward(problem, inputs, out, lse, trial)
@@ -55,19 +55,19 @@ def _has_maps(spec: DeviceSpec) -> bool:
     return spec.capability is not None and spec.capability[0] in (9, 10)
 
 
-def _name(launch: replay.Launch) -> str:
+def _name(launch: Launch) -> str:
     name: str = launch.kernel.__name__.removesuffix("_kernel")
     return "decode" if name == "forward" and launch.config.SPLIT else name
 
 
 @contextmanager
-def standing_in(spec: DeviceSpec, found: list[replay.Launch], maps: bool) -> Iterator[None]:
+def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[None]:
     """The backend believes in a device, and instead of running its launches it adds them to `found`."""
 
     def tile_for(problem: Problem, pass_: str, device: torch.device) -> TilePlan:
         return gpu_tile(problem, spec, pass_, "triton")
 
-    def fitting(problem: Problem, pass_: str, build: Any, tile: TilePlan | None, device: torch.device) -> replay.Launch:
+    def fitting(problem: Problem, pass_: str, build: Any, tile: TilePlan | None, device: torch.device) -> Launch:
         return build(tile or tile_for(problem, pass_, device))  # type: ignore[no-any-return]
 
     def descriptors(x: torch.Tensor, y: torch.Tensor, rows: int, wanted: bool) -> tuple[Any, Any]:
@@ -83,9 +83,8 @@ def standing_in(spec: DeviceSpec, found: list[replay.Launch], maps: bool) -> Ite
             descriptors=descriptors,
             worth_maps=lambda problem: True,
             on_hip=lambda: spec.vendor == "AMD",
-            repeat=lambda problem, key, moving: False,
-            perform=lambda problem, key, moving, build: found.extend(build()),
+            perform=lambda problem, key, tensors, build: found.extend(build()),
         ),
-        mock.patch.object(replay.Launch, "run", lambda launch: found.append(launch)),
+        mock.patch.object(Launch, "run", lambda launch: found.append(launch)),
     ):
         yield

@@ -30,7 +30,7 @@ WIDE_STRIDE = 1 << 21
 """Row strides from here on are 64-bit: 512 rows or more of a tile would leave 32 bits."""
 
 
-class Options(NamedTuple):
+class LaunchOptions(NamedTuple):
     """How a kernel is launched."""
 
     num_warps: int = 4
@@ -38,7 +38,7 @@ class Options(NamedTuple):
 
 
 class Address:
-    """Stands for a tensor where nothing but its address is read."""
+    """A tensor of which nothing but the address is known."""
 
     __slots__ = ("data_ptr",)
 
@@ -163,7 +163,7 @@ def _aligned(v: View) -> bool:
 _compiled = Kernels("triton")
 
 
-def compiled_kernel(kernel: Any, args: tuple[Any, ...], config: Any, options: Options) -> Any:
+def compiled_kernel(kernel: Any, args: tuple[Any, ...], config: Any, options: LaunchOptions) -> Any:
     """The kernel for these arguments, compiled once for each device and signature."""
     from triton.runtime import driver
 
@@ -174,7 +174,7 @@ def compiled_kernel(kernel: Any, args: tuple[Any, ...], config: Any, options: Op
     return _compiled.get(key, kernel.__name__, lambda: compile_for(target, kernel, sig, config, options))
 
 
-def compile_for(target: Any, kernel: Any, sig: Signature, config: Any, options: Options) -> Any:
+def compile_for(target: Any, kernel: Any, sig: Signature, config: Any, options: LaunchOptions) -> Any:
     """Compile for a target, which need not be present."""
     import triton
     from triton.compiler import ASTSource

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tilewise.backends.gpu.replay import Launch
+from tilewise.backends.gpu.record import Launch
 from tilewise.errors import PlanError
 from tilewise.hardware import DeviceSpec
 from tilewise.hardware.cache import cache_root, load_json, store_json
