@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -73,7 +74,10 @@ def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[N
     def descriptors(x: torch.Tensor, y: torch.Tensor, rows: int, wanted: bool) -> tuple[Any, Any]:
         if not maps or not wanted or max(x.shape[3], y.shape[3]) > 256:
             return None, None
-        return Descriptor(x, rows, padded(x.shape[3])), Descriptor(y, rows, padded(y.shape[3]))
+        return Descriptor.of(x, rows, padded(x.shape[3])), Descriptor.of(y, rows, padded(y.shape[3]))
+
+    def get(problem: Problem, key: Any, device: torch.device, plan: Any) -> Any:
+        return SimpleNamespace(plan=plan(), run=lambda tensors, build: found.extend(build()))
 
     with (
         mock.patch.multiple(
@@ -83,7 +87,7 @@ def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[N
             descriptors=descriptors,
             worth_maps=lambda problem: True,
             on_hip=lambda: spec.vendor == "AMD",
-            perform=lambda problem, key, tensors, build: found.extend(build()),
+            recorder=SimpleNamespace(get=get),
         ),
         mock.patch.object(Launch, "run", lambda launch: found.append(launch)),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tilewise.backends.base import BackwardInputs, Inputs
 from tilewise.backends.gpu import record
-from tilewise.backends.gpu.launch import Descriptor
+from tilewise.backends.gpu.launch import Descriptor, Offset
 from tilewise.backends.gpu.record import Launch, Recorder, Recording, bound
 from tilewise.masks import causal
 from tilewise.model import TilePlan
@@ -23,11 +24,24 @@ TILES = tuple(TilePlan(32, 32, pass_=name) for name in ("forward", "backward_dkd
 TRIAL = run.Trial(TILES, maps=False)
 
 
+class Collector(Recorder):
+    """Adds (key, tensors, launches) to a list in place of running the launches."""
+
+    def __init__(self, found: list[Any]) -> None:
+        super().__init__()
+        self.found = found
+
+    def get(self, problem: Problem, key: Any, device: torch.device, plan: Any) -> Any:
+        chosen = plan()
+        run = lambda tensors, build: self.found.append((key, tensors, build()))  # noqa: E731
+        return SimpleNamespace(plan=chosen, run=run)
+
+
 def collect(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[Any, ...], list[Launch]]]:
     """Every (key, tensors, launches) that a call would perform, none of which is run."""
     found: list[Any] = []
     monkeypatch.setattr(run, "fitting", lambda problem, pass_, build, tile, device: build(tile))
-    monkeypatch.setattr(run, "perform", lambda problem, key, tensors, build: found.append((key, tensors, build())))
+    monkeypatch.setattr(run, "recorder", Collector(found))
     return found
 
 
@@ -70,14 +84,16 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     monkeypatch.setattr(Launch, "compiled", lambda self: compiled)
     monkeypatch.setattr(record, "interpreting", lambda: False)
     monkeypatch.setattr(record, "current_stream", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return compiled
 
 
 def replayed(launches: list[Launch], tensors: tuple[Any, ...], other: tuple[Any, ...]) -> None:
     """Record launches over some tensors, and repeat them over others."""
-    recording = Recording(0)
-    recording.add(launches, tensors)
-    assert recording(other)
+    recording = Recording(0, None)
+    recording.record(tensors, launches)
+    launches[0].compiled().launched.clear()
+    assert recording.repeat(other)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -108,31 +124,53 @@ def launches_over(x: torch.Tensor) -> list[Launch]:
     return [Launch("kernel", 3, ((x, 5),), run.KernelConfig(), run.LaunchOptions())]
 
 
+DEVICE = torch.device("cpu")
+
+
 def test_a_call_is_recorded_once_and_repeated_from_then_on(kernel: Compiled) -> None:
     recorder, problem = Recorder(), problem_of()
+    built: list[int] = []
+
+    def call(problem: Problem, x: torch.Tensor, key: str | None = "key") -> Any:
+        def build() -> list[Launch]:
+            built.append(1)
+            return launches_over(x)
+
+        recorder.get(problem, key, DEVICE, lambda: None).run((x,), build)
+        return kernel.launched[-1][9]
+
     tensors = [torch.zeros(16) for _ in range(3)]
-    assert not recorder.repeat(problem, "key", (tensors[0],)) and not kernel.launched
-    recorder.record(problem, "key", (tensors[0],), launches_over(tensors[0]))
-    assert kernel.launched[-1][9] == (tensors[0].data_ptr(), 5)
     # an equal problem, then the same one again; tensors met before, then new ones
     for again in (problem, problem_of()):
         for x in (*tensors, *tensors):
-            assert recorder.repeat(again, "key", (x,)) and kernel.launched[-1][9] == (x.data_ptr(), 5)
-    assert len(kernel.launched) == 13
-    assert not recorder.repeat(problem, "other", (tensors[0],))
-    assert not recorder.repeat(problem_of(65), "key", (tensors[0],))
+            assert call(again, x) == (x.data_ptr(), 5)
+    assert len(kernel.launched) == 12 and len(built) == 1
+    call(problem, tensors[0], "other")
+    call(problem_of(65), tensors[0])
+    assert len(built) == 3
+    unkept = [call(problem, tensors[0], None) for _ in range(2)]
+    assert len(built) == 5 and unkept == [(tensors[0].data_ptr(), 5)] * 2, "without a key nothing is kept"
+
+
+def test_a_plan_is_made_once_for_a_key(kernel: Compiled) -> None:
+    recorder, made = Recorder(), iter(range(9))
+    plans = [
+        recorder.get(problem_of(n), key, DEVICE, lambda: next(made)).plan
+        for n, key in ((64, "a"), (64, "a"), (65, "a"), (64, "b"), (64, None), (64, None), (64, "a"))
+    ]
+    assert plans == [0, 0, 1, 2, 3, 4, 0]
 
 
 def test_addresses_of_other_remainders_are_recorded_apart(kernel: Compiled) -> None:
-    recorder, problem = Recorder(), problem_of()
+    recording = Recording(0, None)
     x = torch.zeros(32)
     odd = x[1:]
     assert odd.data_ptr() % 16
     for tensor in (x, odd):
-        assert not recorder.repeat(problem, "key", (tensor,)), "other kernels"
-        recorder.record(problem, "key", (tensor,), launches_over(tensor))
+        assert not recording.repeat((tensor,)), "other kernels"
+        recording.record((tensor,), launches_over(tensor))
     for tensor in (x, odd, x[4:], x[5:]):
-        assert recorder.repeat(problem, "key", (tensor,)) and kernel.launched[-1][9] == (tensor.data_ptr(), 5)
+        assert recording.repeat((tensor,)) and kernel.launched[-1][9] == (tensor.data_ptr(), 5)
 
 
 def test_full_recorders_forget(kernel: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,25 +179,28 @@ def test_full_recorders_forget(kernel: Compiled, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(record, "BINDINGS", 2)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     recorder, x = Recorder(), torch.zeros(64)
-    for seqlen in (64, 65, 66):
-        recorder.record(problem_of(seqlen), "key", (x,), launches_over(x))
+    first = [recorder.get(problem_of(seqlen), "key", DEVICE, list) for seqlen in (64, 65, 66)]
     assert len(waited) == 1, "kernels may still read what recordings own"
-    assert [recorder.repeat(problem_of(seqlen), "key", (x,)) for seqlen in (64, 65, 66)] == [False, False, True]
+    again = [recorder.get(problem_of(seqlen), "key", DEVICE, list) for seqlen in (66, 64)]
+    assert again[0] is first[2] and again[1] is not first[0]
+    again[0].record((x,), launches_over(x))
     for start in (0, 4, 8, 12, 0):
-        assert recorder.repeat(problem_of(66), "key", (x[start:],))
-        assert kernel.launched[-1][9] == (x[start:].data_ptr(), 5)
+        assert again[0].repeat((x[start:],)) and kernel.launched[-1][9] == (x[start:].data_ptr(), 5)
 
 
 def test_tensors_that_do_not_change_are_kept(kernel: Compiled) -> None:
     x, order = torch.zeros(16), torch.arange(4)
     address = order.data_ptr()
-    recorder, problem = Recorder(), problem_of()
-    launch = Launch("kernel", 3, ((x, (order, 1), (2, 3), (x,)), None), run.KernelConfig())
-    recorder.record(problem, "key", (x,), [launch])
-    del order, launch
+    recording = Recording(0, None)
+    args = ((x, (order, 1), (2, 3), (x,), Offset(x, 8)), None, Descriptor(x, [16], [1], [8]))
+    recording.record((x,), [Launch("kernel", 3, args, run.KernelConfig())])
+    del order, args
     other = torch.zeros(16)
-    assert recorder.repeat(problem, "key", (other,))
-    assert kernel.launched[-1][9:11] == ((other.data_ptr(), (address, 1), (2, 3), (other.data_ptr(),)), None)
+    assert recording.repeat((other,))
+    at = other.data_ptr()
+    *first, tensor_map = kernel.launched[-1][9:12]
+    assert first == [(at, (address, 1), (2, 3), (at,), at + 8), None]
+    assert tensor_map.base.data_ptr() == at and tensor_map.shape == [16] and tensor_map.block_shape == [8]
 
 
 class FakeLauncher:
@@ -216,7 +257,7 @@ def test_masks_that_bring_tensors_are_never_remembered(monkeypatch: pytest.Monke
 
 def test_a_descriptor_moves_to_other_memory() -> None:
     x = torch.zeros(2, 2, 64, 16, dtype=torch.float16)
-    descriptor = Descriptor(x, 32, 16)
+    descriptor = Descriptor.of(x, 32, 16)
     moved = descriptor.at(4096)
     assert moved.base.data_ptr() == 4096 and descriptor.base is x
     for name in ("shape", "strides", "block_shape", "padding", "round_f32_to_tf32"):

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.backends.test_gpu_record import Collector
 from tilewise.backends.base import BackwardInputs, Inputs, Needs
 from tilewise.backends.gpu.arguments import splits_fp32
-from tilewise.backends.gpu.record import Launch
 from tilewise.backends.triton import run
 from tilewise.backends.triton.plan import decoding
 from tilewise.hardware import lookup
@@ -70,7 +70,7 @@ def test_decoding_never_uses_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(run, "descriptors", descriptors)
     monkeypatch.setattr(run, "tile_for", lambda problem, pass_, device: tile)
     monkeypatch.setattr(run, "fitting", lambda problem, pass_, build, tile, device: build(tile))
-    monkeypatch.setattr(run, "perform", lambda problem, key, tensors, build: build())
+    monkeypatch.setattr(run, "recorder", Collector([]))
     for queries in (1, 2048):
         problem = Problem.of(heads=64, seqlen=queries, kv_seqlen=2**20, head_dim=128, dtype="bfloat16", device="cuda")
         q = torch.empty((1, 64, queries, 128), dtype=torch.bfloat16, device="meta")
@@ -91,15 +91,18 @@ def test_keys_are_not_split_under_a_bias() -> None:
 
 def launched(monkeypatch: pytest.MonkeyPatch, dtype: str, dim: int, needs: Needs) -> list[tuple[str, set[str]]]:
     """The kernels of a backward and the gradients each writes."""
-    built: list[Launch] = []
     tile = TilePlan(32, 32)
     monkeypatch.setattr(run, "fitting", lambda problem, pass_, build, given, device: build(tile))
-    monkeypatch.setattr(run, "perform", lambda problem, key, tensors, build: built.extend(build()))
+    monkeypatch.setattr(run, "recorder", collector := Collector([]))
     problem = Problem.of(heads=2, seqlen=64, head_dim=dim, dtype=dtype, device="cuda")
     q = torch.empty((1, 2, 64, dim), dtype=getattr(torch, dtype), device="meta")
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
     run.run_backward(problem, Inputs(q, q, q), BackwardInputs(q, lse, q, needs=needs))
-    found = [(launch.kernel.__name__, launch.args[1]) for launch in built if launch.kernel.__name__ != "fp16_split_kernel"]
+    found = [
+        (launch.kernel.__name__, launch.args[1])
+        for launch in collector.found[0][2]
+        if launch.kernel.__name__ != "fp16_split_kernel"
+    ]
     return [(name, {x for x in ("dq", "dk", "dv") if getattr(g, x) is not None}) for name, g in found]
 
 

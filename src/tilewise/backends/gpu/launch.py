@@ -46,31 +46,40 @@ class Address:
         self.data_ptr = lambda: address
 
 
+class Offset:
+    """Memory of a tensor from some byte on."""
+
+    __slots__ = ("base", "bytes")
+
+    def __init__(self, base: torch.Tensor, distance: int) -> None:
+        self.base, self.bytes = base, distance
+
+    def data_ptr(self) -> int:
+        return self.base.data_ptr() + self.bytes
+
+
 class Descriptor:
-    """A tensor map of rank 4 for Triton's launcher, which reads just these fields."""
+    """A tensor map for Triton's launcher, which reads just these fields."""
 
     __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
 
-    def __init__(self, x: torch.Tensor, rows: int, width: int) -> None:
-        self.base: Any = x
-        self.shape = list(x.shape)
+    def __init__(self, base: Any, shape: list[int], strides: list[int], block_shape: list[int]) -> None:
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+        self.padding, self.round_f32_to_tf32 = "zero", False
+
+    @classmethod
+    def of(cls, x: torch.Tensor, rows: int, width: int) -> Descriptor:
+        """Of a tensor of rank 4, read in tiles of rows × width."""
         # a dimension of size 1 is never stepped over; any legal stride will do
-        self.strides = [
+        strides = [
             max(8, x.shape[3]) * 16 if size == 1 else step
             for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)
         ]
-        self.strides.append(1)
-        self.block_shape = [1, 1, rows, width]
-        self.padding = "zero"
-        self.round_f32_to_tf32 = False
+        return cls(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
 
     def at(self, address: int) -> Descriptor:
         """The same map over other memory."""
-        other = Descriptor.__new__(Descriptor)
-        other.base = Address(address)
-        other.shape, other.strides, other.block_shape = self.shape, self.strides, self.block_shape
-        other.padding, other.round_f32_to_tf32 = self.padding, self.round_f32_to_tf32
-        return other
+        return Descriptor(Address(address), self.shape, self.strides, self.block_shape)
 
 
 class Signature(NamedTuple):

@@ -5,7 +5,8 @@ they are kept too, since allocators hand out the same memory again and again.
 
 Key: all that launches depend on but addresses. That is the problem without the tensors of its mask (`problem_key`), what the
 caller adds (which kernels, device, strides, wanted gradients), and the remainders of the addresses modulo 16, since kernels are
-compiled for aligned memory. A problem that was met before is recognised by its identity, which costs nothing.
+compiled for aligned memory. A problem that was met before is recognised by its identity, which costs nothing; the caller's key
+therefore names the device too.
 
 Limit: RECORDINGS of them, each bound to BINDINGS sets of addresses. When one is full, all of its entries are dropped.
 
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.gpu.launch import Descriptor, LaunchOptions, compiled_kernel, interpreting
+from tilewise.backends.gpu.launch import Descriptor, LaunchOptions, Offset, compiled_kernel, interpreting
 from tilewise.problem import Problem
 
 RECORDINGS = 2048
@@ -50,7 +51,11 @@ class Launch(NamedTuple):
         if interpreting():
             self.kernel[(self.programs,)](*self.args, self.config)
         else:
-            self.compiled()[(self.programs, 1, 1)](*self.args, self.config)
+            self.bound()()
+
+    def bound(self) -> Callable[[], Any]:
+        """The launch over its own tensors on the current stream, as a function of nothing."""
+        return Template(self, ()).bind(current_stream(torch.cuda.current_device()), ())
 
     def compiled(self) -> Any:
         if self.options is None:
@@ -72,7 +77,7 @@ class Template:
         self._run = compiled.run  # loads the kernel, so it comes first
         self._head = (launch.programs, 1, 1)
         self._tail = (compiled.function, compiled.packed_metadata, None, None, None)
-        self._owned: list[Tensor] = []
+        self._owned: list[Tensor | Offset] = []
         self._values: list[Any] = [None] * len(tensors)
         self._computed: dict[int, Callable[[list[Any]], Any]] = {}
         self._addresses = len(tensors)
@@ -86,8 +91,10 @@ class Template:
         if isinstance(value, tuple) and value is not config:
             return self._add_tuple(value, where, config)
         if isinstance(value, Descriptor) and id(value.base) in where:
-            return self._compute(_moved_map(value, where[id(value.base)]))
-        if isinstance(value, Tensor):
+            return self._compute(partial(_moved_map, where[id(value.base)], value))
+        if isinstance(value, Offset) and id(value.base) in where:
+            return self._compute(partial(_moved_offset, where[id(value.base)], value.bytes))
+        if isinstance(value, Tensor | Offset):
             self._owned.append(value)
             value = value.data_ptr()
         return self._append(value)
@@ -116,8 +123,12 @@ class Template:
         return bound(self._run, (*self._head, stream, *self._tail, *values[-1]))
 
 
-def _moved_map(descriptor: Descriptor, index: int) -> Callable[[list[Any]], Descriptor]:
-    return lambda values: descriptor.at(values[index])
+def _moved_map(index: int, descriptor: Descriptor, values: list[Any]) -> Descriptor:
+    return descriptor.at(values[index])
+
+
+def _moved_offset(index: int, distance: int, values: list[Any]) -> int:
+    return int(values[index] + distance)
 
 
 def _items(indices: list[int], values: list[Any]) -> tuple[Any, ...]:
@@ -146,21 +157,24 @@ def bound(run: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
 
 
 class Recording:
-    """The launches of calls with the same key; calling it repeats them for other tensors."""
+    """What calls with the same key share: `plan`, which was made for the first of them, and their launches."""
 
-    __slots__ = ("_bound", "_templates", "device")
+    __slots__ = ("_bound", "_templates", "device", "kept", "plan")
 
-    def __init__(self, device: int) -> None:
-        self.device = device
+    def __init__(self, device: int, plan: Any, kept: bool = True) -> None:
+        self.device, self.plan, self.kept = device, plan, kept
         self._templates: dict[tuple[int, ...], list[Template]] = {}
         self._bound: dict[tuple[int, ...], list[Callable[[], Any]]] = {}
 
-    def add(self, launches: list[Launch], tensors: Tensors) -> None:
-        remainders = tuple([0 if x is None else x.data_ptr() % 16 for x in tensors])
-        self._templates[remainders] = [Template(launch, tensors) for launch in launches]
+    def run(self, tensors: Tensors, build: Callable[[], list[Launch]]) -> None:
+        """Launch the kernels of a call over these tensors; `build` makes the launches where none are known."""
+        if not self.repeat(tensors):
+            self.record(tensors, build())
 
-    def __call__(self, tensors: Tensors) -> bool:
-        """False if nothing was launched: addresses have other remainders than those recorded."""
+    def repeat(self, tensors: Tensors) -> bool:
+        """Launch the recorded kernels over these tensors. False if there are none for the remainders of their addresses."""
+        if not self._templates:
+            return False
         addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
         key = (current_stream(self.device), *addresses)
         calls = self._bound.get(key)
@@ -175,6 +189,16 @@ class Recording:
             call()
         return True
 
+    def record(self, tensors: Tensors, launches: list[Launch]) -> None:
+        """Launch kernels, and remember them if that is allowed."""
+        if self.kept and not interpreting():
+            remainders = tuple([0 if x is None else x.data_ptr() % 16 for x in tensors])
+            self._templates[remainders] = [Template(launch, tensors) for launch in launches]
+            self.repeat(tensors)
+        else:
+            for launch in launches:
+                launch.run()
+
 
 def problem_key(problem: Problem) -> Hashable:
     """What kernels depend on in a problem, the tensors of its mask aside."""
@@ -183,40 +207,29 @@ def problem_key(problem: Problem) -> Hashable:
 
 
 class Recorder:
-    """The launches of earlier calls; see above."""
+    """The recordings of earlier calls; see above."""
 
     def __init__(self) -> None:
         self._recordings: dict[Hashable, Recording] = {}
         self._by_identity: dict[Hashable, tuple[Problem, Recording]] = {}
 
-    def repeat(self, problem: Problem, key: Hashable, tensors: Tensors) -> bool:
-        """Launch the kernels of an earlier call over these tensors; False if there was none."""
+    def get(self, problem: Problem, key: Hashable | None, device: torch.device, plan: Callable[[], Any]) -> Recording:
+        """The recording of a problem and key, with what `plan` gives if it is new; for a key of None one that is not kept."""
         met = self._by_identity.get((id(problem), key))
         if met is not None and met[0] is problem:
-            return met[1](tensors)
-        recording = self._recordings.get((problem_key(problem), key))
-        if recording is None or not recording(tensors):
-            return False
-        if len(self._by_identity) >= RECORDINGS:
-            self._by_identity.clear()
-        self._by_identity[id(problem), key] = problem, recording
-        return True
-
-    def record(self, problem: Problem, key: Hashable, tensors: Tensors, launches: list[Launch]) -> None:
-        """Launch the kernels of a call that `repeat` did not know, and remember them."""
-        if interpreting():
-            for launch in launches:
-                launch.run()
-            return
-        whole = (problem_key(problem), key)
+            return met[1]
+        if key is None:
+            return Recording(device.index, plan(), kept=False)
+        whole = (problem_key(problem), device, key)
         recording = self._recordings.get(whole)
         if recording is None:
             if len(self._recordings) >= RECORDINGS:
                 self.forget()
-            device = next(x.device.index for x in tensors if x is not None)
-            recording = self._recordings[whole] = Recording(device)
-        recording.add(launches, tensors)
-        recording(tensors)
+            recording = self._recordings[whole] = Recording(device.index, plan())
+        if len(self._by_identity) >= RECORDINGS:
+            self._by_identity.clear()
+        self._by_identity[id(problem), key] = problem, recording
+        return recording
 
     def forget(self) -> None:
         for device in {recording.device for recording in self._recordings.values()}:

@@ -62,17 +62,6 @@ def key_of(problem: Problem, inputs: Inputs, *rest: Hashable) -> Hashable | None
     return "triton", q.device, q.stride(), k.stride(), v.stride(), others, *rest
 
 
-def perform(
-    problem: Problem, key: Hashable | None, tensors: tuple[Tensor | None, ...], build: Callable[[], list[Launch]]
-) -> None:
-    """Repeat the launches of a call like this one, or else build them; a key of None is never recorded."""
-    if key is None:
-        for launch in build():
-            launch.run()
-    elif not recorder.repeat(problem, key, tensors):
-        recorder.record(problem, key, tensors, build())
-
-
 class Operands(NamedTuple):
     """q, k, v (and dO) as the kernels multiply them: `parts` are their fp16 parts where fp32 is split, else empty."""
 
@@ -113,15 +102,15 @@ def splitting(x: Tensor, parts: Tensor) -> Launch:
 def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, trial: Trial = PLANNED) -> None:
     """Fill out and lse."""
     inputs = ready(problem, inputs)
-    splits = 1
     pass_ = "decode" if decoding(problem) else "forward"
-    tile = None if trial is PLANNED else trial.tile(pass_)
-    if pass_ == "decode":
-        tile = tile or tile_for(problem, pass_, out.device)
-        splits = tile.splits
-        operands = Operands(inputs[:3], ())
-    else:
-        operands = Operands.of(problem, inputs[:3])
+
+    def chosen() -> TilePlan | None:
+        return trial.tile(pass_) or (tile_for(problem, pass_, out.device) if pass_ == "decode" else None)
+
+    recording = recorder.get(problem, key_of(problem, inputs, trial), out.device, chosen)
+    tile: TilePlan | None = recording.plan
+    splits = 1 if tile is None else tile.splits
+    operands = Operands(inputs[:3], ()) if pass_ == "decode" else Operands.of(problem, inputs[:3])
     partials = host.partial_results(out, splits) if splits > 1 else ()
 
     def build() -> list[Launch]:
@@ -151,8 +140,7 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
             launches.append(Launch(merge_kernel, programs, args, config, LaunchOptions(4, 1)))
         return launches
 
-    tensors = (*inputs, out, lse, *partials, *operands.parts)
-    perform(problem, key_of(problem, inputs, splits, trial), tensors, build)
+    recording.run((*inputs, out, lse, *partials, *operands.parts), build)
 
 
 def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial: Trial = PLANNED) -> Grads:
@@ -202,8 +190,9 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial:
             launches.append(fitting(problem, "backward_dq", queries, trial.tile("backward_dq"), out.device))
         return launches
 
-    tensors = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *operands.parts)
-    perform(problem, key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs, trial), tensors, build)
+    key = key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs, trial)
+    recording = recorder.get(problem, key, out.device, lambda: None)
+    recording.run((*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *operands.parts), build)
     return Grads(
         dq,
         dk,
@@ -284,7 +273,7 @@ def descriptors(x: Tensor, y: Tensor, rows: int, wanted: bool) -> tuple[Descript
         return None, None
     if not (describable(x) and describable(y)) or max(x.shape[3], y.shape[3]) > 256:
         return None, None
-    return Descriptor(x, rows, host.padded(x.shape[3])), Descriptor(y, rows, host.padded(y.shape[3]))
+    return Descriptor.of(x, rows, host.padded(x.shape[3])), Descriptor.of(y, rows, host.padded(y.shape[3]))
 
 
 def grid(problem: Problem, rows: int, block: int, heads: int) -> int:
