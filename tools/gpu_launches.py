@@ -77,7 +77,9 @@ def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[N
         return Descriptor.of(x, rows, padded(x.shape[3])), Descriptor.of(y, rows, padded(y.shape[3]))
 
     def get(problem: Problem, key: Any, device: torch.device, plan: Any) -> Any:
-        return SimpleNamespace(plan=plan(), run=lambda tensors, build: found.extend(build()))
+        return SimpleNamespace(
+            plan=plan(), repeat=lambda tensors: False, record=lambda tensors, launches: found.extend(launches)
+        )
 
     with (
         mock.patch.multiple(

@@ -42,6 +42,11 @@ def _broadcast(t: Tensor, sides: int) -> list[int]:
     return [0 if t.shape[i] == 1 else t.stride(i) for i in range(sides)]
 
 
+def _slopes(alibi: Tensor) -> View:
+    b, h = _broadcast(alibi, 2)
+    return View(alibi, b, h, 0, 0)
+
+
 def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, splits: int = 1) -> Attention:
     """The problem as the kernels see it; `inputs` are `ready`."""
     device = inputs.q.device
@@ -52,7 +57,7 @@ def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, s
         out=view(out),
         lse_ptr=lse,
         bias=None if inputs.bias is None else bias_view(inputs.bias),
-        alibi=None if inputs.alibi is None else View(inputs.alibi, *_broadcast(inputs.alibi, 2), 0, 0),
+        alibi=None if inputs.alibi is None else _slopes(inputs.alibi),
         sinks_ptr=inputs.sinks,
         seed_ptr=inputs.seed,
         cu_q=inputs.cu_q if problem.varlen else None,

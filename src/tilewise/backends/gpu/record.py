@@ -48,14 +48,16 @@ class Launch(NamedTuple):
 
     def run(self) -> None:
         """Now, on the current device and stream."""
-        if interpreting():
+        if self.options is None:
+            self.bound()()
+        elif interpreting():
             self.kernel[(self.programs,)](*self.args, self.config)
         else:
-            self.bound()()
+            self.compiled()[(self.programs, 1, 1)](*self.args, self.config)
 
     def bound(self) -> Callable[[], Any]:
         """The launch over its own tensors on the current stream, as a function of nothing."""
-        return Template(self, ()).bind(current_stream(torch.cuda.current_device()), ())
+        return Template(self, []).bind((current_stream(torch.cuda.current_device()),))
 
     def compiled(self) -> Any:
         if self.options is None:
@@ -64,32 +66,36 @@ class Launch(NamedTuple):
 
 
 class Template:
-    """A launch whose arguments are computed from addresses.
+    """A launch whose arguments are computed from the stream and the addresses of its tensors.
 
-    Launchers take an address in place of a tensor and plain tuples in place of structs. `_values` holds the addresses, then
-    constants and what is computed from earlier values: structs with an address in them, and tensor maps.
+    Launchers take an address in place of a tensor and plain tuples in place of structs. `_values` holds the stream and the
+    addresses, then constants and what is computed from earlier values: structs with an address in them, and tensor maps.
     """
 
-    __slots__ = ("_addresses", "_computed", "_head", "_owned", "_run", "_tail", "_values")
+    __slots__ = ("_computed", "_inputs", "_owned", "_run", "_values")
 
-    def __init__(self, launch: Launch, tensors: Tensors) -> None:
+    def __init__(self, launch: Launch, tensors: list[Tensor]) -> None:
         compiled = launch.compiled()
         self._run = compiled.run  # loads the kernel, so it comes first
-        self._head = (launch.programs, 1, 1)
-        self._tail = (compiled.function, compiled.packed_metadata, None, None, None)
-        self._owned: list[Tensor | Offset] = []
-        self._values: list[Any] = [None] * len(tensors)
+        self._inputs = 1 + len(tensors)
+        self._values: list[Any] = [None] * self._inputs
         self._computed: dict[int, Callable[[list[Any]], Any]] = {}
-        self._addresses = len(tensors)
-        where = {id(x): i for i, x in enumerate(tensors) if x is not None}
-        self._add_tuple((*launch.args, launch.config), where, launch.config)
+        self._owned: list[Tensor | Offset] = []
+        where = {id(x): i for i, x in enumerate(tensors, 1)}
+        head = [self._append(value) for value in (launch.programs, 1, 1)]
+        tail = [self._append(value) for value in (compiled.function, compiled.packed_metadata, None, None, None)]
+        args = [self._add(arg, where) for arg in launch.args]
+        self._compute(itemgetter(*head, 0, *tail, *args, self._append(launch.config)))
 
-    def _add(self, value: Any, where: dict[int, int], config: Any) -> int:
+    def _add(self, value: Any, where: dict[int, int]) -> int:
         """The index of an argument among the values."""
         if id(value) in where:
             return where[id(value)]
-        if isinstance(value, tuple) and value is not config:
-            return self._add_tuple(value, where, config)
+        if isinstance(value, tuple):
+            indices = [self._add(part, where) for part in value]
+            if not any(i < self._inputs or i in self._computed for i in indices):
+                return self._append(_items(indices, self._values))
+            return self._compute(itemgetter(*indices) if len(indices) > 1 else partial(_items, indices))
         if isinstance(value, Descriptor) and id(value.base) in where:
             return self._compute(partial(_moved_map, where[id(value.base)], value))
         if isinstance(value, Offset) and id(value.base) in where:
@@ -98,12 +104,6 @@ class Template:
             self._owned.append(value)
             value = value.data_ptr()
         return self._append(value)
-
-    def _add_tuple(self, value: tuple[Any, ...], where: dict[int, int], config: Any) -> int:
-        indices = [self._add(part, where, config) for part in value]
-        if not any(i < self._addresses or i in self._computed for i in indices):
-            return self._append(_items(indices, self._values))
-        return self._compute(itemgetter(*indices) if len(indices) > 1 else partial(_items, indices))
 
     def _compute(self, function: Callable[[list[Any]], Any]) -> int:
         index = self._append(None)
@@ -114,13 +114,13 @@ class Template:
         self._values.append(value)
         return len(self._values) - 1
 
-    def bind(self, stream: int, addresses: tuple[int, ...]) -> Callable[[], Any]:
-        """The launch over these addresses, as a function of nothing."""
+    def bind(self, key: tuple[int, ...]) -> Callable[[], Any]:
+        """The launch on a stream over addresses, as a function of nothing."""
         values = self._values.copy()
-        values[: len(addresses)] = addresses
+        values[: self._inputs] = key
         for i, function in self._computed.items():
             values[i] = function(values)
-        return bound(self._run, (*self._head, stream, *self._tail, *values[-1]))
+        return bound(self._run, values[-1])
 
 
 def _moved_map(index: int, descriptor: Descriptor, values: list[Any]) -> Descriptor:
@@ -159,45 +159,45 @@ def bound(run: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
 class Recording:
     """What calls with the same key share: `plan`, which was made for the first of them, and their launches."""
 
-    __slots__ = ("_bound", "_templates", "device", "kept", "plan")
+    __slots__ = ("_bound", "_met", "_templates", "device", "kept", "plan")
 
     def __init__(self, device: int, plan: Any, kept: bool = True) -> None:
         self.device, self.plan, self.kept = device, plan, kept
+        self._met = False
         self._templates: dict[tuple[int, ...], list[Template]] = {}
         self._bound: dict[tuple[int, ...], list[Callable[[], Any]]] = {}
-
-    def run(self, tensors: Tensors, build: Callable[[], list[Launch]]) -> None:
-        """Launch the kernels of a call over these tensors; `build` makes the launches where none are known."""
-        if not self.repeat(tensors):
-            self.record(tensors, build())
 
     def repeat(self, tensors: Tensors) -> bool:
         """Launch the recorded kernels over these tensors. False if there are none for the remainders of their addresses."""
         if not self._templates:
             return False
-        addresses = tuple([0 if x is None else x.data_ptr() for x in tensors])
-        key = (current_stream(self.device), *addresses)
+        key = (current_stream(self.device), *[x.data_ptr() for x in tensors if x is not None])
         calls = self._bound.get(key)
         if calls is None:
-            templates = self._templates.get(tuple([address % 16 for address in addresses]))
+            templates = self._templates.get(tuple([address % 16 for address in key[1:]]))
             if templates is None:
                 return False
             if len(self._bound) >= BINDINGS:
                 self._bound.clear()
-            calls = self._bound[key] = [template.bind(key[0], addresses) for template in templates]
+            calls = self._bound[key] = [template.bind(key) for template in templates]
         for call in calls:
             call()
         return True
 
     def record(self, tensors: Tensors, launches: list[Launch]) -> None:
-        """Launch kernels, and remember them if that is allowed."""
-        if self.kept and not interpreting():
-            remainders = tuple([0 if x is None else x.data_ptr() % 16 for x in tensors])
-            self._templates[remainders] = [Template(launch, tensors) for launch in launches]
+        """Launch kernels, and remember them if that is allowed.
+
+        The first time, kernels that are looked up by their arguments run as they are, since many calls come but once.
+        """
+        if self.kept and not interpreting() and (self._met or launches[0].options is None):
+            present = [x for x in tensors if x is not None]
+            remainders = tuple([x.data_ptr() % 16 for x in present])
+            self._templates[remainders] = [Template(launch, present) for launch in launches]
             self.repeat(tensors)
-        else:
-            for launch in launches:
-                launch.run()
+            return
+        self._met = True
+        for launch in launches:
+            launch.run()
 
 
 def problem_key(problem: Problem) -> Hashable:
@@ -241,6 +241,5 @@ class Recorder:
 recorder = Recorder()
 
 
-def current_stream(device: int) -> int:
-    stream: int = torch._C._cuda_getCurrentRawStream(device)
-    return stream
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
+"""Of a device; builds of torch for CPUs have none."""

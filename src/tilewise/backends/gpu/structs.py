@@ -6,6 +6,7 @@ an absent feature costs nothing. `KernelConfig` is one constexpr: everything a k
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 from tilewise.masks.program import Kind, operands
@@ -51,6 +52,7 @@ class MaskLayout(NamedTuple):
     has_gaps: bool = False  # may a tile inside the hull of the visible ones be EMPTY?
 
     @classmethod
+    @cache
     def of(cls, structure: str) -> MaskLayout:
         terms, strides = [], 0
         for term in operands(structure) if structure else ():

@@ -24,47 +24,51 @@ def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse of a supported problem, on the current stream."""
     q, k, v = inputs[:3]
     key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride())
-    return launch(problem, inputs, recorder.get(problem, key, q.device, lambda: plan_on(problem, q.device)))
+    return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, q.device)))
 
 
 def launch(problem: Problem, inputs: Inputs, recording: Recording) -> tuple[Tensor, Tensor]:
     """out and lse by the plan of a recording."""
     q, k, v = inputs[:3]
     out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
-    terms = device_terms(problem, q.device)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
-    plan: ForwardPlan = recording.plan
-
-    def build() -> list[Launch]:
-        config = plan.config
-        a = plan.arguments._replace(
-            lse_ptr=lse,
-            cu_q=cu_q,
-            cu_k=cu_k,
-            terms=terms or plan.arguments.terms,
-            out=packed_rows(out) if problem.varlen else None,
-        )
-        maps = (
-            Descriptor.of(q, 64, config.BLOCK_D),
-            Descriptor.of(k, config.BLOCK_N, config.BLOCK_D),
-            Descriptor.of(v, config.BLOCK_N, config.BLOCK_DV),
-            Descriptor.of(out, 64, config.O_COLUMNS),
-        )
-        return [Launch(plan.kernel, plan.programs, (*maps, a), config)]
-
-    recording.run((q, k, v, out, lse, cu_q, cu_k, *tensors_of(terms)), build)
+    tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, cu_q, cu_k)
+    terms: tuple[Term, ...] = ()
+    if problem.program.tensors:
+        terms = device_terms(problem, q.device)
+        tensors += tensors_of(terms)
+    if not recording.repeat(tensors):
+        recording.record(tensors, [launch_of(recording.plan, tensors, terms)])
     return out, lse
 
 
+def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> Launch:
+    """The kernel over these tensors; `terms` of a mask without tensors are the plan's."""
+    q, k, v, out, lse, cu_q, cu_k = tensors[:7]
+    config = plan.config
+    a = plan.arguments._replace(
+        lse_ptr=lse,
+        cu_q=cu_q,
+        cu_k=cu_k,
+        terms=terms or plan.arguments.terms,
+        out=None if cu_q is None else packed_rows(out),
+    )
+    maps = (
+        Descriptor.of(q, 64, config.BLOCK_D),
+        Descriptor.of(k, config.BLOCK_N, config.BLOCK_D),
+        Descriptor.of(v, config.BLOCK_N, config.BLOCK_DV),
+        Descriptor.of(out, 64, config.O_COLUMNS),
+    )
+    return Launch(plan.kernel, plan.programs, (*maps, a), config)
+
+
 def device_terms(problem: Problem, device: torch.device) -> tuple[Term, ...]:
-    """The terms of a mask with tensors, where the kernel can read them; those of other masks are the plan's."""
-    if not problem.program.tensors:
-        return ()
+    """The terms of a mask, their tensors where the kernel can read them."""
     return tuple(on_device(term, problem.batch, device) for term in mask_of(problem).terms)
 
 
-def tensors_of(terms: tuple[Term, ...]) -> list[Tensor]:
-    return [x for term in terms for x in term[4:] if x is not None]
+def tensors_of(terms: tuple[Term, ...]) -> tuple[Tensor, ...]:
+    return tuple(x for term in terms for x in term[4:] if x is not None)
 
 
 def packed_rows(x: Tensor) -> Rows:

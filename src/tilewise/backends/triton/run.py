@@ -62,30 +62,19 @@ def key_of(problem: Problem, inputs: Inputs, *rest: Hashable) -> Hashable | None
     return "triton", q.device, q.stride(), k.stride(), v.stride(), others, *rest
 
 
-class Operands(NamedTuple):
-    """q, k, v (and dO) as the kernels multiply them: `parts` are their fp16 parts where fp32 is split, else empty."""
+def fp16_parts(problem: Problem, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Fresh memory for the fp16 parts of fp32 operands that are to be split; () where they are not."""
+    if problem.dtype != "float32" or not host.splits_fp32(problem, on_hip()):
+        return ()
+    return tuple(host.empty_fp16_split(x) for x in operands)
 
-    whole: tuple[Tensor, ...]
-    parts: tuple[Tensor, ...]
 
-    @classmethod
-    def of(cls, problem: Problem, whole: tuple[Tensor, ...]) -> Operands:
-        split = host.splits_fp32(problem, on_hip())
-        return cls(whole, tuple(host.empty_fp16_split(x) for x in whole) if split else ())
-
-    @property
-    def used(self) -> tuple[Tensor, ...]:
-        return self.parts or self.whole
-
-    def launches(self) -> list[Launch]:
-        """The launches that split them."""
-        return [splitting(x, parts) for x, parts in zip(self.whole, self.parts, strict=False)]
-
-    def into(self, a: Attention, config: KernelConfig) -> tuple[Attention, KernelConfig]:
-        if not self.parts:
-            return a, config
-        q, k, v = (host.split_view(x) for x in self.parts[:3])
-        return a._replace(q=q, k=k, v=v), config._replace(FP16_SPLIT=True)
+def with_parts(a: Attention, config: KernelConfig, parts: tuple[Tensor, ...]) -> tuple[Attention, KernelConfig]:
+    """Arguments and config with q, k and v in fp16 parts, if there are any."""
+    if not parts:
+        return a, config
+    q, k, v = (host.split_view(x) for x in parts[:3])
+    return a._replace(q=q, k=k, v=v), config._replace(FP16_SPLIT=True)
 
 
 def splitting(x: Tensor, parts: Tensor) -> Launch:
@@ -102,45 +91,61 @@ def splitting(x: Tensor, parts: Tensor) -> Launch:
 def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, trial: Trial = PLANNED) -> None:
     """Fill out and lse."""
     inputs = ready(problem, inputs)
-    pass_ = "decode" if decoding(problem) else "forward"
+    key = key_of(problem, inputs, trial)
+    recording = recorder.get(problem, key, out.device, partial(decode_tile, problem, trial, out.device))
+    tile = recording.plan  # None unless decoding
+    partials = host.partial_results(out, tile.splits) if tile is not None and tile.splits > 1 else ()
+    parts = () if tile is not None else fp16_parts(problem, inputs[:3])
+    tensors = (*inputs, out, lse, *partials, *parts)
+    if not recording.repeat(tensors):
+        recording.record(tensors, forward_launches(problem, inputs, out, lse, partials, parts, tile, trial))
 
-    def chosen() -> TilePlan | None:
-        return trial.tile(pass_) or (tile_for(problem, pass_, out.device) if pass_ == "decode" else None)
 
-    recording = recorder.get(problem, key_of(problem, inputs, trial), out.device, chosen)
-    tile: TilePlan | None = recording.plan
-    splits = 1 if tile is None else tile.splits
-    operands = Operands(inputs[:3], ()) if pass_ == "decode" else Operands.of(problem, inputs[:3])
-    partials = host.partial_results(out, splits) if splits > 1 else ()
+def decode_tile(problem: Problem, trial: Trial, device: torch.device) -> TilePlan | None:
+    """The tile of a problem with so few queries that keys are split; None for others."""
+    return trial.tile("decode") or tile_for(problem, "decode", device) if decoding(problem) else None
 
-    def build() -> list[Launch]:
-        maps = pass_ == "forward" and worth_maps(problem) if trial.maps is None else trial.maps
-        from tilewise.backends.triton.forward import forward_kernel
-        from tilewise.backends.triton.split import merge_kernel
 
-        def forward(tile: TilePlan) -> Launch:
-            a, config = operands.into(*arguments(problem, inputs, out, lse, tile))
-            rows, heads = problem.seqlen_q, problem.heads
-            if tile.pack_gqa:
-                config = config._replace(PACK=problem.group)
-                rows, heads = rows * problem.group, problem.kv_heads
-            programs = grid(problem, rows, tile.block_q, heads) * tile.splits
-            if partials:
-                a = a._replace(out=host.split_view(partials[0]), lse_ptr=partials[1])
-                config = config._replace(SPLIT=True)
-            kv = descriptors(*operands.used[1:], tile.block_k, maps)
-            return Launch(forward_kernel, programs, (a, *kv), config, LaunchOptions(tile.warps, tile.stages))
+def forward_launches(
+    problem: Problem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    partials: tuple[Tensor, ...],
+    parts: tuple[Tensor, ...],
+    decode: TilePlan | None,
+    trial: Trial,
+) -> list[Launch]:
+    """fp32 operands are split first; the partial results of split-KV are merged last."""
+    from tilewise.backends.triton.forward import forward_kernel
+    from tilewise.backends.triton.split import merge_kernel
 
-        launches = [*operands.launches(), fitting(problem, pass_, forward, tile, out.device)]
+    maps = decode is None and worth_maps(problem) if trial.maps is None else trial.maps
+
+    def forward(tile: TilePlan) -> Launch:
+        a, config = with_parts(*arguments(problem, inputs, out, lse, tile), parts)
+        rows, heads = problem.seqlen_q, problem.heads
+        if tile.pack_gqa:
+            config = config._replace(PACK=problem.group)
+            rows, heads = rows * problem.group, problem.kv_heads
+        programs = grid(problem, rows, tile.block_q, heads) * tile.splits
         if partials:
-            rows = min(16, 1 << (problem.seqlen_q - 1).bit_length())
-            a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, splits=splits))
-            programs = -(-problem.seqlen_q // rows) * out.shape[0] * problem.heads
-            args, config = (a, host.split_view(partials[0]), partials[1]), config._replace(MASK=MaskLayout())
-            launches.append(Launch(merge_kernel, programs, args, config, LaunchOptions(4, 1)))
-        return launches
+            a = a._replace(out=host.split_view(partials[0]), lse_ptr=partials[1])
+            config = config._replace(SPLIT=True)
+        _, k, v = parts or inputs[:3]
+        args = (a, *descriptors(k, v, tile.block_k, maps))
+        return Launch(forward_kernel, programs, args, config, LaunchOptions(tile.warps, tile.stages))
 
-    recording.run((*inputs, out, lse, *partials, *operands.parts), build)
+    pass_ = "forward" if decode is None else "decode"
+    launches = [splitting(x, y) for x, y in zip(inputs[:3], parts, strict=False)]
+    launches.append(fitting(problem, pass_, forward, decode or trial.tile(pass_), out.device))
+    if decode is not None and partials:
+        rows = min(16, 1 << (problem.seqlen_q - 1).bit_length())
+        a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, splits=decode.splits))
+        programs = -(-problem.seqlen_q // rows) * out.shape[0] * problem.heads
+        args, config = (a, host.split_view(partials[0]), partials[1]), config._replace(MASK=MaskLayout())
+        launches.append(Launch(merge_kernel, programs, args, config, LaunchOptions(4, 1)))
+    return launches
 
 
 def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial: Trial = PLANNED) -> Grads:
@@ -150,7 +155,8 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial:
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv = (torch.empty_like(x) if wanted else None for x, wanted in zip(inputs[:3], needs[:3], strict=True))
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    operands = Operands.of(problem, (*inputs[:3], dout))
+    whole = (*inputs[:3], dout)
+    parts = fp16_parts(problem, whole)
 
     def gradients() -> Gradients:
         to_dq, to_dk, to_dv = (None if x is None else view(x) for x in (dq, dk, dv))
@@ -161,18 +167,18 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial:
         maps = worth_maps(problem) if trial.maps is None else trial.maps
         from tilewise.backends.triton.backward import keys_kernel, prepare_kernel, queries_kernel
 
-        q, k, v, do = operands.used
-        split_g = g._replace(dout=host.split_view(do)) if operands.parts else g
+        q, k, v, do = parts or whole
+        split_g = g._replace(dout=host.split_view(do)) if parts else g
 
         def keys(tile: TilePlan, only: str = "") -> Launch:
-            a, config = operands.into(*arguments(problem, inputs, out, lse, tile))
+            a, config = with_parts(*arguments(problem, inputs, out, lse, tile), parts)
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
             into = split_g._replace(dq=None, dk=None if only == "dv" else g.dk, dv=None if only == "dk" else g.dv)
             args = (a, into, *descriptors(q, do, tile.block_q, maps))
             return Launch(keys_kernel, programs, args, config, LaunchOptions(tile.warps, tile.stages))
 
         def queries(tile: TilePlan) -> Launch:
-            a, config = operands.into(*arguments(problem, inputs, out, lse, tile))
+            a, config = with_parts(*arguments(problem, inputs, out, lse, tile), parts)
             programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
             args = (a, split_g._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps))
             return Launch(queries_kernel, programs, args, config, LaunchOptions(tile.warps, tile.stages))
@@ -181,8 +187,9 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial:
         a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, 1, 4))
         plain = config._replace(MASK=MaskLayout(), DROPOUT=False, SOFTCAP=False, FOLD=True)
         programs = -(-problem.seqlen_q // rows) * problem.heads * out.shape[0]
-        launches = [Launch(prepare_kernel, programs, (a, g), plain, LaunchOptions(4, 1)), *operands.launches()]
-        apart = worth_parting(problem, bool(operands.parts)) if trial.apart is None else trial.apart
+        launches = [Launch(prepare_kernel, programs, (a, g), plain, LaunchOptions(4, 1))]
+        launches += [splitting(x, y) for x, y in zip(whole, parts, strict=False)]
+        apart = worth_parting(problem, bool(parts)) if trial.apart is None else trial.apart
         for only in ("dk", "dv") if apart and needs.dk and needs.dv else ("",) if needs.dk or needs.dv else ():
             build_keys = partial(keys, only=only)
             launches.append(fitting(problem, "backward_dkdv", build_keys, trial.tile("backward_dkdv"), out.device))
@@ -191,8 +198,10 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial:
         return launches
 
     key = key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs, trial)
-    recording = recorder.get(problem, key, out.device, lambda: None)
-    recording.run((*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *operands.parts), build)
+    recording = recorder.get(problem, key, out.device, type(None))
+    tensors = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *parts)
+    if not recording.repeat(tensors):
+        recording.record(tensors, build())
     return Grads(
         dq,
         dk,

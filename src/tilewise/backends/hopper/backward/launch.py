@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     q, k, v = inputs[:3]
     strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
     key = ("hopper backward", q.device, *strides)
-    recording = recorder.get(problem, key, q.device, lambda: plan_on(problem, q.device, dlse is not None))
+    recording = recorder.get(problem, key, q.device, partial(plan_on, problem, q.device, dlse is not None))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     scratch = q.new_empty(recording.plan.stats + recording.plan.dq, dtype=torch.float32)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
@@ -51,8 +52,8 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
 
 def launch(problem: Problem, memory: Memory, recording: Recording) -> None:
     """Fill dq, dk and dv by the plan of a recording."""
-    terms = device_terms(problem, memory.q.device)
-    tensors = (*memory, *tensors_of(terms))
+    terms = device_terms(problem, memory.q.device) if problem.program.tensors else ()
+    tensors = (*memory, *tensors_of(terms)) if terms else memory
     if recording.repeat(tensors):
         return
     tidy = readable(memory)
