@@ -10,7 +10,7 @@ import torch
 
 from tilewise.backends.base import BackwardInputs, Inputs
 from tilewise.backends.gpu import record
-from tilewise.backends.gpu.launch import Descriptor, Offset
+from tilewise.backends.gpu.launch import Address, Descriptor
 from tilewise.backends.gpu.record import Launch, Recorder, Recording, bound
 from tilewise.masks import causal
 from tilewise.model import TilePlan
@@ -195,7 +195,7 @@ def test_tensors_that_do_not_change_are_kept(kernel: Compiled) -> None:
     x, order = torch.zeros(16), torch.arange(4)
     address = order.data_ptr()
     recording = Recording(0, None)
-    args = ((x, (order, 1), (2, 3), (x,), Offset(x, 8)), None, Descriptor(x, [16], [1], [8]))
+    args = ((x, (order, 1), (2, 3), (x,), Address(8, x)), None, Descriptor(x, [16], [1], [8]))
     recording.record((x,), [Launch("kernel", 3, args, run.KernelConfig())])
     del order, args
     other = torch.zeros(16)

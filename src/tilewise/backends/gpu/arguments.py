@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
-from tilewise.backends.gpu.launch import bias_view, interpreting, view
+from tilewise.backends.gpu.launch import bias_view, broadcast_strides, interpreting, view
 from tilewise.backends.gpu.structs import Attention, KernelConfig, MaskArgs, MaskLayout, View
 from tilewise.masks import MaskProgram, may_have_empty_rows
 from tilewise.numerics.philox import drop_threshold
@@ -29,22 +29,12 @@ def mask_args(program: MaskProgram, device: torch.device) -> MaskArgs:
                 if kind.per_head:
                     t = (t if t.dtype == torch.bool else t != 0).contiguous().view(torch.uint8)
                     # a block table's rows and columns are counted, not broadcast, and its columns are adjacent
-                    strides += [*_broadcast(t, 2), t.stride(2)] if kind.is_blocks else _broadcast(t, 4)
+                    strides += [*broadcast_strides(t)[:2], t.stride(2)] if kind.is_blocks else broadcast_strides(t)
                 else:
                     t = t.to(torch.int32).contiguous()
-                    strides += _broadcast(t, 1) if kind.is_documents else []
+                    strides += broadcast_strides(t)[:1] if kind.is_documents else []
                 tensors.append(t)
     return MaskArgs(program.ints, tuple(tensors), tuple(strides))
-
-
-def _broadcast(t: Tensor, sides: int) -> list[int]:
-    """The first strides, 0 for sides of 1."""
-    return [0 if t.shape[i] == 1 else t.stride(i) for i in range(sides)]
-
-
-def _slopes(alibi: Tensor) -> View:
-    b, h = _broadcast(alibi, 2)
-    return View(alibi, b, h, 0, 0)
 
 
 def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, splits: int = 1) -> Attention:
@@ -57,7 +47,7 @@ def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, s
         out=view(out),
         lse_ptr=lse,
         bias=None if inputs.bias is None else bias_view(inputs.bias),
-        alibi=None if inputs.alibi is None else _slopes(inputs.alibi),
+        alibi=None if inputs.alibi is None else View(inputs.alibi, *[*broadcast_strides(inputs.alibi), 0, 0]),
         sinks_ptr=inputs.sinks,
         seed_ptr=inputs.seed,
         cu_q=inputs.cu_q if problem.varlen else None,

@@ -8,8 +8,9 @@ loads need (an inner stride of 1, a common alignment). The same function gives t
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,6 +18,7 @@ from tilewise.backends.gpu.assemble import compile_soundly, proven
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.structs import View
 
+T = TypeVar("T")
 POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -38,24 +40,15 @@ class LaunchOptions(NamedTuple):
 
 
 class Address:
-    """A tensor of which nothing but the address is known."""
-
-    __slots__ = ("data_ptr",)
-
-    def __init__(self, address: int) -> None:
-        self.data_ptr = lambda: address
-
-
-class Offset:
-    """Memory of a tensor from some byte on."""
+    """Memory some bytes behind the start of a tensor; without one, an address."""
 
     __slots__ = ("base", "bytes")
 
-    def __init__(self, base: torch.Tensor, distance: int) -> None:
+    def __init__(self, distance: int, base: torch.Tensor | None = None) -> None:
         self.base, self.bytes = base, distance
 
     def data_ptr(self) -> int:
-        return self.base.data_ptr() + self.bytes
+        return self.bytes if self.base is None else self.base.data_ptr() + self.bytes
 
 
 class Descriptor:
@@ -94,20 +87,33 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
+def on_device(device: torch.device, function: Callable[..., T], *args: Any) -> T:
+    """Call a function with a tensor's device as the current one: kernels are launched there."""
+    if device.type != "cuda" or device.index is None or device.index == torch._C._cuda_getDevice():
+        return function(*args)
+    with torch.cuda.device(device):
+        return function(*args)
+
+
 def on_hip() -> bool:
     """Is this torch built for GPUs of AMD?"""
     return torch.version.hip is not None
 
 
+def broadcast_strides(x: torch.Tensor) -> list[int]:
+    """Strides, 0 for sides of 1."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+
+
 def view(x: torch.Tensor) -> View:
     """A rank 4 tensor; dimensions of size 1 get stride 0, so that a mere shape never changes the signature."""
-    b, h, rows = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
-    return View(x, b, h, rows, 1 if x.shape[3] == 1 else x.stride(3))
+    b, h, rows, d = broadcast_strides(x)
+    return View(x, b, h, rows, 1 if x.shape[3] == 1 else d)
 
 
 def bias_view(x: torch.Tensor) -> View:
     """A tensor each of whose dimensions is full or 1; those of size 1 broadcast."""
-    return View(x, *(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)))
+    return View(x, *broadcast_strides(x))
 
 
 def describable(x: torch.Tensor) -> bool:

@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.gpu.launch import Descriptor, LaunchOptions, Offset, compiled_kernel, interpreting
+from tilewise.backends.gpu.launch import Address, Descriptor, LaunchOptions, compiled_kernel, interpreting
 from tilewise.problem import Problem
 
 RECORDINGS = 2048
 BINDINGS = 256
 Tensors = Sequence[Tensor | None]
-_FIELDS = [field.name for field in fields(Problem) if field.name not in ("mask", "_program")]
+_FIELDS = [field.name for field in fields(Problem) if field.compare and field.name != "mask"]
 
 
 class Launch(NamedTuple):
@@ -80,7 +80,7 @@ class Template:
         self._inputs = 1 + len(tensors)
         self._values: list[Any] = [None] * self._inputs
         self._computed: dict[int, Callable[[list[Any]], Any]] = {}
-        self._owned: list[Tensor | Offset] = []
+        self._owned: list[Tensor | Address] = []
         where = {id(x): i for i, x in enumerate(tensors, 1)}
         head = [self._append(value) for value in (launch.programs, 1, 1)]
         tail = [self._append(value) for value in (compiled.function, compiled.packed_metadata, None, None, None)]
@@ -98,9 +98,9 @@ class Template:
             return self._compute(itemgetter(*indices) if len(indices) > 1 else partial(_items, indices))
         if isinstance(value, Descriptor) and id(value.base) in where:
             return self._compute(partial(_moved_map, where[id(value.base)], value))
-        if isinstance(value, Offset) and id(value.base) in where:
-            return self._compute(partial(_moved_offset, where[id(value.base)], value.bytes))
-        if isinstance(value, Tensor | Offset):
+        if isinstance(value, Address) and id(value.base) in where:
+            return self._compute(partial(_moved_address, where[id(value.base)], value.bytes))
+        if isinstance(value, Tensor | Address):
             self._owned.append(value)
             value = value.data_ptr()
         return self._append(value)
@@ -127,7 +127,7 @@ def _moved_map(index: int, descriptor: Descriptor, values: list[Any]) -> Descrip
     return descriptor.at(values[index])
 
 
-def _moved_offset(index: int, distance: int, values: list[Any]) -> int:
+def _moved_address(index: int, distance: int, values: list[Any]) -> int:
     return int(values[index] + distance)
 
 

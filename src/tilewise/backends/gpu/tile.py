@@ -47,29 +47,27 @@ def find_sequence(cu, batch, tile, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tile_count(a, length, BLOCK: tl.constexpr, C: tl.constexpr):
-    """Tiles of one head in the grid: exact, or an upper bound for all packed sequences together."""
-    if C.VARLEN:
-        return length // BLOCK + a.batch
-    else:
-        return tl.cdiv(length, BLOCK)
-
-
-@triton.jit
-def work_tile(a, pid, tiles, heads, C: tl.constexpr):
-    """A program's tile, head and sequence (packed: none yet): neighbours share a sequence, then they are heads of it.
+def work_tile(a, pid, cu, length, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, C: tl.constexpr):
+    """A program's first row, head and sequence: neighbours share a sequence, then they are heads of it.
 
     Packed sequences are taken to be of average length for that. All tiles of one head first would leave the rows of memory, in
     which heads lie side by side, half read.
     """
     if C.VARLEN:
+        tiles = length // BLOCK + a.batch  # an upper bound for all sequences together
         average = tl.cdiv(tiles, a.batch)
         first = pid // (average * heads) * average
         some = tl.minimum(average, tiles - first)
         rest = pid - first * heads
-        return first + rest % some, rest // some, pid * 0
+        tile, h, b = first + rest % some, rest // some, pid * 0
     else:
-        return pid % tiles, pid // tiles % heads, pid // tiles // heads
+        tiles = tl.cdiv(length, BLOCK)
+        tile, h, b = pid % tiles, pid // tiles % heads, pid // tiles // heads
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    if C.VARLEN:
+        b, tile = find_sequence(cu, a.batch, tile, BLOCK)
+    return tile * BLOCK, h, b
 
 
 @triton.jit

@@ -159,14 +159,9 @@ def group_sums(a, g, b, kv_h, group, desc, keys, span, MODE: tl.constexpr, C: tl
 def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     """dK and dV of one tile of keys. First keys go first: under a causal mask most queries see them."""
     desc = (q_desc, dout_desc)
-    pid = tl.program_id(0)
-    tiles = tt.tile_count(a, a.len_k, C.BLOCK_N, C)
-    tile, kv_h, b = tt.work_tile(a, pid, tiles, a.kv_heads, C)
-    if C.VARLEN:
-        b, tile = tt.find_sequence(a.cu_k, a.batch, tile, C.BLOCK_N)
+    n0, kv_h, b = tt.work_tile(a, tl.program_id(0), a.cu_k, a.len_k, a.kv_heads, C.BLOCK_N, False, C)
     group = a.heads // a.kv_heads
     seq = tt.seq_info(a, b, kv_h * group, C)
-    n0 = tile * C.BLOCK_N
     if n0 >= seq.len_k:
         return
     k = n0 + tl.arange(0, C.BLOCK_N)
@@ -234,14 +229,8 @@ def stream_keys(a, seq, desc, tile, dq, span, MODE: tl.constexpr, C: tl.constexp
 def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     """dQ of one tile of queries."""
     desc = (k_desc, v_desc)
-    pid = tl.program_id(0)
-    tiles = tt.tile_count(a, a.len_q, C.BLOCK_M, C)
-    tile, h, b = tt.work_tile(a, pid, tiles, a.heads, C)
-    tile = tiles - 1 - tile
-    if C.VARLEN:
-        b, tile = tt.find_sequence(a.cu_q, a.batch, tile, C.BLOCK_M)
+    m0, h, b = tt.work_tile(a, tl.program_id(0), a.cu_q, a.len_q, a.heads, C.BLOCK_M, True, C)
     seq = tt.seq_info(a, b, h, C)
-    m0 = tile * C.BLOCK_M
     if m0 >= seq.len_q:
         return
     q = m0 + tl.arange(0, C.BLOCK_M)

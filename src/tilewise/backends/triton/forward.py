@@ -22,16 +22,12 @@ from tilewise.backends.gpu.structs import Head, QueryTile, SeqInfo
 def locate(a, C: tl.constexpr):
     """This program's chunk of the keys, first row, and sequence. Last rows go first: under a causal mask they see most."""
     pid = tl.program_id(0)
-    tiles = tt.tile_count(a, a.len_q * C.PACK, C.BLOCK_M, C)
     split = pid * 0
     if C.SPLIT:
         split = pid % a.splits
         pid = pid // a.splits
-    tile, h, b = tt.work_tile(a, pid, tiles, a.heads // C.PACK, C)
-    tile = tiles - 1 - tile
-    if C.VARLEN:
-        b, tile = tt.find_sequence(a.cu_q, a.batch, tile, C.BLOCK_M)
-    return split, tile * C.BLOCK_M, tt.seq_info(a, b, h * C.PACK, C)
+    m0, h, b = tt.work_tile(a, pid, a.cu_q, a.len_q * C.PACK, a.heads // C.PACK, C.BLOCK_M, True, C)
+    return split, m0, tt.seq_info(a, b, h * C.PACK, C)
 
 
 @triton.jit

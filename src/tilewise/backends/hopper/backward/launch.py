@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import BackwardInputs, Grads, Inputs
-from tilewise.backends.gpu.launch import Descriptor, Offset, describable
+from tilewise.backends.gpu.launch import Address, Descriptor, describable, view
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.backward.plan import BackwardPlan, Step, make_plan
@@ -77,7 +77,7 @@ def readable(memory: Memory) -> Memory:
 
 def launch_of(step: Step, plan: BackwardPlan, memory: Memory, terms: tuple[Term, ...]) -> Launch:
     """A step over these tensors."""
-    scratch: dict[str, Any] = {"stats_ptr": memory.scratch, "dq_ptr": Offset(memory.scratch, 4 * plan.stats)}
+    scratch: dict[str, Any] = {"stats_ptr": memory.scratch, "dq_ptr": Address(4 * plan.stats, memory.scratch)}
     maps: tuple[Any, ...] = ()
     arguments: Any = step.arguments
     if isinstance(arguments, PrePostArguments):
@@ -117,8 +117,7 @@ def descriptors(config: KeysConfig | QueriesConfig, memory: Memory, stats: int) 
 
 
 def plane(x: Tensor) -> Plane:
-    b, h, rows = (0 if size == 1 else step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True))
-    return Plane(x, b, h, rows, x.shape[3])
+    return Plane(*view(x)[:4], x.shape[3])
 
 
 def plan_on(problem: Problem, device: torch.device, with_dlse: bool, tile: KeysConfig | None = None) -> BackwardPlan:
