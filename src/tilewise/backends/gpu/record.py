@@ -5,8 +5,7 @@ they are kept too, since allocators hand out the same memory again and again.
 
 Key: all that launches depend on but addresses. That is the problem without the tensors of its mask (`problem_key`), what the
 caller adds (which kernels, device, strides, wanted gradients), and the remainders of the addresses modulo 16, since kernels are
-compiled for aligned memory. A problem that was met before is recognised by its identity, which costs nothing; the caller's key
-therefore names the device too.
+compiled for aligned memory. A problem that was met before remembers its recordings by the caller's key, which costs little.
 
 Limit: RECORDINGS of them, each bound to BINDINGS sets of addresses. When one is full, all of its entries are dropped.
 
@@ -211,31 +210,29 @@ class Recorder:
 
     def __init__(self) -> None:
         self._recordings: dict[Hashable, Recording] = {}
-        self._by_identity: dict[Hashable, tuple[Problem, Recording]] = {}
+        self._epoch = object()  # another one whenever recordings were dropped
 
     def get(self, problem: Problem, key: Hashable | None, device: torch.device, plan: Callable[[], Any]) -> Recording:
         """The recording of a problem and key, with what `plan` gives if it is new; for a key of None one that is not kept."""
-        met = self._by_identity.get((id(problem), key))
-        if met is not None and met[0] is problem:
-            return met[1]
         if key is None:
             return Recording(device.index, plan(), kept=False)
+        epoch, recording = problem.memory.get(key, (None, None))
+        if epoch is self._epoch:
+            return recording  # type: ignore[no-any-return]
         whole = (problem_key(problem), device, key)
         recording = self._recordings.get(whole)
         if recording is None:
             if len(self._recordings) >= RECORDINGS:
                 self.forget()
             recording = self._recordings[whole] = Recording(device.index, plan())
-        if len(self._by_identity) >= RECORDINGS:
-            self._by_identity.clear()
-        self._by_identity[id(problem), key] = problem, recording
+        problem.memory[key] = self._epoch, recording
         return recording
 
     def forget(self) -> None:
         for device in {recording.device for recording in self._recordings.values()}:
             torch.cuda.synchronize(device)
         self._recordings.clear()
-        self._by_identity.clear()
+        self._epoch = object()
 
 
 recorder = Recorder()
