@@ -172,6 +172,7 @@ def variants(argument: str) -> dict[str, Any]:
     """Both ways to dQ and their single kernels at one head dim, interleaved; no result is checked here."""
     import torch
 
+    from tilewise.backends.gpu.record import Recording
     from tilewise.backends.hopper.backend import backend
     from tilewise.backends.hopper.backward import launch
     from tilewise.lab.bench.timing import Effort, cuda_clock, interleave
@@ -186,14 +187,13 @@ def variants(argument: str) -> dict[str, Any]:
         runs: dict[str, Any] = {}
         tiles = variant_tiles(int(argument), shape.mask == "None")
         for variant, tile in tiles.items():
-            plan = launch.make_plan(problem, launch.multiprocessors(0), launch.kernel_for, tile=tile)
-            plan = launch.on_gpu(plan, device)
+            plan = launch.plan_on(problem, device, False, tile)
             scratch = torch.empty(plan.stats + plan.dq, device="cuda")
             memory = launch.Memory(*inputs[:3], out, lse, dout, None, *grads, scratch, None, None)
-            runs[variant] = partial(launch.launch, problem, memory, plan)
+            runs[variant] = partial(launch.launch, problem, memory, Recording(0, plan))
             runs[variant]()
-            calls = next(iter(plan.calls.values()))
-            runs |= {f"{variant}: {step.name}": call for step, call in zip(plan.steps, calls, strict=True)}
+            steps = [launch.launch_of(step, plan, memory, ()) for step in plan.steps]
+            runs |= {f"{variant}: {step.name}": call.bound() for step, call in zip(plan.steps, steps, strict=True)}
         samples = interleave(runs, Effort(0.3, 4, 12, 4e-3), cuda_clock)
         flops = 2.5 * executed_flops(problem)
         times = {k: statistics.median(s) for k, s in samples.items()}

@@ -170,12 +170,12 @@ def variant_tiles(problem: Any) -> dict[str, Any]:
 def variant_runs(problem: Any, inputs: Any) -> Runs:
     import torch
 
+    from tilewise.backends.gpu.record import Recording
     from tilewise.backends.hopper import launch
 
     device = torch.device("cuda", 0)
-    make = partial(launch.make_plan, problem, launch.multiprocessors(0), launch.kernel_for)
-    plans = {name: launch.on_gpu(make(tile), device) for name, tile in variant_tiles(problem).items()}
-    return {name: partial(first_of, launch.launch, problem, inputs, plan) for name, plan in plans.items()}
+    plans = {name: launch.plan_on(problem, device, tile) for name, tile in variant_tiles(problem).items()}
+    return {name: partial(first_of, launch.launch, problem, inputs, Recording(0, plan)) for name, plan in plans.items()}
 
 
 def first_of(function: Callable[..., Any], *args: Any) -> Any:

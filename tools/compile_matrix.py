@@ -67,7 +67,7 @@ CASES = (
     Case("d128", mask="causal()", must_not_spill=True),
     Case("d64", d=64, dv=64, mask="causal()", must_not_spill=True),
     Case("d128 full", must_not_spill=True),
-    Case("fp32 d128", ("forward", "keys", "queries", "terms"), dtype="float32", mask="causal()"),
+    Case("fp32 d128", ("forward", "keys", "queries", "fp16_split"), dtype="float32", mask="causal()"),
     Case("fp32 decode", ("decode", "merge"), dtype="float32"),
     Case("d256", d=256, dv=256, mask="causal()"),
     Case("d512", ("forward",), d=512, dv=512),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 
 from tilewise.backends.base import BackwardInputs, Inputs, Needs
-from tilewise.backends.gpu import replay
 from tilewise.backends.gpu.arguments import padded
 from tilewise.backends.gpu.launch import Descriptor
+from tilewise.backends.gpu.record import Launch
 from tilewise.backends.triton import run
 from tilewise.hardware import DeviceSpec
 from tilewise.model import TilePlan, gpu_tile
@@ -20,10 +21,10 @@ from tilewise.problem import Problem
 
 
 class Named(NamedTuple):
-    """A launch and what it is for: forward, decode, merge, prepare, terms, keys, queries or bias."""
+    """A launch and what it is for: forward, decode, merge, prepare, fp16_split, keys, queries or bias."""
 
     name: str
-    launch: replay.Launch
+    launch: Launch
 
 
 def launches(
@@ -42,7 +43,7 @@ def launches(
     q, v = inputs.q, inputs.v
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    found: list[replay.Launch] = []
+    found: list[Launch] = []
     with standing_in(spec, found, _has_maps(spec) if maps is None else maps):
         if needs is None:
             run.run_forward(problem, inputs, out, lse, trial)
@@ -55,25 +56,30 @@ def _has_maps(spec: DeviceSpec) -> bool:
     return spec.capability is not None and spec.capability[0] in (9, 10)
 
 
-def _name(launch: replay.Launch) -> str:
+def _name(launch: Launch) -> str:
     name: str = launch.kernel.__name__.removesuffix("_kernel")
     return "decode" if name == "forward" and launch.config.SPLIT else name
 
 
 @contextmanager
-def standing_in(spec: DeviceSpec, found: list[replay.Launch], maps: bool) -> Iterator[None]:
+def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[None]:
     """The backend believes in a device, and instead of running its launches it adds them to `found`."""
 
     def tile_for(problem: Problem, pass_: str, device: torch.device) -> TilePlan:
         return gpu_tile(problem, spec, pass_, "triton")
 
-    def fitting(problem: Problem, pass_: str, build: Any, tile: TilePlan | None, device: torch.device) -> replay.Launch:
+    def fitting(problem: Problem, pass_: str, build: Any, tile: TilePlan | None, device: torch.device) -> Launch:
         return build(tile or tile_for(problem, pass_, device))  # type: ignore[no-any-return]
 
     def descriptors(x: torch.Tensor, y: torch.Tensor, rows: int, wanted: bool) -> tuple[Any, Any]:
         if not maps or not wanted or max(x.shape[3], y.shape[3]) > 256:
             return None, None
-        return Descriptor(x, rows, padded(x.shape[3])), Descriptor(y, rows, padded(y.shape[3]))
+        return Descriptor.of(x, rows, padded(x.shape[3])), Descriptor.of(y, rows, padded(y.shape[3]))
+
+    def get(problem: Problem, key: Any, device: torch.device, plan: Any) -> Any:
+        return SimpleNamespace(
+            plan=plan(), repeat=lambda tensors: False, record=lambda tensors, launches: found.extend(launches)
+        )
 
     with (
         mock.patch.multiple(
@@ -83,9 +89,8 @@ def standing_in(spec: DeviceSpec, found: list[replay.Launch], maps: bool) -> Ite
             descriptors=descriptors,
             worth_maps=lambda problem: True,
             on_hip=lambda: spec.vendor == "AMD",
-            repeat=lambda problem, key, moving: False,
-            perform=lambda problem, key, moving, build: found.extend(build()),
+            recorder=SimpleNamespace(get=get),
         ),
-        mock.patch.object(replay.Launch, "run", lambda launch: found.append(launch)),
+        mock.patch.object(Launch, "run", lambda launch: found.append(launch)),
     ):
         yield

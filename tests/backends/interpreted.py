@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.conformance.cases import CASES, Case, build
 from tests.conformance.harness import excesses, serves
-from tilewise.backends.triton import run
+from tilewise.backends.gpu import arguments
 
 LEFT_OUT = {
     *(f"edge-{n}" for n in (15, 16, 31, 32, 63, 127, 128)),
@@ -35,16 +35,16 @@ SPLIT = {
     *("value-dim-larger", "decode", "sinks-empty-rows", "scale-negative", "lse-gradient", "huge-logits"),
     *("varlen-cross", "varlen-everything"),
 }
-"""fp32 cases that multiply in two terms of fp16, as NVIDIA's GPUs do; the others multiply whole numbers, as tf32 and AMD's GPUs
-do. Terms take three times as long here."""
+"""fp32 cases that multiply in two fp16 parts, as NVIDIA's GPUs do; the others multiply whole numbers, as tf32 and AMD's GPUs
+do. Parts take three times as long here."""
 
 
-terms_for = run.terms_for
+splits_fp32 = arguments.splits_fp32
 
 
 def failure(case: Case) -> str:
     """What is wrong with a case; empty if nothing is."""
-    run.terms_for = terms_for if case.name in SPLIT else lambda problem, hip: 1
+    arguments.splits_fp32 = splits_fp32 if case.name in SPLIT else lambda problem, hip: False
     built = build(case, "cpu")
     if reasons := serves(built, "triton"):
         return "" if case.dtype.itemsize == 8 or case.precision == "compensated" else f"refused: {reasons}"

@@ -132,7 +132,9 @@ def test_a_kernel_that_cannot_be_made_says_so_and_is_not_tried_again() -> None:
 
     kernels = Kernels("triton")
     for _ in range(2):
-        with pytest.raises(KernelError, match=r"'triton' could not compile forward_kernel .*PTXASError.*code -11.*tiled"):
+        with pytest.raises(
+            KernelError, match=r"'triton' could not compile forward_kernel .*PTXASError.*code -11.*tiled"
+        ):
             kernels.get("a key", "forward_kernel", make)
     assert len(tried) == 1
     assert kernels.get("another", "forward_kernel", lambda: 5) == 5

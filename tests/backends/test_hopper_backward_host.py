@@ -14,7 +14,7 @@ import tilewise as tw
 from tilewise.backends.hopper.backend import backend
 from tilewise.backends.hopper.backward.config import KEYS
 from tilewise.backends.hopper.backward.launch import Memory, plane, readable
-from tilewise.backends.hopper.backward.plan import Plan, make_plan, visiting_queries
+from tilewise.backends.hopper.backward.plan import BackwardPlan, make_plan, visiting_queries
 from tilewise.backends.hopper.compile import Types
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask
 from tilewise.backends.hopper.structs import GradArguments, Plane, PrePostArguments
@@ -37,7 +37,7 @@ def problem_of(mask: Mask | None = None, queries: int = 1000, keys: int | None =
     return Problem.of(seqlen=queries, kv_seqlen=keys, mask=mask, **fields)
 
 
-def plan_of(problem: Problem, processors: int = 8, **more: Any) -> Plan:
+def plan_of(problem: Problem, processors: int = 8, **more: Any) -> BackwardPlan:
     return make_plan(problem, processors, lambda *_: None, **more)
 
 

@@ -19,7 +19,6 @@ from tilewise.backends.hopper.backend import backend, layout_reason
 from tilewise.backends.hopper.config import NARROW, TABLE, Config, shortened
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, on_device, typed, unseen_keys
 from tilewise.backends.hopper.plan import make_plan
-from tilewise.backends.hopper.repeat import repeatable
 from tilewise.backends.hopper.structs import Arguments, Divisor, Term
 from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, best_order, tile_order, visited_keys
 from tilewise.masks import Mask, TileMap, allowed
@@ -300,48 +299,6 @@ def test_small_clusters_unless_they_are_uneven() -> None:
     assert not (best_order(keys, 64, (2, 2), 132) == small).all()
     many, _ = tile_order(keys, 4096, 16, 132)
     assert (best_order(keys, 4096, (16, 4096), 132) == many).all()
-
-
-class FakeLauncher:
-    """Built like Triton's launchers: a wrapper around a function called launcher, which expands some arguments."""
-
-    def __init__(self, native: Any, scratch: int = 0) -> None:
-        def wrap(launcher: Any) -> Any:
-            def inner(*args: Any) -> Any:
-                self.wrapped += 1
-                return launcher(*args[:2], *(x for arg in args[2:] for x in arg))
-
-            return inner
-
-        self.wrapped = 0
-        self.launch = wrap(native)
-        self.global_scratch_size, self.profile_scratch_size = scratch, 0
-
-    def __call__(self, *args: Any) -> None:
-        self.launch(*args)
-
-
-def test_repeated_launches_skip_the_wrapper() -> None:
-    ran: list[tuple[Any, ...]] = []
-    run = FakeLauncher(lambda *args: ran.append(args))
-    call = repeatable(run, (1, 2, (3, 4)))
-    assert ran == []  # recording launches nothing
-    call()
-    call()
-    assert ran == [(1, 2, 3, 4)] * 2
-    assert run.wrapped == 1
-    run(5, 6, (7,))
-    assert ran[-1] == (5, 6, 7)  # the launcher itself is as it was
-
-
-def test_launchers_that_need_scratch_memory_are_called_themselves() -> None:
-    ran: list[tuple[Any, ...]] = []
-    run = FakeLauncher(lambda *args: ran.append(args), scratch=8)
-    call = repeatable(run, (1, 2, (3, 4)))
-    call()
-    call()
-    assert ran == [(1, 2, 3, 4)] * 2
-    assert run.wrapped == 2
 
 
 def test_plans_keep_no_tensors() -> None:

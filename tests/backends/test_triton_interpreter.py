@@ -31,8 +31,8 @@ def test_conformance_in_the_interpreter(share: int) -> None:
     interpret("tests.backends.interpreted", str(share), str(SHARES))
 
 
-def test_fp32_in_two_terms() -> None:
-    interpret("tests.backends.split_terms")
+def test_fp32_in_two_fp16_parts() -> None:
+    interpret("tests.backends.fp16_split")
 
 
 def test_packed_sequences_find_their_tiles() -> None:

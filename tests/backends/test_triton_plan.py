@@ -1,4 +1,4 @@
-"""Which tiles the Triton kernels get: what was measured, and for fp32 only what fits with two terms in place of a number."""
+"""Which tiles the Triton kernels get: what was measured, and for fp32 only what fits with two fp16 parts in place of a number."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.backends.test_gpu_record import Collector
 from tilewise.backends.base import BackwardInputs, Inputs, Needs
-from tilewise.backends.gpu import replay
-from tilewise.backends.gpu.arguments import terms_for
+from tilewise.backends.gpu.arguments import splits_fp32
 from tilewise.backends.triton import run
 from tilewise.backends.triton.plan import decoding
 from tilewise.hardware import lookup
@@ -40,7 +40,7 @@ def test_decoding_takes_the_tile_and_the_splits_that_were_measured(
 @pytest.mark.parametrize("device", ["h200", "h100", "a100-80", "rtx4090", "b200"])
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("pass_", PASSES)
-def test_fp32_tiles_fit_in_two_terms(device: str, dim: int, pass_: str) -> None:
+def test_fp32_tiles_fit_in_two_parts(device: str, dim: int, pass_: str) -> None:
     spec = lookup(device)
     problem = Problem.of(batch=8, heads=8, seqlen=2048, head_dim=dim, dtype="float32", mask=causal(), device="cuda")
     tile = gpu_tile(problem, spec, pass_, "triton")
@@ -49,13 +49,13 @@ def test_fp32_tiles_fit_in_two_terms(device: str, dim: int, pass_: str) -> None:
         assert max(tile.block_q, tile.block_k) <= 32, "more goes through tensor memory, which is too small"
 
 
-def test_who_multiplies_in_terms() -> None:
+def test_who_splits_fp32() -> None:
     def problem(dtype: str, precision: str = "default") -> Problem:
         return Problem.of(heads=1, seqlen=8, head_dim=8, dtype=dtype, precision=precision)
 
-    assert terms_for(problem("float32"), hip=False) == 2
-    assert {terms_for(problem("float32"), hip=True), terms_for(problem("float32", "tf32"), hip=False)} == {1}
-    assert terms_for(problem("bfloat16"), hip=False) == 1
+    assert splits_fp32(problem("float32"), hip=False)
+    assert not splits_fp32(problem("float32"), hip=True) and not splits_fp32(problem("float32", "tf32"), hip=False)
+    assert not splits_fp32(problem("bfloat16"), hip=False)
 
 
 def test_decoding_never_uses_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_decoding_never_uses_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(run, "descriptors", descriptors)
     monkeypatch.setattr(run, "tile_for", lambda problem, pass_, device: tile)
     monkeypatch.setattr(run, "fitting", lambda problem, pass_, build, tile, device: build(tile))
-    monkeypatch.setattr(run, "perform", lambda problem, key, moving, build: build())
+    monkeypatch.setattr(run, "recorder", Collector([]))
     for queries in (1, 2048):
         problem = Problem.of(heads=64, seqlen=queries, kv_seqlen=2**20, head_dim=128, dtype="bfloat16", device="cuda")
         q = torch.empty((1, 64, queries, 128), dtype=torch.bfloat16, device="meta")
@@ -91,15 +91,18 @@ def test_keys_are_not_split_under_a_bias() -> None:
 
 def launched(monkeypatch: pytest.MonkeyPatch, dtype: str, dim: int, needs: Needs) -> list[tuple[str, set[str]]]:
     """The kernels of a backward and the gradients each writes."""
-    built: list[replay.Launch] = []
     tile = TilePlan(32, 32)
     monkeypatch.setattr(run, "fitting", lambda problem, pass_, build, given, device: build(tile))
-    monkeypatch.setattr(run, "perform", lambda problem, key, moving, build: built.extend(build()))
+    monkeypatch.setattr(run, "recorder", collector := Collector([]))
     problem = Problem.of(heads=2, seqlen=64, head_dim=dim, dtype=dtype, device="cuda")
     q = torch.empty((1, 2, 64, dim), dtype=getattr(torch, dtype), device="meta")
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
     run.run_backward(problem, Inputs(q, q, q), BackwardInputs(q, lse, q, needs=needs))
-    found = [(launch.kernel.__name__, launch.args[1]) for launch in built if launch.kernel.__name__ != "terms_kernel"]
+    found = [
+        (launch.kernel.__name__, launch.args[1])
+        for launch in collector.found[0][2]
+        if launch.kernel.__name__ != "fp16_split_kernel"
+    ]
     return [(name, {x for x in ("dq", "dk", "dv") if getattr(g, x) is not None}) for name, g in found]
 
 

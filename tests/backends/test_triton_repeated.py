@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backends.test_gpu_replay import Compiled, collect, kernel, plain
+from tests.backends.test_gpu_record import Compiled, collect, kernel, plain, replayed
 from tests.conformance.cases import CASES, Built, Case, build
 from tilewise.backends.base import BackwardInputs, empty_lse, empty_out
-from tilewise.backends.gpu import replay
 from tilewise.hardware import lookup
 from tilewise.model import gpu_tile
 
@@ -50,5 +49,5 @@ def test_a_repeated_call_has_its_own_tensors(monkeypatch: pytest.MonkeyPatch, ke
             continue
         assert first.problem == second.problem and key == other_key
         kernel.launched.clear()
-        assert replay.Recorded(launches, moving)(other)
+        replayed(launches, moving, other)
         assert [launched[9:] for launched in kernel.launched] == [plain(launch) for launch in others]

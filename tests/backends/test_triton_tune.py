@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import tilewise as tw
 from tilewise import masks
-from tilewise.backends.gpu import replay
+from tilewise.backends.gpu.record import Recorder
 from tilewise.backends.triton import tune
 from tilewise.hardware import lookup
 from tilewise.model import TilePlan
@@ -98,8 +98,7 @@ def test_tuned_calls_on_a_gpu_are_right_and_keep_their_winners(tmp_path: Path, m
     planned = call()
     monkeypatch.setenv(tune.VARIABLE, "1")
     monkeypatch.setattr(tune, "CANDIDATES", 3)
-    monkeypatch.setattr(replay, "_known", {})
-    monkeypatch.setattr(replay, "_recent", {})
+    monkeypatch.setattr(run, "recorder", Recorder())
     timed: list[float] = []
     monkeypatch.setattr(run, "seconds_of", lambda launch: timed.append(tune.seconds_of(launch)) or timed[-1])
     for _ in range(3):

@@ -30,7 +30,7 @@ CHOSEN = [
     ("d128", "sm_80", ("forward", "keys", "queries")),
     ("d128", "sm_100", ("forward", "keys")),
     ("d64", "gfx942", ("forward", "keys")),
-    ("fp32 d128", "sm_90", ("forward", "queries", "terms")),
+    ("fp32 d128", "sm_90", ("forward", "queries", "fp16_split")),
 ]
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
-from tilewise.backends.gpu.launch import bias_view, interpreting, view
-from tilewise.backends.gpu.structs import Attention, Config, MaskArgs, View
+from tilewise.backends.gpu.launch import bias_view, broadcast_strides, interpreting, view
+from tilewise.backends.gpu.structs import Attention, KernelConfig, MaskArgs, MaskLayout, View
 from tilewise.masks import MaskProgram, may_have_empty_rows
 from tilewise.numerics.philox import drop_threshold
 from tilewise.problem import Problem
@@ -29,34 +29,17 @@ def mask_args(program: MaskProgram, device: torch.device) -> MaskArgs:
                 if kind.per_head:
                     t = (t if t.dtype == torch.bool else t != 0).contiguous().view(torch.uint8)
                     # a block table's rows and columns are counted, not broadcast, and its columns are adjacent
-                    strides += [*_broadcast(t, 2), t.stride(2)] if kind.is_blocks else _broadcast(t, 4)
+                    strides += [*broadcast_strides(t)[:2], t.stride(2)] if kind.is_blocks else broadcast_strides(t)
                 else:
                     t = t.to(torch.int32).contiguous()
-                    strides += _broadcast(t, 1) if kind.is_documents else []
+                    strides += broadcast_strides(t)[:1] if kind.is_documents else []
                 tensors.append(t)
     return MaskArgs(program.ints, tuple(tensors), tuple(strides))
 
 
-def _broadcast(t: Tensor, sides: int) -> list[int]:
-    """The first strides, 0 for sides of 1."""
-    return [0 if t.shape[i] == 1 else t.stride(i) for i in range(sides)]
-
-
-def _slopes(alibi: Tensor) -> View:
-    """Slopes (batch or 1, heads): of the tensor itself, since a repeated call finds its tensors by what they are."""
-    b, h = _broadcast(alibi, 2)
-    return View(alibi, b, h, 0, 0)
-
-
 def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, splits: int = 1) -> Attention:
-    """The problem as the kernels see it."""
+    """The problem as the kernels see it; `inputs` are `ready`."""
     device = inputs.q.device
-    seed = inputs.seed
-    if seed is not None and seed.device != device:
-        seed = seed.to(device, non_blocking=True)
-    alibi = inputs.alibi
-    if alibi is not None:
-        alibi = alibi.to(torch.float32)
     return Attention(
         q=view(inputs.q),
         k=view(inputs.k),
@@ -64,9 +47,9 @@ def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, s
         out=view(out),
         lse_ptr=lse,
         bias=None if inputs.bias is None else bias_view(inputs.bias),
-        alibi=None if alibi is None else _slopes(alibi),
-        sinks_ptr=None if inputs.sinks is None else inputs.sinks.contiguous(),
-        seed_ptr=seed if problem.dropout_p > 0 else None,
+        alibi=None if inputs.alibi is None else View(inputs.alibi, *[*broadcast_strides(inputs.alibi), 0, 0]),
+        sinks_ptr=inputs.sinks,
+        seed_ptr=inputs.seed,
         cu_q=inputs.cu_q if problem.varlen else None,
         cu_k=inputs.cu_k if problem.varlen else None,
         mask=mask_args(problem.program, device),
@@ -83,11 +66,11 @@ def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, s
     )
 
 
-def config_for(problem: Problem, inputs: Inputs, precision: str) -> Config:
+def config_for(problem: Problem, inputs: Inputs, precision: str) -> KernelConfig:
     """What the kernels are compiled for, tiles aside."""
     plain = inputs.bias is None and inputs.alibi is None and problem.softcap == 0
-    return Config(
-        STRUCTURE=problem.program.structure,
+    return KernelConfig(
+        MASK=MaskLayout.of(problem.program.structure),
         D=problem.head_dim,
         DV=problem.head_dim_v,
         BLOCK_D=padded(problem.head_dim),
@@ -98,7 +81,7 @@ def config_for(problem: Problem, inputs: Inputs, precision: str) -> Config:
         DROPOUT=problem.dropout_p > 0,
         PRECISION=precision,
         INTERPRET=interpreting(),
-        BLIND=inputs.bias is not None
+        EMPTY_ROWS=inputs.bias is not None
         or problem.varlen
         or may_have_empty_rows(problem.program, problem.seqlen_q, problem.seqlen_k),
     )
@@ -113,17 +96,17 @@ def dot_precision(problem: Problem, hip: bool) -> str:
     return "ieee" if hip else "tf32x3"
 
 
-def terms_for(problem: Problem, hip: bool) -> int:
-    """Terms of fp16 that fp32 operands are split into, 1 where they stay whole.
+def splits_fp32(problem: Problem, hip: bool) -> bool:
+    """Are fp32 operands split into two fp16 parts?
 
     Three products of fp16 cost half of what three of tf32 do, need half the registers of a thread, and their operands may lie
     either way.
     """
-    return 2 if problem.dtype == "float32" and problem.precision != "tf32" and not hip else 1
+    return problem.dtype == "float32" and problem.precision != "tf32" and not hip
 
 
-def empty_terms(x: Tensor) -> Tensor:
-    """Fresh memory for the two terms of a tensor, one after another along the batch, rows at multiples of 16 bytes.
+def empty_fp16_split(x: Tensor) -> Tensor:
+    """Fresh memory for the two fp16 parts of a tensor, one after another along the batch, rows at multiples of 16 bytes.
 
     Behind them, in the same memory, is room for a scale of fp32 for each token.
     """
@@ -141,5 +124,5 @@ def partial_results(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
 
 
 def split_view(parts: Tensor) -> View:
-    """Parts or terms along the batch as one tensor; unlike `view`, sides of 1 keep their stride."""
+    """Parts along the batch as one tensor; unlike `view`, sides of 1 keep their stride."""
     return View(parts, *parts.stride())

@@ -35,14 +35,16 @@ def proven(types: Any, attributes: Any, config: Any) -> bool:
         return False
     usual = config.D == config.DV == config.BLOCK_D == config.BLOCK_DV and config.D in (64, 128)
     more = (
-        config.TERMS > 1
+        config.FP16_SPLIT
         or config.DROPOUT
         or not config.FOLD
         or config.SPLIT
         or config.PACK > 1
         or a.sinks_ptr != "constexpr"
     )
-    return usual and not more and config.STRUCTURE in ("", "b")
+    literals = [literal for term in config.MASK.terms for literal in term.literals]
+    band = len(literals) == 1 and literals[0].kind.is_bottom_right
+    return usual and not more and (band or not literals)
 
 
 def compile_soundly(target: Any, needed: bool, build: Callable[[dict[str, str]], Any]) -> Any:

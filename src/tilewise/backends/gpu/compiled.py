@@ -1,4 +1,4 @@
-"""Compiled kernels, each made once. One that cannot be made ends in a KernelError, and is not tried again."""
+"""Compiled kernels, each made and loaded once. One that cannot be made ends in an error, and is not tried again."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ class Kernels:
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        self._made: dict[Hashable, Any] = {}
+        self._kernels: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, name: str, make: Callable[[], Any]) -> Any:
         """The kernel of a key, which `make` compiles; `name` is for messages."""
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = self._try(name, make)
-        if isinstance(found, KernelError):
-            raise KernelError(str(found)) from found
-        return found
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._kernels[key] = self._try(name, make)
+        if isinstance(kernel, KernelError):
+            raise KernelError(str(kernel)) from kernel
+        if isinstance(kernel, Exception):
+            raise kernel
+        return kernel
 
     def _try(self, name: str, make: Callable[[], Any]) -> Any:
         import triton
         from triton.runtime.errors import OutOfResources
 
         try:
-            return make()
-        except (OutOfResources, MemoryError):  # for these a smaller tile is the remedy, or more memory
+            kernel = make()
+            _ = getattr(kernel, "run", None)  # loads it; raises where it does not fit the device
+            return kernel
+        except MemoryError:
             raise
-        except KernelError as error:
+        except (KernelError, OutOfResources) as error:  # for the latter a smaller tile is the remedy
             return error
         except Exception as error:  # Triton's, LLVM's or the assembler's
             problem = KernelError(

@@ -8,8 +8,9 @@ loads need (an inner stride of 1, a common alignment). The same function gives t
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,6 +18,7 @@ from tilewise.backends.gpu.assemble import compile_soundly, proven
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.structs import View
 
+T = TypeVar("T")
 POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -30,7 +32,7 @@ WIDE_STRIDE = 1 << 21
 """Row strides from here on are 64-bit: 512 rows or more of a tile would leave 32 bits."""
 
 
-class Options(NamedTuple):
+class LaunchOptions(NamedTuple):
     """How a kernel is launched."""
 
     num_warps: int = 4
@@ -38,39 +40,39 @@ class Options(NamedTuple):
 
 
 class Address:
-    """Stands for a tensor where nothing but its address is read."""
+    """Memory some bytes behind the start of a tensor; without one, an address."""
 
-    __slots__ = ("data_ptr",)
+    __slots__ = ("base", "bytes")
 
-    def __init__(self, address: int) -> None:
-        self.data_ptr = lambda: address
+    def __init__(self, distance: int, base: torch.Tensor | None = None) -> None:
+        self.base, self.bytes = base, distance
+
+    def data_ptr(self) -> int:
+        return self.bytes if self.base is None else self.base.data_ptr() + self.bytes
 
 
 class Descriptor:
-    """A tensor map of rank 4 for Triton's launcher, which reads just these fields."""
+    """A tensor map for Triton's launcher, which reads just these fields."""
 
     __slots__ = ("base", "block_shape", "padding", "round_f32_to_tf32", "shape", "strides")
 
-    def __init__(self, x: torch.Tensor, rows: int, width: int) -> None:
-        self.base: Any = x
-        self.shape = list(x.shape)
+    def __init__(self, base: Any, shape: list[int], strides: list[int], block_shape: list[int]) -> None:
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+        self.padding, self.round_f32_to_tf32 = "zero", False
+
+    @classmethod
+    def of(cls, x: torch.Tensor, rows: int, width: int) -> Descriptor:
+        """Of a tensor of rank 4, read in tiles of rows × width."""
         # a dimension of size 1 is never stepped over; any legal stride will do
-        self.strides = [
+        strides = [
             max(8, x.shape[3]) * 16 if size == 1 else step
             for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)
         ]
-        self.strides.append(1)
-        self.block_shape = [1, 1, rows, width]
-        self.padding = "zero"
-        self.round_f32_to_tf32 = False
+        return cls(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
 
     def at(self, address: int) -> Descriptor:
         """The same map over other memory."""
-        other = Descriptor.__new__(Descriptor)
-        other.base = Address(address)
-        other.shape, other.strides, other.block_shape = self.shape, self.strides, self.block_shape
-        other.padding, other.round_f32_to_tf32 = self.padding, self.round_f32_to_tf32
-        return other
+        return Descriptor(Address(address), self.shape, self.strides, self.block_shape)
 
 
 class Signature(NamedTuple):
@@ -85,20 +87,33 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
+def on_device(device: torch.device, function: Callable[..., T], *args: Any) -> T:
+    """Call a function with a tensor's device as the current one: kernels are launched there."""
+    if device.type != "cuda" or device.index is None or device.index == torch._C._cuda_getDevice():
+        return function(*args)
+    with torch.cuda.device(device):
+        return function(*args)
+
+
 def on_hip() -> bool:
     """Is this torch built for GPUs of AMD?"""
     return torch.version.hip is not None
 
 
+def broadcast_strides(x: torch.Tensor) -> list[int]:
+    """Strides, 0 for sides of 1."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
+
+
 def view(x: torch.Tensor) -> View:
     """A rank 4 tensor; dimensions of size 1 get stride 0, so that a mere shape never changes the signature."""
-    b, h, rows = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
-    return View(x, b, h, rows, 1 if x.shape[3] == 1 else x.stride(3))
+    b, h, rows, d = broadcast_strides(x)
+    return View(x, b, h, rows, 1 if x.shape[3] == 1 else d)
 
 
 def bias_view(x: torch.Tensor) -> View:
     """A tensor each of whose dimensions is full or 1; those of size 1 broadcast."""
-    return View(x, *(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)))
+    return View(x, *broadcast_strides(x))
 
 
 def describable(x: torch.Tensor) -> bool:
@@ -163,7 +178,7 @@ def _aligned(v: View) -> bool:
 _compiled = Kernels("triton")
 
 
-def compiled_kernel(kernel: Any, args: tuple[Any, ...], config: Any, options: Options) -> Any:
+def compiled_kernel(kernel: Any, args: tuple[Any, ...], config: Any, options: LaunchOptions) -> Any:
     """The kernel for these arguments, compiled once for each device and signature."""
     from triton.runtime import driver
 
@@ -174,7 +189,7 @@ def compiled_kernel(kernel: Any, args: tuple[Any, ...], config: Any, options: Op
     return _compiled.get(key, kernel.__name__, lambda: compile_for(target, kernel, sig, config, options))
 
 
-def compile_for(target: Any, kernel: Any, sig: Signature, config: Any, options: Options) -> Any:
+def compile_for(target: Any, kernel: Any, sig: Signature, config: Any, options: LaunchOptions) -> Any:
     """Compile for a target, which need not be present."""
     import triton
     from triton.compiler import ASTSource

@@ -14,8 +14,8 @@ from tilewise.backends.gpu.tile import LN2, LOG2E
 
 
 @triton.jit
-def joined(acc, l, m, part_tile, lse):
-    """One part more: its out [M, DV] and lse [M]."""
+def add_part(acc, l, m, part_tile, lse):
+    """Add one part: its out [M, DV] and lse [M]."""
     new_m = tl.maximum(m, lse)
     shift = tl.where(new_m == float("-inf"), 0.0, new_m)
     rescale = tl.exp2((m - shift) * LOG2E)
@@ -24,8 +24,8 @@ def joined(acc, l, m, part_tile, lse):
 
 
 @triton.jit
-def with_sink(acc, l, m, sink):
-    """The sink, a number or one for each row: a key more, of value 0. An infinite one takes all the weight."""
+def add_sink(acc, l, m, sink):
+    """Add the sink, a number or one for each row: one more key, of value 0. An infinite one has all the weight."""
     top = tl.maximum(m, sink)
     # where two infinities meet, their difference is no number
     rescale = tl.where(m == top, 1.0, tl.exp2((m - top) * LOG2E))
@@ -35,7 +35,7 @@ def with_sink(acc, l, m, sink):
 
 
 @triton.jit
-def merged(acc, l, m):
+def normalized(acc, l, m):
     """(out, lse) of all parts; (0, -inf) where there was nothing."""
     whole = tl.where(l == 0.0, 1.0, l)
     return acc / whole[:, None], tl.where(l == 0.0, float("-inf"), m + tl.log2(whole) * LN2)

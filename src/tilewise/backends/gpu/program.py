@@ -1,8 +1,8 @@
 """The MaskProgram on the device: which keys a tile of queries can see, which it sees wholly, and the tile's own mask.
 
-A term's bands and ranges meet in one interval form: lo <= k - q <= hi and start <= k < end. From it the hull of a tile's keys
-is exact, so EMPTY tiles are never visited and FULL ones never masked. Letters that read tensors ("data") say nothing about
-intervals: their tiles are looked at one by one.
+The bands and ranges of a term have one interval form: lo <= k - q <= hi and start <= k < end. It gives the exact hull of a tile's
+keys, so EMPTY tiles are never visited and FULL ones never masked. Literals that read data (documents, blocks, dense) say nothing
+about intervals: their tiles are evaluated one by one. `C.MASK` (structs.py) says which literals there are.
 """
 
 from __future__ import annotations
@@ -11,182 +11,180 @@ import triton
 import triton.language as tl
 
 UNBOUNDED = tl.constexpr(2**30)
-
-
-@triton.constexpr_function
-def literals(structure):
-    """(letter, first int, first tensor, first stride, opens its term, closes its term, term is intervals only)."""
-    ints = {"b": 2, "t": 2, "o": 2, "r": 2, "s": 2, "S": 2}
-    tensors = {"o": 1, "k": 2, "d": 2, "D": 2, "s": 1, "S": 1, "e": 1, "E": 1}
-    strides = {"d": 2, "D": 2, "s": 3, "S": 3, "e": 4, "E": 4}
-    result, i, t, s = [], 0, 0, 0
-    for term in structure.split("|"):
-        for j, letter in enumerate(term):
-            result.append((letter, i, t, s, j == 0, j == len(term) - 1, not set(term) & set("dDsSeE")))
-            i, t, s = i + ints.get(letter, 0), t + tensors.get(letter, 0), s + strides.get(letter, 0)
-    return result
-
-
-@triton.constexpr_function
-def count(structure):
-    return len(literals(structure))
-
-
-@triton.constexpr_function
-def letter(structure, i):
-    return literals(structure)[i][0]
-
-
-@triton.constexpr_function
-def int_at(structure, i):
-    return literals(structure)[i][1]
-
-
-@triton.constexpr_function
-def tensor_at(structure, i):
-    return literals(structure)[i][2]
-
-
-@triton.constexpr_function
-def stride_at(structure, i):
-    return literals(structure)[i][3]
-
-
-@triton.constexpr_function
-def opens(structure, i):
-    return literals(structure)[i][4]
-
-
-@triton.constexpr_function
-def closes(structure, i):
-    return literals(structure)[i][5]
-
-
-@triton.constexpr_function
-def intervals_only(structure, i):
-    return literals(structure)[i][6]
-
-
-@triton.constexpr_function
-def reads_data(structure, i):
-    return literals(structure)[i][0] in "dDsSeE"
-
-
-@triton.constexpr_function
-def has_data(structure):
-    """Does any letter read tensors the size of the sequence?"""
-    return bool(set(structure) & set("dDsSeE"))
-
-
-@triton.constexpr_function
-def has_gaps(structure):
-    """May a tile inside the hull be EMPTY? Then tiles are guarded."""
-    return bool(set(structure) & set("dDsSeE|"))
-
-
-@triton.constexpr_function
-def has_alternatives(structure):
-    return "|" in structure
+FULL = tl.constexpr(0)
+MASKED = tl.constexpr(1)
+CAREFUL = tl.constexpr(2)
+"""How a tile is processed: without a mask, under the mask, and also without what only a bias hides."""
 
 
 @triton.jit
-def narrow(mask, seq, lo, hi, start, end, C: tl.constexpr, i: tl.constexpr):
-    """The interval form of a term so far, narrowed by literal i."""
-    LETTER: tl.constexpr = letter(C.STRUCTURE, i)
-    I: tl.constexpr = int_at(C.STRUCTURE, i)
-    T: tl.constexpr = tensor_at(C.STRUCTURE, i)
-    if LETTER == "b" or LETTER == "t" or LETTER == "o":
+def narrow(mask, seq, interval, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
+    """The interval form of term t, narrowed by its literal i."""
+    lo, hi, start, end = interval
+    KIND: tl.constexpr = C.MASK.terms[t].literals[i].kind
+    I: tl.constexpr = C.MASK.terms[t].literals[i].ints
+    T: tl.constexpr = C.MASK.terms[t].literals[i].tensors
+    if KIND.is_band:
         shift = 0
-        if LETTER == "b":
+        if KIND.is_bottom_right:
             shift = seq.len_k - seq.len_q
-        if LETTER == "o":
+        if KIND.is_offset:
             shift = tl.load(mask.tensors[T] + seq.b)
         new_lo = mask.ints[I]
         new_hi = mask.ints[I + 1]
         # an unbounded side stays where it is, so that no shift can overflow
         lo = tl.maximum(lo, tl.where(new_lo <= -UNBOUNDED, -UNBOUNDED, new_lo + shift))
         hi = tl.minimum(hi, tl.where(new_hi >= UNBOUNDED, UNBOUNDED, new_hi + shift))
-    elif LETTER == "r":
+    elif KIND.is_range:
         start = tl.maximum(start, mask.ints[I])
         end = tl.minimum(end, mask.ints[I + 1])
-    elif LETTER == "k":
+    elif KIND.is_padding:
         start = tl.maximum(start, tl.load(mask.tensors[T] + seq.b))
         end = tl.minimum(end, tl.load(mask.tensors[T + 1] + seq.b))
-    elif LETTER == "0":
+    elif KIND.is_nothing:
         end = start
     return lo, hi, start, end
 
 
 @triton.jit
+def term_interval(mask, seq, C: tl.constexpr, t: tl.constexpr):
+    """lo, hi, start, end of term t: its bands and ranges, intersected."""
+    interval = (-UNBOUNDED, UNBOUNDED, 0, seq.len_k)
+    LITERALS: tl.constexpr = len(C.MASK.terms[t].literals)
+    for i in tl.static_range(LITERALS):
+        interval = narrow(mask, seq, interval, C, t, i)
+    return interval
+
+
+@triton.jit
+def longer(bounds, first, last):
+    """The longer one of two ranges."""
+    better = last - first > bounds[1] - bounds[0]
+    return tl.where(better, first, bounds[0]), tl.where(better, last, bounds[1])
+
+
+@triton.jit
 def key_bounds(mask, seq, m0, m1, C: tl.constexpr):
     """For queries [m0, m1): the hull [lo, hi) of the keys any of them sees, and a range [full_lo, full_hi) all of them see."""
-    if count(C.STRUCTURE) == 0:
+    TERMS: tl.constexpr = len(C.MASK.terms)
+    if TERMS == 0:
         return 0, seq.len_k, 0, seq.len_k
     hull_lo = seq.len_k
     hull_hi = seq.len_k * 0
-    full_lo = hull_hi
-    full_hi = hull_hi
-    lo = -UNBOUNDED
-    hi = UNBOUNDED
-    start = 0
-    end = seq.len_k
-    for i in tl.static_range(count(C.STRUCTURE)):
-        if opens(C.STRUCTURE, i):
-            lo = -UNBOUNDED
-            hi = UNBOUNDED
-            start = 0
-            end = seq.len_k
-        lo, hi, start, end = narrow(mask, seq, lo, hi, start, end, C, i)
-        if closes(C.STRUCTURE, i):
-            first = tl.maximum(m0 + lo, start)
-            last = tl.minimum(m1 + hi, end)
-            some = (lo <= hi) & (first < last)
-            hull_lo = tl.where(some, tl.minimum(hull_lo, first), hull_lo)
-            hull_hi = tl.where(some, tl.maximum(hull_hi, last), hull_hi)
-            if intervals_only(C.STRUCTURE, i):
-                first = tl.maximum(m1 - 1 + lo, start)
-                last = tl.minimum(m0 + hi + 1, end)
-                longer = last - first > full_hi - full_lo
-                full_lo = tl.where(longer, first, full_lo)
-                full_hi = tl.where(longer, last, full_hi)
-    return hull_lo, hull_hi, full_lo, full_hi
+    full = (seq.len_k * 0, seq.len_k * 0)
+    for t in tl.static_range(TERMS):
+        lo, hi, start, end = term_interval(mask, seq, C, t)
+        first = tl.maximum(m0 + lo, start)
+        last = tl.minimum(m1 + hi, end)
+        some = (lo <= hi) & (first < last)
+        hull_lo = tl.where(some, tl.minimum(hull_lo, first), hull_lo)
+        hull_hi = tl.where(some, tl.maximum(hull_hi, last), hull_hi)
+        if not C.MASK.terms[t].reads_data:
+            full = longer(full, tl.maximum(m1 - 1 + lo, start), tl.minimum(m0 + hi + 1, end))
+    return hull_lo, hull_hi, full[0], full[1]
 
 
 @triton.jit
 def query_bounds(mask, seq, n0, n1, C: tl.constexpr):
     """For keys [n0, n1): the hull of the queries that see any of them, and a range of queries that see them all."""
-    if count(C.STRUCTURE) == 0:
+    TERMS: tl.constexpr = len(C.MASK.terms)
+    if TERMS == 0:
         return 0, seq.len_q, 0, seq.len_q
     hull_lo = seq.len_q
     hull_hi = seq.len_q * 0
-    full_lo = hull_hi
-    full_hi = hull_hi
-    lo = -UNBOUNDED
-    hi = UNBOUNDED
-    start = 0
-    end = seq.len_k
-    for i in tl.static_range(count(C.STRUCTURE)):
-        if opens(C.STRUCTURE, i):
-            lo = -UNBOUNDED
-            hi = UNBOUNDED
-            start = 0
-            end = seq.len_k
-        lo, hi, start, end = narrow(mask, seq, lo, hi, start, end, C, i)
-        if closes(C.STRUCTURE, i):
-            k0 = tl.maximum(n0, start)
-            k1 = tl.minimum(n1, end)
-            first = tl.maximum(k0 - hi, 0)
-            last = tl.minimum(k1 - lo, seq.len_q)
-            some = (lo <= hi) & (k0 < k1) & (first < last)
-            hull_lo = tl.where(some, tl.minimum(hull_lo, first), hull_lo)
-            hull_hi = tl.where(some, tl.maximum(hull_hi, last), hull_hi)
-            if intervals_only(C.STRUCTURE, i):
-                first = tl.maximum(n1 - 1 - hi, 0)
-                last = tl.where((start <= n0) & (n1 <= end), tl.minimum(n0 - lo + 1, seq.len_q), first)
-                longer = last - first > full_hi - full_lo
-                full_lo = tl.where(longer, first, full_lo)
-                full_hi = tl.where(longer, last, full_hi)
-    return hull_lo, hull_hi, full_lo, full_hi
+    full = (seq.len_q * 0, seq.len_q * 0)
+    for t in tl.static_range(TERMS):
+        lo, hi, start, end = term_interval(mask, seq, C, t)
+        k0 = tl.maximum(n0, start)
+        k1 = tl.minimum(n1, end)
+        first = tl.maximum(k0 - hi, 0)
+        last = tl.minimum(k1 - lo, seq.len_q)
+        some = (lo <= hi) & (k0 < k1) & (first < last)
+        hull_lo = tl.where(some, tl.minimum(hull_lo, first), hull_lo)
+        hull_hi = tl.where(some, tl.maximum(hull_hi, last), hull_hi)
+        if not C.MASK.terms[t].reads_data:
+            first = tl.maximum(n1 - 1 - hi, 0)
+            whole = (start <= n0) & (n1 <= end)
+            full = longer(full, first, tl.where(whole, tl.minimum(n0 - lo + 1, seq.len_q), first))
+    return hull_lo, hull_hi, full[0], full[1]
+
+
+@triton.jit
+def seen_keys(mask, seq, m0, m1, k, C: tl.constexpr):
+    """Which of the keys `k` some query in [m0, m1) sees; exact when no literal reads data."""
+    TERMS: tl.constexpr = len(C.MASK.terms)
+    if TERMS == 0:
+        return k < seq.len_k
+    seen = k < 0
+    for t in tl.static_range(TERMS):
+        lo, hi, start, end = term_interval(mask, seq, C, t)
+        seen |= (lo <= hi) & (k >= tl.maximum(m0 + lo, start)) & (k < tl.minimum(m1 + hi, end))
+    return seen
+
+
+@triton.jit
+def data_literal(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
+    """A literal that reads data, over the tile of q × k (index tiles that broadcast against each other)."""
+    KIND: tl.constexpr = C.MASK.terms[t].literals[i].kind
+    I: tl.constexpr = C.MASK.terms[t].literals[i].ints
+    T: tl.constexpr = C.MASK.terms[t].literals[i].tensors
+    S: tl.constexpr = C.MASK.terms[t].literals[i].strides
+    q_in = q < seq.len_q
+    k_in = k < seq.len_k
+    if KIND.is_documents:
+        # packed ids lie at the sequence's tokens, others in the row of the batch
+        row = seq.row.to(tl.int64)
+        q_ids = tl.load(mask.tensors[T] + row * mask.strides[S] + seq.q_start + q, mask=q_in, other=0)
+        k_ids = tl.load(mask.tensors[T + 1] + row * mask.strides[S + 1] + seq.k_start + k, mask=k_in, other=0)
+        holds = q_ids == k_ids
+    else:
+        at = mask.tensors[T] + seq.b.to(tl.int64) * mask.strides[S] + seq.h.to(tl.int64) * mask.strides[S + 1]
+        if KIND.is_blocks:
+            at += (q // mask.ints[I]).to(tl.int64) * mask.strides[S + 2] + k // mask.ints[I + 1]
+        else:
+            at += q.to(tl.int64) * mask.strides[S + 2] + k * mask.strides[S + 3]
+        holds = tl.load(at, mask=q_in & k_in, other=0) != 0
+    if KIND.negated:
+        holds = ~holds
+    return holds
+
+
+@triton.jit
+def inside(q, k, interval, len_q):
+    """A term's interval form over the tile q × k: two bounds for each row of the tile, two comparisons for each element."""
+    lo, hi, start, end = interval
+    if q.shape[0] == 1:  # the rows are keys
+        low = tl.maximum(k - hi, 0)
+        high = tl.where((k >= start) & (k < end), tl.minimum(k - lo, len_q - 1), -1)
+        return (q >= low) & (q <= high)
+    else:
+        low = tl.maximum(q + lo, start)
+        high = tl.where(q < len_q, tl.minimum(q + hi, end - 1), -1)
+        return (k >= low) & (k <= high)
+
+
+@triton.jit
+def term_tile(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr):
+    """Term t over the tile q × k."""
+    result = inside(q, k, term_interval(mask, seq, C, t), seq.len_q)
+    LITERALS: tl.constexpr = len(C.MASK.terms[t].literals)
+    for i in tl.static_range(LITERALS):
+        if C.MASK.terms[t].literals[i].kind.reads_data:
+            result &= data_literal(mask, seq, q, k, C, t, i)
+    return result
+
+
+@triton.jit
+def allowed(mask, seq, q, k, C: tl.constexpr):
+    """The mask over the tile q × k; keys beyond the sequence are never allowed."""
+    TERMS: tl.constexpr = len(C.MASK.terms)
+    if TERMS == 0:
+        return inside(q, k, (-UNBOUNDED, UNBOUNDED, 0, seq.len_k), seq.len_q)
+    else:
+        result = term_tile(mask, seq, q, k, C, 0)
+        for t in tl.static_range(1, TERMS):
+            result |= term_tile(mask, seq, q, k, C, t)
+        return result
 
 
 @triton.jit
@@ -226,130 +224,35 @@ def span_start(span, i, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(mask, seq, m0, m1, k, C: tl.constexpr):
-    """Which of the keys `k` some query in [m0, m1) sees; exact when no letter reads data."""
-    if count(C.STRUCTURE) == 0:
-        return k < seq.len_k
-    seen = k < 0
-    lo = -UNBOUNDED
-    hi = UNBOUNDED
-    start = 0
-    end = seq.len_k
-    for i in tl.static_range(count(C.STRUCTURE)):
-        if opens(C.STRUCTURE, i):
-            lo = -UNBOUNDED
-            hi = UNBOUNDED
-            start = 0
-            end = seq.len_k
-        lo, hi, start, end = narrow(mask, seq, lo, hi, start, end, C, i)
-        if closes(C.STRUCTURE, i):
-            seen |= (lo <= hi) & (k >= tl.maximum(m0 + lo, start)) & (k < tl.minimum(m1 + hi, end))
-    return seen
+def any_allowed(ok):
+    """Is a tile of the mask not EMPTY?"""
+    return tl.max(tl.max(ok.to(tl.int32), 1), 0) > 0
 
 
 @triton.jit
-def data_literal(mask, seq, q, k, C: tl.constexpr, i: tl.constexpr):
-    """A literal that reads tensors, over the tile of q × k (index tiles that broadcast against each other)."""
-    LETTER: tl.constexpr = letter(C.STRUCTURE, i)
-    I: tl.constexpr = int_at(C.STRUCTURE, i)
-    T: tl.constexpr = tensor_at(C.STRUCTURE, i)
-    S: tl.constexpr = stride_at(C.STRUCTURE, i)
-    q_in = q < seq.len_q
-    k_in = k < seq.len_k
-    if LETTER == "d" or LETTER == "D":
-        # packed ids lie at the sequence's tokens, others in the row of the batch
-        row = seq.row.to(tl.int64)
-        q_ids = tl.load(mask.tensors[T] + row * mask.strides[S] + seq.q_start + q, mask=q_in, other=0)
-        k_ids = tl.load(mask.tensors[T + 1] + row * mask.strides[S + 1] + seq.k_start + k, mask=k_in, other=0)
-        same = q_ids == k_ids
-        if LETTER == "D":
-            same = ~same
-        return same
-    elif LETTER == "s" or LETTER == "S":
-        at = mask.tensors[T] + seq.b.to(tl.int64) * mask.strides[S] + seq.h.to(tl.int64) * mask.strides[S + 1]
-        at += (q // mask.ints[I]).to(tl.int64) * mask.strides[S + 2] + k // mask.ints[I + 1]
-        there = tl.load(at, mask=q_in & k_in, other=0) != 0
-        if LETTER == "S":
-            there = ~there
-        return there
-    else:
-        at = mask.tensors[T] + seq.b.to(tl.int64) * mask.strides[S] + seq.h.to(tl.int64) * mask.strides[S + 1]
-        at += q.to(tl.int64) * mask.strides[S + 2] + k * mask.strides[S + 3]
-        there = tl.load(at, mask=q_in & k_in, other=0) != 0
-        if LETTER == "E":
-            there = ~there
-        return there
+def seen_of_tile(a, seq, tile, k, ok, bias_tile, MODE: tl.constexpr, C: tl.constexpr):
+    """Which of the keys k some query of the tile sees under the mask; CAREFUL: under the mask and the bias.
 
-
-@triton.jit
-def inside(q, k, lo, hi, start, end, len_q):
-    """A term's interval form over the tile q × k: two bounds for each row of the tile, two comparisons for each element."""
-    if q.shape[0] == 1:  # the rows are keys
-        low = tl.maximum(k - hi, 0)
-        high = tl.where((k >= start) & (k < end), tl.minimum(k - lo, len_q - 1), -1)
-        return (q >= low) & (q <= high)
-    else:
-        low = tl.maximum(q + lo, start)
-        high = tl.where(q < len_q, tl.minimum(q + hi, end - 1), -1)
-        return (k >= low) & (k <= high)
-
-
-@triton.jit
-def allowed(mask, seq, q, k, C: tl.constexpr):
-    """The mask over the tile q × k; keys beyond the sequence are never allowed."""
-    lo = -UNBOUNDED
-    hi = UNBOUNDED
-    start = 0
-    end = seq.len_k
-    if count(C.STRUCTURE) == 0:
-        return inside(q, k, lo, hi, start, end, seq.len_q)
-    result = (q < 0) & (k < 0)
-    data = (q >= 0) & (k >= 0)
-    for i in tl.static_range(count(C.STRUCTURE)):
-        if opens(C.STRUCTURE, i):
-            data = (q >= 0) & (k >= 0)
-            lo = -UNBOUNDED
-            hi = UNBOUNDED
-            start = 0
-            end = seq.len_k
-        lo, hi, start, end = narrow(mask, seq, lo, hi, start, end, C, i)
-        if reads_data(C.STRUCTURE, i):
-            data &= data_literal(mask, seq, q, k, C, i)
-        if closes(C.STRUCTURE, i):
-            term = inside(q, k, lo, hi, start, end, seq.len_q)
-            if not intervals_only(C.STRUCTURE, i):
-                term &= data
-            if i == 0 or not has_alternatives(C.STRUCTURE):
-                result = term
-            else:
-                result |= term
-    return result
-
-
-@triton.jit
-def seen_of_tile(a, seq, q, k, rows, ok, bias_tile, CAREFUL: tl.constexpr, C: tl.constexpr):
-    """Which keys of the tile q × k some query of it sees under the mask; CAREFUL: under the mask and the bias.
-
-    `ok` is the mask over the tile where that was evaluated already, `rows` the range of its queries.
+    `ok` is the mask over the tile where it has been evaluated.
     """
-    if CAREFUL:
+    if MODE == CAREFUL:
         visible = bias_tile > float("-inf")
         if ok is None:
-            visible &= allowed(a.mask, seq, q[:, None], k[None, :], C)
+            visible &= allowed(a.mask, seq, tile.q[:, None], k[None, :], C)
         else:
             visible &= ok
         return tl.max(visible.to(tl.int32), 0) > 0
-    elif has_data(C.STRUCTURE):
+    elif C.MASK.reads_data:
         return tl.max(ok.to(tl.int32), 0) > 0
     else:
-        return seen_keys(a.mask, seq, rows[0], rows[1], k, C)
+        return seen_keys(a.mask, seq, tile.first, tile.last, k, C)
 
 
 @triton.jit
 def seeing_of_tile(a, seq, q, k, lse, ok, bias_tile, C: tl.constexpr):
     """Which queries of the transposed tile k × q see a key at all.
 
-    Rows that see nothing have an LSE of +inf here, unless a sink gives them a finite one: then the tile itself is looked at.
+    Rows that see nothing have an LSE of +inf here, unless a sink gives them a finite one: then the mask of the tile decides.
     """
     seeing = lse < float("inf")
     if a.sinks_ptr is not None:

@@ -1,12 +1,15 @@
 """Kernel arguments travel in these structs; a kernel has one for its problem, one for its gradients and one for its config.
 
 A NamedTuple is flattened by Triton, keeps its field names in the device functions, and `None` in it is a compile-time fact, so
-an absent feature costs nothing. `Config` is one constexpr: everything a kernel is compiled for. No length is among it.
+an absent feature costs nothing. `KernelConfig` is one constexpr: everything a kernel is compiled for. No length is among it.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
+
+from tilewise.masks.program import Kind, operands
 
 
 class View(NamedTuple):
@@ -25,6 +28,41 @@ class MaskArgs(NamedTuple):
     ints: tuple[int, ...]
     tensors: tuple[Any, ...]
     strides: tuple[int, ...]
+
+
+class MaskLiteral(NamedTuple):
+    """A literal, and where its integers, tensors and strides start in `MaskArgs`."""
+
+    kind: Kind
+    ints: int
+    tensors: int
+    strides: int
+
+
+class MaskTerm(NamedTuple):
+    literals: tuple[MaskLiteral, ...]
+    reads_data: bool
+
+
+class MaskLayout(NamedTuple):
+    """What a mask is made of. Without a mask there are no terms."""
+
+    terms: tuple[MaskTerm, ...] = ()
+    reads_data: bool = False
+    has_gaps: bool = False  # may a tile inside the hull of the visible ones be EMPTY?
+
+    @classmethod
+    @cache
+    def of(cls, structure: str) -> MaskLayout:
+        terms, strides = [], 0
+        for term in operands(structure) if structure else ():
+            literals = []
+            for kind, ints, tensors in term:
+                literals.append(MaskLiteral(kind, ints, tensors, strides))
+                strides += 2 * kind.is_documents + 3 * kind.is_blocks + 4 * kind.is_dense
+            terms.append(MaskTerm(tuple(literals), any(kind.reads_data for kind, _, _ in term)))
+        reads_data = any(term.reads_data for term in terms)
+        return cls(tuple(terms), reads_data, reads_data or len(terms) > 1)
 
 
 class Attention(NamedTuple):
@@ -71,20 +109,20 @@ class Gradients(NamedTuple):
     bias_shape: tuple[int, ...] | None
 
 
-class Splitting(NamedTuple):
-    """An fp32 tensor and where its terms go, one after another along the batch."""
+class Fp16Split(NamedTuple):
+    """An fp32 tensor and where its fp16 parts go, one after another along the batch."""
 
     x: View
-    terms: View
+    parts: View
     rows: int  # batch of x
     heads: int
     length: int
 
 
-class Config(NamedTuple):
+class KernelConfig(NamedTuple):
     """What a kernel is compiled for."""
 
-    STRUCTURE: str = ""
+    MASK: MaskLayout = MaskLayout()
     BLOCK_M: int = 64
     BLOCK_N: int = 64
     D: int = 64
@@ -93,19 +131,19 @@ class Config(NamedTuple):
     BLOCK_DV: int = 64
     VARLEN: bool = False
     PACK: int = 1  # query heads of one key head stacked in a tile's rows
-    SPLIT: bool = False
+    SPLIT: bool = False  # split-KV
     SOFTCAP: bool = False
     FOLD: bool = True  # scores are a positive multiple of q·k: the scale folds into exp2
     DROPOUT: bool = False
     PRECISION: str = "ieee"  # of products of fp32 tiles that are not split
-    TERMS: int = 1  # 2: fp32 operands are sums of two of fp16
+    FP16_SPLIT: bool = False  # fp32 operands are sums of two fp16 parts
     INTERPRET: bool = False
-    BLIND: bool = False  # may a query see no key?
+    EMPTY_ROWS: bool = False  # may a query see no key?
     SUM_M: bool = False  # dBias: the bias has one row, or one column
     SUM_N: bool = False
 
 
-class Sequence(NamedTuple):
+class SeqInfo(NamedTuple):
     """Where a program works: sequence b, query head h (a column of heads when packed), and the sequence's tokens."""
 
     b: Any
@@ -118,8 +156,31 @@ class Sequence(NamedTuple):
     len_k: Any
 
 
-class Descriptors(NamedTuple):
-    """Tensor-map descriptors of the two streamed operands, where the device has them; else None."""
+class Head(NamedTuple):
+    """One head of a tensor from token `start` on, with a tensor map where the device has them."""
 
-    k: Any
-    v: Any
+    view: View
+    desc: Any
+    row: Any
+    h: Any
+    start: Any
+
+
+class KeyTile(NamedTuple):
+    """A resident tile of keys and values, from key n on."""
+
+    k_tile: Any
+    v_tile: Any
+    n: Any
+
+
+class QueryTile(NamedTuple):
+    """A resident tile of queries at the positions q, all of them in [first, last); in the backward also what belongs to them."""
+
+    q_tile: Any
+    q: Any
+    first: Any
+    last: Any
+    dout_tile: Any = None
+    lse2: Any = None
+    delta: Any = None

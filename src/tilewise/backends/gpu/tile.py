@@ -1,14 +1,14 @@
-"""Verbs on tiles that the kernels are made of: locate, load, store, multiply, scores, keep.
+"""The tile operations that the kernels are made of: find the work tile, load, store, multiply, scores, dropout.
 
 Letters: M queries, N keys, D and DV head dims; `q`, `k` are index tiles of positions within the sequence that broadcast against
-each other, so the same verb serves S = QKᵀ and its transpose. Scores inside kernels are in units of log 2.
+each other, so one function serves S = QKᵀ and its transpose. Scores inside kernels are in units of log 2.
 
-Products of fp32 tiles go through the 16-bit tensor cores where TERMS is 2: a number is the sum of two of fp16 (11 + 11 bits and
+With FP16_SPLIT, products of fp32 tiles go through the 16-bit tensor cores: a number is the sum of two of fp16 (11 + 11 bits and
 a sign), and the three largest of the four products of two such sums are enough. fp16 has no exponents to spare, so every token
-has a power of two as its scale. A tile is then a tuple: first terms, second terms, a column of scales. Operands come split from
-memory, their terms one after another along the batch and the scales behind them. Weights are split in registers: what they meet
-has a scale for each of their columns, so that is multiplied in first, and then each row of weights gets a scale of its own. No
-scale is shared by tokens, for one that a row must not see would cost the others their bits.
+has a power of two as its scale. A tile is then a tuple: high parts, low parts, a column of scales. Operands come split from
+memory, their parts one after another along the batch and the scales behind them. Weights are split in registers: what they
+multiply has a scale for each of their columns, so that is multiplied in first, and then each row of weights gets a scale of its
+own. Tokens share no scale, for one that a row must not see would cost the others their bits.
 
 The tensor cores cut off what does not fit their accumulator, always towards 0, so a sum over a whole sequence would shrink: each
 tile's products are summed on their own and added by the fp32 units, which round.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.gpu.structs import Sequence
+from tilewise.backends.gpu.structs import Head, SeqInfo
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -47,33 +47,31 @@ def find_sequence(cu, batch, tile, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tile_count(a, length, BLOCK: tl.constexpr, C: tl.constexpr):
-    """Tiles of one head in the grid: exact, or an upper bound for all packed sequences together."""
-    if C.VARLEN:
-        return length // BLOCK + a.batch
-    else:
-        return tl.cdiv(length, BLOCK)
-
-
-@triton.jit
-def place(a, pid, tiles, heads, C: tl.constexpr):
-    """A program's tile, head and sequence (packed: none yet): neighbours share a sequence, then they are heads of it.
+def work_tile(a, pid, cu, length, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, C: tl.constexpr):
+    """A program's first row, head and sequence: neighbours share a sequence, then they are heads of it.
 
     Packed sequences are taken to be of average length for that. All tiles of one head first would leave the rows of memory, in
     which heads lie side by side, half read.
     """
     if C.VARLEN:
+        tiles = length // BLOCK + a.batch  # an upper bound for all sequences together
         average = tl.cdiv(tiles, a.batch)
         first = pid // (average * heads) * average
         some = tl.minimum(average, tiles - first)
         rest = pid - first * heads
-        return first + rest % some, rest // some, pid * 0
+        tile, h, b = first + rest % some, rest // some, pid * 0
     else:
-        return pid % tiles, pid // tiles % heads, pid // tiles // heads
+        tiles = tl.cdiv(length, BLOCK)
+        tile, h, b = pid % tiles, pid // tiles % heads, pid // tiles // heads
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    if C.VARLEN:
+        b, tile = find_sequence(cu, a.batch, tile, BLOCK)
+    return tile * BLOCK, h, b
 
 
 @triton.jit
-def sequence_of(a, b, h, C: tl.constexpr):
+def seq_info(a, b, h, C: tl.constexpr):
     """The sequence b as query head h (a number or a column of numbers) sees it."""
     group = a.heads // a.kv_heads
     if C.VARLEN:
@@ -81,107 +79,109 @@ def sequence_of(a, b, h, C: tl.constexpr):
         k_start = tl.load(a.cu_k + b)
         q_len = tl.load(a.cu_q + b + 1) - q_start
         k_len = tl.load(a.cu_k + b + 1) - k_start
-        return Sequence(b, h, h // group, b * 0, q_start, k_start, q_len, k_len)
+        return SeqInfo(b, h, h // group, b * 0, q_start, k_start, q_len, k_len)
     else:
-        return Sequence(b, h, h // group, b, b * 0, b * 0, a.len_q, a.len_k)
+        return SeqInfo(b, h, h // group, b, b * 0, b * 0, a.len_q, a.len_k)
 
 
 @triton.jit
-def base(view, row, h, start):
-    """The address of token `start` in a row and head (64 bits: any tensor that fits in memory)."""
+def row_block(length, heads, BLOCK: tl.constexpr):
+    """For kernels that go over rows alone: this program's rows, which of them exist, its batch row, head, and 0."""
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(length, BLOCK)
+    rows = pid % tiles * BLOCK + tl.arange(0, BLOCK)
+    h = pid // tiles % heads
+    row = pid // tiles // heads
+    return rows, rows < length, row, h, pid * 0
+
+
+@triton.jit
+def base(head):
+    """The address of a head's first token (64 bits: any tensor that fits in memory)."""
+    view = head.view
     return (
         view.ptr
-        + row.to(tl.int64) * view.stride_b
-        + h.to(tl.int64) * view.stride_h
-        + start.to(tl.int64) * view.stride_s
+        + head.row.to(tl.int64) * view.stride_b
+        + head.h.to(tl.int64) * view.stride_h
+        + head.start.to(tl.int64) * view.stride_s
     )
 
 
 @triton.jit
-def load_rows(at, stride_s, stride_d, rows, ok, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Rows of a matrix as a tile [rows, PADDED]; 0 where not `ok` and beyond WIDTH."""
+def rows_at(at, view, rows, ok, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of the matrix at an address as a tile [rows, PADDED]; 0 where not `ok` (None: all are) and beyond WIDTH."""
     cols = tl.arange(0, PADDED)
-    where = at + rows[:, None] * stride_s + cols[None, :] * stride_d
-    if WIDTH == PADDED:
+    where = at + rows[:, None] * view.stride_s + cols[None, :] * view.stride_d
+    if ok is None:
+        if WIDTH == PADDED:
+            return tl.load(where)
+        else:
+            return tl.load(where, mask=(cols < WIDTH)[None, :], other=0.0)
+    elif WIDTH == PADDED:
         return tl.load(where, mask=ok[:, None], other=0.0)
     else:
         return tl.load(where, mask=ok[:, None] & (cols < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def load_some(view, row, h, start, n, ok, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """ROWS tokens of a head from token n of the sequence at `start`; 0 where not `ok`."""
-    at = base(view, row, h, start) + tl.cast(n, tl.int64) * view.stride_s
-    return load_rows(at, view.stride_s, view.stride_d, tl.arange(0, ROWS), ok, WIDTH, PADDED)
+def load_rows(head, rows, ok, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    return rows_at(base(head), head.view, rows, ok, WIDTH, PADDED)
 
 
 @triton.jit
-def load_all(view, desc, row, h, start, n, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """The same where all tokens exist: no row is masked, and a descriptor is used if there is one."""
-    if desc is not None:
-        return desc.load([row, h, start + n, 0]).reshape(ROWS, PADDED)
-    else:
-        cols = tl.arange(0, PADDED)
-        at = base(view, row, h, start) + tl.cast(n, tl.int64) * view.stride_s
-        where = at + tl.arange(0, ROWS)[:, None] * view.stride_s + cols[None, :] * view.stride_d
-        if WIDTH == PADDED:
-            return tl.load(where)
-        else:
-            return tl.load(where, mask=(cols < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def load_stream(
-    a, view, desc, row, h, start, n, ok, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr
-):
-    """A streamed operand, in terms where it is fp32; `ok` None: all its tokens exist."""
-    first = _streamed(view, desc, row, h, start, n, ok, ROWS, WIDTH, PADDED)
-    if C.TERMS == 1:
-        return first
-    else:
-        second = _streamed(view, desc, row + batch_rows(a, C), h, start, n, ok, ROWS, WIDTH, PADDED)
-        at = scales_behind(view, batch_rows(a, C), row, h) + start + n + tl.arange(0, ROWS)
+def load_stream(a, head, n, ok, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
+    """ROWS tokens of a streamed operand from token n on, split where it is fp32; `ok` None: all its tokens exist."""
+    high = _streamed(head, n, ok, ROWS, WIDTH, PADDED)
+    if C.FP16_SPLIT:
+        batch = batch_rows(a, C)
+        low = _streamed(Head(head.view, head.desc, head.row + batch, head.h, head.start), n, ok, ROWS, WIDTH, PADDED)
+        at = split_scales(head, batch) + head.start + n + tl.arange(0, ROWS)
         if ok is None:
             scale = tl.load(at)
         else:
             scale = tl.load(at, mask=ok, other=1.0)
-        return first, second, scale
-
-
-@triton.jit
-def _streamed(view, desc, row, h, start, n, ok, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    if ok is None:
-        return load_all(view, desc, row, h, start, n, ROWS, WIDTH, PADDED)
+        return high, low, scale
     else:
-        return load_some(view, row, h, start, n, ok, ROWS, WIDTH, PADDED)
+        return high
 
 
 @triton.jit
-def load_resident(a, view, row, h, start, rows, ok, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
-    """Rows of a head (or of a column of heads) that stay; in terms where they are fp32."""
-    at = base(view, row, h, start)
+def _streamed(head, n, ok, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """By the tensor map if there is one and all tokens exist."""
+    if ok is None and head.desc is not None:
+        return head.desc.load([head.row, head.h, head.start + n, 0]).reshape(ROWS, PADDED)
+    else:
+        at = base(head) + tl.cast(n, tl.int64) * head.view.stride_s
+        return rows_at(at, head.view, tl.arange(0, ROWS), ok, WIDTH, PADDED)
+
+
+@triton.jit
+def load_resident(a, head, rows, ok, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
+    """Rows of a head (or of a column of heads) that stay, split where they are fp32."""
+    at = base(head)
     if C.PACK > 1:
         at = at[:, None]
-    first = load_rows(at, view.stride_s, view.stride_d, rows, ok, WIDTH, PADDED)
-    if C.TERMS == 1:
-        return first
+    high = rows_at(at, head.view, rows, ok, WIDTH, PADDED)
+    if C.FP16_SPLIT:
+        batch = batch_rows(a, C)
+        low = rows_at(at + batch * head.view.stride_b, head.view, rows, ok, WIDTH, PADDED)
+        scales = split_scales(head, batch) + head.start
+        return high, low, tl.load(scales + rows, mask=ok, other=1.0)
     else:
-        apart = batch_rows(a, C) * view.stride_b
-        second = load_rows(at + apart, view.stride_s, view.stride_d, rows, ok, WIDTH, PADDED)
-        scales = scales_behind(view, batch_rows(a, C), row, h) + start
-        return first, second, tl.load(scales + rows, mask=ok, other=1.0)
+        return high
 
 
 @triton.jit
-def scales_behind(terms, rows, row, h):
-    """Where the scales of a head begin, behind the terms, each of which has `rows` rows along the batch."""
-    behind = (terms.ptr + 2 * rows * terms.stride_b).to(tl.pointer_type(tl.float32), bitcast=True)
-    return behind + (row.to(tl.int64) * terms.stride_b + h.to(tl.int64) * terms.stride_h) // terms.stride_s
+def split_scales(head, batch):
+    """Where the scales of a head begin: behind the two parts, each of which has `batch` rows along the batch."""
+    parts = head.view
+    behind = (parts.ptr + 2 * batch * parts.stride_b).to(tl.pointer_type(tl.float32), bitcast=True)
+    return behind + (head.row.to(tl.int64) * parts.stride_b + head.h.to(tl.int64) * parts.stride_h) // parts.stride_s
 
 
 @triton.jit
 def batch_rows(a, C: tl.constexpr):
-    """Rows along the batch that one term of an operand takes."""
+    """Rows along the batch that one tensor takes."""
     if C.VARLEN:
         return 1
     else:
@@ -191,14 +191,15 @@ def batch_rows(a, C: tl.constexpr):
 @triton.jit
 def any_infinite(tile):
     """Does a tile hold an infinity or a NaN?"""
-    return tl.max((tile * 0.0 != 0.0).to(tl.int32)) > 0  # over all at once: Blackwell's tensor memory allows no other way
+    # over all at once: Blackwell's tensor memory allows no other way
+    return tl.max((tile * 0.0 != 0.0).to(tl.int32)) > 0
 
 
 @triton.jit
-def store_rows(at, stride_s, stride_d, rows, ok, tile, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
-    """Write a tile's rows that are `ok`, in the matrix's own dtype."""
+def store_rows(at, view, rows, ok, tile, WIDTH: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
+    """Write a tile's rows that are `ok` to the matrix at an address, in its own dtype."""
     cols = tl.arange(0, PADDED)
-    where = at + rows[:, None] * stride_s + cols[None, :] * stride_d
+    where = at + rows[:, None] * view.stride_s + cols[None, :] * view.stride_d
     tl.store(where, cast(tile, at.dtype.element_ty, C), mask=ok[:, None] & (cols < WIDTH)[None, :])
 
 
@@ -224,24 +225,24 @@ def scale_of(size, HEADROOM: tl.constexpr):
 
 
 @triton.jit
-def in_terms(tile):
-    """An fp32 tile as terms and scales, each term the nearest to what is left; an infinity or NaN is its first term."""
+def fp16_split(tile):
+    """An fp32 tile as high part, low part and scales, each part the nearest to what is left; an infinity or NaN stays high."""
     size = tl.abs(tile)
     # room for what scores of huge and tiny operands make on the way: 2⁶ of 2¹⁵
     scale, inverse = scale_of(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 6)
     tile *= inverse[:, None]
-    first = tile.to(tl.float16)
-    rest = tile - first.to(tl.float32)
-    return first, tl.where(rest == rest, rest, 0.0).to(tl.float16), scale
+    high = tile.to(tl.float16)
+    rest = tile - high.to(tl.float32)
+    return high, tl.where(rest == rest, rest, 0.0).to(tl.float16), scale
 
 
 @triton.jit
-def cut_in_terms(tile):
-    """Weights, which are finite, likewise; cutting bits off is cheaper than rounding."""
+def fp16_split_weights(tile):
+    """The same for weights, which are finite: cutting bits off is cheaper than rounding."""
     scale, inverse = scale_of(tl.max(tl.abs(tile), 1), 13)
     tile *= inverse[:, None]
-    first = (tile.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
-    return first.to(tl.float16), (tile - first).to(tl.float16), scale
+    high = (tile.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
+    return high.to(tl.float16), (tile - high).to(tl.float16), scale
 
 
 @triton.jit
@@ -254,8 +255,8 @@ def mma(x, y, acc, C: tl.constexpr):
 
 
 @triton.jit
-def three(x, y, C: tl.constexpr):
-    """x·y of terms, scales aside, the small products first."""
+def split_dot(x, y, C: tl.constexpr):
+    """x·y of split operands, scales aside, the small products first."""
     acc = tl.full([x[0].shape[0], y[0].shape[1]], 0.0, tl.float32)
     acc = mma(x[1], y[0], acc, C)
     acc = mma(x[0], y[1], acc, C)
@@ -265,32 +266,31 @@ def three(x, y, C: tl.constexpr):
 @triton.jit
 def dot(weights_tile, y, acc, C: tl.constexpr):
     """acc + weights·y: fp32 weights, in the precision of y."""
-    if C.TERMS == 1:
-        return mma(cast(weights_tile, y.dtype, C), y, acc, C)
+    if C.FP16_SPLIT:
+        x = fp16_split_weights(weights_tile * y[2][None, :])
+        return acc + split_dot(x, y, C) * x[2][:, None]
     else:
-        x = cut_in_terms(weights_tile * y[2][None, :])
-        return acc + three(x, y, C) * x[2][:, None]
+        return mma(cast(weights_tile, y.dtype, C), y, acc, C)
 
 
 @triton.jit
 def product(x, y, C: tl.constexpr):
-    """x·yᵀ in fp32, but for what its rows are yet to be multiplied with: the tile and these factors, which fold into others."""
-    if C.TERMS == 1:
-        if C.INTERPRET:
-            return tl.dot(x.to(tl.float32), tl.trans(y).to(tl.float32), input_precision="ieee"), 1.0
-        else:
-            return tl.dot(x, tl.trans(y), input_precision=C.PRECISION), 1.0
+    """x·yᵀ in fp32 as a tile and factors: the tile's rows are still to be multiplied by these, which fold into others."""
+    if C.FP16_SPLIT:
+        return split_dot(x, (tl.trans(y[0]), tl.trans(y[1])), C) * y[2][None, :], x[2]
+    elif C.INTERPRET:
+        return tl.dot(x.to(tl.float32), tl.trans(y).to(tl.float32), input_precision="ieee"), 1.0
     else:
-        return three(x, (tl.trans(y[0]), tl.trans(y[1])), C) * y[2][None, :], x[2]
+        return tl.dot(x, tl.trans(y), input_precision=C.PRECISION), 1.0
 
 
 @triton.jit
 def per_row(factors, C: tl.constexpr):
     """The factors of a product's rows as they broadcast to its tile."""
-    if C.TERMS == 1:
-        return factors
-    else:
+    if C.FP16_SPLIT:
         return factors[:, None]
+    else:
+        return factors
 
 
 @triton.jit
@@ -307,7 +307,7 @@ def tanh(x):
 def load_bias(a, seq, q, k):
     """The additive bias over the tile q × k in fp32; -inf beyond the sequence, where nobody sees anything."""
     # positions of a bias count within the sequence, packed or not
-    at = base(a.bias, seq.b, seq.h, seq.b * 0) + q.to(tl.int64) * a.bias.stride_s + k * a.bias.stride_d
+    at = base(Head(a.bias, None, seq.b, seq.h, seq.b * 0)) + q.to(tl.int64) * a.bias.stride_s + k * a.bias.stride_d
     return tl.load(at, mask=(q < seq.len_q) & (k < seq.len_k), other=float("-inf")).to(tl.float32)
 
 
@@ -344,7 +344,7 @@ def scores(a, seq, s_tile, bias_tile, q, k, C: tl.constexpr):
 
 
 @triton.jit
-def kept(a, seq, q, n, C: tl.constexpr):
+def dropout_keep(a, seq, q, n, C: tl.constexpr):
     """1 for weights of the keys from n on that survive dropout, else 0: Philox4x32-10 of (k // 4, q, head, batch), word k % 4.
 
     One counter serves four neighbouring keys, so words are drawn for a quarter of the tile and then dealt out. As numbers, not

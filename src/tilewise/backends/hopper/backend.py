@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict
-from tilewise.backends.gpu.launch import describable, interpreting
+from tilewise.backends.gpu.launch import describable, interpreting, on_device
 from tilewise.backends.hopper.backward.launch import run_backward
 from tilewise.backends.hopper.config import WIDTHS
 from tilewise.backends.hopper.intervals import interval_mask
@@ -62,18 +62,10 @@ class Hopper:
         return None
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        device = inputs.q.device
-        if device.index == torch.cuda.current_device():
-            return run_forward(problem, inputs)
-        with torch.cuda.device(device):
-            return run_forward(problem, inputs)
+        return on_device(inputs.q.device, run_forward, problem, inputs)
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
-        device = inputs.q.device
-        if device.index == torch.cuda.current_device():
-            return run_backward(problem, inputs, given)
-        with torch.cuda.device(device):
-            return run_backward(problem, inputs, given)
+        return on_device(inputs.q.device, run_backward, problem, inputs, given)
 
 
 def dim_reason(name: str, dim: int) -> str | None:

@@ -1,9 +1,8 @@
-"""From a Problem to a launch: the plan of a shape is made once, a call only allocates, describes its tensors and goes."""
+"""From a Problem to a launch: the plan of a shape is made once, a call allocates and repeats recorded launches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,97 +11,80 @@ from torch import Tensor
 from tilewise.backends.base import Inputs, empty_lse, empty_out
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.launch import Descriptor
+from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.hopper.compile import compile_kernel
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.intervals import on_device
-from tilewise.backends.hopper.plan import Plan, make_plan, mask_of
-from tilewise.backends.hopper.repeat import repeatable
-from tilewise.backends.hopper.structs import Arguments, Rows, Term
+from tilewise.backends.hopper.plan import ForwardPlan, make_plan, mask_of
+from tilewise.backends.hopper.structs import Rows, Term
 from tilewise.problem import Problem
-
-_plans: dict[tuple[Any, ...], Plan] = {}
-PLANS_LIMIT = 1024
-CALLS_LIMIT = 256
 
 
 def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse of a supported problem, on the current stream."""
-    return launch(problem, inputs, plan_for(problem, inputs.q.device))
+    q, k, v = inputs[:3]
+    key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride())
+    return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, q.device)))
 
 
-def launch(problem: Problem, inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
+def launch(problem: Problem, inputs: Inputs, recording: Recording) -> tuple[Tensor, Tensor]:
+    """out and lse by the plan of a recording."""
     q, k, v = inputs[:3]
     out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
-    terms = plan.arguments.terms
-    if terms and problem.program.tensors:
-        terms = tuple(on_device(term, problem.batch, q.device) for term in mask_of(problem).terms)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
-    tensors = (q, k, v, out, lse, cu_q, cu_k, *(x for term in terms for x in term[4:] if x is not None))
-    stream = torch._C._cuda_getCurrentRawStream(q.device.index)
-    addresses = [x.data_ptr() for x in tensors if x is not None]
-    key = (stream, q.stride(), k.stride(), v.stride(), *addresses)
-    call = plan.calls.get(key)
-    if call is None:
-        if len(plan.calls) >= CALLS_LIMIT:
-            plan.calls.clear()
-        call = plan.calls[key] = prepare(plan, stream, tensors, terms)
-    call()
+    tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, cu_q, cu_k)
+    terms: tuple[Term, ...] = ()
+    if problem.program.tensors:
+        terms = device_terms(problem, q.device)
+        tensors += tensors_of(terms)
+    if not recording.repeat(tensors):
+        recording.record(tensors, [launch_of(recording.plan, tensors, terms)])
     return out, lse
 
 
-def prepare(
-    plan: Plan, stream: int, tensors: tuple[Tensor | None, ...], terms: tuple[Term, ...]
-) -> Callable[[], Any]:
-    """The launch over these tensors (q, k, v, out, lse, cu_q, cu_k, ...), of which only the addresses are kept."""
+def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> Launch:
+    """The kernel over these tensors; `terms` of a mask without tensors are the plan's."""
     q, k, v, out, lse, cu_q, cu_k = tensors[:7]
-    assert q is not None and k is not None and v is not None and out is not None
     config = plan.config
-    order = plan.arguments.order
     a = plan.arguments._replace(
-        lse_ptr=address(lse),
-        cu_q=address(cu_q),
-        cu_k=address(cu_k),
-        order=address(order),
-        terms=tuple(Term(*term[:4], *(address(x) for x in term[4:])) for term in terms),
+        lse_ptr=lse,
+        cu_q=cu_q,
+        cu_k=cu_k,
+        terms=terms or plan.arguments.terms,
+        out=None if cu_q is None else packed_rows(out),
     )
-    if cu_q is not None:
-        a = a._replace(out=Rows(out.data_ptr(), out.stride(1), out.stride(2), out.shape[3]))
     maps = (
-        Descriptor(q, 64, config.BLOCK_D),
-        Descriptor(k, config.BLOCK_N, config.BLOCK_D),
-        Descriptor(v, config.BLOCK_N, config.BLOCK_DV),
-        Descriptor(out, 64, config.O_COLUMNS),
+        Descriptor.of(q, 64, config.BLOCK_D),
+        Descriptor.of(k, config.BLOCK_N, config.BLOCK_D),
+        Descriptor.of(v, config.BLOCK_N, config.BLOCK_DV),
+        Descriptor.of(out, 64, config.O_COLUMNS),
     )
-    run = plan.kernel.run  # loads the kernel, so it comes first
-    head = (plan.programs, 1, 1, stream, plan.kernel.function, plan.kernel.packed_metadata, None, None, None)
-    args = (*head, *(m.at(m.base.data_ptr()) for m in maps), a, config)
-    return repeatable(run, args)
+    return Launch(plan.kernel, plan.programs, (*maps, a), config)
 
 
-def address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def device_terms(problem: Problem, device: torch.device) -> tuple[Term, ...]:
+    """The terms of a mask, their tensors where the kernel can read them."""
+    return tuple(on_device(term, problem.batch, device) for term in mask_of(problem).terms)
 
 
-def plan_for(problem: Problem, device: torch.device) -> Plan:
-    program = problem.program
-    key = (
-        program.structure, program.ints, problem.batch, problem.heads, problem.kv_heads, problem.seqlen_q, problem.seqlen_k,
-        problem.head_dim, problem.head_dim_v, problem.dtype, problem.scale, problem.softcap, problem.varlen, device,
-    )  # fmt: skip
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= PLANS_LIMIT:
-            torch.cuda.synchronize(device)  # kernels on other streams may be reading their orders
-            _plans.clear()
-        plan = make_plan(problem, multiprocessors(device.index or 0), kernel_for)
-        plan = _plans[key] = on_gpu(plan, device)
-    return plan
+def tensors_of(terms: tuple[Term, ...]) -> tuple[Tensor, ...]:
+    return tuple(x for term in terms for x in term[4:] if x is not None)
 
 
-def on_gpu(plan: Plan, device: torch.device) -> Plan:
-    """The plan with its order in device memory."""
-    order = plan.arguments.order
-    return plan if order is None else plan._replace(arguments=plan.arguments._replace(order=order.to(device)))
+def packed_rows(x: Tensor) -> Rows:
+    return Rows(x, x.stride(1), x.stride(2), x.shape[3])
+
+
+def plan_on(problem: Problem, device: torch.device, tile: Config | None = None) -> ForwardPlan:
+    """The plan for a device, with its order in the device's memory; `tile` overrides the table's."""
+    plan = make_plan(problem, multiprocessors(device.index or 0), partial(kernel_for, "forward_kernel"), tile)
+    return plan._replace(arguments=order_on(plan.arguments, device))
+
+
+def order_on(arguments: Any, device: torch.device) -> Any:
+    """Arguments with the order of tiles, if they have one, in the device's memory."""
+    order = getattr(arguments, "order", None)
+    return arguments if order is None else arguments._replace(order=order.to(device))
 
 
 @cache
@@ -110,18 +92,18 @@ def multiprocessors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def pointers(a: Arguments) -> tuple[bool, ...]:
-    """Which of the optional tensors are there."""
-    return (a.cu_q is not None, *(x is not None for term in a.terms for x in term[4:]))
-
-
 _kernels = Kernels("hopper")
 
 
-def kernel_for(dtype: str, a: Arguments, config: Config) -> Any:
-    """The compiled kernel, one for each config and device."""
+def kernel_for(name: str, dtype: str, arguments: Any, config: Any) -> Any:
+    """The compiled kernel, one for each config, device and choice of optional arguments."""
     from triton.runtime import driver
 
-    key = (dtype, pointers(a), config, driver.active.get_current_device())
+    absent = tuple(part is None for part in _leaves(arguments))
+    key = (name, dtype, absent, config, driver.active.get_current_device())
     target = driver.active.get_current_target()
-    return _kernels.get(key, "forward_kernel", lambda: compile_kernel(target, "forward_kernel", dtype, a, config))
+    return _kernels.get(key, name, lambda: compile_kernel(target, name, dtype, arguments, config))
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [leaf for part in value for leaf in _leaves(part)] if isinstance(value, tuple) else [value]

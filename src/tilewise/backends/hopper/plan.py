@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,17 +23,16 @@ RELEASE_EARLY_KEYS = 2048
 1 % faster, 8192 and 16384 1 % slower; causal 0.5 to 2 % faster at all four)."""
 
 
-class Plan(NamedTuple):
-    """All of a launch that does not depend on the call's tensors, and the calls made so far."""
+class ForwardPlan(NamedTuple):
+    """All of a launch that does not depend on the call's tensors."""
 
     kernel: Any
     config: Config
     arguments: Arguments  # with types in place of addresses, but for the order
     programs: int
-    calls: dict[tuple[Any, ...], Callable[[], Any]]  # by stream, strides and addresses: the launch, ready to be repeated
 
 
-def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | None = None) -> Plan:
+def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | None = None) -> ForwardPlan:
     """The plan on a GPU with so many multiprocessors; `compile_(dtype, arguments, config)` gives the kernel, `tile` overrides
     the table's."""
     mask = mask_of(problem)
@@ -75,7 +73,7 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
         programs=programs,
         order=order,
     )
-    return Plan(compile_(problem.dtype, a, config), config, a, programs, {})
+    return ForwardPlan(compile_(problem.dtype, a, config), config, a, programs)
 
 
 def mask_of(problem: Problem) -> IntervalMask:

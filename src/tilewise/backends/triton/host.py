@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
-from tilewise.backends.gpu.launch import interpreting
+from tilewise.backends.gpu.launch import interpreting, on_device
 from tilewise.backends.triton.run import run_backward, run_forward
 from tilewise.problem import Problem
 
@@ -53,18 +53,11 @@ class Triton:
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
-        if here(inputs.q.device):
-            run_forward(problem, inputs, out, lse)
-        else:
-            with torch.cuda.device(inputs.q.device):
-                run_forward(problem, inputs, out, lse)
+        on_device(inputs.q.device, run_forward, problem, inputs, out, lse)
         return out, lse
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
-        if here(inputs.q.device):
-            return run_backward(problem, inputs, given)
-        with torch.cuda.device(inputs.q.device):
-            return run_backward(problem, inputs, given)
+        return on_device(inputs.q.device, run_backward, problem, inputs, given)
 
 
 @cache
@@ -74,12 +67,6 @@ def interpreter_reason() -> str | None:
     if triton < (3, 7) and numpy >= (2, 4):
         return f"the interpreter of triton {version('triton')} does not work with numpy {version('numpy')}; it needs numpy < 2.4"
     return None
-
-
-def here(device: torch.device) -> bool:
-    """Is it the current one? Kernels are launched there."""
-    index = device.index
-    return index is None or device.type != "cuda" or bool(index == torch._C._cuda_getDevice())
 
 
 backend = Triton()

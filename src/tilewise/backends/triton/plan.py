@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 
@@ -36,14 +36,7 @@ def tile_for(problem: Problem, pass_: str, device: torch.device) -> TilePlan:
     if interpreting() and device.type == "cpu":
         tile = TilePlan(16 if pass_ == "decode" else 32, 32, 1, 4, pass_=pass_)
         return replace(tile, splits=3 if problem.bias is None else 1, pack_gqa=True) if pass_ == "decode" else tile
-    if problem.program.tensors:
-        return gpu_tile(problem, spec_of(device.index or 0), pass_, "triton")
-    return _remembered(problem, pass_, device.index or 0)
-
-
-@lru_cache(maxsize=2048)
-def _remembered(problem: Problem, pass_: str, index: int) -> TilePlan:
-    return gpu_tile(problem, spec_of(index), pass_, "triton")
+    return gpu_tile(problem, spec_of(device.index or 0), pass_, "triton")
 
 
 def smaller(tile: TilePlan) -> Iterator[TilePlan]:

@@ -10,19 +10,10 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, sink_gradient
-from tilewise.backends.gpu.arguments import (
-    attention_args,
-    config_for,
-    dot_precision,
-    empty_terms,
-    padded,
-    partial_results,
-    split_view,
-    terms_for,
-)
-from tilewise.backends.gpu.launch import Descriptor, Options, bias_view, describable, interpreting, on_hip, view
-from tilewise.backends.gpu.replay import Launch, perform, repeat
-from tilewise.backends.gpu.structs import Attention, Config, Gradients, Splitting
+from tilewise.backends.gpu import arguments as host
+from tilewise.backends.gpu.launch import Descriptor, LaunchOptions, bias_view, describable, interpreting, on_hip, view
+from tilewise.backends.gpu.record import Launch, recorder
+from tilewise.backends.gpu.structs import Attention, Fp16Split, Gradients, KernelConfig, MaskLayout
 from tilewise.backends.triton.plan import bias_tile, decoding, smaller, spec_of, tile_for
 from tilewise.backends.triton.tune import best_tile, seconds_of, tuning
 from tilewise.errors import KernelError, PlanError
@@ -62,62 +53,99 @@ def ready(problem: Problem, inputs: Inputs) -> Inputs:
 
 
 def key_of(problem: Problem, inputs: Inputs, *rest: Hashable) -> Hashable | None:
-    """What the launches of a call depend on beside the problem; None where the mask brings tensors along."""
+    """What the launches of a call depend on beside the problem; None where the mask has tensors, which are converted first."""
     if problem.program.tensors:
         return None
     q, k, v, bias, alibi, sinks, seed = inputs[:7]
     plain = bias is None and alibi is None and sinks is None and seed is None
     others = () if plain else tuple(None if x is None else (x.stride(), x.dtype) for x in (bias, alibi, sinks, seed))
-    return q.device, q.stride(), k.stride(), v.stride(), others, *rest
+    return "triton", q.device, q.stride(), k.stride(), v.stride(), others, *rest
+
+
+def fp16_parts(problem: Problem, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Fresh memory for the fp16 parts of fp32 operands that are to be split; () where they are not."""
+    if problem.dtype != "float32" or not host.splits_fp32(problem, on_hip()):
+        return ()
+    return tuple(host.empty_fp16_split(x) for x in operands)
+
+
+def with_parts(a: Attention, config: KernelConfig, parts: tuple[Tensor, ...]) -> tuple[Attention, KernelConfig]:
+    """Arguments and config with q, k and v in fp16 parts, if there are any."""
+    if not parts:
+        return a, config
+    q, k, v = (host.split_view(x) for x in parts[:3])
+    return a._replace(q=q, k=k, v=v), config._replace(FP16_SPLIT=True)
+
+
+def splitting(x: Tensor, parts: Tensor) -> Launch:
+    """The launch that splits an fp32 tensor into fp16 parts."""
+    from tilewise.backends.triton.fp16_split import fp16_split_kernel
+
+    b, h, length, d = x.shape
+    rows = 32
+    config = KernelConfig(BLOCK_M=rows, D=d, BLOCK_D=host.padded(d), INTERPRET=interpreting())
+    args = (Fp16Split(view(x), host.split_view(parts), b, h, length),)
+    return Launch(fp16_split_kernel, -(-length // rows) * h * b, args, config, LaunchOptions(4, 1))
 
 
 def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, trial: Trial = PLANNED) -> None:
     """Fill out and lse."""
     inputs = ready(problem, inputs)
-    splits = 1
-    pass_ = "decode" if decoding(problem) else "forward"
-    tile = None if trial is PLANNED else trial.tile(pass_)
-    if pass_ == "decode":
-        tile = tile or tile_for(problem, pass_, out.device)
-        splits = tile.splits
-    parts = partial_results(out, splits) if splits > 1 else ()
-    terms = () if pass_ == "decode" else terms_of(problem, *inputs[:3])
-    moving = (*inputs, out, lse, *parts, *terms)
-    key = key_of(problem, inputs, splits, trial)
-    if key is not None and repeat(problem, key, moving):
-        return
+    key = key_of(problem, inputs, trial)
+    recording = recorder.get(problem, key, out.device, partial(decode_tile, problem, trial, out.device))
+    tile = recording.plan  # None unless decoding
+    partials = host.partial_results(out, tile.splits) if tile is not None and tile.splits > 1 else ()
+    parts = () if tile is not None else fp16_parts(problem, inputs[:3])
+    tensors = (*inputs, out, lse, *partials, *parts)
+    if not recording.repeat(tensors):
+        recording.record(tensors, forward_launches(problem, inputs, out, lse, partials, parts, tile, trial))
 
-    def build() -> list[Launch]:
-        maps = pass_ == "forward" and worth_maps(problem) if trial.maps is None else trial.maps
-        from tilewise.backends.triton.forward import forward_kernel
-        from tilewise.backends.triton.split import merge_kernel
 
-        def attend(tile: TilePlan) -> Launch:
-            a, config = arguments(problem, inputs, out, lse, tile)
-            rows, heads = problem.seqlen_q, problem.heads
-            if tile.pack_gqa:
-                config = config._replace(PACK=problem.group)
-                rows, heads = rows * problem.group, problem.kv_heads
-            programs = grid(problem, rows, tile.block_q, heads) * tile.splits
-            if parts:
-                a, config = a._replace(out=split_view(parts[0]), lse_ptr=parts[1]), config._replace(SPLIT=True)
-            q, k, v = terms or inputs[:3]
-            if terms:
-                a, config = a._replace(q=split_view(q), k=split_view(k), v=split_view(v)), config._replace(TERMS=2)
-            kv = descriptors(k, v, tile.block_k, maps)
-            return Launch(forward_kernel, programs, (a, *kv), config, Options(tile.warps, tile.stages))
+def decode_tile(problem: Problem, trial: Trial, device: torch.device) -> TilePlan | None:
+    """The tile of a problem with so few queries that keys are split; None for others."""
+    return trial.tile("decode") or tile_for(problem, "decode", device) if decoding(problem) else None
 
-        launches = [splitting(x, y) for x, y in zip(inputs[:3], terms, strict=False)]
-        launches.append(fitting(problem, pass_, attend, tile, out.device))
-        if parts:
-            rows = min(16, 1 << (problem.seqlen_q - 1).bit_length())
-            a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, splits=splits))
-            programs = -(-problem.seqlen_q // rows) * out.shape[0] * problem.heads
-            merge = config._replace(STRUCTURE="")
-            launches.append(Launch(merge_kernel, programs, (a, split_view(parts[0]), parts[1]), merge, Options(4, 1)))
-        return launches
 
-    perform(problem, key, moving, build)
+def forward_launches(
+    problem: Problem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    partials: tuple[Tensor, ...],
+    parts: tuple[Tensor, ...],
+    decode: TilePlan | None,
+    trial: Trial,
+) -> list[Launch]:
+    """fp32 operands are split first; the partial results of split-KV are merged last."""
+    from tilewise.backends.triton.forward import forward_kernel
+    from tilewise.backends.triton.split import merge_kernel
+
+    maps = decode is None and worth_maps(problem) if trial.maps is None else trial.maps
+
+    def forward(tile: TilePlan) -> Launch:
+        a, config = with_parts(*arguments(problem, inputs, out, lse, tile), parts)
+        rows, heads = problem.seqlen_q, problem.heads
+        if tile.pack_gqa:
+            config = config._replace(PACK=problem.group)
+            rows, heads = rows * problem.group, problem.kv_heads
+        programs = grid(problem, rows, tile.block_q, heads) * tile.splits
+        if partials:
+            a = a._replace(out=host.split_view(partials[0]), lse_ptr=partials[1])
+            config = config._replace(SPLIT=True)
+        _, k, v = parts or inputs[:3]
+        args = (a, *descriptors(k, v, tile.block_k, maps))
+        return Launch(forward_kernel, programs, args, config, LaunchOptions(tile.warps, tile.stages))
+
+    pass_ = "forward" if decode is None else "decode"
+    launches = [splitting(x, y) for x, y in zip(inputs[:3], parts, strict=False)]
+    launches.append(fitting(problem, pass_, forward, decode or trial.tile(pass_), out.device))
+    if decode is not None and partials:
+        rows = min(16, 1 << (problem.seqlen_q - 1).bit_length())
+        a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, splits=decode.splits))
+        programs = -(-problem.seqlen_q // rows) * out.shape[0] * problem.heads
+        args, config = (a, host.split_view(partials[0]), partials[1]), config._replace(MASK=MaskLayout())
+        launches.append(Launch(merge_kernel, programs, args, config, LaunchOptions(4, 1)))
+    return launches
 
 
 def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial: Trial = PLANNED) -> Grads:
@@ -125,14 +153,10 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial:
     inputs = ready(problem, inputs)
     out, lse, dout, dlse, needs = given
     dlse = None if dlse is None else dlse.contiguous()
-    dq = torch.empty_like(inputs.q) if needs.dq else None
-    dk = torch.empty_like(inputs.k) if needs.dk else None
-    dv = torch.empty_like(inputs.v) if needs.dv else None
+    dq, dk, dv = (torch.empty_like(x) if wanted else None for x, wanted in zip(inputs[:3], needs[:3], strict=True))
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
     whole = (*inputs[:3], dout)
-    terms = terms_of(problem, *whole)
-    moving = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *terms)
-    key = key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs, trial)
+    parts = fp16_parts(problem, whole)
 
     def gradients() -> Gradients:
         to_dq, to_dk, to_dv = (None if x is None else view(x) for x in (dq, dk, dv))
@@ -143,35 +167,29 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial:
         maps = worth_maps(problem) if trial.maps is None else trial.maps
         from tilewise.backends.triton.backward import keys_kernel, prepare_kernel, queries_kernel
 
-        q, k, v, do = terms or whole
-
-        def described(tile: TilePlan) -> tuple[Attention, Gradients, Config]:
-            a, config = arguments(problem, inputs, out, lse, tile)
-            if not terms:
-                return a, g, config
-            a = a._replace(q=split_view(q), k=split_view(k), v=split_view(v))
-            return a, g._replace(dout=split_view(do)), config._replace(TERMS=2)
+        q, k, v, do = parts or whole
+        split_g = g._replace(dout=host.split_view(do)) if parts else g
 
         def keys(tile: TilePlan, only: str = "") -> Launch:
-            a, into, config = described(tile)
+            a, config = with_parts(*arguments(problem, inputs, out, lse, tile), parts)
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
-            into = into._replace(dq=None, dk=None if only == "dv" else into.dk, dv=None if only == "dk" else into.dv)
+            into = split_g._replace(dq=None, dk=None if only == "dv" else g.dk, dv=None if only == "dk" else g.dv)
             args = (a, into, *descriptors(q, do, tile.block_q, maps))
-            return Launch(keys_kernel, programs, args, config, Options(tile.warps, tile.stages))
+            return Launch(keys_kernel, programs, args, config, LaunchOptions(tile.warps, tile.stages))
 
         def queries(tile: TilePlan) -> Launch:
-            a, into, config = described(tile)
+            a, config = with_parts(*arguments(problem, inputs, out, lse, tile), parts)
             programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
-            args = (a, into._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps))
-            return Launch(queries_kernel, programs, args, config, Options(tile.warps, tile.stages))
+            args = (a, split_g._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps))
+            return Launch(queries_kernel, programs, args, config, LaunchOptions(tile.warps, tile.stages))
 
         rows = 16 if interpreting() else 64
         a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, 1, 4))
-        plain = config._replace(STRUCTURE="", DROPOUT=False, SOFTCAP=False, FOLD=True)
+        plain = config._replace(MASK=MaskLayout(), DROPOUT=False, SOFTCAP=False, FOLD=True)
         programs = -(-problem.seqlen_q // rows) * problem.heads * out.shape[0]
-        launches = [Launch(prepare_kernel, programs, (a, g), plain, Options(4, 1))]
-        launches += [splitting(x, y) for x, y in zip(whole, terms, strict=False)]
-        apart = worth_parting(problem, bool(terms)) if trial.apart is None else trial.apart
+        launches = [Launch(prepare_kernel, programs, (a, g), plain, LaunchOptions(4, 1))]
+        launches += [splitting(x, y) for x, y in zip(whole, parts, strict=False)]
+        apart = worth_parting(problem, bool(parts)) if trial.apart is None else trial.apart
         for only in ("dk", "dv") if apart and needs.dk and needs.dv else ("",) if needs.dk or needs.dv else ():
             build_keys = partial(keys, only=only)
             launches.append(fitting(problem, "backward_dkdv", build_keys, trial.tile("backward_dkdv"), out.device))
@@ -179,8 +197,11 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial:
             launches.append(fitting(problem, "backward_dq", queries, trial.tile("backward_dq"), out.device))
         return launches
 
-    if key is None or not repeat(problem, key, moving):
-        perform(problem, key, moving, build)
+    key = key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs, trial)
+    recording = recorder.get(problem, key, out.device, type(None))
+    tensors = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *parts)
+    if not recording.repeat(tensors):
+        recording.record(tensors, build())
     return Grads(
         dq,
         dk,
@@ -202,27 +223,8 @@ def bias_gradient(problem: Problem, inputs: Inputs, given: BackwardInputs, g: Gr
     config = config._replace(SUM_M=bias.shape[2] == 1, SUM_N=bias.shape[3] == 1)
     g = g._replace(dbias=bias_view(dbias), bias_shape=tuple(bias.shape), dq=None, dk=None, dv=None)
     programs = bias.shape[0] * bias.shape[1] * -(-bias.shape[2] // tile.block_q) * -(-bias.shape[3] // tile.block_k)
-    Launch(bias_kernel, programs, (a, g), config, Options(tile.warps, tile.stages)).run()
+    Launch(bias_kernel, programs, (a, g), config, LaunchOptions(tile.warps, tile.stages)).run()
     return dbias.to(bias.dtype)
-
-
-def terms_of(problem: Problem, *operands: Tensor) -> tuple[Tensor, ...]:
-    """Memory for the terms of operands, if they are to be split."""
-    return tuple(empty_terms(x) for x in operands) if terms_for(problem, on_hip()) == 2 else ()
-
-
-def splitting(x: Tensor, terms: Tensor) -> Launch:
-    """The launch that splits an fp32 tensor."""
-    from tilewise.backends.triton.terms import terms_kernel
-
-    b, h, length, d = x.shape
-    rows = 32
-    config = Config(BLOCK_M=rows, D=d, BLOCK_D=padded(d), INTERPRET=interpreting())
-    given = Splitting(view(x), split_view(terms), b, h, length)
-    return Launch(terms_kernel, -(-length // rows) * h * b, (given,), config, Options(4, 1))
-
-
-_fitting: dict[tuple[Hashable, ...], TilePlan] = {}
 
 
 def fitting(
@@ -232,27 +234,20 @@ def fitting(
     planned = tile or tile_for(problem, pass_, device)
     if interpreting():
         return build(planned)
-    if tile is None and tuning():
-        planned = best_tile(problem, pass_, spec_of(device.index or 0), planned, lambda t: seconds_of(build(t)))
-    first = build(planned)
     from triton.runtime.errors import OutOfResources
 
-    absent = tuple(part is None for arg in first.args if isinstance(arg, tuple) for part in arg)
-    key = (planned, first.config, device, first.kernel, absent)
-    known = _fitting.get(key)
-    if known is not None:
-        return first if known == planned else build(known)
+    if tile is None and tuning():
+        planned = best_tile(problem, pass_, spec_of(device.index or 0), planned, lambda t: seconds_of(build(t)))
     failure = None
     for trial in (planned, *smaller(planned)):
         launch = build(trial)
         try:
-            _ = launch.compiled().run
+            launch.compiled()
         except OutOfResources:
             continue
         except KernelError as error:  # a smaller one may compile
             failure = error
             continue
-        _fitting[key] = trial
         return launch
     if failure is not None:
         raise failure
@@ -261,15 +256,17 @@ def fitting(
     )
 
 
-def arguments(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tile: TilePlan) -> tuple[Attention, Config]:
-    a = attention_args(problem, inputs, out, lse, tile.splits)
-    config = config_for(problem, inputs, dot_precision(problem, on_hip()))
+def arguments(
+    problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tile: TilePlan
+) -> tuple[Attention, KernelConfig]:
+    a = host.attention_args(problem, inputs, out, lse, tile.splits)
+    config = host.config_for(problem, inputs, host.dot_precision(problem, on_hip()))
     return a, config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
 
 
-def worth_parting(problem: Problem, in_terms: bool) -> bool:
+def worth_parting(problem: Problem, split: bool) -> bool:
     """Where dK, dV and the sum of a tile do not fit the registers together, two kernels are faster than one."""
-    return in_terms and max(problem.head_dim, problem.head_dim_v) > TOGETHER_UP_TO
+    return split and max(problem.head_dim, problem.head_dim_v) > TOGETHER_UP_TO
 
 
 def worth_maps(problem: Problem) -> bool:
@@ -285,7 +282,7 @@ def descriptors(x: Tensor, y: Tensor, rows: int, wanted: bool) -> tuple[Descript
         return None, None
     if not (describable(x) and describable(y)) or max(x.shape[3], y.shape[3]) > 256:
         return None, None
-    return Descriptor(x, rows, padded(x.shape[3])), Descriptor(y, rows, padded(y.shape[3]))
+    return Descriptor.of(x, rows, host.padded(x.shape[3])), Descriptor.of(y, rows, host.padded(y.shape[3]))
 
 
 def grid(problem: Problem, rows: int, block: int, heads: int) -> int:

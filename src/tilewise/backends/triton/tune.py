@@ -9,18 +9,16 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tilewise.backends.gpu.replay import Launch
+from tilewise.backends.gpu.record import Launch
 from tilewise.errors import PlanError
 from tilewise.hardware import DeviceSpec
 from tilewise.hardware.cache import cache_root, load_json, store_json
+from tilewise.hardware.timers import median_seconds
 from tilewise.model import TilePlan
 from tilewise.model.gpu import ranked
 from tilewise.model.grid import bucket
@@ -28,7 +26,7 @@ from tilewise.problem import Problem
 
 VARIABLE = "TILEWISE_AUTOTUNE"
 CANDIDATES = 8
-WARM, SAMPLES = 2, 5
+SAMPLES = 5
 
 _winners: dict[str, TilePlan] = {}
 
@@ -40,7 +38,6 @@ def tuning() -> bool:
 
 def kind_of(problem: Problem, pass_: str, spec: DeviceSpec) -> dict[str, Any]:
     """What a winner holds for. Lengths are rounded, so that a growing sequence is not tuned at every step."""
-    features = (problem.bias is not None, problem.alibi, problem.softcap > 0, problem.dropout_p > 0, problem.varlen)
     return {
         "device": spec.name,
         "arch": spec.arch,
@@ -52,7 +49,13 @@ def kind_of(problem: Problem, pass_: str, spec: DeviceSpec) -> dict[str, Any]:
         "heads": [problem.batch * problem.heads, problem.group],
         "lengths": [bucket(problem.seqlen_q), bucket(problem.seqlen_k)],
         "mask": [problem.program.structure, *problem.program.ints],
-        "features": list(features),
+        "features": [
+            problem.bias is not None,
+            problem.alibi,
+            problem.softcap > 0,
+            problem.dropout_p > 0,
+            problem.varlen,
+        ],
     }
 
 
@@ -78,7 +81,7 @@ def best_tile(
 
 def _candidates(problem: Problem, pass_: str, spec: DeviceSpec, planned: TilePlan) -> list[TilePlan]:
     try:
-        ranking = [found.tile for found in ranked(problem, spec, pass_, kernels="triton") if not found.rejected]
+        ranking = [ranking.tile for ranking in ranked(problem, spec, pass_, kernels="triton") if not ranking.rejected]
     except PlanError:  # nothing fits by the model's count; the planned tile is the smallest
         ranking = []
     tiles = (replace(tile, source="tuned") for tile in (planned, *ranking[:CANDIDATES]))
@@ -98,16 +101,6 @@ def seconds_of(launch: Launch) -> float:
     from triton.runtime.errors import OutOfResources
 
     try:
-        for _ in range(WARM):
-            launch.run()
+        return median_seconds(launch.run, "cuda", SAMPLES)[0]
     except OutOfResources:
         return float("inf")
-    samples: list[float] = []
-    for _ in range(SAMPLES):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        launch.run()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e-3)
-    return statistics.median(samples)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,13 +42,12 @@ class Step(NamedTuple):
     programs: int
 
 
-class Plan(NamedTuple):
+class BackwardPlan(NamedTuple):
     """All of a call that does not depend on its tensors, and the calls made so far."""
 
     steps: tuple[Step, ...]
     stats: int  # numbers of scratch memory: of the statistics, and of dQ
     dq: int
-    calls: dict[tuple[Any, ...], tuple[Callable[[], Any], ...]]
 
 
 def tile_of(problem: Problem, mask: IntervalMask) -> KeysConfig:
@@ -81,7 +79,7 @@ def visiting_queries(mask: IntervalMask, tile: KeysConfig, queries: int, keys: i
 
 def make_plan(
     problem: Problem, processors: int, compile_: Any, with_dlse: bool = False, tile: KeysConfig | None = None
-) -> Plan:
+) -> BackwardPlan:
     """The plan on a GPU with so many multiprocessors; `compile_(name, dtype, arguments, config)` gives the kernels, `tile`
     overrides the table's."""
     mask = mask_of(problem)
@@ -112,7 +110,7 @@ def make_plan(
         queries = QUERIES[widths(problem.head_dim, problem.head_dim_v)]
         third = over_tiles("queries_kernel", queries._replace(STAT_ROWS=config.BLOCK_M, **compiled_for))
     scratch = (stat_tiles + 1) * config.BLOCK_M * config.BLOCK_D if config.REDUCE_DQ else 0
-    return Plan((first, second, third), 2 * stat_tiles * config.BLOCK_M, scratch, {})
+    return BackwardPlan((first, second, third), 2 * stat_tiles * config.BLOCK_M, scratch)
 
 
 def grad_arguments(
