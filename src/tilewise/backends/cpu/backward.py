@@ -12,17 +12,15 @@ s and lse are in the kernel's unit. What rounding cuts off lse is put back as a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from tilewise.backends.cpu import elementary, micro, pack
 from tilewise.backends.cpu.builder import Emit
-from tilewise.backends.cpu.elementary import exp2
 from tilewise.backends.cpu.ir import I64, Pointer, Strip
 from tilewise.backends.cpu.masking import Interval, SeqInfo, hull
-from tilewise.backends.cpu.micro import by_panels, by_rows, chunk_steps
 from tilewise.backends.cpu.module import kernel_function
 from tilewise.backends.cpu.ordered_accumulate import PASSED, OrderedAccumulate
-from tilewise.backends.cpu.pack import emit_pack_panels, emit_row_dots, emit_unpack_strip
 from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.spec import Kernel, round_down, round_up
 from tilewise.backends.cpu.statistics import RowStatistics
@@ -37,15 +35,6 @@ class Chunks(NamedTuple):
     scores: Any
     dp: Any
     dq: Any
-
-
-class Weights(NamedTuple):
-    """P and dS of a strip (rows of keys, columns of query rows) and the distance of their rows. The products leave scores and dP
-    where P and dS will be."""
-
-    P: Pointer
-    dS: Pointer
-    step: Any
 
 
 class Gradient(NamedTuple):
@@ -71,8 +60,8 @@ class Backward(RowStatistics, OrderedAccumulate):
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.emit_helpers()
-        self.unpack_strip = emit_unpack_strip(self.unit, kernel.dtype, divide=False)
-        self.row_dots = emit_row_dots(self.unit, kernel.dtype)
+        self.unpack_strip = pack.emit_unpack_strip(self.unit, kernel.dtype, divide=False)
+        self.row_dots = pack.emit_row_dots(self.unit, kernel.dtype)
         self.emit_products()
         self.strip = self.emit_strip()
         self.wait = self.emit_wait()
@@ -81,10 +70,10 @@ class Backward(RowStatistics, OrderedAccumulate):
         self.emit_worker(self.emit_task())
 
     def emit_products(self) -> None:
-        self.pack_gradient = emit_pack_panels(self.unit, self.tile.rows, self.kernel.dtype, scaled=True)
-        self.product = by_panels(self.unit, "product")
-        self.accumulate = by_rows(self.unit, "accumulate")
-        self.dq = by_panels(self.unit, "dq", fold="add")
+        self.pack_gradient = pack.emit_pack_panels(self.unit, self.tile.rows, self.kernel.dtype, scaled=True)
+        self.product = micro.by_panels(self.unit, "product")
+        self.accumulate = micro.by_rows(self.unit, "accumulate")
+        self.dq = micro.by_panels(self.unit, "dq", fold="add")
 
     def strip_at(self, e: Emit, index: Any) -> tuple[Any, Any]:
         """A task has one query head."""
@@ -122,9 +111,11 @@ class Backward(RowStatistics, OrderedAccumulate):
                             self.differentiate(e, index, part, visible, modifier)
             self.add_dq(e, index, keys.all, chunks)
 
-    def weights(self, e: Emit, index: Any) -> Any:
+    def weights(self, e: Emit, index: Any) -> SimpleNamespace:
+        """P and dS of a strip (rows of keys, columns of query rows) and the distance of their rows. The products leave scores and
+        dP where P and dS will be."""
         column = index * self.tile.rows
-        return Weights(e.frame.P + column, e.frame.dS + column, e.args.PS)
+        return SimpleNamespace(P=e.frame.P + column, dS=e.frame.dS + column, step=e.args.PS)
 
     def clear(self, e: Emit, index: Any, keys: Interval) -> None:
         weights = self.weights(e, index)
@@ -135,11 +126,11 @@ class Backward(RowStatistics, OrderedAccumulate):
     def chunks(self, e: Emit, seq: SeqInfo, q0: Any) -> Chunks:
         """Sums are shorter for the first rows under a causal mask: they see few keys and have the largest errors."""
         args, sums = e.args, 4 if self.wide else 2
-        usual = Chunks(chunk_steps(args.DP, sums), chunk_steps(args.DVP, sums), args.BN)
+        usual = Chunks(micro.chunk_steps(args.DP, sums), micro.chunk_steps(args.DVP, sums), args.BN)
         if not self.simple:
             return usual
         first = self.starts_small(e, seq) & ~self.sees_many(e, seq, q0)
-        short = Chunks(chunk_steps(args.DP, 8), chunk_steps(args.DVP, 8), chunk_steps(args.BN, 2))
+        short = Chunks(micro.chunk_steps(args.DP, 8), micro.chunk_steps(args.DVP, 8), micro.chunk_steps(args.BN, 2))
         return Chunks(*(e.select(first, x, y) for x, y in zip(short, usual, strict=True)))
 
     def multiply(self, e: Emit, index: Any, keys: Interval, chunks: Chunks) -> None:
@@ -155,9 +146,8 @@ class Backward(RowStatistics, OrderedAccumulate):
         frame, R, weights = e.frame, self.tile.rows, self.weights(e, index)
         dQ = frame.dQ + index * (e.args.DP * R)
         last = e.args.DP // self.tile.keys
-        e.call(
-            self.dq, *keys, weights.dS, weights.step, frame.K_columns, self.panel(e), dQ, R, 0, last, chunks.dq
-        )
+        operands = [weights.dS, weights.step, frame.K_columns, self.panel(e), dQ, R]
+        e.call(self.dq, *keys, *operands, 0, last, chunks.dq)
 
     def load_weights(self, e: Emit, weights: Any, j: Any) -> tuple[Any, Any]:
         """Scores and dP of one key."""
@@ -178,15 +168,7 @@ class Backward(RowStatistics, OrderedAccumulate):
 
         drop(seq, q0, e.frame.n0, keys, visit)
 
-    def differentiate(
-        self,
-        e: Emit,
-        index: Any,
-        keys: Interval,
-        visible: Callable[[Any], Any] | None,
-        modifier: Modifier | None,
-        far: bool = False,
-    ) -> None:
+    def differentiate(self, e: Emit, index: Any, keys: Interval, visible: Any, modifier: Any, far: bool = False) -> None:
         """Scores and dP of keys [j0, j1) become P and dS; `visible` tells which rows see a key, None: all do. No weight is above
         1, but where lse is `far` that has to be seen to."""
         frame, kernel, row = e.frame, self.kernel, index * self.tile.rows
@@ -201,7 +183,7 @@ class Backward(RowStatistics, OrderedAccumulate):
                 if unmasked is not None and seen is not None:
                     seen = seen & unmasked
             gap = self.exponent(s, lse)
-            p = exp2(e.at_most(gap, 0.0) if far else gap, self.degree)
+            p = elementary.exp2(e.at_most(gap, 0.0) if far else gap, self.degree)
             kept = p
             if kernel.dropout:
                 spared = frame.kept.strip(j * self.tile.rows) != 0
@@ -287,9 +269,7 @@ class Backward(RowStatistics, OrderedAccumulate):
                     line = to + (whole + key) * gradient.width
                     line[0] = line.strip() + tail.strip(key * R)
 
-    def accumulate_rows(
-        self, e: Emit, gradient: Gradient, line: Any, col: Any, rows: Interval, keys: Interval
-    ) -> None:
+    def accumulate_rows(self, e: Emit, gradient: Gradient, line: Any, col: Any, rows: Interval, keys: Interval) -> None:
         """Rows of a gradient from `line` on += weights of keys [ja, jb) by R columns of `count` query rows from the first on.
 
         With wide vectors rows come in chunks, the last first: short sums are more exact, and with AVX-512 up to 3 % faster.
@@ -322,8 +302,7 @@ class Backward(RowStatistics, OrderedAccumulate):
         blocks, pairs = args.blocks, args.pairs
         pair, rank = number % pairs, number // pairs
         self.locate(e, rank % blocks, pair)
-        frame.pair = pair
-        frame.rank = rank
+        frame.pair, frame.rank = pair, rank
         frame.head = frame.nth_group * args.group + rank // blocks
         with e.if_(frame.rows > 0, likely=True):
             self.start(e)

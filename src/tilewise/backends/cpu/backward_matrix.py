@@ -10,36 +10,23 @@ as on a GPU.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from tilewise.backends.cpu.backward import Backward, Chunks, Gradient
 from tilewise.backends.cpu.builder import Emit
-from tilewise.backends.cpu.ir import I16, Pointer, Strip
+from tilewise.backends.cpu.forward_matrix import MatrixTiles
+from tilewise.backends.cpu.ir import I16, Strip
 from tilewise.backends.cpu.masking import Interval
-from tilewise.backends.cpu.matrix import DEPTH, ROW, bf16_pairs, bf16_vector, by_tiles, emit_plain_dot
-from tilewise.backends.cpu.pack import ColumnPairs, RowPairs, emit_pack_lanes, emit_pack_panels
+from tilewise.backends.cpu.matrix import DEPTH, ROW, bf16_pairs, bf16_vector, by_tiles
+from tilewise.backends.cpu.pack import RowPairs, emit_pack_panels
 from tilewise.backends.cpu.spec import Kernel
 
 
-class MatrixWeights(NamedTuple):
-    """P and dS in bf16 and the distance of their rows; of the strip S, dP and dS as pairs; factors of its rows, of S, of dS."""
-
-    P: Pointer
-    dS: Pointer
-    step: Any
-    S: Pointer
-    dP: Pointer
-    pairs: Pointer
-    do_factors: Pointer
-    q_factor: Any
-    ds_factor: Any
-
-
-class MatrixBackward(Backward):
+class MatrixBackward(MatrixTiles, Backward):
     """Of one strip, S and dP are kept in fp32, [key][row]; P and dS of all strips in bf16. `pairs` is dS as [key / 2][row][2]."""
 
     tiles = (("K", "k", "panels"), ("V", "v", "panels"), ("K_columns", "k", "lanes"))
-    pace = 2
     grain = DEPTH
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
@@ -47,17 +34,8 @@ class MatrixBackward(Backward):
         self.degree = 0 if kernel.dbias else 4
         super().__init__(kernel, arch)
 
-    def emit_packers(self) -> None:
-        self.packed = self.kernel.dtype
-        tile, dtype = self.tile, self.kernel.dtype
-        self.pack_strips = emit_pack_lanes(self.unit, tile.rows, dtype, scaled=False, cells=ColumnPairs)
-        self.pack_gradient = emit_pack_panels(self.unit, tile.rows, dtype, scaled=False, cells=RowPairs)
-        self.pack_panels = emit_pack_panels(self.unit, tile.keys // 2, dtype, scaled=False, cells=ColumnPairs)
-        self.pack_lanes = emit_pack_lanes(self.unit, tile.keys // 2, dtype, scaled=False, cells=RowPairs)
-
     def emit_products(self) -> None:
-        if self.kernel.matrix == "plain":
-            emit_plain_dot(self.unit)
+        self.pack_gradient = emit_pack_panels(self.unit, self.tile.rows, self.kernel.dtype, scaled=False, cells=RowPairs)
         self.product = by_tiles(self.unit, "product", self.kernel.matrix, add=False)
         self.accumulate = by_tiles(self.unit, "accumulate", self.kernel.matrix, add=True)
 
@@ -70,16 +48,15 @@ class MatrixBackward(Backward):
             e.call(self.pack_strips, getattr(frame, buffer), getattr(args, width) // 2, *rows, getattr(args, cols))
             e.call(self.pack_gradient, getattr(frame, panels), panel, *rows, all_rows, getattr(args, cols))
 
-    def panel(self, e: Emit) -> Any:
-        return e.args.BN * (self.tile.keys // 2)
-
     # -- one strip
 
-    def weights(self, e: Emit, index: Any) -> MatrixWeights:
+    def weights(self, e: Emit, index: Any) -> SimpleNamespace:
+        """P and dS in bf16 and the distance of their rows; S, dP and the pairs of the strip; factors of its rows, of S, of dS."""
         args, frame, column = e.args, e.frame, index * self.tile.rows
-        P, dS = frame.P + column, frame.dS + column
-        step, S, dP, pairs, factors = args.PS, frame.S, frame.dP, frame.pairs, frame.do_factors + column
-        return MatrixWeights(P, dS, step, S, dP, pairs, factors, args.q_factor.splat(), args.ds_factor.splat())
+        weights = SimpleNamespace(P=frame.P + column, dS=frame.dS + column, step=args.PS, S=frame.S, dP=frame.dP)
+        weights.pairs, weights.do_factors = frame.pairs, frame.do_factors + column
+        weights.q_factor, weights.ds_factor = args.q_factor.splat(), args.ds_factor.splat()
+        return weights
 
     def clear(self, e: Emit, index: Any, keys: Interval) -> None:
         weights = self.weights(e, index)
@@ -124,9 +101,7 @@ class MatrixBackward(Backward):
 
     # -- dK and dV
 
-    def accumulate_rows(
-        self, e: Emit, gradient: Gradient, line: Any, col: Any, rows: Interval, keys: Interval
-    ) -> None:
+    def accumulate_rows(self, e: Emit, gradient: Gradient, line: Any, col: Any, rows: Interval, keys: Interval) -> None:
         (row0, count), (ja, jb) = rows, keys
         R, step = self.tile.rows, e.args.PS
         right = gradient.panels + (col * e.args.BM + row0 * R) // 2

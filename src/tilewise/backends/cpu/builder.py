@@ -85,66 +85,50 @@ class Emit:
 
     # -- what operators stand for
     def _alike(self, left: Any, right: Any) -> tuple[Any, Any]:
-        kind = (left if isinstance(left, Value) else right).type
+        """LLVM's values; a number of Python takes the type of the other."""
+        kind = left.type if isinstance(left, Value) else right.type if isinstance(right, Value) else I64
         return self.raw(left, kind), self.raw(right, kind)
 
+    @elementwise
     def binary(self, integer: str, real: str, left: Any, right: Any) -> Any:
-        def apply(left: Any, right: Any) -> Value:
-            left, right = self._alike(left, right)
-            return Value(self, getattr(self.ir, real if ir.is_float(left.type) else integer)(left, right))
+        left, right = self._alike(left, right)
+        return Value(self, getattr(self.ir, real if ir.is_float(left.type) else integer)(left, right))
 
-        return elementwise(apply, left, right)
+    @elementwise
+    def compare(self, sign: str, left: Any, right: Any, nan: bool | None = None) -> Any:
+        """`nan`: the result for floats that are no numbers; as in C, if it is not given."""
+        left, right = self._alike(left, right)
+        if not ir.is_float(left.type):
+            return Value(self, self.ir.icmp_signed(sign, left, right))
+        nan = sign == "!=" if nan is None else nan
+        return Value(self, (self.ir.fcmp_unordered if nan else self.ir.fcmp_ordered)(sign, left, right))
 
-    def compare(self, sign: str, left: Any, right: Any) -> Any:
-        def apply(left: Any, right: Any) -> Value:
-            left, right = self._alike(left, right)
-            if not ir.is_float(left.type):
-                return Value(self, self.ir.icmp_signed(sign, left, right))
-            compare = self.ir.fcmp_unordered if sign == "!=" else self.ir.fcmp_ordered
-            return Value(self, compare(sign, left, right))
-
-        return elementwise(apply, left, right)
-
-    def ordered(self, sign: str, left: Value, right: Any) -> Value:
-        """A comparison of floats that is false with a NaN."""
-        return Value(self, self.ir.fcmp_ordered(sign, *self._alike(left, right)))
-
-    def unordered(self, sign: str, left: Value, right: Any) -> Value:
-        """A comparison of floats that is true with a NaN."""
-        return Value(self, self.ir.fcmp_unordered(sign, *self._alike(left, right)))
-
+    @elementwise
     def convert(self, name: str, value: Any, kind: Any) -> Any:
-        return elementwise(lambda x: Value(self, getattr(self.ir, name)(x.raw, vector_of(kind, x.lanes))), value)
+        return Value(self, getattr(self.ir, name)(value.raw, vector_of(kind, value.lanes)))
 
+    @elementwise
     def negative(self, value: Any) -> Any:
-        return elementwise(lambda x: Value(self, self.ir.fneg(x.raw)), value)
+        return Value(self, self.ir.fneg(value.raw))
 
     # -- choices
+    @elementwise
     def each(self, function: Callable[..., Any], *values: Any) -> Any:
         """Several steps for one vector after the other."""
-        return elementwise(function, *values)
+        return function(*values)
 
+    @elementwise
     def select(self, condition: Any, left: Any, right: Any) -> Any:
-        def apply(condition: Value, left: Any, right: Any) -> Value:
-            numbers = not (isinstance(left, Value) or isinstance(right, Value))
-            left, right = (self.raw(left), self.raw(right)) if numbers else self._alike(left, right)
-            return Value(self, self.ir.select(condition.raw, left, right))
+        return Value(self, self.ir.select(condition.raw, *self._alike(left, right)))
 
-        return elementwise(apply, condition, left, right)
-
-    def min(self, left: Any, right: Any) -> Any:
+    @elementwise
+    def min(self, left: Any, right: Any, sign: str = "<") -> Any:
         """Of integers."""
-        return self._choose("<", left, right)
+        left, right = self._alike(left, right)
+        return Value(self, self.ir.select(self.ir.icmp_signed(sign, left, right), left, right))
 
     def max(self, left: Any, right: Any) -> Any:
-        return self._choose(">", left, right)
-
-    def _choose(self, sign: str, left: Any, right: Any) -> Any:
-        def apply(left: Any, right: Any) -> Value:
-            left, right = self._alike(left, right)
-            return Value(self, self.ir.select(self.ir.icmp_signed(sign, left, right), left, right))
-
-        return elementwise(apply, left, right)
+        return self.min(left, right, ">")
 
     def call(self, function: Any, *args: Any) -> Value:
         """Numbers of Python take the parameters' types."""
@@ -157,15 +141,12 @@ class Emit:
             function = llvm.Function(self.unit.module, llvm.FunctionType(result, [a.raw.type for a in args]), name)
         return Value(self, self.ir.call(function, [a.raw for a in args], fastmath=flags))
 
+    @elementwise
     def math(self, stem: str, *values: Any, flags: Sequence[str] = ()) -> Any:
         """An intrinsic that has a form for every type of its operands."""
-
-        def apply(*values: Value) -> Value:
-            kind, lanes = values[0].type, values[0].lanes
-            element = "f32" if (kind.element if lanes else kind) == ir.F32 else "f64"
-            return self.intrinsic(f"llvm.{stem}.{f'v{lanes}' if lanes else ''}{element}", kind, values, flags)
-
-        return elementwise(apply, *values)
+        kind, lanes = values[0].type, values[0].lanes
+        element = "f32" if (kind.element if lanes else kind) == ir.F32 else "f64"
+        return self.intrinsic(f"llvm.{stem}.{f'v{lanes}' if lanes else ''}{element}", kind, values, flags)
 
     def fma(self, left: Any, right: Any, addend: Any) -> Any:
         """left * right + addend, rounded once."""
@@ -183,14 +164,12 @@ class Emit:
         """min(value, bound) that keeps a NaN."""
         return self._bounded("minimum", "<", value, bound)
 
+    @elementwise
     def _bounded(self, stem: str, sign: str, value: Any, bound: Any) -> Any:
-        def apply(value: Value, bound: Any) -> Any:
-            bound = Value(self, self.raw(bound, value.type))
-            if self.arch == "aarch64":
-                return self.math(stem, value, bound)
-            return self.select(self.compare(sign, bound, value), bound, value)
-
-        return elementwise(apply, value, bound)
+        bound = Value(self, self.raw(bound, value.type))
+        if self.arch == "aarch64":
+            return self.math(stem, value, bound)
+        return self.select(self.compare(sign, bound, value), bound, value)
 
     def prefetch(self, address: Pointer) -> None:
         """Ask for the cache line at an address, to be read and kept in every level."""
@@ -279,7 +258,7 @@ class Emit:
             size = abs(value)
             clamped = self.math("copysign", highest, narrow)
             beyond = size > ir.FLOAT.highest
-            return self.select(beyond & self.ordered("!=", size, float("inf")), clamped, narrow)
+            return self.select(beyond & self.compare("!=", size, float("inf"), nan=False), clamped, narrow)
         return value if value.type == target else value.fpext(self.real.type)
 
     def narrow(self, value: Value, dtype: str) -> Any:
@@ -290,7 +269,7 @@ class Emit:
             rounded = bits + (odd + 0x7FFF)
             # A NaN must stay one: rounding could carry its mantissa away.
             quiet = bits | 0x00400000
-            return self.select(self.unordered("uno", value, value), quiet, rounded).lshr(16).trunc(ir.I16)
+            return self.select(self.compare("uno", value, value, nan=True), quiet, rounded).lshr(16).trunc(ir.I16)
         kind = ir.STORAGE[dtype]
         return value if value.type == vector_of(kind, value.lanes) else value.fptrunc(kind)
 

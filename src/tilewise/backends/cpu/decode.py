@@ -15,12 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from tilewise.backends.cpu import elementary, masking, pack
 from tilewise.backends.cpu.builder import Emit
-from tilewise.backends.cpu.elementary import exp2
-from tilewise.backends.cpu.ir import I64, ITEMSIZE, PTR, Pointer, Strip
-from tilewise.backends.cpu.masking import hull
+from tilewise.backends.cpu.ir import I64, PTR, STORAGE, Pointer, Strip, size_of
 from tilewise.backends.cpu.module import KernelModule, kernel_function
-from tilewise.backends.cpu.pack import quotient
 from tilewise.backends.cpu.spec import UNROLL, Kernel, round_up
 from tilewise.backends.cpu.splits import publish_split
 
@@ -36,7 +34,7 @@ class Decode(KernelModule, ABC):
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.R = self.tile.keys
-        self.line = LINE // ITEMSIZE[kernel.dtype]  # elements
+        self.line = LINE // size_of(STORAGE[kernel.dtype])  # elements
         self.merge = self.emit_merge()
         self.block = self.emit_block()
         self.finish = self.emit_finish()
@@ -78,7 +76,7 @@ class Decode(KernelModule, ABC):
         with e.if_(frame.rows <= 0, likely=False):
             e.ret()
         self.start(e)
-        seen = hull(self.seq(e, 0), self.terms, 0, 0)
+        seen = masking.hull(self.seq(e, 0), self.terms, 0, 0)
         begin, end = self.split_keys(e, seen, splits, BN)
         with e.range(begin, end, BN) as n0:
             frame.n0 = n0
@@ -126,7 +124,7 @@ class Decode(KernelModule, ABC):
         with e.range(0, group) as r:
             old, other = frame.m[r], state[r]
             m = e.fmax(old, other)
-            ours, theirs = exp2(Strip([(old - m).splat(), (other - m).splat()]))
+            ours, theirs = elementary.exp2(Strip([(old - m).splat(), (other - m).splat()]))
             mine, his = ours.lane(0), theirs.lane(0)
             total = e.fma(state[group + r], his, frame.l[r] * mine)
             frame.l[r] = total
@@ -147,7 +145,7 @@ class Decode(KernelModule, ABC):
             with e.if_(has_sink):
                 logit, old = self.sink_logit(e, args.sinks[head]), frame.m[r]
                 m = e.fmax(old, e.math("ceil", logit))
-                alpha, weight = exp2(Strip([(old - m).splat(), (logit - m).splat()]))
+                alpha, weight = elementary.exp2(Strip([(old - m).splat(), (logit - m).splat()]))
                 frame.l[r] = e.fma(frame.l[r], alpha.lane(0), weight.lane(0))
                 frame.m[r] = m
                 O = frame.O + r * Dv
@@ -156,7 +154,7 @@ class Decode(KernelModule, ABC):
             total = frame.l[r]
             out = self.row_of(e, "o", head, frame.q_start)
             with e.range(0, Dv, e.lanes) as col:
-                value = quotient(frame.O.vector(r * Dv + col), total.splat())
+                value = pack.quotient(frame.O.vector(r * Dv + col), total.splat())
                 out[col] = e.narrow(value, dtype)
             lse = args.lse + self.row_index(e, head, frame.q_start)
             lse[0] = self.natural_lse(e, frame.m[r], total)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewise.backends.cpu import elementary, masking
 from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.decode import Decode, Join
-from tilewise.backends.cpu.elementary import exp2
 from tilewise.backends.cpu.ir import I64, Strip
-from tilewise.backends.cpu.masking import any_lane
 from tilewise.backends.cpu.module import kernel_function
 from tilewise.backends.cpu.spec import ACCUMULATORS, UNROLL, round_down, round_up
 
@@ -103,16 +102,16 @@ class BlockDecode(Decode):
         m_ptr, sum_ptr = frame.m + r0, frame.l + r0
         old = m_ptr.vector(0, R)
         m = e.fmax(old, e.math("ceil", self.of_rows(over.values, e.fmax)))
-        alpha, levels = exp2(old - m), [m.splat_lane(r) for r in range(R)]
+        alpha, levels = elementary.exp2(old - m), [m.splat_lane(r) for r in range(R)]
         with e.loop(0, padded, L, Strip([e.vector(0.0)] * R)) as over:
-            p = exp2(Strip(row.vector(over.index) - level for row, level in zip(P, levels, strict=True)))
+            p = elementary.exp2(Strip(row.vector(over.index) - level for row, level in zip(P, levels, strict=True)))
             for value, row in zip(p, P, strict=True):
                 row[over.index] = value
             over.carry(over.values + p)
         sum_ptr[0] = e.fma(sum_ptr.vector(0, R), alpha, self.of_rows(over.values, lambda x, y: x + y))
         m_ptr[0] = m
-        grown = e.ordered("!=", alpha, 1.0).sext(e.real.bits)
-        with e.if_(any_lane(grown), likely=False):
+        grown = e.compare("!=", alpha, 1.0, nan=False).sext(e.real.bits)
+        with e.if_(masking.any_lane(grown), likely=False):
             O, factors = frame.O + r0 * Dv, [alpha.splat_lane(r) for r in range(R)]
             with e.range(0, Dv, L) as col:
                 for r, factor in enumerate(factors):

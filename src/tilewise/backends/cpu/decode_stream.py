@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewise.backends.cpu import elementary, masking
 from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.decode import Decode
-from tilewise.backends.cpu.elementary import exp2
 from tilewise.backends.cpu.ir import I64, Pointer
-from tilewise.backends.cpu.masking import any_lane
 from tilewise.backends.cpu.module import kernel_function
 from tilewise.backends.cpu.spec import ACCUMULATORS, ALIGN, UNROLL, round_down
 
@@ -43,7 +42,7 @@ class StreamDecode(Decode):
             left = (n1 - over.index).splat(UNROLL)
             s = e.select(e.integers(range(UNROLL), I64) < left, s, float("-inf"))
             m, parts = self.update_max(e, O, Dv, s, *over.values)
-            p = exp2(s - m)
+            p = elementary.exp2(s - m)
             self.values(e, O, Dv, rows("v", keys), p)
             over.carry([m, parts + p])
         m, parts = over.values
@@ -84,9 +83,9 @@ class StreamDecode(Decode):
         """m and the parts of l, raised and rescaled with O where a score exceeds m."""
         above = (s > m).sext(e.real.bits)
         before = e.ir.block
-        with e.if_(any_lane(above), likely=False):
+        with e.if_(masking.any_lane(above), likely=False):
             level = e.fmax(m.lane(0), e.math("ceil", s.reduce(e.fmax))).splat(UNROLL)
-            alpha = exp2(m - level)
+            alpha = elementary.exp2(m - level)
             scaled, wide = parts * alpha, alpha.splat_lane(0)
             with e.range(0, Dv, e.lanes) as col:
                 O[col] = O.vector(col) * wide

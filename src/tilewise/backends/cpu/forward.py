@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tilewise.backends.cpu import elementary, micro, pack
 from tilewise.backends.cpu.builder import Emit
-from tilewise.backends.cpu.elementary import exp2
 from tilewise.backends.cpu.ir import I64, PTR, Pointer, Strip
 from tilewise.backends.cpu.masking import Interval, SeqInfo, hull
-from tilewise.backends.cpu.micro import by_panels, chunk_steps
 from tilewise.backends.cpu.module import KeyRange, kernel_function
-from tilewise.backends.cpu.pack import emit_unpack_strip
 from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.softmax import Softmax
 from tilewise.backends.cpu.spec import Kernel
@@ -44,7 +42,7 @@ class Forward(Softmax):
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.emit_helpers()
-        self.unpack_quotient = emit_unpack_strip(self.unit, kernel.dtype, divide=True)
+        self.unpack_quotient = pack.emit_unpack_strip(self.unit, kernel.dtype, divide=True)
         self.bounded = self.can_be_bounded and kernel.plain and self.simple  # what is hidden from all could be out of bounds
         self.emit_products()
         if self.bounded:
@@ -59,8 +57,8 @@ class Forward(Softmax):
         self.emit_worker(self.emit_task())
 
     def emit_products(self) -> None:
-        self.qk = by_panels(self.unit, "scores")
-        self.pv = by_panels(self.unit, "values", fold="scale")
+        self.qk = micro.by_panels(self.unit, "scores")
+        self.pv = micro.by_panels(self.unit, "values", fold="scale")
 
     # -- one strip against one key block
 
@@ -120,9 +118,7 @@ class Forward(Softmax):
         self.update_max(e, index, over.values)
         e.call(self.softmax_step, e.frame.pointer, index, *keys.all)
 
-    def modified_softmax(
-        self, e: Emit, index: Any, keys: KeyRange, chunks: Chunks, rows: tuple[SeqInfo, Any]
-    ) -> None:
+    def modified_softmax(self, e: Emit, index: Any, keys: KeyRange, chunks: Chunks, rows: tuple[Any, Any]) -> None:
         """Softcap, bias or ALiBi change the scores before the maximum is taken."""
         self.multiply_qk(e, index, keys.all, chunks)
         self.mask_scores(e, keys.all, keys.visible, Modifier(self.kernel, *rows))
@@ -133,9 +129,8 @@ class Forward(Softmax):
         """Scores of keys [j0, j1)."""
         R, DP = self.tile.rows, e.args.DP
         Q = e.frame.Q + index * (DP * R)
-        e.call(
-            self.qk, 0, DP, Q, R, e.frame.K, DP * self.tile.keys, e.frame.P, R, *self.groups(keys), chunks.scores
-        )
+        operands = [Q, R, e.frame.K, DP * self.tile.keys, e.frame.P, R]
+        e.call(self.qk, 0, DP, *operands, *self.groups(keys), chunks.scores)
 
     def score_reader(self, e: Emit) -> Callable[[Any, bool], Any]:
         """`score(j, keep)`: the scores of key j as the product left them, in units of log 2; `keep` if they are read again."""
@@ -155,14 +150,12 @@ class Forward(Softmax):
         keys need no care at all."""
         DP, BN = e.args.DP, e.args.BN
         if many is None:
-            return Chunks(chunk_steps(DP, 2), BN)
-        usual = chunk_steps(DP, 4 if self.wide else 2)
-        scores = e.select(self.starts_small(e, seq), e.select(many, DP, chunk_steps(DP, 4)), usual)
-        return Chunks(scores, e.select(many, BN, chunk_steps(BN, 4)))
+            return Chunks(micro.chunk_steps(DP, 2), BN)
+        usual = micro.chunk_steps(DP, 4 if self.wide else 2)
+        scores = e.select(self.starts_small(e, seq), e.select(many, DP, micro.chunk_steps(DP, 4)), usual)
+        return Chunks(scores, e.select(many, BN, micro.chunk_steps(BN, 4)))
 
-    def mask_scores(
-        self, e: Emit, keys: Interval, visible: Callable[[Any], Any], modifier: Modifier | None = None
-    ) -> None:
+    def mask_scores(self, e: Emit, keys: Interval, visible: Any, modifier: Modifier | None = None) -> None:
         """Scores of keys [j0, j1) changed, -inf where hidden; their maximum joins `row_max`."""
         P, R, score = e.frame.P, self.tile.rows, self.score_reader(e)
         with e.loop(*keys, 1, e.frame.row_max.strip()) as over:
@@ -226,15 +219,15 @@ class Forward(Softmax):
             old = self.valid_max(e, m_ptr.vector(at), total)
             m = e.fmax(old, self.level(e, logit))
             alpha = self.rescale_factor(self.exponent(old, m))
-            weight = exp2(self.exponent(logit, m))
+            weight = elementary.exp2(self.exponent(logit, m))
             total_ptr[at] = e.fma(total, alpha, weight)
             m_ptr[at] = m
             factors.append(alpha)
-        self.rescale(e, O, Strip(factors))
+        self.rescale(O, e.args.DVP, Strip(factors))
 
-    def rescale(self, e: Emit, O: Pointer, alpha: Strip) -> None:
+    def rescale(self, O: Pointer, DVP: Any, alpha: Strip) -> None:
         """O of a strip times alpha."""
-        with e.range(0, e.args.DVP) as col:
+        with O.e.range(0, DVP) as col:
             at = col * self.tile.rows
             O[at] = O.strip(at) * alpha
 

@@ -12,49 +12,54 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tilewise.backends.cpu import elementary, pack
 from tilewise.backends.cpu.builder import Emit
-from tilewise.backends.cpu.elementary import exp2
 from tilewise.backends.cpu.forward import Chunks, Forward
 from tilewise.backends.cpu.ir import I32, Strip
 from tilewise.backends.cpu.masking import Interval, SeqInfo, any_lane
 from tilewise.backends.cpu.matrix import DEPTH, ROW, bf16_pairs, by_tiles, emit_plain_dot
-from tilewise.backends.cpu.pack import ColumnPairs, RowPairs, emit_pack_lanes, emit_pack_panels
+from tilewise.backends.cpu.module import KernelModule
 from tilewise.backends.cpu.scores import drop
 
 
-class MatrixForward(Forward):
+class MatrixTiles(KernelModule):
+    """Tiles hold pairs of 16-bit values as they are stored; products are made on matrix tiles."""
+
+    pace = 2
+
+    def emit_packers(self) -> None:
+        self.packed = self.kernel.dtype
+        tile, dtype = self.tile, self.kernel.dtype
+        self.pack_strips = pack.emit_pack_lanes(self.unit, tile.rows, dtype, scaled=False, cells=pack.ColumnPairs)
+        self.pack_panels = pack.emit_pack_panels(self.unit, tile.keys // 2, dtype, scaled=False, cells=pack.ColumnPairs)
+        self.pack_lanes = pack.emit_pack_lanes(self.unit, tile.keys // 2, dtype, scaled=False, cells=pack.RowPairs)
+        if self.kernel.matrix == "plain":
+            emit_plain_dot(self.unit)
+
+    def panel(self, e: Emit) -> Any:
+        return e.args.BN * (self.tile.keys // 2)
+
+
+class MatrixForward(MatrixTiles, Forward):
     """Of one strip, P holds scores in fp32, [key][row]; `pairs` the weights in bf16, [key / 2][row][2]."""
 
     tiles = (("K", "k", "panels"), ("V", "v", "lanes"))
     can_be_bounded = False
-    pace = 2
 
     def level(self, e: Emit, row_max: Any) -> Any:
         """The maximum itself: the largest weight is then 1, which bf16 has without an error."""
         return row_max
 
     def rescale_factor(self, difference: Any) -> Any:
-        return exp2(difference)
-
-    def emit_packers(self) -> None:
-        self.packed = self.kernel.dtype
-        tile, dtype = self.tile, self.kernel.dtype
-        self.pack_strips = emit_pack_lanes(self.unit, tile.rows, dtype, scaled=False, cells=ColumnPairs)
-        self.pack_panels = emit_pack_panels(self.unit, tile.keys // 2, dtype, scaled=False, cells=ColumnPairs)
-        self.pack_lanes = emit_pack_lanes(self.unit, tile.keys // 2, dtype, scaled=False, cells=RowPairs)
+        return elementary.exp2(difference)
 
     def emit_products(self) -> None:
-        if self.kernel.matrix == "plain":
-            emit_plain_dot(self.unit)
         self.qk = by_tiles(self.unit, "scores", self.kernel.matrix, add=False)
         self.pv = by_tiles(self.unit, "values", self.kernel.matrix, add=True)
 
     def pack_q(self, e: Emit, first: Any, rows: list[Any]) -> None:
         half = e.args.DP // 2
         e.call(self.pack_strips, e.frame.Q + first * (half * self.tile.rows), half, *rows)
-
-    def panel(self, e: Emit) -> Any:
-        return e.args.BN * (self.tile.keys // 2)
 
     def multiply_qk(self, e: Emit, index: Any, keys: Interval, chunks: Chunks) -> None:
         R, DP = self.tile.rows, e.args.DP
@@ -100,9 +105,8 @@ class MatrixForward(Forward):
         O = e.frame.O + index * (DVP * R)
         alpha = e.frame.alpha.strip()
         changed = e.each(lambda x: (x != 1.0).sext(I32), alpha)
-        with e.if_(any_lane(changed)), e.range(0, DVP) as col:
-            at = col * R
-            O[at] = O.strip(at) * alpha
+        with e.if_(any_lane(changed)):
+            self.rescale(O, DVP, alpha)
         V = [e.frame.V, ROW, DVP * ROW, self.tile.keys * ROW]
         last = DVP // self.tile.keys
         e.call(self.pv, *self.groups(keys), *V, e.frame.pairs, O, 4 * R, 0, last)

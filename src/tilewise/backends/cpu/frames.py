@@ -89,17 +89,6 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
     return operands | products | {"kept": BN * R, "W": BN * R} | rows | {"tail": tile.keys * R} | tiles | ends
 
 
-class _Ones:
-    """Sizes of which only the names of their buffers are asked for."""
-
-    def __getattr__(self, name: str) -> int:
-        return 1
-
-
-def buffer_names(kernel: Kernel) -> tuple[str, ...]:
-    return tuple(buffers(kernel, _Ones()))
-
-
 def frame(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
     """Bytes of a thread's frame."""
     known = {"D": problem.head_dim, "Dv": problem.head_dim_v, "BM": tiles.rows, "BN": tiles.keys, "group": tiles.heads}

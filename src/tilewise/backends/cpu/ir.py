@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from llvmlite import ir
@@ -35,6 +35,8 @@ class Real:
     mantissa: int
     degree: int  # of the exp2 polynomial, for an error below half an ulp
     highest: float
+    tiny: float  # the least normal number
+    floor: float  # the exponent at which 2**x is exactly zero by construction
 
     @property
     def lowest(self) -> float:
@@ -46,22 +48,12 @@ class Real:
         """Adding it rounds to an integer and leaves that integer in the low mantissa bits."""
         return 1.5 * 2.0**self.mantissa
 
-    @property
-    def tiny(self) -> float:
-        """The least normal number."""
-        return 2.0 ** (-126 if self.size == 4 else -1022)
 
-    @property
-    def floor(self) -> float:
-        """The exponent at which 2**x is exactly zero by construction."""
-        return -127.0 if self.size == 4 else -1023.0
-
-
-FLOAT = Real(F32, I32, size=4, mantissa=23, degree=6, highest=(2 - 2.0**-23) * 2.0**127)
-DOUBLE = Real(F64, I64, size=8, mantissa=52, degree=12, highest=sys.float_info.max)
+LARGEST = (2 - 2.0**-23) * 2.0**127
+FLOAT = Real(F32, I32, size=4, mantissa=23, degree=6, highest=LARGEST, tiny=2.0**-126, floor=-127.0)
+DOUBLE = Real(F64, I64, size=8, mantissa=52, degree=12, highest=sys.float_info.max, tiny=2.0**-1022, floor=-1023.0)
 REALS = {"float32": FLOAT, "float64": DOUBLE}
 STORAGE = {"float32": F32, "float64": F64, "float16": HALF, "bfloat16": I16}
-ITEMSIZE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 
 # A kernel has some thousand constants, few of them different. llvmlite writes each object's text once, so equal ones are one.
@@ -223,13 +215,18 @@ class Strip(Arithmetic, tuple[Any, ...]):
         return self[0].e
 
 
-def elementwise(function: Callable[..., Any], *values: Any) -> Any:
-    """`function` vector by vector where values are strips; what is not a strip is the same for every vector."""
-    count = next((len(value) for value in values if isinstance(value, Strip)), 0)
-    if not count:
-        return function(*values)
-    rows = (value if isinstance(value, Strip) else (value,) * count for value in values)
-    return Strip(function(*row) for row in zip(*rows, strict=True))
+def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function vector by vector where arguments are strips; what is not a strip is the same for every vector."""
+
+    @wraps(function)
+    def apply(*values: Any, **options: Any) -> Any:
+        count = next((len(value) for value in values if isinstance(value, Strip)), 0)
+        if not count:
+            return function(*values, **options)
+        rows = (value if isinstance(value, Strip) else (value,) * count for value in values)
+        return Strip(function(*row, **options) for row in zip(*rows, strict=True))
+
+    return apply
 
 
 class Pointer:
@@ -243,6 +240,9 @@ class Pointer:
     def of(self, kind: Any) -> Pointer:
         """The same address as that of other elements."""
         return Pointer(self.e, self.raw, kind)
+
+    def stored(self, dtype: str) -> Pointer:
+        return Pointer(self.e, self.raw, STORAGE[dtype], dtype)
 
     def __add__(self, offset: int | Value) -> Pointer:
         if isinstance(offset, int) and offset == 0:

@@ -8,7 +8,7 @@ memory: so kernels that are made of tiles run, and are tested, on any machine.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from llvmlite import ir
 
@@ -21,17 +21,8 @@ ROW = 64  # bytes of a tile's row
 TILES = 8
 
 
-class MatrixUnit(Protocol):
-    """Eight tiles, numbered; rows lie `step` bytes apart in memory."""
-
-    def zero(self, tile: int) -> None: ...
-    def load(self, tile: int, address: Pointer, step: Value) -> None: ...
-    def store(self, tile: int, address: Pointer, step: Value) -> None: ...
-    def dot(self, c: int, a: int, b: int) -> None: ...
-
-
 class Amx:
-    """One instruction for each."""
+    """Eight tiles, numbered; rows lie `step` bytes apart in memory. One instruction for each method."""
 
     def __init__(self, e: Emit) -> None:
         self.e = e
@@ -54,7 +45,7 @@ class Amx:
 
 
 class Plain:
-    """Tiles in memory, products by loops."""
+    """The same with tiles in memory and products by loops."""
 
     def __init__(self, e: Emit) -> None:
         self.e = e
@@ -120,7 +111,7 @@ def by_tiles(unit: Unit, name: str, matrix: str, *, add: bool) -> Any:
     k0, k1, A, a_row, a_step, a_group, B, C, c_row, g0, g1 = values
     A, B, C, R = A.of(I8), B.of(I8), C.of(I8), e.tile.rows
     assert R == 2 * SIDE and e.tile.keys == DEPTH
-    tiles: MatrixUnit = Amx(e) if matrix == "amx" else Plain(e)
+    tiles: Amx | Plain = Amx(e) if matrix == "amx" else Plain(e)
     b_row = e.const(R * 4, I64)
     below, beside = SIDE, ROW  # the second tile of A or C lies so many rows on, of B or C so many bytes
     with e.range(g0, g1) as group:

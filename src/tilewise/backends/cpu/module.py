@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce, wraps
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from tilewise.backends.cpu import frames, masking, matrix
+from tilewise.backends.cpu import frames, masking, matrix, pack, scores
 from tilewise.backends.cpu.args import ArgBlock, pointer_kinds
 from tilewise.backends.cpu.builder import Emit, Unit
 from tilewise.backends.cpu.elementary import LN2, LOG2E, log2
-from tilewise.backends.cpu.ir import F32, F64, I1, I8, I16, I64, PTR, REALS, STORAGE, VOID, Pointer, Value
+from tilewise.backends.cpu.ir import F32, F64, I1, I8, I16, I64, PTR, REALS, VOID, Pointer, Value
 from tilewise.backends.cpu.masking import Interval, SeqInfo, interval, outer_interval
-from tilewise.backends.cpu.pack import emit_pack_lanes, emit_pack_panels
-from tilewise.backends.cpu.scores import Modifier
-from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, argument_names, round_down, round_up
+from tilewise.backends.cpu.spec import ALIGN, BACKWARD, FRAME_BYTES, Kernel, argument_names, round_down, round_up
 from tilewise.masks.program import operands
 
 TASK = ("batch", "nth_group", "key_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad", "W")
@@ -95,7 +94,7 @@ class KernelModule:
         self.terms = operands(kernel.structure)
         self.simple = masking.is_interval(kernel.structure)
         self.wide = self.tile.lanes * self.real.size > 16
-        names = frames.buffer_names(kernel)
+        names = tuple(frames.buffers(kernel, SimpleNamespace(**dict.fromkeys(BACKWARD, 1))))
         self.fields = (*TASK, *self.task, *(name for name in names if name not in TASK), "retry")
         bits, weights = self.real.bits, I16 if kernel.matrix and kernel.kind == "backward" else self.real.type
         kinds = {"W": bits, "kept": bits, "first": I64, "past": I64, "pairs": I16, "P": weights, "dS": weights}
@@ -114,9 +113,9 @@ class KernelModule:
 
     def emit_packers(self) -> None:
         dtype, tile = self.kernel.dtype, self.tile
-        self.pack_strips = emit_pack_lanes(self.unit, tile.rows, dtype, scaled=True)
-        self.pack_lanes = emit_pack_lanes(self.unit, tile.keys, dtype, scaled=False)
-        self.pack_panels = emit_pack_panels(self.unit, tile.keys, dtype, scaled=False)
+        self.pack_strips = pack.emit_pack_lanes(self.unit, tile.rows, dtype, scaled=True)
+        self.pack_lanes = pack.emit_pack_lanes(self.unit, tile.keys, dtype, scaled=False)
+        self.pack_panels = pack.emit_pack_panels(self.unit, tile.keys, dtype, scaled=False)
 
     def call(self, e: Emit, function: Any, *values: Any) -> Value:
         """A function of the kernel, over the same args and frame."""
@@ -255,10 +254,7 @@ class KernelModule:
         """
         args, frame = e.args, e.frame
         n_pad, dtype = frame.n_pad, self.packed
-        tiles = []
-        for tile in self.tiles:
-            pointer, cols = getattr(frame, tile[0]), args.D if tile[1] == "k" else args.Dv
-            tiles.append((tile, Pointer(e, pointer.raw, STORAGE[dtype], dtype), cols))
+        tiles = [(tile, getattr(frame, tile[0]).stored(dtype), args.D if tile[1] == "k" else args.Dv) for tile in self.tiles]
         tiles = [tile for tile in tiles if tile[0][0] in self.cleaned]
         total = e.const(0.0)
         for tile, cells, cols in tiles:
@@ -289,7 +285,7 @@ class KernelModule:
             e.call(self.bits, e.args.pointer, *seq.values, q0, key, key + 1, e.frame.W)
             visible = e.frame.W.strip() != 0
         if self.kernel.bias:
-            _, unmasked, _ = Modifier(self.kernel, seq, q0).apply(e.strip(0.0), key)
+            _, unmasked, _ = scores.Modifier(self.kernel, seq, q0).apply(e.strip(0.0), key)
             visible = visible & unmasked
         lanes = (vector.lane(lane) for vector in visible for lane in range(e.lanes))
         return reduce(lambda x, y: x | y, lanes, e.const(0, I1))

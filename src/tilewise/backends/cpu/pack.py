@@ -119,8 +119,7 @@ class Packing:
         )
         self.all_rows: Any = more.pop(0) if extra else None
         self.factors = more.pop() if scaled else None
-        stored = Pointer(self.e, src.raw, STORAGE[dtype], dtype)
-        self.cell = cells(self.e, Source(stored, row_step, col_step, rows, more[0]))
+        self.cell = cells(self.e, Source(src.stored(dtype), row_step, col_step, rows, more[0]))
         self.dst, self.near = dst.of(self.cell.kind), col_step == 1
 
 
@@ -131,7 +130,7 @@ def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: 
     """
     pack = Packing(unit, "lanes", dtype, width, cells, scaled)
     e, cell, dst_cols, factors = pack.e, pack.cell, pack.step, pack.factors
-    ends = [(n, per) for n, per in zip(cell.source[3:], (cell.rows, cell.cols), strict=True)]
+    ends = list(zip(cell.source[3:], (cell.rows, cell.cols), strict=True))
     rows, cols = ((n + (per - 1)) // per for n, per in ends)
     whole_rows, whole_cols = (n // per for n, per in ends)
     shapes = squares(e, width)
@@ -278,7 +277,7 @@ def emit_row_dots(unit: Unit, dtype: str) -> Any:
     e, (dst, x, x_step, x_col, y, y_step, y_col, rows, cols), function = unit.function(
         "row_dots", [PTR, PTR, I64, I64, PTR, I64, I64, I64, I64], noalias=(0,)
     )
-    x, y = (Pointer(e, p.raw, STORAGE[dtype], dtype) for p in (x, y))
+    x, y = x.stored(dtype), y.stored(dtype)
     whole = e.select((x_col == 1) & (y_col == 1), round_down(cols, e.lanes), 0)
     with e.range(0, rows) as row:
         x_row, y_row = row * x_step, row * y_step

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+from tilewise.backends.cpu import elementary
 from tilewise.backends.cpu.builder import Emit
-from tilewise.backends.cpu.elementary import exp2, exp2_integer, exp2_near
 from tilewise.backends.cpu.ir import I64, Strip
 from tilewise.backends.cpu.masking import Interval, any_lane, interval, lane_interval
 from tilewise.backends.cpu.module import KernelModule, kernel_function
@@ -34,7 +34,7 @@ class Softmax(KernelModule):
 
     def rescale_factor(self, difference: Any) -> Any:
         """2**x for a difference of two m."""
-        return exp2_integer(difference)
+        return elementary.exp2_integer(difference)
 
     def valid_max(self, e: Emit, m: Any, row_sum: Any) -> Any:
         """m, where some weight was computed with it: a bound is taken for whole strips, whether or not a row sees a key."""
@@ -60,7 +60,7 @@ class Softmax(KernelModule):
             weights, total = [], over.values
             for n in range(self.pace):
                 s = P.strip((over.index + n) * R)
-                p = exp2(self.exponent(s, m), self.real.degree - 1)
+                p = elementary.exp2(self.exponent(s, m), self.real.degree - 1)
                 total = total + p
                 weights.append(p)
             put(over.index, weights)
@@ -96,7 +96,7 @@ class Softmax(KernelModule):
             totals: list[Any] = []
             for n in range(chains):
                 at = (over.index + n) * R
-                p = exp2_near(P.strip(at), level, degree)
+                p = elementary.exp2_near(P.strip(at), level, degree)
                 P[at] = p
                 totals.extend(Strip(over.values[n * V : (n + 1) * V]) + p)
             over.carry(totals)
@@ -120,7 +120,7 @@ class Softmax(KernelModule):
 
         def unbounded(m: Any, total: Any, bound: Any) -> Any:
             deep = (m < -BOUND) & (total != 0.0)
-            high = e.unordered(">", bound, BOUND)  # a NaN is, too
+            high = e.compare(">", bound, BOUND, nan=True)
             return ((m > BOUND) | deep | high).sext(e.real.bits)
 
         return ~(retry | any_lane(e.each(unbounded, m, row_sum, self.bounds(e, index))))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewise.backends.cpu import masking
 from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.elementary import LOG2E, LOG2E_PARTS
-from tilewise.backends.cpu.masking import any_lane
 from tilewise.backends.cpu.module import KernelModule, kernel_function
 
 FAR = 2.0**20
@@ -23,7 +23,7 @@ class RowStatistics(KernelModule):
         """Is a row's log-sum-exp so far from 0 that a score may be above it by any number?"""
         lse = e.frame.lse2.strip(index * self.tile.rows)
         far = e.each(lambda size: (size > FAR) & (size < INFINITY), abs(lse))
-        return any_lane(far.sext(e.real.bits))
+        return masking.any_lane(far.sext(e.real.bits))
 
     @kernel_function()
     def emit_statistics(self, e: Emit) -> None:
@@ -46,7 +46,7 @@ class RowStatistics(KernelModule):
             dead = abs(hi) == INFINITY
             frame.lse2[row] = e.select(dead, INFINITY, hi)
             # far from 0 a log-sum-exp has no digits left for a factor, and there is nothing to put back
-            digits = e.unordered("<", abs(lo), 0.5)
+            digits = e.compare("<", abs(lo), 0.5, nan=True)
             slight = e.select(digits, 1.0 - lo * (unit / LOG2E), 1.0)
             slight = e.select(dead, 1.0, slight)
             delta = frame.delta[row]
