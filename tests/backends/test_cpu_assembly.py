@@ -24,7 +24,7 @@ TARGETS = {
     "skylake-avx512": ("x86_64", "skylake-avx512", "avx512", r"vfmadd\w+ps\t.*%zmm"),
     "sapphirerapids": ("x86_64", "sapphirerapids", "avx512", r"vfmadd\w+ps\t.*%zmm"),
 }
-PRODUCTS = {"forward": {"scores": 2, "values": 2}, "backward": {"product": 2, "grow": 1, "dq": 2}}
+PRODUCTS = {"forward": {"scores": 2, "values": 2}, "backward": {"product": 2, "accumulate": 1, "dq": 2}}
 """Functions and their innermost loops: a sum that may be cut has one for the first part and one for the others."""
 STACK = re.compile(r"\(%rsp|\[sp\b")  # frame pointers are omitted: rbp and x29 are registers like any other
 COPY = re.compile(r"^\s+(vmov[au]p[sd]\s+%[xyz]mm\d+, %[xyz]mm\d+$|mov\s+v\d+\.16b, v\d+\.16b)")
@@ -134,5 +134,5 @@ def test_rows_that_see_few_keys_have_the_longer_polynomial() -> None:
     """Of single keys' errors only those of few keys reach the output."""
     tile = tile_of("avx512")
     text = compiler.assembly(Kernel("forward", "float32", tile), compiler.Machine("x86_64" + LINUX, "sapphirerapids", ""))
-    steps = {name: sum("vfmadd" in line for line in body) for name, body in innermost_loops(text) if name.startswith("weigh_")}
-    assert steps["weigh_few"] == 2 * (steps["weigh_calm"] + tile.vectors)  # of two keys
+    steps = {name: sum("vfmadd" in line for line in body) for name, body in innermost_loops(text) if name.endswith("_step")}
+    assert steps["few_keys_step"] == 2 * (steps["bounded_step"] + tile.vectors)  # of two keys

@@ -129,7 +129,7 @@ def test_errors_are_no_larger_than_torchs(tiles: None, causal: bool) -> None:
     assert (ours[1] <= 1.1 * theirs[1]).all(), "the maximum of a few draws still varies by a tenth"
 
 
-PRODUCTS = {"forward": {"scores", "values"}, "backward": {"product", "grow"}}
+PRODUCTS = {"forward": {"scores", "values"}, "backward": {"product", "accumulate"}}
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)

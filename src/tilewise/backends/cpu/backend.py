@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, empty_out, sink_gradient
 from tilewise.backends.cpu import compile as compiler
-from tilewise.backends.cpu import frames, plan, schedule
+from tilewise.backends.cpu import frames, plan, schedule, spec
 from tilewise.backends.cpu.blind import Rows, without_blind
-from tilewise.backends.cpu.spec import BACKWARD, GRADIENTS, HOT, Kernel, argument_names, mask_slots, mask_tensors
+from tilewise.backends.cpu.spec import BACKWARD, GRADIENTS, HOT, Kernel, argument_names, mask_args, mask_tensors
 from tilewise.hardware.probe import probe_cpu
 from tilewise.problem import Problem
 
@@ -226,7 +226,7 @@ class CpuBackend:
 
 def _too_long(structure: str) -> str | None:
     """Why a mask's integers and tensors do not fit into the argument block; None if they do."""
-    left, wanted = schedule.BLOCK_WORDS - len(BACKWARD), len(mask_slots(structure))
+    left, wanted = schedule.BLOCK_WORDS - len(BACKWARD), len(mask_args(structure))
     return None if wanted <= left else f"the mask takes {wanted} argument words, more than {left}; write it with fewer terms"
 
 
@@ -362,7 +362,7 @@ def _accumulator(x: Tensor, ready: Plan, needed: bool) -> tuple[Tensor | None, T
     if not needed:
         return None, None
     batch, heads, rows, dim = x.shape
-    columns = frames.round_up(dim, ready.kernel.tile.rows)
+    columns = spec.round_up(dim, ready.kernel.tile.rows)
     size = rows * columns
     total = _empty((batch, heads, rows, columns), (heads * size, size, columns, 1), ready.real).zero_()
     same = x.dtype == ready.real and columns == dim

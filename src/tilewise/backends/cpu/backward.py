@@ -12,41 +12,47 @@ s and lse are in the kernel's unit. What rounding cuts off lse is put back as a 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from tilewise.backends.cpu.elementary import exp2
-from tilewise.backends.cpu.frames import round_up
-from tilewise.backends.cpu.ir import I32, I64, PTR, Emit, Value
-from tilewise.backends.cpu.masking import Place, hull
-from tilewise.backends.cpu.micro import by_panels, by_rows, put_strip, share, strip
-from tilewise.backends.cpu.module import CHUNK, FRAME
-from tilewise.backends.cpu.pack import emit_pack_panels, emit_row_dots, emit_unpack_strip
+from tilewise.backends.cpu import elementary, micro, pack
+from tilewise.backends.cpu.builder import Emit
+from tilewise.backends.cpu.ir import I64, Pointer, Strip
+from tilewise.backends.cpu.masking import Interval, SeqInfo, hull
+from tilewise.backends.cpu.module import kernel_function
+from tilewise.backends.cpu.ordered_accumulate import PASSED, OrderedAccumulate
 from tilewise.backends.cpu.scores import Modifier, drop
-from tilewise.backends.cpu.slots import Slots
-from tilewise.backends.cpu.spec import Kernel
-from tilewise.backends.cpu.statistics import Keys, RowStatistics
-from tilewise.backends.cpu.turns import PASSED, Turns
+from tilewise.backends.cpu.spec import Kernel, round_down, round_up
+from tilewise.backends.cpu.statistics import RowStatistics
+
+CHUNK = 64
+"""Query rows of one sum in dK and dV where vectors are wide, in whole strips; elsewhere all of a task's."""
 
 
-class Parts(NamedTuple):
+class Chunks(NamedTuple):
     """Steps of one sum: of the columns of a score and of a dP, of the keys of a dQ."""
 
-    scores: Value
-    weights: Value
-    queries: Value
+    scores: Any
+    dp: Any
+    dq: Any
 
 
-class Backward(RowStatistics, Turns):
+class Gradient(NamedTuple):
+    """A block's rows of dK or dV += weightsᵀ panels: P and dO, or dS and Q."""
+
+    weights: Pointer
+    panels: Pointer
+    out: Pointer
+    width: Any
+
+
+class Backward(RowStatistics, OrderedAccumulate):
     """Emits one module; its methods are the functions of the kernel."""
 
-    frame: tuple[str, ...] = (
-        *(*FRAME, "head", "rank", "pair"),
-        *("Q", "dO", "Q_panels", "dO_panels", "dQ", "P", "dS", "kept", "lse2", "delta", "factors", "ones", "tail"),
-        *("K", "V", "K_panels", "from", "to"),
-    )
-    tiles = (("K", "k", "lanes"), ("V", "v", "lanes"), ("K_panels", "k", "panels"))
-    cleaned = ("V", "K_panels")
-    pace = 1  # keys whose P and dS are worked out together
+    task = ("head", "rank", "pair")
+    tiles: tuple[tuple[str, str, str], ...] = (("K", "k", "lanes"), ("V", "v", "lanes"), ("K_columns", "k", "panels"))
+    cleaned = ("V", "K_columns")
+    pace = 1  # keys whose P and dS are computed together
     degree = 0  # of the polynomial in 2**x; 0: the Real type's own
     grain = 16
     """Keys updated together in a block that is not seen by all: masked rows are skipped so finely."""
@@ -54,8 +60,8 @@ class Backward(RowStatistics, Turns):
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.emit_helpers()
-        self.unpack_strip = emit_unpack_strip(self.unit, self.tile, kernel.dtype, divide=False)
-        self.row_dots = emit_row_dots(self.unit, kernel.dtype)
+        self.unpack_strip = pack.emit_unpack_strip(self.unit, kernel.dtype, divide=False)
+        self.row_dots = pack.emit_row_dots(self.unit, kernel.dtype)
         self.emit_products()
         self.strip = self.emit_strip()
         self.wait = self.emit_wait()
@@ -64,334 +70,295 @@ class Backward(RowStatistics, Turns):
         self.emit_worker(self.emit_task())
 
     def emit_products(self) -> None:
-        self.pack_gradient = emit_pack_panels(self.unit, self.tile.rows, self.kernel.dtype, scaled=True)
-        self.product = by_panels(self.unit, "product", self.tile)
-        self.grow = by_rows(self.unit, "grow", self.tile)
-        self.dq = by_panels(self.unit, "dq", self.tile, fold="add")
+        self.pack_gradient = pack.emit_pack_panels(self.unit, self.tile.rows, self.kernel.dtype, scaled=True)
+        self.product = micro.by_panels(self.unit, "product")
+        self.accumulate = micro.by_rows(self.unit, "accumulate")
+        self.dq = micro.by_panels(self.unit, "dq", fold="add")
 
-    def where(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, Value]:
+    def strip_at(self, e: Emit, index: Any) -> tuple[Any, Any]:
         """A task has one query head."""
-        return f.word("head"), e.plus(f.word("m0"), e.times(index, self.tile.rows))
+        return e.frame.head, e.frame.m0 + index * self.tile.rows
 
     # -- one strip against one key block: P, dS and dQ
 
-    def emit_strip(self) -> Any:
-        """strip(args, frame, index): P and dS of the strip's rows, its share of dQ; the keys visited go to `from` and `to`."""
-        e, (args, frame, index), function = self.unit.function("strip", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
-        head, q0 = self.where(e, a, f, index)
-        place = self.place(a, f, head)
-        j0, j1, solid0, solid1, visible = self.extent(e, a, f, place, q0)
-        j1 = e.most(j0, j1)
-        e.put(j0, f.ptr("from"), index)
-        e.put(j1, f.ptr("to"), index)
+    @kernel_function(I64)
+    def emit_strip(self, e: Emit, index: Any) -> None:
+        """strip(args, frame, index): P and dS of the strip's rows, its part of dQ; the keys visited go to `first` and `past`."""
+        head, q0 = self.strip_at(e, index)
+        seq = self.seq(e, head)
+        keys = self.key_range(e, seq, q0)
+        keys = keys._replace(stop=e.max(keys.start, keys.stop))
+        e.frame.first[index] = keys.start
+        e.frame.past[index] = keys.stop
         # the updates of dK and dV run over whole rows of P and dS: what is not visited must be zero
-        for start, stop in ((I64(0), j0), (j1, f.word("n_pad"))):
-            self.clear(e, a, f, index, (start, stop))
-        with e.if_then(e.less(j0, j1), likely=True):
-            parts = self.parts(e, a, place, q0)
-            self.multiply(e, a, f, index, (j0, j1), parts)
+        for unseen in ((0, keys.start), (keys.stop, e.frame.n_pad)):
+            self.clear(e, index, unseen)
+        with e.if_(keys.start < keys.stop, likely=True):
+            chunks = self.chunks(e, seq, q0)
+            self.multiply(e, index, keys.all, chunks)
             if self.kernel.dropout:
-                self.draw(e, f, place, q0, (j0, j1))
-            modifier = None if self.kernel.plain else Modifier(e, self.kernel, place, q0)
-            every = Keys(j0, j1, visible)
-            apart = (every,) if modifier else (Keys(solid0, solid1), Keys(j0, solid0, visible), Keys(solid1, j1, visible))
-            with e.if_else(self.is_far(e, f, index)) as (far, near):
+                self.draw(e, seq, q0, keys.all)
+            modifier = None if self.kernel.plain else Modifier(self.kernel, seq, q0)
+            parts: list[Any] = [(keys.solid, None), *((edge, keys.visible) for edge in keys.edges)]
+            if modifier:
+                parts = [(keys.all, keys.visible)]
+            with e.if_else(self.is_far(e, index)) as (far, near):
                 with far:
-                    self.differentiate(e, a, f, index, every, modifier, far=True)
+                    self.differentiate(e, index, keys.all, keys.visible, modifier, far=True)
                 with near:
-                    for keys in apart:
-                        with e.if_then(e.less(keys.start, keys.stop)):
-                            self.differentiate(e, a, f, index, keys, modifier)
-            self.add_dq(e, a, f, index, (j0, j1), parts)
-        e.ret_void()
-        return function
+                    for part, visible in parts:
+                        with e.if_(part[0] < part[1]):
+                            self.differentiate(e, index, part, visible, modifier)
+            self.add_dq(e, index, keys.all, chunks)
 
-    def weights(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, ...]:
+    def weights(self, e: Emit, index: Any) -> SimpleNamespace:
         """P and dS of a strip (rows of keys, columns of query rows) and the distance of their rows. The products leave scores and
         dP where P and dS will be."""
-        column = e.times(index, self.tile.rows)
-        return e.at(f.ptr("P"), column), e.at(f.ptr("dS"), column), a.word("PS")
+        column = index * self.tile.rows
+        return SimpleNamespace(P=e.frame.P + column, dS=e.frame.dS + column, step=e.args.PS)
 
-    def clear(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
-        P, dS, step = self.weights(e, a, f, index)
-        with e.loop(*keys) as over:
-            for buffer in (P, dS):
-                put_strip(e, [e.const(0.0)] * self.tile.vectors, buffer, e.times(over.index, step))
+    def clear(self, e: Emit, index: Any, keys: Interval) -> None:
+        weights = self.weights(e, index)
+        with e.range(*keys) as j:
+            for buffer in (weights.P, weights.dS):
+                buffer[j * weights.step] = e.strip(0.0)
 
-    def parts(self, e: Emit, a: Slots, place: Place, q0: Value) -> Parts:
+    def chunks(self, e: Emit, seq: SeqInfo, q0: Any) -> Chunks:
         """Sums are shorter for the first rows under a causal mask: they see few keys and have the largest errors."""
-        sums = 4 if self.wide else 2
-        usual = Parts(share(e, a.word("DP"), sums), share(e, a.word("DVP"), sums), a.word("BN"))
+        args, sums = e.args, 4 if self.wide else 2
+        usual = Chunks(micro.chunk_steps(args.DP, sums), micro.chunk_steps(args.DVP, sums), args.BN)
         if not self.simple:
             return usual
-        first = e.and_(self.starts_small(e, a, place), e.not_(self.sees_many(e, a, place, q0)))
-        short = Parts(share(e, a.word("DP"), 8), share(e, a.word("DVP"), 8), share(e, a.word("BN"), 2))
-        return Parts(*(e.select(first, x, y) for x, y in zip(short, usual, strict=True)))
+        first = self.starts_small(e, seq) & ~self.sees_many(e, seq, q0)
+        short = Chunks(micro.chunk_steps(args.DP, 8), micro.chunk_steps(args.DVP, 8), micro.chunk_steps(args.BN, 2))
+        return Chunks(*(e.select(first, x, y) for x, y in zip(short, usual, strict=True)))
 
-    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
+    def multiply(self, e: Emit, index: Any, keys: Interval, chunks: Chunks) -> None:
         """Scores and dP of keys [j0, j1)."""
-        R, (P, dS, step) = self.tile.rows, self.weights(e, a, f, index)
-        for A, B, width, C, part in (("Q", "K", "DP", P, parts.scores), ("dO", "V", "DVP", dS, parts.weights)):
-            rows = e.at(f.ptr(A), e.times(index, e.times(a.word(width), R)))
-            panel = e.times(a.word(width), self.tile.keys)
-            operands = [rows, I64(R), f.ptr(B), panel, C, step]
-            e.call(self.product, [I64(0), a.word(width), *operands, *self.groups(e, *keys), part])
+        args, frame, R, weights = e.args, e.frame, self.tile.rows, self.weights(e, index)
+        for A, B, width, C, chunk in (("Q", "K", "DP", weights.P, chunks.scores), ("dO", "V", "DVP", weights.dS, chunks.dp)):
+            rows = getattr(frame, A) + index * (getattr(args, width) * R)
+            panel = getattr(args, width) * self.tile.keys
+            operands = [rows, R, getattr(frame, B), panel, C, weights.step]
+            e.call(self.product, 0, getattr(args, width), *operands, *self.groups(keys), chunk)
 
-    def add_dq(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
-        R, (_, dS, step) = self.tile.rows, self.weights(e, a, f, index)
-        dQ = e.at(f.ptr("dQ"), e.times(index, e.times(a.word("DP"), R)))
-        last = e.over(a.word("DP"), self.tile.keys)
-        e.call(self.dq, [*keys, dS, step, f.ptr("K_panels"), self.panel(e, a), dQ, I64(R), I64(0), last, parts.queries])
+    def add_dq(self, e: Emit, index: Any, keys: Interval, chunks: Chunks) -> None:
+        frame, R, weights = e.frame, self.tile.rows, self.weights(e, index)
+        dQ = frame.dQ + index * (e.args.DP * R)
+        last = e.args.DP // self.tile.keys
+        operands = [weights.dS, weights.step, frame.K_columns, self.panel(e), dQ, R]
+        e.call(self.dq, *keys, *operands, 0, last, chunks.dq)
 
-    def look(self, e: Emit, where: tuple[Value, ...], j: Value) -> tuple[list[Value], list[Value]]:
+    def load_weights(self, e: Emit, weights: Any, j: Any) -> tuple[Any, Any]:
         """Scores and dP of one key."""
-        P, dS, step = where
-        return strip(e, self.tile, P, e.times(j, step)), strip(e, self.tile, dS, e.times(j, step))
+        return weights.P.strip(j * weights.step), weights.dS.strip(j * weights.step)
 
-    def keep(self, e: Emit, where: tuple[Value, ...], j: Value, found: list[tuple[list[Value], list[Value]]]) -> None:
+    def store_weights(self, e: Emit, weights: Any, j: Any, computed: list[tuple[Strip, Strip]]) -> None:
         """P and dS of `pace` keys from j on."""
-        P, dS, step = where
-        ((p, ds),) = found
-        put_strip(e, p, P, e.times(j, step))
-        put_strip(e, ds, dS, e.times(j, step))
+        ((p, ds),) = computed
+        weights.P[j * weights.step] = p
+        weights.dS[j * weights.step] = ds
 
-    def draw(self, e: Emit, f: Slots, place: Place, q0: Value, keys: tuple[Value, Value]) -> None:
+    def draw(self, e: Emit, seq: SeqInfo, q0: Any, keys: Interval) -> None:
         """All ones in kept[j][lane] where dropout spares the weight."""
-        kept_ptr, kind = f.ptr("kept"), e.vtype(e.real.bits)
+        mask = e.frame.kept
 
-        def visit(j: Value, i: int, kept: Value) -> None:
-            e.vput(e.sext(kept, kind), kept_ptr, e.plus(e.times(j, self.tile.rows), i * e.lanes))
+        def visit(j: Any, i: int, kept: Any) -> None:
+            mask[j * self.tile.rows + i * e.lanes] = kept.sext(e.real.bits)
 
-        drop(e, self.tile, place, q0, f.word("n0"), keys, visit)
+        drop(seq, q0, e.frame.n0, keys, visit)
 
-    def differentiate(
-        self, e: Emit, a: Slots, f: Slots, index: Value, keys: Keys, modifier: Modifier | None, far: bool = False
-    ) -> None:
-        """Scores and dP of keys [j0, j1) become P and dS. No weight is above 1, but where lse is `far` that has to be seen to."""
-        row, where, visible = e.times(index, self.tile.rows), self.weights(e, a, f, index), keys.visible
-        lse, delta = (strip(e, self.tile, f.ptr(name), row) for name in ("lse2", "delta"))
+    def differentiate(self, e: Emit, index: Any, keys: Interval, visible: Any, modifier: Any, far: bool = False) -> None:
+        """Scores and dP of keys [j0, j1) become P and dS; `visible` tells which rows see a key, None: all do. No weight is above
+        1, but where lse is `far` that has to be seen to."""
+        frame, kernel, row = e.frame, self.kernel, index * self.tile.rows
+        weights = self.weights(e, index)
+        lse, delta = frame.lse2.strip(row), frame.delta.strip(row)
 
-        def one(j: Value) -> tuple[list[Value], list[Value]]:
-            kernel, tile, zero = self.kernel, self.tile, e.const(0.0)
-            s, dp = self.look(e, where, j)
-            seen, tanhs = visible(e, j) if visible else None, None
+        def one(j: Any) -> tuple[Any, Any]:
+            s, dp = self.load_weights(e, weights, j)
+            seen, tanhs = visible(j) if visible else None, None
             if modifier:
-                s, unmasked, tanhs = modifier.apply(s, e.plus(f.word("n0"), j))
-                if unmasked and seen:
-                    seen = [e.and_(x, y) for x, y in zip(seen, unmasked, strict=True)]
-            gaps = [self.exponent(e, x, y) for x, y in zip(s, lse, strict=True)]
-            p = exp2(e, [e.at_most(x, zero) for x in gaps] if far else gaps, self.degree)
+                s, unmasked, tanhs = modifier.apply(s, frame.n0 + j)
+                if unmasked is not None and seen is not None:
+                    seen = seen & unmasked
+            gap = self.exponent(s, lse)
+            p = elementary.exp2(e.at_most(gap, 0.0) if far else gap, self.degree)
             kept = p
             if kernel.dropout:
-                words = strip(e, tile, f.ptr("kept"), e.times(j, tile.rows), e.real.bits)
-                spared = [e.icmp_signed("!=", w, e.iconst(0)) for w in words]
-                dp = [e.select(ok, x, zero) for ok, x in zip(spared, dp, strict=True)]
-                kept = [e.select(ok, x, zero) for ok, x in zip(spared, p, strict=True)]
-            ds = [e.fmul(x, e.fsub(y, z)) for x, y, z in zip(p, dp, delta, strict=True)]
-            if seen:
-                kept = [e.select(ok, x, zero) for ok, x in zip(seen, kept, strict=True)]
-                ds = [e.select(ok, x, zero) for ok, x in zip(seen, ds, strict=True)]
+                spared = frame.kept.strip(j * self.tile.rows) != 0
+                dp = e.select(spared, dp, 0.0)
+                kept = e.select(spared, p, 0.0)
+            ds = e.each(lambda p, dp, delta: p * (dp - delta), p, dp, delta)
+            if seen is not None:
+                kept = e.select(seen, kept, 0.0)
+                ds = e.select(seen, ds, 0.0)
             if kernel.dbias:
-                self.add_dbias(e, a, f, index, j, ds)
-            if tanhs:
-                ds = [e.fmul(x, e.fsub(e.const(1.0), e.fmul(t, t))) for x, t in zip(ds, tanhs, strict=True)]
-                if seen:  # a hidden score may be NaN, and 0 · NaN is not 0
-                    ds = [e.select(ok, x, zero) for ok, x in zip(seen, ds, strict=True)]
+                self.add_dbias(e, index, j, ds)
+            if tanhs is not None:
+                ds = e.each(lambda x, t: x * (1.0 - t * t), ds, tanhs)
+                if seen is not None:  # a hidden score may be NaN, and 0 · NaN is not 0
+                    ds = e.select(seen, ds, 0.0)
             return kept, ds
 
-        with e.loop(keys.start, keys.stop, self.pace) as over:
-            self.keep(e, where, over.index, [one(e.plus(over.index, n)) for n in range(self.pace)])
+        with e.range(*keys, self.pace) as j:
+            self.store_weights(e, weights, j, [one(j + n) for n in range(self.pace)])
 
-    def add_dbias(self, e: Emit, a: Slots, f: Slots, index: Value, j: Value, ds: list[Value]) -> None:
+    def add_dbias(self, e: Emit, index: Any, j: Any, ds: Strip) -> None:
         """dBias += dS for the strip's rows and the block's keys; the host lets no two tasks share a cell at the same time."""
-        head, q0 = self.where(e, a, f, index)
-        rows = e.least(self.tile.rows, e.minus(f.word("Sq"), q0))
-        key = e.plus(f.word("n0"), j)
-        base = e.plus(e.times(f.word("batch"), a.word("dbias_b")), e.times(head, a.word("dbias_h")))
-        base = e.plus(base, e.times(key, a.word("dbias_d")))
-        with e.if_then(e.less(key, f.word("n1"))):
+        frame, dbias = e.frame, e.args.dbias
+        head, q0 = self.strip_at(e, index)
+        rows = e.min(self.tile.rows, frame.Sq - q0)
+        key = frame.n0 + j
+        base = frame.batch * dbias.stride_b + head * dbias.stride_h
+        base = base + key * dbias.stride_d
+        with e.if_(key < frame.n1):
             for r in range(self.tile.rows):
-                with e.if_then(e.less(r, rows)):  # dS is the derivative by the natural score, to which the bias is added
-                    cell = e.at(a.ptr("dbias"), e.plus(base, e.times(e.plus(q0, r), a.word("dbias_s"))))
-                    value = e.extract_element(ds[r // e.lanes], I32(r % e.lanes))
-                    e.put(e.fadd(e.get(cell), value), cell)
+                with e.if_(rows > r):  # dS is the derivative by the natural score, to which the bias is added
+                    cell = dbias.pointer + (base + (q0 + r) * dbias.stride_s)
+                    value = ds[r // e.lanes].lane(r % e.lanes)
+                    cell[0] = cell[0] + value
 
     # -- dK and dV
 
-    def emit_update(self) -> Any:
+    @kernel_function()
+    def emit_update(self, e: Emit) -> None:
         """update(args, frame): dV += Pᵀ dO and dK += dSᵀ Q for the keys of the tile, each from the strips that see it."""
-        e, (args, frame), function = self.unit.function("update", [PTR, PTR])
-        a, f = self.open(e, args, frame)
-        row = e.plus(e.times(self.batch_offset(f), a.word("groups")), f.word("nth_group"))
-        row = e.plus(e.times(row, a.word("Sk")), f.word("k_start"), f.word("n0"))
-        n_pad = f.word("n_pad")
-        with e.loop(0, f.word("strips"), 1, [I64(0), n_pad]) as over:  # keys that every strip sees
-            starts, stops = (e.get(f.ptr(n), over.index, I64) for n in ("from", "to"))
-            over.carry([e.most(over.values[0], starts), e.least(over.values[1], stops)])
-        whole = e.and_(e.icmp_signed("==", over.values[0], I64(0)), e.icmp_signed("==", over.values[1], n_pad))
-        step = e.select(whole, n_pad, I64(self.grain))
-        with e.loop(0, n_pad, step) as keys:
-            ja, jb = keys.index, e.least(e.plus(keys.index, step), n_pad)
-            with e.loop(0, f.word("strips"), 1, [f.word("strips"), I64(0)]) as over:
-                starts, stops = (e.get(f.ptr(n), over.index, I64) for n in ("from", "to"))
-                sees = e.and_(e.less(starts, jb), e.less(ja, stops))
-                first = e.select(sees, e.least(over.values[0], over.index), over.values[0])
-                last = e.select(sees, e.plus(over.index, 1), over.values[1])
+        args, frame = e.args, e.frame
+        row = self.batch_index(e) * args.groups + frame.nth_group
+        row = row * args.Sk
+        k_start, n0 = frame.k_start, frame.n0
+        row, n_pad = row + k_start + n0, frame.n_pad
+        with e.loop(0, frame.strips, 1, [0, n_pad]) as over:  # keys that every strip sees
+            start, stop = frame.first[over.index], frame.past[over.index]
+            over.carry([e.max(over.values[0], start), e.min(over.values[1], stop)])
+        whole = (over.values[0] == 0) & (over.values[1] == n_pad)
+        step = e.select(whole, n_pad, self.grain)
+        with e.range(0, n_pad, step) as ja:
+            jb = e.min(ja + step, n_pad)
+            with e.loop(0, frame.strips, 1, [frame.strips, 0]) as over:
+                start, stop = frame.first[over.index], frame.past[over.index]
+                sees = (start < jb) & (ja < stop)
+                first = e.select(sees, e.min(over.values[0], over.index), over.values[0])
+                last = e.select(sees, over.index + 1, over.values[1])
                 over.carry([first, last])
             first, last = over.values
-            with e.if_then(e.less(first, last)):
-                for target, width, tile, panels in (("dv", "DVR", "P", "dO_panels"), ("dk", "DR", "dS", "Q_panels")):
-                    out = e.at(a.ptr(target), e.times(row, a.word(width)))
-                    with e.if_then(e.icmp_signed("!=", a.word(target), I64(0))):
-                        self.grow_slice(e, a, f, (ja, jb), (first, last), (f.ptr(tile), f.ptr(panels), out, a.word(width)))
-        e.ret_void()
-        return function
+            with e.if_(first < last):
+                for name, width, weights, panels in (("dv", "DVR", "P", "dO_panels"), ("dk", "DR", "dS", "Q_panels")):
+                    out = getattr(args, name) + row * getattr(args, width)
+                    with e.if_(args.given(name)):
+                        operands = getattr(frame, weights), getattr(frame, panels), out, getattr(args, width)
+                        self.update_slice(e, (ja, jb), (first, last), Gradient(*operands))
 
-    def grow_slice(
-        self, e: Emit, a: Slots, f: Slots, keys: tuple[Value, Value], strips: tuple[Value, Value], where: tuple[Value, ...]
-    ) -> None:
+    def update_slice(self, e: Emit, keys: Interval, strips: Interval, gradient: Gradient) -> None:
         """Rows [ja, jb) of one gradient. Rows padded beyond n1 belong to somebody else: the last register tile takes a detour."""
-        R, J = self.tile.rows, self.tile.keys
-        (ja, jb), (first, last) = keys, strips
-        tile, panels, out, width = where
-        rows = e.times(first, R), e.times(e.minus(last, first), R)
-        real = e.minus(f.word("n1"), f.word("n0"))
-        whole = e.least(jb, e.round_down(real, J))
-        with e.loop(0, width, R) as col:
-            operands, to = (tile, panels, col.index), e.at(out, col.index)
-            self.grow_rows(e, a, operands, rows, (ja, whole), (to, width), ja)
-            with e.if_then(e.less(whole, jb), likely=False):
-                tail = f.ptr("tail")
-                with e.loop(0, J * R) as cell:
-                    e.put(e.num(0.0), tail, cell.index)
-                self.grow_rows(e, a, operands, rows, (whole, e.plus(whole, J)), (tail, I64(R)), I64(0))
-                with e.loop(0, e.minus(real, whole)) as key:
-                    line = e.at(to, e.times(e.plus(whole, key.index), width))
-                    old, new = strip(e, self.tile, line), strip(e, self.tile, tail, e.times(key.index, R))
-                    put_strip(e, [e.fadd(x, y) for x, y in zip(old, new, strict=True)], line)
+        R, J, (ja, jb), (first, last) = self.tile.rows, self.tile.keys, keys, strips
+        rows = first * R, (last - first) * R
+        real = e.frame.n1 - e.frame.n0
+        whole = e.min(jb, round_down(real, J))
+        with e.range(0, gradient.width, R) as col:
+            to = gradient.out + col
+            self.accumulate_rows(e, gradient._replace(out=to), ja, col, rows, (ja, whole))
+            with e.if_(whole < jb, likely=False):
+                tail = e.frame.tail
+                with e.range(0, J * R) as cell:
+                    tail[cell] = 0.0
+                aside = gradient._replace(out=tail, width=e.const(R, I64))
+                self.accumulate_rows(e, aside, 0, col, rows, (whole, whole + J))
+                with e.range(0, real - whole) as key:
+                    line = to + (whole + key) * gradient.width
+                    line[0] = line.strip() + tail.strip(key * R)
 
-    def grow_rows(
-        self,
-        e: Emit,
-        a: Slots,
-        operands: tuple[Value, Value, Value],
-        rows: tuple[Value, Value],
-        keys: tuple[Value, Value],
-        out: tuple[Value, Value],
-        line: Value,
-    ) -> None:
-        """Gradient rows from `line` on += weights of keys [ja, jb) by R columns of `count` query rows from the first on.
+    def accumulate_rows(self, e: Emit, gradient: Gradient, line: Any, col: Any, rows: Interval, keys: Interval) -> None:
+        """Rows of a gradient from `line` on += weights of keys [ja, jb) by R columns of `count` query rows from the first on.
 
         With wide vectors rows come in chunks, the last first: short sums are more exact, and with AVX-512 up to 3 % faster.
         """
-        (tile, panels, col), (row0, count), (ja, jb), (to, width) = operands, rows, keys, out
-        R, step, C = self.tile.rows, a.word("PS"), e.at(to, e.times(line, width))
+        (row0, count), (ja, jb) = rows, keys
+        R, step = self.tile.rows, e.args.PS
+        out = gradient.out + line * gradient.width
 
-        def grow(row: Value, some: Value) -> None:
-            A = e.at(panels, e.plus(e.times(col, a.word("BM")), e.times(row, R)))
-            B = e.at(tile, e.plus(row, e.times(ja, step)))
-            e.call(self.grow, [some, A, B, step, C, width, I64(0), e.minus(jb, ja)])
+        def accumulate(row: Any, some: Any) -> None:
+            A = gradient.panels + (col * e.args.BM + row * R)
+            B = gradient.weights + (row + ja * step)
+            e.call(self.accumulate, some, A, B, step, out, gradient.width, 0, jb - ja)
 
         if not self.wide:
-            grow(row0, count)
+            accumulate(row0, count)
             return
         chunk = round_up(CHUNK, R)
-        chunks = e.over(e.plus(count, chunk - 1), chunk)
-        with e.loop(0, chunks) as over:
-            start = e.times(chunk, e.minus(e.minus(chunks, 1), over.index))
-            grow(e.plus(row0, start), e.least(chunk, e.minus(count, start)))
+        chunks = (count + (chunk - 1)) // chunk
+        with e.range(0, chunks) as nth:
+            start = chunk * (chunks - 1 - nth)
+            accumulate(row0 + start, e.min(chunk, count - start))
 
     # -- tasks
 
-    def emit_task(self) -> Any:
+    @kernel_function(I64)
+    def emit_task(self, e: Emit, number: Any) -> None:
         """task(args, frame, number): one query block of one query head."""
-        e, (args, frame, number), function = self.unit.function("task", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
+        args, frame = e.args, e.frame
         # neighbours in the queue belong to different key heads, so that they do not wait for each other
-        blocks, pairs = a.word("blocks"), a.word("pairs")
-        pair, rank = e.rest(number, pairs), e.over(number, pairs)
-        self.locate(e, a, f, e.rest(rank, blocks), pair)
-        f.set("pair", pair)
-        f.set("rank", rank)
-        f.set("head", e.plus(e.times(f.word("nth_group"), a.word("group")), e.over(rank, blocks)))
-        with e.if_then(e.less(0, f.word("rows")), likely=True):
-            self.start(e, a, f)
-            first, rows = f.word("m0"), f.word("rows")
-            low, high = hull(e, self.place(a, f, f.word("head")), self.terms, first, e.plus(first, rows, -1))
-            BN = a.word("BN")
-            with e.loop(e.times(e.over(low, BN), BN), high, BN) as block:
-                f.set("n0", e.most(block.index, low))
-                f.set("n1", e.least(e.plus(block.index, BN), high))
-                self.publish(e, a, f, e.over(block.index, BN))
-                self.block(e, a, f, e.over(block.index, BN))
-            self.finish(e, a, f)
-        self.publish(e, a, f, I64(PASSED))
-        e.ret_void()
-        return function
+        blocks, pairs = args.blocks, args.pairs
+        pair, rank = number % pairs, number // pairs
+        self.locate(e, rank % blocks, pair)
+        frame.pair, frame.rank = pair, rank
+        frame.head = frame.nth_group * args.group + rank // blocks
+        with e.if_(frame.rows > 0, likely=True):
+            self.start(e)
+            first, rows = frame.m0, frame.rows
+            low, high = hull(self.seq(e, frame.head), self.terms, first, first + rows - 1)
+            BN = args.BN
+            with e.range(low // BN * BN, high, BN) as start:
+                frame.n0 = e.max(start, low)
+                frame.n1 = e.min(start + BN, high)
+                self.publish(e, start // BN)
+                self.block(e, start // BN)
+            self.finish(e)
+        self.publish(e, PASSED)
 
-    def block(self, e: Emit, a: Slots, f: Slots, number: Value) -> None:
-        go, after = e.append_basic_block("visit"), e.append_basic_block("skip")
-        if self.simple:
-            e.branch(go)
-        else:
-            e.cbranch(self.block_alive(e, a, f, I64(1)), go, after)
-        e.position_at_end(go)
-        self.fetch_tiles(e, a, f)
-        if self.clean:
-            e.call(self.clean, [a.pointer, f.pointer, f.word("strips")])
-        with e.loop(0, f.word("strips")) as over:
-            e.call(self.strip, [a.pointer, f.pointer, over.index])
-        e.call(self.wait, [a.pointer, f.pointer, number])
-        e.call(self.update, [a.pointer, f.pointer])
-        e.branch(after)
-        e.position_at_end(after)
+    def block(self, e: Emit, number: Any) -> None:
+        """Every strip against the keys [n0, n1), and their dK and dV in this task's turn."""
+        with self.visible_block(e, lambda: 1):
+            if self.clean:
+                self.call(e, self.clean, e.frame.strips)
+            with e.range(0, e.frame.strips) as index:
+                self.call(e, self.strip, index)
+            self.call(e, self.wait, number)
+            self.call(e, self.update)
 
-    def start(self, e: Emit, a: Slots, f: Slots) -> None:
-        """Lay out the frame, work out each row's statistics, pack Q and dO as strips and as panels."""
-        self.lay_out(e, f, self.sizes(e, a))
-        e.call(self.statistics, [a.pointer, f.pointer])
-        self.pack_rows(e, a, f)
-        with e.loop(0, e.times(e.times(f.word("strips"), self.tile.rows), a.word("DP")), e.lanes) as cell:
-            e.vput(e.const(0.0), f.ptr("dQ"), cell.index)
+    def start(self, e: Emit) -> None:
+        """Lay out the frame, compute each row's statistics, pack Q and dO as strips and as panels."""
+        self.lay_out(e)
+        self.call(e, self.statistics)
+        self.pack_rows(e)
+        with e.range(0, e.frame.strips * self.tile.rows * e.args.DP, e.lanes) as cell:
+            e.frame.dQ[cell] = e.vector(0.0)
 
-    def sizes(self, e: Emit, a: Slots) -> dict[str, int | Value]:
-        """Elements of the frame's buffers."""
-        R, BM, BN, DP, DVP = self.tile.rows, a.word("BM"), a.word("BN"), a.word("DP"), a.word("DVP")
-        sizes = {"Q": e.times(BM, DP), "dO": e.times(BM, DVP), "Q_panels": e.times(BM, a.word("DR"))}
-        sizes |= {"dO_panels": e.times(BM, a.word("DVR")), "dQ": e.times(BM, DP)}
-        sizes |= {name: e.times(BN, a.word("PS")) for name in ("P", "dS")}
-        sizes |= {"kept": e.times(BN, R), "W": e.times(BN, R), "lse2": BM, "delta": BM, "factors": BM, "ones": BM}
-        sizes |= {"tail": I64(self.tile.keys * R), "K": e.times(BN, DP), "V": e.times(BN, DVP), "K_panels": e.times(BN, DP)}
-        # 64-bit words, at most twice as large as an element
-        return sizes | {"from": e.times(BM, 2), "to": e.times(BM, 2)}
-
-    def rows_of(self, e: Emit, a: Slots, f: Slots, name: str) -> list[Value]:
+    def rows_of(self, e: Emit, name: str) -> list[Any]:
         """The block's rows of q or do: their address, strides and number."""
-        source = self.source(e, a, f, name, f.word("head"), e.plus(f.word("q_start"), f.word("m0")))
-        return [source, a.word(f"{name}_s"), a.word(f"{name}_d"), f.word("rows")]
+        source = self.row_of(e, name, e.frame.head, e.frame.q_start + e.frame.m0)
+        return [source, getattr(e.args, name).stride_s, getattr(e.args, name).stride_d, e.frame.rows]
 
-    def pack_rows(self, e: Emit, a: Slots, f: Slots) -> None:
-        R, BM = self.tile.rows, a.word("BM")
-        all_rows = e.times(f.word("strips"), R)
-        for name, buffer, panels, cols, width, factors in (
-            ("q", "Q", "Q_panels", "D", "DP", "ones"),
-            ("do", "dO", "dO_panels", "Dv", "DVP", "factors"),
-        ):
-            rows = self.rows_of(e, a, f, name)
-            e.call(self.pack_strips, [f.ptr(buffer), a.word(width), *rows, a.word(cols), f.ptr(factors)])
-            if factors == "ones":
-                with e.loop(0, BM) as over:  # from here on Q is the factor of dK
-                    e.put(a.num("ds_factor"), f.ptr("ones"), over.index)
-            e.call(self.pack_gradient, [f.ptr(panels), e.times(BM, R), *rows, all_rows, a.word(cols), f.ptr(factors)])
+    def pack_rows(self, e: Emit) -> None:
+        """Scores are made with Q times its factor; the Q of dK carries the factor of dS."""
+        args, frame, R = e.args, e.frame, self.tile.rows
+        BM = args.BM
+        all_rows = frame.strips * R
+        rows = self.rows_of(e, "q")
+        e.call(self.pack_strips, frame.Q, args.DP, *rows, args.D, frame.q_factors)
+        e.call(self.pack_gradient, frame.Q_panels, BM * R, *rows, all_rows, args.D, frame.ds_factors)
+        rows = self.rows_of(e, "do")
+        e.call(self.pack_strips, frame.dO, args.DVP, *rows, args.Dv, frame.do_factors)
+        e.call(self.pack_gradient, frame.dO_panels, BM * R, *rows, all_rows, args.Dv, frame.do_factors)
 
-    def finish(self, e: Emit, a: Slots, f: Slots) -> None:
-        """dQ goes out, times the factor of its scores (which `ones` holds by now)."""
-        R = self.tile.rows
-        with e.if_then(e.icmp_signed("!=", a.word("dq"), I64(0))), e.loop(0, f.word("strips")) as over:
-            row = e.times(over.index, R)
-            position = e.plus(f.word("q_start"), f.word("m0"), row)
-            to = self.source(e, a, f, "dq", f.word("head"), position)
-            dQ = e.at(f.ptr("dQ"), e.times(row, a.word("DP")))
-            left = e.least(R, e.minus(f.word("rows"), row))
-            e.call(self.unpack_strip, [to, a.word("dq_s"), dQ, left, a.word("D"), f.ptr("ones")])
+    def finish(self, e: Emit) -> None:
+        """dQ goes out, times the factor of dS."""
+        args, frame, R = e.args, e.frame, self.tile.rows
+        with e.if_(args.dq.given), e.range(0, frame.strips) as index:
+            row = index * R
+            position = frame.q_start + frame.m0 + row
+            to = self.row_of(e, "dq", frame.head, position)
+            dQ = frame.dQ + row * args.DP
+            left = e.min(R, frame.rows - row)
+            e.call(self.unpack_strip, to, args.dq.stride_s, dQ, left, args.D, frame.ds_factors)

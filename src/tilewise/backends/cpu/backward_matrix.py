@@ -10,27 +10,23 @@ as on a GPU.
 
 from __future__ import annotations
 
-from tilewise.backends.cpu.backward import Backward, Parts
-from tilewise.backends.cpu.ir import I16, I64, Emit, Value
-from tilewise.backends.cpu.matrix import DEPTH, ROW, by_tiles, emit_plain_dot, halves, together
-from tilewise.backends.cpu.micro import strip
-from tilewise.backends.cpu.module import FRAME
-from tilewise.backends.cpu.pack import ColumnPairs, RowPairs, emit_pack_lanes, emit_pack_panels
-from tilewise.backends.cpu.slots import Slots
+from types import SimpleNamespace
+from typing import Any
+
+from tilewise.backends.cpu.backward import Backward, Chunks, Gradient
+from tilewise.backends.cpu.builder import Emit
+from tilewise.backends.cpu.forward_matrix import MatrixTiles
+from tilewise.backends.cpu.ir import I16, Strip
+from tilewise.backends.cpu.masking import Interval
+from tilewise.backends.cpu.matrix import DEPTH, ROW, bf16_pairs, bf16_vector, by_tiles
+from tilewise.backends.cpu.pack import RowPairs, emit_pack_panels
 from tilewise.backends.cpu.spec import Kernel
 
 
-class MatrixBackward(Backward):
+class MatrixBackward(MatrixTiles, Backward):
     """Of one strip, S and dP are kept in fp32, [key][row]; P and dS of all strips in bf16. `pairs` is dS as [key / 2][row][2]."""
 
-    frame: tuple[str, ...] = (
-        *(*FRAME, "head", "rank", "pair"),
-        *("Q", "dO", "Q_panels", "dO_panels", "dQ", "P", "dS", "S", "dP", "pairs", "kept", "lse2", "delta", "factors", "ones"),
-        *("tail", "K", "V", "K_columns", "from", "to"),
-    )
     tiles = (("K", "k", "panels"), ("V", "v", "panels"), ("K_columns", "k", "lanes"))
-    cleaned = ("V", "K_columns")
-    pace = 2
     grain = DEPTH
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
@@ -38,117 +34,79 @@ class MatrixBackward(Backward):
         self.degree = 0 if kernel.dbias else 4
         super().__init__(kernel, arch)
 
-    def emit_packers(self) -> None:
-        self.packed = self.kernel.dtype
-        tile, dtype = self.tile, self.kernel.dtype
-        self.pack_strips = emit_pack_lanes(self.unit, tile.rows, dtype, scaled=False, cells=ColumnPairs)
-        self.pack_gradient = emit_pack_panels(self.unit, tile.rows, dtype, scaled=False, cells=RowPairs)
-        self.pack_panels = emit_pack_panels(self.unit, tile.keys // 2, dtype, scaled=False, cells=ColumnPairs)
-        self.pack_lanes = emit_pack_lanes(self.unit, tile.keys // 2, dtype, scaled=False, cells=RowPairs)
-
     def emit_products(self) -> None:
-        if self.kernel.matrix == "plain":
-            emit_plain_dot(self.unit)
-        self.product = by_tiles(self.unit, "product", self.tile, self.kernel.matrix, add=False)
-        self.grow = by_tiles(self.unit, "grow", self.tile, self.kernel.matrix, add=True)
+        self.pack_gradient = emit_pack_panels(self.unit, self.tile.rows, self.kernel.dtype, scaled=False, cells=RowPairs)
+        self.product = by_tiles(self.unit, "product", self.kernel.matrix, add=False)
+        self.accumulate = by_tiles(self.unit, "accumulate", self.kernel.matrix, add=True)
 
-    def sizes(self, e: Emit, a: Slots) -> dict[str, int | Value]:
-        R, BM, BN, DP, DVP = self.tile.rows, a.word("BM"), a.word("BN"), a.word("DP"), a.word("DVP")
-
-        def half(rows: Value, cols: Value) -> Value:
-            return e.over(e.times(rows, cols), 2)
-
-        sizes = {"Q": half(BM, DP), "dO": half(BM, DVP), "Q_panels": half(BM, a.word("DR"))}
-        sizes |= {"dO_panels": half(BM, a.word("DVR")), "dQ": e.times(BM, DP)}
-        sizes |= {name: half(BN, a.word("PS")) for name in ("P", "dS")}
-        sizes |= {name: e.times(BN, R) for name in ("S", "dP", "kept", "W")} | {"pairs": half(BN, I64(R))}
-        sizes |= {"lse2": BM, "delta": BM, "factors": BM, "ones": BM, "tail": I64(self.tile.keys * R)}
-        sizes |= {"K": half(BN, DP), "V": half(BN, DVP), "K_columns": half(BN, DP)}
-        return sizes | {"from": e.times(BM, 2), "to": e.times(BM, 2)}
-
-    def pack_rows(self, e: Emit, a: Slots, f: Slots) -> None:
-        R, BM = self.tile.rows, a.word("BM")
-        all_rows, panel = e.times(f.word("strips"), R), e.times(e.over(BM, 2), R)
+    def pack_rows(self, e: Emit) -> None:
+        args, frame, R = e.args, e.frame, self.tile.rows
+        BM = args.BM
+        all_rows, panel = frame.strips * R, BM // 2 * R
         for name, buffer, panels, cols, width in (("q", "Q", "Q_panels", "D", "DP"), ("do", "dO", "dO_panels", "Dv", "DVP")):
-            rows = self.rows_of(e, a, f, name)
-            e.call(self.pack_strips, [f.ptr(buffer), e.over(a.word(width), 2), *rows, a.word(cols)])
-            e.call(self.pack_gradient, [f.ptr(panels), panel, *rows, all_rows, a.word(cols)])
-        with e.loop(0, BM) as over:  # dS is scaled before it is rounded, and dQ needs no factor any more
-            e.put(e.num(1.0), f.ptr("ones"), over.index)
-
-    def panel(self, e: Emit, a: Slots) -> Value:
-        return e.times(a.word("BN"), self.tile.keys // 2)
+            rows = self.rows_of(e, name)
+            e.call(self.pack_strips, getattr(frame, buffer), getattr(args, width) // 2, *rows, getattr(args, cols))
+            e.call(self.pack_gradient, getattr(frame, panels), panel, *rows, all_rows, getattr(args, cols))
 
     # -- one strip
 
-    def weights(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, ...]:
-        """P, dS, the distance of their rows; S, dP, pairs, the rows' factors; the factors of S and dS."""
-        column = e.times(index, self.tile.rows)
-        P, dS = (e.at(f.ptr(name), column, I16) for name in ("P", "dS"))
-        numbers = (e.splat(a.num(name)) for name in ("q_factor", "ds_factor"))
-        return P, dS, a.word("PS"), f.ptr("S"), f.ptr("dP"), f.ptr("pairs"), e.at(f.ptr("factors"), column), *numbers
+    def weights(self, e: Emit, index: Any) -> SimpleNamespace:
+        """P and dS in bf16 and the distance of their rows; S, dP and the pairs of the strip; factors of its rows, of S, of dS."""
+        args, frame, column = e.args, e.frame, index * self.tile.rows
+        weights = SimpleNamespace(P=frame.P + column, dS=frame.dS + column, step=args.PS, S=frame.S, dP=frame.dP)
+        weights.pairs, weights.do_factors = frame.pairs, frame.do_factors + column
+        weights.q_factor, weights.ds_factor = args.q_factor.splat(), args.ds_factor.splat()
+        return weights
 
-    def clear(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value]) -> None:
-        P, dS, step, *_ = self.weights(e, a, f, index)
-        with e.loop(*keys) as over:
-            for buffer in (P, dS):
+    def clear(self, e: Emit, index: Any, keys: Interval) -> None:
+        weights = self.weights(e, index)
+        with e.range(*keys) as j:
+            for buffer in (weights.P, weights.dS):
                 for at in range(0, self.tile.rows, 2 * e.lanes):
-                    e.vput(e.iconst(0, I16, 2 * e.lanes), buffer, e.plus(e.times(over.index, step), at))
+                    buffer[j * weights.step + at] = e.vector(0, 2 * e.lanes, I16)
 
-    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
-        R = self.tile.rows
-        group, panel = I64(self.tile.keys * ROW), e.times(self.panel(e, a), 4)
+    def multiply(self, e: Emit, index: Any, keys: Interval, chunks: Chunks) -> None:
+        args, frame, R = e.args, e.frame, self.tile.rows
+        group, panel = self.tile.keys * ROW, self.panel(e) * 4
         for A, B, width, C in (("K", "Q", "DP", "S"), ("V", "dO", "DVP", "dP")):
-            pairs = e.at(f.ptr(B), e.times(index, e.times(a.word(width), R // 2)))
-            steps = [I64(0), e.over(a.word(width), DEPTH)]
-            rows = [f.ptr(A), I64(ROW), panel, group]
-            e.call(self.product, [*steps, *rows, pairs, f.ptr(C), I64(4 * R), *self.groups(e, *keys)])
+            pairs = getattr(frame, B) + index * (getattr(args, width) * (R // 2))
+            steps = getattr(args, width) // DEPTH
+            rows = [getattr(frame, A), ROW, panel, group]
+            e.call(self.product, 0, steps, *rows, pairs, getattr(frame, C), 4 * R, *self.groups(keys))
 
-    def add_dq(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
-        R, DP = self.tile.rows, a.word("DP")
-        dQ = e.at(f.ptr("dQ"), e.times(index, e.times(DP, R)))
-        columns = [f.ptr("K_columns"), I64(ROW), e.times(DP, ROW), I64(self.tile.keys * ROW)]
-        out = [dQ, I64(4 * R), I64(0), e.over(DP, self.tile.keys)]
-        e.call(self.grow, [*self.groups(e, *keys), *columns, f.ptr("pairs"), *out])
+    def add_dq(self, e: Emit, index: Any, keys: Interval, chunks: Chunks) -> None:
+        R, DP = self.tile.rows, e.args.DP
+        dQ = e.frame.dQ + index * (DP * R)
+        columns = [e.frame.K_columns, ROW, DP * ROW, self.tile.keys * ROW]
+        out = [dQ, 4 * R, 0, DP // self.tile.keys]
+        e.call(self.accumulate, *self.groups(keys), *columns, e.frame.pairs, *out)
 
-    def look(self, e: Emit, where: tuple[Value, ...], j: Value) -> tuple[list[Value], list[Value]]:
-        _, _, _, S, dP, _, factors, q_factor, _ = where
-        at = e.times(j, self.tile.rows)
-        s = [e.fmul(x, q_factor) for x in strip(e, self.tile, S, at)]
-        sides = strip(e, self.tile, factors)
-        return s, [e.fmul(x, y) for x, y in zip(strip(e, self.tile, dP, at), sides, strict=True)]
+    def load_weights(self, e: Emit, weights: Any, j: Any) -> tuple[Any, Any]:
+        at = j * self.tile.rows
+        s = weights.S.strip(at) * weights.q_factor
+        factors = weights.do_factors.strip()
+        return s, weights.dP.strip(at) * factors
 
-    def keep(self, e: Emit, where: tuple[Value, ...], j: Value, found: list[tuple[list[Value], list[Value]]]) -> None:
-        P, dS, step, _, _, pairs, factors, _, ds_factor = where
-        L, R, matrix = e.lanes, self.tile.rows, self.kernel.matrix
-        sides = strip(e, self.tile, factors)
-        scaled = [[e.fmul(x, ds_factor) for x in ds] for _, ds in found]
-        for n, (p, _) in enumerate(found):
-            at = e.times(e.plus(j, n), step)
-            p = [e.fmul(x, y) for x, y in zip(p, sides, strict=True)]
-            for buffer, row in ((P, p), (dS, scaled[n])):
+    def store_weights(self, e: Emit, weights: Any, j: Any, computed: list[tuple[Strip, Strip]]) -> None:
+        R, matrix = self.tile.rows, self.kernel.matrix
+        factors = weights.do_factors.strip()
+        scaled = [ds * weights.ds_factor for _, ds in computed]
+        for n, (p, _) in enumerate(computed):
+            at = (j + n) * weights.step
+            for buffer, row in ((weights.P, p * factors), (weights.dS, scaled[n])):
                 for i in range(0, len(row), 2):
-                    e.vput(halves(e, row[i], row[i + 1], matrix), buffer, e.plus(at, i * L))
+                    buffer[at + i * e.lanes] = bf16_vector(row[i], row[i + 1], matrix)
         for i, (x, y) in enumerate(zip(*scaled, strict=True)):
-            e.vput(together(e, x, y, matrix), pairs, e.plus(e.times(j, R), 2 * i * L))
+            weights.pairs[j * R + 2 * i * e.lanes] = bf16_pairs(x, y, matrix)
 
     # -- dK and dV
 
-    def grow_rows(
-        self,
-        e: Emit,
-        a: Slots,
-        operands: tuple[Value, Value, Value],
-        rows: tuple[Value, Value],
-        keys: tuple[Value, Value],
-        out: tuple[Value, Value],
-        line: Value,
-    ) -> None:
-        (tile, panels, col), (row0, count), (ja, jb), (to, width) = operands, rows, keys, out
-        R, step = self.tile.rows, a.word("PS")
-        right = e.at(panels, e.over(e.plus(e.times(col, a.word("BM")), e.times(row0, R)), 2))
-        left = e.at(tile, e.plus(row0, e.times(ja, step)), I16)
-        distances = [e.times(step, 2), I64(ROW), e.times(step, 2 * self.tile.keys)]
-        last = e.over(e.minus(jb, ja), self.tile.keys)
-        to = e.at(to, e.times(line, width))
-        e.call(self.grow, [I64(0), e.over(count, DEPTH), left, *distances, right, to, e.times(width, 4), I64(0), last])
+    def accumulate_rows(self, e: Emit, gradient: Gradient, line: Any, col: Any, rows: Interval, keys: Interval) -> None:
+        (row0, count), (ja, jb) = rows, keys
+        R, step = self.tile.rows, e.args.PS
+        right = gradient.panels + (col * e.args.BM + row0 * R) // 2
+        left = gradient.weights + (row0 + ja * step)
+        distances = [step * 2, ROW, step * (2 * self.tile.keys)]
+        last = (jb - ja) // self.tile.keys
+        out = gradient.out + line * gradient.width
+        e.call(self.accumulate, 0, count // DEPTH, left, *distances, right, out, gradient.width * 4, 0, last)

@@ -5,8 +5,8 @@ converted as they are loaded. For each row the state over the keys seen so far i
 
     m >= max s (an integer),   l = Σ 2**(s - m),   O = Σ 2**(s - m) v
 
-A task is one share of the keys of one key head; shares meet in the workspace and are merged in order by the last to arrive. How a
-block of keys is gone through is told by `decode_stream` for one row and by `decode_block` for several.
+A task is one split of the keys of one key head; splits meet in the workspace and are merged in order by the last to arrive. How a
+block of keys is processed is told by `decode_stream` for one row and by `decode_block` for several.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from tilewise.backends.cpu.elementary import exp2
-from tilewise.backends.cpu.ir import I32, I64, ITEMSIZE, PTR, STORAGE, Emit, Value
-from tilewise.backends.cpu.masking import hull
-from tilewise.backends.cpu.module import FRAME, KernelModule
-from tilewise.backends.cpu.pack import fetch, quotient
-from tilewise.backends.cpu.slots import Slots
-from tilewise.backends.cpu.spec import UNROLL, Kernel
+from tilewise.backends.cpu import elementary, masking, pack
+from tilewise.backends.cpu.builder import Emit
+from tilewise.backends.cpu.ir import I64, PTR, STORAGE, Pointer, Strip, size_of
+from tilewise.backends.cpu.module import KernelModule, kernel_function
+from tilewise.backends.cpu.spec import UNROLL, Kernel, round_up
+from tilewise.backends.cpu.splits import publish_split
 
 LINE = 64  # bytes of a cache line
-Join = Callable[[Value, Value], Value]
+Join = Callable[[Any, Any], Any]
 
 
 class Decode(KernelModule, ABC):
     """Emits one module. In its register tile L lanes and V vectors lie along the head dim, and `keys` counts query rows."""
 
-    frame = (*FRAME, "split", "Q", "O", "m", "l", "P")
+    task = ("split",)
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.R = self.tile.keys
-        self.line = LINE // ITEMSIZE[kernel.dtype]  # elements
+        self.line = LINE // size_of(STORAGE[kernel.dtype])  # elements
         self.merge = self.emit_merge()
         self.block = self.emit_block()
         self.finish = self.emit_finish()
@@ -45,153 +44,119 @@ class Decode(KernelModule, ABC):
     def emit_block(self) -> Any:
         """block(args, frame): the keys [n0, n1) join the state of every row."""
 
-    def scratch(self, e: Emit, a: Slots) -> Value:
-        """Elements of the buffer P; the host allows for the larger of what the kernels ask."""
-        return e.times(e.round_up(a.word("group"), self.R), a.word("BN"))
-
-    def sums(self, e: Emit, vectors: list[Value]) -> Value:
+    def sums(self, vectors: list[Any]) -> Any:
         """The lane sums of four vectors, as one vector of four."""
-        return self.joined(e, vectors, e.fadd)
+        return self.joined(vectors, lambda x, y: x + y)
 
-    def joined(self, e: Emit, vectors: list[Value], join: Join) -> Value:
+    def joined(self, vectors: list[Any], join: Join) -> Any:
         """All lanes of each of four vectors joined, as one vector of four."""
 
-        def pairs(x: Value, y: Value) -> Value:
+        def pairs(x: Any, y: Any) -> Any:
             """Neighbouring lanes joined, x's first."""
-            n = x.type.count
-            return join(e.pick(x, range(0, 2 * n, 2), y), e.pick(x, range(1, 2 * n, 2), y))
+            n = x.lanes
+            return join(x.pick(range(0, 2 * n, 2), y), x.pick(range(1, 2 * n, 2), y))
 
-        while vectors[0].type.count > UNROLL:
-            half = vectors[0].type.count // 2
-            vectors = [join(e.pick(v, range(half)), e.pick(v, range(half, 2 * half))) for v in vectors]
-        if vectors[0].type.count < UNROLL:  # two doubles: pair them up first
+        while vectors[0].lanes > UNROLL:
+            half = vectors[0].lanes // 2
+            vectors = [join(v.pick(range(half)), v.pick(range(half, 2 * half))) for v in vectors]
+        if vectors[0].lanes < UNROLL:  # two doubles: pair them up first
             low = [pairs(vectors[n], vectors[n + 1]) for n in (0, 2)]
-            return e.pick(low[0], range(4), low[1])
+            return low[0].pick(range(4), low[1])
         return pairs(pairs(vectors[0], vectors[1]), pairs(vectors[2], vectors[3]))
 
     # -- tasks
 
-    def emit_task(self) -> Any:
-        """task(args, frame, number): one share of the keys of one key head."""
-        e, (args, frame, number), function = self.unit.function("task", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
-        splits, BN = a.word("splits"), a.word("BN")
-        f.set("split", e.rest(number, splits))
-        self.locate(e, a, f, I64(0), e.over(number, splits))
-        with e.if_then(e.icmp_signed("<=", f.word("rows"), I64(0)), likely=False):
-            e.ret_void()
-        self.start(e, a, f)
-        low, high = hull(e, self.place(a, f, I64(0)), self.terms, I64(0), I64(0))
-        count = e.over(e.plus(e.most(e.minus(high, low), 0), BN, -1), BN)
-        begin, end = (
-            e.plus(low, e.times(BN, e.over(e.times(count, e.plus(f.word("split"), n)), splits))) for n in (0, 1)
-        )
-        end = e.least(end, high)
-        with e.loop(begin, end, BN) as block:
-            f.set("n0", block.index)
-            f.set("n1", e.least(e.plus(block.index, BN), end))
-            e.call(self.block, [args, frame])
-        with e.if_then(e.icmp_signed("==", splits, I64(1)), likely=True):
-            e.call(self.finish, [args, frame])
-            e.ret_void()
-        self.share(e, a, f, number)
-        e.ret_void()
-        return function
+    @kernel_function(I64)
+    def emit_task(self, e: Emit, number: Any) -> None:
+        """task(args, frame, number): one split of the keys of one key head."""
+        args, frame = e.args, e.frame
+        splits, BN = args.splits, args.BN
+        frame.split = number % splits
+        self.locate(e, 0, number // splits)
+        with e.if_(frame.rows <= 0, likely=False):
+            e.ret()
+        self.start(e)
+        seen = masking.hull(self.seq(e, 0), self.terms, 0, 0)
+        begin, end = self.split_keys(e, seen, splits, BN)
+        with e.range(begin, end, BN) as n0:
+            frame.n0 = n0
+            frame.n1 = e.min(n0 + BN, end)
+            self.call(e, self.block)
+        with e.if_(splits == 1, likely=True):
+            self.call(e, self.finish)
+            e.ret()
+        self.join_splits(e, number)
 
-    def start(self, e: Emit, a: Slots, f: Slots) -> None:
-        """Lay out the frame; Q widened and scaled, rows beyond the group zero; the state of no keys."""
-        D, Dv = a.word("D"), a.word("Dv")
-        rows = e.round_up(a.word("group"), self.R)
-        sizes = {"Q": e.times(rows, D), "O": e.times(rows, Dv), "m": rows, "l": rows}
-        self.lay_out(e, f, {**sizes, "P": self.scratch(e, a)})
-        with e.loop(0, e.times(rows, D)) as cell:
-            e.put(e.num(0.0), f.ptr("Q"), cell.index)
-        self.clear(e, a, f)
-        first = e.times(f.word("nth_group"), a.word("group"))
-        with e.loop(0, a.word("group")) as row:
-            source = self.source(e, a, f, "q", e.plus(first, row.index), f.word("q_start"))
-            with e.loop(0, D) as col:
-                value = fetch(e, source, e.times(col.index, a.word("q_d")), self.kernel.dtype)
-                e.put(e.fmul(value, a.num("q_factor")), f.ptr("Q"), e.plus(e.times(row.index, D), col.index))
+    def start(self, e: Emit) -> None:
+        """Lay out the frame; Q widened and scaled, rows beyond the group zero; m, l and O of no keys."""
+        args, frame = e.args, e.frame
+        D, Dv = args.D, args.Dv
+        rows = round_up(args.group, self.R)
+        self.lay_out(e)
+        with e.range(0, rows * D) as cell:
+            frame.Q[cell] = 0.0
+        with e.range(0, rows) as row:
+            frame.m[row] = self.real.lowest
+            frame.l[row] = 0.0
+        with e.range(0, rows * Dv) as cell:
+            frame.O[cell] = 0.0
+        first = frame.nth_group * args.group
+        with e.range(0, args.group) as row:
+            source = self.row_of(e, "q", first + row, frame.q_start)
+            with e.range(0, D) as col:
+                frame.Q[row * D + col] = source.fetch(col * args.q.stride_d) * args.q_factor
 
-    def clear(self, e: Emit, a: Slots, f: Slots) -> None:
-        """The state of no keys."""
-        rows = e.round_up(a.word("group"), self.R)
-        with e.loop(0, rows) as row:
-            e.put(e.num(self.real.lowest), f.ptr("m"), row.index)
-            e.put(e.num(0.0), f.ptr("l"), row.index)
-        with e.loop(0, e.times(rows, a.word("Dv"))) as cell:
-            e.put(e.num(0.0), f.ptr("O"), cell.index)
+    def join_splits(self, e: Emit, number: Any) -> None:
+        """Leave this split's m, l and O in the workspace; the last to arrive merges all of them in order."""
+        args, frame = e.args, e.frame
+        group, Dv, splits = args.group, args.Dv, args.splits
+        size = group * (args.DVP + 2)
+        spans = ((frame.m, 0, group), (frame.l, group, group), (frame.O, group * 2, group * Dv))
+        with publish_split(e, number, splits, size, spans, lanes=0) as base:
+            with e.range(1, splits) as other:
+                self.call(e, self.merge, base + other * size)
+            self.call(e, self.finish)
 
-    def share(self, e: Emit, a: Slots, f: Slots, number: Value) -> None:
-        """Leave this share's m, l and O in the workspace; the last to arrive merges all of them in order."""
-        group, Dv, splits = a.word("group"), a.word("Dv"), a.word("splits")
-        size = e.times(group, e.plus(a.word("DVP"), 2))
-        mine = e.at(a.ptr("work"), e.times(number, size))
-        spans = ((f.ptr("m"), I64(0), group), (f.ptr("l"), group, group), (f.ptr("O"), e.times(group, 2), e.times(group, Dv)))
-        for source, offset, count in spans:
-            with e.loop(0, count) as cell:
-                e.put(e.get(source, cell.index), mine, e.plus(offset, cell.index))
-        whole = e.over(number, splits)
-        arrived = e.atomic_rmw("add", e.at(a.ptr("done"), whole, I64), I64(1), "acq_rel")
-        with e.if_then(e.icmp_signed("==", arrived, e.minus(splits, 1))):
-            base = e.at(a.ptr("work"), e.times(e.times(whole, splits), size))
-            for target, offset, count in spans:
-                with e.loop(0, count) as cell:
-                    e.put(e.get(base, e.plus(offset, cell.index)), target, cell.index)
-            with e.loop(1, splits) as other:
-                e.call(self.merge, [a.pointer, f.pointer, e.at(base, e.times(other.index, size))])
-            e.call(self.finish, [a.pointer, f.pointer])
+    @kernel_function(PTR)
+    def emit_merge(self, e: Emit, state: Pointer) -> None:
+        """merge(args, frame, state): the m, l and O of another split or block join this one's."""
+        frame, group, Dv = e.frame, e.args.group, e.args.Dv
+        with e.range(0, group) as r:
+            old, other = frame.m[r], state[r]
+            m = e.fmax(old, other)
+            ours, theirs = elementary.exp2(Strip([(old - m).splat(), (other - m).splat()]))
+            mine, his = ours.lane(0), theirs.lane(0)
+            total = e.fma(state[group + r], his, frame.l[r] * mine)
+            frame.l[r] = total
+            frame.m[r] = m
+            O = frame.O + r * Dv
+            o_in = state + (group * 2 + r * Dv)
+            with e.range(0, Dv, e.lanes) as col:
+                O[col] = e.fma(o_in.vector(col), theirs, O.vector(col) * ours)
 
-    def emit_merge(self) -> Any:
-        """merge(args, frame, state): the m, l and O of another share join this one's."""
-        e, (args, frame, state), function = self.unit.function("merge", [PTR, PTR, PTR])
-        a, f = self.open(e, args, frame)
-        group, Dv = a.word("group"), a.word("Dv")
-        with e.loop(0, group) as row:
-            r = row.index
-            old, other = e.get(f.ptr("m"), r), e.get(state, r)
-            m = e.top(old, other)
-            ours, theirs = exp2(e, [e.splat(e.fsub(x, m)) for x in (old, other)])
-            mine, his = (e.extract_element(x, I32(0)) for x in (ours, theirs))
-            total = e.mad(e.get(state, e.plus(group, r)), his, e.fmul(e.get(f.ptr("l"), r), mine))
-            e.put(total, f.ptr("l"), r)
-            e.put(m, f.ptr("m"), r)
-            O = e.at(f.ptr("O"), e.times(r, Dv))
-            o_in = e.at(state, e.plus(e.times(group, 2), e.times(r, Dv)))
-            with e.loop(0, Dv, e.lanes) as col:
-                joined = e.mad(e.vget(o_in, col.index), theirs, e.fmul(e.vget(O, col.index), ours))
-                e.vput(joined, O, col.index)
-        e.ret_void()
-        return function
-
-    def emit_finish(self) -> Any:
+    @kernel_function()
+    def emit_finish(self, e: Emit) -> None:
         """finish(args, frame): the sink joins, O / l goes out in the inputs' dtype, and the LSE."""
-        e, (args, frame), function = self.unit.function("finish", [PTR, PTR])
-        a, f = self.open(e, args, frame)
-        first, Dv, dtype = e.times(f.word("nth_group"), a.word("group")), a.word("Dv"), self.kernel.dtype
-        has_sink = e.icmp_unsigned("!=", a.word("sinks"), I64(0))
-        with e.loop(0, a.word("group")) as row:
-            r, head = row.index, e.plus(first, row.index)
-            with e.if_then(has_sink):
-                logit, old = self.sink_logit(e, e.get(a.ptr("sinks"), head)), e.get(f.ptr("m"), r)
-                m = e.top(old, e.ceiling(logit))
-                alpha, weight = exp2(e, [e.splat(e.fsub(x, m)) for x in (old, logit)])
-                total = e.mad(e.get(f.ptr("l"), r), e.extract_element(alpha, I32(0)), e.extract_element(weight, I32(0)))
-                e.put(total, f.ptr("l"), r)
-                e.put(m, f.ptr("m"), r)
-                O = e.at(f.ptr("O"), e.times(r, Dv))
-                with e.loop(0, Dv, e.lanes) as col:
-                    e.vput(e.fmul(e.vget(O, col.index), alpha), O, col.index)
-            total = e.get(f.ptr("l"), r)
-            out = self.source(e, a, f, "o", head, f.word("q_start"))
-            with e.loop(0, Dv, e.lanes) as col:
-                value = e.vget(f.ptr("O"), e.plus(e.times(r, Dv), col.index))
-                value = quotient(e, value, e.splat(total))
-                e.vput(e.narrow(value, dtype), e.at(out, col.index, STORAGE[dtype]))
-            lse = e.at(a.ptr("lse"), self.row_offset(e, a, f, head, f.word("q_start")))
-            e.put(self.natural_lse(e, e.get(f.ptr("m"), r), total), lse)
-            with e.if_then(has_sink):
-                self.least_lse(e, e.get(a.ptr("sinks"), head), lse, I64(1))
-        e.ret_void()
-        return function
+        args, frame, dtype = e.args, e.frame, self.kernel.dtype
+        first, Dv = frame.nth_group * args.group, args.Dv
+        has_sink = args.given("sinks")
+        with e.range(0, args.group) as r:
+            head = first + r
+            with e.if_(has_sink):
+                logit, old = self.sink_logit(e, args.sinks[head]), frame.m[r]
+                m = e.fmax(old, e.math("ceil", logit))
+                alpha, weight = elementary.exp2(Strip([(old - m).splat(), (logit - m).splat()]))
+                frame.l[r] = e.fma(frame.l[r], alpha.lane(0), weight.lane(0))
+                frame.m[r] = m
+                O = frame.O + r * Dv
+                with e.range(0, Dv, e.lanes) as col:
+                    O[col] = O.vector(col) * alpha
+            total = frame.l[r]
+            out = self.row_of(e, "o", head, frame.q_start)
+            with e.range(0, Dv, e.lanes) as col:
+                value = pack.quotient(frame.O.vector(r * Dv + col), total.splat())
+                out[col] = e.narrow(value, dtype)
+            lse = args.lse + self.row_index(e, head, frame.q_start)
+            lse[0] = self.natural_lse(e, frame.m[r], total)
+            with e.if_(has_sink):
+                self.clamp_lse(e, args.sinks[head], lse, 1)

@@ -1,6 +1,6 @@
 """Decoding for several query heads of a group: block by block, the two products and the softmax between them one after the other.
 
-Several rows make the products long enough to hide memory behind them: the lines of V are asked for while K is used, those of the
+Several rows make the products long enough to hide memory behind them: the lines of V are prefetched while K is used, those of the
 next block's K while V is.
 """
 
@@ -8,168 +8,161 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewise.backends.cpu import elementary, masking
+from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.decode import Decode, Join
-from tilewise.backends.cpu.elementary import exp2
-from tilewise.backends.cpu.ir import I64, PTR, STORAGE, Emit, Value
-from tilewise.backends.cpu.masking import any_lane
-from tilewise.backends.cpu.pack import fetch
-from tilewise.backends.cpu.spec import ACCUMULATORS, UNROLL
+from tilewise.backends.cpu.ir import I64, Strip
+from tilewise.backends.cpu.module import kernel_function
+from tilewise.backends.cpu.spec import ACCUMULATORS, UNROLL, round_down, round_up
 
 
 class BlockDecode(Decode):
     def emit_block(self) -> Any:
-        dots, softmax, values = self.emit_dots(), self.emit_softmax(), self.emit_values()
-        e, (args, frame), function = self.unit.function("block", [PTR, PTR])
-        a, _ = self.open(e, args, frame)
-        rows = a.word("group")
-        with e.loop(0, rows, self.R) as over:
-            e.call(dots, [args, frame, over.index])
-        with e.loop(0, rows, self.R) as over:
-            e.call(softmax, [args, frame, over.index])
-        with e.loop(0, rows, self.R) as over:
-            e.call(values, [args, frame, over.index])
-        e.ret_void()
-        return function
+        self.phases = (self.emit_dots(), self.emit_softmax(), self.emit_values())
+        return self.emit_phases("block")
+
+    @kernel_function()
+    def emit_phases(self, e: Emit) -> None:
+        rows = e.args.group
+        for phase in self.phases:
+            with e.range(0, rows, self.R) as r0:
+                self.call(e, phase, r0)
 
     # -- scores
 
-    def emit_dots(self) -> Any:
+    @kernel_function(I64)
+    def emit_dots(self, e: Emit, r0: Any) -> None:
         """dots(args, frame, r0): S[r][j] = q_r · k_j for R rows from r0 and the keys of the block.
 
-        Meanwhile the lines of V that belong to these keys are asked for, as `values` asks for the next block's K: both phases
+        Meanwhile the lines of V that belong to these keys are prefetched, as `values` prefetches the next block's K: both phases
         then wait for memory while they compute.
         """
-        e, (args, frame, r0), function = self.unit.function("dots", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
-        R, J, L = self.R, ACCUMULATORS // self.R, e.lanes
-        D, BN, kind, line = a.word("D"), a.word("BN"), STORAGE[self.kernel.dtype], self.line
-        width = e.minus(f.word("n1"), f.word("n0"))
-        K = self.source(e, a, f, "k", f.word("key_head"), e.plus(f.word("k_start"), f.word("n0")))
-        V = self.source(e, a, f, "v", f.word("key_head"), e.plus(f.word("k_start"), f.word("n0")))
-        q_rows, s_rows = ([e.at(f.ptr(n), e.times(e.plus(r0, r), w)) for r in range(R)] for n, w in (("Q", D), ("P", BN)))
-        whole = e.round_down(D, line)
+        args, frame = e.args, e.frame
+        R, J, L, line = self.R, ACCUMULATORS // self.R, e.lanes, self.line
+        D, BN = args.D, args.BN
+        width = frame.n1 - frame.n0
+        K = self.row_of(e, "k", frame.key_head, frame.k_start + frame.n0)
+        V = self.row_of(e, "v", frame.key_head, frame.k_start + frame.n0)
+        q_rows = [frame.Q + (r0 + r) * D for r in range(R)]
+        s_rows = [frame.P + (r0 + r) * BN for r in range(R)]
+        whole = round_down(D, line)
 
-        def some(key: Value, near: list[Value], soon: list[Value]) -> None:
+        def some(key: Any, near: list[Any], soon: list[Any]) -> None:
             """The scores of J keys from `key` on, whose rows of K are near; meanwhile rows of V that are wanted soon."""
 
-            def multiply(acc: list[Value], at: Value) -> list[Value]:
-                q = [e.vget(row, at) for row in q_rows]
+            def multiply(acc: list[Any], at: Any) -> list[Any]:
+                q = [row.vector(at) for row in q_rows]
                 acc = list(acc)
                 for j in range(J):
-                    k = fetch(e, near[j], at, self.kernel.dtype, L)
+                    k = near[j].fetch(at, L)
                     for r in range(R):
-                        acc[r * J + j] = e.mad(q[r], k, acc[r * J + j])
+                        acc[r * J + j] = e.fma(q[r], k, acc[r * J + j])
                 return acc
 
-            with e.loop(0, whole, line, [e.const(0.0)] * (R * J)) as dim:
+            with e.loop(0, whole, line, [e.vector(0.0)] * (R * J)) as dim:
                 for pointer in soon:
-                    e.prefetch(e.at(pointer, dim.index, kind))
+                    e.prefetch(pointer + dim.index)
                 acc = list(dim.values)
                 for n in range(0, line, L):
-                    acc = multiply(acc, e.plus(dim.index, n))
+                    acc = multiply(acc, dim.index + n)
                 dim.carry(acc)
             with e.loop(whole, D, L, dim.values) as dim:
                 dim.carry(multiply(dim.values, dim.index))
             for r in range(R):
                 for j in range(0, J, UNROLL):
-                    e.vput(self.sums(e, dim.values[r * J + j : r * J + j + UNROLL]), s_rows[r], e.plus(key, j))
+                    s_rows[r][key + j] = self.sums(dim.values[r * J + j : r * J + j + UNROLL])
 
-        most, steps = e.round_down(width, J), (a.word("k_s"), a.word("v_s"))
+        most, steps = round_down(width, J), (args.k.stride_s, args.v.stride_s)
         with e.loop(0, most, J, [K, V]) as over:
-            some(over.index, *([e.at(x, e.times(n, j), kind) for j in range(J)] for x, n in zip(over.values, steps, strict=True)))
-            over.carry([e.at(x, e.times(n, J), kind) for x, n in zip(over.values, steps, strict=True)])
-        with e.if_then(e.less(most, width), likely=False):
+            some(over.index, *([x + n * j for j in range(J)] for x, n in zip(over.values, steps, strict=True)))
+            over.carry([x + n * J for x, n in zip(over.values, steps, strict=True)])
+        with e.if_(most < width, likely=False):
             # keys beyond the block repeat its last one; their scores are never read
-            rows = [e.least(e.plus(most, j), e.minus(width, 1)) for j in range(J)]
-            some(most, *([e.at(x, e.times(n, row), kind) for row in rows] for x, n in zip((K, V), steps, strict=True)))
-        e.ret_void()
-        return function
+            rows = [e.min(most + j, width - 1) for j in range(J)]
+            some(most, *([x + n * row for row in rows] for x, n in zip((K, V), steps, strict=True)))
 
     # -- softmax along the keys
 
-    def emit_softmax(self) -> Any:
-        """softmax(args, frame, r0): P = 2**(s - m) of R rows from r0 in place; m and l moved on; O rescaled where an m grew.
+    @kernel_function(I64)
+    def emit_softmax(self, e: Emit, r0: Any) -> None:
+        """softmax(args, frame, r0): P = 2**(s - m) of R rows from r0 in place; m and l updated; O rescaled where an m grew.
 
         A block has few keys, so rows go side by side: one after the other, each would wait for its own maximum and sums.
         """
-        e, (args, frame, r0), function = self.unit.function("softmax", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
-        R, L, BN, Dv = self.R, e.lanes, a.word("BN"), a.word("Dv")
-        P = [e.at(f.ptr("P"), e.times(e.plus(r0, r), BN)) for r in range(R)]
-        width = e.minus(f.word("n1"), f.word("n0"))
-        padded = e.round_up(width, L)
-        with e.loop(width, padded) as over:  # what lies behind the keys weighs nothing
+        frame, R, L = e.frame, self.R, e.lanes
+        BN, Dv = e.args.BN, e.args.Dv
+        P = [frame.P + (r0 + r) * BN for r in range(R)]
+        width = frame.n1 - frame.n0
+        padded = round_up(width, L)
+        with e.range(width, padded) as j:  # what lies behind the keys weighs nothing
             for row in P:
-                e.put(e.num(float("-inf")), row, over.index)
-        with e.loop(0, padded, L, [e.const(float("-inf"))] * R) as over:
-            over.carry([e.top(t, e.vget(row, over.index)) for t, row in zip(over.values, P, strict=True)])
-        m_ptr, l_ptr = e.at(f.ptr("m"), r0), e.at(f.ptr("l"), r0)
-        old = e.vget(m_ptr, lanes=R)
-        m = e.top(old, e.ceiling(self.of_rows(e, over.values, e.top)))
-        (alpha,), levels = exp2(e, [e.fsub(old, m)]), [e.lane(m, r) for r in range(R)]
-        with e.loop(0, padded, L, [e.const(0.0)] * R) as over:
-            p = exp2(e, [e.fsub(e.vget(row, over.index), level) for row, level in zip(P, levels, strict=True)])
+                row[j] = float("-inf")
+        with e.loop(0, padded, L, [e.vector(float("-inf"))] * R) as over:
+            over.carry([e.fmax(t, row.vector(over.index)) for t, row in zip(over.values, P, strict=True)])
+        m_ptr, sum_ptr = frame.m + r0, frame.l + r0
+        old = m_ptr.vector(0, R)
+        m = e.fmax(old, e.math("ceil", self.of_rows(over.values, e.fmax)))
+        alpha, levels = elementary.exp2(old - m), [m.splat_lane(r) for r in range(R)]
+        with e.loop(0, padded, L, Strip([e.vector(0.0)] * R)) as over:
+            p = elementary.exp2(Strip(row.vector(over.index) - level for row, level in zip(P, levels, strict=True)))
             for value, row in zip(p, P, strict=True):
-                e.vput(value, row, over.index)
-            over.carry([e.fadd(t, x) for t, x in zip(over.values, p, strict=True)])
-        e.vput(e.mad(e.vget(l_ptr, lanes=R), alpha, self.of_rows(e, over.values, e.fadd)), l_ptr)
-        e.vput(m, m_ptr)
-        grown = e.sext(e.fcmp_ordered("!=", alpha, e.const(1.0, R)), e.vtype(e.real.bits, R))
-        with e.if_then(any_lane(e, [grown]), likely=False):
-            O, factors = e.at(f.ptr("O"), e.times(r0, Dv)), [e.lane(alpha, r) for r in range(R)]
-            with e.loop(0, Dv, L) as col:
+                row[over.index] = value
+            over.carry(over.values + p)
+        sum_ptr[0] = e.fma(sum_ptr.vector(0, R), alpha, self.of_rows(over.values, lambda x, y: x + y))
+        m_ptr[0] = m
+        grown = e.compare("!=", alpha, 1.0, nan=False).sext(e.real.bits)
+        with e.if_(masking.any_lane(grown), likely=False):
+            O, factors = frame.O + r0 * Dv, [alpha.splat_lane(r) for r in range(R)]
+            with e.range(0, Dv, L) as col:
                 for r, factor in enumerate(factors):
-                    at = e.plus(e.times(Dv, r), col.index)
-                    e.vput(e.fmul(e.vget(O, at), factor), O, at)
-        e.ret_void()
-        return function
+                    at = Dv * r + col
+                    O[at] = O.vector(at) * factor
 
-    def of_rows(self, e: Emit, vectors: list[Value], join: Join) -> Value:
+    def of_rows(self, vectors: Any, join: Join) -> Any:
         """All lanes of each of R vectors joined, as one vector of R."""
-        return e.pick(self.joined(e, [*vectors, *vectors][:UNROLL], join), range(self.R))
+        return self.joined([*vectors, *vectors][:UNROLL], join).pick(range(self.R))
 
     # -- values
 
-    def emit_values(self) -> Any:
+    @kernel_function(I64)
+    def emit_values(self, e: Emit, r0: Any) -> None:
         """values(args, frame, r0): O[r] += Σ_j P[r][j]·v_j for R rows from r0; V vectors of the head dim at a time, then one."""
-        e, (args, frame, r0), function = self.unit.function("values", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
-        R, L, BN, Dv, kind = self.R, e.lanes, a.word("BN"), a.word("Dv"), STORAGE[self.kernel.dtype]
-        here = e.plus(f.word("k_start"), f.word("n0"))
-        V = self.source(e, a, f, "v", f.word("key_head"), here)
-        K_next = self.source(e, a, f, "k", f.word("key_head"), e.plus(here, BN))
-        p_rows, o_rows = ([e.at(f.ptr(n), e.times(e.plus(r0, r), w)) for r in range(R)] for n, w in (("P", BN), ("O", Dv)))
-        width, v_step, k_step = e.minus(f.word("n1"), f.word("n0")), a.word("v_s"), a.word("k_s")
-        whole = e.round_down(width, UNROLL)
+        args, frame, R, L = e.args, e.frame, self.R, e.lanes
+        BN, Dv = args.BN, args.Dv
+        position = frame.k_start + frame.n0
+        V = self.row_of(e, "v", frame.key_head, position)
+        K_next = self.row_of(e, "k", frame.key_head, position + BN)
+        p_rows = [frame.P + (r0 + r) * BN for r in range(R)]
+        o_rows = [frame.O + (r0 + r) * Dv for r in range(R)]
+        width, v_step, k_step = frame.n1 - frame.n0, args.v.stride_s, args.k.stride_s
+        whole = round_down(width, UNROLL)
 
-        def columns(col: Value, vectors: int) -> None:
-            def step(acc: list[Value], row: Value, weights: list[Value]) -> list[Value]:
-                v = [fetch(e, row, i * L, self.kernel.dtype, L) for i in range(vectors)]
-                return [e.mad(v[n % vectors], weights[n // vectors], x) for n, x in enumerate(acc)]
+        def columns(col: Any, vectors: int) -> None:
+            def step(acc: list[Any], row: Any, weights: list[Any]) -> list[Any]:
+                v = [row.fetch(i * L, L) for i in range(vectors)]
+                return [e.fma(v[n % vectors], weights[n // vectors], x) for n, x in enumerate(acc)]
 
-            start = [e.const(0.0)] * (R * vectors) + [e.at(x, col, kind) for x in (V, K_next)]
+            start = [e.vector(0.0)] * (R * vectors) + [x + col for x in (V, K_next)]
             with e.loop(0, whole, UNROLL, start) as over:
                 *acc, row, ahead = over.values
                 for n in range(UNROLL):
                     for at in range(0, vectors * L, self.line):
-                        e.prefetch(e.at(ahead, e.plus(e.times(k_step, n), at), kind))
-                small = [e.vget(weights, over.index, lanes=UNROLL) for weights in p_rows]
+                        e.prefetch(ahead + (k_step * n + at))
+                small = [weights.vector(over.index, UNROLL) for weights in p_rows]
                 for n in range(UNROLL):
-                    acc = step(acc, e.at(row, e.times(v_step, n), kind), [e.lane(s, n) for s in small])
-                over.carry([*acc, *(e.at(x, e.times(s, UNROLL), kind) for x, s in ((row, v_step), (ahead, k_step)))])
+                    acc = step(acc, row + v_step * n, [s.splat_lane(n) for s in small])
+                over.carry([*acc, *(x + s * UNROLL for x, s in ((row, v_step), (ahead, k_step)))])
             with e.loop(whole, width, 1, over.values[:-1]) as rest:
                 *acc, row = rest.values
-                acc = step(acc, row, [e.splat(e.get(weights, rest.index)) for weights in p_rows])
-                rest.carry([*acc, e.at(row, v_step, kind)])
+                acc = step(acc, row, [weights[rest.index].splat() for weights in p_rows])
+                rest.carry([*acc, row + v_step])
             for n, value in enumerate(rest.values[:-1]):
-                to = e.at(o_rows[n // vectors], e.plus(col, (n % vectors) * L))
-                e.vput(e.fadd(e.vget(to), value), to)
+                to = o_rows[n // vectors] + (col + (n % vectors) * L)
+                to[0] = to.vector() + value
 
         wide = self.tile.vectors * L
-        most = e.round_down(Dv, wide)
-        with e.loop(0, most, wide) as col:
-            columns(col.index, self.tile.vectors)
-        with e.loop(most, Dv, L) as col:
-            columns(col.index, 1)
-        e.ret_void()
-        return function
+        most = round_down(Dv, wide)
+        with e.range(0, most, wide) as col:
+            columns(col, self.tile.vectors)
+        with e.range(most, Dv, L) as col:
+            columns(col, 1)

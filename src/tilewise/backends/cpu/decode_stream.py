@@ -11,116 +11,104 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewise.backends.cpu import elementary, masking
+from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.decode import Decode
-from tilewise.backends.cpu.elementary import exp2
-from tilewise.backends.cpu.ir import I32, I64, PTR, STORAGE, Emit, Value
-from tilewise.backends.cpu.masking import any_lane
-from tilewise.backends.cpu.pack import fetch
-from tilewise.backends.cpu.slots import Slots
-from tilewise.backends.cpu.spec import ACCUMULATORS, ALIGN, UNROLL
+from tilewise.backends.cpu.ir import I64, Pointer
+from tilewise.backends.cpu.module import kernel_function
+from tilewise.backends.cpu.spec import ACCUMULATORS, ALIGN, UNROLL, round_down
 
 
 class StreamDecode(Decode):
-    """The scratch buffer holds the block's state as `merge` takes it, m, l and O, with O on a cache line."""
+    """The buffer P holds the block's state as `merge` takes it, m, l and O, with O on a cache line."""
 
-    def scratch(self, e: Emit, a: Slots) -> Value:
-        return e.plus(a.word("Dv"), ALIGN)
+    @kernel_function()
+    def emit_block(self, e: Emit) -> None:
+        frame = e.frame
+        n0, n1, Dv = frame.n0, frame.n1, e.args.Dv
+        state = frame.P + (ALIGN - 2)
+        O = state + 2
+        with e.range(0, Dv, e.lanes) as col:
+            O[col] = e.vector(0.0)
 
-    def emit_block(self) -> Any:
-        e, (args, frame), function = self.unit.function("block", [PTR, PTR])
-        a, f = self.open(e, args, frame)
-        n0, n1, Dv = f.word("n0"), f.word("n1"), a.word("Dv")
-        state = e.at(f.ptr("P"), ALIGN - 2)
-        O = e.at(state, 2)
-        with e.loop(0, Dv, e.lanes) as col:
-            e.vput(e.const(0.0), O, col.index)
+        def rows(name: str, keys: list[Any]) -> list[Pointer]:
+            first = self.row_of(e, name, frame.key_head, frame.k_start)
+            return [first + key * getattr(e.args, name).stride_s for key in keys]
 
-        def rows(name: str, keys: list[Value]) -> list[Value]:
-            first = self.source(e, a, f, name, f.word("key_head"), f.word("k_start"))
-            return [e.at(first, e.times(key, a.word(f"{name}_s")), STORAGE[self.kernel.dtype]) for key in keys]
-
-        with e.loop(n0, n1, UNROLL, [e.const(self.real.lowest, UNROLL), e.const(0.0, UNROLL)]) as over:
+        with e.loop(n0, n1, UNROLL, [e.vector(self.real.lowest, UNROLL), e.vector(0.0, UNROLL)]) as over:
             # keys beyond the last repeat it, and are hidden afterwards
-            keys = [e.least(e.plus(over.index, j), e.minus(n1, 1)) for j in range(UNROLL)]
-            s = self.dots(e, f.ptr("Q"), a.word("D"), rows("k", keys))
-            left = e.splat(e.minus(n1, over.index), UNROLL)
-            s = e.select(e.icmp_signed("<", e.iconst(range(UNROLL), I64), left), s, e.const(float("-inf"), UNROLL))
-            m, parts = self.settle(e, O, Dv, s, *over.values)
-            (p,) = exp2(e, [e.fsub(s, m)])
+            keys = [e.min(over.index + j, n1 - 1) for j in range(UNROLL)]
+            s = self.dots(e, frame.Q, e.args.D, rows("k", keys))
+            left = (n1 - over.index).splat(UNROLL)
+            s = e.select(e.integers(range(UNROLL), I64) < left, s, float("-inf"))
+            m, parts = self.update_max(e, O, Dv, s, *over.values)
+            p = elementary.exp2(s - m)
             self.values(e, O, Dv, rows("v", keys), p)
-            over.carry([m, e.fadd(parts, p)])
+            over.carry([m, parts + p])
         m, parts = over.values
-        e.put(e.extract_element(m, I32(0)), state, 0)
-        e.put(e.sum(parts), state, 1)
-        e.call(self.merge, [args, frame, state])
-        e.ret_void()
-        return function
+        state[0] = m.lane(0)
+        state[1] = parts.sum()
+        self.call(e, self.merge, state)
 
-    def dots(self, e: Emit, q: Value, D: Value, rows: list[Value]) -> Value:
+    def dots(self, e: Emit, q: Pointer, D: Any, rows: list[Pointer]) -> Any:
         """q · k of UNROLL keys. Where a line is several vectors, keys are taken one after the other, in the order of memory."""
         L, across = e.lanes, max(1, self.line // e.lanes)
         J = UNROLL if across == 1 else 1
         chains = min(across, UNROLL)
-        whole, found = e.round_down(D, across * L), []
+        whole, scores = round_down(D, across * L), []
 
-        def multiply(sums: list[Value], at: Value, near: list[Value], vectors: int) -> list[Value]:
-            acc, some = list(sums), e.at(q, at)
-            cells = [e.at(row, at, STORAGE[self.kernel.dtype]) for row in near]
+        def multiply(sums: list[Any], at: Any, near: list[Pointer], vectors: int) -> list[Any]:
+            acc, some = list(sums), q + at
+            cells = [row + at for row in near]
             for i in range(vectors):
-                x = e.vget(some, i * L)
+                x = some.vector(i * L)
                 for j, row in enumerate(cells):
                     n = j * chains + i % chains
-                    acc[n] = e.mad(x, fetch(e, row, i * L, self.kernel.dtype, L), acc[n])
+                    acc[n] = e.fma(x, row.fetch(i * L, L), acc[n])
             return acc
 
         for first in range(0, UNROLL, J):
             near = rows[first : first + J]
-            with e.loop(0, whole, across * L, [e.const(0.0)] * (J * chains)) as dim:
+            with e.loop(0, whole, across * L, [e.vector(0.0)] * (J * chains)) as dim:
                 dim.carry(multiply(dim.values, dim.index, near, across))
             with e.loop(whole, D, L, dim.values) as dim:
                 dim.carry(multiply(dim.values, dim.index, near, 1))
             acc = list(dim.values)
             while len(acc) > J:
-                acc = [e.fadd(acc[n], acc[n + 1]) for n in range(0, len(acc), 2)]
-            found += acc
-        return self.sums(e, found)
+                acc = [acc[n] + acc[n + 1] for n in range(0, len(acc), 2)]
+            scores += acc
+        return self.sums(scores)
 
-    def settle(self, e: Emit, O: Value, Dv: Value, s: Value, m: Value, parts: Value) -> tuple[Value, Value]:
+    def update_max(self, e: Emit, O: Pointer, Dv: Any, s: Any, m: Any, parts: Any) -> tuple[Any, Any]:
         """m and the parts of l, raised and rescaled with O where a score exceeds m."""
-        above = e.sext(e.fcmp_ordered(">", s, m), e.vtype(e.real.bits, UNROLL))
-        before = e.block
-        with e.if_then(any_lane(e, [above]), likely=False):
-            level = e.splat(e.top(e.extract_element(m, I32(0)), e.ceiling(e.peak(s))), UNROLL)
-            (alpha,) = exp2(e, [e.fsub(m, level)])
-            scaled, wide = e.fmul(parts, alpha), e.lane(alpha, 0)
-            with e.loop(0, Dv, e.lanes) as col:
-                e.vput(e.fmul(e.vget(O, col.index), wide), O, col.index)
-            last = e.block
-        joined = []
-        for old, new in ((m, level), (parts, scaled)):
-            phi = e.phi(old.type)
-            phi.add_incoming(old, before)
-            phi.add_incoming(new, last)
-            joined.append(phi)
-        return joined[0], joined[1]
+        above = (s > m).sext(e.real.bits)
+        before = e.ir.block
+        with e.if_(masking.any_lane(above), likely=False):
+            level = e.fmax(m.lane(0), e.math("ceil", s.reduce(e.fmax))).splat(UNROLL)
+            alpha = elementary.exp2(m - level)
+            scaled, wide = parts * alpha, alpha.splat_lane(0)
+            with e.range(0, Dv, e.lanes) as col:
+                O[col] = O.vector(col) * wide
+            last = e.ir.block
+        return e.phi((m, before), (level, last)), e.phi((parts, before), (scaled, last))
 
-    def values(self, e: Emit, O: Value, Dv: Value, rows: list[Value], p: Value) -> None:
+    def values(self, e: Emit, O: Pointer, Dv: Any, rows: list[Pointer], p: Any) -> None:
         """O += Σ_j p_j·v_j: as many columns as there are accumulators, then single vectors."""
         L = e.lanes
 
-        def columns(col: Value, vectors: int) -> None:
-            out = e.at(O, col)
-            acc = [e.vget(out, i * L) for i in range(vectors)]
+        def columns(col: Any, vectors: int) -> None:
+            out = O + col
+            acc = [out.vector(i * L) for i in range(vectors)]
             for j, row in enumerate(rows):
-                weight, cells = e.lane(p, j), e.at(row, col, STORAGE[self.kernel.dtype])
-                v = [fetch(e, cells, i * L, self.kernel.dtype, L) for i in range(vectors)]
-                acc = [e.mad(x, weight, t) for x, t in zip(v, acc, strict=True)]
+                weight, cells = p.splat_lane(j), row + col
+                v = [cells.fetch(i * L, L) for i in range(vectors)]
+                acc = [e.fma(x, weight, t) for x, t in zip(v, acc, strict=True)]
             for i, x in enumerate(acc):
-                e.vput(x, out, i * L)
+                out[i * L] = x
 
         many = ACCUMULATORS if L == UNROLL else UNROLL  # a head dim of 64 at once
-        whole = e.round_down(Dv, many * L)
-        with e.loop(0, whole, many * L) as over:
-            columns(over.index, many)
-        with e.loop(whole, Dv, L) as over:
-            columns(over.index, 1)
+        whole = round_down(Dv, many * L)
+        with e.range(0, whole, many * L) as col:
+            columns(col, many)
+        with e.range(whole, Dv, L) as col:
+            columns(col, 1)

@@ -10,110 +10,103 @@ are sums of what it was before.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from tilewise.backends.cpu.elementary import exp2
-from tilewise.backends.cpu.forward import Forward, Parts
-from tilewise.backends.cpu.ir import I32, I64, Emit, Value
-from tilewise.backends.cpu.masking import Place, any_lane
-from tilewise.backends.cpu.matrix import DEPTH, ROW, by_tiles, emit_plain_dot, together
-from tilewise.backends.cpu.micro import put_strip, strip
-from tilewise.backends.cpu.module import FRAME
-from tilewise.backends.cpu.pack import ColumnPairs, RowPairs, emit_pack_lanes, emit_pack_panels
+from tilewise.backends.cpu import elementary, pack
+from tilewise.backends.cpu.builder import Emit
+from tilewise.backends.cpu.forward import Chunks, Forward
+from tilewise.backends.cpu.ir import I32, Strip
+from tilewise.backends.cpu.masking import Interval, SeqInfo, any_lane
+from tilewise.backends.cpu.matrix import DEPTH, ROW, bf16_pairs, by_tiles, emit_plain_dot
+from tilewise.backends.cpu.module import KernelModule
 from tilewise.backends.cpu.scores import drop
-from tilewise.backends.cpu.slots import Slots
 
 
-class MatrixForward(Forward):
-    """Of one strip, P holds scores in fp32, [key][row]; `pairs` the weights in bf16, [key / 2][row][2]."""
+class MatrixTiles(KernelModule):
+    """Tiles hold pairs of 16-bit values as they are stored; products are made on matrix tiles."""
 
-    frame: tuple[str, ...] = (*FRAME, "split", "Q", "O", "m", "l", "P", "top", "alpha", "factors", "K", "V", "sums", "pairs")
-    tiles = (("K", "k", "panels"), ("V", "v", "lanes"))
-    can_be_calm = False
     pace = 2
-
-    def level(self, e: Emit, top: Value) -> Value:
-        """The maximum itself: the largest weight is then 1, which bf16 has without an error."""
-        return top
-
-    def shrink(self, e: Emit, xs: list[Value]) -> list[Value]:
-        return exp2(e, xs)
 
     def emit_packers(self) -> None:
         self.packed = self.kernel.dtype
         tile, dtype = self.tile, self.kernel.dtype
-        self.pack_strips = emit_pack_lanes(self.unit, tile.rows, dtype, scaled=False, cells=ColumnPairs)
-        self.pack_panels = emit_pack_panels(self.unit, tile.keys // 2, dtype, scaled=False, cells=ColumnPairs)
-        self.pack_lanes = emit_pack_lanes(self.unit, tile.keys // 2, dtype, scaled=False, cells=RowPairs)
-
-    def emit_products(self) -> None:
+        self.pack_strips = pack.emit_pack_lanes(self.unit, tile.rows, dtype, scaled=False, cells=pack.ColumnPairs)
+        self.pack_panels = pack.emit_pack_panels(self.unit, tile.keys // 2, dtype, scaled=False, cells=pack.ColumnPairs)
+        self.pack_lanes = pack.emit_pack_lanes(self.unit, tile.keys // 2, dtype, scaled=False, cells=pack.RowPairs)
         if self.kernel.matrix == "plain":
             emit_plain_dot(self.unit)
-        self.product = by_tiles(self.unit, "scores", self.tile, self.kernel.matrix, add=False)
-        self.pv = by_tiles(self.unit, "values", self.tile, self.kernel.matrix, add=True)
 
-    def sizes(self, e: Emit, a: Slots) -> dict[str, int | Value]:
-        R, DP, DVP, BN = self.tile.rows, a.word("DP"), a.word("DVP"), a.word("BN")
-        rows = e.times(a.word("BM"), a.word("group"))
-        sizes = {"Q": e.over(e.times(rows, DP), 2), "O": e.times(rows, DVP), "m": rows, "l": rows, "P": e.times(BN, R)}
-        sizes |= {"W": e.times(BN, R), "top": I64(R), "alpha": I64(R), "factors": a.word("BM")}
-        sizes |= {"K": e.over(e.times(BN, DP), 2), "V": e.over(e.times(BN, DVP), 2)}
-        return sizes | {"sums": I64(R), "pairs": e.times(BN, R // 2)}
+    def panel(self, e: Emit) -> Any:
+        return e.args.BN * (self.tile.keys // 2)
 
-    def pack_queries(self, e: Emit, a: Slots, f: Slots, first: Value, rows: list[Value]) -> None:
-        half = e.over(a.word("DP"), 2)
-        e.call(self.pack_strips, [e.at(f.ptr("Q"), e.times(first, e.times(half, self.tile.rows))), half, *rows])
 
-    def panel(self, e: Emit, a: Slots) -> Value:
-        return e.times(a.word("BN"), self.tile.keys // 2)
+class MatrixForward(MatrixTiles, Forward):
+    """Of one strip, P holds scores in fp32, [key][row]; `pairs` the weights in bf16, [key / 2][row][2]."""
 
-    def multiply(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
-        R, DP = self.tile.rows, a.word("DP")
-        Q = e.at(f.ptr("Q"), e.times(index, e.times(DP, R // 2)))
-        K = [f.ptr("K"), I64(ROW), e.times(self.panel(e, a), 4), I64(self.tile.keys * ROW)]
-        steps = [I64(0), e.over(DP, DEPTH)]
-        e.call(self.product, [*steps, *K, Q, f.ptr("P"), I64(4 * R), *self.groups(e, *keys)])
+    tiles = (("K", "k", "panels"), ("V", "v", "lanes"))
+    can_be_bounded = False
 
-    def looker(self, e: Emit, a: Slots, f: Slots) -> Callable[[Value, bool], list[Value]]:
-        P, R, factor = f.ptr("P"), self.tile.rows, e.splat(a.num("q_factor"))
+    def level(self, e: Emit, row_max: Any) -> Any:
+        """The maximum itself: the largest weight is then 1, which bf16 has without an error."""
+        return row_max
 
-        def look(j: Value, keep: bool) -> list[Value]:
-            s = [e.fmul(x, factor) for x in strip(e, self.tile, P, e.times(j, R))]
+    def rescale_factor(self, difference: Any) -> Any:
+        return elementary.exp2(difference)
+
+    def emit_products(self) -> None:
+        self.qk = by_tiles(self.unit, "scores", self.kernel.matrix, add=False)
+        self.pv = by_tiles(self.unit, "values", self.kernel.matrix, add=True)
+
+    def pack_q(self, e: Emit, first: Any, rows: list[Any]) -> None:
+        half = e.args.DP // 2
+        e.call(self.pack_strips, e.frame.Q + first * (half * self.tile.rows), half, *rows)
+
+    def multiply_qk(self, e: Emit, index: Any, keys: Interval, chunks: Chunks) -> None:
+        R, DP = self.tile.rows, e.args.DP
+        Q = e.frame.Q + index * (DP * (R // 2))
+        K = [e.frame.K, ROW, self.panel(e) * 4, self.tile.keys * ROW]
+        e.call(self.qk, 0, DP // DEPTH, *K, Q, e.frame.P, 4 * R, *self.groups(keys))
+
+    def score_reader(self, e: Emit) -> Callable[[Any, bool], Any]:
+        P, R, factor = e.frame.P, self.tile.rows, e.args.q_factor.splat()
+
+        def score(j: Any, keep: bool) -> Any:
+            s = P.strip(j * R) * factor
             if keep:
-                put_strip(e, s, P, e.times(j, R))
+                P[j * R] = s
             return s
 
-        return look
+        return score
 
-    def putter(self, e: Emit, f: Slots) -> Callable[[Value, list[list[Value]]], None]:
-        pairs, R = f.ptr("pairs"), self.tile.rows
+    def weight_store(self, e: Emit) -> Callable[[Any, list[Strip]], None]:
+        pairs, R = e.frame.pairs, self.tile.rows
 
-        def put(j: Value, weights: list[list[Value]]) -> None:
+        def put(j: Any, weights: list[Strip]) -> None:
             for i, (x, y) in enumerate(zip(*weights, strict=True)):
-                e.vput(together(e, x, y, self.kernel.matrix), pairs, e.plus(e.times(j, R), 2 * i * e.lanes))
+                pairs[j * R + 2 * i * e.lanes] = bf16_pairs(x, y, self.kernel.matrix)
 
         return put
 
-    def drop_pass(self, e: Emit, place: Place, q0: Value, f: Slots, j0: Value, j1: Value) -> None:
+    def drop_weights(self, e: Emit, seq: SeqInfo, q0: Any, keys: Interval) -> None:
         """A key's weights are the low or the high halves of a row of pairs."""
-        pairs, R = f.ptr("pairs"), self.tile.rows
+        pairs, R = e.frame.pairs.of(I32), self.tile.rows
 
-        def visit(j: Value, i: int, kept: Value) -> None:
-            at = e.plus(e.times(e.over(j, 2), R), i * e.lanes)
-            shift = e.trunc(e.times(e.rest(j, 2), 16), I32)
-            others = e.splat(e.shl(I32(0xFFFF), e.sub(I32(16), shift)))
-            pair = e.vget(pairs, at, I32)
-            e.vput(e.select(kept, pair, e.and_(pair, others)), pairs, at)
+        def visit(j: Any, i: int, kept: Any) -> None:
+            at = j // 2 * R + i * e.lanes
+            shift = (j % 2 * 16).trunc(I32)
+            others = (e.const(0xFFFF, I32) << (16 - shift)).splat()
+            pair = pairs.vector(at)
+            pairs[at] = e.select(kept, pair, pair & others)
 
-        drop(e, self.tile, place, q0, f.word("n0"), (j0, j1), visit)
+        drop(seq, q0, e.frame.n0, keys, visit)
 
-    def gather_values(self, e: Emit, a: Slots, f: Slots, index: Value, keys: tuple[Value, Value], parts: Parts) -> None:
-        R, DVP = self.tile.rows, a.word("DVP")
-        O = e.at(f.ptr("O"), e.times(index, e.times(DVP, R)))
-        alpha = strip(e, self.tile, f.ptr("alpha"))
-        changed = [e.sext(e.fcmp_unordered("!=", x, e.const(1.0)), e.vtype(I32)) for x in alpha]
-        with e.if_then(any_lane(e, changed)), e.loop(0, DVP) as col:
-            at = e.times(col.index, R)
-            put_strip(e, [e.fmul(x, y) for x, y in zip(strip(e, self.tile, O, at), alpha, strict=True)], O, at)
-        V = [f.ptr("V"), I64(ROW), e.times(DVP, ROW), I64(self.tile.keys * ROW)]
-        last = e.over(DVP, self.tile.keys)
-        e.call(self.pv, [*self.groups(e, *keys), *V, f.ptr("pairs"), O, I64(4 * R), I64(0), last])
+    def add_pv(self, e: Emit, index: Any, keys: Interval, chunks: Chunks) -> None:
+        R, DVP = self.tile.rows, e.args.DVP
+        O = e.frame.O + index * (DVP * R)
+        alpha = e.frame.alpha.strip()
+        changed = e.each(lambda x: (x != 1.0).sext(I32), alpha)
+        with e.if_(any_lane(changed)):
+            self.rescale(O, DVP, alpha)
+        V = [e.frame.V, ROW, DVP * ROW, self.tile.keys * ROW]
+        last = DVP // self.tile.keys
+        e.call(self.pv, *self.groups(keys), *V, e.frame.pairs, O, 4 * R, 0, last)

@@ -1,15 +1,18 @@
-"""The memory of a call beyond its results, and blocks small enough for it.
+"""The scratch memory of a call, and blocks small enough for it.
 
-A call may take ROOM for each thread and SHARED for all of them together. A thread's buffer holds, of one block, Q and O (or Q, dO
-and dQ) and the packed K and V; where the keys are split, each share leaves its state in a workspace.
+A call may take ROOM for each thread and SHARED for all of them together. A thread's frame holds, of one block, Q and O (or Q, dO
+and dQ) and the packed K and V: `buffers` is the one table of their sizes, for the host that allocates a frame and for the
+kernels that lay it out. Where the keys are split, each split leaves its partial m, l and O in a workspace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from tilewise.backends.cpu.spec import ACCUMULATORS, ALIGN, FRAME_BYTES, Kernel
+from tilewise.backends.cpu.spec import ACCUMULATORS, ALIGN, FRAME_BYTES, Kernel, round_up
 from tilewise.problem import Problem
 
 ROOM = 1 << 20
@@ -20,10 +23,6 @@ COSTS = {False: (10.0, 1.0), True: (35.0, 10.0)}
 rows and keys; on vectors, and on matrix tiles, where products take less time. Neoverse N1, fp32, head dims 256 and 512, forward
 and backward: 9 to 11 and 0.5 to 1.2. Xeon with AMX, bf16: from 64, 128 and 256 keys, and from 256 × 64 and 512 × 128."""
 LEAST_KEYS = DECODE_KEYS = 16
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 class Tiles(NamedTuple):
@@ -40,8 +39,8 @@ class Tiles(NamedTuple):
 
 
 def grain(kernel: Kernel) -> tuple[int, int]:
-    """Blocks have so many rows and keys, or multiples. Decoding works out several keys' scores at once, and weighs a vector of
-    them: two vectors, where they are short."""
+    """Blocks have so many rows and keys, or multiples. Decoding computes the scores of several keys at once, and exponentiates a
+    vector of them: two vectors, where they are short."""
     tile = kernel.tile
     least = max(ACCUMULATORS // tile.keys, min(2 * tile.lanes, DECODE_KEYS))
     return (1, least) if kernel.kind == "decode" else (tile.rows, tile.keys)
@@ -56,15 +55,50 @@ def paddings(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
     return {"DP": round_up(d, J), "DVP": round_up(dv, J), "DR": round_up(d, R), "DVR": round_up(dv, R), "PS": apart}
 
 
+def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max) -> dict[str, Any]:
+    """Elements of each buffer of a frame, in the order in which they lie, in cells of the Real type.
+
+    `sizes` has the arguments BM, BN, D, Dv, DP, … as attributes: numbers on the host, values in generated code, for which
+    `larger` is the maximum.
+    """
+    tile, R = kernel.tile, kernel.tile.rows
+
+    def packed(rows: Any, columns: Any) -> Any:
+        """Matrix tiles hold pairs of 16-bit values."""
+        return rows * columns // 2 if kernel.matrix else rows * columns
+
+    if kernel.kind == "decode":
+        rows = round_up(sizes.group, tile.keys)
+        state = {"Q": rows * sizes.D, "O": rows * sizes.Dv, "m": rows, "l": rows}
+        return state | {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)}  # scores of a block, or its state
+    BM, BN, DP, DVP = sizes.BM, sizes.BN, sizes.DP, sizes.DVP
+    if kernel.kind == "forward":
+        rows = BM * sizes.group
+        state = {"Q": packed(rows, DP), "O": rows * DVP, "m": rows, "l": rows}
+        strip = {"P": BN * R, "W": BN * R, "row_max": R, "alpha": R, "q_factors": BM}
+        norms = {} if kernel.matrix else {"q_norm": rows, "max_k_norm": 1}
+        weights = {"row_sum": R} | ({"pairs": BN * (R // 2)} if kernel.matrix else {})
+        return state | strip | {"K": packed(BN, DP), "V": packed(BN, DVP)} | norms | weights
+    operands = {"Q": packed(BM, DP), "dO": packed(BM, DVP), "Q_panels": packed(BM, sizes.DR)}
+    operands |= {"dO_panels": packed(BM, sizes.DVR), "dQ": BM * DP, "P": packed(BN, sizes.PS), "dS": packed(BN, sizes.PS)}
+    products = {"S": BN * R, "dP": BN * R, "pairs": BN * (R // 2)} if kernel.matrix else {}
+    rows = {"lse2": BM, "delta": BM, "do_factors": BM, "ds_factors": BM}
+    tiles = {"K": packed(BN, DP), "V": packed(BN, DVP), "K_columns": packed(BN, DP)}
+    # first and past key of each strip: 64-bit integers, at most twice as large as a cell
+    ends = {"first": BM * 2, "past": BM * 2} | ({} if kernel.matrix else {"q_factors": BM})
+    return operands | products | {"kept": BN * R, "W": BN * R} | rows | {"tail": tile.keys * R} | tiles | ends
+
+
 def frame(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
-    """Bytes of a thread's buffer."""
-    kinds = _MATRIX if kernel.matrix else _VECTORS
-    cells = kinds[kernel.kind](problem, kernel, tiles, paddings(problem, kernel, tiles))
-    return FRAME_BYTES + sum(round_up(n, ALIGN) for n in cells) * _size(kernel)
+    """Bytes of a thread's frame."""
+    known = {"D": problem.head_dim, "Dv": problem.head_dim_v, "BM": tiles.rows, "BN": tiles.keys, "group": tiles.heads}
+    sizes = SimpleNamespace(**known, **paddings(problem, kernel, tiles))
+    cells: int = sum(round_up(n, ALIGN) for n in buffers(kernel, sizes).values())
+    return FRAME_BYTES + cells * _size(kernel)
 
 
 def workspace(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
-    """Elements in which shares of the keys leave their m, l and O."""
+    """Elements in which splits leave their m, l and O."""
     if tiles.splits == 1:
         return 0
     return tiles.tasks * tiles.rows * tiles.heads * (paddings(problem, kernel, tiles)["DVP"] + 2)
@@ -94,69 +128,21 @@ def fitting(
     parts = [(part, n) for part in range(1, heads + 1) if heads % part == 0 for n in range(R, most + 1, R)]
     parts = [(part, n) for part, n in parts if part * n <= heads * rows]
     parts.sort(key=lambda shape: (shape[0] * shape[1], shape[0]), reverse=True)
-    found: list[Tiles] = []
+    largest: list[Tiles] = []
     for n in _halves(keys, J):
         shapes = (arrange(part, rows, n) for part, rows in parts)
-        found += _first(tiles for tiles in shapes if fits(problem, kernel, tiles))
-    assert found, "one strip of one head always fits"
+        largest += islice((tiles for tiles in shapes if fits(problem, kernel, tiles)), 1)
+    assert largest, "one strip of one head always fits"
     row_cost, key_cost = COSTS[bool(kernel.matrix)]
-    return min(found, key=lambda tiles: row_cost / (tiles.heads * tiles.rows) + key_cost / tiles.keys)
+    return min(largest, key=lambda tiles: row_cost / (tiles.heads * tiles.rows) + key_cost / tiles.keys)
 
 
 def _halves(keys: int, multiple: int) -> list[int]:
     """`keys`, half of them, a quarter, … in whole register tiles."""
-    found = [keys]
-    while keys > max(LEAST_KEYS, multiple):
-        keys = max(LEAST_KEYS, round_up(keys // 2, multiple))
-        found.append(keys)
-    return found
-
-
-def _first(shapes: Iterable[Tiles]) -> list[Tiles]:
-    for tiles in shapes:
-        return [tiles]
-    return []
-
-
-# -- buffers as kernels lay them out, in elements of their Real type
-
-Buffers = Callable[[Problem, Kernel, Tiles, dict[str, int]], list[int]]
-
-
-def _forward(problem: Problem, kernel: Kernel, tiles: Tiles, pad: dict[str, int]) -> list[int]:
-    R, rows, keys = kernel.tile.rows, tiles.rows * tiles.heads, tiles.keys
-    sizes = [rows * pad["DP"], rows * pad["DVP"], rows, rows, keys * R, keys * R, R, R, tiles.rows]
-    return [*sizes, keys * pad["DP"], keys * pad["DVP"], rows, 1, R]
-
-
-def _decode(problem: Problem, kernel: Kernel, tiles: Tiles, pad: dict[str, int]) -> list[int]:
-    rows, d, dv = round_up(tiles.heads, kernel.tile.keys), problem.head_dim, problem.head_dim_v
-    return [rows * d, rows * dv, rows, rows, max(rows * tiles.keys, dv + ALIGN)]
-
-
-def _backward(problem: Problem, kernel: Kernel, tiles: Tiles, pad: dict[str, int]) -> list[int]:
-    R, rows, keys = kernel.tile.rows, tiles.rows, tiles.keys
-    sizes = [rows * pad[n] for n in ("DP", "DVP", "DR", "DVR", "DP")]
-    sizes += [keys * pad["PS"], keys * pad["PS"], keys * R, keys * R, rows, rows, rows, rows, kernel.tile.keys * R]
-    return [*sizes, *(keys * pad[n] for n in ("DP", "DVP", "DP")), 2 * rows, 2 * rows]
-
-
-def _matrix_forward(problem: Problem, kernel: Kernel, tiles: Tiles, pad: dict[str, int]) -> list[int]:
-    R, rows, keys = kernel.tile.rows, tiles.rows * tiles.heads, tiles.keys
-    halves = [rows * pad["DP"], keys * pad["DP"], keys * pad["DVP"], keys * R]
-    return [*(n // 2 for n in halves), rows * pad["DVP"], rows, rows, keys * R, keys * R, R, R, tiles.rows, R]
-
-
-def _matrix_backward(problem: Problem, kernel: Kernel, tiles: Tiles, pad: dict[str, int]) -> list[int]:
-    R, rows, keys = kernel.tile.rows, tiles.rows, tiles.keys
-    halves = [rows * pad[n] for n in ("DP", "DVP", "DR", "DVR")] + [keys * pad["PS"]] * 2
-    halves += [keys * pad[n] for n in ("DP", "DVP", "DP")] + [keys * R]
-    sizes = [rows * pad["DP"], *[keys * R] * 4, rows, rows, rows, rows, kernel.tile.keys * R, 2 * rows, 2 * rows]
-    return [*(n // 2 for n in halves), *sizes]
-
-
-_VECTORS: dict[str, Buffers] = {"forward": _forward, "decode": _decode, "backward": _backward}
-_MATRIX: dict[str, Buffers] = {"forward": _matrix_forward, "backward": _matrix_backward}
+    counts = [keys]
+    while counts[-1] > max(LEAST_KEYS, multiple):
+        counts.append(max(LEAST_KEYS, round_up(counts[-1] // 2, multiple)))
+    return counts
 
 
 def _size(kernel: Kernel) -> int:

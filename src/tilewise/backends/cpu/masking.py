@@ -8,17 +8,20 @@ element by element into a tile of bits, on tiles that cheap tests could not prov
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from itertools import permutations
+from typing import Any
 
-from llvmlite import ir
-
-from tilewise.backends.cpu.ir import I1, I8, I32, I64, PTR, Emit, Unit, Value
-from tilewise.backends.cpu.slots import Slots
-from tilewise.backends.cpu.spec import Register
+from tilewise.backends.cpu.args import ArgBlock, pointer_kinds
+from tilewise.backends.cpu.builder import Emit, Unit
+from tilewise.backends.cpu.ir import I1, I8, I32, I64, PTR, Strip, Value, undefined, vector_of
+from tilewise.backends.cpu.spec import Kernel, argument_names, round_up
 from tilewise.masks.program import Operand, operands
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 FAR = 1 << 20  # beyond any tile: where a row's interval may be cut without changing what a tile sees of it
+Interval = tuple[Any, Any]
+Term = list[Operand]
 
 
 def is_interval(structure: str) -> bool:
@@ -28,10 +31,10 @@ def is_interval(structure: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a strip or a tile stands: the words a mask needs besides its own."""
+class SeqInfo:
+    """The sequence and head a strip or a tile belongs to: what a mask needs besides its own arguments."""
 
-    args: Slots
+    args: ArgBlock
     batch: Value
     head: Value
     Sq: Value
@@ -39,270 +42,264 @@ class Place:
     q_start: Value  # of the sequence in a packed batch, else 0
     k_start: Value
 
+    @property
+    def e(self) -> Emit:
+        e: Emit = self.args.e
+        return e
 
-def interval(e: Emit, place: Place, term: list[Operand], q: Value) -> tuple[Value, Value]:
+    @property
+    def values(self) -> list[Value]:
+        """As functions take them."""
+        return [self.batch, self.head, self.Sq, self.Sk, self.q_start, self.k_start]
+
+
+def interval(seq: SeqInfo, term: Term, q: Any) -> Interval:
     """[lo, hi) of the keys that the term's bands and ranges leave to row q (not below 0, not beyond Sk)."""
-    args, lo, hi = place.args, e.word(0), place.Sk
+    e, args = seq.e, seq.args
+    lo: Any = e.const(0, I64)
+    hi: Any = seq.Sk
     for part in term:
         if part.kind.is_nothing:
-            hi = e.word(0)
+            hi = e.const(0, I64)
         elif part.kind.is_band:
-            band_lo, band_hi = _band(e, place, part, q)
-            lo, hi = e.most(lo, band_lo), e.least(hi, band_hi)
+            band_lo, band_hi = _band(seq, part, q)
+            lo, hi = e.max(lo, band_lo), e.min(hi, band_hi)
         elif part.kind.is_range:
-            lo = e.most(lo, args.word(f"mask_i{part.ints}"))
-            hi = e.least(hi, args.word(f"mask_i{part.ints + 1}"))
+            lo = e.max(lo, args.mask_int(part.ints))
+            hi = e.min(hi, args.mask_int(part.ints + 1))
         elif part.kind.is_padding:
-            lo = e.most(lo, _per_batch(e, place, part.tensors))
-            hi = e.least(hi, _per_batch(e, place, part.tensors + 1))
+            lo = e.max(lo, _per_batch(seq, part.tensors))
+            hi = e.min(hi, _per_batch(seq, part.tensors + 1))
     return lo, hi
 
 
-def hull(e: Emit, place: Place, terms: list[list[Operand]], first: Value, last: Value) -> tuple[Value, Value]:
+def outer_interval(seq: SeqInfo, term: Term, first: Any, last: Any) -> Interval:
+    """From the first key of row `first` to the last of row `last`."""
+    lo, _ = interval(seq, term, first)
+    _, hi = interval(seq, term, last)
+    return lo, hi
+
+
+def hull(seq: SeqInfo, terms: list[Term], first: Any, last: Any) -> Interval:
     """[lo, hi) around every key that a row in [first, last] may see by bands and ranges; empty when hi <= lo.
 
     With a single term some row sees each of these keys: both ends move by at most one key from row to row.
     """
-    lows, highs = [], []
+    e, ends = seq.e, []
     for term in terms:
-        lo, _ = interval(e, place, term, first)
-        _, hi = interval(e, place, term, last)
-        void = e.icmp_signed("<=", hi, lo)  # an empty term must not stretch the hull
-        bands = [_band(e, place, part, first) for part in term if part.kind.is_band]
+        lo, hi = outer_interval(seq, term, first, last)
+        void = hi <= lo  # an empty term must not stretch the hull
+        bands = [_band(seq, part, first) for part in term if part.kind.is_band]
         for one, other in permutations(bands, 2):  # two bands side by side have no key in common in any row
-            void = e.or_(void, e.icmp_signed(">=", one[0], other[1]))
-        lows.append(e.select(void, place.Sk, lo))
-        highs.append(e.select(void, e.word(0), hi))
-    lo, hi = lows[0], highs[0]
-    for other_lo, other_hi in zip(lows[1:], highs[1:], strict=True):
-        lo, hi = e.least(lo, other_lo), e.most(hi, other_hi)
-    return lo, hi
+            void = void | (one[0] >= other[1])
+        ends.append((e.select(void, seq.Sk, lo), e.select(void, 0, hi)))
+    return reduce(lambda x, y: (e.min(x[0], y[0]), e.max(x[1], y[1])), ends)
 
 
-def _per_batch(e: Emit, place: Place, tensor: int) -> Value:
-    offset = e.times(place.batch, place.args.word(f"mask_t{tensor}_0"))
-    return e.sext(e.get(place.args.ptr(f"mask_t{tensor}"), offset, I32), I64)
+def _per_batch(seq: SeqInfo, tensor: int) -> Any:
+    offset = seq.batch * seq.args.mask_tensor(tensor).stride(0)
+    return seq.args.mask_tensor(tensor).pointer[offset].sext(I64)
 
 
-def lane_interval(
-    e: Emit, tile: Register, place: Place, term: list[Operand], q0: Value, keys: tuple[Value, Value]
-) -> tuple[list[Value], list[Value]]:
+def _to_bits(value: Value) -> Any:
+    """A 64-bit integer as the Real type's."""
+    bits = value.e.real.bits
+    return value if bits == I64 else value.trunc(bits)
+
+
+def lane_interval(seq: SeqInfo, term: Term, q0: Value, keys: Interval) -> tuple[Strip, Strip]:
     """Each lane's [lo, hi) within the keys [n0, n1), counted from n0, as vectors of the Real type's integers.
 
     Rows are q0, q0 + 1, …; those past the last query see nothing. An interval is cut off at ±FAR, which no tile reaches.
     """
-    kind, (n0, n1) = e.real.bits, keys
+    e, (n0, n1) = seq.e, keys
 
-    def near(value: Value) -> Value:
-        cut = e.least(e.most(e.minus(value, n0), -FAR), FAR)
-        return e.splat(cut if kind == I64 else e.trunc(cut, kind))
+    def near(value: Any) -> Any:
+        return _to_bits(e.min(e.max(value - n0, -FAR), FAR)).splat()
 
-    def tops(vectors: list[Value], other: list[Value], sign: str) -> list[Value]:
-        return [e.select(e.icmp_signed(sign, a, b), a, b) for a, b in zip(vectors, other, strict=True)]
-
-    rows = _lane_rows(e, tile)
-    lows = [near(n0)] * tile.vectors
-    highs = [e.select(real, near(e.least(n1, place.Sk)), e.iconst(-FAR)) for real in real_rows(e, tile, place, q0)]
+    rows = lane_rows(e)
+    lows = Strip([near(n0)] * e.tile.vectors)
+    highs = e.each(lambda valid: e.select(valid, near(e.min(n1, seq.Sk)), -FAR), valid_rows(seq, q0))
     for part in term:
         if not part.kind.is_interval:
             continue
-        lo, hi = interval(e, place, [part], q0) if not part.kind.is_band else _band(e, place, part, q0)
-        step = rows if part.kind.is_band else [e.iconst(0)] * tile.vectors
-        lows = tops(lows, [e.add(near(lo), r) for r in step], ">")
-        highs = tops(highs, [e.add(near(hi), r) for r in step], "<")
+        lo, hi = interval(seq, [part], q0) if not part.kind.is_band else _band(seq, part, q0)
+        step = rows if part.kind.is_band else e.strip(0, e.real.bits)
+        lows = e.max(lows, e.each(lambda row: near(lo) + row, step))  # noqa: B023 - called at once
+        highs = e.min(highs, e.each(lambda row: near(hi) + row, step))  # noqa: B023
     return lows, highs
 
 
-def _lane_rows(e: Emit, tile: Register) -> list[Value]:
+def lane_rows(e: Emit, kind: Any = None) -> Strip:
     """0, 1, … for the rows of a strip."""
-    return [e.iconst(range(i * e.lanes, (i + 1) * e.lanes)) for i in range(tile.vectors)]
+    return Strip(e.integers(range(i * e.lanes, (i + 1) * e.lanes), kind) for i in range(e.tile.vectors))
 
 
-def real_rows(e: Emit, tile: Register, place: Place, q0: Value) -> list[Value]:
+def valid_rows(seq: SeqInfo, q0: Value) -> Any:
     """Per lane: is it a query of the sequence? A strip is padded past the last one."""
-    left = e.least(e.minus(place.Sq, q0), FAR)
-    left = e.splat(left if e.real.bits == I64 else e.trunc(left, e.real.bits))
-    return [e.icmp_signed("<", row, left) for row in _lane_rows(e, tile)]
+    left = _to_bits(seq.e.min(seq.Sq - q0, FAR)).splat()
+    return lane_rows(seq.e) < left
 
 
-def _band(e: Emit, place: Place, part: Operand, q: Value) -> tuple[Value, Value]:
+def _band(seq: SeqInfo, part: Operand, q: Any) -> Interval:
     """A band's [lo, hi) at row q without the cut at 0 and Sk, so that it moves with the row."""
     shift = q
     if part.kind.is_bottom_right:
-        shift = e.plus(q, e.minus(place.Sk, place.Sq))
+        shift = q + (seq.Sk - seq.Sq)
     elif part.kind.is_offset:
-        shift = e.plus(q, _per_batch(e, place, part.tensors))
-    lo = e.plus(place.args.word(f"mask_i{part.ints}"), shift)
-    return lo, e.plus(place.args.word(f"mask_i{part.ints + 1}"), shift, 1)
+        shift = q + _per_batch(seq, part.tensors)
+    lo = seq.args.mask_int(part.ints) + shift
+    return lo, seq.args.mask_int(part.ints + 1) + shift + 1
 
 
-def within(e: Emit, j: Value, lows: list[Value], highs: list[Value]) -> list[Value]:
+def within(j: Value, lows: Strip, highs: Strip) -> Any:
     """Per lane: may it see key j (counted like the bounds)?"""
-    key = e.splat(j if e.real.bits == I64 else e.trunc(j, e.real.bits))
-    return [
-        e.and_(e.icmp_signed(">=", key, lo), e.icmp_signed("<", key, hi)) for lo, hi in zip(lows, highs, strict=True)
-    ]
+    key = _to_bits(j).splat()
+    return j.e.each(lambda lo, hi: (key >= lo) & (key < hi), lows, highs)
 
 
 # -- masks that are not intervals
 
 
-def _base(e: Emit, place: Place, tensor: int, *, per_head: bool) -> Value:
-    """Offset of this sequence's (and head's) part of a mask tensor; broadcast sides have stride 0."""
-    offset = e.times(place.batch, place.args.word(f"mask_t{tensor}_0"))
-    return e.plus(offset, e.times(place.head, place.args.word(f"mask_t{tensor}_1"))) if per_head else offset
+def _base(seq: SeqInfo, tensor: int) -> Any:
+    """Offset of this sequence's and head's part of a mask tensor; broadcast sides have stride 0."""
+    offset = seq.batch * seq.args.mask_tensor(tensor).stride(0)
+    return offset + seq.head * seq.args.mask_tensor(tensor).stride(1)
 
 
-def _id(e: Emit, place: Place, tensor: int, index: Value, start: Value) -> Value:
+def _id(seq: SeqInfo, tensor: int, index: Value, start: Value) -> Any:
     """Document id of one query or key."""
-    offset = e.plus(_base(e, place, tensor, per_head=False), e.times(e.plus(index, start), place.args.word(f"mask_t{tensor}_1")))
-    return e.get(place.args.ptr(f"mask_t{tensor}"), offset, I32)
+    ids = seq.args.mask_tensor(tensor)
+    offset = seq.batch * ids.stride(0) + (index + start) * ids.stride(1)
+    return ids.pointer[offset]
 
 
-def _id_range(e: Emit, place: Place, tensor: int, start: Value, first: Value, stop: Value) -> tuple[Value, Value]:
-    most, least = I32(-(2**31)), I32(2**31 - 1)
-    with e.loop(first, stop, 1, [least, most]) as over:
-        value = _id(e, place, tensor, over.index, start)
-        over.carry(
-            [
-                e.select(e.icmp_signed("<", value, over.values[0]), value, over.values[0]),
-                e.select(e.icmp_signed(">", value, over.values[1]), value, over.values[1]),
-            ]
-        )
+def _id_range(seq: SeqInfo, tensor: int, start: Value, keys: Interval) -> tuple[Any, Any]:
+    e = seq.e
+    with e.loop(*keys, 1, [e.const(2**31 - 1, I32), e.const(-(2**31), I32)]) as over:
+        value, (least, most) = _id(seq, tensor, over.index, start), over.values
+        over.carry([e.select(value < least, value, least), e.select(value > most, value, most)])
     return over.values[0], over.values[1]
 
 
-def emit_alive(unit: Unit, names: tuple[str, ...], structure: str) -> ir.Function:
+def _mask_function(unit: Unit, name: str, kernel: Kernel, kinds: list[Any]) -> tuple[Any, ...]:
+    """A function of the arguments, a sequence and what `kinds` says."""
+    e, (pointer, *values), function = unit.function(name, [PTR, *[I64] * 6, *kinds], result=I64)
+    args = ArgBlock(e, pointer, argument_names(kernel), pointer_kinds(kernel))
+    return e, SeqInfo(args, *values[:6]), values[6:], function
+
+
+def emit_alive(unit: Unit, kernel: Kernel) -> Any:
     """alive(args, batch, head, Sq, Sk, q_start, k_start, first, last, n0, n1): 0 only if no row of [first, last] sees a key of
     [n0, n1). Documents are compared by the ranges of their ids, blocks by looking at the table."""
-    e, (pointer, *words), function = unit.function("alive", [PTR, *[I64] * 10], result=I64)
-    place = Place(Slots(e, pointer, names), *words[:6])
-    first, last, n0, n1 = words[6:]
-    for term in operands(structure):
-        lo, _ = interval(e, place, term, first)
-        _, hi = interval(e, place, term, last)
-        lo, hi = e.most(lo, n0), e.least(hi, n1)
-        alive = e.less(lo, hi)
+    e, seq, (first, last, n0, n1), function = _mask_function(unit, "alive", kernel, [I64] * 4)
+    for term in operands(kernel.structure):
+        lo, hi = outer_interval(seq, term, first, last)
+        lo, hi = e.max(lo, n0), e.min(hi, n1)
+        alive = lo < hi
         for part in term:
-            with e.if_else(alive) as (then, otherwise):
-                with then:
-                    more = _part_alive(e, place, part, first, last, lo, hi)
-                    then_block = e.block
-                with otherwise:
-                    other_block = e.block
-            joined = e.phi(I1)
-            joined.add_incoming(more, then_block)
-            joined.add_incoming(I1(0), other_block)
-            alive = joined
-        with e.if_then(alive):
-            e.ret(I64(1))
-    e.ret(I64(0))
+            test = lambda part=part, lo=lo, hi=hi: _part_alive(seq, part, (first, last), (lo, hi))  # noqa: E731
+            alive = e.value_if(alive, test, e.const(0, I1))
+        with e.if_(alive):
+            e.ret(1)
+    e.ret(0)
     return function
 
 
-def _part_alive(e: Emit, place: Place, part: Operand, first: Value, last: Value, lo: Value, hi: Value) -> Value:
-    if part.kind.is_documents and not part.kind.negated:
-        q_low, q_high = _id_range(e, place, part.tensors, place.q_start, first, e.plus(last, 1))
-        k_low, k_high = _id_range(e, place, part.tensors + 1, place.k_start, lo, hi)
-        return e.and_(e.icmp_signed("<=", q_low, k_high), e.icmp_signed("<=", k_low, q_high))
-    if part.kind.is_blocks:
-        size_q, size_k = (place.args.word(f"mask_i{part.ints + n}") for n in (0, 1))
-        table = place.args.ptr(f"mask_t{part.tensors}")
-        base = _base(e, place, part.tensors, per_head=True)
-        step_q, step_k = (place.args.word(f"mask_t{part.tensors}_{axis}") for axis in (2, 3))
-        with e.loop(e.over(first, size_q), e.plus(e.over(last, size_q), 1), 1, [I8(0)]) as over_q:
-            with e.loop(e.over(lo, size_k), e.plus(e.over(e.minus(hi, 1), size_k), 1), 1, [over_q.values[0]]) as over_k:
-                offset = e.plus(base, e.times(over_q.index, step_q), e.times(over_k.index, step_k))
-                cell = e.get(table, offset, I8)
-                over_k.carry([e.or_(over_k.values[0], e.xor(cell, I8(1)) if part.kind.negated else cell)])
-            over_q.carry([over_k.values[0]])
-        return e.icmp_signed("!=", over_q.values[0], I8(0))
-    return I1(1)
+def _part_alive(seq: SeqInfo, part: Operand, rows: Interval, keys: Interval) -> Any:
+    e, kind, (first, last), (lo, hi) = seq.e, part.kind, rows, keys
+    if kind.is_documents and not kind.negated:
+        q_low, q_high = _id_range(seq, part.tensors, seq.q_start, (first, last + 1))
+        k_low, k_high = _id_range(seq, part.tensors + 1, seq.k_start, keys)
+        return (q_low <= k_high) & (k_low <= q_high)
+    if not kind.is_blocks:
+        return e.const(1, I1)
+    size_q, size_k = seq.args.mask_int(part.ints), seq.args.mask_int(part.ints + 1)
+    table = seq.args.mask_tensor(part.tensors, I8)
+    cells, base = table.pointer, _base(seq, part.tensors)
+    stride_q, stride_k = table.stride(2), table.stride(3)
+    with e.loop(first // size_q, last // size_q + 1, 1, [e.const(0, I8)]) as over_q:
+        with e.loop(lo // size_k, (hi - 1) // size_k + 1, 1, over_q.values) as over_k:
+            row, column = over_q.index * stride_q, over_k.index * stride_k
+            cell = cells[base + row + column]
+            over_k.carry([over_k.values[0] | (cell ^ 1 if kind.negated else cell)])
+        over_q.carry(over_k.values)
+    return over_q.values[0] != 0
 
 
-def emit_bits(unit: Unit, names: tuple[str, ...], structure: str, tile: Register) -> ir.Function:
+def emit_bits(unit: Unit, kernel: Kernel) -> Any:
     """bits(args, batch, head, Sq, Sk, q_start, k_start, q0, n0, n1, W): all ones in W[j][lane] where row q0 + lane sees key
     n0 + j, zeros elsewhere, for whole panels of keys from n0 to n1 and on; returns EMPTY, PARTIAL or FULL, of the real rows and
     keys."""
-    e, (pointer, *words), function = unit.function("bits", [PTR, *[I64] * 9, PTR], result=I64)
-    place = Place(Slots(e, pointer, names), *words[:6])
-    q0, n0, n1, out = words[6:]
-    rows = [e.least(e.plus(q0, r), e.minus(place.Sq, 1)) for r in range(tile.rows)]
-    terms = operands(structure)
-    bounds = [lane_interval(e, tile, place, term, q0, (n0, n1)) for term in terms]
-    prepared = {part: _prepare(e, place, part, rows) for term in terms for part in term if not part.kind.is_interval}
-    none, every = [e.iconst(0)] * tile.vectors, [e.iconst(-1)] * tile.vectors
-    width = e.minus(n1, n0)
-    with e.loop(0, width, 1, none + every) as over:
-        j = over.index
-        k = e.least(e.plus(n0, j), e.minus(place.Sk, 1))
-        seen: list[Value] = []
-        for term, (lows, highs) in zip(terms, bounds, strict=True):
-            now = within(e, j, lows, highs)
+    e, seq, (q0, n0, n1, W), function = _mask_function(unit, "bits", kernel, [I64, I64, I64, PTR])
+    W, tile, bits = W.of(e.real.bits), e.tile, e.real.bits
+    rows = [e.min(q0 + r, seq.Sq - 1) for r in range(tile.rows)]
+    terms = operands(kernel.structure)
+    bounds = [lane_interval(seq, term, q0, (n0, n1)) for term in terms]
+    prepared = {part: _prepare(seq, part, rows) for term in terms for part in term if not part.kind.is_interval}
+    width = n1 - n0
+    with e.loop(0, width, 1, [*e.strip(0, bits), *e.strip(-1, bits)]) as over:
+        k = e.min(n0 + over.index, seq.Sk - 1)
+        visible: Any = None
+        for term, ends in zip(terms, bounds, strict=True):
+            now = within(over.index, *ends)
             for part in term:
                 if part in prepared:
-                    now = [e.and_(a, b) for a, b in zip(now, _sees(e, tile, place, part, prepared[part], k), strict=True)]
-            seen = [e.or_(a, b) for a, b in zip(seen, now, strict=True)] if seen else now
-        wide = [e.sext(s, e.vtype(e.real.bits)) for s in seen]
-        for i, w in enumerate(wide):
-            e.vput(w, out, e.plus(e.times(j, tile.rows), i * e.lanes))
-        some = [e.or_(a, b) for a, b in zip(over.values[: tile.vectors], wide, strict=True)]
-        over.carry(some + [e.and_(a, b) for a, b in zip(over.values[tile.vectors :], wide, strict=True)])
-    with e.loop(width, e.round_up(width, tile.keys)) as beyond:
+                    now = now & _sees(seq, part, prepared[part], k)
+            visible = now if visible is None else visible | now
+        wide = visible.sext(bits)
+        for i, vector in enumerate(wide):
+            W[over.index * tile.rows + i * e.lanes] = vector
+        some, every = Strip(over.values[: tile.vectors]), Strip(over.values[tile.vectors :])
+        over.carry([*(some | wide), *(every & wide)])
+    with e.range(width, round_up(width, tile.keys)) as beyond:
         for i in range(tile.vectors):
-            e.vput(e.iconst(0), out, e.plus(e.times(beyond.index, tile.rows), i * e.lanes))
-    some = any_lane(e, over.values[: tile.vectors])
-    rows = [e.sext(real, e.vtype(e.real.bits)) for real in real_rows(e, tile, place, q0)]
-    holes = any_lane(e, [e.and_(e.xor(v, e.iconst(-1)), row) for v, row in zip(over.values[tile.vectors :], rows, strict=True)])
-    e.ret(e.select(some, e.select(holes, I64(PARTIAL), I64(FULL)), I64(EMPTY)))
+            W[beyond * tile.rows + i * e.lanes] = e.vector(0, kind=bits)
+    seen = any_lane(Strip(over.values[: tile.vectors]))
+    valid = valid_rows(seq, q0).sext(bits)
+    holes = any_lane(e.each(lambda v, row: ~v & row, Strip(over.values[tile.vectors :]), valid))
+    e.ret(e.select(seen, e.select(holes, PARTIAL, FULL), EMPTY))
     return function
 
 
-def any_lane(e: Emit, vectors: list[Value]) -> Value:
-    """Is any lane of any vector not zero?"""
-    total = vectors[0]
-    for other in vectors[1:]:
-        total = e.or_(total, other)
-    n = total.type.count
-    while n > 1:
-        n //= 2
-        total = e.or_(e.pick(total, range(n)), e.pick(total, range(n, 2 * n)))
-    word = e.extract_element(total, I32(0))
-    return e.icmp_signed("!=", word, ir.Constant(word.type, 0))
+def any_lane(vectors: Any) -> Any:
+    """Is any lane of a vector, or of any vector of a strip, not zero?"""
+    total = reduce(lambda x, y: x | y, vectors) if isinstance(vectors, Strip) else vectors
+    return total.reduce(lambda x, y: x | y) != 0
 
 
-def _prepare(e: Emit, place: Place, part: Operand, rows: list[Value]) -> list[Value]:
+def _prepare(seq: SeqInfo, part: Operand, rows: list[Any]) -> list[Any]:
     """What a literal needs once for a strip: its rows' document ids, or its rows' offsets into the table."""
     if part.kind.is_documents:
-        return [_id(e, place, part.tensors, row, place.q_start) for row in rows]
-    base = _base(e, place, part.tensors, per_head=True)
-    step = place.args.word(f"mask_t{part.tensors}_2")
+        return [_id(seq, part.tensors, row, seq.q_start) for row in rows]
+    base = _base(seq, part.tensors)
+    step = seq.args.mask_tensor(part.tensors).stride(2)
     if part.kind.is_blocks:
-        size = place.args.word(f"mask_i{part.ints}")
-        rows = [e.over(row, size) for row in rows]
-    return [e.plus(base, e.times(row, step)) for row in rows]
+        size = seq.args.mask_int(part.ints)
+        rows = [row // size for row in rows]
+    return [base + row * step for row in rows]
 
 
-def _sees(e: Emit, tile: Register, place: Place, part: Operand, prepared: list[Value], k: Value) -> list[Value]:
+def _sees(seq: SeqInfo, part: Operand, prepared: list[Any], k: Value) -> Any:
     """Lane by lane: does the literal let its row see key k?"""
     if part.kind.is_documents:
-        key = e.splat(_id(e, place, part.tensors + 1, k, place.k_start))
-        words = gather(e, tile, prepared)
-        return [e.icmp_signed("!=" if part.kind.negated else "==", w, key) for w in words]
+        key = _id(seq, part.tensors + 1, k, seq.k_start).splat()
+        ids = gather(prepared)
+        return ids != key if part.kind.negated else ids == key
     if part.kind.is_blocks:
-        k = e.over(k, place.args.word(f"mask_i{part.ints + 1}"))
-    column = e.times(k, place.args.word(f"mask_t{part.tensors}_3"))
-    table = place.args.ptr(f"mask_t{part.tensors}")
-    words = gather(e, tile, [e.get(table, e.plus(offset, column), I8) for offset in prepared])
-    return [e.icmp_signed("==" if part.kind.negated else "!=", w, e.iconst(0, I8)) for w in words]
+        k = k // seq.args.mask_int(part.ints + 1)
+    table = seq.args.mask_tensor(part.tensors, I8)
+    column, cells = k * table.stride(3), table.pointer
+    cell = gather([cells[offset + column] for offset in prepared])
+    return cell == 0 if part.kind.negated else cell != 0
 
 
-def gather(e: Emit, tile: Register, scalars: list[Value]) -> list[Value]:
+def gather(scalars: list[Any]) -> Strip:
     """R scalars as V vectors."""
-    vectors = []
-    for i in range(tile.vectors):
-        vector = ir.Constant(ir.VectorType(scalars[0].type, e.lanes), ir.Undefined)
+    e, vectors = scalars[0].e, []
+    for i in range(e.tile.vectors):
+        vector = Value(e, undefined(vector_of(scalars[0].type, e.lanes)))
         for lane in range(e.lanes):
-            vector = e.insert_element(vector, scalars[i * e.lanes + lane], I32(lane))
+            vector = vector.with_lane(lane, scalars[i * e.lanes + lane])
         vectors.append(vector)
-    return vectors
+    return Strip(vectors)

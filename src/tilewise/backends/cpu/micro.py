@@ -13,111 +13,101 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise.backends.cpu.ir import I64, PTR, Emit, Unit, Value
-from tilewise.backends.cpu.spec import UNROLL, Register
+from tilewise.backends.cpu.builder import Emit, Unit
+from tilewise.backends.cpu.ir import I64, PTR, Pointer, Strip
+from tilewise.backends.cpu.spec import UNROLL, round_up
 
 
-def strip(e: Emit, tile: Register, pointer: Value, offset: int | Value = 0, kind: Any = None) -> list[Value]:
-    """The V vectors of one row of R lanes."""
-    return [e.vget(e.at(pointer, offset, kind), i * e.lanes, kind) for i in range(tile.vectors)]
+def chunk_steps(steps: Any, chunks: int) -> Any:
+    """So many steps of a sum that it has so many chunks: a multiple of UNROLL."""
+    return round_up((steps + (chunks - 1)) // chunks, UNROLL)
 
 
-def put_strip(e: Emit, values: list[Value], pointer: Value, offset: int | Value = 0) -> None:
-    kind = values[0].type.element
-    for i, value in enumerate(values):
-        e.vput(value, e.at(pointer, offset, kind), i * e.lanes)
+def multiply_add(e: Emit, total: list[Any], a: Strip, j: int, b: Any) -> None:
+    """Row j of a register tile of sums += a · b."""
+    for i, vector in enumerate(a):
+        n = j * len(a) + i
+        total[n] = e.fma(vector, b, total[n])
 
 
-def share(e: Emit, steps: Value, parts: int) -> Value:
-    """So many steps of a sum that it has so many parts: a multiple of UNROLL."""
-    return e.round_up(e.over(e.plus(steps, parts - 1), parts), UNROLL)
-
-
-def by_panels(unit: Unit, name: str, tile: Register, *, fold: str = "") -> Any:
+def by_panels(unit: Unit, name: str, *, fold: str = "") -> Any:
     """C[j][r] = Σ_k A[k][r]·B[k][j] for k in [k0, k1), multiples of UNROLL, and the panels [g0, g1) of J columns.
 
-    Arguments: k0, k1, A, its row stride, B, the distance of its panels, C, its row stride, g0, g1, part[, X]. A sum's fate:
+    Arguments: k0, k1, A, its row stride, B, the distance of its panels, C, its row stride, g0, g1, chunk[, X]. A sum's fate:
 
         ""   it is stored        "add"   C + sum is stored        "scale"   C·X[r] + sum is stored
 
-    It is a sum of sums, each over `part` steps, a multiple of UNROLL: the error of a long sum grows with its length.
+    It is a sum of sums, each over `chunk` steps, a multiple of UNROLL: the error of a long sum grows with its length.
     """
-    args = [I64, I64, PTR, I64, PTR, I64, PTR, I64, I64, I64, I64] + [PTR] * (fold == "scale")
-    e, values, function = unit.function(name, args, apart=(2, 4, 6))
-    k0, k1, a_ptr, a_step, b_ptr, b_step, c_ptr, c_step, g0, g1, part, *rest = values
-    width, J = tile.vectors, tile.keys
-    side = strip(e, tile, rest[0]) if rest else []
-    first = e.least(e.plus(k0, part), k1)
+    kinds = [I64, I64, PTR, I64, PTR, I64, PTR, I64, I64, I64, I64] + [PTR] * (fold == "scale")
+    e, values, function = unit.function(name, kinds, noalias=(2, 4, 6))
+    k0, k1, A, a_step, B, b_step, C, c_step, g0, g1, chunk, *rest = values
+    V, J = e.tile.vectors, e.tile.keys
+    scale = rest[0].strip() if rest else None
+    first = e.min(k0 + chunk, k1)
 
-    def join(steps: tuple[Value, Value], panel: Value, c_row: Value, fold: str) -> None:
-        total = _panel_sum(e, tile, steps, a_ptr, a_step, panel)
+    def join(steps: tuple[Any, Any], panel: Pointer, c_row: Pointer, fold: str) -> None:
+        total = panel_sum(steps, panel)
         for j in range(J):
-            new = total[j * width : (j + 1) * width]
+            new = Strip(total[j * V : (j + 1) * V])
             if fold == "scale":
-                new = [e.mad(x, s, y) for x, s, y in zip(strip(e, tile, c_row), side, new, strict=True)]
+                new = e.fma(c_row.strip(), scale, new)
             elif fold == "add":
-                new = [e.fadd(x, y) for x, y in zip(strip(e, tile, c_row), new, strict=True)]
-            put_strip(e, new, c_row)
-            c_row = e.at(c_row, c_step)
+                new = c_row.strip() + new
+            c_row[0] = new
+            c_row = c_row + c_step
 
-    with e.loop(g0, g1) as over:
-        panel = e.at(b_ptr, e.times(over.index, b_step))
-        c_row = e.at(c_ptr, e.times(e.times(over.index, J), c_step))
+    def panel_sum(steps: tuple[Any, Any], panel: Pointer) -> list[Any]:
+        """Σ_k A[k][r]·B[k][j] in registers, j-major."""
+        with e.loop(*steps, UNROLL, [e.vector(0.0)] * (J * V)) as over:
+            total = list(over.values)
+            for step in range(UNROLL):
+                k = over.index + step
+                a = A.strip(k * a_step)
+                b_row = panel + k * J
+                small = [b_row.vector(n, UNROLL) for n in range(0, J, UNROLL)] if e.arch == "aarch64" else []
+                for j in range(J):
+                    b = small[j // UNROLL].splat_lane(j % UNROLL) if small else b_row[j].splat()
+                    multiply_add(e, total, a, j, b)
+            over.carry(total)
+        return list(over.values)
+
+    with e.range(g0, g1) as group:
+        panel = B + group * b_step
+        c_row = C + group * J * c_step
         join((k0, first), panel, c_row, fold)
-        with e.loop(first, k1, part) as later:
-            join((later.index, e.least(e.plus(later.index, part), k1)), panel, c_row, "add")
-    e.ret_void()
+        with e.range(first, k1, chunk) as later:
+            join((later, e.min(later + chunk, k1)), panel, c_row, "add")
+    e.ret()
     return function
 
 
-def _panel_sum(
-    e: Emit, tile: Register, steps: tuple[Value, Value], a_ptr: Value, a_step: Value, panel: Value
-) -> list[Value]:
-    """Σ_k A[k][r]·B[k][j] in registers, j-major."""
-    width, J = tile.vectors, tile.keys
-    with e.loop(*steps, UNROLL, [e.const(0.0)] * (J * width)) as over:
-        acc = list(over.values)
-        for step in range(UNROLL):
-            k = e.plus(over.index, step)
-            a = strip(e, tile, a_ptr, e.times(k, a_step))
-            b_row = e.at(panel, e.times(k, J))
-            small = [e.vget(b_row, n, lanes=UNROLL) for n in range(0, J, UNROLL)] if e.arch == "aarch64" else []
-            for j in range(J):
-                b = e.lane(small[j // UNROLL], j % UNROLL) if small else e.splat(e.get(b_row, j))
-                for i in range(width):
-                    acc[j * width + i] = e.mad(a[i], b, acc[j * width + i])
-        over.carry(acc)
-    return list(over.values)
-
-
-def by_rows(unit: Unit, name: str, tile: Register) -> Any:
+def by_rows(unit: Unit, name: str) -> Any:
     """C[j][r] += Σ_k A[k][r]·B[j][k] for j in [j0, j1) and k in [0, k1), a multiple of UNROLL.
 
     Arguments: k1, A with R lanes a row, B, its row stride, C, its row stride, j0, j1. The last k comes first: under a causal mask
     a key weighs most in the first rows that see it, and a sum that begins with its small terms loses less.
     """
-    args = [I64, PTR, PTR, I64, PTR, I64, I64, I64]
-    e, (k1, a_ptr, b_ptr, b_step, c_ptr, c_step, j0, j1), function = unit.function(name, args, apart=(1, 2, 4))
-    width, tall, J = tile.vectors, tile.rows, tile.keys
-    with e.loop(j0, j1, J) as over_j:
-        b_rows = [e.at(b_ptr, e.times(e.plus(over_j.index, j), b_step)) for j in range(J)]
-        c_rows = [e.at(c_ptr, e.times(e.plus(over_j.index, j), c_step)) for j in range(J)]
+    e, values, function = unit.function(name, [I64, PTR, PTR, I64, PTR, I64, I64, I64], noalias=(1, 2, 4))
+    k1, A, B, b_step, C, c_step, j0, j1 = values
+    V, R, J = e.tile.vectors, e.tile.rows, e.tile.keys
+    with e.range(j0, j1, J) as first:
+        b_rows = [B + (first + j) * b_step for j in range(J)]
+        c_rows = [C + (first + j) * c_step for j in range(J)]
         for row in c_rows:  # C lies far away, and is wanted as soon as the sum is complete
             e.prefetch(row)
-        with e.loop(0, k1, UNROLL, [e.const(0.0)] * (J * width)) as over_k:
-            acc = list(over_k.values)
-            k = e.minus(e.minus(k1, UNROLL), over_k.index)
-            a_row = e.at(a_ptr, e.times(k, tall))
-            small = [e.vget(b, k, lanes=UNROLL) for b in b_rows] if e.arch == "aarch64" else []
+        with e.loop(0, k1, UNROLL, [e.vector(0.0)] * (J * V)) as over:
+            total = list(over.values)
+            k = k1 - UNROLL - over.index
+            a_row = A + k * R
+            small = [b.vector(k, UNROLL) for b in b_rows] if e.arch == "aarch64" else []
             for step in reversed(range(UNROLL)):
-                a = strip(e, tile, a_row, step * tall)
+                a = a_row.strip(step * R)
                 for j in range(J):
-                    b = e.lane(small[j], step) if small else e.splat(e.get(b_rows[j], e.plus(k, step)))
-                    for i in range(width):
-                        acc[j * width + i] = e.mad(a[i], b, acc[j * width + i])
-            over_k.carry(acc)
-        for j in range(J):
-            new = over_k.values[j * width : (j + 1) * width]
-            put_strip(e, [e.fadd(x, y) for x, y in zip(strip(e, tile, c_rows[j]), new, strict=True)], c_rows[j])
-    e.ret_void()
+                    b = small[j].splat_lane(step) if small else b_rows[j][k + step].splat()
+                    multiply_add(e, total, a, j, b)
+            over.carry(total)
+        for j, row in enumerate(c_rows):
+            row[0] = row.strip() + Strip(over.values[j * V : (j + 1) * V])
+    e.ret()
     return function

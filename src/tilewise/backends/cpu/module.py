@@ -1,45 +1,82 @@
-"""What forward and backward kernels share: where a strip stands, which keys it sees, tiles of K and V, tasks."""
+"""What forward, backward and decode kernels share: strips and the keys they see, tiles of K and V, tasks."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce, wraps
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-from tilewise.backends.cpu import matrix
+from tilewise.backends.cpu import frames, masking, matrix, pack, scores
+from tilewise.backends.cpu.args import ArgBlock, pointer_kinds
+from tilewise.backends.cpu.builder import Emit, Unit
 from tilewise.backends.cpu.elementary import LN2, LOG2E, log2
-from tilewise.backends.cpu.ir import F32, F64, I1, I8, I32, I64, PTR, REALS, STORAGE, Emit, Unit, Value
-from tilewise.backends.cpu.masking import (
-    EMPTY,
-    FULL,
-    Place,
-    emit_alive,
-    emit_bits,
-    interval,
-    is_interval,
-    lane_interval,
-    within,
-)
-from tilewise.backends.cpu.micro import strip
-from tilewise.backends.cpu.pack import emit_pack_lanes, emit_pack_panels, fetch
-from tilewise.backends.cpu.scores import Modifier
-from tilewise.backends.cpu.slots import Slots
-from tilewise.backends.cpu.spec import ALIGN, FRAME_BYTES, Kernel, argument_names
+from tilewise.backends.cpu.ir import F32, F64, I1, I8, I16, I64, PTR, REALS, VOID, Pointer, Value
+from tilewise.backends.cpu.masking import Interval, SeqInfo, interval, outer_interval
+from tilewise.backends.cpu.spec import ALIGN, BACKWARD, FRAME_BYTES, Kernel, argument_names, round_down, round_up
 from tilewise.masks.program import operands
 
-FRAME = (
-    *("batch", "nth_group", "key_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad"),
-    "W",
-)
+TASK = ("batch", "nth_group", "key_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad", "W")
+"""Fields of every frame: where a task is. Rows [m0, m0 + rows) of the sequence, keys [n0, n1), padded to n_pad; W holds bits of
+a mask that is not an interval."""
 LONG, LATER = 512, 256
 """Keys from which on a row's error is small: it falls with the root of their number. LATER of them are enough where rows before
 see fewer, and have the largest errors anyway."""
-CHUNK = 64
-"""Query rows of one sum in dK and dV where vectors are wide, in whole strips; elsewhere all of a task's."""
+
+
+def kernel_function(*kinds: Any, args: bool = True, result: Any = VOID) -> Callable[..., Any]:
+    """Makes a method that emits the body of a function one that emits the function `name(args, frame, …)` and gives it back.
+
+    The body finds `e.args` and `e.frame`; a function with `args=False` has the frame only.
+    """
+
+    def decorate(body: Callable[..., None]) -> Any:
+        @wraps(body)
+        def emit(self: KernelModule, name: str = "", **options: Any) -> Any:
+            name = name or body.__name__.removeprefix("emit_")
+            e, values, function = self.unit.function(name, [PTR] * (1 + args) + list(kinds), result=result)
+            if args:
+                e.args = self.arg_block(e, values.pop(0))
+            e.frame = ArgBlock(e, values.pop(0), self.fields, self.buffer_kinds)
+            body(self, e, *values, **options)
+            if result is VOID:
+                e.ret()
+            return function
+
+        return emit
+
+    return decorate
+
+
+class KeyRange(NamedTuple):
+    """Keys [start, stop) of a block that a strip visits, and [solid_start, solid_stop) of them that every row sees; multiples of
+    J counted from n0. `visible(j)` tells for the others which rows do."""
+
+    start: Any
+    stop: Any
+    solid_start: Any
+    solid_stop: Any
+    visible: Callable[[Any], Any]
+
+    @property
+    def all(self) -> Interval:
+        return self.start, self.stop
+
+    @property
+    def solid(self) -> Interval:
+        return self.solid_start, self.solid_stop
+
+    @property
+    def edges(self) -> tuple[Interval, Interval]:
+        return (self.start, self.solid_start), (self.solid_stop, self.stop)
 
 
 class KernelModule:
-    """One module of functions over (arguments, frame); subclasses add their own words to the frame."""
+    """One module of functions over (args, frame)."""
 
-    frame: tuple[str, ...] = FRAME
+    task: tuple[str, ...] = ()
+    """Fields of the frame beside TASK and the buffers of `frames`."""
     tiles: tuple[tuple[str, str, str], ...] = ()
     """(name, source, layout) of the K and V tiles the kernel multiplies with."""
     cleaned: tuple[str, ...] = ()
@@ -53,285 +90,309 @@ class KernelModule:
     def __init__(self, kernel: Kernel, arch: str) -> None:
         self.kernel, self.tile = kernel, kernel.tile
         self.real, self.packed = REALS[kernel.real], kernel.real
-        self.unit = Unit(kernel.kind, self.real, self.tile.lanes, arch)
-        self.names = argument_names(kernel)
+        self.unit = Unit(kernel.kind, self.real, self.tile, arch)
         self.terms = operands(kernel.structure)
-        self.simple = is_interval(kernel.structure)
+        self.simple = masking.is_interval(kernel.structure)
         self.wide = self.tile.lanes * self.real.size > 16
+        names = tuple(frames.buffers(kernel, SimpleNamespace(**dict.fromkeys(BACKWARD, 1))))
+        self.fields = (*TASK, *self.task, *(name for name in names if name not in TASK), "retry")
+        bits, weights = self.real.bits, I16 if kernel.matrix and kernel.kind == "backward" else self.real.type
+        kinds = {"W": bits, "kept": bits, "first": I64, "past": I64, "pairs": I16, "P": weights, "dS": weights}
+        self.buffer_kinds = {name: (kinds.get(name, self.real.type), "") for name in (*names, "W")}
+
+    def arg_block(self, e: Emit, pointer: Pointer) -> ArgBlock:
+        return ArgBlock(e, pointer, argument_names(self.kernel), pointer_kinds(self.kernel))
 
     def emit_helpers(self) -> None:
         """Masks that are not intervals, packing, and the care for what is hidden."""
-        kernel = self.kernel
         if not self.simple:
-            self.alive = emit_alive(self.unit, self.names, kernel.structure)
-            self.bits = emit_bits(self.unit, self.names, kernel.structure, self.tile)
+            self.alive = masking.emit_alive(self.unit, self.kernel)
+            self.bits = masking.emit_bits(self.unit, self.kernel)
         self.emit_packers()
-        self.clean = None if self.simple and not kernel.bias else self.emit_clean()
+        self.clean = None if self.simple and not self.kernel.bias else self.emit_clean()
 
     def emit_packers(self) -> None:
         dtype, tile = self.kernel.dtype, self.tile
-        self.pack_strips = emit_pack_lanes(self.unit, tile.rows, dtype, scaled=True)
-        self.pack_lanes = emit_pack_lanes(self.unit, tile.keys, dtype, scaled=False)
-        self.pack_panels = emit_pack_panels(self.unit, tile.keys, dtype, scaled=False)
+        self.pack_strips = pack.emit_pack_lanes(self.unit, tile.rows, dtype, scaled=True)
+        self.pack_lanes = pack.emit_pack_lanes(self.unit, tile.keys, dtype, scaled=False)
+        self.pack_panels = pack.emit_pack_panels(self.unit, tile.keys, dtype, scaled=False)
 
-    def open(self, e: Emit, args: Value, frame: Value) -> tuple[Slots, Slots]:
-        return Slots(e, args, self.names), Slots(e, frame, self.frame)
+    def call(self, e: Emit, function: Any, *values: Any) -> Value:
+        """A function of the kernel, over the same args and frame."""
+        return e.call(function, e.args.pointer, e.frame.pointer, *values)
 
-    def place(self, a: Slots, f: Slots, head: Value) -> Place:
-        return Place(a, f.word("batch"), head, f.word("Sq"), f.word("Sk"), f.word("q_start"), f.word("k_start"))
+    # -- where a strip is
 
-    def mask_words(self, place: Place) -> list[Value]:
-        return [place.batch, place.head, place.Sq, place.Sk, place.q_start, place.k_start]
+    def seq(self, e: Emit, head: Any) -> SeqInfo:
+        frame = e.frame
+        return SeqInfo(e.args, frame.batch, head, frame.Sq, frame.Sk, frame.q_start, frame.k_start)
 
-    def where(self, e: Emit, a: Slots, f: Slots, index: Value) -> tuple[Value, Value]:
+    def strip_at(self, e: Emit, index: Any) -> tuple[Any, Any]:
         """(query head, first position) of strip `index` of the task."""
-        per_head = f.word("strips")
-        head = e.plus(e.times(f.word("nth_group"), a.word("group")), e.over(index, per_head))
-        return head, e.plus(f.word("m0"), e.times(e.rest(index, per_head), self.tile.rows))
+        per_head = e.frame.strips
+        head = e.frame.nth_group * e.args.group + index // per_head
+        return head, e.frame.m0 + index % per_head * self.tile.rows
 
-    def groups(self, e: Emit, j0: Value, j1: Value) -> list[Value]:
+    def groups(self, keys: Interval) -> list[Any]:
         """Keys [j0, j1), multiples of J, as groups of J."""
-        return [e.over(j0, self.tile.keys), e.over(j1, self.tile.keys)]
+        return [key // self.tile.keys for key in keys]
 
-    def batch_offset(self, f: Slots) -> Value:
+    def batch_index(self, e: Emit) -> Any:
         """Index of the sequence along the batch side of q, k, v and their like; packed batches have one such row."""
-        return I64(0) if self.kernel.varlen else f.word("batch")
+        return e.const(0, I64) if self.kernel.varlen else e.frame.batch
 
-    def source(self, e: Emit, a: Slots, f: Slots, name: str, head: Value, position: Value) -> Value:
+    def row_of(self, e: Emit, name: str, head: Any, position: Any) -> Pointer:
         """Address of the row at `position` of a tensor in the inputs' dtype."""
-        offset = e.plus(e.times(self.batch_offset(f), a.word(f"{name}_b")), e.times(head, a.word(f"{name}_h")))
-        offset = e.plus(offset, e.times(position, a.word(f"{name}_s")))
-        return e.at(a.ptr(name), offset, STORAGE[self.kernel.dtype])
+        tensor = getattr(e.args, name)
+        offset = self.batch_index(e) * tensor.stride_b + head * tensor.stride_h + position * tensor.stride_s
+        pointer: Pointer = tensor.pointer + offset
+        return pointer
 
-    def lay_out(self, e: Emit, f: Slots, sizes: dict[str, int | Value]) -> None:
-        """Give each buffer its place behind the frame's words; the host sums the same sizes."""
-        cursor = e.at(f.pointer, FRAME_BYTES, I8)
+    def lay_out(self, e: Emit) -> None:
+        """Give each buffer its place behind the frame's fields."""
+        sizes = frames.buffers(self.kernel, e.args, e.max)
+        cursor = (e.frame.pointer.of(I8) + FRAME_BYTES).of(self.real.type)
         for name, size in sizes.items():
-            f.set(name, e.ptrtoint(cursor, I64))
-            cursor = e.at(cursor, e.round_up(e.word(size), ALIGN))
+            setattr(e.frame, name, cursor.address)
+            cursor = cursor + round_up(size if isinstance(size, Value) else e.const(size, I64), ALIGN)
 
-    def extent(self, e: Emit, a: Slots, f: Slots, place: Place, q0: Value) -> tuple[Value, Value, Value, Value, Any]:
-        """Keys [j0, j1) of the block the strip must visit, [solid0, solid1) of them seen by every row, and the test for
-        the others; multiples of J counted from n0."""
-        J, n0, n_pad = self.tile.keys, f.word("n0"), f.word("n_pad")
-        width = e.minus(f.word("n1"), n0)
-        last = e.least(e.plus(q0, self.tile.rows - 1), e.minus(place.Sq, 1))
+    def key_range(self, e: Emit, seq: SeqInfo, q0: Any) -> KeyRange:
+        """The keys of the block that a strip visits."""
+        J, n0, n_pad = self.tile.keys, e.frame.n0, e.frame.n_pad
+        width = e.frame.n1 - n0
+        last = e.min(q0 + (self.tile.rows - 1), seq.Sq - 1)
         if self.simple:
-            term = self.terms[0]
-            low, _ = interval(e, place, term, q0)
-            _, high = interval(e, place, term, last)
-            inner_low, _ = interval(e, place, term, last)
-            _, inner_high = interval(e, place, term, q0)
+            low, high = outer_interval(seq, self.terms[0], q0, last)
+            inner_low, inner_high = outer_interval(seq, self.terms[0], last, q0)
 
-            def near(x: Value) -> Value:
-                return e.least(e.most(e.minus(x, n0), 0), width)
+            def near(x: Any) -> Any:
+                return e.min(e.max(x - n0, 0), width)
 
-            j0, j1 = e.round_down(near(low), J), e.round_up(near(high), J)
-            solid0 = e.least(e.round_up(near(inner_low), J), j1)
-            solid1 = e.most(e.round_down(near(inner_high), J), solid0)
-            lows, highs = lane_interval(e, self.tile, place, term, q0, (n0, f.word("n1")))
-            return j0, j1, solid0, solid1, lambda e, j: within(e, j, lows, highs)
-        W = f.ptr("W")
-        where = self.mask_words(place)
-        alive = e.call(self.alive, [a.pointer, *where, q0, last, n0, f.word("n1")])
-        kind = e.alloca(I64)
-        e.store(I64(EMPTY), kind)
-        with e.if_then(e.icmp_signed("!=", alive, I64(0))):
-            e.store(e.call(self.bits, [a.pointer, *where, q0, n0, f.word("n1"), W]), kind)
-        kind = e.load(kind, typ=I64)
-        nothing = e.icmp_signed("==", kind, I64(EMPTY))
-        whole = e.icmp_signed("==", kind, I64(FULL))
-        j1 = e.select(nothing, I64(0), n_pad)
+            start, stop = round_down(near(low), J), round_up(near(high), J)
+            solid_start = e.min(round_up(near(inner_low), J), stop)
+            solid_stop = e.max(round_down(near(inner_high), J), solid_start)
+            ends = masking.lane_interval(seq, self.terms[0], q0, (n0, e.frame.n1))
+            return KeyRange(start, stop, solid_start, solid_stop, lambda j: masking.within(j, *ends))
+        W, values = e.frame.W, seq.values
+        alive = e.call(self.alive, e.args.pointer, *values, q0, last, n0, e.frame.n1)
+        kind = Pointer(e, e.ir.alloca(I64), I64)
+        kind[0] = masking.EMPTY
+        with e.if_(alive != 0):
+            kind[0] = e.call(self.bits, e.args.pointer, *values, q0, n0, e.frame.n1, W)
+        coverage = kind[0]
+        nothing, full = coverage == masking.EMPTY, coverage == masking.FULL
+        stop = e.select(nothing, 0, n_pad)
+        solid_stop = e.select(full, round_down(width, J), 0)
+        zero = e.const(0, I64)
+        return KeyRange(zero, stop, zero, solid_stop, lambda j: W.strip(j * self.tile.rows) != 0)
 
-        def visible(e: Emit, j: Value) -> list[Value]:
-            words = strip(e, self.tile, W, e.times(j, self.tile.rows), e.real.bits)
-            return [e.icmp_signed("!=", w, e.iconst(0)) for w in words]
+    # -- tiles of K and V
 
-        return I64(0), j1, I64(0), e.select(whole, e.round_down(width, J), I64(0)), visible
-
-    def fetch_tiles(self, e: Emit, a: Slots, f: Slots) -> None:
+    def fetch_tiles(self, e: Emit) -> None:
         """Pack the K and V rows of keys [n0, n1), with zeros up to a whole register tile."""
-        width = e.minus(f.word("n1"), f.word("n0"))
-        padded = e.round_up(width, self.tile.keys)
-        f.set("n_pad", padded)
+        args, frame = e.args, e.frame
+        width = frame.n1 - frame.n0
+        padded = round_up(width, self.tile.keys)
+        frame.n_pad = padded
         for name, source, layout in self.tiles:
-            cols = a.word("D" if source == "k" else "Dv")
-            rows = self.source(e, a, f, source, f.word("key_head"), e.plus(f.word("k_start"), f.word("n0")))
-            steps = [rows, a.word(f"{source}_s"), a.word(f"{source}_d"), width]
+            cols = args.D if source == "k" else args.Dv
+            rows = self.row_of(e, source, frame.key_head, frame.k_start + frame.n0)
+            steps = [rows, getattr(args, source).stride_s, getattr(args, source).stride_d, width]
+            to = getattr(frame, name)
             if layout == "lanes":
-                e.call(self.pack_lanes, [f.ptr(name), a.word("DP" if source == "k" else "DVP"), *steps, cols])
+                e.call(self.pack_lanes, to, args.DP if source == "k" else args.DVP, *steps, cols)
             else:
-                e.call(self.pack_panels, [f.ptr(name), self.panel(e, a), *steps, padded, cols])
+                e.call(self.pack_panels, to, self.panel(e), *steps, padded, cols)
 
-    def panel(self, e: Emit, a: Slots) -> Value:
+    def panel(self, e: Emit) -> Any:
         """Distance of two panels of a tile, in cells: J columns of every key of a block."""
-        return e.times(a.word("BN"), self.tile.keys)
+        return e.args.BN * self.tile.keys
 
-    def cell(self, e: Emit, a: Slots, name: str, key: Value, col: Value) -> Value:
+    def cell(self, e: Emit, tile: tuple[str, str, str], key: Any, col: Any) -> Any:
         """Where a tile holds column `col` of key `key`."""
-        J = self.tile.keys
-        source, layout = next((s, layout) for n, s, layout in self.tiles if n == name)
+        J, (_, source, layout) = self.tile.keys, tile
         if layout == "lanes":
-            group = e.times(e.round_down(key, J), a.word("DP" if source == "k" else "DVP"))
-            return e.plus(group, e.times(col, J), e.rest(key, J))
-        return e.plus(e.times(e.over(col, J), e.times(a.word("BN"), J)), e.times(key, J), e.rest(col, J))
+            start = round_down(key, J) * (e.args.DP if source == "k" else e.args.DVP)
+            row, lane = col * J, key % J
+        else:
+            start = col // J * (e.args.BN * J)
+            row, lane = key * J, col % J
+        return start + row + lane
 
-    def block_alive(self, e: Emit, a: Slots, f: Slots, heads: Value) -> Value:
-        """Might any row of the task see a key of [n0, n1)? `heads` query heads from the task's first."""
-        first, last = f.word("m0"), e.plus(f.word("m0"), f.word("rows"), -1)
-        base, _ = self.where(e, a, f, I64(0))
-        with e.loop(0, heads, 1, [I64(0)]) as over:
-            words = self.mask_words(self.place(a, f, e.plus(base, over.index)))
-            alive = e.call(self.alive, [a.pointer, *words, first, last, f.word("n0"), f.word("n1")])
-            over.carry([e.or_(over.values[0], alive)])
-        return e.icmp_signed("!=", over.values[0], I64(0))
+    @contextmanager
+    def visible_block(self, e: Emit, heads: Callable[[], Any]) -> Iterator[None]:
+        """What is done with keys [n0, n1), their tiles packed, unless no row of the task sees any of them. `heads` are query
+        heads from the task's first."""
+        visit, skip = e.blocks("visit", "skip")
+        if self.simple:
+            e.ir.branch(visit)
+        else:
+            e.branch(self.block_alive(e, heads()), visit, skip)
+        e.ir.position_at_end(visit)
+        self.fetch_tiles(e)
+        yield
+        e.go(skip)
+
+    def block_alive(self, e: Emit, heads: Any) -> Any:
+        """Might any row of the task see a key of [n0, n1)?"""
+        frame = e.frame
+        first, last = frame.m0, frame.m0 + frame.rows - 1
+        base, _ = self.strip_at(e, 0)
+        with e.loop(0, heads, 1, [0]) as over:
+            values = self.seq(e, base + over.index).values
+            alive = e.call(self.alive, e.args.pointer, *values, first, last, frame.n0, frame.n1)
+            over.carry([over.values[0] | alive])
+        return over.values[0] != 0
 
     # -- values that nobody sees
 
-    def emit_clean(self) -> Any:
+    @kernel_function(I64)
+    def emit_clean(self, e: Emit, strips: Any) -> None:
         """clean(args, frame, strips): zero the tile rows that no row of the task sees, if any element is not finite.
 
         What is hidden must not reach a result as 0 · inf; where everything is finite there is nothing to do.
         """
-        e, (args, frame, strips), function = self.unit.function("clean", [PTR, PTR, I64])
-        a, f = self.open(e, args, frame)
-        n_pad = f.word("n_pad")
-        tiles = [(name, f.ptr(name), a.word("D" if source == "k" else "Dv")) for name, source, _ in self.tiles]
-        tiles = [tile for tile in tiles if tile[0] in self.cleaned]
-        total: Value = e.num(0.0)
-        for name, tile, cols in tiles:
+        args, frame = e.args, e.frame
+        n_pad, dtype = frame.n_pad, self.packed
+        tiles = [(tile, getattr(frame, tile[0]).stored(dtype), args.D if tile[1] == "k" else args.Dv) for tile in self.tiles]
+        tiles = [tile for tile in tiles if tile[0][0] in self.cleaned]
+        total = e.const(0.0)
+        for tile, cells, cols in tiles:
             with e.loop(0, n_pad, 1, [total]) as key:
-                with e.loop(0, cols, 1, [key.values[0]]) as col:
-                    value = fetch(e, tile, self.cell(e, a, name, key.index, col.index), self.packed)
-                    col.carry([e.mad(value, e.num(0.0), col.values[0])])
-                key.carry([col.values[0]])
+                with e.loop(0, cols, 1, key.values) as col:
+                    value = cells.fetch(self.cell(e, tile, key.index, col.index))
+                    col.carry([e.fma(value, e.const(0.0), col.values[0])])
+                key.carry(col.values)
             total = key.values[0]
-        with e.if_then(e.fcmp_ordered("==", total, e.num(0.0)), likely=True):
-            e.ret_void()
-        with e.loop(0, n_pad) as key:
-            with e.loop(0, strips, 1, [I1(0)]) as over:
-                head, q0 = self.where(e, a, f, over.index)
-                over.carry([e.or_(over.values[0], self.seen(e, a, f, self.place(a, f, head), q0, key.index))])
-            with e.if_then(e.not_(over.values[0])):
-                for name, tile, cols in tiles:
-                    with e.loop(0, cols) as col:
-                        e.put(e.narrow(e.num(0.0), self.packed), tile, self.cell(e, a, name, key.index, col.index))
-        e.ret_void()
-        return function
+        with e.if_(total == 0.0, likely=True):
+            e.ret()
+        with e.range(0, n_pad) as j:
+            with e.loop(0, strips, 1, [e.const(0, I1)]) as over:
+                head, q0 = self.strip_at(e, over.index)
+                over.carry([over.values[0] | self.seen(e, self.seq(e, head), q0, j)])
+            with e.if_(~over.values[0]):
+                for tile, cells, cols in tiles:
+                    with e.range(0, cols) as column:
+                        cells[self.cell(e, tile, j, column)] = e.narrow(e.const(0.0), dtype)
 
-    def seen(self, e: Emit, a: Slots, f: Slots, place: Place, q0: Value, j: Value) -> Value:
+    def seen(self, e: Emit, seq: SeqInfo, q0: Any, j: Any) -> Any:
         """Does any row of the strip at q0 see key n0 + j?"""
-        n0 = f.word("n0")
-        key = e.plus(n0, j)
+        n0 = e.frame.n0
+        key = n0 + j
         if self.simple:
-            lows, highs = lane_interval(e, self.tile, place, self.terms[0], q0, (n0, f.word("n1")))
-            ok = within(e, j, lows, highs)
+            visible = masking.within(j, *masking.lane_interval(seq, self.terms[0], q0, (n0, e.frame.n1)))
         else:
-            where = self.mask_words(place)
-            e.call(self.bits, [a.pointer, *where, q0, key, e.plus(key, 1), f.ptr("W")])
-            ok = [e.icmp_signed("!=", w, e.iconst(0)) for w in strip(e, self.tile, f.ptr("W"), 0, e.real.bits)]
+            e.call(self.bits, e.args.pointer, *seq.values, q0, key, key + 1, e.frame.W)
+            visible = e.frame.W.strip() != 0
         if self.kernel.bias:
-            _, unmasked, _ = Modifier(e, self.kernel, place, q0).apply([e.const(0.0)] * self.tile.vectors, key)
-            assert unmasked is not None
-            ok = [e.and_(x, y) for x, y in zip(ok, unmasked, strict=True)]
-        total: Value = I1(0)
-        for vector in ok:
-            for lane in range(e.lanes):
-                total = e.or_(total, e.extract_element(vector, I32(lane)))
-        return total
+            _, unmasked, _ = scores.Modifier(self.kernel, seq, q0).apply(e.strip(0.0), key)
+            visible = visible & unmasked
+        lanes = (vector.lane(lane) for vector in visible for lane in range(e.lanes))
+        return reduce(lambda x, y: x | y, lanes, e.const(0, I1))
 
     # -- where errors are large, and sums have to be short
 
-    def grows(self, e: Emit, a: Slots) -> Value:
+    def grows(self, e: Emit) -> Any:
         """Do rows see more keys from first to last, as under a causal mask?"""
-        return e.icmp_signed("!=", a.word("descending"), I64(0))
+        return e.args.descending != 0
 
-    def starts_small(self, e: Emit, a: Slots, place: Place) -> Value:
+    def starts_small(self, e: Emit, seq: SeqInfo) -> Any:
         """Do rows see more and more keys, and the first ones few? Then these have the largest errors."""
-        low, high = interval(e, place, self.terms[0], I64(0))
-        return e.and_(self.grows(e, a), e.less(e.minus(high, low), LATER))
+        low, high = interval(seq, self.terms[0], 0)
+        return self.grows(e) & (high - low < LATER)
 
-    def sees_many(self, e: Emit, a: Slots, place: Place, q0: Value) -> Value:
+    def sees_many(self, e: Emit, seq: SeqInfo, q0: Any) -> Any:
         """So many keys that the error of one of them drowns in the mean of all?"""
-        low, high = interval(e, place, self.terms[0], q0)
-        return e.icmp_signed(">=", e.minus(high, low), e.select(self.starts_small(e, a, place), I64(LATER), I64(LONG)))
+        low, high = interval(seq, self.terms[0], q0)
+        return high - low >= e.select(self.starts_small(e, seq), LATER, LONG)
 
     # -- tasks
 
-    def locate(self, e: Emit, a: Slots, f: Slots, block: Value, pair: Value) -> None:
+    def locate(self, e: Emit, block: Any, pair: Any) -> None:
         """A query block of a (batch, group) pair: the lengths and starts of its sequence, its rows and strips."""
-        blocks, groups = a.word("blocks"), a.word("groups")
+        args, frame = e.args, e.frame
+        blocks, groups = args.blocks, args.groups
         # with a causal mask later blocks cost more: start them first
-        block = e.select(self.grows(e, a), e.minus(e.minus(blocks, 1), block), block)
-        batch = e.over(pair, groups)
-        Sq, Sk, q_start, k_start = a.word("Sq"), a.word("Sk"), I64(0), I64(0)
+        block = e.select(self.grows(e), blocks - 1 - block, block)
+        batch = pair // groups
+        Sq, Sk, q_start, k_start = args.Sq, args.Sk, 0, 0
         if self.kernel.varlen:
 
-            def bound(name: str, index: Value) -> Value:
-                return e.sext(e.get(a.ptr(name), index, I32), I64)
+            def bound(name: str, index: Any) -> Any:
+                return getattr(args, name)[index].sext(I64)
 
             q_start, k_start = bound("cu_q", batch), bound("cu_k", batch)
-            Sq = e.minus(bound("cu_q", e.plus(batch, 1)), q_start)
-            Sk = e.minus(bound("cu_k", e.plus(batch, 1)), k_start)
-        first = e.times(block, a.word("BM"))
-        rows = e.least(a.word("BM"), e.minus(Sq, first))
-        strips = e.over(e.plus(rows, self.tile.rows - 1), self.tile.rows)
-        nth = e.rest(pair, groups)
-        values = {"batch": batch, "nth_group": nth, "key_head": e.over(nth, a.word("parts"))}
-        values |= {"Sq": Sq, "Sk": Sk, "q_start": q_start}
-        values |= {"k_start": k_start, "m0": first, "rows": rows, "strips": strips}
-        for name, value in values.items():
-            f.set(name, value)
+            Sq = bound("cu_q", batch + 1) - q_start
+            Sk = bound("cu_k", batch + 1) - k_start
+        first = block * args.BM
+        rows = e.min(args.BM, Sq - first)
+        strips = (rows + (self.tile.rows - 1)) // self.tile.rows
+        nth = pair % groups
+        key_head = nth // args.parts
+        frame.batch, frame.nth_group, frame.key_head = batch, nth, key_head
+        frame.Sq, frame.Sk, frame.q_start, frame.k_start = Sq, Sk, q_start, k_start
+        frame.m0, frame.rows, frame.strips = first, rows, strips
 
-    def exponent(self, e: Emit, x: Value, y: Value) -> Value:
+    def split_keys(self, e: Emit, keys: Interval, splits: Any, BN: Any) -> Interval:
+        """The keys of this task's split: whole blocks, [s·c/n, (s + 1)·c/n) of c for split s of n."""
+        split, (low, high) = e.frame.split, keys
+        count = (e.max(high - low, 0) + BN - 1) // BN
+        begin = low + BN * (count * split // splits)
+        end = low + BN * (count * (split + 1) // splits)
+        return begin, e.min(end, high)
+
+    def exponent(self, x: Any, y: Any) -> Any:
         """x - y of two scores or maxima, in units of log 2."""
-        gap = e.fsub(x, y)
-        return e.fadd(gap, gap) if self.kernel.score_unit == 2.0 else gap
 
-    def natural_lse(self, e: Emit, m: Value, total: Value) -> Value:
+        def one(x: Any, y: Any) -> Any:
+            gap = x - y
+            return gap + gap if self.kernel.score_unit == 2.0 else gap
+
+        return x.e.each(one, x, y)
+
+    # -- results
+
+    def natural_lse(self, e: Emit, m: Any, total: Any) -> Any:
         """ln2 · (m + log2 l), worked out in double and finite; -inf for a row that saw nothing."""
         if self.real.type == F32:
-            m, total = e.fpext(m, F64), e.fpext(total, F64)
-        unit, most = self.kernel.score_unit, F64(self.real.highest)
-        value = e.fmul(e.fadd(m, e.fmul(log2(e, total), F64(1 / unit))), F64(LN2 * unit))
+            m, total = m.fpext(F64), total.fpext(F64)
+        unit, highest = self.kernel.score_unit, e.const(self.real.highest, F64)
+        value = (m + log2(total) * (1 / unit)) * (LN2 * unit)
         if unit * LN2 > 1:  # else a finite m is a finite log-sum-exp
-            value = e.select(e.fcmp_ordered(">", value, most), most, value)
-            value = e.select(e.fcmp_ordered("<", value, e.fneg(most)), e.fneg(most), value)
-        value = e.select(e.fcmp_ordered(">", total, F64(0.0)), value, e.fadd(total, F64(float("-inf"))))
-        return e.fptrunc(value, F32) if self.real.type == F32 else value
+            value = e.select(value > highest, highest, value)
+            value = e.select(value < -highest, -highest, value)
+        value = e.select(total > 0.0, value, total + float("-inf"))
+        return value.fptrunc(F32) if self.real.type == F32 else value
 
-    def sink_logit(self, e: Emit, sink: Value) -> Value:
-        """A sink in the kernel's unit; one too large is cut off where it outweighs every score. (`least_lse` makes up for it.)"""
-        logit = e.fmul(sink, e.num(LOG2E / self.kernel.score_unit))
-        most = e.num(self.real.highest)
-        return e.select(e.fcmp_ordered(">", logit, most), most, logit)
+    def sink_logit(self, e: Emit, sink: Any) -> Any:
+        """A sink in the kernel's unit; one too large is cut off where it outweighs every score. (`clamp_lse` makes up for it.)"""
+        logit = sink * (LOG2E / self.kernel.score_unit)
+        return e.select(logit > self.real.highest, self.real.highest, logit)
 
-    def least_lse(self, e: Emit, sink: Value, lse: Value, rows: Value) -> None:
+    def clamp_lse(self, e: Emit, sink: Any, lse: Pointer, rows: Any) -> None:
         """No log-sum-exp is below its sink."""
-        with e.loop(0, rows) as over:
-            value = e.get(lse, over.index)
-            e.put(e.select(e.fcmp_ordered(">", sink, value), sink, value), lse, over.index)
+        with e.range(0, rows) as row:
+            value = lse[row]
+            lse[row] = e.select(sink > value, sink, value)
 
-    def row_offset(self, e: Emit, a: Slots, f: Slots, head: Value, position: Value) -> Value:
+    def row_index(self, e: Emit, head: Any, position: Any) -> Any:
         """Index of a row in (B, Hq, Sq) statistics."""
-        heads = e.times(a.word("groups"), a.word("group"))
-        return e.plus(e.times(e.plus(e.times(self.batch_offset(f), heads), head), a.word("Sq")), position)
+        heads = e.args.groups * e.args.group
+        return (self.batch_index(e) * heads + head) * e.args.Sq + position
 
     def emit_worker(self, task: Any) -> None:
-        """worker(args, buffer): take tasks from the shared counter until none is left."""
-        e, (args, buffer), _ = self.unit.function("worker", [PTR, PTR], public=True)
-        a = Slots(e, args, self.names)
-        head, body, done = (e.append_basic_block(n) for n in ("next", "take", "over"))
-        counter, tasks = a.ptr("counter"), a.word("tasks")
+        """worker(args, frame): take tasks from the shared counter until none is left."""
+        e, (args, frame), _ = self.unit.function("worker", [PTR, PTR], public=True)
+        block = self.arg_block(e, args)
+        head, body, done = e.blocks("next", "take", "over")
+        counter, tasks = block.counter, block.tasks
         matrix.enter(e, self.kernel.matrix)
-        e.branch(head)
-        e.position_at_end(head)
-        number = e.atomic_rmw("add", counter, I64(1), "monotonic")
-        e.cbranch(e.less(number, tasks), body, done)
-        e.position_at_end(body)
-        e.call(task, [args, buffer, number])
-        e.branch(head)
-        e.position_at_end(done)
+        e.go(head)
+        number = Value(e, e.ir.atomic_rmw("add", counter.raw, e.raw(1), "monotonic"))
+        e.branch(number < tasks, body, done)
+        e.ir.position_at_end(body)
+        e.call(task, args, frame, number)
+        e.ir.branch(head)
+        e.ir.position_at_end(done)
         matrix.leave(e, self.kernel.matrix)
-        e.ret_void()
-
+        e.ret()

@@ -10,31 +10,26 @@ one by one elsewhere.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, cast
 
-from tilewise.backends.cpu.ir import I16, I32, I64, PTR, STORAGE, Emit, Unit, Value
-from tilewise.backends.cpu.spec import UNROLL, Register
+from tilewise.backends.cpu.builder import Emit, Unit
+from tilewise.backends.cpu.ir import I32, I64, PTR, STORAGE, Pointer, Value, vector_of
+from tilewise.backends.cpu.spec import UNROLL, round_down
 
 NEAR_ROWS = 16
 """Rows packed into panels together: so few that the lines read for one panel are still in L1 for the next, however far apart
 rows are. (Neoverse N1, head dim 512: 3 % of a forward.)"""
 
 
-def fetch(e: Emit, source: Value, offset: int | Value, dtype: str, lanes: int = 0) -> Value:
-    """Stored elements in the Real type: one, or `lanes` adjacent ones."""
-    kind = STORAGE[dtype]
-    return e.widen(e.vget(source, offset, kind, lanes) if lanes else e.get(source, offset, kind), dtype)
-
-
-def woven(e: Emit, rows: list[Value]) -> list[Value]:
+def transposed(rows: list[Any]) -> list[Any]:
     """Vectors as one sequence that takes a cell of each in turn; as many of them as cells in each: transposed."""
     if len(rows) == 1:
         return rows
-    lanes, run = rows[0].type.count, len(rows) // 2  # so many cells lie side by side in each half already
+    lanes, run = rows[0].lanes, len(rows) // 2  # so many cells lie side by side in each half already
     low = [n // (2 * run) * run + n // run % 2 * lanes + n % run for n in range(lanes)]
     high = [n + lanes // 2 for n in low]
-    pairs = zip(woven(e, rows[:run]), woven(e, rows[run:]), strict=True)
-    return [e.pick(a, order, b) for a, b in pairs for order in (low, high)]
+    pairs = zip(transposed(rows[:run]), transposed(rows[run:]), strict=True)
+    return [a.pick(order, b) for a, b in pairs for order in (low, high)]
 
 
 def squares(e: Emit, tall: int) -> list[tuple[int, int]]:
@@ -44,47 +39,50 @@ def squares(e: Emit, tall: int) -> list[tuple[int, int]]:
     return [most] if most == (UNROLL, UNROLL) else [most, (UNROLL, UNROLL)]
 
 
+class Source(NamedTuple):
+    """Rows to be packed: in elements, the distances of rows and columns and their numbers."""
+
+    src: Pointer
+    row_step: Any
+    col_step: Any
+    rows: Any
+    cols: Any
+
+
 class Values:
     """A cell is one value in the Real type."""
 
     name, rows, cols = "values", 1, 1
     """`rows` and `cols`: how many of the source's make a cell."""
 
-    def __init__(self, e: Emit, dtype: str) -> None:
-        self.e, self.dtype, self.kind = e, dtype, e.real.type
+    def __init__(self, e: Emit, source: Source) -> None:
+        self.e, self.source, self.kind = e, source, e.real.type
 
-    def zero(self) -> Value:
-        return self.e.num(0.0)
-
-    def near(self, src: Value, row_step: Value, row: Value, col: Value, count: int) -> Value:
+    def near(self, row: Any, col: Any, count: int) -> Any:
         """Cells [col, col + count) of a row, all whole and their columns adjacent."""
-        return fetch(self.e, src, self.e.plus(self.e.times(row, row_step), col), self.dtype, count)
+        return self.source.src.fetch(row * self.source.row_step + col, count)
 
-    def one(self, src: Value, steps: tuple[Value, Value], row: Value, col: Value, end: tuple[Value, Value]) -> Value:
-        """A cell anywhere; `end` is the source's shape, beyond which a pair has zeros."""
-        e = self.e
-        return fetch(e, src, e.plus(e.times(row, steps[0]), e.times(col, steps[1])), self.dtype)
+    def one(self, row: Any, col: Any) -> Any:
+        """A cell anywhere; beyond the source's shape a pair has zeros."""
+        return self.source.src.fetch(row * self.source.row_step + col * self.source.col_step)
 
 
 class Pairs(Values):
     """A cell is two 16-bit values, the first in the low half."""
 
-    def __init__(self, e: Emit, dtype: str) -> None:
-        super().__init__(e, dtype)
+    def __init__(self, e: Emit, source: Source) -> None:
+        super().__init__(e, source)
         self.kind = I32
 
-    def zero(self) -> Value:
-        return I32(0)
-
-    def one(self, src: Value, steps: tuple[Value, Value], row: Value, col: Value, end: tuple[Value, Value]) -> Value:
-        e = self.e
-        row, col = e.times(row, self.rows), e.times(col, self.cols)
-        other = e.plus(row, self.rows - 1), e.plus(col, self.cols - 1)
-        inside = e.and_(e.less(other[0], end[0]), e.less(other[1], end[1]))
-        first = e.plus(e.times(row, steps[0]), e.times(col, steps[1]))
-        second = e.plus(e.times(other[0], steps[0]), e.times(other[1], steps[1]))
-        low, high = (e.zext(e.get(src, at, I16), I32) for at in (first, e.select(inside, second, first)))
-        return e.or_(low, e.select(inside, e.shl(high, I32(16)), I32(0)))
+    def one(self, row: Any, col: Any) -> Any:
+        e, (src, row_step, col_step, rows, cols) = self.e, self.source
+        row, col = row * self.rows, col * self.cols
+        other_row, other_col = row + (self.rows - 1), col + (self.cols - 1)
+        inside = (other_row < rows) & (other_col < cols)
+        first = row * row_step + col * col_step
+        second = other_row * row_step + other_col * col_step
+        low, high = (src[at].zext(I32) for at in (first, e.select(inside, second, first)))
+        return low | e.select(inside, high << 16, 0)
 
 
 class ColumnPairs(Pairs):
@@ -92,9 +90,9 @@ class ColumnPairs(Pairs):
 
     name, cols = "column_pairs", 2
 
-    def near(self, src: Value, row_step: Value, row: Value, col: Value, count: int) -> Value:
-        e = self.e
-        return e.bitcast(e.vget(src, e.plus(e.times(row, row_step), e.times(col, 2)), I16, 2 * count), e.vtype(I32, count))
+    def near(self, row: Any, col: Any, count: int) -> Any:
+        pairs = self.source.src.vector(row * self.source.row_step + col * 2, 2 * count)
+        return Value(self.e, self.e.ir.bitcast(pairs.raw, vector_of(I32, count)))
 
 
 class RowPairs(Pairs):
@@ -102,11 +100,27 @@ class RowPairs(Pairs):
 
     name, rows = "row_pairs", 2
 
-    def near(self, src: Value, row_step: Value, row: Value, col: Value, count: int) -> Value:
-        e, kind = self.e, self.e.vtype(I32, count)
-        first = e.plus(e.times(e.times(row, 2), row_step), col)
-        low, high = (e.zext(e.vget(src, at, I16, count), kind) for at in (first, e.plus(first, row_step)))
-        return e.or_(low, e.shl(high, e.iconst(16, I32, count)))
+    def near(self, row: Any, col: Any, count: int) -> Any:
+        src, row_step, *_ = self.source
+        first = row * 2 * row_step + col
+        low, high = (src.vector(at, count).zext(I32) for at in (first, first + row_step))
+        return low | (high << 16)
+
+
+class Packing:
+    """A function that packs, under construction: its parameters are dst, its step, the source's and, if scaled, factors[row]."""
+
+    def __init__(self, unit: Unit, layout: str, dtype: str, width: int, cells: type[Values], scaled: bool) -> None:
+        extra = layout == "panels"  # all_rows, before the columns
+        kinds = [PTR, I64, PTR, *[I64] * (4 + extra)] + [PTR] * scaled
+        name = f"pack_{layout}_{cells.name}_{width}{'_scaled' * scaled}"
+        self.e, (dst, self.step, src, row_step, col_step, rows, *more), self.function = unit.function(
+            name, kinds, noalias=(0,)
+        )
+        self.all_rows: Any = more.pop(0) if extra else None
+        self.factors = more.pop() if scaled else None
+        self.cell = cells(self.e, Source(src.stored(dtype), row_step, col_step, rows, more[0]))
+        self.dst, self.near = dst.of(self.cell.kind), col_step == 1
 
 
 def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: type[Values] = Values) -> Any:
@@ -114,59 +128,55 @@ def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: 
 
     Rows up to the next multiple of W and columns in [cols, dst_cols) become zero. W and dst_cols count cells.
     """
-    kinds = [PTR, I64, PTR, I64, I64, I64, I64] + [PTR] * scaled
-    name = f"pack_lanes_{cells.name}_{width}{'_scaled' * scaled}"
-    e, args, function = unit.function(name, kinds, apart=(0,))
-    dst, dst_cols, src, row_step, col_step, *end = args[:7]
-    factors, cell = args[7:], cells(e, dtype)
-    near = e.icmp_signed("==", col_step, I64(1))
-    rows, cols = (e.over(e.plus(n, per - 1), per) for n, per in zip(end, (cell.rows, cell.cols), strict=True))
-    whole_rows, whole_cols = (e.over(n, per) for n, per in zip(end, (cell.rows, cell.cols), strict=True))
+    pack = Packing(unit, "lanes", dtype, width, cells, scaled)
+    e, cell, dst_cols, factors = pack.e, pack.cell, pack.step, pack.factors
+    ends = list(zip(cell.source[3:], (cell.rows, cell.cols), strict=True))
+    rows, cols = ((n + (per - 1)) // per for n, per in ends)
+    whole_rows, whole_cols = (n // per for n, per in ends)
     shapes = squares(e, width)
 
-    def weigh(value: Value, factor: Value | None) -> Value:
-        return value if factor is None else e.fmul(value, factor)
+    def one(out: Pointer, row: Any, lane: Any, col: Any) -> None:
+        value = cell.one(row, col)
+        out[col * width + lane] = value if factors is None else value * factors[row]
 
-    def one(out: Value, row: Value, lane: Value, col: Value) -> None:
-        value = cell.one(src, (row_step, col_step), row, col, (end[0], end[1]))
-        e.put(weigh(value, e.get(factors[0], row) if scaled else None), out, e.plus(e.times(col, width), lane))
-
-    def across(out: Value, row: Value, lane: Value, between: tuple[Value, Value], tall: int, wide: int) -> None:
+    def across(out: Pointer, row: Any, lane: Any, between: tuple[Any, Any], shape: tuple[int, int]) -> None:
         """`tall` rows, `wide` columns at a time; either a column fills a vector, or columns follow each other in it."""
-        factor = e.pick(e.vget(factors[0], row, lanes=tall), [n % tall for n in range(wide)]) if scaled else None
-        with e.loop(*between, wide) as col:
-            block = [cell.near(src, row_step, e.plus(row, r), col.index, wide) for r in range(tall)]
-            for n, cells in enumerate(woven(e, block)):
-                here, to = (col.index, n * wide) if tall < wide else (e.plus(col.index, n), lane)
-                e.vput(weigh(cells, factor), out, e.plus(e.times(here, width), to))
+        tall, wide = shape
+        factor = factors.vector(row, tall).pick([n % tall for n in range(wide)]) if factors is not None else None
+        with e.range(*between, wide) as col:
+            block = [cell.near(row + r, col, wide) for r in range(tall)]
+            for n, value in enumerate(transposed(block)):
+                start, to = (col, n * wide) if tall < wide else (col + n, lane)
+                scaled = value if factor is None else value * factor
+                out[start * width + to] = scaled
 
-    with e.loop(0, rows, width) as group:
-        out = e.at(dst, e.times(group.index, dst_cols), cell.kind)
-        inside = e.least(width, e.minus(rows, group.index))
-        whole = e.select(near, e.least(width, e.minus(whole_rows, group.index)), I64(0))
-        done_rows: Value = I64(0)
+    with e.range(0, rows, width) as group:
+        out = pack.dst + group * dst_cols
+        inside = e.min(width, rows - group)
+        whole = e.select(pack.near, e.min(width, whole_rows - group), 0)
+        done_rows: Any = 0
         for n, (tall, _) in enumerate(shapes):
             if n and tall == shapes[n - 1][0]:
                 continue  # no rows are left
-            fast_rows = e.round_down(whole, tall)
-            with e.loop(done_rows, fast_rows, tall) as lane:
-                row, done = e.plus(group.index, lane.index), I64(0)
-                for high, wide in shapes[n:]:
-                    fast = e.round_down(whole_cols, wide)
-                    with e.loop(0, tall, high) as part:
-                        across(out, e.plus(row, part.index), e.plus(lane.index, part.index), (done, fast), high, wide)
+            fast_rows = round_down(whole, tall)
+            with e.range(done_rows, fast_rows, tall) as lane:
+                row, done = group + lane, cast(Any, 0)
+                for shape in shapes[n:]:
+                    fast = round_down(whole_cols, shape[1])
+                    with e.range(0, tall, shape[0]) as part:
+                        across(out, row + part, lane + part, (done, fast), shape)
                     done = fast
-                with e.loop(0, tall) as r, e.loop(done, cols) as col:
-                    one(out, e.plus(row, r.index), e.plus(lane.index, r.index), col.index)
+                with e.range(0, tall) as r, e.range(done, cols) as col:
+                    one(out, row + r, lane + r, col)
             done_rows = fast_rows
-        with e.loop(done_rows, inside) as lane, e.loop(0, cols) as col:
-            one(out, e.plus(group.index, lane.index), lane.index, col.index)
-        with e.loop(inside, width) as lane, e.loop(0, cols) as col:
-            e.put(cell.zero(), out, e.plus(e.times(col.index, width), lane.index))
-        with e.loop(e.times(cols, width), e.times(dst_cols, width)) as place:
-            e.put(cell.zero(), out, place.index)
-    e.ret_void()
-    return function
+        with e.range(done_rows, inside) as lane, e.range(0, cols) as col:
+            one(out, group + lane, lane, col)
+        with e.range(inside, width) as lane, e.range(0, cols) as col:
+            out[col * width + lane] = 0
+        with e.range(cols * width, dst_cols * width) as at:
+            out[at] = 0
+    e.ret()
+    return pack.function
 
 
 def emit_pack_panels(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: type[Values] = Values) -> Any:
@@ -174,114 +184,109 @@ def emit_pack_panels(unit: Unit, width: int, dtype: str, *, scaled: bool, cells:
 
     Panels lie `step` cells apart. Rows in [rows, all_rows) and columns up to the next multiple of W cells become zero.
     """
-    kinds = [PTR, I64, PTR, I64, I64, I64, I64, I64] + [PTR] * scaled
-    name = f"pack_panels_{cells.name}_{width}{'_scaled' * scaled}"
-    e, args, function = unit.function(name, kinds, apart=(0,))
-    dst, step, src, row_step, col_step, end_row, all_rows, end_col, *factors = args
-    near, cell = e.icmp_signed("==", col_step, I64(1)), cells(e, dtype)
+    pack = Packing(unit, "panels", dtype, width, cells, scaled)
+    e, cell, factors = pack.e, pack.cell, pack.factors
+    _, _, _, end_row, end_col = cell.source
     lanes = min(width, e.lanes)
-    rows, cols = (e.over(e.plus(n, per - 1), per) for n, per in ((end_row, cell.rows), (end_col, cell.cols)))
-    whole_rows, all_rows = e.over(end_row, cell.rows), e.over(all_rows, cell.rows)
+    rows, cols = ((n + (per - 1)) // per for n, per in ((end_row, cell.rows), (end_col, cell.cols)))
+    whole_rows, all_rows = end_row // cell.rows, pack.all_rows // cell.rows
 
-    def weigh(value: Value, row: Value, lanes: int) -> Value:
-        if not scaled:
+    def scaled_by_row(value: Any, row: Any, lanes: int) -> Any:
+        if factors is None:
             return value
-        factor = e.get(factors[0], row)
-        return e.fmul(value, e.splat(factor, lanes) if lanes else factor)
+        return value * (factors[row].splat(lanes) if lanes else factors[row])
 
-    fast_rows = e.select(near, whole_rows, I64(0))
-    fast_cols = e.round_down(e.over(end_col, cell.cols), width)
+    fast_rows = e.select(pack.near, whole_rows, 0)
+    fast_cols = round_down(end_col // cell.cols, width)
 
-    def start(panel: Value) -> Value:
-        return e.at(dst, e.times(e.over(panel, width), step), cell.kind)
+    def start(panel: Any) -> Any:
+        return pack.dst + panel // width * pack.step
 
-    with e.loop(0, fast_rows, NEAR_ROWS) as some, e.loop(0, fast_cols, width) as panel:
-        to = start(panel.index)
-        with e.loop(some.index, e.least(e.plus(some.index, NEAR_ROWS), fast_rows)) as row:
-            for at in range(0, width, lanes):
-                value = weigh(cell.near(src, row_step, row.index, e.plus(panel.index, at), lanes), row.index, lanes)
-                e.vput(value, to, e.plus(e.times(row.index, width), at))
-    with e.loop(0, cols, width) as panel:
-        to = start(panel.index)
-        inside = e.least(width, e.minus(cols, panel.index))
-        quick = e.select(e.less(panel.index, fast_cols), fast_rows, I64(0))
-        with e.loop(quick, rows) as row:
-            out = e.at(to, e.times(row.index, width), cell.kind)
-            with e.loop(0, inside) as col:
-                value = cell.one(src, (row_step, col_step), row.index, e.plus(panel.index, col.index), (end_row, end_col))
-                e.put(weigh(value, row.index, 0), out, col.index)
-            with e.loop(inside, width) as col:
-                e.put(cell.zero(), out, col.index)
-        with e.loop(e.times(rows, width), e.times(all_rows, width)) as place:
-            e.put(cell.zero(), to, place.index)
-    e.ret_void()
-    return function
+    with e.range(0, fast_rows, NEAR_ROWS) as some, e.range(0, fast_cols, width) as panel:
+        to = start(panel)
+        with e.range(some, e.min(some + NEAR_ROWS, fast_rows)) as row:
+            for n in range(0, width, lanes):
+                value = scaled_by_row(cell.near(row, panel + n, lanes), row, lanes)
+                to[row * width + n] = value
+    with e.range(0, cols, width) as panel:
+        to = start(panel)
+        inside = e.min(width, cols - panel)
+        quick = e.select(panel < fast_cols, fast_rows, 0)
+        with e.range(quick, rows) as row:
+            out = to + row * width
+            with e.range(0, inside) as col:
+                out[col] = scaled_by_row(cell.one(row, panel + col), row, 0)
+            with e.range(inside, width) as col:
+                out[col] = 0
+        with e.range(rows * width, all_rows * width) as at:
+            to[at] = 0
+    e.ret()
+    return pack.function
 
 
-def quotient(e: Emit, x: Value, y: Value) -> Value:
+def quotient(x: Any, y: Any) -> Any:
     """x / y; 0 where y is 0, as in a row that saw no key."""
-    lanes = x.type.count
-    return e.select(e.fcmp_ordered("==", y, e.const(0.0, lanes)), e.const(0.0, lanes), e.fdiv(x, y))
+    return x.e.select(y == 0.0, 0.0, x / y)
 
 
-def emit_unpack_strip(unit: Unit, tile: Register, dtype: str, *, divide: bool) -> Any:
+def emit_unpack_strip(unit: Unit, dtype: str, *, divide: bool) -> Any:
     """unpack(dst, row_step, src, rows, cols, factors): src[col][lane], times or divided by factors[lane], back into rows."""
-    R = tile.rows
-    e, args, function = unit.function("unpack", [PTR, I64, PTR, I64, I64, PTR], apart=(0,))
-    dst, row_step, src, rows, cols, factors = args
-    kind = STORAGE[dtype]
+    e, (dst, row_step, src, rows, cols, factors), function = unit.function(
+        "unpack", [PTR, I64, PTR, I64, I64, PTR], noalias=(0,)
+    )
+    dst, R = dst.of(STORAGE[dtype]), e.tile.rows
 
-    def apply(x: Value, factor: Value) -> Value:
-        return quotient(e, x, factor) if divide else e.fmul(x, factor)
+    def apply(x: Any, factor: Any) -> Any:
+        return quotient(x, factor) if divide else x * factor
 
-    def one(row: Value, col: Value) -> None:
-        value = apply(e.vget(src, e.plus(e.times(col, R), row), lanes=1), e.vget(factors, row, lanes=1))
-        to = e.at(dst, e.plus(e.times(row, row_step), col), kind)
-        e.vput(e.narrow(value, dtype), to)
+    def one(row: Any, col: Any) -> None:
+        value = apply(src.vector(col * R + row, 1), factors.vector(row, 1))
+        to = dst + (row * row_step + col)
+        to[0] = e.narrow(value, dtype)
 
-    def across(row: Value, between: tuple[Value, Value], side: int) -> None:
+    def across(row: Any, between: tuple[Any, Any], side: int) -> None:
         """`side` rows, as many columns at a time."""
-        factor = e.vget(factors, row, lanes=side)
-        with e.loop(*between, side) as col:
-            block = [e.vget(src, e.plus(e.times(e.plus(col.index, c), R), row), lanes=side) for c in range(side)]
-            for r, cells in enumerate(woven(e, [apply(b, factor) for b in block])):
-                e.vput(e.narrow(cells, dtype), e.at(dst, e.plus(e.times(e.plus(row, r), row_step), col.index), kind))
+        factor = factors.vector(row, side)
+        with e.range(*between, side) as col:
+            block = [src.vector((col + c) * R + row, side) for c in range(side)]
+            for r, value in enumerate(transposed([apply(b, factor) for b in block])):
+                dst[(row + r) * row_step + col] = e.narrow(value, dtype)
 
-    done_rows: Value = I64(0)
+    done_rows: Any = 0
     sides = [side for side, _ in squares(e, R)]
     for n, side in enumerate(sides):
-        fast_rows = e.round_down(rows, side)
-        with e.loop(done_rows, fast_rows, side) as row:
-            done: Value = I64(0)
+        fast_rows = round_down(rows, side)
+        with e.range(done_rows, fast_rows, side) as row:
+            done: Any = 0
             for small in sides[n:]:
-                fast = e.round_down(cols, small)
-                with e.loop(0, side, small) as part:
-                    across(e.plus(row.index, part.index), (done, fast), small)
+                fast = round_down(cols, small)
+                with e.range(0, side, small) as part:
+                    across(row + part, (done, fast), small)
                 done = fast
-            with e.loop(0, side) as r, e.loop(done, cols) as col:
-                one(e.plus(row.index, r.index), col.index)
+            with e.range(0, side) as r, e.range(done, cols) as col:
+                one(row + r, col)
         done_rows = fast_rows
-    with e.loop(done_rows, rows) as row, e.loop(0, cols) as col:
-        one(row.index, col.index)
-    e.ret_void()
+    with e.range(done_rows, rows) as row, e.range(0, cols) as col:
+        one(row, col)
+    e.ret()
     return function
 
 
 def emit_row_dots(unit: Unit, dtype: str) -> Any:
     """row_dots(dst, x, x_step, x_col, y, y_step, y_col, rows, cols): dst[row] = Σ_col x·y."""
-    e, args, function = unit.function("row_dots", [PTR, PTR, I64, I64, PTR, I64, I64, I64, I64], apart=(0,))
-    dst, x, x_step, x_col, y, y_step, y_col, rows, cols = args
-    near = e.and_(e.icmp_signed("==", x_col, I64(1)), e.icmp_signed("==", y_col, I64(1)))
-    whole = e.select(near, e.round_down(cols, e.lanes), I64(0))
-    with e.loop(0, rows) as row:
-        x_row, y_row = e.times(row.index, x_step), e.times(row.index, y_step)
-        with e.loop(0, whole, e.lanes, [e.const(0.0)]) as wide:
-            a, b = (fetch(e, p, e.plus(at, wide.index), dtype, e.lanes) for p, at in ((x, x_row), (y, y_row)))
-            wide.carry([e.mad(a, b, wide.values[0])])
-        with e.loop(whole, cols, 1, [e.sum(wide.values[0])]) as rest:
-            a = fetch(e, x, e.plus(x_row, e.times(rest.index, x_col)), dtype)
-            b = fetch(e, y, e.plus(y_row, e.times(rest.index, y_col)), dtype)
-            rest.carry([e.mad(a, b, rest.values[0])])
-        e.put(rest.values[0], dst, row.index)
-    e.ret_void()
+    e, (dst, x, x_step, x_col, y, y_step, y_col, rows, cols), function = unit.function(
+        "row_dots", [PTR, PTR, I64, I64, PTR, I64, I64, I64, I64], noalias=(0,)
+    )
+    x, y = x.stored(dtype), y.stored(dtype)
+    whole = e.select((x_col == 1) & (y_col == 1), round_down(cols, e.lanes), 0)
+    with e.range(0, rows) as row:
+        x_row, y_row = row * x_step, row * y_step
+        with e.loop(0, whole, e.lanes, [e.vector(0.0)]) as wide:
+            a, b = (p.fetch(at + wide.index, e.lanes) for p, at in ((x, x_row), (y, y_row)))
+            wide.carry([e.fma(a, b, wide.values[0])])
+        with e.loop(whole, cols, 1, [wide.values[0].sum()]) as rest:
+            a, b = x.fetch(x_row + rest.index * x_col), y.fetch(y_row + rest.index * y_col)
+            rest.carry([e.fma(a, b, rest.values[0])])
+        dst[row] = rest.values[0]
+    e.ret()
     return function

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from tilewise.backends.cpu.frames import Tiles, fits, fitting, grain, paddings, round_up
-from tilewise.backends.cpu.spec import Kernel, Register
+from tilewise.backends.cpu.frames import Tiles, fits, fitting, grain, paddings
+from tilewise.backends.cpu.spec import Kernel, Register, round_up
 from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import UNBOUNDED

@@ -1,16 +1,27 @@
-"""Which kernel, and the 64-bit words it takes its arguments from. Free of llvmlite: a cached kernel needs no IR."""
+"""Which kernel, and the fields of its argument block. Free of llvmlite: a cached kernel needs no IR."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilewise.masks.program import operands
 
-FRAME_BYTES = 512  # the words of a frame; its buffers follow
+FRAME_BYTES = 512  # the fields of a frame; its buffers follow
 ALIGN = 16  # elements: every buffer starts on such a multiple
 UNROLL = 4  # steps of a contraction per loop trip; register tiles have a multiple of it as J, to which head dims are padded
 ACCUMULATORS = 16  # of decoding: rows by keys, or rows by vectors of the head dim
 MASK_RANK = 4  # strides carried for each mask tensor
+
+
+def round_up(value: Any, multiple: int) -> Any:
+    """The next multiple at or above a number, or a value of generated code, that is not negative."""
+    if multiple & (multiple - 1) == 0:
+        return (value + (multiple - 1)) & -multiple
+    return (value + (multiple - 1)) // multiple * multiple
+
+
+def round_down(value: Any, multiple: int) -> Any:
+    return value & -multiple if multiple & (multiple - 1) == 0 else value // multiple * multiple
 
 
 class Register(NamedTuple):
@@ -56,7 +67,7 @@ class Kernel(NamedTuple):
         return not (self.softcap or self.bias or self.alibi)
 
 
-# The words that change from call to call come first: the host writes them in one go, the rest from a template.
+# Arguments that change from call to call come first: the host writes them in one go, the rest from a template.
 QKV = ("q", "k", "v", "o")
 HOT = (*QKV, "lse", "count", "counter", *(f"{t}_{axis}" for t in QKV for axis in "bhsd"))
 POINTERS = ("sinks", "bias", "alibi", "cu_q", "cu_k", "work", "done")
@@ -67,11 +78,13 @@ NUMBERS = ("q_factor", "cap_factor", "keep_factor", "grow_factor")
 DROPOUT = ("seed", "threshold")
 FORWARD = (*HOT, *POINTERS, *SIZES, *PADDED, *STRIDES, *NUMBERS, *DROPOUT)
 GRADIENTS = (
-    *("do", "dlse", "delta", "dq", "dk", "dv", "dbias", "turns", "pause"),
+    *("do", "dlse", "delta", "dq", "dk", "dv", "dbias", "progress", "pause"),
     *(f"{t}_{axis}" for t in ("do", "dq", "dbias") for axis in "bhsd"),
 )
 """Those of a backward; they too follow each other, to be written in one go."""
 BACKWARD = (*FORWARD, *GRADIENTS, "DR", "DVR", "PS", "ds_factor")
+DOUBLES = (*NUMBERS, "ds_factor")
+"""Passed as doubles; all others are integers and addresses."""
 
 
 def mask_tensors(structure: str) -> int:
@@ -79,8 +92,8 @@ def mask_tensors(structure: str) -> int:
     return sum(kind.tensors for term in operands(structure) for kind, _, _ in term)
 
 
-def mask_slots(structure: str) -> tuple[str, ...]:
-    """Names of the words a mask structure needs after the fixed ones: its integers, then each tensor's address and strides."""
+def mask_args(structure: str) -> tuple[str, ...]:
+    """The arguments of a mask structure, after the fixed ones: its integers, then each tensor's address and strides."""
     ints = sum(kind.ints for term in operands(structure) for kind, _, _ in term)
     names = [f"mask_i{n}" for n in range(ints)]
     for n in range(mask_tensors(structure)):
@@ -89,4 +102,4 @@ def mask_slots(structure: str) -> tuple[str, ...]:
 
 
 def argument_names(kernel: Kernel) -> tuple[str, ...]:
-    return (BACKWARD if kernel.kind == "backward" else FORWARD) + mask_slots(kernel.structure)
+    return (BACKWARD if kernel.kind == "backward" else FORWARD) + mask_args(kernel.structure)
