@@ -4,10 +4,11 @@ VENV   ?= .venv
 WORKERS ?= 2
 MINUTES ?= 5
 SEED   ?= 0
+SUITE  ?= quick
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test test-browser test-models test-versions lint types unit fuzz bench compile-matrix clean
+.PHONY: help setup demo test test-browser test-models test-versions lint types unit fuzz bench bench-against compile-kernels compile-all clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,7 +20,8 @@ help:
 	@echo "make test-models     every model type of transformers beside eager, and the table in docs/models.md (minutes)"
 	@echo "make test-versions   a choice of the tests under the oldest supported torch and the pinned one, on a CPU"
 	@echo "make bench   side by side with SDPA and what else is installed"
-	@echo "make compile-matrix   the GPU kernels compiled for every target, without a GPU"
+	@echo "make bench-against    the same beside another checkout of tilewise: CHECKOUT=../before SUITE=cpu"
+	@echo "make compile-kernels  a choice of the GPU kernels compiled for every target, without a GPU; compile-all: all of them"
 	@echo "make clean   remove the virtual environment and caches"
 
 setup: $(STAMP)
@@ -39,7 +41,7 @@ demo: $(STAMP)
 test: lint types unit
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests examples tools benchmarks
+	$(BIN)/ruff check src tests examples tools
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -52,15 +54,15 @@ unit: $(STAMP)
 fuzz: $(STAMP)
 	PYTHONPATH=src:. $(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
 
-# Every GPU kernel for every target, without a GPU. The pinned triton compiles all of them, the oldest and the newest supported
-# one, which are fetched from the package index, a choice: CI runs this on two cores.
-compile-matrix: $(STAMP)
-	$(BIN)/python tools/compile_matrix.py
-	$(BIN)/python tools/compile_matrix.py --triton 3.6.0 3.9.0 --main --target sm_80 sm_90 gfx942
-	$(BIN)/python tools/compile_hopper.py --few
-	$(BIN)/python tools/compile_hopper.py --few --triton 3.6.0 3.9.0
-	$(BIN)/python tools/compile_hopper_backward.py --few
-	$(BIN)/python tools/compile_hopper_backward.py --few --triton 3.6.0 3.9.0
+# GPU kernels compiled without a GPU, and their machine code checked. `compile-kernels` is what CI runs on two cores: a choice of
+# cases, for every target with the pinned triton, and for three targets with the oldest and the newest supported one, which are
+# fetched from the package index. `compile-all` compiles every case of every kernel with the pinned one.
+compile-kernels: $(STAMP)
+	$(BIN)/python tools/compile_kernels.py --few --jobs $(WORKERS)
+	$(BIN)/python tools/compile_kernels.py --few --jobs $(WORKERS) --triton 3.6.0 3.9.0 --target sm_80 sm_90 gfx942
+
+compile-all: $(STAMP)
+	$(BIN)/python tools/compile_kernels.py --jobs $(WORKERS)
 
 test-browser: $(STAMP)
 	.ci/test-browser $(BIN)/python
@@ -74,7 +76,10 @@ test-versions: $(STAMP)
 	$(BIN)/python tools/test_versions.py --workers $(WORKERS)
 
 bench: $(STAMP)
-	$(BIN)/tilewise bench
+	$(BIN)/tilewise bench --suite $(SUITE)
+
+bench-against: $(STAMP)
+	$(BIN)/tilewise bench --suite $(SUITE) --against $(CHECKOUT)
 
 clean:
 	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

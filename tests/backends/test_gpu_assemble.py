@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tools.compile_matrix import Case, problem_of
+from tools.compile_kernels import DECODE, portable, problem_of
 from tools.gpu_launches import launches
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -141,7 +141,7 @@ def test_a_kernel_that_cannot_be_made_says_so_and_is_not_tried_again() -> None:
 
 
 def test_a_tile_that_does_not_compile_leaves_the_call_to_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned, (problem, _) = TilePlan(64, 64, 2, 4), problem_of(Case("", d=64, dv=64))
+    planned, (problem, _) = TilePlan(64, 64, 2, 4), problem_of(portable("", d=64))
 
     def build(tile: TilePlan, least: int) -> Any:
         def compiled() -> SimpleNamespace:
@@ -168,21 +168,21 @@ def test_a_triton_without_a_second_assembler(versions: dict[str, str], monkeypat
     ("change", "trusted"),
     [
         ({}, True),
-        ({"mask": "causal()"}, True),
-        ({"d": 64, "dv": 64, "varlen": True, "dtype": "float16"}, True),
+        ({"mask": "causal"}, True),
+        ({"d": 64, "lengths": (512, 512), "dtype": "float16"}, True),
         ({"dtype": "float32"}, False),
-        ({"d": 64}, False),
-        ({"d": 24, "dv": 10}, False),
-        ({"mask": "causal() | prefix(7)"}, False),
-        ({"features": ("sinks",)}, False),
-        ({"features": ("bias",)}, False),
-        ({"features": ("dropout",)}, False),
-        ({"kernels": ("decode",)}, False),
+        ({"d": 64, "head_dim_v": 128}, False),
+        ({"d": 24, "head_dim_v": 10}, False),
+        ({"mask": "causal | prefix(7)"}, False),
+        ({"sinks": True}, False),
+        ({"bias": (1, 8, 1024, 1024)}, False),
+        ({"dropout_p": 0.1}, False),
+        (DECODE, False),
     ],
     ids=str,
 )
 def test_12_8_is_trusted_with_what_was_looked_through(change: dict[str, Any], trusted: bool) -> None:
-    problem, inputs = problem_of(Case("", **change))
+    problem, inputs = problem_of(portable("", **change))
     found = [launch for name, launch in launches(problem, inputs, device("h200")) if name in ("forward", "decode")]
     for launch in found:
         types, _, attributes = signature(launch.args)
@@ -191,7 +191,7 @@ def test_12_8_is_trusted_with_what_was_looked_through(change: dict[str, Any], tr
 
 
 def test_12_8_is_not_trusted_with_rows_at_any_address() -> None:
-    problem, inputs = problem_of(Case(""))
+    problem, inputs = problem_of(portable(""))
     odd = inputs._replace(q=inputs.q[..., 1:, :].as_strided(inputs.q.shape, (1, 1, 129, 1)))
     launch = launches(problem, odd, device("h200"), maps=False)[0].launch
     types, _, attributes = signature(launch.args)

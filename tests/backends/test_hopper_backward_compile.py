@@ -1,6 +1,6 @@
 """The Hopper backward's kernels compile for sm_90 without a GPU, and their machine code is what their speed rests on.
 
-Five kernels here; all of them by tools/compile_hopper_backward.py.
+Five kernels here; all of them by `make compile-kernels`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tools.compile_hopper_backward import AROUND, CASES, compiled, faults, spilling
-from tools.sass import Facts, Instruction, facts
+from tools.compile_kernels import BY_NAME, compile_check, faults
+from tools.machine_code import PREPOST, Facts, Instruction, backward_faults
 
 from tilewise.backends.hopper.backward.config import (
     KEYS,
@@ -26,7 +26,6 @@ from tilewise.backends.hopper.backward.config import (
 )
 from tilewise.backends.hopper.config import REGISTERS, SHARED_BYTES
 
-BY_NAME = {case.name: case for case in CASES}
 CONFIGS: list[KeysConfig | QueriesConfig] = [
     *KEYS.values(),
     *SEPARATE_DQ.values(),
@@ -39,9 +38,9 @@ CONFIGS: list[KeysConfig | QueriesConfig] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["d128 causal", "d256 full"])
 def test_machine_code(name: str) -> None:
-    case = BY_NAME[name]
-    for kernel_name, kernel, config in compiled(case):
-        assert faults(kernel_name, facts(kernel), config, spilling(case, kernel_name, False)) == [], kernel_name
+    check = BY_NAME[f"hopper-backward {name}"]
+    for compiled in compile_check(check, "sm_90"):
+        assert faults(check, compiled, "sm_90")[1] == [], compiled.name
 
 
 def accumulators(config: KeysConfig | QueriesConfig) -> int:
@@ -95,14 +94,14 @@ def test_faults_are_found() -> None:
     )
     tile = KEYS[128, 128]
     good = machine_code(product, product, product, product, wait, *rest)
-    assert faults("keys_kernel", good, tile) == []
+    assert backward_faults("keys_kernel", good, tile) == []
     serialised = machine_code(product, wait, product, wait, *rest)
-    assert any("waits for" in fault for fault in faults("keys_kernel", serialised, tile))
+    assert any("waits for" in fault for fault in backward_faults("keys_kernel", serialised, tile))
     spilled = machine_code(*[product] * 8, wait, "LDL R1, [R1]", "LDL R2, [R1]", "STL [R1], R2", *rest)
-    assert any("local memory" in fault for fault in faults("keys_kernel", spilled, tile))
-    assert faults("keys_kernel", spilled, tile, may_spill=True) == []
+    assert any("local memory" in fault for fault in backward_faults("keys_kernel", spilled, tile))
+    assert backward_faults("keys_kernel", spilled, tile, may_spill=True) == []
     among = good._replace(barriers=[512, 4096])
-    assert any("among the tiles" in fault for fault in faults("keys_kernel", among, tile))
+    assert any("among the tiles" in fault for fault in backward_faults("keys_kernel", among, tile))
     scalar = machine_code(product, product, product, product, wait, *rest[1:])
-    assert any("four numbers" in fault for fault in faults("keys_kernel", scalar, tile))
-    assert faults(AROUND[0], machine_code("LDG.E R1, [R2]"), tile) != []
+    assert any("four numbers" in fault for fault in backward_faults("keys_kernel", scalar, tile))
+    assert backward_faults(PREPOST[0], machine_code("LDG.E R1, [R2]"), tile) != []

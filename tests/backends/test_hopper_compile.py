@@ -1,6 +1,6 @@
 """The Hopper kernels compile for sm_90 without a GPU, and their machine code is what their speed rests on.
 
-Two kernels here; all of them by `make compile-matrix`.
+Two kernels here; all of them by `make compile-kernels`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tools.compile_hopper import CASES, compiled, faults
-from tools.sass import Instruction, Loop, facts
-from tools.sassflow import unwritten
+from tools.compile_kernels import BY_NAME, compile_check, faults
+from tools.machine_code import Instruction, Loop, unwritten
 
 from tilewise.backends.hopper.config import NARROW, REGISTERS, SHARED_BYTES, TABLE, Config, shortened
-
-BY_NAME = {case.name: case for case in CASES}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["d128 causal", "d64 full"])
 def test_machine_code(name: str) -> None:
-    kernel, config = compiled(BY_NAME[name])
-    assert faults(facts(kernel), config) == []
+    check = BY_NAME[f"hopper {name}"]
+    (compiled,) = compile_check(check, "sm_90")
+    assert faults(check, compiled, "sm_90")[1] == []
 
 
 TILES = [*TABLE.values(), NARROW, *(shortened(tile) for tile in (NARROW, *TABLE.values()) if tile.WARPGROUPS == 2)]

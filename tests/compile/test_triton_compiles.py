@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 pytest.importorskip("triton")
 if importlib.util.find_spec("triton.backends.nvidia") is None:
     pytest.skip("this triton has no NVIDIA backend", allow_module_level=True)
 
-import compile_matrix as matrix
 import triton
+from tools.compile_kernels import BY_NAME, compile_check, faults
 
 PINNED = (Path(__file__).resolve().parents[2] / "constraints.txt").read_text(encoding="utf-8")
 """What was promised of spills was measured with this triton."""
-BY_NAME = {case.name: case for case in matrix.CASES}
 CHOSEN = [
     ("d128", "sm_90", ("forward", "keys", "queries")),
     ("d128 full", "sm_90", ("forward", "keys", "queries")),
@@ -38,7 +35,6 @@ CHOSEN = [
     ("case", "target", "kernels"), CHOSEN, ids=lambda value: value if isinstance(value, str) else "+".join(value)
 )
 def test_compiles(case: str, target: str, kernels: tuple[str, ...]) -> None:
-    for result in matrix.compile_case(BY_NAME[case], target, kernels):
-        assert result.fits, result
-        if BY_NAME[case].must_not_spill and target == "sm_90" and f"triton=={triton.__version__}" in PINNED:
-            assert result.spilled == 0, result
+    check, strict = BY_NAME[f"triton {case}"], f"triton=={triton.__version__}" in PINNED
+    for compiled in compile_check(check, target, kernels):
+        assert faults(check, compiled, target, strict)[1] == [], compiled.name

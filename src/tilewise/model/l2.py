@@ -45,7 +45,7 @@ def rounds(problem: Problem, tile: TilePlan, resident: int) -> int:
 
 REREAD = 1 / 4
 """Of a stream whose blocks begin at different places, the share that is read again, per unit of what passes beyond the cache's
-capacity. Measured, not derived: dK and dV on an H200, causal, 4k and 8k tokens (`benchmarks/records/`). Were the cache to drop
+capacity. Measured, not derived: dK and dV on an H200, causal, 4k and 8k tokens (`benchmarks/results/`). Were the cache to drop
 what was unused for longest, nothing would be read again."""
 
 

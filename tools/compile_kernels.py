@@ -1,0 +1,330 @@
+"""Compile the GPU kernels without a GPU, and check their machine code.
+
+    python tools/compile_kernels.py                          every case for every target, with the triton at hand
+    python tools/compile_kernels.py --few                    a choice: what CI runs
+    python tools/compile_kernels.py --triton 3.6.0 3.9.0     under other versions, each in a directory of its own
+    python tools/compile_kernels.py --only hopper --target sm_90
+
+Each line is one kernel for one target: registers and stack bytes a thread (NVIDIA), shared memory, the time it took, and what is
+wrong with it. A kernel that fails to compile, does not fit the target, multiplies with memory that is none of its tiles (lost
+addresses: `backends/gpu/sass.py`), spills where it must not, or lacks what its speed rests on (`machine_code.py`) fails the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from tilewise import masks  # noqa: E402
+from tilewise.lab.bench.cases import Case  # noqa: E402
+
+
+class Target(NamedTuple):
+    gpu: tuple[str, int | str, int]  # triton's GPUTarget
+    device: str  # in tilewise's catalogue
+
+
+TARGETS = {
+    "sm_80": Target(("cuda", 80, 32), "a100-80"),
+    "sm_90": Target(("cuda", 90, 32), "h200"),
+    "sm_100": Target(("cuda", 100, 32), "b200"),
+    "gfx942": Target(("hip", "gfx942", 64), "mi300x"),
+}
+HOPPER_ONLY = ("sm_90",)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A case whose kernels are compiled, by the backend that has them; `kernels` () are all that it launches."""
+
+    backend: str
+    case: Case
+    kernels: tuple[str, ...] = ()
+    targets: tuple[str, ...] = tuple(TARGETS)
+    few: bool = False  # enough to see that another triton takes the language the kernels use
+    must_not_spill: bool = False
+    maps: bool | None = None
+    mask: Callable[[], masks.Mask] | None = None  # one that a case has no words for
+
+    @property
+    def name(self) -> str:
+        return f"{self.backend} {self.case.name}"
+
+
+class Compiled(NamedTuple):
+    name: str
+    kernel: Any
+    config: Any
+    text: str = ""  # its tile
+    seconds: float = 0.0
+
+
+def portable(name: str, *kernels: str, d: int = 128, few: bool = False, **more: Any) -> Check:
+    own = {field: more.pop(field) for field in ("targets", "must_not_spill", "maps") if field in more}
+    mask = {"mask": more.pop("made")} if "made" in more else {}
+    sizes = {"batch": 2, "heads": 8, "kv_heads": 2, "seqlen": 1024, "head_dim": d, "dtype": "bfloat16"}
+    return Check("triton", Case(name, **{**sizes, **more}), kernels, few=few, **own, **mask)
+
+
+MAIN = ("forward", "keys", "queries")
+DECODE = {"seqlen": 1, "kv_seqlen": 4096}
+PORTABLE = (
+    portable("d128", *MAIN, mask="causal", few=True, must_not_spill=True),
+    portable("d64", *MAIN, d=64, mask="causal", few=True, must_not_spill=True),
+    portable("d128 full", *MAIN, must_not_spill=True),
+    portable("fp32 d128", dtype="float32", mask="causal", few=True),
+    portable("fp32 decode", "decode", "merge", dtype="float32", few=True, **DECODE),
+    portable("d256", *MAIN, d=256, mask="causal"),
+    portable("d512", "forward", d=512),
+    portable("d96 dv32 prefix", *MAIN, d=96, head_dim_v=32, mask="causal | prefix(7)"),
+    portable("window fp16", *MAIN, dtype="float16", mask="window(64)"),
+    portable("varlen", *MAIN, mask="causal", lengths=(512, 512), few=True),
+    portable("everything", *MAIN, "bias", d=64, few=True, softcap=30.0, bias=(1, 8, 1024, 1024), alibi=True, sinks=True,
+             dropout_p=0.1),
+    portable("documents", *MAIN, d=64, mask="causal", data="documents", few=True),
+    portable("blocks and dense", *MAIN, d=64, made=lambda: blocks_or_not_dense()),
+    portable("decode", "decode", "merge", few=True, **DECODE),
+    portable("prepare", "prepare", few=True),
+    *(
+        portable(f"d{d} {mask}{' varlen' * bool(lengths)}{' short' * (not maps)}", *MAIN, d=d, mask=mask, lengths=lengths,
+                 maps=maps, targets=HOPPER_ONLY, few=True)
+        for d in (64, 128) for mask in ("full", "causal") for lengths in ((), (512, 512)) for maps in (False, True)
+    ),
+)  # fmt: skip
+"""The last ones are all that ptxas 12.8 is trusted with (`backends/gpu/assemble.py`): they are searched for lost addresses."""
+
+
+def hopper(backend: str, name: str, d: int = 128, dv: int | None = None, few: bool = False, **more: Any) -> Check:
+    sizes = {"batch": 2, "heads": 4, "seqlen": 3072, "head_dim": d, "head_dim_v": dv or d, "dtype": "bfloat16"}
+    return Check(backend, Case(name, **{**sizes, **more}), targets=HOPPER_ONLY, few=few)
+
+
+WIDTHS = (64, 128, 256)
+PACKED = {"lengths": (1536, 1536)}
+MASKS: dict[str, dict[str, str]] = {
+    "full": {},
+    "causal": {"mask": "causal"},
+    "window": {"mask": "causal & window(100)"},
+    "padding": {"data": "padding"},
+    "causal padding": {"mask": "causal", "data": "padding"},
+    "prefix-lm": {"mask": "causal | prefix(9)"},
+    "offsets": {"data": "offsets"},
+}
+FORWARD_FEW = ("d64 full", "d64 causal", "d128 full", "d128 window", "d128 causal varlen", "d256 causal", "d256 full long")
+FORWARD: list[tuple[Any, ...]] = [
+    *((f"d{d} {name}", d, mask) for d in WIDTHS for name, mask in MASKS.items()),
+    *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d in WIDTHS for dv in WIDTHS if d != dv),
+    *((f"d{d} {name} short", d, {**MASKS[name], "seqlen": 512}) for d in (64, 128) for name in ("full", "causal")),
+    ("d256 full short", 256, {"seqlen": 512}),
+    ("d64 causal 2048 queries", 64, {"mask": "causal", "seqlen": 2048}),
+    ("d128 wide window", 128, {"mask": "causal & window(2000)"}),
+    *((f"d{d} full tail", d, {"seqlen": 3000}) for d in WIDTHS),
+    *((f"d{d} fp16", d, {"dtype": "float16"}) for d in WIDTHS),
+    *((f"d{d} softcap", d, {"mask": "causal", "softcap": 20.0}) for d in WIDTHS),
+    *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal", "window")),
+    ("negative scale", 128, {"scale": -1.0}),
+    ("d256 full long", 256, {"seqlen": 16384}),
+]
+BACKWARD_FEW = ("d64 full", "d128 causal", "d256 causal", "d128 causal varlen", "d64 causal deterministic")
+BACKWARD_MASKS = ("full", "causal", "window", "padding", "prefix-lm")
+DETERMINISTIC = {"deterministic": True}
+BACKWARD: list[tuple[Any, ...]] = [
+    *((f"d{d} {name}", d, MASKS[name]) for d in WIDTHS for name in BACKWARD_MASKS),
+    *((f"d{d} {name} deterministic", d, {**MASKS[name], **DETERMINISTIC}) for d in (64, 128) for name in ("full", "causal")),
+    *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((128, 64), (64, 256), (256, 64), (192, 128))),
+    *((f"d{d} fp16", d, {"dtype": "float16"}) for d in WIDTHS),
+    *((f"d{d} softcap", d, {"mask": "causal", "softcap": 20.0}) for d in WIDTHS),
+    *((f"d{d} causal varlen deterministic", d, {"mask": "causal", **PACKED, **DETERMINISTIC}) for d in (64, 128)),
+    ("d128 softcap deterministic", 128, {"mask": "causal", "softcap": 20.0, **DETERMINISTIC}),
+    *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal")),
+]
+CHECKS = (
+    *PORTABLE,
+    *(hopper("hopper", name, d, few=name in FORWARD_FEW, **more) for name, d, more in FORWARD),
+    *(hopper("hopper-backward", name, d, few=name in BACKWARD_FEW, **more) for name, d, more in BACKWARD),
+)
+BY_NAME = {check.name: check for check in CHECKS}
+
+
+def blocks_or_not_dense(length: int = 1024) -> masks.Mask:
+    import torch
+
+    table = torch.ones(1, 1, length // 64, length // 64, dtype=torch.bool)
+    return masks.blocks(table, 64) | ~masks.dense(torch.ones(2, 1, length, length, dtype=torch.bool))
+
+
+def problem_of(check: Check) -> tuple[Any, Any]:
+    """The problem, and tensors without storage."""
+    problem, tensors = replace(check.case.problem(), needs_lse=True, device="cuda"), check.case.tensors()
+    if check.mask:
+        problem = replace(problem, mask=check.mask())
+    inputs = check.case.inputs(tensors)
+    return problem, type(inputs)(*(None if x is None else x.to("meta") for x in inputs))
+
+
+def compile_check(check: Check, target: str, kernels: tuple[str, ...] = ()) -> Iterator[Compiled]:
+    """A check's kernels, compiled for a target; raises what the compiler raises."""
+    from triton.backends.compiler import GPUTarget
+
+    gpu = GPUTarget(*TARGETS[target].gpu)
+    problem, inputs = problem_of(check)
+    if check.backend == "triton":
+        yield from _portable(check, problem, inputs, gpu, target, kernels or check.kernels)
+        return
+    from tilewise.backends.hopper.backward.plan import make_plan as plan_backward
+    from tilewise.backends.hopper.compile import compile_kernel
+    from tilewise.backends.hopper.plan import make_plan
+
+    start = time.perf_counter()
+    if check.backend == "hopper":
+        plan = make_plan(problem, 132, lambda *what: compile_kernel(gpu, "forward_kernel", *what))
+        yield Compiled("forward_kernel", plan.kernel, plan.config, seconds=time.perf_counter() - start)
+        return
+    for step in plan_backward(problem, 132, lambda name, *what: compile_kernel(gpu, name, *what)).steps:
+        yield Compiled(step.name, step.kernel, step.config, seconds=time.perf_counter() - start)
+
+
+def _portable(
+    check: Check, problem: Any, inputs: Any, gpu: Any, target: str, kernels: tuple[str, ...]
+) -> Iterator[Compiled]:
+    from tools.gpu_launches import launches
+
+    from tilewise.backends.base import Needs
+    from tilewise.backends.gpu.launch import compile_for, signature
+    from tilewise.hardware import device
+
+    spec = device(TARGETS[target].device)
+    found = launches(problem, inputs, spec, maps=check.maps)
+    if problem.seqlen_q > 1:
+        found += launches(problem, inputs, spec, needs=Needs(dbias=inputs.bias is not None), maps=check.maps)
+    # the same kernel may serve several operands, and one of a name may come in two forms
+    different = {
+        (name, str(signature(launch.args))): (name, launch) for name, launch in found if not kernels or name in kernels
+    }
+    for name, launch in different.values():
+        start = time.perf_counter()
+        config, options = launch.config, launch.options
+        kernel = compile_for(gpu, launch.kernel, signature(launch.args), config, options)
+        tile = f"{config.BLOCK_M}x{config.BLOCK_N} w{options.num_warps} s{options.num_stages}"
+        yield Compiled(name, kernel, config, tile, time.perf_counter() - start)
+
+
+TIGHT = ("window", "padding", "varlen", "softcap")
+"""With these, head dim 256 spills from Triton 3.8 on, loops included: right, but slower. 3.6 and 3.7 have registers for all."""
+
+
+def short_of_registers(case: Case) -> bool:
+    """Backward kernels that are right and lack registers: softcap at 128 (ten to thirty values a step wait in memory), packed
+    batches at 64 (two or three); from Triton 3.8 on others too."""
+    return (case.softcap > 0 and case.head_dim == 128) or (bool(case.lengths) and case.head_dim == 64)
+
+
+def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -> tuple[Any, list[str]]:
+    """The facts of a compiled kernel, and what is wrong with it; without `strict` spills are no fault."""
+    from tools.machine_code import backward_faults, facts, forward_faults, portable_faults
+
+    from tilewise.backends.hopper.plan import newer_registers
+    from tilewise.hardware import device
+
+    newer = check.backend != "triton" and newer_registers()
+    known = facts(compiled.kernel, target == "sm_90", warnings=check.backend != "triton")
+    if check.backend == "hopper":
+        tight = check.case.head_dim == 256 and any(word in check.name for word in TIGHT)
+        return known, forward_faults(known, compiled.config, newer and tight, newer)
+    if check.backend == "hopper-backward":
+        may_spill = newer or (compiled.name != "queries_kernel" and short_of_registers(check.case))
+        return known, backward_faults(compiled.name, known, compiled.config, may_spill)
+    spills = strict and check.must_not_spill and target == "sm_90"
+    columns = getattr(compiled.kernel.metadata, "tmem_size", 0)
+    return known, portable_faults(known, columns, device(TARGETS[target].device).sram_per_block, spills)
+
+
+def run_job(job: tuple[str, str, bool]) -> tuple[list[str], int]:
+    """In a worker process: the lines to print for one check and target, and how many of them are failures."""
+    import triton
+
+    name, target, strict = job
+    check, lines, failures = BY_NAME[name], [], 0
+    head = f"triton {triton.__version__}  {target:7} {check.name:34}"
+    try:
+        for one in compile_check(check, target):
+            known, wrong = faults(check, one, target, strict)
+            failures += bool(wrong)
+            lines.append(
+                f"{head} {one.name:17} {one.text:15} {known.registers:4} regs {known.stack:5} B stack "
+                f"{known.shared:7} B shared {one.seconds:6.1f} s  {'; '.join(wrong)}"
+            )
+    except Exception as error:
+        while error.__cause__ is not None:  # the innermost one names the line
+            error = error.__cause__
+        lines.append(f"{head} FAILED {type(error).__name__}: {str(error)[-800:]}")
+        failures += 1
+    return lines, failures
+
+
+def run_here(options: argparse.Namespace) -> int:
+    """Every chosen check for every target, in as many processes as asked for."""
+    chosen = [check for check in CHECKS if not options.only or any(word in check.name for word in options.only)]
+    chosen = [check for check in chosen if check.few or not options.few]
+    jobs = [
+        (check.name, target, not options.any_spills)
+        for target in options.target or TARGETS
+        for check in chosen
+        if target in check.targets
+    ]
+    failures = 0
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for lines, bad in pool.map(run_job, jobs):
+            failures += bad
+            print("\n".join(lines), flush=True)
+    print(f"{failures} failures")
+    return 1 if failures else 0
+
+
+def run_under(version: str, arguments: list[str]) -> int:
+    """The exit status with another triton, which is installed beside the environment's on first use."""
+    home = ROOT / "build" / f"triton-{version}"
+    if not home.exists():
+        unfinished = home.with_name(f"{home.name}.part")  # renamed when whole: an interrupted installation is not taken for one
+        shutil.rmtree(unfinished, ignore_errors=True)
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(unfinished)]
+        subprocess.run([*install, f"triton=={version}"], check=True)
+        unfinished.rename(home)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(home), str(ROOT / "src"), str(ROOT)])}
+    return subprocess.run([sys.executable, __file__, *arguments], env=environment, check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--triton", nargs="*", default=[], help="versions to compile under instead of the environment's")
+    parser.add_argument("--target", nargs="*", choices=list(TARGETS))
+    parser.add_argument("--few", action="store_true", help="only a choice of checks")
+    parser.add_argument("--any-spills", action="store_true", help="spilled registers of portable kernels are no failure")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes that compile")
+    parser.add_argument("--only", nargs="*", help="words of which a check's name holds one, such as hopper or d128")
+    options = parser.parse_args()
+    if not options.triton:
+        return run_here(options)
+    # registers are the assembler's business, which comes with triton: tiles are chosen for the environment's
+    arguments = ["--any-spills", "--jobs", str(options.jobs), *["--few"] * options.few]
+    arguments += ["--target", *options.target] if options.target else []
+    arguments += ["--only", *options.only] if options.only else []
+    return max(run_under(version, arguments) for version in options.triton)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""What the assembler made of a kernel: the facts on which its speed rests, and registers that are read unwritten."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
+
+from tilewise.backends.gpu.sass import Instruction, disassembled, lost_addresses, successors
+
+COMPLAINT = re.compile(r"C75\d\d|wgmma.*serialized", re.IGNORECASE)
+
+
+class Loop(NamedTuple):
+    """A loop that multiplies, innermost."""
+
+    body: list[Instruction]
+
+    def count(self, *names: str) -> int:
+        return sum(any(name in i.text for name in names) for i in self.body)
+
+    @property
+    def overlaps(self) -> bool:
+        """Is softmax work (exp2) done before the last wait for a product?"""
+        waits = [n for n, i in enumerate(self.body) if "WARPGROUP.DEPBAR" in i.text]
+        exps = [n for n, i in enumerate(self.body) if "MUFU.EX2" in i.text]
+        return bool(waits and exps) and sum(n < waits[-1] for n in exps) > len(exps) // 2
+
+    @property
+    def register_products(self) -> int:
+        """Products whose left operand comes straight from registers."""
+        return sum(re.search(r"HGMMA\S* R\d+, R\d+, gdesc", i.text) is not None for i in self.body)
+
+
+class Facts(NamedTuple):
+    registers: int
+    stack: int
+    shared: int
+    code: list[Instruction]
+    complaints: list[str]
+    barriers: list[int]  # where in shared memory each mbarrier is initialised
+
+    @property
+    def barriers_apart(self) -> bool:
+        """Do all barriers stand together, away from the tiles? One that nobody waits for ends up inside a tile, and the GPU
+        rewrites it when it comes back to the kernel from another process."""
+        return len(set(self.barriers)) == len(self.barriers) > 0 and max(self.barriers) - min(self.barriers) < 512
+
+    def count(self, name: str) -> int:
+        return sum(name in i.text for i in self.code)
+
+    @property
+    def loops(self) -> list[Loop]:
+        """The innermost loops that multiply, found by their backward branches."""
+        at = {i.address: n for n, i in enumerate(self.code)}
+        spans = []
+        for n, i in enumerate(self.code):
+            target = re.search(r"BRA(?:\.\S+)? (?:\S+, )?(0x[0-9a-f]+)", i.text)
+            if target and int(target[1], 16) < i.address and int(target[1], 16) in at:
+                spans.append((at[int(target[1], 16)], n))
+        bodies = {span: Loop(self.code[span[0] : span[1] + 1]) for span in spans}
+        # the retries of barrier waits stand behind the kernel's end and jump back into it: no loops
+        multiplying = [span for span, loop in bodies.items() if loop.count("HGMMA") and not loop.count("EXIT")]
+        return [
+            bodies[s] for s in multiplying if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in multiplying)
+        ]
+
+
+def facts(compiled: Any, sm_90: bool = True, warnings: bool = True) -> Facts:
+    """Resources of a kernel; for sm_90 its instructions; with `warnings` its PTX is assembled again to hear what ptxas says."""
+    if "cubin" not in compiled.asm:  # AMD's tools are not at hand
+        return Facts(0, 0, compiled.metadata.shared, [], [], [])
+    log = ""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, ptx = Path(folder) / "k.cubin", Path(folder) / "k.ptx"
+        cubin.write_bytes(compiled.asm["cubin"])
+        ptx.write_text(compiled.asm["ptx"])
+        usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
+        if warnings:
+            log = _run(get_ptxas(90).path, "--gpu-name=sm_90a", ptx, "-o", Path(folder) / "again.cubin")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    complaints = [line for line in log.splitlines() if COMPLAINT.search(line)]
+    code = disassembled(compiled.asm["cubin"]) if sm_90 else []
+    barriers = barrier_addresses(compiled.asm["ptx"])
+    return Facts(int(found[1]), int(found[2]), compiled.metadata.shared, code, complaints, barriers)
+
+
+def barrier_addresses(ptx: str) -> list[int]:
+    """Offsets in shared memory of all barriers that a kernel initialises."""
+    offsets = {register: int(offset) for register, offset in re.findall(r"add\.s\d+\s+(%r\d+), %r\d+, (\d+);", ptx)}
+    named = re.findall(r"mbarrier\.init\S* \[(\S+?)(?:\+(\d+))?\]", ptx)
+    return [offsets.get(register, 0) + int(more or 0) for register, more in named]
+
+
+def _run(tool: str, *arguments: object) -> str:
+    done = subprocess.run([tool, *map(str, arguments)], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+ZERO = 63
+"""URZ and above: always there."""
+
+
+class Effect(NamedTuple):
+    name: str
+    conditional: bool
+    written: frozenset[int]
+    read: frozenset[int]
+
+
+def effect_of(text: str) -> Effect:
+    """Which uniform registers an instruction writes and reads."""
+    plain = re.sub(r"^@!?U?P[T\d]+\s+", "", text)
+    name, _, rest = plain.partition(" ")
+    operands = [operand.strip() for operand in rest.split(",")] if rest else []
+    product = name.startswith("HGMMA")
+    wide = ("WIDE" in name or re.search(r"\.64\b", name) is not None) and not product
+    target = re.fullmatch(r"UR(\d+)", operands[0]) if operands else None
+    written: set[int] = set()
+    if target and not product and not name.startswith(("ST", "UTMA", "SYNCS", "BAR")):
+        written = {int(target[1]), int(target[1]) + wide}
+        operands = operands[1:]
+    read: set[int] = set()
+    from_registers = re.match(r"HGMMA\S* R\d+, R\d+", plain) is not None
+    for operand in operands:
+        for kind, number in re.findall(r"(g?desc\[)?UR(\d+)", operand):
+            first = int(number)
+            if kind == "gdesc[":  # descriptors of the left and the right matrix, two registers each
+                read |= set(range(first + (2 if from_registers else 0), first + 4))
+            elif kind or (".64" in name and not operand.startswith("[")):
+                read |= {first, first + 1}
+            else:
+                read.add(first)
+    return Effect(name, text.startswith("@"), frozenset(written), frozenset(n for n in read if n < ZERO))
+
+
+def unwritten(code: Sequence[Instruction]) -> list[str]:
+    """The instructions that read a uniform register which some path leaves unwritten.
+
+    ptxas 12.8 produces such code: where two loops in a row address the same shared memory, part of the address is computed before
+    the first loop only, and a path around that loop multiplies with what the register happened to hold. Only wrong results tell.
+    """
+    effects = [effect_of(line.text) for line in code]
+    follow = successors(code)
+    known: list[frozenset[int] | None] = [None] * len(code)
+    # what is written before the switch to the roles, through which all others are entered
+    shared: frozenset[int] = frozenset()
+    for entry in range(len(code)):
+        if known[entry] is not None:
+            continue
+        known[entry] = shared
+        work = [entry]
+        # known[n]: written on every path found so far
+        while work:
+            n = work.pop()
+            here = known[n]
+            assert here is not None
+            out = here | effects[n].written
+            if effects[n].name.startswith("BRX"):
+                shared = out
+            for m in follow[n]:
+                old = known[m]
+                new = out if old is None else old & out
+                if new != old:
+                    known[m] = new
+                    work.append(m)
+    return [
+        f"{line.address:#x} {line.text}"
+        for line, effect, there in zip(code, effects, known, strict=True)
+        if there is not None and effect.read - there
+    ]
+
+
+PREPOST = ("preprocess_kernel", "postprocess_kernel")
+TENSOR_COLUMNS = 512
+"""Tensor memory of a Blackwell multiprocessor."""
+FORWARD_STACK = 32
+"""Outside the loops a handful of registers may wait in memory: once for a tile of queries, not once for a tile of keys."""
+FORWARD_STACK_WIDEST = 64
+"""The same with 256 columns of output, 128 registers, where rows begin after key 0 or keys are seen by no query."""
+FORWARD_STACK_NEWER = 192
+"""The same from Triton 3.8 on, where three warpgroups at head dim 64 keep 42 registers there."""
+BACKWARD_STACK = 64
+BACKWARD_SAVES = 4
+"""In both loops together: at head dim 64 one register more than there are waits in memory for a step."""
+
+
+def portable_faults(facts: Facts, tensor_columns: int, shared_limit: int, must_not_spill: bool) -> list[str]:
+    """Of a kernel of the Triton backend. One that does not fit compiles to a trap, or is refused at its launch."""
+    lost = lost_addresses(facts.code)
+    return _those(
+        {
+            "spills": must_not_spill and facts.stack > 0,
+            "does not fit": facts.shared > shared_limit or tensor_columns > TENSOR_COLUMNS,
+            f"addresses of products are lost: {lost[:2]}": lost,
+        }
+    )
+
+
+def hopper_faults(facts: Facts, config: Any) -> dict[str, Any]:
+    """Of any kernel of the Hopper backend."""
+    lost = lost_addresses(facts.code)
+    return {
+        f"ptxas: {facts.complaints}": facts.complaints,
+        f"addresses of products are lost: {lost[:3]}": lost,
+        "setmaxnreg does not divide the registers among the warpgroups": not facts.count("USETMAXREG"),
+        f"barriers among the tiles: {facts.barriers}": not facts.barriers_apart,
+        "tiles are not loaded by TMA": not facts.count("UTMALDG"),
+        f"{facts.shared} bytes of shared memory, the table says {config.shared_bytes}": facts.shared > config.shared_bytes,
+    }
+
+
+def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bool = False) -> list[str]:
+    """Of the Hopper forward; `may_spill`: registers are too few, `newer`: of a Triton that shares them out otherwise."""
+    loops, unknown = facts.loops, unwritten(facts.code)
+    allowed = FORWARD_STACK_NEWER if newer else FORWARD_STACK
+    if config.BLOCK_DV == 256 and (config.LEFT or config.UNSEEN_KEYS):
+        allowed = max(allowed, FORWARD_STACK_WIDEST)
+    expected = config.WARPGROUPS * (1 + (config.BAND and config.PINGPONG) + config.LEFT)
+    held = (config.BLOCK_N + config.Q_IN_REGISTERS) // 16  # products take 16 columns of their left operand
+    return _those(
+        {
+            **hopper_faults(facts, config),
+            f"registers are read that some path leaves unwritten: {unknown[:3]}": unknown,
+            f"{len(loops)} loops multiply, expected {expected}": len(loops) != expected,
+            "a loop uses local memory": not may_spill and any(loop.count("LDL", "STL") for loop in loops),
+            f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > allowed,
+            "weights or queries do not come from registers": any(loop.register_products != held for loop in loops),
+            "the output is rescaled where no row needs it": config.LAZY_RESCALE
+            and not all(loop.count("VOTE") for loop in loops),
+            # of two rounded numbers: a row whose maximum stays is rescaled by exactly 1. One product a weight, two for sums
+            "the rescaling factor is not exp2 of a plain difference": config.SCORES == "fold"
+            and any(loop.count("FFMA") != config.BLOCK_N // 2 + 2 for loop in loops),
+            "the softmax waits for P·V": not all(loop.overlaps for loop in loops),
+        }
+    )
+
+
+def backward_faults(name: str, facts: Facts, config: Any, may_spill: bool = False) -> list[str]:
+    """Of a kernel of the Hopper backward."""
+    if name in PREPOST:
+        return _those({"rows are not read 16 bytes at a time": not facts.count("LDG.E.128")})
+    loops, reduces = facts.loops, getattr(config, "REDUCE_DQ", False)
+    products, waits = (sum(loop.count(what) for loop in loops) for what in ("HGMMA", "WARPGROUP.DEPBAR"))
+    saved = sum(loop.count("LDL", "STL") for loop in loops)
+    return _those(
+        {
+            **hopper_faults(facts, config),
+            f"{len(loops)} loops multiply, expected one for each warpgroup": len(loops) != 2,
+            f"{saved} accesses to local memory in loops": not may_spill and saved > BACKWARD_SAVES,
+            f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > BACKWARD_STACK,
+            "weights do not come from registers": not all(loop.register_products for loop in loops),
+            f"{waits} waits for {products} products": waits * 3 > products,
+            "dQ is not added up four numbers at a time": reduces and not facts.count("REDG.E.ADD.F32x4"),
+        }
+    )
+
+
+def _those(found: dict[str, Any]) -> list[str]:
+    return [fault for fault, there in found.items() if there]
