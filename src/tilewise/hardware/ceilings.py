@@ -61,9 +61,9 @@ def measure(
         stored = load_json(path, identity)
         if stored is not None:
             return Ceilings(**stored)
-    found = _run(spec, bench, quick)
-    store_json(path, identity, asdict(found))
-    return found
+    ceilings = _run(spec, bench, quick)
+    store_json(path, identity, asdict(ceilings))
+    return ceilings
 
 
 def _path(spec: DeviceSpec, cache_dir: Path | None) -> Path:
@@ -75,6 +75,7 @@ class _NumpyBench:
     """A CPU without torch."""
 
     dtypes: tuple[str, ...] = ("float32", "float64")
+    warmups = 1
 
     def __init__(self) -> None:
         import numpy
@@ -101,13 +102,14 @@ class _NumpyBench:
         return lambda: self.np.exp(a, out=a) * 0
 
     def seconds(self, call: Callable[[], Any], rounds: int) -> float:
-        call()
-        times = []
-        for _ in range(rounds):
-            start = time.perf_counter()
+        for _ in range(self.warmups):
             call()
-            times.append(time.perf_counter() - start)
-        return float(median(times))
+        return float(median(self._once(call) for _ in range(rounds)))
+
+    def _once(self, call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
 
 
 class _TorchBench(_NumpyBench):
@@ -116,7 +118,8 @@ class _TorchBench(_NumpyBench):
     def __init__(self, torch: Any, device: str) -> None:
         self.torch, self.device = torch, device
         self.software = f"torch {torch.__version__}"
-        self.dtypes = ("float32", "float64") if device == "cpu" else ("float16", "bfloat16", "tf32", "float32")
+        if device != "cpu":
+            self.dtypes, self.warmups = ("float16", "bfloat16", "tf32", "float32"), 3
 
     def _randn(self, *shape: int, dtype: str = "float32") -> Any:
         return self.torch.randn(*shape, device=self.device).to(getattr(self.torch, dtype))
@@ -150,21 +153,15 @@ class _TorchBench(_NumpyBench):
         out = self.torch.empty_like(a)
         return lambda: self.torch.exp(a, out=out)
 
-    def seconds(self, call: Callable[[], Any], rounds: int) -> float:
+    def _once(self, call: Callable[[], Any]) -> float:
         if self.device == "cpu":
-            return super().seconds(call, rounds)
-        event = self.torch.cuda.Event
-        for _ in range(3):
-            call()
-        times = []
-        for _ in range(rounds):
-            start, end = event(enable_timing=True), event(enable_timing=True)
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return float(median(times))
+            return super()._once(call)
+        start, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
 
 def _torch_bench(device: str) -> _TorchBench | None:
