@@ -38,6 +38,19 @@ MEANINGS = {
 }
 
 
+# masks that hold integers for each sequence are no values: compared as they are written
+LISTS = {
+    "key_padding([5, 6])": "key_padding([5, 6])",
+    "causal & key_padding([5, 6,], start=[0, -1])": "causal() & key_padding([5, 6], start=[0, -1])",
+    "causal(offset=[1, 2]) | prefix([3])": "causal(offset=[1, 2]) | prefix([3])",
+}
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_lists(text: str) -> None:
+    assert repr(parse(text)) == LISTS[text]
+
+
 @pytest.mark.parametrize("text", MEANINGS)
 def test_meaning(text: str) -> None:
     assert parse(text) == MEANINGS[text]
@@ -76,6 +89,9 @@ ERRORS = [
     ("prefix(-1)", 1, "n is -1, need at least 0"),
     ("window(1099511627776)", 1, "at most"),
     (f"window({'9' * 5000})", 8, "at most 64 bits"),
+    ("key_padding([1 2])", 16, "expected ',' or ']'"),
+    ("key_padding([a])", 14, "expected an integer"),
+    ("key_padding(3)", 1, "one integer for each sequence"),
     ("window()", 1, "'window'"),
     ("window(4, 2, 1)", 1, "'window'"),
     ("window(4, colour=3)", 1, "colour"),

@@ -21,8 +21,8 @@ from tilewise.hardware import DeviceSpec, catalogue, device, host, lookup, measu
 from tilewise.hardware.cache import load_json, store_json
 from tilewise.hardware.catalogue import closest_gpu
 from tilewise.hardware.cpuid import core_figures, isa_of
-from tilewise.hardware.host import Host, linux_host, parse_cpu_list, parse_size
-from tilewise.hardware.probe import cpu_spec, gpu_spec
+from tilewise.hardware.host import Host, cpu_spec, linux_host, parse_cpu_list, parse_size
+from tilewise.hardware.probe import gpu_spec
 
 WANTED = [
     "v100",

@@ -190,7 +190,7 @@ def test_a_plan_is_consistent(device: str) -> None:
     data = json.loads(json.dumps(found.to_dict()))
     assert data["traffic"]["tile"]["tensors"]["K"]["read"] == found.tile_traffic.reads["K"]
     text = str(found)
-    for word in ("traffic", "DRAM", "predicted", "why", str(found.tile)):
+    for word in ("bytes by tensor", "HBM", "predicted", "why", str(found.tile)):
         assert word in text
 
 

@@ -51,7 +51,7 @@ def _simulate(problem: Problem, tile: TilePlan, schedules: list[str], sram: int 
     from tilewise.errors import ArgumentError
     from tilewise.hardware import lookup
     from tilewise.lab.simulator import random_inputs, simulate
-    from tilewise.lab.simulator.check import largest_error
+    from tilewise.lab.simulator.exact import largest_error
     from tilewise.lab.simulator.show import simulation
     from tilewise.model.show import describe_problem
 

@@ -29,9 +29,8 @@ def catalogue() -> dict[str, DeviceSpec]:
     """Every catalogued machine by key, GPUs first."""
     from tilewise.hardware import nvidia, others  # a first call on a CPU waits for neither
 
-    found = [*nvidia.specs(), *others.specs()]
-    found.sort(key=lambda spec: spec.kind != "gpu")
-    return {spec.key: spec for spec in found}
+    specs = sorted([*nvidia.specs(), *others.specs()], key=lambda spec: spec.kind != "gpu")
+    return {spec.key: spec for spec in specs}
 
 
 def names() -> list[str]:
@@ -58,12 +57,12 @@ def lookup(name: str) -> DeviceSpec:
 
 def closest_gpu(name: str, arch: str) -> DeviceSpec | None:
     """The catalogue entry for a live GPU: by the name the driver gives, else the same architecture."""
-    words = re.findall("[a-z0-9]+", name.lower())
-    words += ["".join(pair) for pair in itertools.pairwise(words)]  # "RTX 4090"
+    parts = re.findall("[a-z0-9]+", name.lower())
+    parts += ["".join(pair) for pair in itertools.pairwise(parts)]  # "RTX 4090"
     candidates = [spec for spec in catalogue().values() if spec.is_gpu]
-    named = [spec for spec in candidates if spec.key.split("-")[0] in words]
+    named = [spec for spec in candidates if spec.key.split("-")[0] in parts]
     if len(named) > 1:  # variants of one name: PCIe or SXM, 40 or 80 GB
-        variants = [spec for spec in named if any(spec.key.split("-")[-1] in word for word in words[1:])]
+        variants = [spec for spec in named if any(spec.key.split("-")[-1] in part for part in parts[1:])]
         named = sorted(variants, key=lambda spec: "-" not in spec.key) or named
     if named:
         return named[0]

@@ -60,9 +60,9 @@ def measure(
         stored = load_json(path, identity)
         if stored is not None:
             return Ceilings(**stored)
-    found = _run(spec, bench, quick)
-    store_json(path, identity, asdict(found))
-    return found
+    ceilings = _run(spec, bench, quick)
+    store_json(path, identity, asdict(ceilings))
+    return ceilings
 
 
 def _path(spec: DeviceSpec, cache_dir: Path | None) -> Path:
@@ -110,7 +110,8 @@ class _TorchBench(_NumpyBench):
     def __init__(self, torch: Any, device: str) -> None:
         self.torch, self.device = torch, device
         self.software = f"torch {torch.__version__}"
-        self.dtypes = ("float32", "float64") if device == "cpu" else ("float16", "bfloat16", "tf32", "float32")
+        if device != "cpu":
+            self.dtypes, self.warmups = ("float16", "bfloat16", "tf32", "float32"), 3
 
     def _randn(self, *shape: int, dtype: str = "float32") -> Any:
         return self.torch.randn(*shape, device=self.device).to(getattr(self.torch, dtype))

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tilewise.hardware.cpuid import arm_core
+from tilewise.hardware.cpuid import EXP_OPS, arm_core, core_figures, isa_of
+from tilewise.hardware.spec import DeviceSpec, KiB
+
+_INTERESTING = (
+    "amx_bf16", "amx_int8", "amx_tile", "avx2", "avx512_bf16", "avx512_fp16", "avx512f", "bf16", "f16c", "fma", "fp16",
+    "i8mm", "sve", "sve2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class Host:
     """Raw facts; 0 or empty where the system is silent."""
 
     machine: str = field(default_factory=lambda: platform.machine().lower())
-    origin: str = "the operating system"
+    source: str = "probed: the operating system"
     name: str = ""
     vendor: str = ""
     core: str = ""
@@ -43,6 +49,57 @@ def read_host() -> Host:
         with contextlib.suppress(Exception):
             host = reader(host)
     return replace(host, flags=host.flags or _llvm_flags())
+
+
+# DeviceSpec: the field of Host, what is taken where the system is silent, and why
+_FALLBACKS: dict[str, tuple[str, Any, str]] = {
+    "clock_hz": ("clock_hz", 2.5e9, "a common server clock; the system does not tell its own"),
+    "sram_bytes": ("l1d", 32 * KiB, "the smallest L1 data cache of recent cores"),
+    "l2_bytes": ("l2", 512 * KiB, "a small private L2"),
+    "l3_bytes": ("l3", 0, ""),
+    "dram_bytes": ("memory", 0, ""),
+    "units": ("cores", 1, "one core; the system does not tell"),
+}
+
+
+def cpu_spec(host: Host, key: str = "cpu") -> DeviceSpec:
+    """The DeviceSpec of a host; gaps are filled from its instruction set."""
+    isa = isa_of(host.machine, host.flags, host.sve_bits)
+    pipe, sources = core_figures(isa, host.core)
+    if isa == "sve":
+        pipe["simd_bits"] = host.sve_bits
+    values: dict[str, Any] = {}
+    for name, (field_name, fallback, why) in _FALLBACKS.items():
+        known = getattr(host, field_name)
+        values[name] = known or fallback
+        if values[name]:
+            sources[name] = host.source if known else f"estimate: {why}"
+    lanes = pipe["simd_bits"] / 32
+    fp32 = values["units"] * values["clock_hz"] * pipe["fma_per_cycle"] * lanes * 2
+    sources.update(
+        sram_per_block=sources["sram_bytes"],
+        register_bytes="derived: vector registers × SIMD width",
+        peak="derived: cores × clock × vector FMAs a cycle × lanes × 2",
+        exp_rate=f"derived: vector lanes a second / {EXP_OPS} operations of an exp2 by polynomial",
+        dram_bandwidth="estimate: 16 GB/s a core up to 200 GB/s; hardware.measure('cpu') finds the real figure",
+    )
+    return DeviceSpec(
+        key=key,
+        name=host.name or f"{host.machine} CPU",
+        kind="cpu",
+        vendor=host.vendor,
+        arch={"arm64": "aarch64", "amd64": "x86_64"}.get(host.machine, host.machine),
+        isa=isa,
+        isa_flags=tuple(flag for flag in _INTERESTING if flag in host.flags),
+        sram_per_block=values["sram_bytes"],
+        register_bytes=pipe["vector_registers"] * pipe["simd_bits"] // 8,
+        peak={"float32": fp32, "float64": fp32 / 2},
+        exp_rate=fp32 / 2 / EXP_OPS,
+        dram_bandwidth=min(values["units"] * 16e9, 200e9),
+        **values,
+        **pipe,
+        sources=sources,
+    )
 
 
 def parse_size(text: str) -> int:
@@ -80,12 +137,12 @@ def _linux(host: Host) -> Host:
 def linux_host(host: Host, root: Path, affinity: set[int]) -> Host:
     """A Linux host below `root` (for tests, a copy of the files that matter)."""
     info = parse_cpuinfo(_text(root / "proc/cpuinfo"))
-    sizes: dict[tuple[int, str], int] = {}
+    sizes: dict[str, int] = {}
     system = root / "sys/devices/system/cpu"
     for index in sorted((system / "cpu0/cache").glob("index*")):
         level, kind = _text(index / "level").strip(), _text(index / "type").strip()
-        if level.isdigit() and kind != "Instruction":
-            sizes[int(level), "d"] = parse_size(_text(index / "size"))
+        if kind != "Instruction":
+            sizes[level] = parse_size(_text(index / "size"))
     flags = frozenset((info.get("flags") or info.get("features") or "").replace("fphp", "fphp fp16").split())
     khz = _text(system / "cpu0/cpufreq/cpuinfo_max_freq").strip()
     mhz = info.get("cpu mhz", "")
@@ -93,15 +150,13 @@ def linux_host(host: Host, root: Path, affinity: set[int]) -> Host:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     return replace(
         host,
-        origin="/sys/devices/system/cpu and /proc/cpuinfo",
+        source="probed: /sys/devices/system/cpu and /proc/cpuinfo",
         name=info.get("model name") or core.replace("-", " ").title(),
         vendor={"GenuineIntel": "Intel", "AuthenticAMD": "AMD"}.get(info.get("vendor_id", ""), "Arm" if core else ""),
         core=core or _x86_core(info),
         cores=_linux_cores(system, affinity, _text(root / "sys/fs/cgroup/cpu.max")),
         clock_hz=float(khz) * 1e3 if khz.isdigit() else float(mhz) * 1e6 if mhz else 0.0,
-        l1d=sizes.get((1, "d"), 0),
-        l2=sizes.get((2, "d"), 0),
-        l3=sizes.get((3, "d"), 0),
+        **{name: sizes.get(level, 0) for name, level in (("l1d", "1"), ("l2", "2"), ("l3", "3"))},
         memory=pages,
         flags=flags,
         sve_bits=_sve_bits() if "sve" in flags else 0,
@@ -115,15 +170,15 @@ def _x86_core(info: dict[str, str]) -> str:
 
 
 def _linux_cores(system: Path, affinity: set[int], quota: str) -> int:
-    """Physical cores the process may use: one per group of hyper-threads, no more than the cgroup's share."""
+    """Physical cores the process may use: one per group of hyper-threads, no more than the cgroup's quota."""
     groups = set()
     for cpu in affinity:
         siblings = parse_cpu_list(_text(system / f"cpu{cpu}/topology/thread_siblings_list")) or {cpu}
         groups.add(min(siblings))
     cores = max(1, len(groups))
-    share = quota.split()
-    if len(share) == 2 and share[0].isdigit() and share[1].isdigit():
-        cores = min(cores, max(1, round(int(share[0]) / int(share[1]))))
+    limit = quota.split()
+    if len(limit) == 2 and limit[0].isdigit() and limit[1].isdigit():
+        cores = min(cores, max(1, round(int(limit[0]) / int(limit[1]))))
     return cores
 
 
@@ -137,33 +192,19 @@ def _sve_bits() -> int:
 
 
 def _macos(host: Host) -> Host:
-    names = (
-        "machdep.cpu.brand_string", "hw.perflevel0.physicalcpu", "hw.physicalcpu", "hw.perflevel0.l1dcachesize",
-        "hw.l1dcachesize", "hw.perflevel0.l2cachesize", "hw.l2cachesize", "hw.perflevel0.cpusperl2", "hw.l3cachesize",
-        "hw.memsize", "hw.cpufrequency_max", "hw.optional.arm.FEAT_BF16", "hw.optional.arm.FEAT_I8MM",
-        "hw.optional.avx2_0", "hw.optional.avx512f", "hw.optional.fma",
-    )  # fmt: skip
-    told = {name: _sysctl(name) for name in names}
+    def number(*names: str) -> int:
+        values = (_sysctl(name) for name in names)
+        return next((int(value) for value in values if value.isdigit() and int(value)), 0)
 
-    def number(*candidates: str) -> int:
-        return next((int(told[name]) for name in candidates if told[name].isdigit() and int(told[name])), 0)
-
-    brand = told["machdep.cpu.brand_string"]
-    flags = {
-        flag
-        for flag, name in (
-            ("bf16", "hw.optional.arm.FEAT_BF16"),
-            ("i8mm", "hw.optional.arm.FEAT_I8MM"),
-            ("avx2", "hw.optional.avx2_0"),
-            ("avx512f", "hw.optional.avx512f"),
-            ("fma", "hw.optional.fma"),
-        )
-        if told[name] == "1"
-    }
+    brand = _sysctl("machdep.cpu.brand_string")
+    features = {
+        "bf16": "arm.FEAT_BF16", "i8mm": "arm.FEAT_I8MM", "avx2": "avx2_0", "avx512f": "avx512f", "fma": "fma"
+    }  # fmt: skip
+    flags = {flag for flag, name in features.items() if _sysctl(f"hw.optional.{name}") == "1"}
     apple = brand.startswith("Apple")
     return replace(
         host,
-        origin="sysctl",
+        source="probed: sysctl",
         name=brand,
         vendor="Apple" if apple else "Intel",
         core="apple" if apple else "",
@@ -207,7 +248,7 @@ def _windows(host: Host) -> Host:
     flags = frozenset(flag for flag, number in features.items() if kernel.IsProcessorFeaturePresent(number))
     return replace(
         host,
-        origin="kernel32",
+        source="probed: kernel32",
         name=platform.processor(),
         vendor="Intel" if "Intel" in platform.processor() else "AMD" if "AMD" in platform.processor() else "",
         cores=sum(entry.relationship == 0 for entry in table) or host.cores,

@@ -20,6 +20,16 @@ _L2_A100 = "NVIDIA A100 whitepaper v1.0, section A100 L2 Cache: 5120 B/clk again
 _L2_PORT = "estimate: 64 B a clock and SM (L2 to L1 port) × SMs × clock, halved for contention; no figure is published"
 _L2_HOPPER = "estimate: A100's 5120 B/clk (A100 whitepaper, section A100 L2 Cache) × clock; no figure is published"
 _L2_BLACKWELL = "estimate: two dies with A100's 5120 B/clk each (A100 whitepaper, section A100 L2 Cache) × clock"
+_CLOCK = "derived: the clock at which the published 16-bit tensor rate is reached, peak / (SMs × {} FLOP/clk)"
+
+# capability: bytes a clock from L2, with the source
+_L2_RATES = {
+    "sm_70": (2048.0, _L2_A100),
+    "sm_80": (5120.0, _L2_A100),
+    "sm_90": (5120.0, _L2_HOPPER),
+    "sm_100": (2 * 5120.0, _L2_BLACKWELL),
+}
+_FLOP_PER_CLOCK = {"sm_90": 4096, "sm_100": 8192}  # of an SM, in 16 bits
 
 # capability: shared memory per SM and per block (KiB), threads and blocks resident per SM
 _LIMITS = {
@@ -50,23 +60,14 @@ def capability_limits(arch: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _gpu(
-    key: str,
-    name: str,
-    arch: str,
-    paper: str,
-    *,
-    sms: int,
-    mhz: float,
-    l2_mib: float,
-    gib: float,
-    gbps: float,
-    tflops: dict[str, float],
-    l2: tuple[float, str] | None = None,
-    notes: dict[str, str] | None = None,
-) -> DeviceSpec:
-    clock = mhz * 1e6
+    key: str, name: str, arch: str, paper: str,
+    *, sms: int, l2_mib: float, gib: float, gbps: float, tflops: dict[str, float], mhz: float = 0,
+) -> DeviceSpec:  # fmt: skip
+    """A GPU; without `mhz` its clock is the one at which the published 16-bit tensor rate is reached."""
+    flop = _FLOP_PER_CLOCK.get(arch, 0)
+    clock = (mhz or tflops["float16"] * 1e6 / (sms * flop)) * 1e6
     limits, limit_sources = capability_limits(arch)
-    l2_rate, l2_source = l2 or (32.0 * sms, _L2_PORT)
+    l2_rate, l2_source = _L2_RATES.get(arch, (32.0 * sms, _L2_PORT))
     return DeviceSpec(
         key=key,
         name=name,
@@ -89,9 +90,15 @@ def _gpu(
             "exp_rate": _MUFU,
             "launch_s": _LAUNCH,
             **limit_sources,
-            **(notes or {}),
+            **({} if mhz else {"clock_hz": _CLOCK.format(flop)}),
         },
     )
+
+
+def _rates(half: float, tf32: float, fp32: float, fp64: float = 0.0) -> dict[str, float]:
+    """TFLOP/s of a GPU whose tensor cores know bfloat16 and TF32."""
+    rates = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": fp32, "float64": fp64}
+    return {dtype: rate for dtype, rate in rates.items() if rate}
 
 
 _V100 = "NVIDIA Tesla V100 whitepaper WP-08608, table Comparison of NVIDIA Tesla GPUs; V100 datasheet (32 GB SXM2)"
@@ -107,77 +114,34 @@ _H100 = "NVIDIA H100 whitepaper v1.04, table Comparison of A100 and H100"
 _H200 = "NVIDIA H200 datasheet, Technical Specifications, SXM column; chip as H100 SXM (" + _H100 + ")"
 _B200 = "NVIDIA HGX B200 and DGX B200 datasheets, per GPU; Blackwell Tuning Guide for the caches"
 
-_CLOCK = "derived: the clock at which the published 16-bit tensor rate is reached, peak / (SMs × {} FLOP/clk)"
-_HOPPER_FLOP, _BLACKWELL_FLOP = 4096, 8192
-
-
-def _clock_of(tflops: float, sms: int, flop_per_clock: int) -> float:
-    return tflops * 1e6 / (sms * flop_per_clock)
-
 
 def specs() -> list[DeviceSpec]:
-    h100_mhz = _clock_of(989.4, 132, _HOPPER_FLOP)
-    pcie_mhz = _clock_of(756.0, 114, _HOPPER_FLOP)
-    b200_mhz = _clock_of(2250.0, 148, _BLACKWELL_FLOP)
-    hopper_clock = {"clock_hz": _CLOCK.format(_HOPPER_FLOP)}
-    hopper_tflops = {"float16": 989.4, "bfloat16": 989.4, "tf32": 494.7, "float32": 66.9, "float64": 66.9}
-    ampere_tflops = {"float16": 312.0, "bfloat16": 312.0, "tf32": 156.0, "float32": 19.5, "float64": 19.5}
+    ampere, hopper = _rates(312.0, 156.0, 19.5, 19.5), _rates(989.4, 494.7, 66.9, 66.9)
     # fmt: off
     return [
-        _gpu(
-            "v100", "NVIDIA V100 SXM2 32GB", "sm_70", _V100, sms=80, mhz=1530, l2_mib=6, gib=32, gbps=900,
-            tflops={"float16": 125.0, "float32": 15.7, "float64": 7.8}, l2=(2048.0, _L2_A100),
-        ),
-        _gpu(
-            "a100-40", "NVIDIA A100 SXM4 40GB", "sm_80", _A100, sms=108, mhz=1410, l2_mib=40, gib=40, gbps=1555,
-            tflops=ampere_tflops, l2=(5120.0, _L2_A100),
-        ),
-        _gpu(
-            "a100-80", "NVIDIA A100 SXM4 80GB", "sm_80", _A100_80, sms=108, mhz=1410, l2_mib=40, gib=80, gbps=2039,
-            tflops=ampere_tflops, l2=(5120.0, _L2_A100),
-        ),
-        _gpu(
-            "a10", "NVIDIA A10", "sm_86", _A10, sms=72, mhz=1695, l2_mib=6, gib=24, gbps=600,
-            tflops={"float16": 125.0, "bfloat16": 125.0, "tf32": 62.5, "float32": 31.2},
-        ),
-        _gpu(
-            "l4", "NVIDIA L4", "sm_89", _L4, sms=58, mhz=2040, l2_mib=48, gib=24, gbps=300,
-            tflops={"float16": 121.0, "bfloat16": 121.0, "tf32": 60.0, "float32": 30.3},
-        ),
-        _gpu(
-            "l40s", "NVIDIA L40S", "sm_89", _L40S, sms=142, mhz=2520, l2_mib=96, gib=48, gbps=864,
-            tflops={"float16": 362.05, "bfloat16": 362.05, "tf32": 183.0, "float32": 91.6},
-        ),
-        _gpu(
-            "rtx3090", "NVIDIA GeForce RTX 3090", "sm_86", _GA102, sms=82, mhz=1695, l2_mib=6, gib=24, gbps=936,
-            tflops={"float16": 71.0, "bfloat16": 71.0, "tf32": 35.6, "float32": 35.6},
-        ),
-        _gpu(
-            "rtx4090", "NVIDIA GeForce RTX 4090", "sm_89", _ADA, sms=128, mhz=2520, l2_mib=72, gib=24, gbps=1008,
-            tflops={"float16": 165.2, "bfloat16": 165.2, "tf32": 82.6, "float32": 82.6},
-        ),
-        _gpu(
-            "rtx5090", "NVIDIA GeForce RTX 5090", "sm_120", _GB202, sms=170, mhz=2407, l2_mib=96, gib=32, gbps=1792,
-            tflops={"float16": 209.5, "bfloat16": 209.5, "tf32": 104.8, "float32": 104.8},
-        ),
-        _gpu(
-            "h100", "NVIDIA H100 SXM5 80GB", "sm_90", _H100, sms=132, mhz=h100_mhz, l2_mib=50, gib=80, gbps=3350,
-            tflops=hopper_tflops, l2=(5120.0, _L2_HOPPER), notes=hopper_clock,
-        ),
-        _gpu(
-            "h100-pcie", "NVIDIA H100 PCIe 80GB", "sm_90", _H100, sms=114, mhz=pcie_mhz, l2_mib=50, gib=80, gbps=2000,
-            tflops={"float16": 756.0, "bfloat16": 756.0, "tf32": 378.0, "float32": 51.2, "float64": 51.2},
-            l2=(5120.0, _L2_HOPPER), notes=hopper_clock,
-        ),
-        _gpu(
-            "h200", "NVIDIA H200 SXM 141GB", "sm_90", _H200, sms=132, mhz=h100_mhz, l2_mib=50, gib=131.3, gbps=4800,
-            tflops=hopper_tflops, l2=(5120.0, _L2_HOPPER), notes=hopper_clock,
-        ),
-        _gpu(
-            "b200", "NVIDIA B200 SXM 180GB", "sm_100", _B200, sms=148, mhz=b200_mhz, l2_mib=126, gib=167.6, gbps=8000,
-            tflops={"float16": 2250.0, "bfloat16": 2250.0, "tf32": 1125.0, "float32": 75.0, "float64": 37.0},
-            l2=(2 * 5120.0, _L2_BLACKWELL),
-            notes={"clock_hz": _CLOCK.format(_BLACKWELL_FLOP)},
-        ),
+        _gpu("v100", "NVIDIA V100 SXM2 32GB", "sm_70", _V100, sms=80, mhz=1530, l2_mib=6, gib=32, gbps=900,
+             tflops={"float16": 125.0, "float32": 15.7, "float64": 7.8}),
+        _gpu("a100-40", "NVIDIA A100 SXM4 40GB", "sm_80", _A100, sms=108, mhz=1410, l2_mib=40, gib=40, gbps=1555,
+             tflops=ampere),
+        _gpu("a100-80", "NVIDIA A100 SXM4 80GB", "sm_80", _A100_80, sms=108, mhz=1410, l2_mib=40, gib=80, gbps=2039,
+             tflops=ampere),
+        _gpu("a10", "NVIDIA A10", "sm_86", _A10, sms=72, mhz=1695, l2_mib=6, gib=24, gbps=600,
+             tflops=_rates(125.0, 62.5, 31.2)),
+        _gpu("l4", "NVIDIA L4", "sm_89", _L4, sms=58, mhz=2040, l2_mib=48, gib=24, gbps=300,
+             tflops=_rates(121.0, 60.0, 30.3)),
+        _gpu("l40s", "NVIDIA L40S", "sm_89", _L40S, sms=142, mhz=2520, l2_mib=96, gib=48, gbps=864,
+             tflops=_rates(362.05, 183.0, 91.6)),
+        _gpu("rtx3090", "NVIDIA GeForce RTX 3090", "sm_86", _GA102, sms=82, mhz=1695, l2_mib=6, gib=24, gbps=936,
+             tflops=_rates(71.0, 35.6, 35.6)),
+        _gpu("rtx4090", "NVIDIA GeForce RTX 4090", "sm_89", _ADA, sms=128, mhz=2520, l2_mib=72, gib=24, gbps=1008,
+             tflops=_rates(165.2, 82.6, 82.6)),
+        _gpu("rtx5090", "NVIDIA GeForce RTX 5090", "sm_120", _GB202, sms=170, mhz=2407, l2_mib=96, gib=32, gbps=1792,
+             tflops=_rates(209.5, 104.8, 104.8)),
+        _gpu("h100", "NVIDIA H100 SXM5 80GB", "sm_90", _H100, sms=132, l2_mib=50, gib=80, gbps=3350, tflops=hopper),
+        _gpu("h100-pcie", "NVIDIA H100 PCIe 80GB", "sm_90", _H100, sms=114, l2_mib=50, gib=80, gbps=2000,
+             tflops=_rates(756.0, 378.0, 51.2, 51.2)),
+        _gpu("h200", "NVIDIA H200 SXM 141GB", "sm_90", _H200, sms=132, l2_mib=50, gib=131.3, gbps=4800, tflops=hopper),
+        _gpu("b200", "NVIDIA B200 SXM 180GB", "sm_100", _B200, sms=148, l2_mib=126, gib=167.6, gbps=8000,
+             tflops=_rates(2250.0, 1125.0, 75.0, 37.0)),
     ]
     # fmt: on

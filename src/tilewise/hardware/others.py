@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from tilewise.hardware.cpuid import EXP_OPS, core_figures
+from typing import Any
+
+from tilewise.hardware.host import Host, cpu_spec
 from tilewise.hardware.spec import DeviceSpec, GiB, KiB, MiB
 
 _MI300X = "AMD Instinct MI300X data sheet, Specifications"
 _CDNA3 = "AMD CDNA 3 Architecture whitepaper, sections Compute Units and Memory Architecture"
 _CDNA3_ISA = "AMD Instinct MI300 ISA reference guide, sections LDS and VGPRs; four SIMDs of up to 8 waves a unit"
+_AMX_BF16_FLOP = 2048  # a cycle and core
 
 
 def mi300x() -> DeviceSpec:
@@ -48,90 +51,42 @@ def mi300x() -> DeviceSpec:
     )
 
 
-def _cpu(
-    key: str,
-    name: str,
-    arch: str,
-    isa: str,
-    paper: str,
-    *,
-    cores: int,
-    ghz: float,
-    caches: tuple[int, int, int],
-    gbps: float,
-    flags: tuple[str, ...] = (),
-    core: str = "",
-    bf16_per_cycle: int = 0,
-) -> DeviceSpec:
-    """A server CPU; caches are KiB of L1 and L2 and MiB of L3, `core` names the pipelines that apply."""
-    l1_kib, l2_kib, l3_mib = caches
-    clock = ghz * 1e9
-    pipe, pipe_sources = core_figures(isa, core)
-    fp32 = cores * clock * pipe["fma_per_cycle"] * pipe["simd_bits"] / 32 * 2
-    peak = {"float32": fp32, "float64": fp32 / 2}
-    if bf16_per_cycle:
-        peak["bfloat16"] = cores * clock * bf16_per_cycle
-    return DeviceSpec(
-        key=key,
-        name=name,
-        kind="cpu",
-        vendor=name.split()[0],
-        arch=arch,
-        isa=isa,
-        isa_flags=flags,
-        units=cores,
-        clock_hz=clock,
-        sram_bytes=l1_kib * KiB,
-        sram_per_block=l1_kib * KiB,
-        l2_bytes=l2_kib * KiB,
-        l3_bytes=l3_mib * MiB,
-        dram_bandwidth=gbps * 1e9,
-        peak=peak,
-        exp_rate=fp32 / 2 / EXP_OPS,
-        register_bytes=pipe["vector_registers"] * pipe["simd_bits"] // 8,
-        **pipe,
-        sources={
-            **dict.fromkeys(
-                ("units", "clock_hz", "sram_bytes", "sram_per_block", "l2_bytes", "l3_bytes", "dram_bandwidth"), paper
-            ),
-            **pipe_sources,
-            "register_bytes": "derived: vector registers × SIMD width",
-            "peak": "derived: cores × clock × vector FMAs a cycle × lanes × 2"
-            + (f"; bfloat16 {bf16_per_cycle} FLOP a cycle and core ({paper})" if bf16_per_cycle else ""),
-            "exp_rate": f"derived: vector lanes a second / {EXP_OPS} operations of an exp2 by polynomial",
-        },
-    )
+def _cpu(key: str, gbps: float, caches: tuple[int, int, int], flags: str = "", **facts: Any) -> DeviceSpec:
+    """A server CPU; caches are KiB of L1 and L2 and MiB of L3, `facts` are further fields of `Host`."""
+    l1, l2, l3 = caches
+    vendor = facts["name"].split()[0]
+    host = Host(vendor=vendor, l1d=l1 * KiB, l2=l2 * KiB, l3=l3 * MiB, flags=frozenset(flags.split()), **facts)
+    return cpu_spec(host, key).with_figures(host.source, dram_bandwidth=gbps * 1e9)
 
 
 def cpus() -> list[DeviceSpec]:
     # fmt: off
-    return [
-        _cpu(
-            "altra-q80", "Ampere Altra Q80-30", "aarch64", "neon",
-            "Ampere Altra product brief (Q80-30; 8 channels of DDR4-3200); Arm Neoverse N1 TRM for the caches",
-            cores=80, ghz=3.0, caches=(64, 1024, 32), gbps=204.8, core="neoverse-n1",
-        ),
-        _cpu(
-            "graviton3", "AWS Graviton3", "aarch64", "neon",
-            "AWS re:Invent 2021, session CMP301 (64 cores, 2.6 GHz, 8 channels of DDR5-4800); Neoverse V1 TRM, caches",
-            cores=64, ghz=2.6, caches=(64, 1024, 32), gbps=307.2, core="neoverse-v1",
-            flags=("bf16", "i8mm", "sve"),
-        ),
-        _cpu(
-            "xeon-8480", "Intel Xeon Platinum 8480+", "x86_64", "avx512",
-            "Intel ARK, Xeon Platinum 8480+ (base clock; 8 channels of DDR5-4800); Intel 64 and IA-32 Optimization "
-            "Reference Manual, chapters Golden Cove and Intel AMX",
-            cores=56, ghz=2.0, caches=(48, 2048, 105), gbps=307.2,
-            flags=("amx_bf16", "amx_tile", "avx512_bf16", "avx512f"), bf16_per_cycle=2048,
-        ),
-        _cpu(
-            "epyc-9654", "AMD EPYC 9654", "x86_64", "avx512",
-            "AMD EPYC 9004 data sheet (base clock; 12 channels of DDR5-4800); Software Optimization Guide for Zen 4",
-            cores=96, ghz=2.4, caches=(32, 1024, 384), gbps=460.8, core="znver4",
-            flags=("avx512_bf16", "avx512f"),
-        ),
-    ]
+    altra = _cpu(
+        "altra-q80", 204.8, (64, 1024, 32), name="Ampere Altra Q80-30", machine="aarch64", core="neoverse-n1",
+        cores=80, clock_hz=3.0e9,
+        source="Ampere Altra product brief (Q80-30; 8 channels of DDR4-3200); Arm Neoverse N1 TRM for the caches",
+    )
+    graviton = _cpu(
+        "graviton3", 307.2, (64, 1024, 32), "bf16 i8mm sve", name="AWS Graviton3", machine="aarch64",
+        core="neoverse-v1", cores=64, clock_hz=2.6e9,
+        source="AWS re:Invent 2021, session CMP301 (64 cores, 2.6 GHz, 8 channels of DDR5-4800); Neoverse V1 TRM, caches",
+    )
+    xeon = _cpu(
+        "xeon-8480", 307.2, (48, 2048, 105), "amx_bf16 amx_tile avx512_bf16 avx512f",
+        name="Intel Xeon Platinum 8480+", machine="x86_64", cores=56, clock_hz=2.0e9,
+        source="Intel ARK, Xeon Platinum 8480+ (base clock; 8 channels of DDR5-4800); Intel 64 and IA-32 Optimization "
+        "Reference Manual, chapters Golden Cove and Intel AMX",
+    )
+    epyc = _cpu(
+        "epyc-9654", 460.8, (32, 1024, 384), "avx512_bf16 avx512f", name="AMD EPYC 9654", machine="x86_64",
+        core="znver4", cores=96, clock_hz=2.4e9,
+        source="AMD EPYC 9004 data sheet (base clock; 12 channels of DDR5-4800); Software Optimization Guide for Zen 4",
+    )
     # fmt: on
+    amx = xeon.units * xeon.clock_hz * _AMX_BF16_FLOP
+    amx_source = f"; bfloat16 {_AMX_BF16_FLOP} FLOP a cycle and core ({xeon.sources['units']})"
+    xeon = xeon.with_figures(xeon.sources["peak"] + amx_source, peak={**xeon.peak, "bfloat16": amx})
+    return [altra, graviton, xeon, epyc]
 
 
 def specs() -> list[DeviceSpec]:

@@ -12,15 +12,16 @@ from typing import Any
 
 from tilewise.errors import DeviceError
 from tilewise.hardware.catalogue import closest_gpu
-from tilewise.hardware.cpuid import EXP_OPS, core_figures, isa_of
-from tilewise.hardware.host import Host, read_host
-from tilewise.hardware.spec import DeviceSpec, KiB, MiB
+from tilewise.hardware.host import cpu_spec, read_host
+from tilewise.hardware.spec import DeviceSpec, MiB
 
 _PROPERTIES = "probed: torch.cuda.get_device_properties"
-_INTERESTING = (
-    "amx_bf16", "amx_int8", "amx_tile", "avx2", "avx512_bf16", "avx512_fp16", "avx512f", "bf16", "f16c", "fma", "fp16",
-    "i8mm", "sve", "sve2",
-)  # fmt: skip
+_ATTRIBUTES = {
+    "l2_bytes": "L2_cache_size",
+    "sram_bytes": "shared_memory_per_multiprocessor",
+    "sram_per_block": "shared_memory_per_block_optin",
+    "max_threads": "max_threads_per_multi_processor",
+}
 
 
 def probe(device: str | None = None) -> DeviceSpec:
@@ -30,63 +31,16 @@ def probe(device: str | None = None) -> DeviceSpec:
     if device == "cpu":
         return probe_cpu()
     kind, _, number = device.partition(":")
-    found = probe_gpu(int(number or 0)) if kind in ("cuda", "hip") and (number or "0").isdigit() else None
-    if found is None:
+    spec = probe_gpu(int(number or 0)) if kind in ("cuda", "hip") and (number or "0").isdigit() else None
+    if spec is None:
         raise DeviceError(f"device: {device!r} is not there; need 'cpu' or a visible 'cuda[:i]'")
-    return found
+    return spec
 
 
 @cache
 def probe_cpu() -> DeviceSpec:
     """The CPU of this machine, as far as the process may use it."""
     return cpu_spec(read_host())
-
-
-def cpu_spec(host: Host) -> DeviceSpec:
-    """The DeviceSpec of what was read from a host; gaps are filled from its instruction set."""
-    isa = isa_of(host.machine, host.flags, host.sve_bits)
-    pipe, sources = core_figures(isa, host.core)
-    if isa == "sve":
-        pipe["simd_bits"] = host.sve_bits
-    told: dict[str, tuple[Any, Any, str]] = {
-        "clock_hz": (host.clock_hz, 2.5e9, "a common server clock; the system does not tell its own"),
-        "sram_bytes": (host.l1d, 32 * KiB, "the smallest L1 data cache of recent cores"),
-        "l2_bytes": (host.l2, 512 * KiB, "a small private L2"),
-        "l3_bytes": (host.l3, 0, ""),
-        "dram_bytes": (host.memory, 0, ""),
-        "units": (host.cores, 1, "one core; the system does not tell"),
-    }
-    values: dict[str, Any] = {}
-    for name, (read, fallback, why) in told.items():
-        values[name] = read or fallback
-        if values[name]:
-            sources[name] = f"probed: {host.origin}" if read else f"estimate: {why}"
-    lanes = pipe["simd_bits"] / 32
-    fp32 = values["units"] * values["clock_hz"] * pipe["fma_per_cycle"] * lanes * 2
-    sources.update(
-        sram_per_block=sources["sram_bytes"],
-        register_bytes="derived: vector registers × SIMD width",
-        peak="derived: cores × clock × vector FMAs a cycle × lanes × 2",
-        exp_rate=f"derived: vector lanes a second / {EXP_OPS} operations of an exp2 by polynomial",
-        dram_bandwidth="estimate: 16 GB/s a core up to 200 GB/s; hardware.measure('cpu') finds the real figure",
-    )
-    return DeviceSpec(
-        key="cpu",
-        name=host.name or f"{host.machine} CPU",
-        kind="cpu",
-        vendor=host.vendor,
-        arch={"arm64": "aarch64", "amd64": "x86_64"}.get(host.machine, host.machine),
-        isa=isa,
-        isa_flags=tuple(flag for flag in _INTERESTING if flag in host.flags),
-        sram_per_block=values["sram_bytes"],
-        register_bytes=pipe["vector_registers"] * pipe["simd_bits"] // 8,
-        peak={"float32": fp32, "float64": fp32 / 2},
-        exp_rate=fp32 / 2 / EXP_OPS,
-        dram_bandwidth=min(values["units"] * 16e9, 200e9),
-        **values,
-        **pipe,
-        sources=sources,
-    )
 
 
 @cache
@@ -112,21 +66,15 @@ def gpu_spec(properties: Any, hip: bool = False) -> DeviceSpec:
     known = closest_gpu(name, arch)
     units = int(properties.multi_processor_count)
     probed: dict[str, Any] = {"units": units, "dram_bytes": int(properties.total_memory)}
-    for field, attribute in (
-        ("l2_bytes", "L2_cache_size"),
-        ("sram_bytes", "shared_memory_per_multiprocessor"),
-        ("sram_per_block", "shared_memory_per_block_optin"),
-        ("max_threads", "max_threads_per_multi_processor"),
-    ):
-        value = int(getattr(properties, attribute, 0) or 0)
-        if value:
+    for field, attribute in _ATTRIBUTES.items():
+        if value := int(getattr(properties, attribute, 0) or 0):
             probed[field] = value
     clock = int(getattr(properties, "clock_rate", 0) or 0) * 1e3
     if known is not None:
         spec = known.with_figures(_PROPERTIES, **probed)
         if units != known.units:
             spec = _scaled(spec, units / known.units, known.key)
-        return _renamed(spec, name, arch)
+        return replace(spec, name=name, arch=arch or spec.arch)
     return _unknown_gpu(name, arch, hip, probed, clock or 1.5e9)
 
 
@@ -138,10 +86,6 @@ def _scaled(spec: DeviceSpec, ratio: float, of: str) -> DeviceSpec:
         exp_rate=spec.exp_rate * ratio,
         l2_bandwidth=spec.l2_bandwidth * ratio,
     )
-
-
-def _renamed(spec: DeviceSpec, name: str, arch: str) -> DeviceSpec:
-    return replace(spec, name=name, arch=arch or spec.arch)
 
 
 def _unknown_gpu(name: str, arch: str, hip: bool, probed: dict[str, Any], clock: float) -> DeviceSpec:

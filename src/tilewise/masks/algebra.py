@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -271,6 +271,7 @@ class Not(Mask):
 
 @dataclass(frozen=True, repr=False)
 class _Pair(Mask):
+    conjunction: ClassVar[bool]
     left: Mask
     right: Mask
     static: bool = field(init=False, compare=False, default=True)
@@ -282,22 +283,24 @@ class _Pair(Mask):
         yield from self.left.leaves()
         yield from self.right.leaves()
 
-    def _both(self, binding: Binding, negate: bool) -> Terms:
+    def terms(self, binding: Binding, negate: bool) -> Terms:
         left, right = self.left.terms(binding, negate), self.right.terms(binding, negate)
-        return _limited([a + b for a in left for b in right])
-
-    def _either(self, binding: Binding, negate: bool) -> Terms:
-        return _limited(self.left.terms(binding, negate) + self.right.terms(binding, negate))
+        both = self.conjunction != negate  # De Morgan: the negation of an AND is an OR of negations
+        terms = [a + b for a in left for b in right] if both else left + right
+        if len(terms) > MAX_TERMS:
+            raise MaskError(
+                f"the mask expands to {len(terms)} alternatives, more than {MAX_TERMS}; describe it with blocks(...) or "
+                "dense(...)"
+            )
+        return terms
 
 
 class And(_Pair):
-    def terms(self, binding: Binding, negate: bool) -> Terms:
-        return self._either(binding, True) if negate else self._both(binding, False)
+    conjunction = True
 
 
 class Or(_Pair):
-    def terms(self, binding: Binding, negate: bool) -> Terms:
-        return self._both(binding, True) if negate else self._either(binding, False)
+    conjunction = False
 
 
 def _combine(kind: type[_Pair], left: Mask, right: Mask) -> Mask:
@@ -310,14 +313,6 @@ def _combine(kind: type[_Pair], left: Mask, right: Mask) -> Mask:
         other = right if isinstance(left, Full) else left
         return other if kind is And else Full()
     return kind(left, right)
-
-
-def _limited(terms: Terms) -> Terms:
-    if len(terms) > MAX_TERMS:
-        raise MaskError(
-            f"the mask expands to {len(terms)} alternatives, more than {MAX_TERMS}; describe it with blocks(...) or dense(...)"
-        )
-    return terms
 
 
 def _merge(term: list[Literal]) -> list[Literal] | None:
@@ -384,8 +379,12 @@ def _ids(name: str, value: Any, length: int, binding: Binding) -> Any:
     return _as(ids, "int")
 
 
-def _check_integers(name: str, array: Any) -> None:
+def check_integer_dtype(name: str, array: Any) -> None:
     if str(array.dtype).removeprefix("torch.") not in INTEGERS:
         raise ArgumentTypeError(f"{name}: dtype {array.dtype}, need integers of at most 64 bits; convert with .int()")
+
+
+def _check_integers(name: str, array: Any) -> None:
+    check_integer_dtype(name, array)
     if isinstance(array, np.ndarray) and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
         raise MaskError(f"{name}: integers from {array.min()} to {array.max()}, need integers of 32 bits")

@@ -8,7 +8,6 @@ import numpy as np
 
 from tilewise.errors import ArgumentTypeError, MaskError
 from tilewise.masks.algebra import (
-    INTEGERS,
     Band,
     Blocks,
     Dense,
@@ -18,6 +17,7 @@ from tilewise.masks.algebra import (
     KeyRanges,
     Mask,
     OffsetBand,
+    check_integer_dtype,
 )
 from tilewise.masks.program import UNBOUNDED
 from tilewise.masks.traced import meet_compiler
@@ -200,6 +200,5 @@ def _integers(name: str, value: Any, need: str = "an integer, or one integer for
         return value
     if not hasattr(value, "dtype"):
         raise ArgumentTypeError(f"{name} is {value!r} ({type(value).__name__}), need {need}")
-    if str(value.dtype).removeprefix("torch.") not in INTEGERS:
-        raise ArgumentTypeError(f"{name}: dtype {value.dtype}, need integers of at most 64 bits; convert with .int()")
+    check_integer_dtype(name, value)
     return value

@@ -1,6 +1,7 @@
-"""Masks written as text, for the command line: `causal & window(4096)`, `causal(top_left) | prefix(128)`, `~window(64, 0)`.
+"""Masks written as text: `causal & window(4096)`, `causal(top_left) | prefix(128)`, `~window(64, 0)`, `key_padding([5, 6])`.
 
-A small recursive descent over names, integers and the operators `~` > `&` > `|`; nothing is evaluated as Python.
+A small recursive descent over names, integers, lists of them and the operators `~` > `&` > `|`; nothing is evaluated as Python.
+The command line, the cases of the benchmarks and those of the compile checks all come through here.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from typing import NamedTuple, NoReturn
 
 from tilewise.errors import MaskError
 from tilewise.masks.algebra import Mask
-from tilewise.masks.build import ANCHORS, causal, full, prefix, window
+from tilewise.masks.build import ANCHORS, causal, full, key_padding, prefix, window
 
-_TOKEN = re.compile(r"\s*(?:(?P<number>-?[0-9]+)|(?P<name>[A-Za-z_]+)|(?P<sign>[()&|~,=]))")
-_MAKERS: dict[str, Callable[..., Mask]] = {"full": full, "causal": causal, "window": window, "prefix": prefix}
+_TOKEN = re.compile(r"\s*(?:(?P<number>-?[0-9]+)|(?P<name>[A-Za-z_]+)|(?P<sign>[()&|~,=\[\]]))")
+_MAKERS: dict[str, Callable[..., Mask]] = {
+    maker.__name__: maker for maker in (full, causal, window, prefix, key_padding)
+}
+Value = str | int | list[int]
 
 
 class _Token(NamedTuple):
@@ -24,7 +28,11 @@ class _Token(NamedTuple):
 
 
 def parse(text: str) -> Mask:
-    """The mask that `text` describes; masks that need tensors (documents, blocks, …) exist in Python only."""
+    """The mask that `text` describes; masks that need large tensors (documents, blocks, dense) exist in Python only.
+
+    >>> parse("causal & window(4096) | prefix(16)")
+    >>> parse("causal(offset=[3, 170]) & key_padding([100, 64])")
+    """
     try:
         return _Parser(text).parse()
     except RecursionError:
@@ -45,56 +53,74 @@ class _Parser:
 
     def _or(self) -> Mask:
         mask = self._and()
-        while self._take("|"):
+        while self._accept("|"):
             mask = mask | self._and()
         return mask
 
     def _and(self) -> Mask:
         mask = self._unary()
-        while self._take("&"):
+        while self._accept("&"):
             mask = mask & self._unary()
         return mask
 
     def _unary(self) -> Mask:
-        if self._take("~"):
+        if self._accept("~"):
             return ~self._unary()
-        if self._take("("):
+        if self._accept("("):
             mask = self._or()
             self._expect(")")
             return mask
         token = self._advance()
         if token.kind != "name" or token.text not in _MAKERS:
             self._fail(token, f"expected a mask ({', '.join(_MAKERS)}) or '('")
-        arguments: list[int] = []
-        options: dict[str, str | int] = {}
-        if self._take("("):
-            while not self._take(")"):
+        arguments: list[Value] = []
+        options: dict[str, Value] = {}
+        if self._accept("("):
+            while not self._accept(")"):
                 self._argument(arguments, options)
-                if self._peek().text != ")" and not self._take(","):
-                    self._fail(self._peek(), "expected ',' or ')'")
+                self._separator(")")
         try:
             return _MAKERS[token.text](*arguments, **options)
         except (TypeError, MaskError) as error:
             self._fail(token, str(error))
 
-    def _argument(self, arguments: list[int], options: dict[str, str | int]) -> None:
-        token = self._advance()
-        if token.kind == "number":
-            arguments.append(self._number(token))
+    def _argument(self, arguments: list[Value], options: dict[str, Value]) -> None:
+        token = self._peek()
+        if token.kind == "number" or token.text == "[":
+            arguments.append(self._value())
             return
+        self._advance()
         if token.kind == "name" and token.text in ANCHORS:
-            name, value = "align", token
-        elif token.kind == "name" and self._take("="):
-            name, value = token.text, self._advance()
-            if value.kind not in ("number", "name"):
-                self._fail(value, "expected a value")
+            name, value = "align", token.text
+        elif token.kind == "name" and self._accept("="):
+            name, value = token.text, self._value()
         else:
-            self._fail(token, "expected an integer, bottom_right, top_left, or name=value")
+            self._fail(token, "expected an integer, a list, bottom_right, top_left, or name=value")
         if name in options:
             self._fail(token, f"{name} is given twice")
-        options[name] = self._number(value) if value.kind == "number" else value.text
+        options[name] = value
+
+    def _value(self) -> Value:
+        """An integer, a list of integers, or a name."""
+        token = self._advance()
+        if token.text == "[":
+            items: list[int] = []
+            while not self._accept("]"):
+                items.append(self._number(self._advance()))
+                self._separator("]")
+            return items
+        if token.kind not in ("number", "name"):
+            self._fail(token, "expected a value")
+        return self._number(token) if token.kind == "number" else token.text
+
+    def _separator(self, end: str) -> None:
+        """A comma, unless the list ends here."""
+        if self._peek().text != end and not self._accept(","):
+            self._fail(self._peek(), f"expected ',' or '{end}'")
 
     def _number(self, token: _Token) -> int:
+        if token.kind != "number":
+            self._fail(token, "expected an integer")
         if len(token.text) > 20:  # Python refuses to read very long ones, and no length has so many digits
             self._fail(token, "expected an integer of at most 64 bits")
         return int(token.text)
@@ -119,13 +145,13 @@ class _Parser:
         self.next += token.kind != "end"
         return token
 
-    def _take(self, sign: str) -> bool:
-        found = self._peek().kind == "sign" and self._peek().text == sign
-        self.next += found
-        return found
+    def _accept(self, sign: str) -> bool:
+        there = self._peek()[:2] == ("sign", sign)
+        self.next += there
+        return there
 
     def _expect(self, sign: str) -> None:
-        if not self._take(sign):
+        if not self._accept(sign):
             self._fail(self._peek(), f"expected '{sign}'")
 
     def _fail(self, token: _Token, wanted: str) -> NoReturn:

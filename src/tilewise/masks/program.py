@@ -42,78 +42,44 @@ class Kind(NamedTuple):
     letter: str
     ints: int = 0
     tensors: int = 0
-
-    @property
-    def is_nothing(self) -> bool:
-        return self.letter == "0"
-
-    @property
-    def is_band(self) -> bool:
-        return self.letter in "bto"
-
-    @property
-    def is_bottom_right(self) -> bool:
-        """A band that counts from the last query and key."""
-        return self.letter == "b"
-
-    @property
-    def is_offset(self) -> bool:
-        """A band at an offset for each sequence."""
-        return self.letter == "o"
-
-    @property
-    def is_range(self) -> bool:
-        """Keys from `start` up to `end`, the same for every sequence."""
-        return self.letter == "r"
-
-    @property
-    def is_padding(self) -> bool:
-        """Keys from `start` up to `end` of each sequence."""
-        return self.letter == "k"
-
-    @property
-    def is_interval(self) -> bool:
-        """Leaves every row one interval of keys, which may be empty."""
-        return self.letter in "0btork"
-
-    @property
-    def is_documents(self) -> bool:
-        return self.letter in "dD"
-
-    @property
-    def is_blocks(self) -> bool:
-        return self.letter in "sS"
-
-    @property
-    def is_dense(self) -> bool:
-        return self.letter in "eE"
-
-    @property
-    def reads_data(self) -> bool:
-        """Reads ids or tables as long as the sequence."""
-        return self.letter in "dDsSeE"
-
-    @property
-    def per_head(self) -> bool:
-        """Has a tensor whose second side counts heads."""
-        return self.letter in "sSeE"
-
-    @property
-    def negated(self) -> bool:
-        return self.letter in "DSE"
+    is_nothing: bool = False
+    is_band: bool = False
+    is_bottom_right: bool = False
+    """A band that counts from the last query and key."""
+    is_offset: bool = False
+    """A band at an offset for each sequence."""
+    is_range: bool = False
+    """Keys from `start` up to `end`, the same for every sequence."""
+    is_padding: bool = False
+    """Keys from `start` up to `end` of each sequence."""
+    is_interval: bool = False
+    """Leaves every row one interval of keys, which may be empty."""
+    is_documents: bool = False
+    is_blocks: bool = False
+    is_dense: bool = False
+    reads_data: bool = False
+    """Reads ids or tables as long as the sequence."""
+    per_head: bool = False
+    """Has a tensor whose second side counts heads."""
+    negated: bool = False
 
 
-KINDS = {
-    kind.letter: kind
-    for kind in (
-        Kind("0"),
-        *(Kind("b", ints=2), Kind("t", ints=2), Kind("o", ints=2, tensors=1)),
-        *(Kind("r", ints=2), Kind("k", tensors=2)),
-        *(Kind("d", tensors=2), Kind("D", tensors=2)),
-        *(Kind("s", ints=2, tensors=1), Kind("S", ints=2, tensors=1)),
-        *(Kind("e", tensors=1), Kind("E", tensors=1)),
-    )
+_BAND: dict[str, Any] = {"ints": 2, "is_band": True, "is_interval": True}
+_DATA: dict[str, dict[str, Any]] = {
+    "d": {"tensors": 2, "is_documents": True},
+    "s": {"tensors": 1, "is_blocks": True, "ints": 2, "per_head": True},
+    "e": {"tensors": 1, "is_dense": True, "per_head": True},
 }
+_ALL = (
+    Kind("0", is_nothing=True, is_interval=True),
+    Kind("b", is_bottom_right=True, **_BAND),
+    Kind("t", **_BAND),
+    Kind("o", tensors=1, is_offset=True, **_BAND),
+    Kind("r", ints=2, is_range=True, is_interval=True),
+    Kind("k", tensors=2, is_padding=True, is_interval=True),
+    *(Kind(c, reads_data=True, negated=c.isupper(), **_DATA[c.lower()]) for c in "dDsSeE"),
+)
+KINDS = {kind.letter: kind for kind in _ALL}
 """In the order in which a term holds them."""
 
 

@@ -22,10 +22,13 @@ reductions across lanes. Other groups of the unit fill the time."""
 START_CLOCKS = 1500
 """From a block's launch to its first product: the latency of the first loads."""
 
-# passes: products of two M × N × D matrices, exponentials and fp32 operations for each score
-_PRODUCTS = {"forward": 2, "decode": 2, "backward_dkdv": 4, "backward_dq": 3}
-_EXPS = 1
-_SOFTMAX_OPS = {"forward": 3.5, "decode": 3.5, "backward_dkdv": 6.0, "backward_dq": 5.0}
+# per score of each pass: products over d and over dv, and fp32 operations; one exponential in all of them
+_PASS_COSTS = {
+    "forward": (1, 1, 3.5),
+    "decode": (1, 1, 3.5),
+    "backward_dkdv": (2, 2, 6.0),
+    "backward_dq": (2, 1, 5.0),
+}
 
 
 @dataclass(frozen=True)
@@ -39,22 +42,11 @@ class StepClocks:
     load: float
     total: float
 
-    @property
-    def binding(self) -> str:
-        pipes = {
-            "tensor cores": self.tensor,
-            "shared memory": self.shared,
-            "exponentials": self.exp,
-            "fp32 units": self.fp32,
-            "L2 bandwidth": self.load,
-        }
-        return max(pipes, key=lambda name: pipes[name])
-
 
 def tile_flops(pass_: str, m: int, n: int, d: int, dv: int) -> int:
     """FLOPs of the matrix products of one M × N tile."""
-    wide, narrow = {"forward": (1, 1), "decode": (1, 1), "backward_dkdv": (2, 2), "backward_dq": (2, 1)}[pass_]
-    return 2 * m * n * (wide * d + narrow * dv)
+    over_d, over_dv, _ = _PASS_COSTS[pass_]
+    return 2 * m * n * (over_d * d + over_dv * dv)
 
 
 def step(tile: TilePlan, d: int, dv: int, itemsize: int, flops: float, on_chip: OnChip, spec: DeviceSpec) -> StepClocks:
@@ -66,9 +58,9 @@ def step(tile: TilePlan, d: int, dv: int, itemsize: int, flops: float, on_chip: 
     rows = _instruction_rows(spec)
     tensor = flop * (-(-m // rows) * rows / m) / rate
     shared = _shared_bytes(tile, d, dv, itemsize, spec) / SHARED_BYTES_PER_CLOCK
-    exp = _EXPS * m * n / (spec.exp_rate / (spec.units * spec.clock_hz))
+    exp = m * n / (spec.exp_rate / (spec.units * spec.clock_hz))
     accumulator = {"forward": m * dv, "decode": m * dv}.get(tile.pass_, 0)  # rescaled once a step
-    fp32 = (_SOFTMAX_OPS[tile.pass_] * m * n + accumulator) / FP32_LANES
+    fp32 = (_PASS_COSTS[tile.pass_][2] * m * n + accumulator) / FP32_LANES
     moved = (n if tile.pass_ != "backward_dkdv" else m) * (d + dv) * itemsize
     load = moved / (spec.l2_bandwidth / (spec.units * spec.clock_hz))
     product, softmax = max(tensor, shared), exp + fp32
@@ -87,12 +79,11 @@ def _shared_bytes(tile: TilePlan, d: int, dv: int, itemsize: int, spec: DeviceSp
     """
     m, n = tile.block_q, tile.block_k
     rows = _instruction_rows(spec)
+    b_bytes = n * (d + dv) * itemsize * sum(_PASS_COSTS[tile.pass_][:2]) / 2
     if rows > 16:
-        sweeps = -(-m // rows)
-        b_bytes = sweeps * n * (d + dv) * itemsize * _PRODUCTS[tile.pass_] / 2
-        return b_bytes + m * d * itemsize
+        return -(-m // rows) * b_bytes + m * d * itemsize
     warp_rows = max(16, m // max(1, tile.warps))
-    return max(1, m // warp_rows) * n * (d + dv) * itemsize * _PRODUCTS[tile.pass_] / 2
+    return max(1, m // warp_rows) * b_bytes
 
 
 def _instruction_rows(spec: DeviceSpec) -> int:

@@ -10,14 +10,14 @@ from tilewise import hardware, model
 from tilewise.display import Shown
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
-from tilewise.model import OnChip, Roofline, TilePlan, Traffic, Work, gpu
+from tilewise.model import Roofline, TilePlan, Traffic, Work, gpu
 from tilewise.model.cpu import CpuTile, cpu_tile
 from tilewise.model.grid import band_of, even
 from tilewise.model.roof import waves
+from tilewise.model.tile import PASSES
 from tilewise.model.tuned import lookup_tuned
 from tilewise.problem import Problem
 
-_SCHEDULE = {"forward": "v2", "decode": "decode", "backward_dkdv": "backward_dkdv", "backward_dq": "backward_dq"}
 DECODE_ROWS = 64
 """Up to so many rows (queries × heads of a group) the forward is a decoding problem: one tile holds them all."""
 
@@ -136,8 +136,8 @@ def plan(
     spec = hardware.device(device)
     if pass_ == "auto":
         pass_ = "decode" if spec.is_gpu and _is_decode(problem) else "forward"
-    if pass_ not in _SCHEDULE:
-        raise PlanError(f"pass_: got {pass_!r}, need auto, {', '.join(_SCHEDULE)}")
+    if pass_ not in PASSES:
+        raise PlanError(f"pass_: got {pass_!r}, need auto, {', '.join(PASSES)}")
     return _gpu_plan(problem, spec, pass_, tile, kernels) if spec.is_gpu else _cpu_plan(problem, spec, tile)
 
 
@@ -154,12 +154,12 @@ def _gpu_plan(
     reasons: tuple[str, ...] = ()
     tuned = lookup_tuned(problem, spec, pass_, kernels or "triton")
     if tuned is not None:
-        told = f"{tuned.measured} on {tuned.device}, {tuned.date} ({tuned.evidence})"
+        evidence = f"{tuned.measured} on {tuned.device}, {tuned.date} ({tuned.evidence})"
         if kernels:
             chosen = gpu.evaluate(problem, spec, tuned.tile)
-            reasons = (f"tuned: {told}",)
+            reasons = (f"tuned: {evidence}",)
         else:
-            reasons = (f"the {tuned.kernels} kernels take {tuned.tile} instead: {told}",)
+            reasons = (f"the {tuned.kernels} kernels take {tuned.tile} instead: {evidence}",)
     if wanted is not None:
         given = _given(wanted, pass_, problem, spec, candidates)
         more = given.seconds / chosen.seconds - 1
@@ -169,15 +169,12 @@ def _gpu_plan(
     step, on_chip = chosen.step, chosen.on_chip
     assert step is not None
     tile = chosen.tile
-    slots = spec.units * on_chip.blocks
-    work = model.work(problem, tile)
-    moved = model.traffic(problem, tile, _SCHEDULE[pass_])
-    dram = model.dram(problem, tile, moved, spec, slots)
-    flops = spec.flops(problem.dtype, problem.precision)
+    counts = _counts(problem, spec, tile, spec.units * on_chip.blocks)
+    work, moved, dram = counts["work"], counts["tile_traffic"], counts["dram"]
     steps = work.exps / (tile.block_q * tile.block_k)
     clocks = spec.units * spec.clock_hz
     limits = {
-        "tensor cores": work.executed / flops,
+        "tensor cores": work.executed / spec.flops(problem.dtype, problem.precision),
         "shared memory": steps * step.shared / clocks,
         "exponentials": work.exps / spec.exp_rate,
         "fp32 units": steps * step.fp32 / clocks,
@@ -186,24 +183,33 @@ def _gpu_plan(
     }
     seconds = max(_thinned(chosen.seconds, problem, work, tile, spec), *limits.values())
     return Plan(
-        problem=problem,
-        spec=spec,
-        tile=tile,
+        **counts,
         on_chip=on_chip.sram,
         registers=on_chip.registers,
         resident=on_chip.blocks,
         waves=chosen.waves,
-        compulsory=model.compulsory(problem, tile),
-        tile_traffic=moved,
-        dram=dram,
-        work=work,
-        roofline=model.roofline(work.useful, dram.total, problem.dtype, spec, problem.precision),
         seconds=seconds,
         limits=limits,
         binding=_binding(limits, seconds),
         reasons=(*reasons, *_reasons(chosen, spec, work)),
         alternatives=_alternatives(candidates, chosen),
     )
+
+
+def _counts(problem: Problem, spec: DeviceSpec, tile: TilePlan, slots: int) -> dict[str, Any]:
+    """What a plan counts for its tile, by field; `slots` blocks are on the device at once."""
+    work, moved = model.work(problem, tile), model.traffic(problem, tile)
+    dram = model.dram(problem, tile, moved, spec, slots)
+    return {
+        "problem": problem,
+        "spec": spec,
+        "tile": tile,
+        "compulsory": model.compulsory(problem, tile),
+        "tile_traffic": moved,
+        "dram": dram,
+        "work": work,
+        "roofline": model.roofline(work.useful, dram.total, problem.dtype, spec, problem.precision),
+    }
 
 
 def _thinned(seconds: float, problem: Problem, work: Work, tile: TilePlan, spec: DeviceSpec) -> float:
@@ -241,7 +247,7 @@ def _given(
 def _reasons(chosen: gpu.Candidate, spec: DeviceSpec, work: Work) -> tuple[str, ...]:
     tile, on_chip, step = chosen.tile, chosen.on_chip, chosen.step
     assert step is not None
-    found = [
+    reasons = [
         f"{on_chip.sram_bytes / 1024:.0f} of {spec.sram_per_block // 1024} KiB shared memory, {on_chip.registers} of "
         f"{spec.max_registers} registers, {on_chip.blocks} block{'s' * (on_chip.blocks > 1)} a unit",
         f"a step takes {step.total:.0f} clocks: products {max(step.tensor, step.shared):.0f}, "
@@ -249,14 +255,14 @@ def _reasons(chosen: gpu.Candidate, spec: DeviceSpec, work: Work) -> tuple[str, 
     ]
     if tile.splits > 1:
         blocks = round(chosen.waves * spec.units * on_chip.blocks)
-        found.append(f"{tile.splits} splits over the keys make {blocks} blocks for {spec.units} units")
+        reasons.append(f"{tile.splits} splits over the keys make {blocks} blocks for {spec.units} units")
     elif chosen.waves < 1:
-        found.append(f"one wave, {chosen.waves:.0%} of the places taken")
+        reasons.append(f"one wave, {chosen.waves:.0%} of the places taken")
     else:
-        found.append(f"{chosen.waves:.1f} waves")
+        reasons.append(f"{chosen.waves:.1f} waves")
     if work.waste > 0.05:
-        found.append(f"{work.waste:.0%} of the multiplications fall on masked or padded scores")
-    return tuple(found)
+        reasons.append(f"{work.waste:.0%} of the multiplications fall on masked or padded scores")
+    return tuple(reasons)
 
 
 def _alternatives(candidates: list[gpu.Candidate], chosen: gpu.Candidate) -> tuple[Alternative, ...]:
@@ -268,21 +274,25 @@ def _alternatives(candidates: list[gpu.Candidate], chosen: gpu.Candidate) -> tup
             best[key] = candidate
     if chosen.tile.source == "user" or chosen.tile not in [candidate.tile for candidate in best.values()]:
         best[chosen.tile.block_q, chosen.tile.block_k] = chosen
-    found = []
-    for candidate in sorted(best.values(), key=lambda c: (bool(c.rejected), c.seconds, c.on_chip.sram_bytes)):
-        on_chip = candidate.on_chip
+
+    def verdict(candidate: gpu.Candidate) -> str:
         if candidate.rejected:
-            verdict = candidate.rejected
-        elif candidate.tile == chosen.tile:
-            verdict = "yours" if chosen.tile.source == "user" else "chosen"
-        else:
-            more = candidate.seconds / chosen.seconds - 1
-            verdict = f"{more:+.0%}" + _why_not(candidate.tile)
-        seconds = None if candidate.rejected else candidate.seconds
-        found.append(
-            Alternative(candidate.tile, seconds, on_chip.sram_bytes, on_chip.registers, on_chip.blocks, verdict)
+            return candidate.rejected
+        if candidate.tile == chosen.tile:
+            return "yours" if chosen.tile.source == "user" else "chosen"
+        return f"{candidate.seconds / chosen.seconds - 1:+.0%}" + _why_not(candidate.tile)
+
+    return tuple(
+        Alternative(
+            c.tile,
+            None if c.rejected else c.seconds,
+            c.on_chip.sram_bytes,
+            c.on_chip.registers,
+            c.on_chip.blocks,
+            verdict(c),
         )
-    return tuple(found)
+        for c in sorted(best.values(), key=lambda c: (bool(c.rejected), c.seconds, c.on_chip.sram_bytes))
+    )
 
 
 def _better(one: gpu.Candidate, other: gpu.Candidate) -> bool:
@@ -324,8 +334,8 @@ def _cpu_plan(problem: Problem, spec: DeviceSpec, wanted: TilePlan | tuple[int, 
             )
         reasons = (f"yours: the model would take {tile}", *reasons)
         tile = replace(tile, block_q=m, block_k=n, source="user")
-    work, moved = model.work(problem, tile), model.v2(problem, tile)
-    dram = model.dram(problem, tile, moved, spec, spec.units)
+    counts = _counts(problem, spec, tile, spec.units)
+    work, dram = counts["work"], counts["dram"]
     sizes = even(problem)
     size = 8 if problem.dtype == "float64" else 4
     d, dv, rows = sizes.head_dim, sizes.head_dim_v, chosen.rows
@@ -346,24 +356,14 @@ def _cpu_plan(problem: Problem, spec: DeviceSpec, wanted: TilePlan | tuple[int, 
     # exponentials run on the FMA units too, so the two add up
     seconds = max((limits["FMA units"] + limits["exponentials"]) / balance, limits["DRAM bandwidth"])
     return Plan(
-        problem=problem,
-        spec=spec,
-        tile=tile,
+        **counts,
         on_chip=on_chip,
         registers=chosen.registers,
         resident=1,
         waves=tasks / spec.units,
-        compulsory=model.compulsory(problem, tile),
-        tile_traffic=moved,
-        dram=dram,
-        work=work,
-        roofline=model.roofline(work.useful, dram.total, problem.dtype, spec),
         seconds=seconds,
         limits=limits,
         binding=_binding(limits, seconds),
         reasons=reasons,
         cpu=chosen,
     )
-
-
-__all__ = ["Alternative", "OnChip", "Plan", "plan"]

@@ -20,8 +20,8 @@ BLOCKS = (16, 32, 64, 128, 256)
 MARGIN = 0.03
 """Differences in predicted time that the model is too coarse to trust."""
 SMALL_BLOCKS = (16, 32)
-"""For operands in terms on Blackwell: with 64 rows or more their products go through tensor memory, and triton 3.7.1 asks
-for 576 columns of it and more where there are 512."""
+"""For fp32 operands split into fp16 on Blackwell: with 64 rows or more their products go through tensor memory, and triton
+3.7.1 asks for 576 columns of it and more where there are 512."""
 MODEL_BLOCKS = (16, 32, 64, 128, 192, 256)
 """192 rows exist only for kernels that join accumulators of 128 and 64; Triton's tiles are powers of two."""
 
@@ -39,7 +39,7 @@ class Candidate:
 
 
 class _Size(NamedTuple):
-    """The numbers of a problem that choosing a tile depends on; hashable, so choices are remembered."""
+    """The numbers of a problem that choosing a tile depends on; hashable, so choices are cached."""
 
     tasks: int
     """Batch × query heads."""
@@ -52,11 +52,24 @@ class _Size(NamedTuple):
     dtype: str
     precision: str
     band: tuple[int, int] | None
-    terms: bool = False
-    """Are operands held as several terms each?"""
+    fp16_split: bool = False
+    """Are fp32 operands held as two fp16 parts each?"""
     whole: bool = False
     """Must one block see all keys of a row? A bias of -1e9 over a row leaves its log-sum-exp no digits for the number of keys,
     so parts of the row could not be weighed against each other."""
+
+    @property
+    def group(self) -> int:
+        return self.tasks // self.kv_tasks
+
+    def flops(self, spec: DeviceSpec) -> float:
+        return spec.flops(self.dtype, self.precision)
+
+    def step(self, tile: TilePlan, on_chip: onchip.OnChip, spec: DeviceSpec) -> cycles.StepClocks:
+        return cycles.step(tile, self.d, self.dv, self.itemsize, self.flops(spec), on_chip, spec)
+
+    def on_chip(self, tile: TilePlan, spec: DeviceSpec) -> onchip.OnChip:
+        return onchip.kernel(tile, self.d, self.dv, self.itemsize, spec)
 
 
 def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward", kernels: str = "") -> TilePlan:
@@ -67,11 +80,9 @@ def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward", kernels
     """
     tuned = lookup_tuned(problem, spec, pass_, kernels)
     if tuned is not None:
-        return tuned.tile if pass_ != "decode" else _sized(tuned.tile, _size_of(problem, rounded=True), spec)
-    found = _choose(problem, spec, pass_, kernels=kernels)
-    if found[0].rejected:
-        return min(found, key=lambda c: (c.on_chip.sram_bytes, c.on_chip.registers)).tile
-    return found[0].tile
+        return tuned.tile if pass_ != "decode" else _fitted(tuned.tile, _size_of(problem, rounded=True), spec)
+    candidates = _choose(problem, spec, pass_, kernels=kernels)
+    return (_smallest(candidates) if candidates[0].rejected else candidates[0]).tile
 
 
 def ranked(
@@ -79,17 +90,21 @@ def ranked(
 ) -> list[Candidate]:
     """Every candidate, the chosen one on top, then those that run by time; raises if none runs.
 
-    The choice is made for rounded lengths, so that it can be remembered; the figures are those of the exact ones.
+    The choice is made for rounded lengths, so that it can be cached; the figures are those of the exact ones.
     """
-    found = _choose(problem, spec, pass_, model_blocks, kernels)
-    if found[0].rejected:
-        small = min(found, key=lambda c: (c.on_chip.sram_bytes, c.on_chip.registers))
+    candidates = _choose(problem, spec, pass_, model_blocks, kernels)
+    if candidates[0].rejected:
+        small = _smallest(candidates)
         raise PlanError(
             f"tile: none fits {spec.name} for head dims {problem.head_dim}, {problem.head_dim_v} in {problem.dtype}: "
             f"the smallest, {small.tile}, fails: {small.rejected}"
         )
-    exact = _held(_size_of(problem), spec, pass_, kernels)
-    return [_judge(c.tile, exact, spec) for c in found]
+    exact = _size_of(problem)
+    return [_judge(c.tile, exact, spec) for c in candidates]
+
+
+def _smallest(candidates: tuple[Candidate, ...]) -> Candidate:
+    return min(candidates, key=lambda c: (c.on_chip.sram_bytes, c.on_chip.registers))
 
 
 def _choose(
@@ -101,13 +116,11 @@ def _choose(
         raise PlanError(f"device: {spec.name} is a CPU; use cpu_tile for it")
     if not spec.flops(problem.dtype, problem.precision):
         raise PlanError(f"dtype: {spec.name} multiplies no {problem.dtype}, only {', '.join(spec.peak)}")
-    return _ranked(_held(_size_of(problem, rounded=True), spec, pass_, kernels), spec, pass_, model_blocks)
-
-
-def _held(size: _Size, spec: DeviceSpec, pass_: str, kernels: str) -> _Size:
-    """As the kernels hold it: Triton's have fp32 as two terms of fp16, the same bytes, but not while decoding."""
+    size = _size_of(problem, rounded=True)
+    # Triton's kernels hold fp32 as two parts of fp16, the same bytes, but not while decoding
     split = kernels == "triton" and size.dtype == "float32" and size.precision != "tf32"
-    return size._replace(terms=split and pass_ != "decode" and spec.vendor != "AMD")
+    size = size._replace(fp16_split=split and pass_ != "decode" and spec.vendor != "AMD")
+    return _ranked(size, spec, pass_, model_blocks)
 
 
 def evaluate(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Candidate:
@@ -128,8 +141,8 @@ def _size_of(problem: Problem, rounded: bool = False) -> _Size:
         kv_tasks=max(1, problem.batch * problem.kv_heads),
         rows=rows,
         keys=keys,
-        d=_pad(problem.head_dim),
-        dv=_pad(problem.head_dim_v),
+        d=_power_of_two(problem.head_dim),
+        dv=_power_of_two(problem.head_dim_v),
         itemsize=problem.itemsize,
         dtype=problem.dtype,
         precision=problem.precision,
@@ -138,44 +151,41 @@ def _size_of(problem: Problem, rounded: bool = False) -> _Size:
     )
 
 
-def _pad(dim: int) -> int:
-    """Head dims are padded to a power of two of at least 16 inside the tile."""
-    size = 16
-    while size < dim:
-        size *= 2
-    return size
+def _power_of_two(length: int) -> int:
+    """The next power of two of at least 16: head dims are padded to it inside the tile, blocks need not be longer."""
+    return max(16, 1 << (length - 1).bit_length())
 
 
 @lru_cache(maxsize=512)
 def _ranked(size: _Size, spec: DeviceSpec, pass_: str, model_blocks: bool) -> tuple[Candidate, ...]:
     blocks: tuple[int, ...] = MODEL_BLOCKS if model_blocks else BLOCKS
-    if size.terms and spec.capability is not None and spec.capability[0] == 10:
+    if size.fp16_split and spec.capability is not None and spec.capability[0] == 10:
         blocks = SMALL_BLOCKS
-    found = [_judge(tile, size, spec) for tile in _candidates(size, spec, pass_, blocks)]
+    candidates = [_judge(tile, size, spec) for tile in _candidates(size, spec, pass_, blocks)]
     # equal times: fewer on-chip bytes, then fewer threads
-    found.sort(key=lambda c: (bool(c.rejected), tier(c.tile), c.seconds, c.on_chip.sram_bytes, c.tile.warps))
-    return _settle(found, spec, pass_)
+    candidates.sort(key=lambda c: (bool(c.rejected), tier(c.tile), c.seconds, c.on_chip.sram_bytes, c.tile.warps))
+    return _prefer_fewer_bytes(candidates, spec, pass_)
 
 
-def _settle(found: list[Candidate], spec: DeviceSpec, pass_: str) -> tuple[Candidate, ...]:
+def _prefer_fewer_bytes(candidates: list[Candidate], spec: DeviceSpec, pass_: str) -> tuple[Candidate, ...]:
     """Among tiles the model cannot tell apart, put the one first that moves the fewest bytes.
 
     The more rows share a K/V tile (the more keys a Q tile, in `backward_dkdv`), the less leaves L2. Tiles that fill the
     register file are not preferred on so small a margin: they may spill.
     """
-    best = found[0]
+    best = candidates[0]
     if best.rejected or pass_ == "decode":
-        return tuple(found)
+        return tuple(candidates)
     near = [
         c
-        for c in found
+        for c in candidates
         if not c.rejected
         and tier(c.tile) == tier(best.tile)
         and c.seconds <= best.seconds * (1 + MARGIN)
         and (c is best or c.on_chip.registers <= 0.9 * spec.max_registers)
     ]
     chosen = max(near, key=lambda c: min(128, c.tile.block_k if pass_ == "backward_dkdv" else c.tile.block_q))
-    return chosen, *(c for c in found if c is not chosen)
+    return chosen, *(c for c in candidates if c is not chosen)
 
 
 def tier(tile: TilePlan) -> int:
@@ -196,53 +206,32 @@ def tier(tile: TilePlan) -> int:
 
 def _candidates(size: _Size, spec: DeviceSpec, pass_: str, blocks: tuple[int, ...]) -> Iterator[TilePlan]:
     if pass_ == "decode":
-        yield from _decode_candidates(size, spec)
+        for block_k in (16, 32, 64, 128):
+            for stages in (1, 2, 3, 4):
+                yield _fitted(TilePlan(16, block_k, stages, 4, pass_="decode"), size, spec)
         return
     for block_q in blocks:
         for block_k in blocks:
-            if block_q > max(16, _above(size.rows)) or block_k > max(16, _above(size.keys)):
+            if block_q > _power_of_two(size.rows) or block_k > _power_of_two(size.keys):
                 continue  # a tile more than twice as long as the sequence only multiplies padding
             for warps in (4, 8, 12) if block_q == 192 else (4, 8):
                 for stages in (1, 2, 3):
                     yield TilePlan(block_q, block_k, stages, warps, pass_=pass_)
 
 
-def _decode_candidates(size: _Size, spec: DeviceSpec) -> Iterator[TilePlan]:
-    """Few queries: the heads of a group share a tile, and the keys are split until the device is full."""
-    packed_rows = size.rows * (size.tasks // size.kv_tasks)
-    block_q = min(64, max(16, _above(packed_rows)))
-    for block_k in (16, 32, 64, 128):
-        for stages in (1, 2, 3, 4):
-            tile = TilePlan(block_q, block_k, stages, 4, pack_gqa=True, pass_="decode")
-            yield replace(tile, splits=best_splits(tile, size, spec))
-
-
-def _sized(tile: TilePlan, size: _Size, spec: DeviceSpec) -> TilePlan:
-    """A decode tile with as many rows and parts of the keys as this problem needs."""
-    packed_rows = size.rows * (size.tasks // size.kv_tasks)
-    tile = replace(tile, block_q=min(64, max(16, _above(packed_rows))), pack_gqa=True)
+def _fitted(tile: TilePlan, size: _Size, spec: DeviceSpec) -> TilePlan:
+    """A decode tile for few queries: the heads of a group share it, and the keys are split until the device is full."""
+    tile = replace(tile, block_q=min(64, _power_of_two(size.rows * size.group)), pack_gqa=True)
     return replace(tile, splits=best_splits(tile, size, spec))
 
 
-def _above(length: int) -> int:
-    size = 16
-    while size < length:
-        size *= 2
-    return size
-
-
 def _judge(tile: TilePlan, size: _Size, spec: DeviceSpec) -> Candidate:
-    on_chip = onchip.kernel(tile, size.d, size.dv, size.itemsize, spec)
-    flops = spec.flops(size.dtype, size.precision)
+    on_chip = size.on_chip(tile, spec)
     reason = _obstacle(tile, on_chip, spec)
     if reason:
         return Candidate(tile, on_chip, rejected=reason)
-    step = cycles.step(tile, size.d, size.dv, size.itemsize, flops, on_chip, spec)
-    seconds, waves = (
-        _decode_seconds(tile, size, spec, on_chip, step)
-        if tile.pass_ == "decode"
-        else _seconds(tile, size, spec, on_chip, step)
-    )
+    step = size.step(tile, on_chip, spec)
+    seconds, waves = (_decode_seconds if tile.pass_ == "decode" else _seconds)(tile, size, spec, on_chip, step)
     return Candidate(tile, on_chip, step, seconds, waves)
 
 
@@ -263,17 +252,18 @@ def _seconds(
     m, n = tile.block_q, tile.block_k
     rows, cols = -(-size.rows // m), -(-size.keys // n)
     average, longest = visited_fraction(size.band, size.rows, size.keys, m, n)
-    outer, inner = (rows, cols) if tile.pass_ != "backward_dkdv" else (cols, rows)
-    heads, repeat = (size.tasks, 1) if tile.pass_ != "backward_dkdv" else (size.kv_tasks, size.tasks // size.kv_tasks)
-    blocks = heads * outer
+    if tile.pass_ == "backward_dkdv":
+        blocks, inner, block_rows = size.kv_tasks * cols, rows * size.group, n
+    else:
+        blocks, inner, block_rows = size.tasks * rows, cols, m
     resident = min(on_chip.blocks, max(1, -(-blocks // spec.units)))
     slots = spec.units * resident
     waves = blocks / slots
-    edge = (m if tile.pass_ != "backward_dkdv" else n) * (size.d + size.dv) * size.itemsize
+    edge = block_rows * (size.d + size.dv) * size.itemsize
     edge_clocks = cycles.START_CLOCKS + 2 * edge / (spec.l2_bandwidth / (spec.units * spec.clock_hz))
-    # `step.total` is one block's share of the unit's time when `resident` blocks interleave
-    block_clocks = average * inner * repeat * step.total * resident + edge_clocks
-    longest_clocks = longest * inner * repeat * step.total * resident + edge_clocks
+    # `step.total` is one block's part of the unit's time when `resident` blocks interleave
+    block_clocks = average * inner * step.total * resident + edge_clocks
+    longest_clocks = longest * inner * step.total * resident + edge_clocks
     if average == longest:  # all blocks alike: whole waves
         clocks = -(-blocks // slots) * block_clocks
     else:  # longest first: the tail is about half a block
@@ -281,18 +271,21 @@ def _seconds(
     return clocks / spec.clock_hz + spec.launch_s, waves
 
 
+def _decode_blocks(tile: TilePlan, size: _Size) -> int:
+    return size.kv_tasks * -(-size.rows * size.group // tile.block_q) * tile.splits
+
+
 def _decode_seconds(
     tile: TilePlan, size: _Size, spec: DeviceSpec, on_chip: onchip.OnChip, step: cycles.StepClocks
 ) -> tuple[float, float]:
-    packed = -(-size.rows * (size.tasks // size.kv_tasks) // tile.block_q)
-    blocks = size.kv_tasks * packed * tile.splits
+    blocks = _decode_blocks(tile, size)
     slots = spec.units * on_chip.blocks
     cols = -(-size.keys // tile.block_k)
     per_split = -(-cols // tile.splits)
     active = min(blocks, slots)
     resident = -(-active // spec.units)
     moved = tile.block_k * (size.d + size.dv) * size.itemsize
-    # a unit cannot draw more than its share of L2's bandwidth, nor all of them together more than DRAM's
+    # a unit cannot draw more than its part of L2's bandwidth, nor all of them together more than DRAM's
     bandwidth = min(spec.dram_bandwidth, min(active, spec.units) * spec.l2_bandwidth / spec.units)
     transfer = moved * active / bandwidth
     compute = step.total * resident / spec.clock_hz
@@ -309,18 +302,15 @@ def _decode_seconds(
 
 def best_splits(tile: TilePlan, size: _Size, spec: DeviceSpec) -> int:
     """The fewest parts of the keys that give every unit a block, among those within 2 % of the least predicted time."""
-    on_chip = onchip.kernel(tile, size.d, size.dv, size.itemsize, spec)
-    flops = spec.flops(size.dtype, size.precision)
-    if not on_chip.blocks or not flops or size.whole:
+    on_chip = size.on_chip(tile, spec)
+    if not on_chip.blocks or not size.flops(spec) or size.whole:
         return 1
+    step = size.step(tile, on_chip, spec)
     cols = -(-size.keys // tile.block_k)
-    blocks = size.kv_tasks * -(-size.rows * (size.tasks // size.kv_tasks) // tile.block_q)
     times: dict[int, float] = {}
     for splits in range(1, min(cols, 256) + 1):
-        if splits > 1 and -(-cols // splits) == -(-cols // (splits - 1)):
-            continue  # no part gets shorter
-        trial = replace(tile, splits=splits)
-        step = cycles.step(trial, size.d, size.dv, size.itemsize, flops, on_chip, spec)
-        times[splits], _ = _decode_seconds(trial, size, spec, on_chip, step)
+        if splits == 1 or -(-cols // splits) < -(-cols // (splits - 1)):  # else no part gets shorter
+            times[splits], _ = _decode_seconds(replace(tile, splits=splits), size, spec, on_chip, step)
+    blocks = _decode_blocks(tile, size)
     near = [splits for splits, seconds in times.items() if seconds <= 1.02 * min(times.values())]
     return next((splits for splits in near if splits * blocks >= spec.units), near[-1])

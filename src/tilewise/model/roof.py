@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilewise.hardware.spec import DeviceSpec
@@ -45,13 +45,7 @@ class Roofline:
         return "compute" if self.intensity >= self.ridge else "memory"
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "intensity": self.intensity,
-            "ridge": self.ridge,
-            "peak": self.peak,
-            "attainable": self.attainable,
-            "bound": self.bound,
-        }
+        return {**asdict(self), "bound": self.bound}
 
 
 def roofline(flops: float, moved: float, dtype: str, spec: DeviceSpec, precision: str = "default") -> Roofline:

@@ -150,7 +150,18 @@ def _alternatives(plan: Plan) -> Sequence[Shown]:
 
 def show_comparison(plans: Sequence[Plan]) -> Shown:
     """One problem on several machines, side by side."""
-    columns = ("device", "tile", "predicted", "rate", "bound by", "on chip", "stages", "warps", "tile bytes", "HBM bytes")
+    columns = (
+        "device",
+        "tile",
+        "predicted",
+        "rate",
+        "bound by",
+        "on chip",
+        "stages",
+        "warps",
+        "tile bytes",
+        "HBM bytes",
+    )
     fastest = min((plan.seconds for plan in plans), default=0.0)
     rows = [
         styled(

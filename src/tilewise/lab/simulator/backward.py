@@ -8,7 +8,6 @@ from tilewise.errors import PlanError
 from tilewise.lab.simulator.device import Run
 from tilewise.lab.simulator.memory import Array
 from tilewise.lab.simulator.softmax import ScoreTile, scores
-from tilewise.masks import TileClass
 
 
 def prepare(run: Run, out: Array, lse: Array) -> None:
@@ -21,11 +20,9 @@ def prepare(run: Run, out: Array, lse: Array) -> None:
     hbm.reserve("delta", lse.shape, run.stat)
     for name in ("Q", "K", "V"):
         hbm.reserve("d" + name, hbm.arrays[name].shape, run.size)
-    every = slice(0, problem.seqlen_q)
-    for b in range(problem.batch):
-        for h in range(problem.heads):
-            product = hbm.load("O", (b, h, every)) * hbm.load("dO", (b, h, every))
-            hbm.store("delta", (b, h, every), product.sum(axis=-1))
+    for b, h in run.heads():
+        every = (b, h, slice(0, problem.seqlen_q))
+        hbm.store("delta", every, (hbm.load("O", every) * hbm.load("dO", every)).sum(axis=-1))
 
 
 def _tile(run: Run, q_side: tuple[Array, ...], k_tile: Array, v_tile: Array, at: ScoreTile) -> tuple[Array, Array]:
@@ -46,7 +43,7 @@ def _q_side(run: Run, b: int, h: int, span: tuple[int, int], buffers: int = 1) -
 
 
 def dkdv(run: Run, reduce_dq: bool = False) -> None:
-    """One block per K/V tile; with `reduce_dq` each tile also adds its share of dQ in memory."""
+    """One block per K/V tile; with `reduce_dq` each tile also adds its part of dQ in memory."""
     problem, group = run.problem, run.problem.group
     for b in range(problem.batch):
         for kv in range(problem.kv_heads):
@@ -78,39 +75,30 @@ def dkdv(run: Run, reduce_dq: bool = False) -> None:
 def dq(run: Run) -> None:
     """One block per Q tile."""
     problem = run.problem
-    for b in range(problem.batch):
-        for h in range(problem.heads):
-            for i in range(run.map.rows):
-                span = run.rows(i)
-                total = np.zeros((span[1] - span[0], problem.head_dim))
-                visits = run.map.key_blocks(i, b, h)
-                if visits:
-                    q_side = _q_side(run, b, h, span)
-                    run.sram.hold("dQ", total.size, run.stat)
-                for j, kind in visits:
-                    total += _dq_step(run, q_side, b, h, i, j, kind)
-                run.give("dQ", b, h, span, total)
-                run.sram.used.clear()
-
-
-def _dq_step(run: Run, q_side: tuple[Array, ...], b: int, h: int, i: int, j: int, kind: TileClass) -> Array:
-    kv = h // run.problem.group
-    k_tile = run.take("K", b, kv, run.cols(j), run.tile.stages)  # [N, D]
-    v_tile = run.take("V", b, kv, run.cols(j), run.tile.stages)  # [N, Dv]
-    _, ds_tile = _tile(run, q_side, k_tile, v_tile, run.at(b, h, i, j, kind))
-    run.counts.matmul((len(ds_tile), run.problem.head_dim), len(k_tile))
-    return np.asarray(ds_tile @ k_tile)
+    for b, h in run.heads():
+        for i in range(run.map.rows):
+            span = run.rows(i)
+            total = np.zeros((span[1] - span[0], problem.head_dim))
+            visits = run.map.key_blocks(i, b, h)
+            if visits:
+                q_side = _q_side(run, b, h, span)
+                run.sram.hold("dQ", total.size, run.stat)
+            for j, kind in visits:
+                k_tile, v_tile = run.take_kv(b, h // problem.group, j)
+                _, ds_tile = _tile(run, q_side, k_tile, v_tile, run.at(b, h, i, j, kind))
+                run.counts.matmul((len(ds_tile), problem.head_dim), len(k_tile))
+                total += ds_tile @ k_tile
+            run.give("dQ", b, h, span, total)
+            run.sram.used.clear()
 
 
 def fused(run: Run) -> None:
     """dK, dV and dQ in one pass, dQ added up in an fp32 buffer and narrowed at the end."""
     problem, hbm = run.problem, run.hbm
     hbm.reserve("dQ acc", hbm.arrays["Q"].shape, run.stat)
-    every = slice(0, problem.seqlen_q)
-    for b in range(problem.batch):
-        for h in range(problem.heads):
-            hbm.store("dQ acc", (b, h, every), 0.0)
+    rows = [(b, h, slice(0, problem.seqlen_q)) for b, h in run.heads()]
+    for every in rows:
+        hbm.store("dQ acc", every, 0.0)
     dkdv(run, reduce_dq=True)
-    for b in range(problem.batch):
-        for h in range(problem.heads):
-            hbm.store("dQ", (b, h, every), hbm.load("dQ acc", (b, h, every)))
+    for every in rows:
+        hbm.store("dQ", every, hbm.load("dQ acc", every))

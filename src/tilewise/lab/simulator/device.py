@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,10 @@ class Run:
     def cols(self, j: int) -> tuple[int, int]:
         return j * self.tile.block_k, min((j + 1) * self.tile.block_k, self.problem.seqlen_k)
 
+    def heads(self) -> Iterator[tuple[int, ...]]:
+        """(b, h) of every query head."""
+        return np.ndindex(self.problem.batch, self.problem.heads)
+
     def at(self, b: int, h: int, i: int, j: int, kind: TileClass) -> ScoreTile:
         """Note the visit and say where it is."""
         self.walk.append(Visit(b, h, i, j, kind))
@@ -65,6 +70,11 @@ class Run:
         value = self.hbm.load(name, (b, h, slice(*span)))
         self.sram.hold(name, value.size * buffers, self.hbm.sizes[name])
         return value
+
+    def take_kv(self, b: int, kv: int, j: int) -> tuple[Array, Array]:
+        """K [N, D] and V [N, Dv] of key tile `j`, pipelined."""
+        k_tile, v_tile = (self.take(name, b, kv, self.cols(j), self.tile.stages) for name in "KV")
+        return k_tile, v_tile
 
     def give(self, name: str, b: int, h: int, span: tuple[int, int], value: Array | float) -> None:
         self.hbm.store(name, (b, h, slice(*span)), value)

@@ -15,15 +15,6 @@ Array = npt.NDArray[Any]
 Index = tuple[int | slice, ...]
 
 
-@dataclass(frozen=True)
-class Access:
-    """One transfer between HBM and SRAM."""
-
-    tensor: str
-    direction: str
-    size: int
-
-
 class Hbm:
     """Named arrays whose every element is counted on its way in and out.
 
@@ -35,7 +26,6 @@ class Hbm:
         self.arrays: dict[str, Array] = {}
         self.sizes: dict[str, int] = {}
         self.traffic = Traffic()
-        self.log: list[Access] = []
 
     def place(self, name: str, array: Array, itemsize: int) -> None:
         """Put an input into memory before the clock starts; not counted."""
@@ -47,26 +37,17 @@ class Hbm:
 
     def load(self, name: str, index: Index) -> Array:
         value = np.array(self.arrays[name][index])
-        size = value.size * self.sizes[name]
-        self.traffic.read(name, size)
-        self.log.append(Access(name, "read", size))
+        self.traffic.read(name, value.size * self.sizes[name])
         return value
 
     def store(self, name: str, index: Index, value: Array | float) -> None:
         target = self.arrays[name][index]
         self.arrays[name][index] = value
-        size = target.size * self.sizes[name]
-        self.traffic.write(name, size)
-        self.log.append(Access(name, "write", size))
+        self.traffic.write(name, target.size * self.sizes[name])
 
     def add(self, name: str, index: Index, value: Array) -> None:
         """A reduction performed at the memory's side: the addend travels, the sum does not come back."""
         self.store(name, index, self.arrays[name][index] + value)
-
-    def touch(self, name: str, size: int) -> None:
-        """A read that is only counted: mask tensors, which are evaluated in place."""
-        self.traffic.read(name, size)
-        self.log.append(Access(name, "read", size))
 
 
 @dataclass

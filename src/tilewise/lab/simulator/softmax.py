@@ -34,6 +34,21 @@ class Counts:
         self.flops += 2 * math.prod(shape) * k
 
 
+def finite(m: Array) -> Array:
+    """Maxima, 0 for rows without keys: exp(−inf − 0) is 0."""
+    return np.where(np.isfinite(m), m, 0.0)
+
+
+def divided(acc: Array, l: Array) -> Array:
+    """acc / l by row; rows without keys stay 0."""
+    return np.asarray(acc / np.where(l > 0, l, 1.0)[:, None])
+
+
+def log_sum_exp(m: Array, l: Array) -> Array:
+    """m + log l; −inf for rows without keys."""
+    return np.where(l > 0, finite(m) + np.log(np.where(l > 0, l, 1.0)), -np.inf)
+
+
 @dataclass
 class RowState:
     """Statistics and accumulator of a block of rows.
@@ -54,14 +69,13 @@ class RowState:
     def update(self, s_tile: Array, v_tile: Array, counts: Counts) -> None:
         """Take in one tile of scores [M, N] and values [N, Dv]."""
         m_new = np.maximum(self.m, s_tile.max(axis=1, initial=-np.inf))
-        safe = np.where(np.isfinite(m_new), m_new, 0.0)  # a row that has seen nothing yet stays empty
+        safe = finite(m_new)  # a row that has seen nothing yet stays empty
         alpha = np.exp(np.where(np.isfinite(self.m), self.m - safe, -np.inf))
         p_tile = np.exp(s_tile - safe[:, None])  # [M, N]
         l_new = alpha * self.l + p_tile.sum(axis=1)
         pv = p_tile @ v_tile  # [M, Dv]
         if self.form == "normalised":
-            divisor = np.where(l_new > 0, l_new, 1.0)
-            self.acc = self.acc * (alpha * self.l / divisor)[:, None] + pv / divisor[:, None]
+            self.acc = divided(self.acc * (alpha * self.l)[:, None] + pv, l_new)
         else:
             self.acc = self.acc * alpha[:, None] + pv
         grown = np.isfinite(self.m) & (m_new > self.m)
@@ -73,11 +87,8 @@ class RowState:
 
     def finish(self) -> tuple[Array, Array]:
         """Output rows and their LSE; a row without keys gives 0 and −inf."""
-        seen = self.l > 0
-        lse = np.where(seen, np.where(seen, self.m, 0.0) + np.log(np.where(seen, self.l, 1.0)), -np.inf)
-        if self.form == "normalised":
-            return self.acc, lse
-        return self.acc / np.where(seen, self.l, 1.0)[:, None], lse
+        lse = log_sum_exp(self.m, self.l)
+        return (self.acc if self.form == "normalised" else divided(self.acc, self.l)), lse
 
 
 @dataclass
@@ -108,7 +119,7 @@ def mask_tile(problem: Problem, hbm: Hbm, at: ScoreTile) -> Array:
         for kind, ints, tensors in term:
             for position, tensor in enumerate(tensors):
                 part = _part(tensor, kind, position, ints, at)
-                hbm.touch("mask", part.size * (1 if kind.per_head else 4))
+                hbm.traffic.read("mask", part.size * (1 if kind.per_head else 4))
     shape = (problem.batch, problem.heads, at.q[1] - at.q[0], at.k[1] - at.k[0])
     tile = allowed(problem.program, problem.shape, at.q, at.k, np.arange)
     return np.asarray(np.broadcast_to(True if tile is None else tile, shape)[at.b, at.h])
