@@ -111,7 +111,7 @@ class _TorchBench(_NumpyBench):
         self.torch, self.device = torch, device
         self.software = f"torch {torch.__version__}"
         if device != "cpu":
-            self.dtypes, self.warmups = ("float16", "bfloat16", "tf32", "float32"), 3
+            self.dtypes = ("float16", "bfloat16", "tf32", "float32")
 
     def _randn(self, *shape: int, dtype: str = "float32") -> Any:
         return self.torch.randn(*shape, device=self.device).to(getattr(self.torch, dtype))
