@@ -37,7 +37,6 @@ class MultiheadAttention(nn.Module):
     >>> out, _ = layer(x, x, x, is_causal=True)
     """
 
-    in_proj_weight: nn.Parameter | None
     _qkv_same_embed_dim = False
     """What torch's encoder layers ask before they take the weights and compute the layer themselves: here they must not."""
 
@@ -62,21 +61,18 @@ class MultiheadAttention(nn.Module):
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
-        if self.kdim == self.vdim == embed_dim:
-            self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **made))
-            names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-            for name in names:
-                self.register_parameter(name, None)
-        else:
-            self.register_parameter("in_proj_weight", None)
-            self.q_proj_weight = nn.Parameter(torch.empty(embed_dim, embed_dim, **made))
-            self.k_proj_weight = nn.Parameter(torch.empty(embed_dim, self.kdim, **made))
-            self.v_proj_weight = nn.Parameter(torch.empty(embed_dim, self.vdim, **made))
-        self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim, **made)) if bias else None
+
+        def parameter(wanted: bool, *shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape, **made)) if wanted else None
+
+        joint = self.kdim == self.vdim == embed_dim
+        self.in_proj_weight = parameter(joint, 3 * embed_dim, embed_dim)
+        self.q_proj_weight = parameter(not joint, embed_dim, embed_dim)
+        self.k_proj_weight = parameter(not joint, embed_dim, self.kdim)
+        self.v_proj_weight = parameter(not joint, embed_dim, self.vdim)
+        self.in_proj_bias = parameter(bias, 3 * embed_dim)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **made)
-        self.bias_k, self.bias_v = (
-            nn.Parameter(torch.empty(1, 1, embed_dim, **made)) if add_bias_kv else None for _ in range(2)
-        )
+        self.bias_k, self.bias_v = (parameter(add_bias_kv, 1, 1, embed_dim) for _ in range(2))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -181,7 +177,7 @@ class MultiheadAttention(nn.Module):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by heads, with the extra keys that `add_bias_kv` and `add_zero_attn` append."""
         if self.in_proj_weight is not None:
-            weights = self.in_proj_weight.chunk(3)
+            weights: Any = self.in_proj_weight.chunk(3)
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)

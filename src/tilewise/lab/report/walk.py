@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
 
-from tilewise import model
 from tilewise.lab.report.figures import MASKS, make_mask
 from tilewise.lab.simulator import simulate
-from tilewise.lab.simulator.device import Simulation, random_inputs
+from tilewise.lab.simulator.device import random_inputs
 from tilewise.lab.simulator.softmax import Counts, RowState
 from tilewise.masks import allowed
 from tilewise.model import TilePlan
-from tilewise.model.schedules import stat_size
 from tilewise.problem import Problem
 
 LENGTH, DIM, TILE = 96, 16, 16
@@ -27,20 +24,19 @@ SHARP = 2.0
 
 
 def walks() -> dict[str, dict[str, Any]]:
-    """By mask and schedule: the tiles in order, bytes moved up to each, and each row's statistics at its key tiles."""
-    found: dict[str, dict[str, Any]] = {}
+    """By mask and schedule: the tiles in order, bytes moved before the next, and each row's statistics at its key tiles."""
+    table: dict[str, dict[str, Any]] = {}
     for mask in MASKS:
         problem = Problem.of(heads=1, head_dim=DIM, seqlen=LENGTH, dtype="float32", mask=make_mask(mask, LENGTH))
         inputs = random_inputs(problem, SEED)
         inputs["Q"] = inputs["Q"] * SHARP
-        tile = TilePlan(TILE, TILE)
         rows = {str(row): row_states(problem, inputs, row) for row in _telling(inputs)}
         for schedule in ("v1", "v2"):
-            run = simulate(problem, tile, schedule, inputs=inputs)
+            run = simulate(problem, TilePlan(TILE, TILE), schedule, inputs=inputs)
             steps = [[visit.i, visit.j, int(visit.kind)] for visit in run.walk]
-            moved = bytes_moved(run)
-            found[f"{mask}|{schedule}"] = {"steps": steps, "bytes": moved, "rows": rows}
-    return found
+            moved = [*(visit.moved for visit in run.walk[1:]), run.traffic.total]
+            table[f"{mask}|{schedule}"] = {"steps": steps, "bytes": moved, "rows": rows}
+    return table
 
 
 def _telling(inputs: dict[str, Any]) -> list[int]:
@@ -57,7 +53,7 @@ def _telling(inputs: dict[str, Any]) -> list[int]:
 def row_states(problem: Problem, inputs: dict[str, Any], row: int) -> list[dict[str, Any]]:
     """m, l, alpha and the first element of the output of one row, after each key tile it visits."""
     q, k, v = (inputs[name][0, 0] for name in "QKV")
-    state, counts, found = RowState.empty(1, problem.head_dim_v), Counts(), []
+    state, counts, states = RowState.empty(1, problem.head_dim_v), Counts(), []
     for start in range(0, problem.seqlen_k, TILE):
         span = (start, min(start + TILE, problem.seqlen_k))
         seen = allowed(problem.program, problem.shape, (row, row + 1), span, np.arange)
@@ -68,7 +64,7 @@ def row_states(problem: Problem, inputs: dict[str, Any], row: int) -> list[dict[
         before = float(state.m[0])
         state.update(s, v[slice(*span)], counts)
         m = float(state.m[0])
-        found.append(
+        states.append(
             {
                 "j": start // TILE,
                 "scores": [None if x == -np.inf else round(float(x), 3) for x in s[0]],
@@ -80,40 +76,4 @@ def row_states(problem: Problem, inputs: dict[str, Any], row: int) -> list[dict[
                 "out": float(state.acc[0, 0] / state.l[0]),
             }
         )
-    return found
-
-
-def bytes_moved(run: Simulation) -> list[int]:
-    """Bytes moved after each visit; the last equals what the simulator counted.
-
-    v2 loads Q when a row of tiles begins, K and V each time, and stores O and LSE when it ends. v1 loads K and V when a
-    column begins, and each time Q, the accumulator, m and l, which it stores again.
-    """
-    problem, tile = run.problem, run.tile
-    size, stat, d, dv = problem.itemsize, stat_size(problem), problem.head_dim, problem.head_dim_v
-    row_wise = run.schedule == "v2"
-    remaining: dict[int, int] = defaultdict(int)
-    for visit in run.walk:
-        remaining[visit.i if row_wise else visit.j] += 1
-    every, total = problem.seqlen_q, 0
-    if not row_wise:
-        total = every * (dv + 2) * stat  # acc, m, l at their start
-    begun: set[int] = set()
-    found = []
-    for visit in run.walk:
-        rows = min(tile.block_q, problem.seqlen_q - visit.i * tile.block_q)
-        keys = min(tile.block_k, problem.seqlen_k - visit.j * tile.block_k)
-        line = visit.i if row_wise else visit.j
-        first = line not in begun
-        begun.add(line)
-        remaining[line] -= 1
-        if row_wise:
-            total += keys * (d + dv) * size + first * rows * d * size
-            total += (remaining[line] == 0) * rows * (dv * size + stat)
-        else:
-            total += rows * d * size + 2 * rows * (dv + 2) * stat + first * keys * (d + dv) * size
-        found.append(total)
-    exact = model.traffic(problem, tile, run.schedule).total
-    if found:
-        found[-1] = exact  # v1's division at the end, and the rows that see nothing
-    return found
+    return states

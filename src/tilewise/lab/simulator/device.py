@@ -26,6 +26,8 @@ class Visit:
     i: int
     j: int
     kind: TileClass
+    moved: int
+    """Bytes moved before it is computed."""
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Run:
 
     def at(self, b: int, h: int, i: int, j: int, kind: TileClass) -> ScoreTile:
         """Note the visit and say where it is."""
-        self.walk.append(Visit(b, h, i, j, kind))
+        self.walk.append(Visit(b, h, i, j, kind, self.hbm.traffic.total))
         return ScoreTile(b, h, self.rows(i), self.cols(j), kind)
 
     def take(self, name: str, b: int, h: int, span: tuple[int, int], buffers: int = 1) -> Array:
