@@ -1,1 +1,1 @@
-"""What the GPU backends share: argument structs, the mask program on the device, tile verbs, compiling and launching."""
+"""What the GPU backends share: argument structs, the mask program on the device, tile operations, compiling and launching."""

@@ -50,8 +50,8 @@ def proven(types: Any, attributes: Any, config: Any) -> bool:
 def compile_soundly(target: Any, needed: bool, build: Callable[[dict[str, str]], Any]) -> Any:
     """What `build` compiles, given options: with Triton's newer assembler where its own choice is 12.8.
 
-    Where there is no other, because the driver is too old for it or the user has chosen, 12.8's code is looked through, and
-    refused if an address is lost. An assembler that crashes on a kernel leaves it to the other one.
+    Where there is no other, because the driver is too old for it or the user has chosen, 12.8's code is checked, and
+    refused if an address is lost. If one assembler crashes on a kernel, the other one assembles it.
     """
     if target.backend != "cuda" or not 90 <= target.arch < 100:
         return build({})

@@ -9,7 +9,7 @@ compiled for aligned memory. A problem that was met before remembers its recordi
 
 Limit: RECORDINGS of them, each bound to BINDINGS sets of addresses. When one is full, all of its entries are dropped.
 
-Invalidation: nothing recorded becomes wrong, as nothing outside the key matters and addresses are never looked through. The
+Invalidation: nothing recorded becomes wrong, as nothing outside the key matters and no launch depends on what memory holds. The
 memory that recordings own (the order of tiles) is freed only after the device has finished, for kernels on other streams may
 still read it. Choices of the environment (TILEWISE_AUTOTUNE) are seen by calls of new keys only.
 """
@@ -186,7 +186,7 @@ class Recording:
     def record(self, tensors: Tensors, launches: list[Launch]) -> None:
         """Launch kernels, and remember them if that is allowed.
 
-        The first time, kernels that are looked up by their arguments run as they are, since many calls come but once.
+        The first time, kernels that are looked up by their arguments run as they are, since many calls are made only once.
         """
         if self.kept and not interpreting() and (self._met or launches[0].options is None):
             present = [x for x in tensors if x is not None]

@@ -1,8 +1,8 @@
 """Machine code for sm_90, and where it takes the addresses of its matrix products from.
 
 ptxas 12.8 loses such addresses: it adds a step to a register that, on some path, holds something else by then (part of a pointer,
-or data just loaded). The product reads the wrong memory, or none at all; nothing else tells. `assemble.py` avoids that assembler,
-and looks at what it made where it cannot.
+or data just loaded). The product reads the wrong memory, or faults; there is no other sign. `assemble.py` avoids that assembler,
+and checks its code where it cannot.
 
 A descriptor is 14 or 15 bits of a shared address and constants. So every path backwards from a product's descriptor, through
 copies, sums and the stack, has to end where these bits are cut out, or at a constant. Where one ends elsewhere, the address is
@@ -33,7 +33,7 @@ def disassembled(cubin: bytes) -> list[Instruction]:
         command = [knobs.nvidia.cuobjdump.path, "-sass", str(path)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?) ;", text)
-    return [Instruction(int(address, 16), words) for address, words in lines]
+    return [Instruction(int(address, 16), code) for address, code in lines]
 
 
 def successors(code: Sequence[Instruction]) -> list[list[int]]:
@@ -97,8 +97,10 @@ def move_of(text: str) -> Move:
         return Move(_words(operands[0], columns // 2), {}, False, False, False)
     number = 4 if ".128" in name else 2 if WIDE.search(name) else 1
     if name.startswith(("LDL", "STL")):
-        there, here = (operands[1], operands[0]) if name.startswith("LDL") else (operands[0], operands[1])
-        stack, registers = _words(there, number), _words(here, number)
+        stack_operand, register_operand = (
+            (operands[1], operands[0]) if name.startswith("LDL") else (operands[0], operands[1])
+        )
+        stack, registers = _words(stack_operand, number), _words(register_operand, number)
         written, read = (registers, stack) if name.startswith("LDL") else (stack, registers)
         return Move(written, {w: (r,) for w, r in zip(written, read, strict=False)}, conditional, False, True)
     if not operands or NOWHERE.match(name) or re.match(r"U?P\d", operands[0]):
@@ -120,15 +122,17 @@ def _predecessors(code: Sequence[Instruction]) -> list[list[int]]:
     for n, following in enumerate(successors(code)):
         for m in following:
             before[m].append(n)
-    switches = [n for n, line in enumerate(code) if "BRX" in line.text]  # to the roles, which nothing else leads to
-    return [there or ([] if n == 0 else switches) for n, there in enumerate(before)]
+    switches = [
+        n for n, line in enumerate(code) if "BRX" in line.text
+    ]  # to the warp roles, which nothing else leads to
+    return [sources or ([] if n == 0 else switches) for n, sources in enumerate(before)]
 
 
 def lost_addresses(code: Sequence[Instruction]) -> list[str]:
     """The products that may take an address from something that is none, and that something."""
     moves = [move_of(line.text) for line in code]
     before = _predecessors(code)
-    found: set[str] = set()
+    lost: set[str] = set()
     seen: set[tuple[int, str]] = set()
     work: list[tuple[int, str, str]] = []
     for n, line in enumerate(code):
@@ -149,7 +153,7 @@ def lost_addresses(code: Sequence[Instruction]) -> list[str]:
                 if move.passes:
                     work += [(m, source, product) for source in move.sources.get(word, ())]
                 else:
-                    found.add(f"{product} takes {word} from {code[m].address:#x} {code[m].text}")
+                    lost.add(f"{product} takes {word} from {code[m].address:#x} {code[m].text}")
             if word not in move.written or move.conditional:
                 work.append((m, word, product))
-    return sorted(found)
+    return sorted(lost)

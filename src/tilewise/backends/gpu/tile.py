@@ -29,12 +29,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 def find_sequence(cu, batch, tile, BLOCK: tl.constexpr):
     """The packed sequence that owns `tile`, and the tile's number in it.
 
-    Sequence b owns the tiles from cu[b] // BLOCK + b on: at least as many as it fills, found without knowing the lengths on
+    Sequence b owns the tiles from cu[b] // BLOCK + b on: at least as many as it fills, computed without knowing the lengths on
     the host. Tiles beyond a sequence's end have nothing to do.
     """
     lo = 0
     hi = batch
-    # the owner is in [lo, hi); each step waits for memory, so the last 128 are looked at together
+    # the owner is in [lo, hi); each step waits for memory, so the last 128 are loaded together
     while hi - lo > 128:
         mid = (lo + hi) // 2
         mine = tl.load(cu + mid) // BLOCK + mid <= tile
@@ -48,9 +48,9 @@ def find_sequence(cu, batch, tile, BLOCK: tl.constexpr):
 
 @triton.jit
 def work_tile(a, pid, cu, length, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr, C: tl.constexpr):
-    """A program's first row, head and sequence: neighbours share a sequence, then they are heads of it.
+    """A program's tile, head and sequence: neighbours share a sequence, then they are heads of it.
 
-    Packed sequences are taken to be of average length for that. All tiles of one head first would leave the rows of memory, in
+    For that, packed sequences count as being of average length. All tiles of one head first would leave the rows of memory, in
     which heads lie side by side, half read.
     """
     if C.VARLEN:
@@ -67,7 +67,7 @@ def work_tile(a, pid, cu, length, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.con
         tile = tiles - 1 - tile
     if C.VARLEN:
         b, tile = find_sequence(cu, a.batch, tile, BLOCK)
-    return tile * BLOCK, h, b
+    return tile, h, b
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def cast(tile, dtype: tl.constexpr, C: tl.constexpr):
 def scale_of(size, HEADROOM: tl.constexpr):
     """A power of two not far below a column of sizes, and its inverse: a size over it lies in [2^HEADROOM, 2^(HEADROOM + 1)).
 
-    Neither is 0 or infinite, whatever the size; tiny sizes come out smaller.
+    Neither is 0 or infinite, whatever the size; tiny sizes give smaller ones.
     """
     exponent = tl.minimum((size.to(tl.uint32, bitcast=True) >> 23).to(tl.int32), 254)
     exponent = tl.maximum(exponent - HEADROOM, 1)
@@ -347,8 +347,8 @@ def scores(a, seq, s_tile, bias_tile, q, k, C: tl.constexpr):
 def dropout_keep(a, seq, q, n, C: tl.constexpr):
     """1 for weights of the keys from n on that survive dropout, else 0: Philox4x32-10 of (k // 4, q, head, batch), word k % 4.
 
-    One counter serves four neighbouring keys, so words are drawn for a quarter of the tile and then dealt out. As numbers, not
-    as truths: triton 3.9 cannot move single bits between layouts on AMD's GPUs.
+    One counter serves four neighbouring keys, so words are drawn for a quarter of the tile and then spread over it. They are
+    numbers, not booleans: triton 3.9 cannot move single bits between layouts on AMD's GPUs.
     """
     seed = tl.load(a.seed_ptr)
     below = a.drop_below.to(tl.uint32)

@@ -67,7 +67,7 @@ def weights(a, seq, products, bias_tile, q, k, lse, ok, MODE: tl.constexpr, C: t
 
 @triton.jit
 def score_gradient(a, seq, p_tile, products, slope, delta, q, n, C: tl.constexpr):
-    """dS before the scale. Keys that nobody sees hold zeros, but rows that see nothing hold anything: not 0 · inf."""
+    """dS before the scale. Keys that nobody sees hold zeros, but rows that see nothing may hold anything: no 0 · inf."""
     dp_tile, factors = products
     dp_tile *= tt.per_row(factors, C)
     if C.DROPOUT:
@@ -159,9 +159,10 @@ def group_sums(a, g, b, kv_h, group, desc, keys, span, MODE: tl.constexpr, C: tl
 def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     """dK and dV of one tile of keys. First keys go first: under a causal mask most queries see them."""
     desc = (q_desc, dout_desc)
-    n0, kv_h, b = tt.work_tile(a, tl.program_id(0), a.cu_k, a.len_k, a.kv_heads, C.BLOCK_N, False, C)
+    tile, kv_h, b = tt.work_tile(a, tl.program_id(0), a.cu_k, a.len_k, a.kv_heads, C.BLOCK_N, False, C)
     group = a.heads // a.kv_heads
     seq = tt.seq_info(a, b, kv_h * group, C)
+    n0 = tile * C.BLOCK_N
     if n0 >= seq.len_k:
         return
     k = n0 + tl.arange(0, C.BLOCK_N)
@@ -229,8 +230,9 @@ def stream_keys(a, seq, desc, tile, dq, span, MODE: tl.constexpr, C: tl.constexp
 def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     """dQ of one tile of queries."""
     desc = (k_desc, v_desc)
-    m0, h, b = tt.work_tile(a, tl.program_id(0), a.cu_q, a.len_q, a.heads, C.BLOCK_M, True, C)
+    tile, h, b = tt.work_tile(a, tl.program_id(0), a.cu_q, a.len_q, a.heads, C.BLOCK_M, True, C)
     seq = tt.seq_info(a, b, h, C)
+    m0 = tile * C.BLOCK_M
     if m0 >= seq.len_q:
         return
     q = m0 + tl.arange(0, C.BLOCK_M)

@@ -26,8 +26,8 @@ def locate(a, C: tl.constexpr):
     if C.SPLIT:
         split = pid % a.splits
         pid = pid // a.splits
-    m0, h, b = tt.work_tile(a, pid, a.cu_q, a.len_q * C.PACK, a.heads // C.PACK, C.BLOCK_M, True, C)
-    return split, m0, tt.seq_info(a, b, h * C.PACK, C)
+    tile, h, b = tt.work_tile(a, pid, a.cu_q, a.len_q * C.PACK, a.heads // C.PACK, C.BLOCK_M, True, C)
+    return split, tile * C.BLOCK_M, tt.seq_info(a, b, h * C.PACK, C)
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def online_softmax(s_tile, unit, unit_tile, bias_tile, state, MAY_BE_EMPTY: tl.c
 
 @triton.jit
 def finish(a, heads, state, C: tl.constexpr):
-    """Normalise: the sink joins the denominator, an empty row becomes (0, -inf)."""
+    """Normalise: the sink is added to the denominator, an empty row becomes (0, -inf)."""
     acc, l, m = state
     if a.bias is None:
         m *= tt.LN2  # from units of log 2
