@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-
 from tilewise.backends.hopper.compat import (
     PINGPONG_BARRIER,
-    TWO_WARPGROUPS,
-    named_arrive,
-    named_sync,
+    fence_async_shared,
+    gl,
+    gluon,
+    named_barrier,
     opaque,
     warps_barrier,
 )
@@ -192,7 +189,7 @@ def consume(o_desc, o_buffers, rings, a, WG: gl.constexpr, C: gl.constexpr):
     """All work tiles of this program, rows [64 WG, 64 WG + 64) of each."""
     if C.PINGPONG:
         if WG == 1:
-            named_arrive(PINGPONG_BARRIER, TWO_WARPGROUPS)  # warpgroup 0 goes first
+            named_barrier("arrive", PINGPONG_BARRIER)  # warpgroup 0 goes first
     i, t, work, band = next_tile(a, gl.program_id(0) * 0, C)
     if C.VARLEN:
         if t >= 0:
@@ -201,5 +198,5 @@ def consume(o_desc, o_buffers, rings, a, WG: gl.constexpr, C: gl.constexpr):
         process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG, C)
     if C.PINGPONG:
         if WG == 0:
-            named_sync(PINGPONG_BARRIER, TWO_WARPGROUPS)  # as many arrivals as waits
+            named_barrier("sync", PINGPONG_BARRIER)  # as many arrivals as waits
     await_stores()

@@ -2,11 +2,7 @@
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-from tilewise.backends.hopper.compat import aggregate, tma_load
+from tilewise.backends.hopper.compat import aggregate, gl, gluon, mbarrier, tma_load
 
 
 @aggregate
@@ -38,9 +34,7 @@ def make_tiles(desc, STAGES: gl.constexpr):
 @gluon.jit
 def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
     """A ring for tiles of the descriptor."""
-    return Ring(
-        tiles=make_tiles(desc, STAGES), full=make_barriers(STAGES, 1), empty=make_barriers(STAGES, READERS)
-    )
+    return Ring(tiles=make_tiles(desc, STAGES), full=make_barriers(STAGES, 1), empty=make_barriers(STAGES, READERS))
 
 
 @gluon.jit

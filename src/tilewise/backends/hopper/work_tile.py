@@ -6,10 +6,7 @@ some row of [m0, m1) sees a key only in [key_lo(m0), key_hi(m1 - 1)), and all of
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
-from tilewise.backends.hopper.compat import aggregate
+from tilewise.backends.hopper.compat import aggregate, gl, gluon
 
 UNBOUNDED = gl.constexpr(2**30)
 

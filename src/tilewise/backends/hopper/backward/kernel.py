@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-
-from tilewise.backends.hopper.backward.common import KeyRings, Rings
 from tilewise.backends.hopper.backward.keys import consume_keys
 from tilewise.backends.hopper.backward.producer import produce_for_keys, produce_for_queries
 from tilewise.backends.hopper.backward.queries import consume_queries
+from tilewise.backends.hopper.backward.shared import KeyRings, Rings
 from tilewise.backends.hopper.backward.split import consume_split
+from tilewise.backends.hopper.compat import fence_async_shared, gl, gluon
 from tilewise.backends.hopper.ring import Ring, make_barriers, make_follower, make_ring
 
 

@@ -7,23 +7,14 @@ Each of two warpgroups has 64 queries. While dQ's product runs, the scores of th
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
-
-from tilewise.backends.hopper.backward.common import (
-    as_operand,
-    has_unseen_keys,
-    issue_scores,
-    store_gradient,
-    zero_halves,
-)
+from tilewise.backends.hopper.backward.scores import as_operand, issue_scores, weights
+from tilewise.backends.hopper.backward.shared import has_unseen_keys, zero_halves
 from tilewise.backends.hopper.backward.work_tile import HeldTile, locate_queries, seen_keys
-from tilewise.backends.hopper.compat import opaque
-from tilewise.backends.hopper.epilogue import await_stores
+from tilewise.backends.hopper.compat import gl, gluon, opaque, warpgroup_mma, warpgroup_mma_wait
+from tilewise.backends.hopper.epilogue import await_stores, store_gradient
 from tilewise.backends.hopper.mainloop import accumulator, zeros
 from tilewise.backends.hopper.ring import matrix, release, wait_full
-from tilewise.backends.hopper.softmax import INF, tanh
+from tilewise.backends.hopper.softmax import INF
 from tilewise.backends.hopper.work_tile import key_hi, key_lo, tile_at
 
 
@@ -43,11 +34,7 @@ def row_statistics(work, row0, a, C: gl.constexpr):
 @gluon.jit
 def row_weights(s_tile, lse2, band, row0, key0, a, C: gl.constexpr):
     """What dP - delta is multiplied with: weights times the softcap's slope, 0 where a query does not see a key."""
-    if C.SCORES == "softcap":
-        t_tile = tanh(s_tile * a.softcap_slope)
-        w_tile = gl.exp2(t_tile * a.scale_log2 - lse2[:, None]) * (1.0 - t_tile * t_tile)
-    else:
-        w_tile = gl.exp2(s_tile * a.scale_log2 - lse2[:, None])
+    _, w_tile = weights(s_tile, lse2[:, None], a, C)
     all_see = (key_hi(band, row0, C) >= key0 + C.BLOCK_N) & (key_lo(band, row0 + 63, C) <= key0)
     if not all_see:
         LAYOUT: gl.constexpr = s_tile.type.layout

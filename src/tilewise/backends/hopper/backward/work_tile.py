@@ -6,10 +6,7 @@ What the forward's `work_tile` says of rows holds for columns too: each key k is
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
-from tilewise.backends.hopper.compat import aggregate
+from tilewise.backends.hopper.compat import aggregate, gl, gluon
 from tilewise.backends.hopper.work_tile import (
     UNBOUNDED,
     Band,
@@ -73,12 +70,14 @@ def query_hi(band, k, C: gl.constexpr):
 
 
 @gluon.jit
-def statistics_start(seq, ROWS: gl.constexpr, C: gl.constexpr):
-    """The tile of statistics, of so many queries each, where a sequence begins in each head."""
+def work_tile(a, bh, seq, start, first, count, STAT_ROWS: gl.constexpr, C: gl.constexpr):
+    stat_start = seq.b * 0
     if C.VARLEN:
-        return seq.q_start // ROWS + seq.b
-    else:
-        return seq.b * 0
+        stat_start = seq.q_start // STAT_ROWS + seq.b
+    return WorkTile(
+        b=seq.b, row=batch_row(seq.b, C), h=head_of(a, bh, seq.b, C), start=start, q_start=seq.q_start, k_start=seq.k_start,
+        len_q=seq.len_q, len_k=seq.len_k, stat_start=stat_start, first=first, count=count,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -95,11 +94,7 @@ def locate_keys(a, t, C: gl.constexpr):
     if C.VARLEN:
         count = gl.where((n0 < seq.len_k) & (seq.len_q > 0), count, 0)
         first = gl.maximum(first, 0)
-    work = WorkTile(
-        b=seq.b, row=batch_row(seq.b, C), h=head_of(a, bh, seq.b, C), start=n0, q_start=seq.q_start, k_start=seq.k_start,
-        len_q=seq.len_q, len_k=seq.len_k, stat_start=statistics_start(seq, C.BLOCK_M, C), first=first, count=count,
-    )  # fmt: skip
-    return work, band
+    return work_tile(a, bh, seq, n0, first, count, C.BLOCK_M, C), band
 
 
 @gluon.jit
@@ -114,11 +109,7 @@ def locate_queries(a, t, C: gl.constexpr):
     count = gl.maximum(gl.cdiv(hi, C.BLOCK_N) - first, 1)
     if C.VARLEN:
         count = gl.where(m0 < seq.len_q, count, 0)
-    work = WorkTile(
-        b=seq.b, row=batch_row(seq.b, C), h=head_of(a, bh, seq.b, C), start=m0, q_start=seq.q_start, k_start=seq.k_start,
-        len_q=seq.len_q, len_k=seq.len_k, stat_start=statistics_start(seq, C.STAT_ROWS, C), first=first, count=count,
-    )  # fmt: skip
-    return work, band
+    return work_tile(a, bh, seq, m0, first, count, C.STAT_ROWS, C), band
 
 
 @gluon.jit
