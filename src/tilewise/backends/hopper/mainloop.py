@@ -101,7 +101,7 @@ def _pack(dtype):
 
 @gluon.jit
 def packed(p_tile, dtype: gl.constexpr):
-    """Weights in 16 bits, two in a word [64, N / 2]. Loops carry words: 16-bit numbers would be taken apart and put together
+    """Weights in 16 bits, two in a word [64, N / 2]. Loops carry words: the compiler would unpack 16-bit numbers and pack them
     again in every step."""
     ASM: gl.constexpr = _pack(dtype)
     N: gl.constexpr = p_tile.type.shape[1]
