@@ -18,18 +18,9 @@ from tilewise.backends.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.backends.hopper.ring import Ring, matrix, release, wait_full
+from tilewise.backends.hopper.ring import Rings, matrix, release, wait_full
 from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
 from tilewise.backends.hopper.work_tile import Band, WorkTile
-
-
-@aggregate
-class Rings:
-    """What the producer fills."""
-
-    q: Ring  # tiles of 64 rows, one for each warpgroup
-    k: Ring
-    v: Ring
 
 
 @aggregate

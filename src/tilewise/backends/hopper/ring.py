@@ -14,6 +14,37 @@ class Ring:
     empty: gl.shared_memory_descriptor
 
 
+@aggregate
+class Rings:
+    """What the producer of the forward fills."""
+
+    q: Ring  # tiles of 64 rows, one for each warpgroup
+    k: Ring
+    v: Ring
+
+
+@aggregate
+class GradRings:
+    """What the producers of the backward fill."""
+
+    q: Ring
+    do: Ring
+    k: Ring
+    v: Ring
+
+
+@aggregate
+class KeyRings:
+    """What the roles share where the backward holds keys."""
+
+    q: Ring
+    do: Ring
+    k: Ring
+    v: Ring
+    exchange: Ring  # what the warpgroups write for one another: dS, or weights where each has one gradient
+    stats: gl.shared_memory_descriptor  # [stages of q, 2 M]
+
+
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
     """Barriers whose phase ends after COUNT arrivals each. Make none that nobody waits for: the compiler would give its memory
@@ -91,17 +122,3 @@ def matrix_in(ring, at):
 def matrix(ring, n):
     """The n-th tile as a matrix [rows, width]."""
     return matrix_in(ring, stage(ring, n))
-
-
-@gluon.jit
-def zero_rows(tile, first, lo, hi, ROWS: gl.constexpr):
-    """Zero the rows of keys (or queries) outside [lo, hi), from `first` on: their weights are 0, but 0 · inf is not."""
-    SLICE: gl.constexpr = 32
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for i in gl.static_range(ROWS // SLICE):
-        first_row = first + i * SLICE
-        if (first_row < lo) | (first_row + SLICE > hi):
-            rows = tile.slice(i * SLICE, SLICE, dim=0)
-            k = first_row + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
-            x_tile = rows.load(LAYOUT)
-            rows.store(gl.where(((k >= lo) & (k < hi))[:, None], x_tile, gl.zeros_like(x_tile)))

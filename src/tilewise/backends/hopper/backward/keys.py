@@ -21,8 +21,6 @@ from tilewise.backends.hopper.backward.scores import (
     masked_weights,
     statistic,
 )
-from tilewise.backends.hopper.backward.shared import zero_unseeing_queries, zero_unseen_keys
-from tilewise.backends.hopper.backward.work_tile import HeldTile, first_statistics, locate_keys
 from tilewise.backends.hopper.compat import (
     fence_async_shared,
     gl,
@@ -35,7 +33,8 @@ from tilewise.backends.hopper.compat import (
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient, store_rows
 from tilewise.backends.hopper.mainloop import zeros
 from tilewise.backends.hopper.ring import matrix, matrix_in, release, stage, wait_full
-from tilewise.backends.hopper.work_tile import tile_at
+from tilewise.backends.hopper.work_tile import HeldTile, first_statistics, locate_keys, tile_at
+from tilewise.backends.hopper.zeroing import zero_unseeing_queries, zero_unseen_keys
 
 
 @gluon.jit

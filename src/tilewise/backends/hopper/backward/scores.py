@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.backward.work_tile import sees_all, visible
 from tilewise.backends.hopper.compat import gl, gluon, warpgroup_mma
 from tilewise.backends.hopper.mainloop import accumulator, left_operand, zeros
 from tilewise.backends.hopper.ring import matrix, wait_full
 from tilewise.backends.hopper.softmax import tanh
+from tilewise.backends.hopper.work_tile import sees_all, visible
 
 
 @gluon.jit

@@ -10,8 +10,6 @@ done, and what it computes between products runs under the other's. dQ has a ker
 from __future__ import annotations
 
 from tilewise.backends.hopper.backward.scores import as_operand, issue_scores, masked_weights, statistic
-from tilewise.backends.hopper.backward.shared import zero_unseeing_queries, zero_unseen_keys
-from tilewise.backends.hopper.backward.work_tile import HeldTile, locate_keys
 from tilewise.backends.hopper.compat import (
     KV_READ_BARRIER,
     gl,
@@ -25,7 +23,8 @@ from tilewise.backends.hopper.compat import (
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient, store_rows
 from tilewise.backends.hopper.mainloop import accumulator, zeros
 from tilewise.backends.hopper.ring import matrix, phase, release, stage, wait_full
-from tilewise.backends.hopper.work_tile import tile_at
+from tilewise.backends.hopper.work_tile import HeldTile, locate_keys, tile_at
+from tilewise.backends.hopper.zeroing import zero_unseeing_queries, zero_unseen_keys
 
 
 @gluon.jit
