@@ -17,7 +17,7 @@ from tilewise.backends.hopper.backward.launch import Memory, plane, readable
 from tilewise.backends.hopper.backward.plan import BackwardPlan, make_plan, visiting_queries
 from tilewise.backends.hopper.compile import Types
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask
-from tilewise.backends.hopper.structs import GradArguments, Plane, PrePostArguments
+from tilewise.backends.hopper.structs import Arguments, Plane, PrePostArguments
 from tilewise.masks import Mask, TileMap
 from tilewise.problem import Problem
 
@@ -54,7 +54,7 @@ def test_visiting_queries_are_those_of_the_mask(d: int, name: str, lengths: tupl
     assert visiting_queries(form, tile, *lengths).tolist() == want
 
 
-def taken(a: GradArguments) -> list[list[int]]:
+def taken(a: Arguments) -> list[list[int]]:
     """The tiles of each program, as `schedule.tile_at` gives them."""
     programs = []
     for me in range(a.programs):
@@ -75,7 +75,7 @@ def taken(a: GradArguments) -> list[list[int]]:
 def test_every_tile_once(d: int, deterministic: bool, mask: Mask | None) -> None:
     problem = problem_of(mask, 1300, 900, head_dim=d, heads=6, kv_heads=3, deterministic=deterministic)
     plan = plan_of(problem)
-    walks = [(step.config, step.arguments) for step in plan.steps if isinstance(step.arguments, GradArguments)]
+    walks = [(step.config, step.arguments) for step in plan.steps if isinstance(step.arguments, Arguments)]
     assert walks
     for config, walk in walks:
         keys = hasattr(config, "REDUCE_DQ")
@@ -91,7 +91,7 @@ def test_even_loads(d: int, length: int) -> None:
     problem = problem_of(tw.causal(), length, batch=16384 // length, heads=2048 // d, head_dim=d)
     plan = plan_of(problem, 132)
     walk, config = plan.steps[1].arguments, plan.steps[1].config
-    assert isinstance(walk, GradArguments)
+    assert isinstance(walk, Arguments)
     blocks = length // config.BLOCK_N
     cost = [length - (t % blocks) * config.BLOCK_N + 160 for t in range(walk.total)]
     loads = [sum(cost[t] for t in mine) for mine in taken(walk)]
@@ -139,14 +139,14 @@ def test_statistics_of_seeded_products() -> None:
     """Products start at -lse / (scale · log2 e): times the unit of scores that is -lse in units of log 2."""
     plan = plan_of(problem_of(head_dim=64))
     first, second = plan.steps[0].arguments, plan.steps[1].arguments
-    assert isinstance(first, PrePostArguments) and isinstance(second, GradArguments)
+    assert isinstance(first, PrePostArguments) and isinstance(second, Arguments)
     assert first.factor * second.scale_log2 == pytest.approx(-1 / np.log(2))
 
 
 def test_packed_batches_need_no_lengths() -> None:
     problem = problem_of(tw.causal(), 1000, 1100, batch=3, varlen=True)
     a = plan_of(problem).steps[1].arguments
-    assert isinstance(a, GradArguments)
+    assert isinstance(a, Arguments)
     assert a.blocks.value == 1100 // 128 + 3 and a.stat_blocks == 1000 // 64 + 3
     assert a.order is None and a.cu_q == a.cu_k == "*i32"
 

@@ -1,4 +1,4 @@
-"""What Gluon lacks or names differently between Triton 3.6 and 3.9 (newest name first): structs, named barriers, copies."""
+"""The Gluon language of the kernels: what they import of it, what differs between Triton 3.6 and 3.9, and what it lacks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.language import core
+
+__all__ = [
+    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_barrier", "opaque", "tma", "tma_load", "tma_store",
+    "warpgroup_mma", "warpgroup_mma_wait", "warps_barrier",
+]  # fmt: skip
 
 _aggregate = getattr(gluon, "aggregate", None) or core._aggregate
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -15,8 +26,6 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 warps_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Waits for the warps of one role."""
 
-TWO_WARPGROUPS = gl.constexpr(256)
-"""Threads that meet at a named barrier."""
 # Gluon has no named barriers of its own. Triton takes the numbers 0, 1 and 2 + role; these are used from 15 down.
 PINGPONG_BARRIER = gl.constexpr(14)
 """And the next: warpgroup WG may issue its products (forward)."""
@@ -40,19 +49,14 @@ def aggregate(cls: Any) -> Any:
 
 
 @gluon.constexpr_function
-def _named_barrier(op, ident, threads):
-    return f"bar.{op} {ident}, {threads}; mov.u32 $0, 0;"
+def _barrier(op, ident):
+    return f"bar.{op} {ident}, 256; mov.u32 $0, 0;"
 
 
 @gluon.jit
-def named_sync(ID: gl.constexpr, THREADS: gl.constexpr):
-    ASM: gl.constexpr = _named_barrier("sync", ID, THREADS)
-    gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def named_arrive(ID: gl.constexpr, THREADS: gl.constexpr):
-    ASM: gl.constexpr = _named_barrier("arrive", ID, THREADS)
+def named_barrier(OP: gl.constexpr, ID: gl.constexpr):
+    """OP "sync" waits until both of two warpgroups have come, "arrive" does not wait."""
+    ASM: gl.constexpr = _barrier(OP, ID)
     gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -28,25 +28,15 @@ def tile_shapes(name: str, C: Any) -> dict[str, tuple[int, int] | int]:
     return {}
 
 
-def tile_layout(dtype: str, rows: int, width: int) -> Any:
-    """How a [1, 1, rows, width] tile lies in shared memory."""
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], getattr(gl, dtype))
-
-
-def vector_layout() -> Any:
-    """How a vector of fp32 lies in shared memory."""
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-
 def descriptor_type(dtype: str, shape: tuple[int, int] | int) -> str:
+    """With the layout in shared memory of a [1, 1, rows, columns] tile, or of a vector of fp32."""
+    from triton.experimental.gluon import language as gl
+
     if isinstance(shape, int):
-        return f"tensordesc<fp32[{shape}],{vector_layout()!r}>"
-    rows, width = shape
-    return f"tensordesc<{ELEMENT[dtype]}[1, 1, {rows}, {width}],{tile_layout(dtype, rows, width)!r}>"
+        return f"tensordesc<fp32[{shape}],{gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)!r}>"
+    block = [1, 1, *shape]
+    layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, dtype))
+    return f"tensordesc<{ELEMENT[dtype]}{block},{layout!r}>"
 
 
 class Types:

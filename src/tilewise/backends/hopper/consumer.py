@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-
-from tilewise.backends.hopper.compat import (
-    PINGPONG_BARRIER,
-    TWO_WARPGROUPS,
-    named_arrive,
-    named_sync,
-    opaque,
-    warps_barrier,
-)
+from tilewise.backends.hopper.compat import PINGPONG_BARRIER, gl, gluon, named_barrier, opaque
 from tilewise.backends.hopper.epilogue import await_stores, finish
 from tilewise.backends.hopper.mainloop import (
     Queries,
@@ -24,8 +13,9 @@ from tilewise.backends.hopper.mainloop import (
     step,
     step_into_next,
 )
-from tilewise.backends.hopper.ring import matrix, release, wait_full, zero_rows
+from tilewise.backends.hopper.ring import matrix, release, wait_full
 from tilewise.backends.hopper.work_tile import key_hi, key_lo, locate, next_tile, tile_at
+from tilewise.backends.hopper.zeroing import zero_unseen_values
 
 
 @gluon.jit
@@ -36,19 +26,6 @@ def loop_over_tiles(state, q, kv_base, j0, j1, rows, a, MASKED: gl.constexpr, WG
         key0 = (work.last - 1 - j) * C.BLOCK_N
         state = step(state, q, kv_base + j, j + 1 < work.count, rows, key0, a, MASKED, WG, C)
     return state
-
-
-@gluon.jit
-def zero_unseen_values(v_ring, n, key0, work, band, a, C: gl.constexpr):
-    """Before the values of an outermost tile are used: zero those that no query of the sequence sees."""
-    lo = key_lo(band, work.b * 0, C)
-    hi = key_hi(band, opaque(work.last_q), C)
-    # beyond the tensor the loads have filled in zeros
-    if (key0 < lo) | ((key0 + C.BLOCK_N > hi) & (work.k_start + hi < opaque(a.len_k))):
-        wait_full(v_ring, n)
-        zero_rows(matrix(v_ring, n), key0, lo, hi, C.BLOCK_N)
-        fence_async_shared()
-        warps_barrier()
 
 
 @gluon.jit
@@ -192,7 +169,7 @@ def consume(o_desc, o_buffers, rings, a, WG: gl.constexpr, C: gl.constexpr):
     """All work tiles of this program, rows [64 WG, 64 WG + 64) of each."""
     if C.PINGPONG:
         if WG == 1:
-            named_arrive(PINGPONG_BARRIER, TWO_WARPGROUPS)  # warpgroup 0 goes first
+            named_barrier("arrive", PINGPONG_BARRIER)  # warpgroup 0 goes first
     i, t, work, band = next_tile(a, gl.program_id(0) * 0, C)
     if C.VARLEN:
         if t >= 0:
@@ -201,5 +178,5 @@ def consume(o_desc, o_buffers, rings, a, WG: gl.constexpr, C: gl.constexpr):
         process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG, C)
     if C.PINGPONG:
         if WG == 0:
-            named_sync(PINGPONG_BARRIER, TWO_WARPGROUPS)  # as many arrivals as waits
+            named_barrier("sync", PINGPONG_BARRIER)  # as many arrivals as waits
     await_stores()

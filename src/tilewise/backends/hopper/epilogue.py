@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
-
-from tilewise.backends.hopper.compat import opaque, tma_store, warps_barrier
+from tilewise.backends.hopper.compat import fence_async_shared, gl, gluon, opaque, tma, tma_store, warps_barrier
 from tilewise.backends.hopper.softmax import INF
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -65,6 +61,18 @@ def store_rows(x_tile, rows, h, start, r0, end, INCLUSIVE: gl.constexpr = False)
     at = rows.ptr + h.to(gl.int64) * rows.stride_h + (start + r).to(gl.int64)[:, None] * rows.stride_s
     ok = ((r <= end) if INCLUSIVE else (r < end))[:, None] & (d < rows.width)[None, :]
     gl.store(at + d[None, :], x_tile.to(rows.ptr.dtype.element_ty), mask=ok)
+
+
+@gluon.jit
+def store_gradient(desc, rows, x_tile, buffer, work, start, r0, length, C: gl.constexpr):
+    """64 rows of a gradient, from row r0 of a sequence of `length` on, to memory, through a buffer that is free."""
+    if C.VARLEN:
+        if r0 + 64 <= length:
+            store_tile(desc, x_tile, buffer, work.row, work.h, start + r0)
+        else:
+            store_rows(x_tile, rows, work.h, start, r0, length)
+    else:
+        store_tile(desc, x_tile, buffer, work.row, work.h, start + r0)
 
 
 @gluon.jit

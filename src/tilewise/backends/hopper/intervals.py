@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from tilewise.backends.hopper.structs import Term
-from tilewise.masks import UNBOUNDED, Interval, Literal, MaskProgram, visited_tiles
+from tilewise.masks import UNBOUNDED, Interval, Literal, MaskProgram, MaskShape, visited_tiles
+from tilewise.masks.program import interval
 
 
 class IntervalMask(NamedTuple):
@@ -19,13 +20,16 @@ class IntervalMask(NamedTuple):
     left: bool = False  # may they begin after key 0?
     bottom: bool = False  # packed: bands count from each sequence's bottom right corner
 
+    @property
+    def intervals(self) -> list[Interval]:
+        return [Interval(term.lo, term.past - 1, term.start, term.end) for term in self.terms]
+
     def visited(self, queries: int, keys: int, block_q: int, block_k: int, *, by_key: bool = False) -> np.ndarray:
         """Key tiles that each query tile visits (by key: query tiles that visit each key tile), at least 1, int64 [tiles].
 
         Numbers that only the device knows (offsets, padding) are taken as absent.
         """
-        terms = [Interval(term.lo, term.past - 1, term.start, term.end) for term in self.terms]
-        return np.maximum(visited_tiles(terms, queries, keys, block_q, block_k, by_key=by_key), 1)
+        return np.maximum(visited_tiles(self.intervals, queries, keys, block_q, block_k, by_key=by_key), 1)
 
 
 def interval_mask(program: MaskProgram, queries: int, keys: int, packed: bool = False) -> IntervalMask | str:
@@ -42,9 +46,9 @@ def interval_mask(program: MaskProgram, queries: int, keys: int, packed: bool = 
     bottom = packed and any(kind.is_bottom_right for kind in bands)
     if bottom and len(bands) > 1:
         return "the mask joins bands that count from different corners, in a packed batch"
-    shift, end = (0, UNBOUNDED) if packed else (keys - queries, keys)
+    shape = MaskShape(1, 1, UNBOUNDED, UNBOUNDED) if packed else MaskShape(1, 1, queries, keys)
     for literals in program.terms():
-        term = _term(literals, shift, end)
+        term = _term(literals, shape)
         if isinstance(term, str):
             return term
         if term.lo < term.past and term.start < term.end:
@@ -65,33 +69,21 @@ def unseen_keys(mask: IntervalMask, queries: int, keys: int) -> bool:
     last row the last key."""
     if any(term.off is not None or term.first is not None for term in mask.terms):
         return True
-    start = max(mask.terms[0].lo, mask.terms[0].start) if mask.left else 0
-    end = max((min(queries - 1 + term.past, term.end) for term in mask.terms), default=keys)
-    return start > 0 or end < keys
+    return bool(mask.terms) and not visited_tiles(mask.intervals, queries, keys, queries, 1, by_key=True).all()
 
 
 def begins_inside(term: Term) -> bool:
     return term.lo > -UNBOUNDED or term.start > 0 or term.first is not None
 
 
-def _term(literals: list[Literal], shift: int, end: int) -> Term | str:
-    lo, past, start = -UNBOUNDED, UNBOUNDED, 0
-    off = first = last = None
-    for literal in literals:
-        kind, ints, tensors = literal
-        if kind.is_band:
-            first_key, last_key = literal.band(shift if kind.is_bottom_right else 0)
-            lo, past = max(lo, first_key), min(past, last_key + 1 if last_key < UNBOUNDED else UNBOUNDED)
-            off = tensors[0] if kind.is_offset else off
-        elif kind.is_range:
-            start, end = max(start, ints[0]), min(end, ints[1])
-        elif kind.is_padding:
-            first, last = tensors
-        else:
-            end = start
-    if off is not None and sum(literal.kind.is_band for literal in literals) > 1:
+def _term(literals: list[Literal], shape: MaskShape) -> Term | str:
+    lo, hi, start, end = interval(literals, shape, None)
+    bands = [literal for literal in literals if literal.kind.is_band]
+    off = next((band.tensors[0] for band in bands if band.kind.is_offset), None)
+    if off is not None and len(bands) > 1:
         return "the mask joins a band at per-sequence offsets with another band"
-    return Term(lo, past, start, end, off, first, last)
+    first, last = next((literal.tensors for literal in literals if literal.kind.is_padding), (None, None))
+    return Term(lo, hi + 1 if hi < UNBOUNDED else UNBOUNDED, start, end, off, first, last)
 
 
 def typed(term: Term) -> Term:

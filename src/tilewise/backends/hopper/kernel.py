@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-
+from tilewise.backends.hopper.compat import fence_async_shared, gl, gluon
 from tilewise.backends.hopper.consumer import consume
-from tilewise.backends.hopper.mainloop import Rings
 from tilewise.backends.hopper.producer import produce
-from tilewise.backends.hopper.ring import make_ring
+from tilewise.backends.hopper.ring import Rings, make_ring
 
 
 @gluon.jit

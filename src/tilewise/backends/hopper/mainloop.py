@@ -9,24 +9,18 @@ the next one's first scores runs under the last product of this one (`step_into_
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
-
-from tilewise.backends.hopper.compat import PINGPONG_BARRIER, TWO_WARPGROUPS, aggregate, named_arrive, named_sync
-from tilewise.backends.hopper.rescale import rescale_output
-from tilewise.backends.hopper.ring import Ring, matrix, release, wait_full
-from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, scores, softmax_step
+from tilewise.backends.hopper.compat import (
+    PINGPONG_BARRIER,
+    aggregate,
+    gl,
+    gluon,
+    named_barrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from tilewise.backends.hopper.ring import Rings, matrix, release, wait_full
+from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
 from tilewise.backends.hopper.work_tile import Band, WorkTile
-
-
-@aggregate
-class Rings:
-    """What the producer fills."""
-
-    q: Ring  # tiles of 64 rows, one for each warpgroup
-    k: Ring
-    v: Ring
 
 
 @aggregate
@@ -98,7 +92,7 @@ def _pack(dtype):
 
 @gluon.jit
 def packed(p_tile, dtype: gl.constexpr):
-    """Weights in 16 bits, two in a word [64, N / 2]. Loops carry words: 16-bit numbers would be taken apart and put together
+    """Weights in 16 bits, two in a word [64, N / 2]. Loops carry words: the compiler would unpack 16-bit numbers and pack them
     again in every step."""
     ASM: gl.constexpr = _pack(dtype)
     N: gl.constexpr = p_tile.type.shape[1]
@@ -204,11 +198,11 @@ def issue_pv(state, v_ring, n, C: gl.constexpr):
 def issue(state, q, n, before, WG: gl.constexpr, C: gl.constexpr):
     """S(n), and the product with the value tile before it, issued. In ping-pong the warpgroups do so in turns."""
     if C.PINGPONG:
-        named_sync(PINGPONG_BARRIER + WG, TWO_WARPGROUPS)
+        named_barrier("sync", PINGPONG_BARRIER + WG)
     s_token = issue_scores(q, n, C)
     o_token, p_tile = issue_pv(state, q.rings.v, before, C)
     if C.PINGPONG:
-        named_arrive(PINGPONG_BARRIER + (1 - WG), TWO_WARPGROUPS)
+        named_barrier("arrive", PINGPONG_BARRIER + (1 - WG))
     return s_token, o_token, p_tile
 
 

@@ -68,6 +68,8 @@ def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | N
         out=Rows(pointer(problem.dtype), "i64", "i64", 0) if problem.varlen else None,  # type: ignore[arg-type]
         last_q=problem.seqlen_q - 1,
         last_block=blocks - 1,
+        stat_blocks=None,
+        stat_tiles=None,
         **tile_arguments(problem, mask, problem.heads, blocks),
         total=blocks * heads,
         programs=programs,

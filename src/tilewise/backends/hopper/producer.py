@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
+from tilewise.backends.hopper.compat import gl, gluon
 from tilewise.backends.hopper.ring import fill
 from tilewise.backends.hopper.work_tile import divide, locate, tile_at
 

@@ -2,11 +2,7 @@
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-from tilewise.backends.hopper.compat import aggregate, tma_load
+from tilewise.backends.hopper.compat import aggregate, gl, gluon, mbarrier, tma_load
 
 
 @aggregate
@@ -16,6 +12,37 @@ class Ring:
     tiles: gl.shared_memory_descriptor  # [STAGES, 1, 1, rows, width]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+
+
+@aggregate
+class Rings:
+    """What the producer of the forward fills."""
+
+    q: Ring  # tiles of 64 rows, one for each warpgroup
+    k: Ring
+    v: Ring
+
+
+@aggregate
+class GradRings:
+    """What the producers of the backward fill."""
+
+    q: Ring
+    do: Ring
+    k: Ring
+    v: Ring
+
+
+@aggregate
+class KeyRings:
+    """What the roles share where the backward holds keys."""
+
+    q: Ring
+    do: Ring
+    k: Ring
+    v: Ring
+    exchange: Ring  # what the warpgroups write for one another: dS, or weights where each has one gradient
+    stats: gl.shared_memory_descriptor  # [stages of q, 2 M]
 
 
 @gluon.jit
@@ -38,9 +65,7 @@ def make_tiles(desc, STAGES: gl.constexpr):
 @gluon.jit
 def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
     """A ring for tiles of the descriptor."""
-    return Ring(
-        tiles=make_tiles(desc, STAGES), full=make_barriers(STAGES, 1), empty=make_barriers(STAGES, READERS)
-    )
+    return Ring(tiles=make_tiles(desc, STAGES), full=make_barriers(STAGES, 1), empty=make_barriers(STAGES, READERS))
 
 
 @gluon.jit
@@ -97,17 +122,3 @@ def matrix_in(ring, at):
 def matrix(ring, n):
     """The n-th tile as a matrix [rows, width]."""
     return matrix_in(ring, stage(ring, n))
-
-
-@gluon.jit
-def zero_rows(tile, first, lo, hi, ROWS: gl.constexpr):
-    """Zero the rows of keys (or queries) outside [lo, hi), from `first` on: their weights are 0, but 0 · inf is not."""
-    SLICE: gl.constexpr = 32
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    for i in gl.static_range(ROWS // SLICE):
-        first_row = first + i * SLICE
-        if (first_row < lo) | (first_row + SLICE > hi):
-            rows = tile.slice(i * SLICE, SLICE, dim=0)
-            k = first_row + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
-            x_tile = rows.load(LAYOUT)
-            rows.store(gl.where(((k >= lo) & (k < hi))[:, None], x_tile, gl.zeros_like(x_tile)))

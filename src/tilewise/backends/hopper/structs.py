@@ -41,8 +41,11 @@ class Rows(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Of the forward, beside the tensors' descriptors. What the kernel would derive from these numbers at its start is given too:
-    kept across all roles it would cost the producer registers it does not have."""
+    """Of a kernel over query tiles or key tiles, beside the tensors' descriptors; None is no argument at all.
+
+    What the forward would derive from these numbers at its start is given too: kept across all roles it would cost the producer
+    registers it does not have.
+    """
 
     lse_ptr: Any  # (B, H, M) fp32, contiguous
     cu_q: Any
@@ -50,18 +53,26 @@ class Arguments(NamedTuple):
     order: Any  # (rounds + 1, programs) int32: work tiles by round and program, negative for none; None: round robin
     out: Rows | None  # of a packed batch
     terms: tuple[Term, ...]
-    heads: Divisor
+    heads: Divisor  # query heads, or key heads over key tiles
     group: Divisor  # query heads of one key head
-    blocks: Divisor  # query tiles of a head
+    blocks: Divisor  # tiles of a head
     batch: int
     len_q: int  # of each sequence, or of all together when packed
     len_k: int
-    last_q: int  # len_q - 1
-    last_block: int  # blocks - 1
-    total: int  # query tiles
+    last_q: int | None  # len_q - 1
+    last_block: int | None  # blocks - 1
+    stat_blocks: int | None  # tiles of statistics of a query head
+    stat_tiles: int | None  # of all heads; behind dQ's last one is a spare
+    total: int
     programs: int
     scale_log2: float  # scale · log2 e, or softcap · log2 e: makes scores logarithms to base 2
     softcap_slope: float  # scale / softcap
+    scale: float | None = None
+    stats_ptr: Any = None  # [B·H, tiles, 2, M] fp32: lse in units of log 2 and delta by query tile
+    dq_ptr: Any = None  # [B·H, tiles, M·D] fp32, each tile in the order of the registers that hold it
+    dq: Rows | None = None  # of a packed batch, as the next two
+    dk: Rows | None = None
+    dv: Rows | None = None
 
 
 class Plane(NamedTuple):
@@ -72,33 +83,6 @@ class Plane(NamedTuple):
     stride_h: int
     stride_s: int
     width: int
-
-
-class GradArguments(NamedTuple):
-    """Of a backward kernel over key tiles or query tiles, beside the tensors' descriptors."""
-
-    cu_q: Any
-    cu_k: Any
-    order: Any  # as in the forward
-    terms: tuple[Term, ...]
-    heads: Divisor  # query heads, or key heads over key tiles
-    group: Divisor  # query heads of one key head
-    blocks: Divisor  # tiles of a head
-    batch: int
-    len_q: int  # of each sequence, or of all together when packed
-    len_k: int
-    stat_blocks: int  # tiles of statistics of a query head
-    stat_tiles: int  # of all heads; behind dQ's last one is a spare
-    total: int
-    programs: int
-    scale_log2: float
-    softcap_slope: float
-    scale: float
-    stats_ptr: Any  # [B·H, tiles, 2, M] fp32: lse in units of log 2 and delta by query tile
-    dq_ptr: Any  # [B·H, tiles, M·D] fp32, each tile in the order of the registers that hold it
-    dq: Rows | None  # of a packed batch, as the next two
-    dk: Rows | None
-    dv: Rows | None
 
 
 class PrePostArguments(NamedTuple):

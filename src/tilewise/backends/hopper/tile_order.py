@@ -30,7 +30,7 @@ SHORT_KEYS = 512
 """Under a mask whose rows end early, query tiles with fewer keys than this on average take them 64 at a time (H200, causal:
 S 512 5 and 13 % faster at head dims 128 and 64, S 2048 12 % slower)."""
 EVEN = 1.001
-"""Small clusters of heads are taken unless the longest program gets shorter by more than this with others."""
+"""Small clusters of heads are used unless others shorten the longest program by more than this."""
 TAILS = (1, 2, 3)
 """Clusters at the end of the queue that may be mixed like one, for their short tiles to fill what the long ones leave."""
 

@@ -31,10 +31,11 @@ LIMITS = {"L2 to SMs": 0.05, "DRAM reads": 0.10}
 PASSES = {
     "forward_kernel": ("forward",),
     "prepare_kernel": ("preprocess",),
+    "preprocess_kernel": ("preprocess",),
     "keys_kernel": ("backward_dkdv", "backward_fused"),
     "split_kernel": ("backward_dkdv", "backward_fused"),
     "queries_kernel": ("backward_dq",),
-    "cast_kernel": ("postprocess",),
+    "postprocess_kernel": ("postprocess",),
 }
 """Kernels by the pass they do, which may be either of two; others are not counted."""
 EDGES = ("preprocess", "postprocess")

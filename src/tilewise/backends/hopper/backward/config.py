@@ -84,9 +84,7 @@ def _keys_config(d: int, dv: int) -> KeysConfig:
 
 def _queries_config(d: int, dv: int) -> QueriesConfig:
     if max(d, dv) == 256:  # dQ or an operand of dP leaves room for 64 keys, and 256 values for one stage of them
-        return QueriesConfig(
-            BLOCK_N=64, BLOCK_D=d, BLOCK_DV=dv, V_STAGES=1 if dv == 256 else 2, REGISTERS=(240, 24)
-        )
+        return QueriesConfig(BLOCK_N=64, BLOCK_D=d, BLOCK_DV=dv, V_STAGES=1 if dv == 256 else 2, REGISTERS=(240, 24))
     return QueriesConfig(BLOCK_N=128, BLOCK_D=d, BLOCK_DV=dv, V_STAGES=2, REGISTERS=(232, 40))
 
 

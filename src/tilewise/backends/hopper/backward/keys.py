@@ -6,39 +6,35 @@ All score tiles are transposed, [keys, queries], so P and dS are left operands a
 shared memory: dQ(n) = dS(n)ᵀ K needs the other warpgroup's half of the keys too. It is computed one query tile later, so that
 neither warpgroup waits for the other's scores, and the two drift apart: one computes weights while the other multiplies. So dQ
 of a work tile's last queries is computed under the next one's first ones, and K has two stages.
+
+Where dQ has a kernel of its own and registers are left, `overlapped_gradients` takes another order: the next S is issued behind
+the last dV and dK, and dP behind it when those two are done. So a product of its own is in flight while it computes weights.
 """
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from tilewise.backends.hopper.backward.reduce import DQ_COLUMNS, reduce_dq
+from tilewise.backends.hopper.backward.scores import (
+    accumulator_from,
+    as_operand,
+    issue_scores,
+    masked_weights,
+    statistic,
+)
+from tilewise.backends.hopper.compat import (
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
+    opaque,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from tilewise.backends.hopper.backward.common import (
-    DELTA,
-    DQ_COLUMNS,
-    LSE2,
-    accumulator_from,
-    as_operand,
-    masked_weights,
-    reduce_dq,
-    statistic,
-    store_gradient,
-    zero_unseeing_queries,
-    zero_unseen_keys,
-)
-from tilewise.backends.hopper.backward.overlapped import overlapped_gradients
-from tilewise.backends.hopper.backward.work_tile import HeldTile, first_statistics, locate_keys
-from tilewise.backends.hopper.compat import opaque
-from tilewise.backends.hopper.epilogue import await_stores, store_rows
+from tilewise.backends.hopper.epilogue import await_stores, store_gradient, store_rows
 from tilewise.backends.hopper.mainloop import zeros
 from tilewise.backends.hopper.ring import matrix, matrix_in, release, stage, wait_full
-from tilewise.backends.hopper.work_tile import tile_at
+from tilewise.backends.hopper.work_tile import HeldTile, first_statistics, locate_keys, tile_at
+from tilewise.backends.hopper.zeroing import zero_unseeing_queries, zero_unseen_keys
 
 
 @gluon.jit
@@ -79,17 +75,17 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
     zero_unseeing_queries(rings, n, m, tile, WG, C)
     mbarrier.wait(rings.q.full.index(at), parity)
     if C.ACC_FROM_STATS:
-        lse2 = statistic(rings.stats, at, LSE2, C)
+        lse2 = statistic(rings.stats, at, "lse2", C)
         s_acc = accumulator_from(lse2, zero)
         mbarrier.wait(rings.do.full.index(at), parity)
-        dp_acc = accumulator_from(statistic(rings.stats, at, DELTA, C), zero)
+        dp_acc = accumulator_from(statistic(rings.stats, at, "delta", C), zero)
         s_token = warpgroup_mma(k_rows, q_tile.permute((1, 0)), s_acc, is_async=True)
         dp_token = warpgroup_mma(v_rows, do_tile.permute((1, 0)), dp_acc, is_async=True)
     else:
         s_token = warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(rings.do.full.index(at), parity)
         dp_token = warpgroup_mma(v_rows, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-        lse2 = statistic(rings.stats, at, LSE2, C)
+        lse2 = statistic(rings.stats, at, "lse2", C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
     p_tile, w_tile = masked_weights(s_tile, lse2, tile.band, m, tile.work.start + 64 * WG, a, C)
     if C.REDUCE_DQ:
@@ -97,7 +93,7 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
         mbarrier.wait(rings.q.empty.index(at ^ 1), ((n - 1) >> 1) & 1)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, M]
     if not C.ACC_FROM_STATS:
-        dp_tile = dp_tile - statistic(rings.stats, at, DELTA, C)[None, :]
+        dp_tile = dp_tile - statistic(rings.stats, at, "delta", C)[None, :]
     ds_tile = (w_tile * dp_tile).to(DTYPE)
     if C.REDUCE_DQ:
         rings.exchange.tiles.index(at).slice(WG * 64, 64, dim=0).store(ds_tile)
@@ -144,6 +140,61 @@ def gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.constexpr)
     if not C.REDUCE_DQ:
         release(rings.k, tile.index)
     return dk, dv, before
+
+
+@gluon.jit
+def score_tiles(s_token, dp_token, rings, n, m, k0, band, a, C: gl.constexpr):
+    """P and dS of the n-th query tile as left operands; S and dP are in flight."""
+    DTYPE: gl.constexpr = rings.q.tiles.dtype
+    at = stage(rings.q, n)
+    s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
+    p_tile, w_tile = masked_weights(s_tile, statistic(rings.stats, at, "lse2", C), band, m, k0, a, C)
+    dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, M]
+    ds_tile = w_tile * (dp_tile - statistic(rings.stats, at, "delta", C)[None, :])
+    return as_operand(p_tile, C.BLOCK_DV, DTYPE), as_operand(ds_tile, C.BLOCK_D, DTYPE)
+
+
+@gluon.jit
+def issue_gradients(p, ds, dk, dv, rings, n):
+    dv_token = warpgroup_mma(p, matrix(rings.do, n), dv, is_async=True)
+    dk_token = warpgroup_mma(ds, matrix(rings.q, n), dk, is_async=True)
+    return dv_token, dk_token
+
+
+@gluon.jit
+def overlapped_gradients(rings, tile, q_base, a, WG: gl.constexpr, C: gl.constexpr):
+    """dK and dV of this warpgroup's 64 keys, from all queries of all heads of the group."""
+    work = tile.work
+    k0 = work.start + 64 * WG
+    k_rows = matrix(rings.k, tile.index).slice(WG * 64, 64, dim=0)
+    v_rows = matrix(rings.v, tile.index).slice(WG * 64, 64, dim=0)
+    dk = zeros(C.BLOCK_D)
+    dv = zeros(C.BLOCK_DV)
+    m0 = work.first * C.BLOCK_M
+    zero_unseeing_queries(rings, q_base, m0, tile, WG, C)
+    s_token = issue_scores(k_rows, rings.q, q_base, C.BLOCK_M)
+    dp_token = issue_scores(v_rows, rings.do, q_base, C.BLOCK_M)
+    p, ds = score_tiles(s_token, dp_token, rings, q_base, m0, k0, tile.band, a, C)
+    # over the query tiles before n: dv and dk lack the last one, whose P and dS wait in p and ds
+    for g in range(a.group.value):
+        n0 = q_base + g * work.count
+        for j in range(gl.maximum(n0, q_base + 1), n0 + work.count):
+            m = (work.first + j - n0) * C.BLOCK_M
+            n = opaque(j)  # else each address is a variable of the loop in a register of its own
+            zero_unseeing_queries(rings, n, m, tile, WG, C)
+            dv_token, dk_token = issue_gradients(p, ds, dk, dv, rings, n - 1)
+            s_token = issue_scores(k_rows, rings.q, n, C.BLOCK_M)
+            dv, dk, _, _ = warpgroup_mma_wait(1, deps=[dv_token, dk_token, p, ds])
+            release(rings.q, n - 1)  # for dO too
+            dp_token = issue_scores(v_rows, rings.do, n, C.BLOCK_M)
+            p, ds = score_tiles(s_token, dp_token, rings, n, m, k0, tile.band, a, C)
+    release(rings.v, tile.index)
+    release(rings.k, tile.index)
+    last = q_base + work.count * a.group.value - 1
+    dv_token, dk_token = issue_gradients(p, ds, dk, dv, rings, last)
+    dv, dk = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+    release(rings.q, last)
+    return dk, dv
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from tilewise.backends.hopper.backward.config import (
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.intervals import IntervalMask
 from tilewise.backends.hopper.plan import LOG2E, blocks_of, largest_divisor, mask_config, mask_of, tile_arguments
-from tilewise.backends.hopper.structs import Divisor, GradArguments, Plane, PrePostArguments, Rows
+from tilewise.backends.hopper.structs import Arguments, Divisor, Plane, PrePostArguments, Rows
 from tilewise.backends.hopper.tile_order import tile_order, visited_keys
 from tilewise.masks import may_have_empty_rows
 from tilewise.problem import Problem
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     name: str
     kernel: Any
     config: KeysConfig | QueriesConfig
-    arguments: GradArguments | PrePostArguments
+    arguments: Arguments | PrePostArguments
     programs: int
 
 
@@ -94,7 +94,7 @@ def make_plan(
     stat_tiles = stat_blocks * problem.heads * (1 if problem.varlen else problem.batch)
     around = prepost_arguments(problem, config, stat_blocks, with_dlse)
 
-    def step(name: str, own: Any, arguments: GradArguments | PrePostArguments, programs: int) -> Step:
+    def step(name: str, own: Any, arguments: Arguments | PrePostArguments, programs: int) -> Step:
         return Step(name, compile_(name, problem.dtype, arguments, own), own, arguments, programs)
 
     def over_tiles(name: str, own: Any) -> Step:
@@ -115,7 +115,7 @@ def make_plan(
 
 def grad_arguments(
     problem: Problem, mask: IntervalMask, config: KeysConfig | QueriesConfig, stat_blocks: int, processors: int
-) -> GradArguments:
+) -> Arguments:
     """Arguments of a kernel over key tiles, or over query tiles."""
     of_keys = isinstance(config, KeysConfig)
     length, block = (problem.seqlen_k, config.BLOCK_N) if of_keys else (problem.seqlen_q, config.BLOCK_M)
@@ -133,7 +133,11 @@ def grad_arguments(
             times = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
         order = torch.from_numpy(tile_order(times, heads, heads_together(problem, config, heads), programs)[0])
     rows = Rows(pointer(problem.dtype), 0, 0, 0) if problem.varlen else None
-    return GradArguments(
+    return Arguments(
+        lse_ptr=None,
+        out=None,
+        last_q=None,
+        last_block=None,
         **tile_arguments(problem, mask, own_heads, blocks),
         stat_blocks=stat_blocks,
         stat_tiles=stat_blocks * problem.heads * sequences,

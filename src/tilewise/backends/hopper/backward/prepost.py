@@ -5,10 +5,8 @@ One program for each query tile. Statistics of rows past the last make their wei
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
-from tilewise.backends.hopper.backward.common import DQ_COLUMNS, fragment_offsets
+from tilewise.backends.hopper.backward.reduce import DQ_COLUMNS, fragment_offsets
+from tilewise.backends.hopper.compat import gl, gluon
 from tilewise.backends.hopper.softmax import INF
 from tilewise.backends.hopper.work_tile import divide, find_sequence
 

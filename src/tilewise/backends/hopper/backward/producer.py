@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-
-from tilewise.backends.hopper.backward.work_tile import first_statistics, locate_keys, locate_queries
-from tilewise.backends.hopper.compat import tma_load
+from tilewise.backends.hopper.compat import gl, gluon, mbarrier, tma_load
 from tilewise.backends.hopper.ring import fill, fill_free, phase, stage
-from tilewise.backends.hopper.work_tile import divide, tile_at
+from tilewise.backends.hopper.work_tile import divide, first_statistics, locate_keys, locate_queries, tile_at
 
 
 @gluon.jit

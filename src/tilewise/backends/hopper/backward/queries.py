@@ -7,24 +7,14 @@ Each of two warpgroups has 64 queries. While dQ's product runs, the scores of th
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
-
-from tilewise.backends.hopper.backward.common import (
-    as_operand,
-    has_unseen_keys,
-    issue_scores,
-    store_gradient,
-    zero_halves,
-)
-from tilewise.backends.hopper.backward.work_tile import HeldTile, locate_queries, seen_keys
-from tilewise.backends.hopper.compat import opaque
-from tilewise.backends.hopper.epilogue import await_stores
+from tilewise.backends.hopper.backward.scores import as_operand, issue_scores, weights
+from tilewise.backends.hopper.compat import gl, gluon, opaque, warpgroup_mma, warpgroup_mma_wait
+from tilewise.backends.hopper.epilogue import await_stores, store_gradient
 from tilewise.backends.hopper.mainloop import accumulator, zeros
 from tilewise.backends.hopper.ring import matrix, release, wait_full
-from tilewise.backends.hopper.softmax import INF, tanh
-from tilewise.backends.hopper.work_tile import key_hi, key_lo, tile_at
+from tilewise.backends.hopper.softmax import INF
+from tilewise.backends.hopper.work_tile import HeldTile, key_hi, key_lo, locate_queries, tile_at
+from tilewise.backends.hopper.zeroing import zero_unseen_key_halves
 
 
 @gluon.jit
@@ -43,11 +33,7 @@ def row_statistics(work, row0, a, C: gl.constexpr):
 @gluon.jit
 def row_weights(s_tile, lse2, band, row0, key0, a, C: gl.constexpr):
     """What dP - delta is multiplied with: weights times the softcap's slope, 0 where a query does not see a key."""
-    if C.SCORES == "softcap":
-        t_tile = tanh(s_tile * a.softcap_slope)
-        w_tile = gl.exp2(t_tile * a.scale_log2 - lse2[:, None]) * (1.0 - t_tile * t_tile)
-    else:
-        w_tile = gl.exp2(s_tile * a.scale_log2 - lse2[:, None])
+    _, w_tile = weights(s_tile, lse2[:, None], a, C)
     all_see = (key_hi(band, row0, C) >= key0 + C.BLOCK_N) & (key_lo(band, row0 + 63, C) <= key0)
     if not all_see:
         LAYOUT: gl.constexpr = s_tile.type.layout
@@ -58,15 +44,6 @@ def row_weights(s_tile, lse2, band, row0, key0, a, C: gl.constexpr):
             ok = ok & (k[None, :] >= key_lo(band, q, C)[:, None])
         w_tile = gl.where(ok, w_tile, 0.0)
     return w_tile
-
-
-@gluon.jit
-def zero_unseen_keys(rings, n, key0, tile, a, WG: gl.constexpr, C: gl.constexpr):
-    """Keys of an outermost tile that no query of the sequence sees become zeros."""
-    if C.TERMS > 0 or C.VARLEN:
-        lo, hi = seen_keys(tile.band, tile.work, C)
-        if has_unseen_keys(key0, lo, hi, tile.work, a, C):
-            zero_halves(rings.k, rings.v, n, key0, lo, hi, C.BLOCK_N, WG)
 
 
 @gluon.jit
@@ -89,7 +66,7 @@ def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
     dq = zeros(C.BLOCK_D)
     key0 = tile.work.first * C.BLOCK_N
     past = kv_base + tile.work.count
-    zero_unseen_keys(rings, kv_base, key0, tile, a, WG, C)
+    zero_unseen_key_halves(rings, kv_base, key0, tile, a, WG, C)
     s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N)
     dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N)
     ds = score_gradient(s_token, dp_token, rings.v, kv_base, key0, statistics, tile.band, row0, a, C)
@@ -97,7 +74,7 @@ def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
     for j in range(kv_base + 1, past):
         key0 += C.BLOCK_N
         n = opaque(j)  # else each address is a variable of the loop in a register of its own
-        zero_unseen_keys(rings, n, key0, tile, a, WG, C)
+        zero_unseen_key_halves(rings, n, key0, tile, a, WG, C)
         dq_token = warpgroup_mma(ds, matrix(rings.k, n - 1), dq, is_async=True)
         s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N)
         dq, _ = warpgroup_mma_wait(1, deps=[dq_token, ds])

@@ -9,27 +9,22 @@ done, and what it computes between products runs under the other's. dQ has a ker
 
 from __future__ import annotations
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-
-from tilewise.backends.hopper.backward.common import (
-    DELTA,
-    LSE2,
-    as_operand,
-    issue_scores,
-    masked_weights,
-    statistic,
-    store_gradient,
-    zero_unseeing_queries,
-    zero_unseen_keys,
+from tilewise.backends.hopper.backward.scores import as_operand, issue_scores, masked_weights, statistic
+from tilewise.backends.hopper.compat import (
+    KV_READ_BARRIER,
+    gl,
+    gluon,
+    mbarrier,
+    named_barrier,
+    opaque,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
-from tilewise.backends.hopper.backward.work_tile import HeldTile, locate_keys
-from tilewise.backends.hopper.compat import KV_READ_BARRIER, TWO_WARPGROUPS, named_sync, opaque
-from tilewise.backends.hopper.epilogue import await_stores, store_rows
+from tilewise.backends.hopper.epilogue import await_stores, store_gradient, store_rows
 from tilewise.backends.hopper.mainloop import accumulator, zeros
 from tilewise.backends.hopper.ring import matrix, phase, release, stage, wait_full
-from tilewise.backends.hopper.work_tile import tile_at
+from tilewise.backends.hopper.work_tile import HeldTile, locate_keys, tile_at
+from tilewise.backends.hopper.zeroing import zero_unseeing_queries, zero_unseen_keys
 
 
 @gluon.jit
@@ -57,7 +52,7 @@ def values_step(carried, rings, n, m, tile, k_tile, a, LAST: gl.constexpr, C: gl
     """The n-th query tile, whose S is in flight."""
     dv, s_token = carried
     DTYPE: gl.constexpr = rings.q.tiles.dtype
-    lse2 = statistic(rings.stats, stage(rings.q, n), LSE2, C)
+    lse2 = statistic(rings.stats, stage(rings.q, n), "lse2", C)
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, M]
     release(rings.q, n)
     p_tile, w_tile = masked_weights(s_tile, lse2, tile.band, m, tile.work.start, a, C)
@@ -79,7 +74,7 @@ def keys_step(carried, rings, n, m, tile, v_tile, LAST: gl.constexpr, C: gl.cons
     DTYPE: gl.constexpr = rings.q.tiles.dtype
     S_LAYOUT: gl.constexpr = accumulator(C.BLOCK_M)
     wait_full(rings.q, n)
-    delta = statistic(rings.stats, stage(rings.q, n), DELTA, C)
+    delta = statistic(rings.stats, stage(rings.q, n), "delta", C)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, M]
     release(rings.do, n)
     dp_tile = dp_tile - delta[None, :]
@@ -141,7 +136,7 @@ def process_tile(grad_desc, rings, tile, q_base, i, a, WG: gl.constexpr, C: gl.c
         rows = a.dk
     # located again rather than kept in registers
     work, _ = locate_keys(a, tile_at(a, opaque(i)), C)
-    named_sync(KV_READ_BARRIER, TWO_WARPGROUPS)
+    named_barrier("sync", KV_READ_BARRIER)
     store_gradient(grad_desc, rows, grad, ring.tiles.index(0), work, work.k_start, work.start, work.len_k, C)
     await_stores()
     release(ring, tile.index)

@@ -1,0 +1,33 @@
+"""dQ added up in memory: each tile in the order of the registers that hold it, four numbers at a time."""
+
+from __future__ import annotations
+
+from tilewise.backends.hopper.compat import gl, gluon
+from tilewise.backends.hopper.mainloop import accumulator
+
+DQ_COLUMNS = gl.constexpr(64)
+"""Columns of dQ that a warpgroup computes at a time."""
+
+
+@gluon.jit
+def fragment_offsets(N: gl.constexpr):
+    """Where an element of a [64, N] accumulator stands in register order: 16 bytes a thread, threads side by side."""
+    LAYOUT: gl.constexpr = accumulator(N)
+    r = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))[:, None]
+    c = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))[None, :]
+    return (r // 16) * 128 + (r % 8) * 16 + ((r // 8) % 2) * 2 + (c // 8) * 512 + ((c % 8) // 2) * 4 + (c % 2)
+
+
+@gluon.jit
+def reduce_dq(dq_tile, part, stat_tile, a, C: gl.constexpr):
+    """Add a [64, DQ_COLUMNS] part of dQ in memory, four numbers at a time; parts of a tile follow one another."""
+    offsets = fragment_offsets(DQ_COLUMNS)
+    base = a.dq_ptr + stat_tile.to(gl.int64) * (C.BLOCK_M * C.BLOCK_D) + part * (64 * DQ_COLUMNS)
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$1], {$5, $6, $7, $8};\nmov.b32 $0, 0;",
+        "=r,l,l,l,l,f,f,f,f",
+        [(base + offsets).to(gl.int64), dq_tile],
+        dtype=gl.int8,
+        is_pure=False,
+        pack=4,
+    )

@@ -1,0 +1,65 @@
+"""Score tiles of the backward: S and dP, weights from S and the statistics of rows."""
+
+from __future__ import annotations
+
+from tilewise.backends.hopper.compat import gl, gluon, warpgroup_mma
+from tilewise.backends.hopper.mainloop import accumulator, left_operand, zeros
+from tilewise.backends.hopper.ring import matrix, wait_full
+from tilewise.backends.hopper.softmax import tanh
+from tilewise.backends.hopper.work_tile import sees_all, visible
+
+
+@gluon.jit
+def as_operand(x_tile, n: gl.constexpr, dtype: gl.constexpr):
+    """A [64, M] tile in registers as the left operand of a product with n columns."""
+    LAYOUT: gl.constexpr = left_operand(n)
+    return gl.convert_layout(x_tile.to(dtype), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def issue_scores(rows, ring, n, COLUMNS: gl.constexpr):
+    """S or dP against the n-th tile that is streamed, issued: K or V against Q or dO, or the reverse."""
+    wait_full(ring, n)
+    return warpgroup_mma(rows, matrix(ring, n).permute((1, 0)), zeros(COLUMNS), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def accumulator_from(vector, like):
+    """Every row is the vector, in registers of its own: otherwise the copies sink between wgmma's fence and the wgmma, and
+    ptxas waits there (C7517)."""
+    x, like = gl.broadcast(vector[None, :], like)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def statistic(stats, at, WHICH: gl.constexpr, C: gl.constexpr):
+    """A statistic of the query tile in stage `at`, by column: "lse2" in units of log 2 (or what S accumulates from), "delta"."""
+    S_LAYOUT: gl.constexpr = accumulator(C.BLOCK_M)
+    FIRST: gl.constexpr = 0 if WHICH == "lse2" else C.BLOCK_M
+    return stats.index(at).slice(FIRST, C.BLOCK_M, dim=0).load(gl.SliceLayout(0, S_LAYOUT))
+
+
+@gluon.jit
+def weights(s_tile, lse2, a, C: gl.constexpr):
+    """P, and what dP - delta is multiplied with: P times the softcap's slope. Without lse2, S accumulated from it."""
+    if C.SCORES == "softcap":
+        t_tile = tanh(s_tile * a.softcap_slope)
+        p_tile = gl.exp2(t_tile * a.scale_log2 - lse2)
+        return p_tile, p_tile * (1.0 - t_tile * t_tile)
+    else:
+        x_tile = s_tile * a.scale_log2
+        if lse2 is not None:
+            x_tile = x_tile - lse2
+        p_tile = gl.exp2(x_tile)
+        return p_tile, p_tile
+
+
+@gluon.jit
+def masked_weights(s_tile, lse2, band, m, k0, a, C: gl.constexpr):
+    """Weights, 0 where a query does not see a key. Queries past the last have an lse of +inf, so theirs are 0 anyway."""
+    p_tile, w_tile = weights(s_tile, None if C.ACC_FROM_STATS else lse2[None, :], a, C)
+    if not sees_all(band, m, k0, 64, C):
+        ok = visible(band, m, k0, p_tile, C)
+        p_tile = gl.where(ok, p_tile, 0.0)
+        w_tile = gl.where(ok, w_tile, 0.0)
+    return p_tile, w_tile

@@ -1,0 +1,96 @@
+"""Keys and queries that must not matter become zeros in shared memory: their weights are 0, but 0 · inf is not."""
+
+from __future__ import annotations
+
+from tilewise.backends.hopper.compat import (
+    ZEROED_BARRIER,
+    fence_async_shared,
+    gl,
+    gluon,
+    named_barrier,
+    opaque,
+    warps_barrier,
+)
+from tilewise.backends.hopper.ring import matrix, wait_full
+from tilewise.backends.hopper.work_tile import key_hi, key_lo, seeing_queries, seen_keys
+
+
+@gluon.jit
+def zero_rows(tile, first, lo, hi, ROWS: gl.constexpr):
+    """Zero the rows of keys (or queries) outside [lo, hi), from `first` on."""
+    SLICE: gl.constexpr = 32
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for i in gl.static_range(ROWS // SLICE):
+        first_row = first + i * SLICE
+        if (first_row < lo) | (first_row + SLICE > hi):
+            rows = tile.slice(i * SLICE, SLICE, dim=0)
+            k = first_row + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+            x_tile = rows.load(LAYOUT)
+            rows.store(gl.where(((k >= lo) & (k < hi))[:, None], x_tile, gl.zeros_like(x_tile)))
+
+
+@gluon.jit
+def zero_unseen_values(v_ring, n, key0, work, band, a, C: gl.constexpr):
+    """Before the values of an outermost tile are used: zero those that no query of the sequence sees."""
+    lo = key_lo(band, work.b * 0, C)
+    hi = key_hi(band, opaque(work.last_q), C)
+    # beyond the tensor the loads have filled in zeros
+    if (key0 < lo) | ((key0 + C.BLOCK_N > hi) & (work.k_start + hi < opaque(a.len_k))):
+        wait_full(v_ring, n)
+        zero_rows(matrix(v_ring, n), key0, lo, hi, C.BLOCK_N)
+        fence_async_shared()
+        warps_barrier()
+
+
+@gluon.jit
+def zeroed():
+    """Both warpgroups have zeroed their rows, and products may read them."""
+    fence_async_shared()
+    named_barrier("sync", ZEROED_BARRIER)
+
+
+@gluon.jit
+def has_unseen_keys(key0, lo, hi, work, a, C: gl.constexpr):
+    """Does the key tile at key0 hold keys outside [lo, hi)? Beyond the tensor the loads have filled in zeros."""
+    return (key0 < lo) | ((key0 + C.BLOCK_N > hi) & (work.k_start + hi < a.len_k))
+
+
+@gluon.jit
+def zero_unseen_keys(k_rows, v_rows, tile, k0, KEYS: gl.constexpr, a, C: gl.constexpr):
+    """Keys that no query of the sequence sees become zeros in shared memory. Both warpgroups come here for every work tile."""
+    if C.TERMS > 0 or C.VARLEN:
+        lo, hi = seen_keys(tile.band, tile.work, C)
+        if has_unseen_keys(tile.work.start, lo, hi, tile.work, a, C):
+            zero_rows(k_rows, k0, lo, hi, KEYS)
+            zero_rows(v_rows, k0, lo, hi, KEYS)
+            zeroed()
+
+
+@gluon.jit
+def zero_halves(ring, other_ring, n, first, lo, hi, ROWS: gl.constexpr, WG: gl.constexpr):
+    """Zero the rows outside [lo, hi) of the n-th tile of both rings; each warpgroup takes half of the rows."""
+    HALF: gl.constexpr = ROWS // 2
+    wait_full(ring, n)
+    wait_full(other_ring, n)
+    zero_rows(matrix(ring, n).slice(WG * HALF, HALF, dim=0), first + WG * HALF, lo, hi, HALF)
+    zero_rows(matrix(other_ring, n).slice(WG * HALF, HALF, dim=0), first + WG * HALF, lo, hi, HALF)
+    zeroed()
+
+
+@gluon.jit
+def zero_unseeing_queries(rings, n, m, tile, WG: gl.constexpr, C: gl.constexpr):
+    """Queries that see no key, and those past a packed sequence's end, which belong to the next one, become zeros. Both
+    warpgroups come here for every query tile, with no product in flight."""
+    if C.VARLEN or C.EMPTY_ROWS:
+        lo, hi = seeing_queries(tile.band, tile.work.len_q, C)
+        if (m < lo) | (m + C.BLOCK_M > hi):
+            zero_halves(rings.q, rings.do, n, m, lo, hi, C.BLOCK_M, WG)
+
+
+@gluon.jit
+def zero_unseen_key_halves(rings, n, key0, tile, a, WG: gl.constexpr, C: gl.constexpr):
+    """Keys of an outermost tile that no query of the sequence sees become zeros."""
+    if C.TERMS > 0 or C.VARLEN:
+        lo, hi = seen_keys(tile.band, tile.work, C)
+        if has_unseen_keys(key0, lo, hi, tile.work, a, C):
+            zero_halves(rings.k, rings.v, n, key0, lo, hi, C.BLOCK_N, WG)
