@@ -24,7 +24,8 @@ rows are. (Neoverse N1, head dim 512: 3 % of a forward.)"""
 
 Pair = tuple[Any, Any]
 Row = tuple[Any, ...]
-Across, One = Callable[[Row, Pair, Pair], None], Callable[[Row, Any], None]
+Across = Callable[[Row, Pair, Pair], None]
+One = Callable[[Row, Any], None]
 
 
 def transposed(rows: list[Any]) -> list[Any]:
