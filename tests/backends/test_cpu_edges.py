@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("llvmlite")
 
+import tests.backends.plain_tiles  # noqa: F401 - the unit "plain"
 import tilewise as tw
 from tests.backends.test_cpu_memory import forget, pretend
 from tests.conformance.cases import Built, inside

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("llvmlite")
 
+import tests.backends.plain_tiles  # noqa: F401 - the unit "plain"
 import tilewise as tw
 from tests.backends.test_cpu_assembly import LINUX, STACK, innermost_loops
 from tests.backends.test_cpu_limits import HIDING

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("llvmlite")
 
+import tests.backends.plain_tiles  # noqa: F401 - the unit "plain"
 from tests.backends.test_cpu_memory import pretend
 from tests.conformance.cases import CASES, Case, build
 from tests.conformance.harness import excesses

@@ -56,7 +56,7 @@ class ArgBlock:
 
 
 class TensorArg:
-    """A tensor: `pointer`, and strides in elements as `stride_b`, `stride_h`, `stride_s`, `stride_d` (of a mask's: by number)."""
+    """A tensor: `pointer`, and strides in elements: `stride_b`, `stride_h`, `stride_s`, `stride_d`, or by number."""
 
     def __init__(self, args: ArgBlock, name: str, kind: Any, dtype: str = "") -> None:
         self.args, self.name, self.kind, self.dtype = args, name, kind, dtype
@@ -64,13 +64,6 @@ class TensorArg:
     @property
     def pointer(self) -> Pointer:
         return self.args.address(self.name, self.kind, self.dtype)
-
-    @property
-    def given(self) -> Any:
-        return self.args.given(self.name)
-
-    def stride(self, axis: int) -> Any:
-        return self.args.integer(f"{self.name}_{axis}")
 
     def __getattr__(self, name: str) -> Any:
         return self.args.integer(f"{self.name}_{name.removeprefix('stride_')}")

@@ -87,13 +87,13 @@ class Backward(RowStatistics, OrderedAccumulate):
         head, q0 = self.strip_at(e, index)
         seq = self.seq(e, head)
         keys = self.key_range(e, seq, q0)
-        keys = keys._replace(stop=e.max(keys.start, keys.stop))
-        e.frame.first[index] = keys.start
-        e.frame.past[index] = keys.stop
+        start, stop = keys.all[0], e.max(*keys.all)
+        keys = keys._replace(all=(start, stop))
+        e.frame.first[index], e.frame.past[index] = start, stop
         # the updates of dK and dV run over whole rows of P and dS: what is not visited must be zero
-        for unseen in ((0, keys.start), (keys.stop, e.frame.n_pad)):
+        for unseen in ((0, start), (stop, e.frame.n_pad)):
             self.clear(e, index, unseen)
-        with e.if_(keys.start < keys.stop, likely=True):
+        with e.if_(start < stop, likely=True):
             chunks = self.chunks(e, seq, q0)
             self.multiply(e, index, keys.all, chunks)
             if self.kernel.dropout:
@@ -355,7 +355,7 @@ class Backward(RowStatistics, OrderedAccumulate):
     def finish(self, e: Emit) -> None:
         """dQ goes out, times the factor of dS."""
         args, frame, R = e.args, e.frame, self.tile.rows
-        with e.if_(args.dq.given), e.range(0, frame.strips) as index:
+        with e.if_(args.given("dq")), e.range(0, frame.strips) as index:
             row = index * R
             position = frame.q_start + frame.m0 + row
             to = self.row_of(e, "dq", frame.head, position)

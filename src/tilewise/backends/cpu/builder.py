@@ -34,7 +34,7 @@ class _VolatileLoad(LoadInstr):  # type: ignore[misc]
 
 
 class Emit:
-    """The body of a function: 64-bit indices, typed pointers, vectors of one ir.Real type. `ir` is LLVM's own builder."""
+    """The body of a function: 64-bit indices, typed pointers, vectors of one Real type. `ir` is LLVM's own builder."""
 
     args: Any
     frame: Any
@@ -51,7 +51,7 @@ class Emit:
         return constant(value, kind) if isinstance(value, int | float) else value.raw
 
     def const(self, value: float, kind: Any = None) -> Value:
-        """A constant; of the ir.Real type, if none is given."""
+        """A constant; of the Real type, if none is given."""
         return Value(self, constant(value, kind or self.real.type))
 
     def vector(self, value: float, lanes: int = 0, kind: Any = None) -> Value:
@@ -249,7 +249,7 @@ class Emit:
 
     # -- storage types
     def widen(self, value: Value, dtype: str) -> Any:
-        """A stored value (scalar or vector) in the kernel's ir.Real type."""
+        """A stored value (scalar or vector) in the kernel's Real type."""
         target = vector_of(self.real.type, value.lanes)
         if dtype == "bfloat16":
             value = (value.zext(I32) << 16).bitcast(ir.F32)
@@ -275,7 +275,7 @@ class Emit:
 
 
 class Unit:
-    """One module under construction: every function of a kernel shares its ir.Real type, register tile and target family."""
+    """One module under construction: every function of a kernel shares its Real type, register tile and target family."""
 
     def __init__(self, name: str, real: ir.Real, tile: Register, arch: str) -> None:
         self.module = llvm.Module(name)
@@ -284,7 +284,7 @@ class Unit:
     def function(
         self, name: str, kinds: Sequence[Any], *, public: bool = False, result: Any = ir.VOID, noalias: Sequence[int] = ()
     ) -> tuple[Emit, list[Any], Any]:
-        """A new function and its parameters; pointers are to the ir.Real type. `noalias`: those that alias nothing else."""
+        """A new function and its parameters; pointers are to the Real type. `noalias`: those that alias nothing else."""
         function = llvm.Function(self.module, llvm.FunctionType(result, list(kinds)), name)
         if not public:
             function.linkage = "internal"

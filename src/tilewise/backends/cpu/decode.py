@@ -11,6 +11,7 @@ block of keys is processed is told by `decode_stream` for one row and by `decode
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -44,11 +45,7 @@ class Decode(KernelModule, ABC):
     def emit_block(self) -> Any:
         """block(args, frame): the keys [n0, n1) join the state of every row."""
 
-    def sums(self, vectors: list[Any]) -> Any:
-        """The lane sums of four vectors, as one vector of four."""
-        return self.joined(vectors, lambda x, y: x + y)
-
-    def joined(self, vectors: list[Any], join: Join) -> Any:
+    def joined(self, vectors: list[Any], join: Join = operator.add) -> Any:
         """All lanes of each of four vectors joined, as one vector of four."""
 
         def pairs(x: Any, y: Any) -> Any:

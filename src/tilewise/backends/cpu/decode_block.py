@@ -6,6 +6,7 @@ next block's K while V is.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from tilewise.backends.cpu import elementary, masking
@@ -70,7 +71,7 @@ class BlockDecode(Decode):
                 dim.carry(multiply(dim.values, dim.index))
             for r in range(R):
                 for j in range(0, J, UNROLL):
-                    s_rows[r][key + j] = self.sums(dim.values[r * J + j : r * J + j + UNROLL])
+                    s_rows[r][key + j] = self.joined(dim.values[r * J + j : r * J + j + UNROLL])
 
         most, steps = round_down(width, J), (args.k.stride_s, args.v.stride_s)
         with e.loop(0, most, J, [K, V]) as over:
@@ -108,7 +109,7 @@ class BlockDecode(Decode):
             for value, row in zip(p, P, strict=True):
                 row[over.index] = value
             over.carry(over.values + p)
-        sum_ptr[0] = e.fma(sum_ptr.vector(0, R), alpha, self.of_rows(over.values, lambda x, y: x + y))
+        sum_ptr[0] = e.fma(sum_ptr.vector(0, R), alpha, self.of_rows(over.values))
         m_ptr[0] = m
         grown = e.compare("!=", alpha, 1.0, nan=False).sext(e.real.bits)
         with e.if_(masking.any_lane(grown), likely=False):
@@ -118,7 +119,7 @@ class BlockDecode(Decode):
                     at = Dv * r + col
                     O[at] = O.vector(at) * factor
 
-    def of_rows(self, vectors: Any, join: Join) -> Any:
+    def of_rows(self, vectors: Any, join: Join = operator.add) -> Any:
         """All lanes of each of R vectors joined, as one vector of R."""
         return self.joined([*vectors, *vectors][:UNROLL], join).pick(range(self.R))
 

@@ -77,7 +77,7 @@ class StreamDecode(Decode):
             while len(acc) > J:
                 acc = [acc[n] + acc[n + 1] for n in range(0, len(acc), 2)]
             scores += acc
-        return self.sums(scores)
+        return self.joined(scores)
 
     def update_max(self, e: Emit, O: Pointer, Dv: Any, s: Any, m: Any, parts: Any) -> tuple[Any, Any]:
         """m and the parts of l, raised and rescaled with O where a score exceeds m."""

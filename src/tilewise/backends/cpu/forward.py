@@ -68,7 +68,7 @@ class Forward(Softmax):
         head, q0 = self.strip_at(e, index)
         seq = self.seq(e, head)
         keys = self.key_range(e, seq, q0)
-        with e.if_(keys.start >= keys.stop, likely=False):
+        with e.if_(keys.all[0] >= keys.all[1], likely=False):
             e.ret()
         e.frame.row_max[0] = e.strip(float("-inf"))
         e.frame.row_sum[0] = e.strip(0.0)

@@ -17,7 +17,7 @@ from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.forward import Chunks, Forward
 from tilewise.backends.cpu.ir import I32, Strip
 from tilewise.backends.cpu.masking import Interval, SeqInfo, any_lane
-from tilewise.backends.cpu.matrix import DEPTH, ROW, bf16_pairs, by_tiles, emit_plain_dot
+from tilewise.backends.cpu.matrix import DEPTH, ROW, bf16_pairs, by_tiles
 from tilewise.backends.cpu.module import KernelModule
 from tilewise.backends.cpu.scores import drop
 
@@ -33,8 +33,6 @@ class MatrixTiles(KernelModule):
         self.pack_strips = pack.emit_pack_lanes(self.unit, tile.rows, dtype, scaled=False, cells=pack.ColumnPairs)
         self.pack_panels = pack.emit_pack_panels(self.unit, tile.keys // 2, dtype, scaled=False, cells=pack.ColumnPairs)
         self.pack_lanes = pack.emit_pack_lanes(self.unit, tile.keys // 2, dtype, scaled=False, cells=pack.RowPairs)
-        if self.kernel.matrix == "plain":
-            emit_plain_dot(self.unit)
 
     def panel(self, e: Emit) -> Any:
         return e.args.BN * (self.tile.keys // 2)

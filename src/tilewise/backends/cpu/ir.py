@@ -71,16 +71,16 @@ def integers(kind: Any, *values: int) -> Any:
 
 
 @cache
-def _constant(kind: Any, text: str) -> Any:
+def _constant(kind: Any, value: int | str) -> Any:
     """Floats come in hexadecimal: 0 and -0 are different constants."""
     if isinstance(kind, ir.VectorType):
-        return ir.Constant(kind, [_constant(kind.element, text)] * kind.count)
-    return ir.Constant(kind, float.fromhex(text) if is_float(kind) else int(text))
+        return ir.Constant(kind, [_constant(kind.element, value)] * kind.count)
+    return ir.Constant(kind, float.fromhex(value) if isinstance(value, str) else value)
 
 
 def constant(value: float, kind: Any) -> Any:
     """A number as an LLVM constant; in every lane, if the type is a vector's."""
-    return _constant(kind, float(value).hex() if is_float(kind) else str(value))
+    return _constant(kind, float(value).hex() if is_float(kind) else int(value))
 
 
 @cache
@@ -220,9 +220,9 @@ def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def apply(*values: Any, **options: Any) -> Any:
-        count = next((len(value) for value in values if isinstance(value, Strip)), 0)
-        if not count:
+        if Strip not in map(type, values):
             return function(*values, **options)
+        count = next(len(value) for value in values if isinstance(value, Strip))
         rows = (value if isinstance(value, Strip) else (value,) * count for value in values)
         return Strip(function(*row, **options) for row in zip(*rows, strict=True))
 

@@ -97,7 +97,7 @@ def hull(seq: SeqInfo, terms: list[Term], first: Any, last: Any) -> Interval:
 
 
 def _per_batch(seq: SeqInfo, tensor: int) -> Any:
-    offset = seq.batch * seq.args.mask_tensor(tensor).stride(0)
+    offset = seq.batch * seq.args.mask_tensor(tensor).stride_0
     return seq.args.mask_tensor(tensor).pointer[offset].sext(I64)
 
 
@@ -163,14 +163,14 @@ def within(j: Value, lows: Strip, highs: Strip) -> Any:
 
 def _base(seq: SeqInfo, tensor: int) -> Any:
     """Offset of this sequence's and head's part of a mask tensor; broadcast sides have stride 0."""
-    offset = seq.batch * seq.args.mask_tensor(tensor).stride(0)
-    return offset + seq.head * seq.args.mask_tensor(tensor).stride(1)
+    offset = seq.batch * seq.args.mask_tensor(tensor).stride_0
+    return offset + seq.head * seq.args.mask_tensor(tensor).stride_1
 
 
 def _id(seq: SeqInfo, tensor: int, index: Value, start: Value) -> Any:
     """Document id of one query or key."""
     ids = seq.args.mask_tensor(tensor)
-    offset = seq.batch * ids.stride(0) + (index + start) * ids.stride(1)
+    offset = seq.batch * ids.stride_0 + (index + start) * ids.stride_1
     return ids.pointer[offset]
 
 
@@ -217,7 +217,7 @@ def _part_alive(seq: SeqInfo, part: Operand, rows: Interval, keys: Interval) -> 
     size_q, size_k = seq.args.mask_int(part.ints), seq.args.mask_int(part.ints + 1)
     table = seq.args.mask_tensor(part.tensors, I8)
     cells, base = table.pointer, _base(seq, part.tensors)
-    stride_q, stride_k = table.stride(2), table.stride(3)
+    stride_q, stride_k = table.stride_2, table.stride_3
     with e.loop(first // size_q, last // size_q + 1, 1, [e.const(0, I8)]) as over_q:
         with e.loop(lo // size_k, (hi - 1) // size_k + 1, 1, over_q.values) as over_k:
             row, column = over_q.index * stride_q, over_k.index * stride_k
@@ -273,7 +273,7 @@ def _prepare(seq: SeqInfo, part: Operand, rows: list[Any]) -> list[Any]:
     if part.kind.is_documents:
         return [_id(seq, part.tensors, row, seq.q_start) for row in rows]
     base = _base(seq, part.tensors)
-    step = seq.args.mask_tensor(part.tensors).stride(2)
+    step = seq.args.mask_tensor(part.tensors).stride_2
     if part.kind.is_blocks:
         size = seq.args.mask_int(part.ints)
         rows = [row // size for row in rows]
@@ -289,7 +289,7 @@ def _sees(seq: SeqInfo, part: Operand, prepared: list[Any], k: Value) -> Any:
     if part.kind.is_blocks:
         k = k // seq.args.mask_int(part.ints + 1)
     table = seq.args.mask_tensor(part.tensors, I8)
-    column, cells = k * table.stride(3), table.pointer
+    column, cells = k * table.stride_3, table.pointer
     cell = gather([cells[offset + column] for offset in prepared])
     return cell == 0 if part.kind.negated else cell != 0
 

@@ -2,18 +2,18 @@
 
     C[m][n] = Σ_k A[m][k] · B[k][n]     A: rows of 32 adjacent k      B: pairs of k side by side, B[k / 2][n][2]      C: fp32
 
-A processor with AMX has eight such tiles as registers and one instruction for the product. `Plain` does the same with loops over
-memory: so kernels that are made of tiles run, and are tested, on any machine.
+A processor with AMX has eight such tiles as registers and one instruction for the product.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 
 from tilewise.backends.cpu.builder import Emit, Unit
-from tilewise.backends.cpu.ir import F32, I8, I16, I32, I64, PTR, VOID, Pointer, Value, vector_of
+from tilewise.backends.cpu.ir import I8, I16, I64, PTR, VOID, Pointer, Value, vector_of
 
 SIDE = 16  # rows of a tile, columns of a sum
 DEPTH = 32  # steps of a contraction in one product
@@ -44,61 +44,13 @@ class Amx:
         self._do("tdpbf16ps", c, a, b)
 
 
-class Plain:
-    """The same with tiles in memory and products by loops."""
-
-    def __init__(self, e: Emit) -> None:
-        self.e = e
-        memory = untyped(e, e.ir.alloca(ir.ArrayType(I8, TILES * SIDE * ROW)))
-        self.tiles = [memory + n * SIDE * ROW for n in range(TILES)]
-
-    def _rows(self, to: Pointer, to_step: Any, source: Pointer | None, source_step: Any) -> None:
-        with self.e.range(0, SIDE) as row:
-            for at in range(0, ROW, 16):
-                value = self.e.vector(0, 4, I32) if source is None else (source + (row * source_step + at)).vector(0, 16)
-                (to + (row * to_step + at))[0] = value
-
-    def zero(self, tile: int) -> None:
-        self._rows(self.tiles[tile], ROW, None, 0)
-
-    def load(self, tile: int, address: Pointer, step: Value) -> None:
-        self._rows(self.tiles[tile], ROW, address, step)
-
-    def store(self, tile: int, address: Pointer, step: Value) -> None:
-        self._rows(address, step, self.tiles[tile], ROW)
-
-    def dot(self, c: int, a: int, b: int) -> None:
-        self.e.call(self.e.unit.module.globals["tile_dot"], *(self.tiles[n] for n in (c, a, b)))
+UNITS: dict[str, Callable[[Emit], Any]] = {"amx": Amx}
+"""By the name of `Kernel.matrix`; tests add loops over memory that do the same anywhere."""
 
 
 def untyped(e: Emit, memory: Any) -> Pointer:
     """A local or global of LLVM's older kind of pointers, as bytes."""
     return Pointer(e, e.ir.inttoptr(e.ir.ptrtoint(memory, I64), PTR), I8)
-
-
-def emit_plain_dot(unit: Unit) -> None:
-    """tile_dot(c, a, b): c[m][n] += Σ_p a[m][p][0] · b[p][n][0] + a[m][p][1] · b[p][n][1]."""
-    e, (c, a, b), _ = unit.function("tile_dot", [PTR, PTR, PTR], noalias=(0,))
-    a, b, columns = a.of(I32), b.of(I32), range(0, SIDE, e.lanes)
-
-    def parts(pair: Any) -> tuple[Any, Any]:
-        """The two values of a pair (or of several) as fp32: the first is the low half."""
-        return (pair << 16).bitcast(F32), (pair & 0xFFFF0000).bitcast(F32)
-
-    with e.range(0, SIDE) as m:
-        row = m * SIDE
-        with e.loop(0, SIDE, 1, [c.vector(row + n) for n in columns]) as p:
-            left = [x.splat() for x in parts(a[row + p.index])]
-            totals = []
-            for n, total in zip(columns, p.values, strict=True):
-                right = parts(b.vector(p.index * SIDE + n))
-                for x, y in zip(left, right, strict=True):
-                    total = e.fma(x, y, total)
-                totals.append(total)
-            p.carry(totals)
-        for n, total in zip(columns, p.values, strict=True):
-            c[row + n] = total
-    e.ret()
 
 
 def by_tiles(unit: Unit, name: str, matrix: str, *, add: bool) -> Any:
@@ -111,7 +63,7 @@ def by_tiles(unit: Unit, name: str, matrix: str, *, add: bool) -> Any:
     k0, k1, A, a_row, a_step, a_group, B, C, c_row, g0, g1 = values
     A, B, C, R = A.of(I8), B.of(I8), C.of(I8), e.tile.rows
     assert R == 2 * SIDE and e.tile.keys == DEPTH
-    tiles: Amx | Plain = Amx(e) if matrix == "amx" else Plain(e)
+    tiles = UNITS[matrix](e)
     b_row = e.const(R * 4, I64)
     below, beside = SIDE, ROW  # the second tile of A or C lies so many rows on, of B or C so many bytes
     with e.range(g0, g1) as group:

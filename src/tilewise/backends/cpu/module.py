@@ -50,26 +50,16 @@ def kernel_function(*kinds: Any, args: bool = True, result: Any = VOID) -> Calla
 
 
 class KeyRange(NamedTuple):
-    """Keys [start, stop) of a block that a strip visits, and [solid_start, solid_stop) of them that every row sees; multiples of
-    J counted from n0. `visible(j)` tells for the others which rows do."""
+    """All keys [start, stop) of a block that a strip visits, and the `solid` ones that every row sees; multiples of J counted
+    from n0. `visible(j)` tells for the others which rows do."""
 
-    start: Any
-    stop: Any
-    solid_start: Any
-    solid_stop: Any
+    all: Interval
+    solid: Interval
     visible: Callable[[Any], Any]
 
     @property
-    def all(self) -> Interval:
-        return self.start, self.stop
-
-    @property
-    def solid(self) -> Interval:
-        return self.solid_start, self.solid_stop
-
-    @property
     def edges(self) -> tuple[Interval, Interval]:
-        return (self.start, self.solid_start), (self.solid_stop, self.stop)
+        return (self.all[0], self.solid[0]), (self.solid[1], self.all[1])
 
 
 class KernelModule:
@@ -172,7 +162,7 @@ class KernelModule:
             solid_start = e.min(round_up(near(inner_low), J), stop)
             solid_stop = e.max(round_down(near(inner_high), J), solid_start)
             ends = masking.lane_interval(seq, self.terms[0], q0, (n0, e.frame.n1))
-            return KeyRange(start, stop, solid_start, solid_stop, lambda j: masking.within(j, *ends))
+            return KeyRange((start, stop), (solid_start, solid_stop), lambda j: masking.within(j, *ends))
         W, values = e.frame.W, seq.values
         alive = e.call(self.alive, e.args.pointer, *values, q0, last, n0, e.frame.n1)
         kind = Pointer(e, e.ir.alloca(I64), I64)
@@ -184,7 +174,7 @@ class KernelModule:
         stop = e.select(nothing, 0, n_pad)
         solid_stop = e.select(full, round_down(width, J), 0)
         zero = e.const(0, I64)
-        return KeyRange(zero, stop, zero, solid_stop, lambda j: W.strip(j * self.tile.rows) != 0)
+        return KeyRange((zero, stop), (zero, solid_stop), lambda j: W.strip(j * self.tile.rows) != 0)
 
     # -- tiles of K and V
 

@@ -10,6 +10,7 @@ one by one elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from tilewise.backends.cpu.builder import Emit, Unit
@@ -19,6 +20,12 @@ from tilewise.backends.cpu.spec import UNROLL, round_down
 NEAR_ROWS = 16
 """Rows packed into panels together: so few that the lines read for one panel are still in L1 for the next, however far apart
 rows are. (Neoverse N1, head dim 512: 3 % of a forward.)"""
+
+
+Pair = tuple[Any, Any]
+Row = tuple[Any, ...]
+Across = Callable[[Row, Pair, Pair], None]
+One = Callable[[Row, Any], None]
 
 
 def transposed(rows: list[Any]) -> list[Any]:
@@ -32,11 +39,35 @@ def transposed(rows: list[Any]) -> list[Any]:
     return [a.pick(order, b) for a, b in pairs for order in (low, high)]
 
 
-def squares(e: Emit, tall: int) -> list[tuple[int, int]]:
+def squares(e: Emit, tall: int) -> list[Pair]:
     """Rows and columns that are transposed in registers at a time, where they are `tall` cells apart or more: the most that
     vectors allow, then what is left by UNROLL."""
     most = max(UNROLL, min(tall, e.lanes)), max(UNROLL, e.lanes)
     return [most] if most == (UNROLL, UNROLL) else [most, (UNROLL, UNROLL)]
+
+
+def by_squares(
+    e: Emit, shapes: list[Pair], whole: Pair, ends: Pair, origin: Callable[[Any], Row], across: Across, one: One
+) -> None:
+    """Rows and columns up to `whole` in squares, the largest first: `across(rows, columns, shape)`; what is left up to `ends`,
+    cell by cell: `one(row, column)`. `origin(row)` is what these functions take for a row: its indices in source and target."""
+    done_rows: Any = 0
+    for n, (tall, _) in enumerate(shapes):
+        if n and tall == shapes[n - 1][0]:
+            continue  # no rows are left
+        fast_rows = round_down(whole[0], tall)
+        with e.range(done_rows, fast_rows, tall) as row:
+            first, done = origin(row), cast(Any, 0)
+            for shape in shapes[n:]:
+                fast = round_down(whole[1], shape[1])
+                with e.range(0, tall, shape[0]) as part:
+                    across(tuple(x + part for x in first), (done, fast), shape)
+                done = fast
+            with e.range(0, tall) as r, e.range(done, ends[1]) as col:
+                one(tuple(x + r for x in first), col)
+        done_rows = fast_rows
+    with e.range(done_rows, ends[0]) as row, e.range(0, ends[1]) as col:
+        one(origin(row), col)
 
 
 class Source(NamedTuple):
@@ -133,15 +164,15 @@ def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: 
     ends = list(zip(cell.source[3:], (cell.rows, cell.cols), strict=True))
     rows, cols = ((n + (per - 1)) // per for n, per in ends)
     whole_rows, whole_cols = (n // per for n, per in ends)
-    shapes = squares(e, width)
 
-    def one(out: Pointer, row: Any, lane: Any, col: Any) -> None:
+    def one(at: Row, col: Any) -> None:
+        row, lane = at
         value = cell.one(row, col)
         out[col * width + lane] = value if factors is None else value * factors[row]
 
-    def across(out: Pointer, row: Any, lane: Any, between: tuple[Any, Any], shape: tuple[int, int]) -> None:
-        """`tall` rows, `wide` columns at a time; either a column fills a vector, or columns follow each other in it."""
-        tall, wide = shape
+    def across(at: Row, between: Pair, shape: Pair) -> None:
+        """Either a column fills a vector, or columns follow each other in it."""
+        (row, lane), (tall, wide) = at, shape
         factor = factors.vector(row, tall).pick([n % tall for n in range(wide)]) if factors is not None else None
         with e.range(*between, wide) as col:
             block = [cell.near(row + r, col, wide) for r in range(tall)]
@@ -154,23 +185,7 @@ def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: 
         out = pack.dst + group * dst_cols
         inside = e.min(width, rows - group)
         whole = e.select(pack.near, e.min(width, whole_rows - group), 0)
-        done_rows: Any = 0
-        for n, (tall, _) in enumerate(shapes):
-            if n and tall == shapes[n - 1][0]:
-                continue  # no rows are left
-            fast_rows = round_down(whole, tall)
-            with e.range(done_rows, fast_rows, tall) as lane:
-                row, done = group + lane, cast(Any, 0)
-                for shape in shapes[n:]:
-                    fast = round_down(whole_cols, shape[1])
-                    with e.range(0, tall, shape[0]) as part:
-                        across(out, row + part, lane + part, (done, fast), shape)
-                    done = fast
-                with e.range(0, tall) as r, e.range(done, cols) as col:
-                    one(out, row + r, lane + r, col)
-            done_rows = fast_rows
-        with e.range(done_rows, inside) as lane, e.range(0, cols) as col:
-            one(out, group + lane, lane, col)
+        by_squares(e, squares(e, width), (whole, whole_cols), (inside, cols), lambda lane: (group + lane, lane), across, one)
         with e.range(inside, width) as lane, e.range(0, cols) as col:
             out[col * width + lane] = 0
         with e.range(cols * width, dst_cols * width) as at:
@@ -239,35 +254,21 @@ def emit_unpack_strip(unit: Unit, dtype: str, *, divide: bool) -> Any:
     def apply(x: Any, factor: Any) -> Any:
         return quotient(x, factor) if divide else x * factor
 
-    def one(row: Any, col: Any) -> None:
+    def one(at: Row, col: Any) -> None:
+        (row,) = at
         value = apply(src.vector(col * R + row, 1), factors.vector(row, 1))
         to = dst + (row * row_step + col)
         to[0] = e.narrow(value, dtype)
 
-    def across(row: Any, between: tuple[Any, Any], side: int) -> None:
-        """`side` rows, as many columns at a time."""
+    def across(at: Row, between: Pair, shape: Pair) -> None:
+        (row,), (side, _) = at, shape
         factor = factors.vector(row, side)
         with e.range(*between, side) as col:
             block = [src.vector((col + c) * R + row, side) for c in range(side)]
             for r, value in enumerate(transposed([apply(b, factor) for b in block])):
                 dst[(row + r) * row_step + col] = e.narrow(value, dtype)
 
-    done_rows: Any = 0
-    sides = [side for side, _ in squares(e, R)]
-    for n, side in enumerate(sides):
-        fast_rows = round_down(rows, side)
-        with e.range(done_rows, fast_rows, side) as row:
-            done: Any = 0
-            for small in sides[n:]:
-                fast = round_down(cols, small)
-                with e.range(0, side, small) as part:
-                    across(row + part, (done, fast), small)
-                done = fast
-            with e.range(0, side) as r, e.range(done, cols) as col:
-                one(row + r, col)
-        done_rows = fast_rows
-    with e.range(done_rows, rows) as row, e.range(0, cols) as col:
-        one(row, col)
+    by_squares(e, squares(e, R), (rows, cols), (rows, cols), lambda row: (row,), across, one)
     e.ret()
     return function
 

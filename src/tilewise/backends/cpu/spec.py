@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
     dropout: bool = False
     varlen: bool = False
     dbias: bool = False  # the backward's only: the bias wants a gradient
-    matrix: str = ""  # products on tiles of a matrix unit: "amx", or "plain", which does the same without; "": on vectors
+    matrix: str = ""  # products on tiles of a matrix unit, "amx"; "": on vectors
 
     @property
     def real(self) -> str:
