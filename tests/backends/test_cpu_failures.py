@@ -33,8 +33,7 @@ FAILURES: dict[str, tuple[str, Callable[..., Any]]] = {"compiler": ("build", bro
 @pytest.fixture(params=list(FAILURES))
 def failing(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(compiler, "_failures", {})
+    monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(compiler, *FAILURES[request.param])
     monkeypatch.setattr("tilewise.api.call_cache._calls", {})  # of calls that were served before
     return {"compiler": "cannot select", "loader": "Permission denied"}[request.param]
@@ -79,8 +78,7 @@ def test_a_backward_that_cannot_be_compiled(tmp_path: Path, monkeypatch: pytest.
     q = drawn(47).requires_grad_()
     out = [tw.attention(q, q, q, backend=name) for name in ("auto", "cpu")]
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(compiler, "_failures", {})
+    monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(compiler, "build", broken)
     expected = torch.autograd.grad(tw.attention(q, q, q, backend="tiled").sum(), q)[0]
     with pytest.warns(RuntimeWarning, match="tiled serves"):

@@ -68,6 +68,7 @@ class Backend(Protocol):
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
         """Why, although it could, the automatic choice had better pass on to the next backend; None to take the call."""
+        return None
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, fp32 (fp64 for fp64)."""
@@ -90,6 +91,10 @@ class Anywhere(Protocol):
     """A backend that refuses no call for where its tensors begin in memory."""
 
     any_address: bool
+
+
+def cpu_only(device: str) -> str | None:
+    return None if device == "cpu" else f"computes on the CPU; the tensors are on {device}"
 
 
 def empty_out(q: Tensor, head_dim_v: int) -> Tensor:

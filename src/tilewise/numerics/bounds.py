@@ -30,6 +30,7 @@ measures, and the bounds are doubled.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -146,23 +147,23 @@ def check_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | N
     """Hold a forward to the oracle: the tensors that are outside their bounds."""
     with torch.no_grad():
         exact = oracle(problem, inputs)
-    bound = forward(problem, inputs)
-    found = [check(out, exact[0], bound.out, "out")]
-    if lse is not None:
-        found.append(check(lse, exact[1], bound.lse, "lse"))
-    return [excess for excess in found if excess is not None]
+    return _excesses(ForwardBounds._fields, (out, lse), exact, forward(problem, inputs))
 
 
 def check_backward(problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tensor | None, grads: object) -> list[Excess]:
     """Hold gradients (attributes dq, dk, dv, dbias, dsinks; None is not checked) to the oracle."""
-    exact = oracle_gradients(problem, inputs, dout, dlse)
-    bound = backward(problem, inputs, dout, dlse)
-    found = []
-    for name in Gradients._fields:
-        actual = getattr(grads, name)
+    exact, bound = oracle_gradients(problem, inputs, dout, dlse), backward(problem, inputs, dout, dlse)
+    return _excesses(exact._fields, [getattr(grads, name) for name in exact._fields], exact, bound)
+
+
+def _excesses(names: Iterable[str], *tensors: Iterable[Tensor | None]) -> list[Excess]:
+    """Of tensors, their exact values and their bounds; None is not checked."""
+    excesses = []
+    for name, actual, exact, bound in zip(names, *tensors, strict=True):
         if actual is not None:
-            found.append(check(actual, getattr(exact, name), getattr(bound, name), name))
-    return [excess for excess in found if excess is not None]
+            assert exact is not None and bound is not None, name
+            excesses.append(check(actual, exact, bound, name))
+    return [excess for excess in excesses if excess is not None]
 
 
 class _Reduction:

@@ -61,8 +61,8 @@ class _Weight(NamedTuple):
         peak = torch.maximum(self.peak, other.peak)
         return _Weight(peak, self.total * _ratio(self.peak, peak) + other.total * _ratio(other.peak, peak))
 
-    def share(self, whole: _Weight) -> Tensor:
-        """What part of `whole` it is; 0 of nothing."""
+    def fraction(self, whole: _Weight) -> Tensor:
+        """Its part of `whole`; 0 of nothing."""
         total = whole.total.masked_fill(whole.total == 0, 1.0)
         return self.total * _ratio(self.peak, whole.peak) / total
 
@@ -86,9 +86,9 @@ class _Chunk(ForwardErrors):
         super().__init__(problem, piece, rounding)
         self.totals = totals
         own = _weight(self.exact.logit, piece.seen)
-        share = own.share(totals.weight)[..., None]  # [1, M, 1], of the whole denominator
-        self.exact = self.exact._replace(lse=totals.lse, p=self.exact.p * share, w=self.exact.w * share)
-        self.out = self.out * share
+        fraction = own.fraction(totals.weight)[..., None]  # [1, M, 1], of the whole denominator
+        self.exact = self.exact._replace(lse=totals.lse, p=self.exact.p * fraction, w=self.exact.w * fraction)
+        self.out = self.out * fraction
 
     @cached_property
     def top(self) -> Tensor:
