@@ -16,6 +16,7 @@ pytest.importorskip("llvmlite")
 import tilewise as tw
 from tests.conformance.cases import CASES, Case, build, inside
 from tests.conformance.harness import excesses
+from tests.numerics import checks
 from tilewise.backends.cpu import frames, plan
 from tilewise.backends.cpu.frames import Tiles
 from tilewise.backends.cpu.spec import Kernel
@@ -23,7 +24,6 @@ from tilewise.hardware.cpuid import core_figures
 from tilewise.hardware.spec import DeviceSpec, KiB
 from tilewise.lab.bench.cases import Case as BenchCase
 from tilewise.lab.bench.worker import Worker
-from tilewise.numerics import bounds
 from tilewise.problem import Problem
 
 MIB = 1 << 20
@@ -226,7 +226,7 @@ def test_groups_that_do_not_fit_come_in_parts(
     if rows > 1 or room == "little":  # a mebibyte holds one row of every head
         assert arranged(problem, "decode" if rows == 1 else "forward", 2)[1].heads < 64
     out, lse = tw.attention(q, k, v, mask=tw.causal(), backend="cpu", return_lse=True)
-    assert bounds.check_forward(*inside(q, k, v, None, {"mask": tw.causal()}), out, lse) == []
+    assert checks.check_forward(*inside(q, k, v, None, {"mask": tw.causal()}), out, lse) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -243,7 +243,7 @@ def decode_wide_rows(group: int, dtype: torch.dtype) -> None:
     for length in (1, 7, 70):
         k, v = (torch.randn(2, 2, length, 512, generator=g).to(dtype) for _ in range(2))
         out, lse = tw.attention(q, k, v, backend="cpu", return_lse=True)
-        assert bounds.check_forward(*inside(q, k, v, None, {}), out, lse) == []
+        assert checks.check_forward(*inside(q, k, v, None, {}), out, lse) == []
 
 
 @pytest.fixture
