@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: found again, and never trusted blindly."""
+"""Compiled kernels on disk: reused, and never trusted blindly."""
 
 from __future__ import annotations
 

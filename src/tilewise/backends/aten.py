@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, cpu_only
+from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, cpu_only
 from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import UNBOUNDED
@@ -47,7 +47,7 @@ FEW_QUERIES = 16
 """Up to so many the keys are read for little work, and what counts is how fast they are read."""
 
 
-class AtenBackend:
+class AtenBackend(Backend):
     name = "aten"
 
     def usable(self, device: str) -> Verdict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class BackwardInputs(NamedTuple):
 
 class Backend(Protocol):
     name: str
+    any_address: bool = False
+    """Refuses no call for where its tensors begin in memory."""
 
     def usable(self, device: str) -> Verdict:
         """Can it run on this machine and kind of device at all?"""
@@ -76,21 +78,10 @@ class Backend(Protocol):
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""
 
-
-@runtime_checkable
-class Launcher(Protocol):
-    """A backend that can prepare calls which differ in nothing but their tensors' addresses."""
-
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """A function of q, k and v that gives out alone, for calls of the same types, shapes, strides and dtypes that want
-        neither gradient nor log-sum-exp; None where nothing is gained."""
-
-
-@runtime_checkable
-class Anywhere(Protocol):
-    """A backend that refuses no call for where its tensors begin in memory."""
-
-    any_address: bool
+        neither gradient nor log-sum-exp: all but their addresses is prepared. None where nothing is gained."""
+        return None
 
 
 def cpu_only(device: str) -> str | None:

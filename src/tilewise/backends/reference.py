@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
+from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
 from tilewise.backends.sequence import SequenceView, sequences
 from tilewise.masks import TileClass
-from tilewise.numerics.merge import log_sum, softmax_with_sink
+from tilewise.numerics.merge import softmax_with_sink
 from tilewise.problem import Problem
 
 
@@ -20,13 +20,12 @@ def attend(seq: SequenceView) -> tuple[Tensor, Tensor]:
     s, sink = tile.s, None
     if inputs.sinks is not None:
         sink = inputs.sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
-    p, _ = softmax_with_sink(s, sink)
+    p, _, lse = softmax_with_sink(s, sink)
     out = tile.rows(seq.unfold(seq.fold(seq.dropped(p, q, k)) @ seq.load(inputs.v, k, tile.seen), seq.seqlen_q))
-    s = s if sink is None else torch.cat([s, sink], dim=-1)
-    return out, log_sum(s, dim=-1)  # [B, Hq, M, Dv], [B, Hq, M]
+    return out, lse  # [B, Hq, M, Dv], [B, Hq, M]
 
 
-class Reference:
+class Reference(Backend):
     name = "reference"
 
     def usable(self, device: str) -> Verdict:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, cpu_only, empty_out, sink_gradient
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
-from tilewise.backends.cpu.blind import Rows, without_blind
+from tilewise.backends.cpu.blind import without_blind
 from tilewise.backends.cpu.spec import BACKWARD, GRADIENTS, HOT, Kernel, argument_names, mask_args, round_up
 from tilewise.hardware.probe import probe_cpu
 from tilewise.problem import Problem
@@ -108,7 +108,6 @@ def _obstacle() -> str | None:
 class CpuBackend(Backend):
     name = "cpu"
     any_address = True
-    """No call is refused for where its tensors begin."""
 
     def usable(self, device: str) -> Verdict:
         return Verdict.of(cpu_only(device) or _obstacle())
@@ -129,13 +128,11 @@ class CpuBackend(Backend):
         if launch.plain:
             launch.run((q, k, v, out, lse))
             return out, lse
-        args, alive = _optional_args(problem, inputs, launch)
+        args, _alive = _optional_args(problem, inputs, launch)
         if launch.counters:
-            alive += [
-                torch.empty(launch.workspace, dtype=launch.real, device="cpu"),
-                torch.zeros(launch.counters, dtype=torch.int64, device="cpu"),
-            ]
-            args += [("work", alive[-2].data_ptr()), ("done", alive[-1].data_ptr())]
+            work = torch.empty(launch.workspace, dtype=launch.real, device="cpu")
+            done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")
+            args += [("work", work.data_ptr()), ("done", done.data_ptr())]
         launch.run((q, k, v, out, lse), args)
         return out, lse
 
@@ -179,11 +176,11 @@ class CpuBackend(Backend):
         return launch
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+        inputs, given = without_blind(self.forward, problem, inputs, given)
         out, lse, dout, dlse, needs = given
-        q, dout, dlse = without_blind(self.forward, problem, inputs, lse, Rows(inputs.q, dout, dlse))
         launch = _launch_for(problem, inputs, "backward", needs.dbias)
         args, _alive = _optional_args(problem, inputs, launch)
-        dq = _like(q) if needs.dq else None
+        dq = _like(inputs.q) if needs.dq else None
         dk_sum, dv_sum = (_zero_sum(x, launch) if need else None for x, need in ((inputs.k, needs.dk), (inputs.v, needs.dv)))
         lse = lse.contiguous()
         delta = _empty_like(lse)
@@ -194,7 +191,7 @@ class CpuBackend(Backend):
         turns = _empty((launch.counters,), (1,), torch.int64).zero_()
         pointers = (0 if x is None else x.data_ptr() for x in (dout, dlse, delta, dq, dk_sum, dv_sum, dbias, turns))
         strides = (*dout.stride(), *(_NO_STRIDES if dq is None else dq.stride()), *_broadcast_strides(dbias))
-        launch.run((q, inputs.k, inputs.v, out, lse), args, (*pointers, schedule.pause(), *strides))
+        launch.run((*inputs[:3], out, lse), args, (*pointers, schedule.pause(), *strides))
         return Grads(
             dq,
             _rounded(dk_sum, inputs.k),
@@ -217,15 +214,13 @@ def _launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False
         longest = max((b - a for a, b in pairwise(inputs.cu_q.tolist())), default=0)
     adjacent = longest != 1 or inputs.k.stride()[3] == inputs.v.stride()[3] == 1  # the decode kernel loads vectors of a row
     key = (kind, _num_threads(), None if bias is None else bias.dtype, dbias, longest, adjacent)
-    try:
-        launch: CpuLaunch = problem.__dict__["_cpu_launches"][key]
-        return launch
-    except KeyError:
-        launches = problem.__dict__.setdefault("_cpu_launches", {})
+    launches: dict[Any, CpuLaunch] = problem.__dict__.setdefault("_cpu_launches", {})
+    launch = launches.get(key)
+    if launch is None:
         if len(launches) >= LAUNCHES:
             launches.clear()
-        launches[key] = launch = _make_launch(problem, *key)
-        return launch
+        launch = launches[key] = _make_launch(problem, *key)
+    return launch
 
 
 def _make_launch(
