@@ -17,10 +17,7 @@ def attend(seq: SequenceView) -> tuple[Tensor, Tensor]:
     inputs = seq.inputs
     q, k = (0, seq.seqlen_q), (0, seq.seqlen_k)
     tile = seq.scores(seq.load(inputs.q, q), q, k, TileClass.PARTIAL)
-    s, sink = tile.s, None
-    if inputs.sinks is not None:
-        sink = inputs.sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
-    p, _, lse = softmax_with_sink(s, sink)
+    p, _, lse = softmax_with_sink(tile.s, inputs.sinks)
     out = tile.rows(seq.unfold(seq.fold(seq.dropped(p, q, k)) @ seq.load(inputs.v, k, tile.seen), seq.seqlen_q))
     return out, lse  # [B, Hq, M, Dv], [B, Hq, M]
 

@@ -35,7 +35,5 @@ def attention_weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Iterator
 def _tile(seq: SequenceView, rows: tuple[int, int]) -> Weights:
     keys = (0, seq.seqlen_k)
     s = seq.scores(seq.load(seq.inputs.q, rows), rows, keys, TileClass.PARTIAL).s  # [B, H, M, N]
-    sinks = seq.inputs.sinks
-    sink = None if sinks is None else sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
-    p, _, _ = softmax_with_sink(s, sink)
+    p, _, _ = softmax_with_sink(s, seq.inputs.sinks)
     return Weights(p, seq.dropped(p, rows, keys))

@@ -129,9 +129,7 @@ def softmax(problem: Problem, piece: Piece) -> Softmax:
     if piece.alibi is not None:
         logit = logit + torch.where(piece.seen, piece.alibi, 0.0)
     masked = logit.masked_fill(~piece.seen, NEG_INF)
-    sinks = None if piece.sinks is None else piece.sinks[:, None, None].expand(*masked.shape[:2], 1)
-    p, sink, lse = softmax_with_sink(masked, sinks)
-    sink = None if sink is None else sink[..., 0]  # [H, M]
+    p, sink, lse = softmax_with_sink(masked, piece.sinks)
     return Softmax(score, capped, logit, lse, sink, p, p if piece.keep is None else p * piece.keep)
 
 
