@@ -58,7 +58,7 @@ def log_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def softmax_with_sink(x: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The softmax along the last side of (..., H, M, N), each head's sink (H,) in the sum; the sink's own weight; the log-sum-exp.
+    """The softmax along the last side of (..., H, M, N), each head's sink (H,) in the sum; the sink's weight; the log-sum-exp.
 
     Weights are 0 without any term. They are not made from the log-sum-exp: far from 0 that has no digits left for the number of
     terms. A term of +inf takes all. The sink joins the sum last, so that one of -inf changes no bit.

@@ -179,7 +179,7 @@ class CpuBackend(Backend):
         inputs, given = without_blind(self.forward, problem, inputs, given)
         out, lse, dout, dlse, needs = given
         launch = _launch_for(problem, inputs, "backward", needs.dbias)
-        args, _alive = _optional_args(problem, inputs, launch)
+        args, _alive = ([], []) if launch.plain else _optional_args(problem, inputs, launch)
         dq = _like(inputs.q) if needs.dq else None
         dk_sum, dv_sum = (_zero_sum(x, launch) if need else None for x, need in ((inputs.k, needs.dk), (inputs.v, needs.dv)))
         lse = lse.contiguous()
@@ -312,7 +312,7 @@ def _zero_sum(x: Tensor, launch: CpuLaunch) -> Tensor:
 
 def _rounded(total: Tensor | None, x: Tensor) -> Tensor | None:
     """The gradient of x from its running sum: the same memory, where that is laid out and rounded like x."""
-    if total is None or (x.dtype == total.dtype and x.shape == total.shape):
+    if total is None or (x.dtype == total.dtype and x.shape[3] == total.shape[3]):
         return total
     return _like(x).copy_(total[..., : x.shape[3]])
 
