@@ -213,7 +213,7 @@ def test_threads_may_change(qkv: Tensors) -> None:
 
 
 def test_calls_of_many_kinds_take_turns() -> None:
-    """The words of a call stay where the next one like it finds them; whatever comes between must not be taken for it."""
+    """The arguments of a call stay where the next one like it finds them; whatever comes between must not be taken for it."""
     a, b = drawn(1, 2, 24, 32), drawn(2, 3, 40, 64, dtype=torch.float64)
     c = drawn(1, 2, 24, 32, dtype=torch.bfloat16)
     rows = [x.transpose(1, 2).contiguous() for x in a]
@@ -246,13 +246,13 @@ def test_memory_that_was_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPa
     schedule = pytest.importorskip("tilewise.backends.cpu.schedule")
     q, k, v = drawn(1, 2, 24, 32)
     expected = [tw.attention(q, k, v, backend="cpu") for _ in range(3)][-1]  # the last is repeated
-    monkeypatch.setattr(schedule.here, "desks", [])  # a thread that has no memory yet
+    monkeypatch.setattr(schedule.thread, "free", [])  # a thread that has no memory yet
 
-    def refused(desk: Any, size: int) -> int:
+    def refused(scratch: Any, size: int) -> int:
         raise MemoryError
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(schedule.Desk, "room", refused)
+        patch.setattr(schedule.ThreadScratch, "reserve", refused)
         tw.attention(q, k, v, backend="cpu")
     assert torch.equal(tw.attention(q, k, v, backend="cpu"), expected)
 

@@ -12,7 +12,7 @@ import tilewise as tw
 from tests.conformance.harness import BACKENDS, attention, attention_varlen
 from tilewise import dispatch
 from tilewise.backends import sequence
-from tilewise.backends.base import Verdict
+from tilewise.backends.base import Backend, Verdict
 from tilewise.errors import ArgumentError, BackendError
 from tilewise.problem import Problem
 
@@ -270,7 +270,7 @@ def test_backends_says_what_is_usable() -> None:
     assert tw.backends().keys() == verdicts.keys()
 
 
-class Stubborn:
+class Stubborn(Backend):
     """A backend that can do nothing, or everything but the backward."""
 
     name = "stubborn"
@@ -285,9 +285,6 @@ class Stubborn:
         return (
             Verdict(True) if self.forward_only and not backward else Verdict(False, ("it is stubborn", "it is a test"))
         )
-
-    def declines(self, problem: Problem, inputs: Any = None, *, backward: bool = False) -> str | None:
-        return None
 
     def forward(self, problem: Problem, inputs: Any) -> Any:
         return dispatch.get("tiled").forward(problem, inputs)

@@ -10,10 +10,10 @@ import torch
 import tilewise as tw
 from tests.conformance.cases import CASES, Case, build
 from tests.conformance.harness import gradients, inner
+from tests.numerics import checks
 from tilewise import dispatch
 from tilewise.backends import aten
 from tilewise.errors import BackendError
-from tilewise.numerics import bounds
 from tilewise.problem import Problem
 
 HALVES = [
@@ -45,9 +45,9 @@ def test_outputs_and_gradients_are_within_their_bounds(case: Case, monkeypatch: 
     assert isinstance(out, torch.Tensor)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     grads = torch.autograd.grad(out, built.leaves, dout)
-    assert bounds.check_forward(built.problem, built.inputs, inner(built, out)) == []
+    assert checks.check_forward(built.problem, built.inputs, inner(built, out)) == []
     found = gradients(built, grads)
-    assert bounds.check_backward(built.problem, built.inputs, inner(built, dout), None, found) == []
+    assert checks.check_backward(built.problem, built.inputs, inner(built, dout), None, found) == []
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

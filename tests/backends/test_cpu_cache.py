@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: found again, and never trusted blindly."""
+"""Compiled kernels on disk: reused, and never trusted blindly."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ print(total, "llvmlite.binding" in sys.modules or "tilewise.backends.cpu.ir" in 
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and a process that has compiled nothing yet."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(compiler, "_loaded", {})
+    monkeypatch.setattr(compiler, "_kernels", {})
     return tmp_path / "cpu"
 
 
@@ -65,7 +65,7 @@ def only_entry(directory: Path) -> Path:
 def test_an_entry_is_written_and_read_back(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = attend()
     assert only_entry(directory).exists()
-    compiler._loaded.clear()
+    compiler._kernels.clear()
     monkeypatch.setattr(compiler, "build", lambda *_: pytest.fail("compiled again"))
     assert torch.equal(attend(), first)
 
@@ -83,7 +83,7 @@ def test_a_damaged_entry_is_built_again(directory: Path, damage: str) -> None:
         "misplaced": compiler.MAGIC + compiler._seal(entry.with_name("other.o"), good[-100:]) + good[-100:],
     }[damage]
     entry.write_bytes(bad)
-    compiler._loaded.clear()
+    compiler._kernels.clear()
     torch.testing.assert_close(attend(), expected())
     assert entry.read_bytes() == good, "the damaged entry should have been replaced"
 
@@ -95,7 +95,7 @@ def test_what_others_could_have_written_is_not_run(directory: Path, what: str) -
     open_to_all = entry if what == "entry" else entry.parent
     open_to_all.chmod(open_to_all.stat().st_mode | 0o022)
     assert compiler.read_entry(entry) is None
-    compiler._loaded.clear()
+    compiler._kernels.clear()
     torch.testing.assert_close(attend(), expected())
 
 
@@ -103,7 +103,7 @@ def test_a_directory_that_cannot_be_used_only_costs_time(tmp_path: Path, monkeyp
     blocked = tmp_path / "file"
     blocked.write_text("in the way of a directory")
     monkeypatch.setenv(CACHE_VARIABLE, str(blocked))
-    monkeypatch.setattr(compiler, "_loaded", {})
+    monkeypatch.setattr(compiler, "_kernels", {})
     torch.testing.assert_close(attend(), expected())
 
 
@@ -138,7 +138,7 @@ def test_image_and_object_compute_the_same(directory: Path, monkeypatch: pytest.
     with_image = attend()
     assert compiler.read_entry(only_entry(directory)).startswith(compiler.IMAGE)  # type: ignore[union-attr]
     only_entry(directory).unlink()
-    compiler._loaded.clear()
+    compiler._kernels.clear()
     monkeypatch.setattr(image, "link", lambda data, symbol: None)
     assert torch.equal(attend(), with_image)
     assert compiler.read_entry(only_entry(directory)).startswith(compiler.OBJECT)  # type: ignore[union-attr]
@@ -192,6 +192,6 @@ def test_an_entry_that_is_no_ordinary_file_is_built_again(directory: Path, kind:
             os.mkfifo(entry if kind == "pipe" else entry.with_suffix(".pipe"), 0o600)
             if kind != "pipe":
                 entry.symlink_to(entry.with_suffix(".pipe"))
-    compiler._loaded.clear()
+    compiler._kernels.clear()
     assert compiler.obstacle() is None
     torch.testing.assert_close(attend(), expected())

@@ -86,7 +86,7 @@ def test_one_query_takes_the_decode_kernel() -> None:
     q, k = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 100, 32)
     for mask, kind in ((tw.window(7), "decode"), (tw.dense(torch.ones(1, 100, dtype=torch.bool)), "forward")):
         problem = Problem.of(heads=4, kv_heads=2, seqlen=1, kv_seqlen=100, head_dim=32, dtype="float32", mask=mask)
-        assert cpu._plan(problem, Inputs(q, k, k), "forward").kernel.kind == kind
+        assert cpu._launch_for(problem, Inputs(q, k, k), "forward").kernel.kind == kind
 
 
 def test_a_mask_of_more_tensors_than_arguments_goes_to_tiled() -> None:
@@ -102,5 +102,5 @@ def test_a_mask_of_more_tensors_than_arguments_goes_to_tiled() -> None:
     q, k, v = (torch.randn(1, 1, 20, 16) for _ in range(3))
     out = tw.attention(q, k, v, mask=mask)
     assert torch.equal(out, tw.attention(q, k, v, mask=mask, backend="tiled"))
-    with pytest.raises(BackendError, match=r"argument words, more than \d+; write it with fewer terms"):
+    with pytest.raises(BackendError, match=r"arguments, more than \d+; write it with fewer terms"):
         tw.attention(q, k, v, mask=mask, backend="cpu")

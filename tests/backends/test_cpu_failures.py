@@ -33,8 +33,7 @@ FAILURES: dict[str, tuple[str, Callable[..., Any]]] = {"compiler": ("build", bro
 @pytest.fixture(params=list(FAILURES))
 def failing(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(compiler, "_failures", {})
+    monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(compiler, *FAILURES[request.param])
     monkeypatch.setattr("tilewise.api.call_cache._calls", {})  # of calls that were served before
     return {"compiler": "cannot select", "loader": "Permission denied"}[request.param]
@@ -51,8 +50,8 @@ def test_the_next_backend_serves(failing: str, options: dict[str, Any]) -> None:
     q = drawn(41).requires_grad_()
     expected = tw.attention(q, q, q, backend="tiled", **options)
     with pytest.warns(RuntimeWarning, match=rf"cpu.*{failing}.*tiled serves"):
-        found = tw.attention(q, q, q, **options)
-    out, want = (x[0] if isinstance(x, tuple) else x for x in (found, expected))
+        actual = tw.attention(q, q, q, **options)
+    out, want = (x[0] if isinstance(x, tuple) else x for x in (actual, expected))
     assert torch.equal(out, want)
     grads = torch.autograd.grad(out.sum(), q)[0]
     assert torch.equal(grads, torch.autograd.grad(want.sum(), q)[0])
@@ -61,11 +60,11 @@ def test_the_next_backend_serves(failing: str, options: dict[str, Any]) -> None:
 def test_inference_is_served_too(failing: str) -> None:
     q = drawn(43)
     with pytest.warns(RuntimeWarning, match="tiled serves"):
-        found = tw.attention(q, q, q)
+        actual = tw.attention(q, q, q)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a call that is remembered takes the other way at once
         again = tw.attention(q, q, q)
-    assert torch.equal(found, tw.attention(q, q, q, backend="tiled")) and torch.equal(again, found)
+    assert torch.equal(actual, tw.attention(q, q, q, backend="tiled")) and torch.equal(again, actual)
 
 
 def test_asked_for_by_name_it_is_an_error(failing: str) -> None:
@@ -79,13 +78,12 @@ def test_a_backward_that_cannot_be_compiled(tmp_path: Path, monkeypatch: pytest.
     q = drawn(47).requires_grad_()
     out = [tw.attention(q, q, q, backend=name) for name in ("auto", "cpu")]
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(compiler, "_failures", {})
+    monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(compiler, "build", broken)
     expected = torch.autograd.grad(tw.attention(q, q, q, backend="tiled").sum(), q)[0]
     with pytest.warns(RuntimeWarning, match="tiled serves"):
-        found = torch.autograd.grad(out[0].sum(), q)[0]
-    torch.testing.assert_close(found, expected)
+        actual = torch.autograd.grad(out[0].sum(), q)[0]
+    torch.testing.assert_close(actual, expected)
     with pytest.raises(KernelError, match="cannot select"):
         torch.autograd.grad(out[1].sum(), q)
 

@@ -230,8 +230,8 @@ def test_errors_of_gradients_are_no_larger_than_torchs(causal: bool) -> None:
 
         exact = gradients(torchs, torch.float64)
         mine = gradients(lambda *x: tw.attention(*x, mask=mask, backend="cpu"), torch.float32)
-        for total, found in ((ours, mine), (theirs, gradients(torchs, torch.float32))):
-            errors = [x.double() - y for x, y in zip(found, exact, strict=True)]
+        for total, grads in ((ours, mine), (theirs, gradients(torchs, torch.float32))):
+            errors = [x.double() - y for x, y in zip(grads, exact, strict=True)]
             total[0] += torch.tensor([e.norm() / y.norm() for e, y in zip(errors, exact, strict=True)])
             total[1] += torch.tensor([e.abs().max() for e in errors])
     assert (ours[0] <= theirs[0]).all()
@@ -260,7 +260,7 @@ def test_strides_of_every_kind() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 3.0, 30.0])
-def test_calm_and_wild_keys_mix(factor: float, causal: bool) -> None:
+def test_bounded_and_unbounded_keys_mix(factor: float, causal: bool) -> None:
     """Some key blocks are so long that |q| |k| bounds nothing, others are not; rows meet both kinds, in both orders."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 700, 32, generator=g) for _ in range(3))
@@ -291,14 +291,14 @@ def test_small_and_large_values_keep_their_digits() -> None:
         torch.testing.assert_close(out.double() / size, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("calm_first", [False, True])
+@pytest.mark.parametrize("bounded_first", [False, True])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_rows_beside_rows_that_see_calm_keys(sinks: bool, calm_first: bool) -> None:
-    """Rows whose own keys, before or after, score far below any bound of the calm ones that only their neighbours see."""
+def test_rows_beside_rows_that_see_bounded_keys(sinks: bool, bounded_first: bool) -> None:
+    """Rows whose own keys, before or after, score far below any bound of the bounded ones that only their neighbours see."""
     g = torch.Generator().manual_seed(0)
     q = torch.ones(1, 1, 160, 32)
     k, v = torch.randn(1, 1, 160, 32, generator=g), torch.randn(1, 1, 160, 32, generator=g)
-    low = slice(128, None) if calm_first else slice(128)
+    low = slice(128, None) if bounded_first else slice(128)
     k[:, :, low] = -20 - torch.rand(k[:, :, low].shape, generator=g)
     mask = tw.window(8) & ~tw.window(1)  # the first row sees nothing
     sink = torch.tensor([-150.0]) if sinks else None

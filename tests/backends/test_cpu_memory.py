@@ -16,6 +16,7 @@ pytest.importorskip("llvmlite")
 import tilewise as tw
 from tests.conformance.cases import CASES, Case, build, inside
 from tests.conformance.harness import excesses
+from tests.numerics import checks
 from tilewise.backends.cpu import frames, plan
 from tilewise.backends.cpu.frames import Tiles
 from tilewise.backends.cpu.spec import Kernel
@@ -23,7 +24,6 @@ from tilewise.hardware.cpuid import core_figures
 from tilewise.hardware.spec import DeviceSpec, KiB
 from tilewise.lab.bench.cases import Case as BenchCase
 from tilewise.lab.bench.worker import Worker
-from tilewise.numerics import bounds
 from tilewise.problem import Problem
 
 MIB = 1 << 20
@@ -80,7 +80,7 @@ LENGTHS = ((1, 32768), (8, 32768), (300, 300), (32768, 32768))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, processor: str, dtype: str) -> None:
-    """Head dims up to 512, groups up to 128, shares of the keys for up to 64 threads."""
+    """Head dims up to 512, groups up to 128, splits of the keys for up to 64 threads."""
     pretend(monkeypatch, processor)
     for dims, group, lengths, kind in product(DIMS, (1, 4, 7, 32, 64, 128), LENGTHS, ("forward", "backward", "decode")):
         problem = problem_of((group, 1), lengths, dims, dtype)
@@ -107,8 +107,8 @@ def test_blocks_of_the_backward_do_not_depend_on_threads(monkeypatch: pytest.Mon
     pretend(monkeypatch, processor)
     for dims, group, dtype in product(DIMS, (1, 32), ("float32", "bfloat16", "float64")):
         problem = problem_of((group, 1), (4096, 4096), dims, dtype)
-        found = {arranged(problem, "backward", threads)[1]._replace(threads=0) for threads in (1, 2, 16, 64)}
-        assert len(found) == 1
+        blocks = {arranged(problem, "backward", threads)[1]._replace(threads=0) for threads in (1, 2, 16, 64)}
+        assert len(blocks) == 1
 
 
 KNOWN = {
@@ -175,8 +175,8 @@ SOME = [case for case in CASES if PARTED.match(case.name) and case.precision == 
 
 @pytest.fixture
 def cramped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tiles]]:
-    """Room for the smallest blocks only: one strip of one head and 16 keys, or the fewest. Gives the blocks that were taken."""
-    taken: list[Tiles] = []
+    """Room for the smallest blocks only: one strip of one head and 16 keys, or the fewest. Gives the blocks that were chosen."""
+    chosen: list[Tiles] = []
 
     def least(problem: Problem, kernel: Kernel, tiles: Tiles) -> bool:
         rows, keys = frames.grain(kernel)
@@ -184,8 +184,8 @@ def cramped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tiles]]:
         return frames.frame(problem, kernel, tiles) <= frames.frame(problem, kernel, smallest)
 
     def tiles_for(problem: Problem, kernel: Kernel, longest: int, threads: int) -> Tiles:
-        taken.append(original(problem, kernel, longest, threads))
-        return taken[-1]
+        chosen.append(original(problem, kernel, longest, threads))
+        return chosen[-1]
 
     original = plan.tiles_for
     forget(monkeypatch)
@@ -193,7 +193,7 @@ def cramped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tiles]]:
         monkeypatch.setattr(module, "fits", least)
     monkeypatch.setattr(plan, "tiles_for", tiles_for)
     monkeypatch.setattr(plan, "SMALL_WORK", 0)
-    return taken
+    return chosen
 
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
@@ -226,7 +226,7 @@ def test_groups_that_do_not_fit_come_in_parts(
     if rows > 1 or room == "little":  # a mebibyte holds one row of every head
         assert arranged(problem, "decode" if rows == 1 else "forward", 2)[1].heads < 64
     out, lse = tw.attention(q, k, v, mask=tw.causal(), backend="cpu", return_lse=True)
-    assert bounds.check_forward(*inside(q, k, v, None, {"mask": tw.causal()}), out, lse) == []
+    assert checks.check_forward(*inside(q, k, v, None, {"mask": tw.causal()}), out, lse) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -243,7 +243,7 @@ def decode_wide_rows(group: int, dtype: torch.dtype) -> None:
     for length in (1, 7, 70):
         k, v = (torch.randn(2, 2, length, 512, generator=g).to(dtype) for _ in range(2))
         out, lse = tw.attention(q, k, v, backend="cpu", return_lse=True)
-        assert bounds.check_forward(*inside(q, k, v, None, {}), out, lse) == []
+        assert checks.check_forward(*inside(q, k, v, None, {}), out, lse) == []
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ pytest.importorskip("llvmlite")
 
 import tilewise as tw
 from tilewise.backends.cpu import plan, schedule
-from tilewise.backends.cpu.schedule import Desk, Pool
+from tilewise.backends.cpu.schedule import Pool, ThreadScratch
 
 
 @pytest.fixture(autouse=True)
@@ -36,23 +36,23 @@ def test_a_call_inside_another_has_memory_of_its_own(lse: bool, monkeypatch: pyt
     q, other = drawn(0, 1, 2, 24, 32), drawn(1, 1, 2, 24, 32)
     expected = tw.attention(q, q, q, backend="cpu", return_lse=lse)
     inner = tw.attention(other, other, other, backend="cpu")
-    taken: list[int] = []
-    original = Desk.room
+    used: list[int] = []
+    original = ThreadScratch.reserve
 
-    def room(desk: Desk, size: int) -> int:
-        """Where a signal may come: after a call has taken its desk."""
-        found = original(desk, size)
-        if not taken:
-            taken.append(desk.address)
+    def reserve(scratch: ThreadScratch, size: int) -> int:
+        """Where a signal may come: after a call has taken its scratch memory."""
+        address = original(scratch, size)
+        if not used:
+            used.append(scratch.address)
             assert torch.equal(tw.attention(other, other, other, backend="cpu"), inner)
-            assert all(free.address != desk.address for free in schedule.here.desks)
-        return found
+            assert all(free.address != scratch.address for free in schedule.thread.free)
+        return address
 
-    monkeypatch.setattr(Desk, "room", room)
-    monkeypatch.setattr(schedule.here, "desks", [])
-    found = tw.attention(q, q, q, backend="cpu", return_lse=lse)
-    assert taken
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) if lse else torch.equal(found, expected)
+    monkeypatch.setattr(ThreadScratch, "reserve", reserve)
+    monkeypatch.setattr(schedule.thread, "free", [])
+    actual = tw.attention(q, q, q, backend="cpu", return_lse=lse)
+    assert used
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)) if lse else torch.equal(actual, expected)
 
 
 SIGNALS = """
@@ -100,7 +100,7 @@ class Interrupted(BaseException):
 def test_an_interrupted_call_gives_the_pool_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """At whichever line of `run` the interrupt comes, also just after the pool was taken."""
     monkeypatch.setattr(schedule, "team", lambda: None)
-    pool, desk = Pool(), Desk()
+    pool, scratch = Pool(), ThreadScratch()
     source, first = inspect.getsourcelines(Pool.run)
     last = first + next(n for n, line in enumerate(source) if line.strip() == "finally:")
     seen: set[int] = set()
@@ -117,7 +117,7 @@ def test_an_interrupted_call_gives_the_pool_back(monkeypatch: pytest.MonkeyPatch
     for _ in range(20):
         sys.settrace(trace)
         try:
-            pool.run(lambda args, buffer: None, desk, 64, 2)
+            pool.run(lambda args, buffer: None, scratch, 64, 2)
         except Interrupted:
             interrupts += 1
         finally:
@@ -129,7 +129,7 @@ def test_an_interrupted_call_gives_the_pool_back(monkeypatch: pytest.MonkeyPatch
 def test_helpers_are_waited_for_whatever_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     """They write to the caller's memory, which an exception would free."""
     monkeypatch.setattr(schedule, "team", lambda: None)
-    pool, desk, started, finished = Pool(), Desk(), threading.Event(), threading.Event()
+    pool, scratch, started, finished = Pool(), ThreadScratch(), threading.Event(), threading.Event()
     main = threading.get_ident()
 
     def call(args: int, buffer: int) -> None:
@@ -141,14 +141,14 @@ def test_helpers_are_waited_for_whatever_interrupts(monkeypatch: pytest.MonkeyPa
         finished.set()
 
     with pytest.raises(KeyboardInterrupt):
-        pool.run(call, desk, 64, 2)
+        pool.run(call, scratch, 64, 2)
     assert finished.is_set() and not pool.owner
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers here")
 def test_a_signal_while_waiting_for_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "team", lambda: None)
-    pool, desk, started, finished = Pool(), Desk(), threading.Event(), threading.Event()
+    pool, scratch, started, finished = Pool(), ThreadScratch(), threading.Event(), threading.Event()
     main = threading.get_ident()
 
     def call(args: int, buffer: int) -> None:
@@ -166,7 +166,7 @@ def test_a_signal_while_waiting_for_helpers(monkeypatch: pytest.MonkeyPatch) -> 
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
-            pool.run(call, desk, 64, 2)
+            pool.run(call, scratch, 64, 2)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

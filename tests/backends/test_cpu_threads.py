@@ -125,5 +125,5 @@ def test_a_late_helper_finds_the_job_closed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(schedule, "team", lambda: None)
     pool, calls = schedule.Pool(), []
     for n in range(200):
-        pool.run(lambda args, buffer, n=n: calls.append(n), schedule.Desk(), 64, 3)
+        pool.run(lambda args, buffer, n=n: calls.append(n), schedule.ThreadScratch(), 64, 3)
     assert sorted(set(calls)) == list(range(200))

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 import tilewise as tw
 from tests.backends.gluon_threads import Descriptor, Machine, kernels
 from tests.backends.gluon_values import Shared, Value, pointer
+from tests.numerics import checks
 from tilewise.api.options import DEFAULTS
 from tilewise.api.parse import build_problem
 from tilewise.backends import tiled
@@ -24,7 +25,6 @@ from tilewise.backends.hopper.backward.config import QueriesConfig
 from tilewise.backends.hopper.backward.plan import Step, make_plan
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, on_device
 from tilewise.backends.hopper.structs import Plane, PrePostArguments, Rows, Term
-from tilewise.numerics import bounds
 from tilewise.problem import Problem
 
 PAD = "tw.key_padding(torch.tensor([{}]))"
@@ -207,7 +207,7 @@ def test_gradients(shape: Shape) -> None:
         v[:, :, slice(*shape.poison)] = float("nan")
         given = inputs._replace(k=k, v=v)
     found = run(problem, given, out.contiguous(), lse, dout, dlse)
-    assert bounds.check_backward(problem, inputs, dout, dlse, found) == []
+    assert checks.check_backward(problem, inputs, dout, dlse, found) == []
 
 
 @pytest.mark.parametrize(("d", "deterministic"), [(128, False), (128, True), (64, True), (256, False)], ids=str)

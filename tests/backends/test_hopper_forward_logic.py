@@ -16,12 +16,12 @@ from tests.backends.gluon_threads import Descriptor, Machine, kernels
 from tests.backends.gluon_values import Value
 from tests.backends.test_hopper_backward_logic import PAD, Shape, build, start, wrapped
 from tests.backends.test_hopper_host import most_skipped
+from tests.numerics import checks
 from tilewise.backends.base import Inputs
 from tilewise.backends.hopper.config import NARROW, TABLE, Config, shortened
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, on_device
 from tilewise.backends.hopper.plan import make_plan
 from tilewise.backends.hopper.structs import Rows, Term
-from tilewise.numerics import bounds
 from tilewise.problem import Problem
 
 CAUSAL, WINDOW = "tw.causal()", "tw.causal() & tw.window(100)"
@@ -159,7 +159,7 @@ def test_results(shape: Shape, tile: Config | None) -> None:
         v[:, :, slice(*shape.poison)] = float("nan")
         given = inputs._replace(k=k, v=v)
     out, lse = run(problem, given, tile)
-    assert bounds.check_forward(problem, inputs, out, lse) == []
+    assert checks.check_forward(problem, inputs, out, lse) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -179,7 +179,7 @@ def test_the_output_is_rescaled_only_when_scores_leave_their_reference_far_behin
     problem, inputs = build(Shape(128, sq=128, sk=1024, h=1, dtype=dtype))
     inputs.q[..., 0], inputs.q[..., 1:] = 8.0, inputs.q[..., 1:] / 4
     inputs.k[..., 0] = climb * 128**0.5 / 8 * torch.arange(7, -1, -1).repeat_interleave(128)
-    assert bounds.check_forward(problem, inputs, *run(problem, inputs, None)) == []
+    assert checks.check_forward(problem, inputs, *run(problem, inputs, None)) == []
     moved = sum(calls) / len(calls)
     # two warpgroups, eight tiles, of which the first needs nothing; a climb of 1 adds up to 8 / log2(e) after six tiles
     assert len(calls) == 16 and {0.0: moved == 0, 1.0: 0 < moved <= 0.25, 20.0: moved >= 0.75}[climb]

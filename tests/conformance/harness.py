@@ -11,10 +11,10 @@ import torch
 
 import tilewise as tw
 from tests.conformance.cases import Built, inside
+from tests.numerics import checks
 from tilewise import dispatch
 from tilewise.backends.base import Grads
 from tilewise.errors import BackendError
-from tilewise.numerics import bounds
 
 BACKENDS = ["cpu", "aten", "tiled", "reference"]
 COMPLETE = {"tiled"}
@@ -71,7 +71,7 @@ def inner(built: Built, x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2) if built.options.get("layout") == "bshd" else x
 
 
-def excesses(built: Built, backend: str, *, lse_gradient: bool = False) -> list[bounds.Excess]:
+def excesses(built: Built, backend: str, *, lse_gradient: bool = False) -> list[checks.Excess]:
     """What forward and backward return outside their bounds."""
     out, lse = built.call(backend)
     g = torch.Generator().manual_seed(1)
@@ -83,8 +83,8 @@ def excesses(built: Built, backend: str, *, lse_gradient: bool = False) -> list[
     if built.packed is not None:
         lse, dlse = lse.unsqueeze(0), None if dlse is None else dlse.unsqueeze(0)
     return [
-        *bounds.check_forward(built.problem, built.inputs, out, lse),
-        *bounds.check_backward(built.problem, built.inputs, dout, dlse, gradients(built, grads)),
+        *checks.check_forward(built.problem, built.inputs, out, lse),
+        *checks.check_backward(built.problem, built.inputs, dout, dlse, gradients(built, grads)),
     ]
 
 

@@ -17,9 +17,9 @@ from tests.fuzz.case import Case
 from tests.fuzz.limits import limits
 from tests.fuzz.oracle import Exact, exact
 from tests.fuzz.tensors import Tensors, build, inside
+from tests.numerics.checks import check
 from tilewise.backends import sequence
 from tilewise.errors import BackendError, MaskError
-from tilewise.numerics.bounds import check
 
 COMPLETE = {"tiled", "auto"}
 """These must serve every case."""

@@ -16,7 +16,7 @@ from tests.fuzz.draw import draw, number_of
 from tests.fuzz.judge import judge, truth
 from tests.fuzz.shrink import shrink
 from tests.interpreter import needs_interpreter
-from tilewise.numerics.bounds import check
+from tests.numerics.checks import check
 
 BACKENDS = ("cpu", "aten", "tiled", "reference", "auto")
 NAN = float("nan")

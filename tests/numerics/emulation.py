@@ -145,7 +145,7 @@ class Kernel:
         if self.case.bias is not None:
             dbias = torch.cat(dlogits, -1).sum_to_size(self.case.bias.shape).to(self.case.bias.dtype)
         if self.case.sinks is not None:
-            share = torch.exp(self.case.sinks.to(self.work)[:, None] - base)
-            dsinks = (share * shift).sum((0, 2)).to(self.case.sinks.dtype)
+            p_sink = torch.exp(self.case.sinks.to(self.work)[:, None] - base)
+            dsinks = (p_sink * shift).sum((0, 2)).to(self.case.sinks.dtype)
         dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
         return Gradients(dq.to(self.store), dk.to(self.store), dv.to(self.store), dbias, dsinks)

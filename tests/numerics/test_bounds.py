@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.numerics import checks
 from tests.numerics.emulation import Case, Kernel, make_case
 from tilewise.backends.base import Inputs
 from tilewise.errors import LayoutError
@@ -125,7 +126,7 @@ def test_low_accumulation_is_caught() -> None:
     values = case.v.repeat_interleave(2, 1)
     for j in range(256):
         out += weights[..., j : j + 1] * values[:, :, j : j + 1]
-    assert bounds.check_forward(case.problem, case, out)
+    assert checks.check_forward(case.problem, case, out)
 
 
 def test_equal_weights_round_alike() -> None:
@@ -135,7 +136,7 @@ def test_equal_weights_round_alike() -> None:
     weight = torch.full((2, 4, 4, 300), 1 / 300, dtype=torch.bfloat16).float()
     out = (weight @ case.v.float().repeat_interleave(2, 1)).bfloat16()
     assert abs(float(out[0, 0, 0, 0]) - 1) > 0.001
-    assert not bounds.check_forward(case.problem, case, out)
+    assert not checks.check_forward(case.problem, case, out)
 
 
 def test_weights_too_small_to_be_normal_may_vanish_before_dropout_joins() -> None:
@@ -150,8 +151,8 @@ def test_weights_too_small_to_be_normal_may_vanish_before_dropout_joins() -> Non
     vanished = exact.clone()
     vanished[:, :, 1] = 0.0
     limit = bounds.backward(case.problem, case, case.dout, case.dlse).dv
-    assert bounds.check(vanished, exact, limit, "dv") is None
-    assert bounds.check(vanished, exact, 0.45 * limit, "dv") is not None, "and not much more is allowed"
+    assert checks.check(vanished, exact, limit, "dv") is None
+    assert checks.check(vanished, exact, 0.45 * limit, "dv") is not None, "and not much more is allowed"
 
 
 @pytest.mark.parametrize(("dtype", "logit"), [("float32", -88.0), ("float64", -709.0)])
@@ -164,16 +165,16 @@ def test_weights_too_small_to_be_normal_may_vanish_from_gradients(dtype: str, lo
     exact, bound = oracle_gradients(problem, inputs, dout).dk, bounds.backward(problem, inputs, dout).dk
     assert exact[0, 0, 1].abs() > torch.finfo(getattr(torch, dtype)).smallest_normal
     vanished = torch.tensor([0.0, 0.0]).reshape(exact.shape).to(dout.dtype)
-    assert bounds.check(vanished, exact, bound) is None
+    assert checks.check(vanished, exact, bound) is None
 
 
 def test_empty_rows_must_be_exact() -> None:
     case = make_case("float32", 8, 4, 16, mask=causal())
     out, lse = Kernel(case).forward()
     assert (lse[:, :, :4] == float("-inf")).all()
-    assert not bounds.check_forward(case.problem, case, out, lse)
+    assert not checks.check_forward(case.problem, case, out, lse)
     out[0, 0, 0, 0], lse[0, 0, 1] = float("nan"), -1e30
-    spoilt = bounds.check_forward(case.problem, case, out, lse)
+    spoilt = checks.check_forward(case.problem, case, out, lse)
     assert [excess.at for excess in spoilt] == [(0, 0, 0, 0), (0, 0, 1)]
 
 
@@ -197,19 +198,19 @@ def test_check(actual: float, exact: float, bound: float, inside: bool) -> None:
     def full(x: float, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.tensor([0.0, x], dtype=dtype)
 
-    excess = bounds.check(full(actual, torch.float16), full(exact), full(bound), "dq")
+    excess = checks.check(full(actual, torch.float16), full(exact), full(bound), "dq")
     assert (excess is None) == inside
     assert excess is None or (excess.at == (1,) and excess.outside == 1 and str(excess).startswith("dq[1] is "))
 
 
 def test_shapes_must_agree() -> None:
     with pytest.raises(LayoutError, match=r"dq: got shape \(2,\), need the oracle's \(1, 2\)"):
-        bounds.check(torch.zeros(2), torch.zeros(1, 2).double(), torch.zeros(1, 2).double(), "dq")
+        checks.check(torch.zeros(2), torch.zeros(1, 2).double(), torch.zeros(1, 2).double(), "dq")
 
 
 def test_message() -> None:
     actual, exact, bound = torch.tensor([[[1.0, 2.5]], [[1.0, 2.0]], [[0.1, 0.1]]], dtype=torch.float64)
-    assert str(bounds.check(actual, exact, bound)) == (
+    assert str(checks.check(actual, exact, bound)) == (
         "result[0, 1] is 2.5, exactly 2: off by 0.5, 5 times the bound 0.1 (1 of 2 elements are outside theirs)"
     )
 
@@ -218,10 +219,10 @@ def test_check_backward_names_the_gradient() -> None:
     case = make_case("float32", 16, 16, 16, bias=(1, 1, 16, 16), sinks=True)
     out, lse = Kernel(case).forward()
     grads = Kernel(case).backward(out, lse)
-    assert not bounds.check_backward(case.problem, case, case.dout, case.dlse, grads)
+    assert not checks.check_backward(case.problem, case, case.dout, case.dlse, grads)
     assert grads.dbias is not None and grads.dsinks is not None
     spoilt = grads._replace(dk=1.001 * grads.dk, dbias=grads.dbias.mT, dsinks=-grads.dsinks, dv=None)
-    found = bounds.check_backward(case.problem, case, case.dout, case.dlse, spoilt)
+    found = checks.check_backward(case.problem, case, case.dout, case.dlse, spoilt)
     assert [excess.name for excess in found] == ["dk", "dbias", "dsinks"]
 
 

@@ -32,7 +32,7 @@ from tilewise import dispatch
 from tilewise.api.execute import choose, modes_active, restore_layout
 from tilewise.api.options import BatchOptions, CallOptions, parameters
 from tilewise.api.parse import parse_call
-from tilewise.backends.base import Anywhere, Backend, Inputs, Launcher
+from tilewise.backends.base import Backend, Inputs
 from tilewise.errors import KernelError
 from tilewise.masks import Mask
 from tilewise.ops import attend
@@ -140,16 +140,14 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> CachedCa
             chosen = dispatch.next_backend(chosen, error, problem, inputs, backend)
     where: bool | None = aligned(q, k, v)
     # backends before this one have declined although the addresses were the best there are
-    if where and isinstance(chosen, Anywhere) and chosen.any_address:
+    if where and chosen.any_address:
         where = None
     return CachedCall(make_guard(q, k, v), launch, where)
 
 
 def _make_launch(problem: Problem, inputs: Inputs, chosen: Backend, layout: str, backend: str) -> Launch:
     """The backend's own launcher where it has one for this call, else the way through autograd."""
-    quick = None
-    if isinstance(chosen, Launcher) and not problem.needs_grad and not problem.needs_lse:
-        quick = chosen.launcher(problem, inputs)
+    quick = None if problem.needs_grad or problem.needs_lse else chosen.launcher(problem, inputs)
     if quick is None:
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ up dK and dV in half precision, one rounding for every block of queries: gradien
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict
+from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, cpu_only
 from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import UNBOUNDED
@@ -47,11 +47,11 @@ FEW_QUERIES = 16
 """Up to so many the keys are read for little work, and what counts is how fast they are read."""
 
 
-class AtenBackend:
+class AtenBackend(Backend):
     name = "aten"
 
     def usable(self, device: str) -> Verdict:
-        return Verdict.of(None if device == "cpu" else f"computes on the CPU; the tensors are on {device}")
+        return Verdict.of(cpu_only(device))
 
     def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
         lacking = {
@@ -66,7 +66,7 @@ class AtenBackend:
         }
         missing = [name for name, asked in lacking.items() if asked]
         return Verdict.of(
-            None if problem.device == "cpu" else f"computes on the CPU; the tensors are on {problem.device}",
+            cpu_only(problem.device),
             f"torch's kernel has no {', '.join(missing)}" if missing else None,
             _mask_obstacle(problem),
             _half_obstacle(problem.dtype),
@@ -155,26 +155,18 @@ def _tiles_elsewhere() -> bool:
 def half_gain(dtype: str) -> float:
     """Speed of torch's half-precision product relative to fp32's, measured once per process in a few milliseconds."""
     seconds = {}
-    for kind in (torch.float32, getattr(torch, dtype)):
-        x = torch.ones(PROBE_SIDE, PROBE_SIDE, dtype=kind, device="cpu")
+    for name in ("float32", dtype):
+        x = torch.ones(PROBE_SIDE, PROBE_SIDE, dtype=getattr(torch, name), device="cpu")
         torch.mm(x, x)
-        best = float("inf")
-        for _ in range(3):
-            start = time.perf_counter()
-            torch.mm(x, x)
-            best = min(best, time.perf_counter() - start)
-        seconds[kind] = best
-    return seconds[torch.float32] / seconds[getattr(torch, dtype)]
+        seconds[name] = min(timeit.repeat(partial(torch.mm, x, x), number=1, repeat=3))
+    return seconds["float32"] / seconds[dtype]
 
 
 def _mask_obstacle(problem: Problem) -> str | None:
     """Only everything, or a triangle whose corners are the corners of the scores."""
-    program = problem.program
-    if program.structure == "":
-        return None
-    square = problem.seqlen_q == problem.seqlen_k
-    triangle = tuple(program.ints[:1]) <= (-UNBOUNDED,) and tuple(program.ints[1:]) == (0,)
-    if triangle and (program.structure == "t" or (program.structure == "b" and square)):
+    literals = [literal for term in problem.program.terms() for literal in term]
+    bands = [x.band(x.shift(problem.shape)) for x in literals if x.kind.is_band and not x.kind.is_offset]
+    if not literals or (len(literals) == 1 and bands == [(-UNBOUNDED, 0)]):
         return None
     return "torch's kernel has no mask but the top-left causal triangle"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class BackwardInputs(NamedTuple):
 
 class Backend(Protocol):
     name: str
+    any_address: bool = False
+    """Refuses no call for where its tensors begin in memory."""
 
     def usable(self, device: str) -> Verdict:
         """Can it run on this machine and kind of device at all?"""
@@ -68,6 +70,7 @@ class Backend(Protocol):
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
         """Why, although it could, the automatic choice had better pass on to the next backend; None to take the call."""
+        return None
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, fp32 (fp64 for fp64)."""
@@ -75,21 +78,14 @@ class Backend(Protocol):
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""
 
-
-@runtime_checkable
-class Launcher(Protocol):
-    """A backend that can prepare calls which differ in nothing but their tensors' addresses."""
-
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """A function of q, k and v that gives out alone, for calls of the same types, shapes, strides and dtypes that want
-        neither gradient nor log-sum-exp; None where nothing is gained."""
+        neither gradient nor log-sum-exp: all but their addresses is prepared. None where nothing is gained."""
+        return None
 
 
-@runtime_checkable
-class Anywhere(Protocol):
-    """A backend that refuses no call for where its tensors begin in memory."""
-
-    any_address: bool
+def cpu_only(device: str) -> str | None:
+    return None if device == "cpu" else f"computes on the CPU; the tensors are on {device}"
 
 
 def empty_out(q: Tensor, head_dim_v: int) -> Tensor:

@@ -5,28 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
-from tilewise.backends.sequence import Sequence, cuts
+from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
+from tilewise.backends.sequence import SequenceView, sequences
 from tilewise.masks import TileClass
-from tilewise.numerics.merge import log_sum, softmax_with_sink
+from tilewise.numerics.merge import softmax_with_sink
 from tilewise.problem import Problem
 
 
-def attend(seq: Sequence) -> tuple[Tensor, Tensor]:
+def attend(seq: SequenceView) -> tuple[Tensor, Tensor]:
     """softmax(QKᵀ)V over one tile that is the whole matrix."""
     inputs = seq.inputs
     q, k = (0, seq.seqlen_q), (0, seq.seqlen_k)
     tile = seq.scores(seq.load(inputs.q, q), q, k, TileClass.PARTIAL)
-    s, sink = tile.s, None
-    if inputs.sinks is not None:
-        sink = inputs.sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
-    p, _ = softmax_with_sink(s, sink)
+    p, _, lse = softmax_with_sink(tile.s, inputs.sinks)
     out = tile.rows(seq.unfold(seq.fold(seq.dropped(p, q, k)) @ seq.load(inputs.v, k, tile.seen), seq.seqlen_q))
-    s = s if sink is None else torch.cat([s, sink], dim=-1)
-    return out, log_sum(s, dim=-1)  # [B, Hq, M, Dv], [B, Hq, M]
+    return out, lse  # [B, Hq, M, Dv], [B, Hq, M]
 
 
-class Reference:
+class Reference(Backend):
     name = "reference"
 
     def usable(self, device: str) -> Verdict:
@@ -44,10 +40,9 @@ class Reference:
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
-        for cut, program in cuts(problem, inputs):
-            own_out, own_lse = attend(Sequence(problem, inputs, cut, program))
-            cut.queries(out)[:] = own_out.to(out.dtype)
-            cut.queries(lse)[:] = own_lse.to(lse.dtype)
+        for seq in sequences(problem, inputs):
+            for result, own in zip((out, lse), attend(seq), strict=True):
+                seq.cut.queries(result)[:] = own.to(result.dtype)
         return out, lse
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
@@ -60,11 +55,11 @@ class Reference:
             # in the dtype of the arithmetic, so that gradients are summed before they are rounded
             leaves = {name: values[name].detach().to(lse.dtype).requires_grad_() for name in chosen}
             totals = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-            for cut, program in cuts(problem, inputs._replace(**leaves)):
-                results = attend(Sequence(problem, inputs._replace(**leaves), cut, program))
+            for seq in sequences(problem, inputs._replace(**leaves)):
+                results = attend(seq)
                 # the log-sum-exp does not depend on v
                 pairs = [(r, x) for r, x in zip(results, (dout, dlse), strict=True) if r.requires_grad]
-                upstream = [cut.queries(x).to(r.dtype) for r, x in pairs]
+                upstream = [seq.cut.queries(x).to(r.dtype) for r, x in pairs]
                 parts = torch.autograd.grad([r for r, _ in pairs], list(leaves.values()), upstream, allow_unused=True)
                 for total, part in zip(totals.values(), parts, strict=True):
                     if part is not None:

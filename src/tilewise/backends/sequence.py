@@ -1,9 +1,8 @@
-"""One unpacked problem and its tiles: what a call looks like once packing and per-sequence masks are taken apart."""
+"""A call as the plain backends see it: one sequence, or one batch of equal ones, at a time, and its tiles."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from tilewise.backends.base import Inputs
 from tilewise.masks import MaskProgram, MaskShape, TileClass, TileMap, allowed
+from tilewise.numerics.oracle import spans
 from tilewise.numerics.philox import keep_tile
 from tilewise.problem import Problem
 
@@ -34,13 +34,12 @@ class Tile(NamedTuple):
         return x if self.seeing is None else torch.where(self.seeing, x, 0.0)
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """Where a sequence lies in the tensors of a call: views of them, so that results are written in place."""
 
-    batch: slice  # of q, k, v and their like
-    q: slice
-    k: slice
+    batch: slice = slice(None)  # of q, k, v and their like
+    q: slice = slice(None)
+    k: slice = slice(None)
     b: int | None = None  # of what is given for each sequence; None for a whole batch
 
     def queries(self, x: Tensor) -> Tensor:
@@ -54,7 +53,7 @@ class Cut:
         return x if self.b is None or x.shape[0] == 1 else x[self.b : self.b + 1]
 
     def scores(self, x: Tensor) -> Tensor:
-        """The like for a bias, whose positions count within the sequence."""
+        """The same of a bias, whose positions count within the sequence."""
         rows, keys = (None if s.stop is None else s.stop - s.start for s in (self.q, self.k))
         return self.own(x)[:, :, : rows if x.shape[2] > 1 else None, : keys if x.shape[3] > 1 else None]
 
@@ -68,32 +67,15 @@ class Cut:
         )
 
 
-def cuts(problem: Problem, inputs: Inputs) -> Iterator[tuple[Cut, MaskProgram]]:
-    """The sequences of a call: a plain batch is one; a packed batch, or one whose mask differs by sequence, is taken apart."""
-    program, everything = problem.program, slice(None)
-    if problem.varlen:
-        assert inputs.cu_q is not None and inputs.cu_k is not None
-        starts_q, starts_k = inputs.cu_q.tolist(), inputs.cu_k.tolist()
-        for b in range(problem.batch):
-            q, k = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
-            yield Cut(everything, q, k, b), program.for_sequence(b, q.start, q.stop, k.start, k.stop)
-    elif all(t.shape[0] <= 1 for t in program.tensors):
-        yield Cut(everything, everything, everything), program
-    else:
-        for b in range(problem.batch):
-            cut = Cut(slice(b, b + 1), everything, everything, b)
-            yield cut, MaskProgram(program.structure, program.ints, tuple(map(cut.own, program.tensors)))
-
-
-class Sequence:
+class SequenceView:
     """The tensors, mask and tiles that forward and backward share."""
 
-    def __init__(self, problem: Problem, inputs: Inputs, cut: Cut, program: MaskProgram) -> None:
-        self.problem, self.program = problem, program
-        self.inputs = inputs = cut.inputs(inputs)
+    def __init__(self, problem: Problem, inputs: Inputs, program: MaskProgram, cut: Cut | None = None) -> None:
+        self.problem, self.program, self.cut = problem, program, cut or Cut()
+        self.inputs = inputs = self.cut.inputs(inputs)
         self.batch, self.heads, self.seqlen_q, _ = inputs.q.shape
         self.kv_heads, self.seqlen_k = inputs.k.shape[1:3]
-        self.first_batch = cut.b or 0
+        self.first_batch = self.cut.b or 0
         self.dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
         self.shape = MaskShape(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
 
@@ -192,3 +174,14 @@ def narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:
 def cut_tile(x: Tensor, q: Range, k: Range) -> Tensor:
     """The part of a bias that belongs to a tile; sides of length 1 broadcast."""
     return x[:, :, slice(*q) if x.shape[2] > 1 else slice(None), slice(*k) if x.shape[3] > 1 else slice(None)]
+
+
+def sequences(problem: Problem, inputs: Inputs) -> Iterator[SequenceView]:
+    """The sequences of a call: a plain batch is one; a packed batch, or one whose mask differs by sequence, is taken apart."""
+    if not problem.varlen and all(t.shape[0] <= 1 for t in problem.program.tensors):
+        yield SequenceView(problem, inputs, problem.program)
+        return
+    for span in spans(problem, inputs, range(problem.batch)):
+        cut = Cut(slice(span.batch, span.batch + 1), span.q, span.k, span.sequence)
+        tensors = tuple(map(cut.own, span.program.tensors))
+        yield SequenceView(problem, inputs, MaskProgram(span.program.structure, span.program.ints, tensors), cut)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out, sink_gradient
-from tilewise.backends.sequence import Range, Sequence, cut_tile, cuts
+from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out, sink_gradient
+from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences
 from tilewise.numerics.merge import finite, join_sink
 from tilewise.numerics.summation import Compensated
 from tilewise.problem import Problem
@@ -48,7 +48,7 @@ def accumulator(zero: Tensor, problem: Problem) -> Sum:
     return (Compensated if problem.precision == "compensated" else Plain)(zero)
 
 
-def forward_rows(seq: Sequence, i: int, q: Range) -> tuple[Tensor, Tensor]:
+def forward_rows(seq: SequenceView, i: int, q: Range) -> tuple[Tensor, Tensor]:
     """Query block `i` against every key block it sees: normalised output [B, Hq, M, Dv] and LSE [B, Hq, M]."""
     problem, inputs, rows = seq.problem, seq.inputs, q[1] - q[0]
     q_tile = seq.load(inputs.q, q)  # [B, Hq, M, D]
@@ -83,7 +83,7 @@ class Cotangents(NamedTuple):
 
 
 def backward_sequence(
-    seq: Sequence, given: Cotangents, dq: Tensor, dbias: Tensor | None
+    seq: SequenceView, given: Cotangents, dq: Tensor, dbias: Tensor | None
 ) -> tuple[list[Sum], list[Sum]]:
     """Recompute each tile's P from the LSE and push the gradients through it.
 
@@ -122,7 +122,7 @@ def backward_sequence(
     return dk, dv
 
 
-class Tiled:
+class Tiled(Backend):
     """See the module's text."""
 
     name = "tiled"
@@ -133,14 +133,10 @@ class Tiled:
     def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
         return self.usable(problem.device)
 
-    def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
-        return None
-
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
-        for cut, program in cuts(problem, inputs):
-            seq = Sequence(problem, inputs, cut, program)
-            own_out, own_lse = cut.queries(out), cut.queries(lse)
+        for seq in sequences(problem, inputs):
+            own_out, own_lse = seq.cut.queries(out), seq.cut.queries(lse)
             for i, q in seq.query_blocks():
                 rows, row_lse = forward_rows(seq, i, q)
                 own_out[:, :, slice(*q)] = rows.to(out.dtype)
@@ -155,8 +151,8 @@ class Tiled:
             delta = delta - dlse
         dq, dk, dv = (torch.zeros_like(x) for x in inputs[:3])
         dbias = torch.zeros_like(inputs.bias, dtype=lse.dtype) if needs.dbias and inputs.bias is not None else None
-        for cut, program in cuts(problem, inputs):
-            seq = Sequence(problem, inputs, cut, program)
+        for seq in sequences(problem, inputs):
+            cut = seq.cut
             cotangents = Cotangents(*map(cut.queries, (dout, lse, delta)))
             own_dbias = None if dbias is None else cut.scores(dbias)
             sums = backward_sequence(seq, cotangents, cut.queries(dq), own_dbias)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewise.api.options import CallOptions
 from tilewise.api.parse import parse_call
 from tilewise.backends.base import Inputs
-from tilewise.backends.sequence import Cut, Range, Sequence, cut_tile, cuts
+from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences
 from tilewise.display import Group, Panel, Shown, Text
 from tilewise.errors import ArgumentError
 from tilewise.masks import MaskProgram, TileClass, TileMap, allowed
@@ -112,22 +112,21 @@ def trace_nonfinite(
 
 def _findings(problem: Problem, inputs: Inputs, tile: tuple[int, int]) -> Iterator[NonFinite]:
     """The first hit of each sequence and head that has one, in order."""
-    for cut, program in cuts(problem, inputs):
-        seq = Sequence(problem, inputs, cut, program)
+    for seq in sequences(problem, inputs):
         if not (seq.seqlen_q and seq.seqlen_k):
             continue
         for b in range(seq.batch):
             for h in range(seq.heads):
-                head = _one_head(seq, program, b, h)
+                head = _one_head(seq, b, h)
                 hit = None if _harmless(head) else _first(head, tile)
                 if hit is not None:
-                    yield replace(hit, batch=(cut.b or 0) + b, head=h)
+                    yield replace(hit, batch=seq.first_batch + b, head=h)
 
 
-def _one_head(seq: Sequence, program: MaskProgram, b: int, h: int) -> Sequence:
+def _one_head(seq: SequenceView, b: int, h: int) -> SequenceView:
     """One head of one sequence as a problem of its own; dropout only removes terms and is left out."""
     tensors: list[Tensor] = []
-    for term in program.terms():
+    for term in seq.program.terms():
         for kind, _, given in term:
             for t in given:
                 tensors.append(_side(_side(t, 0, b), 1, h) if kind.per_head else _side(t, 0, b))
@@ -141,15 +140,14 @@ def _one_head(seq: Sequence, program: MaskProgram, b: int, h: int) -> Sequence:
         None if own.sinks is None else own.sinks[h : h + 1],
     )
     problem = replace(seq.problem, batch=1, heads=1, kv_heads=1, varlen=False, dropout_p=0.0)
-    own_program = MaskProgram(program.structure, program.ints, tuple(tensors))
-    return Sequence(problem, alone, Cut(slice(None), slice(None), slice(None)), own_program)
+    return SequenceView(problem, alone, MaskProgram(seq.program.structure, seq.program.ints, tuple(tensors)))
 
 
 def _side(x: Tensor, side: int, index: int) -> Tensor:
     return x.narrow(side, index, 1) if x.shape[side] > 1 else x
 
 
-def _harmless(head: Sequence) -> bool:
+def _harmless(head: SequenceView) -> bool:
     """Are all inputs finite and so small that no product or sum of them can leave the range?"""
     problem, inputs = head.problem, head.inputs
     q, k, v = (_largest(x) for x in inputs[:3])
@@ -168,7 +166,7 @@ def _largest(x: Tensor) -> float:
     return max(-low, high) if low == low and high == high else float("nan")
 
 
-def _first(head: Sequence, tile: tuple[int, int]) -> NonFinite | None:
+def _first(head: SequenceView, tile: tuple[int, int]) -> NonFinite | None:
     """A rough pass over large tiles gives the rows, a fine one over the tiles asked for the place."""
     rough = next(_walk(head, head.tiles, range(head.tiles.rows)), None)
     if rough is None:
@@ -183,7 +181,7 @@ def _first(head: Sequence, tile: tuple[int, int]) -> NonFinite | None:
     return replace(rough, query_tile=rough.row // tile[0], key_tile=None if rough.key is None else rough.key // tile[1])
 
 
-def _walk(head: Sequence, tiles: TileMap, blocks: range) -> Iterator[NonFinite]:
+def _walk(head: SequenceView, tiles: TileMap, blocks: range) -> Iterator[NonFinite]:
     """What is not finite in the forward of one head, in the order in which it appears."""
     problem, inputs = head.problem, head.inputs
     for i in blocks:
@@ -214,7 +212,7 @@ def _walk(head: Sequence, tiles: TileMap, blocks: range) -> Iterator[NonFinite]:
         yield from last.rows("output", (acc / torch.where(l == 0, 1.0, l)).to(inputs.q.dtype))
 
 
-def _visible(head: Sequence, q: Range, k: Range, kind: TileClass) -> Tensor:
+def _visible(head: SequenceView, q: Range, k: Range, kind: TileClass) -> Tensor:
     """[M, N]; a bias of −inf masks too."""
     arange = partial(torch.arange, device=head.inputs.q.device)
     visible = None if kind is TileClass.FULL else allowed(head.program, head.shape, q, k, arange)
@@ -223,7 +221,7 @@ def _visible(head: Sequence, q: Range, k: Range, kind: TileClass) -> Tensor:
     return mask if head.inputs.bias is None else mask & (cut_tile(head.inputs.bias, q, k)[0, 0] != float("-inf"))
 
 
-def _scores(head: Sequence, q_tile: Tensor, q: Range, k: Range, at: _Tile) -> tuple[Tensor, list[NonFinite]]:
+def _scores(head: SequenceView, q_tile: Tensor, q: Range, k: Range, at: _Tile) -> tuple[Tensor, list[NonFinite]]:
     """The scores of a tile and the hits on the way to them."""
     problem, inputs = head.problem, head.inputs
     hits = at.rows("q load", q_tile)

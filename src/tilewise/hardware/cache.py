@@ -1,4 +1,4 @@
-"""Small JSON files that are written whole or not at all, and are believed only if they verify."""
+"""Files that are written whole or not at all, and JSON in them that is believed only if it verifies."""
 
 from __future__ import annotations
 
@@ -57,14 +57,19 @@ def load_json(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def store_json(path: Path, identity: dict[str, Any], payload: dict[str, Any]) -> bool:
-    """Write atomically (a reader sees the old file or the new one); False if the place cannot be written."""
+    """Write atomically; False if the place cannot be written."""
     record = {"identity": identity, "payload": payload, "sha256": _digest(identity, payload)}
+    return write_atomic(path, json.dumps(record, indent=1).encode())
+
+
+def write_atomic(path: Path, data: bytes) -> bool:
+    """A fresh file renamed into place: a reader sees the old content or the new. False if the place cannot be written."""
     temporary = ""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         os.replace(temporary, path)
     except OSError:
         if temporary:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api.parse import parse_call
-from tilewise.backends.sequence import Sequence, cuts
+from tilewise.backends.sequence import SequenceView, sequences
 from tilewise.masks import TileClass
 from tilewise.numerics.merge import softmax_with_sink
 
@@ -27,16 +27,13 @@ class Weights(NamedTuple):
 def attention_weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Iterator[Weights]:
     """The weights of the call with these options, for each sequence or all at once, in order. A row that sees nothing is 0."""
     problem, inputs = parse_call(q, k, k, options, needs_seed=True)  # type: ignore[arg-type]  # options of `attention`
-    for cut, program in cuts(problem, inputs):
-        seq = Sequence(problem, inputs, cut, program)
+    for seq in sequences(problem, inputs):
         tiles = [_tile(seq, (lo, min(lo + ROWS, seq.seqlen_q))) for lo in range(0, max(1, seq.seqlen_q), ROWS)]
         yield Weights(*(torch.cat(parts, dim=2).to(q.dtype) for parts in zip(*tiles, strict=True)))
 
 
-def _tile(seq: Sequence, rows: tuple[int, int]) -> Weights:
+def _tile(seq: SequenceView, rows: tuple[int, int]) -> Weights:
     keys = (0, seq.seqlen_k)
     s = seq.scores(seq.load(seq.inputs.q, rows), rows, keys, TileClass.PARTIAL).s  # [B, H, M, N]
-    sinks = seq.inputs.sinks
-    sink = None if sinks is None else sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
-    p, _ = softmax_with_sink(s, sink)
+    p, _, _ = softmax_with_sink(s, seq.inputs.sinks)
     return Weights(p, seq.dropped(p, rows, keys))

@@ -35,8 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.errors import LayoutError
-from tilewise.numerics.oracle import Gradients, Inputs, bias_index, oracle, oracle_gradients, pieces
+from tilewise.numerics.oracle import Gradients, Inputs, bias_index, pieces
 from tilewise.numerics.propagation import BackwardErrors, ForwardErrors
 from tilewise.numerics.rounding import Arithmetic, floor, growth, unit_roundoff
 from tilewise.problem import Problem
@@ -45,26 +44,6 @@ from tilewise.problem import Problem
 class ForwardBounds(NamedTuple):
     out: Tensor
     lse: Tensor
-
-
-class Excess(NamedTuple):
-    """A tensor outside its bound, by its worst element."""
-
-    name: str
-    at: tuple[int, ...]
-    actual: float
-    exact: float
-    bound: float
-    outside: int
-    elements: int
-
-    def __str__(self) -> str:
-        error = abs(self.actual - self.exact)
-        return (
-            f"{self.name}{list(self.at)} is {self.actual:.9g}, exactly {self.exact:.9g}: off by {error:.3g}, "
-            f"{error / self.bound if self.bound else float('inf'):.3g} times the bound {self.bound:.3g} "
-            f"({self.outside} of {self.elements} elements are outside theirs)"
-        )
 
 
 @torch.no_grad()
@@ -115,23 +94,6 @@ def backward(
     )
 
 
-def check(actual: Tensor, exact: Tensor, bound: Tensor, name: str = "result") -> Excess | None:
-    """None if every element is within its bound, else the worst one.
-
-    Infinities and NaN must be where they are in `exact`, except that a value may overflow where its bound reaches the
-    limit of its dtype.
-    """
-    if actual.shape != exact.shape:
-        raise LayoutError(f"{name}: got shape {tuple(actual.shape)}, need the oracle's {tuple(exact.shape)}")
-    ratio = ratios(actual, exact, bound)
-    outside = int((ratio > 1).sum())
-    if not outside:
-        return None
-    worst = int(ratio.argmax())
-    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst, device="cpu"), actual.shape))
-    return Excess(name, at, float(actual[at]), float(exact[at]), float(bound[at]), outside, actual.numel())
-
-
 def ratios(actual: Tensor, exact: Tensor, bound: Tensor) -> Tensor:
     """Error / bound, elementwise; 0 where both are the same infinity or NaN, inf where only one is not finite."""
     limit = torch.finfo(actual.dtype).max
@@ -140,29 +102,6 @@ def ratios(actual: Tensor, exact: Tensor, bound: Tensor) -> Tensor:
     same = (value == exact) | (value.isnan() & exact.isnan()) | overflow
     ratio = (value - exact).abs() / bound
     return torch.where(same, 0.0, ratio.nan_to_num(nan=float("inf"), posinf=float("inf")))
-
-
-def check_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None = None) -> list[Excess]:
-    """Hold a forward to the oracle: the tensors that are outside their bounds."""
-    with torch.no_grad():
-        exact = oracle(problem, inputs)
-    bound = forward(problem, inputs)
-    found = [check(out, exact[0], bound.out, "out")]
-    if lse is not None:
-        found.append(check(lse, exact[1], bound.lse, "lse"))
-    return [excess for excess in found if excess is not None]
-
-
-def check_backward(problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tensor | None, grads: object) -> list[Excess]:
-    """Hold gradients (attributes dq, dk, dv, dbias, dsinks; None is not checked) to the oracle."""
-    exact = oracle_gradients(problem, inputs, dout, dlse)
-    bound = backward(problem, inputs, dout, dlse)
-    found = []
-    for name in Gradients._fields:
-        actual = getattr(grads, name)
-        if actual is not None:
-            found.append(check(actual, getattr(exact, name), getattr(bound, name), name))
-    return [excess for excess in found if excess is not None]
 
 
 class _Reduction:

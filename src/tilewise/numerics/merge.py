@@ -57,12 +57,14 @@ def log_sum(x: Tensor, dim: int) -> Tensor:
     return total.masked_fill(empty.squeeze(dim), NEG_INF).masked_fill(endless.squeeze(dim), -NEG_INF)
 
 
-def softmax_with_sink(x: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """exp(x) over its sum along the last side, a sink (..., 1) counted in, and the sink's own weight; all 0 without any term.
+def softmax_with_sink(x: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The softmax along the last side of (..., H, M, N), each head's sink (H,) in the sum; the sink's weight; the log-sum-exp.
 
-    The log-sum-exp is no help here: far from 0 it has no digits left for the number of terms. A term of +inf takes all. The sink
-    joins the sum last, so that one of -inf changes no bit.
+    Weights are 0 without any term. They are not made from the log-sum-exp: far from 0 that has no digits left for the number of
+    terms. A term of +inf takes all. The sink joins the sum last, so that one of -inf changes no bit.
     """
+    sink = None if sinks is None else sinks.to(x.dtype)[:, None, None].expand(*x.shape[:-1], 1)
+    lse = log_sum(x if sink is None else torch.cat([x, sink], dim=-1), dim=-1)
     most = torch.finfo(x.dtype).max
     x = x.clamp(max=most)
     tops = [x.amax(-1, keepdim=True)] if x.shape[-1] else []
@@ -70,7 +72,7 @@ def softmax_with_sink(x: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Te
         sink = sink.clamp(max=most)
         tops.append(sink)
     if not tops:
-        return x, None
+        return x, None, lse
     top = reduce(torch.maximum, tops).detach()
     top = top.masked_fill(top == NEG_INF, 0.0)
     terms = torch.exp(x - top)
@@ -79,7 +81,7 @@ def softmax_with_sink(x: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Te
         own = torch.exp(sink - top)
         total = total + own
     total = total.masked_fill(total == 0, 1.0)
-    return terms / total, None if own is None else own / total
+    return terms / total, None if own is None else (own / total).squeeze(-1), lse
 
 
 def finite(lse: Tensor) -> Tensor:

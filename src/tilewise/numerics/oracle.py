@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.masks import MaskProgram, MaskShape, allowed
-from tilewise.numerics.merge import NEG_INF, log_sum, softmax_with_sink
+from tilewise.numerics.merge import NEG_INF, softmax_with_sink
 from tilewise.numerics.philox import keep_tile
 from tilewise.problem import Problem
 
@@ -129,13 +129,7 @@ def softmax(problem: Problem, piece: Piece) -> Softmax:
     if piece.alibi is not None:
         logit = logit + torch.where(piece.seen, piece.alibi, 0.0)
     masked = logit.masked_fill(~piece.seen, NEG_INF)
-    joined, sink_logit = masked, None
-    if piece.sinks is not None:
-        sink_logit = piece.sinks[:, None, None].expand(*masked.shape[:2], 1)
-        joined = torch.cat([masked, sink_logit], dim=-1)
-    lse = log_sum(joined, dim=-1)
-    p, sink = softmax_with_sink(masked, sink_logit)
-    sink = None if sink is None else sink[..., 0]  # [H, M]
+    p, sink, lse = softmax_with_sink(masked, piece.sinks)
     return Softmax(score, capped, logit, lse, sink, p, p if piece.keep is None else p * piece.keep)
 
 

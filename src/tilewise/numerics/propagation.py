@@ -101,7 +101,7 @@ class ForwardErrors:
     def weight_error(self) -> Tensor:
         """Of each weight in the output's sum, before the division."""
         r = self.rounding
-        return lost(self.exact.w, self.exponent + (self.summing + r.weight + 2 * r.operand + 4 * r.u)[..., None])
+        return factor_error(self.exact.w, self.exponent + (self.summing + r.weight + 2 * r.operand + 4 * r.u)[..., None])
 
     @cached_property
     def out_error(self) -> Tensor:
@@ -134,8 +134,8 @@ def lse_error(lse: Tensor, top: Tensor, denominator: Tensor, rounding: Arithmeti
 
 def out_error(sums: OutputSums, denominator: Tensor, kept: float, rounding: Arithmetic) -> Tensor:
     """The bound of |Δout| [H, M, Dv]; `denominator` is ForwardErrors.denominator."""
-    error = sums.errors * (1 + lost(1.0, denominator))[..., None]
-    error = error + lost(sums.out.abs(), denominator[..., None])
+    error = sums.errors * (1 + factor_error(1.0, denominator))[..., None]
+    error = error + factor_error(sums.out.abs(), denominator[..., None])
     error = error + kept * rounding.weight_floor * sums.seen
     furthest = sums.out.abs() + 1.02 * kept * sums.most
     return stored(torch.minimum(error, furthest), sums.out, rounding)
@@ -156,7 +156,7 @@ class BackwardErrors:
         inner = dp + (dlse - self.delta)[..., None]
         spread = (self.delta.abs() + dlse.abs())[..., None]
         inner_error = keep * self.dw_error + self.delta_error[..., None] + 3 * u * (dp.abs() + spread)
-        p_error = lost(exact.p, self.p_exponent + 2 * u) + ahead.rounding.p_floor * piece.seen.double()
+        p_error = factor_error(exact.p, self.p_exponent + 2 * u) + ahead.rounding.p_floor * piece.seen.double()
         self.ds = exact.p * inner  # the gradient of the logits
         self.ds_error = p_error * (inner.abs() + inner_error) + exact.p * inner_error
         self.sink_inner = dlse - self.delta
@@ -176,11 +176,11 @@ class BackwardErrors:
         growing = growth(self.dout.shape[-1]).item() * r.u + 2 * r.u
         product = growing * (self.dout.abs() * ahead.out.abs()).sum(-1)
         straight = (self.dout.abs() * ahead.out_error).sum(-1)
-        w_error = lost(ahead.exact.w, ahead.exponent + r.weight + r.operand + 4 * r.u)  # meets all of v_j at once
+        w_error = factor_error(ahead.exact.w, ahead.exponent + r.weight + r.operand + 4 * r.u)  # meets all of v_j at once
         apart = (ahead.summing[..., None] + r.operand) * self.cross + self.dw_error
         through = (w_error * self.dw.abs() + (ahead.exact.w + w_error) * apart).sum(-1)
         through = through + ahead.kept * r.weight_floor * self.dw.abs().sum(-1)
-        through = through * (1 + lost(1.0, ahead.denominator)) + lost(self.delta.abs(), ahead.denominator)
+        through = through * (1 + factor_error(1.0, ahead.denominator)) + factor_error(self.delta.abs(), ahead.denominator)
         rounded = (self.dout.abs() * stored(torch.zeros_like(ahead.out), ahead.out.abs() + ahead.out_error, r)).sum(-1)
         return torch.minimum(straight, through + rounded) + product
 
@@ -206,7 +206,7 @@ class BackwardErrors:
     def dv(self) -> Tensor:
         w = self.ahead.exact.w
         # P may be too small to be normal before dropout's factor joins it
-        error = lost(w, self.p_exponent + 4 * self.rounding.u) + self.ahead.kept * self.rounding.p_floor
+        error = factor_error(w, self.p_exponent + 4 * self.rounding.u) + self.ahead.kept * self.rounding.p_floor
         error = torch.where(self.piece.seen, error, 0.0)
         return self._from_queries(w.transpose(-1, -2), error.transpose(-1, -2), self.dout, 1.0)
 
@@ -215,7 +215,7 @@ class BackwardErrors:
         sink = self.ahead.exact.sink
         assert sink is not None
         lse = finite(self.ahead.exact.lse).abs()
-        sink_error = lost(sink, self.ahead.sink_exponent + self.ahead.lse_error + (4 * lse + 2) * self.rounding.u)
+        sink_error = factor_error(sink, self.ahead.sink_exponent + self.ahead.lse_error + (4 * lse + 2) * self.rounding.u)
         sink_error = sink_error + self.rounding.p_floor
         value, error = self.sink_inner, self.sink_inner_error
         return sink * value, sink_error * (value.abs() + error) + sink * error
@@ -239,7 +239,7 @@ class BackwardErrors:
         return stored(total, scale * exact, r)
 
 
-def lost(value: Tensor | float, exponent: Tensor) -> Tensor:
+def factor_error(value: Tensor | float, exponent: Tensor) -> Tensor:
     """The error of a number ≥ 0 that is known up to a factor in exp(±exponent)."""
     limited = exponent.clamp(max=MAX_EXPONENT).expm1()
     return torch.where(exponent > MAX_EXPONENT, limited, value * limited)

@@ -61,22 +61,10 @@ class _Weight(NamedTuple):
         peak = torch.maximum(self.peak, other.peak)
         return _Weight(peak, self.total * _ratio(self.peak, peak) + other.total * _ratio(other.peak, peak))
 
-    def share(self, whole: _Weight) -> Tensor:
-        """What part of `whole` it is; 0 of nothing."""
-        total = whole.total.masked_fill(whole.total == 0, 1.0)
-        return self.total * _ratio(self.peak, whole.peak) / total
-
 
 def _ratio(low: Tensor, high: Tensor) -> Tensor:
     """exp(low - high); 1 where they are equal, infinite ones too."""
     return torch.where(low == high, 1.0, torch.exp(low - finite(high)))
-
-
-def _weight(logit: Tensor, seen: Tensor) -> _Weight:
-    """Of the visible keys of a chunk."""
-    logit = logit.masked_fill(~seen, NEG_INF)
-    peak = logit.amax(-1)
-    return _Weight(peak, torch.exp(logit - finite(peak)[..., None]).sum(-1))
 
 
 class _Chunk(ForwardErrors):
@@ -85,10 +73,10 @@ class _Chunk(ForwardErrors):
     def __init__(self, problem: Problem, piece: Piece, rounding: Arithmetic, totals: _Totals) -> None:
         super().__init__(problem, piece, rounding)
         self.totals = totals
-        own = _weight(self.exact.logit, piece.seen)
-        share = own.share(totals.weight)[..., None]  # [1, M, 1], of the whole denominator
-        self.exact = self.exact._replace(lse=totals.lse, p=self.exact.p * share, w=self.exact.w * share)
-        self.out = self.out * share
+        peak, total = totals.weight
+        p = torch.exp(_masked(self) - finite(peak)[..., None]) / total.masked_fill(total == 0, 1.0)[..., None]
+        w = p if piece.keep is None else p * piece.keep
+        self.exact, self.out = self.exact._replace(lse=totals.lse, p=p, w=w), w @ piece.v
 
     @cached_property
     def top(self) -> Tensor:
@@ -97,6 +85,10 @@ class _Chunk(ForwardErrors):
     @cached_property
     def summing(self) -> Tensor:
         return summing_error(self.totals.keys, self.rounding)
+
+
+def _masked(errors: ForwardErrors) -> Tensor:
+    return errors.exact.logit.masked_fill(~errors.piece.seen, NEG_INF)
 
 
 @torch.no_grad()
@@ -125,22 +117,22 @@ def exact_rows(problem: Problem, inputs: Inputs, rows: Rows, rounding: Arithmeti
 def _totals(problem: Problem, inputs: Inputs, rows: Rows, rounding: Arithmetic) -> _Totals:
     """The first walk. ε of a weight is its own part plus 4u·top + 8u, the same for all keys and the sink of a row."""
     u = rounding.u
-    lse, peak, uncertain = inputs.q.new_full((3, 1, len(rows.positions)), NEG_INF, dtype=torch.float64).unbind()
-    keys = torch.zeros_like(lse)
+    peak, uncertain = inputs.q.new_full((2, 1, len(rows.positions)), NEG_INF, dtype=torch.float64).unbind()
+    keys = torch.zeros_like(peak)
     weight = _Weight(peak, torch.zeros_like(peak))
     for piece in _pieces(problem, inputs, rows):
         part = ForwardErrors(problem, piece, rounding)
-        logit = part.exact.logit
-        raised = (logit + part.logit + 4 * u * logit.abs()).masked_fill(~piece.seen, NEG_INF)
-        lse = torch.logaddexp(lse, part.exact.lse)
-        uncertain = torch.logaddexp(uncertain, torch.logsumexp(raised, dim=-1))
-        weight = weight.plus(_weight(logit, piece.seen))
+        raised = part.exact.logit + part.logit + 4 * u * part.exact.logit.abs()
+        uncertain = torch.logaddexp(uncertain, torch.logsumexp(raised.masked_fill(~piece.seen, NEG_INF), dim=-1))
+        logit = _masked(part)
+        peak = logit.amax(-1)
+        weight = weight.plus(_Weight(peak, torch.exp(logit - finite(peak)[..., None]).sum(-1)))
         keys = keys + piece.seen.sum(-1)
     if inputs.sinks is not None:
         sink = inputs.sinks[rows.head].double()
-        lse, weight = torch.logaddexp(lse, sink), weight.plus(_Weight(sink, torch.ones_like(sink)))
+        weight = weight.plus(_Weight(sink, torch.ones_like(sink)))
         uncertain = torch.logaddexp(uncertain, sink + 4 * u * finite(sink).abs())
-    top = finite(weight.peak).abs()
+    lse, top = weight.peak + weight.total.log(), finite(weight.peak).abs()
     log_f = (uncertain - finite(lse) + 4 * u * top + 8 * u).clamp(min=0.0)  # −inf, nothing to be uncertain of, gives 0
     return _Totals(lse, weight, top, keys, log_f + summing_error(keys, rounding))
 

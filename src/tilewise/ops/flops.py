@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tilewise.backends.base import Inputs, Needs
-from tilewise.backends.sequence import Sequence, cuts
+from tilewise.backends.sequence import SequenceView, sequences
 from tilewise.masks import TileClass, allowed
 from tilewise.model.flops import visible_pairs
 from tilewise.ops.tensors import PLAIN
@@ -43,14 +43,14 @@ def pairs(problem: Problem, inputs: Inputs) -> int:
         return (1 if problem.varlen else problem.batch) * problem.heads * problem.seqlen_q * problem.seqlen_k
     if not problem.varlen and not problem.program.tensors:
         return visible_pairs(problem)
-    return sum(_pairs(Sequence(problem, inputs, cut, program)) for cut, program in cuts(problem, inputs))
+    return sum(map(_pairs, sequences(problem, inputs)))
 
 
 def _readable(x: Tensor | None) -> bool:
     return x is None or (type(x) in PLAIN and not x.is_meta)
 
 
-def _pairs(seq: Sequence) -> int:
+def _pairs(seq: SequenceView) -> int:
     total, batch, device = 0, seq.batch, seq.inputs.q.device
     for i, q in seq.query_blocks():
         for _, k, kind in seq.key_blocks(i):

@@ -1,7 +1,12 @@
-"""The CPU backend: kernels compiled for this machine, called with a block of words, shared out over threads."""
+"""The CPU backend: kernels compiled for this machine, called with a block of arguments, their tasks shared by threads.
+
+Everything that is the same for every call of a problem is a `CpuLaunch`. Launches are kept with the problem, whose life ends with
+that of the cached call: one key (`_launch_for`), and at most LAUNCHES of them, for packed batches whose longest sequence varies.
+"""
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -12,56 +17,77 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, empty_out, sink_gradient
+from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, cpu_only, empty_out, sink_gradient
 from tilewise.backends.cpu import compile as compiler
-from tilewise.backends.cpu import frames, plan, schedule, spec
-from tilewise.backends.cpu.blind import Rows, without_blind
-from tilewise.backends.cpu.spec import BACKWARD, GRADIENTS, HOT, Kernel, argument_names, mask_args, mask_tensors
+from tilewise.backends.cpu import frames, plan, schedule
+from tilewise.backends.cpu.blind import without_blind
+from tilewise.backends.cpu.spec import BACKWARD, GRADIENTS, HOT, Kernel, argument_names, mask_args, round_up
 from tilewise.hardware.probe import probe_cpu
 from tilewise.problem import Problem
 
 ARCHITECTURES = ("aarch64", "x86_64")
+LAUNCHES = 64
 _HOT = struct.Struct(f"={len(HOT)}q")
 _GRADIENTS = struct.Struct(f"={len(GRADIENTS)}q")
-_WORD = struct.Struct("=q")
+_ARGUMENT = struct.Struct("=q")
 _ADDRESSES = struct.Struct("=7q")
 _COUNT = 8 * HOT.index("count")
 _REST = 8 * len(HOT)
 _empty_like, _num_threads, _inference = torch.empty_like, torch.get_num_threads, torch.is_inference_mode_enabled
 
 
-def _allocator() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """What compiled graphs allocate with: it asks no dispatcher, and takes 1.2 µs on a Neoverse N1; empty_like takes 2.1."""
-    try:
-        guards: Any = torch._C._dynamo.guards  # its stub lacks the function
-        found: Callable[..., Tensor] = guards._empty_strided_cpu
-        return found
-    except AttributeError:  # another torch
-        return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+def _strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
-_empty = _allocator()
+_empty: Callable[..., Tensor] = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", _strided)
+"""What compiled graphs allocate with: it asks no dispatcher, and takes 1.2 µs on a Neoverse N1; empty_like takes 2.1."""
 
 
-class Plan(NamedTuple):
-    """All that is the same for every call of a problem with so many threads."""
+def _new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Fresh memory for a result; in inference mode, a tensor of that mode."""
+    return (_strided if _inference() else _empty)(shape, strides, dtype)
 
-    call: Any
-    template: bytes  # of the words after the hot ones
-    slots: dict[str, int]  # where each word stands
-    size: int  # of a thread's buffer
-    threads: int
-    work: int  # elements shared by splits
-    done: int
-    real: torch.dtype
+
+class CpuLaunch(NamedTuple):
+    """A compiled kernel, its tiles, and the arguments that are the same for every call of a problem with so many threads."""
+
+    entry: Any
     kernel: Kernel
-    lse: Tensor  # an empty one is made like it faster than from a shape
+    template: bytes  # the arguments after the hot ones
     end: int  # of the template in the argument block
-    plain: bool  # nothing but q, k and v goes into a call
+    offsets: dict[str, int]  # of the arguments in the block, in bytes
+    size: int  # bytes of a thread's buffer
+    threads: int
+    workspace: int  # elements for the partial results of splits
+    counters: int  # of splits that are done, or of query blocks whose turn it is
+    real: torch.dtype
+    lse: tuple[tuple[int, int, int], tuple[int, int, int], torch.dtype]  # its shape, strides and dtype
+    plain: bool  # a call has no tensors but q, k and v
 
-    def patch(self, view: memoryview, words: Iterable[tuple[str, int]]) -> None:
-        for name, value in words:
-            _WORD.pack_into(view, 8 * self.slots[name], value)
+    def run(self, tensors: tuple[Tensor, ...], args: Iterable[tuple[str, int]] = (), gradients: Any = ()) -> None:
+        """Call the kernel with q, k, v, out and lse, the arguments named, and those of a backward."""
+        q, k, v, out, lse = tensors
+        thread = schedule.thread
+        scratch = thread.take()
+        try:
+            view, address = scratch.view, scratch.address
+            scratch.prepared = None
+            _HOT.pack_into(
+                view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, address + _COUNT,
+                *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+            )  # fmt: skip
+            view[_REST : self.end] = self.template
+            if gradients:
+                _GRADIENTS.pack_into(view, self.offsets[GRADIENTS[0]], *gradients)
+            for name, value in args:
+                _ARGUMENT.pack_into(view, self.offsets[name], value)
+            if self.threads == 1:
+                self.entry(address, scratch.reserve(self.size))
+            else:
+                schedule.pool.run(self.entry, scratch, self.size, self.threads)
+        finally:
+            thread.free.append(scratch)
 
 
 @cache
@@ -79,300 +105,216 @@ def _obstacle() -> str | None:
     return None if enough else "needs AVX2 and FMA, which this processor does not have"
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     name = "cpu"
     any_address = True
-    """No call is refused for where its tensors begin."""
 
     def usable(self, device: str) -> Verdict:
-        if device != "cpu":
-            return Verdict(False, (f"computes on the CPU; the tensors are on {device}",))
-        return Verdict.of(_obstacle())
+        return Verdict.of(cpu_only(device) or _obstacle())
 
     def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
         return Verdict.of(
             _obstacle(),
-            None if problem.device == "cpu" else f"computes on the CPU; the tensors are on {problem.device}",
+            cpu_only(problem.device),
             "sums are plain; precision='compensated' is served by tiled" if problem.precision == "compensated" else None,
             _too_long(problem.program.structure),
         )
 
-    def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
-        return None
-
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         q, k, v = inputs[:3]
-        q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
-        ready = problem.__dict__.get("_cpu_ready")
-        if ready is None or ready[0] != _num_threads() or k_stride[3] != 1 or v_stride[3] != 1:
-            ready = _ready(problem, inputs)
-        _, ready, same = ready
-        out = _empty_like(q) if same else empty_out(q, problem.head_dim_v)
-        o_stride = out.stride()
-        if o_stride[3] != 1:
-            out = empty_out(q, problem.head_dim_v)
-            o_stride = out.stride()
-        lse = _empty_like(ready.lse)
-        here = schedule.here
-        desk = here.take()
-        try:
-            view, address = desk.view, desk.address
-            desk.holds = None
-            _HOT.pack_into(
-                view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, address + _COUNT,
-                *q_stride, *k_stride, *v_stride, *o_stride,
-            )  # fmt: skip
-            view[_REST : ready.end] = ready.template
-            if ready.plain:
-                if ready.threads == 1:
-                    ready.call(address, desk.room(ready.size))
-                else:
-                    schedule.pool.run(ready.call, desk, ready.size, ready.threads)
-                return out, lse
-            words, alive = _rare_words(problem, inputs, ready)
-            if ready.done:
-                work = torch.empty(ready.work, dtype=ready.real, device="cpu")
-                done = torch.zeros(ready.done, dtype=torch.int64, device="cpu")
-                words += [("work", work.data_ptr()), ("done", done.data_ptr())]
-                alive += [work, done]
-            ready.patch(view, words)
-            schedule.pool.run(ready.call, desk, ready.size, ready.threads)
+        launch = _launch_for(problem, inputs, "forward")
+        out = _like(q) if problem.head_dim == problem.head_dim_v else empty_out(q, problem.head_dim_v)
+        lse = _new(*launch.lse)
+        if launch.plain:
+            launch.run((q, k, v, out, lse))
             return out, lse
-        finally:
-            here.desks.append(desk)
+        args, _alive = _optional_args(problem, inputs, launch)
+        if launch.counters:
+            work = torch.empty(launch.workspace, dtype=launch.real, device="cpu")
+            done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")
+            args += [("work", work.data_ptr()), ("done", done.data_ptr())]
+        launch.run((q, k, v, out, lse), args)
+        return out, lse
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """With the strides known too, a call is words that stay and five addresses."""
+        """With the strides known too, only five addresses of the arguments change."""
         q, k, v = inputs[:3]
         o_stride = _empty_like(q).stride()
-        planned = _plan(problem, inputs, "forward")
-        if problem.head_dim != problem.head_dim_v or o_stride[3] != 1 or not planned.plain:
+        prepared = _launch_for(problem, inputs, "forward")
+        if problem.head_dim != problem.head_dim_v or o_stride[3] != 1 or not prepared.plain:
             return None
-        call, size, invited = planned.call, planned.size, planned.threads
-        threads, like_lse = _num_threads(), planned.lse
-        small = like_lse.numel() * like_lse.element_size() <= schedule.BIN_BYTES
+        entry, size, invited = prepared.entry, prepared.size, prepared.threads
+        threads, like_lse = _num_threads(), prepared.lse
+        small = math.prod(like_lse[0]) * prepared.real.itemsize <= schedule.DISCARD_BYTES
         hot = _HOT.pack(*(0,) * 7, *q.stride(), *k.stride(), *v.stride(), *o_stride)
-        words, here, pack = hot + planned.template, schedule.here, _ADDRESSES.pack_into
+        arguments, thread, pack = hot + prepared.template, schedule.thread, _ADDRESSES.pack_into
         shape, dtype = tuple(q.shape), q.dtype
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if _num_threads() != threads:
                 return self.forward(problem, Inputs(q, k, v))[0]
             out = _empty_like(q) if _inference() else _empty(shape, o_stride, dtype)
-            lse = None if small else _empty_like(like_lse)
-            desks = here.desks
-            try:  # as in `Here.take`, written out
-                desk = desks.pop()
+            lse = None if small else _new(*like_lse)
+            free = thread.free
+            try:  # `thread.take()`, inlined
+                scratch = free.pop()
             except IndexError:
-                desk = schedule.Desk()
+                scratch = schedule.ThreadScratch()
             try:
-                if desk.holds is not words:
-                    desk.prepare(words, size)
-                unseen, address = desk.bin if lse is None else lse.data_ptr(), desk.address
-                pack(desk.view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), unseen, 0, address + _COUNT)
+                if scratch.prepared is not arguments:
+                    scratch.prepare(arguments, size)
+                at_lse, address = scratch.discard if lse is None else lse.data_ptr(), scratch.address
+                pack(scratch.view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), at_lse, 0, address + _COUNT)
                 if invited == 1:
-                    call(address, desk.buffer)
+                    entry(address, scratch.buffer)
                 else:
-                    schedule.pool.run(call, desk, size, invited)
+                    schedule.pool.run(entry, scratch, size, invited)
             finally:
-                desks.append(desk)
+                free.append(scratch)
             return out
 
         return launch
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+        inputs, given = without_blind(self.forward, problem, inputs, given)
         out, lse, dout, dlse, needs = given
-        q, dout, dlse = without_blind(self.forward, problem, inputs, lse, Rows(inputs.q, dout, dlse))
-        k, v = inputs.k, inputs.v
-        ready = _plan(problem, inputs, "backward", needs.dbias)
-        words, _alive = _rare_words(problem, inputs, ready)
-        dq = _like(q) if needs.dq else None
-        dk, dk_sum = _accumulator(k, ready, needs.dk)
-        dv, dv_sum = _accumulator(v, ready, needs.dv)
+        launch = _launch_for(problem, inputs, "backward", needs.dbias)
+        args, _alive = ([], []) if launch.plain else _optional_args(problem, inputs, launch)
+        dq = _like(inputs.q) if needs.dq else None
+        dk_sum, dv_sum = (_zero_sum(x, launch) if need else None for x, need in ((inputs.k, needs.dk), (inputs.v, needs.dv)))
         lse = lse.contiguous()
         delta = _empty_like(lse)
         dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
         dbias = None
         if needs.dbias and inputs.bias is not None:
-            dbias = torch.zeros(inputs.bias.shape, dtype=ready.real, device="cpu")
-        count = problem.batch * problem.heads * ready.done
-        turns = _empty((count,), (1,), torch.int64).zero_()
-        here = schedule.here
-        desk = here.take()
-        try:
-            view = desk.view
-            desk.holds = None
-            _HOT.pack_into(
-                view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0,
-                desk.address + _COUNT, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-            )  # fmt: skip
-            view[_REST : ready.end] = ready.template
-            found = (dout, dlse, delta, dq, dk_sum, dv_sum, dbias, turns)
-            _GRADIENTS.pack_into(
-                view, 8 * ready.slots[GRADIENTS[0]], *(0 if x is None else x.data_ptr() for x in found), schedule.pause(),
-                *dout.stride(), *(_NOWHERE if dq is None else dq.stride()), *(_NOWHERE if dbias is None else _steps(dbias)),
-            )  # fmt: skip
-            ready.patch(view, words)
-            schedule.pool.run(ready.call, desk, ready.size, ready.threads)
-        finally:
-            here.desks.append(desk)
-        dsinks = None
-        if needs.dsinks and inputs.sinks is not None:
-            dsinks = sink_gradient(inputs.sinks, lse, delta)
-        if dbias is not None and inputs.bias is not None:
-            dbias = dbias.to(inputs.bias.dtype)
-        return Grads(dq, _settle(dk, dk_sum), _settle(dv, dv_sum), dbias, dsinks)
+            dbias = torch.zeros(inputs.bias.shape, dtype=launch.real, device="cpu")
+        turns = _empty((launch.counters,), (1,), torch.int64).zero_()
+        pointers = (0 if x is None else x.data_ptr() for x in (dout, dlse, delta, dq, dk_sum, dv_sum, dbias, turns))
+        strides = (*dout.stride(), *(_NO_STRIDES if dq is None else dq.stride()), *_broadcast_strides(dbias))
+        launch.run((*inputs[:3], out, lse), args, (*pointers, schedule.pause(), *strides))
+        return Grads(
+            dq,
+            _rounded(dk_sum, inputs.k),
+            _rounded(dv_sum, inputs.v),
+            None if dbias is None or inputs.bias is None else dbias.to(inputs.bias.dtype),
+            sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
+        )
 
 
 def _too_long(structure: str) -> str | None:
     """Why a mask's integers and tensors do not fit into the argument block; None if they do."""
-    left, wanted = schedule.BLOCK_WORDS - len(BACKWARD), len(mask_args(structure))
-    return None if wanted <= left else f"the mask takes {wanted} argument words, more than {left}; write it with fewer terms"
+    left, wanted = schedule.ARGUMENTS - len(BACKWARD), len(mask_args(structure))
+    return None if wanted <= left else f"the mask takes {wanted} arguments, more than {left}; write it with fewer terms"
 
 
-def _ready(problem: Problem, inputs: Inputs) -> tuple[int, Plan, bool]:
-    """(threads, plan, does the output look like q) of a forward; kept with the problem if every such call is alike."""
-    ready = _plan(problem, inputs, "forward")
-    found = (torch.get_num_threads(), ready, problem.head_dim == problem.head_dim_v)
-    if ready.plain and inputs.k.stride(3) == 1 and inputs.v.stride(3) == 1:
-        problem.__dict__["_cpu_ready"] = found
-    return found
-
-
-def _plan(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> Plan:
-    """The plan of a problem, remembered with the problem; packed batches are planned for their longest sequence each time."""
-    bias = "" if inputs.bias is None else str(inputs.bias.dtype)[6:]
-    threads = torch.get_num_threads()
-    longest = problem.seqlen_q
+def _launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> CpuLaunch:
+    """The launch of a call, from the memory if there is one like it; packed batches are planned for their longest sequence."""
+    longest, bias = problem.seqlen_q, inputs.bias
     if inputs.cu_q is not None:
-        starts = inputs.cu_q.tolist()
-        longest = max((b - a for a, b in pairwise(starts)), default=0)
-    if longest == 1 and kind == "forward" and _decodes(problem, inputs):
+        longest = max((b - a for a, b in pairwise(inputs.cu_q.tolist())), default=0)
+    adjacent = longest != 1 or inputs.k.stride()[3] == inputs.v.stride()[3] == 1  # the decode kernel loads vectors of a row
+    key = (kind, _num_threads(), None if bias is None else bias.dtype, dbias, longest, adjacent)
+    launches: dict[Any, CpuLaunch] = problem.__dict__.setdefault("_cpu_launches", {})
+    launch = launches.get(key)
+    if launch is None:
+        if len(launches) >= LAUNCHES:
+            launches.clear()
+        launch = launches[key] = _make_launch(problem, *key)
+    return launch
+
+
+def _make_launch(
+    problem: Problem, kind: str, threads: int, bias: torch.dtype | None, dbias: bool, longest: int, adjacent: bool
+) -> CpuLaunch:
+    if kind == "forward" and longest == 1 and adjacent and plan.decodes(problem):
         kind = "decode"
-    key = (kind, threads, bias, dbias, longest)
-    plans: dict[Any, Plan] = problem.__dict__.setdefault("_cpu_plans", {})
-    found = plans.get(key)
-    if found is None:
-        found = plans[key] = _make_plan(problem, key)
-    return found
-
-
-def _make_plan(problem: Problem, key: tuple[str, int, str, bool, int]) -> Plan:
-    kind, threads, bias, dbias, longest = key
-    kernel = plan.kernel_for(problem, kind, bias, dbias, longest)
+    kernel = plan.kernel_for(problem, kind, str(bias)[6:] if bias else "", dbias, longest)
     tiles = plan.tiles_for(problem, kernel, longest, threads)
-    if dbias and not _own_cells(problem):
+    own_cells = problem.bias is not None and problem.bias[:3] == (problem.batch, problem.heads, problem.seqlen_q)
+    if dbias and not own_cells:  # tasks would add to the same cells of dBias
         tiles = tiles._replace(threads=1)
-    words = plan.words_for(problem, kernel, tiles)
+    fixed = plan.fixed_arguments(problem, kernel, tiles)
     names = argument_names(kernel)
-    values = [words.get(name, 0) for name in names[len(HOT) :]]
-    call = compiler.worker(kernel)
+    values = [fixed.get(name, 0) for name in names[len(HOT) :]]
+    entry = compiler.worker(kernel)
     if threads > 1 and compiler.awake():
-        schedule.team()  # what else needs LLVM comes along now, and not in a later call
-    rare = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or problem.sinks or tiles.splits > 1
-    return Plan(
-        call=call,
+        schedule.team()  # what else needs LLVM is compiled now, and not in a later call
+    optional = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or problem.sinks or problem.program.tensors
+    counters = tiles.tasks // tiles.splits if tiles.splits > 1 else 0
+    real = torch.float64 if kernel.real == "float64" else torch.float32
+    batch, heads, rows = 1 if problem.varlen else problem.batch, problem.heads, problem.seqlen_q
+    return CpuLaunch(
+        entry=entry,
+        kernel=kernel,
         template=struct.pack(f"={len(values)}q", *values),
-        slots={name: n for n, name in enumerate(names)},
+        end=_REST + 8 * len(values),
+        offsets={name: 8 * n for n, name in enumerate(names)},
         size=frames.frame(problem, kernel, tiles),
         threads=tiles.threads,
-        work=frames.workspace(problem, kernel, tiles),
-        done=tiles.blocks if kind == "backward" else (tiles.tasks // tiles.splits if tiles.splits > 1 else 0),
-        real=torch.float64 if kernel.real == "float64" else torch.float32,
-        kernel=kernel,
-        lse=_lse_like(problem),
-        end=_REST + 8 * len(values),
-        plain=not (rare or mask_tensors(kernel.structure)),
+        workspace=frames.workspace(problem, kernel, tiles),
+        counters=problem.batch * problem.heads * tiles.blocks if kind == "backward" else counters,
+        real=real,
+        lse=((batch, heads, rows), (heads * rows, rows, 1), real),
+        plain=not (optional or counters),
     )
 
 
-def _lse_like(problem: Problem) -> Tensor:
-    batch = 1 if problem.varlen else problem.batch
-    dtype = torch.float64 if problem.dtype == "float64" else torch.float32
-    # one element seen as many: a plan must not hold on to memory of the problem's size
-    return torch.empty(1, dtype=dtype, device="cpu").expand(batch, problem.heads, problem.seqlen_q)
-
-
-def _decodes(problem: Problem, inputs: Inputs) -> bool:
-    """Is it the decode kernel's: one query a head, keys in an interval, nothing done to the scores, adjacent columns?"""
-    return (
-        not (problem.softcap or problem.alibi or problem.dropout_p or problem.bias)
-        and set(problem.program.structure) <= set("0btork")
-        and inputs.k.stride(3) == 1
-        and inputs.v.stride(3) == 1
-        and plan.decode_register(problem) is not None
-    )
-
-
-def _own_cells(problem: Problem) -> bool:
-    """Does every task have its own cells of the bias?"""
-    return problem.bias is not None and problem.bias[:3] == (problem.batch, problem.heads, problem.seqlen_q)
-
-
-def _rare_words(problem: Problem, inputs: Inputs, ready: Plan) -> tuple[list[tuple[str, int]], list[Tensor]]:
-    """The words of everything but q, k and v, and the tensors that must outlive the call."""
-    words: list[tuple[str, int]] = []
+def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple[list[tuple[str, int]], list[Tensor]]:
+    """The arguments of all tensors but q, k and v, and those of the tensors that must outlive the call."""
+    args: list[tuple[str, int]] = []
     alive: list[Tensor] = []
     if inputs.bias is not None:
-        steps = zip("bhsd", _steps(inputs.bias), strict=True)
-        words += [("bias", inputs.bias.data_ptr()), *((f"bias_{axis}", step) for axis, step in steps)]
-    if inputs.alibi is not None:
-        slopes = inputs.alibi.to(ready.real).contiguous()
-        alive.append(slopes)
-        words += [("alibi", slopes.data_ptr()), ("alibi_b", slopes.stride(0) if slopes.shape[0] > 1 else 0)]
-    if inputs.sinks is not None:
-        sinks = inputs.sinks.to(ready.real).contiguous()
-        alive.append(sinks)
-        words.append(("sinks", sinks.data_ptr()))
+        strides = zip("bhsd", _broadcast_strides(inputs.bias), strict=True)
+        args += [("bias", inputs.bias.data_ptr()), *((f"bias_{axis}", stride) for axis, stride in strides)]
     if problem.dropout_p and inputs.seed is not None:
-        words.append(("seed", int(inputs.seed)))
-    for name, cu in (("cu_q", inputs.cu_q), ("cu_k", inputs.cu_k)):
-        if cu is not None:
-            cu = cu.to(torch.int32).contiguous()
-            alive.append(cu)
-            words.append((name, cu.data_ptr()))
-    structure = ready.kernel.structure
-    if mask_tensors(structure):
-        for n, x in enumerate(problem.program.tensors):
-            tensor = torch.as_tensor(x, device="cpu")
-            tensor = tensor if tensor.dtype == torch.bool else tensor.to(torch.int32)
-            alive.append(tensor)
-            words.append((f"mask_t{n}", tensor.data_ptr()))
-            sides = zip(range(tensor.ndim), tensor.shape, tensor.stride(), strict=True)
-            words += [(f"mask_t{n}_{axis}", step if side > 1 else 0) for axis, side, step in sides]
-    return words, alive
+        args.append(("seed", int(inputs.seed)))
+    wanted = {"alibi": launch.real, "sinks": launch.real, "cu_q": torch.int32, "cu_k": torch.int32}
+    for name, dtype in wanted.items():
+        x: Tensor | None = getattr(inputs, name)
+        if x is not None:
+            alive.append(x.to(dtype).contiguous())
+            args.append((name, alive[-1].data_ptr()))
+    if inputs.alibi is not None:
+        args.append(("alibi_b", inputs.alibi.shape[1] if inputs.alibi.shape[0] > 1 else 0))
+    for n, given in enumerate(problem.program.tensors):
+        tensor = torch.as_tensor(given, device="cpu")
+        alive.append(tensor if tensor.dtype == torch.bool else tensor.to(torch.int32))
+        args.append((f"mask_t{n}", alive[-1].data_ptr()))
+        args += [(f"mask_t{n}_{axis}", stride) for axis, stride in enumerate(_broadcast_strides(alive[-1]))]
+    return args, alive
 
 
-_NOWHERE = (0, 0, 0, 0)
+_NO_STRIDES = (0, 0, 0, 0)
 
 
-def _steps(bias: Tensor) -> tuple[int, ...]:
-    """Strides of a bias, which is repeated along sides of one element."""
-    return tuple(0 if side == 1 else step for side, step in zip(bias.shape, bias.stride(), strict=True))
+def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
+    """Strides of a tensor that is repeated along sides of one element."""
+    if x is None:
+        return _NO_STRIDES
+    return tuple(0 if side == 1 else step for side, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _like(x: Tensor) -> Tensor:
     """Memory laid out like x, its columns adjacent."""
-    found = _empty_like(x)
-    return found if found.stride(3) == 1 else empty_out(x, x.shape[3])
+    if x.is_contiguous():
+        return _new(tuple(x.shape), x.stride(), x.dtype)
+    result = _empty_like(x)
+    return result if result.stride()[3] == 1 else empty_out(x, x.shape[3])
 
 
-def _accumulator(x: Tensor, ready: Plan, needed: bool) -> tuple[Tensor | None, Tensor | None]:
-    """(gradient, its running sum): the same memory where the kernel can add to the gradient itself."""
-    if not needed:
-        return None, None
+def _zero_sum(x: Tensor, launch: CpuLaunch) -> Tensor:
+    """Where the kernel adds up the gradient of x: rows of whole register tiles."""
     batch, heads, rows, dim = x.shape
-    columns = spec.round_up(dim, ready.kernel.tile.rows)
+    columns = round_up(dim, launch.kernel.tile.rows)
     size = rows * columns
-    total = _empty((batch, heads, rows, columns), (heads * size, size, columns, 1), ready.real).zero_()
-    same = x.dtype == ready.real and columns == dim
-    return (total if same else _like(x)), total
+    return _empty((batch, heads, rows, columns), (heads * size, size, columns, 1), launch.real).zero_()
 
 
-def _settle(gradient: Tensor | None, total: Tensor | None) -> Tensor | None:
-    if gradient is not None and total is not None and gradient is not total:
-        gradient.copy_(total[..., : gradient.shape[3]])
-    return gradient
+def _rounded(total: Tensor | None, x: Tensor) -> Tensor | None:
+    """The gradient of x from its running sum: the same memory, where that is laid out and rounded like x."""
+    if total is None or (x.dtype == total.dtype and x.shape[3] == total.shape[3]):
+        return total
+    return _like(x).copy_(total[..., : x.shape[3]])
 
 
 backend = CpuBackend()

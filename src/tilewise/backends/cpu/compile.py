@@ -16,7 +16,6 @@ import gc
 import hashlib
 import os
 import platform
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 from tilewise.backends.cpu import image
 from tilewise.backends.cpu.spec import Kernel
 from tilewise.errors import KernelError
-from tilewise.hardware.cache import cache_root, open_regular
+from tilewise.hardware.cache import cache_root, open_regular, write_atomic
 
 MAGIC = b"tilewise-cpu-2\0\0"
 IMAGE, OBJECT = b"image---", b"object--"
@@ -93,37 +92,37 @@ def optimised(kernel: Kernel, machine: Machine) -> tuple[Any, Any]:
     from tilewise.backends.cpu import emitters
 
     binding = _binding()
-    machine_code = target_machine(machine)
+    target = target_machine(machine)
     module = binding.parse_assembly(emitters.emit(kernel, machine.arch))
     module.triple = machine.triple
-    module.data_layout = str(machine_code.target_data)
+    module.data_layout = str(target.target_data)
     module.verify()
-    builder = binding.create_pass_builder(machine_code, binding.create_pipeline_tuning_options(speed_level=2))
+    builder = binding.create_pass_builder(target, binding.create_pipeline_tuning_options(speed_level=2))
     passes = binding.create_new_module_pass_manager()
     for name in PASSES:
         getattr(passes, f"add_{name}_pass")()
     passes.run(module, builder)
-    return module, machine_code
+    return module, target
 
 
 def assembly(kernel: Kernel, machine: Machine) -> str:
-    module, machine_code = optimised(kernel, machine)
-    return str(machine_code.emit_assembly(module))
+    module, target = optimised(kernel, machine)
+    return str(target.emit_assembly(module))
 
 
 def build(kernel: Kernel, machine: Machine) -> bytes:
     """The kernel's object file."""
-    module, machine_code = optimised(kernel, machine)
-    return bytes(machine_code.emit_object(module))
+    module, target = optimised(kernel, machine)
+    return bytes(target.emit_object(module))
 
 
 def build_text(text: str, machine: Machine) -> bytes:
-    """The object file of a small module in LLVM's own words."""
+    """The object file of a small module in LLVM IR."""
     return bytes(target_machine(machine).emit_object(_binding().parse_assembly(text)))
 
 
-def kept_form(code: bytes, symbol: str) -> bytes:
-    """What is kept of an object: an image if it can be one."""
+def entry_form(code: bytes, symbol: str) -> bytes:
+    """What an entry holds of an object: an image if it can be one."""
     linked = image.link(code, symbol) if image.supported() else None
     return OBJECT + code if linked is None else IMAGE + linked
 
@@ -150,41 +149,36 @@ class Loaded:
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(self.address)
 
 
-_loaded: dict[Kernel, Loaded] = {}
-_failures: dict[Kernel, str] = {}
-"""Why kernels could not be compiled here; they are not tried twice."""
+_kernels: dict[Kernel, Loaded | Exception] = {}
+"""Every kernel of this process, or why it could not be compiled: that is not tried twice. Kernels differ in what changes code,
+never in lengths, so a process has few, and none is forgotten."""
 _lock = threading.RLock()
 
 
 def worker(kernel: Kernel) -> Any:
     """The kernel's entry point, `worker(arguments, buffer)`; compiled on first use. KernelError whatever goes wrong with that."""
-    found = _loaded.get(kernel)
-    if found is not None:
-        return found.call
     with _lock:
-        found = _loaded.get(kernel)
-        if found is None:
-            found = _loaded[kernel] = _obtain(kernel)
-        return found.call
+        if kernel not in _kernels:
+            _kernels[kernel] = _obtain(kernel)
+    loaded = _kernels[kernel]
+    if isinstance(loaded, Exception):
+        reason = f"{type(loaded).__name__}: {loaded}"
+        message = f"backend 'cpu' could not compile its kernel ({reason}); backend='tiled' needs no compiler"
+        raise KernelError(message) from loaded
+    return loaded.call
 
 
-def _obtain(kernel: Kernel) -> Loaded:
-    cause = None
-    if kernel not in _failures:
-        try:
-            return _load(entry_path(repr(kernel)), "worker", lambda: build(kernel, host()))
-        except MemoryError:
-            raise
-        except Exception as error:  # LLVM's or the system's
-            cause = error
-            _failures[kernel] = f"{type(error).__name__}: {error}"
-    raise KernelError(
-        f"backend 'cpu' could not compile its kernel ({_failures[kernel]}); backend='tiled' needs no compiler"
-    ) from cause
+def _obtain(kernel: Kernel) -> Loaded | Exception:
+    try:
+        return _load(entry_path(repr(kernel)), "worker", lambda: build(kernel, host()))
+    except MemoryError:
+        raise
+    except Exception as error:  # LLVM's or the system's
+        return error.with_traceback(None)
 
 
 def load_text(text: str, symbol: str) -> Loaded:
-    """A function of a small module in LLVM's own words."""
+    """A function of a small module in LLVM IR."""
     return _load(entry_path(text).with_suffix(".text"), symbol, lambda: build_text(text, host()))
 
 
@@ -193,7 +187,7 @@ def _load(path: Path, symbol: str, make: Callable[[], bytes]) -> Loaded:
     code = read_entry(path)
     if code is None:
         with uncollected():
-            code = kept_form(make(), symbol)
+            code = entry_form(make(), symbol)
         write_entry(path, code)
         write_entry(proof_path(), b"works")
     try:
@@ -233,10 +227,6 @@ if hasattr(os, "register_at_fork"):
 # -- the disk
 
 
-def cache_dir() -> Path:
-    return cache_root() / "cpu"
-
-
 @cache
 def _source_digest() -> str:
     digest = hashlib.sha256()
@@ -252,7 +242,7 @@ def fingerprint() -> str:
 
     try:
         lines = set(Path("/proc/cpuinfo").read_text(errors="replace").splitlines())
-        about = sorted(line for line in lines if line.split("\t")[0].strip() in _TELLING)
+        about = sorted(line for line in lines if line.split("\t")[0].strip() in _CPUINFO_KEYS)
     except OSError:
         about = []
     if not about:
@@ -261,7 +251,7 @@ def fingerprint() -> str:
     return "\0".join((platform.machine(), *about, llvmlite.__version__))
 
 
-_TELLING = (
+_CPUINFO_KEYS = (
     *("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features"),
     *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"),
 )
@@ -269,13 +259,16 @@ _TELLING = (
 
 def entry_path(what: str) -> Path:
     """Of a kernel's `repr`, or of a text."""
-    words = (_source_digest(), what, fingerprint())
-    return cache_dir() / (hashlib.sha256("\0".join(words).encode()).hexdigest()[:40] + ".o")
+    return _named(_source_digest(), what, fingerprint(), suffix=".o")
 
 
 def proof_path() -> Path:
     """A small entry that says LLVM has compiled on this machine."""
-    return cache_dir() / (hashlib.sha256(fingerprint().encode()).hexdigest()[:40] + ".works")
+    return _named(fingerprint(), suffix=".works")
+
+
+def _named(*content: str, suffix: str) -> Path:
+    return cache_root() / "cpu" / (hashlib.sha256("\0".join(content).encode()).hexdigest()[:40] + suffix)
 
 
 def read_entry(path: Path) -> bytes | None:
@@ -294,11 +287,11 @@ def read_entry(path: Path) -> bytes | None:
     return code if _seal(path, code) == data[len(MAGIC) : head] else None
 
 
-def _private(found: os.stat_result) -> bool:
+def _private(status: os.stat_result) -> bool:
     """Does it belong to this user (or the system's), and may no other write it?"""
     if not hasattr(os, "geteuid"):
         return True
-    return found.st_uid in (os.geteuid(), 0) and not found.st_mode & 0o022
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & 0o022
 
 
 def _seal(path: Path, code: bytes) -> bytes:
@@ -307,17 +300,4 @@ def _seal(path: Path, code: bytes) -> bytes:
 
 
 def write_entry(path: Path, code: bytes) -> None:
-    temporary = None
-    try:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
-            file.write(MAGIC + _seal(path, code) + code)
-        os.replace(temporary, path)
-        temporary = None
-    except OSError:
-        pass
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+    write_atomic(path, MAGIC + _seal(path, code) + code)

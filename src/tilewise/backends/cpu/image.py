@@ -11,32 +11,27 @@ import ctypes
 import mmap
 import struct
 import sys
-from typing import NamedTuple
+from collections import namedtuple
 
-ALLOCATED, WRITABLE = 2, 1
-SYMBOLS, RELOCATIONS = 2, 4
-AARCH64, X86_64 = 183, 62
+# names and numbers of the ELF standard and of the two processor supplements
+SHT_PROGBITS, SHT_SYMTAB, SHT_RELA = 1, 2, 4
+SHF_WRITE, SHF_ALLOC = 1, 2
+EM_X86_64, EM_AARCH64 = 62, 183
+R_X86_64_PC32, R_X86_64_PLT32 = 2, 4
+R_AARCH64_PREL32, R_AARCH64_ADR_PREL_PG_HI21, R_AARCH64_ADD_ABS_LO12_NC = 261, 275, 277
+R_AARCH64_JUMP26, R_AARCH64_CALL26 = 282, 283
+R_AARCH64_LDST_ABS_LO12_NC = {8: 278, 16: 284, 32: 285, 64: 286, 128: 299}  # by the bits loaded or stored
+
 PAGE = 4096
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _RELOCATION = struct.Struct("<QQq")
 _ENTRY = struct.Struct("<Q")
+Section = namedtuple("Section", "name type flags address offset size link info align entry_size")
 
 
-class Section(NamedTuple):
-    name: int
-    kind: int
-    flags: int
-    address: int
-    offset: int
-    size: int
-    link: int
-    info: int
-    align: int
-    entry_size: int
-
-    def rows(self, data: bytes, row: struct.Struct) -> list[tuple[int, ...]]:
-        return list(row.iter_unpack(data[self.offset : self.offset + self.size]))
+def _content(data: bytes, section: Section) -> bytes:
+    return data[section.offset : section.offset + section.size]
 
 
 def link(data: bytes, symbol: str) -> bytes | None:
@@ -48,58 +43,57 @@ def link(data: bytes, symbol: str) -> bytes | None:
     sections = [Section(*_SECTION.unpack_from(data, table + n * _SECTION.size)) for n in range(count)]
     image, places = bytearray(), {}
     for number, section in enumerate(sections):
-        if not section.flags & ALLOCATED or not section.size:
+        if not section.flags & SHF_ALLOC or not section.size:
             continue
-        if section.flags & WRITABLE or section.kind != 1:
+        if section.flags & SHF_WRITE or section.type != SHT_PROGBITS:
             return None
         image += bytes(-len(image) % max(16, section.align))
         places[number] = len(image)
-        image += data[section.offset : section.offset + section.size]
-    symbols = next((s for s in sections if s.kind == SYMBOLS), None)
+        image += _content(data, section)
+    symbols = next((s for s in sections if s.type == SHT_SYMTAB), None)
     if symbols is None:
         return None
     names, values, entry = sections[symbols.link].offset, {}, None
-    for number, (name, _, _, home, value, _) in enumerate(symbols.rows(data, _SYMBOL)):
+    for number, (name, _, _, home, value, _) in enumerate(_SYMBOL.iter_unpack(_content(data, symbols))):
         if home in places:
             values[number] = places[home] + value
             start = names + name
             entry = values[number] if data[start : data.index(b"\0", start)] == symbol.encode() else entry
     for section in sections:
-        if section.kind != RELOCATIONS or section.info not in places:
+        if section.type != SHT_RELA or section.info not in places:
             continue
-        for offset, info, addend in section.rows(data, _RELOCATION):
-            target = values.get(info >> 32)
-            if target is None or not _patch(machine, image, places[section.info] + offset, info & 0xFFFFFFFF, target + addend):
+        for offset, info, addend in _RELOCATION.iter_unpack(_content(data, section)):
+            target, place = values.get(info >> 32), places[section.info] + offset
+            if target is None or not _relocate(machine, image, place, info & 0xFFFFFFFF, target + addend):
                 return None
     return None if entry is None else _ENTRY.pack(entry) + bytes(image)
 
 
-_SCALES = {277: 0, 278: 0, 284: 1, 285: 2, 286: 3, 299: 4}
-"""AArch64: the low twelve bits of an address, in units of what is added, loaded or stored."""
+_LOW12_UNITS = {R_AARCH64_ADD_ABS_LO12_NC: 1} | {r: bits // 8 for bits, r in R_AARCH64_LDST_ABS_LO12_NC.items()}
+"""The low twelve bits of an address, in units of so many bytes."""
+_DISTANCES = {EM_X86_64: (R_X86_64_PC32, R_X86_64_PLT32), EM_AARCH64: (R_AARCH64_PREL32,)}
+"""A distance of 32 bits, on each machine."""
 
 
-def _patch(machine: int, image: bytearray, place: int, kind: int, target: int) -> bool:
-    """Write one reference; False if it is of a kind that only a real address would settle."""
+def _relocate(machine: int, image: bytearray, place: int, relocation: int, target: int) -> bool:
+    """Write one reference; False if it is of a type that needs the address at which the image is loaded."""
     distance = target - place
-    if machine == X86_64 and kind in (2, 4):  # PC32, PLT32
+    if relocation in _DISTANCES.get(machine, ()):
         struct.pack_into("<i", image, place, distance)
         return True
-    if machine != AARCH64:
+    if machine != EM_AARCH64:
         return False
-    if kind == 261:  # PREL32
-        struct.pack_into("<i", image, place, distance)
-        return True
-    (word,) = struct.unpack_from("<I", image, place)
-    if kind == 275:  # ADRP: pages between here and there
+    (instruction,) = struct.unpack_from("<I", image, place)
+    if relocation == R_AARCH64_ADR_PREL_PG_HI21:
         pages = (target // PAGE - place // PAGE) & 0x1FFFFF
-        word |= (pages & 3) << 29 | (pages >> 2) << 5
-    elif kind in _SCALES:
-        word |= (target % PAGE >> _SCALES[kind]) << 10
-    elif kind in (282, 283):  # B, BL
-        word |= (distance >> 2) & 0x3FFFFFF
+        instruction |= (pages & 3) << 29 | (pages >> 2) << 5
+    elif relocation in _LOW12_UNITS:
+        instruction |= target % PAGE // _LOW12_UNITS[relocation] << 10
+    elif relocation in (R_AARCH64_JUMP26, R_AARCH64_CALL26):
+        instruction |= (distance >> 2) & 0x3FFFFFF
     else:
         return False
-    struct.pack_into("<I", image, place, word)
+    struct.pack_into("<I", image, place, instruction)
     return True
 
 

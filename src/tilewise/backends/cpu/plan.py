@@ -1,4 +1,4 @@
-"""From a Problem to a kernel, its tiles and the fixed words of its arguments."""
+"""From a Problem to a kernel, its tiles and the arguments that stay the same from call to call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BACKWARD_TASKS = 32
 
 
 def bits(x: float) -> int:
-    """A double as the signed 64-bit word that carries it."""
+    """A double as the signed 64-bit argument that carries it."""
     return int(struct.unpack("<q", struct.pack("<d", x))[0])
 
 
@@ -67,22 +67,29 @@ def decode_register(problem: Problem) -> Register | None:
     return Register(lanes, 4 if rows == 4 else 8, rows)
 
 
+def decodes(problem: Problem) -> bool:
+    """Can the decode kernel serve a call of one query: keys in an interval, nothing done to the scores, dims that fit?"""
+    return (
+        not (problem.softcap or problem.alibi or problem.dropout_p or problem.bias)
+        and all(kind.is_interval for kind in problem.program.kinds)
+        and decode_register(problem) is not None
+    )
+
+
 def matrix_unit(problem: Problem, kind: str) -> str:
     """The unit whose tiles a kernel multiplies with; "" for vectors."""
     return "amx" if kind in MATRIX_KINDS and problem.dtype == "bfloat16" and amx.obstacle() is None else ""
 
 
-def matrix_register(problem: Problem) -> Register:
-    """Two by two tiles: 32 rows, 32 keys."""
-    lanes = register_for(problem).lanes
-    return Register(lanes, 32 // lanes, 32)
-
-
 def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = False, longest: int = 0) -> Kernel:
     """The kernel of a call; `longest` is the number of queries of its longest sequence, if that is not the problem's."""
     matrix = matrix_unit(problem, kind)
-    tile = decode_register(problem) if kind == "decode" else register_for(problem, kind, longest or problem.seqlen_q)
-    tile = matrix_register(problem) if matrix else tile
+    tile: Register | None
+    if matrix:  # two by two tiles: 32 rows, 32 keys
+        lanes = register_for(problem).lanes
+        tile = Register(lanes, 32 // lanes, 32)
+    else:
+        tile = decode_register(problem) if kind == "decode" else register_for(problem, kind, longest or problem.seqlen_q)
     assert tile is not None
     return Kernel(
         kind=kind,
@@ -99,14 +106,10 @@ def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = 
     )
 
 
-def work_of(problem: Problem) -> float:
-    """Multiply-adds of the forward, unmasked."""
-    return 1.0 * problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-
-
 def tiles_for(problem: Problem, kernel: Kernel, longest: int, threads: int) -> Tiles:
     """The blocks of a call whose longest sequence has so many queries."""
-    if work_of(problem) < SMALL_WORK:
+    scores = 1.0 * problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
+    if scores * (problem.head_dim + problem.head_dim_v) < SMALL_WORK:
         threads = 1
     if kernel.kind == "decode":
         return _decode_tiles(problem, kernel, threads)
@@ -132,11 +135,8 @@ def _forward_tiles(problem: Problem, kernel: Kernel, longest: int, threads: int)
         while rows > R and threads > 1 and pairs * -(-longest // rows) < 4 * threads:
             rows = round_up(rows // 2, R)
         blocks = -(-longest // rows)
-        splits = 1
-        if threads > 1 and pairs * blocks < 2 * threads:
-            splits = max(1, min(-(-2 * threads // (pairs * blocks)), problem.seqlen_k // (2 * min(keys, usual))))
-        tasks = pairs * blocks * splits
-        return Tiles(rows, keys, blocks, splits, tasks, min(threads, tasks), heads)
+        splits = _splits(problem, threads, pairs * blocks, each=2, least_keys=2 * min(keys, usual))
+        return _tiles(problem, (heads, rows, keys), blocks, splits, threads)
 
     return fitting(problem, kernel, arrange, (problem.group, rows, keys), most)
 
@@ -149,11 +149,8 @@ def _decode_tiles(problem: Problem, kernel: Kernel, threads: int) -> Tiles:
     keys = max(step, room // pair // step * step) if kernel.tile.keys > 1 else STREAM_KEYS
 
     def arrange(heads: int, rows: int, keys: int) -> Tiles:
-        pairs = problem.batch * problem.heads // heads
-        splits = 1
-        if threads > 1 and pairs < 4 * threads:
-            splits = max(1, min(-(-4 * threads // pairs), problem.seqlen_k // (4 * keys)))
-        return Tiles(rows, keys, 1, splits, pairs * splits, min(threads, pairs * splits), heads)
+        splits = _splits(problem, threads, problem.batch * problem.heads // heads, each=4, least_keys=4 * keys)
+        return _tiles(problem, (heads, rows, keys), 1, splits, threads)
 
     return fitting(problem, kernel, arrange, (problem.group, 1, keys), 1)
 
@@ -183,20 +180,25 @@ def _matrix_backward_tiles(problem: Problem, kernel: Kernel, longest: int, threa
 
 def _by_heads(problem: Problem, longest: int, threads: int) -> Callable[[int, int, int], Tiles]:
     """In the backward a task has one query head."""
-
-    def arrange(heads: int, rows: int, keys: int) -> Tiles:
-        blocks = -(-longest // rows)
-        tasks = problem.batch * problem.heads * blocks
-        return Tiles(rows, keys, blocks, 1, tasks, min(threads, tasks), heads)
-
-    return arrange
+    return lambda heads, rows, keys: _tiles(problem, (heads, rows, keys), -(-longest // rows), 1, threads)
 
 
-def words_for(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
-    """The fixed words of a call, by name."""
+def _splits(problem: Problem, threads: int, tasks: int, *, each: int, least_keys: int) -> int:
+    """Parts of the keys, so that every one of several threads has `each` tasks, of at least so many keys."""
+    return max(1, min(-(-each * threads // tasks), problem.seqlen_k // least_keys)) if threads > 1 else 1
+
+
+def _tiles(problem: Problem, shape: tuple[int, int, int], blocks: int, splits: int, threads: int) -> Tiles:
+    heads, rows, keys = shape
+    tasks = problem.batch * problem.heads // heads * blocks * splits
+    return Tiles(rows, keys, blocks, splits, tasks, min(threads, tasks), heads)
+
+
+def fixed_arguments(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
+    """The arguments that stay the same from call to call, by name."""
     # a part of a group is a group of its own to the kernel, but for the key head that it shares with others
     heads = tiles.heads if kernel.kind != "backward" else problem.group
-    words = {
+    arguments = {
         "groups": problem.heads // heads,
         "group": heads,
         "parts": problem.group // heads,
@@ -219,17 +221,12 @@ def words_for(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
         "threshold": int(problem.dropout_p * 2**32),
         "ds_factor": bits(problem.scale),
     }
-    words |= paddings(problem, kernel, tiles)
-    words |= {f"mask_i{n}": _limit(value) for n, value in enumerate(problem.program.ints)}
-    return words
-
-
-def _limit(value: int) -> int:
-    """No limit is far beyond every offset that may be added to it."""
-    return value if abs(value) < UNBOUNDED else value << 20
+    # an open side lies far beyond every offset that may be added to it
+    limits = (value if abs(value) < UNBOUNDED else value << 20 for value in problem.program.ints)
+    return arguments | paddings(problem, kernel, tiles) | {f"mask_i{n}": limit for n, limit in enumerate(limits)}
 
 
 def _grows(problem: Problem) -> bool:
     """Do later rows see more keys? Then they are started first."""
-    program = problem.program
-    return program.structure.startswith("b") and program.ints[0] <= -UNBOUNDED
+    kinds, ints = problem.program.kinds, problem.program.ints
+    return bool(kinds) and kinds[0].is_bottom_right and ints[0] <= -UNBOUNDED

@@ -6,6 +6,7 @@ helpers join when they wake, and one that wakes too late finds no ticket and doe
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -13,64 +14,66 @@ from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
-from torch import get_num_threads
-
 from tilewise.backends.cpu.team import team as team
 
 LINE = 64
 PAGE = 4096
-BLOCK_WORDS = 1024
-BIN_BYTES = 1 << 16
+ARGUMENTS = 1024
+"""64-bit arguments that fit into a block."""
+DISCARD_BYTES = 1 << 16
 
 
-class Desk:
-    """What a thread needs for a call: its argument block and its buffer, grown as needed and kept."""
+class ThreadScratch:
+    """A thread's memory for one call: the argument block, the buffer, and room for results that nobody reads.
 
-    __slots__ = ("address", "aside", "bin", "buffer", "holds", "memory", "size", "view", "words")
+    The buffer grows as needed and is kept.
+    """
+
+    __slots__ = ("address", "buffer", "discard", "memory", "prepared", "size", "view")
 
     def __init__(self) -> None:
-        self.words = ctypes.create_string_buffer(8 * BLOCK_WORDS)
-        self.view = memoryview(self.words).cast("B")
-        self.address = ctypes.addressof(self.words)
-        self.size = self.buffer = self.bin = 0
+        fixed = ctypes.create_string_buffer(8 * ARGUMENTS + DISCARD_BYTES)
+        self.view = memoryview(fixed).cast("B")  # keeps the memory alive
+        self.address = ctypes.addressof(fixed)
+        self.discard = self.address + 8 * ARGUMENTS
+        self.size = self.buffer = 0
         self.memory: Any = None
-        self.aside: Any = None
-        self.holds: bytes | None = None
-        """The words that were put into the block for calls to come; whoever writes others must forget them."""
+        self.prepared: bytes | None = None
+        """Arguments that are in the block for calls to come; whoever writes others sets it to None."""
 
-    def room(self, size: int) -> int:
+    def reserve(self, size: int) -> int:
         """Address of a buffer of at least so many bytes."""
         if size > self.size:
             memory = ctypes.create_string_buffer(size + LINE)
             self.memory, self.buffer, self.size = memory, -(-ctypes.addressof(memory) // LINE) * LINE, size
         return self.buffer
 
-    def prepare(self, words: bytes, size: int) -> None:
-        """`words` into the block, at least `size` bytes at `buffer`, and at `bin` BIN_BYTES for what nobody will look at."""
-        self.holds = None  # until all is there: memory may be refused
-        self.room(size)
-        if self.aside is None:
-            aside = ctypes.create_string_buffer(BIN_BYTES)
-            self.aside, self.bin = aside, ctypes.addressof(aside)
-        self.view[: len(words)] = words
-        self.holds = words
+    def prepare(self, arguments: bytes, size: int) -> None:
+        """Put `arguments` into the block and reserve `size` bytes."""
+        self.prepared = None  # until all is there: memory may be refused
+        self.reserve(size)
+        self.view[: len(arguments)] = arguments
+        self.prepared = arguments
 
 
-class Here(threading.local):
-    """Each thread's desks. A call takes one away and brings it back: a signal handler or finalizer that calls attention in the
-    middle of another call of the same thread finds it gone, and makes its own."""
+class _ThreadLocal(threading.local):
+    """The scratch memory of the current thread that no call uses.
+
+    A call takes one and gives it back: a signal handler or finalizer that calls attention in the middle of another call of the
+    same thread does not see it, and makes its own.
+    """
 
     def __init__(self) -> None:
-        self.desks: list[Desk] = []
+        self.free: list[ThreadScratch] = []
 
-    def take(self) -> Desk:
+    def take(self) -> ThreadScratch:
         try:
-            return self.desks.pop()
+            return self.free.pop()
         except IndexError:
-            return Desk()
+            return ThreadScratch()
 
 
-here = Here()
+thread = _ThreadLocal()
 
 
 class Job:
@@ -93,44 +96,41 @@ class Pool:
         self.helpers = 0
         self.owner: dict[str, object] = {}
 
-    def run(self, call: Any, desk: Desk, size: int, threads: int) -> None:
+    def run(self, call: Any, scratch: ThreadScratch, size: int, threads: int) -> None:
         """`call(arguments, buffer)` on up to `threads` threads, this one among them; returns when all tasks are done.
 
         A second caller, while the pool is busy, works alone: its threads would only compete with the first one's.
         """
-        if threads <= 1:
-            call(desk.address, desk.room(size))
-            return
         token = object()
         try:
             # one step, with the owner's name in it: whatever interrupts this thread, the pool is given back
-            if self.owner.setdefault("pool", token) is token:
-                self._share(call, desk, size, threads)
+            if threads > 1 and self.owner.setdefault("pool", token) is token:
+                self._run_shared(call, scratch, size, threads)
             else:
-                call(desk.address, desk.room(size))
+                call(scratch.address, scratch.reserve(size))
         finally:
             if self.owner.get("pool") is token:
                 del self.owner["pool"]
 
-    def _share(self, call: Any, desk: Desk, size: int, threads: int) -> None:
-        ours = team()
-        if ours is not None:
+    def _run_shared(self, call: Any, scratch: ThreadScratch, size: int, threads: int) -> None:
+        region = team()
+        if region is not None:
             step = -(-size // PAGE) * PAGE
-            buffers = desk.room(step * threads)
+            buffers = scratch.reserve(step * threads)
             address = ctypes.cast(call, ctypes.c_void_p).value or 0
-            ours.run(address, desk.address, buffers, step, threads, get_num_threads())
+            region(address, scratch.address, buffers, step, threads)
             return
-        buffer = desk.room(size)
-        job = Job(call, desk.address, size, min(threads - 1, self._staff(threads - 1)))
+        buffer = scratch.reserve(size)
+        job = Job(call, scratch.address, size, min(threads - 1, self._start_helpers(threads - 1)))
         try:
             for _ in job.finished:
                 self.jobs.put(job)
-            call(desk.address, buffer)
+            call(scratch.address, buffer)
         finally:
-            self._await(job)
+            self._wait(job)
 
-    def _staff(self, wanted: int) -> int:
-        """How many helpers there are, after those that are lacking have been started if the system lets them."""
+    def _start_helpers(self, wanted: int) -> int:
+        """How many helpers there are, after those that are missing have been started, if the system lets them."""
         try:
             while self.helpers < wanted:
                 threading.Thread(target=self.help, name="tilewise", daemon=True).start()
@@ -139,10 +139,14 @@ class Pool:
             pass
         return self.helpers
 
-    def _await(self, job: Job) -> None:
-        """Until no helper works on the job: they write to memory that is freed when an interrupt leaves this call."""
-        absent, interrupt = self.close(job), None
-        for ticket in range(absent, len(job.done)):  # tickets leave from the top: the lowest never did
+    def _wait(self, job: Job) -> None:
+        """Waits until no helper works on the job: they write to memory that is freed when an interrupt leaves this call."""
+        unused, interrupt = 0, None
+        with contextlib.suppress(IndexError):  # `list.pop` is atomic: a ticket has one owner
+            while True:
+                job.tickets.pop()
+                unused += 1
+        for ticket in range(unused, len(job.done)):  # tickets leave from the top: the lowest never did
             while not job.done[ticket]:
                 try:
                     job.finished[ticket].acquire()
@@ -151,17 +155,6 @@ class Pool:
         if interrupt is not None:
             raise interrupt
 
-    @staticmethod
-    def close(job: Job) -> int:
-        """Take back the tickets nobody used, and count them. `list.pop` is atomic: a ticket has one owner."""
-        unused = 0
-        try:
-            while True:
-                job.tickets.pop()
-                unused += 1
-        except IndexError:
-            return unused
-
     def help(self) -> None:
         while True:
             job = self.jobs.get()
@@ -169,11 +162,11 @@ class Pool:
                 ticket = job.tickets.pop()
             except IndexError:
                 continue
-            desk = here.take()
+            scratch = thread.take()
             try:
-                job.call(job.args, desk.room(job.size))
+                job.call(job.args, scratch.reserve(job.size))
             finally:
-                here.desks.append(desk)
+                thread.free.append(scratch)
                 job.done[ticket] = True
                 job.finished[ticket].release()
 
@@ -194,10 +187,8 @@ if hasattr(os, "register_at_fork"):
 @cache
 def pause() -> int:
     """Address of a function that yields the processor; 0 where there is none."""
-    for name in ("sched_yield", "SwitchToThread"):
-        try:
-            library = ctypes.CDLL(None) if name == "sched_yield" else ctypes.WinDLL("kernel32")  # type: ignore[attr-defined]
-            return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
-        except (AttributeError, OSError, TypeError):
-            continue
-    return 0
+    if os.name == "nt":
+        function = ctypes.WinDLL("kernel32").SwitchToThread  # type: ignore[attr-defined]
+    else:
+        function = getattr(ctypes.CDLL(None), "sched_yield", None)
+    return (ctypes.cast(function, ctypes.c_void_p).value or 0) if function else 0

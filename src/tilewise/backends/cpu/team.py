@@ -15,9 +15,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from torch import get_num_threads
+
 from tilewise.backends.cpu.compile import load_text
 
-WORDS = struct.Struct("=6q")
+JOB = struct.Struct("=6q")
 ENTRY = """
 define void @team(ptr %job) nounwind {
   %slot = atomicrmw add ptr %job, i64 1 monotonic
@@ -46,19 +48,9 @@ done:
 for x86 comes with tables that only LLVM's loader can place."""
 
 
-class Team:
-    def __init__(self, region: Callable[..., None], entry: Any) -> None:
-        self.region, self.entry = region, entry
-
-    def run(self, call: int, args: int, buffers: int, step: int, invited: int, threads: int) -> None:
-        """`call(args, buffers + slot · step)` on `invited` of a team of `threads`; returns when all are done."""
-        job = ctypes.create_string_buffer(WORDS.pack(0, invited, call, args, buffers, step), WORDS.size)
-        self.region(self.entry.address, ctypes.addressof(job), threads, 0)
-
-
 @cache
-def team() -> Team | None:
-    """The team of this process, if its OpenMP runtime is GNU's; a forked child never uses its parent's."""
+def team() -> Callable[[int, int, int, int, int], None] | None:
+    """Runs a kernel on the team of this process, if its OpenMP runtime is GNU's; a forked child never uses its parent's."""
     runtime = _runtime()
     if runtime is None:
         return None
@@ -66,9 +58,16 @@ def team() -> Team | None:
     region.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     region.restype = None
     try:
-        return Team(region, load_text(ENTRY, "team"))
+        entry = load_text(ENTRY, "team")
     except (OSError, RuntimeError):  # it cannot be compiled: threads of our own do the same work
         return None
+
+    def run(call: int, args: int, buffers: int, step: int, invited: int) -> None:
+        """`call(args, buffers + slot · step)` on `invited` threads of the team; returns when all are done."""
+        job = ctypes.create_string_buffer(JOB.pack(0, invited, call, args, buffers, step), JOB.size)
+        region(entry.address, ctypes.addressof(job), get_num_threads(), 0)
+
+    return run
 
 
 def _runtime() -> Any:
@@ -83,10 +82,9 @@ def _runtime() -> Any:
 
 
 def _forget() -> None:
+    """The child of a fork has none of the runtime's threads, and must not wait for them."""
     team.cache_clear()
-    globals()["_runtime"] = lambda: (
-        None
-    )  # the child of a fork has none of the runtime's threads, and must not wait for them
+    globals()["_runtime"] = lambda: None
 
 
 if hasattr(os, "register_at_fork"):

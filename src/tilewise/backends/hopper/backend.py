@@ -7,7 +7,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict
+from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict
 from tilewise.backends.gpu.launch import describable, interpreting, on_device
 from tilewise.backends.hopper.backward.launch import run_backward
 from tilewise.backends.hopper.config import WIDTHS
@@ -20,7 +20,7 @@ FEW_ROWS = 64
 """Up to so many rows (queries × heads of a group) a problem counts as decoding."""
 
 
-class Hopper:
+class Hopper(Backend):
     """See the package's text."""
 
     name = "hopper"

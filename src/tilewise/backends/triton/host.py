@@ -9,7 +9,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
+from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
 from tilewise.backends.gpu.launch import interpreting, on_device
 from tilewise.backends.triton.run import run_backward, run_forward
 from tilewise.problem import Problem
@@ -17,7 +17,7 @@ from tilewise.problem import Problem
 DTYPES = ("float16", "bfloat16", "float32")
 
 
-class Triton:
+class Triton(Backend):
     """See the package's text."""
 
     name = "triton"

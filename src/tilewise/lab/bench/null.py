@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from tilewise import dispatch
-from tilewise.backends.base import BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
+from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
 from tilewise.problem import Problem
 
 
-class NullBackend:
+class NullBackend(Backend):
     name = "null"
 
     def usable(self, device: str) -> Verdict:
