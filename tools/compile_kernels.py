@@ -1,7 +1,7 @@
 """Compile the GPU kernels without a GPU, and check their machine code.
 
     python tools/compile_kernels.py                          every case for every target, with the triton at hand
-    python tools/compile_kernels.py --few                    a choice: what CI runs
+    python tools/compile_kernels.py --few                    a choice of them
     python tools/compile_kernels.py --triton 3.6.0 3.9.0     under other versions, each in a directory of its own
     python tools/compile_kernels.py --only hopper --target sm_90
 

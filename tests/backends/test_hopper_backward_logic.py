@@ -1,6 +1,6 @@
 """The Hopper backward's kernels, run as Python threads: right gradients, no role left waiting, nothing read that is not written.
 
-What a GPU adds (the order of memory, products in flight) is measured by benchmarks/gpu_hopper_backward.py.
+What a GPU adds (the order of memory, products in flight) is tried by test_hopper_gpu.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Hopper forward's kernel, run as Python threads: right results in every tile, no role left waiting, nothing read too late.
 
-What a GPU adds (the order of memory, products in flight, the assembler) is measured by benchmarks/gpu_hopper.py.
+What a GPU adds (the order of memory, products in flight, the assembler) is tried by test_hopper_gpu.py.
 """
 
 from __future__ import annotations

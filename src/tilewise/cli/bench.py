@@ -29,7 +29,10 @@ def bench_command(
             "or overhead (a call beside its arithmetic)."
         ),
     ] = "quick",
-    case: Annotated[list[str] | None, typer.Option(metavar="<str>", help="Only this case of the suite; may be repeated.")] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(metavar="<str>", help="Only this case of the suite, or all with this in their names; may be repeated."),
+    ] = None,
     peer: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,6 +55,7 @@ def bench_command(
         typer.Option(metavar="<path>", help="Another checkout of tilewise, in a process of its own; may be repeated."),
     ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that compile kernels before the first case.")] = 0,
+    limit: Annotated[float, typer.Option(help="Seconds after which no further case is begun.")] = 1e9,
     save: Annotated[Path | None, typer.Option(help="Also write the record as JSON into this directory.")] = None,
     json: Json = False,
 ) -> None:
@@ -71,9 +75,11 @@ def bench_command(
     else:
         chosen = own_case(shape, mask, dtype, backward, device) if shape else cases(suite, case, device)
         with progress() as update:
-            measured = measure_all(chosen, peer, effort, against or (), workers, update)
+            measured = measure_all(chosen, peer, effort, against or (), workers, limit, update)
         means = [] if shape or case else geometric_means(measured, by_name(suite).means)
         document = records.document(OWN if shape else suite, measured, means=[mean.to_dict() for mean in means])
+        left_out = [one.name for one in chosen[len(measured) :]]
+        document |= {"left_out": left_out} if left_out else {}
         ok = all(record.right and record.passed is not False for record in measured) and all(m.passed for m in means)
         if not json:
             show(measured, means, document)
@@ -94,10 +100,13 @@ def cases(suite: str, wanted: Sequence[str] | None, device: str | None) -> list[
     from tilewise.lab.bench.suites import suite as by_name
 
     known = {one.name: replace(one, device=device) if device else one for one in by_name(suite).cases}
-    for name in wanted or ():
-        if name not in known:
-            raise ArgumentError(f"case: got {name!r}, suite {suite!r} has {', '.join(known)}")
-    return [one for name, one in known.items() if not wanted or name in wanted]
+    chosen = set() if wanted else set(known)
+    for word in wanted or ():
+        found = {word} & set(known) or {name for name in known if word in name}
+        if not found:
+            raise ArgumentError(f"case: got {word!r}, suite {suite!r} has {', '.join(known)}")
+        chosen |= found
+    return [one for name, one in known.items() if name in chosen]
 
 
 def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str | None) -> list[Case]:
@@ -150,6 +159,8 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
             if result.reasons:
                 reasons = "; ".join(result.reasons)
                 notes.append(Text(("not run", "yellow"), f" {record.case.name}, {result.contender}: {reasons}"))
+    if left_out := document.get("left_out"):
+        notes.append(Text(("left out", "yellow"), f" for time: {', '.join(left_out)}"))
     lines = [
         *map(mean_line, means),
         *map(checkout_line, checkout_means(records)),

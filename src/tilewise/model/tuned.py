@@ -36,7 +36,7 @@ class Tuned:
     """True only for packed sequences, False only without them, None for both."""
 
 
-_PLANNER, _FP32 = "tools/measure_gpu.py planner", "tools/measure_gpu.py fp32-tiles"
+_PLANNER, _FP32 = "record gpu-parts, planner", "tools/measure_gpu.py fp32-tiles"
 
 
 def _h200(
@@ -55,9 +55,9 @@ TUNED: tuple[Tuned, ...] = (
           "bf16 16k full 450 TFLOP/s, causal 426; the model's 128×64 w8 s2 308 and 271"),
     _h200("forward", 128, 2, (64, 64, 3, 4), _PLANNER,
           "bf16 8k full 509 TFLOP/s, causal 497; the model's 128×128 w8 s2 427 and 392"),
-    _h200("decode", 128, 2, (16, 128, 3, 4), "tools/measure_gpu.py decode",
+    _h200("decode", 128, 2, (16, 128, 3, 4), "record gpu-parts, decode",
           "B 8, 32/8 heads, 16k keys 3.88 TB/s; B 1, 131k keys 3.91; the model's 3.48 and 3.59"),
-    _h200("backward_dkdv", 64, 2, (64, 64, 2, 4), "tools/measure_gpu.py varlen",
+    _h200("backward_dkdv", 64, 2, (64, 64, 2, 4), "record gpu-parts, varlen",
           "bf16 causal backward, times of dense: S 512 1.06, 2k 1.02; with three stages 1.13, 1.04, and it spills",
           masked=True, packed=True),
     _h200("backward_dkdv", 64, 2, (64, 64, 3, 4), _PLANNER,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,7 +23,7 @@ from tilewise.lab.bench.cases import Case, Tensors
 from tilewise.lab.bench.child import Outcome, bind_passes
 from tilewise.lab.bench.judge import Expected, Judgement
 from tilewise.lab.bench.machine import require_device
-from tilewise.lab.bench.peers import Contender, contender, default_peers
+from tilewise.lab.bench.peers import COMPILED, Contender, contender, default_peers
 from tilewise.lab.bench.timing import Effort, Spread, Timer, interleave, ratio
 from tilewise.lab.bench.worker import OWN_SOURCE, Checkout, compile_ahead, source_folder
 from tilewise.model import plan
@@ -221,10 +223,12 @@ def measure_all(
     effort: Effort,
     against: Sequence[Path] = (),
     workers: int = 0,
+    limit: float = math.inf,
     on_progress: Progress | None = None,
 ) -> list[Record]:
     """Measure cases beside their rivals and `peers` (None: the default ones). With other checkouts `against` it, tilewise runs
-    in a process of its own like them; `workers` processes compile all kernels first."""
+    in a process of its own like them; `workers` processes compile all kernels first; after `limit` seconds no case is begun."""
+    begin = time.monotonic()
     say = on_progress or (lambda what, share: None)
     for device in {case.device for case in cases}:
         require_device(device)
@@ -235,12 +239,17 @@ def measure_all(
         case.name: list(dict.fromkeys([OURS, *case.against, *(peers or default_peers(case)), *sources])) for case in cases
     }
     if workers:
-        jobs = [(case, name, sources.get(name)) for case in cases for name in names[case.name]]
+        # cases of one length first: those that follow each other have kernels of their own
+        ordered = sorted(cases, key=lambda case: -case.seqlen)
+        jobs = [(case, name, sources.get(name)) for case in ordered for name in names[case.name]]
+        jobs = [job for job in jobs if job[1] in (*sources, *COMPILED) or job[1].startswith(OURS)]
         compile_ahead(jobs, workers, lambda what: say(what, 0.0))
     records = []
     with ExitStack() as stack:
         checkouts = {name: stack.enter_context(Checkout(name, source)) for name, source in sources.items()}
         for number, case in enumerate(cases):
+            if time.monotonic() - begin > limit:
+                break
 
             def tell(what: str, done: float, number: int = number) -> None:
                 say(what, (number + done) / len(cases))

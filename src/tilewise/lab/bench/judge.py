@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise.backends.base import Inputs
 from tilewise.lab.bench.cases import Case, Tensors
 from tilewise.lab.bench.child import Outcome
-from tilewise.masks import allowed, dense
+from tilewise.masks import Binding, Lowered, allowed, dense
 from tilewise.numerics import bounds
 from tilewise.numerics.oracle import oracle, oracle_gradients
 from tilewise.problem import Problem
@@ -175,7 +175,7 @@ def row_block(problem: Problem, inputs: Inputs, rows: Rows) -> tuple[Problem, In
     tile = allowed(problem.program, problem.shape, rows, (0, problem.seqlen_k), arange)
     part = replace(problem, seqlen_q=rows[1] - rows[0])
     if tile is not None:
-        part = replace(part, mask=dense(tile))
+        part = replace(part, mask=Lowered(dense(tile).lower(Binding(part.shape, asarray=lambda x: x))))
     return part, inputs._replace(q=inputs.q[:, :, slice(*rows)])
 
 

@@ -260,7 +260,9 @@ PEERS = {
                   bind_xformers, "bshd"),
     )
 }  # fmt: skip
-ASKED_FOR = ("standard", "sdpa-upcast", *HELD, "flex", "fa4")
+COMPILED = ("flex", "fa4")
+"""They compile kernels at their first call."""
+ASKED_FOR = ("standard", "sdpa-upcast", *HELD, *COMPILED)
 """Measured only where a case or the user names them: other forms of SDPA, N² memory, or long compilation."""
 
 
