@@ -84,7 +84,8 @@ class Template:
         head = [self._append(value) for value in (launch.programs, 1, 1)]
         tail = [self._append(value) for value in (compiled.function, compiled.packed_metadata, None, None, None)]
         args = [self._add(arg, where) for arg in launch.args]
-        self._compute(itemgetter(*head, 0, *tail, *args, self._append(launch.config)))
+        whole = [*head, 0, *tail, *args, self._append(launch.config)]
+        self._compute(itemgetter(*whole))
 
     def _add(self, value: Any, where: dict[int, int]) -> int:
         """The index of an argument among the values."""
