@@ -120,6 +120,12 @@ def operands(structure: str) -> list[list[Operand]]:
     return terms
 
 
+def is_interval(structure: str) -> bool:
+    """Does every row see one interval of keys? Not under a union, whose terms may leave a gap."""
+    terms = operands(structure)
+    return len(terms) == 1 and all(part.kind.is_interval for part in terms[0])
+
+
 class Interval(NamedTuple):
     """lo <= k - q <= hi and start <= k < end."""
 

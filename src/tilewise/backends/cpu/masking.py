@@ -24,12 +24,6 @@ Interval = tuple[Any, Any]
 Term = list[Operand]
 
 
-def is_interval(structure: str) -> bool:
-    """Every row's keys form one interval."""
-    terms = operands(structure)
-    return len(terms) == 1 and all(part.kind.is_interval for part in terms[0])
-
-
 @dataclass(frozen=True)
 class SeqInfo:
     """The sequence and head a strip or a tile belongs to: what a mask needs besides its own arguments."""

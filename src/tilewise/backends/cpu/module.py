@@ -15,7 +15,7 @@ from tilewise.backends.cpu.elementary import LN2, LOG2E, log2
 from tilewise.backends.cpu.ir import F32, F64, I1, I8, I16, I64, PTR, REALS, VOID, Pointer, Value
 from tilewise.backends.cpu.masking import Interval, SeqInfo, interval, outer_interval
 from tilewise.backends.cpu.spec import ALIGN, BACKWARD, FRAME_BYTES, Kernel, argument_names, round_down, round_up
-from tilewise.masks.program import operands
+from tilewise.masks.program import is_interval, operands
 
 TASK = ("batch", "nth_group", "key_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad", "W")
 """Fields of every frame: where a task is. Rows [m0, m0 + rows) of the sequence, keys [n0, n1), padded to n_pad; W holds bits of
@@ -82,7 +82,7 @@ class KernelModule:
         self.real, self.packed = REALS[kernel.real], kernel.real
         self.unit = Unit(kernel.kind, self.real, self.tile, arch)
         self.terms = operands(kernel.structure)
-        self.simple = masking.is_interval(kernel.structure)
+        self.simple = is_interval(kernel.structure)
         self.wide = self.tile.lanes * self.real.size > 16
         names = tuple(frames.buffers(kernel, SimpleNamespace(**dict.fromkeys(BACKWARD, 1))))
         self.fields = (*TASK, *self.task, *(name for name in names if name not in TASK), "retry")

@@ -9,7 +9,7 @@ from tilewise.backends.cpu.frames import Tiles, fits, fitting, grain, paddings
 from tilewise.backends.cpu.spec import Kernel, Register, round_up
 from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
-from tilewise.masks.program import UNBOUNDED
+from tilewise.masks.program import UNBOUNDED, is_interval
 from tilewise.model.cpu import cpu_tile, register_tile, short_tile
 from tilewise.problem import Problem
 
@@ -71,7 +71,7 @@ def decodes(problem: Problem) -> bool:
     """Can the decode kernel serve a call of one query: keys in an interval, nothing done to the scores, dims that fit?"""
     return (
         not (problem.softcap or problem.alibi or problem.dropout_p or problem.bias)
-        and all(kind.is_interval for kind in problem.program.kinds)
+        and is_interval(problem.program.structure)
         and decode_register(problem) is not None
     )
 
