@@ -29,7 +29,13 @@ class Rotary(nn.Module):
         return torch.pow(self.theta, -exponents)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x (B, S, H, D) turned by `positions` (S,) or (B, S)."""
+        """Turn x by its positions.
+
+        x: (B, S, H, D).
+        positions: (S,) or (B, S).
+
+        Returns the shape of x.
+        """
         # in float64, because an angle of a long sequence has no digits to spare; positions are few beside the features
         angles = positions.to(torch.float64)[..., None] * self.frequencies(positions.device)
         cos, sin = (f(angles).to(x.dtype).unsqueeze(-2) for f in (torch.cos, torch.sin))
