@@ -11,6 +11,9 @@ from tilewise.errors import ArgumentError
 class Rotary(nn.Module):
     """Feature i of the first half turns with feature i of the second half by position · theta^(−2i / dim).
 
+    dim: features of a head, an even number.
+    theta: the base of the angles.
+
     It has no parameters and no buffers: the frequencies follow from `dim` and `theta`, so no cast of a model rounds them
     and no way to make one (on the meta device, from a state dict) leaves them out.
 
