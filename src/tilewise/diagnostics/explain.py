@@ -72,13 +72,13 @@ def explain(
     chosen, there = (server, None) if live else (None, server)
     countable = _countable(problem)
     plan = make_plan(countable, spec, pass_=pass_, tile=tile, kernels="triton" if server == "triton" else "")
-    found: Measured | None = None
+    measured: Measured | None = None
     if measure:
         if not live or chosen is None:
             raise ArgumentError(
                 f"measure: {spec.name} is not this machine, or no backend serves the call here; leave it out"
             )
-        found = measure_call(problem, inputs, chosen, plan, backward)
+        measured = measure_call(problem, inputs, chosen, plan, backward)
     return Explanation(
         problem=problem,
         spec=spec,
@@ -89,7 +89,7 @@ def explain(
         choices=choices,
         plan=plan,
         tiles=_tiles(countable, inputs, plan.tile),
-        measured=found,
+        measured=measured,
         notes=_notes(problem, live),
     )
 
@@ -112,27 +112,24 @@ def _answer_here(problem: Problem, inputs: Inputs | None, backward: bool, candid
 
 def _choices(answers: Callable[[str], Answer], name: str) -> tuple[Choice, ...]:
     """Every backend's answer, in order of preference; the first that can and would is chosen."""
-    found: list[Choice] = []
-    taken = False
+    choices: list[Choice] = []
+    server = None
     for candidate in dispatch.REGISTRY:
         verdict, declined = answers(candidate)
         reasons = verdict.reasons
-        chosen = False
-        if verdict.ok and name != "auto":
-            chosen = candidate == name
-            reasons = () if chosen else (f"{name} was asked for",)
-        elif verdict.ok:
-            chosen = declined is None and not taken
-            if declined is not None:
+        if verdict.ok:
+            if name not in ("auto", candidate):
+                reasons = (f"{name} was asked for",)
+            elif name == "auto" and declined is not None:
                 reasons = (declined,)
-            elif taken:
-                first = next(choice.name for choice in found if choice.chosen)
-                reasons = (f"could serve it too; {first} comes first",)
-        taken = taken or chosen
-        found.append(Choice(candidate, verdict.ok, chosen, reasons))
-    if name != "auto" and not any(choice.chosen for choice in found):
+            elif server is not None:
+                reasons = (f"could serve it too; {server} comes first",)
+            else:
+                server = candidate
+        choices.append(Choice(candidate, verdict.ok, candidate == server, reasons))
+    if name != "auto" and server is None:
         dispatch.get(name)  # raises for a name nobody knows
-    return tuple(found)
+    return tuple(choices)
 
 
 def _countable(problem: Problem) -> Problem:

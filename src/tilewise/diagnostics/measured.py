@@ -52,13 +52,13 @@ def measure_call(problem: Problem, inputs: Inputs | None, backend: str, plan: Pl
     given = inputs if inputs is not None else random_inputs(problem)
     run = _runner(problem, given, backend, backward)
     seconds, rounds = _seconds(run, problem.device)
-    found = hardware.measure(problem.device)
-    spec = found.apply(plan.spec)
+    ceilings = hardware.measure(problem.device)
+    spec = ceilings.apply(plan.spec)
     roof = model.roofline(plan.work.useful, plan.dram.total, problem.dtype, spec, problem.precision)
     ideal = plan.work.useful / roof.attainable if roof.attainable else 0.0
     floor = _overhead(problem, given, backend)
     losses = name_losses(plan, seconds, ideal, floor, spec)
-    return Measured(seconds, rounds, ideal, losses, f"{found.date}, {found.software}")
+    return Measured(seconds, rounds, ideal, losses, f"{ceilings.date}, {ceilings.software}")
 
 
 def name_losses(plan: Plan, seconds: float, ideal: float, launch: float, spec: hardware.DeviceSpec) -> dict[str, float]:

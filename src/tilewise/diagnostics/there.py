@@ -28,7 +28,7 @@ def answer_there(problem: Problem, spec: DeviceSpec, backward: bool, name: str) 
     here = backend.usable(problem.device).reasons
     verdict = Verdict.of(*(r for r in backend.supports(problem, backward=backward).reasons if r not in here))
     if verdict.ok and name == "aten":
-        return verdict, "taken where torch's own kernel is faster, which depends on what the CPU has"
+        return verdict, "chosen where torch's own kernel is faster, which depends on what the CPU has"
     return verdict, backend.declines(problem, backward=backward) if verdict.ok else None
 
 

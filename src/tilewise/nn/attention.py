@@ -28,7 +28,12 @@ class KeyValueCache:
         return 0 if self.k is None else self.k.shape[1]
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, S, H, D) and return all there are."""
+        """Append keys and values.
+
+        k, v: (B, S, H, D).
+
+        Returns all keys and values there are.
+        """
         if self.k is not None and self.v is not None:
             k, v = torch.cat([self.k, k], dim=1), torch.cat([self.v, v], dim=1)
         self.k, self.v = k, v
@@ -94,7 +99,15 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """`mask` takes the place of the layer's own; `positions` (S,) or (B, S) count on from the cache unless given."""
+        """Attention of x to itself and, with a cache, to the tokens before it.
+
+        x: (B, S, dim).
+        mask: takes the place of the layer's own.
+        positions: (S,) or (B, S); None counts on from the cache.
+        cache: the keys and values of earlier tokens, to which those of x are appended.
+
+        Returns (B, S, dim).
+        """
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise LayoutError(f"x: shape {tuple(x.shape)}, need (batch, sequence, {self.dim})")
         split = (self.heads, self.kv_heads, self.kv_heads)

@@ -87,19 +87,19 @@ class MultiheadAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiheadAttention:
-        """The same layer on tilewise, with the parameters copied."""
+        """The same layer on tilewise.
+
+        module: torch's layer, whose parameters are copied.
+
+        >>> layer = tw.nn.MultiheadAttention.from_torch(torch.nn.MultiheadAttention(512, 8))
+        """
+        same = ("embed_dim", "num_heads", "dropout", "add_zero_attn", "kdim", "vdim", "batch_first")
         own = cls(
-            module.embed_dim,
-            module.num_heads,
-            module.dropout,
-            module.in_proj_bias is not None,
-            module.bias_k is not None,
-            module.add_zero_attn,
-            module.kdim,
-            module.vdim,
-            module.batch_first,
-            module.out_proj.weight.device,
-            module.out_proj.weight.dtype,
+            **{name: getattr(module, name) for name in same},
+            bias=module.in_proj_bias is not None,
+            add_bias_kv=module.bias_k is not None,
+            device=module.out_proj.weight.device,
+            dtype=module.out_proj.weight.dtype,
         )
         own.load_state_dict(module.state_dict())
         return own.train(module.training)
@@ -117,7 +117,20 @@ class MultiheadAttention(nn.Module):
         *,
         mask: Mask | None = None,
     ) -> tuple[Tensor, None]:
-        """(L, N, E), (N, L, E) with `batch_first`, or (L, E) → the same shape, and None."""
+        """Attend from the query to key and value.
+
+        query: (L, N, E), (N, L, E) with `batch_first`, or (L, E).
+        key: the same with S instead of L, and kdim features.
+        value: like the key, with vdim features.
+        key_padding_mask: (N, S), True where a key is hidden, or floats that are added to its scores.
+        need_weights: refused unless False: the weights are never formed.
+        attn_mask: (L, S) or (N · heads, L, S), True where a pair is hidden, or floats that are added to the scores.
+        average_attn_weights: without meaning here.
+        is_causal: causal, aligned to the top left; `attn_mask` is then not read.
+        mask: a tilewise mask, in addition.
+
+        Returns the output in the shape of the query, and None.
+        """
         if need_weights:
             raise ArgumentError("need_weights: True, but the weights are never formed; pass need_weights=False")
         if query.is_nested or key.is_nested or value.is_nested:

@@ -11,6 +11,9 @@ from tilewise.errors import ArgumentError
 class Rotary(nn.Module):
     """Feature i of the first half turns with feature i of the second half by position · theta^(−2i / dim).
 
+    dim: features of a head, an even number.
+    theta: the base of the angles.
+
     It has no parameters and no buffers: the frequencies follow from `dim` and `theta`, so no cast of a model rounds them
     and no way to make one (on the meta device, from a state dict) leaves them out.
 
@@ -29,7 +32,13 @@ class Rotary(nn.Module):
         return torch.pow(self.theta, -exponents)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x (B, S, H, D) turned by `positions` (S,) or (B, S)."""
+        """Turn x by its positions.
+
+        x: (B, S, H, D).
+        positions: (S,) or (B, S).
+
+        Returns the shape of x.
+        """
         # in float64, because an angle of a long sequence has no digits to spare; positions are few beside the features
         angles = positions.to(torch.float64)[..., None] * self.frequencies(positions.device)
         cos, sin = (f(angles).to(x.dtype).unsqueeze(-2) for f in (torch.cos, torch.sin))

@@ -96,7 +96,15 @@ def mask_function(
 
 
 def describe_mask(function: Callable[..., Any], frame: Frame) -> Mask | None:
-    """The tilewise mask of one of transformers' mask functions, None if it is not one of those."""
+    """The tilewise mask of one of transformers' mask functions.
+
+    function: of (batch, head, query, key), as transformers makes it.
+    frame: the part of the mask that is wanted.
+
+    Returns None if the function is not one of transformers' own.
+
+    >>> describe_mask(transformers.masking_utils.causal_mask_function, Frame(1, 4, 6, 2, 0, torch.device("cpu")))
+    """
     code, cells = getattr(function, "__code__", None), _cells(function)
     kind = _known().get(code) if isinstance(code, CodeType) else None
     if kind in ("and_masks", "or_masks"):
@@ -115,7 +123,7 @@ def describe_padding(attention_mask: Tensor, frame: Frame) -> Mask:
     """The 2-D padding mask (batch, keys seen so far), of any pattern.
 
     The first and last real token of each sequence bound the keys; only padding with holes needs the row itself. Whether there
-    are holes is data: for one query the row is taken along unasked, since it costs nothing beside the keys, and a longer
+    are holes is data: for one query the row is always added, since it costs nothing beside the keys, and a longer
     forward waits once for the answer, as it does for transformers' own masks.
     """
     missing = frame.keys + frame.k_offset - attention_mask.shape[-1]

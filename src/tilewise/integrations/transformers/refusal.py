@@ -1,4 +1,4 @@
-"""Models that no registered implementation can serve, told before they compute anything.
+"""Models that no registered implementation can serve, refused before they compute anything.
 
 A model may compute its attention itself and still make its mask through transformers' registry of masks. With a boolean mask
 made for tilewise it would go wrong without an error, so it is refused when it is made or when its implementation is set. Nothing

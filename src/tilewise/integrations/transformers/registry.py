@@ -23,12 +23,16 @@ class RegistryError(MissingPackageError):
 def register(name: str = NAME) -> None:
     """Make `attn_implementation="tilewise"` (or `name`) known to transformers. Doing it again changes nothing.
 
-    A name that belongs to another implementation is refused. Afterwards a model that computes its attention itself, and so
-    cannot be served, raises when it is made with that name.
+    name: what models call it; the name of another implementation is refused.
+
+    Afterwards a model that computes its attention itself, and so cannot be served, raises when it is made with that name.
+
+    >>> register()
+    >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="tilewise")
     """
     attention, masks, model = _registries()
-    taken = {**attention._global_mapping, "eager": None}
-    if name in taken and taken[name] is not attention_function:
+    known = {**attention._global_mapping, "eager": None}
+    if name in known and known[name] is not attention_function:
         raise ArgumentError(
             f"name: {name!r} is the name of another attention implementation of transformers; choose one that is free, "
             f"such as {NAME!r}"
@@ -39,9 +43,14 @@ def register(name: str = NAME) -> None:
 
 
 def use_tilewise(model: Any) -> Any:
-    """Let an existing model compute its attention with tilewise; returns the model.
+    """Let an existing model compute its attention with tilewise.
 
-    Raises for a model that computes attention on its own, where transformers would accept the name and go on as before.
+    model: a PreTrainedModel.
+
+    Returns the model. Raises for a model that computes attention on its own, where transformers would accept the name and go on
+    as before.
+
+    >>> model = use_tilewise(AutoModelForCausalLM.from_pretrained(path))
     """
     register()
     if not hasattr(type(model), "_can_set_attn_implementation"):

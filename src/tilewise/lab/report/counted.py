@@ -20,20 +20,20 @@ def tiles_of(problem: Problem, forward: str, backward: str, device: torch.device
     """The tile of each pass, as the backends choose it."""
     from tilewise.backends.triton.plan import tile_for
 
-    found = {pass_: tile_for(problem, pass_, device) for pass_ in ("forward", "backward_dkdv", "backward_dq")}
+    tiles = {pass_: tile_for(problem, pass_, device) for pass_ in ("forward", "backward_dkdv", "backward_dq")}
     if forward == "hopper":
         from tilewise.backends.hopper.plan import make_plan
 
         config = make_plan(problem, 1, lambda *_: None).config
-        found["forward"] = TilePlan(config.BLOCK_M, config.BLOCK_N, config.KV_STAGES, 4 * (config.WARPGROUPS + 1))
+        tiles["forward"] = TilePlan(config.BLOCK_M, config.BLOCK_N, config.KV_STAGES, 4 * (config.WARPGROUPS + 1))
     if backward == "hopper":
         from tilewise.backends.hopper.backward.config import KEYS, widths
 
         keys = KEYS[widths(problem.head_dim, problem.head_dim_v)]
-        found["backward_fused"] = TilePlan(keys.BLOCK_M, keys.BLOCK_N, pass_="backward_dkdv")
+        tiles["backward_fused"] = TilePlan(keys.BLOCK_M, keys.BLOCK_N, pass_="backward_dkdv")
     if backward != "triton":
-        del found["backward_dkdv"], found["backward_dq"]
-    return found
+        del tiles["backward_dkdv"], tiles["backward_dq"]
+    return tiles
 
 
 def main(case: TrafficCase, note: Path) -> None:

@@ -170,7 +170,7 @@ def compare(
     case: TrafficCase, tiles: dict[str, TilePlan], counted: Iterable[tuple[str, dict[str, float]]], spec: DeviceSpec
 ) -> list[KernelTraffic]:
     """Each counted kernel of ours beside what the model says for the tile it ran with."""
-    found, problem = [], case.problem()
+    kernels, problem = [], case.problem()
     for name, metrics in counted:
         pass_ = next((p for p in PASSES.get(name, ()) if p in tiles or p in EDGES), None)
         if pass_ is None:
@@ -180,5 +180,5 @@ def compare(
         expected = predict(problem, pass_, tile, spec)
         levels = tuple(Level(level, measured[level], expected[level], limit) for level, limit in LIMITS.items())
         looked_up = round(metrics[L2_LOOKUP] * SECTOR)
-        found.append(KernelTraffic(name, case, "" if pass_ in EDGES else str(tile), levels, looked_up))
-    return found
+        kernels.append(KernelTraffic(name, case, "" if pass_ in EDGES else str(tile), levels, looked_up))
+    return kernels

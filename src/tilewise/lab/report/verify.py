@@ -75,7 +75,7 @@ def count(ncu: str, case: TrafficCase, timeout: float = 600.0) -> tuple[list[Ker
 
 def document(kernels: list[KernelTraffic], backends: list[dict[str, str]], ncu: str) -> dict[str, Any]:
     """The record: what was counted, where and with which versions."""
-    told = subprocess.run([ncu, "--version"], capture_output=True, text=True, check=False).stdout.strip().splitlines()
+    version = subprocess.run([ncu, "--version"], capture_output=True, text=True, check=False).stdout.strip()
     spec = probe_gpu(0)
     return {
         "format": 1,
@@ -83,7 +83,7 @@ def document(kernels: list[KernelTraffic], backends: list[dict[str, str]], ncu: 
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": spec.name if spec else "",
         "machine": machine(),
-        "versions": {**versions(), "ncu": told[-1] if told else ""},
+        "versions": {**versions(), "ncu": version.rpartition("\n")[2]},
         "ok": all(kernel.ok for kernel in kernels),
         "kernels": [{**k.to_dict(), "backends": b} for k, b in zip(kernels, backends, strict=True)],
     }
