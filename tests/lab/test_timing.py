@@ -22,7 +22,7 @@ def test_contenders_take_turns_and_each_starts_as_often() -> None:
     samples = interleave(timers, Effort(seconds=0.0, least=6, most=6))
     rounds = order[6:]  # after two warming calls each
     assert {name: len(values) for name, values in samples.items()} == {"a": 6, "b": 6, "c": 6}
-    assert [rounds[i : i + 3] for i in range(0, 18, 3)] == [list("abc"), list("bca"), list("cab")] * 2
+    assert ["".join(rounds[i : i + 3]) for i in range(0, 18, 3)] == ["abc", "bca", "cab", "cba", "acb", "bac"]
 
 
 def test_short_calls_are_repeated_within_a_sample() -> None:
@@ -53,4 +53,4 @@ def test_the_median_is_of_calls_after_the_first() -> None:
     calls: list[int] = []
     seconds, rounds = median_seconds(lambda: calls.append(1), "cpu", rounds=3)
     assert seconds > 0 and rounds == 3 and len(calls) == 4
-    assert median_seconds(lambda: time.sleep(0.01), "cpu", rounds=100, limit=0.015)[1] == 2
+    assert median_seconds(lambda: time.sleep(0.01), "cpu", rounds=100, limit=0.005)[1] == 1

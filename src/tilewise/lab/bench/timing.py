@@ -38,7 +38,7 @@ class Effort(NamedTuple):
 def interleave(
     timers: Mapping[str, Timer], effort: Effort, on_round: Callable[[float], None] | None = None
 ) -> dict[str, list[float]]:
-    """Samples in seconds by name, one for each round; every round starts with another contender.
+    """Samples in seconds by name, one for each round; every round has another order.
 
     `on_round` hears the share of the work done, from 0 to 1.
     """
@@ -56,7 +56,9 @@ def interleave(
         if on_round:
             on_round(min(1.0, max(spent / max(effort.seconds, 1e-9), rounds / effort.most)))
         turn = rounds % len(names)
-        for name in names[turn:] + names[:turn]:
+        order = names[turn:] + names[:turn]
+        backwards = rounds // len(names) % 2  # nobody always follows the same one
+        for name in reversed(order) if backwards else order:
             samples[name].append(timers[name](numbers[name]))
     if on_round:
         on_round(1.0)
