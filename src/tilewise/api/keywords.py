@@ -53,9 +53,10 @@ INSTEAD = {name: text + _owner.get(name, "") for text, names in _ADVICE.items() 
 
 def check_keywords(function: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise for keywords that `function` does not take, with what to write instead of each."""
+    unknown = set(given).difference(known)
     lines = []
-    for name in given:
-        if name not in known:
+    for name in given if unknown else ():
+        if name in unknown:
             close = get_close_matches(name, known, 1)
             instead = INSTEAD.get(name) or (f"{close[0]}=" if close else f"one of {', '.join(known)}")
             lines.append(f"{name}: {function} has no such argument; use {instead}")

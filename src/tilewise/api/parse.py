@@ -57,19 +57,18 @@ def parse_call(
 
 def build_problem(inputs: Inputs, options: CallOptions) -> tuple[Problem, Inputs]:
     """The Problem of tensors in the inside layout, and the Inputs with what the options add to them."""
-    q, k, v = inputs[:3]
+    q, k, v, _, _, _, _, cu_q, cu_k = inputs
     check_shapes(q, k, v)
-    batch = q.shape[0] if inputs.cu_q is None else inputs.cu_q.shape[0] - 1
-    shape = MaskShape(batch, q.shape[1], q.shape[2], k.shape[2])
-    bias, slopes = _split_bias(options["bias"], q, shape, inputs.cu_q is not None)
+    shape = MaskShape(q.shape[0] if cu_q is None else cu_q.shape[0] - 1, q.shape[1], q.shape[2], k.shape[2])
+    bias, slopes = _split_bias(options["bias"], q, shape, cu_q is not None)
     sinks = _check_sinks(options["sinks"], q, shape.heads)
-    inputs = inputs._replace(bias=bias, alibi=slopes, sinks=sinks)
+    inputs = Inputs(q, k, v, bias, slopes, sinks, None, cu_q, cu_k)
     scale, deterministic = options["scale"], options["deterministic"]
     if deterministic not in (None, True, False):
         raise ArgumentTypeError(f"deterministic: got {deterministic!r}, need True, False or None (torch's own switch)")
     problem = Problem(
         **tensor_fields(inputs),
-        mask=_bind_mask(options["mask"], shape, inputs.cu_k, q.device),
+        mask=_bind_mask(options["mask"], shape, cu_k, q.device),
         scale=1.0 / math.sqrt(max(q.shape[3], 1)) if scale is None else unboxed(scale),
         softcap=unboxed(options["softcap"]),
         dropout_p=unboxed(options["dropout_p"]),

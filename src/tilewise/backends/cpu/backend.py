@@ -214,7 +214,7 @@ def _launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False
         longest = max((b - a for a, b in pairwise(inputs.cu_q.tolist())), default=0)
     adjacent = longest != 1 or inputs.k.stride()[3] == inputs.v.stride()[3] == 1  # the decode kernel loads vectors of a row
     key = (kind, _num_threads(), None if bias is None else bias.dtype, dbias, longest, adjacent)
-    launches: dict[Any, CpuLaunch] = problem.__dict__.setdefault("_cpu_launches", {})
+    launches: dict[Any, CpuLaunch] = problem.memory.setdefault("cpu launches", {})
     launch = launches.get(key)
     if launch is None:
         if len(launches) >= LAUNCHES:
