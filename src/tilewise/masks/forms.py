@@ -159,16 +159,16 @@ def _arrays(leaf: Mask) -> list[tuple[Any, int]]:
     """The arrays a mask holds, each with the rank it has when no leading side is left out."""
     match leaf:
         case OffsetBand(offset=offset):
-            found: list[tuple[Any, int]] = [(offset, 1)]
+            arrays: list[tuple[Any, int]] = [(offset, 1)]
         case KeyRanges(lengths=lengths, start=start):
-            found = [(lengths, 1), (start, 1)]
+            arrays = [(lengths, 1), (start, 1)]
         case Documents(ids=ids, q_ids=q_ids):
-            found = [(ids, 2), (q_ids, 2)]
+            arrays = [(ids, 2), (q_ids, 2)]
         case Blocks(table=tensor) | Dense(tensor=tensor):
-            found = [(tensor, 4)]
+            arrays = [(tensor, 4)]
         case _:
-            found = []
-    return [(np.asarray(x) if isinstance(x, list) else x, rank) for x, rank in found if x is not None]
+            arrays = []
+    return [(np.asarray(x) if isinstance(x, list) else x, rank) for x, rank in arrays if x is not None]
 
 
 def _kind(tensors: list[Any]) -> tuple[Callable[[Any], Any], Callable[[int, int], Any]]:
