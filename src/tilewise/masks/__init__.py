@@ -2,6 +2,7 @@
 
 from tilewise.masks.algebra import Binding, Full, Lowered, Mask
 from tilewise.masks.build import blocks, causal, dense, documents, full, key_padding, prefix, window
+from tilewise.masks.forms import describe_mask
 from tilewise.masks.parse import parse
 from tilewise.masks.program import UNBOUNDED, Interval, Literal, MaskProgram, MaskShape, allowed
 from tilewise.masks.tiles import TileClass, TileCounts, TileMap
@@ -24,6 +25,7 @@ __all__ = [
     "blocks",
     "causal",
     "dense",
+    "describe_mask",
     "documents",
     "full",
     "key_padding",

@@ -45,6 +45,12 @@ def causal(align: Align = "bottom_right", offset: Any = None) -> Mask:
     offset: puts query 0 at key `offset` instead, as a static cache needs: an int, or a list or tensor (B,) with one integer
         for each sequence.
 
+    `causal()` over 3 queries and 5 keys, and with `align="top_left"`:
+
+        █ █ █ · ·        █ · · · ·
+        █ █ █ █ ·        █ █ · · ·
+        █ █ █ █ █        █ █ █ · ·
+
     >>> tw.causal()
     >>> tw.causal(offset=lengths - 1)          # one new query each, over caches filled up to `lengths`
     """
@@ -62,6 +68,13 @@ def window(left: int, right: int | None = None, *, align: Align = "bottom_right"
     align: where queries sit, as in `causal`.
     offset: puts query 0 at key `offset`, as in `causal`.
 
+    `window(2)` and `window(1, 1)` over 4 queries and keys:
+
+        █ · · ·        █ █ · ·
+        █ █ · ·        █ █ █ ·
+        · █ █ ·        · █ █ █
+        · · █ █        · · █ █
+
     >>> tw.causal() & tw.window(4096)
     >>> tw.window(256, 256)                    # 513 keys around each query
     """
@@ -76,6 +89,13 @@ def prefix(n: Any) -> Mask:
     """Every query sees the first n keys.
 
     n: an int, or a list or tensor (B,) with one integer for each sequence; more than there are keys is all of them.
+
+    `causal() | prefix(2)` over 4 queries and keys:
+
+        █ █ · ·
+        █ █ · ·
+        █ █ █ ·
+        █ █ █ █
 
     >>> tw.causal() | tw.prefix(128)           # prefix-LM
     """
@@ -114,6 +134,13 @@ def documents(ids: Any, q_ids: Any = None) -> Mask:
     ids: integers (Sk,) or (B, Sk), one for each key; in a packed batch one for each token, (Tk,).
     q_ids: the same for the queries, where these are not the keys' own tokens.
 
+    `documents([0, 0, 1, 1])`, alone and with `causal()`:
+
+        █ █ · ·        █ · · ·
+        █ █ · ·        █ █ · ·
+        · · █ █        · · █ ·
+        · · █ █        · · █ █
+
     >>> tw.causal() & tw.documents(torch.tensor([0, 0, 0, 1, 1]))
     """
     meet_compiler()
@@ -127,6 +154,15 @@ def blocks(table: Any, size: int | tuple[int, int]) -> Mask:
 
     table: booleans (query blocks, key blocks), also with heads, or batch and heads, before them; these may be 1.
     size: positions of a block: an int, or a pair (queries, keys).
+
+    The table [[1, 0, 0], [1, 1, 0], [0, 1, 1]] in blocks of 2:
+
+        █ █ · · · ·
+        █ █ · · · ·
+        █ █ █ █ · ·
+        █ █ █ █ · ·
+        · · █ █ █ █
+        · · █ █ █ █
 
     >>> tw.blocks(torch.eye(32, dtype=torch.bool), 128)         # 4096 positions, each block sees itself
     """

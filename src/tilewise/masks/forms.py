@@ -27,7 +27,7 @@ from tilewise.masks.algebra import (
     OffsetBand,
     Or,
 )
-from tilewise.masks.program import UNBOUNDED, MaskShape, allowed
+from tilewise.masks.program import UNBOUNDED, Literal, MaskProgram, MaskShape, allowed
 
 FEW = 8
 """Integers of a tensor that are written out."""
@@ -59,6 +59,32 @@ def text(mask: Mask) -> str:
         case Lowered(program=program):
             return f"<lowered mask {program.structure!r}>"
     return f"{type(mask).__name__.lower()}()"
+
+
+def describe_mask(program: MaskProgram) -> str:
+    """The mask as it was built, term by term."""
+    if not program.structure:
+        return "no mask"
+    return " | ".join(" & ".join(_describe_literal(literal) for literal in term) for term in program.terms())
+
+
+def _describe_literal(literal: Literal) -> str:
+    kind, ints, _ = literal
+    if kind.is_band:
+        lo, hi = ints
+        where = " at an offset" if kind.is_offset else "" if kind.is_bottom_right else " from the top left"
+        if lo <= -UNBOUNDED:
+            return ("causal" if hi == 0 else f"up to {hi:+d}") + where
+        if hi >= UNBOUNDED:
+            return f"from {lo:+d} on" + where
+        return (f"window({1 - lo})" if hi == 0 else f"window({-lo}, {hi})") + where
+    if kind.is_range:
+        return f"prefix({ints[1]})" if ints[0] <= 0 else f"keys {ints[0]}…{ints[1] - 1}"
+    if kind.is_padding:
+        return "key padding"
+    if not kind.reads_data:
+        return "nothing"
+    return "~" * kind.negated + ("documents" if kind.is_documents else "blocks" if kind.is_blocks else "dense")
 
 
 def _within(mask: Mask, *looser: type[Mask]) -> str:
@@ -133,16 +159,16 @@ def _arrays(leaf: Mask) -> list[tuple[Any, int]]:
     """The arrays a mask holds, each with the rank it has when no leading side is left out."""
     match leaf:
         case OffsetBand(offset=offset):
-            found: list[tuple[Any, int]] = [(offset, 1)]
+            arrays: list[tuple[Any, int]] = [(offset, 1)]
         case KeyRanges(lengths=lengths, start=start):
-            found = [(lengths, 1), (start, 1)]
+            arrays = [(lengths, 1), (start, 1)]
         case Documents(ids=ids, q_ids=q_ids):
-            found = [(ids, 2), (q_ids, 2)]
+            arrays = [(ids, 2), (q_ids, 2)]
         case Blocks(table=tensor) | Dense(tensor=tensor):
-            found = [(tensor, 4)]
+            arrays = [(tensor, 4)]
         case _:
-            found = []
-    return [(np.asarray(x) if isinstance(x, list) else x, rank) for x, rank in found if x is not None]
+            arrays = []
+    return [(np.asarray(x) if isinstance(x, list) else x, rank) for x, rank in arrays if x is not None]
 
 
 def _kind(tensors: list[Any]) -> tuple[Callable[[Any], Any], Callable[[int, int], Any]]:

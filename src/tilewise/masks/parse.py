@@ -90,8 +90,9 @@ class _Parser:
             arguments.append(self._value())
             return
         self._advance()
+        value: Value = token.text
         if token.kind == "name" and token.text in ANCHORS:
-            name, value = "align", token.text
+            name = "align"
         elif token.kind == "name" and self._accept("="):
             name, value = token.text, self._value()
         else:

@@ -96,17 +96,18 @@ class TileMap:
 
     def counts(self) -> TileCounts:
         """Tiles of each class over all sequences and query heads."""
-        shape = self.shape
-        batches = range(shape.batch) if self.per_batch else range(min(1, shape.batch))
-        heads = range(shape.heads) if self.per_head else range(min(1, shape.heads))
+        distinct, repeat = self.distinct(self.shape.heads)
         total = np.zeros(3, dtype=np.int64)
-        for b in batches:
-            for h in heads:
-                for i in range(self.rows):
-                    total += np.bincount(self.row(i, b, h), minlength=3)
-        repeat = (1 if self.per_batch else shape.batch) * (1 if self.per_head else shape.heads)
-        empty, partial, full = (int(n) * repeat if batches and heads else 0 for n in total)
-        return TileCounts(empty, partial, full)
+        for b, h in distinct:
+            for i in range(self.rows):
+                total += np.bincount(self.row(i, b, h), minlength=3)
+        return TileCounts(*(int(n) * repeat for n in total))
+
+    def distinct(self, heads: int) -> tuple[list[tuple[int, ...]], int]:
+        """(sequence, head) of those that may have tiles of their own, of `heads` heads; how many look like each of them."""
+        batch = self.shape.batch
+        sizes = (batch if self.per_batch else min(1, batch), heads if self.per_head else min(1, heads))
+        return list(np.ndindex(sizes)), (1 if self.per_batch else batch) * (1 if self.per_head else heads)
 
     def _together(self, index: int, across: bool, b: int | None, h: int | None) -> Classes:
         """One line; where several sequences or heads are asked for together, EMPTY and FULL must hold for each of them."""
@@ -114,11 +115,8 @@ class TileMap:
             raise IndexError(f"tile {index} of {self.cols if across else self.rows}")
         batches = [b or 0] if b is not None or not self.per_batch else range(self.shape.batch)
         heads = [h or 0] if h is not None or not self.per_head else range(self.shape.heads)
-        lines = [
-            self._line(index, across, x if self.per_batch else 0, y if self.per_head else 0)
-            for x in batches
-            for y in heads
-        ]
+        own = ((x * self.per_batch, y * self.per_head) for x in batches for y in heads)
+        lines = [self._line(index, across, *place) for place in own]
         if len(lines) == 1:
             return lines[0]
         stacked = np.stack(lines)

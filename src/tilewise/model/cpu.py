@@ -21,10 +21,10 @@ from tilewise.model.grid import bucket, even
 from tilewise.problem import Problem
 
 MAX_BLOCK = 256
-MERGE_SHARE = 0.01
-"""The share of the multiplications that rescaling and merging a strip's accumulator may cost: it fixes block_k."""
-REFILL_SHARE = 0.02
-"""The share that bringing a K/V tile into cache (and packing it) may cost: it fixes block_q."""
+MERGE_COST = 0.01
+"""The part of the multiplications that rescaling and merging a strip's accumulator may cost: it fixes block_k."""
+REFILL_COST = 0.02
+"""The part that bringing a K/V tile into cache (and packing it) may cost: it fixes block_q."""
 
 
 class CpuTile(NamedTuple):
@@ -76,7 +76,7 @@ class _Micro(NamedTuple):
 
 
 def cpu_tile(spec: DeviceSpec, problem: Problem) -> CpuTile:
-    """The tile for `problem` on the CPU `spec`; remembered, since every call asks for one."""
+    """The tile for `problem` on the CPU `spec`; cached, since every call asks for one."""
     problem = even(problem)
     sizes = _Sizes(
         problem.batch,
@@ -197,20 +197,20 @@ def _micro_tiles(spec: DeviceSpec, itemsize: int) -> Iterator[_Micro]:
 
 def _block_k(spec: DeviceSpec, rows: int, d_pair: int, size: int) -> tuple[int, str, str]:
     """The narrowest power of two whose merges are cheap enough, in a quarter of L2 at most; in L1 where it fits there."""
-    n = next(n for n in (64, 128, 256) if 1 / n <= MERGE_SHARE)
+    n = next(n for n in (64, 128, 256) if 1 / n <= MERGE_COST)
     while n > 32 and n * d_pair * size > spec.l2_bytes // 4:
         n //= 2
-    share = f"the merge costs {1 / n:.1%} of the multiplications"
+    merge = f"the merge costs {1 / n:.1%} of the multiplications"
     # a strip holds Q and O (rows × d each) and its scores (rows × block_k)
     need = n * d_pair * size + rows * (d_pair + n) * size
     if need <= spec.l1d_bytes:
-        return n, "L1", f"block_k {n}: K, V and a strip take {_kib(need)} of {_kib(spec.l1d_bytes)} L1; {share}"
+        return n, "L1", f"block_k {n}: K, V and a strip take {_kib(need)} of {_kib(spec.l1d_bytes)} L1; {merge}"
     return (
         n,
         "L2",
         (
             f"block_k {n}: K, V and a strip take {_kib(need)}, more than {_kib(spec.l1d_bytes)} L1, so tiles are packed and "
-            f"streamed from L2 ({_kib(n * d_pair * size)}); {share}"
+            f"streamed from L2 ({_kib(n * d_pair * size)}); {merge}"
         ),
     )
 
@@ -221,12 +221,12 @@ def _block_q(spec: DeviceSpec, rows: int, block_k: int, d_pair: int, size: int, 
     strip_cycles = rows * block_k * d_pair / lanes_per_cycle
     moved = block_k * d_pair * size * (2 if packed else 1)  # packing reads and writes
     refill_cycles = moved / spec.l2_bytes_per_cycle
-    block_q = _power_of_two_strips(rows, refill_cycles / strip_cycles / REFILL_SHARE)
+    block_q = _power_of_two_strips(rows, refill_cycles / strip_cycles / REFILL_COST)
     while block_q > rows and (block_q + block_k) * d_pair * size > spec.l2_bytes // 2:
         block_q //= 2
-    share = refill_cycles / (strip_cycles * block_q / rows)
+    cost = refill_cycles / (strip_cycles * block_q / rows)
     verb = "packing" if packed else "loading"
-    return block_q, f"block_q {block_q}: {verb} a K/V tile costs {share:.1%} of the multiplications that use it"
+    return block_q, f"block_q {block_q}: {verb} a K/V tile costs {cost:.1%} of the multiplications that use it"
 
 
 def _power_of_two_strips(rows: int, strips: float) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.masks import Full, Interval, MaskProgram, TileMap, visited_tiles
+from tilewise.masks import Full, Interval, TileMap, visited_tiles
 from tilewise.problem import Problem
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -70,17 +70,10 @@ class Grid:
         self.problem = problem = even(problem)
         self.block_q, self.block_k = block_q, block_k
         self.map = TileMap(problem.program, problem.shape, block_q, block_k)
+        self.rows, self.cols = self.map.rows, self.map.cols
         self._classes: dict[tuple[int, int], Classes] = {}
         self.row_lengths = _lengths(problem.seqlen_q, block_q)
         self.col_lengths = _lengths(problem.seqlen_k, block_k)
-
-    @property
-    def rows(self) -> int:
-        return self.map.rows
-
-    @property
-    def cols(self) -> int:
-        return self.map.cols
 
     def classes(self, b: int, h: int) -> Classes:
         """[Tr, Tc] of one query head."""
@@ -92,22 +85,16 @@ class Grid:
     def _head(self, b: int, h: int, count: int) -> HeadTiles:
         return HeadTiles(b, h, count, self.classes(b, h), self.row_lengths, self.col_lengths)
 
-    def _different(self, heads: int) -> tuple[list[tuple[int, int]], int]:
-        """(sequence, head) of those that may have tiles of their own, and how many of the problem look like each."""
-        batch, per_batch, per_head = self.problem.batch, self.map.per_batch, self.map.per_head
-        first = (batch if per_batch else min(1, batch), heads if per_head else min(1, heads))
-        return list(np.ndindex(first)), (1 if per_batch else batch) * (1 if per_head else heads)
-
     def heads(self) -> Iterator[HeadTiles]:
         """Query heads, those with equal tiles together."""
-        different, count = self._different(self.problem.heads)
-        return (self._head(b, h, count) for b, h in different)
+        distinct, count = self.map.distinct(self.problem.heads)
+        return (self._head(b, h, count) for b, h in distinct)
 
     def kv_heads(self) -> Iterator[tuple[list[HeadTiles], int]]:
         """For each key head (those with equal tiles together): its query heads' tiles, and how many such there are."""
         group = self.problem.group
-        different, count = self._different(self.problem.kv_heads)
-        for b, kv in different:
+        distinct, count = self.map.distinct(self.problem.kv_heads)
+        for b, kv in distinct:
             if self.map.per_head:
                 yield [self._head(b, kv * group + g, 1) for g in range(group)], count
             else:
@@ -132,17 +119,33 @@ class Grid:
         return int(keys @ self.row_lengths)
 
     def mask_bytes(self) -> Ints:
-        """[Tr, Tc] bytes of mask tensors a PARTIAL tile reads."""
-        return mask_bytes(self.problem.program, self.row_lengths, self.col_lengths, self.block_q, self.block_k)
+        """[Tr, Tc] bytes that evaluating the mask over a PARTIAL tile reads from its tensors."""
+        rows, cols = self.row_lengths, self.col_lengths
+        total = np.zeros((self.rows, self.cols), dtype=np.int64)
+        for term in self.problem.program.terms():
+            for kind, ints, tensors in term:
+                if kind.is_documents:
+                    total += 4 * (rows[:, None] + cols[None, :])
+                elif kind.is_blocks:
+                    total += np.outer(_spans(rows, self.block_q, ints[0]), _spans(cols, self.block_k, ints[1]))
+                elif kind.is_dense:
+                    total += self._broadcast(tensors[0].shape)
+                else:
+                    total += 4 * len(tensors)
+        return total
 
     def bias_bytes(self) -> Ints:
         """[Tr, Tc] bytes of bias a visited tile reads."""
         shape = self.problem.bias
         if shape is None:
             return np.zeros((self.rows, self.cols), dtype=np.int64)
-        rows = self.row_lengths if shape[2] > 1 else np.ones_like(self.row_lengths)
-        cols = self.col_lengths if shape[3] > 1 else np.ones_like(self.col_lengths)
-        return np.asarray(np.outer(rows, cols) * self.problem.itemsize)
+        return self._broadcast(shape) * self.problem.itemsize
+
+    def _broadcast(self, shape: Any) -> Ints:
+        """[Tr, Tc] elements that a tile needs of an array (B, H, Sq, Sk) whose sides may be 1."""
+        sides = zip((self.row_lengths, self.col_lengths), shape[2:], strict=True)
+        rows, cols = (lengths if size > 1 else np.ones_like(lengths) for lengths, size in sides)
+        return np.asarray(np.outer(rows, cols))
 
 
 @lru_cache(maxsize=4)
@@ -167,24 +170,6 @@ def even(problem: Problem) -> Problem:
     return replace(
         problem, varlen=False, seqlen_q=-(-problem.seqlen_q // count), seqlen_k=-(-problem.seqlen_k // count), mask=mask
     )
-
-
-def mask_bytes(program: MaskProgram, rows: Ints, cols: Ints, block_q: int, block_k: int) -> Ints:
-    """[Tr, Tc] bytes that evaluating the program over a tile reads from its tensors."""
-    total = np.zeros((len(rows), len(cols)), dtype=np.int64)
-    one_row, one_col = np.ones_like(rows), np.ones_like(cols)
-    for term in program.terms():
-        for kind, ints, tensors in term:
-            if kind.is_documents:
-                total += 4 * (rows[:, None] + cols[None, :])
-            elif kind.is_blocks:
-                total += np.outer(_spans(rows, block_q, ints[0]), _spans(cols, block_k, ints[1]))
-            elif kind.is_dense:
-                shape: Any = tensors[0].shape
-                total += np.outer(rows if shape[2] > 1 else one_row, cols if shape[3] > 1 else one_col)
-            else:
-                total += 4 * len(tensors)
-    return total
 
 
 def _lengths(length: int, block: int) -> Ints:

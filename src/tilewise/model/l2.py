@@ -44,16 +44,16 @@ def rounds(problem: Problem, tile: TilePlan, resident: int) -> int:
 
 
 REREAD = 1 / 4
-"""Of a stream whose blocks begin at different places, the share that is read again, per unit of what passes beyond the cache's
+"""Of a stream whose blocks begin at different places, the part that is read again, per unit of what passes beyond the cache's
 capacity. Measured, not derived: dK and dV on an H200, causal, 4k and 8k tokens (`benchmarks/results/`). Were the cache to drop
 what was unused for longest, nothing would be read again."""
 
 
 def scattered(problem: Problem, tile: TilePlan, spec: DeviceSpec, resident: int) -> float:
-    """Share of the stream read again because blocks of one head begin at different places of it."""
+    """The part of the stream read again because blocks of one head begin at different places of it."""
     if tile.pass_ != "backward_dkdv" or not problem.seqlen_q or not problem.seqlen_k:
         return 0.0
-    share, total = 0.0, 0
+    fraction, total = 0.0, 0
     for group, count in grid_of(problem, tile.block_q, tile.block_k).kv_heads():
         first = group[0].visited.argmax(axis=0)
         steps = np.stack([head.by_col * head.count for head in group]).sum(axis=0)  # [Tc]
@@ -64,8 +64,8 @@ def scattered(problem: Problem, tile: TilePlan, spec: DeviceSpec, resident: int)
         heads = min(resident * steps.max() / steps.sum(), problem.batch * problem.kv_heads)
         rows = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.itemsize
         passing = heads * (streamed(problem, tile) + 2 * rows)
-        share += count * REREAD * max(0.0, 1.0 - capacity(spec) / passing)
-    return share / max(1, total)
+        fraction += count * REREAD * max(0.0, 1.0 - capacity(spec) / passing)
+    return fraction / max(1, total)
 
 
 def dram(problem: Problem, tile: TilePlan, moved: Traffic, spec: DeviceSpec, resident: int) -> Traffic:

@@ -21,7 +21,7 @@ from tilewise.display import (
     format_seconds,
     styled,
 )
-from tilewise.masks import UNBOUNDED, Literal, MaskProgram
+from tilewise.masks import describe_mask
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:
@@ -45,32 +45,6 @@ def describe_problem(problem: Problem) -> str:
     batch = f"{problem.batch} packed sequences" if problem.varlen else f"batch {problem.batch}"
     parts = [batch, f"heads {heads}", f"length {length}", f"head dim {dims}", _SHORT[problem.dtype]]
     return " · ".join([*parts, describe_mask(problem.program)])
-
-
-def describe_mask(program: MaskProgram) -> str:
-    """The mask as it was built, term by term."""
-    if not program.structure:
-        return "no mask"
-    return " | ".join(" & ".join(_describe_literal(literal) for literal in term) for term in program.terms())
-
-
-def _describe_literal(literal: Literal) -> str:
-    kind, ints, _ = literal
-    if kind.is_band:
-        lo, hi = ints
-        where = " at an offset" if kind.is_offset else "" if kind.is_bottom_right else " from the top left"
-        if lo <= -UNBOUNDED:
-            return ("causal" if hi == 0 else f"up to {hi:+d}") + where
-        if hi >= UNBOUNDED:
-            return f"from {lo:+d} on" + where
-        return (f"window({1 - lo})" if hi == 0 else f"window({-lo}, {hi})") + where
-    if kind.is_range:
-        return f"prefix({ints[1]})" if ints[0] <= 0 else f"keys {ints[0]}…{ints[1] - 1}"
-    if kind.is_padding:
-        return "key padding"
-    if not kind.reads_data:
-        return "nothing"
-    return "~" * kind.negated + ("documents" if kind.is_documents else "blocks" if kind.is_blocks else "dense")
 
 
 def describe_roofline(plan: Plan) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -101,11 +101,7 @@ class Simulation:
             "schedule": self.schedule,
             "tile": self.tile.to_dict(),
             "traffic": self.traffic.to_dict(),
-            "updates": self.counts.updates,
-            "rescales": self.counts.rescales,
-            "rescaled_rows": self.counts.rescaled_rows,
-            "exps": self.counts.exps,
-            "flops": self.counts.flops,
+            **asdict(self.counts),
             "sram_peak": self.sram_peak,
             "sram_buffers": dict(self.sram_buffers),
             "tiles": [[v.b, v.h, v.i, v.j, int(v.kind)] for v in self.walk],

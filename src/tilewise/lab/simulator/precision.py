@@ -154,32 +154,25 @@ class _Sum:
         self.value = total
 
 
+def _errors(out: Array, truth: Array) -> tuple[float, float]:
+    """Largest absolute error, and the Frobenius norm of the error over that of the output."""
+    error = np.abs(out.astype(np.float64) - truth)
+    return float(error.max()), float(np.linalg.norm(error)) / float(np.linalg.norm(truth))
+
+
 def experiment(
     n: int = 1024, d: int = 64, rows: int = 64, widths: tuple[int, ...] = WIDTHS, seed: int = 0
 ) -> list[Result]:
     """Every path, data and width."""
-    found = []
+    results = []
     for kind in DATA:
         data = make_data(kind, rows, n, d, seed)
         for path in PATHS:
             q, k, v = (path.inputs(x) for x in data)
             truth = exact(q, k, v)
-            size = float(np.linalg.norm(truth))
             for width in widths:
                 out, rescalings = run(path, q, k, v, width)
-                calm, _ = run(path, q, k, v, width, known=True)
-                errors = [np.abs(x.astype(np.float64) - truth) for x in (out, calm)]
-                found.append(
-                    Result(
-                        path=path.name,
-                        data=kind,
-                        width=width,
-                        updates=-(-n // width),
-                        rescalings=float(rescalings.mean()),
-                        error=float(errors[0].max()),
-                        relative=float(np.linalg.norm(errors[0])) / size,
-                        error_without=float(errors[1].max()),
-                        relative_without=float(np.linalg.norm(errors[1])) / size,
-                    )
-                )
-    return found
+                without, _ = run(path, q, k, v, width, known=True)
+                figures = [figure for x in (out, without) for figure in _errors(x, truth)]
+                results.append(Result(path.name, kind, width, -(-n // width), float(rescalings.mean()), *figures))
+    return results

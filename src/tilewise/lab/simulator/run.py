@@ -35,14 +35,10 @@ def simulate(
     run = start(problem, tile, inputs if inputs is not None else random_inputs(problem, seed), sram)
     if schedule.startswith("standard"):
         forward.standard(run, 3 if schedule == "standard3" else 6)
-    elif schedule == "v1":
-        forward.v1(run, form)
-    elif schedule == "v2":
-        forward.v2(run, form)
-    elif schedule == "decode":
-        forward.decode(run, form)
-    else:
+    elif schedule.startswith("backward"):
         _backward(run, schedule)
+    else:
+        {"v1": forward.v1, "v2": forward.v2, "decode": forward.decode}[schedule](run, form)
     outputs = {name: run.hbm.arrays[name] for name in _OUTPUTS if run.hbm.traffic.writes[name]}
     return Simulation(
         schedule, problem, tile, outputs, run.hbm.traffic, run.counts, run.sram.peak, run.sram.peak_buffers, run.walk
