@@ -24,15 +24,15 @@ LIMIT_S = 60.0
 """A kernel here takes a second; one that hangs is given up after this long."""
 
 
-class Turnstile:
-    """An mbarrier: a phase is over when all have arrived and all bytes have landed."""
+class MBarrier:
+    """A phase is over when all have arrived and all bytes have landed."""
 
     def __init__(self) -> None:
-        self.count = self.pending = self.bytes = self.turns = 0
+        self.count = self.pending = self.bytes = self.phases = 0
 
-    def settle(self) -> None:
+    def end_phase(self) -> None:
         if self.pending == 0 and self.bytes == 0:
-            self.turns += 1
+            self.phases += 1
             self.pending = self.count
 
 
@@ -77,23 +77,23 @@ class Machine:
             self.changed.notify_all()
 
     # mbarrier
-    def init(self, barrier: Turnstile, count: int) -> None:
+    def init(self, barrier: MBarrier, count: int) -> None:
         barrier.count = barrier.pending = count
 
-    def wait(self, barrier: Turnstile, parity: Any, pred: Any = True) -> None:
+    def wait(self, barrier: MBarrier, parity: Any, pred: Any = True) -> None:
         if pred:
-            self.wait_for(lambda: barrier.turns % 2 != int(parity))
+            self.wait_for(lambda: barrier.phases % 2 != int(parity))
 
-    def arrive(self, barrier: Turnstile, count: int = 1, pred: Any = True) -> None:
+    def arrive(self, barrier: MBarrier, count: int = 1, pred: Any = True) -> None:
         def act() -> None:
             barrier.pending -= count
             assert barrier.pending >= 0, "more arrivals than the barrier counts"
-            barrier.settle()
+            barrier.end_phase()
 
         if pred:
             self.change(act)
 
-    def expect(self, barrier: Turnstile, size: int) -> None:
+    def expect(self, barrier: MBarrier, size: int) -> None:
         def act() -> None:
             barrier.pending -= 1
             barrier.bytes += size
@@ -101,7 +101,7 @@ class Machine:
         self.change(act)
 
     # tensor memory accelerator
-    def tma_load(self, desc: Descriptor, at: list[Any], barrier: Turnstile, tile: Shared) -> None:
+    def tma_load(self, desc: Descriptor, at: list[Any], barrier: MBarrier, tile: Shared) -> None:
         there, here = desc.parts(at)
         assert list(tile.value.shape) == desc.box
         tile.value.zero_()
@@ -109,7 +109,7 @@ class Machine:
 
         def act() -> None:
             barrier.bytes -= desc.block_type.nbytes
-            barrier.settle()
+            barrier.end_phase()
 
         self.change(act)
 
@@ -187,7 +187,7 @@ def language(machine: Machine) -> SimpleNamespace:
 
     def allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
         if dtype == torch.int64:  # barriers are the only integers there
-            return Shared([Turnstile() for _ in range(shape[0])])
+            return Shared([MBarrier() for _ in range(shape[0])])
         return Shared(torch.full(shape, float("nan"), dtype=dtype))  # as left by others
 
     def whole(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
