@@ -57,7 +57,7 @@ def call(problem: Problem, seed: int, kernel: Compiled, broken: bool = False) ->
 
 
 def named(launched: list[list[Any]], names: dict[int, str]) -> list[list[Any]]:
-    return [[names.get(x, x) if isinstance(x, int) else x for x in args if not isinstance(x, int) or x in names or x < 2**31]
+    return [[names.get(x, x) if isinstance(x, int) else x for x in args if not isinstance(x, int) or x in names or x < 2**20]
             for args in launched]  # fmt: skip
 
 

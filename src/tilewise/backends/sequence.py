@@ -37,9 +37,9 @@ class Tile(NamedTuple):
 class Cut(NamedTuple):
     """Where a sequence lies in the tensors of a call: views of them, so that results are written in place."""
 
-    batch: slice = slice(None)  # of q, k, v and their like
-    q: slice = slice(None)
-    k: slice = slice(None)
+    batch: slice  # of q, k, v and their like
+    q: slice
+    k: slice
     b: int | None = None  # of what is given for each sequence; None for a whole batch
 
     def queries(self, x: Tensor) -> Tensor:
@@ -71,7 +71,8 @@ class SequenceView:
     """The tensors, mask and tiles that forward and backward share."""
 
     def __init__(self, problem: Problem, inputs: Inputs, program: MaskProgram, cut: Cut | None = None) -> None:
-        self.problem, self.program, self.cut = problem, program, cut or Cut()
+        everything = slice(None)
+        self.problem, self.program, self.cut = problem, program, cut or Cut(everything, everything, everything)
         self.inputs = inputs = self.cut.inputs(inputs)
         self.batch, self.heads, self.seqlen_q, _ = inputs.q.shape
         self.kv_heads, self.seqlen_k = inputs.k.shape[1:3]

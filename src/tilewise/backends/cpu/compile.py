@@ -140,7 +140,9 @@ class Loaded:
             self.address = self.holder.address
         else:
             binding = _binding()
-            self.holder = binding.create_mcjit_compiler(binding.parse_assembly(""), target_machine(host()))
+            # llvmlite's own memory manager puts code and constants side by side: further than 2 GiB apart, LLVM would abort
+            target = target_machine(host())
+            self.holder = binding.create_mcjit_compiler(binding.parse_assembly(""), target, use_lmm=True)
             self.holder.add_object_file(binding.ObjectFileRef.from_data(content))
             self.holder.finalize_object()
             self.address = self.holder.get_function_address(symbol)
