@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tools.sass import Facts, barrier_addresses
+from tools.machine_code import Facts, barrier_addresses
 
 from tilewise.backends.gpu.sass import Instruction, lost_addresses
 
