@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -265,5 +267,6 @@ def test_little_memory_is_needed_beyond_the_results(small_pages: None, dim: int,
         with Worker(case, "tilewise:cpu") as worker:
             peak = worker.ask("memory", seqlen=case.seqlen)["peak_bytes"]
     results = 4 * case.seqlen * ((dim if passes == "forward" else 4 * dim) + 1)  # out and gradients, lse
-    assert results <= peak <= results + (4 + 2) * MIB
+    uncounted = 32 * mmap.PAGESIZE * (os.cpu_count() or 1)  # Linux adds a core's pages to the sum 32 at a time
+    assert results - uncounted <= peak <= results + (4 + 2) * MIB
     assert peak <= results + 3 * MIB, "two buffers take no more than two of them"
