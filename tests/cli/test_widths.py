@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tilewise.cli import app as commands
-from tilewise.cli import bench, check, demo, env, explain, plan, simulate
+from tilewise.cli import bench, check, console, demo
 from tilewise.lab.bench import demo as runs
 from tilewise.lab.bench import selftest
 from tilewise.lab.bench.judge import Judgement
@@ -63,7 +63,7 @@ def test_nothing_is_cut(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     consoles = Consoles()
     monkeypatch.setattr(selftest, "TRIALS", selftest.TRIALS[:2])
     monkeypatch.setattr(runs, "run_demo", shown_demo)
-    for module in (bench, check, demo, env, explain, plan, simulate):
+    for module in (bench, check, demo, console):
         monkeypatch.setattr(module, "console", lambda: consoles)
     done = CliRunner().invoke(commands.app, command.split())
     assert done.exit_code == 0, done.output

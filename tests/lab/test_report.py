@@ -38,7 +38,7 @@ def data() -> dict[str, Any]:
         patch.setattr(figures, "LENGTHS", LENGTHS)
         patch.setattr(machine, "RUN", {"heads": 1, "seqlen": 128, "head_dim": 16})
         patch.setattr(figures.results, "__defaults__", (LENGTHS,))
-        patch.setattr(machine, "precision", lambda: [])
+        patch.setattr(page, "experiment", lambda **_: [])
         return page.gather()
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.model import tutorials
+from tilewise.hardware import DeviceSpec, lookup
 from tilewise.lab.simulator import exact, random_inputs, simulate
-from tilewise.model import TilePlan, standard, traffic, v2
-from tilewise.model.roof import attainable, intensity, ridge
+from tilewise.model import Roofline, TilePlan, roofline, standard, traffic, v2
 from tilewise.problem import Problem
 
 MiB = 2**20
@@ -16,18 +16,23 @@ N, D = 4096, 64
 SRAM_ELEMENTS = 100 * 1024 // 4
 
 
+def under_roof(tflops: float, tbps: float, intensity: float) -> Roofline:
+    """A problem of that intensity on a machine of those rates."""
+    rates = {"peak": {"float16": tflops * 1e12}, "dram_bandwidth": tbps * 1e12}
+    return roofline(intensity, 1, "float16", DeviceSpec("", "", "gpu", "", "", 1, **rates))
+
+
 def test_ridge_points() -> None:
     """A100 312/2 = 156 FLOP/B; H100 989.4/3.35 = 295.3, which the tutorial prints as 296."""
-    assert ridge(tutorials.A100_TFLOPS, tutorials.A100_TBPS) == 156.0
-    assert round(ridge(tutorials.H100_TFLOPS, tutorials.H100_TBPS), 1) == 295.3
+    assert under_roof(tutorials.A100_TFLOPS, tutorials.A100_TBPS, 1).ridge == 156.0
+    assert round(under_roof(tutorials.H100_TFLOPS, tutorials.H100_TBPS, 1).ridge, 1) == 295.3
 
 
 def test_roofline() -> None:
     """min(peak, AI × bandwidth)."""
-    peak, bandwidth = 312e12, 2e12
-    assert attainable(peak, bandwidth, 78) == 156e12
-    assert attainable(peak, bandwidth, 156) == peak == attainable(peak, bandwidth, 1000)
-    assert intensity(100, 0) == float("inf")
+    assert under_roof(312, 2, 78).attainable == 156e12
+    assert under_roof(312, 2, 156).attainable == 312e12 == under_roof(312, 2, 1000).attainable
+    assert roofline(100, 0, "float16", lookup("a100")).intensity == float("inf")
 
 
 def test_intensity_by_step() -> None:
@@ -40,7 +45,7 @@ def test_intensity_overall() -> None:
     assert 60 <= tutorials.standard_intensity_overall(64) <= 80
     in_bytes = tutorials.standard_intensity_overall(64, itemsize=2)
     assert round(in_bytes) == 33
-    share = attainable(312e12, 2e12, in_bytes) / 312e12
+    share = under_roof(312, 2, in_bytes).attainable / 312e12
     assert round(100 * share) == 21  # the tutorial's "~50 %" reads the per-element figure against the ridge in bytes
     assert tutorials.standard_intensity_overall(64) / 156 == pytest.approx(0.42, abs=0.01)
 

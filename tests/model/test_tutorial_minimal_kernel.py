@@ -9,7 +9,6 @@ from tests.model import tutorials
 from tilewise.lab.simulator import exact, random_inputs, simulate
 from tilewise.lab.simulator.banks import BANKS, Layout, layouts, tile_conflicts, transactions
 from tilewise.model import TilePlan, standard, v2, work
-from tilewise.model.flops import forward_flops
 from tilewise.problem import Problem
 
 KiB, MiB = 2**10, 2**20
@@ -24,7 +23,6 @@ def test_shared_memory() -> None:
 
 def test_flops() -> None:
     """4·S²·D·B·H."""
-    assert forward_flops(2, 3, 1024, 1024, 64, 64) == 4 * 1024**2 * 64 * 2 * 3
     problem = Problem.of(batch=2, heads=3, seqlen=1024, head_dim=64)
     done = work(problem, TilePlan(128, 128))
     assert done.useful == done.executed == 4 * 1024**2 * 64 * 2 * 3

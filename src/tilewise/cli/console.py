@@ -35,6 +35,14 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def output(shown: Any, data: Any, json: bool) -> None:
+    """Print what a command has to say: `data` with --json, else what is shown."""
+    if json:
+        print_json(data)
+    else:
+        console().print(shown)
+
+
 def with_error_line(command: Callable[P, R]) -> Callable[P, R]:
     """A command whose TilewiseErrors become one line on stderr and exit status 2 instead of a traceback."""
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tilewise.cli.console import Json, console, print_json
+from tilewise.cli.console import Json, output
+
+if TYPE_CHECKING:
+    from tilewise.display import Shown
 
 
 def env_command(json: Json = False) -> None:
     """Show what is usable on this machine, and why the rest is not."""
     facts = gather()
-    if json:
-        print_json(facts)
-    else:
-        show(facts)
+    output(shown(facts), facts, json)
 
 
 def gather() -> dict[str, Any]:
@@ -41,7 +41,7 @@ def gather() -> dict[str, Any]:
     }
 
 
-def show(facts: dict[str, Any]) -> None:
+def shown(facts: dict[str, Any]) -> Shown:
     from tilewise.display import Cell, Group, Table, Text, format_bytes
     from tilewise.display import facts as facts_table
 
@@ -68,4 +68,4 @@ def show(facts: dict[str, Any]) -> None:
     columns = ("backend", "usable on", "why not elsewhere")
     table = Table("Backends, in order of preference", columns, backends, wraps=(1, 2))
     note = Text(("reference builds all N × N scores and is used only when asked for by name.", "dim"))
-    console().print(Group(facts_table(rows), table, note))
+    return Group(facts_table(rows), table, note)

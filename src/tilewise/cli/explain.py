@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from tilewise.cli.console import Json, console, print_json
+from tilewise.cli.console import Json, output
 from tilewise.cli.options import Device, Pass, Tile, parse_tile, takes_problem
 
 if TYPE_CHECKING:
@@ -29,7 +29,4 @@ def explain_command(
 
     name = cast("BackendName", backend)
     explanation = explain(problem, device=device, backend=name, tile=parse_tile(tile), pass_=pass_, measure=measure)
-    if json:
-        print_json(explanation.to_dict())
-    else:
-        console().print(explanation)
+    output(explanation, explanation.to_dict(), json)

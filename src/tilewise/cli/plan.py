@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilewise.cli.console import Json, console, print_json
+from tilewise.cli.console import Json, output
 from tilewise.cli.options import Device, Pass, Tile, parse_tile, takes_problem
 
 if TYPE_CHECKING:
@@ -29,10 +29,7 @@ def plan_command(
         _compare_devices(problem, pass_, json)
         return
     chosen = plan(problem, device, pass_=pass_, tile=parse_tile(tile))
-    if json:
-        print_json(chosen.to_dict())
-    else:
-        console().print(chosen)
+    output(chosen, chosen.to_dict(), json)
 
 
 def _compare_devices(problem: Problem, pass_: str, json: bool) -> None:
@@ -48,8 +45,6 @@ def _compare_devices(problem: Problem, pass_: str, json: bool) -> None:
             plans.append(plan(problem, spec, pass_=pass_ if spec.is_gpu else "auto"))
         except PlanError as error:
             impossible[key] = str(error)
-    if json:
-        print_json({"plans": [one.to_dict() for one in plans], "impossible": impossible})
-    else:
-        notes = [Text((f"{key}: {why}", "dim")) for key, why in impossible.items()]
-        console().print(Group(show_comparison(plans), *notes))
+    notes = [Text((f"{key}: {why}", "dim")) for key, why in impossible.items()]
+    data = {"plans": [one.to_dict() for one in plans], "impossible": impossible}
+    output(Group(show_comparison(plans), *notes), data, json)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tilewise.cli.console import Json, console, print_json
+from tilewise.cli.console import Json, output
 from tilewise.cli.options import parse_tile, takes_problem
 
 if TYPE_CHECKING:
@@ -72,15 +72,11 @@ def _simulate(problem: Problem, tile: TilePlan, schedules: list[str], sram: int 
         else:
             models.append(model.traffic(problem, used, kind))
     errors = [largest_error(run, inputs) for run in runs]
-    if json:
-        print_json(
-            [
-                {**run.to_dict(), "model": model.to_dict(), "agrees": run.traffic == model, "error": error}
-                for run, model, error in zip(runs, models, errors, strict=True)
-            ]
-        )
-    else:
-        console().print(simulation(runs, models, errors, lookup(TIMELINE_DEVICE), describe_problem(problem)))
+    data = [
+        {**run.to_dict(), "model": model.to_dict(), "agrees": run.traffic == model, "error": error}
+        for run, model, error in zip(runs, models, errors, strict=True)
+    ]
+    output(simulation(runs, models, errors, lookup(TIMELINE_DEVICE), describe_problem(problem)), data, json)
 
 
 def _precision(json: bool) -> None:
@@ -88,7 +84,4 @@ def _precision(json: bool) -> None:
     from tilewise.lab.simulator.show import precision as table
 
     results = precision.experiment()
-    if json:
-        print_json([result.to_dict() for result in results])
-    else:
-        console().print(table(results))
+    output(table(results), [asdict(result) for result in results], json)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from tilewise import dispatch
 from tilewise.backends.base import Verdict
 from tilewise.hardware import DeviceSpec
@@ -34,12 +32,10 @@ def answer_there(problem: Problem, spec: DeviceSpec, backward: bool, name: str) 
 
 def _unfit(name: str, spec: DeviceSpec) -> str | None:
     """What a kind of machine lacks for a backend."""
-    capability = re.fullmatch(r"sm_(\d+)(\d)", spec.arch)
-    version = None if capability is None else (int(capability[1]), int(capability[2]))
-    if name == "hopper" and version != (9, 0):
+    if name == "hopper" and spec.capability != (9, 0):
         return f"needs compute capability 9.0; {spec.name} is {spec.arch}"
     if name == "triton" and not spec.is_gpu:
         return "runs on GPUs"
-    if name == "triton" and version is not None and version < (8, 0):
+    if name == "triton" and spec.capability is not None and spec.capability < (8, 0):
         return f"needs compute capability 8.0 or newer; {spec.name} is {spec.arch}"
     return None

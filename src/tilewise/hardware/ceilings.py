@@ -53,7 +53,7 @@ def measure(
     spec = probe_cpu() if device == "cpu" else probe_gpu(int(device.partition(":")[2] or 0))
     if spec is None or (device != "cpu" and not device.startswith("cuda")):
         raise DeviceError(f"device: cannot measure {device!r}, only the live 'cpu' or a visible 'cuda[:i]'")
-    bench = _torch_bench(device) or _NumpyBench()
+    bench = _Bench(device)
     identity = {"version": _VERSION, "name": spec.name, "units": spec.units, "software": bench.software, "quick": quick}
     path = _path(spec, cache_dir)
     if not refresh:
@@ -70,48 +70,18 @@ def _path(spec: DeviceSpec, cache_dir: Path | None) -> Path:
     return (cache_dir or cache_root()) / f"ceilings-{plain}.json"
 
 
-class _NumpyBench:
-    """A CPU without torch."""
+class _Bench:
+    """A CPU or GPU through torch."""
 
-    device = "cpu"
-    dtypes: tuple[str, ...] = ("float32", "float64")
+    def __init__(self, device: str) -> None:
+        import torch
 
-    def __init__(self) -> None:
-        import numpy
-
-        self.np = numpy
-        self.software = f"numpy {numpy.__version__}"
-
-    def gemm(self, n: int, dtype: str) -> Callable[[], Any]:
-        a = self.np.ones((n, n), dtype=dtype)
-        out = self.np.empty_like(a)
-        return lambda: self.np.matmul(a, a, out=out)
-
-    def copy(self, size: int) -> Callable[[], Any]:
-        a = self.np.zeros(size // 4, dtype="float32")
-        b = self.np.ones_like(a)
-        return lambda: self.np.copyto(b, a)
-
-    def read(self, size: int) -> Callable[[], Any]:
-        a = self.np.ones(size // 4, dtype="float32")
-        return lambda: a.max()
-
-    def exp(self, count: int) -> Callable[[], Any]:
-        a = self.np.ones(count, dtype="float32")
-        return lambda: self.np.exp(a, out=a) * 0
+        self.torch, self.device = torch, device
+        self.software = f"torch {torch.__version__}"
+        self.dtypes = ("float32", "float64") if device == "cpu" else ("float16", "bfloat16", "tf32", "float32")
 
     def seconds(self, call: Callable[[], Any], rounds: int) -> float:
         return median_seconds(call, self.device, rounds)[0]
-
-
-class _TorchBench(_NumpyBench):
-    """A CPU or GPU through torch."""
-
-    def __init__(self, torch: Any, device: str) -> None:
-        self.torch, self.device = torch, device
-        self.software = f"torch {torch.__version__}"
-        if device != "cpu":
-            self.dtypes = ("float16", "bfloat16", "tf32", "float32")
 
     def _randn(self, *shape: int, dtype: str = "float32") -> Any:
         return self.torch.randn(*shape, device=self.device).to(getattr(self.torch, dtype))
@@ -146,15 +116,7 @@ class _TorchBench(_NumpyBench):
         return lambda: self.torch.exp(a, out=out)
 
 
-def _torch_bench(device: str) -> _TorchBench | None:
-    try:
-        import torch
-    except ImportError:
-        return None
-    return _TorchBench(torch, device)
-
-
-def _run(spec: DeviceSpec, bench: _NumpyBench, quick: bool) -> Ceilings:
+def _run(spec: DeviceSpec, bench: _Bench, quick: bool) -> Ceilings:
     gpu = spec.is_gpu
     rounds = 3 if quick else 15
     n = (2048 if quick else 8192) if gpu else (256 if quick else 1024)

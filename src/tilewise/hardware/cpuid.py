@@ -11,7 +11,8 @@ Neoverse N1)."""
 _ARM = "Arm Neoverse {} Software Optimization Guide, pipelines and instruction tables"
 _INTEL = "Intel 64 and IA-32 Optimization Reference Manual, chapter "
 
-# isa: SIMD bits, vector registers, FMAs a cycle, FMA latency, loads a cycle, L2 bytes a cycle, source
+_FIGURES = ("simd_bits", "vector_registers", "fma_per_cycle", "fma_latency", "loads_per_cycle", "l2_bytes_per_cycle")
+# isa: these figures and their source
 _ISAS: dict[str, tuple[int, int, float, int, float, float, str]] = {
     "neon": (128, 32, 2, 4, 2, 16, _ARM.format("N1")),
     "sve": (512, 32, 2, 9, 2, 32, "Fujitsu A64FX Microarchitecture Manual, chapters 2 and 16"),
@@ -45,15 +46,8 @@ _ARM_PARTS = {
 
 def core_figures(isa: str, core: str = "") -> tuple[dict[str, Any], dict[str, str]]:
     """Pipeline figures of an instruction set, refined for a core where it is known; with sources."""
-    bits, registers, fma, latency, loads, l2, source = _ISAS.get(isa, _ISAS["scalar"])
-    values: dict[str, Any] = {
-        "simd_bits": bits,
-        "vector_registers": registers,
-        "fma_per_cycle": fma,
-        "fma_latency": latency,
-        "loads_per_cycle": loads,
-        "l2_bytes_per_cycle": l2,
-    }
+    *figures, source = _ISAS.get(isa, _ISAS["scalar"])
+    values: dict[str, Any] = dict(zip(_FIGURES, figures, strict=True))
     sources = dict.fromkeys(values, source)
     sources["l2_bytes_per_cycle"] = "estimate: sustained L1 refill from L2, half of a line's width a cycle"
     special, special_source = _CORES.get(core, ({}, ""))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -99,7 +100,7 @@ class DeviceSpec:
     # A mapping proxy cannot be pickled or deep-copied; a plain dict can, and __post_init__ freezes it again.
     def __reduce__(self) -> tuple[Any, ...]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return _rebuild, ({**values, "peak": dict(self.peak), "sources": dict(self.sources)},)
+        return partial(DeviceSpec, **{**values, "peak": dict(self.peak), "sources": dict(self.sources)}), ()
 
     @property
     def is_gpu(self) -> bool:
@@ -164,7 +165,3 @@ class DeviceSpec:
             **{name: dict(v) if isinstance(v, Mapping) else v for name, v in self.figures().items()},
             "sources": dict(self.sources),
         }
-
-
-def _rebuild(values: dict[str, Any]) -> DeviceSpec:
-    return DeviceSpec(**values)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -137,8 +138,9 @@ def _values(x: Any) -> str:
 def to_array(mask: Mask, queries: int, keys: int) -> Any:
     """The booleans (B or 1, H or 1, queries, keys): a tensor where the mask holds tensors, a numpy array otherwise."""
     tensors = [array for leaf in mask.leaves() for array in _arrays(leaf)]
-    lead = [_lead((1,) * (rank - x.ndim) + tuple(x.shape)) for x, rank in tensors]
-    shape = MaskShape(max((b for b, _ in lead), default=1), max((h for _, h in lead), default=1), queries, keys)
+    sides = [(1,) * (rank - x.ndim) + tuple(x.shape) for x, rank in tensors]
+    heads = max((side[1] for side in sides if len(side) == 4), default=1)  # only arrays of rank 4 have heads
+    shape = MaskShape(max((side[0] for side in sides), default=1), heads, queries, keys)
     asarray, arange = _kind([x for x, _ in tensors if hasattr(x, "is_cuda")])
     program = mask.lower(Binding(shape, asarray=asarray))
     tile = allowed(program, shape, (0, queries), (0, keys), arange)
@@ -148,11 +150,6 @@ def to_array(mask: Mask, queries: int, keys: int) -> Any:
     if isinstance(tile, np.ndarray):
         return np.broadcast_to(tile, whole).copy()
     return tile.new_empty(whole).copy_(tile)
-
-
-def _lead(sides: tuple[int, ...]) -> tuple[int, int]:
-    """Batch and heads of an array; only arrays of rank 4 have heads."""
-    return sides[0], sides[1] if len(sides) == 4 else 1
 
 
 def _arrays(leaf: Mask) -> list[tuple[Any, int]]:
@@ -180,7 +177,4 @@ def _kind(tensors: list[Any]) -> tuple[Callable[[Any], Any], Callable[[int, int]
     if len(devices) > 1:
         raise DeviceError(f"mask: holds tensors on {' and '.join(devices)}; move them with mask.to(device)")
     device = tensors[0].device
-    return (
-        lambda x: torch.as_tensor(x, device=device),
-        lambda start, end: torch.arange(start, end, device=device),
-    )
+    return partial(torch.as_tensor, device=device), partial(torch.arange, device=device)

@@ -12,9 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilewise.model.cpu import CpuTile as CpuTile
     from tilewise.model.cpu import cpu_tile as cpu_tile
-    from tilewise.model.decide import Alternative as Alternative
     from tilewise.model.decide import Plan as Plan
     from tilewise.model.decide import plan as plan
     from tilewise.model.flops import Work as Work
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from tilewise.model.flops import work as work
     from tilewise.model.gpu import gpu_tile as gpu_tile
     from tilewise.model.l2 import dram as dram
-    from tilewise.model.onchip import OnChip as OnChip
     from tilewise.model.onchip import kernel as kernel
     from tilewise.model.roof import Roofline as Roofline
     from tilewise.model.roof import roofline as roofline
@@ -37,12 +34,12 @@ if TYPE_CHECKING:
     from tilewise.model.tile import TilePlan as TilePlan
 
 _NAMES = {
-    "cpu": ("CpuTile", "cpu_tile"),
-    "decide": ("Alternative", "Plan", "plan"),
+    "cpu": ("cpu_tile",),
+    "decide": ("Plan", "plan"),
     "flops": ("Work", "visible_pairs", "work"),
     "gpu": ("gpu_tile",),
     "l2": ("dram",),
-    "onchip": ("OnChip", "kernel"),
+    "onchip": ("kernel",),
     "roof": ("Roofline", "roofline"),
     "schedules": ("SCHEDULES", "Traffic", "compulsory", "decode", "standard", "traffic", "v1", "v2"),
     "tile": ("TilePlan",),

@@ -77,43 +77,25 @@ class _Micro(NamedTuple):
 
 def cpu_tile(spec: DeviceSpec, problem: Problem) -> CpuTile:
     """The tile for `problem` on the CPU `spec`; cached, since every call asks for one."""
-    problem = even(problem)
-    sizes = _Sizes(
-        problem.batch,
-        problem.heads,
-        bucket(problem.seqlen_q),
-        bucket(problem.seqlen_k),
-        problem.head_dim,
-        problem.head_dim_v,
-        problem.itemsize,
-    )
-    return _cpu_tile(spec, sizes)
-
-
-class _Sizes(NamedTuple):
-    """What the tile depends on."""
-
-    batch: int
-    heads: int
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
-    head_dim_v: int
-    itemsize: int
+    sizes = even(problem)
+    lengths = (bucket(sizes.seqlen_q), bucket(sizes.seqlen_k))
+    return _cpu_tile(spec, sizes.batch * sizes.heads, lengths, (sizes.head_dim, sizes.head_dim_v), sizes.itemsize)
 
 
 @lru_cache(maxsize=4096)
-def _cpu_tile(spec: DeviceSpec, problem: _Sizes) -> CpuTile:
-    size = max(4, problem.itemsize)  # 16-bit inputs are widened
+def _cpu_tile(
+    spec: DeviceSpec, heads: int, lengths: tuple[int, int], dims: tuple[int, int], itemsize: int
+) -> CpuTile:
+    size = max(4, itemsize)  # 16-bit inputs are widened
     lanes = spec.lanes(size)
-    micro, why_micro = register_tile(spec, size, max(problem.head_dim, problem.head_dim_v))
+    micro, why_micro = register_tile(spec, size, max(dims))
     rows = lanes * micro.row_vectors
-    d_pair = problem.head_dim + problem.head_dim_v
+    d_pair = sum(dims)
     block_k, resident, why_k = _block_k(spec, rows, d_pair, size)
-    packed = resident == "L2" or problem.itemsize < 4
+    packed = resident == "L2" or itemsize < 4
     block_q, why_q = _block_q(spec, rows, block_k, d_pair, size, packed)
-    block_k = min(block_k, _round_up(max(1, problem.seqlen_k), micro.keys))
-    block_q, splits, why_par = _parallel(spec, problem, rows, block_q, block_k)
+    block_k = min(block_k, _round_up(max(1, lengths[1]), micro.keys))
+    block_q, splits, why_par = _parallel(spec, heads, lengths, (block_q, block_k), rows)
     return CpuTile(
         block_q=block_q,
         block_k=block_k,
@@ -205,14 +187,10 @@ def _block_k(spec: DeviceSpec, rows: int, d_pair: int, size: int) -> tuple[int, 
     need = n * d_pair * size + rows * (d_pair + n) * size
     if need <= spec.l1d_bytes:
         return n, "L1", f"block_k {n}: K, V and a strip take {_kib(need)} of {_kib(spec.l1d_bytes)} L1; {merge}"
-    return (
-        n,
-        "L2",
-        (
-            f"block_k {n}: K, V and a strip take {_kib(need)}, more than {_kib(spec.l1d_bytes)} L1, so tiles are packed and "
-            f"streamed from L2 ({_kib(n * d_pair * size)}); {merge}"
-        ),
-    )
+    return n, "L2", (
+        f"block_k {n}: K, V and a strip take {_kib(need)}, more than {_kib(spec.l1d_bytes)} L1, so tiles are packed and "
+        f"streamed from L2 ({_kib(n * d_pair * size)}); {merge}"
+    )  # fmt: skip
 
 
 def _block_q(spec: DeviceSpec, rows: int, block_k: int, d_pair: int, size: int, packed: bool) -> tuple[int, str]:
@@ -221,7 +199,9 @@ def _block_q(spec: DeviceSpec, rows: int, block_k: int, d_pair: int, size: int, 
     strip_cycles = rows * block_k * d_pair / lanes_per_cycle
     moved = block_k * d_pair * size * (2 if packed else 1)  # packing reads and writes
     refill_cycles = moved / spec.l2_bytes_per_cycle
-    block_q = _power_of_two_strips(rows, refill_cycles / strip_cycles / REFILL_COST)
+    block_q, strips = rows, refill_cycles / strip_cycles / REFILL_COST
+    while block_q / rows < strips and 2 * block_q <= MAX_BLOCK:
+        block_q *= 2
     while block_q > rows and (block_q + block_k) * d_pair * size > spec.l2_bytes // 2:
         block_q //= 2
     cost = refill_cycles / (strip_cycles * block_q / rows)
@@ -229,19 +209,12 @@ def _block_q(spec: DeviceSpec, rows: int, block_k: int, d_pair: int, size: int, 
     return block_q, f"block_q {block_q}: {verb} a K/V tile costs {cost:.1%} of the multiplications that use it"
 
 
-def _power_of_two_strips(rows: int, strips: float) -> int:
-    count = 1
-    while count < strips and 2 * count * rows <= MAX_BLOCK:
-        count *= 2
-    return count * rows
-
-
 def _parallel(
-    spec: DeviceSpec, problem: _Sizes, rows: int, block_q: int, block_k: int
+    spec: DeviceSpec, heads: int, lengths: tuple[int, int], blocks: tuple[int, int], rows: int
 ) -> tuple[int, int, tuple[str, ...]]:
     """Smaller blocks, then splits over the keys, until every core has work."""
-    length = max(1, problem.seqlen_q)
-    heads = max(1, problem.batch * problem.heads)
+    (length, keys), (block_q, block_k) = lengths, blocks
+    length, heads = max(1, length), max(1, heads)
     reasons: list[str] = []
     if block_q > _round_up(length, rows):
         block_q = _round_up(length, rows)
@@ -254,7 +227,7 @@ def _parallel(
     tasks = heads * -(-length // block_q)
     splits = 1
     if tasks < spec.cores:
-        splits = max(1, min(-(-spec.cores // tasks), -(-problem.seqlen_k // (2 * block_k))))
+        splits = max(1, min(-(-spec.cores // tasks), -(-keys // (2 * block_k))))
     if splits > 1:
         reasons.append(f"{splits} splits over the keys: {tasks} tasks would leave {spec.cores - tasks} cores idle")
     return block_q, splits, tuple(reasons)

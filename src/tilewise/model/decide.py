@@ -135,15 +135,12 @@ def plan(
     """
     spec = hardware.device(device)
     if pass_ == "auto":
-        pass_ = "decode" if spec.is_gpu and _is_decode(problem) else "forward"
+        sizes = even(problem)
+        few = sizes.seqlen_q * sizes.group <= DECODE_ROWS < sizes.seqlen_k
+        pass_ = "decode" if spec.is_gpu and few else "forward"
     if pass_ not in PASSES:
         raise PlanError(f"pass_: got {pass_!r}, need auto, {', '.join(PASSES)}")
     return _gpu_plan(problem, spec, pass_, tile, kernels) if spec.is_gpu else _cpu_plan(problem, spec, tile)
-
-
-def _is_decode(problem: Problem) -> bool:
-    problem = even(problem)
-    return problem.seqlen_q * problem.group <= DECODE_ROWS < problem.seqlen_k
 
 
 def _gpu_plan(
@@ -267,10 +264,15 @@ def _reasons(chosen: gpu.Candidate, spec: DeviceSpec, work: Work) -> tuple[str, 
 
 def _alternatives(candidates: list[gpu.Candidate], chosen: gpu.Candidate) -> tuple[Alternative, ...]:
     """The best candidate of each size: those that run by time, then those that do not with the reason."""
+
+    def rank(candidate: gpu.Candidate) -> tuple[float, int]:
+        """By time; those that do not run by registers."""
+        return candidate.seconds, candidate.on_chip.registers
+
     best: dict[tuple[int, int], gpu.Candidate] = {}
     for candidate in candidates:
         key = (candidate.tile.block_q, candidate.tile.block_k)
-        if key not in best or _better(candidate, best[key]):
+        if key not in best or rank(candidate) < rank(best[key]):
             best[key] = candidate
     if chosen.tile.source == "user" or chosen.tile not in [candidate.tile for candidate in best.values()]:
         best[chosen.tile.block_q, chosen.tile.block_k] = chosen
@@ -293,11 +295,6 @@ def _alternatives(candidates: list[gpu.Candidate], chosen: gpu.Candidate) -> tup
         )
         for c in sorted(best.values(), key=lambda c: (bool(c.rejected), c.seconds, c.on_chip.sram_bytes))
     )
-
-
-def _better(one: gpu.Candidate, other: gpu.Candidate) -> bool:
-    """Faster; of two that do not run, the one that needs fewer registers."""
-    return (one.seconds, one.on_chip.registers) < (other.seconds, other.on_chip.registers)
 
 
 def _why_not(tile: TilePlan) -> str:

@@ -54,11 +54,6 @@ def work(problem: Problem, tile: TilePlan) -> Work:
     return Work(pairs, pairs * per_pair, area * per_pair, padded * per_pair, padded, tiles)
 
 
-def forward_flops(batch: int, heads: int, seqlen_q: int, seqlen_k: int, head_dim: int, head_dim_v: int) -> int:
-    """2·M·N·D for QKᵀ and 2·M·N·Dv for PV: 4·S²·D·B·H where all are equal."""
-    return batch * heads * 2 * seqlen_q * seqlen_k * (head_dim + head_dim_v)
-
-
 def visible_pairs(problem: Problem) -> int:
     """Pairs the mask lets through, over all sequences and query heads."""
     m, n, heads = problem.seqlen_q, problem.seqlen_k, problem.batch * problem.heads

@@ -148,9 +148,7 @@ class Grid:
         return np.asarray(np.outer(rows, cols))
 
 
-@lru_cache(maxsize=4)
-def _static_grid(problem: Problem, block_q: int, block_k: int) -> Grid:
-    return Grid(problem, block_q, block_k)
+_static_grid = lru_cache(maxsize=4)(Grid)
 
 
 def grid_of(problem: Problem, block_q: int, block_k: int) -> Grid:

@@ -20,8 +20,6 @@ class OnChip:
 
     sram: dict[str, int]
     """Shared-memory bytes by buffer."""
-    fragments: dict[str, int]
-    """Register bytes by fragment, over all threads of the block."""
     registers: int
     """32-bit registers a thread."""
     blocks: int
@@ -35,33 +33,20 @@ class OnChip:
 def buffers(tile: TilePlan, d: int, dv: int, itemsize: int) -> dict[str, int]:
     """Shared memory of our GPU kernels: what is resident once, what is in flight `stages` times."""
     m, n, s = tile.block_q, tile.block_k, tile.stages
+    q, k, v, do = m * d * itemsize, n * d * itemsize, n * dv * itemsize, m * dv * itemsize
     if tile.pass_ in ("forward", "decode"):
-        return {"Q": m * d * itemsize, "K": s * n * d * itemsize, "V": s * n * dv * itemsize}
+        return {"Q": q, "K": s * k, "V": s * v}
     if tile.pass_ == "backward_dkdv":
-        return {
-            "K": n * d * itemsize,
-            "V": n * dv * itemsize,
-            "Q": s * m * d * itemsize,
-            "dO": s * m * dv * itemsize,
-            "LSE": s * m * 4,
-            "delta": s * m * 4,
-        }
-    return {
-        "Q": m * d * itemsize,
-        "dO": m * dv * itemsize,
-        "K": s * n * d * itemsize,
-        "V": s * n * dv * itemsize,
-        "dS": m * n * itemsize,
-    }
+        return {"K": k, "V": v, "Q": s * q, "dO": s * do, "LSE": s * m * 4, "delta": s * m * 4}
+    return {"Q": q, "dO": do, "K": s * k, "V": s * v, "dS": m * n * itemsize}
 
 
 def fragments(tile: TilePlan, d: int, dv: int, itemsize: int) -> dict[str, int]:
     """Register bytes of our GPU kernels at their fullest: fp32 accumulators, fp32 scores and their narrowed copies."""
     m, n = tile.block_q, tile.block_k
-    narrow = min(itemsize, 2) if itemsize < 4 else itemsize
     if tile.pass_ in ("forward", "decode"):
-        return {"O": m * dv * 4, "S": m * n * 4, "P": m * n * narrow}
-    both = {"S": m * n * 4, "dP": m * n * 4, "P": m * n * narrow, "dS": m * n * narrow}
+        return {"O": m * dv * 4, "S": m * n * 4, "P": m * n * itemsize}
+    both = {"S": m * n * 4, "dP": m * n * 4, "P": m * n * itemsize, "dS": m * n * itemsize}
     if tile.pass_ == "backward_dkdv":
         return {"dK": n * d * 4, "dV": n * dv * 4, **both}
     return {"dQ": m * d * 4, **{name: size for name, size in both.items() if name != "P"}}
@@ -71,28 +56,21 @@ def kernel(tile: TilePlan, d: int, dv: int, itemsize: int, spec: DeviceSpec) -> 
     """On-chip use of our GPU kernel for `tile`, and its occupancy on `spec`."""
     sram = buffers(tile, d, dv, itemsize)
     held = fragments(tile, d, dv, itemsize)
-    if (
-        spec.vendor == "AMD"
-    ):  # twice the registers and a third of the shared memory: what is loaded once lives in registers
+    if spec.vendor == "AMD":  # twice the registers, a third of the shared memory: what is loaded once lives in registers
         once = ("K", "V") if tile.pass_ == "backward_dkdv" else ("Q", "dO")
         held.update({f"{name} operand": sram.pop(name) for name in once if name in sram})
     threads = tile.warps * spec.warp
-    capability = spec.capability
-    from_shared = capability is not None and capability[0] in (9, 10)  # these read operands from shared memory
+    from_shared = spec.capability is not None and spec.capability[0] in (9, 10)  # they read operands from shared memory
     overhead = OVERHEAD_REGISTERS + (0 if from_shared else OPERAND_REGISTERS)
     registers = -(-sum(held.values()) // (4 * threads)) + overhead
     used = sum(sram.values())
     blocks = 0
     if used <= spec.sram_per_block and registers <= spec.max_registers and threads <= spec.max_threads_per_block:
-        per_block = _round_up(registers, 8) * threads * 4
+        per_block = -(-registers // 8) * 8 * threads * 4
         blocks = min(
             spec.sram_bytes // (used + 1024),  # a kibibyte a block is the system's
             spec.register_bytes // per_block,
             spec.max_threads // threads,
             spec.max_blocks,
         )
-    return OnChip(sram, held, registers, blocks)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    return OnChip(sram, registers, blocks)

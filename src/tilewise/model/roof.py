@@ -8,21 +8,6 @@ from typing import Any
 from tilewise.hardware.spec import DeviceSpec
 
 
-def intensity(flops: float, moved: float) -> float:
-    """FLOPs a byte (or an element, if that is what was counted)."""
-    return flops / moved if moved else float("inf")
-
-
-def ridge(peak: float, bandwidth: float) -> float:
-    """The intensity at which compute and memory take the same time."""
-    return peak / bandwidth
-
-
-def attainable(peak: float, bandwidth: float, at: float) -> float:
-    """min(peak, intensity × bandwidth)."""
-    return min(peak, at * bandwidth)
-
-
 def waves(blocks: int, slots: int) -> tuple[int, float]:
     """Rounds a grid takes on `slots` places, and the share of the places it fills."""
     if blocks == 0 or slots == 0:
@@ -50,5 +35,5 @@ class Roofline:
 
 def roofline(flops: float, moved: float, dtype: str, spec: DeviceSpec, precision: str = "default") -> Roofline:
     """`flops` FLOPs over `moved` DRAM bytes on `spec`."""
-    peak, at = spec.flops(dtype, precision), intensity(flops, moved)
-    return Roofline(at, ridge(peak, spec.dram_bandwidth), peak, attainable(peak, spec.dram_bandwidth, at))
+    peak, intensity = spec.flops(dtype, precision), flops / moved if moved else float("inf")
+    return Roofline(intensity, spec.ridge(dtype, precision), peak, min(peak, intensity * spec.dram_bandwidth))

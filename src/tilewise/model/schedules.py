@@ -254,14 +254,8 @@ def backward_fused(problem: Problem, tile: TilePlan) -> Traffic:
 
 
 SCHEDULES: dict[str, Callable[[Problem, TilePlan], Traffic]] = {
-    "standard": standard,
-    "v1": v1,
-    "v2": v2,
-    "decode": decode,
-    "backward": backward,
-    "backward_fused": backward_fused,
-    "backward_dkdv": backward_dkdv,
-    "backward_dq": backward_dq,
+    schedule.__name__: schedule
+    for schedule in (standard, v1, v2, decode, backward, backward_fused, backward_dkdv, backward_dq)
 }
 
 

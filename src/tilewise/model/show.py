@@ -125,17 +125,8 @@ def _alternatives(plan: Plan) -> Sequence[Shown]:
 def show_comparison(plans: Sequence[Plan]) -> Shown:
     """One problem on several machines, side by side."""
     columns = (
-        "device",
-        "tile",
-        "predicted",
-        "rate",
-        "bound by",
-        "on chip",
-        "stages",
-        "warps",
-        "tile bytes",
-        "HBM bytes",
-    )
+        "device", "tile", "predicted", "rate", "bound by", "on chip", "stages", "warps", "tile bytes", "HBM bytes",
+    )  # fmt: skip
     fastest = min((plan.seconds for plan in plans), default=0.0)
     rows = [
         styled(

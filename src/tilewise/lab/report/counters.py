@@ -40,12 +40,8 @@ PASSES = {
 """Kernels by the pass they do, which may be either of two; others are not counted."""
 EDGES = ("preprocess", "postprocess")
 """Passes without tiles."""
-_SCHEDULES = {
-    "forward": "v2",
-    "backward_dkdv": "backward_dkdv",
-    "backward_fused": "backward_dkdv",
-    "backward_dq": "backward_dq",
-}
+_SCHEDULES = {"forward": "v2", "backward_fused": "backward_dkdv"}
+"""Of passes that are not named like theirs."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +57,8 @@ class TrafficCase:
     backend: str = "auto"
 
     def problem(self) -> Problem:
-        return Problem.of(
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            seqlen=self.seqlen,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            mask=parse(self.mask) if self.mask else None,
-            device="cuda",
-        )
+        shape = {name: value for name, value in asdict(self).items() if name not in ("mask", "backend")}
+        return Problem.of(mask=parse(self.mask) if self.mask else None, device="cuda", **shape)
 
     def describe(self) -> str:
         return describe_problem(self.problem())
@@ -129,15 +118,11 @@ def launches(text: str) -> Iterator[tuple[str, dict[str, float]]]:
     for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
         if not (row.get("ID") or "").strip().isdigit():
             continue  # the units
-        counted = {metric: _number(row[metric]) for metric in METRICS if row.get(metric)}
+        counted = {metric: float(row[metric].replace(",", "")) for metric in METRICS if row.get(metric)}
         missing = [metric for metric in METRICS if metric not in counted]
         if missing:
             raise ArgumentError(f"ncu: no column {', '.join(missing)}; this ncu does not know the metric")
         yield _plain(row["Kernel Name"]), counted
-
-
-def _number(text: str) -> float:
-    return float(text.replace(",", ""))
 
 
 def _plain(name: str) -> str:
@@ -153,7 +138,7 @@ def predict(problem: Problem, pass_: str, tile: TilePlan, spec: DeviceSpec) -> d
         moved = through = Traffic()
         moved.read("dQ acc", accumulated(problem))
     else:
-        moved = model.traffic(problem, tile, _SCHEDULES[pass_])
+        moved = model.traffic(problem, tile, _SCHEDULES.get(pass_, pass_))
         blocks = max(1, model.kernel(tile, problem.head_dim, problem.head_dim_v, problem.itemsize, spec).blocks)
         through = model.dram(problem, tile, moved, spec, spec.units * blocks)
     # what is added up in memory comes from DRAM to L2, where it is added, and no further

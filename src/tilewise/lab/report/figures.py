@@ -26,7 +26,6 @@ SCHEDULES = ("standard", "v1", "v2")
 HEADS = 8
 STAGES = (1, 2, 3)
 TIMELINE_TILES = 8
-DOCUMENTS = 4
 
 
 def key(device: str, length: int, dim: int, mask: str, tile: str) -> str:

@@ -15,7 +15,6 @@ from tilewise.api.attention import attention
 from tilewise.diagnostics.certify import certify
 from tilewise.diagnostics.explain import explain
 from tilewise.hardware import Ceilings, DeviceSpec
-from tilewise.lab.simulator.precision import experiment
 from tilewise.masks import causal
 
 RUN = {"heads": 4, "seqlen": 2048, "head_dim": 64}
@@ -70,11 +69,6 @@ def run_here() -> dict[str, Any]:
         "certificate": {**certificate.to_dict(), "lines": certificate.lines()},
         "explanation": explanation.to_dict(),
     }
-
-
-def precision(n: int = 1024) -> list[dict[str, Any]]:
-    """The experiment of the simulator: error against tile width for each way of accumulating."""
-    return [asdict(result) for result in experiment(n=n, rows=32)]
 
 
 def records(directories: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:

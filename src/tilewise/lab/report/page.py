@@ -6,6 +6,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tilewise.lab.bench.machine import machine as this_machine
 from tilewise.lab.bench.machine import versions
 from tilewise.lab.report import figures, machine
 from tilewise.lab.report.walk import TILE, walks
+from tilewise.lab.simulator.precision import experiment
 
 CATALOGUED = ("h200", "a100-80")
 LANGUAGES = ("en", "zh")
@@ -53,7 +55,7 @@ def gather(record_dirs: Iterable[Path] = (), progress: Progress | None = None) -
         "walkTile": TILE,
         "timelines": figures.timelines(specs),
         "memory": {str(dim): figures.memory(dim) for dim in figures.HEAD_DIMS},
-        "precision": machine.precision(),
+        "precision": [asdict(result) for result in experiment(rows=32)],
         "records": machine.records(record_dirs),
     }
 

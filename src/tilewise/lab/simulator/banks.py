@@ -38,16 +38,12 @@ class Layout:
 def layouts(access: str, row_bytes: int) -> dict[str, Layout]:
     """Plain, padded and swizzled, each fit for the access: scalars move words, matrix loads move 16-byte rows."""
     unit = 16 if access == "matrix" else WORD
-    period = max(1, min(8 if access == "matrix" else BANKS, _power_below(row_bytes // unit)))
+    period = max(1, min(8 if access == "matrix" else BANKS, 1 << max(0, (row_bytes // unit).bit_length() - 1)))
     return {
         "plain": Layout("plain"),
         "padded": Layout("padded", pad=unit),
         "swizzled": Layout("swizzled", chunk=unit, period=period),
     }
-
-
-def _power_below(value: int) -> int:
-    return 1 << max(0, value.bit_length() - 1)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,14 +44,12 @@ class Run:
 
     def __post_init__(self) -> None:
         self.map = TileMap(self.problem.program, self.problem.shape, self.tile.block_q, self.tile.block_k)
-        self._single: TileMap | None = None
         self.size, self.stat = self.problem.itemsize, stat_size(self.problem)
 
+    @cached_property
     def single_rows(self) -> TileMap:
         """The tile map row by row, for tiles that hold rows of several heads."""
-        if self._single is None:
-            self._single = TileMap(self.problem.program, self.problem.shape, 1, self.tile.block_k)
-        return self._single
+        return TileMap(self.problem.program, self.problem.shape, 1, self.tile.block_k)
 
     def rows(self, i: int) -> tuple[int, int]:
         return i * self.tile.block_q, min((i + 1) * self.tile.block_q, self.problem.seqlen_q)

@@ -6,6 +6,7 @@ import numpy as np
 
 from tilewise.lab.simulator.device import Simulation
 from tilewise.lab.simulator.memory import Array
+from tilewise.lab.simulator.softmax import divided, finite, log_sum_exp
 from tilewise.masks import allowed
 from tilewise.problem import Problem
 
@@ -21,11 +22,10 @@ def probabilities(problem: Problem, q: Array, k: Array, bias: Array | None = Non
     visible = allowed(problem.program, problem.shape, (0, problem.seqlen_q), (0, problem.seqlen_k), np.arange)
     if visible is not None:
         s = np.where(visible, s, -np.inf)
-    m = s.max(axis=-1, initial=-np.inf, keepdims=True)
-    e = np.exp(s - np.where(np.isfinite(m), m, 0.0))
-    l = e.sum(axis=-1, keepdims=True)
-    lse = np.where(l > 0, np.where(np.isfinite(m), m, 0.0) + np.log(np.where(l > 0, l, 1.0)), -np.inf)
-    return e / np.where(l > 0, l, 1.0), lse[..., 0]
+    m = s.max(axis=-1, initial=-np.inf)
+    e = np.exp(s - finite(m)[..., None])
+    l = e.sum(axis=-1)
+    return divided(e, l), log_sum_exp(m, l)
 
 
 def attention(problem: Problem, q: Array, k: Array, v: Array, bias: Array | None = None) -> tuple[Array, Array]:

@@ -6,16 +6,7 @@ import numpy as np
 
 from tilewise.lab.simulator.device import Run
 from tilewise.lab.simulator.memory import Array
-from tilewise.lab.simulator.softmax import (
-    RowState,
-    ScoreTile,
-    divided,
-    finite,
-    log_sum_exp,
-    mask_tile,
-    raw_scores,
-    scores,
-)
+from tilewise.lab.simulator.softmax import RowState, ScoreTile, divided, finite, log_sum_exp, scores
 from tilewise.masks import TileClass
 
 
@@ -58,8 +49,7 @@ def _scores_kernel(run: Run, b: int, h: int) -> None:
     at = ScoreTile(b, h, (0, problem.seqlen_q), (0, problem.seqlen_k), TileClass.PARTIAL)
     q = hbm.load("Q", (b, h, slice(*at.q)))
     k = hbm.load("K", (b, h // problem.group, slice(*at.k)))
-    s = raw_scores(problem, hbm, q, k, at, run.counts)
-    hbm.store("S", (b, h, slice(*at.q)), np.where(mask_tile(problem, hbm, at), s, -np.inf))
+    hbm.store("S", (b, h, slice(*at.q)), scores(problem, hbm, q, k, at, run.counts))
 
 
 def _reserve_outputs(run: Run) -> tuple[int, int, int]:
@@ -158,7 +148,7 @@ def _decode_part(run: Run, b: int, members: list[tuple[int, int]], tiles: range,
     """One block of rows over one part of the keys."""
     problem, hbm = run.problem, run.hbm
     kv = members[0][1] // problem.group
-    single = run.single_rows()
+    single = run.single_rows
     if run.tile.pack_gqa:
         seen = [j for j in tiles if any(single.row(q, b, h)[j] for q, h in members)]
     else:

@@ -70,7 +70,3 @@ class Sram:
             )
         if total > self.peak:
             self.peak, self.peak_buffers = total, dict(self.used)
-
-    def free(self, *names: str) -> None:
-        for name in names:
-            self.used.pop(name, None)

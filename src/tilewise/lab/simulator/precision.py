@@ -8,7 +8,7 @@ difference between the two is what rescaling costs; what they share is rounding 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -81,9 +81,6 @@ class Result:
     error_without: float
     """Largest absolute error with the maxima known in advance: no rescaling."""
     relative_without: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def make_data(kind: str, rows: int, n: int, d: int, seed: int) -> tuple[Array, Array, Array]:

@@ -41,7 +41,7 @@ def finite(m: Array) -> Array:
 
 def divided(acc: Array, l: Array) -> Array:
     """acc / l by row; rows without keys stay 0."""
-    return np.asarray(acc / np.where(l > 0, l, 1.0)[:, None])
+    return np.asarray(acc / np.where(l > 0, l, 1.0)[..., None])
 
 
 def log_sum_exp(m: Array, l: Array) -> Array:
@@ -102,18 +102,7 @@ class ScoreTile:
     kind: TileClass = field(default=TileClass.FULL)
 
 
-def raw_scores(problem: Problem, hbm: Hbm, q_tile: Array, k_tile: Array, at: ScoreTile, counts: Counts) -> Array:
-    """softcap(scale·QKᵀ) + bias of one tile, [M, N], before the mask."""
-    s_tile = problem.scale * (q_tile @ k_tile.T)  # [M, N]
-    counts.matmul(s_tile.shape, q_tile.shape[1])
-    if problem.softcap:
-        s_tile = problem.softcap * np.tanh(s_tile / problem.softcap)
-    if problem.bias is not None:
-        s_tile = s_tile + hbm.load("bias", _broadcast_index(problem.bias, at))
-    return np.asarray(s_tile)
-
-
-def mask_tile(problem: Problem, hbm: Hbm, at: ScoreTile) -> Array:
+def _mask_tile(problem: Problem, hbm: Hbm, at: ScoreTile) -> Array:
     """Visible pairs of a PARTIAL tile, [M, N]; the mask's tensors are read for it."""
     for term in problem.program.terms():
         for kind, ints, tensors in term:
@@ -126,11 +115,16 @@ def mask_tile(problem: Problem, hbm: Hbm, at: ScoreTile) -> Array:
 
 
 def scores(problem: Problem, hbm: Hbm, q_tile: Array, k_tile: Array, at: ScoreTile, counts: Counts) -> Array:
-    """The masked scores of one tile."""
-    s_tile = raw_scores(problem, hbm, q_tile, k_tile, at, counts)
+    """softcap(scale·QKᵀ) + bias of one tile, [M, N], masked unless it is FULL."""
+    s_tile = problem.scale * (q_tile @ k_tile.T)  # [M, N]
+    counts.matmul(s_tile.shape, q_tile.shape[1])
+    if problem.softcap:
+        s_tile = problem.softcap * np.tanh(s_tile / problem.softcap)
+    if problem.bias is not None:
+        s_tile = s_tile + hbm.load("bias", _broadcast_index(problem.bias, at))
     if at.kind != TileClass.FULL:
-        s_tile = np.where(mask_tile(problem, hbm, at), s_tile, -np.inf)
-    return s_tile
+        s_tile = np.where(_mask_tile(problem, hbm, at), s_tile, -np.inf)
+    return np.asarray(s_tile)
 
 
 def _part(tensor: Array, kind: Kind, position: int, ints: tuple[int, ...], at: ScoreTile) -> Array:
@@ -144,11 +138,10 @@ def _part(tensor: Array, kind: Kind, position: int, ints: tuple[int, ...], at: S
     if kind.is_blocks:
         rows = slice(at.q[0] // ints[0], (at.q[1] - 1) // ints[0] + 1)
         return np.asarray(head[rows, at.k[0] // ints[1] : (at.k[1] - 1) // ints[1] + 1])
-    rows, cols = (slice(*r) if n > 1 else slice(None) for r, n in zip((at.q, at.k), head.shape, strict=True))
-    return np.asarray(head[rows, cols])
+    return np.asarray(tensor[_broadcast_index(tensor.shape, at)])
 
 
-def _broadcast_index(shape: tuple[int, int, int, int], at: ScoreTile) -> tuple[int | slice, ...]:
+def _broadcast_index(shape: tuple[int, ...], at: ScoreTile) -> tuple[int | slice, ...]:
     return (
         at.b if shape[0] > 1 else 0,
         at.h if shape[1] > 1 else 0,

@@ -42,14 +42,11 @@ class Timeline:
     @property
     def overlap(self) -> float:
         """Time during which something was loaded while something else was computed."""
-        return self.busy("load") + self.busy("compute") - self._covered()
-
-    def _covered(self) -> float:
         covered, end = 0.0, 0.0
         for event in sorted(self.events, key=lambda event: event.start):
             covered += max(0.0, event.end - max(event.start, end))
             end = max(end, event.end)
-        return covered
+        return self.busy("load") + self.busy("compute") - covered
 
     def to_dict(self) -> dict[str, Any]:
         return {
