@@ -19,6 +19,7 @@ from tilewise.masks import (
     UNBOUNDED,
     Binding,
     Interval,
+    Literal,
     MaskProgram,
     MaskShape,
     TileClass,
@@ -29,6 +30,7 @@ from tilewise.masks import (
     visited_tiles,
     visits,
 )
+from tilewise.masks.program import KINDS, assemble
 
 thorough = settings(max_examples=100, deadline=None, derandomize=True)
 TILES = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -146,6 +148,9 @@ def test_visits_are_exact(terms: list[Interval], sq: int, sk: int, tile: tuple[i
     np.testing.assert_array_equal(
         visited_tiles(terms, sq, sk, *tile, by_key=by_key), union.sum(axis=0 if by_key else 1)
     )
+    literals = [[Literal(KINDS["t"], term[:2], ()), Literal(KINDS["r"], term[2:], ())] for term in terms]
+    empty = visited_tiles(terms, sq, sk, 1, max(1, sk)) == 0
+    assert may_have_empty_rows(assemble(literals), sq, sk) == empty.any()
 
 
 @pytest.mark.parametrize(
