@@ -18,7 +18,7 @@ from tilewise import dispatch
 from tilewise.api import call_cache
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, Needs, Verdict
 from tilewise.errors import ArgumentTypeError, LayoutError, TilewiseError
-from tilewise.lab.bench.null import NullBackend
+from tilewise.lab.bench.overhead import NullBackend
 from tilewise.problem import Problem
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -17,8 +17,8 @@ from tilewise.dispatch import REGISTRY
 from tilewise.errors import ArgumentError
 from tilewise.lab.bench import records
 from tilewise.lab.bench.cases import Case, Tensors
-from tilewise.lab.bench.engine import Record, Result, bind_run, geometric_means, measure
-from tilewise.lab.bench.null import null_backend
+from tilewise.lab.bench.engine import Record, Result, bind_run, geometric_means, measure, measure_all
+from tilewise.lab.bench.overhead import null_backend
 from tilewise.lab.bench.peers import PEERS, Contender, boolean_mask, contender, default_peers
 from tilewise.lab.bench.suites import SUITES, suite
 from tilewise.lab.bench.timing import Effort, Spread
@@ -28,7 +28,7 @@ QUICK = Effort(seconds=0.0, least=2, most=2, sample=0.0)
 
 
 def impostor(bind) -> Contender:
-    return Contender("impostor", "", lambda case: Verdict(True), bind)
+    return Contender("impostor", lambda case: Verdict(True), bind)
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
@@ -43,7 +43,7 @@ def test_a_wrong_result_gets_no_speed(value: float) -> None:
 
 
 def test_no_ratio_against_a_wrong_peer() -> None:
-    wrong = Contender("sdpa", "", lambda case: Verdict(True), lambda case, tensors: lambda q, k, v: q)
+    wrong = Contender("sdpa", lambda case: Verdict(True), lambda case, tensors: lambda q, k, v: q)
     record = measure(CASE, [contender("tilewise"), wrong], QUICK)
     assert record.ratio is None
 
@@ -204,7 +204,7 @@ def test_the_ratio_is_to_the_fastest_rival() -> None:
         return bind
 
     always = lambda case: Verdict(True)  # noqa: E731
-    rivals = [Contender(f"rival{i}", "", always, slow(seconds)) for i, seconds in enumerate((0.05, 0.01, 0.1))]
+    rivals = [Contender(f"rival{i}", always, slow(seconds)) for i, seconds in enumerate((0.05, 0.01, 0.1))]
     case = Case("case", heads=1, seqlen=16, head_dim=8, against=("rival0", "rival1", "rival2"))
     record = measure(case, [contender("tilewise"), *rivals], QUICK)
     assert record.rival == "rival1"
@@ -230,3 +230,15 @@ def test_geometric_means_are_by_group_and_need_every_case() -> None:
     a, b = geometric_means(records, {"a": 4.5, "b": 1.0, "absent": 1.0})
     assert (a.group, a.ratio, a.passed) == ("a", pytest.approx(4.0), False)
     assert (b.group, b.ratio, b.passed) == ("b", None, False)
+
+
+def test_peers_asked_for_take_the_place_of_a_list_of_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was not asked for is not timed, nor is a promise about it judged; plain SDPA stays the measure."""
+    monkeypatch.setattr("tilewise.lab.bench.engine.measure", lambda case, contenders, *_: [one.name for one in contenders])
+    own = replace(CASE, name="own", against=("fa4", "sdpa-cudnn"))
+    assert measure_all([own, CASE], ["sdpa-cudnn"], QUICK) == [["tilewise", "sdpa-cudnn"], ["tilewise", "sdpa", "sdpa-cudnn"]]
+    assert measure_all([own], None, QUICK) == [["tilewise", "fa4", "sdpa-cudnn", "sdpa"]]
+    results = [Result("tilewise"), Result("standard")]
+    for rivals, promised in ((("fa4",), None), (("fa4", "standard"), False)):
+        case = replace(CASE, against=rivals, floor=1.0, accurate=True)
+        assert Record(case, results).passed is promised

@@ -33,7 +33,19 @@ def test_short_calls_are_repeated_within_a_sample() -> None:
         return 1e-4
 
     interleave({"a": timer}, Effort(seconds=0.0, least=1, most=1, sample=2e-3))
-    assert numbers == [1, 1, 20]
+    assert numbers == [1, 1, 20, 20]
+
+
+def test_samples_of_a_gpu_are_longer_however_slowly_the_first_call_begins() -> None:
+    numbers: list[int] = []
+
+    def timer(number):
+        numbers.append(number)
+        return 5e-4 + 1e-3 / number
+
+    interleave({"a": timer}, Effort(seconds=0.0, least=1, most=1).on("cuda"))
+    assert numbers[-1] * timer(numbers[-1]) >= 20e-3
+    assert Effort().on("cpu") == Effort()
 
 
 def test_progress_ends_at_one() -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tilewise.cli.console import Json, console, print_json, progress
+from tilewise.display import Cell, Group, Table, Text, format_seconds, format_spread
+from tilewise.errors import ArgumentError
+from tilewise.lab.bench.cases import OURS, Case
 
 if TYPE_CHECKING:
-    from tilewise.display import Cell, Span, Text
-    from tilewise.lab.bench.cases import Case
     from tilewise.lab.bench.engine import Mean, Record, Result
-    from tilewise.lab.bench.overhead import Overhead
-    from tilewise.lab.bench.timing import Effort
 
 OVERHEAD = "overhead"
 OWN = "own"
@@ -55,31 +55,34 @@ def bench_command(
         typer.Option(metavar="<path>", help="Another checkout of tilewise, in a process of its own; may be repeated."),
     ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that compile kernels before the first case.")] = 0,
-    limit: Annotated[float, typer.Option(help="Seconds after which no further case is begun.")] = 1e9,
+    limit: Annotated[float | None, typer.Option(help="Seconds after which no further case is begun.")] = None,
     save: Annotated[Path | None, typer.Option(help="Also write the record as JSON into this directory.")] = None,
     json: Json = False,
 ) -> None:
     """Time tilewise side by side with its peers, interleaved; exit status 1 for a wrong result or a broken promise."""
     from tilewise.lab.bench import records
     from tilewise.lab.bench.engine import geometric_means, measure_all
+    from tilewise.lab.bench.overhead import measure_overhead
     from tilewise.lab.bench.suites import suite as by_name
     from tilewise.lab.bench.timing import Effort
 
     effort = Effort(seconds=seconds)
     if suite == OVERHEAD and shape is None:
-        overheads = run_overhead(effort)
-        document = records.document(OVERHEAD, [], overhead=[one.to_dict() for one in overheads])
-        ok = all(one.passed is not False for one in overheads)
+        with progress() as update:
+            overheads = measure_overhead(effort, update)
+        document = records.document(OVERHEAD, [], overhead=overheads)
+        ok = all(one["passed"] is not False for one in overheads)
         if not json:
-            show_overhead(overheads, document)
+            show_overhead(document)
     else:
         chosen = own_case(shape, mask, dtype, backward, device) if shape else cases(suite, case, device)
         with progress() as update:
             measured = measure_all(chosen, peer, effort, against or (), workers, limit, update)
-        means = [] if shape or case else geometric_means(measured, by_name(suite).means)
-        document = records.document(OWN if shape else suite, measured, means=[mean.to_dict() for mean in means])
-        left_out = [one.name for one in chosen[len(measured) :]]
-        document |= {"left_out": left_out} if left_out else {}
+        contested = [] if shape or case else [record for record in measured if record.contested]
+        means = geometric_means(contested, by_name(suite).means) if contested else []
+        document = records.document(OWN if shape else suite, measured, means=[mean._asdict() for mean in means])
+        if left_out := [one.name for one in chosen[len(measured) :]]:
+            document["left_out"] = left_out
         ok = all(record.right and record.passed is not False for record in measured) and all(m.passed for m in means)
         if not json:
             show(measured, means, document)
@@ -94,9 +97,6 @@ def bench_command(
 
 
 def cases(suite: str, wanted: Sequence[str] | None, device: str | None) -> list[Case]:
-    from dataclasses import replace
-
-    from tilewise.errors import ArgumentError
     from tilewise.lab.bench.suites import suite as by_name
 
     known = {one.name: replace(one, device=device) if device else one for one in by_name(suite).cases}
@@ -110,42 +110,19 @@ def cases(suite: str, wanted: Sequence[str] | None, device: str | None) -> list[
 
 
 def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str | None) -> list[Case]:
-    from tilewise.errors import ArgumentError
-    from tilewise.lab.bench.cases import Case
-
     try:
         batch, heads, length, dim = shape.split(",")
         (h, *hk), (m, *n) = ([int(x) for x in part.split("/")] for part in (heads, length))
-        case = Case(
-            OWN,
-            batch=int(batch),
-            heads=h,
-            kv_heads=hk[0] if hk else None,
-            seqlen=m,
-            kv_seqlen=n[0] if n else None,
-            head_dim=int(dim),
-            mask=mask,
-            dtype=dtype,
-            passes="training" if backward else "forward",
-            device=device or "cpu",
-        )
+        case = Case(OWN, h, m, int(dim), int(batch), hk[0] if hk else None, n[0] if n else None)
     except ValueError:
-        raise ArgumentError(
-            f"shape: got {shape!r}, need batch,heads[/kv heads],length[/keys],head dim such as 1,16/4,2048,64"
-        ) from None
+        needed = "batch,heads[/kv heads],length[/keys],head dim such as 1,16/4,2048,64"
+        raise ArgumentError(f"shape: got {shape!r}, need {needed}") from None
+    case = replace(case, mask=mask, dtype=dtype, passes="training" if backward else "forward", device=device or "cpu")
     case.problem()
     return [case]
 
 
-def run_overhead(effort: Effort) -> list[Overhead]:
-    from tilewise.lab.bench.overhead import measure_overhead
-
-    with progress() as update:
-        return measure_overhead(effort, update)
-
-
 def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, Any]) -> None:
-    from tilewise.display import Group, Table, Text
     from tilewise.lab.bench.engine import checkout_means
 
     compared = any(record.errors for record in records)
@@ -163,7 +140,8 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
         notes.append(Text(("left out", "yellow"), f" for time: {', '.join(left_out)}"))
     lines = [
         *map(mean_line, means),
-        *map(checkout_line, checkout_means(records)),
+        *(Text((name, "bold"), f": tilewise is {average:.3f}× as fast in geometric mean, {lowest:.3f}× at worst")
+          for name, average, lowest in checkout_means(records)),
         *(Text((f"{record.case.name}: {record.case.words()}", "dim")) for record in records),
         *notes,
         machine_line(document),
@@ -177,25 +155,13 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
 
 
 def mean_line(mean: Mean) -> Text:
-    from tilewise.display import Text
-
     ratio = "unknown, a case has no ratio" if mean.ratio is None else f"{mean.ratio:.2f}×"
     verdict = (f"≥ {mean.floor}", "green") if mean.passed else (f"below {mean.floor}", "red")
     return Text((mean.group, "bold"), f": geometric mean {ratio} ", verdict)
 
 
-def checkout_line(mean: tuple[str, float, float]) -> Text:
-    from tilewise.display import Text
-
-    name, average, lowest = mean
-    return Text((name, "bold"), f": tilewise is {average:.3f}× as fast in geometric mean, {lowest:.3f}× at worst")
-
-
 def cells(record: Record, result: Result) -> list[Cell]:
-    from tilewise.display import format_seconds, format_spread
-    from tilewise.lab.bench.engine import OURS
-
-    name: list[Span] = [f"  {result.contender}"]
+    name: Cell = f"  {result.contender}"
     if result.contender == OURS:
         name = [(f"  {OURS}", "cyan"), (f" {record.choice['backend']}", "dim")]
     if result.judgement is None:
@@ -210,8 +176,6 @@ def cells(record: Record, result: Result) -> list[Cell]:
 
 def speed(record: Record, result: Result) -> Cell:
     """How tilewise compares with this contender; for the fastest rival by paired rounds, with the floor."""
-    from tilewise.lab.bench.engine import OURS
-
     ours = record.result(OURS)
     if result.contender == OURS or not ours or not ours.times or not result.times:
         return ""
@@ -232,28 +196,19 @@ def accuracy(record: Record, result: Result) -> Cell:
     return (f"{record.errors.largest:.2f} / {record.errors.frobenius:.2f}", "green" if record.accurate else "red")
 
 
-def show_overhead(overheads: Sequence[Overhead], document: dict[str, Any]) -> None:
-    from tilewise.display import Group, Table, Text, format_seconds
-
-    rows: list[list[Cell]] = [
-        [
-            one.name,
-            format_seconds(one.null.p50),
-            format_seconds(one.sdpa.p50),
-            (f"{one.cost.p50:.2f}", {True: "green", False: "red", None: ""}[one.passed]),
-            f"{one.cost.p20:.2f} – {one.cost.p80:.2f}",
-            f"≤ {one.limit}" if one.limit else "–",
-        ]
-        for one in overheads
-    ]
+def show_overhead(document: dict[str, Any]) -> None:
+    rows: list[list[Cell]] = []
+    for one in document["overhead"]:
+        cost, color = one["cost"], {True: "green", False: "red", None: ""}[one["passed"]]
+        times = (format_seconds(spread["p50"]) for spread in one["seconds"].values())
+        limit = f"≤ {one['limit']}" if one["limit"] else "–"
+        rows.append([one["name"], *times, (f"{cost['p50']:.2f}", color), f"{cost['p20']:.2f} – {cost['p80']:.2f}", limit])
     title = Text(("A call without its arithmetic, against all of an SDPA call", "bold"), ("  1×1×16×64, CPU", "dim"))
     columns = ("call", "tilewise", "SDPA", "in SDPA calls", "p20 – p80", "limit")
     console().print(Group(title, Table("", columns, rows), machine_line(document)))
 
 
 def machine_line(document: dict[str, Any]) -> Text:
-    from tilewise.display import Text
-
     machine, versions = document["machine"], document["versions"]
     devices = "".join(f", {gpu['name']}" for gpu in machine["gpus"])
     place = f"{machine['cpu']}, {machine['threads']} threads{devices}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilewise.cli.console import USAGE_ERROR, Json, console, print_json, progress
+from tilewise.display import Cell, Group, Shown, Table, Text, format_seconds
 
 if TYPE_CHECKING:
     from tilewise.lab.bench.selftest import TrialResult
@@ -39,7 +40,7 @@ def check_command(
 def run(wanted: list[str] | None, every: bool) -> tuple[Findings, Reasons]:
     """What the usable backends did, and why the others are not usable."""
     from tilewise import dispatch
-    from tilewise.lab.bench.selftest import selftest
+    from tilewise.lab.bench.selftest import attempt, trials
 
     for name in wanted or ():
         dispatch.get(name)  # raises for a name nobody knows
@@ -51,12 +52,12 @@ def run(wanted: list[str] | None, every: bool) -> tuple[Findings, Reasons]:
         if not any(verdict.ok for verdict in verdicts.values()):
             unusable[name] = {device: verdict.reasons for device, verdict in verdicts.items()}
     with progress() as update:
-        plans = {place: list(selftest(*place, every)) for place in findings}
-        done, total = 0, sum(len(trials) for trials in plans.values())
-        for (name, device), trials in plans.items():
-            for number, (trial, attempt) in enumerate(trials, 1):
-                update(f"{name} on {device}, {number} of {len(trials)}: {trial}", done / total)
-                findings[name, device].append(attempt())
+        planned = [(name, device, trials(name, device, every)) for name, device in findings]
+        done, total = 0, sum(len(cases) for _, _, cases in planned)
+        for name, device, cases in planned:
+            for number, case in enumerate(cases, 1):
+                update(f"{name} on {device}, {number} of {len(cases)}: {case.name}", done / total)
+                findings[name, device].append(attempt(case, name, device))
                 done += 1
     return findings, unusable
 
@@ -84,8 +85,6 @@ def summary(key: tuple[str, str], results: list[TrialResult]) -> dict[str, Any]:
 
 
 def show(findings: Findings, unusable: Reasons, ok: bool) -> None:
-    from tilewise.display import Cell, Group, Shown, Table, Text, format_seconds
-
     rows: list[list[Cell]] = []
     notes: list[Shown] = []
     for (name, device), results in findings.items():
@@ -98,9 +97,9 @@ def show(findings: Findings, unusable: Reasons, ok: bool) -> None:
         for result in results:
             if result.status == "failed":
                 notes.append(Text(("failed", "red"), f" {name} on {device}, {result.trial}: {why(result)}"))
-        for reason, trials in by_reason(results).items():
-            who = f" {name} on {device}: {reason} "
-            notes.append(Text(("declined", "yellow"), who, (f"({', '.join(trials)})", "dim")))
+        for reason in dict.fromkeys(reason for result in results for reason in result.reasons):
+            names = ", ".join(result.trial for result in results if reason in result.reasons)
+            notes.append(Text(("declined", "yellow"), f" {name} on {device}: {reason} ", (f"({names})", "dim")))
     for name, by_device in unusable.items():
         reasons = dict.fromkeys(reason for reasons in by_device.values() for reason in reasons)
         notes.append(Text(("not usable here", "yellow"), f" {name}: {'; '.join(reasons)}"))
@@ -113,15 +112,6 @@ def show(findings: Findings, unusable: Reasons, ok: bool) -> None:
     columns = ("backend", "on", "passed", "failed", "declined", "worst, of bound", "time")
     table = [Table("Each backend against float64 attention", columns, rows, left=2)] if rows else []
     console().print(Group(*table, *notes, Text(verdict, f": {meaning}.")))
-
-
-def by_reason(results: list[TrialResult]) -> dict[str, list[str]]:
-    """The trials a backend declined, by reason."""
-    trials: dict[str, list[str]] = {}
-    for result in results:
-        for reason in result.reasons:
-            trials.setdefault(reason, []).append(result.trial)
-    return trials
 
 
 def why(result: TrialResult) -> str:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tilewise.cli.console import Json, console, print_json, progress
+from tilewise.display import Bar, Cell, Group, Panel, Shown, Table, Text, format_bytes, format_seconds, format_spread
+from tilewise.lab.bench.cases import OURS, Case
 
 if TYPE_CHECKING:
-    from tilewise.display import Cell, Span, Table
     from tilewise.lab.bench.demo import Demo, Run
 
-NAMES = {"standard": "standard attention", "sdpa": "torch SDPA", "tilewise": "tilewise"}
+NAMES = {"standard": "standard attention", "sdpa": "torch SDPA", OURS: OURS}
 KEPT = 4 * 2**20  # freed pages that an allocator had kept serve a small need unseen
 
 
@@ -28,7 +29,6 @@ def demo_command(
     json: Json = False,
 ) -> None:
     """Attend over a long sequence, exactly; compare time, peak memory and error with standard attention and SDPA."""
-    from tilewise.lab.bench.cases import Case
     from tilewise.lab.bench.demo import run_demo
     from tilewise.lab.bench.machine import require_device
 
@@ -46,8 +46,6 @@ def demo_command(
 
 
 def show(demo: Demo) -> None:
-    from tilewise.display import Group, Panel, Shown, Table, Text
-
     title = Text((f"Exact attention over {demo.case.seqlen:,} tokens", "bold"), (f"  {demo.case.words()}", "dim"))
     blocks: list[Shown] = [title, contest(demo)]
     for run in demo.runs.values():
@@ -62,13 +60,11 @@ def show(demo: Demo) -> None:
 
 def contest(demo: Demo) -> Table:
     from tilewise.dispatch import select
-    from tilewise.display import Table, format_bytes, format_seconds, format_spread
-    from tilewise.lab.bench.engine import OURS
     from tilewise.lab.bench.timing import Spread
 
     rows: list[list[Cell]] = []
     for run in demo.runs.values():
-        name: list[Span] = [NAMES[run.contender]]
+        name: Cell = NAMES[run.contender]
         if run.contender == OURS:
             name = [(OURS, "bold cyan"), (f" {select(demo.case.problem()).backend.name}", "dim")]
         if run.judgement is None:
@@ -85,11 +81,9 @@ def contest(demo: Demo) -> Table:
 
 
 def growth(demo: Demo) -> Table:
-    from tilewise.display import Bar, Table, format_bytes
-
     most = max(demo.growth.values()) or 1
     rows = [
-        (f"{seqlen:,}", format_bytes(peak), (format_bytes(demo.scores_bytes(seqlen)), "dim"), Bar(peak / most, "cyan"))
+        (f"{seqlen:,}", format_bytes(peak), (format_bytes(demo.case.scores_bytes(seqlen)), "dim"), Bar(peak / most, "cyan"))
         for seqlen, peak in demo.growth.items()
     ]
     columns = ("tokens", "tilewise", "all scores at once", "")
@@ -98,10 +92,7 @@ def growth(demo: Demo) -> Table:
 
 def proof(demo: Demo) -> list[list[Cell]]:
     """What the figures of this run show, and nothing that they do not; each with a mark."""
-    from tilewise.lab.bench.demo import SDPA, STANDARD
-    from tilewise.lab.bench.engine import OURS
-
-    ours, sdpa, standard = (demo.runs[name] for name in (OURS, SDPA, STANDARD))
+    standard, sdpa, ours = (demo.runs[name] for name in NAMES)
     if ours.judgement is None or not ours.judgement.ok:
         reason = ours.reason or "its result is outside the bound"
         return [[("✗", "red"), f"Nothing: tilewise did not give a right result ({reason})."]]
@@ -120,10 +111,8 @@ def ticked(good: bool, sentence: str) -> list[Cell]:
 
 def memory_line(demo: Demo, ours: Run, standard: Run) -> list[Cell]:
     """A tick only if it took less than standard attention and no more than doubled with the sequence."""
-    from tilewise.display import format_bytes
-
     peak, half = ours.peak_bytes or 1, demo.case.seqlen >> 1
-    other = standard.peak_bytes or demo.scores_bytes(demo.case.seqlen)
+    other = standard.peak_bytes or demo.case.scores_bytes(demo.case.seqlen)
     who = "standard attention took" if standard.peak_bytes else "the scores alone would be"
     more = peak / max(1, demo.growth[half])
     linear = peak <= 2 * demo.growth[half] + KEPT

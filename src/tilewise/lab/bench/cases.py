@@ -21,10 +21,16 @@ if TYPE_CHECKING:
     from tilewise.backends.base import Inputs
 
 
+OURS = "tilewise"
 PASSES = {"forward": "fwd", "training": "fwd+bwd", "backward": "bwd"}
 """What is timed, and its short name; `backward` has the forward outside the clock."""
 SEED = 2026
 """Of dropout."""
+OF_PROBLEM = (
+    *("heads", "kv_heads", "kv_seqlen", "head_dim", "head_dim_v", "dtype", "device"),
+    *("scale", "softcap", "alibi", "sinks", "dropout_p", "deterministic"),
+)
+"""Fields of a case that a problem has by the same name."""
 
 
 class Tensors(NamedTuple):
@@ -93,7 +99,11 @@ class Case:
 
     def data_mask(self) -> tuple[str, tuple[Any, ...]] | None:
         """A function of `tilewise.masks` and its arguments."""
-        return DATA[self.data](self.shape, self.device) if self.data else None
+        if not self.data:
+            return None
+        import torch
+
+        return DATA[self.data](self.shape, partial(torch.arange, device=self.device))
 
     def whole_mask(self) -> Mask:
         mask = masks.parse(self.mask)
@@ -112,24 +122,12 @@ class Case:
             binding = Binding(self.shape, bool(self.lengths), partial(torch.as_tensor, device=self.device))
             mask = Lowered(mask.lower(binding))
         return Problem.of(
+            **{name: getattr(self, name) for name in OF_PROBLEM},
             batch=self.shape.batch,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
             seqlen=self.shape.seqlen_q,
-            kv_seqlen=self.kv_seqlen,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v,
-            dtype=self.dtype,
             mask=mask,
-            scale=self.scale,
-            softcap=self.softcap,
             bias=tuple(self.bias) if self.bias else None,
-            alibi=self.alibi,
-            sinks=self.sinks,
-            dropout_p=self.dropout_p,
             varlen=bool(self.lengths),
-            deterministic=self.deterministic,
-            device=self.device,
             needs_grad=self.trains,
             needs_lse=False,
         )
@@ -189,22 +187,11 @@ class Case:
 
     def options(self, tensors: Tensors) -> dict[str, Any]:
         """The options of the call in plain values and tensors, for `child.tilewise_call`."""
-        keywords = {
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "bias": tensors.bias,
-            "sinks": tensors.sinks,
-            "dropout_p": self.dropout_p,
-            "seed": SEED if self.dropout_p else None,
-            "deterministic": self.deterministic,
-        }
+        keywords = {name: getattr(self, name) for name in ("scale", "softcap", "dropout_p", "deterministic")}
+        keywords |= {"bias": tensors.bias, "sinks": tensors.sinks, "seed": SEED if self.dropout_p else None}
         return {
-            "mask": self.mask,
-            "data": self.data_mask(),
-            "slopes": tensors.slopes,
-            "cu": tensors.cu,
-            "layout": self.layout,
-            "backend": self.backend,
+            **{"mask": self.mask, "data": self.data_mask(), "layout": self.layout, "backend": self.backend},
+            **{"slopes": tensors.slopes, "cu": tensors.cu},
             "keywords": {name: value for name, value in keywords.items() if value is not None and value is not False},
         }
 
@@ -219,54 +206,41 @@ class Case:
         parts += [self.layout] if self.layout != "bhsd" else []
         return " ".join([*parts, *self.features, PASSES[self.passes]])
 
+    def scores_bytes(self, seqlen: int) -> int:
+        """All scores at that length, once: what standard attention stores at least."""
+        problem = self.problem()
+        return problem.batch * problem.heads * seqlen * seqlen * problem.itemsize
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def _documents(shape: MaskShape, device: str) -> tuple[str, tuple[Any, ...]]:
+def _documents(shape: MaskShape, arange: Callable[[int], Tensor]) -> tuple[str, tuple[Any, ...]]:
     """Three documents and a half in every sequence."""
-    import torch
-
-    ids = torch.arange(shape.seqlen_q, device=device) // max(1, shape.seqlen_q * 2 // 7)
+    ids = arange(shape.seqlen_q) // max(1, shape.seqlen_q * 2 // 7)
     return "documents", (ids.expand(shape.batch, -1),)
 
 
-def _padding(shape: MaskShape, device: str) -> tuple[str, tuple[Any, ...]]:
+def _padding(shape: MaskShape, arange: Callable[[int], Tensor]) -> tuple[str, tuple[Any, ...]]:
     """Every second sequence is padding alone."""
-    import torch
-
-    lengths = [0 if b % 2 else shape.seqlen_k * 7 // 13 for b in range(shape.batch)]
-    return "key_padding", (torch.tensor(lengths, device=device),)
+    return "key_padding", ((1 - arange(shape.batch) % 2) * (shape.seqlen_k * 7 // 13),)
 
 
-def _blocks(shape: MaskShape, device: str) -> tuple[str, tuple[Any, ...]]:
-    import torch
-
-    i = torch.arange(-(-shape.seqlen_q // 32), device=device)[:, None]
-    j = torch.arange(-(-shape.seqlen_k // 32), device=device)[None, :]
+def _blocks(shape: MaskShape, arange: Callable[[int], Tensor]) -> tuple[str, tuple[Any, ...]]:
+    i, j = arange(-(-shape.seqlen_q // 32))[:, None], arange(-(-shape.seqlen_k // 32))[None, :]
     return "blocks", (((i - j).abs() % 3 == 0)[None, None], 32)
 
 
-def _dense(shape: MaskShape, device: str) -> tuple[str, tuple[Any, ...]]:
-    import torch
-
-    i, j = (torch.arange(n, device=device) for n in (shape.seqlen_q, shape.seqlen_k))
-    return "dense", (((i[:, None] * j[None, :]) % 3 == 0)[None, None],)
+def _dense(shape: MaskShape, arange: Callable[[int], Tensor]) -> tuple[str, tuple[Any, ...]]:
+    i, j = arange(shape.seqlen_q)[:, None], arange(shape.seqlen_k)[None, :]
+    return "dense", ((i * j % 3 == 0)[None, None],)
 
 
-def _offsets(shape: MaskShape, device: str) -> tuple[str, tuple[Any, ...]]:
-    import torch
-
-    return "causal", ("bottom_right", torch.arange(1, shape.batch + 1, device=device))
+def _offsets(shape: MaskShape, arange: Callable[[int], Tensor]) -> tuple[str, tuple[Any, ...]]:
+    return "causal", ("bottom_right", arange(shape.batch) + 1)
 
 
-DATA: dict[str, Callable[[MaskShape, str], tuple[str, tuple[Any, ...]]]] = {
-    "documents": _documents,
-    "padding": _padding,
-    "blocks": _blocks,
-    "dense": _dense,
-    "offsets": _offsets,
-}
+DATA = {"documents": _documents, "padding": _padding, "blocks": _blocks, "dense": _dense, "offsets": _offsets}
 
 
 @lru_cache(maxsize=1)

@@ -110,13 +110,11 @@ class Child:
         from tilewise.lab.bench.engine import bind_run
         from tilewise.lab.bench.peers import contender
 
-        if seqlen == self.case.seqlen:
-            return bind_run(self.case, contender(self.spec["contender"]), self.tensors)
-        axis = 2 if self.case.layout == "bhsd" else 1
-        views = self.tensors._replace(
-            **{name: getattr(self.tensors, name).narrow(axis, 0, seqlen) for name in ("q", "k", "v", "dout")}
-        )
-        return bind_run(replace(self.case, seqlen=seqlen), contender(self.spec["contender"]), views)
+        case, tensors = self.case, self.tensors
+        if seqlen != case.seqlen:
+            views = (x.narrow(2 if case.layout == "bhsd" else 1, 0, seqlen) for x in tensors[:4])
+            case, tensors = replace(case, seqlen=seqlen), type(tensors)(*views, *tensors[4:])
+        return bind_run(case, contender(self.spec["contender"]), tensors)
 
     def run(self, file: str | None = None) -> dict[str, Any]:
         """Once, which compiles what is to be compiled; `file` gets the outcome."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.engine import OURS, chosen
+from tilewise.lab.bench.cases import OURS, Case
+from tilewise.lab.bench.engine import chosen
 from tilewise.lab.bench.judge import Judgement
 from tilewise.lab.bench.machine import available_bytes, machine, versions
-from tilewise.lab.bench.timing import Spread
+from tilewise.lab.bench.timing import Progress, Spread
 from tilewise.lab.bench.worker import Worker, WorkerError
 
 STANDARD, SDPA = "standard", "sdpa"
@@ -20,8 +19,7 @@ CONTENDERS = (STANDARD, SDPA, OURS)
 SCORE_COPIES = {"forward": 3, "training": 6}  # scores, masked scores, weights; then their gradients
 BUDGET = 35.0  # seconds after which no new round is begun
 SPARE = 0.7  # of the free memory standard attention may take this share
-
-Progress = Callable[[str, float], None]
+PHRASES = {"memory": "peak memory", "judge": "error against float64", "time": "timing"}
 
 
 @dataclass
@@ -37,11 +35,9 @@ class Run:
     def to_dict(self) -> dict[str, Any]:
         right = self.judgement is not None and self.judgement.ok
         return {
-            "contender": self.contender,
-            "peak_bytes": self.peak_bytes,
+            **vars(self),
             "seconds": Spread.of(self.seconds)._asdict() if self.seconds and right else None,
             "judgement": self.judgement.to_dict() if self.judgement else None,
-            "reason": self.reason,
         }
 
 
@@ -56,11 +52,6 @@ class Demo:
         ours = self.runs[OURS].judgement
         return ours is not None and ours.ok
 
-    def scores_bytes(self, seqlen: int) -> int:
-        """All scores of the case at that length, once: what standard attention stores at least."""
-        problem = self.case.problem()
-        return problem.batch * problem.heads * seqlen * seqlen * problem.itemsize
-
     def to_dict(self) -> dict[str, Any]:
         return {
             "ok": self.ok,
@@ -71,7 +62,7 @@ class Demo:
             "versions": versions(),
             "runs": [run.to_dict() for run in self.runs.values()],
             "growth": [
-                {"seqlen": seqlen, "peak_bytes": peak, "scores_bytes": self.scores_bytes(seqlen)}
+                {"seqlen": seqlen, "peak_bytes": peak, "scores_bytes": self.case.scores_bytes(seqlen)}
                 for seqlen, peak in self.growth.items()
             ],
         }
@@ -79,16 +70,7 @@ class Demo:
 
 def too_big(case: Case) -> str | None:
     """Why standard attention cannot be run on the case, if it cannot."""
-    problem = case.problem()
-    need = (
-        SCORE_COPIES[case.passes]
-        * problem.batch
-        * problem.heads
-        * problem.seqlen_q
-        * problem.seqlen_k
-        * problem.itemsize
-    )
-    free = available_bytes()
+    need, free = SCORE_COPIES[case.passes] * case.scores_bytes(case.seqlen), available_bytes()
     if case.device != "cpu" or free is None or need <= SPARE * free:
         return None
     return f"needs {need / 2**30:.1f} GiB for its scores, {free / 2**30:.1f} GiB are free"
@@ -119,20 +101,13 @@ def run_demo(case: Case, rounds: int, on_progress: Progress) -> Demo:
                     runs[name] = Run(name, reason=str(error))
                     del workers[name]
                     continue
-                if name == OURS and question == "memory":
-                    growth[arguments["seqlen"]] = found["peak_bytes"]
-                enter(runs[name], question, found)
+                if question == "judge":
+                    runs[name].judgement = Judgement(**found)
+                elif question == "time":  # not the first runs, which touch fresh memory
+                    runs[name].seconds.append(found["seconds"])
+                else:
+                    runs[name].peak_bytes = found["peak_bytes"]
+                    if name == OURS:
+                        growth[arguments["seqlen"]] = found["peak_bytes"]
     return Demo(case, runs, growth)
 
-
-PHRASES = {"memory": "peak memory", "judge": "error against float64", "time": "timing"}
-
-
-def enter(run: Run, question: str, found: dict[str, Any]) -> None:
-    """Enter a worker's answer; the first runs, which touch fresh memory, are not timings."""
-    if question == "memory":
-        run.peak_bytes = found["peak_bytes"]
-    elif question == "judge":
-        run.judgement = Judgement(**found)
-    else:
-        run.seconds.append(found["seconds"])

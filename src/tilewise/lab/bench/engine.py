@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.errors import PlanError
 from tilewise.hardware.timers import clock_for
 from tilewise.lab.bench.accuracy import Errors, errors, truth
-from tilewise.lab.bench.cases import Case, Tensors
+from tilewise.lab.bench.cases import OURS, Case, Tensors
 from tilewise.lab.bench.child import Outcome, bind_passes
 from tilewise.lab.bench.judge import Expected, Judgement
 from tilewise.lab.bench.machine import require_device
 from tilewise.lab.bench.peers import COMPILED, Contender, contender, default_peers
-from tilewise.lab.bench.timing import Effort, Spread, Timer, interleave, ratio
+from tilewise.lab.bench.timing import Effort, Progress, Spread, Timer, interleave, ratio, silent
 from tilewise.lab.bench.worker import OWN_SOURCE, Checkout, compile_ahead, source_folder
 from tilewise.model import plan
 
-Progress = Callable[[str, float], None]
-OURS = "tilewise"
 ROUNDED = 1.01
 """Ratios of errors up to here are 1 where results are rounded to 16 bits: that rounding is nearly all of the error, whoever
 computes them."""
@@ -74,9 +70,14 @@ class Record:
     checkouts: dict[str, Spread] = field(default_factory=dict)  # our speed in that of other checkouts, round by round
 
     @property
+    def contested(self) -> bool:
+        """Did a contender that the case is measured against take part, or fail to?"""
+        return any(self.result(name) for name in self.case.against)
+
+    @property
     def fast(self) -> bool | None:
-        """None where the case sets no floor."""
-        if self.case.floor is None:
+        """None where the case sets no floor, or no rival was asked for."""
+        if self.case.floor is None or not self.contested:
             return None
         return self.ratio is not None and self.ratio.p50 >= self.case.floor
 
@@ -91,8 +92,8 @@ class Record:
 
     @property
     def accurate(self) -> bool | None:
-        """None where the case does not ask."""
-        if not self.case.accurate:
+        """None where the case does not ask, or no rival was asked for."""
+        if not (self.case.accurate and self.contested):
             return None
         limit = ROUNDED if self.case.problem().itemsize == 2 else 1.0
         return self.errors is not None and max(self.errors) <= limit
@@ -165,56 +166,58 @@ def chosen(case: Case) -> dict[str, Any]:
     return {**found, "plan": {name: planned[name] for name in ("tile", "cpu", "seconds", "binding", "reasons")}}
 
 
+@contextmanager
+def torch_threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def measure(
-    case: Case, contenders: Sequence[Contender | Checkout], effort: Effort, on_progress: Progress | None = None
+    case: Case, contenders: Sequence[Contender | Checkout], effort: Effort, on_progress: Progress = silent
 ) -> Record:
     """Judge, then time. Who cannot, fails or is wrong stays in the record with the reason and without a speed."""
-    say = on_progress or (lambda what, share: None)
-    threads = torch.get_num_threads()
-    if case.threads:
-        torch.set_num_threads(case.threads)
-    try:
-        tensors = case.tensors()
-        want = _truth(case, tensors, threads, say) if case.accurate else {}
-        say(f"{case.name}: float64 oracle", 0.0)
+    every = torch.get_num_threads()
+    with torch_threads(case.threads):
+        tensors, want = case.tensors(), {}
+        if case.accurate:
+            on_progress(f"{case.name}: the result in float64", 0.0)
+            with torch_threads(max(every, torch.get_num_threads())):  # it may take longer than the measurement
+                want = truth(case, tensors)
+        on_progress(f"{case.name}: float64 oracle", 0.0)
         expected = Expected(case, tensors)
-        results: list[Result] = []
+        results: dict[str, Result] = {}
         timers: dict[str, Timer] = {}
         for one in contenders:
-            say(f"{case.name}: is {one.name} right?", 0.0)
-            result = Result(one.name)
-            results.append(result)
-            verdict = one.supports(case)
-            if not verdict.ok:
-                result.reasons = verdict.reasons
+            on_progress(f"{case.name}: is {one.name} right?", 0.0)
+            result = results[one.name] = Result(one.name, reasons=one.supports(case).reasons)
+            if result.reasons:
                 continue
             try:
                 run, timer = start(case, one, tensors)
                 outcome = run()
                 result.judgement = expected.judge(outcome)
-                if want and result.judgement.ok:
-                    result.errors = errors(case, want, outcome)
+                if result.judgement.ok:
+                    result.errors = errors(case, want, outcome) if want else {}
+                    timers[one.name] = timer
             except Exception as error:  # a peer may fail in any way; the record says how
                 result.reasons = (f"{type(error).__name__}: {error}",)
-                continue
-            if result.judgement.ok:
-                timers[one.name] = timer
-        samples: dict[str, list[float]] = {}
-        if timers:
-            samples = interleave(timers, effort, lambda share: say(f"{case.name}: timing", share))
-        for result in results:
-            if result.contender in samples:
-                result.times = Spread.of(samples[result.contender])
-        record = Record(case, results, choice=chosen(case))
-        rivals = [result for result in results if result.contender in case.against and result.times]
-        if OURS in samples and rivals:
-            record.rival = min(rivals, key=lambda result: result.times.p50 if result.times else 0.0).contender
-            record.ratio = ratio(samples[record.rival], samples[OURS])
-        others = [one.name for one in contenders if isinstance(one, Checkout) and one.name != OURS and one.name in samples]
-        record.checkouts = {name: ratio(samples[name], samples[OURS]) for name in others if OURS in samples}
+        tell = partial(on_progress, f"{case.name}: timing")
+        samples = interleave(timers, effort.on(case.device), tell) if timers else {}
+        for name, values in samples.items():
+            results[name].times = Spread.of(values)
+        record = Record(case, list(results.values()), choice=chosen(case))
+        if OURS in samples:
+            ratios = {name: ratio(values, samples[OURS]) for name, values in samples.items()}
+            others = [one.name for one in contenders if isinstance(one, Checkout) and one.name != OURS]
+            record.checkouts = {name: ratios[name] for name in others if name in ratios}
+            if rivals := [name for name in case.against if name in samples]:
+                record.rival = min(rivals, key=lambda name: statistics.median(samples[name]))
+                record.ratio = ratios[record.rival]
         return record
-    finally:
-        torch.set_num_threads(threads)
 
 
 def measure_all(
@@ -223,36 +226,37 @@ def measure_all(
     effort: Effort,
     against: Sequence[Path] = (),
     workers: int = 0,
-    limit: float = math.inf,
-    on_progress: Progress | None = None,
+    limit: float | None = None,
+    on_progress: Progress = silent,
 ) -> list[Record]:
-    """Measure cases beside their rivals and `peers` (None: the default ones). With other checkouts `against` it, tilewise runs
-    in a process of its own like them; `workers` processes compile all kernels first; after `limit` seconds no case is begun."""
+    """Measure cases beside their rivals and `peers` (None: the default ones). A list of rivals other than SDPA alone gives way to
+    `peers`. With other checkouts `against` it, tilewise runs in a process of its own like them; `workers` processes compile all
+    kernels first; after `limit` seconds no case is begun."""
     begin = time.monotonic()
-    say = on_progress or (lambda what, share: None)
     for device in {case.device for case in cases}:
         require_device(device)
     sources = {f"checkout:{path.resolve().name}": source_folder(path) for path in against}
     if sources:
         sources = {OURS: OWN_SOURCE, **sources}
-    names = {
-        case.name: list(dict.fromkeys([OURS, *case.against, *(peers or default_peers(case)), *sources])) for case in cases
-    }
+    names = {}
+    for case in cases:
+        rivals = case.against if not peers or case.against == Case.against else ()
+        names[case.name] = list(dict.fromkeys([OURS, *rivals, *(peers or default_peers(case)), *sources]))
     if workers:
         # cases of one length first: those that follow each other have kernels of their own
         ordered = sorted(cases, key=lambda case: -case.seqlen)
         jobs = [(case, name, sources.get(name)) for case in ordered for name in names[case.name]]
         jobs = [job for job in jobs if job[1] in (*sources, *COMPILED) or job[1].startswith(OURS)]
-        compile_ahead(jobs, workers, lambda what: say(what, 0.0))
+        compile_ahead(jobs, workers, lambda what: on_progress(what, 0.0))
     records = []
     with ExitStack() as stack:
         checkouts = {name: stack.enter_context(Checkout(name, source)) for name, source in sources.items()}
         for number, case in enumerate(cases):
-            if time.monotonic() - begin > limit:
+            if limit is not None and time.monotonic() - begin > limit:
                 break
 
             def tell(what: str, done: float, number: int = number) -> None:
-                say(what, (number + done) / len(cases))
+                on_progress(what, (number + done) / len(cases))
 
             contenders = [checkouts.get(name) or contender(name) for name in names[case.name]]
             records.append(measure(case, contenders, effort, tell))
@@ -268,31 +272,13 @@ def checkout_means(records: Iterable[Record]) -> list[tuple[str, float, float]]:
     return [(name, statistics.geometric_mean(values), min(values)) for name, values in ratios.items()]
 
 
-def _truth(case: Case, tensors: Tensors, threads: int, say: Progress) -> dict[str, Tensor]:
-    """With all threads there are: it may take longer than the measurement."""
-    say(f"{case.name}: the result in float64", 0.0)
-    fewer = torch.get_num_threads()
-    torch.set_num_threads(max(fewer, threads))
-    try:
-        return truth(case, tensors)
-    finally:
-        torch.set_num_threads(fewer)
-
-
-@dataclass(frozen=True)
-class Mean:
+class Mean(NamedTuple):
     """The geometric mean of the ratios of a group of cases; None if one of them has no ratio."""
 
     group: str
     ratio: float | None
     floor: float
-
-    @property
-    def passed(self) -> bool:
-        return self.ratio is not None and self.ratio >= self.floor
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"group": self.group, "ratio": self.ratio, "floor": self.floor, "passed": self.passed}
+    passed: bool
 
 
 def geometric_means(records: Iterable[Record], floors: dict[str, float]) -> list[Mean]:
@@ -304,6 +290,6 @@ def geometric_means(records: Iterable[Record], floors: dict[str, float]) -> list
     found = []
     for group, values in ratios.items():
         known = [value for value in values if value is not None]
-        mean = statistics.geometric_mean(known) if len(known) == len(values) else None
-        found.append(Mean(group, mean, floors[group]))
+        mean, floor = statistics.geometric_mean(known) if len(known) == len(values) else None, floors[group]
+        found.append(Mean(group, mean, floor, mean is not None and mean >= floor))
     return found

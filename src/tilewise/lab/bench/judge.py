@@ -84,24 +84,21 @@ class Expected:
     """What a right result of a case is, computed once for all contenders."""
 
     def __init__(self, case: Case, tensors: Tensors) -> None:
-        self.case = case
         problem, inputs, dout = case.problem(), case.inputs(tensors), case.rank4(tensors.dout)
-        small = _scores(problem) <= WHOLE
+        chosen = Heads(problem, inputs, dout, (ALL,), (ALL,))
+        if _scores(problem) > WHOLE:
+            chosen = _one_head(chosen, first=bool(case.features))  # dropout counts heads and sequences from the first on
+        self.case = case
         if case.features:
-            # dropout counts heads and sequences from the first on
-            chosen = Heads(problem, inputs, dout, (ALL,), (ALL,)) if small else _one_head(problem, inputs, dout, first=True)
-            self.parts = _whole(*chosen, case.trains)
+            self.parts = [Part(0, chosen.queries, *_output(chosen.problem, chosen.inputs))]
             self.checked = chosen.problem.heads / problem.heads
-            return
-        samples = sample_rows(problem)
-        self.parts = []
-        for rows in samples:
-            part, given = row_block(problem, inputs, rows)
-            self.parts.append(Part(0, (ALL, ALL, slice(*rows)), oracle(part, given)[0], bounds.forward(part, given).out))
+        else:
+            samples = sample_rows(problem)
+            blocks = [(rows, row_block(problem, inputs, rows)) for rows in samples]
+            self.parts = [Part(0, (ALL, ALL, slice(*rows)), *_output(*block)) for rows, block in blocks]
+            self.checked = sum(end - start for start, end in samples) / max(1, problem.seqlen_q)
         if case.trains:
-            chosen = Heads(problem, inputs, dout, (ALL,), (ALL,)) if small else _one_head(problem, inputs, dout, first=False)
-            self.parts += _gradients(*chosen)
-        self.checked = sum(end - start for start, end in samples) / max(1, problem.seqlen_q)
+            self.parts += _gradients(chosen, whole=bool(case.features))
 
     def judge(self, outcome: Outcome) -> Judgement:
         """Compare what a contender computed with the oracle on the same inputs."""
@@ -115,26 +112,19 @@ class Expected:
         return worst.verdict(self.checked)
 
 
-def _whole(
-    problem: Problem, inputs: Inputs, dout: Tensor, queries: tuple[slice, ...], keys: tuple[slice, ...], trains: bool
-) -> list[Part]:
-    parts = [Part(0, queries, oracle(problem, inputs)[0], bounds.forward(problem, inputs).out)]
-    if trains:
-        pairs = zip(oracle_gradients(problem, inputs, dout)[:3], bounds.backward(problem, inputs, dout)[:3], strict=True)
-        places = (queries, keys, keys)
-        parts += [Part(i + 1, places[i], want, bound) for i, (want, bound) in enumerate(pairs) if bound is not None]
-    return parts
+def _output(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    return oracle(problem, inputs)[0], bounds.forward(problem, inputs).out
 
 
-def _gradients(
-    problem: Problem, inputs: Inputs, dout: Tensor, queries: tuple[slice, ...], keys: tuple[slice, ...]
-) -> list[Part]:
-    blocks, parts = row_blocks(problem), []
+def _gradients(heads: Heads, whole: bool) -> list[Part]:
+    """A block of rows at a time; `whole` at once, for features cannot be cut into blocks."""
+    problem, inputs, dout, queries, keys = heads
+    blocks, parts = [(0, problem.seqlen_q)] if whole else row_blocks(problem), []
     want_k, want_v, bound_k, bound_v = (
         torch.zeros(t.shape, dtype=torch.float64, device=t.device) for t in (inputs.k, inputs.v) * 2
     )
     for rows in blocks:
-        part, given = row_block(problem, inputs, rows)
+        part, given = (problem, inputs) if whole else row_block(problem, inputs, rows)
         piece = dout[:, :, slice(*rows)]
         want, bound = oracle_gradients(part, given, piece), bounds.backward(part, given, piece)
         where = (*(*queries, ALL)[:2], slice(*rows))
@@ -179,9 +169,10 @@ def row_block(problem: Problem, inputs: Inputs, rows: Rows) -> tuple[Problem, In
     return part, inputs._replace(q=inputs.q[:, :, slice(*rows)])
 
 
-def _one_head(problem: Problem, inputs: Inputs, dout: Tensor, first: bool) -> Heads:
+def _one_head(whole: Heads, first: bool) -> Heads:
     """The first key head of the first sequence with its query heads, or the last of the last. Sequences that differ (by lengths,
     or by a mask of tensors) stay together."""
+    problem, inputs, dout = whole[:3]
     group = problem.group
     together = problem.varlen or bool(problem.program.tensors)
     sequence = ALL if together else slice(0, 1) if first else slice(-1, None)
@@ -191,13 +182,8 @@ def _one_head(problem: Problem, inputs: Inputs, dout: Tensor, first: bool) -> He
         return None if x is None else x[tuple(ALL if side == 1 else at for side, at in zip(x.shape, where, strict=False))]
 
     bias = cut(inputs.bias, sequence, heads)
-    alone = replace(
-        problem,
-        batch=problem.batch if together else 1,
-        heads=group,
-        kv_heads=1,
-        bias=None if bias is None else tuple(bias.shape),  # type: ignore[arg-type]
-    )
+    batch, sides = problem.batch if together else 1, None if bias is None else tuple(bias.shape)
+    alone = replace(problem, batch=batch, heads=group, kv_heads=1, bias=sides)  # type: ignore[arg-type]
     given = inputs._replace(
         q=inputs.q[sequence, heads],
         k=inputs.k[sequence, kv_head],

@@ -19,7 +19,7 @@ from torch import Tensor
 from tilewise.api.names import Layout
 from tilewise.backends.base import Verdict
 from tilewise.errors import ArgumentError
-from tilewise.lab.bench.cases import Case, Tensors
+from tilewise.lab.bench.cases import OURS, Case, Tensors
 from tilewise.lab.bench.child import Attention, tilewise_call
 from tilewise.masks import UNBOUNDED, allowed
 
@@ -32,7 +32,6 @@ class Contender:
     """`layout` None: it takes the case's own. `copies`: it gets tensors that are contiguous in its layout."""
 
     name: str
-    says: str
     supports: Callable[[Case], Verdict]
     bind: Callable[[Case, Tensors], Attention]
     layout: Layout | None = None
@@ -88,8 +87,7 @@ def tilewise(backend: str = "auto") -> Contender:
     def bind(case: Case, tensors: Tensors) -> Attention:
         return tilewise_call(replace(case, backend=case.backend if backend == "auto" else backend).options(tensors))
 
-    name = "tilewise" if backend == "auto" else f"tilewise:{backend}"
-    return Contender(name, f"tilewise.attention, backend {backend}", lambda case: Verdict(True), bind)
+    return Contender(OURS if backend == "auto" else f"{OURS}:{backend}", needs(), bind)
 
 
 def bind_sdpa(case: Case, tensors: Tensors, upcast: bool = False) -> Attention:
@@ -245,21 +243,17 @@ FA2, FA4, XFORMERS = (partial(lambda name, _: installed(name), name) for name in
 PEERS = {
     peer.name: peer
     for peer in (
-        Contender("sdpa", "torch scaled_dot_product_attention", needs(BIASED), bind_sdpa, "bhsd"),
-        Contender("sdpa-upcast", "SDPA on inputs cast to float32", needs(half_precision, BIASED),
-                  partial(bind_sdpa, upcast=True), "bhsd"),
-        *(Contender(name, f"SDPA held to {kernel}", needs(on_gpu, BIASED), partial(bind_sdpa_with, kernel), "bhsd")
-          for name, kernel in HELD.items()),
-        Contender("standard", "softmax(QKᵀ)V with all scores in memory", needs(SCORED), bind_standard, "bhsd"),
-        Contender("flex", "torch FlexAttention, compiled", needs(on_gpu, BANDED, MODIFIED), bind_flex, "bhsd"),
-        Contender("flash_attn", "the flash-attn package", needs(FA2, on_gpu, half_precision, CAUSAL, PLAIN),
-                  bind_flash_attn, "bshd"),
-        Contender("fa4", "FlashAttention-4 (flash_attn.cute)", needs(FA4, on_gpu, half_precision, BANDED, PLAIN),
-                  bind_flash_attn_4, "bshd", copies=True),
-        Contender("xformers", "xformers memory_efficient_attention", needs(XFORMERS, on_gpu, ungrouped, SQUARE, PLAIN),
-                  bind_xformers, "bshd"),
+        Contender("sdpa", needs(BIASED), bind_sdpa, "bhsd"),
+        Contender("sdpa-upcast", needs(half_precision, BIASED), partial(bind_sdpa, upcast=True), "bhsd"),
+        *(Contender(name, needs(on_gpu, BIASED), partial(bind_sdpa_with, kernel), "bhsd") for name, kernel in HELD.items()),
+        Contender("standard", needs(SCORED), bind_standard, "bhsd"),
+        Contender("flex", needs(on_gpu, BANDED, MODIFIED), bind_flex, "bhsd"),
+        Contender("flash_attn", needs(FA2, on_gpu, half_precision, CAUSAL, PLAIN), bind_flash_attn, "bshd"),
+        Contender("fa4", needs(FA4, on_gpu, half_precision, BANDED, PLAIN), bind_flash_attn_4, "bshd", copies=True),
+        Contender("xformers", needs(XFORMERS, on_gpu, ungrouped, SQUARE, PLAIN), bind_xformers, "bshd"),
     )
-}  # fmt: skip
+}
+"""By name; `fa4` is FlashAttention-4, `flash_attn.cute`."""
 COMPILED = ("flex", "fa4")
 """They compile kernels at their first call."""
 ASKED_FOR = ("standard", "sdpa-upcast", *HELD, *COMPILED)
@@ -271,7 +265,7 @@ def contender(name: str) -> Contender:
     if name in PEERS:
         return PEERS[name]
     head, _, backend = name.partition(":")
-    if head == "tilewise":
+    if head == OURS:
         return tilewise(backend or "auto")
     raise ArgumentError(f"peer: got {name!r}, need one of tilewise, tilewise:<backend>, {', '.join(PEERS)}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -137,9 +136,3 @@ def attempt(case: Case, backend: str, device: str) -> TrialResult:
     for name, value in results.items():
         worst.see(value, want[name], limit[name])
     return TrialResult(case.name, worst.verdict(1.0), seconds=seconds)
-
-
-def selftest(backend: str, device: str, every: bool = False) -> Iterator[tuple[str, Callable[[], TrialResult]]]:
-    """Each trial's name, and the trial to be run: whoever waits can be told first."""
-    for case in trials(backend, device, every):
-        yield case.name, partial(attempt, case, backend, device)

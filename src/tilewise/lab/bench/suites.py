@@ -67,16 +67,10 @@ CPU = tuple(replace(case, accurate=True) for case in CPU_SPEED)
 """The same, and errors no larger than SDPA's."""
 
 AVX512_FLOORS = {
-    "full 1024": (1.15, 1.35),
-    "full 4096": (1.15, 1.35),
-    "full d128": (1.15, 1.35),
+    **{case.name: (1.15, 1.35) for case in CPU if case.name.startswith("full")},
     "causal 1024": (1.5, 1.75),
     "causal 4096": (1.2, 1.4),
-    "training full": (1.0, 1.2),
-    "training causal 1024": (1.0, 1.2),
-    "training causal 4096": (1.0, 1.2),
-    "training d128": (1.0, 1.2),
-    "training d128 causal": (1.0, 1.2),
+    **{case.name: (1.0, 1.2) for case in CPU if case.name.startswith("training")},
 }
 HALVES = tuple(
     replace(case, name=f"{case.name} {dtype}", dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -10,6 +11,11 @@ import numpy as np
 
 Timer = Callable[[int], float]
 """Seconds of one call, averaged over that many calls."""
+Progress = Callable[[str, float], None]
+"""Hears what is being done, and how much of everything is done, from 0 to 1."""
+MOST_CALLS = 10_000
+GPU_SAMPLE = 20e-3
+"""A GPU's samples last longer: before the first launch it waits for the host."""
 
 
 class Spread(NamedTuple):
@@ -26,6 +32,10 @@ class Spread(NamedTuple):
         return cls(p20, p50, p80, len(values))
 
 
+def silent(what: str, done: float) -> None:
+    """Progress that nobody hears."""
+
+
 class Effort(NamedTuple):
     """How long to measure: until `seconds` are spent, within the limits on rounds."""
 
@@ -33,6 +43,9 @@ class Effort(NamedTuple):
     least: int = 5
     most: int = 200
     sample: float = 2e-3  # a sample repeats its call until it is at least this long
+
+    def on(self, device: str) -> Effort:
+        return self._replace(sample=max(self.sample, GPU_SAMPLE)) if device.startswith("cuda") else self
 
 
 def interleave(
@@ -42,10 +55,7 @@ def interleave(
 
     `on_round` hears the share of the work done, from 0 to 1.
     """
-    numbers = {}
-    for name, timer in timers.items():
-        timer(1)  # warm caches, threads and compilers
-        numbers[name] = max(1, min(10_000, round(effort.sample / max(timer(1), 1e-7))))
+    numbers = {name: _calls(timer, effort.sample) for name, timer in timers.items()}
     samples: dict[str, list[float]] = {name: [] for name in timers}
     names = list(timers)
     begin = time.perf_counter()
@@ -63,6 +73,15 @@ def interleave(
     if on_round:
         on_round(1.0)
     return samples
+
+
+def _calls(timer: Timer, sample: float) -> int:
+    """How many calls last as long as a sample. One alone looks longer than it is, by the time it takes to begin."""
+    timer(1)  # warm caches, threads and compilers
+    number = 1
+    while number < MOST_CALLS and (seconds := timer(number)) * number < sample:
+        number = min(MOST_CALLS, max(number + 1, math.ceil(sample / max(seconds, 1e-7))))
+    return number
 
 
 def ratio(slow: list[float], fast: list[float]) -> Spread:

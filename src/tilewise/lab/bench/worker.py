@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tilewise.backends.base import Verdict
 from tilewise.errors import ArgumentError, TilewiseError
-from tilewise.lab.bench.cases import Case, Tensors
+from tilewise.lab.bench.cases import OURS, Case, Tensors
 from tilewise.lab.bench.child import Outcome
 from tilewise.lab.bench.timing import Timer
 
@@ -32,11 +32,11 @@ class WorkerError(TilewiseError, RuntimeError):
 class Worker:
     """The parent's end: `ask` a question, get a dict. Use as a context manager; leaving it ends the process."""
 
-    def __init__(self, case: Case | None = None, contender: str = "tilewise", source: Path = OWN_SOURCE) -> None:
-        self.contender = contender
+    def __init__(self, case: Case | None = None, name: str = OURS, source: Path = OWN_SOURCE) -> None:
+        self.name = name
         self.spec: dict[str, Any] = {}
         if case is not None:
-            self.take(case, contender)
+            self.take(case, name)
         paths = os.pathsep.join(p for p in (str(source), os.environ.get("PYTHONPATH")) if p)
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
@@ -48,7 +48,7 @@ class Worker:
             env={**os.environ, "PYTHONPATH": paths},
         )
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,10 +56,13 @@ class Worker:
         self.process.communicate()
         self.errors.close()
 
-    def take(self, case: Case, contender: str) -> None:
-        """What the next questions are about."""
-        about = {"device": case.device, "threads": case.threads, "passes": case.passes}
-        self.contender, self.spec = contender, {"case": case.to_dict(), "contender": contender, **about}
+    def take(self, case: Case, name: str) -> None:
+        """A case and a contender: what the next questions are about."""
+        self.name = name
+        self.specify(case, case=case.to_dict(), contender=name)
+
+    def specify(self, case: Case, /, **spec: Any) -> None:
+        self.spec = {**spec, "device": case.device, "threads": case.threads, "passes": case.passes}
 
     def ask(self, question: str, **arguments: Any) -> dict[str, Any]:
         assert self.process.stdin and self.process.stdout
@@ -73,29 +76,30 @@ class Worker:
             status = self.process.wait()
             self.errors.seek(0)
             tail = self.errors.read().strip().splitlines()[-1:] or [f"exit status {status}"]
-            raise WorkerError(f"{self.contender}: its process ended while asked to {question}: {tail[0]}")
+            raise WorkerError(f"{self.name}: its process ended while asked to {question}: {tail[0]}")
         answer: dict[str, Any] = json.loads(line)
         if "failure" in answer:
-            raise WorkerError(f"{self.contender}: {answer['failure']}")
+            raise WorkerError(f"{self.name}: {answer['failure']}")
         return answer
 
 
-class Checkout:
+class Checkout(Worker):
     """A contender that is the tilewise of a source folder, in a process of its own."""
 
     def __init__(self, name: str, source: Path) -> None:
-        self.name, self.worker, self.calls = name, Worker(None, name, source), 0
-        self.folder = tempfile.TemporaryDirectory()
-
-    def __enter__(self) -> Checkout:
-        return self
+        super().__init__(None, name, source)
+        self.calls, self.folder = 0, tempfile.TemporaryDirectory()
 
     def __exit__(self, *_: object) -> None:
-        self.worker.__exit__()
+        super().__exit__()
         self.folder.cleanup()
 
     def supports(self, case: Case) -> Verdict:
         return Verdict(True)
+
+    def take(self, case: Case, name: str = "") -> None:
+        """Hand over its tensors."""
+        self.start(case, case.tensors())
 
     def start(self, case: Case, tensors: Tensors) -> tuple[Callable[[], Outcome], Timer]:
         """Hand over the tensors; give what it computes, and its timer."""
@@ -104,17 +108,16 @@ class Checkout:
         self.calls += 1
         call, out = (Path(self.folder.name) / name for name in (f"call{self.calls % 2}", "out"))
         torch.save({"options": case.options(tensors), "tensors": list(tensors[:4])}, call)
-        about = {"device": case.device, "threads": case.threads, "passes": case.passes}
-        self.worker.spec = {"call": str(call), "number": self.calls, **about}
+        self.specify(case, call=str(call), number=self.calls)
 
         def outcome() -> Outcome:
-            self.worker.ask("run", file=str(out))
+            self.ask("run", file=str(out))
             first, *grads = torch.load(out, map_location=case.device, weights_only=True)
             return Outcome(first, tuple(grads))
 
         def seconds(number: int) -> float:
             time.sleep(SETTLE)
-            taken: float = self.worker.ask("time", number=number)["seconds"]
+            taken: float = self.ask("time", number=number)["seconds"]
             time.sleep(SETTLE)
             return taken
 
@@ -140,7 +143,7 @@ def compile_ahead(jobs: Iterable[tuple[Case, str, Path | None]], processes: int,
         waiting.setdefault(source, []).append((case, name))
 
     def work(source: Path | None, queue: list[tuple[Case, str]]) -> None:
-        with Worker() if source is None else Checkout("", source) as process:
+        with Worker() if source is None else Checkout("", source) as worker:
             while queue:
                 try:
                     case, name = queue.pop(0)
@@ -148,14 +151,10 @@ def compile_ahead(jobs: Iterable[tuple[Case, str, Path | None]], processes: int,
                     return
                 on_done(f"{case.name}: compiling {name}")
                 try:
-                    if isinstance(process, Checkout):
-                        process.start(case, case.tensors())
-                        process.worker.ask("run")
-                    else:
-                        process.take(case, name)
-                        process.ask("run")
+                    worker.take(case, name)
+                    worker.ask("run")
                 except WorkerError:
-                    if (process.worker if isinstance(process, Checkout) else process).process.poll() is not None:
+                    if worker.process.poll() is not None:
                         return
 
     each = max(1, processes // max(1, len(waiting)))
