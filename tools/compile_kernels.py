@@ -58,7 +58,7 @@ class Check:
     few: bool = False  # enough to see that another triton takes the language the kernels use
     must_not_spill: bool = False
     maps: bool | None = None
-    mask: Callable[[], masks.Mask] | None = None  # one that a case has no words for
+    made: Callable[[], masks.Mask] | None = None  # a mask that a case has no words for
 
     @property
     def name(self) -> str:
@@ -73,11 +73,10 @@ class Compiled(NamedTuple):
     seconds: float = 0.0
 
 
-def portable(name: str, *kernels: str, d: int = 128, few: bool = False, **more: Any) -> Check:
-    own = {field: more.pop(field) for field in ("targets", "must_not_spill", "maps") if field in more}
-    mask = {"mask": more.pop("made")} if "made" in more else {}
+def portable(name: str, *kernels: str, d: int = 128, **more: Any) -> Check:
+    own = {field: more.pop(field) for field in ("few", "targets", "must_not_spill", "maps", "made") if field in more}
     sizes = {"batch": 2, "heads": 8, "kv_heads": 2, "seqlen": 1024, "head_dim": d, "dtype": "bfloat16"}
-    return Check("triton", Case(name, **{**sizes, **more}), kernels, few=few, **own, **mask)
+    return Check("triton", Case(name, **{**sizes, **more}), kernels, **own)
 
 
 MAIN = ("forward", "keys", "queries")
@@ -170,8 +169,8 @@ def blocks_or_not_dense(length: int = 1024) -> masks.Mask:
 def problem_of(check: Check) -> tuple[Any, Any]:
     """The problem, and tensors without storage."""
     problem, tensors = replace(check.case.problem(), needs_lse=True, device="cuda"), check.case.tensors()
-    if check.mask:
-        problem = replace(problem, mask=check.mask())
+    if check.made:
+        problem = replace(problem, mask=check.made())
     inputs = check.case.inputs(tensors)
     return problem, type(inputs)(*(None if x is None else x.to("meta") for x in inputs))
 
@@ -212,10 +211,8 @@ def _portable(
     if problem.seqlen_q > 1:
         found += launches(problem, inputs, spec, needs=Needs(dbias=inputs.bias is not None), maps=check.maps)
     # the same kernel may serve several operands, and one of a name may come in two forms
-    different = {
-        (name, str(signature(launch.args))): (name, launch) for name, launch in found if not kernels or name in kernels
-    }
-    for name, launch in different.values():
+    different = {(name, str(signature(launch.args))): launch for name, launch in found if not kernels or name in kernels}
+    for (name, _), launch in different.items():
         start = time.perf_counter()
         config, options = launch.config, launch.options
         kernel = compile_for(gpu, launch.kernel, signature(launch.args), config, options)
@@ -278,14 +275,10 @@ def run_job(job: tuple[str, str, bool]) -> tuple[list[str], int]:
 
 def run_here(options: argparse.Namespace) -> int:
     """Every chosen check for every target, in as many processes as asked for."""
-    chosen = [check for check in CHECKS if not options.only or any(word in check.name for word in options.only)]
-    chosen = [check for check in chosen if check.few or not options.few]
-    jobs = [
-        (check.name, target, not options.any_spills)
-        for target in options.target or TARGETS
-        for check in chosen
-        if target in check.targets
-    ]
+    words = options.only or [""]
+    chosen = [check for check in CHECKS if any(word in check.name for word in words) and (check.few or not options.few)]
+    targets = [(check, target) for target in options.target or TARGETS for check in chosen if target in check.targets]
+    jobs = [(check.name, target, not options.any_spills) for check, target in targets]
     failures = 0
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for lines, bad in pool.map(run_job, jobs):
@@ -320,10 +313,7 @@ def main() -> int:
     if not options.triton:
         return run_here(options)
     # registers are the assembler's business, which comes with triton: tiles are chosen for the environment's
-    arguments = ["--any-spills", "--jobs", str(options.jobs), *["--few"] * options.few]
-    arguments += ["--target", *options.target] if options.target else []
-    arguments += ["--only", *options.only] if options.only else []
-    return max(run_under(version, arguments) for version in options.triton)
+    return max(run_under(version, [*sys.argv[1:], "--any-spills", "--triton"]) for version in options.triton)
 
 
 if __name__ == "__main__":

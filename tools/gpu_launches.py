@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,13 +20,6 @@ from tilewise.model import TilePlan, gpu_tile
 from tilewise.problem import Problem
 
 
-class Named(NamedTuple):
-    """A launch and what it is for: forward, decode, merge, prepare, fp16_split, keys, queries or bias."""
-
-    name: str
-    launch: Launch
-
-
 def launches(
     problem: Problem,
     inputs: Inputs,
@@ -35,8 +28,9 @@ def launches(
     needs: Needs | None = None,
     trial: run.Trial = run.PLANNED,
     maps: bool | None = None,
-) -> list[Named]:
-    """The launches of a forward, or of a backward where `needs` says of what; tensors may be without memory.
+) -> list[tuple[str, Launch]]:
+    """The launches of a forward, or of a backward where `needs` says of what; tensors may be without memory. Each has the name of
+    what it is for: forward, decode, merge, prepare, fp16_split, keys, queries or bias.
 
     `maps` None: with tensor maps where the device has them, however short the call.
     """
@@ -44,16 +38,14 @@ def launches(
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     found: list[Launch] = []
-    with standing_in(spec, found, _has_maps(spec) if maps is None else maps):
+    if maps is None:
+        maps = spec.capability is not None and spec.capability[0] in (9, 10)
+    with standing_in(spec, found, maps):
         if needs is None:
             run.run_forward(problem, inputs, out, lse, trial)
         else:
             run.run_backward(problem, inputs, BackwardInputs(out, lse, out, needs=needs), trial)
-    return [Named(_name(launch), launch) for launch in found]
-
-
-def _has_maps(spec: DeviceSpec) -> bool:
-    return spec.capability is not None and spec.capability[0] in (9, 10)
+    return [(_name(launch), launch) for launch in found]
 
 
 def _name(launch: Launch) -> str:
@@ -77,9 +69,8 @@ def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[N
         return Descriptor.of(x, rows, padded(x.shape[3])), Descriptor.of(y, rows, padded(y.shape[3]))
 
     def get(problem: Problem, key: Any, device: torch.device, plan: Any) -> Any:
-        return SimpleNamespace(
-            plan=plan(), repeat=lambda tensors: False, record=lambda tensors, launches: found.extend(launches)
-        )
+        kept: dict[str, Any] = {"repeat": lambda tensors: False, "record": lambda tensors, launches: found.extend(launches)}
+        return SimpleNamespace(plan=plan(), **kept)
 
     with (
         mock.patch.multiple(

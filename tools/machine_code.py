@@ -67,9 +67,7 @@ class Facts(NamedTuple):
         bodies = {span: Loop(self.code[span[0] : span[1] + 1]) for span in spans}
         # the retries of barrier waits stand behind the kernel's end and jump back into it: no loops
         multiplying = [span for span, loop in bodies.items() if loop.count("HGMMA") and not loop.count("EXIT")]
-        return [
-            bodies[s] for s in multiplying if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in multiplying)
-        ]
+        return [bodies[s] for s in multiplying if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in multiplying)]
 
 
 def facts(compiled: Any, sm_90: bool = True, warnings: bool = True) -> Facts:
@@ -110,7 +108,6 @@ ZERO = 63
 
 class Effect(NamedTuple):
     name: str
-    conditional: bool
     written: frozenset[int]
     read: frozenset[int]
 
@@ -138,7 +135,7 @@ def effect_of(text: str) -> Effect:
                 read |= {first, first + 1}
             else:
                 read.add(first)
-    return Effect(name, text.startswith("@"), frozenset(written), frozenset(n for n in read if n < ZERO))
+    return Effect(name, frozenset(written), frozenset(n for n in read if n < ZERO))
 
 
 def unwritten(code: Sequence[Instruction]) -> list[str]:
@@ -195,13 +192,12 @@ BACKWARD_SAVES = 4
 def portable_faults(facts: Facts, tensor_columns: int, shared_limit: int, must_not_spill: bool) -> list[str]:
     """Of a kernel of the Triton backend. One that does not fit compiles to a trap, or is refused at its launch."""
     lost = lost_addresses(facts.code)
-    return _those(
-        {
-            "spills": must_not_spill and facts.stack > 0,
-            "does not fit": facts.shared > shared_limit or tensor_columns > TENSOR_COLUMNS,
-            f"addresses of products are lost: {lost[:2]}": lost,
-        }
-    )
+    checks = {
+        "spills": must_not_spill and facts.stack > 0,
+        "does not fit": facts.shared > shared_limit or tensor_columns > TENSOR_COLUMNS,
+        f"addresses of products are lost: {lost[:2]}": lost,
+    }
+    return _those(checks)
 
 
 def hopper_faults(facts: Facts, config: Any) -> dict[str, Any]:
@@ -225,22 +221,20 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
         allowed = max(allowed, FORWARD_STACK_WIDEST)
     expected = config.WARPGROUPS * (1 + (config.BAND and config.PINGPONG) + config.LEFT)
     held = (config.BLOCK_N + config.Q_IN_REGISTERS) // 16  # products take 16 columns of their left operand
-    return _those(
-        {
-            **hopper_faults(facts, config),
-            f"registers are read that some path leaves unwritten: {unknown[:3]}": unknown,
-            f"{len(loops)} loops multiply, expected {expected}": len(loops) != expected,
-            "a loop uses local memory": not may_spill and any(loop.count("LDL", "STL") for loop in loops),
-            f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > allowed,
-            "weights or queries do not come from registers": any(loop.register_products != held for loop in loops),
-            "the output is rescaled where no row needs it": config.LAZY_RESCALE
-            and not all(loop.count("VOTE") for loop in loops),
-            # of two rounded numbers: a row whose maximum stays is rescaled by exactly 1. One product a weight, two for sums
-            "the rescaling factor is not exp2 of a plain difference": config.SCORES == "fold"
-            and any(loop.count("FFMA") != config.BLOCK_N // 2 + 2 for loop in loops),
-            "the softmax waits for P·V": not all(loop.overlaps for loop in loops),
-        }
-    )
+    checks = {
+        **hopper_faults(facts, config),
+        f"registers are read that some path leaves unwritten: {unknown[:3]}": unknown,
+        f"{len(loops)} loops multiply, expected {expected}": len(loops) != expected,
+        "a loop uses local memory": not may_spill and any(loop.count("LDL", "STL") for loop in loops),
+        f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > allowed,
+        "weights or queries do not come from registers": any(loop.register_products != held for loop in loops),
+        "the output is rescaled where no row needs it": config.LAZY_RESCALE and not all(loop.count("VOTE") for loop in loops),
+        # of two rounded numbers: a row whose maximum stays is rescaled by exactly 1. One product a weight, two for sums
+        "the rescaling factor is not exp2 of a plain difference": config.SCORES == "fold"
+        and any(loop.count("FFMA") != config.BLOCK_N // 2 + 2 for loop in loops),
+        "the softmax waits for P·V": not all(loop.overlaps for loop in loops),
+    }
+    return _those(checks)
 
 
 def backward_faults(name: str, facts: Facts, config: Any, may_spill: bool = False) -> list[str]:
@@ -250,18 +244,17 @@ def backward_faults(name: str, facts: Facts, config: Any, may_spill: bool = Fals
     loops, reduces = facts.loops, getattr(config, "REDUCE_DQ", False)
     products, waits = (sum(loop.count(what) for loop in loops) for what in ("HGMMA", "WARPGROUP.DEPBAR"))
     saved = sum(loop.count("LDL", "STL") for loop in loops)
-    return _those(
-        {
-            **hopper_faults(facts, config),
-            f"{len(loops)} loops multiply, expected one for each warpgroup": len(loops) != 2,
-            f"{saved} accesses to local memory in loops": not may_spill and saved > BACKWARD_SAVES,
-            f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > BACKWARD_STACK,
-            "weights do not come from registers": not all(loop.register_products for loop in loops),
-            f"{waits} waits for {products} products": waits * 3 > products,
-            "dQ is not added up four numbers at a time": reduces and not facts.count("REDG.E.ADD.F32x4"),
-        }
-    )
+    checks = {
+        **hopper_faults(facts, config),
+        f"{len(loops)} loops multiply, expected one for each warpgroup": len(loops) != 2,
+        f"{saved} accesses to local memory in loops": not may_spill and saved > BACKWARD_SAVES,
+        f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > BACKWARD_STACK,
+        "weights do not come from registers": not all(loop.register_products for loop in loops),
+        f"{waits} waits for {products} products": waits * 3 > products,
+        "dQ is not added up four numbers at a time": reduces and not facts.count("REDG.E.ADD.F32x4"),
+    }
+    return _those(checks)
 
 
-def _those(found: dict[str, Any]) -> list[str]:
-    return [fault for fault, there in found.items() if there]
+def _those(checks: dict[str, Any]) -> list[str]:
+    return [fault for fault, there in checks.items() if there]

@@ -28,16 +28,11 @@ OLDEST = "2.10.0"
 TESTS = (
     "tests/ops",
     "tests/conformance",
-    "tests/api/test_semantics.py",
-    "tests/api/test_remembered.py",
-    "tests/api/test_bad_input.py",
+    *(f"tests/api/test_{name}.py" for name in ("semantics", "call_cache", "bad_input")),
     "tests/backends/test_aten.py",
-    "tests/integrations/test_sdpa.py",
-    "tests/integrations/test_nn.py",
-    "tests/integrations/test_flash_attn.py",
-    "tests/integrations/test_transformers.py",
+    *(f"tests/integrations/test_{name}.py" for name in ("sdpa", "nn", "flash_attn", "transformers")),
 )
-"""What depends on torch: the compiler, operators, semantics, what is remembered of calls, and the integrations."""
+"""What depends on torch: the compiler, operators, semantics, the cache of calls, and the integrations."""
 GPU_ONLY = re.compile(r"^(nvidia|cuda|triton|rocm|pytorch-triton|intel)")
 NOT_FOR_TESTS = {"torch", "triton", "ruff", "mypy", "hatchling", "editables"}
 

@@ -193,6 +193,6 @@ def test_12_8_is_trusted_with_what_was_looked_through(change: dict[str, Any], tr
 def test_12_8_is_not_trusted_with_rows_at_any_address() -> None:
     problem, inputs = problem_of(portable(""))
     odd = inputs._replace(q=inputs.q[..., 1:, :].as_strided(inputs.q.shape, (1, 1, 129, 1)))
-    launch = launches(problem, odd, device("h200"), maps=False)[0].launch
+    launch = launches(problem, odd, device("h200"), maps=False)[0][1]
     types, _, attributes = signature(launch.args)
     assert not assemble.proven(types, attributes, launch.config)

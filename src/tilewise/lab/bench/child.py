@@ -43,12 +43,8 @@ def tilewise_call(options: dict[str, Any]) -> Attention:
         keywords["bias"] = tw.alibi(options["slopes"])
     keywords |= {"mask": mask, "backend": options["backend"]}
     if options["cu"] is not None:
-        return partial(_packed, tw.attention_varlen, options["cu"], keywords)
+        return cast(Attention, lambda q, k, v: tw.attention_varlen(q, k, v, options["cu"], **keywords))
     return cast(Attention, partial(tw.attention, layout=options["layout"], **keywords))
-
-
-def _packed(attention: Callable[..., Tensor], cu: Tensor, keywords: dict[str, Any], *qkv: Tensor) -> Tensor:
-    return attention(*qkv, cu, **keywords)
 
 
 def bind_passes(attention: Attention, qkv: tuple[Tensor, ...], dout: Tensor, passes: str) -> Callable[[], Outcome]:
@@ -91,8 +87,7 @@ class Child:
 
                 self.case = Case(**spec["case"])
                 self.tensors = self.case.tensors()
-        found: dict[str, Any] = getattr(self, ask)(**arguments)
-        return found
+        return cast(dict[str, Any], getattr(self, ask)(**arguments))
 
     def bound(self) -> Callable[[], Outcome]:
         """The whole call, bound once."""

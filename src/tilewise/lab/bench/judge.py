@@ -8,6 +8,7 @@ features (bias, dropout, documents …) is judged by all rows of one key head an
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,21 +45,15 @@ class Judgement(NamedTuple):
         return {name: value if math.isfinite(value) else None for name, value in self._asdict().items()}
 
 
-class Worst:
-    """The worst of several comparisons."""
-
-    def __init__(self) -> None:
-        self.error = self.used = 0.0
-
-    def see(self, got: Tensor, want: Tensor, bound: Tensor) -> None:
-        if not got.numel():
-            return
-        used = bounds.ratios(got, want, bound)
-        error = torch.where(used == 0, 0.0, (got.double() - want).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
-        self.error, self.used = max(self.error, float(error.max())), max(self.used, float(used.max()))
-
-    def verdict(self, checked: float) -> Judgement:
-        return Judgement(self.used <= 1.0, self.error, self.used, checked)
+def compare(results: Iterable[tuple[Tensor, Tensor, Tensor]], checked: float) -> Judgement:
+    """The worst of several comparisons, each of what was computed with what is right, and how far apart they may be."""
+    largest = most = 0.0
+    for got, want, bound in results:
+        if got.numel():
+            used = bounds.ratios(got, want, bound)
+            error = torch.where(used == 0, 0.0, (got.double() - want).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
+            largest, most = max(largest, float(error.max())), max(most, float(used.max()))
+    return Judgement(most <= 1.0, largest, most, checked)
 
 
 class Part(NamedTuple):
@@ -103,13 +98,11 @@ class Expected:
     def judge(self, outcome: Outcome) -> Judgement:
         """Compare what a contender computed with the oracle on the same inputs."""
         got = [self.case.rank4(x) for x in (outcome.out, *outcome.grads)]
-        problem, worst = self.case.problem(), Worst()
+        problem = self.case.problem()
         batch = 1 if problem.varlen else problem.batch
         if tuple(got[0].shape) != (batch, problem.heads, problem.seqlen_q, problem.head_dim_v):
             return Judgement(False, torch.inf, torch.inf, 0.0)
-        for tensor, where, want, bound in self.parts:
-            worst.see(got[tensor][where], want, bound)
-        return worst.verdict(self.checked)
+        return compare(((got[tensor][where], want, bound) for tensor, where, want, bound in self.parts), self.checked)
 
 
 def _output(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -59,19 +59,12 @@ def machine() -> dict[str, Any]:
         "l2_bytes": cpu.l2_bytes,
         "l3_bytes": cpu.l3_bytes,
         "memory_bytes": cpu.dram_bytes,
-        "gpus": gpus(),
+        "gpus": [
+            {"name": gpu.name, "arch": gpu.arch, "multiprocessors": gpu.units, "memory_bytes": gpu.dram_bytes}
+            for index in range(torch.cuda.device_count())
+            if (gpu := probe_gpu(index)) is not None
+        ],
     }
-
-
-def gpus() -> list[dict[str, Any]]:
-    import torch
-
-    found = (probe_gpu(index) for index in range(torch.cuda.device_count()))
-    return [
-        {"name": gpu.name, "arch": gpu.arch, "multiprocessors": gpu.units, "memory_bytes": gpu.dram_bytes}
-        for gpu in found
-        if gpu is not None
-    ]
 
 
 def available_bytes() -> int | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 
 class Resident(NamedTuple):
@@ -30,19 +33,13 @@ def resident() -> Resident:
 
 def forget_peak() -> None:
     """Start a new peak at the present use; where the system cannot, the old peak stays and hides smaller ones."""
-    clear = Path("/proc/self/clear_refs")
-    if clear.exists():
-        try:
-            clear.write_text("5")
-        except OSError:
-            return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def begin_peak(device: str) -> int:
     """Start a new peak of a device's memory; the bytes in use now. A CPU's are those of this process."""
     if device.startswith("cuda"):
-        import torch
-
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
     forget_peak()
@@ -51,8 +48,6 @@ def begin_peak(device: str) -> int:
 
 def peak_bytes(device: str) -> int:
     if device.startswith("cuda"):
-        import torch
-
         return torch.cuda.max_memory_allocated()
     return resident().peak
 

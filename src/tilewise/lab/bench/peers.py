@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -81,13 +82,6 @@ def is_causal(case: Case) -> bool:
 def is_square_causal(case: Case) -> bool:
     """Causal where both alignments mean the same."""
     return is_causal(case) and case.shape.seqlen_q == case.shape.seqlen_k
-
-
-def tilewise(backend: str = "auto") -> Contender:
-    def bind(case: Case, tensors: Tensors) -> Attention:
-        return tilewise_call(replace(case, backend=case.backend if backend == "auto" else backend).options(tensors))
-
-    return Contender(OURS if backend == "auto" else f"{OURS}:{backend}", needs(), bind)
 
 
 def bind_sdpa(case: Case, tensors: Tensors, upcast: bool = False) -> Attention:
@@ -191,13 +185,12 @@ def bind_xformers(case: Case, tensors: Tensors) -> Attention:
     return lambda q, k, v: ops.memory_efficient_attention(q, k, v, attn_bias=bias)
 
 
-def installed(module: str) -> str | None:
+def installed(module: str, case: Case) -> str | None:
     """A reason against, or None."""
-    try:
-        there = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # of the package it lies in
-        there = None
-    return None if there else f"{module} is not installed"
+    with suppress(ModuleNotFoundError):  # of the package it lies in
+        if importlib.util.find_spec(module):
+            return None
+    return f"{module} is not installed"
 
 
 def on_gpu(case: Case) -> str | None:
@@ -238,7 +231,7 @@ MODIFIED = partial(without, ("ALiBi", "softcap", "documents"))
 SCORED = partial(without, ("bias", "ALiBi", "softcap", "sinks", "documents", "padding", "blocks", "dense"))
 CAUSAL, SQUARE, BANDED = (partial(masks_only, holds) for holds in (is_causal, is_square_causal, banded))
 HELD = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION"}
-FA2, FA4, XFORMERS = (partial(lambda name, _: installed(name), name) for name in ("flash_attn", "flash_attn.cute", "xformers"))
+FA2, FA4, XFORMERS = (partial(installed, name) for name in ("flash_attn", "flash_attn.cute", "xformers"))
 
 PEERS = {
     peer.name: peer
@@ -265,9 +258,11 @@ def contender(name: str) -> Contender:
     if name in PEERS:
         return PEERS[name]
     head, _, backend = name.partition(":")
-    if head == OURS:
-        return tilewise(backend or "auto")
-    raise ArgumentError(f"peer: got {name!r}, need one of tilewise, tilewise:<backend>, {', '.join(PEERS)}")
+    if head != OURS:
+        raise ArgumentError(f"peer: got {name!r}, need one of tilewise, tilewise:<backend>, {', '.join(PEERS)}")
+    return Contender(
+        name, needs(), lambda case, tensors: tilewise_call(replace(case, backend=backend or case.backend).options(tensors))
+    )
 
 
 def default_peers(case: Case) -> list[str]:

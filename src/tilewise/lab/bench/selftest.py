@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.backends.base import Inputs
 from tilewise.lab.bench.cases import Case
-from tilewise.lab.bench.judge import Judgement, Worst
+from tilewise.lab.bench.judge import Judgement, compare
 from tilewise.numerics import bounds
 from tilewise.numerics.oracle import oracle, oracle_gradients
 from tilewise.ops.autograd import attend
@@ -87,13 +87,12 @@ class TrialResult(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """A trial's tensors, what the oracle makes of them, and how far from it a right result may be."""
+    """A trial's tensors, and what the oracle makes of them."""
 
     problem: Problem
     inputs: Inputs
     upstream: tuple[Tensor, Tensor]  # gradients of out and lse
-    want: dict[str, Tensor]
-    limit: dict[str, Tensor]
+    want: dict[str, tuple[Tensor, Tensor]]  # by name: the value, and how far from it a right one may be
 
 
 @cache
@@ -107,17 +106,17 @@ def expected(case: Case, device: str) -> Expectation:
     exact = torch.float64 if problem.dtype == "float64" else torch.float32
     dlse = torch.where(lse.isfinite(), torch.randn(lse.shape, generator=generator).to(device, exact), 0.0)
     far = bounds.forward(problem, inputs)
-    want, limit = {"out": out, "lse": lse}, {"out": far.out, "lse": far.lse}
+    want = {"out": (out, far.out), "lse": (lse, far.lse)}
     grads, far_grads = oracle_gradients(problem, inputs, dout, dlse), bounds.backward(problem, inputs, dout, dlse)
     for name, grad, bound in zip(grads._fields, grads, far_grads, strict=True):
         if grad is not None and bound is not None:
-            want[name], limit[name] = grad, bound
-    return Expectation(problem, inputs, (dout, dlse), want, limit)
+            want[name] = grad, bound
+    return Expectation(problem, inputs, (dout, dlse), want)
 
 
 def attempt(case: Case, backend: str, device: str) -> TrialResult:
     """Run one trial, forward and backward, and compare out, lse and every gradient with the oracle."""
-    problem, inputs, upstream, want, limit = expected(case, device)
+    problem, inputs, upstream, want = expected(case, device)
     verdicts = [dispatch.judge(backend, problem, inputs, backward=backward) for backward in (False, True)]
     against = dict.fromkeys(reason for verdict in verdicts for reason in verdict.reasons)
     if against:
@@ -131,8 +130,6 @@ def attempt(case: Case, backend: str, device: str) -> TrialResult:
     except Exception as error:  # whatever goes wrong in a backend is the trial's finding
         return TrialResult(case.name, None, failure=f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - begin
-    worst = Worst()
     results = {"out": out.detach(), "lse": lse.detach()} | {f"d{x}": grad for x, grad in zip(names, grads, strict=True)}
-    for name, value in results.items():
-        worst.see(value, want[name], limit[name])
-    return TrialResult(case.name, worst.verdict(1.0), seconds=seconds)
+    judgement = compare(((value, *want[name]) for name, value in results.items()), 1.0)
+    return TrialResult(case.name, judgement, seconds=seconds)

@@ -37,7 +37,7 @@ GROUPED: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 DECODE: dict[str, Any] = {"batch": 8, "seqlen": 1, "kv_seqlen": 4096, **GROUPED}
 UPCAST = ("sdpa-upcast",)
 
-CPU_SPEED = (
+CPU: tuple[Case, ...] = (
     Case("full 1024", seqlen=1024, floor=1.18, aim=1.28),
     Case("full 4096", seqlen=4096, floor=1.18, aim=1.28),
     Case("full d128", seqlen=4096, head_dim=128, floor=1.10, aim=1.15),
@@ -62,9 +62,8 @@ CPU_SPEED = (
     Case("training d128", seqlen=2048, head_dim=128, passes="training", floor=1.0, aim=1.1),
     Case("training d128 causal", seqlen=2048, head_dim=128, mask="causal", passes="training", floor=1.12, aim=1.25),
 )
-"""Floors for a 64-bit Arm with NEON and two threads."""
-CPU = tuple(replace(case, accurate=True) for case in CPU_SPEED)
-"""The same, and errors no larger than SDPA's."""
+"""Floors for a 64-bit Arm with NEON and two threads; errors are no larger than SDPA's."""
+CPU = tuple(replace(case, accurate=True) for case in CPU)
 
 AVX512_FLOORS = {
     **{case.name: (1.15, 1.35) for case in CPU if case.name.startswith("full")},
@@ -116,17 +115,13 @@ def gpu_decode(batch: int, heads: int, kv_heads: int, keys: int, floor: float | 
     return replace(case, name=f"decode {batch}×{heads}/{kv_heads}×{keys}")
 
 
-def gpu_fp32(passes: str) -> tuple[Case, ...]:
-    more: dict[str, Any] = {"dtype": "float32", "group": f"float32 {passes}", "against": ("sdpa-efficient",), "floor": 1.5}
-    return gpu_grid(passes, (2048, 8192), **more)
-
-
+FP32: dict[str, Any] = {"lengths": (2048, 8192), "dtype": "float32", "against": ("sdpa-efficient",), "floor": 1.5}
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 GPU = (
     *gpu_grid("forward", LENGTHS, against=("sdpa-flash",), floor=1.0),
     *gpu_grid("backward", LENGTHS, against=("sdpa-flash",)),
-    *gpu_fp32("forward"),
-    *gpu_fp32("backward"),
+    *gpu_grid("forward", group="float32 forward", **FP32),
+    *gpu_grid("backward", group="float32 backward", **FP32),
     gpu_decode(8, 32, 8, 16384, 0.9),
     gpu_decode(1, 32, 8, 131072, 0.9),
     gpu_decode(1, 64, 8, 8192, 1.0),

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -142,13 +142,9 @@ def compile_ahead(jobs: Iterable[tuple[Case, str, Path | None]], processes: int,
     for case, name, source in jobs:
         waiting.setdefault(source, []).append((case, name))
 
-    def work(source: Path | None, queue: list[tuple[Case, str]]) -> None:
+    def work(source: Path | None, queue: Iterator[tuple[Case, str]]) -> None:
         with Worker() if source is None else Checkout("", source) as worker:
-            while queue:
-                try:
-                    case, name = queue.pop(0)
-                except IndexError:  # another thread has taken the last one
-                    return
+            for case, name in queue:
                 on_done(f"{case.name}: compiling {name}")
                 try:
                     worker.take(case, name)
@@ -159,6 +155,7 @@ def compile_ahead(jobs: Iterable[tuple[Case, str, Path | None]], processes: int,
 
     each = max(1, processes // max(1, len(waiting)))
     with ThreadPoolExecutor(each * len(waiting) or 1) as pool:
-        started = [pool.submit(work, *item) for item in waiting.items() for _ in range(min(each, len(item[1])))]
+        queues = [(source, iter(queue), min(each, len(queue))) for source, queue in waiting.items()]  # threads share one
+        started = [pool.submit(work, source, queue) for source, queue, number in queues for _ in range(number)]
     for done in started:
         done.result()
