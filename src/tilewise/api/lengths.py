@@ -16,13 +16,12 @@ from torch import Tensor
 from tilewise.errors import MaskError
 from tilewise.masks import Mask, MaskShape
 from tilewise.masks.algebra import KeyRanges
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+from tilewise.ops.tensors import PLAIN
 
 
 def readable(x: Tensor) -> bool:
     """Whether the values of a tensor are there to be looked at."""
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN:
+    if torch.compiler.is_compiling() or type(x) not in PLAIN:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False

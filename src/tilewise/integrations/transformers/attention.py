@@ -73,7 +73,6 @@ def attention_function(
         "seed": torch.randint(2**62, (), device=query.device) if wanted and dropout else None,
     }
     out = attention(query, key, value, deterministic=features.get("deterministic"), **options)
-    assert isinstance(out, Tensor)
     weights = torch.cat([part.after for part in attention_weights(query, key, options)]) if wanted else None
     return out.transpose(1, 2).contiguous(), weights
 
@@ -118,9 +117,7 @@ def _wants_weights(features: dict[str, Any]) -> bool:
         return bool(wanted)
     collector = _collector()
     collected = collector.get() if collector is not None else None
-    if not collected:
-        return False
-    return any(name.endswith("attentions") for name in collected)
+    return any(name.endswith("attentions") for name in collected or ())
 
 
 @cache
