@@ -34,13 +34,9 @@ def check_lengths(mask: Mask, shape: MaskShape, cu_k: Tensor | None) -> None:
         return
     for leaf in mask.leaves():
         if isinstance(leaf, KeyRanges):
-            keys = [shape.seqlen_k] if cu_k is None else _differences(cu_k)
-            if keys is not None:
-                _check(leaf, keys, shape.batch)
-
-
-def _differences(cu: Tensor) -> list[int] | None:
-    return [max(0, end - start) for start, end in pairwise(cu.tolist())] if readable(cu) else None
+            bounds = [0, shape.seqlen_k] if cu_k is None else _values(cu_k)
+            if bounds is not None:
+                _check(leaf, [max(0, end - start) for start, end in pairwise(bounds)], shape.batch)
 
 
 def _values(x: Any) -> list[int] | None:

@@ -224,8 +224,8 @@ def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[T
     """A tensor bias as rank 4, or the slopes of ALiBi as (B or 1, H)."""
     if bias is None:
         return None, None
-    tensor = bias.slopes if isinstance(bias, Alibi) else bias
-    _check_floating("bias", tensor, q.device, "tensor or alibi(slopes); boolean masks are passed as mask=")
+    wanted = "tensor or alibi(slopes); boolean masks are passed as mask="
+    tensor = _check_floating("bias", bias.slopes if isinstance(bias, Alibi) else bias, q.device, wanted)
     if isinstance(bias, Alibi):
         slopes = tensor.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
         slopes = slopes if tensor.ndim == 2 else slopes[None]
@@ -248,8 +248,8 @@ def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[T
     return tensor, None
 
 
-def _check_floating(name: str, x: Any, device: torch.device, wanted: str) -> None:
-    """A dense tensor of a kind that kernels read, on the device."""
+def _check_floating(name: str, x: Any, device: torch.device, wanted: str) -> Tensor:
+    """Raise unless x is a dense tensor of a kind that kernels read, on the device."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ArgumentTypeError(f"{name}: got {got}, need a floating-point {wanted}")
@@ -259,16 +259,16 @@ def _check_floating(name: str, x: Any, device: torch.device, wanted: str) -> Non
             f"{name}: dtype {x.dtype}, need float16, bfloat16, float32 or float64; convert with .to(q.dtype)"
         )
     check_device(name, x, device)
+    return x
 
 
-def _check_sinks(sinks: Any, q: Tensor, heads: int) -> Tensor | None:
+def _check_sinks(sinks: Tensor | None, q: Tensor, heads: int) -> Tensor | None:
     if sinks is None:
         return None
-    _check_floating("sinks", sinks, q.device, f"tensor ({heads},)")
-    checked: Tensor = sinks
-    if tuple(checked.shape) != (heads,):
-        raise LayoutError(f"sinks: shape {tuple(checked.shape)}, need one for each query head, ({heads},)")
-    return checked
+    sinks = _check_floating("sinks", sinks, q.device, f"tensor ({heads},)")
+    if tuple(sinks.shape) != (heads,):
+        raise LayoutError(f"sinks: shape {tuple(sinks.shape)}, need one for each query head, ({heads},)")
+    return sinks
 
 
 def result_inside(name: str, x: Tensor, problem: Problem, layout: str, columns: tuple[int, ...]) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilewise.api.attention import attention
 from tilewise.api.bias import alibi
+from tilewise.api.options import show_signature
 from tilewise.api.parse import make_seed
 from tilewise.api.varlen import attention_varlen
 from tilewise.errors import ArgumentError, LayoutError
@@ -255,6 +256,5 @@ _PACKED: tuple[Any, ...] = (
 )
 _OPTIONS = list(inspect.signature(flash_attn_func).parameters.values())[3:]
 for _function in _PACKED:  # `help` shows the options that are passed on
-    _own = [one for one in inspect.signature(_function).parameters.values() if one.name not in ("options", "named")]
-    _function.__signature__ = inspect.Signature([*_own, *_OPTIONS], return_annotation=Result)
+    show_signature(_function, _OPTIONS)
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", *(function.__name__ for function in _PACKED)]
