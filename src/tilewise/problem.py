@@ -16,6 +16,11 @@ from tilewise.masks.build import is_integer, plain
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PRECISIONS = ("default", "tf32", "compensated")
 MAX_HEAD_DIM = 512
+_SIZES = (
+    *((name, 0, UNBOUNDED - 1) for name in ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k")),
+    *((name, 1, MAX_HEAD_DIM) for name in ("head_dim", "head_dim_v")),
+)
+"""Fields that are sizes, with the least and the greatest value of each."""
 SETTINGS = ("scale", "softcap", "dropout_p", "precision", "deterministic", "needs_lse")
 """Fields that neither the tensors nor the mask of a call tell; the operators carry them as arguments."""
 ALIASES = {"half": "float16", "float": "float32", "bf16": "bfloat16"} | {f"fp{n}": f"float{n}" for n in (16, 32, 64)}
@@ -147,10 +152,12 @@ class Problem:
 
     def check(self) -> None:
         """Raise unless every field is sane. Sizes are compared as they are, so symbolic ones work too."""
-        for name in ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k"):
-            _check_size(name, getattr(self, name), 0, UNBOUNDED - 1)
-        for name in ("head_dim", "head_dim_v"):
-            _check_size(name, getattr(self, name), 1, MAX_HEAD_DIM)
+        for name, least, most in _SIZES:
+            value = getattr(self, name)
+            if type(value) is not int and not is_integer(value):
+                raise ArgumentTypeError(f"{name}: got {value!r} ({type(value).__name__}), need an integer")
+            if value < least or value > most:
+                raise ArgumentError(f"{name}: got {value}, need {least} to {most}")
         if self.kv_heads != self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads != 0):
             raise LayoutError(
                 f"heads: {self.heads} query heads and {self.kv_heads} key heads; the first must be a multiple of the second"
@@ -180,10 +187,3 @@ def unboxed(value: Any) -> Any:
     if isinstance(value, np.ndarray) and not value.ndim:
         value = value[()]
     return value.item() if isinstance(value, np.number) else value
-
-
-def _check_size(name: str, value: Any, least: int, most: int) -> None:
-    if not is_integer(value):
-        raise ArgumentTypeError(f"{name}: got {value!r} ({type(value).__name__}), need an integer")
-    if value < least or value > most:
-        raise ArgumentError(f"{name}: got {value}, need {least} to {most}")

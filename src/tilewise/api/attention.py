@@ -15,7 +15,7 @@ from tilewise.api.keywords import check_keywords
 from tilewise.api.names import BackendName, Layout, Precision
 from tilewise.api.options import BatchOptions, show_signature
 from tilewise.masks import Mask
-from tilewise.ops.profile import FORWARD, profiled
+from tilewise.ops.run import FORWARD, profiled
 
 _is_traced = torch.compiler.is_dynamo_compiling
 
@@ -91,7 +91,7 @@ def attention(
     )  # fmt: skip
     launch = None if _is_traced() else lookup(q, k, v, options)
     if launch is None:
-        named: Any = {**dict(zip(NAMES, options, strict=True)), "seed": seed}
+        named: Any = dict(zip(NAMES, options, strict=True), seed=seed)
         return execute(q, k, v, named, named.pop("backend"))
     if profiler._is_profiler_enabled:
         return profiled(FORWARD, launch, q, k, v)

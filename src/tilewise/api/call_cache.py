@@ -30,12 +30,12 @@ from torch.autograd import forward_ad
 
 from tilewise import dispatch
 from tilewise.api.execute import choose, modes_active, restore_layout
-from tilewise.api.options import BatchOptions, CallOptions, parameters
+from tilewise.api.options import BatchOptions, parameters
 from tilewise.api.parse import parse_call
 from tilewise.backends.base import Backend, Inputs
 from tilewise.errors import KernelError
 from tilewise.masks import Mask
-from tilewise.ops import attend
+from tilewise.ops.autograd import attend
 from tilewise.ops.run import any_autocast
 from tilewise.ops.tensors import PLAIN
 from tilewise.problem import Problem
@@ -81,15 +81,14 @@ def lookup(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Launch 
             and forward_ad._current_level < 0
         ):
             return last.launch
-        named = dict(zip(NAMES, options, strict=True))
-        facts = tensor_facts(q, k, v) if _may_keep(q, k, v, named) else None
+        facts = tensor_facts(q, k, v) if _may_keep(q, k, v, options) else None
     except (AttributeError, TypeError, RuntimeError):  # no tensor, no hash, no strides: the checks will name it
         return None
     if facts is None:
         return None
     call = _calls.get((settings, facts))
     if call is None:
-        call = _prepare(q, k, v, named)
+        call = _prepare(q, k, v, dict(zip(NAMES, options, strict=True)))
         _keep((settings, facts), call)
     # the same facts may come with other dispatch keys, such as inference mode's; the guard refuses tensors that are one
     if not (q is k or k is v or v is q or call.guard(q, k, v)):
@@ -104,14 +103,14 @@ def _keep(key: Any, call: CachedCall) -> None:
     _calls[key] = call
 
 
-def _may_keep(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> bool:
-    mask = options["mask"]
+def _may_keep(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> bool:
+    mask, scale, bias, _, sinks, dropout_p, *_ = options  # as in NAMES
     return not (
-        options["bias"] is not None
-        or options["sinks"] is not None
-        or options["dropout_p"]
+        bias is not None
+        or sinks is not None
+        or dropout_p
         or not (mask is None or (isinstance(mask, Mask) and mask.static))
-        or not isinstance(options["scale"], (float, int, NoneType))
+        or not isinstance(scale, (float, int, NoneType))
         or any(type(x) not in PLAIN or x.is_meta or x.is_neg() or x._is_zerotensor() or not x.numel() for x in (q, k, v))
         or any_autocast()
         or modes_active()
@@ -128,9 +127,8 @@ def tensor_facts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
 
 def _prepare(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> CachedCall:
     """Parse a call and choose the first backend whose kernels can be made."""
-    options: CallOptions = {name: value for name, value in named.items() if name != "backend"}  # type: ignore[assignment]
-    backend, layout = named["backend"], named["layout"]
-    problem, inputs = parse_call(q, k, v, options)
+    backend, layout = named.pop("backend"), named["layout"]
+    problem, inputs = parse_call(q, k, v, named)  # type: ignore[arg-type]  # options of `attention`
     chosen = choose(problem, inputs, backend)
     while True:
         try:

@@ -10,9 +10,8 @@ from tilewise import dispatch
 from tilewise.api.options import CallOptions
 from tilewise.api.parse import parse_call
 from tilewise.backends.base import Backend, Inputs
-from tilewise.ops import attend
-from tilewise.ops.profile import FORWARD, profiled
-from tilewise.ops.run import is_empty
+from tilewise.ops.autograd import attend
+from tilewise.ops.run import FORWARD, is_empty, profiled
 from tilewise.ops.tensors import PLAIN, materialized_inputs
 from tilewise.problem import Problem
 

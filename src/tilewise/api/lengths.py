@@ -16,13 +16,12 @@ from torch import Tensor
 from tilewise.errors import MaskError
 from tilewise.masks import Mask, MaskShape
 from tilewise.masks.algebra import KeyRanges
-
-_PLAIN = (Tensor, torch.nn.Parameter)
+from tilewise.ops.tensors import PLAIN
 
 
 def readable(x: Tensor) -> bool:
     """Whether the values of a tensor are there to be looked at."""
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN:
+    if torch.compiler.is_compiling() or type(x) not in PLAIN:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
@@ -35,13 +34,9 @@ def check_lengths(mask: Mask, shape: MaskShape, cu_k: Tensor | None) -> None:
         return
     for leaf in mask.leaves():
         if isinstance(leaf, KeyRanges):
-            keys = [shape.seqlen_k] if cu_k is None else _differences(cu_k)
-            if keys is not None:
-                _check(leaf, keys, shape.batch)
-
-
-def _differences(cu: Tensor) -> list[int] | None:
-    return [max(0, end - start) for start, end in pairwise(cu.tolist())] if readable(cu) else None
+            bounds = [0, shape.seqlen_k] if cu_k is None else _values(cu_k)
+            if bounds is not None:
+                _check(leaf, [max(0, end - start) for start, end in pairwise(bounds)], shape.batch)
 
 
 def _values(x: Any) -> list[int] | None:

@@ -7,7 +7,7 @@ dictionaries, so that type checkers and editors know the keywords of every funct
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypedDict, get_type_hints
 
 from torch import Tensor
@@ -65,9 +65,8 @@ def parameters(options: Any) -> list[inspect.Parameter]:
 DEFAULTS: CallOptions = {one.name: one.default for one in parameters(CallOptions)}  # type: ignore[assignment]
 
 
-def show_signature(function: Callable[..., Any], options: Any = None) -> None:
-    """Let `help` show the options in place of the parameter that catches all keywords."""
+def show_signature(function: Callable[..., Any], options: Sequence[inspect.Parameter] = ()) -> None:
+    """Let `help` show the options in place of the parameters that catch all others."""
     signature = inspect.signature(function)
-    own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-    added = parameters(options) if options else []
-    function.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    own = [one for one in signature.parameters.values() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]

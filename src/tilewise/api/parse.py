@@ -58,10 +58,11 @@ def parse_call(
 def build_problem(inputs: Inputs, options: CallOptions) -> tuple[Problem, Inputs]:
     """The Problem of tensors in the inside layout, and the Inputs with what the options add to them."""
     q, k, v, _, _, _, _, cu_q, cu_k = inputs
-    check_shapes(q, k, v)
-    shape = MaskShape(q.shape[0] if cu_q is None else cu_q.shape[0] - 1, q.shape[1], q.shape[2], k.shape[2])
+    check_shapes(q.shape, k.shape, v.shape)
+    batch, heads, seqlen_q, head_dim = q.shape
+    shape = MaskShape(batch if cu_q is None else cu_q.shape[0] - 1, heads, seqlen_q, k.shape[2])
     bias, slopes = _split_bias(options["bias"], q, shape, cu_q is not None)
-    sinks = _check_sinks(options["sinks"], q, shape.heads)
+    sinks = _check_sinks(options["sinks"], q, heads)
     inputs = Inputs(q, k, v, bias, slopes, sinks, None, cu_q, cu_k)
     scale, deterministic = options["scale"], options["deterministic"]
     if deterministic not in (None, True, False):
@@ -69,7 +70,7 @@ def build_problem(inputs: Inputs, options: CallOptions) -> tuple[Problem, Inputs
     problem = Problem(
         **tensor_fields(inputs),
         mask=_bind_mask(options["mask"], shape, cu_k, q.device),
-        scale=1.0 / math.sqrt(max(q.shape[3], 1)) if scale is None else unboxed(scale),
+        scale=1.0 / math.sqrt(max(head_dim, 1)) if scale is None else unboxed(scale),
         softcap=unboxed(options["softcap"]),
         dropout_p=unboxed(options["dropout_p"]),
         precision=options["precision"],
@@ -80,7 +81,7 @@ def build_problem(inputs: Inputs, options: CallOptions) -> tuple[Problem, Inputs
     problem.check()
     _ = problem.program  # lowered now: a mask that cannot be is refused before anything runs
     if problem.dropout_p:
-        inputs = inputs._replace(seed=make_seed(options["seed"], q.device))
+        inputs = Inputs(q, k, v, bias, slopes, sinks, make_seed(options["seed"], q.device), cu_q, cu_k)
     check_kinds(inputs, problem.program.tensors)
     return problem, inputs
 
@@ -127,16 +128,16 @@ def check_device(name: str, x: Tensor, device: torch.device) -> None:
         raise DeviceError(f"{name}: on {x.device}, but q is on {device}; move it with {name}.to(q.device)")
 
 
-def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
     """Shapes that must agree, in the inside layout (B, H, S, D)."""
-    if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
-        raise LayoutError(f"batch: q has {q.shape[0]}, k {k.shape[0]}, v {v.shape[0]}; they must agree")
-    if k.shape[1] != v.shape[1]:
-        raise LayoutError(f"heads: k has {k.shape[1]} and v {v.shape[1]}; they must agree")
-    if k.shape[2] != v.shape[2]:
-        raise LayoutError(f"keys: k has {k.shape[2]} positions and v {v.shape[2]}; they must agree")
-    if k.shape[3] != q.shape[3]:
-        raise LayoutError(f"head dim: q has {q.shape[3]} and k {k.shape[3]}; they must agree (v may differ)")
+    if k[0] != q[0] or v[0] != q[0]:
+        raise LayoutError(f"batch: q has {q[0]}, k {k[0]}, v {v[0]}; they must agree")
+    if k[1] != v[1]:
+        raise LayoutError(f"heads: k has {k[1]} and v {v[1]}; they must agree")
+    if k[2] != v[2]:
+        raise LayoutError(f"keys: k has {k[2]} positions and v {v[2]}; they must agree")
+    if k[3] != q[3]:
+        raise LayoutError(f"head dim: q has {q[3]} and k {k[3]}; they must agree (v may differ)")
 
 
 def _check_packing(options: CallOptions, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,8 +224,8 @@ def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[T
     """A tensor bias as rank 4, or the slopes of ALiBi as (B or 1, H)."""
     if bias is None:
         return None, None
-    tensor = bias.slopes if isinstance(bias, Alibi) else bias
-    _check_floating("bias", tensor, q.device, "tensor or alibi(slopes); boolean masks are passed as mask=")
+    wanted = "tensor or alibi(slopes); boolean masks are passed as mask="
+    tensor = _check_floating("bias", bias.slopes if isinstance(bias, Alibi) else bias, q.device, wanted)
     if isinstance(bias, Alibi):
         slopes = tensor.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
         slopes = slopes if tensor.ndim == 2 else slopes[None]
@@ -247,8 +248,8 @@ def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[T
     return tensor, None
 
 
-def _check_floating(name: str, x: Any, device: torch.device, wanted: str) -> None:
-    """A dense tensor of a kind that kernels read, on the device."""
+def _check_floating(name: str, x: Any, device: torch.device, wanted: str) -> Tensor:
+    """Raise unless x is a dense tensor of a kind that kernels read, on the device."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ArgumentTypeError(f"{name}: got {got}, need a floating-point {wanted}")
@@ -258,16 +259,16 @@ def _check_floating(name: str, x: Any, device: torch.device, wanted: str) -> Non
             f"{name}: dtype {x.dtype}, need float16, bfloat16, float32 or float64; convert with .to(q.dtype)"
         )
     check_device(name, x, device)
+    return x
 
 
-def _check_sinks(sinks: Any, q: Tensor, heads: int) -> Tensor | None:
+def _check_sinks(sinks: Tensor | None, q: Tensor, heads: int) -> Tensor | None:
     if sinks is None:
         return None
-    _check_floating("sinks", sinks, q.device, f"tensor ({heads},)")
-    checked: Tensor = sinks
-    if tuple(checked.shape) != (heads,):
-        raise LayoutError(f"sinks: shape {tuple(checked.shape)}, need one for each query head, ({heads},)")
-    return checked
+    sinks = _check_floating("sinks", sinks, q.device, f"tensor ({heads},)")
+    if tuple(sinks.shape) != (heads,):
+        raise LayoutError(f"sinks: shape {tuple(sinks.shape)}, need one for each query head, ({heads},)")
+    return sinks
 
 
 def result_inside(name: str, x: Tensor, problem: Problem, layout: str, columns: tuple[int, ...]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.api.execute import execute
 from tilewise.api.keywords import check_keywords
-from tilewise.api.options import PackedOptions, show_signature
+from tilewise.api.options import PackedOptions, parameters, show_signature
 from tilewise.errors import ArgumentTypeError
 
 
@@ -68,5 +68,5 @@ def attention_varlen(
     return execute(q, k, v, named, named.pop("backend", "auto"))
 
 
-show_signature(attention_varlen, PackedOptions)
+show_signature(attention_varlen, parameters(PackedOptions))
 _NAMES = tuple(inspect.signature(attention_varlen).parameters)

@@ -84,12 +84,9 @@ def _run(
         else:
             bias = extra
     out = attention(q, k, v, mask=mask, scale=scale, bias=bias, dropout_p=dropout_p, backend=backend)
-    assert isinstance(out, Tensor)
-    if rank == 4:
-        return out
-    if rank < 4:
-        return out[0] if rank == 3 else out[0, 0]
-    return out.reshape(*lead, *out.shape[1:])
+    if rank > 4:
+        return out.reshape(*lead, *out.shape[1:])
+    return out if rank == 4 else out[(0,) * (4 - rank)]
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:

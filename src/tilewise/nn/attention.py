@@ -130,7 +130,6 @@ class Attention(nn.Module):
             layout="bshd",
             backend=self.backend,
         )
-        assert isinstance(out, Tensor)
         projected: Tensor = self.out(out.flatten(-2))
         return projected
 

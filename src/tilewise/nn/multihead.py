@@ -148,7 +148,6 @@ class MultiheadAttention(nn.Module):
         q, k, v = self._project(query, key, value)  # (N, S, H, D) each
         seen, bias = self._masks(key_padding_mask, attn_mask, is_causal, mask, (q.shape[1], key.shape[1], k.shape[1]))
         out = attention(q, k, v, mask=seen, bias=bias, dropout_p=self.dropout if self.training else 0.0, layout="bshd")
-        assert isinstance(out, Tensor)
         out = self.out_proj(out.flatten(-2))
         if not batched:
             return out[0], None
@@ -175,12 +174,8 @@ class MultiheadAttention(nn.Module):
         q, k, v = (x[0] for x in self._project(*(torch.cat(x)[None] for x in rows)))  # (tokens, H, D) each
         lengths = [[len(x) for x in part] for part in rows[:2]]
         cu_q, cu_k = (torch.tensor([0, *accumulate(part)], dtype=torch.int32, device=q.device) for part in lengths)
-        seen = full() if mask is None else mask
-        if is_causal:
-            seen = seen & causal(align="top_left")
-        dropout = self.dropout if self.training else 0.0
-        out = attention_varlen(q, k, v, cu_q, cu_k, mask=seen, dropout_p=dropout)
-        assert isinstance(out, Tensor)
+        seen, _ = self._masks(None, None, is_causal, mask, (0, 0, 0))
+        out = attention_varlen(q, k, v, cu_q, cu_k, mask=seen, dropout_p=self.dropout if self.training else 0.0)
         out = self.out_proj(out.flatten(-2))
         if inputs[0].layout == torch.jagged:
             offsets: Tensor = inputs[0].offsets()  # type: ignore[attr-defined]  # jagged tensors have it

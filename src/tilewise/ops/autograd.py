@@ -11,8 +11,7 @@ from torch import Tensor
 from tilewise.backends.base import Backend, BackwardInputs, Inputs, Needs
 from tilewise.errors import DerivativeError
 from tilewise.masks import Lowered, MaskProgram
-from tilewise.ops.profile import BACKWARD, profiled
-from tilewise.ops.run import backward, forward
+from tilewise.ops.run import BACKWARD, backward, forward, profiled
 from tilewise.ops.tensors import by_input, needs_of
 from tilewise.problem import Problem
 

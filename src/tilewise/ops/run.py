@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from tilewise import dispatch
 from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, empty_lse, empty_out, sink_gradient
@@ -14,9 +17,20 @@ from tilewise.ops.packing import check_packing
 from tilewise.ops.tensors import materialized, refuse_tangents
 from tilewise.problem import Problem
 
+Result = TypeVar("Result")
+FORWARD, BACKWARD = "tilewise::attention", "tilewise::attention_backward"
+"""The names of the operators, as of the ranges that torch.profiler gets around calls that run no operator."""
 _AS_IT_IS = nullcontext()
 any_autocast = torch._C._is_any_autocast_enabled
 """Asking for one device's autocast costs more than all the other questions to a call together."""
+
+
+def profiled(name: str, call: Callable[..., Result], *args: object) -> Result:
+    """`call(*args)`, as a range of that name if a profiler runs; without one it costs a look at a flag."""
+    if not profiler._is_profiler_enabled:
+        return call(*args)
+    with profiler.record_function(name):
+        return call(*args)
 
 
 def is_empty(problem: Problem) -> bool:
@@ -46,19 +60,22 @@ def forward(
 def backward(problem: Problem, inputs: Inputs, given: BackwardInputs, backend: str = "auto") -> Grads:
     """The gradients of a problem; the backend is chosen anew, since forward and backward have different strengths."""
     refuse_tangents((given.dout, given.dlse))
-    dlse = None if given.dlse is None else materialized(given.dlse)
-    given = given._replace(dout=materialized(given.dout), dlse=dlse)
+    dout, dlse = materialized(given.dout), None if given.dlse is None else materialized(given.dlse)
+    if dout is not given.dout or dlse is not given.dlse:
+        given = given._replace(dout=dout, dlse=dlse)
     if is_empty(problem):
         return empty_backward(inputs, given)
     key = ("backward", dispatch.registry_key(backend))  # training meets the problem again at every step
-    chosen: Backend = problem.memory.get(key) or dispatch.select(problem, inputs, backend, backward=True).backend
+    chosen: Backend | None = problem.memory.get(key)
+    if chosen is None:
+        chosen = problem.memory[key] = dispatch.select(problem, inputs, backend, backward=True).backend
     with own_precision(problem.device):
         while True:
-            problem.memory[key] = chosen
             try:
                 return chosen.backward(problem, inputs, given)
             except KernelError as error:
                 chosen = dispatch.next_backend(chosen, error, problem, inputs, backend, backward=True)
+                problem.memory[key] = chosen
 
 
 def own_precision(device: str) -> AbstractContextManager[object]:

@@ -24,15 +24,17 @@ DIFFERENTIABLE = tuple(Inputs._fields.index(name.removeprefix("d")) for name in 
 
 def tensor_fields(inputs: Inputs) -> dict[str, Any]:
     """The fields of a Problem that its tensors tell."""
-    q, k, v = inputs[:3]
+    q = inputs.q
+    batch, heads, seqlen_q, head_dim = q.shape
+    _, kv_heads, seqlen_k, head_dim_v = inputs.v.shape
     return {
-        "batch": q.shape[0] if inputs.cu_q is None else inputs.cu_q.shape[0] - 1,
-        "heads": q.shape[1],
-        "kv_heads": k.shape[1],
-        "seqlen_q": q.shape[2],
-        "seqlen_k": k.shape[2],
-        "head_dim": q.shape[3],
-        "head_dim_v": v.shape[3],
+        "batch": batch if inputs.cu_q is None else inputs.cu_q.shape[0] - 1,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
         "dtype": dtype_name(q),
         "bias": None if inputs.bias is None else tuple(inputs.bias.shape),
         "alibi": inputs.alibi is not None,
@@ -47,12 +49,14 @@ def dtype_name(x: Tensor) -> str:
 
 
 def needs_of(required: Sequence[bool]) -> Needs:
-    """Which gradients are wanted, from what autograd says of the inputs, of which the last may be absent."""
-    return Needs(*(i < len(required) and required[i] for i in DIFFERENTIABLE))
+    """Which gradients are wanted, from what autograd says of all inputs, or of q, k and v alone."""
+    return Needs(*required) if len(required) == 3 else Needs(*[required[i] for i in DIFFERENTIABLE])
 
 
-def by_input(grads: Sequence[Tensor | None], needs: Needs, count: int) -> list[Tensor | None]:
-    """The gradients wanted, each at the place of its input among the first `count`."""
+def by_input(grads: Sequence[Tensor | None], needs: Needs, count: int) -> Sequence[Tensor | None]:
+    """The gradients wanted, each at the place of its input among all `count`, or among q, k and v alone."""
+    if count == 3:
+        return grads[:3]
     placed: list[Tensor | None] = [None] * count
     for i, grad, need in zip(DIFFERENTIABLE, grads, needs, strict=True):
         if need:

@@ -46,14 +46,11 @@ def attention_function(
                 f"{name}: {type(module).__name__} asks for {meaning} which attn_implementation='tilewise' does not offer; "
                 "use model.set_attn_implementation('eager')"
             )
-    mask: Mask | None
-    bias: Tensor | None
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
+    mask, bias = _masked(attention_mask)
     if attention_mask is None:
-        mask, bias = _unmasked(query, key, bool(is_causal), features.get("sliding_window")), None
-    else:
-        mask, bias = _masked(attention_mask)
+        mask = _unmasked(query, key, bool(is_causal), features.get("sliding_window"))
     sequences = packed_mask(query, key, features, bool(is_causal))
     if sequences is not None:
         mask = sequences if mask is None else mask & sequences
@@ -73,13 +70,14 @@ def attention_function(
         "seed": torch.randint(2**62, (), device=query.device) if wanted and dropout else None,
     }
     out = attention(query, key, value, deterministic=features.get("deterministic"), **options)
-    assert isinstance(out, Tensor)
     weights = torch.cat([part.after for part in attention_weights(query, key, options)]) if wanted else None
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _masked(attention_mask: Tensor) -> tuple[Mask | None, Tensor | None]:
-    """The mask a model passes, as tilewise's mask or bias."""
+def _masked(attention_mask: Tensor | None) -> tuple[Mask | None, Tensor | None]:
+    """The mask a model passes, as tilewise's mask or bias; neither for none."""
+    if attention_mask is None:
+        return None, None
     if isinstance(attention_mask, PromisedMask):
         return attention_mask.description, None
     if attention_mask.ndim != 4:
@@ -118,9 +116,7 @@ def _wants_weights(features: dict[str, Any]) -> bool:
         return bool(wanted)
     collector = _collector()
     collected = collector.get() if collector is not None else None
-    if not collected:
-        return False
-    return any(name.endswith("attentions") for name in collected)
+    return any(name.endswith("attentions") for name in collected or ())
 
 
 @cache

@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
+from operator import and_, or_
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -107,15 +108,10 @@ def describe_mask(function: Callable[..., Any], frame: Frame) -> Mask | None:
     """
     code, cells = getattr(function, "__code__", None), _cells(function)
     kind = _known().get(code) if isinstance(code, CodeType) else None
-    if kind in ("and_masks", "or_masks"):
+    if kind in _JOINS:
         parts = [describe_mask(part, frame) for part in cells["mask_functions"]]
         known = [part for part in parts if part is not None]
-        if len(known) < len(parts) or not known:
-            return None
-        total = known[0]
-        for part in known[1:]:
-            total = total & part if kind == "and_masks" else total | part
-        return total
+        return reduce(_JOINS[kind], known) if known and len(known) == len(parts) else None
     return _LEAVES[kind](cells, frame) if kind is not None else None
 
 
@@ -141,14 +137,6 @@ def describe_padding(attention_mask: Tensor, frame: Frame) -> Mask:
         return holey
     everything, solid = torch.stack([(count == frame.keys).all(), (count == end - start).all()]).tolist()
     return full() if everything else span if solid else holey
-
-
-def _causal(cells: dict[str, Any], frame: Frame) -> Mask:
-    return causal(offset=frame.diagonal())
-
-
-def _bidirectional(cells: dict[str, Any], frame: Frame) -> Mask:
-    return full()
 
 
 def _window_before(cells: dict[str, Any], frame: Frame) -> Mask:
@@ -180,19 +168,16 @@ def _blockwise(cells: dict[str, Any], frame: Frame) -> Mask:
     return documents(k_ids.clamp(min=-1), q_ids=torch.where(q_ids < 0, -2, q_ids))
 
 
-def _padding(cells: dict[str, Any], frame: Frame) -> Mask:
-    return describe_padding(cells["padding_mask"].to(frame.device), frame)
-
-
+_JOINS: dict[str, Callable[[Any, Any], Any]] = {"and_masks": and_, "or_masks": or_}
 _LEAVES: dict[str, Callable[[dict[str, Any], Frame], Mask]] = {
-    "causal_mask_function": _causal,
-    "bidirectional_mask_function": _bidirectional,
+    "causal_mask_function": lambda cells, frame: causal(offset=frame.diagonal()),
+    "bidirectional_mask_function": lambda cells, frame: full(),
     "sliding_window_overlay": _window_before,
     "sliding_window_bidirectional_overlay": _window_around,
     "chunked_overlay": _chunks,
     "packed_sequence_mask_function": _packed,
     "blockwise_overlay": _blockwise,
-    "padding_mask_function": _padding,
+    "padding_mask_function": lambda cells, frame: describe_padding(cells["padding_mask"].to(frame.device), frame),
 }
 
 
@@ -214,10 +199,10 @@ def _known() -> dict[CodeType, str]:
     """Code objects of the mask functions of the installed transformers whose meaning is as expected."""
     library, samples = _library(), _samples()
     known: dict[CodeType, str] = {}
-    for name in ("and_masks", "or_masks"):
+    for name, join in _JOINS.items():
         maker = getattr(library, name, None)
-        if maker is not None and _combines(maker, name):
-            known[_inner_code(maker)] = name
+        if maker is not None and (made := _joined(maker, join)) is not None:
+            known[made.__code__] = name
     for name, describe in _LEAVES.items():
         function = getattr(library, name, None)
         if function is None:
@@ -239,18 +224,13 @@ def _means(function: FunctionType, describe: Callable[[dict[str, Any], Frame], M
     return bool((function(*index) == promise.dense()).all())
 
 
-def _combines(maker: Callable[..., Any], name: str) -> bool:
-    """Whether `and_masks` and `or_masks` still are what they are called."""
+def _joined(maker: Callable[..., Any], join: Callable[[Any, Any], Any]) -> FunctionType | None:
+    """A function that `and_masks` or `or_masks` makes, if they still are what they are called."""
     truth = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
-    made = maker(lambda b, h, q, k: truth[0], lambda b, h, q, k: truth[1])
-    want = truth[0] & truth[1] if name == "and_masks" else truth[0] | truth[1]
+    made: FunctionType = maker(lambda b, h, q, k: truth[0], lambda b, h, q, k: truth[1])
     index = torch.zeros(4, dtype=torch.int64)
-    return "mask_functions" in _cells(made) and bool((made(index, index, index, index) == want).all())
-
-
-def _inner_code(maker: Callable[..., Any]) -> CodeType:
-    code: CodeType = maker(lambda b, h, q, k: q >= 0).__code__
-    return code
+    means = "mask_functions" in _cells(made) and bool((made(index, index, index, index) == join(*truth)).all())
+    return made if means else None
 
 
 def _cells(function: Any) -> dict[str, Any]:

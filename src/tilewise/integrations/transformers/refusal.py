@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def refuse(model: Any, name: str) -> None:
             raise _refusal(kind.__name__, name)
         if name not in choice:
             own = choice.get("sdpa", choice["eager"])
-            choice[name] = _refused(own.__name__, name) if makes_masks else _warned(own, name)
+            choice[name] = partial(_refused if makes_masks else _warned, own, name)
 
 
 def _makes_masks(module: Any) -> bool:
@@ -72,19 +72,13 @@ def _choices(module: Any) -> Iterator[dict[str, Any]]:
             yield value
 
 
-def _refused(layer: str, name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise _refusal(layer, name)
-
-    return refuse
+def _refused(layer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    raise _refusal(layer.__name__, name)
 
 
-def _warned(layer: Any, name: str) -> Callable[..., Any]:
-    def make(*args: Any, **kwargs: Any) -> Any:
-        _warn_own(layer.__name__, name)
-        return layer(*args, **kwargs)
-
-    return make
+def _warned(layer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    _warn_own(layer.__name__, name)
+    return layer(*args, **kwargs)
 
 
 @cache
