@@ -11,7 +11,6 @@ The functions for packed tensors unpack them and call the other two, which call 
 
 from __future__ import annotations
 
-import inspect
 from operator import index
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from tilewise.api.attention import attention
 from tilewise.api.bias import alibi
-from tilewise.api.options import show_signature
 from tilewise.api.parse import make_seed
 from tilewise.api.varlen import attention_varlen
 from tilewise.errors import ArgumentError, LayoutError
@@ -67,7 +65,17 @@ def flash_attn_func(
     return _run(q, k, v, options, return_attn_probs)
 
 
-def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Result:
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
     """`flash_attn_func` of q, k and v in one tensor.
 
     qkv: (B, S, 3, H, D). All else, and what is returned, as in `flash_attn_func`.
@@ -75,10 +83,22 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Resul
     >>> out = flash_attn_qkvpacked_func(torch.stack([q, k, v], dim=2), causal=True)
     """
     q, k, v = _split("qkv", qkv, 5, "(batch, sequence, 3, heads, dim)", 2, 3)
-    return flash_attn_func(q, k, v, *options, **named)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *options)
 
 
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
     """`flash_attn_func` of k and v in one tensor.
 
     q: queries (B, Sq, Hq, D).
@@ -87,7 +107,8 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any)
     >>> out = flash_attn_kvpacked_func(q, torch.stack([k, v], dim=2), causal=True)
     """
     k, v = _split("kv", kv, 5, "(batch, sequence, 2, heads, dim)", 2, 2)
-    return flash_attn_func(q, k, v, *options, **named)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *options)
 
 
 def flash_attn_varlen_func(
@@ -133,7 +154,17 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` of q, k and v in one tensor.
 
@@ -144,7 +175,8 @@ def flash_attn_varlen_qkvpacked_func(
     >>> out = flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], dim=1), bounds, 700, causal=True)
     """
     q, k, v = _split("qkv", qkv, 4, "(tokens, 3, heads, dim)", 1, 3)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -154,8 +186,14 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    *options: Any,
-    **named: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` of k and v in one tensor.
 
@@ -165,7 +203,8 @@ def flash_attn_varlen_kvpacked_func(
     >>> out = flash_attn_varlen_kvpacked_func(q, torch.stack([k, v], dim=1), bounds, bounds, 700, 700)
     """
     k, v = _split("kv", kv, 4, "(tokens, 2, heads, dim)", 1, 2)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **named)
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
 
 
 def _options(
@@ -248,13 +287,11 @@ def _split(name: str, packed: Tensor, rank: int, shape: str, axis: int, count: i
     return packed.unbind(axis)
 
 
-_PACKED: tuple[Any, ...] = (
-    flash_attn_qkvpacked_func,
-    flash_attn_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-    flash_attn_varlen_kvpacked_func,
-)
-_OPTIONS = list(inspect.signature(flash_attn_func).parameters.values())[3:]
-for _function in _PACKED:  # `help` shows the options that are passed on
-    show_signature(_function, _OPTIONS)
-__all__ = ["flash_attn_func", "flash_attn_varlen_func", *(function.__name__ for function in _PACKED)]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_varlen_kvpacked_func",
+]
