@@ -36,7 +36,7 @@ class Tuned:
     """True only for packed sequences, False only without them, None for both."""
 
 
-_PLANNER, _FP32 = "record gpu-parts, planner", "tools/measure_gpu.py fp32-tiles"
+_PLANNER, _FP32 = "record gpu-parts, planner", "timed side by side; no record is kept"
 
 
 def _h200(
