@@ -44,6 +44,7 @@ everywhere = pytest.mark.parametrize(("device", "dtype"), SETTINGS)
 @pytest.fixture(autouse=True)
 def registered(request: pytest.FixtureRequest) -> None:
     register()
+    masks._known()  # it tries the mask functions on small dense masks, once: before a test breaks one of them
     case = request.node.callspec.params.get("case") if hasattr(request.node, "callspec") else None
     if case is not None and not case.swappable():
         pytest.skip(f"{case.name} computes its attention itself in transformers {transformers.__version__}")
@@ -56,7 +57,6 @@ def no_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Tensor:
         raise AssertionError("a dense mask was built")
 
-    masks._known()  # it tries the mask functions on small dense masks, once
     monkeypatch.setattr(PromisedMask, "dense", refuse)
     monkeypatch.setattr(masks, "_warn_dense", refuse)
 
