@@ -20,9 +20,18 @@ def test_why_tiles_are_needed() -> None:
     """N = 4096 in fp16: S and P are 32 MiB each, 64 together, against about 20 MB of SRAM (192 KB an SM)."""
     assert tutorials.score_bytes(4096) == 32 * MiB
     assert 2 * tutorials.score_bytes(4096) == 64 * MiB
-    all_sram = 108 * 192 * KiB
+    all_sram = tutorials.all_sram(192 * KiB)
     assert round(all_sram / 1e6) == 21  # the tutorial's "~20 MB"
     assert 2 * tutorials.score_bytes(4096) > 3 * all_sram
+
+
+def test_erratum_a_kernel_has_164_of_the_192_kilobytes() -> None:
+    """192 KB a multiprocessor are L1 and shared memory together. Of them a kernel may have 164 KB as shared memory, a block 163:
+    17.3 MiB in all instead of 20.25."""
+    a100 = lookup("a100")
+    assert (a100.units, a100.sram_bytes, a100.sram_per_block) == (tutorials.A100_SMS, 164 * KiB, 163 * KiB)
+    assert tutorials.all_sram(192 * KiB) == 20.25 * MiB
+    assert tutorials.all_sram(a100.sram_bytes) / MiB == pytest.approx(17.3, abs=0.01)
 
 
 @pytest.mark.parametrize(("n", "block", "count"), [(4096, 64, 64), (4096, 128, 32), (1000, 128, 8), (1, 64, 1)])
