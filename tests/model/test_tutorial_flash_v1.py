@@ -49,7 +49,7 @@ def test_erratum_pv_is_no_cheaper_than_the_scores() -> None:
 
 
 def test_erratum_sram_is_no_few_megabytes() -> None:
-    """"A few MB" is neither what a block has (163 KiB on an A100) nor what the GPU has (17 MiB; 20 with L1, as another tutorial says)."""
+    """"A few MB" is neither what a block has (163 KiB on an A100) nor what the GPU has: 17 MiB, or 20 with L1."""
     a100 = lookup("a100")
     assert a100.sram_per_block / MiB < 0.2
     assert tutorials.all_sram(a100.sram_bytes, a100.units) / MiB > 17
