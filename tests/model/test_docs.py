@@ -8,15 +8,25 @@ from pathlib import Path
 
 import pytest
 
+from tests.model.tutorials import step_intensities
 from tilewise.hardware import lookup
+from tilewise.hardware.spec import KiB, MiB
 from tilewise.lab.simulator.timeline import block_timeline
-from tilewise.model import TilePlan, kernel
+from tilewise.model import TilePlan, compulsory, kernel, standard, v2
 from tilewise.problem import Problem
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["io-model.md", "tiling.md"])
+PRINTED = {
+    "io-model.md": ("258.1", "85.5", "33.0", "2.02", "206", "128×128 tensor cores"),
+    "tiling.md": ("1.538 2.538",),
+    "primer.md": ("1 524288", "8 65536", "64 8192"),
+    "primer.zh.md": ("1 524288", "8 65536", "64 8192"),
+}
+
+
+@pytest.mark.parametrize("page", PRINTED)
 def test_examples(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     text = (DOCS / page).read_text(encoding="utf-8")
@@ -25,10 +35,48 @@ def test_examples(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     for example in examples:
         exec(compile(example, page, "exec"), names)
     printed = capsys.readouterr().out
-    for said in (
-        ("258.1", "85.5", "33.0", "2.02", "206", "128×128 tensor cores") if page == "io-model.md" else ("1.538 2.538",)
-    ):
+    for said in PRINTED[page]:
         assert said in printed, said
+
+
+def test_the_primer_says_the_same_in_both_languages() -> None:
+    english, chinese = ((DOCS / name).read_text(encoding="utf-8") for name in ("primer.md", "primer.zh.md"))
+
+    def figures(text: str) -> list[str]:
+        prose = re.sub(r"```python.*?```|\]\([^)]*\)", "", text, flags=re.S)
+        return sorted(re.findall(r"\d[\d.,]*\d|\d", prose))
+
+    assert figures(english) == figures(chinese)
+    assert re.findall(r"```python.*?print", english, re.S) == re.findall(r"```python.*?print", chinese, re.S)
+    assert len(re.findall(r"^## ", english, re.M)) == len(re.findall(r"^## ", chinese, re.M))
+    rows = [len(re.findall(r"^\|", text, re.M)) for text in (english, chinese)]
+    assert rows[0] == rows[1]
+
+
+def test_the_primer_s_figures() -> None:
+    text = (DOCS / "primer.md").read_text(encoding="utf-8")
+    a100, clock = lookup("a100"), lookup("a100").clock_hz / 1e9
+    shared_bandwidth = 128 * a100.units * a100.clock_hz
+    said = [
+        f"{a100.register_bytes * a100.units / MiB:.0f} MiB in all, {a100.register_bytes // KiB} KiB a multiprocessor",
+        f"{a100.sram_bytes * a100.units / MiB:.1f} MiB in all, {a100.sram_bytes // KiB} KiB a multiprocessor",
+        f"{shared_bandwidth / 1e12:.1f} TB/s | 23 clocks, {23 / clock:.0f} ns",
+        f"{a100.l2_bytes // MiB} MiB | {a100.l2_bandwidth / 1e12:.1f} TB/s | 200 clocks, {200 / clock:.0f} ns",
+        f"{a100.dram_bytes >> 30} GiB | {a100.dram_bandwidth / 1e12:.2f} TB/s | 290 clocks, {290 / clock:.0f} ns",
+        f"{a100.ridge('float16'):.0f} multiplications or additions",
+    ]
+    problem, tile = Problem.of(heads=1, seqlen=4096, head_dim=64, dtype="float16"), TilePlan(128, 128)
+    said += [
+        f"exp S and P: {standard(problem).total / MiB:.1f} MiB. Three kernels: {standard(problem, kernels=3).total / MiB:.1f}.",
+        f"{v2(problem, tile).total / MiB:.1f} MiB with 128 rows, {v2(problem, TilePlan(256, 128)).total / MiB:.1f} with 256",
+        f"where {compulsory(problem, tile).total / MiB:.1f} are the least possible",
+        f"a block has {a100.sram_per_block // KiB} KiB",
+        f"({v2(problem, tile).writes['O'] / MiB:.1f} MiB and {v2(problem, tile).writes['LSE'] // KiB} KiB)",
+    ]
+    steps = step_intensities(64)
+    said.append(f"`QKᵀ` {steps['QKᵀ']:.0f}, softmax {steps['softmax']}, `PV` {steps['PV']:.0f}")
+    for words in said:
+        assert words in text, words
 
 
 def test_the_documented_precision_is_what_the_experiment_finds() -> None:
