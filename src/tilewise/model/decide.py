@@ -18,9 +18,6 @@ from tilewise.model.tile import PASSES
 from tilewise.model.tuned import lookup_tuned
 from tilewise.problem import Problem
 
-DECODE_ROWS = 64
-"""Up to so many rows (queries × heads of a group) the forward is a decoding problem: one tile holds them all."""
-
 
 @dataclass(frozen=True)
 class Alternative:
@@ -135,9 +132,7 @@ def plan(
     """
     spec = hardware.device(device)
     if pass_ == "auto":
-        sizes = even(problem)
-        few = sizes.seqlen_q * sizes.group <= DECODE_ROWS < sizes.seqlen_k
-        pass_ = "decode" if spec.is_gpu and few else "forward"
+        pass_ = "decode" if spec.is_gpu and problem.decodes else "forward"
     if pass_ not in PASSES:
         raise PlanError(f"pass_: got {pass_!r}, need auto, {', '.join(PASSES)}")
     return _gpu_plan(problem, spec, pass_, tile, kernels) if spec.is_gpu else _cpu_plan(problem, spec, tile)
