@@ -18,7 +18,7 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PRECISIONS = ("default", "tf32", "compensated")
 MAX_HEAD_DIM = 512
 PASSES = (
-    *("forward", "decode", "merge"),
+    *("forward", "decode", "merge", "fp16_split"),
     *("backward", "backward_dkdv", "backward_dq", "backward_dbias", "backward_preprocess", "backward_postprocess"),
 )
 """The kernels of a call by what they compute; `backward` is one that gives dQ, dK and dV at once."""

@@ -11,9 +11,9 @@ import tilewise.masks as masks
 from tilewise.errors import PlanError
 from tilewise.hardware import DeviceSpec, catalogue, lookup
 from tilewise.hardware.cpuid import core_figures
-from tilewise.model import TilePlan, cpu_tile, gpu_tile, onchip, plan, tuned
+from tilewise.model import TilePlan, cpu_tile, gpu_tile, onchip, plan
 from tilewise.model.cpu import register_tile
-from tilewise.model.gpu import evaluate, ranked
+from tilewise.model.gpu import ranked
 from tilewise.model.grid import band_of, bucket, visited_fraction
 from tilewise.problem import Problem
 
@@ -125,12 +125,11 @@ def test_chosen_tiles_run(spec: DeviceSpec, pass_: str) -> None:
             for side in (best.tile.block_q, best.tile.block_k):
                 assert side & (side - 1) == 0, "Triton's tiles are powers of two"
             chosen = gpu_tile(problem, spec, pass_)
-            assert chosen == best.tile or (chosen.source == "tuned" and not evaluate(problem, spec, chosen).rejected)
+            assert chosen == best.tile
 
 
-def test_predictions_are_near_what_kernels_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_are_near_what_kernels_reach() -> None:
     """H200, bf16, 16k tokens, hidden 2048: the best kernels known lie between cuDNN and FA4; the model within 25 %."""
-    monkeypatch.setattr(tuned, "TUNED", ())
     measured = {  # d, mask, S: useful TFLOP/s of cuDNN and FA4
         (64, False, 8192): (459, 531),
         (128, False, 2048): (601, 631),
@@ -201,8 +200,7 @@ def test_windows_cost_less_than_causal_and_causal_less_than_full() -> None:
     assert times[0] < times[1] < times[2]
 
 
-def test_the_user_may_override_and_sees_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned, "TUNED", ())
+def test_the_user_may_override_and_sees_the_cost() -> None:
     own = plan(problem_of(), "h200", tile=(64, 64))
     assert (own.tile.block_q, own.tile.block_k, own.tile.source) == (64, 64, "user")
     assert "yours: predicted" in own.reasons[0] and "slower than 128×128" in own.reasons[0]
@@ -244,41 +242,6 @@ def test_where_nothing_fits_backends_get_the_smallest_and_plans_raise() -> None:
         PlanError, match=r"tile: none fits NVIDIA GeForce RTX 4090 .* the smallest, 16×16, fails: needs"
     ):
         plan(wide, "rtx4090", pass_="backward_dkdv")
-
-
-def test_tuned_tiles_win_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = tuned.Tuned(
-        arch="sm_90", pass_="forward", head_dim=128, itemsize=2, masked=None, tile=TilePlan(128, 64, 3, 8),
-        device="NVIDIA H200", date="2026-01-01", measured="600 TFLOP/s against 580", evidence="a test",
-    )  # fmt: skip
-    monkeypatch.setattr(tuned, "TUNED", (entry,))
-    assert gpu_tile(problem_of(), lookup("h200"), kernels="triton") == TilePlan(128, 64, 3, 8, source="tuned")
-    found = plan(problem_of(), "h200", kernels="triton")
-    assert found.tile.source == "tuned" and "600 TFLOP/s" in found.reasons[0]
-    assert gpu_tile(problem_of(), lookup("a100"), kernels="triton").source == "model"
-    assert gpu_tile(problem_of(head_dim=64), lookup("h200"), kernels="triton").source == "model"
-
-
-def test_what_was_measured_of_one_backends_kernels_leaves_the_model_alone_and_is_told() -> None:
-    assert tuned.lookup_tuned(problem_of(), lookup("h200"), "forward", "triton") is not None
-    assert gpu_tile(problem_of(), lookup("h200")).source == "model"
-    found = plan(problem_of(), "h200")
-    assert found.tile.source == "model" and found.reasons[0].startswith("the triton kernels take")
-
-
-def test_packed_sequences_may_have_a_tile_of_their_own() -> None:
-    def stages(**change: object) -> int:
-        problem = problem_of(head_dim=64, **change)
-        return gpu_tile(problem, lookup("h200"), "backward_dkdv", "triton").stages
-
-    assert stages(varlen=True, mask=masks.causal()) == 2
-    assert stages(mask=masks.causal()) == stages(varlen=True) == 3
-
-
-def test_every_tuned_entry_has_evidence() -> None:
-    for entry in tuned.TUNED:
-        assert entry.device and entry.measured and entry.evidence
-        assert len(entry.date) == 10
 
 
 @pytest.mark.parametrize(

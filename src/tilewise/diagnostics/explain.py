@@ -71,7 +71,7 @@ def explain(
     server = next((choice.name for choice in choices if choice.chosen), None)
     chosen, there = (server, None) if live else (None, server)
     countable = _countable(problem)
-    plan = make_plan(countable, spec, pass_=pass_, tile=tile, kernels="triton" if server == "triton" else "")
+    plan = make_plan(countable, spec, pass_=pass_, tile=tile)
     measured: Measured | None = None
     if measure:
         if not live or chosen is None:

@@ -15,7 +15,6 @@ from tilewise.model.cpu import CpuTile, cpu_tile
 from tilewise.model.grid import band_of, even
 from tilewise.model.roof import waves
 from tilewise.model.tile import PASSES
-from tilewise.model.tuned import lookup_tuned
 from tilewise.problem import Problem
 
 
@@ -122,36 +121,24 @@ def plan(
     *,
     pass_: str = "auto",
     tile: TilePlan | tuple[int, int] | None = None,
-    kernels: str = "",
 ) -> Plan:
     """The plan for `problem` on `device` (a name, a DeviceSpec, or None for this machine).
 
     `pass_` is `auto` (decode for few queries, else forward) or one of the kernels' passes. A given `tile` is taken as it
-    is, raises if it cannot run, and is shown beside what would have been chosen. With `kernels` (a backend's name) what was
-    measured of them wins over the model; without, it is told.
+    is, raises if it cannot run, and is shown beside what would have been chosen.
     """
     spec = hardware.device(device)
     if pass_ == "auto":
         pass_ = "decode" if spec.is_gpu and problem.decodes else "forward"
     if pass_ not in PASSES:
         raise PlanError(f"pass_: got {pass_!r}, need auto, {', '.join(PASSES)}")
-    return _gpu_plan(problem, spec, pass_, tile, kernels) if spec.is_gpu else _cpu_plan(problem, spec, tile)
+    return _gpu_plan(problem, spec, pass_, tile) if spec.is_gpu else _cpu_plan(problem, spec, tile)
 
 
-def _gpu_plan(
-    problem: Problem, spec: DeviceSpec, pass_: str, wanted: TilePlan | tuple[int, int] | None, kernels: str
-) -> Plan:
+def _gpu_plan(problem: Problem, spec: DeviceSpec, pass_: str, wanted: TilePlan | tuple[int, int] | None) -> Plan:
     candidates = gpu.ranked(problem, spec, pass_, model_blocks=True)
     chosen = candidates[0]
     reasons: tuple[str, ...] = ()
-    tuned = lookup_tuned(problem, spec, pass_, kernels or "triton")
-    if tuned is not None:
-        evidence = f"{tuned.measured} on {tuned.device}, {tuned.date} ({tuned.evidence})"
-        if kernels:
-            chosen = gpu.evaluate(problem, spec, tuned.tile)
-            reasons = (f"tuned: {evidence}",)
-        else:
-            reasons = (f"the {tuned.kernels} kernels take {tuned.tile} instead: {evidence}",)
     if wanted is not None:
         given = _given(wanted, pass_, problem, spec, candidates)
         more = given.seconds / chosen.seconds - 1

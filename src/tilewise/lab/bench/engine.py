@@ -160,7 +160,7 @@ def chosen(case: Case) -> dict[str, Any]:
     found = {"backend": selection.backend.name, "backward": backward, "not": reasons}
     problem = replace(problem, mask=replace(case, device="cpu").whole_mask())  # the planner reads masks on the host
     try:
-        planned = plan(problem, case.device, kernels="" if case.backend == "auto" else case.backend).to_dict()
+        planned = plan(problem, case.device).to_dict()
     except PlanError as error:
         return {**found, "plan": None, "no_plan": str(error)}
     return {**found, "plan": {name: planned[name] for name in ("tile", "cpu", "seconds", "binding", "reasons")}}

@@ -18,9 +18,11 @@ from tilewise.problem import Problem
 
 def tiles_of(problem: Problem, forward: str, backward: str, device: torch.device) -> dict[str, TilePlan]:
     """The tile of each pass, as the backends choose it."""
-    from tilewise.backends.triton.plan import tile_for
+    from tilewise.backends import plans
+    from tilewise.backends.triton.run import spec_of
 
-    tiles = {pass_: tile_for(problem, pass_, device) for pass_ in ("forward", "backward_dkdv", "backward_dq")}
+    served = plans.tiles("triton", problem, spec_of(device))
+    tiles = {pass_: served[pass_] for pass_ in ("forward", "backward_dkdv", "backward_dq")}
     if forward == "hopper":
         from tilewise.backends.hopper.plan import make_plan
 
