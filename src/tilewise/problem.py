@@ -14,7 +14,7 @@ from tilewise.masks import UNBOUNDED, Binding, Full, Mask, MaskProgram, MaskShap
 from tilewise.masks.build import is_integer, plain
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-PRECISIONS = ("default", "tf32", "compensated")
+PRECISIONS = ("default", "tf32", "compensated", "double")
 MAX_HEAD_DIM = 512
 _SIZES = (
     *((name, 0, UNBOUNDED - 1) for name in ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k")),
@@ -42,7 +42,7 @@ class Problem:
     alibi: whether ALiBi slopes are given; `sinks`: whether sinks are.
     dropout_p: the probability with which a weight is dropped.
     varlen: whether the batch is packed.
-    precision: "default", "tf32" or "compensated".
+    precision: "default", "tf32", "compensated" or "double".
     deterministic: whether the same bits are wanted run after run.
     needs_grad: whether gradients will be asked for.
     needs_lse: whether anybody but the gradients looks at the log-sum-exp.
@@ -149,6 +149,11 @@ class Problem:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def arithmetic(self) -> str:
+        """The dtype of scores, weights, sums and the log-sum-exp: "float32" or "float64"."""
+        return "float64" if self.dtype == "float64" or self.precision == "double" else "float32"
 
     def check(self) -> None:
         """Raise unless every field is sane. Sizes are compared as they are, so symbolic ones work too."""

@@ -62,6 +62,7 @@ class AtenBackend(Backend):
             "dropout": problem.dropout_p > 0,
             "packed batches": problem.varlen,
             "compensated sums": problem.precision == "compensated",
+            "arithmetic in double": problem.precision == "double" and problem.dtype != "float64",
             "negative or zero scale": problem.scale <= 0,
         }
         missing = [name for name, asked in lacking.items() if asked]

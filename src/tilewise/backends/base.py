@@ -73,7 +73,7 @@ class Backend(Protocol):
         return None
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, fp32 (fp64 for fp64)."""
+        """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, in the dtype of the arithmetic."""
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""
@@ -101,9 +101,9 @@ def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
     return q.new_empty_strided(shape, strides)
 
 
-def empty_lse(q: Tensor) -> Tensor:
+def empty_lse(q: Tensor, precision: str = "default") -> Tensor:
     b, h, m, _ = q.shape
-    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    dtype = torch.float64 if q.dtype is torch.float64 or precision == "double" else torch.float32
     return q.new_empty_strided((b, h, m), (h * m, m, 1), dtype=dtype)
 
 

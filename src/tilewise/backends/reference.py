@@ -39,7 +39,7 @@ class Reference(Backend):
         return "builds the N × N score matrix, so it is used on explicit request only"
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
+        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q, problem.precision)
         for seq in sequences(problem, inputs):
             for result, own in zip((out, lse), attend(seq), strict=True):
                 seq.cut.queries(result)[:] = own.to(result.dtype)

@@ -77,7 +77,7 @@ class SequenceView:
         self.batch, self.heads, self.seqlen_q, _ = inputs.q.shape
         self.kv_heads, self.seqlen_k = inputs.k.shape[1:3]
         self.first_batch = self.cut.b or 0
-        self.dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+        self.dtype = torch.float64 if problem.arithmetic == "float64" else torch.float32
         self.shape = MaskShape(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
 
     @cached_property

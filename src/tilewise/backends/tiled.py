@@ -134,7 +134,7 @@ class Tiled(Backend):
         return self.usable(problem.device)
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
+        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q, problem.precision)
         for seq in sequences(problem, inputs):
             own_out, own_lse = seq.cut.queries(out), seq.cut.queries(lse)
             for i, q in seq.query_blocks():

@@ -29,15 +29,16 @@ class Arithmetic:
     @classmethod
     def of(cls, problem: Problem) -> Arithmetic:
         store: torch.dtype = getattr(torch, problem.dtype)
-        work = torch.float64 if problem.dtype == "float64" else torch.float32
-        half = problem.itemsize == 2
+        work: torch.dtype = getattr(torch, problem.arithmetic)
+        double = problem.precision == "double" and problem.dtype != "float64"
+        half = problem.itemsize == 2 and not double
         return cls(
-            u=unit_roundoff(work),
+            u=unit_roundoff(work) * (2 if double else 1),  # the oracle errs by as much, but rounds no result
             weight=unit_roundoff(store) if half else 0.0,
             operand=2.0**-10 if problem.precision == "tf32" and problem.dtype == "float32" else 0.0,
             store=unit_roundoff(store),
             p_floor=floor(work),
-            weight_floor=floor(store),
+            weight_floor=floor(work if double else store),
             store_floor=floor(store),
             oracle_factor=2.0 if problem.dtype == "float64" else 1.0,
         )

@@ -45,7 +45,7 @@ def bits(x: float) -> int:
 def register_for(problem: Problem, kind: str = "forward", longest: int = 0) -> Register:
     """The register tile of this machine for the problem's arithmetic and so many query rows; 0: many."""
     spec = probe_cpu()
-    size = 8 if problem.dtype == "float64" else 4
+    size = 8 if problem.arithmetic == "float64" else 4
     if spec.arch == "aarch64" and spec.isa != "neon":  # SVE machines run NEON's instructions too; kernels use those
         return Register(16 // size, 4, 4)
     # the backward lays strips along the head dim as well, and a power of two divides that
@@ -61,7 +61,7 @@ def decode_register(problem: Problem) -> Register | None:
     lanes = register_for(problem).lanes
     while problem.head_dim % lanes or problem.head_dim_v % lanes:
         lanes //= 2
-    if lanes < min(4, 16 // (8 if problem.dtype == "float64" else 4)):
+    if lanes < min(4, 16 // (8 if problem.arithmetic == "float64" else 4)):
         return None
     rows = 4 if problem.group > 2 else problem.group
     return Register(lanes, 4 if rows == 4 else 8, rows)
@@ -78,7 +78,8 @@ def decodes(problem: Problem) -> bool:
 
 def matrix_unit(problem: Problem, kind: str) -> str:
     """The unit whose tiles a kernel multiplies with; "" for vectors."""
-    return "amx" if kind in MATRIX_KINDS and problem.dtype == "bfloat16" and amx.obstacle() is None else ""
+    usual = problem.dtype == "bfloat16" and problem.precision != "double"
+    return "amx" if kind in MATRIX_KINDS and usual and amx.obstacle() is None else ""
 
 
 def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = False, longest: int = 0) -> Kernel:
@@ -103,6 +104,7 @@ def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = 
         varlen=problem.varlen,
         dbias=dbias,
         matrix=matrix,
+        precision="double" if problem.arithmetic != problem.dtype and problem.arithmetic == "float64" else "",
     )
 
 

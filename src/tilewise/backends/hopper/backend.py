@@ -43,7 +43,7 @@ class Hopper(Backend):
             "alibi": problem.alibi,
             "sinks": problem.sinks,
             "dropout": problem.dropout_p > 0,
-            "precision='compensated'": problem.precision == "compensated",
+            f"precision={problem.precision!r}": problem.precision in ("compensated", "double"),
         }
         mask = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
         return Verdict.of(

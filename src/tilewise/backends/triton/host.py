@@ -45,7 +45,9 @@ class Triton(Backend):
         return Verdict.of(
             *self.usable(problem.device).reasons,
             None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
-            "precision='compensated' is not implemented here" if problem.precision == "compensated" else None,
+            f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
+            if problem.precision in ("compensated", "double")
+            else None,
         )
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
