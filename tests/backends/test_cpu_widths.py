@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 pytest.importorskip("llvmlite")
 
@@ -42,7 +41,10 @@ def test_conformance(monkeypatch: pytest.MonkeyPatch, kernels: list[Kernel], cas
     assert kernels and {kernel.tile.lanes for kernel in kernels} == {lanes}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "bf" in case.name and case.precision == "default"], ids=lambda case: case.name)
+BRAIN = [case for case in CASES if "bf" in case.name and case.precision == "default"]
+
+
+@pytest.mark.parametrize("case", BRAIN, ids=lambda case: case.name)
 def test_matrix_tiles_beside_wide_vectors(monkeypatch: pytest.MonkeyPatch, kernels: list[Kernel], case: Case) -> None:
     """As with AMX, but that tiles are loops over memory."""
     pretend(monkeypatch, "avx512")
