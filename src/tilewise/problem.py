@@ -15,6 +15,9 @@ from tilewise.masks.build import is_integer, plain
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PRECISIONS = ("default", "tf32", "compensated", "double")
+WIDE = ("compensated", "double")
+"""Precisions that compute in float64. Sums of float64 inputs have no wider type: "compensated" carries what rounding takes from
+them, "double" is the default."""
 MAX_HEAD_DIM = 512
 _SIZES = (
     *((name, 0, UNBOUNDED - 1) for name in ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k")),
@@ -153,7 +156,17 @@ class Problem:
     @property
     def arithmetic(self) -> str:
         """The dtype of scores, weights, sums and the log-sum-exp: "float32" or "float64"."""
-        return "float64" if self.dtype == "float64" or self.precision == "double" else "float32"
+        return "float64" if self.dtype == "float64" or self.precision in WIDE else "float32"
+
+    @property
+    def widened(self) -> bool:
+        """Is the arithmetic float64 although the inputs are narrower?"""
+        return self.arithmetic == "float64" != self.dtype
+
+    @property
+    def carries_errors(self) -> bool:
+        """Are sums of float64 wanted more exact than float64 is?"""
+        return self.dtype == "float64" and self.precision == "compensated"
 
     def check(self) -> None:
         """Raise unless every field is sane. Sizes are compared as they are, so symbolic ones work too."""

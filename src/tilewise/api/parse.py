@@ -18,7 +18,7 @@ from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, Layou
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
 from tilewise.masks.algebra import INTEGERS
 from tilewise.ops.tensors import check_kinds, dtype_name, materialized, tensor_fields
-from tilewise.problem import ITEMSIZE, Problem, unboxed
+from tilewise.problem import ITEMSIZE, WIDE, Problem, unboxed
 
 LAYOUTS = {"bhsd": "(batch, heads, sequence, dim)", "bshd": "(batch, sequence, heads, dim)"}
 SEED_RANGE = 2**63 - 1
@@ -229,7 +229,7 @@ def _split_bias(
     wanted = "tensor or alibi(slopes); boolean masks are passed as mask="
     tensor = _check_floating("bias", bias.slopes if isinstance(bias, Alibi) else bias, q.device, wanted)
     if isinstance(bias, Alibi):
-        slopes = tensor.to(torch.float64 if q.dtype == torch.float64 or precision == "double" else torch.float32)
+        slopes = tensor.to(torch.float64 if q.dtype == torch.float64 or precision in WIDE else torch.float32)
         slopes = slopes if tensor.ndim == 2 else slopes[None]
         shared = tensor.ndim == 1 or slopes.shape[0] == shape.batch or slopes.shape[0] == 1
         if slopes.shape[1] != shape.heads or not shared:

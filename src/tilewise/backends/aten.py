@@ -27,7 +27,7 @@ from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdi
 from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks.program import UNBOUNDED
-from tilewise.problem import Problem
+from tilewise.problem import WIDE, Problem
 
 _OPERATORS = torch.ops.aten
 _forward: Any = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", None)  # cheaper to call than the operator
@@ -61,8 +61,7 @@ class AtenBackend(Backend):
             "sinks": problem.sinks,
             "dropout": problem.dropout_p > 0,
             "packed batches": problem.varlen,
-            "compensated sums": problem.precision == "compensated",
-            "arithmetic in double": problem.precision == "double" and problem.dtype != "float64",
+            f"precision={problem.precision!r}": problem.precision in WIDE,
             "negative or zero scale": problem.scale <= 0,
         }
         missing = [name for name, asked in lacking.items() if asked]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.numerics.merge import finite
 from tilewise.numerics.oracle import Inputs as Inputs
-from tilewise.problem import Problem
+from tilewise.problem import WIDE, Problem
 
 
 class Verdict(NamedTuple):
@@ -103,7 +103,7 @@ def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
 
 def empty_lse(q: Tensor, precision: str = "default") -> Tensor:
     b, h, m, _ = q.shape
-    dtype = torch.float64 if q.dtype is torch.float64 or precision == "double" else torch.float32
+    dtype = torch.float64 if q.dtype is torch.float64 or precision in WIDE else torch.float32
     return q.new_empty_strided((b, h, m), (h * m, m, 1), dtype=dtype)
 
 

@@ -30,8 +30,8 @@ class Reference(Backend):
 
     def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
         return Verdict.of(
-            "standard softmax has no compensated form; use backend='tiled'"
-            if problem.precision == "compensated"
+            "standard softmax of float64 has no compensated form; use backend='tiled'"
+            if problem.carries_errors
             else None
         )
 

@@ -45,7 +45,7 @@ Sum = Plain | Compensated
 
 
 def accumulator(zero: Tensor, problem: Problem) -> Sum:
-    return (Compensated if problem.precision == "compensated" else Plain)(zero)
+    return (Compensated if problem.carries_errors else Plain)(zero)
 
 
 def forward_rows(seq: SequenceView, i: int, q: Range) -> tuple[Tensor, Tensor]:
@@ -63,15 +63,28 @@ def forward_rows(seq: SequenceView, i: int, q: Range) -> tuple[Tensor, Tensor]:
         alpha = torch.exp(m - finite(m_new))
         p = torch.exp(tile.s - finite(m_new))  # [B, Hq, M, N]
         l.scale(alpha)
-        l.add(p.sum(dim=-1, keepdim=True))
+        l.add(seq.row_sum(p))
         v_tile = seq.load(inputs.v, k, tile.seen)  # [B, Hk, N, Dv]
         acc.scale(alpha)
-        acc.add(seq.unfold(seq.fold(seq.dropped(p, q, k)) @ v_tile, rows))
+        acc.add(seq.unfold(seq.product(seq.fold(seq.dropped(p, q, k)), v_tile), rows))
         m = m_new
     total = l.total()
     out = acc.total() / total.masked_fill(total == 0, 1.0)
     lse = (finite(m) + total.log()).squeeze(-1)  # log 0 = -inf marks a row that saw no key
     return (out, lse) if inputs.sinks is None else join_sink(out, lse, inputs.sinks)
+
+
+def row_deltas(seq: SequenceView, dout: Tensor, lse: Tensor) -> Tensor:
+    """rowsum(dO ∘ O) [B, Hq, M] as rowsum(P ∘ dP): O was rounded when it was stored, P and dP are recomputed."""
+    delta = torch.zeros_like(lse)
+    for i, q in seq.query_blocks():
+        rows, (q_tile, do_tile) = slice(*q), (seq.load(x, q) for x in (seq.inputs.q, dout))
+        for _, k, kind in seq.key_blocks(i):
+            tile = seq.scores(q_tile, q, k, kind)
+            p = torch.exp(tile.s - finite(lse[:, :, rows]).unsqueeze(-1))
+            dp = seq.fold(tile.rows(do_tile)) @ seq.load(seq.inputs.v, k, tile.seen).mT
+            delta[:, :, rows] += (p * seq.dropped(seq.unfold(dp, q[1] - q[0]), q, k)).sum(dim=-1)
+    return delta
 
 
 class Cotangents(NamedTuple):
@@ -107,8 +120,8 @@ def backward_sequence(
             k_tile, v_tile = seq.load(inputs.k, k, tile.seen), seq.load(inputs.v, k, tile.seen)
             do_tile = seq.fold(tile.rows(dout))  # [B, Hk, G·M, Dv]
             p = torch.exp(tile.s - lse)  # [B, Hq, M, N]
-            dv[j].add(seq.fold(seq.dropped(p, q, k)).mT @ do_tile)
-            dp = seq.dropped(seq.unfold(do_tile @ v_tile.mT, rows), q, k)
+            dv[j].add(seq.product(seq.fold(seq.dropped(p, q, k)).mT, do_tile))
+            dp = seq.dropped(seq.unfold(seq.product(do_tile, v_tile.mT), rows), q, k)
             ds = p * (dp - tile.rows(delta))
             if dbias is not None:
                 part = cut_tile(dbias, q, k)
@@ -116,8 +129,8 @@ def backward_sequence(
             if tile.capped is not None:
                 ds = ds * (1.0 - (tile.capped / problem.softcap) ** 2)
             ds = ds * problem.scale
-            dq_tile.add(seq.unfold(seq.fold(ds) @ k_tile, rows))
-            dk[j].add(seq.fold(ds).mT @ seq.fold(tile.rows(q_tile)))
+            dq_tile.add(seq.unfold(seq.product(seq.fold(ds), k_tile), rows))
+            dk[j].add(seq.product(seq.fold(ds).mT, seq.fold(tile.rows(q_tile))))
         dq[:, :, slice(*q)] = dq_tile.total().to(dq.dtype)
     return dk, dv
 
@@ -145,8 +158,12 @@ class Tiled(Backend):
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         out, lse, dout, dlse, needs = given
-        # an output of 0 takes no part, whatever comes back to it: so have rows that see nothing
-        delta = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
+        if problem.widened:
+            delta = torch.empty_like(lse)
+            for seq in sequences(problem, inputs):
+                seq.cut.queries(delta)[:] = row_deltas(seq, *map(seq.cut.queries, (dout, lse)))
+        else:  # an output of 0 takes no part, whatever comes back to it: so have rows that see nothing
+            delta = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
         if dlse is not None:
             delta = delta - dlse
         dq, dk, dv = (torch.zeros_like(x) for x in inputs[:3])

@@ -116,7 +116,9 @@ class CpuBackend(Backend):
         return Verdict.of(
             _obstacle(),
             cpu_only(problem.device),
-            "sums are plain; precision='compensated' is served by tiled" if problem.precision == "compensated" else None,
+            "sums of float64 are no more exact than float64; precision='compensated' is served by tiled"
+            if problem.carries_errors
+            else None,
             _too_long(problem.program.structure),
         )
 

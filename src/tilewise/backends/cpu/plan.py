@@ -78,8 +78,8 @@ def decodes(problem: Problem) -> bool:
 
 def matrix_unit(problem: Problem, kind: str) -> str:
     """The unit whose tiles a kernel multiplies with; "" for vectors."""
-    usual = problem.dtype == "bfloat16" and problem.precision != "double"
-    return "amx" if kind in MATRIX_KINDS and usual and amx.obstacle() is None else ""
+    suits = problem.dtype == "bfloat16" and problem.arithmetic == "float32"
+    return "amx" if kind in MATRIX_KINDS and suits and amx.obstacle() is None else ""
 
 
 def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = False, longest: int = 0) -> Kernel:
@@ -104,7 +104,7 @@ def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = 
         varlen=problem.varlen,
         dbias=dbias,
         matrix=matrix,
-        precision="double" if problem.arithmetic != problem.dtype and problem.arithmetic == "float64" else "",
+        double=problem.widened,
     )
 
 

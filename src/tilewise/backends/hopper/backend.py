@@ -13,7 +13,7 @@ from tilewise.backends.hopper.backward.launch import run_backward
 from tilewise.backends.hopper.config import WIDTHS
 from tilewise.backends.hopper.intervals import interval_mask
 from tilewise.backends.hopper.launch import run_forward
-from tilewise.problem import Problem
+from tilewise.problem import WIDE, Problem
 
 DTYPES = ("float16", "bfloat16")
 FEW_ROWS = 64
@@ -43,7 +43,7 @@ class Hopper(Backend):
             "alibi": problem.alibi,
             "sinks": problem.sinks,
             "dropout": problem.dropout_p > 0,
-            f"precision={problem.precision!r}": problem.precision in ("compensated", "double"),
+            f"precision={problem.precision!r}": problem.precision in WIDE,
         }
         mask = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
         return Verdict.of(

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
 from tilewise.backends.gpu.launch import interpreting, on_device
 from tilewise.backends.triton.run import run_backward, run_forward
-from tilewise.problem import Problem
+from tilewise.problem import WIDE, Problem
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -46,7 +46,7 @@ class Triton(Backend):
             *self.usable(problem.device).reasons,
             None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
             f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
-            if problem.precision in ("compensated", "double")
+            if problem.precision in WIDE
             else None,
         )
 
