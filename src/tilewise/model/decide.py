@@ -18,9 +18,6 @@ from tilewise.model.tile import PASSES
 from tilewise.model.tuned import lookup_tuned
 from tilewise.problem import Problem
 
-DECODE_ROWS = 64
-"""Up to so many rows (queries × heads of a group) the forward is a decoding problem: one tile holds them all."""
-
 
 @dataclass(frozen=True)
 class Alternative:
@@ -135,9 +132,7 @@ def plan(
     """
     spec = hardware.device(device)
     if pass_ == "auto":
-        sizes = even(problem)
-        few = sizes.seqlen_q * sizes.group <= DECODE_ROWS < sizes.seqlen_k
-        pass_ = "decode" if spec.is_gpu and few else "forward"
+        pass_ = "decode" if spec.is_gpu and problem.decodes else "forward"
     if pass_ not in PASSES:
         raise PlanError(f"pass_: got {pass_!r}, need auto, {', '.join(PASSES)}")
     return _gpu_plan(problem, spec, pass_, tile, kernels) if spec.is_gpu else _cpu_plan(problem, spec, tile)
@@ -334,7 +329,7 @@ def _cpu_plan(problem: Problem, spec: DeviceSpec, wanted: TilePlan | tuple[int, 
     counts = _counts(problem, spec, tile, spec.units)
     work, dram = counts["work"], counts["dram"]
     sizes = even(problem)
-    size = 8 if problem.dtype == "float64" else 4
+    size = 8 if problem.arithmetic == "float64" else 4
     d, dv, rows = sizes.head_dim, sizes.head_dim_v, chosen.rows
     on_chip = {
         "Q": rows * d * size,
@@ -346,7 +341,7 @@ def _cpu_plan(problem: Problem, spec: DeviceSpec, wanted: TilePlan | tuple[int, 
     tasks = max(1, sizes.batch * sizes.heads) * max(1, -(-sizes.seqlen_q // tile.block_q)) * tile.splits
     _, balance = waves(tasks, spec.units)
     limits = {
-        "FMA units": work.executed / spec.flops("float64" if problem.dtype == "float64" else "float32"),
+        "FMA units": work.executed / spec.flops(problem.arithmetic),
         "exponentials": work.exps / spec.exp_rate,
         "DRAM bandwidth": dram.total / spec.dram_bandwidth,
     }

@@ -319,22 +319,22 @@ class Backward(RowStatistics, OrderedAccumulate):
             low, high = hull(self.seq(e, frame.head), self.terms, first, first + rows - 1)
             BN = args.BN
             if self.kernel.double:
-                with self.key_blocks(e, (low, high)), self.visible_block(e, lambda: 1):
+                with self.key_blocks(e, (low, high), BN), self.visible_block(e, lambda: 1):
                     if self.clean:
                         self.call(e, self.clean, frame.strips)
                     with e.range(0, frame.strips) as index:
                         self.call(e, self.strip_delta, index)
                 self.call(e, self.finish_delta)
-            with self.key_blocks(e, (low, high)) as start:
+            with self.key_blocks(e, (low, high), BN) as start:
                 self.publish(e, start // BN)
                 self.block(e, start // BN)
             self.finish(e)
         self.publish(e, PASSED)
 
     @contextmanager
-    def key_blocks(self, e: Emit, keys: Interval) -> Iterator[Any]:
+    def key_blocks(self, e: Emit, keys: Interval, BN: Any) -> Iterator[Any]:
         """A loop over the blocks of keys [low, high): [n0, n1) each, and the multiple of BN from which on it would begin."""
-        (low, high), BN = keys, e.args.BN
+        low, high = keys
         with e.range(low // BN * BN, high, BN) as start:
             e.frame.n0 = e.max(start, low)
             e.frame.n1 = e.min(start + BN, high)

@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
 from tilewise.backends.gpu.launch import interpreting, on_device
 from tilewise.backends.triton.run import run_backward, run_forward
+from tilewise.backends.verdict import no_tiles
 from tilewise.problem import WIDE, Problem
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -48,6 +49,7 @@ class Triton(Backend):
             f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
             if problem.precision in WIDE
             else None,
+            no_tiles("triton", problem.tile, "yet"),
         )
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
