@@ -231,6 +231,7 @@ CASES: list[Case] = [
     Case("huge-logits-bf16", magnitude=1e4, dtype=torch.bfloat16),
     Case("deterministic", deterministic=True, heads=4, kv_heads=2, mask=MASKS["causal"]),
     Case("compensated", precision="compensated", seqlen=150, mask=MASKS["causal"]),
+    Case("compensated-float64", precision="compensated", dtype=torch.float64, seqlen=150, mask=MASKS["causal"]),
     Case("tf32", precision="tf32", mask=MASKS["causal"]),
     *(
         Case(f"double-{str(t)[6:]}", precision="double", dtype=t, seqlen=150, mask=MASKS["causal"], lse_gradient=True)

@@ -34,7 +34,7 @@ def _split(a: Tensor) -> tuple[Tensor, Tensor]:
     return hi, a - hi
 
 
-STEPS = 8
+STEPS = 4
 """Terms of the plain sums that a compensated product is made of."""
 
 

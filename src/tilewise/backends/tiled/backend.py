@@ -18,7 +18,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out, sink_gradient
+from tilewise.backends.base import (
+    Backend,
+    BackwardInputs,
+    Grads,
+    Inputs,
+    Verdict,
+    empty_lse,
+    empty_out,
+    rounded,
+    sink_gradient,
+)
 from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences
 from tilewise.backends.tiled import plan
 from tilewise.numerics.merge import finite, join_sink
@@ -132,7 +142,7 @@ def backward_sequence(
             ds = ds * problem.scale
             dq_tile.add(seq.unfold(seq.product(seq.fold(ds), k_tile), rows))
             dk[j].add(seq.product(seq.fold(ds).mT, seq.fold(tile.rows(q_tile))))
-        dq[:, :, slice(*q)] = dq_tile.total().to(dq.dtype)
+        dq[:, :, slice(*q)] = rounded(dq_tile.total(), dq.dtype)
     return dk, dv
 
 
@@ -153,7 +163,7 @@ class Tiled(Backend):
             own_out, own_lse = seq.cut.queries(out), seq.cut.queries(lse)
             for i, q in seq.query_blocks():
                 rows, row_lse = forward_rows(seq, i, q)
-                own_out[:, :, slice(*q)] = rows.to(out.dtype)
+                own_out[:, :, slice(*q)] = rounded(rows, out.dtype)
                 own_lse[:, :, slice(*q)] = row_lse.to(lse.dtype)
         return out, lse
 
@@ -176,12 +186,12 @@ class Tiled(Backend):
             sums = backward_sequence(seq, cotangents, cut.queries(dq), own_dbias)
             for gradient, parts in zip((dk, dv), sums, strict=True):
                 for j, part in enumerate(parts):
-                    cut.keys(gradient)[:, :, slice(*seq.key_block(j))] = part.total().to(gradient.dtype)
+                    cut.keys(gradient)[:, :, slice(*seq.key_block(j))] = rounded(part.total(), gradient.dtype)
         return Grads(
             dq if needs.dq else None,
             dk if needs.dk else None,
             dv if needs.dv else None,
-            None if dbias is None or inputs.bias is None else dbias.to(inputs.bias.dtype),
+            None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
             sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
         )
 
