@@ -35,7 +35,11 @@ def why_not(problem: Problem, pass_: str, pair: tuple[int, int]) -> str:
 def sides(problem: Problem, pass_: str) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """Queries and keys a kernel may have in a tile, and why."""
     if pass_ == "forward":
-        return (128, 192), (64, 128), "its tiles are 64 queries for each of two or three warpgroups, against 64 or 128 keys"
+        return (
+            (128, 192),
+            (64, 128),
+            "its tiles are 64 queries for each of two or three warpgroups, against 64 or 128 keys",
+        )
     if pass_ == "backward_dq":
         return (128,), (64, 128), "its tiles are 64 queries for each of two warpgroups, against 64 or 128 keys"
     if max(widths(problem.head_dim, problem.head_dim_v)) == 256:
