@@ -18,6 +18,8 @@ def why_not(problem: Problem, pass_: str, pair: tuple[int, int]) -> str:
     """Why the kernel of a pass has no tile of so many queries and keys."""
     if pass_ == "backward" and (reason := no_sums(problem)):
         return reason
+    if pass_ not in ("forward", "backward", "backward_dkdv", "backward_dq"):
+        return ""
     queries, keys, text = sides(problem, pass_)
     if pair[0] not in queries or pair[1] not in keys:
         return text
