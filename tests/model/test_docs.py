@@ -124,7 +124,7 @@ def test_the_documented_timelines_of_an_h200(sides: tuple[int, int], totals: tup
 
 
 def test_documented_blocks_a_multiprocessor() -> None:
-    """docs/triton-notes.md: of 64×64 with three stages and four warps an H200's multiprocessor holds four at d 64, two at d 128."""
+    """docs/triton-notes.md: 64×64, three stages, four warps: an H200's multiprocessor holds four at d 64, two at d 128."""
     held = [kernel(TilePlan(64, 64, 3, 4), d, d, 2, lookup("h200")) for d in (64, 128)]
     assert [on_chip.blocks for on_chip in held] == [4, 2]
     assert [on_chip.sram_bytes // 1024 for on_chip in held] == [56, 112]
