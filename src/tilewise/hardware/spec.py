@@ -111,6 +111,11 @@ class DeviceSpec:
         return self.units
 
     @property
+    def has_amx(self) -> bool:
+        """Has the CPU matrix tiles for bfloat16?"""
+        return {"amx_tile", "amx_bf16", "avx512_bf16"} <= set(self.isa_flags)
+
+    @property
     def l1d_bytes(self) -> int:
         return self.sram_bytes
 

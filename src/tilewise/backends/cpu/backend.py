@@ -22,6 +22,7 @@ from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
 from tilewise.backends.cpu.blind import without_blind
 from tilewise.backends.cpu.spec import BACKWARD, GRADIENTS, HOT, Kernel, argument_names, mask_args, round_up
+from tilewise.backends.verdict import no_tiles
 from tilewise.hardware.probe import probe_cpu
 from tilewise.problem import Problem
 
@@ -118,6 +119,7 @@ class CpuBackend(Backend):
             cpu_only(problem.device),
             "sums are plain; precision='compensated' is served by tiled" if problem.precision == "compensated" else None,
             _too_long(problem.program.structure),
+            no_tiles("cpu", problem.tile, "yet"),
         )
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
