@@ -73,6 +73,7 @@ class Problem:
     needs_grad: bool = False
     needs_lse: bool = True
     device: str = "cpu"
+    tile: tuple[tuple[str, int, int], ...] = ()
     memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
     """What layers keep of their work on this problem: the lowered mask, failed kernels, the backend of the gradients. It
     lives and dies with the problem, which the call cache keeps or drops."""
@@ -145,6 +146,10 @@ class Problem:
     def group(self) -> int:
         """Query heads that share one key head."""
         return self.heads // self.kv_heads if self.kv_heads else 1
+
+    def asked(self, pass_: str) -> tuple[int, int] | None:
+        """The tile asked for a pass, None if none is."""
+        return next(((m, n) for name, m, n in self.tile if name == pass_), None)
 
     @property
     def itemsize(self) -> int:

@@ -8,22 +8,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tilewise.backends.verdict import Verdict as Verdict
+from tilewise.backends.verdict import cpu_only as cpu_only
 from tilewise.numerics.merge import finite
 from tilewise.numerics.oracle import Inputs as Inputs
 from tilewise.problem import Problem
-
-
-class Verdict(NamedTuple):
-    """Whether a backend can; if not, every obstacle it sees."""
-
-    ok: bool
-    reasons: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, *reasons: str | None) -> Verdict:
-        """Yes, unless there is a reason against."""
-        against = tuple(reason for reason in reasons if reason)
-        return cls(not against, against)
 
 
 class Needs(NamedTuple):
@@ -82,10 +71,6 @@ class Backend(Protocol):
         """A function of q, k and v that gives out alone, for calls of the same types, shapes, strides and dtypes that want
         neither gradient nor log-sum-exp: all but their addresses is prepared. None where nothing is gained."""
         return None
-
-
-def cpu_only(device: str) -> str | None:
-    return None if device == "cpu" else f"computes on the CPU; the tensors are on {device}"
 
 
 def empty_out(q: Tensor, head_dim_v: int) -> Tensor:

@@ -7,7 +7,10 @@ from typing import Any
 
 from tilewise.errors import PlanError
 
-PASSES = ("forward", "backward_dkdv", "backward_dq", "decode")
+PASSES = (
+    *("forward", "decode", "merge", "backward", "backward_dkdv", "backward_dq", "backward_dbias"),
+    *("backward_preprocess", "backward_postprocess"),
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,14 @@ class TilePlan:
     pass_: str = "forward"
     source: str = "model"
     """`model`, `tuned` (the table of measured overrides) or `user`."""
+    kernel: str = ""
+    register_tile: tuple[int, int] | None = None
+    heads: int = 1
+    outer: str = "queries"
+    on_chip: tuple[tuple[str, int], ...] = ()
+    registers: int = 0
+    resident: int = 0
+    reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.pass_ not in PASSES:
@@ -42,3 +53,7 @@ class TilePlan:
 
     def __str__(self) -> str:
         return f"{self.block_q}×{self.block_k}"
+
+
+def refusal(name: str, pass_: str, asked: tuple[int, int], choices: list[TilePlan], why: str) -> str:
+    return f"tile: {name} has no {pass_} tile {asked[0]}×{asked[1]}: {why}; it has {', '.join(map(str, choices))}"
