@@ -11,7 +11,7 @@ def _reason() -> str:
     """Why nothing can be interpreted here."""
     if importlib.util.find_spec("triton") is None:
         return "needs triton"
-    from tilewise.backends.triton.host import interpreter_reason
+    from tilewise.backends.triton.backend import interpreter_reason
 
     return interpreter_reason() or ""
 

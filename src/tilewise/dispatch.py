@@ -10,27 +10,11 @@ from typing import NamedTuple
 import torch
 
 from tilewise.backends.base import Backend, Inputs, Verdict
+from tilewise.backends.plans import REGISTRY as REGISTRY
+from tilewise.backends.plans import Entry as Entry
+from tilewise.backends.plans import check_name as check_name
 from tilewise.errors import ArgumentError, BackendError, KernelError
 from tilewise.problem import Problem
-
-
-class Entry(NamedTuple):
-    """A backend by name. Its module is imported only for a device it can serve, so a CPU call never imports triton."""
-
-    module: str
-    devices: tuple[str, ...]
-
-
-REGISTRY: dict[str, Entry] = {
-    "hopper": Entry("tilewise.backends.hopper", ("cuda",)),
-    "aten": Entry("tilewise.backends.aten", ("cpu",)),
-    "cpu": Entry("tilewise.backends.cpu.backend", ("cpu",)),
-    "triton": Entry("tilewise.backends.triton", ("cpu", "cuda")),
-    "tiled": Entry("tilewise.backends.tiled", ("cpu", "cuda")),
-    "reference": Entry("tilewise.backends.reference", ("cpu", "cuda")),
-}
-"""In order of preference."""
-
 
 _present_devices: set[str] = set()
 
@@ -54,12 +38,6 @@ def register(name: str, entry: Entry, *, first: bool = False) -> None:
     rest = dict(REGISTRY)
     REGISTRY.clear()
     REGISTRY.update({name: entry, **rest} if first else {**rest, name: entry})
-
-
-def check_name(name: str, *others: str) -> None:
-    """Raise unless the name is registered, or one of the others."""
-    if not isinstance(name, str) or (name not in REGISTRY and name not in others):
-        raise ArgumentError(f"backend: got {name!r}, need 'auto' or one of {', '.join(REGISTRY)}")
 
 
 def get(name: str) -> Backend:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,14 @@ from tilewise.masks.build import is_integer, plain
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PRECISIONS = ("default", "tf32", "compensated")
 MAX_HEAD_DIM = 512
+PASSES = (
+    *("forward", "decode", "merge"),
+    *("backward", "backward_dkdv", "backward_dq", "backward_dbias", "backward_preprocess", "backward_postprocess"),
+)
+"""The kernels of a call by what they compute; `backward` is one that gives dQ, dK and dV at once."""
+DECODE_ROWS = 64
+"""Up to so many rows (queries × heads of a group) one tile holds all rows of a key head."""
+TileRequest = tuple[tuple[str, int, int], ...]
 _SIZES = (
     *((name, 0, UNBOUNDED - 1) for name in ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k")),
     *((name, 1, MAX_HEAD_DIM) for name in ("head_dim", "head_dim_v")),
@@ -47,6 +56,7 @@ class Problem:
     needs_grad: whether gradients will be asked for.
     needs_lse: whether anybody but the gradients looks at the log-sum-exp.
     device: "cpu" or "cuda".
+    tile: the tiles asked for, each as (pass, block_q, block_k); () leaves the choice to the backend.
 
     >>> problem = tw.Problem.of(heads=32, kv_heads=8, seqlen=8192, head_dim=128, mask=tw.causal())
     >>> print(tw.plan(problem, device="h200"))
@@ -73,7 +83,7 @@ class Problem:
     needs_grad: bool = False
     needs_lse: bool = True
     device: str = "cpu"
-    tile: tuple[tuple[str, int, int], ...] = ()
+    tile: TileRequest = ()
     memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
     """What layers keep of their work on this problem: the lowered mask, failed kernels, the backend of the gradients. It
     lives and dies with the problem, which the call cache keeps or drops."""
@@ -114,6 +124,7 @@ class Problem:
         if scale is None:
             scale = 1.0 / math.sqrt(head_dim) if isinstance(head_dim, int) and head_dim > 0 else 1.0
         features |= {name: unboxed(features[name]) for name in ("softcap", "dropout_p") if name in features}
+        features["tile"] = tile_request(features.get("tile"))
         problem = cls(
             batch=batch,
             heads=heads,
@@ -147,13 +158,23 @@ class Problem:
         """Query heads that share one key head."""
         return self.heads // self.kv_heads if self.kv_heads else 1
 
-    def asked(self, pass_: str) -> tuple[int, int] | None:
-        """The tile asked for a pass, None if none is."""
-        return next(((m, n) for name, m, n in self.tile if name == pass_), None)
-
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def decodes(self) -> bool:
+        """Are there so few queries that all rows of a key head fit one tile, and so many keys that reading them is the work?
+
+        The one definition of decoding. A tile asked for the forward chooses the forward's kernel.
+        """
+        rows = self.seqlen_q * self.group
+        few = not self.varlen and rows <= DECODE_ROWS and self.seqlen_k >= 4 * rows
+        return few and self.asked("forward") is None
+
+    def asked(self, pass_: str) -> tuple[int, int] | None:
+        """The tile that the user wants for a pass; None for none."""
+        return next(((m, n) for name, m, n in self.tile if name == pass_), None)
 
     def check(self) -> None:
         """Raise unless every field is sane. Sizes are compared as they are, so symbolic ones work too."""
@@ -185,6 +206,42 @@ class Problem:
             raise ArgumentError(f"dropout_p: got {self.dropout_p}, need a probability in [0, 1)")
         if self.precision not in PRECISIONS:
             raise ArgumentError(f"precision: got {self.precision!r}, need one of {', '.join(PRECISIONS)}")
+
+
+def tile_request(tile: Any) -> TileRequest:
+    """What `tile=` asks for, in one form: a pair is the forward's, a mapping has a pair for each pass it names."""
+    if tile is None:
+        return ()
+    pairs = dict(tile) if isinstance(tile, Mapping) else {"forward": tile}
+    request = []
+    for pass_, pair in sorted(pairs.items(), key=str):
+        if pass_ not in PASSES:
+            raise ArgumentError(f"tile: got the pass {pass_!r}, need one of {', '.join(PASSES)}")
+        sizes = tuple(map(plain, pair)) if isinstance(pair, (tuple, list)) else ()
+        if len(sizes) != 2 or not all(is_integer(size) and 0 < size < UNBOUNDED for size in sizes):
+            raise ArgumentError(
+                f"tile: got {pair!r}, need two positive integers, (block_q, block_k), such as (128, 64), "
+                'or a mapping of passes to them, such as {"forward": (128, 64)}'
+            )
+        request.append((pass_, *sizes))
+    return tuple(request)
+
+
+def tile_text(request: TileRequest) -> str:
+    """A request as text, such as "backward:64x32,forward:128x64"."""
+    return ",".join(f"{pass_}:{m}x{n}" for pass_, m, n in request)
+
+
+def tile_of_text(text: str) -> dict[str, tuple[int, ...]]:
+    """What such a text asks for; a size without a pass is the forward's."""
+    tile: dict[str, tuple[int, ...]] = {}
+    for part in filter(None, text.split(",")):
+        pass_, _, sizes = part.rpartition(":")
+        try:
+            tile[pass_.strip() or "forward"] = tuple(int(size) for size in sizes.lower().replace("×", "x").split("x"))
+        except ValueError:
+            raise ArgumentError(f"tile: got {part!r}, need two sizes such as 128x64, or backward:64x64") from None
+    return tile
 
 
 def unboxed(value: Any) -> Any:

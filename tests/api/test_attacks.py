@@ -21,7 +21,7 @@ from tests.conformance.harness import (
     skip_unless_served,
 )
 from tilewise import dispatch
-from tilewise.backends import sequence
+from tilewise.backends.tiled import plan as tiled
 from tilewise.numerics.oracle import pieces
 
 NAN, INF = float("nan"), float("inf")
@@ -39,7 +39,7 @@ targets = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 32 × 64 for `tiled`, so that short sequences have many."""
-    monkeypatch.setattr(sequence, "TILE_BYTES", 1)
+    monkeypatch.setattr(tiled, "TILE_BYTES", 1)
 
 
 @pytest.fixture

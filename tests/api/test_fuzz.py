@@ -14,7 +14,7 @@ import tilewise as tw
 from tests.conformance.cases import Built, inside
 from tests.conformance.harness import BACKENDS, excesses, serves
 from tests.masks.expressions import Batch, expressions
-from tilewise.backends import sequence
+from tilewise.backends.tiled import plan as tiled
 from tilewise.errors import MaskError
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -112,7 +112,7 @@ def test_any_call_is_exact(backend: str, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     @given(data=st.data())
     def hold(data: st.DataObject) -> None:
-        monkeypatch.setattr(sequence, "TILE_BYTES", data.draw(st.sampled_from([1, 1 << 20])))
+        monkeypatch.setattr(tiled, "TILE_BYTES", data.draw(st.sampled_from([1, 1 << 20])))
         try:
             built, lse_gradient = data.draw(calls())
         except MaskError as error:

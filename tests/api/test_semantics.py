@@ -11,8 +11,8 @@ import torch
 import tilewise as tw
 from tests.conformance.harness import BACKENDS, attention, attention_varlen
 from tilewise import dispatch
-from tilewise.backends import sequence
 from tilewise.backends.base import Backend, Verdict
+from tilewise.backends.tiled import plan as tiled
 from tilewise.errors import ArgumentError, BackendError
 from tilewise.problem import Problem
 
@@ -200,7 +200,7 @@ def test_dropout_depends_on_the_seed_alone(backend: str, monkeypatch: pytest.Mon
     assert torch.equal(keep, kept("reference", b, h, s, p, seed=torch.tensor(seed)))
     assert not torch.equal(keep, kept(backend, b, h, s, p, seed=seed + 1))
     assert not torch.equal(keep, kept(backend, b, h, s, p, seed=seed + (1 << 32))), "the high half of the seed counts"
-    monkeypatch.setattr(sequence, "TILE_BYTES", 1)
+    monkeypatch.setattr(tiled, "TILE_BYTES", 1)
     assert torch.equal(keep, kept(backend, b, h, s, p, seed=seed)), "tiles do not matter"
     zero = torch.zeros(b, s, h, 4)
     values = torch.eye(s)[:, None].expand(b, s, h, s)

@@ -12,7 +12,7 @@ from tests.conformance.cases import CASES, Case, build
 from tests.conformance.harness import gradients, inner
 from tests.numerics import checks
 from tilewise import dispatch
-from tilewise.backends import aten
+from tilewise.backends.aten import backend as aten
 from tilewise.errors import BackendError
 from tilewise.problem import Problem
 

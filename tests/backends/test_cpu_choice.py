@@ -10,7 +10,7 @@ import torch
 
 import tilewise as tw
 from tilewise import dispatch
-from tilewise.backends import aten
+from tilewise.backends.aten import backend as aten
 from tilewise.backends.base import Inputs
 from tilewise.backends.cpu import backend as cpu
 from tilewise.errors import BackendError

@@ -18,13 +18,13 @@ from tests.backends.gluon_values import Shared, Value, pointer
 from tests.numerics import checks
 from tilewise.api.options import DEFAULTS
 from tilewise.api.parse import build_problem
-from tilewise.backends import tiled
 from tilewise.backends.base import Grads, Inputs
 from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.config import QueriesConfig
 from tilewise.backends.hopper.backward.plan import Step, make_plan
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, on_device
 from tilewise.backends.hopper.structs import Plane, PrePostArguments, Rows, Term
+from tilewise.backends.tiled import backend as tiled
 from tilewise.problem import Problem
 
 PAD = "tw.key_padding(torch.tensor([{}]))"

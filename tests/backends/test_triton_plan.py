@@ -13,7 +13,6 @@ from tests.backends.test_gpu_record import Collector
 from tilewise.backends.base import BackwardInputs, Inputs, Needs
 from tilewise.backends.gpu.arguments import splits_fp32
 from tilewise.backends.triton import run
-from tilewise.backends.triton.plan import decoding
 from tilewise.hardware import lookup
 from tilewise.masks import causal
 from tilewise.model import TilePlan, gpu_tile, onchip
@@ -33,7 +32,7 @@ def test_decoding_takes_the_tile_and_the_splits_that_were_measured(
         batch=batch, heads=heads, kv_heads=kv_heads, seqlen=1, kv_seqlen=keys, head_dim=128, dtype="bfloat16"
     )
     tile = gpu_tile(problem, lookup("h200"), "decode", "triton")
-    assert decoding(problem) and tile.pack_gqa and tile.source == "tuned"
+    assert problem.decodes and tile.pack_gqa and tile.source == "tuned"
     assert (tile.block_q, tile.block_k, tile.stages, tile.warps, tile.splits) == (16, 128, 3, 4, splits)
 
 

@@ -10,13 +10,13 @@ import torch
 from tests.conformance.cases import CASES, Case, build
 from tests.conformance.harness import BACKENDS, excesses, serves, skip_unless_served
 from tilewise import dispatch
-from tilewise.backends import sequence
+from tilewise.backends.tiled import plan as tiled
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 32, so that short sequences have many."""
-    monkeypatch.setattr(sequence, "TILE_BYTES", 1)
+    monkeypatch.setattr(tiled, "TILE_BYTES", 1)
 
 
 def conform(case: Case, backend: str, device: str) -> None:

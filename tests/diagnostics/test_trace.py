@@ -16,10 +16,10 @@ from tilewise.diagnostics.trace import MEANING, trace_nonfinite
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(autouse=True, params=[1, sequence.TILE_BYTES], ids=["small-tiles", "large-tiles"])
+@pytest.fixture(autouse=True, params=[(32, 32), sequence.BLOCKS], ids=["small-tiles", "large-tiles"])
 def rough_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first, rough walk must not change what is found."""
-    monkeypatch.setattr(sequence, "TILE_BYTES", request.param)
+    monkeypatch.setattr(sequence, "BLOCKS", request.param)
 
 
 def tensors(dtype: torch.dtype = torch.float32, heads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

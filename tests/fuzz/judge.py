@@ -18,12 +18,12 @@ from tests.fuzz.limits import limits
 from tests.fuzz.oracle import Exact, exact
 from tests.fuzz.tensors import Tensors, build, inside
 from tests.numerics.checks import check
-from tilewise.backends import sequence
+from tilewise.backends.tiled import plan as tiled
 from tilewise.errors import BackendError, MaskError
 
 COMPLETE = {"tiled", "auto"}
 """These must serve every case."""
-SMALL_TILES, USUAL_TILES = 1, sequence.TILE_BYTES
+SMALL_TILES, USUAL_TILES = 1, tiled.TILE_BYTES
 LEAVES = {"q": "q", "k": "k", "v": "v", "b": "bias", "s": "sinks"}
 
 
@@ -78,14 +78,14 @@ def surroundings(case: Case) -> Iterator[None]:
     """Threads, tiles and fresh memory as the case wants them; afterwards as they were."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
-        sequence.TILE_BYTES = SMALL_TILES if case.small_tiles else USUAL_TILES
+        tiled.TILE_BYTES = SMALL_TILES if case.small_tiles else USUAL_TILES
         if threads != case.threads:
             torch.set_num_threads(case.threads)
         if case.fresh:  # deterministic algorithms fill what torch allocates with NaN
             torch.use_deterministic_algorithms(True, warn_only=True)
         yield
     finally:
-        sequence.TILE_BYTES = USUAL_TILES
+        tiled.TILE_BYTES = USUAL_TILES
         torch.use_deterministic_algorithms(deterministic)
         if threads != case.threads:
             torch.set_num_threads(threads)

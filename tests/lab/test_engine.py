@@ -65,7 +65,7 @@ def test_floors(floor: float | None, passed: bool | None) -> None:
 
 
 def test_a_case_may_say_whose_speed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.backends.tiled import backend
+    from tilewise.backends.tiled.backend import backend
 
     monkeypatch.setattr("tilewise.api.call_cache._calls", {})  # a call that is cached does not ask again
     seen = []

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from tests.conformance.cases import BY_NAME, build
-from tilewise.backends import sequence
+from tilewise.backends.tiled import plan as tiled
 from tilewise.ops.library import pack
 
 OPCHECKED = [
@@ -36,7 +36,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -
 def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    monkeypatch.setattr(sequence, "TILE_BYTES", 1)
+    monkeypatch.setattr(tiled, "TILE_BYTES", 1)
 
 
 @pytest.mark.parametrize("name", OPCHECKED)

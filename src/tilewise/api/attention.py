@@ -12,7 +12,7 @@ from tilewise.api.bias import Alibi
 from tilewise.api.call_cache import NAMES, lookup
 from tilewise.api.execute import execute
 from tilewise.api.keywords import check_keywords
-from tilewise.api.names import BackendName, Layout, Precision
+from tilewise.api.names import BackendName, Layout, Precision, Tile
 from tilewise.api.options import BatchOptions, show_signature
 from tilewise.masks import Mask
 from tilewise.ops.run import FORWARD, profiled
@@ -47,6 +47,7 @@ def attention(
     precision: Precision = "default",
     deterministic: bool | None = None,
     backend: BackendName = "auto",
+    tile: Tile | None = None,
     layout: Layout = "bhsd",
     return_lse: bool = False,
     **unknown: Any,
@@ -74,6 +75,9 @@ def attention(
     deterministic: True for the same bits run after run; None follows torch.use_deterministic_algorithms.
     return_lse: also return the log-sum-exp.
     backend: "auto", or one by name, which never falls back; `backends()` says which are usable here.
+    tile: (block_q, block_k), the queries and keys of the forward's tiles, or such a pair for each pass that a dict names:
+        "forward", "decode", "backward", "backward_dkdv", "backward_dq". Served as it is or refused with the tiles there are;
+        with backend="auto" by the first backend that has it. None leaves it to the backend: see `explain`.
 
     Returns out (B, Hq, Sq, Dv); with `return_lse` also the log-sum-exp (B, Hq, Sq), natural, differentiable.
 
@@ -87,7 +91,7 @@ def attention(
     if unknown:
         check_keywords("attention", unknown, (*NAMES, "seed"))
     options = (
-        mask, scale, bias, softcap, sinks, dropout_p, precision, deterministic, backend, layout, return_lse,
+        mask, scale, bias, softcap, sinks, dropout_p, precision, deterministic, backend, tile, layout, return_lse,
     )  # fmt: skip
     launch = None if _is_traced() else lookup(q, k, v, options)
     if launch is None:

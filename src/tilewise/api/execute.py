@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise import dispatch
-from tilewise.api.options import CallOptions
+from tilewise.api.options import ParsedOptions
 from tilewise.api.parse import parse_call
 from tilewise.backends.base import Backend, Inputs
 from tilewise.ops.autograd import attend
@@ -19,7 +19,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 
 
-def execute(q: Tensor, k: Tensor, v: Tensor, options: CallOptions, backend: str) -> Tensor | tuple[Tensor, Tensor]:
+def execute(q: Tensor, k: Tensor, v: Tensor, options: ParsedOptions, backend: str) -> Tensor | tuple[Tensor, Tensor]:
     """A call from its arguments to its result in the user's layout."""
     problem, inputs = parse_call(q, k, v, options)
     if torch.compiler.is_compiling() or _is_watched(problem, inputs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 BackendName = Literal["auto", "hopper", "aten", "cpu", "triton", "tiled", "reference"]
@@ -9,3 +10,5 @@ BackendName = Literal["auto", "hopper", "aten", "cpu", "triton", "tiled", "refer
 Layout = Literal["bhsd", "bshd"]
 """(batch, heads, sequence, dim) or (batch, sequence, heads, dim)."""
 Precision = Literal["default", "tf32", "compensated"]
+Tile = tuple[int, int] | Mapping[str, tuple[int, int]]
+"""(block_q, block_k) of the forward, or such a pair for each pass that is named."""

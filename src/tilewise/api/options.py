@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypedDict, get_type_hints
 from torch import Tensor
 
 from tilewise.api.bias import Alibi
-from tilewise.api.names import BackendName, Layout, Precision
+from tilewise.api.names import BackendName, Layout, Precision, Tile
 from tilewise.masks import Mask
 
 
@@ -35,6 +35,7 @@ class PackedOptions(Options, total=False):
     """What `attention_varlen` takes beside `return_lse`, which its overloads tell apart."""
 
     backend: Annotated[BackendName, "auto"]
+    tile: Annotated[Tile | None, None]
 
 
 class BatchOptions(PackedOptions, total=False):
@@ -52,6 +53,12 @@ class CallOptions(Options, total=False):
     cu_seqlens_k: Annotated[Tensor | None, None]
 
 
+class ParsedOptions(CallOptions, total=False):
+    """The same of a call that is run: diagnostics have a `tile` of their own."""
+
+    tile: Annotated[Tile | None, None]
+
+
 def parameters(options: Any) -> list[inspect.Parameter]:
     """The options of one of these classes as keyword parameters with their types and defaults."""
     return [
@@ -62,7 +69,7 @@ def parameters(options: Any) -> list[inspect.Parameter]:
     ]
 
 
-DEFAULTS: CallOptions = {one.name: one.default for one in parameters(CallOptions)}  # type: ignore[assignment]
+DEFAULTS: ParsedOptions = {one.name: one.default for one in parameters(ParsedOptions)}  # type: ignore[assignment]
 
 
 def show_signature(function: Callable[..., Any], options: Sequence[inspect.Parameter] = ()) -> None:

@@ -12,13 +12,13 @@ from torch import Tensor
 from tilewise.api.bias import Alibi
 from tilewise.api.keywords import check_keywords
 from tilewise.api.lengths import check_lengths
-from tilewise.api.options import DEFAULTS, CallOptions
+from tilewise.api.options import DEFAULTS, CallOptions, ParsedOptions
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
 from tilewise.masks.algebra import INTEGERS
 from tilewise.ops.tensors import check_kinds, dtype_name, materialized, tensor_fields
-from tilewise.problem import ITEMSIZE, Problem, unboxed
+from tilewise.problem import ITEMSIZE, Problem, tile_request, unboxed
 
 LAYOUTS = {"bhsd": "(batch, heads, sequence, dim)", "bshd": "(batch, sequence, heads, dim)"}
 SEED_RANGE = 2**63 - 1
@@ -30,7 +30,7 @@ _FULL = Full()
 
 
 def parse_call(
-    q: Tensor, k: Tensor, v: Tensor, options: CallOptions, *, needs_seed: bool = False
+    q: Tensor, k: Tensor, v: Tensor, options: CallOptions | ParsedOptions, *, needs_seed: bool = False
 ) -> tuple[Problem, Inputs]:
     """The problem of a call and its inputs in the inside layout (B, H, S, D); raises for what makes no sense.
 
@@ -55,7 +55,7 @@ def parse_call(
     return build_problem(Inputs(q, k, v), options)
 
 
-def build_problem(inputs: Inputs, options: CallOptions) -> tuple[Problem, Inputs]:
+def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inputs]:
     """The Problem of tensors in the inside layout, and the Inputs with what the options add to them."""
     q, k, v, _, _, _, _, cu_q, cu_k = inputs
     check_shapes(q.shape, k.shape, v.shape)
@@ -74,6 +74,7 @@ def build_problem(inputs: Inputs, options: CallOptions) -> tuple[Problem, Inputs
         softcap=unboxed(options["softcap"]),
         dropout_p=unboxed(options["dropout_p"]),
         precision=options["precision"],
+        tile=tile_request(options["tile"]),
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
         needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, bias, sinks) if x is not None),
         needs_lse=bool(options["return_lse"]),
@@ -140,7 +141,7 @@ def check_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> None:
         raise LayoutError(f"head dim: q has {q[3]} and k {k[3]}; they must agree (v may differ)")
 
 
-def _check_packing(options: CallOptions, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _check_packing(options: ParsedOptions, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Both cumulative lengths, of 32 bits; their values are checked where they are read (`ops.packing`)."""
     cu_q, cu_k = options["cu_seqlens_q"], options["cu_seqlens_k"]
     cu_k = cu_q if cu_k is None else cu_k

@@ -54,6 +54,7 @@ def attention_varlen(
     deterministic: True for the same bits run after run; None follows torch.use_deterministic_algorithms.
     return_lse: also return the log-sum-exp.
     backend: "auto", or one by name, which never falls back.
+    tile: the tiles to run with, as in `attention`.
 
     Returns out (Tq, Hq, Dv); with `return_lse` also the log-sum-exp (Hq, Tq).
 

@@ -15,10 +15,9 @@ from tilewise.numerics.oracle import spans
 from tilewise.numerics.philox import keep_tile
 from tilewise.problem import Problem
 
-TILE_BYTES = 8 << 20
-"""Scores of one tile over the whole batch; a few such tensors are alive at a time."""
-
 Range = tuple[int, int]
+BLOCKS = (512, 512)
+"""Tiles for those who only ask where the mask lets through; who computes scores passes the plan's."""
 
 
 class Tile(NamedTuple):
@@ -70,7 +69,14 @@ class Cut(NamedTuple):
 class SequenceView:
     """The tensors, mask and tiles that forward and backward share."""
 
-    def __init__(self, problem: Problem, inputs: Inputs, program: MaskProgram, cut: Cut | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        program: MaskProgram,
+        cut: Cut | None = None,
+        blocks: Range | None = None,
+    ) -> None:
         everything = slice(None)
         self.problem, self.program, self.cut = problem, program, cut or Cut(everything, everything, everything)
         self.inputs = inputs = self.cut.inputs(inputs)
@@ -79,20 +85,11 @@ class SequenceView:
         self.first_batch = self.cut.b or 0
         self.dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
         self.shape = MaskShape(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
+        self.blocks = blocks or BLOCKS
 
     @cached_property
     def tiles(self) -> TileMap:
-        return TileMap(self.program, self.shape, *self._blocks())
-
-    def _blocks(self) -> tuple[int, int]:
-        """The largest tile, square or twice as wide as high, whose scores stay within TILE_BYTES."""
-        block_q = block_k = 512
-        while self.batch * self.heads * block_q * block_k * self.dtype.itemsize > TILE_BYTES and block_q > 32:
-            if block_q == block_k:
-                block_q //= 2
-            else:
-                block_k //= 2
-        return block_q, block_k
+        return TileMap(self.program, self.shape, *self.blocks)
 
     def query_blocks(self) -> Iterator[tuple[int, Range]]:
         for i in range(self.tiles.rows):
@@ -177,12 +174,13 @@ def cut_tile(x: Tensor, q: Range, k: Range) -> Tensor:
     return x[:, :, slice(*q) if x.shape[2] > 1 else slice(None), slice(*k) if x.shape[3] > 1 else slice(None)]
 
 
-def sequences(problem: Problem, inputs: Inputs) -> Iterator[SequenceView]:
+def sequences(problem: Problem, inputs: Inputs, blocks: Range | None = None) -> Iterator[SequenceView]:
     """The sequences of a call: a plain batch is one; a packed batch, or one whose mask differs by sequence, is taken apart."""
     if not problem.varlen and all(t.shape[0] <= 1 for t in problem.program.tensors):
-        yield SequenceView(problem, inputs, problem.program)
+        yield SequenceView(problem, inputs, problem.program, blocks=blocks)
         return
     for span in spans(problem, inputs, range(problem.batch)):
         cut = Cut(slice(span.batch, span.batch + 1), span.q, span.k, span.sequence)
         tensors = tuple(map(cut.own, span.program.tensors))
-        yield SequenceView(problem, inputs, MaskProgram(span.program.structure, span.program.ints, tensors), cut)
+        program = MaskProgram(span.program.structure, span.program.ints, tensors)
+        yield SequenceView(problem, inputs, program, cut, blocks)

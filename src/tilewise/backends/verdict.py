@@ -1,4 +1,4 @@
-"""Verdict: whether a backend can, and every reason why not."""
+"""Verdict: a backend's answer to whether it can serve a problem."""
 
 from __future__ import annotations
 
@@ -20,3 +20,12 @@ class Verdict(NamedTuple):
 
 def cpu_only(device: str) -> str | None:
     return None if device == "cpu" else f"computes on the CPU; the tensors are on {device}"
+
+
+def no_tiles(name: str, tile: tuple[object, ...], why: str) -> str | None:
+    """Why a backend without tiles of its own cannot take the user's."""
+    return (
+        f"tile: {name} has none to choose, {why}; leave tile= out, or use tiled, cpu, triton or hopper"
+        if tile
+        else None
+    )

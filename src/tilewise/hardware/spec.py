@@ -126,6 +126,11 @@ class DeviceSpec:
         return next((unit for unit, flags in MATRIX_UNITS.items() if set(flags) <= set(self.isa_flags)), "")
 
     @property
+    def has_amx(self) -> bool:
+        """Has the CPU matrix tiles for bfloat16?"""
+        return self.matrix_unit == "amx"
+
+    @property
     def l1d_bytes(self) -> int:
         return self.sram_bytes
 

@@ -18,12 +18,15 @@ from typing import NamedTuple
 
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.grid import bucket, even
+from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
 MERGE_COST = 0.01
 """The part of the multiplications that rescaling and merging a strip's accumulator may cost: it fixes block_k."""
 
 
+ROWS = 256
+"""Rows that share a block of keys, where no kernel says better."""
 SMALL_WORK = 3.0e6
 """Multiply-adds below which waking a second thread costs more than it brings."""
 
@@ -127,3 +130,23 @@ def key_block(problem: Problem, spec: DeviceSpec) -> int:
         keys //= 2
     micro, _ = register_tile(spec, size, max(sizes.head_dim, sizes.head_dim_v))
     return min(keys, -(-max(1, bucket(sizes.seqlen_k)) // micro.keys) * micro.keys)
+
+
+def cpu_tile(spec: DeviceSpec, problem: Problem) -> TilePlan:
+    """The model's own tile, for a forward whose kernel has none of ours: blocks of keys that pay for their merges, and as many
+    rows as share them well (ROWS), if there are as many."""
+    sizes = even(problem)
+    size = max(4, sizes.itemsize)
+    micro, why = register_tile(spec, size, max(sizes.head_dim, sizes.head_dim_v))
+    rows = spec.lanes(size) * micro.row_vectors
+    block_q = -(-max(1, min(ROWS, sizes.seqlen_q)) // rows) * rows
+    return TilePlan(
+        block_q,
+        key_block(problem, spec),
+        stages=1,
+        warps=1,
+        register_tile=(rows, micro.keys),
+        registers=micro.registers,
+        resident=1,
+        reasons=(why,),
+    )

@@ -45,6 +45,7 @@ class CpuTime(NamedTuple):
 
     seconds: float
     limits: dict[str, float]
+    tasks: int
 
 
 class Visits(NamedTuple):
@@ -73,7 +74,7 @@ def cpu_time(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> CpuTime:
     busy = _makespan(np.repeat(clocks / tile.splits, tasks), threads) / spec.clock_hz
     limits = {name: float(part.sum()) * tasks / tile.splits / threads / spec.clock_hz for name, part in parts.items()}
     calls = 1 + AUTOGRAD_CALLS if tile.pass_ == "backward" else 1
-    return CpuTime(busy + calls * fit.call, limits)
+    return CpuTime(busy + calls * fit.call, limits, tasks * len(clocks))
 
 
 def _clocks(sizes: Problem, spec: DeviceSpec, tile: TilePlan, fit: CpuFit, visits: Visits) -> dict[str, Floats]:

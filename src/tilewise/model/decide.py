@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewise import hardware, model
@@ -11,15 +11,12 @@ from tilewise.display import Shown
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model import Roofline, TilePlan, Traffic, Work, gpu
-from tilewise.model.cpu import CpuTile, cpu_tile
+from tilewise.model.cpu import cpu_tile
+from tilewise.model.cpu_time import cpu_time
 from tilewise.model.grid import band_of, even
-from tilewise.model.roof import waves
 from tilewise.model.tile import PASSES
 from tilewise.model.tuned import lookup_tuned
 from tilewise.problem import Problem
-
-DECODE_ROWS = 64
-"""Up to so many rows (queries × heads of a group) the forward is a decoding problem: one tile holds them all."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,6 @@ class Plan(Shown):
     binding: str
     reasons: tuple[str, ...]
     alternatives: tuple[Alternative, ...] = ()
-    cpu: CpuTile | None = field(default=None)
 
     @property
     def on_chip_bytes(self) -> int:
@@ -91,7 +87,6 @@ class Plan(Shown):
             "problem": {**{name: getattr(problem, name) for name in fields}, "mask": problem.program.structure},
             "device": {"key": self.spec.key, "name": self.spec.name, "arch": self.spec.arch},
             "tile": self.tile.to_dict(),
-            "cpu": self.cpu.to_dict() if self.cpu else None,
             "on_chip": {"bytes": self.on_chip_bytes, "buffers": dict(self.on_chip), "registers": self.registers},
             "resident_blocks": self.resident,
             "waves": self.waves,
@@ -135,9 +130,7 @@ def plan(
     """
     spec = hardware.device(device)
     if pass_ == "auto":
-        sizes = even(problem)
-        few = sizes.seqlen_q * sizes.group <= DECODE_ROWS < sizes.seqlen_k
-        pass_ = "decode" if spec.is_gpu and few else "forward"
+        pass_ = "decode" if spec.is_gpu and problem.decodes else "forward"
     if pass_ not in PASSES:
         raise PlanError(f"pass_: got {pass_!r}, need auto, {', '.join(PASSES)}")
     return _gpu_plan(problem, spec, pass_, tile, kernels) if spec.is_gpu else _cpu_plan(problem, spec, tile)
@@ -319,48 +312,28 @@ def _binding(limits: Mapping[str, float], seconds: float) -> str:
 
 
 def _cpu_plan(problem: Problem, spec: DeviceSpec, wanted: TilePlan | tuple[int, int] | None) -> Plan:
-    chosen = cpu_tile(spec, problem)
-    reasons = chosen.reasons
-    tile = TilePlan(chosen.block_q, chosen.block_k, stages=1, warps=1, splits=chosen.splits, pass_="forward")
-    if wanted is not None:
-        m, n = (wanted.block_q, wanted.block_k) if isinstance(wanted, TilePlan) else wanted
-        if m < 1 or m % chosen.rows or n < 1 or n % chosen.key_unroll:
+    tile = cpu_tile(spec, problem)
+    reasons = tile.reasons
+    if isinstance(wanted, TilePlan):
+        tile, reasons = wanted, wanted.reasons
+    elif wanted is not None:
+        (m, n), (rows, keys) = wanted, tile.register_tile or (1, 1)
+        if m < 1 or m % rows or n < 1 or n % keys:
             raise PlanError(
-                f"tile: got {m} × {n}, need a multiple of {chosen.rows} rows and of {chosen.key_unroll} keys "
-                f"(the register tile of {spec.isa})"
+                f"tile: got {m} × {n}, need a multiple of {rows} rows and of {keys} keys (the register tile of {spec.isa})"
             )
         reasons = (f"yours: the model would take {tile}", *reasons)
         tile = replace(tile, block_q=m, block_k=n, source="user")
     counts = _counts(problem, spec, tile, spec.units)
-    work, dram = counts["work"], counts["dram"]
-    sizes = even(problem)
-    size = 8 if problem.dtype == "float64" else 4
-    d, dv, rows = sizes.head_dim, sizes.head_dim_v, chosen.rows
-    on_chip = {
-        "Q": rows * d * size,
-        "K": tile.block_k * d * size,
-        "V": tile.block_k * dv * size,
-        "S": rows * tile.block_k * size,
-        "O": rows * dv * size,
-    }
-    tasks = max(1, sizes.batch * sizes.heads) * max(1, -(-sizes.seqlen_q // tile.block_q)) * tile.splits
-    _, balance = waves(tasks, spec.units)
-    limits = {
-        "FMA units": work.executed / spec.flops("float64" if problem.dtype == "float64" else "float32"),
-        "exponentials": work.exps / spec.exp_rate,
-        "DRAM bandwidth": dram.total / spec.dram_bandwidth,
-    }
-    # exponentials run on the FMA units too, so the two add up
-    seconds = max((limits["FMA units"] + limits["exponentials"]) / balance, limits["DRAM bandwidth"])
+    time = cpu_time(problem, spec, tile)
     return Plan(
         **counts,
-        on_chip=on_chip,
-        registers=chosen.registers,
+        on_chip=dict(tile.on_chip),
+        registers=tile.registers,
         resident=1,
-        waves=tasks / spec.units,
-        seconds=seconds,
-        limits=limits,
-        binding=_binding(limits, seconds),
+        waves=time.tasks / spec.workers,
+        seconds=time.seconds,
+        limits=time.limits,
+        binding=_binding(time.limits, time.seconds),
         reasons=reasons,
-        cpu=chosen,
     )

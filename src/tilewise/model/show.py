@@ -62,9 +62,8 @@ def show_plan(plan: Plan) -> Shown:
 
 def _headline(plan: Plan) -> Shown:
     tile, spec = plan.tile, plan.spec
-    if plan.cpu:
-        cpu = plan.cpu
-        shape = f"register tile {cpu.rows}×{cpu.key_unroll}, K/V {'packed ' if cpu.packed else ''}in {cpu.resident}"
+    if tile.register_tile:
+        shape = f"register tile {tile.register_tile[0]}×{tile.register_tile[1]}"
     else:
         shape = f"{tile.stages} stages · {tile.warps} warps · {plan.resident} resident a unit"
     if tile.splits > 1:

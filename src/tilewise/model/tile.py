@@ -1,25 +1,26 @@
-"""TilePlan: the sizes one kernel runs with."""
+"""TilePlan: the sizes one kernel runs with, what they take on the chip, and why they were chosen."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tilewise.errors import PlanError
+from tilewise.problem import PASSES as PASSES
 
-PASSES = (
-    *("forward", "decode", "merge", "backward", "backward_dkdv", "backward_dq", "backward_dbias"),
-    *("backward_preprocess", "backward_postprocess"),
-)
+SOURCES = ("model", "table", "tuned", "user")
+SHOWN = 16
+"""Tiles that a refusal names."""
 
 
 @dataclass(frozen=True)
 class TilePlan:
     """A kernel's tile: `block_q` query rows against `block_k` keys.
 
-    `stages` K/V tiles (Q and dO tiles in `backward_dkdv`) are in flight at once, `warps` warps share a tile, and the
-    keys are cut into `splits` parts that are merged afterwards. With `pack_gqa` the rows of a tile are the query
-    heads of one key head (times the queries), so that few queries still fill it.
+    `stages` K/V tiles (Q and dO tiles where keys are held) are in flight at once, `warps` warps share a tile, and the keys are
+    cut into `splits` parts that are merged afterwards. With `pack_gqa` the rows of a tile are the query heads of one key head
+    (times the queries), so that few queries still fill it.
     """
 
     block_q: int
@@ -30,30 +31,49 @@ class TilePlan:
     pack_gqa: bool = False
     pass_: str = "forward"
     source: str = "model"
-    """`model`, `tuned` (the table of measured overrides) or `user`."""
+    """`model` (the least predicted time), `table` (the kernel has few tiles), `tuned` (measured exceptions) or `user`."""
     kernel: str = ""
+    """The kernel's name in its backend."""
     register_tile: tuple[int, int] | None = None
+    """On a CPU: query rows and keys whose scores are held in registers."""
     heads: int = 1
+    """Query heads of a task."""
     outer: str = "queries"
+    """Which side a block holds while the other streams past: `queries` or `keys`."""
     on_chip: tuple[tuple[str, int], ...] = ()
+    """Bytes of each buffer of a block: in shared memory, or in the frame of a CPU's thread."""
     registers: int = 0
+    """Registers of a thread; on a CPU vector registers of the inner loop. 0: not known."""
     resident: int = 0
+    """Blocks that a unit holds at once. 0: not known."""
     reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.pass_ not in PASSES:
             raise PlanError(f"pass: got {self.pass_!r}, need one of {', '.join(PASSES)}")
-        for name in ("block_q", "block_k", "stages", "warps", "splits"):
+        for name in ("block_q", "block_k", "stages", "warps", "splits", "heads"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise PlanError(f"{name}: got {value!r}, need an integer of at least 1")
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.block_q, self.block_k
+
+    @property
+    def on_chip_bytes(self) -> int:
+        return sum(size for _, size in self.on_chip)
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "on_chip": dict(self.on_chip), "reasons": list(self.reasons)}
 
     def __str__(self) -> str:
         return f"{self.block_q}×{self.block_k}"
 
 
-def refusal(name: str, pass_: str, asked: tuple[int, int], choices: list[TilePlan], why: str) -> str:
-    return f"tile: {name} has no {pass_} tile {asked[0]}×{asked[1]}: {why}; it has {', '.join(map(str, choices))}"
+def refusal(backend: str, pass_: str, asked: tuple[int, int], has: Iterable[TilePlan], why: str = "") -> str:
+    """The sentence with which a backend refuses a tile: what it has, and why not this one."""
+    tiles = list(dict.fromkeys(f"{tile}" for tile in has))
+    listed = ", ".join(tiles[:SHOWN]) + (f" and {len(tiles) - SHOWN} more" if len(tiles) > SHOWN else "")
+    has_not = f"tile: {backend} has no {asked[0]}×{asked[1]} for {pass_}{f', {why}' if why else ''}"
+    return f"{has_not}; it has {listed}" if tiles else f"{has_not}: it has no such kernel for this call"

@@ -1,8 +1,9 @@
 """The operators torch.compile, torch.export and dispatch modes see: `tilewise::attention` and `tilewise::attention_backward`.
 
 Their arguments are flat: the Inputs, then the mask as its program (a string that never holds a length, symbolic integers and
-tensors), the problem's SETTINGS and the backend's name; before all these, for the gradients, the BackwardInputs. The schemas are
-derived from those types. Defined with `Library.define`, which costs a call far less than `custom_op`.
+tensors), the problem's SETTINGS, the tiles asked for and the backend's name; before all these, for the gradients, the
+BackwardInputs. The schemas are derived from those types. Defined with `Library.define`, which costs a call far less than
+`custom_op`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tilewise.masks import Lowered, MaskProgram
 from tilewise.ops.flops import backward_flops, forward_flops, teach_counters
 from tilewise.ops.run import backward, forward
 from tilewise.ops.tensors import DIFFERENTIABLE, as_read, by_input, needs_of, tensor_fields
-from tilewise.problem import SETTINGS, Problem
+from tilewise.problem import SETTINGS, Problem, tile_of_text, tile_request, tile_text
 
 _COUNT = len(Inputs._fields)
 _INTS, _MASK_TENSORS = _COUNT + 1, _COUNT + 2  # the places of the mask's integers and tensors among the arguments
@@ -31,7 +32,7 @@ _ARGUMENTS = ", ".join(
         *(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Inputs._fields),
         "str structure, SymInt[] ints, Tensor[] tensors",
         *(f"{_TYPES[name]} {name}" for name in SETTINGS),
-        "str backend",
+        "str tile, str backend",
     ]
 )
 _GIVEN = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool[] needs"
@@ -46,15 +47,17 @@ for _schema in (
 def pack(problem: Problem, inputs: Inputs, backend: str) -> tuple[Any, ...]:
     """A call as the operator's arguments."""
     program, settings = problem.program, (getattr(problem, name) for name in SETTINGS)
-    return (*inputs, program.structure, list(program.ints), list(program.tensors), *settings, backend)
+    mask = (program.structure, list(program.ints), list(program.tensors))
+    return (*inputs, *mask, *settings, tile_text(problem.tile), backend)
 
 
 def unpack(args: Sequence[Any], needs_grad: bool) -> tuple[Problem, Inputs, str]:
     """The call back from the operator's arguments."""
-    inputs, (structure, ints, tensors, *settings, backend) = Inputs(*args[:_COUNT]), args[_COUNT:]
+    inputs, (structure, ints, tensors, *settings, tile, backend) = Inputs(*args[:_COUNT]), args[_COUNT:]
     named = dict(zip(SETTINGS, settings, strict=True))
     mask = Lowered(MaskProgram(structure, tuple(ints), tuple(tensors)))
-    return Problem(**tensor_fields(inputs), **named, mask=mask, needs_grad=needs_grad), inputs, backend
+    named |= {"mask": mask, "needs_grad": needs_grad, "tile": tile_request(tile_of_text(tile))}
+    return Problem(**tensor_fields(inputs), **named), inputs, backend
 
 
 def attend(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,3 @@ One warp loads, two or three warpgroups compute: each owns 64 rows of a query ti
 and streams the keys past it. The roles are functions, one file each: `producer`, `consumer` (with `mainloop`, `softmax` and
 `epilogue`); `work_tile` says which tile comes next and which keys it sees. `a` is a kernel's Arguments, `C` its config.
 """
-
-from tilewise.backends.hopper.backend import Hopper, backend
-
-__all__ = ["Hopper", "backend"]

@@ -13,11 +13,10 @@ from tilewise.backends.hopper.backward.launch import run_backward
 from tilewise.backends.hopper.config import WIDTHS
 from tilewise.backends.hopper.intervals import interval_mask
 from tilewise.backends.hopper.launch import run_forward
+from tilewise.backends.verdict import no_tiles
 from tilewise.problem import Problem
 
 DTYPES = ("float16", "bfloat16")
-FEW_ROWS = 64
-"""Up to so many rows (queries × heads of a group) a problem counts as decoding."""
 
 
 class Hopper(Backend):
@@ -52,12 +51,13 @@ class Hopper(Backend):
             *(f"{name} is not served here" for name, asked in absent.items() if asked),
             *(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")),
             mask if isinstance(mask, str) else None,
+            no_tiles("hopper", problem.tile, "yet"),
             *(() if inputs is None else (layout_reason(name, getattr(inputs, name)) for name in "qkv")),
         )
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
-        rows = problem.seqlen_q * problem.group
-        if not problem.varlen and rows <= FEW_ROWS and problem.seqlen_k >= 4 * rows:
+        if problem.decodes:
+            rows = problem.seqlen_q * problem.group
             return f"{rows} rows would leave most of a tile empty; split keys serve so few queries better"
         return None
 

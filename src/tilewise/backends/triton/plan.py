@@ -14,21 +14,12 @@ from tilewise.hardware import DeviceSpec, probe_gpu
 from tilewise.model import TilePlan, gpu_tile
 from tilewise.problem import Problem
 
-PACKED_ROWS = 64
-"""Up to so many rows (queries × heads of a group) a problem counts as decoding: rows are packed and keys split."""
-
 
 @cache
 def spec_of(index: int) -> DeviceSpec:
     spec = probe_gpu(index)
     assert spec is not None, "a CUDA tensor without a CUDA device"
     return spec
-
-
-def decoding(problem: Problem) -> bool:
-    """Are there so few queries that their heads are packed into one tile?"""
-    rows = problem.seqlen_q * problem.group
-    return not problem.varlen and rows <= PACKED_ROWS and problem.seqlen_k >= 4 * rows
 
 
 def tile_for(problem: Problem, pass_: str, device: torch.device) -> TilePlan:

@@ -14,7 +14,7 @@ from tilewise.backends.gpu import arguments as host
 from tilewise.backends.gpu.launch import Descriptor, LaunchOptions, bias_view, describable, interpreting, on_hip, view
 from tilewise.backends.gpu.record import Launch, recorder
 from tilewise.backends.gpu.structs import Attention, Fp16Split, Gradients, KernelConfig, MaskLayout
-from tilewise.backends.triton.plan import bias_tile, decoding, smaller, spec_of, tile_for
+from tilewise.backends.triton.plan import bias_tile, smaller, spec_of, tile_for
 from tilewise.backends.triton.tune import best_tile, seconds_of, tuning
 from tilewise.errors import KernelError, PlanError
 from tilewise.model import TilePlan
@@ -103,7 +103,7 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tria
 
 def decode_tile(problem: Problem, trial: Trial, device: torch.device) -> TilePlan | None:
     """The tile of a problem with so few queries that keys are split; None for others."""
-    return trial.tile("decode") or tile_for(problem, "decode", device) if decoding(problem) else None
+    return trial.tile("decode") or tile_for(problem, "decode", device) if problem.decodes else None
 
 
 def forward_launches(

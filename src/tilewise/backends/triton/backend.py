@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
 from tilewise.backends.gpu.launch import interpreting, on_device
 from tilewise.backends.triton.run import run_backward, run_forward
+from tilewise.backends.verdict import no_tiles
 from tilewise.problem import Problem
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -46,6 +47,7 @@ class Triton(Backend):
             *self.usable(problem.device).reasons,
             None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
             "precision='compensated' is not implemented here" if problem.precision == "compensated" else None,
+            no_tiles("triton", problem.tile, "yet"),
         )
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:

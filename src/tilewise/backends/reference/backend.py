@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
+from tilewise.backends.reference import plan
 from tilewise.backends.sequence import SequenceView, sequences
 from tilewise.masks import TileClass
 from tilewise.numerics.merge import softmax_with_sink
@@ -29,14 +30,10 @@ class Reference(Backend):
         return Verdict(True)
 
     def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
-        return Verdict.of(
-            "standard softmax has no compensated form; use backend='tiled'"
-            if problem.precision == "compensated"
-            else None
-        )
+        return plan.supports(problem)
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
-        return "builds the N × N score matrix, so it is used on explicit request only"
+        return plan.declines(problem)
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)

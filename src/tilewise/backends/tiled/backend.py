@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out, sink_gradient
 from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences
+from tilewise.backends.tiled import plan
 from tilewise.numerics.merge import finite, join_sink
 from tilewise.numerics.summation import Compensated
 from tilewise.problem import Problem
@@ -131,11 +132,11 @@ class Tiled(Backend):
         return Verdict.of(None if device in ("cpu", "cuda") else f"runs on cpu and cuda, not on {device}")
 
     def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
-        return self.usable(problem.device)
+        return plan.supports(problem)
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
-        for seq in sequences(problem, inputs):
+        for seq in sequences(problem, inputs, plan.tiles(problem)["forward"].sizes):
             own_out, own_lse = seq.cut.queries(out), seq.cut.queries(lse)
             for i, q in seq.query_blocks():
                 rows, row_lse = forward_rows(seq, i, q)
@@ -151,7 +152,7 @@ class Tiled(Backend):
             delta = delta - dlse
         dq, dk, dv = (torch.zeros_like(x) for x in inputs[:3])
         dbias = torch.zeros_like(inputs.bias, dtype=lse.dtype) if needs.dbias and inputs.bias is not None else None
-        for seq in sequences(problem, inputs):
+        for seq in sequences(problem, inputs, plan.tiles(problem)["backward"].sizes):
             cut = seq.cut
             cotangents = Cotangents(*map(cut.queries, (dout, lse, delta)))
             own_dbias = None if dbias is None else cut.scores(dbias)

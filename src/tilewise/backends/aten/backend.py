@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import timeit
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -23,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tilewise.backends.aten import plan
 from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, cpu_only
 from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
-from tilewise.masks.program import UNBOUNDED
 from tilewise.problem import Problem
 
 _OPERATORS = torch.ops.aten
@@ -34,17 +35,10 @@ _forward: Any = getattr(torch, "_scaled_dot_product_flash_attention_for_cpu", No
 _forward = _forward or _OPERATORS._scaled_dot_product_flash_attention_for_cpu.default
 _backward = _OPERATORS._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-MATRIX_UNITS = {
-    "bfloat16": ("amx_bf16", "avx512_bf16", "bf16"),
-    "float16": ("amx_fp16", "avx512_fp16"),
-}
-"""Instructions without which torch emulates a half-precision product, at a hundredth of the speed."""
 ADVANTAGE = 1.5
 """How much faster than fp32 a half-precision product must be: without tiles the CPU backend computes halves at fp32's speed, and
 torch's attention reaches a smaller share of its product's speed than of fp32's."""
 PROBE_SIDE = 768
-FEW_QUERIES = 16
-"""Up to so many the keys are read for little work, and what counts is how fast they are read."""
 
 
 class AtenBackend(Backend):
@@ -54,40 +48,17 @@ class AtenBackend(Backend):
         return Verdict.of(cpu_only(device))
 
     def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
-        lacking = {
-            "softcap": problem.softcap > 0,
-            "bias": problem.bias is not None,
-            "alibi": problem.alibi,
-            "sinks": problem.sinks,
-            "dropout": problem.dropout_p > 0,
-            "packed batches": problem.varlen,
-            "compensated sums": problem.precision == "compensated",
-            "negative or zero scale": problem.scale <= 0,
-        }
-        missing = [name for name, asked in lacking.items() if asked]
-        return Verdict.of(
-            cpu_only(problem.device),
-            f"torch's kernel has no {', '.join(missing)}" if missing else None,
-            _mask_obstacle(problem),
-            _half_obstacle(problem.dtype),
-            _inexact(problem, backward),
-            None
-            if problem.head_dim == problem.head_dim_v
-            else f"torch's kernel needs v as wide as q; head dims are {problem.head_dim} and {problem.head_dim_v}",
-        )
+        return plan.supports(problem, probe_cpu(), backward=backward)
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
-        if problem.dtype not in MATRIX_UNITS:
-            return f"in {problem.dtype} the cpu backend is faster on every machine measured"
-        if problem.deterministic:
-            return "a clock decides between it and the cpu backend, which would not be the same in every run"
-        if problem.dtype == "bfloat16" and _tiles_elsewhere():
-            return (
-                "the cpu backend multiplies with AMX tiles too, and was 1.1 to 1.6 times as fast with two threads, 1.3 to 2.2 "
-                "times with 16 (Xeon with AMX)"
-            )
-        if problem.seqlen_q <= FEW_QUERIES:
-            return "the cpu backend served one query 2.6 times as fast (Xeon with AMX, bf16, 4096 keys, 16 threads)"
+        spec = probe_cpu()
+        if spec.has_amx and (
+            amx.obstacle() is not None or find_spec("llvmlite") is None
+        ):  # the cpu backend cannot use it
+            spec = replace(spec, isa_flags=tuple(flag for flag in spec.isa_flags if not flag.startswith("amx")))
+        reason = plan.declines(problem, spec, backward=backward)
+        if reason is not None:
+            return reason
         gain = half_gain(problem.dtype)
         if gain < ADVANTAGE:
             return (
@@ -131,26 +102,6 @@ class AtenBackend(Backend):
         return Grads(dq, dk, dv)
 
 
-def _half_obstacle(dtype: str) -> str | None:
-    units = MATRIX_UNITS.get(dtype)
-    if units is None or set(units) & set(probe_cpu().isa_flags):
-        return None
-    return f"torch emulates {dtype} products on this machine, which has none of {', '.join(units)}"
-
-
-def _inexact(problem: Problem, backward: bool) -> str | None:
-    if problem.dtype not in MATRIX_UNITS:
-        return None
-    if backward:
-        return f"torch adds up dK and dV in {problem.dtype}, rounding after every block of queries"
-    return f"torch's log-sum-exp of {problem.dtype} is inexact, and this caller gets to see it" if problem.needs_lse else None
-
-
-def _tiles_elsewhere() -> bool:
-    """Does the cpu backend multiply with matrix tiles here? It needs llvmlite."""
-    return amx.obstacle() is None and find_spec("llvmlite") is not None
-
-
 @cache
 def half_gain(dtype: str) -> float:
     """Speed of torch's half-precision product relative to fp32's, measured once per process in a few milliseconds."""
@@ -160,15 +111,6 @@ def half_gain(dtype: str) -> float:
         torch.mm(x, x)
         seconds[name] = min(timeit.repeat(partial(torch.mm, x, x), number=1, repeat=3))
     return seconds["float32"] / seconds[dtype]
-
-
-def _mask_obstacle(problem: Problem) -> str | None:
-    """Only everything, or a triangle whose corners are the corners of the scores."""
-    literals = [literal for term in problem.program.terms() for literal in term]
-    bands = [x.band(x.shift(problem.shape)) for x in literals if x.kind.is_band and not x.kind.is_offset]
-    if not literals or (len(literals) == 1 and bands == [(-UNBOUNDED, 0)]):
-        return None
-    return "torch's kernel has no mask but the top-left causal triangle"
 
 
 def _causal(problem: Problem) -> bool:

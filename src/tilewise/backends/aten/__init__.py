@@ -1,0 +1,1 @@
+"""torch's own CPU flash kernel."""

@@ -1,0 +1,1 @@
+"""Standard attention: the whole score matrix at once."""

@@ -1,0 +1,32 @@
+"""Standard attention has no tiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tilewise.backends.verdict import Verdict, no_tiles
+from tilewise.problem import Problem
+
+if TYPE_CHECKING:
+    from tilewise.hardware.spec import DeviceSpec
+    from tilewise.model.tile import TilePlan
+
+
+def supports(problem: Problem, spec: DeviceSpec | None = None, *, backward: bool = False) -> Verdict:
+    compensated = problem.precision == "compensated"
+    return Verdict.of(
+        "standard softmax has no compensated form; use backend='tiled'" if compensated else None,
+        no_tiles("reference", problem.tile, "it computes all scores at once"),
+    )
+
+
+def declines(problem: Problem, spec: DeviceSpec | None = None, *, backward: bool = False) -> str | None:
+    return "builds the N × N score matrix, so it is used on explicit request only"
+
+
+def tiles(problem: Problem, spec: DeviceSpec | None = None) -> dict[str, TilePlan]:
+    return {}
+
+
+def choices(problem: Problem, spec: DeviceSpec | None, pass_: str) -> list[TilePlan]:
+    return []
