@@ -149,7 +149,7 @@ def test_the_controls_switch_results(browse: Open) -> None:
     assert drawn(driver, "map")[0]["z"] == 8192 // 64
     for chart in ("roofline", "traffic", "shares", "map", "timeline", "memory"):
         assert drawn(driver, chart) != before[chart], chart
-    times = found["schedules"]["standard"]["total"] / found["schedules"]["plan"]["total"]
+    times = found["schedules"]["standard"]["total"] / found["schedules"]["v2"]["total"]
     assert float(driver.find_element(By.CSS_SELECTOR, "#numbers b").text.rstrip("×")) == pytest.approx(times, rel=0.01)
     driver.find_element(By.ID, "log").send_keys(Keys.SPACE)
     assert len(drawn(driver, "traffic")) > 4  # stacked by tensor

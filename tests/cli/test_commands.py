@@ -259,3 +259,17 @@ def test_bad_arguments_are_one_line_and_status_2(arguments: tuple[str, ...], com
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert complaint in result.output and "error:" in result.output and "Traceback" not in result.output
+
+
+def test_env_measures_anew_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.hardware import timers
+
+    monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    assert facts("env")["ceilings"]["cpu"] is None and "--remeasure" in invoke("env").output
+    monkeypatch.setattr(timers, "clock_for", lambda device: lambda run, number: 1.0)
+    found = facts("env", "--remeasure")["ceilings"]["cpu"]
+    assert found["threads"] == torch.get_num_threads() and not found["noisy"] and found["gemm"]["float32"] > 0
+    monkeypatch.setattr(timers, "clock_for", lambda device: lambda run, number: 2.0)
+    assert facts("env")["ceilings"]["cpu"] == found, "kept"
+    assert facts("env", "--remeasure")["ceilings"]["cpu"]["read"] == found["read"] / 2
+    assert "Ceilings of cpu" in invoke("env").output

@@ -21,6 +21,7 @@ from tilewise.lab.report.page import LANGUAGES
 from tilewise.lab.simulator import simulate
 from tilewise.lab.simulator.device import random_inputs
 from tilewise.lab.simulator.exact import attention
+from tilewise.lab.simulator.precision import DATA
 from tilewise.masks import TileMap
 from tilewise.model import TilePlan
 
@@ -70,7 +71,7 @@ def test_every_name_python_hands_over_has_a_text(data: dict[str, Any]) -> None:
     names = {f"mask.{mask}" for mask in data["axes"]["mask"]} | {f"s.{way}" for way in (*figures.SCHEDULES, "plan")}
     for found in data["results"].values():
         names |= {f"r.{name}" for name in [found["binding"] or "latency", *(found["limits"] or ())]}
-    names |= {f"f.{figure['name']}" for device in data["devices"].values() for figure in device["figures"]}
+    names |= {f"data.{kind}" for kind in DATA} | {f"f.{figure['name']}" for device in data["devices"].values() for figure in device["figures"]}
     names |= {f"l.{loss}" for loss in data["run"]["explanation"]["measured"]["losses"]}
     assert names <= set(TEXTS)
 
@@ -107,6 +108,43 @@ def test_traffic_is_the_model_s(data: dict[str, Any], mask: str, schedule: str) 
     assert found["useful"] == model.work(problem, TilePlan(64, 64)).useful
     assert told["intensity"] == pytest.approx(found["useful"] / moved.total)
     assert found["executed"] == model.work(problem, TilePlan(64, 64)).executed
+
+
+def test_every_mark_under_the_roof_has_the_same_kind_of_time(data: dict[str, Any]) -> None:
+    """The plan runs v2 with its own tile and fewer bytes: it cannot stand below v2. Nothing stands above the roof."""
+    for name, found in data["results"].items():
+        device, marks = data["devices"][name.split("|")[0]], found["schedules"]
+        assert marks["plan"]["total"] <= marks["v2"]["total"], name
+        assert marks["plan"]["rate"] >= marks["v2"]["rate"] * (1 - 1e-12), name
+        for mark in marks.values():
+            longest = max(found["executed"] / device["flops"], mark["total"] / device["dramBandwidth"])
+            assert mark["seconds"] >= longest * (1 - 1e-12)
+            assert mark["rate"] <= min(device["flops"], mark["intensity"] * device["dramBandwidth"]) * (1 + 1e-12)
+        for way in ("v1", "v2", "plan"):
+            longest = max(found["executed"] / device["flops"], marks[way]["total"] / device["dramBandwidth"])
+            assert marks[way]["seconds"] == pytest.approx(longest, rel=1e-12)
+
+
+def test_the_theoretical_roof_is_nowhere_below_the_measured_one() -> None:
+    """Where the system tells no clock it is estimated, and this CPU is faster than that; its memory is slower."""
+    spec = hardware.device("cpu")
+    fast = Ceilings("here", "2026-01-01", "a test", {"float32": 2 * spec.flops("float32")}, copy=1e9, read=1e9)
+    found = machine.describe(spec, fast)
+    assert found["theory"] == {"flops": found["flops"], "bandwidth": spec.dram_bandwidth}
+    assert found["flops"] == 2 * spec.flops("float32") and found["dramBandwidth"] == 1e9
+    for key in ("h200", "altra"):
+        same = machine.describe(hardware.device(key))
+        assert same["theory"] == {"flops": same["flops"], "bandwidth": same["dramBandwidth"]}
+
+
+def test_less_traffic_compares_like_with_like() -> None:
+    """An H200, 4,096 tokens, d 64, causal: both ways without a cache. 128 would be without against with."""
+    spec = hardware.device("h200")
+    problem = figures.problem_of(4096, 64, "causal", "bfloat16")
+    found = figures.position(model.plan(problem, spec), "causal", (128, 128))
+    standard, v2 = (model.traffic(problem, TilePlan(128, 128), way).total for way in ("standard", "v2"))
+    assert found["less"] == standard / v2 == pytest.approx(14.7, abs=0.05)
+    assert found["schedules"]["standard"]["total"] / found["schedules"]["plan"]["total"] == pytest.approx(128, abs=0.1)
 
 
 def test_maps_unroll_to_the_tiles(data: dict[str, Any]) -> None:

@@ -113,6 +113,12 @@ def test_simulate_decode_and_the_other_form() -> None:
     assert parts["error"] < 1e-13 and other["error"] < 1e-13
 
 
+def test_both_forms_side_by_side_are_told_apart() -> None:
+    text = invoke("simulate", "--schedule", "v1,v1:normalised", "--seqlen", "64", "--tile", "32x32")
+    for words in ("v1:normalised reads", "tile walk of v1:normalised", "schedule v1, v1:normalised"):
+        assert words in text, words
+
+
 def test_simulate_precision() -> None:
     out = Console(file=io.StringIO(), width=140)
     out.print(show.precision(experiment(n=64, rows=8, widths=(16, 64))))

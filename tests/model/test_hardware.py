@@ -17,7 +17,7 @@ import pytest
 
 from tilewise import hardware
 from tilewise.errors import DeviceError
-from tilewise.hardware import DeviceSpec, catalogue, device, host, lookup, measure, probe, probe_cpu
+from tilewise.hardware import DeviceSpec, catalogue, ceilings, device, host, lookup, measure, probe, probe_cpu, timers
 from tilewise.hardware.cache import load_json, store_json
 from tilewise.hardware.catalogue import closest_gpu
 from tilewise.hardware.cpuid import core_figures, isa_of
@@ -306,7 +306,8 @@ def test_unknown_gpus_get_careful_guesses() -> None:
 # measuring
 
 
-def test_measured_ceilings_are_cached_and_verified(tmp_path: Path) -> None:
+def test_measured_ceilings_are_cached_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "STEADY", float("inf"))
     first = measure("cpu", quick=True, cache_dir=tmp_path)
     assert first.gemm["float32"] > 1e8 and first.read > 1e8 and first.copy > 1e8 and first.exp > 1e6
     (file,) = tmp_path.glob("ceilings-*.json")
@@ -321,6 +322,51 @@ def test_measured_ceilings_are_cached_and_verified(tmp_path: Path) -> None:
     better = first.apply(probe_cpu())
     assert better.dram_bandwidth == max(first.read, first.copy)
     assert better.sources["peak"].startswith("measured:")
+
+
+class Stopwatch:
+    """A device whose calls last as long as planned, in turn."""
+
+    def __init__(self, *rounds: float) -> None:
+        self.rounds, self.calls = rounds, 0
+
+    def __call__(self, run: object, number: int) -> float:
+        self.calls += 1
+        return self.rounds[self.calls % len(self.rounds)]
+
+
+def test_a_noisy_measurement_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    steady, noisy = Stopwatch(1.0), Stopwatch(1.0, 2.0)
+    for watch, tries in ((steady, 1), (noisy, 4)):
+        monkeypatch.setattr(timers, "clock_for", lambda device, watch=watch: watch)
+        middle, spread = timers.steady_seconds(lambda: None, "cpu", 5, 0.1, 4)
+        assert watch.calls == 2 + 5 * tries and 1.0 <= middle <= 2.0
+        assert (spread <= 0.1) == (watch is steady)
+
+
+def test_ceilings_are_kept_by_threads_and_only_if_steady(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, threads = Stopwatch(1.0), 3
+    monkeypatch.setattr(timers, "clock_for", lambda device: watch)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+
+    def quick(**options: bool) -> ceilings.Ceilings:
+        return measure("cpu", quick=True, cache_dir=tmp_path, **options)
+
+    first = quick()
+    assert first.threads == 3 and not first.noisy and "3 threads" in first.words and "noisy" not in first.words
+    threads, watch = 1, Stopwatch(2.0)
+    alone = quick()
+    assert alone.threads == 1 and alone.read < first.read, "other threads, other ceilings"
+    assert len(list(tmp_path.glob("ceilings-*.json"))) == 2
+    threads, watch = 3, Stopwatch(5.0, 9.0)
+    assert quick() == first, "kept"
+    noisy = quick(refresh=True)
+    assert set(noisy.noisy) == {"gemm float32", "gemm float64", "copy", "read", "exp"}
+    assert "noisy: gemm float32 spreads" in noisy.words and "noisy" in noisy.apply(probe_cpu()).sources["peak"]
+    assert quick() == first, "a noisy measurement does not replace a steady one"
+    threads = 2
+    noisy, again = quick(), quick()
+    assert noisy.noisy and again == noisy and len(list(tmp_path.glob("ceilings-*.json"))) == 2
 
 
 def test_what_cannot_be_measured_raises() -> None:

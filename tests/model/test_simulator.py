@@ -117,8 +117,29 @@ def test_sram_overflow_raises() -> None:
     problem = Problem.of(heads=1, seqlen=64, head_dim=16, dtype="float32")
     need = tiling_sram(16, 32, 16, 4)
     simulate(problem, TilePlan(16, 32, stages=1), "v2", sram=need)
-    with pytest.raises(PlanError, match=rf"{need} bytes needed, {need - 1} there .*smaller tile"):
+    with pytest.raises(PlanError, match=rf"{need:,} bytes needed, {need - 1:,} there .*smaller tile"):
         simulate(problem, TilePlan(16, 32, stages=1), "v2", sram=need - 1)
+
+
+@pytest.mark.parametrize("sram", [1, 96 * 1024, 197_631])
+def test_the_error_says_what_the_whole_schedule_needs(sram: int) -> None:
+    """128×128, d 64, fp32, one buffer: 193 KiB, however little there is; not what was held when it first overflowed."""
+    problem = Problem.of(heads=1, seqlen=256, head_dim=64, dtype="float32")
+    need = tiling_sram(128, 128, 64, 4)
+    assert need == 197_632
+    with pytest.raises(PlanError, match=rf"197,632 bytes needed, {sram:,} there \(Q 32,768, .*, S 65,536\)"):
+        simulate(problem, TilePlan(128, 128, stages=1), "v2", sram=sram)
+    assert simulate(problem, TilePlan(128, 128, stages=1), "v2", sram=need).sram_peak == need
+
+
+def test_a_run_is_named_by_its_form() -> None:
+    problem = Problem.of(heads=1, seqlen=8, head_dim=2, dtype="float32")
+    for schedule in ("v1", "v2", "decode"):
+        assert simulate(problem, TilePlan(4, 4), schedule).label == schedule
+        other = simulate(problem, TilePlan(4, 4), schedule, form="normalised")
+        assert other.label == f"{schedule}:normalised" and other.to_dict()["form"] == "normalised"
+    # the standard way divides once, whatever is asked
+    assert simulate(problem, TilePlan(4, 4), "standard", form="normalised").label == "standard"
 
 
 def test_v1_moves_more_than_v2() -> None:

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from tests.model import tutorials
+from tilewise.hardware import lookup
 from tilewise.lab.simulator import exact, random_inputs, simulate
-from tilewise.model import TilePlan, v1, v2, work
+from tilewise.model import TilePlan, kernel, v1, v2, work
 from tilewise.problem import Problem
+
+MiB = 2**20
 
 
 def test_row_blocks() -> None:
@@ -25,6 +28,33 @@ def test_sram_rule() -> None:
     assert not tutorials.fits_flash_v1(256, 128, 64, 128 * 1024 - 1)
     # S and O, left out, are as large again
     assert tutorials.tiling_sram(256, 128, 64, 4) - tutorials.flash_v1_sram(256, 128, 64) == (256 * 128 + 256 * 64 + 2 * 256) * 4
+
+
+def test_the_rule_in_its_general_form() -> None:
+    """x·Br·d + y·Bc·d ≤ M: 4 and 8 are fp32 Q and fp32 K, V. Our kernels' shared memory is the same form with other factors."""
+    assert tutorials.sram_rule(4, 8, 256, 128, 64) == tutorials.flash_v1_sram(256, 128, 64)
+    for size, stages in ((2, 1), (2, 2), (2, 3), (4, 2)):
+        held = kernel(TilePlan(128, 64, stages), 128, 128, size, lookup("h200")).sram_bytes
+        assert held == tutorials.sram_rule(size, 2 * stages * size, 128, 64, 128)
+
+
+def test_erratum_pv_is_no_cheaper_than_the_scores() -> None:
+    """"Softmax and SV also take O(N²)": P·V takes 2N²d, as much as QKᵀ; d = 64 makes it 25 times the softmax."""
+    softmax, pv = tutorials.softmax_and_pv_flops(1024, 64)
+    assert pv / softmax == pytest.approx(25.6)
+    scores_and_pv = work(Problem.of(heads=1, seqlen=1024, head_dim=64), TilePlan(64, 64)).useful
+    assert scores_and_pv == 2 * pv
+    narrow = work(Problem.of(heads=1, seqlen=1024, head_dim=64, head_dim_v=32), TilePlan(64, 64)).useful
+    assert narrow == scores_and_pv - pv // 2
+
+
+def test_erratum_sram_is_no_few_megabytes() -> None:
+    """"A few MB" is neither what a block has (163 KiB on an A100) nor what the GPU has: 17 MiB, or 20 with L1."""
+    a100 = lookup("a100")
+    assert a100.sram_per_block / MiB < 0.2
+    assert tutorials.all_sram(a100.sram_bytes, a100.units) / MiB > 17
+    # its own example, 256 × 128 at d = 64 in fp32, does not fit a block once S and O are counted
+    assert tutorials.flash_v1_sram(256, 128, 64) < a100.sram_per_block < tutorials.tiling_sram(256, 128, 64, 4)
 
 
 def test_walk_and_result() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.model import tutorials
 from tilewise.hardware import DeviceSpec, lookup
 from tilewise.lab.simulator import exact, random_inputs, simulate
-from tilewise.model import Roofline, TilePlan, roofline, standard, traffic, v2
+from tilewise.model import Roofline, TilePlan, compulsory, roofline, standard, traffic, v2, work
 from tilewise.problem import Problem
 
 MiB = 2**20
@@ -33,6 +33,45 @@ def test_roofline() -> None:
     assert under_roof(312, 2, 78).attainable == 156e12
     assert under_roof(312, 2, 156).attainable == 312e12 == under_roof(312, 2, 1000).attainable
     assert roofline(100, 0, "float16", lookup("a100")).intensity == float("inf")
+
+
+def test_erratum_compute_has_not_outgrown_bandwidth_a_hundredfold() -> None:
+    """Printed: compute ×1000, bandwidth ×10 in ten years. V100 (2017) to B200 (2024): ×18 and ×8.9, so the ridge doubled."""
+    old, new = lookup("v100"), lookup("b200")
+    compute, bandwidth = new.flops("float16") / old.flops("float16"), new.dram_bandwidth / old.dram_bandwidth
+    assert tutorials.PRINTED_TREND == (1000, 10)
+    assert compute == 18.0
+    assert bandwidth == pytest.approx(8.9, abs=0.02)
+    assert new.ridge("float16") / old.ridge("float16") == pytest.approx(2.0, abs=0.05)
+
+
+RIDGES = [  # device, dtype, ridge; standard attention (three kernels) lies left of it at d = 64, at d = 128
+    ("v100", "float16", 139, True, True),
+    ("a100", "bfloat16", 153, True, True),
+    ("h200", "bfloat16", 206, True, True),
+    ("b200", "bfloat16", 281, True, True),
+    ("mi300x", "bfloat16", 247, True, True),
+    ("altra", "float32", 18.75, True, False),
+    ("graviton3", "float32", 17.3, True, False),
+    ("xeon", "float32", 23.3, True, False),
+    ("epyc", "float32", 16, True, False),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "ridge", "left64", "left128"), RIDGES)
+def test_standard_attention_is_not_left_of_every_ridge(
+    device: str, dtype: str, ridge: float, left64: bool, left128: bool
+) -> None:
+    spec = lookup(device)
+    assert spec.ridge(dtype) == pytest.approx(ridge, rel=0.01)
+    for d, left in ((64, left64), (128, left128)):
+        problem = Problem.of(heads=1, seqlen=4096, head_dim=d, dtype=dtype)
+        useful = work(problem, TilePlan(128, 128)).useful
+        place = roofline(useful, standard(problem, kernels=3).total, dtype, spec)
+        assert place.intensity == pytest.approx(d / problem.itemsize, rel=0.04)
+        assert (place.bound == "memory") is left, place
+        flash = roofline(useful, compulsory(problem, TilePlan(128, 128)).total, dtype, spec)
+        assert flash.bound == "compute" and flash.intensity > 4 * flash.ridge
 
 
 def test_intensity_by_step() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from tests.model import tutorials
 from tilewise.lab.simulator import exact, random_inputs, simulate
 from tilewise.lab.simulator.banks import BANKS, Layout, layouts, tile_conflicts, transactions
-from tilewise.model import TilePlan, standard, v2, work
+from tilewise.model import TilePlan, compulsory, standard, v2, work
 from tilewise.problem import Problem
 
 KiB, MiB = 2**10, 2**20
@@ -95,6 +97,19 @@ def test_memory_table() -> None:
     ]
 
 
+def test_erratum_the_table_mixes_two_element_sizes() -> None:
+    """2S² are 2 bytes an element, 4SD is 1. In fp16 flash at S = 1024 has 512 KiB, not 256, and every saving is half."""
+    assert [row[2:] for row in tutorials.memory_table(64, flash_bytes=2)] == [
+        (256 * KiB, 2),
+        (512 * KiB, 4),
+        (MiB, 8),
+        (2 * MiB, 16),
+        (4 * MiB, 32),
+    ]
+    problem = Problem.of(heads=1, seqlen=1024, head_dim=64, dtype="float16")
+    assert compulsory(problem, TilePlan(64, 64)).total == 512 * KiB + 1024 * 4  # and LSE
+
+
 def test_both_online_forms_and_the_erratum() -> None:
     """Unnormalised and running-normalised agree; dividing by the running l without l_old / l_new does not."""
     problem = Problem.of(heads=1, seqlen=8, head_dim=4, dtype="float64")
@@ -136,6 +151,20 @@ def test_bad_and_good_access() -> None:
     assert transactions([thread * 32 * 4 for thread in range(32)]) == 32
     assert transactions([thread * 33 * 4 for thread in range(32)]) == 1
     assert transactions([0] * 32) == 1  # the same word is given to all at once
+
+
+def test_erratum_the_printed_swizzle_removes_nothing() -> None:
+    """The same swap in every row keeps a column in one bank: 32 goes, as without. XOR with the row takes one."""
+
+    def goes(place: Callable[[int, int], int], column: int) -> int:
+        return transactions([(row * 32 + place(row, column)) * 4 for row in range(32)])
+
+    for column in range(32):
+        assert goes(lambda _, c: c, column) == goes(tutorials.printed_swizzle, column) == 32
+        assert goes(tutorials.xor_swizzle, column) == 1
+    assert [tutorials.printed_swizzle(0, c) for c in range(4)] == [0, 2, 1, 3]  # as printed: [0][2][1][3]
+    layout = layouts("column", 128)["swizzled"]
+    assert all(layout.address(r, 4 * c, 128) == (r * 32 + tutorials.xor_swizzle(r, c)) * 4 for r in range(64) for c in range(32))
 
 
 @pytest.mark.parametrize("access", ["column", "matrix"])

@@ -8,8 +8,8 @@ import pytest
 from tests.model import tutorials
 from tilewise.hardware import lookup
 from tilewise.lab.simulator import exact, random_inputs, simulate
-from tilewise.lab.simulator.timeline import timeline
-from tilewise.model import TilePlan, gpu_tile, work
+from tilewise.lab.simulator.timeline import block_timeline, timeline
+from tilewise.model import TilePlan, gpu_tile, v2, work
 from tilewise.model.gpu import BLOCKS, ranked
 from tilewise.problem import Problem
 
@@ -20,9 +20,18 @@ def test_why_tiles_are_needed() -> None:
     """N = 4096 in fp16: S and P are 32 MiB each, 64 together, against about 20 MB of SRAM (192 KB an SM)."""
     assert tutorials.score_bytes(4096) == 32 * MiB
     assert 2 * tutorials.score_bytes(4096) == 64 * MiB
-    all_sram = 108 * 192 * KiB
+    all_sram = tutorials.all_sram(192 * KiB)
     assert round(all_sram / 1e6) == 21  # the tutorial's "~20 MB"
     assert 2 * tutorials.score_bytes(4096) > 3 * all_sram
+
+
+def test_erratum_a_kernel_has_164_of_the_192_kilobytes() -> None:
+    """192 KB a multiprocessor are L1 and shared memory together. Of them a kernel may have 164 KB as shared memory, a block 163:
+    17.3 MiB in all instead of 20.25."""
+    a100 = lookup("a100")
+    assert (a100.units, a100.sram_bytes, a100.sram_per_block) == (tutorials.A100_SMS, 164 * KiB, 163 * KiB)
+    assert tutorials.all_sram(192 * KiB) == 20.25 * MiB
+    assert tutorials.all_sram(a100.sram_bytes) / MiB == pytest.approx(17.3, abs=0.01)
 
 
 @pytest.mark.parametrize(("n", "block", "count"), [(4096, 64, 64), (4096, 128, 32), (1000, 128, 8), (1, 64, 1)])
@@ -108,3 +117,45 @@ def test_double_buffering_overlaps() -> None:
     second_load = next(e for e in double.events if e.kind == "load" and e.step == 1)
     first_compute = next(e for e in double.events if e.kind == "compute" and e.step == 0)
     assert (second_load.start, second_load.end) == (first_compute.start, first_compute.end)
+
+
+@pytest.mark.parametrize(
+    ("load", "compute", "total"), [(2.0, 1.0, 9.0), (1.0, 2.0, 9.0), (1.0, 1.0, 5.0)], ids=["loads", "computes", "even"]
+)
+def test_two_buffers_take_the_slower_of_the_two_and_one_of_the_faster(load: float, compute: float, total: float) -> None:
+    """Four tiles: n × the slower + one of the faster. Without latency and with equal tiles a third buffer gains nothing."""
+    for stages in (2, 3, 4):
+        assert timeline([load] * 4, [compute] * 4, stages).total == total
+    assert total == 4 * max(load, compute) + min(load, compute)
+    assert timeline([load] * 4, [compute] * 4, 1).total == 4 * (load + compute)
+
+
+def test_stages_beyond_two_hide_latency_and_uneven_tiles() -> None:
+    """A tile takes max(load, compute, (latency + load + compute) / stages) in the long run."""
+    n, load, compute, latency = 200, 1.0, 1.0, 3.0
+    for stages in range(1, 8):
+        each = max(load, compute, (latency + load + compute) / stages)
+        assert timeline([load] * n, [compute] * n, stages, latency).total == pytest.approx(n * each, rel=0.03)
+    uneven = [1.0, 1.0, 7.0, 1.0] * 4  # as PARTIAL tiles among FULL ones
+    two, three = (timeline([2.0] * 16, uneven, stages).total for stages in (2, 3))
+    assert three < two
+
+
+@pytest.mark.parametrize("device", ["a100", "h200"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_block_s_loads_come_out_of_l2(device: str, d: int) -> None:
+    """As in the IO model: memory sends a tile once for all blocks, and each of them draws it from L2."""
+    spec, tile = lookup(device), TilePlan(128, 64)
+    problem = Problem.of(heads=8, seqlen=1024, head_dim=d, dtype="bfloat16")
+    loads = [event for event in block_timeline(problem, tile, [64] * 4, 128, spec).events if event.kind == "load"]
+    tile_bytes = (v2(problem, tile).reads["K"] + v2(problem, tile).reads["V"]) / work(problem, tile).tiles
+    share_of_l2 = spec.l2_bandwidth / spec.units
+    assert [event.end - event.start for event in loads] == pytest.approx([tile_bytes / share_of_l2] * 4)
+    assert share_of_l2 > spec.dram_bandwidth / spec.units
+
+
+def test_a_core_loads_out_of_its_own_l2() -> None:
+    spec = lookup("altra")
+    problem = Problem.of(heads=8, seqlen=1024, head_dim=64, dtype="float32")
+    first = block_timeline(problem, TilePlan(64, 64), [64], 64, spec).events[0]
+    assert first.end - first.start == pytest.approx(64 * 128 * 4 / (spec.l2_bytes_per_cycle * spec.clock_hz))

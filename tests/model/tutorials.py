@@ -12,6 +12,7 @@ from dataclasses import dataclass
 KiB, MiB = 2**10, 2**20
 SHARED_LIMIT = 48 * KiB
 
+A100_SMS = 108
 A100_TFLOPS, A100_TBPS, A100_SRAM_TBPS = 312.0, 2.0, 19.0
 H100_TFLOPS, H100_TBPS = 989.4, 3.35
 
@@ -32,6 +33,11 @@ def tiling_sram_rule(br: int, bc: int, d: int) -> int:
 def score_bytes(n: int, itemsize: int = 2) -> int:
     """One N × N matrix; S and P are two of them."""
     return n * n * itemsize
+
+
+def all_sram(per_unit: int, units: int = A100_SMS) -> int:
+    """Of the whole GPU. The tutorial takes 192 KB a multiprocessor: L1 and shared memory together."""
+    return per_unit * units
 
 
 def blocks(n: int, block: int) -> int:
@@ -145,13 +151,29 @@ def flash_intensity(s: int) -> int:
     return s
 
 
-def memory_table(d: int = 64) -> list[tuple[int, int, int, int]]:
-    """S, bytes of standard attention (2S²) and of flash (4SD), and their ratio."""
+def memory_table(d: int = 64, flash_bytes: int = 1) -> list[tuple[int, int, int, int]]:
+    """S, bytes of standard attention (2S²) and of flash, and their ratio.
+
+    The tutorial counts 2 bytes an element of S × S and 1 of the four tensors of S × D; in fp16 both have 2.
+    """
     lengths = (512, 1024, 2048, 4096, 8192)
-    return [(s, 2 * s * s, 4 * s * d, 2 * s * s // (4 * s * d)) for s in lengths]
+    return [(s, 2 * s * s, 4 * s * d * flash_bytes, 2 * s * s // (4 * s * d * flash_bytes)) for s in lengths]
+
+
+def printed_swizzle(row: int, column: int) -> int:
+    """The tutorial's figure: elements 1 and 2 of every four change places, in every row alike."""
+    return column // 4 * 4 + (0, 2, 1, 3)[column % 4]
+
+
+def xor_swizzle(row: int, column: int) -> int:
+    """What removes the conflicts: the column is XORed with the row, so each row has another order."""
+    return column ^ (row % 32)
 
 
 # IO-aware design
+
+PRINTED_TREND = (1000.0, 10.0)
+"""Growth of compute and of bandwidth "in the past ten years"."""
 
 
 def step_intensities(d: int) -> dict[str, float]:
@@ -195,6 +217,16 @@ def traffic_ratio(m: float, d: int) -> float:
 def flash_v1_sram(br: int, bc: int, d: int) -> int:
     """fp32 Q, K and V only; S and O are left out."""
     return 4 * br * d + 8 * bc * d
+
+
+def sram_rule(x: int, y: int, br: int, bc: int, d: int) -> int:
+    """The general form x·Br·d + y·Bc·d: x bytes for each element of a row of Q (and O), y for each of K and V together."""
+    return x * br * d + y * bc * d
+
+
+def softmax_and_pv_flops(n: int, d: int) -> tuple[int, int]:
+    """About 5N² for the softmax; 2N²d for P·V. The tutorial calls both O(N²)."""
+    return 5 * n * n, 2 * n * n * d
 
 
 def fits_flash_v1(br: int, bc: int, d: int, m: int) -> bool:

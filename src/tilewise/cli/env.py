@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
-from tilewise.cli.console import Json, output
+import typer
+
+from tilewise.cli.console import Json, output, progress
 
 if TYPE_CHECKING:
     from tilewise.display import Shown
 
 
-def env_command(json: Json = False) -> None:
+def env_command(
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure the machine's ceilings anew.")] = False,
+    json: Json = False,
+) -> None:
     """Show what is usable on this machine, and why the rest is not."""
-    facts = gather()
+    facts = gather(remeasure)
     output(shown(facts), facts, json)
 
 
-def gather() -> dict[str, Any]:
+def gather(remeasure: bool = False) -> dict[str, Any]:
     import torch
 
     from tilewise import dispatch
@@ -38,7 +45,22 @@ def gather() -> dict[str, Any]:
         "versions": versions(),
         "missing": [name for name in (*PACKAGES, *OPTIONAL) if version_of(name) is None],
         "backends": backends,
+        "ceilings": ceilings(devices, remeasure),
     }
+
+
+def ceilings(devices: list[str], remeasure: bool) -> dict[str, Any]:
+    """What was measured of each device with as many threads as now, or is measured now; None where nothing was."""
+    from tilewise.hardware.ceilings import measure, stored
+
+    kept: dict[str, Any] = {}
+    with progress() as update:
+        for number, device in enumerate(devices):
+            if remeasure:
+                update(f"measuring {device}: matrix products, copies, reads, exponentials", number / len(devices))
+            found = measure(device, refresh=True) if remeasure else stored(device)
+            kept[device] = found and {**asdict(found), "noisy": found.noisy, "words": found.words}
+    return kept
 
 
 def shown(facts: dict[str, Any]) -> Shown:
@@ -68,4 +90,23 @@ def shown(facts: dict[str, Any]) -> Shown:
     columns = ("backend", "usable on", "why not elsewhere")
     table = Table("Backends, in order of preference", columns, backends, wraps=(1, 2))
     note = Text(("reference builds all N × N scores and is used only when asked for by name.", "dim"))
-    return Group(facts_table(rows), table, note)
+    return Group(facts_table(rows), table, note, *ceilings_tables(facts["ceilings"]))
+
+
+def ceilings_tables(measured: dict[str, Any]) -> Iterator[Shown]:
+    """What was measured, a figure a row with the spread of its samples."""
+    from tilewise.display import Cell, Table, Text, format_count
+
+    for device, found in measured.items():
+        if found is None:
+            yield Text((f"No ceilings of {device} were measured with these threads; --remeasure measures them.", "dim"))
+            continue
+        figures = {f"gemm {dtype}": (rate, "FLOP/s") for dtype, rate in found["gemm"].items()}
+        figures |= {"copy": (found["copy"], "B/s"), "read": (found["read"], "B/s"), "exp": (found["exp"], "exp/s")}
+        rows: list[list[Cell]] = []
+        for name, (rate, unit) in figures.items():
+            spread = found["spread"].get(name)
+            noisy = name in found["noisy"]
+            words = "–" if spread is None else f"{spread:.1%}" + ", noisy: not kept" * noisy
+            rows.append([name, format_count(rate, unit), (words, "yellow" if noisy else "dim")])
+        yield Table(f"Ceilings of {device}, measured {found['words']}", ("figure", "rate", "spread"), rows, wraps=(2,))

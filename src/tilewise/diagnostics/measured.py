@@ -58,7 +58,7 @@ def measure_call(problem: Problem, inputs: Inputs | None, backend: str, plan: Pl
     ideal = plan.work.useful / roof.attainable if roof.attainable else 0.0
     floor = _overhead(problem, given, backend)
     losses = name_losses(plan, seconds, ideal, floor, spec)
-    return Measured(seconds, rounds, ideal, losses, f"{ceilings.date}, {ceilings.software}")
+    return Measured(seconds, rounds, ideal, losses, ceilings.words)
 
 
 def name_losses(plan: Plan, seconds: float, ideal: float, launch: float, spec: hardware.DeviceSpec) -> dict[str, float]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 Run = Callable[[], Any]
 Clock = Callable[[Run, int], float]
+SAMPLE = 2e-3
+"""Seconds that a sample lasts at least: shorter ones measure the clock."""
 
 
 def wall_clock(run: Run, number: int) -> float:
@@ -46,3 +49,22 @@ def median_seconds(run: Run, device: str, rounds: int, limit: float = float("inf
     while len(samples) < rounds and sum(samples) < limit:
         samples.append(clock(run, 1))
     return median(samples), len(samples)
+
+
+def steady_seconds(run: Run, device: str, rounds: int, limit: float, tries: int) -> tuple[float, float]:
+    """The median time of a call and its spread, (p80 − p20) / median.
+
+    A spread above `limit` is measured again, up to `tries` times; the steadiest counts. A sample repeats the call until it is at
+    least SAMPLE long.
+    """
+    clock = clock_for(device)
+    clock(run, 1)  # warm up
+    number = max(1, math.ceil(SAMPLE / max(clock(run, 1), 1e-9)))
+    best = (0.0, math.inf)
+    for _ in range(tries):
+        samples = [clock(run, number) for _ in range(rounds)]
+        middle, fifths = median(samples), quantiles(samples, n=5, method="inclusive")
+        best = min(best, (middle, (fifths[-1] - fifths[0]) / middle), key=lambda found: found[1])
+        if best[1] <= limit:
+            break
+    return best

@@ -25,6 +25,11 @@ class Roofline:
     peak: float
     attainable: float
 
+    def seconds(self, flops: float, moved: float) -> float:
+        """What the roof allows: `flops` FLOPs at its peak beside `moved` bytes at its bandwidth, whichever takes longer."""
+        bandwidth = self.peak / self.ridge if self.ridge else 0.0
+        return max(flops / self.peak if self.peak else 0.0, moved / bandwidth if bandwidth else 0.0)
+
     @property
     def bound(self) -> str:
         return "compute" if self.intensity >= self.ridge else "memory"

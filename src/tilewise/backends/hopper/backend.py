@@ -9,14 +9,10 @@ from torch import Tensor
 
 from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict
 from tilewise.backends.gpu.launch import describable, interpreting, on_device
+from tilewise.backends.hopper import plan
 from tilewise.backends.hopper.backward.launch import run_backward
-from tilewise.backends.hopper.config import WIDTHS
-from tilewise.backends.hopper.intervals import interval_mask
 from tilewise.backends.hopper.launch import run_forward
-from tilewise.backends.verdict import no_tiles
 from tilewise.problem import Problem
-
-DTYPES = ("float16", "bfloat16")
 
 
 class Hopper(Backend):
@@ -37,41 +33,20 @@ class Hopper(Backend):
         return Verdict(True)
 
     def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
-        absent = {
-            "bias": problem.bias is not None,
-            "alibi": problem.alibi,
-            "sinks": problem.sinks,
-            "dropout": problem.dropout_p > 0,
-            "precision='compensated'": problem.precision == "compensated",
-        }
-        mask = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
         return Verdict.of(
             *self.usable(problem.device).reasons,
-            None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
-            *(f"{name} is not served here" for name, asked in absent.items() if asked),
-            *(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")),
-            mask if isinstance(mask, str) else None,
-            no_tiles("hopper", problem.tile, "yet"),
+            *plan.obstacles(problem, backward),
             *(() if inputs is None else (layout_reason(name, getattr(inputs, name)) for name in "qkv")),
         )
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
-        if problem.decodes:
-            rows = problem.seqlen_q * problem.group
-            return f"{rows} rows would leave most of a tile empty; split keys serve so few queries better"
-        return None
+        return plan.declines(problem)
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return on_device(inputs.q.device, run_forward, problem, inputs)
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         return on_device(inputs.q.device, run_backward, problem, inputs, given)
-
-
-def dim_reason(name: str, dim: int) -> str | None:
-    if dim > WIDTHS[-1]:
-        return f"{name} {dim} is over {WIDTHS[-1]}"
-    return f"{name} {dim} is not a multiple of 8" if dim % 8 else None
 
 
 def layout_reason(name: str, x: Tensor) -> str | None:

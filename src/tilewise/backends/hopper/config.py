@@ -8,8 +8,6 @@ SHARED_BYTES = 227 * 1024
 """Shared memory one program may have on compute capability 9.0."""
 REGISTERS = 512
 """Registers of a multiprocessor for each of a warpgroup's 128 threads, divided among all warpgroups."""
-BARRIER_BYTES = 1024
-"""Room for the barriers and the alignment of the tiles."""
 WIDTHS = (64, 128, 256)
 """Head dims of tiles; others are padded by the loads with zeros to the next."""
 
@@ -43,11 +41,20 @@ class Config(NamedTuple):
         return 64 * self.WARPGROUPS
 
     @property
-    def shared_bytes(self) -> int:
-        """Of 16-bit tiles and barriers."""
-        queries = self.Q_STAGES * self.BLOCK_M * self.BLOCK_D
-        keys = self.KV_STAGES * self.BLOCK_N * (self.BLOCK_D + self.BLOCK_DV)
-        return 2 * (queries + keys + self.BLOCK_M * self.O_COLUMNS) + BARRIER_BYTES
+    def tiles(self) -> dict[str, int]:
+        """Bytes of the 16-bit tiles in shared memory, by tensor."""
+        return {
+            "Q": 2 * self.Q_STAGES * self.BLOCK_M * self.BLOCK_D,
+            "K": 2 * self.KV_STAGES * self.BLOCK_N * self.BLOCK_D,
+            "V": 2 * self.KV_STAGES * self.BLOCK_N * self.BLOCK_DV,
+            "O": 2 * self.BLOCK_M * self.O_COLUMNS,
+        }
+
+    @property
+    def barriers(self) -> tuple[int, ...]:
+        """How many each ring has: full and empty ones of Q, K and V."""
+        queries = self.Q_STAGES * self.WARPGROUPS
+        return (queries, queries, *(4 * (self.KV_STAGES,)))
 
 
 def _two_warpgroups(d: int, dv: int) -> Config:
@@ -80,12 +87,13 @@ def padded(dim: int) -> int:
     return next(width for width in WIDTHS if dim <= width)
 
 
-def tiles_for(head_dim: int, head_dim_v: int) -> tuple[Config, ...]:
-    """The tiles to choose from for head dims up to 256; the first suits everything, the second has more queries."""
-    d, dv = padded(head_dim), padded(head_dim_v)
-    return (NARROW, TABLE[d, dv]) if (d, dv) == (64, 64) else (TABLE[d, dv],)
-
-
 def shortened(tile: Config) -> Config:
     """The tile with half the keys: it follows the edge of a mask more closely, in steps that cost more for each key."""
     return tile._replace(BLOCK_N=64, KV_STAGES=2 * tile.KV_STAGES, PINGPONG=False) if tile.BLOCK_N == 128 else tile
+
+
+def tiles_for(head_dim: int, head_dim_v: int) -> tuple[Config, ...]:
+    """All tiles for head dims up to 256: two warpgroups first, then their half of the keys, then three warpgroups."""
+    d, dv = padded(head_dim), padded(head_dim_v)
+    base = NARROW if (d, dv) == (64, 64) else TABLE[d, dv]
+    return tuple(dict.fromkeys((base, shortened(base), TABLE[d, dv])))

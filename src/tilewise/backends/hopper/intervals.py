@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from tilewise.backends.hopper.structs import Term
 from tilewise.masks import UNBOUNDED, Interval, Literal, MaskProgram, MaskShape, visited_tiles
 from tilewise.masks.program import interval
+from tilewise.problem import Problem
 
 
 class IntervalMask(NamedTuple):
@@ -64,6 +64,13 @@ def interval_mask(program: MaskProgram, queries: int, keys: int, packed: bool = 
     return IntervalMask(tuple(terms), True, False, bottom)
 
 
+def mask_of(problem: Problem) -> IntervalMask:
+    """The mask of a problem that is supported."""
+    mask = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
+    assert isinstance(mask, IntervalMask), "the backend has refused this problem"
+    return mask
+
+
 def unseen_keys(mask: IntervalMask, queries: int, keys: int) -> bool:
     """May there be keys that no query sees? Not under a plain causal mask or window, where the first row sees key 0 and the
     last row the last key."""
@@ -89,15 +96,3 @@ def _term(literals: list[Literal], shape: MaskShape) -> Term | str:
 def typed(term: Term) -> Term:
     """The term with the type of each of its tensors: a plan does not keep them alive."""
     return Term(*term[:4], *(None if t is None else "*i32" for t in term[4:]))
-
-
-def on_device(term: Term, batch: int, device: torch.device) -> Term:
-    """The term with its tensors where the kernel can read them, one number for each sequence."""
-    if term.off is None and term.first is None:
-        return term
-    moved = (None if t is None else _vector(t, batch, device) for t in term[4:])
-    return Term(*term[:4], *moved)
-
-
-def _vector(x: Any, batch: int, device: torch.device) -> torch.Tensor:
-    return torch.as_tensor(x, device=device).to(torch.int32).reshape(-1).expand(batch).contiguous()

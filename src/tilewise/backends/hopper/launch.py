@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from tilewise.backends.base import Inputs, empty_lse, empty_out
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, recorder
+from tilewise.backends.hopper.arguments import ForwardPlan, make_plan
 from tilewise.backends.hopper.compile import compile_kernel
-from tilewise.backends.hopper.config import Config
-from tilewise.backends.hopper.intervals import on_device
-from tilewise.backends.hopper.plan import ForwardPlan, make_plan, mask_of
+from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.structs import Rows, Term
+from tilewise.hardware import DeviceSpec, probe_gpu
 from tilewise.problem import Problem
 
 
@@ -64,7 +64,19 @@ def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> Launc
 
 def device_terms(problem: Problem, device: torch.device) -> tuple[Term, ...]:
     """The terms of a mask, their tensors where the kernel can read them."""
-    return tuple(on_device(term, problem.batch, device) for term in mask_of(problem).terms)
+    return tuple(term_on(term, problem.batch, device) for term in mask_of(problem).terms)
+
+
+def term_on(term: Term, batch: int, device: torch.device) -> Term:
+    """The term with its tensors on a device, one number for each sequence."""
+    if term.off is None and term.first is None:
+        return term
+    moved = (None if t is None else _vector(t, batch, device) for t in term[4:])
+    return Term(*term[:4], *moved)
+
+
+def _vector(x: Any, batch: int, device: torch.device) -> Tensor:
+    return torch.as_tensor(x, device=device).to(torch.int32).reshape(-1).expand(batch).contiguous()
 
 
 def tensors_of(terms: tuple[Term, ...]) -> tuple[Tensor, ...]:
@@ -75,21 +87,22 @@ def packed_rows(x: Tensor) -> Rows:
     return Rows(x, x.stride(1), x.stride(2), x.shape[3])
 
 
-def plan_on(problem: Problem, device: torch.device, tile: Config | None = None) -> ForwardPlan:
-    """The plan for a device, with its order in the device's memory; `tile` overrides the table's."""
-    plan = make_plan(problem, multiprocessors(device.index or 0), partial(kernel_for, "forward_kernel"), tile)
+def plan_on(problem: Problem, device: torch.device) -> ForwardPlan:
+    """The launch on a device, with its order in the device's memory."""
+    plan = make_plan(problem, spec_of(device.index or 0), partial(kernel_for, "forward_kernel"))
     return plan._replace(arguments=order_on(plan.arguments, device))
 
 
 def order_on(arguments: Any, device: torch.device) -> Any:
     """Arguments with the order of tiles, if they have one, in the device's memory."""
     order = getattr(arguments, "order", None)
-    return arguments if order is None else arguments._replace(order=order.to(device))
+    return arguments if order is None else arguments._replace(order=torch.from_numpy(order).to(device))
 
 
-@cache
-def multiprocessors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+def spec_of(index: int) -> DeviceSpec:
+    spec = probe_gpu(index)
+    assert spec is not None, "a CUDA tensor without a CUDA device"
+    return spec
 
 
 _kernels = Kernels("hopper")

@@ -1,148 +1,162 @@
-"""The plan of a shape's forward: which tile, compiled for what, over which work tiles in which order."""
+"""What the Hopper kernels serve on a device, and with which tiles: all that needs neither tensors nor this machine.
+
+The launches are made from `tiles` and `config_of`, and from no other place.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
-
-from tilewise.backends.hopper.compile import pointer
-from tilewise.backends.hopper.config import Config, shortened, tiles_for
-from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, typed, unseen_keys
-from tilewise.backends.hopper.structs import Arguments, Divisor, Rows
-from tilewise.backends.hopper.tile_order import best_order, fastest_tile, visited_keys
+from tilewise.backends.hopper.backward.choose import keys_choices, queries_choices, separate_dq, without_mask
+from tilewise.backends.hopper.choose import Choice, forward_choices
+from tilewise.backends.hopper.compiler import newer_registers
+from tilewise.backends.hopper.config import WIDTHS
+from tilewise.backends.hopper.intervals import interval_mask, mask_of
+from tilewise.backends.hopper.limits import why_not
+from tilewise.backends.hopper.shared_memory import on_chip, warps_of
+from tilewise.backends.verdict import Verdict
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import Problem
 
-CLUSTER_BYTES = (8 << 20, 24 << 20)
-"""Keys and values of heads that are processed together: few, so that long tiles and short ones mix, and at most what the L2 cache
-(50 MiB on H100 and H200) holds beside the rest."""
-LOG2E = 1.4426950408889634
-RELEASE_EARLY_KEYS = 2048
-"""Up to so many keys the queries' stage is released early without a mask too (H200, head dim 256: S 512 and 2048 0.5 to
-1 % faster, 8192 and 16384 1 % slower; causal 0.5 to 2 % faster at all four)."""
+DTYPES = ("float16", "bfloat16")
+FORWARD, GRADIENTS = ("forward", "decode", "merge"), ("backward", "backward_dkdv", "backward_dq")
+KERNELS = {
+    "forward": "forward_kernel",
+    "backward_preprocess": "preprocess_kernel",
+    "backward": "keys_kernel",
+    "backward_dkdv": "keys_kernel",
+    "backward_dq": "queries_kernel",
+    "backward_postprocess": "postprocess_kernel",
+}
 
 
-class ForwardPlan(NamedTuple):
-    """All of a launch that does not depend on the call's tensors."""
-
-    kernel: Any
-    config: Config
-    arguments: Arguments  # with types in place of addresses, but for the order
-    programs: int
+def supports(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> Verdict:
+    """Can the kernels compute this problem there? Names every obstacle."""
+    known = None if spec.capability == (9, 0) else f"needs compute capability 9.0, {spec.name} is {spec.arch}"
+    return Verdict.of(known, *obstacles(problem, backward))
 
 
-def make_plan(problem: Problem, processors: int, compile_: Any, tile: Config | None = None) -> ForwardPlan:
-    """The plan on a GPU with so many multiprocessors; `compile_(dtype, arguments, config)` gives the kernel, `tile` overrides
-    the table's."""
-    mask = mask_of(problem)
-    unseen = problem.varlen or unseen_keys(mask, problem.seqlen_q, problem.seqlen_k)
-    tile = tile or tile_of(problem, mask, unseen)
-    tail = not mask.terms and problem.seqlen_k % tile.BLOCK_N > 0
-    # rows that begin after key 0 and keys that no query sees leave fewer registers
-    roomy = not (mask.left or unseen)
-    if newer_registers():
-        lazy = roomy and not (tail and tile.BLOCK_DV == 256)
-    else:
-        lazy = not (unseen and tile.BLOCK_DV == 128)
-    in_registers = tile.Q_IN_REGISTERS if roomy and not (mask.band and newer_registers()) else 0
-    config = tile._replace(
-        LAZY_RESCALE=lazy,
-        Q_IN_REGISTERS=in_registers,
-        RELEASE_Q_EARLY=in_registers > 0 and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
-        TAIL=tail,
-        UNSEEN_KEYS=unseen,
-        SCORES="softcap" if problem.softcap > 0 else "fold" if problem.scale > 0 else "scale",
-        **mask_config(problem, mask),
-    )
-    blocks = blocks_of(problem, problem.seqlen_q, config.BLOCK_M)
-    heads = problem.heads * (1 if problem.varlen else problem.batch)
-    programs = min(blocks * heads, processors)
-    order = None
-    if mask.band and not problem.varlen:
-        clusters = tuple(heads_together(problem, config, size) for size in CLUSTER_BYTES)
-        keys = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
-        order = torch.from_numpy(best_order(keys, heads, clusters, programs))
-    a = Arguments(
-        lse_ptr="*fp32",
-        out=Rows(pointer(problem.dtype), "i64", "i64", 0) if problem.varlen else None,  # type: ignore[arg-type]
-        last_q=problem.seqlen_q - 1,
-        last_block=blocks - 1,
-        stat_blocks=None,
-        stat_tiles=None,
-        **tile_arguments(problem, mask, problem.heads, blocks),
-        total=blocks * heads,
-        programs=programs,
-        order=order,
-    )
-    return ForwardPlan(compile_(problem.dtype, a, config), config, a, programs)
-
-
-def mask_of(problem: Problem) -> IntervalMask:
+def obstacles(problem: Problem, backward: bool = False) -> list[str]:
+    """Everything but the device that keeps the kernels from a problem."""
+    absent = {
+        "bias": problem.bias is not None,
+        "alibi": problem.alibi,
+        "sinks": problem.sinks,
+        "dropout": problem.dropout_p > 0,
+        f"precision={problem.precision!r}": problem.precision not in ("default", "tf32"),
+    }
     mask = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
-    assert isinstance(mask, IntervalMask), "the backend has refused this problem"
-    return mask
+    reasons = (
+        None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
+        *(f"{name} is not served here" for name, asked in absent.items() if asked),
+        *(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")),
+        mask if isinstance(mask, str) else None,
+    )
+    return [reason for reason in reasons if reason] or [*refused_tiles(problem, backward)]
 
 
-def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
-    """What every kernel is compiled for."""
-    return {
-        "TERMS": len(mask.terms),
-        "BAND": mask.band,
-        "LEFT": mask.left,
-        "VARLEN": problem.varlen,
-        "BOTTOM_RIGHT": mask.bottom,
-    }
+def declines(problem: Problem, spec: DeviceSpec | None = None, *, backward: bool = False) -> str | None:
+    if problem.decodes:
+        rows = problem.seqlen_q * problem.group
+        return f"{rows} rows would leave most of a tile empty; split keys serve so few queries better"
+    return None
 
 
-def tile_arguments(problem: Problem, mask: IntervalMask, heads: int, blocks: int) -> dict[str, Any]:
-    """The arguments of every kernel whose work tiles are `blocks` of each of so many heads."""
-    return {
-        "cu_q": "*i32" if problem.varlen else None,
-        "cu_k": "*i32" if problem.varlen else None,
-        "terms": tuple(typed(term) for term in mask.terms),
-        "heads": Divisor.of(heads),
-        "group": Divisor.of(problem.group),
-        "blocks": Divisor.of(blocks),
-        "batch": problem.batch,
-        "len_q": problem.seqlen_q,
-        "len_k": problem.seqlen_k,
-        "scale_log2": (problem.softcap or problem.scale) * LOG2E,
-        "softcap_slope": problem.scale / problem.softcap if problem.softcap else 0.0,
-    }
+def tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
+    """What runs there, by pass: for a problem that is supported."""
+    return {pass_: planned.tile for pass_, planned in plan_of(problem).items()}
 
 
-def blocks_of(problem: Problem, length: int, block: int) -> int:
-    """Tiles of a head; what packed sequences of any lengths need at most, see find_sequence."""
-    return length // block + problem.batch if problem.varlen else -(-length // block)
+def choices(problem: Problem, spec: DeviceSpec, pass_: str) -> list[TilePlan]:
+    """Every tile that the kernel of a pass has for the problem, the planned one first; [] if there is no such kernel."""
+    return [planned.tile for planned in offers(problem, pass_)]
 
 
-def tile_of(problem: Problem, mask: IntervalMask, unseen: bool) -> Config:
-    """The table's tile. Three warpgroups have no registers for rows that begin after key 0 and for keys that no query sees, as in
-    a packed batch."""
-    tiles = tiles_for(problem.head_dim, problem.head_dim_v)
-    if unseen or mask.left or (mask.band and newer_registers()):
-        tiles = tiles[:1]
-    if newer_registers() and mask.terms and (unseen or mask.left) and tiles[0].BLOCK_D > 64:
-        return shortened(tiles[0])
-    return tiles[0] if problem.varlen else fastest_tile(tiles, mask, problem.seqlen_q, problem.seqlen_k)
+def config_of(problem: Problem, tile: TilePlan) -> Any:
+    """What the kernel of a planned tile is compiled for."""
+    return next(planned.config for planned in offers(problem, tile.pass_) if planned.tile == tile)
 
 
-@cache
-def newer_registers() -> bool:
-    """From 3.8 on Triton's compiler needs so many more registers that loops spill where a mask meets the widest tile or queries
-    in registers, or head dim 128 rows that begin after key 0 or keys that no query sees."""
-    import triton
+class Planned(NamedTuple):
+    """A tile, and what its kernel is compiled for."""
 
-    major, minor = triton.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (3, 8)
+    tile: TilePlan
+    config: Any
 
 
-def heads_together(problem: Problem, config: Config, size: int) -> int:
-    """How many heads are processed side by side: those whose keys and values have the size."""
-    most = max(1, size // (2 * problem.seqlen_k * (config.BLOCK_D + config.BLOCK_DV))) * problem.group
-    return largest_divisor(problem.batch * problem.heads, most)
+def plan_of(problem: Problem) -> dict[str, Planned]:
+    """The tile of each pass that runs, in order."""
+    separate = separate_dq(problem, mask_of(problem)).config
+    two = ("backward_dkdv", "backward_dq")
+    passes = ("forward", "backward_preprocess", *(two if separate else ("backward", "backward_postprocess")))
+    return {pass_: offers(problem, pass_)[0] for pass_ in passes}
 
 
-def largest_divisor(number: int, most: int) -> int:
-    return max(n for n in range(1, min(most, number) + 1) if number % n == 0)
+def offers(problem: Problem, pass_: str) -> list[Planned]:
+    """Every tile of a pass with its config; the one asked for first, or else the usual one. Kept with the problem."""
+    key = ("hopper", pass_)
+    if key not in problem.memory:
+        asked = problem.asked(pass_)
+        found = [described(problem, pass_, *choice) for choice in configs(problem, pass_)]
+        found.sort(key=lambda planned: planned.tile.sizes != asked)  # stable: without one asked for the usual one stays first
+        problem.memory[key] = found
+    return problem.memory[key]  # type: ignore[no-any-return]
+
+
+def configs(problem: Problem, pass_: str) -> list[Choice]:
+    """What the kernel of a pass can be compiled for, with the reasons, the usual one first."""
+    if pass_ == "forward":
+        return forward_choices(problem, newer_registers())
+    if pass_ in ("backward", "backward_dkdv"):
+        return keys_choices(problem, pass_ == "backward_dkdv")
+    if pass_ not in KERNELS:
+        return []
+    separate = separate_dq(problem, mask_of(problem)).config
+    keys = offers(problem, "backward_dkdv" if separate or pass_ == "backward_dq" else "backward")[0].config
+    if pass_ == "backward_dq":
+        return queries_choices(problem, keys.BLOCK_M)
+    return [Choice(without_mask(keys), f"{keys.BLOCK_M} queries at a time, as the kernel that holds keys takes them")]
+
+
+def described(problem: Problem, pass_: str, config: Any, reason: str) -> Planned:
+    """A config as a tile."""
+    asked = problem.asked(pass_) == (config.BLOCK_M, config.BLOCK_N)
+    around = pass_ in ("backward_preprocess", "backward_postprocess")
+    kernel = "split_kernel" if getattr(config, "SPLIT", False) and not around else KERNELS[pass_]
+    stages = {"forward": "KV_STAGES", "backward_dq": "K_STAGES"}.get(pass_, "Q_STAGES")
+    tile = TilePlan(
+        block_q=config.BLOCK_M,
+        block_k=1 if around else config.BLOCK_N,
+        stages=1 if around else getattr(config, stages),
+        warps=4 if around else warps_of(config),
+        pass_=pass_,
+        source="user" if asked else "table",
+        kernel=kernel,
+        outer="keys" if pass_ in ("backward", "backward_dkdv") else "queries",
+        on_chip=on_chip(kernel, config, mask_of(problem)),
+        registers=0 if around else config.REGISTERS[0],
+        resident=0 if around else 1,
+        reasons=("asked for" if asked else reason,),
+    )
+    return Planned(tile, config)
+
+
+def refused_tiles(problem: Problem, backward: bool) -> Iterator[str]:
+    """A sentence for each tile that was asked for and does not exist."""
+    asked = {pass_: (m, n) for pass_, m, n in problem.tile}
+    if backward and "backward" in asked and len(asked.keys() & {"backward_dkdv", "backward_dq"}):
+        yield "tile: backward is one kernel for all gradients, backward_dkdv and backward_dq are two; name either"
+        return
+    for pass_, pair in asked.items():
+        if pass_ in FORWARD and not backward or pass_ not in FORWARD and backward:
+            has = [planned.tile for planned in offers(problem, pass_)] if pass_ in (*GRADIENTS, "forward") else []
+            if pair not in [tile.sizes for tile in has]:
+                yield refusal("hopper", pass_, pair, has, why_not(problem, pass_, pair))
+
+
+def dim_reason(name: str, dim: int) -> str | None:
+    if dim > WIDTHS[-1]:
+        return f"{name} {dim} is over {WIDTHS[-1]}"
+    return f"{name} {dim} is not a multiple of 8" if dim % 8 else None

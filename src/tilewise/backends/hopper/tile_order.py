@@ -1,4 +1,4 @@
-"""The tile of a shape, and the order in which programs take work tiles of unequal length: decided on the host, once for a shape.
+"""The order in which programs take work tiles of unequal length: decided on the host, once for a shape.
 
 A static schedule, longest first. Work tiles are queued: heads in clusters whose keys and values fit the L2 cache together, in a
 cluster the longest tiles first. Each program takes the next from the queue when it is done with its last one; that is simulated
@@ -14,21 +14,11 @@ import itertools
 import numpy as np
 
 from tilewise.backends.hopper.backward.config import QueriesConfig
-from tilewise.backends.hopper.config import NARROW, Config, shortened
+from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.intervals import IntervalMask
 
 OVERHEAD_KEYS = 100
 """What a tile costs beside its keys, in keys (H200: S 512 against 16k at head dim 64, two warpgroups)."""
-OVERHEAD_WIDE = 165
-"""The same for 192 queries."""
-OVERHEAD_MASKED = 240
-"""The same for 192 queries under a mask whose rows end early: they pass its edge in steps that fit 192 queries worse."""
-NARROW_SPEED = 0.87
-"""Two warpgroups against three at head dim 64, long rows (H200, causal 16k keys: 473 and 525 TFLOP/s, 0.90). A little less puts
-the crossover under a causal mask between 2k keys, where two are 4 % faster, and 8k, where three are by 10 %."""
-SHORT_KEYS = 512
-"""Under a mask whose rows end early, query tiles with fewer keys than this on average take them 64 at a time (H200, causal:
-S 512 5 and 13 % faster at head dims 128 and 64, S 2048 12 % slower)."""
 EVEN = 1.001
 """Small clusters of heads are used unless others shorten the longest program by more than this."""
 TAILS = (1, 2, 3)
@@ -38,22 +28,6 @@ TAILS = (1, 2, 3)
 def visited_keys(mask: IntervalMask, tile: Config | QueriesConfig, queries: int, keys: int) -> np.ndarray:
     """Keys in the tiles that each query tile visits, int64 [blocks]."""
     return mask.visited(queries, keys, tile.BLOCK_M, tile.BLOCK_N) * tile.BLOCK_N
-
-
-def fastest_tile(tiles: tuple[Config, ...], mask: IntervalMask, queries: int, keys: int) -> Config:
-    """The tile with the least estimated time."""
-    if mask.band and visited_keys(mask, tiles[0], queries, keys).mean() <= SHORT_KEYS:
-        return shortened(tiles[0])
-    return min(tiles, key=lambda tile: estimated_time(tile, mask, queries, keys))
-
-
-def estimated_time(tile: Config, mask: IntervalMask, queries: int, keys: int) -> float:
-    """Of a head, in multiples of what one query and one key take in the wide tile."""
-    blocks = -(-queries // tile.BLOCK_M)
-    visited = int(visited_keys(mask, tile, queries, keys).sum()) if mask.band else blocks * keys
-    if tile is NARROW:
-        return (visited + blocks * OVERHEAD_KEYS) * tile.BLOCK_M / NARROW_SPEED
-    return (visited + blocks * (OVERHEAD_MASKED if mask.band else OVERHEAD_WIDE)) * tile.BLOCK_M
 
 
 def best_order(keys: np.ndarray, heads: int, clusters: tuple[int, ...], programs: int) -> np.ndarray:

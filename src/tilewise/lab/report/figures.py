@@ -80,11 +80,12 @@ def results(devices: dict[str, DeviceSpec], lengths: tuple[int, ...] = LENGTHS) 
     for device, length, dim, mask in product(devices, lengths, HEAD_DIMS, MASKS):
         chosen = plan(problem_of(length, dim, mask, dtype_on(devices[device])), devices[device])
         for tile in TILES:
-            table[key(device, length, dim, mask, tile_name(tile))] = _result(mask, chosen, tile)
+            table[key(device, length, dim, mask, tile_name(tile))] = position(chosen, mask, tile)
     return table
 
 
-def _result(mask: str, chosen: Plan, wanted: tuple[int, int] | None) -> dict[str, Any]:
+def position(chosen: Plan, mask: str, wanted: tuple[int, int] | None = None) -> dict[str, Any]:
+    """One position of the controls; `wanted` is the reader's own tile."""
     problem, spec, useful = chosen.problem, chosen.spec, chosen.work.useful
     tile = chosen.tile if wanted is None else TilePlan(*wanted, stages=chosen.tile.stages, warps=chosen.tile.warps)
     sides = (tile.block_q, tile.block_k)
@@ -92,23 +93,20 @@ def _result(mask: str, chosen: Plan, wanted: tuple[int, int] | None) -> dict[str
     dense = pair * problem.seqlen_q * problem.seqlen_k
     executed = pair * int((classes(problem.seqlen_q, mask, *sides) > 0).sum()) * tile.block_q * tile.block_k
     at = (problem.seqlen_q, problem.head_dim, mask, problem.dtype, sides)
-    schedules = {}
-    for name in SCHEDULES:
-        moved = moved_by(name, *at)
-        roof = model.roofline(useful, moved.total, problem.dtype, spec)
-        # what the machine needs for it if every byte comes from memory; the standard way computes every score
-        multiplied = dense if name == "standard" else executed
-        seconds = max(multiplied / roof.peak, moved.total / spec.dram_bandwidth)
-        schedules[name] = _point(moved, useful, roof.intensity, seconds)
+    # every tile from memory; of the plan's only those that the shared cache lets through
+    schedules = {name: moved_by(name, *at) for name in SCHEDULES}
     slots = spec.units * max(1, chosen.resident)
-    dram = chosen.dram if wanted is None else model.dram(problem, tile, moved_by("v2", *at), spec, slots)
-    roof = model.roofline(useful, dram.total, problem.dtype, spec)
-    seconds = chosen.seconds if wanted is None else max(executed / roof.peak, dram.total / spec.dram_bandwidth)
-    schedules["plan"] = _point(dram, useful, roof.intensity, seconds)
+    schedules["plan"] = chosen.dram if wanted is None else model.dram(problem, tile, schedules["v2"], spec, slots)
+    multiplied = {"standard": dense}  # the standard way computes every score
     return {
         "tile": str(tile),
         "stages": tile.stages,
-        "schedules": schedules,
+        "schedules": {
+            name: _point(moved, useful, multiplied.get(name, executed), problem.dtype, spec)
+            for name, moved in schedules.items()
+        },
+        "less": schedules["standard"].total / schedules["v2"].total,
+        "predicted": chosen.seconds if wanted is None else None,
         "useful": useful,
         "executed": executed,
         "compulsory": chosen.compulsory.total,
@@ -120,11 +118,14 @@ def _result(mask: str, chosen: Plan, wanted: tuple[int, int] | None) -> dict[str
     }
 
 
-def _point(moved: model.Traffic, useful: int, intensity: float, seconds: float) -> dict[str, Any]:
+def _point(moved: model.Traffic, useful: int, multiplied: int, dtype: str, spec: DeviceSpec) -> dict[str, Any]:
+    """A place under the roof. One kind of time for all of them: what the roof allows, the longer of products and bytes."""
+    roof = model.roofline(useful, moved.total, dtype, spec)
+    seconds = roof.seconds(multiplied, moved.total)
     return {
         "bytes": {name: [read, written] for name, read, written in moved.tensors()},
         "total": moved.total,
-        "intensity": intensity,
+        "intensity": roof.intensity,
         "seconds": seconds,
         "rate": useful / seconds if seconds else 0.0,
     }

@@ -25,7 +25,11 @@ FIGURES = (
 
 
 def describe(spec: DeviceSpec, ceilings: Ceilings | None = None) -> dict[str, Any]:
-    """A machine's figures with the source of each, and what was measured on it, of which its roof is then made."""
+    """A machine's figures with the source of each, and what was measured on it, of which its roof is then made.
+
+    A figure that is no better than an estimate (a clock that the system does not tell) can lie below what was measured. A
+    theoretical roof cannot: what was reached is possible, so the estimate gives way.
+    """
     held, dtype = spec.figures(), "bfloat16" if spec.is_gpu else "float32"
     roof = spec if ceilings is None else ceilings.apply(spec)
     figures = [
@@ -41,7 +45,10 @@ def describe(spec: DeviceSpec, ceilings: Ceilings | None = None) -> dict[str, An
         "peakSource": spec.sources.get("peak", ""),
         "dramBandwidth": roof.dram_bandwidth,
         "flops": roof.flops(dtype),
-        "datasheet": {"flops": spec.flops(dtype), "bandwidth": spec.dram_bandwidth},
+        "theory": {
+            "flops": max(spec.flops(dtype), roof.flops(dtype)),
+            "bandwidth": max(spec.dram_bandwidth, roof.dram_bandwidth),
+        },
         "measured": None if ceilings is None else asdict(ceilings),
     }
 

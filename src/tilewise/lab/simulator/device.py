@@ -86,6 +86,8 @@ class Simulation:
     """What a schedule computed and what it cost."""
 
     schedule: str
+    form: str
+    """Of the online softmax: `unnormalised` or `normalised`."""
     problem: Problem
     tile: TilePlan
     outputs: dict[str, Array]
@@ -95,9 +97,15 @@ class Simulation:
     sram_buffers: dict[str, int]
     walk: list[Visit]
 
+    @property
+    def label(self) -> str:
+        """The schedule as it was asked for: `v1`, or `v1:normalised` in the other form of the softmax."""
+        return self.schedule if self.form == "unnormalised" else f"{self.schedule}:{self.form}"
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "schedule": self.schedule,
+            "form": self.form,
             "tile": self.tile.to_dict(),
             "traffic": self.traffic.to_dict(),
             **asdict(self.counts),
@@ -122,7 +130,7 @@ def random_inputs(problem: Problem, seed: int = 0) -> dict[str, Array]:
     return {name: generator.standard_normal(shape) for name, shape in shapes.items()}
 
 
-def start(problem: Problem, tile: TilePlan, inputs: dict[str, Array], sram: int | None) -> Run:
+def start(problem: Problem, tile: TilePlan, inputs: dict[str, Array]) -> Run:
     """A run with its inputs in HBM; raises for what the simulator does not know."""
     for feature in ("alibi", "sinks", "varlen"):
         if getattr(problem, feature):
@@ -135,4 +143,4 @@ def start(problem: Problem, tile: TilePlan, inputs: dict[str, Array], sram: int 
         if name in wanted and array.shape != wanted[name]:
             raise ArgumentError(f"{name}: got shape {array.shape}, the problem wants {wanted[name]}")
         hbm.place(name, np.asarray(array, dtype=np.float64), problem.itemsize)
-    return Run(problem, tile, hbm, Sram(sram))
+    return Run(problem, tile, hbm, Sram())

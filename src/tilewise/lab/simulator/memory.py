@@ -52,21 +52,23 @@ class Hbm:
 
 @dataclass
 class Sram:
-    """On-chip memory of one unit: named buffers, a capacity, and the fullest moment."""
+    """On-chip memory of one unit: named buffers and the fullest moment."""
 
-    capacity: int | None = None
     used: dict[str, int] = field(default_factory=dict)
     peak: int = 0
     peak_buffers: dict[str, int] = field(default_factory=dict)
 
     def hold(self, name: str, elements: int, itemsize: int) -> None:
-        """Keep a buffer (again: a buffer that is held already is resized); raises if it does not fit."""
+        """Keep a buffer (again: a buffer that is held already is resized)."""
         self.used[name] = elements * itemsize
         total = sum(self.used.values())
-        if self.capacity is not None and total > self.capacity:
-            held = ", ".join(f"{buffer} {size}" for buffer, size in self.used.items())
-            raise PlanError(
-                f"sram: {total} bytes needed, {self.capacity} there ({held}); take a smaller tile or fewer stages"
-            )
         if total > self.peak:
             self.peak, self.peak_buffers = total, dict(self.used)
+
+    def check(self, capacity: int) -> None:
+        """Raise if the fullest moment does not fit `capacity` bytes: only then is it known what a schedule needs."""
+        if self.peak > capacity:
+            held = ", ".join(f"{buffer} {size:,}" for buffer, size in self.peak_buffers.items())
+            raise PlanError(
+                f"sram: {self.peak:,} bytes needed, {capacity:,} there ({held}); take a smaller tile or fewer stages"
+            )

@@ -16,7 +16,9 @@ import numpy as np
 from tilewise.lab.simulator.memory import Array
 
 WIDTHS = (8, 16, 32, 64, 128, 256, 512, 1024)
-DATA = ("random", "rising")
+DATA = ("random", "rising", "slow")
+SLOW_RISE = 0.05
+"""From the first score of `slow` data to the last."""
 
 
 def to_bfloat16(x: Array) -> Array:
@@ -84,13 +86,21 @@ class Result:
 
 
 def make_data(kind: str, rows: int, n: int, d: int, seed: int) -> tuple[Array, Array, Array]:
-    """q, k, v; `rising` lets the scores climb along the keys, so that every tile brings a new maximum."""
+    """q, k, v. With `rising` and `slow` data the scores climb along the keys, so that every tile brings a new maximum.
+
+    `rising` scores climb by 8 on a noisy way: old keys soon weigh nothing, and with them their errors. `slow` ones climb
+    evenly by 0.05 in all: every key keeps its weight, and one alpha close to 1 is rounded the same way again and again.
+    """
     generator = np.random.default_rng(seed)
     q, k, v = (generator.standard_normal(shape) for shape in ((rows, d), (n, d), (n, d)))
     if kind == "rising":
         direction = np.ones(d) / np.sqrt(d)
         q = 0.1 * q + 4.0 * direction
         k = 0.1 * k + np.linspace(0.0, 16.0, n)[:, None] * direction
+    if kind == "slow":
+        direction = np.ones(d) / np.sqrt(d)
+        q = np.broadcast_to(direction, q.shape)
+        k = np.linspace(0.0, SLOW_RISE * np.sqrt(d), n)[:, None] * direction
     return q, k, v
 
 

@@ -11,6 +11,8 @@ from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
 SCHEDULES = ("standard", "standard3", "v1", "v2", "decode", "backward", "backward_fused")
+_ONLINE = {"v1": forward.v1, "v2": forward.v2, "decode": forward.decode}
+"""Schedules with an online softmax, which has two forms."""
 _OUTPUTS = ("O", "LSE", "dQ", "dK", "dV")
 
 
@@ -32,16 +34,27 @@ def simulate(
         raise PlanError(f"schedule: got {schedule!r}, need one of {', '.join(SCHEDULES)}")
     if form not in FORMS:
         raise PlanError(f"form: got {form!r}, need one of {', '.join(FORMS)}")
-    run = start(problem, tile, inputs if inputs is not None else random_inputs(problem, seed), sram)
+    run = start(problem, tile, inputs if inputs is not None else random_inputs(problem, seed))
     if schedule.startswith("standard"):
         forward.standard(run, 3 if schedule == "standard3" else 6)
     elif schedule.startswith("backward"):
         _backward(run, schedule)
     else:
-        {"v1": forward.v1, "v2": forward.v2, "decode": forward.decode}[schedule](run, form)
+        _ONLINE[schedule](run, form)
+    if sram is not None:
+        run.sram.check(sram)
     outputs = {name: run.hbm.arrays[name] for name in _OUTPUTS if run.hbm.traffic.writes[name]}
     return Simulation(
-        schedule, problem, tile, outputs, run.hbm.traffic, run.counts, run.sram.peak, run.sram.peak_buffers, run.walk
+        schedule=schedule,
+        form=form if schedule in _ONLINE else FORMS[0],
+        problem=problem,
+        tile=tile,
+        outputs=outputs,
+        traffic=run.hbm.traffic,
+        counts=run.counts,
+        sram_peak=run.sram.peak,
+        sram_buffers=run.sram.peak_buffers,
+        walk=run.walk,
     )
 
 

@@ -28,7 +28,7 @@ _ACCESSES = {"row": "along a row", "column": "transposed", "matrix": "tensor-cor
 def counts(runs: Sequence[Simulation], models: Sequence[Traffic], errors: Sequence[float]) -> Shown:
     """Bytes by tensor and direction of one or more schedules side by side, and what else they did."""
     names = dict.fromkeys(name for run in runs for name, _, _ in run.traffic.tensors())
-    columns = [f"{run.schedule} {what}" for run in runs for what in ("reads", "writes")]
+    columns = [f"{run.label} {what}" for run in runs for what in ("reads", "writes")]
     rows: list[Sequence[Cell] | None] = [
         [name, *(f"{n:,}" if n else "·" for run in runs for n in (run.traffic.reads[name], run.traffic.writes[name]))]
         for name in names
@@ -49,7 +49,7 @@ def counts(runs: Sequence[Simulation], models: Sequence[Traffic], errors: Sequen
     ]
     return Group(
         Table("bytes by tensor", ("tensor", *columns), rows),
-        Table("what it did", ("", *(run.schedule for run in runs)), done),
+        Table("what it did", ("", *(run.label for run in runs)), done),
     )
 
 
@@ -69,7 +69,7 @@ def _walk(run: Simulation, room: int) -> Iterator[Line]:
     rows, cols = min(tiles.rows, _WALK_ROWS), min(tiles.cols, max(1, (room - len(_row_name(0))) // (width + 1)))
     whole = (rows, cols) == (tiles.rows, tiles.cols)
     note = "" if whole else f" (first {rows}×{cols} of {tiles.rows}×{tiles.cols})"
-    yield [(f"tile walk of {run.schedule}, keys to the right{note}", "bold")]
+    yield [(f"tile walk of {run.label}, keys to the right{note}", "bold")]
     for i in range(rows):
         line: Line = [(_row_name(i), "dim")]
         classes = tiles.row(i, 0, 0)
@@ -146,7 +146,7 @@ def simulation(
 ) -> Shown:
     """Everything about one run, or several schedules side by side."""
     tile, tiled = runs[0].tile, [run for run in runs if run.walk]
-    schedules = ", ".join(run.schedule for run in runs)
+    schedules = ", ".join(run.label for run in runs)
     head = f"{headline}\ntile {tile}, {tile.stages} stage{'s' * (tile.stages > 1)} · schedule {schedules}"
     parts = [Panel("simulation", Text(head)), counts(runs, models, errors), *map(walk, tiled)]
     if tiled:

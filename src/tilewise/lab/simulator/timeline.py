@@ -12,6 +12,10 @@ from tilewise.model.cycles import tile_flops
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
+L2_LATENCY_CLOCKS = 250
+"""From a GPU's request to the first bytes out of L2: 200 to 300 clocks in microbenchmarks since Ampere (arXiv 2208.11174 for
+the A100). A core's prefetchers ask early enough to hide theirs."""
+
 
 @dataclass(frozen=True)
 class Event:
@@ -59,33 +63,44 @@ class Timeline:
         }
 
 
-def timeline(loads: Sequence[float], computes: Sequence[float], stages: int) -> Timeline:
-    """Tile j is loaded into buffer j mod `stages` as soon as the loader is free and the buffer's last tile is done."""
+def timeline(loads: Sequence[float], computes: Sequence[float], stages: int, latency: float = 0.0) -> Timeline:
+    """Tile j goes into buffer j mod `stages`. It is asked for as soon as that buffer is free, its bytes start to arrive
+    `latency` later, and one tile's bytes follow another's.
+
+    With equal tiles, loads of t and computes of c: one buffer takes latency + t + c for each of them, `stages` buffers
+    max(t, c, (latency + t + c) / stages) in the long run. So two are enough without latency, and latency wants more.
+    """
     if stages < 1:
         raise PlanError(f"stages: got {stages}, need at least 1 (2 for double buffering)")
     events: list[Event] = []
-    loader = worker = 0.0
+    wire = worker = 0.0
     done: list[float] = []
     for step, (load, compute) in enumerate(zip(loads, computes, strict=True)):
-        free = done[step - stages] if step >= stages else 0.0
-        start = max(loader, free)
-        loader = start + load
-        begin = max(loader, worker)
+        asked = done[step - stages] if step >= stages else 0.0
+        start = max(wire, asked + latency)
+        wire = start + load
+        begin = max(wire, worker)
         worker = begin + compute
         done.append(worker)
-        events.append(Event(step % stages, "load", step, start, loader))
+        events.append(Event(step % stages, "load", step, start, wire))
         events.append(Event(step % stages, "compute", step, begin, worker))
     return Timeline(stages, tuple(events))
 
 
+def unit_bandwidth(spec: DeviceSpec) -> float:
+    """Bytes a second from L2 to one unit. Blocks of a head pass over its K and V together, so tiles come out of L2; memory
+    sends each of them once for all (docs/io-model.md). A core has an L2 of its own."""
+    return spec.l2_bandwidth / spec.units if spec.is_gpu else spec.l2_bytes_per_cycle * spec.clock_hz
+
+
 def block_timeline(problem: Problem, tile: TilePlan, keys: Sequence[int], rows: int, spec: DeviceSpec) -> Timeline:
-    """The timeline of one block of `rows` queries over tiles of `keys` keys, on one unit's share of a device."""
+    """The timeline of one block of `rows` queries over tiles of `keys` keys that has a unit of the device to itself."""
     width = problem.head_dim + problem.head_dim_v
-    bandwidth = spec.dram_bandwidth / spec.units
+    size = problem.itemsize if spec.is_gpu else max(4, problem.itemsize)  # CPUs widen 16-bit inputs while packing them
     flops = (spec.flops(problem.dtype, problem.precision) or spec.flops("float32")) / spec.units
     exps = spec.exp_rate / spec.units
-    loads = [n * width * problem.itemsize / bandwidth for n in keys]
+    loads = [n * width * size / unit_bandwidth(spec) for n in keys]
     computes = [
         tile_flops("forward", rows, n, problem.head_dim, problem.head_dim_v) / flops + rows * n / exps for n in keys
     ]
-    return timeline(loads, computes, tile.stages)
+    return timeline(loads, computes, tile.stages, L2_LATENCY_CLOCKS / spec.clock_hz if spec.is_gpu else 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper.config import BARRIER_BYTES, WIDTHS, padded
+from tilewise.backends.hopper.config import WIDTHS, padded
 
 
 class KeysConfig(NamedTuple):
@@ -31,16 +31,30 @@ class KeysConfig(NamedTuple):
     EMPTY_ROWS: bool = False  # may a query see no key?
 
     @property
-    def shared_bytes(self) -> int:
-        """Of tiles, statistics and barriers."""
-        keys = self.BLOCK_N * (self.K_STAGES * self.BLOCK_D + self.V_STAGES * self.BLOCK_DV)
-        queries = self.BLOCK_M * self.Q_STAGES * (self.BLOCK_D + self.BLOCK_DV)
-        ds = (2 if self.REDUCE_DQ else 0) * self.BLOCK_M * self.BLOCK_N
-        weights = 4 * self.BLOCK_M * self.BLOCK_N if self.SPLIT else 0
-        widths = self.BLOCK_D if self.BLOCK_D == self.BLOCK_DV else self.BLOCK_D + self.BLOCK_DV
-        epilogue = 0 if self.SPLIT else self.BLOCK_N * widths  # split gradients leave through the memory of K and V
-        statistics = 4 * 2 * self.BLOCK_M * self.Q_STAGES
-        return 2 * (keys + queries + ds + epilogue) + weights + statistics + BARRIER_BYTES
+    def tiles(self) -> dict[str, int]:
+        """Bytes of tiles and statistics in shared memory, by tensor."""
+        m, n, d, dv = self.BLOCK_M, self.BLOCK_N, self.BLOCK_D, self.BLOCK_DV
+        sizes = {
+            "K": 2 * self.K_STAGES * n * d,
+            "V": 2 * self.V_STAGES * n * dv,
+            "Q": 2 * self.Q_STAGES * m * d,
+            "dO": 2 * self.Q_STAGES * m * dv,
+            "LSE": 4 * self.Q_STAGES * m,
+            "delta": 4 * self.Q_STAGES * m,
+        }
+        if self.SPLIT:  # the gradients leave through the memory of K and V
+            return {**sizes, "P": 4 * m * n}
+        if self.REDUCE_DQ:
+            sizes["dS"] = 2 * 2 * m * n
+        return {**sizes, "dK": 2 * n * d, **({} if d == dv else {"dV": 2 * n * dv})}  # of equal width they take turns
+
+    @property
+    def barriers(self) -> tuple[int, ...]:
+        """How many each ring has. Where warpgroups have keys of their own, dO and dS are free when Q is."""
+        q, k, v = self.Q_STAGES, self.K_STAGES, self.V_STAGES
+        if self.SPLIT:
+            return (q, q, q, q, k, k, v, v, 1, 1)
+        return (q, q, q, k, k, v, v, *((2,) if self.REDUCE_DQ else ()))
 
 
 class QueriesConfig(NamedTuple):
@@ -66,10 +80,19 @@ class QueriesConfig(NamedTuple):
         return 128
 
     @property
-    def shared_bytes(self) -> int:
-        queries = 128 * (self.BLOCK_D + self.BLOCK_DV)
-        keys = self.BLOCK_N * (self.K_STAGES * self.BLOCK_D + self.V_STAGES * self.BLOCK_DV)
-        return 2 * (queries + keys) + BARRIER_BYTES
+    def tiles(self) -> dict[str, int]:
+        """Bytes of the 16-bit tiles in shared memory, by tensor; dQ leaves through the memory of Q."""
+        return {
+            "Q": 2 * 128 * self.BLOCK_D,
+            "dO": 2 * 128 * self.BLOCK_DV,
+            "K": 2 * self.K_STAGES * self.BLOCK_N * self.BLOCK_D,
+            "V": 2 * self.V_STAGES * self.BLOCK_N * self.BLOCK_DV,
+        }
+
+    @property
+    def barriers(self) -> tuple[int, ...]:
+        """How many each ring has."""
+        return (2, 2, 2, 2, self.K_STAGES, self.K_STAGES, self.V_STAGES, self.V_STAGES)
 
 
 def _keys_config(d: int, dv: int) -> KeysConfig:
@@ -105,3 +128,9 @@ SEPARATE_DQ_SOFTCAP = {**SEPARATE_DQ, (64, 64): SEPARATE_DQ[64, 64]._replace(BLO
 SEPARATE_DQ_UNMASKED = {**SEPARATE_DQ, (128, 128): SEPARATE_DQ[128, 128]._replace(V_STAGES=2, OVERLAP_SCORES=True)}
 """The same where every query sees every key: only there overlapping scores pays at 128."""
 QUERIES = {dims: _queries_config(*dims) for dims in _WIDTHS}
+QUERIES_SHORT = {
+    dims: tile._replace(BLOCK_N=64, K_STAGES=2 * tile.K_STAGES, V_STAGES=2 * tile.V_STAGES)
+    for dims, tile in QUERIES.items()
+    if tile.BLOCK_N == 128
+}
+"""The same with half the keys a step, for who asks for it: products of 64 columns read more shared memory."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from tilewise.backends.base import BackwardInputs, Grads, Inputs
 from tilewise.backends.gpu.launch import Address, Descriptor, describable, view
 from tilewise.backends.gpu.record import Launch, Recording, recorder
+from tilewise.backends.hopper.backward.arguments import BackwardPlan, Step, make_plan
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
-from tilewise.backends.hopper.backward.plan import BackwardPlan, Step, make_plan
-from tilewise.backends.hopper.launch import device_terms, kernel_for, multiprocessors, order_on, packed_rows, tensors_of
+from tilewise.backends.hopper.launch import device_terms, kernel_for, order_on, packed_rows, spec_of, tensors_of
 from tilewise.backends.hopper.structs import Plane, PrePostArguments, Term
 from tilewise.problem import Problem
 
@@ -120,8 +120,8 @@ def plane(x: Tensor) -> Plane:
     return Plane(*view(x)[:4], x.shape[3])
 
 
-def plan_on(problem: Problem, device: torch.device, with_dlse: bool, tile: KeysConfig | None = None) -> BackwardPlan:
-    """The plan for a device, with its orders in the device's memory; `tile` overrides the table's."""
-    plan = make_plan(problem, multiprocessors(device.index or 0), kernel_for, with_dlse, tile)
+def plan_on(problem: Problem, device: torch.device, with_dlse: bool) -> BackwardPlan:
+    """The launches on a device, with their orders in the device's memory."""
+    plan = make_plan(problem, spec_of(device.index or 0), kernel_for, with_dlse)
     steps = (step._replace(arguments=order_on(step.arguments, device)) for step in plan.steps)
     return plan._replace(steps=tuple(steps))

@@ -94,9 +94,9 @@ function showMachine() {
 function showNumbers() {
   const found = chosen(), map = tileCounts();
   const facts = [
-    [(found.schedules.standard.total / found.schedules.plan.total).toPrecision(3) + "×", w("n.less")],
+    [found.less.toPrecision(3) + "×", w("n.less")],
     [percent(map.total ? map.empty / map.total : 0), w("n.skipped")],
-    [seconds(found.schedules.plan.seconds), w("n.time")],
+    found.predicted === null ? [seconds(found.schedules.plan.seconds), w("n.least")] : [seconds(found.predicted), w("n.time")],
   ];
   if (found.binding) facts.push([w("r." + found.binding), w("n.binding")]);
   else facts.push([bytes(Object.values(found.onChip).reduce((a, b) => a + b, 0)), w("f.sram_bytes")]);
@@ -112,10 +112,10 @@ function showRoofline() {
   const roof = (p, b, name, dash) => ({ x: [low, p / b, high], y: [low * b, p, p], mode: "lines", name, line: { color: css(dash ? "slate" : "ink"), width: 2, dash }, hovertemplate: "%{x:.3g} FLOP/B<br>%{y:.3s}FLOP/s<extra></extra>" });
   const traces = [roof(peak, bandwidth, w(state.device === "here" ? "roof.measured" : "roof"))];
   const m = state.device === "here" ? device.measured : null;
-  if (m) traces.push(roof(device.datasheet.flops, device.datasheet.bandwidth, w("roof.datasheet"), "dot"));
+  if (m) traces.push(roof(device.theory.flops, device.theory.bandwidth, w("roof.theory"), "dot"));
   WAYS.forEach((way, i) => traces.push({ x: [points[i].intensity], y: [points[i].rate], mode: "markers", name: w("s." + way), marker: { color: css(COLOURS[way]), size: way === "plan" ? 17 : 13, symbol: way === "plan" ? "star" : "circle", line: { color: css("paper"), width: 1.5 } },
     hovertemplate: w("s." + way) + "<br>%{x:.4g} FLOP/B<br>" + flops(points[i].rate) + "<br>" + bytes(points[i].total) + "<br>" + seconds(points[i].seconds) + "<extra></extra>" }));
-  draw("roofline", traces, { xaxis: { type: "log", title: w("intensity"), dtick: 1 }, yaxis: { type: "log", title: w("speed"), tickformat: "~s", dtick: 1, range: [Math.floor(Math.log10(Math.min(...spread))), Math.log10(Math.max(...spread, m ? device.datasheet.flops : 0)) + 0.25] } });
+  draw("roofline", traces, { xaxis: { type: "log", title: w("intensity"), dtick: 1 }, yaxis: { type: "log", title: w("speed"), tickformat: "~s", dtick: 1, range: [Math.floor(Math.log10(Math.min(...spread))), Math.log10(Math.max(...spread, m ? device.theory.flops : 0)) + 0.25] } });
   $("reasons").replaceChildren(...found.reasons.map((reason) => element("li", reason)));
   document.querySelector(".why").hidden = !found.reasons.length;
 }

@@ -1,0 +1,87 @@
+"""The forward's launch of a shape: the planned tile's kernel, its arguments, over which work tiles in which order."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tilewise.backends.hopper.compile import pointer
+from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.intervals import IntervalMask, mask_of, typed
+from tilewise.backends.hopper.plan import config_of, tiles
+from tilewise.backends.hopper.structs import Arguments, Divisor, Rows
+from tilewise.backends.hopper.tile_order import best_order, visited_keys
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.problem import Problem
+
+CLUSTER_BYTES = (8 << 20, 24 << 20)
+"""Keys and values of heads that are processed together: few, so that long tiles and short ones mix, and at most what the L2 cache
+(50 MiB on H100 and H200) holds beside the rest."""
+LOG2E = 1.4426950408889634
+
+
+class ForwardPlan(NamedTuple):
+    """All of a launch that does not depend on the call's tensors."""
+
+    kernel: Any
+    config: Config
+    arguments: Arguments  # with types in place of addresses; the order is an array of the host
+    programs: int
+
+
+def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any) -> ForwardPlan:
+    """The launch on a device; `compile_(dtype, arguments, config)` gives the kernel."""
+    mask = mask_of(problem)
+    config = config_of(problem, tiles(problem, spec)["forward"])
+    blocks = blocks_of(problem, problem.seqlen_q, config.BLOCK_M)
+    heads = problem.heads * (1 if problem.varlen else problem.batch)
+    programs = min(blocks * heads, spec.units)
+    order = None
+    if mask.band and not problem.varlen:
+        clusters = tuple(heads_together(problem, config, size) for size in CLUSTER_BYTES)
+        keys = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
+        order = best_order(keys, heads, clusters, programs)
+    a = Arguments(
+        lse_ptr="*fp32",
+        out=Rows(pointer(problem.dtype), "i64", "i64", 0) if problem.varlen else None,  # type: ignore[arg-type]
+        last_q=problem.seqlen_q - 1,
+        last_block=blocks - 1,
+        stat_blocks=None,
+        stat_tiles=None,
+        **tile_arguments(problem, mask, problem.heads, blocks),
+        total=blocks * heads,
+        programs=programs,
+        order=order,
+    )
+    return ForwardPlan(compile_(problem.dtype, a, config), config, a, programs)
+
+
+def tile_arguments(problem: Problem, mask: IntervalMask, heads: int, blocks: int) -> dict[str, Any]:
+    """The arguments of every kernel whose work tiles are `blocks` of each of so many heads."""
+    return {
+        "cu_q": "*i32" if problem.varlen else None,
+        "cu_k": "*i32" if problem.varlen else None,
+        "terms": tuple(typed(term) for term in mask.terms),
+        "heads": Divisor.of(heads),
+        "group": Divisor.of(problem.group),
+        "blocks": Divisor.of(blocks),
+        "batch": problem.batch,
+        "len_q": problem.seqlen_q,
+        "len_k": problem.seqlen_k,
+        "scale_log2": (problem.softcap or problem.scale) * LOG2E,
+        "softcap_slope": problem.scale / problem.softcap if problem.softcap else 0.0,
+    }
+
+
+def blocks_of(problem: Problem, length: int, block: int) -> int:
+    """Tiles of a head; what packed sequences of any lengths need at most, see find_sequence."""
+    return length // block + problem.batch if problem.varlen else -(-length // block)
+
+
+def heads_together(problem: Problem, config: Config, size: int) -> int:
+    """How many heads are processed side by side: those whose keys and values have the size."""
+    most = max(1, size // (2 * problem.seqlen_k * (config.BLOCK_D + config.BLOCK_DV))) * problem.group
+    return largest_divisor(problem.batch * problem.heads, most)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    return max(n for n in range(1, min(most, number) + 1) if number % n == 0)

@@ -1,0 +1,130 @@
+"""The backward's launches of a shape: the planned tiles' kernels, their arguments, over which work tiles in which order."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tilewise.backends.hopper.arguments import LOG2E, blocks_of, largest_divisor, tile_arguments
+from tilewise.backends.hopper.backward.choose import visiting_queries
+from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
+from tilewise.backends.hopper.compile import pointer
+from tilewise.backends.hopper.intervals import IntervalMask, mask_of
+from tilewise.backends.hopper.plan import config_of, tiles
+from tilewise.backends.hopper.structs import Arguments, Divisor, Plane, PrePostArguments, Rows
+from tilewise.backends.hopper.tile_order import tile_order, visited_keys
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.problem import Problem
+
+L2_BYTES = 24 << 20
+"""Of the L2 cache (50 MiB on H100 and H200) for what is streamed past the tiles of heads that are processed together."""
+
+
+class Step(NamedTuple):
+    """One kernel of a plan; its arguments have types in place of addresses; the order is an array of the host."""
+
+    name: str
+    kernel: Any
+    config: KeysConfig | QueriesConfig
+    arguments: Arguments | PrePostArguments
+    programs: int
+
+
+class BackwardPlan(NamedTuple):
+    """All of a call that does not depend on its tensors, and the calls made so far."""
+
+    steps: tuple[Step, ...]
+    stats: int  # numbers of scratch memory: of the statistics, and of dQ
+    dq: int
+
+
+def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, with_dlse: bool = False) -> BackwardPlan:
+    """The launches on a device; `compile_(name, dtype, arguments, config)` gives the kernels."""
+    mask = mask_of(problem)
+    planned = {tile.kernel: tile for pass_, tile in tiles(problem, spec).items() if pass_.startswith("backward")}
+    configs = {kernel: config_of(problem, tile) for kernel, tile in planned.items()}
+    config = next(config for kernel, config in configs.items() if kernel in ("keys_kernel", "split_kernel"))
+    stat_blocks = blocks_of(problem, problem.seqlen_q, config.BLOCK_M)
+    stat_tiles = stat_blocks * problem.heads * (1 if problem.varlen else problem.batch)
+    around = prepost_arguments(problem, config, stat_blocks, with_dlse)
+
+    def step(kernel: str) -> Step:
+        own = configs[kernel]
+        if kernel in ("preprocess_kernel", "postprocess_kernel"):
+            arguments, programs = around, stat_tiles
+        else:
+            arguments = grad_arguments(problem, mask, own, stat_blocks, spec.units)
+            programs = arguments.programs
+        return Step(kernel, compile_(kernel, problem.dtype, arguments, own), own, arguments, programs)
+
+    scratch = (stat_tiles + 1) * config.BLOCK_M * config.BLOCK_D if config.REDUCE_DQ else 0
+    return BackwardPlan(tuple(step(kernel) for kernel in configs), 2 * stat_tiles * config.BLOCK_M, scratch)
+
+
+def grad_arguments(
+    problem: Problem, mask: IntervalMask, config: KeysConfig | QueriesConfig, stat_blocks: int, processors: int
+) -> Arguments:
+    """Arguments of a kernel over key tiles, or over query tiles."""
+    of_keys = isinstance(config, KeysConfig)
+    length, block = (problem.seqlen_k, config.BLOCK_N) if of_keys else (problem.seqlen_q, config.BLOCK_M)
+    own_heads = problem.kv_heads if of_keys else problem.heads
+    sequences = 1 if problem.varlen else problem.batch
+    blocks, heads = blocks_of(problem, length, block), own_heads * sequences
+    programs = min(blocks * heads, processors)
+    order = None
+    if config.BAND and not problem.varlen:
+        if isinstance(config, KeysConfig):
+            # key tiles are numbered from the first to the last
+            visiting = visiting_queries(mask, config, problem.seqlen_q, problem.seqlen_k)
+            times = visiting[::-1] * problem.group
+        else:
+            times = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
+        order = tile_order(times, heads, heads_together(problem, config, heads), programs)[0]
+    rows = Rows(pointer(problem.dtype), 0, 0, 0) if problem.varlen else None
+    return Arguments(
+        lse_ptr=None,
+        out=None,
+        last_q=None,
+        last_block=None,
+        **tile_arguments(problem, mask, own_heads, blocks),
+        stat_blocks=stat_blocks,
+        stat_tiles=stat_blocks * problem.heads * sequences,
+        total=blocks * heads,
+        programs=programs,
+        order=order,
+        scale=float(problem.scale),
+        stats_ptr="*fp32",
+        dq_ptr="*fp32",
+        dq=rows,
+        dk=rows,
+        dv=rows,
+    )
+
+
+def prepost_arguments(problem: Problem, config: KeysConfig, stat_blocks: int, with_dlse: bool) -> PrePostArguments:
+    anywhere = Plane(pointer(problem.dtype), 0, 0, 0, 0)
+    return PrePostArguments(
+        out=anywhere,
+        dout=anywhere,
+        dq=anywhere,
+        lse_ptr="*fp32",
+        dlse_ptr="*fp32" if with_dlse else None,
+        stats_ptr="*fp32",
+        dq_ptr="*fp32",
+        cu_q="*i32" if problem.varlen else None,
+        heads=Divisor.of(problem.heads),
+        blocks=Divisor.of(stat_blocks),
+        batch=problem.batch,
+        len_q=problem.seqlen_q,
+        factor=-LOG2E / (problem.scale * LOG2E) if config.ACC_FROM_STATS else LOG2E,
+        scale=float(problem.scale),
+    )
+
+
+def heads_together(problem: Problem, config: KeysConfig | QueriesConfig, heads: int) -> int:
+    """How many heads are processed side by side: those whose streamed tensors (and sums of dQ) the L2 cache holds."""
+    width = 2 * (config.BLOCK_D + config.BLOCK_DV)
+    if isinstance(config, KeysConfig):
+        each = problem.group * problem.seqlen_q * (width + 4 * config.BLOCK_D)
+    else:
+        each = -(-problem.seqlen_k * width // problem.group)
+    return largest_divisor(heads, max(1, L2_BYTES // each))

@@ -1,0 +1,104 @@
+"""Which kernels and tiles the backward takes for a problem, and what they are compiled for: the one place that decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tilewise.backends.hopper.backward.config import (
+    KEYS,
+    QUERIES,
+    QUERIES_SHORT,
+    SEPARATE_DQ,
+    SEPARATE_DQ_SOFTCAP,
+    SEPARATE_DQ_UNMASKED,
+    KeysConfig,
+    widths,
+)
+from tilewise.backends.hopper.choose import Choice, mask_config
+from tilewise.backends.hopper.intervals import IntervalMask, mask_of
+from tilewise.masks import may_have_empty_rows
+from tilewise.problem import Problem
+
+FEW_KEYS = {128: 400}
+"""By head dim: up to so many keys for each query, on average, dQ by a kernel of its own costs less than clearing and casting its
+sums. H200: at 128 causal 512 (320 keys in tiles) 246 against 235 TFLOP/s, causal 1k 334 against 365; at 64 217 against 234."""
+
+
+
+def separate_dq(problem: Problem, mask: IntervalMask) -> Choice:
+    """Whether dQ gets a kernel of its own, and why."""
+    if problem.asked("backward"):
+        return Choice(False, "asked for")
+    if problem.asked("backward_dkdv") or problem.asked("backward_dq"):
+        return Choice(True, "asked for")
+    if reason := no_sums(problem):
+        return Choice(True, reason)
+    tile = KEYS[widths(problem.head_dim, problem.head_dim_v)]
+    mean = keys_per_query(problem, mask, tile)
+    if mean <= FEW_KEYS.get(tile.BLOCK_D, 0):
+        return Choice(True, f"{mean:.0f} keys a query: recomputing scores for dQ costs less than clearing and casting its sums")
+    return Choice(False, "dQ is added up in memory: five products a tile, not the seven of two kernels")
+
+
+def no_sums(problem: Problem) -> str:
+    """Why dQ cannot be added up in memory; "" if it can."""
+    tile = KEYS[widths(problem.head_dim, problem.head_dim_v)]
+    if not tile.REDUCE_DQ:
+        return "at 256 columns the registers hold 64 keys, and dQ would be added up for so few only"
+    if problem.deterministic:
+        return "deterministic=True: sums in memory are added in any order"
+    if tile.ACC_FROM_STATS and (problem.softcap > 0 or problem.scale <= 0):
+        return "scores are more than products to accumulate from -lse, and subtracted statistics find no registers"
+    return ""
+
+
+def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
+    """Every tile of the kernel that holds keys, the usual one first: with dQ added up in memory, or (`separate`) without dQ."""
+    dims, mask = widths(problem.head_dim, problem.head_dim_v), mask_of(problem)
+    if not separate:
+        found = [] if no_sums(problem) else [KEYS[dims]]
+    elif problem.softcap > 0:  # its tanh finds no registers beside 128 queries
+        found = [SEPARATE_DQ_SOFTCAP[dims]]
+    else:
+        usual = (SEPARATE_DQ if mask.terms or problem.varlen else SEPARATE_DQ_UNMASKED)[dims]
+        found = list(dict.fromkeys((usual, SEPARATE_DQ_SOFTCAP[dims]))) if dims == (64, 64) else [usual]
+    reason = separate_dq(problem, mask).reason
+    return [Choice(tile._replace(**compiled_for(problem, mask)), reason) for tile in found]
+
+
+def queries_choices(problem: Problem, stat_rows: int) -> list[Choice]:
+    """Every tile of the kernel that holds queries, the usual one first; `stat_rows` queries share a tile of statistics."""
+    dims, mask = widths(problem.head_dim, problem.head_dim_v), mask_of(problem)
+    found = [QUERIES[dims], *([QUERIES_SHORT[dims]] if dims in QUERIES_SHORT else [])]
+    reason = separate_dq(problem, mask).reason
+    return [Choice(tile._replace(STAT_ROWS=stat_rows, **compiled_for(problem, mask)), reason) for tile in found]
+
+
+def compiled_for(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
+    return mask_config(problem, mask) | {
+        "EMPTY_ROWS": problem.varlen or may_have_empty_rows(problem.program, problem.seqlen_q, problem.seqlen_k),
+        "SCORES": "softcap" if problem.softcap > 0 else "fold",
+    }
+
+
+def without_mask(config: KeysConfig) -> KeysConfig:
+    """What the preprocess and postprocess kernels, which know no mask, are compiled for."""
+    plain = KeysConfig._field_defaults
+    names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS")
+    return config._replace(**{name: plain[name] for name in names})
+
+
+def keys_per_query(problem: Problem, mask: IntervalMask, tile: KeysConfig) -> float:
+    """Keys in the tiles that a query sees, on average; in a packed batch as if its sequences were equally long."""
+    sequences = problem.batch if problem.varlen else 1
+    queries, keys = max(1, problem.seqlen_q // sequences), max(1, problem.seqlen_k // sequences)
+    if not mask.band:
+        return keys
+    return float(visiting_queries(mask, tile, queries, keys).sum()) * tile.BLOCK_N / queries
+
+
+def visiting_queries(mask: IntervalMask, tile: KeysConfig, queries: int, keys: int) -> np.ndarray:
+    """Queries in the tiles that visit each key tile, int64 [blocks]."""
+    return mask.visited(queries, keys, tile.BLOCK_M, tile.BLOCK_N, by_key=True) * tile.BLOCK_M

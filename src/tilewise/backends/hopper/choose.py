@@ -1,0 +1,128 @@
+"""Which of its tiles the forward kernel takes for a problem, and what it is compiled for: the one place that decides."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tilewise.backends.hopper.config import NARROW, Config, tiles_for
+from tilewise.backends.hopper.intervals import IntervalMask, mask_of, unseen_keys
+from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, visited_keys
+from tilewise.problem import Problem
+
+OVERHEAD_WIDE = 165
+"""What a tile of 192 queries costs beside its keys, in keys (OVERHEAD_KEYS: one of 128)."""
+OVERHEAD_MASKED = 240
+"""The same for 192 queries under a mask whose rows end early: they pass its edge in steps that fit 192 queries worse."""
+NARROW_SPEED = 0.87
+"""Two warpgroups against three at head dim 64, long rows (H200, causal 16k keys: 473 and 525 TFLOP/s, 0.90). A little less puts
+the crossover under a causal mask between 2k keys, where two are 4 % faster, and 8k, where three are by 10 %."""
+SHORT_KEYS = 512
+"""Under a mask whose rows end early, query tiles with fewer keys than this on average take them 64 at a time (H200, causal:
+S 512 5 and 13 % faster at head dims 128 and 64, S 2048 12 % slower)."""
+RELEASE_EARLY_KEYS = 2048
+"""Up to so many keys the queries' stage is released early without a mask too (H200, head dim 256: S 512 and 2048 0.5 to
+1 % faster, 8192 and 16384 1 % slower; causal 0.5 to 2 % faster at all four)."""
+
+
+class Choice(NamedTuple):
+    """A tile of a kernel, compiled for the problem, and why it is taken."""
+
+    config: Any
+    reason: str
+
+
+def forward_choices(problem: Problem, newer: bool) -> list[Choice]:
+    """Every tile the kernel has for the problem, the one it takes first; `newer`: see `compiler.newer_registers`."""
+    mask = mask_of(problem)
+    unseen = unseen_by_all(problem, mask)
+    tiles = [tile for tile in tiles_for(problem.head_dim, problem.head_dim_v) if not shortage(tile, mask, unseen, newer)]
+    first, reason = planned(problem, mask, tiles)
+    others = [Choice(tile, "asked for") for tile in tiles if tile is not first]
+    return [
+        Choice(compiled_for(problem, mask, unseen, tile, newer), why) for tile, why in (Choice(first, reason), *others)
+    ]
+
+
+def unseen_by_all(problem: Problem, mask: IntervalMask) -> bool:
+    """May there be keys that no query sees? In a packed batch those of the next sequence."""
+    return problem.varlen or unseen_keys(mask, problem.seqlen_q, problem.seqlen_k)
+
+
+def shortage(tile: Config, mask: IntervalMask, unseen: bool, newer: bool) -> str:
+    """Why a thread has too few registers for the tile under this mask; "" if it has enough."""
+    registers = f"{tile.BLOCK_M}×{tile.BLOCK_N} has {tile.REGISTERS[0]} registers a thread, too few for"
+    if tile.WARPGROUPS == 3 and (unseen or mask.left):
+        return f"{registers} rows that begin after key 0 or keys that no query sees"
+    if newer and tile.WARPGROUPS == 3 and mask.band:
+        return f"{registers} a mask under Triton 3.8 or newer"
+    if newer and tile.BLOCK_N == 128 and tile.BLOCK_D > 64 and mask.terms and (unseen or mask.left):
+        return f"{registers} this mask under Triton 3.8 or newer"
+    return ""
+
+
+def planned(problem: Problem, mask: IntervalMask, tiles: list[Config]) -> Choice:
+    """The tile that is estimated to be fastest. Packed batches, whose lengths only the device knows, take the first."""
+    first, queries, keys = tiles[0], problem.seqlen_q, problem.seqlen_k
+    if len(tiles) == 1:
+        return Choice(first, only_reason(first))
+    if mask.band and not problem.varlen:
+        mean = float(visited_keys(mask, first, queries, keys).mean())
+        if mean <= SHORT_KEYS:
+            short = next((tile for tile in tiles if tile.BLOCK_N == 64), first)
+            return Choice(short, f"{mean:.0f} keys a query tile on average: 64 at a time follow the mask's edge more closely")
+    long = [tile for tile in tiles if tile.BLOCK_N == first.BLOCK_N]
+    if len(long) == 1:
+        return Choice(first, only_reason(first))
+    if problem.varlen:
+        return Choice(first, "a packed batch: the lengths are known on the device only")
+    best = min(long, key=lambda tile: estimated_time(tile, mask, queries, keys))
+    if best.WARPGROUPS == 3:
+        return Choice(best, "three warpgroups hide the softmax where ping-pong between two does not")
+    return Choice(best, "128 queries fit the length and the mask better than 192")
+
+
+def only_reason(tile: Config) -> str:
+    if max(tile.BLOCK_D, tile.BLOCK_DV) == 256:
+        return "256 columns leave no shared memory or registers for 128 keys"
+    if tile.PINGPONG:
+        return "two warpgroups issue their products in turns: one's softmax runs under the other's products"
+    if tile.BLOCK_N == 64:
+        return "128 keys leave too few registers under this mask and Triton 3.8 or newer"
+    return "two warpgroups, for three have too few registers under this mask"
+
+
+def estimated_time(tile: Config, mask: IntervalMask, queries: int, keys: int) -> float:
+    """Of a head, in multiples of what one query and one key take in the wide tile."""
+    blocks = -(-queries // tile.BLOCK_M)
+    visited = int(visited_keys(mask, tile, queries, keys).sum()) if mask.band else blocks * keys
+    if tile is NARROW:
+        return (visited + blocks * OVERHEAD_KEYS) * tile.BLOCK_M / NARROW_SPEED
+    return (visited + blocks * (OVERHEAD_MASKED if mask.band else OVERHEAD_WIDE)) * tile.BLOCK_M
+
+
+def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Config, newer: bool) -> Config:
+    """The tile with what the problem needs. Rows that begin after key 0 and keys that no query sees leave fewer registers."""
+    tail = not mask.terms and problem.seqlen_k % tile.BLOCK_N > 0
+    roomy = not (mask.left or unseen)
+    lazy = roomy and not (tail and tile.BLOCK_DV == 256) if newer else not (unseen and tile.BLOCK_DV == 128)
+    in_registers = tile.Q_IN_REGISTERS if roomy and not (mask.band and newer) else 0
+    return tile._replace(
+        LAZY_RESCALE=lazy,
+        Q_IN_REGISTERS=in_registers,
+        RELEASE_Q_EARLY=in_registers > 0 and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
+        TAIL=tail,
+        UNSEEN_KEYS=unseen,
+        SCORES="softcap" if problem.softcap > 0 else "fold" if problem.scale > 0 else "scale",
+        **mask_config(problem, mask),
+    )
+
+
+def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
+    """What every kernel is compiled for."""
+    return {
+        "TERMS": len(mask.terms),
+        "BAND": mask.band,
+        "LEFT": mask.left,
+        "VARLEN": problem.varlen,
+        "BOTTOM_RIGHT": mask.bottom,
+    }

@@ -1,0 +1,120 @@
+"""Shared memory of a kernel, byte for byte as the compiler lays it out (`tools/compile_kernels.py` compares).
+
+Beside the tiles stand what the first warps hand over to the others when their roles begin (addresses of tiles and barriers, the
+kernel's arguments as far as a role reads them), the barriers, and a byte for each warp that waits for its role. The compiler
+places them by size: what is handed over, then the barriers of each ring at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.intervals import IntervalMask
+
+POINTER, NUMBER, DIVISOR = 8, 4, 12
+ROWS = 3 * POINTER + NUMBER  # of the output: an address, two strides and a width
+PACKED_ROWS = POINTER + 3 * NUMBER  # of a gradient, likewise
+TILE, VECTOR = POINTER + 5 * NUMBER, POINTER + 2 * NUMBER  # views of tiles [stages, 1, 1, rows, width] and of vectors or barriers
+MATRIX = POINTER + 3 * NUMBER  # [stages, rows, width]
+ALIGNMENT = 16
+
+
+def on_chip(kernel: str, config: Any, mask: IntervalMask) -> tuple[tuple[str, int], ...]:
+    """Bytes by buffer of one program."""
+    if kernel == "preprocess_kernel":  # sums stay in a warp
+        return ()
+    if kernel == "postprocess_kernel":
+        return (("dQ", 2 * 64 * 64),)
+    roles = 4 * workers(config)
+    around = aligned(handed_over(kernel, config, mask)) + ring_bytes(config.barriers) + roles
+    return (*config.tiles.items(), ("barriers and arguments", around))
+
+
+def workers(config: Any) -> int:
+    """Warpgroups beside the first: the other consumers and the producer."""
+    return config.WARPGROUPS if isinstance(config, Config) else 2
+
+
+def warps_of(config: Any) -> int:
+    """Of one program: the producer is one warp of a warpgroup that is held whole."""
+    return 4 * (1 + workers(config))
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def ring_bytes(barriers: Iterable[int]) -> int:
+    """Barriers of 8 bytes by ring, the largest ring first, each at a multiple of 16 bytes; behind the last one nothing is left."""
+    end = 0
+    for count in sorted(barriers, reverse=True):
+        end = aligned(end) + 8 * count
+    return end
+
+
+def handed_over(kernel: str, config: Any, mask: IntervalMask) -> int:
+    """Bytes that the first warps leave for the others."""
+    if kernel == "forward_kernel":
+        return forward_views(config) + forward_arguments(config, mask)
+    if kernel == "queries_kernel":
+        return queries_views() + queries_arguments(config, mask)
+    return keys_views(config) + keys_arguments(config, mask)
+
+
+def terms_bytes(mask: IntervalMask, first: int) -> int:
+    """A mask's terms: `first` numbers of the first one, where the keys end of the second, and the addresses both read."""
+    numbers = first + 2 * (len(mask.terms) - 1)
+    tensors = sum(x is not None for term in mask.terms for x in term[4:])
+    return NUMBER * numbers + POINTER * tensors if mask.terms else 0
+
+
+def tile_arguments(config: Any) -> int:
+    """What every kernel over work tiles reads: which of them, and its place in the tensors."""
+    ordered = config.BAND and not config.VARLEN
+    which = DIVISOR + NUMBER + (POINTER if ordered else NUMBER)  # blocks; programs; the order, or the number of tiles
+    batch = 2 * POINTER + NUMBER if config.VARLEN else DIVISOR  # lengths and their number, or heads
+    slope = NUMBER if config.SCORES == "softcap" else 0
+    return which + batch + slope
+
+
+def forward_views(config: Config) -> int:
+    return 4 * POINTER + 4 * TILE + 6 * VECTOR
+
+
+def forward_arguments(config: Config, mask: IntervalMask) -> int:
+    numbers = 2 + 1 + 1 + 1  # of the group's divisor; queries, last block, scale
+    numbers += config.TERMS == 0 or config.UNSEEN_KEYS  # keys
+    numbers += not config.VARLEN or (config.TERMS > 0 and config.Q_STAGES > 1)  # last query
+    packed = ROWS if config.VARLEN else 0
+    return POINTER + NUMBER * numbers + packed + terms_bytes(mask, 4) + tile_arguments(config)
+
+
+def queries_views() -> int:
+    return 5 * POINTER + 4 * TILE + 8 * VECTOR
+
+
+def queries_arguments(config: Any, mask: IntervalMask) -> int:
+    numbers = 2 + 2 + 1 + 2  # of the group's divisor; queries, keys; tiles of statistics; both scales
+    packed = PACKED_ROWS if config.VARLEN else 0
+    return POINTER + NUMBER * numbers + packed + terms_bytes(mask, 4) + tile_arguments(config)
+
+
+def keys_views(config: Any) -> int:
+    if config.SPLIT:  # the first warps alone store dV
+        return 6 * POINTER + 4 * TILE + 10 * VECTOR + MATRIX + VECTOR
+    buffers = 1 if config.BLOCK_D == config.BLOCK_DV else 2
+    exchange = VECTOR + MATRIX if config.REDUCE_DQ else 0
+    return 7 * POINTER + (4 + buffers) * TILE + 7 * VECTOR + exchange + VECTOR
+
+
+def keys_arguments(config: Any, mask: IntervalMask) -> int:
+    numbers = 1 + 1 + 1 + 1  # the group; keys, tiles of statistics, scale
+    numbers += not config.VARLEN  # queries
+    numbers += not config.SPLIT  # tiles of statistics of all heads
+    numbers += not config.SPLIT or config.SCORES == "softcap"  # the scale of logarithms
+    sums = POINTER if config.REDUCE_DQ else 0
+    packed = 2 * PACKED_ROWS if config.VARLEN else 0
+    first = 1 + config.BAND + (2 if config.LEFT else config.VARLEN)  # where keys end; the band's right; its left and where keys begin
+    return NUMBER * numbers + sums + packed + terms_bytes(mask, first) + tile_arguments(config)
