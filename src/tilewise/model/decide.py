@@ -123,18 +123,11 @@ def plan(problem: Problem, device: str | DeviceSpec | None = None, *, pass_: str
     if pass_ not in PASSES:
         raise PlanError(f"pass_: got {pass_!r}, need auto, {', '.join(PASSES)}")
     if not spec.is_gpu:
-        return planned(problem, spec, _cpu_tile(problem, spec))
+        return planned(problem, spec, cpu_tile(spec, problem))
     best = _best_by_size(gpu.ranked(problem, spec, pass_, model_blocks=True))
     chosen, *others = (candidate.tile for candidate in best if not candidate.rejected)
     rejected = {candidate.tile: candidate.rejected for candidate in best if candidate.rejected}
     return planned(problem, spec, chosen, rivals=tuple(others), rejected=rejected)
-
-
-def _cpu_tile(problem: Problem, spec: DeviceSpec) -> TilePlan:
-    tile = cpu_tile(spec, problem)
-    sizes = {"block_q": tile.block_q, "block_k": tile.block_k, "stages": 1, "warps": 1, "splits": tile.splits}
-    register = (tile.rows, tile.key_unroll)
-    return TilePlan(**sizes, register_tile=register, registers=tile.registers, reasons=tile.reasons)
 
 
 def _best_by_size(candidates: Iterable[gpu.Candidate]) -> list[gpu.Candidate]:

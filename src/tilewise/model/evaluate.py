@@ -10,9 +10,9 @@ from tilewise import model
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model import Roofline, TilePlan, Traffic, Work, gpu
+from tilewise.model.cpu_time import cpu_time
 from tilewise.model.cycles import StepClocks
 from tilewise.model.grid import band_of, even
-from tilewise.model.roof import waves
 from tilewise.problem import Problem
 
 
@@ -124,38 +124,17 @@ def _on_gpu(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
 
 
 def _on_cpu(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
-    counts = _counts(problem, spec, tile, spec.units)
-    work, dram = counts["work"], counts["dram"]
-    sizes = even(problem)
-    blocks = max(1, -(-sizes.seqlen_q // tile.block_q)) * tile.splits
-    tasks = max(1, sizes.batch * sizes.heads // tile.heads) * blocks
-    _, balance = waves(tasks, spec.units)
-    limits = {
-        "FMA units": work.executed / spec.flops("float64" if problem.dtype == "float64" else "float32"),
-        "exponentials": work.exps / spec.exp_rate,
-        "DRAM bandwidth": dram.total / spec.dram_bandwidth,
-    }
-    # exponentials run on the FMA units too, so the two add up
-    seconds = max((limits["FMA units"] + limits["exponentials"]) / balance, limits["DRAM bandwidth"])
+    time = cpu_time(problem, spec, tile)
     return Evaluation(
-        **counts,
-        on_chip=dict(tile.on_chip) or _strip(sizes, tile),
+        **_counts(problem, spec, tile, spec.units),
+        on_chip=dict(tile.on_chip),
         registers=tile.registers,
         resident=tile.resident or 1,
-        waves=tasks / spec.units,
-        seconds=seconds,
-        limits=limits,
-        binding=_binding(limits, seconds),
+        waves=time.tasks / spec.workers,
+        seconds=time.seconds,
+        limits=time.limits,
+        binding=_binding(time.limits, time.seconds),
     )
-
-
-def _strip(problem: Problem, tile: TilePlan) -> dict[str, int]:
-    """What a strip of rows and the tile of K and V beside it take on a CPU."""
-    size = 8 if problem.dtype == "float64" else 4
-    d, dv = problem.head_dim, problem.head_dim_v
-    rows = tile.register_tile[0] if tile.register_tile else tile.block_q
-    sides = {"Q": rows * d, "K": tile.block_k * d, "V": tile.block_k * dv, "S": rows * tile.block_k, "O": rows * dv}
-    return {name: count * size for name, count in sides.items()}
 
 
 def _counts(problem: Problem, spec: DeviceSpec, tile: TilePlan, slots: int) -> dict[str, Any]:
