@@ -64,7 +64,11 @@ def _tiles(sweep: Sweep) -> Table:
             why = "; ".join(one.result.reasons) or "wrong: no speed"
             rows.append([name, (why, "red"), format_seconds(one.predicted)])
             continue
-        off, promised = ("–", 0.0) if one.predicted is None else (f"{one.predicted / one.seconds - 1:+.0%}", foreseen / one.predicted)
+        off, promised = (
+            ("–", 0.0)
+            if one.predicted is None
+            else (f"{one.predicted / one.seconds - 1:+.0%}", foreseen / one.predicted)
+        )
         bars: list[Cell] = [Bar(quickest / one.seconds, "cyan" if planned else "blue"), Bar(promised, "yellow")]
         rows.append([name, format_seconds(one.seconds), format_seconds(one.predicted), off, *bars])
     columns = ("tile", "measured", "predicted", "off", "speed", "predicted speed")
@@ -99,5 +103,8 @@ def verdict(sweep: Sweep) -> Text:
     more = sweep.ratio.p50 - 1
     if best is sweep.planned:
         return Text(("the planner's tile is the fastest", "green"), f" of {len(sweep.tiles)}")
-    text = f"the planner's {sweep.planned.tile} takes {more:.1%} more than {best.tile}, the fastest of {len(sweep.tiles)} ({limit})"
+    text = (
+        f"the planner's {sweep.planned.tile} takes {more:.1%} more than {best.tile}, the fastest of {len(sweep.tiles)}"
+    )
+    text += f" ({limit})"
     return Text((text, "green" if sweep.near else "red"))

@@ -124,7 +124,15 @@ def _seconds(run: Callable[[], Any], device: str) -> tuple[float, int]:
 
 def _overhead(problem: Problem, inputs: Inputs, name: str) -> float:
     """The time of the same call with one query and one key a head: checks, plan, launch and a tile that holds nothing."""
-    plain = {"mask": Full(), "bias": None, "alibi": False, "varlen": False, "sinks": False, "dropout_p": 0.0, "tile": ()}
+    plain = {
+        "mask": Full(),
+        "bias": None,
+        "alibi": False,
+        "varlen": False,
+        "sinks": False,
+        "dropout_p": 0.0,
+        "tile": (),
+    }
     small = replace(problem, batch=1, seqlen_q=1, seqlen_k=1, **plain)  # type: ignore[arg-type]
     one = Inputs(inputs.q[:1, :, :1], inputs.k[:1, :, :1], inputs.v[:1, :, :1])
     if not dispatch.judge(name, small, one).ok:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,8 @@ def plan(
 def machine(device: str | DeviceSpec | None) -> tuple[DeviceSpec, bool]:
     """The machine that is meant, and whether it is this one."""
     live = device is None or (isinstance(device, str) and device.partition(":")[0] in ("cpu", "cuda", "hip"))
+    if live:
+        import torch  # noqa: F401  # it knows with how many threads a call runs
     return hardware.device(device), live
 
 
@@ -94,8 +97,7 @@ def servers(problem: Problem, spec: DeviceSpec, live: bool, backend: str = "auto
         return plans.answer_there(name, problem, spec, backward=backward)
 
     answer = here if live else there
-    both = (plans.choose(lambda name, b=backward: answer(name, b), backend) for backward in (False, True))
-    return Servers(*both)
+    return Servers(*(plans.choose(partial(answer, backward=backward), backend) for backward in (False, True)))
 
 
 def plan_of(problem: Problem, spec: DeviceSpec, serving: Servers, pass_: str = "auto") -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from tilewise.hardware.spec import DeviceSpec
 from tilewise.model import gpu
 from tilewise.model.cpu import cpu_tile
 from tilewise.model.evaluate import Evaluation, evaluate
-from tilewise.model.tile import PASSES, TilePlan
+from tilewise.model.tile import AS_FAST, PASSES, RESOLUTION, TilePlan
 from tilewise.problem import Problem
 
 FIELDS = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "dtype", "precision")
@@ -181,7 +181,8 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
         if one is plan:
             verdict = "yours" if plan.tile.source == "user" else "chosen"
         else:
-            verdict = f"{one.seconds / plan.seconds - 1:+.0%}"
+            more = one.seconds / plan.seconds - 1
+            verdict = AS_FAST if abs(more) < RESOLUTION else f"{more:+.0%}"
         yield Alternative(one.tile, one.seconds, one.on_chip_bytes, one.registers, verdict)
     for tile, reason in (plan.rejected or {}).items():
         judged = gpu.evaluate(plan.problem, plan.spec, tile)

@@ -15,9 +15,10 @@ from tilewise.model.cycles import StepClocks
 from tilewise.model.grid import band_of, even
 from tilewise.problem import Problem
 
-
+EVALUATED = ("forward", "decode", "backward", "backward_dkdv", "backward_dq")
+"""Passes that compute scores; the others only pass once over what these leave."""
 PLAIN = "torch"
-"""The kernel of a tile that is computed by operations of torch: its tiles are tensors, nothing is kept on the chip by our doing."""
+"""The kernel of a tile that operations of torch compute: its tiles are tensors, nothing is kept on the chip by our doing."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,10 @@ class Evaluation:
 
 def evaluate(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
     """Bytes, FLOPs and time of `tile` on any machine; raises if it does not fit there."""
+    if tile.pass_ not in EVALUATED:
+        raise PlanError(
+            f"pass_: {tile.pass_} moves each of its tensors once, and is not evaluated; need {', '.join(EVALUATED)}"
+        )
     if tile.kernel == PLAIN:
         return _plain(problem, spec, tile)
     return (_on_gpu if spec.is_gpu else _on_cpu)(problem, spec, tile)

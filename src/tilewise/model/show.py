@@ -10,6 +10,7 @@ from tilewise.display import (
     Group,
     Panel,
     Shown,
+    Span,
     Table,
     Text,
     bars,
@@ -22,6 +23,7 @@ from tilewise.display import (
     styled,
 )
 from tilewise.masks import describe_mask
+from tilewise.model.tile import AS_FAST, RESOLUTION
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ _PASSES = {
     "backward_preprocess": "backward, before",
     "backward_postprocess": "backward, after",
 }
+SMALL_BUFFER = 0.03
+"""Of the on-chip bytes: smaller buffers are not named."""
 MOST_SLOWER, MOST_LARGER = 5, 4
 """Tiles shown that run slower than the chosen one, and that do not fit."""
 
@@ -80,10 +84,17 @@ def _headline(plan: Plan) -> Shown:
         rows.append(("backend", (plan.backend, "bold cyan")))
     rows += [*figure_facts(plan), ("tile", [(f"{plan.tile}", "bold cyan"), f"  {describe_tile(plan)}"])]
     if plan.timed:
-        buffers = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.on_chip.items())
-        rows.append(("on chip", f"{format_bytes(plan.on_chip_bytes)}  ({buffers}) · {plan.registers} registers"))
+        rows.append(("on chip", f"{format_bytes(plan.on_chip_bytes)}  ({_buffers(plan)}) · {plan.registers} registers"))
         rows += time_facts(plan)
     return Panel("plan", facts(rows))
+
+
+def _buffers(plan: Plan) -> str:
+    """What is on the chip, the small buffers together."""
+    large = {name: size for name, size in plan.on_chip.items() if size >= SMALL_BUFFER * plan.on_chip_bytes}
+    if rest := plan.on_chip_bytes - sum(large.values()):
+        large[f"{len(plan.on_chip) - len(large)} more"] = rest
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in large.items())
 
 
 def figure_facts(plan: Plan) -> list[tuple[str, Cell]]:
@@ -93,14 +104,17 @@ def figure_facts(plan: Plan) -> list[tuple[str, Cell]]:
     if not plan.passes:
         return [("figures", f"the model's: {plan.backend} has no tile of ours")]
     if not plan.timed:
-        return [("figures", f"tile and FLOPs; {plan.backend} computes with torch, whose bytes and time are not modelled")]
+        return [
+            ("figures", f"tile and FLOPs; {plan.backend} computes with torch, whose bytes and time are not modelled")
+        ]
     return []
 
 
 def time_facts(plan: Plan) -> list[tuple[str, Cell]]:
     rate = format_count(plan.flops_per_second, "FLOP/s")
-    bound = [(format_seconds(plan.seconds), "bold green"), f"  {rate} useful, bound by ", (plan.binding, "bold yellow")]
-    return [("predicted", [*bound, (f"  ({plan.ceilings})", "dim")]), ("roofline", describe_roofline(plan))]
+    bound: list[Span] = [(format_seconds(plan.seconds), "bold green"), f"  {rate} useful, bound by "]
+    bound += [(plan.binding, "bold yellow"), (f"  ({plan.ceilings})", "dim")]
+    return [("predicted", bound), ("roofline", describe_roofline(plan))]
 
 
 def describe_tile(plan: Plan) -> str:
@@ -122,7 +136,13 @@ def pass_table(passes: Sequence[TilePlan]) -> Table:
     """The kernels of a call, a row each."""
     rows: list[list[Cell]] = []
     for tile in passes:
-        shape = "{}×{}".format(*tile.register_tile) if tile.register_tile else f"{tile.warps} warps" if tile.on_chip else "–"
+        shape = (
+            "{}×{}".format(*tile.register_tile)
+            if tile.register_tile
+            else f"{tile.warps} warps"
+            if tile.on_chip
+            else "–"
+        )
         on_chip = format_bytes(tile.on_chip_bytes) if tile.on_chip else "–"
         name = _PASSES.get(tile.pass_, tile.pass_)
         rows.append([name, tile.kernel or "–", (f"{tile}", "cyan"), shape, str(tile.stages), on_chip, str(tile.splits)])
@@ -152,7 +172,7 @@ def _alternatives(plan: Plan) -> Sequence[Shown]:
         return []
     running = [a for a in plan.alternatives if a.seconds is not None]
     slower = [a for a in running if a.verdict not in _CHOSEN][:MOST_SLOWER]
-    shown = sorted([*(a for a in running if a.verdict in _CHOSEN), *slower], key=lambda a: a.seconds or 0.0)
+    shown = [*(a for a in running if a.verdict in _CHOSEN), *slower]
     failing = sorted((a for a in plan.alternatives if a.seconds is None), key=lambda a: a.tile.block_q * a.tile.block_k)
     rows = []
     for a in [*shown, *failing[:MOST_LARGER]]:
@@ -162,8 +182,10 @@ def _alternatives(plan: Plan) -> Sequence[Shown]:
     columns = ("tile", "stages", "warps", "on chip", "registers", "predicted", "verdict")
     table = Table("tiles considered", columns, rows, wraps=(6,))
     hidden, larger = len(running) - len(shown), max(0, len(failing) - MOST_LARGER)
-    note = Text((f"{hidden} slower and {larger} larger tiles not shown", "dim"))
-    return [table, note] if hidden + larger else [table]
+    notes = [f"{hidden} slower and {larger} larger tiles not shown"] if hidden + larger else []
+    if any(a.verdict == AS_FAST for a in shown):
+        notes.append(f"the model does not tell times apart that differ by less than {RESOLUTION:.0%}")
+    return [table, *(Text((note, "dim")) for note in notes)]
 
 
 def show_comparison(plans: Sequence[Plan]) -> Shown:

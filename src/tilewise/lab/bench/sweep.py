@@ -153,7 +153,9 @@ def sweep_all(
         name = case.backend if backend == "auto" else backend
         problem = timed_for(case, "backward" if trains else "forward").problem()
         server = dispatch.select(problem, name=name, backward=trains).backend.name
-        jobs += [(case, server, one) for one in ([pass_] if pass_ != "auto" else passes_of(case, server) or ["forward"])]
+        jobs += [
+            (case, server, one) for one in ([pass_] if pass_ != "auto" else passes_of(case, server) or ["forward"])
+        ]
     sweeps = []
     for number, (case, server, one) in enumerate(jobs):
 

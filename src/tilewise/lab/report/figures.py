@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from tilewise import model
+from tilewise.diagnostics.plan import plan
 from tilewise.hardware import DeviceSpec
 from tilewise.lab.simulator.timeline import block_timeline
 from tilewise.masks import Mask, causal, documents, full, prefix, window
-from tilewise.model import Plan, TilePlan, plan
+from tilewise.model import Plan, TilePlan
 from tilewise.model.grid import Grid
 from tilewise.problem import Problem
 
@@ -24,6 +25,8 @@ TILES: tuple[tuple[int, int] | None, ...] = (None, (64, 64), (128, 64), (128, 12
 """None is the plan's own."""
 SCHEDULES = ("standard", "v1", "v2")
 HEADS = 8
+HERE = "here"
+"""The key of the live machine."""
 STAGES = (1, 2, 3)
 TIMELINE_TILES = 8
 
@@ -75,18 +78,21 @@ def classes(length: int, mask: str, block_q: int, block_k: int) -> Any:
 
 
 def results(devices: dict[str, DeviceSpec], lengths: tuple[int, ...] = LENGTHS) -> dict[str, dict[str, Any]]:
-    """Every position of the controls: its traffic by schedule, its place under the roof, its plan."""
+    """Every position of the controls: its traffic by schedule, its place under the roof of `devices`, its plan."""
     table = {}
     for device, length, dim, mask in product(devices, lengths, HEAD_DIMS, MASKS):
-        chosen = plan(problem_of(length, dim, mask, dtype_on(devices[device])), devices[device])
+        problem = problem_of(length, dim, mask, dtype_on(devices[device]))
+        chosen = plan(problem, None if device == HERE else device)  # as `explain` plans: one time for one problem
         for tile in TILES:
-            table[key(device, length, dim, mask, tile_name(tile))] = position(chosen, mask, tile)
+            table[key(device, length, dim, mask, tile_name(tile))] = position(chosen, mask, tile, devices[device])
     return table
 
 
-def position(chosen: Plan, mask: str, wanted: tuple[int, int] | None = None) -> dict[str, Any]:
-    """One position of the controls; `wanted` is the reader's own tile."""
-    problem, spec, useful = chosen.problem, chosen.spec, chosen.work.useful
+def position(
+    chosen: Plan, mask: str, wanted: tuple[int, int] | None = None, roof: DeviceSpec | None = None
+) -> dict[str, Any]:
+    """One position of the controls; `wanted` is the reader's own tile, `roof` the machine with the ceilings that are drawn."""
+    problem, spec, useful = chosen.problem, roof or chosen.spec, chosen.work.useful
     tile = chosen.tile if wanted is None else TilePlan(*wanted, stages=chosen.tile.stages, warps=chosen.tile.warps)
     sides = (tile.block_q, tile.block_k)
     pair = 2 * problem.heads * (problem.head_dim + problem.head_dim_v)
@@ -106,7 +112,7 @@ def position(chosen: Plan, mask: str, wanted: tuple[int, int] | None = None) -> 
             for name, moved in schedules.items()
         },
         "less": schedules["standard"].total / schedules["v2"].total,
-        "predicted": chosen.seconds if wanted is None else None,
+        "predicted": chosen.seconds if wanted is None and chosen.timed else None,
         "useful": useful,
         "executed": executed,
         "compulsory": chosen.compulsory.total,
