@@ -53,42 +53,42 @@ def _keys(one: TileResult) -> int:
 
 def _tiles(sweep: Sweep) -> Table:
     """A tile a row, the fastest first; both bars are speeds, in that of the fastest and of the one predicted to be."""
-    best = sweep.fastest
-    quickest = (best.seconds if best else None) or 0.0
     foreseen = min((one.predicted for one in sweep.tiles if one.predicted is not None), default=0.0)
     rows: list[list[Cell]] = []
-    for one in sorted(sweep.tiles, key=lambda one: one.seconds or float("inf")):
+    for one in sorted(sweep.tiles, key=lambda one: -_speed(sweep, one)):
         planned = one is sweep.planned
         name: Cell = (f"{one.tile} planned", "bold cyan") if planned else str(one.tile)
         if one.seconds is None:
             why = "; ".join(one.result.reasons) or "wrong: no speed"
             rows.append([name, (why, "red"), format_seconds(one.predicted)])
             continue
-        off, promised = (
-            ("–", 0.0)
-            if one.predicted is None
-            else (f"{one.predicted / one.seconds - 1:+.0%}", foreseen / one.predicted)
-        )
-        bars: list[Cell] = [Bar(quickest / one.seconds, "cyan" if planned else "blue"), Bar(promised, "yellow")]
-        rows.append([name, format_seconds(one.seconds), format_seconds(one.predicted), off, *bars])
+        off = "–" if one.predicted is None else f"{one.predicted / one.seconds - 1:+.0%}"
+        measured = Bar(_speed(sweep, one), "cyan" if planned else "blue")
+        predicted = Bar(foreseen / one.predicted if one.predicted else 0.0, "yellow")
+        rows.append([name, format_seconds(one.seconds), format_seconds(one.predicted), off, measured, predicted])
     columns = ("tile", "measured", "predicted", "off", "speed", "predicted speed")
     return Table("", columns, rows, wraps=(1, 4, 5))
 
 
+def _speed(sweep: Sweep, one: TileResult) -> float:
+    """In that of the fastest; 0 for what did not run."""
+    best = sweep.fastest
+    return one.speed.p50 / best.speed.p50 if one.speed and best and best.speed else 0.0
+
+
 def _grid(sweep: Sweep, rows: list[int], keys: list[int]) -> Table:
     """Speed in that of the fastest: queries of a tile down, keys across."""
-    best = sweep.fastest
-    quickest = (best.seconds if best else None) or 0.0
-    seconds = {(_rows(one), _keys(one)): one.seconds for one in sweep.tiles}
-    planned = (_rows(sweep.planned), _keys(sweep.planned))
+    tiles = {one.tile.sizes: one for one in sweep.tiles}
     lines: list[list[Cell]] = []
     for m in rows:
         line: list[Cell] = [(str(m), "bold")]
         for n in keys:
-            taken = seconds.get((m, n))
-            text = f"{quickest / taken:.0%}" if taken else "✗" if (m, n) in seconds else "·"
-            style = "bold cyan" if (m, n) == planned else "green" if taken == quickest else "" if taken else "dim"
-            line.append((text, style))
+            one = tiles.get((m, n))
+            if one is None or not _speed(sweep, one):
+                line.append(("✗" if one else "·", "dim"))
+            else:
+                style = "bold cyan" if one is sweep.planned else "green" if one is sweep.fastest else ""
+                line.append((f"{_speed(sweep, one):.0%}", style))
         lines.append(line)
     return Table("speed by queries (down) and keys (across) of a tile", ("", *map(str, keys)), lines)
 
@@ -97,14 +97,11 @@ def verdict(sweep: Sweep) -> Text:
     """How far the planner's tile is from the fastest."""
     from tilewise.lab.bench.sweep import NEAR
 
-    best, limit = sweep.fastest, f"limit {NEAR - 1:.0%}"
+    best = sweep.fastest
     if best is None or sweep.ratio is None:
         return Text(("the planner's tile did not run", "red"))
-    more = sweep.ratio.p50 - 1
     if best is sweep.planned:
         return Text(("the planner's tile is the fastest", "green"), f" of {len(sweep.tiles)}")
-    text = (
-        f"the planner's {sweep.planned.tile} takes {more:.1%} more than {best.tile}, the fastest of {len(sweep.tiles)}"
-    )
-    text += f" ({limit})"
+    text = f"the planner's {sweep.planned.tile} takes {sweep.ratio - 1:.1%} more than {best.tile}, "
+    text += f"the fastest of {len(sweep.tiles)} (limit {NEAR - 1:.0%})"
     return Text((text, "green" if sweep.near else "red"))

@@ -13,7 +13,7 @@ from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model import gpu
 from tilewise.model.cpu import cpu_tile
-from tilewise.model.evaluate import Evaluation, evaluate
+from tilewise.model.evaluation import Evaluation, evaluate
 from tilewise.model.tile import AS_FAST, PASSES, RESOLUTION, TilePlan
 from tilewise.problem import Problem
 

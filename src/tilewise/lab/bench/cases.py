@@ -190,7 +190,7 @@ class Case:
     def options(self, tensors: Tensors) -> dict[str, Any]:
         """The options of the call in plain values and tensors, for `child.tilewise_call`."""
         keywords = {name: getattr(self, name) for name in ("scale", "softcap", "dropout_p", "deterministic")}
-        keywords |= {"tile": {pass_: (m, n) for pass_, m, n in self.tile} or None}
+        keywords |= {"tile": tuple(map(tuple, self.tile)) or None}
         keywords |= {"bias": tensors.bias, "sinks": tensors.sinks, "seed": SEED if self.dropout_p else None}
         return {
             **{"mask": self.mask, "data": self.data_mask(), "layout": self.layout, "backend": self.backend},

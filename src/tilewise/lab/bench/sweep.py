@@ -31,13 +31,16 @@ class TileResult:
     predicted: float | None
     """None of plain torch, whose time is not modelled."""
     result: Result
+    speed: Spread | None
+    """In that of the planner's tile, round by round: what disturbs a round disturbs both. None if either did not run."""
 
     @property
     def seconds(self) -> float | None:
         return self.result.times.p50 if self.result.times else None
 
     def to_dict(self) -> dict[str, Any]:
-        return {"tile": self.tile.to_dict(), "predicted": self.predicted, **self.result.to_dict()}
+        speed = self.speed._asdict() if self.speed else None
+        return {"tile": self.tile.to_dict(), "predicted": self.predicted, "speed": speed, **self.result.to_dict()}
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,6 @@ class Sweep:
     backend: str
     pass_: str
     tiles: tuple[TileResult, ...]
-    ratio: Spread | None
-    """The time of the planner's tile in that of the fastest, round by round; None if the planner's did not run."""
 
     @property
     def planned(self) -> TileResult:
@@ -57,12 +58,20 @@ class Sweep:
 
     @property
     def fastest(self) -> TileResult | None:
-        return fastest(self.tiles)
+        """None if the planner's did not run."""
+        ran = [tile for tile in self.tiles if tile.speed is not None]
+        return max(ran, key=lambda tile: tile.speed.p50 if tile.speed else 0.0, default=None)
+
+    @property
+    def ratio(self) -> float | None:
+        """The time of the planner's tile in that of the fastest."""
+        best = self.fastest
+        return best.speed.p50 if best and best.speed else None
 
     @property
     def near(self) -> bool:
         """Is the planner's tile about as fast as the fastest?"""
-        return self.ratio is not None and self.ratio.p50 <= NEAR
+        return self.ratio is not None and self.ratio <= NEAR
 
     @property
     def right(self) -> bool:
@@ -77,15 +86,11 @@ class Sweep:
             "pass": self.pass_,
             "planned": str(self.planned.tile),
             "fastest": str(best.tile) if best else None,
-            "ratio": self.ratio._asdict() if self.ratio else None,
+            "ratio": self.ratio,
             "limit": NEAR,
             "passed": self.near,
             "tiles": [tile.to_dict() for tile in self.tiles],
         }
-
-
-def fastest(tiles: Sequence[TileResult]) -> TileResult | None:
-    return min((tile for tile in tiles if tile.seconds), key=lambda tile: tile.seconds or 0.0, default=None)
 
 
 def with_tile(case: Case, pass_: str, tile: TilePlan) -> Case:
@@ -136,10 +141,10 @@ def sweep(case: Case, backend: str, pass_: str, effort: Effort, on_progress: Pro
         for number, (tile, _) in enumerate(tiles)
     ]
     results, samples = judge_and_time(case, contenders, effort, on_progress)
-    timed = tuple(TileResult(tile, predicted, results[str(tile)]) for tile, predicted in tiles)
-    best, planned = fastest(timed), str(tiles[0][0])
-    beside = ratio(samples[planned], samples[str(best.tile)]) if best and planned in samples else None
-    return Sweep(case, backend, pass_, timed, beside)
+    planned = samples.get(str(tiles[0][0]))
+    speeds = {name: ratio(planned, values) for name, values in samples.items()} if planned else {}
+    timed = (TileResult(tile, predicted, results[str(tile)], speeds.get(str(tile))) for tile, predicted in tiles)
+    return Sweep(case, backend, pass_, tuple(timed))
 
 
 def sweep_all(
