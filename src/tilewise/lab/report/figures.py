@@ -89,7 +89,9 @@ def results(devices: dict[str, DeviceSpec], lengths: tuple[int, ...] = LENGTHS) 
     return table
 
 
-def position(problem: Problem, mask: str, device: str, spec: DeviceSpec, wanted: tuple[int, int] | None) -> dict[str, Any]:
+def position(
+    problem: Problem, mask: str, device: str, spec: DeviceSpec, wanted: tuple[int, int] | None
+) -> dict[str, Any]:
     """One position of the controls: the tile that the backend runs, or the reader's own, which perhaps nobody runs.
 
     Tile and predicted time are those of `tilewise.plan`. `spec` is the machine with its roof as measured.
@@ -111,13 +113,14 @@ def position(problem: Problem, mask: str, device: str, spec: DeviceSpec, wanted:
     return {
         "tile": str(tile),
         "runs": str(runs.tile),
+        "by": runs.figures_of,
         "refused": refused,
         "schedules": {
             name: _point(bytes_, work.useful, multiplied.get(name, work.executed), problem.dtype, spec)
             for name, bytes_ in moved.items()
         },
         "less": moved["standard"].total / moved["v2"].total,
-        "predicted": None if refused else shown.seconds,
+        "predicted": None if refused or not shown.timed else shown.seconds,
         "useful": work.useful,
         "executed": work.executed,
         "compulsory": shown.compulsory.total,
