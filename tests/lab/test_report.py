@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tilewise import hardware, model
+from tilewise.backends import plans
 from tilewise.cli.app import app
 from tilewise.diagnostics.plan import plan
 from tilewise.hardware.ceilings import Ceilings
@@ -150,6 +152,11 @@ def test_tile_and_time_are_the_plan_s(data: dict[str, Any], device: str, mask: s
         found = data["results"][figures.key(device, 512, dim, mask, "plan")]
         assert (found["tile"], found["predicted"]) == (str(expected.tile), expected.seconds)
         assert found["onChip"] == dict(expected.on_chip)
+        there = replace(problem, device="cuda" if expected.spec.is_gpu else "cpu")
+        server = next(choice.name for choice in plans.serving(there, expected.spec) if choice.chosen)
+        tiles = plans.tiles(server, there, expected.spec)
+        assert found["by"] == (server if tiles else "model")
+        assert not tiles or found["tile"] == str(tiles["forward"])
         for tile in figures.TILES[1:]:
             own = data["results"][figures.key(device, 512, dim, mask, figures.tile_name(tile))]
             assert own["runs"] == str(expected.tile)

@@ -98,7 +98,8 @@ function showNumbers() {
     [percent(map.total ? map.empty / map.total : 0), w("n.skipped")],
     found.predicted === null ? [seconds(found.schedules.plan.seconds), w("n.least")] : [seconds(found.predicted), w("n.time")],
   ];
-  $("runs").textContent = found.tile === found.runs ? w("runs.it", { tile: found.runs }) : w(found.refused ? "runs.refused" : "runs.yours", { tile: found.tile, runs: found.runs });
+  const kind = found.by === "model" ? "runs.model" : found.tile === found.runs ? "runs.it" : found.refused ? "runs.refused" : "runs.yours";
+  $("runs").textContent = w(kind, found);
   if (found.binding) facts.push([w("r." + found.binding), w("n.binding")]);
   else facts.push([bytes(Object.values(found.onChip).reduce((a, b) => a + b, 0)), w("f.sram_bytes")]);
   $("numbers").replaceChildren(...facts.map(([value, words]) => { const box = element("div"); box.append(element("b", value), element("span", words)); return box; }));
