@@ -48,6 +48,6 @@ BRAIN = [case for case in CASES if "bf" in case.name and case.precision == "defa
 def test_matrix_tiles_beside_wide_vectors(monkeypatch: pytest.MonkeyPatch, kernels: list[Kernel], case: Case) -> None:
     """As with AMX, but that tiles are loops over memory."""
     pretend(monkeypatch, "avx512")
-    monkeypatch.setattr(plan, "matrix_unit", lambda problem, kind: "plain" if kind in plan.MATRIX_KINDS else "")
+    monkeypatch.setattr(plan, "matrix_unit", lambda problem, kind, spec: "plain" if kind in plan.MATRIX_KINDS else "")
     assert excesses(build(case, "cpu"), "cpu", lse_gradient=case.lse_gradient) == []
     assert {(kernel.matrix, kernel.tile.lanes) for kernel in kernels} == {("plain", 16)}

@@ -18,6 +18,9 @@ from tilewise.problem import WIDE
 
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 
+MATRIX_UNITS = {"amx": ("amx_tile", "amx_bf16", "avx512_bf16")}
+"""Units of a CPU that multiply tiles, and the extensions that kernels for them need."""
+
 _DESCRIPTIVE = {"key", "name", "kind", "vendor", "arch", "isa", "isa_flags", "sources"}
 
 
@@ -88,6 +91,8 @@ class DeviceSpec:
     """Vector loads a core starts per cycle."""
     l2_bytes_per_cycle: float = 0.0
     """Bytes a core moves between L1 and L2 per cycle."""
+    threads: int = 0
+    """Threads that share a call, where it is not one for each core."""
 
     sources: Mapping[str, str] = field(default_factory=_frozen, compare=False)
 
@@ -113,9 +118,19 @@ class DeviceSpec:
         return self.units
 
     @property
+    def workers(self) -> int:
+        """Threads that share a call on a CPU."""
+        return self.threads or self.units
+
+    @property
+    def matrix_unit(self) -> str:
+        """The unit of a CPU that multiplies tiles, "" if it has none. A live one has it only if this process may use it."""
+        return next((unit for unit, flags in MATRIX_UNITS.items() if set(flags) <= set(self.isa_flags)), "")
+
+    @property
     def has_amx(self) -> bool:
         """Has the CPU matrix tiles for bfloat16?"""
-        return {"amx_tile", "amx_bf16", "avx512_bf16"} <= set(self.isa_flags)
+        return self.matrix_unit == "amx"
 
     @property
     def l1d_bytes(self) -> int:

@@ -89,12 +89,17 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
     return operands | products | {"kept": BN * R, "W": BN * R} | rows | {"tail": tile.keys * R} | tiles | ends
 
 
-def frame(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
-    """Bytes of a thread's frame."""
+def layout(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
+    """Bytes of a thread's frame, by buffer; its fields come first."""
     known = {"D": problem.head_dim, "Dv": problem.head_dim_v, "BM": tiles.rows, "BN": tiles.keys, "group": tiles.heads}
     sizes = SimpleNamespace(**known, **paddings(problem, kernel, tiles))
-    cells: int = sum(round_up(n, ALIGN) for n in buffers(kernel, sizes).values())
-    return FRAME_BYTES + cells * _size(kernel)
+    size = _size(kernel)
+    return {"fields": FRAME_BYTES} | {name: round_up(n, ALIGN) * size for name, n in buffers(kernel, sizes).items()}
+
+
+def frame(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
+    """Bytes of a thread's frame."""
+    return sum(layout(problem, kernel, tiles).values())
 
 
 def workspace(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:

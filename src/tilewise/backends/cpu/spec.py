@@ -10,6 +10,7 @@ FRAME_BYTES = 512  # the fields of a frame; its buffers follow
 ALIGN = 16  # elements: every buffer starts on such a multiple
 UNROLL = 4  # steps of a contraction per loop trip; register tiles have a multiple of it as J, to which head dims are padded
 ACCUMULATORS = 16  # of decoding: rows by keys, or rows by vectors of the head dim
+ARGUMENTS = 1024  # 64-bit arguments that fit into a block
 MASK_RANK = 4  # strides carried for each mask tensor
 
 

@@ -1,0 +1,38 @@
+"""Constants fitted to measured times: at most six a device, on other shapes than the benchmarks it is judged by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.hardware.spec import DeviceSpec
+
+
+@dataclass(frozen=True)
+class CpuFit:
+    """What a CPU's figures do not tell. Clocks are those of `DeviceSpec.clock_hz`."""
+
+    products: float
+    """The part of the nominal FMA peak that the register loops reach; above 1 where a core runs faster than its nominal clock."""
+    matrix: float
+    """The same of the matrix unit's peak."""
+    softmax: float
+    """Clocks of a vector of scores."""
+    pack: float
+    """Clocks of an element that is packed."""
+    stream: float
+    """Bytes a second that one core reads when it decodes."""
+    call: float
+    """Seconds of a call beside its kernel."""
+    origin: str = ""
+    """How, when and on which shapes it was fitted."""
+
+
+CPU: dict[str, CpuFit] = {
+    "neon": CpuFit(products=0.94, matrix=1.0, softmax=10.9, pack=1.55, stream=12.5e9, call=12e-6),
+    "avx512": CpuFit(products=1.2, matrix=0.5, softmax=12.0, pack=1.0, stream=12.5e9, call=6e-6),
+}
+
+
+def cpu_fit(spec: DeviceSpec) -> CpuFit:
+    """The constants of a processor: those of its own instruction set, or of the nearest."""
+    return CPU.get(spec.isa) or CPU["avx512" if spec.arch == "x86_64" else "neon"]
