@@ -17,6 +17,7 @@ from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import image, plan
 from tilewise.backends.cpu.backend import backend
 from tilewise.backends.cpu.spec import Kernel, Register
+from tilewise.hardware.probe import probe_cpu
 from tilewise.hardware.cache import CACHE_VARIABLE
 from tilewise.problem import Problem
 
@@ -115,9 +116,10 @@ def test_a_read_only_directory_only_costs_time(directory: Path) -> None:
 
 
 def test_the_name_depends_on_kernel_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = plan.kernel_for(PROBLEM, "forward")
+    spec = probe_cpu()
+    kernel, backward = (plan.kernel_for(PROBLEM, tile, spec) for tile in plan.tiles(PROBLEM, spec).values())
     base = compiler.entry_path(repr(kernel))
-    assert compiler.entry_path(repr(plan.kernel_for(PROBLEM, "backward"))) != base
+    assert compiler.entry_path(repr(backward)) != base
     monkeypatch.setattr(compiler, "fingerprint", lambda: "another machine")
     assert compiler.entry_path(repr(kernel)) != base
 

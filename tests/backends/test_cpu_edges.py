@@ -46,7 +46,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, kind: str) -> torch.dtype:
         pretend(monkeypatch, kind)
     if kind == "matrix":
         forget(monkeypatch)
-        monkeypatch.setattr(plan, "matrix_unit", lambda problem, kind: "plain" if kind in plan.MATRIX_KINDS else "")
+        monkeypatch.setattr(plan, "matrix_unit", lambda problem, kind, spec: "plain" if kind in plan.MATRIX_KINDS else "")
     return torch.bfloat16 if kind == "matrix" else torch.float32
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,9 @@ from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import plan
 from tilewise.backends.cpu.spec import Kernel, Register
 from tilewise.hardware import amx
+from tilewise.hardware.host import Host
+from tilewise.hardware.probe import probe_cpu
+from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
 
 CHOSEN = re.compile(
@@ -38,7 +42,7 @@ BF16 = [replace(case, dtype=torch.bfloat16) for case in CASES if CHOSEN.match(ca
 
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unit(problem: Problem, kind: str) -> str:
+    def unit(problem: Problem, kind: str, spec: DeviceSpec) -> str:
         return "plain" if kind in plan.MATRIX_KINDS and problem.dtype == "bfloat16" else ""
 
     monkeypatch.setattr(plan, "matrix_unit", unit)
@@ -58,7 +62,8 @@ def gradients(qkv: list[torch.Tensor], dout: torch.Tensor, **options: object) ->
 @pytest.mark.parametrize("case", BF16, ids=lambda case: case.name)
 def test_conformance_on_tiles(tiles: None, case: object) -> None:
     built = build(case, "cpu")  # type: ignore[arg-type]
-    assert all(plan.kernel_for(built.problem, kind).matrix == "plain" for kind in ("forward", "backward"))
+    for kind in plan.MATRIX_KINDS:
+        assert plan.planned(built.problem, probe_cpu(), kind, built.problem.seqlen_q).kernel == f"{kind}_plain"
     assert excesses(built, "cpu", lse_gradient=case.lse_gradient) == []  # type: ignore[attr-defined]
 
 
@@ -173,7 +178,8 @@ def test_tiles_are_asked_for(
         asked.append([n.value for n in numbers])
         return answer
 
-    monkeypatch.setattr(amx, "probe_cpu", lambda: SimpleNamespace(isa_flags=flags))
+    monkeypatch.setattr(amx, "read_host", lambda: Host(flags=frozenset(flags)))
+    monkeypatch.setattr(import_module("tilewise.hardware.probe"), "read_host", lambda: Host(flags=frozenset(flags), machine="x86_64"))
     monkeypatch.setattr(amx, "CDLL", lambda *args, **options: SimpleNamespace(syscall=syscall))
     monkeypatch.setattr(amx.sys, "platform", "linux")
     amx.obstacle.cache_clear()
@@ -181,9 +187,10 @@ def test_tiles_are_asked_for(
         said = amx.obstacle()
         assert said is None if reason is None else said is not None and said.startswith(reason)
         problem = Problem.of(heads=1, head_dim=64, seqlen=64, dtype="bfloat16")
-        assert plan.matrix_unit(problem, "backward") == ("" if reason else "amx")
-        assert plan.matrix_unit(replace(problem, dtype="float16"), "backward") == ""
-        assert plan.matrix_unit(problem, "decode") == ""
+        spec = probe_cpu.__wrapped__()
+        assert plan.matrix_unit(problem, "backward", spec) == ("" if reason else "amx")
+        assert plan.matrix_unit(replace(problem, dtype="float16"), "backward", spec) == ""
+        assert plan.matrix_unit(problem, "decode", spec) == ""
     finally:
         amx.obstacle.cache_clear()
     assert asked == ([] if "amx_tile" not in flags else [[158, 0x1023, 18]])

@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -19,13 +20,14 @@ import tilewise as tw
 from tests.conformance.cases import CASES, Case, build, inside
 from tests.conformance.harness import excesses
 from tests.numerics import checks
-from tilewise.backends.cpu import frames, plan
+from tilewise.backends.cpu import backend, blocks, frames, plan
 from tilewise.backends.cpu.frames import Tiles
 from tilewise.backends.cpu.spec import Kernel
 from tilewise.hardware.cpuid import core_figures
-from tilewise.hardware.spec import DeviceSpec, KiB
+from tilewise.hardware.spec import MATRIX_UNITS, DeviceSpec, KiB
 from tilewise.lab.bench.cases import Case as BenchCase
 from tilewise.lab.bench.worker import Worker
+from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
 MIB = 1 << 20
@@ -51,19 +53,16 @@ def pretend(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
     pipe, _ = core_figures(isa, "")
     spec = DeviceSpec(
         key="test", name="test", kind="cpu", vendor="", arch=arch, units=64, isa=isa,
-        sram_bytes=l1 * KiB, l2_bytes=l2 * KiB, **pipe,
+        sram_bytes=l1 * KiB, l2_bytes=l2 * KiB, isa_flags=MATRIX_UNITS.get(processor, ()), **pipe,
     )  # fmt: skip
-
-    def unit(problem: Problem, kind: str) -> str:
-        return "amx" if processor == "amx" and kind in plan.MATRIX_KINDS and problem.dtype == "bfloat16" else ""
-
-    monkeypatch.setattr(plan, "probe_cpu", lambda: spec)
-    monkeypatch.setattr(plan, "matrix_unit", unit)
+    monkeypatch.setattr(backend, "probe_cpu", lambda threads=0: replace(spec, threads=threads))
 
 
 def arranged(problem: Problem, kind: str, threads: int) -> tuple[Kernel, Tiles]:
-    kernel = plan.kernel_for(problem, kind)
-    return kernel, plan.tiles_for(problem, kernel, problem.seqlen_q, threads)
+    """The kernel and the blocks of a pass on the processor that is pretended."""
+    spec = backend.probe_cpu(threads)
+    tile = plan.planned(problem, spec, kind, problem.seqlen_q)
+    return plan.kernel_for(problem, tile, spec), plan.grid_for(problem, tile, spec, problem.seqlen_q)
 
 
 def problem_of(
@@ -86,7 +85,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, processor: str, dtyp
     pretend(monkeypatch, processor)
     for dims, group, lengths, kind in product(DIMS, (1, 4, 7, 32, 64, 128), LENGTHS, ("forward", "backward", "decode")):
         problem = problem_of((group, 1), lengths, dims, dtype)
-        if kind == "decode" and (lengths[0] > 1 or plan.decode_register(problem) is None):
+        if kind == "decode" and (lengths[0] > 1 or plan.decode_obstacle(problem, backend.probe_cpu(), 1)):
             continue
         for threads in (1, 2, 16, 64):
             kernel, tiles = arranged(problem, kind, threads)
@@ -185,16 +184,16 @@ def cramped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tiles]]:
         smallest = Tiles(rows, max(16, keys), 1, 1, 1, 1)
         return frames.frame(problem, kernel, tiles) <= frames.frame(problem, kernel, smallest)
 
-    def tiles_for(problem: Problem, kernel: Kernel, longest: int, threads: int) -> Tiles:
-        chosen.append(original(problem, kernel, longest, threads))
+    def grid_for(problem: Problem, tile: TilePlan, spec: DeviceSpec, longest: int) -> Tiles:
+        chosen.append(original(problem, tile, spec, longest))
         return chosen[-1]
 
-    original = plan.tiles_for
+    original = plan.grid_for
     forget(monkeypatch)
-    for module in (frames, plan):
+    for module in (frames, blocks):
         monkeypatch.setattr(module, "fits", least)
-    monkeypatch.setattr(plan, "tiles_for", tiles_for)
-    monkeypatch.setattr(plan, "SMALL_WORK", 0)
+    monkeypatch.setattr(plan, "grid_for", grid_for)
+    monkeypatch.setattr("tilewise.model.cpu.SMALL_WORK", 0)
     return chosen
 
 

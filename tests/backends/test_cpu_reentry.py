@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("llvmlite")
 
 import tilewise as tw
-from tilewise.backends.cpu import plan, schedule
+from tilewise.backends.cpu import schedule
 from tilewise.backends.cpu.schedule import Pool, ThreadScratch
 
 
@@ -176,7 +176,7 @@ def test_a_signal_while_waiting_for_helpers(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_system_without_more_threads_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "team", lambda: None)
     monkeypatch.setattr(schedule, "pool", Pool())
-    monkeypatch.setattr(plan, "SMALL_WORK", 0)
+    monkeypatch.setattr("tilewise.model.cpu.SMALL_WORK", 0)
     q = drawn(0, 2, 4, 100, 32)
     torch.set_num_threads(1)
     expected = tw.attention(q, q, q, backend="cpu")

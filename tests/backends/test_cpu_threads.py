@@ -14,7 +14,7 @@ pytest.importorskip("llvmlite")
 
 import tilewise as tw
 from tilewise.backends.base import BackwardInputs, Inputs
-from tilewise.backends.cpu import plan, schedule
+from tilewise.backends.cpu import schedule
 from tilewise.backends.cpu.backend import backend
 from tilewise.problem import Problem
 
@@ -22,7 +22,7 @@ from tilewise.problem import Problem
 @pytest.fixture(autouse=True)
 def always_shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small problems use threads too; the number of threads is put back."""
-    monkeypatch.setattr(plan, "SMALL_WORK", 0)
+    monkeypatch.setattr("tilewise.model.cpu.SMALL_WORK", 0)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -6,16 +6,17 @@ import sys
 from ctypes import CDLL, c_long, get_errno
 from functools import cache
 
-from tilewise.hardware.probe import probe_cpu
+from tilewise.hardware.host import read_host
+from tilewise.hardware.spec import MATRIX_UNITS
 
-FLAGS = ("amx_tile", "amx_bf16", "avx512_bf16")
+FLAGS = MATRIX_UNITS["amx"]
 ARCH_PRCTL, REQUEST, TILE_DATA = 158, 0x1023, 18
 
 
 @cache
 def obstacle() -> str | None:
     """Why tiles cannot be used here; None if they can. Asking once is enough for all threads of a process and its children."""
-    missing = [flag for flag in FLAGS if flag not in probe_cpu().isa_flags]
+    missing = [flag for flag in FLAGS if flag not in read_host().flags]
     if missing:
         return f"the processor has no {', '.join(missing)}"
     if sys.platform != "linux":

@@ -11,6 +11,10 @@ Neoverse N1)."""
 _ARM = "Arm Neoverse {} Software Optimization Guide, pipelines and instruction tables"
 _INTEL = "Intel 64 and IA-32 Optimization Reference Manual, chapter "
 
+AMX_FLOPS = 2048
+"""FLOP of bf16 products a cycle and core."""
+AMX_SOURCE = _INTEL + "Intel AMX"
+
 _FIGURES = ("simd_bits", "vector_registers", "fma_per_cycle", "fma_latency", "loads_per_cycle", "l2_bytes_per_cycle")
 # isa: these figures and their source
 _ISAS: dict[str, tuple[int, int, float, int, float, float, str]] = {

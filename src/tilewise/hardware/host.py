@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tilewise.hardware.cpuid import EXP_OPS, arm_core, core_figures, isa_of
-from tilewise.hardware.spec import DeviceSpec, KiB
+from tilewise.hardware.cpuid import AMX_FLOPS, AMX_SOURCE, EXP_OPS, arm_core, core_figures, isa_of
+from tilewise.hardware.spec import MATRIX_UNITS, DeviceSpec, KiB
 
 _INTERESTING = (
     "amx_bf16", "amx_int8", "amx_tile", "avx2", "avx512_bf16", "avx512_fp16", "avx512f", "bf16", "f16c", "fma", "fp16",
@@ -76,6 +76,7 @@ def cpu_spec(host: Host, key: str = "cpu") -> DeviceSpec:
             sources[name] = host.source if known else f"estimate: {why}"
     lanes = pipe["simd_bits"] / 32
     fp32 = values["units"] * values["clock_hz"] * pipe["fma_per_cycle"] * lanes * 2
+    peak = {"float32": fp32, "float64": fp32 / 2}
     sources.update(
         sram_per_block=sources["sram_bytes"],
         register_bytes="derived: vector registers × SIMD width",
@@ -83,6 +84,9 @@ def cpu_spec(host: Host, key: str = "cpu") -> DeviceSpec:
         exp_rate=f"derived: vector lanes a second / {EXP_OPS} operations of an exp2 by polynomial",
         dram_bandwidth="estimate: 16 GB/s a core up to 200 GB/s; hardware.measure('cpu') finds the real figure",
     )
+    if set(MATRIX_UNITS["amx"]) <= host.flags:
+        peak["bfloat16"] = values["units"] * values["clock_hz"] * AMX_FLOPS
+        sources["peak"] += f"; bfloat16 {AMX_FLOPS} FLOP a cycle and core ({AMX_SOURCE})"
     return DeviceSpec(
         key=key,
         name=host.name or f"{host.machine} CPU",
@@ -93,7 +97,7 @@ def cpu_spec(host: Host, key: str = "cpu") -> DeviceSpec:
         isa_flags=tuple(flag for flag in _INTERESTING if flag in host.flags),
         sram_per_block=values["sram_bytes"],
         register_bytes=pipe["vector_registers"] * pipe["simd_bits"] // 8,
-        peak={"float32": fp32, "float64": fp32 / 2},
+        peak=peak,
         exp_rate=fp32 / 2 / EXP_OPS,
         dram_bandwidth=min(values["units"] * 16e9, 200e9),
         **values,

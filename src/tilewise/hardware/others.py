@@ -10,7 +10,6 @@ from tilewise.hardware.spec import DeviceSpec, GiB, KiB, MiB
 _MI300X = "AMD Instinct MI300X data sheet, Specifications"
 _CDNA3 = "AMD CDNA 3 Architecture whitepaper, sections Compute Units and Memory Architecture"
 _CDNA3_ISA = "AMD Instinct MI300 ISA reference guide, sections LDS and VGPRs; four SIMDs of up to 8 waves a unit"
-_AMX_BF16_FLOP = 2048  # a cycle and core
 
 
 def mi300x() -> DeviceSpec:
@@ -83,9 +82,6 @@ def cpus() -> list[DeviceSpec]:
         source="AMD EPYC 9004 data sheet (base clock; 12 channels of DDR5-4800); Software Optimization Guide for Zen 4",
     )
     # fmt: on
-    amx = xeon.units * xeon.clock_hz * _AMX_BF16_FLOP
-    amx_source = f"; bfloat16 {_AMX_BF16_FLOP} FLOP a cycle and core ({xeon.sources['units']})"
-    xeon = xeon.with_figures(xeon.sources["peak"] + amx_source, peak={**xeon.peak, "bfloat16": amx})
     return [altra, graviton, xeon, epyc]
 
 

@@ -6,11 +6,13 @@ the instruction set or the catalogue, and `sources` says so.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from tilewise.errors import DeviceError
+from tilewise.hardware import amx
 from tilewise.hardware.catalogue import closest_gpu
 from tilewise.hardware.host import cpu_spec, read_host
 from tilewise.hardware.spec import DeviceSpec, MiB
@@ -27,9 +29,9 @@ _ATTRIBUTES = {
 def probe(device: str | None = None) -> DeviceSpec:
     """The live device: `"cpu"`, `"cuda"`, `"cuda:1"`; None takes the first GPU if there is one, else the CPU."""
     if device is None:
-        return probe_gpu(0) or probe_cpu()
+        return probe_gpu(0) or probe_cpu(_torch_threads())
     if device == "cpu":
-        return probe_cpu()
+        return probe_cpu(_torch_threads())
     kind, _, number = device.partition(":")
     spec = probe_gpu(int(number or 0)) if kind in ("cuda", "hip") and (number or "0").isdigit() else None
     if spec is None:
@@ -37,10 +39,19 @@ def probe(device: str | None = None) -> DeviceSpec:
     return spec
 
 
+def _torch_threads() -> int:
+    """The threads torch uses, 0 where it is not imported: then it is taken to use all cores."""
+    torch = sys.modules.get("torch")
+    return int(torch.get_num_threads()) if torch is not None else 0
+
+
 @cache
-def probe_cpu() -> DeviceSpec:
-    """The CPU of this machine, as far as the process may use it."""
-    return cpu_spec(read_host())
+def probe_cpu(threads: int = 0) -> DeviceSpec:
+    """The CPU of this machine, as far as the process may use it, with so many threads a call; 0: one for each core."""
+    host = read_host()
+    if amx.obstacle() is not None:
+        host = replace(host, flags=host.flags - {flag for flag in host.flags if flag.startswith("amx")})
+    return replace(cpu_spec(host), threads=threads)
 
 
 @cache

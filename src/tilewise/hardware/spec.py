@@ -14,7 +14,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+from tilewise.problem import WIDE
+
 KiB, MiB, GiB = 2**10, 2**20, 2**30
+
+MATRIX_UNITS = {"amx": ("amx_tile", "amx_bf16", "avx512_bf16")}
+"""Units of a CPU that multiply tiles, and the extensions that kernels for them need."""
 
 _DESCRIPTIVE = {"key", "name", "kind", "vendor", "arch", "isa", "isa_flags", "sources"}
 
@@ -86,6 +91,8 @@ class DeviceSpec:
     """Vector loads a core starts per cycle."""
     l2_bytes_per_cycle: float = 0.0
     """Bytes a core moves between L1 and L2 per cycle."""
+    threads: int = 0
+    """Threads that share a call, where it is not one for each core."""
 
     sources: Mapping[str, str] = field(default_factory=_frozen, compare=False)
 
@@ -111,9 +118,19 @@ class DeviceSpec:
         return self.units
 
     @property
+    def workers(self) -> int:
+        """Threads that share a call on a CPU."""
+        return self.threads or self.units
+
+    @property
+    def matrix_unit(self) -> str:
+        """The unit of a CPU that multiplies tiles, "" if it has none. A live one has it only if this process may use it."""
+        return next((unit for unit, flags in MATRIX_UNITS.items() if set(flags) <= set(self.isa_flags)), "")
+
+    @property
     def has_amx(self) -> bool:
         """Has the CPU matrix tiles for bfloat16?"""
-        return {"amx_tile", "amx_bf16", "avx512_bf16"} <= set(self.isa_flags)
+        return self.matrix_unit == "amx"
 
     @property
     def l1d_bytes(self) -> int:
@@ -135,8 +152,10 @@ class DeviceSpec:
         """Dense FLOP/s for matrix products in `dtype`, 0 if unsupported.
 
         fp32 means fp32 accuracy unless `precision` is `tf32`: on tensor cores it takes three TF32 products for each
-        one.
+        one. Precisions that compute in float64 do so for every dtype.
         """
+        if precision in WIDE:
+            return float(self.peak.get("float64", 0.0))
         if dtype == "float32" and "tf32" in self.peak:
             tf32 = float(self.peak["tf32"])
             return tf32 if precision == "tf32" else max(tf32 / 3, float(self.peak.get("float32", 0.0)))

@@ -10,6 +10,8 @@ from tilewise.errors import PlanError
 from tilewise.problem import PASSES as PASSES
 
 SOURCES = ("model", "table", "tuned", "user")
+AS_FAST, RESOLUTION = "as fast", 0.05
+"""What is said of predicted times that differ by less: the model does not tell them apart."""
 SHOWN = 16
 """Tiles that a refusal names."""
 
@@ -46,6 +48,8 @@ class TilePlan:
     """Registers of a thread; on a CPU vector registers of the inner loop. 0: not known."""
     resident: int = 0
     """Blocks that a unit holds at once. 0: not known."""
+    persistent: bool = False
+    """Do programs stay on their units, one each, and take work tiles in an order that keeps the tiles of a head together?"""
     reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -59,6 +63,11 @@ class TilePlan:
     @property
     def sizes(self) -> tuple[int, int]:
         return self.block_q, self.block_k
+
+    @property
+    def holds_keys(self) -> bool:
+        """Does a block hold keys, past which queries stream?"""
+        return self.outer == "keys" or self.pass_ == "backward_dkdv"
 
     @property
     def on_chip_bytes(self) -> int:

@@ -17,16 +17,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, cpu_only, empty_out, sink_gradient
+from tilewise.backends.base import (
+    Backend,
+    BackwardInputs,
+    Grads,
+    Inputs,
+    Verdict,
+    cpu_only,
+    empty_out,
+    rounded,
+    sink_gradient,
+)
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
 from tilewise.backends.cpu.blind import without_blind
-from tilewise.backends.cpu.spec import BACKWARD, GRADIENTS, HOT, Kernel, argument_names, mask_args, round_up
-from tilewise.backends.verdict import no_tiles
+from tilewise.backends.cpu.fixed import fixed_arguments
+from tilewise.backends.cpu.spec import GRADIENTS, HOT, Kernel, argument_names, round_up
 from tilewise.hardware.probe import probe_cpu
+from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
-ARCHITECTURES = ("aarch64", "x86_64")
 LAUNCHES = 64
 _HOT = struct.Struct(f"={len(HOT)}q")
 _GRADIENTS = struct.Struct(f"={len(GRADIENTS)}q")
@@ -55,6 +65,7 @@ class CpuLaunch(NamedTuple):
 
     entry: Any
     kernel: Kernel
+    tile: TilePlan
     template: bytes  # the arguments after the hot ones
     end: int  # of the template in the argument block
     offsets: dict[str, int]  # of the arguments in the block, in bytes
@@ -96,14 +107,7 @@ def _obstacle() -> str | None:
     """Why kernels cannot be made here; None if they can."""
     if find_spec("llvmlite") is None:
         return "llvmlite is not installed; pip install llvmlite"
-    spec = probe_cpu()
-    if spec.arch not in ARCHITECTURES:
-        return f"has register tiles for {' and '.join(ARCHITECTURES)}, this machine is {spec.arch}"
-    reason = compiler.obstacle()
-    if reason is not None or spec.arch != "x86_64" or spec.isa in ("avx2", "avx512"):
-        return reason
-    enough = {"+avx2", "+fma"} <= set(compiler.host().features.split(","))
-    return None if enough else "needs AVX2 and FMA, which this processor does not have"
+    return compiler.obstacle()
 
 
 class CpuBackend(Backend):
@@ -114,13 +118,8 @@ class CpuBackend(Backend):
         return Verdict.of(cpu_only(device) or _obstacle())
 
     def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
-        return Verdict.of(
-            _obstacle(),
-            cpu_only(problem.device),
-            "sums are plain; precision='compensated' is served by tiled" if problem.precision == "compensated" else None,
-            _too_long(problem.program.structure),
-            no_tiles("cpu", problem.tile, "yet"),
-        )
+        planned = plan.supports(problem, probe_cpu(_num_threads()), backward=backward)
+        return Verdict.of(_obstacle(), *planned.reasons, _scattered(problem, inputs))
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         q, k, v = inputs[:3]
@@ -198,15 +197,20 @@ class CpuBackend(Backend):
             dq,
             _rounded(dk_sum, inputs.k),
             _rounded(dv_sum, inputs.v),
-            None if dbias is None or inputs.bias is None else dbias.to(inputs.bias.dtype),
+            None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
             sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
         )
 
 
-def _too_long(structure: str) -> str | None:
-    """Why a mask's integers and tensors do not fit into the argument block; None if they do."""
-    left, wanted = schedule.ARGUMENTS - len(BACKWARD), len(mask_args(structure))
-    return None if wanted <= left else f"the mask takes {wanted} arguments, more than {left}; write it with fewer terms"
+def _scattered(problem: Problem, inputs: Inputs | None) -> str | None:
+    """Decoding loads vectors of a row: a tile for it cannot be served where columns are not adjacent."""
+    if inputs is None or not problem.asked("decode") or problem.asked("forward") or _adjacent(inputs):
+        return None
+    return "tile: the decode kernel takes adjacent columns of K and V"
+
+
+def _adjacent(inputs: Inputs) -> bool:
+    return bool(inputs.k.stride()[3] == inputs.v.stride()[3] == 1)
 
 
 def _launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> CpuLaunch:
@@ -214,7 +218,7 @@ def _launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False
     longest, bias = problem.seqlen_q, inputs.bias
     if inputs.cu_q is not None:
         longest = max((b - a for a, b in pairwise(inputs.cu_q.tolist())), default=0)
-    adjacent = longest != 1 or inputs.k.stride()[3] == inputs.v.stride()[3] == 1  # the decode kernel loads vectors of a row
+    adjacent = longest != 1 or _adjacent(inputs)
     key = (kind, _num_threads(), None if bias is None else bias.dtype, dbias, longest, adjacent)
     launches: dict[Any, CpuLaunch] = problem.memory.setdefault("cpu launches", {})
     launch = launches.get(key)
@@ -228,14 +232,14 @@ def _launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False
 def _make_launch(
     problem: Problem, kind: str, threads: int, bias: torch.dtype | None, dbias: bool, longest: int, adjacent: bool
 ) -> CpuLaunch:
-    if kind == "forward" and longest == 1 and adjacent and plan.decodes(problem):
-        kind = "decode"
-    kernel = plan.kernel_for(problem, kind, str(bias)[6:] if bias else "", dbias, longest)
-    tiles = plan.tiles_for(problem, kernel, longest, threads)
+    spec = probe_cpu(threads)
+    tile = plan.tile_for(problem, spec, kind, longest, adjacent)
+    kernel = plan.kernel_for(problem, tile, spec, str(bias)[6:] if bias else "", dbias)
+    tiles = plan.grid_for(problem, tile, spec, longest)
     own_cells = problem.bias is not None and problem.bias[:3] == (problem.batch, problem.heads, problem.seqlen_q)
     if dbias and not own_cells:  # tasks would add to the same cells of dBias
         tiles = tiles._replace(threads=1)
-    fixed = plan.fixed_arguments(problem, kernel, tiles)
+    fixed = fixed_arguments(problem, kernel, tiles)
     names = argument_names(kernel)
     values = [fixed.get(name, 0) for name in names[len(HOT) :]]
     entry = compiler.worker(kernel)
@@ -248,6 +252,7 @@ def _make_launch(
     return CpuLaunch(
         entry=entry,
         kernel=kernel,
+        tile=tile,
         template=struct.pack(f"={len(values)}q", *values),
         end=_REST + 8 * len(values),
         offsets={name: 8 * n for n, name in enumerate(names)},
@@ -316,7 +321,8 @@ def _rounded(total: Tensor | None, x: Tensor) -> Tensor | None:
     """The gradient of x from its running sum: the same memory, where that is laid out and rounded like x."""
     if total is None or (x.dtype == total.dtype and x.shape[3] == total.shape[3]):
         return total
-    return _like(x).copy_(total[..., : x.shape[3]])
+    total = total[..., : x.shape[3]]
+    return _like(x).copy_(rounded(total, x.dtype) if total.dtype == torch.float64 else total)
 
 
 backend = CpuBackend()

@@ -82,19 +82,24 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
     operands = {"Q": packed(BM, DP), "dO": packed(BM, DVP), "Q_panels": packed(BM, sizes.DR)}
     operands |= {"dO_panels": packed(BM, sizes.DVR), "dQ": BM * DP, "P": packed(BN, sizes.PS), "dS": packed(BN, sizes.PS)}
     products = {"S": BN * R, "dP": BN * R, "pairs": BN * (R // 2)} if kernel.matrix else {}
-    rows = {"lse2": BM, "delta": BM, "do_factors": BM, "ds_factors": BM}
+    rows = {"lse2": BM, "delta": BM, "do_factors": BM, "ds_factors": BM} | ({"slight": BM} if kernel.double else {})
     tiles = {"K": packed(BN, DP), "V": packed(BN, DVP), "K_columns": packed(BN, DP)}
     # first and past key of each strip: 64-bit integers, at most twice as large as a cell
     ends = {"first": BM * 2, "past": BM * 2} | ({} if kernel.matrix else {"q_factors": BM})
     return operands | products | {"kept": BN * R, "W": BN * R} | rows | {"tail": tile.keys * R} | tiles | ends
 
 
-def frame(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
-    """Bytes of a thread's frame."""
+def layout(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
+    """Bytes of a thread's frame, by buffer; its fields come first."""
     known = {"D": problem.head_dim, "Dv": problem.head_dim_v, "BM": tiles.rows, "BN": tiles.keys, "group": tiles.heads}
     sizes = SimpleNamespace(**known, **paddings(problem, kernel, tiles))
-    cells: int = sum(round_up(n, ALIGN) for n in buffers(kernel, sizes).values())
-    return FRAME_BYTES + cells * _size(kernel)
+    size = _size(kernel)
+    return {"fields": FRAME_BYTES} | {name: round_up(n, ALIGN) * size for name, n in buffers(kernel, sizes).items()}
+
+
+def frame(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
+    """Bytes of a thread's frame."""
+    return sum(layout(problem, kernel, tiles).values())
 
 
 def workspace(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:

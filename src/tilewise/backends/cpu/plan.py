@@ -1,100 +1,151 @@
-"""From a Problem to a kernel, its tiles and the arguments that stay the same from call to call."""
+"""What the CPU kernels run for a problem on a processor: which kernel, its tile, and why. Needs neither torch nor llvmlite.
+
+A pass has one kernel: `forward`, `decode` (one query a head) or `backward` (dQ, dK and dV together). Where the keys are split, the
+last split to finish merges them inside the kernel: there is no kernel for that.
+"""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
-
-from tilewise.backends.cpu.frames import Tiles, fits, fitting, grain, paddings
-from tilewise.backends.cpu.spec import Kernel, Register, round_up
-from tilewise.hardware import amx
-from tilewise.hardware.probe import probe_cpu
-from tilewise.masks.program import UNBOUNDED, is_interval
-from tilewise.model.cpu import cpu_tile, register_tile, short_tile
+from tilewise.backends.cpu import blocks, frames
+from tilewise.backends.cpu.frames import Tiles, grain
+from tilewise.backends.cpu.reasons import reasons_for
+from tilewise.backends.cpu.spec import ACCUMULATORS, ARGUMENTS, BACKWARD, Kernel, Register, mask_args
+from tilewise.backends.verdict import Verdict, cpu_only
+from tilewise.errors import PlanError
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.masks.program import is_interval
+from tilewise.model.cpu import register_tile, short_tile, threads_for
+from tilewise.model.grid import even
+from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import Problem
 
-LOG2E = 1.4426950408889634
-SMALL_WORK = 3.0e6
-"""Multiply-adds below which waking a second thread costs more than it brings."""
-TASK_ROWS = ((2 << 20, 768), (1 << 20, 512), (0, 256))
-"""(bytes of L2, rows): rows of all heads of a group in one task, in whole strips, where L2 has at least so many bytes. K and V
-are packed once for all of them; Q and O should fit beside K and V. (Xeon, 2 MiB, head dim 128, 4096 keys: 768 rows 5 % faster
-than 528. The last entry was not measured.)"""
-FEW_TASK_ROWS = 512
-MANY_TASKS = 12
-"""More rows than that only where every thread has so many tasks all the same: threads should end together."""
-
+ARCHITECTURES = ("aarch64", "x86_64")
+KINDS = ("forward", "decode", "backward")
 MATRIX_KINDS = ("forward", "backward")
 """Kernels that are made for matrix tiles too."""
-MATRIX_KEYS = {"forward": 256, "backward": 128}
-"""Keys of a block there: products are so short that what is done once a block counts."""
-MATRIX_TALL = 512
-"""Rows of a block in the backward, if that many fit into a thread's buffer."""
-STREAM_KEYS = 256
-"""Keys whose sums are complete before they join those of the others, when one row is decoded."""
-BACKWARD_TALL = 256
-BACKWARD_TASKS = 32
-"""Rows of a block in the backward, if there are at least so many of them for the threads to share; else half."""
+MATRIX_SIDE = 32
+"""Rows and keys of their register tile: two by two tiles of 16."""
+WIDTHS = tuple(16 << n for n in range(6))
+"""Keys of a block among the choices."""
 
 
-def bits(x: float) -> int:
-    """A double as the signed 64-bit argument that carries it."""
-    return int(struct.unpack("<q", struct.pack("<d", x))[0])
+# -- what is served
 
 
-def register_for(problem: Problem, kind: str = "forward", longest: int = 0) -> Register:
-    """The register tile of this machine for the problem's arithmetic and so many query rows; 0: many."""
-    spec = probe_cpu()
-    size = 8 if problem.dtype == "float64" else 4
+def supports(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> Verdict:
+    """Every obstacle on that processor that neither tensors nor the live machine decide."""
+    obstacle = _device_obstacle(spec)
+    return Verdict.of(
+        obstacle,
+        cpu_only(problem.device),
+        "sums of float64 are no more exact than float64; precision='compensated' is served by tiled"
+        if problem.carries_errors
+        else None,
+        _too_long(problem.program.structure),
+        None if obstacle else _tile_obstacle(problem, spec),
+    )
+
+
+def declines(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> str | None:
+    """Nothing that it can serve."""
+    return None
+
+
+def _device_obstacle(spec: DeviceSpec) -> str | None:
+    if spec.is_gpu:
+        return f"computes on a CPU; {spec.name} is a GPU"
+    if spec.arch not in ARCHITECTURES:
+        return f"has register tiles for {' and '.join(ARCHITECTURES)}, {spec.name} is {spec.arch}"
+    if spec.arch == "x86_64" and spec.isa not in ("avx2", "avx512"):
+        return f"needs AVX2 and FMA, which {spec.name} does not have"
+    return None
+
+
+def _too_long(structure: str) -> str | None:
+    """Why a mask's integers and tensors do not fit into the argument block; None if they do."""
+    left, wanted = ARGUMENTS - len(BACKWARD), len(mask_args(structure))
+    return None if wanted <= left else f"the mask takes {wanted} arguments, more than {left}; write it with fewer terms"
+
+
+# -- kernels
+
+
+def matrix_unit(problem: Problem, kind: str, spec: DeviceSpec) -> str:
+    """The unit whose tiles a kernel multiplies with; "" for vectors."""
+    return spec.matrix_unit if kind in MATRIX_KINDS and problem.dtype == "bfloat16" and not problem.widened else ""
+
+
+def register_for(problem: Problem, kind: str, spec: DeviceSpec, longest: int = 0) -> Register | None:
+    """The register tile of a kernel for so many query rows (0: many). None where decoding cannot load the head dims."""
+    size = _real_bytes(problem)
+    if kind == "decode":
+        return _decode_register(problem, spec)
+    lanes = _lanes(problem, spec)
+    if matrix_unit(problem, kind, spec):
+        return Register(lanes, MATRIX_SIDE // lanes, MATRIX_SIDE)
     if spec.arch == "aarch64" and spec.isa != "neon":  # SVE machines run NEON's instructions too; kernels use those
-        return Register(16 // size, 4, 4)
+        return Register(lanes, 4, 4)
     # the backward lays strips along the head dim as well, and a power of two divides that
     dim = max(problem.head_dim, problem.head_dim_v) if kind == "forward" else 0
     micro, _ = register_tile(spec, size, dim)
     if kind == "forward" and longest:
         micro = short_tile(spec, size, micro, longest)
-    return Register(spec.lanes(size), micro.row_vectors, micro.keys)
+    return Register(lanes, micro.row_vectors, micro.keys)
 
 
-def decode_register(problem: Problem) -> Register | None:
-    """The tile of the decode kernel: lanes and vectors along the head dim, `keys` query rows. None if the dims do not fit."""
-    lanes = register_for(problem).lanes
+def _decode_register(problem: Problem, spec: DeviceSpec) -> Register | None:
+    """Lanes and vectors lie along the head dim, `keys` counts query rows."""
+    lanes = _lanes(problem, spec)
     while problem.head_dim % lanes or problem.head_dim_v % lanes:
         lanes //= 2
-    if lanes < min(4, 16 // (8 if problem.dtype == "float64" else 4)):
+    if lanes < min(4, 16 // _real_bytes(problem)):
         return None
     rows = 4 if problem.group > 2 else problem.group
     return Register(lanes, 4 if rows == 4 else 8, rows)
 
 
-def decodes(problem: Problem) -> bool:
-    """Can the decode kernel serve a call of one query: keys in an interval, nothing done to the scores, dims that fit?"""
-    return (
-        not (problem.softcap or problem.alibi or problem.dropout_p or problem.bias)
-        and is_interval(problem.program.structure)
-        and decode_register(problem) is not None
-    )
+def _lanes(problem: Problem, spec: DeviceSpec) -> int:
+    size = _real_bytes(problem)
+    return 16 // size if spec.arch == "aarch64" and spec.isa != "neon" else spec.lanes(size)
 
 
-def matrix_unit(problem: Problem, kind: str) -> str:
-    """The unit whose tiles a kernel multiplies with; "" for vectors."""
-    return "amx" if kind in MATRIX_KINDS and problem.dtype == "bfloat16" and amx.obstacle() is None else ""
+def _real_bytes(problem: Problem) -> int:
+    """Of the values that are multiplied and summed."""
+    return 8 if problem.arithmetic == "float64" else 4
 
 
-def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = False, longest: int = 0) -> Kernel:
-    """The kernel of a call; `longest` is the number of queries of its longest sequence, if that is not the problem's."""
-    matrix = matrix_unit(problem, kind)
-    tile: Register | None
-    if matrix:  # two by two tiles: 32 rows, 32 keys
-        lanes = register_for(problem).lanes
-        tile = Register(lanes, 32 // lanes, 32)
-    else:
-        tile = decode_register(problem) if kind == "decode" else register_for(problem, kind, longest or problem.seqlen_q)
-    assert tile is not None
+def decode_obstacle(problem: Problem, spec: DeviceSpec, longest: int) -> str | None:
+    """Why the decode kernel does not serve a call of so many queries; None if it does."""
+    if longest != 1:
+        return f"the decode kernel takes one query a head, here are {longest}"
+    given = {"softcap": problem.softcap, "ALiBi": problem.alibi, "dropout": problem.dropout_p, "a bias": problem.bias}
+    if changed := [name for name, value in given.items() if value]:
+        return f"the decode kernel has no {' and no '.join(changed)}"
+    if not is_interval(problem.program.structure):
+        return "the decode kernel reads one interval of keys; this mask is none"
+    if _decode_register(problem, spec) is None:
+        return f"the decode kernel loads whole vectors; head dims {problem.head_dim} and {problem.head_dim_v} are none"
+    return None
+
+
+def kernel_for(problem: Problem, tile: TilePlan, spec: DeviceSpec, bias_dtype: str = "", dbias: bool = False) -> Kernel:
+    """The kernel that runs a tile."""
+    assert tile.register_tile is not None
+    rows, keys = tile.register_tile
+    register = _decode_register(problem, spec) if tile.pass_ == "decode" else None
+    return _kernel(
+        problem, tile.pass_, register or Register(_lanes(problem, spec), rows // _lanes(problem, spec), keys),
+        tile.kernel.partition("_")[2] if tile.pass_ in MATRIX_KINDS else "", bias_dtype, dbias,
+    )  # fmt: skip
+
+
+def _kernel(
+    problem: Problem, kind: str, register: Register, matrix: str, bias_dtype: str = "", dbias: bool = False
+) -> Kernel:
     return Kernel(
         kind=kind,
         dtype=problem.dtype,
-        tile=tile,
+        tile=register,
         structure=problem.program.structure,
         softcap=problem.softcap > 0,
         bias=bias_dtype,
@@ -103,130 +154,164 @@ def kernel_for(problem: Problem, kind: str, bias_dtype: str = "", dbias: bool = 
         varlen=problem.varlen,
         dbias=dbias,
         matrix=matrix,
+        double=problem.widened,
     )
 
 
-def tiles_for(problem: Problem, kernel: Kernel, longest: int, threads: int) -> Tiles:
-    """The blocks of a call whose longest sequence has so many queries."""
-    scores = 1.0 * problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
-    if scores * (problem.head_dim + problem.head_dim_v) < SMALL_WORK:
-        threads = 1
+def grid_for(problem: Problem, tile: TilePlan, spec: DeviceSpec, longest: int) -> Tiles:
+    """The tasks of a tile and the threads that share them."""
+    count = -(-longest // tile.block_q)
+    shape = (tile.heads, tile.block_q, tile.block_k)
+    return blocks.assigned(problem, shape, count, tile.splits, threads_for(problem, spec))
+
+
+# -- tiles
+
+
+def tiles(problem: Problem, spec: DeviceSpec, *, longest: int | None = None, adjacent: bool = True) -> dict[str, TilePlan]:
+    """What runs: the forward or the decode kernel, and the backward.
+
+    `longest` is the number of queries of a packed batch's longest sequence; without, all are taken to be as long as each other.
+    `adjacent` tells whether the columns of K and V are, which decoding asks for.
+    """
+    return {tile.pass_: tile for tile in (tile_for(problem, spec, kind, longest, adjacent) for kind in MATRIX_KINDS)}
+
+
+def tile_for(
+    problem: Problem, spec: DeviceSpec, direction: str, longest: int | None = None, adjacent: bool = True
+) -> TilePlan:
+    """The tile of a call's forward (or decode) kernel, or of its backward."""
+    longest = even(problem).seqlen_q if longest is None else longest
+    kind = _forward_kind(problem, spec, longest, adjacent) if direction == "forward" else direction
+    asked = problem.asked(kind)
+    if asked is None:
+        return planned(problem, spec, kind, longest)
+    # of a packed batch the register tile must not depend on data that came after the tile was accepted
+    kernel = _kernel_of(problem, kind, spec, even(problem).seqlen_q)
+    chosen = None if _misfit(kernel, asked) else blocks.given(problem, kernel, spec, longest, asked)
+    if chosen is None:
+        raise PlanError(_tile_obstacle(problem, spec) or f"tile: {asked[0]}×{asked[1]} does not fit")
+    return _described(problem, kernel, spec, chosen, "user")
+
+
+def planned(problem: Problem, spec: DeviceSpec, kind: str, longest: int) -> TilePlan:
+    """The tile of one kernel, whatever was asked for."""
+    kernel = _kernel_of(problem, kind, spec, longest)
+    return _described(problem, kernel, spec, blocks.planned(problem, kernel, spec, longest))
+
+
+def _forward_kind(problem: Problem, spec: DeviceSpec, longest: int, adjacent: bool) -> str:
+    """`decode` where that kernel serves the call, unless the forward's tile was asked for."""
+    obstacle = decode_obstacle(problem, spec, longest)
+    if adjacent and obstacle is None:
+        return "decode" if problem.asked("decode") or not problem.asked("forward") else "forward"
+    if problem.asked("decode") and not problem.asked("forward"):
+        raise PlanError(f"tile: {obstacle or 'the decode kernel takes adjacent columns of K and V'}")
+    return "forward"
+
+
+def choices(problem: Problem, spec: DeviceSpec, pass_: str) -> list[TilePlan]:
+    """Tiles that a kernel has, the planned one first: strips and their doublings by keys in powers of two, as far as a thread's
+    frame has room for them. Other multiples of the register tile are served too."""
+    longest = even(problem).seqlen_q
+    if pass_ not in KINDS or (pass_ == "decode" and decode_obstacle(problem, spec, longest)):
+        return []
+    kernel = _kernel_of(problem, pass_, spec, longest)
+    chosen = blocks.planned(problem, kernel, spec, longest)
+    found = {(chosen.rows, chosen.keys): chosen}
+    for size in _sizes(problem, kernel, longest):
+        tiles = blocks.given(problem, kernel, spec, longest, size) if size not in found else None
+        if tiles is not None:
+            found[size] = tiles
+    return [_described(problem, kernel, spec, tiles) for tiles in found.values()]
+
+
+def _sizes(problem: Problem, kernel: Kernel, longest: int) -> list[tuple[int, int]]:
+    """Rows and keys worth a try: up to the problem's own, and four of the least at least."""
+    R, J = grain(kernel)
     if kernel.kind == "decode":
-        return _decode_tiles(problem, kernel, threads)
-    if kernel.kind == "forward":
-        return _forward_tiles(problem, kernel, longest, threads)
-    return (_matrix_backward_tiles if kernel.matrix else _backward_tiles)(problem, kernel, longest, threads)
+        return [(1, J * n) for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)]
+    rows = [R << n for n in range(12) if R << n <= max(8 * R, 2 * longest)]
+    keys = [n for n in sorted({max(J, n) for n in WIDTHS}) if n <= max(64, 2 * problem.seqlen_k)]
+    return [(m, n) for m in rows for n in keys]
 
 
-def _forward_tiles(problem: Problem, kernel: Kernel, longest: int, threads: int) -> Tiles:
-    """Blocks large enough to pay for packing K and V, small enough that every thread has work."""
-    R, J = kernel.tile.rows, kernel.tile.keys
-    usual = round_up(cpu_tile(probe_cpu(), problem).block_k, J)
-    keys = round_up(min(MATRIX_KEYS["forward"], problem.seqlen_k), J) if kernel.matrix else usual
-    together = next(rows for size, rows in TASK_ROWS if probe_cpu().l2_bytes >= size)
-    if problem.batch * problem.heads * longest < MANY_TASKS * threads * together:
-        together = min(together, FEW_TASK_ROWS)
-    most = max(R, round_up(min(together, longest), R))
-    blocks = -(-longest // max(R, (together + R - 1) // problem.group // R * R))
-    rows = max(R, round_up(-(-longest // max(1, blocks)), R))  # of one length, or nearly
-
-    def arrange(heads: int, rows: int, keys: int) -> Tiles:
-        pairs = problem.batch * problem.heads // heads
-        while rows > R and threads > 1 and pairs * -(-longest // rows) < 4 * threads:
-            rows = round_up(rows // 2, R)
-        blocks = -(-longest // rows)
-        splits = _splits(problem, threads, pairs * blocks, each=2, least_keys=2 * min(keys, usual))
-        return _tiles(problem, (heads, rows, keys), blocks, splits, threads)
-
-    return fitting(problem, kernel, arrange, (problem.group, rows, keys), most)
+def _kernel_of(problem: Problem, kind: str, spec: DeviceSpec, longest: int) -> Kernel:
+    register = register_for(problem, kind, spec, longest)
+    assert register is not None
+    return _kernel(problem, kind, register, matrix_unit(problem, kind, spec))
 
 
-def _decode_tiles(problem: Problem, kernel: Kernel, threads: int) -> Tiles:
-    """Key blocks that fill half of L1, for the next one is on its way; less where few rows use them and memory is waited for; but
-    not too few. A single row only sums by blocks."""
-    pair, (_, step) = (problem.head_dim + problem.head_dim_v) * problem.itemsize, grain(kernel)
-    room = probe_cpu().l1d_bytes * (3 if problem.group <= problem.itemsize else 4) // 8
-    keys = max(step, room // pair // step * step) if kernel.tile.keys > 1 else STREAM_KEYS
-
-    def arrange(heads: int, rows: int, keys: int) -> Tiles:
-        splits = _splits(problem, threads, problem.batch * problem.heads // heads, each=4, least_keys=4 * keys)
-        return _tiles(problem, (heads, rows, keys), 1, splits, threads)
-
-    return fitting(problem, kernel, arrange, (problem.group, 1, keys), 1)
-
-
-def _backward_tiles(problem: Problem, kernel: Kernel, longest: int, threads: int) -> Tiles:
-    R = kernel.tile.rows
-    keys = round_up(min(cpu_tile(probe_cpu(), problem).block_k, 64), kernel.tile.keys)
-    # tall blocks pay for packing K and V; the choice must not depend on the threads, or the order of sums would
-    tall = problem.batch * problem.heads * (longest // BACKWARD_TALL) >= BACKWARD_TASKS
-    rows = max(R, round_up(min(BACKWARD_TALL if tall else BACKWARD_TALL // 2, longest), R))
-    return fitting(problem, kernel, _by_heads(problem, longest, threads), (1, rows, keys), rows)
-
-
-def _matrix_backward_tiles(problem: Problem, kernel: Kernel, longest: int, threads: int) -> Tiles:
-    """Every block of rows packs all of K and V and adds to all of dK and dV: it is as tall as memory and the number of tasks
-    allow. Here too the choice must not depend on the threads."""
-    R = kernel.tile.rows
-    keys = round_up(min(MATRIX_KEYS["backward"], problem.seqlen_k), kernel.tile.keys)
-    arrange = _by_heads(problem, longest, threads)
-    rows = min(MATRIX_TALL, round_up(longest, R))
-    while rows > R and not fits(problem, kernel, arrange(1, rows, keys)):
-        rows -= R
-    while rows > BACKWARD_TALL // 2 and problem.batch * problem.heads * (longest // rows) < BACKWARD_TASKS:
-        rows = round_up(rows // 2, R)
-    return fitting(problem, kernel, arrange, (1, rows, keys), rows)
+def _described(
+    problem: Problem, kernel: Kernel, spec: DeviceSpec, chosen: Tiles, source: str = "model"
+) -> TilePlan:
+    """The TilePlan of blocks."""
+    register, kind = kernel.tile, kernel.kind
+    sides = (register.keys, ACCUMULATORS // register.keys) if kind == "decode" else (register.rows, register.keys)
+    name = f"decode_{'stream' if register.keys == 1 else 'block'}" if kind == "decode" else kind
+    return TilePlan(
+        chosen.rows,
+        chosen.keys,
+        stages=1,
+        warps=1,
+        splits=chosen.splits,
+        pass_=kind,
+        source=source,
+        kernel=f"{name}_{kernel.matrix}" if kernel.matrix else name,
+        register_tile=sides,
+        heads=chosen.heads,
+        outer="queries",
+        on_chip=tuple(frames.layout(problem, kernel, chosen).items()),
+        registers=_registers(kernel, spec),
+        resident=1,
+        reasons=reasons_for(problem, kernel, spec, chosen, source == "user"),
+    )
 
 
-def _by_heads(problem: Problem, longest: int, threads: int) -> Callable[[int, int, int], Tiles]:
-    """In the backward a task has one query head."""
-    return lambda heads, rows, keys: _tiles(problem, (heads, rows, keys), -(-longest // rows), 1, threads)
+def _registers(kernel: Kernel, spec: DeviceSpec) -> int:
+    """Of the inner loop: sums, a strip's vectors and the keys' scalars; on matrix tiles its eight tile registers."""
+    tile = kernel.tile
+    if kernel.matrix:
+        return 8
+    if kernel.kind == "decode":
+        return ACCUMULATORS + tile.keys + 1
+    by_lane = spec.arch == "aarch64"
+    return tile.vectors * tile.keys + tile.vectors + (-(-tile.keys // tile.lanes) if by_lane else 1)
 
 
-def _splits(problem: Problem, threads: int, tasks: int, *, each: int, least_keys: int) -> int:
-    """Parts of the keys, so that every one of several threads has `each` tasks, of at least so many keys."""
-    return max(1, min(-(-each * threads // tasks), problem.seqlen_k // least_keys)) if threads > 1 else 1
+# -- tiles that were asked for
 
 
-def _tiles(problem: Problem, shape: tuple[int, int, int], blocks: int, splits: int, threads: int) -> Tiles:
-    heads, rows, keys = shape
-    tasks = problem.batch * problem.heads // heads * blocks * splits
-    return Tiles(rows, keys, blocks, splits, tasks, min(threads, tasks), heads)
+def _tile_obstacle(problem: Problem, spec: DeviceSpec) -> str | None:
+    """Why a tile that was asked for is not there, and which there are."""
+    longest = even(problem).seqlen_q
+    for pass_, *asked in problem.tile:
+        if why := _why_not(problem, spec, pass_, (asked[0], asked[1]), longest):
+            return refusal("cpu", pass_, (asked[0], asked[1]), choices(problem, spec, pass_), why)
+    return None
 
 
-def fixed_arguments(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
-    """The arguments that stay the same from call to call, by name."""
-    # a part of a group is a group of its own to the kernel, but for the key head that it shares with others
-    heads = tiles.heads if kernel.kind != "backward" else problem.group
-    arguments = {
-        "groups": problem.heads // heads,
-        "group": heads,
-        "parts": problem.group // heads,
-        "pairs": problem.batch * problem.heads // heads,
-        "Sq": problem.seqlen_q,
-        "Sk": problem.seqlen_k,
-        "D": problem.head_dim,
-        "Dv": problem.head_dim_v,
-        "BM": tiles.rows,
-        "BN": tiles.keys,
-        "blocks": tiles.blocks,
-        "splits": tiles.splits,
-        "tasks": tiles.tasks,
-        "descending": int(_grows(problem)),
-        # scores come out of the product in the kernel's unit, or ready for tanh
-        "q_factor": bits(problem.scale / problem.softcap if problem.softcap else problem.scale * LOG2E / kernel.score_unit),
-        "cap_factor": bits(problem.softcap * LOG2E / kernel.score_unit),
-        "keep_factor": bits(1.0 - problem.dropout_p),
-        "grow_factor": bits(1.0 / (1.0 - problem.dropout_p)),
-        "threshold": int(problem.dropout_p * 2**32),
-        "ds_factor": bits(problem.scale),
-    }
-    # an open side lies far beyond every offset that may be added to it
-    limits = (value if abs(value) < UNBOUNDED else value << 20 for value in problem.program.ints)
-    return arguments | paddings(problem, kernel, tiles) | {f"mask_i{n}": limit for n, limit in enumerate(limits)}
+def _why_not(problem: Problem, spec: DeviceSpec, pass_: str, asked: tuple[int, int], longest: int) -> str | None:
+    if pass_ == "merge":
+        return "splits are merged inside the kernel that computes them"
+    if pass_ not in KINDS:
+        return "one kernel gives dQ, dK and dV: its pass is 'backward'" if "backward" in pass_ else "has no such kernel"
+    if pass_ == "decode" and (obstacle := decode_obstacle(problem, spec, longest)):
+        return obstacle
+    kernel = _kernel_of(problem, pass_, spec, longest)
+    if misfit := _misfit(kernel, asked):
+        return misfit
+    if blocks.given(problem, kernel, spec, longest, asked) is None:
+        one = blocks.assigned(problem, (1, *asked), 1, 1, 1)
+        size = frames.frame(problem, kernel, one)
+        return f"a thread's frame would take {size:,} bytes, and has {frames.ROOM:,}"
+    return None
 
 
-def _grows(problem: Problem) -> bool:
-    """Do later rows see more keys? Then they are started first."""
-    kinds, ints = problem.program.kinds, problem.program.ints
-    return bool(kinds) and kinds[0].is_bottom_right and ints[0] <= -UNBOUNDED
+def _misfit(kernel: Kernel, asked: tuple[int, int]) -> str | None:
+    (rows, keys), (m, n) = grain(kernel), asked
+    if kernel.kind == "decode":
+        return None if m == 1 and n % keys == 0 else f"decoding takes 1 row of each head and a multiple of {keys} keys"
+    if m % rows or n % keys:
+        return f"rows must be a multiple of {rows} and keys of {keys}, the register tile"
+    return None

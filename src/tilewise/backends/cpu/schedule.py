@@ -14,12 +14,11 @@ from functools import cache
 from queue import SimpleQueue
 from typing import Any
 
+from tilewise.backends.cpu.spec import ARGUMENTS
 from tilewise.backends.cpu.team import team as team
 
 LINE = 64
 PAGE = 4096
-ARGUMENTS = 1024
-"""64-bit arguments that fit into a block."""
 DISCARD_BYTES = 1 << 16
 
 

@@ -10,6 +10,7 @@ FRAME_BYTES = 512  # the fields of a frame; its buffers follow
 ALIGN = 16  # elements: every buffer starts on such a multiple
 UNROLL = 4  # steps of a contraction per loop trip; register tiles have a multiple of it as J, to which head dims are padded
 ACCUMULATORS = 16  # of decoding: rows by keys, or rows by vectors of the head dim
+ARGUMENTS = 1024  # 64-bit arguments that fit into a block
 MASK_RANK = 4  # strides carried for each mask tensor
 
 
@@ -50,10 +51,12 @@ class Kernel(NamedTuple):
     varlen: bool = False
     dbias: bool = False  # the backward's only: the bias wants a gradient
     matrix: str = ""  # products on tiles of a matrix unit, "amx"; "": on vectors
+    double: bool = False  # float64 arithmetic of narrower inputs
 
     @property
     def real(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
+        """The type of the arithmetic: inputs are widened to it as they are loaded, results narrowed as they are stored."""
+        return "float64" if self.double or self.dtype == "float64" else "float32"
 
     @property
     def score_unit(self) -> float:

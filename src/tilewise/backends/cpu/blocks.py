@@ -1,0 +1,140 @@
+"""Block sizes: rows and keys of a task's blocks, splits of the keys, and the threads that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tilewise.backends.cpu.frames import Tiles, fits, fitting, grain
+from tilewise.backends.cpu.spec import Kernel, round_up
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.model.cpu import key_block, threads_for
+from tilewise.problem import Problem
+
+TASK_ROWS = ((2 << 20, 768), (1 << 20, 512), (0, 256))
+"""(bytes of L2, rows): rows of all heads of a group in one task, in whole strips, where L2 has at least so many bytes. K and V
+are packed once for all of them; Q and O should fit beside K and V. (Xeon, 2 MiB, head dim 128, 4096 keys: 768 rows 5 % faster
+than 528. The last entry was not measured.)"""
+FEW_TASK_ROWS = 512
+MANY_TASKS = 12
+"""More rows than that only where every thread has so many tasks all the same: threads should end together."""
+
+MATRIX_KEYS = {"forward": 256, "backward": 128}
+"""Keys of a block on matrix tiles: products are so short that what is done once a block counts."""
+MATRIX_TALL = 512
+"""Rows of a block in the backward there, if that many fit into a thread's buffer."""
+STREAM_KEYS = 256
+"""Keys whose sums are complete before they join those of the others, when one row is decoded."""
+BACKWARD_TALL = 256
+BACKWARD_KEYS = 64
+BACKWARD_TASKS = 32
+"""Rows of a block in the backward, if there are at least so many of them for the threads to share; else half. And its keys."""
+
+
+def planned(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -> Tiles:
+    """The blocks of a call whose longest sequence has so many queries."""
+    if kernel.kind == "decode":
+        return _decode(problem, kernel, spec)
+    if kernel.kind == "forward":
+        return _forward(problem, kernel, spec, longest)
+    return (_matrix_backward if kernel.matrix else _backward)(problem, kernel, spec, longest)
+
+
+def given(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int, size: tuple[int, int]) -> Tiles | None:
+    """Blocks of that size, as many heads in a task and as many splits as there is room for; None if there is room for none."""
+    rows, keys = size
+    threads, blocks = threads_for(problem, spec), -(-longest // rows)
+    group = 1 if kernel.kind == "backward" else problem.group
+    for heads in (n for n in range(group, 0, -1) if group % n == 0):
+        tasks = problem.batch * problem.heads // heads * blocks
+        splits = _splits_of(problem, kernel, spec, tasks, keys)
+        for count in sorted({splits, 1}, reverse=True):
+            tiles = assigned(problem, (heads, rows, keys), blocks, count, threads)
+            if fits(problem, kernel, tiles):
+                return tiles
+    return None
+
+
+def assigned(problem: Problem, shape: tuple[int, int, int], blocks: int, splits: int, threads: int) -> Tiles:
+    """Blocks of `shape` (heads, rows, keys) as tasks for threads."""
+    heads, rows, keys = shape
+    tasks = problem.batch * problem.heads // heads * blocks * splits
+    return Tiles(rows, keys, blocks, splits, tasks, min(threads, tasks), heads)
+
+
+def _forward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -> Tiles:
+    """Blocks large enough to pay for packing K and V, small enough that every thread has work."""
+    R, J, threads = kernel.tile.rows, kernel.tile.keys, threads_for(problem, spec)
+    usual = round_up(key_block(problem, spec), J)
+    keys = round_up(min(MATRIX_KEYS["forward"], problem.seqlen_k), J) if kernel.matrix else usual
+    together = next(rows for size, rows in TASK_ROWS if spec.l2_bytes >= size)
+    if problem.batch * problem.heads * longest < MANY_TASKS * threads * together:
+        together = min(together, FEW_TASK_ROWS)
+    most = max(R, round_up(min(together, longest), R))
+    blocks = -(-longest // max(R, (together + R - 1) // problem.group // R * R))
+    rows = max(R, round_up(-(-longest // max(1, blocks)), R))  # of one length, or nearly
+
+    def arrange(heads: int, rows: int, keys: int) -> Tiles:
+        pairs = problem.batch * problem.heads // heads
+        while rows > R and threads > 1 and pairs * -(-longest // rows) < 4 * threads:
+            rows = round_up(rows // 2, R)
+        blocks = -(-longest // rows)
+        splits = _splits_of(problem, kernel, spec, pairs * blocks, keys)
+        return assigned(problem, (heads, rows, keys), blocks, splits, threads)
+
+    return fitting(problem, kernel, arrange, (problem.group, rows, keys), most)
+
+
+def _decode(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> Tiles:
+    """Key blocks that fill half of L1, for the next one is on its way; less where few rows use them and memory is waited for; but
+    not too few. A single row only sums by blocks."""
+    pair, (_, step) = (problem.head_dim + problem.head_dim_v) * problem.itemsize, grain(kernel)
+    room = spec.l1d_bytes * (3 if problem.group <= problem.itemsize else 4) // 8
+    keys = max(step, room // pair // step * step) if kernel.tile.keys > 1 else STREAM_KEYS
+    threads = threads_for(problem, spec)
+
+    def arrange(heads: int, rows: int, keys: int) -> Tiles:
+        splits = _splits_of(problem, kernel, spec, problem.batch * problem.heads // heads, keys)
+        return assigned(problem, (heads, rows, keys), 1, splits, threads)
+
+    return fitting(problem, kernel, arrange, (problem.group, 1, keys), 1)
+
+
+def _backward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -> Tiles:
+    R = kernel.tile.rows
+    keys = round_up(min(key_block(problem, spec), BACKWARD_KEYS), kernel.tile.keys)
+    # tall blocks pay for packing K and V; the choice must not depend on the threads, or the order of sums would
+    tall = problem.batch * problem.heads * (longest // BACKWARD_TALL) >= BACKWARD_TASKS
+    rows = max(R, round_up(min(BACKWARD_TALL if tall else BACKWARD_TALL // 2, longest), R))
+    return fitting(problem, kernel, _by_heads(problem, spec, longest), (1, rows, keys), rows)
+
+
+def _matrix_backward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -> Tiles:
+    """Every block of rows packs all of K and V and adds to all of dK and dV: it is as tall as memory and the number of tasks
+    allow. Here too the choice must not depend on the threads."""
+    R = kernel.tile.rows
+    keys = round_up(min(MATRIX_KEYS["backward"], problem.seqlen_k), kernel.tile.keys)
+    arrange = _by_heads(problem, spec, longest)
+    rows = min(MATRIX_TALL, round_up(longest, R))
+    while rows > R and not fits(problem, kernel, arrange(1, rows, keys)):
+        rows -= R
+    while rows > BACKWARD_TALL // 2 and problem.batch * problem.heads * (longest // rows) < BACKWARD_TASKS:
+        rows = round_up(rows // 2, R)
+    return fitting(problem, kernel, arrange, (1, rows, keys), rows)
+
+
+def _by_heads(problem: Problem, spec: DeviceSpec, longest: int) -> Callable[[int, int, int], Tiles]:
+    """In the backward a task has one query head."""
+    threads = threads_for(problem, spec)
+    return lambda heads, rows, keys: assigned(problem, (heads, rows, keys), -(-longest // rows), 1, threads)
+
+
+def _splits_of(problem: Problem, kernel: Kernel, spec: DeviceSpec, tasks: int, keys: int) -> int:
+    """Parts of the keys, so that every one of several threads has some tasks; each of several blocks."""
+    threads = threads_for(problem, spec)
+    if threads == 1 or kernel.kind == "backward":
+        return 1
+    if kernel.kind == "decode":
+        each, least_keys = 4, 4 * keys
+    else:
+        each, least_keys = 2, 2 * min(keys, round_up(key_block(problem, spec), kernel.tile.keys))
+    return max(1, min(-(-each * threads // tasks), problem.seqlen_k // least_keys))

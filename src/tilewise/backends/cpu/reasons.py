@@ -1,0 +1,73 @@
+"""Why a call runs with the tile it runs with, in sentences."""
+
+from __future__ import annotations
+
+from tilewise.backends.cpu import frames
+from tilewise.backends.cpu.frames import Tiles
+from tilewise.backends.cpu.spec import Kernel
+from tilewise.hardware.spec import DeviceSpec, KiB
+from tilewise.model.cpu import register_tile
+from tilewise.problem import Problem
+
+
+def reasons_for(problem: Problem, kernel: Kernel, spec: DeviceSpec, tiles: Tiles, yours: bool) -> tuple[str, ...]:
+    """Register tile, keys, rows, splits and memory of the blocks `tiles`; `yours` if their size was asked for."""
+    register = _decode_register(kernel) if kernel.kind == "decode" else _register(problem, kernel, spec)
+    size = (f"{tiles.rows} × {tiles.keys}: yours",) if yours else (_keys(problem, kernel, tiles), _rows(problem, kernel, tiles))
+    frame = frames.frame(problem, kernel, tiles)
+    memory = f"a thread's frame takes {frame / KiB:.0f} of {frames.ROOM // KiB} KiB"
+    return (register, *size, *_splits(tiles), memory)
+
+
+def _register(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> str:
+    tile = kernel.tile
+    sides = f"register tile {tile.rows} rows × {tile.keys} keys"
+    if kernel.matrix:
+        return f"{sides}: two by two tiles of the matrix unit, so that each operand is used twice"
+    size = 8 if kernel.real == "float64" else 4
+    dim = max(problem.head_dim, problem.head_dim_v) if kernel.kind == "forward" else 0
+    usual, why = register_tile(spec, size, dim)
+    if (usual.row_vectors, usual.keys) == (tile.vectors, tile.keys) and spec.lanes(size) == tile.lanes:
+        return why
+    if spec.lanes(size) != tile.lanes:
+        return f"{sides}: kernels use NEON's instructions, which this processor has beside its own"
+    return f"{sides}: no taller than the queries, so that no lanes are idle"
+
+
+def _decode_register(kernel: Kernel) -> str:
+    tile = kernel.tile
+    if tile.keys == 1:
+        return f"one query head a key head: K and V pass as two streams, {tile.lanes} lanes along the head dim, nothing is packed"
+    return f"{tile.keys} query heads at once, {tile.lanes} lanes along the head dim: K and V are read once, nothing is packed"
+
+
+def _keys(problem: Problem, kernel: Kernel, tiles: Tiles) -> str:
+    keys, size = tiles.keys, 8 if kernel.real == "float64" else 4
+    if kernel.kind == "decode" and kernel.tile.keys == 1:
+        return f"{keys} keys: a block's sums are complete before they join the others"
+    if kernel.kind == "decode":
+        size = problem.itemsize
+        return f"{keys} keys: K and V take {keys * _pair(problem) * size / KiB:.0f} KiB of L1, and the next block is on its way"
+    packed = 2 if kernel.matrix else size
+    near = f"K and V, packed once a task, take {keys * _pair(problem) * packed / KiB:.0f} KiB"
+    if keys >= problem.seqlen_k:
+        return f"{keys} keys: all there are, in whole register tiles; {near}"
+    return f"{keys} keys: joining the sums of a block costs {1 / keys:.1%} of the multiplications; {near}"
+
+
+def _rows(problem: Problem, kernel: Kernel, tiles: Tiles) -> str:
+    tasks = f"{tiles.tasks} task{'s' * (tiles.tasks != 1)} for {tiles.threads} thread{'s' * (tiles.threads != 1)}"
+    if kernel.kind == "decode":
+        return f"1 row of {tiles.heads} head{'s' * (tiles.heads != 1)}: {tasks}"
+    shared = f"{tiles.heads} heads × {tiles.rows}" if tiles.heads > 1 else f"{tiles.rows}"
+    return f"{shared} rows share a packed block of K and V: {tasks}"
+
+
+def _splits(tiles: Tiles) -> tuple[str, ...]:
+    if tiles.splits == 1:
+        return ()
+    return (f"{tiles.splits} splits of the keys, so that every thread has work; the last to finish merges them in the kernel",)
+
+
+def _pair(problem: Problem) -> int:
+    return problem.head_dim + problem.head_dim_v
