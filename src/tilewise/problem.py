@@ -212,6 +212,8 @@ def tile_request(tile: Any) -> TileRequest:
     """What `tile=` asks for, in one form: a pair is the forward's, a mapping has a pair for each pass it names."""
     if tile is None:
         return ()
+    if isinstance(tile, tuple) and all(isinstance(one, tuple) and len(one) == 3 for one in tile):
+        tile = {pass_: (m, n) for pass_, m, n in tile}  # in that form already
     pairs = dict(tile) if isinstance(tile, Mapping) else {"forward": tile}
     request = []
     for pass_, pair in sorted(pairs.items(), key=str):

@@ -16,6 +16,7 @@ from tilewise.api.names import BackendName, Layout, Precision, Tile
 from tilewise.api.options import BatchOptions, show_signature
 from tilewise.masks import Mask
 from tilewise.ops.run import FORWARD, profiled
+from tilewise.problem import tile_request
 
 _is_traced = torch.compiler.is_dynamo_compiling
 
@@ -90,6 +91,8 @@ def attention(
     """
     if unknown:
         check_keywords("attention", unknown, (*NAMES, "seed"))
+    if tile is not None and type(tile) is not tuple:
+        tile = tile_request(tile)  # a dict has no hash, and calls are kept by their options
     options = (
         mask, scale, bias, softcap, sinks, dropout_p, precision, deterministic, backend, tile, layout, return_lse,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tilewise.cli.console import Json, console, print_json, progress
+from tilewise.cli.sweep import run_sweeps
 from tilewise.display import Cell, Group, Table, Text, format_seconds, format_spread
 from tilewise.errors import ArgumentError
 from tilewise.lab.bench.cases import OURS, Case
@@ -54,6 +55,11 @@ def bench_command(
         list[Path] | None,
         typer.Option(metavar="<path>", help="Another checkout of tilewise, in a process of its own; may be repeated."),
     ] = None,
+    sweep: Annotated[str | None, typer.Option(help="tiles: every tile of a kernel, beside its predicted time.")] = None,
+    backend: Annotated[str, typer.Option(help="With --sweep: whose tiles; auto: whoever serves the case.")] = "auto",
+    pass_: Annotated[
+        str, typer.Option("--pass", help="With --sweep: which kernel: auto, forward, decode, backward, backward_dq, ….")
+    ] = "auto",
     workers: Annotated[int, typer.Option(min=0, help="Processes that compile kernels before the first case.")] = 0,
     limit: Annotated[float | None, typer.Option(help="Seconds after which no further case is begun.")] = None,
     save: Annotated[Path | None, typer.Option(help="Also write the record as JSON into this directory.")] = None,
@@ -67,7 +73,13 @@ def bench_command(
     from tilewise.lab.bench.timing import Effort
 
     effort = Effort(seconds=seconds)
-    if suite == OVERHEAD and shape is None:
+    if sweep not in (None, "tiles"):
+        raise ArgumentError(f"sweep: got {sweep!r}, need tiles")
+    chosen = own_case(shape, mask, dtype, backward, device) if shape else cases(suite, case, device) if suite != OVERHEAD else []
+    if sweep:
+        document = run_sweeps(chosen, backend, pass_, seconds, quiet=json)
+        ok = document["ok"]
+    elif suite == OVERHEAD and shape is None:
         with progress() as update:
             overheads = measure_overhead(effort, update)
         document = records.document(OVERHEAD, [], overhead=overheads)
@@ -75,7 +87,6 @@ def bench_command(
         if not json:
             show_overhead(document)
     else:
-        chosen = own_case(shape, mask, dtype, backward, device) if shape else cases(suite, case, device)
         with progress() as update:
             measured = measure_all(chosen, peer, effort, against or (), workers, limit, update)
         contested = [] if shape or case else [record for record in measured if record.contested]

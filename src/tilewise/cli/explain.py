@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from tilewise.cli.console import Json, output
-from tilewise.cli.options import Device, Pass, Tile, parse_tile, takes_problem
+from tilewise.cli.options import Backend, Device, Pass, Tile, parse_tile, takes_problem
 
 if TYPE_CHECKING:
     from tilewise.api.names import BackendName
@@ -20,7 +20,7 @@ def explain_command(
     device: Device = None,
     pass_: Pass = "auto",
     tile: Tile = None,
-    backend: Annotated[str, typer.Option(help="auto, or one by name.")] = "auto",
+    backend: Backend = "auto",
     measure: Annotated[bool, typer.Option("--measure", help="Run it, and name what keeps it from the roof.")] = False,
     json: Json = False,
 ) -> None:

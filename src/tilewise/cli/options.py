@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from tilewise.problem import Problem
 
 Device = Annotated[str | None, typer.Option(help="A catalogued machine such as h200; default: this one.")]
-Pass = Annotated[str, typer.Option("--pass", help="auto, forward, decode, backward_dkdv or backward_dq.")]
-Tile = Annotated[str | None, typer.Option(help="Your own tile, such as 128x64; its cost is shown beside ours.")]
+Pass = Annotated[str, typer.Option("--pass", help="auto, forward, decode, backward, backward_dkdv, backward_dq, ….")]
+Tile = Annotated[str | None, typer.Option(help="Your own tile of that pass, such as 128x64, beside ours.")]
+Backend = Annotated[str, typer.Option(help="auto, or one by name.")]
 
 _PROBLEM: dict[str, tuple[Any, Any, str]] = {
     "seqlen": (int, 4096, "Queries (and keys, unless --kv-seqlen)."),

@@ -47,10 +47,10 @@ class Measured:
         return {**asdict(self), "of_ceiling": self.of_ceiling, "loss": self.loss}
 
 
-def measure_call(problem: Problem, inputs: Inputs | None, backend: str, plan: Plan, backward: bool) -> Measured:
-    """Run the call on its device and name what keeps it from the roof."""
+def measure_call(problem: Problem, inputs: Inputs | None, backend: str, plan: Plan) -> Measured:
+    """Run the call, with the tile of the plan, on its device and name what keeps it from the roof."""
     given = inputs if inputs is not None else random_inputs(problem)
-    run = _runner(problem, given, backend, backward)
+    run = _runner(problem, given, backend, plan.tile.pass_.startswith("backward"))
     seconds, rounds = _seconds(run, problem.device)
     ceilings = hardware.measure(problem.device)
     spec = ceilings.apply(plan.spec)
@@ -124,7 +124,15 @@ def _seconds(run: Callable[[], Any], device: str) -> tuple[float, int]:
 
 def _overhead(problem: Problem, inputs: Inputs, name: str) -> float:
     """The time of the same call with one query and one key a head: checks, plan, launch and a tile that holds nothing."""
-    plain = {"mask": Full(), "bias": None, "alibi": False, "varlen": False, "sinks": False, "dropout_p": 0.0}
+    plain = {
+        "mask": Full(),
+        "bias": None,
+        "alibi": False,
+        "varlen": False,
+        "sinks": False,
+        "dropout_p": 0.0,
+        "tile": (),
+    }
     small = replace(problem, batch=1, seqlen_q=1, seqlen_k=1, **plain)  # type: ignore[arg-type]
     one = Inputs(inputs.q[:1, :, :1], inputs.k[:1, :, :1], inputs.v[:1, :, :1])
     if not dispatch.judge(name, small, one).ok:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tilewise.model.cpu import cpu_tile as cpu_tile
     from tilewise.model.decide import Plan as Plan
     from tilewise.model.decide import plan as plan
+    from tilewise.model.evaluation import Evaluation as Evaluation
+    from tilewise.model.evaluation import evaluate as evaluate
     from tilewise.model.flops import Work as Work
     from tilewise.model.flops import visible_pairs as visible_pairs
     from tilewise.model.flops import work as work
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "cpu": ("cpu_tile",),
     "decide": ("Plan", "plan"),
+    "evaluation": ("Evaluation", "evaluate"),
     "flops": ("Work", "visible_pairs", "work"),
     "gpu": ("gpu_tile",),
     "l2": ("dram",),

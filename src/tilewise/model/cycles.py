@@ -26,6 +26,7 @@ START_CLOCKS = 1500
 _PASS_COSTS = {
     "forward": (1, 1, 3.5),
     "decode": (1, 1, 3.5),
+    "backward": (3, 2, 6.5),
     "backward_dkdv": (2, 2, 6.0),
     "backward_dq": (2, 1, 5.0),
 }
@@ -61,7 +62,7 @@ def step(tile: TilePlan, d: int, dv: int, itemsize: int, flops: float, on_chip: 
     exp = m * n / (spec.exp_rate / (spec.units * spec.clock_hz))
     accumulator = {"forward": m * dv, "decode": m * dv}.get(tile.pass_, 0)  # rescaled once a step
     fp32 = (_PASS_COSTS[tile.pass_][2] * m * n + accumulator) / FP32_LANES
-    moved = (n if tile.pass_ != "backward_dkdv" else m) * (d + dv) * itemsize
+    moved = (m if tile.holds_keys else n) * (d + dv) * itemsize
     load = moved / (spec.l2_bandwidth / (spec.units * spec.clock_hz))
     product, softmax = max(tensor, shared), exp + fp32
     groups = max(1, on_chip.blocks) * max(1, tile.warps // 4)

@@ -1,22 +1,23 @@
-"""`plan`: the tile for a problem on a machine, what it moves, how long it should take, and why."""
+"""Plan: the tile a problem runs with on a machine, what it moves, how long it should take, why, and beside which others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from tilewise import hardware, model
+from tilewise import hardware
 from tilewise.display import Shown
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
-from tilewise.model import Roofline, TilePlan, Traffic, Work, gpu
+from tilewise.model import gpu
 from tilewise.model.cpu import cpu_tile
-from tilewise.model.cpu_time import cpu_time
-from tilewise.model.grid import band_of, even
-from tilewise.model.tile import PASSES
-from tilewise.model.tuned import lookup_tuned
+from tilewise.model.evaluation import Evaluation, evaluate
+from tilewise.model.tile import AS_FAST, PASSES, RESOLUTION, TilePlan
 from tilewise.problem import Problem
+
+FIELDS = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "dtype", "precision")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ class Alternative:
     seconds: float | None
     sram_bytes: int
     registers: int
-    blocks: int
     verdict: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -35,58 +35,50 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Plan(Shown):
-    """A tile and its consequences. Times are predictions of the model, in seconds."""
+class Plan(Evaluation, Shown):
+    """What one kernel runs with, evaluated, beside the tiles of the other kernels of the call."""
 
-    problem: Problem
-    spec: DeviceSpec
-    tile: TilePlan
-    on_chip: Mapping[str, int]
-    """On-chip bytes by buffer, of one block."""
-    registers: int
-    """Registers a thread on a GPU, vector registers of the inner loop on a CPU."""
-    resident: int
-    """Blocks a unit holds at once."""
-    waves: float
-    compulsory: Traffic
-    tile_traffic: Traffic
-    dram: Traffic
-    work: Work
-    roofline: Roofline
-    seconds: float
-    limits: Mapping[str, float]
-    """The time each resource alone would take."""
-    binding: str
-    reasons: tuple[str, ...]
-    alternatives: tuple[Alternative, ...] = ()
+    backend: str | None = None
+    """Who serves the call; None for the model's own choice, and where nobody does."""
+    passes: tuple[TilePlan, ...] = ()
+    """The tiles of all kernels of the call. () where the backend has no tile of ours: then all figures are the model's."""
+    rivals: tuple[TilePlan, ...] = ()
+    """Other tiles that the kernel has."""
+    rejected: Mapping[TilePlan, str] | None = None
+    """Tiles that do not run, with the reason."""
+    usual: TilePlan | None = None
+    """What would run had the user asked for no tile."""
 
     @property
-    def on_chip_bytes(self) -> int:
-        return sum(self.on_chip.values())
+    def figures_of(self) -> str:
+        """Whose tile, bytes and time these are."""
+        return self.backend if self.backend and self.passes else "model"
 
     @property
-    def flops_per_second(self) -> float:
-        """Useful FLOPs over predicted time."""
-        return self.work.useful / self.seconds if self.seconds else 0.0
+    def ceilings(self) -> str:
+        """What the times rest on."""
+        source = self.spec.sources.get("peak", "")
+        return source if source.startswith("measured") else "theoretical ceilings"
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """What hardware counters should read over the kernel: bytes between L2 and the units, and at the memory."""
-        return {
-            "l2_read": self.tile_traffic.total_read,
-            "l2_write": self.tile_traffic.total_written,
-            "dram_read": self.dram.total_read,
-            "dram_write": self.dram.total_written,
-        }
+    @cached_property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """The tiles of the kernel, those that run by predicted time."""
+        return tuple(_alternatives(self))
+
+    @cached_property
+    def reasons(self) -> tuple[str, ...]:
+        return tuple(_reasons(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON takes it."""
         problem = self.problem
-        fields = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "dtype", "precision")
         return {
-            "problem": {**{name: getattr(problem, name) for name in fields}, "mask": problem.program.structure},
+            "problem": {**{name: getattr(problem, name) for name in FIELDS}, "mask": problem.program.structure},
             "device": {"key": self.spec.key, "name": self.spec.name, "arch": self.spec.arch},
+            "backend": self.backend,
+            "figures_of": self.figures_of,
             "tile": self.tile.to_dict(),
+            "passes": {tile.pass_: tile.to_dict() for tile in self.passes},
             "on_chip": {"bytes": self.on_chip_bytes, "buffers": dict(self.on_chip), "registers": self.registers},
             "resident_blocks": self.resident,
             "waves": self.waves,
@@ -100,8 +92,9 @@ class Plan(Shown):
             "tiles": self.work.tiles,
             "exponentials": self.work.exps,
             "roofline": self.roofline.to_dict(),
-            "seconds": self.seconds,
-            "useful_flops_per_second": self.flops_per_second,
+            "seconds": self.seconds if self.timed else None,
+            "ceilings": self.ceilings,
+            "useful_flops_per_second": self.flops_per_second if self.timed else None,
             "limits": dict(self.limits),
             "binding": self.binding,
             "reasons": list(self.reasons),
@@ -114,226 +107,83 @@ class Plan(Shown):
         return show_plan(self)
 
 
-def plan(
-    problem: Problem,
-    device: str | DeviceSpec | None = None,
-    *,
-    pass_: str = "auto",
-    tile: TilePlan | tuple[int, int] | None = None,
-    kernels: str = "",
-) -> Plan:
-    """The plan for `problem` on `device` (a name, a DeviceSpec, or None for this machine).
+def planned(problem: Problem, spec: DeviceSpec, tile: TilePlan, **beside: Any) -> Plan:
+    """The plan with a given tile; `beside` are the fields of a Plan that are not of its evaluation."""
+    return Plan(**vars(evaluate(problem, spec, tile)), **beside)
 
-    `pass_` is `auto` (decode for few queries, else forward) or one of the kernels' passes. A given `tile` is taken as it
-    is, raises if it cannot run, and is shown beside what would have been chosen. With `kernels` (a backend's name) what was
-    measured of them wins over the model; without, it is told.
+
+def plan(problem: Problem, device: str | DeviceSpec | None = None, *, pass_: str = "auto") -> Plan:
+    """The model's own plan for `problem` on `device` (a name, a DeviceSpec, or None for this machine), whoever serves it there.
+
+    `pass_` is `auto` (decode for few queries on a GPU, else forward) or one of the kernels' passes.
     """
     spec = hardware.device(device)
     if pass_ == "auto":
         pass_ = "decode" if spec.is_gpu and problem.decodes else "forward"
     if pass_ not in PASSES:
         raise PlanError(f"pass_: got {pass_!r}, need auto, {', '.join(PASSES)}")
-    return _gpu_plan(problem, spec, pass_, tile, kernels) if spec.is_gpu else _cpu_plan(problem, spec, tile)
+    if not spec.is_gpu:
+        return planned(problem, spec, cpu_tile(spec, problem))
+    best = _best_by_size(gpu.ranked(problem, spec, pass_, model_blocks=True))
+    chosen, *others = (candidate.tile for candidate in best if not candidate.rejected)
+    rejected = {candidate.tile: candidate.rejected for candidate in best if candidate.rejected}
+    return planned(problem, spec, chosen, rivals=tuple(others), rejected=rejected)
 
 
-def _gpu_plan(
-    problem: Problem, spec: DeviceSpec, pass_: str, wanted: TilePlan | tuple[int, int] | None, kernels: str
-) -> Plan:
-    candidates = gpu.ranked(problem, spec, pass_, model_blocks=True)
-    chosen = candidates[0]
-    reasons: tuple[str, ...] = ()
-    tuned = lookup_tuned(problem, spec, pass_, kernels or "triton")
-    if tuned is not None:
-        evidence = f"{tuned.measured} on {tuned.device}, {tuned.date} ({tuned.evidence})"
-        if kernels:
-            chosen = gpu.evaluate(problem, spec, tuned.tile)
-            reasons = (f"tuned: {evidence}",)
-        else:
-            reasons = (f"the {tuned.kernels} kernels take {tuned.tile} instead: {evidence}",)
-    if wanted is not None:
-        given = _given(wanted, pass_, problem, spec, candidates)
-        more = given.seconds / chosen.seconds - 1
-        beside = "as fast as" if abs(more) < 0.005 else f"{abs(more):.0%} {'slower' if more > 0 else 'faster'} than"
-        reasons = (f"yours: predicted {beside} {chosen.tile}, which the model prefers", *reasons)
-        chosen = given
-    step, on_chip = chosen.step, chosen.on_chip
-    assert step is not None
-    tile = chosen.tile
-    counts = _counts(problem, spec, tile, spec.units * on_chip.blocks)
-    work, moved, dram = counts["work"], counts["tile_traffic"], counts["dram"]
-    steps = work.exps / (tile.block_q * tile.block_k)
-    clocks = spec.units * spec.clock_hz
-    limits = {
-        "tensor cores": work.executed / spec.flops(problem.dtype, problem.precision),
-        "shared memory": steps * step.shared / clocks,
-        "exponentials": work.exps / spec.exp_rate,
-        "fp32 units": steps * step.fp32 / clocks,
-        "L2 bandwidth": moved.total / spec.l2_bandwidth,
-        "DRAM bandwidth": dram.total / spec.dram_bandwidth,
-    }
-    seconds = max(_thinned(chosen.seconds, problem, work, tile, spec), *limits.values())
-    return Plan(
-        **counts,
-        on_chip=on_chip.sram,
-        registers=on_chip.registers,
-        resident=on_chip.blocks,
-        waves=chosen.waves,
-        seconds=seconds,
-        limits=limits,
-        binding=_binding(limits, seconds),
-        reasons=(*reasons, *_reasons(chosen, spec, work)),
-        alternatives=_alternatives(candidates, chosen),
-    )
-
-
-def _counts(problem: Problem, spec: DeviceSpec, tile: TilePlan, slots: int) -> dict[str, Any]:
-    """What a plan counts for its tile, by field; `slots` blocks are on the device at once."""
-    work, moved = model.work(problem, tile), model.traffic(problem, tile)
-    dram = model.dram(problem, tile, moved, spec, slots)
-    return {
-        "problem": problem,
-        "spec": spec,
-        "tile": tile,
-        "compulsory": model.compulsory(problem, tile),
-        "tile_traffic": moved,
-        "dram": dram,
-        "work": work,
-        "roofline": model.roofline(work.useful, dram.total, problem.dtype, spec, problem.precision),
-    }
-
-
-def _thinned(seconds: float, problem: Problem, work: Work, tile: TilePlan, spec: DeviceSpec) -> float:
-    """The time with the tiles the mask really visits; ranking takes all of them for a mask that is not one band."""
-    sizes = even(problem)
-    if band_of(problem) is not None or tile.pass_ == "decode":
-        return seconds
-    rows, cols = -(-sizes.seqlen_q // tile.block_q), -(-sizes.seqlen_k // tile.block_k)
-    every = max(1, sizes.batch * sizes.heads * rows * cols)
-    return spec.launch_s + (seconds - spec.launch_s) * work.tiles / every
-
-
-def _given(
-    wanted: TilePlan | tuple[int, int], pass_: str, problem: Problem, spec: DeviceSpec, known: list[gpu.Candidate]
-) -> gpu.Candidate:
-    """The user's tile, completed (stages, warps, splits) by the best candidate of its size; raises if it cannot run."""
-    if isinstance(wanted, TilePlan):
-        tile = replace(wanted, pass_=pass_, source="user")
-    else:
-        m, n = wanted
-        for name, size in (("block_q", m), ("block_k", n)):
-            if size < 16 or size % 16:
-                raise PlanError(f"{name}: got {size}, need a multiple of 16 (what the tensor cores multiply)")
-        same = [c for c in known if (c.tile.block_q, c.tile.block_k) == (m, n) and not c.rejected]
-        tile = replace(same[0].tile if same else TilePlan(m, n, pass_=pass_), source="user")
-    candidate = gpu.evaluate(problem, spec, tile)
-    if candidate.rejected:
-        raise PlanError(
-            f"tile: {tile} with {tile.stages} stages and {tile.warps} warps does not run on {spec.name}: "
-            f"{candidate.rejected}; the model would take {known[0].tile}"
-        )
-    return candidate
-
-
-def _reasons(chosen: gpu.Candidate, spec: DeviceSpec, work: Work) -> tuple[str, ...]:
-    tile, on_chip, step = chosen.tile, chosen.on_chip, chosen.step
-    assert step is not None
-    reasons = [
-        f"{on_chip.sram_bytes / 1024:.0f} of {spec.sram_per_block // 1024} KiB shared memory, {on_chip.registers} of "
-        f"{spec.max_registers} registers, {on_chip.blocks} block{'s' * (on_chip.blocks > 1)} a unit",
-        f"a step takes {step.total:.0f} clocks: products {max(step.tensor, step.shared):.0f}, "
-        f"softmax {step.exp + step.fp32:.0f}, loads {step.load:.0f}",
-    ]
-    if tile.splits > 1:
-        blocks = round(chosen.waves * spec.units * on_chip.blocks)
-        reasons.append(f"{tile.splits} splits over the keys make {blocks} blocks for {spec.units} units")
-    elif chosen.waves < 1:
-        reasons.append(f"one wave, {chosen.waves:.0%} of the places taken")
-    else:
-        reasons.append(f"{chosen.waves:.1f} waves")
-    if work.waste > 0.05:
-        reasons.append(f"{work.waste:.0%} of the multiplications fall on masked or padded scores")
-    return tuple(reasons)
-
-
-def _alternatives(candidates: list[gpu.Candidate], chosen: gpu.Candidate) -> tuple[Alternative, ...]:
-    """The best candidate of each size: those that run by time, then those that do not with the reason."""
-
-    def rank(candidate: gpu.Candidate) -> tuple[float, int]:
-        """By time; those that do not run by registers."""
-        return candidate.seconds, candidate.on_chip.registers
-
+def _best_by_size(candidates: Iterable[gpu.Candidate]) -> list[gpu.Candidate]:
+    """The best candidate of each size, in the order given."""
     best: dict[tuple[int, int], gpu.Candidate] = {}
     for candidate in candidates:
-        key = (candidate.tile.block_q, candidate.tile.block_k)
-        if key not in best or rank(candidate) < rank(best[key]):
-            best[key] = candidate
-    if chosen.tile.source == "user" or chosen.tile not in [candidate.tile for candidate in best.values()]:
-        best[chosen.tile.block_q, chosen.tile.block_k] = chosen
+        kept = best.setdefault(candidate.tile.sizes, candidate)
+        if candidate.rejected and candidate.on_chip.registers < kept.on_chip.registers:
+            best[candidate.tile.sizes] = candidate
+    return list(best.values())
 
-    def verdict(candidate: gpu.Candidate) -> str:
-        if candidate.rejected:
-            return candidate.rejected
-        if candidate.tile == chosen.tile:
-            return "yours" if chosen.tile.source == "user" else "chosen"
-        return f"{candidate.seconds / chosen.seconds - 1:+.0%}" + _why_not(candidate.tile)
 
-    return tuple(
-        Alternative(
-            c.tile,
-            None if c.rejected else c.seconds,
-            c.on_chip.sram_bytes,
-            c.on_chip.registers,
-            c.on_chip.blocks,
-            verdict(c),
+def _reasons(plan: Plan) -> Iterator[str]:
+    tile, spec, step = plan.tile, plan.spec, plan.step
+    if plan.usual is not None and plan.usual != tile:
+        yield f"yours: {_beside(plan, plan.usual)}"
+    yield from tile.reasons
+    if step is not None:
+        yield (
+            f"{plan.on_chip_bytes / 1024:.0f} of {spec.sram_per_block // 1024} KiB shared memory, {plan.registers} of "
+            f"{spec.max_registers} registers, {plan.resident} block{'s' * (plan.resident > 1)} a unit"
         )
-        for c in sorted(best.values(), key=lambda c: (bool(c.rejected), c.seconds, c.on_chip.sram_bytes))
-    )
+        yield (
+            f"a step takes {step.total:.0f} clocks: products {max(step.tensor, step.shared):.0f}, "
+            f"softmax {step.exp + step.fp32:.0f}, loads {step.load:.0f}"
+        )
+    if tile.splits > 1:
+        blocks = round(plan.waves * spec.units * plan.resident)
+        yield f"{tile.splits} splits over the keys make {blocks} blocks for {spec.units} units"
+    elif step is not None:
+        yield f"one wave, {plan.waves:.0%} of the places taken" if plan.waves < 1 else f"{plan.waves:.1f} waves"
+    if plan.work.waste > 0.05:
+        yield f"{plan.work.waste:.0%} of the multiplications fall on masked or padded scores"
 
 
-def _why_not(tile: TilePlan) -> str:
-    """Why a tile of a lower tier is not taken even where the model thinks it is fast."""
-    if gpu.tier(tile) == 0:
-        return ""
-    if 192 in (tile.block_q, tile.block_k):
-        return ", no power of two"
-    if min(tile.block_q, tile.block_k) < 64:
-        return ", narrow"
-    if tile.stages < 2:
-        return ", one buffer: loads are not hidden"
-    if max(tile.block_k, tile.block_q) > 128:
-        return ", crowds the registers"
-    return ", warps share rows"
+def _beside(plan: Plan, usual: TilePlan) -> str:
+    """The user's tile in words beside the one that would have been taken."""
+    if not plan.timed:
+        return f"{usual} would have been taken"
+    more = plan.seconds / evaluate(plan.problem, plan.spec, usual).seconds - 1
+    words = "as fast as" if abs(more) < 0.005 else f"{abs(more):.0%} {'slower' if more > 0 else 'faster'} than"
+    return f"predicted {words} {usual}, which would have been taken"
 
 
-def _binding(limits: Mapping[str, float], seconds: float) -> str:
-    """The resource that takes longest; where none comes near the predicted time, latency does."""
-    worst = max(limits, key=lambda name: limits[name])
-    return worst if limits[worst] >= 0.4 * seconds else "latency"
-
-
-def _cpu_plan(problem: Problem, spec: DeviceSpec, wanted: TilePlan | tuple[int, int] | None) -> Plan:
-    tile = cpu_tile(spec, problem)
-    reasons = tile.reasons
-    if isinstance(wanted, TilePlan):
-        tile, reasons = wanted, wanted.reasons
-    elif wanted is not None:
-        (m, n), (rows, keys) = wanted, tile.register_tile or (1, 1)
-        if m < 1 or m % rows or n < 1 or n % keys:
-            raise PlanError(
-                f"tile: got {m} × {n}, need a multiple of {rows} rows and of {keys} keys (the register tile of {spec.isa})"
-            )
-        reasons = (f"yours: the model would take {tile}", *reasons)
-        tile = replace(tile, block_q=m, block_k=n, source="user")
-    counts = _counts(problem, spec, tile, spec.units)
-    time = cpu_time(problem, spec, tile)
-    return Plan(
-        **counts,
-        on_chip=dict(tile.on_chip),
-        registers=tile.registers,
-        resident=1,
-        waves=time.tasks / spec.workers,
-        seconds=time.seconds,
-        limits=time.limits,
-        binding=_binding(time.limits, time.seconds),
-        reasons=reasons,
-    )
+def _alternatives(plan: Plan) -> Iterator[Alternative]:
+    if not plan.timed:
+        return
+    tiles = dict.fromkeys([plan.tile, *([plan.usual] if plan.usual else []), *plan.rivals])
+    found = [plan if tile is plan.tile else evaluate(plan.problem, plan.spec, tile) for tile in tiles]
+    for one in sorted(found, key=lambda one: (one.seconds, one.on_chip_bytes)):
+        if one is plan:
+            verdict = "yours" if plan.tile.source == "user" else "chosen"
+        else:
+            more = one.seconds / plan.seconds - 1
+            verdict = AS_FAST if abs(more) < RESOLUTION else f"{more:+.0%}"
+        yield Alternative(one.tile, one.seconds, one.on_chip_bytes, one.registers, verdict)
+    for tile, reason in (plan.rejected or {}).items():
+        judged = gpu.evaluate(plan.problem, plan.spec, tile)
+        yield Alternative(tile, None, judged.on_chip.sram_bytes, judged.on_chip.registers, reason)

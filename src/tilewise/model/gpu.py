@@ -200,7 +200,7 @@ def tier(tile: TilePlan) -> int:
         return int(tile.block_k < 64 or tile.stages < 2)
     if short < 32:
         return 2
-    rows = tile.block_k if tile.pass_ == "backward_dkdv" else tile.block_q
+    rows = tile.block_k if tile.holds_keys else tile.block_q
     return int(short < 64 or long > 128 or tile.stages < 2 or rows < 16 * tile.warps)
 
 
@@ -252,7 +252,7 @@ def _seconds(
     m, n = tile.block_q, tile.block_k
     rows, cols = -(-size.rows // m), -(-size.keys // n)
     average, longest = visited_fraction(size.band, size.rows, size.keys, m, n)
-    if tile.pass_ == "backward_dkdv":
+    if tile.holds_keys:
         blocks, inner, block_rows = size.kv_tasks * cols, rows * size.group, n
     else:
         blocks, inner, block_rows = size.tasks * rows, cols, m

@@ -26,7 +26,7 @@ def capacity(spec: DeviceSpec) -> int:
 def streamed(problem: Problem, tile: TilePlan) -> int:
     """Bytes that every block of one key head passes over."""
     size = problem.itemsize
-    if tile.pass_ == "backward_dkdv":
+    if tile.holds_keys:
         per_row = (problem.head_dim + problem.head_dim_v) * size + 2 * stat_size(problem)
         return problem.group * problem.seqlen_q * per_row
     return problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
@@ -34,7 +34,7 @@ def streamed(problem: Problem, tile: TilePlan) -> int:
 
 def rounds(problem: Problem, tile: TilePlan, resident: int) -> int:
     """How often the blocks of one key head fill the device."""
-    if tile.pass_ == "backward_dkdv":
+    if tile.holds_keys:
         blocks = -(-problem.seqlen_k // tile.block_k)
     elif tile.pack_gqa:
         blocks = -(-problem.seqlen_q * problem.group // tile.block_q) * tile.splits
@@ -51,7 +51,7 @@ what was unused for longest, nothing would be read again."""
 
 def scattered(problem: Problem, tile: TilePlan, spec: DeviceSpec, resident: int) -> float:
     """The part of the stream read again because blocks of one head begin at different places of it."""
-    if tile.pass_ != "backward_dkdv" or not problem.seqlen_q or not problem.seqlen_k:
+    if not tile.holds_keys or not problem.seqlen_q or not problem.seqlen_k:
         return 0.0
     fraction, total = 0.0, 0
     for group, count in grid_of(problem, tile.block_q, tile.block_k).kv_heads():
@@ -77,13 +77,15 @@ def dram(problem: Problem, tile: TilePlan, moved: Traffic, spec: DeviceSpec, res
     bytes_once = streamed(problem, tile)
     missing = max(0.0, 1.0 - capacity(spec) / bytes_once) if bytes_once else 0.0
     again = (rounds(problem, tile, resident) - 1) * missing + scattered(problem, tile, spec, resident)
-    once = compulsory(problem, tile).reads
-    repeated = ("Q", "dO", "LSE", "delta") if tile.pass_ == "backward_dkdv" else ("K", "V")
+    least_moved = compulsory(problem, tile)
+    once = least_moved.reads
+    repeated = ("Q", "dO", "LSE", "delta") if tile.holds_keys else ("K", "V")
     result = Traffic()
     for name, size in moved.reads.items():
         least = once.get(name, size)
         factor = 1.0 + again if name in repeated else 1.0
         result.read(name, min(size, round(least * factor)))
     for name, size in moved.writes.items():
-        result.write(name, size)
+        # what is added up stays in the cache while it is
+        result.write(name, min(size, least_moved.writes.get(name, size)) if name.endswith(" acc") else size)
     return result

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,8 @@ class _Rows:
             **dict.fromkeys(("V", "O", "dO", "dV"), dv * size),
             **dict.fromkeys(("m", "l", "LSE", "delta", "rowmax", "rowsum", "partial LSE"), stat),
             **dict.fromkeys(("acc", "partial O"), dv * stat),
-            "dQ acc": d * stat,
+            **dict.fromkeys(("dQ acc", "dK acc"), d * stat),
+            "dV acc": dv * stat,
             **dict.fromkeys(("S", "E", "P"), problem.seqlen_k * size),
         }
 
@@ -161,7 +162,7 @@ def _queries_outside(problem: Problem, tile: TilePlan, inputs: tuple[str, ...], 
     count = _Rows(grid.problem)
     for head in grid.heads():
         count.read(head.rows * head.count, *inputs)
-        count.read(head.keys_by_tile * head.count, "K", "V")
+        count.read(head.keys_by_tile * head.count // tile.heads, "K", "V")  # once for all heads of a task
         count.read_extras(grid, head)
         count.write(grid.problem.seqlen_q * head.count, *outputs)
     return count.moved
@@ -181,7 +182,7 @@ def decode(problem: Problem, tile: TilePlan) -> Traffic:
             part = visited[:, split * per : (split + 1) * per]
             lengths = grid.col_lengths[split * per : (split + 1) * per]
             count.read(int(row_lengths[part.any(axis=1)].sum()) * heads, "Q")
-            count.read(int(part.sum(axis=0, dtype=np.int64) @ lengths) * heads, "K", "V")
+            count.read(int(part.sum(axis=0, dtype=np.int64) @ lengths) * heads // tile.heads, "K", "V")
     if problem.bias is not None or problem.program.tensors:
         single = grid_of(problem, 1, tile.block_k)
         for head in single.heads():  # rows of a packed tile belong to several heads: each reads its own bias and mask
@@ -241,27 +242,44 @@ def backward(problem: Problem, tile: TilePlan, dq_tile: TilePlan | None = None) 
     return preprocess(problem) + backward_dkdv(problem, tile) + backward_dq(problem, dq_tile or tile)
 
 
-def backward_fused(problem: Problem, tile: TilePlan) -> Traffic:
-    """The backward with one pass over the tiles: each adds to dQ in an fp32 buffer, narrowed at the end."""
+def backward_kernel(problem: Problem, tile: TilePlan) -> Traffic:
+    """The kernel that gives dQ, dK and dV in one pass over the tiles, between `preprocess` and the narrowing of what was added
+    up: dQ where blocks hold keys, dK and dV where they hold queries."""
     grid = grid_of(problem, tile.block_q, tile.block_k)
-    count, rows = _Rows(grid.problem), grid.problem.batch * grid.problem.heads * grid.problem.seqlen_q
-    count.write(rows, "dQ acc")  # zeroed
+    count = _Rows(grid.problem)
+    if tile.outer == "queries":
+        for head in grid.heads():
+            count.read(head.keys_by_tile * head.count, "dK acc", "dV acc")
+            count.write(head.keys_by_tile * head.count, "dK acc", "dV acc")
+        return backward_dq(problem, tile) + count.moved
     for head in grid.heads():
         count.write(head.rows_by_tile * head.count, "dQ acc")  # a reduction travels one way: the memory side adds
+    return backward_dkdv(problem, tile) + count.moved
+
+
+def backward_fused(problem: Problem, tile: TilePlan) -> Traffic:
+    """The backward with one pass over the tiles: each adds to dQ in an fp32 buffer, narrowed at the end."""
+    return preprocess(problem) + backward_kernel(problem, replace(tile, outer="keys")) + postprocess(problem)
+
+
+def postprocess(problem: Problem) -> Traffic:
+    """dQ's fp32 buffer, zeroed before and narrowed after the kernel that adds to it."""
+    count, rows = _Rows(problem), problem.batch * problem.heads * problem.seqlen_q
+    count.write(rows, "dQ acc")
     count.read(rows, "dQ acc")
     count.write(rows, "dQ")
-    return preprocess(problem) + backward_dkdv(problem, tile) + count.moved
+    return count.moved
 
 
 SCHEDULES: dict[str, Callable[[Problem, TilePlan], Traffic]] = {
     schedule.__name__: schedule
-    for schedule in (standard, v1, v2, decode, backward, backward_fused, backward_dkdv, backward_dq)
+    for schedule in (standard, v1, v2, decode, backward, backward_kernel, backward_fused, backward_dkdv, backward_dq)
 }
 
 
 def traffic(problem: Problem, tile: TilePlan, schedule: str = "") -> Traffic:
     """Tile bytes of a schedule, by tensor and direction; without a name, of the schedule that the tile's pass runs."""
-    schedule = schedule or {"forward": "v2"}.get(tile.pass_, tile.pass_)
+    schedule = schedule or {"forward": "v2", "backward": "backward_kernel"}.get(tile.pass_, tile.pass_)
     if schedule not in SCHEDULES:
         raise PlanError(f"schedule: got {schedule!r}, need one of {', '.join(SCHEDULES)}")
     return SCHEDULES[schedule](problem, tile)
@@ -280,8 +298,10 @@ def compulsory(problem: Problem, tile: TilePlan) -> Traffic:
         count.write(rows, "O", "LSE")
         moved = count.moved
     else:
-        moved = traffic(problem, TilePlan(max(1, problem.seqlen_q), max(1, problem.seqlen_k), pass_=tile.pass_))
-        if tile.pass_ == "backward_dq":  # one Q tile a head still reads K and V for each query head of a group
+        moved = traffic(problem, replace(tile, block_q=max(1, problem.seqlen_q), block_k=max(1, problem.seqlen_k)))
+        if (
+            "K" in moved.reads and not tile.holds_keys
+        ):  # one Q tile a head still reads K and V for each query head of a group
             for name in ("K", "V"):
                 moved.reads[name] //= problem.group
     if problem.bias is not None:

@@ -10,6 +10,7 @@ from tilewise.display import (
     Group,
     Panel,
     Shown,
+    Span,
     Table,
     Text,
     bars,
@@ -22,14 +23,25 @@ from tilewise.display import (
     styled,
 )
 from tilewise.masks import describe_mask
+from tilewise.model.tile import AS_FAST, RESOLUTION
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:
     from tilewise.model.decide import Plan
+    from tilewise.model.tile import TilePlan
 
 _CHOSEN = ("chosen", "yours")
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-_PASSES = {"backward_dkdv": "backward dK, dV", "backward_dq": "backward dQ"}
+_PASSES = {
+    "backward": "backward dQ, dK, dV",
+    "backward_dkdv": "backward dK, dV",
+    "backward_dq": "backward dQ",
+    "backward_dbias": "backward dBias",
+    "backward_preprocess": "backward, before",
+    "backward_postprocess": "backward, after",
+}
+SMALL_BUFFER = 0.03
+"""Of the on-chip bytes: smaller buffers are not named."""
 MOST_SLOWER, MOST_LARGER = 5, 4
 """Tiles shown that run slower than the chosen one, and that do not fit."""
 
@@ -56,33 +68,86 @@ def describe_roofline(plan: Plan) -> str:
 
 
 def show_plan(plan: Plan) -> Shown:
-    tables = [traffic_table(plan), resource_table(plan), *_alternatives(plan)]
+    tables: list[Shown] = [pass_table(plan.passes)] if plan.passes else []
+    if plan.timed:
+        tables += [traffic_table(plan), resource_table(plan), *_alternatives(plan)]
     return Group(_headline(plan), *tables, bullets("why", plan.reasons))
 
 
 def _headline(plan: Plan) -> Shown:
-    tile, spec = plan.tile, plan.spec
-    if tile.register_tile:
-        shape = f"register tile {tile.register_tile[0]}×{tile.register_tile[1]}"
-    else:
-        shape = f"{tile.stages} stages · {tile.warps} warps · {plan.resident} resident a unit"
-    if tile.splits > 1:
-        shape += f" · {tile.splits} splits"
-    if tile.pack_gqa:
-        shape += " · grouped heads share a tile"
-    buffers = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.on_chip.items())
-    useful = f"  {format_count(plan.flops_per_second, 'FLOP/s')} useful, bound by "
-    rows = facts(
-        [
-            ("problem", describe_problem(plan.problem)),
-            ("device", f"{spec.name} · {spec.units} {'SMs' if spec.vendor == 'NVIDIA' else 'units'} · {spec.arch}"),
-            ("tile", [(f"{tile}", "bold cyan"), f"  {shape}  ({_PASSES.get(tile.pass_, tile.pass_)}, {tile.source})"]),
-            ("on chip", f"{format_bytes(plan.on_chip_bytes)}  ({buffers}) · {plan.registers} registers"),
-            ("predicted", [(format_seconds(plan.seconds), "bold green"), useful, (plan.binding, "bold yellow")]),
-            ("roofline", describe_roofline(plan)),
+    spec = plan.spec
+    rows: list[tuple[str, Cell]] = [
+        ("problem", describe_problem(plan.problem)),
+        ("device", f"{spec.name} · {spec.units} {'SMs' if spec.vendor == 'NVIDIA' else 'units'} · {spec.arch}"),
+    ]
+    if plan.backend is not None:
+        rows.append(("backend", (plan.backend, "bold cyan")))
+    rows += [*figure_facts(plan), ("tile", [(f"{plan.tile}", "bold cyan"), f"  {describe_tile(plan)}"])]
+    if plan.timed:
+        rows.append(("on chip", f"{format_bytes(plan.on_chip_bytes)}  ({_buffers(plan)}) · {plan.registers} registers"))
+        rows += time_facts(plan)
+    return Panel("plan", facts(rows))
+
+
+def _buffers(plan: Plan) -> str:
+    """What is on the chip, the small buffers together."""
+    large = {name: size for name, size in plan.on_chip.items() if size >= SMALL_BUFFER * plan.on_chip_bytes}
+    if rest := plan.on_chip_bytes - sum(large.values()):
+        large[f"{len(plan.on_chip) - len(large)} more"] = rest
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in large.items())
+
+
+def figure_facts(plan: Plan) -> list[tuple[str, Cell]]:
+    """Whose the figures are, where they are not those of the backend's own kernels."""
+    if plan.backend is None:
+        return []
+    if not plan.passes:
+        return [("figures", f"the model's: {plan.backend} has no tile of ours")]
+    if not plan.timed:
+        return [
+            ("figures", f"tile and FLOPs; {plan.backend} computes with torch, whose bytes and time are not modelled")
         ]
-    )
-    return Panel("plan", rows)
+    return []
+
+
+def time_facts(plan: Plan) -> list[tuple[str, Cell]]:
+    rate = format_count(plan.flops_per_second, "FLOP/s")
+    bound: list[Span] = [(format_seconds(plan.seconds), "bold green"), f"  {rate} useful, bound by "]
+    bound += [(plan.binding, "bold yellow"), (f"  ({plan.ceilings})", "dim")]
+    return [("predicted", bound), ("roofline", describe_roofline(plan))]
+
+
+def describe_tile(plan: Plan) -> str:
+    """What belongs to a tile beside its sizes."""
+    tile = plan.tile
+    if tile.register_tile is not None:
+        parts = ["register tile {}×{}".format(*tile.register_tile)]
+    elif plan.spec.is_gpu and plan.timed:
+        parts = [f"{tile.stages} stages", f"{tile.warps} warps", f"{plan.resident} resident a unit"]
+    else:
+        parts = []
+    parts += [f"{tile.heads} heads a task"] if tile.heads > 1 else []
+    parts += [f"{tile.splits} splits"] if tile.splits > 1 else []
+    parts += ["grouped heads share a tile"] if tile.pack_gqa else []
+    return f"{' · '.join(parts)}{'  ' * bool(parts)}({_PASSES.get(tile.pass_, tile.pass_)}, {tile.source})"
+
+
+def pass_table(passes: Sequence[TilePlan]) -> Table:
+    """The kernels of a call, a row each."""
+    rows: list[list[Cell]] = []
+    for tile in passes:
+        shape = (
+            "{}×{}".format(*tile.register_tile)
+            if tile.register_tile
+            else f"{tile.warps} warps"
+            if tile.on_chip
+            else "–"
+        )
+        on_chip = format_bytes(tile.on_chip_bytes) if tile.on_chip else "–"
+        name = _PASSES.get(tile.pass_, tile.pass_)
+        rows.append([name, tile.kernel or "–", (f"{tile}", "cyan"), shape, str(tile.stages), on_chip, str(tile.splits)])
+    columns = ("pass", "kernel", "tile", "registers or warps", "stages", "on chip", "splits")
+    return Table("kernels", columns, rows, left=2, wraps=(0, 1, 3))
 
 
 def traffic_table(plan: Plan) -> Table:
@@ -107,7 +172,7 @@ def _alternatives(plan: Plan) -> Sequence[Shown]:
         return []
     running = [a for a in plan.alternatives if a.seconds is not None]
     slower = [a for a in running if a.verdict not in _CHOSEN][:MOST_SLOWER]
-    shown = sorted([*(a for a in running if a.verdict in _CHOSEN), *slower], key=lambda a: a.seconds or 0.0)
+    shown = [*(a for a in running if a.verdict in _CHOSEN), *slower]
     failing = sorted((a for a in plan.alternatives if a.seconds is None), key=lambda a: a.tile.block_q * a.tile.block_k)
     rows = []
     for a in [*shown, *failing[:MOST_LARGER]]:
@@ -117,30 +182,32 @@ def _alternatives(plan: Plan) -> Sequence[Shown]:
     columns = ("tile", "stages", "warps", "on chip", "registers", "predicted", "verdict")
     table = Table("tiles considered", columns, rows, wraps=(6,))
     hidden, larger = len(running) - len(shown), max(0, len(failing) - MOST_LARGER)
-    note = Text((f"{hidden} slower and {larger} larger tiles not shown", "dim"))
-    return [table, note] if hidden + larger else [table]
+    notes = [f"{hidden} slower and {larger} larger tiles not shown"] if hidden + larger else []
+    if any(a.verdict == AS_FAST for a in shown):
+        notes.append(f"the model does not tell times apart that differ by less than {RESOLUTION:.0%}")
+    return [table, *(Text((note, "dim")) for note in notes)]
 
 
 def show_comparison(plans: Sequence[Plan]) -> Shown:
     """One problem on several machines, side by side."""
     columns = (
-        "device", "tile", "predicted", "rate", "bound by", "on chip", "stages", "warps", "tile bytes", "HBM bytes",
+        "device", "backend", "tile", "predicted", "rate", "bound by", "on chip", "stages", "warps", "tile bytes", "HBM bytes",
     )  # fmt: skip
-    fastest = min((plan.seconds for plan in plans), default=0.0)
-    rows = [
-        styled(
-            "bold green" if plan.seconds == fastest else "",
-            plan.spec.key,
-            str(plan.tile),
+    fastest = min((plan.seconds for plan in plans if plan.timed), default=0.0)
+    rows = []
+    for plan in plans:
+        gpu = plan.spec.is_gpu and plan.timed
+        figures = [
             format_seconds(plan.seconds),
             format_count(plan.flops_per_second, "FLOP/s"),
             plan.binding,
             format_bytes(plan.on_chip_bytes),
-            str(plan.tile.stages) if plan.spec.is_gpu else "–",
-            str(plan.tile.warps) if plan.spec.is_gpu else "–",
+            str(plan.tile.stages) if gpu else "–",
+            str(plan.tile.warps) if gpu else "–",
             format_bytes(plan.tile_traffic.total),
             format_bytes(plan.dram.total),
-        )
-        for plan in plans
-    ]
-    return Table(describe_problem(plans[0].problem) if plans else "", columns, rows, left=2, wraps=(4,))
+        ]
+        figures = figures if plan.timed else ["–"] * len(figures)
+        style = "bold green" if plan.timed and plan.seconds == fastest else ""
+        rows.append(styled(style, plan.spec.key, plan.backend or "none", str(plan.tile), *figures))
+    return Table(describe_problem(plans[0].problem) if plans else "", columns, rows, left=3, wraps=(5,))

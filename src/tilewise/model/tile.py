@@ -10,6 +10,8 @@ from tilewise.errors import PlanError
 from tilewise.problem import PASSES as PASSES
 
 SOURCES = ("model", "table", "tuned", "user")
+AS_FAST, RESOLUTION = "as fast", 0.05
+"""What is said of predicted times that differ by less: the model does not tell them apart."""
 SHOWN = 16
 """Tiles that a refusal names."""
 
@@ -59,6 +61,11 @@ class TilePlan:
     @property
     def sizes(self) -> tuple[int, int]:
         return self.block_q, self.block_k
+
+    @property
+    def holds_keys(self) -> bool:
+        """Does a block hold keys, past which queries stream?"""
+        return self.outer == "keys" or self.pass_ == "backward_dkdv"
 
     @property
     def on_chip_bytes(self) -> int:

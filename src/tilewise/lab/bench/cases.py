@@ -80,6 +80,7 @@ class Case:
     dropout_p: float = 0.0
     scale: float | None = None
     deterministic: bool = False
+    tile: tuple[tuple[str, int, int], ...] = ()  # of a pass: its queries and keys; others are the planner's
 
     @property
     def trains(self) -> bool:
@@ -130,6 +131,7 @@ class Case:
             varlen=bool(self.lengths),
             needs_grad=self.trains,
             needs_lse=False,
+            tile={pass_: (m, n) for pass_, m, n in self.tile},
         )
 
     def tensors(self, seed: int = 0) -> Tensors:
@@ -188,6 +190,7 @@ class Case:
     def options(self, tensors: Tensors) -> dict[str, Any]:
         """The options of the call in plain values and tensors, for `child.tilewise_call`."""
         keywords = {name: getattr(self, name) for name in ("scale", "softcap", "dropout_p", "deterministic")}
+        keywords |= {"tile": tuple(map(tuple, self.tile)) or None}
         keywords |= {"bias": tensors.bias, "sinks": tensors.sinks, "seed": SEED if self.dropout_p else None}
         return {
             **{"mask": self.mask, "data": self.data_mask(), "layout": self.layout, "backend": self.backend},
@@ -204,6 +207,7 @@ class Case:
         parts = [f"{p.batch}×{heads}×{lengths}×{dims}", p.dtype]
         parts += [self.mask] if self.mask != "full" else []
         parts += [self.layout] if self.layout != "bhsd" else []
+        parts += [f"{pass_} tile {m}×{n}" for pass_, m, n in self.tile]
         return " ".join([*parts, *self.features, PASSES[self.passes]])
 
     def scores_bytes(self, seqlen: int) -> int:

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise import dispatch
+from tilewise.diagnostics.plan import plan
 from tilewise.errors import PlanError
 from tilewise.hardware.timers import clock_for
 from tilewise.lab.bench.accuracy import Errors, errors, truth
@@ -24,7 +25,6 @@ from tilewise.lab.bench.machine import require_device
 from tilewise.lab.bench.peers import COMPILED, Contender, contender, default_peers
 from tilewise.lab.bench.timing import Effort, Progress, Spread, Timer, interleave, ratio, silent
 from tilewise.lab.bench.worker import OWN_SOURCE, Checkout, compile_ahead, source_folder
-from tilewise.model import plan
 
 ROUNDED = 1.01
 """Ratios of errors up to here are 1 where results are rounded to 16 bits: that rounding is nearly all of the error, whoever
@@ -152,18 +152,18 @@ def start(case: Case, contender: Contender | Checkout, tensors: Tensors) -> tupl
 
 
 def chosen(case: Case) -> dict[str, Any]:
-    """What stands behind plain `tilewise`: the backend, why not the ones before it, and the planner's tile."""
+    """What stands behind plain `tilewise`: the backend, why not the ones before it, and the tiles it runs with."""
     problem = case.problem()
     backward = dispatch.select(problem, name=case.backend, backward=True).backend.name if case.trains else None
     selection = dispatch.select(problem, name=case.backend)
     reasons = {name: list(verdict.reasons) for name, verdict in selection.verdicts.items() if not verdict.ok}
     found = {"backend": selection.backend.name, "backward": backward, "not": reasons}
-    problem = replace(problem, mask=replace(case, device="cpu").whole_mask())  # the planner reads masks on the host
     try:
-        planned = plan(problem, case.device, kernels="" if case.backend == "auto" else case.backend).to_dict()
+        planned = plan(problem, case.device, backend=case.backend).to_dict()
     except PlanError as error:
         return {**found, "plan": None, "no_plan": str(error)}
-    return {**found, "plan": {name: planned[name] for name in ("tile", "cpu", "seconds", "binding", "reasons")}}
+    names = ("figures_of", "tile", "passes", "seconds", "ceilings", "binding", "reasons")
+    return {**found, "plan": {name: planned[name] for name in names}}
 
 
 @contextmanager
@@ -176,10 +176,17 @@ def torch_threads(number: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure(
+class Measured(NamedTuple):
+    """Contenders on one case: what each computed, and its samples in seconds, round by round, if that was right."""
+
+    results: dict[str, Result]
+    samples: dict[str, list[float]]
+
+
+def judge_and_time(
     case: Case, contenders: Sequence[Contender | Checkout], effort: Effort, on_progress: Progress = silent
-) -> Record:
-    """Judge, then time. Who cannot, fails or is wrong stays in the record with the reason and without a speed."""
+) -> Measured:
+    """Judge, then time, taking turns. Who cannot, fails or is wrong has a reason and no samples."""
     every = torch.get_num_threads()
     with torch_threads(case.threads):
         tensors, want = case.tensors(), {}
@@ -209,15 +216,24 @@ def measure(
         samples = interleave(timers, effort.on(case.device), tell) if timers else {}
         for name, values in samples.items():
             results[name].times = Spread.of(values)
+        return Measured(results, samples)
+
+
+def measure(
+    case: Case, contenders: Sequence[Contender | Checkout], effort: Effort, on_progress: Progress = silent
+) -> Record:
+    """A case with its contenders. Who cannot, fails or is wrong stays in the record with the reason and without a speed."""
+    results, samples = judge_and_time(case, contenders, effort, on_progress)
+    with torch_threads(case.threads):
         record = Record(case, list(results.values()), choice=chosen(case))
-        if OURS in samples:
-            ratios = {name: ratio(values, samples[OURS]) for name, values in samples.items()}
-            others = [one.name for one in contenders if isinstance(one, Checkout) and one.name != OURS]
-            record.checkouts = {name: ratios[name] for name in others if name in ratios}
-            if rivals := [name for name in case.against if name in samples]:
-                record.rival = min(rivals, key=lambda name: statistics.median(samples[name]))
-                record.ratio = ratios[record.rival]
-        return record
+    if OURS in samples:
+        ratios = {name: ratio(values, samples[OURS]) for name, values in samples.items()}
+        others = [one.name for one in contenders if isinstance(one, Checkout) and one.name != OURS]
+        record.checkouts = {name: ratios[name] for name in others if name in ratios}
+        if rivals := [name for name in case.against if name in samples]:
+            record.rival = min(rivals, key=lambda name: statistics.median(samples[name]))
+            record.ratio = ratios[record.rival]
+    return record
 
 
 def measure_all(

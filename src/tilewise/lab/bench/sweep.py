@@ -1,0 +1,171 @@
+"""Speed over block sizes: every tile that a backend has for a case, timed in turns, beside the model's prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewise import dispatch, hardware
+from tilewise.backends import plans
+from tilewise.backends.verdict import Verdict
+from tilewise.diagnostics.plan import countable
+from tilewise.errors import ArgumentError
+from tilewise.lab.bench.cases import Case, Tensors
+from tilewise.lab.bench.child import Attention, tilewise_call
+from tilewise.lab.bench.engine import Result, judge_and_time, torch_threads
+from tilewise.lab.bench.machine import require_device
+from tilewise.lab.bench.peers import Contender
+from tilewise.lab.bench.timing import Effort, Progress, Spread, ratio, silent
+from tilewise.model import TilePlan, evaluate
+
+NEAR = 1.05
+"""The planner's tile may take this much of the time of the fastest one."""
+
+
+@dataclass(frozen=True)
+class TileResult:
+    """A tile that ran, or why it did not, beside its predicted time."""
+
+    tile: TilePlan
+    predicted: float | None
+    """None of plain torch, whose time is not modelled."""
+    result: Result
+    speed: Spread | None
+    """In that of the planner's tile, round by round: what disturbs a round disturbs both. None if either did not run."""
+
+    @property
+    def seconds(self) -> float | None:
+        return self.result.times.p50 if self.result.times else None
+
+    def to_dict(self) -> dict[str, Any]:
+        speed = self.speed._asdict() if self.speed else None
+        return {"tile": self.tile.to_dict(), "predicted": self.predicted, "speed": speed, **self.result.to_dict()}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All tiles of one kernel on one case; the first is the planner's."""
+
+    case: Case
+    backend: str
+    pass_: str
+    tiles: tuple[TileResult, ...]
+
+    @property
+    def planned(self) -> TileResult:
+        return self.tiles[0]
+
+    @property
+    def fastest(self) -> TileResult | None:
+        """None if the planner's did not run."""
+        ran = [tile for tile in self.tiles if tile.speed is not None]
+        return max(ran, key=lambda tile: tile.speed.p50 if tile.speed else 0.0, default=None)
+
+    @property
+    def ratio(self) -> float | None:
+        """The time of the planner's tile in that of the fastest."""
+        best = self.fastest
+        return best.speed.p50 if best and best.speed else None
+
+    @property
+    def near(self) -> bool:
+        """Is the planner's tile about as fast as the fastest?"""
+        return self.ratio is not None and self.ratio <= NEAR
+
+    @property
+    def right(self) -> bool:
+        return all(tile.result.status == "ok" for tile in self.tiles)
+
+    def to_dict(self) -> dict[str, Any]:
+        best = self.fastest
+        return {
+            "case": self.case.to_dict(),
+            "words": self.case.words(),
+            "backend": self.backend,
+            "pass": self.pass_,
+            "planned": str(self.planned.tile),
+            "fastest": str(best.tile) if best else None,
+            "ratio": self.ratio,
+            "limit": NEAR,
+            "passed": self.near,
+            "tiles": [tile.to_dict() for tile in self.tiles],
+        }
+
+
+def with_tile(case: Case, pass_: str, tile: TilePlan) -> Case:
+    return replace(case, tile=((pass_, tile.block_q, tile.block_k),))
+
+
+def contender_with(pass_: str, tile: TilePlan | None) -> Callable[[Case, Tensors], Attention]:
+    """tilewise with that tile, or with the planner's."""
+    return lambda case, tensors: tilewise_call((with_tile(case, pass_, tile) if tile else case).options(tensors))
+
+
+def passes_of(case: Case, backend: str) -> list[str]:
+    """The kernels to sweep: that of the forward, or those of the backward that have more than one tile, as the case is timed."""
+    problem, spec = case.problem(), hardware.device(case.device)
+    found = plans.tiles(backend, problem, spec)
+    if not case.trains:
+        return ["decode" if "decode" in found else "forward"] if found else []
+    backward = [pass_ for pass_ in found if pass_.startswith("backward")]
+    return [pass_ for pass_ in backward if len(plans.choices(backend, problem, spec, pass_)) > 1]
+
+
+def timed_for(case: Case, pass_: str) -> Case:
+    """The case with only what holds the kernel on the clock."""
+    return replace(case, passes="backward" if pass_.startswith("backward") else "forward")
+
+
+def tiles_for(case: Case, backend: str, pass_: str) -> list[tuple[TilePlan, float | None]]:
+    """Every tile that the backend has for the pass, the planner's first, with its predicted time."""
+    problem, spec = case.problem(), hardware.device(case.device)
+    has = plans.choices(backend, problem, spec, pass_)
+    if not has:
+        kernels = ", ".join(plans.tiles(backend, problem, spec))
+        kinds = f"it has {kernels}" if kernels else "it has no tile of ours; choose tiled, cpu, triton or hopper"
+        raise ArgumentError(f"pass: {backend} has no kernel {pass_!r} for {case.name}; {kinds}")
+    counted = countable(problem)
+    by_size = {tile.sizes: tile for tile in reversed(has)}
+    found = [evaluate(counted, spec, by_size[sizes]) for sizes in dict.fromkeys(tile.sizes for tile in has)]
+    return [(one.tile, one.seconds if one.timed else None) for one in found]
+
+
+def sweep(case: Case, backend: str, pass_: str, effort: Effort, on_progress: Progress = silent) -> Sweep:
+    """Time every tile of a kernel, in turns. The planner's runs as a call without `tile` does."""
+    case = replace(timed_for(case, pass_), backend=backend)
+    with torch_threads(case.threads):
+        tiles = tiles_for(case, backend, pass_)
+    contenders = [
+        Contender(str(tile), lambda case: Verdict(True), contender_with(pass_, tile if number else None))
+        for number, (tile, _) in enumerate(tiles)
+    ]
+    results, samples = judge_and_time(case, contenders, effort, on_progress)
+    planned = samples.get(str(tiles[0][0]))
+    speeds = {name: ratio(planned, values) for name, values in samples.items()} if planned else {}
+    timed = (TileResult(tile, predicted, results[str(tile)], speeds.get(str(tile))) for tile, predicted in tiles)
+    return Sweep(case, backend, pass_, tuple(timed))
+
+
+def sweep_all(
+    cases: Sequence[Case], backend: str, pass_: str, effort: Effort, on_progress: Progress = silent
+) -> list[Sweep]:
+    """Sweeps of cases; `pass_` "auto" takes the kernels that each case times, `backend` "auto" whoever serves it."""
+    jobs: list[tuple[Case, str, str]] = []
+    for case in cases:
+        require_device(case.device)
+        trains = case.trains if pass_ == "auto" else pass_.startswith("backward")
+        name = case.backend if backend == "auto" else backend
+        problem = timed_for(case, "backward" if trains else "forward").problem()
+        server = dispatch.select(problem, name=name, backward=trains).backend.name
+        jobs += [
+            (case, server, one) for one in ([pass_] if pass_ != "auto" else passes_of(case, server) or ["forward"])
+        ]
+    sweeps = []
+    for number, (case, server, one) in enumerate(jobs):
+
+        def tell(what: str, done: float, number: int = number) -> None:
+            on_progress(what, (number + done) / len(jobs))
+
+        sweeps.append(sweep(case, server, one, effort, tell))
+    return sweeps

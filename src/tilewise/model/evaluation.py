@@ -1,0 +1,174 @@
+"""`evaluate`: what a tile moves, multiplies and takes on a machine. Whoever shows a time asks here, so that it is one time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tilewise import model
+from tilewise.errors import PlanError
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.model import Roofline, TilePlan, Traffic, Work, gpu
+from tilewise.model.cpu_time import cpu_time
+from tilewise.model.cycles import StepClocks
+from tilewise.model.grid import band_of, even
+from tilewise.problem import Problem
+
+EVALUATED = ("forward", "decode", "backward", "backward_dkdv", "backward_dq")
+"""Passes that compute scores; the others only pass once over what these leave."""
+PLAIN = "torch"
+"""The kernel of a tile that operations of torch compute: its tiles are tensors, nothing is kept on the chip by our doing."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A tile and its consequences. Times are predictions of the model, in seconds."""
+
+    problem: Problem
+    spec: DeviceSpec
+    tile: TilePlan
+    on_chip: Mapping[str, int]
+    """On-chip bytes by buffer, of one block."""
+    registers: int
+    """Registers a thread on a GPU, vector registers of the inner loop on a CPU."""
+    resident: int
+    """Blocks a unit holds at once."""
+    waves: float
+    compulsory: Traffic
+    tile_traffic: Traffic
+    dram: Traffic
+    work: Work
+    roofline: Roofline
+    seconds: float
+    limits: Mapping[str, float]
+    """The time each resource alone would take."""
+    binding: str
+    step: StepClocks | None = None
+    """On a GPU: the clocks of one step by pipe."""
+
+    @property
+    def timed(self) -> bool:
+        """Is the time a prediction? Of plain torch it is only what the products and the bytes take at least."""
+        return self.tile.kernel != PLAIN
+
+    @property
+    def on_chip_bytes(self) -> int:
+        return sum(self.on_chip.values())
+
+    @property
+    def flops_per_second(self) -> float:
+        """Useful FLOPs over predicted time."""
+        return self.work.useful / self.seconds if self.seconds else 0.0
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What hardware counters should read over the kernel: bytes between L2 and the units, and at the memory."""
+        return {
+            "l2_read": self.tile_traffic.total_read,
+            "l2_write": self.tile_traffic.total_written,
+            "dram_read": self.dram.total_read,
+            "dram_write": self.dram.total_written,
+        }
+
+
+def evaluate(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
+    """Bytes, FLOPs and time of `tile` on any machine; raises if it does not fit there."""
+    if tile.pass_ not in EVALUATED:
+        raise PlanError(
+            f"pass_: {tile.pass_} moves each of its tensors once, and is not evaluated; need {', '.join(EVALUATED)}"
+        )
+    if tile.kernel == PLAIN:
+        return _plain(problem, spec, tile)
+    return (_on_gpu if spec.is_gpu else _on_cpu)(problem, spec, tile)
+
+
+def _plain(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
+    counts = _counts(problem, spec, tile, spec.units)
+    rate = spec.flops(problem.dtype, problem.precision) or spec.flops("float32")
+    limits = {"products": counts["work"].executed / rate, "DRAM bandwidth": counts["dram"].total / spec.dram_bandwidth}
+    binding = max(limits, key=lambda name: limits[name])
+    sizes: dict[str, Any] = {"on_chip": {}, "registers": 0, "resident": 1, "waves": 1.0}
+    return Evaluation(**counts, **sizes, seconds=max(limits.values()), limits=limits, binding=binding)
+
+
+def _on_gpu(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
+    if not spec.flops(problem.dtype, problem.precision):
+        raise PlanError(f"dtype: {spec.name} multiplies no {problem.dtype}, only {', '.join(spec.peak)}")
+    judged = gpu.evaluate(problem, spec, tile)
+    if judged.rejected:
+        raise PlanError(
+            f"tile: {tile} with {tile.stages} stages and {tile.warps} warps does not run on {spec.name}: {judged.rejected}"
+        )
+    step, on_chip = judged.step, judged.on_chip
+    assert step is not None
+    counts = _counts(problem, spec, tile, spec.units * on_chip.blocks)
+    work, moved, dram = counts["work"], counts["tile_traffic"], counts["dram"]
+    steps = work.exps / (tile.block_q * tile.block_k)
+    clocks = spec.units * spec.clock_hz
+    limits = {
+        "tensor cores": work.executed / spec.flops(problem.dtype, problem.precision),
+        "shared memory": steps * step.shared / clocks,
+        "exponentials": work.exps / spec.exp_rate,
+        "fp32 units": steps * step.fp32 / clocks,
+        "L2 bandwidth": moved.total / spec.l2_bandwidth,
+        "DRAM bandwidth": dram.total / spec.dram_bandwidth,
+    }
+    seconds = max(_thinned(judged.seconds, problem, work, tile, spec), *limits.values())
+    return Evaluation(
+        **counts,
+        on_chip=on_chip.sram,
+        registers=on_chip.registers,
+        resident=on_chip.blocks,
+        waves=judged.waves,
+        seconds=seconds,
+        limits=limits,
+        binding=_binding(limits, seconds),
+        step=step,
+    )
+
+
+def _on_cpu(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
+    time = cpu_time(problem, spec, tile)
+    return Evaluation(
+        **_counts(problem, spec, tile, spec.units),
+        on_chip=dict(tile.on_chip),
+        registers=tile.registers,
+        resident=tile.resident or 1,
+        waves=time.tasks / spec.workers,
+        seconds=time.seconds,
+        limits=time.limits,
+        binding=_binding(time.limits, time.seconds),
+    )
+
+
+def _counts(problem: Problem, spec: DeviceSpec, tile: TilePlan, slots: int) -> dict[str, Any]:
+    """What is counted for a tile, by field; `slots` blocks are on the device at once."""
+    work, moved = model.work(problem, tile), model.traffic(problem, tile)
+    dram = model.dram(problem, tile, moved, spec, slots)
+    return {
+        "problem": problem,
+        "spec": spec,
+        "tile": tile,
+        "compulsory": model.compulsory(problem, tile),
+        "tile_traffic": moved,
+        "dram": dram,
+        "work": work,
+        "roofline": model.roofline(work.useful, dram.total, problem.dtype, spec, problem.precision),
+    }
+
+
+def _thinned(seconds: float, problem: Problem, work: Work, tile: TilePlan, spec: DeviceSpec) -> float:
+    """The time with the tiles the mask really visits; ranking takes all of them for a mask that is not one band."""
+    sizes = even(problem)
+    if band_of(problem) is not None or tile.pass_ == "decode":
+        return seconds
+    rows, cols = -(-sizes.seqlen_q // tile.block_q), -(-sizes.seqlen_k // tile.block_k)
+    every = max(1, sizes.batch * sizes.heads * rows * cols)
+    return spec.launch_s + (seconds - spec.launch_s) * work.tiles / every
+
+
+def _binding(limits: Mapping[str, float], seconds: float) -> str:
+    """The resource that takes longest; where none comes near the predicted time, latency does."""
+    worst = max(limits, key=lambda name: limits[name])
+    return worst if limits[worst] >= 0.4 * seconds else "latency"
