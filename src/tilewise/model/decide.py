@@ -147,10 +147,6 @@ def _reasons(plan: Plan) -> Iterator[str]:
     yield from tile.reasons
     if step is not None:
         yield (
-            f"{plan.on_chip_bytes / 1024:.0f} of {spec.sram_per_block // 1024} KiB shared memory, {plan.registers} of "
-            f"{spec.max_registers} registers, {plan.resident} block{'s' * (plan.resident > 1)} a unit"
-        )
-        yield (
             f"a step takes {step.total:.0f} clocks: products {max(step.tensor, step.shared):.0f}, "
             f"softmax {step.exp + step.fp32:.0f}, loads {step.load:.0f}"
         )
