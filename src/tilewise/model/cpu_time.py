@@ -1,10 +1,10 @@
 """The time a CPU takes for a tile.
 
-A task holds a block of query rows and walks along the keys, block by block: it packs K and V, multiplies strip by strip, and takes
-the exponentials of the scores. The vector units do all of that, so its parts add up:
+A task holds a block of query rows and walks along the keys, block by block: it packs K and V, multiplies strip by strip, and
+takes the exponentials of the scores. The vector units do all of that, so its parts add up:
 
-products        multiply-adds of the strips and keys that a mask visits, at a part of the FMA peak (of the matrix unit's, where the
-                kernel uses one)
+products        multiply-adds of the strips and keys that a mask visits, at a part of the FMA peak (of the matrix unit's, where
+                the kernel uses one)
 softmax         clocks for each vector of scores
 rescaling       O read, scaled and written once for each strip and block of keys
 packing         clocks for each element of K and V a task packs (and of dK and dV that it adds to, in the backward)
