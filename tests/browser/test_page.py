@@ -147,6 +147,7 @@ def test_the_controls_switch_results(browse: Open) -> None:
     (bars,) = drawn(driver, "traffic")
     assert bars["y"] == [found["schedules"][way]["total"] for way in ("standard", "v1", "v2", "plan")]
     assert drawn(driver, "map")[0]["z"] == 8192 // 64
+    assert "64×64" in driver.find_element(By.ID, "runs").text and found["runs"] in driver.find_element(By.ID, "runs").text
     for chart in ("roofline", "traffic", "shares", "map", "timeline", "memory"):
         assert drawn(driver, chart) != before[chart], chart
     times = found["schedules"]["standard"]["total"] / found["schedules"]["v2"]["total"]

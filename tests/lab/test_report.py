@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tilewise import hardware, model
+from tilewise.backends import plans
 from tilewise.cli.app import app
+from tilewise.diagnostics.plan import plan
 from tilewise.hardware.ceilings import Ceilings
 from tilewise.lab.report import figures, machine, page, walk
 from tilewise.lab.report.page import LANGUAGES
@@ -59,7 +62,7 @@ def test_the_page_uses_exactly_the_texts_of_the_table() -> None:
     used = set(re.findall(r'\bw\("([^"+]+)"[,)]', text)) | set(re.findall(r'data-[wt]="([\w.]+)"', text))
     used |= set(re.findall(r'texts\["([\w.]+)"\]', text)) | set(re.findall(r'pick\("(\w+)"', text))
     used |= {f"{name}.{part}" for name in re.findall(r'head\("(\w+)"\)', text) for part in "hp"}
-    used |= set(re.findall(r'"((?:walk|c|bench|roof)\.[a-z]+)"', text)) | {"partial", "full", "play", "pause", "roof"}
+    used |= set(re.findall(r'"((?:walk|c|bench|roof|runs)\.[a-z]+)"', text)) | {"partial", "full", "play", "pause", "roof"}
     missing = {key for key in used if key not in TEXTS and not key.endswith(".")}
     assert not missing
     built = ("s.", "f.", "r.", "l.", "mask.", "data.", "theme.", "load", "compute")  # keys put together in the script
@@ -71,7 +74,8 @@ def test_every_name_python_hands_over_has_a_text(data: dict[str, Any]) -> None:
     names = {f"mask.{mask}" for mask in data["axes"]["mask"]} | {f"s.{way}" for way in (*figures.SCHEDULES, "plan")}
     for found in data["results"].values():
         names |= {f"r.{name}" for name in [found["binding"] or "latency", *(found["limits"] or ())]}
-    names |= {f"data.{kind}" for kind in DATA} | {f"f.{figure['name']}" for device in data["devices"].values() for figure in device["figures"]}
+    names |= {f"data.{kind}" for kind in DATA}
+    names |= {f"f.{figure['name']}" for device in data["devices"].values() for figure in device["figures"]}
     names |= {f"l.{loss}" for loss in data["run"]["explanation"]["measured"]["losses"]}
     assert names <= set(TEXTS)
 
@@ -137,11 +141,36 @@ def test_the_theoretical_roof_is_nowhere_below_the_measured_one() -> None:
         assert same["theory"] == {"flops": same["flops"], "bandwidth": same["dramBandwidth"]}
 
 
+@pytest.mark.parametrize("device", ["here", "h200", "a100-80"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_tile_and_time_are_the_plan_s(data: dict[str, Any], device: str, mask: str) -> None:
+    """What `tilewise.plan` says of the problem there; beside it the reader's own tile, evaluated or refused."""
+    spec = None if device == "here" else hardware.device(device)
+    for dim in figures.HEAD_DIMS:
+        problem = figures.problem_of(512, dim, mask, figures.dtype_on(hardware.device(spec)))
+        expected = plan(problem, spec)
+        found = data["results"][figures.key(device, 512, dim, mask, "plan")]
+        assert (found["tile"], found["predicted"]) == (str(expected.tile), expected.seconds)
+        assert found["onChip"] == dict(expected.on_chip)
+        there = replace(problem, device="cuda" if expected.spec.is_gpu else "cpu")
+        server = next(choice.name for choice in plans.serving(there, expected.spec) if choice.chosen)
+        tiles = plans.tiles(server, there, expected.spec)
+        assert found["by"] == (server if tiles else "model")
+        assert not tiles or found["tile"] == str(tiles["forward"])
+        for tile in figures.TILES[1:]:
+            own = data["results"][figures.key(device, 512, dim, mask, figures.tile_name(tile))]
+            assert own["runs"] == str(expected.tile)
+            assert own["tile"] == "×".join(map(str, tile or ()))
+            assert bool(own["refused"]) == (own["predicted"] is None)
+            if not own["refused"]:
+                assert own["predicted"] == plan(problem, spec, tile=tile).seconds
+
+
 def test_less_traffic_compares_like_with_like() -> None:
     """An H200, 4,096 tokens, d 64, causal: both ways without a cache. 128 would be without against with."""
     spec = hardware.device("h200")
     problem = figures.problem_of(4096, 64, "causal", "bfloat16")
-    found = figures.position(model.plan(problem, spec), "causal", (128, 128))
+    found = figures.position(problem, "causal", "h200", spec, (128, 128))
     standard, v2 = (model.traffic(problem, TilePlan(128, 128), way).total for way in ("standard", "v2"))
     assert found["less"] == standard / v2 == pytest.approx(14.7, abs=0.05)
     assert found["schedules"]["standard"]["total"] / found["schedules"]["plan"]["total"] == pytest.approx(128, abs=0.1)
@@ -193,6 +222,8 @@ def test_memory_grows_as_it_must() -> None:
 
 
 def test_two_buffers_are_never_slower(data: dict[str, Any]) -> None:
+    tiles = {(*name.split("|")[0:3:2], found["tile"]) for name, found in data["results"].items()}
+    assert {"|".join(at) for at in tiles} == set(data["timelines"])
     for runs in data["timelines"].values():
         assert [run["stages"] for run in runs] == [1, 2, 3]
         assert runs[0]["total"] >= runs[1]["total"] >= runs[2]["total"]

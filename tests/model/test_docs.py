@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import platform
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.model.tutorials import step_intensities
+from tilewise.backends import plans
 from tilewise.hardware import lookup
 from tilewise.hardware.spec import KiB, MiB
 from tilewise.lab.simulator.timeline import block_timeline
@@ -123,8 +125,28 @@ def test_the_documented_timelines_of_an_h200(sides: tuple[int, int], totals: tup
             assert run.busy("compute") / 8 * 1e6 == pytest.approx(0.28, abs=0.005)
 
 
+@pytest.mark.parametrize(
+    ("cores", "d", "tile", "kib"),
+    [(2, 64, "512×128", 345), (2, 128, "512×128", 665), (2, 256, "368×128", 1014), (80, 64, "64×128", 114)],
+)
+def test_documented_tiles_of_a_neoverse_n1(cores: int, d: int, tile: str, kib: int) -> None:
+    """docs/tiling.md: what the cpu backend runs, by its own account."""
+    problem = Problem.of(heads=8, head_dim=d, seqlen=4096, dtype="float32", device="cpu")
+    planned = plans.tiles("cpu", problem, replace(lookup("altra"), units=cores))["forward"]
+    assert (str(planned), planned.register_tile) == (tile, (16, 4))
+    assert planned.on_chip_bytes / KiB == pytest.approx(kib, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("device", "d", "register_tile"), [("altra", 64, (16, 4)), ("xeon", 64, (64, 4)), ("xeon", 128, (48, 8))]
+)
+def test_documented_register_tiles(device: str, d: int, register_tile: tuple[int, int]) -> None:
+    problem = Problem.of(heads=8, head_dim=d, seqlen=4096, dtype="float32", device="cpu")
+    assert plans.tiles("cpu", problem, lookup(device))["forward"].register_tile == register_tile
+
+
 def test_documented_blocks_a_multiprocessor() -> None:
-    """docs/triton-notes.md: of 64×64 with three stages and four warps an H200's multiprocessor holds four at d 64, two at d 128."""
+    """docs/triton-notes.md: 64×64, three stages, four warps: an H200's multiprocessor holds four at d 64, two at d 128."""
     held = [kernel(TilePlan(64, 64, 3, 4), d, d, 2, lookup("h200")) for d in (64, 128)]
     assert [on_chip.blocks for on_chip in held] == [4, 2]
     assert [on_chip.sram_bytes // 1024 for on_chip in held] == [56, 112]

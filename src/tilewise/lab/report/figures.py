@@ -11,6 +11,7 @@ import numpy as np
 
 from tilewise import model
 from tilewise.diagnostics.plan import plan
+from tilewise.errors import PlanError
 from tilewise.hardware import DeviceSpec
 from tilewise.lab.simulator.timeline import block_timeline
 from tilewise.masks import Mask, causal, documents, full, prefix, window
@@ -22,11 +23,11 @@ LENGTHS = (1024, 4096, 8192)
 HEAD_DIMS = (64, 128)
 MASKS = ("full", "causal", "window", "prefix", "documents")
 TILES: tuple[tuple[int, int] | None, ...] = (None, (64, 64), (128, 64), (128, 128))
-"""None is the plan's own."""
-SCHEDULES = ("standard", "v1", "v2")
-HEADS = 8
+"""None is the one that runs."""
 HERE = "here"
 """The key of the live machine."""
+SCHEDULES = ("standard", "v1", "v2")
+HEADS = 8
 STAGES = (1, 2, 3)
 TIMELINE_TILES = 8
 
@@ -78,50 +79,67 @@ def classes(length: int, mask: str, block_q: int, block_k: int) -> Any:
 
 
 def results(devices: dict[str, DeviceSpec], lengths: tuple[int, ...] = LENGTHS) -> dict[str, dict[str, Any]]:
-    """Every position of the controls: its traffic by schedule, its place under the roof of `devices`, its plan."""
+    """Every position of the controls: its traffic by schedule, its place under the roof, the tile that runs there."""
     table = {}
     for device, length, dim, mask in product(devices, lengths, HEAD_DIMS, MASKS):
-        problem = problem_of(length, dim, mask, dtype_on(devices[device]))
-        chosen = plan(problem, None if device == HERE else device)  # as `explain` plans: one time for one problem
+        spec = devices[device]
+        problem = problem_of(length, dim, mask, dtype_on(spec))
         for tile in TILES:
-            table[key(device, length, dim, mask, tile_name(tile))] = position(chosen, mask, tile, devices[device])
+            table[key(device, length, dim, mask, tile_name(tile))] = position(problem, mask, device, spec, tile)
     return table
 
 
 def position(
-    chosen: Plan, mask: str, wanted: tuple[int, int] | None = None, roof: DeviceSpec | None = None
+    problem: Problem, mask: str, device: str, spec: DeviceSpec, wanted: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """One position of the controls; `wanted` is the reader's own tile, `roof` the machine with the ceilings that are drawn."""
-    problem, spec, useful = chosen.problem, roof or chosen.spec, chosen.work.useful
-    tile = chosen.tile if wanted is None else TilePlan(*wanted, stages=chosen.tile.stages, warps=chosen.tile.warps)
-    sides = (tile.block_q, tile.block_k)
-    pair = 2 * problem.heads * (problem.head_dim + problem.head_dim_v)
-    dense = pair * problem.seqlen_q * problem.seqlen_k
-    executed = pair * int((classes(problem.seqlen_q, mask, *sides) > 0).sum()) * tile.block_q * tile.block_k
-    at = (problem.seqlen_q, problem.head_dim, mask, problem.dtype, sides)
+    """One position of the controls: the tile that the backend runs, or the reader's own, which perhaps nobody runs.
+
+    Tile and predicted time are those of `tilewise.plan`. `spec` is the machine with its roof as measured.
+    """
+    runs = planned(problem, device, spec, None)
+    assert isinstance(runs, Plan)
+    given = planned(problem, device, spec, wanted)
+    refused = given if isinstance(given, str) else ""
+    shown = runs if isinstance(given, str) else given
+    tile = TilePlan(*wanted, stages=runs.tile.stages) if refused and wanted else shown.tile
+    work = model.work(problem, tile) if refused else shown.work
+    at = (problem.seqlen_q, problem.head_dim, mask, problem.dtype, (tile.block_q, tile.block_k))
     # every tile from memory; of the plan's only those that the shared cache lets through
-    schedules = {name: moved_by(name, *at) for name in SCHEDULES}
-    slots = spec.units * max(1, chosen.resident)
-    schedules["plan"] = chosen.dram if wanted is None else model.dram(problem, tile, schedules["v2"], spec, slots)
-    multiplied = {"standard": dense}  # the standard way computes every score
+    moved = {name: moved_by(name, *at) for name in SCHEDULES}
+    slots = spec.units * max(1, shown.resident)
+    moved["plan"] = model.dram(problem, tile, moved["v2"], spec, slots) if refused else shown.dram
+    pair = 2 * problem.heads * (problem.head_dim + problem.head_dim_v)
+    multiplied = {"standard": pair * problem.seqlen_q * problem.seqlen_k}  # it computes every score
     return {
         "tile": str(tile),
-        "stages": tile.stages,
+        "runs": str(runs.tile),
+        "by": runs.figures_of,
+        "refused": refused,
         "schedules": {
-            name: _point(moved, useful, multiplied.get(name, executed), problem.dtype, spec)
-            for name, moved in schedules.items()
+            name: _point(bytes_, work.useful, multiplied.get(name, work.executed), problem.dtype, spec)
+            for name, bytes_ in moved.items()
         },
-        "less": schedules["standard"].total / schedules["v2"].total,
-        "predicted": chosen.seconds if wanted is None and chosen.timed else None,
-        "useful": useful,
-        "executed": executed,
-        "compulsory": chosen.compulsory.total,
-        "onChip": dict(chosen.on_chip) if wanted is None else _buffers(problem, tile, spec),
-        "limit": spec.sram_per_block if spec.is_gpu else spec.l2_bytes,
-        "binding": chosen.binding if wanted is None else None,
-        "limits": dict(chosen.limits) if wanted is None else None,
-        "reasons": list(chosen.reasons) if wanted is None else [],
+        "less": moved["standard"].total / moved["v2"].total,
+        "predicted": None if refused or not shown.timed else shown.seconds,
+        "useful": work.useful,
+        "executed": work.executed,
+        "compulsory": shown.compulsory.total,
+        "onChip": {} if refused else dict(shown.on_chip),
+        "binding": None if refused else shown.binding,
+        "limits": None if refused else dict(shown.limits),
+        "reasons": [refused] if refused else list(shown.reasons),
     }
+
+
+@cache
+def planned(problem: Problem, device: str, spec: DeviceSpec, wanted: tuple[int, int] | None) -> Plan | str:
+    """What `tilewise.plan` says, or why nobody runs the tile. The live machine is planned for as a call on it is."""
+    try:
+        return plan(problem, None if device == HERE else spec, tile=wanted)
+    except PlanError as error:
+        if wanted is None:
+            raise
+        return str(error)
 
 
 def _point(moved: model.Traffic, useful: int, multiplied: int, dtype: str, spec: DeviceSpec) -> dict[str, Any]:
@@ -135,14 +153,6 @@ def _point(moved: model.Traffic, useful: int, multiplied: int, dtype: str, spec:
         "seconds": seconds,
         "rate": useful / seconds if seconds else 0.0,
     }
-
-
-def _buffers(problem: Problem, tile: TilePlan, spec: DeviceSpec) -> dict[str, int]:
-    d, dv, size = problem.head_dim, problem.head_dim_v, problem.itemsize
-    if spec.is_gpu:
-        return dict(model.kernel(tile, d, dv, size, spec).sram)
-    m, n = tile.block_q, tile.block_k
-    return {"Q": m * d * 4, "K": n * d * 4, "V": n * dv * 4, "S": m * n * 4, "O": m * dv * 4}
 
 
 def tile_maps(lengths: tuple[int, ...], plans: dict[str, dict[str, Any]]) -> dict[str, list[list[int]]]:
@@ -161,14 +171,20 @@ def _runs(row: Any) -> Iterator[int]:
         yield len(part)
 
 
-def timelines(devices: dict[str, DeviceSpec]) -> dict[str, list[dict[str, Any]]]:
-    """One block's walk over a few key tiles with one, two and three buffers, by device, head dim and tile."""
+def timelines(devices: dict[str, DeviceSpec], plans: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """One block's walk over a few key tiles with one, two and three buffers, by device, head dim and every tile in use."""
     table = {}
-    for (name, spec), dim, tile in product(devices.items(), HEAD_DIMS, [t for t in TILES if t is not None]):
-        problem = problem_of(LENGTHS[0], dim, "full", dtype_on(spec))
-        keys = [tile[1]] * TIMELINE_TILES
-        table[f"{name}|{dim}|{tile_name(tile)}"] = [
-            block_timeline(problem, TilePlan(*tile, stages=stages), keys, tile[0], spec).to_dict() for stages in STAGES
+    for name, result in plans.items():
+        device, _, dim, *_ = name.split("|")
+        at = f"{device}|{dim}|{result['tile']}"
+        if at in table:
+            continue
+        rows, keys = (int(side) for side in result["tile"].split("×"))
+        spec = devices[device]
+        problem = problem_of(LENGTHS[0], int(dim), "full", dtype_on(spec))
+        table[at] = [
+            block_timeline(problem, TilePlan(rows, keys, stages=stages), [keys] * TIMELINE_TILES, rows, spec).to_dict()
+            for stages in STAGES
         ]
     return table
 

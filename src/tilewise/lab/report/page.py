@@ -53,7 +53,7 @@ def gather(record_dirs: Iterable[Path] = (), progress: Progress | None = None) -
         "maps": maps,
         "walks": steps,
         "walkTile": TILE,
-        "timelines": figures.timelines(specs),
+        "timelines": figures.timelines(specs, results),
         "memory": {str(dim): figures.memory(dim) for dim in figures.HEAD_DIMS},
         "precision": [asdict(result) for result in experiment(rows=32)],
         "records": machine.records(record_dirs),

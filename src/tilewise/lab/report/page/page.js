@@ -98,6 +98,8 @@ function showNumbers() {
     [percent(map.total ? map.empty / map.total : 0), w("n.skipped")],
     found.predicted === null ? [seconds(found.schedules.plan.seconds), w("n.least")] : [seconds(found.predicted), w("n.time")],
   ];
+  const kind = found.by === "model" ? "runs.model" : found.tile === found.runs ? "runs.it" : found.refused ? "runs.refused" : "runs.yours";
+  $("runs").textContent = w(kind, found);
   if (found.binding) facts.push([w("r." + found.binding), w("n.binding")]);
   else facts.push([bytes(Object.values(found.onChip).reduce((a, b) => a + b, 0)), w("f.sram_bytes")]);
   $("numbers").replaceChildren(...facts.map(([value, words]) => { const box = element("div"); box.append(element("b", value), element("span", words)); return box; }));
@@ -172,8 +174,7 @@ function showMap() {
 }
 
 function showTimeline() {
-  const tile = state.tile === "plan" ? "128x64" : state.tile;
-  const runs = R.timelines[[state.device, state.dim, tile].join("|")];
+  const runs = R.timelines[[state.device, state.dim, chosen().tile].join("|")];
   const gain = w("timeline.gain", { share: percent(runs[1].total / runs[0].total) });
   $("timeline-p").textContent = w("timeline.p", { gain });
   const traces = [], order = [];
