@@ -51,6 +51,8 @@ class TilePlan:
     resident: int = 0
     """Blocks that a unit holds at once. 0: not known."""
     reasons: tuple[str, ...] = ()
+    fault: str = ""
+    """Why it is taken only where nothing better fits: what the model does not describe, such as a compiler that would spill."""
 
     def __post_init__(self) -> None:
         if self.pass_ not in PASSES:
