@@ -105,7 +105,7 @@ def test_the_documented_precision_is_what_the_experiment_finds() -> None:
         error = found[path, data, width].relative
         arm = platform.machine() in ("aarch64", "arm64")
         least = 2.0**-24 if path.startswith("fp32") and not arm else 0.85 * figure
-        most = 2.0 * figure if path.startswith("fp32") and not arm else 1.15 * figure
+        most = 6.0 * figure if path.startswith("fp32") and not arm else 1.15 * figure
         assert least < error < most, (path, data, width, error)
     cost = found["fp32", "slow", 32].relative - found["fp32", "slow", 32].relative_without
     assert cost < 2.5 * 2.0**-24  # "about 1e-7"
