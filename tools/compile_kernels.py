@@ -71,6 +71,7 @@ class Compiled(NamedTuple):
     config: Any
     text: str = ""  # its tile
     seconds: float = 0.0
+    tile: Any = None  # as planned
 
 
 def portable(name: str, *kernels: str, d: int = 128, **more: Any) -> Check:
@@ -184,17 +185,11 @@ def compile_check(check: Check, target: str, kernels: tuple[str, ...] = ()) -> I
     if check.backend == "triton":
         yield from _portable(check, problem, inputs, gpu, target, kernels or check.kernels)
         return
-    from tilewise.backends.hopper.backward.plan import make_plan as plan_backward
-    from tilewise.backends.hopper.compile import compile_kernel
-    from tilewise.backends.hopper.plan import make_plan
+    from tools.hopper_launches import planned_kernels
 
     start = time.perf_counter()
-    if check.backend == "hopper":
-        plan = make_plan(problem, 132, lambda *what: compile_kernel(gpu, "forward_kernel", *what))
-        yield Compiled("forward_kernel", plan.kernel, plan.config, seconds=time.perf_counter() - start)
-        return
-    for step in plan_backward(problem, 132, lambda name, *what: compile_kernel(gpu, name, *what)).steps:
-        yield Compiled(step.name, step.kernel, step.config, seconds=time.perf_counter() - start)
+    for name, kernel, config, tile in planned_kernels(problem, gpu, backward=check.backend != "hopper"):
+        yield Compiled(name, kernel, config, str(tile), time.perf_counter() - start, tile)
 
 
 def _portable(
@@ -232,19 +227,22 @@ def short_of_registers(case: Case) -> bool:
 
 def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -> tuple[Any, list[str]]:
     """The facts of a compiled kernel, and what is wrong with it; without `strict` spills are no fault."""
+    from tools.hopper_launches import plan_faults
     from tools.machine_code import backward_faults, facts, forward_faults, portable_faults
 
-    from tilewise.backends.hopper.plan import newer_registers
+    from tilewise.backends.hopper.compiler import newer_registers
     from tilewise.hardware import device
 
     newer = check.backend != "triton" and newer_registers()
     known = facts(compiled.kernel, target == "sm_90", warnings=check.backend != "triton")
     if check.backend == "hopper":
         tight = check.case.head_dim == 256 and any(word in check.name for word in TIGHT)
-        return known, forward_faults(known, compiled.config, newer and tight, newer)
+        planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile)
+        return known, [*forward_faults(known, compiled.config, newer and tight, newer), *planned]
     if check.backend == "hopper-backward":
         may_spill = newer or (compiled.name != "queries_kernel" and short_of_registers(check.case))
-        return known, backward_faults(compiled.name, known, compiled.config, may_spill)
+        planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile)
+        return known, [*backward_faults(compiled.name, known, compiled.config, may_spill), *planned]
     spills = strict and check.must_not_spill and target == "sm_90"
     columns = getattr(compiled.kernel.metadata, "tmem_size", 0)
     return known, portable_faults(known, columns, device(TARGETS[target].device).sram_per_block, spills)

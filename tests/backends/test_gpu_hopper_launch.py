@@ -16,6 +16,7 @@ from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Recorder
 from tilewise.backends.hopper import launch as forward
 from tilewise.backends.hopper.backward import launch as backward
+from tilewise.hardware import lookup
 from tilewise.problem import Problem
 
 __all__ = ["kernel"]
@@ -27,7 +28,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, kernel: Compiled) -> Recorder:
     fresh = Recorder()
     for module in (forward, backward):
         monkeypatch.setattr(module, "recorder", fresh)
-        monkeypatch.setattr(module, "multiprocessors", lambda index: 8)
+        monkeypatch.setattr(module, "spec_of", lambda index: lookup("h200"))
         monkeypatch.setattr(module, "kernel_for", lambda *_: kernel)
     return fresh
 

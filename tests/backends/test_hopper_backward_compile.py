@@ -17,6 +17,7 @@ from tools.machine_code import PREPOST, Facts, Instruction, backward_faults
 from tilewise.backends.hopper.backward.config import (
     KEYS,
     QUERIES,
+    QUERIES_SHORT,
     SEPARATE_DQ,
     SEPARATE_DQ_SOFTCAP,
     SEPARATE_DQ_UNMASKED,
@@ -25,6 +26,8 @@ from tilewise.backends.hopper.backward.config import (
     widths,
 )
 from tilewise.backends.hopper.config import REGISTERS, SHARED_BYTES
+from tilewise.backends.hopper.intervals import IntervalMask
+from tilewise.backends.hopper.shared_memory import on_chip
 
 CONFIGS: list[KeysConfig | QueriesConfig] = [
     *KEYS.values(),
@@ -32,6 +35,7 @@ CONFIGS: list[KeysConfig | QueriesConfig] = [
     *SEPARATE_DQ_SOFTCAP.values(),
     *SEPARATE_DQ_UNMASKED.values(),
     *QUERIES.values(),
+    *QUERIES_SHORT.values(),
 ]
 
 
@@ -53,7 +57,10 @@ def accumulators(config: KeysConfig | QueriesConfig) -> int:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{type(c).__name__}-d{c.BLOCK_D}-dv{c.BLOCK_DV}")
 def test_budgets(config: Any) -> None:
-    assert config.shared_bytes <= SHARED_BYTES
+    kernel = (
+        "queries_kernel" if isinstance(config, QueriesConfig) else "split_kernel" if config.SPLIT else "keys_kernel"
+    )
+    assert sum(size for _, size in on_chip(kernel, config, IntervalMask())) <= SHARED_BYTES
     assert 2 * config.REGISTERS[0] + config.REGISTERS[1] <= REGISTERS
     assert accumulators(config) < config.REGISTERS[0]
     # setmaxnreg takes multiples of 8 only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ pytest.importorskip("triton")
 
 import tilewise as tw
 from tilewise.backends.hopper.backend import backend
+from tilewise.backends.hopper.backward.arguments import BackwardPlan, make_plan
+from tilewise.backends.hopper.backward.choose import visiting_queries
 from tilewise.backends.hopper.backward.config import KEYS
 from tilewise.backends.hopper.backward.launch import Memory, plane, readable
-from tilewise.backends.hopper.backward.plan import BackwardPlan, make_plan, visiting_queries
 from tilewise.backends.hopper.compile import Types
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask
 from tilewise.backends.hopper.structs import Arguments, Plane, PrePostArguments
+from tilewise.hardware import lookup
 from tilewise.masks import Mask, TileMap
 from tilewise.problem import Problem
 
@@ -38,7 +41,7 @@ def problem_of(mask: Mask | None = None, queries: int = 1000, keys: int | None =
 
 
 def plan_of(problem: Problem, processors: int = 8, **more: Any) -> BackwardPlan:
-    return make_plan(problem, processors, lambda *_: None, **more)
+    return make_plan(problem, replace(lookup("h200"), units=processors), lambda *_: None, **more)
 
 
 @pytest.mark.parametrize("lengths", [(1000, 1000), (300, 1500), (1500, 300), (64, 129)], ids=str)

@@ -5,6 +5,7 @@ What a GPU adds (the order of memory, products in flight) is tried by test_hoppe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,12 +20,14 @@ from tests.numerics import checks
 from tilewise.api.options import DEFAULTS
 from tilewise.api.parse import build_problem
 from tilewise.backends.base import Grads, Inputs
-from tilewise.backends.hopper.backward import plan
+from tilewise.backends.hopper.backward import choose
+from tilewise.backends.hopper.backward.arguments import Step, make_plan
 from tilewise.backends.hopper.backward.config import QueriesConfig
-from tilewise.backends.hopper.backward.plan import Step, make_plan
-from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, on_device
+from tilewise.backends.hopper.intervals import IntervalMask, interval_mask
+from tilewise.backends.hopper.launch import term_on
 from tilewise.backends.hopper.structs import Plane, PrePostArguments, Rows, Term
 from tilewise.backends.tiled import backend as tiled
+from tilewise.hardware import lookup
 from tilewise.problem import Problem
 
 PAD = "tw.key_padding(torch.tensor([{}]))"
@@ -138,11 +141,11 @@ def arguments(step: Step, call: Call, problem: Problem) -> Any:
         )  # fmt: skip
     form = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
     assert isinstance(form, IntervalMask)
-    terms = tuple(on_device(term, problem.batch, torch.device("cpu")) for term in form.terms)
+    terms = tuple(term_on(term, problem.batch, torch.device("cpu")) for term in form.terms)
     rows = [Rows(x, x.stride(1), x.stride(2), x.shape[3]) if packed and x is not None else None for x in call.grads[:3]]
     return a._replace(
         cu_q=call.inputs.cu_q if packed else None, cu_k=call.inputs.cu_k if packed else None,
-        order=None if a.order is None else a.order.reshape(-1), terms=tuple(Term(*term) for term in terms),
+        order=None if a.order is None else torch.from_numpy(a.order).reshape(-1), terms=tuple(Term(*term) for term in terms),
         stats_ptr=call.stats, dq_ptr=call.sums, dq=rows[0], dk=rows[1], dv=rows[2],
     )  # fmt: skip
 
@@ -166,7 +169,7 @@ def maps(step: Step, call: Call) -> list[Descriptor]:
 
 
 def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Grads:
-    made = make_plan(problem, 3, lambda *_: None, dlse is not None)
+    made = make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None, dlse is not None)
     nothing = float("nan")
     grads = Grads(*(torch.full_like(x, nothing) for x in inputs[:3]))
     call = Call(
@@ -190,7 +193,7 @@ def start(machine: Machine, program: int) -> None:
 @pytest.fixture(autouse=True)
 def sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows take the kernel that adds dQ up too, unless bits must repeat."""
-    monkeypatch.setattr(plan, "FEW_KEYS", {})
+    monkeypatch.setattr(choose, "FEW_KEYS", {})
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

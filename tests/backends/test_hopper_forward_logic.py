@@ -5,7 +5,10 @@ What a GPU adds (the order of memory, products in flight, the assembler) is trie
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,10 +21,14 @@ from tests.backends.test_hopper_backward_logic import PAD, Shape, build, start, 
 from tests.backends.test_hopper_host import most_skipped
 from tests.numerics import checks
 from tilewise.backends.base import Inputs
-from tilewise.backends.hopper.config import NARROW, TABLE, Config, shortened
-from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, on_device
-from tilewise.backends.hopper.plan import make_plan
+from tilewise.backends.hopper import arguments
+from tilewise.backends.hopper.choose import compiled_for, unseen_by_all
+from tilewise.backends.hopper.compiler import newer_registers
+from tilewise.backends.hopper.config import NARROW, TABLE, THREE_SHORT, Config, shortened
+from tilewise.backends.hopper.intervals import mask_of
+from tilewise.backends.hopper.launch import term_on
 from tilewise.backends.hopper.structs import Rows, Term
+from tilewise.hardware import lookup
 from tilewise.problem import Problem
 
 CAUSAL, WINDOW = "tw.causal()", "tw.causal() & tw.window(100)"
@@ -35,6 +42,9 @@ CASES: list[tuple[Shape, Config | None]] = [
     (Shape(64, CAUSAL, 777, 450, h=2), WIDE),
     (Shape(64, CAUSAL, 500, h=2), NARROW),
     (Shape(64, CAUSAL, 400, h=3), shortened(NARROW)),
+    (Shape(64, CAUSAL, 460, h=3), THREE_SHORT[64, 64][0]),
+    (Shape(128, CAUSAL, 460, 333, h=2), THREE_SHORT[128, 128][0]),
+    (Shape(128, sq=300, sk=170, h=3), THREE_SHORT[128, 128][0]),
     (Shape(128, CAUSAL, 520, h=4, hk=2), TILE),
     (Shape(128, CAUSAL, 300, 421), shortened(TILE)),
     (Shape(128, CAUSAL, 421, 300), TILE._replace(PINGPONG=False)),
@@ -88,7 +98,9 @@ def rescaled(o_tile: Value, factor: Value) -> Value:
     """Each warp has 16 rows; it multiplies them if one of its factors is not 1."""
     rows = factor.value.expand_as(o_tile.value).unflatten(0, (4, 16))
     moved = (rows != 1).any(dim=(1, 2), keepdim=True)
-    return Value(torch.where(moved, o_tile.value.unflatten(0, (4, 16)) * rows, o_tile.value.unflatten(0, (4, 16))).flatten(0, 1))
+    return Value(
+        torch.where(moved, o_tile.value.unflatten(0, (4, 16)) * rows, o_tile.value.unflatten(0, (4, 16))).flatten(0, 1)
+    )
 
 
 def meet(machine: Machine, ident: int, parties: int, waits: bool) -> None:
@@ -116,21 +128,30 @@ def extend(gl: Any, machine: Machine) -> None:
     gl.inline_asm_elementwise = lambda *args, **more: assembly(machine, *args, **more)
 
 
+def config_with(tile: Config, problem: Problem, _: Any) -> Config:
+    """Any config, also one that is no tile of the plan."""
+    mask = mask_of(problem)
+    return compiled_for(problem, mask, unseen_by_all(problem, mask), tile, newer_registers())
+
+
 def run(problem: Problem, inputs: Inputs, tile: Config | None) -> tuple[torch.Tensor, torch.Tensor]:
     """All programs, one after the other."""
-    plan = make_plan(problem, 3, lambda *_: None, tile)
+    form = mask_of(problem)
+    with patch.object(arguments, "config_of", arguments.config_of if tile is None else partial(config_with, tile)):
+        plan = arguments.make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None)
     C, packed = plan.config, problem.varlen
     q, k, v = inputs[:3]
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
-    form = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, packed)
-    assert isinstance(form, IntervalMask)
-    terms = tuple(Term(*on_device(term, problem.batch, torch.device("cpu"))) for term in form.terms)
+    terms = tuple(Term(*term_on(term, problem.batch, torch.device("cpu"))) for term in form.terms)
     order = plan.arguments.order
     a = wrapped(
         plan.arguments._replace(
-            lse_ptr=lse, cu_q=inputs.cu_q if packed else None, cu_k=inputs.cu_k if packed else None, terms=terms,
-            order=None if order is None else order.reshape(-1),
+            lse_ptr=lse,
+            cu_q=inputs.cu_q if packed else None,
+            cu_k=inputs.cu_k if packed else None,
+            terms=terms,
+            order=None if order is None else torch.from_numpy(order).reshape(-1),
             out=Rows(out, out.stride(1), out.stride(2), out.shape[3]) if packed else None,
         )
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,14 @@ import tilewise as tw
 from tilewise.api.call_cache import tensor_facts
 from tilewise.backends.base import Inputs
 from tilewise.backends.hopper import plan as planning
+from tilewise.backends.hopper.arguments import ForwardPlan, make_plan
 from tilewise.backends.hopper.backend import backend, layout_reason
-from tilewise.backends.hopper.config import NARROW, TABLE, Config, shortened
-from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, on_device, typed, unseen_keys
-from tilewise.backends.hopper.plan import make_plan
+from tilewise.backends.hopper.config import TABLE, Config, tiles_for
+from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, typed, unseen_keys
+from tilewise.backends.hopper.launch import term_on
 from tilewise.backends.hopper.structs import Arguments, Divisor, Term
 from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, best_order, tile_order, visited_keys
+from tilewise.hardware import lookup
 from tilewise.masks import Mask, TileMap, allowed
 from tilewise.problem import Problem
 
@@ -55,13 +59,17 @@ def problem_of(mask: Mask | None, queries: int, keys: int, batch: int = 3, **mor
     return Problem.of(batch=batch, seqlen=queries, kv_seqlen=keys, mask=mask, **fields)
 
 
+def plan_for(problem: Problem, units: int = 132) -> ForwardPlan:
+    return make_plan(problem, replace(lookup("h200"), units=units), lambda *_: None)
+
+
 def bounds(form: IntervalMask, keys: int, b: int, q: int) -> tuple[int, int]:
     """What the kernel's key_lo and key_hi compute, in Python."""
     if not form.terms:
         return 0, keys
     ends = []
     for term in form.terms:
-        t = on_device(term, 3, torch.device("cpu"))
+        t = term_on(term, 3, torch.device("cpu"))
         off = 0 if t.off is None else int(t.off[b])
         start = max(t.start, 0 if t.first is None else int(t.first[b]))
         end = min(t.end, keys if t.last is None else int(t.last[b]))
@@ -72,7 +80,7 @@ def bounds(form: IntervalMask, keys: int, b: int, q: int) -> tuple[int, int]:
 def test_queries_in_registers_where_that_is_faster_and_there_are_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     def held(mask: Mask | None, length: int, newer: bool = False, d: int = 256) -> tuple[int, bool]:
         monkeypatch.setattr(planning, "newer_registers", lambda: newer)
-        config = make_plan(problem_of(mask, length, length, head_dim=d), 132, lambda *_: None).config
+        config = plan_for(problem_of(mask, length, length, head_dim=d), 132).config
         return config.Q_IN_REGISTERS, config.RELEASE_Q_EARLY
 
     assert held(None, 2048) == (64, True) and held(None, 8192) == held(None, 8192, newer=True) == (64, False)
@@ -83,7 +91,7 @@ def test_queries_in_registers_where_that_is_faster_and_there_are_registers(monke
 def test_the_output_is_rescaled_late_where_there_are_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(mask: Mask | None, d: int, length: int = 2048, newer: bool = False) -> bool:
         monkeypatch.setattr(planning, "newer_registers", lambda: newer)
-        return make_plan(problem_of(mask, length, length, head_dim=d), 132, lambda *_: None).config.LAZY_RESCALE
+        return plan_for(problem_of(mask, length, length, head_dim=d), 132).config.LAZY_RESCALE
 
     padding = tw.key_padding(torch.tensor([100, 200, 300]))
     assert all(late(mask, d) for mask in (None, tw.causal(), tw.window(100)) for d in (64, 128, 256))
@@ -177,7 +185,7 @@ def order(a: Arguments, block: int) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("shape", [(3, 70, 4), (1, 4100, 6), (5, 300, 7), (1, 64, 1)], ids=str)
 def test_every_tile_once(shape: tuple[int, int, int], mask: Mask | None) -> None:
     batch, length, heads = shape
-    plan = make_plan(problem_of(mask, length, length, batch, heads=heads), 8, lambda *_: None)
+    plan = plan_for(problem_of(mask, length, length, batch, heads=heads), 8)
     block = plan.config.BLOCK_M
     tiles = order(plan.arguments, block)
     every = sorted(tile for mine in tiles for tile in mine)
@@ -189,7 +197,7 @@ def test_every_tile_once(shape: tuple[int, int, int], mask: Mask | None) -> None
 def test_even_loads(d: int, length: int) -> None:
     """Also where a cluster of heads is twice as many tiles as there are programs, which taking turns does not survive."""
     problem = problem_of(tw.causal(), length, length, 16384 // length, heads=2048 // d, head_dim=d)
-    plan = make_plan(problem, 132, lambda *_: None)
+    plan = plan_for(problem, 132)
     block, step = plan.config.BLOCK_M, plan.config.BLOCK_N
     loads = [
         sum(-(-min(m + block, length) // step) * step + OVERHEAD_KEYS for _, m in mine)
@@ -214,9 +222,7 @@ def test_visited_keys_are_those_of_the_mask(mask: str, lengths: tuple[int, int])
     config = TABLE[128, 128]
     keys = visited_keys(form, config, *lengths)
     tiles = TileMap(problem.program, problem.shape, config.BLOCK_M, config.BLOCK_N)
-    assert keys.tolist() == [
-        max(1, int(np.count_nonzero(tiles.row(i)))) * config.BLOCK_N for i in range(tiles.rows)
-    ]
+    assert keys.tolist() == [max(1, int(np.count_nonzero(tiles.row(i)))) * config.BLOCK_N for i in range(tiles.rows)]
 
 
 @pytest.mark.parametrize(
@@ -237,18 +243,18 @@ def test_tiles_that_measured_fastest(
     mask: Mask | None, length: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "newer_registers", lambda: False)
-    config = make_plan(problem_of(mask, length, length), 132, lambda *_: None).config
+    config = plan_for(problem_of(mask, length, length), 132).config
     assert tile == (config.BLOCK_M, config.BLOCK_N)
 
 
 def test_no_three_warpgroups_where_they_would_spill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "newer_registers", lambda: True)
-    widths = [make_plan(problem_of(mask, 16384, 16384), 132, lambda *_: None).config for mask in (None, tw.causal())]
+    widths = [plan_for(problem_of(mask, 16384, 16384), 132).config for mask in (None, tw.causal())]
     assert [config.WARPGROUPS for config in widths] == [3, 2]
-    packed = problem_of(tw.causal(), 300, 300, head_dim=128, varlen=True)
-    assert make_plan(packed, 132, lambda *_: None).config.BLOCK_N == 64
+    packed = partial(problem_of, tw.causal(), 300, 300, head_dim=128, varlen=True)
+    assert plan_for(packed()).config.BLOCK_N == 64
     monkeypatch.setattr(planning, "newer_registers", lambda: False)
-    assert make_plan(packed, 132, lambda *_: None).config.BLOCK_N == 128
+    assert plan_for(packed()).config.BLOCK_N == 128
 
 
 @pytest.mark.parametrize("lengths", [(20, 20), (9, 20), (20, 9), (1, 20)], ids=str)
@@ -270,7 +276,7 @@ def most_skipped(tile: Config) -> int:
     return -(-(tile.BLOCK_M - 64) // tile.BLOCK_N)
 
 
-TILES = [*TABLE.values(), NARROW, shortened(NARROW), shortened(TABLE[128, 128])]
+TILES = list(dict.fromkeys(tile for d, dv in TABLE for tile in tiles_for(d, dv)))
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda c: f"d{c.BLOCK_D}-{c.BLOCK_M}-{c.BLOCK_N}")
@@ -302,7 +308,7 @@ def test_small_clusters_unless_they_are_uneven() -> None:
 
 
 def test_plans_keep_no_tensors() -> None:
-    plan = make_plan(problem_of(INTERVALS["left padding"], 20, 20), 8, lambda *_: None)
+    plan = plan_for(problem_of(INTERVALS["left padding"], 20, 20), 8)
     assert plan.arguments.terms[0][4:] == (None, "*i32", "*i32")
     assert typed(Term(0, 1, 0, 1, None, LENGTHS, LENGTHS)) == Term(0, 1, 0, 1, None, "*i32", "*i32")
 

@@ -35,7 +35,9 @@ def forward_choices(problem: Problem, newer: bool) -> list[Choice]:
     """Every tile the kernel has for the problem, the one it takes first; `newer`: see `compiler.newer_registers`."""
     mask = mask_of(problem)
     unseen = unseen_by_all(problem, mask)
-    tiles = [tile for tile in tiles_for(problem.head_dim, problem.head_dim_v) if not shortage(tile, mask, unseen, newer)]
+    tiles = [
+        tile for tile in tiles_for(problem.head_dim, problem.head_dim_v) if not shortage(tile, mask, unseen, newer)
+    ]
     first, reason = planned(problem, mask, tiles)
     others = [Choice(tile, "asked for") for tile in tiles if tile is not first]
     return [
@@ -69,7 +71,9 @@ def planned(problem: Problem, mask: IntervalMask, tiles: list[Config]) -> Choice
         mean = float(visited_keys(mask, first, queries, keys).mean())
         if mean <= SHORT_KEYS:
             short = next((tile for tile in tiles if tile.BLOCK_N == 64), first)
-            return Choice(short, f"{mean:.0f} keys a query tile on average: 64 at a time follow the mask's edge more closely")
+            return Choice(
+                short, f"{mean:.0f} keys a query tile on average: 64 at a time follow the mask's edge more closely"
+            )
     long = [tile for tile in tiles if tile.BLOCK_N == first.BLOCK_N]
     if len(long) == 1:
         return Choice(first, only_reason(first))

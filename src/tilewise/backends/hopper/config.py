@@ -93,7 +93,14 @@ def shortened(tile: Config) -> Config:
 
 
 def tiles_for(head_dim: int, head_dim_v: int) -> tuple[Config, ...]:
-    """All tiles for head dims up to 256: two warpgroups first, then their half of the keys, then three warpgroups."""
+    """All tiles for head dims up to 256: two warpgroups first, then half of their keys, then three warpgroups."""
     d, dv = padded(head_dim), padded(head_dim_v)
     base = NARROW if (d, dv) == (64, 64) else TABLE[d, dv]
-    return tuple(dict.fromkeys((base, shortened(base), TABLE[d, dv])))
+    return tuple(dict.fromkeys((base, shortened(base), TABLE[d, dv], *THREE_SHORT.get((d, dv), ()))))
+
+
+THREE_SHORT = {
+    (64, 64): (shortened(TABLE[64, 64]),),
+    (128, 128): (shortened(TABLE[128, 128])._replace(WARPGROUPS=3, REGISTERS=(160, 32), Q_STAGES=1),),
+}
+"""Three warpgroups with 64 keys, for who asks for them."""

@@ -18,6 +18,8 @@ def why_not(problem: Problem, pass_: str, pair: tuple[int, int]) -> str:
     """Why the kernel of a pass has no tile of so many queries and keys."""
     if pass_ == "backward" and (reason := no_sums(problem)):
         return reason
+    if pass_ not in ("forward", "backward", "backward_dkdv", "backward_dq"):
+        return ""
     queries, keys, text = sides(problem, pass_)
     if pair[0] not in queries or pair[1] not in keys:
         return text
@@ -35,7 +37,11 @@ def why_not(problem: Problem, pass_: str, pair: tuple[int, int]) -> str:
 def sides(problem: Problem, pass_: str) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """Queries and keys a kernel may have in a tile, and why."""
     if pass_ == "forward":
-        return (128, 192), (64, 128), "its tiles are 64 queries for each of two or three warpgroups, against 64 or 128 keys"
+        return (
+            (128, 192),
+            (64, 128),
+            "its tiles are 64 queries for each of two or three warpgroups, against 64 or 128 keys",
+        )
     if pass_ == "backward_dq":
         return (128,), (64, 128), "its tiles are 64 queries for each of two warpgroups, against 64 or 128 keys"
     if max(widths(problem.head_dim, problem.head_dim_v)) == 256:

@@ -100,7 +100,9 @@ def offers(problem: Problem, pass_: str) -> list[Planned]:
     if key not in problem.memory:
         asked = problem.asked(pass_)
         found = [described(problem, pass_, *choice) for choice in configs(problem, pass_)]
-        found.sort(key=lambda planned: planned.tile.sizes != asked)  # stable: without one asked for the usual one stays first
+        found.sort(
+            key=lambda planned: planned.tile.sizes != asked
+        )  # stable: without one asked for the usual one stays first
         problem.memory[key] = found
     return problem.memory[key]  # type: ignore[no-any-return]
 
@@ -150,7 +152,7 @@ def refused_tiles(problem: Problem, backward: bool) -> Iterator[str]:
         yield "tile: backward is one kernel for all gradients, backward_dkdv and backward_dq are two; name either"
         return
     for pass_, pair in asked.items():
-        if pass_ in FORWARD and not backward or pass_ not in FORWARD and backward:
+        if (pass_ in FORWARD and not backward) or (pass_ not in FORWARD and backward):
             has = [planned.tile for planned in offers(problem, pass_)] if pass_ in (*GRADIENTS, "forward") else []
             if pair not in [tile.sizes for tile in has]:
                 yield refusal("hopper", pass_, pair, has, why_not(problem, pass_, pair))

@@ -16,7 +16,10 @@ from tilewise.backends.hopper.intervals import IntervalMask
 POINTER, NUMBER, DIVISOR = 8, 4, 12
 ROWS = 3 * POINTER + NUMBER  # of the output: an address, two strides and a width
 PACKED_ROWS = POINTER + 3 * NUMBER  # of a gradient, likewise
-TILE, VECTOR = POINTER + 5 * NUMBER, POINTER + 2 * NUMBER  # views of tiles [stages, 1, 1, rows, width] and of vectors or barriers
+TILE, VECTOR = (
+    POINTER + 5 * NUMBER,
+    POINTER + 2 * NUMBER,
+)  # views of tiles [stages, 1, 1, rows, width] and of vectors or barriers
 MATRIX = POINTER + 3 * NUMBER  # [stages, rows, width]
 ALIGNMENT = 16
 
@@ -47,7 +50,7 @@ def aligned(size: int) -> int:
 
 
 def ring_bytes(barriers: Iterable[int]) -> int:
-    """Barriers of 8 bytes by ring, the largest ring first, each at a multiple of 16 bytes; behind the last one nothing is left."""
+    """Barriers of 8 bytes by ring, the largest ring first, each at a multiple of 16 bytes."""
     end = 0
     for count in sorted(barriers, reverse=True):
         end = aligned(end) + 8 * count
@@ -115,6 +118,8 @@ def keys_arguments(config: Any, mask: IntervalMask) -> int:
     numbers += not config.SPLIT  # tiles of statistics of all heads
     numbers += not config.SPLIT or config.SCORES == "softcap"  # the scale of logarithms
     sums = POINTER if config.REDUCE_DQ else 0
-    packed = 2 * PACKED_ROWS if config.VARLEN else 0
-    first = 1 + config.BAND + (2 if config.LEFT else config.VARLEN)  # where keys end; the band's right; its left and where keys begin
+    packed = (1 if config.SPLIT else 2) * PACKED_ROWS if config.VARLEN else 0
+    first = (
+        1 + config.BAND + (2 if config.LEFT else config.VARLEN)
+    )  # where keys end; the band's right; its left and where keys begin
     return NUMBER * numbers + sums + packed + terms_bytes(mask, first) + tile_arguments(config)

@@ -9,31 +9,20 @@ from pathlib import Path
 import torch
 
 from tilewise import dispatch
+from tilewise.backends import plans
 from tilewise.backends.base import BackwardInputs
 from tilewise.diagnostics.measured import random_inputs
+from tilewise.hardware import DeviceSpec, probe_gpu
 from tilewise.lab.report.counters import TrafficCase
 from tilewise.model import TilePlan
 from tilewise.problem import Problem
 
 
-def tiles_of(problem: Problem, forward: str, backward: str, device: torch.device) -> dict[str, TilePlan]:
-    """The tile of each pass, as the backends choose it."""
-    from tilewise.backends.triton.plan import tile_for
-
-    tiles = {pass_: tile_for(problem, pass_, device) for pass_ in ("forward", "backward_dkdv", "backward_dq")}
-    if forward == "hopper":
-        from tilewise.backends.hopper.plan import make_plan
-
-        config = make_plan(problem, 1, lambda *_: None).config
-        tiles["forward"] = TilePlan(config.BLOCK_M, config.BLOCK_N, config.KV_STAGES, 4 * (config.WARPGROUPS + 1))
-    if backward == "hopper":
-        from tilewise.backends.hopper.backward.config import KEYS, widths
-
-        keys = KEYS[widths(problem.head_dim, problem.head_dim_v)]
-        tiles["backward_fused"] = TilePlan(keys.BLOCK_M, keys.BLOCK_N, pass_="backward_dkdv")
-    if backward != "triton":
-        del tiles["backward_dkdv"], tiles["backward_dq"]
-    return tiles
+def tiles_of(problem: Problem, forward: str, backward: str, spec: DeviceSpec) -> dict[str, TilePlan]:
+    """The tile of each pass, as the plans of the backends that ran have it."""
+    ahead = {pass_: tile for pass_, tile in plans.tiles(forward, problem, spec).items() if not pass_.startswith("backward")}
+    back = {pass_: tile for pass_, tile in plans.tiles(backward, problem, spec).items() if pass_.startswith("backward")}
+    return ahead | back
 
 
 def main(case: TrafficCase, note: Path) -> None:
@@ -45,7 +34,9 @@ def main(case: TrafficCase, note: Path) -> None:
     out, lse = forward.forward(problem, inputs)
     backward.backward(problem, inputs, BackwardInputs(out, lse, torch.ones_like(out)))
     torch.cuda.synchronize()
-    tiles = tiles_of(problem, forward.name, backward.name, inputs.q.device)
+    spec = probe_gpu(inputs.q.device.index or 0)
+    assert spec is not None
+    tiles = tiles_of(problem, forward.name, backward.name, spec)
     chosen = {"forward": forward.name, "backward": backward.name}
     note.write_text(json.dumps({"backends": chosen, "tiles": {name: tile.to_dict() for name, tile in tiles.items()}}))
 

@@ -26,7 +26,6 @@ FEW_KEYS = {128: 400}
 sums. H200: at 128 causal 512 (320 keys in tiles) 246 against 235 TFLOP/s, causal 1k 334 against 365; at 64 217 against 234."""
 
 
-
 def separate_dq(problem: Problem, mask: IntervalMask) -> Choice:
     """Whether dQ gets a kernel of its own, and why."""
     if problem.asked("backward"):
@@ -38,7 +37,9 @@ def separate_dq(problem: Problem, mask: IntervalMask) -> Choice:
     tile = KEYS[widths(problem.head_dim, problem.head_dim_v)]
     mean = keys_per_query(problem, mask, tile)
     if mean <= FEW_KEYS.get(tile.BLOCK_D, 0):
-        return Choice(True, f"{mean:.0f} keys a query: recomputing scores for dQ costs less than clearing and casting its sums")
+        return Choice(
+            True, f"{mean:.0f} keys a query: recomputing scores for dQ costs less than clearing and casting its sums"
+        )
     return Choice(False, "dQ is added up in memory: five products a tile, not the seven of two kernels")
 
 
