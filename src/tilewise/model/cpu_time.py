@@ -81,8 +81,8 @@ def _clocks(sizes: Problem, spec: DeviceSpec, tile: TilePlan, fit: CpuFit, visit
     """Clocks of a task for each query block, by what they are spent on."""
     R, J = tile.register_tile or (16, 4)
     d, dv = (-(-dim // J) * J for dim in (sizes.head_dim, sizes.head_dim_v))
-    matrix = bool(spec.matrix_unit) and sizes.dtype == "bfloat16"
-    dtype = sizes.dtype if matrix else "float64" if sizes.dtype == "float64" else "float32"
+    matrix = bool(spec.matrix_unit) and sizes.dtype == "bfloat16" and not sizes.widened
+    dtype = sizes.dtype if matrix else sizes.arithmetic
     rate = spec.flops(dtype) / 2 / spec.units / spec.clock_hz * (fit.matrix if matrix else fit.products)
     lanes = spec.lanes(8 if dtype == "float64" else 4)
     heads = tile.heads
@@ -91,6 +91,8 @@ def _clocks(sizes: Problem, spec: DeviceSpec, tile: TilePlan, fit: CpuFit, visit
         rate *= BACKWARD_PRODUCTS
         rows = 3 * d + 3 * dv
         rescaled = d
+        if sizes.widened:  # scores and dP once more before, for delta
+            macs, softmax, packed = macs + d + dv, 2 * softmax, 2 * packed
     else:
         macs, softmax, packed, rows, rescaled = d + dv, 1.0, d + dv, d + dv, dv
     return {
@@ -103,7 +105,7 @@ def _clocks(sizes: Problem, spec: DeviceSpec, tile: TilePlan, fit: CpuFit, visit
 
 def _decode_clocks(sizes: Problem, spec: DeviceSpec, fit: CpuFit, visits: Visits) -> dict[str, Floats]:
     pair = sizes.head_dim + sizes.head_dim_v
-    rate = spec.flops("float64" if sizes.dtype == "float64" else "float32") / 2 / spec.units / spec.clock_hz
+    rate = spec.flops(sizes.arithmetic) / 2 / spec.units / spec.clock_hz
     return {
         "FMA units": visits.keys * sizes.group * pair / (rate * fit.products * DECODE_PRODUCTS),
         "DRAM bandwidth": visits.keys * pair * sizes.itemsize / fit.stream * spec.clock_hz,
