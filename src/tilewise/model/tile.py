@@ -48,6 +48,8 @@ class TilePlan:
     """Registers of a thread; on a CPU vector registers of the inner loop. 0: not known."""
     resident: int = 0
     """Blocks that a unit holds at once. 0: not known."""
+    persistent: bool = False
+    """Do programs stay on their units, one each, and take work tiles in an order that keeps the tiles of a head together?"""
     reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
