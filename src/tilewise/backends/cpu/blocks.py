@@ -65,7 +65,7 @@ def _forward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -
     """Blocks large enough to pay for packing K and V, small enough that every thread has work."""
     R, J, threads = kernel.tile.rows, kernel.tile.keys, threads_for(problem, spec)
     usual = round_up(key_block(problem, spec), J)
-    keys = round_up(min(MATRIX_KEYS["forward"], problem.seqlen_k), J) if kernel.matrix else usual
+    keys = round_up(min(MATRIX_KEYS["forward"], max(1, problem.seqlen_k)), J) if kernel.matrix else usual
     together = next(rows for size, rows in TASK_ROWS if spec.l2_bytes >= size)
     if problem.batch * problem.heads * longest < MANY_TASKS * threads * together:
         together = min(together, FEW_TASK_ROWS)
@@ -112,9 +112,9 @@ def _matrix_backward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest
     """Every block of rows packs all of K and V and adds to all of dK and dV: it is as tall as memory and the number of tasks
     allow. Here too the choice must not depend on the threads."""
     R = kernel.tile.rows
-    keys = round_up(min(MATRIX_KEYS["backward"], problem.seqlen_k), kernel.tile.keys)
+    keys = round_up(min(MATRIX_KEYS["backward"], max(1, problem.seqlen_k)), kernel.tile.keys)
     arrange = _by_heads(problem, spec, longest)
-    rows = min(MATRIX_TALL, round_up(longest, R))
+    rows = min(MATRIX_TALL, round_up(max(1, longest), R))
     while rows > R and not fits(problem, kernel, arrange(1, rows, keys)):
         rows -= R
     while rows > BACKWARD_TALL // 2 and problem.batch * problem.heads * (longest // rows) < BACKWARD_TASKS:
