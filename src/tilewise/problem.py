@@ -15,7 +15,10 @@ from tilewise.masks import UNBOUNDED, Binding, Full, Mask, MaskProgram, MaskShap
 from tilewise.masks.build import is_integer, plain
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-PRECISIONS = ("default", "tf32", "compensated")
+PRECISIONS = ("default", "tf32", "compensated", "double")
+WIDE = ("compensated", "double")
+"""Precisions that compute in float64. Sums of float64 inputs have no wider type: "compensated" carries what rounding takes from
+them, "double" is the default."""
 MAX_HEAD_DIM = 512
 PASSES = (
     *("forward", "decode", "merge"),
@@ -51,7 +54,7 @@ class Problem:
     alibi: whether ALiBi slopes are given; `sinks`: whether sinks are.
     dropout_p: the probability with which a weight is dropped.
     varlen: whether the batch is packed.
-    precision: "default", "tf32" or "compensated".
+    precision: "default", "tf32", "compensated" or "double".
     deterministic: whether the same bits are wanted run after run.
     needs_grad: whether gradients will be asked for.
     needs_lse: whether anybody but the gradients looks at the log-sum-exp.
@@ -161,6 +164,21 @@ class Problem:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def arithmetic(self) -> str:
+        """The dtype of scores, weights, sums and the log-sum-exp: "float32" or "float64"."""
+        return "float64" if self.dtype == "float64" or self.precision in WIDE else "float32"
+
+    @property
+    def widened(self) -> bool:
+        """Is the arithmetic float64 although the inputs are narrower?"""
+        return self.arithmetic == "float64" != self.dtype
+
+    @property
+    def carries_errors(self) -> bool:
+        """Are sums of float64 wanted more exact than float64 is?"""
+        return self.dtype == "float64" and self.precision == "compensated"
 
     @property
     def decodes(self) -> bool:

@@ -95,6 +95,8 @@ UNSEEN = {
     "varlen": BY_NAME["varlen-padding"],
     "bf16": Case("", mask=MASKS["key-padding"], dtype=torch.bfloat16, head_dim=32),
     "compensated": Case("", mask=MASKS["key-padding"], precision="compensated"),
+    "compensated float64": Case("", mask=MASKS["key-padding"], precision="compensated", dtype=torch.float64),
+    "double": Case("", mask=MASKS["key-padding"], precision="double", dtype=torch.bfloat16, softcap=3.0),
 }
 
 

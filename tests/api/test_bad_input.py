@@ -292,7 +292,7 @@ def test_a_device_nobody_runs_on() -> None:
 
 def test_an_explicit_backend_that_cannot() -> None:
     with pytest.raises(BackendError, match=r"reference.*compensated.*tiled") as caught:
-        tw.attention(**good(), backend="reference", precision="compensated")
+        tw.attention(**every(torch.float64), backend="reference", precision="compensated")
     assert list(caught.value.verdicts) == ["reference"]
 
 

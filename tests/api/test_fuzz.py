@@ -77,7 +77,7 @@ def calls(draw: Draw) -> tuple[Built, bool]:
     options: dict[str, Any] = {
         "scale": draw(st.sampled_from([None, None, 0.5, -0.3, 0.0, 2])),
         "softcap": draw(st.sampled_from([0.0, 0.0, 3.0, 30.0])),
-        "precision": draw(st.sampled_from(["default", "default", "default", "tf32", "compensated"])),
+        "precision": draw(st.sampled_from(["default", "default", "default", "tf32", "compensated", "double"])),
         "deterministic": draw(st.sampled_from([None, True, False])),
         "bias": _bias(draw, batch, dtype),
     }

@@ -47,7 +47,7 @@ def failure(case: Case) -> str:
     arguments.splits_fp32 = splits_fp32 if case.name in SPLIT else lambda problem, hip: False
     built = build(case, "cpu")
     if reasons := serves(built, "triton"):
-        return "" if case.dtype.itemsize == 8 or case.precision == "compensated" else f"refused: {reasons}"
+        return "" if case.dtype.itemsize == 8 or case.precision in ("compensated", "double") else f"refused: {reasons}"
     return "; ".join(map(str, excesses(built, "triton", lse_gradient=case.lse_gradient)))
 
 

@@ -231,7 +231,26 @@ CASES: list[Case] = [
     Case("huge-logits-bf16", magnitude=1e4, dtype=torch.bfloat16),
     Case("deterministic", deterministic=True, heads=4, kv_heads=2, mask=MASKS["causal"]),
     Case("compensated", precision="compensated", seqlen=150, mask=MASKS["causal"]),
+    Case("compensated-float64", precision="compensated", dtype=torch.float64, seqlen=150, mask=MASKS["causal"]),
     Case("tf32", precision="tf32", mask=MASKS["causal"]),
+    *(
+        Case(f"double-{str(t)[6:]}", precision="double", dtype=t, seqlen=150, mask=MASKS["causal"], lse_gradient=True)
+        for t in DTYPES
+    ),
+    Case("double-decode", precision="double", heads=4, kv_heads=2, seqlen=1, kv_seqlen=150, head_dim=64),
+    Case("double-decode-single", precision="double", dtype=torch.bfloat16, seqlen=1, kv_seqlen=300, head_dim=32),
+    Case("double-alibi", precision="double", alibi=1, heads=4, dtype=torch.float16, mask=MASKS["causal"]),
+    Case("double-huge-logits", precision="double", magnitude=1e4, mask=MASKS["causal"]),
+    Case("double-blocks", precision="double", heads=4, kv_heads=1, mask=MASKS["blocks-heads"], dtype=torch.bfloat16),
+    Case(
+        "double-varlen", precision="double", lengths=((21, 0, 50), (33, 4, 50)), heads=4, kv_heads=2, mask=MASKS["causal"],
+        bias=(1, -1, -1, -1), sinks=True, softcap=5.0, dropout_p=0.2, dtype=torch.bfloat16,
+    ),
+    Case(
+        "double-everything", precision="double", heads=4, kv_heads=2, head_dim=24, head_dim_v=40, seqlen=45, kv_seqlen=77,
+        mask=MASKS["prefix-lm"], bias=(1, -1, -1, -1), sinks=True, softcap=4.0, dropout_p=0.25, scale=0.4, layout="bshd",
+        lse_gradient=True,
+    ),
     Case("varlen", lengths=((5, 33, 1, 64), (5, 33, 1, 64)), mask=MASKS["causal"]),
     Case("varlen-cross", lengths=((7, 0, 40, 3), (50, 4, 0, 3)), heads=4, kv_heads=2, mask=MASKS["causal"], lse_gradient=True),
     Case("varlen-window", lengths=((70, 20), (70, 20)), mask=MASKS["window"], dtype=torch.bfloat16),

@@ -93,7 +93,7 @@ def _family(r: Random, name: str) -> Case:
         packed=packed,
         mask=_skeleton(r, packed, plain, r.choice((0, 0, 1, 2, 2, 3))) if _chance(r, 0.85) else None,
         softcap=0.0 if plain and name != "gpu" else r.choice((0.0, 0.0, 0.0, 2.0, 30.0)),
-        precision="default" if plain else r.choice(("default",) * 8 + ("tf32", "compensated")),
+        precision="default" if plain else r.choice(("default",) * 8 + ("tf32", "compensated", "double")),
         wanted=r.choice(("qkvbs",) * 7 + ("", "", "q", "k", "v", "qv", "kb", "bs")),
         lse=r.choice(("no", "yes", "grad", "grad")),
     )

@@ -71,8 +71,9 @@ def attention(
     dropout_p: the probability with which a weight is dropped, in [0, 1).
     seed: an int, or a tensor with one integer, that fixes what is dropped, the same on every backend; None draws one.
     layout: "bhsd" as above, or "bshd" with the sequence before the heads, in q, k, v and the output.
-    precision: "default"; "tf32", which lets float32 products be rounded where that is faster; "compensated", which sums with
-        a correction term.
+    precision: "default"; "tf32", which lets float32 products be rounded where that is faster; "compensated", whose sums carry
+        what each addition rounds away; "double", which computes in float64 whatever the inputs' dtype. The last two are
+        served on CPUs.
     deterministic: True for the same bits run after run; None follows torch.use_deterministic_algorithms.
     return_lse: also return the log-sum-exp.
     backend: "auto", or one by name, which never falls back; `backends()` says which are usable here.
@@ -80,7 +81,8 @@ def attention(
         "forward", "decode", "backward", "backward_dkdv", "backward_dq". Served as it is or refused with the tiles there are;
         with backend="auto" by the first backend that has it. None leaves it to the backend: see `explain`.
 
-    Returns out (B, Hq, Sq, Dv); with `return_lse` also the log-sum-exp (B, Hq, Sq), natural, differentiable.
+    Returns out (B, Hq, Sq, Dv); with `return_lse` also the log-sum-exp (B, Hq, Sq), natural, differentiable, in float32;
+        in float64 for float64 inputs and with precision="double".
 
     >>> out = tw.attention(q, k, v)                                                # every query sees every key
     >>> out = tw.attention(q, k, v, mask=tw.causal() & tw.window(4096))            # the last 4096 keys

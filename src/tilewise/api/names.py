@@ -9,6 +9,6 @@ BackendName = Literal["auto", "hopper", "aten", "cpu", "triton", "tiled", "refer
 """`auto`, or a backend of `dispatch.REGISTRY`; one that you registered yourself is `cast` to this."""
 Layout = Literal["bhsd", "bshd"]
 """(batch, heads, sequence, dim) or (batch, sequence, heads, dim)."""
-Precision = Literal["default", "tf32", "compensated"]
+Precision = Literal["default", "tf32", "compensated", "double"]
 Tile = tuple[int, int] | Mapping[str, tuple[int, int]]
 """(block_q, block_k) of the forward, or such a pair for each pass that is named."""

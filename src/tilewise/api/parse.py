@@ -18,7 +18,7 @@ from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, Layou
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
 from tilewise.masks.algebra import INTEGERS
 from tilewise.ops.tensors import check_kinds, dtype_name, materialized, tensor_fields
-from tilewise.problem import ITEMSIZE, Problem, tile_request, unboxed
+from tilewise.problem import ITEMSIZE, WIDE, Problem, tile_request, unboxed
 
 LAYOUTS = {"bhsd": "(batch, heads, sequence, dim)", "bshd": "(batch, sequence, heads, dim)"}
 SEED_RANGE = 2**63 - 1
@@ -61,7 +61,7 @@ def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inpu
     check_shapes(q.shape, k.shape, v.shape)
     batch, heads, seqlen_q, head_dim = q.shape
     shape = MaskShape(batch if cu_q is None else cu_q.shape[0] - 1, heads, seqlen_q, k.shape[2])
-    bias, slopes = _split_bias(options["bias"], q, shape, cu_q is not None)
+    bias, slopes = _split_bias(options["bias"], q, shape, cu_q is not None, options["precision"])
     sinks = _check_sinks(options["sinks"], q, heads)
     inputs = Inputs(q, k, v, bias, slopes, sinks, None, cu_q, cu_k)
     scale, deterministic = options["scale"], options["deterministic"]
@@ -221,14 +221,16 @@ def _bind_mask(mask: Any, shape: MaskShape, cu_k: Tensor | None, device: torch.d
     return lowered
 
 
-def _split_bias(bias: Any, q: Tensor, shape: MaskShape, varlen: bool) -> tuple[Tensor | None, Tensor | None]:
+def _split_bias(
+    bias: Any, q: Tensor, shape: MaskShape, varlen: bool, precision: str
+) -> tuple[Tensor | None, Tensor | None]:
     """A tensor bias as rank 4, or the slopes of ALiBi as (B or 1, H)."""
     if bias is None:
         return None, None
     wanted = "tensor or alibi(slopes); boolean masks are passed as mask="
     tensor = _check_floating("bias", bias.slopes if isinstance(bias, Alibi) else bias, q.device, wanted)
     if isinstance(bias, Alibi):
-        slopes = tensor.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        slopes = tensor.to(torch.float64 if q.dtype == torch.float64 or precision in WIDE else torch.float32)
         slopes = slopes if tensor.ndim == 2 else slopes[None]
         shared = tensor.ndim == 1 or slopes.shape[0] == shape.batch or slopes.shape[0] == 1
         if slopes.shape[1] != shape.heads or not shared:

@@ -50,7 +50,7 @@ def attention_varlen(
     sinks: (Hq,), one more score for each head, which takes part in the softmax and has no value.
     dropout_p: the probability with which a weight is dropped, in [0, 1).
     seed: an int, or a tensor with one integer, that fixes what is dropped; None draws one.
-    precision: "default", "tf32" or "compensated", as in `attention`.
+    precision: "default", "tf32", "compensated" or "double", as in `attention`.
     deterministic: True for the same bits run after run; None follows torch.use_deterministic_algorithms.
     return_lse: also return the log-sum-exp.
     backend: "auto", or one by name, which never falls back.

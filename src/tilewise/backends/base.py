@@ -12,7 +12,7 @@ from tilewise.backends.verdict import Verdict as Verdict
 from tilewise.backends.verdict import cpu_only as cpu_only
 from tilewise.numerics.merge import finite
 from tilewise.numerics.oracle import Inputs as Inputs
-from tilewise.problem import Problem
+from tilewise.problem import WIDE, Problem
 
 
 class Needs(NamedTuple):
@@ -62,7 +62,7 @@ class Backend(Protocol):
         return None
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, fp32 (fp64 for fp64)."""
+        """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, in the dtype of the arithmetic."""
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""
@@ -86,14 +86,25 @@ def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
     return q.new_empty_strided(shape, strides)
 
 
-def empty_lse(q: Tensor) -> Tensor:
+def empty_lse(q: Tensor, precision: str = "default") -> Tensor:
     b, h, m, _ = q.shape
-    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    dtype = torch.float64 if q.dtype is torch.float64 or precision in WIDE else torch.float32
     return q.new_empty_strided((b, h, m), (h * m, m, 1), dtype=dtype)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in the dtype of a result. From float64 to 16 bits torch goes by way of float32, and may round twice: here what the first
+    step cuts off is kept in the last bit, so that the second one knows of it."""
+    if x.dtype != torch.float64 or dtype.itemsize != 2:
+        return x.to(dtype)
+    near = x.float()
+    back, bits = near.double(), near.view(torch.int32)
+    bits = torch.where(back.abs() > x.abs(), bits - 1, bits)
+    return torch.where(back == x, bits, bits | 1).view(torch.float32).to(dtype)
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink is a key with value 0, so dS = P_sink · (0 - delta), summed over the rows of its head; 0 for an infinite sink."""
     sink = sinks.to(lse.dtype)[:, None]
     p = torch.where(sink.isinf(), 0.0, torch.exp(sink - finite(lse)))  # [B, Hq, M]
-    return -(p * delta).sum(dim=(0, 2)).to(sinks.dtype)
+    return rounded(-(p * delta).sum(dim=(0, 2)), sinks.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilewise.backends.base import Inputs
 from tilewise.masks import MaskProgram, MaskShape, TileClass, TileMap, allowed
+from tilewise.numerics import summation
 from tilewise.numerics.oracle import spans
 from tilewise.numerics.philox import keep_tile
 from tilewise.problem import Problem
@@ -83,7 +84,7 @@ class SequenceView:
         self.batch, self.heads, self.seqlen_q, _ = inputs.q.shape
         self.kv_heads, self.seqlen_k = inputs.k.shape[1:3]
         self.first_batch = self.cut.b or 0
-        self.dtype = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+        self.dtype = torch.float64 if problem.arithmetic == "float64" else torch.float32
         self.shape = MaskShape(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
         self.blocks = blocks or BLOCKS
 
@@ -116,6 +117,15 @@ class SequenceView:
         tile = x[:, :, slice(*positions)].to(self.dtype)
         return tile if seen is None else torch.where(seen, tile, 0.0)
 
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return summation.product(a, b) if self.problem.carries_errors else a @ b
+
+    def row_sum(self, p: Tensor) -> Tensor:
+        """[B, Hq, M, N] -> [B, Hq, M, 1]."""
+        if self.problem.carries_errors:
+            return summation.product(p, p.new_ones((p.shape[-1], 1)))
+        return p.sum(dim=-1, keepdim=True)
+
     def scores(self, q_tile: Tensor, q: Range, k: Range, kind: TileClass) -> Tile:
         """scale·QKᵀ -> softcap -> + bias -> mask, over one tile. What is not seen is never multiplied."""
         problem, inputs = self.problem, self.inputs
@@ -129,7 +139,7 @@ class SequenceView:
             seen, seeing = self._seen(visible), visible.any(dim=-1, keepdim=True)
             q_tile = torch.where(seeing, q_tile, 0.0)
         k_tile = self.load(inputs.k, k, seen)  # [B, Hk, N, D]
-        s = self.unfold(self.fold(q_tile) @ k_tile.mT, q[1] - q[0]) * problem.scale  # [B, Hq, M, N]
+        s = self.unfold(self.product(self.fold(q_tile), k_tile.mT), q[1] - q[0]) * problem.scale  # [B, Hq, M, N]
         capped = None
         if problem.softcap:
             s = capped = torch.tanh(s / problem.softcap) * problem.softcap

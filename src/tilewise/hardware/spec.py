@@ -14,6 +14,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+from tilewise.problem import WIDE
+
 KiB, MiB, GiB = 2**10, 2**20, 2**30
 
 MATRIX_UNITS = {"amx": ("amx_tile", "amx_bf16", "avx512_bf16")}
@@ -150,8 +152,10 @@ class DeviceSpec:
         """Dense FLOP/s for matrix products in `dtype`, 0 if unsupported.
 
         fp32 means fp32 accuracy unless `precision` is `tf32`: on tensor cores it takes three TF32 products for each
-        one.
+        one. Precisions that compute in float64 do so for every dtype.
         """
+        if precision in WIDE:
+            return float(self.peak.get("float64", 0.0))
         if dtype == "float32" and "tf32" in self.peak:
             tf32 = float(self.peak["tf32"])
             return tf32 if precision == "tf32" else max(tf32 / 3, float(self.peak.get("float32", 0.0)))

@@ -134,7 +134,7 @@ def key_block(problem: Problem, spec: DeviceSpec) -> int:
     """Keys of a block: the fewest whose merges are cheap enough, a power of two, in a quarter of L2 at most; no more than there
     are, in whole register tiles."""
     sizes = even(problem)
-    size = max(4, sizes.itemsize)  # 16-bit inputs are widened
+    size = 8 if problem.arithmetic == "float64" else 4  # narrower inputs are widened
     keys = next(n for n in (64, 128, 256) if 1 / n <= MERGE_COST)
     while keys > 32 and keys * (sizes.head_dim + sizes.head_dim_v) * size > spec.l2_bytes // 4:
         keys //= 2
@@ -146,7 +146,7 @@ def cpu_tile(spec: DeviceSpec, problem: Problem) -> TilePlan:
     """The model's own tile, for a forward whose kernel has none of ours: blocks of keys that pay for their merges, and as many
     rows as share them well (ROWS), if there are as many."""
     sizes = even(problem)
-    size = max(4, sizes.itemsize)
+    size = 8 if problem.arithmetic == "float64" else 4
     micro, why = register_tile(spec, size, max(sizes.head_dim, sizes.head_dim_v))
     rows = spec.lanes(size) * micro.row_vectors
     block_q = -(-max(1, min(ROWS, sizes.seqlen_q)) // rows) * rows

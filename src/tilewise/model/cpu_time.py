@@ -97,11 +97,13 @@ def _clocks(sizes: Problem, spec: DeviceSpec, tile: TilePlan, fit: CpuFit, visit
     matrix = bool(spec.matrix_unit) and tile.kernel.endswith(spec.matrix_unit)
     backward, heads = tile.pass_ == "backward", tile.heads
     rate = _macs_per_clock(sizes, spec, matrix) * (fit.matrix if matrix else fit.products)
-    lanes = spec.lanes(8 if sizes.dtype == "float64" else 4)
+    lanes = spec.lanes(8 if sizes.arithmetic == "float64" else 4)
     macs, softmax, packed, joined = d + dv, 1.0, d + dv, dv
     if backward:
         macs, softmax, packed, joined = 3 * d + 2 * dv, BACKWARD_SOFTMAX, 2 * d + dv, d
         rate *= BACKWARD_PRODUCTS
+        if sizes.widened:  # scores and dP once more before, for delta
+            macs, softmax, packed = macs + d + dv, 2 * softmax, 2 * packed
     # sums are joined once a block of keys, where a strip's scores crowd L1 if it is long; K and V are packed once a block of
     # rows, where Q and O crowd L2 if it is tall
     long = 1 + (tile.block_k / (KEYS[backward] * (2 if matrix else 1))) ** 2
@@ -116,7 +118,7 @@ def _clocks(sizes: Problem, spec: DeviceSpec, tile: TilePlan, fit: CpuFit, visit
 
 def _macs_per_clock(sizes: Problem, spec: DeviceSpec, matrix: bool) -> float:
     """Nominal multiply-adds of one core."""
-    dtype = sizes.dtype if matrix else "float64" if sizes.dtype == "float64" else "float32"
+    dtype = sizes.dtype if matrix else sizes.arithmetic
     return spec.flops(dtype) / 2 / spec.units / spec.clock_hz
 
 

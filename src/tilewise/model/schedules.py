@@ -62,8 +62,8 @@ class Traffic:
 
 
 def stat_size(problem: Problem) -> int:
-    """Bytes of a statistic (m, l, LSE, delta) and of an accumulator's element in memory: fp32, fp64 for fp64."""
-    return 8 if problem.dtype == "float64" else 4
+    """Bytes of a statistic (m, l, LSE, delta) and of an accumulator's element in memory: fp32 or fp64, as the arithmetic."""
+    return 8 if problem.arithmetic == "float64" else 4
 
 
 class _Rows:

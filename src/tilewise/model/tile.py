@@ -50,6 +50,8 @@ class TilePlan:
     """Registers of a thread; on a CPU vector registers of the inner loop. 0: not known."""
     resident: int = 0
     """Blocks that a unit holds at once. 0: not known."""
+    persistent: bool = False
+    """Do programs stay on their units, one each, and take work tiles in an order that keeps the tiles of a head together?"""
     reasons: tuple[str, ...] = ()
     fault: str = ""
     """Why it is taken only where nothing better fits: what the model does not describe, such as a compiler that would spill."""

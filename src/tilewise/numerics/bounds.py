@@ -1,10 +1,11 @@
 """How far a correct attention may be from the float64 oracle: elementwise bounds from dtype and reduction length.
 
-The model. Inputs are exact. Products are summed with unit roundoff u (of fp32; of fp64 for fp64). A 16-bit dtype
-rounds P and dS to itself before they are multiplied, with unit roundoff r, and so it does with each result; tf32 cuts
-both operands of each product to 11 bits (t = 2⁻¹⁰: hardware may truncate). Softmax goes tile by tile, its sums rescaled
-as the maximum grows, with exp, tanh and log good to a few u; the backward recomputes P from the stored lse and takes
-δ = Σ out·dout from the stored out.
+The model. Inputs are exact. Products are summed with unit roundoff u (of fp32; of fp64 for fp64 and with
+precision="double" or "compensated"). A 16-bit dtype rounds P and dS to itself before they are multiplied, with unit
+roundoff r, and so it does with each result; in double only results are rounded. tf32 cuts both operands of each product
+to 11 bits (t = 2⁻¹⁰: hardware may truncate). Softmax goes tile by tile, its sums rescaled as the maximum grows, with
+exp, tanh and log good to a few u; the backward recomputes P from the stored lse and takes δ = Σ out·dout from the
+stored out, or, in double, from the recomputed P.
 
 Sums. A sum of n terms is charged g(n)·u·Σ|x| with g(n) = min(n, λ√n). n is the worst case of any order of summation,
 to first order in u. λ√n is Azuma's inequality for roundings of mean 0 given the past: it fails with probability at most

@@ -181,6 +181,8 @@ class BackwardErrors:
         through = (w_error * self.dw.abs() + (ahead.exact.w + w_error) * apart).sum(-1)
         through = through + ahead.kept * r.weight_floor * self.dw.abs().sum(-1)
         through = through * (1 + factor_error(1.0, ahead.denominator)) + factor_error(self.delta.abs(), ahead.denominator)
+        if not r.stored_out:
+            return torch.minimum(straight, through) + product
         rounded = (self.dout.abs() * stored(torch.zeros_like(ahead.out), ahead.out.abs() + ahead.out_error, r)).sum(-1)
         return torch.minimum(straight, through + rounded) + product
 

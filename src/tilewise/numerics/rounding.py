@@ -24,21 +24,23 @@ class Arithmetic:
     p_floor: float  # absolute errors where a number is too small to be normal: of P in the dtype of sums,
     weight_floor: float  # of P and dS as operands, of results
     store_floor: float
+    stored_out: bool = True  # δ is taken from out as it is stored
     oracle_factor: float = 1.0  # 2 where the oracle is no more accurate than what it measures
 
     @classmethod
     def of(cls, problem: Problem) -> Arithmetic:
         store: torch.dtype = getattr(torch, problem.dtype)
-        work = torch.float64 if problem.dtype == "float64" else torch.float32
-        half = problem.itemsize == 2
+        work: torch.dtype = getattr(torch, problem.arithmetic)
+        half, wide = problem.itemsize == 2 and not problem.widened, problem.widened
         return cls(
-            u=unit_roundoff(work),
+            u=unit_roundoff(work) * (2 if wide else 1),  # the oracle errs by as much, but rounds no result
             weight=unit_roundoff(store) if half else 0.0,
             operand=2.0**-10 if problem.precision == "tf32" and problem.dtype == "float32" else 0.0,
             store=unit_roundoff(store),
             p_floor=floor(work),
-            weight_floor=floor(store),
+            weight_floor=floor(work if wide else store),
             store_floor=floor(store),
+            stored_out=not wide,
             oracle_factor=2.0 if problem.dtype == "float64" else 1.0,
         )
 

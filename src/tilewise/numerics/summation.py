@@ -34,6 +34,19 @@ def _split(a: Tensor) -> tuple[Tensor, Tensor]:
     return hi, a - hi
 
 
+STEPS = 4
+"""Terms of the plain sums that a compensated product is made of."""
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b as a compensated sum of short products."""
+    pairs = list(zip(a.split(STEPS, dim=-1), b.split(STEPS, dim=-2), strict=True))
+    total = Compensated(pairs[0][0] @ pairs[0][1])
+    for left, right in pairs[1:]:
+        total.add(left @ right)
+    return total.total()
+
+
 class Compensated:
     """A running sum `value + carry`; `carry` holds what rounding took from `value`."""
 

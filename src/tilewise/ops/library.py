@@ -25,6 +25,7 @@ from tilewise.problem import SETTINGS, Problem, tile_of_text, tile_request, tile
 
 _COUNT = len(Inputs._fields)
 _INTS, _MASK_TENSORS = _COUNT + 1, _COUNT + 2  # the places of the mask's integers and tensors among the arguments
+_PRECISION = _COUNT + 3 + SETTINGS.index("precision")
 _BACKWARD = len(BackwardInputs._fields)
 _TYPES = {one.name: one.type for one in fields(Problem)}  # "float", "str" and "bool", as schemas write them too
 _ARGUMENTS = ", ".join(
@@ -89,7 +90,7 @@ def _attention(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
     inputs = Inputs(*args[:_COUNT])
-    return empty_out(inputs.q, inputs.v.shape[3]), empty_lse(inputs.q)
+    return empty_out(inputs.q, inputs.v.shape[3]), empty_lse(inputs.q, args[_PRECISION])
 
 
 def _given(args: Sequence[Any]) -> BackwardInputs:

@@ -84,7 +84,7 @@ def own_precision(device: str) -> AbstractContextManager[object]:
 
 
 def empty_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    out, lse = empty_out(inputs.q, problem.head_dim_v).zero_(), empty_lse(inputs.q)
+    out, lse = empty_out(inputs.q, problem.head_dim_v).zero_(), empty_lse(inputs.q, problem.precision)
     if inputs.sinks is None:
         return out, lse.fill_(float("-inf"))
     return out, lse.copy_(inputs.sinks.to(lse.dtype)[:, None].expand_as(lse))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tilewise.backends.verdict import Verdict, cpu_only, no_tiles
 from tilewise.masks.program import UNBOUNDED
-from tilewise.problem import Problem
+from tilewise.problem import WIDE, Problem
 
 if TYPE_CHECKING:
     from tilewise.hardware.spec import DeviceSpec
@@ -29,7 +29,7 @@ def supports(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> V
         "sinks": problem.sinks,
         "dropout": problem.dropout_p > 0,
         "packed batches": problem.varlen,
-        "compensated sums": problem.precision == "compensated",
+        f"precision={problem.precision!r}": problem.precision in WIDE,
         "negative or zero scale": problem.scale <= 0,
     }
     missing = [name for name, asked in lacking.items() if asked]

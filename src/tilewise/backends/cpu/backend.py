@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, cpu_only, empty_out, sink_gradient
+from tilewise.backends.base import (
+    Backend,
+    BackwardInputs,
+    Grads,
+    Inputs,
+    Verdict,
+    cpu_only,
+    empty_out,
+    rounded,
+    sink_gradient,
+)
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
 from tilewise.backends.cpu.blind import without_blind
@@ -187,7 +197,7 @@ class CpuBackend(Backend):
             dq,
             _rounded(dk_sum, inputs.k),
             _rounded(dv_sum, inputs.v),
-            None if dbias is None or inputs.bias is None else dbias.to(inputs.bias.dtype),
+            None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
             sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
         )
 
@@ -311,7 +321,8 @@ def _rounded(total: Tensor | None, x: Tensor) -> Tensor | None:
     """The gradient of x from its running sum: the same memory, where that is laid out and rounded like x."""
     if total is None or (x.dtype == total.dtype and x.shape[3] == total.shape[3]):
         return total
-    return _like(x).copy_(total[..., : x.shape[3]])
+    total = total[..., : x.shape[3]]
+    return _like(x).copy_(rounded(total, x.dtype) if total.dtype == torch.float64 else total)
 
 
 backend = CpuBackend()

@@ -2,16 +2,19 @@
 
     P = 2**(s - lse)      dV += Pᵀ dO       dP = dO Vᵀ      dS = P ∘ (dP - delta)      dQ += dS K      dK += dSᵀ Q
 
-with delta = rowsum(dO ∘ O) - dLSE. A task is one block of query rows of one query head; it owns its dQ. Several tasks add to the
-same rows of dK and dV, and must do so in a fixed order, or results would depend on timing: each task publishes how far along
-the keys it is, and adds to a key block only when every earlier task of its key head has passed it. They follow each other
-like the stages of a pipeline, so they seldom wait, and the sums are the same for any number of threads.
+with delta = rowsum(dO ∘ O) - dLSE; where O is stored narrower than it was computed, rowsum(P ∘ dP) - dLSE, which is the same
+before rounding and takes a pass over the keys of its own. A task is one block of query rows of one query head; it owns its dQ.
+Several tasks add to the same rows of dK and dV, and must do so in a fixed order, or results would depend on timing: each task
+publishes how far along the keys it is, and adds to a key block only when every earlier task of its key head has passed it. They
+follow each other like the stages of a pipeline, so they seldom wait, and the sums are the same for any number of threads.
 
 s and lse are in the kernel's unit. What rounding cuts off lse is put back as a factor of dO and delta, row by row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,7 +26,7 @@ from tilewise.backends.cpu.module import kernel_function
 from tilewise.backends.cpu.ordered_accumulate import PASSED, OrderedAccumulate
 from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.spec import Kernel, round_down, round_up
-from tilewise.backends.cpu.statistics import RowStatistics
+from tilewise.backends.cpu.statistics import RowStatistics, Visible
 
 CHUNK = 64
 """Query rows of one sum in dK and dV where vectors are wide, in whole strips; elsewhere all of a task's."""
@@ -67,6 +70,8 @@ class Backward(RowStatistics, OrderedAccumulate):
         self.wait = self.emit_wait()
         self.update = self.emit_update()
         self.statistics = self.emit_statistics()
+        if kernel.double:
+            self.strip_delta, self.finish_delta = self.emit_strip_delta(), self.emit_finish_delta()
         self.emit_worker(self.emit_task())
 
     def emit_products(self) -> None:
@@ -171,29 +176,16 @@ class Backward(RowStatistics, OrderedAccumulate):
     def differentiate(self, e: Emit, index: Any, keys: Interval, visible: Any, modifier: Any, far: bool = False) -> None:
         """Scores and dP of keys [j0, j1) become P and dS; `visible` tells which rows see a key, None: all do. No weight is above
         1, but where lse is `far` that has to be seen to."""
-        frame, kernel, row = e.frame, self.kernel, index * self.tile.rows
-        weights = self.weights(e, index)
+        frame, row, weights = e.frame, index * self.tile.rows, self.weights(e, index)
         lse, delta = frame.lse2.strip(row), frame.delta.strip(row)
 
         def one(j: Any) -> tuple[Any, Any]:
-            s, dp = self.load_weights(e, weights, j)
-            seen, tanhs = visible(j) if visible else None, None
-            if modifier:
-                s, unmasked, tanhs = modifier.apply(s, frame.n0 + j)
-                if unmasked is not None and seen is not None:
-                    seen = seen & unmasked
-            gap = self.exponent(s, lse)
-            p = elementary.exp2(e.at_most(gap, 0.0) if far else gap, self.degree)
-            kept = p
-            if kernel.dropout:
-                spared = frame.kept.strip(j * self.tile.rows) != 0
-                dp = e.select(spared, dp, 0.0)
-                kept = e.select(spared, p, 0.0)
+            p, kept, dp, seen, tanhs = self.recompute(e, weights, lse, j, Visible(visible, modifier, far))
             ds = e.each(lambda p, dp, delta: p * (dp - delta), p, dp, delta)
             if seen is not None:
                 kept = e.select(seen, kept, 0.0)
                 ds = e.select(seen, ds, 0.0)
-            if kernel.dbias:
+            if self.kernel.dbias:
                 self.add_dbias(e, index, j, ds)
             if tanhs is not None:
                 ds = e.each(lambda x, t: x * (1.0 - t * t), ds, tanhs)
@@ -203,6 +195,23 @@ class Backward(RowStatistics, OrderedAccumulate):
 
         with e.range(*keys, self.pace) as j:
             self.store_weights(e, weights, j, [one(j + n) for n in range(self.pace)])
+
+    def recompute(self, e: Emit, weights: Any, lse: Strip, j: Any, how: Visible) -> tuple[Any, ...]:
+        """P of key j, P and dP after dropout, the lanes that see the key (None: all) and tanh of the raw score (None: no cap)."""
+        s, dp = self.load_weights(e, weights, j)
+        seen, tanhs = how.rows(j) if how.rows else None, None
+        if how.modifier:
+            s, unmasked, tanhs = how.modifier.apply(s, e.frame.n0 + j)
+            if unmasked is not None and seen is not None:
+                seen = seen & unmasked
+        gap = self.exponent(s, lse)
+        p = elementary.exp2(e.at_most(gap, 0.0) if how.far else gap, self.degree)
+        kept = p
+        if self.kernel.dropout:
+            spared = e.frame.kept.strip(j * self.tile.rows) != 0
+            dp = e.select(spared, dp, 0.0)
+            kept = e.select(spared, p, 0.0)
+        return p, kept, dp, seen, tanhs
 
     def add_dbias(self, e: Emit, index: Any, j: Any, ds: Strip) -> None:
         """dBias += dS for the strip's rows and the block's keys; the host lets no two tasks share a cell at the same time."""
@@ -309,13 +318,27 @@ class Backward(RowStatistics, OrderedAccumulate):
             first, rows = frame.m0, frame.rows
             low, high = hull(self.seq(e, frame.head), self.terms, first, first + rows - 1)
             BN = args.BN
-            with e.range(low // BN * BN, high, BN) as start:
-                frame.n0 = e.max(start, low)
-                frame.n1 = e.min(start + BN, high)
+            if self.kernel.double:
+                with self.key_blocks(e, (low, high), BN), self.visible_block(e, lambda: 1):
+                    if self.clean:
+                        self.call(e, self.clean, frame.strips)
+                    with e.range(0, frame.strips) as index:
+                        self.call(e, self.strip_delta, index)
+                self.call(e, self.finish_delta)
+            with self.key_blocks(e, (low, high), BN) as start:
                 self.publish(e, start // BN)
                 self.block(e, start // BN)
             self.finish(e)
         self.publish(e, PASSED)
+
+    @contextmanager
+    def key_blocks(self, e: Emit, keys: Interval, BN: Any) -> Iterator[Any]:
+        """A loop over the blocks of keys [low, high): [n0, n1) each, and the multiple of BN from which on it would begin."""
+        low, high = keys
+        with e.range(low // BN * BN, high, BN) as start:
+            e.frame.n0 = e.max(start, low)
+            e.frame.n1 = e.min(start + BN, high)
+            yield start
 
     def block(self, e: Emit, number: Any) -> None:
         """Every strip against the keys [n0, n1), and their dK and dV in this task's turn."""

@@ -259,10 +259,14 @@ class Emit:
             clamped = self.math("copysign", highest, narrow)
             beyond = size > ir.FLOAT.highest
             return self.select(beyond & self.compare("!=", size, float("inf"), nan=False), clamped, narrow)
+        if dtype == "float16" and self.real is ir.DOUBLE:  # by way of float, as not every CPU has the conversion
+            value = value.fpext(ir.F32)
         return value if value.type == target else value.fpext(self.real.type)
 
     def narrow(self, value: Value, dtype: str) -> Any:
         """Back to storage, rounded to nearest even."""
+        if self.real is ir.DOUBLE and dtype in ("float16", "bfloat16"):
+            value = self._odd_float(value)
         if dtype == "bfloat16":
             bits = value.bitcast(I32)
             odd = bits.lshr(16) & 1
@@ -272,6 +276,15 @@ class Emit:
             return self.select(self.compare("uno", value, value, nan=True), quiet, rounded).lshr(16).trunc(ir.I16)
         kind = ir.STORAGE[dtype]
         return value if value.type == vector_of(kind, value.lanes) else value.fptrunc(kind)
+
+
+    def _odd_float(self, value: Value) -> Any:
+        """A double as a float, rounded towards zero with the last bit set if anything was cut off: the 16-bit number that comes
+        of it is then rounded once and not twice."""
+        near = value.fptrunc(ir.F32)
+        back, bits = near.fpext(ir.F64), near.bitcast(I32)
+        bits = self.select(abs(back) > abs(value), bits - 1, bits)
+        return self.select(back != value, bits | 1, bits).bitcast(ir.F32)
 
 
 class Unit:

@@ -82,7 +82,7 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
     operands = {"Q": packed(BM, DP), "dO": packed(BM, DVP), "Q_panels": packed(BM, sizes.DR)}
     operands |= {"dO_panels": packed(BM, sizes.DVR), "dQ": BM * DP, "P": packed(BN, sizes.PS), "dS": packed(BN, sizes.PS)}
     products = {"S": BN * R, "dP": BN * R, "pairs": BN * (R // 2)} if kernel.matrix else {}
-    rows = {"lse2": BM, "delta": BM, "do_factors": BM, "ds_factors": BM}
+    rows = {"lse2": BM, "delta": BM, "do_factors": BM, "ds_factors": BM} | ({"slight": BM} if kernel.double else {})
     tiles = {"K": packed(BN, DP), "V": packed(BN, DVP), "K_columns": packed(BN, DP)}
     # first and past key of each strip: 64-bit integers, at most twice as large as a cell
     ends = {"first": BM * 2, "past": BM * 2} | ({} if kernel.matrix else {"q_factors": BM})

@@ -38,7 +38,9 @@ def supports(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> V
     return Verdict.of(
         obstacle,
         cpu_only(problem.device),
-        "sums are plain; precision='compensated' is served by tiled" if problem.precision == "compensated" else None,
+        "sums of float64 are no more exact than float64; precision='compensated' is served by tiled"
+        if problem.carries_errors
+        else None,
         _too_long(problem.program.structure),
         None if obstacle else _tile_obstacle(problem, spec),
     )
@@ -70,7 +72,7 @@ def _too_long(structure: str) -> str | None:
 
 def matrix_unit(problem: Problem, kind: str, spec: DeviceSpec) -> str:
     """The unit whose tiles a kernel multiplies with; "" for vectors."""
-    return spec.matrix_unit if kind in MATRIX_KINDS and problem.dtype == "bfloat16" else ""
+    return spec.matrix_unit if kind in MATRIX_KINDS and problem.dtype == "bfloat16" and not problem.widened else ""
 
 
 def register_for(problem: Problem, kind: str, spec: DeviceSpec, longest: int = 0) -> Register | None:
@@ -109,7 +111,7 @@ def _lanes(problem: Problem, spec: DeviceSpec) -> int:
 
 def _real_bytes(problem: Problem) -> int:
     """Of the values that are multiplied and summed."""
-    return 8 if problem.dtype == "float64" else 4
+    return 8 if problem.arithmetic == "float64" else 4
 
 
 def decode_obstacle(problem: Problem, spec: DeviceSpec, longest: int) -> str | None:
@@ -152,6 +154,7 @@ def _kernel(
         varlen=problem.varlen,
         dbias=dbias,
         matrix=matrix,
+        double=problem.widened,
     )
 
 

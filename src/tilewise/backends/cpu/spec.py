@@ -51,10 +51,12 @@ class Kernel(NamedTuple):
     varlen: bool = False
     dbias: bool = False  # the backward's only: the bias wants a gradient
     matrix: str = ""  # products on tiles of a matrix unit, "amx"; "": on vectors
+    double: bool = False  # float64 arithmetic of narrower inputs
 
     @property
     def real(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
+        """The type of the arithmetic: inputs are widened to it as they are loaded, results narrowed as they are stored."""
+        return "float64" if self.double or self.dtype == "float64" else "float32"
 
     @property
     def score_unit(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
+from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out, rounded
 from tilewise.backends.reference import plan
 from tilewise.backends.sequence import SequenceView, sequences
 from tilewise.masks import TileClass
@@ -36,10 +36,10 @@ class Reference(Backend):
         return plan.declines(problem)
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
+        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q, problem.precision)
         for seq in sequences(problem, inputs):
             for result, own in zip((out, lse), attend(seq), strict=True):
-                seq.cut.queries(result)[:] = own.to(result.dtype)
+                seq.cut.queries(result)[:] = rounded(own, result.dtype)
         return out, lse
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
@@ -61,7 +61,7 @@ class Reference(Backend):
                 for total, part in zip(totals.values(), parts, strict=True):
                     if part is not None:
                         total += part
-        grads = {name: total.to(values[name].dtype) for name, total in totals.items()}
+        grads = {name: rounded(total, values[name].dtype) for name, total in totals.items()}
         return Grads(*(grads.get(name) for name in wanted))
 
 

@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 
 
 def supports(problem: Problem, spec: DeviceSpec | None = None, *, backward: bool = False) -> Verdict:
-    compensated = problem.precision == "compensated"
     return Verdict.of(
-        "standard softmax has no compensated form; use backend='tiled'" if compensated else None,
+        "standard softmax of float64 has no compensated form; use backend='tiled'" if problem.carries_errors else None,
         no_tiles("reference", problem.tile, "it computes all scores at once"),
     )
 

@@ -18,7 +18,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out, sink_gradient
+from tilewise.backends.base import (
+    Backend,
+    BackwardInputs,
+    Grads,
+    Inputs,
+    Verdict,
+    empty_lse,
+    empty_out,
+    rounded,
+    sink_gradient,
+)
 from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences
 from tilewise.backends.tiled import plan
 from tilewise.numerics.merge import finite, join_sink
@@ -46,7 +56,7 @@ Sum = Plain | Compensated
 
 
 def accumulator(zero: Tensor, problem: Problem) -> Sum:
-    return (Compensated if problem.precision == "compensated" else Plain)(zero)
+    return (Compensated if problem.carries_errors else Plain)(zero)
 
 
 def forward_rows(seq: SequenceView, i: int, q: Range) -> tuple[Tensor, Tensor]:
@@ -64,15 +74,28 @@ def forward_rows(seq: SequenceView, i: int, q: Range) -> tuple[Tensor, Tensor]:
         alpha = torch.exp(m - finite(m_new))
         p = torch.exp(tile.s - finite(m_new))  # [B, Hq, M, N]
         l.scale(alpha)
-        l.add(p.sum(dim=-1, keepdim=True))
+        l.add(seq.row_sum(p))
         v_tile = seq.load(inputs.v, k, tile.seen)  # [B, Hk, N, Dv]
         acc.scale(alpha)
-        acc.add(seq.unfold(seq.fold(seq.dropped(p, q, k)) @ v_tile, rows))
+        acc.add(seq.unfold(seq.product(seq.fold(seq.dropped(p, q, k)), v_tile), rows))
         m = m_new
     total = l.total()
     out = acc.total() / total.masked_fill(total == 0, 1.0)
     lse = (finite(m) + total.log()).squeeze(-1)  # log 0 = -inf marks a row that saw no key
     return (out, lse) if inputs.sinks is None else join_sink(out, lse, inputs.sinks)
+
+
+def row_deltas(seq: SequenceView, dout: Tensor, lse: Tensor) -> Tensor:
+    """rowsum(dO ∘ O) [B, Hq, M] as rowsum(P ∘ dP): O was rounded when it was stored, P and dP are recomputed."""
+    delta = torch.zeros_like(lse)
+    for i, q in seq.query_blocks():
+        rows, (q_tile, do_tile) = slice(*q), (seq.load(x, q) for x in (seq.inputs.q, dout))
+        for _, k, kind in seq.key_blocks(i):
+            tile = seq.scores(q_tile, q, k, kind)
+            p = torch.exp(tile.s - finite(lse[:, :, rows]).unsqueeze(-1))
+            dp = seq.fold(tile.rows(do_tile)) @ seq.load(seq.inputs.v, k, tile.seen).mT
+            delta[:, :, rows] += (p * seq.dropped(seq.unfold(dp, q[1] - q[0]), q, k)).sum(dim=-1)
+    return delta
 
 
 class Cotangents(NamedTuple):
@@ -108,8 +131,8 @@ def backward_sequence(
             k_tile, v_tile = seq.load(inputs.k, k, tile.seen), seq.load(inputs.v, k, tile.seen)
             do_tile = seq.fold(tile.rows(dout))  # [B, Hk, G·M, Dv]
             p = torch.exp(tile.s - lse)  # [B, Hq, M, N]
-            dv[j].add(seq.fold(seq.dropped(p, q, k)).mT @ do_tile)
-            dp = seq.dropped(seq.unfold(do_tile @ v_tile.mT, rows), q, k)
+            dv[j].add(seq.product(seq.fold(seq.dropped(p, q, k)).mT, do_tile))
+            dp = seq.dropped(seq.unfold(seq.product(do_tile, v_tile.mT), rows), q, k)
             ds = p * (dp - tile.rows(delta))
             if dbias is not None:
                 part = cut_tile(dbias, q, k)
@@ -117,9 +140,9 @@ def backward_sequence(
             if tile.capped is not None:
                 ds = ds * (1.0 - (tile.capped / problem.softcap) ** 2)
             ds = ds * problem.scale
-            dq_tile.add(seq.unfold(seq.fold(ds) @ k_tile, rows))
-            dk[j].add(seq.fold(ds).mT @ seq.fold(tile.rows(q_tile)))
-        dq[:, :, slice(*q)] = dq_tile.total().to(dq.dtype)
+            dq_tile.add(seq.unfold(seq.product(seq.fold(ds), k_tile), rows))
+            dk[j].add(seq.product(seq.fold(ds).mT, seq.fold(tile.rows(q_tile))))
+        dq[:, :, slice(*q)] = rounded(dq_tile.total(), dq.dtype)
     return dk, dv
 
 
@@ -135,19 +158,23 @@ class Tiled(Backend):
         return plan.supports(problem)
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
+        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q, problem.precision)
         for seq in sequences(problem, inputs, plan.tiles(problem)["forward"].sizes):
             own_out, own_lse = seq.cut.queries(out), seq.cut.queries(lse)
             for i, q in seq.query_blocks():
                 rows, row_lse = forward_rows(seq, i, q)
-                own_out[:, :, slice(*q)] = rows.to(out.dtype)
+                own_out[:, :, slice(*q)] = rounded(rows, out.dtype)
                 own_lse[:, :, slice(*q)] = row_lse.to(lse.dtype)
         return out, lse
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         out, lse, dout, dlse, needs = given
-        # an output of 0 takes no part, whatever comes back to it: so have rows that see nothing
-        delta = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
+        if problem.widened:
+            delta = torch.empty_like(lse)
+            for seq in sequences(problem, inputs, plan.tiles(problem)["backward"].sizes):
+                seq.cut.queries(delta)[:] = row_deltas(seq, *map(seq.cut.queries, (dout, lse)))
+        else:  # an output of 0 takes no part, whatever comes back to it: so have rows that see nothing
+            delta = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
         if dlse is not None:
             delta = delta - dlse
         dq, dk, dv = (torch.zeros_like(x) for x in inputs[:3])
@@ -159,12 +186,12 @@ class Tiled(Backend):
             sums = backward_sequence(seq, cotangents, cut.queries(dq), own_dbias)
             for gradient, parts in zip((dk, dv), sums, strict=True):
                 for j, part in enumerate(parts):
-                    cut.keys(gradient)[:, :, slice(*seq.key_block(j))] = part.total().to(gradient.dtype)
+                    cut.keys(gradient)[:, :, slice(*seq.key_block(j))] = rounded(part.total(), gradient.dtype)
         return Grads(
             dq if needs.dq else None,
             dk if needs.dk else None,
             dv if needs.dv else None,
-            None if dbias is None or inputs.bias is None else dbias.to(inputs.bias.dtype),
+            None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
             sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
         )
 

@@ -73,7 +73,7 @@ def _batch(problem: Problem) -> int:
 
 
 def _itemsize(problem: Problem) -> int:
-    return 8 if problem.dtype == "float64" or problem.precision == "double" else 4
+    return 8 if problem.arithmetic == "float64" else 4
 
 
 def _plan(pass_: str, sizes: tuple[int, int], source: str = "model", *reasons: str) -> TilePlan:

@@ -13,7 +13,7 @@ from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdi
 from tilewise.backends.gpu.launch import interpreting, on_device
 from tilewise.backends.triton.run import run_backward, run_forward
 from tilewise.backends.verdict import no_tiles
-from tilewise.problem import Problem
+from tilewise.problem import WIDE, Problem
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -46,7 +46,9 @@ class Triton(Backend):
         return Verdict.of(
             *self.usable(problem.device).reasons,
             None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
-            "precision='compensated' is not implemented here" if problem.precision == "compensated" else None,
+            f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
+            if problem.precision in WIDE
+            else None,
             no_tiles("triton", problem.tile, "yet"),
         )
 

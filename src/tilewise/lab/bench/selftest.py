@@ -103,7 +103,7 @@ def expected(case: Case, device: str) -> Expectation:
     problem, inputs, dout = replace(case.problem(), needs_lse=True), case.inputs(tensors), case.rank4(tensors.dout)
     out, lse = oracle(problem, inputs)
     generator = torch.Generator().manual_seed(8)
-    exact = torch.float64 if problem.dtype == "float64" else torch.float32
+    exact: torch.dtype = getattr(torch, problem.arithmetic)
     dlse = torch.where(lse.isfinite(), torch.randn(lse.shape, generator=generator).to(device, exact), 0.0)
     far = bounds.forward(problem, inputs)
     want = {"out": (out, far.out), "lse": (lse, far.lse)}
