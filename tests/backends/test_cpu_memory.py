@@ -146,9 +146,9 @@ def test_blocks_for_which_there_is_room_are_left_alone(monkeypatch: pytest.Monke
             continue
         problem = problem_of(heads, lengths, (dim, dim), dtype)
         kinds = ("decode",) if lengths[0] == 1 else ("forward", "backward")
-        for kind, blocks in zip(kinds, wanted, strict=True):
+        for kind, sizes in zip(kinds, wanted, strict=True):
             _, tiles = arranged(problem, kind, 2)
-            assert tiles[:5] == blocks, (heads, lengths, dim, kind)
+            assert tiles[:5] == sizes, (heads, lengths, dim, kind)
             assert tiles.heads == (1 if kind == "backward" else problem.group)
 
 

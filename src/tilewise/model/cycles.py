@@ -23,7 +23,7 @@ START_CLOCKS = 1500
 """From a block's launch to its first product: the latency of the first loads."""
 
 # per score of each pass: products over d and over dv, and fp32 operations; one exponential in all of them
-_PASS_COSTS = {
+PASS_COSTS = {
     "forward": (1, 1, 3.5),
     "decode": (1, 1, 3.5),
     "backward": (3, 2, 6.5),
@@ -46,7 +46,7 @@ class StepClocks:
 
 def tile_flops(pass_: str, m: int, n: int, d: int, dv: int) -> int:
     """FLOPs of the matrix products of one M × N tile."""
-    over_d, over_dv, _ = _PASS_COSTS[pass_]
+    over_d, over_dv, _ = PASS_COSTS[pass_]
     return 2 * m * n * (over_d * d + over_dv * dv)
 
 
@@ -61,7 +61,7 @@ def step(tile: TilePlan, d: int, dv: int, itemsize: int, flops: float, on_chip: 
     shared = _shared_bytes(tile, d, dv, itemsize, spec) / SHARED_BYTES_PER_CLOCK
     exp = m * n / (spec.exp_rate / (spec.units * spec.clock_hz))
     accumulator = {"forward": m * dv, "decode": m * dv}.get(tile.pass_, 0)  # rescaled once a step
-    fp32 = (_PASS_COSTS[tile.pass_][2] * m * n + accumulator) / FP32_LANES
+    fp32 = (PASS_COSTS[tile.pass_][2] * m * n + accumulator) / FP32_LANES
     moved = (m if tile.holds_keys else n) * (d + dv) * itemsize
     load = moved / (spec.l2_bandwidth / (spec.units * spec.clock_hz))
     product, softmax = max(tensor, shared), exp + fp32
@@ -80,7 +80,7 @@ def _shared_bytes(tile: TilePlan, d: int, dv: int, itemsize: int, spec: DeviceSp
     """
     m, n = tile.block_q, tile.block_k
     rows = _instruction_rows(spec)
-    b_bytes = n * (d + dv) * itemsize * sum(_PASS_COSTS[tile.pass_][:2]) / 2
+    b_bytes = n * (d + dv) * itemsize * sum(PASS_COSTS[tile.pass_][:2]) / 2
     if rows > 16:
         return -(-m // rows) * b_bytes + m * d * itemsize
     warp_rows = max(16, m // max(1, tile.warps))

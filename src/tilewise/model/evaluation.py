@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,15 @@ from tilewise.hardware.spec import DeviceSpec
 from tilewise.model import Roofline, TilePlan, Traffic, Work, gpu
 from tilewise.model.cpu_time import cpu_time
 from tilewise.model.cycles import StepClocks
+from tilewise.model.gpu_time import around_seconds, persistent
 from tilewise.model.grid import band_of, even
+from tilewise.model.tile import PLAIN
 from tilewise.problem import Problem
 
 EVALUATED = ("forward", "decode", "backward", "backward_dkdv", "backward_dq")
 """Passes that compute scores; the others only pass once over what these leave."""
-PLAIN = "torch"
-"""The kernel of a tile that operations of torch compute: its tiles are tensors, nothing is kept on the chip by our doing."""
+AROUND = ("backward_preprocess", "backward_postprocess")
+"""Of those, the kernels before and after the gradients."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _plain(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
 def _on_gpu(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
     if not spec.flops(problem.dtype, problem.precision):
         raise PlanError(f"dtype: {spec.name} multiplies no {problem.dtype}, only {', '.join(spec.peak)}")
-    judged = gpu.evaluate(problem, spec, tile)
+    judged = (persistent if tile.persistent else gpu.evaluate)(problem, spec, tile)
     if judged.rejected:
         raise PlanError(
             f"tile: {tile} with {tile.stages} stages and {tile.warps} warps does not run on {spec.name}: {judged.rejected}"
@@ -114,7 +116,8 @@ def _on_gpu(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
         "L2 bandwidth": moved.total / spec.l2_bandwidth,
         "DRAM bandwidth": dram.total / spec.dram_bandwidth,
     }
-    seconds = max(_thinned(judged.seconds, problem, work, tile, spec), *limits.values())
+    kernel = judged.seconds if tile.persistent else _thinned(judged.seconds, problem, work, tile, spec)
+    seconds = max(kernel, *limits.values())
     return Evaluation(
         **counts,
         on_chip=on_chip.sram,
@@ -128,11 +131,20 @@ def _on_gpu(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
     )
 
 
+def call_seconds(problem: Problem, spec: DeviceSpec, tiles: Iterable[TilePlan]) -> float:
+    """The predicted time of kernels that run one after another: a forward, or a whole backward."""
+    tiles = tuple(tiles)
+    adds_up = any(tile.pass_ == "backward" for tile in tiles)
+    around = [tile for tile in tiles if tile.pass_ in AROUND]
+    passes = sum(evaluate(problem, spec, tile).seconds for tile in tiles if tile.pass_ in EVALUATED)
+    return passes + sum(around_seconds(problem, spec, tile, adds_up) for tile in around if spec.is_gpu)
+
+
 def _on_cpu(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
     time = cpu_time(problem, spec, tile)
     return Evaluation(
         **_counts(problem, spec, tile, spec.units),
-        on_chip=dict(tile.on_chip),
+        on_chip=dict(tile.on_chip) or _strip(even(problem), tile),
         registers=tile.registers,
         resident=tile.resident or 1,
         waves=time.tasks / spec.workers,
@@ -140,6 +152,15 @@ def _on_cpu(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
         limits=time.limits,
         binding=_binding(time.limits, time.seconds),
     )
+
+
+def _strip(problem: Problem, tile: TilePlan) -> dict[str, int]:
+    """What a strip of rows, and the tile of K and V that it passes over, take where no kernel says more."""
+    size = 8 if problem.dtype == "float64" else 4
+    d, dv = problem.head_dim, problem.head_dim_v
+    rows = tile.register_tile[0] if tile.register_tile else tile.block_q
+    sides = {"Q": rows * d, "K": tile.block_k * d, "V": tile.block_k * dv, "S": rows * tile.block_k, "O": rows * dv}
+    return {name: count * size for name, count in sides.items()}
 
 
 def _counts(problem: Problem, spec: DeviceSpec, tile: TilePlan, slots: int) -> dict[str, Any]:

@@ -140,6 +140,7 @@ def described(problem: Problem, pass_: str, config: Any, reason: str) -> Planned
         on_chip=on_chip(kernel, config, mask_of(problem)),
         registers=0 if around else config.REGISTERS[0],
         resident=0 if around else 1,
+        persistent=not around,
         reasons=("asked for" if asked else reason,),
     )
     return Planned(tile, config)
