@@ -8,13 +8,15 @@ import pytest
 
 import tilewise as tw
 import tilewise.masks as masks
-from tilewise.errors import PlanError
+from tilewise.errors import ArgumentError, DeviceError, PlanError
 from tilewise.hardware import DeviceSpec, catalogue, lookup
 from tilewise.hardware.cpuid import core_figures
-from tilewise.model import TilePlan, cpu_tile, gpu_tile, onchip, plan, tuned
+from tilewise.model import TilePlan, cpu_tile, gpu_tile, onchip, plan
 from tilewise.model.cpu import register_tile
-from tilewise.model.gpu import evaluate, ranked
+from tilewise.model.evaluation import EVALUATED
+from tilewise.model.gpu import ranked
 from tilewise.model.grid import band_of, bucket, visited_fraction
+from tilewise.model.tile import RESOLUTION
 from tilewise.problem import Problem
 
 GPUS = [spec for spec in catalogue().values() if spec.is_gpu]
@@ -97,12 +99,11 @@ def test_chosen_tiles_run(spec: DeviceSpec, pass_: str) -> None:
             for side in (best.tile.block_q, best.tile.block_k):
                 assert side & (side - 1) == 0, "Triton's tiles are powers of two"
             chosen = gpu_tile(problem, spec, pass_)
-            assert chosen == best.tile or (chosen.source == "tuned" and not evaluate(problem, spec, chosen).rejected)
+            assert chosen == best.tile
 
 
-def test_predictions_are_near_what_kernels_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_are_near_what_kernels_reach() -> None:
     """H200, bf16, 16k tokens, hidden 2048: the best kernels known lie between cuDNN and FA4; the model within 25 %."""
-    monkeypatch.setattr(tuned, "TUNED", ())
     measured = {  # d, mask, S: useful TFLOP/s of cuDNN and FA4
         (64, False, 8192): (459, 531),
         (128, False, 2048): (601, 631),
@@ -125,7 +126,7 @@ def test_tiles_of_192_rows_are_considered_but_never_chosen() -> None:
     joined = [a for a in found.alternatives if 192 in (a.tile.block_q, a.tile.block_k)]
     assert joined and all(a.verdict != "chosen" for a in joined)
     assert all(192 not in (c.tile.block_q, c.tile.block_k) for c in ranked(problem, lookup("h200")))
-    assert plan(problem, "h200", tile=(192, 128)).tile.block_q == 192
+    assert tw.plan(problem, "h200", tile=(192, 128)).tile.block_q == 192
 
 
 def test_short_and_narrow_problems_get_small_tiles() -> None:
@@ -173,28 +174,87 @@ def test_windows_cost_less_than_causal_and_causal_less_than_full() -> None:
     assert times[0] < times[1] < times[2]
 
 
-def test_the_user_may_override_and_sees_the_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned, "TUNED", ())
-    own = plan(problem_of(), "h200", tile=(64, 64))
-    assert (own.tile.block_q, own.tile.block_k, own.tile.source) == (64, 64, "user")
-    assert "yours: predicted" in own.reasons[0] and "slower than 128×128" in own.reasons[0]
-    cpu = plan(problem_of(dtype="float32"), "altra-q80", tile=(64, 64))
-    assert cpu.tile.block_q == 64 and cpu.reasons[0].startswith("yours")
+def test_the_user_may_override_and_sees_the_cost() -> None:
+    own = tw.plan(problem_of(), "h200", tile=(128, 64))
+    assert (own.backend, own.tile.sizes, own.tile.source) == ("hopper", (128, 64), "user")
+    assert (
+        own.reasons[0].startswith("yours: predicted") and "than 128×128, which would have been taken" in own.reasons[0]
+    )
+    verdicts = {str(one.tile): one.verdict for one in own.alternatives}
+    assert verdicts["128×64"] == "yours" and "128×128" in verdicts
+    cpu = tw.plan(problem_of(dtype="float32"), "altra-q80", tile=(64, 64))
+    assert cpu.tile.sizes == (64, 64) and cpu.reasons[0].startswith("yours")
 
 
 @pytest.mark.parametrize(
-    ("device", "tile", "message"),
+    ("device", "backend", "tile", "message"),
     [
-        ("h200", (256, 256), r"256×256 .* does not run on NVIDIA H200.*KiB of shared memory.*would take 128×128"),
-        ("h200", (0, 64), "block_q: got 0, need a multiple of 16"),
-        ("h200", (64, 100), "block_k: got 100, need a multiple of 16"),
-        ("altra-q80", (20, 64), "need a multiple of 16 rows and of 4 keys"),
-        ("h200", TilePlan(128, 128, stages=4), "does not run"),
+        ("h200", "hopper", (256, 256), "hopper has no 256×256 for forward, .*; it has 128×128, 128×64"),
+        ("h200", "triton", (256, 256), "triton has no 256×256 for forward, .*(KiB|registers).*; it has .*128×64"),
+        ("h200", "triton", (64, 100), "triton has no 64×100 for forward, .*powers of two"),
+        ("altra-q80", "cpu", (20, 64), "cpu has no 20×64 for forward, rows must be a multiple of 16 and keys of 4"),
+        ("altra-q80", "cpu", (65536, 4096), "cpu has no 65536×4096 for forward, .*bytes"),
+        ("h200", "reference", (64, 64), "reference has none to choose"),
+        ("altra-q80", "aten", (64, 64), "aten has none to choose"),
+        ("a100", "hopper", (128, 128), "backend 'hopper' cannot serve .* needs compute capability 9.0"),
     ],
 )
-def test_impossible_tiles_raise(device: str, tile: tuple[int, int], message: str) -> None:
+def test_impossible_tiles_raise(device: str, backend: str, tile: tuple[int, int], message: str) -> None:
+    dtype = "float16" if lookup(device).is_gpu else "float32"
     with pytest.raises(PlanError, match=message):
-        plan(problem_of(), device, tile=tile)
+        tw.plan(problem_of(dtype=dtype), device, backend=backend, tile=tile)
+
+
+@pytest.mark.parametrize(
+    "tile", [(0, 64), (64, -1), (64,), (1.5, 2), "64x64", (True, 64), {"forward": 64}, {"sideways": (1, 1)}]
+)
+def test_what_is_no_tile_raises(tile: object) -> None:
+    with pytest.raises(ArgumentError, match="tile: got"):
+        tw.plan(problem_of(), "h200", tile=tile)  # type: ignore[arg-type]
+
+
+def test_a_tile_goes_to_the_first_backend_that_has_it() -> None:
+    problem = problem_of()
+    assert [tw.plan(problem, "h200", tile=tile).backend for tile in ((128, 64), (64, 64), (100, 7))] == [
+        "hopper", "triton", "tiled",
+    ]  # fmt: skip
+
+
+def test_a_pair_is_for_the_pass_that_is_asked_for() -> None:
+    problem = problem_of()
+    usual = tw.plan(problem, "a100", pass_="backward_dq")
+    own = tw.plan(problem, "a100", pass_="backward_dq", tile=(64, 32))
+    assert own.tile.sizes == (64, 32) and own.tile.source == "user" != usual.tile.source
+    assert own.passes[0] == usual.passes[0], "the forward keeps its tile"
+    few = Problem.of(heads=32, kv_heads=8, seqlen=1, kv_seqlen=8192, head_dim=128)
+    assert tw.plan(few, "a100").tile.pass_ == "decode"
+    assert tw.plan(few, "a100", tile=(64, 64)).tile.pass_ == "forward", "naming the forward chooses its kernel"
+
+
+def test_a_device_or_pass_nobody_knows_raises() -> None:
+    with pytest.raises(DeviceError, match=r"unknown 'h20'.*did you mean 'h200'.*Known: .*a100-80.*xeon-8480"):
+        tw.plan(problem_of(), "h20")
+    with pytest.raises(PlanError, match="hopper has no kernel 'backward_dq' for this problem, only forward"):
+        tw.plan(problem_of(), "h200", pass_="backward_dq")
+    with pytest.raises(PlanError, match="pass_: got 'sideways', need auto, forward"):
+        tw.plan(problem_of(), "h200", pass_="sideways")
+
+
+@pytest.mark.parametrize("device", ["h200", "a100", "rtx4090", "mi300x", "altra-q80", "xeon-8480", "epyc-9654"])
+@pytest.mark.parametrize("pass_", ["auto", "backward"])
+def test_a_chosen_tile_is_not_predicted_slower_than_its_rivals(device: str, pass_: str) -> None:
+    """Beyond what the model can tell apart; what measurement chose is exempt, and says so."""
+    dtype = "float16" if lookup(device).is_gpu else "float32"
+    for change in ({}, {"mask": masks.causal()}, {"head_dim": 64}, {"seqlen": 512}, {"heads": 32, "kv_heads": 8}):
+        problem = problem_of(dtype=dtype, **change)
+        kernels = [tile.pass_ for tile in tw.plan(problem, device).passes if tile.pass_ in EVALUATED]
+        for kernel in kernels[:1] if pass_ == "auto" else kernels[1:]:
+            found = tw.plan(problem, device, pass_=kernel)
+            verdicts = {one.tile.sizes: one for one in found.alternatives}
+            assert verdicts[found.tile.sizes].verdict == "chosen"
+            fastest = min(one.seconds for one in verdicts.values() if one.seconds is not None)
+            if found.tile.source == "model":
+                assert found.seconds <= fastest * (1 + RESOLUTION), (device, change, kernel, found.tile)
 
 
 def test_impossible_requests_raise() -> None:
@@ -216,41 +276,6 @@ def test_where_nothing_fits_backends_get_the_smallest_and_plans_raise() -> None:
         PlanError, match=r"tile: none fits NVIDIA GeForce RTX 4090 .* the smallest, 16×16, fails: needs"
     ):
         plan(wide, "rtx4090", pass_="backward_dkdv")
-
-
-def test_tuned_tiles_win_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = tuned.Tuned(
-        arch="sm_90", pass_="forward", head_dim=128, itemsize=2, masked=None, tile=TilePlan(128, 64, 3, 8),
-        device="NVIDIA H200", date="2026-01-01", measured="600 TFLOP/s against 580", evidence="a test",
-    )  # fmt: skip
-    monkeypatch.setattr(tuned, "TUNED", (entry,))
-    assert gpu_tile(problem_of(), lookup("h200"), kernels="triton") == TilePlan(128, 64, 3, 8, source="tuned")
-    found = plan(problem_of(), "h200", kernels="triton")
-    assert found.tile.source == "tuned" and "600 TFLOP/s" in found.reasons[0]
-    assert gpu_tile(problem_of(), lookup("a100"), kernels="triton").source == "model"
-    assert gpu_tile(problem_of(head_dim=64), lookup("h200"), kernels="triton").source == "model"
-
-
-def test_what_was_measured_of_one_backends_kernels_leaves_the_model_alone_and_is_told() -> None:
-    assert tuned.lookup_tuned(problem_of(), lookup("h200"), "forward", "triton") is not None
-    assert gpu_tile(problem_of(), lookup("h200")).source == "model"
-    found = plan(problem_of(), "h200")
-    assert found.tile.source == "model" and found.reasons[0].startswith("the triton kernels take")
-
-
-def test_packed_sequences_may_have_a_tile_of_their_own() -> None:
-    def stages(**change: object) -> int:
-        problem = problem_of(head_dim=64, **change)
-        return gpu_tile(problem, lookup("h200"), "backward_dkdv", "triton").stages
-
-    assert stages(varlen=True, mask=masks.causal()) == 2
-    assert stages(mask=masks.causal()) == stages(varlen=True) == 3
-
-
-def test_every_tuned_entry_has_evidence() -> None:
-    for entry in tuned.TUNED:
-        assert entry.device and entry.measured and entry.evidence
-        assert len(entry.date) == 10
 
 
 @pytest.mark.parametrize(

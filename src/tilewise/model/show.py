@@ -84,9 +84,18 @@ def _headline(plan: Plan) -> Shown:
         rows.append(("backend", (plan.backend, "bold cyan")))
     rows += [*figure_facts(plan), ("tile", [(f"{plan.tile}", "bold cyan"), f"  {describe_tile(plan)}"])]
     if plan.timed:
-        rows.append(("on chip", f"{format_bytes(plan.on_chip_bytes)}  ({_buffers(plan)}) · {plan.registers} registers"))
+        rows.append(("on chip", describe_on_chip(plan)))
         rows += time_facts(plan)
     return Panel("plan", facts(rows))
+
+
+def describe_on_chip(plan: Plan) -> str:
+    """Bytes and registers, with what there is."""
+    spec, size, registers = plan.spec, format_bytes(plan.on_chip_bytes), plan.registers
+    if spec.is_gpu:
+        size += f" of {format_bytes(spec.sram_per_block)}"
+    most = spec.max_registers if spec.is_gpu else spec.vector_registers
+    return f"{size}  ({_buffers(plan)}) · {registers} of {most} registers"
 
 
 def _buffers(plan: Plan) -> str:
