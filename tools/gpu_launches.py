@@ -11,12 +11,11 @@ from unittest import mock
 import torch
 
 from tilewise.backends.base import BackwardInputs, Inputs, Needs
-from tilewise.backends.gpu.arguments import padded
 from tilewise.backends.gpu.launch import Descriptor
+from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.record import Launch
 from tilewise.backends.triton import run
 from tilewise.hardware import DeviceSpec
-from tilewise.model import TilePlan, gpu_tile
 from tilewise.problem import Problem
 
 
@@ -26,7 +25,6 @@ def launches(
     spec: DeviceSpec,
     *,
     needs: Needs | None = None,
-    trial: run.Trial = run.PLANNED,
     maps: bool | None = None,
 ) -> list[tuple[str, Launch]]:
     """The launches of a forward, or of a backward where `needs` says of what; tensors may be without memory. Each has the name of
@@ -42,9 +40,9 @@ def launches(
         maps = spec.capability is not None and spec.capability[0] in (9, 10)
     with standing_in(spec, found, maps):
         if needs is None:
-            run.run_forward(problem, inputs, out, lse, trial)
+            run.run_forward(problem, inputs, out, lse)
         else:
-            run.run_backward(problem, inputs, BackwardInputs(out, lse, out, needs=needs), trial)
+            run.run_backward(problem, inputs, BackwardInputs(out, lse, out, needs=needs))
     return [(_name(launch), launch) for launch in found]
 
 
@@ -57,26 +55,22 @@ def _name(launch: Launch) -> str:
 def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[None]:
     """The backend believes in a device, and instead of running its launches it adds them to `found`."""
 
-    def tile_for(problem: Problem, pass_: str, device: torch.device) -> TilePlan:
-        return gpu_tile(problem, spec, pass_, "triton")
-
-    def fitting(problem: Problem, pass_: str, build: Any, tile: TilePlan | None, device: torch.device) -> Launch:
-        return build(tile or tile_for(problem, pass_, device))  # type: ignore[no-any-return]
-
     def descriptors(x: torch.Tensor, y: torch.Tensor, rows: int, wanted: bool) -> tuple[Any, Any]:
         if not maps or not wanted or max(x.shape[3], y.shape[3]) > 256:
             return None, None
         return Descriptor.of(x, rows, padded(x.shape[3])), Descriptor.of(y, rows, padded(y.shape[3]))
 
     def get(problem: Problem, key: Any, device: torch.device, plan: Any) -> Any:
-        kept: dict[str, Any] = {"repeat": lambda tensors: False, "record": lambda tensors, launches: found.extend(launches)}
+        kept: dict[str, Any] = {
+            "repeat": lambda tensors: False,
+            "record": lambda tensors, launches: found.extend(launches),
+        }
         return SimpleNamespace(plan=plan(), **kept)
 
     with (
         mock.patch.multiple(
             run,
-            tile_for=tile_for,
-            fitting=fitting,
+            spec_of=lambda device: spec,
             descriptors=descriptors,
             worth_maps=lambda problem: True,
             on_hip=lambda: spec.vendor == "AMD",

@@ -21,7 +21,7 @@ WIDE = ("compensated", "double")
 them, "double" is the default."""
 MAX_HEAD_DIM = 512
 PASSES = (
-    *("forward", "decode", "merge"),
+    *("forward", "decode", "merge", "fp16_split"),
     *("backward", "backward_dkdv", "backward_dq", "backward_dbias", "backward_preprocess", "backward_postprocess"),
 )
 """The kernels of a call by what they compute; `backward` is one that gives dQ, dK and dV at once."""

@@ -16,7 +16,8 @@ import triton.language as tl
 from tilewise.backends.gpu.arguments import empty_fp16_split
 from tilewise.backends.gpu.structs import KernelConfig
 from tilewise.backends.gpu.tile import dot, fp16_split, fp16_split_weights, per_row, product
-from tilewise.backends.triton.run import splitting
+from tilewise.backends.triton.run import spec_of, splitting
+from tilewise.model.tile import TilePlan
 
 SIDE = 16
 U = 2.0**-24
@@ -40,7 +41,7 @@ def split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The parts (2, B, H, S, D) and scales (B, H, S) of a tensor in fp64."""
     b, h, s, _ = x.shape
     parts = empty_fp16_split(x)
-    splitting(x, parts).run()
+    splitting(x, parts, TilePlan(32, 1, 1, 4, pass_="fp16_split"), spec_of(x.device)).run()
     scales = torch.empty(0, dtype=torch.float32).set_(parts.untyped_storage())[-b * h * s :]
     return parts.unflatten(0, (2, b)).double(), scales.view(b, h, s).double()
 

@@ -17,7 +17,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.conformance.cases import CASES, Case, build
 from tests.conformance.harness import excesses, serves
-from tilewise.backends.gpu import arguments
+from tilewise.backends.gpu import operands
+from tilewise.backends.triton import plan, run
 
 LEFT_OUT = {
     *(f"edge-{n}" for n in (15, 16, 31, 32, 63, 127, 128)),
@@ -39,12 +40,12 @@ SPLIT = {
 do. Parts take three times as long here."""
 
 
-splits_fp32 = arguments.splits_fp32
+splits_fp32 = operands.splits_fp32
 
 
 def failure(case: Case) -> str:
     """What is wrong with a case; empty if nothing is."""
-    arguments.splits_fp32 = splits_fp32 if case.name in SPLIT else lambda problem, hip: False
+    plan.splits_fp32 = run.splits_fp32 = splits_fp32 if case.name in SPLIT else lambda problem, hip: False
     built = build(case, "cpu")
     if reasons := serves(built, "triton"):
         return "" if case.dtype.itemsize == 8 or case.precision in ("compensated", "double") else f"refused: {reasons}"

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
@@ -22,10 +21,8 @@ from tilewise.backends.gpu.assemble import MARK, compile_soundly
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.launch import signature
 from tilewise.backends.gpu.sass import Instruction
-from tilewise.backends.triton import run
 from tilewise.errors import KernelError
 from tilewise.hardware import device
-from tilewise.model import TilePlan
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PRODUCT = "HGMMA.64x16x16.F32 R24, R40, gdesc[UR4].tnspB, R24"
@@ -138,25 +135,6 @@ def test_a_kernel_that_cannot_be_made_says_so_and_is_not_tried_again() -> None:
             kernels.get("a key", "forward_kernel", make)
     assert len(tried) == 1
     assert kernels.get("another", "forward_kernel", lambda: 5) == 5
-
-
-def test_a_tile_that_does_not_compile_leaves_the_call_to_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned, (problem, _) = TilePlan(64, 64, 2, 4), problem_of(portable("", d=64))
-
-    def build(tile: TilePlan, least: int) -> Any:
-        def compiled() -> SimpleNamespace:
-            if tile.block_k > least:
-                raise KernelError("no")
-            return SimpleNamespace(run=None)
-
-        return SimpleNamespace(tile=tile, args=(), config=None, kernel=(tile, least), compiled=compiled)
-
-    monkeypatch.setattr(run, "interpreting", lambda: False)
-    here = torch.device("cuda", 0)
-    launch = run.fitting(problem, "forward", lambda tile: build(tile, 32), planned, here)
-    assert launch.tile.block_k == 32
-    with pytest.raises(KernelError, match="no"):
-        run.fitting(problem, "forward", lambda tile: build(tile, 8), planned, here)
 
 
 def test_a_triton_without_a_second_assembler(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,15 +13,11 @@ from tilewise.backends.gpu import record
 from tilewise.backends.gpu.launch import Address, Descriptor
 from tilewise.backends.gpu.record import Launch, Recorder, Recording, bound
 from tilewise.masks import causal
-from tilewise.model import TilePlan
 from tilewise.problem import Problem
 
 pytest.importorskip("triton")
 
 from tilewise.backends.triton import run
-
-TILES = tuple(TilePlan(32, 32, pass_=name) for name in ("forward", "backward_dkdv", "backward_dq"))
-TRIAL = run.Trial(TILES, maps=False)
 
 
 class Collector(Recorder):
@@ -40,7 +36,6 @@ class Collector(Recorder):
 def collect(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[Any, ...], list[Launch]]]:
     """Every (key, tensors, launches) that a call would perform, none of which is run."""
     found: list[Any] = []
-    monkeypatch.setattr(run, "fitting", lambda problem, pass_, build, tile, device: build(tile))
     monkeypatch.setattr(run, "recorder", Collector(found))
     return found
 
@@ -49,8 +44,8 @@ def call(seqlen: int = 64, heads: int = 2, dtype: str = "float16") -> None:
     problem = Problem.of(batch=2, heads=heads, seqlen=seqlen, head_dim=16, dtype=dtype, mask=causal())
     q, k, v, out, dout = (torch.randn(2, heads, seqlen, 16).to(getattr(torch, dtype)) for _ in range(5))
     lse = torch.randn(2, heads, seqlen)
-    run.run_forward(problem, Inputs(q, k, v), out, lse, TRIAL)
-    run.run_backward(problem, Inputs(q, k, v), BackwardInputs(out, lse, dout), TRIAL)
+    run.run_forward(problem, Inputs(q, k, v), out, lse)
+    run.run_backward(problem, Inputs(q, k, v), BackwardInputs(out, lse, dout))
 
 
 def plain(launch: Launch) -> tuple[Any, ...]:
@@ -254,7 +249,7 @@ def test_masks_that_bring_tensors_are_never_remembered(monkeypatch: pytest.Monke
     ids = torch.zeros(2, 64, dtype=torch.int32)
     problem = Problem.of(batch=2, heads=2, seqlen=64, head_dim=16, dtype="float16", mask=masks.documents(ids))
     q, k, v, out = (torch.randn(2, 2, 64, 16).half() for _ in range(4))
-    run.run_forward(problem, Inputs(q, k, v), out, torch.empty(2, 2, 64), TRIAL)
+    run.run_forward(problem, Inputs(q, k, v), out, torch.empty(2, 2, 64))
     assert found[0][0] is None
 
 

@@ -37,3 +37,7 @@ def test_fp32_in_two_fp16_parts() -> None:
 
 def test_packed_sequences_find_their_tiles() -> None:
     interpret("tests.backends.packed_tiles")
+
+
+def test_the_tile_that_is_planned_or_asked_for_runs() -> None:
+    interpret("tests.backends.interpreted_tiles")

@@ -11,7 +11,6 @@ from tests.backends.test_gpu_record import Compiled, collect, kernel, plain, rep
 from tests.conformance.cases import CASES, Built, Case, build
 from tilewise.backends.base import BackwardInputs, empty_lse, empty_out
 from tilewise.hardware import lookup
-from tilewise.model import gpu_tile
 
 pytest.importorskip("triton")
 
@@ -34,11 +33,7 @@ def perform(built: Built, lse_gradient: bool) -> None:
 @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
 def test_a_repeated_call_has_its_own_tensors(monkeypatch: pytest.MonkeyPatch, kernel: Compiled, case: Case) -> None:
     found: list[Any] = collect(monkeypatch)
-    choose = lambda problem, pass_, device: gpu_tile(problem, H200, pass_, "triton")  # noqa: E731
-    monkeypatch.setattr(run, "tile_for", choose)
-    monkeypatch.setattr(
-        run, "fitting", lambda problem, pass_, launch, tile, device: launch(tile or choose(problem, pass_, device))
-    )
+    monkeypatch.setattr(run, "spec_of", lambda device: H200)
     first, second = build(case, seed=0), build(case, seed=1)
     for built in (first, second):
         perform(built, case.lse_gradient)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,16 @@ pytest.importorskip("triton")
 import tilewise as tw
 from tilewise import masks
 from tilewise.backends.gpu.record import Recorder
-from tilewise.backends.triton import tune
+from tilewise.backends.triton import plan, tune
 from tilewise.hardware import lookup
 from tilewise.model import TilePlan
 from tilewise.problem import Problem
-
-PLANNED = TilePlan(64, 64, 3, 4)
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv(tune.VARIABLE, "1")
     monkeypatch.setattr(tune, "_winners", {})
 
 
@@ -43,13 +43,19 @@ class Timer:
 
 
 def best(timer: Timer, **changes: int) -> TilePlan:
-    return tune.best_tile(problem(**changes), "forward", lookup("h200"), PLANNED, timer)
+    """What the plan says when a call like this has been made with tuning on."""
+    asked, spec = problem(**changes), lookup("h200")
+    if tune.winner(asked, "forward", spec) is None:
+        tune.measure(asked, "forward", spec, plan.choices(asked, spec, "forward")[: tune.CANDIDATES + 1], timer)
+    return plan.tiles(asked, spec)["forward"]
 
 
 def test_the_fastest_tile_wins_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     timer = Timer()
     winner = best(timer)
     assert (winner.block_q, winner.block_k, winner.source) == (128, 64, "tuned")
+    assert winner.reasons[0].startswith("measured here: 500 ms, the fastest of 9 tiles"), winner.reasons
+    assert winner.on_chip and winner.registers and winner.kernel == "forward_kernel"
     assert 1 < len(timer.asked) <= tune.CANDIDATES + 1 and len(set(timer.asked)) == len(timer.asked)
     again = Timer()
     assert best(again) == winner and not again.asked
@@ -65,6 +71,12 @@ def test_lengths_close_by_share_a_winner_and_others_do_not() -> None:
     assert not near.asked and far.asked
 
 
+def test_a_tile_asked_for_is_not_tuned() -> None:
+    best(Timer())
+    asked = dataclasses.replace(problem(), tile=(("forward", 64, 32),))
+    assert plan.tiles(asked, lookup("h200"))["forward"].sizes == (64, 32)
+
+
 def test_damaged_or_foreign_files_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     winner = best(Timer())
     path = tune.place_of(tune.kind_of(problem(), "forward", lookup("h200")))
@@ -75,8 +87,11 @@ def test_damaged_or_foreign_files_are_measured_again(monkeypatch: pytest.MonkeyP
 
 
 def test_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    winner = best(Timer())
     monkeypatch.delenv(tune.VARIABLE, raising=False)
     assert not tune.tuning()
+    usual = plan.tiles(problem(), lookup("h200"))["forward"]
+    assert usual.sizes != winner.sizes and "H200" in usual.reasons[0], "the table's, not the winner's"
     monkeypatch.setenv(tune.VARIABLE, "0")
     assert not tune.tuning()
     monkeypatch.setenv(tune.VARIABLE, "1")
@@ -95,12 +110,14 @@ def test_tuned_calls_on_a_gpu_are_right_and_keep_their_winners(tmp_path: Path, m
         out = tw.attention(*leaves, mask=masks.causal(), backend="triton")
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
+    monkeypatch.delenv(tune.VARIABLE)
     planned = call()
     monkeypatch.setenv(tune.VARIABLE, "1")
     monkeypatch.setattr(tune, "CANDIDATES", 3)
     monkeypatch.setattr(run, "recorder", Recorder())
     timed: list[float] = []
-    monkeypatch.setattr(run, "seconds_of", lambda launch: timed.append(tune.seconds_of(launch)) or timed[-1])
+    measured = tune.seconds_of
+    monkeypatch.setattr(tune, "seconds_of", lambda launch: timed.append(measured(launch)) or timed[-1])
     for _ in range(3):
         for got, want in zip(call(), planned, strict=True):
             torch.testing.assert_close(got, want, atol=4e-3, rtol=2e-3)
@@ -108,6 +125,9 @@ def test_tuned_calls_on_a_gpu_are_right_and_keep_their_winners(tmp_path: Path, m
     assert len(files) == 3, "forward, dK and dV, dQ"
     assert 3 < len(timed) <= 12 and min(timed) > 0
     problem = Problem.of(batch=2, heads=4, seqlen=640, head_dim=32, dtype="float16", mask=masks.causal(), device="cuda")
-    kind = tune.kind_of(problem, "forward", run.spec_of(0))
+    spec = run.spec_of(q.device)
+    kind = tune.kind_of(problem, "forward", spec)
     found = load_json(tune.place_of(kind), kind)
     assert found is not None and found["seconds"] == min(timed[: found["tried"]])
+    told = plan.tiles(problem, spec)["forward"]
+    assert {name: getattr(told, name) for name in tune.SIZES} == found["tile"] and told.source == "tuned"

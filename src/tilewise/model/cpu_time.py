@@ -37,6 +37,8 @@ REGISTER_TILE = (16, 4)
 ROW_PASSES = 5
 """Times that a row of Q and one of O is packed, cleared or written out, once a task; of dO and dQ too in the backward, where it is
 little beside the products."""
+L3_PART = 4
+"""The part of the last cache in which K and V of the call before are still found: others use it too."""
 JOIN = 2.6
 """Clocks of each vector of a strip's sums that are joined to those of earlier blocks: two loads, a product and a store, and what
 is done once for every strip and block. (Neoverse N1, 2026-11-16, sweep of d 128, 512 rows: 16 keys 69.0 ms, 32 65.3, 64 63.7, 128
@@ -44,10 +46,16 @@ is done once for every strip and block. (Neoverse N1, 2026-11-16, sweep of d 128
 KEYS = {False: 150.0, True: 75.0}
 """Keys of a block beyond which crowding costs more than fewer joins bring; in the backward, where there are two sorts of scores,
 half. (The same sweep; backward of d 64, 256 rows: 16 keys 86.6 ms, 32 84.7, 64 83.3, 128 83.7.)"""
+SOFTMAX = 10.8
+"""Clocks of a vector of scores: the exponential's sixteen operations, maximum, sum and rescaling, on two pipes."""
 BACKWARD_SOFTMAX = 1.5
 """Clocks of P and dS, where the softmax takes one: an exponential, the difference to delta, two products."""
 AUTOGRAD_CALLS = 30
 """What autograd adds to a backward, in calls. (Neoverse N1: forward and backward of 16 queries take 307 µs, a forward 12.)"""
+WAKE = 0.3
+"""What waking a further thread takes, in calls."""
+UNEVEN = 0.3
+"""The part of a task for which threads wait at the end: they do not start together, nor run at one pace."""
 MANY_TASKS = 4096
 """From so many on threads end together anyway."""
 
@@ -77,15 +85,18 @@ def cpu_time(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> CpuTime:
     sizes, fit, threads = even(problem), cpu_fit(spec), threads_for(problem, spec)
     visits = _visits(sizes, tile)
     decodes = tile.pass_ == "decode"
-    parts = _decode_clocks(sizes, spec, fit, visits) if decodes else _clocks(sizes, spec, tile, fit, visits)
+    parts = _decode_clocks(sizes, spec, fit, visits, threads) if decodes else _clocks(sizes, spec, tile, fit, visits)
     clocks = np.maximum.reduce(list(parts.values())) if decodes else np.sum(list(parts.values()), axis=0)
     clocks = clocks / tile.splits + _row_clocks(sizes, tile, fit, visits)
     count = max(1, sizes.batch * sizes.heads // tile.heads) * tile.splits
     if len(clocks) and clocks[-1] > clocks[0]:
         clocks = clocks[::-1]  # the longest are started first
-    busy = _makespan(np.repeat(clocks, count), threads) / spec.clock_hz
-    alone = count / tile.splits / threads / spec.clock_hz
-    calls = 1 + AUTOGRAD_CALLS if tile.pass_ == "backward" else 1
+    slower = 1.0 if decodes else 1 + (fit.together - 1) * (threads - 1) / max(1, spec.units - 1)
+    tasks = np.repeat(clocks, count)
+    waiting = 0.0 if decodes or not len(tasks) else UNEVEN * (1 - 1 / threads) * float(tasks.mean())
+    busy = (_makespan(tasks, threads) + waiting) * slower / spec.clock_hz
+    alone = count * slower / tile.splits / threads / spec.clock_hz
+    calls = 1 + WAKE * (threads - 1) + (AUTOGRAD_CALLS if tile.pass_ == "backward" else 0)
     limits = {name: float(part.sum()) * alone for name, part in parts.items()}
     return CpuTime(busy + calls * fit.call, limits, count * len(clocks))
 
@@ -99,8 +110,9 @@ def _clocks(sizes: Problem, spec: DeviceSpec, tile: TilePlan, fit: CpuFit, visit
     rate = _macs_per_clock(sizes, spec, matrix) * (fit.matrix if matrix else fit.products)
     lanes = spec.lanes(8 if sizes.arithmetic == "float64" else 4)
     macs, softmax, packed, joined = d + dv, 1.0, d + dv, dv
-    if backward:
-        macs, softmax, packed, joined = 3 * d + 2 * dv, BACKWARD_SOFTMAX, 2 * d + dv, d
+    if backward:  # strips lie along the head dim in the products of dK and dV
+        along = sum(-(-dim // R) * R for dim in (sizes.head_dim, sizes.head_dim_v))
+        macs, softmax, packed, joined = 2 * d + dv + along, BACKWARD_SOFTMAX, 2 * d + dv, d
         rate *= BACKWARD_PRODUCTS
         if sizes.widened:  # scores and dP once more before, for delta
             macs, softmax, packed = macs + d + dv, 2 * softmax, 2 * packed
@@ -110,7 +122,7 @@ def _clocks(sizes: Problem, spec: DeviceSpec, tile: TilePlan, fit: CpuFit, visit
     tall = 1 + (heads * tile.block_q / tall_rows(spec, backward)) ** 3
     return {
         "matrix unit" if matrix else "FMA units": heads * visits.pairs * macs / rate,
-        "exponentials": heads * visits.pairs * softmax * fit.softmax / lanes,
+        "exponentials": heads * visits.pairs * softmax * SOFTMAX / fit.products / lanes,
         "joining": heads * visits.crossings * (R / lanes) * joined * JOIN * long,
         "packing": visits.keys * packed * tall * fit.pack,
     }
@@ -129,13 +141,15 @@ def _row_clocks(sizes: Problem, tile: TilePlan, fit: CpuFit, visits: Visits) -> 
     return np.asarray(clocks)
 
 
-def _decode_clocks(sizes: Problem, spec: DeviceSpec, fit: CpuFit, visits: Visits) -> dict[str, Floats]:
+def _decode_clocks(sizes: Problem, spec: DeviceSpec, fit: CpuFit, visits: Visits, threads: int) -> dict[str, Floats]:
     """Clocks of reading K and V once, and of multiplying with them; the longer of the two hides the other."""
     pair = sizes.head_dim + sizes.head_dim_v
     rate = _macs_per_clock(sizes, spec, False) * fit.products * DECODE_PRODUCTS
+    cached = sizes.batch * sizes.kv_heads * sizes.seqlen_k * pair * sizes.itemsize <= spec.l3_bytes // L3_PART
+    stream = min(fit.stream, spec.dram_bandwidth / (threads if cached else spec.units))
     return {
         "FMA units": visits.keys * sizes.group * pair / rate,
-        "DRAM bandwidth": visits.keys * pair * sizes.itemsize / fit.stream * spec.clock_hz,
+        "DRAM bandwidth": visits.keys * pair * sizes.itemsize / stream * spec.clock_hz,
     }
 
 

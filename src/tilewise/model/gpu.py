@@ -1,8 +1,12 @@
-"""The GPU's tiles: candidates that fit, ranked by predicted time."""
+"""The GPU's tiles, ranked by predicted time.
+
+A backend brings the candidates that its kernels have, each with what it takes on the chip (`judge`, `choose`). Without a backend
+the model has its own (`gpu_tile`, `ranked`): what a good kernel would take.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,17 +17,13 @@ from tilewise.masks import UNBOUNDED
 from tilewise.model import cycles, onchip
 from tilewise.model.grid import band_of, bucket, even, visited_fraction
 from tilewise.model.tile import PASSES, TilePlan
-from tilewise.model.tuned import lookup_tuned
 from tilewise.problem import Problem
 
 BLOCKS = (16, 32, 64, 128, 256)
 MARGIN = 0.03
 """Differences in predicted time that the model is too coarse to trust."""
-SMALL_BLOCKS = (16, 32)
-"""For fp32 operands split into fp16 on Blackwell: with 64 rows or more their products go through tensor memory, and triton
-3.7.1 asks for 576 columns of it and more where there are 512."""
 MODEL_BLOCKS = (16, 32, 64, 128, 192, 256)
-"""192 rows exist only for kernels that join accumulators of 128 and 64; Triton's tiles are powers of two."""
+"""192 rows exist only for kernels that join accumulators of 128 and 64; others have powers of two."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Candidate:
     rejected: str = ""
 
 
-class _Size(NamedTuple):
+class Size(NamedTuple):
     """The numbers of a problem that choosing a tile depends on; hashable, so choices are cached."""
 
     tasks: int
@@ -52,8 +52,6 @@ class _Size(NamedTuple):
     dtype: str
     precision: str
     band: tuple[int, int] | None
-    fp16_split: bool = False
-    """Are fp32 operands held as two fp16 parts each?"""
     whole: bool = False
     """Must one block see all keys of a row? A bias of -1e9 over a row leaves its log-sum-exp no digits for the number of keys,
     so parts of the row could not be weighed against each other."""
@@ -69,66 +67,56 @@ class _Size(NamedTuple):
         return cycles.step(tile, self.d, self.dv, self.itemsize, self.flops(spec), on_chip, spec)
 
     def on_chip(self, tile: TilePlan, spec: DeviceSpec) -> onchip.OnChip:
-        return onchip.kernel(tile, self.d, self.dv, self.itemsize, spec)
+        """The tile's own figures where it has them."""
+        return onchip.given(tile) or onchip.kernel(tile, self.d, self.dv, self.itemsize, spec)
 
 
-def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward", kernels: str = "") -> TilePlan:
-    """The tile one of our GPU kernels should run with; what was measured of those `kernels` wins over the model.
+def gpu_tile(problem: Problem, spec: DeviceSpec, pass_: str = "forward") -> TilePlan:
+    """The tile a GPU kernel should run with by the model.
 
     Where none fits by the model's count the smallest is returned, because a compiler may still find room for it; `plan`
     raises there.
     """
-    tuned = lookup_tuned(problem, spec, pass_, kernels)
-    if tuned is not None:
-        return tuned.tile if pass_ != "decode" else _fitted(tuned.tile, _size_of(problem, rounded=True), spec)
-    candidates = _choose(problem, spec, pass_, kernels=kernels)
+    candidates = _choose(problem, spec, pass_)
     return (_smallest(candidates) if candidates[0].rejected else candidates[0]).tile
 
 
-def ranked(
-    problem: Problem, spec: DeviceSpec, pass_: str = "forward", model_blocks: bool = False, kernels: str = ""
-) -> list[Candidate]:
+def ranked(problem: Problem, spec: DeviceSpec, pass_: str = "forward", model_blocks: bool = False) -> list[Candidate]:
     """Every candidate, the chosen one on top, then those that run by time; raises if none runs.
 
     The choice is made for rounded lengths, so that it can be cached; the figures are those of the exact ones.
     """
-    candidates = _choose(problem, spec, pass_, model_blocks, kernels)
+    candidates = _choose(problem, spec, pass_, model_blocks)
     if candidates[0].rejected:
         small = _smallest(candidates)
         raise PlanError(
             f"tile: none fits {spec.name} for head dims {problem.head_dim}, {problem.head_dim_v} in {problem.dtype}: "
             f"the smallest, {small.tile}, fails: {small.rejected}"
         )
-    exact = _size_of(problem)
-    return [_judge(c.tile, exact, spec) for c in candidates]
+    exact = size_of(problem)
+    return [judge(c.tile, exact, spec) for c in candidates]
 
 
 def _smallest(candidates: tuple[Candidate, ...]) -> Candidate:
     return min(candidates, key=lambda c: (c.on_chip.sram_bytes, c.on_chip.registers))
 
 
-def _choose(
-    problem: Problem, spec: DeviceSpec, pass_: str, model_blocks: bool = False, kernels: str = ""
-) -> tuple[Candidate, ...]:
+def _choose(problem: Problem, spec: DeviceSpec, pass_: str, model_blocks: bool = False) -> tuple[Candidate, ...]:
     if pass_ not in PASSES:
         raise PlanError(f"pass_: got {pass_!r}, need one of {', '.join(PASSES)}")
     if not spec.is_gpu:
         raise PlanError(f"device: {spec.name} is a CPU; use cpu_tile for it")
     if not spec.flops(problem.dtype, problem.precision):
         raise PlanError(f"dtype: {spec.name} multiplies no {problem.dtype}, only {', '.join(spec.peak)}")
-    size = _size_of(problem, rounded=True)
-    # Triton's kernels hold fp32 as two parts of fp16, the same bytes, but not while decoding
-    split = kernels == "triton" and size.dtype == "float32" and size.precision != "tf32"
-    size = size._replace(fp16_split=split and pass_ != "decode" and spec.vendor != "AMD")
-    return _ranked(size, spec, pass_, model_blocks)
+    return _ranked(size_of(problem, rounded=True), spec, pass_, model_blocks)
 
 
 def evaluate(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Candidate:
     """What the model says of one given tile."""
-    return _judge(tile, _size_of(problem), spec)
+    return judge(tile, size_of(problem), spec)
 
 
-def _size_of(problem: Problem, rounded: bool = False) -> _Size:
+def size_of(problem: Problem, rounded: bool = False) -> Size:
     problem = even(problem)
     rows, keys, band = max(1, problem.seqlen_q), max(1, problem.seqlen_k), band_of(problem)
     if rounded:
@@ -136,13 +124,13 @@ def _size_of(problem: Problem, rounded: bool = False) -> _Size:
         if band is not None and problem.program.structure == "b":
             band = tuple(side if abs(side) >= UNBOUNDED else side + longer for side in band)  # type: ignore[assignment]
         rows, keys = bucket(rows), bucket(keys)
-    return _Size(
+    return Size(
         tasks=max(1, problem.batch * problem.heads),
         kv_tasks=max(1, problem.batch * problem.kv_heads),
         rows=rows,
         keys=keys,
-        d=_power_of_two(problem.head_dim),
-        dv=_power_of_two(problem.head_dim_v),
+        d=power_of_two(problem.head_dim),
+        dv=power_of_two(problem.head_dim_v),
         itemsize=problem.itemsize,
         dtype=problem.dtype,
         precision=problem.precision,
@@ -151,41 +139,42 @@ def _size_of(problem: Problem, rounded: bool = False) -> _Size:
     )
 
 
-def _power_of_two(length: int) -> int:
+def power_of_two(length: int) -> int:
     """The next power of two of at least 16: head dims are padded to it inside the tile, blocks need not be longer."""
     return max(16, 1 << (length - 1).bit_length())
 
 
 @lru_cache(maxsize=512)
-def _ranked(size: _Size, spec: DeviceSpec, pass_: str, model_blocks: bool) -> tuple[Candidate, ...]:
+def _ranked(size: Size, spec: DeviceSpec, pass_: str, model_blocks: bool) -> tuple[Candidate, ...]:
     blocks: tuple[int, ...] = MODEL_BLOCKS if model_blocks else BLOCKS
-    if size.fp16_split and spec.capability is not None and spec.capability[0] == 10:
-        blocks = SMALL_BLOCKS
-    candidates = [_judge(tile, size, spec) for tile in _candidates(size, spec, pass_, blocks)]
-    # equal times: fewer on-chip bytes, then fewer threads
-    candidates.sort(key=lambda c: (bool(c.rejected), tier(c.tile), c.seconds, c.on_chip.sram_bytes, c.tile.warps))
-    return _prefer_fewer_bytes(candidates, spec, pass_)
+    return choose([judge(tile, size, spec) for tile in _candidates(size, spec, pass_, blocks)], spec, tier)
 
 
-def _prefer_fewer_bytes(candidates: list[Candidate], spec: DeviceSpec, pass_: str) -> tuple[Candidate, ...]:
-    """Among tiles the model cannot tell apart, put the one first that moves the fewest bytes.
+def choose(candidates: list[Candidate], spec: DeviceSpec, tier: Callable[[TilePlan], int]) -> tuple[Candidate, ...]:
+    """Candidates by tier, then by time, those that cannot run last; on top, of those that the model cannot tell apart, the one
+    that moves the fewest bytes.
 
     The more rows share a K/V tile (the more keys a Q tile, in `backward_dkdv`), the less leaves L2. Tiles that fill the
     register file are not preferred on so small a margin: they may spill.
     """
-    best = candidates[0]
-    if best.rejected or pass_ == "decode":
-        return tuple(candidates)
+    # equal times: fewer on-chip bytes, then fewer threads
+    ordered = sorted(
+        candidates, key=lambda c: (bool(c.rejected), tier(c.tile), c.seconds, c.on_chip.sram_bytes, c.tile.warps)
+    )
+    best = ordered[0]
+    if best.rejected or best.tile.pass_ == "decode":
+        return tuple(ordered)
     near = [
         c
-        for c in candidates
+        for c in ordered
         if not c.rejected
         and tier(c.tile) == tier(best.tile)
         and c.seconds <= best.seconds * (1 + MARGIN)
         and (c is best or c.on_chip.registers <= 0.9 * spec.max_registers)
     ]
-    chosen = max(near, key=lambda c: min(128, c.tile.block_k if pass_ == "backward_dkdv" else c.tile.block_q))
-    return chosen, *(c for c in candidates if c is not chosen)
+    keys = best.tile.pass_ == "backward_dkdv"
+    chosen = max(near, key=lambda c: min(128, c.tile.block_k if keys else c.tile.block_q))
+    return chosen, *(c for c in ordered if c is not chosen)
 
 
 def tier(tile: TilePlan) -> int:
@@ -204,28 +193,28 @@ def tier(tile: TilePlan) -> int:
     return int(short < 64 or long > 128 or tile.stages < 2 or rows < 16 * tile.warps)
 
 
-def _candidates(size: _Size, spec: DeviceSpec, pass_: str, blocks: tuple[int, ...]) -> Iterator[TilePlan]:
+def _candidates(size: Size, spec: DeviceSpec, pass_: str, blocks: tuple[int, ...]) -> Iterator[TilePlan]:
     if pass_ == "decode":
         for block_k in (16, 32, 64, 128):
             for stages in (1, 2, 3, 4):
-                yield _fitted(TilePlan(16, block_k, stages, 4, pass_="decode"), size, spec)
+                yield fitted(TilePlan(16, block_k, stages, 4, pass_="decode"), size, spec)
         return
     for block_q in blocks:
         for block_k in blocks:
-            if block_q > _power_of_two(size.rows) or block_k > _power_of_two(size.keys):
+            if block_q > power_of_two(size.rows) or block_k > power_of_two(size.keys):
                 continue  # a tile more than twice as long as the sequence only multiplies padding
             for warps in (4, 8, 12) if block_q == 192 else (4, 8):
                 for stages in (1, 2, 3):
                     yield TilePlan(block_q, block_k, stages, warps, pass_=pass_)
 
 
-def _fitted(tile: TilePlan, size: _Size, spec: DeviceSpec) -> TilePlan:
+def fitted(tile: TilePlan, size: Size, spec: DeviceSpec) -> TilePlan:
     """A decode tile for few queries: the heads of a group share it, and the keys are split until the device is full."""
-    tile = replace(tile, block_q=min(64, _power_of_two(size.rows * size.group)), pack_gqa=True)
+    tile = replace(tile, block_q=min(64, power_of_two(size.rows * size.group)), pack_gqa=True)
     return replace(tile, splits=best_splits(tile, size, spec))
 
 
-def _judge(tile: TilePlan, size: _Size, spec: DeviceSpec) -> Candidate:
+def judge(tile: TilePlan, size: Size, spec: DeviceSpec) -> Candidate:
     on_chip = size.on_chip(tile, spec)
     reason = _obstacle(tile, on_chip, spec)
     if reason:
@@ -246,7 +235,7 @@ def _obstacle(tile: TilePlan, on_chip: onchip.OnChip, spec: DeviceSpec) -> str:
 
 
 def _seconds(
-    tile: TilePlan, size: _Size, spec: DeviceSpec, on_chip: onchip.OnChip, step: cycles.StepClocks
+    tile: TilePlan, size: Size, spec: DeviceSpec, on_chip: onchip.OnChip, step: cycles.StepClocks
 ) -> tuple[float, float]:
     """Time of the whole grid: a unit's resident blocks advance together; the last wave may be partly empty."""
     m, n = tile.block_q, tile.block_k
@@ -271,12 +260,12 @@ def _seconds(
     return clocks / spec.clock_hz + spec.launch_s, waves
 
 
-def _decode_blocks(tile: TilePlan, size: _Size) -> int:
+def _decode_blocks(tile: TilePlan, size: Size) -> int:
     return size.kv_tasks * -(-size.rows * size.group // tile.block_q) * tile.splits
 
 
 def _decode_seconds(
-    tile: TilePlan, size: _Size, spec: DeviceSpec, on_chip: onchip.OnChip, step: cycles.StepClocks
+    tile: TilePlan, size: Size, spec: DeviceSpec, on_chip: onchip.OnChip, step: cycles.StepClocks
 ) -> tuple[float, float]:
     blocks = _decode_blocks(tile, size)
     slots = spec.units * on_chip.blocks
@@ -300,7 +289,7 @@ def _decode_seconds(
     return seconds + spec.launch_s, waves
 
 
-def best_splits(tile: TilePlan, size: _Size, spec: DeviceSpec) -> int:
+def best_splits(tile: TilePlan, size: Size, spec: DeviceSpec) -> int:
     """The fewest parts of the keys that give every unit a block, among those within 2 % of the least predicted time."""
     on_chip = size.on_chip(tile, spec)
     if not on_chip.blocks or not size.flops(spec) or size.whole:

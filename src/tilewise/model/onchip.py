@@ -56,21 +56,31 @@ def kernel(tile: TilePlan, d: int, dv: int, itemsize: int, spec: DeviceSpec) -> 
     """On-chip use of our GPU kernel for `tile`, and its occupancy on `spec`."""
     sram = buffers(tile, d, dv, itemsize)
     held = fragments(tile, d, dv, itemsize)
-    if spec.vendor == "AMD":  # twice the registers, a third of the shared memory: what is loaded once lives in registers
+    if (
+        spec.vendor == "AMD"
+    ):  # twice the registers, a third of the shared memory: what is loaded once lives in registers
         once = ("K", "V") if tile.pass_ == "backward_dkdv" else ("Q", "dO")
         held.update({f"{name} operand": sram.pop(name) for name in once if name in sram})
     threads = tile.warps * spec.warp
     from_shared = spec.capability is not None and spec.capability[0] in (9, 10)  # they read operands from shared memory
     overhead = OVERHEAD_REGISTERS + (0 if from_shared else OPERAND_REGISTERS)
     registers = -(-sum(held.values()) // (4 * threads)) + overhead
-    used = sum(sram.values())
-    blocks = 0
-    if used <= spec.sram_per_block and registers <= spec.max_registers and threads <= spec.max_threads_per_block:
-        per_block = -(-registers // 8) * 8 * threads * 4
-        blocks = min(
-            spec.sram_bytes // (used + 1024),  # a kibibyte a block is the system's
-            spec.register_bytes // per_block,
-            spec.max_threads // threads,
-            spec.max_blocks,
-        )
-    return OnChip(sram, registers, blocks)
+    return OnChip(sram, registers, occupancy(sum(sram.values()), registers, threads, spec))
+
+
+def occupancy(used: int, registers: int, threads: int, spec: DeviceSpec) -> int:
+    """Blocks of so many shared-memory bytes, registers a thread and threads that a unit holds; 0 if one does not fit."""
+    if used > spec.sram_per_block or registers > spec.max_registers or threads > spec.max_threads_per_block:
+        return 0
+    per_block = -(-registers // 8) * 8 * threads * 4
+    return min(
+        spec.sram_bytes // (used + 1024),  # a kibibyte a block is the system's
+        spec.register_bytes // per_block,
+        spec.max_threads // threads,
+        spec.max_blocks,
+    )
+
+
+def given(tile: TilePlan) -> OnChip | None:
+    """What a backend says of its tile; None where it says nothing."""
+    return OnChip(dict(tile.on_chip), tile.registers, tile.resident) if tile.on_chip and tile.registers else None

@@ -7,15 +7,11 @@ from torch import Tensor
 
 from tilewise.backends.base import Inputs
 from tilewise.backends.gpu.launch import bias_view, broadcast_strides, interpreting, view
+from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.structs import Attention, KernelConfig, MaskArgs, MaskLayout, View
 from tilewise.masks import MaskProgram, may_have_empty_rows
 from tilewise.numerics.philox import drop_threshold
 from tilewise.problem import Problem
-
-
-def padded(dim: int) -> int:
-    """A head dim inside a tile: a power of two, and no less than a matrix instruction takes."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def mask_args(program: MaskProgram, device: torch.device) -> MaskArgs:
@@ -85,24 +81,6 @@ def config_for(problem: Problem, inputs: Inputs, precision: str) -> KernelConfig
         or problem.varlen
         or may_have_empty_rows(problem.program, problem.seqlen_q, problem.seqlen_k),
     )
-
-
-def dot_precision(problem: Problem, hip: bool) -> str:
-    """How products of fp32 tiles are formed; 16-bit tiles know one way only."""
-    if problem.dtype != "float32":
-        return "ieee"
-    if problem.precision == "tf32":
-        return "tf32"
-    return "ieee" if hip else "tf32x3"
-
-
-def splits_fp32(problem: Problem, hip: bool) -> bool:
-    """Are fp32 operands split into two fp16 parts?
-
-    Three products of fp16 cost half of what three of tf32 do, need half the registers of a thread, and their operands may lie
-    either way.
-    """
-    return problem.dtype == "float32" and problem.precision != "tf32" and not hip
 
 
 def empty_fp16_split(x: Tensor) -> Tensor:

@@ -36,8 +36,13 @@ class Kernels:
             return kernel
         except MemoryError:
             raise
-        except (KernelError, OutOfResources) as error:  # for the latter a smaller tile is the remedy
+        except KernelError as error:
             return error
+        except OutOfResources as error:
+            return KernelError(
+                f"backend {self.backend!r}: {name} does not fit this GPU ({_first_line(error)}); tile= may choose a smaller tile,"
+                " and backend='tiled' has no such limit"
+            )
         except Exception as error:  # Triton's, LLVM's or the assembler's
             problem = KernelError(
                 f"backend {self.backend!r} could not compile {name} with triton {triton.__version__} "

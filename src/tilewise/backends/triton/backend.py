@@ -11,11 +11,9 @@ from torch import Tensor
 
 from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
 from tilewise.backends.gpu.launch import interpreting, on_device
-from tilewise.backends.triton.run import run_backward, run_forward
-from tilewise.backends.verdict import no_tiles
-from tilewise.problem import WIDE, Problem
-
-DTYPES = ("float16", "bfloat16", "float32")
+from tilewise.backends.triton import plan
+from tilewise.backends.triton.run import run_backward, run_forward, spec_of
+from tilewise.problem import Problem
 
 
 class Triton(Backend):
@@ -43,14 +41,12 @@ class Triton(Backend):
         return Verdict(True)
 
     def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
-        return Verdict.of(
-            *self.usable(problem.device).reasons,
-            None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
-            f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
-            if problem.precision in WIDE
-            else None,
-            no_tiles("triton", problem.tile, "yet"),
-        )
+        """What the plan says for this machine, and whether the kernels run here at all."""
+        usable = self.usable(problem.device)
+        if not usable.ok:
+            return Verdict.of(*usable.reasons, *plan.obstacles(problem))
+        device = torch.device(problem.device) if inputs is None else inputs.q.device
+        return plan.supports(problem, spec_of(device), backward=backward)
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
         return "the interpreter is for tests" if interpreting() else None

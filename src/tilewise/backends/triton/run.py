@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
-from typing import NamedTuple
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -12,32 +12,29 @@ from torch import Tensor
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, sink_gradient
 from tilewise.backends.gpu import arguments as host
 from tilewise.backends.gpu.launch import Descriptor, LaunchOptions, bias_view, describable, interpreting, on_hip, view
+from tilewise.backends.gpu.operands import dot_precision, padded, splits_fp32
 from tilewise.backends.gpu.record import Launch, recorder
 from tilewise.backends.gpu.structs import Attention, Fp16Split, Gradients, KernelConfig, MaskLayout
-from tilewise.backends.triton.plan import bias_tile, smaller, spec_of, tile_for
-from tilewise.backends.triton.tune import best_tile, seconds_of, tuning
-from tilewise.errors import KernelError, PlanError
+from tilewise.backends.triton import onchip, plan, tune
+from tilewise.hardware import DeviceSpec, probe_cpu, probe_gpu
 from tilewise.model import TilePlan
 from tilewise.problem import Problem
 
-
-class Trial(NamedTuple):
-    """Choices that stand in for the planner's, to measure them."""
-
-    tiles: tuple[TilePlan, ...] = ()
-    maps: bool | None = None
-    apart: bool | None = None  # dK and dV, each in a kernel of its own
-
-    def tile(self, pass_: str) -> TilePlan | None:
-        return next((tile for tile in self.tiles if tile.pass_ == pass_), None)
-
-
-PLANNED = Trial()
 MAPS_FROM = 1 << 30
 """Multiply-adds of QKᵀ, about 10 µs of an H200."""
-TOGETHER_UP_TO = 64
-"""At larger head dims dK and dV of fp32 are computed apart, five products where together they take four: two accumulators and the
-sum of a tile do not fit the registers."""
+Build = Callable[[TilePlan], Launch]
+
+
+@cache
+def spec_of(device: torch.device) -> DeviceSpec:
+    """The machine a tensor is on. In the interpreter that is the CPU."""
+    spec = probe_gpu(device.index or 0) if device.type == "cuda" else probe_cpu()
+    assert spec is not None, "a CUDA tensor without a CUDA device"
+    return spec
+
+
+def options(tile: TilePlan, spec: DeviceSpec) -> LaunchOptions:
+    return LaunchOptions(tile.warps, onchip.num_stages(tile, spec) if spec.is_gpu else tile.stages)
 
 
 def ready(problem: Problem, inputs: Inputs) -> Inputs:
@@ -64,7 +61,7 @@ def key_of(problem: Problem, inputs: Inputs, *rest: Hashable) -> Hashable | None
 
 def fp16_parts(problem: Problem, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Fresh memory for the fp16 parts of fp32 operands that are to be split; () where they are not."""
-    if problem.dtype != "float32" or not host.splits_fp32(problem, on_hip()):
+    if not splits_fp32(problem, on_hip()):
         return ()
     return tuple(host.empty_fp16_split(x) for x in operands)
 
@@ -77,33 +74,32 @@ def with_parts(a: Attention, config: KernelConfig, parts: tuple[Tensor, ...]) ->
     return a._replace(q=q, k=k, v=v), config._replace(FP16_SPLIT=True)
 
 
-def splitting(x: Tensor, parts: Tensor) -> Launch:
+def splitting(x: Tensor, parts: Tensor, tile: TilePlan, spec: DeviceSpec) -> Launch:
     """The launch that splits an fp32 tensor into fp16 parts."""
     from tilewise.backends.triton.fp16_split import fp16_split_kernel
 
     b, h, length, d = x.shape
-    rows = 32
-    config = KernelConfig(BLOCK_M=rows, D=d, BLOCK_D=host.padded(d), INTERPRET=interpreting())
+    config = KernelConfig(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k, D=d, BLOCK_D=padded(d), INTERPRET=interpreting())
     args = (Fp16Split(view(x), host.split_view(parts), b, h, length),)
-    return Launch(fp16_split_kernel, -(-length // rows) * h * b, args, config, LaunchOptions(4, 1))
+    return Launch(fp16_split_kernel, -(-length // tile.block_q) * h * b, args, config, options(tile, spec))
 
 
-def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, trial: Trial = PLANNED) -> None:
+def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> None:
     """Fill out and lse."""
     inputs = ready(problem, inputs)
-    key = key_of(problem, inputs, trial)
-    recording = recorder.get(problem, key, out.device, partial(decode_tile, problem, trial, out.device))
-    tile = recording.plan  # None unless decoding
-    partials = host.partial_results(out, tile.splits) if tile is not None and tile.splits > 1 else ()
-    parts = () if tile is not None else fp16_parts(problem, inputs[:3])
+    spec = spec_of(out.device)
+    recording = recorder.get(problem, key_of(problem, inputs), out.device, partial(forward_tiles, problem, spec))
+    tiles: dict[str, TilePlan] = recording.plan
+    partials = host.partial_results(out, tiles["decode"].splits) if "merge" in tiles else ()
+    parts = fp16_parts(problem, inputs[:3]) if "forward" in tiles else ()
     tensors = (*inputs, out, lse, *partials, *parts)
     if not recording.repeat(tensors):
-        recording.record(tensors, forward_launches(problem, inputs, out, lse, partials, parts, tile, trial))
+        recording.record(tensors, forward_launches(problem, inputs, out, lse, partials, parts, tiles))
 
 
-def decode_tile(problem: Problem, trial: Trial, device: torch.device) -> TilePlan | None:
-    """The tile of a problem with so few queries that keys are split; None for others."""
-    return trial.tile("decode") or tile_for(problem, "decode", device) if problem.decodes else None
+def forward_tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
+    """What the plan has for a forward."""
+    return {pass_: tile for pass_, tile in plan.tiles(problem, spec).items() if not pass_.startswith("backward")}
 
 
 def forward_launches(
@@ -113,14 +109,14 @@ def forward_launches(
     lse: Tensor,
     partials: tuple[Tensor, ...],
     parts: tuple[Tensor, ...],
-    decode: TilePlan | None,
-    trial: Trial,
+    tiles: dict[str, TilePlan],
 ) -> list[Launch]:
     """fp32 operands are split first; the partial results of split-KV are merged last."""
     from tilewise.backends.triton.forward import forward_kernel
     from tilewise.backends.triton.split import merge_kernel
 
-    maps = decode is None and worth_maps(problem) if trial.maps is None else trial.maps
+    spec = spec_of(out.device)
+    maps = "forward" in tiles and worth_maps(problem)
 
     def forward(tile: TilePlan) -> Launch:
         a, config = with_parts(*arguments(problem, inputs, out, lse, tile), parts)
@@ -134,21 +130,20 @@ def forward_launches(
             config = config._replace(SPLIT=True)
         _, k, v = parts or inputs[:3]
         args = (a, *descriptors(k, v, tile.block_k, maps))
-        return Launch(forward_kernel, programs, args, config, LaunchOptions(tile.warps, tile.stages))
+        return Launch(forward_kernel, programs, args, config, options(tile, spec))
 
-    pass_ = "forward" if decode is None else "decode"
-    launches = [splitting(x, y) for x, y in zip(inputs[:3], parts, strict=False)]
-    launches.append(fitting(problem, pass_, forward, decode or trial.tile(pass_), out.device))
-    if decode is not None and partials:
-        rows = min(16, 1 << (problem.seqlen_q - 1).bit_length())
-        a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, splits=decode.splits))
-        programs = -(-problem.seqlen_q // rows) * out.shape[0] * problem.heads
+    launches = [splitting(x, y, tiles["fp16_split"], spec) for x, y in zip(inputs[:3], parts, strict=False)]
+    launches.append(planned(problem, tiles["forward" if "forward" in tiles else "decode"], forward, spec))
+    if "merge" in tiles:
+        tile = tiles["merge"]
+        a, config = arguments(problem, inputs, out, lse, replace(tile, splits=tiles["decode"].splits))
+        programs = -(-problem.seqlen_q // tile.block_q) * out.shape[0] * problem.heads
         args, config = (a, host.split_view(partials[0]), partials[1]), config._replace(MASK=MaskLayout())
-        launches.append(Launch(merge_kernel, programs, args, config, LaunchOptions(4, 1)))
+        launches.append(Launch(merge_kernel, programs, args, config, options(tile, spec)))
     return launches
 
 
-def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial: Trial = PLANNED) -> Grads:
+def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
     """The gradients asked for."""
     inputs = ready(problem, inputs)
     out, lse, dout, dlse, needs = given
@@ -157,14 +152,15 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial:
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
     whole = (*inputs[:3], dout)
     parts = fp16_parts(problem, whole)
+    spec = spec_of(out.device)
 
     def gradients() -> Gradients:
         to_dq, to_dk, to_dv = (None if x is None else view(x) for x in (dq, dk, dv))
         return Gradients(view(dout), to_dq, to_dk, to_dv, lse2, delta, dlse, dbias=None, bias_shape=None)
 
-    def build() -> list[Launch]:
+    def build(tiles: dict[str, TilePlan]) -> list[Launch]:
         g = gradients()
-        maps = worth_maps(problem) if trial.maps is None else trial.maps
+        maps = worth_maps(problem)
         from tilewise.backends.triton.backward import keys_kernel, prepare_kernel, queries_kernel
 
         q, k, v, do = parts or whole
@@ -175,33 +171,32 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, trial:
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
             into = split_g._replace(dq=None, dk=None if only == "dv" else g.dk, dv=None if only == "dk" else g.dv)
             args = (a, into, *descriptors(q, do, tile.block_q, maps))
-            return Launch(keys_kernel, programs, args, config, LaunchOptions(tile.warps, tile.stages))
+            return Launch(keys_kernel, programs, args, config, options(tile, spec))
 
         def queries(tile: TilePlan) -> Launch:
             a, config = with_parts(*arguments(problem, inputs, out, lse, tile), parts)
             programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
             args = (a, split_g._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps))
-            return Launch(queries_kernel, programs, args, config, LaunchOptions(tile.warps, tile.stages))
+            return Launch(queries_kernel, programs, args, config, options(tile, spec))
 
-        rows = 16 if interpreting() else 64
-        a, config = arguments(problem, inputs, out, lse, TilePlan(rows, 16, 1, 4))
+        tile = tiles["backward_preprocess"]
+        a, config = arguments(problem, inputs, out, lse, tile)
         plain = config._replace(MASK=MaskLayout(), DROPOUT=False, SOFTCAP=False, FOLD=True)
-        programs = -(-problem.seqlen_q // rows) * problem.heads * out.shape[0]
-        launches = [Launch(prepare_kernel, programs, (a, g), plain, LaunchOptions(4, 1))]
-        launches += [splitting(x, y) for x, y in zip(whole, parts, strict=False)]
-        apart = worth_parting(problem, bool(parts)) if trial.apart is None else trial.apart
-        for only in ("dk", "dv") if apart and needs.dk and needs.dv else ("",) if needs.dk or needs.dv else ():
-            build_keys = partial(keys, only=only)
-            launches.append(fitting(problem, "backward_dkdv", build_keys, trial.tile("backward_dkdv"), out.device))
+        programs = -(-problem.seqlen_q // tile.block_q) * problem.heads * out.shape[0]
+        launches = [Launch(prepare_kernel, programs, (a, g), plain, options(tile, spec))]
+        launches += [splitting(x, y, tiles["fp16_split"], spec) for x, y in zip(whole, parts, strict=False)]
+        together = needs.dk and needs.dv and not plan.apart(problem, spec)
+        for only in ("",) if together else [name for name, wanted in (("dk", needs.dk), ("dv", needs.dv)) if wanted]:
+            launches.append(planned(problem, tiles["backward_dkdv"], partial(keys, only=only), spec))
         if needs.dq:
-            launches.append(fitting(problem, "backward_dq", queries, trial.tile("backward_dq"), out.device))
+            launches.append(planned(problem, tiles["backward_dq"], queries, spec))
         return launches
 
-    key = key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs, trial)
-    recording = recorder.get(problem, key, out.device, type(None))
+    key = key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs)
+    recording = recorder.get(problem, key, out.device, partial(plan.tiles, problem, spec))
     tensors = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *parts)
     if not recording.repeat(tensors):
-        recording.record(tensors, build())
+        recording.record(tensors, build(recording.plan))
     return Grads(
         dq,
         dk,
@@ -217,56 +212,34 @@ def bias_gradient(problem: Problem, inputs: Inputs, given: BackwardInputs, g: Gr
 
     bias = inputs.bias
     assert bias is not None
-    tile = bias_tile(problem)
+    spec = spec_of(bias.device)
+    tile = plan.tile(problem, spec, "backward_dbias")
     dbias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
     a, config = arguments(problem, inputs, given.out, given.lse, tile)
     config = config._replace(SUM_M=bias.shape[2] == 1, SUM_N=bias.shape[3] == 1)
     g = g._replace(dbias=bias_view(dbias), bias_shape=tuple(bias.shape), dq=None, dk=None, dv=None)
     programs = bias.shape[0] * bias.shape[1] * -(-bias.shape[2] // tile.block_q) * -(-bias.shape[3] // tile.block_k)
-    Launch(bias_kernel, programs, (a, g), config, LaunchOptions(tile.warps, tile.stages)).run()
+    Launch(bias_kernel, programs, (a, g), config, options(tile, spec)).run()
     return dbias.to(bias.dtype)
 
 
-def fitting(
-    problem: Problem, pass_: str, build: Callable[[TilePlan], Launch], tile: TilePlan | None, device: torch.device
-) -> Launch:
-    """A launch with the given tile or the planner's; should that not fit the device after all, with a smaller one."""
-    planned = tile or tile_for(problem, pass_, device)
-    if interpreting():
-        return build(planned)
-    from triton.runtime.errors import OutOfResources
-
-    if tile is None and tuning():
-        planned = best_tile(problem, pass_, spec_of(device.index or 0), planned, lambda t: seconds_of(build(t)))
-    failure = None
-    for trial in (planned, *smaller(planned)):
-        launch = build(trial)
-        try:
-            launch.compiled()
-        except OutOfResources:
-            continue
-        except KernelError as error:  # a smaller one may compile
-            failure = error
-            continue
-        return launch
-    if failure is not None:
-        raise failure
-    raise PlanError(
-        f"tile: no tile down to 16×16 fits {torch.cuda.get_device_name(device)} for {problem}; use backend='tiled'"
-    )
+def planned(problem: Problem, tile: TilePlan, build: Build, spec: DeviceSpec) -> Launch:
+    """The launch with the planned tile. Where tuning was asked for and nothing is known yet, candidates are measured first, and
+    the fastest is what the plan says from now on."""
+    if interpreting() or not tune.tuning() or tile.source == "user":
+        return build(tile)
+    if tune.winner(problem, tile.pass_, spec) is None:
+        candidates = plan.choices(problem, spec, tile.pass_)[: tune.CANDIDATES + 1]
+        tune.measure(problem, tile.pass_, spec, candidates, lambda candidate: tune.seconds_of(build(candidate)))
+    return build(plan.tile(problem, spec, tile.pass_))
 
 
 def arguments(
     problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tile: TilePlan
 ) -> tuple[Attention, KernelConfig]:
     a = host.attention_args(problem, inputs, out, lse, tile.splits)
-    config = host.config_for(problem, inputs, host.dot_precision(problem, on_hip()))
+    config = host.config_for(problem, inputs, dot_precision(problem, on_hip()))
     return a, config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
-
-
-def worth_parting(problem: Problem, split: bool) -> bool:
-    """Where dK, dV and the sum of a tile do not fit the registers together, two kernels are faster than one."""
-    return split and max(problem.head_dim, problem.head_dim_v) > TOGETHER_UP_TO
 
 
 def worth_maps(problem: Problem) -> bool:
@@ -282,7 +255,7 @@ def descriptors(x: Tensor, y: Tensor, rows: int, wanted: bool) -> tuple[Descript
         return None, None
     if not (describable(x) and describable(y)) or max(x.shape[3], y.shape[3]) > 256:
         return None, None
-    return Descriptor.of(x, rows, host.padded(x.shape[3])), Descriptor.of(y, rows, host.padded(y.shape[3]))
+    return Descriptor.of(x, rows, padded(x.shape[3])), Descriptor.of(y, rows, padded(y.shape[3]))
 
 
 def grid(problem: Problem, rows: int, block: int, heads: int) -> int:

@@ -1,53 +1,65 @@
-"""Tiles that measurement preferred to the model: the one place for exceptions.
+"""Tiles of the Triton kernels that measurement, or the compiler, preferred to the model: the one place for exceptions.
 
-An entry applies where every condition matches. It must name the device, the day, the measured number and what it was
-measured against, so that it can be measured again and struck out when the model or the kernel improves.
+An entry applies where every condition matches. It names the device, the day, the figure and what it was measured against, so that
+it can be measured again and struck out when the model or the kernel improves.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tilewise.hardware.spec import DeviceSpec
-from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A measured exception for one architecture, pass, head dim and dtype size."""
+    """An exception for one architecture, pass, head dim and dtype size."""
 
     arch: str
     pass_: str
     head_dim: int
     itemsize: int
-    masked: bool | None
-    """True only with a mask, False only without one, None for both."""
-    tile: TilePlan
+    block_q: int
+    block_k: int
+    num_stages: int
+    """As Triton counts them."""
+    warps: int
     device: str
     date: str
-    measured: str
-    """The number, with its unit, and the number of the tile the model would have chosen."""
+    figure: str
+    """The number, with its unit, and the number of the tile it was measured against."""
     evidence: str
     """How to measure it again."""
-    kernels: str = "triton"
-    """Whose kernels were measured; the model and other kernels are left alone."""
+    masked: bool | None = None
+    """True only with a mask, False only without one, None for both."""
     packed: bool | None = None
     """True only for packed sequences, False only without them, None for both."""
+
+    def applies(self, problem: Problem, spec: DeviceSpec, pass_: str) -> bool:
+        return (
+            self.arch == spec.arch
+            and self.pass_ == pass_
+            and self.head_dim == max(problem.head_dim, problem.head_dim_v)
+            and self.itemsize == problem.itemsize
+            and self.masked in (None, bool(problem.program.structure))
+            and self.packed in (None, problem.varlen)
+        )
+
+    def __str__(self) -> str:
+        return f"{self.figure}; {self.device}, {self.date} ({self.evidence})"
 
 
 _PLANNER, _FP32 = "record gpu-parts, planner", "timed side by side; no record is kept"
 
 
 def _h200(
-    pass_: str, head_dim: int, itemsize: int, sizes: tuple[int, int, int, int], evidence: str, measured: str,
+    pass_: str, head_dim: int, itemsize: int, sizes: tuple[int, int, int, int], evidence: str, figure: str,
     *, masked: bool | None = None, packed: bool | None = None,
 ) -> Tuned:  # fmt: skip
-    """An entry measured on an H200; `sizes` are block_q, block_k, stages and warps."""
-    tile = TilePlan(*sizes, pack_gqa=pass_ == "decode", pass_=pass_)
-    return Tuned(
-        "sm_90", pass_, head_dim, itemsize, masked, tile, "NVIDIA H200", "2026-11-15", measured, evidence, packed=packed
-    )
+    """An entry measured on an H200; `sizes` are block_q, block_k, num_stages and warps."""
+    where = ("NVIDIA H200", "2026-11-15", figure, evidence)
+    return Tuned("sm_90", pass_, head_dim, itemsize, *sizes, *where, masked=masked, packed=packed)
 
 
 TUNED: tuple[Tuned, ...] = (
@@ -80,18 +92,6 @@ TUNED: tuple[Tuned, ...] = (
 )  # fmt: skip
 
 
-def lookup_tuned(problem: Problem, spec: DeviceSpec, pass_: str, kernels: str) -> Tuned | None:
-    """The entry that applies to those kernels, if any."""
-    masked = bool(problem.program.structure)
-    for entry in TUNED:
-        if (
-            entry.kernels == kernels
-            and entry.arch == spec.arch
-            and entry.pass_ == pass_
-            and entry.head_dim == max(problem.head_dim, problem.head_dim_v)
-            and entry.itemsize == problem.itemsize
-            and entry.masked in (None, masked)
-            and entry.packed in (None, problem.varlen)
-        ):
-            return replace(entry, tile=replace(entry.tile, source="tuned", pass_=pass_))
-    return None
+def lookup(problem: Problem, spec: DeviceSpec, pass_: str) -> Tuned | None:
+    """The entry that applies, if any."""
+    return next((entry for entry in TUNED if entry.applies(problem, spec, pass_)), None)

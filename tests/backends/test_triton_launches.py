@@ -1,0 +1,131 @@
+"""The launches of the Triton backend: what the plan says, and nothing else."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tools.gpu_launches import launches
+
+from tests.backends.test_gpu_record import Collector
+from tilewise.backends.base import BackwardInputs, Inputs, Needs
+from tilewise.backends.triton import onchip, plan, run
+from tilewise.hardware import lookup
+from tilewise.masks import causal, window
+from tilewise.model.tile import TilePlan
+from tilewise.problem import Problem
+
+PASSES = {"forward": "forward", "decode": "decode", "merge": "merge", "prepare": "backward_preprocess",
+          "keys": "backward_dkdv", "queries": "backward_dq", "bias": "backward_dbias", "fp16_split": "fp16_split"}  # fmt: skip
+
+
+def tensors(problem: Problem) -> Inputs:
+    dtype = getattr(torch, problem.dtype)
+    q = torch.empty((problem.batch, problem.heads, problem.seqlen_q, problem.head_dim), dtype=dtype, device="meta")
+    k = torch.empty((problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim), dtype=dtype, device="meta")
+    bias = None if problem.bias is None else torch.empty(problem.bias, dtype=dtype, device="meta")
+    return Inputs(q, k, k, bias)
+
+
+def drawn(rng: random.Random, device: str) -> Problem:
+    """A random problem, perhaps with a tile that the kernels have there."""
+    group, kv_heads = rng.choice((1, 2, 4)), rng.choice((1, 2))
+    queries = rng.choice((1, 5, 64, 300, 2048))
+    problem = Problem.of(
+        batch=rng.choice((1, 3)), heads=group * kv_heads, kv_heads=kv_heads, seqlen=queries,
+        kv_seqlen=rng.choice((queries, 4096)), head_dim=rng.choice((16, 40, 64, 128, 256)),
+        dtype=rng.choice(("float16", "bfloat16", "float32")), mask=rng.choice((None, causal(), window(64))), device="cuda",
+    )  # fmt: skip
+    if rng.random() < 0.3:
+        shape = (1, problem.heads, problem.seqlen_q, problem.seqlen_k)
+        problem = Problem.of(**_fields(problem), bias=shape)
+    if rng.random() < 0.5:
+        spec = lookup(device)
+        pass_ = rng.choice([name for name in plan.passes(problem, spec) if name in plan.STREAMING])
+        tile = rng.choice(plan.choices(problem, spec, pass_))
+        problem = Problem.of(**_fields(problem), bias=problem.bias, tile={pass_: tile.sizes})
+    return problem
+
+
+def pass_of(name: str, tiles: dict[str, TilePlan]) -> str:
+    """The pass of a launch; one kernel serves the forward and decoding."""
+    return "decode" if name == "forward" and "decode" in tiles else PASSES[name]
+
+
+def _fields(problem: Problem) -> dict[str, object]:
+    names = ("batch", "heads", "kv_heads", "head_dim", "dtype", "mask", "device")
+    return {name: getattr(problem, name) for name in names} | {
+        "seqlen": problem.seqlen_q,
+        "kv_seqlen": problem.seqlen_k,
+    }
+
+
+@pytest.mark.parametrize("device", ["a100", "rtx4090", "h200", "b200", "mi300x"])
+def test_what_is_launched_is_what_is_planned(device: str) -> None:
+    """200 random problems, some with a tile asked for: every launch has its plan's tile, warps and stages."""
+    rng, spec = random.Random(device), lookup(device)
+    for _ in range(40):
+        problem = drawn(rng, device)
+        tiles = plan.tiles(problem, spec)
+        inputs = tensors(problem)
+        found = launches(problem, inputs, spec)
+        if plan.supports(problem, spec, backward=True).ok:
+            found += launches(problem, inputs, spec, needs=Needs(dbias=problem.bias is not None))
+            assert {pass_of(name, tiles) for name, _ in found} == set(tiles)
+        for name, launch in found:
+            tile = tiles[pass_of(name, tiles)]
+            assert (launch.config.BLOCK_M, launch.config.BLOCK_N) == tile.sizes, (problem, name)
+            assert launch.options == (tile.warps, onchip.num_stages(tile, spec)), (problem, name)
+            if problem.asked(tile.pass_):
+                assert tile.sizes == problem.asked(tile.pass_) and tile.source == "user"
+
+
+def test_decoding_never_uses_tensor_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the keys are: they measured slower at every shape."""
+    asked: list[bool] = []
+
+    def descriptors(x: torch.Tensor, y: torch.Tensor, rows: int, wanted: bool) -> tuple[None, None]:
+        asked.append(wanted)
+        return None, None
+
+    monkeypatch.setattr(run, "descriptors", descriptors)
+    monkeypatch.setattr(run, "spec_of", lambda device: lookup("h200"))
+    monkeypatch.setattr(run, "recorder", Collector([]))
+    for queries in (1, 2048):
+        problem = Problem.of(heads=64, seqlen=queries, kv_seqlen=2**20, head_dim=128, dtype="bfloat16", device="cuda")
+        inputs = tensors(problem)
+        lse = torch.empty(inputs.q.shape[:3], dtype=torch.float32, device="meta")
+        run.run_forward(problem, inputs, torch.empty_like(inputs.q), lse)
+    assert asked == [False, True]
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, dtype: str, dim: int, needs: Needs) -> list[tuple[str, set[str]]]:
+    """The kernels of a backward and the gradients each writes."""
+    monkeypatch.setattr(run, "spec_of", lambda device: lookup("h200"))
+    monkeypatch.setattr(run, "recorder", collector := Collector([]))
+    problem = Problem.of(heads=2, seqlen=64, head_dim=dim, dtype=dtype, device="cuda")
+    q = tensors(problem).q
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device="meta")
+    run.run_backward(problem, Inputs(q, q, q), BackwardInputs(q, lse, q, needs=needs))
+    found = [
+        (launch.kernel.__name__, launch.args[1])
+        for launch in collector.found[0][2]
+        if launch.kernel.__name__ != "fp16_split_kernel"
+    ]
+    return [(name, {x for x in ("dq", "dk", "dv") if getattr(g, x) is not None}) for name, g in found]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "apart"), [("float32", 128, True), ("float32", 64, False), ("bfloat16", 128, False)]
+)
+def test_dk_and_dv_are_computed_apart_where_registers_lack(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, dim: int, apart: bool
+) -> None:
+    keys = [("keys_kernel", {"dk"}), ("keys_kernel", {"dv"})] if apart else [("keys_kernel", {"dk", "dv"})]
+    assert launched(monkeypatch, dtype, dim, Needs())[1:] == [*keys, ("queries_kernel", {"dq"})]
+    assert launched(monkeypatch, dtype, dim, Needs(False, False, True))[1:] == [("keys_kernel", {"dv"})]
+    assert launched(monkeypatch, dtype, dim, Needs(True, False, False))[1:] == [("queries_kernel", {"dq"})]
