@@ -17,8 +17,8 @@ from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import image, plan
 from tilewise.backends.cpu.backend import backend
 from tilewise.backends.cpu.spec import Kernel, Register
-from tilewise.hardware.probe import probe_cpu
 from tilewise.hardware.cache import CACHE_VARIABLE
+from tilewise.hardware.probe import probe_cpu
 from tilewise.problem import Problem
 
 PROBLEM = Problem.of(heads=1, head_dim=8, seqlen=20, dtype="float32")

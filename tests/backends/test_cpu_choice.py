@@ -14,7 +14,8 @@ from tilewise.backends.aten import backend as aten
 from tilewise.backends.base import Inputs
 from tilewise.backends.cpu import backend as cpu
 from tilewise.errors import BackendError
-from tilewise.hardware import amx
+from tilewise.hardware.probe import probe_cpu
+from tilewise.hardware.spec import MATRIX_UNITS
 from tilewise.problem import Problem
 
 
@@ -46,8 +47,8 @@ def test_half_precision_goes_where_products_are_faster(monkeypatch: pytest.Monke
     """Measured, not assumed: where torch can use matrix units and the cpu backend cannot, torch's kernel wins."""
     pytest.importorskip("llvmlite")
     problem = Problem.of(heads=2, head_dim=64, seqlen=512, dtype="bfloat16", needs_lse=False)
-    monkeypatch.setattr(aten, "_half_obstacle", lambda dtype: None)
-    monkeypatch.setattr(amx, "obstacle", lambda: "refused")
+    monkeypatch.setattr(aten.plan, "_half_obstacle", lambda dtype, spec: None)
+    monkeypatch.setattr(aten, "probe_cpu", lambda: replace(probe_cpu(), isa_flags=("avx512_bf16",)))
     monkeypatch.setattr(aten, "half_gain", lambda dtype: 6.0)
     assert dispatch.select(problem).backend.name == "aten"
     monkeypatch.setattr(aten, "half_gain", lambda dtype: 0.4)
@@ -59,9 +60,9 @@ def test_half_precision_goes_where_products_are_faster(monkeypatch: pytest.Monke
 def test_tiles_of_our_own_come_before_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llvmlite")
     problem = Problem.of(heads=2, head_dim=64, seqlen=512, dtype="bfloat16", needs_lse=False)
-    monkeypatch.setattr(aten, "_half_obstacle", lambda dtype: None)
+    monkeypatch.setattr(aten.plan, "_half_obstacle", lambda dtype, spec: None)
     monkeypatch.setattr(aten, "half_gain", lambda dtype: 6.0)
-    monkeypatch.setattr(amx, "obstacle", lambda: None)
+    monkeypatch.setattr(aten, "probe_cpu", lambda: replace(probe_cpu(), isa_flags=MATRIX_UNITS["amx"]))
     selection = dispatch.select(problem)
     assert selection.backend.name == "cpu"
     assert "AMX" in selection.verdicts["aten"].reasons[0]

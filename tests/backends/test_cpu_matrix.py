@@ -178,8 +178,8 @@ def test_tiles_are_asked_for(
         asked.append([n.value for n in numbers])
         return answer
 
-    monkeypatch.setattr(amx, "read_host", lambda: Host(flags=frozenset(flags)))
-    monkeypatch.setattr(import_module("tilewise.hardware.probe"), "read_host", lambda: Host(flags=frozenset(flags), machine="x86_64"))
+    for module in (amx, import_module("tilewise.hardware.probe")):
+        monkeypatch.setattr(module, "read_host", lambda: Host(flags=frozenset(flags), machine="x86_64"))
     monkeypatch.setattr(amx, "CDLL", lambda *args, **options: SimpleNamespace(syscall=syscall))
     monkeypatch.setattr(amx.sys, "platform", "linux")
     amx.obstacle.cache_clear()

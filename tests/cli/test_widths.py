@@ -20,6 +20,7 @@ COMMANDS = [
     "demo",
     "check -b tiled -b triton",
     "bench --suite smoke --seconds 0.01",
+    "explain --device a100 --tile 64x64",
     "env",
     "plan",
     "plan --device h200",

@@ -15,6 +15,7 @@ import torch
 import tilewise as tw
 from tests.conformance.cases import BY_NAME, MASKS, Case, build
 from tilewise import dispatch, hardware
+from tilewise.backends import plans
 from tilewise.diagnostics import measured
 from tilewise.diagnostics.explain import explain
 from tilewise.errors import ArgumentError, ArgumentTypeError
@@ -36,7 +37,6 @@ def facts(found: Any) -> dict[str, Any]:
     return {
         "mask": told["problem"]["mask"],
         "tiles": told["tiles"],
-        "on_chip": told["on_chip"]["buffers"],
         "useful": told["flops"]["useful"],
         "executed": told["flops"]["executed"],
         "bytes": {name: [side["read"], side["write"]] for name, side in tensors.items()},
@@ -104,8 +104,10 @@ def test_every_backend_answers(backend: str, name: str) -> None:
         assert told["backend"] == dispatch.select(built.problem, built.inputs).backend.name
     else:
         assert told["backend"] == (backend if verdicts[backend].ok else None)
-    assert told["seconds"] > 0 and told["binding"] in {*told["limits"], "latency"}
-    assert told["on_chip"]["bytes"] > 0
+    assert told["binding"] in {*told["limits"], "latency"}
+    plain = told["tile"]["kernel"] == "torch"  # its time is not modelled, and nothing of it is on the chip by our doing
+    assert plain == (told["backend"] == "tiled") == (told["seconds"] is None) == (not told["on_chip"]["bytes"])
+    assert (told["passes"] == {}) == (told["backend"] in (None, "aten", "reference"))
 
 
 def test_packed_batches_are_counted_by_their_lengths() -> None:
@@ -123,27 +125,36 @@ def test_a_problem_needs_neither_tensors_nor_its_device() -> None:
     assert here.live and here.chosen is not None
 
 
-@pytest.mark.parametrize("backend", ["tiled", "reference", "triton", "hopper"])
+@pytest.mark.parametrize("backend", ["tiled", "triton", "hopper"])
 def test_figures_of_another_backend_are_not_shown(backend: str) -> None:
-    """Plain torch and what cannot serve the call have no plan, so that of the cpu kernels is not printed as theirs."""
+    """Plain torch has a tile and no model of its time; what cannot serve the call has neither."""
     problem = Problem.of(heads=2, head_dim=64, seqlen=512, dtype="float32", mask=tw.causal(), device="cpu")
     found, own = explain(problem, device="cpu", backend=backend), explain(problem, device="cpu", backend="cpu")
-    assert found.to_dict()["figures_of"] == own.to_dict()["figures_of"] == "cpu" and not found.planned and own.planned
-    for shown, page in ((str(found), found._repr_html_()),):
-        for figure in ("predicted", "on chip", "register tile", "bytes by tensor", "time by resource"):
-            assert figure not in shown.lower() and figure not in page.lower()
-            assert figure in str(own).lower()
-        assert "figures" in shown and "none: " in shown
+    assert own.figures_of == "cpu" and own.timed and not found.timed
+    for shown in (str(found).lower(), found._repr_html_().lower()):
+        for figure in ("predicted", "register tile", "bytes by tensor", "time by resource"):
+            assert figure not in shown and figure in str(own).lower()
+        assert "figures" in shown and ("none: nobody serves" in shown) == (backend != "tiled")
+        assert ("512×512" in shown) == (backend == "tiled")
+
+
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+def test_a_backend_without_tiles_of_ours_says_so(backend: str) -> None:
+    problem = Problem.of(heads=2, head_dim=64, seqlen=512, dtype="float32", mask=tw.causal(align="top_left"))
+    for found in (explain(problem, device="cpu", backend=backend), tw.plan(problem, "cpu", backend=backend)):
+        told = found.to_dict()
+        assert (told["backend"], told["figures_of"], told["passes"]) == (backend, "model", {})
+        assert f"the model's: {backend} has no tile of ours" in str(found) and "kernels" not in str(found)
 
 
 @pytest.mark.parametrize(
     ("device", "options", "server", "figures"),
     [
-        ("h200", {"dtype": "bfloat16"}, "hopper", "model"),
+        ("h200", {"dtype": "bfloat16"}, "hopper", "hopper"),
         ("h200", {"dtype": "float32"}, "triton", "triton"),
-        ("h200", {"dtype": "float64"}, "tiled", "model"),
+        ("h200", {"dtype": "float64"}, "tiled", "tiled"),
         ("a100", {"dtype": "bfloat16"}, "triton", "triton"),
-        ("v100", {"dtype": "float16"}, "tiled", "model"),
+        ("v100", {"dtype": "float16"}, "tiled", "tiled"),
         ("mi300x", {"dtype": "bfloat16"}, "triton", "triton"),
         ("xeon-8480", {"dtype": "float32"}, "cpu", "cpu"),
         ("h200", {"dtype": "bfloat16", "alibi": True}, "triton", "triton"),
@@ -155,6 +166,10 @@ def test_another_machine_is_judged_by_its_kind(device: str, options: dict[str, A
     told = found.to_dict()
     assert told["backend"] is None and told["backend_there"] == server
     assert "none here" not in str(found) and f"{server} would serve it there" in str(found)
+    spec = hardware.device(device)
+    there = replace(found.problem, device="cuda" if spec.is_gpu else "cpu")
+    assert told["passes"] == {pass_: tile.to_dict() for pass_, tile in plans.tiles(server, there, spec).items()}
+    assert f"{found.plan.tile}" in str(found) and all(str(tile) in str(found) for tile in found.plan.passes)
     for name, verdict in told["backends"].items():
         assert verdict["reasons"] or name == server
         assert not any("no CUDA device" in reason or "no GPU" in reason for reason in verdict["reasons"])

@@ -156,7 +156,7 @@ def test_tile_and_time_are_the_plan_s(data: dict[str, Any], device: str, mask: s
         server = next(choice.name for choice in plans.serving(there, expected.spec) if choice.chosen)
         tiles = plans.tiles(server, there, expected.spec)
         assert found["by"] == (server if tiles else "model")
-        assert not tiles or found["tile"] == str(tiles["forward"])
+        assert not tiles or found["tile"] == str(tiles["forward"]) == found["passes"]["forward"]
         for tile in figures.TILES[1:]:
             own = data["results"][figures.key(device, 512, dim, mask, figures.tile_name(tile))]
             assert own["runs"] == str(expected.tile)

@@ -31,7 +31,9 @@ def test_plan_prints_a_table() -> None:
         "bound by tensor cores",
         "times read",
         "tiles considered",
-        "it would spill",
+        "hopper",
+        "forward_kernel",
+        "keys_kernel",
         "window(4096)",
     ):
         assert word in text, word
@@ -50,12 +52,19 @@ def test_plan_everywhere() -> None:
     text = invoke("plan", "--all-devices", "--dtype", "fp16")
     assert all(key in text for key in catalogue())
     data = json.loads(invoke("plan", "--all-devices", "--json"))
-    assert "v100" in data["impossible"] and "bfloat16" in data["impossible"]["v100"]
-    assert {found["device"]["key"] for found in data["plans"]} == set(catalogue()) - {"v100"}
+    assert not data["impossible"]
+    served = {found["device"]["key"]: found["backend"] for found in data["plans"]}
+    assert set(served) == set(catalogue())
+    assert (served["h200"], served["a100-80"], served["v100"], served["altra-q80"]) == ("hopper", "triton", "tiled", "cpu")
+    assert all((found["seconds"] is None) == (found["backend"] == "tiled") for found in data["plans"])
 
 
 def test_plan_with_ones_own_tile() -> None:
-    assert "slower than 128×128" in invoke(*PLAN, "--tile", "64x64")
+    text = invoke(*PLAN, "--tile", "128x64")
+    assert "128×128, which would have been taken" in " ".join(text.split()) and "(forward, user)" in text
+    data = json.loads(invoke(*PLAN, "--backend", "triton", "--pass", "backward_dq", "--tile", "32x32", "--json"))
+    assert (data["backend"], data["tile"]["block_q"], data["tile"]["source"]) == ("triton", 32, "user")
+    assert list(data["passes"]) == ["forward", "backward_preprocess", "backward_dkdv", "backward_dq"]
 
 
 def test_plan_on_this_machine() -> None:
@@ -67,7 +76,11 @@ def test_plan_on_this_machine() -> None:
     [
         (["plan", "--device", "h20"], "did you mean 'h200'"),
         (["plan", "--device", "h200", "--mask", "causal & winow(3)"], "position 10"),
-        (["plan", "--device", "h200", "--tile", "512x512"], "does not run"),
+        (["plan", "--device", "h200", "--tile", "512x512", "--backend", "hopper"], "hopper has no 512×512 for forward"),
+        (["explain", "--device", "a100", "--tile", "96x96", "--backend", "triton"], "triton has no 96×96 for forward"),
+        (["explain", "--device", "h200", "--tile", "64x64", "--backend", "reference"], "reference has none to choose"),
+        (["plan", "--device", "h200", "--tile", "0x64"], "need two positive integers"),
+        (["plan", "--device", "h200", "--backend", "cuda"], "need 'auto' or one of hopper"),
         (["plan", "--device", "h200", "--tile", "big"], "need rows and keys such as 128x64"),
         (["plan", "--device", "h200", "--heads", "3", "--kv-heads", "2"], "must be a multiple"),
         (["simulate", "--schedule", "v7"], "need one of standard"),

@@ -138,7 +138,9 @@ def test_probe_never_raises_and_is_plausible() -> None:
     assert spec.kind == "cpu" and spec.cores >= 1 and spec.simd_bits >= 32
     assert spec.l1d_bytes >= 8 * 1024 and spec.l2_bytes >= spec.l1d_bytes
     assert set(spec.figures()) <= set(spec.sources)
-    assert probe("cpu") == spec == device("cpu")
+    assert probe("cpu") == device("cpu") == probe_cpu(probe("cpu").threads)
+    assert set(probe("cpu").figures()) <= set(probe("cpu").sources)
+    assert spec.workers == spec.cores and probe_cpu(3).workers == 3
 
 
 def _write(root: Path, files: dict[str, str]) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import tilewise as tw
 import tilewise.masks as masks
-from tilewise.errors import PlanError
+from tilewise.errors import ArgumentError, DeviceError, PlanError
 from tilewise.hardware import DeviceSpec, catalogue, lookup
 from tilewise.hardware.cpuid import core_figures
 from tilewise.model import TilePlan, cpu_tile, gpu_tile, onchip, plan
 from tilewise.model.cpu import register_tile
+from tilewise.model.evaluation import EVALUATED
 from tilewise.model.gpu import ranked
 from tilewise.model.grid import band_of, bucket, visited_fraction
+from tilewise.model.tile import RESOLUTION
 from tilewise.problem import Problem
 
 GPUS = [spec for spec in catalogue().values() if spec.is_gpu]
@@ -27,24 +30,6 @@ def problem_of(**change: object) -> Problem:
 
 
 # CPUs
-
-
-def test_neon_tiles_are_those_that_won() -> None:
-    """Measured on a Neoverse N1: 16 rows × 4 keys; 128 keys, packed, at D = 64 as at D = 128."""
-    spec = lookup("altra-q80").with_figures("the machine it was measured on", units=2)
-    small = cpu_tile(spec, problem_of(head_dim=64, dtype="float32"))
-    assert (small.rows, small.key_unroll) == (16, 4)
-    assert (small.block_q, small.block_k, small.packed, small.resident) == (256, 128, True, "L2")
-    large = cpu_tile(spec, problem_of(head_dim=128, dtype="float32"))
-    assert (large.block_q, large.block_k, large.packed, large.resident) == (256, 128, True, "L2")
-
-
-def test_avx512_takes_its_own_register_tile() -> None:
-    """64 rows × 4 keys led on a Xeon at D = 64, 48 × 8 at D = 128; the NEON tile lost by half."""
-    tile = cpu_tile(lookup("xeon-8480"), problem_of(head_dim=64, dtype="float32"))
-    assert (tile.rows, tile.key_unroll, tile.lanes) == (64, 4, 16)
-    tile = cpu_tile(lookup("xeon-8480"), problem_of(head_dim=128, dtype="float32"))
-    assert (tile.rows, tile.key_unroll, tile.lanes) == (48, 8, 16)
 
 
 @pytest.mark.parametrize(
@@ -62,21 +47,11 @@ def test_register_tiles_by_instruction_set(isa: str, rows: int, keys: int) -> No
 @pytest.mark.parametrize("d", [16, 64, 96, 128, 256, 512])
 def test_cpu_tiles_fit(spec: DeviceSpec, dtype: str, d: int) -> None:
     tile = cpu_tile(spec, problem_of(head_dim=d, dtype=dtype))
-    assert tile.accumulators < tile.registers <= spec.vector_registers
-    assert tile.block_q % tile.rows == 0 and tile.block_k % tile.key_unroll == 0
-    size = 8 if dtype == "float64" else 4
-    assert tile.tile_bytes == 2 * tile.block_k * d * size
-    assert tile.tile_bytes <= (spec.l1d_bytes if tile.resident == "L1" else spec.l2_bytes // 2)
-    assert tile.packed or dtype == "float32" or dtype == "float64"
-    assert len(tile.reasons) >= 3
-
-
-def test_cpu_tiles_leave_no_core_idle() -> None:
-    spec = lookup("altra-q80")
-    one = cpu_tile(spec, Problem.of(heads=1, seqlen=1, kv_seqlen=65536, head_dim=128, dtype="float32"))
-    assert one.block_q == one.rows and one.splits > 8
-    many = cpu_tile(spec, problem_of(batch=32, dtype="float32"))
-    assert many.splits == 1
+    assert tile.register_tile is not None and tile.reasons
+    rows, keys = tile.register_tile
+    assert rows * keys // spec.lanes(8 if dtype == "float64" else 4) < tile.registers <= spec.vector_registers
+    assert tile.block_q % rows == 0 and tile.block_k % keys == 0
+    assert 2 * tile.block_k * d * (8 if dtype == "float64" else 4) <= spec.l2_bytes // 2
 
 
 # GPUs
@@ -152,7 +127,7 @@ def test_tiles_of_192_rows_are_considered_but_never_chosen() -> None:
     joined = [a for a in found.alternatives if 192 in (a.tile.block_q, a.tile.block_k)]
     assert joined and all(a.verdict != "chosen" for a in joined)
     assert all(192 not in (c.tile.block_q, c.tile.block_k) for c in ranked(problem, lookup("h200")))
-    assert plan(problem, "h200", tile=(192, 128)).tile.block_q == 192
+    assert tw.plan(problem, "h200", tile=(192, 128)).tile.block_q == 192
 
 
 def test_short_and_narrow_problems_get_small_tiles() -> None:
@@ -201,26 +176,95 @@ def test_windows_cost_less_than_causal_and_causal_less_than_full() -> None:
 
 
 def test_the_user_may_override_and_sees_the_cost() -> None:
-    own = plan(problem_of(), "h200", tile=(64, 64))
-    assert (own.tile.block_q, own.tile.block_k, own.tile.source) == (64, 64, "user")
-    assert "yours: predicted" in own.reasons[0] and "slower than 128×128" in own.reasons[0]
-    cpu = plan(problem_of(dtype="float32"), "altra-q80", tile=(64, 64))
-    assert cpu.tile.block_q == 64 and cpu.reasons[0].startswith("yours")
+    own = tw.plan(problem_of(), "h200", tile=(128, 64))
+    assert (own.backend, own.tile.sizes, own.tile.source) == ("hopper", (128, 64), "user")
+    assert own.reasons[0].startswith("yours: predicted") and "128×128, which would have been taken" in own.reasons[0]
+    verdicts = {str(one.tile): one.verdict for one in own.alternatives}
+    assert verdicts["128×64"] == "yours" and "128×128" in verdicts
+    cpu = tw.plan(problem_of(dtype="float32"), "altra-q80", tile=(64, 64))
+    assert cpu.tile.sizes == (64, 64) and cpu.reasons[0].startswith("yours")
 
 
 @pytest.mark.parametrize(
-    ("device", "tile", "message"),
+    ("device", "backend", "tile", "message"),
     [
-        ("h200", (256, 256), r"256×256 .* does not run on NVIDIA H200.*KiB of shared memory.*would take 128×128"),
-        ("h200", (0, 64), "block_q: got 0, need a multiple of 16"),
-        ("h200", (64, 100), "block_k: got 100, need a multiple of 16"),
-        ("altra-q80", (20, 64), "need a multiple of 16 rows and of 4 keys"),
-        ("h200", TilePlan(128, 128, stages=4), "does not run"),
+        ("h200", "hopper", (256, 256), "hopper has no 256×256 for forward, .*; it has 128×128, 128×64"),
+        ("h200", "triton", (256, 256), "triton has no 256×256 for forward, .*(KiB|registers).*; it has .*128×64"),
+        ("h200", "triton", (64, 100), "triton has no 64×100 for forward, .*powers of two"),
+        ("altra-q80", "cpu", (20, 64), "cpu has no 20×64 for forward, rows must be a multiple of 16 and keys of 4"),
+        ("altra-q80", "cpu", (65536, 4096), "cpu has no 65536×4096 for forward, .*bytes"),
+        ("h200", "reference", (64, 64), "reference has none to choose"),
+        ("altra-q80", "aten", (64, 64), "aten has none to choose"),
+        ("a100", "hopper", (128, 128), "backend 'hopper' cannot serve .* needs compute capability 9.0"),
     ],
 )
-def test_impossible_tiles_raise(device: str, tile: tuple[int, int], message: str) -> None:
+def test_impossible_tiles_raise(device: str, backend: str, tile: tuple[int, int], message: str) -> None:
+    dtype = "float16" if lookup(device).is_gpu else "float32"
     with pytest.raises(PlanError, match=message):
-        plan(problem_of(), device, tile=tile)
+        tw.plan(problem_of(dtype=dtype), device, backend=backend, tile=tile)
+
+
+@pytest.mark.parametrize(
+    "tile", [(0, 64), (64, -1), (64,), (1.5, 2), "64x64", (True, 64), {"forward": 64}, {"sideways": (1, 1)}]
+)
+def test_what_is_no_tile_raises(tile: object) -> None:
+    with pytest.raises(ArgumentError, match="tile: got"):
+        tw.plan(problem_of(), "h200", tile=tile)  # type: ignore[arg-type]
+
+
+def test_a_tile_goes_to_the_first_backend_that_has_it() -> None:
+    problem = problem_of()
+    assert [tw.plan(problem, "h200", tile=tile).backend for tile in ((128, 64), (64, 64), (100, 7))] == [
+        "hopper", "triton", "tiled",
+    ]  # fmt: skip
+
+
+def test_a_pair_is_for_the_pass_that_is_asked_for() -> None:
+    problem = problem_of()
+    usual = tw.plan(problem, "a100", pass_="backward_dq")
+    own = tw.plan(problem, "a100", pass_="backward_dq", tile=(64, 32))
+    assert own.tile.sizes == (64, 32) and own.tile.source == "user" != usual.tile.source
+    assert own.passes[0] == usual.passes[0], "the forward keeps its tile"
+    few = Problem.of(heads=32, kv_heads=8, seqlen=1, kv_seqlen=8192, head_dim=128)
+    assert tw.plan(few, "a100").tile.pass_ == "decode"
+    assert tw.plan(few, "a100", tile=(64, 64)).tile.pass_ == "forward", "naming the forward chooses its kernel"
+
+
+def test_a_device_or_pass_nobody_knows_raises() -> None:
+    with pytest.raises(DeviceError, match=r"unknown 'h20'.*did you mean 'h200'.*Known: .*a100-80.*xeon-8480"):
+        tw.plan(problem_of(), "h20")
+    with pytest.raises(PlanError, match="hopper has no kernel 'backward_dq' for this problem, only forward"):
+        tw.plan(problem_of(), "h200", pass_="backward_dq")
+    with pytest.raises(PlanError, match="pass_: got 'sideways', need auto, forward"):
+        tw.plan(problem_of(), "h200", pass_="sideways")
+
+
+MACHINES = [
+    *(lookup(key) for key in ("h200", "a100", "rtx4090", "mi300x")),
+    replace(lookup("altra-q80"), units=2),
+    *(replace(lookup("xeon-8480"), threads=threads) for threads in (2, 16)),
+]
+"""GPUs, and CPUs whose constants were fitted."""
+
+
+@pytest.mark.parametrize("spec", MACHINES, ids=lambda spec: f"{spec.key}-{spec.workers}")
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_chosen_tile_is_not_predicted_slower_than_its_rivals(spec: DeviceSpec, backward: bool) -> None:
+    """Beyond what the model can tell apart; what measurement chose is exempt, and says so."""
+    dtype = "float16" if spec.is_gpu else "float32"
+    for change in ({}, {"mask": masks.causal()}, {"head_dim": 64}, {"seqlen": 1024}, {"heads": 32, "kv_heads": 8}):
+        problem = problem_of(dtype=dtype, **change)
+        kernels = [tile.pass_ for tile in tw.plan(problem, spec).passes if tile.pass_ in EVALUATED]
+        for kernel in kernels:
+            if kernel.startswith("backward") != backward:
+                continue
+            found = tw.plan(problem, spec, pass_=kernel)
+            rivals = {one.tile.sizes: one for one in found.alternatives}
+            assert rivals[found.tile.sizes].verdict == "chosen" and rivals[found.tile.sizes].seconds == found.seconds
+            assert all(one.seconds is not None or one.verdict for one in rivals.values())
+            fastest = min(one.seconds for one in rivals.values() if one.seconds is not None)
+            if found.tile.source == "model":
+                assert found.seconds <= fastest * (1 + RESOLUTION), (spec.key, change, kernel, found.tile.sizes)
 
 
 def test_impossible_requests_raise() -> None:

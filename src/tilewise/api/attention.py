@@ -93,10 +93,10 @@ def attention(
     """
     if unknown:
         check_keywords("attention", unknown, (*NAMES, "seed"))
-    if tile is not None and type(tile) is not tuple:
-        tile = tile_request(tile)  # a dict has no hash, and calls are kept by their options
+    # a dict has no hash, and calls are kept by their options
+    asked = tile if tile is None or type(tile) is tuple else tile_request(tile)
     options = (
-        mask, scale, bias, softcap, sinks, dropout_p, precision, deterministic, backend, tile, layout, return_lse,
+        mask, scale, bias, softcap, sinks, dropout_p, precision, deterministic, backend, asked, layout, return_lse,
     )  # fmt: skip
     launch = None if _is_traced() else lookup(q, k, v, options)
     if launch is None:

@@ -26,13 +26,11 @@ def verify_traffic_command(
 
     path = verify.find_ncu(ncu)
     cases = tuple(replace(case, backend=backend) for case in verify.CASES)
-    kernels, backends = [], []
     with progress() as update:
-        for number, case in enumerate(cases):
-            update(case.describe(), number / len(cases))
-            counted, chosen, _ = verify.count(path, case)
-            kernels += counted
-            backends += [chosen] * len(counted)
+        update(f"{len(cases)} problems under Nsight Compute", 0.0)
+        counted = verify.count(path, cases)
+    kernels = [kernel for own, _ in counted for kernel in own]
+    backends = [served for own, served in counted for _ in own]
     record = verify.document(kernels, backends, path)
     if json:
         print_json(record)

@@ -46,7 +46,10 @@ def plan(
     """
     spec, live = machine(device)
     problem = asked(problem, spec, tile, pass_)
-    return plan_of(problem, spec, servers(problem, spec, live, backend), pass_)
+    serving = servers(problem, spec, live, backend)
+    if backend != "auto" and serving.name(pass_) is None:
+        raise PlanError(serving.refusal(pass_, spec))
+    return plan_of(problem, spec, serving, pass_)
 
 
 def machine(device: str | DeviceSpec | None) -> tuple[DeviceSpec, bool]:
@@ -73,6 +76,7 @@ def asked(problem: Problem, spec: DeviceSpec, tile: TileArgument | None, pass_: 
 class Servers(NamedTuple):
     """Every backend's answer for the forward and for the gradients."""
 
+    asked: str
     forward: tuple[Choice, ...]
     backward: tuple[Choice, ...]
 
@@ -82,6 +86,14 @@ class Servers(NamedTuple):
     def name(self, pass_: str) -> str | None:
         """Who serves a pass."""
         return next((choice.name for choice in self.choices(pass_) if choice.chosen), None)
+
+    def refusal(self, pass_: str, spec: DeviceSpec) -> str:
+        """Why nobody serves a pass there."""
+        reasons = {choice.name: "; ".join(choice.reasons) for choice in self.choices(pass_)}
+        if self.asked != "auto":
+            return f"backend {self.asked!r} cannot serve this problem on {spec.name}: {reasons[self.asked]}"
+        lines = "".join(f"\n  {name}: {why}" for name, why in reasons.items())
+        return f"no backend serves this problem on {spec.name}:{lines}"
 
 
 def servers(problem: Problem, spec: DeviceSpec, live: bool, backend: str = "auto", inputs: Any = None) -> Servers:
@@ -97,7 +109,7 @@ def servers(problem: Problem, spec: DeviceSpec, live: bool, backend: str = "auto
         return plans.answer_there(name, problem, spec, backward=backward)
 
     answer = here if live else there
-    return Servers(*(plans.choose(partial(answer, backward=backward), backend) for backward in (False, True)))
+    return Servers(backend, *(plans.choose(partial(answer, backward=backward), backend) for backward in (False, True)))
 
 
 def plan_of(problem: Problem, spec: DeviceSpec, serving: Servers, pass_: str = "auto") -> Plan:
@@ -107,8 +119,7 @@ def plan_of(problem: Problem, spec: DeviceSpec, serving: Servers, pass_: str = "
     """
     server = serving.name(pass_)
     if server is None and problem.tile:
-        lines = "".join(f"\n  {choice.name}: {'; '.join(choice.reasons)}" for choice in serving.choices(pass_))
-        raise PlanError(f"no backend serves this problem with this tile on {spec.name}:{lines}")
+        raise PlanError(serving.refusal(pass_, spec))
     counted, tiles = countable(problem), tiles_of(problem, spec, serving)
     if server is None or not any(serving.name(name) == server for name in tiles):
         return replace(model_plan(counted, spec, pass_=pass_), backend=server)

@@ -11,8 +11,8 @@ Neoverse N1)."""
 _ARM = "Arm Neoverse {} Software Optimization Guide, pipelines and instruction tables"
 _INTEL = "Intel 64 and IA-32 Optimization Reference Manual, chapter "
 
-AMX_FLOPS = 2048
-"""FLOP of bf16 products a cycle and core."""
+AMX_FLOPS = 1024
+"""FLOP of bf16 products a cycle and core: a product of 16 × 32 by 32 × 16 every 16 cycles."""
 AMX_SOURCE = _INTEL + "Intel AMX"
 
 _FIGURES = ("simd_bits", "vector_registers", "fma_per_cycle", "fma_latency", "loads_per_cycle", "l2_bytes_per_cycle")

@@ -51,7 +51,8 @@ def probe_cpu(threads: int = 0) -> DeviceSpec:
     host = read_host()
     if amx.obstacle() is not None:
         host = replace(host, flags=host.flags - {flag for flag in host.flags if flag.startswith("amx")})
-    return replace(cpu_spec(host), threads=threads)
+    spec = cpu_spec(host)
+    return spec.with_figures("probed: torch.get_num_threads", threads=threads) if threads else spec
 
 
 @cache

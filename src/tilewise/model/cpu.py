@@ -31,6 +31,16 @@ SMALL_WORK = 3.0e6
 """Multiply-adds below which waking a second thread costs more than it brings."""
 
 
+TALL_ROWS = ((2 << 20, 1200.0), (1 << 20, 800.0), (0, 400.0))
+"""(bytes of L2, rows): rows of a task beyond which Q and O crowd L2 more than packing K and V less often brings."""
+
+
+def tall_rows(spec: DeviceSpec, backward: bool) -> float:
+    """TALL_ROWS of a processor; half in the backward, which holds dO and dQ as well."""
+    rows = next(rows for size, rows in TALL_ROWS if spec.l2_bytes >= size)
+    return rows / 2 if backward else rows
+
+
 def threads_for(problem: Problem, spec: DeviceSpec) -> int:
     """Threads that share a call: one where it is small."""
     scores = 1.0 * problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k

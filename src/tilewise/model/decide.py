@@ -22,10 +22,11 @@ FIELDS = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "hea
 
 @dataclass(frozen=True)
 class Alternative:
-    """A tile that was considered: its predicted time, or why it cannot run."""
+    """A tile that was considered: its predicted time, or why it was not taken whatever its time."""
 
     tile: TilePlan
     seconds: float | None
+    """None where it cannot run, or where the model does not describe it."""
     sram_bytes: int
     registers: int
     verdict: str
@@ -142,14 +143,10 @@ def _best_by_size(candidates: Iterable[gpu.Candidate]) -> list[gpu.Candidate]:
 
 def _reasons(plan: Plan) -> Iterator[str]:
     tile, spec, step = plan.tile, plan.spec, plan.step
-    if plan.usual is not None and plan.usual != tile:
+    if plan.usual is not None:
         yield f"yours: {_beside(plan, plan.usual)}"
     yield from tile.reasons
     if step is not None:
-        yield (
-            f"{plan.on_chip_bytes / 1024:.0f} of {spec.sram_per_block // 1024} KiB shared memory, {plan.registers} of "
-            f"{spec.max_registers} registers, {plan.resident} block{'s' * (plan.resident > 1)} a unit"
-        )
         yield (
             f"a step takes {step.total:.0f} clocks: products {max(step.tensor, step.shared):.0f}, "
             f"softmax {step.exp + step.fp32:.0f}, loads {step.load:.0f}"
@@ -165,6 +162,8 @@ def _reasons(plan: Plan) -> Iterator[str]:
 
 def _beside(plan: Plan, usual: TilePlan) -> str:
     """The user's tile in words beside the one that would have been taken."""
+    if usual.sizes == plan.tile.sizes:
+        return "it would have been taken anyway"
     if not plan.timed:
         return f"{usual} would have been taken"
     more = plan.seconds / evaluate(plan.problem, plan.spec, usual).seconds - 1
@@ -178,6 +177,9 @@ def _alternatives(plan: Plan) -> Iterator[Alternative]:
     tiles = dict.fromkeys([plan.tile, *([plan.usual] if plan.usual else []), *plan.rivals])
     found = [plan if tile is plan.tile else evaluate(plan.problem, plan.spec, tile) for tile in tiles]
     for one in sorted(found, key=lambda one: (one.seconds, one.on_chip_bytes)):
+        if one.tile.fault and one is not plan:
+            yield Alternative(one.tile, None, one.on_chip_bytes, one.registers, one.tile.fault)
+            continue
         if one is plan:
             verdict = "yours" if plan.tile.source == "user" else "chosen"
         else:

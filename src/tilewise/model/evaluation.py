@@ -14,14 +14,13 @@ from tilewise.model.cpu_time import cpu_time
 from tilewise.model.cycles import StepClocks
 from tilewise.model.gpu_time import around_seconds, persistent
 from tilewise.model.grid import band_of, even
+from tilewise.model.tile import PLAIN
 from tilewise.problem import Problem
 
 EVALUATED = ("forward", "decode", "backward", "backward_dkdv", "backward_dq")
 """Passes that compute scores; the others only pass once over what these leave."""
 AROUND = ("backward_preprocess", "backward_postprocess")
 """Of those, the kernels before and after the gradients."""
-PLAIN = "torch"
-"""The kernel of a tile that operations of torch compute: its tiles are tensors, nothing is kept on the chip by our doing."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def _on_cpu(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
     time = cpu_time(problem, spec, tile)
     return Evaluation(
         **_counts(problem, spec, tile, spec.units),
-        on_chip=dict(tile.on_chip),
+        on_chip=dict(tile.on_chip) or _strip(even(problem), tile),
         registers=tile.registers,
         resident=tile.resident or 1,
         waves=time.tasks / spec.workers,
@@ -153,6 +152,15 @@ def _on_cpu(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
         limits=time.limits,
         binding=_binding(time.limits, time.seconds),
     )
+
+
+def _strip(problem: Problem, tile: TilePlan) -> dict[str, int]:
+    """What a strip of rows, and the tile of K and V that it passes over, take where no kernel says more."""
+    size = 8 if problem.dtype == "float64" else 4
+    d, dv = problem.head_dim, problem.head_dim_v
+    rows = tile.register_tile[0] if tile.register_tile else tile.block_q
+    sides = {"Q": rows * d, "K": tile.block_k * d, "V": tile.block_k * dv, "S": rows * tile.block_k, "O": rows * dv}
+    return {name: count * size for name, count in sides.items()}
 
 
 def _counts(problem: Problem, spec: DeviceSpec, tile: TilePlan, slots: int) -> dict[str, Any]:

@@ -32,15 +32,18 @@ def streamed(problem: Problem, tile: TilePlan) -> int:
     return problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
 
 
+def blocks_of(problem: Problem, tile: TilePlan) -> int:
+    """Blocks of one key head."""
+    if tile.holds_keys:
+        return -(-problem.seqlen_k // tile.block_k)
+    if tile.pack_gqa:
+        return -(-problem.seqlen_q * problem.group // tile.block_q) * tile.splits
+    return -(-problem.seqlen_q // tile.block_q) * problem.group * tile.splits
+
+
 def rounds(problem: Problem, tile: TilePlan, resident: int) -> int:
     """How often the blocks of one key head fill the device."""
-    if tile.holds_keys:
-        blocks = -(-problem.seqlen_k // tile.block_k)
-    elif tile.pack_gqa:
-        blocks = -(-problem.seqlen_q * problem.group // tile.block_q) * tile.splits
-    else:
-        blocks = -(-problem.seqlen_q // tile.block_q) * problem.group * tile.splits
-    return max(1, -(-blocks // max(1, resident)))
+    return max(1, -(-blocks_of(problem, tile) // max(1, resident)))
 
 
 REREAD = 1 / 4
@@ -68,6 +71,36 @@ def scattered(problem: Problem, tile: TilePlan, spec: DeviceSpec, resident: int)
     return fraction / max(1, total)
 
 
+def held(problem: Problem, tile: TilePlan) -> int:
+    """Bytes that the blocks of one key head read once and write, and of dQ where they add it up in memory."""
+    rows_q, rows_k = problem.group * problem.seqlen_q, problem.seqlen_k
+    columns = problem.head_dim + problem.head_dim_v
+    if tile.holds_keys:
+        sums = rows_q * problem.head_dim * stat_size(problem) if tile.pass_ == "backward" else 0
+        return 2 * rows_k * columns * problem.itemsize + sums
+    return rows_q * (columns + (problem.head_dim if tile.pass_ == "backward_dq" else 0)) * problem.itemsize
+
+
+def straddled(problem: Problem, tile: TilePlan, spec: DeviceSpec, resident: int) -> float:
+    """The part of the stream that persistent programs read again, which keep the tiles of a head together.
+
+    Where all blocks of a head begin at the same place of it, two rounds of programs share a head: what the first has read may
+    have left the cache when the second begins. Where they begin at different places, they are never at the same tile.
+    """
+    heads = problem.batch * problem.kv_heads
+    blocks = blocks_of(problem, tile)
+    if not heads or not blocks or not problem.seqlen_k:
+        return 0.0
+    each = streamed(problem, tile) + held(problem, tile)
+    visited = next(grid_of(problem, tile.block_q, tile.block_k).heads()).visited
+    lengths = visited.sum(axis=0 if tile.holds_keys else 1)
+    if int(lengths.min()) != int(lengths.max()):
+        return REREAD * max(0.0, 1.0 - capacity(spec) / (each * min(resident / blocks, heads)))
+    touched = min(-(-resident // blocks), heads)  # heads of a round
+    shared = 0 if resident % blocks == 0 else -(-blocks * heads // resident) - 1
+    return max(0.0, 1.0 - capacity(spec) / (each * touched)) * min(1.0, shared / heads)
+
+
 def dram(problem: Problem, tile: TilePlan, moved: Traffic, spec: DeviceSpec, resident: int) -> Traffic:
     """DRAM bytes of a pass whose tile bytes are `moved`, with `resident` blocks on the device at once.
 
@@ -76,7 +109,8 @@ def dram(problem: Problem, tile: TilePlan, moved: Traffic, spec: DeviceSpec, res
     problem = even(problem)
     bytes_once = streamed(problem, tile)
     missing = max(0.0, 1.0 - capacity(spec) / bytes_once) if bytes_once else 0.0
-    again = (rounds(problem, tile, resident) - 1) * missing + scattered(problem, tile, spec, resident)
+    passes = (straddled if tile.persistent else scattered)(problem, tile, spec, resident)
+    again = (rounds(problem, tile, resident) - 1) * missing + passes
     least_moved = compulsory(problem, tile)
     once = least_moved.reads
     repeated = ("Q", "dO", "LSE", "delta") if tile.holds_keys else ("K", "V")
@@ -87,5 +121,8 @@ def dram(problem: Problem, tile: TilePlan, moved: Traffic, spec: DeviceSpec, res
         result.read(name, min(size, round(least * factor)))
     for name, size in moved.writes.items():
         # what is added up stays in the cache while it is
-        result.write(name, min(size, least_moved.writes.get(name, size)) if name.endswith(" acc") else size)
+        least = min(size, least_moved.writes.get(name, size)) if name.endswith(" acc") else size
+        result.write(name, least)
+        if name == "dQ acc":  # added to where it lies: it comes from memory to the cache, and no further
+            result.read(name, min(size, round(least * (1.0 + again))))
     return result

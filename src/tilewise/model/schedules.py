@@ -162,7 +162,7 @@ def _queries_outside(problem: Problem, tile: TilePlan, inputs: tuple[str, ...], 
     count = _Rows(grid.problem)
     for head in grid.heads():
         count.read(head.rows * head.count, *inputs)
-        count.read(head.keys_by_tile * head.count // tile.heads, "K", "V")  # once for all heads of a task
+        count.read(head.keys_by_tile * head.count // tile.sharing, "K", "V")  # once for all heads of a task
         count.read_extras(grid, head)
         count.write(grid.problem.seqlen_q * head.count, *outputs)
     return count.moved
@@ -182,7 +182,7 @@ def decode(problem: Problem, tile: TilePlan) -> Traffic:
             part = visited[:, split * per : (split + 1) * per]
             lengths = grid.col_lengths[split * per : (split + 1) * per]
             count.read(int(row_lengths[part.any(axis=1)].sum()) * heads, "Q")
-            count.read(int(part.sum(axis=0, dtype=np.int64) @ lengths) * heads // tile.heads, "K", "V")
+            count.read(int(part.sum(axis=0, dtype=np.int64) @ lengths) * heads // tile.sharing, "K", "V")
     if problem.bias is not None or problem.program.tensors:
         single = grid_of(problem, 1, tile.block_k)
         for head in single.heads():  # rows of a packed tile belong to several heads: each reads its own bias and mask

@@ -47,7 +47,7 @@ MOST_SLOWER, MOST_LARGER = 5, 4
 
 
 def describe_problem(problem: Problem) -> str:
-    """One line: batch, heads, lengths, dims, dtype, mask."""
+    """One line: batch, heads, lengths, dims, dtype and precision, mask."""
     heads = f"{problem.heads}" if problem.kv_heads == problem.heads else f"{problem.heads}/{problem.kv_heads}"
     length = f"{problem.seqlen_q}"
     if problem.seqlen_q != problem.seqlen_k:
@@ -55,7 +55,8 @@ def describe_problem(problem: Problem) -> str:
     same = problem.head_dim == problem.head_dim_v
     dims = f"{problem.head_dim}" if same else f"{problem.head_dim}/{problem.head_dim_v}"
     batch = f"{problem.batch} packed sequences" if problem.varlen else f"batch {problem.batch}"
-    parts = [batch, f"heads {heads}", f"length {length}", f"head dim {dims}", _SHORT[problem.dtype]]
+    dtype = _SHORT[problem.dtype] + ("" if problem.precision == "default" else f" ({problem.precision})")
+    parts = [batch, f"heads {heads}", f"length {length}", f"head dim {dims}", dtype]
     return " · ".join([*parts, describe_mask(problem.program)])
 
 
@@ -84,9 +85,18 @@ def _headline(plan: Plan) -> Shown:
         rows.append(("backend", (plan.backend, "bold cyan")))
     rows += [*figure_facts(plan), ("tile", [(f"{plan.tile}", "bold cyan"), f"  {describe_tile(plan)}"])]
     if plan.timed:
-        rows.append(("on chip", f"{format_bytes(plan.on_chip_bytes)}  ({_buffers(plan)}) · {plan.registers} registers"))
+        rows.append(("on chip", describe_on_chip(plan)))
         rows += time_facts(plan)
     return Panel("plan", facts(rows))
+
+
+def describe_on_chip(plan: Plan) -> str:
+    """Bytes and registers, with what there is."""
+    spec, size, registers = plan.spec, format_bytes(plan.on_chip_bytes), plan.registers
+    if spec.is_gpu:
+        size += f" of {format_bytes(spec.sram_per_block)}"
+    most = spec.max_registers if spec.is_gpu else spec.vector_registers
+    return f"{size}  ({_buffers(plan)}) · {registers} of {most} registers"
 
 
 def _buffers(plan: Plan) -> str:

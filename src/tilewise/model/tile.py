@@ -10,7 +10,9 @@ from tilewise.errors import PlanError
 from tilewise.problem import PASSES as PASSES
 
 SOURCES = ("model", "table", "tuned", "user")
-AS_FAST, RESOLUTION = "as fast", 0.05
+PLAIN = "torch"
+"""The kernel of a tile that operations of torch compute: its tiles are tensors, nothing is kept on the chip by our doing."""
+AS_FAST, RESOLUTION = "as fast", 0.1
 """What is said of predicted times that differ by less: the model does not tell them apart."""
 SHOWN = 16
 """Tiles that a refusal names."""
@@ -51,6 +53,8 @@ class TilePlan:
     persistent: bool = False
     """Do programs stay on their units, one each, and take work tiles in an order that keeps the tiles of a head together?"""
     reasons: tuple[str, ...] = ()
+    fault: str = ""
+    """Why it is taken only where nothing better fits: what the model does not describe, such as a compiler that would spill."""
 
     def __post_init__(self) -> None:
         if self.pass_ not in PASSES:
@@ -68,6 +72,11 @@ class TilePlan:
     def holds_keys(self) -> bool:
         """Does a block hold keys, past which queries stream?"""
         return self.outer == "keys" or self.pass_ == "backward_dkdv"
+
+    @property
+    def sharing(self) -> int:
+        """Query heads that share a task's K and V without sharing its rows."""
+        return 1 if self.pack_gqa else self.heads
 
     @property
     def on_chip_bytes(self) -> int:

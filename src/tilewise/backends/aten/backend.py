@@ -26,7 +26,6 @@ from torch.nn.functional import pad
 
 from tilewise.backends.aten import plan
 from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, cpu_only
-from tilewise.hardware import amx
 from tilewise.hardware.probe import probe_cpu
 from tilewise.problem import Problem
 
@@ -52,9 +51,7 @@ class AtenBackend(Backend):
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
         spec = probe_cpu()
-        if spec.has_amx and (
-            amx.obstacle() is not None or find_spec("llvmlite") is None
-        ):  # the cpu backend cannot use it
+        if spec.has_amx and find_spec("llvmlite") is None:  # the cpu backend has no kernels to use it
             spec = replace(spec, isa_flags=tuple(flag for flag in spec.isa_flags if not flag.startswith("amx")))
         reason = plan.declines(problem, spec, backward=backward)
         if reason is not None:

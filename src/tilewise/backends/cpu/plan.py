@@ -1,7 +1,7 @@
 """What the CPU kernels run for a problem on a processor: which kernel, its tile, and why. Needs neither torch nor llvmlite.
 
-A pass has one kernel: `forward`, `decode` (one query a head) or `backward` (dQ, dK and dV together). Where the keys are split, the
-last split to finish merges them inside the kernel: there is no kernel for that.
+A pass has one kernel: `forward`, `decode` (one query a head) or `backward` (dQ, dK and dV together). Where keys are split,
+the last split to finish merges them inside the kernel: there is no kernel for that.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The program that Nsight Compute watches: one forward and one backward, and a note of the tiles they ran with."""
+"""The program that Nsight Compute watches: forwards and backwards, and a note of the tiles they ran with."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from tilewise.backends import plans
 from tilewise.backends.base import BackwardInputs
 from tilewise.diagnostics.measured import random_inputs
 from tilewise.hardware import DeviceSpec, probe_gpu
-from tilewise.lab.report.counters import TrafficCase
+from tilewise.lab.report.counters import RUNS, TrafficCase
 from tilewise.model import TilePlan
 from tilewise.problem import Problem
 
@@ -25,21 +26,27 @@ def tiles_of(problem: Problem, forward: str, backward: str, spec: DeviceSpec) ->
     return ahead | back
 
 
-def main(case: TrafficCase, note: Path) -> None:
+def run(case: TrafficCase) -> dict[str, Any]:
+    """A case, run several times: who served it, with which tiles."""
     problem = case.problem()
     inputs = random_inputs(problem)
+    spec = probe_gpu(inputs.q.device.index or 0)
+    assert spec is not None
     forward = dispatch.select(problem, inputs, case.backend).backend
     serves = case.backend != "auto" and dispatch.judge(case.backend, problem, inputs, backward=True).ok
     backward = dispatch.select(problem, inputs, case.backend if serves else "auto", backward=True).backend
-    out, lse = forward.forward(problem, inputs)
-    backward.backward(problem, inputs, BackwardInputs(out, lse, torch.ones_like(out)))
-    torch.cuda.synchronize()
-    spec = probe_gpu(inputs.q.device.index or 0)
-    assert spec is not None
+    for _ in range(RUNS):
+        out, lse = forward.forward(problem, inputs)
+        backward.backward(problem, inputs, BackwardInputs(out, lse, torch.ones_like(out)))
+        torch.cuda.synchronize()
     tiles = tiles_of(problem, forward.name, backward.name, spec)
-    chosen = {"forward": forward.name, "backward": backward.name}
-    note.write_text(json.dumps({"backends": chosen, "tiles": {name: tile.to_dict() for name, tile in tiles.items()}}))
+    served = {"forward": forward.name, "backward": backward.name}
+    return {"backends": served, "tiles": {name: tile.to_dict() for name, tile in tiles.items()}}
+
+
+def main(cases: list[TrafficCase], note: Path) -> None:
+    note.write_text(json.dumps([run(case) for case in cases]))
 
 
 if __name__ == "__main__":
-    main(TrafficCase(**json.loads(sys.argv[1])), Path(sys.argv[2]))
+    main([TrafficCase(**case) for case in json.loads(sys.argv[1])], Path(sys.argv[2]))

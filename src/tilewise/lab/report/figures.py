@@ -114,6 +114,8 @@ def position(
         "tile": str(tile),
         "runs": str(runs.tile),
         "by": runs.figures_of,
+        "own": shown.figures_of,
+        "passes": {one.pass_: str(one) for one in shown.passes},
         "refused": refused,
         "schedules": {
             name: _point(bytes_, work.useful, multiplied.get(name, work.executed), problem.dtype, spec)

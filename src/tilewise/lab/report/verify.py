@@ -8,23 +8,29 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tilewise.errors import DeviceError
-from tilewise.hardware import probe_gpu
+from tilewise.hardware import DeviceSpec, probe_gpu
 from tilewise.lab.bench.machine import machine, versions
-from tilewise.lab.report.counters import METRICS, PASSES, KernelTraffic, TrafficCase, compare, launches
+from tilewise.lab.report.counters import KERNELS, METRICS, RUNS, KernelTraffic, TrafficCase, compare, launches, runs_of
 from tilewise.model import TilePlan
 
 USUAL = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
 CASES = (
     TrafficCase(seqlen=4096),
+    TrafficCase(seqlen=4096, head_dim=64),
+    TrafficCase(seqlen=4096, heads=8, kv_heads=8, head_dim=256),
+    TrafficCase(seqlen=8192),
     TrafficCase(seqlen=4096, mask="causal"),
+    TrafficCase(seqlen=4096, mask="causal", deterministic=True),
     TrafficCase(seqlen=8192, mask="causal"),
     TrafficCase(seqlen=8192, head_dim=64, mask="causal"),
+    TrafficCase(seqlen=8192, heads=8, kv_heads=8, head_dim=256, mask="causal"),
     TrafficCase(seqlen=8192, kv_heads=4, mask="causal"),
     TrafficCase(seqlen=8192, mask="causal & window(1024)"),
 )
@@ -41,36 +47,59 @@ def find_ncu(given: str | None = None) -> str:
     )
 
 
-def command(ncu: str, case: TrafficCase, note: Path) -> list[str]:
+def command(ncu: str, cases: Sequence[TrafficCase], note: Path) -> list[str]:
     """Caches are emptied before each kernel, as the model assumes; clocks are left as they are."""
-    names = "|".join(PASSES)
+    names = "|".join(KERNELS)
     return [
         ncu, "--csv", "--page", "raw", "--print-units", "base", "--target-processes", "all", "--cache-control", "all",
         "--clock-control", "none", "--kernel-name", f"regex:{names}", "--metrics", ",".join(METRICS),
-        sys.executable, "-m", "tilewise.lab.report.counted", json.dumps(asdict(case)), str(note),
+        sys.executable, "-m", "tilewise.lab.report.counted", json.dumps([asdict(case) for case in cases]), str(note),
     ]  # fmt: skip
 
 
-def count(ncu: str, case: TrafficCase, timeout: float = 600.0) -> tuple[list[KernelTraffic], dict[str, str], str]:
-    """One case under ncu: its kernels beside the model, the backends that ran, and ncu's own output."""
+Counted = tuple[list[KernelTraffic], dict[str, str]]
+"""A case's kernels beside the model, and the backends that ran."""
+
+
+def count(ncu: str, cases: Sequence[TrafficCase], timeout: float = 600.0) -> list[Counted]:
+    """All cases in one program under ncu."""
     spec = probe_gpu(0)
     if spec is None:
         raise DeviceError("verify-traffic: ncu is here, but torch sees no GPU; run it where there is one")
     with tempfile.TemporaryDirectory() as directory:
         note = Path(directory) / "note.json"
-        run = subprocess.run(command(ncu, case, note), capture_output=True, text=True, timeout=timeout, check=False)
+        run = subprocess.run(command(ncu, cases, note), capture_output=True, text=True, timeout=timeout, check=False)
         if "ERR_NVGPUCTRPERM" in run.stdout + run.stderr:
             raise DeviceError(
                 "verify-traffic: the driver lets only administrators read counters (ERR_NVGPUCTRPERM); run as root, or "
                 "load the driver with NVreg_RestrictProfilingToAdminUsers=0"
             )
         if run.returncode or not note.exists():
-            raise DeviceError(
-                f"verify-traffic: ncu failed on {case.describe()}: {(run.stderr or run.stdout).strip()[-600:]}"
-            )
-        noted = json.loads(note.read_text())
-    tiles = {name: TilePlan(**tile) for name, tile in noted["tiles"].items()}
-    return compare(case, tiles, launches(run.stdout), spec), noted["backends"], run.stdout
+            raise DeviceError(f"verify-traffic: ncu failed: {(run.stderr or run.stdout).strip()[-600:]}")
+        notes = json.loads(note.read_text())
+    return understood(cases, notes, run.stdout, spec)
+
+
+def understood(
+    cases: Sequence[TrafficCase], notes: list[dict[str, Any]], text: str, spec: DeviceSpec
+) -> list[Counted]:
+    """What ncu printed, by case."""
+    runs = runs_of(launches(text))
+    if len(runs) != RUNS * len(cases):
+        raise DeviceError(f"verify-traffic: ncu counted {len(runs)} forwards, {RUNS * len(cases)} were run")
+    found = []
+    for number, (case, noted) in enumerate(zip(cases, notes, strict=True)):
+        tiles = {name: tile_of(fields) for name, fields in noted["tiles"].items()}
+        own = runs[RUNS * number : RUNS * (number + 1)]
+        found.append((compare(case, tiles, own, spec), noted["backends"]))
+    return found
+
+
+def tile_of(fields: dict[str, Any]) -> TilePlan:
+    """A tile from its JSON."""
+    lists = {"on_chip": tuple(fields["on_chip"].items()), "reasons": tuple(fields["reasons"])}
+    pair = fields["register_tile"]
+    return TilePlan(**{**fields, **lists, "register_tile": pair and tuple(pair)})
 
 
 def document(kernels: list[KernelTraffic], backends: list[dict[str, str]], ncu: str) -> dict[str, Any]:

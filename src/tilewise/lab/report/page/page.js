@@ -99,7 +99,8 @@ function showNumbers() {
     found.predicted === null ? [seconds(found.schedules.plan.seconds), w("n.least")] : [seconds(found.predicted), w("n.time")],
   ];
   const kind = found.by === "model" ? "runs.model" : found.tile === found.runs ? "runs.it" : found.refused ? "runs.refused" : "runs.yours";
-  $("runs").textContent = w(kind, found);
+  const passes = Object.entries(found.passes).map(([pass, tile]) => pass + " " + tile).join(", ");
+  $("runs").textContent = w(kind, found) + (passes && !found.refused ? " " + w("runs.all", { passes }) : "");
   if (found.binding) facts.push([w("r." + found.binding), w("n.binding")]);
   else facts.push([bytes(Object.values(found.onChip).reduce((a, b) => a + b, 0)), w("f.sram_bytes")]);
   $("numbers").replaceChildren(...facts.map(([value, words]) => { const box = element("div"); box.append(element("b", value), element("span", words)); return box; }));
