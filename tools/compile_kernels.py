@@ -290,7 +290,7 @@ def run_job(job: tuple[str, str, bool]) -> tuple[list[str], int]:
             failures += bool(wrong)
             lines.append(
                 f"{head} {one.name:17} {one.text:15} {known.registers:4} regs {known.stack:5} B stack "
-                f"{known.spills:4} in loops {known.shared:7} B shared{_planned(one.tile)} {one.seconds:6.1f} s  "
+                f"{known.spills if known.code else '?':>4} in loops {known.shared:7} B shared{_planned(one.tile)} {one.seconds:6.1f} s  "
                 + "; ".join(wrong)
             )
     except Exception as error:
