@@ -138,7 +138,11 @@ FORWARD: list[tuple[Any, ...]] = [
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal", "window")),
     ("negative scale", 128, {"scale": -1.0}),
     ("d256 full long", 256, {"seqlen": 16384}),
-]
+    *(
+        (f"d{d} {name} {m}x{n}", d, {**MASKS[name], "tile": (("forward", m, n),)})
+        for d in (64, 128) for name in ("full", "causal") for m, n in ((128, 64), (192, 64))
+    ),
+]  # fmt: skip
 BACKWARD_FEW = ("d64 full", "d128 causal", "d256 causal", "d128 causal varlen", "d64 causal deterministic")
 BACKWARD_MASKS = ("full", "causal", "window", "padding", "prefix-lm")
 DETERMINISTIC = {"deterministic": True}
@@ -151,7 +155,9 @@ BACKWARD: list[tuple[Any, ...]] = [
     *((f"d{d} causal varlen deterministic", d, {"mask": "causal", **PACKED, **DETERMINISTIC}) for d in (64, 128)),
     ("d128 softcap deterministic", 128, {"mask": "causal", "softcap": 20.0, **DETERMINISTIC}),
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal")),
-]
+    *((f"d{d} causal {m}x{n}", d, {"mask": "causal", "tile": (("backward_dkdv", m, n), ("backward_dq", 128, 64))})
+      for d, m, n in ((64, 64, 128), (64, 64, 64), (128, 64, 64))),
+]  # fmt: skip
 CHECKS = (
     *PORTABLE,
     *(hopper("hopper", name, d, few=name in FORWARD_FEW, **more) for name, d, more in FORWARD),

@@ -59,6 +59,8 @@ def check_random() -> None:
         )  # fmt: skip
         found = watched(problem)
         assert not tile or ("forward", tile) in found
+        shown = tw.explain(problem, device="cpu", backend="triton").plan.passes
+        assert dict(found).items() <= {one.pass_: one.sizes for one in shown}.items()
 
 
 def check_results() -> None:

@@ -21,6 +21,7 @@ from tilewise.backends.hopper.backward.config import (
     SEPARATE_DQ,
     SEPARATE_DQ_SOFTCAP,
     SEPARATE_DQ_UNMASKED,
+    SPLIT,
     KeysConfig,
     QueriesConfig,
     widths,
@@ -36,6 +37,7 @@ CONFIGS: list[KeysConfig | QueriesConfig] = [
     *SEPARATE_DQ_UNMASKED.values(),
     *QUERIES.values(),
     *QUERIES_SHORT.values(),
+    *SPLIT.values(),
 ]
 
 

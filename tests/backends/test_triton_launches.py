@@ -78,7 +78,7 @@ def test_what_is_launched_is_what_is_planned(device: str) -> None:
             assert {pass_of(name, tiles) for name, _ in found} == set(tiles)
         for name, launch in found:
             tile = tiles[pass_of(name, tiles)]
-            assert (launch.config.BLOCK_M, launch.config.BLOCK_N) == tile.sizes, (problem, name)
+            assert tile.sizes == (launch.config.BLOCK_M, launch.config.BLOCK_N), (problem, name)
             assert launch.options == (tile.warps, onchip.num_stages(tile, spec)), (problem, name)
             if problem.asked(tile.pass_):
                 assert tile.sizes == problem.asked(tile.pass_) and tile.source == "user"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 from dataclasses import replace
@@ -14,7 +15,10 @@ from tilewise.backends import plans
 from tilewise.hardware import lookup
 from tilewise.hardware.spec import KiB, MiB
 from tilewise.lab.simulator.timeline import block_timeline
-from tilewise.model import TilePlan, compulsory, kernel, standard, v2
+from tilewise.masks import causal, full
+from tilewise.model import TilePlan, compulsory, kernel, standard, v2, work
+from tilewise.model.evaluation import call_seconds
+from tilewise.model.fitted import gpu_fit
 from tilewise.problem import Problem
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -143,6 +147,36 @@ def test_documented_tiles_of_a_neoverse_n1(cores: int, d: int, tile: str, kib: i
 def test_documented_register_tiles(device: str, d: int, register_tile: tuple[int, int]) -> None:
     problem = Problem.of(heads=8, head_dim=d, seqlen=4096, dtype="float32", device="cpu")
     assert plans.tiles("cpu", problem, lookup(device))["forward"].register_tile == register_tile
+
+
+def test_documented_predictions_of_an_h200() -> None:
+    """docs/io-model.md: what is predicted for the Hopper kernels' own tiles, beside the records of the plain grid."""
+    text = (DOCS / "io-model.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| (\d+) (full|causal) (\d+)k \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", text, re.M)
+    rows = {(int(d), mask, int(k) * 1024): [int(x) for x in figures] for d, mask, k, *figures in documented}
+    assert len(rows) == 6
+    spec, fit = lookup("h200"), gpu_fit(lookup("h200"))
+    for constant in (fit.tensor, fit.softmax, round(fit.step), fit.tile, fit.launch * 1e6):
+        assert f"{constant:g}" in text, constant
+    off = []
+    for side, pass_ in enumerate(("forward", "backward")):
+        record = json.loads((DOCS.parent / f"benchmarks/results/hopper-{pass_}-h200.json").read_text(encoding="utf-8"))
+        for name, cell in ((name, cell) for cells in record["time"].values() for name, cell in cells.items()):
+            found = re.fullmatch(r"d(\d+) (full|causal) (\d+)", name)
+            if found is None:
+                continue
+            d, mask, s = int(found[1]), found[2], int(found[3])
+            sizes = {"batch": 16384 // s, "heads": 2048 // d, "seqlen": s, "head_dim": d}
+            problem = Problem.of(**sizes, device="cuda", mask=causal() if mask == "causal" else full())
+            tiles = plans.tiles("hopper", problem, spec)
+            mine = [tile for name, tile in tiles.items() if name.startswith("backward") == (pass_ == "backward")]
+            flops = work(problem, tiles["forward"]).useful * (2.5 if pass_ == "backward" else 1)
+            predicted = flops / call_seconds(problem, spec, mine) / 1e12
+            measured = cell["tflops"]["tilewise"]
+            off.append(predicted / measured - 1)
+            if (d, mask, s) in rows:
+                assert [round(predicted), round(measured)] == rows[d, mask, s][2 * side : 2 * side + 2], (name, pass_)
+    assert len(off) == 48 and all(abs(ratio) <= 0.15 for ratio in off)
 
 
 def test_documented_blocks_a_multiprocessor() -> None:

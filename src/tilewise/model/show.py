@@ -47,7 +47,7 @@ MOST_SLOWER, MOST_LARGER = 5, 4
 
 
 def describe_problem(problem: Problem) -> str:
-    """One line: batch, heads, lengths, dims, dtype, mask."""
+    """One line: batch, heads, lengths, dims, dtype and precision, mask."""
     heads = f"{problem.heads}" if problem.kv_heads == problem.heads else f"{problem.heads}/{problem.kv_heads}"
     length = f"{problem.seqlen_q}"
     if problem.seqlen_q != problem.seqlen_k:
@@ -55,7 +55,8 @@ def describe_problem(problem: Problem) -> str:
     same = problem.head_dim == problem.head_dim_v
     dims = f"{problem.head_dim}" if same else f"{problem.head_dim}/{problem.head_dim_v}"
     batch = f"{problem.batch} packed sequences" if problem.varlen else f"batch {problem.batch}"
-    parts = [batch, f"heads {heads}", f"length {length}", f"head dim {dims}", _SHORT[problem.dtype]]
+    dtype = _SHORT[problem.dtype] + ("" if problem.precision == "default" else f" ({problem.precision})")
+    parts = [batch, f"heads {heads}", f"length {length}", f"head dim {dims}", dtype]
     return " · ".join([*parts, describe_mask(problem.program)])
 
 

@@ -196,7 +196,14 @@ def _ranked(size: Size, x: Operands, spec: DeviceSpec, pass_: str) -> tuple[Cand
         if tier <= _tier(best.tile, x, size, spec)[0]:
             why = f"{MARGIN:.0%} is what the model cannot tell apart, and this one moves fewer bytes"
         told.append(f"{_full(rival.tile)} is predicted {best.seconds / rival.seconds - 1:.1%} faster, but {why}")
-    return replace(best, tile=replace(best.tile, reasons=(*told, *best.tile.reasons))), *ordered[1:]
+    most = _tier(best.tile, x, size, spec)[0]
+    others = (_faulty(c, *_tier(c.tile, x, size, spec), most) for c in ordered[1:])
+    return replace(best, tile=replace(best.tile, reasons=(*told, *best.tile.reasons))), *others
+
+
+def _faulty(candidate: Candidate, tier: int, why: str, most: int) -> Candidate:
+    """A candidate of a lower tier than the best one's says why."""
+    return replace(candidate, tile=replace(candidate.tile, fault=why)) if tier > most else candidate
 
 
 def _ranking(problem: Problem, spec: DeviceSpec, pass_: str) -> tuple[Candidate, ...]:
