@@ -354,7 +354,7 @@ def _fixed(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     plan = TilePlan(rows, 1, 1, 4, pass_=pass_, source="table", kernel=KERNELS[pass_], reasons=("rows are read once",))
     if not spec.is_gpu:
         return plan
-    registers = min(spec.max_registers, 32 + 3 * rows * width // (4 * spec.warp))
+    registers = min(spec.max_registers, 48 + 3 * rows * width // (4 * spec.warp))
     sums = 4 * rows * plan.warps
     resident = occupancy(sums, registers, plan.warps * spec.warp, spec)
     return replace(plan, on_chip=(("sums", sums),), registers=registers, resident=resident)
