@@ -375,7 +375,7 @@ def _bias(problem: Problem, spec: DeviceSpec, width: int) -> TilePlan:
     plan = replace(plan, block_q=side, block_k=side, warps=8 if whole and side == 32 else 4)
     by_warpgroups = onchip.instruction(plan, spec) in ("wgmma", "tcgen05")
     sram = {"operands": (4 if by_warpgroups or whole else 2) * side * width}
-    sram |= {"barriers": 64} if by_warpgroups else {"dS": 4 * side * side}
+    sram |= {"barriers": 64} if by_warpgroups else {"dS": max(4096, 4 * side * side)}
     registers = onchip.most_registers(plan, spec)
     resident = occupancy(sum(sram.values()), registers, plan.warps * spec.warp, spec)
     reason = "the largest square that does not spill with the operands of both products"

@@ -77,6 +77,8 @@ TUNED: tuple[Tuned, ...] = (
     _h200("backward_dkdv", 64, 2, (64, 64, 3, 4), _PLANNER,
           "bf16 8k backward full 375 TFLOP/s, causal 343; 64×64 w4 s2 351 and 337; 128×64 w4 s2 gives 395, 365 but spills"),
     _h200("backward_dq", 64, 2, (64, 64, 3, 4), _PLANNER, "bf16 512 full, dQ alone 0.31 ms; 128×64 w8 s3 0.46 ms"),
+    _h200("backward_dkdv", 128, 2, (32, 64, 2, 4), _COMPILED, "bf16: 0 spills in loops; with three stages 2",
+          masked=True, packed=True),
     _h200("backward_dkdv", 128, 2, (32, 64, 3, 4), _PLANNER,
           "bf16 2k backward full 321 TFLOP/s, causal 265; 64×64 w8 s2 211 and 189"),
     _h200("backward_dq", 128, 2, (64, 32, 3, 4), _PLANNER,
