@@ -13,9 +13,9 @@ import random
 from unittest import mock
 
 import torch
+from tools.gpu_launches import PASSES, pass_of
 
 import tilewise as tw
-from tests.backends.test_triton_launches import PASSES, pass_of
 from tilewise.backends.gpu.record import Launch
 from tilewise.backends.triton import plan, run
 from tilewise.errors import BackendError

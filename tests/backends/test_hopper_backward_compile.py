@@ -1,6 +1,6 @@
 """The Hopper backward's kernels compile for sm_90 without a GPU, and their machine code is what their speed rests on.
 
-Five kernels here; all of them by `make compile-kernels`.
+Five kernels here; all of them by `make compile-matrix`.
 """
 
 from __future__ import annotations
