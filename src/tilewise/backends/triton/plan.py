@@ -122,7 +122,7 @@ def _planned(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     if pass_ == "decode":  # as many rows as there are
         sizes = replace(sizes, block_q=_packed_rows(size_of(problem)))
     sizes = replace(sizes, stages=onchip.stages_of(entry.num_stages, sizes, spec))
-    return _measured(problem, spec, sizes, f"measured: {entry}")
+    return _measured(problem, spec, sizes, f"tuned: {entry}")
 
 
 def _measured(problem: Problem, spec: DeviceSpec, sizes: TilePlan, reason: str) -> TilePlan:
