@@ -7,13 +7,16 @@ import platform
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.model.tutorials import step_intensities
 from tilewise.backends import plans
 from tilewise.hardware import lookup
 from tilewise.hardware.spec import KiB, MiB
+from tilewise.lab.simulator.precision import make_data
 from tilewise.lab.simulator.timeline import block_timeline
 from tilewise.masks import causal, full
 from tilewise.model import TilePlan, compulsory, kernel, standard, v2, work
@@ -127,6 +130,35 @@ def test_the_documented_timelines_of_an_h200(sides: tuple[int, int], totals: tup
         if sides == (64, 64):
             assert run.busy("load") / 8 * 1e6 == pytest.approx(0.23, abs=0.005)
             assert run.busy("compute") / 8 * 1e6 == pytest.approx(0.28, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("options", "figure"),
+    [
+        ({"backend": "tiled", "tile": (64, 8)}, 1.8e-6),
+        ({"backend": "tiled", "tile": (64, 64)}, 2.3e-7),
+        ({"backend": "tiled", "tile": (64, 1024)}, 3.7e-7),
+        ({"backend": "tiled", "tile": (64, 8), "precision": "double"}, 2.9e-8),
+        ({"backend": "tiled", "tile": (64, 8), "precision": "compensated"}, 2.9e-8),
+        ({"backend": "cpu"}, 1.9e-7),
+        ({"backend": "cpu", "precision": "double"}, 2.9e-8),
+    ],
+    ids=str,
+)
+def test_documented_precision_of_the_library(options: dict[str, Any], figure: float) -> None:
+    """docs/tiling.md: what rescaling costs the backends on slowly rising scores."""
+    import torch
+
+    import tilewise as tw
+
+    if options["backend"] == "cpu":
+        pytest.importorskip("llvmlite")
+    q, k, v = (torch.from_numpy(np.array(x))[None, None].float() for x in make_data("slow", 64, 1024, 64, 0))
+    truth = tw.attention(q.double(), k.double(), v.double(), backend="reference")
+    error = float((tw.attention(q, k, v, **options).double() - truth).norm() / truth.norm())
+    arm = platform.machine() in ("aarch64", "arm64")
+    least, most = (0.7, 1.4) if arm or figure < 1e-7 else (0.05, 6.0)
+    assert least * figure < error < most * figure
 
 
 @pytest.mark.parametrize(
