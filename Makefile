@@ -8,7 +8,7 @@ SUITE  ?= quick
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test test-browser test-models test-versions lint types unit fuzz bench bench-against compile-kernels compile-all clean
+.PHONY: help setup demo test test-browser test-models test-versions lint types unit fuzz bench bench-against compile-matrix compile-all clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,7 +21,7 @@ help:
 	@echo "make test-versions   a choice of the tests under the oldest supported torch and the pinned one, on a CPU"
 	@echo "make bench   side by side with SDPA and what else is installed"
 	@echo "make bench-against    the same beside another checkout of tilewise: CHECKOUT=../before SUITE=cpu"
-	@echo "make compile-kernels  the GPU kernels compiled without a GPU, as CI does; compile-all: every Hopper kernel, too"
+	@echo "make compile-matrix  the GPU kernels compiled without a GPU, as CI does; compile-all: every Hopper kernel, too"
 	@echo "make clean   remove the virtual environment and caches"
 
 setup: $(STAMP)
@@ -54,10 +54,10 @@ unit: $(STAMP)
 fuzz: $(STAMP)
 	PYTHONPATH=src:. $(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
 
-# GPU kernels compiled without a GPU, and their machine code checked. `compile-kernels` is what CI runs on two cores: with the
+# GPU kernels compiled without a GPU, and their machine code checked. `compile-matrix` is what CI runs on two cores: with the
 # pinned triton the portable kernels for every target and a choice of the Hopper ones; a choice of both with the oldest and the
 # newest supported triton, which are fetched from the package index. `compile-all` compiles every kernel with the pinned one.
-compile-kernels: $(STAMP)
+compile-matrix: $(STAMP)
 	$(BIN)/python tools/compile_kernels.py --only triton --jobs $(WORKERS)
 	$(BIN)/python tools/compile_kernels.py --few --only hopper --jobs $(WORKERS)
 	$(BIN)/python tools/compile_kernels.py --few --jobs $(WORKERS) --triton 3.6.0 3.9.0 --target sm_80 sm_90 gfx942

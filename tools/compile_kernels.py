@@ -6,8 +6,9 @@
     python tools/compile_kernels.py --only hopper --target sm_90
 
 Each line is one kernel for one target: registers and stack bytes a thread (NVIDIA), shared memory, the time it took, and what is
-wrong with it. A kernel that fails to compile, does not fit the target, multiplies with memory that is none of its tiles (lost
-addresses: `backends/gpu/sass.py`), spills where it must not, or lacks what its speed rests on (`machine_code.py`) fails the run.
+wrong with it. A kernel fails the run that does not compile, does not fit the target, multiplies with memory that is none of its
+tiles (lost addresses: `backends/gpu/sass.py`), spills where it must not, lacks what its speed rests on (`machine_code.py`), or is
+not what its backend's plan says of it: shared memory, registers, buffers.
 """
 
 from __future__ import annotations
@@ -42,9 +43,13 @@ TARGETS = {
     "sm_80": Target(("cuda", 80, 32), "a100-80"),
     "sm_90": Target(("cuda", 90, 32), "h200"),
     "sm_100": Target(("cuda", 100, 32), "b200"),
+    "sm_120": Target(("cuda", 120, 32), "rtx5090"),
     "gfx942": Target(("hip", "gfx942", 64), "mi300x"),
 }
 HOPPER_ONLY = ("sm_90",)
+MOST = ("sm_80", "sm_90", "sm_100", "gfx942")
+CHECKED = ("sm_80", "sm_90")
+"""Where loops must not use local memory."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class Check:
     kernels: tuple[str, ...] = ()
     targets: tuple[str, ...] = tuple(TARGETS)
     few: bool = False  # enough to see that another triton takes the language the kernels use
-    must_not_spill: bool = False
+    may_spill: bool = False  # its masks or features need more registers than are left
+    loose: bool = False  # packed sequences, or loads behind branches: Triton gives some of them fewer buffers than asked for
     maps: bool | None = None
     made: Callable[[], masks.Mask] | None = None  # a mask that a case has no words for
 
@@ -72,36 +78,45 @@ class Compiled(NamedTuple):
     text: str = ""  # its tile
     seconds: float = 0.0
     tile: Any = None  # as planned
+    whole: bool = True  # does the launch compute all that its tile is planned for?
 
 
 def portable(name: str, *kernels: str, d: int = 128, **more: Any) -> Check:
-    own = {field: more.pop(field) for field in ("few", "targets", "must_not_spill", "maps", "made") if field in more}
+    own = {field: more.pop(field) for field in ("few", "targets", "may_spill", "loose", "maps", "made") if field in more}
     sizes = {"batch": 2, "heads": 8, "kv_heads": 2, "seqlen": 1024, "head_dim": d, "dtype": "bfloat16"}
     return Check("triton", Case(name, **{**sizes, **more}), kernels, **own)
 
 
 MAIN = ("forward", "keys", "queries")
 DECODE = {"seqlen": 1, "kv_seqlen": 4096}
+TWO = ("sm_80", "sm_90")
 PORTABLE = (
-    portable("d128", *MAIN, mask="causal", few=True, must_not_spill=True),
-    portable("d64", *MAIN, d=64, mask="causal", few=True, must_not_spill=True),
-    portable("d128 full", *MAIN, must_not_spill=True),
-    portable("fp32 d128", dtype="float32", mask="causal", few=True),
-    portable("fp32 decode", "decode", "merge", dtype="float32", few=True, **DECODE),
+    portable("d128", *MAIN, mask="causal", few=True),
+    portable("d64", *MAIN, d=64, mask="causal", few=True),
+    portable("d128 full", *MAIN),
     portable("d256", *MAIN, d=256, mask="causal"),
-    portable("d512", "forward", d=512),
-    portable("d96 dv32 prefix", *MAIN, d=96, head_dim_v=32, mask="causal | prefix(7)"),
-    portable("window fp16", *MAIN, dtype="float16", mask="window(64)"),
-    portable("varlen", *MAIN, mask="causal", lengths=(512, 512), few=True),
-    portable("everything", *MAIN, "bias", d=64, few=True, softcap=30.0, bias=(1, 8, 1024, 1024), alibi=True, sinks=True,
-             dropout_p=0.1),
-    portable("documents", *MAIN, d=64, mask="causal", data="documents", few=True),
-    portable("blocks and dense", *MAIN, d=64, made=lambda: blocks_or_not_dense()),
+    portable("d256 full", *MAIN, d=256, targets=TWO),
+    portable("fp16 d128", *MAIN, dtype="float16", mask="causal", targets=TWO),
+    portable("fp32 d128", dtype="float32", mask="causal", few=True),
+    portable("fp32 d64", *MAIN, d=64, dtype="float32", mask="causal", targets=TWO),
+    portable("fp32 d256", *MAIN, d=256, dtype="float32", mask="causal", targets=TWO),
     portable("decode", "decode", "merge", few=True, **DECODE),
+    portable("decode d64", "decode", d=64, targets=TWO, **DECODE),
+    portable("decode d256", "decode", d=256, targets=TWO, **DECODE),
+    portable("fp32 decode", "decode", "merge", dtype="float32", few=True, **DECODE),
     portable("prepare", "prepare", few=True),
+    *(portable(f"bias d{d}", "bias", d=d, bias=(1, 8, 1024, 1024), targets=TWO) for d in (64, 128, 256)),
+    portable("d512", "forward", d=512, targets=MOST),
+    portable("d96 dv32 prefix", *MAIN, d=96, head_dim_v=32, mask="causal | prefix(7)", targets=MOST, may_spill=True),
+    portable("window fp16", *MAIN, dtype="float16", mask="window(64)", targets=MOST),
+    portable("varlen", *MAIN, mask="causal", lengths=(512, 512), targets=MOST, few=True, loose=True),
+    portable("everything", *MAIN, "bias", d=64, few=True, softcap=30.0, bias=(1, 8, 1024, 1024), alibi=True, sinks=True,
+             dropout_p=0.1, targets=MOST, may_spill=True, loose=True),
+    portable("documents", *MAIN, d=64, mask="causal", data="documents", few=True, targets=MOST, may_spill=True, loose=True),
+    portable("blocks and dense", *MAIN, d=64, made=lambda: blocks_or_not_dense(), targets=MOST, may_spill=True, loose=True),
     *(
-        portable(f"d{d} {mask}{' varlen' * bool(lengths)}{' short' * (not maps)}", *MAIN, d=d, mask=mask, lengths=lengths,
-                 maps=maps, targets=HOPPER_ONLY, few=True)
+        portable(f"trusted d{d} {mask}{' varlen' * bool(lengths)}{' short' * (not maps)}", *MAIN, d=d, mask=mask, lengths=lengths,
+                 maps=maps, targets=HOPPER_ONLY, few=True, loose=bool(lengths))
         for d in (64, 128) for mask in ("full", "causal") for lengths in ((), (512, 512)) for maps in (False, True)
     ),
 )  # fmt: skip
@@ -138,7 +153,11 @@ FORWARD: list[tuple[Any, ...]] = [
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal", "window")),
     ("negative scale", 128, {"scale": -1.0}),
     ("d256 full long", 256, {"seqlen": 16384}),
-]
+    *(
+        (f"d{d} {name} {m}x{n}", d, {**MASKS[name], "tile": (("forward", m, n),)})
+        for d in (64, 128) for name in ("full", "causal") for m, n in ((128, 64), (192, 64))
+    ),
+]  # fmt: skip
 BACKWARD_FEW = ("d64 full", "d128 causal", "d256 causal", "d128 causal varlen", "d64 causal deterministic")
 BACKWARD_MASKS = ("full", "causal", "window", "padding", "prefix-lm")
 DETERMINISTIC = {"deterministic": True}
@@ -151,13 +170,16 @@ BACKWARD: list[tuple[Any, ...]] = [
     *((f"d{d} causal varlen deterministic", d, {"mask": "causal", **PACKED, **DETERMINISTIC}) for d in (64, 128)),
     ("d128 softcap deterministic", 128, {"mask": "causal", "softcap": 20.0, **DETERMINISTIC}),
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal")),
-]
+    *((f"d{d} causal {m}x{n}", d, {"mask": "causal", "tile": (("backward_dkdv", m, n), ("backward_dq", 128, 64))})
+      for d, m, n in ((64, 64, 128), (64, 64, 64), (128, 64, 64))),
+]  # fmt: skip
 CHECKS = (
     *PORTABLE,
     *(hopper("hopper", name, d, few=name in FORWARD_FEW, **more) for name, d, more in FORWARD),
     *(hopper("hopper-backward", name, d, few=name in BACKWARD_FEW, **more) for name, d, more in BACKWARD),
 )
 BY_NAME = {check.name: check for check in CHECKS}
+assert len(BY_NAME) == len(CHECKS), "two checks of one name"
 
 
 def blocks_or_not_dense(length: int = 1024) -> masks.Mask:
@@ -195,13 +217,15 @@ def compile_check(check: Check, target: str, kernels: tuple[str, ...] = ()) -> I
 def _portable(
     check: Check, problem: Any, inputs: Any, gpu: Any, target: str, kernels: tuple[str, ...]
 ) -> Iterator[Compiled]:
-    from tools.gpu_launches import launches
+    from tools.gpu_launches import launches, pass_of
 
     from tilewise.backends.base import Needs
     from tilewise.backends.gpu.launch import compile_for, signature
+    from tilewise.backends.triton import plan
     from tilewise.hardware import device
 
     spec = device(TARGETS[target].device)
+    tiles = plan.tiles(problem, spec)
     found = launches(problem, inputs, spec, maps=check.maps)
     if problem.seqlen_q > 1:
         found += launches(problem, inputs, spec, needs=Needs(dbias=inputs.bias is not None), maps=check.maps)
@@ -211,8 +235,9 @@ def _portable(
         start = time.perf_counter()
         config, options = launch.config, launch.options
         kernel = compile_for(gpu, launch.kernel, signature(launch.args), config, options)
-        tile = f"{config.BLOCK_M}x{config.BLOCK_N} w{options.num_warps} s{options.num_stages}"
-        yield Compiled(name, kernel, config, tile, time.perf_counter() - start)
+        text = f"{config.BLOCK_M}x{config.BLOCK_N} w{options.num_warps} s{options.num_stages}"
+        whole = name != "keys" or launch.args[1].dk is not None  # where dK and dV are computed apart, dV takes less
+        yield Compiled(name, kernel, config, text, time.perf_counter() - start, tiles[pass_of(name, tiles)], whole)
 
 
 TIGHT = ("window", "padding", "varlen", "softcap")
@@ -227,6 +252,7 @@ def short_of_registers(case: Case) -> bool:
 
 def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -> tuple[Any, list[str]]:
     """The facts of a compiled kernel, and what is wrong with it; without `strict` spills are no fault."""
+    from tools import gpu_launches
     from tools.hopper_launches import plan_faults
     from tools.machine_code import backward_faults, facts, forward_faults, portable_faults
 
@@ -234,7 +260,7 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
     from tilewise.hardware import device
 
     newer = check.backend != "triton" and newer_registers()
-    known = facts(compiled.kernel, target == "sm_90", warnings=check.backend != "triton")
+    known = facts(compiled.kernel, target in CHECKED, warnings=check.backend != "triton")
     if check.backend == "hopper":
         tight = check.case.head_dim == 256 and any(word in check.name for word in TIGHT)
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile)
@@ -243,9 +269,12 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
         may_spill = newer or (compiled.name != "queries_kernel" and short_of_registers(check.case))
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile)
         return known, [*backward_faults(compiled.name, known, compiled.config, may_spill), *planned]
-    spills = strict and check.must_not_spill and target == "sm_90"
     columns = getattr(compiled.kernel.metadata, "tmem_size", 0)
-    return known, portable_faults(known, columns, device(TARGETS[target].device).sram_per_block, spills)
+    wrong = portable_faults(known, columns, device(TARGETS[target].device).sram_per_block, check.may_spill or not strict)
+    if strict:  # what other versions lay out is their affair
+        pipelined = compiled.whole and not check.loose
+        wrong += gpu_launches.plan_faults(known, compiled.kernel.asm.get("ptx", ""), compiled.tile, pipelined)
+    return known, wrong
 
 
 def run_job(job: tuple[str, str, bool]) -> tuple[list[str], int]:
@@ -261,7 +290,8 @@ def run_job(job: tuple[str, str, bool]) -> tuple[list[str], int]:
             failures += bool(wrong)
             lines.append(
                 f"{head} {one.name:17} {one.text:15} {known.registers:4} regs {known.stack:5} B stack "
-                f"{known.shared:7} B shared {one.seconds:6.1f} s  {'; '.join(wrong)}"
+                f"{known.spills:4} in loops {known.shared:7} B shared{_planned(one.tile)} {one.seconds:6.1f} s  "
+                + "; ".join(wrong)
             )
     except Exception as error:
         while error.__cause__ is not None:  # the innermost one names the line
@@ -269,6 +299,10 @@ def run_job(job: tuple[str, str, bool]) -> tuple[list[str], int]:
         lines.append(f"{head} FAILED {type(error).__name__}: {str(error)[-800:]}")
         failures += 1
     return lines, failures
+
+
+def _planned(tile: Any) -> str:
+    return "" if tile is None else f" of {tile.on_chip_bytes:7} planned"
 
 
 def run_here(options: argparse.Namespace) -> int:

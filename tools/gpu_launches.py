@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,7 +17,43 @@ from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.record import Launch
 from tilewise.backends.triton import run
 from tilewise.hardware import DeviceSpec
+from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
+
+PASSES = {
+    "forward": "forward",
+    "decode": "decode",
+    "merge": "merge",
+    "fp16_split": "fp16_split",
+    "prepare": "backward_preprocess",
+    "keys": "backward_dkdv",
+    "queries": "backward_dq",
+    "bias": "backward_dbias",
+}
+"""The pass of each launch, by the name that `launches` gives it."""
+SPARE = 8 << 10
+"""Bytes of shared memory that a plan may count too many."""
+
+
+def pass_of(name: str, tiles: dict[str, TilePlan]) -> str:
+    """The pass of a launch; one kernel serves the forward and decoding."""
+    return "decode" if name == "forward" and "decode" in tiles else PASSES[name]
+
+
+def plan_faults(facts: Any, ptx: str, tile: TilePlan, pipelined: bool) -> list[str]:
+    """Where a compiled kernel is not what the plan says. Without `pipelined` loads stand behind branches, and Triton gives some
+    of them no buffers."""
+    said, used = tile.on_chip_bytes, facts.shared
+    copies = [int(number, 0) for number in re.findall(r"cp\.async\.wait_group\s+(\w+);", ptx)]
+    wrong = {
+        f"{used} B of shared memory, the plan says {said}": used > said or (pipelined and said - used > SPARE),
+        f"{facts.registers} registers, the plan says at most {tile.registers}": facts.registers > tile.registers,
+        f"the plan has {tile.stages} buffers, but copies are waited for at once": pipelined
+        and tile.stages > 1
+        and ".target sm_80" in ptx
+        and max(copies, default=0) < 1,
+    }
+    return [text for text, is_wrong in wrong.items() if is_wrong]
 
 
 def launches(

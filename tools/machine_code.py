@@ -17,6 +17,9 @@ from tilewise.backends.gpu.sass import Instruction, disassembled, lost_addresses
 COMPLAINT = re.compile(r"C75\d\d|wgmma.*serialized", re.IGNORECASE)
 
 
+PRODUCTS = ("HGMMA", "HMMA", "UTCHMMA")
+
+
 class Loop(NamedTuple):
     """A loop that multiplies, innermost."""
 
@@ -56,6 +59,11 @@ class Facts(NamedTuple):
         return sum(name in i.text for i in self.code)
 
     @property
+    def spills(self) -> int:
+        """Accesses to local memory in the innermost loops that multiply."""
+        return sum(loop.count("LDL", "STL") for loop in self.loops)
+
+    @property
     def loops(self) -> list[Loop]:
         """The innermost loops that multiply, found by their backward branches."""
         at = {i.address: n for n, i in enumerate(self.code)}
@@ -66,12 +74,12 @@ class Facts(NamedTuple):
                 spans.append((at[int(target[1], 16)], n))
         bodies = {span: Loop(self.code[span[0] : span[1] + 1]) for span in spans}
         # the retries of barrier waits stand behind the kernel's end and jump back into it: no loops
-        multiplying = [span for span, loop in bodies.items() if loop.count("HGMMA") and not loop.count("EXIT")]
+        multiplying = [span for span, loop in bodies.items() if loop.count(*PRODUCTS) and not loop.count("EXIT")]
         return [bodies[s] for s in multiplying if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in multiplying)]
 
 
-def facts(compiled: Any, sm_90: bool = True, warnings: bool = True) -> Facts:
-    """Resources of a kernel; for sm_90 its instructions; with `warnings` its PTX is assembled again to hear what ptxas says."""
+def facts(compiled: Any, instructions: bool = True, warnings: bool = True) -> Facts:
+    """Resources of a kernel; its instructions if asked for; with `warnings` what ptxas says of its PTX, assembled again."""
     if "cubin" not in compiled.asm:  # AMD's tools are not at hand
         return Facts(0, 0, compiled.metadata.shared, [], [], [])
     log = ""
@@ -85,7 +93,7 @@ def facts(compiled: Any, sm_90: bool = True, warnings: bool = True) -> Facts:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     complaints = [line for line in log.splitlines() if COMPLAINT.search(line)]
-    code = disassembled(compiled.asm["cubin"]) if sm_90 else []
+    code = disassembled(compiled.asm["cubin"]) if instructions else []
     barriers = barrier_addresses(compiled.asm["ptx"])
     return Facts(int(found[1]), int(found[2]), compiled.metadata.shared, code, complaints, barriers)
 
@@ -189,11 +197,11 @@ BACKWARD_SAVES = 4
 """In both loops together: at head dim 64 one register more than there are waits in memory for a step."""
 
 
-def portable_faults(facts: Facts, tensor_columns: int, shared_limit: int, must_not_spill: bool) -> list[str]:
+def portable_faults(facts: Facts, tensor_columns: int, shared_limit: int, may_spill: bool) -> list[str]:
     """Of a kernel of the Triton backend. One that does not fit compiles to a trap, or is refused at its launch."""
     lost = lost_addresses(facts.code)
     checks = {
-        "spills": must_not_spill and facts.stack > 0,
+        f"{facts.spills} accesses to local memory in loops": not may_spill and facts.spills,
         "does not fit": facts.shared > shared_limit or tensor_columns > TENSOR_COLUMNS,
         f"addresses of products are lost: {lost[:2]}": lost,
     }

@@ -4,6 +4,7 @@ default, whatever the data."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,9 @@ from torch import Tensor
 import tilewise as tw
 from tests.conformance.harness import BACKENDS
 from tilewise import dispatch
+from tilewise.backends.cpu import plan as cpu
 from tilewise.errors import BackendError
+from tilewise.hardware import lookup
 from tilewise.numerics.oracle import Inputs, oracle, oracle_gradients
 from tilewise.numerics.rounding import floor, unit_roundoff
 from tilewise.problem import WIDE, Problem
@@ -247,6 +250,28 @@ def test_certified() -> None:
     assert tw.certify(q, k, v, out=out, lse=lse, precision="double").ok
     plain = tw.attention(q, k, v)
     assert not tw.certify(q, k, v, out=plain, precision="double").ok, "the default is not so exact"
+
+
+@pytest.mark.parametrize("key", ["altra-q80", "xeon-8480"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plans_know_it(key: str, dtype: str) -> None:
+    """Half the lanes, more bytes, no matrix unit, more time; and explanations name it."""
+    spec = lookup(key)
+    usual, double = (
+        Problem.of(heads=64, seqlen=4096, head_dim=64, dtype=dtype, precision=precision)
+        for precision in ("default", "double")
+    )
+    assert cpu.tiles(usual, spec)["forward"].kernel == (
+        "forward_amx" if spec.matrix_unit and dtype != "float32" else "forward"
+    )
+    for pass_, tile in cpu.tiles(double, spec).items():
+        assert tile.kernel == pass_ and tile.register_tile is not None
+        assert tile.register_tile[0] % spec.lanes(8) == 0
+        cells = sum(bytes_ for _, bytes_ in tile.on_chip) / (tile.block_q * tile.block_k)
+        same = cpu.tiles(replace(usual, dtype="float32"), spec)[pass_]
+        assert cells > sum(bytes_ for _, bytes_ in same.on_chip) / (same.block_q * same.block_k)
+    assert tw.plan(double, device=key).seconds > 1.8 * tw.plan(replace(usual, dtype="float32"), device=key).seconds
+    assert "(double)" in str(tw.plan(double, device=key))
 
 
 @pytest.mark.parametrize("precision", WIDE)

@@ -13,9 +13,9 @@ import random
 from unittest import mock
 
 import torch
+from tools.gpu_launches import PASSES, pass_of
 
 import tilewise as tw
-from tests.backends.test_triton_launches import PASSES, pass_of
 from tilewise.backends.gpu.record import Launch
 from tilewise.backends.triton import plan, run
 from tilewise.errors import BackendError
@@ -59,6 +59,8 @@ def check_random() -> None:
         )  # fmt: skip
         found = watched(problem)
         assert not tile or ("forward", tile) in found
+        shown = tw.explain(problem, device="cpu", backend="triton").plan.passes
+        assert dict(found).items() <= {one.pass_: one.sizes for one in shown}.items()
 
 
 def check_results() -> None:

@@ -124,6 +124,9 @@ def test_what_is_kept_on_disk_needs_no_llvm_to_be_loaded(target: str) -> None:
         Kernel("decode", "float32", Register(tile_of(isa).lanes, 8, 1)),
         Kernel("decode", "bfloat16", Register(tile_of(isa).lanes, 4, 4)),
     ]
+    double = tile_of(isa)._replace(lanes=tile_of(isa).lanes // 2)
+    kernels += [Kernel("forward", "float16", double, double=True), Kernel("backward", "bfloat16", double, double=True)]
+    kernels += [Kernel("decode", "float16", double._replace(vectors=4, keys=4), double=True)]
     if target == "sapphirerapids":
         kernels += [Kernel(kind, "bfloat16", Register(16, 2, 32), structure="b", matrix="amx") for kind in PRODUCTS]
     for kernel in kernels:

@@ -23,6 +23,7 @@ from tests.numerics import checks
 from tilewise.backends.cpu import backend, blocks, frames, plan
 from tilewise.backends.cpu.frames import Tiles
 from tilewise.backends.cpu.spec import Kernel
+from tilewise.hardware import lookup
 from tilewise.hardware.cpuid import core_figures
 from tilewise.hardware.spec import MATRIX_UNITS, DeviceSpec, KiB
 from tilewise.lab.bench.cases import Case as BenchCase
@@ -52,7 +53,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
     isa, arch, l1, l2 = PROCESSORS[processor]
     pipe, _ = core_figures(isa, "")
     spec = DeviceSpec(
-        key="test", name="test", kind="cpu", vendor="", arch=arch, units=64, isa=isa,
+        key="test", name="test", kind="cpu", vendor="", arch=arch, units=2, isa=isa,
         sram_bytes=l1 * KiB, l2_bytes=l2 * KiB, isa_flags=MATRIX_UNITS.get(processor, ()), **pipe,
     )  # fmt: skip
     monkeypatch.setattr(backend, "probe_cpu", lambda threads=0: replace(spec, threads=threads))
@@ -150,6 +151,19 @@ def test_blocks_for_which_there_is_room_are_left_alone(monkeypatch: pytest.Monke
             _, tiles = arranged(problem, kind, 2)
             assert tiles[:5] == sizes, (heads, lengths, dim, kind)
             assert tiles.heads == (1 if kind == "backward" else problem.group)
+
+
+def test_many_threads_have_fewer_and_larger_tasks() -> None:
+    """As sweeps on a Xeon with 16 threads told: two tasks a thread, keys split that L2 does not hold, low blocks backward."""
+    xeon = replace(lookup("xeon-8480"), units=16)
+    few, many = replace(xeon, threads=2), replace(xeon, threads=16)
+    problem = problem_of((4, 4), (1024, 1024), (64, 64), "float32")
+    assert [str(plan.tiles(problem, spec)["forward"]) for spec in (few, many)] == ["512×128", "128×128"]
+    cross = plan.tiles(problem_of((8, 8), (256, 4096), (64, 64), "float32"), many)["forward"]
+    assert (str(cross), cross.splits) == ("256×128", 4)
+    for heads, length, dim, rows in ((4, 1024, 128, 64), (8, 1024, 64, 128), (1, 2048, 128, 64), (8, 4096, 64, 256)):
+        problem = problem_of((heads, heads), (length, length), (dim, dim), "float32")
+        assert {plan.tiles(problem, spec)["backward"].block_q for spec in (few, many)} == {rows}
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)

@@ -1,6 +1,6 @@
 """The Hopper backward's kernels compile for sm_90 without a GPU, and their machine code is what their speed rests on.
 
-Five kernels here; all of them by `make compile-kernels`.
+Five kernels here; all of them by `make compile-matrix`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tilewise.backends.hopper.backward.config import (
     SEPARATE_DQ,
     SEPARATE_DQ_SOFTCAP,
     SEPARATE_DQ_UNMASKED,
+    SPLIT,
     KeysConfig,
     QueriesConfig,
     widths,
@@ -36,6 +37,7 @@ CONFIGS: list[KeysConfig | QueriesConfig] = [
     *SEPARATE_DQ_UNMASKED.values(),
     *QUERIES.values(),
     *QUERIES_SHORT.values(),
+    *SPLIT.values(),
 ]
 
 

@@ -49,8 +49,10 @@ class Shape(NamedTuple):
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     dlse: bool = False
     dtype: torch.dtype = torch.bfloat16
+    tile: tuple[tuple[str, int, int], ...] = ()
 
 
+SHORT, SPLIT = (("backward_dkdv", 64, 128), ("backward_dq", 128, 64)), (("backward_dkdv", 64, 64),)
 SHAPES = [
     Shape(),
     Shape(64, sq=300, b=2),
@@ -82,6 +84,12 @@ SHAPES = [
     Shape(64, "tw.causal()", lengths=((5, 133, 0, 170), (5, 140, 7, 170)), h=2, hk=1, deterministic=True),
     Shape(256, "tw.causal()", lengths=((5, 133, 0, 70), (5, 140, 7, 70)), h=2, hk=1, dlse=True),
     Shape(256, lengths=((130, 3), (90, 200)), dv=128),
+    Shape(64, "tw.causal()", 300, h=2, hk=1, tile=SHORT, dlse=True),
+    Shape(128, sq=200, sk=170, tile=SHORT),
+    Shape(64, "tw.causal()", lengths=((5, 133, 0, 70), (5, 140, 7, 70)), h=2, hk=1, tile=SHORT),
+    Shape(64, "tw.window(100)", 300, 350, h=2, hk=1, tile=SPLIT),
+    Shape(128, "tw.causal()", 200, h=2, hk=1, softcap=3.0, tile=SPLIT, dlse=True),
+    Shape(128, PAD.format("130, 77"), 100, 300, b=2, poison=(130, 300), tile=SPLIT),
     Shape(256, "tw.window(50)", lengths=((200, 3, 64), (100, 80, 64)), h=2, hk=1),
 ]
 
@@ -99,7 +107,8 @@ def build(shape: Shape) -> tuple[Problem, Inputs]:
     mask = eval(shape.mask, {"tw": tw, "torch": torch})
     options = {"mask": mask, "scale": shape.scale, "softcap": shape.softcap, "deterministic": shape.deterministic}
     inputs = Inputs(*qkv, cu_q=starts[0], cu_k=starts[1])
-    return build_problem(inputs, {**DEFAULTS, **options, "return_lse": True})  # type: ignore[typeddict-item]
+    problem, inputs = build_problem(inputs, {**DEFAULTS, **options, "return_lse": True})  # type: ignore[typeddict-item]
+    return replace(problem, tile=shape.tile), inputs
 
 
 def wrapped(x: Any) -> Any:
@@ -199,7 +208,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients(shape: Shape) -> None:
     problem, inputs = build(shape)
-    out, lse = tiled.backend.forward(problem, inputs)
+    out, lse = tiled.backend.forward(replace(problem, tile=()), inputs)
     g = torch.Generator().manual_seed(1)
     dout = torch.randn(out.shape, generator=g).bfloat16()
     dlse = torch.randn(lse.shape, generator=g) if shape.dlse else None

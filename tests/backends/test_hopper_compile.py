@@ -1,6 +1,6 @@
 """The Hopper kernels compile for sm_90 without a GPU, and their machine code is what their speed rests on.
 
-Two kernels here; all of them by `make compile-kernels`.
+Two kernels here; all of them by `make compile-matrix`.
 """
 
 from __future__ import annotations

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from tilewise import dispatch
+from tilewise.backends import plans
+from tilewise.hardware import probe_gpu
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.engine import bind_run
 from tilewise.lab.bench.judge import Expected
 from tilewise.lab.bench.peers import contender
+
+if dispatch.usable("hopper", "cuda").ok:
+    from tilewise.backends.hopper import launch as forward
+    from tilewise.backends.hopper.backward import launch as backward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,6 +74,48 @@ def test_right_at_the_edges_of_tiles(case: Case) -> None:
         poisoned()
         judgement = expected.judge(bind_run(case, contender(f"tilewise:{BACKEND}"), tensors)())
         assert judgement.ok, judgement
+
+
+TWO_PASSES = {"backward_dkdv": (64, 64), "backward_dq": (128, 64)}
+ASKED: list[tuple[int, dict[str, tuple[int, int]]]] = [
+    *((64, {"forward": pair}) for pair in ((128, 128), (128, 64), (192, 128), (192, 64))),
+    *((128, {"forward": pair}) for pair in ((128, 128), (128, 64), (192, 64))),
+    (64, {"backward": (128, 128)}),
+    (128, {"backward": (64, 128)}),
+    *((d, TWO_PASSES) for d in DIMS),
+    (64, {"backward_dkdv": (64, 128)}),
+    (128, {"backward_dq": (128, 128)}),
+]
+
+
+@pytest.mark.parametrize("mask", FULL_OR_CAUSAL)
+@pytest.mark.parametrize(("dim", "asked"), ASKED, ids=str)
+def test_a_tile_that_is_asked_for_is_right_and_is_what_runs(
+    dim: int, asked: dict[str, tuple[int, int]], mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: dict[str, tuple[int, int]] = {}
+    for module in (forward, backward):
+        compiled = module.kernel_for
+
+        def watch(name: str, dtype: str, arguments: Any, config: Any, compiled: Any = compiled) -> Any:
+            ran[name] = (config.BLOCK_M, config.BLOCK_N)
+            return compiled(name, dtype, arguments, config)
+
+        monkeypatch.setattr(module, "kernel_for", watch)
+    tile = tuple((pass_, *pair) for pass_, pair in sorted(asked.items()))
+    case = replace(shape(head_dim=dim, seqlen=700, kv_seqlen=650, mask=mask, tile=tile), device=DEVICE)
+    tensors = case.tensors()
+    poisoned()
+    judgement = Expected(case, tensors).judge(bind_run(case, contender(f"tilewise:{BACKEND}"), tensors)())
+    assert judgement.ok, judgement
+    spec = probe_gpu(0)
+    assert spec is not None
+    tiles = plans.tiles(BACKEND, case.problem(), spec)
+    assert all(tiles[pass_].sizes == pair for pass_, pair in asked.items())
+    around = ("backward_preprocess", "backward_postprocess")
+    assert {tile.kernel: tile.sizes for name, tile in tiles.items() if name not in around} == {
+        name: sizes for name, sizes in ran.items() if name not in ("preprocess_kernel", "postprocess_kernel")
+    }
 
 
 BUSY = [

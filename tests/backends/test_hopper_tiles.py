@@ -86,7 +86,7 @@ def test_what_is_planned_is_launched(seed: int, asks: bool) -> None:
         ((192, 128), {"head_dim": 64, "mask": tw.window(100)}, ("too few for rows that begin after key 0",)),
         ({"backward": (64, 64)}, {"head_dim": 256}, ("256 columns", "no such kernel")),
         ({"backward": (64, 128)}, {"deterministic": True}, ("deterministic=True",)),
-        ({"backward_dkdv": (128, 128)}, {}, ("256 numbers", "240 registers", "it has 64×128")),
+        ({"backward_dkdv": (128, 128)}, {}, ("256 numbers", "240 registers", "it has 64×128, 64×64")),
         ({"backward_dq": (64, 64)}, {}, ("no 64×64 for backward_dq", "it has 128×128, 128×64")),
         ({"backward": (64, 128), "backward_dq": (128, 64)}, {}, ("name either",)),
         ({"decode": (16, 64)}, {}, ("no such kernel",)),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from tools.gpu_launches import launches
+from tools.gpu_launches import launches, pass_of, plan_faults
 
 from tests.backends.test_gpu_record import Collector
 from tilewise.backends.base import BackwardInputs, Inputs, Needs
@@ -18,9 +20,6 @@ from tilewise.hardware import lookup
 from tilewise.masks import causal, window
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
-
-PASSES = {"forward": "forward", "decode": "decode", "merge": "merge", "prepare": "backward_preprocess",
-          "keys": "backward_dkdv", "queries": "backward_dq", "bias": "backward_dbias", "fp16_split": "fp16_split"}  # fmt: skip
 
 
 def tensors(problem: Problem) -> Inputs:
@@ -51,11 +50,6 @@ def drawn(rng: random.Random, device: str) -> Problem:
     return problem
 
 
-def pass_of(name: str, tiles: dict[str, TilePlan]) -> str:
-    """The pass of a launch; one kernel serves the forward and decoding."""
-    return "decode" if name == "forward" and "decode" in tiles else PASSES[name]
-
-
 def _fields(problem: Problem) -> dict[str, object]:
     names = ("batch", "heads", "kv_heads", "head_dim", "dtype", "mask", "device")
     return {name: getattr(problem, name) for name in names} | {
@@ -78,7 +72,7 @@ def test_what_is_launched_is_what_is_planned(device: str) -> None:
             assert {pass_of(name, tiles) for name, _ in found} == set(tiles)
         for name, launch in found:
             tile = tiles[pass_of(name, tiles)]
-            assert (launch.config.BLOCK_M, launch.config.BLOCK_N) == tile.sizes, (problem, name)
+            assert tile.sizes == (launch.config.BLOCK_M, launch.config.BLOCK_N), (problem, name)
             assert launch.options == (tile.warps, onchip.num_stages(tile, spec)), (problem, name)
             if problem.asked(tile.pass_):
                 assert tile.sizes == problem.asked(tile.pass_) and tile.source == "user"
@@ -129,3 +123,22 @@ def test_dk_and_dv_are_computed_apart_where_registers_lack(
     assert launched(monkeypatch, dtype, dim, Needs())[1:] == [*keys, ("queries_kernel", {"dq"})]
     assert launched(monkeypatch, dtype, dim, Needs(False, False, True))[1:] == [("keys_kernel", {"dv"})]
     assert launched(monkeypatch, dtype, dim, Needs(True, False, False))[1:] == [("queries_kernel", {"dq"})]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, ""),
+        ({"shared": 65537}, "65537 B of shared memory, the plan says 65536"),
+        ({"shared": 65536 - 8193}, "B of shared memory, the plan says 65536"),
+        ({"registers": 208}, "208 registers, the plan says at most 200"),
+        ({"ptx": ".target sm_80\ncp.async.wait_group 0;"}, "2 buffers, but copies are waited for at once"),
+    ],
+)
+def test_a_kernel_that_is_not_what_the_plan_says_is_a_fault(change: dict[str, Any], fault: str) -> None:
+    compiled = {"shared": 65536, "registers": 200, "ptx": ".target sm_80\ncp.async.wait_group \t2;\ncp.async.wait_group 0;"}
+    compiled |= change
+    tile = TilePlan(128, 32, 2, 8, on_chip=(("Q", 32768), ("K", 16384), ("V", 16384)), registers=200)
+    facts = SimpleNamespace(shared=compiled["shared"], registers=compiled["registers"])
+    wrong = plan_faults(facts, compiled["ptx"], tile, pipelined=True)
+    assert (len(wrong) == 1 and fault in wrong[0]) if fault else not wrong

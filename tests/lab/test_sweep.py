@@ -18,7 +18,7 @@ from tilewise.lab.bench import sweep as sweeps
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.engine import Measured, Result
 from tilewise.lab.bench.judge import Judgement
-from tilewise.lab.bench.sweep import Sweep, sweep, sweep_all
+from tilewise.lab.bench.sweep import Sweep, jobs_for, sweep, sweep_all
 from tilewise.lab.bench.timing import Effort, Spread
 from tilewise.model import evaluate
 
@@ -50,14 +50,14 @@ def test_every_tile_of_a_kernel_is_timed(backend: str, pass_: str) -> None:
 
 
 def test_decoding_is_swept_as_such() -> None:
-    (found,) = sweep_all([replace(CASE, seqlen=1, kv_seqlen=300, kv_heads=1)], "cpu", "auto", QUICK)
+    (found,) = sweep_all(jobs_for([replace(CASE, seqlen=1, kv_seqlen=300, kv_heads=1)], "cpu", "auto"), QUICK)
     assert found.pass_ == "decode" and {one.tile.block_q for one in found.tiles} == {1}
 
 
 def test_training_sweeps_the_backward() -> None:
-    (found,) = sweep_all([replace(CASE, passes="training")], "auto", "auto", QUICK)
+    (found,) = sweep_all(jobs_for([replace(CASE, passes="training")], "auto", "auto"), QUICK)
     assert (found.backend, found.pass_, found.case.passes) == ("cpu", "backward", "backward")
-    (forward,) = sweep_all([replace(CASE, passes="training")], "auto", "forward", QUICK)
+    (forward,) = sweep_all(jobs_for([replace(CASE, passes="training")], "auto", "forward"), QUICK)
     assert (forward.pass_, forward.case.passes) == ("forward", "forward")
 
 
@@ -148,3 +148,16 @@ def test_a_wrong_tile_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_that_do_not_exist_are_named() -> None:
     with pytest.raises(ArgumentError, match="no tile of ours; choose tiled, cpu, triton or hopper"):
         sweep(CASE, "reference", "forward", QUICK)
+
+
+def test_kernels_are_compiled_first_and_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Case] = []
+    monkeypatch.setattr(
+        sweeps, "compile_ahead", lambda calls, workers, tell: asked.extend(case for case, _, _ in calls)
+    )
+    jobs = jobs_for([CASE, replace(CASE, name="other")], "tiled", "auto")
+    (found,) = sweep_all(jobs, QUICK, workers=2, limit=0.0) or sweep_all(jobs[:1], QUICK)
+    assert [case.tile for case in asked[: len(found.tiles)]] == [
+        (), *((("forward", *one.tile.sizes),) for one in found.tiles[1:]),
+    ]  # fmt: skip
+    assert len(asked) == 2 * len(found.tiles)

@@ -61,7 +61,7 @@ def test_plan_everywhere() -> None:
 
 def test_plan_with_ones_own_tile() -> None:
     text = invoke(*PLAN, "--tile", "128x64")
-    assert "than 128×128, which would have been taken" in " ".join(text.split()) and "(forward, user)" in text
+    assert "128×128, which would have been taken" in " ".join(text.split()) and "(forward, user)" in text
     data = json.loads(invoke(*PLAN, "--backend", "triton", "--pass", "backward_dq", "--tile", "32x32", "--json"))
     assert (data["backend"], data["tile"]["block_q"], data["tile"]["source"]) == ("triton", 32, "user")
     assert list(data["passes"]) == ["forward", "backward_preprocess", "backward_dkdv", "backward_dq"]

@@ -70,6 +70,7 @@ def bench_command(
     from tilewise.lab.bench.engine import geometric_means, measure_all
     from tilewise.lab.bench.overhead import measure_overhead
     from tilewise.lab.bench.suites import suite as by_name
+    from tilewise.lab.bench.sweep import jobs_for
     from tilewise.lab.bench.timing import Effort
 
     effort = Effort(seconds=seconds)
@@ -77,7 +78,7 @@ def bench_command(
         raise ArgumentError(f"sweep: got {sweep!r}, need tiles")
     chosen = own_case(shape, mask, dtype, backward, device) if shape else cases(suite, case, device) if suite != OVERHEAD else []
     if sweep:
-        document = run_sweeps(chosen, backend, pass_, seconds, quiet=json)
+        document = run_sweeps(jobs_for(chosen, backend, pass_), effort, workers, limit, quiet=json)
         ok = document["ok"]
     elif suite == OVERHEAD and shape is None:
         with progress() as update:

@@ -9,24 +9,27 @@ from tilewise.cli.console import console, progress
 from tilewise.display import Bar, Cell, Group, Shown, Table, Text, format_seconds
 
 if TYPE_CHECKING:
-    from tilewise.lab.bench.cases import Case
-    from tilewise.lab.bench.sweep import Sweep, TileResult
+    from tilewise.lab.bench.sweep import Job, Sweep, TileResult
+    from tilewise.lab.bench.timing import Effort
 
 GRID_LEAST = 2
 """A grid is drawn where both sides have so many sizes."""
 
 
-def run_sweeps(cases: Sequence[Case], backend: str, pass_: str, seconds: float, quiet: bool) -> dict[str, Any]:
+def run_sweeps(jobs: Sequence[Job], effort: Effort, workers: int, limit: float | None, quiet: bool) -> dict[str, Any]:
     """Time and show; the record."""
     from tilewise.lab.bench import records
     from tilewise.lab.bench.sweep import sweep_all
-    from tilewise.lab.bench.timing import Effort
 
     with progress() as update:
-        sweeps = sweep_all(cases, backend, pass_, Effort(seconds=seconds), update)
+        sweeps = sweep_all(jobs, effort, workers, limit, update)
     if not quiet:
         console().print(shown_sweeps(sweeps))
     document = records.document("sweep", [], sweeps=[one.to_dict() for one in sweeps])
+    if left_out := [f"{job.case.name}, {job.pass_}" for job in jobs[len(sweeps) :]]:
+        document["left_out"] = left_out
+        if not quiet:
+            console().print(f"[yellow]left out[/] for time: {'; '.join(left_out)}")
     return {**document, "ok": all(one.right and one.near for one in sweeps)}
 
 

@@ -35,8 +35,7 @@ DECODE_PRODUCTS = 0.57
 REGISTER_TILE = (16, 4)
 """Where a tile does not tell its own."""
 ROW_PASSES = 5
-"""Times that a row of Q and one of O is packed, cleared or written out, once a task; of dO and dQ too in the backward, where it is
-little beside the products."""
+"""Times that a row of Q and one of O is packed, cleared or written out, once a task."""
 L3_PART = 4
 """The part of the last cache in which K and V of the call before are still found: others use it too."""
 JOIN = 2.6
@@ -54,8 +53,8 @@ AUTOGRAD_CALLS = 30
 """What autograd adds to a backward, in calls. (Neoverse N1: forward and backward of 16 queries take 307 µs, a forward 12.)"""
 WAKE = 0.3
 """What waking a further thread takes, in calls."""
-UNEVEN = 0.3
-"""The part of a task for which threads wait at the end: they do not start together, nor run at one pace."""
+UNEVEN = 1.5
+"""Where cores slow each other down they do not run at one pace: for so many times that part of a task the last is waited for."""
 MANY_TASKS = 4096
 """From so many on threads end together anyway."""
 
@@ -93,7 +92,7 @@ def cpu_time(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> CpuTime:
         clocks = clocks[::-1]  # the longest are started first
     slower = 1.0 if decodes else 1 + (fit.together - 1) * (threads - 1) / max(1, spec.units - 1)
     tasks = np.repeat(clocks, count)
-    waiting = 0.0 if decodes or not len(tasks) else UNEVEN * (1 - 1 / threads) * float(tasks.mean())
+    waiting = 0.0 if decodes or not len(tasks) else UNEVEN * (fit.together - 1) * (1 - 1 / threads) * float(tasks.mean())
     busy = (_makespan(tasks, threads) + waiting) * slower / spec.clock_hz
     alone = count * slower / tile.splits / threads / spec.clock_hz
     calls = 1 + WAKE * (threads - 1) + (AUTOGRAD_CALLS if tile.pass_ == "backward" else 0)

@@ -151,7 +151,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
             f"a step takes {step.total:.0f} clocks: products {max(step.tensor, step.shared):.0f}, "
             f"softmax {step.exp + step.fp32:.0f}, loads {step.load:.0f}"
         )
-    if tile.splits > 1:
+    if tile.splits > 1 and step is not None:
         blocks = round(plan.waves * spec.units * plan.resident)
         yield f"{tile.splits} splits over the keys make {blocks} blocks for {spec.units} units"
     elif step is not None:

@@ -35,8 +35,8 @@ CPU: dict[str, CpuFit] = {
         pack=0.9,
         stream=12.5e9,
         call=8.5e-6,
-        origin="Neoverse N1, 2 cores at 2.5 GHz, 2026-11-16: processor time of 58 calls of 1 to 32 heads, 192 to 6000 queries, head "
-        "dims 32 to 256; packing from a sweep of rows at d 128, 2048 queries; a matrix unit it has not",
+        origin="Neoverse N1, 2 cores at 2.5 GHz, 2026-11-16: processor time of 58 calls of 1 to 32 heads, 192 to 6000 "
+        "queries, head dims 32 to 256; packing from a sweep of rows at d 128, 2048 queries; a matrix unit it has not",
     ),
     "avx512": CpuFit(
         products=1.1,
@@ -45,9 +45,9 @@ CPU: dict[str, CpuFit] = {
         pack=0.18,
         stream=20e9,
         call=8e-6,
-        origin="Xeon with AVX-512 and AMX, 16 virtual cores, nominally 2.1 GHz, 2026-11-16: medians of 76 calls with 2 and with 16 "
-        "threads, 2 to 32 heads, 192 to 6000 queries, head dims 32 to 256, decoding 2000 to 30000 keys; a call from those of 8 to "
-        "64 queries",
+        origin="Xeon with AVX-512 and AMX, 16 virtual cores, nominally 2.1 GHz, 2026-11-16: medians of 76 calls with 2 "
+        "and with 16 threads, 2 to 32 heads, 192 to 6000 queries, head dims 32 to 256, decoding 2000 to 30000 keys; a call "
+        "from those of 8 to 64 queries",
     ),
 }
 

@@ -23,7 +23,7 @@ from tilewise.display import (
     styled,
 )
 from tilewise.masks import describe_mask
-from tilewise.model.tile import AS_FAST, RESOLUTION
+from tilewise.model.tile import AS_FAST, PLAIN, RESOLUTION
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:
@@ -33,12 +33,11 @@ if TYPE_CHECKING:
 _CHOSEN = ("chosen", "yours")
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 _PASSES = {
-    "backward": "backward dQ, dK, dV",
     "backward_dkdv": "backward dK, dV",
     "backward_dq": "backward dQ",
     "backward_dbias": "backward dBias",
-    "backward_preprocess": "backward, before",
-    "backward_postprocess": "backward, after",
+    "backward_preprocess": "preprocess",
+    "backward_postprocess": "postprocess",
 }
 SMALL_BUFFER = 0.03
 """Of the on-chip bytes: smaller buffers are not named."""
@@ -47,7 +46,7 @@ MOST_SLOWER, MOST_LARGER = 5, 4
 
 
 def describe_problem(problem: Problem) -> str:
-    """One line: batch, heads, lengths, dims, dtype, mask."""
+    """One line: batch, heads, lengths, dims, dtype and precision, mask."""
     heads = f"{problem.heads}" if problem.kv_heads == problem.heads else f"{problem.heads}/{problem.kv_heads}"
     length = f"{problem.seqlen_q}"
     if problem.seqlen_q != problem.seqlen_k:
@@ -55,7 +54,8 @@ def describe_problem(problem: Problem) -> str:
     same = problem.head_dim == problem.head_dim_v
     dims = f"{problem.head_dim}" if same else f"{problem.head_dim}/{problem.head_dim_v}"
     batch = f"{problem.batch} packed sequences" if problem.varlen else f"batch {problem.batch}"
-    parts = [batch, f"heads {heads}", f"length {length}", f"head dim {dims}", _SHORT[problem.dtype]]
+    dtype = _SHORT[problem.dtype] + ("" if problem.precision == "default" else f" ({problem.precision})")
+    parts = [batch, f"heads {heads}", f"length {length}", f"head dim {dims}", dtype]
     return " · ".join([*parts, describe_mask(problem.program)])
 
 
@@ -145,18 +145,13 @@ def pass_table(passes: Sequence[TilePlan]) -> Table:
     """The kernels of a call, a row each."""
     rows: list[list[Cell]] = []
     for tile in passes:
-        shape = (
-            "{}×{}".format(*tile.register_tile)
-            if tile.register_tile
-            else f"{tile.warps} warps"
-            if tile.on_chip
-            else "–"
-        )
+        register = tile.register_tile
+        held = "–" if tile.kernel == PLAIN else f"{register[0]}×{register[1]}" if register else str(tile.warps)
         on_chip = format_bytes(tile.on_chip_bytes) if tile.on_chip else "–"
         name = _PASSES.get(tile.pass_, tile.pass_)
-        rows.append([name, tile.kernel or "–", (f"{tile}", "cyan"), shape, str(tile.stages), on_chip, str(tile.splits)])
-    columns = ("pass", "kernel", "tile", "registers or warps", "stages", "on chip", "splits")
-    return Table("kernels", columns, rows, left=2, wraps=(0, 1, 3))
+        rows.append([name, tile.kernel or "–", (f"{tile}", "cyan"), held, str(tile.stages), on_chip, str(tile.splits)])
+    held = "register tile" if any(tile.register_tile for tile in passes) else "warps"
+    return Table("kernels", ("pass", "kernel", "tile", held, "stages", "on chip", "splits"), rows, left=2, wraps=(0, 1))
 
 
 def traffic_table(plan: Plan) -> Table:

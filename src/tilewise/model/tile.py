@@ -12,7 +12,7 @@ from tilewise.problem import PASSES as PASSES
 SOURCES = ("model", "table", "tuned", "user")
 PLAIN = "torch"
 """The kernel of a tile that operations of torch compute: its tiles are tensors, nothing is kept on the chip by our doing."""
-AS_FAST, RESOLUTION = "as fast", 0.05
+AS_FAST, RESOLUTION = "as fast", 0.1
 """What is said of predicted times that differ by less: the model does not tell them apart."""
 SHOWN = 16
 """Tiles that a refusal names."""

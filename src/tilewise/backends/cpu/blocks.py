@@ -20,8 +20,8 @@ MANY_TASKS = 12
 
 FEW_THREADS = 4
 TASKS_EACH = (4, 2)
-"""Tasks that each thread should have before rows are left as they are: of few threads, and of more. (Neoverse N1, two threads. Xeon,
-16 threads, 2026-11-16, sweeps: 2 are 5 to 15 % faster than 4, d 32 to 128, for blocks twice as tall.)"""
+"""Tasks that each thread should have before rows are left as they are: of few threads, and of more. (Neoverse N1, two threads.
+Xeon, 16 threads, 2026-11-16, sweeps: 2 are 5 to 15 % faster than 4, d 32 to 128, for blocks twice as tall.)"""
 SPLIT_ROWS = 256
 """Among more threads, rows that a task keeps where L2 does not hold K and V of a head and every block of rows would read them
 again: the keys are split instead. (Xeon, 16 threads, 2026-11-16, 8 heads, 256 queries, 4096 keys, d 64: 256 rows and 4 splits
@@ -38,8 +38,9 @@ BACKWARD_KEYS = 64
 BACKWARD_TASKS = 32
 """Rows of a block in the backward, if there are at least so many of them for the threads to share; else half. And its keys."""
 BACKWARD_EACH = 4
-"""On more than FEW_THREADS cores: blocks that each should have, down to a quarter of the rows. (Xeon, 16 cores, 2026-11-16: d 128,
-4 × 1024, 64 rows 4.0 ms, 128 4.9; d 64 causal, 8 × 1024, 128 rows 2.2 ms, 256 2.5; d 128 causal, 1 × 2048, 64 rows 2.5, 128 2.8.)"""
+"""On more than FEW_THREADS cores: blocks that each should have, down to a quarter of the rows. (Xeon, 16 cores, 2026-11-16:
+d 128, 4 × 1024, 64 rows 4.0 ms, 128 4.9; d 64 causal, 8 × 1024, 128 rows 2.2 ms, 256 2.5; d 128 causal, 1 × 2048, 64 rows 2.5 ms,
+128 2.8.)"""
 
 
 def planned(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -> Tiles:

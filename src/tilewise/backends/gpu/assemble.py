@@ -25,7 +25,7 @@ _one_at_a_time = threading.Lock()
 
 
 def proven(types: Any, attributes: Any, config: Any) -> bool:
-    """Is a kernel among those whose tiles were measured with 12.8 and whose code under 12.8 `make compile-kernels` looks through?
+    """Is a kernel among those whose tiles were measured with 12.8 and whose code under 12.8 `make compile-matrix` looks through?
 
     16-bit numbers, head dims of 64 or 128, rows at multiples of 16 bytes, bands or no mask, and nothing else. Newer assemblers
     spill some of their registers.

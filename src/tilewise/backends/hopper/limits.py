@@ -46,7 +46,9 @@ def sides(problem: Problem, pass_: str) -> tuple[tuple[int, ...], tuple[int, ...
         return (128,), (64, 128), "its tiles are 64 queries for each of two warpgroups, against 64 or 128 keys"
     if max(widths(problem.head_dim, problem.head_dim_v)) == 256:
         return (64,), (64,), "its two warpgroups share 64 keys, one for dV and one for dK, against 64 queries"
-    return (64, 128), (128,), "its tiles are 64 keys for each of two warpgroups, against 64 or 128 queries"
+    if pass_ == "backward":
+        return (64, 128), (128,), "its tiles are 64 keys for each of two warpgroups, against 64 or 128 queries"
+    return (64, 128), (64, 128), "its tiles are 64 keys for each of two warpgroups or for both, against 64 or 128 queries"
 
 
 def too_few_registers(problem: Problem, pair: tuple[int, int]) -> str:

@@ -115,8 +115,7 @@ def keys_views(config: Any) -> int:
 def keys_arguments(config: Any, mask: IntervalMask) -> int:
     numbers = 1 + 1 + 1 + 1  # the group; keys, tiles of statistics, scale
     numbers += not config.VARLEN  # queries
-    numbers += not config.SPLIT  # tiles of statistics of all heads
-    numbers += not config.SPLIT or config.SCORES == "softcap"  # the scale of logarithms
+    numbers += 0 if config.SPLIT else 2  # tiles of statistics of all heads, the scale of logarithms
     sums = POINTER if config.REDUCE_DQ else 0
     packed = (1 if config.SPLIT else 2) * PACKED_ROWS if config.VARLEN else 0
     first = (

@@ -15,7 +15,11 @@ from tilewise.model.tile import TilePlan
 
 BARRIERS = 1152
 """Of tensor maps and of tensor memory, with what an alignment to 1024 bytes leaves empty."""
+STREAMING = ("forward", "decode", "backward_dkdv", "backward_dq")
+"""Passes that hold one side and stream the other; the others read their rows once."""
 WARPGROUP_ROWS = 64
+WARPGROUPS_EXCHANGE = 4096
+"""Bytes through which two warpgroups exchange parts of weights."""
 STATISTICS = 4
 """Bytes of an LSE, a delta, or the scale of a token."""
 OVERHEAD = 24
@@ -25,9 +29,9 @@ AHEAD = 48
 REGISTER = 4
 TENSOR_COLUMNS = 512
 """Tensor memory of a Blackwell multiprocessor."""
-CROWDED = {"mma": 288, "exchange": 160, "split exchange": 128, "wgmma": 184, "wide backward": 126, "tf32x3": 4096}
+CROWDED = {"mma": 288, "exchange": 160, "split exchange": 128, "wgmma": 184, "wide": 126, "tf32x3": 4096}
 """Beyond these registers of a thread (tf32x3: numbers of a streamed tile) the assembler of CUDA 13.1 spills within loops: with an
-mma, with one whose weights are exchanged, that in two parts, with a wgmma, and with one of 256 columns in the backward."""
+mma, with one whose weights are exchanged, that in two parts, with a wgmma, and with one of many columns."""
 
 
 class Operands(NamedTuple):
@@ -67,7 +71,7 @@ def instruction(tile: TilePlan, spec: DeviceSpec) -> str:
 
 def num_stages(tile: TilePlan, spec: DeviceSpec) -> int:
     """What Triton is asked for, so that `tile.stages` buffers exist: for mma it counts the tile that is in registers, too."""
-    return tile.stages + (instruction(tile, spec) == "mma")
+    return tile.stages + (tile.pass_ in STREAMING and instruction(tile, spec) == "mma")
 
 
 def stages_of(asked: int, tile: TilePlan, spec: DeviceSpec) -> int:
@@ -107,8 +111,8 @@ def buffers(tile: TilePlan, x: Operands, spec: DeviceSpec) -> dict[str, int]:
         if x.fp16_split:
             result["scales"] = 2 * held * (m if tile.pass_ == "backward_dkdv" else n) * STATISTICS
     if exchanges(tile, x, spec):
-        each = x.itemsize // 2 if by == "wgmma" else x.itemsize
-        result["P" if tile.pass_ in ("forward", "decode") else "dS"] = m * n * each
+        weights = "P" if tile.pass_ in ("forward", "decode") else "dS"
+        result[weights] = WARPGROUPS_EXCHANGE if by == "wgmma" else m * n * x.itemsize
     if x.tf32x3:
         result |= {name: 2 * result[name] for name in ("Q", "dO", "P", "dS") if name in result}
     if x.scratch:
@@ -165,8 +169,9 @@ def crowded(tile: TilePlan, x: Operands, spec: DeviceSpec) -> bool:
     """Are registers so few that values may wait in memory within the loops? The limits are where that was seen to begin."""
     by, held = instruction(tile, spec), fragments(tile, x, spec)
     if by != "mma":
-        wide = by == "wgmma" and tile.pass_ not in ("forward", "decode") and max(x.d, x.dv) > 128
-        return held > CROWDED.get("wide backward" if wide else by, spec.max_registers)
+        simple = tile.pass_ in ("forward", "decode") and not x.fp16_split
+        wide = by == "wgmma" and max(x.d, x.dv) > (256 if simple else 128)
+        return held > CROWDED.get("wide" if wide else by, spec.max_registers)
     if x.tf32x3:
         return tile.block_k * max(x.d, x.dv) > CROWDED["tf32x3"]
     if exchanges(tile, x, spec) and x.fp16_split:  # dK and dV, of which one is missing in each launch, take more
@@ -198,8 +203,8 @@ def registers(tile: TilePlan, x: Operands, spec: DeviceSpec) -> int:
     by, held = instruction(tile, spec), fragments(tile, x, spec)
     most = limit = most_registers(tile, spec)
     if x.plain and x.itemsize == 2:
-        if by == "mma" and (tile.pass_ == "decode" or (tile.pass_ != "backward_dkdv" and not exchanges(tile, x, spec))):
-            most = held + loaded_ahead(tile, x, spec) + AHEAD + (16 if tile.pass_ == "decode" else 0)
+        if by == "mma" and tile.pass_ != "backward_dkdv" and not exchanges(tile, x, spec):
+            most = held + loaded_ahead(tile, x, spec) + AHEAD
         elif by == "wgmma":
             most = int(1.2 * held + 0.75 * max(x.d, x.dv))
     return min(limit, -(-max(most, held) // 8) * 8)

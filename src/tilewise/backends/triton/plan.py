@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from tilewise.backends.gpu.operands import dot_precision, padded, splits_fp32
 from tilewise.backends.triton import onchip, tune, tuned
-from tilewise.backends.triton.onchip import Operands
+from tilewise.backends.triton.onchip import STREAMING, Operands
 from tilewise.backends.verdict import Verdict
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
@@ -29,8 +29,6 @@ KERNELS = {
     "backward_dq": "queries_kernel",
     "backward_dbias": "bias_kernel",
 }
-STREAMING = ("forward", "decode", "backward_dkdv", "backward_dq")
-"""Kernels whose tile can be chosen."""
 BLOCKS = (16, 32, 64, 128, 256)
 SMALL_BLOCKS = (16, 32)
 """For fp32 operands split into fp16 on Blackwell: with 64 rows or more their products go through tensor memory, and triton
@@ -196,7 +194,14 @@ def _ranked(size: Size, x: Operands, spec: DeviceSpec, pass_: str) -> tuple[Cand
         if tier <= _tier(best.tile, x, size, spec)[0]:
             why = f"{MARGIN:.0%} is what the model cannot tell apart, and this one moves fewer bytes"
         told.append(f"{_full(rival.tile)} is predicted {best.seconds / rival.seconds - 1:.1%} faster, but {why}")
-    return replace(best, tile=replace(best.tile, reasons=(*told, *best.tile.reasons))), *ordered[1:]
+    most = _tier(best.tile, x, size, spec)[0]
+    others = (_faulty(c, *_tier(c.tile, x, size, spec), most) for c in ordered[1:])
+    return replace(best, tile=replace(best.tile, reasons=(*told, *best.tile.reasons))), *others
+
+
+def _faulty(candidate: Candidate, tier: int, why: str, most: int) -> Candidate:
+    """A candidate of a lower tier than the best one's says why."""
+    return replace(candidate, tile=replace(candidate.tile, fault=why)) if tier > most else candidate
 
 
 def _ranking(problem: Problem, spec: DeviceSpec, pass_: str) -> tuple[Candidate, ...]:
@@ -356,16 +361,25 @@ def _fixed(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
 
 
 def _bias(problem: Problem, spec: DeviceSpec, width: int) -> TilePlan:
-    """A tile of dBias and the four operands of its two products; `width` are the bytes of a row."""
-    side = 16 if not spec.is_gpu else 64 if width <= 256 else 32 if width <= 1024 else 16
-    plan = TilePlan(side, side, 1, 4, pass_="backward_dbias", source="table", kernel=KERNELS["backward_dbias"])
+    """The largest tile of dBias that does not spill with its four operands; `width`: the bytes of an operand's row."""
+    plan = TilePlan(16, 16, 1, 4, pass_="backward_dbias", source="table", kernel=KERNELS["backward_dbias"])
     if not spec.is_gpu:
         return plan
-    operands = 4 if onchip.instruction(plan, spec) in ("wgmma", "tcgen05") or problem.itemsize == 4 else 2
-    sram = (("operands", operands * side * width), ("dS", 4 * side * side))
+    by, whole = onchip.widest(spec), problem.itemsize == 4
+    if by == "mfma":
+        side = 64 if width <= 256 else 32 if width <= 1024 else 16
+    elif whole:
+        side = 32 if width <= 256 else 16
+    else:
+        side = 64 if width <= (128 if by == "mma" else 256) else 32 if width <= 256 else 16
+    plan = replace(plan, block_q=side, block_k=side, warps=8 if whole and side == 32 else 4)
+    by_warpgroups = onchip.instruction(plan, spec) in ("wgmma", "tcgen05")
+    sram = {"operands": (4 if by_warpgroups or whole else 2) * side * width}
+    sram |= {"barriers": 64} if by_warpgroups else {"dS": 4 * side * side}
     registers = onchip.most_registers(plan, spec)
-    resident = occupancy(sum(size for _, size in sram), registers, plan.warps * spec.warp, spec)
-    return replace(plan, on_chip=sram, registers=registers, resident=resident)
+    resident = occupancy(sum(sram.values()), registers, plan.warps * spec.warp, spec)
+    reason = "the largest square that does not spill with the operands of both products"
+    return replace(plan, on_chip=tuple(sram.items()), registers=registers, resident=resident, reasons=(reason,))
 
 
 def _interpreted(problem: Problem, pass_: str, sizes: tuple[int, int] | None = None) -> TilePlan:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tilewise import dispatch, hardware
 from tilewise.backends import plans
 from tilewise.backends.verdict import Verdict
 from tilewise.diagnostics.plan import countable
 from tilewise.errors import ArgumentError
-from tilewise.lab.bench.cases import Case, Tensors
+from tilewise.lab.bench.cases import OURS, Case, Tensors
 from tilewise.lab.bench.child import Attention, tilewise_call
 from tilewise.lab.bench.engine import Result, judge_and_time, torch_threads
 from tilewise.lab.bench.machine import require_device
 from tilewise.lab.bench.peers import Contender
 from tilewise.lab.bench.timing import Effort, Progress, Spread, ratio, silent
+from tilewise.lab.bench.worker import compile_ahead
 from tilewise.model import TilePlan, evaluate
 
 NEAR = 1.05
@@ -147,25 +150,51 @@ def sweep(case: Case, backend: str, pass_: str, effort: Effort, on_progress: Pro
     return Sweep(case, backend, pass_, tuple(timed))
 
 
-def sweep_all(
-    cases: Sequence[Case], backend: str, pass_: str, effort: Effort, on_progress: Progress = silent
-) -> list[Sweep]:
-    """Sweeps of cases; `pass_` "auto" takes the kernels that each case times, `backend` "auto" whoever serves it."""
-    jobs: list[tuple[Case, str, str]] = []
+class Job(NamedTuple):
+    """A kernel to be swept on a case."""
+
+    case: Case
+    backend: str
+    pass_: str
+
+
+def jobs_for(cases: Sequence[Case], backend: str, pass_: str) -> list[Job]:
+    """`pass_` "auto" takes the kernels that each case times, `backend` "auto" whoever serves it."""
+    jobs: list[Job] = []
     for case in cases:
         require_device(case.device)
         trains = case.trains if pass_ == "auto" else pass_.startswith("backward")
-        name = case.backend if backend == "auto" else backend
         problem = timed_for(case, "backward" if trains else "forward").problem()
+        name = case.backend if backend == "auto" else backend
         server = dispatch.select(problem, name=name, backward=trains).backend.name
-        jobs += [
-            (case, server, one) for one in ([pass_] if pass_ != "auto" else passes_of(case, server) or ["forward"])
-        ]
+        passes = [pass_] if pass_ != "auto" else passes_of(case, server) or ["forward"]
+        jobs += [Job(replace(timed_for(case, one), backend=server), server, one) for one in passes]
+    return jobs
+
+
+def compile_tiles(jobs: Sequence[Job], workers: int, on_progress: Progress = silent) -> None:
+    """Every kernel of the sweeps, compiled by several processes before anything is timed."""
+    calls: list[tuple[Case, str, Path | None]] = []
+    for case, backend, pass_ in jobs:
+        _, *others = tiles_for(case, backend, pass_)
+        calls += [(case, OURS, None), *((with_tile(case, pass_, tile), OURS, None) for tile, _ in others)]
+    compile_ahead(calls, workers, lambda what: on_progress(what, 0.0))
+
+
+def sweep_all(
+    jobs: Sequence[Job], effort: Effort, workers: int = 0, limit: float | None = None, on_progress: Progress = silent
+) -> list[Sweep]:
+    """The sweeps, with `workers` processes that compile first; after `limit` seconds none is begun."""
+    begin = time.monotonic()
+    if workers:
+        compile_tiles(jobs, workers, on_progress)
     sweeps = []
-    for number, (case, server, one) in enumerate(jobs):
+    for number, job in enumerate(jobs):
+        if limit is not None and time.monotonic() - begin > limit:
+            break
 
         def tell(what: str, done: float, number: int = number) -> None:
             on_progress(what, (number + done) / len(jobs))
 
-        sweeps.append(sweep(case, server, one, effort, tell))
+        sweeps.append(sweep(*job, effort, tell))
     return sweeps

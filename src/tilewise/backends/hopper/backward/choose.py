@@ -13,6 +13,7 @@ from tilewise.backends.hopper.backward.config import (
     SEPARATE_DQ,
     SEPARATE_DQ_SOFTCAP,
     SEPARATE_DQ_UNMASKED,
+    SPLIT,
     KeysConfig,
     widths,
 )
@@ -61,12 +62,12 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
     if not separate:
         found = [] if no_sums(problem) else [KEYS[dims]]
     elif problem.softcap > 0:  # its tanh finds no registers beside 128 queries
-        found = [SEPARATE_DQ_SOFTCAP[dims]]
+        found = [SEPARATE_DQ_SOFTCAP[dims], SPLIT[dims]]
     else:
         usual = (SEPARATE_DQ if mask.terms or problem.varlen else SEPARATE_DQ_UNMASKED)[dims]
-        found = list(dict.fromkeys((usual, SEPARATE_DQ_SOFTCAP[dims]))) if dims == (64, 64) else [usual]
+        found = [usual, *([SEPARATE_DQ_SOFTCAP[dims]] if dims == (64, 64) else []), SPLIT[dims]]
     reason = separate_dq(problem, mask).reason
-    return [Choice(tile._replace(**compiled_for(problem, mask)), reason) for tile in found]
+    return [Choice(tile._replace(**compiled_for(problem, mask)), reason) for tile in dict.fromkeys(found)]
 
 
 def queries_choices(problem: Problem, stat_rows: int) -> list[Choice]:

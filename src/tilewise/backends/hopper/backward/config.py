@@ -95,10 +95,13 @@ class QueriesConfig(NamedTuple):
         return (2, 2, 2, 2, self.K_STAGES, self.K_STAGES, self.V_STAGES, self.V_STAGES)
 
 
+def _split_config(d: int, dv: int) -> KeysConfig:
+    return KeysConfig(BLOCK_M=64, BLOCK_N=64, BLOCK_D=d, BLOCK_DV=dv, SPLIT=True, K_STAGES=1, REDUCE_DQ=False)
+
+
 def _keys_config(d: int, dv: int) -> KeysConfig:
-    if max(d, dv) == 256:
-        # a gradient of 64 keys fills a warpgroup's registers
-        return KeysConfig(BLOCK_M=64, BLOCK_N=64, BLOCK_D=d, BLOCK_DV=dv, SPLIT=True, K_STAGES=1, REDUCE_DQ=False)
+    if max(d, dv) == 256:  # a gradient of 64 keys fills a warpgroup's registers
+        return _split_config(d, dv)
     if d == 128:
         return KeysConfig(BLOCK_M=64, BLOCK_N=128, BLOCK_D=d, BLOCK_DV=dv)
     # 128 queries, whose statistics find no registers of their own
@@ -127,6 +130,8 @@ SEPARATE_DQ_SOFTCAP = {**SEPARATE_DQ, (64, 64): SEPARATE_DQ[64, 64]._replace(BLO
 """The same under a softcap, whose tanh finds no registers beside 128 queries."""
 SEPARATE_DQ_UNMASKED = {**SEPARATE_DQ, (128, 128): SEPARATE_DQ[128, 128]._replace(V_STAGES=2, OVERLAP_SCORES=True)}
 """The same where every query sees every key: only there overlapping scores pays at 128."""
+SPLIT = {dims: _split_config(*dims) for dims in _WIDTHS}
+"""64 keys at a time, a gradient for each warpgroup: for 256 columns, and for who asks for it."""
 QUERIES = {dims: _queries_config(*dims) for dims in _WIDTHS}
 QUERIES_SHORT = {
     dims: tile._replace(BLOCK_N=64, K_STAGES=2 * tile.K_STAGES, V_STAGES=2 * tile.V_STAGES)
