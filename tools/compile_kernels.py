@@ -288,10 +288,10 @@ def run_job(job: tuple[str, str, bool]) -> tuple[list[str], int]:
         for one in compile_check(check, target):
             known, wrong = faults(check, one, target, strict)
             failures += bool(wrong)
+            spills = known.spills if known.code else "?"
             lines.append(
-                f"{head} {one.name:17} {one.text:15} {known.registers:4} regs {known.stack:5} B stack "
-                f"{known.spills:4} in loops {known.shared:7} B shared{_planned(one.tile)} {one.seconds:6.1f} s  "
-                + "; ".join(wrong)
+                f"{head} {one.name:17} {one.text:15} {known.registers:4} regs {known.stack:5} B stack {spills:>4} in loops "
+                f"{known.shared:7} B shared{_planned(one.tile)} {one.seconds:6.1f} s  {'; '.join(wrong)}"
             )
     except Exception as error:
         while error.__cause__ is not None:  # the innermost one names the line

@@ -80,8 +80,10 @@ class Facts(NamedTuple):
 
 def facts(compiled: Any, instructions: bool = True, warnings: bool = True) -> Facts:
     """Resources of a kernel; its instructions if asked for; with `warnings` what ptxas says of its PTX, assembled again."""
-    if "cubin" not in compiled.asm:  # AMD's tools are not at hand
-        return Facts(0, 0, compiled.metadata.shared, [], [], [])
+    if "cubin" not in compiled.asm:  # AMD's tools are not at hand, but its assembly tells
+        said = [re.search(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"]) for name in ("vgpr_count", "private_segment_fixed_size")]
+        registers, stack = (int(found[1]) if found else 0 for found in said)
+        return Facts(registers, stack, compiled.metadata.shared, [], [], [])
     log = ""
     with tempfile.TemporaryDirectory() as folder:
         cubin, ptx = Path(folder) / "k.cubin", Path(folder) / "k.ptx"

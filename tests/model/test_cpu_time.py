@@ -57,13 +57,17 @@ def predicted(spec: DeviceSpec, case: Case) -> float:
     return sum(cpu_time(problem, spec, tile).seconds for tile in tiles if case.trains or tile.pass_ != "backward")
 
 
-@pytest.mark.parametrize("name", ["cpu-2026-11-15.json"])
-def test_predictions_are_within_15_percent(name: str) -> None:
-    """Of the suite's rows 95 % at least; none of them is what the constants were fitted to."""
+@pytest.mark.parametrize(("name", "least"), [("cpu-2026-11-15.json", 0.95), ("cpu-avx512-2026-11-15.json", 0.9)])
+def test_predictions_are_within_15_percent(name: str, least: float) -> None:
+    """Of the suite's rows 95 % at least; none of them is what the constants were fitted to.
+
+    The Xeon is a virtual machine with neighbours: two records a day apart differ by more than 15 % in 19 rows of 39, in one by a
+    factor of two. Of its rows nine of ten must be within.
+    """
     rows = recorded(name)
     off = {case.name: round(predicted(spec, case) / seconds, 2) for spec, case, seconds in rows}
     wrong = {name: ratio for name, ratio in off.items() if abs(ratio - 1) > 0.15}
-    assert len(wrong) <= 0.05 * len(rows), wrong
+    assert len(wrong) <= (1 - least) * len(rows), wrong
 
 
 def test_few_constants_are_fitted() -> None:

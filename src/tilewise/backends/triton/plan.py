@@ -122,7 +122,7 @@ def _planned(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     if pass_ == "decode":  # as many rows as there are
         sizes = replace(sizes, block_q=_packed_rows(size_of(problem)))
     sizes = replace(sizes, stages=onchip.stages_of(entry.num_stages, sizes, spec))
-    return _measured(problem, spec, sizes, f"measured: {entry}")
+    return _measured(problem, spec, sizes, f"tuned: {entry}")
 
 
 def _measured(problem: Problem, spec: DeviceSpec, sizes: TilePlan, reason: str) -> TilePlan:
@@ -354,7 +354,7 @@ def _fixed(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     plan = TilePlan(rows, 1, 1, 4, pass_=pass_, source="table", kernel=KERNELS[pass_], reasons=("rows are read once",))
     if not spec.is_gpu:
         return plan
-    registers = min(spec.max_registers, 32 + 3 * rows * width // (4 * spec.warp))
+    registers = min(spec.max_registers, 48 + 3 * rows * width // (4 * spec.warp))
     sums = 4 * rows * plan.warps
     resident = occupancy(sums, registers, plan.warps * spec.warp, spec)
     return replace(plan, on_chip=(("sums", sums),), registers=registers, resident=resident)
@@ -375,7 +375,7 @@ def _bias(problem: Problem, spec: DeviceSpec, width: int) -> TilePlan:
     plan = replace(plan, block_q=side, block_k=side, warps=8 if whole and side == 32 else 4)
     by_warpgroups = onchip.instruction(plan, spec) in ("wgmma", "tcgen05")
     sram = {"operands": (4 if by_warpgroups or whole else 2) * side * width}
-    sram |= {"barriers": 64} if by_warpgroups else {"dS": 4 * side * side}
+    sram |= {"barriers": 64} if by_warpgroups else {"dS": max(4096, 4 * side * side)}
     registers = onchip.most_registers(plan, spec)
     resident = occupancy(sum(sram.values()), registers, plan.warps * spec.warp, spec)
     reason = "the largest square that does not spill with the operands of both products"

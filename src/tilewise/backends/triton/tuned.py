@@ -58,8 +58,9 @@ def _h200(
     pass_: str, head_dim: int, itemsize: int, sizes: tuple[int, int, int, int], evidence: str, figure: str,
     *, masked: bool | None = None, packed: bool | None = None,
 ) -> Tuned:  # fmt: skip
-    """An entry measured on an H200; `sizes` are block_q, block_k, num_stages and warps."""
-    where = ("NVIDIA H200", "2026-11-15", figure, evidence)
+    """An entry for an H200; `sizes` are block_q, block_k, num_stages and warps."""
+    device, date = ("compiled for sm_90", "2026-11-16") if evidence == _COMPILED else ("NVIDIA H200", "2026-11-15")
+    where = (device, date, figure, evidence)
     return Tuned("sm_90", pass_, head_dim, itemsize, *sizes, *where, masked=masked, packed=packed)
 
 
@@ -76,6 +77,8 @@ TUNED: tuple[Tuned, ...] = (
     _h200("backward_dkdv", 64, 2, (64, 64, 3, 4), _PLANNER,
           "bf16 8k backward full 375 TFLOP/s, causal 343; 64×64 w4 s2 351 and 337; 128×64 w4 s2 gives 395, 365 but spills"),
     _h200("backward_dq", 64, 2, (64, 64, 3, 4), _PLANNER, "bf16 512 full, dQ alone 0.31 ms; 128×64 w8 s3 0.46 ms"),
+    _h200("backward_dkdv", 128, 2, (32, 64, 2, 4), _COMPILED, "bf16: 0 spills in loops; with three stages 2",
+          masked=True, packed=True),
     _h200("backward_dkdv", 128, 2, (32, 64, 3, 4), _PLANNER,
           "bf16 2k backward full 321 TFLOP/s, causal 265; 64×64 w8 s2 211 and 189"),
     _h200("backward_dq", 128, 2, (64, 32, 3, 4), _PLANNER,
@@ -91,6 +94,7 @@ TUNED: tuple[Tuned, ...] = (
           "fp32: 0 spills in loops; 32×128 w8 91 TFLOP/s of all the backward's FLOPs at 2k causal, but 13 there"),
     _h200("backward_dq", 128, 4, (64, 16, 2, 8), _COMPILED,
           "fp32: 0 spills in loops; 128×32 w8 162 TFLOP/s of all the backward's FLOPs at 2k causal, but 14 there"),
+    _h200("backward_dq", 256, 4, (16, 16, 3, 8), _COMPILED, "fp32: 0 spills in loops; 16×32 w8 2, with four warps 7"),
 )  # fmt: skip
 
 

@@ -22,6 +22,19 @@ from tilewise.lab.bench.timing import Effort, Progress, Spread, ratio, silent
 from tilewise.lab.bench.worker import compile_ahead
 from tilewise.model import TilePlan, evaluate
 
+SIZES = (
+    "block_q",
+    "block_k",
+    "stages",
+    "warps",
+    "splits",
+    "heads",
+    "register_tile",
+    "kernel",
+    "source",
+    "on_chip_bytes",
+)
+"""What a record keeps of a tile."""
 NEAR = 1.05
 """The planner's tile may take this much of the time of the fastest one."""
 
@@ -42,8 +55,10 @@ class TileResult:
         return self.result.times.p50 if self.result.times else None
 
     def to_dict(self) -> dict[str, Any]:
+        sizes = {name: getattr(self.tile, name) for name in SIZES}
         speed = self.speed._asdict() if self.speed else None
-        return {"tile": self.tile.to_dict(), "predicted": self.predicted, "speed": speed, **self.result.to_dict()}
+        result = {name: value for name, value in self.result.to_dict().items() if name not in ("contender", "errors")}
+        return {"tile": sizes, "predicted": self.predicted, "speed": speed, **result}
 
 
 @dataclass(frozen=True)
