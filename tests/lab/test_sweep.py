@@ -88,6 +88,24 @@ def test_the_planners_tile_is_held_to_the_fastest(
     assert found.fastest is found.tiles[seconds.index(min(seconds))]
 
 
+def test_luck_is_not_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that look faster the first time are timed again, and only that counts."""
+    rounds: list[int] = []
+
+    def timed(case: Case, contenders: Any, effort: Effort, on_progress: Any) -> Measured:
+        rounds.append(len(contenders))
+        samples = {one.name: [1.0] * 5 for one in contenders}
+        if len(rounds) == 1:
+            samples |= {one.name: [0.8 + 0.01 * n] * 5 for n, one in enumerate(contenders[1:8])}
+        results = {one.name: Result(one.name, Judgement(True, 0.0, 0.0, 0.0)) for one in contenders}
+        return Measured(results, samples)
+
+    monkeypatch.setattr(sweeps, "judge_and_time", timed)
+    found = sweep(CASE, "tiled", "forward", QUICK)
+    assert rounds == [len(found.tiles), 1 + sweeps.FINALISTS] and found.ratio == 1.0 and found.near
+    assert sum(one.final for one in found.tiles) == 1 + sweeps.FINALISTS
+
+
 def test_the_command_draws_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps, "NEAR", 1e9)
     done = invoke(*OWN, "--backend", "cpu", "--json", "--save", str(tmp_path))

@@ -139,3 +139,12 @@ def test_simulate_precision() -> None:
     assert "rescalings a row" in text and "fp32 compensated" in text
     data = json.loads(invoke("simulate", "--precision", "--json"))
     assert {row["path"] for row in data} >= {"fp16", "bf16", "fp32", "fp32 compensated", "double accumulators"}
+
+
+def test_plan_and_explain_predict_the_same() -> None:
+    for device in (["--device", "h200"], ["--device", "xeon-8480"], []):
+        shape = ["--seqlen", "512", "--heads", "4", "--head-dim", "64", "--dtype", "fp16", "--json", *device]
+        plan, explain = (json.loads(invoke(command, *shape)) for command in ("plan", "explain"))
+        for fact in ("seconds", "tile", "passes", "limits", "figures_of", "ceilings", "on_chip", "traffic"):
+            assert plan[fact] == explain[fact], (device, fact)
+        assert plan["backend"] == (explain["backend"] or explain["backend_there"])

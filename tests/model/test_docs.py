@@ -7,18 +7,22 @@ import platform
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.model.tutorials import step_intensities
 from tilewise.backends import plans
 from tilewise.hardware import lookup
 from tilewise.hardware.spec import KiB, MiB
+from tilewise.lab.simulator.precision import make_data
 from tilewise.lab.simulator.timeline import block_timeline
 from tilewise.masks import causal, full
-from tilewise.model import TilePlan, compulsory, kernel, standard, v2, work
+from tilewise.model import TilePlan, compulsory, standard, v2, work
 from tilewise.model.evaluation import call_seconds
 from tilewise.model.fitted import gpu_fit
+from tilewise.model.onchip import occupancy
 from tilewise.problem import Problem
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -130,8 +134,37 @@ def test_the_documented_timelines_of_an_h200(sides: tuple[int, int], totals: tup
 
 
 @pytest.mark.parametrize(
+    ("options", "figure"),
+    [
+        ({"backend": "tiled", "tile": (64, 8)}, 1.8e-6),
+        ({"backend": "tiled", "tile": (64, 64)}, 2.3e-7),
+        ({"backend": "tiled", "tile": (64, 1024)}, 3.7e-7),
+        ({"backend": "tiled", "tile": (64, 8), "precision": "double"}, 2.9e-8),
+        ({"backend": "tiled", "tile": (64, 8), "precision": "compensated"}, 2.9e-8),
+        ({"backend": "cpu"}, 1.9e-7),
+        ({"backend": "cpu", "precision": "double"}, 2.9e-8),
+    ],
+    ids=str,
+)
+def test_documented_precision_of_the_library(options: dict[str, Any], figure: float) -> None:
+    """docs/tiling.md: what rescaling costs the backends on slowly rising scores."""
+    import torch
+
+    import tilewise as tw
+
+    if options["backend"] == "cpu":
+        pytest.importorskip("llvmlite")
+    q, k, v = (torch.from_numpy(np.array(x))[None, None].float() for x in make_data("slow", 64, 1024, 64, 0))
+    truth = tw.attention(q.double(), k.double(), v.double(), backend="reference")
+    error = float((tw.attention(q, k, v, **options).double() - truth).norm() / truth.norm())
+    arm = platform.machine() in ("aarch64", "arm64")
+    least, most = (0.7, 1.4) if arm or figure < 1e-7 else (0.05, 6.0)
+    assert least * figure < error < most * figure
+
+
+@pytest.mark.parametrize(
     ("cores", "d", "tile", "kib"),
-    [(2, 64, "512×128", 345), (2, 128, "512×128", 665), (2, 256, "368×128", 1014), (80, 64, "64×128", 114)],
+    [(2, 64, "512×128", 345), (2, 128, "512×128", 665), (2, 256, "368×128", 1014)],
 )
 def test_documented_tiles_of_a_neoverse_n1(cores: int, d: int, tile: str, kib: int) -> None:
     """docs/tiling.md: what the cpu backend runs, by its own account."""
@@ -180,7 +213,30 @@ def test_documented_predictions_of_an_h200() -> None:
 
 
 def test_documented_blocks_a_multiprocessor() -> None:
-    """docs/triton-notes.md: 64×64, three stages, four warps: an H200's multiprocessor holds four at d 64, two at d 128."""
-    held = [kernel(TilePlan(64, 64, 3, 4), d, d, 2, lookup("h200")) for d in (64, 128)]
-    assert [on_chip.blocks for on_chip in held] == [4, 2]
-    assert [on_chip.sram_bytes // 1024 for on_chip in held] == [56, 112]
+    """docs/triton-notes.md: 64×64, three stages, four warps, as compiled: an H200's multiprocessor holds three at d 64, two at
+    d 128. The plan counts no fewer bytes than the compiler."""
+    text, spec = (DOCS / "triton-notes.md").read_text(encoding="utf-8"), lookup("h200")
+    for d, blocks, shared, registers in ((64, 3, 58_368, 127), (128, 2, 115_712, 213)):
+        assert f"{shared:,} B" in text and f"{registers}" in text
+        assert occupancy(shared, registers, 4 * 32, spec) == blocks
+        problem = Problem.of(heads=16, seqlen=4096, head_dim=d, device="cuda")
+        tile = plans.tiles("triton", problem, spec)["forward"]
+        assert (tile.sizes, tile.stages, tile.warps) == ((64, 64), 3, 4)
+        assert shared <= tile.on_chip_bytes <= shared + 8 * KiB and registers <= tile.registers
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "tiles"),
+    [
+        ("a100", "triton", {64: "128×64", 128: "128×32", 256: "64×32"}),
+        ("h200", "hopper", {64: "192×128", 128: "128×128", 256: "128×64"}),
+        ("h200", "triton", {64: "64×64", 128: "64×64", 256: "128×32"}),
+    ],
+)
+def test_documented_tiles_of_gpus(device: str, backend: str, tiles: dict[int, str]) -> None:
+    """docs/tiling.md: 16 heads of 4,096 tokens in bf16."""
+    text = (DOCS / "tiling.md").read_text(encoding="utf-8").replace(" × ", "×")
+    for d, tile in tiles.items():
+        problem = Problem.of(heads=16, head_dim=d, seqlen=4096, device="cuda")
+        assert str(plans.tiles(backend, problem, lookup(device))["forward"]) == tile
+    assert ", ".join(tiles.values()) in text

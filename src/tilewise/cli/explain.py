@@ -25,8 +25,11 @@ def explain_command(
     json: Json = False,
 ) -> None:
     """Say which backend and plan a problem gets and why, what it moves, and what bounds it."""
+    from tilewise import hardware
     from tilewise.diagnostics.explain import explain
 
+    if device is None:  # as `plan`: the GPU if there is one
+        device = "cuda" if hardware.device(None).is_gpu else "cpu"
     name = cast("BackendName", backend)
     explanation = explain(problem, device=device, backend=name, tile=parse_tile(tile), pass_=pass_, measure=measure)
     output(explanation, explanation.to_dict(), json)

@@ -74,9 +74,9 @@ def _tiles(sweep: Sweep) -> Table:
 
 
 def _speed(sweep: Sweep, one: TileResult) -> float:
-    """In that of the fastest; 0 for what did not run."""
+    """In that of the fastest; 0 for what did not run. What only looked faster the first time counts as as fast."""
     best = sweep.fastest
-    return one.speed.p50 / best.speed.p50 if one.speed and best and best.speed else 0.0
+    return min(1.0, one.speed.p50 / best.speed.p50) if one.speed and best and best.speed else 0.0
 
 
 def _grid(sweep: Sweep, rows: list[int], keys: list[int]) -> Table:

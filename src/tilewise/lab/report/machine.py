@@ -91,7 +91,7 @@ def records(directories: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
             continue
         if document.get("suite") == "traffic" and "kernels" in document:
             kept["traffic"].append({**document, "file": path.name})
-        elif isinstance(document.get("records"), list) and "machine" in document:
+        elif isinstance(document.get("records"), list) and document["records"] and "machine" in document:
             kept["bench"].append(_bench(document, path.name))
     return {kind: sorted(some, key=lambda one: str(one["date"]), reverse=True) for kind, some in kept.items()}
 
