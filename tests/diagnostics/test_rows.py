@@ -20,6 +20,9 @@ def test_chunks_give_the_oracle_and_its_bounds(case: Case, monkeypatch: pytest.M
     with torch.no_grad():
         out, lse = oracle(problem, inputs)
         bound = bounds.forward(problem, inputs)
+    # a bound holds the difference of two numbers as large as the log-sum-exp, each a few roundings of float64 off
+    largest = float(lse.masked_fill(~lse.isfinite(), 0.0).abs().max()) * float(inputs.v.detach().abs().max())
+    noise = 8 * torch.finfo(torch.float64).eps * largest
     for span in spans(problem, inputs, range(problem.batch)):
         for h in range(problem.heads):
             # every row, out of order: positions must not be taken for a range
@@ -32,4 +35,5 @@ def test_chunks_give_the_oracle_and_its_bounds(case: Case, monkeypatch: pytest.M
                 ("bound of out", found.out_bound, bound.out[at]),
                 ("bound of lse", found.lse_bound, bound.lse[at]),
             ):
-                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+                atol = 1e-14 + (noise if name.startswith("bound") else 0.0)
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
