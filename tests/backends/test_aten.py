@@ -14,6 +14,7 @@ from tests.numerics import checks
 from tilewise import dispatch
 from tilewise.backends.aten import backend as aten
 from tilewise.errors import BackendError
+from tilewise.hardware.probe import probe_cpu
 from tilewise.problem import Problem
 
 HALVES = [
@@ -27,8 +28,8 @@ HALVES = [
 @pytest.fixture(autouse=True)
 def matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if torch had fast instructions for halves and the cpu backend none, and nobody had called before."""
-    monkeypatch.setattr(aten, "_tiles_elsewhere", lambda: False)
-    monkeypatch.setattr(aten, "_half_obstacle", lambda dtype: None)
+    monkeypatch.setattr(aten.plan, "_half_obstacle", lambda dtype, spec: None)
+    monkeypatch.setattr(aten, "probe_cpu", lambda: replace(probe_cpu(), isa_flags=("avx512_bf16",)))
     monkeypatch.setattr(aten, "half_gain", lambda dtype: 6.0)
     monkeypatch.setattr("tilewise.api.call_cache._calls", {})
 
@@ -36,7 +37,7 @@ def matrix_units(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name)
 def test_outputs_and_gradients_are_within_their_bounds(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output by torch, the gradients by others from torch's log-sum-exp."""
-    monkeypatch.setattr(aten, "FEW_QUERIES", 0)
+    monkeypatch.setattr(aten.plan, "FEW_QUERIES", 0)
     built = build(case)
     unseen = replace(built.problem, needs_lse=False)
     assert dispatch.select(unseen, built.inputs).backend.name == "aten"
