@@ -54,8 +54,8 @@ unit: $(STAMP)
 fuzz: $(STAMP)
 	PYTHONPATH=src:. $(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --workers $(WORKERS)
 
-# GPU kernels compiled without a GPU, and their machine code checked. `compile-matrix` is what CI runs on two cores: with the
-# pinned triton the portable kernels for every target and a choice of the Hopper ones; a choice of both with the oldest and the
+# GPU kernels compiled without a GPU, their machine code checked, and their plans held to it. `compile-matrix` is what CI runs on
+# two cores: with the pinned triton the portable kernels for all five targets and a choice of the Hopper ones; a choice of both with the oldest and the
 # newest supported triton, which are fetched from the package index. `compile-all` compiles every kernel with the pinned one.
 compile-matrix: $(STAMP)
 	$(BIN)/python tools/compile_kernels.py --only triton --jobs $(WORKERS)
