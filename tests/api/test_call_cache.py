@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilewise as tw
 from tilewise import dispatch
 from tilewise.api import call_cache
+from tilewise.backends import plans
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, Needs, Verdict
 from tilewise.errors import ArgumentTypeError, LayoutError, TilewiseError
 from tilewise.lab.bench.overhead import NullBackend
@@ -291,7 +292,9 @@ def test_registered_backends_and_addresses_are_seen(monkeypatch: pytest.MonkeyPa
     even, odd = (memory[i : i + 24 * 32].view(1, 1, 24, 32) for i in (first, first + 1))
     _, k, v = drawn(1, 1, 24, 32)
     tw.attention(even, k, v)
-    monkeypatch.setattr(dispatch, "REGISTRY", dict(dispatch.REGISTRY))
+    registry = dict(dispatch.REGISTRY)
+    for module in (dispatch, plans):
+        monkeypatch.setattr(module, "REGISTRY", registry)
     dispatch.register("watching", dispatch.Entry(__name__, ("cpu",)), first=True)
     monkeypatch.setattr(dispatch, "_load", lambda module: backend if module == __name__ else dispatch_load(module))
     for _ in range(2):
@@ -304,7 +307,7 @@ def test_registered_backends_and_addresses_are_seen(monkeypatch: pytest.MonkeyPa
 
 def test_deterministic_switch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = drawn(1, 1, 8, 32)
-    monkeypatch.setattr(dispatch, "REGISTRY", {**dispatch.REGISTRY, "watching": dispatch.Entry(__name__, ("cpu",))})
+    monkeypatch.setitem(dispatch.REGISTRY, "watching", dispatch.Entry(__name__, ("cpu",)))
     monkeypatch.setattr(dispatch, "_load", lambda module: backend if module == __name__ else dispatch_load(module))
     seen = []
     for wanted in (False, True, False):

@@ -11,6 +11,7 @@ import torch
 import tilewise as tw
 from tests.conformance.harness import BACKENDS, attention, attention_varlen
 from tilewise import dispatch
+from tilewise.backends import plans
 from tilewise.backends.base import Backend, Verdict
 from tilewise.backends.tiled import plan as tiled
 from tilewise.errors import ArgumentError, BackendError
@@ -297,7 +298,8 @@ def stubborn(monkeypatch: pytest.MonkeyPatch) -> Any:
     def register(forward_only: bool) -> None:
         backend = Stubborn(forward_only)
         entries = {"stubborn": dispatch.Entry("stubborn", ("cpu",)), **dispatch.REGISTRY}
-        monkeypatch.setattr(dispatch, "REGISTRY", entries)
+        for module in (dispatch, plans):
+            monkeypatch.setattr(module, "REGISTRY", entries)
         load = dispatch._load
         monkeypatch.setattr(dispatch, "_load", lambda module: backend if module == "stubborn" else load(module))
 
