@@ -153,15 +153,13 @@ def test_blocks_for_which_there_is_room_are_left_alone(monkeypatch: pytest.Monke
             assert tiles.heads == (1 if kind == "backward" else problem.group)
 
 
-def test_many_threads_have_fewer_and_larger_tasks() -> None:
-    """As sweeps on a Xeon with 16 threads told: two tasks a thread, keys split that L2 does not hold, low blocks backward."""
+def test_backward_blocks_do_not_depend_on_the_threads() -> None:
+    """The order of sums is that of the blocks: the same for any number of threads. Rows of the forward are shared out."""
     xeon = replace(lookup("xeon-8480"), units=16)
     few, many = replace(xeon, threads=2), replace(xeon, threads=16)
     problem = problem_of((4, 4), (1024, 1024), (64, 64), "float32")
-    assert [str(plan.tiles(problem, spec)["forward"]) for spec in (few, many)] == ["512×128", "128×128"]
-    cross = plan.tiles(problem_of((8, 8), (256, 4096), (64, 64), "float32"), many)["forward"]
-    assert (str(cross), cross.splits) == ("256×128", 4)
-    for heads, length, dim, rows in ((4, 1024, 128, 64), (8, 1024, 64, 128), (1, 2048, 128, 64), (8, 4096, 64, 256)):
+    assert [str(plan.tiles(problem, spec)["forward"]) for spec in (few, many)] == ["512×128", "64×128"]
+    for heads, length, dim, rows in ((4, 1024, 128, 128), (8, 1024, 64, 256), (1, 2048, 128, 128), (8, 4096, 64, 256)):
         problem = problem_of((heads, heads), (length, length), (dim, dim), "float32")
         assert {plan.tiles(problem, spec)["backward"].block_q for spec in (few, many)} == {rows}
 

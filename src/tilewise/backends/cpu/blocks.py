@@ -18,14 +18,8 @@ FEW_TASK_ROWS = 512
 MANY_TASKS = 12
 """More rows than that only where every thread has so many tasks all the same: threads should end together."""
 
-FEW_THREADS = 4
-TASKS_EACH = (4, 2)
-"""Tasks that each thread should have before rows are left as they are: of few threads, and of more. (Neoverse N1, two threads.
-Xeon, 16 threads, 2026-11-16, sweeps: 2 are 5 to 15 % faster than 4, d 32 to 128, for blocks twice as tall.)"""
-SPLIT_ROWS = 256
-"""Among more threads, rows that a task keeps where L2 does not hold K and V of a head and every block of rows would read them
-again: the keys are split instead. (Xeon, 16 threads, 2026-11-16, 8 heads, 256 queries, 4096 keys, d 64: 256 rows and 4 splits
-1.62 ms, 64 rows 2.31.)"""
+TASKS_EACH = 4
+"""Tasks that each thread should have before rows are left as they are."""
 
 MATRIX_KEYS = {"forward": 256, "backward": 128}
 """Keys of a block on matrix tiles: products are so short that what is done once a block counts."""
@@ -37,10 +31,6 @@ BACKWARD_TALL = 256
 BACKWARD_KEYS = 64
 BACKWARD_TASKS = 32
 """Rows of a block in the backward, if there are at least so many of them for the threads to share; else half. And its keys."""
-BACKWARD_EACH = 4
-"""On more than FEW_THREADS cores: blocks that each should have, down to a quarter of the rows. (Xeon, 16 cores, 2026-11-16:
-d 128, 4 × 1024, 64 rows 4.0 ms, 128 4.9; d 64 causal, 8 × 1024, 128 rows 2.2 ms, 256 2.5; d 128 causal, 1 × 2048, 64 rows 2.5 ms,
-128 2.8.)"""
 
 
 def planned(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -> Tiles:
@@ -86,13 +76,9 @@ def _forward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -
     blocks = -(-longest // max(R, (together + R - 1) // problem.group // R * R))
     rows = max(R, round_up(-(-longest // max(1, blocks)), R))  # of one length, or nearly
 
-    pair_bytes = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.itemsize
-    each = TASKS_EACH[threads > FEW_THREADS]
-    least = SPLIT_ROWS if threads > FEW_THREADS and pair_bytes >= spec.l2_bytes else R
-
     def arrange(heads: int, rows: int, keys: int) -> Tiles:
         pairs = problem.batch * problem.heads // heads
-        while rows * heads > least and rows > R and threads > 1 and pairs * -(-longest // rows) < each * threads:
+        while rows > R and threads > 1 and pairs * -(-longest // rows) < TASKS_EACH * threads:
             rows = round_up(rows // 2, R)
         blocks = -(-longest // rows)
         splits = _splits_of(problem, kernel, spec, pairs * blocks, keys)
@@ -120,13 +106,8 @@ def _backward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) 
     R = kernel.tile.rows
     keys = round_up(min(key_block(problem, spec), BACKWARD_KEYS), kernel.tile.keys)
     # tall blocks pay for packing K and V; the choice must not depend on the threads, or the order of sums would
-    tall, heads = BACKWARD_TALL, problem.batch * problem.heads
-    many = BACKWARD_EACH * spec.cores if spec.cores > FEW_THREADS else 0
-    if heads * (longest // tall) < max(BACKWARD_TASKS, many):
-        tall //= 2
-    if heads * (longest // tall) < many:
-        tall //= 2
-    rows = max(R, round_up(min(tall, longest), R))
+    tall = problem.batch * problem.heads * (longest // BACKWARD_TALL) >= BACKWARD_TASKS
+    rows = max(R, round_up(min(BACKWARD_TALL if tall else BACKWARD_TALL // 2, longest), R))
     return fitting(problem, kernel, _by_heads(problem, spec, longest), (1, rows, keys), rows)
 
 
