@@ -55,7 +55,7 @@ def test_planning_needs_neither_torch_nor_a_compiler() -> None:
     """And a Xeon is planned for with its matrix tiles wherever this runs."""
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["forward:256×128 backward:64×64", "forward_amx:256×256 backward_amx:384×128"]
+    assert done.stdout.splitlines() == ["forward:64×128 backward:256×64", "forward_amx:128×256 backward_amx:384×128"]
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_documented_blocks_a_multiprocessor() -> None:
     [
         ("a100", "triton", {64: "128×64", 128: "128×32", 256: "64×32"}),
         ("h200", "hopper", {64: "192×128", 128: "128×128", 256: "128×64"}),
-        ("h200", "triton", {64: "64×64", 128: "64×64", 256: "128×32"}),
+        ("h200", "triton", {64: "64×64", 128: "64×64", 256: "128×64"}),
     ],
 )
 def test_documented_tiles_of_gpus(device: str, backend: str, tiles: dict[int, str]) -> None:
