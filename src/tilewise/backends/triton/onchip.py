@@ -119,6 +119,9 @@ def buffers(tile: TilePlan, x: Operands, spec: DeviceSpec) -> dict[str, int]:
         result["scratch"] = m * n * x.scratch
     if spec.capability is not None and spec.capability[0] in (9, 10):
         result["barriers"] = BARRIERS
+    if by == "mfma":  # what is loaded once passes through the same memory before the loop, one after the other
+        missing = max(once.values()) - sum(result.values())
+        result |= {"before the loop": missing} if missing > 0 else {}
     return result
 
 
