@@ -18,7 +18,6 @@ import pytest
 from tilewise import hardware
 from tilewise.errors import DeviceError
 from tilewise.hardware import DeviceSpec, catalogue, ceilings, device, host, lookup, measure, probe, probe_cpu, timers
-from tilewise.hardware.cache import load_json, store_json
 from tilewise.hardware.catalogue import closest_gpu
 from tilewise.hardware.cpuid import core_figures, isa_of
 from tilewise.hardware.host import Host, cpu_spec, linux_host, parse_cpu_list, parse_size
@@ -376,26 +375,9 @@ def test_what_cannot_be_measured_raises() -> None:
         measure("h200")
 
 
-def test_cache_files(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "x.json"
-    assert load_json(path, {"v": 1}) is None
-    assert store_json(path, {"v": 1}, {"a": 2.5})
-    assert load_json(path, {"v": 1}) == {"a": 2.5}
-    assert load_json(path, {"v": 2}) is None, "another identity's file"
-    if hasattr(os, "mkfifo"):
-        pipe = tmp_path / "pipe.json"
-        os.mkfifo(pipe)
-        assert load_json(pipe, {"v": 1}) is None, "a pipe would be waited for"
-        assert store_json(pipe, {"v": 1}, {"a": 2.5}) and load_json(pipe, {"v": 1}) == {"a": 2.5}
-    assert load_json(tmp_path, {"v": 1}) is None, "a directory"
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    assert not store_json(blocked / "x.json", {}, {}), "a place that cannot be written is no error"
-
-
 def test_importing_needs_no_torch() -> None:
     code = (
-        "import sys, tilewise.hardware, tilewise.model, tilewise.model, tilewise.lab.simulator as s;"
+        "import sys, tilewise.hardware, tilewise.model, tilewise.lab.simulator as s;"
         "from tilewise.model import plan; from tilewise.problem import Problem;"
         "plan(Problem.of(heads=1, seqlen=64, head_dim=64), 'h200');"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules, sorted(sys.modules)"
