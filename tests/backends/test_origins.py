@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -33,9 +34,9 @@ def test_parts_in_the_oracle_make_up_the_whole() -> None:
     problem, inputs = whole()
     want_out, want_lse = oracle(problem, inputs)
     assert inputs.alibi is not None
-    for q0, q1 in zip(CUTS, CUTS[1:], strict=False):
+    for q0, q1 in pairwise(CUTS):
         parts = []
-        for k0, k1 in zip(CUTS, CUTS[1:], strict=False):
+        for k0, k1 in pairwise(CUTS):
             origins = torch.tensor([[q0, k0, 1, b] for b in range(2)], dtype=torch.int32)
             own = inputs._replace(
                 q=inputs.q[:, 1:, q0:q1], k=inputs.k[:, 1:, k0:k1], v=inputs.v[:, 1:, k0:k1],
@@ -72,7 +73,7 @@ def test_a_call_without_dropout_and_alibi_compiles_the_same_kernel() -> None:
     from tilewise.backends.cpu import plan
     from tilewise.hardware.probe import probe_cpu
 
-    problem, inputs = part(packed=False)
+    problem, _ = part(packed=False)
     plain = replace(problem, dropout_p=0.0, alibi=False)
     spec = probe_cpu(1)
     kernels = [

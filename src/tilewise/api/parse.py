@@ -57,7 +57,7 @@ def parse_call(
 
 def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inputs]:
     """The Problem of tensors in the inside layout, and the Inputs with what the options add to them."""
-    q, k, v, _, _, _, _, cu_q, cu_k = inputs
+    q, k, v, cu_q, cu_k = *inputs[:3], inputs.cu_q, inputs.cu_k
     check_shapes(q.shape, k.shape, v.shape)
     batch, heads, seqlen_q, head_dim = q.shape
     shape = MaskShape(batch if cu_q is None else cu_q.shape[0] - 1, heads, seqlen_q, k.shape[2])

@@ -383,7 +383,7 @@ def dropout_keep(a, seq, q, n, C: tl.constexpr):
     w0, w1, w2, w3 = philox_words(a, seq, q, fours)
     if a.origins is not None:
         if n % 4 != 0:  # the tile's fours begin inside those of the whole
-            x0, x1, x2, x3 = philox_words(a, seq, q, fours + 1)
+            x0, x1, x2, _ = philox_words(a, seq, q, fours + 1)
             if n % 4 == 1:
                 w0, w1, w2, w3 = w1, w2, w3, x0
             elif n % 4 == 2:
