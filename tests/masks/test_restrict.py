@@ -7,7 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewise.masks import Binding, Mask, MaskShape, allowed, blocks, causal, dense, documents, full, key_padding, prefix, window
+from tilewise.masks import (
+    Binding,
+    Mask,
+    MaskShape,
+    allowed,
+    blocks,
+    causal,
+    dense,
+    documents,
+    full,
+    key_padding,
+    prefix,
+    window,
+)
 from tilewise.masks.restrict import restricted
 
 LENGTH = 24
