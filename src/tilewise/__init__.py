@@ -57,7 +57,7 @@ __all__ = ["__version__", "backends", *chain.from_iterable(_HOMES.values())]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("backends", "nn"):
+    if name in ("backends", "nn", "distributed"):
         return import_module(f"tilewise.{name}")
     for module, names in _HOMES.items():
         if name in names:
@@ -67,4 +67,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "nn"])
+    return sorted([*__all__, "distributed", "nn"])

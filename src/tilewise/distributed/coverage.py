@@ -1,0 +1,253 @@
+"""Which keys each query sees, as intervals: exact, O(tokens), never N × N.
+
+All tokens of a plan stand on one axis, sequence after sequence. A mask becomes **layers**: in each, query t sees the keys
+[first[t], past[t]) of that axis, and what it sees in all is the union over the layers. Bands, ranges, padding and documents are
+exact; a table or dense mask counts as seen by all heads and batch entries what any of them sees, and a dense mask of more than
+2048 keys by blocks of 64. What is more broken than `MOST_LAYERS` intervals a row is taken as wide as it reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tilewise.distributed.intervals import Intervals, Ints, joined
+from tilewise.masks import UNBOUNDED, Literal, MaskProgram
+from tilewise.problem import Problem
+
+Layer = tuple[Ints, Ints]
+MOST_LAYERS = 64
+EXACT_DENSE = 2048
+DENSE_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The layers of each batch entry that has keys of its own, and how many entries each of them stands for."""
+
+    tokens: int
+    entries: tuple[tuple[Layer, ...], ...]
+    repeat: int
+
+    @property
+    def layers(self) -> list[Layer]:
+        """Of all entries: their union is what travels."""
+        return [layer for entry in self.entries for layer in entry]
+
+    def counts(self, rows: slice = slice(None), keys: tuple[int, int] | None = None) -> Ints:
+        """How many keys (of a range) each of the rows sees, all batch entries together; a key counts once in each."""
+        total = np.zeros(len(range(*rows.indices(self.tokens))), np.int64)
+        for entry in self.entries:
+            runs = [_cut(layer[0][rows], layer[1][rows], keys) for layer in entry]
+            total += _union(runs)
+        return total * self.repeat
+
+    def area(self, q: tuple[int, int], k: tuple[int, int]) -> int:
+        """Pairs of a rectangle that the mask lets through."""
+        return int(self.counts(slice(*q), k).sum())
+
+    def seen(self, groups: Ints) -> Intervals:
+        """The key intervals that the rows of each group see.
+
+        groups: a number for each row, such as its rank; rows with a negative number are left out.
+        """
+        parts = [_runs(groups, *layer) for layer in self.layers]
+        return joined(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _runs(groups: Ints, first: Ints, past: Ints) -> tuple[Ints, Ints, Ints]:
+    """Intervals of rows that follow each other, in one group, joined where they overlap or touch."""
+    at = np.flatnonzero((first < past) & (groups >= 0))
+    group, first, past = groups[at], first[at], past[at]
+    if not len(at):
+        return group, first, past
+    apart = (group[1:] != group[:-1]) | (first[1:] > past[:-1]) | (past[1:] < first[:-1])
+    begin = np.concatenate([[0], np.flatnonzero(apart) + 1])
+    return group[begin], np.minimum.reduceat(first, begin), np.maximum.reduceat(past, begin)
+
+
+def _cut(first: Ints, past: Ints, keys: tuple[int, int] | None) -> Layer:
+    return (first, past) if keys is None else (np.maximum(first, keys[0]), np.minimum(past, keys[1]))
+
+
+def _union(runs: list[Layer]) -> Ints:
+    """The sizes of unions of intervals, row by row."""
+    if len(runs) == 1:
+        return np.asarray(np.maximum(runs[0][1] - runs[0][0], 0))
+    first, past = np.array(runs).swapaxes(0, 1)
+    order = np.argsort(first, axis=0, kind="stable")
+    reach, total = np.full(first.shape[1], -1, np.int64), np.zeros(first.shape[1], np.int64)
+    for begin, stop in zip(np.take_along_axis(first, order, 0), np.take_along_axis(past, order, 0), strict=True):
+        total += np.maximum(stop - np.maximum(begin, reach), 0)
+        reach = np.maximum(reach, stop)
+    return total
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """The tokens of all sequences on one axis: which sequence each is of, its place there, and where that one lies."""
+
+    sequence: Ints
+    place: Ints
+    start: Ints
+    end: Ints
+    entry: int | None
+    """The batch entry that is looked at; None in a packed batch, whose sequences are told apart by token."""
+
+    def of(self, values: Any) -> Any:
+        """The value of a per-sequence tensor for each token."""
+        values = values.astype(np.int64)
+        if len(values) == 1:
+            return values[0]
+        return values[self.sequence] if self.entry is None else values[self.entry]
+
+
+def coverage(problem: Problem, lengths: Sequence[int] | None = None) -> Coverage:
+    """The layers of a problem's mask; `lengths` are those of a packed batch. Tensors are read on the host."""
+    program = on_host(problem.program)
+    sizes = np.asarray([problem.seqlen_q] if lengths is None else lengths, np.int64)
+    ends = np.cumsum(sizes)
+    sequence = np.repeat(np.arange(len(sizes)), sizes)
+    start, end = (ends - sizes)[sequence], ends[sequence]
+    axis = _Axis(sequence, np.arange(len(sequence)) - start, start, end, None)
+    if lengths is not None:
+        return Coverage(len(sequence), (tuple(_layers(program, axis)),), 1)
+    distinct = any(t.shape[0] > 1 for t in _per_entry(program))
+    entries = [tuple(_layers(program, replace(axis, entry=b))) for b in range(problem.batch if distinct else 1)]
+    return Coverage(len(sequence), tuple(entries), 1 if distinct else problem.batch)
+
+
+def on_host(program: MaskProgram) -> MaskProgram:
+    """The program with its tensors as numpy arrays."""
+    arrays = tuple(t if isinstance(t, np.ndarray) else t.detach().cpu().numpy() for t in program.tensors)
+    return MaskProgram(program.structure, program.ints, arrays)
+
+
+def _per_entry(program: MaskProgram) -> Iterator[Any]:
+    for term in program.terms():
+        for literal in term:
+            if not literal.kind.per_head:
+                yield from literal.tensors
+
+
+def _layers(program: MaskProgram, axis: _Axis) -> Iterator[Layer]:
+    for term in program.terms():
+        first, past = axis.start, axis.end
+        data: list[list[Layer]] = []
+        for literal in term:
+            if literal.kind.reads_data:
+                data.append(_within_budget(_data_layers(literal, axis)))
+            else:
+                low, high = _bounds(literal, axis)
+                first, past = np.maximum(first, low), np.minimum(past, high)
+        layers = [(first, past)]
+        for others in data:
+            product = [(np.maximum(f, g), np.minimum(p, q)) for f, p in layers for g, q in others]
+            layers = _within_budget(product)
+        yield from layers
+
+
+def _within_budget(layers: list[Layer]) -> list[Layer]:
+    """The layers, or one as wide as all of them where they are too many."""
+    if len(layers) <= MOST_LAYERS:
+        return layers
+    first, past = np.array(layers).swapaxes(0, 1)
+    empty = first >= past
+    return [(np.where(empty, UNBOUNDED, first).min(axis=0), np.where(empty, -1, past).max(axis=0))]
+
+
+def _bounds(literal: Literal, axis: _Axis) -> tuple[Any, Any]:
+    """[first, past) that a band or range leaves each row."""
+    kind, ints, tensors = literal
+    if kind.is_band:
+        lo, hi = ints
+        anchor = axis.place + axis.start + (axis.of(tensors[0]) if kind.is_offset else 0)
+        return (anchor + lo if lo > -UNBOUNDED else axis.start), (anchor + hi + 1 if hi < UNBOUNDED else axis.end)
+    if kind.is_nothing:
+        return axis.start, axis.start
+    first, past = ints if kind.is_range else (axis.of(t) for t in tensors)
+    return axis.start + first, axis.start + past
+
+
+def _data_layers(literal: Literal, axis: _Axis) -> list[Layer]:
+    kind, ints, tensors = literal
+    if kind.is_documents:
+        q_ids, k_ids = (t[axis.entry if axis.entry is not None and t.shape[0] > 1 else 0] for t in tensors)
+        return _documents(q_ids.astype(np.int64), k_ids.astype(np.int64), axis, kind.negated)
+    table, sizes = (tensors[0], ints) if kind.is_blocks else _blocked(tensors[0], kind.negated)
+    seen = (~table if kind.negated else table).any(axis=(0, 1))
+    return _table(seen, sizes, axis)
+
+
+def _blocked(dense: Any, negated: bool) -> tuple[Any, tuple[int, int]]:
+    """A dense mask as a table; where that is coarse, a block holds (or, negated, lacks) what any of its elements does."""
+    sizes = []
+    for side in (2, 3):
+        length = dense.shape[side]
+        block = UNBOUNDED if length == 1 else 1 if dense.shape[3] <= EXACT_DENSE else DENSE_BLOCK
+        if block == DENSE_BLOCK:
+            reduce = np.logical_and if negated else np.logical_or
+            dense = reduce.reduceat(dense, np.arange(0, length, block), axis=side)
+        sizes.append(block)
+    return dense, (sizes[0], sizes[1])
+
+
+def _table(seen: Any, sizes: tuple[int, ...], axis: _Axis) -> list[Layer]:
+    """One layer for each run of set blocks that a row of the table has."""
+    rows, cols = seen.shape
+    edges = np.diff(np.pad(seen.astype(np.int8), ((0, 0), (1, 1))), axis=1)
+    row, begin = np.nonzero(edges == 1)
+    _, stop = np.nonzero(edges == -1)
+    number = np.arange(len(row)) - np.searchsorted(row, row)  # of the run within its row
+    count = int(number.max()) + 1 if len(row) else 1
+    first, past = np.zeros((2, count, rows), np.int64)
+    first[number, row], past[number, row] = begin, stop
+    if count > MOST_LAYERS:
+        first, past = np.where(past > 0, first, cols).min(axis=0)[None], past.max(axis=0)[None]
+    at = axis.place // sizes[0]
+    return [(f[at] * sizes[1] + axis.start, p[at] * sizes[1] + axis.start) for f, p in zip(first, past, strict=True)]
+
+
+def _documents(q_ids: Ints, k_ids: Ints, axis: _Axis, negated: bool) -> list[Layer]:
+    """Runs of equal ids; a row has a layer for each run of its id (negated: for each gap between them)."""
+    breaks = np.flatnonzero((np.diff(k_ids) != 0) | (np.diff(axis.sequence) != 0)) + 1
+    begin = np.concatenate([[0], breaks]) if len(k_ids) else np.zeros(0, np.int64)
+    stop = np.concatenate([breaks, [len(k_ids)]])
+    low = min(int(k_ids.min(initial=0)), int(q_ids.min(initial=0)))
+    span = max(int(k_ids.max(initial=0)), int(q_ids.max(initial=0))) - low + 1
+    order = np.argsort(axis.sequence[begin] * span + k_ids[begin] - low, kind="stable")
+    keys = (axis.sequence[begin] * span + k_ids[begin] - low)[order]
+    begin, stop = begin[order], stop[order]
+    if q_ids is k_ids or np.array_equal(q_ids, k_ids):  # ask once for each run
+        own = np.zeros(len(k_ids), np.int64)
+        own[breaks] = 1
+        own = np.argsort(order, kind="stable")[np.cumsum(own)]
+        least, most = np.searchsorted(keys, keys)[own], np.searchsorted(keys, keys, side="right")[own]
+    else:
+        wanted = axis.sequence * span + q_ids - low
+        least, most = np.searchsorted(keys, wanted), np.searchsorted(keys, wanted, side="right")
+    count = int((most - least).max(initial=0))
+    hull = count > MOST_LAYERS
+    if negated:
+        return [(axis.start, axis.end)] if hull else list(_gaps(begin, stop, least, most, axis))
+    if hull:
+        some = most > least
+        return [(np.where(some, begin[least % len(begin)], 0), np.where(some, stop[most - 1], 0))]
+    layers = []
+    for j in range(max(count, 1)):
+        here = np.minimum(least + j, len(begin) - 1)
+        there = least + j < most
+        layers.append((np.where(there, begin[here], 0), np.where(there, stop[here], 0)))
+    return layers
+
+
+def _gaps(begin: Ints, stop: Ints, least: Ints, most: Ints, axis: _Axis) -> Iterator[Layer]:
+    before = axis.start
+    for j in range(int((most - least).max(initial=0)) + 1):
+        here = np.minimum(least + j, len(begin) - 1)
+        there = least + j < most
+        yield before, np.where(there, begin[here], axis.end)
+        before = np.where(there, stop[here], axis.end)
