@@ -116,8 +116,8 @@ def test_shards_and_positions() -> None:
     assert torch.equal(torch.cat([plan.shard(x, 1, rank=r) for r in range(3)], 1), x)
     plan.shard(x, 1, rank=1).sum().backward()
     assert x.grad is not None
-    assert x.grad[0, :, 0].tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
-    assert plan.positions(1).tolist() == [3, 4, 5]
+    assert x.grad[0, :, 0].tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
+    assert plan.positions(1).tolist() == [3, 4, 5, 6]
 
 
 def test_bytes_of_a_window() -> None:

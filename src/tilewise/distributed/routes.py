@@ -17,6 +17,7 @@ from tilewise.distributed.intervals import Intervals, Ints, joined, pieces
 from tilewise.distributed.schedule import RowBytes
 from tilewise.distributed.shards import Shards
 
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 UNEVEN = 0.03
 """How much more area than the mean a rank may have so that bytes are saved."""
 MOST_TRIED = 20_000
@@ -34,12 +35,12 @@ class Routes:
     parts: Parts
     q_rank: Ints
     k_rank: Ints
-    by_query: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    by_query: Bools
 
     @property
-    def own(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def own(self) -> Bools:
         """Parts for which nothing travels."""
-        return self.q_rank == self.k_rank
+        return np.asarray(self.q_rank == self.k_rank)
 
     @cached_property
     def rank(self) -> Ints:
@@ -109,7 +110,7 @@ def routes(shards: Shards, seen: Coverage, row: RowBytes, *, even: bool = False)
     return Routes(shards, parts, q_rank, k_rank, by_query)
 
 
-def _even(areas: Ints, saved: Ints, area: Ints, q_rank: Ints, k_rank: Ints) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def _even(areas: Ints, saved: Ints, area: Ints, q_rank: Ints, k_rank: Ints) -> Bools:
     """Which work may go to the rank of its keys, those that save most first, while no rank has too much.
 
     Work that goes both ways weighs nothing, so all of it is tried at once before it is tried one by one.
