@@ -6,12 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tilewise.distributed.call import attention as attention
     from tilewise.distributed.context import ContextPlan as ContextPlan
     from tilewise.distributed.context import plan as plan
 
-_HOMES = {"context": ("ContextPlan", "plan")}
+_HOMES = {"call": ("attention",), "context": ("ContextPlan", "plan")}
 
-__all__ = ["ContextPlan", "plan"]
+__all__ = ["ContextPlan", "attention", "plan"]
 
 
 def __getattr__(name: str) -> Any:
