@@ -27,7 +27,7 @@ def check_cases(rank: int, names: list[str], sizes: list[int]) -> dict[tuple[str
     wrong = {}
     for number, name in enumerate(names):
         for size in sizes:
-            if rank < size and BY_NAME[name].fits(size):
+            if rank < size and BY_NAME[name].runs_on(size):
                 try:
                     why = run_case(BY_NAME[name], groups[size], judging=number % 2 == rank)
                 except Exception:

@@ -131,6 +131,7 @@ class Call:
             sinks=False,
             varlen=False,
             origins=origins is not None,
+            needs_lse=True,
             device=self.device.type,
         )
         return Segment(work, own, origins, first)
