@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tilewise.distributed.context import ContextPlan as ContextPlan
     from tilewise.distributed.context import plan as plan
+    from tilewise.distributed.loss import average_gradients as average_gradients
+    from tilewise.distributed.loss import mean_loss as mean_loss
 
-_HOMES = {"context": ("ContextPlan", "plan")}
+_HOMES = {"context": ("ContextPlan", "plan"), "loss": ("average_gradients", "mean_loss")}
 
-__all__ = ["ContextPlan", "plan"]
+__all__ = ["ContextPlan", "average_gradients", "mean_loss", "plan"]
 
 
 def __getattr__(name: str) -> Any:
