@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,19 @@ SETTINGS = ("scale", "softcap", "dropout_p", "precision", "deterministic", "need
 ALIASES = {"half": "float16", "float": "float32", "bf16": "bfloat16"} | {f"fp{n}": f"float{n}" for n in (16, 32, 64)}
 
 
+class Origin(NamedTuple):
+    """Where a sequence of a call begins in a larger call that it is a part of: dropout and ALiBi count positions there.
+
+    The whole has as many queries as keys. Bias, slopes, sinks and mask are those of the part.
+    """
+
+    q: int
+    k: int
+    head: int
+    batch: int
+    """The whole's number of the sequence."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """The frozen description of one call; made by `Problem.of`, which has defaults and checks.
@@ -54,6 +67,7 @@ class Problem:
     alibi: whether ALiBi slopes are given; `sinks`: whether sinks are.
     dropout_p: the probability with which a weight is dropped.
     varlen: whether the batch is packed.
+    origins: whether the call is a part of a larger one, and is told where in it each of its sequences lies.
     precision: "default", "tf32", "compensated" or "double".
     deterministic: whether the same bits are wanted run after run.
     needs_grad: whether gradients will be asked for.
@@ -81,6 +95,7 @@ class Problem:
     sinks: bool = False
     dropout_p: float = 0.0
     varlen: bool = False
+    origins: bool = False
     precision: str = "default"
     deterministic: bool = False
     needs_grad: bool = False

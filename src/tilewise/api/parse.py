@@ -57,12 +57,12 @@ def parse_call(
 
 def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inputs]:
     """The Problem of tensors in the inside layout, and the Inputs with what the options add to them."""
-    q, k, v, _, _, _, _, cu_q, cu_k = inputs
+    q, k, v, cu_q, cu_k = *inputs[:3], inputs.cu_q, inputs.cu_k
     check_shapes(q.shape, k.shape, v.shape)
     batch, heads, seqlen_q, head_dim = q.shape
     shape = MaskShape(batch if cu_q is None else cu_q.shape[0] - 1, heads, seqlen_q, k.shape[2])
-    bias, slopes = _split_bias(options["bias"], q, shape, cu_q is not None, options["precision"])
-    sinks = _check_sinks(options["sinks"], q, heads)
+    bias, slopes = split_bias(options["bias"], q, shape, cu_q is not None, options["precision"])
+    sinks = check_sinks(options["sinks"], q, heads)
     inputs = Inputs(q, k, v, bias, slopes, sinks, None, cu_q, cu_k)
     scale, deterministic = options["scale"], options["deterministic"]
     if deterministic not in (None, True, False):
@@ -221,7 +221,7 @@ def _bind_mask(mask: Any, shape: MaskShape, cu_k: Tensor | None, device: torch.d
     return lowered
 
 
-def _split_bias(
+def split_bias(
     bias: Any, q: Tensor, shape: MaskShape, varlen: bool, precision: str
 ) -> tuple[Tensor | None, Tensor | None]:
     """A tensor bias as rank 4, or the slopes of ALiBi as (B or 1, H)."""
@@ -265,7 +265,7 @@ def _check_floating(name: str, x: Any, device: torch.device, wanted: str) -> Ten
     return x
 
 
-def _check_sinks(sinks: Tensor | None, q: Tensor, heads: int) -> Tensor | None:
+def check_sinks(sinks: Tensor | None, q: Tensor, heads: int) -> Tensor | None:
     if sinks is None:
         return None
     sinks = _check_floating("sinks", sinks, q.device, f"tensor ({heads},)")

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tilewise.distributed.coverage import Coverage, coverage
+from tilewise.distributed.intervals import Ints
+from tilewise.distributed.routes import Routes, routes
 from tilewise.distributed.schedule import Chunk, RowBytes, Stage
 from tilewise.distributed.shards import SHARDS, Shards, contiguous
 from tilewise.distributed.stages import stages
@@ -53,7 +55,12 @@ class ContextPlan:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Who computes and sends what, in order; see `schedule`."""
-        return stages(self.shards, self.coverage)
+        return stages(self.routes)
+
+    @cached_property
+    def routes(self) -> Routes:
+        """What travels: keys or queries, for each part of the mask."""
+        return routes(self.shards, self.coverage, self.row_bytes)
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -88,13 +95,13 @@ class ContextPlan:
 
     def area(self, rank: int | None = None) -> int:
         """(query, key) pairs that a rank computes, of one head."""
-        return int(self._areas[self._rank(rank)])
+        return int(self.routes.areas[self._rank(rank)])
 
     @property
     def imbalance(self) -> float:
         """By how much the most loaded rank exceeds the mean, as a part of it."""
-        mean = float(self._areas.mean())
-        return float(self._areas.max()) / mean - 1 if mean else 0.0
+        mean = float(self.routes.areas.mean())
+        return float(self.routes.areas.max()) / mean - 1 if mean else 0.0
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes that a rank (None: this one) sends in one pass, exactly."""
@@ -129,7 +136,7 @@ class ContextPlan:
         self._check_side(x, dim, self.local_tokens(), f"shard of rank {self.rank}")
         return unshard(self, x, dim)
 
-    def token_numbers(self, rank: int | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def token_numbers(self, rank: int | None = None) -> Ints:
         """Where the tokens of a rank's shard stand in the whole tensor."""
         starts = self.shards.starts
         held = [np.arange(c.start, c.end) + starts[c.sequence] for c in self.chunks[self._rank(rank)]]
@@ -142,6 +149,7 @@ class ContextPlan:
         held = [torch.arange(c.start, c.end, device=device) for c in self.chunks[self._rank(rank)]]
         return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *held])
 
+<<<<<<< HEAD
     def shift(self, labels: torch.Tensor, dim: int = -1, ignore_index: int = -100) -> torch.Tensor:
         """For each token of this rank the label of the token after it, whichever rank holds that.
 
@@ -168,13 +176,12 @@ class ContextPlan:
 
     def _sent(self, backward: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
         found: np.ndarray[Any, np.dtype[np.int64]] | None = self.memory.get(("sent", backward))
+=======
+    def _sent(self, backward: bool) -> Ints:
+        found: Ints | None = self.memory.get(("sent", backward))
+>>>>>>> cp-run
         if found is None:
-            found = np.zeros(self.ranks, np.int64)
-            for stage in self.stages:
-                for source, target, what, chunk in (*stage.moves, *stage.returns):
-                    found[source] += chunk.tokens * self.row_bytes.sent(what, backward=backward)
-                    found[target] += chunk.tokens * self.row_bytes.returned(what, backward=backward)
-            self.memory["sent", backward] = found
+            found = self.memory["sent", backward] = self.routes.sent(self.row_bytes, backward=backward)
         return found
 
     def _rank(self, rank: int | None) -> int:

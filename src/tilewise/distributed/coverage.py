@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tilewise.distributed.intervals import Intervals, Ints, joined
+from tilewise.distributed.intervals import Intervals, Ints, pieces
 from tilewise.masks import UNBOUNDED, Literal, MaskProgram
 from tilewise.problem import Problem
 
@@ -26,7 +27,10 @@ DENSE_BLOCK = 64
 
 @dataclass(frozen=True)
 class Coverage:
-    """The layers of each batch entry that has keys of its own, and how many entries each of them stands for."""
+    """The layers of each batch entry that has keys of its own, and how many entries each of them stands for.
+
+    The layers of an entry are disjoint: no row sees a key in two of them.
+    """
 
     tokens: int
     entries: tuple[tuple[Layer, ...], ...]
@@ -37,53 +41,108 @@ class Coverage:
         """Of all entries: their union is what travels."""
         return [layer for entry in self.entries for layer in entry]
 
-    def counts(self, rows: slice = slice(None), keys: tuple[int, int] | None = None) -> Ints:
-        """How many keys (of a range) each of the rows sees, all batch entries together; a key counts once in each."""
-        total = np.zeros(len(range(*rows.indices(self.tokens))), np.int64)
-        for entry in self.entries:
-            runs = [_cut(layer[0][rows], layer[1][rows], keys) for layer in entry]
-            total += _union(runs)
+    @cached_property
+    def counts(self) -> Ints:
+        """How many keys each row sees, all batch entries together."""
+        total = np.zeros(self.tokens, np.int64)
+        for first, past in self.layers:
+            total += past - first
         return total * self.repeat
 
-    def area(self, q: tuple[int, int], k: tuple[int, int]) -> int:
-        """Pairs of a rectangle that the mask lets through."""
-        return int(self.counts(slice(*q), k).sum())
+    def parts(self, bounds: Ints) -> Parts:
+        """All visible pairs as rectangles, cut at `bounds` (0 … tokens) both ways; see `Parts`."""
+        tables = [_parts(first, past, bounds, self.tokens) for first, past in self.layers]
+        q0, q1, k0, k1, area = (np.concatenate(column) for column in zip(*tables, strict=True))
+        return Parts(q0, q1, k0, k1, area * self.repeat)
 
-    def seen(self, groups: Ints) -> Intervals:
-        """The key intervals that the rows of each group see.
-
-        groups: a number for each row, such as its rank; rows with a negative number are left out.
-        """
-        parts = [_runs(groups, *layer) for layer in self.layers]
-        return joined(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def _runs(groups: Ints, first: Ints, past: Ints) -> tuple[Ints, Ints, Ints]:
-    """Intervals of rows that follow each other, in one group, joined where they overlap or touch."""
-    at = np.flatnonzero((first < past) & (groups >= 0))
-    group, first, past = groups[at], first[at], past[at]
-    if not len(at):
-        return group, first, past
-    apart = (group[1:] != group[:-1]) | (first[1:] > past[:-1]) | (past[1:] < first[:-1])
-    begin = np.concatenate([[0], np.flatnonzero(apart) + 1])
-    return group[begin], np.minimum.reduceat(first, begin), np.maximum.reduceat(past, begin)
+    @cached_property
+    def borders(self) -> Ints:
+        """Where the axis can be cut without parting a query from a key it sees, 0 and the end included."""
+        reach, back = np.zeros(self.tokens, np.int64), np.full(self.tokens, self.tokens, np.int64)
+        for first, past in self.layers:
+            some = first < past
+            reach, back = np.maximum(reach, np.where(some, past, 0)), np.minimum(back, np.where(some, first, self.tokens))
+        reach, back = np.maximum.accumulate(reach), np.minimum.accumulate(back[::-1])[::-1]
+        at = np.arange(1, self.tokens)
+        free = at[(reach[:-1] <= at) & (back[1:] >= at)]
+        return np.concatenate([[0], free, [self.tokens]]) if self.tokens else np.zeros(1, np.int64)
 
 
-def _cut(first: Ints, past: Ints, keys: tuple[int, int] | None) -> Layer:
-    return (first, past) if keys is None else (np.maximum(first, keys[0]), np.minimum(past, keys[1]))
+class Parts(NamedTuple):
+    """Rectangles [q0, q1) × [k0, k1) whose first and last rows see some key in them, and every key of which is seen.
+
+    area: the pairs in each that the mask lets through, all batch entries together. Rectangles of one layer have no pair in
+    common; those of two layers may overlap, but not in pairs that count.
+    """
+
+    q0: Ints
+    q1: Ints
+    k0: Ints
+    k1: Ints
+    area: Ints
+
+    def where(self, keep: Any) -> Parts:
+        return Parts(*(column[keep] for column in self))
 
 
-def _union(runs: list[Layer]) -> Ints:
-    """The sizes of unions of intervals, row by row."""
-    if len(runs) == 1:
-        return np.asarray(np.maximum(runs[0][1] - runs[0][0], 0))
-    first, past = np.array(runs).swapaxes(0, 1)
+def _parts(first: Ints, past: Ints, bounds: Ints, tokens: int) -> Parts:
+    """The rectangles of one layer.
+
+    Rows that follow each other form a run while their intervals overlap and neither side falls back. Within a run both
+    sides are sorted: which rows see a stretch of keys, and how much of it, are two searches in it.
+    """
+    row = np.flatnonzero(first < past)
+    first, past = first[row], past[row]
+    piece = np.searchsorted(bounds, row, side="right")
+    falls = (first[1:] < first[:-1]) | (past[1:] < past[:-1]) | (first[1:] >= past[:-1])
+    begin = np.concatenate([[True], (piece[1:] != piece[:-1]) | falls | (np.diff(row) != 1)])[: len(row)]
+    start = np.flatnonzero(begin)
+    end = np.append(start[1:], len(row))[: len(start)]
+    number = np.cumsum(begin) - 1  # the run of each row
+    cut, run, _ = pieces(Intervals(start, first[start], past[end - 1]), bounds)
+    k0, k1 = cut.first, cut.past
+    stretch = tokens + 1
+    sums = _Sorted(number * stretch + first, first), _Sorted(number * stretch + past, past)
+    low = sums[1].upto(run * stretch + k0)  # rows of the run that end before the stretch of keys
+    high = sums[0].below(run * stretch + k1)  # rows that begin in it or before
+    area = sums[1].clipped(low, high, k0, k1) - sums[0].clipped(low, high, k0, k1)
+    return Parts(row[low], row[high - 1] + 1, k0, k1, area)
+
+
+class _Sorted:
+    """Values of rows, sorted run by run, with their sums."""
+
+    def __init__(self, keys: Ints, values: Ints) -> None:
+        self.keys, self.values = keys, values
+        self.total = np.concatenate([[0], np.cumsum(values)])
+
+    def below(self, limit: Ints) -> Ints:
+        return np.searchsorted(self.keys, limit)
+
+    def upto(self, limit: Ints) -> Ints:
+        return np.searchsorted(self.keys, limit, side="right")
+
+    def clipped(self, low: Ints, high: Ints, least: Ints, most: Ints) -> Ints:
+        """Σ over rows [low, high) of the value cut to [least, most]."""
+        offset = self.keys[low] - self.values[low]  # of the run
+        under, over = self.below(offset + least), self.below(offset + most)
+        under, over = np.clip(under, low, high), np.clip(over, low, high)
+        return np.asarray((under - low) * least + self.total[over] - self.total[under] + (high - over) * most)
+
+
+def _disjoint(layers: list[Layer]) -> tuple[Layer, ...]:
+    """The same union, row by row, with no key in two layers."""
+    if len(layers) == 1:
+        first, past = layers[0]
+        return ((first, np.maximum(first, past)),)
+    first, past = np.array(layers).swapaxes(0, 1)
     order = np.argsort(first, axis=0, kind="stable")
-    reach, total = np.full(first.shape[1], -1, np.int64), np.zeros(first.shape[1], np.int64)
+    reach, found = np.zeros(first.shape[1], np.int64), []
     for begin, stop in zip(np.take_along_axis(first, order, 0), np.take_along_axis(past, order, 0), strict=True):
-        total += np.maximum(stop - np.maximum(begin, reach), 0)
+        begin = np.maximum(begin, reach)
+        found.append((begin, np.maximum(begin, stop)))
         reach = np.maximum(reach, stop)
-    return total
+    return tuple(layer for layer in found if (layer[0] < layer[1]).any()) or (found[0],)
 
 
 @dataclass(frozen=True)
@@ -114,9 +173,9 @@ def coverage(problem: Problem, lengths: Sequence[int] | None = None) -> Coverage
     start, end = (ends - sizes)[sequence], ends[sequence]
     axis = _Axis(sequence, np.arange(len(sequence)) - start, start, end, None)
     if lengths is not None:
-        return Coverage(len(sequence), (tuple(_layers(program, axis)),), 1)
+        return Coverage(len(sequence), (_disjoint(list(_layers(program, axis))),), 1)
     distinct = any(t.shape[0] > 1 for t in _per_entry(program))
-    entries = [tuple(_layers(program, replace(axis, entry=b))) for b in range(problem.batch if distinct else 1)]
+    entries = [_disjoint(list(_layers(program, replace(axis, entry=b)))) for b in range(problem.batch if distinct else 1)]
     return Coverage(len(sequence), tuple(entries), 1 if distinct else problem.batch)
 
 
@@ -177,6 +236,8 @@ def _data_layers(literal: Literal, axis: _Axis) -> list[Layer]:
     if kind.is_documents:
         q_ids, k_ids = (t[axis.entry if axis.entry is not None and t.shape[0] > 1 else 0] for t in tensors)
         return _documents(q_ids.astype(np.int64), k_ids.astype(np.int64), axis, kind.negated)
+    if not (kind.is_blocks or kind.is_dense):
+        return [(axis.start, axis.end)]  # a kind that is not known here may see everything
     table, sizes = (tensors[0], ints) if kind.is_blocks else _blocked(tensors[0], kind.negated)
     seen = (~table if kind.negated else table).any(axis=(0, 1))
     return _table(seen, sizes, axis)

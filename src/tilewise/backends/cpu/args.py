@@ -73,5 +73,5 @@ def pointer_kinds(kernel: Kernel) -> dict[str, tuple[Any, str]]:
     """(LLVM type, dtype) of what the arguments point to."""
     real = REALS[kernel.real].type
     kinds = dict.fromkeys(STORED, (STORAGE[kernel.dtype], kernel.dtype)) | dict.fromkeys(REAL, (real, ""))
-    kinds |= dict.fromkeys(I64_ARRAYS, (I64, "")) | {"cu_q": (I32, ""), "cu_k": (I32, "")}
+    kinds |= dict.fromkeys(I64_ARRAYS, (I64, "")) | dict.fromkeys(("cu_q", "cu_k", "origins"), (I32, ""))
     return kinds | {"bias": (STORAGE[kernel.bias or "float32"], kernel.bias)}

@@ -276,6 +276,8 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
     if problem.dropout_p and inputs.seed is not None:
         args.append(("seed", int(inputs.seed)))
     wanted = {"alibi": launch.real, "sinks": launch.real, "cu_q": torch.int32, "cu_k": torch.int32}
+    if launch.kernel.origins:
+        wanted["origins"] = torch.int32
     for name, dtype in wanted.items():
         x: Tensor | None = getattr(inputs, name)
         if x is not None:

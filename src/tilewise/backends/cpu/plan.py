@@ -63,7 +63,7 @@ def _device_obstacle(spec: DeviceSpec) -> str | None:
 
 def _too_long(structure: str) -> str | None:
     """Why a mask's integers and tensors do not fit into the argument block; None if they do."""
-    left, wanted = ARGUMENTS - len(BACKWARD), len(mask_args(structure))
+    left, wanted = ARGUMENTS - len(BACKWARD) - 1, len(mask_args(structure))
     return None if wanted <= left else f"the mask takes {wanted} arguments, more than {left}; write it with fewer terms"
 
 
@@ -155,6 +155,7 @@ def _kernel(
         dbias=dbias,
         matrix=matrix,
         double=problem.widened,
+        origins=problem.origins and (problem.alibi or problem.dropout_p > 0),
     )
 
 

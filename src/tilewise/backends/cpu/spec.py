@@ -52,6 +52,7 @@ class Kernel(NamedTuple):
     dbias: bool = False  # the backward's only: the bias wants a gradient
     matrix: str = ""  # products on tiles of a matrix unit, "amx"; "": on vectors
     double: bool = False  # float64 arithmetic of narrower inputs
+    origins: bool = False  # dropout and ALiBi count the positions of a whole
 
     @property
     def real(self) -> str:
@@ -105,4 +106,5 @@ def mask_args(structure: str) -> tuple[str, ...]:
 
 
 def argument_names(kernel: Kernel) -> tuple[str, ...]:
-    return (BACKWARD if kernel.kind == "backward" else FORWARD) + mask_args(kernel.structure)
+    names = (BACKWARD if kernel.kind == "backward" else FORWARD) + mask_args(kernel.structure)
+    return (*names, "origins") if kernel.origins else names
