@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import tilewise as tw
 
 from tests.integrations.models import DECODER, TWO_KINDS, Case, Double, causal_lm
-from tilewise.integrations.transformers import use_context_parallel
+from tilewise.errors import ArgumentError
+from tilewise.integrations.transformers import context_parallel, use_context_parallel
 
 U = 2.0**-53
 LENGTH, WINDOW = 45, 6
@@ -64,15 +70,16 @@ def build(name: str, implementation: str = "eager") -> Any:
     return model
 
 
-def batch(name: str, layout: str = "rows") -> dict[str, Tensor]:
+def batch(name: str, layout: str = "rows") -> dict[str, Any]:
     """Inputs and labels, as rows, padded at either end, or packed into one row."""
     inputs = CASES[name].batch("cpu")
     ids = inputs["input_ids"]
     labels = ids.clone()
-    labels[:, ::7] = -100  # as prompts are
+    labels[:, 3::7] = -100  # as prompts are
     if layout == "padded":
         mask = torch.ones_like(ids)
         mask[0, :9], mask[1, -5:] = 0, 0
+        labels[0, 9] = -100  # alone, models predict the first token of a row from the padding before it
         return {"input_ids": ids, "labels": labels.masked_fill(mask == 0, -100), "attention_mask": mask}
     if layout == "packed":
         lengths = (7, 30, 1, 2 * LENGTH - 38)
@@ -83,11 +90,12 @@ def batch(name: str, layout: str = "rows") -> dict[str, Tensor]:
             "input_ids": ids.reshape(1, -1),
             "labels": labels,
             "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+            "use_cache": False,  # with a cache models take them for one sequence
         }
     return {"input_ids": ids, "labels": labels}
 
 
-def differentiate(model: Any, inputs: dict[str, Tensor]) -> float:
+def differentiate(model: Any, inputs: dict[str, Any]) -> float:
     with Double():
         loss = model(**inputs).loss
         loss.backward()
@@ -113,25 +121,104 @@ def on_ranks(group: Any, name: str, layout: str = "rows", shards: str = "balance
     return Result(loss, gradients(model))
 
 
+def mistaken(group: Any, name: str, mistake: str) -> Result:
+    """A hook that is wrong in one place."""
+    with pytest.MonkeyPatch.context() as patch:
+        if mistake == "window":
+            patch.setattr(context_parallel, "window", lambda n: tw.window(n + 1))
+        elif mistake == "positions":
+            patch.setattr(context_parallel, "check_positions", lambda ids, *size: ids.copy_(ids.flip(-1)))
+        else:
+            patch.setattr(context_parallel, "next_labels", lambda labels, lengths, dim, ignored: labels.roll(-1, dim))
+        return on_ranks(group, name)
+
+
+def with_dropout(group: Any, name: str, checkpointing: bool | None = None) -> Result:
+    """In training, with dropout of attention; with or without recomputation, if told, which `Double` does not reach."""
+    model = build(name).train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    parallel = use_context_parallel(model, group)
+    torch.manual_seed(7 if dist.get_rank(group) == 0 else 8)  # the first rank draws for all
+    if checkpointing is None:
+        loss = differentiate(model, batch(name))
+    else:
+        whole = model(**batch(name)).loss
+        whole.backward()
+        loss = whole.item()
+    parallel.average_gradients()
+    return Result(loss, gradients(model))
+
+
+def wrapped(group: Any, name: str, kind: str) -> Result:
+    """Inside DDP, or with FSDP2, which average gradients themselves; over a mesh of two dimensions of which one is ours."""
+    mesh = dist.device_mesh.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("data", "context"))
+    model = build(name)
+    use_context_parallel(model, mesh["context"])
+    outer = model
+    if kind == "ddp":
+        outer = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh._flatten() if hasattr(mesh, "_flatten") else mesh)
+        fully_shard(model, mesh=mesh._flatten() if hasattr(mesh, "_flatten") else mesh)
+    loss = differentiate(outer, batch(name))
+    found = {n: p.grad.full_tensor() if kind == "fsdp2" else p.grad for n, p in model.named_parameters()}
+    return Result(loss, found)
+
+
+def learn(group: Any, name: str, steps: int, state: Any = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Some steps of training from a state dict, or from the start; what would be saved."""
+    model = build(name)
+    if state is not None:
+        model.load_state_dict(state)
+    parallel = use_context_parallel(model, group)
+    losses = []
+    for _ in range(steps):
+        losses.append(differentiate(model, batch(name)))
+        parallel.average_gradients()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.05 * p.grad
+                p.grad = None
+    return losses, {n: x.clone() for n, x in model.state_dict().items()}
+
+
+def whole_logits(group: Any, name: str, layout: str) -> tuple[Tensor, int, list[Any]]:
+    """Logits of all tokens, how many of them were this rank's, and the windows that were planned for."""
+    model = build(name)
+    with use_context_parallel(model, group) as parallel, torch.no_grad(), Double():
+        inputs = batch(name, layout)
+        inputs.pop("labels")
+        own = model(**inputs).logits
+        found = parallel.unshard(own), own.shape[1], sorted(parallel.plans(), key=str)
+    assert model.config._attn_implementation == "eager"
+    with torch.no_grad(), Double():
+        assert model(**inputs).logits.shape[:2] == inputs["input_ids"].shape  # the model is as it was
+    return found
+
+
+def other_batches(group: Any) -> tuple[str, float]:
+    """What a rank with another batch than the others is told, and that the group works afterwards."""
+    model = build("llama")
+    use_context_parallel(model, group)
+    told = []
+    for length in (LENGTH, LENGTH - 1):
+        rank = dist.get_rank(group)
+        ids = torch.full((1, length if rank == 1 else LENGTH), 5 + rank)
+        with pytest.raises(ArgumentError) as caught:
+            model(input_ids=ids)
+        told.append(str(caught.value))
+    return "\n".join(told), differentiate(model, batch("llama"))
+
+
 def apart(ours: Result, exact: Result) -> float:
     """The largest difference over what the criterion above allows: more than 1 is a difference in meaning."""
     assert ours.gradients.keys() == exact.gradients.keys()
     largest = max(float(g.abs().max()) for g in exact.gradients.values())
     off = max(float((ours.gradients[n] - g).abs().max()) for n, g in exact.gradients.items())
-    print(off / largest/U, abs(ours.loss - exact.loss) / abs(exact.loss)/U, TERMS)
     return max(off / largest, abs(ours.loss - exact.loss) / abs(exact.loss)) / (TERMS * U)
 
 
-def _gathered(q: Any, k: Any, v: Any, plan: Any, **options: Any) -> Any:
-    import tilewise as tw
-    dim = 2 if plan.lengths is None else 0
-    q, k, v = (plan.unshard(x, dim) for x in (q, k, v))
-    if plan.lengths is None:
-        return plan.shard(tw.attention(q, k, v, mask=plan.problem.mask, **options), dim)
-    cu = torch.tensor([0, *plan.lengths]).cumsum(0)
-    return plan.shard(tw.attention_varlen(q, k, v, cu, mask=plan.problem.mask, **options), dim)
-
-
-import tilewise.distributed as _d
-if not hasattr(_d, "attention"):
-    _d.attention = _gathered

@@ -149,7 +149,6 @@ class ContextPlan:
         held = [torch.arange(c.start, c.end, device=device) for c in self.chunks[self._rank(rank)]]
         return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *held])
 
-<<<<<<< HEAD
     def shift(self, labels: torch.Tensor, dim: int = -1, ignore_index: int = -100) -> torch.Tensor:
         """For each token of this rank the label of the token after it, whichever rank holds that.
 
@@ -166,20 +165,8 @@ class ContextPlan:
 
         return shift(self, labels, dim, ignore_index)
 
-    @cached_property
-    def _areas(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        areas = np.zeros(self.ranks, np.int64)
-        for stage in self.stages:
-            for work in stage.works:
-                areas[work.rank] += work.area
-        return areas
-
-    def _sent(self, backward: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
-        found: np.ndarray[Any, np.dtype[np.int64]] | None = self.memory.get(("sent", backward))
-=======
     def _sent(self, backward: bool) -> Ints:
         found: Ints | None = self.memory.get(("sent", backward))
->>>>>>> cp-run
         if found is None:
             found = self.memory["sent", backward] = self.routes.sent(self.row_bytes, backward=backward)
         return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -65,14 +65,15 @@ def use_context_parallel(model: Any, group: Any = None, *, shards: str = "balanc
     return ContextParallel(model, _process_group(group), shards)
 
 
-class Step(NamedTuple):
-    """One forward, as its layers see it."""
+class Step:
+    """One forward, as its layers see it. FSDP looks for tensors in tuples and dataclasses among a layer's arguments: this is none.
 
-    parallel: ContextParallel
-    tokens: Tokens
-    plan: distributed.ContextPlan
-    """The plan of the widest mask, by which inputs are divided."""
-    seed: int
+    plan: that of the widest mask, by which inputs are divided.
+    seed: of dropout, the same on every rank.
+    """
+
+    def __init__(self, parallel: ContextParallel, tokens: Tokens, plan: distributed.ContextPlan, seed: int) -> None:
+        self.parallel, self.tokens, self.plan, self.seed = parallel, tokens, plan, seed
 
 
 @dataclass(frozen=True)
