@@ -199,8 +199,8 @@ def plan(
     problem: the whole problem, made by `Problem.of`; in a packed batch `seqlen` counts the tokens of all sequences.
     group: a process group or a one-dimensional DeviceMesh; None for torch's default group, or with `ranks` for a simulation.
     lengths: of the sequences of a packed batch (T, H, D); None for a batch (B, H, S, D).
-    shards: "balanced" (equal tokens, then equal mask area), "contiguous", "head_tail" or "zigzag"; or the `shards` of another plan
-        of the same tokens, so that layers with unlike masks divide them alike.
+    shards: "balanced" (equal tokens, then equal mask area), "contiguous", "head_tail" or "zigzag"; or the `shards` of another
+        plan of the same tokens, so that layers with unlike masks divide them alike.
     ranks: how many ranks to simulate, where there is no group.
     device: what times are predicted for, such as "h200"; None for this machine.
 
@@ -224,8 +224,8 @@ def _given(shards: Shards, lengths: tuple[int, ...], ranks: int) -> Shards:
     """The shards of another plan, if they are of these tokens and so many ranks."""
     if (shards.lengths, shards.ranks) != (lengths, ranks):
         raise ArgumentError(
-            f"shards: those of sequences of {_short(shards.lengths)} tokens over {shards.ranks} ranks, need {_short(lengths)} tokens "
-            f"over {ranks}; leave shards out, or plan with the same lengths and group"
+            f"shards: those of sequences of {_short(shards.lengths)} tokens over {shards.ranks} ranks, need {_short(lengths)} "
+            f"tokens over {ranks}; leave shards out, or plan with the same lengths and group"
         )
     return shards
 

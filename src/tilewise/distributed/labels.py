@@ -41,13 +41,13 @@ def shift(plan: ContextPlan, labels: Tensor, dim: int = -1, ignore_index: int = 
         return plan.shard(next_labels(labels, shards.lengths, dim, ignore_index), dim)
     if size != own:
         raise LayoutError(
-            f"labels: {size} tokens along dim {dim} of shape {tuple(labels.shape)}, need {own}, this rank's, or {whole}, all tokens"
+            f"labels: {size} tokens along dim {dim} of shape {tuple(labels.shape)}, need {own}, this rank's, or {whole}, all"
         )
     if int(shards.tokens.max()) == whole:  # one rank holds everything, and needs nobody
         return labels.clone()
     if plan.group is None:
         raise PlanError(
-            f"shift: the plan simulates {plan.ranks} ranks, and labels of other ranks cannot be had; pass those of all {whole} tokens"
+            f"shift: the plan simulates {plan.ranks} ranks, whose labels cannot be had; pass those of all {whole} tokens"
         )
     return _shift_shard(plan, labels.movedim(dim, -1), ignore_index).movedim(-1, dim)
 

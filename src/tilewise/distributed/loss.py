@@ -75,7 +75,7 @@ def average_gradients(parameters: Iterable[Tensor], group: Any = None) -> None:
     for p in trained:
         if type(p.grad) not in (type(None), Tensor) or (p.grad is not None and p.grad.is_sparse):
             raise ArgumentError(
-                f"parameters: a gradient is a {type(p.grad).__name__}, need plain dense tensors; FSDP averages its gradients itself"
+                f"parameters: a gradient is a {type(p.grad).__name__}, need plain dense tensors; FSDP averages gradients itself"
             )
     present = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device)
     dist.all_reduce(present, dist.ReduceOp.MAX, group=group)

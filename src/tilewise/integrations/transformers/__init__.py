@@ -11,6 +11,11 @@ from tilewise.integrations.transformers.promise import PromisedMask
 from tilewise.integrations.transformers.registry import RegistryError, register, use_tilewise
 
 __all__ = [
-    *("ContextParallel", "PromisedMask", "RegistryError"),
-    *("describe_mask", "register", "use_context_parallel", "use_tilewise"),
+    "ContextParallel",
+    "PromisedMask",
+    "RegistryError",
+    "describe_mask",
+    "register",
+    "use_context_parallel",
+    "use_tilewise",
 ]

@@ -66,7 +66,7 @@ def use_context_parallel(model: Any, group: Any = None, *, shards: str = "balanc
 
 
 class Step:
-    """One forward, as its layers see it. FSDP looks for tensors in tuples and dataclasses among a layer's arguments: this is none.
+    """One forward, as its layers see it. FSDP searches tuples and dataclasses among a layer's arguments: this is neither.
 
     plan: that of the widest mask, by which inputs are divided.
     seed: of dropout, the same on every rank.
@@ -158,7 +158,8 @@ class ContextParallel:
         name = "input_ids" if inputs.get("input_ids") is not None else "inputs_embeds"
         ids = inputs[name]
         if ids.ndim != (2 if name == "input_ids" else 3) or not ids.shape[0] * ids.shape[1]:
-            raise LayoutError(f"{name}: shape {tuple(ids.shape)}, need (batch, tokens{', hidden' * (ids.ndim == 3)}) of at least one token")
+            want = "(batch, tokens)" if name == "input_ids" else "(batch, tokens, hidden)"
+            raise LayoutError(f"{name}: shape {tuple(ids.shape)}, need {want} of at least one token")
         batch, length = ids.shape[:2]
         tokens = read_tokens(batch, length, inputs)
         seed = _agree(self.group, tokens, inputs, ids.device)

@@ -6,6 +6,7 @@ a row, becomes one row of all real tokens with the lengths of the sequences besi
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -58,13 +59,6 @@ def read_tokens(batch: int, length: int, inputs: dict[str, Any]) -> Tokens:
     return Tokens(batch, length)
 
 
-def whole_positions(positions: Tensor | None, tokens: Tokens, device: torch.device) -> Tensor:
-    """The position ids of the whole batch: those given, or counted along each row as models do."""
-    if positions is None:
-        return torch.arange(tokens.length, device=device)[None]
-    return positions
-
-
 def _bounded(bounds: Tensor, keys: Tensor | None, mask: Any, batch: int, length: int) -> tuple[int, ...]:
     if batch != 1 or mask is not None:
         raise ArgumentError(
@@ -73,11 +67,11 @@ def _bounded(bounds: Tensor, keys: Tensor | None, mask: Any, batch: int, length:
         )
     if bounds.ndim != 1 or (keys is not None and not torch.equal(bounds.cpu(), keys.cpu())):
         raise ArgumentError(
-            f"cu_seq_lens_k: {keys} differs from cu_seq_lens_q, {bounds}; context parallelism is of self-attention, whose queries "
+            f"cu_seq_lens_k: {keys} differs from cu_seq_lens_q, {bounds}; context parallelism is for self-attention, where queries "
             "and keys are the same tokens"
         )
     values = bounds.tolist()
-    lengths = tuple(after - before for before, after in zip(values, values[1:], strict=False))
+    lengths = tuple(after - before for before, after in pairwise(values))
     if values[:1] != [0] or values[-1] != length or min(lengths, default=0) < 0:
         raise ArgumentError(f"cu_seq_lens_q: {values}, need bounds that rise from 0 to {length}, the tokens of the row")
     return tuple(n for n in lengths if n)
@@ -121,7 +115,7 @@ def _restarts(positions: Tensor, batch: int, length: int) -> tuple[int, ...]:
 def check_positions(positions: Tensor, batch: int, length: int) -> None:
     if positions.is_floating_point() or positions.ndim != 2:
         raise ArgumentTypeError(
-            f"position_ids: {positions.dtype} of shape {tuple(positions.shape)}, need integers (batch or 1, tokens); positions of "
+            f"position_ids: {positions.dtype} of shape {tuple(positions.shape)}, need integers (batch or 1, tokens); those of "
             "several dimensions are not served under context parallelism"
         )
     if positions.shape[0] not in (1, batch) or positions.shape[1] != length:
