@@ -26,15 +26,15 @@ def agree(group: Any, facts: Facts | TilewiseError, device: torch.device) -> Non
         said = {name: str(value)[:64] for name, value in facts.items()}
     words = json.dumps(said).encode()[:BYTES].ljust(BYTES)
     mine = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(device)
-    everyone = mine.new_empty(dist.get_world_size(group) * BYTES)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
-        dist.all_gather_into_tensor(everyone, mine, group=group)
+        dist.all_gather(everyone, mine, group=group)
     except RuntimeError as error:
         raise errors.CommunicationError(
             f"context parallel: rank {dist.get_rank(group)}, before stage 0: a rank did not answer whether it has the same "
             f"problem; see its own error. From torch.distributed: {str(error).splitlines()[0]}"
         ) from error
-    judge([json.loads(bytes(row.tolist())) for row in everyone.cpu().split(BYTES)])
+    judge([json.loads(bytes(row.tolist())) for row in everyone])
 
 
 def judge(answers: list[dict[str, str]]) -> None:

@@ -18,7 +18,7 @@ from tilewise.distributed.coverage import Coverage, coverage
 from tilewise.distributed.intervals import Ints
 from tilewise.distributed.routes import Routes, routes
 from tilewise.distributed.schedule import Chunk, RowBytes, Stage
-from tilewise.distributed.shards import SHARDS, Shards, contiguous
+from tilewise.distributed.shards import SHARDS, Shards, excess, make_shards
 from tilewise.distributed.stages import stages
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError, PlanError
 from tilewise.hardware.spec import DeviceSpec
@@ -45,6 +45,8 @@ class ContextPlan:
     ranks: int
     shards: Shards
     coverage: Coverage
+    kind: str = "balanced"
+    """The name of the shards."""
     device: str | DeviceSpec | None = None
     group: Any = None
     heads: int = 1
@@ -60,7 +62,7 @@ class ContextPlan:
     @cached_property
     def routes(self) -> Routes:
         """What travels: keys or queries, for each part of the mask."""
-        return routes(self.shards, self.coverage, self.row_bytes)
+        return routes(self.shards, self.coverage, self.row_bytes, even=self.kind == "balanced")
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -100,8 +102,7 @@ class ContextPlan:
     @property
     def imbalance(self) -> float:
         """By how much the most loaded rank exceeds the mean, as a part of it."""
-        mean = float(self.routes.areas.mean())
-        return float(self.routes.areas.max()) / mean - 1 if mean else 0.0
+        return excess(self.routes.areas)
 
     def bytes_sent(self, rank: int | None = None, *, backward: bool = False) -> int:
         """Bytes that a rank (None: this one) sends in one pass, exactly."""
@@ -215,9 +216,10 @@ def plan(
     sizes = None if lengths is None else _lengths(lengths)
     problem = _whole(problem, sizes)
     seen = coverage(problem, sizes)
-    tokens = sizes if sizes is not None else (problem.seqlen_q,)
-    held = _given(shards, tokens, count) if isinstance(shards, Shards) else contiguous(tokens, count)
-    return ContextPlan(problem, sizes, rank, count, held, seen, device, group)
+    whole = sizes if sizes is not None else (problem.seqlen_q,)
+    held = make_shards(shards, whole, count, seen) if isinstance(shards, str) else _given(shards, whole, count)
+    kind = shards if isinstance(shards, str) else "given"
+    return ContextPlan(problem, sizes, rank, count, held, seen, kind, device, group)
 
 
 def _given(shards: Shards, lengths: tuple[int, ...], ranks: int) -> Shards:

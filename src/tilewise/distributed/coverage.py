@@ -180,9 +180,9 @@ def coverage(problem: Problem, lengths: Sequence[int] | None = None) -> Coverage
 
 
 def on_host(program: MaskProgram) -> MaskProgram:
-    """The program with its tensors as numpy arrays."""
-    arrays = tuple(t if isinstance(t, np.ndarray) else t.detach().cpu().numpy() for t in program.tensors)
-    return MaskProgram(program.structure, program.ints, arrays)
+    """The program with its tensors as numpy arrays; what is one tensor stays one."""
+    arrays = {id(t): t if isinstance(t, np.ndarray) else t.detach().cpu().numpy() for t in program.tensors}
+    return MaskProgram(program.structure, program.ints, tuple(arrays[id(t)] for t in program.tensors))
 
 
 def _per_entry(program: MaskProgram) -> Iterator[Any]:
@@ -235,7 +235,7 @@ def _data_layers(literal: Literal, axis: _Axis) -> list[Layer]:
     kind, ints, tensors = literal
     if kind.is_documents:
         q_ids, k_ids = (t[axis.entry if axis.entry is not None and t.shape[0] > 1 else 0] for t in tensors)
-        return _documents(q_ids.astype(np.int64), k_ids.astype(np.int64), axis, kind.negated)
+        return _documents(k_ids if tensors[0] is tensors[1] else q_ids, k_ids, axis, kind.negated)
     if not (kind.is_blocks or kind.is_dense):
         return [(axis.start, axis.end)]  # a kind that is not known here may see everything
     table, sizes = (tensors[0], ints) if kind.is_blocks else _blocked(tensors[0], kind.negated)
@@ -274,41 +274,36 @@ def _table(seen: Any, sizes: tuple[int, ...], axis: _Axis) -> list[Layer]:
 
 def _documents(q_ids: Ints, k_ids: Ints, axis: _Axis, negated: bool) -> list[Layer]:
     """Runs of equal ids; a row has a layer for each run of its id (negated: for each gap between them)."""
-    breaks = np.flatnonzero((np.diff(k_ids) != 0) | (np.diff(axis.sequence) != 0)) + 1
-    begin = np.concatenate([[0], breaks]) if len(k_ids) else np.zeros(0, np.int64)
-    stop = np.concatenate([breaks, [len(k_ids)]])
-    low = min(int(k_ids.min(initial=0)), int(q_ids.min(initial=0)))
-    span = max(int(k_ids.max(initial=0)), int(q_ids.max(initial=0))) - low + 1
-    order = np.argsort(axis.sequence[begin] * span + k_ids[begin] - low, kind="stable")
-    keys = (axis.sequence[begin] * span + k_ids[begin] - low)[order]
-    begin, stop = begin[order], stop[order]
-    if q_ids is k_ids or np.array_equal(q_ids, k_ids):  # ask once for each run
-        own = np.zeros(len(k_ids), np.int64)
-        own[breaks] = 1
-        own = np.argsort(order, kind="stable")[np.cumsum(own)]
-        least, most = np.searchsorted(keys, keys)[own], np.searchsorted(keys, keys, side="right")[own]
+    if not len(k_ids):
+        return [(axis.start, axis.end)]
+    keys, runs = _id_runs(k_ids, axis.sequence)
+    order = np.argsort(keys, kind="stable")
+    sorted_keys, begin, stop = keys[order], runs[:-1][order], runs[1:][order]
+    if q_ids is not k_ids:
+        wanted, runs = _id_runs(q_ids, axis.sequence)
     else:
-        wanted = axis.sequence * span + q_ids - low
-        least, most = np.searchsorted(keys, wanted), np.searchsorted(keys, wanted, side="right")
-    count = int((most - least).max(initial=0))
-    hull = count > MOST_LAYERS
-    if negated:
-        return [(axis.start, axis.end)] if hull else list(_gaps(begin, stop, least, most, axis))
-    if hull:
-        some = most > least
-        return [(np.where(some, begin[least % len(begin)], 0), np.where(some, stop[most - 1], 0))]
-    layers = []
-    for j in range(max(count, 1)):
-        here = np.minimum(least + j, len(begin) - 1)
+        wanted = keys
+    least, most = np.searchsorted(sorted_keys, wanted), np.searchsorted(sorted_keys, wanted, side="right")
+    sizes = np.diff(runs)
+    low, high = axis.start[runs[:-1]], axis.end[runs[:-1]]  # of the sequence that the run of queries lies in
+    count = int((most - least).max())
+    if count > MOST_LAYERS:
+        spans = [(low, high)] if negated else [(begin[least % len(begin)], np.where(most > least, stop[most - 1], 0))]
+        return [(np.repeat(first, sizes), np.repeat(past, sizes)) for first, past in spans]
+    layers, before = [], low
+    for j in range(count + negated):
         there = least + j < most
-        layers.append((np.where(there, begin[here], 0), np.where(there, stop[here], 0)))
-    return layers
+        here = np.minimum(least + j, len(begin) - 1)
+        first, past = np.where(there, begin[here], high), np.where(there, stop[here], high)
+        layers.append((before, first) if negated else (first, past))
+        before = past
+    return [(np.repeat(first, sizes), np.repeat(past, sizes)) for first, past in layers or [(low, low)]]
 
 
-def _gaps(begin: Ints, stop: Ints, least: Ints, most: Ints, axis: _Axis) -> Iterator[Layer]:
-    before = axis.start
-    for j in range(int((most - least).max(initial=0)) + 1):
-        here = np.minimum(least + j, len(begin) - 1)
-        there = least + j < most
-        yield before, np.where(there, begin[here], axis.end)
-        before = np.where(there, stop[here], axis.end)
+def _id_runs(ids: Ints, sequence: Ints) -> tuple[Ints, Ints]:
+    """One number for the sequence and id of each run of tokens that share both, and where the runs start and end."""
+    change = ids[1:] != ids[:-1]
+    if sequence[-1]:
+        change |= sequence[1:] != sequence[:-1]
+    runs = np.concatenate([[0], np.flatnonzero(change) + 1, [len(ids)]])
+    return sequence[runs[:-1]] * 2**32 + ids[runs[:-1]].astype(np.int64), runs

@@ -170,7 +170,7 @@ class Forward(Run):
         out, lse = (results.out, results.lse) if results is not None else (Pieces((), ()), Pieces((), ()))
         shape = self.zeros(self.local.q, self.local.v.shape[3], tokens=0)
         return (
-            self.exchange(stage, "out", Parcel.of(self.local.q.dtype, shape), [out]),
+            self.exchange(stage, "out", Parcel.of(self.call.summed, shape), [out]),
             self.exchange(stage, "out", Parcel.of(self.call.real, shape[..., 0]), [lse]),
         )
 
@@ -281,9 +281,9 @@ class Backward(Forward):
 
     def _send_home(self, stage: int, received: list[Pieces]) -> Iterator[Arrival]:
         q, k, v = self.local[:3]
-        yield self.exchange(stage, "kv", Parcel.of(k.dtype, k, v), received[:2], home=True)
+        yield self.exchange(stage, "kv", Parcel.of(self.call.summed, k, v), received[:2], home=True)
         if self.has(stage, "out"):
-            yield self.exchange(stage, "out", Parcel.of(q.dtype, q), received[2:])
+            yield self.exchange(stage, "out", Parcel.of(self.call.summed, q), received[2:])
 
     def _sum(self, arrival: Arrival) -> None:
         """Add what came home; from each rank in turn."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,11 @@ from tilewise.distributed.coverage import Coverage, Parts
 from tilewise.distributed.intervals import Intervals, Ints, joined, pieces
 from tilewise.distributed.schedule import RowBytes
 from tilewise.distributed.shards import Shards
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+UNEVEN = 0.03
+"""How much more area than the mean a rank may have so that bytes are saved."""
+MOST_TRIED = 20_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +35,12 @@ class Routes:
     parts: Parts
     q_rank: Ints
     k_rank: Ints
-    by_query: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    by_query: Bools
 
     @property
-    def own(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def own(self) -> Bools:
         """Parts for which nothing travels."""
-        return self.q_rank == self.k_rank
+        return np.asarray(self.q_rank == self.k_rank)
 
     @cached_property
     def rank(self) -> Ints:
@@ -78,19 +84,47 @@ class Routes:
         return total
 
 
-def routes(shards: Shards, seen: Coverage, row: RowBytes) -> Routes:
-    """The parts of a mask over shards, each by its cheaper route."""
+def routes(shards: Shards, seen: Coverage, row: RowBytes, *, even: bool = False) -> Routes:
+    """The parts of a mask over shards, each by its cheaper route; with `even` only as far as ranks stay even in area."""
     parts = seen.parts(shards.bounds)
     q_rank, k_rank = (shards.rank[np.searchsorted(shards.bounds, at, side="right") - 1] for at in (parts.q0, parts.k0))
-    by_query = np.zeros(len(q_rank), bool)
+    found = Routes(shards, parts, q_rank, k_rank, np.zeros(len(q_rank), bool))
     far = np.flatnonzero(q_rank != k_rank)
-    if len(far):
-        component = np.searchsorted(seen.borders, parts.q0[far], side="right") - 1
-        ends = (q_rank[far] * shards.ranks + k_rank[far]) * len(seen.borders) + component
-        pairs, group = np.unique(ends, return_inverse=True)
-        of_keys, of_queries = (
-            np.bincount(found.group, found.sizes, len(pairs))
-            for found in (joined(group, parts.k0[far], parts.k1[far]), joined(group, parts.q0[far], parts.q1[far]))
-        )
-        by_query[far] = (of_queries * row.route("q") < of_keys * row.route("kv"))[group]
+    if not len(far):
+        return found
+    component = np.searchsorted(seen.borders, parts.q0[far], side="right") - 1
+    ends = (q_rank[far] * shards.ranks + k_rank[far]) * len(seen.borders) + component
+    number, group = np.unique(ends, return_inverse=True)
+    of_keys, of_queries = (
+        np.bincount(rows.group, rows.sizes, len(number))
+        for rows in (joined(group, parts.k0[far], parts.k1[far]), joined(group, parts.q0[far], parts.q1[far]))
+    )
+    saved = of_keys * row.route("kv") - of_queries * row.route("q")
+    cheaper = saved > 0
+    if even and cheaper.any():
+        area = np.bincount(group, parts.area[far], len(number))
+        pair = number // len(seen.borders)
+        cheaper = _even(found.areas, saved, area, pair // shards.ranks, pair % shards.ranks)
+    by_query = found.by_query.copy()
+    by_query[far] = cheaper[group]
     return Routes(shards, parts, q_rank, k_rank, by_query)
+
+
+def _even(areas: Ints, saved: Ints, area: Ints, q_rank: Ints, k_rank: Ints) -> Bools:
+    """Which work may go to the rank of its keys, those that save most first, while no rank has too much.
+
+    Work that goes both ways weighs nothing, so all of it is tried at once before it is tried one by one.
+    """
+    most = max(float(areas.max()), float(areas.mean()) * (1 + UNEVEN))
+    chosen = saved > 0
+    load = areas - np.bincount(q_rank, area * chosen, len(areas)) + np.bincount(k_rank, area * chosen, len(areas))
+    if load.max() <= most:
+        return chosen
+    load, chosen = areas.astype(float), np.zeros(len(saved), bool)
+    order = np.argsort(-saved, kind="stable")
+    for number in order[: min(int((saved > 0).sum()), MOST_TRIED)].tolist():
+        if load[k_rank[number]] + area[number] <= most:
+            load[k_rank[number]] += area[number]
+            load[q_rank[number]] -= area[number]
+            chosen[number] = True
+    return chosen

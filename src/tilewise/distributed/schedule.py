@@ -93,28 +93,35 @@ class Stage:
 class RowBytes(NamedTuple):
     """Bytes of one token on the wire, all heads and batch entries together.
 
-    Everything travels in the dtype of the problem but lse and delta, which have that of lse (float32; float64 for float64).
+    Everything travels in the dtype of the problem but lse and delta, which have that of lse (float32, or float64), and, where a
+    precision asks for float64, partial results and gradients, which are not rounded before they are summed.
     """
 
     kv: int
-    """k and v; in the backward pass again, and as many for dk and dv on their way back."""
+    """k and v; in the backward pass again."""
     q: int
-    """q, and as many for dq."""
     out: int
     """out and lse."""
     dout: int
     """dout, lse and delta, which go with q in the backward pass."""
+    dkv: int
+    """dk and dv on their way back."""
+    dq: int
 
     @classmethod
     def of(cls, problem: Problem) -> RowBytes:
         size, entries = ITEMSIZE[problem.dtype], 1 if problem.varlen else problem.batch
-        lse = 8 if problem.dtype == "float64" else 4
+        lse = ITEMSIZE[problem.arithmetic]
+        summed = lse if problem.widened else size
         heads, dim_v = problem.heads * entries, problem.head_dim_v
+        columns = problem.kv_heads * entries * (problem.head_dim + dim_v)
         return cls(
-            kv=problem.kv_heads * entries * (problem.head_dim + dim_v) * size,
+            kv=columns * size,
             q=heads * problem.head_dim * size,
-            out=heads * (dim_v * size + lse),
+            out=heads * (dim_v * summed + lse),
             dout=heads * (dim_v * size + 2 * lse),
+            dkv=columns * summed,
+            dq=heads * problem.head_dim * summed,
         )
 
     def sent(self, what: What, *, backward: bool = False) -> int:
@@ -123,11 +130,11 @@ class RowBytes(NamedTuple):
             return self.kv
         if what == "q":
             return self.q + self.dout if backward else self.q
-        return self.q if backward else self.out  # dq returns in the place of out
+        return self.dq if backward else self.out  # dq returns in the place of out
 
     def returned(self, what: What, *, backward: bool = False) -> int:
         """Bytes that the target of a move sends back to its source: the gradients of what it received."""
-        return self.kv if backward and what == "kv" else 0
+        return self.dkv if backward and what == "kv" else 0
 
     def route(self, what: Literal["kv", "q"], *, gradients: bool = True) -> int:
         """Bytes of a token that travels by "kv" or "q", there and back, forward and (with `gradients`) backward."""

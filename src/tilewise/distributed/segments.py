@@ -78,6 +78,11 @@ class Call:
         """In which segments are computed: in float64 where a precision asks for it."""
         return torch.float64 if self.problem.widened else getattr(torch, self.problem.dtype)
 
+    @property
+    def summed(self) -> torch.dtype:
+        """In which partial results and gradients travel."""
+        return self.real if self.problem.widened else getattr(torch, self.problem.dtype)
+
     def segments(self, local: Local, stage: int) -> list[Segment]:
         """The works of a stage, prepared at the first call."""
         if not self.stages:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tilewise.distributed.coverage import Parts
 from tilewise.distributed.intervals import Intervals, Ints, joined
-from tilewise.distributed.routes import Routes
+from tilewise.distributed.routes import Bools, Routes
 from tilewise.distributed.schedule import Move, Stage, What, Work
 
 
@@ -45,7 +45,7 @@ def stages(found: Routes, remote: int = 1) -> tuple[Stage, ...]:
     )
 
 
-def _works(found: Routes, keep: Ints, block: Ints, at: Ints) -> list[tuple[int, Work]]:
+def _works(found: Routes, keep: Bools, block: Ints, at: Ints) -> list[tuple[int, Work]]:
     """The works of some parts. Parts of one block of queries and one stage whose keys touch become one work."""
     parts = found.parts.where(keep)
     if not len(block):

@@ -67,8 +67,8 @@ def _bounded(bounds: Tensor, keys: Tensor | None, mask: Any, batch: int, length:
         )
     if bounds.ndim != 1 or (keys is not None and not torch.equal(bounds.cpu(), keys.cpu())):
         raise ArgumentError(
-            f"cu_seq_lens_k: {keys} differs from cu_seq_lens_q, {bounds}; context parallelism is for self-attention, where queries "
-            "and keys are the same tokens"
+            f"cu_seq_lens_k: {keys} differs from cu_seq_lens_q, {bounds}; context parallelism is for self-attention, where "
+            "queries and keys are the same tokens"
         )
     values = bounds.tolist()
     lengths = tuple(after - before for before, after in pairwise(values))
