@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise.backends.verdict import Verdict as Verdict
 from tilewise.backends.verdict import cpu_only as cpu_only
+from tilewise.errors import BackendError
 from tilewise.numerics.merge import finite
 from tilewise.numerics.oracle import Inputs as Inputs
 from tilewise.problem import WIDE, Problem
@@ -43,6 +44,28 @@ class BackwardInputs(NamedTuple):
     needs: Needs = Needs()
 
 
+class Statistics(NamedTuple):
+    """What the rows of a call saw, in the dtype of the arithmetic; None for what `Problem.stats` does not name.
+
+    Logits are those of the visible keys as the softmax sees them: scaled, capped, biased, without the sink. Entropy is that of
+    their softmax. Weights are those before dropout, with the sink in their denominator.
+    """
+
+    max_logit: Tensor | None = None  # (B, Hq, M); -inf for a row that sees no key
+    entropy: Tensor | None = None  # (B, Hq, M); 0 for such a row
+    key_lse: Tensor | None = None  # (B, Hq, M): the log-sum-exp without the sink; beside the entropy
+    key_mass: Tensor | None = None  # (B, Hq, N)
+    weights: Tensor | None = None  # (B, Hq, M, k), falling; 0 beyond the visible keys
+    indices: Tensor | None = None  # (B, Hq, M, k) int64, within the sequence; -1 beyond the visible keys
+
+
+class EntropyCotangent(NamedTuple):
+    """What comes back to the entropy H = lse - Σ P s: dS = -dentropy · P ∘ (s - mean)."""
+
+    dentropy: Tensor  # (B, Hq, M); 0 for rows that see no key
+    mean: Tensor  # (B, Hq, M): Σ P s, finite
+
+
 class Backend(Protocol):
     name: str
     any_address: bool = False
@@ -66,6 +89,16 @@ class Backend(Protocol):
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""
+
+    def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
+        """out, lse and what `problem.stats` names; of a backend whose `supports` takes problems with statistics."""
+        raise BackendError(f"backend {self.name!r} has no statistics")
+
+    def entropy_backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent
+    ) -> Grads:
+        """`backward`, with what comes back to the entropy. The problem has no sinks."""
+        raise BackendError(f"backend {self.name!r} has no gradient of the entropy")
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """A function of q, k and v that gives out alone, for calls of the same types, shapes, strides and dtypes that want

@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise.backends.base import Inputs
 from tilewise.masks import MaskProgram, MaskShape, TileClass, TileMap, allowed
 from tilewise.numerics import summation
+from tilewise.numerics.merge import finite
 from tilewise.numerics.oracle import spans
 from tilewise.numerics.philox import keep_tile
 from tilewise.problem import Problem
@@ -169,6 +170,39 @@ class SequenceView:
         if visible.shape[1] > 1:
             visible = visible.unflatten(1, (self.kv_heads, -1)).flatten(2, 3)
         return visible.any(dim=2).unsqueeze(-1)
+
+
+class RunningTop:
+    """The largest logits of each row so far and their keys, falling; of equal ones the first."""
+
+    def __init__(self, like: Tensor, k: int) -> None:
+        """`like` is [B, Hq, M, 1]."""
+        self.values = like.new_full((*like.shape[:3], k), float("-inf"))
+        self.indices = torch.full(self.values.shape, -1, device=like.device)
+
+    def add(self, s: Tensor, first: int) -> None:
+        """The logits [B, Hq, M, N] of the keys from `first` on, which come after all before."""
+        own = torch.arange(first, first + s.shape[-1], device=s.device).expand(s.shape)
+        values, order = torch.cat([self.values, s], dim=-1).sort(dim=-1, descending=True, stable=True)
+        k = self.values.shape[-1]
+        self.values = values[..., :k]
+        self.indices = torch.cat([self.indices, own], dim=-1).gather(-1, order[..., :k])
+
+    def weights(self, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Their weights, from the log-sum-exp [B, Hq, M], and their keys."""
+        weights = torch.exp(self.values - finite(lse).unsqueeze(-1))
+        return weights, self.indices.masked_fill(self.values == float("-inf"), -1)
+
+
+def key_mass(seq: SequenceView, lse: Tensor) -> Tensor:
+    """[B, Hq, N]: the weight that each key gets from all rows, one product with the keys once lse [B, Hq, M] is known."""
+    mass = lse.new_zeros((seq.batch, seq.heads, seq.seqlen_k))
+    for i, q in seq.query_blocks():
+        q_tile, row_lse = seq.load(seq.inputs.q, q), finite(lse[:, :, slice(*q)]).unsqueeze(-1)
+        for _, k, kind in seq.key_blocks(i):
+            p = torch.exp(seq.scores(q_tile, q, k, kind).s - row_lse)
+            mass[:, :, slice(*k)] += p.sum(dim=-2)
+    return mass
 
 
 def narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:
