@@ -43,6 +43,37 @@ class BackwardInputs(NamedTuple):
     needs: Needs = Needs()
 
 
+class Tangents(NamedTuple):
+    """A direction in which the differentiable inputs move, each in its input's dtype and shape; None for one that stays."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class Jvp(NamedTuple):
+    """The forward and its derivative along a direction."""
+
+    out: Tensor
+    lse: Tensor
+    out_t: Tensor  # like out
+    lse_t: Tensor  # like lse; 0 in rows that see nothing
+
+
+class Direction(NamedTuple):
+    """How the inputs of a backward move, and how its forward's results move with them."""
+
+    tangents: Tangents
+    out_t: Tensor
+    lse_t: Tensor
+
+
+DERIVATIVES = ("jvp", "double_backward")
+"""What a backend may compute beside forward and backward; `docs/derivatives.md` has the formulas."""
+
+
 class Backend(Protocol):
     name: str
     any_address: bool = False
@@ -66,6 +97,23 @@ class Backend(Protocol):
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""
+
+    def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
+        """Can it compute this derivative, one of DERIVATIVES, of a problem whose backward it supports? Never raises."""
+        return Verdict(False, (f"{self.name} has no {derivative}",))
+
+    def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        """Output and log-sum-exp, and their derivatives along the tangents, of which one at least is given."""
+        raise NotImplementedError
+
+    def double_backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction
+    ) -> Grads:
+        """The derivative of the gradients asked for along a direction of the inputs, while dout and dlse stay.
+
+        Backward of the backward and forward over reverse are both made of it.
+        """
+        raise NotImplementedError
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """A function of q, k and v that gives out alone, for calls of the same types, shapes, strides and dtypes that want
