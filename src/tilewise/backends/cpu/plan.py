@@ -10,7 +10,7 @@ from tilewise.backends.cpu import blocks, frames
 from tilewise.backends.cpu.frames import Tiles, grain
 from tilewise.backends.cpu.reasons import reasons_for
 from tilewise.backends.cpu.spec import ACCUMULATORS, ARGUMENTS, BACKWARD, Kernel, Register, mask_args
-from tilewise.backends.verdict import Verdict, cpu_only
+from tilewise.backends.verdict import Verdict, cpu_only, no_statistics
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.masks.program import is_interval
@@ -42,6 +42,7 @@ def supports(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> V
         if problem.carries_errors
         else None,
         _too_long(problem.program.structure),
+        no_statistics(problem.stats),
         None if obstacle else _tile_obstacle(problem, spec),
     )
 

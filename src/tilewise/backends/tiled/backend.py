@@ -28,12 +28,13 @@ from tilewise.backends.base import (
     Verdict,
     empty_lse,
     empty_out,
+    empty_statistics,
     rounded,
     sink_gradient,
 )
 from tilewise.backends.sequence import Range, SequenceView, cut_tile, key_mass, sequences
 from tilewise.backends.tiled import plan
-from tilewise.backends.tiled.statistics import RowWatch, Step, empty_statistics
+from tilewise.backends.tiled.statistics import RowWatch, Step
 from tilewise.numerics.merge import finite, join_sink
 from tilewise.numerics.summation import Compensated
 from tilewise.problem import Problem
