@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs
+from tilewise.backends.base import Inputs, Statistics
 from tilewise.masks import MaskProgram, MaskShape, TileClass, TileMap, allowed
 from tilewise.numerics import summation
 from tilewise.numerics.merge import finite
@@ -194,15 +194,25 @@ class RunningTop:
         return weights, self.indices.masked_fill(self.values == float("-inf"), -1)
 
 
-def key_mass(seq: SequenceView, lse: Tensor) -> Tensor:
-    """[B, Hq, N]: the weight that each key gets from all rows, one product with the keys once lse [B, Hq, M] is known."""
-    mass = lse.new_zeros((seq.batch, seq.heads, seq.seqlen_k))
-    for i, q in seq.query_blocks():
-        q_tile, row_lse = seq.load(seq.inputs.q, q), finite(lse[:, :, slice(*q)]).unsqueeze(-1)
-        for _, k, kind in seq.key_blocks(i):
-            p = torch.exp(seq.scores(q_tile, q, k, kind).s - row_lse)
-            mass[:, :, slice(*k)] += p.sum(dim=-2)
-    return mass
+def sweep_statistics(problem: Problem, inputs: Inputs, lse: Tensor, stats: Statistics) -> None:
+    """`key_mass` and the largest weights where they are asked for, by one sweep over the scores once lse is known."""
+    if stats.key_mass is None and stats.weights is None:
+        return
+    for seq in sequences(problem, inputs):
+        own_lse, mass = seq.cut.queries(lse), None if stats.key_mass is None else seq.cut.keys(stats.key_mass)
+        for i, q in seq.query_blocks():
+            rows = slice(*q)
+            q_tile, row_lse = seq.load(seq.inputs.q, q), finite(own_lse[:, :, rows]).unsqueeze(-1)
+            top = None if stats.weights is None else RunningTop(row_lse, problem.top)
+            for _, k, kind in seq.key_blocks(i):
+                s = seq.scores(q_tile, q, k, kind).s
+                if top is not None:
+                    top.add(s, k[0])
+                if mass is not None:
+                    mass[:, :, slice(*k)] += torch.exp(s - row_lse).sum(dim=-2)
+            if top is not None and stats.weights is not None and stats.indices is not None:
+                found = top.weights(own_lse[:, :, rows])
+                seq.cut.queries(stats.weights)[:, :, rows], seq.cut.queries(stats.indices)[:, :, rows] = found
 
 
 def narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:

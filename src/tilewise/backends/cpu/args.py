@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.ir import F64, I32, I64, PTR, REALS, STORAGE, Pointer, Value
-from tilewise.backends.cpu.spec import DOUBLES, Kernel
+from tilewise.backends.cpu.spec import DOUBLES, STATISTICS, Kernel
 
 STORED = ("q", "k", "v", "o", "do", "dq")
-REAL = ("lse", "sinks", "alibi", "work", "dlse", "delta", "dk", "dv", "dbias")
+REAL = ("lse", "sinks", "alibi", "work", "dlse", "delta", "dk", "dv", "dbias", *chain(*STATISTICS.values()))
 I64_ARRAYS = ("counter", "done", "progress")
 """Pointers by the type of what they point to; `bias` has a dtype of its own."""
 

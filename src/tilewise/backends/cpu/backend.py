@@ -20,11 +20,15 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    EntropyCotangent,
     Grads,
     Inputs,
+    Statistics,
     Verdict,
     cpu_only,
+    empty_lse,
     empty_out,
+    empty_statistics,
     rounded,
     sink_gradient,
 )
@@ -32,7 +36,8 @@ from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
 from tilewise.backends.cpu.blind import without_blind
 from tilewise.backends.cpu.fixed import fixed_arguments
-from tilewise.backends.cpu.spec import GRADIENTS, HOT, Kernel, argument_names, round_up
+from tilewise.backends.cpu.spec import GRADIENTS, HOT, STATISTICS, Kernel, argument_names, round_up
+from tilewise.backends.sequence import sweep_statistics
 from tilewise.hardware.probe import probe_cpu
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
@@ -121,7 +126,8 @@ class CpuBackend(Backend):
         planned = plan.supports(problem, probe_cpu(_num_threads()), backward=backward)
         return Verdict.of(_obstacle(), *planned.reasons, _scattered(problem, inputs))
 
-    def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def forward(self, problem: Problem, inputs: Inputs, more: Iterable[tuple[str, int]] = ()) -> tuple[Tensor, Tensor]:
+        """`more` are the arguments of a kernel with statistics."""
         q, k, v = inputs[:3]
         launch = _launch_for(problem, inputs, "forward")
         out = _like(q) if problem.head_dim == problem.head_dim_v else empty_out(q, problem.head_dim_v)
@@ -129,13 +135,24 @@ class CpuBackend(Backend):
         if launch.plain:
             launch.run((q, k, v, out, lse))
             return out, lse
+        if launch.kernel.stats and not more:  # the kernel writes statistics, whoever asks
+            return self.statistics(problem, inputs)[:2]
         args, _alive = _optional_args(problem, inputs, launch)
         if launch.counters:
             work = torch.empty(launch.workspace, dtype=launch.real, device="cpu")
             done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")
             args += [("work", work.data_ptr()), ("done", done.data_ptr())]
-        launch.run((q, k, v, out, lse), args)
+        launch.run((q, k, v, out, lse), [*args, *more])
         return out, lse
+
+    def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
+        like = empty_lse(inputs.q, problem.precision)
+        stats = empty_statistics(problem, like)
+        rows = {name: torch.empty_like(like) for name in STATISTICS["forward"]} if plan.watched(problem) else {}
+        out, lse = self.forward(problem, inputs, [(name, x.data_ptr()) for name, x in rows.items()])
+        stats = stats._replace(**{name: x for name, x in rows.items() if getattr(stats, name) is not None})
+        sweep_statistics(problem, inputs, lse, stats)
+        return out, lse, stats
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """With the strides known too, only five addresses of the arguments change."""
@@ -176,11 +193,21 @@ class CpuBackend(Backend):
 
         return launch
 
-    def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+    def entropy_backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent
+    ) -> Grads:
+        return self.backward(problem, inputs, given, entropy)
+
+    def backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent | None = None
+    ) -> Grads:
         inputs, given = without_blind(self.forward, problem, inputs, given)
         out, lse, dout, dlse, needs = given
         launch = _launch_for(problem, inputs, "backward", needs.dbias)
         args, _alive = ([], []) if launch.plain else _optional_args(problem, inputs, launch)
+        if entropy is not None:
+            _alive += [x.to(lse.dtype).contiguous() for x in entropy]
+            args += zip(STATISTICS["backward"], (x.data_ptr() for x in _alive[-2:]), strict=True)
         dq = _like(inputs.q) if needs.dq else None
         dk_sum, dv_sum = (_zero_sum(x, launch) if need else None for x, need in ((inputs.k, needs.dk), (inputs.v, needs.dv)))
         lse = lse.contiguous()
@@ -245,7 +272,7 @@ def _make_launch(
     entry = compiler.worker(kernel)
     if threads > 1 and compiler.awake():
         schedule.team()  # what else needs LLVM is compiled now, and not in a later call
-    optional = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or problem.sinks or problem.program.tensors
+    optional = kernel.stats or kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or problem.sinks or problem.program.tensors
     counters = tiles.tasks // tiles.splits if tiles.splits > 1 else 0
     real = torch.float64 if kernel.real == "float64" else torch.float32
     batch, heads, rows = 1 if problem.varlen else problem.batch, problem.heads, problem.seqlen_q

@@ -78,11 +78,13 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         strip = {"P": BN * R, "W": BN * R, "row_max": R, "alpha": R, "q_factors": BM}
         norms = {} if kernel.matrix else {"q_norm": rows, "max_k_norm": 1}
         weights = {"row_sum": R} | ({"pairs": BN * (R // 2)} if kernel.matrix else {})
-        return state | strip | {"K": packed(BN, DP), "V": packed(BN, DVP)} | norms | weights
+        watched = {"top": rows, "spread": rows, "row_spread": R, "shift": R} if kernel.stats else {}
+        return state | strip | {"K": packed(BN, DP), "V": packed(BN, DVP)} | norms | weights | watched
     operands = {"Q": packed(BM, DP), "dO": packed(BM, DVP), "Q_panels": packed(BM, sizes.DR)}
     operands |= {"dO_panels": packed(BM, sizes.DVR), "dQ": BM * DP, "P": packed(BN, sizes.PS), "dS": packed(BN, sizes.PS)}
     products = {"S": BN * R, "dP": BN * R, "pairs": BN * (R // 2)} if kernel.matrix else {}
     rows = {"lse2": BM, "delta": BM, "do_factors": BM, "ds_factors": BM} | ({"slight": BM} if kernel.double else {})
+    rows |= {"dentropy": BM, "mean": BM} if kernel.stats else {}
     tiles = {"K": packed(BN, DP), "V": packed(BN, DVP), "K_columns": packed(BN, DP)}
     # first and past key of each strip: 64-bit integers, at most twice as large as a cell
     ends = {"first": BM * 2, "past": BM * 2} | ({} if kernel.matrix else {"q_factors": BM})
@@ -103,10 +105,10 @@ def frame(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
 
 
 def workspace(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
-    """Elements in which splits leave their m, l and O."""
+    """Elements in which splits leave their m, l and O, and what they watch."""
     if tiles.splits == 1:
         return 0
-    return tiles.tasks * tiles.rows * tiles.heads * (paddings(problem, kernel, tiles)["DVP"] + 2)
+    return tiles.tasks * tiles.rows * tiles.heads * (paddings(problem, kernel, tiles)["DVP"] + (4 if kernel.stats else 2))
 
 
 def fits(problem: Problem, kernel: Kernel, tiles: Tiles) -> bool:

@@ -10,7 +10,7 @@ from tilewise.backends.cpu import blocks, frames
 from tilewise.backends.cpu.frames import Tiles, grain
 from tilewise.backends.cpu.reasons import reasons_for
 from tilewise.backends.cpu.spec import ACCUMULATORS, ARGUMENTS, BACKWARD, Kernel, Register, mask_args
-from tilewise.backends.verdict import Verdict, cpu_only, no_statistics
+from tilewise.backends.verdict import Verdict, cpu_only
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.masks.program import is_interval
@@ -42,7 +42,6 @@ def supports(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> V
         if problem.carries_errors
         else None,
         _too_long(problem.program.structure),
-        no_statistics(problem.stats),
         None if obstacle else _tile_obstacle(problem, spec),
     )
 
@@ -120,6 +119,7 @@ def decode_obstacle(problem: Problem, spec: DeviceSpec, longest: int) -> str | N
     if longest != 1:
         return f"the decode kernel takes one query a head, here are {longest}"
     given = {"softcap": problem.softcap, "ALiBi": problem.alibi, "dropout": problem.dropout_p, "a bias": problem.bias}
+    given["max_logit or entropy"] = watched(problem)
     if changed := [name for name, value in given.items() if value]:
         return f"the decode kernel has no {' and no '.join(changed)}"
     if not is_interval(problem.program.structure):
@@ -127,6 +127,11 @@ def decode_obstacle(problem: Problem, spec: DeviceSpec, longest: int) -> str | N
     if _decode_register(problem, spec) is None:
         return f"the decode kernel loads whole vectors; head dims {problem.head_dim} and {problem.head_dim_v} are none"
     return None
+
+
+def watched(problem: Problem) -> bool:
+    """Does the forward gather statistics on its way? The others are made by a sweep over the scores, once it is done."""
+    return "max_logit" in problem.stats or "entropy" in problem.stats
 
 
 def kernel_for(problem: Problem, tile: TilePlan, spec: DeviceSpec, bias_dtype: str = "", dbias: bool = False) -> Kernel:
@@ -156,6 +161,7 @@ def _kernel(
         dbias=dbias,
         matrix=matrix,
         double=problem.widened,
+        stats="entropy" in problem.stats if kind == "backward" else kind == "forward" and watched(problem),
     )
 
 

@@ -52,6 +52,7 @@ class Kernel(NamedTuple):
     dbias: bool = False  # the backward's only: the bias wants a gradient
     matrix: str = ""  # products on tiles of a matrix unit, "amx"; "": on vectors
     double: bool = False  # float64 arithmetic of narrower inputs
+    stats: bool = False  # the forward gives max logit and entropy; the backward takes what comes back to the entropy
 
     @property
     def real(self) -> str:
@@ -86,6 +87,8 @@ GRADIENTS = (
 )
 """Those of a backward; they too follow each other, to be written in one go."""
 BACKWARD = (*FORWARD, *GRADIENTS, "DR", "DVR", "PS", "ds_factor")
+STATISTICS = {"forward": ("max_logit", "entropy", "key_lse"), "backward": ("dentropy", "mean")}
+"""Those of a kernel with statistics, after the others: rows of the Real type, (B, Hq, Sq)."""
 DOUBLES = (*NUMBERS, "ds_factor")
 """Passed as doubles; all others are integers and addresses."""
 
@@ -105,4 +108,5 @@ def mask_args(structure: str) -> tuple[str, ...]:
 
 
 def argument_names(kernel: Kernel) -> tuple[str, ...]:
-    return (BACKWARD if kernel.kind == "backward" else FORWARD) + mask_args(kernel.structure)
+    names = BACKWARD if kernel.kind == "backward" else FORWARD
+    return names + (STATISTICS[kernel.kind] if kernel.stats else ()) + mask_args(kernel.structure)

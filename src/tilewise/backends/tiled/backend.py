@@ -32,7 +32,7 @@ from tilewise.backends.base import (
     rounded,
     sink_gradient,
 )
-from tilewise.backends.sequence import Range, SequenceView, cut_tile, key_mass, sequences
+from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences, sweep_statistics
 from tilewise.backends.tiled import plan
 from tilewise.backends.tiled.statistics import RowWatch, Step
 from tilewise.numerics.merge import finite, join_sink
@@ -185,8 +185,7 @@ class Tiled(Backend):
                 own_lse[:, :, slice(*q)] = row_lse.to(lse.dtype)
                 if watch is not None:
                     watch.store(row_lse, Statistics(*(None if x is None else seq.cut.queries(x) for x in stats)), q)
-            if stats.key_mass is not None:
-                seq.cut.keys(stats.key_mass)[:] = key_mass(seq, own_lse)
+        sweep_statistics(problem, inputs, lse, stats._replace(weights=None, indices=None))
         return out, lse, stats
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
