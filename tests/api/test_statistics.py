@@ -229,7 +229,9 @@ def test_bad_requests(stats: Any, error: type[Exception], words: str) -> None:
         tw.attention(q, q, q, stats=stats)
 
 
-@pytest.mark.parametrize(("k", "error"), [(0, ArgumentError), (65, ArgumentError), (True, ArgumentTypeError), (2.0, ArgumentTypeError)])
+@pytest.mark.parametrize(
+    ("k", "error"), [(0, ArgumentError), (65, ArgumentError), (True, ArgumentTypeError), (2.0, ArgumentTypeError)]
+)
 def test_bad_top(k: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="top"):
         tw.top(k)

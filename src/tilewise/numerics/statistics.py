@@ -5,7 +5,7 @@ Logits x, their errors e and the factors exp(±ε) of weights are those of the f
     max logit   |Δ| ≤ max (e + 4u|x|)
     weights     |Δp| ≤ p · expm1(ε'), as in the backward, recomputed from the log-sum-exp
     key mass    their sum over the rows, and g(rows) · u of it
-    entropy     log l - t / l with l = Σ w, t = Σ w y and y = x - m. Each weight is off by exp(±(ε + A)), each y by e + 4u X, where
+    entropy     log l - t / l with l = Σ w, t = Σ w y and y = x - m. Weights are off by exp(±(ε + A)), each y by e + 4u X, where
                 X = |x| + |m| and m is the maximum or, since |x| ≤ scale · |q| |k|, at most that bound; l by exp(±D):
                 |ΔH| ≤ D + Σ p |y| expm1(ε + A + D) + Σ p (e + 4u X) + 8u (|m| + |log l| + 1)
     its gradient  dS = -dH · P ∘ (x - mean), mean = lse - H: p as above, x - mean off by e + |Δlse| + |ΔH| + 4u (|x| + |mean|)

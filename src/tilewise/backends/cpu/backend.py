@@ -272,7 +272,8 @@ def _make_launch(
     entry = compiler.worker(kernel)
     if threads > 1 and compiler.awake():
         schedule.team()  # what else needs LLVM is compiled now, and not in a later call
-    optional = kernel.stats or kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or problem.sinks or problem.program.tensors
+    changed = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or kernel.stats
+    optional = changed or problem.sinks or problem.program.tensors
     counters = tiles.tasks // tiles.splits if tiles.splits > 1 else 0
     real = torch.float64 if kernel.real == "float64" else torch.float32
     batch, heads, rows = 1 if problem.varlen else problem.batch, problem.heads, problem.seqlen_q

@@ -10,10 +10,13 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    Direction,
     EntropyCotangent,
     Grads,
     Inputs,
+    Jvp,
     Statistics,
+    Tangents,
     Verdict,
     empty_lse,
     empty_out,
@@ -123,6 +126,47 @@ class Reference(Backend):
                         total += part
         grads = {name: rounded(total, values[name].dtype) for name, total in totals.items()}
         return Grads(*(grads.get(name) for name in wanted))
+
+    def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
+        return plan.derives(problem, derivative=derivative)
+
+    def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        out, lse = self.forward(problem, inputs)
+        second = differentiated_twice(problem, inputs, torch.zeros_like(out), torch.zeros_like(lse), tangents)
+        return Jvp(out, lse, rounded(second["out"], out.dtype), second["lse"])
+
+    def double_backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction) -> Grads:
+        dlse = torch.zeros_like(given.lse) if given.dlse is None else given.dlse
+        second = differentiated_twice(problem, inputs, given.dout, dlse, direction.tangents)
+        wanted = zip(Tangents._fields, given.needs, strict=True)
+        values = {name: getattr(inputs, name) if need else None for name, need in wanted}
+        return Grads(*(None if x is None else rounded(second[name], x.dtype) for name, x in values.items()))
+
+
+def differentiated_twice(
+    problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tensor, tangents: Tangents
+) -> dict[str, Tensor]:
+    """By name, the gradients of ⟨tangents, gradients of the call⟩: in dout and dlse, as "out" and "lse", and in the inputs.
+
+    Those in dout and dlse are the derivatives of out and lse along the tangents.
+    """
+    values = {"out": dout, "lse": dlse} | {name: getattr(inputs, name) for name in Tangents._fields}
+    with torch.enable_grad():
+        leaves = {n: x.detach().to(dlse.dtype).clone().requires_grad_() for n, x in values.items() if x is not None}
+        own = {name: leaf for name, leaf in leaves.items() if name in Tangents._fields}
+        totals = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+        for seq in sequences(problem, inputs._replace(**own)):
+            results = attend(seq)
+            upstream = [seq.cut.queries(leaves[name]) for name in ("out", "lse")]
+            grads = torch.autograd.grad(results, list(own.values()), upstream, create_graph=True, allow_unused=True)
+            pairs = ((grad, getattr(tangents, name)) for name, grad in zip(own, grads, strict=True))
+            moved = sum((g * t.to(g.dtype)).sum() for g, t in pairs if g is not None and t is not None)
+            if isinstance(moved, Tensor) and moved.requires_grad:
+                parts = torch.autograd.grad(moved, list(leaves.values()), allow_unused=True)
+                for total, part in zip(totals.values(), parts, strict=True):
+                    if part is not None:
+                        total += part
+    return totals
 
 
 backend = Reference()

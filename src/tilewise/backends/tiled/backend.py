@@ -21,10 +21,13 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    Direction,
     EntropyCotangent,
     Grads,
     Inputs,
+    Jvp,
     Statistics,
+    Tangents,
     Verdict,
     empty_lse,
     empty_out,
@@ -34,33 +37,18 @@ from tilewise.backends.base import (
 )
 from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences, sweep_statistics
 from tilewise.backends.tiled import plan
+from tilewise.backends.tiled.derivatives import (
+    MovingRows,
+    cut_tangents,
+    double_backward_sequence,
+    jvp_rows,
+    moving_deltas,
+    sink_gradient_tangent,
+)
 from tilewise.backends.tiled.statistics import RowWatch, Step
+from tilewise.backends.tiled.sums import Sum, accumulator, key_sums
 from tilewise.numerics.merge import finite, join_sink
-from tilewise.numerics.summation import Compensated
 from tilewise.problem import Problem
-
-
-class Plain:
-    """A running sum in the dtype of the arithmetic; `Compensated` is its careful twin."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-    def add(self, x: Tensor) -> None:
-        self.value = self.value + x
-
-    def scale(self, factor: Tensor) -> None:
-        self.value = self.value * factor
-
-    def total(self) -> Tensor:
-        return self.value
-
-
-Sum = Plain | Compensated
-
-
-def accumulator(zero: Tensor, problem: Problem) -> Sum:
-    return (Compensated if problem.carries_errors else Plain)(zero)
 
 
 def forward_rows(seq: SequenceView, i: int, q: Range, watch: RowWatch | None = None) -> tuple[Tensor, Tensor]:
@@ -106,6 +94,11 @@ def row_deltas(seq: SequenceView, dout: Tensor, lse: Tensor) -> Tensor:
     return delta
 
 
+def row_products(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """rowsum(dO ∘ O) [B, Hq, M]. An output of 0 takes no part, whatever comes back to it: so have rows that see nothing."""
+    return torch.where(out == 0, 0.0, dout.to(dtype) * out.to(dtype)).sum(dim=-1)
+
+
 class Cotangents(NamedTuple):
     """What the backward of one sequence starts from."""
 
@@ -123,12 +116,7 @@ def backward_sequence(
     dQ and dBias are filled in; dK and dV come back as running sums, one for each key block.
     """
     problem, inputs = seq.problem, seq.inputs
-    dk, dv = [], []
-    for j in range(seq.tiles.cols):
-        start, end = seq.key_block(j)
-        zero = inputs.k.new_zeros((seq.batch, seq.kv_heads, end - start, inputs.k.shape[-1]), dtype=seq.dtype)
-        dk.append(accumulator(zero, problem))
-        dv.append(accumulator(zero.new_zeros((*zero.shape[:3], inputs.v.shape[-1])), problem))
+    dk, dv = key_sums(seq)
     for i, q in seq.query_blocks():
         rows = q[1] - q[0]
         q_tile, dout = seq.load(inputs.q, q), seq.load(given.dout, q)
@@ -156,6 +144,13 @@ def backward_sequence(
             dk[j].add(seq.product(seq.fold(ds).mT, seq.fold(tile.rows(q_tile))))
         dq[:, :, slice(*q)] = rounded(dq_tile.total(), dq.dtype)
     return dk, dv
+
+
+def write_keys(seq: SequenceView, gradients: tuple[Tensor, Tensor], sums: tuple[list[Sum], list[Sum]]) -> None:
+    """dK and dV of a sequence from their sums by key block."""
+    for gradient, parts in zip(gradients, sums, strict=True):
+        for j, part in enumerate(parts):
+            seq.cut.keys(gradient)[:, :, slice(*seq.key_block(j))] = rounded(part.total(), gradient.dtype)
 
 
 class Tiled(Backend):
@@ -204,8 +199,8 @@ class Tiled(Backend):
             delta = torch.empty_like(lse)
             for seq in sequences(problem, inputs, plan.tiles(problem)["backward"].sizes):
                 seq.cut.queries(delta)[:] = row_deltas(seq, *map(seq.cut.queries, (dout, lse)))
-        else:  # an output of 0 takes no part, whatever comes back to it: so have rows that see nothing
-            delta = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
+        else:
+            delta = row_products(dout, out, lse.dtype)
         if dlse is not None:
             delta = delta - dlse
         dq, dk, dv = (torch.zeros_like(x) for x in inputs[:3])
@@ -216,15 +211,54 @@ class Tiled(Backend):
             cotangents = Cotangents(*map(cut.queries, (dout, lse, delta)), entropy=own_entropy)
             own_dbias = None if dbias is None else cut.scores(dbias)
             sums = backward_sequence(seq, cotangents, cut.queries(dq), own_dbias)
-            for gradient, parts in zip((dk, dv), sums, strict=True):
-                for j, part in enumerate(parts):
-                    cut.keys(gradient)[:, :, slice(*seq.key_block(j))] = rounded(part.total(), gradient.dtype)
+            write_keys(seq, (dk, dv), sums)
         return Grads(
             dq if needs.dq else None,
             dk if needs.dk else None,
             dv if needs.dv else None,
             None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
             sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
+        )
+
+    def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
+        return plan.derives(problem, derivative=derivative)
+
+    def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q, problem.precision)
+        result = Jvp(out, lse, torch.empty_like(out), torch.empty_like(lse))
+        for seq in sequences(problem, inputs, plan.derivative_tiles(problem, None, "jvp")["jvp"].sizes):
+            own = [seq.cut.queries(x) for x in result]
+            for i, q in seq.query_blocks():
+                for to, rows in zip(own, jvp_rows(seq, i, q, cut_tangents(seq, tangents)), strict=True):
+                    to[:, :, slice(*q)] = rounded(rows, to.dtype)
+        return result
+
+    def double_backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction) -> Grads:
+        out, lse, dout, dlse, needs = given
+        tangents, out_t, lse_t = direction
+        blocks = plan.derivative_tiles(problem, None, "double_backward")["double_backward"].sizes
+        delta, delta_t = (row_products(dout, x, lse.dtype) for x in (out, out_t))
+        if problem.widened:
+            for seq in sequences(problem, inputs, blocks):
+                rows = MovingRows(*map(seq.cut.queries, (dout, lse, lse_t, delta, delta_t)))
+                sums = moving_deltas(seq, rows, cut_tangents(seq, tangents))
+                seq.cut.queries(delta)[:], seq.cut.queries(delta_t)[:] = sums
+        if dlse is not None:
+            delta = delta - dlse
+        moving = MovingRows(dout, lse, lse_t, delta, delta_t)
+        dq, dk, dv = (torch.zeros_like(x) for x in inputs[:3])
+        dbias = torch.zeros_like(inputs.bias, dtype=lse.dtype) if needs.dbias and inputs.bias is not None else None
+        for seq in sequences(problem, inputs, blocks):
+            cut, rows = seq.cut, MovingRows(*map(seq.cut.queries, moving))
+            own_dbias = None if dbias is None else cut.scores(dbias)
+            parts = double_backward_sequence(seq, rows, cut_tangents(seq, tangents), cut.queries(dq), own_dbias)
+            write_keys(seq, (dk, dv), parts)
+        return Grads(
+            dq if needs.dq else None,
+            dk if needs.dk else None,
+            dv if needs.dv else None,
+            None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
+            sink_gradient_tangent(inputs.sinks, tangents.sinks, moving) if needs.dsinks and inputs.sinks is not None else None,
         )
 
 
