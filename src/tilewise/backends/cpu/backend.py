@@ -23,7 +23,9 @@ from tilewise.backends.base import (
     EntropyCotangent,
     Grads,
     Inputs,
+    Jvp,
     Statistics,
+    Tangents,
     Verdict,
     cpu_only,
     empty_lse,
@@ -36,7 +38,7 @@ from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
 from tilewise.backends.cpu.blind import without_blind
 from tilewise.backends.cpu.fixed import fixed_arguments
-from tilewise.backends.cpu.spec import GRADIENTS, HOT, STATISTICS, Kernel, argument_names, round_up
+from tilewise.backends.cpu.spec import GRADIENTS, HOT, MOVING, STATISTICS, Kernel, argument_names, round_up
 from tilewise.backends.sequence import sweep_statistics
 from tilewise.hardware.probe import probe_cpu
 from tilewise.model.tile import TilePlan
@@ -153,6 +155,20 @@ class CpuBackend(Backend):
         stats = stats._replace(**{name: x for name, x in rows.items() if getattr(stats, name) is not None})
         sweep_statistics(problem, inputs, lse, stats)
         return out, lse, stats
+
+    def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
+        return plan.derives(problem, probe_cpu(_num_threads()), derivative=derivative)
+
+    def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        launch = _launch_for(problem, inputs, "jvp")
+        out, out_t = empty_out(inputs.q, problem.head_dim_v), empty_out(inputs.q, problem.head_dim_v)
+        lse, lse_t = _new(*launch.lse), _new(*launch.lse)
+        args, _alive = _optional_args(problem, inputs, launch)
+        args += _tangent_args(tangents, launch, _alive)
+        args += [("ot", out_t.data_ptr()), ("lse_t", lse_t.data_ptr())]
+        args += [(f"ot_{axis}", step) for axis, step in zip("bhsd", out_t.stride(), strict=True)]
+        launch.run((*inputs[:3], out, lse), args)
+        return Jvp(out, lse, out_t, lse_t)
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """With the strides known too, only five addresses of the arguments change."""
@@ -317,6 +333,19 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
         args.append((f"mask_t{n}", alive[-1].data_ptr()))
         args += [(f"mask_t{n}_{axis}", stride) for axis, stride in enumerate(_broadcast_strides(alive[-1]))]
     return args, alive
+
+
+def _tangent_args(tangents: Tangents, launch: CpuLaunch, alive: list[Tensor]) -> list[tuple[str, int]]:
+    """The addresses of the tangents that are given, and their strides; copies join those that must outlive the call."""
+    args: list[tuple[str, int]] = []
+    for name, x in zip(MOVING, tangents, strict=False):
+        if x is not None:
+            strides = _broadcast_strides(x) if name == "bias_t" else x.stride()
+            args += [(name, x.data_ptr()), *((f"{name}_{axis}", step) for axis, step in zip("bhsd", strides, strict=True))]
+    if tangents.sinks is not None and "sinks_t" in launch.offsets:
+        alive.append(tangents.sinks.to(launch.real).contiguous())
+        args.append(("sinks_t", alive[-1].data_ptr()))
+    return args
 
 
 _NO_STRIDES = (0, 0, 0, 0)

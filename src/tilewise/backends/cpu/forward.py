@@ -228,7 +228,7 @@ class Forward(Softmax):
         m_ptr, total_ptr = e.frame.m + row, e.frame.l + row
         O = e.frame.O + index * (e.args.DVP * R)
         logit = self.sink_logit(e, sink).splat()
-        factors = []
+        factors, weights = [], []
         for i in range(self.tile.vectors):
             at = i * e.lanes
             total = total_ptr.vector(at)
@@ -239,7 +239,12 @@ class Forward(Softmax):
             total_ptr[at] = e.fma(total, alpha, weight)
             m_ptr[at] = m
             factors.append(alpha)
+            weights.append(weight)
         self.rescale(O, e.args.DVP, Strip(factors))
+        self.after_sink(e, index, Strip(factors), Strip(weights))
+
+    def after_sink(self, e: Emit, index: Any, alpha: Strip, weight: Strip) -> None:
+        """For kernels that keep more than m, l and O."""
 
     def rescale(self, O: Pointer, DVP: Any, alpha: Strip) -> None:
         """O of a strip times alpha."""

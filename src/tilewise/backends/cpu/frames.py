@@ -72,12 +72,14 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         state = {"Q": rows * sizes.D, "O": rows * sizes.Dv, "m": rows, "l": rows}
         return state | {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)}  # scores of a block, or its state
     BM, BN, DP, DVP = sizes.BM, sizes.BN, sizes.DP, sizes.DVP
-    if kernel.kind == "forward":
+    if kernel.kind in ("forward", "jvp"):
         rows = BM * sizes.group
         state = {"Q": packed(rows, DP), "O": rows * DVP, "m": rows, "l": rows}
         strip = {"P": BN * R, "W": BN * R, "row_max": R, "alpha": R, "q_factors": BM}
         norms = {} if kernel.matrix else {"q_norm": rows, "max_k_norm": 1}
         weights = {"row_sum": R} | ({"pairs": BN * (R // 2)} if kernel.matrix else {})
+        if kernel.kind == "jvp":
+            weights |= {"Qt": rows * DP, "Ot": rows * DVP, "l_t": rows, "T": BN * R, "Kt": BN * DP, "Vt": BN * DVP}
         watched = {"top": rows, "spread": rows, "row_spread": R, "shift": R} if kernel.stats else {}
         return state | strip | {"K": packed(BN, DP), "V": packed(BN, DVP)} | norms | weights | watched
     operands = {"Q": packed(BM, DP), "dO": packed(BM, DVP), "Q_panels": packed(BM, sizes.DR)}

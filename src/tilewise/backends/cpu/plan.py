@@ -20,7 +20,8 @@ from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import Problem
 
 ARCHITECTURES = ("aarch64", "x86_64")
-KINDS = ("forward", "decode", "backward")
+KINDS = ("forward", "decode", "backward", "jvp")
+DERIVED = ("jvp",)
 MATRIX_KINDS = ("forward", "backward")
 """Kernels that are made for matrix tiles too."""
 MATRIX_SIDE = 32
@@ -86,7 +87,7 @@ def register_for(problem: Problem, kind: str, spec: DeviceSpec, longest: int = 0
     if spec.arch == "aarch64" and spec.isa != "neon":  # SVE machines run NEON's instructions too; kernels use those
         return Register(lanes, 4, 4)
     # the backward lays strips along the head dim as well, and a power of two divides that
-    dim = max(problem.head_dim, problem.head_dim_v) if kind == "forward" else 0
+    dim = max(problem.head_dim, problem.head_dim_v) if kind in ("forward", "jvp") else 0
     micro, _ = register_tile(spec, size, dim)
     if kind == "forward" and longest:
         micro = short_tile(spec, size, micro, longest)
@@ -205,6 +206,15 @@ def planned(problem: Problem, spec: DeviceSpec, kind: str, longest: int) -> Tile
     """The tile of one kernel, whatever was asked for."""
     kernel = _kernel_of(problem, kind, spec, longest)
     return _described(problem, kernel, spec, blocks.planned(problem, kernel, spec, longest))
+
+
+def derives(problem: Problem, spec: DeviceSpec, *, derivative: str) -> Verdict:
+    """Can the kernels compute a derivative of a problem that they serve?"""
+    return Verdict.of(None if derivative in DERIVED else f"has no {derivative}")
+
+
+def derivative_tiles(problem: Problem, spec: DeviceSpec, derivative: str) -> dict[str, TilePlan]:
+    return {derivative: tile_for(problem, spec, derivative)}
 
 
 def _forward_kind(problem: Problem, spec: DeviceSpec, longest: int, adjacent: bool) -> str:
