@@ -119,6 +119,33 @@ def oracle_gradients(problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tenso
     return Gradients(**{f"d{name}": torch.zeros_like(x) if grad is None else grad for (name, x), grad in pairs})
 
 
+def oracle_second(
+    problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tensor | None, tangents: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, Gradients]:
+    """The derivatives of out, of lse and of the gradients of Σ dout · out + Σ dlse · lse, along tangents of q, k, v, bias and sinks.
+
+    ⟨tangents, gradients⟩ is linear in the upstream gradients, and its gradient in them is the derivative of the outputs.
+    """
+    names = [name for name in ("q", "k", "v", "bias", "sinks") if getattr(inputs, name) is not None]
+    along = dict(zip(("q", "k", "v", "bias", "sinks"), tangents, strict=True))
+    with torch.enable_grad():
+        leaves = {name: getattr(inputs, name).detach().double().requires_grad_() for name in names}
+        out, lse = oracle(problem, inputs._replace(**leaves))
+        upstream = [dout.detach().double(), torch.zeros_like(lse) if dlse is None else dlse.detach().double()]
+        upstream = [x.clone().requires_grad_() for x in upstream]
+        sources, moved = [*upstream, *leaves.values()], out.new_zeros(())
+        if out.requires_grad:
+            grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream, create_graph=True, allow_unused=True)
+            for name, grad in zip(names, grads, strict=True):
+                if grad is not None and along[name] is not None:
+                    moved = moved + (grad * along[name].double()).sum()  # type: ignore[union-attr]
+        found: Sequence[Tensor | None] = [None] * len(sources)
+        if moved.requires_grad:
+            found = torch.autograd.grad(moved, sources, allow_unused=True)
+    out_t, lse_t, *second = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(sources, found, strict=True))
+    return out_t.detach(), lse_t.detach(), Gradients(**{f"d{n}": x.detach() for n, x in zip(names, second, strict=True)})
+
+
 def softmax(problem: Problem, piece: Piece) -> Softmax:
     """Scores → softcap → bias → mask → softmax with the sink → dropout."""
     score = problem.scale * (piece.q @ piece.k.transpose(-1, -2))  # [H, M, N]

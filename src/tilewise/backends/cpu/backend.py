@@ -20,11 +20,17 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    EntropyCotangent,
     Grads,
     Inputs,
+    Jvp,
+    Statistics,
+    Tangents,
     Verdict,
     cpu_only,
+    empty_lse,
     empty_out,
+    empty_statistics,
     rounded,
     sink_gradient,
 )
@@ -32,7 +38,8 @@ from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
 from tilewise.backends.cpu.blind import without_blind
 from tilewise.backends.cpu.fixed import fixed_arguments
-from tilewise.backends.cpu.spec import GRADIENTS, HOT, Kernel, argument_names, round_up
+from tilewise.backends.cpu.spec import GRADIENTS, HOT, MOVING, STATISTICS, Kernel, argument_names, round_up
+from tilewise.backends.sequence import sweep_statistics
 from tilewise.hardware.probe import probe_cpu
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
@@ -121,7 +128,8 @@ class CpuBackend(Backend):
         planned = plan.supports(problem, probe_cpu(_num_threads()), backward=backward)
         return Verdict.of(_obstacle(), *planned.reasons, _scattered(problem, inputs))
 
-    def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def forward(self, problem: Problem, inputs: Inputs, more: Iterable[tuple[str, int]] = ()) -> tuple[Tensor, Tensor]:
+        """`more` are the arguments of a kernel with statistics."""
         q, k, v = inputs[:3]
         launch = _launch_for(problem, inputs, "forward")
         out = _like(q) if problem.head_dim == problem.head_dim_v else empty_out(q, problem.head_dim_v)
@@ -129,13 +137,38 @@ class CpuBackend(Backend):
         if launch.plain:
             launch.run((q, k, v, out, lse))
             return out, lse
+        if launch.kernel.stats and not more:  # the kernel writes statistics, whoever asks
+            return self.statistics(problem, inputs)[:2]
         args, _alive = _optional_args(problem, inputs, launch)
         if launch.counters:
             work = torch.empty(launch.workspace, dtype=launch.real, device="cpu")
             done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")
             args += [("work", work.data_ptr()), ("done", done.data_ptr())]
-        launch.run((q, k, v, out, lse), args)
+        launch.run((q, k, v, out, lse), [*args, *more])
         return out, lse
+
+    def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
+        like = empty_lse(inputs.q, problem.precision)
+        stats = empty_statistics(problem, like)
+        rows = {name: torch.empty_like(like) for name in STATISTICS["forward"]} if plan.watched(problem) else {}
+        out, lse = self.forward(problem, inputs, [(name, x.data_ptr()) for name, x in rows.items()])
+        stats = stats._replace(**{name: x for name, x in rows.items() if getattr(stats, name) is not None})
+        sweep_statistics(problem, inputs, lse, stats)
+        return out, lse, stats
+
+    def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
+        return plan.derives(problem, probe_cpu(_num_threads()), derivative=derivative)
+
+    def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        launch = _launch_for(problem, inputs, "jvp")
+        out, out_t = empty_out(inputs.q, problem.head_dim_v), empty_out(inputs.q, problem.head_dim_v)
+        lse, lse_t = _new(*launch.lse), _new(*launch.lse)
+        args, _alive = _optional_args(problem, inputs, launch)
+        args += _tangent_args(tangents, launch, _alive)
+        args += [("ot", out_t.data_ptr()), ("lse_t", lse_t.data_ptr())]
+        args += [(f"ot_{axis}", step) for axis, step in zip("bhsd", out_t.stride(), strict=True)]
+        launch.run((*inputs[:3], out, lse), args)
+        return Jvp(out, lse, out_t, lse_t)
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """With the strides known too, only five addresses of the arguments change."""
@@ -176,11 +209,21 @@ class CpuBackend(Backend):
 
         return launch
 
-    def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+    def entropy_backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent
+    ) -> Grads:
+        return self.backward(problem, inputs, given, entropy)
+
+    def backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent | None = None
+    ) -> Grads:
         inputs, given = without_blind(self.forward, problem, inputs, given)
         out, lse, dout, dlse, needs = given
         launch = _launch_for(problem, inputs, "backward", needs.dbias)
         args, _alive = ([], []) if launch.plain else _optional_args(problem, inputs, launch)
+        if entropy is not None:
+            _alive += [x.to(lse.dtype).contiguous() for x in entropy]
+            args += zip(STATISTICS["backward"], (x.data_ptr() for x in _alive[-2:]), strict=True)
         dq = _like(inputs.q) if needs.dq else None
         dk_sum, dv_sum = (_zero_sum(x, launch) if need else None for x, need in ((inputs.k, needs.dk), (inputs.v, needs.dv)))
         lse = lse.contiguous()
@@ -245,7 +288,8 @@ def _make_launch(
     entry = compiler.worker(kernel)
     if threads > 1 and compiler.awake():
         schedule.team()  # what else needs LLVM is compiled now, and not in a later call
-    optional = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or problem.sinks or problem.program.tensors
+    changed = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or kernel.stats
+    optional = changed or problem.sinks or problem.program.tensors
     counters = tiles.tasks // tiles.splits if tiles.splits > 1 else 0
     real = torch.float64 if kernel.real == "float64" else torch.float32
     batch, heads, rows = 1 if problem.varlen else problem.batch, problem.heads, problem.seqlen_q
@@ -291,6 +335,19 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
         args.append((f"mask_t{n}", alive[-1].data_ptr()))
         args += [(f"mask_t{n}_{axis}", stride) for axis, stride in enumerate(_broadcast_strides(alive[-1]))]
     return args, alive
+
+
+def _tangent_args(tangents: Tangents, launch: CpuLaunch, alive: list[Tensor]) -> list[tuple[str, int]]:
+    """The addresses of the tangents that are given, and their strides; copies join those that must outlive the call."""
+    args: list[tuple[str, int]] = []
+    for name, x in zip(MOVING, tangents, strict=False):
+        if x is not None:
+            strides = _broadcast_strides(x) if name == "bias_t" else x.stride()
+            args += [(name, x.data_ptr()), *((f"{name}_{axis}", step) for axis, step in zip("bhsd", strides, strict=True))]
+    if tangents.sinks is not None and "sinks_t" in launch.offsets:
+        alive.append(tangents.sinks.to(launch.real).contiguous())
+        args.append(("sinks_t", alive[-1].data_ptr()))
+    return args
 
 
 _NO_STRIDES = (0, 0, 0, 0)
