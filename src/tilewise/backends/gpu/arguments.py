@@ -24,8 +24,9 @@ def mask_args(program: MaskProgram, device: torch.device) -> MaskArgs:
                 t = torch.as_tensor(x, device=device)
                 if kind.per_head:
                     t = (t if t.dtype == torch.bool else t != 0).contiguous().view(torch.uint8)
-                    # a block table's rows and columns are counted, not broadcast, and its columns are adjacent
-                    strides += [*broadcast_strides(t)[:2], t.stride(2)] if kind.is_blocks else broadcast_strides(t)
+                    # a block table's rows and columns are counted, not broadcast; its columns are adjacent, its rows too
+                    sides = [t.shape[3], t.shape[2]] if kind.is_blocks else broadcast_strides(t)[2:]
+                    strides += [*broadcast_strides(t)[:2], *sides]
                 else:
                     t = t.to(torch.int32).contiguous()
                     strides += broadcast_strides(t)[:1] if kind.is_documents else []
