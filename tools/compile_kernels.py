@@ -251,7 +251,11 @@ def short_of_registers(case: Case) -> bool:
 
 
 def tuned_spills(check: Check, tile: Any, target: str) -> int:
-    """Accesses to local memory in loops of a tile that was measured to be the fastest although it spills."""
+    """Accesses to local memory in loops that a tile may have which was measured to be the fastest although it spills.
+
+    The same source compiles to slightly different code from run to run (127 or 129 accesses for dK/dV at head dim 256), so a
+    tile may have two more than recorded, or 5 %.
+    """
     from tilewise.backends.triton.tuned import TUNED
     from tilewise.problem import ITEMSIZE
 
@@ -262,7 +266,8 @@ def tuned_spills(check: Check, tile: Any, target: str) -> int:
         if (entry.arch, entry.pass_, entry.block_q, entry.block_k) == (target, tile.pass_, *tile.sizes)
         and (entry.head_dim, entry.itemsize) == dims
     )
-    return max(same, default=0)
+    most = max(same, default=0)
+    return most and most + max(2, most // 20)
 
 
 def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -> tuple[Any, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,3 +180,20 @@ def test_kernels_are_compiled_first_and_time_is_limited(monkeypatch: pytest.Monk
         (), *((("forward", *one.tile.sizes),) for one in found.tiles[1:]),
     ]  # fmt: skip
     assert len(asked) == 2 * len(found.tiles)
+
+
+def test_each_sweep_is_heard_of_as_it_ends_and_none_begins_that_would_end_too_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, heard = [0.0], []
+
+    def slow(case: Case, *rest: object) -> Case:
+        clock[0] += 10.0
+        return case
+
+    monkeypatch.setattr(sweeps, "sweep", slow)
+    monkeypatch.setattr(sweeps, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    jobs = jobs_for([replace(CASE, name=name) for name in "abcd"], "tiled", "auto")
+    assert len(sweep_all(jobs, QUICK, limit=25.0, on_sweep=lambda one: heard.append(clock[0]))) == 2  # a third: at 30 s
+    assert heard == [10.0, 20.0]
+    assert len(sweep_all(jobs, QUICK)) == 4

@@ -17,14 +17,12 @@ GRID_LEAST = 2
 
 
 def run_sweeps(jobs: Sequence[Job], effort: Effort, workers: int, limit: float | None, quiet: bool) -> dict[str, Any]:
-    """Time and show; the record."""
+    """Time and show, each sweep as it ends; the record."""
     from tilewise.lab.bench import records
     from tilewise.lab.bench.sweep import sweep_all
 
     with progress() as update:
-        sweeps = sweep_all(jobs, effort, workers, limit, update)
-    if not quiet:
-        console().print(shown_sweeps(sweeps))
+        sweeps = sweep_all(jobs, effort, workers, limit, update, silent if quiet else print_sweep)
     document = records.document("sweep", [], sweeps=[one.to_dict() for one in sweeps])
     if left_out := [f"{job.case.name}, {job.pass_}" for job in jobs[len(sweeps) :]]:
         document["left_out"] = left_out
@@ -33,8 +31,16 @@ def run_sweeps(jobs: Sequence[Job], effort: Effort, workers: int, limit: float |
     return {**document, "ok": all(one.right and one.near for one in sweeps)}
 
 
-def shown_sweeps(sweeps: Sequence[Sweep]) -> Shown:
-    return Group(*(block for sweep in sweeps for block in _shown(sweep)))
+def silent(sweep: Sweep) -> None:
+    """A sweep that nobody is shown."""
+
+
+def print_sweep(sweep: Sweep) -> None:
+    console().print(shown_sweep(sweep))
+
+
+def shown_sweep(sweep: Sweep) -> Shown:
+    return Group(*_shown(sweep))
 
 
 def _shown(sweep: Sweep) -> Iterator[Shown]:

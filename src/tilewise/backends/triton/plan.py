@@ -54,6 +54,8 @@ def obstacles(problem: Problem) -> Iterator[str]:
         yield f"dtype {problem.dtype} is not among {', '.join(DTYPES)}"
     if problem.precision not in PRECISIONS:
         yield f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
+    if any(kind.is_selected for kind in problem.program.kinds):
+        yield "the mask has selected(...), which kernels here do not read yet; blocks(...) is served"
 
 
 def declines(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> str | None:

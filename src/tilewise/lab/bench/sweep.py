@@ -214,19 +214,31 @@ def compile_tiles(jobs: Sequence[Job], workers: int, on_progress: Progress = sil
 
 
 def sweep_all(
-    jobs: Sequence[Job], effort: Effort, workers: int = 0, limit: float | None = None, on_progress: Progress = silent
+    jobs: Sequence[Job],
+    effort: Effort,
+    workers: int = 0,
+    limit: float | None = None,
+    on_progress: Progress = silent,
+    on_sweep: Callable[[Sweep], None] = lambda sweep: None,
 ) -> list[Sweep]:
-    """The sweeps, with `workers` processes that compile first; after `limit` seconds none is begun."""
+    """The sweeps, with `workers` processes that compile first; `on_sweep` hears each as it ends.
+
+    None is begun that would end after `limit` seconds if it took as long as the longest so far.
+    """
     begin = time.monotonic()
     if workers:
         compile_tiles(jobs, workers, on_progress)
-    sweeps = []
+    sweeps: list[Sweep] = []
+    longest = 0.0
     for number, job in enumerate(jobs):
-        if limit is not None and time.monotonic() - begin > limit:
+        start = time.monotonic()
+        if limit is not None and start - begin + longest > limit:
             break
 
         def tell(what: str, done: float, number: int = number) -> None:
             on_progress(what, (number + done) / len(jobs))
 
         sweeps.append(sweep(*job, effort, tell))
+        longest = max(longest, time.monotonic() - start)
+        on_sweep(sweeps[-1])
     return sweeps
