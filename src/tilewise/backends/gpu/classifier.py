@@ -123,6 +123,36 @@ def blocks_class(a, seq, q0, q1, k0, k1, valid, C: tl.constexpr, t: tl.constexpr
 
 
 @triton.jit
+def selected_class(a, seq, q0, q1, k0, k1, valid, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
+    """By the lists of a tile's queries: each names some of the tile's key blocks, whose set is a word of up to 32 bits."""
+    LITERAL: tl.constexpr = C.MASK.terms[t].literals[i]
+    S: tl.constexpr = LITERAL.strides
+    size_q = a.mask.ints[LITERAL.ints]
+    size_k = a.mask.ints[LITERAL.ints + 1]
+    strides = a.mask.strides
+    at = a.mask.tensors[LITERAL.tensors] + seq.b.to(tl.int64) * strides[S]
+    at += (seq.h // a.mask.ints[LITERAL.ints + 2]).to(tl.int64) * strides[S + 1]
+    first = k0 // size_k
+    blocks = (k1 - 1) // size_k - first + 1
+    some = (q0 + k0) < 0
+    every = (q0 + k0) >= 0
+    for step in range(C.CELLS[t][i][0]):
+        row = tl.minimum(q0 // size_q + step, (q1 - 1) // size_q)
+        exists = valid & (row < strides[S + 3])
+        named = (q0 + k0) * 0
+        hit = named
+        for entry in range(strides[S + 2]):
+            block = tl.load(at + row.to(tl.int64) * strides[S + 2] + entry + named, mask=exists, other=-1) - first
+            inside = (block >= 0) & (block < blocks)
+            hit |= inside.to(tl.int32)
+            named |= tl.where(inside, 1 << (block & 31), 0)
+        some |= hit > 0
+        # more blocks than a word has bits: it is not known that all are named
+        every &= (blocks <= 32) & (named == tl.where(blocks == 32, -1, (1 << (blocks & 31)) - 1))
+    return three(some, every & some)
+
+
+@triton.jit
 def map_class(a, seq, q0, k0, valid, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
     """By the map of the tiles' classes, 2 bits each."""
     SLOT: tl.constexpr = C.MAPS[t][i]
@@ -139,6 +169,8 @@ def literal_class(a, seq, q0, q1, k0, k1, valid, C: tl.constexpr, t: tl.constexp
         classes = map_class(a, seq, q0, k0, valid, C, t, i)
     elif KIND.is_documents:
         classes = documents_class(a, seq, q0, k0, valid, C, C.SUMMARIES[t][i])
+    elif KIND.is_selected:
+        classes = selected_class(a, seq, q0, q1, k0, k1, valid, C, t, i)
     else:
         classes = blocks_class(a, seq, q0, q1, k0, k1, valid, C, t, i)
     if KIND.negated:

@@ -23,7 +23,7 @@ from torch import Tensor
 from tilewise.backends.base import Inputs
 from tilewise.backends.gpu.arguments import mask_args
 from tilewise.backends.gpu.launch import LaunchOptions, broadcast_strides, interpreting
-from tilewise.backends.gpu.lists import CHUNK, ListLayout, TileLists, list_layout, run_width, whole_tiles
+from tilewise.backends.gpu.lists import CHUNK, ListLayout, TileLists, list_layout, most_runs, run_width
 from tilewise.backends.gpu.record import Launch, current_stream
 from tilewise.backends.gpu.structs import MaskArgs, MaskLayout
 from tilewise.masks import Literal, Mask, MaskProgram
@@ -279,6 +279,7 @@ class Maker:
             cells.append(tuple(self.cells(one) for one in term))
             maps.append(tuple(self.map(t, i, one, cells[t][i]) for i, one in enumerate(term)))
             summaries.append(tuple(self.summary(one) for one in term))
+        full, partial = most_runs(len(self.terms))
         tables = any(kind.reads_data and not kind.is_documents for kind in self.program.kinds)
         return ClassifyConfig(
             MASK=self.structure,
@@ -292,13 +293,13 @@ class Maker:
             CELLS=tuple(cells),
             MAPS=tuple(maps),
             SUMMARIES=tuple(summaries),
-            MOST_FULL=0 if tables else len(self.terms),
-            MOST_PARTIAL=2 * len(self.terms) + 1,
+            MOST_FULL=0 if tables else full,
+            MOST_PARTIAL=partial,
         )
 
     def cells(self, literal: Literal) -> tuple[int, int]:
         """Entries of a literal's table that a tile may touch."""
-        if not literal.kind.is_blocks:
+        if not (literal.kind.is_blocks or literal.kind.is_selected):
             return 0, 0
         rows, columns = zip((self.spec.block_q, self.spec.block_k), literal.ints[:2], strict=True)
         return _touched(*rows), _touched(*columns)

@@ -31,7 +31,7 @@ in vain: EMPTY is concluded from the least and largest id of a tile and a set of
 
 **order** int32 [rows]: rows by falling number of tiles, for kernels to begin with the longest.
 
-Memory, in bytes, for R rows of C tiles each and T terms: 4 · R · width + 12 · R, where `width` is (3 · T + 1) · ⌈C / 256⌉ for intervals and
+Memory, in bytes, for R rows of C tiles each and T terms: 4 · R · width + 12 · R, where `width` is (3 · T + 4) · ⌈C / 256⌉ for intervals and
 documents, and at most C with blocks, `selected` and dense masks; 16 · T for the terms of a sequence; 24 for the ids of each tile; 2 bits a
 tile and 1 bit an element for a dense mask, which has 8 itself. Nothing is read by the host, and all sizes follow from shapes.
 """
@@ -131,10 +131,15 @@ def _same_memory(a: Any, b: Any) -> bool:
     return a.data_ptr() == b.data_ptr() != 0 and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
+def most_runs(terms: int) -> tuple[int, int]:
+    """FULL and PARTIAL runs that a chunk of tiles has room for, where sorted ids need no more than `terms` and twice as many."""
+    return terms + 2, 2 * terms + 2
+
+
 def run_width(program: MaskProgram, tiles: int, tile_sizes: tuple[int, int], by_key: bool) -> int:
     """Words of a row: a bound for its runs."""
     terms = list(program.terms())
-    few = (3 * len(terms) + 1) * -(-tiles // CHUNK)
+    few = sum(most_runs(len(terms))) * -(-tiles // CHUNK)
     tables = [one for term in terms for one in term if one.kind.is_blocks or one.kind.is_dense or one.kind.is_selected]
     if not tables:
         return few

@@ -135,6 +135,23 @@ def documents_equal(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.con
 
 
 @triton.jit
+def selected_block(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
+    """Does the list of a query's block name the key's block? Over the tile of q × k, not negated."""
+    I: tl.constexpr = C.MASK.terms[t].literals[i].ints
+    S: tl.constexpr = C.MASK.terms[t].literals[i].strides
+    row = q // mask.ints[I]
+    column = k // mask.ints[I + 1]
+    count = mask.strides[S + 2]
+    at = mask.tensors[C.MASK.terms[t].literals[i].tensors] + row.to(tl.int64) * count
+    at += seq.b.to(tl.int64) * mask.strides[S] + (seq.h // mask.ints[I + 2]).to(tl.int64) * mask.strides[S + 1]
+    exists = (q < seq.len_q) & (row < mask.strides[S + 3])
+    holds = (q + k) < 0
+    for entry in range(count):
+        holds |= tl.load(at + entry, mask=exists, other=-1) == column
+    return holds
+
+
+@triton.jit
 def table_entry(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
     """Blocks or dense over the tile of q × k, not negated; what lies beyond a table is not seen."""
     KIND: tl.constexpr = C.MASK.terms[t].literals[i].kind
@@ -159,6 +176,8 @@ def data_literal(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.conste
     KIND: tl.constexpr = C.MASK.terms[t].literals[i].kind
     if KIND.is_documents:
         holds = documents_equal(mask, seq, q, k, C, t, i)
+    elif KIND.is_selected:
+        holds = selected_block(mask, seq, q, k, C, t, i)
     else:
         holds = table_entry(mask, seq, q, k, C, t, i)
     if KIND.negated:

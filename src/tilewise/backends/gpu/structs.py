@@ -59,7 +59,7 @@ class MaskLayout(NamedTuple):
             literals = []
             for kind, ints, tensors in term:
                 literals.append(MaskLiteral(kind, ints, tensors, strides))
-                strides += 2 * kind.is_documents + 4 * kind.is_blocks + 4 * kind.is_dense
+                strides += 2 * kind.is_documents + 4 * kind.per_head
             terms.append(MaskTerm(tuple(literals), any(kind.reads_data for kind, _, _ in term)))
         reads_data = any(term.reads_data for term in terms)
         return cls(tuple(terms), reads_data, reads_data or len(terms) > 1)
