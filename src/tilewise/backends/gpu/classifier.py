@@ -139,10 +139,11 @@ def selected_class(a, seq, q0, q1, k0, k1, valid, C: tl.constexpr, t: tl.constex
     for step in range(C.CELLS[t][i][0]):
         row = tl.minimum(q0 // size_q + step, (q1 - 1) // size_q)
         exists = valid & (row < strides[S + 3])
-        named = (q0 + k0) * 0
-        hit = named
+        zero = (q0 + k0) * 0
+        named = zero
+        hit = zero
         for entry in range(strides[S + 2]):
-            block = tl.load(at + row.to(tl.int64) * strides[S + 2] + entry + named, mask=exists, other=-1) - first
+            block = tl.load(at + row.to(tl.int64) * strides[S + 2] + entry + zero, mask=exists, other=-1) - first
             inside = (block >= 0) & (block < blocks)
             hit |= inside.to(tl.int32)
             named |= tl.where(inside, 1 << (block & 31), 0)

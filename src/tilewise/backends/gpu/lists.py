@@ -136,6 +136,11 @@ def most_runs(terms: int) -> tuple[int, int]:
     return terms + 2, 2 * terms + 2
 
 
+def memory_pattern(tensors: tuple[Any, ...]) -> tuple[int, ...]:
+    """For each tensor the first one of the same memory: what `list_layout` asks of tensors."""
+    return tuple([next(i for i, other in enumerate(tensors) if _same_memory(other, x)) for x in tensors])
+
+
 def run_width(program: MaskProgram, tiles: int, tile_sizes: tuple[int, int], by_key: bool) -> int:
     """Words of a row: a bound for its runs."""
     terms = list(program.terms())

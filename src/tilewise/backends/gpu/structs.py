@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
+from tilewise.backends.gpu.lists import ListLayout, TileLists
 from tilewise.masks.program import Kind, operands
 
 
@@ -90,6 +91,7 @@ class Attention(NamedTuple):
     softcap: float
     drop_below: int  # Philox words below it are dropped
     keep_scale: float  # 1 / (1 - p)
+    lists: TileLists | None = None
 
 
 class Gradients(NamedTuple):
@@ -141,6 +143,8 @@ class KernelConfig(NamedTuple):
     EMPTY_ROWS: bool = False  # may a query see no key?
     SUM_M: bool = False  # dBias: the bias has one row, or one column
     SUM_N: bool = False
+    LISTED: bool = False  # the tiles to visit come from lists
+    LISTS: ListLayout = ListLayout()
 
 
 class SeqInfo(NamedTuple):
@@ -184,3 +188,11 @@ class QueryTile(NamedTuple):
     dout_tile: Any = None
     lse2: Any = None
     delta: Any = None
+
+
+class Listed(NamedTuple):
+    """What a program needs of its lists: the row, the intervals of its sequence, the ids of the side that it holds."""
+
+    row: Any
+    terms: tuple[Any, ...]
+    ids: Any
