@@ -175,7 +175,7 @@ class Problem:
         """The mask, lowered once."""
         program: MaskProgram | None = self.memory.get("program")
         if program is None:
-            program = self.memory["program"] = self.mask.lower(Binding(self.shape, self.varlen))
+            program = self.memory["program"] = self.mask.lower(Binding(self.shape, self.varlen, kv_heads=self.kv_heads))
         return program
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.api.bias import Alibi
 from tilewise.api.keywords import check_keywords
-from tilewise.api.lengths import check_lengths
+from tilewise.api.lengths import check_values
 from tilewise.api.options import DEFAULTS, CallOptions, ParsedOptions
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError
@@ -69,7 +69,7 @@ def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inpu
         raise ArgumentTypeError(f"deterministic: got {deterministic!r}, need True, False or None (torch's own switch)")
     problem = Problem(
         **tensor_fields(inputs),
-        mask=_bind_mask(options["mask"], shape, cu_k, q.device),
+        mask=_bind_mask(options["mask"], shape, inputs),
         scale=1.0 / math.sqrt(max(head_dim, 1)) if scale is None else unboxed(scale),
         softcap=unboxed(options["softcap"]),
         dropout_p=unboxed(options["dropout_p"]),
@@ -191,8 +191,9 @@ def make_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
-def _bind_mask(mask: Any, shape: MaskShape, cu_k: Tensor | None, device: torch.device) -> Mask:
-    """The mask with its tensors on the device; one without tensors stays the value it is."""
+def _bind_mask(mask: Any, shape: MaskShape, inputs: Inputs) -> Mask:
+    """The mask with its tensors on the device of the inputs; one without tensors stays the value it is."""
+    k, cu_q, cu_k, device = inputs.k, inputs.cu_q, inputs.cu_k, inputs.q.device
     if mask is None:
         return _FULL
     if isinstance(mask, Tensor):
@@ -217,8 +218,8 @@ def _bind_mask(mask: Any, shape: MaskShape, cu_k: Tensor | None, device: torch.d
         check_range("mask", tensor)
         return tensor if torch.compiler.is_compiling() else materialized(tensor)
 
-    lowered = Lowered(mask.lower(Binding(shape, cu_k is not None, asarray)))
-    check_lengths(mask, shape, cu_k)
+    lowered = Lowered(mask.lower(Binding(shape, cu_k is not None, asarray, k.shape[1])))
+    check_values(mask, shape, cu_q, cu_k)
     return lowered
 
 
