@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -22,8 +23,10 @@ from tilewise.backends.base import (
     BackwardInputs,
     Grads,
     Inputs,
+    Pages,
     Verdict,
     cpu_only,
+    empty_lse,
     empty_out,
     rounded,
     sink_gradient,
@@ -34,6 +37,7 @@ from tilewise.backends.cpu.blind import without_blind
 from tilewise.backends.cpu.fixed import fixed_arguments
 from tilewise.backends.cpu.spec import GRADIENTS, HOT, Kernel, argument_names, round_up
 from tilewise.hardware.probe import probe_cpu
+from tilewise.masks import Lowered
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
@@ -113,6 +117,7 @@ def _obstacle() -> str | None:
 class CpuBackend(Backend):
     name = "cpu"
     any_address = True
+    reads_pages = True
 
     def usable(self, device: str) -> Verdict:
         return Verdict.of(cpu_only(device) or _obstacle())
@@ -135,6 +140,42 @@ class CpuBackend(Backend):
             done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")
             args += [("work", work.data_ptr()), ("done", done.data_ptr())]
         launch.run((q, k, v, out, lse), args)
+        return out, lse
+
+    def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
+        """Single queries and longer runs of them have kernels of their own: where a batch has both, each has its launch."""
+        assert inputs.cu_q is not None
+        rows = inputs.cu_q.diff()
+        single = rows == 1
+        if bool(single.all()) or not bool(single.any()):
+            return self._paged(problem, inputs, pages)
+        out = empty_out(inputs.q, problem.head_dim_v)
+        lse = empty_lse(inputs.q, problem.precision)
+        owner = torch.repeat_interleave(single, rows)
+        for some, tokens in ((single, owner), (~single, ~owner)):
+            at, of = some.nonzero()[:, 0], tokens.nonzero()[:, 0]
+            part = replace(problem, batch=len(at), seqlen_q=len(of), mask=Lowered(problem.program.for_sequences(at)))
+            cu = torch.cat([rows.new_zeros(1), rows[at].cumsum(0, dtype=torch.int32)])
+            own = {name: _of_sequences(getattr(inputs, name), at) for name in ("bias", "alibi")}
+            given = inputs._replace(q=inputs.q[:, :, of], cu_q=cu, **own)
+            out[:, :, of], lse[:, :, of] = self._paged(part, given, pages.of_sequences(at))
+        return out, lse
+
+    def _paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
+        launch = _launch_for(problem, inputs, "forward")
+        q, out = inputs.q, empty_out(inputs.q, problem.head_dim_v)
+        lse = _new(*launch.lse)
+        args, _alive = _optional_args(problem, inputs, launch)
+        seen = pages.seen
+        args += [(name, x.data_ptr()) for name, x in (("entries", pages.entries), ("starts", pages.starts), ("lengths", seen))]
+        for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
+            if scale is not None:
+                args += [(name, scale.data_ptr()), *((f"{name}_{axis}", n) for axis, n in zip("bsh", scale.stride(), strict=True))]
+        if launch.counters:
+            work = torch.empty(launch.workspace, dtype=launch.real, device="cpu")
+            done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")
+            args += [("work", work.data_ptr()), ("done", done.data_ptr())]
+        launch.run((q, pages.k.transpose(1, 2), pages.v.transpose(1, 2), out, lse), args)
         return out, lse
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
@@ -200,6 +241,11 @@ class CpuBackend(Backend):
             None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
             sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
         )
+
+
+def _of_sequences(x: Tensor | None, at: Tensor) -> Tensor | None:
+    """What belongs to some sequences, of a tensor that all share or that has a row for each."""
+    return x if x is None or x.shape[0] == 1 else x[at]
 
 
 def _scattered(problem: Problem, inputs: Inputs | None) -> str | None:

@@ -52,6 +52,8 @@ class Kernel(NamedTuple):
     dbias: bool = False  # the backward's only: the bias wants a gradient
     matrix: str = ""  # products on tiles of a matrix unit, "amx"; "": on vectors
     double: bool = False  # float64 arithmetic of narrower inputs
+    paged: bool = False  # K and V lie in pages
+    stored: str = ""  # the dtype of pages whose numbers have a scale; "": that of q
 
     @property
     def real(self) -> str:
@@ -90,6 +92,13 @@ DOUBLES = (*NUMBERS, "ds_factor")
 """Passed as doubles; all others are integers and addresses."""
 
 
+PAGED = (
+    *("entries", "starts", "lengths", "page", "k_scale", "v_scale"),
+    *(f"{t}_scale_{axis}" for t in "kv" for axis in "bsh"),
+)
+"""Of pages: where a sequence's entries of the table start, how many tokens it has; strides of the scales by page, place and head."""
+
+
 def mask_tensors(structure: str) -> int:
     """How many tensors a mask structure reads."""
     return sum(kind.tensors for term in operands(structure) for kind, _, _ in term)
@@ -105,4 +114,5 @@ def mask_args(structure: str) -> tuple[str, ...]:
 
 
 def argument_names(kernel: Kernel) -> tuple[str, ...]:
-    return (BACKWARD if kernel.kind == "backward" else FORWARD) + mask_args(kernel.structure)
+    fixed = BACKWARD if kernel.kind == "backward" else FORWARD
+    return (*fixed, *(PAGED if kernel.paged else ()), *mask_args(kernel.structure))

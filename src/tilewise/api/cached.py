@@ -1,0 +1,265 @@
+"""`attention_cached`: attention over keys and values of earlier tokens: prefill, decode and everything between in one call."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch
+from tilewise.api.bias import Alibi
+from tilewise.api.cache import KVCache
+from tilewise.api.keywords import check_keywords
+from tilewise.api.lengths import readable
+from tilewise.api.names import BackendName, Precision
+from tilewise.api.options import DEFAULTS, ParsedOptions
+from tilewise.api.parse import autocast, build_problem, check_dense, check_device, check_range
+from tilewise.api.rotary import RotaryTable
+from tilewise.backends.base import Inputs
+from tilewise.backends.pages import Pages, gathered, positions_of
+from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError, MaskError
+from tilewise.masks import Binding, Mask, MaskShape, causal
+from tilewise.masks.algebra import INTEGERS, Blocks, Dense, Documents, KeyRanges
+from tilewise.masks.program import interval
+from tilewise.ops.run import forward, is_empty, own_precision
+from tilewise.ops.tensors import dtype_name
+from tilewise.problem import ITEMSIZE, Problem
+
+_CAUSAL = causal()
+_OPTIONS = ("new", "rotary", "cu_seqlens_q", "mask", "scale", "bias", "softcap", "sinks", "precision", "out", "return_lse")
+
+
+class Queries(NamedTuple):
+    """Queries packed, (T, H, D), where each sequence's begin, and how they came."""
+
+    q: Tensor
+    cu: Tensor
+    shape: torch.Size
+
+    def restored(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """out (1, H, T, Dv) and lse (1, H, T) in the form of the queries: LSE (H, T) or (B, H, Sq)."""
+        out, lse = out[0].transpose(0, 1), lse[0]
+        if len(self.shape) == 3:
+            return out, lse
+        batch, rows, heads, _ = self.shape
+        return out.reshape(batch, rows, heads, out.shape[-1]), lse.reshape(heads, batch, rows).transpose(0, 1)
+
+
+def attention_cached(
+    q: Tensor,
+    cache: KVCache,
+    *,
+    new: tuple[Tensor, Tensor] | None = None,
+    rotary: RotaryTable | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    mask: Mask | None = _CAUSAL,
+    scale: float | None = None,
+    bias: Tensor | Alibi | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    precision: Precision = "default",
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    backend: BackendName = "auto",
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of queries to a cache: prefill, decode, chunks of a prompt and mixtures of them are one call.
+
+    The queries of a sequence are its last tokens: row i of n stands at position lengths − n + i. A row before position 0
+    sees nothing. No gradient: a tensor that requires one is refused.
+
+    q: queries, sequence first: (B, Sq, Hq, D), or packed (T, Hq, D) with `cu_seqlens_q`.
+    cache: a KVCache of B sequences. Its `lengths` count the new tokens.
+    new: (k, v) of new tokens, written into the cache before anything is read: (B, n, Hk, D), or packed like q. They are the
+        last n of each sequence.
+    rotary: `tw.rotary(cos, sin)`, applied to q and to the new keys; what the cache holds is never turned again.
+    cu_seqlens_q: (B + 1,) where the queries of each sequence begin in a packed q; a sequence may have none.
+    mask: which keys a query sees, with positions counted in the sequence: causal(), window(n), prefix(n) and their like,
+        joined by &, | and ~. None: all of them.
+    scale: what scores are multiplied by; 1/√D if None.
+    bias: added to the scores: alibi(slopes), or a tensor that broadcasts to (B, Hq, longest Sq, longest Sk).
+    softcap: scores become softcap · tanh(score / softcap); 0 for none.
+    sinks: (Hq,), one more score for each head, which takes part in the softmax and has no value.
+    precision: as in `attention`.
+    out: where the result goes; a new tensor if None.
+    return_lse: also return the log-sum-exp.
+    backend: "auto", or one by name, which never falls back.
+
+    Returns out, (B, Sq, Hq, Dv) or (T, Hq, Dv) like q; with `return_lse` also the log-sum-exp, natural, (B, Hq, Sq) or (Hq, T).
+
+    >>> lengths += 1                                                             # one token more in each sequence
+    >>> out = tw.attention_cached(q, cache, new=(k, v))                          # q (B, 1, Hq, D), k and v (B, 1, Hk, D)
+    >>> out = tw.attention_cached(q, cache, cu_seqlens_q=cu)                     # prompts and single tokens side by side
+    >>> out = tw.attention_cached(q, cache, mask=tw.causal() & tw.window(4096))  # the last 4096 keys
+    """
+    if unknown:
+        check_keywords("attention_cached", unknown, (*_OPTIONS, "backend"))
+    if not isinstance(cache, KVCache):
+        raise ArgumentTypeError(f"cache: got {type(cache).__name__}, need a KVCache; see tw.KVCache.paged and .static")
+    queries = _packed(q, cache.pages, cu_seqlens_q)
+    pages = cache.pages
+    if new is not None or rotary is not None:
+        queries = _with_new(queries, cache, new, rotary, cu_seqlens_q)
+    if readable(pages.lengths):
+        _check_values(cache, queries, mask)
+    _check_mask(mask)
+    options: ParsedOptions = {
+        "mask": mask, "scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks, "precision": precision, "return_lse": True,
+    }  # fmt: skip
+    found, lse = _attend(queries, pages, options, backend)
+    if mask is None:  # what comes before position 0 sees nothing; bands leave it nothing anyway
+        _, position = positions_of(queries.cu, pages.seen, queries.q.shape[0])
+        found = torch.where((position < 0)[:, None], 0.0, found)
+        lse = lse.masked_fill(position < 0, float("-inf"))
+    found, lse = queries.restored(found, lse)
+    if out is not None:
+        if out.shape != found.shape or out.dtype != found.dtype or out.device != found.device:
+            raise LayoutError(
+                f"out: {out.dtype} {tuple(out.shape)} on {out.device}, need {found.dtype} {tuple(found.shape)} on {found.device}"
+            )
+        found = out.copy_(found)
+    return (found, lse) if return_lse else found
+
+
+def _packed(q: Any, pages: Pages, cu: Tensor | None) -> Queries:
+    """The queries as one row of tokens."""
+    if not isinstance(q, Tensor):
+        raise ArgumentTypeError(f"q: got {type(q).__name__}, need a torch.Tensor")
+    if dtype_name(q) not in ITEMSIZE:
+        raise ArgumentTypeError(f"q: dtype {q.dtype}, need float16, bfloat16, float32 or float64")
+    check_dense("q", q)
+    check_device("the cache", pages.k, q.device)
+    if torch.is_grad_enabled() and q.requires_grad:
+        raise ArgumentError("q: requires a gradient, which a cache does not have; use torch.no_grad() or q.detach()")
+    if pages.k_scale is None and pages.k.dtype != autocast((q,))[0].dtype:
+        raise ArgumentTypeError(f"q: dtype {q.dtype}, but the cache holds {pages.k.dtype}; convert with q.to({pages.k.dtype})")
+    (q,), batch = autocast((q,)), pages.starts.shape[0]
+    if q.ndim == 4 and cu is None:
+        if q.shape[0] != batch:
+            raise LayoutError(f"q: {q.shape[0]} sequences, but the cache has {batch}")
+        steps = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q.shape[1]
+        return Queries(q.flatten(0, 1), steps, q.shape)
+    if q.ndim != 3 or cu is None:
+        raise LayoutError(
+            f"q: shape {tuple(q.shape)}; need (batch, queries, heads, dim), or (tokens, heads, dim) with cu_seqlens_q"
+        )
+    if not isinstance(cu, Tensor) or dtype_name(cu) not in INTEGERS:
+        raise ArgumentTypeError(f"cu_seqlens_q: got {getattr(cu, 'dtype', type(cu).__name__)}, need an integer tensor")
+    check_device("cu_seqlens_q", cu, q.device)
+    check_range("cu_seqlens_q", cu)
+    if tuple(cu.shape) != (batch + 1,):
+        raise LayoutError(f"cu_seqlens_q: shape {tuple(cu.shape)}, need ({batch + 1},) for the {batch} sequences of the cache")
+    return Queries(q, cu.int(), q.shape)
+
+
+def _with_new(
+    queries: Queries, cache: KVCache, new: Any, rotary: RotaryTable | None, cu_seqlens_q: Tensor | None
+) -> Queries:
+    """The queries, turned; the new keys, turned, and values are in the cache."""
+    if rotary is not None and not isinstance(rotary, RotaryTable):
+        raise ArgumentTypeError(f"rotary: got {type(rotary).__name__}, need tw.rotary(cos, sin)")
+    q, cu, shape = queries
+    lengths, given = cache.pages.lengths, None
+    if rotary is not None:
+        given = rotary.positions
+        if given is not None and given.numel() != q.shape[0]:
+            raise LayoutError(f"positions: shape {tuple(given.shape)}, need one for each of the {q.shape[0]} queries")
+        at = positions_of(cu, lengths, q.shape[0])[1] if given is None else given.reshape(-1)
+        q = rotary.apply(q, at, q.dtype)
+    if new is None:
+        return Queries(q, cu, shape)
+    if not isinstance(new, (tuple, list)) or len(new) != 2:
+        raise ArgumentTypeError(f"new: got {type(new).__name__}, need the pair (k, v)")
+    k, v = new
+    packed = isinstance(k, Tensor) and k.ndim == 3
+    k, v, cu_new = cache._new_tokens(k, v, cu_seqlens_q if packed else None, need_cu=True)
+    assert cu_new is not None
+    if rotary is not None:
+        if given is not None and k.shape[0] != q.shape[0]:
+            raise LayoutError(f"positions: they are q's {q.shape[0]}, and there are {k.shape[0]} new keys; need as many")
+        at = positions_of(cu_new, lengths, k.shape[0])[1] if given is None else given.reshape(-1)
+        quantized = cache.pages.k_scale is not None
+        k = rotary.apply(k, at, torch.float32 if quantized else cache.pages.k.dtype)
+    cache.append(k, v, cu_seqlens=cu_new)
+    return Queries(q, cu, shape)
+
+
+def _check_mask(mask: Any) -> None:
+    """Raise on masks that count no positions of a sequence in a cache."""
+    if mask is None:
+        return
+    if not isinstance(mask, Mask):
+        raise ArgumentTypeError(f"mask: got {type(mask).__name__}, need a mask such as causal(), or None")
+    for leaf in mask.leaves():
+        if isinstance(leaf, (Documents, Blocks, Dense)) or (isinstance(leaf, KeyRanges) and leaf.maker != "prefix"):
+            raise MaskError(
+                f"mask: {leaf} does not go with a cache, whose sequences have lengths of their own; causal, window and prefix do"
+            )
+
+
+def _check_values(cache: KVCache, queries: Queries, mask: Mask | None) -> None:
+    """Raise on lengths, tables and packed queries that do not fit each other."""
+    cache.check()
+    pages, cu = cache.pages, queries.cu.tolist()
+    if cu[0] != 0 or cu[-1] != queries.q.shape[0] or any(a > b for a, b in zip(cu, cu[1:], strict=False)):
+        raise ArgumentError(f"cu_seqlens_q: need 0 to {queries.q.shape[0]}, never falling, got {cu[:8]}")
+    needed = pages.seen
+    first = _first_seen(mask, needed, queries.cu.diff())
+    place = torch.arange(pages.most, device=needed.device)
+    wanted = (place >= first[:, None] // pages.page) & (place * pages.page < needed[:, None])
+    if not wanted.numel():
+        return
+    at = (pages.starts[:, None] + place).clamp(max=max(0, pages.entries.shape[0] - 1))
+    entry = pages.entries[at] if pages.entries.shape[0] else torch.full_like(at, -1)
+    wrong = wanted & ((entry < 0) | (entry >= pages.k.shape[0]))
+    if bool(wrong.any()):
+        b, n = (int(x) for x in wrong.nonzero()[0])
+        raise ArgumentError(
+            f"table: sequence {b} sees page {n} of its table, which is {int(entry[b, n])}; there are {pages.k.shape[0]} pages"
+        )
+
+
+def _first_seen(mask: Mask | None, lengths: Tensor, rows: Tensor) -> Tensor:
+    """(B,) the first key that a query of each sequence may see: pages before it may be gone."""
+    first = torch.zeros_like(lengths)
+    if mask is None or not mask.static:
+        return first
+    for b, (n, m) in enumerate(zip(lengths.tolist(), rows.tolist(), strict=True)):
+        shape = MaskShape(1, 1, m, n)
+        terms = [interval(term, shape) for term in mask.lower(Binding(shape)).terms()]
+        first[b] = max(0, min((max(one.start, one.lo) for one in terms), default=0)) if m else n
+    return first
+
+
+def _attend(queries: Queries, pages: Pages, options: ParsedOptions, backend: str) -> tuple[Tensor, Tensor]:
+    """out (1, H, T, Dv) in q's dtype and lse (1, H, T): pages as they are where a backend reads them, gathered elsewhere."""
+    q = queries.q.transpose(0, 1)[None]
+    problem, inputs = _problem(q, queries.cu, pages, options)
+    if is_empty(problem):
+        return forward(problem, inputs, backend)
+    reader = dispatch.pages_backend(problem, backend)
+    if reader is not None:
+        with own_precision(problem.device):
+            return reader.paged(problem, inputs, pages)
+    tokens = int(pages.seen.sum()) if readable(pages.lengths) else pages.entries.shape[0] * pages.page
+    wide = q.dtype if pages.k_scale is None else torch.promote_types(torch.float32, q.dtype)
+    k, v, cu_k = gathered(pages, tokens, wide)
+    inputs = Inputs(q.to(wide), k, v, cu_q=queries.cu, cu_k=cu_k)
+    out, lse = forward(*build_problem(inputs, {**DEFAULTS, **options}), backend)
+    return out.to(q.dtype), lse
+
+
+def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions) -> tuple[Problem, Inputs]:
+    """The problem of a call over pages: there are as many keys as the table has room for."""
+    count, page, heads, _ = pages.k.shape
+    room = pages.entries.shape[0] * page if count else 0
+    cu_k = torch.cat([cu.new_zeros(1), (pages.counts * page).cumsum(0, dtype=torch.int32)])
+
+    def stand_in(x: Tensor) -> Tensor:
+        row = x[0, 0] if count else x.new_zeros(x.shape[2:])
+        return row[None, :, None].expand(1, heads, room, x.shape[3])
+
+    inputs = Inputs(q, stand_in(pages.k), stand_in(pages.v), cu_q=cu, cu_k=cu_k)
+    stored = dtype_name(pages.k) if pages.k_scale is not None else ""
+    return build_problem(inputs, {**DEFAULTS, **options}, page=page, stored=stored)
