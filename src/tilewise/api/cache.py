@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -135,15 +136,18 @@ class KVCache:
     def check(self, cu: Tensor | None = None) -> None:
         """Raise on lengths and pages that do not fit each other. Reads tensors: on a GPU that waits for it."""
         pages = self.pages
-        lengths, counts = pages.lengths.tolist(), pages.counts.tolist()
-        for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            if not 0 <= length <= count * pages.page:
+        lengths, counts = pages.lengths.cpu().numpy(), pages.counts.cpu().numpy()
+        room = counts * pages.page
+        if ((lengths < 0) | (lengths > room)).any():
+            for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
+                if 0 <= length <= count * pages.page:
+                    continue
                 raise ArgumentError(
                     f"lengths[{b}] is {length}, need 0 to {count * pages.page}: the table lists {count} pages of {pages.page}"
                 )
         if cu is not None:
             new = cu.diff().tolist()
-            for b, (n, length) in enumerate(zip(new, lengths, strict=True)):
+            for b, (n, length) in enumerate(zip(new, lengths.tolist(), strict=True)):
                 if n > length:
                     raise ArgumentError(
                         f"append: {n} tokens for sequence {b}, whose lengths[{b}] is {length}; `lengths` counts new tokens too"
@@ -221,7 +225,7 @@ def _entries(table: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor, 
                 raise ArgumentError(
                     f"table: indptr must start with 0, never fall and end at most at {indices.shape[0]}, got {values[:8]}"
                 )
-            most = max((b - a for a, b in zip(values, values[1:], strict=False)), default=0)
+            most = max((b - a for a, b in pairwise(values)), default=0)
         return indices.int(), indptr[:-1].int(), indptr.diff().int(), most
     _check_integers("table", table, device, None)
     if table.ndim != 2:
@@ -260,7 +264,7 @@ def _scale(name: str, scale: Any, k_pages: Tensor) -> Tensor | None:
 
 
 def _cumulative(values: list[int], end: int | None) -> bool:
-    steps = all(a <= b for a, b in zip(values, values[1:], strict=False))
+    steps = all(a <= b for a, b in pairwise(values))
     return values[0] == 0 and steps and (end is None or values[-1] == end)
 
 

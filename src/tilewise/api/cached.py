@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
 from tilewise.api.cache import KVCache
+from tilewise.api.call_cache import kept_problem
 from tilewise.api.keywords import check_keywords
 from tilewise.api.lengths import readable
 from tilewise.api.names import BackendName, Precision
 from tilewise.api.options import DEFAULTS, ParsedOptions
 from tilewise.api.parse import autocast, build_problem, check_dense, check_device, check_range
 from tilewise.api.rotary import RotaryTable
-from tilewise.backends.base import Inputs
+from tilewise.backends.base import Backend, Inputs
 from tilewise.backends.pages import Pages, gathered, positions_of
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError, MaskError
 from tilewise.masks import Binding, Mask, MaskShape, causal
 from tilewise.masks.algebra import INTEGERS, Blocks, Dense, Documents, KeyRanges
-from tilewise.masks.program import interval
 from tilewise.ops.run import forward, is_empty, own_precision
 from tilewise.ops.tensors import dtype_name
 from tilewise.problem import ITEMSIZE, Problem
@@ -97,15 +99,18 @@ def attention_cached(
         check_keywords("attention_cached", unknown, (*_OPTIONS, "backend"))
     if not isinstance(cache, KVCache):
         raise ArgumentTypeError(f"cache: got {type(cache).__name__}, need a KVCache; see tw.KVCache.paged and .static")
-    queries = _packed(q, cache.pages, cu_seqlens_q)
+    # all that may be refused comes before the first write
+    dispatch.check_name(backend, "auto")
+    _check_mask(mask)
     pages = cache.pages
-    if new is not None or rotary is not None:
-        queries = _with_new(queries, cache, new, rotary, cu_seqlens_q)
+    queries = _packed(q, pages, cu_seqlens_q)
     if readable(pages.lengths):
         _check_values(cache, queries, mask)
-    _check_mask(mask)
+    if new is not None or rotary is not None:
+        queries = _with_new(queries, cache, new, rotary, cu_seqlens_q)
     options: ParsedOptions = {
-        "mask": mask, "scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks, "precision": precision, "return_lse": True,
+        "mask": mask, "scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks, "precision": precision,
+        "return_lse": True,
     }  # fmt: skip
     found, lse = _attend(queries, pages, options, backend)
     if mask is None:  # what comes before position 0 sees nothing; bands leave it nothing anyway
@@ -199,37 +204,40 @@ def _check_mask(mask: Any) -> None:
 
 
 def _check_values(cache: KVCache, queries: Queries, mask: Mask | None) -> None:
-    """Raise on lengths, tables and packed queries that do not fit each other."""
+    """Raise on lengths, tables and packed queries that do not fit each other. Numpy: torch takes longer for a few integers."""
     cache.check()
-    pages, cu = cache.pages, queries.cu.tolist()
-    if cu[0] != 0 or cu[-1] != queries.q.shape[0] or any(a > b for a, b in zip(cu, cu[1:], strict=False)):
-        raise ArgumentError(f"cu_seqlens_q: need 0 to {queries.q.shape[0]}, never falling, got {cu[:8]}")
-    needed = pages.seen
-    first = _first_seen(mask, needed, queries.cu.diff())
-    place = torch.arange(pages.most, device=needed.device)
-    wanted = (place >= first[:, None] // pages.page) & (place * pages.page < needed[:, None])
-    if not wanted.numel():
-        return
-    at = (pages.starts[:, None] + place).clamp(max=max(0, pages.entries.shape[0] - 1))
-    entry = pages.entries[at] if pages.entries.shape[0] else torch.full_like(at, -1)
-    wrong = wanted & ((entry < 0) | (entry >= pages.k.shape[0]))
-    if bool(wrong.any()):
-        b, n = (int(x) for x in wrong.nonzero()[0])
-        raise ArgumentError(
-            f"table: sequence {b} sees page {n} of its table, which is {int(entry[b, n])}; there are {pages.k.shape[0]} pages"
-        )
+    pages, cu = cache.pages, queries.cu.numpy()
+    rows = cu[1:] - cu[:-1]
+    if cu[0] != 0 or cu[-1] != queries.q.shape[0] or (rows < 0).any():
+        raise ArgumentError(f"cu_seqlens_q: need 0 to {queries.q.shape[0]}, never falling, got {cu[:8].tolist()}")
+    lengths, entries, starts = pages.lengths.numpy(), pages.entries.numpy(), pages.starts.numpy()
+    first = np.where(rows > 0, _first_seen(mask, lengths, rows), lengths) // pages.page
+    past = -(-lengths // pages.page)
+    for b in range(len(lengths)):
+        own = entries[starts[b] + first[b] : starts[b] + past[b]]
+        if len(own) and not 0 <= own.min() <= own.max() < pages.k.shape[0]:
+            n = int(np.flatnonzero((own < 0) | (own >= pages.k.shape[0]))[0])
+            raise ArgumentError(
+                f"table: sequence {b} sees page {first[b] + n} of its table, which is {own[n]}; "
+                f"there are {pages.k.shape[0]} pages"
+            )
 
 
-def _first_seen(mask: Mask | None, lengths: Tensor, rows: Tensor) -> Tensor:
-    """(B,) the first key that a query of each sequence may see: pages before it may be gone."""
-    first = torch.zeros_like(lengths)
+def _first_seen(mask: Mask | None, lengths: Any, rows: Any) -> Any:
+    """The first key that a query of each sequence may see: pages before it may be gone."""
     if mask is None or not mask.static:
-        return first
-    for b, (n, m) in enumerate(zip(lengths.tolist(), rows.tolist(), strict=True)):
-        shape = MaskShape(1, 1, m, n)
-        terms = [interval(term, shape) for term in mask.lower(Binding(shape)).terms()]
-        first[b] = max(0, min((max(one.start, one.lo) for one in terms), default=0)) if m else n
-    return first
+        return np.zeros_like(lengths)
+    firsts = []
+    for term in mask.lower(Binding(MaskShape(1, 1, 1, 1))).terms():
+        least = np.zeros_like(lengths)
+        for literal in term:
+            if literal.kind.is_band:
+                lo = literal.ints[0] + (lengths - rows if literal.kind.is_bottom_right else 0)
+                least = np.maximum(least, lo)
+            elif literal.kind.is_range:
+                least = np.maximum(least, literal.ints[0])
+        firsts.append(least)
+    return np.minimum.reduce(firsts).clip(0, lengths)
 
 
 def _attend(queries: Queries, pages: Pages, options: ParsedOptions, backend: str) -> tuple[Tensor, Tensor]:
@@ -238,7 +246,10 @@ def _attend(queries: Queries, pages: Pages, options: ParsedOptions, backend: str
     problem, inputs = _problem(q, queries.cu, pages, options)
     if is_empty(problem):
         return forward(problem, inputs, backend)
-    reader = dispatch.pages_backend(problem, backend)
+    key = ("pages", dispatch.registry_key(backend))
+    if key not in problem.memory:
+        problem.memory[key] = dispatch.pages_backend(problem, backend)
+    reader: Backend | None = problem.memory[key]
     if reader is not None:
         with own_precision(problem.device):
             return reader.paged(problem, inputs, pages)
@@ -254,12 +265,24 @@ def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions) -> tup
     """The problem of a call over pages: there are as many keys as the table has room for."""
     count, page, heads, _ = pages.k.shape
     room = pages.entries.shape[0] * page if count else 0
-    cu_k = torch.cat([cu.new_zeros(1), (pages.counts * page).cumsum(0, dtype=torch.int32)])
+    mask, scale, sinks = options["mask"], options["scale"], options["sinks"]
 
     def stand_in(x: Tensor) -> Tensor:
         row = x[0, 0] if count else x.new_zeros(x.shape[2:])
         return row[None, :, None].expand(1, heads, room, x.shape[3])
 
-    inputs = Inputs(q, stand_in(pages.k), stand_in(pages.v), cu_q=cu, cu_k=cu_k)
+    inputs = Inputs(q, stand_in(pages.k), stand_in(pages.v), cu_q=cu)
     stored = dtype_name(pages.k) if pages.k_scale is not None else ""
-    return build_problem(inputs, {**DEFAULTS, **options}, page=page, stored=stored)
+
+    def make() -> tuple[Problem, Inputs]:
+        cu_k = torch.cat([cu.new_zeros(1), (pages.counts * page).cumsum(0, dtype=torch.int32)])
+        return build_problem(inputs._replace(cu_k=cu_k), {**DEFAULTS, **options}, page=page, stored=stored)
+
+    numbers = (scale, options["softcap"])
+    if options["bias"] is not None or not isinstance(mask, (Mask, NoneType)) or (mask is not None and not mask.static):
+        return make()
+    if sinks is not None or any(type(x) not in (int, float, NoneType) for x in numbers):
+        return make()
+    shapes = (q.shape, q.dtype, q.device, pages.k.shape, pages.v.shape[3], pages.k.dtype, room, cu.shape)
+    key = ("pages", shapes, mask, numbers, tuple(map(type, numbers)), options["precision"])
+    return kept_problem(key, lambda: make()[0]), inputs

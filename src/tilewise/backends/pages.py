@@ -1,4 +1,4 @@
-"""Pages of keys and values as kernels read them, and what serves where no kernel reads pages: tokens gathered into packed rows."""
+"""Pages of keys and values as kernels read them; where no kernel does, their tokens gathered into packed rows."""
 
 from __future__ import annotations
 

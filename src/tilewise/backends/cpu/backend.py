@@ -145,10 +145,11 @@ class CpuBackend(Backend):
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         """Single queries and longer runs of them have kernels of their own: where a batch has both, each has its launch."""
         assert inputs.cu_q is not None
-        rows = inputs.cu_q.diff()
-        single = rows == 1
-        if bool(single.all()) or not bool(single.any()):
+        cu = inputs.cu_q.numpy()
+        alone = (cu[1:] - cu[:-1]) == 1
+        if alone.all() or not alone.any():
             return self._paged(problem, inputs, pages)
+        rows, single = inputs.cu_q.diff(), torch.from_numpy(alone)
         out = empty_out(inputs.q, problem.head_dim_v)
         lse = empty_lse(inputs.q, problem.precision)
         owner = torch.repeat_interleave(single, rows)
@@ -170,7 +171,8 @@ class CpuBackend(Backend):
         args += [(name, x.data_ptr()) for name, x in (("entries", pages.entries), ("starts", pages.starts), ("lengths", seen))]
         for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
             if scale is not None:
-                args += [(name, scale.data_ptr()), *((f"{name}_{axis}", n) for axis, n in zip("bsh", scale.stride(), strict=True))]
+                steps = zip("bsh", scale.stride(), strict=True)
+                args += [(name, scale.data_ptr()), *((f"{name}_{axis}", step) for axis, step in steps)]
         if launch.counters:
             work = torch.empty(launch.workspace, dtype=launch.real, device="cpu")
             done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")

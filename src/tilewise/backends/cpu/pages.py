@@ -12,9 +12,9 @@ from tilewise.backends.cpu.spec import UNROLL, Kernel
 
 
 class PagedKeys:
-    """The part of a kernel that knows pages. For the keys [n0, n1) of a block the frame holds `k_rows` and `v_rows`, the offsets of
-    their rows in elements, and, where numbers have a scale, `k_scales` and `v_scales`. Decoding fetches K ahead, so `k_rows` goes
-    on for a block more."""
+    """The part of a kernel that knows pages. For the keys [n0, n1) of a block the frame holds `k_rows` and `v_rows`, the offsets
+    of their rows in elements, and, where numbers have a scale, `k_scales` and `v_scales`. Decoding fetches K ahead, so `k_rows`
+    goes on for a block more."""
 
     kernel: Kernel
 

@@ -96,7 +96,7 @@ PAGED = (
     *("entries", "starts", "lengths", "page", "k_scale", "v_scale"),
     *(f"{t}_scale_{axis}" for t in "kv" for axis in "bsh"),
 )
-"""Of pages: where a sequence's entries of the table start, how many tokens it has; strides of the scales by page, place and head."""
+"""Of pages: the table, where a sequence's entries start, how many tokens it has; strides of the scales by page, place, head."""
 
 
 def mask_tensors(structure: str) -> int:
