@@ -24,7 +24,8 @@ Table = Tensor | tuple[Tensor, Tensor]
 class KVCache:
     """Keys and values of a batch of sequences, in pages or in rows of their own. A view: it allocates nothing and owns no policy.
 
-    Made by `KVCache.paged` or `KVCache.static`. `lengths` is read by every call: whoever appends tokens raises it first.
+    Made by `KVCache.paged` or `KVCache.static`; `pages` is what kernels read of it. `lengths` is read by every call: whoever
+    appends tokens raises it first.
 
     >>> cache = tw.KVCache.paged(k_pages, v_pages, table, lengths)     # pages (pages, 16, Hk, D), table (B, most)
     >>> out = tw.attention_cached(q, cache)                            # q (B, 1, Hq, D): one new token each
@@ -78,8 +79,8 @@ class KVCache:
         check_device("v_pages", v_pages, k_pages.device)
         entries, starts, counts, most = _entries(table, k_pages.device)
         _check_integers("lengths", lengths, k_pages.device, starts.shape)
-        scales = [_scale(name, x, k_pages) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))]
-        return cls(Pages(k_pages, v_pages, entries, starts, counts, lengths.int(), most, *scales, latent))
+        scales = _scale("k_scale", k_scale, k_pages), _scale("v_scale", v_scale, k_pages)
+        return cls(Pages(k_pages, v_pages, entries, starts, counts, lengths.int(), most, scales[0], scales[1], latent))
 
     @classmethod
     def static(cls, k: Tensor, v: Tensor, lengths: Tensor, *, layout: str = "bshd") -> KVCache:

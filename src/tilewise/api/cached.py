@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from tilewise.api.call_cache import kept_problem
 from tilewise.api.keywords import check_keywords
 from tilewise.api.lengths import readable
 from tilewise.api.names import BackendName, Precision
-from tilewise.api.options import DEFAULTS, ParsedOptions
+from tilewise.api.options import DEFAULTS, ParsedOptions, show_signature
 from tilewise.api.parse import autocast, build_problem, check_dense, check_device, check_range
 from tilewise.api.rotary import RotaryTable
 from tilewise.backends.base import Backend, Inputs
@@ -29,7 +29,22 @@ from tilewise.ops.tensors import dtype_name
 from tilewise.problem import ITEMSIZE, Problem
 
 _CAUSAL = causal()
-_OPTIONS = ("new", "rotary", "cu_seqlens_q", "mask", "scale", "bias", "softcap", "sinks", "precision", "out", "return_lse")
+
+
+class CachedOptions(TypedDict, total=False):
+    """What `attention_cached` takes beside `return_lse`, which its overloads tell apart."""
+
+    new: tuple[Tensor, Tensor] | None
+    rotary: RotaryTable | None
+    cu_seqlens_q: Tensor | None
+    mask: Mask | None
+    scale: float | None
+    bias: Tensor | Alibi | None
+    softcap: float
+    sinks: Tensor | None
+    precision: Precision
+    out: Tensor | None
+    backend: BackendName
 
 
 class Queries(NamedTuple):
@@ -48,6 +63,18 @@ class Queries(NamedTuple):
         return out.reshape(batch, rows, heads, out.shape[-1]), lse.reshape(heads, batch, rows).transpose(0, 1)
 
 
+@overload
+def attention_cached(
+    q: Tensor, cache: KVCache, *, return_lse: Literal[True], **options: Unpack[CachedOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_cached(
+    q: Tensor, cache: KVCache, *, return_lse: Literal[False] = False, **options: Unpack[CachedOptions]
+) -> Tensor: ...
+@overload
+def attention_cached(
+    q: Tensor, cache: KVCache, *, return_lse: bool, **options: Unpack[CachedOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention_cached(
     q: Tensor,
     cache: KVCache,
@@ -96,7 +123,7 @@ def attention_cached(
     >>> out = tw.attention_cached(q, cache, mask=tw.causal() & tw.window(4096))  # the last 4096 keys
     """
     if unknown:
-        check_keywords("attention_cached", unknown, (*_OPTIONS, "backend"))
+        check_keywords("attention_cached", unknown, (*CachedOptions.__annotations__, "return_lse"))
     if not isinstance(cache, KVCache):
         raise ArgumentTypeError(f"cache: got {type(cache).__name__}, need a KVCache; see tw.KVCache.paged and .static")
     # all that may be refused comes before the first write
@@ -113,7 +140,7 @@ def attention_cached(
         "return_lse": True,
     }  # fmt: skip
     found, lse = _attend(queries, pages, options, backend)
-    if mask is None:  # what comes before position 0 sees nothing; bands leave it nothing anyway
+    if _sees_ahead(mask) and _some_before(pages, queries):
         _, position = positions_of(queries.cu, pages.seen, queries.q.shape[0])
         found = torch.where((position < 0)[:, None], 0.0, found)
         lse = lse.masked_fill(position < 0, float("-inf"))
@@ -125,6 +152,9 @@ def attention_cached(
             )
         found = out.copy_(found)
     return (found, lse) if return_lse else found
+
+
+show_signature(attention_cached)
 
 
 def _packed(q: Any, pages: Pages, cu: Tensor | None) -> Queries:
@@ -201,6 +231,19 @@ def _check_mask(mask: Any) -> None:
             raise MaskError(
                 f"mask: {leaf} does not go with a cache, whose sequences have lengths of their own; causal, window and prefix do"
             )
+
+
+def _sees_ahead(mask: Mask | None) -> bool:
+    """May a query see keys after its own, so that one before position 0 would see some?"""
+    if mask is None or not mask.static:
+        return True
+    terms = mask.lower(Binding(MaskShape(1, 1, 1, 1))).terms()
+    return not all(any(one.kind.is_bottom_right and one.ints[1] <= 0 for one in term) for term in terms)
+
+
+def _some_before(pages: Pages, queries: Queries) -> bool:
+    """Has a sequence more queries than tokens? Where that cannot be asked, perhaps."""
+    return not readable(pages.lengths) or bool((queries.cu.diff() > pages.seen).any())
 
 
 def _check_values(cache: KVCache, queries: Queries, mask: Mask | None) -> None:

@@ -75,7 +75,7 @@ def lookup(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Launch 
             options, type(options[_SCALE]), type(options[_SOFTCAP]), type(options[_DROPOUT]),
             _grad_mode(), _deterministic(), registry.get(options[_BACKEND]), len(registry),
         )  # fmt: skip
-        last = _calls.get(settings)
+        last: CachedCall | None = _calls.get(settings)
         if (
             last is not None
             and not (q.is_nested or k.is_nested or v.is_nested)  # torch's guard would end the process
@@ -90,7 +90,7 @@ def lookup(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Launch 
         return None
     if facts is None:
         return None
-    call = _calls.get((settings, facts))
+    call: CachedCall | None = _calls.get((settings, facts))
     if call is None:
         call = _prepare(q, k, v, dict(zip(NAMES, options, strict=True)))
         _keep((settings, facts), call)

@@ -53,7 +53,8 @@ class RotaryTable:
 def rotary(cos: Tensor, sin: Tensor, *, interleaved: bool = False, positions: Tensor | None = None) -> RotaryTable:
     """Rotary position embedding for `attention_cached`: it turns queries and new keys by their positions.
 
-    cos, sin: (positions, r / 2): the first r features of a head are turned, r at most D.
+    cos: (positions, r / 2): the first r features of a head are turned, r at most D.
+    sin: the same.
     interleaved: pairs are neighbouring features; else feature i of the first half and feature i of the second.
     positions: those of q's rows, (T,) or (B, Sq) like q; None counts them in the sequence.
 

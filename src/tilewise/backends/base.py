@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewise.backends.pages import Pages as Pages
 from tilewise.backends.verdict import Verdict as Verdict
 from tilewise.backends.verdict import cpu_only as cpu_only
+from tilewise.errors import BackendError
 from tilewise.numerics.merge import finite
 from tilewise.numerics.oracle import Inputs as Inputs
 from tilewise.problem import WIDE, Problem
@@ -69,7 +70,7 @@ class Backend(Protocol):
 
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         """The same of a packed batch whose keys and values lie in pages; `k` and `v` of the inputs only tell their shapes."""
-        raise NotImplementedError
+        raise BackendError(f"backend {self.name!r} reads no pages", {self.name: ("reads no pages",)})
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""

@@ -145,8 +145,8 @@ class CpuBackend(Backend):
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         """Single queries and longer runs of them have kernels of their own: where a batch has both, each has its launch."""
         assert inputs.cu_q is not None
-        cu = inputs.cu_q.numpy()
-        alone = (cu[1:] - cu[:-1]) == 1
+        ends = inputs.cu_q.numpy()
+        alone = (ends[1:] - ends[:-1]) == 1
         if alone.all() or not alone.any():
             return self._paged(problem, inputs, pages)
         rows, single = inputs.cu_q.diff(), torch.from_numpy(alone)
@@ -157,8 +157,8 @@ class CpuBackend(Backend):
             at, of = some.nonzero()[:, 0], tokens.nonzero()[:, 0]
             part = replace(problem, batch=len(at), seqlen_q=len(of), mask=Lowered(problem.program.for_sequences(at)))
             cu = torch.cat([rows.new_zeros(1), rows[at].cumsum(0, dtype=torch.int32)])
-            own = {name: _of_sequences(getattr(inputs, name), at) for name in ("bias", "alibi")}
-            given = inputs._replace(q=inputs.q[:, :, of], cu_q=cu, **own)
+            bias, alibi = (_of_sequences(x, at) for x in (inputs.bias, inputs.alibi))
+            given = inputs._replace(q=inputs.q[:, :, of], cu_q=cu, bias=bias, alibi=alibi)
             out[:, :, of], lse[:, :, of] = self._paged(part, given, pages.of_sequences(at))
         return out, lse
 
