@@ -164,7 +164,6 @@ CACHES: dict[str, tuple[dict[str, Any], type[TilewiseError], str]] = {
     "table of floats": ({"table": torch.zeros(2, 3)}, ArgumentTypeError, "table: got torch.float32"),
     "table of rank 1": ({"table": torch.arange(6)}, LayoutError, "table: shape"),
     "half a pair": ({"table": (torch.arange(3),)}, ArgumentError, "got 1 tensors"),
-    "falling": ({"table": (torch.tensor([0, 3, 2]), torch.arange(6))}, ArgumentError, "indptr must start with 0"),
     "other batch": ({"lengths": torch.tensor([5])}, LayoutError, r"lengths: shape \(1,\), need \(2,\)"),
     "scale without need": ({"k_scale": torch.tensor(1.0)}, ArgumentError, "k_scale: pages of torch.float32 have none"),
     "no scale": (
@@ -186,6 +185,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "length beyond the table": ({"lengths": torch.tensor([5, 13])}, {}, r"lengths\[1\] is 13, need 0 to 12"),
     "negative length": ({"lengths": torch.tensor([-1, 3])}, {}, r"lengths\[0\] is -1"),
     "page beyond": ({"table": torch.tensor([[0, 1, 2], [3, 6, 5]])}, {}, "sequence 1 sees page 1 of its table, which is 6"),
+    "indptr that falls": ({"table": (torch.tensor([0, 3, 2]), torch.arange(6))}, {}, "indptr must start with 0"),
     "documents": ({}, {"mask": tw.documents(torch.zeros(2, 1).int())}, "does not go with a cache"),
     "boolean": ({}, {"mask": torch.ones(1, 1, dtype=torch.bool)}, "mask: got Tensor"),
     "other dtype": ({}, {"q": torch.zeros(2, 1, 4, 8).half()}, "the cache holds torch.float32"),

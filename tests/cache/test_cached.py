@@ -167,3 +167,29 @@ def test_every_backend_is_asked_by_name() -> None:
     with pytest.raises(tw.TilewiseError, match="backend"):
         attend(built, "nobody")
     assert dispatch.get("cpu").reads_pages
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("csr", [False, True])
+def test_tables_and_lengths_may_change_between_calls(dtype: torch.dtype, csr: bool) -> None:
+    """A cache is a view: it sees what its tensors hold now, whatever their dtype and strides."""
+    built = build([1, 1], [40, 25], page=8)
+    k_pages, v_pages = built.pages
+    lengths = torch.tensor([40, 25], dtype=dtype)
+    wide = torch.stack([built.table.to(dtype)] * 2, dim=-1)
+    indptr = torch.tensor([0, 5, 9], dtype=dtype)
+    flat = torch.cat([built.table[0, :5], built.table[1, :4]]).to(dtype)
+    table: Any = (indptr, flat) if csr else wide[..., 0]
+    cache = tw.KVCache.paged(k_pages, v_pages, table, lengths)
+    q = built.q[:, None]
+    first = tw.attention_cached(q, cache)
+    assert torch.equal(first[:, 0], attend(built, "auto")[0])
+    lengths -= 24
+    (flat if csr else wide[0, :, 0])[:1] = built.table[0, 1].to(dtype)
+    second = tw.attention_cached(q, cache)
+    assert torch.equal(second[1], tw.attention_cached(q[1:], tw.KVCache.paged(
+        k_pages, v_pages, built.table[1:], torch.tensor([1])))[0])  # fmt: skip
+    moved = built.table[0:1].clone()
+    moved[0, 0] = moved[0, 1]
+    want = tw.KVCache.paged(k_pages, v_pages, moved, torch.tensor([16]))
+    assert torch.equal(second[0], tw.attention_cached(q[:1], want)[0])

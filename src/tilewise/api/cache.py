@@ -77,10 +77,11 @@ class KVCache:
                 "pages, page, heads and dtype must agree"
             )
         check_device("v_pages", v_pages, k_pages.device)
-        entries, starts, counts, most = _entries(table, k_pages.device)
-        _check_integers("lengths", lengths, k_pages.device, starts.shape)
-        scales = _scale("k_scale", k_scale, k_pages), _scale("v_scale", v_scale, k_pages)
-        return cls(Pages(k_pages, v_pages, entries, starts, counts, lengths.int(), most, scales[0], scales[1], latent))
+        entries, indptr = _check_table(table, k_pages.device)
+        batch = entries.shape[0] if indptr is None else indptr.shape[0] - 1
+        _check_integers("lengths", lengths, k_pages.device, (batch,))
+        scales = {"k_scale": _scale("k_scale", k_scale, k_pages), "v_scale": _scale("v_scale", v_scale, k_pages)}
+        return cls(Pages.of(k_pages, v_pages, entries, indptr, lengths, **scales, latent=latent))
 
     @classmethod
     def static(cls, k: Tensor, v: Tensor, lengths: Tensor, *, layout: str = "bshd") -> KVCache:
@@ -104,7 +105,7 @@ class KVCache:
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) int32, the tokens that attention sees."""
+        """(B,), the tokens that attention sees."""
         return self.pages.lengths
 
     def append(self, k: Tensor, v: Tensor, slots: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> None:
@@ -122,7 +123,7 @@ class KVCache:
         k, v, cu = self._new_tokens(k, v, cu_seqlens, need_cu=slots is None)
         if slots is None:
             assert cu is not None
-            slots = slots_of(self.pages, cu, k.shape[0])
+            slots = slots_of(self.pages.now(), cu, k.shape[0])
             if readable(slots) and k.shape[0]:
                 self.check(cu)
         else:
@@ -136,7 +137,13 @@ class KVCache:
 
     def check(self, cu: Tensor | None = None) -> None:
         """Raise on lengths and pages that do not fit each other. Reads tensors: on a GPU that waits for it."""
-        pages = self.pages
+        pages = self.pages.now()
+        if pages.indptr is not None:
+            values = pages.indptr.tolist()
+            if not _cumulative(values, None) or values[-1] > pages.entries.shape[0]:
+                raise ArgumentError(
+                    f"table: indptr must start with 0, never fall and end at most at {pages.entries.shape[0]}, got {values[:8]}"
+                )
         lengths, counts = pages.lengths.cpu().numpy(), pages.counts.cpu().numpy()
         room = counts * pages.page
         if ((lengths < 0) | (lengths > room)).any():
@@ -209,31 +216,21 @@ def _check_pages(name: str, x: Any) -> None:
         raise ArgumentError(f"{name}: requires a gradient, which a cache does not have; pass {name}.detach()")
 
 
-def _entries(table: Any, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
-    """All page numbers one after another, where each sequence's begin, how many it has, and the most that one may have."""
-    if isinstance(table, (tuple, list)):
-        if len(table) != 2:
-            raise ArgumentError(f"table: got {len(table)} tensors, need a table (B, most) or a pair (indptr, indices)")
-        indptr, indices = table
-        _check_integers("table[0]", indptr, device, None)
-        _check_integers("table[1]", indices, device, None)
-        if indptr.ndim != 1 or indptr.shape[0] < 1 or indices.ndim != 1:
-            raise LayoutError(f"table: indptr {tuple(indptr.shape)} and indices {tuple(indices.shape)}; need (B + 1,) and (n,)")
-        most = indices.shape[0]
-        if readable(indptr):
-            values = indptr.tolist()
-            if not _cumulative(values, None) or values[-1] > indices.shape[0]:
-                raise ArgumentError(
-                    f"table: indptr must start with 0, never fall and end at most at {indices.shape[0]}, got {values[:8]}"
-                )
-            most = max((b - a for a, b in pairwise(values)), default=0)
-        return indices.int(), indptr[:-1].int(), indptr.diff().int(), most
-    _check_integers("table", table, device, None)
-    if table.ndim != 2:
-        raise LayoutError(f"table: shape {tuple(table.shape)}, need (batch, most) or a pair (indptr, indices)")
-    batch, most = table.shape
-    starts = torch.arange(batch, dtype=torch.int32, device=device) * most
-    return table.int().reshape(-1), starts, torch.full_like(starts, most), most
+def _check_table(table: Any, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The table, or its entries and where each sequence's begin."""
+    if not isinstance(table, (tuple, list)):
+        _check_integers("table", table, device, None)
+        if table.ndim != 2:
+            raise LayoutError(f"table: shape {tuple(table.shape)}, need (batch, most) or a pair (indptr, indices)")
+        return table, None
+    if len(table) != 2:
+        raise ArgumentError(f"table: got {len(table)} tensors, need a table (B, most) or a pair (indptr, indices)")
+    indptr, indices = table
+    _check_integers("table[0]", indptr, device, None)
+    _check_integers("table[1]", indices, device, None)
+    if indptr.ndim != 1 or indptr.shape[0] < 1 or indices.ndim != 1:
+        raise LayoutError(f"table: indptr {tuple(indptr.shape)} and indices {tuple(indices.shape)}; need (B + 1,) and (n,)")
+    return indices, indptr
 
 
 def _check_integers(name: str, x: Any, device: torch.device, shape: tuple[int, ...] | None) -> None:

@@ -129,10 +129,11 @@ def attention_cached(
     # all that may be refused comes before the first write
     dispatch.check_name(backend, "auto")
     _check_mask(mask)
-    pages = cache.pages
+    pages = cache.pages.now()
     queries = _packed(q, pages, cu_seqlens_q)
     if readable(pages.lengths):
-        _check_values(cache, queries, mask)
+        cache.check()
+        _check_values(pages, queries, mask)
     if new is not None or rotary is not None:
         queries = _with_new(queries, cache, new, rotary, cu_seqlens_q)
     options: ParsedOptions = {
@@ -246,14 +247,13 @@ def _some_before(pages: Pages, queries: Queries) -> bool:
     return not readable(pages.lengths) or bool((queries.cu.diff() > pages.seen).any())
 
 
-def _check_values(cache: KVCache, queries: Queries, mask: Mask | None) -> None:
-    """Raise on lengths, tables and packed queries that do not fit each other. Numpy: torch takes longer for a few integers."""
-    cache.check()
-    pages, cu = cache.pages, queries.cu.numpy()
+def _check_values(pages: Pages, queries: Queries, mask: Mask | None) -> None:
+    """Raise on tables and packed queries that do not fit each other. Numpy: torch takes longer for a few integers."""
+    cu = queries.cu.cpu().numpy()
     rows = cu[1:] - cu[:-1]
     if cu[0] != 0 or cu[-1] != queries.q.shape[0] or (rows < 0).any():
         raise ArgumentError(f"cu_seqlens_q: need 0 to {queries.q.shape[0]}, never falling, got {cu[:8].tolist()}")
-    lengths, entries, starts = pages.lengths.numpy(), pages.entries.numpy(), pages.starts.numpy()
+    lengths, entries, starts = (x.cpu().numpy() for x in (pages.lengths, pages.entries, pages.starts))
     first = np.where(rows > 0, _first_seen(mask, lengths, rows), lengths) // pages.page
     past = -(-lengths // pages.page)
     for b in range(len(lengths)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,14 +12,19 @@ QUANTIZED = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 class Pages(NamedTuple):
-    """A batch of sequences in pages. Page `entries[starts[b] + p // page]` holds token p of sequence b at place p % page."""
+    """A batch of sequences in pages. Page `entries[starts[b] + p // page]` holds token p of sequence b at place p % page.
+
+    `table` and `lengths` are the owner's tensors, who changes them between calls: `now` reads them.
+    """
 
     k: Tensor  # (pages, page, Hk, D)
     v: Tensor  # (pages, page, Hk, Dv)
+    table: Tensor  # (B, most), or, with `indptr`, the entries of all sequences
+    indptr: Tensor | None
+    lengths: Tensor  # (B,), tokens that are seen
     entries: Tensor  # int32, of all sequences
     starts: Tensor  # int32 (B,)
     counts: Tensor  # int32 (B,), pages of each sequence
-    lengths: Tensor  # int32 (B,), tokens that are seen
     most: int  # pages of a sequence at most
     k_scale: Tensor | None = None  # float32 (pages, page, Hk)
     v_scale: Tensor | None = None
@@ -34,10 +39,28 @@ class Pages(NamedTuple):
         """Tokens that all pages hold."""
         return self.k.shape[0] * self.page
 
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, table: Tensor, indptr: Tensor | None, lengths: Tensor, **rest: Any) -> Pages:
+        if indptr is None:
+            batch, most = table.shape
+            starts = torch.arange(batch, dtype=torch.int32, device=k.device) * most
+            return cls(k, v, table, None, lengths, _flat(table), starts, torch.full_like(starts, most), most, **rest)
+        starts, counts = indptr[:-1].int().contiguous(), indptr.diff().int()
+        return cls(k, v, table, indptr, lengths, _flat(table), starts, counts, table.shape[0], **rest)
+
+    def now(self) -> Pages:
+        """With the table as it is now, where it was not taken as it lies in memory."""
+        if self.indptr is not None:
+            starts, counts = self.indptr[:-1].int().contiguous(), self.indptr.diff().int()
+            return self._replace(entries=_flat(self.table), starts=starts, counts=counts)
+        if self.table.dtype == torch.int32 and self.table.is_contiguous():
+            return self
+        return self._replace(entries=_flat(self.table))
+
     @property
     def seen(self) -> Tensor:
-        """(B,) `lengths`, not below 0 nor beyond the pages there are."""
-        return self.lengths.clamp(min=0).minimum(self.counts * self.page)
+        """int32 (B,) `lengths`, not below 0 nor beyond the pages there are."""
+        return self.lengths.int().clamp(min=0).minimum(self.counts * self.page)
 
     def of_sequences(self, at: Tensor) -> Pages:
         """Some sequences of the batch."""
@@ -53,6 +76,10 @@ class Pages(NamedTuple):
         for pages, scale, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
             if pages is self.k or not self.latent:
                 _put(pages, scale, x, at, inside)
+
+
+def _flat(table: Tensor) -> Tensor:
+    return table.int().reshape(-1).contiguous()
 
 
 def _put(pages: Tensor, scale: Tensor | None, x: Tensor, at: tuple[Tensor, Tensor], inside: Tensor) -> None:
