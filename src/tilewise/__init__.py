@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from tilewise.api.attention import attention as attention
     from tilewise.api.backends import backends as backends
     from tilewise.api.bias import alibi as alibi
+    from tilewise.api.cache import KVCache as KVCache
+    from tilewise.api.cached import attention_cached as attention_cached
+    from tilewise.api.merge import merge as merge
+    from tilewise.api.rotary import rotary as rotary
     from tilewise.api.varlen import attention_varlen as attention_varlen
     from tilewise.diagnostics.certify import certify as certify
     from tilewise.diagnostics.explain import explain as explain
@@ -44,6 +48,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "api.attention": ("attention",),
     "api.varlen": ("attention_varlen",),
+    "api.cached": ("attention_cached",),
+    "api.cache": ("KVCache",),
+    "api.rotary": ("rotary",),
+    "api.merge": ("merge",),
     "api.bias": ("alibi",),
     "diagnostics.plan": ("plan",),
     "diagnostics.explain": ("explain",),

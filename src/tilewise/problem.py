@@ -20,6 +20,8 @@ WIDE = ("compensated", "double")
 """Precisions that compute in float64. Sums of float64 inputs have no wider type: "compensated" carries what rounding takes from
 them, "double" is the default."""
 MAX_HEAD_DIM = 512
+MAX_LATENT_DIM = 576
+"""Of queries and keys in pages, whose values may be fewer columns."""
 PASSES = (
     *("forward", "decode", "merge", "fp16_split"),
     *("backward", "backward_dkdv", "backward_dq", "backward_dbias", "backward_preprocess", "backward_postprocess"),
@@ -79,6 +81,8 @@ class Problem:
     device: "cpu" or "cuda".
     tile: the tiles asked for, each as (pass, block_q, block_k); () leaves the choice to the backend.
     stats: the statistics asked for, such as ("max_logit", "entropy", "key_mass", "top(8)").
+    page: tokens of a page, where keys and values lie in pages; 0 where they do not.
+    stored: the dtype of pages whose numbers have a scale, "int8" or "float8_e4m3fn"; "" where they have none.
 
     >>> problem = tw.Problem.of(heads=32, kv_heads=8, seqlen=8192, head_dim=128, mask=tw.causal())
     >>> print(tw.plan(problem, device="h200"))
@@ -108,6 +112,8 @@ class Problem:
     device: str = "cpu"
     tile: TileRequest = ()
     stats: tuple[str, ...] = ()
+    page: int = 0
+    stored: str = ""
     memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
     """What layers keep of their work on this problem: the lowered mask, failed kernels, the backend of the gradients. It
     lives and dies with the problem, which the call cache keeps or drops."""
@@ -227,6 +233,8 @@ class Problem:
             value = getattr(self, name)
             if type(value) is not int and not is_integer(value):
                 raise ArgumentTypeError(f"{name}: got {value!r} ({type(value).__name__}), need an integer")
+            if name == "head_dim" and self.page:
+                most = MAX_LATENT_DIM
             if value < least or value > most:
                 raise ArgumentError(f"{name}: got {value}, need {least} to {most}")
         if self.kv_heads != self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads != 0):

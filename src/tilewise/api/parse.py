@@ -55,8 +55,9 @@ def parse_call(
     return build_problem(Inputs(q, k, v), options)
 
 
-def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inputs]:
-    """The Problem of tensors in the inside layout, and the Inputs with what the options add to them."""
+def build_problem(inputs: Inputs, options: ParsedOptions, **fields: Any) -> tuple[Problem, Inputs]:
+    """The Problem of tensors in the inside layout, with `fields` that neither they nor the options tell, and the Inputs with
+    what the options add to them."""
     q, k, v, cu_q, cu_k = *inputs[:3], inputs.cu_q, inputs.cu_k
     check_shapes(q.shape, k.shape, v.shape)
     batch, heads, seqlen_q, head_dim = q.shape
@@ -79,6 +80,7 @@ def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inpu
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
         needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, bias, sinks) if x is not None),
         needs_lse=bool(options["return_lse"]),
+        **fields,
     )
     problem.check()
     _ = problem.program  # lowered now: a mask that cannot be is refused before anything runs

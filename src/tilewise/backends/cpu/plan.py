@@ -73,7 +73,8 @@ def _too_long(structure: str) -> str | None:
 
 def matrix_unit(problem: Problem, kind: str, spec: DeviceSpec) -> str:
     """The unit whose tiles a kernel multiplies with; "" for vectors."""
-    return spec.matrix_unit if kind in MATRIX_KINDS and problem.dtype == "bfloat16" and not problem.widened else ""
+    fits = problem.dtype == "bfloat16" and not problem.widened and not problem.page
+    return spec.matrix_unit if kind in MATRIX_KINDS and fits else ""
 
 
 def register_for(problem: Problem, kind: str, spec: DeviceSpec, longest: int = 0) -> Register | None:
@@ -164,6 +165,8 @@ def _kernel(
         double=problem.widened,
         origins=problem.origins and (problem.alibi or problem.dropout_p > 0),
         stats="entropy" in problem.stats if kind == "backward" else kind == "forward" and watched(problem),
+        paged=problem.page > 0,
+        stored=problem.stored,
     )
 
 
