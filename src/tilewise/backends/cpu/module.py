@@ -163,7 +163,7 @@ class KernelModule(PagedKeys):
 
     def fetch_tiles(self, e: Emit) -> None:
         """Pack the K and V rows of keys [n0, n1), with zeros up to a whole register tile."""
-        args, frame = e.args, e.frame
+        frame = e.frame
         if self.kernel.paged:
             self.call(e, self.find_rows)
         width = frame.n1 - frame.n0
