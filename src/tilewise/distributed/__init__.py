@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tilewise.distributed.call import attention as attention
+    from tilewise.distributed.comparison import compare as compare
     from tilewise.distributed.context import ContextPlan as ContextPlan
     from tilewise.distributed.context import plan as plan
 
-_HOMES = {"call": ("attention",), "context": ("ContextPlan", "plan")}
+_HOMES = {"call": ("attention",), "comparison": ("compare",), "context": ("ContextPlan", "plan")}
 
-__all__ = ["ContextPlan", "attention", "plan"]
+__all__ = ["ContextPlan", "attention", "compare", "plan"]
 
 
 def __getattr__(name: str) -> Any:
