@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tilewise.distributed.call import attention as attention
+    from tilewise.distributed.comparison import compare as compare
     from tilewise.distributed.context import ContextPlan as ContextPlan
     from tilewise.distributed.context import plan as plan
     from tilewise.distributed.loss import average_gradients as average_gradients
     from tilewise.distributed.loss import mean_loss as mean_loss
 
-_HOMES = {"call": ("attention",), "context": ("ContextPlan", "plan"), "loss": ("average_gradients", "mean_loss")}
+_HOMES = {
+    "call": ("attention",),
+    "comparison": ("compare",),
+    "context": ("ContextPlan", "plan"),
+    "loss": ("average_gradients", "mean_loss"),
+}
 
-__all__ = ["ContextPlan", "attention", "average_gradients", "mean_loss", "plan"]
+__all__ = ["ContextPlan", "attention", "average_gradients", "compare", "mean_loss", "plan"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tilewise import hardware
 from tilewise.distributed.coverage import Coverage, coverage
 from tilewise.distributed.intervals import Ints
 from tilewise.distributed.routes import Routes, routes
@@ -27,6 +28,8 @@ from tilewise.problem import Problem
 
 if TYPE_CHECKING:
     import torch
+
+    from tilewise.distributed.predict import Prediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +60,25 @@ class ContextPlan:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """Who computes and sends what, in order; see `schedule`."""
-        return stages(self.routes)
+        return stages(self.routes, self.remote_stages)
+
+    @cached_property
+    def remote_stages(self) -> int:
+        """In how many stages tokens of other ranks arrive: what is predicted to be fastest.
+
+        The same on all ranks, so nothing of the live machine is asked: without a `device`, an H200 or a CPU of the catalogue.
+        """
+        from tilewise.distributed.predict import best_stages
+
+        usual = "h200" if self.problem.device == "cuda" else "altra-q80"
+        given = self.device if self.device not in (None, "cpu", "cuda") else usual
+        return best_stages(self.routes, self.problem, hardware.device(given))
+
+    def predict(self, *, backward: bool = False) -> Prediction:
+        """Seconds of one pass on `device`: compute, and how much of the communication is exposed."""
+        from tilewise.distributed.predict import predict
+
+        return predict(self, backward=backward)
 
     @cached_property
     def routes(self) -> Routes:

@@ -43,6 +43,31 @@ _LIMITS = {
 }
 
 
+_LATENCY = "estimate: a message of a few bytes between two devices, NCCL's own work included"
+_PCIE = "PCI Express Base Specification 4.0: 16 lanes of 16 GT/s, each way, less the encoding"
+# key: GB/s each way within a node and per GPU between nodes, and where they stand
+_LINKS = {
+    "v100": (150.0, 12.5, "NVIDIA DGX-1 with Tesla V100 whitepaper: NVLink, 300 GB/s both ways; four 100 Gb/s adapters"),
+    "a100": (300.0, 25.0, "NVIDIA DGX A100 datasheet: NVLink, 600 GB/s both ways; a 200 Gb/s adapter for each GPU"),
+    "h100": (450.0, 50.0, "NVIDIA DGX H100 datasheet: NVLink, 900 GB/s both ways; a 400 Gb/s adapter for each GPU"),
+    "h200": (450.0, 50.0, "NVIDIA DGX H200 datasheet: NVLink, 900 GB/s both ways; a 400 Gb/s adapter for each GPU"),
+    "b200": (900.0, 50.0, "NVIDIA DGX B200 datasheet: NVLink, 1.8 TB/s both ways; a 400 Gb/s adapter for each GPU"),
+}
+
+
+def _links(key: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """How GPUs of a kind are joined; those without NVLink by PCIe."""
+    own, network, source = _LINKS.get(key.removesuffix("-40").removesuffix("-80"), (31.5, 12.5, _PCIE))
+    values = {
+        "node_devices": 8,
+        "link_bandwidth": own * 1e9,
+        "link_latency_s": 5e-6,
+        "network_bandwidth": network * 1e9,
+        "network_latency_s": 12e-6,
+    }
+    return values, {**dict.fromkeys(values, source), "link_latency_s": _LATENCY, "network_latency_s": _LATENCY}
+
+
 def capability_limits(arch: str) -> tuple[dict[str, Any], dict[str, str]]:
     """What the compute capability alone fixes, with sources; an unknown capability gets the smallest recent limits."""
     shared, per_block, threads, blocks = _LIMITS.get(arch, _LIMITS["sm_120"])
@@ -67,6 +92,7 @@ def _gpu(
     flop = _FLOP_PER_CLOCK.get(arch, 0)
     clock = (mhz or tflops["float16"] * 1e6 / (sms * flop)) * 1e6
     limits, limit_sources = capability_limits(arch)
+    links, link_sources = _links(key)
     l2_rate, l2_source = _L2_RATES.get(arch, (32.0 * sms, _L2_PORT))
     return DeviceSpec(
         key=key,
@@ -84,12 +110,14 @@ def _gpu(
         exp_rate=16.0 * sms * clock,
         launch_s=3e-6,
         **limits,
+        **links,
         sources={
             **dict.fromkeys(("units", "clock_hz", "l2_bytes", "dram_bytes", "dram_bandwidth", "peak"), paper),
             "l2_bandwidth": l2_source,
             "exp_rate": _MUFU,
             "launch_s": _LAUNCH,
             **limit_sources,
+            **link_sources,
             **({} if mhz else {"clock_hz": _CLOCK.format(flop)}),
         },
     )

@@ -38,6 +38,11 @@ def mi300x() -> DeviceSpec:
         max_threads_per_block=1024,
         max_registers=512,
         launch_s=5e-6,
+        node_devices=8,
+        link_bandwidth=448e9,
+        link_latency_s=5e-6,
+        network_bandwidth=50e9,
+        network_latency_s=12e-6,
         sources={
             **dict.fromkeys(("units", "clock_hz", "dram_bytes", "dram_bandwidth", "peak", "l3_bytes"), _MI300X),
             **dict.fromkeys(("sram_bytes", "sram_per_block", "l2_bytes"), _CDNA3),
@@ -46,6 +51,9 @@ def mi300x() -> DeviceSpec:
             **dict.fromkeys(("max_threads_per_block", "max_registers"), _CDNA3_ISA),
             "exp_rate": f"derived: a quarter of the 64-lane vector rate ({_CDNA3_ISA}) × units × clock",
             "launch_s": "estimate: gap between dependent kernels on one stream",
+            "link_bandwidth": _MI300X + ": seven Infinity Fabric links, 128 GB/s both ways each",
+            "node_devices": _MI300X + ": platforms of eight",
+            **dict.fromkeys(("network_bandwidth", "link_latency_s", "network_latency_s"), "estimate: as NVIDIA's, 400 Gb/s"),
         },
     )
 

@@ -76,6 +76,16 @@ class DeviceSpec:
     launch_s: float = 0.0
     """Time from one kernel's end to the next one's start on a busy stream."""
 
+    # links between devices that share a problem, each way
+    node_devices: int = 0
+    """Devices of one node, joined by `link_bandwidth`; nodes are joined by `network_bandwidth`. 0: all are one node."""
+    link_bandwidth: float = 0.0
+    """Bytes a second that a device sends to others of its node, and receives from them."""
+    link_latency_s: float = 0.0
+    network_bandwidth: float = 0.0
+    """Bytes a second that a device sends to other nodes, and receives from them."""
+    network_latency_s: float = 0.0
+
     # CPUs
     isa: str = ""
     """`neon`, `sve`, `avx2`, `avx512`, `sse2` or `scalar`: what the register tile is chosen from."""

@@ -1,0 +1,184 @@
+"""How long a plan takes on machines that may be others: compute by the IO model, communication by the links of the device.
+
+The model: a rank's kernels take its share of the pairs at the rate of one long call on one device. Messages of a stage travel
+while the stage before computes; a rank waits for what has not arrived, and at the end for results that return. On a CPU
+the cores that compute also copy, so nothing overlaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tilewise import hardware
+from tilewise.diagnostics.plan import plan as kernel_plan
+from tilewise.distributed.intervals import Ints
+from tilewise.distributed.routes import Routes
+from tilewise.distributed.schedule import RowBytes
+from tilewise.distributed.stages import stage_of
+from tilewise.errors import PlanError
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.masks import Full
+from tilewise.model.evaluation import AROUND, EVALUATED
+from tilewise.problem import Problem
+
+if TYPE_CHECKING:
+    from tilewise.distributed.context import ContextPlan
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+REFERENCE = (1024, 65536)
+"""Tokens of the call whose rate counts: those of a rank, within these."""
+STAGES = (1, 2, 4, 8)
+"""Remote stages that are tried."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Seconds of one pass of a plan, by stage and rank.
+
+    compute, arrive: [stages, ranks]: the kernels, and the messages that they wait for. back: the messages after them.
+    overlaps: whether messages travel while kernels run.
+    """
+
+    compute: Floats
+    arrive: Floats
+    back: Floats
+    overlaps: bool = True
+
+    @cached_property
+    def ends(self) -> Floats:
+        """When each rank is done."""
+        if not self.overlaps:
+            return np.asarray((self.compute + self.arrive + self.back).sum(axis=0))
+        computed, link, back = np.zeros((3, self.compute.shape[1]))
+        for compute, arrive, returned in zip(self.compute, self.arrive, self.back, strict=True):
+            link = link + arrive
+            computed = np.maximum(computed, link) + compute
+            back = np.maximum(back, np.where(returned > 0, computed, 0)) + returned
+        return np.asarray(np.maximum(computed, back))
+
+    @property
+    def seconds(self) -> float:
+        """The slowest rank's time."""
+        return float(self.ends.max(initial=0.0))
+
+    @property
+    def compute_seconds(self) -> float:
+        """The kernels of the most loaded rank."""
+        return float(self.compute.sum(axis=0).max(initial=0.0))
+
+    @property
+    def exposed_seconds(self) -> float:
+        """By how much communication makes it longer."""
+        return max(self.seconds - self.compute_seconds, 0.0)
+
+    def to_dict(self) -> dict[str, float]:
+        names = ("seconds", "compute_seconds", "exposed_seconds")
+        return {name: getattr(self, name) for name in names}
+
+
+class Links:
+    """The time of messages between ranks, which fill nodes one after another."""
+
+    def __init__(self, spec: DeviceSpec, ranks: int) -> None:
+        if not spec.link_bandwidth:
+            raise PlanError(f"device: no links are known of {spec.name}; give it link_bandwidth with_figures(...)")
+        self.ranks, self.node = ranks, spec.node_devices or ranks
+        self.own = 1 / spec.link_bandwidth, spec.link_latency_s
+        self.network = (1 / spec.network_bandwidth, spec.network_latency_s) if spec.network_bandwidth else self.own
+
+    def seconds(self, stage: Ints, stages: int, source: Ints, target: Ints, size: Ints) -> Floats:
+        """[stages, ranks]: as long as a rank's fuller direction takes, within the node and between nodes at the same time."""
+        near = source // self.node == target // self.node
+        times = []
+        for keep, (per_byte, latency) in ((near, self.own), (~near, self.network)):
+            ways = [
+                np.bincount(stage[keep] * self.ranks + end[keep], size[keep], stages * self.ranks)
+                for end in (source, target)
+            ]
+            most = np.maximum(*ways)
+            times.append(most * per_byte + latency * (most > 0))
+        return np.asarray(np.maximum(*times).reshape(stages, self.ranks))
+
+
+def predict(plan: ContextPlan, *, backward: bool = False, remote: int | None = None) -> Prediction:
+    """The time of one pass of a plan on its device, with so many remote stages (None: those it has)."""
+    spec = hardware.device(plan.device)
+    remote = plan.remote_stages if remote is None else remote
+    return predicted(plan.routes, plan.problem, spec, remote, backward=backward)
+
+
+def predicted(found: Routes, problem: Problem, spec: DeviceSpec, remote: int, *, backward: bool = False) -> Prediction:
+    """The same from routes."""
+    ranks, links, row = found.shards.ranks, Links(spec, found.shards.ranks), RowBytes.of(problem)
+    sender = np.where(found.by_query, found.q_rank, found.k_rank)
+    at = np.where(found.own, 0, stage_of(sender, found.rank, ranks, remote))
+    areas = np.bincount(at * ranks + found.rank, found.parts.area, (remote + 1) * ranks).reshape(remote + 1, ranks)
+    seconds, launch = pair_seconds(problem, spec, int(found.shards.tokens.max(initial=1)))[backward]
+    compute = areas * seconds + launch * (areas > 0)
+    arrive, back = np.zeros((2, remote + 1, ranks))
+    for what, (moved, source) in (("kv", found.keys), ("q", found.queries)):
+        there, home = _costs(row, what, backward)
+        when = stage_of(source, moved.group, ranks, remote)
+        arrive += links.seconds(when, remote + 1, source, moved.group, moved.sizes * there)
+        if home:
+            back += links.seconds(when, remote + 1, moved.group, source, moved.sizes * home)
+    return Prediction(compute, arrive, back, overlaps=spec.is_gpu)
+
+
+def _costs(row: RowBytes, what: str, backward: bool) -> tuple[int, int]:
+    """Bytes of a token that travels, there and back, in one pass."""
+    if what == "kv":
+        return row.sent("kv", backward=backward), row.returned("kv", backward=backward)
+    return row.sent("q", backward=backward), row.sent("out", backward=backward)
+
+
+@lru_cache(maxsize=256)
+def _rates(problem: Problem, spec: DeviceSpec) -> tuple[tuple[float, float], tuple[float, float]]:
+    found = []
+    for passes in (("forward",), ("backward", "backward_dkdv", "backward_dq")):
+        first = kernel_plan(problem, spec, pass_="auto" if passes[0] == "forward" else _backward(problem, spec))
+        names = [tile.pass_ for tile in first.passes if tile.pass_ in passes] or [first.tile.pass_]
+        seconds = sum(kernel_plan(problem, spec, pass_=name).seconds for name in names if name in EVALUATED)
+        pairs = problem.batch * problem.seqlen_q * problem.seqlen_k
+        around = sum(tile.pass_ in AROUND for tile in first.passes) if passes[0] == "backward" else 0
+        found.append((seconds / pairs, spec.launch_s * (len(names) + around)))
+    return found[0], found[1]
+
+
+def _backward(problem: Problem, spec: DeviceSpec) -> str:
+    """A kernel of the gradients that whoever serves them has."""
+    tiles = [tile.pass_ for tile in kernel_plan(problem, spec).passes]
+    return next((name for name in ("backward", "backward_dkdv") if name in tiles), "backward")
+
+
+def pair_seconds(problem: Problem, spec: DeviceSpec, tokens: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Seconds for each (query, key) pair of one head's mask, and for each launch: of the forward and of the gradients."""
+    length = 2 ** int(np.clip(np.log2(max(tokens, 1)), *np.log2(REFERENCE)))
+    reference = replace(
+        problem,
+        mask=Full(),
+        batch=1,
+        seqlen_q=length,
+        seqlen_k=length,
+        varlen=False,
+        bias=None,
+        needs_grad=True,
+        tile=(),
+        device="cuda" if spec.is_gpu else "cpu",
+    )
+    return _rates(reference, spec)
+
+
+def best_stages(found: Routes, problem: Problem, spec: DeviceSpec) -> int:
+    """The number of remote stages with the shortest forward and backward pass; 1 where nothing travels."""
+    if found.own.all():
+        return 1
+    tries = [n for n in STAGES if n < found.shards.ranks]
+    if not spec.is_gpu:
+        return 1  # more stages are more messages, and nothing overlaps
+    times = {n: sum(predicted(found, problem, spec, n, backward=b).seconds for b in (False, True)) for n in tries or [1]}
+    return min(times, key=lambda n: (times[n], n))
