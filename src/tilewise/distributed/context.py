@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tilewise import hardware
+from tilewise.display import Shown
 from tilewise.distributed.coverage import Coverage, coverage
 from tilewise.distributed.intervals import Ints
 from tilewise.distributed.routes import Routes, routes
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class ContextPlan:
+class ContextPlan(Shown):
     """What `plan` returns: the same on every rank but for `rank`, `group`.
 
     problem: with the lengths of the whole sequences.
@@ -170,6 +171,11 @@ class ContextPlan:
 
         held = [torch.arange(c.start, c.end, device=device) for c in self.chunks[self._rank(rank)]]
         return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *held])
+
+    def content(self) -> Shown:
+        from tilewise.distributed.show import show_plan
+
+        return show_plan(self)
 
     def _sent(self, backward: bool) -> Ints:
         found: Ints | None = self.memory.get(("sent", backward))
