@@ -10,10 +10,17 @@ if TYPE_CHECKING:
     from tilewise.distributed.comparison import compare as compare
     from tilewise.distributed.context import ContextPlan as ContextPlan
     from tilewise.distributed.context import plan as plan
+    from tilewise.distributed.loss import average_gradients as average_gradients
+    from tilewise.distributed.loss import mean_loss as mean_loss
 
-_HOMES = {"call": ("attention",), "comparison": ("compare",), "context": ("ContextPlan", "plan")}
+_HOMES = {
+    "call": ("attention",),
+    "comparison": ("compare",),
+    "context": ("ContextPlan", "plan"),
+    "loss": ("average_gradients", "mean_loss"),
+}
 
-__all__ = ["ContextPlan", "attention", "compare", "plan"]
+__all__ = ["ContextPlan", "attention", "average_gradients", "compare", "mean_loss", "plan"]
 
 
 def __getattr__(name: str) -> Any:

@@ -177,6 +177,22 @@ class ContextPlan(Shown):
 
         return show_plan(self)
 
+    def shift(self, labels: torch.Tensor, dim: int = -1, ignore_index: int = -100) -> torch.Tensor:
+        """For each token of this rank the label of the token after it, whichever rank holds that.
+
+        Where a sequence ends there is no next token: the label is `ignore_index`, which losses leave out.
+
+        labels: integers, along `dim` one for each token of this rank (then every rank calls it, and a few labels travel) or
+            one for each token of the whole tensor (then nothing travels).
+        dim: where tokens are counted.
+        ignore_index: what losses take for no label.
+
+        >>> targets = plan.shift(plan.shard(ids, 1), 1)                       # ids (B, S); targets as many as this rank's
+        """
+        from tilewise.distributed.labels import shift
+
+        return shift(self, labels, dim, ignore_index)
+
     def _sent(self, backward: bool) -> Ints:
         found: Ints | None = self.memory.get(("sent", backward))
         if found is None:
@@ -202,7 +218,7 @@ def plan(
     group: Any = None,
     *,
     lengths: Sequence[int] | None = None,
-    shards: str = "balanced",
+    shards: str | Shards = "balanced",
     ranks: int | None = None,
     device: str | DeviceSpec | None = None,
 ) -> ContextPlan:
@@ -211,14 +227,15 @@ def plan(
     problem: the whole problem, made by `Problem.of`; in a packed batch `seqlen` counts the tokens of all sequences.
     group: a process group or a one-dimensional DeviceMesh; None for torch's default group, or with `ranks` for a simulation.
     lengths: of the sequences of a packed batch (T, H, D); None for a batch (B, H, S, D).
-    shards: "balanced" (equal tokens, then equal mask area), "contiguous", "head_tail" or "zigzag".
+    shards: "balanced" (equal tokens, then equal mask area), "contiguous", "head_tail" or "zigzag"; or the `shards` of another
+        plan of the same tokens, so that layers with unlike masks divide them alike.
     ranks: how many ranks to simulate, where there is no group.
     device: what times are predicted for, such as "h200"; None for this machine.
 
     >>> plan = tw.distributed.plan(problem, ranks=64, device="h200")
     >>> plan.imbalance, plan.total_bytes()
     """
-    if shards not in SHARDS:
+    if not isinstance(shards, Shards) and shards not in SHARDS:
         raise ArgumentError(f"shards: got {shards!r}, need one of {', '.join(SHARDS)}")
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"problem: got {type(problem).__name__}, need a Problem; make one with tw.Problem.of(...)")
@@ -227,8 +244,23 @@ def plan(
     problem = _whole(problem, sizes)
     seen = coverage(problem, sizes)
     whole = sizes if sizes is not None else (problem.seqlen_q,)
-    held = make_shards(shards, whole, count, seen)
-    return ContextPlan(problem, sizes, rank, count, held, seen, shards, device, group)
+    held = make_shards(shards, whole, count, seen) if isinstance(shards, str) else _given(shards, whole, count)
+    kind = shards if isinstance(shards, str) else "given"
+    return ContextPlan(problem, sizes, rank, count, held, seen, kind, device, group)
+
+
+def _given(shards: Shards, lengths: tuple[int, ...], ranks: int) -> Shards:
+    """The shards of another plan, if they are of these tokens and so many ranks."""
+    if (shards.lengths, shards.ranks) != (lengths, ranks):
+        raise ArgumentError(
+            f"shards: those of sequences of {_short(shards.lengths)} tokens over {shards.ranks} ranks, need {_short(lengths)} "
+            f"tokens over {ranks}; leave shards out, or plan with the same lengths and group"
+        )
+    return shards
+
+
+def _short(lengths: tuple[int, ...]) -> str:
+    return str(lengths) if len(lengths) <= 8 else f"({', '.join(map(str, lengths[:8]))}, … {len(lengths)} sequences)"
 
 
 def _ranks(group: Any, ranks: int | None) -> tuple[Any, int, int]:

@@ -32,9 +32,9 @@ class _Gather(torch.autograd.Function):
         longest = int(plan.shards.tokens.max())
         padded = x.new_zeros((longest, *x.shape[1:]))
         padded[: len(x)] = x
-        whole = x.new_empty((plan.ranks * longest, *x.shape[1:]))  # gloo takes no side more
-        torch.distributed.all_gather_into_tensor(whole, padded, group=plan.group)
-        return whole[order]
+        whole = x.new_empty((plan.ranks, *padded.shape))
+        torch.distributed.all_gather(list(whole), padded, group=plan.group)
+        return whole.flatten(0, 1)[order]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -45,7 +45,7 @@ class _Gather(torch.autograd.Function):
         longest = int(plan.shards.tokens.max())
         padded = grad.new_zeros((plan.ranks * longest, *grad.shape[1:])).index_copy_(0, order, grad)
         own = grad.new_empty((longest, *grad.shape[1:]))
-        torch.distributed.reduce_scatter_tensor(own, padded, group=plan.group)
+        torch.distributed.reduce_scatter(own, list(padded.split(longest)), group=plan.group)
         return own[: plan.local_tokens()], None
 
 
