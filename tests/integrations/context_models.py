@@ -8,6 +8,9 @@ of the largest gradient. Measured are 12 to 31. A mistake in meaning is a millio
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +25,7 @@ from tests.integrations.models import DECODER, TWO_KINDS, Case, Double, causal_l
 from tilewise.errors import ArgumentError
 from tilewise.integrations.transformers import context_parallel, use_context_parallel
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 U = 2.0**-53
 LENGTH, WINDOW = 45, 6
 TERMS = 4 * 2 * (32 + 48 + 8 + LENGTH) + 64
@@ -211,6 +215,13 @@ def other_batches(group: Any) -> tuple[str, float]:
             model(input_ids=ids)
         told.append(str(caught.value))
     return "\n".join(told), differentiate(model, batch("llama"))
+
+
+def example_steps(group: Any, length: int, steps: int) -> tuple[list[float], Any]:
+    """What examples/context_parallel.py does on a rank."""
+    sys.path.insert(0, str(EXAMPLES))
+    losses, figures = importlib.import_module("context_parallel").train(length, steps, group)
+    return losses, tuple(figures)
 
 
 def apart(ours: Result, exact: Result) -> float:

@@ -113,3 +113,15 @@ def test_ranks_with_other_batches_are_told_the_same(ranks: Ranks) -> None:
     assert f"1 × {models.LENGTH - 1} on rank 1" in lengths
     for _, loss in answers:
         assert loss == pytest.approx(alone("llama").loss, rel=models.TERMS * models.U)
+
+
+def test_the_example_learns_alike_and_keeps_less_on_more_ranks(ranks: Ranks) -> None:
+    """Sums of float32 in another order; weights, which every rank keeps whole, are a twelfth of what one rank keeps."""
+    length, steps = 512, 3
+    (losses, (tokens, kept, _, sent)), = ranks.run(1, models.example_steps, length, steps)
+    assert losses[-1] < losses[0] and tokens == length and sent == 0
+    found = ranks.run(4, models.example_steps, length, steps)
+    for ours, (own, keeps, _, sends) in found:
+        assert ours == pytest.approx(losses, rel=steps * length * 2**-24)
+        assert abs(own - length / 4) <= 1 and keeps < 0.35 * kept and sends > 0
+    assert len({tuple(ours) for ours, _ in found}) == 1

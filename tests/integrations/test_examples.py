@@ -59,6 +59,13 @@ def test_swap_attention() -> None:
     assert found["apart"] <= 4 * 256 * 2**-24 * found["largest"]
 
 
+def test_context_parallel(capsys: pytest.CaptureFixture[str]) -> None:
+    """One process; tests/integrations/test_context_parallel.py has several."""
+    losses = example("context_parallel").main(["--length", "256", "--steps", "2"])
+    assert losses[1] < losses[0]
+    assert "kept for gradients" in capsys.readouterr().out
+
+
 def test_long_document() -> None:
     """At 8,192 tokens the scores of one layer would take 512 MiB; an eighth of that leaves room for the allocator."""
     found = example("long_document").main(["--tokens", "8192"])
