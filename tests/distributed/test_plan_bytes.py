@@ -86,6 +86,8 @@ def test_queries_travel_where_that_is_cheaper() -> None:
     few = tw.distributed.plan(problem(64, tw.blocks(table, 8), kv_heads=4), ranks=2, shards="contiguous")
     assert {move.what for stage in few.stages for move in stage.moves} == {"q"}
     assert {move.what for stage in few.stages for move in stage.returns} == {"out"}
+    biased = problem(64, tw.blocks(table, 8), kv_heads=4, bias=(1, 1, 64, 64))
+    assert not tw.distributed.plan(biased, ranks=2, shards="contiguous").routes.by_query.any()
     wide = tw.distributed.plan(problem(64, tw.blocks(table.T.copy(), 8), kv_heads=4), ranks=2, shards="contiguous")
     assert {move.what for stage in wide.stages for move in stage.moves} == {"kv"}
 

@@ -84,7 +84,8 @@ class ContextPlan(Shown):
     @cached_property
     def routes(self) -> Routes:
         """What travels: keys or queries, for each part of the mask."""
-        return routes(self.shards, self.coverage, self.row_bytes, even=self.kind == "balanced")
+        settings = {"even": self.kind == "balanced", "keys_only": self.problem.bias is not None}
+        return routes(self.shards, self.coverage, self.row_bytes, **settings)
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
