@@ -115,12 +115,12 @@ def test_predicted_times(device: str) -> None:
         assert alone.exposed_seconds == 0
         assert alone.seconds / 8 <= shared.seconds <= alone.seconds / 7
         assert shared.seconds == pytest.approx(shared.compute_seconds + shared.exposed_seconds)
-    few = tw.distributed.plan(long_problem(tw.causal(), 8192), ranks=64, device=device)  # over the network, little to compute
+    few = tw.distributed.plan(long_problem(tw.causal(), 8192), ranks=64, device=device, heads=1)  # over the network
     assert few.predict().exposed_seconds > 0.2 * few.predict().seconds
 
 
 def test_more_stages_hide_more() -> None:
-    plan = tw.distributed.plan(long_problem(tw.causal()), ranks=64, device="h200")
+    plan = tw.distributed.plan(long_problem(tw.causal()), ranks=64, device="h200", heads=1)
     assert plan.remote_stages > 1
     assert len(plan.stages) == plan.remote_stages + 1
 
@@ -136,7 +136,7 @@ def test_schedules_beside(ranks: int) -> None:
     assert planned.bytes_forward is not None and rows["ring"].bytes_forward is not None
     assert planned.bytes_forward * 3 < rows["ring"].bytes_forward
     for row in rows.values():
-        if row.seconds is not None and planned.seconds is not None and row.name in ("ring", "all-gather"):
+        if row.seconds is not None and planned.seconds is not None:
             assert planned.seconds <= row.seconds * 1.001
     assert "planned" in str(show_comparison(list(rows.values())))
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from tilewise import hardware
 from tilewise.diagnostics.plan import plan as kernel_plan
 from tilewise.distributed.intervals import Ints
 from tilewise.distributed.routes import Routes
@@ -24,9 +23,6 @@ from tilewise.hardware.spec import DeviceSpec
 from tilewise.masks import Full
 from tilewise.model.evaluation import AROUND, EVALUATED
 from tilewise.problem import Problem
-
-if TYPE_CHECKING:
-    from tilewise.distributed.context import ContextPlan
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 REFERENCE = (1024, 65536)
@@ -104,15 +100,8 @@ class Links:
         return np.asarray(np.maximum(*times).reshape(stages, self.ranks))
 
 
-def predict(plan: ContextPlan, *, backward: bool = False, remote: int | None = None) -> Prediction:
-    """The time of one pass of a plan on its device, with so many remote stages (None: those it has)."""
-    spec = hardware.device(plan.device)
-    remote = plan.remote_stages if remote is None else remote
-    return predicted(plan.routes, plan.problem, spec, remote, backward=backward)
-
-
 def predicted(found: Routes, problem: Problem, spec: DeviceSpec, remote: int, *, backward: bool = False) -> Prediction:
-    """The same from routes."""
+    """The time of one pass with given routes and so many remote stages."""
     ranks, links, row = found.shards.ranks, Links(spec, found.shards.ranks), RowBytes.of(problem)
     sender = np.where(found.by_query, found.q_rank, found.k_rank)
     at = np.where(found.own, 0, stage_of(sender, found.rank, ranks, remote))
