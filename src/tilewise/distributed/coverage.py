@@ -17,6 +17,7 @@ import numpy as np
 
 from tilewise.distributed.intervals import Intervals, Ints, pieces
 from tilewise.masks import UNBOUNDED, Literal, MaskProgram
+from tilewise.masks.program import listed
 from tilewise.problem import Problem
 
 Layer = tuple[Ints, Ints]
@@ -236,6 +237,9 @@ def _data_layers(literal: Literal, axis: _Axis) -> list[Layer]:
     if kind.is_documents:
         q_ids, k_ids = (t[axis.entry if axis.entry is not None and t.shape[0] > 1 else 0] for t in tensors)
         return _documents(k_ids if tensors[0] is tensors[1] else q_ids, k_ids, axis, kind.negated)
+    if kind.is_selected:
+        table = listed(tensors[0], 0, -(-int((axis.end - axis.start).max(initial=0)) // ints[1]))
+        return _table((~table if kind.negated else table).any(axis=(0, 1)), ints[:2], axis)
     if not (kind.is_blocks or kind.is_dense):
         return [(axis.start, axis.end)]  # a kind that is not known here may see everything
     table, sizes = (tensors[0], ints) if kind.is_blocks else _blocked(tensors[0], kind.negated)
