@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from tilewise.api.attention import attention as attention
     from tilewise.api.backends import backends as backends
     from tilewise.api.bias import alibi as alibi
+    from tilewise.api.cache import KVCache as KVCache
+    from tilewise.api.cached import attention_cached as attention_cached
+    from tilewise.api.merge import merge as merge
+    from tilewise.api.rotary import rotary as rotary
     from tilewise.api.varlen import attention_varlen as attention_varlen
     from tilewise.diagnostics.certify import certify as certify
     from tilewise.diagnostics.explain import explain as explain
@@ -35,21 +39,27 @@ if TYPE_CHECKING:
     from tilewise.masks import full as full
     from tilewise.masks import key_padding as key_padding
     from tilewise.masks import prefix as prefix
+    from tilewise.masks import selected as selected
     from tilewise.masks import window as window
     from tilewise.problem import Problem as Problem
+    from tilewise.problem import top as top
 
 # module -> the public names it holds; the imports above are the same list for type checkers
 _HOMES = {
     "api.attention": ("attention",),
     "api.varlen": ("attention_varlen",),
+    "api.cached": ("attention_cached",),
+    "api.cache": ("KVCache",),
+    "api.rotary": ("rotary",),
+    "api.merge": ("merge",),
     "api.bias": ("alibi",),
     "diagnostics.plan": ("plan",),
     "diagnostics.explain": ("explain",),
     "diagnostics.certify": ("certify",),
     "diagnostics.trace": ("trace_nonfinite",),
     "errors": ("TilewiseError",),
-    "masks": ("Mask", "full", "causal", "window", "prefix", "documents", "blocks", "key_padding", "dense"),
-    "problem": ("Problem",),
+    "masks": ("Mask", "full", "causal", "window", "prefix", "documents", "blocks", "selected", "key_padding", "dense"),
+    "problem": ("Problem", "top"),
     "integrations.sdpa": ("sdpa", "replace_sdpa"),
 }
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from tilewise.api.bias import Alibi
 from tilewise.api.keywords import check_keywords
-from tilewise.api.lengths import check_lengths
+from tilewise.api.lengths import check_values
 from tilewise.api.options import DEFAULTS, CallOptions, ParsedOptions
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
 from tilewise.masks.algebra import INTEGERS
 from tilewise.ops.tensors import check_kinds, dtype_name, materialized, tensor_fields
-from tilewise.problem import ITEMSIZE, WIDE, Problem, tile_request, unboxed
+from tilewise.problem import ITEMSIZE, WIDE, Problem, stats_request, tile_request, unboxed
 
 LAYOUTS = {"bhsd": "(batch, heads, sequence, dim)", "bshd": "(batch, sequence, heads, dim)"}
 SEED_RANGE = 2**63 - 1
@@ -55,8 +55,9 @@ def parse_call(
     return build_problem(Inputs(q, k, v), options)
 
 
-def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inputs]:
-    """The Problem of tensors in the inside layout, and the Inputs with what the options add to them."""
+def build_problem(inputs: Inputs, options: ParsedOptions, **fields: Any) -> tuple[Problem, Inputs]:
+    """The Problem of tensors in the inside layout, with `fields` that neither they nor the options tell, and the Inputs with
+    what the options add to them."""
     q, k, v, cu_q, cu_k = *inputs[:3], inputs.cu_q, inputs.cu_k
     check_shapes(q.shape, k.shape, v.shape)
     batch, heads, seqlen_q, head_dim = q.shape
@@ -69,15 +70,17 @@ def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inpu
         raise ArgumentTypeError(f"deterministic: got {deterministic!r}, need True, False or None (torch's own switch)")
     problem = Problem(
         **tensor_fields(inputs),
-        mask=_bind_mask(options["mask"], shape, cu_k, q.device),
+        mask=_bind_mask(options["mask"], shape, inputs),
         scale=1.0 / math.sqrt(max(head_dim, 1)) if scale is None else unboxed(scale),
         softcap=unboxed(options["softcap"]),
         dropout_p=unboxed(options["dropout_p"]),
         precision=options["precision"],
         tile=tile_request(options["tile"]),
+        stats=stats_request(options["stats"]),
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
         needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, bias, sinks) if x is not None),
         needs_lse=bool(options["return_lse"]),
+        **fields,
     )
     problem.check()
     _ = problem.program  # lowered now: a mask that cannot be is refused before anything runs
@@ -190,8 +193,9 @@ def make_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
-def _bind_mask(mask: Any, shape: MaskShape, cu_k: Tensor | None, device: torch.device) -> Mask:
-    """The mask with its tensors on the device; one without tensors stays the value it is."""
+def _bind_mask(mask: Any, shape: MaskShape, inputs: Inputs) -> Mask:
+    """The mask with its tensors on the device of the inputs; one without tensors stays the value it is."""
+    k, cu_q, cu_k, device = inputs.k, inputs.cu_q, inputs.cu_k, inputs.q.device
     if mask is None:
         return _FULL
     if isinstance(mask, Tensor):
@@ -216,8 +220,8 @@ def _bind_mask(mask: Any, shape: MaskShape, cu_k: Tensor | None, device: torch.d
         check_range("mask", tensor)
         return tensor if torch.compiler.is_compiling() else materialized(tensor)
 
-    lowered = Lowered(mask.lower(Binding(shape, cu_k is not None, asarray)))
-    check_lengths(mask, shape, cu_k)
+    lowered = Lowered(mask.lower(Binding(shape, cu_k is not None, asarray, k.shape[1])))
+    check_values(mask, shape, cu_q, cu_k)
     return lowered
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.masks import MaskProgram, MaskShape, allowed
+from tilewise.masks import Literal, MaskProgram, MaskShape, allowed
 from tilewise.numerics.merge import NEG_INF, softmax_with_sink
 from tilewise.numerics.philox import keep_tile
 from tilewise.problem import Origin, Problem
@@ -119,6 +119,33 @@ def oracle_gradients(problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tenso
     return Gradients(**{f"d{name}": torch.zeros_like(x) if grad is None else grad for (name, x), grad in pairs})
 
 
+def oracle_second(
+    problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tensor | None, tangents: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, Gradients]:
+    """The derivatives of out, of lse and of the gradients of Σ dout · out + Σ dlse · lse, along tangents of q, k, v, bias and sinks.
+
+    ⟨tangents, gradients⟩ is linear in the upstream gradients, and its gradient in them is the derivative of the outputs.
+    """
+    names = [name for name in ("q", "k", "v", "bias", "sinks") if getattr(inputs, name) is not None]
+    along = dict(zip(("q", "k", "v", "bias", "sinks"), tangents, strict=True))
+    with torch.enable_grad():
+        leaves = {name: getattr(inputs, name).detach().double().requires_grad_() for name in names}
+        out, lse = oracle(problem, inputs._replace(**leaves))
+        upstream = [dout.detach().double(), torch.zeros_like(lse) if dlse is None else dlse.detach().double()]
+        upstream = [x.clone().requires_grad_() for x in upstream]
+        sources, moved = [*upstream, *leaves.values()], out.new_zeros(())
+        if out.requires_grad:
+            grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream, create_graph=True, allow_unused=True)
+            for name, grad in zip(names, grads, strict=True):
+                if grad is not None and along[name] is not None:
+                    moved = moved + (grad * along[name].double()).sum()  # type: ignore[union-attr]
+        found: Sequence[Tensor | None] = [None] * len(sources)
+        if moved.requires_grad:
+            found = torch.autograd.grad(moved, sources, allow_unused=True)
+    out_t, lse_t, *second = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(sources, found, strict=True))
+    return out_t.detach(), lse_t.detach(), Gradients(**{f"d{n}": x.detach() for n, x in zip(names, second, strict=True)})
+
+
 def softmax(problem: Problem, piece: Piece) -> Softmax:
     """Scores → softcap → bias → mask → softmax with the sink → dropout."""
     score = problem.scale * (piece.q @ piece.k.transpose(-1, -2))  # [H, M, N]
@@ -207,7 +234,7 @@ def make_piece(
 
 def _visible(problem: Problem, span: Span, heads: slice, positions: Tensor, keys: range) -> Tensor:
     """Which keys each row sees by the mask: bool, broadcasts to [H, M, N]."""
-    program, device = _part(span.program, span.sequence, heads, positions), positions.device
+    program, device = _part(span.program, span.sequence, (heads, problem.heads), positions), positions.device
     # `allowed` asks for the positions of the queries, then for those of the keys
     vectors = iter((positions, torch.arange(keys.start, keys.stop, device=device)))
     shape = MaskShape(1, problem.heads, *span.lengths)
@@ -216,21 +243,21 @@ def _visible(problem: Problem, span: Span, heads: slice, positions: Tensor, keys
     return everything if tile is None else tile[0]
 
 
-def _part(program: MaskProgram, b: int, heads: slice, positions: Tensor) -> MaskProgram:
-    """The program with what its tensors hold for one sequence, some heads and some queries."""
-    tensors: list[Tensor] = []
-    for term in program.terms():
-        for kind, _, given in term:
-            own = [torch.as_tensor(t, device=positions.device) for t in given]
-            own = [t[b : b + 1] if t.shape[0] > 1 else t for t in own]
-            if kind.per_head and own[0].shape[1] > 1:
-                own[0] = own[0][:, heads]
-            if kind.is_documents:
-                own[0] = own[0][:, positions]
-            elif kind.is_dense and own[0].shape[2] > 1:
-                own[0] = own[0][:, :, positions]
-            tensors += own
-    return MaskProgram(program.structure, program.ints, tuple(tensors))
+def _part(program: MaskProgram, b: int, of_heads: tuple[slice, int], positions: Tensor) -> MaskProgram:
+    """The program with what its tensors hold for one sequence, some of its heads and some queries."""
+    heads, count = of_heads
+
+    def own(literal: Literal) -> Literal:
+        tensors = [torch.as_tensor(t, device=positions.device) for t in literal.tensors]
+        tensors = [t[b : b + 1] if t.shape[0] > 1 else t for t in tensors]
+        literal = literal._replace(tensors=tuple(tensors)).for_heads(range(count)[heads])
+        if literal.kind.is_documents:
+            return literal._replace(tensors=(tensors[0][:, positions], tensors[1]))
+        if literal.kind.is_dense and tensors[0].shape[2] > 1:
+            return literal._replace(tensors=(literal.tensors[0][:, :, positions],))
+        return literal
+
+    return program.map(own)
 
 
 def bias_index(bias: Tensor, b: int, heads: slice, rows: slice | Tensor, cols: slice) -> tuple[int | slice | Tensor, ...]:

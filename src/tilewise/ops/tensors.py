@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -43,6 +44,14 @@ def tensor_fields(inputs: Inputs) -> dict[str, Any]:
         "origins": inputs.origins is not None,
         "device": q.device.type,
     }
+
+
+def checks_values(device: torch.device) -> bool:
+    """Are lengths, cumulative lengths and indices looked at before they are used?
+
+    On a CPU always. On a GPU that would wait for the device: only with TILEWISE_CHECK=1; kernels touch nothing outside.
+    """
+    return device.type == "cpu" or (device.type == "cuda" and os.environ.get("TILEWISE_CHECK") == "1")
 
 
 def dtype_name(x: Tensor) -> str:
