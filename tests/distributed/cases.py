@@ -30,11 +30,18 @@ class Case:
     dtype: torch.dtype = torch.float32
     lengths: tuple[int, ...] = ()
     shards: str = "balanced"
+    share: int = 1  # ranks that share heads
     bias: tuple[int, ...] = ()  # sides of the whole bias; 0 stands for the length
     alibi: bool = False
     sinks: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     lse_gradient: bool = False
+
+    def runs_on(self, ranks: int) -> bool:
+        """Masks run on every group, cases of shared heads where ranks can share them, the others on one group in turn."""
+        if self.share > 1:
+            return ranks % self.share == 0
+        return self.name.startswith(("mask-", "shards-")) or ranks == 2 + sum(map(ord, self.name)) % 3
 
     @property
     def packed(self) -> bool:
@@ -106,6 +113,14 @@ CASES = [
     Case("double", tw.causal, dtype=torch.bfloat16, options={"precision": "double"}, lse_gradient=True),
     Case("compensated", tw.causal, dtype=torch.float64, options={"precision": "compensated"}),
     Case("tiled", lambda: tw.causal() & tw.window(9), options={"backend": "tiled", "dropout_p": 0.3, "seed": 2}, alibi=True),
+    *(
+        Case(f"heads-over-{share}", lambda: tw.causal() & tw.documents(ids(2)), batch=2, heads=2 * share, kv_heads=share, share=share)
+        for share in (2, 3, 4)
+    ),
+    Case("heads-everything", lambda: tw.causal() & tw.blocks(table(1, 12, 8, 8), 8), batch=2, heads=12, kv_heads=6, share=2,
+         dims=(16, 24), alibi=True, sinks=True, lse_gradient=True, options={"dropout_p": 0.2, "seed": 3, "softcap": 5.0}),
+    Case("heads-packed", tw.causal, lengths=(17, 30, 14), heads=4, kv_heads=4, share=2, sinks=True),
+    Case("heads-bias", tw.causal, heads=4, kv_heads=4, share=2, bias=(1, 4, 1, 0)),
     Case("bshd", tw.causal, batch=2, options={"layout": "bshd"}),
 ]  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}

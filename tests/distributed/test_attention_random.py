@@ -71,7 +71,7 @@ def problems(draw: st.DrawFn) -> tuple[Problem, tuple[int, ...] | None, int, str
     return problem, lengths, draw(st.integers(1, 6)), shards
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(drawn=problems())
 def test_random_problems(drawn: tuple[Problem, tuple[int, ...] | None, int, str]) -> None:
     problem, lengths, ranks, shards = drawn

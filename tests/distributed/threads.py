@@ -21,15 +21,16 @@ TIMEOUT = 30.0
 class ThreadLink(Link):
     """Messages through queues, one for each pair of ranks."""
 
-    def __init__(self, queues: Mapping[tuple[int, int], Queue[Any]], rank: int) -> None:
-        super().__init__(None, rank)
-        self.queues = queues
+    @property
+    def queues(self) -> Mapping[tuple[int, int], Queue[Any]]:
+        found: Mapping[tuple[int, int], Queue[Any]] = self.group
+        return found
 
     def start(self, label: str, outgoing: Outgoing, incoming: Incoming, dtype: torch.dtype, device: torch.device) -> Any:
         for peer, tensors in outgoing.items():
-            assert peer != self.rank and all(x.dtype == dtype for x in tensors), label
-            self.sent += sum(x.numel() * x.element_size() for x in tensors)
-            self.queues[self.rank, peer].put((label, [x.clone() for x in tensors]))
+            assert self.of(peer) != self.own and all(x.dtype == dtype for x in tensors), label
+            self.counter.sent += sum(x.numel() * x.element_size() for x in tensors)
+            self.queues[self.own, self.of(peer)].put((label, [x.clone() for x in tensors]))
         return _Waiting(self, label, incoming)
 
 
@@ -40,7 +41,7 @@ class _Waiting:
     def wait(self) -> dict[int, list[Tensor]]:
         received = {}
         for peer, shapes in self.incoming.items():
-            label, tensors = self.link.queues[peer, self.link.rank].get(timeout=TIMEOUT)
+            label, tensors = self.link.queues[self.link.of(peer), self.link.own].get(timeout=TIMEOUT)
             assert label == self.label and [tuple(x.shape) for x in tensors] == list(shapes), (label, self.label)
             received[peer] = tensors
         return received

@@ -17,6 +17,7 @@ from tilewise.backends.base import Inputs, Needs, rounded
 from tilewise.distributed.agree import agree
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.exchange import Link
+from tilewise.distributed.heads import Team, ToHeads, ToTokens
 from tilewise.distributed.passes import Backward, Cotangents, Forward
 from tilewise.distributed.segments import Call, Local
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError, PlanError, TilewiseError
@@ -71,10 +72,7 @@ def attention(
     call, local = _parsed(q, k, v, plan, {**options, "return_lse": return_lse})
     if call.problem.dropout_p and local.seed is None:
         local = local._replace(seed=_common_seed(plan, call.device))
-    if call.problem.needs_grad:
-        out, lse = _Attention.apply(call, *local)  # type: ignore[no-untyped-call]
-    else:
-        out, lse, _ = _forward(call, local)
+    out, lse = attend(call, link_of(plan), local)
     return restore_layout(call.problem, options.get("layout", "bhsd"), out, lse)
 
 
@@ -89,18 +87,52 @@ def link_of(plan: ContextPlan) -> Link:
     return link
 
 
-def _forward(call: Call, local: Local) -> tuple[Tensor, Tensor, Tensor]:
+def attend(call: Call, link: Link, local: Local) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's tokens, with a gradient where one is wanted; lse may be empty where nobody looks at it."""
+    if call.plan.heads > 1:
+        return _by_heads(call, link, local)
+    if call.problem.needs_grad:
+        out, lse = _Attention.apply(call, link, *local)  # type: ignore[no-untyped-call]
+        return out, lse
+    out, lse, _ = _forward(call, link, local)
+    return out, lse
+
+
+def _by_heads(call: Call, link: Link, local: Local) -> tuple[Tensor, Tensor]:
+    """Attention over a part of the heads of more tokens, between two exchanges."""
+    team: Team | None = call.memory.get("team")
+    if team is None:
+        team = call.memory["team"] = Team(call.plan, link, call.device)
+        first = team.member * team.plan_of_teams.problem.heads
+        call.memory["part"] = replace(call, plan=team.plan_of_teams, head=first)
+    q, k, v = ToHeads.apply(team, "q, k and v", *local[:3])  # type: ignore[no-untyped-call]
+    bias, alibi, sinks = local.bias, local.alibi, local.sinks
+    part = Local(
+        *(q, k, v),
+        bias if bias is None or bias.shape[1] == 1 else team.part(bias, team.member),
+        None if alibi is None else team.part(alibi, team.member),
+        None if sinks is None else team.part(sinks[None], team.member)[0],
+        local.seed,
+    )
+    out, lse = attend(call.memory["part"], team.link_of_teams, part)
+    out = ToTokens.apply(team, "out", out)  # type: ignore[no-untyped-call]
+    if call.problem.needs_lse:
+        lse = ToTokens.apply(team, "lse", lse)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def _forward(call: Call, link: Link, local: Local) -> tuple[Tensor, Tensor, Tensor]:
     """out and lse of this rank, and out as the backward wants it: unrounded where float64 was asked for."""
-    total, lse = Forward(call, link_of(call.plan), local).compute()
+    total, lse = Forward(call, link, local).compute()
     out = rounded(total, local.q.dtype)
     return out, lse, total if call.problem.widened else out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, lse, kept = _forward(call, Local(*tensors))  # type: ignore[arg-type]
-        ctx.call = call
+    def forward(ctx: Any, call: Call, link: Link, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse, kept = _forward(call, link, Local(*tensors))  # type: ignore[arg-type]
+        ctx.call, ctx.link = call, link
         ctx.save_for_backward(*tensors, kept, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -111,12 +143,12 @@ class _Attention(torch.autograd.Function):
         call: Call = ctx.call
         *tensors, out, lse = ctx.saved_tensors
         local = Local(*tensors)
-        required = dict(zip(Local._fields, ctx.needs_input_grad[1:], strict=True))
+        required = dict(zip(Local._fields, ctx.needs_input_grad[2:], strict=True))
         needs = Needs(*(required[name] for name in ("q", "k", "v", "bias", "sinks")))
         dout = torch.zeros_like(out, dtype=local.q.dtype) if dout is None else materialized(dout)
         given = Cotangents(out, lse, dout, None if dlse is None else materialized(dlse).to(lse.dtype), needs)
-        grads = Backward(call, link_of(call.plan), local, given).gradients()
-        return None, grads.dq, grads.dk, grads.dv, grads.dbias, None, grads.dsinks, None
+        grads = Backward(call, ctx.link, local, given).gradients()
+        return None, None, grads.dq, grads.dk, grads.dv, grads.dbias, None, grads.dsinks, None
 
 
 def _parsed(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, options: dict[str, Any]) -> tuple[Call, Local]:
@@ -148,9 +180,15 @@ def _place(q: Any) -> torch.device:
 def _facts(plan: ContextPlan, problem: Problem, local: Local, backend: str) -> dict[str, Any]:
     """What must be equal on all ranks."""
     bias = None if local.bias is None else "rows" if local.bias.shape[2] > 1 else "one row"
-    names = ("dtype", "scale", "softcap", "dropout_p", "alibi", "sinks", "precision", "needs_grad", "device", "tile")
+    names = ("dtype", "scale", "softcap", "dropout_p", "alibi", "sinks", "precision", "needs_grad")
     facts = {"the plan (problem, mask, lengths or shards)": plan.fingerprint}
-    return facts | {name: getattr(problem, name) for name in names} | {"bias": bias, "backend": backend}
+    return facts | {name: getattr(problem, name) for name in names} | {
+        "bias": bias,
+        "backend": backend,
+        "return_lse": problem.needs_lse,
+        "device": problem.device,
+        "tile": problem.tile,
+    }
 
 
 def _described(
@@ -234,7 +272,12 @@ def _check_bias(plan: ContextPlan, bias: Tensor | None, rows: int, keys: int) ->
     if bias.shape[2] not in (1, rows) or bias.shape[3] not in (1, keys) or (plan.lengths and bias.shape[0] != 1):
         want = f"(1 or batch, 1 or heads, 1 or {rows} rows of this rank, 1 or {keys} keys)"
         raise LayoutError(f"bias: shape {tuple(bias.shape)}, need {want}")
-    if any(stage.returns for stage in plan.stages):
+    if plan.heads > 1 and bias.shape[2] > 1:
+        raise PlanError(
+            "bias: ranks of this plan share heads, and would have to share the rows of the bias; plan from a Problem that "
+            "has bias=, the shape of the whole bias"
+        )
+    if plan.heads == 1 and any(stage.returns for stage in plan.stages):
         raise PlanError(
             "bias: in this plan queries travel, and their bias would have to; plan from a Problem that has bias=, the shape "
             "of the whole bias"

@@ -6,6 +6,7 @@ Every rank takes part in every exchange, if only to count it: its number is the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +20,33 @@ Incoming = Mapping[int, Sequence[tuple[int, ...]]]
 TAGS = 1 << 20
 
 
-class Link:
-    """A process group as one plan uses it."""
+@dataclass
+class Counter:
+    """What a plan's links have done so far."""
 
-    def __init__(self, group: Any, rank: int) -> None:
-        self.group, self.rank = group, rank
-        self.sent = 0
+    sent: int = 0
+    exchanges: int = 0
+
+
+class Link:
+    """A process group, or some ranks of it, as one plan uses it; a rank is known by its place in `peers`."""
+
+    def __init__(self, group: Any, rank: int, peers: Sequence[int] | None = None, counter: Counter | None = None) -> None:
+        self.group, self.own, self.peers = group, rank, peers
+        self.counter = counter or Counter()
+
+    @property
+    def sent(self) -> int:
         """Bytes sent so far."""
-        self._exchanges = 0
+        return self.counter.sent
+
+    def within(self, peers: Sequence[int]) -> Link:
+        """A link among these ranks alone."""
+        return type(self)(self.group, self.own, peers, self.counter)
+
+    def of(self, peer: int) -> int:
+        """A peer's rank in the group."""
+        return peer if self.peers is None else self.peers[peer]
 
     def start(
         self, label: str, outgoing: Outgoing, incoming: Incoming, dtype: torch.dtype, device: torch.device
@@ -35,12 +55,12 @@ class Link:
 
         label: what travels, for an error: "stage 2: k and v".
         """
-        self._exchanges += 1
-        pending = Pending(self.rank, label, incoming)
+        self.counter.exchanges += 1
+        pending = Pending(self, label, incoming)
         ops = []
         for peer, tensors in outgoing.items():
             message = _joined(tensors)
-            self.sent += message.numel() * message.element_size()
+            self.counter.sent += message.numel() * message.element_size()
             ops.append(self._op(dist.isend, message, peer))
             pending.messages.append((peer, "to", message))
         for peer, shapes in incoming.items():
@@ -55,14 +75,15 @@ class Link:
         return pending
 
     def _op(self, kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, dist.get_global_rank(self.group, peer), self.group, self._exchanges % TAGS)
+        target = dist.get_global_rank(self.group, self.of(peer))
+        return dist.P2POp(kind, tensor, target, self.group, self.counter.exchanges % TAGS)
 
 
 class Pending:
     """An exchange under way."""
 
-    def __init__(self, rank: int, label: str, incoming: Incoming) -> None:
-        self.rank, self.label, self.incoming = rank, label, incoming
+    def __init__(self, link: Link, label: str, incoming: Incoming) -> None:
+        self.link, self.label, self.incoming = link, label, incoming
         self.works: list[Any] = []
         self.messages: list[tuple[int, str, Tensor]] = []
 
@@ -82,10 +103,10 @@ class Pending:
 
     def failure(self, peer: int | None, error: RuntimeError) -> CommunicationError:
         others = sorted({peer for peer, _, _ in self.messages}) if peer is None else [peer]
-        names = " or ".join(f"rank {other}" for other in others)
+        names = " or ".join(f"rank {self.link.of(other)}" for other in others)
         return CommunicationError(
-            f"context parallel: rank {self.rank}, {self.label}: {names} did not answer. It has died, stands still, or computes "
-            f"something else; see its own error. From torch.distributed: {str(error).splitlines()[0]}"
+            f"context parallel: rank {self.link.own}, {self.label}: {names} did not answer. It has died, stands still, or "
+            f"computes something else; see its own error. From torch.distributed: {str(error).splitlines()[0]}"
         )
 
 

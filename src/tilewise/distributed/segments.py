@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +57,8 @@ class Call:
     device: torch.device
     head: int = 0
     """The whole's number of the first query head here."""
-    stages: list[list[Segment]] = field(default_factory=list)
+    stages: list[list[Segment]] = field(default_factory=list, init=False)
+    memory: dict[str, Any] = field(default_factory=dict, init=False)
 
     @property
     def rank(self) -> int:
@@ -130,6 +131,7 @@ class Call:
             sinks=False,
             varlen=False,
             origins=origins is not None,
+            needs_lse=True,
             device=self.device.type,
         )
         return Segment(work, own, origins, first)
