@@ -14,7 +14,7 @@ import tilewise as tw
 from tilewise.cli.app import app
 from tilewise.cli.plan import parse_lengths, parse_ranks
 from tilewise.distributed.predict import Prediction, predict
-from tilewise.distributed.show import events
+from tilewise.distributed.timeline import events
 from tilewise.errors import ArgumentError
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}

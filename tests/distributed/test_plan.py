@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tilewise as tw
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.schedule import Chunk
+from tilewise.distributed.shards import SHARDS
+from tilewise.masks import MaskShape, allowed
 
 
 def problem(tokens: int, mask: Any = None, **fields: Any) -> tw.Problem:
@@ -48,10 +53,8 @@ def visible(plan: ContextPlan, sequence: int = 0) -> np.ndarray[Any, Any]:
     if plan.lengths is None:
         return np.asarray(p.mask.to_dense(p.seqlen_q)).any(axis=(0, 1))
     at, n = int(plan.shards.starts[sequence]), plan.lengths[sequence]
-    from tilewise.masks import MaskShape, allowed
-
     program = p.program.for_sequence(sequence, at, at + n, at, at + n)
-    tile = allowed(program, MaskShape(1, 1, n, n), (0, n), (0, n), torch.arange)
+    tile = allowed(program, MaskShape(1, 1, n, n), (0, n), (0, n), np.arange)
     seen = np.ones((n, n), bool) if tile is None else np.broadcast_to(np.asarray(tile), (1, 1, n, n))[0, 0]
     return seen
 
@@ -60,6 +63,7 @@ def check(plan: ContextPlan) -> None:
     """Each token held once, each visible pair computed once by a rank that has its tokens, each row sent to a rank once."""
     lengths = plan.lengths or (plan.problem.seqlen_q,)
     owner = [np.full(n, -1) for n in lengths]
+    entries = 1 if plan.lengths is not None else plan.problem.batch
     for rank, chunks in enumerate(plan.chunks):
         assert list(chunks) == sorted(chunks)
         for chunk in chunks:
@@ -91,16 +95,45 @@ def check(plan: ContextPlan) -> None:
             assert q.sequence == k.sequence
             seen = visible(plan, q.sequence)[q.start : q.end, k.start : k.end]
             assert seen[0].any() and seen[-1].any()
-            assert area > 0
+            assert area == seen.sum() * entries
             times[q.sequence][q.start : q.end, k.start : k.end] += seen
+    assert sum(plan.area(rank) for rank in range(plan.ranks)) == sum(w.area for s in plan.stages for w in s.works)
     for sequence in range(len(lengths)):
         assert (times[sequence] == visible(plan, sequence)).all()
 
 
+def staged(plan: ContextPlan, remote: int) -> ContextPlan:
+    """The same plan with so many remote stages."""
+    again = replace(plan)
+    again.__dict__["remote_stages"] = remote
+    return again
+
+
 @pytest.mark.parametrize("name", masks(8))
-@pytest.mark.parametrize(("tokens", "ranks"), [(64, 1), (61, 3), (40, 4), (3, 5)])
+@pytest.mark.parametrize(("tokens", "ranks"), [(20, 1), (37, 3), (29, 4), (3, 5)])
 def test_every_visible_pair_is_computed_once(name: str, tokens: int, ranks: int) -> None:
-    check(tw.distributed.plan(problem(tokens, masks(tokens)[name]), ranks=ranks, shards="contiguous"))
+    for shards, heads in zip(SHARDS, (4, 2, 1, 4), strict=True):
+        mask = masks(tokens)[name]
+        plan = tw.distributed.plan(problem(tokens, mask, kv_heads=heads), ranks=ranks, shards=shards)
+        assert plan.shards.tokens.max() - plan.shards.tokens.min() <= 1
+        for remote in (1, 3):
+            check(staged(plan, remote))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_lengths_ranks_and_masks(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 24), min_size=1, max_size=4))
+    tokens = sum(lengths)
+    window = data.draw(st.integers(1, 12))
+    kinds = [tw.causal(), tw.full(), tw.window(window, 2), tw.causal() & tw.window(window), tw.causal() | tw.prefix(window)]
+    mask = data.draw(st.sampled_from(kinds))
+    if tokens and data.draw(st.booleans()):
+        mask = mask & tw.documents(torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=tokens, max_size=tokens))))
+    heads = data.draw(st.sampled_from([1, 4]))
+    shards = data.draw(st.sampled_from(SHARDS))
+    whole = problem(tokens, mask, kv_heads=heads, varlen=True)
+    check(tw.distributed.plan(whole, lengths=lengths, ranks=data.draw(st.integers(1, 5)), shards=shards))
 
 
 @pytest.mark.parametrize("mask", [tw.causal(), tw.full(), tw.causal() & tw.window(5), tw.causal() | tw.prefix(3)])

@@ -100,7 +100,7 @@ def _compare_schedules(
     from dataclasses import replace
 
     from tilewise import distributed, hardware
-    from tilewise.distributed.show import show_ranks, show_schedules
+    from tilewise.distributed.timeline import show_ranks, show_schedules
     from tilewise.model.show import describe_problem
 
     spec = hardware.device(device)

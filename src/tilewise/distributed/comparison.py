@@ -107,7 +107,8 @@ def _areas(found: Routes) -> Floats:
 def _planned(own: ContextPlan, spec: DeviceSpec) -> Row:
     passes = [predicted(own.routes, own.problem, spec, own.remote_stages, backward=b) for b in (False, True)]
     sent = [int(own.routes.sent(own.row_bytes, backward=b).max()) for b in (False, True)]
-    return Row.of("planned", f"{own.remote_stages} remote stages", own.imbalance, sent, passes)
+    note = f"{own.remote_stages} remote stage{'s' * (own.remote_stages > 1)}"
+    return Row.of("planned", note, own.imbalance, sent, passes)
 
 
 def _ring(usual: ContextPlan, area: Floats, spec: DeviceSpec) -> Row:

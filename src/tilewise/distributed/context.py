@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tilewise import hardware
+from tilewise.display import Shown
 from tilewise.distributed.coverage import Coverage, coverage
 from tilewise.distributed.intervals import Ints
 from tilewise.distributed.routes import Routes, routes
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class ContextPlan:
+class ContextPlan(Shown):
     """What `plan` returns: the same on every rank but for `rank`, `group`.
 
     problem: with the lengths of the whole sequences.
@@ -83,7 +84,8 @@ class ContextPlan:
     @cached_property
     def routes(self) -> Routes:
         """What travels: keys or queries, for each part of the mask."""
-        return routes(self.shards, self.coverage, self.row_bytes, even=self.kind == "balanced")
+        settings = {"even": self.kind == "balanced", "keys_only": self.problem.bias is not None}
+        return routes(self.shards, self.coverage, self.row_bytes, **settings)
 
     @cached_property
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
@@ -170,6 +172,11 @@ class ContextPlan:
 
         held = [torch.arange(c.start, c.end, device=device) for c in self.chunks[self._rank(rank)]]
         return torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *held])
+
+    def content(self) -> Shown:
+        from tilewise.distributed.show import show_plan
+
+        return show_plan(self)
 
     def shift(self, labels: torch.Tensor, dim: int = -1, ignore_index: int = -100) -> torch.Tensor:
         """For each token of this rank the label of the token after it, whichever rank holds that.

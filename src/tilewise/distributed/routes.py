@@ -84,13 +84,16 @@ class Routes:
         return total
 
 
-def routes(shards: Shards, seen: Coverage, row: RowBytes, *, even: bool = False) -> Routes:
-    """The parts of a mask over shards, each by its cheaper route; with `even` only as far as ranks stay even in area."""
+def routes(shards: Shards, seen: Coverage, row: RowBytes, *, even: bool = False, keys_only: bool = False) -> Routes:
+    """The parts of a mask over shards, each by its cheaper route.
+
+    even: queries travel only as far as ranks stay even in area. keys_only: they never do, since their rows of a bias would too.
+    """
     parts = seen.parts(shards.bounds)
     q_rank, k_rank = (shards.rank[np.searchsorted(shards.bounds, at, side="right") - 1] for at in (parts.q0, parts.k0))
     found = Routes(shards, parts, q_rank, k_rank, np.zeros(len(q_rank), bool))
     far = np.flatnonzero(q_rank != k_rank)
-    if not len(far):
+    if keys_only or not len(far):
         return found
     component = np.searchsorted(seen.borders, parts.q0[far], side="right") - 1
     ends = (q_rank[far] * shards.ranks + k_rank[far]) * len(seen.borders) + component

@@ -86,10 +86,11 @@ def partition(lengths: Sequence[int], ranks: int, cuts: Ints, rank: Ints) -> Sha
 
 def dealt(lengths: Sequence[int], ranks: int, each: int = 1) -> Shards:
     """`each` equal chunks for each rank, dealt forth and back. One is contiguous, two are head and tail."""
-    number = np.arange(ranks * each)
-    turn, place = np.divmod(number, ranks)
-    cuts = _cuts(0, sum(lengths), ranks * each)
-    return partition(lengths, ranks, cuts, np.where(turn % 2, ranks - 1 - place, place))
+    quotas = np.diff(_cuts(0, sum(lengths), ranks)).tolist()
+    sizes = np.array([np.diff(_cuts(0, quota, each)) for quota in quotas])  # [ranks, each]
+    turn, place = np.divmod(np.arange(ranks * each), ranks)
+    rank = np.where(turn % 2, ranks - 1 - place, place)
+    return partition(lengths, ranks, np.concatenate([[0], np.cumsum(sizes[rank, turn])]), rank)
 
 
 def make_shards(kind: str, lengths: Sequence[int], ranks: int, seen: Coverage) -> Shards:

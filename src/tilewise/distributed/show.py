@@ -1,116 +1,82 @@
-"""Schedules and plans as a person reads them: tables of bytes and times, and who computes what when."""
+"""A plan of context parallelism, and the comparison with other schedules, as a person reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
+from tilewise import hardware
+from tilewise.display import Cell, Group, Panel, Shown, Table, facts, format_bytes, format_seconds
+from tilewise.errors import TilewiseError
+from tilewise.model.show import describe_problem
 
-from tilewise.display import Drawing, Group, Line, Shown, Span, Table, Text, format_bytes, format_seconds, styled
-from tilewise.distributed.comparison import SCHEDULES, Row
-from tilewise.distributed.predict import Prediction
+if TYPE_CHECKING:
+    from tilewise.distributed.comparison import Row
+    from tilewise.distributed.context import ContextPlan
 
-MOST_LANES = 16
-"""Ranks that are drawn."""
-_STAGE = "█▓"
-_WAIT = "·"
-
-
-class Event(NamedTuple):
-    """What a rank does from `start` to `end`: "receive" what a stage needs, "compute" it, or "return" results and gradients."""
-
-    rank: int
-    kind: str
-    stage: int
-    start: float
-    end: float
+MOST_RANKS = 8
+"""Ranks that are shown one by one."""
 
 
-def events(found: Prediction) -> Iterator[Event]:
-    """The predicted pass as it unfolds, by rank and stage; events without a length are left out."""
-    for rank in range(found.compute.shape[1]):
-        computed = link = back = 0.0
-        for stage, (compute, arrive, returned) in enumerate(
-            zip(found.compute[:, rank], found.arrive[:, rank], found.back[:, rank], strict=True)
-        ):
-            if not found.overlaps:
-                link = computed = back = max(link, computed, back)
-            yield from _event(rank, "receive", stage, link, arrive)
-            link += arrive
-            begin = max(computed, link)
-            yield from _event(rank, "compute", stage, begin, compute)
-            computed = begin + compute
-            if returned > 0:
-                begin = max(back, computed)
-                yield from _event(rank, "return", stage, begin, returned)
-                back = begin + returned
+def show_plan(plan: ContextPlan) -> Shown:
+    """Shards, work and bytes of the ranks, and predicted times where the links of the device are known."""
+    tokens = plan.shards.tokens
+    everything = plan.tokens * (plan.ranks - 1) * plan.row_bytes.kv
+    sent = plan.total_bytes()
+    less = f", {everything / sent:.3g} times less than an all-gather" if 0 < sent < everything else ""
+    rows: list[tuple[str, Cell]] = [
+        ("ranks", f"{plan.ranks}, {plan.kind} shards of {tokens.min()} to {tokens.max()} tokens"),
+        ("area", f"{plan.imbalance:.1%} more than the mean on the most loaded rank"),
+        ("sent", f"forward {format_bytes(sent)} by all ranks{less}; backward {format_bytes(plan.total_bytes(backward=True))}"),
+        ("stages", f"own keys, then {len(plan.stages) - 1} with keys or queries of other ranks"),
+    ]
+    return Panel(f"Context parallel: {describe_problem(plan.problem)}", Group(facts([*rows, *_times(plan)]), _ranks(plan)))
 
 
-def _event(rank: int, kind: str, stage: int, start: float, seconds: float) -> Iterator[Event]:
-    if seconds > 0:
-        yield Event(rank, kind, stage, float(start), float(start + seconds))
+def _times(plan: ContextPlan) -> list[tuple[str, Cell]]:
+    """Predicted seconds; nothing is said of a device that cannot be predicted."""
+    try:
+        name = hardware.device(plan.device).name
+        passes = [("forward", plan.predict()), ("backward", plan.predict(backward=True))]
+    except TilewiseError:
+        return []
+    words = [
+        f"{which} {format_seconds(found.seconds)}, {format_seconds(found.exposed_seconds)} of it exposed communication"
+        for which, found in passes
+    ]
+    return [("predicted", f"{'; '.join(words)}, on {name}")]
 
 
-def show_schedules(title: str, rows: Sequence[Row]) -> Shown:
-    """One number of ranks: bytes, balance and time of each schedule, the fastest marked; then the plan as it unfolds."""
-    columns = ("schedule", "sent forward", "backward", "imbalance", "time", "exposed", "how")
-    fastest = min((row.seconds for row in rows if row.seconds is not None), default=0.0)
-    lines = []
+def _ranks(plan: ContextPlan) -> Table:
+    shown = range(min(plan.ranks, MOST_RANKS))
+    mean = max(sum(plan.area(rank) for rank in range(plan.ranks)) / plan.ranks, 1e-9)
+    rows: list[Sequence[Cell]] = [
+        (
+            f"{rank}",
+            f"{plan.local_tokens(rank)}",
+            f"{len(plan.chunks[rank])}",
+            f"{plan.area(rank) / mean:.1%}",
+            format_bytes(plan.bytes_sent(rank)),
+            format_bytes(plan.bytes_sent(rank, backward=True)),
+        )
+        for rank in shown
+    ]
+    if plan.ranks > MOST_RANKS:
+        rows.append((f"… {plan.ranks - 1}",))
+    return Table("", ("rank", "tokens", "chunks", "area of mean", "sent forward", "sent backward"), rows)
+
+
+def show_comparison(rows: Sequence[Row]) -> Table:
+    """One line for each schedule; the bytes are the busiest rank's, the times the slowest one's."""
+    lines: list[Sequence[Cell]] = []
+    best = min((row.seconds for row in rows if row.seconds is not None), default=0.0)
     for row in rows:
-        figures = ["–"] * 5
-        if row.runs:
-            figures = [
-                format_bytes(row.bytes_forward),
-                format_bytes(row.bytes_backward),
-                f"{100 * (row.imbalance or 0.0):.1f} %",
-                format_seconds(row.seconds),
-                format_seconds(row.exposed_seconds),
-            ]
-        lines.append(styled("bold green" if row.seconds == fastest else "", row.name, *figures, row.note))
-    note = "Bytes of the busiest rank, time of the slowest, forward and backward of one layer; predicted, not measured."
-    return Group(Table(title, columns, lines, wraps=(6,)), Text((note, "dim")), *_lanes(rows[-1]))
-
-
-def show_ranks(title: str, table: Mapping[int, Sequence[Row]]) -> Shown:
-    """Several numbers of ranks: the time of each schedule, and how many times fewer bytes the plan sends than all-gather."""
-    columns = ("ranks", *SCHEDULES, "fewer bytes", "imbalance")
-    lines = []
-    for ranks, rows in table.items():
-        fastest = min((row.seconds for row in rows if row.seconds is not None), default=0.0)
-        by_name = {row.name: row for row in rows}
-        times: list[Span] = [
-            (format_seconds(row.seconds) if row.runs else "–", "bold green" if row.seconds == fastest else "")
-            for row in rows
-        ]
-        planned = by_name["planned"]
-        balance = f"{100 * (planned.imbalance or 0.0):.1f} %"
-        lines.append([str(ranks), *times, fewer_bytes(by_name["all-gather"], planned), balance])
-    note = "Time of the slowest rank, forward and backward of one layer; predicted, not measured. Imbalance is the plan's."
-    return Group(Table(title, columns, lines), Text((note, "dim")))
-
-
-def fewer_bytes(other: Row, planned: Row) -> str:
-    """How many times fewer bytes the plan's busiest rank sends in both passes."""
-    ours, theirs = (row.bytes_forward + row.bytes_backward for row in (planned, other))  # type: ignore[operator]
-    return "none sent" if not ours else f"{theirs / ours:.1f}×" if theirs < 100 * ours else f"{theirs / ours:.0f}×"
-
-
-def _lanes(planned: Row) -> Iterable[Shown]:
-    """The forward pass of the plan, a line for each rank."""
-    found = planned.forward
-    if found is None or found.compute.shape[1] > MOST_LANES or not found.seconds:
-        return
-    ranks, whole, seen = found.compute.shape[1], found.seconds, list(events(found))
-
-    def draw(width: int) -> Iterator[Line]:
-        cells = max(width - 9, 8)
-        for rank in range(ranks):
-            line = np.full(cells, _WAIT)
-            for event in seen:
-                if event.rank == rank and event.kind == "compute":
-                    line[int(cells * event.start / whole) : max(int(cells * event.end / whole), 1)] = _STAGE[event.stage % 2]
-            yield [(f"rank {rank:>3} ", "dim"), ("".join(line), "blue")]
-
-    yield Text(("The plan's forward: ", "bold"), f"{_STAGE[0]} and {_STAGE[1]} are stages, {_WAIT} is waiting.")
-    yield Drawing(draw)
+        if row.seconds is None or row.exposed_seconds is None or row.imbalance is None:
+            lines.append((row.name, "", "", "", "", "", row.note))
+            continue
+        sent = [format_bytes(size or 0) for size in (row.bytes_forward, row.bytes_backward)]
+        times = [format_seconds(row.seconds), format_seconds(row.exposed_seconds)]
+        style = "green" if row.seconds == best else ""
+        lines.append(((row.name, style), *sent, f"{row.imbalance:.1%}", *times, row.note))
+    columns = ("schedule", "sent forward", "sent backward", "imbalance", "forward + backward", "exposed", "")
+    return Table("", columns, lines, wraps=(6,))

@@ -1,0 +1,190 @@
+"""What a plan sends: nothing unseen, no row twice, by the cheaper route; predicted times; other schedules beside."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import networkx
+import numpy as np
+import pytest
+
+import tilewise as tw
+from tests.distributed.test_plan import masks, problem, visible
+from tests.distributed.test_shards import LONG, document_ids, long_problem
+from tests.test_imports import fresh, loaded
+from tilewise.distributed.context import ContextPlan
+from tilewise.distributed.routes import routes
+from tilewise.distributed.show import show_comparison
+from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError, PlanError
+
+
+def both(plan: ContextPlan) -> int:
+    """Bytes of the forward and the backward pass."""
+    return plan.total_bytes() + plan.total_bytes(backward=True)
+
+
+def least_cover(pairs: np.ndarray[Any, Any], query: int, key: int) -> int:
+    """The least bytes with which each visible pair has its query or its key moved: a minimum cut."""
+    rows, many_rows = np.unique(pairs, axis=0, return_counts=True)
+    table, many_columns = np.unique(rows, axis=1, return_counts=True)
+    graph = networkx.DiGraph()
+    for q, k in zip(*(side.tolist() for side in np.nonzero(table)), strict=True):
+        graph.add_edge("queries", ("q", q), capacity=query * int(many_rows[q]))
+        graph.add_edge(("q", q), ("k", k))
+        graph.add_edge(("k", k), "keys", capacity=key * int(many_columns[k]))
+    return int(networkx.maximum_flow_value(graph, "queries", "keys")) if graph else 0
+
+
+def lower_bound(plan: ContextPlan) -> int:
+    """Rank by rank, whoever computes."""
+    seen, held = visible(plan), [plan.token_numbers(rank) for rank in range(plan.ranks)]
+    costs = plan.row_bytes.route("q"), plan.row_bytes.route("kv")
+    return sum(
+        least_cover(seen[np.ix_(held[q], held[k])], *costs) for q, k in itertools.permutations(range(plan.ranks), 2)
+    )
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window", "two-sided", "prefix", "sinks", "documents", "offset"])
+@pytest.mark.parametrize("shards", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_bytes_are_near_the_least(name: str, shards: str, kv_heads: int) -> None:
+    plan = tw.distributed.plan(problem(96, masks(96)[name], kv_heads=kv_heads), ranks=4, shards=shards)
+    assert lower_bound(plan) <= both(plan) <= 1.05 * lower_bound(plan)
+
+
+@pytest.mark.parametrize("name", masks(8))
+@pytest.mark.parametrize("shards", ["balanced", "zigzag"])
+def test_only_what_the_works_need_travels(name: str, shards: str) -> None:
+    """Given who computes what, no byte less would do: each row that a rank needs and does not hold comes once."""
+    plan = tw.distributed.plan(problem(45, masks(45)[name], kv_heads=4), ranks=4, shards=shards)
+    seen, sent = visible(plan), {False: 0, True: 0}
+    held = [set(plan.token_numbers(rank).tolist()) for rank in range(plan.ranks)]
+    need: dict[tuple[int, str], set[int]] = {}
+    for stage in plan.stages:
+        for rank, _, q, k, _ in stage.works:
+            rows, columns = np.nonzero(seen[q.start : q.end, k.start : k.end])
+            need.setdefault((rank, "q"), set()).update((rows + q.start).tolist())
+            need.setdefault((rank, "kv"), set()).update((columns + k.start).tolist())
+    for (rank, what), rows_needed in need.items():
+        for backward in (False, True):
+            row = plan.row_bytes.sent(what, backward=backward) + plan.row_bytes.returned(what, backward=backward)  # type: ignore[arg-type]
+            row += plan.row_bytes.sent("out", backward=backward) if what == "q" else 0
+            sent[backward] += len(rows_needed - held[rank]) * row
+    assert sent == {False: plan.total_bytes(), True: plan.total_bytes(backward=True)}
+    assert plan.total_bytes() == sum(plan.bytes_sent(rank) for rank in range(plan.ranks))
+
+
+def test_queries_travel_where_that_is_cheaper() -> None:
+    """One rank's few queries see all of another's keys."""
+    ids = np.zeros(64, np.int64)
+    ids[40:] = 1
+    plan = tw.distributed.plan(problem(64, tw.causal() & tw.documents(ids), kv_heads=4), ranks=4, shards="contiguous")
+    assert not plan.routes.by_query.all()
+    table = np.zeros((8, 8), bool)
+    table[7, :4] = True
+    few = tw.distributed.plan(problem(64, tw.blocks(table, 8), kv_heads=4), ranks=2, shards="contiguous")
+    assert {move.what for stage in few.stages for move in stage.moves} == {"q"}
+    assert {move.what for stage in few.stages for move in stage.returns} == {"out"}
+    biased = problem(64, tw.blocks(table, 8), kv_heads=4, bias=(1, 1, 64, 64))
+    assert not tw.distributed.plan(biased, ranks=2, shards="contiguous").routes.by_query.any()
+    wide = tw.distributed.plan(problem(64, tw.blocks(table.T.copy(), 8), kv_heads=4), ranks=2, shards="contiguous")
+    assert {move.what for stage in wide.stages for move in stage.moves} == {"kv"}
+
+
+def test_a_window_sends_a_hundredth_of_an_all_gather() -> None:
+    plan = tw.distributed.plan(long_problem(tw.causal() & tw.window(1024)), ranks=8)
+    assert 100 * plan.total_bytes() <= plan.tokens * 7 * plan.row_bytes.kv
+    assert plan.total_bytes() == 7 * 1023 * plan.row_bytes.kv
+
+
+def test_even_shards_of_many_key_heads_are_near_the_least_too() -> None:
+    """Queries that travel take their work along, so balance may cost bytes; with eight queries for a key it costs few."""
+    ids = document_ids(LONG, LONG // 16, "long tail")
+    plan = tw.distributed.plan(long_problem(tw.causal() & tw.documents(ids), kv_heads=4), ranks=16)
+    free = routes(plan.shards, plan.coverage, plan.row_bytes)
+    least = sum(int(free.sent(plan.row_bytes, backward=b).sum()) for b in (False, True))
+    assert least <= both(plan) <= 1.05 * least
+
+
+@pytest.mark.parametrize("device", ["h200", "a100"])
+def test_predicted_times(device: str) -> None:
+    one, eight = (tw.distributed.plan(long_problem(tw.causal()), ranks=n, device=device) for n in (1, 8))
+    for backward in (False, True):
+        alone, shared = one.predict(backward=backward), eight.predict(backward=backward)
+        assert alone.exposed_seconds == 0
+        assert alone.seconds / 8 <= shared.seconds <= alone.seconds / 7
+        assert shared.seconds == pytest.approx(shared.compute_seconds + shared.exposed_seconds)
+    few = tw.distributed.plan(long_problem(tw.causal(), 8192), ranks=64, device=device)  # over the network, little to compute
+    assert few.predict().exposed_seconds > 0.2 * few.predict().seconds
+
+
+def test_more_stages_hide_more() -> None:
+    plan = tw.distributed.plan(long_problem(tw.causal()), ranks=64, device="h200")
+    assert plan.remote_stages > 1
+    assert len(plan.stages) == plan.remote_stages + 1
+
+
+@pytest.mark.parametrize("ranks", [8, 128])
+def test_schedules_beside(ranks: int) -> None:
+    problem = long_problem(tw.causal() & tw.window(4096), device="cuda")
+    rows = {row.name: row for row in tw.distributed.compare(problem, ranks, "h200")}
+    assert [*rows] == ["ring", "all-gather", "Ulysses", "2-D", "planned"]
+    assert rows["Ulysses"].runs == (ranks == 8)
+    assert "no multiples" in rows["Ulysses"].note or ranks == 8
+    planned = rows["planned"]
+    assert planned.bytes_forward is not None and rows["ring"].bytes_forward is not None
+    assert planned.bytes_forward * 3 < rows["ring"].bytes_forward
+    for row in rows.values():
+        if row.seconds is not None and planned.seconds is not None and row.name in ("ring", "all-gather"):
+            assert planned.seconds <= row.seconds * 1.001
+    assert "planned" in str(show_comparison(list(rows.values())))
+
+
+def test_a_plan_shows_itself() -> None:
+    plan = tw.distributed.plan(long_problem(tw.causal() & tw.window(1024), device="cuda"), ranks=16, device="h200")
+    text = str(plan)
+    assert "128 times less than an all-gather" in text
+    assert "16, balanced shards of 8192 to 8192 tokens" in text
+    assert "exposed" in text and "H200" in text
+
+
+def test_simulation_needs_no_torch() -> None:
+    answer = fresh(
+        "import tilewise as tw\n"
+        "p = tw.Problem.of(heads=8, head_dim=64, seqlen=4096, mask=tw.causal(), device='cuda')\n"
+        "plan = tw.distributed.plan(p, ranks=8, device='h200')\n"
+        "found['text'] = str(plan)\nfound['rows'] = len(tw.distributed.compare(p, 8, 'h200'))"
+    )
+    assert answer["rows"] == 5
+    assert loaded(answer, "torch", "triton") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, PlanError, "pass ranks= to simulate"),
+        ({"ranks": 0}, ArgumentError, "positive integer"),
+        ({"ranks": 2, "shards": "even"}, ArgumentError, "need one of balanced"),
+        ({"ranks": 2, "lengths": [3, 4]}, ArgumentError, "sum to 7"),
+        ({"ranks": 2, "lengths": [-1, 17]}, ArgumentError, "at least 0"),
+        ({"ranks": 2, "device": "h2000"}, DeviceError, "did you mean"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        tw.distributed.plan(problem(16, tw.causal()), **options).predict()
+
+
+def test_bad_problems() -> None:
+    with pytest.raises(ArgumentError, match="self-attention"):
+        tw.distributed.plan(problem(1, tw.causal(), kv_seqlen=16), ranks=2)
+    with pytest.raises(ArgumentError, match="pass the lengths"):
+        tw.distributed.plan(problem(16, tw.causal(), varlen=True), ranks=2)
+    with pytest.raises(ArgumentTypeError, match="need a Problem"):
+        tw.distributed.plan(tw.causal(), ranks=2)  # type: ignore[arg-type]
+    plan = tw.distributed.plan(problem(16, tw.causal()), ranks=2)
+    with pytest.raises(LayoutError, match="15 tokens along dim 2, the whole tensor has 16"):
+        plan.shard(np.zeros((1, 1, 15)), 2)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="need 0 to 1"):
+        plan.area(2)
