@@ -17,6 +17,9 @@ from tilewise.distributed.teams import divisors
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
 
+SCHEDULES = ("ring", "all-gather", "Ulysses", "2-D", "planned")
+"""The names of the rows, in their order."""
+
 
 @dataclass(frozen=True)
 class Row:
