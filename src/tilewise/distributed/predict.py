@@ -87,7 +87,7 @@ class Links:
         self.network = (1 / spec.network_bandwidth, spec.network_latency_s) if spec.network_bandwidth else self.own
 
     def seconds(self, near: Floats, far: Floats) -> Floats:
-        """From bytes each way, [2, stages, ranks], within nodes and between them: as long as the fuller way takes, both at once."""
+        """From bytes each way, [2, stages, ranks], within nodes and between them: as long as the fuller way takes."""
         times = []
         for size, (per_byte, latency) in ((near.max(axis=0), self.own), (far.max(axis=0), self.network)):
             times.append(size * per_byte + latency * (size > 0))
