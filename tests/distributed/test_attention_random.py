@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -19,6 +19,15 @@ from tilewise.distributed.exchange import Link
 from tilewise.distributed.passes import Backward, Cotangents, Forward
 from tilewise.distributed.segments import Call, Local
 from tilewise.problem import Problem
+
+
+class Drawn(NamedTuple):
+    problem: Problem
+    lengths: tuple[int, ...] | None
+    ranks: int
+    shards: str
+    stages: int
+    """In which tokens of other ranks arrive."""
 
 
 @st.composite
@@ -58,7 +67,7 @@ def masks(draw: st.DrawFn, length: int, batch: int) -> tw.Mask:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Problem, tuple[int, ...] | None, int, str]:
+def problems(draw: st.DrawFn) -> Drawn:
     packed = draw(st.booleans())
     lengths = tuple(draw(st.lists(st.integers(0, 30), min_size=1, max_size=4))) if packed else None
     length, batch = (sum(lengths), len(lengths)) if lengths is not None else (draw(st.integers(1, 40)), 2)
@@ -68,13 +77,13 @@ def problems(draw: st.DrawFn) -> tuple[Problem, tuple[int, ...] | None, int, str
         dtype="float64", mask=mask, varlen=packed, dropout_p=draw(st.sampled_from([0.0, 0.25])), needs_grad=True,
     )  # fmt: skip
     shards = draw(st.sampled_from(["balanced", "contiguous", "head_tail", "zigzag"]))
-    return problem, lengths, draw(st.integers(1, 6)), shards
+    return Drawn(problem, lengths, draw(st.integers(1, 6)), shards, draw(st.integers(1, 3)))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(drawn=problems())
-def test_random_problems(drawn: tuple[Problem, tuple[int, ...] | None, int, str]) -> None:
-    problem, lengths, ranks, shards = drawn
+def test_random_problems(drawn: Drawn) -> None:
+    problem, lengths, ranks, shards, stages = drawn
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(0)
 
@@ -87,6 +96,7 @@ def test_random_problems(drawn: tuple[Problem, tuple[int, ...] | None, int, str]
     plan = tw.distributed.plan(problem, lengths=lengths, shards=shards, ranks=ranks)
 
     def task(plan: ContextPlan, link: Link) -> tuple[Tensor, ...]:
+        vars(plan)["remote_stages"] = stages  # in the place of what is predicted to be fastest
         call = Call(plan, replace(problem, needs_lse=True), "auto", torch.device("cpu"))
         local = Local(*(plan.shard(x, 2) for x in inputs[:3]), seed=inputs.seed)
         out, lse = Forward(call, link, local).compute()
