@@ -31,6 +31,7 @@ def ids(tokens: int, seed: int = 0, runs: int = 5) -> torch.Tensor:
 def masks(tokens: int) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(1)
     table = torch.rand(-(-tokens // 4), -(-tokens // 4), generator=rng) < 0.4
+    lists = torch.tensor([[0, -1], [0, 3], [2, 0], [1, 99], [-1, -1], [11, 3]])
     return {
         "full": tw.full(),
         "causal": tw.causal(),
@@ -42,6 +43,7 @@ def masks(tokens: int) -> dict[str, Any]:
         "repeated documents": tw.documents(torch.arange(tokens) // 5 % 3),
         "other documents": ~tw.documents(ids(tokens)),
         "blocks": tw.causal() & tw.blocks(table, 4),
+        "selected": tw.causal() & tw.selected(lists[: -(-tokens // 16)], 5, per=16),
         "dense": tw.dense(torch.rand(tokens, tokens, generator=rng) < 0.3),
         "offset": tw.causal(offset=-3),
         "nothing": tw.prefix(0),
@@ -142,6 +144,15 @@ def test_packed_sequences_are_kept_apart(mask: tw.Mask) -> None:
     plan = tw.distributed.plan(problem(60, mask, varlen=True), lengths=[11, 0, 29, 1, 19], ranks=3, shards="contiguous")
     check(plan)
     assert plan.positions(0).tolist() == [*range(11), *range(9)]
+
+
+def test_ids_are_kept_by_value() -> None:
+    numbers = torch.arange(64, dtype=torch.int32) // 32
+    plan = tw.distributed.plan(problem(64, tw.documents(numbers)), ranks=2)
+    numbers.zero_()
+    assert plan.total_bytes() == 0
+    assert plan.problem.program.tensors[0].max() == 1
+    check(plan)
 
 
 def test_shards_and_positions() -> None:

@@ -5,6 +5,7 @@ torch is imported only where tensors are handled, so that any number of ranks ca
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
@@ -378,6 +379,8 @@ def _whole(problem: Problem, lengths: tuple[int, ...] | None) -> Problem:
             f"problem: {problem.seqlen_q} queries and {problem.seqlen_k} keys; context parallelism is for self-attention, "
             "and generation runs without it"
         )
+    if not problem.mask.static:  # ids and tables are read on the host, and kept as they are now
+        problem = replace(problem, mask=copy.deepcopy(problem.mask.to("cpu")))
     if lengths is None:
         if problem.varlen:
             raise ArgumentError("lengths: the problem is packed; pass the lengths of its sequences")
