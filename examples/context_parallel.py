@@ -3,8 +3,11 @@
     torchrun --nproc-per-node 4 examples/context_parallel.py
     torchrun --nproc-per-node 4 examples/context_parallel.py --length 32768 --steps 5
 
-Every process holds the model and a part of the tokens. The losses are those of one process (`python examples/context_parallel.py`),
-and what each keeps for the gradients falls with the number of processes.
+Every process holds the model and a part of the tokens. The losses are those of one process alone, which runs without torchrun:
+
+    python examples/context_parallel.py
+
+What each keeps for the gradients falls with the number of processes.
 """
 
 from __future__ import annotations
@@ -142,9 +145,8 @@ def report(length: int, losses: list[float], ranks: list[Rank]) -> None:
     print(f"{length:,} tokens, {len(losses)} steps: loss {losses[0]:.3f} → {losses[-1]:.3f} nats a byte")
     print(f"{'rank':>6} {'tokens':>9} {'kept for gradients':>20} {'memory grows by':>17} {'sent a step':>13}")
     for number, rank in enumerate(ranks):
-        print(
-            f"{number:>6} {rank.tokens:>9,} {rank.kept / mib:>16.1f} MiB {rank.grown / mib:>13.1f} MiB {rank.sent / mib:>9.2f} MiB"
-        )
+        kept, grown, sent = (size / mib for size in (rank.kept, rank.grown, rank.sent))
+        print(f"{number:>6} {rank.tokens:>9,} {kept:>16.1f} MiB {grown:>13.1f} MiB {sent:>9.2f} MiB")
     print(f"{'all':>6} {length:>9,} {sum(rank.kept for rank in ranks) / mib:>16.1f} MiB")
 
 

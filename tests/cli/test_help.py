@@ -31,4 +31,4 @@ def test_plan_and_explain_take_the_same_problem() -> None:
     )
     both = set(plan) & set(explain)
     assert {name: plan[name] for name in both} == {name: explain[name] for name in both}
-    assert set(plan) - set(explain) == {"all_devices"} and set(explain) - set(plan) == {"measure"}
+    assert set(plan) - set(explain) == {"all_devices", "ranks", "lengths"} and set(explain) - set(plan) == {"measure"}

@@ -25,6 +25,8 @@ COMMANDS = [
     "plan",
     "plan --device h200",
     "plan --all-devices",
+    "plan --ranks 8 --seqlen 16384 --heads 32 --mask causal --device h200",
+    "plan --ranks 4-8 --lengths 900,8x500 --mask causal&window(64) --device h200",
     "plan --seqlen 1 --kv-seqlen 4096 --heads 32 --kv-heads 8 --mask causal --device a100",
     "explain",
     "explain --device h200 --backend triton",
