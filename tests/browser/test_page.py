@@ -25,7 +25,8 @@ FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--hide-scrollbars",
 )  # fmt: skip
-CHARTS = ("roofline", "traffic", "shares", "map", "rowchart", "timeline", "memory", "precision", "losses")
+CHARTS = ("roofline", "traffic", "shares", "map", "rowchart", "timeline", "parallelTiles", "parallelTime", "memory",
+          "precision", "losses")  # fmt: skip
 SHOTS = "TILEWISE_SHOTS"
 """A directory to leave screenshots in, for people to look at."""
 

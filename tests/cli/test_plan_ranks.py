@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 import tilewise as tw
 from tilewise.cli.app import app
 from tilewise.cli.plan import parse_lengths, parse_ranks
+from tilewise.display import format_seconds
 from tilewise.distributed.predict import Prediction
 from tilewise.distributed.timeline import events
 from tilewise.errors import ArgumentError
@@ -73,6 +75,25 @@ def test_ranks_and_lengths_as_text() -> None:
     assert parse_lengths("5, 2×3,0") == (5, 3, 3, 0) and parse_lengths(None) is None
     with pytest.raises(ArgumentError, match="need from 1 to"):
         parse_ranks("9-8")
+
+
+def test_the_table_of_the_docs() -> None:
+    """docs/context-parallel.md: the bytes that each schedule sends, and the predicted times."""
+    text = (Path(__file__).parents[2] / "docs" / "context-parallel.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("| `causal")]
+    packed = (4096,) * 24 + (2048,) * 16
+    cases = ((tw.causal(), None), (tw.causal() & tw.window(1024), None), (tw.causal(), packed))
+    for line, (mask, lengths) in zip(lines, cases, strict=True):
+        problem = tw.Problem.of(heads=32, kv_heads=8, head_dim=128, seqlen=131072, mask=mask)
+        rows = {row.name: row for row in tw.distributed.compare(problem, 8, "h200", lengths=lengths)}
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for name, cell in zip(("all-gather", "Ulysses", "planned"), cells[1:4], strict=True):
+            sent = [int(part) for part in cell.removesuffix(" MiB").split(" + ")] if cell != "0" else [0, 0]
+            row = rows[name]
+            assert [round((size or 0) / 2**20) for size in (row.bytes_forward, row.bytes_backward)] == sent
+        for name, cell in zip(("all-gather", "ring", "Ulysses", "planned"), cells[4:], strict=True):
+            assert format_seconds(rows[name].seconds) == cell
+        assert rows["ring"].bytes_forward == rows["all-gather"].bytes_forward
 
 
 @pytest.mark.parametrize("device", ["h200", None])

@@ -18,8 +18,9 @@ from tilewise import hardware, model
 from tilewise.backends import plans
 from tilewise.cli.app import app
 from tilewise.diagnostics.plan import plan
+from tilewise.distributed import plan as context_plan
 from tilewise.hardware.ceilings import Ceilings
-from tilewise.lab.report import figures, machine, page, walk
+from tilewise.lab.report import figures, machine, page, parallel, walk
 from tilewise.lab.report.page import LANGUAGES
 from tilewise.lab.simulator import simulate
 from tilewise.lab.simulator.device import random_inputs
@@ -27,6 +28,7 @@ from tilewise.lab.simulator.exact import attention
 from tilewise.lab.simulator.precision import DATA
 from tilewise.masks import TileMap
 from tilewise.model import TilePlan
+from tilewise.problem import Problem
 
 SOURCES = {path.name: path.read_text(encoding="utf-8") for path in (Path(page.__file__).parent / "page").iterdir()}
 TEXTS = tomllib.loads((Path(page.__file__).parent / "text.toml").read_text(encoding="utf-8"))
@@ -68,6 +70,29 @@ def test_the_page_uses_exactly_the_texts_of_the_table() -> None:
     built = ("s.", "f.", "r.", "l.", "mask.", "data.", "theme.", "load", "compute")  # keys put together in the script
     unused = {key for key in TEXTS if key not in used and not key.startswith(built)}
     assert not unused
+
+
+def test_the_picture_of_ranks_is_that_of_the_plan(data: dict[str, Any]) -> None:
+    """Every tile the mask shows is computed, by the rank that holds its queries or its keys; nobody computes the others."""
+    shown = data["parallel"]
+    assert set(shown["masks"]) == set(data["axes"]["mask"])
+    side = parallel.LENGTH // parallel.CELLS
+    for mask in ("causal", "window", "documents"):
+        found = shown["masks"][mask]
+        tiles, seen = np.array(found["tiles"]), np.array(figures.classes(parallel.LENGTH, mask, side, side))
+        assert np.array_equal(tiles >= 0, seen > 0)
+        problem = Problem.of(
+            heads=figures.HEADS, head_dim=parallel.DIM, seqlen=parallel.LENGTH, mask=figures.make_mask(mask, parallel.LENGTH)
+        )
+        made = context_plan(problem, ranks=parallel.RANKS, device=parallel.DEVICE)
+        holder = np.zeros(parallel.LENGTH, int)
+        for rank in range(parallel.RANKS):
+            holder[made.token_numbers(rank)] = rank
+        held = [set(part.tolist()) for part in np.split(holder, parallel.CELLS)]
+        for i, j in np.argwhere(tiles >= 0):
+            assert tiles[i, j] in held[i] | held[j]
+        assert max(end for *_, end in found["events"]) == pytest.approx(made.predict().seconds)
+        assert found["schedules"][-1]["bytes_forward"] == max(made.bytes_sent(rank) for rank in range(parallel.RANKS))
 
 
 def test_every_name_python_hands_over_has_a_text(data: dict[str, Any]) -> None:

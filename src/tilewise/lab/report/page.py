@@ -15,6 +15,7 @@ from tilewise.errors import ArgumentError, require
 from tilewise.lab.bench.machine import machine as this_machine
 from tilewise.lab.bench.machine import versions
 from tilewise.lab.report import figures, machine
+from tilewise.lab.report.parallel import parallel
 from tilewise.lab.report.walk import TILE, walks
 from tilewise.lab.simulator.precision import experiment
 
@@ -34,7 +35,9 @@ def gather(record_dirs: Iterable[Path] = (), progress: Progress | None = None) -
     results = figures.results(specs)
     tell("tiles and walks", 0.85)
     maps, steps = figures.tile_maps(figures.LENGTHS, results), walks()
-    tell("the precision experiment", 0.9)
+    tell("a sequence over many devices", 0.88)
+    divided = parallel()
+    tell("the precision experiment", 0.92)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": this_machine(),
@@ -54,6 +57,7 @@ def gather(record_dirs: Iterable[Path] = (), progress: Progress | None = None) -
         "walks": steps,
         "walkTile": TILE,
         "timelines": figures.timelines(specs, results),
+        "parallel": divided,
         "memory": {str(dim): figures.memory(dim) for dim in figures.HEAD_DIMS},
         "precision": [asdict(result) for result in experiment(rows=32)],
         "records": machine.records(record_dirs),
@@ -81,7 +85,7 @@ def render(data: dict[str, Any], language: str = "en") -> str:
         texts=tables[language],
         subtitle=tables[language]["subtitle"].format(machine=data["devices"]["here"]["name"]),
         style=_source("page/page.css"),
-        scripts=[_source("page/page.js"), _source("page/walk.js")],
+        scripts=[_source(f"page/{name}.js") for name in ("page", "parallel", "walk")],
         plotly=get_plotlyjs(),
         data=embed(data),
         table=embed(tables),

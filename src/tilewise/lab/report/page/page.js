@@ -249,5 +249,5 @@ function showCertificate() {
 }
 
 function show() {
-  showMachine(); showNumbers(); showRoofline(); showTraffic(); showMap(); showWalk(); showTimeline(); showMemory(); showPrecision(); showBench(); showCertificate();
+  showMachine(); showNumbers(); showRoofline(); showTraffic(); showMap(); showWalk(); showTimeline(); showParallel(); showMemory(); showPrecision(); showBench(); showCertificate();
 }
