@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewise.backends.verdict import Verdict as Verdict
 from tilewise.backends.verdict import cpu_only as cpu_only
+from tilewise.errors import BackendError
 from tilewise.numerics.merge import finite
 from tilewise.numerics.oracle import Inputs as Inputs
 from tilewise.problem import WIDE, Problem
@@ -104,7 +105,7 @@ class Backend(Protocol):
 
     def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
         """Output and log-sum-exp, and their derivatives along the tangents, of which one at least is given."""
-        raise NotImplementedError
+        raise BackendError(f"{self.name} has no jvp")
 
     def double_backward(
         self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction
@@ -113,7 +114,7 @@ class Backend(Protocol):
 
         Backward of the backward and forward over reverse are both made of it.
         """
-        raise NotImplementedError
+        raise BackendError(f"{self.name} has no double_backward")
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """A function of q, k and v that gives out alone, for calls of the same types, shapes, strides and dtypes that want
