@@ -180,7 +180,7 @@ class KernelModule:
 
     def fetch_tiles(self, e: Emit) -> None:
         """Pack the K and V rows of keys [n0, n1), with zeros up to a whole register tile."""
-        args, frame = e.args, e.frame
+        frame = e.frame
         width = frame.n1 - frame.n0
         padded = round_up(width, self.tile.keys)
         frame.n_pad = padded
