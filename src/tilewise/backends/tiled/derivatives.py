@@ -169,7 +169,7 @@ def moving_deltas(seq: SequenceView, given: MovingRows, tangents: Tangents) -> t
 def double_backward_sequence(
     seq: SequenceView, given: MovingRows, tangents: Tangents, dq: Tensor, dbias: Tensor | None
 ) -> tuple[list[Sum], list[Sum]]:
-    """The backward's loop with the derivative of each step; fills in dQ_t and db_t, returns dK_t and dV_t as sums by key block."""
+    """The backward's loop with the derivative of each step; fills in dQ_t and db_t, returns sums of dK_t and dV_t."""
     problem, inputs = seq.problem, seq.inputs
     dk, dv = key_sums(seq)
     for i, q in seq.query_blocks():
