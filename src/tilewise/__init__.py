@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tilewise.masks import prefix as prefix
     from tilewise.masks import window as window
     from tilewise.problem import Problem as Problem
+    from tilewise.problem import top as top
 
 # module -> the public names it holds; the imports above are the same list for type checkers
 _HOMES = {
@@ -49,7 +50,7 @@ _HOMES = {
     "diagnostics.trace": ("trace_nonfinite",),
     "errors": ("TilewiseError",),
     "masks": ("Mask", "full", "causal", "window", "prefix", "documents", "blocks", "key_padding", "dense"),
-    "problem": ("Problem",),
+    "problem": ("Problem", "top"),
     "integrations.sdpa": ("sdpa", "replace_sdpa"),
 }
 

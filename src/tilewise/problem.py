@@ -36,6 +36,9 @@ _SIZES = (
 """Fields that are sizes, with the least and the greatest value of each."""
 SETTINGS = ("scale", "softcap", "dropout_p", "precision", "deterministic", "needs_lse")
 """Fields that neither the tensors nor the mask of a call tell; the operators carry them as arguments."""
+STATISTICS = ("max_logit", "entropy", "key_mass")
+"""Statistics by name; `top(k)`, the k largest weights of a row, is one more for every k."""
+MAX_TOP = 64
 ALIASES = {"half": "float16", "float": "float32", "bf16": "bfloat16"} | {f"fp{n}": f"float{n}" for n in (16, 32, 64)}
 
 
@@ -61,6 +64,7 @@ class Problem:
     needs_lse: whether anybody but the gradients looks at the log-sum-exp.
     device: "cpu" or "cuda".
     tile: the tiles asked for, each as (pass, block_q, block_k); () leaves the choice to the backend.
+    stats: the statistics asked for, such as ("max_logit", "entropy", "key_mass", "top(8)").
 
     >>> problem = tw.Problem.of(heads=32, kv_heads=8, seqlen=8192, head_dim=128, mask=tw.causal())
     >>> print(tw.plan(problem, device="h200"))
@@ -88,6 +92,7 @@ class Problem:
     needs_lse: bool = True
     device: str = "cpu"
     tile: TileRequest = ()
+    stats: tuple[str, ...] = ()
     memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
     """What layers keep of their work on this problem: the lowered mask, failed kernels, the backend of the gradients. It
     lives and dies with the problem, which the call cache keeps or drops."""
@@ -129,6 +134,7 @@ class Problem:
             scale = 1.0 / math.sqrt(head_dim) if isinstance(head_dim, int) and head_dim > 0 else 1.0
         features |= {name: unboxed(features[name]) for name in ("softcap", "dropout_p") if name in features}
         features["tile"] = tile_request(features.get("tile"))
+        features["stats"] = stats_request(features.get("stats"))
         problem = cls(
             batch=batch,
             heads=heads,
@@ -191,6 +197,11 @@ class Problem:
         few = not self.varlen and rows <= DECODE_ROWS and self.seqlen_k >= 4 * rows
         return few and self.asked("forward") is None
 
+    @property
+    def top(self) -> int:
+        """How many of a row's largest weights are asked for."""
+        return next((_top_size(name) for name in self.stats if name not in STATISTICS), 0)
+
     def asked(self, pass_: str) -> tuple[int, int] | None:
         """The tile that the user wants for a pass; None for none."""
         return next(((m, n) for name, m, n in self.tile if name == pass_), None)
@@ -246,6 +257,50 @@ def tile_request(tile: Any) -> TileRequest:
             )
         request.append((pass_, *sizes))
     return tuple(request)
+
+
+def top(k: int) -> str:
+    """The statistic "the k largest weights of each row, and their keys", for `stats` of `attention`.
+
+    k: how many, 1 to 64.
+
+    >>> out, stats = tw.attention(q, k, v, stats=(tw.top(8),))
+    >>> stats.top.weights, stats.top.indices                                       # (B, Hq, Sq, 8) each
+    """
+    if isinstance(k, bool) or not is_integer(k):
+        raise ArgumentTypeError(f"top: got {k!r}, need an integer from 1 to {MAX_TOP}")
+    if not 1 <= k <= MAX_TOP:
+        raise ArgumentError(f"top: got {k}, need 1 to {MAX_TOP}")
+    return f"top({plain(k)})"
+
+
+def _top_size(name: str) -> int:
+    """The k of "top(k)"; 0 for anything else."""
+    text = name[4:-1]
+    return int(text) if name == f"top({text})" and text.isdecimal() and text.isascii() else 0
+
+
+def stats_request(stats: Any) -> tuple[str, ...]:
+    """What `stats=` asks for, in one form: names in a fixed order. Raises for what is no statistic, or asked for twice."""
+    if stats is None:
+        return ()
+    known = f"{', '.join(STATISTICS)} or top(k)"
+    if isinstance(stats, str):
+        raise ArgumentTypeError(f"stats: got {stats!r}, need a tuple of statistics, such as ({stats!r},)")
+    if not isinstance(stats, (tuple, list, set, frozenset)):
+        raise ArgumentTypeError(f"stats: got {type(stats).__name__}, need a tuple of {known}")
+    for name in stats:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"stats: got {name!r}, need {known}")
+        if name not in STATISTICS and not _top_size(name):
+            raise ArgumentError(f"stats: got {name!r}, need {known}")
+    names = [name for name in STATISTICS if name in stats]
+    tops = [top(_top_size(name)) for name in stats if name not in STATISTICS]
+    if len(tops) > 1:
+        raise ArgumentError(f"stats: got {' and '.join(tops)}; ask for the largest of them alone")
+    if len(names) + len(tops) < len(stats):
+        raise ArgumentError(f"stats: got one twice in {tuple(stats)}")
+    return (*names, *tops)
 
 
 def tile_text(request: TileRequest) -> str:

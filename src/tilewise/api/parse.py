@@ -18,7 +18,7 @@ from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, Layou
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
 from tilewise.masks.algebra import INTEGERS
 from tilewise.ops.tensors import check_kinds, dtype_name, materialized, tensor_fields
-from tilewise.problem import ITEMSIZE, WIDE, Problem, tile_request, unboxed
+from tilewise.problem import ITEMSIZE, WIDE, Problem, stats_request, tile_request, unboxed
 
 LAYOUTS = {"bhsd": "(batch, heads, sequence, dim)", "bshd": "(batch, sequence, heads, dim)"}
 SEED_RANGE = 2**63 - 1
@@ -75,6 +75,7 @@ def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inpu
         dropout_p=unboxed(options["dropout_p"]),
         precision=options["precision"],
         tile=tile_request(options["tile"]),
+        stats=stats_request(options["stats"]),
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
         needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, bias, sinks) if x is not None),
         needs_lse=bool(options["return_lse"]),

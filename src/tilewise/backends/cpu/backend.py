@@ -20,19 +20,34 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    Direction,
+    EntropyCotangent,
     Grads,
     Inputs,
+    Jvp,
+    Statistics,
+    Tangents,
     Verdict,
     cpu_only,
+    empty_lse,
     empty_out,
+    empty_statistics,
     rounded,
     sink_gradient,
 )
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
 from tilewise.backends.cpu.blind import without_blind
+from tilewise.backends.cpu.directions import (
+    NO_STRIDES,
+    broadcast_strides,
+    moving_arguments,
+    moving_sink_gradient,
+    readable_direction,
+)
 from tilewise.backends.cpu.fixed import fixed_arguments
-from tilewise.backends.cpu.spec import GRADIENTS, HOT, Kernel, argument_names, round_up
+from tilewise.backends.cpu.spec import GRADIENTS, HOT, STATISTICS, Kernel, argument_names, round_up
+from tilewise.backends.sequence import sweep_statistics
 from tilewise.hardware.probe import probe_cpu
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
@@ -121,7 +136,8 @@ class CpuBackend(Backend):
         planned = plan.supports(problem, probe_cpu(_num_threads()), backward=backward)
         return Verdict.of(_obstacle(), *planned.reasons, _scattered(problem, inputs))
 
-    def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def forward(self, problem: Problem, inputs: Inputs, more: Iterable[tuple[str, int]] = ()) -> tuple[Tensor, Tensor]:
+        """`more` are the arguments of a kernel with statistics."""
         q, k, v = inputs[:3]
         launch = _launch_for(problem, inputs, "forward")
         out = _like(q) if problem.head_dim == problem.head_dim_v else empty_out(q, problem.head_dim_v)
@@ -129,13 +145,39 @@ class CpuBackend(Backend):
         if launch.plain:
             launch.run((q, k, v, out, lse))
             return out, lse
+        if launch.kernel.stats and not more:  # the kernel writes statistics, whoever asks
+            return self.statistics(problem, inputs)[:2]
         args, _alive = _optional_args(problem, inputs, launch)
         if launch.counters:
             work = torch.empty(launch.workspace, dtype=launch.real, device="cpu")
             done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")
             args += [("work", work.data_ptr()), ("done", done.data_ptr())]
-        launch.run((q, k, v, out, lse), args)
+        launch.run((q, k, v, out, lse), [*args, *more])
         return out, lse
+
+    def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
+        like = empty_lse(inputs.q, problem.precision)
+        stats = empty_statistics(problem, like)
+        rows = {name: torch.empty_like(like) for name in STATISTICS["forward"]} if plan.watched(problem) else {}
+        out, lse = self.forward(problem, inputs, [(name, x.data_ptr()) for name, x in rows.items()])
+        stats = stats._replace(**{name: x for name, x in rows.items() if getattr(stats, name) is not None})
+        sweep_statistics(problem, inputs, lse, stats)
+        return out, lse, stats
+
+    def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
+        return plan.derives(problem, probe_cpu(_num_threads()), derivative=derivative)
+
+    def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        launch = _launch_for(problem, inputs, "jvp")
+        out, out_t = empty_out(inputs.q, problem.head_dim_v), empty_out(inputs.q, problem.head_dim_v)
+        lse, lse_t = _new(*launch.lse), _new(*launch.lse)
+        args, _alive = _optional_args(problem, inputs, launch)
+        args += moving_arguments(tangents, out_t, lse_t)
+        if tangents.sinks is not None:
+            _alive.append(tangents.sinks.to(launch.real).contiguous())
+            args.append(("sinks_t", _alive[-1].data_ptr()))
+        launch.run((*inputs[:3], out, lse), args)
+        return Jvp(out, lse, out_t, lse_t)
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """With the strides known too, only five addresses of the arguments change."""
@@ -176,11 +218,33 @@ class CpuBackend(Backend):
 
         return launch
 
-    def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
-        inputs, given = without_blind(self.forward, problem, inputs, given)
+    def entropy_backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent
+    ) -> Grads:
+        return self.backward(problem, inputs, given, entropy)
+
+    def double_backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction) -> Grads:
+        return self.backward(problem, inputs, given, direction=direction)
+
+    def backward(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        given: BackwardInputs,
+        entropy: EntropyCotangent | None = None,
+        direction: Direction | None = None,
+    ) -> Grads:
+        """The gradients, or, with a direction, their derivative along it."""
+        inputs, given, blind = without_blind(self.forward, problem, inputs, given)
         out, lse, dout, dlse, needs = given
-        launch = _launch_for(problem, inputs, "backward", needs.dbias)
+        launch = _launch_for(problem, inputs, "backward" if direction is None else "double_backward", needs.dbias)
         args, _alive = ([], []) if launch.plain else _optional_args(problem, inputs, launch)
+        if entropy is not None:
+            _alive += [x.to(lse.dtype).contiguous() for x in entropy]
+            args += zip(STATISTICS["backward"], (x.data_ptr() for x in _alive[-2:]), strict=True)
+        if direction is not None:
+            direction = readable_direction(direction, blind, launch.kernel.bias, launch.real)
+            args += moving_arguments(*direction)
         dq = _like(inputs.q) if needs.dq else None
         dk_sum, dv_sum = (_zero_sum(x, launch) if need else None for x, need in ((inputs.k, needs.dk), (inputs.v, needs.dv)))
         lse = lse.contiguous()
@@ -191,14 +255,19 @@ class CpuBackend(Backend):
             dbias = torch.zeros(inputs.bias.shape, dtype=launch.real, device="cpu")
         turns = _empty((launch.counters,), (1,), torch.int64).zero_()
         pointers = (0 if x is None else x.data_ptr() for x in (dout, dlse, delta, dq, dk_sum, dv_sum, dbias, turns))
-        strides = (*dout.stride(), *(_NO_STRIDES if dq is None else dq.stride()), *_broadcast_strides(dbias))
+        strides = (*dout.stride(), *(NO_STRIDES if dq is None else dq.stride()), *broadcast_strides(dbias))
         launch.run((*inputs[:3], out, lse), args, (*pointers, schedule.pause(), *strides))
+        dsinks = None
+        if needs.dsinks and inputs.sinks is not None:
+            dsinks = sink_gradient(inputs.sinks, lse, delta)
+            if direction is not None:
+                dsinks = moving_sink_gradient(inputs.sinks, given._replace(lse=lse), delta, direction)
         return Grads(
             dq,
             _rounded(dk_sum, inputs.k),
             _rounded(dv_sum, inputs.v),
             None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
-            sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
+            dsinks,
         )
 
 
@@ -245,7 +314,8 @@ def _make_launch(
     entry = compiler.worker(kernel)
     if threads > 1 and compiler.awake():
         schedule.team()  # what else needs LLVM is compiled now, and not in a later call
-    optional = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or problem.sinks or problem.program.tensors
+    changed = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or kernel.stats
+    optional = changed or problem.sinks or problem.program.tensors
     counters = tiles.tasks // tiles.splits if tiles.splits > 1 else 0
     real = torch.float64 if kernel.real == "float64" else torch.float32
     batch, heads, rows = 1 if problem.varlen else problem.batch, problem.heads, problem.seqlen_q
@@ -259,7 +329,7 @@ def _make_launch(
         size=frames.frame(problem, kernel, tiles),
         threads=tiles.threads,
         workspace=frames.workspace(problem, kernel, tiles),
-        counters=problem.batch * problem.heads * tiles.blocks if kind == "backward" else counters,
+        counters=problem.batch * problem.heads * tiles.blocks if kernel.backwards else counters,
         real=real,
         lse=((batch, heads, rows), (heads * rows, rows, 1), real),
         plain=not (optional or counters),
@@ -271,7 +341,7 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
     args: list[tuple[str, int]] = []
     alive: list[Tensor] = []
     if inputs.bias is not None:
-        strides = zip("bhsd", _broadcast_strides(inputs.bias), strict=True)
+        strides = zip("bhsd", broadcast_strides(inputs.bias), strict=True)
         args += [("bias", inputs.bias.data_ptr()), *((f"bias_{axis}", stride) for axis, stride in strides)]
     if problem.dropout_p and inputs.seed is not None:
         args.append(("seed", int(inputs.seed)))
@@ -287,18 +357,8 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
         tensor = torch.as_tensor(given, device="cpu")
         alive.append(tensor if tensor.dtype == torch.bool else tensor.to(torch.int32))
         args.append((f"mask_t{n}", alive[-1].data_ptr()))
-        args += [(f"mask_t{n}_{axis}", stride) for axis, stride in enumerate(_broadcast_strides(alive[-1]))]
+        args += [(f"mask_t{n}_{axis}", stride) for axis, stride in enumerate(broadcast_strides(alive[-1]))]
     return args, alive
-
-
-_NO_STRIDES = (0, 0, 0, 0)
-
-
-def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
-    """Strides of a tensor that is repeated along sides of one element."""
-    if x is None:
-        return _NO_STRIDES
-    return tuple(0 if side == 1 else step for side, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _like(x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def planned(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) ->
     """The blocks of a call whose longest sequence has so many queries."""
     if kernel.kind == "decode":
         return _decode(problem, kernel, spec)
-    if kernel.kind == "forward":
+    if kernel.kind in ("forward", "jvp"):
         return _forward(problem, kernel, spec, longest)
     return (_matrix_backward if kernel.matrix else _backward)(problem, kernel, spec, longest)
 
@@ -46,7 +46,7 @@ def given(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int, size
     """Blocks of that size, as many heads in a task and as many splits as there is room for; None if there is room for none."""
     rows, keys = size
     threads, blocks = threads_for(problem, spec), -(-longest // rows)
-    group = 1 if kernel.kind == "backward" else problem.group
+    group = 1 if kernel.backwards else problem.group
     for heads in (n for n in range(group, 0, -1) if group % n == 0):
         tasks = problem.batch * problem.heads // heads * blocks
         splits = _splits_of(problem, kernel, spec, tasks, keys)
@@ -134,7 +134,7 @@ def _by_heads(problem: Problem, spec: DeviceSpec, longest: int) -> Callable[[int
 def _splits_of(problem: Problem, kernel: Kernel, spec: DeviceSpec, tasks: int, keys: int) -> int:
     """Parts of the keys, so that every one of several threads has some tasks; each of several blocks."""
     threads = threads_for(problem, spec)
-    if threads == 1 or kernel.kind == "backward":
+    if threads == 1 or kernel.kind not in ("forward", "decode"):
         return 1
     if kernel.kind == "decode":
         each, least_keys = 4, 4 * keys

@@ -180,19 +180,23 @@ class KernelModule:
 
     def fetch_tiles(self, e: Emit) -> None:
         """Pack the K and V rows of keys [n0, n1), with zeros up to a whole register tile."""
-        args, frame = e.args, e.frame
+        frame = e.frame
         width = frame.n1 - frame.n0
         padded = round_up(width, self.tile.keys)
         frame.n_pad = padded
         for name, source, layout in self.tiles:
-            cols = args.D if source == "k" else args.Dv
-            rows = self.row_of(e, source, frame.key_head, frame.k_start + frame.n0)
-            steps = [rows, getattr(args, source).stride_s, getattr(args, source).stride_d, width]
-            to = getattr(frame, name)
-            if layout == "lanes":
-                e.call(self.pack_lanes, to, args.DP if source == "k" else args.DVP, *steps, cols)
-            else:
-                e.call(self.pack_panels, to, self.panel(e), *steps, padded, cols)
+            self.fetch_tile(e, (name, source, layout), width, padded)
+
+    def fetch_tile(self, e: Emit, tile: tuple[str, str, str], width: Any, padded: Any) -> None:
+        (name, source, layout), args, frame = tile, e.args, e.frame
+        cols = args.D if source[0] == "k" else args.Dv
+        rows = self.row_of(e, source, frame.key_head, frame.k_start + frame.n0)
+        steps = [rows, getattr(args, source).stride_s, getattr(args, source).stride_d, width]
+        to = getattr(frame, name)
+        if layout == "lanes":
+            e.call(self.pack_lanes, to, args.DP if source[0] == "k" else args.DVP, *steps, cols)
+        else:
+            e.call(self.pack_panels, to, self.panel(e), *steps, padded, cols)
 
     def panel(self, e: Emit) -> Any:
         """Distance of two panels of a tile, in cells: J columns of every key of a block."""
@@ -202,7 +206,7 @@ class KernelModule:
         """Where a tile holds column `col` of key `key`."""
         J, (_, source, layout) = self.tile.keys, tile
         if layout == "lanes":
-            start = round_down(key, J) * (e.args.DP if source == "k" else e.args.DVP)
+            start = round_down(key, J) * (e.args.DP if source[0] == "k" else e.args.DVP)
             row, lane = col * J, key % J
         else:
             start = col // J * (e.args.BN * J)
@@ -244,7 +248,7 @@ class KernelModule:
         """
         args, frame = e.args, e.frame
         n_pad, dtype = frame.n_pad, self.packed
-        tiles = [(tile, getattr(frame, tile[0]).stored(dtype), args.D if tile[1] == "k" else args.Dv) for tile in self.tiles]
+        tiles = [(tile, getattr(frame, tile[0]).stored(dtype), args.D if tile[1][0] == "k" else args.Dv) for tile in self.tiles]
         tiles = [tile for tile in tiles if tile[0][0] in self.cleaned]
         total = e.const(0.0)
         for tile, cells, cols in tiles:

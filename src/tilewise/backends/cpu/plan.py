@@ -20,7 +20,8 @@ from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import Problem
 
 ARCHITECTURES = ("aarch64", "x86_64")
-KINDS = ("forward", "decode", "backward")
+KINDS = ("forward", "decode", "backward", "jvp", "double_backward")
+DERIVED = ("jvp", "double_backward")
 MATRIX_KINDS = ("forward", "backward")
 """Kernels that are made for matrix tiles too."""
 MATRIX_SIDE = 32
@@ -86,7 +87,7 @@ def register_for(problem: Problem, kind: str, spec: DeviceSpec, longest: int = 0
     if spec.arch == "aarch64" and spec.isa != "neon":  # SVE machines run NEON's instructions too; kernels use those
         return Register(lanes, 4, 4)
     # the backward lays strips along the head dim as well, and a power of two divides that
-    dim = max(problem.head_dim, problem.head_dim_v) if kind == "forward" else 0
+    dim = max(problem.head_dim, problem.head_dim_v) if kind in ("forward", "jvp") else 0
     micro, _ = register_tile(spec, size, dim)
     if kind == "forward" and longest:
         micro = short_tile(spec, size, micro, longest)
@@ -119,6 +120,7 @@ def decode_obstacle(problem: Problem, spec: DeviceSpec, longest: int) -> str | N
     if longest != 1:
         return f"the decode kernel takes one query a head, here are {longest}"
     given = {"softcap": problem.softcap, "ALiBi": problem.alibi, "dropout": problem.dropout_p, "a bias": problem.bias}
+    given["max_logit or entropy"] = watched(problem)
     if changed := [name for name, value in given.items() if value]:
         return f"the decode kernel has no {' and no '.join(changed)}"
     if not is_interval(problem.program.structure):
@@ -126,6 +128,11 @@ def decode_obstacle(problem: Problem, spec: DeviceSpec, longest: int) -> str | N
     if _decode_register(problem, spec) is None:
         return f"the decode kernel loads whole vectors; head dims {problem.head_dim} and {problem.head_dim_v} are none"
     return None
+
+
+def watched(problem: Problem) -> bool:
+    """Does the forward gather statistics on its way? The others are made by a sweep over the scores, once it is done."""
+    return "max_logit" in problem.stats or "entropy" in problem.stats
 
 
 def kernel_for(problem: Problem, tile: TilePlan, spec: DeviceSpec, bias_dtype: str = "", dbias: bool = False) -> Kernel:
@@ -155,6 +162,7 @@ def _kernel(
         dbias=dbias,
         matrix=matrix,
         double=problem.widened,
+        stats="entropy" in problem.stats if kind == "backward" else kind == "forward" and watched(problem),
     )
 
 
@@ -198,6 +206,19 @@ def planned(problem: Problem, spec: DeviceSpec, kind: str, longest: int) -> Tile
     """The tile of one kernel, whatever was asked for."""
     kernel = _kernel_of(problem, kind, spec, longest)
     return _described(problem, kernel, spec, blocks.planned(problem, kernel, spec, longest))
+
+
+def derives(problem: Problem, spec: DeviceSpec, *, derivative: str) -> Verdict:
+    """Can the kernels compute a derivative of a problem that they serve?"""
+    rounded = "what the gradients of float64 arithmetic are made of was rounded when it was stored; tiled sums it anew"
+    return Verdict.of(
+        None if derivative in DERIVED else f"has no {derivative}",
+        rounded if problem.widened and derivative == "double_backward" else None,
+    )
+
+
+def derivative_tiles(problem: Problem, spec: DeviceSpec, derivative: str) -> dict[str, TilePlan]:
+    return {derivative: tile_for(problem, spec, derivative)}
 
 
 def _forward_kind(problem: Problem, spec: DeviceSpec, longest: int, adjacent: bool) -> str:

@@ -18,7 +18,7 @@ class Modifier:
     """softcap -> + bias -> + alibi for the rows q0, q0 + 1, … of one head."""
 
     def __init__(self, kernel: Kernel, seq: SeqInfo, q0: Value) -> None:
-        self.kernel, self.seq = kernel, seq
+        self.kernel, self.seq, self.q0 = kernel, seq, q0
         e, args = seq.e, seq.args
         self.unit = LOG2E / kernel.score_unit
         self.cap = args.cap_factor.splat()
@@ -36,7 +36,7 @@ class Modifier:
     def apply(self, s: Any, k: Value) -> tuple[Any, Any, Any]:
         """Scores of key k changed; which lanes the bias leaves visible (None: all); tanh of the raw score (None without cap)."""
         e, kernel, args = self.seq.e, self.kernel, self.seq.args
-        tanhs = e.each(tanh, s) if kernel.softcap else None
+        tanhs = self.tanhs(s) if kernel.softcap else None
         if tanhs is not None:
             s = tanhs * self.cap
         visible = None
@@ -50,6 +50,21 @@ class Modifier:
             key = k.to_real(e.real.type).splat()
             s = e.each(lambda position, x: e.fma(abs(position - key), self.slope, x), self.positions, s)
         return s, visible, tanhs
+
+
+    def tanhs(self, s: Any) -> Any:
+        """Of raw scores, which leave the product divided by the cap."""
+        return self.seq.e.each(tanh, s)
+
+
+def bias_column(modifier: Modifier, name: str, k: Value) -> Any:
+    """The rows' values for key k of a tensor that is laid out like a bias: its tangent."""
+    seq, e = modifier.seq, modifier.seq.e
+    tensor, last = getattr(seq.args, name), seq.Sq - 1
+    base = seq.batch * tensor.stride_b + seq.head * tensor.stride_h + e.min(k, seq.Sk - 1) * tensor.stride_d
+    rows = [base + e.min(modifier.q0 + r, last) * tensor.stride_s for r in range(modifier.kernel.tile.rows)]
+    cells = tensor.pointer
+    return gather([cells.fetch(row) for row in rows])
 
 
 def drop(seq: SeqInfo, q0: Value, n0: Value, keys: tuple[Any, Any], visit: Callable[[Any, int, Any], None]) -> None:

@@ -40,7 +40,7 @@ class Register(NamedTuple):
 class Kernel(NamedTuple):
     """Everything that changes a kernel's code. Lengths, strides and numbers are arguments, never part of the key."""
 
-    kind: str  # "forward", "backward" or "decode"
+    kind: str  # "forward", "backward", "decode", "jvp" or "double_backward"
     dtype: str
     tile: Register
     structure: str = ""
@@ -52,11 +52,17 @@ class Kernel(NamedTuple):
     dbias: bool = False  # the backward's only: the bias wants a gradient
     matrix: str = ""  # products on tiles of a matrix unit, "amx"; "": on vectors
     double: bool = False  # float64 arithmetic of narrower inputs
+    stats: bool = False  # the forward gives max logit and entropy; the backward takes what comes back to the entropy
 
     @property
     def real(self) -> str:
         """The type of the arithmetic: inputs are widened to it as they are loaded, results narrowed as they are stored."""
         return "float64" if self.double or self.dtype == "float64" else "float32"
+
+    @property
+    def backwards(self) -> bool:
+        """Does a task have rows of one query head, and add to gradients of keys that other tasks add to?"""
+        return self.kind in ("backward", "double_backward")
 
     @property
     def score_unit(self) -> float:
@@ -86,6 +92,13 @@ GRADIENTS = (
 )
 """Those of a backward; they too follow each other, to be written in one go."""
 BACKWARD = (*FORWARD, *GRADIENTS, "DR", "DVR", "PS", "ds_factor")
+STATISTICS = {"forward": ("max_logit", "entropy", "key_lse"), "backward": ("dentropy", "mean")}
+"""Those of a kernel with statistics, after the others: rows of the Real type, (B, Hq, Sq)."""
+MOVING = ("qt", "kt", "vt", "bias_t")
+"""Tangents, each an address that may be null and its strides."""
+TANGENTS = (*MOVING, "lse_t", *(f"{t}_{axis}" for t in MOVING for axis in "bhsd"))
+JVP = (*FORWARD, *TANGENTS, "sinks_t", "ot", *(f"ot_{axis}" for axis in "bhsd"))
+DOUBLE_BACKWARD = (*BACKWARD, *TANGENTS, "ot", *(f"ot_{axis}" for axis in "bhsd"))
 DOUBLES = (*NUMBERS, "ds_factor")
 """Passed as doubles; all others are integers and addresses."""
 
@@ -105,4 +118,5 @@ def mask_args(structure: str) -> tuple[str, ...]:
 
 
 def argument_names(kernel: Kernel) -> tuple[str, ...]:
-    return (BACKWARD if kernel.kind == "backward" else FORWARD) + mask_args(kernel.structure)
+    names = {"backward": BACKWARD, "jvp": JVP, "double_backward": DOUBLE_BACKWARD}.get(kernel.kind, FORWARD)
+    return names + (STATISTICS[kernel.kind] if kernel.stats else ()) + mask_args(kernel.structure)

@@ -52,10 +52,7 @@ class RowStatistics(KernelModule):
         high, low = (part / unit for part in LOG2E_PARTS[self.kernel.real])
         position = frame.q_start + frame.m0
         row0 = self.row_index(e, frame.head, position)
-        out, dout = (self.row_of(e, name, frame.head, position) for name in ("o", "do"))
-        steps = [dout, args.do.stride_s, args.do.stride_d, out, args.o.stride_s, args.o.stride_d]
-        if not self.kernel.double:
-            e.call(self.row_dots, frame.delta, *steps, frame.rows, args.Dv)
+        self.emit_row_sums(e, position)
         with e.range(0, frame.rows) as row:
             lse = args.lse[row0 + row]
             hi = lse * high
@@ -71,10 +68,15 @@ class RowStatistics(KernelModule):
             else:
                 self.store_delta(e, row0, row, slight)
             frame.do_factors[row] = slight * args.grow_factor
+            if self.kernel.stats:  # in the kernel's unit
+                frame.dentropy[row] = args.dentropy[row0 + row] * slight * (unit / LOG2E)
+                frame.mean[row] = args.mean[row0 + row] * (LOG2E / unit)
         with e.range(frame.rows, args.BM) as row:
             frame.lse2[row] = INFINITY
             frame.delta[row] = 0.0
             frame.do_factors[row] = 0.0
+            if self.kernel.stats:
+                frame.dentropy[row], frame.mean[row] = 0.0, 0.0
         if not self.kernel.matrix:
             with e.range(0, args.BM) as row:
                 frame.q_factors[row] = args.q_factor
@@ -82,6 +84,24 @@ class RowStatistics(KernelModule):
         else:
             with e.range(0, args.BM) as row:  # dS is scaled before it is rounded
                 frame.ds_factors[row] = 1.0
+
+    def emit_row_sums(self, e: Emit, position: Any) -> None:
+        """delta = rowsum(dO ∘ O)."""
+        args, frame = e.args, e.frame
+        out, dout = (self.row_of(e, name, frame.head, position) for name in ("o", "do"))
+        steps = [dout, args.do.stride_s, args.do.stride_d, out, args.o.stride_s, args.o.stride_d]
+        if not self.kernel.double:
+            e.call(self.row_dots, frame.delta, *steps, frame.rows, args.Dv)
+
+    def entropy_rows(self, e: Emit, row: Any) -> dict[str, Any]:
+        """Of a strip: what comes back to the entropy, and the mean logit."""
+        if not self.kernel.stats:
+            return {}
+        return {"dentropy": e.frame.dentropy.strip(row), "mean": e.frame.mean.strip(row)}
+
+    def add_entropy(self, e: Emit, weights: Any, s: Any, dp: Any) -> Any:
+        """dP with what comes back to the entropy: -dH · (s - mean)."""
+        return e.each(lambda dp, h, s, mean: e.fma(-h, s - mean, dp), dp, weights.dentropy, s, weights.mean)
 
     def store_delta(self, e: Emit, row0: Any, row: Any, slight: Any) -> None:
         """delta - dLSE, for the gradient of a sink and, times the factor that dO has, for dS."""

@@ -22,17 +22,20 @@ from tilewise.backends.base import (
     Backend,
     BackwardInputs,
     Direction,
+    EntropyCotangent,
     Grads,
     Inputs,
     Jvp,
+    Statistics,
     Tangents,
     Verdict,
     empty_lse,
     empty_out,
+    empty_statistics,
     rounded,
     sink_gradient,
 )
-from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences
+from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences, sweep_statistics
 from tilewise.backends.tiled import plan
 from tilewise.backends.tiled.derivatives import (
     MovingRows,
@@ -42,12 +45,13 @@ from tilewise.backends.tiled.derivatives import (
     moving_deltas,
     sink_gradient_tangent,
 )
+from tilewise.backends.tiled.statistics import RowWatch, Step
 from tilewise.backends.tiled.sums import Sum, accumulator, key_sums
 from tilewise.numerics.merge import finite, join_sink
 from tilewise.problem import Problem
 
 
-def forward_rows(seq: SequenceView, i: int, q: Range) -> tuple[Tensor, Tensor]:
+def forward_rows(seq: SequenceView, i: int, q: Range, watch: RowWatch | None = None) -> tuple[Tensor, Tensor]:
     """Query block `i` against every key block it sees: normalised output [B, Hq, M, Dv] and LSE [B, Hq, M]."""
     problem, inputs, rows = seq.problem, seq.inputs, q[1] - q[0]
     q_tile = seq.load(inputs.q, q)  # [B, Hq, M, D]
@@ -61,6 +65,8 @@ def forward_rows(seq: SequenceView, i: int, q: Range) -> tuple[Tensor, Tensor]:
         m_new = torch.maximum(m, tile.s.amax(dim=-1, keepdim=True))
         alpha = torch.exp(m - finite(m_new))
         p = torch.exp(tile.s - finite(m_new))  # [B, Hq, M, N]
+        if watch is not None:
+            watch.see(Step(tile.s, p, m, m_new, alpha, l.total()), k)
         l.scale(alpha)
         l.add(seq.row_sum(p))
         v_tile = seq.load(inputs.v, k, tile.seen)  # [B, Hk, N, Dv]
@@ -70,6 +76,8 @@ def forward_rows(seq: SequenceView, i: int, q: Range) -> tuple[Tensor, Tensor]:
     total = l.total()
     out = acc.total() / total.masked_fill(total == 0, 1.0)
     lse = (finite(m) + total.log()).squeeze(-1)  # log 0 = -inf marks a row that saw no key
+    if watch is not None:
+        watch.finish(m, total)
     return (out, lse) if inputs.sinks is None else join_sink(out, lse, inputs.sinks)
 
 
@@ -97,6 +105,7 @@ class Cotangents(NamedTuple):
     dout: Tensor  # [B, Hq, M, Dv]
     lse: Tensor  # [B, Hq, M]
     delta: Tensor  # [B, Hq, M]: rowsum(dO ∘ O) - dLSE, so that dS = P ∘ (dP - delta)
+    entropy: EntropyCotangent | None = None
 
 
 def backward_sequence(
@@ -121,6 +130,9 @@ def backward_sequence(
             p = torch.exp(tile.s - lse)  # [B, Hq, M, N]
             dv[j].add(seq.product(seq.fold(seq.dropped(p, q, k)).mT, do_tile))
             dp = seq.dropped(seq.unfold(seq.product(do_tile, v_tile.mT), rows), q, k)
+            if given.entropy is not None:
+                dentropy, mean = (x[:, :, slice(*q)].unsqueeze(-1) for x in given.entropy)
+                dp = dp - dentropy * torch.where(tile.s == float("-inf"), 0.0, tile.s - mean)
             ds = p * (dp - tile.rows(delta))
             if dbias is not None:
                 part = cut_tile(dbias, q, k)
@@ -153,16 +165,35 @@ class Tiled(Backend):
         return plan.supports(problem)
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        out, lse, _ = self.statistics(problem, inputs)
+        return out, lse
+
+    def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q, problem.precision)
+        stats = empty_statistics(problem, lse)
         for seq in sequences(problem, inputs, plan.tiles(problem)["forward"].sizes):
             own_out, own_lse = seq.cut.queries(out), seq.cut.queries(lse)
             for i, q in seq.query_blocks():
-                rows, row_lse = forward_rows(seq, i, q)
+                watch = RowWatch(problem) if problem.stats else None
+                rows, row_lse = forward_rows(seq, i, q, watch)
                 own_out[:, :, slice(*q)] = rounded(rows, out.dtype)
                 own_lse[:, :, slice(*q)] = row_lse.to(lse.dtype)
-        return out, lse
+                if watch is not None:
+                    watch.store(row_lse, Statistics(*(None if x is None else seq.cut.queries(x) for x in stats)), q)
+        sweep_statistics(problem, inputs, lse, stats._replace(weights=None, indices=None))
+        return out, lse, stats
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+        return self._backward(problem, inputs, given, None)
+
+    def entropy_backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent
+    ) -> Grads:
+        return self._backward(problem, inputs, given, entropy)
+
+    def _backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent | None
+    ) -> Grads:
         out, lse, dout, dlse, needs = given
         if problem.widened:
             delta = torch.empty_like(lse)
@@ -176,7 +207,8 @@ class Tiled(Backend):
         dbias = torch.zeros_like(inputs.bias, dtype=lse.dtype) if needs.dbias and inputs.bias is not None else None
         for seq in sequences(problem, inputs, plan.tiles(problem)["backward"].sizes):
             cut = seq.cut
-            cotangents = Cotangents(*map(cut.queries, (dout, lse, delta)))
+            own_entropy = None if entropy is None else EntropyCotangent(*map(cut.queries, entropy))
+            cotangents = Cotangents(*map(cut.queries, (dout, lse, delta)), entropy=own_entropy)
             own_dbias = None if dbias is None else cut.scores(dbias)
             sums = backward_sequence(seq, cotangents, cut.queries(dq), own_dbias)
             write_keys(seq, (dk, dv), sums)
