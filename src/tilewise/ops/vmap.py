@@ -3,7 +3,7 @@
 A batch holds it unless something without a batch side, the sinks, is mapped or has a gradient of its own in every sample; then
 the heads do. Calls run one by one, with a warning that says why,
 - with dropout, whose mask counts sequences and heads,
-- for packed batches,
+- for packed batches, and for parts of a whole, whose origins count sequences,
 - where the heads would have to hold it and the mask's tensors are mapped.
 """
 
@@ -26,7 +26,7 @@ BODY, BIAS, SLOPES, SINKS, MASK, OTHER = "body", "bias", "slopes", "sinks", "mas
 """How a tensor holds batch and heads: BODY as (B, H, …), BIAS and SLOPES the same with sides of 1, SINKS as (H,)."""
 BATCH, HEADS = 0, 1
 KINDS = {
-    "inputs": (BODY, BODY, BODY, BIAS, SLOPES, SINKS, OTHER, OTHER, OTHER),
+    "inputs": (BODY, BODY, BODY, BIAS, SLOPES, SINKS, OTHER, OTHER, OTHER, OTHER),
     "tangents": (BODY, BODY, BODY, BIAS, SINKS),
     "upstream": (BODY, BODY),
     "results": (BODY, BODY),
@@ -86,6 +86,8 @@ class Fold:
             return "dropout's mask counts sequences and heads"
         if self.problem.varlen:
             return "packed batches are not joined"
+        if self.tensors[self.kinds.inputs + Inputs._fields.index("origins")] is not None:
+            return "parts of a whole are not joined"
         if self.axis == HEADS and MASK in mapped:
             return "sinks want the heads to hold the mapped dimension, and the mask's tensors the batch"
         return None
