@@ -87,6 +87,15 @@ def judge(
     return backend.derives(problem, inputs, derivative=derivative) if derivative and verdict.ok else verdict
 
 
+def pages_backend(problem: Problem, name: str = "auto") -> Backend | None:
+    """The first backend that reads pages and serves the problem; None where their tokens have to be gathered for it."""
+    check_name(name, "auto")
+    for candidate in REGISTRY if name == "auto" else (name,):
+        if usable(candidate, problem.device).ok and get(candidate).reads_pages and judge(candidate, problem).ok:
+            return get(candidate)
+    return None
+
+
 def next_backend(
     failed: Backend,
     error: KernelError,

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,8 @@ WIDE = ("compensated", "double")
 """Precisions that compute in float64. Sums of float64 inputs have no wider type: "compensated" carries what rounding takes from
 them, "double" is the default."""
 MAX_HEAD_DIM = 512
+MAX_LATENT_DIM = 576
+"""Of queries and keys in pages, whose values may be fewer columns."""
 PASSES = (
     *("forward", "decode", "merge", "fp16_split"),
     *("backward", "backward_dkdv", "backward_dq", "backward_dbias", "backward_preprocess", "backward_postprocess"),
@@ -42,6 +44,19 @@ MAX_TOP = 64
 ALIASES = {"half": "float16", "float": "float32", "bf16": "bfloat16"} | {f"fp{n}": f"float{n}" for n in (16, 32, 64)}
 
 
+class Origin(NamedTuple):
+    """Where a sequence of a call begins in a larger call that it is a part of: dropout and ALiBi count positions there.
+
+    The whole has as many queries as keys. Bias, slopes, sinks and mask are those of the part.
+    """
+
+    q: int
+    k: int
+    head: int
+    batch: int
+    """The whole's number of the sequence."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """The frozen description of one call; made by `Problem.of`, which has defaults and checks.
@@ -58,6 +73,7 @@ class Problem:
     alibi: whether ALiBi slopes are given; `sinks`: whether sinks are.
     dropout_p: the probability with which a weight is dropped.
     varlen: whether the batch is packed.
+    origins: whether the call is a part of a larger one, and is told where in it each of its sequences lies.
     precision: "default", "tf32", "compensated" or "double".
     deterministic: whether the same bits are wanted run after run.
     needs_grad: whether gradients will be asked for.
@@ -65,6 +81,8 @@ class Problem:
     device: "cpu" or "cuda".
     tile: the tiles asked for, each as (pass, block_q, block_k); () leaves the choice to the backend.
     stats: the statistics asked for, such as ("max_logit", "entropy", "key_mass", "top(8)").
+    page: tokens of a page, where keys and values lie in pages; 0 where they do not.
+    stored: the dtype of pages whose numbers have a scale, "int8" or "float8_e4m3fn"; "" where they have none.
 
     >>> problem = tw.Problem.of(heads=32, kv_heads=8, seqlen=8192, head_dim=128, mask=tw.causal())
     >>> print(tw.plan(problem, device="h200"))
@@ -86,6 +104,7 @@ class Problem:
     sinks: bool = False
     dropout_p: float = 0.0
     varlen: bool = False
+    origins: bool = False
     precision: str = "default"
     deterministic: bool = False
     needs_grad: bool = False
@@ -93,6 +112,8 @@ class Problem:
     device: str = "cpu"
     tile: TileRequest = ()
     stats: tuple[str, ...] = ()
+    page: int = 0
+    stored: str = ""
     memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
     """What layers keep of their work on this problem: the lowered mask, failed kernels, the backend of the gradients. It
     lives and dies with the problem, which the call cache keeps or drops."""
@@ -160,7 +181,7 @@ class Problem:
         """The mask, lowered once."""
         program: MaskProgram | None = self.memory.get("program")
         if program is None:
-            program = self.memory["program"] = self.mask.lower(Binding(self.shape, self.varlen))
+            program = self.memory["program"] = self.mask.lower(Binding(self.shape, self.varlen, kv_heads=self.kv_heads))
         return program
 
     @property
@@ -212,6 +233,8 @@ class Problem:
             value = getattr(self, name)
             if type(value) is not int and not is_integer(value):
                 raise ArgumentTypeError(f"{name}: got {value!r} ({type(value).__name__}), need an integer")
+            if name == "head_dim" and self.page:
+                most = MAX_LATENT_DIM
             if value < least or value > most:
                 raise ArgumentError(f"{name}: got {value}, need {least} to {most}")
         if self.kv_heads != self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads != 0):

@@ -236,6 +236,23 @@ MASKS = [
     Bad("table too small", {"mask": tw.blocks(zeros(3, 3).bool(), 2)}, MaskError, ("blocks", "(3, 3)", "(3, 4)")),
     Bad("table rank 1", {"mask": tw.blocks(zeros(3).bool(), 2)}, MaskError, ("blocks", "rank 1", "2")),
     Bad("table heads", {"mask": tw.blocks(zeros(3, 3, 4).bool(), 2)}, MaskError, ("blocks", "3 along heads", "4")),
+    Bad("lists rank 1", {"mask": tw.selected(zeros(2).int())}, MaskError, ("selected: indices has rank 1", "(2,)")),
+    Bad("lists", {"mask": tw.selected(zeros(2, 2).int())}, MaskError, ("selected: indices has 2 lists", "6 queries", "are 1")),
+    Bad("lists by heads", {"mask": tw.selected(zeros(3, 1, 2).int())}, MaskError, ("3 along heads", "4 query heads", "1 or 2")),
+    Bad("lists by batch", {"mask": tw.selected(zeros(3, 1, 1, 2).int())}, MaskError, ("selected", "3 along batch", "use 1 or 2")),
+    Bad("lists elsewhere", {"mask": tw.selected(zeros(1, 2, **META).int())}, DeviceError, ("mask", "meta", "cpu")),
+    Bad(
+        "a block past the last",
+        {"mask": tw.selected(torch.tensor([[0, 2]]), block=4)},
+        MaskError,
+        ("selected: indices[0, 1] is 2", "0 to 1, or -1", "7 keys, 2 blocks of 4"),
+    ),
+    Bad(
+        "a block before the first",
+        {"mask": tw.causal() & ~tw.selected(torch.tensor([[[0, 1]], [[-2, 0]], [[0, 0]], [[0, 0]]]), block=4)},
+        MaskError,
+        ("selected: indices[1, 0, 0] is -2",),
+    ),
     Bad(
         "too many terms",
         {

@@ -55,7 +55,7 @@ def test_dir_shows_the_public_names_only() -> None:
     before, after = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert before == after == " ".join(sorted([*tw.__all__, "nn"]))
+    assert before == after == " ".join(sorted([*tw.__all__, "distributed", "nn"]))
 
 
 def helped() -> list[Any]:

@@ -139,6 +139,11 @@ def _table(shape: Shape, size: int, g: torch.Generator, heads: bool = False) -> 
     return torch.rand((shape[1], *sides) if heads else sides, generator=g) > 0.5
 
 
+def _lists(shape: Shape, block: int, g: torch.Generator, lead: tuple[int, ...] = (), per: int = 16) -> torch.Tensor:
+    """Three blocks of each list, or fewer: some name none, some the same."""
+    return torch.randint(-1, -(-shape[3] // block), (*lead, -(-shape[2] // per), 3), generator=g).int()
+
+
 def _offsets(shape: Shape, g: torch.Generator) -> torch.Tensor:
     return torch.randint(-5, shape[3], (shape[0],), generator=g).int()
 
@@ -167,6 +172,9 @@ MASKS: dict[str, MakeMask] = {
     "causal-documents": lambda s, g: tw.causal() & tw.documents(_ids(s[3], 1, g)[0], q_ids=_ids(s[2], 1, g)[0]),
     "blocks": lambda s, g: tw.blocks(_table(s, 16, g), 16),
     "blocks-heads": lambda s, g: tw.blocks(_table(s, 24, g, heads=True), 24),
+    "selected": lambda s, g: tw.selected(_lists(s, 8, g), block=8, per=16),
+    "selected-all": lambda s, g: tw.causal() & tw.selected(_lists(s, 24, g, s[:2], per=20), block=24, per=20),
+    "not-selected": lambda s, g: tw.prefix(5) | ~tw.selected(_lists(s, 16, g, (s[0], 1)), block=16, per=16) & tw.causal(),
     "dense": lambda s, g: torch.rand(s, generator=g) > 0.5,
     "dense-broadcast": lambda s, g: tw.dense(torch.rand((s[0], 1, 1, s[3]), generator=g) > 0.3),
     "not-window": lambda s, g: ~tw.window(15, 15),
@@ -206,6 +214,7 @@ CASES: list[Case] = [
     Case("value-dim-larger", head_dim=16, head_dim_v=40),
     Case("gqa", heads=6, kv_heads=2, mask=MASKS["causal"]),
     Case("mqa", heads=4, kv_heads=1, mask=MASKS["blocks-heads"]),
+    Case("gqa-selected", heads=6, kv_heads=2, mask=lambda s, g: tw.selected(_lists(s, 16, g, (s[0], 2)), block=16, per=16)),
     Case("gqa-bf16", heads=4, kv_heads=2, dtype=torch.bfloat16, head_dim=64, mask=MASKS["causal-window"]),
     Case("decode", heads=4, kv_heads=2, seqlen=1, kv_seqlen=150, mask=MASKS["causal"]),
     Case("decode-few", heads=4, kv_heads=2, seqlen=3, kv_seqlen=150, mask=MASKS["key-padding"], dtype=torch.bfloat16),
@@ -256,6 +265,11 @@ CASES: list[Case] = [
     Case("varlen-window", lengths=((70, 20), (70, 20)), mask=MASKS["window"], dtype=torch.bfloat16),
     Case("varlen-padding", lengths=((9, 30), (44, 60)), mask=lambda s, g: tw.key_padding(torch.tensor([20, 50]))),
     Case("varlen-documents", lengths=((40, 30), (40, 30)), mask=lambda s, g: tw.causal() & tw.documents(_ids(s[3], 1, g)[0])),
+    Case("varlen-blocks", lengths=((9, 0, 30), (44, 4, 60)), mask=lambda s, g: tw.blocks(_table((3, 2, 30, 60), 8, g), 8)),
+    Case(
+        "varlen-selected", lengths=((9, 0, 30), (44, 4, 60)), heads=4, kv_heads=2,
+        mask=lambda s, g: tw.causal() | tw.selected(_lists((3, 4, 30, 1), 8, g, (3, 2)), block=8, per=16),
+    ),
     Case("varlen-offsets", lengths=((9, 30), (44, 60)), mask=lambda s, g: tw.causal(offset=torch.tensor([3, 17]))),
     Case(
         "varlen-everything", lengths=((21, 50), (33, 50)), heads=4, kv_heads=2, mask=MASKS["causal"], bias=(1, -1, -1, -1),

@@ -18,7 +18,7 @@ INF, NAN = float("inf"), float("nan")
 EDGES = tuple(n + d for n in (4, 8, 16, 32, 64, 128, 256) for d in (-1, 0, 1))
 FAR = (-90.0, -18.0, -25.0, -27.0, -1000.0, 80.0, -104.0, 1000.0)
 FAR_OFFSET = 2**30 - 1
-LEAVES = ("causal", "causal", "window", "window", "prefix", "padding", "documents", "blocks", "dense", "full")
+LEAVES = ("causal", "causal", "window", "window", "prefix", "padding", "documents", "blocks", "selected", "dense", "full")
 INTERVALS = ("causal", "causal", "window", "window", "prefix", "padding")
 BIASES = ("normal", "normal", "holes", "rows", "far", "lowest", "lowest rows", "huge rows")
 SINKS = ("normal", "normal", "far", "none", "some", "huge", "infinite")
@@ -163,6 +163,8 @@ def _filled(r: Random, skeleton: Expression, m: int, n: int) -> Expression:
     if kind == "blocks":
         side = (1, 5, 8, 16, 16, 32, 64)
         return ("blocks", seed, r.choice(side), r.choice(side), r.choice(("", "h", "bh")))
+    if kind == "selected":
+        return ("selected", seed, r.choice((1, 5, 16, 32, 64)), r.choice((16, 17, 32, 64)), r.choice(("", "h", "bh", "k", "bk")))
     if kind == "dense":
         axes = "".join(axis for axis in "bhqk" if _chance(r, 0.6))
         return ("dense", seed, r.choice((0.02, 0.3, 0.7, 0.98)), axes)

@@ -10,6 +10,7 @@ nothing with `tilewise.masks`.
     ("padding", lengths, starts)               starts None, or one a sequence
     ("documents", seed, count, form)           "sorted" or "mixed" ids; "+b": for each sequence; "+q": queries have their own
     ("blocks", seed, size_q, size_k, axes)     axes: "", "h" or "bh", which the table has beside blocks of queries and keys
+    ("selected", seed, block, per, axes)       axes as of blocks, or "k" or "bk" for one list of each key head
     ("dense", seed, density, axes)             axes among "bhqk" that are not 1
     ("not", x)   ("and", x, y)   ("or", x, y)
 
@@ -57,6 +58,8 @@ def build(case: Case, expression: Expression, device: str = "cpu") -> tw.Mask:
         return tw.documents(_tensor(keys, device), q_ids=_tensor(queries, device) if own else None)
     if kind == "blocks":
         return tw.blocks(_tensor(_table(case, *given), device), (given[1], given[2]))
+    if kind == "selected":
+        return tw.selected(_tensor(_lists(case, *given), device), given[1], given[2])
     assert kind == "dense", kind
     return tw.dense(_tensor(_dense(case, *given), device))
 
@@ -96,6 +99,11 @@ def visible(case: Case, expression: Expression | None, b: int) -> np.ndarray[Any
         table = _table(case, *given)
         table = table[(None,) * (4 - table.ndim)]
         seen = table[b % table.shape[0]][:, i // given[1], j // given[2]]
+    elif kind == "selected":
+        lists = _lists(case, *given)
+        lists = lists[(None,) * (4 - lists.ndim)]
+        own = lists[b % lists.shape[0]].repeat(case.heads // lists.shape[1], axis=0)[:, np.arange(m) // given[2]]
+        seen = (own[:, :, None, :] == (j // given[1])[None, :, :, None]).any(-1)
     else:
         dense = _dense(case, *given)
         seen = dense[(None,) * (4 - dense.ndim)][b % dense.shape[0] if dense.ndim == 4 else 0]
@@ -166,6 +174,14 @@ def _table(case: Case, seed: int, size_q: int, size_k: int, axes: str) -> np.nda
     m, n = case.longest
     front = {"": (), "h": (case.heads,), "bh": (case.batch, case.heads)}[axes]
     return np.random.RandomState(seed).rand(*front, -(-m // size_q), -(-n // size_k)) < 0.5
+
+
+def _lists(case: Case, seed: int, block: int, per: int, axes: str) -> np.ndarray[Any, Any]:
+    """A few blocks each, of those that the shortest sequence has: in a packed batch others would be refused."""
+    m, n = case.longest[0], min((n for _, n in case.lengths), default=0)
+    front = {"": (), "h": (case.heads,), "k": (case.kv_heads,), "bh": (case.batch, case.heads), "bk": (case.batch, case.kv_heads)}
+    r = np.random.RandomState(seed)
+    return r.randint(-1, -(-n // block) if n else 0, (*front[axes], -(-m // per), r.randint(0, 6))).astype(np.int32)
 
 
 def _dense(case: Case, seed: int, density: float, axes: str) -> np.ndarray[Any, Any]:

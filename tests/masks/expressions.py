@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tilewise.masks import Binding, Mask, MaskShape
+from tilewise.masks.build import LEAST_PER
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -188,6 +189,18 @@ def blocks(draw: Draw, batch: Batch) -> Expression:
     return Expression(text, mask, batch, lambda b, h, q, k: bool(full[b, h, q // size[0], k // size[1]]))
 
 
+def selected(draw: Draw, batch: Batch) -> Expression:
+    block, per = draw(st.integers(1, 7)), draw(st.integers(LEAST_PER, LEAST_PER + 3))
+    lead, rows = _lead(draw, batch), -(-batch.longest[0] // per)
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    most = -(-batch.longest[1] // block) + draw(st.sampled_from([0, 2]))  # what is beyond the keys names nothing
+    lists = generator.integers(-1, max(most, 1), (*lead, rows, draw(st.integers(0, 3))))
+    full = np.broadcast_to(lists, (len(batch.lengths), batch.heads, *lists.shape[-2:]))
+    mask = tw.selected(lists.astype(draw(st.sampled_from([np.int32, np.int64]))), block, per)
+    text = f"selected({lists.tolist()}, {block}, {per})"
+    return Expression(text, mask, batch, lambda b, h, q, k: k // block in full[b, h, q // per])
+
+
 def dense(draw: Draw, batch: Batch) -> Expression:
     sq, sk = batch.lengths[0]
     sides = draw(st.sampled_from([(sq, sk), (1, sk), (sq, 1), (1, 1)]))
@@ -200,7 +213,7 @@ def dense(draw: Draw, batch: Batch) -> Expression:
 
 LENGTH_FREE = (causal, window, two_sided, prefix, padding)
 """Leaves whose tensors fit any length; conjunctions of them are classified exactly."""
-LEAVES = (*LENGTH_FREE, documents, blocks, dense)
+LEAVES = (*LENGTH_FREE, documents, blocks, selected, dense)
 
 
 @st.composite

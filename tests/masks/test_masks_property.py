@@ -92,7 +92,7 @@ def test_lowering_is_the_mask(data: st.DataObject) -> None:
 def test_literals_are_ordered_and_merged(data: st.DataObject) -> None:
     batch = data.draw(batches())
     for term in lowered(data.draw(expressions(batch)), batch).structure.split("|"):
-        assert list(term) == sorted(term, key="0btorkdDsSeE".index)
+        assert list(term) == sorted(term, key="0btorkdDsSeEiI".index)
         assert all(term.count(letter) <= 1 for letter in "btr")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewise.api.bias import Alibi
 from tilewise.api.keywords import check_keywords
-from tilewise.api.lengths import check_lengths
+from tilewise.api.lengths import check_values
 from tilewise.api.options import DEFAULTS, CallOptions, ParsedOptions
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError
@@ -55,21 +55,22 @@ def parse_call(
     return build_problem(Inputs(q, k, v), options)
 
 
-def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inputs]:
-    """The Problem of tensors in the inside layout, and the Inputs with what the options add to them."""
-    q, k, v, _, _, _, _, cu_q, cu_k = inputs
+def build_problem(inputs: Inputs, options: ParsedOptions, **fields: Any) -> tuple[Problem, Inputs]:
+    """The Problem of tensors in the inside layout, with `fields` that neither they nor the options tell, and the Inputs with
+    what the options add to them."""
+    q, k, v, cu_q, cu_k = *inputs[:3], inputs.cu_q, inputs.cu_k
     check_shapes(q.shape, k.shape, v.shape)
     batch, heads, seqlen_q, head_dim = q.shape
     shape = MaskShape(batch if cu_q is None else cu_q.shape[0] - 1, heads, seqlen_q, k.shape[2])
-    bias, slopes = _split_bias(options["bias"], q, shape, cu_q is not None, options["precision"])
-    sinks = _check_sinks(options["sinks"], q, heads)
+    bias, slopes = split_bias(options["bias"], q, shape, cu_q is not None, options["precision"])
+    sinks = check_sinks(options["sinks"], q, heads)
     inputs = Inputs(q, k, v, bias, slopes, sinks, None, cu_q, cu_k)
     scale, deterministic = options["scale"], options["deterministic"]
     if deterministic not in (None, True, False):
         raise ArgumentTypeError(f"deterministic: got {deterministic!r}, need True, False or None (torch's own switch)")
     problem = Problem(
         **tensor_fields(inputs),
-        mask=_bind_mask(options["mask"], shape, cu_k, q.device),
+        mask=_bind_mask(options["mask"], shape, inputs),
         scale=1.0 / math.sqrt(max(head_dim, 1)) if scale is None else unboxed(scale),
         softcap=unboxed(options["softcap"]),
         dropout_p=unboxed(options["dropout_p"]),
@@ -79,6 +80,7 @@ def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inpu
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
         needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, bias, sinks) if x is not None),
         needs_lse=bool(options["return_lse"]),
+        **fields,
     )
     problem.check()
     _ = problem.program  # lowered now: a mask that cannot be is refused before anything runs
@@ -193,8 +195,9 @@ def make_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
-def _bind_mask(mask: Any, shape: MaskShape, cu_k: Tensor | None, device: torch.device) -> Mask:
-    """The mask with its tensors on the device; one without tensors stays the value it is."""
+def _bind_mask(mask: Any, shape: MaskShape, inputs: Inputs) -> Mask:
+    """The mask with its tensors on the device of the inputs; one without tensors stays the value it is."""
+    k, cu_q, cu_k, device = inputs.k, inputs.cu_q, inputs.cu_k, inputs.q.device
     if mask is None:
         return _FULL
     if isinstance(mask, Tensor):
@@ -219,12 +222,12 @@ def _bind_mask(mask: Any, shape: MaskShape, cu_k: Tensor | None, device: torch.d
         check_range("mask", tensor)
         return tensor if torch.compiler.is_compiling() else materialized(tensor)
 
-    lowered = Lowered(mask.lower(Binding(shape, cu_k is not None, asarray)))
-    check_lengths(mask, shape, cu_k)
+    lowered = Lowered(mask.lower(Binding(shape, cu_k is not None, asarray, k.shape[1])))
+    check_values(mask, shape, cu_q, cu_k)
     return lowered
 
 
-def _split_bias(
+def split_bias(
     bias: Any, q: Tensor, shape: MaskShape, varlen: bool, precision: str
 ) -> tuple[Tensor | None, Tensor | None]:
     """A tensor bias as rank 4, or the slopes of ALiBi as (B or 1, H)."""
@@ -268,7 +271,7 @@ def _check_floating(name: str, x: Any, device: torch.device, wanted: str) -> Ten
     return x
 
 
-def _check_sinks(sinks: Tensor | None, q: Tensor, heads: int) -> Tensor | None:
+def check_sinks(sinks: Tensor | None, q: Tensor, heads: int) -> Tensor | None:
     if sinks is None:
         return None
     sinks = _check_floating("sinks", sinks, q.device, f"tensor ({heads},)")

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tilewise.backends.pages import Pages as Pages
 from tilewise.backends.verdict import Verdict as Verdict
 from tilewise.backends.verdict import cpu_only as cpu_only
 from tilewise.errors import BackendError
@@ -101,6 +102,8 @@ class Backend(Protocol):
     name: str
     any_address: bool = False
     """Refuses no call for where its tensors begin in memory."""
+    reads_pages: bool = False
+    """Has `paged`."""
 
     def usable(self, device: str) -> Verdict:
         """Can it run on this machine and kind of device at all?"""
@@ -117,6 +120,10 @@ class Backend(Protocol):
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, in the dtype of the arithmetic."""
+
+    def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
+        """The same of a packed batch whose keys and values lie in pages; `k` and `v` of the inputs only tell their shapes."""
+        raise BackendError(f"backend {self.name!r} reads no pages", {self.name: ("reads no pages",)})
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""

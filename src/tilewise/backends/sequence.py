@@ -13,9 +13,9 @@ from tilewise.backends.base import Inputs, Statistics
 from tilewise.masks import MaskProgram, MaskShape, TileClass, TileMap, allowed
 from tilewise.numerics import summation
 from tilewise.numerics.merge import finite
-from tilewise.numerics.oracle import spans
+from tilewise.numerics.oracle import origin_of, spans
 from tilewise.numerics.philox import keep_tile
-from tilewise.problem import Problem
+from tilewise.problem import Origin, Problem
 
 Range = tuple[int, int]
 BLOCKS = (512, 512)
@@ -84,7 +84,7 @@ class SequenceView:
         self.inputs = inputs = self.cut.inputs(inputs)
         self.batch, self.heads, self.seqlen_q, _ = inputs.q.shape
         self.kv_heads, self.seqlen_k = inputs.k.shape[1:3]
-        self.first_batch = self.cut.b or 0
+        self.origin = origin_of(inputs, self.cut.b or 0)
         self.dtype = torch.float64 if problem.arithmetic == "float64" else torch.float32
         self.shape = MaskShape(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
         self.blocks = blocks or BLOCKS
@@ -147,7 +147,8 @@ class SequenceView:
         if inputs.bias is not None:
             s = s + bias
         if inputs.alibi is not None:
-            distance = (self._arange(*q)[:, None] + (self.seqlen_k - self.seqlen_q) - self._arange(*k)).abs()
+            ahead = self.seqlen_k - self.seqlen_q if self.origin is None else self.origin.q - self.origin.k
+            distance = (self._arange(*q)[:, None] + ahead - self._arange(*k)).abs()
             s = s - inputs.alibi.to(self.dtype)[:, :, None, None] * distance
         if visible is not None:
             s = torch.where(visible, s, float("-inf"))
@@ -158,7 +159,10 @@ class SequenceView:
         problem, seed = self.problem, self.inputs.seed
         if not problem.dropout_p or seed is None:
             return p
-        ids = range(self.first_batch, self.first_batch + self.batch), range(self.heads), range(*q), range(*k)
+        starts = self.origin or Origin(0, 0, 0, self.cut.b or 0)
+        ends = (q[1], k[1], self.heads, self.batch)
+        rows, keys, heads, batch = (range(start, start + end) for start, end in zip(starts, ends, strict=True))
+        ids = batch, heads, rows[q[0] :], keys[k[0] :]
         keep = keep_tile(seed, problem.dropout_p, *ids, device=p.device)
         return torch.where(keep, p / (1.0 - problem.dropout_p), 0.0)
 
@@ -230,7 +234,7 @@ def cut_tile(x: Tensor, q: Range, k: Range) -> Tensor:
 
 def sequences(problem: Problem, inputs: Inputs, blocks: Range | None = None) -> Iterator[SequenceView]:
     """The sequences of a call: a plain batch is one; a packed batch, or one whose mask differs by sequence, is taken apart."""
-    if not problem.varlen and all(t.shape[0] <= 1 for t in problem.program.tensors):
+    if not problem.varlen and not problem.origins and all(t.shape[0] <= 1 for t in problem.program.tensors):
         yield SequenceView(problem, inputs, problem.program, blocks=blocks)
         return
     for span in spans(problem, inputs, range(problem.batch)):

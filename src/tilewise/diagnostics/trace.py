@@ -16,7 +16,7 @@ from tilewise.backends.base import Inputs
 from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences
 from tilewise.display import Group, Panel, Shown, Text
 from tilewise.errors import ArgumentError
-from tilewise.masks import MaskProgram, TileClass, TileMap, allowed
+from tilewise.masks import Literal, TileClass, TileMap, allowed
 from tilewise.model.show import describe_problem
 from tilewise.numerics.merge import finite
 from tilewise.problem import Problem
@@ -120,16 +120,15 @@ def _findings(problem: Problem, inputs: Inputs, tile: tuple[int, int]) -> Iterat
                 head = _one_head(seq, b, h)
                 hit = None if _harmless(head) else _first(head, tile)
                 if hit is not None:
-                    yield replace(hit, batch=seq.first_batch + b, head=h)
+                    yield replace(hit, batch=(seq.cut.b or 0) + b, head=h)
 
 
 def _one_head(seq: SequenceView, b: int, h: int) -> SequenceView:
     """One head of one sequence as a problem of its own; dropout only removes terms and is left out."""
-    tensors: list[Tensor] = []
-    for term in seq.program.terms():
-        for kind, _, given in term:
-            for t in given:
-                tensors.append(_side(_side(t, 0, b), 1, h) if kind.per_head else _side(t, 0, b))
+
+    def one(literal: Literal) -> Literal:
+        return literal._replace(tensors=tuple(_side(t, 0, b) for t in literal.tensors)).for_heads(range(h, h + 1))
+
     own, kv = seq.inputs, h // (seq.heads // seq.kv_heads)
     alone = Inputs(
         own.q[b : b + 1, h : h + 1],
@@ -140,7 +139,7 @@ def _one_head(seq: SequenceView, b: int, h: int) -> SequenceView:
         None if own.sinks is None else own.sinks[h : h + 1],
     )
     problem = replace(seq.problem, batch=1, heads=1, kv_heads=1, varlen=False, dropout_p=0.0)
-    return SequenceView(problem, alone, MaskProgram(seq.program.structure, seq.program.ints, tuple(tensors)))
+    return SequenceView(problem, alone, seq.program.map(one))
 
 
 def _side(x: Tensor, side: int, index: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Masks: values that combine, classify tiles without building N × N, and lower to one program for every backend."""
 
 from tilewise.masks.algebra import Binding, Full, Lowered, Mask
-from tilewise.masks.build import blocks, causal, dense, documents, full, key_padding, prefix, window
+from tilewise.masks.build import blocks, causal, dense, documents, full, key_padding, prefix, selected, window
 from tilewise.masks.forms import describe_mask
 from tilewise.masks.parse import parse
 from tilewise.masks.program import UNBOUNDED, Interval, Literal, MaskProgram, MaskShape, allowed
@@ -32,6 +32,7 @@ __all__ = [
     "may_have_empty_rows",
     "parse",
     "prefix",
+    "selected",
     "visited_tiles",
     "visits",
     "window",

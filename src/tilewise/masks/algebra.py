@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tilewise.errors import ArgumentTypeError, MaskError
-from tilewise.masks.arrays import fits, padding_hint, rank4
+from tilewise.masks.arrays import fits, grouped, padding_hint, rank4
 from tilewise.masks.program import KINDS, UNBOUNDED, Kind, Literal, MaskProgram, MaskShape, assemble
 
 Terms = list[list[Literal]]
@@ -32,6 +32,8 @@ class Binding:
     shape: MaskShape
     varlen: bool = False
     asarray: Callable[[Any], Any] = np.asarray
+    kv_heads: int | None = None
+    """None where nobody knows; then any divisor of the query heads may be it."""
 
 
 class Mask(ABC):
@@ -63,11 +65,7 @@ class Mask(ABC):
 
     def lower(self, binding: Binding) -> MaskProgram:
         """The program of this mask for given lengths."""
-        merged = [_merge(term) for term in self.terms(binding, negate=False)]
-        terms = [term for term in merged if term is not None]
-        if any(not term for term in terms):
-            return MaskProgram()
-        return assemble(terms)
+        return lowered(self.terms(binding, negate=False))
 
     def to(self, device: Any) -> Mask:
         """The mask with its torch tensors on another `device`.
@@ -213,6 +211,29 @@ class Blocks(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class Selected(Mask):
+    """Lists of key blocks: query q sees key k iff indices[q // size_q] holds k // size_k."""
+
+    indices: Any
+    size_k: int
+    size_q: int
+    static = False
+
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        shape = binding.shape
+        lists, heads = grouped("selected", "indices", binding.asarray(self.indices), shape, binding.kv_heads)
+        _check_integers("selected: indices", lists)
+        rows = -(-shape.seqlen_q // self.size_q)
+        if not binding.varlen and lists.shape[2] != rows:
+            raise MaskError(
+                f"selected: indices has {lists.shape[2]} lists, but {shape.seqlen_q} queries in blocks of {self.size_q} "
+                f"are {rows}; its shape is (…, {rows}, k)"
+            )
+        narrow = _as(lists if lists.dtype.itemsize < 8 else lists.clip(-1, LIMIT), "int")
+        return [[Literal(KINDS["I" if negate else "i"], (self.size_q, self.size_k, heads, lists.shape[3]), (narrow,))]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
     """A boolean tensor, True where the query may see the key."""
 
@@ -313,6 +334,13 @@ def _combine(kind: type[_Pair], left: Mask, right: Mask) -> Mask:
         other = right if isinstance(left, Full) else left
         return other if kind is And else Full()
     return kind(left, right)
+
+
+def lowered(terms: Terms) -> MaskProgram:
+    """The program of a disjunction of conjunctions, with what can be said of its terms without reading tensors."""
+    merged = [_merge(term) for term in terms]
+    possible = [term for term in merged if term is not None]
+    return MaskProgram() if any(not term for term in possible) else assemble(possible)
 
 
 def _merge(term: list[Literal]) -> list[Literal] | None:

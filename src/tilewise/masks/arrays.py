@@ -34,6 +34,33 @@ def rank4(mask: str, name: str, array: Any, shape: MaskShape) -> Any:
     return array
 
 
+def grouped(mask: str, name: str, array: Any, shape: MaskShape, kv_heads: int | None) -> tuple[Any, int]:
+    """The array as (batch, lists, rows, entries), and how many query heads share one of its lists."""
+    if not 2 <= array.ndim <= 4:
+        raise MaskError(
+            f"{mask}: {name} has rank {array.ndim}, shape {tuple(array.shape)}; need 2 (query blocks, k), 3 (heads first) or 4 "
+            "(batch, heads first)"
+        )
+    added, heads = 4 - array.ndim, shape.heads
+    array = array[(None,) * added]
+    if not added and not fits(array.shape[0], shape.batch):
+        raise MaskError(
+            f"{mask}: {name} has {array.shape[0]} along batch, the problem has {shape.batch}; use 1 or {shape.batch}"
+        )
+    sides = array.shape[1]
+    if sides == 1:
+        return array, max(1, heads)
+    if sides == heads:
+        return array, 1
+    if sides and heads % sides == 0 and sides == (kv_heads or sides):
+        return array, heads // sides
+    there = f"{heads} query heads" + (f" and {kv_heads} key heads" if kv_heads else "")
+    use = sorted({1, kv_heads or 1, heads})
+    raise MaskError(
+        f"{mask}: {name} has {sides} along heads, the problem has {there}; use {' or '.join(map(str, use))}"
+    )
+
+
 def padding_hint(sides: Any, shape: MaskShape) -> str:
     """What to write for a mask that has a batch and no heads."""
     batch, _, queries, keys = shape

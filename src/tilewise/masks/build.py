@@ -17,6 +17,7 @@ from tilewise.masks.algebra import (
     KeyRanges,
     Mask,
     OffsetBand,
+    Selected,
     check_integer_dtype,
 )
 from tilewise.masks.program import UNBOUNDED
@@ -24,6 +25,8 @@ from tilewise.masks.traced import meet_compiler
 
 Align = Literal["bottom_right", "top_left"]
 ANCHORS = {"bottom_right": "b", "top_left": "t"}
+LEAST_PER = 16
+"""Queries that share a list of `selected`, at least: kernels multiply so many rows at once."""
 _EACH = "one integer for each sequence in a list or tensor"
 _CAUSAL = Band(-UNBOUNDED, 0, ANCHORS["bottom_right"])  # a value like any other, and the one most calls ask for
 
@@ -173,6 +176,35 @@ def blocks(table: Any, size: int | tuple[int, int]) -> Mask:
     if len(sizes) != 2:
         raise MaskError(f"blocks: size is {size!r}, need an int or a pair (queries, keys)")
     return Blocks(table, integer("blocks: size", sizes[0], 1), integer("blocks: size", sizes[1], 1))
+
+
+def selected(indices: Any, block: int = 128, per: int = 128) -> Mask:
+    """Lists of key blocks: each block of `per` queries sees the blocks of `block` keys that its list names.
+
+    indices: integers (⌈Sq / per⌉, k), also with heads, or batch and heads, before them: of heads 1, Hq, or Hk, where the query
+        heads of a key head share a list; of the batch 1 or B. −1 names none, and a block named twice counts once.
+    block: keys of a block; block 0 begins at key 0.
+    per: queries that share a list, at least 16; they count from query 0, whatever Sk − Sq is.
+
+    In a packed batch queries and keys count within their sequence, B is the number of sequences, and there are lists enough for
+    the longest. Memory is that of `indices`, O(N · k).
+
+    `selected([[0, -1], [0, 1], [2, 1]])` in blocks of 2 (a list of lists stands for a tensor here, and `per` would be 16):
+
+        █ █ · · · ·
+        █ █ · · · ·
+        █ █ █ █ · ·
+        █ █ █ █ · ·
+        · · █ █ █ █
+        · · █ █ █ █
+
+    >>> tw.causal() & (tw.selected(top, block=64) | tw.window(512))      # top (B, Hk, ⌈Sq / 128⌉, 16)
+    """
+    meet_compiler()
+    if not hasattr(indices, "shape"):
+        raise ArgumentTypeError(f"selected: indices is a {type(indices).__name__}, need an integer tensor or array")
+    check_integer_dtype("selected: indices", indices)
+    return Selected(indices, integer("selected: block", block, 1), integer("selected: per", per, LEAST_PER))
 
 
 def dense(mask: Any) -> Mask:

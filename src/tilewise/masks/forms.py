@@ -27,6 +27,7 @@ from tilewise.masks.algebra import (
     Not,
     OffsetBand,
     Or,
+    Selected,
 )
 from tilewise.masks.program import UNBOUNDED, Literal, MaskProgram, MaskShape, allowed
 
@@ -55,6 +56,8 @@ def text(mask: Mask) -> str:
             return _call("documents", _values(ids), *([] if q_ids is None else [f"q_ids={_values(q_ids)}"]))
         case Blocks(table=table, size_q=size_q, size_k=size_k):
             return f"blocks({_values(table)}, {size_q if size_q == size_k else (size_q, size_k)})"
+        case Selected(indices=indices, size_k=block, size_q=per):
+            return f"selected({_values(indices)}, block={block}, per={per})"
         case Dense(tensor=tensor):
             return f"dense({_values(tensor)})"
         case Lowered(program=program):
@@ -85,7 +88,8 @@ def _describe_literal(literal: Literal) -> str:
         return "key padding"
     if not kind.reads_data:
         return "nothing"
-    return "~" * kind.negated + ("documents" if kind.is_documents else "blocks" if kind.is_blocks else "dense")
+    names = {"documents": kind.is_documents, "blocks": kind.is_blocks, "selected": kind.is_selected, "dense": kind.is_dense}
+    return "~" * kind.negated + next(name for name, given in names.items() if given)
 
 
 def _within(mask: Mask, *looser: type[Mask]) -> str:
@@ -161,7 +165,7 @@ def _arrays(leaf: Mask) -> list[tuple[Any, int]]:
             arrays = [(lengths, 1), (start, 1)]
         case Documents(ids=ids, q_ids=q_ids):
             arrays = [(ids, 2), (q_ids, 2)]
-        case Blocks(table=tensor) | Dense(tensor=tensor):
+        case Blocks(table=tensor) | Selected(indices=tensor) | Dense(tensor=tensor):
             arrays = [(tensor, 4)]
         case _:
             arrays = []

@@ -13,6 +13,10 @@ kernel serves every length.
     d D    q_ids[q] == k_ids[k], or !=        documents                   tensors q_ids (B|1, Sq), k_ids (B|1, Sk)
     s S    table[q // mq, k // mk] set, or not  blocks                    ints mq, mk; tensor (B|1, H|1, nQ, nK)
     e E    dense[q, k] set, or not            dense                       tensor (B|1, H|1, Sq|1, Sk|1)
+    i I    k // mk in lists[q // mq], or not  selected                    ints mq, mk, heads, n; tensor (B|1, H / heads, nQ, n)
+
+A list of `selected` serves `heads` query heads: all of them, those of one key head, or one. Its entries are int32; those below 0
+or past the last block name nothing, and naming a block twice is naming it once.
 
 q and k count within the sequence. Tensors are carried as they come (torch or numpy); torch is never imported here.
 """
@@ -22,6 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 UNBOUNDED = 2**30
 """A band side or range end at this value (or its negative) is no limit; sequence lengths stay below it."""
@@ -57,10 +63,11 @@ class Kind(NamedTuple):
     is_documents: bool = False
     is_blocks: bool = False
     is_dense: bool = False
+    is_selected: bool = False
     reads_data: bool = False
     """Reads ids or tables as long as the sequence."""
     per_head: bool = False
-    """Has a tensor whose second side counts heads."""
+    """Has a tensor whose second side counts heads, or (`selected`) lists of several heads each."""
     negated: bool = False
 
 
@@ -69,6 +76,7 @@ _DATA: dict[str, dict[str, Any]] = {
     "d": {"tensors": 2, "is_documents": True},
     "s": {"tensors": 1, "is_blocks": True, "ints": 2, "per_head": True},
     "e": {"tensors": 1, "is_dense": True, "per_head": True},
+    "i": {"tensors": 1, "is_selected": True, "ints": 4, "per_head": True},
 }
 _ALL = (
     Kind("0", is_nothing=True, is_interval=True),
@@ -77,7 +85,7 @@ _ALL = (
     Kind("o", tensors=1, is_offset=True, **_BAND),
     Kind("r", ints=2, is_range=True, is_interval=True),
     Kind("k", tensors=2, is_padding=True, is_interval=True),
-    *(Kind(c, reads_data=True, negated=c.isupper(), **_DATA[c.lower()]) for c in "dDsSeE"),
+    *(Kind(c, reads_data=True, negated=c.isupper(), **_DATA[c.lower()]) for c in "dDsSeEiI"),
 )
 KINDS = {kind.letter: kind for kind in _ALL}
 """In the order in which a term holds them."""
@@ -93,6 +101,17 @@ class Literal(NamedTuple):
         if self.kind.is_offset:
             return int(self.tensors[0][b if self.tensors[0].shape[0] > 1 else 0])
         return shape.seqlen_k - shape.seqlen_q if self.kind.is_bottom_right else 0
+
+    def side(self, h: int) -> int:
+        """Which of a tensor's heads is that of query head `h`; of a literal that has such."""
+        return 0 if self.tensors[0].shape[1] == 1 else h // self.ints[2] if self.kind.is_selected else h
+
+    def for_heads(self, heads: range) -> Literal:
+        """The literal of some query heads only, as if there were no others."""
+        if not self.kind.per_head or self.tensors[0].shape[1] == 1:
+            return self
+        ints = (*self.ints[:2], 1, self.ints[3]) if self.kind.is_selected else self.ints
+        return self._replace(ints=ints, tensors=(self.tensors[0][:, [self.side(h) for h in heads]],))
 
     def band(self, shift: int) -> tuple[int, int]:
         """lo, hi of lo <= k - q <= hi; a side without limit keeps none, however far it is shifted."""
@@ -176,6 +195,12 @@ class MaskProgram:
         """Of all literals, in order."""
         return [KINDS[letter] for letter in self.structure if letter != "|"]
 
+    def map(self, change: Callable[[Literal], Literal]) -> MaskProgram:
+        """The program with its literals changed; their kinds stay."""
+        literals = [change(literal) for term in self.terms() for literal in term]
+        ints = tuple(i for literal in literals for i in literal.ints)
+        return MaskProgram(self.structure, ints, tuple(t for literal in literals for t in literal.tensors))
+
     def for_sequence(self, b: int, q_start: int, q_end: int, k_start: int, k_end: int) -> MaskProgram:
         """The program of sequence `b` alone, cut out of a packed batch whose tokens it holds at [start, end)."""
         tensors: list[Any] = []
@@ -186,6 +211,10 @@ class MaskProgram:
                 else:
                     tensors += [t if t.shape[0] == 1 else t[b : b + 1] for t in given]
         return MaskProgram(self.structure, self.ints, tuple(tensors))
+
+    def for_sequences(self, at: Any) -> MaskProgram:
+        """The program of the sequences with the indices `at`, of one whose tensors have a row for each or one for all."""
+        return MaskProgram(self.structure, self.ints, tuple(t if t.shape[0] == 1 else t[at] for t in self.tensors))
 
 
 def assemble(terms: list[list[Literal]]) -> MaskProgram:
@@ -241,6 +270,8 @@ def _literal_tile(literal: Literal, shape: MaskShape, q: Any, k: Any, qs: slice,
         tile = tensors[0][:, None, qs, None] == tensors[1][:, None, None, ks]
     elif kind.is_blocks:
         tile = tensors[0][:, :, (q // ints[0])[:, None], (k // ints[1])[None, :]]
+    elif kind.is_selected:
+        tile = _selected_tile(literal, q, k, ks)
     elif kind.is_dense:
         dense = tensors[0]
         tile = dense[:, :, qs if dense.shape[2] > 1 else slice(None), ks if dense.shape[3] > 1 else slice(None)]
@@ -248,3 +279,27 @@ def _literal_tile(literal: Literal, shape: MaskShape, q: Any, k: Any, qs: slice,
         nothing = k_row - q_col
         return nothing != nothing
     return ~tile if kind.negated else tile
+
+
+def _selected_tile(literal: Literal, q: Any, k: Any, ks: slice) -> Any:
+    """`selected` over a tile: the lists of its rows as a small table of key blocks, then element by element."""
+    _, (size_q, size_k, heads, _), (lists,) = literal
+    first = ks.start // size_k
+    table = listed(lists[:, :, q // size_q], first, max(0, (ks.stop - 1) // size_k + 1 - first))
+    tile = table[..., k // size_k - first]  # [B, lists, M, N]
+    if tile.shape[1] == 1 or heads == 1:
+        return tile
+    shape = (tile.shape[0], tile.shape[1], heads, *tile.shape[2:])
+    wide = np.broadcast_to(tile[:, :, None], shape) if isinstance(tile, np.ndarray) else tile[:, :, None].expand(shape)
+    return wide.reshape(tile.shape[0], tile.shape[1] * heads, *tile.shape[2:])
+
+
+def listed(lists: Any, first: int, count: int) -> Any:
+    """Booleans (…, count): which of the blocks from `first` on does a list (…, n) name? For numpy and torch alike."""
+    inside = (lists >= first) & (lists < first + count)
+    if isinstance(lists, np.ndarray):
+        table = np.zeros((*lists.shape[:-1], count + 1), dtype=np.bool_)  # what is outside falls into the last column
+        np.put_along_axis(table, np.where(inside, lists - first, count), True, axis=-1)
+        return table[..., :count]
+    at = (lists - first).where(inside, count).long()
+    return lists.new_zeros((*lists.shape[:-1], count + 1)).scatter_(-1, at, 1)[..., :count] != 0

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilewise.errors import MaskError
-from tilewise.masks.program import Literal, MaskProgram, MaskShape, interval
+from tilewise.masks.program import Literal, MaskProgram, MaskShape, interval, listed
 from tilewise.masks.visits import visits
 
 Classes = np.ndarray[Any, np.dtype[np.uint8]]  # numpy.typing would be imported for these names alone
@@ -150,10 +150,14 @@ class TileMap:
         kind, ints, tensors = literal
         if kind.is_documents:
             classes = _documents(_pick(tensors[0], b), _pick(tensors[1], b), line)
-        elif kind.is_blocks:
-            classes = _blocks(_pick(_pick(tensors[0], b), h), ints, line)
         else:
-            classes = _dense(_pick(_pick(tensors[0], b), h), self.shape, line)
+            own = _pick(tensors[0], b)[literal.side(h)]
+            if kind.is_blocks:
+                classes = _blocks(own, ints, line)
+            elif kind.is_selected:
+                classes = _selected(own, ints, line)
+            else:
+                classes = _dense(own, self.shape, line)
         return 2 - classes if kind.negated else classes
 
 
@@ -197,6 +201,23 @@ def _blocks(table: Array, sizes: tuple[int, ...], line: _Line) -> Classes:
     held = np.concatenate([[0], np.cumsum(lines.any(axis=0))])
     filled = np.concatenate([[0], np.cumsum(lines.all(axis=0))])
     return _three(held[last + 1] > held[first], filled[last + 1] - filled[first] == last + 1 - first)
+
+
+def _selected(lists: Array, sizes: tuple[int, ...], line: _Line) -> Classes:
+    """As a table of the blocks that the line meets; lists of other queries, and blocks of other keys, are not looked at."""
+    size_q, size_k = sizes[:2]
+    queries, keys = (line.starts, line.fixed) if line.across else (line.fixed, line.starts)
+    if not len(line.starts):
+        return np.zeros(0, dtype=np.uint8)
+    if line.across:
+        first, past = keys[0] // size_k, (keys[1] - 1) // size_k + 1
+        table = listed(lists, first, past - first)
+        shifted = line._replace(fixed=(keys[0] - first * size_k, keys[1] - first * size_k))
+    else:
+        first, past = queries[0] // size_q, (queries[1] - 1) // size_q + 1
+        table = listed(lists[first:past], 0, int(line.ends[-1] - 1) // size_k + 1)
+        shifted = line._replace(fixed=(queries[0] - first * size_q, queries[1] - first * size_q))
+    return _blocks(table, (size_q, size_k), shifted)
 
 
 def _dense(dense: Array, shape: MaskShape, line: _Line) -> Classes:

@@ -128,6 +128,8 @@ class Grid:
                     total += 4 * (rows[:, None] + cols[None, :])
                 elif kind.is_blocks:
                     total += np.outer(_spans(rows, self.block_q, ints[0]), _spans(cols, self.block_k, ints[1]))
+                elif kind.is_selected:
+                    total += 4 * ints[3] * _spans(rows, self.block_q, ints[0])[:, None]
                 elif kind.is_dense:
                     total += self._broadcast(tensors[0].shape)
                 else:

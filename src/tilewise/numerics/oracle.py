@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.masks import MaskProgram, MaskShape, allowed
+from tilewise.masks import Literal, MaskProgram, MaskShape, allowed
 from tilewise.numerics.merge import NEG_INF, softmax_with_sink
 from tilewise.numerics.philox import keep_tile
-from tilewise.problem import Problem
+from tilewise.problem import Origin, Problem
 
 PIECE_ELEMENTS = 2**22
 """Heads are taken together up to this many scores."""
@@ -35,6 +35,7 @@ class Inputs(NamedTuple):
     seed: Tensor | None = None  # int64 scalar, the dropout key
     cu_q: Tensor | None = None  # int32 (B + 1,): where each packed sequence starts
     cu_k: Tensor | None = None
+    origins: Tensor | None = None  # int32 (B, 4): where each sequence lies in a whole whose positions count; see Origin
 
 
 class Gradients(NamedTuple):
@@ -160,6 +161,11 @@ def softmax(problem: Problem, piece: Piece) -> Softmax:
     return Softmax(score, capped, logit, lse, sink, p, p if piece.keep is None else p * piece.keep)
 
 
+def origin_of(inputs: Inputs, b: int) -> Origin | None:
+    """Where sequence b begins in the whole; None where the call is the whole."""
+    return None if inputs.origins is None else Origin(*inputs.origins[b].tolist())
+
+
 def spans(problem: Problem, inputs: Inputs, sequences: Iterable[int]) -> Iterator[Span]:
     """The sequences with these numbers, of a plain or of a packed batch."""
     starts = [[] if cu is None else cu.tolist() for cu in (inputs.cu_q, inputs.cu_k)]
@@ -197,12 +203,16 @@ def make_piece(
         at = bias_index(inputs.bias, b, heads, positions, slice(keys.start, keys.stop))
         bias = inputs.bias[at].double()
         seen = seen & (bias != NEG_INF)
+    origin = origin_of(inputs, b)
+    start_q, start_k, first_head, batch = origin or (0, 0, 0, b)
     if inputs.alibi is not None:
-        distance = (positions[:, None] + (n - m) - torch.arange(keys.start, keys.stop, device=device)).abs()  # [M, N]
+        ahead = n - m if origin is None else start_q - start_k
+        distance = (positions[:, None] + ahead - torch.arange(keys.start, keys.stop, device=device)).abs()  # [M, N]
         alibi = -inputs.alibi[b if inputs.alibi.shape[0] > 1 else 0].double()[heads, None, None] * distance
     if problem.dropout_p:
         assert inputs.seed is not None
-        ids = range(b, b + 1), range(problem.heads)[heads], positions, keys
+        numbers = range(first_head, first_head + problem.heads)[heads]
+        ids = range(batch, batch + 1), numbers, positions + start_q, range(start_k + keys.start, start_k + keys.stop)
         keep = keep_tile(inputs.seed, problem.dropout_p, *ids, device=device)[0].double() / (1.0 - problem.dropout_p)
     k, v = (x[at_k].double().repeat_interleave(repeats, dim=0) for x in (inputs.k, inputs.v))
     reached = seen.any(-2)[..., None]  # [H, N, 1]
@@ -224,7 +234,7 @@ def make_piece(
 
 def _visible(problem: Problem, span: Span, heads: slice, positions: Tensor, keys: range) -> Tensor:
     """Which keys each row sees by the mask: bool, broadcasts to [H, M, N]."""
-    program, device = _part(span.program, span.sequence, heads, positions), positions.device
+    program, device = _part(span.program, span.sequence, (heads, problem.heads), positions), positions.device
     # `allowed` asks for the positions of the queries, then for those of the keys
     vectors = iter((positions, torch.arange(keys.start, keys.stop, device=device)))
     shape = MaskShape(1, problem.heads, *span.lengths)
@@ -233,21 +243,21 @@ def _visible(problem: Problem, span: Span, heads: slice, positions: Tensor, keys
     return everything if tile is None else tile[0]
 
 
-def _part(program: MaskProgram, b: int, heads: slice, positions: Tensor) -> MaskProgram:
-    """The program with what its tensors hold for one sequence, some heads and some queries."""
-    tensors: list[Tensor] = []
-    for term in program.terms():
-        for kind, _, given in term:
-            own = [torch.as_tensor(t, device=positions.device) for t in given]
-            own = [t[b : b + 1] if t.shape[0] > 1 else t for t in own]
-            if kind.per_head and own[0].shape[1] > 1:
-                own[0] = own[0][:, heads]
-            if kind.is_documents:
-                own[0] = own[0][:, positions]
-            elif kind.is_dense and own[0].shape[2] > 1:
-                own[0] = own[0][:, :, positions]
-            tensors += own
-    return MaskProgram(program.structure, program.ints, tuple(tensors))
+def _part(program: MaskProgram, b: int, of_heads: tuple[slice, int], positions: Tensor) -> MaskProgram:
+    """The program with what its tensors hold for one sequence, some of its heads and some queries."""
+    heads, count = of_heads
+
+    def own(literal: Literal) -> Literal:
+        tensors = [torch.as_tensor(t, device=positions.device) for t in literal.tensors]
+        tensors = [t[b : b + 1] if t.shape[0] > 1 else t for t in tensors]
+        literal = literal._replace(tensors=tuple(tensors)).for_heads(range(count)[heads])
+        if literal.kind.is_documents:
+            return literal._replace(tensors=(tensors[0][:, positions], tensors[1]))
+        if literal.kind.is_dense and tensors[0].shape[2] > 1:
+            return literal._replace(tensors=(literal.tensors[0][:, :, positions],))
+        return literal
+
+    return program.map(own)
 
 
 def bias_index(bias: Tensor, b: int, heads: slice, rows: slice | Tensor, cols: slice) -> tuple[int | slice | Tensor, ...]:

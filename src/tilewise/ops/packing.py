@@ -1,29 +1,29 @@
 """Packed batches: the cumulative lengths are data, so they are checked where they are read, also under torch.compile.
 
-So is what depends on them: a bias and a table of blocks must reach as far as the longest sequence.
+So is what depends on them: a bias, a table of blocks and lists of them must reach as far as the longest sequence.
 """
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, LayoutError, MaskError
+from tilewise.ops.tensors import checks_values
 from tilewise.problem import Problem
 
 
 def check_packing(problem: Problem, inputs: Inputs) -> None:
     """Raise on cumulative lengths that do not fit their tokens, and on a bias or blocks that do not cover them.
 
-    On a GPU that would wait for the device, so it happens only if TILEWISE_CHECK=1 asks for it; kernels clamp.
+    Only where values are looked at (`checks_values`); kernels clamp.
     """
-    if inputs.q.device.type != "cpu" and os.environ.get("TILEWISE_CHECK") != "1":
+    if not checks_values(inputs.q.device):
         return
     assert inputs.cu_q is not None and inputs.cu_k is not None
-    tables = [literal for term in problem.program.terms() for literal in term if literal.kind.is_blocks]
+    literals = [literal for term in problem.program.terms() for literal in term]
     ends = (("cu_seqlens_q", inputs.cu_q, inputs.q), ("cu_seqlens_k", inputs.cu_k, inputs.k))
     for side, (name, cu, x) in enumerate(ends):
         longest, axis = _longest(name, cu, x.shape[2]), ("queries", "keys")[side]
@@ -32,11 +32,13 @@ def check_packing(problem: Problem, inputs: Inputs) -> None:
             raise LayoutError(
                 f"bias: {got} along {axis}, but the longest sequence has {longest}; need 1 or at least that"
             )
-        for _, sizes, (table,) in tables:
-            if table.shape[2 + side] * sizes[side] < longest:
-                got = table.shape[2 + side]
+        for kind, sizes, tensors in literals:
+            if not (kind.is_blocks or (kind.is_selected and side == 0)):
+                continue
+            got, name = tensors[0].shape[2 + side], "blocks: table has" if kind.is_blocks else "selected: indices covers"
+            if got * sizes[side] < longest:
                 raise MaskError(
-                    f"blocks: table has {got} blocks of {sizes[side]} {axis}, but the longest sequence has {longest}; "
+                    f"{name} {got} blocks of {sizes[side]} {axis}, but the longest sequence has {longest}; "
                     f"need at least {-(-longest // sizes[side])} blocks"
                 )
 

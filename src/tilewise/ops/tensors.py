@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ _functorch: Any = torch._C._functorch
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types whose memory holds their values, and nothing else."""
 
-ARGUMENTS = ("q", "k", "v", "bias", "bias", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
+ARGUMENTS = ("q", "k", "v", "bias", "bias", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k", "origins")
 """The fields of Inputs as the user calls them."""
 DIFFERENTIABLE = tuple(Inputs._fields.index(name.removeprefix("d")) for name in Grads._fields)
 """The places among the Inputs of those that Grads and Needs speak of."""
@@ -40,8 +41,17 @@ def tensor_fields(inputs: Inputs) -> dict[str, Any]:
         "alibi": inputs.alibi is not None,
         "sinks": inputs.sinks is not None,
         "varlen": inputs.cu_q is not None,
+        "origins": inputs.origins is not None,
         "device": q.device.type,
     }
+
+
+def checks_values(device: torch.device) -> bool:
+    """Are lengths, cumulative lengths and indices looked at before they are used?
+
+    On a CPU always. On a GPU that would wait for the device: only with TILEWISE_CHECK=1; kernels touch nothing outside.
+    """
+    return device.type == "cpu" or (device.type == "cuda" and os.environ.get("TILEWISE_CHECK") == "1")
 
 
 def dtype_name(x: Tensor) -> str:

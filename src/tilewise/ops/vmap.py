@@ -26,7 +26,7 @@ BODY, BIAS, SLOPES, SINKS, MASK, OTHER = "body", "bias", "slopes", "sinks", "mas
 """How a tensor holds batch and heads: BODY as (B, H, …), BIAS and SLOPES the same with sides of 1, SINKS as (H,)."""
 BATCH, HEADS = 0, 1
 KINDS = {
-    "inputs": (BODY, BODY, BODY, BIAS, SLOPES, SINKS, OTHER, OTHER, OTHER),
+    "inputs": (BODY, BODY, BODY, BIAS, SLOPES, SINKS, OTHER, OTHER, OTHER, OTHER),
     "tangents": (BODY, BODY, BODY, BIAS, SINKS),
     "upstream": (BODY, BODY),
     "results": (BODY, BODY),

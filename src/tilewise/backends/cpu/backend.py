@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -25,6 +26,7 @@ from tilewise.backends.base import (
     Grads,
     Inputs,
     Jvp,
+    Pages,
     Statistics,
     Tangents,
     Verdict,
@@ -49,6 +51,7 @@ from tilewise.backends.cpu.fixed import fixed_arguments
 from tilewise.backends.cpu.spec import GRADIENTS, HOT, STATISTICS, Kernel, argument_names, round_up
 from tilewise.backends.sequence import sweep_statistics
 from tilewise.hardware.probe import probe_cpu
+from tilewise.masks import Lowered
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
@@ -128,6 +131,7 @@ def _obstacle() -> str | None:
 class CpuBackend(Backend):
     name = "cpu"
     any_address = True
+    reads_pages = True
 
     def usable(self, device: str) -> Verdict:
         return Verdict.of(cpu_only(device) or _obstacle())
@@ -178,6 +182,44 @@ class CpuBackend(Backend):
             args.append(("sinks_t", _alive[-1].data_ptr()))
         launch.run((*inputs[:3], out, lse), args)
         return Jvp(out, lse, out_t, lse_t)
+
+    def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
+        """Single queries and longer runs of them have kernels of their own: where a batch has both, each has its launch."""
+        assert inputs.cu_q is not None
+        ends = inputs.cu_q.numpy()
+        alone = (ends[1:] - ends[:-1]) == 1
+        if alone.all() or not alone.any():
+            return self._paged(problem, inputs, pages)
+        rows, single = inputs.cu_q.diff(), torch.from_numpy(alone)
+        out = empty_out(inputs.q, problem.head_dim_v)
+        lse = empty_lse(inputs.q, problem.precision)
+        owner = torch.repeat_interleave(single, rows)
+        for some, tokens in ((single, owner), (~single, ~owner)):
+            at, of = some.nonzero()[:, 0], tokens.nonzero()[:, 0]
+            part = replace(problem, batch=len(at), seqlen_q=len(of), mask=Lowered(problem.program.for_sequences(at)))
+            cu = torch.cat([rows.new_zeros(1), rows[at].cumsum(0, dtype=torch.int32)])
+            bias, alibi = (_of_sequences(x, at) for x in (inputs.bias, inputs.alibi))
+            given = inputs._replace(q=inputs.q[:, :, of], cu_q=cu, bias=bias, alibi=alibi)
+            out[:, :, of], lse[:, :, of] = self._paged(part, given, pages.of_sequences(at))
+        return out, lse
+
+    def _paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
+        launch = _launch_for(problem, inputs, "forward")
+        q, out = inputs.q, empty_out(inputs.q, problem.head_dim_v)
+        lse = _new(*launch.lse)
+        args, _alive = _optional_args(problem, inputs, launch)
+        seen = pages.seen
+        args += [(name, x.data_ptr()) for name, x in (("entries", pages.entries), ("starts", pages.starts), ("lengths", seen))]
+        for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
+            if scale is not None:
+                steps = zip("bsh", scale.stride(), strict=True)
+                args += [(name, scale.data_ptr()), *((f"{name}_{axis}", step) for axis, step in steps)]
+        if launch.counters:
+            work = torch.empty(launch.workspace, dtype=launch.real, device="cpu")
+            done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")
+            args += [("work", work.data_ptr()), ("done", done.data_ptr())]
+        launch.run((q, pages.k.transpose(1, 2), pages.v.transpose(1, 2), out, lse), args)
+        return out, lse
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """With the strides known too, only five addresses of the arguments change."""
@@ -271,6 +313,11 @@ class CpuBackend(Backend):
         )
 
 
+def _of_sequences(x: Tensor | None, at: Tensor) -> Tensor | None:
+    """What belongs to some sequences, of a tensor that all share or that has a row for each."""
+    return x if x is None or x.shape[0] == 1 else x[at]
+
+
 def _scattered(problem: Problem, inputs: Inputs | None) -> str | None:
     """Decoding loads vectors of a row: a tile for it cannot be served where columns are not adjacent."""
     if inputs is None or not problem.asked("decode") or problem.asked("forward") or _adjacent(inputs):
@@ -346,6 +393,8 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
     if problem.dropout_p and inputs.seed is not None:
         args.append(("seed", int(inputs.seed)))
     wanted = {"alibi": launch.real, "sinks": launch.real, "cu_q": torch.int32, "cu_k": torch.int32}
+    if launch.kernel.origins:
+        wanted["origins"] = torch.int32
     for name, dtype in wanted.items():
         x: Tensor | None = getattr(inputs, name)
         if x is not None:

@@ -67,10 +67,14 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         """Matrix tiles hold pairs of 16-bit values."""
         return rows * columns // 2 if kernel.matrix else rows * columns
 
+    # offsets of the rows of K and V, 64-bit integers; decoding looks a block of K ahead
+    offsets = {"k_rows": sizes.BN * 4, "v_rows": sizes.BN * 2} if kernel.paged else {}
+    if kernel.stored:
+        offsets |= {"k_scales": sizes.BN + ALIGN, "v_scales": sizes.BN + ALIGN}
     if kernel.kind == "decode":
         rows = round_up(sizes.group, tile.keys)
         state = {"Q": rows * sizes.D, "O": rows * sizes.Dv, "m": rows, "l": rows}
-        return state | {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)}  # scores of a block, or its state
+        return state | {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)} | offsets  # P: scores of a block, or its state
     BM, BN, DP, DVP = sizes.BM, sizes.BN, sizes.DP, sizes.DVP
     if kernel.kind in ("forward", "jvp"):
         rows = BM * sizes.group
@@ -81,7 +85,7 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         if kernel.kind == "jvp":
             weights |= {"Qt": rows * DP, "Ot": rows * DVP, "l_t": rows, "T": BN * R, "Kt": BN * DP, "Vt": BN * DVP}
         watched = {"top": rows, "spread": rows, "row_spread": R, "shift": R} if kernel.stats else {}
-        return state | strip | {"K": packed(BN, DP), "V": packed(BN, DVP)} | norms | weights | watched
+        return state | strip | {"K": packed(BN, DP), "V": packed(BN, DVP)} | norms | weights | watched | offsets
     operands = {"Q": packed(BM, DP), "dO": packed(BM, DVP), "Q_panels": packed(BM, sizes.DR)}
     operands |= {"dO_panels": packed(BM, sizes.DVR), "dQ": BM * DP, "P": packed(BN, sizes.PS), "dS": packed(BN, sizes.PS)}
     products = {"S": BN * R, "dP": BN * R, "pairs": BN * (R // 2)} if kernel.matrix else {}

@@ -14,7 +14,7 @@ from typing import Any
 
 from tilewise.backends.cpu.args import ArgBlock, pointer_kinds
 from tilewise.backends.cpu.builder import Emit, Unit
-from tilewise.backends.cpu.ir import I1, I8, I32, I64, PTR, Strip, Value, undefined, vector_of
+from tilewise.backends.cpu.ir import I1, I8, I32, I64, PTR, Pointer, Strip, Value, undefined, vector_of
 from tilewise.backends.cpu.spec import Kernel, argument_names, round_up
 from tilewise.masks.program import Operand, operands
 
@@ -155,10 +155,12 @@ def within(j: Value, lows: Strip, highs: Strip) -> Any:
 # -- masks that are not intervals
 
 
-def _base(seq: SeqInfo, tensor: int) -> Any:
+def _base(seq: SeqInfo, part: Operand) -> Any:
     """Offset of this sequence's and head's part of a mask tensor; broadcast sides have stride 0."""
-    offset = seq.batch * seq.args.mask_tensor(tensor).stride_0
-    return offset + seq.head * seq.args.mask_tensor(tensor).stride_1
+    tensor, head = seq.args.mask_tensor(part.tensors), seq.head
+    if part.kind.is_selected:
+        head = head // seq.args.mask_int(part.ints + 2)
+    return seq.batch * tensor.stride_0 + head * tensor.stride_1
 
 
 def _id(seq: SeqInfo, tensor: int, index: Value, start: Value) -> Any:
@@ -206,11 +208,13 @@ def _part_alive(seq: SeqInfo, part: Operand, rows: Interval, keys: Interval) -> 
         q_low, q_high = _id_range(seq, part.tensors, seq.q_start, (first, last + 1))
         k_low, k_high = _id_range(seq, part.tensors + 1, seq.k_start, keys)
         return (q_low <= k_high) & (k_low <= q_high)
+    if kind.is_selected and not kind.negated:
+        return _any_listed(seq, part, rows, keys)
     if not kind.is_blocks:
         return e.const(1, I1)
     size_q, size_k = seq.args.mask_int(part.ints), seq.args.mask_int(part.ints + 1)
     table = seq.args.mask_tensor(part.tensors, I8)
-    cells, base = table.pointer, _base(seq, part.tensors)
+    cells, base = table.pointer, _base(seq, part)
     stride_q, stride_k = table.stride_2, table.stride_3
     with e.loop(first // size_q, last // size_q + 1, 1, [e.const(0, I8)]) as over_q:
         with e.loop(lo // size_k, (hi - 1) // size_k + 1, 1, over_q.values) as over_k:
@@ -219,6 +223,20 @@ def _part_alive(seq: SeqInfo, part: Operand, rows: Interval, keys: Interval) -> 
             over_k.carry([over_k.values[0] | (cell ^ 1 if kind.negated else cell)])
         over_q.carry(over_k.values)
     return over_q.values[0] != 0
+
+
+def _any_listed(seq: SeqInfo, part: Operand, rows: Interval, keys: Interval) -> Any:
+    """Does a list of these rows name a block of these keys?"""
+    e, (first, last), (lo, hi) = seq.e, rows, keys
+    size_q, size_k, _, entries = (seq.args.mask_int(part.ints + n) for n in range(4))
+    lists = seq.args.mask_tensor(part.tensors)
+    cells, base, low, high = lists.pointer, _base(seq, part), lo // size_k, (hi - 1) // size_k
+    with e.loop(first // size_q, last // size_q + 1, 1, [e.const(0, I1)]) as over_q:
+        with e.loop(0, entries, 1, over_q.values) as over:
+            block = cells[base + over_q.index * lists.stride_2 + over.index * lists.stride_3].sext(I64)
+            over.carry([over.values[0] | ((block >= low) & (block <= high))])
+        over_q.carry(over.values)
+    return over_q.values[0]
 
 
 def emit_bits(unit: Unit, kernel: Kernel) -> Any:
@@ -263,15 +281,21 @@ def any_lane(vectors: Any) -> Any:
 
 
 def _prepare(seq: SeqInfo, part: Operand, rows: list[Any]) -> list[Any]:
-    """What a literal needs once for a strip: its rows' document ids, or its rows' offsets into the table."""
+    """What a literal needs once for a strip: its rows' document ids, or its rows' offsets into the table or the lists."""
     if part.kind.is_documents:
         return [_id(seq, part.tensors, row, seq.q_start) for row in rows]
-    base = _base(seq, part.tensors)
+    base = _base(seq, part)
     step = seq.args.mask_tensor(part.tensors).stride_2
-    if part.kind.is_blocks:
+    if not part.kind.is_dense:
         size = seq.args.mask_int(part.ints)
         rows = [row // size for row in rows]
-    return [base + row * step for row in rows]
+    offsets = [base + row * step for row in rows]
+    if not part.kind.is_selected:
+        return offsets
+    ir, room = seq.e.ir, 1 + len(rows)  # the block looked for last, counted from 1, and what was found
+    memory = Pointer(seq.e, ir.inttoptr(ir.ptrtoint(ir.alloca(I64, room), I64), PTR), I64)
+    memory[0] = 0
+    return [*offsets, memory]
 
 
 def _sees(seq: SeqInfo, part: Operand, prepared: list[Any], k: Value) -> Any:
@@ -280,12 +304,30 @@ def _sees(seq: SeqInfo, part: Operand, prepared: list[Any], k: Value) -> Any:
         key = _id(seq, part.tensors + 1, k, seq.k_start).splat()
         ids = gather(prepared)
         return ids != key if part.kind.negated else ids == key
+    if part.kind.is_selected:
+        return _listed(seq, part, prepared, k)
     if part.kind.is_blocks:
         k = k // seq.args.mask_int(part.ints + 1)
     table = seq.args.mask_tensor(part.tensors, I8)
     column, cells = k * table.stride_3, table.pointer
     cell = gather([cells[offset + column] for offset in prepared])
     return cell == 0 if part.kind.negated else cell != 0
+
+
+def _listed(seq: SeqInfo, part: Operand, prepared: list[Any], k: Value) -> Any:
+    """Lane by lane: does the row's list name the block of key k? Looked for where a block begins, and kept for its other keys."""
+    e, lists, size = seq.e, seq.args.mask_tensor(part.tensors), seq.args.mask_int(part.ints + 1)
+    offsets, memory = prepared[:-1], prepared[-1]
+    number = k // size
+    with e.if_(memory[0] != number + 1, likely=False):
+        block = number.trunc(I32).splat()
+        with e.loop(0, seq.args.mask_int(part.ints + 3), 1, [*e.strip(0, I32)]) as over:
+            entry = gather([lists.pointer[offset + over.index * lists.stride_3] for offset in offsets])
+            over.carry([*(Strip(over.values) | (entry == block).sext(I32))])
+        memory[0] = number + 1
+        memory.of(I32)[2] = Strip(over.values)
+    seen = memory.of(I32).strip(2)
+    return seen == 0 if part.kind.negated else seen != 0
 
 
 def gather(scalars: list[Any]) -> Strip:

@@ -64,7 +64,7 @@ def _device_obstacle(spec: DeviceSpec) -> str | None:
 
 def _too_long(structure: str) -> str | None:
     """Why a mask's integers and tensors do not fit into the argument block; None if they do."""
-    left, wanted = ARGUMENTS - len(BACKWARD), len(mask_args(structure))
+    left, wanted = ARGUMENTS - len(BACKWARD) - 1, len(mask_args(structure))
     return None if wanted <= left else f"the mask takes {wanted} arguments, more than {left}; write it with fewer terms"
 
 
@@ -73,7 +73,8 @@ def _too_long(structure: str) -> str | None:
 
 def matrix_unit(problem: Problem, kind: str, spec: DeviceSpec) -> str:
     """The unit whose tiles a kernel multiplies with; "" for vectors."""
-    return spec.matrix_unit if kind in MATRIX_KINDS and problem.dtype == "bfloat16" and not problem.widened else ""
+    fits = problem.dtype == "bfloat16" and not problem.widened and not problem.page
+    return spec.matrix_unit if kind in MATRIX_KINDS and fits else ""
 
 
 def register_for(problem: Problem, kind: str, spec: DeviceSpec, longest: int = 0) -> Register | None:
@@ -162,7 +163,10 @@ def _kernel(
         dbias=dbias,
         matrix=matrix,
         double=problem.widened,
+        origins=problem.origins and (problem.alibi or problem.dropout_p > 0),
         stats="entropy" in problem.stats if kind == "backward" else kind == "forward" and watched(problem),
+        paged=problem.page > 0,
+        stored=problem.stored,
     )
 
 

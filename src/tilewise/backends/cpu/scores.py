@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewise.backends.cpu.elementary import LOG2E, philox, tanh
-from tilewise.backends.cpu.ir import I32, Value
+from tilewise.backends.cpu.ir import I32, I64, Value
 from tilewise.backends.cpu.masking import SeqInfo, gather, lane_rows
 from tilewise.backends.cpu.spec import Kernel
+from tilewise.problem import Origin
 
 
 class Modifier:
@@ -29,8 +30,9 @@ class Modifier:
         if kernel.alibi:
             slope = args.alibi[seq.batch * args.alibi_b + seq.head]
             self.slope = (slope * -self.unit).splat()
-            # row r stands at key q0 + r + Sk - Sq
-            start = (q0 + (seq.Sk - seq.Sq)).to_real(e.real.type).splat()
+            # row r stands at key q0 + r + Sk - Sq, or where the whole has it
+            ahead = origin(seq, "q") - origin(seq, "k") if kernel.origins else seq.Sk - seq.Sq
+            start = (q0 + ahead).to_real(e.real.type).splat()
             self.positions = e.each(lambda row: start + row.to_real(e.real.type), lane_rows(e))
 
     def apply(self, s: Any, k: Value) -> tuple[Any, Any, Any]:
@@ -67,6 +69,12 @@ def bias_column(modifier: Modifier, name: str, k: Value) -> Any:
     return gather([cells.fetch(row) for row in rows])
 
 
+def origin(seq: SeqInfo, side: str) -> Value:
+    """Where in the whole the sequence begins along a side of Origin."""
+    place: Value = seq.args.origins[seq.batch * len(Origin._fields) + Origin._fields.index(side)].sext(I64)
+    return place
+
+
 def drop(seq: SeqInfo, q0: Value, n0: Value, keys: tuple[Any, Any], visit: Callable[[Any, int, Any], None]) -> None:
     """For each key j of [j0, j1), counted from n0, and vector i of the strip: `visit(j, i, kept)`.
 
@@ -76,7 +84,11 @@ def drop(seq: SeqInfo, q0: Value, n0: Value, keys: tuple[Any, Any], visit: Calla
     seed = args.seed
     key = (seed.trunc(I32), seed.lshr(32).trunc(I32))
     threshold = args.threshold.trunc(I32).splat()
-    head, batch = (x.trunc(I32).splat() for x in (seq.head, seq.batch))
+    head, batch = seq.head, seq.batch
+    if "origins" in args.offsets:  # then rows and keys are those of the whole
+        q0, n0 = q0 + origin(seq, "q"), n0 + origin(seq, "k")
+        head, batch = head + origin(seq, "head"), origin(seq, "batch")
+    head, batch = (x.trunc(I32).splat() for x in (head, batch))
     rows = q0.trunc(I32).splat() + lane_rows(e, I32)
     with e.range((n0 + j0) // 4, (n0 + j1 + 3) // 4) as group:
         low = group.trunc(I32).splat()

@@ -163,11 +163,12 @@ class Softmax(RowWatch):
             over.carry(col.values)
         with e.if_(~any_lane(over.values), likely=True):
             e.ret(0)
-        V = self.row_of(e, "v", frame.key_head, frame.k_start)
-        with e.range(low, high) as key, e.range(0, Dv) as column:
-            value = abs(V.fetch(key * args.v.stride_s + column * args.v.stride_d))
-            with e.if_((value < least) & (value > 0.0)):
-                e.ret(1)
+        with e.range(low, high) as key:
+            value_of = self.values_of(e, key)
+            with e.range(0, Dv) as column:
+                value = abs(value_of(column))
+                with e.if_((value < least) & (value > 0.0)):
+                    e.ret(1)
         e.ret(0)
 
     def set_q_norm(self, e: Emit, index: Any) -> None:

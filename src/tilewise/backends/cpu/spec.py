@@ -52,7 +52,10 @@ class Kernel(NamedTuple):
     dbias: bool = False  # the backward's only: the bias wants a gradient
     matrix: str = ""  # products on tiles of a matrix unit, "amx"; "": on vectors
     double: bool = False  # float64 arithmetic of narrower inputs
+    origins: bool = False  # dropout and ALiBi count the positions of a whole
     stats: bool = False  # the forward gives max logit and entropy; the backward takes what comes back to the entropy
+    paged: bool = False  # K and V lie in pages
+    stored: str = ""  # the dtype of pages whose numbers have a scale; "": that of q
 
     @property
     def real(self) -> str:
@@ -103,6 +106,13 @@ DOUBLES = (*NUMBERS, "ds_factor")
 """Passed as doubles; all others are integers and addresses."""
 
 
+PAGED = (
+    *("entries", "starts", "lengths", "page", "k_scale", "v_scale"),
+    *(f"{t}_scale_{axis}" for t in "kv" for axis in "bsh"),
+)
+"""Of pages: the table, where a sequence's entries start, how many tokens it has; strides of the scales by page, place, head."""
+
+
 def mask_tensors(structure: str) -> int:
     """How many tensors a mask structure reads."""
     return sum(kind.tensors for term in operands(structure) for kind, _, _ in term)
@@ -119,4 +129,6 @@ def mask_args(structure: str) -> tuple[str, ...]:
 
 def argument_names(kernel: Kernel) -> tuple[str, ...]:
     names = {"backward": BACKWARD, "jvp": JVP, "double_backward": DOUBLE_BACKWARD}.get(kernel.kind, FORWARD)
-    return names + (STATISTICS[kernel.kind] if kernel.stats else ()) + mask_args(kernel.structure)
+    names += (STATISTICS[kernel.kind] if kernel.stats else ()) + (PAGED if kernel.paged else ())
+    names += mask_args(kernel.structure)
+    return (*names, "origins") if kernel.origins else names

@@ -9,7 +9,7 @@ import numpy as np
 
 from tilewise.lab.simulator.memory import Array, Hbm
 from tilewise.masks import TileClass, allowed
-from tilewise.masks.program import Kind
+from tilewise.masks.program import Literal
 from tilewise.problem import Problem
 
 FORMS = ("unnormalised", "normalised")
@@ -107,8 +107,8 @@ def _mask_tile(problem: Problem, hbm: Hbm, at: ScoreTile) -> Array:
     for term in problem.program.terms():
         for kind, ints, tensors in term:
             for position, tensor in enumerate(tensors):
-                part = _part(tensor, kind, position, ints, at)
-                hbm.traffic.read("mask", part.size * (1 if kind.per_head else 4))
+                part = _part(Literal(kind, ints, (tensor,)), position, at)
+                hbm.traffic.read("mask", part.size * part.itemsize)
     shape = (problem.batch, problem.heads, at.q[1] - at.q[0], at.k[1] - at.k[0])
     tile = allowed(problem.program, problem.shape, at.q, at.k, np.arange)
     return np.asarray(np.broadcast_to(True if tile is None else tile, shape)[at.b, at.h])
@@ -127,18 +127,20 @@ def scores(problem: Problem, hbm: Hbm, q_tile: Array, k_tile: Array, at: ScoreTi
     return np.asarray(s_tile)
 
 
-def _part(tensor: Array, kind: Kind, position: int, ints: tuple[int, ...], at: ScoreTile) -> Array:
-    """The elements of a mask tensor that a tile needs."""
+def _part(literal: Literal, position: int, at: ScoreTile) -> Array:
+    """The elements that a tile needs of a mask tensor, the one at that position of its literal."""
+    kind, ints, (tensor,) = literal
     head = tensor[at.b if tensor.shape[0] > 1 else 0]
     if not kind.reads_data:
         return np.asarray(head)
     if kind.is_documents:
         return np.asarray(head[slice(*(at.q if position == 0 else at.k))])
-    head = head[at.h if head.shape[0] > 1 else 0]
-    if kind.is_blocks:
-        rows = slice(at.q[0] // ints[0], (at.q[1] - 1) // ints[0] + 1)
-        return np.asarray(head[rows, at.k[0] // ints[1] : (at.k[1] - 1) // ints[1] + 1])
-    return np.asarray(tensor[_broadcast_index(tensor.shape, at)])
+    if kind.is_dense:
+        return np.asarray(tensor[_broadcast_index(tensor.shape, at)])
+    head, rows = head[literal.side(at.h)], slice(at.q[0] // ints[0], (at.q[1] - 1) // ints[0] + 1)
+    if kind.is_selected:
+        return np.asarray(head[rows])
+    return np.asarray(head[rows, at.k[0] // ints[1] : (at.k[1] - 1) // ints[1] + 1])
 
 
 def _broadcast_index(shape: tuple[int, ...], at: ScoreTile) -> tuple[int | slice, ...]:
