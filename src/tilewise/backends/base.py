@@ -144,7 +144,7 @@ class Backend(Protocol):
 
     def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
         """Output and log-sum-exp, and their derivatives along the tangents, of which one at least is given."""
-        raise NotImplementedError
+        raise BackendError(f"{self.name} has no jvp")
 
     def double_backward(
         self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction
@@ -153,7 +153,7 @@ class Backend(Protocol):
 
         Backward of the backward and forward over reverse are both made of it.
         """
-        raise NotImplementedError
+        raise BackendError(f"{self.name} has no double_backward")
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """A function of q, k and v that gives out alone, for calls of the same types, shapes, strides and dtypes that want

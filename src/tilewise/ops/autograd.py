@@ -58,10 +58,10 @@ def attend_transformed(problem: Problem, inputs: Inputs, backend: str) -> tuple[
     problem = problem if problem.needs_grad else replace(problem, needs_grad=True)
     tangents = None if graph else tangents_of(inputs)
     if tangents is None:
-        out, lse = Attention.apply(problem, backend, None, *inputs, *problem.program.tensors)
+        out, lse = apply_forward(problem, backend, None, *inputs, *problem.program.tensors)
         return out, lse
     primals = Inputs(*map(primal, inputs))  # type: ignore[arg-type]
-    results = AttentionJvp.apply(problem, backend, *primals, *tangents, *problem.program.tensors)
+    results = apply_jvp(problem, backend, *primals, *tangents, *problem.program.tensors)
     out, lse, out_t, lse_t = results
     return forward_ad.make_dual(out, out_t), forward_ad.make_dual(lse, lse_t)
 
@@ -108,7 +108,7 @@ class Attention(torch.autograd.Function):
         *tensors, _, _ = map(primal, ctx.saved_tensors)
         tangents = _moving(args[3:])
         inputs, mask = tensors[:_COUNT], tensors[_COUNT:]
-        _, _, out_t, lse_t = AttentionJvp.apply(ctx.problem, ctx.backend, *inputs, *tangents, *mask)
+        _, _, out_t, lse_t = apply_jvp(ctx.problem, ctx.backend, *inputs, *tangents, *mask)
         return out_t, lse_t
 
     @staticmethod
@@ -204,7 +204,7 @@ def differentiable_gradients(
     """B as a function that can be differentiated and transformed."""
     if not any(needs):
         return (None,) * len(needs)
-    results = AttentionBackward.apply(
+    results = apply_backward(
         problem, backend, tuple(needs), dout, dlse, out, lse, *inputs, *problem.program.tensors
     )
     return spread(results, needs)
@@ -250,12 +250,12 @@ class AttentionBackward(torch.autograd.Function):
         nothing = (None,) * (3 + len(ctx.saved_tensors))
         if all(x is None for x in tangents):
             return nothing
-        _, _, out_t, lse_t = AttentionJvp.apply(problem, backend, *inputs, *tangents, *mask)
+        _, _, out_t, lse_t = apply_jvp(problem, backend, *inputs, *tangents, *mask)
         second = needs_of(wanted[4:])
         grads: Sequence[Tensor | None] = (None,) * len(second)
         if any(second):
             given = (dout, dlse, out, lse, *inputs, *tangents, out_t, lse_t, *mask)
-            grads = spread(AttentionDoubleBackward.apply(problem, backend, tuple(second), *given), second)
+            grads = spread(apply_double_backward(problem, backend, tuple(second), *given), second)
         upstream = (out_t if wanted[0] else None, lse_t if wanted[1] and dlse is not None else None, None, None)
         return (None, None, None, *upstream, *by_input(grads, second, _COUNT + len(mask)))
 
@@ -269,12 +269,12 @@ class AttentionBackward(torch.autograd.Function):
         parts = []
         if any(x is not None for x in tangents):
             if out_t is None or lse_t is None:
-                _, _, out_t, lse_t = AttentionJvp.apply(problem, backend, *inputs, *tangents, *mask)
+                _, _, out_t, lse_t = apply_jvp(problem, backend, *inputs, *tangents, *mask)
             given = (dout, dlse, out, lse, *inputs, *tangents, out_t, lse_t, *mask)
-            parts.append(AttentionDoubleBackward.apply(problem, backend, needs, *given))
+            parts.append(apply_double_backward(problem, backend, needs, *given))
         if dout_t is not None or dlse_t is not None:
             dout_t = torch.zeros_like(out) if dout_t is None else dout_t
-            parts.append(AttentionBackward.apply(problem, backend, needs, dout_t, dlse_t, out, lse, *inputs, *mask))
+            parts.append(apply_backward(problem, backend, needs, dout_t, dlse_t, out, lse, *inputs, *mask))
         return tuple(sum(each[1:], each[0]) for each in zip(*parts, strict=True))
 
     @staticmethod
@@ -282,7 +282,7 @@ class AttentionBackward(torch.autograd.Function):
         problem, backend, needs, *tensors = args
         roles = vmap.roles("upstream", "results", "inputs", "mask", mask=len(tensors) - 4 - _COUNT)
         fold = vmap.Fold(problem, info.batch_size, roles, in_dims[3:], tensors, needs)
-        return fold.run(lambda problem, x: AttentionBackward.apply(problem, backend, needs, *x), vmap.gradients(needs))
+        return fold.run(lambda problem, x: apply_backward(problem, backend, needs, *x), vmap.gradients(needs))
 
 
 class AttentionJvp(torch.autograd.Function):
@@ -325,7 +325,7 @@ class AttentionJvp(torch.autograd.Function):
                 by_tangent = differentiable_gradients(problem, backend, own, dout_t, dlse_t, out, lse, inputs)
             if any(needs):
                 given = (dout_t, dlse_t, out, lse, *inputs, *tangents, out_t, lse_t, *mask)
-                second = AttentionDoubleBackward.apply(problem, backend, tuple(needs), *given)
+                second = apply_double_backward(problem, backend, tuple(needs), *given)
                 parts.append(spread(second, needs))
         grads = [_added(each) for each in zip(*parts, strict=True)] if parts else [None] * len(needs)
         return (None, None, *by_input(grads, needs, _COUNT), *by_tangent, *(None for _ in mask))
@@ -342,7 +342,7 @@ class AttentionJvp(torch.autograd.Function):
         problem, backend, *tensors = args
         roles = vmap.roles("inputs", "tangents", "mask", mask=len(tensors) - _COUNT - _MOVING)
         fold = vmap.Fold(problem, info.batch_size, roles, in_dims[2:], tensors)
-        return fold.run(lambda problem, x: AttentionJvp.apply(problem, backend, *x), vmap.RESULTS * 2)
+        return fold.run(lambda problem, x: apply_jvp(problem, backend, *x), vmap.RESULTS * 2)
 
 
 class AttentionDoubleBackward(torch.autograd.Function):
@@ -389,7 +389,7 @@ class AttentionDoubleBackward(torch.autograd.Function):
         roles = vmap.roles(*names, mask=len(tensors) - 6 - _COUNT - _MOVING)
         fold = vmap.Fold(problem, info.batch_size, roles, in_dims[3:], tensors, needs)
         return fold.run(
-            lambda problem, x: AttentionDoubleBackward.apply(problem, backend, needs, *x), vmap.gradients(needs)
+            lambda problem, x: apply_double_backward(problem, backend, needs, *x), vmap.gradients(needs)
         )
 
 
@@ -414,3 +414,9 @@ def _moving_call(problem: Problem, tensors: Sequence[Tensor | None]) -> tuple[In
 def _added(parts: Sequence[Tensor | None]) -> Tensor | None:
     there = [part for part in parts if part is not None]
     return sum(there[1:], there[0]) if there else None
+
+
+apply_forward: Any = Attention.apply
+apply_backward: Any = AttentionBackward.apply
+apply_jvp: Any = AttentionJvp.apply
+apply_double_backward: Any = AttentionDoubleBackward.apply

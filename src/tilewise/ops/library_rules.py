@@ -82,7 +82,7 @@ def _vmap_rule(name: str, ahead: tuple[str, ...], kinds: tuple[str, ...] | None)
         tensors = [*args[:first], *call[:_COUNT], *mask]
         flat_dims = [*in_dims[:first], *dims[:_COUNT], *(dims[_MASK] or [None] * len(mask))]
         named = dict(zip(SETTINGS, settings, strict=False))
-        inputs = Inputs(*(_sample(x, dim) for x, dim in zip(call[:_COUNT], dims[:_COUNT], strict=True)))
+        inputs = Inputs(*map(_sample, call[:_COUNT], dims[:_COUNT]))
         lowered = Lowered(MaskProgram(call[_COUNT], tuple(call[_COUNT + 1]), tuple(mask)))
         problem = Problem(**tensor_fields(inputs), mask=lowered, **named)
         roles = vmap.roles(*ahead, "inputs", "mask", mask=len(mask))
@@ -94,7 +94,7 @@ def _vmap_rule(name: str, ahead: tuple[str, ...], kinds: tuple[str, ...] | None)
             return [x for x, need in zip(found, needs, strict=True) if need] if has_needs else found
 
         fold = vmap.Fold(problem, info.batch_size, roles, flat_dims, tensors, needs)
-        found, places = fold.run(run, vmap.gradients(needs) if has_needs else kinds)
+        found, places = fold.run(run, vmap.gradients(needs) if kinds is None else kinds)
         if not has_needs:
             return found, places
         each = iter(found)
@@ -104,7 +104,7 @@ def _vmap_rule(name: str, ahead: tuple[str, ...], kinds: tuple[str, ...] | None)
     return rule
 
 
-def _sample(x: Tensor | None, dim: int | None) -> Tensor | None:
+def _sample(x: Any, dim: int | None) -> Any:
     return x if x is None or dim is None else x.select(dim, 0)
 
 

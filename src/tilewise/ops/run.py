@@ -99,7 +99,8 @@ def jvp(problem: Problem, inputs: Inputs, tangents: Tangents, backend: str = "au
         return Jvp(out, lse, out_t, lse_t)
     if problem.varlen:
         check_packing(problem, inputs)
-    return _derive("jvp", problem, inputs, backend, tangents)
+    result: Jvp = _derive("jvp", problem, inputs, backend, tangents)
+    return result
 
 
 def double_backward(
@@ -111,7 +112,9 @@ def double_backward(
     tangents = Tangents(*(None if x is None else materialized(x) for x in direction.tangents))
     dlse = None if given.dlse is None else materialized(given.dlse)
     given = given._replace(dout=materialized(given.dout), dlse=dlse)
-    return _derive("double_backward", problem, inputs, backend, given, direction._replace(tangents=tangents))
+    along = direction._replace(tangents=tangents)
+    grads: Grads = _derive("double_backward", problem, inputs, backend, given, along)
+    return grads
 
 
 def _derive(derivative: str, problem: Problem, inputs: Inputs, backend: str, *args: Any) -> Any:

@@ -103,7 +103,7 @@ def _is_dual(x: Tensor) -> bool:
     interpreter = _functorch.peek_interpreter_stack()
     if interpreter is None:
         return forward_ad._current_level >= 0
-    return interpreter.key() == _functorch.TransformType.Jvp and _functorch.maybe_get_level(x) == interpreter.level()
+    return bool(interpreter.key() == _functorch.TransformType.Jvp and _functorch.maybe_get_level(x) == interpreter.level())
 
 
 def has_tangent(x: Tensor) -> bool:

@@ -78,8 +78,8 @@ def jvp_rows(seq: SequenceView, i: int, q: Range, tangents: Tangents) -> Jvp:
         m_new = torch.maximum(m, tile.s.amax(dim=-1, keepdim=True))
         alpha = torch.exp(m - finite(m_new))
         p = torch.exp(tile.s - finite(m_new))  # [B, Hq, M, N]
-        for total in (l, l_t, acc, acc_t):
-            total.scale(alpha)
+        for running in (l, l_t, acc, acc_t):
+            running.scale(alpha)
         l.add(seq.row_sum(p))
         v_tile = seq.load(inputs.v, k, tile.seen)  # [B, Hk, N, Dv]
         w = seq.dropped(p, q, k)
@@ -129,7 +129,7 @@ class MovingTile(NamedTuple):
     """One tile of the backward and how it moves, each [B, Hq, M, N]."""
 
     p: Tensor
-    p_t: Tensor | None
+    p_t: Tensor
     dp: Tensor  # after dropout
     dp_t: Tensor | None
     scores: ScoreTangents
