@@ -3,7 +3,7 @@
 A batch holds it unless something without a batch side, the sinks, is mapped or has a gradient of its own in every sample; then
 the heads do. Calls run one by one, with a warning that says why,
 - with dropout, whose mask counts sequences and heads,
-- for packed batches,
+- for packed batches, and for parts of a whole, whose origins count sequences,
 - where the heads would have to hold it and the mask's tensors are mapped.
 """
 
@@ -86,6 +86,8 @@ class Fold:
             return "dropout's mask counts sequences and heads"
         if self.problem.varlen:
             return "packed batches are not joined"
+        if self.tensors[self.kinds.inputs + Inputs._fields.index("origins")] is not None:
+            return "parts of a whole are not joined"
         if self.axis == HEADS and MASK in mapped:
             return "sinks want the heads to hold the mapped dimension, and the mask's tensors the batch"
         return None
