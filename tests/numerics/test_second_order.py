@@ -19,7 +19,7 @@ CASE = Case("", batch=1, seqlen=12, head_dim=8, bias=(1, -1, -1, -1), sinks=True
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 3e-3), (torch.bfloat16, 1.0)])
 def test_what_is_off_is_seen(name: str, dtype: torch.dtype, off: float) -> None:
     built = build(CASE)
     inputs = Inputs(*(None if x is None else x.detach() for x in built.inputs))
