@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SHORT = ("masks",)
+SHORT = ("masks", "mean_flow", "gradient_penalty", "per_sample_gradients", "qk_clip")
 
 
 @pytest.mark.parametrize("name", SHORT)

@@ -266,9 +266,9 @@ def _transformed(transform: Callable[[Any, torch.Tensor], Any]) -> None:
 
 
 def test_transforms_are_refused() -> None:
-    with pytest.raises((BackendError, DerivativeError)):
+    with pytest.raises(ArgumentError, match="no operator"):
         _transformed(lambda call, q: torch.func.vmap(call)(q[None]))
-    with pytest.raises((BackendError, DerivativeError)):
+    with pytest.raises(ArgumentError, match="no operator"):
         _transformed(lambda call, q: torch.func.jvp(call, (q,), (q,)))
-    with pytest.raises(BackendError, match="no operator"):
+    with pytest.raises(ArgumentError, match="no operator"):
         _transformed(lambda call, q: call(q.to("meta")))

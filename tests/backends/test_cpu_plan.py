@@ -164,7 +164,7 @@ def test_kernels_run_the_tiles_that_are_shown(monkeypatch: pytest.MonkeyPatch, t
     """200 random problems; some with tiles of their own."""
     monkeypatch.setattr(compiler, "worker", lambda kernel: None)
     monkeypatch.setattr(compiler, "awake", lambda: False)
-    monkeypatch.setattr(cpu, "_num_threads", lambda: threads)
+    monkeypatch.setattr(cpu, "num_threads", lambda: threads)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     rng = random.Random(threads)
     for _ in range(200):

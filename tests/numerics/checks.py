@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tilewise.errors import LayoutError
 from tilewise.numerics import bounds
-from tilewise.numerics.oracle import Inputs, oracle, oracle_gradients
+from tilewise.numerics.oracle import Inputs, oracle, oracle_gradients, oracle_second
+from tilewise.numerics.second_order import second_order
 from tilewise.problem import Problem
 
 
@@ -62,6 +63,17 @@ def check_backward(problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tensor 
     """Hold gradients (attributes dq, dk, dv, dbias, dsinks; None is not checked) to the oracle."""
     exact, bound = oracle_gradients(problem, inputs, dout, dlse), bounds.backward(problem, inputs, dout, dlse)
     return _excesses(exact._fields, [getattr(grads, name) for name in exact._fields], exact, bound)
+
+
+def check_second(
+    problem: Problem, inputs: Inputs, upstream: tuple[Tensor, Tensor | None], tangents: Sequence[Tensor | None], found: object
+) -> list[Excess]:
+    """Hold out_t, lse_t and the derivative of the gradients (attributes as in Gradients; None is not checked) to the oracle."""
+    out_t, lse_t, grads = oracle_second(problem, inputs, *upstream, tangents)
+    bound = second_order(problem, inputs, *upstream, tangents)
+    names = ("out_t", "lse_t", *grads._fields)
+    exact, limits = (out_t, lse_t, *grads), (bound.out_t, bound.lse_t, *bound.grads)
+    return _excesses(names, [getattr(found, name) for name in names], exact, limits)
 
 
 def _excesses(names: Iterable[str], *tensors: Iterable[Tensor | None]) -> list[Excess]:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing._internal.logging_tensor import LoggingTensorMode, capture_logs
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from tests.conformance.cases import BY_NAME, build
+from tilewise.api.parse import parse_call
 from tilewise.backends.tiled import plan as tiled
 from tilewise.ops.library import pack
 
@@ -54,6 +56,47 @@ def test_opcheck_backward(name: str) -> None:
     needs = [True, True, True, inputs.bias is not None, inputs.sinks is not None]
     arguments = (out, lse, torch.randn_like(out), torch.randn_like(lse), needs, *packed)
     torch.library.opcheck(torch.ops.tilewise.attention_backward.default, arguments)
+
+
+@pytest.mark.parametrize("name", ["everything", "mask-documents"])
+def test_opcheck_derivatives(name: str) -> None:
+    built = build(BY_NAME[name])
+    inputs = type(built.inputs)(*(x if x is None else x.detach() for x in built.inputs))
+    packed = pack(built.problem, inputs, "tiled")
+    out, lse = torch.ops.tilewise.attention(*packed)
+    tangents = [x if x is None else torch.randn_like(x) for x in (*inputs[:4], inputs.sinks)]
+    needs = [True, True, True, inputs.bias is not None, inputs.sinks is not None]
+    torch.library.opcheck(torch.ops.tilewise.attention_jvp.default, (*tangents, *packed))
+    arguments = (*tangents, out, lse, out, lse, torch.randn_like(out), torch.randn_like(lse), needs, *packed)
+    torch.library.opcheck(torch.ops.tilewise.attention_double_backward.default, arguments)
+
+
+def test_double_backward_under_a_dispatch_mode() -> None:
+    q, k, v = (normal(1, 2, 4, 4, dtype=torch.float64) for _ in range(3))
+
+    def second() -> tuple[torch.Tensor, ...]:
+        first = torch.autograd.grad(tw.attention(q, k, v).pow(2).sum(), (q, k, v), create_graph=True)
+        return torch.autograd.grad(sum(x.pow(2).sum() for x in first), (q, k, v))  # type: ignore[arg-type]
+
+    expected = second()
+    with LoggingTensorMode(), capture_logs() as logs:
+        found = second()
+    assert any("attention_double_backward" in line for line in logs)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_operators_have_vmap_rules() -> None:
+    q, k, v = (normal(3, 1, 2, 4, 4, grad=False) for _ in range(3))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        packed = pack(*parse_call(q, k, v, {}), "tiled")
+        out, lse = torch.ops.tilewise.attention(*packed)
+        needs = [True, True, True, False, False]
+        return (out, *torch.ops.tilewise.attention_backward(out, lse, out * 2, None, needs, *packed)[:3])
+
+    each = [call(*x) for x in zip(q, k, v, strict=True)]
+    for found, expected in zip(torch.func.vmap(call)(q, k, v), zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected))
 
 
 def test_the_operator_and_the_eager_call_agree() -> None:
@@ -209,10 +252,3 @@ def test_gradcheck(name: str) -> None:
         return out, torch.where(lse.isinf(), 0.0, lse)
 
     assert torch.autograd.gradcheck(attend, leaves)
-
-
-def test_double_backward_says_so() -> None:
-    q, k, v = (normal(1, 1, 4, 4) for _ in range(3))
-    (grad,) = torch.autograd.grad(tw.attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(tw.TilewiseError, match="first derivatives only"):
-        grad.sum().backward()

@@ -14,7 +14,7 @@ from tilewise.api.parse import parse_call
 from tilewise.api.statistics import user_statistics
 from tilewise.backends.base import Backend, Inputs
 from tilewise.ops import statistics
-from tilewise.ops.autograd import attend
+from tilewise.ops.autograd import attend, attend_transformed
 from tilewise.ops.run import FORWARD, is_empty, profiled
 from tilewise.ops.tensors import PLAIN, materialized_inputs
 from tilewise.problem import Problem
@@ -28,7 +28,10 @@ def execute(q: Tensor, k: Tensor, v: Tensor, options: ParsedOptions, backend: st
     problem, inputs = parse_call(q, k, v, options)
     if problem.stats:
         return _execute_statistics(problem, inputs, options.get("layout", "bhsd"), backend)
-    if torch.compiler.is_compiling() or _is_watched(problem, inputs):
+    if not torch.compiler.is_compiling() and transforms_active():
+        dispatch.check_name(backend, "auto")
+        out, lse = attend_transformed(problem, inputs, backend)
+    elif torch.compiler.is_compiling() or _is_watched(problem, inputs):
         from tilewise.ops import library  # operators take a while to define, and a plain call needs none
 
         dispatch.check_name(backend, "auto")
@@ -42,7 +45,7 @@ def execute(q: Tensor, k: Tensor, v: Tensor, options: ParsedOptions, backend: st
 
 def _execute_statistics(problem: Problem, inputs: Inputs, layout: str, backend: str) -> tuple[Any, ...]:
     dispatch.check_name(backend, "auto")
-    if torch.compiler.is_compiling() or _is_watched(problem, inputs):
+    if torch.compiler.is_compiling() or transforms_active() or _is_watched(problem, inputs):
         statistics.refuse()
     inputs = materialized_inputs(inputs)
     out, lse, found = profiled(FORWARD, statistics.attend, problem, inputs, backend)
@@ -67,10 +70,15 @@ def choose(problem: Problem, inputs: Inputs, backend: str) -> Backend:
 
 
 def _is_watched(problem: Problem, inputs: Inputs) -> bool:
-    """Whether a tensor subclass, a device without memory, a dispatch mode or a functorch transform wants an operator."""
+    """Whether a tensor subclass, a device without memory or a dispatch mode wants an operator."""
     tensors = (*inputs, *problem.program.tensors)
-    return modes_active() or problem.device == "meta" or any(x is not None and type(x) not in PLAIN for x in tensors)
+    return bool(_dispatch_modes()) or problem.device == "meta" or any(x is not None and type(x) not in PLAIN for x in tensors)
+
+
+def transforms_active() -> bool:
+    """Whether functorch or forward-mode differentiation may have its hands on tensors."""
+    return _transforms() is not None or forward_ad._current_level >= 0
 
 
 def modes_active() -> bool:
-    return bool(_dispatch_modes()) or _transforms() is not None or forward_ad._current_level >= 0
+    return bool(_dispatch_modes()) or transforms_active()

@@ -167,6 +167,8 @@ def check_range(name: str, x: Tensor) -> None:
     """Raise on integers that 32 bits do not hold; not on a GPU, which had to be waited for, nor of traced values."""
     if x.dtype != torch.int64 or x.device.type != "cpu" or type(x) is not Tensor or torch.compiler.is_compiling():
         return
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return
     least, most = (int(bound) for bound in x.aminmax()) if x.numel() else (0, 0)
     if least < -(2**31) or most >= 2**31:
         raise ArgumentError(f"{name}: holds integers from {least} to {most}, need integers of 32 bits")

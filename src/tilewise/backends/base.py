@@ -144,7 +144,7 @@ class Backend(Protocol):
 
     def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
         """Output and log-sum-exp, and their derivatives along the tangents, of which one at least is given."""
-        raise NotImplementedError
+        raise BackendError(f"{self.name} has no jvp")
 
     def double_backward(
         self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction
@@ -153,7 +153,7 @@ class Backend(Protocol):
 
         Backward of the backward and forward over reverse are both made of it.
         """
-        raise NotImplementedError
+        raise BackendError(f"{self.name} has no double_backward")
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """A function of q, k and v that gives out alone, for calls of the same types, shapes, strides and dtypes that want
@@ -204,6 +204,24 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     back, bits = near.double(), near.view(torch.int32)
     bits = torch.where(back.abs() > x.abs(), bits - 1, bits)
     return torch.where(back == x, bits, bits | 1).view(torch.float32).to(dtype)
+
+
+def row_products(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """rowsum(dO ∘ O) [B, Hq, M]. An output of 0 takes no part, whatever comes back to it: so have rows that see nothing."""
+    return torch.where(out == 0, 0.0, dout.to(dtype) * out.to(dtype)).sum(dim=-1)
+
+
+def sink_weight(sinks: Tensor, lse: Tensor) -> Tensor:
+    """exp(z - L) [B, Hq, M]; 0 for an infinite sink."""
+    sink = sinks.to(lse.dtype)[:, None]
+    return torch.where(sink.isinf(), 0.0, torch.exp(sink - finite(lse)))
+
+
+def sink_gradient_tangent(sinks: Tensor, sinks_t: Tensor | None, rows: tuple[Tensor, ...]) -> Tensor:
+    """-Σ P_z ((z_t - L_t) delta + delta_t), summed over the rows of each head; `rows` are lse, lse_t, delta and delta_t."""
+    lse, lse_t, delta, delta_t = rows
+    moved = -lse_t if sinks_t is None else sinks_t.to(lse.dtype)[:, None] - lse_t
+    return rounded(-(sink_weight(sinks, lse) * (moved * delta + delta_t)).sum(dim=(0, 2)), sinks.dtype)
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -69,8 +69,8 @@ def backward(
     rounding = arithmetic or Arithmetic.of(problem)
     factor = rounding.oracle_factor
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
-    dbias = None if inputs.bias is None else _Reduction(inputs.bias)
-    dsinks = None if inputs.sinks is None else _Reduction(inputs.sinks)
+    dbias = None if inputs.bias is None else Reduction(inputs.bias)
+    dsinks = None if inputs.sinks is None else Reduction(inputs.sinks)
     for piece in pieces(problem, inputs):
         do = torch.where(piece.seen.any(-1)[..., None], dout[piece.rows].double(), 0.0)
         dl = torch.zeros_like(piece.q[..., 0]) if dlse is None else dlse[piece.rows].double()
@@ -105,7 +105,7 @@ def ratios(actual: Tensor, exact: Tensor, bound: Tensor) -> Tensor:
     return torch.where(same, 0.0, ratio.nan_to_num(nan=float("inf"), posinf=float("inf")))
 
 
-class _Reduction:
+class Reduction:
     """A gradient summed over broadcast sides and over pieces: its value, its magnitude, its terms, their errors."""
 
     def __init__(self, like: Tensor) -> None:

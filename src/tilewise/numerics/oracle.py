@@ -122,7 +122,7 @@ def oracle_gradients(problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tenso
 def oracle_second(
     problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tensor | None, tangents: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor, Gradients]:
-    """The derivatives of out, of lse and of the gradients of Σ dout · out + Σ dlse · lse, along tangents of q, k, v, bias and sinks.
+    """The derivatives of out, lse and the gradients of Σ dout · out + Σ dlse · lse along tangents of q, k, v, bias and sinks.
 
     ⟨tangents, gradients⟩ is linear in the upstream gradients, and its gradient in them is the derivative of the outputs.
     """

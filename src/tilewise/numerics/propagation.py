@@ -199,18 +199,18 @@ class BackwardErrors:
 
     def dq(self) -> Tensor:
         keys = self.piece.seen.sum(-1)[..., None]
-        return self._product(self.dscore, self.piece.seen, self.piece.k, keys, self.ahead.problem.scale, group=1)
+        return self.product_error(self.dscore, self.piece.seen, self.piece.k, keys, self.ahead.problem.scale, group=1)
 
     def dk(self) -> Tensor:
         ds, error = (x.transpose(-1, -2) for x in self.dscore)
-        return self._from_queries(ds, error, self.piece.q, self.ahead.problem.scale)
+        return self.from_queries(ds, error, self.piece.q, self.ahead.problem.scale)
 
     def dv(self) -> Tensor:
         w = self.ahead.exact.w
         # P may be too small to be normal before dropout's factor joins it
         error = factor_error(w, self.p_exponent + 4 * self.rounding.u) + self.ahead.kept * self.rounding.p_floor
         error = torch.where(self.piece.seen, error, 0.0)
-        return self._from_queries(w.transpose(-1, -2), error.transpose(-1, -2), self.dout, 1.0)
+        return self.from_queries(w.transpose(-1, -2), error.transpose(-1, -2), self.dout, 1.0)
 
     def dsink(self) -> tuple[Tensor, Tensor]:
         """The gradient of the sink's logit, row by row, and its error [H, M]."""
@@ -222,13 +222,13 @@ class BackwardErrors:
         value, error = self.sink_inner, self.sink_inner_error
         return sink * value, sink_error * (value.abs() + error) + sink * error
 
-    def _from_queries(self, weight: Tensor, error: Tensor, rows: Tensor, scale: float) -> Tensor:
+    def from_queries(self, weight: Tensor, error: Tensor, rows: Tensor, scale: float) -> Tensor:
         """A gradient of keys: sums over the queries of all heads of the group."""
         problem, seen = self.ahead.problem, self.piece.seen.transpose(-1, -2)
         queries = _over_group(seen.sum(-1), problem.group)[..., None]
-        return self._product((weight, error), seen, rows, queries, scale, problem.group)
+        return self.product_error((weight, error), seen, rows, queries, scale, problem.group)
 
-    def _product(
+    def product_error(
         self, weight: tuple[Tensor, Tensor], seen: Tensor, rows: Tensor, terms: Tensor, scale: float, group: int
     ) -> Tensor:
         """The error of scale · weight @ rows, summed over the heads of a group and stored."""

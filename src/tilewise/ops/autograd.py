@@ -1,60 +1,126 @@
-"""Eager calls: one autograd.Function, and not even that when no gradient is wanted."""
+"""Eager calls and torch.func: autograd functions for attention and its derivatives, and none where no gradient is wanted.
+
+With F(x) = (out, lse), J(x, t) its JVP, B(x, d) its backward and H(x, d, t) the derivative of B along t, each function below has
+the derivatives that docs/derivatives.md lists; what is listed as not served raises. They are applied the short way where a call
+is plain, and by `apply`, which asks functorch, where a transform or a forward-mode level may be at work.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from tilewise.backends.base import Backend, BackwardInputs, Inputs, Needs
+from tilewise.backends.base import Backend, BackwardInputs, Direction, Grads, Inputs, Needs, Tangents
 from tilewise.errors import DerivativeError
 from tilewise.masks import Lowered, MaskProgram
-from tilewise.ops.run import BACKWARD, backward, forward, profiled
-from tilewise.ops.tensors import by_input, needs_of
+from tilewise.ops import vmap
+from tilewise.ops.run import BACKWARD, backward, double_backward, forward, jvp, profiled
+from tilewise.ops.tensors import (
+    DIFFERENTIABLE,
+    PLAIN,
+    by_input,
+    materialized_inputs,
+    needs_of,
+    primal,
+    tangents_of,
+)
 from tilewise.problem import Problem
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _batched = torch._C._functorch.is_legacy_batchedtensor  # what `is_grads_batched` passes; `torch.func.vmap` has its stack
+_COUNT, _MOVING = len(Inputs._fields), len(Tangents._fields)
 
 
 def attend(problem: Problem, inputs: Inputs, backend: str, chosen: Backend | None = None) -> tuple[Tensor, Tensor]:
     """out and lse, with a gradient where one is wanted. `chosen` spares the dispatch if the caller knows its result."""
     if problem.needs_grad:
         plain = inputs.bias is inputs.alibi is inputs.sinks is inputs.seed is inputs.cu_q is None
-        tensors = inputs[:3] if plain else inputs  # each argument costs, present or not
+        mask = problem.program.tensors
+        tensors = inputs[:3] if plain and not mask else (*inputs, *mask)  # each argument costs, present or not
         out, lse = _apply(problem, backend, chosen, *tensors)
         return out, lse
     return forward(problem, inputs, backend, chosen)
 
 
+def attend_transformed(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
+    """The same under functorch's transforms and forward-mode levels.
+
+    Where the tensors at hand have tangents, forward and JVP are one pass; not where a dual level meets autograd's graph, for a
+    backward within that level needs the tangents of what is saved.
+    """
+    graph = _transforms() is None and problem.needs_grad
+    problem = problem if problem.needs_grad else replace(problem, needs_grad=True)
+    tangents = None if graph else tangents_of(inputs)
+    if tangents is None:
+        out, lse = apply_forward(problem, backend, None, *inputs, *problem.program.tensors)
+        return out, lse
+    primals = Inputs(*map(primal, inputs))  # type: ignore[arg-type]
+    results = apply_jvp(problem, backend, *primals, *tangents, *problem.program.tensors)
+    out, lse, out_t, lse_t = results
+    return forward_ad.make_dual(out, out_t), forward_ad.make_dual(lse, lse_t)
+
+
 class Attention(torch.autograd.Function):
+    """F: out and lse of q, k and v, or of all inputs and the mask's tensors. With `chosen` the tensors are plain."""
+
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, backend: str, chosen: Backend | None, *tensors: Tensor | None
+        problem: Problem, backend: str, chosen: Backend | None, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(problem, Inputs(*tensors), backend, chosen)  # type: ignore[arg-type]
-        ctx.problem, ctx.backend = problem, backend
-        mask = problem.program.tensors
-        if mask or len(tensors) > 3:
-            ctx.save_for_backward(*tensors[:3], *map(_versioned, tensors[3:]), out, lse, *map(_versioned, mask))
-        else:
-            ctx.save_for_backward(*tensors, out, lse)
+        if chosen is None:
+            return _forward(problem, tensors, backend)
+        return forward(problem, Inputs(*tensors[:_COUNT]), backend, chosen)  # type: ignore[arg-type]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        problem, backend, chosen, *tensors = inputs
+        ctx.problem, ctx.backend, ctx.plain = problem, backend, chosen is not None
+        if len(tensors) > 3:
+            tensors = [*tensors[:3], *map(_versioned, tensors[3:])]
+        ctx.save_for_backward(*tensors, *output)
+        if not ctx.plain:
+            ctx.save_for_forward(*tensors, *output)
         ctx.set_materialize_grads(False)
-        return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        required = ctx.needs_input_grad[3:]  # of the inputs, after problem, backend and chosen
+        required = ctx.needs_input_grad[3:]  # of the tensors, after problem, backend and chosen
         needs = needs_of(required)
-        saved, own = ctx.saved_tensors, len(required) + 2  # inputs, out and lse; then the mask's
-        problem = _with_mask(ctx.problem, saved[own:]) if len(saved) > own else ctx.problem
+        *tensors, out, lse = ctx.saved_tensors
+        problem = ctx.problem if len(tensors) <= _COUNT else _with_mask(ctx.problem, tensors[_COUNT:])
         # gradients are differentiated only with create_graph, which turns the gradient mode on
-        differentiate: Any = AttentionBackward.apply if torch.is_grad_enabled() else gradients
-        grads = differentiate(problem, ctx.backend, needs, dout, dlse, *saved[:own])
+        if ctx.plain and not (torch.is_grad_enabled() or _transforms() is not None or forward_ad._current_level >= 0):
+            grads = gradients(problem, ctx.backend, needs, dout, dlse, out, lse, Inputs(*tensors[:_COUNT]))
+        else:
+            dout = torch.zeros_like(out) if dout is None else dout
+            inputs = Inputs(*tensors[:_COUNT])
+            grads = differentiable_gradients(problem, ctx.backend, needs, dout, dlse, out, lse, inputs)
         return (None, None, None, *by_input(grads, needs, len(required)))
+
+    @staticmethod
+    def jvp(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *tensors, _, _ = map(primal, ctx.saved_tensors)
+        tangents = _moving(args[3:])
+        inputs, mask = tensors[:_COUNT], tensors[_COUNT:]
+        _, _, out_t, lse_t = apply_jvp(ctx.problem, ctx.backend, *inputs, *tangents, *mask)
+        return out_t, lse_t
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        problem, backend, _, *tensors = args
+        roles = vmap.roles("inputs", "mask", mask=len(tensors) - _COUNT)
+
+        def call(problem: Problem, tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
+            return attend_transformed(_with_mask(problem, tensors[_COUNT:]), Inputs(*tensors[:_COUNT]), backend)
+
+        fold = vmap.Fold(problem, info.batch_size, roles, in_dims[3:], tensors)
+        return fold.run(call, vmap.RESULTS)
 
 
 def _versioned(x: Tensor | None) -> Tensor | None:
@@ -62,29 +128,56 @@ def _versioned(x: Tensor | None) -> Tensor | None:
     return x.clone() if x is not None and x.is_inference() else x
 
 
-def _with_mask(problem: Problem, tensors: tuple[Tensor, ...]) -> Problem:
-    """The problem with the mask's tensors as they were saved, which hooks may have moved."""
+def _with_mask(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
+    """The problem with the mask's tensors as they are passed, which hooks and transforms may have changed."""
     program = problem.program
     if all(a is b for a, b in zip(program.tensors, tensors, strict=True)):
         return problem
-    return replace(problem, mask=Lowered(MaskProgram(program.structure, program.ints, tensors)))
+    return replace(problem, mask=Lowered(MaskProgram(program.structure, program.ints, tuple(tensors))))
+
+
+def _moving(tangents: Sequence[Tensor | None]) -> Tangents:
+    """What moves, from a tangent for each of a call's tensors."""
+    return Tangents(*(tangents[i] for i in DIFFERENTIABLE))
 
 
 _apply: Any = super(torch.autograd.Function, Attention).apply
-"""`Attention.apply` without what it does for functorch: calls under its transforms go through the operator."""
+"""`Attention.apply` without what it does for functorch: calls under its transforms take the long way."""
+
+
+def _watched(inputs: Inputs, mask: Sequence[Tensor]) -> bool:
+    """Whether a dispatch mode, a tensor subclass or a device without memory wants an operator."""
+    return bool(_dispatch_modes()) or inputs.q.is_meta or any(type(x) not in PLAIN for x in (*inputs, *mask) if x is not None)
+
+
+def _forward(problem: Problem, tensors: Sequence[Tensor | None], backend: str) -> tuple[Tensor, Tensor]:
+    inputs, mask = Inputs(*tensors[:_COUNT]), tensors[_COUNT:]  # type: ignore[arg-type]
+    problem = _with_mask(problem, mask)  # type: ignore[arg-type]
+    if _watched(inputs, problem.program.tensors):
+        from tilewise.ops import library
+
+        return library.attend(problem, inputs, backend)
+    return forward(problem, materialized_inputs(inputs), backend)
 
 
 def gradients(
-    problem: Problem, backend: str, needs: Needs, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor
+    problem: Problem,
+    backend: str,
+    needs: Needs,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    inputs: Inputs,
 ) -> tuple[Tensor | None, ...]:
-    *tensors, out, lse = saved
+    """B on plain tensors; the upstream gradients may come in a batch."""
     if dout is None:
         dout = torch.zeros_like(out)
-    inputs, given = Inputs(*tensors), BackwardInputs(out, lse, dout, dlse, needs)
-    if _transforms() is not None or _batched(dout) or (dlse is not None and _batched(dlse)):
+    given = BackwardInputs(out, lse, dout, dlse, needs)
+    if _any_batched(dout, dlse):
         from tilewise.ops import batched
 
-        return batched.gradients(
+        return batched.each(
             lambda dout, dlse: backward(problem, inputs, given._replace(dout=dout, dlse=dlse), backend), dout, dlse
         )
     if _dispatch_modes():
@@ -94,17 +187,237 @@ def gradients(
     return tuple(profiled(BACKWARD, backward, problem, inputs, given, backend))
 
 
+def _any_batched(*tensors: Tensor | None) -> bool:
+    return any(x is not None and _batched(x) for x in tensors)
+
+
+def differentiable_gradients(
+    problem: Problem,
+    backend: str,
+    needs: Needs,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    inputs: Inputs,
+) -> tuple[Tensor | None, ...]:
+    """B as a function that can be differentiated and transformed."""
+    if not any(needs):
+        return (None,) * len(needs)
+    results = apply_backward(
+        problem, backend, tuple(needs), dout, dlse, out, lse, *inputs, *problem.program.tensors
+    )
+    return spread(results, needs)
+
+
+def spread(results: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Results that are there, each at its place among all."""
+    found = iter(results)
+    return tuple(next(found) if need else None for need in needs)
+
+
+def present(grads: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    """The gradients wanted, without gaps."""
+    return tuple(grad for grad, need in zip(grads, needs, strict=True) if need and grad is not None)
+
+
 class AttentionBackward(torch.autograd.Function):
-    """A function of its own, so that a second derivative is refused and never silently taken for zero."""
+    """B: the gradients that are needed, as a function of the upstream gradients and the inputs.
+
+    out and lse are functions of the inputs, so H knows what depends on them, and they have no gradient of their own.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, problem: Problem, backend: str, needs: Needs, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        return gradients(problem, backend, needs, dout, dlse, *saved)
+    def forward(problem: Problem, backend: str, needs: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        dout, dlse, out, lse, *rest = tensors
+        assert dout is not None and out is not None and lse is not None
+        inputs, problem = Inputs(*rest[:_COUNT]), _with_mask(problem, rest[_COUNT:])  # type: ignore[arg-type]
+        given = (dout, dlse, out, lse, materialized_inputs(inputs))
+        grads = gradients(problem, backend, Needs(*needs), *given)
+        return present(grads, needs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _keep(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        problem, backend, needs = ctx.call
+        dout, dlse, out, lse, *rest = ctx.saved_tensors
+        inputs, mask = rest[:_COUNT], rest[_COUNT:]
+        wanted = ctx.needs_input_grad[3:]  # dout, dlse, out, lse, the inputs, the mask
+        tangents = spread(cotangents, needs)  # type: ignore[arg-type]
+        nothing = (None,) * (3 + len(ctx.saved_tensors))
+        if all(x is None for x in tangents):
+            return nothing
+        _, _, out_t, lse_t = apply_jvp(problem, backend, *inputs, *tangents, *mask)
+        second = needs_of(wanted[4:])
+        grads: Sequence[Tensor | None] = (None,) * len(second)
+        if any(second):
+            given = (dout, dlse, out, lse, *inputs, *tangents, out_t, lse_t, *mask)
+            grads = spread(apply_double_backward(problem, backend, tuple(second), *given), second)
+        upstream = (out_t if wanted[0] else None, lse_t if wanted[1] and dlse is not None else None, None, None)
+        return (None, None, None, *upstream, *by_input(grads, second, _COUNT + len(mask)))
+
+    @staticmethod
+    def jvp(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        problem, backend, needs = ctx.call
+        saved: list[Any] = [primal(x) for x in ctx.saved_tensors]
+        dout, dlse, out, lse, *rest = saved
+        inputs, mask = rest[:_COUNT], rest[_COUNT:]
+        dout_t, dlse_t, out_t, lse_t, *moved = args[3:]
+        tangents = _moving(moved)
+        parts = []
+        if any(x is not None for x in tangents):
+            if out_t is None or lse_t is None:
+                _, _, out_t, lse_t = apply_jvp(problem, backend, *inputs, *tangents, *mask)
+            given = (dout, dlse, out, lse, *inputs, *tangents, out_t, lse_t, *mask)
+            parts.append(apply_double_backward(problem, backend, needs, *given))
+        if dout_t is not None or dlse_t is not None:
+            dout_t = torch.zeros_like(out) if dout_t is None else dout_t
+            parts.append(apply_backward(problem, backend, needs, dout_t, dlse_t, out, lse, *inputs, *mask))
+        return tuple(sum(each[1:], each[0]) for each in zip(*parts, strict=True))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        problem, backend, needs, *tensors = args
+        roles = vmap.roles("upstream", "results", "inputs", "mask", mask=len(tensors) - 4 - _COUNT)
+        fold = vmap.Fold(problem, info.batch_size, roles, in_dims[3:], tensors, needs)
+        return fold.run(lambda problem, x: apply_backward(problem, backend, needs, *x), vmap.gradients(needs))
+
+
+class AttentionJvp(torch.autograd.Function):
+    """J with F: out, lse and their derivatives along the tangents."""
+
+    @staticmethod
+    def forward(problem: Problem, backend: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        inputs, tangents, problem = _moving_call(problem, tensors)
+        if _any_batched(*tangents):
+            from tilewise.ops import batched
+
+            return batched.each(lambda *moving: jvp(problem, inputs, Tangents(*moving), backend), *tangents)  # type: ignore[return-value]
+        if _watched(inputs, problem.program.tensors):
+            from tilewise.ops import library
+
+            return library.derive(problem, inputs, tangents, backend)
+        return tuple(jvp(problem, materialized_inputs(inputs), tangents, backend))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call = inputs[:2]
+        ctx.save_for_backward(*output, *inputs[2:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dlse: Any, dout_t: Any, dlse_t: Any) -> tuple[Any, ...]:
+        out, lse, out_t, lse_t, *rest = ctx.saved_tensors
+        wanted, mask = ctx.needs_input_grad[2:], rest[_COUNT + _MOVING :]
+        inputs, tangents, problem = _moving_call(ctx.call[0], rest)
+        backend, needs, moving = ctx.call[1], needs_of(wanted[:_COUNT]), wanted[_COUNT : _COUNT + _MOVING]
+        parts: list[Sequence[Tensor | None]] = []
+        if any(needs) and (dout is not None or dlse is not None):
+            first = torch.zeros_like(out) if dout is None else dout
+            parts.append(differentiable_gradients(problem, backend, needs, first, dlse, out, lse, inputs))
+        by_tangent: Sequence[Tensor | None] = (None,) * _MOVING
+        if dout_t is not None or dlse_t is not None:
+            dout_t = torch.zeros_like(out_t) if dout_t is None else dout_t
+            if any(moving):
+                own = Needs(*moving)
+                by_tangent = differentiable_gradients(problem, backend, own, dout_t, dlse_t, out, lse, inputs)
+            if any(needs):
+                given = (dout_t, dlse_t, out, lse, *inputs, *tangents, out_t, lse_t, *mask)
+                second = apply_double_backward(problem, backend, tuple(needs), *given)
+                parts.append(spread(second, needs))
+        grads = [_added(each) for each in zip(*parts, strict=True)] if parts else [None] * len(needs)
+        return (None, None, *by_input(grads, needs, _COUNT), *by_tangent, *(None for _ in mask))
+
+    @staticmethod
+    def jvp(ctx: Any, *args: Any) -> Any:
         raise DerivativeError(
-            "attention has first derivatives only; for a second one use backend-free code such as softmax(q @ k.mT) @ v"
+            "attention has no forward-mode derivative of a forward-mode derivative; for second derivatives use "
+            "torch.func.hessian, jacfwd(jacrev(f)) or jacrev(jacfwd(f))"
         )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        problem, backend, *tensors = args
+        roles = vmap.roles("inputs", "tangents", "mask", mask=len(tensors) - _COUNT - _MOVING)
+        fold = vmap.Fold(problem, info.batch_size, roles, in_dims[2:], tensors)
+        return fold.run(lambda problem, x: apply_jvp(problem, backend, *x), vmap.RESULTS * 2)
+
+
+class AttentionDoubleBackward(torch.autograd.Function):
+    """H: the derivative of the gradients along a direction of the inputs."""
+
+    @staticmethod
+    def forward(problem: Problem, backend: str, needs: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        dout, dlse, out, lse, *rest = tensors
+        *moved, out_t, lse_t = rest[: _COUNT + _MOVING + 2]
+        assert dout is not None and out is not None and lse is not None and out_t is not None and lse_t is not None
+        inputs, tangents, problem = _moving_call(problem, (*moved, *rest[_COUNT + _MOVING + 2 :]))
+        given = BackwardInputs(out, lse, dout, dlse, Needs(*needs))
+        direction = Direction(tangents, out_t, lse_t)
+        if _any_batched(dout, dlse, *tangents):
+            from tilewise.ops import batched
+
+            def compute(dout: Tensor, dlse: Tensor | None, *moving: Tensor) -> Grads:
+                along = Direction(Tangents(*moving[:_MOVING]), *moving[_MOVING:])
+                return double_backward(problem, inputs, given._replace(dout=dout, dlse=dlse), along, backend)
+
+            return present(batched.each(compute, dout, dlse, *tangents, out_t, lse_t), needs)
+        if _watched(inputs, problem.program.tensors):
+            from tilewise.ops import library
+
+            return present(library.derive_gradients(problem, inputs, given, direction, backend), needs)
+        return present(double_backward(problem, materialized_inputs(inputs), given, direction, backend), needs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise DerivativeError(_THIRD)
+
+    @staticmethod
+    def jvp(ctx: Any, *args: Any) -> Any:
+        raise DerivativeError(_THIRD)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        problem, backend, needs, *tensors = args
+        names = ("upstream", "results", "inputs", "tangents", "results", "mask")
+        roles = vmap.roles(*names, mask=len(tensors) - 6 - _COUNT - _MOVING)
+        fold = vmap.Fold(problem, info.batch_size, roles, in_dims[3:], tensors, needs)
+        return fold.run(
+            lambda problem, x: apply_double_backward(problem, backend, needs, *x), vmap.gradients(needs)
+        )
+
+
+_THIRD = (
+    "attention has first and second derivatives, and no third ones; use backend-free code such as softmax(q @ k.mT) @ v"
+)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    ctx.call = inputs[:3]
+    ctx.save_for_backward(*inputs[3:])
+    ctx.save_for_forward(*inputs[3:])
+    ctx.set_materialize_grads(False)
+
+
+def _moving_call(problem: Problem, tensors: Sequence[Tensor | None]) -> tuple[Inputs, Tangents, Problem]:
+    """Inputs, tangents and the problem with its mask, from flat tensors in this order."""
+    inputs, tangents = Inputs(*tensors[:_COUNT]), Tangents(*tensors[_COUNT : _COUNT + _MOVING])  # type: ignore[arg-type]
+    return inputs, tangents, _with_mask(problem, tensors[_COUNT + _MOVING :])  # type: ignore[arg-type]
+
+
+def _added(parts: Sequence[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return sum(there[1:], there[0]) if there else None
+
+
+apply_forward: Any = Attention.apply
+apply_backward: Any = AttentionBackward.apply
+apply_jvp: Any = AttentionJvp.apply
+apply_double_backward: Any = AttentionDoubleBackward.apply

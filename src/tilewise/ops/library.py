@@ -1,9 +1,9 @@
-"""The operators torch.compile, torch.export and dispatch modes see: `tilewise::attention` and `tilewise::attention_backward`.
+"""The operators torch.compile, torch.export and dispatch modes see: `tilewise::attention`, its backward, JVP and double backward.
 
 Their arguments are flat: the Inputs, then the mask as its program (a string that never holds a length, symbolic integers and
 tensors), the problem's SETTINGS, the tiles asked for and the backend's name; before all these, for the gradients, the
-BackwardInputs. The schemas are derived from those types. Defined with `Library.define`, which costs a call far less than
-`custom_op`.
+BackwardInputs, and for derivatives the Tangents or the Direction. The schemas are derived from those types. Defined with
+`Library.define`, which costs a call far less than `custom_op`. `ops.library_rules` has what torch.func wants of them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Inputs, Needs, empty_lse, empty_out
+from tilewise.backends.base import BackwardInputs, Direction, Inputs, Needs, Tangents, empty_lse, empty_out
 from tilewise.masks import Lowered, MaskProgram
 from tilewise.ops.flops import backward_flops, forward_flops, teach_counters
-from tilewise.ops.run import backward, forward
+from tilewise.ops.library_rules import register_rules
+from tilewise.ops.run import backward, double_backward, forward, jvp
 from tilewise.ops.tensors import DIFFERENTIABLE, as_read, by_input, needs_of, tensor_fields
 from tilewise.problem import SETTINGS, Problem, tile_of_text, tile_request, tile_text
 
 _COUNT = len(Inputs._fields)
 _INTS, _MASK_TENSORS = _COUNT + 1, _COUNT + 2  # the places of the mask's integers and tensors among the arguments
 _PRECISION = _COUNT + 3 + SETTINGS.index("precision")
-_BACKWARD = len(BackwardInputs._fields)
+_BACKWARD, _TANGENTS = len(BackwardInputs._fields), len(Tangents._fields)
 _TYPES = {one.name: one.type for one in fields(Problem)}  # "float", "str" and "bool", as schemas write them too
 _ARGUMENTS = ", ".join(
     [
@@ -37,10 +38,14 @@ _ARGUMENTS = ", ".join(
     ]
 )
 _GIVEN = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool[] needs"
+_MOVING = ", ".join(f"Tensor? {name}_t" for name in Tangents._fields)
+_GRADS = ", ".join(["Tensor"] * len(DIFFERENTIABLE))
 _LIBRARY = torch.library.Library("tilewise", "DEF")
 for _schema in (
     f"attention({_ARGUMENTS}) -> (Tensor, Tensor)",
-    f"attention_backward({_GIVEN}, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * len(DIFFERENTIABLE))})",
+    f"attention_backward({_GIVEN}, {_ARGUMENTS}) -> ({_GRADS})",
+    f"attention_jvp({_MOVING}, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"attention_double_backward({_MOVING}, Tensor out_t, Tensor lse_t, {_GIVEN}, {_ARGUMENTS}) -> ({_GRADS})",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -76,6 +81,20 @@ def gradients(problem: Problem, inputs: Inputs, given: BackwardInputs, backend: 
     return tuple(grad if need else None for grad, need in zip(grads, given.needs, strict=True))
 
 
+def derive(problem: Problem, inputs: Inputs, tangents: Tangents, backend: str) -> tuple[Tensor, ...]:
+    """Forward and JVP through the operator."""
+    return tuple(torch.ops.tilewise.attention_jvp(*tangents, *pack(problem, inputs, backend)))
+
+
+def derive_gradients(
+    problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction, backend: str
+) -> tuple[Tensor, ...]:
+    """The double backward through the operator."""
+    tangents, out_t, lse_t = direction
+    args = (*tangents, out_t, lse_t, *given, *pack(problem, inputs, backend))
+    return tuple(torch.ops.tilewise.attention_double_backward(*args))
+
+
 def _readable(args: Sequence[Any]) -> list[Any]:
     """The operator's arguments with tensors that a backend may read."""
     readable = list(args)
@@ -99,11 +118,37 @@ def _given(args: Sequence[Any]) -> BackwardInputs:
 
 def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     problem, inputs, backend = unpack(_readable(args[_BACKWARD:]), needs_grad=True)
-    grads = backward(problem, inputs, _given(args), backend)
+    return _as_promised(backward(problem, inputs, _given(args), backend), inputs)
+
+
+def _as_promised(grads: Sequence[Tensor | None], inputs: Inputs) -> tuple[Tensor, ...]:
+    """Gradients as the operator gives them: with the strides of their inputs, and empty where there are none."""
     return tuple(
         inputs.q.new_empty(0) if grad is None else _with_strides(grad, inputs[i])
         for grad, i in zip(grads, DIFFERENTIABLE, strict=True)
     )
+
+
+def _attention_jvp(*args: Any) -> tuple[Tensor, ...]:
+    problem, inputs, backend = unpack(_readable(args[_TANGENTS:]), needs_grad=False)
+    out, lse, out_t, lse_t = jvp(problem, inputs, Tangents(*args[:_TANGENTS]), backend)
+    strides = out.stride()
+    same = out_t.stride() == strides
+    return out, lse.contiguous(), out_t if same else torch.empty_like(out).copy_(out_t), lse_t.contiguous()
+
+
+def _attention_jvp_fake(*args: Any) -> tuple[Tensor, ...]:
+    return (*_attention_fake(*args[_TANGENTS:]), *_attention_fake(*args[_TANGENTS:]))
+
+
+def _attention_double_backward(*args: Any) -> tuple[Tensor, ...]:
+    direction, args = Direction(Tangents(*args[:_TANGENTS]), *args[_TANGENTS : _TANGENTS + 2]), args[_TANGENTS + 2 :]
+    problem, inputs, backend = unpack(_readable(args[_BACKWARD:]), needs_grad=True)
+    return _as_promised(double_backward(problem, inputs, _given(args), direction, backend), inputs)
+
+
+def _attention_double_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    return _attention_backward_fake(*args[_TANGENTS + 2 :])
 
 
 def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -140,11 +185,15 @@ def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     return tuple(grads)
 
 
-_LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
-_LIBRARY.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("tilewise::attention", _attention_fake, lib=_LIBRARY)
-torch.library.register_fake("tilewise::attention_backward", _attention_backward_fake, lib=_LIBRARY)
-torch.library.register_autograd("tilewise::attention", _autograd, setup_context=_setup_context, lib=_LIBRARY)
+for _name, _run, _fake in (
+    ("attention", _attention, _attention_fake),
+    ("attention_backward", _attention_backward, _attention_backward_fake),
+    ("attention_jvp", _attention_jvp, _attention_jvp_fake),
+    ("attention_double_backward", _attention_double_backward, _attention_double_backward_fake),
+):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{_name}", _fake, lib=_LIBRARY)
+register_rules(_LIBRARY, _autograd, _setup_context)
 
 
 def _count_forward(*args: Any, out_val: Any = None) -> int:

@@ -25,7 +25,7 @@ from tilewise.backends.base import (
 )
 from tilewise.errors import KernelError
 from tilewise.ops.packing import check_packing
-from tilewise.ops.tensors import materialized, refuse_tangents
+from tilewise.ops.tensors import materialized
 from tilewise.problem import Problem
 
 Result = TypeVar("Result")
@@ -70,7 +70,6 @@ def forward(
 
 def backward(problem: Problem, inputs: Inputs, given: BackwardInputs, backend: str = "auto") -> Grads:
     """The gradients of a problem; the backend is chosen anew, since forward and backward have different strengths."""
-    refuse_tangents((given.dout, given.dlse))
     dout, dlse = materialized(given.dout), None if given.dlse is None else materialized(given.dlse)
     if dout is not given.dout or dlse is not given.dlse:
         given = given._replace(dout=dout, dlse=dlse)
@@ -100,7 +99,8 @@ def jvp(problem: Problem, inputs: Inputs, tangents: Tangents, backend: str = "au
         return Jvp(out, lse, out_t, lse_t)
     if problem.varlen:
         check_packing(problem, inputs)
-    return _derive("jvp", problem, inputs, backend, tangents)
+    result: Jvp = _derive("jvp", problem, inputs, backend, tangents)
+    return result
 
 
 def double_backward(
@@ -112,7 +112,9 @@ def double_backward(
     tangents = Tangents(*(None if x is None else materialized(x) for x in direction.tangents))
     dlse = None if given.dlse is None else materialized(given.dlse)
     given = given._replace(dout=materialized(given.dout), dlse=dlse)
-    return _derive("double_backward", problem, inputs, backend, given, direction._replace(tangents=tangents))
+    along = direction._replace(tangents=tangents)
+    grads: Grads = _derive("double_backward", problem, inputs, backend, given, along)
+    return grads
 
 
 def _derive(derivative: str, problem: Problem, inputs: Inputs, backend: str, *args: Any) -> Any:

@@ -23,7 +23,7 @@ from tilewise.backends.base import (
     Statistics,
     empty_statistics,
 )
-from tilewise.errors import BackendError, DerivativeError, KernelError
+from tilewise.errors import ArgumentError, DerivativeError, KernelError
 from tilewise.numerics.merge import finite
 from tilewise.ops.packing import check_packing
 from tilewise.ops.run import backward, empty_forward, is_empty, own_precision
@@ -35,7 +35,7 @@ _DIFFERENTIABLE = Statistics._fields.index("entropy")
 
 def refuse() -> None:
     """Raise: there is no operator, so nothing that works on operators can carry statistics."""
-    raise BackendError(
+    raise ArgumentError(
         "stats: statistics have no operator, which torch.compile, torch.export, functorch's transforms, dispatch modes, meta "
         "tensors and tensor subclasses work on; call attention eagerly, or leave stats= out there"
     )

@@ -1,4 +1,4 @@
-"""What no backend sees in a tensor: forward-mode derivatives, values that only a bit stands for, and subclasses' own meanings."""
+"""What no backend sees in a tensor: forward-mode tangents, values that only a bit stands for, and subclasses' own meanings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise.backends.base import Grads, Inputs, Needs
+from tilewise.backends.base import Grads, Inputs, Needs, Tangents
 from tilewise.errors import ArgumentTypeError, DerivativeError
 
 _functorch: Any = torch._C._functorch
@@ -74,41 +74,49 @@ def by_input(grads: Sequence[Tensor | None], needs: Needs, count: int) -> Sequen
     return placed
 
 
-def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
-    """Raise rather than lose a forward-mode derivative, which would come out as zero."""
-    if forward_ad._current_level >= 0 and any(x is not None and _has_tangent(x) for x in tensors):
+def tangents_of(inputs: Inputs) -> Tangents | None:
+    """The forward-mode tangents of the inputs at the level that is at work here; None where there are none.
+
+    Tensors of other transforms are theirs to unwrap: what they hold comes back here with their wrappers off.
+    """
+    if forward_ad._current_level < 0:
+        return None
+    found = Tangents(*(None if inputs[i] is None else _tangent(inputs[i]) for i in DIFFERENTIABLE))
+    if inputs.alibi is not None and _tangent(inputs.alibi) is not None:
         raise DerivativeError(
-            "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, dual tensors) yet; use reverse mode "
-            "(torch.autograd.grad, backward), or backend-free code such as softmax(q @ k.mT) @ v"
+            "alibi: the slopes have a tangent, and attention has no derivatives in them; pass a tensor bias, or slopes.detach()"
         )
+    return None if all(x is None for x in found) else found
 
 
-def _has_tangent(x: Tensor) -> bool:
-    if torch.compiler.is_compiling():  # what is traced cannot be asked, and might
-        return True
-    while _functorch.is_batchedtensor(x):  # nor can vmap's tensors
-        x = _functorch.get_unwrapped(x)
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD):  # inside an operator autograd has been passed
-        return forward_ad.unpack_dual(x).tangent is not None
+def _tangent(x: Tensor | None) -> Tensor | None:
+    return None if x is None or not _is_dual(x) else forward_ad.unpack_dual(x, level=0).tangent
 
 
-_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+def primal(x: Tensor | None) -> Tensor | None:
+    """x without the tangent that it has at the level at work here."""
+    return x if x is None or not _is_dual(x) else forward_ad.unpack_dual(x, level=0).primal
 
 
-def refuse_transformed(tensors: Iterable[Tensor | None]) -> None:
-    """Raise on tensors of functorch's transforms: there are no rules for them yet."""
-    for x in tensors:
-        while x is not None and _functorch.is_functorch_wrapped_tensor(x):
-            if _functorch.is_batchedtensor(x):
-                raise DerivativeError(
-                    "attention has no rule for torch.func.vmap yet; make the mapped dimension part of the batch"
-                )
-            if _functorch.is_gradtrackingtensor(x) and x.requires_grad and torch.is_grad_enabled():
-                raise DerivativeError(
-                    "attention has no rule for torch.func.grad, vjp and their like yet; use torch.autograd.grad or backward"
-                )
-            x = _functorch.get_unwrapped(x)
+def _is_dual(x: Tensor) -> bool:
+    """Might x have a tangent of the innermost transform, or of a dual level if no transform is at work?"""
+    interpreter = _functorch.peek_interpreter_stack()
+    if interpreter is None:
+        return forward_ad._current_level >= 0
+    return bool(interpreter.key() == _functorch.TransformType.Jvp and _functorch.maybe_get_level(x) == interpreter.level())
+
+
+def has_tangent(x: Tensor) -> bool:
+    return _tangent(x) is not None
+
+
+def refuse_forward_mode() -> None:
+    """Raise rather than lose a forward-mode derivative where a call is traced, which would come out as zero."""
+    if forward_ad._current_level >= 0:
+        raise DerivativeError(
+            "torch.compile and torch.export carry no forward-mode derivatives (torch.func.jvp, jacfwd, dual tensors) of "
+            "attention; take them outside of what is compiled"
+        )
 
 
 def materialized(x: Tensor) -> Tensor:
@@ -136,17 +144,14 @@ def refuse_unknown(inputs: Inputs, mask: Iterable[Tensor]) -> None:
 
 def check_kinds(inputs: Inputs, mask: Sequence[Tensor]) -> None:
     """Raise on tensors that no backend could read right; unknown subclasses only while tracing, since operators see them."""
-    refuse_tangents(inputs)
     if torch.compiler.is_compiling():
+        refuse_forward_mode()
         refuse_unknown(inputs, mask)
-    elif _functorch.peek_interpreter_stack() is not None:
-        refuse_transformed(inputs)
 
 
 def as_read(inputs: Inputs, mask: Sequence[Tensor]) -> tuple[Inputs, list[Tensor]]:
     """The tensors of an operator's call as a backend may read them; what it could not read right is refused."""
     refuse_unknown(inputs, mask)
-    refuse_tangents(inputs)
     return materialized_inputs(inputs), [materialized(x) for x in mask]
 
 

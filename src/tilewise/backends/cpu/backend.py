@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    Direction,
     EntropyCotangent,
     Grads,
     Inputs,
@@ -39,79 +40,33 @@ from tilewise.backends.base import (
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
 from tilewise.backends.cpu.blind import without_blind
+from tilewise.backends.cpu.directions import (
+    NO_STRIDES,
+    broadcast_strides,
+    moving_arguments,
+    moving_sink_gradient,
+    readable_direction,
+)
 from tilewise.backends.cpu.fixed import fixed_arguments
-from tilewise.backends.cpu.spec import GRADIENTS, HOT, MOVING, STATISTICS, Kernel, argument_names, round_up
+from tilewise.backends.cpu.launch import (
+    ADDRESSES,
+    COUNT_AT,
+    PACKED_HOT,
+    REST_AT,
+    CpuLaunch,
+    empty,
+    empty_like,
+    inference_mode,
+    new,
+    num_threads,
+)
+from tilewise.backends.cpu.spec import HOT, STATISTICS, argument_names, round_up
 from tilewise.backends.sequence import sweep_statistics
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks import Lowered
-from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
 LAUNCHES = 64
-_HOT = struct.Struct(f"={len(HOT)}q")
-_GRADIENTS = struct.Struct(f"={len(GRADIENTS)}q")
-_ARGUMENT = struct.Struct("=q")
-_ADDRESSES = struct.Struct("=7q")
-_COUNT = 8 * HOT.index("count")
-_REST = 8 * len(HOT)
-_empty_like, _num_threads, _inference = torch.empty_like, torch.get_num_threads, torch.is_inference_mode_enabled
-
-
-def _strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-
-
-_empty: Callable[..., Tensor] = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", _strided)
-"""What compiled graphs allocate with: it asks no dispatcher, and takes 1.2 µs on a Neoverse N1; empty_like takes 2.1."""
-
-
-def _new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Fresh memory for a result; in inference mode, a tensor of that mode."""
-    return (_strided if _inference() else _empty)(shape, strides, dtype)
-
-
-class CpuLaunch(NamedTuple):
-    """A compiled kernel, its tiles, and the arguments that are the same for every call of a problem with so many threads."""
-
-    entry: Any
-    kernel: Kernel
-    tile: TilePlan
-    template: bytes  # the arguments after the hot ones
-    end: int  # of the template in the argument block
-    offsets: dict[str, int]  # of the arguments in the block, in bytes
-    size: int  # bytes of a thread's buffer
-    threads: int
-    workspace: int  # elements for the partial results of splits
-    counters: int  # of splits that are done, or of query blocks whose turn it is
-    real: torch.dtype
-    lse: tuple[tuple[int, int, int], tuple[int, int, int], torch.dtype]  # its shape, strides and dtype
-    plain: bool  # a call has no tensors but q, k and v
-
-    def run(self, tensors: tuple[Tensor, ...], args: Iterable[tuple[str, int]] = (), gradients: Any = ()) -> None:
-        """Call the kernel with q, k, v, out and lse, the arguments named, and those of a backward."""
-        q, k, v, out, lse = tensors
-        thread = schedule.thread
-        scratch = thread.take()
-        try:
-            view, address = scratch.view, scratch.address
-            scratch.prepared = None
-            _HOT.pack_into(
-                view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), 0, address + _COUNT,
-                *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-            )  # fmt: skip
-            view[_REST : self.end] = self.template
-            if gradients:
-                _GRADIENTS.pack_into(view, self.offsets[GRADIENTS[0]], *gradients)
-            for name, value in args:
-                _ARGUMENT.pack_into(view, self.offsets[name], value)
-            if self.threads == 1:
-                self.entry(address, scratch.reserve(self.size))
-            else:
-                schedule.pool.run(self.entry, scratch, self.size, self.threads)
-        finally:
-            thread.free.append(scratch)
-
-
 @cache
 def _obstacle() -> str | None:
     """Why kernels cannot be made here; None if they can."""
@@ -129,7 +84,7 @@ class CpuBackend(Backend):
         return Verdict.of(cpu_only(device) or _obstacle())
 
     def supports(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
-        planned = plan.supports(problem, probe_cpu(_num_threads()), backward=backward)
+        planned = plan.supports(problem, probe_cpu(num_threads()), backward=backward)
         return Verdict.of(_obstacle(), *planned.reasons, _scattered(problem, inputs))
 
     def forward(self, problem: Problem, inputs: Inputs, more: Iterable[tuple[str, int]] = ()) -> tuple[Tensor, Tensor]:
@@ -137,7 +92,7 @@ class CpuBackend(Backend):
         q, k, v = inputs[:3]
         launch = _launch_for(problem, inputs, "forward")
         out = _like(q) if problem.head_dim == problem.head_dim_v else empty_out(q, problem.head_dim_v)
-        lse = _new(*launch.lse)
+        lse = new(*launch.lse)
         if launch.plain:
             launch.run((q, k, v, out, lse))
             return out, lse
@@ -161,16 +116,17 @@ class CpuBackend(Backend):
         return out, lse, stats
 
     def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
-        return plan.derives(problem, probe_cpu(_num_threads()), derivative=derivative)
+        return plan.derives(problem, probe_cpu(num_threads()), derivative=derivative)
 
     def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
         launch = _launch_for(problem, inputs, "jvp")
         out, out_t = empty_out(inputs.q, problem.head_dim_v), empty_out(inputs.q, problem.head_dim_v)
-        lse, lse_t = _new(*launch.lse), _new(*launch.lse)
+        lse, lse_t = new(*launch.lse), new(*launch.lse)
         args, _alive = _optional_args(problem, inputs, launch)
-        args += _tangent_args(tangents, launch, _alive)
-        args += [("ot", out_t.data_ptr()), ("lse_t", lse_t.data_ptr())]
-        args += [(f"ot_{axis}", step) for axis, step in zip("bhsd", out_t.stride(), strict=True)]
+        args += moving_arguments(tangents, out_t, lse_t)
+        if tangents.sinks is not None:
+            _alive.append(tangents.sinks.to(launch.real).contiguous())
+            args.append(("sinks_t", _alive[-1].data_ptr()))
         launch.run((*inputs[:3], out, lse), args)
         return Jvp(out, lse, out_t, lse_t)
 
@@ -197,7 +153,7 @@ class CpuBackend(Backend):
     def _paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         launch = _launch_for(problem, inputs, "forward")
         q, out = inputs.q, empty_out(inputs.q, problem.head_dim_v)
-        lse = _new(*launch.lse)
+        lse = new(*launch.lse)
         args, _alive = _optional_args(problem, inputs, launch)
         seen = pages.seen
         args += [(name, x.data_ptr()) for name, x in (("entries", pages.entries), ("starts", pages.starts), ("lengths", seen))]
@@ -215,22 +171,22 @@ class CpuBackend(Backend):
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """With the strides known too, only five addresses of the arguments change."""
         q, k, v = inputs[:3]
-        o_stride = _empty_like(q).stride()
+        o_stride = empty_like(q).stride()
         prepared = _launch_for(problem, inputs, "forward")
         if problem.head_dim != problem.head_dim_v or o_stride[3] != 1 or not prepared.plain:
             return None
         entry, size, invited = prepared.entry, prepared.size, prepared.threads
-        threads, like_lse = _num_threads(), prepared.lse
+        threads, like_lse = num_threads(), prepared.lse
         small = math.prod(like_lse[0]) * prepared.real.itemsize <= schedule.DISCARD_BYTES
-        hot = _HOT.pack(*(0,) * 7, *q.stride(), *k.stride(), *v.stride(), *o_stride)
-        arguments, thread, pack = hot + prepared.template, schedule.thread, _ADDRESSES.pack_into
+        hot = PACKED_HOT.pack(*(0,) * 7, *q.stride(), *k.stride(), *v.stride(), *o_stride)
+        arguments, thread, pack = hot + prepared.template, schedule.thread, ADDRESSES.pack_into
         shape, dtype = tuple(q.shape), q.dtype
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if _num_threads() != threads:
+            if num_threads() != threads:
                 return self.forward(problem, Inputs(q, k, v))[0]
-            out = _empty_like(q) if _inference() else _empty(shape, o_stride, dtype)
-            lse = None if small else _new(*like_lse)
+            out = empty_like(q) if inference_mode() else empty(shape, o_stride, dtype)
+            lse = None if small else new(*like_lse)
             free = thread.free
             try:  # `thread.take()`, inlined
                 scratch = free.pop()
@@ -240,7 +196,7 @@ class CpuBackend(Backend):
                 if scratch.prepared is not arguments:
                     scratch.prepare(arguments, size)
                 at_lse, address = scratch.discard if lse is None else lse.data_ptr(), scratch.address
-                pack(scratch.view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), at_lse, 0, address + _COUNT)
+                pack(scratch.view, 0, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), at_lse, 0, address + COUNT_AT)
                 if invited == 1:
                     entry(address, scratch.buffer)
                 else:
@@ -256,34 +212,51 @@ class CpuBackend(Backend):
     ) -> Grads:
         return self.backward(problem, inputs, given, entropy)
 
+    def double_backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction) -> Grads:
+        return self.backward(problem, inputs, given, direction=direction)
+
     def backward(
-        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent | None = None
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        given: BackwardInputs,
+        entropy: EntropyCotangent | None = None,
+        direction: Direction | None = None,
     ) -> Grads:
-        inputs, given = without_blind(self.forward, problem, inputs, given)
+        """The gradients, or, with a direction, their derivative along it."""
+        inputs, given, blind = without_blind(self.forward, problem, inputs, given)
         out, lse, dout, dlse, needs = given
-        launch = _launch_for(problem, inputs, "backward", needs.dbias)
+        launch = _launch_for(problem, inputs, "backward" if direction is None else "double_backward", needs.dbias)
         args, _alive = ([], []) if launch.plain else _optional_args(problem, inputs, launch)
         if entropy is not None:
             _alive += [x.to(lse.dtype).contiguous() for x in entropy]
             args += zip(STATISTICS["backward"], (x.data_ptr() for x in _alive[-2:]), strict=True)
+        if direction is not None:
+            direction = readable_direction(direction, blind, launch.kernel.bias, launch.real)
+            args += moving_arguments(*direction)
         dq = _like(inputs.q) if needs.dq else None
         dk_sum, dv_sum = (_zero_sum(x, launch) if need else None for x, need in ((inputs.k, needs.dk), (inputs.v, needs.dv)))
         lse = lse.contiguous()
-        delta = _empty_like(lse)
+        delta = empty_like(lse)
         dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
         dbias = None
         if needs.dbias and inputs.bias is not None:
             dbias = torch.zeros(inputs.bias.shape, dtype=launch.real, device="cpu")
-        turns = _empty((launch.counters,), (1,), torch.int64).zero_()
+        turns = empty((launch.counters,), (1,), torch.int64).zero_()
         pointers = (0 if x is None else x.data_ptr() for x in (dout, dlse, delta, dq, dk_sum, dv_sum, dbias, turns))
-        strides = (*dout.stride(), *(_NO_STRIDES if dq is None else dq.stride()), *_broadcast_strides(dbias))
+        strides = (*dout.stride(), *(NO_STRIDES if dq is None else dq.stride()), *broadcast_strides(dbias))
         launch.run((*inputs[:3], out, lse), args, (*pointers, schedule.pause(), *strides))
+        dsinks = None
+        if needs.dsinks and inputs.sinks is not None:
+            dsinks = sink_gradient(inputs.sinks, lse, delta)
+            if direction is not None:
+                dsinks = moving_sink_gradient(inputs.sinks, given._replace(lse=lse), delta, direction)
         return Grads(
             dq,
             _rounded(dk_sum, inputs.k),
             _rounded(dv_sum, inputs.v),
             None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
-            sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
+            dsinks,
         )
 
 
@@ -309,7 +282,7 @@ def _launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False
     if inputs.cu_q is not None:
         longest = max((b - a for a, b in pairwise(inputs.cu_q.tolist())), default=0)
     adjacent = longest != 1 or _adjacent(inputs)
-    key = (kind, _num_threads(), None if bias is None else bias.dtype, dbias, longest, adjacent)
+    key = (kind, num_threads(), None if bias is None else bias.dtype, dbias, longest, adjacent)
     launches: dict[Any, CpuLaunch] = problem.memory.setdefault("cpu launches", {})
     launch = launches.get(key)
     if launch is None:
@@ -345,12 +318,12 @@ def _make_launch(
         kernel=kernel,
         tile=tile,
         template=struct.pack(f"={len(values)}q", *values),
-        end=_REST + 8 * len(values),
+        end=REST_AT + 8 * len(values),
         offsets={name: 8 * n for n, name in enumerate(names)},
         size=frames.frame(problem, kernel, tiles),
         threads=tiles.threads,
         workspace=frames.workspace(problem, kernel, tiles),
-        counters=problem.batch * problem.heads * tiles.blocks if kind == "backward" else counters,
+        counters=problem.batch * problem.heads * tiles.blocks if kernel.backwards else counters,
         real=real,
         lse=((batch, heads, rows), (heads * rows, rows, 1), real),
         plain=not (optional or counters),
@@ -362,7 +335,7 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
     args: list[tuple[str, int]] = []
     alive: list[Tensor] = []
     if inputs.bias is not None:
-        strides = zip("bhsd", _broadcast_strides(inputs.bias), strict=True)
+        strides = zip("bhsd", broadcast_strides(inputs.bias), strict=True)
         args += [("bias", inputs.bias.data_ptr()), *((f"bias_{axis}", stride) for axis, stride in strides)]
     if problem.dropout_p and inputs.seed is not None:
         args.append(("seed", int(inputs.seed)))
@@ -380,38 +353,15 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
         tensor = torch.as_tensor(given, device="cpu")
         alive.append(tensor if tensor.dtype == torch.bool else tensor.to(torch.int32))
         args.append((f"mask_t{n}", alive[-1].data_ptr()))
-        args += [(f"mask_t{n}_{axis}", stride) for axis, stride in enumerate(_broadcast_strides(alive[-1]))]
+        args += [(f"mask_t{n}_{axis}", stride) for axis, stride in enumerate(broadcast_strides(alive[-1]))]
     return args, alive
-
-
-def _tangent_args(tangents: Tangents, launch: CpuLaunch, alive: list[Tensor]) -> list[tuple[str, int]]:
-    """The addresses of the tangents that are given, and their strides; copies join those that must outlive the call."""
-    args: list[tuple[str, int]] = []
-    for name, x in zip(MOVING, tangents, strict=False):
-        if x is not None:
-            strides = _broadcast_strides(x) if name == "bias_t" else x.stride()
-            args += [(name, x.data_ptr()), *((f"{name}_{axis}", step) for axis, step in zip("bhsd", strides, strict=True))]
-    if tangents.sinks is not None and "sinks_t" in launch.offsets:
-        alive.append(tangents.sinks.to(launch.real).contiguous())
-        args.append(("sinks_t", alive[-1].data_ptr()))
-    return args
-
-
-_NO_STRIDES = (0, 0, 0, 0)
-
-
-def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
-    """Strides of a tensor that is repeated along sides of one element."""
-    if x is None:
-        return _NO_STRIDES
-    return tuple(0 if side == 1 else step for side, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _like(x: Tensor) -> Tensor:
     """Memory laid out like x, its columns adjacent."""
     if x.is_contiguous():
-        return _new(tuple(x.shape), x.stride(), x.dtype)
-    result = _empty_like(x)
+        return new(tuple(x.shape), x.stride(), x.dtype)
+    result = empty_like(x)
     return result if result.stride()[3] == 1 else empty_out(x, x.shape[3])
 
 
@@ -420,7 +370,7 @@ def _zero_sum(x: Tensor, launch: CpuLaunch) -> Tensor:
     batch, heads, rows, dim = x.shape
     columns = round_up(dim, launch.kernel.tile.rows)
     size = rows * columns
-    return _empty((batch, heads, rows, columns), (heads * size, size, columns, 1), launch.real).zero_()
+    return empty((batch, heads, rows, columns), (heads * size, size, columns, 1), launch.real).zero_()
 
 
 def _rounded(total: Tensor | None, x: Tensor) -> Tensor | None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
+from operator import and_
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -55,6 +57,8 @@ class Backward(RowStatistics, OrderedAccumulate):
     task = ("head", "rank", "pair")
     tiles: tuple[tuple[str, str, str], ...] = (("K", "k", "lanes"), ("V", "v", "lanes"), ("K_columns", "k", "panels"))
     cleaned = ("V", "K_columns")
+    updates: tuple[tuple[str, ...], ...] = (("dv", "DVR", "P", "dO_panels"), ("dk", "DR", "dS", "Q_panels"))
+    """(gradient, its width, weights, panels of rows), and tangents without which there is nothing to add."""
     pace = 1  # keys whose P and dS are computed together
     degree = 0  # of the polynomial in 2**x; 0: the Real type's own
     grain = 16
@@ -255,9 +259,9 @@ class Backward(RowStatistics, OrderedAccumulate):
                 over.carry([first, last])
             first, last = over.values
             with e.if_(first < last):
-                for name, width, weights, panels in (("dv", "DVR", "P", "dO_panels"), ("dk", "DR", "dS", "Q_panels")):
+                for name, width, weights, panels, *moving in self.updates:
                     out = getattr(args, name) + row * getattr(args, width)
-                    with e.if_(args.given(name)):
+                    with e.if_(reduce(and_, map(args.given, moving), args.given(name))):
                         operands = getattr(frame, weights), getattr(frame, panels), out, getattr(args, width)
                         self.update_slice(e, (ja, jb), (first, last), Gradient(*operands))
 

@@ -20,16 +20,16 @@ Forward = Callable[[Problem, Inputs], tuple[Tensor, Tensor]]
 
 def without_blind(
     forward: Forward, problem: Problem, inputs: Inputs, given: BackwardInputs
-) -> tuple[Inputs, BackwardInputs]:
-    """q, dout and dlse with zeros where a row sees no key; `forward` is the backend's own."""
+) -> tuple[Inputs, BackwardInputs, Tensor | None]:
+    """q, dout and dlse with zeros where a row sees no key, and which rows these are; `forward` is the backend's own."""
     blind = _blind(forward, problem, inputs, given)
     if blind is None or not blind.any():
-        return inputs, given
+        return inputs, given, None
     q, dout = (x.masked_fill(blind.unsqueeze(-1), 0.0) for x in (inputs.q, given.dout))
     dlse = given.dlse
     if dlse is not None and inputs.sinks is None:  # else a blind row's log-sum-exp is the sink, which wants the gradient
         dlse = dlse.masked_fill(blind, 0.0)
-    return inputs._replace(q=q), given._replace(dout=dout, dlse=dlse)
+    return inputs._replace(q=q), given._replace(dout=dout, dlse=dlse), blind
 
 
 def _blind(forward: Forward, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Tensor | None:

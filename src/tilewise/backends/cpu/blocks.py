@@ -46,7 +46,7 @@ def given(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int, size
     """Blocks of that size, as many heads in a task and as many splits as there is room for; None if there is room for none."""
     rows, keys = size
     threads, blocks = threads_for(problem, spec), -(-longest // rows)
-    group = 1 if kernel.kind == "backward" else problem.group
+    group = 1 if kernel.backwards else problem.group
     for heads in (n for n in range(group, 0, -1) if group % n == 0):
         tasks = problem.batch * problem.heads // heads * blocks
         splits = _splits_of(problem, kernel, spec, tasks, keys)

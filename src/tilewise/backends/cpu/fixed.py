@@ -20,7 +20,7 @@ def bits(x: float) -> int:
 def fixed_arguments(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
     """By name."""
     # a part of a group is a group of its own to the kernel, but for the key head that it shares with others
-    heads = tiles.heads if kernel.kind != "backward" else problem.group
+    heads = problem.group if kernel.backwards else tiles.heads
     arguments = {
         "groups": problem.heads // heads,
         "group": heads,

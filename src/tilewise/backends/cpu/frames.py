@@ -94,6 +94,9 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
     tiles = {"K": packed(BN, DP), "V": packed(BN, DVP), "K_columns": packed(BN, DP)}
     # first and past key of each strip: 64-bit integers, at most twice as large as a cell
     ends = {"first": BM * 2, "past": BM * 2} | ({} if kernel.matrix else {"q_factors": BM})
+    if kernel.kind == "double_backward":
+        tiles |= {"Kt": BN * DP, "Vt": BN * DVP, "Kt_columns": BN * DP, "Qt": BM * DP, "Qt_panels": BM * sizes.DR}
+        tiles |= {"moved": BN * sizes.PS, "dPt": BN * R, "lse_t": BM, "delta_t": BM}
     return operands | products | {"kept": BN * R, "W": BN * R} | rows | {"tail": tile.keys * R} | tiles | ends
 
 

@@ -18,17 +18,36 @@ from tilewise.backends.cpu.elementary import LN2
 from tilewise.backends.cpu.forward import Chunks, Forward
 from tilewise.backends.cpu.ir import I64, Strip
 from tilewise.backends.cpu.masking import Interval, SeqInfo
-from tilewise.backends.cpu.module import kernel_function
+from tilewise.backends.cpu.module import KernelModule, kernel_function
 from tilewise.backends.cpu.scores import Modifier, bias_column
 from tilewise.backends.cpu.spec import Kernel
 
 
-class Jvp(Forward):
+class MovingTiles(KernelModule):
+    """Tiles of tangents, whose sources end with t; what is not given is not packed."""
+
+    def fetch_tile(self, e: Emit, tile: tuple[str, str, str], width: Any, padded: Any) -> None:
+        if tile[1][-1] != "t":
+            super().fetch_tile(e, tile, width, padded)
+            return
+        with e.if_(e.args.given(tile[1])):
+            super().fetch_tile(e, tile, width, padded)
+
+    def clear_tiles(self, e: Emit) -> None:
+        """Zeros where `clean` looks for what is not finite."""
+        for name, source, _ in self.tiles:
+            if source[-1] == "t" and name in self.cleaned:
+                size = e.args.BN * (e.args.DP if source[0] == "k" else e.args.DVP)
+                with e.if_(~e.args.given(source)), e.range(0, size) as cell:
+                    getattr(e.frame, name)[cell] = 0.0
+
+
+class Jvp(MovingTiles, Forward):
     """The frame holds Qt and l_t, Ot for every row, the tiles Kt and Vt, and T, the derivatives of a strip's scores; after the
     softmax they are natural, and then weighted."""
 
     cleaned = ("V", "Vt")
-    tiles = (("K", "k", "lanes"), ("V", "v", "panels"), ("Vt", "vt", "panels"))
+    tiles = (("K", "k", "lanes"), ("V", "v", "panels"), ("Kt", "kt", "lanes"), ("Vt", "vt", "panels"))
     can_be_bounded = False
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
@@ -49,8 +68,7 @@ class Jvp(Forward):
             frame.l_t[index * R] = e.strip(0.0)
         with e.range(0, strips * (args.DVP * R), e.lanes) as cell:
             frame.Ot[cell] = e.vector(0.0)
-        with e.if_(~args.given("vt")), e.range(0, args.BN * args.DVP) as cell:
-            frame.Vt[cell] = 0.0
+        self.clear_tiles(e)
         with e.if_(args.given("qt")), e.range(0, args.group) as nth:
             first = nth * frame.strips
             head, _ = self.strip_at(e, first)
@@ -58,14 +76,6 @@ class Jvp(Forward):
             to = frame.Qt + first * (args.DP * R)
             rows = [source, args.qt.stride_s, args.qt.stride_d, frame.rows, args.D]
             e.call(self.pack_strips, to, args.DP, *rows, frame.q_factors)
-
-    def fetch_tile(self, e: Emit, tile: tuple[str, str, str], width: Any, padded: Any) -> None:
-        if tile[0] != "Vt":
-            super().fetch_tile(e, tile, width, padded)
-            return
-        for other in (("Kt", "kt", "lanes"), tile):
-            with e.if_(e.args.given(other[1])):
-                super().fetch_tile(e, other, width, padded)
 
     # -- one strip
 
@@ -107,8 +117,8 @@ class Jvp(Forward):
         super().drop_weights(e, seq, q0, keys)
 
     def weigh(self, e: Emit, keys: Interval, *, store: bool) -> None:
-        """`row_max`, which has served, becomes Σ p s_t; with `store`, T becomes p s_t. What weighs nothing counts nothing, whatever
-        its derivative is."""
+        """`row_max`, which has served, becomes Σ p s_t; with `store`, T becomes p s_t. What weighs nothing counts nothing,
+        whatever its derivative is."""
         P, T, R = e.frame.P, e.frame.T, self.tile.rows
         unit = e.const(self.natural).splat()
         with e.loop(*keys, 1, e.strip(0.0)) as over:

@@ -20,8 +20,8 @@ from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import Problem
 
 ARCHITECTURES = ("aarch64", "x86_64")
-KINDS = ("forward", "decode", "backward", "jvp")
-DERIVED = ("jvp",)
+KINDS = ("forward", "decode", "backward", "jvp", "double_backward")
+DERIVED = ("jvp", "double_backward")
 MATRIX_KINDS = ("forward", "backward")
 """Kernels that are made for matrix tiles too."""
 MATRIX_SIDE = 32
@@ -214,7 +214,11 @@ def planned(problem: Problem, spec: DeviceSpec, kind: str, longest: int) -> Tile
 
 def derives(problem: Problem, spec: DeviceSpec, *, derivative: str) -> Verdict:
     """Can the kernels compute a derivative of a problem that they serve?"""
-    return Verdict.of(None if derivative in DERIVED else f"has no {derivative}")
+    rounded = "what the gradients of float64 arithmetic are made of was rounded when it was stored; tiled sums it anew"
+    return Verdict.of(
+        None if derivative in DERIVED else f"has no {derivative}",
+        rounded if problem.widened and derivative == "double_backward" else None,
+    )
 
 
 def derivative_tiles(problem: Problem, spec: DeviceSpec, derivative: str) -> dict[str, TilePlan]:

@@ -63,6 +63,11 @@ class Kernel(NamedTuple):
         return "float64" if self.double or self.dtype == "float64" else "float32"
 
     @property
+    def backwards(self) -> bool:
+        """Does a task have rows of one query head, and add to gradients of keys that other tasks add to?"""
+        return self.kind in ("backward", "double_backward")
+
+    @property
     def score_unit(self) -> float:
         """Scores are in units of so many log 2. A bias may be any finite number, and times log2(e) some are none any more; times
         half of that they all are."""
@@ -96,6 +101,7 @@ MOVING = ("qt", "kt", "vt", "bias_t")
 """Tangents, each an address that may be null and its strides."""
 TANGENTS = (*MOVING, "lse_t", *(f"{t}_{axis}" for t in MOVING for axis in "bhsd"))
 JVP = (*FORWARD, *TANGENTS, "sinks_t", "ot", *(f"ot_{axis}" for axis in "bhsd"))
+DOUBLE_BACKWARD = (*BACKWARD, *TANGENTS, "ot", *(f"ot_{axis}" for axis in "bhsd"))
 DOUBLES = (*NUMBERS, "ds_factor")
 """Passed as doubles; all others are integers and addresses."""
 
@@ -122,7 +128,7 @@ def mask_args(structure: str) -> tuple[str, ...]:
 
 
 def argument_names(kernel: Kernel) -> tuple[str, ...]:
-    names = {"backward": BACKWARD, "jvp": JVP}.get(kernel.kind, FORWARD)
+    names = {"backward": BACKWARD, "jvp": JVP, "double_backward": DOUBLE_BACKWARD}.get(kernel.kind, FORWARD)
     names += (STATISTICS[kernel.kind] if kernel.stats else ()) + (PAGED if kernel.paged else ())
     names += mask_args(kernel.structure)
     return (*names, "origins") if kernel.origins else names

@@ -52,10 +52,7 @@ class RowStatistics(KernelModule):
         high, low = (part / unit for part in LOG2E_PARTS[self.kernel.real])
         position = frame.q_start + frame.m0
         row0 = self.row_index(e, frame.head, position)
-        out, dout = (self.row_of(e, name, frame.head, position) for name in ("o", "do"))
-        steps = [dout, args.do.stride_s, args.do.stride_d, out, args.o.stride_s, args.o.stride_d]
-        if not self.kernel.double:
-            e.call(self.row_dots, frame.delta, *steps, frame.rows, args.Dv)
+        self.emit_row_sums(e, position)
         with e.range(0, frame.rows) as row:
             lse = args.lse[row0 + row]
             hi = lse * high
@@ -87,6 +84,14 @@ class RowStatistics(KernelModule):
         else:
             with e.range(0, args.BM) as row:  # dS is scaled before it is rounded
                 frame.ds_factors[row] = 1.0
+
+    def emit_row_sums(self, e: Emit, position: Any) -> None:
+        """delta = rowsum(dO ∘ O)."""
+        args, frame = e.args, e.frame
+        out, dout = (self.row_of(e, name, frame.head, position) for name in ("o", "do"))
+        steps = [dout, args.do.stride_s, args.do.stride_d, out, args.o.stride_s, args.o.stride_d]
+        if not self.kernel.double:
+            e.call(self.row_dots, frame.delta, *steps, frame.rows, args.Dv)
 
     def entropy_rows(self, e: Emit, row: Any) -> dict[str, Any]:
         """Of a strip: what comes back to the entropy, and the mean logit."""

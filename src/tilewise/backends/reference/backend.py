@@ -156,8 +156,9 @@ def differentiated_twice(
         own = {name: leaf for name, leaf in leaves.items() if name in Tangents._fields}
         totals = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
         for seq in sequences(problem, inputs._replace(**own)):
-            results = attend(seq)
+            found = attend(seq)
             upstream = [seq.cut.queries(leaves[name]) for name in ("out", "lse")]
+            results = (found.out, found.lse)
             grads = torch.autograd.grad(results, list(own.values()), upstream, create_graph=True, allow_unused=True)
             pairs = ((grad, getattr(tangents, name)) for name, grad in zip(own, grads, strict=True))
             moved = sum((g * t.to(g.dtype)).sum() for g, t in pairs if g is not None and t is not None)

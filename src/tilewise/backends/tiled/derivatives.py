@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Jvp, Tangents, rounded
+from tilewise.backends.base import Jvp, Tangents, rounded, sink_weight
 from tilewise.backends.sequence import Range, SequenceView, Tile, cut_tile
 from tilewise.backends.tiled.sums import Sum, accumulator, key_sums
 from tilewise.numerics.merge import finite, join_sink
@@ -78,8 +78,8 @@ def jvp_rows(seq: SequenceView, i: int, q: Range, tangents: Tangents) -> Jvp:
         m_new = torch.maximum(m, tile.s.amax(dim=-1, keepdim=True))
         alpha = torch.exp(m - finite(m_new))
         p = torch.exp(tile.s - finite(m_new))  # [B, Hq, M, N]
-        for total in (l, l_t, acc, acc_t):
-            total.scale(alpha)
+        for running in (l, l_t, acc, acc_t):
+            running.scale(alpha)
         l.add(seq.row_sum(p))
         v_tile = seq.load(inputs.v, k, tile.seen)  # [B, Hk, N, Dv]
         w = seq.dropped(p, q, k)
@@ -105,12 +105,6 @@ def jvp_rows(seq: SequenceView, i: int, q: Range, tangents: Tangents) -> Jvp:
     return Jvp(out, lse, out_t - lse_t.unsqueeze(-1) * out, lse_t)
 
 
-def sink_weight(sinks: Tensor, lse: Tensor) -> Tensor:
-    """exp(z - L) [B, Hq, M]; 0 for an infinite sink."""
-    sink = sinks.to(lse.dtype)[:, None]
-    return torch.where(sink.isinf(), 0.0, torch.exp(sink - finite(lse)))
-
-
 class MovingRows(NamedTuple):
     """What the double backward knows of its rows, each [B, Hq, M] but dout."""
 
@@ -129,7 +123,7 @@ class MovingTile(NamedTuple):
     """One tile of the backward and how it moves, each [B, Hq, M, N]."""
 
     p: Tensor
-    p_t: Tensor | None
+    p_t: Tensor
     dp: Tensor  # after dropout
     dp_t: Tensor | None
     scores: ScoreTangents
@@ -169,7 +163,7 @@ def moving_deltas(seq: SequenceView, given: MovingRows, tangents: Tangents) -> t
 def double_backward_sequence(
     seq: SequenceView, given: MovingRows, tangents: Tangents, dq: Tensor, dbias: Tensor | None
 ) -> tuple[list[Sum], list[Sum]]:
-    """The backward's loop with the derivative of each step; fills in dQ_t and db_t, returns dK_t and dV_t as sums by key block."""
+    """The backward's loop with the derivative of each step; fills in dQ_t and db_t, returns sums of dK_t and dV_t."""
     problem, inputs = seq.problem, seq.inputs
     dk, dv = key_sums(seq)
     for i, q in seq.query_blocks():
@@ -201,10 +195,3 @@ def double_backward_sequence(
                 dk[j].add(seq.product(dz.mT, seq.fold(tile.rows(seq.load(tangents.q, q)))))
         dq[:, :, slice(*q)] = rounded(dq_tile.total(), dq.dtype)
     return dk, dv
-
-
-def sink_gradient_tangent(sinks: Tensor, sinks_t: Tensor | None, given: MovingRows) -> Tensor:
-    """-Σ P_z ((z_t - L_t) delta + delta_t), summed over the rows of each head."""
-    weight = sink_weight(sinks, given.lse)
-    moved = -given.lse_t if sinks_t is None else sinks_t.to(given.lse.dtype)[:, None] - given.lse_t
-    return rounded(-(weight * (moved * given.delta + given.delta_t)).sum(dim=(0, 2)), sinks.dtype)
