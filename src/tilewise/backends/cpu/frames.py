@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
     tasks: int
     threads: int
     heads: int = 1
-    """Query heads of a task: of one group, and a divisor of it."""
+    """Query heads of a task: of one group, and a divisor of it; where it decodes several groups, all of theirs."""
 
 
 def grain(kernel: Kernel) -> tuple[int, int]:
@@ -73,8 +73,9 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         offsets |= {"k_scales": sizes.BN + ALIGN, "v_scales": sizes.BN + ALIGN}
     if kernel.kind == "decode":
         rows = round_up(sizes.group, tile.keys)
-        state = {"Q": rows * sizes.D, "O": rows * sizes.Dv, "m": rows, "l": rows}
-        return state | {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)} | offsets  # P: scores of a block, or its state
+        scores = {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)}  # of a block, or its state
+        rows = rows * sizes.together if kernel.together else rows
+        return {"Q": rows * sizes.D, "O": rows * sizes.Dv, "m": rows, "l": rows} | scores | offsets
     BM, BN, DP, DVP = sizes.BM, sizes.BN, sizes.DP, sizes.DVP
     if kernel.kind in ("forward", "jvp"):
         rows = BM * sizes.group
@@ -99,10 +100,17 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
 
 def layout(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
     """Bytes of a thread's frame, by buffer; its fields come first."""
-    known = {"D": problem.head_dim, "Dv": problem.head_dim_v, "BM": tiles.rows, "BN": tiles.keys, "group": tiles.heads}
+    known = {"D": problem.head_dim, "Dv": problem.head_dim_v, "BM": tiles.rows, "BN": tiles.keys}
+    known |= groups_of(problem, kernel, tiles)
     sizes = SimpleNamespace(**known, **paddings(problem, kernel, tiles))
     size = _size(kernel)
     return {"fields": FRAME_BYTES} | {name: round_up(n, ALIGN) * size for name, n in buffers(kernel, sizes).items()}
+
+
+def groups_of(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
+    """Query heads of a group in a task, and the groups that it decodes together."""
+    group = min(tiles.heads, problem.group) if kernel.together else tiles.heads
+    return {"group": group, "together": tiles.heads // group}
 
 
 def frame(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
@@ -114,7 +122,9 @@ def workspace(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
     """Elements in which splits leave their m, l and O, and what they watch."""
     if tiles.splits == 1:
         return 0
-    return tiles.tasks * tiles.rows * tiles.heads * (paddings(problem, kernel, tiles)["DVP"] + (4 if kernel.stats else 2))
+    group, together = groups_of(problem, kernel, tiles).values()
+    heads = round_up(group, kernel.tile.keys) * together if kernel.together else tiles.heads
+    return tiles.tasks * tiles.rows * heads * (paddings(problem, kernel, tiles)["DVP"] + (4 if kernel.stats else 2))
 
 
 def fits(problem: Problem, kernel: Kernel, tiles: Tiles) -> bool:
