@@ -304,18 +304,13 @@ def _adjacent(inputs: Inputs) -> bool:
     return bool(inputs.k.stride()[3] == inputs.v.stride()[3] == 1)
 
 
-def _key_layout(inputs: Inputs) -> plan.KeyLayout:
-    beside = all(abs(x.stride()[1]) < abs(x.stride()[2]) for x in (inputs.k, inputs.v))
-    return plan.KeyLayout(_adjacent(inputs), beside)
-
-
 def _launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> CpuLaunch:
     """The launch of a call, from the memory if there is one like it; packed batches are planned for their longest sequence."""
     longest, bias = problem.seqlen_q, inputs.bias
     if inputs.cu_q is not None:
         longest = max((b - a for a, b in pairwise(inputs.cu_q.tolist())), default=0)
-    layout = plan.USUAL if longest != 1 else _key_layout(inputs)
-    key = (kind, _num_threads(), None if bias is None else bias.dtype, dbias, longest, layout)
+    adjacent = longest != 1 or _adjacent(inputs)
+    key = (kind, _num_threads(), None if bias is None else bias.dtype, dbias, longest, adjacent)
     launches: dict[Any, CpuLaunch] = problem.memory.setdefault("cpu launches", {})
     launch = launches.get(key)
     if launch is None:
@@ -326,10 +321,10 @@ def _launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False
 
 
 def _make_launch(
-    problem: Problem, kind: str, threads: int, bias: torch.dtype | None, dbias: bool, longest: int, layout: plan.KeyLayout
+    problem: Problem, kind: str, threads: int, bias: torch.dtype | None, dbias: bool, longest: int, adjacent: bool
 ) -> CpuLaunch:
     spec = probe_cpu(threads)
-    tile = plan.tile_for(problem, spec, kind, longest, layout)
+    tile = plan.tile_for(problem, spec, kind, longest, adjacent)
     kernel = plan.kernel_for(problem, tile, spec, str(bias)[6:] if bias else "", dbias)
     tiles = plan.grid_for(problem, tile, spec, longest)
     own_cells = problem.bias is not None and problem.bias[:3] == (problem.batch, problem.heads, problem.seqlen_q)

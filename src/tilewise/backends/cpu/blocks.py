@@ -61,11 +61,13 @@ def given(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int, size
     return None
 
 
-def assigned(problem: Problem, shape: tuple[int, int, int], blocks: int, splits: int, threads: int) -> Tiles:
+def assigned(
+    problem: Problem, shape: tuple[int, int, int], blocks: int, splits: int, threads: int, groups: int = 1
+) -> Tiles:
     """Blocks of `shape` (heads, rows, keys) as tasks for threads."""
     heads, rows, keys = shape
-    tasks = problem.batch * problem.heads // heads * blocks * splits
-    return Tiles(rows, keys, blocks, splits, tasks, min(threads, tasks), heads)
+    tasks = problem.batch * problem.heads // (heads * groups) * blocks * splits
+    return Tiles(rows, keys, blocks, splits, tasks, min(threads, tasks), heads, groups)
 
 
 def _forward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -> Tiles:
@@ -101,13 +103,13 @@ def _decode(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> Tiles:
         keys = min(keys, round_up(TOGETHER_KEYS[kernel.tile.keys > 1], step))
     threads = threads_for(problem, spec)
 
-    def arrange(heads: int, rows: int, keys: int) -> Tiles:
-        splits = _splits_of(problem, kernel, spec, problem.batch * problem.heads // heads, keys)
-        return assigned(problem, (heads, rows, keys), 1, splits, threads)
+    def arrange(heads: int, rows: int, keys: int, groups: int = 1) -> Tiles:
+        splits = _splits_of(problem, kernel, spec, problem.batch * problem.heads // (heads * groups), keys)
+        return assigned(problem, (heads, rows, keys), 1, splits, threads, groups)
 
     if kernel.together:
-        sets = (n * problem.group for n in range(problem.kv_heads, 1, -1) if problem.kv_heads % n == 0)
-        together = (arrange(heads, 1, keys) for heads in sets)
+        counts = (n for n in range(problem.kv_heads, 1, -1) if problem.kv_heads % n == 0)
+        together = (arrange(problem.group, 1, keys, groups) for groups in counts)
         if tiles := next((tiles for tiles in together if fits(problem, kernel, tiles)), None):
             return tiles
         kernel = kernel._replace(together=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from tilewise.backends.cpu.frames import Tiles, groups_of, paddings
+from tilewise.backends.cpu.frames import Tiles, paddings
 from tilewise.backends.cpu.spec import Kernel
 from tilewise.masks.program import UNBOUNDED
 from tilewise.problem import Problem
@@ -20,14 +20,11 @@ def bits(x: float) -> int:
 def fixed_arguments(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
     """By name."""
     # a part of a group is a group of its own to the kernel, but for the key head that it shares with others
-    together = 1
     heads = tiles.heads if kernel.kind != "backward" else problem.group
-    if kernel.together:
-        heads, together = groups_of(problem, kernel, tiles).values()
     arguments = {
         "groups": problem.heads // heads,
         "group": heads,
-        "together": together,
+        "together": tiles.groups,
         "parts": problem.group // heads,
         "pairs": problem.batch * problem.heads // heads,
         "Sq": problem.seqlen_q,

@@ -35,7 +35,9 @@ class Tiles(NamedTuple):
     tasks: int
     threads: int
     heads: int = 1
-    """Query heads of a task: of one group, and a divisor of it; where it decodes several groups, all of theirs."""
+    """Query heads of a task: of one group, and a divisor of it."""
+    groups: int = 1
+    """Groups that a task decodes together, each with K and V of its own."""
 
 
 def grain(kernel: Kernel) -> tuple[int, int]:
@@ -100,17 +102,11 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
 
 def layout(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
     """Bytes of a thread's frame, by buffer; its fields come first."""
-    known = {"D": problem.head_dim, "Dv": problem.head_dim_v, "BM": tiles.rows, "BN": tiles.keys}
-    known |= groups_of(problem, kernel, tiles)
+    known = {"D": problem.head_dim, "Dv": problem.head_dim_v, "BM": tiles.rows, "BN": tiles.keys, "group": tiles.heads}
+    known["together"] = tiles.groups
     sizes = SimpleNamespace(**known, **paddings(problem, kernel, tiles))
     size = _size(kernel)
     return {"fields": FRAME_BYTES} | {name: round_up(n, ALIGN) * size for name, n in buffers(kernel, sizes).items()}
-
-
-def groups_of(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
-    """Query heads of a group in a task, and the groups that it decodes together."""
-    group = min(tiles.heads, problem.group) if kernel.together else tiles.heads
-    return {"group": group, "together": tiles.heads // group}
 
 
 def frame(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
@@ -122,8 +118,7 @@ def workspace(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
     """Elements in which splits leave their m, l and O, and what they watch."""
     if tiles.splits == 1:
         return 0
-    group, together = groups_of(problem, kernel, tiles).values()
-    heads = round_up(group, kernel.tile.keys) * together if kernel.together else tiles.heads
+    heads = round_up(tiles.heads, kernel.tile.keys) * tiles.groups if kernel.together else tiles.heads
     return tiles.tasks * tiles.rows * heads * (paddings(problem, kernel, tiles)["DVP"] + (4 if kernel.stats else 2))
 
 

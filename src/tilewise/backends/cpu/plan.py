@@ -6,8 +6,6 @@ the last split to finish merges them inside the kernel: there is no kernel for t
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from tilewise.backends.cpu import blocks, frames
 from tilewise.backends.cpu.frames import Tiles, grain
 from tilewise.backends.cpu.reasons import reasons_for
@@ -147,7 +145,7 @@ def kernel_for(problem: Problem, tile: TilePlan, spec: DeviceSpec, bias_dtype: s
         problem, tile.pass_, register or Register(_lanes(problem, spec), rows // _lanes(problem, spec), keys),
         tile.kernel.partition("_")[2] if tile.pass_ in MATRIX_KINDS else "", bias_dtype, dbias,
     )  # fmt: skip
-    return kernel._replace(together=tile.pass_ == "decode" and tile.heads > problem.group)
+    return kernel._replace(together=tile.groups > 1)
 
 
 def _kernel(
@@ -177,44 +175,30 @@ def grid_for(problem: Problem, tile: TilePlan, spec: DeviceSpec, longest: int) -
     """The tasks of a tile and the threads that share them."""
     count = -(-longest // tile.block_q)
     shape = (tile.heads, tile.block_q, tile.block_k)
-    return blocks.assigned(problem, shape, count, tile.splits, threads_for(problem, spec))
+    return blocks.assigned(problem, shape, count, tile.splits, threads_for(problem, spec), tile.groups)
 
 
 # -- tiles
 
 
-class KeyLayout(NamedTuple):
-    """How K and V lie in memory, as far as decoding cares."""
-
-    adjacent: bool = True
-    """The columns of a row lie side by side: vectors of them can be loaded."""
-    beside: bool = False
-    """The heads of a token lie side by side, not the tokens of a head: a task then decodes all heads, token by token, so that
-    every page of memory is visited once and read to its end."""
-
-
-USUAL = KeyLayout()
-
-
-def tiles(
-    problem: Problem, spec: DeviceSpec, *, longest: int | None = None, layout: KeyLayout = USUAL
-) -> dict[str, TilePlan]:
+def tiles(problem: Problem, spec: DeviceSpec, *, longest: int | None = None, adjacent: bool = True) -> dict[str, TilePlan]:
     """What runs: the forward or the decode kernel, and the backward.
 
     `longest` is the number of queries of a packed batch's longest sequence; without, all are taken to be as long as each other.
+    `adjacent` tells whether the columns of K and V are, which decoding asks for.
     """
-    return {tile.pass_: tile for tile in (tile_for(problem, spec, kind, longest, layout) for kind in MATRIX_KINDS)}
+    return {tile.pass_: tile for tile in (tile_for(problem, spec, kind, longest, adjacent) for kind in MATRIX_KINDS)}
 
 
 def tile_for(
-    problem: Problem, spec: DeviceSpec, direction: str, longest: int | None = None, layout: KeyLayout = USUAL
+    problem: Problem, spec: DeviceSpec, direction: str, longest: int | None = None, adjacent: bool = True
 ) -> TilePlan:
     """The tile of a call's forward (or decode) kernel, or of its backward."""
     longest = even(problem).seqlen_q if longest is None else longest
-    kind = _forward_kind(problem, spec, longest, layout.adjacent) if direction == "forward" else direction
+    kind = _forward_kind(problem, spec, longest, adjacent) if direction == "forward" else direction
     asked = problem.asked(kind)
     if asked is None:
-        return planned(problem, spec, kind, longest, together=kind == "decode" and layout.beside)
+        return planned(problem, spec, kind, longest)
     # of a packed batch the register tile must not depend on data that came after the tile was accepted
     kernel = _kernel_of(problem, kind, spec, even(problem).seqlen_q)
     chosen = None if _misfit(kernel, asked) else blocks.given(problem, kernel, spec, longest, asked)
@@ -223,11 +207,9 @@ def tile_for(
     return _described(problem, kernel, spec, chosen, "user")
 
 
-def planned(problem: Problem, spec: DeviceSpec, kind: str, longest: int, *, together: bool = False) -> TilePlan:
+def planned(problem: Problem, spec: DeviceSpec, kind: str, longest: int) -> TilePlan:
     """The tile of one kernel, whatever was asked for."""
     kernel = _kernel_of(problem, kind, spec, longest)
-    if together and problem.kv_heads > 1:
-        kernel = kernel._replace(together=True)
     return _described(problem, kernel, spec, blocks.planned(problem, kernel, spec, longest))
 
 
@@ -279,7 +261,9 @@ def _sizes(problem: Problem, kernel: Kernel, longest: int) -> list[tuple[int, in
 def _kernel_of(problem: Problem, kind: str, spec: DeviceSpec, longest: int) -> Kernel:
     register = register_for(problem, kind, spec, longest)
     assert register is not None
-    return _kernel(problem, kind, register, matrix_unit(problem, kind, spec))
+    kernel = _kernel(problem, kind, register, matrix_unit(problem, kind, spec))
+    # head after head would visit every page of memory once for each of them
+    return kernel._replace(together=kind == "decode" and problem.interleaved and problem.kv_heads > 1)
 
 
 def _described(
@@ -300,6 +284,7 @@ def _described(
         kernel=f"{name}_{kernel.matrix}" if kernel.matrix else name,
         register_tile=sides,
         heads=chosen.heads,
+        groups=chosen.groups,
         outer="queries",
         on_chip=tuple(frames.layout(problem, kernel, chosen).items()),
         registers=_registers(kernel, spec),
