@@ -81,6 +81,7 @@ class Problem:
     device: "cpu" or "cuda".
     tile: the tiles asked for, each as (pass, block_q, block_k); () leaves the choice to the backend.
     stats: the statistics asked for, such as ("max_logit", "entropy", "key_mass", "top(8)").
+    interleaved: whether the heads of a token lie side by side in K and V, as with layout="bshd", and not the tokens of a head.
     page: tokens of a page, where keys and values lie in pages; 0 where they do not.
     stored: the dtype of pages whose numbers have a scale, "int8" or "float8_e4m3fn"; "" where they have none.
 
@@ -112,6 +113,7 @@ class Problem:
     device: str = "cpu"
     tile: TileRequest = ()
     stats: tuple[str, ...] = ()
+    interleaved: bool = False
     page: int = 0
     stored: str = ""
     memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)

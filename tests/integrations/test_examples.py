@@ -6,6 +6,7 @@ import importlib
 import math
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -71,3 +72,21 @@ def test_long_document() -> None:
     found = example("long_document").main(["--tokens", "8192"])
     assert found["scores"] == 2 * 8192**2 * 4
     assert found["grown"] < found["scores"] / 8
+
+
+def test_requests_get_what_they_would_get_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Batches change from step to step; nobody's tokens depend on who else is in them, nor on the pages they get."""
+    serve = example("serve")
+    torch.manual_seed(0)
+    model = serve.Model().double()
+
+    def requests() -> list[Any]:
+        return [serve.Request(list(range(n, 3 * n)), 3 + n % 4) for n in (3, 1, 9, 6, 2)]
+
+    with torch.no_grad():
+        together = serve.serve(model, requests(), batch=3, pages=20, page=4)
+        alone = [serve.serve(model, [one], batch=1, pages=8, page=16)[0].tokens for one in requests()]
+    assert sorted(one.tokens for one in together) == sorted(alone)
+    assert "tokens/s" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="more pages than there are"):
+        serve.serve(model, requests(), batch=3, pages=1, page=4)

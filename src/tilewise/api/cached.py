@@ -25,7 +25,7 @@ from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError, MaskE
 from tilewise.masks import Binding, Mask, MaskShape, causal
 from tilewise.masks.algebra import INTEGERS, Blocks, Dense, Documents, KeyRanges
 from tilewise.ops.run import forward, is_empty, own_precision
-from tilewise.ops.tensors import dtype_name
+from tilewise.ops.tensors import dtype_name, interleaved
 from tilewise.problem import ITEMSIZE, Problem
 
 _CAUSAL = causal()
@@ -315,17 +315,18 @@ def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions) -> tup
         return row[None, :, None].expand(1, heads, room, x.shape[3])
 
     inputs = Inputs(q, stand_in(pages.k), stand_in(pages.v), cu_q=cu)
-    stored = dtype_name(pages.k) if pages.k_scale is not None else ""
+    beside = interleaved(pages.k.transpose(1, 2), pages.v.transpose(1, 2))
+    fields = {"page": page, "stored": dtype_name(pages.k) if pages.k_scale is not None else "", "interleaved": beside}
 
     def make() -> tuple[Problem, Inputs]:
         cu_k = torch.cat([cu.new_zeros(1), (pages.counts * page).cumsum(0, dtype=torch.int32)])
-        return build_problem(inputs._replace(cu_k=cu_k), {**DEFAULTS, **options}, page=page, stored=stored)
+        return build_problem(inputs._replace(cu_k=cu_k), {**DEFAULTS, **options}, **fields)
 
     numbers = (scale, options["softcap"])
     if options["bias"] is not None or not isinstance(mask, (Mask, NoneType)) or (mask is not None and not mask.static):
         return make()
     if sinks is not None or any(type(x) not in (int, float, NoneType) for x in numbers):
         return make()
-    shapes = (q.shape, q.dtype, q.device, pages.k.shape, pages.v.shape[3], pages.k.dtype, room, cu.shape)
+    shapes = (q.shape, q.dtype, q.device, pages.k.shape, pages.v.shape[3], pages.k.dtype, room, cu.shape, beside)
     key = ("pages", shapes, mask, numbers, tuple(map(type, numbers)), options["precision"])
     return kept_problem(key, lambda: make()[0]), inputs

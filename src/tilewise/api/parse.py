@@ -69,7 +69,7 @@ def build_problem(inputs: Inputs, options: ParsedOptions, **fields: Any) -> tupl
     if deterministic not in (None, True, False):
         raise ArgumentTypeError(f"deterministic: got {deterministic!r}, need True, False or None (torch's own switch)")
     problem = Problem(
-        **tensor_fields(inputs),
+        **{**tensor_fields(inputs), **fields},
         mask=_bind_mask(options["mask"], shape, inputs),
         scale=1.0 / math.sqrt(max(head_dim, 1)) if scale is None else unboxed(scale),
         softcap=unboxed(options["softcap"]),
@@ -80,7 +80,6 @@ def build_problem(inputs: Inputs, options: ParsedOptions, **fields: Any) -> tupl
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
         needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, bias, sinks) if x is not None),
         needs_lse=bool(options["return_lse"]),
-        **fields,
     )
     problem.check()
     _ = problem.program  # lowered now: a mask that cannot be is refused before anything runs

@@ -86,8 +86,8 @@ def cpu_time(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> CpuTime:
     decodes = tile.pass_ == "decode"
     parts = _decode_clocks(sizes, spec, fit, visits, threads) if decodes else _clocks(sizes, spec, tile, fit, visits)
     clocks = np.maximum.reduce(list(parts.values())) if decodes else np.sum(list(parts.values()), axis=0)
-    clocks = clocks / tile.splits + _row_clocks(sizes, tile, fit, visits)
-    count = max(1, sizes.batch * sizes.heads // tile.heads) * tile.splits
+    clocks = (clocks / tile.splits + _row_clocks(sizes, tile, fit, visits)) * tile.groups
+    count = max(1, sizes.batch * sizes.heads // (tile.heads * tile.groups)) * tile.splits
     if len(clocks) and clocks[-1] > clocks[0]:
         clocks = clocks[::-1]  # the longest are started first
     slower = 1.0 if decodes else 1 + (fit.together - 1) * (threads - 1) / max(1, spec.units - 1)

@@ -135,7 +135,8 @@ def describe_tile(plan: Plan) -> str:
         parts = [f"{tile.stages} stages", f"{tile.warps} warps", f"{plan.resident} resident a unit"]
     else:
         parts = []
-    parts += [f"{tile.heads} heads a task"] if tile.heads > 1 else []
+    heads = tile.heads * tile.groups
+    parts += [f"{heads} heads a task"] if heads > 1 else []
     parts += [f"{tile.splits} splits"] if tile.splits > 1 else []
     parts += ["grouped heads share a tile"] if tile.pack_gqa else []
     return f"{' · '.join(parts)}{'  ' * bool(parts)}({_PASSES.get(tile.pass_, tile.pass_)}, {tile.source})"

@@ -41,7 +41,9 @@ class TilePlan:
     register_tile: tuple[int, int] | None = None
     """On a CPU: query rows and keys whose scores are held in registers."""
     heads: int = 1
-    """Query heads of a task."""
+    """Query heads of a task that share its K and V."""
+    groups: int = 1
+    """Such groups of heads in a task, each with K and V of its own."""
     outer: str = "queries"
     """Which side a block holds while the other streams past: `queries` or `keys`."""
     on_chip: tuple[tuple[str, int], ...] = ()
@@ -59,7 +61,7 @@ class TilePlan:
     def __post_init__(self) -> None:
         if self.pass_ not in PASSES:
             raise PlanError(f"pass: got {self.pass_!r}, need one of {', '.join(PASSES)}")
-        for name in ("block_q", "block_k", "stages", "warps", "splits", "heads"):
+        for name in ("block_q", "block_k", "stages", "warps", "splits", "heads", "groups"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise PlanError(f"{name}: got {value!r}, need an integer of at least 1")

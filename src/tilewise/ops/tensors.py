@@ -43,7 +43,15 @@ def tensor_fields(inputs: Inputs) -> dict[str, Any]:
         "varlen": inputs.cu_q is not None,
         "origins": inputs.origins is not None,
         "device": q.device.type,
+        "interleaved": interleaved(inputs.k, inputs.v),
     }
+
+
+def interleaved(k: Tensor, v: Tensor) -> bool:
+    """Do the heads of a token lie side by side? Not asked of what is traced: kernels see the tensors themselves."""
+    if torch.compiler.is_compiling():
+        return False
+    return all(0 < x.stride(1) < x.stride(2) for x in (k, v))
 
 
 def checks_values(device: torch.device) -> bool:

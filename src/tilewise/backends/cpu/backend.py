@@ -151,7 +151,8 @@ class CpuBackend(Backend):
         return out, lse
 
     def _paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
-        launch = _launch_for(problem, inputs, "forward")
+        k, v = pages.k.transpose(1, 2), pages.v.transpose(1, 2)
+        launch = _launch_for(problem, inputs._replace(k=k, v=v), "forward")
         q, out = inputs.q, empty_out(inputs.q, problem.head_dim_v)
         lse = new(*launch.lse)
         args, _alive = _optional_args(problem, inputs, launch)
@@ -165,7 +166,7 @@ class CpuBackend(Backend):
             work = torch.empty(launch.workspace, dtype=launch.real, device="cpu")
             done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")
             args += [("work", work.data_ptr()), ("done", done.data_ptr())]
-        launch.run((q, pages.k.transpose(1, 2), pages.v.transpose(1, 2), out, lse), args)
+        launch.run((q, k, v, out, lse), args)
         return out, lse
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:

@@ -30,13 +30,14 @@ Join = Callable[[Any, Any], Any]
 class Decode(KernelModule, ABC):
     """Emits one module. In its register tile L lanes and V vectors lie along the head dim, and `keys` counts query rows."""
 
-    task = ("split",)
+    task = ("split", "first_group", "next_head", "next_key", "Q_all", "O_all", "m_all", "l_all")
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.R = self.tile.keys
         self.line = LINE // size_of(STORAGE[kernel.stored or kernel.dtype])  # elements
         self.find_rows = self.emit_find_rows() if kernel.paged else None
+        self.find_scales = self.emit_find_scales() if kernel.stored else None
         self.merge = self.emit_merge()
         self.block = self.emit_block()
         self.finish = self.emit_finish()
@@ -70,7 +71,11 @@ class Decode(KernelModule, ABC):
         args, frame = e.args, e.frame
         splits, BN = args.splits, args.BN
         frame.split = number % splits
-        self.locate(e, 0, number // splits)
+        pair = number // splits
+        if self.kernel.together:  # the first of the task's groups
+            sets = args.groups // args.together
+            pair = pair // sets * args.groups + pair % sets * args.together
+        self.locate(e, 0, pair)
         with e.if_(frame.rows <= 0, likely=False):
             e.ret()
         self.start(e)
@@ -81,18 +86,53 @@ class Decode(KernelModule, ABC):
             frame.n1 = e.min(n0 + BN, end)
             if self.find_rows is not None:
                 self.call(e, self.find_rows)
-            self.call(e, self.block)
+            self.each_group(e, self.block)
         with e.if_(splits == 1, likely=True):
-            self.call(e, self.finish)
+            self.each_group(e, self.finish)
             e.ret()
         self.join_splits(e, number)
+
+    def each_group(self, e: Emit, function: Any) -> None:
+        """The function for every group of the task, the frame set to it. The rows of K that come next are those of the next
+        group, or, behind the last one, of the next block."""
+        args, frame, kernel = e.args, e.frame, self.kernel
+        scales = [self.find_scales] if self.find_scales is not None and function is self.block else []
+        if not kernel.together:
+            for one in (*scales, function):
+                self.call(e, one)
+            return
+        with e.range(0, args.together) as nth:
+            self.enter_group(e, nth)
+            following = nth + 1 < args.together
+            frame.next_head = e.select(following, (frame.nth_group + 1) // args.parts, frame.first_group // args.parts)
+            frame.next_key = e.select(following, 0, args.BN)
+            for one in (*scales, function):
+                self.call(e, one)
+
+    def enter_group(self, e: Emit, nth: Any) -> None:
+        args, frame = e.args, e.frame
+        group = frame.first_group + nth
+        frame.nth_group, frame.key_head = group, group // args.parts
+        first = nth * round_up(args.group, self.R)
+        for name, cells in (("Q", args.D), ("O", args.Dv), ("m", 1), ("l", 1)):
+            base = frame.address(f"{name}_all", self.real.type)
+            setattr(frame, name, (base + first * cells).address)
+
+    def rows(self, e: Emit) -> Any:
+        """Of all groups of the task, those that fill up a register tile included where there are several."""
+        return round_up(e.args.group, self.R) * e.args.together if self.kernel.together else e.args.group
 
     def start(self, e: Emit) -> None:
         """Lay out the frame; Q widened and scaled, rows beyond the group zero; m, l and O of no keys."""
         args, frame = e.args, e.frame
         D, Dv = args.D, args.Dv
-        rows = round_up(args.group, self.R)
+        padded = rows = round_up(args.group, self.R)
         self.lay_out(e)
+        if self.kernel.together:
+            frame.first_group = frame.nth_group
+            rows = rows * args.together
+            for name in ("Q", "O", "m", "l"):
+                setattr(frame, f"{name}_all", getattr(frame, name).address)
         with e.range(0, rows * D) as cell:
             frame.Q[cell] = 0.0
         with e.range(0, rows) as row:
@@ -101,26 +141,36 @@ class Decode(KernelModule, ABC):
         with e.range(0, rows * Dv) as cell:
             frame.O[cell] = 0.0
         first = frame.nth_group * args.group
-        with e.range(0, args.group) as row:
-            source = self.row_of(e, "q", first + row, frame.q_start)
+
+        def fill(head: Any, row: Any) -> None:
+            source = self.row_of(e, "q", head, frame.q_start)
             with e.range(0, D) as col:
                 frame.Q[row * D + col] = source.fetch(col * args.q.stride_d) * args.q_factor
+
+        if self.kernel.together:
+            with e.range(0, args.together) as nth, e.range(0, args.group) as row:
+                fill(first + nth * args.group + row, nth * padded + row)
+            return
+        with e.range(0, args.group) as row:
+            fill(first + row, row)
 
     def join_splits(self, e: Emit, number: Any) -> None:
         """Leave this split's m, l and O in the workspace; the last to arrive merges all of them in order."""
         args, frame = e.args, e.frame
-        group, Dv, splits = args.group, args.Dv, args.splits
+        if self.kernel.together:
+            self.enter_group(e, 0)
+        group, Dv, splits = self.rows(e), args.Dv, args.splits
         size = group * (args.DVP + 2)
         spans = ((frame.m, 0, group), (frame.l, group, group), (frame.O, group * 2, group * Dv))
         with publish_split(e, number, splits, size, spans, lanes=0) as base:
             with e.range(1, splits) as other:
-                self.call(e, self.merge, base + other * size)
-            self.call(e, self.finish)
+                self.call(e, self.merge, base + other * size, group)
+            self.each_group(e, self.finish)
 
-    @kernel_function(PTR)
-    def emit_merge(self, e: Emit, state: Pointer) -> None:
-        """merge(args, frame, state): the m, l and O of another split or block join this one's."""
-        frame, group, Dv = e.frame, e.args.group, e.args.Dv
+    @kernel_function(PTR, I64)
+    def emit_merge(self, e: Emit, state: Pointer, group: Any) -> None:
+        """merge(args, frame, state, rows): the m, l and O of another split or block join this one's."""
+        frame, Dv = e.frame, e.args.Dv
         with e.range(0, group) as r:
             old, other = frame.m[r], state[r]
             m = e.fmax(old, other)

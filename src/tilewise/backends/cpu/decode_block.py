@@ -135,7 +135,7 @@ class BlockDecode(Decode):
 
     def of_rows(self, vectors: Any, join: Join = operator.add) -> Any:
         """All lanes of each of R vectors joined, as one vector of R."""
-        return self.joined([*vectors, *vectors][:UNROLL], join).pick(range(self.R))
+        return self.joined([*vectors, *vectors, *vectors, *vectors][:UNROLL], join).pick(range(self.R))
 
     # -- values
 
@@ -147,7 +147,10 @@ class BlockDecode(Decode):
         streams: list[Any] = []  # the rows of V, and of the next block's K
         if not self.kernel.paged:
             position = frame.k_start + frame.n0
-            streams = [self.row_of(e, name, frame.key_head, at) for name, at in (("v", position), ("k", position + BN))]
+            head, ahead = frame.key_head, position + BN
+            if self.kernel.together:
+                head, ahead = frame.next_head, position + frame.next_key
+            streams = [self.row_of(e, "v", frame.key_head, position), self.row_of(e, "k", head, ahead)]
         p_rows = [frame.P + (r0 + r) * BN for r in range(R)]
         o_rows = [frame.O + (r0 + r) * Dv for r in range(R)]
         width, v_step, k_step = frame.n1 - frame.n0, args.v.stride_s, args.k.stride_s
@@ -173,18 +176,18 @@ class BlockDecode(Decode):
 
             zeros = [e.vector(0.0)] * (R * vectors)
             if self.kernel.paged:
-                v_row, k_row = self.block_rows(e, "v"), self.block_rows(e, "k")
+                v_row, k_row = self.block_rows(e, "v", col), self.next_rows(e, col)
                 with e.loop(0, whole, UNROLL, zeros) as over:
-                    acc, rows = list(over.values), [v_row(over.index + n) + col for n in range(UNROLL)]
+                    acc, rows = list(over.values), [v_row(over.index + n) for n in range(UNROLL)]
                     for n in range(UNROLL):
-                        prefetch(k_row(width + over.index + n) + col)
+                        prefetch(k_row(over.index + n))
                     small = [scaled(weights.vector(over.index, UNROLL), over.index, UNROLL) for weights in p_rows]
                     for n in range(UNROLL):
                         acc = step(acc, rows[n], [s.splat_lane(n) for s in small])
                     over.carry(acc)
                 with e.loop(whole, width, 1, over.values) as rest:
                     weights = [scaled(row[rest.index], rest.index, 0).splat() for row in p_rows]
-                    rest.carry(step(list(rest.values), v_row(rest.index) + col, weights))
+                    rest.carry(step(list(rest.values), v_row(rest.index), weights))
                 add(rest.values)
                 return
             start = [*zeros, *(x + col for x in streams)]

@@ -9,6 +9,7 @@ A block's state is complete before it joins the task's, as sums over all keys wo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tilewise.backends.cpu import elementary, masking
@@ -45,6 +46,8 @@ class StreamDecode(Decode):
         with e.loop(n0, n1, UNROLL, [e.vector(self.real.lowest, UNROLL), e.vector(0.0, UNROLL)]) as over:
             # keys beyond the last repeat it, and are hidden afterwards
             keys = [e.min(over.index + j, n1 - 1) for j in range(UNROLL)]
+            if self.kernel.together:
+                self.prefetch(e, rows, over.index)
             s = scaled("k", self.dots(e, frame.Q, e.args.D, rows("k", keys)), over.index)
             left = (n1 - over.index).splat(UNROLL)
             s = e.select(e.integers(range(UNROLL), I64) < left, s, float("-inf"))
@@ -55,7 +58,16 @@ class StreamDecode(Decode):
         m, parts = over.values
         state[0] = m.lane(0)
         state[1] = parts.sum()
-        self.call(e, self.merge, state)
+        self.call(e, self.merge, state, e.args.group)
+
+    def prefetch(self, e: Emit, rows: Callable[[str, list[Any]], list[Pointer]], key: Any) -> None:
+        """The rows of K and V of the next UNROLL keys: where those of other heads lie between them, no stream leads to them."""
+        last = e.frame.n1 - 1
+        keys = [e.min(key + (UNROLL + j), last) for j in range(UNROLL)]
+        for name, columns in (("k", e.args.D), ("v", e.args.Dv)):
+            for row in rows(name, keys):
+                with e.range(0, columns, self.line) as at:
+                    e.prefetch(row + at)
 
     def dots(self, e: Emit, q: Pointer, D: Any, rows: list[Pointer]) -> Any:
         """q · k of UNROLL keys. Where a line is several vectors, keys are taken one after the other, in the order of memory."""

@@ -24,6 +24,7 @@ def fixed_arguments(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str,
     arguments = {
         "groups": problem.heads // heads,
         "group": heads,
+        "together": tiles.groups,
         "parts": problem.group // heads,
         "pairs": problem.batch * problem.heads // heads,
         "Sq": problem.seqlen_q,

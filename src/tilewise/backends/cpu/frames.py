@@ -36,6 +36,8 @@ class Tiles(NamedTuple):
     threads: int
     heads: int = 1
     """Query heads of a task: of one group, and a divisor of it."""
+    groups: int = 1
+    """Groups that a task decodes together, each with K and V of its own."""
 
 
 def grain(kernel: Kernel) -> tuple[int, int]:
@@ -73,8 +75,9 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         offsets |= {"k_scales": sizes.BN + ALIGN, "v_scales": sizes.BN + ALIGN}
     if kernel.kind == "decode":
         rows = round_up(sizes.group, tile.keys)
-        state = {"Q": rows * sizes.D, "O": rows * sizes.Dv, "m": rows, "l": rows}
-        return state | {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)} | offsets  # P: scores of a block, or its state
+        scores = {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)}  # of a block, or its state
+        rows = rows * sizes.together if kernel.together else rows
+        return {"Q": rows * sizes.D, "O": rows * sizes.Dv, "m": rows, "l": rows} | scores | offsets
     BM, BN, DP, DVP = sizes.BM, sizes.BN, sizes.DP, sizes.DVP
     if kernel.kind in ("forward", "jvp"):
         rows = BM * sizes.group
@@ -103,6 +106,7 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
 def layout(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
     """Bytes of a thread's frame, by buffer; its fields come first."""
     known = {"D": problem.head_dim, "Dv": problem.head_dim_v, "BM": tiles.rows, "BN": tiles.keys, "group": tiles.heads}
+    known["together"] = tiles.groups
     sizes = SimpleNamespace(**known, **paddings(problem, kernel, tiles))
     size = _size(kernel)
     return {"fields": FRAME_BYTES} | {name: round_up(n, ALIGN) * size for name, n in buffers(kernel, sizes).items()}
@@ -117,7 +121,8 @@ def workspace(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
     """Elements in which splits leave their m, l and O, and what they watch."""
     if tiles.splits == 1:
         return 0
-    return tiles.tasks * tiles.rows * tiles.heads * (paddings(problem, kernel, tiles)["DVP"] + (4 if kernel.stats else 2))
+    heads = round_up(tiles.heads, kernel.tile.keys) * tiles.groups if kernel.together else tiles.heads
+    return tiles.tasks * tiles.rows * heads * (paddings(problem, kernel, tiles)["DVP"] + (4 if kernel.stats else 2))
 
 
 def fits(problem: Problem, kernel: Kernel, tiles: Tiles) -> bool:

@@ -76,6 +76,7 @@ class KernelModule(PagedKeys):
         """Masks that are not intervals, packing, and the care for what is hidden."""
         if self.kernel.paged:
             self.find_rows = self.emit_find_rows()
+            self.find_scales = self.emit_find_scales() if self.kernel.stored else None
         if not self.simple:
             self.alive = masking.emit_alive(self.unit, self.kernel)
             self.bits = masking.emit_bits(self.unit, self.kernel)
@@ -166,6 +167,8 @@ class KernelModule(PagedKeys):
         frame = e.frame
         if self.kernel.paged:
             self.call(e, self.find_rows)
+            if self.find_scales is not None:
+                self.call(e, self.find_scales)
         width = frame.n1 - frame.n0
         padded = round_up(width, self.tile.keys)
         frame.n_pad = padded
@@ -177,7 +180,7 @@ class KernelModule(PagedKeys):
         cols, padded_cols = (args.D, args.DP) if source[0] == "k" else (args.Dv, args.DVP)
         tensor, factors = getattr(args, source), [getattr(frame, f"{source}_scales")] if self.kernel.stored else []
         if self.kernel.paged:
-            rows, step = tensor.pointer, getattr(frame, f"{source}_rows")
+            rows, step = self.head_of(e, source, frame.key_head), getattr(frame, f"{source}_rows")
         else:
             rows, step = self.row_of(e, source, frame.key_head, frame.k_start + frame.n0), tensor.stride_s
         steps, to = [rows, step, tensor.stride_d, width], getattr(frame, name)

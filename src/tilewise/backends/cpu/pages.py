@@ -37,26 +37,38 @@ class PagedKeys:
                 with e.loop(begin - n0, stop - n0, 1, [start]) as over:
                     rows[over.index] = over.values[0]
                     over.carry([over.values[0] + step])
-                if self.kernel.stored:
-                    scales = getattr(frame, f"{name}_scales")
-                    with e.range(begin, e.min(stop, n1)) as key:
-                        scales[key - n0] = self.scale_of(e, name, number, key - first)
         if self.kernel.kind == "decode":
             with e.range(end - n0, ahead - n0) as j:  # nothing comes behind the sequence: the last row once more
                 frame.k_rows[j] = frame.k_rows[end - n0 - 1]
-        if self.kernel.stored:
-            for scales in (frame.k_scales, frame.v_scales):
-                with e.range(n1 - n0, n1 - n0 + UNROLL) as j:
-                    scales[j] = 1.0
+
+    @kernel_function()
+    def emit_find_scales(self, e: Emit) -> None:
+        """find_scales(args, frame): those of the rows of a block, of the task's key head."""
+        frame, page = e.frame, e.args.page
+        n0, n1 = frame.n0, frame.n1
+        with e.range(n0 // page, (n1 + (page - 1)) // page) as nth:
+            number, first = self.page_number(e, nth), nth * page
+            with e.range(e.max(first, n0), e.min(first + page, n1)) as key:
+                for name in "kv":
+                    getattr(frame, f"{name}_scales")[key - n0] = self.scale_of(e, name, number, key - first)
+        for scales in (frame.k_scales, frame.v_scales):  # what is read behind the last key
+            with e.range(n1 - n0, n1 - n0 + UNROLL) as j:
+                scales[j] = 1.0
 
     def page_number(self, e: Emit, nth: Any) -> Any:
         """The nth page of the task's sequence."""
         return e.args.entries[e.args.starts[e.frame.batch].sext(I64) + nth].sext(I64)
 
     def row_offset(self, e: Emit, name: str, number: Any, place: Any) -> Any:
-        """Of a row of the task's head in a page."""
+        """Of a row of the first head in a page."""
         tensor = getattr(e.args, name)
-        return number * tensor.stride_b + place * tensor.stride_s + e.frame.key_head * tensor.stride_h
+        return number * tensor.stride_b + place * tensor.stride_s
+
+    def head_of(self, e: Emit, name: str, head: Any) -> Pointer:
+        """Where the rows of a head begin; `row_offset` leads on."""
+        tensor = getattr(e.args, name)
+        pointer: Pointer = tensor.pointer + head * tensor.stride_h
+        return pointer
 
     def scale_of(self, e: Emit, name: str, number: Any, place: Any) -> Any:
         args, scale = e.args, f"{name}_scale"
@@ -64,14 +76,21 @@ class PagedKeys:
         at = number * steps[0] + place * steps[1] + e.frame.key_head * steps[2]
         return args.address(scale, *args.kinds[scale]).fetch(at)
 
-    def block_rows(self, e: Emit, name: str) -> Any:
-        """`row(j)`: the row of key n0 + j of the block."""
-        frame, tensor = e.frame, getattr(e.args, name)
-        if self.kernel.paged:
-            base, rows = tensor.pointer, getattr(frame, f"{name}_rows")
-            return lambda j: base + rows[j]
-        first = self.row_of(e, name, frame.key_head, frame.k_start + frame.n0)
-        return lambda j: first + j * tensor.stride_s
+    def block_rows(self, e: Emit, name: str, col: Any = 0) -> Callable[[Any], Pointer]:
+        """`row(j)`: the row of key n0 + j of the block, from column `col` on, in pages."""
+        base, rows = self.head_of(e, name, e.frame.key_head) + col, getattr(e.frame, f"{name}_rows")
+        return lambda j: base + rows[j]
+
+    def next_rows(self, e: Emit, col: Any) -> Callable[[Any], Pointer]:
+        """`row(j)`: the rows of K that are read next."""
+        frame, rows = e.frame, e.frame.k_rows
+        if self.kernel.together:
+            base = self.head_of(e, "k", frame.next_head) + col
+            rows = rows + e.select(frame.next_key > 0, frame.n1 - frame.n0, 0)
+        else:
+            base = self.head_of(e, "k", frame.key_head) + col
+            rows = rows + (frame.n1 - frame.n0)
+        return lambda j: base + rows[j]
 
     def values_of(self, e: Emit, key: Any) -> Callable[[Any], Any]:
         """`value(column)` of V, for any key of the sequence."""
@@ -80,6 +99,6 @@ class PagedKeys:
             row = self.row_of(e, "v", frame.key_head, frame.k_start + key)
             return lambda column: row.fetch(column * args.v.stride_d)
         number, place = self.page_number(e, key // args.page), key % args.page
-        row = args.v.pointer + self.row_offset(e, "v", number, place)
+        row = self.head_of(e, "v", frame.key_head) + self.row_offset(e, "v", number, place)
         scale = self.scale_of(e, "v", number, place) if self.kernel.stored else 1.0
         return lambda column: row.fetch(column * args.v.stride_d) * scale

@@ -141,10 +141,11 @@ def kernel_for(problem: Problem, tile: TilePlan, spec: DeviceSpec, bias_dtype: s
     assert tile.register_tile is not None
     rows, keys = tile.register_tile
     register = _decode_register(problem, spec) if tile.pass_ == "decode" else None
-    return _kernel(
+    kernel = _kernel(
         problem, tile.pass_, register or Register(_lanes(problem, spec), rows // _lanes(problem, spec), keys),
         tile.kernel.partition("_")[2] if tile.pass_ in MATRIX_KINDS else "", bias_dtype, dbias,
     )  # fmt: skip
+    return kernel._replace(together=tile.groups > 1)
 
 
 def _kernel(
@@ -174,7 +175,7 @@ def grid_for(problem: Problem, tile: TilePlan, spec: DeviceSpec, longest: int) -
     """The tasks of a tile and the threads that share them."""
     count = -(-longest // tile.block_q)
     shape = (tile.heads, tile.block_q, tile.block_k)
-    return blocks.assigned(problem, shape, count, tile.splits, threads_for(problem, spec))
+    return blocks.assigned(problem, shape, count, tile.splits, threads_for(problem, spec), tile.groups)
 
 
 # -- tiles
@@ -264,7 +265,9 @@ def _sizes(problem: Problem, kernel: Kernel, longest: int) -> list[tuple[int, in
 def _kernel_of(problem: Problem, kind: str, spec: DeviceSpec, longest: int) -> Kernel:
     register = register_for(problem, kind, spec, longest)
     assert register is not None
-    return _kernel(problem, kind, register, matrix_unit(problem, kind, spec))
+    kernel = _kernel(problem, kind, register, matrix_unit(problem, kind, spec))
+    # head after head would visit every page of memory once for each of them
+    return kernel._replace(together=kind == "decode" and problem.interleaved and problem.kv_heads > 1)
 
 
 def _described(
@@ -285,6 +288,7 @@ def _described(
         kernel=f"{name}_{kernel.matrix}" if kernel.matrix else name,
         register_tile=sides,
         heads=chosen.heads,
+        groups=chosen.groups,
         outer="queries",
         on_chip=tuple(frames.layout(problem, kernel, chosen).items()),
         registers=_registers(kernel, spec),

@@ -55,6 +55,7 @@ class Kernel(NamedTuple):
     origins: bool = False  # dropout and ALiBi count the positions of a whole
     stats: bool = False  # the forward gives max logit and entropy; the backward takes what comes back to the entropy
     paged: bool = False  # K and V lie in pages
+    together: bool = False  # a decoding task has several key heads, whose rows of a token lie side by side
     stored: str = ""  # the dtype of pages whose numbers have a scale; "": that of q
 
     @property
@@ -83,7 +84,10 @@ class Kernel(NamedTuple):
 QKV = ("q", "k", "v", "o")
 HOT = (*QKV, "lse", "count", "counter", *(f"{t}_{axis}" for t in QKV for axis in "bhsd"))
 POINTERS = ("sinks", "bias", "alibi", "cu_q", "cu_k", "work", "done")
-SIZES = ("groups", "group", "parts", "pairs", "Sq", "Sk", "D", "Dv", "BM", "BN", "blocks", "splits", "tasks", "descending")
+SIZES = (
+    *("groups", "group", "together", "parts", "pairs", "Sq", "Sk", "D", "Dv", "BM", "BN", "blocks", "splits", "tasks"),
+    "descending",
+)
 PADDED = ("DP", "DVP")
 STRIDES = (*(f"bias_{axis}" for axis in "bhsd"), "alibi_b")
 NUMBERS = ("q_factor", "cap_factor", "keep_factor", "grow_factor")
