@@ -38,9 +38,11 @@ def part(packed: bool, dtype: torch.dtype = torch.float32) -> tuple[Problem, Inp
     return problem, inputs
 
 
-def excesses(backend: str, packed: bool) -> list[checks.Excess]:
+def excesses(backend: str, packed: bool, device: str = "cpu") -> list[checks.Excess]:
     """What forward and backward of a backend return outside their bounds."""
     problem, inputs = part(packed)
+    inputs = Inputs(*(None if x is None else x.to(device) for x in inputs))  # type: ignore[arg-type]
+    problem = replace(problem, device=device)
     served = dispatch.judge(backend, problem, inputs)
     assert served.ok, served.reasons
     chosen = dispatch.get(backend)

@@ -82,6 +82,12 @@ def test_a_call_without_dropout_and_alibi_compiles_the_same_kernel() -> None:
     assert kernels[0] == kernels[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_parts_on_a_gpu(packed: bool) -> None:
+    assert not excesses("triton", packed, "cuda")
+
+
 @needs_interpreter
 def test_parts_in_tritons_interpreter() -> None:
     interpret("tests.backends.origins", "triton")

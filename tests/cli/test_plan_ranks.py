@@ -15,7 +15,7 @@ import tilewise as tw
 from tilewise.cli.app import app
 from tilewise.cli.plan import parse_lengths, parse_ranks
 from tilewise.display import format_seconds
-from tilewise.distributed.predict import Prediction, predict
+from tilewise.distributed.predict import Prediction
 from tilewise.distributed.timeline import events
 from tilewise.errors import ArgumentError
 
@@ -101,7 +101,7 @@ def test_the_table_of_the_docs() -> None:
 def test_events_end_when_the_prediction_does(device: str | None, backward: bool) -> None:
     """The picture and the figure come from one set of times, on a GPU that overlaps and on a CPU that does not."""
     problem = tw.Problem.of(heads=8, head_dim=64, seqlen=20000, dtype="float32", mask=tw.causal())
-    found = predict(tw.distributed.plan(problem, ranks=5, device=device), backward=backward)
+    found = tw.distributed.plan(problem, ranks=5, device=device).predict(backward=backward)
     _check(found)
 
 

@@ -58,6 +58,10 @@ def table(*sides: int) -> Tensor:
     return torch.rand(sides, generator=g) < 0.5
 
 
+def chosen(*sides: int) -> Tensor:
+    return torch.randint(-1, 8, sides, generator=torch.Generator().manual_seed(7))
+
+
 MASKS: dict[str, Callable[[], tw.Mask]] = {
     "full": tw.full,
     "causal": tw.causal,
@@ -77,6 +81,8 @@ MASKS: dict[str, Callable[[], tw.Mask]] = {
     "blocks-and-causal": lambda: tw.causal() & tw.blocks(table(2, 1, -(-LENGTH // 5), -(-LENGTH // 7)), (5, 7)),
     "dense": lambda: tw.dense(table(2, 4, LENGTH, LENGTH)),
     "not-dense": lambda: ~tw.dense(table(1, 1, 1, LENGTH)) & tw.window(20, 20),
+    "selected": lambda: tw.causal() & (tw.selected(chosen(2, 2, -(-LENGTH // 16), 3), block=8, per=16) | tw.window(3)),
+    "not-selected": lambda: ~tw.selected(chosen(1, 1, -(-LENGTH // 16), 3), block=12, per=16),
     "window-and-sink-tokens": lambda: tw.causal() & (tw.window(7) | tw.prefix(3)),
     "nothing": lambda: tw.causal() & tw.window(0, 20) & ~tw.causal(),
 }
@@ -114,8 +120,8 @@ CASES = [
     Case("compensated", tw.causal, dtype=torch.float64, options={"precision": "compensated"}),
     Case("tiled", lambda: tw.causal() & tw.window(9), options={"backend": "tiled", "dropout_p": 0.3, "seed": 2}, alibi=True),
     *(
-        Case(f"heads-over-{share}", lambda: tw.causal() & tw.documents(ids(2)), batch=2, heads=2 * share, kv_heads=share, share=share)
-        for share in (2, 3, 4)
+        Case(f"heads-over-{n}", lambda: tw.causal() & tw.documents(ids(2)), batch=2, heads=2 * n, kv_heads=n, share=n)
+        for n in (2, 3, 4)
     ),
     Case("heads-everything", lambda: tw.causal() & tw.blocks(table(1, 12, 8, 8), 8), batch=2, heads=12, kv_heads=6, share=2,
          dims=(16, 24), alibi=True, sinks=True, lse_gradient=True, options={"dropout_p": 0.2, "seed": 3, "softcap": 5.0}),

@@ -16,7 +16,6 @@ from tests.distributed.cases import BY_NAME, Case, Whole
 from tests.numerics import checks
 from tilewise.backends.base import Grads
 from tilewise.distributed.call import link_of
-from tilewise.distributed.heads import Team
 from tilewise.numerics import bounds
 from tilewise.numerics.oracle import oracle, oracle_gradients
 
@@ -42,7 +41,7 @@ def run_case(case: Case, group: Any, judging: bool) -> str:
     plan = tw.distributed.plan(whole.problem, group, lengths=case.lengths or None, shards=case.shards)
     if case.share > 1:
         plan = replace(plan, heads=case.share)
-    planned = [planned_bytes(plan, backward) for backward in (False, True)]
+    planned = [plan.bytes_sent(backward=backward) for backward in (False, True)]
     link = link_of(plan)
     results = call(case, whole, plan)
     out, lse, given, leaves = results
@@ -54,17 +53,6 @@ def run_case(case: Case, group: Any, judging: bool) -> str:
         wrong.append(f"sent {backward} bytes backward, planned {planned[1]}")
     wrong += verdict(case, whole, plan, (out.detach(), lse.detach()), grads, judging)
     return "; ".join(wrong)
-
-
-def planned_bytes(plan: Any, backward: bool) -> int:
-    """What this rank is to send. Where ranks share heads: parts of own tokens to its team, then results of theirs back."""
-    if plan.heads == 1:
-        return int(plan.bytes_sent(backward=backward))
-    team, row = Team(plan, link_of(plan), torch.device("cpu")), plan.row_bytes
-    own, all_tokens = plan.local_tokens(), team.plan_of_teams.local_tokens()
-    to, back = (row.out, row.q + row.kv) if backward else (row.q + row.kv, row.out)
-    ends = own * (team.size - 1) * to + (all_tokens - own) * back
-    return int(team.plan_of_teams.bytes_sent(backward=backward)) + ends // team.size
 
 
 def outside(case: Case, x: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,15 @@ from tilewise.distributed.exchange import Link
 from tilewise.distributed.passes import Backward, Cotangents, Forward
 from tilewise.distributed.segments import Call, Local
 from tilewise.problem import Problem
+
+
+class Drawn(NamedTuple):
+    problem: Problem
+    lengths: tuple[int, ...] | None
+    ranks: int
+    shards: str
+    stages: int
+    """In which tokens of other ranks arrive."""
 
 
 @st.composite
@@ -58,7 +68,7 @@ def masks(draw: st.DrawFn, length: int, batch: int) -> tw.Mask:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Problem, tuple[int, ...] | None, int, str]:
+def problems(draw: st.DrawFn) -> Drawn:
     packed = draw(st.booleans())
     lengths = tuple(draw(st.lists(st.integers(0, 30), min_size=1, max_size=4))) if packed else None
     length, batch = (sum(lengths), len(lengths)) if lengths is not None else (draw(st.integers(1, 40)), 2)
@@ -68,37 +78,60 @@ def problems(draw: st.DrawFn) -> tuple[Problem, tuple[int, ...] | None, int, str
         dtype="float64", mask=mask, varlen=packed, dropout_p=draw(st.sampled_from([0.0, 0.25])), needs_grad=True,
     )  # fmt: skip
     shards = draw(st.sampled_from(["balanced", "contiguous", "head_tail", "zigzag"]))
-    return problem, lengths, draw(st.integers(1, 6)), shards
+    return Drawn(problem, lengths, draw(st.integers(1, 6)), shards, draw(st.integers(1, 3)))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(drawn=problems())
-def test_random_problems(drawn: tuple[Problem, tuple[int, ...] | None, int, str]) -> None:
-    problem, lengths, ranks, shards = drawn
+def test_random_problems(drawn: Drawn) -> None:
     torch.set_num_threads(1)
+    wrong = excesses(drawn)
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize("mask", [tw.causal(), tw.causal() & tw.window(100)], ids=["causal", "window"])
+def test_ranks_on_one_gpu(mask: tw.Mask, dropout_p: float) -> None:
+    problem = Problem.of(
+        batch=2, heads=4, kv_heads=2, seqlen=777, head_dim=64, dtype="bfloat16", mask=mask, dropout_p=dropout_p,
+        needs_grad=True, device="cuda",
+    )  # fmt: skip
+    wrong = excesses(Drawn(problem, None, 3, "balanced", 2))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def excesses(drawn: Drawn) -> list[checks.Excess]:
+    """What ranks, as threads, return outside the bounds; bytes are held to the plan's."""
+    problem, lengths, ranks, shards, stages = drawn
+    device = torch.device(problem.device)
+    dtype = getattr(torch, problem.dtype)
     g = torch.Generator().manual_seed(0)
 
     def draw(heads: int, dim: int) -> Tensor:
-        return torch.randn((1 if lengths is not None else problem.batch, heads, problem.seqlen_q, dim), generator=g).double()
+        sides = (1 if lengths is not None else problem.batch, heads, problem.seqlen_q, dim)
+        return torch.randn(sides, generator=g).to(device, dtype)
 
-    q, k, v, dout = draw(4, 8), draw(problem.kv_heads, 8), draw(problem.kv_heads, 4), draw(4, 4)
+    (d, dv), kv_heads = (problem.head_dim, problem.head_dim_v), problem.kv_heads
+    q, k, v, dout = draw(4, d), draw(kv_heads, d), draw(kv_heads, dv), draw(4, dv)
     cu = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).int()
-    inputs = Inputs(q, k, v, seed=torch.tensor(3), cu_q=cu, cu_k=cu)
+    inputs = Inputs(q, k, v, seed=torch.tensor(3, device=device), cu_q=cu, cu_k=cu)
     plan = tw.distributed.plan(problem, lengths=lengths, shards=shards, ranks=ranks)
 
     def task(plan: ContextPlan, link: Link) -> tuple[Tensor, ...]:
-        call = Call(plan, replace(problem, needs_lse=True), "auto", torch.device("cpu"))
+        vars(plan)["remote_stages"] = stages  # in the place of what is predicted to be fastest
+        call = Call(plan, replace(problem, needs_lse=True), "auto", device)
         local = Local(*(plan.shard(x, 2) for x in inputs[:3]), seed=inputs.seed)
         out, lse = Forward(call, link, local).compute()
         assert link.sent == plan.bytes_sent()
+        out = out.to(dtype)
         given = Cotangents(out, lse, plan.shard(dout, 2), None, Needs())
         grads = Backward(call, link, local, given).gradients()
         assert link.sent == plan.bytes_sent() + plan.bytes_sent(backward=True)
         return out, lse, *(x for x in grads[:3] if x is not None)
 
     results = on_ranks(plan, task)
-    places = torch.cat([torch.from_numpy(plan.token_numbers(rank)) for rank in range(ranks)])
+    places = torch.cat([torch.from_numpy(plan.token_numbers(rank)) for rank in range(ranks)]).to(device)
     whole = [torch.empty_like(x := torch.cat(parts, 2)).index_copy_(2, places, x) for parts in zip(*results, strict=True)]
     wrong = checks.check_forward(problem, inputs, *whole[:2])
-    wrong += checks.check_backward(problem, inputs, dout, None, Grads(*whole[2:]))
-    assert not wrong, "\n".join(map(str, wrong))
+    return wrong + checks.check_backward(problem, inputs, dout, None, Grads(*whole[2:]))

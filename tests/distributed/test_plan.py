@@ -15,6 +15,7 @@ import tilewise as tw
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.schedule import Chunk
 from tilewise.distributed.shards import SHARDS
+from tilewise.errors import ArgumentError
 from tilewise.masks import MaskShape, allowed
 
 
@@ -30,6 +31,7 @@ def ids(tokens: int, seed: int = 0, runs: int = 5) -> torch.Tensor:
 def masks(tokens: int) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(1)
     table = torch.rand(-(-tokens // 4), -(-tokens // 4), generator=rng) < 0.4
+    lists = torch.tensor([[0, -1], [0, 3], [2, 0], [1, 99], [-1, -1], [11, 3]])
     return {
         "full": tw.full(),
         "causal": tw.causal(),
@@ -41,6 +43,7 @@ def masks(tokens: int) -> dict[str, Any]:
         "repeated documents": tw.documents(torch.arange(tokens) // 5 % 3),
         "other documents": ~tw.documents(ids(tokens)),
         "blocks": tw.causal() & tw.blocks(table, 4),
+        "selected": tw.causal() & tw.selected(lists[: -(-tokens // 16)], 5, per=16),
         "dense": tw.dense(torch.rand(tokens, tokens, generator=rng) < 0.3),
         "offset": tw.causal(offset=-3),
         "nothing": tw.prefix(0),
@@ -143,6 +146,15 @@ def test_packed_sequences_are_kept_apart(mask: tw.Mask) -> None:
     assert plan.positions(0).tolist() == [*range(11), *range(9)]
 
 
+def test_ids_are_kept_by_value() -> None:
+    numbers = torch.arange(64, dtype=torch.int32) // 32
+    plan = tw.distributed.plan(problem(64, tw.documents(numbers)), ranks=2)
+    numbers.zero_()
+    assert plan.total_bytes() == 0
+    assert plan.problem.program.tensors[0].max() == 1
+    check(plan)
+
+
 def test_shards_and_positions() -> None:
     plan = tw.distributed.plan(problem(10, tw.causal()), ranks=3, shards="contiguous")
     x = torch.randn(2, 10, 3, requires_grad=True)
@@ -151,6 +163,36 @@ def test_shards_and_positions() -> None:
     assert x.grad is not None
     assert x.grad[0, :, 0].tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0]
     assert plan.positions(1).tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+def test_teams_share_heads(name: str) -> None:
+    plan = tw.distributed.plan(problem(53, masks(53)[name]), ranks=6, heads=2)
+    teams = plan.of_teams
+    check(teams)
+    assert (teams.ranks, teams.problem.heads, teams.problem.kv_heads) == (3, 2, 1)
+    assert plan.shards.tokens.max() - plan.shards.tokens.min() <= 1
+    for rank in range(6):  # a team's tokens are those of its members, in order
+        members = [plan.token_numbers(2 * (rank // 2) + member) for member in range(2)]
+        assert np.concatenate(members).tolist() == teams.token_numbers(rank // 2).tolist()
+    assert plan.stages is teams.stages
+    assert sum(plan.area(rank) for rank in range(6)) == pytest.approx(sum(map(teams.area, range(3))), abs=6)
+    assert plan.total_bytes() > 2 * teams.total_bytes()
+    alone = tw.distributed.plan(problem(53, masks(53)[name]), ranks=2, heads=2)  # all-to-all, and nothing else
+    assert len(alone.stages) == 1
+    row = alone.row_bytes
+    assert alone.total_bytes() == 53 * (row.q + row.kv + row.out) // 2
+    assert alone.total_bytes(backward=True) == alone.total_bytes()
+
+
+def test_teams_are_made_where_they_are_faster() -> None:
+    many = problem(1 << 16, tw.causal(), heads=32, kv_heads=8, head_dim=128, dtype="bf16", device="cuda")
+    assert tw.distributed.plan(many, ranks=64, device="h200").heads == 8  # one node
+    assert tw.distributed.plan(replace(many, mask=tw.window(64)), ranks=8, device="h200").heads == 1
+    assert tw.distributed.plan(replace(many, bias=(1, 1, 1 << 16, 1 << 16)), ranks=64, device="h200").heads == 1
+    assert tw.distributed.plan(replace(many, device="cpu"), ranks=64).heads == 1
+    with pytest.raises(ArgumentError, match="heads: got 3, need one of 1, 2, 4, 8"):
+        tw.distributed.plan(many, ranks=64, heads=3)
 
 
 def test_bytes_of_a_window() -> None:

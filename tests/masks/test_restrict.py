@@ -19,6 +19,7 @@ from tilewise.masks import (
     full,
     key_padding,
     prefix,
+    selected,
     window,
 )
 from tilewise.masks.restrict import restricted
@@ -44,6 +45,9 @@ MASKS: dict[str, Mask] = {
     "no-blocks": ~blocks(g.random((1, 1, 4, 4)) < 0.5, 6),
     "dense": dense(g.random((1, 4, LENGTH, LENGTH)) < 0.5) | causal() & window(2),
     "dense-keys": ~dense(g.random((2, 1, 1, LENGTH)) < 0.5),
+    "selected": causal() & selected(g.integers(-1, 9, (2, 2, 2, 3)), block=4, per=16),
+    "not-selected": ~selected(g.integers(-1, 2**31 - 1, (1, 4, 1, 2)) % 5, block=6, per=32) | window(3),
+    "selected-far": selected(np.array([[[[0, 2**31 - 1]], [[1, -(2**31)]]]]), block=8, per=32),
     "never": causal() & ~causal(),
 }
 

@@ -10,14 +10,15 @@ import numpy as np
 from tilewise import hardware
 from tilewise.distributed.context import ContextPlan, plan
 from tilewise.distributed.intervals import Ints
-from tilewise.distributed.predict import Floats, Links, Prediction, pair_seconds, predicted
+from tilewise.distributed.predict import Floats, Links, Prediction, pair_seconds
 from tilewise.distributed.routes import Routes
-from tilewise.distributed.schedule import RowBytes
 from tilewise.distributed.shards import excess
+from tilewise.distributed.teams import divisors
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
 
 SCHEDULES = ("ring", "all-gather", "Ulysses", "2-D", "planned")
+"""The names of the rows, in their order."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ class Row:
 def compare(
     problem: Problem, ranks: int, device: str | DeviceSpec | None = None, *, lengths: Any = None
 ) -> tuple[Row, ...]:
-    """Ring, all-gather, Ulysses (all-to-all over heads), 2-D (heads × sequence) and the plan, in this order.
+    """Ring, all-gather, Ulysses (all-to-all over heads), 2-D (heads × sequence) and planned, in this order.
+
+    2-D plans the sequence from the mask too. The last row is what `plan` takes on a GPU: the fastest of the plans.
 
     problem, lengths, device: as for `plan`. Ring and all-gather hold head and tail chunks and move all keys and values,
     whatever the mask; they skip the work that it leaves out.
@@ -78,19 +81,15 @@ def compare(
     ...     print(row.name, row.seconds)
     """
     spec = hardware.device(device)
-    own = plan(problem, lengths=lengths, ranks=ranks, device=spec)
-    usual = plan(problem, lengths=lengths, ranks=ranks, device=spec, shards="head_tail")
+    own = plan(problem, lengths=lengths, ranks=ranks, device=spec, heads=1)
+    usual = plan(problem, lengths=lengths, ranks=ranks, device=spec, shards="head_tail", heads=1)
     if all(np.array_equal(*pair) for pair in _bounds(usual, own)):
         usual = own
     area = _areas(usual.routes)
-    table = {
-        "ring": _ring(usual, area, spec),
-        "all-gather": _all_gather(usual, area, spec),
-        "Ulysses": _ulysses(own, spec, ranks),
-        "2-D": _two_dimensional(own, spec),
-        "planned": _planned(own, spec),
-    }
-    return tuple(table[name] for name in SCHEDULES)
+    ulysses, two_dimensional = _by_heads(problem, ranks, spec, lengths)
+    planned = [_row("planned", own), replace(ulysses, name="planned"), replace(two_dimensional, name="planned")]
+    best = min((row for row in planned if row.runs), key=lambda row: row.seconds or 0.0)
+    return _ring(usual, area, spec), _all_gather(usual, area, spec), ulysses, two_dimensional, best
 
 
 def _bounds(a: ContextPlan, b: ContextPlan) -> list[tuple[Ints, Ints]]:
@@ -104,11 +103,10 @@ def _areas(found: Routes) -> Floats:
     return np.asarray(flat.reshape(ranks, ranks))
 
 
-def _planned(own: ContextPlan, spec: DeviceSpec) -> Row:
-    passes = [predicted(own.routes, own.problem, spec, own.remote_stages, backward=b) for b in (False, True)]
-    sent = [int(own.routes.sent(own.row_bytes, backward=b).max()) for b in (False, True)]
-    note = f"{own.remote_stages} remote stage{'s' * (own.remote_stages > 1)}"
-    return Row.of("planned", note, own.imbalance, sent, passes)
+def _row(name: str, own: ContextPlan, note: str = "") -> Row:
+    passes = [own.predict(backward=backward) for backward in (False, True)]
+    sent = [max(own.bytes_sent(rank, backward=backward) for rank in range(own.ranks)) for backward in (False, True)]
+    return Row.of(name, note or f"{own.remote_stages} remote stage{'s' * (own.remote_stages > 1)}", own.imbalance, sent, passes)
 
 
 def _ring(usual: ContextPlan, area: Floats, spec: DeviceSpec) -> Row:
@@ -131,10 +129,11 @@ def _ring(usual: ContextPlan, area: Floats, spec: DeviceSpec) -> Row:
 
 
 def _neighbours(links: Links, ranks: int, size: int) -> float:
-    at = np.arange(ranks)
+    """Seconds in which every rank sends so many bytes to the next one, which may be in another node."""
     if ranks == 1:
         return 0.0
-    return float(links.seconds(at * 0, 1, at, (at + 1) % ranks, np.full(ranks, size)).max())
+    per_byte, latency = links.own if ranks <= links.node else max(links.own, links.network)
+    return size * per_byte + latency
 
 
 def _all_gather(usual: ContextPlan, area: Floats, spec: DeviceSpec) -> Row:
@@ -165,49 +164,18 @@ def _to_all(links: Links, group: Ints, size: float) -> float:
     return max(parts)
 
 
-def _ulysses(own: ContextPlan, spec: DeviceSpec, ranks: int) -> Row:
-    problem = own.problem
-    if problem.heads % ranks or problem.kv_heads % ranks:
-        return Row("Ulysses", f"{problem.heads} and {problem.kv_heads} heads are no multiples of {ranks} ranks")
-    return _by_heads(own, spec, ranks, "Ulysses", f"{problem.heads // ranks} heads a rank")
-
-
-def _two_dimensional(own: ContextPlan, spec: DeviceSpec) -> Row:
-    """Heads over neighbours, the plan over the rest: the best division."""
-    problem, ranks = own.problem, own.ranks
-    shares = [u for u in range(2, ranks) if not (ranks % u or problem.heads % u or problem.kv_heads % u)]
-    rows = [_by_heads(own, spec, u, "2-D", f"heads over {u}, sequence over {ranks // u}") for u in shares]
+def _by_heads(problem: Problem, ranks: int, spec: DeviceSpec, lengths: Any) -> tuple[Row, Row]:
+    """All heads over all ranks, and the best division of the ranks into heads × sequence."""
+    shares = divisors(problem, ranks)
+    names = f"{problem.heads} and {problem.kv_heads} heads"
+    rows = {}
+    for share in shares[1:]:
+        found = plan(problem, lengths=lengths, ranks=ranks, device=spec, heads=share)
+        if share == ranks:
+            rows[share] = _row("Ulysses", found, f"{problem.heads // ranks} heads a rank")
+        else:
+            rows[share] = _row("2-D", found, f"heads over {share}, sequence over {ranks // share}")
+    ulysses = rows.pop(ranks, Row("Ulysses", f"{names} are no multiples of {ranks} ranks"))
     if not rows:
-        return Row("2-D", f"{problem.heads} and {problem.kv_heads} heads have no divisor of {ranks} ranks but 1")
-    return min(rows, key=lambda row: row.seconds or 0.0)
-
-
-def _by_heads(own: ContextPlan, spec: DeviceSpec, share: int, name: str, note: str) -> Row:
-    """An all-to-all among `share` neighbours before and after; each then has a part of the heads of all their tokens."""
-    problem, ranks = own.problem, own.ranks
-    part = replace(problem, heads=problem.heads // share, kv_heads=problem.kv_heads // share)
-    strided = spec.with_figures("derived", node_devices=max((spec.node_devices or ranks) // share, 1))
-    inner = plan(part, lengths=own.lengths, ranks=ranks // share, device=strided)
-    row, links, group = RowBytes.of(problem), Links(spec, ranks), np.arange(share)
-    tokens = -(-own.tokens // ranks)
-    passes, sent = [], []
-    for backward in (False, True):
-        found = predicted(inner.routes, part, strided, inner.remote_stages, backward=backward)
-        to, back = (row.q + row.kv + row.dout, row.dq + row.dkv) if backward else (row.q + row.kv, row.out)
-        ends = [_to_all(links, group, tokens * size / share) for size in (to, back)]
-        passes.append(_framed(found, *ends))
-        sent.append(
-            int(inner.routes.sent(inner.row_bytes, backward=backward).max())
-            + tokens * (to + back) * (share - 1) // share
-        )
-    return Row.of(name, note, inner.imbalance, sent, passes)
-
-
-def _framed(found: Prediction, before: float, after: float) -> Prediction:
-    """A prediction with messages before and after all of it."""
-    first, last = np.full((1, found.compute.shape[1]), before), np.full((1, found.compute.shape[1]), after)
-    nothing = np.zeros_like(first)
-    ends = found.ends[None]
-    whole = np.concatenate([nothing, found.compute.sum(axis=0)[None], nothing])
-    exposed = np.concatenate([first, ends - found.compute.sum(axis=0)[None], last])
-    return Prediction(whole, exposed, np.zeros_like(whole), overlaps=False)
+        return ulysses, Row("2-D", f"{names} have no divisor of {ranks} ranks between 1 and these")
+    return ulysses, min(rows.values(), key=lambda row: row.seconds or 0.0)

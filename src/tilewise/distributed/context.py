@@ -5,9 +5,10 @@ torch is imported only where tensors are handled, so that any number of ranks ca
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,12 @@ from tilewise import hardware
 from tilewise.display import Shown
 from tilewise.distributed.coverage import Coverage, coverage
 from tilewise.distributed.intervals import Ints
+from tilewise.distributed.predict import Prediction, best_stages, predicted
 from tilewise.distributed.routes import Routes, routes
 from tilewise.distributed.schedule import Chunk, RowBytes, Stage
-from tilewise.distributed.shards import SHARDS, Shards, excess, make_shards
+from tilewise.distributed.shards import SHARDS, Shards, excess, make_shards, partition
 from tilewise.distributed.stages import stages
+from tilewise.distributed.teams import SwapBytes, divided, divisors, framed, swap_bytes
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError, PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.masks.build import is_integer, plain
@@ -29,8 +32,6 @@ from tilewise.problem import Problem
 
 if TYPE_CHECKING:
     import torch
-
-    from tilewise.distributed.predict import Prediction
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +55,33 @@ class ContextPlan(Shown):
     device: str | DeviceSpec | None = None
     group: Any = None
     heads: int = 1
-    """So many ranks share the heads (all-to-all before and after); `ranks / heads` share the sequence. 1: no heads are shared."""
+    """So many neighbours, a team, share the heads; the teams share the sequence. 1: heads are not shared."""
     memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     """What execution keeps of its work on this plan."""
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Who computes and sends what, in order; see `schedule`."""
-        return stages(self.routes, self.remote_stages)
+        """Who computes and sends what, in order; see `schedule`. Where heads are shared, its ranks are the teams."""
+        return stages(self.routes, self.remote_stages) if self.heads == 1 else self.of_teams.stages
+
+    @cached_property
+    def of_teams(self) -> ContextPlan:
+        """Where heads are shared: the plan of a member's part of the heads, whose ranks are the teams."""
+        size, problem, shards = self.heads, self.problem, self.shards
+        if self.ranks % size or problem.heads % size or problem.kv_heads % size:
+            raise PlanError(
+                f"plan: {size} ranks cannot share {problem.heads} query and {problem.kv_heads} key heads over "
+                f"{self.ranks} ranks; all three must be multiples of it"
+            )
+        return replace(
+            self,
+            problem=replace(problem, heads=problem.heads // size, kv_heads=problem.kv_heads // size),
+            rank=self.rank // size,
+            ranks=self.ranks // size,
+            shards=partition(shards.lengths, self.ranks // size, shards.bounds, shards.rank // size),
+            device=strided(catalogued(problem, self.device), size),
+            heads=1,
+        )
 
     @cached_property
     def remote_stages(self) -> int:
@@ -69,21 +89,24 @@ class ContextPlan(Shown):
 
         The same on all ranks, so nothing of the live machine is asked: without a `device`, an H200 or a CPU of the catalogue.
         """
-        from tilewise.distributed.predict import best_stages
-
-        usual = "h200" if self.problem.device == "cuda" else "altra-q80"
-        given = self.device if self.device not in (None, "cpu", "cuda") else usual
-        return best_stages(self.routes, self.problem, hardware.device(given))
+        if self.heads > 1:
+            return self.of_teams.remote_stages
+        return best_stages(self.routes, self.problem, catalogued(self.problem, self.device))
 
     def predict(self, *, backward: bool = False) -> Prediction:
         """Seconds of one pass on `device`: compute, and how much of the communication is exposed."""
-        from tilewise.distributed.predict import predict
-
-        return predict(self, backward=backward)
+        spec = hardware.device(self.device)
+        if self.heads == 1:
+            return predicted(self.routes, self.problem, spec, self.remote_stages, backward=backward)
+        problem, swap = self.of_teams.problem, SwapBytes.of(self.problem, backward=backward)
+        found = predicted(self.routes, problem, strided(spec, self.heads), self.remote_stages, backward=backward)
+        return framed(found, spec, self.shards, self.heads, swap)
 
     @cached_property
     def routes(self) -> Routes:
         """What travels: keys or queries, for each part of the mask."""
+        if self.heads > 1:
+            return self.of_teams.routes
         settings = {"even": self.kind == "balanced", "keys_only": self.problem.bias is not None}
         return routes(self.shards, self.coverage, self.row_bytes, **settings)
 
@@ -113,14 +136,14 @@ class ContextPlan(Shown):
         digest = hashlib.sha256()
         fields = (problem.batch, problem.heads, problem.kv_heads, problem.seqlen_q, problem.head_dim, problem.head_dim_v)
         settings = (problem.dtype, problem.scale, problem.softcap, problem.dropout_p, problem.sinks, problem.alibi)
-        digest.update(repr((fields, settings, problem.bias, self.lengths, self.ranks, self.heads)).encode())
+        digest.update(repr((fields, settings, problem.bias, self.lengths, self.ranks, self.heads, self.remote_stages)).encode())
         for array in (shards.bounds, shards.rank, *(side for layer in self.coverage.layers for side in layer)):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
     def area(self, rank: int | None = None) -> int:
-        """(query, key) pairs that a rank computes, of one head."""
-        return int(self.routes.areas[self._rank(rank)])
+        """(query, key) pairs that a rank computes: of one head, or of the part that it has of each where heads are shared."""
+        return int(self.routes.areas[self._rank(rank) // self.heads]) // self.heads
 
     @property
     def imbalance(self) -> float:
@@ -197,7 +220,12 @@ class ContextPlan(Shown):
     def _sent(self, backward: bool) -> Ints:
         found: Ints | None = self.memory.get(("sent", backward))
         if found is None:
-            found = self.memory["sent", backward] = self.routes.sent(self.row_bytes, backward=backward)
+            if self.heads == 1:
+                found = self.routes.sent(self.row_bytes, backward=backward)
+            else:
+                found = np.repeat(self.of_teams._sent(backward), self.heads)
+                found = found + swap_bytes(self.shards, self.heads, self.problem, backward=backward)
+            self.memory["sent", backward] = found
         return found
 
     def _rank(self, rank: int | None) -> int:
@@ -222,6 +250,7 @@ def plan(
     shards: str | Shards = "balanced",
     ranks: int | None = None,
     device: str | DeviceSpec | None = None,
+    heads: int | None = None,
 ) -> ContextPlan:
     """Plans self-attention over the ranks of a process group from the mask: shards, works and moves.
 
@@ -232,6 +261,8 @@ def plan(
         plan of the same tokens, so that layers with unlike masks divide them alike.
     ranks: how many ranks to simulate, where there is no group.
     device: what times are predicted for, such as "h200"; None for this machine.
+    heads: how many neighbours share the heads, by an all-to-all before and after (with all of them: Ulysses); a divisor of the
+        ranks and of both numbers of heads. None: on GPUs what is predicted to be fastest, on CPUs 1.
 
     >>> plan = tw.distributed.plan(problem, ranks=64, device="h200")
     >>> plan.imbalance, plan.total_bytes()
@@ -243,11 +274,56 @@ def plan(
     group, rank, count = _ranks(group, ranks)
     sizes = None if lengths is None else _lengths(lengths)
     problem = _whole(problem, sizes)
+    if group is not None and "nccl" in str(sys.modules["torch.distributed"].get_backend(group)):
+        problem = replace(problem, device="cuda")
     seen = coverage(problem, sizes)
     whole = sizes if sizes is not None else (problem.seqlen_q,)
-    held = make_shards(shards, whole, count, seen) if isinstance(shards, str) else _given(shards, whole, count)
+
     kind = shards if isinstance(shards, str) else "given"
-    return ContextPlan(problem, sizes, rank, count, held, seen, kind, device, group)
+
+    def over(share: int) -> ContextPlan:
+        if isinstance(shards, str):
+            held = divided(make_shards(shards, whole, count // share, seen), share)
+        else:
+            held = _given(shards, whole, count)
+        return ContextPlan(problem, sizes, rank, count, held, seen, kind, device, group, share)
+
+    return over(_share(problem, count, device, heads, over))
+
+
+def _share(
+    problem: Problem, ranks: int, device: str | DeviceSpec | None, heads: int | None, over: Callable[[int], ContextPlan]
+) -> int:
+    """How many neighbours share the heads."""
+    possible = divisors(problem, ranks)
+    if heads is not None:
+        if heads not in possible:
+            wanted = ", ".join(map(str, possible))
+            raise ArgumentError(f"heads: got {heads!r}, need one of {wanted} for this problem and {ranks} ranks")
+        return heads
+    spec = catalogued(problem, device)
+    if not spec.is_gpu or len(possible) == 1:
+        return 1
+    times = {}
+    for share in possible:
+        found = replace(over(share), device=spec)
+        times[share] = sum(found.predict(backward=backward).seconds for backward in (False, True))
+    return min(times, key=lambda share: (times[share], share))
+
+
+def catalogued(problem: Problem, device: str | DeviceSpec | None) -> DeviceSpec:
+    """The machine that choices are made for: the one that is given, unless only the live one is meant, which may differ
+    between ranks; then a usual one."""
+    live = device is None or (isinstance(device, str) and device.partition(":")[0] in ("cpu", "cuda", "hip"))
+    usual = "h200" if problem.device == "cuda" or (isinstance(device, str) and live and device != "cpu") else "altra-q80"
+    return hardware.device(usual if live else device)
+
+
+def strided(spec: DeviceSpec, heads: int) -> DeviceSpec:
+    """The machine as teams see it, of which fewer have room in a node."""
+    if heads == 1 or not spec.node_devices:
+        return spec
+    return replace(spec, node_devices=max(spec.node_devices // heads, 1))
 
 
 def _given(shards: Shards, lengths: tuple[int, ...], ranks: int) -> Shards:
@@ -303,6 +379,8 @@ def _whole(problem: Problem, lengths: tuple[int, ...] | None) -> Problem:
             f"problem: {problem.seqlen_q} queries and {problem.seqlen_k} keys; context parallelism is for self-attention, "
             "and generation runs without it"
         )
+    if not problem.mask.static:  # ids and tables are read on the host, and kept as they are now
+        problem = replace(problem, mask=copy.deepcopy(problem.mask.to("cpu")))
     if lengths is None:
         if problem.varlen:
             raise ArgumentError("lengths: the problem is packed; pass the lengths of its sequences")

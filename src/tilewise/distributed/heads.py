@@ -8,7 +8,7 @@ that is attention without any further exchange.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +19,6 @@ from torch import Tensor
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.exchange import Link
 from tilewise.distributed.pieces import TOKENS
-from tilewise.distributed.shards import partition
-from tilewise.errors import PlanError
 
 HEADS = 1
 """The side of a tensor (B, H, S, …) that counts heads."""
@@ -52,19 +50,10 @@ class Team:
     def others(self) -> list[int]:
         return [member for member in range(self.size) if member != self.member]
 
-    @cached_property
+    @property
     def plan_of_teams(self) -> ContextPlan:
         """The plan over the sequence: its ranks are the teams."""
-        plan = self.plan
-        shards, problem = plan.shards, plan.problem
-        if plan.ranks % self.size or problem.heads % self.size or problem.kv_heads % self.size:
-            raise PlanError(
-                f"plan: {self.size} ranks cannot share {problem.heads} query and {problem.kv_heads} key heads over "
-                f"{plan.ranks} ranks; all three must be multiples of it"
-            )
-        teams = partition(shards.lengths, plan.ranks // self.size, shards.bounds, shards.rank // self.size)
-        own = replace(problem, heads=problem.heads // self.size, kv_heads=problem.kv_heads // self.size)
-        return replace(plan, problem=own, rank=self.number, ranks=plan.ranks // self.size, shards=teams, heads=1)
+        return self.plan.of_teams
 
     @cached_property
     def link_of_teams(self) -> Link:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from tilewise import hardware
 from tilewise.diagnostics.plan import plan as kernel_plan
 from tilewise.distributed.intervals import Ints
 from tilewise.distributed.routes import Routes
@@ -24,9 +23,6 @@ from tilewise.hardware.spec import DeviceSpec
 from tilewise.masks import Full
 from tilewise.model.evaluation import AROUND, EVALUATED
 from tilewise.problem import Problem
-
-if TYPE_CHECKING:
-    from tilewise.distributed.context import ContextPlan
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 REFERENCE = (1024, 65536)
@@ -90,42 +86,60 @@ class Links:
         self.own = 1 / spec.link_bandwidth, spec.link_latency_s
         self.network = (1 / spec.network_bandwidth, spec.network_latency_s) if spec.network_bandwidth else self.own
 
-    def seconds(self, stage: Ints, stages: int, source: Ints, target: Ints, size: Ints) -> Floats:
-        """[stages, ranks]: as long as a rank's fuller direction takes, within the node and between nodes at the same time."""
-        near = source // self.node == target // self.node
+    def seconds(self, near: Floats, far: Floats) -> Floats:
+        """From bytes each way, [2, stages, ranks], within nodes and between them: as long as the fuller way takes."""
         times = []
-        for keep, (per_byte, latency) in ((near, self.own), (~near, self.network)):
-            ways = [
-                np.bincount(stage[keep] * self.ranks + end[keep], size[keep], stages * self.ranks)
-                for end in (source, target)
-            ]
-            most = np.maximum(*ways)
-            times.append(most * per_byte + latency * (most > 0))
-        return np.asarray(np.maximum(*times).reshape(stages, self.ranks))
+        for size, (per_byte, latency) in ((near.max(axis=0), self.own), (far.max(axis=0), self.network)):
+            times.append(size * per_byte + latency * (size > 0))
+        return np.asarray(np.maximum(*times))
 
 
-def predict(plan: ContextPlan, *, backward: bool = False, remote: int | None = None) -> Prediction:
-    """The time of one pass of a plan on its device, with so many remote stages (None: those it has)."""
-    spec = hardware.device(plan.device)
-    remote = plan.remote_stages if remote is None else remote
-    return predicted(plan.routes, plan.problem, spec, remote, backward=backward)
+class Flows:
+    """Work and tokens by how far apart their ranks are: [distance, rank]. Stages are runs of distances."""
+
+    def __init__(self, found: Routes, node: int) -> None:
+        self.ranks = found.shards.ranks
+        sender = np.where(found.by_query, found.q_rank, found.k_rank)
+        self.work = self._table(sender, found.rank, found.rank, found.parts.area)
+        self.moved: dict[str, Floats] = {}
+        for what, (moved, source) in (("kv", found.keys), ("q", found.queries)):
+            near = source // node == moved.group // node
+            ends = (source, moved.group)
+            self.moved[what] = np.array(
+                [[self._table(*ends, end, moved.sizes * keep) for end in ends] for keep in (near, ~near)]
+            )
+
+    def _table(self, source: Ints, target: Ints, rank: Ints, size: Ints) -> Floats:
+        flat = np.bincount((source - target) % self.ranks * self.ranks + rank, size, self.ranks**2)
+        return np.asarray(flat.reshape(self.ranks, self.ranks))
+
+    def staged(self, table: Floats, remote: int) -> Floats:
+        """[…, distances, ranks] as [… , stages, ranks]; own work is stage 0."""
+        distance = np.arange(self.ranks)
+        stage = np.where(distance, stage_of(distance, distance * 0, self.ranks, remote), 0)
+        found = np.zeros((*table.shape[:-2], remote + 1, self.ranks))
+        there, starts = np.unique(stage, return_index=True)
+        found[..., there, :] = np.add.reduceat(table, starts, axis=-2)
+        return found
 
 
 def predicted(found: Routes, problem: Problem, spec: DeviceSpec, remote: int, *, backward: bool = False) -> Prediction:
-    """The same from routes."""
-    ranks, links, row = found.shards.ranks, Links(spec, found.shards.ranks), RowBytes.of(problem)
-    sender = np.where(found.by_query, found.q_rank, found.k_rank)
-    at = np.where(found.own, 0, stage_of(sender, found.rank, ranks, remote))
-    areas = np.bincount(at * ranks + found.rank, found.parts.area, (remote + 1) * ranks).reshape(remote + 1, ranks)
+    """The time of one pass with given routes and so many remote stages."""
+    ranks, row = found.shards.ranks, RowBytes.of(problem)
+    links = Links(spec, ranks)
+    flows: Flows | None = found.memory.get(links.node)
+    if flows is None:
+        flows = found.memory[links.node] = Flows(found, links.node)
+    areas = flows.staged(flows.work, remote)
     seconds, launch = pair_seconds(problem, spec, int(found.shards.tokens.max(initial=1)))[backward]
     compute = areas * seconds + launch * (areas > 0)
     arrive, back = np.zeros((2, remote + 1, ranks))
-    for what, (moved, source) in (("kv", found.keys), ("q", found.queries)):
+    for what, table in flows.moved.items():
         there, home = _costs(row, what, backward)
-        when = stage_of(source, moved.group, ranks, remote)
-        arrive += links.seconds(when, remote + 1, source, moved.group, moved.sizes * there)
+        near, far = flows.staged(table, remote)
+        arrive += links.seconds(near * there, far * there)
         if home:
-            back += links.seconds(when, remote + 1, moved.group, source, moved.sizes * home)
+            back += links.seconds(near * home, far * home)
     return Prediction(compute, arrive, back, overlaps=spec.is_gpu)
 
 
@@ -170,7 +184,7 @@ def pair_seconds(problem: Problem, spec: DeviceSpec, tokens: int) -> tuple[tuple
         tile=(),
         device="cuda" if spec.is_gpu else "cpu",
     )
-    return _rates(reference, spec)
+    return _rates(reference, replace(spec, node_devices=0))  # teams see other nodes, but the same device
 
 
 def best_stages(found: Routes, problem: Problem, spec: DeviceSpec) -> int:

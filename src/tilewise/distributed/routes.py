@@ -6,7 +6,7 @@ for itself, by the bytes of the forward and the backward pass. What no query see
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,8 @@ class Routes:
     q_rank: Ints
     k_rank: Ints
     by_query: Bools
+    memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    """What predictions keep of their work on these routes."""
 
     @property
     def own(self) -> Bools:

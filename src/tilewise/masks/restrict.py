@@ -9,6 +9,8 @@ from __future__ import annotations
 from math import gcd
 from typing import Any
 
+import numpy as np
+
 from tilewise.masks.algebra import lowered
 from tilewise.masks.program import KINDS, UNBOUNDED, Literal, MaskProgram, MaskShape
 
@@ -53,15 +55,30 @@ class _Cut:
             return literal._replace(tensors=(tensors[0][:, slice(*self.q)], tensors[1][:, slice(*self.k)]))
         if kind.is_nothing:
             return False
-        table = tensors[0]
-        if self.heads is not None and table.shape[1] > 1:
-            table = table[:, slice(*self.heads)]
+        if self.heads is not None and self.heads != (0, self.shape.heads):
+            literal = literal.for_heads(range(*self.heads))
+        table, ints = literal.tensors[0], literal.ints
+        if kind.is_selected:
+            return self._selected(literal)
         if kind.is_dense:
             table = table[:, :, slice(*self.q)] if table.shape[ROWS] > 1 else table
             return literal._replace(tensors=(table[..., slice(*self.k)] if table.shape[KEYS] > 1 else table,))
         table, size_q = _blocks(table, ints[0], self.q, ROWS)
         table, size_k = _blocks(table, ints[1], self.k, KEYS)
         return literal._replace(ints=(size_q, size_k), tensors=(table,))
+
+    def _selected(self, literal: Literal) -> Literal:
+        """Lists that name blocks of the rectangle: what lies outside of it is below 0 or past its last block."""
+        size_q, size_k, heads, count = literal.ints
+        lists, size_q = _blocks(literal.tensors[0], size_q, self.q, ROWS)
+        lists = lists.clip(-1, -(-self.shape.seqlen_k // size_k))
+        start = self.k[0]
+        fine = gcd(size_k, start)
+        parts = size_k // fine  # a block of the whole is so many here
+        entries = [entry for entry in range(count) for _ in range(parts)]
+        offsets = [part - start // fine for _ in range(count) for part in range(parts)]
+        moved = np.asarray(offsets, lists.dtype) if isinstance(lists, np.ndarray) else lists.new_tensor(offsets)
+        return literal._replace(ints=(size_q, fine, heads, count * parts), tensors=(lists[..., entries] * parts + moved,))
 
     def _band(self, lo: int, hi: int) -> Literal | bool:
         """lo <= k - q <= hi of the whole, counted from the rectangle's last row and key."""
