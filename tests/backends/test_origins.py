@@ -90,4 +90,4 @@ def test_parts_on_a_gpu(packed: bool) -> None:
 
 @needs_interpreter
 def test_parts_in_tritons_interpreter() -> None:
-    interpret("tests.backends.origins", "triton")
+    interpret("tests.backends.origins")

@@ -15,7 +15,7 @@ from tilewise.backends.base import BackwardInputs, Grads, Needs, rounded, sink_g
 from tilewise.distributed.exchange import Link, Pending
 from tilewise.distributed.pieces import TOKENS, Pieces
 from tilewise.distributed.schedule import Chunk, Move, What
-from tilewise.distributed.segments import Call, Local, Segment, bias_part
+from tilewise.distributed.segments import Call, Local, Segment, bias_part, sender
 from tilewise.numerics.merge import NEG_INF, join_sink, merge
 
 
@@ -44,13 +44,9 @@ class Arrival(NamedTuple):
     def wait(self) -> list[Pieces]:
         """For each tensor of a parcel, the tokens of all moves."""
         received: dict[int, Iterator[Tensor]] = {peer: iter(x) for peer, x in self.pending.wait().items()}
-        rows = [[next(received[_sender(move, self.home)]) for _ in range(self.tensors)] for move in self.moves]
+        rows = [[next(received[sender(move, self.home)]) for _ in range(self.tensors)] for move in self.moves]
         chunks = [move.chunk for move in self.moves]
         return [Pieces(chunks, column) for column in zip(*rows, strict=True)] or [Pieces((), ())] * self.tensors
-
-
-def _sender(move: Move, home: bool) -> int:
-    return move.target if home else move.source
 
 
 class Run:
@@ -63,22 +59,21 @@ class Run:
 
     def exchange(self, stage: int, what: What, parcel: Parcel, tensors: Sequence[Pieces], home: bool = False) -> Arrival:
         """Start the moves of a kind; `home`: the same the other way, with gradients of what they brought."""
-        moves = [m for m in (*self.stages[stage].moves, *self.stages[stage].returns) if m.what == what]
-        leaving = sorted(m for m in moves if _sender(m, home) == self.call.rank)
-        coming = sorted(m for m in moves if _sender(m, not home) == self.call.rank)
+        leaving, coming = self.call.moves(stage, what, home)
         outgoing: dict[int, list[Tensor]] = {}
         for move in leaving:
-            outgoing.setdefault(_sender(move, not home), []).extend(x.take(move.chunk).to(parcel.dtype) for x in tensors)
+            message = outgoing.setdefault(sender(move, not home), [])
+            message.extend(x.take(move.chunk).to(parcel.dtype) for x in tensors)
         incoming: dict[int, list[tuple[int, ...]]] = {}
         for move in coming:
-            incoming.setdefault(_sender(move, home), []).extend(parcel.sized(move.chunk))
+            incoming.setdefault(sender(move, home), []).extend(parcel.sized(move.chunk))
         label = f"stage {stage} of {len(self.stages) - 1}, {'gradients of ' * home}{NAMES[what]}"
         pending = self.link.start(label, outgoing, incoming, parcel.dtype, self.call.device)
         return Arrival(pending, coming, len(parcel.shapes), home)
 
     def has(self, stage: int, what: What) -> bool:
         """Does any rank move anything of the kind in the stage?"""
-        return any(m.what == what for m in (*self.stages[stage].moves, *self.stages[stage].returns))
+        return self.call.has(stage, what)
 
     def segments(self, stage: int) -> list[Segment]:
         return self.call.segments(self.local, stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class Pieces:
 
     def __init__(self, chunks: Iterable[Chunk], tensors: Iterable[Tensor]) -> None:
         self.held = sorted(zip(chunks, tensors, strict=True), key=lambda pair: pair[0])
+        self.starts = [chunk[:2] for chunk, _ in self.held]
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], x: Tensor) -> Pieces:
@@ -37,8 +39,10 @@ class Pieces:
         return cls(chunks, x.split([chunk.tokens for chunk in chunks], TOKENS))
 
     def parts(self, chunk: Chunk) -> Iterator[Part]:
-        """Where the chunk lies, in order."""
-        for own, x in self.held:
+        """Where the chunk lies, in order, among chunks that do not overlap."""
+        first = bisect_right(self.starts, chunk[:2]) - 1
+        past = bisect_left(self.starts, (chunk.sequence, chunk.end))
+        for own, x in self.held[max(first, 0) : past]:
             start, end = max(own.start, chunk.start), min(own.end, chunk.end)
             if own.sequence == chunk.sequence and start < end:
                 view = x[:, :, start - own.start : end - own.start]

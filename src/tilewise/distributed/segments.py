@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise.backends.base import BackwardInputs, Grads, Inputs
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.pieces import Pieces
-from tilewise.distributed.schedule import Chunk, Work
+from tilewise.distributed.schedule import Chunk, Move, What, Work
 from tilewise.masks import Lowered, MaskProgram, MaskShape
 from tilewise.masks.restrict import restricted
 from tilewise.ops import run
@@ -58,7 +58,7 @@ class Call:
     head: int = 0
     """The whole's number of the first query head here."""
     stages: list[list[Segment]] = field(default_factory=list, init=False)
-    memory: dict[str, Any] = field(default_factory=dict, init=False)
+    memory: dict[Any, Any] = field(default_factory=dict, init=False)
 
     @property
     def rank(self) -> int:
@@ -83,6 +83,25 @@ class Call:
     def summed(self) -> torch.dtype:
         """In which partial results and gradients travel."""
         return self.real if self.problem.widened else getattr(torch, self.problem.dtype)
+
+    def moves(self, stage: int, what: What, home: bool) -> tuple[list[Move], list[Move]]:
+        """What this rank sends and receives of a kind in a stage, each by the other rank; `home`: the same the other way."""
+        key = ("moves", stage, what, home)
+        found: tuple[list[Move], list[Move]] | None = self.memory.get(key)
+        if found is None:
+            plan = self.plan.stages[stage]
+            moves = sorted(m for m in (*plan.moves, *plan.returns) if m.what == what)
+            leaving = [m for m in moves if sender(m, home) == self.rank]
+            found = self.memory[key] = leaving, [m for m in moves if sender(m, not home) == self.rank]
+        return found
+
+    def has(self, stage: int, what: What) -> bool:
+        """Does any rank move anything of the kind in the stage?"""
+        key = ("has", stage, what)
+        if key not in self.memory:
+            plan = self.plan.stages[stage]
+            self.memory[key] = any(m.what == what for m in (*plan.moves, *plan.returns))
+        return bool(self.memory[key])
 
     def segments(self, local: Local, stage: int) -> list[Segment]:
         """The works of a stage, prepared at the first call."""
@@ -177,6 +196,11 @@ def bias_part(call: Call, bias: Tensor, work: Work) -> Tensor:
     if bias.shape[2] > 1:
         bias = Pieces.of(call.chunks, bias).take(work.q)
     return bias[..., work.k.start : work.k.end] if bias.shape[3] > 1 else bias
+
+
+def sender(move: Move, home: bool) -> int:
+    """Who sends the tensors of a move, or, on the way home, their gradients."""
+    return move.target if home else move.source
 
 
 def on_device(program: MaskProgram, device: torch.device) -> MaskProgram:
