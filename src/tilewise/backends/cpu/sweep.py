@@ -126,14 +126,15 @@ class Sweep(Backward):
                 first = (row0 + r) * top
                 score = scores[r]
                 passes = score > frame.top_s[first + (top - 1)]
-                # what is larger takes the place, and what had it moves on
-                with e.loop(0, e.select(passes, top, 0), 1, [score, frame.n0 + j]) as over:
-                    at, (value, key) = first + over.index, over.values
+                # it takes the place of the first that is smaller, and all from there on move by one
+                with e.loop(0, e.select(passes, top, 0), 1, [score, frame.n0 + j, e.const(0, I64)]) as over:
+                    at, (value, key, moving) = first + over.index, over.values
                     other, place = frame.top_s[at], frame.top_i[at]
-                    passes = value > other
+                    passes = (value > other) | (moving != 0)
                     frame.top_s[at] = e.select(passes, value, other)
                     frame.top_i[at] = e.select(passes, key, place)
-                    over.carry([e.select(passes, other, value), e.select(passes, place, key)])
+                    kept = e.select(passes, other, value), e.select(passes, place, key)
+                    over.carry([*kept, e.select(passes, e.const(1, I64), moving)])
 
     @kernel_function()
     def emit_update(self, e: Emit) -> None:
