@@ -11,8 +11,11 @@ from tilewise.backends.cpu.ir import F32, F64, I32, I64, PTR, REALS, STORAGE, Po
 from tilewise.backends.cpu.spec import DOUBLES, STATISTICS, Kernel
 
 STORED = ("q", "k", "v", "o", "do", "dq", "qt", "kt", "vt", "ot")
-REAL = ("lse", "lse_t", "sinks_t", "sinks", "alibi", "work", "dlse", "delta", "dk", "dv", "dbias", *chain(*STATISTICS.values()))
-I64_ARRAYS = ("counter", "done", "progress")
+REAL = (
+    *("lse", "sinks", "alibi", "work", "dlse", "delta", "dk", "dv", "dbias"),
+    *("lse_t", "sinks_t", "mass", "top_weights", *chain(*STATISTICS.values())),
+)
+I64_ARRAYS = ("counter", "done", "progress", "top_indices")
 I32_ARRAYS = ("cu_q", "cu_k", "origins", "entries", "starts", "lengths")
 """Pointers by the type of what they point to; `bias` has a dtype of its own."""
 

@@ -61,7 +61,6 @@ from tilewise.backends.cpu.launch import (
     num_threads,
 )
 from tilewise.backends.cpu.spec import HOT, STATISTICS, argument_names, round_up
-from tilewise.backends.sequence import sweep_statistics
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks import Lowered
 from tilewise.problem import Problem
@@ -112,8 +111,18 @@ class CpuBackend(Backend):
         rows = {name: torch.empty_like(like) for name in STATISTICS["forward"]} if plan.watched(problem) else {}
         out, lse = self.forward(problem, inputs, [(name, x.data_ptr()) for name, x in rows.items()])
         stats = stats._replace(**{name: x for name, x in rows.items() if getattr(stats, name) is not None})
-        sweep_statistics(problem, inputs, lse, stats)
+        if stats.key_mass is not None or stats.weights is not None:
+            self._sweep(problem, inputs, (out, lse), stats)
         return out, lse, stats
+
+    def _sweep(self, problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], stats: Statistics) -> None:
+        """`key_mass` and the largest weights, where they are asked for."""
+        launch = _launch_for(problem, inputs, "sweep")
+        args, _alive = _optional_args(problem, inputs, launch)
+        turns = empty((launch.counters,), (1,), torch.int64).zero_()
+        given = {"mass": stats.key_mass, "top_weights": stats.weights, "top_indices": stats.indices, "progress": turns}
+        args += [(name, x.data_ptr()) for name, x in given.items() if x is not None]
+        launch.run((*inputs[:3], *results), [*args, ("pause", schedule.pause())])
 
     def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
         return plan.derives(problem, probe_cpu(num_threads()), derivative=derivative)

@@ -324,7 +324,7 @@ class Backward(RowStatistics, OrderedAccumulate):
             first, rows = frame.m0, frame.rows
             low, high = hull(self.seq(e, frame.head), self.terms, first, first + rows - 1)
             BN = args.BN
-            if self.kernel.double:
+            if self.kernel.double and self.kernel.kind == "backward":
                 with self.key_blocks(e, (low, high), BN), self.visible_block(e, lambda: 1):
                     if self.clean:
                         self.call(e, self.clean, frame.strips)

@@ -11,6 +11,7 @@ from tilewise.backends.cpu import (
     forward,
     forward_matrix,
     jvp,
+    sweep,
 )
 from tilewise.backends.cpu.module import KernelModule
 from tilewise.backends.cpu.spec import Kernel
@@ -23,6 +24,8 @@ def emit(kernel: Kernel, arch: str) -> str:
         module = decode_stream.StreamDecode if kernel.tile.keys == 1 else decode_block.BlockDecode
     elif kernel.kind == "double_backward":
         module = double_backward.DoubleBackward
+    elif kernel.kind == "sweep":
+        module = sweep.Sweep
     elif kernel.kind == "jvp":
         module = jvp.Jvp
     elif kernel.kind == "forward":

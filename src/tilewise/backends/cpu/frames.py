@@ -89,6 +89,9 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
             weights |= {"Qt": rows * DP, "Ot": rows * DVP, "l_t": rows, "T": BN * R, "Kt": BN * DP, "Vt": BN * DVP}
         watched = {"top": rows, "spread": rows, "row_spread": R, "shift": R} if kernel.stats else {}
         return state | strip | {"K": packed(BN, DP), "V": packed(BN, DVP)} | norms | weights | watched | offsets
+    if kernel.kind == "sweep":
+        rows, block = {"lse2": BM, "q_factors": BM, "top_s": BM * sizes.top, "top_i": BM * sizes.top * 2}, {"K": BN * DP}
+        return {"Q": BM * DP, "P": BN * R, "W": BN * R} | rows | block | {"key_sums": BN}
     operands = {"Q": packed(BM, DP), "dO": packed(BM, DVP), "Q_panels": packed(BM, sizes.DR)}
     operands |= {"dO_panels": packed(BM, sizes.DVR), "dQ": BM * DP, "P": packed(BN, sizes.PS), "dS": packed(BN, sizes.PS)}
     products = {"S": BN * R, "dP": BN * R, "pairs": BN * (R // 2)} if kernel.matrix else {}
@@ -106,7 +109,7 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
 def layout(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str, int]:
     """Bytes of a thread's frame, by buffer; its fields come first."""
     known = {"D": problem.head_dim, "Dv": problem.head_dim_v, "BM": tiles.rows, "BN": tiles.keys, "group": tiles.heads}
-    known["together"] = tiles.groups
+    known |= {"together": tiles.groups, "top": problem.top}
     sizes = SimpleNamespace(**known, **paddings(problem, kernel, tiles))
     size = _size(kernel)
     return {"fields": FRAME_BYTES} | {name: round_up(n, ALIGN) * size for name, n in buffers(kernel, sizes).items()}

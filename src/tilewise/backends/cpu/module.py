@@ -62,10 +62,10 @@ class KernelModule(PagedKeys):
         self.terms = operands(kernel.structure)
         self.simple = is_interval(kernel.structure)
         self.wide = self.tile.lanes * self.real.size > 16
-        names = tuple(frames.buffers(kernel, SimpleNamespace(**dict.fromkeys(BACKWARD, 1))))
+        names = tuple(frames.buffers(kernel, SimpleNamespace(**dict.fromkeys((*BACKWARD, "top"), 1))))
         self.fields = (*TASK, *self.task, *(name for name in names if name not in TASK), "retry")
         bits, weights = self.real.bits, I16 if kernel.matrix and kernel.kind == "backward" else self.real.type
-        kinds = {"W": bits, "kept": bits, "first": I64, "past": I64, "pairs": I16, "P": weights, "dS": weights}
+        kinds = {"W": bits, "kept": bits, "first": I64, "past": I64, "top_i": I64, "pairs": I16, "P": weights, "dS": weights}
         kinds |= {"k_rows": I64, "v_rows": I64}
         self.buffer_kinds = {name: (kinds.get(name, self.real.type), "") for name in (*names, "W")}
 

@@ -20,7 +20,7 @@ from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import Problem
 
 ARCHITECTURES = ("aarch64", "x86_64")
-KINDS = ("forward", "decode", "backward", "jvp", "double_backward")
+KINDS = ("forward", "decode", "backward", "jvp", "double_backward", "sweep")
 DERIVED = ("jvp", "double_backward")
 MATRIX_KINDS = ("forward", "backward")
 """Kernels that are made for matrix tiles too."""

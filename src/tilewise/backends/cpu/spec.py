@@ -40,7 +40,7 @@ class Register(NamedTuple):
 class Kernel(NamedTuple):
     """Everything that changes a kernel's code. Lengths, strides and numbers are arguments, never part of the key."""
 
-    kind: str  # "forward", "backward", "decode", "jvp" or "double_backward"
+    kind: str  # "forward", "backward", "decode", "jvp", "double_backward" or "sweep"
     dtype: str
     tile: Register
     structure: str = ""
@@ -66,7 +66,7 @@ class Kernel(NamedTuple):
     @property
     def backwards(self) -> bool:
         """Does a task have rows of one query head, and add to gradients of keys that other tasks add to?"""
-        return self.kind in ("backward", "double_backward")
+        return self.kind in ("backward", "double_backward", "sweep")
 
     @property
     def score_unit(self) -> float:
@@ -106,6 +106,7 @@ MOVING = ("qt", "kt", "vt", "bias_t")
 TANGENTS = (*MOVING, "lse_t", *(f"{t}_{axis}" for t in MOVING for axis in "bhsd"))
 JVP = (*FORWARD, *TANGENTS, "sinks_t", "ot", *(f"ot_{axis}" for axis in "bhsd"))
 DOUBLE_BACKWARD = (*BACKWARD, *TANGENTS, "ot", *(f"ot_{axis}" for axis in "bhsd"))
+SWEEP = (*FORWARD, "mass", "top_weights", "top_indices", "top", "progress", "pause")
 DOUBLES = (*NUMBERS, "ds_factor")
 """Passed as doubles; all others are integers and addresses."""
 
@@ -132,7 +133,7 @@ def mask_args(structure: str) -> tuple[str, ...]:
 
 
 def argument_names(kernel: Kernel) -> tuple[str, ...]:
-    names = {"backward": BACKWARD, "jvp": JVP, "double_backward": DOUBLE_BACKWARD}.get(kernel.kind, FORWARD)
+    names = {"backward": BACKWARD, "jvp": JVP, "double_backward": DOUBLE_BACKWARD, "sweep": SWEEP}.get(kernel.kind, FORWARD)
     names += (STATISTICS[kernel.kind] if kernel.stats else ()) + (PAGED if kernel.paged else ())
     names += mask_args(kernel.structure)
     return (*names, "origins") if kernel.origins else names
