@@ -217,7 +217,7 @@ def _bind_mask(mask: Any, shape: MaskShape, inputs: Inputs) -> Mask:
         check_range("mask", tensor)
         return tensor if torch.compiler.is_compiling() else materialized(tensor)
 
-    lowered = Lowered(mask.lower(Binding(shape, cu_k is not None, asarray, k.shape[1])))
+    lowered = Lowered(mask.lower(Binding(shape, cu_k is not None, asarray, k.shape[1])), mask)
     check_values(mask, shape, cu_q, cu_k)
     return lowered
 

@@ -262,9 +262,10 @@ class Dense(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lowered(Mask):
-    """A program that was lowered before: what an operator receives."""
+    """A program that was lowered before: what an operator receives. `origin` is the mask it came from, where that is known."""
 
     program: MaskProgram
+    origin: Mask | None = None
 
     @property
     def static(self) -> bool:  # type: ignore[override]
@@ -272,6 +273,9 @@ class Lowered(Mask):
 
     def lower(self, binding: Binding) -> MaskProgram:
         return self.program
+
+    def leaves(self) -> Iterator[Mask]:
+        return iter((self,)) if self.origin is None else self.origin.leaves()
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
         if negate:
