@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tests.masks.expressions import Batch, batches, expressions
-from tilewise.masks import Mask, MaskShape
-from tilewise.masks.algebra import Binding
+from tilewise.masks import Binding, Mask, MaskShape
 from tilewise.masks.rows import row_ends
 
 

@@ -16,7 +16,7 @@ from tilewise.api.options import DEFAULTS, CallOptions, ParsedOptions
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
-from tilewise.masks.algebra import INTEGERS
+from tilewise.masks.arrays import INTEGERS
 from tilewise.ops.tensors import check_kinds, dtype_name, materialized, tensor_fields
 from tilewise.problem import ITEMSIZE, WIDE, Problem, tile_request, unboxed
 

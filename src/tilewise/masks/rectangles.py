@@ -32,7 +32,8 @@ def classify_literal(literal: Literal, edges: Edges) -> Classes:
     if len(edges.queries) < 2 or len(edges.keys) < 2:
         return np.zeros((max(0, len(edges.queries) - 1), max(0, len(edges.keys) - 1)), dtype=np.uint8)
     if kind.is_documents:
-        classes = _documents(*tensors, edges)
+        q_ids, k_ids = tensors
+        classes = _documents(q_ids, k_ids, edges)
     elif kind.is_blocks:
         classes = _blocks(tensors[0], ints, edges)
     elif kind.is_selected:
@@ -43,7 +44,7 @@ def classify_literal(literal: Literal, edges: Edges) -> Classes:
 
 
 def _three(some: Any, every: Any) -> Classes:
-    return some.astype(np.uint8) + (some & every)
+    return np.asarray(some.astype(np.uint8) + (some & every))
 
 
 # -- documents

@@ -104,7 +104,7 @@ class TileMap:
         own = ((x * self.per_batch, y * self.per_head) for x in batches for y in heads)
         lines = [self._some(index // LINES, across, *place)[index % LINES] for place in own]
         if len(lines) == 1:
-            return lines[0]
+            return np.asarray(lines[0])
         stacked = np.stack(lines)
         low, high = stacked.min(axis=0), stacked.max(axis=0)
         return np.where(low == high, low, np.uint8(TileClass.PARTIAL))

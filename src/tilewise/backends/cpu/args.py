@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tilewise.backends.cpu.builder import Emit
-from tilewise.backends.cpu.ir import F64, I32, I64, PTR, REALS, STORAGE, Pointer, Value
+from tilewise.backends.cpu.ir import F64, I8, I32, I64, PTR, REALS, STORAGE, Pointer, Value
 from tilewise.backends.cpu.spec import DOUBLES, Kernel
 
 STORED = ("q", "k", "v", "o", "do", "dq")
@@ -73,5 +73,5 @@ def pointer_kinds(kernel: Kernel) -> dict[str, tuple[Any, str]]:
     """(LLVM type, dtype) of what the arguments point to."""
     real = REALS[kernel.real].type
     kinds = dict.fromkeys(STORED, (STORAGE[kernel.dtype], kernel.dtype)) | dict.fromkeys(REAL, (real, ""))
-    kinds |= dict.fromkeys(I64_ARRAYS, (I64, "")) | {"cu_q": (I32, ""), "cu_k": (I32, "")}
+    kinds |= {"classes": (I8, "")} | dict.fromkeys(I64_ARRAYS, (I64, "")) | {"cu_q": (I32, ""), "cu_k": (I32, "")}
     return kinds | {"bias": (STORAGE[kernel.bias or "float32"], kernel.bias)}

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +34,16 @@ from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
 from tilewise.backends.cpu.blind import without_blind
 from tilewise.backends.cpu.fixed import fixed_arguments
+from tilewise.backends.cpu.lowering import broadcast_strides, is_static, lowered, mask_arguments
 from tilewise.backends.cpu.spec import GRADIENTS, HOT, Kernel, argument_names, round_up
 from tilewise.hardware.probe import probe_cpu
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
 LAUNCHES = 64
+_launches: dict[Any, Any] = {}
+_fields = attrgetter(*(one.name for one in fields(Problem) if one.name not in ("mask", "memory")))
+"""All of a problem but its mask."""
 _HOT = struct.Struct(f"={len(HOT)}q")
 _GRADIENTS = struct.Struct(f"={len(GRADIENTS)}q")
 _ARGUMENT = struct.Struct("=q")
@@ -76,6 +82,7 @@ class CpuLaunch(NamedTuple):
     real: torch.dtype
     lse: tuple[tuple[int, int, int], tuple[int, int, int], torch.dtype]  # its shape, strides and dtype
     plain: bool  # a call has no tensors but q, k and v
+    held: list[Tensor] | None  # of a mask, to which the template points; None if its tensors change from call to call
 
     def run(self, tensors: tuple[Tensor, ...], args: Iterable[tuple[str, int]] = (), gradients: Any = ()) -> None:
         """Call the kernel with q, k, v, out and lse, the arguments named, and those of a backward."""
@@ -123,6 +130,7 @@ class CpuBackend(Backend):
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         q, k, v = inputs[:3]
+        problem = lowered(problem, inputs)
         launch = _launch_for(problem, inputs, "forward")
         out = _like(q) if problem.head_dim == problem.head_dim_v else empty_out(q, problem.head_dim_v)
         lse = _new(*launch.lse)
@@ -141,6 +149,7 @@ class CpuBackend(Backend):
         """With the strides known too, only five addresses of the arguments change."""
         q, k, v = inputs[:3]
         o_stride = _empty_like(q).stride()
+        problem = lowered(problem, inputs)
         prepared = _launch_for(problem, inputs, "forward")
         if problem.head_dim != problem.head_dim_v or o_stride[3] != 1 or not prepared.plain:
             return None
@@ -177,6 +186,7 @@ class CpuBackend(Backend):
         return launch
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+        problem = lowered(problem, inputs)
         inputs, given = without_blind(self.forward, problem, inputs, given)
         out, lse, dout, dlse, needs = given
         launch = _launch_for(problem, inputs, "backward", needs.dbias)
@@ -191,7 +201,7 @@ class CpuBackend(Backend):
             dbias = torch.zeros(inputs.bias.shape, dtype=launch.real, device="cpu")
         turns = _empty((launch.counters,), (1,), torch.int64).zero_()
         pointers = (0 if x is None else x.data_ptr() for x in (dout, dlse, delta, dq, dk_sum, dv_sum, dbias, turns))
-        strides = (*dout.stride(), *(_NO_STRIDES if dq is None else dq.stride()), *_broadcast_strides(dbias))
+        strides = (*dout.stride(), *(_NO_STRIDES if dq is None else dq.stride()), *broadcast_strides(dbias))
         launch.run((*inputs[:3], out, lse), args, (*pointers, schedule.pause(), *strides))
         return Grads(
             dq,
@@ -220,12 +230,16 @@ def _launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False
         longest = max((b - a for a, b in pairwise(inputs.cu_q.tolist())), default=0)
     adjacent = longest != 1 or _adjacent(inputs)
     key = (kind, _num_threads(), None if bias is None else bias.dtype, dbias, longest, adjacent)
-    launches: dict[Any, CpuLaunch] = problem.memory.setdefault("cpu launches", {})
-    launch = launches.get(key)
+    if is_static(problem):
+        launches: dict[Any, CpuLaunch] = problem.memory.setdefault("cpu launches", {})
+        name: Any = key
+    else:  # every call is a problem of its own, and most are like an earlier one but for what the mask's tensors hold
+        launches, name = _launches, (key, _fields(problem), problem.program.structure, problem.program.ints)
+    launch = launches.get(name)
     if launch is None:
         if len(launches) >= LAUNCHES:
             launches.clear()
-        launch = launches[key] = _make_launch(problem, *key)
+        launch = launches[name] = _make_launch(problem, *key)
     return launch
 
 
@@ -240,12 +254,16 @@ def _make_launch(
     if dbias and not own_cells:  # tasks would add to the same cells of dBias
         tiles = tiles._replace(threads=1)
     fixed = fixed_arguments(problem, kernel, tiles)
+    held: list[Tensor] | None = None
+    if is_static(problem):
+        mask, held = mask_arguments(problem, kernel, tile.block_k)
+        fixed |= dict(mask)
     names = argument_names(kernel)
     values = [fixed.get(name, 0) for name in names[len(HOT) :]]
     entry = compiler.worker(kernel)
     if threads > 1 and compiler.awake():
         schedule.team()  # what else needs LLVM is compiled now, and not in a later call
-    optional = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or problem.sinks or problem.program.tensors
+    optional = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or problem.sinks or held is None
     counters = tiles.tasks // tiles.splits if tiles.splits > 1 else 0
     real = torch.float64 if kernel.real == "float64" else torch.float32
     batch, heads, rows = 1 if problem.varlen else problem.batch, problem.heads, problem.seqlen_q
@@ -263,6 +281,7 @@ def _make_launch(
         real=real,
         lse=((batch, heads, rows), (heads * rows, rows, 1), real),
         plain=not (optional or counters),
+        held=held,
     )
 
 
@@ -271,7 +290,7 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
     args: list[tuple[str, int]] = []
     alive: list[Tensor] = []
     if inputs.bias is not None:
-        strides = zip("bhsd", _broadcast_strides(inputs.bias), strict=True)
+        strides = zip("bhsd", broadcast_strides(inputs.bias), strict=True)
         args += [("bias", inputs.bias.data_ptr()), *((f"bias_{axis}", stride) for axis, stride in strides)]
     if problem.dropout_p and inputs.seed is not None:
         args.append(("seed", int(inputs.seed)))
@@ -283,22 +302,13 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
             args.append((name, alive[-1].data_ptr()))
     if inputs.alibi is not None:
         args.append(("alibi_b", inputs.alibi.shape[1] if inputs.alibi.shape[0] > 1 else 0))
-    for n, given in enumerate(problem.program.tensors):
-        tensor = torch.as_tensor(given, device="cpu")
-        alive.append(tensor if tensor.dtype == torch.bool else tensor.to(torch.int32))
-        args.append((f"mask_t{n}", alive[-1].data_ptr()))
-        args += [(f"mask_t{n}_{axis}", stride) for axis, stride in enumerate(_broadcast_strides(alive[-1]))]
+    if launch.held is None:
+        mask, memory = mask_arguments(problem, launch.kernel, launch.tile.block_k)
+        return args + mask, alive + memory
     return args, alive
 
 
 _NO_STRIDES = (0, 0, 0, 0)
-
-
-def _broadcast_strides(x: Tensor | None) -> tuple[int, ...]:
-    """Strides of a tensor that is repeated along sides of one element."""
-    if x is None:
-        return _NO_STRIDES
-    return tuple(0 if side == 1 else step for side, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _like(x: Tensor) -> Tensor:
