@@ -65,6 +65,7 @@ class Check:
     loose: bool = False  # packed sequences, or loads behind branches: Triton gives some of them fewer buffers than asked for
     maps: bool | None = None
     made: Callable[[], masks.Mask] | None = None  # a mask that a case has no words for
+    part: bool = False  # of a whole, in which its origins lie
 
     @property
     def name(self) -> str:
@@ -82,12 +83,13 @@ class Compiled(NamedTuple):
 
 
 def portable(name: str, *kernels: str, d: int = 128, **more: Any) -> Check:
-    own = {field: more.pop(field) for field in ("few", "targets", "may_spill", "loose", "maps", "made") if field in more}
+    own = {field: more.pop(field) for field in ("few", "targets", "may_spill", "loose", "maps", "made", "part") if field in more}
     sizes = {"batch": 2, "heads": 8, "kv_heads": 2, "seqlen": 1024, "head_dim": d, "dtype": "bfloat16"}
     return Check("triton", Case(name, **{**sizes, **more}), kernels, **own)
 
 
 MAIN = ("forward", "keys", "queries")
+CLASSIFIER = ("summary", "classify", "map", "pack")
 DECODE = {"seqlen": 1, "kv_seqlen": 4096}
 TWO = ("sm_80", "sm_90")
 PORTABLE = (
@@ -112,8 +114,20 @@ PORTABLE = (
     portable("varlen", *MAIN, mask="causal", lengths=(512, 512), targets=MOST, few=True, loose=True),
     portable("everything", *MAIN, "bias", d=64, few=True, softcap=30.0, bias=(1, 8, 1024, 1024), alibi=True, sinks=True,
              dropout_p=0.1, targets=MOST, may_spill=True, loose=True),
-    portable("documents", *MAIN, d=64, mask="causal", data="documents", few=True, targets=MOST, may_spill=True, loose=True),
-    portable("blocks and dense", *MAIN, d=64, made=lambda: blocks_or_not_dense(), targets=MOST, may_spill=True, loose=True),
+    portable("part of a whole", *MAIN, d=64, mask="causal", alibi=True, dropout_p=0.1, part=True, few=True, targets=MOST,
+             may_spill=True, loose=True),
+    *(
+        portable(f"documents d{d}", *MAIN, *CLASSIFIER, d=d, mask="causal", data="documents", few=True, targets=MOST)
+        for d in (64, 128)
+    ),
+    portable("documents varlen", *MAIN, mask="causal", data="documents", lengths=(512, 512), targets=TWO, loose=True),
+    portable("documents fp32", *MAIN, d=64, dtype="float32", mask="causal", data="documents", targets=TWO),
+    *(portable(f"blocks d{d}", *MAIN, *CLASSIFIER, d=d, made=lambda: some_blocks(), targets=MOST) for d in (64, 128)),
+    *(portable(f"dense d{d}", *MAIN, *CLASSIFIER, d=d, made=lambda: dense_mask(), targets=MOST) for d in (64, 128)),
+    *(portable(f"sinks and window d{d}", *MAIN, d=d, mask="causal & (prefix(4) | window(100))", targets=TWO) for d in (64, 128)),
+    portable("selected or window", *MAIN, *CLASSIFIER, made=lambda: selected_or_window(), targets=TWO),
+    portable("blocks and dense", *MAIN, *CLASSIFIER, d=64, made=lambda: blocks_or_not_dense(), targets=MOST, may_spill=True,
+             loose=True),
     *(
         portable(f"trusted d{d} {mask}{' varlen' * bool(lengths)}{' short' * (not maps)}", *MAIN, d=d, mask=mask, lengths=lengths,
                  maps=maps, targets=HOPPER_ONLY, few=True, loose=bool(lengths))
@@ -189,12 +203,33 @@ def blocks_or_not_dense(length: int = 1024) -> masks.Mask:
     return masks.blocks(table, 64) | ~masks.dense(torch.ones(2, 1, length, length, dtype=torch.bool))
 
 
+def some_blocks(length: int = 1024) -> masks.Mask:
+    import torch
+
+    return masks.blocks(torch.ones(1, 1, length // 256, length // 256, dtype=torch.bool), 256)
+
+
+def dense_mask(length: int = 1024) -> masks.Mask:
+    import torch
+
+    return masks.causal() & masks.dense(torch.ones(2, 1, length, length, dtype=torch.bool))
+
+
+def selected_or_window(length: int = 1024) -> masks.Mask:
+    import torch
+
+    lists = torch.zeros(1, 1, length // 128, 2, dtype=torch.int32)
+    return masks.causal() & (masks.selected(lists, 128, 128) | masks.window(100))
+
+
 def problem_of(check: Check) -> tuple[Any, Any]:
     """The problem, and tensors without storage."""
     problem, tensors = replace(check.case.problem(), needs_lse=True, device="cuda"), check.case.tensors()
     if check.made:
         problem = replace(problem, mask=check.made())
     inputs = check.case.inputs(tensors)
+    if check.part:
+        problem, inputs = replace(problem, origins=True), inputs._replace(origins=inputs.q.new_empty((2, 4)).int())
     return problem, type(inputs)(*(None if x is None else x.to("meta") for x in inputs))
 
 
@@ -235,9 +270,11 @@ def _portable(
         start = time.perf_counter()
         config, options = launch.config, launch.options
         kernel = compile_for(gpu, launch.kernel, signature(launch.args), config, options)
-        text = f"{config.BLOCK_M}x{config.BLOCK_N} w{options.num_warps} s{options.num_stages}"
+        sizes = (getattr(config, name, 0) for name in ("BLOCK_M", "BLOCK_N"))
+        text = f"{'x'.join(map(str, sizes))} w{options.num_warps} s{options.num_stages}"
         whole = name != "keys" or launch.args[1].dk is not None  # where dK and dV are computed apart, dV takes less
-        yield Compiled(name, kernel, config, text, time.perf_counter() - start, tiles[pass_of(name, tiles)], whole)
+        planned = None if name in CLASSIFIER else tiles[pass_of(name, tiles)]
+        yield Compiled(name, kernel, config, text, time.perf_counter() - start, planned, whole)
 
 
 TIGHT = ("window", "padding", "varlen", "softcap")
@@ -291,9 +328,11 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
         return known, [*backward_faults(compiled.name, known, compiled.config, may_spill), *planned]
     columns = getattr(compiled.kernel.metadata, "tmem_size", 0)
-    may_spill = check.may_spill or not strict or known.spills <= tuned_spills(check, compiled.tile, target)
+    may_spill = check.may_spill or not strict or (
+        compiled.tile is not None and known.spills <= tuned_spills(check, compiled.tile, target)
+    )
     wrong = portable_faults(known, columns, device(TARGETS[target].device).sram_per_block, may_spill)
-    if strict:  # what other versions lay out is their affair
+    if strict and compiled.tile is not None:  # what other versions lay out is their affair
         pipelined = compiled.whole and not check.loose
         wrong += gpu_launches.plan_faults(known, compiled.kernel.asm.get("ptx", ""), compiled.tile, pipelined)
     return known, wrong

@@ -9,12 +9,13 @@ from tilewise.backends.cpu import frames, masking, matrix, pack
 from tilewise.backends.cpu.args import ArgBlock, pointer_kinds
 from tilewise.backends.cpu.builder import Emit, Unit
 from tilewise.backends.cpu.elementary import LN2, LOG2E, log2
+from tilewise.backends.cpu.function import kernel_function as kernel_function
 from tilewise.backends.cpu.ir import F32, F64, I8, I16, I64, PTR, REALS, Pointer, Value
 from tilewise.backends.cpu.masking import Interval, SeqInfo, interval
+from tilewise.backends.cpu.pages import PagedKeys
 from tilewise.backends.cpu.spec import ALIGN, BACKWARD, FRAME_BYTES, Kernel, argument_names, round_down, round_up
 from tilewise.backends.cpu.visibility import KeyRange as KeyRange
 from tilewise.backends.cpu.visibility import Visibility
-from tilewise.backends.cpu.visibility import kernel_function as kernel_function
 from tilewise.masks.program import is_interval, operands
 
 TASK = ("batch", "nth_group", "key_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad", "W")
@@ -25,7 +26,7 @@ LONG, LATER = 512, 256
 see fewer, and have the largest errors anyway."""
 
 
-class KernelModule(Visibility):
+class KernelModule(Visibility, PagedKeys):
     """One module of functions over (args, frame)."""
 
     task: tuple[str, ...] = ()
@@ -51,6 +52,7 @@ class KernelModule(Visibility):
         self.fields = (*TASK, *self.task, *(name for name in names if name not in TASK), "retry")
         bits, weights = self.real.bits, I16 if kernel.matrix and kernel.kind == "backward" else self.real.type
         kinds = {"W": bits, "kept": bits, "first": I64, "past": I64, "pairs": I16, "P": weights, "dS": weights}
+        kinds |= {"k_rows": I64, "v_rows": I64}
         self.buffer_kinds = {name: (kinds.get(name, self.real.type), "") for name in (*names, "W")}
 
     def arg_block(self, e: Emit, pointer: Pointer) -> ArgBlock:
@@ -58,6 +60,8 @@ class KernelModule(Visibility):
 
     def emit_helpers(self) -> None:
         """Masks that are not intervals, packing, and the care for what is hidden."""
+        if self.kernel.paged:
+            self.find_rows = self.emit_find_rows()
         if not self.simple:
             self.alive = masking.emit_alive(self.unit, self.kernel) if self.kernel.varlen else None
             self.bits = masking.emit_bits(self.unit, self.kernel)
@@ -67,8 +71,10 @@ class KernelModule(Visibility):
     def emit_packers(self) -> None:
         dtype, tile = self.kernel.dtype, self.tile
         self.pack_strips = pack.emit_pack_lanes(self.unit, tile.rows, dtype, scaled=True)
-        self.pack_lanes = pack.emit_pack_lanes(self.unit, tile.keys, dtype, scaled=False)
-        self.pack_panels = pack.emit_pack_panels(self.unit, tile.keys, dtype, scaled=False)
+        paged, scaled = self.kernel.paged, bool(self.kernel.stored)
+        keys = self.kernel.stored or dtype
+        self.pack_lanes = pack.emit_pack_lanes(self.unit, tile.keys, keys, scaled=scaled, scattered=paged)
+        self.pack_panels = pack.emit_pack_panels(self.unit, tile.keys, keys, scaled=scaled, scattered=paged)
 
     def call(self, e: Emit, function: Any, *values: Any) -> Value:
         """A function of the kernel, over the same args and frame."""
@@ -113,19 +119,28 @@ class KernelModule(Visibility):
 
     def fetch_tiles(self, e: Emit) -> None:
         """Pack the K and V rows of keys [n0, n1), with zeros up to a whole register tile."""
-        args, frame = e.args, e.frame
+        frame = e.frame
+        if self.kernel.paged:
+            self.call(e, self.find_rows)
         width = frame.n1 - frame.n0
         padded = round_up(width, self.tile.keys)
         frame.n_pad = padded
         for name, source, layout in self.tiles:
-            cols = args.D if source == "k" else args.Dv
-            rows = self.row_of(e, source, frame.key_head, frame.k_start + frame.n0)
-            steps = [rows, getattr(args, source).stride_s, getattr(args, source).stride_d, width]
-            to = getattr(frame, name)
-            if layout == "lanes":
-                e.call(self.pack_lanes, to, args.DP if source == "k" else args.DVP, *steps, cols)
-            else:
-                e.call(self.pack_panels, to, self.panel(e), *steps, padded, cols)
+            self.fetch_tile(e, (name, source, layout), width, padded)
+
+    def fetch_tile(self, e: Emit, tile: tuple[str, str, str], width: Any, padded: Any) -> None:
+        (name, source, layout), args, frame = tile, e.args, e.frame
+        cols, padded_cols = (args.D, args.DP) if source[0] == "k" else (args.Dv, args.DVP)
+        tensor, factors = getattr(args, source), [getattr(frame, f"{source}_scales")] if self.kernel.stored else []
+        if self.kernel.paged:
+            rows, step = tensor.pointer, getattr(frame, f"{source}_rows")
+        else:
+            rows, step = self.row_of(e, source, frame.key_head, frame.k_start + frame.n0), tensor.stride_s
+        steps, to = [rows, step, tensor.stride_d, width], getattr(frame, name)
+        if layout == "lanes":
+            e.call(self.pack_lanes, to, padded_cols, *steps, cols, *factors)
+        else:
+            e.call(self.pack_panels, to, self.panel(e), *steps, padded, cols, *factors)
 
     def panel(self, e: Emit) -> Any:
         """Distance of two panels of a tile, in cells: J columns of every key of a block."""
@@ -135,7 +150,7 @@ class KernelModule(Visibility):
         """Where a tile holds column `col` of key `key`."""
         J, (_, source, layout) = self.tile.keys, tile
         if layout == "lanes":
-            start = round_down(key, J) * (e.args.DP if source == "k" else e.args.DVP)
+            start = round_down(key, J) * (e.args.DP if source[0] == "k" else e.args.DVP)
             row, lane = col * J, key % J
         else:
             start = col // J * (e.args.BN * J)
@@ -173,9 +188,13 @@ class KernelModule(Visibility):
             def bound(name: str, index: Any) -> Any:
                 return getattr(args, name)[index].sext(I64)
 
-            q_start, k_start = bound("cu_q", batch), bound("cu_k", batch)
+            q_start = bound("cu_q", batch)
             Sq = bound("cu_q", batch + 1) - q_start
-            Sk = bound("cu_k", batch + 1) - k_start
+            if self.kernel.paged:
+                Sk = bound("lengths", batch)
+            else:
+                k_start = bound("cu_k", batch)
+                Sk = bound("cu_k", batch + 1) - k_start
         first = block * args.BM
         rows = e.min(args.BM, Sq - first)
         strips = (rows + (self.tile.rows - 1)) // self.tile.rows

@@ -4,39 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import reduce, wraps
+from functools import reduce
 from typing import Any, NamedTuple
 
 from tilewise.backends.cpu import masking, scores
-from tilewise.backends.cpu.args import ArgBlock
 from tilewise.backends.cpu.builder import Emit
-from tilewise.backends.cpu.ir import I1, I64, PTR, VOID, Pointer
+from tilewise.backends.cpu.function import kernel_function
+from tilewise.backends.cpu.ir import I1, I64, Pointer
 from tilewise.backends.cpu.masking import Interval, SeqInfo, outer_interval
 from tilewise.backends.cpu.spec import round_down, round_up
-
-
-def kernel_function(*kinds: Any, args: bool = True, result: Any = VOID) -> Callable[..., Any]:
-    """Makes a method that emits the body of a function one that emits the function `name(args, frame, …)` and gives it back.
-
-    The body finds `e.args` and `e.frame`; a function with `args=False` has the frame only.
-    """
-
-    def decorate(body: Callable[..., None]) -> Any:
-        @wraps(body)
-        def emit(self: Any, name: str = "", **options: Any) -> Any:
-            name = name or body.__name__.removeprefix("emit_")
-            e, values, function = self.unit.function(name, [PTR] * (1 + args) + list(kinds), result=result)
-            if args:
-                e.args = self.arg_block(e, values.pop(0))
-            e.frame = ArgBlock(e, values.pop(0), self.fields, self.buffer_kinds)
-            body(self, e, *values, **options)
-            if result is VOID:
-                e.ret()
-            return function
-
-        return emit
-
-    return decorate
 
 
 class KeyRange(NamedTuple):
@@ -168,7 +144,7 @@ class Visibility:
         """
         args, frame = e.args, e.frame
         n_pad, dtype = frame.n_pad, self.packed
-        tiles = [(tile, getattr(frame, tile[0]).stored(dtype), args.D if tile[1] == "k" else args.Dv) for tile in self.tiles]
+        tiles = [(tile, getattr(frame, tile[0]).stored(dtype), args.D if tile[1][0] == "k" else args.Dv) for tile in self.tiles]
         tiles = [tile for tile in tiles if tile[0][0] in self.cleaned]
         total = e.const(0.0)
         for tile, cells, cols in tiles:

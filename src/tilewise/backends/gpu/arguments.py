@@ -23,9 +23,13 @@ def mask_args(program: MaskProgram, device: torch.device) -> MaskArgs:
             for x in given:
                 t = torch.as_tensor(x, device=device)
                 if kind.per_head:
-                    t = (t if t.dtype == torch.bool else t != 0).contiguous().view(torch.uint8)
-                    # a block table's rows and columns are counted, not broadcast, and its columns are adjacent
-                    strides += [*broadcast_strides(t)[:2], t.stride(2)] if kind.is_blocks else broadcast_strides(t)
+                    if kind.is_selected:
+                        t = t.to(torch.int32).contiguous()
+                    else:
+                        t = (t if t.dtype == torch.bool else t != 0).contiguous().view(torch.uint8)
+                    # the rows and columns of tables and lists are counted, not broadcast, and lie one after another
+                    sides = broadcast_strides(t)[2:] if kind.is_dense else [t.shape[3], t.shape[2]]
+                    strides += [*broadcast_strides(t)[:2], *sides]
                 else:
                     t = t.to(torch.int32).contiguous()
                     strides += broadcast_strides(t)[:1] if kind.is_documents else []
@@ -48,6 +52,7 @@ def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, s
         seed_ptr=inputs.seed,
         cu_q=inputs.cu_q if problem.varlen else None,
         cu_k=inputs.cu_k if problem.varlen else None,
+        origins=inputs.origins,
         mask=mask_args(problem.program, device),
         batch=problem.batch,
         heads=problem.heads,

@@ -123,27 +123,63 @@ def seen_keys(mask, seq, m0, m1, k, C: tl.constexpr):
 
 
 @triton.jit
+def documents_equal(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
+    """Documents over the tile of q × k, not negated."""
+    T: tl.constexpr = C.MASK.terms[t].literals[i].tensors
+    S: tl.constexpr = C.MASK.terms[t].literals[i].strides
+    # packed ids lie at the sequence's tokens, others in the row of the batch
+    row = seq.row.to(tl.int64)
+    q_ids = tl.load(mask.tensors[T] + row * mask.strides[S] + seq.q_start + q, mask=q < seq.len_q, other=0)
+    k_ids = tl.load(mask.tensors[T + 1] + row * mask.strides[S + 1] + seq.k_start + k, mask=k < seq.len_k, other=0)
+    return q_ids == k_ids
+
+
+@triton.jit
+def selected_block(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
+    """Does the list of a query's block name the key's block? Over the tile of q × k, not negated."""
+    I: tl.constexpr = C.MASK.terms[t].literals[i].ints
+    S: tl.constexpr = C.MASK.terms[t].literals[i].strides
+    row = q // mask.ints[I]
+    column = k // mask.ints[I + 1]
+    count = mask.strides[S + 2]
+    at = mask.tensors[C.MASK.terms[t].literals[i].tensors] + row.to(tl.int64) * count
+    at += seq.b.to(tl.int64) * mask.strides[S] + (seq.h // mask.ints[I + 2]).to(tl.int64) * mask.strides[S + 1]
+    exists = (q < seq.len_q) & (row < mask.strides[S + 3])
+    holds = (q + k) < 0
+    for entry in range(count):
+        holds |= tl.load(at + entry, mask=exists, other=-1) == column
+    return holds
+
+
+@triton.jit
+def table_entry(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
+    """Blocks or dense over the tile of q × k, not negated; what lies beyond a table is not seen."""
+    KIND: tl.constexpr = C.MASK.terms[t].literals[i].kind
+    I: tl.constexpr = C.MASK.terms[t].literals[i].ints
+    S: tl.constexpr = C.MASK.terms[t].literals[i].strides
+    at = mask.tensors[C.MASK.terms[t].literals[i].tensors]
+    at += seq.b.to(tl.int64) * mask.strides[S] + seq.h.to(tl.int64) * mask.strides[S + 1]
+    inside = (q < seq.len_q) & (k < seq.len_k)
+    if KIND.is_blocks:
+        row = q // mask.ints[I]
+        column = k // mask.ints[I + 1]
+        at += row.to(tl.int64) * mask.strides[S + 2] + column
+        inside &= (row < mask.strides[S + 3]) & (column < mask.strides[S + 2])
+    else:
+        at += q.to(tl.int64) * mask.strides[S + 2] + k * mask.strides[S + 3]
+    return tl.load(at, mask=inside, other=0) != 0
+
+
+@triton.jit
 def data_literal(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
     """A literal that reads data, over the tile of q × k (index tiles that broadcast against each other)."""
     KIND: tl.constexpr = C.MASK.terms[t].literals[i].kind
-    I: tl.constexpr = C.MASK.terms[t].literals[i].ints
-    T: tl.constexpr = C.MASK.terms[t].literals[i].tensors
-    S: tl.constexpr = C.MASK.terms[t].literals[i].strides
-    q_in = q < seq.len_q
-    k_in = k < seq.len_k
     if KIND.is_documents:
-        # packed ids lie at the sequence's tokens, others in the row of the batch
-        row = seq.row.to(tl.int64)
-        q_ids = tl.load(mask.tensors[T] + row * mask.strides[S] + seq.q_start + q, mask=q_in, other=0)
-        k_ids = tl.load(mask.tensors[T + 1] + row * mask.strides[S + 1] + seq.k_start + k, mask=k_in, other=0)
-        holds = q_ids == k_ids
+        holds = documents_equal(mask, seq, q, k, C, t, i)
+    elif KIND.is_selected:
+        holds = selected_block(mask, seq, q, k, C, t, i)
     else:
-        at = mask.tensors[T] + seq.b.to(tl.int64) * mask.strides[S] + seq.h.to(tl.int64) * mask.strides[S + 1]
-        if KIND.is_blocks:
-            at += (q // mask.ints[I]).to(tl.int64) * mask.strides[S + 2] + k // mask.ints[I + 1]
-        else:
-            at += q.to(tl.int64) * mask.strides[S + 2] + k * mask.strides[S + 3]
-        holds = tl.load(at, mask=q_in & k_in, other=0) != 0
+        holds = table_entry(mask, seq, q, k, C, t, i)
     if KIND.negated:
         holds = ~holds
     return holds

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
+from tilewise.backends.gpu.lists import ListLayout, TileLists
 from tilewise.masks.program import Kind, operands
 
 
@@ -59,7 +60,7 @@ class MaskLayout(NamedTuple):
             literals = []
             for kind, ints, tensors in term:
                 literals.append(MaskLiteral(kind, ints, tensors, strides))
-                strides += 2 * kind.is_documents + 3 * kind.is_blocks + 4 * kind.is_dense
+                strides += 2 * kind.is_documents + 4 * kind.per_head
             terms.append(MaskTerm(tuple(literals), any(kind.reads_data for kind, _, _ in term)))
         reads_data = any(term.reads_data for term in terms)
         return cls(tuple(terms), reads_data, reads_data or len(terms) > 1)
@@ -79,6 +80,7 @@ class Attention(NamedTuple):
     seed_ptr: Any
     cu_q: Any
     cu_k: Any
+    origins: Any  # (B, 4) int32: q, k, head and batch of the whole that each sequence begins at
     mask: MaskArgs
     batch: int
     heads: int
@@ -90,6 +92,7 @@ class Attention(NamedTuple):
     softcap: float
     drop_below: int  # Philox words below it are dropped
     keep_scale: float  # 1 / (1 - p)
+    lists: TileLists | None = None
 
 
 class Gradients(NamedTuple):
@@ -141,6 +144,8 @@ class KernelConfig(NamedTuple):
     EMPTY_ROWS: bool = False  # may a query see no key?
     SUM_M: bool = False  # dBias: the bias has one row, or one column
     SUM_N: bool = False
+    LISTED: bool = False  # the tiles to visit come from lists
+    LISTS: ListLayout = ListLayout()
 
 
 class SeqInfo(NamedTuple):
@@ -184,3 +189,11 @@ class QueryTile(NamedTuple):
     dout_tile: Any = None
     lse2: Any = None
     delta: Any = None
+
+
+class Listed(NamedTuple):
+    """What a program needs of its lists: the row, the intervals of its sequence, the ids of the side that it holds."""
+
+    row: Any
+    terms: tuple[Any, ...]
+    ids: Any

@@ -14,6 +14,7 @@ import triton.language as tl
 
 import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
+import tilewise.backends.gpu.walk as wk
 from tilewise.backends.gpu.structs import Head, KeyTile, QueryTile
 
 
@@ -81,9 +82,13 @@ def score_gradient(a, seq, p_tile, products, slope, delta, q, n, C: tl.constexpr
 
 
 @triton.jit
-def queries_step(a, g, seq, desc, keys, sums, m, ok, MODE: tl.constexpr, C: tl.constexpr):
-    """One tile of queries against the resident keys. Tiles are transposed: [N, M]. `sums` are dK and dV so far."""
+def queries_step(a, g, seq, desc, keys, sums, m, mask, MODE: tl.constexpr, C: tl.constexpr):
+    """One tile of queries against the resident keys. Tiles are transposed: [N, M]. `sums` are dK and dV so far.
+
+    `mask`: the mask of the tile where it has been evaluated, or what it is listed with and its run.
+    """
     dk, dv = sums
+    ok = mask[0]
     rows = tl.arange(0, C.BLOCK_M)
     q = m + rows
     k = keys.n + tl.arange(0, C.BLOCK_N)
@@ -101,7 +106,7 @@ def queries_step(a, g, seq, desc, keys, sums, m, ok, MODE: tl.constexpr, C: tl.c
         bias_tile = tt.load_bias(a, seq, q[None, :], k[:, None])
     exist = None
     # a query that sees no key must not meet 0 · inf
-    if MODE != mp.FULL and C.EMPTY_ROWS and (a.bias is None or MODE == mp.CAREFUL):
+    if MODE != mp.FULL and C.EMPTY_ROWS and ((a.bias is None and not C.LISTED) or MODE == mp.CAREFUL):
         exist = mp.seeing_of_tile(a, seq, q, k, lse2, ok, bias_tile, C)
     elif MODE != mp.FULL and (desc[0] is None or C.FP16_SPLIT):
         exist = in_sequence
@@ -110,6 +115,8 @@ def queries_step(a, g, seq, desc, keys, sums, m, ok, MODE: tl.constexpr, C: tl.c
     q_tile = tt.load_stream(a, queries, m, exist, C.BLOCK_M, C.D, C.BLOCK_D, C)  # [M, D]
     dout_tile = tt.load_stream(a, gradients, m, exist, C.BLOCK_M, C.DV, C.BLOCK_DV, C)  # [M, DV]
     products = tt.product(keys.k_tile, q_tile, C)  # [N, M] fp32
+    if C.LISTED and MODE == mp.MASKED:
+        ok = wk.visible(a, seq, q[None, :], k[:, None], mask[1], mask[2], C)
     p_tile, slope = weights(a, seq, products, bias_tile, q[None, :], k[:, None], lse2[None, :], ok, MODE, C)
     if g.dv is not None:
         dropped_tile = p_tile
@@ -129,7 +136,7 @@ def stream_queries(a, g, seq, desc, keys, sums, span, MODE: tl.constexpr, C: tl.
     dk, dv = sums
     if MODE != mp.CAREFUL:
         for m in range(span[1], span[2], C.BLOCK_M):
-            dk, dv = queries_step(a, g, seq, desc, keys, (dk, dv), m, None, mp.FULL, C)
+            dk, dv = queries_step(a, g, seq, desc, keys, (dk, dv), m, (None, None, None), mp.FULL, C)
     for i in range(mp.span_length(span, C.BLOCK_M)):
         m = mp.span_start(span, i, C.BLOCK_M)
         if C.MASK.has_gaps:
@@ -137,9 +144,47 @@ def stream_queries(a, g, seq, desc, keys, sums, span, MODE: tl.constexpr, C: tl.
             k = keys.n + tl.arange(0, C.BLOCK_N)
             ok = mp.allowed(a.mask, seq, q[None, :], k[:, None], C)  # [N, M]
             if mp.any_allowed(ok):
-                dk, dv = queries_step(a, g, seq, desc, keys, (dk, dv), m, ok, MODE, C)
+                dk, dv = queries_step(a, g, seq, desc, keys, (dk, dv), m, (ok, None, None), MODE, C)
         else:
-            dk, dv = queries_step(a, g, seq, desc, keys, (dk, dv), m, None, MODE, C)
+            dk, dv = queries_step(a, g, seq, desc, keys, (dk, dv), m, (None, None, None), MODE, C)
+    return dk, dv
+
+
+@triton.jit
+def stream_listed_queries(
+    a, g, seq, desc, keys, sums, listed, PARTIAL: tl.constexpr, MODE: tl.constexpr, C: tl.constexpr
+):
+    """The tiles of one class that the list names."""
+    dk, dv = sums
+    word, following, r, i = wk.first_run(a, listed.row, PARTIAL)
+    for _ in range(wk.tiles_of(a, listed.row, PARTIAL)):
+        m = wk.tile_number((word, following, r, i)) * C.BLOCK_M
+        live = word if PARTIAL else wk.ALL_LIVE
+        if MODE == mp.CAREFUL:
+            q = m + tl.arange(0, C.BLOCK_M)
+            k = keys.n + tl.arange(0, C.BLOCK_N)
+            ok = wk.visible(a, seq, q[None, :], k[:, None], listed, live, C)  # [N, M]
+            dk, dv = queries_step(a, g, seq, desc, keys, (dk, dv), m, (ok, None, None), MODE, C)
+        else:
+            dk, dv = queries_step(a, g, seq, desc, keys, (dk, dv), m, (None, listed, live), MODE, C)
+        word, following, r, i = wk.next_run(a, listed.row, (word, following, r, i), PARTIAL)
+    return dk, dv
+
+
+@triton.jit
+def listed_sums(a, g, b, kv_h, group, desc, keys, CAREFUL: tl.constexpr, C: tl.constexpr):
+    """dK and dV of the resident keys as `group_sums` has them, by lists."""
+    dk = tl.full([C.BLOCK_N, C.BLOCK_D], 0.0, tl.float32)
+    dv = tl.full([C.BLOCK_N, C.BLOCK_DV], 0.0, tl.float32)
+    WHOLE: tl.constexpr = mp.CAREFUL if CAREFUL and a.bias is not None else mp.FULL
+    PART: tl.constexpr = mp.CAREFUL if CAREFUL else mp.MASKED
+    for i in range(group):
+        seq = tt.seq_info(a, b, kv_h * group + i, C)
+        row = wk.list_row(a, seq, seq.k_start, keys.n // C.BLOCK_N, C.BLOCK_N, C)
+        ids = wk.key_ids(a, seq, keys.n + tl.arange(0, C.BLOCK_N), C)
+        listed = wk.listed_of(a, seq, row, ids, C)
+        dk, dv = stream_listed_queries(a, g, seq, desc, keys, (dk, dv), listed, False, WHOLE, C)
+        dk, dv = stream_listed_queries(a, g, seq, desc, keys, (dk, dv), listed, True, PART, C)
     return dk, dv
 
 
@@ -159,7 +204,10 @@ def group_sums(a, g, b, kv_h, group, desc, keys, span, MODE: tl.constexpr, C: tl
 def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     """dK and dV of one tile of keys. First keys go first: under a causal mask most queries see them."""
     desc = (q_desc, dout_desc)
-    tile, kv_h, b = tt.work_tile(a, tl.program_id(0), a.cu_k, a.len_k, a.kv_heads, C.BLOCK_N, False, C)
+    if C.LISTED:
+        tile, kv_h, b = wk.listed_tile(a, tl.program_id(0), a.cu_k, a.len_k, a.kv_heads, C.BLOCK_N, C)
+    else:
+        tile, kv_h, b = tt.work_tile(a, tl.program_id(0), a.cu_k, a.len_k, a.kv_heads, C.BLOCK_N, False, C)
     group = a.heads // a.kv_heads
     seq = tt.seq_info(a, b, kv_h * group, C)
     n0 = tile * C.BLOCK_N
@@ -167,21 +215,29 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
         return
     k = n0 + tl.arange(0, C.BLOCK_N)
     ok = k < seq.len_k
-    seen = mp.seen_keys(a.mask, seq, 0, seq.len_q, k, C)
+    if C.LISTED:
+        seen = ok
+    else:
+        seen = mp.seen_keys(a.mask, seq, 0, seq.len_q, k, C)
     k_tile = tt.load_resident(a, Head(a.k, None, seq.row, kv_h, seq.k_start), k, seen, C.D, C.BLOCK_D, C)  # [N, D]
     v_tile = tt.load_resident(a, Head(a.v, None, seq.row, kv_h, seq.k_start), k, seen, C.DV, C.BLOCK_DV, C)  # [N, DV]
     keys = KeyTile(k_tile, v_tile, n0)
 
-    n1 = tl.minimum(n0 + C.BLOCK_N, seq.len_k)
-    lo, hi, full_lo, full_hi = mp.query_bounds(a.mask, seq, n0, n1, C)
-    # a tile cut by the end of the keys is masked throughout: its rows beyond would otherwise count
-    full_hi = tl.where(n0 + C.BLOCK_N <= seq.len_k, full_hi, full_lo)
-    _, span = mp.spans(lo, hi, full_lo, full_hi, C.BLOCK_M)
-    dk, dv = group_sums(a, g, b, kv_h, group, desc, keys, span, mp.MASKED, C)
-    if a.bias is not None:
-        # perhaps because of a query for which the bias hides all keys: once more, with care
-        if tt.any_infinite(dk) | tt.any_infinite(dv):
-            dk, dv = group_sums(a, g, b, kv_h, group, desc, keys, mp.whole_span(span), mp.CAREFUL, C)
+    if C.LISTED:
+        dk, dv = listed_sums(a, g, b, kv_h, group, desc, keys, False, C)
+        if tt.any_infinite(dk) | tt.any_infinite(dv):  # perhaps because of a query that sees nothing: once more, with care
+            dk, dv = listed_sums(a, g, b, kv_h, group, desc, keys, True, C)
+    else:
+        n1 = tl.minimum(n0 + C.BLOCK_N, seq.len_k)
+        lo, hi, full_lo, full_hi = mp.query_bounds(a.mask, seq, n0, n1, C)
+        # a tile cut by the end of the keys is masked throughout: its rows beyond would otherwise count
+        full_hi = tl.where(n0 + C.BLOCK_N <= seq.len_k, full_hi, full_lo)
+        _, span = mp.spans(lo, hi, full_lo, full_hi, C.BLOCK_M)
+        dk, dv = group_sums(a, g, b, kv_h, group, desc, keys, span, mp.MASKED, C)
+        if a.bias is not None:
+            # perhaps because of a query for which the bias hides all keys: once more, with care
+            if tt.any_infinite(dk) | tt.any_infinite(dv):
+                dk, dv = group_sums(a, g, b, kv_h, group, desc, keys, mp.whole_span(span), mp.CAREFUL, C)
     if g.dk is not None:
         dk_at = tt.base(Head(g.dk, None, seq.row, kv_h, seq.k_start))
         tt.store_rows(dk_at, g.dk, k, ok, dk * a.scale, C.D, C.BLOCK_D, C)
@@ -191,21 +247,27 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
 
 
 @triton.jit
-def keys_step(a, seq, desc, tile, dq, n, ok, MODE: tl.constexpr, C: tl.constexpr):
-    """One tile of keys against the resident queries: [M, N]."""
+def keys_step(a, seq, desc, tile, dq, n, mask, MODE: tl.constexpr, C: tl.constexpr):
+    """One tile of keys against the resident queries: [M, N]. `mask` is as in `queries_step`."""
+    ok = mask[0]
     k = n + tl.arange(0, C.BLOCK_N)
     q = tile.q
     bias_tile = None
     if a.bias is not None:
         bias_tile = tt.load_bias(a, seq, q[:, None], k[None, :])
     seen = None
-    if MODE != mp.FULL:
+    if C.LISTED and MODE == mp.MASKED:
+        if desc[0] is None or C.FP16_SPLIT:
+            seen = k < seq.len_k
+    elif MODE != mp.FULL:
         seen = mp.seen_of_tile(a, seq, tile, k, ok, bias_tile, MODE, C)
     keys = Head(a.k, desc[0], seq.row, seq.kv_h, seq.k_start)
     values = Head(a.v, desc[1], seq.row, seq.kv_h, seq.k_start)
     k_tile = tt.load_stream(a, keys, n, seen, C.BLOCK_N, C.D, C.BLOCK_D, C)  # [N, D]
     v_tile = tt.load_stream(a, values, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV, C)  # [N, DV]
     products = tt.product(tile.q_tile, k_tile, C)  # [M, N] fp32
+    if C.LISTED and MODE == mp.MASKED:
+        ok = wk.visible(a, seq, q[:, None], k[None, :], mask[1], mask[2], C)
     p_tile, slope = weights(a, seq, products, bias_tile, q[:, None], k[None, :], tile.lse2[:, None], ok, MODE, C)
     products = tt.product(tile.dout_tile, v_tile, C)  # [M, N]
     ds_tile = score_gradient(a, seq, p_tile, products, slope, tile.delta[:, None], q[:, None], n, C)
@@ -220,9 +282,26 @@ def stream_keys(a, seq, desc, tile, dq, span, MODE: tl.constexpr, C: tl.constexp
             k = n + tl.arange(0, C.BLOCK_N)
             ok = mp.allowed(a.mask, seq, tile.q[:, None], k[None, :], C)  # [M, N]
             if mp.any_allowed(ok):
-                dq = keys_step(a, seq, desc, tile, dq, n, ok, MODE, C)
+                dq = keys_step(a, seq, desc, tile, dq, n, (ok, None, None), MODE, C)
         else:
-            dq = keys_step(a, seq, desc, tile, dq, n, None, MODE, C)
+            dq = keys_step(a, seq, desc, tile, dq, n, (None, None, None), MODE, C)
+    return dq
+
+
+@triton.jit
+def stream_listed_keys(a, seq, desc, tile, dq, listed, PARTIAL: tl.constexpr, MODE: tl.constexpr, C: tl.constexpr):
+    """The tiles of one class that the list names."""
+    word, following, r, i = wk.first_run(a, listed.row, PARTIAL)
+    for _ in range(wk.tiles_of(a, listed.row, PARTIAL)):
+        n = wk.tile_number((word, following, r, i)) * C.BLOCK_N
+        live = word if PARTIAL else wk.ALL_LIVE
+        if MODE == mp.CAREFUL:
+            k = n + tl.arange(0, C.BLOCK_N)
+            ok = wk.visible(a, seq, tile.q[:, None], k[None, :], listed, live, C)  # [M, N]
+            dq = keys_step(a, seq, desc, tile, dq, n, (ok, None, None), MODE, C)
+        else:
+            dq = keys_step(a, seq, desc, tile, dq, n, (None, listed, live), MODE, C)
+        word, following, r, i = wk.next_run(a, listed.row, (word, following, r, i), PARTIAL)
     return dq
 
 
@@ -230,7 +309,10 @@ def stream_keys(a, seq, desc, tile, dq, span, MODE: tl.constexpr, C: tl.constexp
 def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     """dQ of one tile of queries."""
     desc = (k_desc, v_desc)
-    tile, h, b = tt.work_tile(a, tl.program_id(0), a.cu_q, a.len_q, a.heads, C.BLOCK_M, True, C)
+    if C.LISTED:
+        tile, h, b = wk.listed_tile(a, tl.program_id(0), a.cu_q, a.len_q, a.heads, C.BLOCK_M, C)
+    else:
+        tile, h, b = tt.work_tile(a, tl.program_id(0), a.cu_q, a.len_q, a.heads, C.BLOCK_M, True, C)
     seq = tt.seq_info(a, b, h, C)
     m0 = tile * C.BLOCK_M
     if m0 >= seq.len_q:
@@ -245,15 +327,26 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     lse2, delta = row_stats(a, g, seq, q, row_ok)
     resident = QueryTile(q_tile, q, m0, m1, dout_tile, lse2, delta)
 
-    lo, hi, full_lo, full_hi = mp.key_bounds(a.mask, seq, m0, m1, C)
-    full, partial = mp.spans(lo, hi, full_lo, full_hi, C.BLOCK_N)
     dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
     # over the keys met so far: dq = Σ dS k
-    dq = stream_keys(a, seq, desc, resident, dq, full, mp.FULL, C)
-    dq = stream_keys(a, seq, desc, resident, dq, partial, mp.MASKED, C)
-    if a.bias is not None:
-        if tt.any_infinite(dq):  # perhaps because of a key that the bias hides: once more, with care
+    if C.LISTED:
+        ids = wk.query_ids(a, seq, q, C)
+        listed = wk.listed_of(a, seq, wk.list_row(a, seq, seq.q_start, tile, C.BLOCK_M, C), ids, C)
+        dq = stream_listed_keys(a, seq, desc, resident, dq, listed, False, mp.FULL, C)
+        dq = stream_listed_keys(a, seq, desc, resident, dq, listed, True, mp.MASKED, C)
+        if tt.any_infinite(dq):  # perhaps because of a key that nobody sees: once more, with care
+            WHOLE: tl.constexpr = mp.FULL if a.bias is None else mp.CAREFUL
             dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
-            dq = stream_keys(a, seq, desc, resident, dq, mp.whole_span(partial), mp.CAREFUL, C)
+            dq = stream_listed_keys(a, seq, desc, resident, dq, listed, False, WHOLE, C)
+            dq = stream_listed_keys(a, seq, desc, resident, dq, listed, True, mp.CAREFUL, C)
+    else:
+        lo, hi, full_lo, full_hi = mp.key_bounds(a.mask, seq, m0, m1, C)
+        full, partial = mp.spans(lo, hi, full_lo, full_hi, C.BLOCK_N)
+        dq = stream_keys(a, seq, desc, resident, dq, full, mp.FULL, C)
+        dq = stream_keys(a, seq, desc, resident, dq, partial, mp.MASKED, C)
+        if a.bias is not None:
+            if tt.any_infinite(dq):  # perhaps because of a key that the bias hides: once more, with care
+                dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
+                dq = stream_keys(a, seq, desc, resident, dq, mp.whole_span(partial), mp.CAREFUL, C)
     dq_at = tt.base(Head(g.dq, None, seq.row, h, seq.q_start))
     tt.store_rows(dq_at, g.dq, q, row_ok, dq * a.scale, C.D, C.BLOCK_D, C)

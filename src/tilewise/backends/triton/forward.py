@@ -14,6 +14,7 @@ import triton.language as tl
 
 import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
+import tilewise.backends.gpu.walk as wk
 from tilewise.backends.gpu.merge import add_sink, normalized
 from tilewise.backends.gpu.structs import Head, QueryTile, SeqInfo
 
@@ -23,6 +24,9 @@ def locate(a, C: tl.constexpr):
     """This program's chunk of the keys, first row, and sequence. Last rows go first: under a causal mask they see most."""
     pid = tl.program_id(0)
     split = pid * 0
+    if C.LISTED:
+        tile, h, b = wk.listed_tile(a, pid, a.cu_q, a.len_q, a.heads, C.BLOCK_M, C)
+        return split, tile * C.BLOCK_M, tt.seq_info(a, b, h, C)
     if C.SPLIT:
         split = pid % a.splits
         pid = pid // a.splits
@@ -47,15 +51,37 @@ def stream_keys(a, seq, desc, tile, state, span, MODE: tl.constexpr, C: tl.const
             k = n + tl.arange(0, C.BLOCK_N)
             ok = mp.allowed(a.mask, seq, tile.q[:, None], k[None, :], C)
             if mp.any_allowed(ok):
-                acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, ok, MODE, C)
+                acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, (ok, None, None), MODE, C)
         else:
-            acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, None, MODE, C)
+            acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, (None, None, None), MODE, C)
     return acc, l, m
 
 
 @triton.jit
-def keys_step(a, seq, desc, tile, state, n, ok, MODE: tl.constexpr, C: tl.constexpr):
-    """One tile of keys: scores, the online softmax update, and the weighted values."""
+def stream_listed(a, seq, desc, tile, state, listed, PARTIAL: tl.constexpr, MODE: tl.constexpr, C: tl.constexpr):
+    """Stream the tiles of one class that the list names."""
+    acc, l, m = state
+    word, following, r, i = wk.first_run(a, listed.row, PARTIAL)
+    for _ in range(wk.tiles_of(a, listed.row, PARTIAL)):
+        n = wk.tile_number((word, following, r, i)) * C.BLOCK_N
+        live = word if PARTIAL else wk.ALL_LIVE
+        if MODE == mp.CAREFUL:
+            k = n + tl.arange(0, C.BLOCK_N)
+            ok = wk.visible(a, seq, tile.q[:, None], k[None, :], listed, live, C)
+            acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, (ok, None, None), MODE, C)
+        else:
+            acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, (None, listed, live), MODE, C)
+        word, following, r, i = wk.next_run(a, listed.row, (word, following, r, i), PARTIAL)
+    return acc, l, m
+
+
+@triton.jit
+def keys_step(a, seq, desc, tile, state, n, mask, MODE: tl.constexpr, C: tl.constexpr):
+    """One tile of keys: scores, the online softmax update, and the weighted values.
+
+    `mask`: the mask of the tile where it has been evaluated, or what it is listed with and its run.
+    """
+    ok = mask[0]
     k = n + tl.arange(0, C.BLOCK_N)
     q = tile.q
     exist = None  # a descriptor reads 0, or the next sequence's keys, beyond the end: masked in either case, but not a scale
@@ -75,7 +101,10 @@ def keys_step(a, seq, desc, tile, state, n, ok, MODE: tl.constexpr, C: tl.conste
         unit = 1.0
         unit_tile = 1.0
     if MODE != mp.FULL:
-        if ok is None:  # evaluated here, not before the product, it costs fewer registers
+        if C.LISTED and ok is None:
+            visible = wk.visible(a, seq, q[:, None], k[None, :], mask[1], mask[2], C)
+            s_tile = tl.where(visible, s_tile, float("-inf"))
+        elif ok is None:  # evaluated here, not before the product, it costs fewer registers
             s_tile = tl.where(mp.allowed(a.mask, seq, q[:, None], k[None, :], C), s_tile, float("-inf"))
         else:
             s_tile = tl.where(ok, s_tile, float("-inf"))
@@ -83,7 +112,9 @@ def keys_step(a, seq, desc, tile, state, n, ok, MODE: tl.constexpr, C: tl.conste
     if C.DROPOUT:
         p_tile *= tt.dropout_keep(a, seq, q[:, None], n, C)
     seen = None
-    if MODE != mp.FULL:  # a value no query of this tile may see must not meet 0 · inf
+    if C.LISTED and MODE == mp.MASKED:  # values that no query of the tile sees are dealt with if something is infinite
+        seen = exist
+    elif MODE != mp.FULL:  # a value no query of this tile may see must not meet 0 · inf
         seen = mp.seen_of_tile(a, seq, tile, k, ok, bias_tile, MODE, C)
     values = Head(a.v, desc[1], seq.row, seq.kv_h, seq.k_start)
     v_tile = tt.load_stream(a, values, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV, C)  # [N, DV]
@@ -141,20 +172,29 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     first = m0 // C.PACK
     last = tl.minimum((m0 + C.BLOCK_M - 1) // C.PACK + 1, seq.len_q)
     tile = QueryTile(q_tile, q, first, last, None, None, None)
-    lo, hi, full_lo, full_hi = mp.key_bounds(a.mask, seq, first, last, C)
-    if C.SPLIT:
-        chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), C.BLOCK_N) + 1, a.splits) * C.BLOCK_N
-        start = lo // C.BLOCK_N * C.BLOCK_N + split * chunk
-        lo = tl.maximum(lo, start)
-        hi = tl.minimum(hi, start + chunk)
-        full_lo = tl.maximum(full_lo, start)
-        full_hi = tl.minimum(full_hi, start + chunk)
-    full, partial = mp.spans(lo, hi, full_lo, full_hi, C.BLOCK_N)
-    state = stream_keys(a, seq, desc, tile, empty_state(C), full, mp.FULL, C)
-    acc, l, m = stream_keys(a, seq, desc, tile, state, partial, mp.MASKED, C)
-    if a.bias is not None:
-        if tt.any_infinite(acc):  # perhaps because of a value that the bias hides: once more, with care
-            acc, l, m = stream_keys(a, seq, desc, tile, empty_state(C), mp.whole_span(partial), mp.CAREFUL, C)
+    if C.LISTED:
+        ids = wk.query_ids(a, seq, q, C)
+        listed = wk.listed_of(a, seq, wk.list_row(a, seq, seq.q_start, m0 // C.BLOCK_M, C.BLOCK_M, C), ids, C)
+        state = stream_listed(a, seq, desc, tile, empty_state(C), listed, False, mp.FULL, C)
+        acc, l, m = stream_listed(a, seq, desc, tile, state, listed, True, mp.MASKED, C)
+        if tt.any_infinite(acc):  # perhaps because of a value that nobody sees: once more, with care
+            state = stream_listed(a, seq, desc, tile, empty_state(C), listed, False, mp.FULL if a.bias is None else mp.CAREFUL, C)
+            acc, l, m = stream_listed(a, seq, desc, tile, state, listed, True, mp.CAREFUL, C)
+    else:
+        lo, hi, full_lo, full_hi = mp.key_bounds(a.mask, seq, first, last, C)
+        if C.SPLIT:
+            chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), C.BLOCK_N) + 1, a.splits) * C.BLOCK_N
+            start = lo // C.BLOCK_N * C.BLOCK_N + split * chunk
+            lo = tl.maximum(lo, start)
+            hi = tl.minimum(hi, start + chunk)
+            full_lo = tl.maximum(full_lo, start)
+            full_hi = tl.minimum(full_hi, start + chunk)
+        full, partial = mp.spans(lo, hi, full_lo, full_hi, C.BLOCK_N)
+        state = stream_keys(a, seq, desc, tile, empty_state(C), full, mp.FULL, C)
+        acc, l, m = stream_keys(a, seq, desc, tile, state, partial, mp.MASKED, C)
+        if a.bias is not None:
+            if tt.any_infinite(acc):  # perhaps because of a value that the bias hides: once more, with care
+                acc, l, m = stream_keys(a, seq, desc, tile, empty_state(C), mp.whole_span(partial), mp.CAREFUL, C)
 
     out_tile, lse = finish(a, heads, (acc, l, m), C)
     out_row = seq.row

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+from tilewise.backends.gpu import lists
 from tilewise.backends.gpu.operands import dot_precision, padded, splits_fp32
 from tilewise.backends.triton import onchip, tune, tuned
 from tilewise.backends.triton.onchip import STREAMING, Operands
-from tilewise.backends.verdict import Verdict
+from tilewise.backends.verdict import Verdict, no_statistics
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.gpu import MARGIN, Candidate, Size, best_splits, choose, judge, power_of_two, size_of
@@ -33,6 +34,7 @@ BLOCKS = (16, 32, 64, 128, 256)
 SMALL_BLOCKS = (16, 32)
 """For fp32 operands split into fp16 on Blackwell: with 64 rows or more their products go through tensor memory, and triton
 3.7.1 asks for 576 columns of it and more where there are 512."""
+MOST_LISTED = 32 * lists.MOST_TILES
 TOGETHER_UP_TO = 64
 """At larger head dims dK and dV of fp32 are computed apart, five products where together they take four: two accumulators and the
 sum of a tile do not fit the registers."""
@@ -48,14 +50,21 @@ def supports(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> V
     return verdict if not verdict.ok else Verdict.of(*_refusals(problem, spec, backward))
 
 
+def is_listed(problem: Problem) -> bool:
+    """Do the kernels walk lists of tiles for its mask? Not where keys are split among programs: these evaluate the mask."""
+    return not problem.decodes and lists.is_listed(problem.program.structure)
+
+
 def obstacles(problem: Problem) -> Iterator[str]:
     """Why no device could serve it."""
     if problem.dtype not in DTYPES:
         yield f"dtype {problem.dtype} is not among {', '.join(DTYPES)}"
     if problem.precision not in PRECISIONS:
         yield f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
-    if any(kind.is_selected for kind in problem.program.kinds):
-        yield "the mask has selected(...), which kernels here do not read yet; blocks(...) is served"
+    if reason := no_statistics(problem.stats):
+        yield reason
+    if is_listed(problem) and max(problem.seqlen_q, problem.seqlen_k) > MOST_LISTED:
+        yield f"the mask is no interval, and lists of tiles reach up to {MOST_LISTED} tokens"
 
 
 def declines(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> str | None:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, sink_gradient
 from tilewise.backends.gpu import arguments as host
+from tilewise.backends.gpu.classify import ListSpec, lists_for
 from tilewise.backends.gpu.launch import Descriptor, LaunchOptions, bias_view, describable, interpreting, on_hip, view
+from tilewise.backends.gpu.lists import TileLists, list_layout, memory_pattern
 from tilewise.backends.gpu.operands import dot_precision, padded, splits_fp32
 from tilewise.backends.gpu.record import Launch, recorder
-from tilewise.backends.gpu.structs import Attention, Fp16Split, Gradients, KernelConfig, MaskLayout
+from tilewise.backends.gpu.structs import Attention, Fp16Split, Gradients, KernelConfig, MaskArgs, MaskLayout
 from tilewise.backends.triton import onchip, plan, tune
 from tilewise.hardware import DeviceSpec, probe_cpu, probe_gpu
 from tilewise.model import TilePlan
@@ -22,6 +24,7 @@ from tilewise.problem import Problem
 
 MAPS_FROM = 1 << 30
 """Multiply-adds of QKᵀ, about 10 µs of an H200."""
+LISTED = ("forward", "backward_dkdv", "backward_dq")
 Build = Callable[[TilePlan], Launch]
 
 
@@ -50,13 +53,46 @@ def ready(problem: Problem, inputs: Inputs) -> Inputs:
 
 
 def key_of(problem: Problem, inputs: Inputs, *rest: Hashable) -> Hashable | None:
-    """What the launches of a call depend on beside the problem; None where the mask has tensors, which are converted first."""
+    """What the launches of a call depend on beside the problem; None where kernels read the mask's tensors, which are converted
+    first. Of lists they depend on the shapes."""
+    shapes: Hashable = ()
     if problem.program.tensors:
-        return None
+        if not plan.is_listed(problem) or problem.bias is not None:
+            return None
+        tensors = problem.program.tensors
+        shapes = tuple([tuple(x.shape) for x in tensors]), memory_pattern(tensors)
     q, k, v, bias, alibi, sinks, seed = inputs[:7]
     plain = bias is None and alibi is None and sinks is None and seed is None
     others = () if plain else tuple(None if x is None else (x.stride(), x.dtype) for x in (bias, alibi, sinks, seed))
-    return "triton", q.device, q.stride(), k.stride(), v.stride(), others, *rest
+    return "triton", q.device, q.stride(), k.stride(), v.stride(), others, shapes, *rest
+
+
+def lists_of(problem: Problem, inputs: Inputs, tiles: dict[str, TilePlan]) -> dict[str, TileLists]:
+    """The lists of each pass that walks some."""
+    if not plan.is_listed(problem):
+        return {}
+    return {
+        pass_: lists_for(problem, inputs, ListSpec(*tiles[pass_].sizes, by_key=pass_ == "backward_dkdv"))
+        for pass_ in tiles
+        if pass_ in LISTED
+    }
+
+
+def list_tensors(lists: dict[str, TileLists]) -> list[Tensor]:
+    """What recorded launches read of them."""
+    return [x for one in lists.values() for x in one if isinstance(x, Tensor)]
+
+
+def with_lists(
+    problem: Problem, a: Attention, config: KernelConfig, tile: TilePlan, lists: dict[str, TileLists]
+) -> tuple[Attention, KernelConfig]:
+    """Arguments and config of a kernel that walks lists, if its pass does."""
+    if tile.pass_ not in lists:
+        return a, config
+    layout = list_layout(problem.program, *tile.sizes)
+    if not layout.program:
+        a, config = a._replace(mask=MaskArgs((), (), ())), config._replace(MASK=MaskLayout())
+    return a._replace(lists=lists[tile.pass_]), config._replace(LISTED=True, LISTS=layout, EMPTY_ROWS=True)
 
 
 def fp16_parts(problem: Problem, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -92,9 +128,10 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> N
     tiles: dict[str, TilePlan] = recording.plan
     partials = host.partial_results(out, tiles["decode"].splits) if "merge" in tiles else ()
     parts = fp16_parts(problem, inputs[:3]) if "forward" in tiles else ()
-    tensors = (*inputs, out, lse, *partials, *parts)
+    lists = lists_of(problem, inputs, tiles)
+    tensors = (*inputs, out, lse, *partials, *parts, *list_tensors(lists))
     if not recording.repeat(tensors):
-        recording.record(tensors, forward_launches(problem, inputs, out, lse, partials, parts, tiles))
+        recording.record(tensors, forward_launches(problem, inputs, (out, lse), partials, parts, tiles, lists))
 
 
 def forward_tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
@@ -105,13 +142,14 @@ def forward_tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
 def forward_launches(
     problem: Problem,
     inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
+    results: tuple[Tensor, Tensor],
     partials: tuple[Tensor, ...],
     parts: tuple[Tensor, ...],
     tiles: dict[str, TilePlan],
+    lists: dict[str, TileLists],
 ) -> list[Launch]:
     """fp32 operands are split first; the partial results of split-KV are merged last."""
+    out, lse = results
     from tilewise.backends.triton.forward import forward_kernel
     from tilewise.backends.triton.split import merge_kernel
 
@@ -119,7 +157,7 @@ def forward_launches(
     maps = "forward" in tiles and worth_maps(problem)
 
     def forward(tile: TilePlan) -> Launch:
-        a, config = with_parts(*arguments(problem, inputs, out, lse, tile), parts)
+        a, config = with_parts(*arguments(problem, inputs, out, lse, tile, lists), parts)
         rows, heads = problem.seqlen_q, problem.heads
         if tile.pack_gqa:
             config = config._replace(PACK=problem.group)
@@ -167,20 +205,21 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
         split_g = g._replace(dout=host.split_view(do)) if parts else g
 
         def keys(tile: TilePlan, only: str = "") -> Launch:
-            a, config = with_parts(*arguments(problem, inputs, out, lse, tile), parts)
+            a, config = with_parts(*arguments(problem, inputs, out, lse, tile, lists), parts)
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
             into = split_g._replace(dq=None, dk=None if only == "dv" else g.dk, dv=None if only == "dk" else g.dv)
             args = (a, into, *descriptors(q, do, tile.block_q, maps))
             return Launch(keys_kernel, programs, args, config, options(tile, spec))
 
         def queries(tile: TilePlan) -> Launch:
-            a, config = with_parts(*arguments(problem, inputs, out, lse, tile), parts)
+            a, config = with_parts(*arguments(problem, inputs, out, lse, tile, lists), parts)
             programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
             args = (a, split_g._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps))
             return Launch(queries_kernel, programs, args, config, options(tile, spec))
 
         tile = tiles["backward_preprocess"]
-        a, config = arguments(problem, inputs, out, lse, tile)
+        a, config = arguments(problem, inputs, out, lse, tile, {})
+        a = a._replace(mask=MaskArgs((), (), ()))
         plain = config._replace(MASK=MaskLayout(), DROPOUT=False, SOFTCAP=False, FOLD=True)
         programs = -(-problem.seqlen_q // tile.block_q) * problem.heads * out.shape[0]
         launches = [Launch(prepare_kernel, programs, (a, g), plain, options(tile, spec))]
@@ -194,7 +233,9 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
 
     key = key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs)
     recording = recorder.get(problem, key, out.device, partial(plan.tiles, problem, spec))
-    tensors = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *parts)
+    wanted = ["backward_dkdv"] * (needs.dk or needs.dv) + ["backward_dq"] * needs.dq
+    lists = lists_of(problem, inputs, {pass_: tile for pass_, tile in recording.plan.items() if pass_ in wanted})
+    tensors = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *parts, *list_tensors(lists))
     if not recording.repeat(tensors):
         recording.record(tensors, build(recording.plan))
     return Grads(
@@ -226,7 +267,7 @@ def bias_gradient(problem: Problem, inputs: Inputs, given: BackwardInputs, g: Gr
 def planned(problem: Problem, tile: TilePlan, build: Build, spec: DeviceSpec) -> Launch:
     """The launch with the planned tile. Where tuning was asked for and nothing is known yet, candidates are measured first, and
     the fastest is what the plan says from now on."""
-    if interpreting() or not tune.tuning() or tile.source == "user":
+    if interpreting() or not tune.tuning() or tile.source == "user" or plan.is_listed(problem):
         return build(tile)
     if tune.winner(problem, tile.pass_, spec) is None:
         candidates = plan.choices(problem, spec, tile.pass_)[: tune.CANDIDATES + 1]
@@ -235,11 +276,17 @@ def planned(problem: Problem, tile: TilePlan, build: Build, spec: DeviceSpec) ->
 
 
 def arguments(
-    problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, tile: TilePlan
+    problem: Problem,
+    inputs: Inputs,
+    out: Tensor,
+    lse: Tensor,
+    tile: TilePlan,
+    lists: dict[str, TileLists] | None = None,
 ) -> tuple[Attention, KernelConfig]:
     a = host.attention_args(problem, inputs, out, lse, tile.splits)
     config = host.config_for(problem, inputs, dot_precision(problem, on_hip()))
-    return a, config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
+    config = config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
+    return with_lists(problem, a, config, tile, lists) if lists else (a, config)
 
 
 def worth_maps(problem: Problem) -> bool:

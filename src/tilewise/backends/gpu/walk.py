@@ -1,0 +1,163 @@
+"""Walking lists of tiles on the device (`lists.py` has the format): which work tile, which tiles it visits, and a PARTIAL tile's mask."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+import tilewise.backends.gpu.program as mp
+import tilewise.backends.gpu.tile as tt
+from tilewise.backends.gpu.structs import Listed
+
+ALL_LIVE = tl.constexpr(15 << 24)
+
+
+@triton.jit
+def listed_tile(a, pid, cu, length, heads, BLOCK: tl.constexpr, C: tl.constexpr):
+    """A program's tile, head and sequence: rows with most tiles first, each for all heads and sequences that share it.
+
+    `heads` are those that the programs count. Where these are key heads and lists belong to query heads, there is no such order.
+    """
+    lists = a.lists
+    tiles = tl.cdiv(length, BLOCK)
+    if C.VARLEN:
+        tiles = length // BLOCK + a.batch
+    shared_h = lists.stride_h == 0
+    shared_b = lists.stride_b == 0
+    ordered = shared_h | (heads == a.heads)
+    sequences = a.batch
+    if C.VARLEN:
+        sequences = 1
+    users_h = tl.where(shared_h, heads, 1)
+    users = users_h * tl.where(shared_b, sequences, 1)
+    row = tl.load(lists.order + pid // users, mask=ordered, other=0)
+    user = pid % users
+    rows_h = tl.where(shared_h, 1, heads)
+    tile = tl.where(ordered, row % tiles, pid % tiles)
+    h = tl.where(ordered, tl.where(shared_h, user % users_h, row // tiles % rows_h), pid // tiles % heads)
+    b = tl.where(ordered, tl.where(shared_b, user // users_h, row // tiles // rows_h), pid // tiles // heads)
+    if C.VARLEN:
+        b, tile = tt.find_sequence(cu, a.batch, tile, BLOCK)
+    return tile, h, b
+
+
+@triton.jit
+def list_row(a, seq, start, tile, BLOCK: tl.constexpr, C: tl.constexpr):
+    """The row of a sequence's tile; `start` is where the sequence begins on the tile's side of a packed batch."""
+    row = seq.b * a.lists.stride_b + seq.h * a.lists.stride_h + tile
+    if C.VARLEN:
+        row = seq.h * a.lists.stride_h + start // BLOCK + seq.b + tile
+    return row
+
+
+@triton.jit
+def load_terms(a, seq, C: tl.constexpr):
+    """The intervals of a sequence: lo, hi, start, end one after another."""
+    terms = ()
+    if not C.LISTS.program:
+        at = a.lists.terms + seq.b * a.lists.terms_b
+        for i in tl.static_range(4 * C.LISTS.intervals):
+            terms += (tl.load(at + i),)
+    return terms
+
+
+@triton.jit
+def query_ids(a, seq, q, C: tl.constexpr):
+    """The ids of queries where PARTIAL tiles compare them; of those that do not exist anything."""
+    if C.LISTS.ids:
+        at = a.lists.q_ids + seq.row.to(tl.int64) * a.lists.q_ids_b + seq.q_start
+        return tl.load(at + q, mask=q < seq.len_q, other=0)
+    else:
+        return None
+
+
+@triton.jit
+def key_ids(a, seq, k, C: tl.constexpr):
+    if C.LISTS.ids:
+        at = a.lists.k_ids + seq.row.to(tl.int64) * a.lists.k_ids_b + seq.k_start
+        return tl.load(at + k, mask=k < seq.len_k, other=0)
+    else:
+        return None
+
+
+@triton.jit
+def tiles_of(a, row, PARTIAL: tl.constexpr):
+    """How many tiles of one class a row visits."""
+    return tl.load(a.lists.counts + row * 2 + (1 if PARTIAL else 0))
+
+
+@triton.jit
+def run_word(a, row, r, PARTIAL: tl.constexpr):
+    """Run r of a row; any word behind the last."""
+    r = tl.minimum(r, a.lists.width - 1)
+    at = a.lists.runs + row.to(tl.int64) * a.lists.width
+    if PARTIAL:
+        return tl.load(at + a.lists.width - 1 - r)
+    else:
+        return tl.load(at + r)
+
+
+@triton.jit
+def first_run(a, row, PARTIAL: tl.constexpr):
+    """Where a walk begins: the run, the one after it, their number, and the tile's number in the run.
+
+    The next run is loaded a tile ahead, so that no tile waits for its address.
+    """
+    return run_word(a, row, row * 0, PARTIAL), run_word(a, row, row * 0 + 1, PARTIAL), row * 0, row * 0
+
+
+@triton.jit
+def next_run(a, row, walk, PARTIAL: tl.constexpr):
+    """One tile on."""
+    word, following, r, i = walk
+    done = i >= ((word >> 16) & 0xFF)
+    r += done.to(tl.int32)
+    return tl.where(done, following, word), run_word(a, row, r + 1, PARTIAL), r, tl.where(done, 0, i + 1)
+
+
+@triton.jit
+def tile_number(walk):
+    """The tile that a walk is at."""
+    return (walk[0] & 0xFFFF) + walk[3]
+
+
+@triton.jit
+def visible(a, seq, q, k, listed, word, C: tl.constexpr):
+    """The mask over a PARTIAL tile q × k (index tiles that broadcast against each other) of the run `word`."""
+    if C.LISTS.program:
+        return mp.allowed(a.mask, seq, q, k, C)
+    else:
+        ok = mp.inside(q, k, _interval(listed, word, 0, C), seq.len_q)
+        for r in tl.static_range(1, C.LISTS.intervals):
+            ok |= mp.inside(q, k, _interval(listed, word, r, C), seq.len_q)
+        if C.LISTS.ids:
+            if q.shape[0] == 1:  # the rows are keys
+                q_ids = query_ids(a, seq, q, C)
+                k_ids = listed.ids[:, None]
+            else:
+                q_ids = listed.ids[:, None]
+                k_ids = key_ids(a, seq, k, C)
+            if C.LISTS.ids == 1:
+                ok &= q_ids == k_ids
+            else:
+                ok &= q_ids != k_ids
+        if C.LISTS.bits:
+            at = a.lists.bits + seq.b.to(tl.int64) * a.lists.bits_b + seq.h.to(tl.int64) * a.lists.bits_h
+            at += q.to(tl.int64) * a.lists.bits_q + (k >> 5) * a.lists.bits_w
+            words = tl.load(at, mask=(q < seq.len_q) & (k < seq.len_k), other=0)
+            ok &= ((words >> (k & 31)) & 1) != 0
+        return ok
+
+
+@triton.jit
+def _interval(listed, word, r: tl.constexpr, C: tl.constexpr):
+    """The interval of term r, empty where it is not live."""
+    end = listed.terms[4 * r + 3]
+    if C.LISTS.live:
+        end = tl.where((word >> (24 + r)) & 1, end, 0)
+    return listed.terms[4 * r], listed.terms[4 * r + 1], listed.terms[4 * r + 2], end
+
+
+@triton.jit
+def listed_of(a, seq, row, ids, C: tl.constexpr):
+    return Listed(row, load_terms(a, seq, C), ids)
