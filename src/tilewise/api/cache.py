@@ -13,7 +13,7 @@ from tilewise.api.lengths import readable
 from tilewise.api.parse import LAYOUTS, check_dense, check_device, check_range
 from tilewise.backends.pages import QUANTIZED, Pages, slots_of
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
-from tilewise.masks.algebra import INTEGERS
+from tilewise.masks.arrays import INTEGERS
 from tilewise.ops.tensors import dtype_name
 from tilewise.problem import ITEMSIZE
 

@@ -23,7 +23,8 @@ from tilewise.backends.base import Backend, Inputs
 from tilewise.backends.pages import Pages, gathered, positions_of
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError, MaskError
 from tilewise.masks import Binding, Mask, MaskShape, causal
-from tilewise.masks.algebra import INTEGERS, Blocks, Dense, Documents, KeyRanges
+from tilewise.masks.algebra import Blocks, Dense, Documents, KeyRanges, Selected
+from tilewise.masks.arrays import INTEGERS
 from tilewise.ops.run import forward, is_empty, own_precision
 from tilewise.ops.tensors import dtype_name, interleaved
 from tilewise.problem import ITEMSIZE, Problem
@@ -228,7 +229,7 @@ def _check_mask(mask: Any) -> None:
     if not isinstance(mask, Mask):
         raise ArgumentTypeError(f"mask: got {type(mask).__name__}, need a mask such as causal(), or None")
     for leaf in mask.leaves():
-        if isinstance(leaf, (Documents, Blocks, Dense)) or (isinstance(leaf, KeyRanges) and leaf.maker != "prefix"):
+        if isinstance(leaf, (Documents, Blocks, Selected, Dense)) or (isinstance(leaf, KeyRanges) and leaf.maker != "prefix"):
             raise MaskError(
                 f"mask: {leaf} does not go with a cache, whose sequences have lengths of their own; causal, window and prefix do"
             )

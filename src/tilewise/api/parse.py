@@ -16,7 +16,7 @@ from tilewise.api.options import DEFAULTS, CallOptions, ParsedOptions
 from tilewise.backends.base import Inputs
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
-from tilewise.masks.algebra import INTEGERS
+from tilewise.masks.arrays import INTEGERS
 from tilewise.ops.tensors import check_kinds, dtype_name, materialized, tensor_fields
 from tilewise.problem import ITEMSIZE, WIDE, Problem, stats_request, tile_request, unboxed
 
@@ -221,7 +221,7 @@ def _bind_mask(mask: Any, shape: MaskShape, inputs: Inputs) -> Mask:
         check_range("mask", tensor)
         return tensor if torch.compiler.is_compiling() else materialized(tensor)
 
-    lowered = Lowered(mask.lower(Binding(shape, cu_k is not None, asarray, k.shape[1])))
+    lowered = Lowered(mask.lower(Binding(shape, cu_k is not None, asarray, k.shape[1])), mask)
     check_values(mask, shape, cu_q, cu_k)
     return lowered
 

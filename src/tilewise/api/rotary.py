@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.api.lengths import readable
 from tilewise.api.parse import check_dense, check_device
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
-from tilewise.masks.algebra import INTEGERS
+from tilewise.masks.arrays import INTEGERS
 from tilewise.ops.tensors import dtype_name
 
 

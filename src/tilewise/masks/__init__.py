@@ -1,6 +1,7 @@
 """Masks: values that combine, classify tiles without building N × N, and lower to one program for every backend."""
 
-from tilewise.masks.algebra import Binding, Full, Lowered, Mask
+from tilewise.masks.algebra import Full, Lowered, Mask
+from tilewise.masks.arrays import Binding
 from tilewise.masks.build import blocks, causal, dense, documents, full, key_padding, prefix, selected, window
 from tilewise.masks.forms import describe_mask
 from tilewise.masks.parse import parse

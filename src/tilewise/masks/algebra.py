@@ -8,32 +8,31 @@ last key), `top_left` (query 0 at key 0) or an `offset` (query 0 at key `offset`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar
-
-import numpy as np
+from html import escape
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilewise.errors import ArgumentTypeError, MaskError
-from tilewise.masks.arrays import fits, grouped, padding_hint, rank4
-from tilewise.masks.program import KINDS, UNBOUNDED, Kind, Literal, MaskProgram, MaskShape, assemble
+from tilewise.masks.arrays import (
+    LIMIT,
+    Binding,
+    as_kind,
+    check_integers,
+    document_ids,
+    fits,
+    grouped,
+    padding_hint,
+    per_sequence,
+    rank4,
+)
+from tilewise.masks.program import KINDS, UNBOUNDED, Literal, MaskProgram, assemble, merge_term
+
+if TYPE_CHECKING:
+    from tilewise.masks.picture import TilePicture
 
 Terms = list[list[Literal]]
 MAX_TERMS = 32
-INTEGERS = ("int8", "uint8", "int16", "int32", "int64")
-LIMIT = UNBOUNDED - 1
-"""Lengths and offsets are cut to ± this, beyond every position: sums and differences of two stay within 32 bits."""
-
-
-@dataclass(frozen=True)
-class Binding:
-    """What a mask is lowered for. `asarray` brings the mask's tensors to the caller's kind and device."""
-
-    shape: MaskShape
-    varlen: bool = False
-    asarray: Callable[[Any], Any] = np.asarray
-    kv_heads: int | None = None
-    """None where nobody knows; then any divisor of the query heads may be it."""
 
 
 class Mask(ABC):
@@ -92,6 +91,32 @@ class Mask(ABC):
         queries = integer("to_dense: Sq", Sq, 0)
         return to_array(self, queries, queries if Sk is None else integer("to_dense: Sk", Sk, 0))
 
+    def show(self, Sq: int | None = None, Sk: int | None = None, tile: int | tuple[int, int] | None = None) -> TilePicture:
+        """The picture of this mask's tiles: which hold nothing, something or everything, and how many of each there are.
+
+        Sq, Sk: queries and keys. What is None follows from the mask's tensors, or from each other, or is 1,024.
+        tile: queries and keys of a tile, or one int for both; None: 128, less for short sequences, more for very long ones.
+
+        It prints itself as text, or as a drawing in a notebook. Of several sequences and heads the first is shown.
+
+        >>> (tw.causal() & tw.window(192)).show(384, tile=64)
+        ▒▒··········
+        ██▒▒········
+        ████▒▒······
+        ▒▒████▒▒····
+        ··▒▒████▒▒··
+        ····▒▒████▒▒
+        """
+        from tilewise.masks.picture import picture
+
+        return picture(self, Sq, Sk, tile)
+
+    def _repr_html_(self) -> str:
+        try:
+            return self.show().html()
+        except (MaskError, ArgumentTypeError):  # its tensors do not fit each other: the call will say so
+            return f"<code>{escape(repr(self))}</code>"
+
     def __repr__(self) -> str:
         from tilewise.masks.forms import text
 
@@ -136,7 +161,7 @@ class OffsetBand(Mask):
     static = False
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
-        off = _per_sequence("offset", self.offset, binding)
+        off = per_sequence("offset", self.offset, binding)
         return [[Literal(KINDS["o"], pair, (off,))] for pair in _band_pairs(self.lo, self.hi, negate)]
 
 
@@ -162,8 +187,8 @@ class KeyRanges(Mask):
     static = False
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
-        length = _per_sequence("lengths", self.lengths, binding)
-        start = length * 0 if self.start is None else _per_sequence("start", self.start, binding)
+        length = per_sequence("lengths", self.lengths, binding)
+        start = length * 0 if self.start is None else per_sequence("start", self.start, binding)
         end = start + length
         pairs = [(start * 0, start), (end, end * 0 + UNBOUNDED)] if negate else [(start, end)]
         return [[Literal(KINDS["k"], (), pair)] for pair in pairs]
@@ -184,8 +209,8 @@ class Documents(Mask):
                 f"documents: {shape.seqlen_q} queries and {shape.seqlen_k} keys differ, so the ids of the queries "
                 "are needed too; pass documents(key_ids, q_ids=query_ids)"
             )
-        k_ids = _ids("ids", self.ids, shape.seqlen_k, binding)
-        q_ids = k_ids if self.q_ids is None else _ids("q_ids", self.q_ids, shape.seqlen_q, binding)
+        k_ids = document_ids("ids", self.ids, shape.seqlen_k, binding)
+        q_ids = k_ids if self.q_ids is None else document_ids("q_ids", self.q_ids, shape.seqlen_q, binding)
         return [[Literal(KINDS["D" if negate else "d"], (), (q_ids, k_ids))]]
 
 
@@ -207,7 +232,7 @@ class Blocks(Mask):
                 f"blocks: table covers {tuple(table.shape[2:])} blocks, but {shape.seqlen_q} × {shape.seqlen_k} positions "
                 f"in blocks of {self.size_q} × {self.size_k} are {want}"
             )
-        return [[Literal(KINDS["S" if negate else "s"], (self.size_q, self.size_k), (_as(table, "bool"),))]]
+        return [[Literal(KINDS["S" if negate else "s"], (self.size_q, self.size_k), (as_kind(table, "bool"),))]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -221,16 +246,15 @@ class Selected(Mask):
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
         shape = binding.shape
-        lists, heads = grouped("selected", "indices", binding.asarray(self.indices), shape, binding.kv_heads)
-        _check_integers("selected: indices", lists)
+        lists = binding.once(self.indices, "lists", _narrow_lists)
+        lists, heads = grouped("selected", "indices", lists, shape, binding.kv_heads)
         rows = -(-shape.seqlen_q // self.size_q)
         if not binding.varlen and lists.shape[2] != rows:
             raise MaskError(
                 f"selected: indices has {lists.shape[2]} lists, but {shape.seqlen_q} queries in blocks of {self.size_q} "
                 f"are {rows}; its shape is (…, {rows}, k)"
             )
-        narrow = _as(lists if lists.dtype.itemsize < 8 else lists.clip(-1, LIMIT), "int")
-        return [[Literal(KINDS["I" if negate else "i"], (self.size_q, self.size_k, heads, lists.shape[3]), (narrow,))]]
+        return [[Literal(KINDS["I" if negate else "i"], (self.size_q, self.size_k, heads, lists.shape[3]), (lists,))]]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -258,9 +282,10 @@ class Dense(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lowered(Mask):
-    """A program that was lowered before: what an operator receives."""
+    """A program that was lowered before: what an operator receives. `origin` is the mask it came from, if that is known."""
 
     program: MaskProgram
+    origin: Mask | None = None
 
     @property
     def static(self) -> bool:  # type: ignore[override]
@@ -268,6 +293,9 @@ class Lowered(Mask):
 
     def lower(self, binding: Binding) -> MaskProgram:
         return self.program
+
+    def leaves(self) -> Iterator[Mask]:
+        return iter((self,)) if self.origin is None else self.origin.leaves()
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
         if negate:
@@ -338,33 +366,14 @@ def _combine(kind: type[_Pair], left: Mask, right: Mask) -> Mask:
 
 def lowered(terms: Terms) -> MaskProgram:
     """The program of a disjunction of conjunctions, with what can be said of its terms without reading tensors."""
-    merged = [_merge(term) for term in terms]
+    merged = [merge_term(term) for term in terms]
     possible = [term for term in merged if term is not None]
     return MaskProgram() if any(not term for term in possible) else assemble(possible)
 
 
-def _merge(term: list[Literal]) -> list[Literal] | None:
-    """One term with its static bands and ranges intersected and its literals in order; None if it can hold nowhere."""
-    merged: dict[Kind, tuple[int, int]] = {}
-    rest: list[Literal] = []
-    for literal in term:
-        kind = literal.kind
-        if kind.ints and not kind.tensors:
-            lo, hi = literal.ints
-            old = merged.get(kind, (lo, hi))
-            merged[kind] = (max(lo, old[0]), min(hi, old[1]))
-        elif not any(kind == other.kind and _same(literal, other) for other in rest):
-            rest.append(literal)
-    for kind, (lo, hi) in merged.items():
-        if isinstance(lo, int) and isinstance(hi, int) and (lo > hi or (kind.is_range and lo == hi)):
-            return None
-    whole = (-UNBOUNDED, UNBOUNDED)
-    rest += [Literal(kind, pair, ()) for kind, pair in merged.items() if pair != whole]
-    return sorted(rest, key=lambda literal: list(KINDS).index(literal.kind.letter))
-
-
-def _same(a: Literal, b: Literal) -> bool:
-    return a.ints == b.ints and all(x is y for x, y in zip(a.tensors, b.tensors, strict=True))
+def _narrow_lists(lists: Any) -> Any:
+    check_integers("selected: indices", lists)
+    return as_kind(lists if lists.dtype.itemsize < 8 else lists.clip(-1, LIMIT), "int")
 
 
 def _band_pairs(lo: int, hi: int, negate: bool) -> list[tuple[int, int]]:
@@ -373,46 +382,3 @@ def _band_pairs(lo: int, hi: int, negate: bool) -> list[tuple[int, int]]:
     below = [(-UNBOUNDED, lo - 1)] if lo > -UNBOUNDED else []
     above = [(hi + 1, UNBOUNDED)] if hi < UNBOUNDED else []
     return below + above
-
-
-def _as(array: Any, kind: str) -> Any:
-    """`array` as int32 or bool, for numpy and torch alike."""
-    if isinstance(array, np.ndarray):
-        return array.astype(np.int32 if kind == "int" else np.bool_)
-    return array.int() if kind == "int" else array.bool()
-
-
-def _per_sequence(name: str, value: Any, binding: Binding) -> Any:
-    array = binding.asarray(value)
-    if array.ndim == 0:
-        array = array[None]
-    elif array.ndim != 1 or not fits(array.shape[0], binding.shape.batch):
-        raise MaskError(
-            f"mask: {name} has shape {tuple(array.shape)}, need one integer for each of the {binding.shape.batch} sequences"
-        )
-    _check_integers(f"mask: {name}", array)
-    wide = array if array.dtype.itemsize == 8 else _as(array, "int")
-    return _as(wide.clip(-LIMIT, LIMIT), "int")
-
-
-def _ids(name: str, value: Any, length: int, binding: Binding) -> Any:
-    ids = binding.asarray(value)
-    batch = 1 if binding.varlen or ids.ndim == 1 else binding.shape.batch
-    if ids.ndim == 1:
-        ids = ids[None]
-    if ids.ndim != 2 or not fits(ids.shape[0], batch) or ids.shape[1] != length:
-        want = f"({length},)" if binding.varlen else f"({length},) or ({binding.shape.batch}, {length})"
-        raise MaskError(f"documents: {name} has shape {tuple(ids.shape)}, need {want}")
-    _check_integers(f"documents: {name}", ids)
-    return _as(ids, "int")
-
-
-def check_integer_dtype(name: str, array: Any) -> None:
-    if str(array.dtype).removeprefix("torch.") not in INTEGERS:
-        raise ArgumentTypeError(f"{name}: dtype {array.dtype}, need integers of at most 64 bits; convert with .int()")
-
-
-def _check_integers(name: str, array: Any) -> None:
-    check_integer_dtype(name, array)
-    if isinstance(array, np.ndarray) and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
-        raise MaskError(f"{name}: integers from {array.min()} to {array.max()}, need integers of 32 bits")

@@ -18,8 +18,8 @@ from tilewise.masks.algebra import (
     Mask,
     OffsetBand,
     Selected,
-    check_integer_dtype,
 )
+from tilewise.masks.arrays import check_integer_dtype
 from tilewise.masks.program import UNBOUNDED
 from tilewise.masks.traced import meet_compiler
 

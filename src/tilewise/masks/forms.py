@@ -16,7 +16,6 @@ from tilewise.errors import DeviceError
 from tilewise.masks.algebra import (
     And,
     Band,
-    Binding,
     Blocks,
     Dense,
     Documents,
@@ -29,6 +28,7 @@ from tilewise.masks.algebra import (
     Or,
     Selected,
 )
+from tilewise.masks.arrays import Binding
 from tilewise.masks.program import UNBOUNDED, Literal, MaskProgram, MaskShape, allowed
 
 FEW = 8
@@ -141,11 +141,9 @@ def _values(x: Any) -> str:
 
 def to_array(mask: Mask, queries: int, keys: int) -> Any:
     """The booleans (B or 1, H or 1, queries, keys): a tensor where the mask holds tensors, a numpy array otherwise."""
-    tensors = [array for leaf in mask.leaves() for array in _arrays(leaf)]
-    sides = [(1,) * (rank - x.ndim) + tuple(x.shape) for x, rank in tensors]
-    heads = max((side[1] for side in sides if len(side) == 4), default=1)  # only arrays of rank 4 have heads
-    shape = MaskShape(max((side[0] for side in sides), default=1), heads, queries, keys)
-    asarray, arange = _kind([x for x, _ in tensors if hasattr(x, "is_cuda")])
+    shape = mask_sides(mask, queries, keys)
+    tensors = [array for leaf in mask.leaves() for array, _ in _arrays(leaf)]
+    asarray, arange = _kind([x for x in tensors if hasattr(x, "is_cuda")])
     program = mask.lower(Binding(shape, asarray=asarray))
     tile = allowed(program, shape, (0, queries), (0, keys), arange)
     if tile is None:
@@ -154,6 +152,14 @@ def to_array(mask: Mask, queries: int, keys: int) -> Any:
     if isinstance(tile, np.ndarray):
         return np.broadcast_to(tile, whole).copy()
     return tile.new_empty(whole).copy_(tile)
+
+
+def mask_sides(mask: Mask, queries: int, keys: int) -> MaskShape:
+    """The shape of a mask over so many queries and keys: its batch and heads are those of its tensors."""
+    tensors = [array for leaf in mask.leaves() for array in _arrays(leaf)]
+    sides = [(1,) * (rank - x.ndim) + tuple(x.shape) for x, rank in tensors]
+    heads = max((side[1] for side in sides if len(side) == 4), default=1)  # only arrays of rank 4 have heads
+    return MaskShape(max((side[0] for side in sides), default=1), heads, queries, keys)
 
 
 def _arrays(leaf: Mask) -> list[tuple[Any, int]]:

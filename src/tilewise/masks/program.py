@@ -13,10 +13,12 @@ kernel serves every length.
     d D    q_ids[q] == k_ids[k], or !=        documents                   tensors q_ids (B|1, Sq), k_ids (B|1, Sk)
     s S    table[q // mq, k // mk] set, or not  blocks                    ints mq, mk; tensor (B|1, H|1, nQ, nK)
     e E    dense[q, k] set, or not            dense                       tensor (B|1, H|1, Sq|1, Sk|1)
+    j      lo[q] <= k < hi[q]                 ends of each row            int 1 if rows widen; tensors lo (B|1, Sq), hi
     i I    k // mk in lists[q // mq], or not  selected                    ints mq, mk, heads, n; tensor (B|1, H / heads, nQ, n)
 
 A list of `selected` serves `heads` query heads: all of them, those of one key head, or one. Its entries are int32; those below 0
-or past the last block name nothing, and naming a block twice is naming it once.
+or past the last block name nothing, and naming a block twice is naming it once. No mask lowers to `j`: a backend makes it of
+masks whose rows see one interval each (`rows.row_ends`), in the whole batch if it is packed.
 
 q and k count within the sequence. Tensors are carried as they come (torch or numpy); torch is never imported here.
 """
@@ -58,6 +60,8 @@ class Kind(NamedTuple):
     """Keys from `start` up to `end`, the same for every sequence."""
     is_padding: bool = False
     """Keys from `start` up to `end` of each sequence."""
+    is_rows: bool = False
+    """Keys from `lo` up to `hi` of each row."""
     is_interval: bool = False
     """Leaves every row one interval of keys, which may be empty."""
     is_documents: bool = False
@@ -85,6 +89,7 @@ _ALL = (
     Kind("o", tensors=1, is_offset=True, **_BAND),
     Kind("r", ints=2, is_range=True, is_interval=True),
     Kind("k", tensors=2, is_padding=True, is_interval=True),
+    Kind("j", ints=1, tensors=2, is_rows=True, is_interval=True),
     *(Kind(c, reads_data=True, negated=c.isupper(), **_DATA[c.lower()]) for c in "dDsSeEiI"),
 )
 KINDS = {kind.letter: kind for kind in _ALL}
@@ -225,6 +230,30 @@ def assemble(terms: list[list[Literal]]) -> MaskProgram:
         tuple(i for literal in literals for i in literal.ints),
         tuple(t for literal in literals for t in literal.tensors),
     )
+
+
+def merge_term(term: list[Literal]) -> list[Literal] | None:
+    """One term with its static bands and ranges intersected and its literals in order; None if it can hold nowhere."""
+    merged: dict[Kind, tuple[int, int]] = {}
+    rest: list[Literal] = []
+    for literal in term:
+        kind = literal.kind
+        if kind.ints and not kind.tensors:
+            lo, hi = literal.ints
+            old = merged.get(kind, (lo, hi))
+            merged[kind] = (max(lo, old[0]), min(hi, old[1]))
+        elif not any(kind == other.kind and _same(literal, other) for other in rest):
+            rest.append(literal)
+    for kind, (lo, hi) in merged.items():
+        if isinstance(lo, int) and isinstance(hi, int) and (lo > hi or (kind.is_range and lo == hi)):
+            return None
+    whole = (-UNBOUNDED, UNBOUNDED)
+    rest += [Literal(kind, pair, ()) for kind, pair in merged.items() if pair != whole]
+    return sorted(rest, key=lambda literal: list(KINDS).index(literal.kind.letter))
+
+
+def _same(a: Literal, b: Literal) -> bool:
+    return a.ints == b.ints and all(x is y for x, y in zip(a.tensors, b.tensors, strict=True))
 
 
 def allowed(

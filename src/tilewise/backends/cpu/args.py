@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from tilewise.backends.cpu.builder import Emit
-from tilewise.backends.cpu.ir import F32, F64, I32, I64, PTR, REALS, STORAGE, Pointer, Value
+from tilewise.backends.cpu.ir import F32, F64, I8, I32, I64, PTR, REALS, STORAGE, Pointer, Value
 from tilewise.backends.cpu.spec import DOUBLES, STATISTICS, Kernel
 
 STORED = ("q", "k", "v", "o", "do", "dq", "qt", "kt", "vt", "ot")
@@ -78,7 +78,7 @@ def pointer_kinds(kernel: Kernel) -> dict[str, tuple[Any, str]]:
     """(LLVM type, dtype) of what the arguments point to."""
     real = REALS[kernel.real].type
     kinds = dict.fromkeys(STORED, (STORAGE[kernel.dtype], kernel.dtype)) | dict.fromkeys(REAL, (real, ""))
-    kinds |= dict.fromkeys(I64_ARRAYS, (I64, "")) | dict.fromkeys(I32_ARRAYS, (I32, ""))
+    kinds |= {"classes": (I8, "")} | dict.fromkeys(I64_ARRAYS, (I64, "")) | dict.fromkeys(I32_ARRAYS, (I32, ""))
     if kernel.paged:
         stored = kernel.stored or kernel.dtype
         kinds |= dict.fromkeys(("k", "v"), (STORAGE[stored], stored)) | dict.fromkeys(("k_scale", "v_scale"), (F32, "float32"))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -60,12 +61,18 @@ from tilewise.backends.cpu.launch import (
     new,
     num_threads,
 )
+from tilewise.backends.cpu.lowering import is_static, lowered, mask_arguments
 from tilewise.backends.cpu.spec import HOT, STATISTICS, argument_names, round_up
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks import Lowered
 from tilewise.problem import Problem
 
 LAUNCHES = 64
+_launches: dict[Any, CpuLaunch] = {}
+_fields = attrgetter(*(one.name for one in fields(Problem) if one.name not in ("mask", "memory")))
+"""All of a problem but its mask."""
+
+
 @cache
 def _obstacle() -> str | None:
     """Why kernels cannot be made here; None if they can."""
@@ -89,6 +96,7 @@ class CpuBackend(Backend):
     def forward(self, problem: Problem, inputs: Inputs, more: Iterable[tuple[str, int]] = ()) -> tuple[Tensor, Tensor]:
         """`more` are the arguments of a kernel with statistics."""
         q, k, v = inputs[:3]
+        problem = lowered(problem, inputs)
         launch = _launch_for(problem, inputs, "forward")
         out = _like(q) if problem.head_dim == problem.head_dim_v else empty_out(q, problem.head_dim_v)
         lse = new(*launch.lse)
@@ -117,6 +125,7 @@ class CpuBackend(Backend):
 
     def _sweep(self, problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], stats: Statistics) -> None:
         """`key_mass` and the largest weights, where they are asked for."""
+        problem = lowered(problem, inputs)
         launch = _launch_for(problem, inputs, "sweep")
         args, _alive = _optional_args(problem, inputs, launch)
         turns = empty((launch.counters,), (1,), torch.int64).zero_()
@@ -128,6 +137,7 @@ class CpuBackend(Backend):
         return plan.derives(problem, probe_cpu(num_threads()), derivative=derivative)
 
     def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        problem = lowered(problem, inputs)
         launch = _launch_for(problem, inputs, "jvp")
         out, out_t = empty_out(inputs.q, problem.head_dim_v), empty_out(inputs.q, problem.head_dim_v)
         lse, lse_t = new(*launch.lse), new(*launch.lse)
@@ -182,6 +192,7 @@ class CpuBackend(Backend):
         """With the strides known too, only five addresses of the arguments change."""
         q, k, v = inputs[:3]
         o_stride = empty_like(q).stride()
+        problem = lowered(problem, inputs)
         prepared = _launch_for(problem, inputs, "forward")
         if problem.head_dim != problem.head_dim_v or o_stride[3] != 1 or not prepared.plain:
             return None
@@ -234,6 +245,7 @@ class CpuBackend(Backend):
         direction: Direction | None = None,
     ) -> Grads:
         """The gradients, or, with a direction, their derivative along it."""
+        problem = lowered(problem, inputs)
         inputs, given, blind = without_blind(self.forward, problem, inputs, given)
         out, lse, dout, dlse, needs = given
         launch = _launch_for(problem, inputs, "backward" if direction is None else "double_backward", needs.dbias)
@@ -293,12 +305,16 @@ def _launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False
         longest = max((b - a for a, b in pairwise(inputs.cu_q.tolist())), default=0)
     adjacent = longest != 1 or _adjacent(inputs)
     key = (kind, num_threads(), None if bias is None else bias.dtype, dbias, longest, adjacent)
-    launches: dict[Any, CpuLaunch] = problem.memory.setdefault("cpu launches", {})
-    launch = launches.get(key)
+    if is_static(problem):
+        launches: dict[Any, CpuLaunch] = problem.memory.setdefault("cpu launches", {})
+        name: Any = key
+    else:  # every call is a problem of its own, and most are like an earlier one but for what the mask's tensors hold
+        launches, name = _launches, (key, _fields(problem), problem.program.structure, problem.program.ints)
+    launch = launches.get(name)
     if launch is None:
         if len(launches) >= LAUNCHES:
             launches.clear()
-        launch = launches[key] = _make_launch(problem, *key)
+        launch = launches[name] = _make_launch(problem, *key)
     return launch
 
 
@@ -313,13 +329,17 @@ def _make_launch(
     if dbias and not own_cells:  # tasks would add to the same cells of dBias
         tiles = tiles._replace(threads=1)
     fixed = fixed_arguments(problem, kernel, tiles)
+    held: list[Tensor] | None = None
+    if is_static(problem):
+        mask, held = mask_arguments(problem, kernel, tile.block_k)
+        fixed |= dict(mask)
     names = argument_names(kernel)
     values = [fixed.get(name, 0) for name in names[len(HOT) :]]
     entry = compiler.worker(kernel)
     if threads > 1 and compiler.awake():
         schedule.team()  # what else needs LLVM is compiled now, and not in a later call
     changed = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or kernel.stats
-    optional = changed or problem.sinks or problem.program.tensors
+    optional = changed or problem.sinks or held is None
     counters = tiles.tasks // tiles.splits if tiles.splits > 1 else 0
     real = torch.float64 if kernel.real == "float64" else torch.float32
     batch, heads, rows = 1 if problem.varlen else problem.batch, problem.heads, problem.seqlen_q
@@ -337,6 +357,7 @@ def _make_launch(
         real=real,
         lse=((batch, heads, rows), (heads * rows, rows, 1), real),
         plain=not (optional or counters),
+        held=held,
     )
 
 
@@ -359,11 +380,9 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
             args.append((name, alive[-1].data_ptr()))
     if inputs.alibi is not None:
         args.append(("alibi_b", inputs.alibi.shape[1] if inputs.alibi.shape[0] > 1 else 0))
-    for n, given in enumerate(problem.program.tensors):
-        tensor = torch.as_tensor(given, device="cpu")
-        alive.append(tensor if tensor.dtype == torch.bool else tensor.to(torch.int32))
-        args.append((f"mask_t{n}", alive[-1].data_ptr()))
-        args += [(f"mask_t{n}_{axis}", stride) for axis, stride in enumerate(broadcast_strides(alive[-1]))]
+    if launch.held is None:
+        mask, memory = mask_arguments(problem, launch.kernel, launch.tile.block_k)
+        return args + mask, alive + memory
     return args, alive
 
 

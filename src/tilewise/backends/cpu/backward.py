@@ -325,11 +325,9 @@ class Backward(RowStatistics, OrderedAccumulate):
             low, high = hull(self.seq(e, frame.head), self.terms, first, first + rows - 1)
             BN = args.BN
             if self.kernel.double and self.kernel.kind == "backward":
-                with self.key_blocks(e, (low, high), BN), self.visible_block(e, lambda: 1):
-                    if self.clean:
-                        self.call(e, self.clean, frame.strips)
-                    with e.range(0, frame.strips) as index:
-                        self.call(e, self.strip_delta, index)
+                blocks = self.key_blocks(e, (low, high), BN)
+                with blocks, self.visible_block(e, lambda: 1, frame.strips), e.range(0, frame.strips) as index:
+                    self.call(e, self.strip_delta, index)
                 self.call(e, self.finish_delta)
             with self.key_blocks(e, (low, high), BN) as start:
                 self.publish(e, start // BN)
@@ -348,9 +346,7 @@ class Backward(RowStatistics, OrderedAccumulate):
 
     def block(self, e: Emit, number: Any) -> None:
         """Every strip against the keys [n0, n1), and their dK and dV in this task's turn."""
-        with self.visible_block(e, lambda: 1):
-            if self.clean:
-                self.call(e, self.clean, e.frame.strips)
+        with self.visible_block(e, lambda: 1, e.frame.strips):
             with e.range(0, e.frame.strips) as index:
                 self.call(e, self.strip, index)
             self.call(e, self.wait, number)

@@ -55,4 +55,6 @@ def fixed_arguments(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str,
 def _grows(problem: Problem) -> bool:
     """Do later rows see more keys? Then they are started first."""
     kinds, ints = problem.program.kinds, problem.program.ints
+    if kinds and kinds[0].is_rows:
+        return bool(ints[0])
     return bool(kinds) and kinds[0].is_bottom_right and ints[0] <= -UNBOUNDED

@@ -303,6 +303,8 @@ class Forward(Softmax):
         seen = hull(self.seq(e, 0), self.terms, first, first + rows - 1)
         alone = splits == 1
         BN = args.BN
+        if not self.simple:  # classes are those of tiles that begin at multiples of BN
+            seen = (seen[0] // BN * BN, seen[1])
         begin, end = self.split_keys(e, seen, splits, BN)
         with e.range(begin, end, BN) as n0:
             frame.n0 = n0
@@ -352,9 +354,7 @@ class Forward(Softmax):
 
     def block(self, e: Emit, strips: Any) -> None:
         """Every strip against the keys [n0, n1)."""
-        with self.visible_block(e, lambda: e.args.group):
-            if self.clean:
-                self.call(e, self.clean, strips)
+        with self.visible_block(e, lambda: e.args.group, strips):
             if self.bounded:
                 self.call(e, self.k_norm)
             with e.range(0, strips) as index:

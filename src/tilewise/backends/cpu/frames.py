@@ -23,6 +23,7 @@ COSTS = {False: (10.0, 1.0), True: (35.0, 10.0)}
 rows and keys; on vectors, and on matrix tiles, where products take less time. Neoverse N1, fp32, head dims 256 and 512, forward
 and backward: 9 to 11 and 0.5 to 1.2. Xeon with AMX, bf16: from 64, 128 and 256 keys, and from 256 × 64 and 512 × 128."""
 LEAST_KEYS = DECODE_KEYS = 16
+LIST_ROWS = 128
 
 
 class Tiles(NamedTuple):
@@ -38,6 +39,11 @@ class Tiles(NamedTuple):
     """Query heads of a task: of one group, and a divisor of it."""
     groups: int = 1
     """Groups that a task decodes together, each with K and V of its own."""
+
+
+def class_rows(strip: int) -> int:
+    """Rows of the tiles that a mask is classified by: whole strips, and where they divide it, as many as lists usually share."""
+    return LIST_ROWS if LIST_ROWS % strip == 0 else strip
 
 
 def grain(kernel: Kernel) -> tuple[int, int]:

@@ -51,6 +51,7 @@ class CpuLaunch(NamedTuple):
     real: torch.dtype
     lse: tuple[tuple[int, int, int], tuple[int, int, int], torch.dtype]  # its shape, strides and dtype
     plain: bool  # a call has no tensors but q, k and v
+    held: list[Tensor] | None  # of a mask, to which the template points; None if its tensors change from call to call
 
     def run(self, tensors: tuple[Tensor, ...], args: Iterable[tuple[str, int]] = (), gradients: Any = ()) -> None:
         """Call the kernel with q, k, v, out and lse, the arguments named, and those of a backward."""

@@ -1,8 +1,9 @@
 """Masks in IR: which keys a strip sees, tile by tile.
 
 A conjunction of bands and ranges ("interval" masks: causal, window, prefix, padding and their &) gives each row one interval of
-keys whose ends never decrease with the row. Then skipping and masking are arithmetic. Every other mask is evaluated
-element by element into a tile of bits, on tiles that cheap tests could not prove empty.
+keys whose ends never decrease with the row, and so do the ends of rows that the host has found (`lowering`). Then skipping and
+masking are arithmetic. Every other mask comes with the classes of its tiles: PARTIAL ones are evaluated element by element into a
+tile of bits. In packed batches there are no classes, and cheap tests say which tiles might be seen.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ def interval(seq: SeqInfo, term: Term, q: Any) -> Interval:
         elif part.kind.is_padding:
             lo = e.max(lo, _per_batch(seq, part.tensors))
             hi = e.min(hi, _per_batch(seq, part.tensors + 1))
+        elif part.kind.is_rows:
+            row_lo, row_hi = (_row_ends(seq, part.tensors + side)[q] for side in range(2))
+            lo, hi = e.max(lo, row_lo.sext(I64)), e.min(hi, row_hi.sext(I64))
     return lo, hi
 
 
@@ -95,10 +99,22 @@ def _per_batch(seq: SeqInfo, tensor: int) -> Any:
     return seq.args.mask_tensor(tensor).pointer[offset].sext(I64)
 
 
+def _row_ends(seq: SeqInfo, tensor: int) -> Any:
+    """Where the lo or the hi of the sequence's rows are; there is room for a strip behind the last."""
+    ends = seq.args.mask_tensor(tensor)
+    return ends.pointer + (seq.batch * ends.stride_0 + seq.q_start)
+
+
 def _to_bits(value: Value) -> Any:
     """A 64-bit integer as the Real type's."""
     bits = value.e.real.bits
     return value if bits == I64 else value.trunc(bits)
+
+
+def _from_32(value: Value) -> Any:
+    """A 32-bit integer as the Real type's."""
+    bits = value.e.real.bits
+    return value.sext(bits) if bits == I64 else value
 
 
 def lane_interval(seq: SeqInfo, term: Term, q0: Value, keys: Interval) -> tuple[Strip, Strip]:
@@ -115,6 +131,11 @@ def lane_interval(seq: SeqInfo, term: Term, q0: Value, keys: Interval) -> tuple[
     lows = Strip([near(n0)] * e.tile.vectors)
     highs = e.each(lambda valid: e.select(valid, near(e.min(n1, seq.Sk)), -FAR), valid_rows(seq, q0))
     for part in term:
+        if part.kind.is_rows:
+            ends = ((_row_ends(seq, part.tensors + side) + q0).strip() for side in range(2))
+            los, his = (e.each(lambda end: _from_32(end) - _to_bits(n0).splat(), side) for side in ends)
+            lows, highs = e.max(lows, los), e.min(highs, his)
+            continue
         if not part.kind.is_interval:
             continue
         lo, hi = interval(seq, [part], q0) if not part.kind.is_band else _band(seq, part, q0)
@@ -183,6 +204,14 @@ def _mask_function(unit: Unit, name: str, kernel: Kernel, kinds: list[Any]) -> t
     e, (pointer, *values), function = unit.function(name, [PTR, *[I64] * 6, *kinds], result=I64)
     args = ArgBlock(e, pointer, argument_names(kernel), pointer_kinds(kernel))
     return e, SeqInfo(args, *values[:6]), values[6:], function
+
+
+def tile_class(seq: SeqInfo, row: Any, column: Any) -> Any:
+    """The class that the host has found for a tile."""
+    args = seq.args
+    at = seq.batch * args.classes_b + seq.head * args.classes_h + row * args.classes_r
+    four = args.classes[at + (column >> 2)].zext(I64)
+    return (four >> ((column & 3) << 1)) & 3
 
 
 def emit_alive(unit: Unit, kernel: Kernel) -> Any:

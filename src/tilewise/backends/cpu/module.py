@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import reduce
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-from tilewise.backends.cpu import frames, masking, matrix, pack, scores
+from tilewise.backends.cpu import frames, masking, matrix, pack
 from tilewise.backends.cpu.args import ArgBlock, pointer_kinds
 from tilewise.backends.cpu.builder import Emit, Unit
 from tilewise.backends.cpu.elementary import LN2, LOG2E, log2
 from tilewise.backends.cpu.function import kernel_function as kernel_function
-from tilewise.backends.cpu.ir import F32, F64, I1, I8, I16, I64, PTR, REALS, Pointer, Value
-from tilewise.backends.cpu.masking import Interval, SeqInfo, interval, outer_interval
+from tilewise.backends.cpu.ir import F32, F64, I8, I16, I64, PTR, REALS, Pointer, Value
+from tilewise.backends.cpu.masking import Interval, SeqInfo, interval
 from tilewise.backends.cpu.pages import PagedKeys
 from tilewise.backends.cpu.spec import ALIGN, BACKWARD, FRAME_BYTES, Kernel, argument_names, round_down, round_up
+from tilewise.backends.cpu.visibility import KeyRange as KeyRange
+from tilewise.backends.cpu.visibility import Visibility
 from tilewise.masks.program import is_interval, operands
 
 TASK = ("batch", "nth_group", "key_head", "Sq", "Sk", "q_start", "k_start", "m0", "rows", "strips", "n0", "n1", "n_pad", "W")
@@ -27,20 +26,7 @@ LONG, LATER = 512, 256
 see fewer, and have the largest errors anyway."""
 
 
-class KeyRange(NamedTuple):
-    """All keys [start, stop) of a block that a strip visits, and the `solid` ones that every row sees; multiples of J counted
-    from n0. `visible(j)` tells for the others which rows do."""
-
-    all: Interval
-    solid: Interval
-    visible: Callable[[Any], Any]
-
-    @property
-    def edges(self) -> tuple[Interval, Interval]:
-        return (self.all[0], self.solid[0]), (self.solid[1], self.all[1])
-
-
-class KernelModule(PagedKeys):
+class KernelModule(Visibility, PagedKeys):
     """One module of functions over (args, frame)."""
 
     task: tuple[str, ...] = ()
@@ -78,7 +64,7 @@ class KernelModule(PagedKeys):
             self.find_rows = self.emit_find_rows()
             self.find_scales = self.emit_find_scales() if self.kernel.stored else None
         if not self.simple:
-            self.alive = masking.emit_alive(self.unit, self.kernel)
+            self.alive = masking.emit_alive(self.unit, self.kernel) if self.kernel.varlen else None
             self.bits = masking.emit_bits(self.unit, self.kernel)
         self.emit_packers()
         self.clean = None if self.simple and not self.kernel.bias else self.emit_clean()
@@ -130,36 +116,6 @@ class KernelModule(PagedKeys):
             setattr(e.frame, name, cursor.address)
             cursor = cursor + round_up(size if isinstance(size, Value) else e.const(size, I64), ALIGN)
 
-    def key_range(self, e: Emit, seq: SeqInfo, q0: Any) -> KeyRange:
-        """The keys of the block that a strip visits."""
-        J, n0, n_pad = self.tile.keys, e.frame.n0, e.frame.n_pad
-        width = e.frame.n1 - n0
-        last = e.min(q0 + (self.tile.rows - 1), seq.Sq - 1)
-        if self.simple:
-            low, high = outer_interval(seq, self.terms[0], q0, last)
-            inner_low, inner_high = outer_interval(seq, self.terms[0], last, q0)
-
-            def near(x: Any) -> Any:
-                return e.min(e.max(x - n0, 0), width)
-
-            start, stop = round_down(near(low), J), round_up(near(high), J)
-            solid_start = e.min(round_up(near(inner_low), J), stop)
-            solid_stop = e.max(round_down(near(inner_high), J), solid_start)
-            ends = masking.lane_interval(seq, self.terms[0], q0, (n0, e.frame.n1))
-            return KeyRange((start, stop), (solid_start, solid_stop), lambda j: masking.within(j, *ends))
-        W, values = e.frame.W, seq.values
-        alive = e.call(self.alive, e.args.pointer, *values, q0, last, n0, e.frame.n1)
-        kind = Pointer(e, e.ir.alloca(I64), I64)
-        kind[0] = masking.EMPTY
-        with e.if_(alive != 0):
-            kind[0] = e.call(self.bits, e.args.pointer, *values, q0, n0, e.frame.n1, W)
-        coverage = kind[0]
-        nothing, full = coverage == masking.EMPTY, coverage == masking.FULL
-        stop = e.select(nothing, 0, n_pad)
-        solid_stop = e.select(full, round_down(width, J), 0)
-        zero = e.const(0, I64)
-        return KeyRange((zero, stop), (zero, solid_stop), lambda j: W.strip(j * self.tile.rows) != 0)
-
     # -- tiles of K and V
 
     def fetch_tiles(self, e: Emit) -> None:
@@ -203,77 +159,6 @@ class KernelModule(PagedKeys):
             start = col // J * (e.args.BN * J)
             row, lane = key * J, col % J
         return start + row + lane
-
-    @contextmanager
-    def visible_block(self, e: Emit, heads: Callable[[], Any]) -> Iterator[None]:
-        """What is done with keys [n0, n1), their tiles packed, unless no row of the task sees any of them. `heads` are query
-        heads from the task's first."""
-        visit, skip = e.blocks("visit", "skip")
-        if self.simple:
-            e.ir.branch(visit)
-        else:
-            e.branch(self.block_alive(e, heads()), visit, skip)
-        e.ir.position_at_end(visit)
-        self.fetch_tiles(e)
-        yield
-        e.go(skip)
-
-    def block_alive(self, e: Emit, heads: Any) -> Any:
-        """Might any row of the task see a key of [n0, n1)?"""
-        frame = e.frame
-        first, last = frame.m0, frame.m0 + frame.rows - 1
-        base, _ = self.strip_at(e, 0)
-        with e.loop(0, heads, 1, [0]) as over:
-            values = self.seq(e, base + over.index).values
-            alive = e.call(self.alive, e.args.pointer, *values, first, last, frame.n0, frame.n1)
-            over.carry([over.values[0] | alive])
-        return over.values[0] != 0
-
-    # -- values that nobody sees
-
-    @kernel_function(I64)
-    def emit_clean(self, e: Emit, strips: Any) -> None:
-        """clean(args, frame, strips): zero the tile rows that no row of the task sees, if any element is not finite.
-
-        What is hidden must not reach a result as 0 · inf; where everything is finite there is nothing to do.
-        """
-        args, frame = e.args, e.frame
-        n_pad, dtype = frame.n_pad, self.packed
-        tiles = [(tile, getattr(frame, tile[0]).stored(dtype), args.D if tile[1][0] == "k" else args.Dv) for tile in self.tiles]
-        tiles = [tile for tile in tiles if tile[0][0] in self.cleaned]
-        total = e.const(0.0)
-        for tile, cells, cols in tiles:
-            with e.loop(0, n_pad, 1, [total]) as key:
-                with e.loop(0, cols, 1, key.values) as col:
-                    value = cells.fetch(self.cell(e, tile, key.index, col.index))
-                    col.carry([e.fma(value, e.const(0.0), col.values[0])])
-                key.carry(col.values)
-            total = key.values[0]
-        with e.if_(total == 0.0, likely=True):
-            e.ret()
-        with e.range(0, n_pad) as j:
-            with e.loop(0, strips, 1, [e.const(0, I1)]) as over:
-                head, q0 = self.strip_at(e, over.index)
-                over.carry([over.values[0] | self.seen(e, self.seq(e, head), q0, j)])
-            with e.if_(~over.values[0]):
-                for tile, cells, cols in tiles:
-                    with e.range(0, cols) as column:
-                        cells[self.cell(e, tile, j, column)] = e.narrow(e.const(0.0), dtype)
-
-    def seen(self, e: Emit, seq: SeqInfo, q0: Any, j: Any) -> Any:
-        """Does any row of the strip at q0 see key n0 + j?"""
-        n0 = e.frame.n0
-        key = n0 + j
-        if self.simple:
-            visible = masking.within(j, *masking.lane_interval(seq, self.terms[0], q0, (n0, e.frame.n1)))
-        else:
-            e.call(self.bits, e.args.pointer, *seq.values, q0, key, key + 1, e.frame.W)
-            visible = e.frame.W.strip() != 0
-        if self.kernel.bias:
-            _, unmasked, _ = scores.Modifier(self.kernel, seq, q0).apply(e.strip(0.0), key)
-            visible = visible & unmasked
-        lanes = (vector.lane(lane) for vector in visible for lane in range(e.lanes))
-        return reduce(lambda x, y: x | y, lanes, e.const(0, I1))
 
     # -- where errors are large, and sums have to be short
 

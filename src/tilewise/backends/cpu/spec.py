@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilewise.masks.program import operands
+from tilewise.masks.program import is_interval, operands
 
 FRAME_BYTES = 512  # the fields of a frame; its buffers follow
 ALIGN = 16  # elements: every buffer starts on such a multiple
@@ -123,13 +123,17 @@ def mask_tensors(structure: str) -> int:
     return sum(kind.tensors for term in operands(structure) for kind, _, _ in term)
 
 
+CLASSES = ("classes", "classes_b", "classes_h", "classes_r", "class_rows")
+"""Two bits for each tile of a mask that is no interval, four tiles to a byte; their strides, and the rows of a tile."""
+
+
 def mask_args(structure: str) -> tuple[str, ...]:
-    """The arguments of a mask structure, after the fixed ones: its integers, then each tensor's address and strides."""
+    """The arguments of a mask structure, after the fixed ones: its integers, each tensor's address and strides, its classes."""
     ints = sum(kind.ints for term in operands(structure) for kind, _, _ in term)
     names = [f"mask_i{n}" for n in range(ints)]
     for n in range(mask_tensors(structure)):
         names += [f"mask_t{n}", *(f"mask_t{n}_{axis}" for axis in range(MASK_RANK))]
-    return tuple(names)
+    return (*names, *(() if is_interval(structure) else CLASSES))
 
 
 def argument_names(kernel: Kernel) -> tuple[str, ...]:

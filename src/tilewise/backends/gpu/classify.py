@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilewise.backends.base import Inputs
 from tilewise.backends.gpu.arguments import mask_args
-from tilewise.backends.gpu.launch import LaunchOptions, broadcast_strides, interpreting
+from tilewise.backends.gpu.launch import LaunchOptions, broadcast_strides
 from tilewise.backends.gpu.lists import CHUNK, ListLayout, TileLists, list_layout, most_runs, run_width
 from tilewise.backends.gpu.record import Launch, current_stream
 from tilewise.backends.gpu.structs import MaskArgs, MaskLayout
