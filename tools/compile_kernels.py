@@ -88,6 +88,8 @@ def portable(name: str, *kernels: str, d: int = 128, **more: Any) -> Check:
 
 
 MAIN = ("forward", "keys", "queries")
+CAREFUL = ("forward careful", "keys careful", "queries careful")
+"""What runs where something is not finite: it may spill."""
 CLASSIFIER = ("summary", "classify", "map", "pack")
 DECODE = {"seqlen": 1, "kv_seqlen": 4096}
 TWO = ("sm_80", "sm_90")
@@ -114,7 +116,7 @@ PORTABLE = (
     portable("everything", *MAIN, "bias", d=64, few=True, softcap=30.0, bias=(1, 8, 1024, 1024), alibi=True, sinks=True,
              dropout_p=0.1, targets=MOST, may_spill=True, loose=True),
     *(
-        portable(f"documents d{d}", *MAIN, *CLASSIFIER, d=d, mask="causal", data="documents", few=True, targets=MOST)
+        portable(f"documents d{d}", *MAIN, *CAREFUL, *CLASSIFIER, d=d, mask="causal", data="documents", few=True, targets=MOST)
         for d in (64, 128)
     ),
     portable("documents varlen", *MAIN, mask="causal", data="documents", lengths=(512, 512), targets=TWO, loose=True),
@@ -268,7 +270,7 @@ def _portable(
         sizes = (getattr(config, name, 0) for name in ("BLOCK_M", "BLOCK_N"))
         text = f"{'x'.join(map(str, sizes))} w{options.num_warps} s{options.num_stages}"
         whole = name != "keys" or launch.args[1].dk is not None  # where dK and dV are computed apart, dV takes less
-        planned = None if name in CLASSIFIER else tiles[pass_of(name, tiles)]
+        planned = None if name in (*CLASSIFIER, *CAREFUL) else tiles[pass_of(name, tiles)]
         yield Compiled(name, kernel, config, text, time.perf_counter() - start, planned, whole)
 
 
@@ -323,7 +325,7 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
         return known, [*backward_faults(compiled.name, known, compiled.config, may_spill), *planned]
     columns = getattr(compiled.kernel.metadata, "tmem_size", 0)
-    may_spill = check.may_spill or not strict or (
+    may_spill = check.may_spill or not strict or compiled.name in CAREFUL or (
         compiled.tile is not None and known.spills <= tuned_spills(check, compiled.tile, target)
     )
     wrong = portable_faults(known, columns, device(TARGETS[target].device).sram_per_block, may_spill)

@@ -1,11 +1,11 @@
 """The kernels that classify tiles and write lists of them (`lists.py` has the format). They are small: a new mask compiles soon.
 
-Each literal is classified for itself, 0 EMPTY, 1 PARTIAL, 2 FULL, and combined as in `masks/tiles.py`: AND is the minimum, OR the
-maximum. Bands and ranges of a term are intersected exactly. Documents are compared by the least and largest id of a tile and a set
-of hashes, which `summary_kernel` writes. A table's blocks within a tile are looked at one by one, or, where they are many, and for
-dense masks, all elements of the tile by `map_kernel`.
+Each literal is classified for itself, 0 EMPTY, 1 PARTIAL, 2 FULL, and combined as in `masks/tiles.py`: AND is the minimum, OR
+the maximum. Bands and ranges of a term are intersected exactly. Documents are compared by the least and the largest id of a tile
+and a set of hashes, which `summary_kernel` writes. A table's blocks within a tile are looked at one by one. Where they are many,
+and for dense masks, `map_kernel` looks at all elements of the tile.
 
-Queries [q0, q1) and keys [k0, k1) of a tile are a number on the side of the row and a vector on the other.
+Queries [q0, q1) and keys [k0, k1) of a tile are numbers on the side of the row and vectors on the other.
 """
 
 from __future__ import annotations
