@@ -15,7 +15,7 @@ from tilewise.backends.hopper.config import WIDTHS
 from tilewise.backends.hopper.intervals import interval_mask, mask_of
 from tilewise.backends.hopper.limits import why_not
 from tilewise.backends.hopper.shared_memory import on_chip, warps_of
-from tilewise.backends.verdict import Verdict
+from tilewise.backends.verdict import Verdict, no_statistics
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import Problem
@@ -53,6 +53,7 @@ def obstacles(problem: Problem, backward: bool = False) -> list[str]:
         *(f"{name} is not served here" for name, asked in absent.items() if asked),
         *(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")),
         mask if isinstance(mask, str) else None,
+        no_statistics(problem.stats),
     )
     return [reason for reason in reasons if reason] or [*refused_tiles(problem, backward)]
 
