@@ -122,11 +122,11 @@ PORTABLE = (
         portable(f"documents d{d}", *MAIN, *CAREFUL, *CLASSIFIER, d=d, mask="causal", data="documents", few=True, targets=MOST)
         for d in (64, 128)
     ),
-    portable("documents varlen", *MAIN, mask="causal", data="documents", lengths=(512, 512), targets=TWO, loose=True),
+    portable("documents varlen", *MAIN, made=lambda: packed_documents(), lengths=(512, 512), targets=TWO, loose=True),
     portable("documents fp32", *MAIN, d=64, dtype="float32", mask="causal", data="documents", targets=TWO),
     *(portable(f"blocks d{d}", *MAIN, *CLASSIFIER, d=d, made=lambda: some_blocks(), targets=MOST) for d in (64, 128)),
     *(portable(f"dense d{d}", *MAIN, *CLASSIFIER, d=d, made=lambda: dense_mask(), targets=MOST) for d in (64, 128)),
-    *(portable(f"sinks and window d{d}", *MAIN, d=d, mask="causal & (prefix(4) | window(100))", targets=TWO) for d in (64, 128)),
+    *(portable(f"first keys and window d{d}", *MAIN, *CLASSIFIER, d=d, mask="causal & (prefix(4) | window(100))", targets=TWO) for d in (64, 128)),
     portable("selected or window", *MAIN, *CLASSIFIER, made=lambda: selected_or_window(), targets=TWO),
     portable("blocks and dense", *MAIN, *CLASSIFIER, d=64, made=lambda: blocks_or_not_dense(), targets=MOST, may_spill=True,
              loose=True),
@@ -203,6 +203,12 @@ def blocks_or_not_dense(length: int = 1024) -> masks.Mask:
 
     table = torch.ones(1, 1, length // 64, length // 64, dtype=torch.bool)
     return masks.blocks(table, 64) | ~masks.dense(torch.ones(2, 1, length, length, dtype=torch.bool))
+
+
+def packed_documents(tokens: int = 1024) -> masks.Mask:
+    import torch
+
+    return masks.causal() & masks.documents(torch.zeros(tokens, dtype=torch.int32))
 
 
 def some_blocks(length: int = 1024) -> masks.Mask:

@@ -180,17 +180,23 @@ def literal_class(a, seq, q0, q1, k0, k1, valid, C: tl.constexpr, t: tl.constexp
 
 
 @triton.jit
+def term_class(a, seq, q0, q1, k0, k1, valid, C: tl.constexpr, t: tl.constexpr):
+    classes = interval_class(mp.term_interval(a.mask, seq, C, t), q0, q1, k0, k1)
+    LITERALS: tl.constexpr = len(C.MASK.terms[t].literals)
+    for i in tl.static_range(LITERALS):
+        if C.MASK.terms[t].literals[i].kind.reads_data:
+            classes = tl.minimum(classes, literal_class(a, seq, q0, q1, k0, k1, valid, C, t, i))
+    return classes
+
+
+@triton.jit
 def tile_classes(a, seq, q0, q1, k0, k1, valid, C: tl.constexpr):
     """The classes of tiles, and the set of terms that are live in each."""
     classes = (q0 + k0) * 0
     live = classes
     TERMS: tl.constexpr = len(C.MASK.terms)
     for t in tl.static_range(TERMS):
-        term = interval_class(mp.term_interval(a.mask, seq, C, t), q0, q1, k0, k1)
-        LITERALS: tl.constexpr = len(C.MASK.terms[t].literals)
-        for i in tl.static_range(LITERALS):
-            if C.MASK.terms[t].literals[i].kind.reads_data:
-                term = tl.minimum(term, literal_class(a, seq, q0, q1, k0, k1, valid, C, t, i))
+        term = term_class(a, seq, q0, q1, k0, k1, valid, C, t)
         classes = tl.maximum(classes, term)
         if C.LAYOUT.live:
             live |= tl.where(term > 0, 1 << t, 0)
