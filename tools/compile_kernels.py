@@ -122,7 +122,7 @@ PORTABLE = (
         portable(f"documents d{d}", *MAIN, *CAREFUL, *CLASSIFIER, d=d, mask="causal", data="documents", few=True, targets=MOST)
         for d in (64, 128)
     ),
-    portable("documents varlen", *MAIN, made=lambda: packed_documents(), lengths=(512, 512), targets=TWO, loose=True),
+    portable("documents varlen", *MAIN, *CLASSIFIER, made=lambda: packed_documents(), lengths=(512, 512), targets=TWO, loose=True),
     portable("documents fp32", *MAIN, d=64, dtype="float32", mask="causal", data="documents", targets=TWO),
     *(portable(f"blocks d{d}", *MAIN, *CLASSIFIER, d=d, made=lambda: some_blocks(), targets=MOST) for d in (64, 128)),
     *(portable(f"dense d{d}", *MAIN, *CLASSIFIER, d=d, made=lambda: dense_mask(), targets=MOST) for d in (64, 128)),

@@ -190,7 +190,7 @@ class Maker:
         self.problem, self.spec, self.device = problem, spec, inputs.q.device
         self.cu_q, self.cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
         self.program, self.terms = problem.program, list(problem.program.terms())
-        self.mask, self.structure = mask_args(self.program, self.device), MaskLayout.of(self.program.structure)
+        self.mask, self.structure = mask_args(self.program, self.device, problem.batch), MaskLayout.of(self.program.structure)
         self.layout = list_layout(self.program, spec.block_q, spec.block_k)
         literals = [one for term in self.terms for one in term]
         tensors = [(one.kind, t) for one in literals for t in one.tensors]

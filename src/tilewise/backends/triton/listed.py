@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
+from tilewise.backends.gpu.arguments import mask_args
 from tilewise.backends.gpu.classify import ListSpec, lists_for
-from tilewise.backends.gpu.lists import TileLists, list_layout, walks_lists
+from tilewise.backends.gpu.lists import ListLayout, TileLists, list_layout, walks_lists
 from tilewise.backends.gpu.record import Launch
 from tilewise.backends.gpu.structs import Attention, KernelConfig, MaskArgs, MaskLayout
 from tilewise.model import TilePlan
@@ -26,6 +27,8 @@ PASSES = ("forward", "backward_dkdv", "backward_dq")
 class PassLists(NamedTuple):
     lists: TileLists
     flags: Tensor  # of each program
+    layout: ListLayout
+    mask: MaskArgs  # what kernels evaluate themselves, if anything
 
 
 def lists_of(problem: Problem, inputs: Inputs, tiles: dict[str, TilePlan]) -> dict[str, PassLists]:
@@ -35,27 +38,30 @@ def lists_of(problem: Problem, inputs: Inputs, tiles: dict[str, TilePlan]) -> di
     found = {}
     for pass_ in PASSES:
         if pass_ in tiles:
-            lists = lists_for(problem, inputs, ListSpec(*tiles[pass_].sizes, by_key=pass_ == "backward_dkdv"))
-            flags = torch.empty(_programs(problem, tiles[pass_]), dtype=torch.int32, device=inputs.q.device)
-            found[pass_] = PassLists(lists, flags)
+            sizes, device = tiles[pass_].sizes, inputs.q.device
+            lists = lists_for(problem, inputs, ListSpec(*sizes, by_key=pass_ == "backward_dkdv"))
+            flags = torch.empty(_programs(problem, tiles[pass_]), dtype=torch.int32, device=device)
+            layout = list_layout(problem.program, *sizes)
+            mask = mask_args(problem.program, device, problem.batch) if layout.program else MaskArgs((), (), ())
+            found[pass_] = PassLists(lists, flags, layout, mask)
     return found
 
 
 def list_tensors(lists: dict[str, PassLists]) -> list[Tensor]:
     """What recorded launches read of them."""
-    return [x for one in lists.values() for x in (*one.lists, one.flags) if isinstance(x, Tensor)]
+    return [x for one in lists.values() for x in (*one.lists, one.flags, *one.mask.tensors) if isinstance(x, Tensor)]
 
 
 def with_lists(
-    problem: Problem, a: Attention, config: KernelConfig, tile: TilePlan, lists: dict[str, PassLists]
+    a: Attention, config: KernelConfig, tile: TilePlan, lists: dict[str, PassLists]
 ) -> tuple[Attention, KernelConfig]:
     """Arguments and config of a kernel that walks lists, if its pass does."""
     if tile.pass_ not in lists:
         return a, config
-    layout = list_layout(problem.program, *tile.sizes)
+    own, flags, layout, mask = lists[tile.pass_]
     if not layout.program:
-        a, config = a._replace(mask=MaskArgs((), (), ())), config._replace(MASK=MaskLayout())
-    a = a._replace(lists=lists[tile.pass_].lists, flags_ptr=lists[tile.pass_].flags)
+        config = config._replace(MASK=MaskLayout())
+    a = a._replace(lists=own, flags_ptr=flags, mask=mask)
     return a, config._replace(LISTED=True, LISTS=layout, EMPTY_ROWS=True)
 
 

@@ -257,7 +257,7 @@ def arguments(
     a = host.attention_args(problem, inputs, out, lse, tile.splits)
     config = host.config_for(problem, inputs, dot_precision(problem, on_hip()))
     config = config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
-    return with_lists(problem, a, config, tile, lists) if lists else (a, config)
+    return with_lists(a, config, tile, lists) if lists else (a, config)
 
 
 def worth_maps(problem: Problem) -> bool:
