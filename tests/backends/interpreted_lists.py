@@ -132,14 +132,12 @@ def check_random(count: int) -> None:
 def check_ids() -> None:
     """Ids in any order: EMPTY and FULL are never wrong; few ids are decided exactly where hashes can."""
     for ids in (
-        torch.randint(-3, 3, (80,)),
-        torch.tensor([5] * 30 + [-7] * 30 + [5] * 20),
-        torch.arange(80),
-        torch.full((80,), -(2**31), dtype=torch.int64),
-        torch.randint(-(2**31), 2**31, (2, 80)),
+        torch.randint(-3, 3, (40,)),
+        torch.arange(40),
+        torch.full((40,), -(2**31), dtype=torch.int64),
+        torch.randint(-(2**31), 2**31, (2, 40)),
     ):
-        for mask in (tw.documents(ids), tw.causal() & tw.documents(ids), tw.window(30) | tw.documents(ids) & tw.causal()):
-            check(mask, 80, 80, (16, 16), exact=False)
+        check(tw.window(30) | tw.documents(ids) & tw.causal(), 40, 40, (16, 16), exact=False)
     check(tw.documents(torch.tensor([5] * 32 + [-7] * 32 + [5] * 16)), 80, 80, (16, 16))
     q_ids = torch.tensor([1] * 20 + [4] * 20)
     check(tw.documents(torch.tensor([3] * 40 + [4] * 40), q_ids=q_ids), 40, 80, (16, 16))
@@ -147,8 +145,8 @@ def check_ids() -> None:
 
 def check_many_runs() -> None:
     """More runs than there is room for: one for all of them."""
-    ids = torch.tensor([0, 1] * 8).repeat_interleave(16)
-    check(tw.documents(ids), 256, 256, (16, 16), exact=False)
+    ids = torch.tensor([0, 1] * 4).repeat_interleave(16)
+    check(tw.documents(ids), 128, 128, (16, 16), exact=False)
     long = torch.zeros(300 * 16, dtype=torch.int32)
     problem, inputs = problem_of(
         tw.documents(long, q_ids=long[:16]), 16, 300 * 16
@@ -289,7 +287,7 @@ def check_packed_results() -> None:
 
 
 def main() -> None:
-    check_random(int(os.environ.get("TILEWISE_LISTS", "8")))
+    check_random(int(os.environ.get("TILEWISE_LISTS", "5")))
     check_ids()
     check_many_runs()
     check_live()
