@@ -51,6 +51,8 @@ class Operands(NamedTuple):
     """Ids of documents stream past with the operands."""
     bits: bool = False
     """Packed bits of a dense mask do."""
+    evaluated: bool = False
+    """The mask has no form that kernels know: tables and dense masks are read element by element."""
     blocks: tuple[int, int] = (0, 0)
     """Queries and keys of the blocks of the mask's tables, by which they can be divided; (0, 0): no tables."""
     plain: bool = True
@@ -118,7 +120,9 @@ def buffers(tile: TilePlan, x: Operands, spec: DeviceSpec) -> dict[str, int]:
             result["scales"] = 2 * held * (m if tile.pass_ == "backward_dkdv" else n) * STATISTICS
         if x.ids and by == "mma":
             result["ids"] = held * (m if tile.pass_ == "backward_dkdv" else n) * STATISTICS
-        if x.bits:
+        if x.evaluated or any(blocks % side for blocks, side in zip(x.blocks, tile.sizes, strict=True)):
+            result["mask"] = 2 * m * n
+        elif x.bits:
             result["bits"] = (held if by == "mma" else 1) * m * n // 8
     if exchanges(tile, x, spec):
         weights = "P" if tile.pass_ in ("forward", "decode") else "dS"

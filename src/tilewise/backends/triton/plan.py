@@ -101,8 +101,7 @@ def choices(problem: Problem, spec: DeviceSpec, pass_: str) -> list[TilePlan]:
     has = _every(problem, spec, pass_) if pass_ in passes(problem, spec) else []
     asked = problem.asked(pass_)
     if asked in [tile.sizes for tile in has]:
-        chosen = tile(problem, spec, pass_)
-        has = [chosen, *(tile for tile in has if tile.sizes != asked)]
+        has = [tile(problem, spec, pass_), *(tile for tile in has if tile.sizes != asked)]
     return has
 
 
@@ -212,8 +211,8 @@ def _ranking(problem: Problem, spec: DeviceSpec, pass_: str) -> tuple[Candidate,
 
 
 def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
-    hip = spec.vendor == "AMD"
-    split, listed = splits_fp32(problem, hip) and pass_ != "decode", lists.walks_lists(problem)
+    hip, listed, kinds = spec.vendor == "AMD", lists.walks_lists(problem), problem.program.kinds
+    split = splits_fp32(problem, hip) and pass_ != "decode"
     plain = not (problem.bias or problem.alibi or problem.softcap or problem.dropout_p or problem.varlen)
     return Operands(
         d=padded(problem.head_dim),
@@ -222,8 +221,9 @@ def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
         fp16_split=split,
         tf32x3=dot_precision(problem, hip) == "tf32x3" and not split,
         scratch=4 if problem.dropout_p else 0 if problem.bias is None else problem.itemsize,
-        ids=listed and any(kind.is_documents for kind in problem.program.kinds),
-        bits=listed and any(kind.is_dense for kind in problem.program.kinds),
+        ids=listed and any(kind.is_documents for kind in kinds),
+        bits=listed and any(kind.is_dense for kind in kinds),
+        evaluated=listed and lists.list_layout(problem.program, 16, 16).program,
         blocks=lists.block_sizes(problem.program) if listed else (0, 0),
         plain=plain and problem.program.structure in ("", "b"),
     )
