@@ -101,6 +101,8 @@ def derivative_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> l
 
 def _name(launch: Launch) -> str:
     name: str = launch.kernel.__name__.removesuffix("_kernel")
+    if getattr(launch.config, "CAREFUL", False):
+        return f"{name} careful"
     return "decode" if name == "forward" and launch.config.SPLIT else name
 
 

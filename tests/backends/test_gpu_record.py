@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilewise.backends.base import BackwardInputs, Inputs
-from tilewise.backends.gpu import record
+from tilewise.backends.gpu import classify, record
 from tilewise.backends.gpu.launch import Address, Descriptor
 from tilewise.backends.gpu.record import Launch, Recorder, Recording, bound
 from tilewise.masks import causal
@@ -37,6 +37,7 @@ def collect(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[Any, ...],
     """Every (key, tensors, launches) that a call would perform, none of which is run."""
     found: list[Any] = []
     monkeypatch.setattr(run, "recorder", Collector(found))
+    monkeypatch.setattr(classify, "launch", lambda *args: None)
     return found
 
 
@@ -242,15 +243,18 @@ def test_other_shapes_have_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({key for key, _, _ in found}) == len(found)
 
 
-def test_masks_that_bring_tensors_are_never_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_whose_tensors_kernels_read_are_never_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those that become lists are: the lists are tensors like any other."""
     from tilewise import masks
 
     found = collect(monkeypatch)
-    ids = torch.zeros(2, 64, dtype=torch.int32)
-    problem = Problem.of(batch=2, heads=2, seqlen=64, head_dim=16, dtype="float16", mask=masks.documents(ids))
     q, k, v, out = (torch.randn(2, 2, 64, 16).half() for _ in range(4))
-    run.run_forward(problem, Inputs(q, k, v), out, torch.empty(2, 2, 64))
-    assert found[0][0] is None
+    lengths, ids = torch.tensor([64, 30]), torch.zeros(2, 64, dtype=torch.int32)
+    for mask in (masks.key_padding(lengths), masks.documents(ids), masks.documents(ids[:1])):
+        problem = Problem.of(batch=2, heads=2, seqlen=64, head_dim=16, dtype="float16", mask=mask)
+        run.run_forward(problem, Inputs(q, k, v), out, torch.empty(2, 2, 64))
+    padding, per_sequence, shared = (key for key, _, _ in found)
+    assert padding is None and per_sequence is not None and shared not in (None, per_sequence)
 
 
 def test_a_descriptor_moves_to_other_memory() -> None:

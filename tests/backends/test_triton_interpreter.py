@@ -45,3 +45,7 @@ def test_the_tile_that_is_planned_or_asked_for_runs() -> None:
 
 def test_derivatives_in_the_interpreter() -> None:
     interpret("tests.backends.interpreted_derivatives")
+
+
+def test_lists_of_tiles() -> None:
+    interpret("tests.backends.interpreted_lists")

@@ -21,6 +21,7 @@ CHOSEN = [
     ("d128 full", "sm_90", ("forward", "keys", "queries")),
     ("d64", "sm_90", ("forward", "keys", "queries")),
     ("everything", "sm_90", ("bias",)),
+    ("documents d64", "sm_90", ("classify", "forward")),
     ("varlen", "sm_90", ("forward",)),
     ("decode", "sm_90", ("decode", "merge")),
     ("prepare", "sm_90", ("prepare",)),

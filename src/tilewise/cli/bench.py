@@ -26,7 +26,8 @@ def bench_command(
     suite: Annotated[
         str,
         typer.Option(
-            help="quick, smoke, cpu, cpu-avx512, cpu-avx512-16, features; on a GPU gpu, features-gpu, hopper, hopper-backward; "
+            help="quick, smoke, cpu, cpu-avx512, cpu-avx512-16, features; on a GPU gpu, features-gpu, masks-gpu, hopper, "
+            "hopper-backward; "
             "or overhead (a call beside its arithmetic)."
         ),
     ] = "quick",
@@ -38,7 +39,8 @@ def bench_command(
         list[str] | None,
         typer.Option(
             metavar="<str>",
-            help="Against whom: sdpa, sdpa-flash, sdpa-cudnn, sdpa-efficient, flex, fa4, flash_attn, xformers, standard, "
+            help="Against whom: sdpa, sdpa-flash, sdpa-cudnn, sdpa-efficient, flex, fa4, fa4-packed, flash_attn, xformers, "
+            "standard, "
             "tilewise:<backend>; may be repeated.",
         ),
     ] = None,

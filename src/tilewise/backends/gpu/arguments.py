@@ -14,7 +14,7 @@ from tilewise.numerics.philox import drop_threshold
 from tilewise.problem import Problem
 
 
-def mask_args(program: MaskProgram, device: torch.device) -> MaskArgs:
+def mask_args(program: MaskProgram, device: torch.device, batch: int) -> MaskArgs:
     """The program's integers and tensors with the strides the device functions expect, 0 where a side broadcasts."""
     tensors: list[Tensor] = []
     strides: list[int] = []
@@ -31,6 +31,7 @@ def mask_args(program: MaskProgram, device: torch.device) -> MaskArgs:
                     sides = broadcast_strides(t)[2:] if kind.is_dense else [t.shape[3], t.shape[2]]
                     strides += [*broadcast_strides(t)[:2], *sides]
                 else:
+                    t = t if kind.is_documents else t.expand(batch)  # one integer for each sequence
                     t = t.to(torch.int32).contiguous()
                     strides += broadcast_strides(t)[:1] if kind.is_documents else []
                 tensors.append(t)
@@ -53,7 +54,7 @@ def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, s
         cu_q=inputs.cu_q if problem.varlen else None,
         cu_k=inputs.cu_k if problem.varlen else None,
         origins=inputs.origins,
-        mask=mask_args(problem.program, device),
+        mask=mask_args(problem.program, device, problem.batch),
         batch=problem.batch,
         heads=problem.heads,
         kv_heads=problem.kv_heads,

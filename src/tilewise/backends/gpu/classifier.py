@@ -1,11 +1,11 @@
 """The kernels that classify tiles and write lists of them (`lists.py` has the format). They are small: a new mask compiles soon.
 
-Each literal is classified for itself, 0 EMPTY, 1 PARTIAL, 2 FULL, and combined as in `masks/tiles.py`: AND is the minimum, OR the
-maximum. Bands and ranges of a term are intersected exactly. Documents are compared by the least and largest id of a tile and a set
-of hashes, which `summary_kernel` writes. A table's blocks within a tile are looked at one by one, or, where they are many, and for
-dense masks, all elements of the tile by `map_kernel`.
+Each literal is classified for itself, 0 EMPTY, 1 PARTIAL, 2 FULL, and combined as in `masks/tiles.py`: AND is the minimum, OR
+the maximum. Bands and ranges of a term are intersected exactly. Documents are compared by the least and the largest id of a tile
+and a set of hashes, which `summary_kernel` writes. A table's blocks within a tile are looked at one by one. Where they are many,
+and for dense masks, `map_kernel` looks at all elements of the tile.
 
-Queries [q0, q1) and keys [k0, k1) of a tile are a number on the side of the row and a vector on the other.
+Queries [q0, q1) and keys [k0, k1) of a tile are numbers on the side of the row and vectors on the other.
 """
 
 from __future__ import annotations
@@ -180,17 +180,23 @@ def literal_class(a, seq, q0, q1, k0, k1, valid, C: tl.constexpr, t: tl.constexp
 
 
 @triton.jit
+def term_class(a, seq, q0, q1, k0, k1, valid, C: tl.constexpr, t: tl.constexpr):
+    classes = interval_class(mp.term_interval(a.mask, seq, C, t), q0, q1, k0, k1)
+    LITERALS: tl.constexpr = len(C.MASK.terms[t].literals)
+    for i in tl.static_range(LITERALS):
+        if C.MASK.terms[t].literals[i].kind.reads_data:
+            classes = tl.minimum(classes, literal_class(a, seq, q0, q1, k0, k1, valid, C, t, i))
+    return classes
+
+
+@triton.jit
 def tile_classes(a, seq, q0, q1, k0, k1, valid, C: tl.constexpr):
     """The classes of tiles, and the set of terms that are live in each."""
     classes = (q0 + k0) * 0
     live = classes
     TERMS: tl.constexpr = len(C.MASK.terms)
     for t in tl.static_range(TERMS):
-        term = interval_class(mp.term_interval(a.mask, seq, C, t), q0, q1, k0, k1)
-        LITERALS: tl.constexpr = len(C.MASK.terms[t].literals)
-        for i in tl.static_range(LITERALS):
-            if C.MASK.terms[t].literals[i].kind.reads_data:
-                term = tl.minimum(term, literal_class(a, seq, q0, q1, k0, k1, valid, C, t, i))
+        term = term_class(a, seq, q0, q1, k0, k1, valid, C, t)
         classes = tl.maximum(classes, term)
         if C.LAYOUT.live:
             live |= tl.where(term > 0, 1 << t, 0)

@@ -1,9 +1,10 @@
 """Making lists of tiles (`lists.py`) and keeping them: the one place where the GPU backends get theirs.
 
-Lists are kept with the first leaf of a mask that holds tensors, for as long as that value lives. They are taken again if all that
-they were made from is the same: leaves, versions of their tensors, lengths, tiles, `cu_seqlens` and the stream. They are made in each
-call for tensors that count no versions (inference mode, numpy), and while a CUDA graph is captured, so that a replay reads what
-the tensors hold then. A write through `.data` counts no version, in torch's own checks neither: after one, build the mask anew.
+Lists are kept with the first leaf of a mask that holds tensors, for as long as that value lives. They are taken again if all
+that they were made from is the same: leaves, versions of their tensors, lengths, tiles, `cu_seqlens` and the stream. They are
+made in each call for tensors that count no versions (inference mode, numpy), and while a CUDA graph is captured, so that a
+replay reads what the tensors hold then. A write through `.data` counts no version, for torch's own checks neither: after one,
+build the mask anew.
 
 Nothing is read by the host.
 """
@@ -128,8 +129,9 @@ class PackConfig(NamedTuple):
 def lists_for(problem: Problem, inputs: Inputs, spec: ListSpec) -> TileLists:
     """The lists of a problem whose mask is listed: kept ones, or new ones, which the current stream makes."""
     memory, key, held = _memory(problem, inputs, spec)
-    if memory is not None and key in memory:
-        return memory[key][0]
+    kept: TileLists | None = None if memory is None else memory.get(key, (None,))[0]
+    if kept is not None:
+        return kept
     lists = make_lists(problem, inputs, spec)
     if memory is not None:
         if len(memory) >= KEPT:
@@ -188,7 +190,7 @@ class Maker:
         self.problem, self.spec, self.device = problem, spec, inputs.q.device
         self.cu_q, self.cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
         self.program, self.terms = problem.program, list(problem.program.terms())
-        self.mask, self.structure = mask_args(self.program, self.device), MaskLayout.of(self.program.structure)
+        self.mask, self.structure = mask_args(self.program, self.device, problem.batch), MaskLayout.of(self.program.structure)
         self.layout = list_layout(self.program, spec.block_q, spec.block_k)
         literals = [one for term in self.terms for one in term]
         tensors = [(one.kind, t) for one in literals for t in one.tensors]
@@ -370,7 +372,7 @@ def pack_bits(dense: Tensor, negated: bool) -> tuple[Tensor, Strides]:
     )
     config = PackConfig(PACK_ROWS, PACK_WORDS, negated, SHARED=keys == 1)
     launch(pack_kernel, columns * row_blocks * size_h * size_b, (args,), config)
-    return out, tuple(broadcast_strides(out)[:3]) + (0 if keys == 1 else 1,)
+    return out, (*broadcast_strides(out)[:3], 0 if keys == 1 else 1)
 
 
 def longest_first(counts: Tensor) -> Tensor:

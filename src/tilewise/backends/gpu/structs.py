@@ -93,6 +93,7 @@ class Attention(NamedTuple):
     drop_below: int  # Philox words below it are dropped
     keep_scale: float  # 1 / (1 - p)
     lists: TileLists | None = None
+    flags_ptr: Any = None  # [programs] int32: whose results are not finite, to be computed once more with care
 
 
 class Gradients(NamedTuple):
@@ -146,6 +147,7 @@ class KernelConfig(NamedTuple):
     SUM_N: bool = False
     LISTED: bool = False  # the tiles to visit come from lists
     LISTS: ListLayout = ListLayout()
+    CAREFUL: bool = False  # only programs that are flagged compute, and read nothing that they do not see
 
 
 class SeqInfo(NamedTuple):

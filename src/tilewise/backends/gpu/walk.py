@@ -1,4 +1,4 @@
-"""Walking lists of tiles on the device (`lists.py` has the format): which work tile, which tiles it visits, and a PARTIAL tile's mask."""
+"""Walking lists of tiles on the device (`lists.py` has the format): the work tile, the tiles it visits, a PARTIAL tile's mask."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def load_terms(a, seq, C: tl.constexpr):
     terms = ()
     if not C.LISTS.program:
         at = a.lists.terms + seq.b * a.lists.terms_b
-        for i in tl.static_range(4 * C.LISTS.intervals):
+        NUMBERS: tl.constexpr = 4 * C.LISTS.intervals
+        for i in tl.static_range(NUMBERS):
             terms += (tl.load(at + i),)
     return terms
 
@@ -128,7 +129,8 @@ def visible(a, seq, q, k, listed, word, C: tl.constexpr):
         return mp.allowed(a.mask, seq, q, k, C)
     else:
         ok = mp.inside(q, k, _interval(listed, word, 0, C), seq.len_q)
-        for r in tl.static_range(1, C.LISTS.intervals):
+        TERMS: tl.constexpr = C.LISTS.intervals
+        for r in tl.static_range(1, TERMS):
             ok |= mp.inside(q, k, _interval(listed, word, r, C), seq.len_q)
         if C.LISTS.ids:
             if q.shape[0] == 1:  # the rows are keys
@@ -142,11 +144,43 @@ def visible(a, seq, q, k, listed, word, C: tl.constexpr):
             else:
                 ok &= q_ids != k_ids
         if C.LISTS.bits:
-            at = a.lists.bits + seq.b.to(tl.int64) * a.lists.bits_b + seq.h.to(tl.int64) * a.lists.bits_h
-            at += q.to(tl.int64) * a.lists.bits_q + (k >> 5) * a.lists.bits_w
-            words = tl.load(at, mask=(q < seq.len_q) & (k < seq.len_k), other=0)
-            ok &= ((words >> (k & 31)) & 1) != 0
+            ok &= bits_of(a, seq, q, k, C) != 0
         return ok
+
+
+@triton.jit
+def bits_of(a, seq, q, k, C: tl.constexpr):
+    """The packed bits over a tile q × k: a word for 32 neighbouring keys, where a tile has so many."""
+    lists = a.lists
+    at = lists.bits + seq.b.to(tl.int64) * lists.bits_b + seq.h.to(tl.int64) * lists.bits_h
+    if C.BLOCK_N >= 32:
+        WORDS: tl.constexpr = C.BLOCK_N // 32
+        # the first key of each word
+        word = tl.min(tl.min(k, 1), 0) // 32 + tl.arange(0, WORDS)
+        row = at + q.to(tl.int64) * lists.bits_q
+        exists = q < seq.len_q
+        lane = tl.arange(0, 32)
+        if q.shape[0] == 1:  # the rows are keys
+            inside = exists & (word * 32 < seq.len_k)[:, None]
+            words = tl.load(row + (word * lists.bits_w)[:, None], mask=inside, other=0)  # [words, M]
+            return ((words[:, None, :] >> lane[None, :, None]) & 1).reshape(C.BLOCK_N, C.BLOCK_M)
+        else:
+            inside = exists & (word * 32 < seq.len_k)[None, :]
+            words = tl.load(row + (word * lists.bits_w)[None, :], mask=inside, other=0)  # [M, words]
+            return ((words[:, :, None] >> lane[None, None, :]) & 1).reshape(C.BLOCK_M, C.BLOCK_N)
+    else:
+        at += q.to(tl.int64) * lists.bits_q + (k >> 5) * lists.bits_w
+        words = tl.load(at, mask=(q < seq.len_q) & (k < seq.len_k), other=0)
+        return (words >> (k & 31)) & 1
+
+
+@triton.jit
+def seen(a, seq, q, k, mask, bias_tile, C: tl.constexpr):
+    """Which columns of a PARTIAL tile hold anything visible: keys that are seen or, where rows are keys, queries that see."""
+    ok = visible(a, seq, q, k, mask[1], mask[2], C)
+    if bias_tile is not None:
+        ok &= bias_tile > float("-inf")
+    return tl.max(ok.to(tl.int32), 0) > 0
 
 
 @triton.jit
@@ -154,7 +188,7 @@ def _interval(listed, word, r: tl.constexpr, C: tl.constexpr):
     """The interval of term r, empty where it is not live."""
     end = listed.terms[4 * r + 3]
     if C.LISTS.live:
-        end = tl.where((word >> (24 + r)) & 1, end, 0)
+        end = tl.where(((word >> (24 + r)) & 1) != 0, end, 0)
     return listed.terms[4 * r], listed.terms[4 * r + 1], listed.terms[4 * r + 2], end
 
 

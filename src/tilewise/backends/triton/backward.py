@@ -106,7 +106,9 @@ def queries_step(a, g, seq, desc, keys, sums, m, mask, MODE: tl.constexpr, C: tl
         bias_tile = tt.load_bias(a, seq, q[None, :], k[:, None])
     exist = None
     # a query that sees no key must not meet 0 · inf
-    if MODE != mp.FULL and C.EMPTY_ROWS and ((a.bias is None and not C.LISTED) or MODE == mp.CAREFUL):
+    if C.LISTED and MODE == mp.CAREFUL:
+        exist = (lse2 < float("inf")) & wk.seen(a, seq, q[None, :], k[:, None], mask, bias_tile, C)
+    elif MODE != mp.FULL and C.EMPTY_ROWS and not C.LISTED and (a.bias is None or MODE == mp.CAREFUL):
         exist = mp.seeing_of_tile(a, seq, q, k, lse2, ok, bias_tile, C)
     elif MODE != mp.FULL and (desc[0] is None or C.FP16_SPLIT):
         exist = in_sequence
@@ -115,7 +117,7 @@ def queries_step(a, g, seq, desc, keys, sums, m, mask, MODE: tl.constexpr, C: tl
     q_tile = tt.load_stream(a, queries, m, exist, C.BLOCK_M, C.D, C.BLOCK_D, C)  # [M, D]
     dout_tile = tt.load_stream(a, gradients, m, exist, C.BLOCK_M, C.DV, C.BLOCK_DV, C)  # [M, DV]
     products = tt.product(keys.k_tile, q_tile, C)  # [N, M] fp32
-    if C.LISTED and MODE == mp.MASKED:
+    if C.LISTED and MODE != mp.FULL:
         ok = wk.visible(a, seq, q[None, :], k[:, None], mask[1], mask[2], C)
     p_tile, slope = weights(a, seq, products, bias_tile, q[None, :], k[:, None], lse2[None, :], ok, MODE, C)
     if g.dv is not None:
@@ -160,24 +162,18 @@ def stream_listed_queries(
     for _ in range(wk.tiles_of(a, listed.row, PARTIAL)):
         m = wk.tile_number((word, following, r, i)) * C.BLOCK_M
         live = word if PARTIAL else wk.ALL_LIVE
-        if MODE == mp.CAREFUL:
-            q = m + tl.arange(0, C.BLOCK_M)
-            k = keys.n + tl.arange(0, C.BLOCK_N)
-            ok = wk.visible(a, seq, q[None, :], k[:, None], listed, live, C)  # [N, M]
-            dk, dv = queries_step(a, g, seq, desc, keys, (dk, dv), m, (ok, None, None), MODE, C)
-        else:
-            dk, dv = queries_step(a, g, seq, desc, keys, (dk, dv), m, (None, listed, live), MODE, C)
+        dk, dv = queries_step(a, g, seq, desc, keys, (dk, dv), m, (None, listed, live), MODE, C)
         word, following, r, i = wk.next_run(a, listed.row, (word, following, r, i), PARTIAL)
     return dk, dv
 
 
 @triton.jit
-def listed_sums(a, g, b, kv_h, group, desc, keys, CAREFUL: tl.constexpr, C: tl.constexpr):
+def listed_sums(a, g, b, kv_h, group, desc, keys, C: tl.constexpr):
     """dK and dV of the resident keys as `group_sums` has them, by lists."""
     dk = tl.full([C.BLOCK_N, C.BLOCK_D], 0.0, tl.float32)
     dv = tl.full([C.BLOCK_N, C.BLOCK_DV], 0.0, tl.float32)
-    WHOLE: tl.constexpr = mp.CAREFUL if CAREFUL and a.bias is not None else mp.FULL
-    PART: tl.constexpr = mp.CAREFUL if CAREFUL else mp.MASKED
+    WHOLE: tl.constexpr = mp.CAREFUL if C.CAREFUL and a.bias is not None else mp.FULL
+    PART: tl.constexpr = mp.CAREFUL if C.CAREFUL else mp.MASKED
     for i in range(group):
         seq = tt.seq_info(a, b, kv_h * group + i, C)
         row = wk.list_row(a, seq, seq.k_start, keys.n // C.BLOCK_N, C.BLOCK_N, C)
@@ -213,6 +209,9 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     n0 = tile * C.BLOCK_N
     if n0 >= seq.len_k:
         return
+    if C.CAREFUL:
+        if tl.load(a.flags_ptr + tl.program_id(0)) == 0:
+            return
     k = n0 + tl.arange(0, C.BLOCK_N)
     ok = k < seq.len_k
     if C.LISTED:
@@ -224,9 +223,9 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     keys = KeyTile(k_tile, v_tile, n0)
 
     if C.LISTED:
-        dk, dv = listed_sums(a, g, b, kv_h, group, desc, keys, False, C)
-        if tt.any_infinite(dk) | tt.any_infinite(dv):  # perhaps because of a query that sees nothing: once more, with care
-            dk, dv = listed_sums(a, g, b, kv_h, group, desc, keys, True, C)
+        dk, dv = listed_sums(a, g, b, kv_h, group, desc, keys, C)
+        if not C.CAREFUL:  # infinite perhaps because of a query that sees nothing
+            tl.store(a.flags_ptr + tl.program_id(0), (tt.any_infinite(dk) | tt.any_infinite(dv)).to(tl.int32))
     else:
         n1 = tl.minimum(n0 + C.BLOCK_N, seq.len_k)
         lo, hi, full_lo, full_hi = mp.query_bounds(a.mask, seq, n0, n1, C)
@@ -259,6 +258,8 @@ def keys_step(a, seq, desc, tile, dq, n, mask, MODE: tl.constexpr, C: tl.constex
     if C.LISTED and MODE == mp.MASKED:
         if desc[0] is None or C.FP16_SPLIT:
             seen = k < seq.len_k
+    elif C.LISTED and MODE == mp.CAREFUL:
+        seen = wk.seen(a, seq, q[:, None], k[None, :], mask, bias_tile, C)
     elif MODE != mp.FULL:
         seen = mp.seen_of_tile(a, seq, tile, k, ok, bias_tile, MODE, C)
     keys = Head(a.k, desc[0], seq.row, seq.kv_h, seq.k_start)
@@ -266,7 +267,7 @@ def keys_step(a, seq, desc, tile, dq, n, mask, MODE: tl.constexpr, C: tl.constex
     k_tile = tt.load_stream(a, keys, n, seen, C.BLOCK_N, C.D, C.BLOCK_D, C)  # [N, D]
     v_tile = tt.load_stream(a, values, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV, C)  # [N, DV]
     products = tt.product(tile.q_tile, k_tile, C)  # [M, N] fp32
-    if C.LISTED and MODE == mp.MASKED:
+    if C.LISTED and MODE != mp.FULL:
         ok = wk.visible(a, seq, q[:, None], k[None, :], mask[1], mask[2], C)
     p_tile, slope = weights(a, seq, products, bias_tile, q[:, None], k[None, :], tile.lse2[:, None], ok, MODE, C)
     products = tt.product(tile.dout_tile, v_tile, C)  # [M, N]
@@ -295,12 +296,7 @@ def stream_listed_keys(a, seq, desc, tile, dq, listed, PARTIAL: tl.constexpr, MO
     for _ in range(wk.tiles_of(a, listed.row, PARTIAL)):
         n = wk.tile_number((word, following, r, i)) * C.BLOCK_N
         live = word if PARTIAL else wk.ALL_LIVE
-        if MODE == mp.CAREFUL:
-            k = n + tl.arange(0, C.BLOCK_N)
-            ok = wk.visible(a, seq, tile.q[:, None], k[None, :], listed, live, C)  # [M, N]
-            dq = keys_step(a, seq, desc, tile, dq, n, (ok, None, None), MODE, C)
-        else:
-            dq = keys_step(a, seq, desc, tile, dq, n, (None, listed, live), MODE, C)
+        dq = keys_step(a, seq, desc, tile, dq, n, (None, listed, live), MODE, C)
         word, following, r, i = wk.next_run(a, listed.row, (word, following, r, i), PARTIAL)
     return dq
 
@@ -317,6 +313,9 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     m0 = tile * C.BLOCK_M
     if m0 >= seq.len_q:
         return
+    if C.CAREFUL:
+        if tl.load(a.flags_ptr + tl.program_id(0)) == 0:
+            return
     q = m0 + tl.arange(0, C.BLOCK_M)
     row_ok = q < seq.len_q
     m1 = tl.minimum(m0 + C.BLOCK_M, seq.len_q)
@@ -332,13 +331,11 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     if C.LISTED:
         ids = wk.query_ids(a, seq, q, C)
         listed = wk.listed_of(a, seq, wk.list_row(a, seq, seq.q_start, tile, C.BLOCK_M, C), ids, C)
-        dq = stream_listed_keys(a, seq, desc, resident, dq, listed, False, mp.FULL, C)
-        dq = stream_listed_keys(a, seq, desc, resident, dq, listed, True, mp.MASKED, C)
-        if tt.any_infinite(dq):  # perhaps because of a key that nobody sees: once more, with care
-            WHOLE: tl.constexpr = mp.FULL if a.bias is None else mp.CAREFUL
-            dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
-            dq = stream_listed_keys(a, seq, desc, resident, dq, listed, False, WHOLE, C)
-            dq = stream_listed_keys(a, seq, desc, resident, dq, listed, True, mp.CAREFUL, C)
+        WHOLE: tl.constexpr = mp.CAREFUL if C.CAREFUL and a.bias is not None else mp.FULL
+        dq = stream_listed_keys(a, seq, desc, resident, dq, listed, False, WHOLE, C)
+        dq = stream_listed_keys(a, seq, desc, resident, dq, listed, True, mp.CAREFUL if C.CAREFUL else mp.MASKED, C)
+        if not C.CAREFUL:  # infinite perhaps because of a key that nobody sees
+            tl.store(a.flags_ptr + tl.program_id(0), tt.any_infinite(dq).to(tl.int32))
     else:
         lo, hi, full_lo, full_hi = mp.key_bounds(a.mask, seq, m0, m1, C)
         full, partial = mp.spans(lo, hi, full_lo, full_hi, C.BLOCK_N)

@@ -65,12 +65,7 @@ def stream_listed(a, seq, desc, tile, state, listed, PARTIAL: tl.constexpr, MODE
     for _ in range(wk.tiles_of(a, listed.row, PARTIAL)):
         n = wk.tile_number((word, following, r, i)) * C.BLOCK_N
         live = word if PARTIAL else wk.ALL_LIVE
-        if MODE == mp.CAREFUL:
-            k = n + tl.arange(0, C.BLOCK_N)
-            ok = wk.visible(a, seq, tile.q[:, None], k[None, :], listed, live, C)
-            acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, (ok, None, None), MODE, C)
-        else:
-            acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, (None, listed, live), MODE, C)
+        acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, (None, listed, live), MODE, C)
         word, following, r, i = wk.next_run(a, listed.row, (word, following, r, i), PARTIAL)
     return acc, l, m
 
@@ -101,7 +96,7 @@ def keys_step(a, seq, desc, tile, state, n, mask, MODE: tl.constexpr, C: tl.cons
         unit = 1.0
         unit_tile = 1.0
     if MODE != mp.FULL:
-        if C.LISTED and ok is None:
+        if C.LISTED:
             visible = wk.visible(a, seq, q[:, None], k[None, :], mask[1], mask[2], C)
             s_tile = tl.where(visible, s_tile, float("-inf"))
         elif ok is None:  # evaluated here, not before the product, it costs fewer registers
@@ -114,6 +109,8 @@ def keys_step(a, seq, desc, tile, state, n, mask, MODE: tl.constexpr, C: tl.cons
     seen = None
     if C.LISTED and MODE == mp.MASKED:  # values that no query of the tile sees are dealt with if something is infinite
         seen = exist
+    elif C.LISTED and MODE == mp.CAREFUL:
+        seen = wk.seen(a, seq, q[:, None], k[None, :], mask, bias_tile, C)
     elif MODE != mp.FULL:  # a value no query of this tile may see must not meet 0 · inf
         seen = mp.seen_of_tile(a, seq, tile, k, ok, bias_tile, MODE, C)
     values = Head(a.v, desc[1], seq.row, seq.kv_h, seq.k_start)
@@ -155,6 +152,9 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     split, m0, seq = locate(a, C)
     if m0 >= seq.len_q * C.PACK:
         return
+    if C.CAREFUL:
+        if tl.load(a.flags_ptr + tl.program_id(0)) == 0:
+            return
     rows = m0 + tl.arange(0, C.BLOCK_M)
     row_ok = rows < seq.len_q * C.PACK
     # packed rows are (query, head of the group), heads running fastest
@@ -175,11 +175,11 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     if C.LISTED:
         ids = wk.query_ids(a, seq, q, C)
         listed = wk.listed_of(a, seq, wk.list_row(a, seq, seq.q_start, m0 // C.BLOCK_M, C.BLOCK_M, C), ids, C)
-        state = stream_listed(a, seq, desc, tile, empty_state(C), listed, False, mp.FULL, C)
-        acc, l, m = stream_listed(a, seq, desc, tile, state, listed, True, mp.MASKED, C)
-        if tt.any_infinite(acc):  # perhaps because of a value that nobody sees: once more, with care
-            state = stream_listed(a, seq, desc, tile, empty_state(C), listed, False, mp.FULL if a.bias is None else mp.CAREFUL, C)
-            acc, l, m = stream_listed(a, seq, desc, tile, state, listed, True, mp.CAREFUL, C)
+        WHOLE: tl.constexpr = mp.CAREFUL if C.CAREFUL and a.bias is not None else mp.FULL
+        state = stream_listed(a, seq, desc, tile, empty_state(C), listed, False, WHOLE, C)
+        acc, l, m = stream_listed(a, seq, desc, tile, state, listed, True, mp.CAREFUL if C.CAREFUL else mp.MASKED, C)
+        if not C.CAREFUL:  # infinite perhaps because of a value that nobody sees
+            tl.store(a.flags_ptr + tl.program_id(0), tt.any_infinite(acc).to(tl.int32))
     else:
         lo, hi, full_lo, full_hi = mp.key_bounds(a.mask, seq, first, last, C)
         if C.SPLIT:

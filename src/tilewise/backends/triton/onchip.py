@@ -47,6 +47,14 @@ class Operands(NamedTuple):
     """fp32 whose rest beyond tf32 is multiplied, too."""
     scratch: int = 0
     """Bytes for each score that change their layout on the way: of a bias, or of what dropout keeps."""
+    ids: bool = False
+    """Ids of documents stream past with the operands."""
+    bits: bool = False
+    """Packed bits of a dense mask do."""
+    evaluated: bool = False
+    """The mask has no form that kernels know: tables and dense masks are read element by element."""
+    blocks: tuple[int, int] = (0, 0)
+    """Queries and keys of the blocks of the mask's tables, by which they can be divided; (0, 0): no tables."""
     plain: bool = True
     """No feature or mask that takes more registers than counted here."""
 
@@ -110,6 +118,12 @@ def buffers(tile: TilePlan, x: Operands, spec: DeviceSpec) -> dict[str, int]:
             result["LSE, delta"] = 2 * held * m * STATISTICS
         if x.fp16_split:
             result["scales"] = 2 * held * (m if tile.pass_ == "backward_dkdv" else n) * STATISTICS
+        if x.ids and by == "mma":
+            result["ids"] = held * (m if tile.pass_ == "backward_dkdv" else n) * STATISTICS
+        if x.evaluated or any(blocks % side for blocks, side in zip(x.blocks, tile.sizes, strict=True)):
+            result["mask"] = 2 * m * n
+        elif x.bits:
+            result["bits"] = (held if by == "mma" else 1) * m * n // 8
     if exchanges(tile, x, spec):
         weights = "P" if tile.pass_ in ("forward", "decode") else "dS"
         result[weights] = WARPGROUPS_EXCHANGE if by == "wgmma" else m * n * x.itemsize

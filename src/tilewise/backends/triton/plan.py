@@ -37,7 +37,6 @@ BLOCKS = (16, 32, 64, 128, 256)
 SMALL_BLOCKS = (16, 32)
 """For fp32 operands split into fp16 on Blackwell: with 64 rows or more their products go through tensor memory, and triton
 3.7.1 asks for 576 columns of it and more where there are 512."""
-MOST_LISTED = 32 * lists.MOST_TILES
 DERIVED_UP_TO = 256
 """Head dims of the kernels for derivatives."""
 TOGETHER_UP_TO = 64
@@ -55,21 +54,14 @@ def supports(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> V
     return verdict if not verdict.ok else Verdict.of(*_refusals(problem, spec, backward))
 
 
-def is_listed(problem: Problem) -> bool:
-    """Do the kernels walk lists of tiles for its mask? Not where keys are split among programs: these evaluate the mask."""
-    return not problem.decodes and lists.is_listed(problem.program.structure)
-
-
 def obstacles(problem: Problem) -> Iterator[str]:
     """Why no device could serve it."""
     if problem.dtype not in DTYPES:
         yield f"dtype {problem.dtype} is not among {', '.join(DTYPES)}"
     if problem.precision not in PRECISIONS:
         yield f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
-    if reason := no_statistics(problem.stats):
+    if reason := no_statistics(problem.stats) or lists.too_long(problem):
         yield reason
-    if is_listed(problem) and max(problem.seqlen_q, problem.seqlen_k) > MOST_LISTED:
-        yield f"the mask is no interval, and lists of tiles reach up to {MOST_LISTED} tokens"
 
 
 def declines(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> str | None:
@@ -141,8 +133,7 @@ def choices(problem: Problem, spec: DeviceSpec, pass_: str) -> list[TilePlan]:
     has = _every(problem, spec, pass_) if pass_ in passes(problem, spec) else []
     asked = problem.asked(pass_)
     if asked in [tile.sizes for tile in has]:
-        chosen = tile(problem, spec, pass_)
-        has = [chosen, *(tile for tile in has if tile.sizes != asked)]
+        has = [tile(problem, spec, pass_), *(tile for tile in has if tile.sizes != asked)]
     return has
 
 
@@ -158,8 +149,8 @@ def _planned(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     winner = tune.winner(problem, pass_, spec) if tune.tuning() else None
     if winner is not None:
         return _measured(problem, spec, winner.tile, f"measured here: {winner}")
-    entry = tuned.lookup(problem, spec, pass_)
-    if entry is None:
+    entry, blocks = tuned.lookup(problem, spec, pass_), _operands(problem, spec, pass_).blocks
+    if entry is None or blocks[0] % entry.block_q or blocks[1] % entry.block_k:
         return ranking[0].tile
     sizes = TilePlan(entry.block_q, entry.block_k, 1, entry.warps, pass_=pass_)
     if pass_ == "decode":  # as many rows as there are
@@ -252,7 +243,7 @@ def _ranking(problem: Problem, spec: DeviceSpec, pass_: str) -> tuple[Candidate,
 
 
 def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
-    hip = spec.vendor == "AMD"
+    hip, listed, kinds = spec.vendor == "AMD", lists.walks_lists(problem), problem.program.kinds
     split = splits_fp32(problem, hip) and pass_ != "decode"
     plain = not (problem.bias or problem.alibi or problem.softcap or problem.dropout_p or problem.varlen)
     return Operands(
@@ -262,6 +253,10 @@ def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
         fp16_split=split,
         tf32x3=dot_precision(problem, hip) == "tf32x3" and not split,
         scratch=4 if problem.dropout_p else 0 if problem.bias is None else problem.itemsize,
+        ids=listed and any(kind.is_documents for kind in kinds),
+        bits=listed and any(kind.is_dense for kind in kinds),
+        evaluated=listed and lists.list_layout(problem.program, 16, 16).program,
+        blocks=lists.block_sizes(problem.program) if listed else (0, 0),
         plain=plain and problem.program.structure in ("", "b"),
     )
 
@@ -269,9 +264,7 @@ def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
 def _candidates(size: Size, x: Operands, spec: DeviceSpec, pass_: str) -> Iterator[TilePlan]:
     blocks = SMALL_BLOCKS if x.fp16_split and spec.capability and spec.capability[0] == 10 else BLOCKS
     if pass_ == "decode":
-        for block_q in (16, 32, 64):
-            if block_q < _packed_rows(size):
-                continue
+        for block_q in (rows for rows in (16, 32, 64) if rows >= _packed_rows(size)):
             for block_k in BLOCKS:
                 for stages in (1, 2, 3):
                     yield TilePlan(block_q, block_k, stages, 4, pass_=pass_)
@@ -359,6 +352,8 @@ def _faults(tile: TilePlan, x: Operands, size: Size, spec: DeviceSpec) -> Iterat
         yield "it crowds the registers, which may spill within the loop", 5
     if tile.stages < 2:
         yield "it has one buffer: loads are not hidden", 1
+    if any(blocks % side for blocks, side in zip(x.blocks, tile.sizes, strict=True)):
+        yield "the mask's blocks are not made of whole tiles: it would be evaluated element by element", 4
     if tile.pass_ == "decode":
         if tile.block_q > _packed_rows(size):
             yield "it multiplies padding", 1

@@ -11,20 +11,19 @@ from torch import Tensor
 
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, sink_gradient
 from tilewise.backends.gpu import arguments as host
-from tilewise.backends.gpu.classify import ListSpec, lists_for
 from tilewise.backends.gpu.launch import Descriptor, LaunchOptions, bias_view, describable, interpreting, on_hip, view
-from tilewise.backends.gpu.lists import TileLists, list_layout, memory_pattern
+from tilewise.backends.gpu.lists import memory_pattern, walks_lists
 from tilewise.backends.gpu.operands import dot_precision, padded, splits_fp32
 from tilewise.backends.gpu.record import Launch, recorder
 from tilewise.backends.gpu.structs import Attention, Fp16Split, Gradients, KernelConfig, MaskArgs, MaskLayout
 from tilewise.backends.triton import onchip, plan, tune
+from tilewise.backends.triton.listed import PassLists, and_careful, grid, list_tensors, lists_of, with_lists
 from tilewise.hardware import DeviceSpec, probe_cpu, probe_gpu
 from tilewise.model import TilePlan
 from tilewise.problem import Problem
 
 MAPS_FROM = 1 << 30
 """Multiply-adds of QKᵀ, about 10 µs of an H200."""
-LISTED = ("forward", "backward_dkdv", "backward_dq")
 Build = Callable[[TilePlan], Launch]
 
 
@@ -57,7 +56,7 @@ def key_of(problem: Problem, inputs: Inputs, *rest: Hashable) -> Hashable | None
     first. Of lists they depend on the shapes."""
     shapes: Hashable = ()
     if problem.program.tensors:
-        if not plan.is_listed(problem) or problem.bias is not None:
+        if not walks_lists(problem) or problem.bias is not None:
             return None
         tensors = problem.program.tensors
         shapes = tuple([tuple(x.shape) for x in tensors]), memory_pattern(tensors)
@@ -65,34 +64,6 @@ def key_of(problem: Problem, inputs: Inputs, *rest: Hashable) -> Hashable | None
     plain = bias is None and alibi is None and sinks is None and seed is None
     others = () if plain else tuple(None if x is None else (x.stride(), x.dtype) for x in (bias, alibi, sinks, seed))
     return "triton", q.device, q.stride(), k.stride(), v.stride(), others, shapes, *rest
-
-
-def lists_of(problem: Problem, inputs: Inputs, tiles: dict[str, TilePlan]) -> dict[str, TileLists]:
-    """The lists of each pass that walks some."""
-    if not plan.is_listed(problem):
-        return {}
-    return {
-        pass_: lists_for(problem, inputs, ListSpec(*tiles[pass_].sizes, by_key=pass_ == "backward_dkdv"))
-        for pass_ in tiles
-        if pass_ in LISTED
-    }
-
-
-def list_tensors(lists: dict[str, TileLists]) -> list[Tensor]:
-    """What recorded launches read of them."""
-    return [x for one in lists.values() for x in one if isinstance(x, Tensor)]
-
-
-def with_lists(
-    problem: Problem, a: Attention, config: KernelConfig, tile: TilePlan, lists: dict[str, TileLists]
-) -> tuple[Attention, KernelConfig]:
-    """Arguments and config of a kernel that walks lists, if its pass does."""
-    if tile.pass_ not in lists:
-        return a, config
-    layout = list_layout(problem.program, *tile.sizes)
-    if not layout.program:
-        a, config = a._replace(mask=MaskArgs((), (), ())), config._replace(MASK=MaskLayout())
-    return a._replace(lists=lists[tile.pass_]), config._replace(LISTED=True, LISTS=layout, EMPTY_ROWS=True)
 
 
 def fp16_parts(problem: Problem, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -146,7 +117,7 @@ def forward_launches(
     partials: tuple[Tensor, ...],
     parts: tuple[Tensor, ...],
     tiles: dict[str, TilePlan],
-    lists: dict[str, TileLists],
+    lists: dict[str, PassLists],
 ) -> list[Launch]:
     """fp32 operands are split first; the partial results of split-KV are merged last."""
     out, lse = results
@@ -171,7 +142,7 @@ def forward_launches(
         return Launch(forward_kernel, programs, args, config, options(tile, spec))
 
     launches = [splitting(x, y, tiles["fp16_split"], spec) for x, y in zip(inputs[:3], parts, strict=False)]
-    launches.append(planned(problem, tiles["forward" if "forward" in tiles else "decode"], forward, spec))
+    launches += and_careful(planned(problem, tiles["forward" if "forward" in tiles else "decode"], forward, spec))
     if "merge" in tiles:
         tile = tiles["merge"]
         a, config = arguments(problem, inputs, out, lse, replace(tile, splits=tiles["decode"].splits))
@@ -191,6 +162,10 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     whole = (*inputs[:3], dout)
     parts = fp16_parts(problem, whole)
     spec = spec_of(out.device)
+    key = key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs)
+    recording = recorder.get(problem, key, out.device, partial(plan.tiles, problem, spec))
+    wanted = ["backward_dkdv"] * (needs.dk or needs.dv) + ["backward_dq"] * needs.dq
+    lists = lists_of(problem, inputs, {pass_: tile for pass_, tile in recording.plan.items() if pass_ in wanted})
 
     def gradients() -> Gradients:
         to_dq, to_dk, to_dv = (None if x is None else view(x) for x in (dq, dk, dv))
@@ -226,15 +201,11 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
         launches += [splitting(x, y, tiles["fp16_split"], spec) for x, y in zip(whole, parts, strict=False)]
         together = needs.dk and needs.dv and not plan.apart(problem, spec)
         for only in ("",) if together else [name for name, wanted in (("dk", needs.dk), ("dv", needs.dv)) if wanted]:
-            launches.append(planned(problem, tiles["backward_dkdv"], partial(keys, only=only), spec))
+            launches += and_careful(planned(problem, tiles["backward_dkdv"], partial(keys, only=only), spec))
         if needs.dq:
-            launches.append(planned(problem, tiles["backward_dq"], queries, spec))
+            launches += and_careful(planned(problem, tiles["backward_dq"], queries, spec))
         return launches
 
-    key = key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs)
-    recording = recorder.get(problem, key, out.device, partial(plan.tiles, problem, spec))
-    wanted = ["backward_dkdv"] * (needs.dk or needs.dv) + ["backward_dq"] * needs.dq
-    lists = lists_of(problem, inputs, {pass_: tile for pass_, tile in recording.plan.items() if pass_ in wanted})
     tensors = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *parts, *list_tensors(lists))
     if not recording.repeat(tensors):
         recording.record(tensors, build(recording.plan))
@@ -267,7 +238,7 @@ def bias_gradient(problem: Problem, inputs: Inputs, given: BackwardInputs, g: Gr
 def planned(problem: Problem, tile: TilePlan, build: Build, spec: DeviceSpec) -> Launch:
     """The launch with the planned tile. Where tuning was asked for and nothing is known yet, candidates are measured first, and
     the fastest is what the plan says from now on."""
-    if interpreting() or not tune.tuning() or tile.source == "user" or plan.is_listed(problem):
+    if interpreting() or not tune.tuning() or tile.source == "user" or walks_lists(problem):
         return build(tile)
     if tune.winner(problem, tile.pass_, spec) is None:
         candidates = plan.choices(problem, spec, tile.pass_)[: tune.CANDIDATES + 1]
@@ -281,12 +252,12 @@ def arguments(
     out: Tensor,
     lse: Tensor,
     tile: TilePlan,
-    lists: dict[str, TileLists] | None = None,
+    lists: dict[str, PassLists] | None = None,
 ) -> tuple[Attention, KernelConfig]:
     a = host.attention_args(problem, inputs, out, lse, tile.splits)
     config = host.config_for(problem, inputs, dot_precision(problem, on_hip()))
     config = config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
-    return with_lists(problem, a, config, tile, lists) if lists else (a, config)
+    return with_lists(a, config, tile, lists) if lists else (a, config)
 
 
 def worth_maps(problem: Problem) -> bool:
@@ -303,10 +274,3 @@ def descriptors(x: Tensor, y: Tensor, rows: int, wanted: bool) -> tuple[Descript
     if not (describable(x) and describable(y)) or max(x.shape[3], y.shape[3]) > 256:
         return None, None
     return Descriptor.of(x, rows, padded(x.shape[3])), Descriptor.of(y, rows, padded(y.shape[3]))
-
-
-def grid(problem: Problem, rows: int, block: int, heads: int) -> int:
-    """Programs for all tiles of all heads; for packed sequences an upper bound that needs no lengths."""
-    if problem.varlen:
-        return (rows // block + problem.batch) * heads
-    return -(-rows // block) * heads * problem.batch

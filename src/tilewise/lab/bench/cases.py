@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
+from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilewise import masks
@@ -244,7 +245,59 @@ def _offsets(shape: MaskShape, arange: Callable[[int], Tensor]) -> tuple[str, tu
     return "causal", ("bottom_right", arange(shape.batch) + 1)
 
 
-DATA = {"documents": _documents, "padding": _padding, "blocks": _blocks, "dense": _dense, "offsets": _offsets}
+def long_tailed(tokens: int, least: int = 128, most: int = 2047) -> tuple[int, ...]:
+    """Lengths of documents that fill so many tokens: drawn evenly in their logarithm, the same on every machine."""
+    numbers, lengths = Random(2026), list[int]()
+    while sum(lengths) < tokens:
+        drawn = int(least * (most / least) ** numbers.random())
+        lengths.append(min(drawn, tokens - sum(lengths)))
+    return tuple(lengths)
+
+
+def _packing(shape: MaskShape, arange: Callable[[int], Tensor]) -> tuple[str, tuple[Any, ...]]:
+    """Documents of 128 to 2,047 tokens, as a packed pretraining batch has them."""
+    token = arange(shape.seqlen_q)
+    ends = token.new_tensor([*accumulate(long_tailed(shape.seqlen_q))])
+    return "documents", ((token[:, None] >= ends).sum(1)[None].int(),)
+
+
+def _some(shape: MaskShape, arange: Callable[[int], Tensor], tile: int, every: int) -> Tensor:
+    """One in `every` of the blocks of `tile` positions, and all on the diagonal."""
+    i, j = arange(-(-shape.seqlen_q // tile))[:, None], arange(-(-shape.seqlen_k // tile))[None, :]
+    return ((i * 7919 + j * 104729) % (every * 31) < 31) | (i == j)
+
+
+def _quarter(shape: MaskShape, arange: Callable[[int], Tensor]) -> tuple[str, tuple[Any, ...]]:
+    """A quarter of the blocks of 128."""
+    return "blocks", (_some(shape, arange, 128, 4)[None, None], 128)
+
+
+def _selected(shape: MaskShape, arange: Callable[[int], Tensor]) -> tuple[str, tuple[Any, ...]]:
+    """16 blocks of 128 keys for each 128 queries, spread over the sequence, its own among them."""
+    count = -(-shape.seqlen_k // 128)
+    own = arange(-(-shape.seqlen_q // 128))[:, None]
+    return "selected", (((own + arange(16) * max(1, count // 16)) % count)[None, None].int(), 128, 128)
+
+
+def _half_dense(shape: MaskShape, arange: Callable[[int], Tensor]) -> tuple[str, tuple[Any, ...]]:
+    """Half of the tiles of 128 are empty, the others have holes."""
+    i, j = arange(shape.seqlen_q)[:, None], arange(shape.seqlen_k)[None, :]
+    some = _some(shape, arange, 128, 2)
+    whole = some.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape.seqlen_q, : shape.seqlen_k]
+    return "dense", ((whole & ((i + j) % 5 != 0))[None, None],)
+
+
+DATA = {
+    "documents": _documents,
+    "padding": _padding,
+    "blocks": _blocks,
+    "dense": _dense,
+    "offsets": _offsets,
+    "packing": _packing,
+    "quarter": _quarter,
+    "selected": _selected,
+    "half dense": _half_dense,
+}
 
 
 @lru_cache(maxsize=1)

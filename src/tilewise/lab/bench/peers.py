@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from tilewise.api.names import Layout
 from tilewise.backends.base import Verdict
 from tilewise.errors import ArgumentError
-from tilewise.lab.bench.cases import OURS, Case, Tensors
+from tilewise.lab.bench.cases import DATA, OURS, Case, Tensors, long_tailed
 from tilewise.lab.bench.child import Attention, tilewise_call
 from tilewise.masks import UNBOUNDED, allowed
 
@@ -116,14 +117,14 @@ def bind_flex(case: Case, tensors: Tensors) -> Attention:
     """FlexAttention, compiled: a mask function for bands and documents, a score function for softcap and ALiBi."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    problem, data = case.problem(), case.data_mask()
-    (lo, hi), shift = band(replace(case, data="")) or (0, 0), problem.seqlen_k - problem.seqlen_q
-    ids = data[1][0] if data else None
+    problem, looked_up = case.problem(), table_of(case)
+    terms, shift = replace(case, data="").problem().program.intervals(problem.shape), problem.seqlen_k - problem.seqlen_q
 
     def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        apart = k - q - shift
-        inside = (apart >= lo) & (apart <= hi)
-        return inside if ids is None else inside & (ids[b, q] == ids[b, k])
+        inside = (q < 0) & (k < 0)
+        for lo, hi, start, end in terms:
+            inside = inside | ((k - q >= lo) & (k - q <= hi) & (k >= start) & (k < end))
+        return inside if looked_up is None else inside & looked_up(b, q, k)
 
     def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if case.softcap:
@@ -131,11 +132,47 @@ def bind_flex(case: Case, tensors: Tensors) -> Attention:
         return score if tensors.slopes is None else score - tensors.slopes[h] * (q + shift - k).abs()
 
     masked = bool(problem.program.structure)
-    shape = (problem.batch if ids is not None else None, None, problem.seqlen_q, problem.seqlen_k)
+    shape = (problem.batch if looked_up is not None else None, None, problem.seqlen_q, problem.seqlen_k)
     blocks = create_block_mask(seen, *shape, device=case.device) if masked else None
     options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": problem.group > 1}
     options |= {"score_mod": changed} if case.softcap or tensors.slopes is not None else {}
     return partial(torch.compile(flex_attention, dynamic=False), **options)
+
+
+def table_of(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """The data of a mask as a function of sequence, query and key; None where there are none."""
+    data = case.data_mask()
+    if data is None:
+        return None
+    name, (first, *sizes) = data
+    if name == "documents":
+        return lambda b, q, k: first[b, q] == first[b, k]
+    if name == "dense":
+        return lambda b, q, k: first[0, 0, q, k]
+    if name == "selected":  # as a table of blocks
+        count = -(-case.shape.seqlen_k // sizes[0])
+        table = torch.zeros((*first.shape[2:3], count), dtype=torch.bool, device=first.device)
+        table.scatter_(1, first[0, 0].long(), True)
+    else:
+        table, sizes = first[0, 0], [sizes[0], sizes[0]]
+    return lambda b, q, k: table[q // sizes[1], k // sizes[0]]
+
+
+def bind_fa4_packed(case: Case, tensors: Tensors) -> Attention:
+    """FlashAttention-4's packed call: of a packed batch, or of one sequence's documents."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    lengths = case.lengths or long_tailed(case.shape.seqlen_q)
+    cu = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=case.device)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = [x if case.lengths else x[0] for x in (q, k, v)]
+        out = flash_attn_varlen_func(*rows, **options, causal=case.mask == "causal")
+        out = out[0] if isinstance(out, tuple) else out
+        return out if case.lengths else out[None]  # type: ignore[no-any-return]
+
+    return run
 
 
 def bind_standard(case: Case, tensors: Tensors) -> Attention:
@@ -215,6 +252,18 @@ def banded(case: Case) -> bool:
     return band(replace(case, data="")) is not None
 
 
+def united(case: Case) -> bool:
+    """Bands and ranges, beside data or alone."""
+    kinds = replace(case, data="").problem().program.kinds
+    return not any(kind.tensors for kind in kinds) and case.data not in ("padding", "offsets")
+
+
+def packed(case: Case) -> str | None:
+    """A packed batch, or one sequence of documents, and causal or no mask beside."""
+    whole = bool(case.lengths) != (case.data == "packing" and case.batch == 1)
+    return None if whole and case.mask in ("causal", "full") else "takes packed batches under causal or no mask"
+
+
 def without(known: tuple[str, ...], case: Case) -> str | None:
     """Features beyond the known ones."""
     others = [name for name in case.features if name not in known]
@@ -227,9 +276,12 @@ def needs(*checks: Callable[[Case], str | None]) -> Callable[[Case], Verdict]:
 
 PLAIN = partial(without, ())
 BIASED = partial(without, ("bias", "ALiBi", "documents", "padding", "blocks", "dense"))
-MODIFIED = partial(without, ("ALiBi", "softcap", "documents"))
+MODIFIED = partial(without, ("ALiBi", "softcap", *DATA))
+PACKED = partial(without, ("packed sequences", "packing"))
 SCORED = partial(without, ("bias", "ALiBi", "softcap", "sinks", "documents", "padding", "blocks", "dense"))
-CAUSAL, SQUARE, BANDED = (partial(masks_only, holds) for holds in (is_causal, is_square_causal, banded))
+CAUSAL, SQUARE, BANDED, UNITED = (
+    partial(masks_only, holds) for holds in (is_causal, is_square_causal, banded, united)
+)
 HELD = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION"}
 FA2, FA4, XFORMERS = (partial(installed, name) for name in ("flash_attn", "flash_attn.cute", "xformers"))
 
@@ -240,14 +292,15 @@ PEERS = {
         Contender("sdpa-upcast", needs(half_precision, BIASED), partial(bind_sdpa, upcast=True), "bhsd"),
         *(Contender(name, needs(on_gpu, BIASED), partial(bind_sdpa_with, kernel), "bhsd") for name, kernel in HELD.items()),
         Contender("standard", needs(SCORED), bind_standard, "bhsd"),
-        Contender("flex", needs(on_gpu, BANDED, MODIFIED), bind_flex, "bhsd"),
+        Contender("flex", needs(on_gpu, UNITED, MODIFIED), bind_flex, "bhsd"),
         Contender("flash_attn", needs(FA2, on_gpu, half_precision, CAUSAL, PLAIN), bind_flash_attn, "bshd"),
         Contender("fa4", needs(FA4, on_gpu, half_precision, BANDED, PLAIN), bind_flash_attn_4, "bshd", copies=True),
+        Contender("fa4-packed", needs(FA4, on_gpu, half_precision, packed, PACKED), bind_fa4_packed),
         Contender("xformers", needs(XFORMERS, on_gpu, ungrouped, SQUARE, PLAIN), bind_xformers, "bshd"),
     )
 }
 """By name; `fa4` is FlashAttention-4, `flash_attn.cute`."""
-COMPILED = ("flex", "fa4")
+COMPILED = ("flex", "fa4", "fa4-packed")
 """They compile kernels at their first call."""
 ASKED_FOR = ("standard", "sdpa-upcast", *HELD, *COMPILED)
 """Measured only where a case or the user names them: other forms of SDPA, N² memory, or long compilation."""

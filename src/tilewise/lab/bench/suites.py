@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilewise.errors import ArgumentError
-from tilewise.lab.bench.cases import Case
+from tilewise.lab.bench.cases import Case, long_tailed
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,44 @@ def features(passes: str, **sizes: Any) -> tuple[Case, ...]:
     )
 
 
+LONG: dict[str, Any] = {"heads": 16, "seqlen": 16384, "head_dim": 128, "dtype": "bfloat16", "device": "cuda", "layout": "bshd"}
+SPARSE: dict[str, Any] = {**LONG, "batch": 2, "seqlen": 8192}
+
+
+def masks_on_gpu(passes: str) -> tuple[Case, ...]:
+    """Masks that are walked tile by tile, beside FlexAttention and FlashAttention-4's packed call. Floors are
+    of the one that a case names."""
+    backward = passes == "backward"
+    packed: dict[str, Any] = {"against": ("fa4-packed",), "mask": "causal"}
+    flex: dict[str, Any] = {"against": ("flex",), "floor": 1.2 if backward else 1.3}
+    documents: dict[str, Any] = {"data": "packing", "floor": 0.95, "aim": 1.05, **packed}
+    varlen: dict[str, Any] = {"floor": 0.97, "aim": 1.05, **packed}
+    portable: dict[str, Any] = {"backend": "triton", "against": ("flex",), "floor": 1.0}
+
+    def case(name: str, sizes: dict[str, Any], **more: Any) -> Case:
+        return Case(f"{passes} {name}", passes=passes, **{**sizes, **more})
+
+    return (
+        case("documents d128", LONG, **documents),
+        case("documents d64", LONG, **{**documents, "head_dim": 64}),
+        case("documents d128, of flex", LONG, data="packing", mask="causal", **{**flex, "floor": 1.3 if backward else 1.5}),
+        case("packed d128", LONG, lengths=long_tailed(16384), **varlen),
+        case("packed d64", LONG, lengths=long_tailed(16384), **{**varlen, "head_dim": 64}),
+        case("packed d256", LONG, lengths=long_tailed(16384), **{**varlen, "head_dim": 256, "heads": 8}),
+        case("packed 32/8", LONG, lengths=long_tailed(16384), **{**varlen, "heads": 32, "kv_heads": 8}),
+        case("packed, equal lengths", LONG, lengths=(1024,) * 16, **varlen),
+        case("packed, one long", LONG, lengths=(16384, *(32,) * 500), **varlen),
+        case("quarter of blocks", SPARSE, data="quarter", **flex),
+        case("selected 16 of 128", SPARSE, data="selected", **{**flex, "seqlen": 16384, "batch": 1}),
+        case("documents & window", LONG, data="packing", mask="causal & window(1024)", **flex),
+        case("documents & prefix-lm", LONG, data="packing", mask="causal | prefix(64)", **flex),
+        case("first keys and window", LONG, mask="causal & (prefix(4) | window(1024))", **flex),
+        case("dense, half empty", SPARSE, data="half dense", **{**flex, "floor": 1.1 if backward else 1.2}),
+        case("portable documents", LONG, data="packing", mask="causal", **portable),
+        case("portable quarter of blocks", SPARSE, data="quarter", **portable),
+    )
+
+
 ON_CPU: dict[str, Any] = {"heads": 8, "seqlen": 1024}
 ON_GPU: dict[str, Any] = {"heads": 16, "seqlen": 4096, "head_dim": 128, "dtype": "bfloat16", "device": "cuda"}
 
@@ -180,6 +218,7 @@ SUITES = {
     "hopper-backward": Suite(hopper("backward")),
     "features": Suite((*features("forward", **ON_CPU), *features("training", **ON_CPU))),
     "features-gpu": Suite((*features("forward", **ON_GPU), *features("backward", **ON_GPU))),
+    "masks-gpu": Suite((*masks_on_gpu("forward"), *masks_on_gpu("backward"))),
 }
 
 
