@@ -228,7 +228,8 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
     allowed = FORWARD_STACK_NEWER if newer else FORWARD_STACK
     if config.BLOCK_DV == 256 and (config.LEFT or config.UNSEEN_KEYS):
         allowed = max(allowed, FORWARD_STACK_WIDEST)
-    expected = config.WARPGROUPS * (1 + (config.BAND and config.PINGPONG) + config.LEFT)
+    masked = 1 if config.LISTS is not None else (config.BAND and config.PINGPONG) + config.LEFT
+    expected = config.WARPGROUPS * (1 + masked)
     held = (config.BLOCK_N + config.Q_IN_REGISTERS) // 16  # products take 16 columns of their left operand
     checks = {
         **hopper_faults(facts, config),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tilewise.backends.gpu.lists import TileLists
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, typed
+from tilewise.backends.hopper.list_plan import largest_divisor, lists_of, planned_lists, planned_words
 from tilewise.backends.hopper.plan import config_of, tiles
-from tilewise.backends.hopper.structs import Arguments, Divisor, Rows
+from tilewise.backends.hopper.structs import Arguments, Divisor, Lists, Rows
 from tilewise.backends.hopper.tile_order import best_order, visited_keys
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
@@ -51,8 +53,16 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any) -> ForwardPlan:
         total=blocks * heads,
         programs=programs,
         order=order,
+        lists=forward_lists(problem, config, planned_lists(problem, config, False), planned_words(problem, config))
+        if mask.listed
+        else None,
     )
     return ForwardPlan(compile_(problem.dtype, a, config), config, a, programs)
+
+
+def forward_lists(problem: Problem, config: Config, lists: TileLists, words: Any) -> Lists:
+    """Tile lists as the kernel takes them; `words` of seen keys and seeing queries."""
+    return lists_of(problem, config, False, heads_together(problem, config, CLUSTER_BYTES[1]), lists, words)
 
 
 def tile_arguments(problem: Problem, mask: IntervalMask, heads: int, blocks: int) -> dict[str, Any]:
@@ -81,7 +91,3 @@ def heads_together(problem: Problem, config: Config, size: int) -> int:
     """How many heads are processed side by side: those whose keys and values have the size."""
     most = max(1, size // (2 * problem.seqlen_k * (config.BLOCK_D + config.BLOCK_DV))) * problem.group
     return largest_divisor(problem.batch * problem.heads, most)
-
-
-def largest_divisor(number: int, most: int) -> int:
-    return max(n for n in range(1, min(most, number) + 1) if number % n == 0)

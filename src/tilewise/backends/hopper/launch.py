@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,11 @@ from tilewise.backends.base import Inputs, empty_lse, empty_out
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, recorder
-from tilewise.backends.hopper.arguments import ForwardPlan, make_plan
+from tilewise.backends.hopper.arguments import ForwardPlan, forward_lists, make_plan
 from tilewise.backends.hopper.compile import compile_kernel
 from tilewise.backends.hopper.intervals import mask_of
+from tilewise.backends.hopper.list_launch import call_lists, is_listed
+from tilewise.backends.hopper.plan import offers
 from tilewise.backends.hopper.structs import Rows, Term
 from tilewise.hardware import DeviceSpec, probe_gpu
 from tilewise.problem import Problem
@@ -24,7 +27,24 @@ def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse of a supported problem, on the current stream."""
     q, k, v = inputs[:3]
     key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride())
+    if is_listed(problem):
+        return run_listed(problem, inputs, key)
     return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, q.device)))
+
+
+def run_listed(problem: Problem, inputs: Inputs, key: tuple[Hashable, ...]) -> tuple[Tensor, Tensor]:
+    """The same for a mask of tile lists."""
+    config = offers(problem, "forward")[0].config
+    found = call_lists(problem, inputs, config, by_key=False)
+    q, k, v = inputs[:3]
+    recording = recorder.get(problem, (*key, found.key), q.device, partial(plan_on, problem, q.device))
+    out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
+    tensors = (q, k, v, out, lse, None, None, *found.tensors)
+    if not recording.repeat(tensors):
+        lists = forward_lists(problem, config, *found)
+        plan = recording.plan._replace(arguments=recording.plan.arguments._replace(lists=lists))
+        recording.record(tensors, [launch_of(plan, tensors, ())])
+    return out, lse
 
 
 def launch(problem: Problem, inputs: Inputs, recording: Recording) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,65 @@
+"""The tile lists of a call in device memory, as the kernels of each pass take them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tilewise.backends.base import Inputs
+from tilewise.backends.gpu.classify import ListSpec, lists_for
+from tilewise.backends.gpu.lists import TileLists
+from tilewise.backends.hopper.intervals import mask_of
+from tilewise.backends.hopper.list_plan import Words, same_ids
+from tilewise.problem import Problem
+
+_words: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""By the counts of the lists they were made from."""
+
+
+class CallLists(NamedTuple):
+    """The lists of one pass of a call; `words` of seen keys and of seeing queries."""
+
+    lists: TileLists
+    words: tuple[Words | None, Words | None]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        found = (*self.lists[:7], *(x.words for x in self.words if x is not None))
+        return tuple(x for x in found if x is not None)
+
+    @property
+    def key(self) -> Hashable:
+        """All that a launch depends on beside addresses."""
+        return *self.lists[7:], *(None if x is None else x[1:] for x in self.words), same_ids(self.lists), self.lists.q_ids is None
+
+
+def is_listed(problem: Problem) -> bool:
+    """Does the mask of a supported problem come as lists? Asked in every call, so the answer is kept with the problem."""
+    known = problem.memory.get("hopper lists")
+    if known is None:
+        known = problem.memory["hopper lists"] = mask_of(problem).listed
+    return bool(known)
+
+
+def call_lists(problem: Problem, inputs: Inputs, config: Any, by_key: bool) -> CallLists:
+    """Kept lists, or new ones, made on the current stream."""
+    lists = lists_for(problem, inputs, ListSpec(config.BLOCK_M, config.BLOCK_N, by_key))
+    asked = config.UNSEEN_KEYS, getattr(config, "EMPTY_ROWS", False)
+    found = tuple(
+        words_for(problem, inputs, config, keys) if wanted else None
+        for wanted, keys in zip(asked, (True, False), strict=True)
+    )
+    return CallLists(lists, (found[0], found[1]))
+
+
+def words_for(problem: Problem, inputs: Inputs, config: Any, keys: bool) -> Words:
+    """Words of one side, from lists by that side; kept for as long as these are."""
+    from tilewise.backends.hopper.seen import seen_words
+
+    lists = lists_for(problem, inputs, ListSpec(config.BLOCK_M, config.BLOCK_N, keys))
+    if lists.counts not in _words:
+        _words[lists.counts] = seen_words(problem, lists, config, keys)
+    return _words[lists.counts]
