@@ -326,6 +326,7 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
         return known, [*forward_faults(known, compiled.config, newer and tight, newer), *planned]
     if check.backend == "hopper-backward":
         may_spill = newer or (compiled.name != "queries_kernel" and short_of_registers(check.case))
+        may_spill |= getattr(compiled.config, "LISTS", None) is not None  # the mask of a PARTIAL tile: right, and slower
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
         return known, [*backward_faults(compiled.name, known, compiled.config, may_spill), *planned]
     columns = getattr(compiled.kernel.metadata, "tmem_size", 0)

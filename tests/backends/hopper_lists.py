@@ -132,3 +132,11 @@ def make_words(problem: Problem, config: Any) -> tuple[Words | None, Words | Non
         strides = (words.stride(0) if words.shape[0] > 1 else 0, words.stride(1) if words.shape[1] > 1 else 0)
         result.append(Words(words, *strides) if asked else None)
     return result[0], result[1]
+
+
+def make_order(arguments: Any) -> torch.Tensor:
+    """Every work tile once, in any order."""
+    total, programs = arguments.total, arguments.programs
+    order = torch.full(((-(-total // programs) + 1) * programs,), -1, dtype=torch.int32)
+    order[:total] = torch.randperm(total, generator=torch.Generator().manual_seed(0)).int()
+    return order

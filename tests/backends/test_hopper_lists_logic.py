@@ -14,7 +14,7 @@ from tests.backends import test_hopper_backward_logic as backward_logic
 from tests.backends import test_hopper_forward_logic as forward_logic
 from tests.backends.gluon_threads import Descriptor, kernels
 from tests.backends.gluon_values import Value
-from tests.backends.hopper_lists import make_lists, make_words, visible
+from tests.backends.hopper_lists import make_lists, make_order, make_words, visible
 from tests.backends.test_hopper_backward_logic import Call, Shape, build, maps, start, wrapped
 from tests.numerics import checks
 from tilewise.backends.base import Grads, Inputs
@@ -22,7 +22,7 @@ from tilewise.backends.hopper import arguments
 from tilewise.backends.hopper.backward import arguments as backward_arguments
 from tilewise.backends.hopper.backward import choose
 from tilewise.backends.hopper.backward.config import KeysConfig
-from tilewise.backends.hopper.list_plan import SWITCH
+from tilewise.backends.hopper.list_plan import SWITCH, lists_of
 from tilewise.backends.hopper.plan import supports
 from tilewise.backends.hopper.structs import PrePostArguments
 from tilewise.backends.tiled import backend as tiled
@@ -89,8 +89,8 @@ def run_forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.T
     C, (q, k, v) = plan.config, inputs[:3]
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
-    lists = arguments.forward_lists(problem, C, make_lists(problem, C, False), make_words(problem, C))
-    a = wrapped(plan.arguments._replace(lse_ptr=lse, lists=lists))
+    lists = lists_of(make_lists(problem, C, False), make_words(problem, C))
+    a = wrapped(plan.arguments._replace(lse_ptr=lse, lists=lists, order=make_order(plan.arguments)))
     boxes = ((q, 64, C.BLOCK_D), (k, C.BLOCK_N, C.BLOCK_D), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.O_COLUMNS))
     with kernels("tilewise.backends.hopper", "kernel", "mainloop") as (machine, modules):
         forward_logic.extend(modules["mainloop"].gl, machine)
@@ -113,9 +113,9 @@ def run_backward(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any
             if isinstance(step.arguments, PrePostArguments):
                 a = wrapped(backward_logic.arguments(step, call, problem))
             else:
-                lists = make_lists(problem, C, isinstance(C, KeysConfig))
-                given = backward_arguments.grad_lists(problem, C, lists, make_words(problem, C))
-                a = wrapped(step.arguments._replace(stats_ptr=call.stats, dq_ptr=call.sums, lists=given))
+                lists = lists_of(make_lists(problem, C, isinstance(C, KeysConfig)), make_words(problem, C))
+                order = make_order(step.arguments)
+                a = wrapped(step.arguments._replace(stats_ptr=call.stats, dq_ptr=call.sums, lists=lists, order=order))
             for program in range(step.programs):
                 start(machine, program)
                 function(*maps(step, call), a, C)

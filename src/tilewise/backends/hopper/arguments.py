@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilewise.backends.gpu.lists import TileLists
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, typed
-from tilewise.backends.hopper.list_plan import largest_divisor, lists_of, planned_lists, planned_words
+from tilewise.backends.hopper.list_plan import list_arguments
 from tilewise.backends.hopper.plan import config_of, tiles
-from tilewise.backends.hopper.structs import Arguments, Divisor, Lists, Rows
+from tilewise.backends.hopper.structs import Arguments, Divisor, Rows
 from tilewise.backends.hopper.tile_order import best_order, visited_keys
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
@@ -37,11 +36,13 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any) -> ForwardPlan:
     blocks = blocks_of(problem, problem.seqlen_q, config.BLOCK_M)
     heads = problem.heads * (1 if problem.varlen else problem.batch)
     programs = min(blocks * heads, spec.units)
-    order = None
+    order: Any = None
     if mask.band and not problem.varlen:
         clusters = tuple(heads_together(problem, config, size) for size in CLUSTER_BYTES)
         keys = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
         order = best_order(keys, heads, clusters, programs)
+    elif mask.listed or config.ORDERED:
+        order = "*i32"  # written on the device
     a = Arguments(
         lse_ptr="*fp32",
         out=Rows(pointer(problem.dtype), "i64", "i64", 0) if problem.varlen else None,  # type: ignore[arg-type]
@@ -53,16 +54,9 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any) -> ForwardPlan:
         total=blocks * heads,
         programs=programs,
         order=order,
-        lists=forward_lists(problem, config, planned_lists(problem, config, False), planned_words(problem, config))
-        if mask.listed
-        else None,
+        lists=list_arguments(problem, config),
     )
     return ForwardPlan(compile_(problem.dtype, a, config), config, a, programs)
-
-
-def forward_lists(problem: Problem, config: Config, lists: TileLists, words: Any) -> Lists:
-    """Tile lists as the kernel takes them; `words` of seen keys and seeing queries."""
-    return lists_of(problem, config, False, heads_together(problem, config, CLUSTER_BYTES[1]), lists, words)
 
 
 def tile_arguments(problem: Problem, mask: IntervalMask, heads: int, blocks: int) -> dict[str, Any]:
@@ -91,3 +85,7 @@ def heads_together(problem: Problem, config: Config, size: int) -> int:
     """How many heads are processed side by side: those whose keys and values have the size."""
     most = max(1, size // (2 * problem.seqlen_k * (config.BLOCK_D + config.BLOCK_DV))) * problem.group
     return largest_divisor(problem.batch * problem.heads, most)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    return max(n for n in range(1, min(most, number) + 1) if number % n == 0)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from tilewise.backends.gpu.lists import list_layout
 from tilewise.backends.hopper.config import NARROW, Config, tiles_for
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, unseen_keys
-from tilewise.backends.hopper.list_plan import all_seen
+from tilewise.backends.hopper.list_plan import hides_in_tiles, switched_on
 from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, visited_keys
 from tilewise.problem import Problem
 
@@ -51,16 +51,18 @@ def forward_choices(problem: Problem, newer: bool) -> list[Choice]:
 
 def listed_choices(problem: Problem, newer: bool) -> list[Choice]:
     """The tiles of two warpgroups for which PARTIAL tiles of the lists have a form, the largest first."""
+    unseen = hides_in_tiles(problem)
     fits = [
         tile
         for tile in tiles_for(problem.head_dim, problem.head_dim_v)
         if tile.WARPGROUPS == 2 and not list_layout(problem.program, tile.BLOCK_M, tile.BLOCK_N).program
     ]
-    unseen = not all_seen(problem)
+    if unseen:  # zeroing values in the loop leaves no registers for 128 keys at 128 columns
+        fits = [tile for tile in fits if tile.BLOCK_N == 64 or tile.BLOCK_DV == 64] or fits
     return [
         Choice(
             compiled_for(problem, IntervalMask(listed=True), unseen, tile, newer)._replace(
-                LISTS=list_layout(problem.program, tile.BLOCK_M, tile.BLOCK_N), TAIL=False
+                LISTS=list_layout(problem.program, tile.BLOCK_M, tile.BLOCK_N), TAIL=False, REGISTERS=(240, 24)
             ),
             "tile lists: two warpgroups, for three have too few registers" if i == 0 else "asked for",
         )
@@ -152,4 +154,5 @@ def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
         "LEFT": mask.left,
         "VARLEN": problem.varlen,
         "BOTTOM_RIGHT": mask.bottom,
+        "ORDERED": problem.varlen and switched_on(),
     }

@@ -13,7 +13,6 @@ from tilewise.backends.hopper.work_tile import (
     head_of,
     key_hi,
     key_lo,
-    listed,
     sequence_of,
 )
 
@@ -87,22 +86,18 @@ def grad_tile(a, bh, seq, start, first, count, STAT_ROWS: gl.constexpr, C: gl.co
 @gluon.jit
 def locate_keys(a, t, C: gl.constexpr):
     """Key tile t, counted through each head from its first keys to its last, and the mask of its sequence."""
-    if C.LISTS is not None:
-        bh, tile = listed(a, t)
-    else:
-        bh = divide(t, a.blocks)
-        tile = t - bh * a.blocks.value
-    seq, tile = sequence_of(a, bh, tile, a.cu_k, C.BLOCK_N, C)
+    bh = divide(t, a.blocks)
+    seq, tile = sequence_of(a, bh, t - bh * a.blocks.value, a.cu_k, C.BLOCK_N, C)
     band = band_of(a, seq.b, seq.len_q, seq.len_k, C)
     n0 = tile * C.BLOCK_N
     if C.LISTS is not None:
         h = head_of(a, bh, seq.b, C) * a.group.value
-        partial, count = row_counts(a.lists, row_of(a.lists, seq.b, h, tile))
-        return grad_tile(a, bh, seq, n0, partial, count, C.BLOCK_M, C), band
-    tiles = gl.cdiv(seq.len_q, C.BLOCK_M)
-    first = gl.minimum(gl.maximum(query_lo(band, n0, C), 0) // C.BLOCK_M, tiles - 1)
-    past = gl.minimum(query_hi(band, gl.minimum(n0 + C.BLOCK_N, band.end) - 1, C), seq.len_q)
-    count = gl.maximum(gl.cdiv(past, C.BLOCK_M) - first, 1)
+        first, count = row_counts(a.lists, row_of(a.lists, seq.b, h, tile))
+    else:
+        tiles = gl.cdiv(seq.len_q, C.BLOCK_M)
+        first = gl.minimum(gl.maximum(query_lo(band, n0, C), 0) // C.BLOCK_M, tiles - 1)
+        past = gl.minimum(query_hi(band, gl.minimum(n0 + C.BLOCK_N, band.end) - 1, C), seq.len_q)
+        count = gl.maximum(gl.cdiv(past, C.BLOCK_M) - first, 1)
     if C.VARLEN:
         count = gl.where((n0 < seq.len_k) & (seq.len_q > 0), count, 0)
         first = gl.maximum(first, 0)
@@ -112,20 +107,16 @@ def locate_keys(a, t, C: gl.constexpr):
 @gluon.jit
 def locate_queries(a, t, C: gl.constexpr):
     """Tile t of 128 queries, counted through each head from its last queries to its first, and the mask of its sequence."""
-    if C.LISTS is not None:
-        bh, tile = listed(a, t)
-    else:
-        bh = divide(t, a.blocks)
-        tile = a.blocks.value - 1 - (t - bh * a.blocks.value)
-    seq, tile = sequence_of(a, bh, tile, a.cu_q, 128, C)
+    bh = divide(t, a.blocks)
+    seq, tile = sequence_of(a, bh, a.blocks.value - 1 - (t - bh * a.blocks.value), a.cu_q, 128, C)
     band = band_of(a, seq.b, seq.len_q, seq.len_k, C)
     m0 = tile * 128
     if C.LISTS is not None:
-        partial, count = row_counts(a.lists, row_of(a.lists, seq.b, head_of(a, bh, seq.b, C), tile))
-        return grad_tile(a, bh, seq, m0, partial, count, C.STAT_ROWS, C), band
-    first = key_lo(band, m0, C) // C.BLOCK_N
-    hi = key_hi(band, gl.minimum(m0 + 127, seq.len_q - 1), C)
-    count = gl.maximum(gl.cdiv(hi, C.BLOCK_N) - first, 1)
+        first, count = row_counts(a.lists, row_of(a.lists, seq.b, head_of(a, bh, seq.b, C), tile))
+    else:
+        first = key_lo(band, m0, C) // C.BLOCK_N
+        hi = key_hi(band, gl.minimum(m0 + 127, seq.len_q - 1), C)
+        count = gl.maximum(gl.cdiv(hi, C.BLOCK_N) - first, 1)
     if C.VARLEN:
         count = gl.where(m0 < seq.len_q, count, 0)
     return grad_tile(a, bh, seq, m0, first, count, C.STAT_ROWS, C), band

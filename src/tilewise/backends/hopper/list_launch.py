@@ -11,12 +11,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tilewise.backends.base import Inputs
 from tilewise.backends.gpu.classify import ListSpec, lists_for
 from tilewise.backends.gpu.lists import TileLists
+from tilewise.backends.hopper.device_order import dealt
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.list_plan import Words, same_ids
 from tilewise.problem import Problem
 
+_orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _words: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""By the counts of the lists they were made from."""
+"""Both by the counts of the lists that they were made from."""
 
 
 class CallLists(NamedTuple):
@@ -24,16 +26,19 @@ class CallLists(NamedTuple):
 
     lists: TileLists
     words: tuple[Words | None, Words | None]
+    order: Tensor  # of work tiles, see structs.Arguments
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        found = (*self.lists[:7], *(x.words for x in self.words if x is not None))
-        return tuple(x for x in found if x is not None)
+        lists = self.lists
+        read = (lists.runs, lists.counts, lists.terms, lists.q_ids, lists.k_ids, lists.bits, self.order)
+        return tuple(x for x in (*read, *(x and x.words for x in self.words)) if x is not None)
 
     @property
     def key(self) -> Hashable:
         """All that a launch depends on beside addresses."""
-        return *self.lists[7:], *(None if x is None else x[1:] for x in self.words), same_ids(self.lists), self.lists.q_ids is None
+        ids = self.lists.q_ids is None, same_ids(self.lists)
+        return *self.lists[7:], *(None if x is None else x[1:] for x in self.words), *ids
 
 
 def is_listed(problem: Problem) -> bool:
@@ -44,15 +49,25 @@ def is_listed(problem: Problem) -> bool:
     return bool(known)
 
 
-def call_lists(problem: Problem, inputs: Inputs, config: Any, by_key: bool) -> CallLists:
+class Dealing(NamedTuple):
+    """How work tiles are dealt out: of keys or of queries, to how many programs, for how many heads at once at most."""
+
+    by_key: bool
+    units: int
+    cluster: int
+
+
+def call_lists(problem: Problem, inputs: Inputs, config: Any, dealing: Dealing) -> CallLists:
     """Kept lists, or new ones, made on the current stream."""
-    lists = lists_for(problem, inputs, ListSpec(config.BLOCK_M, config.BLOCK_N, by_key))
+    lists = lists_for(problem, inputs, ListSpec(config.BLOCK_M, config.BLOCK_N, dealing.by_key))
+    if lists.counts not in _orders:
+        _orders[lists.counts] = dealt(problem, lists, config, *dealing)
     asked = config.UNSEEN_KEYS, getattr(config, "EMPTY_ROWS", False)
     found = tuple(
         words_for(problem, inputs, config, keys) if wanted else None
         for wanted, keys in zip(asked, (True, False), strict=True)
     )
-    return CallLists(lists, (found[0], found[1]))
+    return CallLists(lists, (found[0], found[1]), _orders[lists.counts])
 
 
 def words_for(problem: Problem, inputs: Inputs, config: Any, keys: bool) -> Words:

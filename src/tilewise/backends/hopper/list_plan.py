@@ -6,13 +6,13 @@ import os
 from typing import Any, NamedTuple
 
 from tilewise.backends.gpu.lists import MOST_TILES, TileLists, list_layout, run_width
-from tilewise.backends.hopper.structs import Divisor, Lists
+from tilewise.backends.hopper.structs import Lists
 from tilewise.masks import Literal, MaskShape
 from tilewise.problem import Problem
 
 SWITCH = "TILEWISE_HOPPER_LISTS"
-"""Set to 1, the environment variable lets these kernels walk lists. Not yet run on a GPU: without it other backends serve such
-masks."""
+"""Set to 1, the environment variable lets these kernels walk lists, and take the longest tiles of packed batches first. Not yet
+run on a GPU: without it other backends serve such masks, and packed batches are taken round robin."""
 MOST_WORDS = 1 << 31
 """Of a dense mask's bits in one head: they are counted in 32 bits."""
 
@@ -57,6 +57,19 @@ def all_seen(problem: Problem) -> bool:
     return any(all(_on_diagonal(literal, shape) for literal in term) for term in problem.program.terms())
 
 
+def hides_in_tiles(problem: Problem) -> bool:
+    """May a visited tile hold keys that no query sees, or queries that see no key? Not where masks are made of whole tiles."""
+    terms = list(problem.program.terms())
+    tables = all(_of_whole_tiles(literal, problem.seqlen_k) for term in terms for literal in term)
+    return not (tables or all_seen(problem))
+
+
+def _of_whole_tiles(literal: Literal, keys: int) -> bool:
+    """The tables that lists are served for are the same all over each tile."""
+    kind, ints, _ = literal
+    return kind.is_blocks or kind.is_selected or (kind.is_range and ints[0] <= 0 and ints[1] >= keys)
+
+
 def _on_diagonal(literal: Literal, shape: MaskShape) -> bool:
     kind, ints, tensors = literal
     if kind.is_band and not kind.is_offset:
@@ -87,20 +100,13 @@ class Words(NamedTuple):
     stride_h: int
 
 
-def lists_of(problem: Problem, config: Any, by_key: bool, cluster: int, lists: TileLists, words: Any = None) -> Lists:
+def lists_of(lists: TileLists, words: Any = None) -> Lists:
     """The lists of a pass as its kernel takes them; `words` are those of seen keys and of seeing queries."""
     seen, seeing = words or (None, None)
-    heads = problem.kv_heads if by_key else problem.heads
-    block, length = (config.BLOCK_N, problem.seqlen_k) if by_key else (config.BLOCK_M, problem.seqlen_q)
-    tiles = -(-length // block)
-    together = heads * (1 if lists.stride_b else problem.batch)
     return Lists(
         runs=lists.runs,
         counts=lists.counts,
         terms=lists.terms,
-        order=None if lists.stride_h else lists.order,
-        rows=Divisor.of(tiles * (problem.batch if lists.stride_b else 1)),
-        cluster=Divisor.of(largest_divisor(together, cluster)),
         width=lists.width,
         strides=(lists.stride_b or None, lists.stride_h or None),
         terms_stride=lists.terms_b or None,
@@ -119,10 +125,6 @@ def lists_of(problem: Problem, config: Any, by_key: bool, cluster: int, lists: T
 def same_ids(lists: TileLists) -> bool:
     """Are the keys' ids those of the queries?"""
     return lists.k_ids is lists.q_ids or _same_memory(lists.q_ids, lists.k_ids)
-
-
-def largest_divisor(number: int, most: int) -> int:
-    return max(n for n in range(1, min(most, number) + 1) if number % n == 0)
 
 
 def planned_lists(problem: Problem, config: Any, by_key: bool) -> TileLists:
@@ -161,3 +163,11 @@ def planned_words(problem: Problem, config: Any) -> tuple[Words | None, Words | 
     strides = int(per_batch(problem)), int(per_head(problem))
     some = Words("*i32", *strides)
     return (some if config.UNSEEN_KEYS else None), (some if getattr(config, "EMPTY_ROWS", False) else None)
+
+
+def list_arguments(problem: Problem, config: Any) -> Lists | None:
+    """The lists of a kernel that walks some, with types in place of addresses."""
+    if config.LISTS is None:
+        return None
+    by_key = config.LISTED_BY_KEY
+    return lists_of(planned_lists(problem, config, by_key), planned_words(problem, config))

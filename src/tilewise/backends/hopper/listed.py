@@ -25,14 +25,22 @@ def visible_keys(x_tile, work, row0, cursor, OTHER: gl.constexpr, a, C: gl.const
         ok = ok & same_document(q_ids[:, None], k_ids[None, :], C.LISTS)
     x_tile = gl.where(ok, x_tile, OTHER)
     if C.LISTS.bits:
-        cube = x_tile.reshape([64, C.BLOCK_N // 32, 32])
-        WORDS: gl.constexpr = gl.SliceLayout(2, cube.type.layout)
-        bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, cube.type.layout)))
+        # in the accumulator's order: column 32 word + 8 group + 2 lane + pair. Words are shifted by lane first: all other shifts
+        # are numbers in the code
+        parts = x_tile.reshape([64, C.BLOCK_N // 32, 4, 4, 2])
+        BY_LANE: gl.constexpr = gl.SliceLayout(4, parts.type.layout)
+        WORDS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, BY_LANE))
         q = row0 + gl.arange(0, 64, gl.SliceLayout(1, WORDS))[:, None]
         word = key0 // 32 + gl.arange(0, C.BLOCK_N // 32, gl.SliceLayout(0, WORDS))[None, :]
-        words = bit_words(a.lists, b, work.h, q, word, (q < a.len_q) & (word * 32 < a.len_k))
-        cube = gl.where(((words[:, :, None] >> bit[None, None, :]) & 1) != 0, cube, OTHER)
-        x_tile = gl.convert_layout(cube.reshape([64, C.BLOCK_N]), LAYOUT, assert_trivial=True)
+        words = bit_words(a.lists, b, work.h, q, word, a)[:, :, None, None, None]
+        lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, BY_LANE))))
+        group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, BY_LANE))))
+        ACROSS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, parts.type.layout))
+        pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, ACROSS)))
+        shift = 8 * group[None, None, :, None, None] + pair[None, None, None, None, :]
+        words = words >> (2 * lane)[None, None, None, :, None]
+        parts = gl.where(((words >> shift) & 1) != 0, parts, OTHER)
+        x_tile = gl.convert_layout(parts.reshape([64, C.BLOCK_N]), LAYOUT, assert_trivial=True)
     return x_tile
 
 
@@ -60,7 +68,7 @@ def visible_queries(x_tile, work, h, k0, cursor, a, C: gl.constexpr):
         bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, cube.type.layout)))
         q = m + gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, WORDS))[None, :]
         word = k0 // 32 + gl.arange(0, 2, gl.SliceLayout(1, WORDS))[:, None]
-        words = bit_words(a.lists, b, h, q, word, (q < a.len_q) & (word * 32 < a.len_k))
+        words = bit_words(a.lists, b, h, q, word, a)
         cube = gl.where(((words[:, None, :] >> bit[None, :, None]) & 1) != 0, cube, 0.0)
         x_tile = gl.convert_layout(cube.reshape([64, C.BLOCK_M]), LAYOUT, assert_trivial=True)
     return x_tile

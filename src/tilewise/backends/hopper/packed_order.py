@@ -1,15 +1,24 @@
-"""The order of work tiles of a packed batch, longest first. Lengths are known on the device only, so a small kernel writes it there.
+"""The order of work tiles of a packed batch, longest first. Only the device knows the lengths, so a small kernel writes it there.
 
-Without it programs take tiles round robin. A batch of unequal sequences under a causal mask then leaves the longest program half
-as long again as the mean: 17 tiles each of 1 to 16 key tiles, at random.
+Without it programs take tiles round robin. Under a causal mask, with 16k tokens in sequences of 128 to 2,047 and 16 heads, the
+longest of 132 programs then has 1.2 to 1.4 times the mean to do, counted in tiles; longest first 1.02 times.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from tilewise.backends.gpu.launch import LaunchOptions
+from tilewise.backends.gpu.record import Launch
+from tilewise.backends.hopper.device_order import place_of
+from tilewise.backends.hopper.structs import Arguments
+from tilewise.masks import UNBOUNDED
+from tilewise.problem import Problem
 
 BLOCK = 128
 FAR = tl.constexpr(1 << 29)
@@ -72,14 +81,6 @@ def tile_cost(a, tile, C: tl.constexpr):
 
 
 @triton.jit
-def place_of(a, position):
-    """Where in the order the tile at a position of the queue stands; odd rounds run backwards."""
-    turn = position // a.programs
-    column = position - turn * a.programs
-    return turn * a.programs + tl.where(turn % 2 == 0, column, a.programs - 1 - column)
-
-
-@triton.jit
 def order_kernel(a, C: tl.constexpr):
     """The ranks of BLOCK tiles among all, and their places for every head."""
     pid = tl.program_id(0)
@@ -101,3 +102,34 @@ def order_kernel(a, C: tl.constexpr):
     for rest in range(valid * a.heads + pid * C.BLOCK, a.size, tl.num_programs(0) * C.BLOCK):
         position = rest + tl.arange(0, C.BLOCK)
         tl.store(a.order + place_of(a, position), position * 0 - 1, mask=position < a.size)
+
+
+def order_size(arguments: Arguments) -> int:
+    return (-(-arguments.total // arguments.programs) + 1) * arguments.programs
+
+
+def empty_order(arguments: Arguments, like: Tensor) -> Tensor:
+    """Memory for the order of a kernel's work tiles."""
+    return torch.empty(order_size(arguments), dtype=torch.int32, device=like.device)
+
+
+def order_launch(problem: Problem, config: Any, arguments: Arguments, by_key: bool, cluster: int) -> Launch:
+    """The kernel that writes the order into `arguments.order`."""
+    lo, past = arguments.terms[0][:2] if arguments.terms else (-UNBOUNDED, UNBOUNDED)
+    heads = problem.kv_heads if by_key else problem.heads
+    a = OrderArguments(
+        order=arguments.order,
+        cu_own=arguments.cu_k if by_key else arguments.cu_q,
+        cu_q=arguments.cu_q,
+        cu_k=arguments.cu_k,
+        batch=problem.batch,
+        tiles=arguments.blocks.value,
+        heads=heads,
+        cluster=max(n for n in range(1, min(cluster, heads) + 1) if heads % n == 0),
+        programs=arguments.programs,
+        size=order_size(arguments),
+        lo=lo,
+        past=past,
+    )
+    shape = OrderConfig(config.BLOCK_M, config.BLOCK_N, by_key, config.BOTTOM_RIGHT)
+    return Launch(order_kernel, -(-arguments.blocks.value // BLOCK), (a,), shape, LaunchOptions(4, 1))

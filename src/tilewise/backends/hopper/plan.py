@@ -20,7 +20,7 @@ from tilewise.backends.hopper.compiler import newer_registers
 from tilewise.backends.hopper.config import WIDTHS, tiles_for
 from tilewise.backends.hopper.intervals import interval_mask, mask_of
 from tilewise.backends.hopper.limits import why_not
-from tilewise.backends.hopper.list_plan import list_obstacle
+from tilewise.backends.hopper.list_plan import list_arguments, list_obstacle
 from tilewise.backends.hopper.shared_memory import on_chip, warps_of
 from tilewise.backends.verdict import Verdict
 from tilewise.hardware.spec import DeviceSpec
@@ -154,7 +154,7 @@ def described(problem: Problem, pass_: str, config: Any, reason: str) -> Planned
         source="user" if asked else "table",
         kernel=kernel,
         outer="keys" if pass_ in ("backward", "backward_dkdv") else "queries",
-        on_chip=on_chip(kernel, config, mask_of(problem)),
+        on_chip=on_chip(kernel, config, mask_of(problem), list_arguments(problem, config)),
         registers=0 if around else config.REGISTERS[0],
         resident=0 if around else 1,
         persistent=not around,

@@ -49,9 +49,6 @@ class Lists(NamedTuple):
     runs: Any
     counts: Any
     terms: Any
-    order: Any  # None: work tiles are taken as they are numbered
-    rows: Divisor  # of one order
-    cluster: Divisor  # heads that are processed together
     width: int
     strides: Strides  # of a sequence and of a head, in rows
     terms_stride: int | None = None

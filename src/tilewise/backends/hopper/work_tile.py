@@ -187,34 +187,11 @@ def head_of(a, bh, b, C: gl.constexpr):
 
 
 @gluon.jit
-def listed(a, t):
-    """(head counted through all sequences, tile) of work tile t of lists: the longest rows first, a cluster of heads at once."""
-    lists = a.lists
-    if lists.order is not None:
-        n = divide(t, lists.cluster)
-        among = divide(n, lists.rows)
-        row = gl.load(lists.order + (n - among * lists.rows.value))
-        head = among * lists.cluster.value + (t - n * lists.cluster.value)
-        if lists.strides[0] is not None:  # an order of all sequences' rows
-            b = divide(row, a.blocks)
-            return b * a.heads.value + head, row - b * a.blocks.value
-        else:
-            return head, row
-    else:
-        bh = divide(t, a.blocks)
-        return bh, t - bh * a.blocks.value
-
-
-@gluon.jit
 def locate(a, t, C: gl.constexpr):
     """Work tile t, counted through each head from its last queries to its first, and the mask of its sequence."""
     BLOCK_M: gl.constexpr = 64 * C.WARPGROUPS
-    if C.LISTS is not None:
-        bh, tile = listed(a, t)
-    else:
-        bh = divide(t, a.blocks)
-        tile = a.last_block - (t - bh * a.blocks.value)
-    seq, tile = sequence_of(a, bh, tile, a.cu_q, BLOCK_M, C)
+    bh = divide(t, a.blocks)
+    seq, tile = sequence_of(a, bh, a.last_block - (t - bh * a.blocks.value), a.cu_q, BLOCK_M, C)
     band = band_of(a, seq.b, seq.len_q, seq.len_k, C)
     m0 = tile * BLOCK_M
     last_q = a.last_q

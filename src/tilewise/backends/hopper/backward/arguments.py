@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilewise.backends.gpu.lists import TileLists
-from tilewise.backends.hopper.arguments import LOG2E, blocks_of, tile_arguments
+from tilewise.backends.hopper.arguments import LOG2E, blocks_of, largest_divisor, tile_arguments
 from tilewise.backends.hopper.backward.choose import visiting_queries
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
-from tilewise.backends.hopper.list_plan import largest_divisor, lists_of, planned_lists, planned_words
+from tilewise.backends.hopper.list_plan import list_arguments
 from tilewise.backends.hopper.plan import config_of, tiles
-from tilewise.backends.hopper.structs import Arguments, Divisor, Lists, Plane, PrePostArguments, Rows
+from tilewise.backends.hopper.structs import Arguments, Divisor, Plane, PrePostArguments, Rows
 from tilewise.backends.hopper.tile_order import tile_order, visited_keys
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
@@ -72,7 +71,7 @@ def grad_arguments(
     sequences = 1 if problem.varlen else problem.batch
     blocks, heads = blocks_of(problem, length, block), own_heads * sequences
     programs = min(blocks * heads, processors)
-    order = None
+    order: Any = "*i32" if mask.listed or config.ORDERED else None  # written on the device
     if config.BAND and not problem.varlen:
         if isinstance(config, KeysConfig):
             # key tiles are numbered from the first to the last
@@ -99,17 +98,8 @@ def grad_arguments(
         dq=rows,
         dk=rows,
         dv=rows,
-        lists=grad_lists(problem, config, planned_lists(problem, config, of_keys), planned_words(problem, config))
-        if mask.listed
-        else None,
+        lists=list_arguments(problem, config),
     )
-
-
-def grad_lists(problem: Problem, config: KeysConfig | QueriesConfig, lists: TileLists, words: Any) -> Lists:
-    """Tile lists as a kernel takes them; `words` of seen keys and seeing queries."""
-    of_keys = isinstance(config, KeysConfig)
-    heads = (problem.kv_heads if of_keys else problem.heads) * problem.batch
-    return lists_of(problem, config, of_keys, heads_together(problem, config, heads), lists, words)
 
 
 def prepost_arguments(problem: Problem, config: KeysConfig, stat_blocks: int, with_dlse: bool) -> PrePostArguments:

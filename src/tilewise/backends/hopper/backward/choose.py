@@ -22,7 +22,7 @@ from tilewise.backends.hopper.backward.config import (
 )
 from tilewise.backends.hopper.choose import Choice, mask_config
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
-from tilewise.backends.hopper.list_plan import all_seen
+from tilewise.backends.hopper.list_plan import all_seen, hides_in_tiles
 from tilewise.masks import may_have_empty_rows
 from tilewise.problem import Problem
 
@@ -57,6 +57,8 @@ def no_sums(problem: Problem) -> str:
         return "deterministic=True: sums in memory are added in any order"
     if tile.ACC_FROM_STATS and (problem.softcap > 0 or problem.scale <= 0):
         return "scores are more than products to accumulate from -lse, and subtracted statistics find no registers"
+    if tile.ACC_FROM_STATS and mask_of(problem).listed:
+        return "the mask of a list's tile finds no registers beside 128 queries"
     return ""
 
 
@@ -74,7 +76,7 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
         found = [usual, *([SEPARATE_DQ_SOFTCAP[dims]] if dims == (64, 64) else []), SPLIT[dims]]
     reason = separate_dq(problem, mask).reason
     return [
-        Choice(tile._replace(**compiled_for(problem, mask), **list_config(problem, mask, tile)), reason)
+        Choice(tile._replace(**(compiled_for(problem, mask) | list_config(problem, mask, tile))), reason)
         for tile in dict.fromkeys(found)
     ]
 
@@ -90,9 +92,12 @@ def list_config(problem: Problem, mask: IntervalMask, tile: KeysConfig | Queries
     """What a kernel that walks lists is compiled for beside the rest."""
     if not mask.listed:
         return {}
-    unseen = not all_seen(problem)
     layout = list_layout(problem.program, tile.BLOCK_M, tile.BLOCK_N)
-    return {"LISTS": layout, "UNSEEN_KEYS": unseen}
+    # what is held may be hidden altogether, what is streamed in tiles that are visited only
+    held, streamed = not all_seen(problem), hides_in_tiles(problem)
+    if isinstance(tile, KeysConfig):
+        return {"LISTS": layout, "UNSEEN_KEYS": held, "EMPTY_ROWS": streamed}
+    return {"LISTS": layout, "UNSEEN_KEYS": streamed, "EMPTY_ROWS": held}
 
 
 def queries_choices(problem: Problem, stat_rows: int) -> list[Choice]:
@@ -102,17 +107,15 @@ def queries_choices(problem: Problem, stat_rows: int) -> list[Choice]:
     reason = separate_dq(problem, mask).reason
     return [
         Choice(
-            tile._replace(STAT_ROWS=stat_rows, **compiled_for(problem, mask), **list_config(problem, mask, tile)), reason
+            tile._replace(STAT_ROWS=stat_rows, **(compiled_for(problem, mask) | list_config(problem, mask, tile))), reason
         )
         for tile in found
     ]
 
 
 def compiled_for(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
-    queries, keys = problem.seqlen_q, problem.seqlen_k
-    empty = not all_seen(problem) if mask.listed else may_have_empty_rows(problem.program, queries, keys)
     return mask_config(problem, mask) | {
-        "EMPTY_ROWS": problem.varlen or empty,
+        "EMPTY_ROWS": problem.varlen or may_have_empty_rows(problem.program, problem.seqlen_q, problem.seqlen_k),
         "SCORES": "softcap" if problem.softcap > 0 else "fold",
     }
 
@@ -120,7 +123,7 @@ def compiled_for(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
 def without_mask(config: KeysConfig) -> KeysConfig:
     """What the preprocess and postprocess kernels, which know no mask, are compiled for."""
     plain = KeysConfig._field_defaults
-    names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS", "UNSEEN_KEYS")
+    names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS", "UNSEEN_KEYS", "ORDERED")
     return config._replace(**{name: plain[name] for name in names})
 
 

@@ -29,8 +29,13 @@ class KeysConfig(NamedTuple):
     VARLEN: bool = False
     BOTTOM_RIGHT: bool = False  # bands of packed sequences count from the bottom right corner
     EMPTY_ROWS: bool = False  # may a query see no key?
+    ORDERED: bool = False  # a packed batch whose order of work tiles the device writes
     LISTS: Any = None  # a ListLayout, where query tiles come from lists
     UNSEEN_KEYS: bool = False  # with lists: may there be keys that no query sees?
+
+    @property
+    def LISTED_BY_KEY(self) -> bool:
+        return True
 
     @property
     def tiles(self) -> dict[str, int]:
@@ -76,12 +81,17 @@ class QueriesConfig(NamedTuple):
     VARLEN: bool = False
     BOTTOM_RIGHT: bool = False
     EMPTY_ROWS: bool = False
+    ORDERED: bool = False
     LISTS: Any = None
     UNSEEN_KEYS: bool = False
 
     @property
     def BLOCK_M(self) -> int:
         return 128
+
+    @property
+    def LISTED_BY_KEY(self) -> bool:
+        return False
 
     @property
     def tiles(self) -> dict[str, int]:

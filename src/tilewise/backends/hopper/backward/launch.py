@@ -11,12 +11,14 @@ from torch import Tensor
 from tilewise.backends.base import BackwardInputs, Grads, Inputs
 from tilewise.backends.gpu.launch import Address, Descriptor, describable, view
 from tilewise.backends.gpu.record import Launch, Recording, recorder
-from tilewise.backends.hopper.backward.arguments import BackwardPlan, Step, grad_lists, make_plan
+from tilewise.backends.hopper.backward.arguments import BackwardPlan, Step, heads_together, make_plan
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.launch import device_terms, kernel_for, order_on, packed_rows, spec_of, tensors_of
-from tilewise.backends.hopper.list_launch import CallLists, call_lists, is_listed
+from tilewise.backends.hopper.list_launch import CallLists, Dealing, call_lists, is_listed
+from tilewise.backends.hopper.list_plan import lists_of
+from tilewise.backends.hopper.packed_order import empty_order, order_launch
 from tilewise.backends.hopper.plan import plan_of
-from tilewise.backends.hopper.structs import Plane, PrePostArguments, Term
+from tilewise.backends.hopper.structs import Arguments, Plane, PrePostArguments, Term
 from tilewise.problem import Problem
 
 
@@ -59,8 +61,15 @@ def lists_of_steps(problem: Problem, inputs: Inputs) -> dict[str, CallLists]:
     if not is_listed(problem):
         return {}
     configs = {planned.tile.kernel: planned.config for pass_, planned in plan_of(problem).items() if pass_ != "forward"}
+    units = spec_of(inputs.q.device.index or 0).units
+
+    def dealing(config: KeysConfig | QueriesConfig) -> Dealing:
+        of_keys = isinstance(config, KeysConfig)
+        heads = (problem.kv_heads if of_keys else problem.heads) * problem.batch
+        return Dealing(of_keys, units, heads_together(problem, config, heads))
+
     return {
-        kernel: call_lists(problem, inputs, config, isinstance(config, KeysConfig))
+        kernel: call_lists(problem, inputs, config, dealing(config))
         for kernel, config in configs.items()
         if config.LISTS is not None
     }
@@ -75,13 +84,19 @@ def launch(problem: Problem, memory: Memory, recording: Recording, found: dict[s
     elif problem.program.tensors:
         terms = device_terms(problem, memory.q.device)
         tensors = (*memory, *tensors_of(terms))
+    ordered = [step for step in recording.plan.steps if isinstance(step.arguments, Arguments) and step.config.ORDERED]
+    orders = {step.name: empty_order(step.arguments, memory.q) for step in ordered}
+    if orders:
+        tensors = (*tensors, *orders.values())
     if recording.repeat(tensors):
         return
     tidy = readable(memory)
     steps = recording.plan.steps
     if found:
         steps = tuple(with_lists(problem, step, found) for step in steps)
-    launches = [launch_of(step, recording.plan, tidy, terms) for step in steps]
+    if orders:
+        steps = tuple(with_order(step, orders) for step in steps)
+    launches = [launch for step in steps for launch in launches_of(problem, step, recording.plan, tidy, terms)]
     if tidy is memory:
         recording.record(tensors, launches)
     else:  # over copies of this call alone
@@ -93,8 +108,25 @@ def with_lists(problem: Problem, step: Step, found: dict[str, CallLists]) -> Ste
     """The step with its lists' addresses."""
     if step.name not in found:
         return step
-    lists = grad_lists(problem, step.config, *found[step.name])
-    return step._replace(arguments=step.arguments._replace(lists=lists))
+    own = found[step.name]
+    return step._replace(arguments=step.arguments._replace(lists=lists_of(own.lists, own.words), order=own.order))
+
+
+def with_order(step: Step, orders: dict[str, Tensor]) -> Step:
+    """The step with memory for the order of its work tiles."""
+    return step._replace(arguments=step.arguments._replace(order=orders[step.name])) if step.name in orders else step
+
+
+def launches_of(
+    problem: Problem, step: Step, plan: BackwardPlan, memory: Memory, terms: tuple[Term, ...]
+) -> list[Launch]:
+    """A step over these tensors, and before it the kernel that writes the order of a packed batch's tiles."""
+    main = launch_of(step, plan, memory, terms)
+    if not (isinstance(step.arguments, Arguments) and step.config.ORDERED):
+        return [main]
+    by_key = isinstance(step.config, KeysConfig)
+    heads = problem.kv_heads if by_key else problem.heads
+    return [order_launch(problem, step.config, main.args[-1], by_key, heads_together(problem, step.config, heads)), main]
 
 
 def readable(memory: Memory) -> Memory:

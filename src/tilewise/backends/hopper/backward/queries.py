@@ -34,6 +34,21 @@ def row_statistics(work, row0, a, C: gl.constexpr):
 
 
 @gluon.jit
+def masked_by_interval(w_tile, band, row0, key0, C: gl.constexpr):
+    """Weights, 0 where a query does not see a key."""
+    all_see = (key_hi(band, row0, C) >= key0 + C.BLOCK_N) & (key_lo(band, row0 + 63, C) <= key0)
+    if not all_see:
+        LAYOUT: gl.constexpr = w_tile.type.layout
+        q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        k = key0 + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
+        ok = k[None, :] < key_hi(band, q, C)[:, None]
+        if C.LEFT:
+            ok = ok & (k[None, :] >= key_lo(band, q, C)[:, None])
+        w_tile = gl.where(ok, w_tile, 0.0)
+    return w_tile
+
+
+@gluon.jit
 def row_weights(s_tile, lse2, tile, row0, key0, a, C: gl.constexpr):
     """What dP - delta is multiplied with: weights times the softcap's slope, 0 where a query does not see a key. Of a list,
     key0 is the tile's place and whether it is PARTIAL, else its first key."""
@@ -41,17 +56,8 @@ def row_weights(s_tile, lse2, tile, row0, key0, a, C: gl.constexpr):
     if C.LISTS is not None:
         if key0[1]:
             w_tile = visible_keys(w_tile, tile.work, row0, key0[0], 0.0, a, C)
-        return w_tile
-    band = tile.band
-    all_see = (key_hi(band, row0, C) >= key0 + C.BLOCK_N) & (key_lo(band, row0 + 63, C) <= key0)
-    if not all_see:
-        LAYOUT: gl.constexpr = s_tile.type.layout
-        q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        k = key0 + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
-        ok = k[None, :] < key_hi(band, q, C)[:, None]
-        if C.LEFT:
-            ok = ok & (k[None, :] >= key_lo(band, q, C)[:, None])
-        w_tile = gl.where(ok, w_tile, 0.0)
+    else:
+        w_tile = masked_by_interval(w_tile, tile.band, row0, key0, C)
     return w_tile
 
 

@@ -83,9 +83,10 @@ def masked_weights(s_tile, lse2, tile, m, k0, a, C: gl.constexpr):
     m is a ListedQueries, else the tile's first query."""
     p_tile, w_tile = weights(s_tile, None if C.ACC_FROM_STATS else lse2[None, :], a, C)
     if C.LISTS is not None:
-        return weights_of_list(p_tile, w_tile, tile.work, m, k0, a, C)
-    if not sees_all(tile.band, m, k0, 64, C):
-        ok = visible(tile.band, m, k0, p_tile, C)
-        p_tile = gl.where(ok, p_tile, 0.0)
-        w_tile = gl.where(ok, w_tile, 0.0)
+        p_tile, w_tile = weights_of_list(p_tile, w_tile, tile.work, m, k0, a, C)
+    else:
+        if not sees_all(tile.band, m, k0, 64, C):
+            ok = visible(tile.band, m, k0, p_tile, C)
+            p_tile = gl.where(ok, p_tile, 0.0)
+            w_tile = gl.where(ok, w_tile, 0.0)
     return p_tile, w_tile
