@@ -67,6 +67,7 @@ class Check:
     loose: bool = False  # packed sequences, or loads behind branches: Triton gives some of them fewer buffers than asked for
     maps: bool | None = None
     made: Callable[[], masks.Mask] | None = None  # a mask that a case has no words for
+    part: bool = False  # of a whole, in which its origins lie
 
     @property
     def name(self) -> str:
@@ -84,7 +85,7 @@ class Compiled(NamedTuple):
 
 
 def portable(name: str, *kernels: str, d: int = 128, **more: Any) -> Check:
-    own = {field: more.pop(field) for field in ("few", "targets", "may_spill", "loose", "maps", "made") if field in more}
+    own = {field: more.pop(field) for field in ("few", "targets", "may_spill", "loose", "maps", "made", "part") if field in more}
     sizes = {"batch": 2, "heads": 8, "kv_heads": 2, "seqlen": 1024, "head_dim": d, "dtype": "bfloat16"}
     return Check("triton", Case(name, **{**sizes, **more}), kernels, **own)
 
@@ -115,6 +116,8 @@ PORTABLE = (
     portable("varlen", *MAIN, mask="causal", lengths=(512, 512), targets=MOST, few=True, loose=True),
     portable("everything", *MAIN, "bias", d=64, few=True, softcap=30.0, bias=(1, 8, 1024, 1024), alibi=True, sinks=True,
              dropout_p=0.1, targets=MOST, may_spill=True, loose=True),
+    portable("part of a whole", *MAIN, d=64, mask="causal", alibi=True, dropout_p=0.1, part=True, few=True, targets=MOST,
+             may_spill=True, loose=True),
     *(
         portable(f"documents d{d}", *MAIN, *CLASSIFIER, d=d, mask="causal", data="documents", few=True, targets=MOST)
         for d in (64, 128)
@@ -231,6 +234,8 @@ def problem_of(check: Check) -> tuple[Any, Any]:
     if check.made:
         problem = replace(problem, mask=check.made())
     inputs = check.case.inputs(tensors)
+    if check.part:
+        problem, inputs = replace(problem, origins=True), inputs._replace(origins=inputs.q.new_empty((2, 4)).int())
     return problem, type(inputs)(*(None if x is None else x.to("meta") for x in inputs))
 
 

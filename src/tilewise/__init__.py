@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from tilewise.api.attention import attention as attention
     from tilewise.api.backends import backends as backends
     from tilewise.api.bias import alibi as alibi
+    from tilewise.api.cache import KVCache as KVCache
+    from tilewise.api.cached import attention_cached as attention_cached
+    from tilewise.api.merge import merge as merge
+    from tilewise.api.rotary import rotary as rotary
     from tilewise.api.varlen import attention_varlen as attention_varlen
     from tilewise.diagnostics.certify import certify as certify
     from tilewise.diagnostics.explain import explain as explain
@@ -38,11 +42,16 @@ if TYPE_CHECKING:
     from tilewise.masks import selected as selected
     from tilewise.masks import window as window
     from tilewise.problem import Problem as Problem
+    from tilewise.problem import top as top
 
 # module -> the public names it holds; the imports above are the same list for type checkers
 _HOMES = {
     "api.attention": ("attention",),
     "api.varlen": ("attention_varlen",),
+    "api.cached": ("attention_cached",),
+    "api.cache": ("KVCache",),
+    "api.rotary": ("rotary",),
+    "api.merge": ("merge",),
     "api.bias": ("alibi",),
     "diagnostics.plan": ("plan",),
     "diagnostics.explain": ("explain",),
@@ -50,7 +59,7 @@ _HOMES = {
     "diagnostics.trace": ("trace_nonfinite",),
     "errors": ("TilewiseError",),
     "masks": ("Mask", "full", "causal", "window", "prefix", "documents", "blocks", "selected", "key_padding", "dense"),
-    "problem": ("Problem",),
+    "problem": ("Problem", "top"),
     "integrations.sdpa": ("sdpa", "replace_sdpa"),
 }
 
@@ -58,7 +67,7 @@ __all__ = ["__version__", "backends", *chain.from_iterable(_HOMES.values())]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("backends", "nn"):
+    if name in ("backends", "nn", "distributed"):
         return import_module(f"tilewise.{name}")
     for module, names in _HOMES.items():
         if name in names:
@@ -68,4 +77,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "nn"])
+    return sorted([*__all__, "distributed", "nn"])

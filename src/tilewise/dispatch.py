@@ -72,32 +72,61 @@ def _present(device: str) -> bool:
     return device in _present_devices
 
 
-def judge(name: str, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> Verdict:
-    """Would the backend serve this problem, asked by name?"""
+def judge(
+    name: str, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False, derivative: str = ""
+) -> Verdict:
+    """Would the backend serve this problem, asked by name? `derivative` is one of DERIVATIVES, for which it needs a backward."""
     verdict = usable(name, problem.device)
-    failure = problem.memory.get(("failure", name, backward))
+    failure = problem.memory.get(("failure", name, derivative or backward))
     if verdict.ok and failure is not None:
         return Verdict(False, (failure,))
-    return get(name).supports(problem, inputs, backward=backward) if verdict.ok else verdict
+    if not verdict.ok:
+        return verdict
+    backend = get(name)
+    verdict = backend.supports(problem, inputs, backward=backward or bool(derivative))
+    return backend.derives(problem, inputs, derivative=derivative) if derivative and verdict.ok else verdict
+
+
+def pages_backend(problem: Problem, name: str = "auto") -> Backend | None:
+    """The first backend that reads pages and serves the problem; None where their tokens have to be gathered for it."""
+    check_name(name, "auto")
+    for candidate in REGISTRY if name == "auto" else (name,):
+        if usable(candidate, problem.device).ok and get(candidate).reads_pages and judge(candidate, problem).ok:
+            return get(candidate)
+    return None
 
 
 def next_backend(
-    failed: Backend, error: KernelError, problem: Problem, inputs: Inputs, name: str, *, backward: bool = False
+    failed: Backend,
+    error: KernelError,
+    problem: Problem,
+    inputs: Inputs,
+    name: str,
+    *,
+    backward: bool = False,
+    derivative: str = "",
 ) -> Backend:
     """The next backend after one whose kernel could not be made or started; a backend asked for by name has none."""
     if name != "auto":
         raise error
-    problem.memory["failure", failed.name, backward] = str(error)
-    following = select(problem, inputs, backward=backward).backend
+    problem.memory["failure", failed.name, derivative or backward] = str(error)
+    following = select(problem, inputs, backward=backward, derivative=derivative).backend
     warnings.warn(f"{error}; {following.name} serves this call instead", RuntimeWarning, stacklevel=2)
     return following
 
 
-def select(problem: Problem, inputs: Inputs | None = None, name: str = "auto", *, backward: bool = False) -> Selection:
+def select(
+    problem: Problem,
+    inputs: Inputs | None = None,
+    name: str = "auto",
+    *,
+    backward: bool = False,
+    derivative: str = "",
+) -> Selection:
     """The first backend in order that can and would; an explicit name never falls back."""
     if name != "auto":
         get(name)
-        verdict = judge(name, problem, inputs, backward=backward)
+        verdict = judge(name, problem, inputs, backward=backward, derivative=derivative)
         if not verdict.ok:
             raise BackendError(
                 f"backend {name!r} cannot serve this call: {'; '.join(verdict.reasons)}. Use backend='auto' to take one that can",
@@ -106,9 +135,9 @@ def select(problem: Problem, inputs: Inputs | None = None, name: str = "auto", *
         return Selection(get(name), {name: verdict})
     verdicts: dict[str, Verdict] = {}
     for candidate in REGISTRY:
-        verdict = judge(candidate, problem, inputs, backward=backward)
+        verdict = judge(candidate, problem, inputs, backward=backward, derivative=derivative)
         if verdict.ok:
-            reason = get(candidate).declines(problem, inputs, backward=backward)
+            reason = get(candidate).declines(problem, inputs, backward=backward or bool(derivative))
             if reason is None:
                 return Selection(get(candidate), {**verdicts, candidate: verdict})
             verdict = Verdict(False, (reason,))

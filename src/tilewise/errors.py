@@ -55,6 +55,10 @@ class DerivativeError(TilewiseError, RuntimeError):
     """A derivative that does not exist here."""
 
 
+class CommunicationError(TilewiseError, RuntimeError):
+    """A rank of a process group that did not answer; the message names it, and the stage."""
+
+
 class MissingPackageError(TilewiseError, ImportError):
     """A package that is not installed, or too old; the message has the command that installs it."""
 

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,12 @@ WIDE = ("compensated", "double")
 """Precisions that compute in float64. Sums of float64 inputs have no wider type: "compensated" carries what rounding takes from
 them, "double" is the default."""
 MAX_HEAD_DIM = 512
+MAX_LATENT_DIM = 576
+"""Of queries and keys in pages, whose values may be fewer columns."""
 PASSES = (
     *("forward", "decode", "merge", "fp16_split"),
     *("backward", "backward_dkdv", "backward_dq", "backward_dbias", "backward_preprocess", "backward_postprocess"),
+    *("jvp", "double_backward", "double_backward_dkdv", "double_backward_dq"),
 )
 """The kernels of a call by what they compute; `backward` is one that gives dQ, dK and dV at once."""
 DECODE_ROWS = 64
@@ -35,7 +38,23 @@ _SIZES = (
 """Fields that are sizes, with the least and the greatest value of each."""
 SETTINGS = ("scale", "softcap", "dropout_p", "precision", "deterministic", "needs_lse")
 """Fields that neither the tensors nor the mask of a call tell; the operators carry them as arguments."""
+STATISTICS = ("max_logit", "entropy", "key_mass")
+"""Statistics by name; `top(k)`, the k largest weights of a row, is one more for every k."""
+MAX_TOP = 64
 ALIASES = {"half": "float16", "float": "float32", "bf16": "bfloat16"} | {f"fp{n}": f"float{n}" for n in (16, 32, 64)}
+
+
+class Origin(NamedTuple):
+    """Where a sequence of a call begins in a larger call that it is a part of: dropout and ALiBi count positions there.
+
+    The whole has as many queries as keys. Bias, slopes, sinks and mask are those of the part.
+    """
+
+    q: int
+    k: int
+    head: int
+    batch: int
+    """The whole's number of the sequence."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +73,16 @@ class Problem:
     alibi: whether ALiBi slopes are given; `sinks`: whether sinks are.
     dropout_p: the probability with which a weight is dropped.
     varlen: whether the batch is packed.
+    origins: whether the call is a part of a larger one, and is told where in it each of its sequences lies.
     precision: "default", "tf32", "compensated" or "double".
     deterministic: whether the same bits are wanted run after run.
     needs_grad: whether gradients will be asked for.
     needs_lse: whether anybody but the gradients looks at the log-sum-exp.
     device: "cpu" or "cuda".
     tile: the tiles asked for, each as (pass, block_q, block_k); () leaves the choice to the backend.
+    stats: the statistics asked for, such as ("max_logit", "entropy", "key_mass", "top(8)").
+    page: tokens of a page, where keys and values lie in pages; 0 where they do not.
+    stored: the dtype of pages whose numbers have a scale, "int8" or "float8_e4m3fn"; "" where they have none.
 
     >>> problem = tw.Problem.of(heads=32, kv_heads=8, seqlen=8192, head_dim=128, mask=tw.causal())
     >>> print(tw.plan(problem, device="h200"))
@@ -81,12 +104,16 @@ class Problem:
     sinks: bool = False
     dropout_p: float = 0.0
     varlen: bool = False
+    origins: bool = False
     precision: str = "default"
     deterministic: bool = False
     needs_grad: bool = False
     needs_lse: bool = True
     device: str = "cpu"
     tile: TileRequest = ()
+    stats: tuple[str, ...] = ()
+    page: int = 0
+    stored: str = ""
     memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
     """What layers keep of their work on this problem: the lowered mask, failed kernels, the backend of the gradients. It
     lives and dies with the problem, which the call cache keeps or drops."""
@@ -128,6 +155,7 @@ class Problem:
             scale = 1.0 / math.sqrt(head_dim) if isinstance(head_dim, int) and head_dim > 0 else 1.0
         features |= {name: unboxed(features[name]) for name in ("softcap", "dropout_p") if name in features}
         features["tile"] = tile_request(features.get("tile"))
+        features["stats"] = stats_request(features.get("stats"))
         problem = cls(
             batch=batch,
             heads=heads,
@@ -190,6 +218,11 @@ class Problem:
         few = not self.varlen and rows <= DECODE_ROWS and self.seqlen_k >= 4 * rows
         return few and self.asked("forward") is None
 
+    @property
+    def top(self) -> int:
+        """How many of a row's largest weights are asked for."""
+        return next((_top_size(name) for name in self.stats if name not in STATISTICS), 0)
+
     def asked(self, pass_: str) -> tuple[int, int] | None:
         """The tile that the user wants for a pass; None for none."""
         return next(((m, n) for name, m, n in self.tile if name == pass_), None)
@@ -200,6 +233,8 @@ class Problem:
             value = getattr(self, name)
             if type(value) is not int and not is_integer(value):
                 raise ArgumentTypeError(f"{name}: got {value!r} ({type(value).__name__}), need an integer")
+            if name == "head_dim" and self.page:
+                most = MAX_LATENT_DIM
             if value < least or value > most:
                 raise ArgumentError(f"{name}: got {value}, need {least} to {most}")
         if self.kv_heads != self.heads and (self.kv_heads == 0 or self.heads % self.kv_heads != 0):
@@ -245,6 +280,50 @@ def tile_request(tile: Any) -> TileRequest:
             )
         request.append((pass_, *sizes))
     return tuple(request)
+
+
+def top(k: int) -> str:
+    """The statistic "the k largest weights of each row, and their keys", for `stats` of `attention`.
+
+    k: how many, 1 to 64.
+
+    >>> out, stats = tw.attention(q, k, v, stats=(tw.top(8),))
+    >>> stats.top.weights, stats.top.indices                                       # (B, Hq, Sq, 8) each
+    """
+    if isinstance(k, bool) or not is_integer(k):
+        raise ArgumentTypeError(f"top: got {k!r}, need an integer from 1 to {MAX_TOP}")
+    if not 1 <= k <= MAX_TOP:
+        raise ArgumentError(f"top: got {k}, need 1 to {MAX_TOP}")
+    return f"top({plain(k)})"
+
+
+def _top_size(name: str) -> int:
+    """The k of "top(k)"; 0 for anything else."""
+    text = name[4:-1]
+    return int(text) if name == f"top({text})" and text.isdecimal() and text.isascii() else 0
+
+
+def stats_request(stats: Any) -> tuple[str, ...]:
+    """What `stats=` asks for, in one form: names in a fixed order. Raises for what is no statistic, or asked for twice."""
+    if stats is None:
+        return ()
+    known = f"{', '.join(STATISTICS)} or top(k)"
+    if isinstance(stats, str):
+        raise ArgumentTypeError(f"stats: got {stats!r}, need a tuple of statistics, such as ({stats!r},)")
+    if not isinstance(stats, (tuple, list, set, frozenset)):
+        raise ArgumentTypeError(f"stats: got {type(stats).__name__}, need a tuple of {known}")
+    for name in stats:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"stats: got {name!r}, need {known}")
+        if name not in STATISTICS and not _top_size(name):
+            raise ArgumentError(f"stats: got {name!r}, need {known}")
+    names = [name for name in STATISTICS if name in stats]
+    tops = [top(_top_size(name)) for name in stats if name not in STATISTICS]
+    if len(tops) > 1:
+        raise ArgumentError(f"stats: got {' and '.join(tops)}; ask for the largest of them alone")
+    if len(names) + len(tops) < len(stats):
+        raise ArgumentError(f"stats: got one twice in {tuple(stats)}")
+    return (*names, *tops)
 
 
 def tile_text(request: TileRequest) -> str:

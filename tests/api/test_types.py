@@ -17,6 +17,7 @@ from tilewise.api import names
 from tilewise.api.call_cache import NAMES
 from tilewise.api.options import BatchOptions, CallOptions, PackedOptions, parameters
 from tilewise.api.parse import LAYOUTS
+from tilewise.api.statistics import Stats
 from tilewise.problem import PRECISIONS
 
 BOTH = Tensor | tuple[Tensor, Tensor]
@@ -32,8 +33,14 @@ def test_the_words_are_those_that_are_checked() -> None:
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_overloads_for_every_return_lse(function: Any) -> None:
     found = [typing.get_type_hints(one) for one in typing.get_overloads(function)]
-    returns = {hints["return_lse"]: hints["return"] for hints in found}
-    assert returns == {Literal[True]: tuple[Tensor, Tensor], Literal[False]: Tensor, bool: BOTH}
+    returns = {(hints["return_lse"], "stats" in hints): hints["return"] for hints in found}
+    assert returns == {
+        (Literal[True], False): tuple[Tensor, Tensor],
+        (Literal[False], False): Tensor,
+        (bool, False): BOTH,
+        (Literal[True], True): tuple[Tensor, Tensor, Stats],
+        (Literal[False], True): tuple[Tensor, Stats],
+    }
 
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, tw.explain, tw.sdpa])
@@ -48,7 +55,7 @@ def test_dir_shows_the_public_names_only() -> None:
     before, after = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert before == after == " ".join(sorted([*tw.__all__, "nn"]))
+    assert before == after == " ".join(sorted([*tw.__all__, "distributed", "nn"]))
 
 
 def helped() -> list[Any]:
@@ -76,8 +83,9 @@ def test_attention_has_five_examples_and_says_what_it_returns() -> None:
 def test_signatures_are_the_declaration() -> None:
     """`attention` writes its options out, in the order in which the call cache takes them; all else is derived."""
     shown = dict(list(inspect.signature(tw.attention).parameters.items())[3:])
-    assert [name for name in shown if name != "seed"] == list(NAMES)
-    for one in [*parameters(BatchOptions), *(one for one in parameters(CallOptions) if one.name == "return_lse")]:
+    assert [name for name in shown if name not in ("seed", "stats")] == list(NAMES)
+    beside = [one for one in parameters(CallOptions) if one.name in ("return_lse", "stats")]
+    for one in [*parameters(BatchOptions), *beside]:
         assert shown.pop(one.name).default == one.default
     assert not shown
     hints = typing.get_type_hints(inspect.unwrap(tw.attention))

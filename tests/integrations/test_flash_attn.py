@@ -231,7 +231,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("name", fa.__all__)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_signatures(name: str) -> None:
     want = {**dict.fromkeys(PUBLISHED[name].split(), inspect.Parameter.empty), **SHARED}
     if name == "flash_attn_varlen_func":
@@ -269,8 +269,9 @@ def test_a_window_that_is_no_pair_of_integers_is_named(sides: Any) -> None:
 def test_what_cannot_be_honoured_raises() -> None:
     q = randn(4, 2, 8)
     cu = cumulative([4])
+    pages = randn(1, 4, 2, 8)
     with pytest.raises(ArgumentError, match="block_table"):
-        fa.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, block_table=torch.zeros(1, 1, dtype=torch.int32))
+        fa.flash_attn_varlen_func(q, pages, pages, cu, cu, 4, 4, 0.1, block_table=torch.zeros(1, 1, dtype=torch.int32))
     x = randn(1, 4, 2, 8)
     with pytest.raises(ArgumentError, match="window_size"):
         fa.flash_attn_func(x, x, x, window_size=(-2, 0))

@@ -321,3 +321,19 @@ def test_attention_says_what_is_wrong() -> None:
 
 def test_the_module_is_reached_by_attribute() -> None:
     assert tw.nn.Attention is Attention
+
+
+def test_a_layer_generates_over_pages() -> None:
+    """Prompts of two lengths, then single tokens: as the whole texts at once."""
+    torch.manual_seed(0)
+    layer = Attention(32, heads=4, kv_heads=2, sinks=True, mask=tw.causal() & tw.window(6)).eval()
+    x = torch.randn(2, 9, 32)
+    pages = [torch.full((6, 4, 2, 8), float("nan")) for _ in range(2)]
+    lengths = torch.zeros(2, dtype=torch.int32)
+    cache = tw.KVCache.paged(pages[0], pages[1], torch.tensor([[4, 0, 2], [1, 5, 3]]), lengths)
+    parts = []
+    with torch.no_grad():
+        for i, j in ((0, 4), (4, 5), (5, 6), (6, 9)):
+            lengths += j - i
+            parts.append(layer(x[:, i:j], cache=cache))
+        assert torch.allclose(torch.cat(parts, 1), layer(x), atol=1e-5)

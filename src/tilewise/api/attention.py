@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -14,6 +15,7 @@ from tilewise.api.execute import execute
 from tilewise.api.keywords import check_keywords
 from tilewise.api.names import BackendName, Layout, Precision, Tile
 from tilewise.api.options import BatchOptions, show_signature
+from tilewise.api.statistics import Stats
 from tilewise.masks import Mask
 from tilewise.ops.run import FORWARD, profiled
 from tilewise.problem import tile_request
@@ -33,6 +35,15 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[BatchOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], stats: Sequence[str], **options: Unpack[BatchOptions]
+) -> tuple[Tensor, Tensor, Stats]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, stats: Sequence[str],
+    **options: Unpack[BatchOptions],
+) -> tuple[Tensor, Stats]: ...  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,
@@ -51,8 +62,9 @@ def attention(
     tile: Tile | None = None,
     layout: Layout = "bhsd",
     return_lse: bool = False,
+    stats: Sequence[str] | None = None,
     **unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Stats] | tuple[Tensor, Tensor, Stats]:
     """softmax(scale·QKᵀ, masked)·V, exactly and in O(N) memory.
 
     Scores are scaled, capped, biased and masked in this order; sinks join each row's denominator; dropout comes last. A row
@@ -76,13 +88,17 @@ def attention(
         served on CPUs.
     deterministic: True for the same bits run after run; None follows torch.use_deterministic_algorithms.
     return_lse: also return the log-sum-exp.
+    stats: also return what the rows saw, a tuple of "max_logit", "entropy", "key_mass" and top(k), last and as a named tuple:
+        the largest visible logit of each row, without the sink; the entropy of its weights, which is differentiable; the
+        weight that each key got; the k largest weights of each row and their keys. See docs/statistics.md.
     backend: "auto", or one by name, which never falls back; `backends()` says which are usable here.
     tile: (block_q, block_k), the queries and keys of the forward's tiles, or such a pair for each pass that a dict names:
         "forward", "decode", "backward", "backward_dkdv", "backward_dq". Served as it is or refused with the tiles there are;
         with backend="auto" by the first backend that has it. None leaves it to the backend: see `explain`.
 
     Returns out (B, Hq, Sq, Dv); with `return_lse` also the log-sum-exp (B, Hq, Sq), natural, differentiable, in float32;
-        in float64 for float64 inputs and with precision="double".
+        in float64 for float64 inputs and with precision="double". With `stats` also a named tuple of `max_logit` and
+        `entropy` (B, Hq, Sq), `key_mass` (B, Hq, Sk) and `top`, `weights` and `indices` (B, Hq, Sq, k); None if not asked for.
 
     >>> out = tw.attention(q, k, v)                                                # every query sees every key
     >>> out = tw.attention(q, k, v, mask=tw.causal() & tw.window(4096))            # the last 4096 keys
@@ -90,18 +106,19 @@ def attention(
     >>> out = tw.attention(q, k, v, mask=padding[:, None, None, :])                # booleans (B, Sk), True = attend
     >>> out, lse = tw.attention(q, k, v, bias=tw.alibi(slopes), return_lse=True)   # slopes (Hq,)
     >>> out = tw.attention(q, k, v, mask=tw.causal(), layout="bshd", dropout_p=0.1, seed=7)
+    >>> out, stats = tw.attention(q, k, v, stats=("max_logit", "entropy", tw.top(8)))
     """
     if unknown:
-        check_keywords("attention", unknown, (*NAMES, "seed"))
+        check_keywords("attention", unknown, (*NAMES, "seed", "stats"))
     # a dict has no hash, and calls are kept by their options
     asked = tile if tile is None or type(tile) is tuple else tile_request(tile)
     options = (
         mask, scale, bias, softcap, sinks, dropout_p, precision, deterministic, backend, asked, layout, return_lse,
     )  # fmt: skip
-    launch = None if _is_traced() else lookup(q, k, v, options)
+    launch = None if stats is not None or _is_traced() else lookup(q, k, v, options)
     if launch is None:
-        named: Any = dict(zip(NAMES, options, strict=True), seed=seed)
-        return execute(q, k, v, named, named.pop("backend"))
+        named: Any = dict(zip(NAMES, options, strict=True), seed=seed, stats=stats)
+        return execute(q, k, v, named, named.pop("backend"))  # type: ignore[no-any-return]
     if profiler._is_profiler_enabled:
         return profiled(FORWARD, launch, q, k, v)
     return launch(q, k, v)

@@ -16,6 +16,9 @@ Rules of invalidation:
   forward-mode differentiation, which are looked for again before the last call is repeated.
 - What depends on the process, such as the number of threads, is compared by the backend that depends on it.
 - The cache keeps no tensor alive. At LIMIT entries it starts afresh.
+
+Calls over a KVCache are kept as Problems, in the same table and by the same rules, with facts of q and the pages: their tensors
+are looked at in each call, since lengths and tables change under them.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class CachedCall(NamedTuple):
     aligned: bool | None
 
 
-_calls: dict[Any, CachedCall] = {}
+_calls: dict[Any, Any] = {}
+"""CachedCalls, and Problems of calls over a KVCache."""
 
 
 def lookup(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Launch | None:
@@ -71,7 +75,7 @@ def lookup(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Launch 
             options, type(options[_SCALE]), type(options[_SOFTCAP]), type(options[_DROPOUT]),
             _grad_mode(), _deterministic(), registry.get(options[_BACKEND]), len(registry),
         )  # fmt: skip
-        last = _calls.get(settings)
+        last: CachedCall | None = _calls.get(settings)
         if (
             last is not None
             and not (q.is_nested or k.is_nested or v.is_nested)  # torch's guard would end the process
@@ -86,7 +90,7 @@ def lookup(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Launch 
         return None
     if facts is None:
         return None
-    call = _calls.get((settings, facts))
+    call: CachedCall | None = _calls.get((settings, facts))
     if call is None:
         call = _prepare(q, k, v, dict(zip(NAMES, options, strict=True)))
         _keep((settings, facts), call)
@@ -97,7 +101,20 @@ def lookup(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Launch 
     return call.launch
 
 
-def _keep(key: Any, call: CachedCall) -> None:
+def kept_problem(key: Any, make: Callable[[], Problem]) -> Problem:
+    """The problem of an earlier call over a cache with the same key, or a new one; a key without a hash keeps nothing."""
+    key = (key, _grad_mode(), _deterministic(), len(dispatch.REGISTRY))
+    try:
+        problem: Problem | None = _calls.get(key)
+    except TypeError:
+        return make()
+    if problem is None:
+        problem = make()
+        _keep(key, problem)
+    return problem
+
+
+def _keep(key: Any, call: CachedCall | Problem) -> None:
     if len(_calls) >= LIMIT:
         _calls.clear()
     _calls[key] = call

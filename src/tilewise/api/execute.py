@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -9,7 +11,9 @@ from torch.autograd import forward_ad
 from tilewise import dispatch
 from tilewise.api.options import ParsedOptions
 from tilewise.api.parse import parse_call
+from tilewise.api.statistics import user_statistics
 from tilewise.backends.base import Backend, Inputs
+from tilewise.ops import statistics
 from tilewise.ops.autograd import attend
 from tilewise.ops.run import FORWARD, is_empty, profiled
 from tilewise.ops.tensors import PLAIN, materialized_inputs
@@ -19,9 +23,11 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 
 
-def execute(q: Tensor, k: Tensor, v: Tensor, options: ParsedOptions, backend: str) -> Tensor | tuple[Tensor, Tensor]:
+def execute(q: Tensor, k: Tensor, v: Tensor, options: ParsedOptions, backend: str) -> Any:
     """A call from its arguments to its result in the user's layout."""
     problem, inputs = parse_call(q, k, v, options)
+    if problem.stats:
+        return _execute_statistics(problem, inputs, options.get("layout", "bhsd"), backend)
     if torch.compiler.is_compiling() or _is_watched(problem, inputs):
         from tilewise.ops import library  # operators take a while to define, and a plain call needs none
 
@@ -32,6 +38,16 @@ def execute(q: Tensor, k: Tensor, v: Tensor, options: ParsedOptions, backend: st
         chosen = None if is_empty(problem) else choose(problem, inputs, backend)
         out, lse = profiled(FORWARD, attend, problem, inputs, backend, chosen)
     return restore_layout(problem, options.get("layout", "bhsd"), out, lse)
+
+
+def _execute_statistics(problem: Problem, inputs: Inputs, layout: str, backend: str) -> tuple[Any, ...]:
+    dispatch.check_name(backend, "auto")
+    if torch.compiler.is_compiling() or _is_watched(problem, inputs):
+        statistics.refuse()
+    inputs = materialized_inputs(inputs)
+    out, lse, found = profiled(FORWARD, statistics.attend, problem, inputs, backend)
+    result = restore_layout(problem, layout, out, lse)
+    return (*(result if isinstance(result, tuple) else (result,)), user_statistics(problem, found))
 
 
 def restore_layout(problem: Problem, layout: str, out: Tensor, lse: Tensor) -> Tensor | tuple[Tensor, Tensor]:

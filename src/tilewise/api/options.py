@@ -32,14 +32,14 @@ class Options(TypedDict, total=False):
 
 
 class PackedOptions(Options, total=False):
-    """What `attention_varlen` takes beside `return_lse`, which its overloads tell apart."""
+    """What `attention_varlen` takes beside `return_lse` and `stats`, which its overloads tell apart."""
 
     backend: Annotated[BackendName, "auto"]
     tile: Annotated[Tile | None, None]
 
 
 class BatchOptions(PackedOptions, total=False):
-    """What `attention` takes beside `return_lse`."""
+    """What `attention` takes beside `return_lse` and `stats`."""
 
     layout: Annotated[Layout, "bhsd"]
 
@@ -49,6 +49,7 @@ class CallOptions(Options, total=False):
 
     layout: Annotated[Layout, "bhsd"]
     return_lse: Annotated[bool, False]
+    stats: Annotated[Sequence[str] | None, None]
     cu_seqlens_q: Annotated[Tensor | None, None]
     cu_seqlens_k: Annotated[Tensor | None, None]
 

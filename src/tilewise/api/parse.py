@@ -18,7 +18,7 @@ from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, Layou
 from tilewise.masks import Binding, Full, Lowered, Mask, MaskShape, dense
 from tilewise.masks.algebra import INTEGERS
 from tilewise.ops.tensors import check_kinds, dtype_name, materialized, tensor_fields
-from tilewise.problem import ITEMSIZE, WIDE, Problem, tile_request, unboxed
+from tilewise.problem import ITEMSIZE, WIDE, Problem, stats_request, tile_request, unboxed
 
 LAYOUTS = {"bhsd": "(batch, heads, sequence, dim)", "bshd": "(batch, sequence, heads, dim)"}
 SEED_RANGE = 2**63 - 1
@@ -55,14 +55,15 @@ def parse_call(
     return build_problem(Inputs(q, k, v), options)
 
 
-def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inputs]:
-    """The Problem of tensors in the inside layout, and the Inputs with what the options add to them."""
-    q, k, v, _, _, _, _, cu_q, cu_k = inputs
+def build_problem(inputs: Inputs, options: ParsedOptions, **fields: Any) -> tuple[Problem, Inputs]:
+    """The Problem of tensors in the inside layout, with `fields` that neither they nor the options tell, and the Inputs with
+    what the options add to them."""
+    q, k, v, cu_q, cu_k = *inputs[:3], inputs.cu_q, inputs.cu_k
     check_shapes(q.shape, k.shape, v.shape)
     batch, heads, seqlen_q, head_dim = q.shape
     shape = MaskShape(batch if cu_q is None else cu_q.shape[0] - 1, heads, seqlen_q, k.shape[2])
-    bias, slopes = _split_bias(options["bias"], q, shape, cu_q is not None, options["precision"])
-    sinks = _check_sinks(options["sinks"], q, heads)
+    bias, slopes = split_bias(options["bias"], q, shape, cu_q is not None, options["precision"])
+    sinks = check_sinks(options["sinks"], q, heads)
     inputs = Inputs(q, k, v, bias, slopes, sinks, None, cu_q, cu_k)
     scale, deterministic = options["scale"], options["deterministic"]
     if deterministic not in (None, True, False):
@@ -75,9 +76,11 @@ def build_problem(inputs: Inputs, options: ParsedOptions) -> tuple[Problem, Inpu
         dropout_p=unboxed(options["dropout_p"]),
         precision=options["precision"],
         tile=tile_request(options["tile"]),
+        stats=stats_request(options["stats"]),
         deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic),
         needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, bias, sinks) if x is not None),
         needs_lse=bool(options["return_lse"]),
+        **fields,
     )
     problem.check()
     _ = problem.program  # lowered now: a mask that cannot be is refused before anything runs
@@ -222,7 +225,7 @@ def _bind_mask(mask: Any, shape: MaskShape, inputs: Inputs) -> Mask:
     return lowered
 
 
-def _split_bias(
+def split_bias(
     bias: Any, q: Tensor, shape: MaskShape, varlen: bool, precision: str
 ) -> tuple[Tensor | None, Tensor | None]:
     """A tensor bias as rank 4, or the slopes of ALiBi as (B or 1, H)."""
@@ -266,7 +269,7 @@ def _check_floating(name: str, x: Any, device: torch.device, wanted: str) -> Ten
     return x
 
 
-def _check_sinks(sinks: Tensor | None, q: Tensor, heads: int) -> Tensor | None:
+def check_sinks(sinks: Tensor | None, q: Tensor, heads: int) -> Tensor | None:
     if sinks is None:
         return None
     sinks = _check_floating("sinks", sinks, q.device, f"tensor ({heads},)")

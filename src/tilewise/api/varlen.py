@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from tilewise.api.execute import execute
 from tilewise.api.keywords import check_keywords
 from tilewise.api.options import PackedOptions, parameters, show_signature
+from tilewise.api.statistics import Stats
 from tilewise.errors import ArgumentTypeError
 
 
@@ -28,10 +30,20 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
     return_lse: bool, **options: Unpack[PackedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
-    return_lse: bool = False, **options: Unpack[PackedOptions],
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    return_lse: Literal[True], stats: Sequence[str], **options: Unpack[PackedOptions],
+) -> tuple[Tensor, Tensor, Stats]: ...  # fmt: skip
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    return_lse: Literal[False] = False, stats: Sequence[str], **options: Unpack[PackedOptions],
+) -> tuple[Tensor, Stats]: ...  # fmt: skip
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    return_lse: bool = False, stats: Sequence[str] | None = None, **options: Unpack[PackedOptions],
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Stats] | tuple[Tensor, Tensor, Stats]:  # fmt: skip
     """Attention of each sequence of a packed batch with itself (or with its own keys, if `cu_seqlens_k` is given).
 
     Masks, bias positions and dropout count within the sequence; ids of `documents` are packed like the tokens. No maximum
@@ -53,10 +65,12 @@ def attention_varlen(
     precision: "default", "tf32", "compensated" or "double", as in `attention`.
     deterministic: True for the same bits run after run; None follows torch.use_deterministic_algorithms.
     return_lse: also return the log-sum-exp.
+    stats: also return statistics, as in `attention`; keys count within their sequence.
     backend: "auto", or one by name, which never falls back.
     tile: the tiles to run with, as in `attention`.
 
-    Returns out (Tq, Hq, Dv); with `return_lse` also the log-sum-exp (Hq, Tq).
+    Returns out (Tq, Hq, Dv); with `return_lse` also the log-sum-exp (Hq, Tq); with `stats` also a named tuple of `max_logit`
+        and `entropy` (Hq, Tq), `key_mass` (Hq, Tk) and `top`, `weights` and `indices` (Hq, Tq, k).
 
     >>> cu = torch.tensor([0, 100, 350])                                  # sequences of 100 and 250 tokens
     >>> out = tw.attention_varlen(q, k, v, cu, mask=tw.causal())          # q, k, v (350, heads, dim)
@@ -65,8 +79,9 @@ def attention_varlen(
     check_keywords("attention_varlen", options, _NAMES)
     if cu_seqlens_q is None:
         raise ArgumentTypeError("cu_seqlens_q: got NoneType, need an integer tensor of cumulative lengths")
-    named: Any = {**options, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "return_lse": return_lse}
-    return execute(q, k, v, named, named.pop("backend", "auto"))
+    named: Any = {**options, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    named |= {"return_lse": return_lse, "stats": stats}
+    return execute(q, k, v, named, named.pop("backend", "auto"))  # type: ignore[no-any-return]
 
 
 show_signature(attention_varlen, parameters(PackedOptions))

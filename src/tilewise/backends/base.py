@@ -8,8 +8,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from tilewise.backends.pages import Pages as Pages
 from tilewise.backends.verdict import Verdict as Verdict
 from tilewise.backends.verdict import cpu_only as cpu_only
+from tilewise.errors import BackendError
 from tilewise.numerics.merge import finite
 from tilewise.numerics.oracle import Inputs as Inputs
 from tilewise.problem import WIDE, Problem
@@ -43,10 +45,65 @@ class BackwardInputs(NamedTuple):
     needs: Needs = Needs()
 
 
+class Statistics(NamedTuple):
+    """What the rows of a call saw, in the dtype of the arithmetic; None for what `Problem.stats` does not name.
+
+    Logits are those of the visible keys as the softmax sees them: scaled, capped, biased, without the sink. Entropy is that of
+    their softmax. Weights are those before dropout, with the sink in their denominator.
+    """
+
+    max_logit: Tensor | None = None  # (B, Hq, M); -inf for a row that sees no key
+    entropy: Tensor | None = None  # (B, Hq, M); 0 for such a row
+    key_lse: Tensor | None = None  # (B, Hq, M): the log-sum-exp without the sink; beside the entropy
+    key_mass: Tensor | None = None  # (B, Hq, N)
+    weights: Tensor | None = None  # (B, Hq, M, k), falling; 0 beyond the visible keys
+    indices: Tensor | None = None  # (B, Hq, M, k) int64, within the sequence; -1 beyond the visible keys
+
+
+class EntropyCotangent(NamedTuple):
+    """What comes back to the entropy H = lse - Σ P s: dS = -dentropy · P ∘ (s - mean)."""
+
+    dentropy: Tensor  # (B, Hq, M); 0 for rows that see no key
+    mean: Tensor  # (B, Hq, M): Σ P s, finite
+
+
+class Tangents(NamedTuple):
+    """A direction in which the differentiable inputs move, each in its input's dtype and shape; None for one that stays."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class Jvp(NamedTuple):
+    """The forward and its derivative along a direction."""
+
+    out: Tensor
+    lse: Tensor
+    out_t: Tensor  # like out
+    lse_t: Tensor  # like lse; 0 in rows that see nothing
+
+
+class Direction(NamedTuple):
+    """How the inputs of a backward move, and how its forward's results move with them."""
+
+    tangents: Tangents
+    out_t: Tensor
+    lse_t: Tensor
+
+
+DERIVATIVES = ("jvp", "double_backward")
+"""What a backend may compute beside forward and backward; `docs/derivatives.md` has the formulas."""
+
+
 class Backend(Protocol):
     name: str
     any_address: bool = False
     """Refuses no call for where its tensors begin in memory."""
+    reads_pages: bool = False
+    """Has `paged`."""
 
     def usable(self, device: str) -> Verdict:
         """Can it run on this machine and kind of device at all?"""
@@ -64,8 +121,39 @@ class Backend(Protocol):
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, in the dtype of the arithmetic."""
 
+    def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
+        """The same of a packed batch whose keys and values lie in pages; `k` and `v` of the inputs only tell their shapes."""
+        raise BackendError(f"backend {self.name!r} reads no pages", {self.name: ("reads no pages",)})
+
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""
+
+    def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
+        """out, lse and what `problem.stats` names; of a backend whose `supports` takes problems with statistics."""
+        raise BackendError(f"backend {self.name!r} has no statistics")
+
+    def entropy_backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent
+    ) -> Grads:
+        """`backward`, with what comes back to the entropy. The problem has no sinks."""
+        raise BackendError(f"backend {self.name!r} has no gradient of the entropy")
+
+    def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
+        """Can it compute this derivative, one of DERIVATIVES, of a problem whose backward it supports? Never raises."""
+        return Verdict(False, (f"{self.name} has no {derivative}",))
+
+    def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        """Output and log-sum-exp, and their derivatives along the tangents, of which one at least is given."""
+        raise NotImplementedError
+
+    def double_backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction
+    ) -> Grads:
+        """The derivative of the gradients asked for along a direction of the inputs, while dout and dlse stay.
+
+        Backward of the backward and forward over reverse are both made of it.
+        """
+        raise NotImplementedError
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """A function of q, k and v that gives out alone, for calls of the same types, shapes, strides and dtypes that want
@@ -90,6 +178,21 @@ def empty_lse(q: Tensor, precision: str = "default") -> Tensor:
     b, h, m, _ = q.shape
     dtype = torch.float64 if q.dtype is torch.float64 or precision in WIDE else torch.float32
     return q.new_empty_strided((b, h, m), (h * m, m, 1), dtype=dtype)
+
+
+def empty_statistics(problem: Problem, lse: Tensor) -> Statistics:
+    """The statistics of rows that see no key, to be written over; `lse` (B, Hq, M) is one of the call."""
+    shape, k = tuple(lse.shape), problem.top
+    asked = set(problem.stats)
+    entropy = "entropy" in asked
+    return Statistics(
+        max_logit=torch.full_like(lse, float("-inf")) if "max_logit" in asked else None,
+        entropy=torch.zeros_like(lse) if entropy else None,
+        key_lse=torch.full_like(lse, float("-inf")) if entropy else None,
+        key_mass=lse.new_zeros((*shape[:2], problem.seqlen_k)) if "key_mass" in asked else None,
+        weights=lse.new_zeros((*shape, k)) if k else None,
+        indices=torch.full((*shape, k), -1, device=lse.device) if k else None,
+    )
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs
+from tilewise.backends.base import Inputs, Statistics
 from tilewise.masks import MaskProgram, MaskShape, TileClass, TileMap, allowed
 from tilewise.numerics import summation
-from tilewise.numerics.oracle import spans
+from tilewise.numerics.merge import finite
+from tilewise.numerics.oracle import origin_of, spans
 from tilewise.numerics.philox import keep_tile
-from tilewise.problem import Problem
+from tilewise.problem import Origin, Problem
 
 Range = tuple[int, int]
 BLOCKS = (512, 512)
@@ -83,7 +84,7 @@ class SequenceView:
         self.inputs = inputs = self.cut.inputs(inputs)
         self.batch, self.heads, self.seqlen_q, _ = inputs.q.shape
         self.kv_heads, self.seqlen_k = inputs.k.shape[1:3]
-        self.first_batch = self.cut.b or 0
+        self.origin = origin_of(inputs, self.cut.b or 0)
         self.dtype = torch.float64 if problem.arithmetic == "float64" else torch.float32
         self.shape = MaskShape(self.batch, self.heads, self.seqlen_q, self.seqlen_k)
         self.blocks = blocks or BLOCKS
@@ -146,7 +147,8 @@ class SequenceView:
         if inputs.bias is not None:
             s = s + bias
         if inputs.alibi is not None:
-            distance = (self._arange(*q)[:, None] + (self.seqlen_k - self.seqlen_q) - self._arange(*k)).abs()
+            ahead = self.seqlen_k - self.seqlen_q if self.origin is None else self.origin.q - self.origin.k
+            distance = (self._arange(*q)[:, None] + ahead - self._arange(*k)).abs()
             s = s - inputs.alibi.to(self.dtype)[:, :, None, None] * distance
         if visible is not None:
             s = torch.where(visible, s, float("-inf"))
@@ -157,7 +159,10 @@ class SequenceView:
         problem, seed = self.problem, self.inputs.seed
         if not problem.dropout_p or seed is None:
             return p
-        ids = range(self.first_batch, self.first_batch + self.batch), range(self.heads), range(*q), range(*k)
+        starts = self.origin or Origin(0, 0, 0, self.cut.b or 0)
+        ends = (q[1], k[1], self.heads, self.batch)
+        rows, keys, heads, batch = (range(start, start + end) for start, end in zip(starts, ends, strict=True))
+        ids = batch, heads, rows[q[0] :], keys[k[0] :]
         keep = keep_tile(seed, problem.dropout_p, *ids, device=p.device)
         return torch.where(keep, p / (1.0 - problem.dropout_p), 0.0)
 
@@ -169,6 +174,49 @@ class SequenceView:
         if visible.shape[1] > 1:
             visible = visible.unflatten(1, (self.kv_heads, -1)).flatten(2, 3)
         return visible.any(dim=2).unsqueeze(-1)
+
+
+class RunningTop:
+    """The largest logits of each row so far and their keys, falling; of equal ones the first."""
+
+    def __init__(self, like: Tensor, k: int) -> None:
+        """`like` is [B, Hq, M, 1]."""
+        self.values = like.new_full((*like.shape[:3], k), float("-inf"))
+        self.indices = torch.full(self.values.shape, -1, device=like.device)
+
+    def add(self, s: Tensor, first: int) -> None:
+        """The logits [B, Hq, M, N] of the keys from `first` on, which come after all before."""
+        own = torch.arange(first, first + s.shape[-1], device=s.device).expand(s.shape)
+        values, order = torch.cat([self.values, s], dim=-1).sort(dim=-1, descending=True, stable=True)
+        k = self.values.shape[-1]
+        self.values = values[..., :k]
+        self.indices = torch.cat([self.indices, own], dim=-1).gather(-1, order[..., :k])
+
+    def weights(self, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Their weights, from the log-sum-exp [B, Hq, M], and their keys."""
+        weights = torch.exp(self.values - finite(lse).unsqueeze(-1))
+        return weights, self.indices.masked_fill(self.values == float("-inf"), -1)
+
+
+def sweep_statistics(problem: Problem, inputs: Inputs, lse: Tensor, stats: Statistics) -> None:
+    """`key_mass` and the largest weights where they are asked for, by one sweep over the scores once lse is known."""
+    if stats.key_mass is None and stats.weights is None:
+        return
+    for seq in sequences(problem, inputs):
+        own_lse, mass = seq.cut.queries(lse), None if stats.key_mass is None else seq.cut.keys(stats.key_mass)
+        for i, q in seq.query_blocks():
+            rows = slice(*q)
+            q_tile, row_lse = seq.load(seq.inputs.q, q), finite(own_lse[:, :, rows]).unsqueeze(-1)
+            top = None if stats.weights is None else RunningTop(row_lse, problem.top)
+            for _, k, kind in seq.key_blocks(i):
+                s = seq.scores(q_tile, q, k, kind).s
+                if top is not None:
+                    top.add(s, k[0])
+                if mass is not None:
+                    mass[:, :, slice(*k)] += torch.exp(s - row_lse).sum(dim=-2)
+            if top is not None and stats.weights is not None and stats.indices is not None:
+                found = top.weights(own_lse[:, :, rows])
+                seq.cut.queries(stats.weights)[:, :, rows], seq.cut.queries(stats.indices)[:, :, rows] = found
 
 
 def narrowed(bias: Tensor, dtype: torch.dtype) -> Tensor:
@@ -186,7 +234,7 @@ def cut_tile(x: Tensor, q: Range, k: Range) -> Tensor:
 
 def sequences(problem: Problem, inputs: Inputs, blocks: Range | None = None) -> Iterator[SequenceView]:
     """The sequences of a call: a plain batch is one; a packed batch, or one whose mask differs by sequence, is taken apart."""
-    if not problem.varlen and all(t.shape[0] <= 1 for t in problem.program.tensors):
+    if not problem.varlen and not problem.origins and all(t.shape[0] <= 1 for t in problem.program.tensors):
         yield SequenceView(problem, inputs, problem.program, blocks=blocks)
         return
     for span in spans(problem, inputs, range(problem.batch)):

@@ -29,3 +29,8 @@ def no_tiles(name: str, tile: tuple[object, ...], why: str) -> str | None:
         if tile
         else None
     )
+
+
+def no_statistics(stats: tuple[str, ...]) -> str | None:
+    """Why a backend that knows of none cannot take a call with statistics."""
+    return f"has no statistics ({', '.join(stats)}); cpu, tiled and reference have" if stats else None

@@ -110,4 +110,8 @@ def _notes(problem: Problem, live: bool) -> tuple[str, ...]:
         notes.append("the device is not this machine: what serves there is what the backends say of it, not tried")
     if problem.varlen:
         notes.append("bytes and times take the packed sequences as equally long")
+    if problem.stats:
+        notes.append(f"statistics: {', '.join(problem.stats)}; bytes and times are those of the call without them")
+    if "key_mass" in problem.stats:
+        notes.append("key_mass takes a second sweep over the scores, one product QKᵀ more, once every row's log-sum-exp is known")
     return tuple(notes)

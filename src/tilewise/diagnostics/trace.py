@@ -120,7 +120,7 @@ def _findings(problem: Problem, inputs: Inputs, tile: tuple[int, int]) -> Iterat
                 head = _one_head(seq, b, h)
                 hit = None if _harmless(head) else _first(head, tile)
                 if hit is not None:
-                    yield replace(hit, batch=seq.first_batch + b, head=h)
+                    yield replace(hit, batch=(seq.cut.b or 0) + b, head=h)
 
 
 def _one_head(seq: SequenceView, b: int, h: int) -> SequenceView:

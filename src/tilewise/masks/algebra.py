@@ -65,11 +65,7 @@ class Mask(ABC):
 
     def lower(self, binding: Binding) -> MaskProgram:
         """The program of this mask for given lengths."""
-        merged = [_merge(term) for term in self.terms(binding, negate=False)]
-        terms = [term for term in merged if term is not None]
-        if any(not term for term in terms):
-            return MaskProgram()
-        return assemble(terms)
+        return lowered(self.terms(binding, negate=False))
 
     def to(self, device: Any) -> Mask:
         """The mask with its torch tensors on another `device`.
@@ -338,6 +334,13 @@ def _combine(kind: type[_Pair], left: Mask, right: Mask) -> Mask:
         other = right if isinstance(left, Full) else left
         return other if kind is And else Full()
     return kind(left, right)
+
+
+def lowered(terms: Terms) -> MaskProgram:
+    """The program of a disjunction of conjunctions, with what can be said of its terms without reading tensors."""
+    merged = [_merge(term) for term in terms]
+    possible = [term for term in merged if term is not None]
+    return MaskProgram() if any(not term for term in possible) else assemble(possible)
 
 
 def _merge(term: list[Literal]) -> list[Literal] | None:

@@ -212,6 +212,10 @@ class MaskProgram:
                     tensors += [t if t.shape[0] == 1 else t[b : b + 1] for t in given]
         return MaskProgram(self.structure, self.ints, tuple(tensors))
 
+    def for_sequences(self, at: Any) -> MaskProgram:
+        """The program of the sequences with the indices `at`, of one whose tensors have a row for each or one for all."""
+        return MaskProgram(self.structure, self.ints, tuple(t if t.shape[0] == 1 else t[at] for t in self.tensors))
+
 
 def assemble(terms: list[list[Literal]]) -> MaskProgram:
     """The program of a disjunction of conjunctions."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from tilewise.api.attention import attention
+from tilewise.api.cache import KVCache
+from tilewise.api.cached import attention_cached
 from tilewise.api.names import BackendName
 from tilewise.errors import ArgumentError, LayoutError
 from tilewise.masks import Mask, causal
@@ -97,14 +101,15 @@ class Attention(nn.Module):
         *,
         mask: Mask | None = None,
         positions: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: KeyValueCache | KVCache | None = None,
     ) -> Tensor:
         """Attention of x to itself and, with a cache, to the tokens before it.
 
         x: (B, S, dim).
         mask: takes the place of the layer's own.
         positions: (S,) or (B, S); None counts on from the cache.
-        cache: the keys and values of earlier tokens, to which those of x are appended.
+        cache: the keys and values of earlier tokens, to which those of x are appended. A `tw.KVCache`, whose lengths count the
+            tokens of x already, has no gradient.
 
         Returns (B, S, dim).
         """
@@ -114,9 +119,13 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (sum(split), self.head_dim)).split(split, dim=-2)  # (B, S, H, D) each
         if self.rotary is not None:
             if positions is None:
-                start = 0 if cache is None else len(cache)
-                positions = torch.arange(start, start + x.shape[1], device=x.device)
+                positions = _positions(x, cache)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
+        if isinstance(cache, KVCache):
+            mask = self.mask if mask is None else mask
+            options: Any = {"mask": mask, "softcap": self.softcap, "sinks": self.sinks, "backend": self.backend}
+            cached: Tensor = self.out(attention_cached(q, cache, new=(k, v), **options).flatten(-2))
+            return cached
         if cache is not None:
             k, v = cache.extend(k, v)
         out = attention(
@@ -135,3 +144,11 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, mask={self.mask}"
+
+
+def _positions(x: Tensor, cache: KeyValueCache | KVCache | None) -> Tensor:
+    """Those of x's tokens: the first ones, or the next after the cache's."""
+    steps = torch.arange(x.shape[1], device=x.device)
+    if isinstance(cache, KVCache):
+        return cache.lengths[:, None] - x.shape[1] + steps
+    return steps if cache is None else len(cache) + steps

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.masks import Literal, MaskProgram, MaskShape, allowed
 from tilewise.numerics.merge import NEG_INF, softmax_with_sink
 from tilewise.numerics.philox import keep_tile
-from tilewise.problem import Problem
+from tilewise.problem import Origin, Problem
 
 PIECE_ELEMENTS = 2**22
 """Heads are taken together up to this many scores."""
@@ -35,6 +35,7 @@ class Inputs(NamedTuple):
     seed: Tensor | None = None  # int64 scalar, the dropout key
     cu_q: Tensor | None = None  # int32 (B + 1,): where each packed sequence starts
     cu_k: Tensor | None = None
+    origins: Tensor | None = None  # int32 (B, 4): where each sequence lies in a whole whose positions count; see Origin
 
 
 class Gradients(NamedTuple):
@@ -118,6 +119,33 @@ def oracle_gradients(problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tenso
     return Gradients(**{f"d{name}": torch.zeros_like(x) if grad is None else grad for (name, x), grad in pairs})
 
 
+def oracle_second(
+    problem: Problem, inputs: Inputs, dout: Tensor, dlse: Tensor | None, tangents: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, Gradients]:
+    """The derivatives of out, of lse and of the gradients of Σ dout · out + Σ dlse · lse, along tangents of q, k, v, bias and sinks.
+
+    ⟨tangents, gradients⟩ is linear in the upstream gradients, and its gradient in them is the derivative of the outputs.
+    """
+    names = [name for name in ("q", "k", "v", "bias", "sinks") if getattr(inputs, name) is not None]
+    along = dict(zip(("q", "k", "v", "bias", "sinks"), tangents, strict=True))
+    with torch.enable_grad():
+        leaves = {name: getattr(inputs, name).detach().double().requires_grad_() for name in names}
+        out, lse = oracle(problem, inputs._replace(**leaves))
+        upstream = [dout.detach().double(), torch.zeros_like(lse) if dlse is None else dlse.detach().double()]
+        upstream = [x.clone().requires_grad_() for x in upstream]
+        sources, moved = [*upstream, *leaves.values()], out.new_zeros(())
+        if out.requires_grad:
+            grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream, create_graph=True, allow_unused=True)
+            for name, grad in zip(names, grads, strict=True):
+                if grad is not None and along[name] is not None:
+                    moved = moved + (grad * along[name].double()).sum()  # type: ignore[union-attr]
+        found: Sequence[Tensor | None] = [None] * len(sources)
+        if moved.requires_grad:
+            found = torch.autograd.grad(moved, sources, allow_unused=True)
+    out_t, lse_t, *second = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(sources, found, strict=True))
+    return out_t.detach(), lse_t.detach(), Gradients(**{f"d{n}": x.detach() for n, x in zip(names, second, strict=True)})
+
+
 def softmax(problem: Problem, piece: Piece) -> Softmax:
     """Scores → softcap → bias → mask → softmax with the sink → dropout."""
     score = problem.scale * (piece.q @ piece.k.transpose(-1, -2))  # [H, M, N]
@@ -131,6 +159,11 @@ def softmax(problem: Problem, piece: Piece) -> Softmax:
     masked = logit.masked_fill(~piece.seen, NEG_INF)
     p, sink, lse = softmax_with_sink(masked, piece.sinks)
     return Softmax(score, capped, logit, lse, sink, p, p if piece.keep is None else p * piece.keep)
+
+
+def origin_of(inputs: Inputs, b: int) -> Origin | None:
+    """Where sequence b begins in the whole; None where the call is the whole."""
+    return None if inputs.origins is None else Origin(*inputs.origins[b].tolist())
 
 
 def spans(problem: Problem, inputs: Inputs, sequences: Iterable[int]) -> Iterator[Span]:
@@ -170,12 +203,16 @@ def make_piece(
         at = bias_index(inputs.bias, b, heads, positions, slice(keys.start, keys.stop))
         bias = inputs.bias[at].double()
         seen = seen & (bias != NEG_INF)
+    origin = origin_of(inputs, b)
+    start_q, start_k, first_head, batch = origin or (0, 0, 0, b)
     if inputs.alibi is not None:
-        distance = (positions[:, None] + (n - m) - torch.arange(keys.start, keys.stop, device=device)).abs()  # [M, N]
+        ahead = n - m if origin is None else start_q - start_k
+        distance = (positions[:, None] + ahead - torch.arange(keys.start, keys.stop, device=device)).abs()  # [M, N]
         alibi = -inputs.alibi[b if inputs.alibi.shape[0] > 1 else 0].double()[heads, None, None] * distance
     if problem.dropout_p:
         assert inputs.seed is not None
-        ids = range(b, b + 1), range(problem.heads)[heads], positions, keys
+        numbers = range(first_head, first_head + problem.heads)[heads]
+        ids = range(batch, batch + 1), numbers, positions + start_q, range(start_k + keys.start, start_k + keys.stop)
         keep = keep_tile(inputs.seed, problem.dropout_p, *ids, device=device)[0].double() / (1.0 - problem.dropout_p)
     k, v = (x[at_k].double().repeat_interleave(repeats, dim=0) for x in (inputs.k, inputs.v))
     reached = seen.any(-2)[..., None]  # [H, N, 1]

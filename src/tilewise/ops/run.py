@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
 from tilewise import dispatch
-from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, empty_lse, empty_out, sink_gradient
+from tilewise.backends.base import (
+    Backend,
+    BackwardInputs,
+    Direction,
+    Grads,
+    Inputs,
+    Jvp,
+    Tangents,
+    empty_lse,
+    empty_out,
+    sink_gradient,
+)
 from tilewise.errors import KernelError
 from tilewise.ops.packing import check_packing
 from tilewise.ops.tensors import materialized, refuse_tangents
@@ -76,6 +87,43 @@ def backward(problem: Problem, inputs: Inputs, given: BackwardInputs, backend: s
             except KernelError as error:
                 chosen = dispatch.next_backend(chosen, error, problem, inputs, backend, backward=True)
                 problem.memory[key] = chosen
+
+
+def jvp(problem: Problem, inputs: Inputs, tangents: Tangents, backend: str = "auto") -> Jvp:
+    """The forward and its derivative along tangents of the inputs."""
+    tangents = Tangents(*(None if x is None else materialized(x) for x in tangents))
+    if is_empty(problem) or all(x is None for x in tangents):
+        out, lse = forward(problem, inputs, backend)
+        out_t, lse_t = torch.zeros_like(out), torch.zeros_like(lse)
+        if inputs.sinks is not None and tangents.sinks is not None:  # a row without keys has the sink's log-sum-exp
+            lse_t += torch.where(inputs.sinks.isinf(), 0.0, tangents.sinks.to(lse.dtype))[:, None]
+        return Jvp(out, lse, out_t, lse_t)
+    if problem.varlen:
+        check_packing(problem, inputs)
+    return _derive("jvp", problem, inputs, backend, tangents)
+
+
+def double_backward(
+    problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction, backend: str = "auto"
+) -> Grads:
+    """The derivative of the gradients along a direction of the inputs, while the upstream gradients stay."""
+    if is_empty(problem):  # the log-sum-exp of every row is the sink, or nothing: gradients do not depend on the inputs
+        return empty_backward(inputs, given._replace(dlse=None))
+    tangents = Tangents(*(None if x is None else materialized(x) for x in direction.tangents))
+    dlse = None if given.dlse is None else materialized(given.dlse)
+    given = given._replace(dout=materialized(given.dout), dlse=dlse)
+    return _derive("double_backward", problem, inputs, backend, given, direction._replace(tangents=tangents))
+
+
+def _derive(derivative: str, problem: Problem, inputs: Inputs, backend: str, *args: Any) -> Any:
+    """A derivative by the first backend that has it."""
+    chosen = dispatch.select(problem, inputs, backend, derivative=derivative).backend
+    with own_precision(problem.device):
+        while True:
+            try:
+                return getattr(chosen, derivative)(problem, inputs, *args)
+            except KernelError as error:
+                chosen = dispatch.next_backend(chosen, error, problem, inputs, backend, derivative=derivative)
 
 
 def own_precision(device: str) -> AbstractContextManager[object]:

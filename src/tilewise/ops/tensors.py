@@ -17,7 +17,7 @@ _functorch: Any = torch._C._functorch
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types whose memory holds their values, and nothing else."""
 
-ARGUMENTS = ("q", "k", "v", "bias", "bias", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
+ARGUMENTS = ("q", "k", "v", "bias", "bias", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k", "origins")
 """The fields of Inputs as the user calls them."""
 DIFFERENTIABLE = tuple(Inputs._fields.index(name.removeprefix("d")) for name in Grads._fields)
 """The places among the Inputs of those that Grads and Needs speak of."""
@@ -41,6 +41,7 @@ def tensor_fields(inputs: Inputs) -> dict[str, Any]:
         "alibi": inputs.alibi is not None,
         "sinks": inputs.sinks is not None,
         "varlen": inputs.cu_q is not None,
+        "origins": inputs.origins is not None,
         "device": q.device.type,
     }
 

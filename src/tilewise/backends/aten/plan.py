@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tilewise.backends.verdict import Verdict, cpu_only, no_tiles
+from tilewise.backends.verdict import Verdict, cpu_only, no_statistics, no_tiles
 from tilewise.masks.program import UNBOUNDED
 from tilewise.problem import WIDE, Problem
 
@@ -43,6 +43,7 @@ def supports(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> V
         if problem.head_dim == problem.head_dim_v
         else f"torch's kernel needs v as wide as q; head dims are {problem.head_dim} and {problem.head_dim_v}",
         no_tiles("aten", problem.tile, "torch's kernel chooses its own"),
+        no_statistics(problem.stats),
     )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from tilewise.backends.cpu.builder import Emit
-from tilewise.backends.cpu.ir import F64, I32, I64, PTR, REALS, STORAGE, Pointer, Value
-from tilewise.backends.cpu.spec import DOUBLES, Kernel
+from tilewise.backends.cpu.ir import F32, F64, I32, I64, PTR, REALS, STORAGE, Pointer, Value
+from tilewise.backends.cpu.spec import DOUBLES, STATISTICS, Kernel
 
-STORED = ("q", "k", "v", "o", "do", "dq")
-REAL = ("lse", "sinks", "alibi", "work", "dlse", "delta", "dk", "dv", "dbias")
+STORED = ("q", "k", "v", "o", "do", "dq", "qt", "kt", "vt", "ot")
+REAL = ("lse", "lse_t", "sinks_t", "sinks", "alibi", "work", "dlse", "delta", "dk", "dv", "dbias", *chain(*STATISTICS.values()))
 I64_ARRAYS = ("counter", "done", "progress")
+I32_ARRAYS = ("cu_q", "cu_k", "origins", "entries", "starts", "lengths")
 """Pointers by the type of what they point to; `bias` has a dtype of its own."""
 
 
@@ -73,5 +75,8 @@ def pointer_kinds(kernel: Kernel) -> dict[str, tuple[Any, str]]:
     """(LLVM type, dtype) of what the arguments point to."""
     real = REALS[kernel.real].type
     kinds = dict.fromkeys(STORED, (STORAGE[kernel.dtype], kernel.dtype)) | dict.fromkeys(REAL, (real, ""))
-    kinds |= dict.fromkeys(I64_ARRAYS, (I64, "")) | {"cu_q": (I32, ""), "cu_k": (I32, "")}
-    return kinds | {"bias": (STORAGE[kernel.bias or "float32"], kernel.bias)}
+    kinds |= dict.fromkeys(I64_ARRAYS, (I64, "")) | dict.fromkeys(I32_ARRAYS, (I32, ""))
+    if kernel.paged:
+        stored = kernel.stored or kernel.dtype
+        kinds |= dict.fromkeys(("k", "v"), (STORAGE[stored], stored)) | dict.fromkeys(("k_scale", "v_scale"), (F32, "float32"))
+    return kinds | dict.fromkeys(("bias", "bias_t"), (STORAGE[kernel.bias or "float32"], kernel.bias))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -20,11 +21,18 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    EntropyCotangent,
     Grads,
     Inputs,
+    Jvp,
+    Pages,
+    Statistics,
+    Tangents,
     Verdict,
     cpu_only,
+    empty_lse,
     empty_out,
+    empty_statistics,
     rounded,
     sink_gradient,
 )
@@ -32,8 +40,10 @@ from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu import frames, plan, schedule
 from tilewise.backends.cpu.blind import without_blind
 from tilewise.backends.cpu.fixed import fixed_arguments
-from tilewise.backends.cpu.spec import GRADIENTS, HOT, Kernel, argument_names, round_up
+from tilewise.backends.cpu.spec import GRADIENTS, HOT, MOVING, STATISTICS, Kernel, argument_names, round_up
+from tilewise.backends.sequence import sweep_statistics
 from tilewise.hardware.probe import probe_cpu
+from tilewise.masks import Lowered
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
@@ -113,6 +123,7 @@ def _obstacle() -> str | None:
 class CpuBackend(Backend):
     name = "cpu"
     any_address = True
+    reads_pages = True
 
     def usable(self, device: str) -> Verdict:
         return Verdict.of(cpu_only(device) or _obstacle())
@@ -121,7 +132,8 @@ class CpuBackend(Backend):
         planned = plan.supports(problem, probe_cpu(_num_threads()), backward=backward)
         return Verdict.of(_obstacle(), *planned.reasons, _scattered(problem, inputs))
 
-    def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def forward(self, problem: Problem, inputs: Inputs, more: Iterable[tuple[str, int]] = ()) -> tuple[Tensor, Tensor]:
+        """`more` are the arguments of a kernel with statistics."""
         q, k, v = inputs[:3]
         launch = _launch_for(problem, inputs, "forward")
         out = _like(q) if problem.head_dim == problem.head_dim_v else empty_out(q, problem.head_dim_v)
@@ -129,12 +141,75 @@ class CpuBackend(Backend):
         if launch.plain:
             launch.run((q, k, v, out, lse))
             return out, lse
+        if launch.kernel.stats and not more:  # the kernel writes statistics, whoever asks
+            return self.statistics(problem, inputs)[:2]
         args, _alive = _optional_args(problem, inputs, launch)
         if launch.counters:
             work = torch.empty(launch.workspace, dtype=launch.real, device="cpu")
             done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")
             args += [("work", work.data_ptr()), ("done", done.data_ptr())]
-        launch.run((q, k, v, out, lse), args)
+        launch.run((q, k, v, out, lse), [*args, *more])
+        return out, lse
+
+    def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
+        like = empty_lse(inputs.q, problem.precision)
+        stats = empty_statistics(problem, like)
+        rows = {name: torch.empty_like(like) for name in STATISTICS["forward"]} if plan.watched(problem) else {}
+        out, lse = self.forward(problem, inputs, [(name, x.data_ptr()) for name, x in rows.items()])
+        stats = stats._replace(**{name: x for name, x in rows.items() if getattr(stats, name) is not None})
+        sweep_statistics(problem, inputs, lse, stats)
+        return out, lse, stats
+
+    def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
+        return plan.derives(problem, probe_cpu(_num_threads()), derivative=derivative)
+
+    def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        launch = _launch_for(problem, inputs, "jvp")
+        out, out_t = empty_out(inputs.q, problem.head_dim_v), empty_out(inputs.q, problem.head_dim_v)
+        lse, lse_t = _new(*launch.lse), _new(*launch.lse)
+        args, _alive = _optional_args(problem, inputs, launch)
+        args += _tangent_args(tangents, launch, _alive)
+        args += [("ot", out_t.data_ptr()), ("lse_t", lse_t.data_ptr())]
+        args += [(f"ot_{axis}", step) for axis, step in zip("bhsd", out_t.stride(), strict=True)]
+        launch.run((*inputs[:3], out, lse), args)
+        return Jvp(out, lse, out_t, lse_t)
+
+    def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
+        """Single queries and longer runs of them have kernels of their own: where a batch has both, each has its launch."""
+        assert inputs.cu_q is not None
+        ends = inputs.cu_q.numpy()
+        alone = (ends[1:] - ends[:-1]) == 1
+        if alone.all() or not alone.any():
+            return self._paged(problem, inputs, pages)
+        rows, single = inputs.cu_q.diff(), torch.from_numpy(alone)
+        out = empty_out(inputs.q, problem.head_dim_v)
+        lse = empty_lse(inputs.q, problem.precision)
+        owner = torch.repeat_interleave(single, rows)
+        for some, tokens in ((single, owner), (~single, ~owner)):
+            at, of = some.nonzero()[:, 0], tokens.nonzero()[:, 0]
+            part = replace(problem, batch=len(at), seqlen_q=len(of), mask=Lowered(problem.program.for_sequences(at)))
+            cu = torch.cat([rows.new_zeros(1), rows[at].cumsum(0, dtype=torch.int32)])
+            bias, alibi = (_of_sequences(x, at) for x in (inputs.bias, inputs.alibi))
+            given = inputs._replace(q=inputs.q[:, :, of], cu_q=cu, bias=bias, alibi=alibi)
+            out[:, :, of], lse[:, :, of] = self._paged(part, given, pages.of_sequences(at))
+        return out, lse
+
+    def _paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
+        launch = _launch_for(problem, inputs, "forward")
+        q, out = inputs.q, empty_out(inputs.q, problem.head_dim_v)
+        lse = _new(*launch.lse)
+        args, _alive = _optional_args(problem, inputs, launch)
+        seen = pages.seen
+        args += [(name, x.data_ptr()) for name, x in (("entries", pages.entries), ("starts", pages.starts), ("lengths", seen))]
+        for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
+            if scale is not None:
+                steps = zip("bsh", scale.stride(), strict=True)
+                args += [(name, scale.data_ptr()), *((f"{name}_{axis}", step) for axis, step in steps)]
+        if launch.counters:
+            work = torch.empty(launch.workspace, dtype=launch.real, device="cpu")
+            done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")
+            args += [("work", work.data_ptr()), ("done", done.data_ptr())]
+        launch.run((q, pages.k.transpose(1, 2), pages.v.transpose(1, 2), out, lse), args)
         return out, lse
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
@@ -176,11 +251,21 @@ class CpuBackend(Backend):
 
         return launch
 
-    def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+    def entropy_backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent
+    ) -> Grads:
+        return self.backward(problem, inputs, given, entropy)
+
+    def backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent | None = None
+    ) -> Grads:
         inputs, given = without_blind(self.forward, problem, inputs, given)
         out, lse, dout, dlse, needs = given
         launch = _launch_for(problem, inputs, "backward", needs.dbias)
         args, _alive = ([], []) if launch.plain else _optional_args(problem, inputs, launch)
+        if entropy is not None:
+            _alive += [x.to(lse.dtype).contiguous() for x in entropy]
+            args += zip(STATISTICS["backward"], (x.data_ptr() for x in _alive[-2:]), strict=True)
         dq = _like(inputs.q) if needs.dq else None
         dk_sum, dv_sum = (_zero_sum(x, launch) if need else None for x, need in ((inputs.k, needs.dk), (inputs.v, needs.dv)))
         lse = lse.contiguous()
@@ -200,6 +285,11 @@ class CpuBackend(Backend):
             None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
             sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
         )
+
+
+def _of_sequences(x: Tensor | None, at: Tensor) -> Tensor | None:
+    """What belongs to some sequences, of a tensor that all share or that has a row for each."""
+    return x if x is None or x.shape[0] == 1 else x[at]
 
 
 def _scattered(problem: Problem, inputs: Inputs | None) -> str | None:
@@ -245,7 +335,8 @@ def _make_launch(
     entry = compiler.worker(kernel)
     if threads > 1 and compiler.awake():
         schedule.team()  # what else needs LLVM is compiled now, and not in a later call
-    optional = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or problem.sinks or problem.program.tensors
+    changed = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or kernel.stats
+    optional = changed or problem.sinks or problem.program.tensors
     counters = tiles.tasks // tiles.splits if tiles.splits > 1 else 0
     real = torch.float64 if kernel.real == "float64" else torch.float32
     batch, heads, rows = 1 if problem.varlen else problem.batch, problem.heads, problem.seqlen_q
@@ -276,6 +367,8 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
     if problem.dropout_p and inputs.seed is not None:
         args.append(("seed", int(inputs.seed)))
     wanted = {"alibi": launch.real, "sinks": launch.real, "cu_q": torch.int32, "cu_k": torch.int32}
+    if launch.kernel.origins:
+        wanted["origins"] = torch.int32
     for name, dtype in wanted.items():
         x: Tensor | None = getattr(inputs, name)
         if x is not None:
@@ -289,6 +382,19 @@ def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple
         args.append((f"mask_t{n}", alive[-1].data_ptr()))
         args += [(f"mask_t{n}_{axis}", stride) for axis, stride in enumerate(_broadcast_strides(alive[-1]))]
     return args, alive
+
+
+def _tangent_args(tangents: Tangents, launch: CpuLaunch, alive: list[Tensor]) -> list[tuple[str, int]]:
+    """The addresses of the tangents that are given, and their strides; copies join those that must outlive the call."""
+    args: list[tuple[str, int]] = []
+    for name, x in zip(MOVING, tangents, strict=False):
+        if x is not None:
+            strides = _broadcast_strides(x) if name == "bias_t" else x.stride()
+            args += [(name, x.data_ptr()), *((f"{name}_{axis}", step) for axis, step in zip("bhsd", strides, strict=True))]
+    if tangents.sinks is not None and "sinks_t" in launch.offsets:
+        alive.append(tangents.sinks.to(launch.real).contiguous())
+        args.append(("sinks_t", alive[-1].data_ptr()))
+    return args
 
 
 _NO_STRIDES = (0, 0, 0, 0)

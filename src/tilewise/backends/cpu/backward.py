@@ -120,7 +120,7 @@ class Backward(RowStatistics, OrderedAccumulate):
         """P and dS of a strip (rows of keys, columns of query rows) and the distance of their rows. The products leave scores and
         dP where P and dS will be."""
         column = index * self.tile.rows
-        return SimpleNamespace(P=e.frame.P + column, dS=e.frame.dS + column, step=e.args.PS)
+        return SimpleNamespace(P=e.frame.P + column, dS=e.frame.dS + column, step=e.args.PS, **self.entropy_rows(e, column))
 
     def clear(self, e: Emit, index: Any, keys: Interval) -> None:
         weights = self.weights(e, index)
@@ -211,6 +211,8 @@ class Backward(RowStatistics, OrderedAccumulate):
             spared = e.frame.kept.strip(j * self.tile.rows) != 0
             dp = e.select(spared, dp, 0.0)
             kept = e.select(spared, p, 0.0)
+        if self.kernel.stats:
+            dp = self.add_entropy(e, weights, s, dp)
         return p, kept, dp, seen, tanhs
 
     def add_dbias(self, e: Emit, index: Any, j: Any, ds: Strip) -> None:

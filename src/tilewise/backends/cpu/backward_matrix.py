@@ -54,6 +54,7 @@ class MatrixBackward(MatrixTiles, Backward):
         """P and dS in bf16 and the distance of their rows; S, dP and the pairs of the strip; factors of its rows, of S, of dS."""
         args, frame, column = e.args, e.frame, index * self.tile.rows
         weights = SimpleNamespace(P=frame.P + column, dS=frame.dS + column, step=args.PS, S=frame.S, dP=frame.dP)
+        weights.__dict__.update(self.entropy_rows(e, column))
         weights.pairs, weights.do_factors = frame.pairs, frame.do_factors + column
         weights.q_factor, weights.ds_factor = args.q_factor.splat(), args.ds_factor.splat()
         return weights

@@ -37,7 +37,7 @@ def planned(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) ->
     """The blocks of a call whose longest sequence has so many queries."""
     if kernel.kind == "decode":
         return _decode(problem, kernel, spec)
-    if kernel.kind == "forward":
+    if kernel.kind in ("forward", "jvp"):
         return _forward(problem, kernel, spec, longest)
     return (_matrix_backward if kernel.matrix else _backward)(problem, kernel, spec, longest)
 
@@ -134,7 +134,7 @@ def _by_heads(problem: Problem, spec: DeviceSpec, longest: int) -> Callable[[int
 def _splits_of(problem: Problem, kernel: Kernel, spec: DeviceSpec, tasks: int, keys: int) -> int:
     """Parts of the keys, so that every one of several threads has some tasks; each of several blocks."""
     threads = threads_for(problem, spec)
-    if threads == 1 or kernel.kind == "backward":
+    if threads == 1 or kernel.kind not in ("forward", "decode"):
         return 1
     if kernel.kind == "decode":
         each, least_keys = 4, 4 * keys

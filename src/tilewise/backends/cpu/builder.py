@@ -253,6 +253,10 @@ class Emit:
         target = vector_of(self.real.type, value.lanes)
         if dtype == "bfloat16":
             value = (value.zext(I32) << 16).bitcast(ir.F32)
+        if dtype == "int8":
+            return value.sext(I32).to_real(self.real.type)
+        if dtype == "float8_e4m3fn":
+            value = self._from_float8(value)
         if dtype == "float64" and self.real is ir.FLOAT:  # a bias may be wider than the arithmetic; what is finite stays finite
             highest, narrow = self.const(ir.FLOAT.highest, target), value.fptrunc(ir.F32)
             size = abs(value)
@@ -262,6 +266,14 @@ class Emit:
         if dtype == "float16" and self.real is ir.DOUBLE:  # by way of float, as not every CPU has the conversion
             value = value.fpext(ir.F32)
         return value if value.type == target else value.fpext(self.real.type)
+
+    def _from_float8(self, value: Value) -> Any:
+        """e4m3 as a float: its bits moved to those of the wider type, whose exponents count from 127 and not from 7."""
+        bits = value.sext(I32)
+        size = ((bits & 0x7F) << 20).bitcast(ir.F32) * 2.0**120
+        nan = (bits & 0x7F) == 0x7F
+        size = self.select(nan, float("nan"), size)
+        return (size.bitcast(I32) | (bits & -0x80000000)).bitcast(ir.F32)
 
     def narrow(self, value: Value, dtype: str) -> Any:
         """Back to storage, rounded to nearest even."""

@@ -35,7 +35,8 @@ class Decode(KernelModule, ABC):
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.R = self.tile.keys
-        self.line = LINE // size_of(STORAGE[kernel.dtype])  # elements
+        self.line = LINE // size_of(STORAGE[kernel.stored or kernel.dtype])  # elements
+        self.find_rows = self.emit_find_rows() if kernel.paged else None
         self.merge = self.emit_merge()
         self.block = self.emit_block()
         self.finish = self.emit_finish()
@@ -78,6 +79,8 @@ class Decode(KernelModule, ABC):
         with e.range(begin, end, BN) as n0:
             frame.n0 = n0
             frame.n1 = e.min(n0 + BN, end)
+            if self.find_rows is not None:
+                self.call(e, self.find_rows)
             self.call(e, self.block)
         with e.if_(splits == 1, likely=True):
             self.call(e, self.finish)

@@ -42,8 +42,6 @@ class BlockDecode(Decode):
         R, J, L, line = self.R, ACCUMULATORS // self.R, e.lanes, self.line
         D, BN = args.D, args.BN
         width = frame.n1 - frame.n0
-        K = self.row_of(e, "k", frame.key_head, frame.k_start + frame.n0)
-        V = self.row_of(e, "v", frame.key_head, frame.k_start + frame.n0)
         q_rows = [frame.Q + (r0 + r) * D for r in range(R)]
         s_rows = [frame.P + (r0 + r) * BN for r in range(R)]
         whole = round_down(D, line)
@@ -73,7 +71,18 @@ class BlockDecode(Decode):
                 for j in range(0, J, UNROLL):
                     s_rows[r][key + j] = self.joined(dim.values[r * J + j : r * J + j + UNROLL])
 
-        most, steps = round_down(width, J), (args.k.stride_s, args.v.stride_s)
+        most = round_down(width, J)
+        if self.kernel.paged:
+            row_of_k, row_of_v = self.block_rows(e, "k"), self.block_rows(e, "v")
+            with e.range(0, most, J) as key:
+                some(key, *([row(key + j) for j in range(J)] for row in (row_of_k, row_of_v)))
+            with e.if_(most < width, likely=False):
+                rows = [e.min(most + j, width - 1) for j in range(J)]
+                some(most, *([row(j) for j in rows] for row in (row_of_k, row_of_v)))
+            return
+        K = self.row_of(e, "k", frame.key_head, frame.k_start + frame.n0)
+        V = self.row_of(e, "v", frame.key_head, frame.k_start + frame.n0)
+        steps = (args.k.stride_s, args.v.stride_s)
         with e.loop(0, most, J, [K, V]) as over:
             some(over.index, *([x + n * j for j in range(J)] for x, n in zip(over.values, steps, strict=True)))
             over.carry([x + n * J for x, n in zip(over.values, steps, strict=True)])
@@ -95,6 +104,11 @@ class BlockDecode(Decode):
         P = [frame.P + (r0 + r) * BN for r in range(R)]
         width = frame.n1 - frame.n0
         padded = round_up(width, L)
+        if self.kernel.stored:
+            with e.range(0, padded, L) as j:
+                scale = frame.k_scales.vector(j)
+                for row in P:
+                    row[j] = row.vector(j) * scale
         with e.range(width, padded) as j:  # what lies behind the keys weighs nothing
             for row in P:
                 row[j] = float("-inf")
@@ -130,25 +144,54 @@ class BlockDecode(Decode):
         """values(args, frame, r0): O[r] += Σ_j P[r][j]·v_j for R rows from r0; V vectors of the head dim at a time, then one."""
         args, frame, R, L = e.args, e.frame, self.R, e.lanes
         BN, Dv = args.BN, args.Dv
-        position = frame.k_start + frame.n0
-        V = self.row_of(e, "v", frame.key_head, position)
-        K_next = self.row_of(e, "k", frame.key_head, position + BN)
+        streams: list[Any] = []  # the rows of V, and of the next block's K
+        if not self.kernel.paged:
+            position = frame.k_start + frame.n0
+            streams = [self.row_of(e, name, frame.key_head, at) for name, at in (("v", position), ("k", position + BN))]
         p_rows = [frame.P + (r0 + r) * BN for r in range(R)]
         o_rows = [frame.O + (r0 + r) * Dv for r in range(R)]
         width, v_step, k_step = frame.n1 - frame.n0, args.v.stride_s, args.k.stride_s
         whole = round_down(width, UNROLL)
+
+        def scaled(weights: Any, key: Any, lanes: int) -> Any:
+            """Weights times the scales of V."""
+            return weights * frame.v_scales.vector(key, lanes) if self.kernel.stored else weights
 
         def columns(col: Any, vectors: int) -> None:
             def step(acc: list[Any], row: Any, weights: list[Any]) -> list[Any]:
                 v = [row.fetch(i * L, L) for i in range(vectors)]
                 return [e.fma(v[n % vectors], weights[n // vectors], x) for n, x in enumerate(acc)]
 
-            start = [e.vector(0.0)] * (R * vectors) + [x + col for x in (V, K_next)]
+            def add(sums: Any) -> None:
+                for n, value in enumerate(sums):
+                    to = o_rows[n // vectors] + (col + (n % vectors) * L)
+                    to[0] = to.vector() + value
+
+            def prefetch(row: Any) -> None:
+                for at in range(0, vectors * L, self.line):
+                    e.prefetch(row + at)
+
+            zeros = [e.vector(0.0)] * (R * vectors)
+            if self.kernel.paged:
+                v_row, k_row = self.block_rows(e, "v"), self.block_rows(e, "k")
+                with e.loop(0, whole, UNROLL, zeros) as over:
+                    acc, rows = list(over.values), [v_row(over.index + n) + col for n in range(UNROLL)]
+                    for n in range(UNROLL):
+                        prefetch(k_row(width + over.index + n) + col)
+                    small = [scaled(weights.vector(over.index, UNROLL), over.index, UNROLL) for weights in p_rows]
+                    for n in range(UNROLL):
+                        acc = step(acc, rows[n], [s.splat_lane(n) for s in small])
+                    over.carry(acc)
+                with e.loop(whole, width, 1, over.values) as rest:
+                    weights = [scaled(row[rest.index], rest.index, 0).splat() for row in p_rows]
+                    rest.carry(step(list(rest.values), v_row(rest.index) + col, weights))
+                add(rest.values)
+                return
+            start = [*zeros, *(x + col for x in streams)]
             with e.loop(0, whole, UNROLL, start) as over:
                 *acc, row, ahead = over.values
                 for n in range(UNROLL):
-                    for at in range(0, vectors * L, self.line):
-                        e.prefetch(ahead + (k_step * n + at))
+                    prefetch(ahead + k_step * n)
                 small = [weights.vector(over.index, UNROLL) for weights in p_rows]
                 for n in range(UNROLL):
                     acc = step(acc, row + v_step * n, [s.splat_lane(n) for s in small])
@@ -157,9 +200,7 @@ class BlockDecode(Decode):
                 *acc, row = rest.values
                 acc = step(acc, row, [weights[rest.index].splat() for weights in p_rows])
                 rest.carry([*acc, row + v_step])
-            for n, value in enumerate(rest.values[:-1]):
-                to = o_rows[n // vectors] + (col + (n % vectors) * L)
-                to[0] = to.vector() + value
+            add(rest.values[:-1])
 
         wide = self.tile.vectors * L
         most = round_down(Dv, wide)

@@ -32,18 +32,25 @@ class StreamDecode(Decode):
             O[col] = e.vector(0.0)
 
         def rows(name: str, keys: list[Any]) -> list[Pointer]:
+            if self.kernel.paged:
+                row = self.block_rows(e, name)
+                return [row(key - n0) for key in keys]
             first = self.row_of(e, name, frame.key_head, frame.k_start)
             return [first + key * getattr(e.args, name).stride_s for key in keys]
+
+        def scaled(name: str, values: Any, key: Any) -> Any:
+            """Scores or weights of UNROLL keys times the scales of K or V."""
+            return values * getattr(frame, f"{name}_scales").vector(key - n0, UNROLL) if self.kernel.stored else values
 
         with e.loop(n0, n1, UNROLL, [e.vector(self.real.lowest, UNROLL), e.vector(0.0, UNROLL)]) as over:
             # keys beyond the last repeat it, and are hidden afterwards
             keys = [e.min(over.index + j, n1 - 1) for j in range(UNROLL)]
-            s = self.dots(e, frame.Q, e.args.D, rows("k", keys))
+            s = scaled("k", self.dots(e, frame.Q, e.args.D, rows("k", keys)), over.index)
             left = (n1 - over.index).splat(UNROLL)
             s = e.select(e.integers(range(UNROLL), I64) < left, s, float("-inf"))
             m, parts = self.update_max(e, O, Dv, s, *over.values)
             p = elementary.exp2(s - m)
-            self.values(e, O, Dv, rows("v", keys), p)
+            self.values(e, O, Dv, rows("v", keys), scaled("v", p, over.index))
             over.carry([m, parts + p])
         m, parts = over.values
         state[0] = m.lane(0)

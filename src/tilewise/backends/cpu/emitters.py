@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewise.backends.cpu import backward, backward_matrix, decode_block, decode_stream, forward, forward_matrix
+from tilewise.backends.cpu import backward, backward_matrix, decode_block, decode_stream, forward, forward_matrix, jvp
 from tilewise.backends.cpu.module import KernelModule
 from tilewise.backends.cpu.spec import Kernel
 
@@ -12,6 +12,8 @@ def emit(kernel: Kernel, arch: str) -> str:
     module: type[KernelModule]
     if kernel.kind == "decode":
         module = decode_stream.StreamDecode if kernel.tile.keys == 1 else decode_block.BlockDecode
+    elif kernel.kind == "jvp":
+        module = jvp.Jvp
     elif kernel.kind == "forward":
         module = forward_matrix.MatrixForward if kernel.matrix else forward.Forward
     else:

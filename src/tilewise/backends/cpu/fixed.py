@@ -43,6 +43,7 @@ def fixed_arguments(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str,
         "grow_factor": bits(1.0 / (1.0 - problem.dropout_p)),
         "threshold": int(problem.dropout_p * 2**32),
         "ds_factor": bits(problem.scale),
+        "page": problem.page,
     }
     # an open side lies far beyond every offset that may be added to it
     limits = (value if abs(value) < UNBOUNDED else value << 20 for value in problem.program.ints)

@@ -85,6 +85,8 @@ class Forward(Softmax):
             e.go(done)
         else:
             self.modified_softmax(e, index, keys, chunks, (seq, q0))
+        if self.kernel.stats:
+            self.watch_block(e, index)
         total = e.frame.l + index * self.tile.rows
         alpha = e.frame.alpha.strip()
         total[0] = e.fma(total.strip(), alpha, e.frame.row_sum.strip())
@@ -103,6 +105,8 @@ class Forward(Softmax):
         """m is |q| |k|: no maximum is taken of the scores."""
         self.update_max(e, index, self.bounds(e, index))
         self.multiply_qk(e, index, keys.solid, chunks)
+        if self.kernel.stats:
+            self.watch_max(e, index, self.max_of(e, keys.solid))
         self.clamp_masked(e, index, keys.edges)
         with e.if_else(many) as branches:
             for branch, step in zip(branches, (self.bounded_step, self.few_keys_step), strict=True):
@@ -112,16 +116,25 @@ class Forward(Softmax):
     def plain_softmax(self, e: Emit, index: Any, keys: KeyRange, chunks: Chunks) -> None:
         """Scores are used as the product leaves them: their maximum, then the weights."""
         self.multiply_qk(e, index, keys.solid, chunks)
-        score = self.score_reader(e)
-        with e.loop(*keys.solid, 1, e.frame.row_max.strip()) as over:
-            over.carry(e.fmax(over.values, score(over.index, True)))
-        self.update_max(e, index, over.values)
+        row_max = self.max_of(e, keys.solid)
+        if self.kernel.stats:
+            self.watch_max(e, index, row_max)
+        self.update_max(e, index, row_max)
         e.call(self.softmax_step, e.frame.pointer, index, *keys.all)
+
+    def max_of(self, e: Emit, keys: Interval) -> Any:
+        """The largest of `row_max` and the scores of keys [j0, j1), of which none is hidden."""
+        score = self.score_reader(e)
+        with e.loop(*keys, 1, e.frame.row_max.strip()) as over:
+            over.carry(e.fmax(over.values, score(over.index, True)))
+        return over.values
 
     def modified_softmax(self, e: Emit, index: Any, keys: KeyRange, chunks: Chunks, rows: tuple[Any, Any]) -> None:
         """Softcap, bias or ALiBi change the scores before the maximum is taken."""
         self.multiply_qk(e, index, keys.all, chunks)
         self.mask_scores(e, keys.all, keys.visible, Modifier(self.kernel, *rows))
+        if self.kernel.stats:
+            self.watch_max(e, index, e.frame.row_max.strip())
         self.update_max(e, index, e.frame.row_max.strip())
         e.call(self.softmax_step, e.frame.pointer, index, *keys.all)
 
@@ -187,6 +200,9 @@ class Forward(Softmax):
         head, q0 = self.strip_at(e, index)
         row = index * R
         m, total, denominator = frame.m + row, frame.l + row, frame.alpha
+        if self.kernel.stats:
+            position = frame.q_start + q0
+            self.finish_watch(e, index, self.row_index(e, head, position), e.min(R, frame.m0 + frame.rows - q0))
         sinks = args.sinks
         has_sink = sinks.address != 0
         with e.if_(has_sink, likely=False):
@@ -212,7 +228,7 @@ class Forward(Softmax):
         m_ptr, total_ptr = e.frame.m + row, e.frame.l + row
         O = e.frame.O + index * (e.args.DVP * R)
         logit = self.sink_logit(e, sink).splat()
-        factors = []
+        factors, weights = [], []
         for i in range(self.tile.vectors):
             at = i * e.lanes
             total = total_ptr.vector(at)
@@ -223,7 +239,12 @@ class Forward(Softmax):
             total_ptr[at] = e.fma(total, alpha, weight)
             m_ptr[at] = m
             factors.append(alpha)
+            weights.append(weight)
         self.rescale(O, e.args.DVP, Strip(factors))
+        self.after_sink(e, index, Strip(factors), Strip(weights))
+
+    def after_sink(self, e: Emit, index: Any, alpha: Strip, weight: Strip) -> None:
+        """For kernels that keep more than m, l and O."""
 
     def rescale(self, O: Pointer, DVP: Any, alpha: Strip) -> None:
         """O of a strip times alpha."""
@@ -317,6 +338,8 @@ class Forward(Softmax):
             row = index * R
             frame.m[row] = e.strip(self.real.lowest)
             frame.l[row] = e.strip(0.0)
+            if self.kernel.stats:
+                self.start_watch(e, row)
             if self.bounded:
                 self.set_q_norm(e, index)
         with e.range(0, strips * (DVP * R), e.lanes) as cell:
@@ -341,15 +364,20 @@ class Forward(Softmax):
         """Leave this split's state in the workspace; whoever comes last merges them all, in order, and finishes."""
         args, frame = e.args, e.frame
         rows = args.BM * args.group
-        size = rows * (args.DVP + 2)  # m, l, O of one split
+        size = rows * (args.DVP + (4 if self.kernel.stats else 2))  # m, l, O of one split, and what it watches
         splits, used = args.splits, strips * self.tile.rows
         # m and l lie `rows` apart, O behind them
         O_cells = used * args.DVP
         spans = ((frame.m, 0, used), (frame.l, rows, used), (frame.O, rows * 2, O_cells))
+        if self.kernel.stats:
+            behind = rows * (args.DVP + 2)
+            spans = (*spans, (frame.spread, behind, used), (frame.top, behind + rows, used))
         with publish_split(e, number, splits, size, spans, e.lanes) as base:
             with e.range(1, splits) as other:
                 state = base + other * size
                 with e.range(0, strips) as index:
                     l_in, o_in = state + rows, state + rows * 2
+                    if self.kernel.stats:
+                        self.merge_watch(e, index, state, rows)
                     self.call(e, self.merge, index, state, l_in, o_in)
             self.finish_strips(e, strips)

@@ -67,22 +67,30 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         """Matrix tiles hold pairs of 16-bit values."""
         return rows * columns // 2 if kernel.matrix else rows * columns
 
+    # offsets of the rows of K and V, 64-bit integers; decoding looks a block of K ahead
+    offsets = {"k_rows": sizes.BN * 4, "v_rows": sizes.BN * 2} if kernel.paged else {}
+    if kernel.stored:
+        offsets |= {"k_scales": sizes.BN + ALIGN, "v_scales": sizes.BN + ALIGN}
     if kernel.kind == "decode":
         rows = round_up(sizes.group, tile.keys)
         state = {"Q": rows * sizes.D, "O": rows * sizes.Dv, "m": rows, "l": rows}
-        return state | {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)}  # scores of a block, or its state
+        return state | {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)} | offsets  # P: scores of a block, or its state
     BM, BN, DP, DVP = sizes.BM, sizes.BN, sizes.DP, sizes.DVP
-    if kernel.kind == "forward":
+    if kernel.kind in ("forward", "jvp"):
         rows = BM * sizes.group
         state = {"Q": packed(rows, DP), "O": rows * DVP, "m": rows, "l": rows}
         strip = {"P": BN * R, "W": BN * R, "row_max": R, "alpha": R, "q_factors": BM}
         norms = {} if kernel.matrix else {"q_norm": rows, "max_k_norm": 1}
         weights = {"row_sum": R} | ({"pairs": BN * (R // 2)} if kernel.matrix else {})
-        return state | strip | {"K": packed(BN, DP), "V": packed(BN, DVP)} | norms | weights
+        if kernel.kind == "jvp":
+            weights |= {"Qt": rows * DP, "Ot": rows * DVP, "l_t": rows, "T": BN * R, "Kt": BN * DP, "Vt": BN * DVP}
+        watched = {"top": rows, "spread": rows, "row_spread": R, "shift": R} if kernel.stats else {}
+        return state | strip | {"K": packed(BN, DP), "V": packed(BN, DVP)} | norms | weights | watched | offsets
     operands = {"Q": packed(BM, DP), "dO": packed(BM, DVP), "Q_panels": packed(BM, sizes.DR)}
     operands |= {"dO_panels": packed(BM, sizes.DVR), "dQ": BM * DP, "P": packed(BN, sizes.PS), "dS": packed(BN, sizes.PS)}
     products = {"S": BN * R, "dP": BN * R, "pairs": BN * (R // 2)} if kernel.matrix else {}
     rows = {"lse2": BM, "delta": BM, "do_factors": BM, "ds_factors": BM} | ({"slight": BM} if kernel.double else {})
+    rows |= {"dentropy": BM, "mean": BM} if kernel.stats else {}
     tiles = {"K": packed(BN, DP), "V": packed(BN, DVP), "K_columns": packed(BN, DP)}
     # first and past key of each strip: 64-bit integers, at most twice as large as a cell
     ends = {"first": BM * 2, "past": BM * 2} | ({} if kernel.matrix else {"q_factors": BM})
@@ -103,10 +111,10 @@ def frame(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
 
 
 def workspace(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
-    """Elements in which splits leave their m, l and O."""
+    """Elements in which splits leave their m, l and O, and what they watch."""
     if tiles.splits == 1:
         return 0
-    return tiles.tasks * tiles.rows * tiles.heads * (paddings(problem, kernel, tiles)["DVP"] + 2)
+    return tiles.tasks * tiles.rows * tiles.heads * (paddings(problem, kernel, tiles)["DVP"] + (4 if kernel.stats else 2))
 
 
 def fits(problem: Problem, kernel: Kernel, tiles: Tiles) -> bool:

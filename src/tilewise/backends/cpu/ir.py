@@ -53,7 +53,7 @@ LARGEST = (2 - 2.0**-23) * 2.0**127
 FLOAT = Real(F32, I32, size=4, mantissa=23, degree=6, highest=LARGEST, tiny=2.0**-126, floor=-127.0)
 DOUBLE = Real(F64, I64, size=8, mantissa=52, degree=12, highest=sys.float_info.max, tiny=2.0**-1022, floor=-1023.0)
 REALS = {"float32": FLOAT, "float64": DOUBLE}
-STORAGE = {"float32": F32, "float64": F64, "float16": HALF, "bfloat16": I16}
+STORAGE = {"float32": F32, "float64": F64, "float16": HALF, "bfloat16": I16, "int8": I8, "float8_e4m3fn": I8}
 
 
 # A kernel has some thousand constants, few of them different. llvmlite writes each object's text once, so equal ones are one.

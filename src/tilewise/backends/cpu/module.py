@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import reduce, wraps
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,8 +12,10 @@ from tilewise.backends.cpu import frames, masking, matrix, pack, scores
 from tilewise.backends.cpu.args import ArgBlock, pointer_kinds
 from tilewise.backends.cpu.builder import Emit, Unit
 from tilewise.backends.cpu.elementary import LN2, LOG2E, log2
-from tilewise.backends.cpu.ir import F32, F64, I1, I8, I16, I64, PTR, REALS, VOID, Pointer, Value
+from tilewise.backends.cpu.function import kernel_function as kernel_function
+from tilewise.backends.cpu.ir import F32, F64, I1, I8, I16, I64, PTR, REALS, Pointer, Value
 from tilewise.backends.cpu.masking import Interval, SeqInfo, interval, outer_interval
+from tilewise.backends.cpu.pages import PagedKeys
 from tilewise.backends.cpu.spec import ALIGN, BACKWARD, FRAME_BYTES, Kernel, argument_names, round_down, round_up
 from tilewise.masks.program import is_interval, operands
 
@@ -23,30 +25,6 @@ a mask that is not an interval."""
 LONG, LATER = 512, 256
 """Keys from which on a row's error is small: it falls with the root of their number. LATER of them are enough where rows before
 see fewer, and have the largest errors anyway."""
-
-
-def kernel_function(*kinds: Any, args: bool = True, result: Any = VOID) -> Callable[..., Any]:
-    """Makes a method that emits the body of a function one that emits the function `name(args, frame, …)` and gives it back.
-
-    The body finds `e.args` and `e.frame`; a function with `args=False` has the frame only.
-    """
-
-    def decorate(body: Callable[..., None]) -> Any:
-        @wraps(body)
-        def emit(self: KernelModule, name: str = "", **options: Any) -> Any:
-            name = name or body.__name__.removeprefix("emit_")
-            e, values, function = self.unit.function(name, [PTR] * (1 + args) + list(kinds), result=result)
-            if args:
-                e.args = self.arg_block(e, values.pop(0))
-            e.frame = ArgBlock(e, values.pop(0), self.fields, self.buffer_kinds)
-            body(self, e, *values, **options)
-            if result is VOID:
-                e.ret()
-            return function
-
-        return emit
-
-    return decorate
 
 
 class KeyRange(NamedTuple):
@@ -62,7 +40,7 @@ class KeyRange(NamedTuple):
         return (self.all[0], self.solid[0]), (self.solid[1], self.all[1])
 
 
-class KernelModule:
+class KernelModule(PagedKeys):
     """One module of functions over (args, frame)."""
 
     task: tuple[str, ...] = ()
@@ -88,6 +66,7 @@ class KernelModule:
         self.fields = (*TASK, *self.task, *(name for name in names if name not in TASK), "retry")
         bits, weights = self.real.bits, I16 if kernel.matrix and kernel.kind == "backward" else self.real.type
         kinds = {"W": bits, "kept": bits, "first": I64, "past": I64, "pairs": I16, "P": weights, "dS": weights}
+        kinds |= {"k_rows": I64, "v_rows": I64}
         self.buffer_kinds = {name: (kinds.get(name, self.real.type), "") for name in (*names, "W")}
 
     def arg_block(self, e: Emit, pointer: Pointer) -> ArgBlock:
@@ -95,6 +74,8 @@ class KernelModule:
 
     def emit_helpers(self) -> None:
         """Masks that are not intervals, packing, and the care for what is hidden."""
+        if self.kernel.paged:
+            self.find_rows = self.emit_find_rows()
         if not self.simple:
             self.alive = masking.emit_alive(self.unit, self.kernel)
             self.bits = masking.emit_bits(self.unit, self.kernel)
@@ -104,8 +85,10 @@ class KernelModule:
     def emit_packers(self) -> None:
         dtype, tile = self.kernel.dtype, self.tile
         self.pack_strips = pack.emit_pack_lanes(self.unit, tile.rows, dtype, scaled=True)
-        self.pack_lanes = pack.emit_pack_lanes(self.unit, tile.keys, dtype, scaled=False)
-        self.pack_panels = pack.emit_pack_panels(self.unit, tile.keys, dtype, scaled=False)
+        paged, scaled = self.kernel.paged, bool(self.kernel.stored)
+        keys = self.kernel.stored or dtype
+        self.pack_lanes = pack.emit_pack_lanes(self.unit, tile.keys, keys, scaled=scaled, scattered=paged)
+        self.pack_panels = pack.emit_pack_panels(self.unit, tile.keys, keys, scaled=scaled, scattered=paged)
 
     def call(self, e: Emit, function: Any, *values: Any) -> Value:
         """A function of the kernel, over the same args and frame."""
@@ -180,19 +163,28 @@ class KernelModule:
 
     def fetch_tiles(self, e: Emit) -> None:
         """Pack the K and V rows of keys [n0, n1), with zeros up to a whole register tile."""
-        args, frame = e.args, e.frame
+        frame = e.frame
+        if self.kernel.paged:
+            self.call(e, self.find_rows)
         width = frame.n1 - frame.n0
         padded = round_up(width, self.tile.keys)
         frame.n_pad = padded
         for name, source, layout in self.tiles:
-            cols = args.D if source == "k" else args.Dv
-            rows = self.row_of(e, source, frame.key_head, frame.k_start + frame.n0)
-            steps = [rows, getattr(args, source).stride_s, getattr(args, source).stride_d, width]
-            to = getattr(frame, name)
-            if layout == "lanes":
-                e.call(self.pack_lanes, to, args.DP if source == "k" else args.DVP, *steps, cols)
-            else:
-                e.call(self.pack_panels, to, self.panel(e), *steps, padded, cols)
+            self.fetch_tile(e, (name, source, layout), width, padded)
+
+    def fetch_tile(self, e: Emit, tile: tuple[str, str, str], width: Any, padded: Any) -> None:
+        (name, source, layout), args, frame = tile, e.args, e.frame
+        cols, padded_cols = (args.D, args.DP) if source[0] == "k" else (args.Dv, args.DVP)
+        tensor, factors = getattr(args, source), [getattr(frame, f"{source}_scales")] if self.kernel.stored else []
+        if self.kernel.paged:
+            rows, step = tensor.pointer, getattr(frame, f"{source}_rows")
+        else:
+            rows, step = self.row_of(e, source, frame.key_head, frame.k_start + frame.n0), tensor.stride_s
+        steps, to = [rows, step, tensor.stride_d, width], getattr(frame, name)
+        if layout == "lanes":
+            e.call(self.pack_lanes, to, padded_cols, *steps, cols, *factors)
+        else:
+            e.call(self.pack_panels, to, self.panel(e), *steps, padded, cols, *factors)
 
     def panel(self, e: Emit) -> Any:
         """Distance of two panels of a tile, in cells: J columns of every key of a block."""
@@ -202,7 +194,7 @@ class KernelModule:
         """Where a tile holds column `col` of key `key`."""
         J, (_, source, layout) = self.tile.keys, tile
         if layout == "lanes":
-            start = round_down(key, J) * (e.args.DP if source == "k" else e.args.DVP)
+            start = round_down(key, J) * (e.args.DP if source[0] == "k" else e.args.DVP)
             row, lane = col * J, key % J
         else:
             start = col // J * (e.args.BN * J)
@@ -244,7 +236,7 @@ class KernelModule:
         """
         args, frame = e.args, e.frame
         n_pad, dtype = frame.n_pad, self.packed
-        tiles = [(tile, getattr(frame, tile[0]).stored(dtype), args.D if tile[1] == "k" else args.Dv) for tile in self.tiles]
+        tiles = [(tile, getattr(frame, tile[0]).stored(dtype), args.D if tile[1][0] == "k" else args.Dv) for tile in self.tiles]
         tiles = [tile for tile in tiles if tile[0][0] in self.cleaned]
         total = e.const(0.0)
         for tile, cells, cols in tiles:
@@ -311,9 +303,13 @@ class KernelModule:
             def bound(name: str, index: Any) -> Any:
                 return getattr(args, name)[index].sext(I64)
 
-            q_start, k_start = bound("cu_q", batch), bound("cu_k", batch)
+            q_start = bound("cu_q", batch)
             Sq = bound("cu_q", batch + 1) - q_start
-            Sk = bound("cu_k", batch + 1) - k_start
+            if self.kernel.paged:
+                Sk = bound("lengths", batch)
+            else:
+                k_start = bound("cu_k", batch)
+                Sk = bound("cu_k", batch + 1) - k_start
         first = block * args.BM
         rows = e.min(args.BM, Sq - first)
         strips = (rows + (self.tile.rows - 1)) // self.tile.rows

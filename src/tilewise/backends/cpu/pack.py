@@ -79,6 +79,10 @@ class Source(NamedTuple):
     rows: Any
     cols: Any
 
+    def row(self, row: Any) -> Any:
+        """The offset of a row; a pointer in place of their distance holds one for each of them."""
+        return self.row_step[row] if isinstance(self.row_step, Pointer) else row * self.row_step
+
 
 class Values:
     """A cell is one value in the Real type."""
@@ -91,11 +95,11 @@ class Values:
 
     def near(self, row: Any, col: Any, count: int) -> Any:
         """Cells [col, col + count) of a row, all whole and their columns adjacent."""
-        return self.source.src.fetch(row * self.source.row_step + col, count)
+        return self.source.src.fetch(self.source.row(row) + col, count)
 
     def one(self, row: Any, col: Any) -> Any:
         """A cell anywhere; beyond the source's shape a pair has zeros."""
-        return self.source.src.fetch(row * self.source.row_step + col * self.source.col_step)
+        return self.source.src.fetch(self.source.row(row) + col * self.source.col_step)
 
 
 class Pairs(Values):
@@ -141,25 +145,31 @@ class RowPairs(Pairs):
 class Packing:
     """A function that packs, under construction: its parameters are dst, its step, the source's and, if scaled, factors[row]."""
 
-    def __init__(self, unit: Unit, layout: str, dtype: str, width: int, cells: type[Values], scaled: bool) -> None:
+    def __init__(
+        self, unit: Unit, layout: str, dtype: str, width: int, cells: type[Values], scaled: bool, scattered: bool = False
+    ) -> None:
         extra = layout == "panels"  # all_rows, before the columns
-        kinds = [PTR, I64, PTR, *[I64] * (4 + extra)] + [PTR] * scaled
-        name = f"pack_{layout}_{cells.name}_{width}{'_scaled' * scaled}"
+        kinds = [PTR, I64, PTR, PTR if scattered else I64, *[I64] * (3 + extra)] + [PTR] * scaled
+        name = f"pack_{layout}_{cells.name}_{width}{'_scaled' * scaled}{'_scattered' * scattered}"
         self.e, (dst, self.step, src, row_step, col_step, rows, *more), self.function = unit.function(
             name, kinds, noalias=(0,)
         )
         self.all_rows: Any = more.pop(0) if extra else None
         self.factors = more.pop() if scaled else None
+        row_step = row_step.of(I64) if scattered else row_step
         self.cell = cells(self.e, Source(src.stored(dtype), row_step, col_step, rows, more[0]))
         self.dst, self.near = dst.of(self.cell.kind), col_step == 1
 
 
-def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: type[Values] = Values) -> Any:
+def emit_pack_lanes(
+    unit: Unit, width: int, dtype: str, *, scaled: bool, cells: type[Values] = Values, scattered: bool = False
+) -> Any:
     """pack_lanes(dst, dst_cols, src, row_step, col_step, rows, cols[, factors]): dst[row / W][col][W], rows times factors[row].
 
-    Rows up to the next multiple of W and columns in [cols, dst_cols) become zero. W and dst_cols count cells.
+    Rows up to the next multiple of W and columns in [cols, dst_cols) become zero. W and dst_cols count cells. Where rows are
+    scattered, `row_step` points to their offsets.
     """
-    pack = Packing(unit, "lanes", dtype, width, cells, scaled)
+    pack = Packing(unit, "lanes", dtype, width, cells, scaled, scattered)
     e, cell, dst_cols, factors = pack.e, pack.cell, pack.step, pack.factors
     ends = list(zip(cell.source[3:], (cell.rows, cell.cols), strict=True))
     rows, cols = ((n + (per - 1)) // per for n, per in ends)
@@ -194,12 +204,14 @@ def emit_pack_lanes(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: 
     return pack.function
 
 
-def emit_pack_panels(unit: Unit, width: int, dtype: str, *, scaled: bool, cells: type[Values] = Values) -> Any:
+def emit_pack_panels(
+    unit: Unit, width: int, dtype: str, *, scaled: bool, cells: type[Values] = Values, scattered: bool = False
+) -> Any:
     """pack_panels(dst, step, src, row_step, col_step, rows, all_rows, cols[, factors]): dst[col / W][row][W], times factors[row].
 
     Panels lie `step` cells apart. Rows in [rows, all_rows) and columns up to the next multiple of W cells become zero.
     """
-    pack = Packing(unit, "panels", dtype, width, cells, scaled)
+    pack = Packing(unit, "panels", dtype, width, cells, scaled, scattered)
     e, cell, factors = pack.e, pack.cell, pack.factors
     _, _, _, end_row, end_col = cell.source
     lanes = min(width, e.lanes)

@@ -20,7 +20,8 @@ from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import Problem
 
 ARCHITECTURES = ("aarch64", "x86_64")
-KINDS = ("forward", "decode", "backward")
+KINDS = ("forward", "decode", "backward", "jvp")
+DERIVED = ("jvp",)
 MATRIX_KINDS = ("forward", "backward")
 """Kernels that are made for matrix tiles too."""
 MATRIX_SIDE = 32
@@ -63,7 +64,7 @@ def _device_obstacle(spec: DeviceSpec) -> str | None:
 
 def _too_long(structure: str) -> str | None:
     """Why a mask's integers and tensors do not fit into the argument block; None if they do."""
-    left, wanted = ARGUMENTS - len(BACKWARD), len(mask_args(structure))
+    left, wanted = ARGUMENTS - len(BACKWARD) - 1, len(mask_args(structure))
     return None if wanted <= left else f"the mask takes {wanted} arguments, more than {left}; write it with fewer terms"
 
 
@@ -72,7 +73,8 @@ def _too_long(structure: str) -> str | None:
 
 def matrix_unit(problem: Problem, kind: str, spec: DeviceSpec) -> str:
     """The unit whose tiles a kernel multiplies with; "" for vectors."""
-    return spec.matrix_unit if kind in MATRIX_KINDS and problem.dtype == "bfloat16" and not problem.widened else ""
+    fits = problem.dtype == "bfloat16" and not problem.widened and not problem.page
+    return spec.matrix_unit if kind in MATRIX_KINDS and fits else ""
 
 
 def register_for(problem: Problem, kind: str, spec: DeviceSpec, longest: int = 0) -> Register | None:
@@ -86,7 +88,7 @@ def register_for(problem: Problem, kind: str, spec: DeviceSpec, longest: int = 0
     if spec.arch == "aarch64" and spec.isa != "neon":  # SVE machines run NEON's instructions too; kernels use those
         return Register(lanes, 4, 4)
     # the backward lays strips along the head dim as well, and a power of two divides that
-    dim = max(problem.head_dim, problem.head_dim_v) if kind == "forward" else 0
+    dim = max(problem.head_dim, problem.head_dim_v) if kind in ("forward", "jvp") else 0
     micro, _ = register_tile(spec, size, dim)
     if kind == "forward" and longest:
         micro = short_tile(spec, size, micro, longest)
@@ -119,6 +121,7 @@ def decode_obstacle(problem: Problem, spec: DeviceSpec, longest: int) -> str | N
     if longest != 1:
         return f"the decode kernel takes one query a head, here are {longest}"
     given = {"softcap": problem.softcap, "ALiBi": problem.alibi, "dropout": problem.dropout_p, "a bias": problem.bias}
+    given["max_logit or entropy"] = watched(problem)
     if changed := [name for name, value in given.items() if value]:
         return f"the decode kernel has no {' and no '.join(changed)}"
     if not is_interval(problem.program.structure):
@@ -126,6 +129,11 @@ def decode_obstacle(problem: Problem, spec: DeviceSpec, longest: int) -> str | N
     if _decode_register(problem, spec) is None:
         return f"the decode kernel loads whole vectors; head dims {problem.head_dim} and {problem.head_dim_v} are none"
     return None
+
+
+def watched(problem: Problem) -> bool:
+    """Does the forward gather statistics on its way? The others are made by a sweep over the scores, once it is done."""
+    return "max_logit" in problem.stats or "entropy" in problem.stats
 
 
 def kernel_for(problem: Problem, tile: TilePlan, spec: DeviceSpec, bias_dtype: str = "", dbias: bool = False) -> Kernel:
@@ -155,6 +163,10 @@ def _kernel(
         dbias=dbias,
         matrix=matrix,
         double=problem.widened,
+        origins=problem.origins and (problem.alibi or problem.dropout_p > 0),
+        stats="entropy" in problem.stats if kind == "backward" else kind == "forward" and watched(problem),
+        paged=problem.page > 0,
+        stored=problem.stored,
     )
 
 
@@ -198,6 +210,15 @@ def planned(problem: Problem, spec: DeviceSpec, kind: str, longest: int) -> Tile
     """The tile of one kernel, whatever was asked for."""
     kernel = _kernel_of(problem, kind, spec, longest)
     return _described(problem, kernel, spec, blocks.planned(problem, kernel, spec, longest))
+
+
+def derives(problem: Problem, spec: DeviceSpec, *, derivative: str) -> Verdict:
+    """Can the kernels compute a derivative of a problem that they serve?"""
+    return Verdict.of(None if derivative in DERIVED else f"has no {derivative}")
+
+
+def derivative_tiles(problem: Problem, spec: DeviceSpec, derivative: str) -> dict[str, TilePlan]:
+    return {derivative: tile_for(problem, spec, derivative)}
 
 
 def _forward_kind(problem: Problem, spec: DeviceSpec, longest: int, adjacent: bool) -> str:

@@ -25,7 +25,7 @@ def _register(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> str:
     if kernel.matrix:
         return f"{sides}: two by two tiles of the matrix unit, so that each operand is used twice"
     size = 8 if kernel.real == "float64" else 4
-    dim = max(problem.head_dim, problem.head_dim_v) if kernel.kind == "forward" else 0
+    dim = max(problem.head_dim, problem.head_dim_v) if kernel.kind in ("forward", "jvp") else 0
     usual, why = register_tile(spec, size, dim)
     if (usual.row_vectors, usual.keys) == (tile.vectors, tile.keys) and spec.lanes(size) == tile.lanes:
         return why

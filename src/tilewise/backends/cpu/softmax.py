@@ -15,15 +15,16 @@ from tilewise.backends.cpu import elementary
 from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.ir import I64, Strip
 from tilewise.backends.cpu.masking import Interval, any_lane, interval, lane_interval
-from tilewise.backends.cpu.module import KernelModule, kernel_function
+from tilewise.backends.cpu.module import kernel_function
 from tilewise.backends.cpu.spec import UNROLL
+from tilewise.backends.cpu.stats import RowWatch
 
 BOUND = 40
 """Bounds on |s| and m up to which a strip is bounded: 2**(s - m) is at least 2**-80, so its product with a value of any ordinary
 size is a normal number. Where products with smaller values may not have been, the task is done again, the general way."""
 
 
-class Softmax(KernelModule):
+class Softmax(RowWatch):
     """The frame holds m, l and the norms for every row, P, `row_sum` (Σ P of a block), `row_max` and alpha for one strip."""
 
     pace = 1  # keys whose weights are computed together
@@ -46,26 +47,31 @@ class Softmax(KernelModule):
         m_ptr, row_sum = e.frame.m + row, e.frame.l.strip(row)
         old = self.valid_max(e, m_ptr.strip(), row_sum)
         m = e.each(lambda x, y: e.fmax(x, self.level(e, y)), old, row_max)
-        alpha = self.rescale_factor(self.exponent(old, m))
+        gap = self.exponent(old, m)
+        alpha = self.rescale_factor(gap)
         m_ptr[0] = m
         e.frame.alpha[0] = alpha
+        if self.kernel.stats:
+            self.watch_shift(e, gap, row_sum)
 
     @kernel_function(I64, I64, I64, args=False)
     def emit_softmax_step(self, e: Emit, index: Any, j0: Any, j1: Any) -> None:
         """softmax_step(frame, index, j0, j1): P = 2**(s - m) in place for keys [j0, j1); `row_sum` grows by them."""
         R = self.tile.rows
         m = e.frame.m.strip(index * R)
-        P, put = e.frame.P, self.weight_store(e)
-        with e.loop(j0, j1, self.pace, e.frame.row_sum.strip()) as over:
-            weights, total = [], over.values
+        P, put, V = e.frame.P, self.weight_store(e), self.tile.vectors
+        with e.loop(j0, j1, self.pace, self.watched_sums(e)) as over:
+            weights, total, spread = [], Strip(over.values[:V]), Strip(over.values[V:])
             for n in range(self.pace):
                 s = P.strip((over.index + n) * R)
-                p = elementary.exp2(self.exponent(s, m), self.real.degree - 1)
+                gap = self.exponent(s, m)
+                p = elementary.exp2(gap, self.real.degree - 1)
                 total = total + p
+                spread = self.watch_weights(e, p, gap, spread)
                 weights.append(p)
             put(over.index, weights)
-            over.carry(total)
-        e.frame.row_sum[0] = over.values
+            over.carry([*total, *spread])
+        self.store_sums(e, over.values)
 
     def weight_store(self, e: Emit) -> Callable[[Any, list[Strip]], None]:
         """`put(j, weights)`: the weights of `pace` keys from j on go to where the product with V wants them."""
@@ -90,17 +96,23 @@ class Softmax(KernelModule):
         """The same as softmax_step for a bounded strip, in fewer steps and without rounding s - m; 2**x by a polynomial of that
         degree, their total as so many sums side by side."""
         R, V, P = self.tile.rows, self.tile.vectors, e.frame.P
-        level = self.real.magic - e.frame.m.strip(index * R)
-        start = [*e.frame.row_sum.strip(), *[e.vector(0.0)] * (V * (chains - 1))]
+        m = e.frame.m.strip(index * R)
+        level = self.real.magic - m
+        sums = self.watched_sums(e)
+        start = [*sums[:V], *[e.vector(0.0)] * (V * (chains - 1)), *sums[V:]]
         with e.loop(j0, j1, chains, start) as over:
             totals: list[Any] = []
+            spread = Strip(over.values[chains * V :])
             for n in range(chains):
                 at = (over.index + n) * R
-                p = elementary.exp2_near(P.strip(at), level, degree)
+                s = P.strip(at)
+                p = elementary.exp2_near(s, level, degree)
                 P[at] = p
+                spread = self.watch_weights(e, p, s - m if self.kernel.stats else s, spread)
                 totals.extend(Strip(over.values[n * V : (n + 1) * V]) + p)
-            over.carry(totals)
-        e.frame.row_sum[0] = reduce(lambda x, y: x + y, (Strip(over.values[n * V : (n + 1) * V]) for n in range(chains)))
+            over.carry([*totals, *spread])
+        total = reduce(lambda x, y: x + y, (Strip(over.values[n * V : (n + 1) * V]) for n in range(chains)))
+        self.store_sums(e, [*total, *over.values[chains * V :]])
 
     # -- bounds
 
@@ -151,11 +163,12 @@ class Softmax(KernelModule):
             over.carry(col.values)
         with e.if_(~any_lane(over.values), likely=True):
             e.ret(0)
-        V = self.row_of(e, "v", frame.key_head, frame.k_start)
-        with e.range(low, high) as key, e.range(0, Dv) as column:
-            value = abs(V.fetch(key * args.v.stride_s + column * args.v.stride_d))
-            with e.if_((value < least) & (value > 0.0)):
-                e.ret(1)
+        with e.range(low, high) as key:
+            value_of = self.values_of(e, key)
+            with e.range(0, Dv) as column:
+                value = abs(value_of(column))
+                with e.if_((value < least) & (value > 0.0)):
+                    e.ret(1)
         e.ret(0)
 
     def set_q_norm(self, e: Emit, index: Any) -> None:

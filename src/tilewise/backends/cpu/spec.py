@@ -40,7 +40,7 @@ class Register(NamedTuple):
 class Kernel(NamedTuple):
     """Everything that changes a kernel's code. Lengths, strides and numbers are arguments, never part of the key."""
 
-    kind: str  # "forward", "backward" or "decode"
+    kind: str  # "forward", "backward", "decode", "jvp" or "double_backward"
     dtype: str
     tile: Register
     structure: str = ""
@@ -52,6 +52,10 @@ class Kernel(NamedTuple):
     dbias: bool = False  # the backward's only: the bias wants a gradient
     matrix: str = ""  # products on tiles of a matrix unit, "amx"; "": on vectors
     double: bool = False  # float64 arithmetic of narrower inputs
+    origins: bool = False  # dropout and ALiBi count the positions of a whole
+    stats: bool = False  # the forward gives max logit and entropy; the backward takes what comes back to the entropy
+    paged: bool = False  # K and V lie in pages
+    stored: str = ""  # the dtype of pages whose numbers have a scale; "": that of q
 
     @property
     def real(self) -> str:
@@ -86,8 +90,21 @@ GRADIENTS = (
 )
 """Those of a backward; they too follow each other, to be written in one go."""
 BACKWARD = (*FORWARD, *GRADIENTS, "DR", "DVR", "PS", "ds_factor")
+STATISTICS = {"forward": ("max_logit", "entropy", "key_lse"), "backward": ("dentropy", "mean")}
+"""Those of a kernel with statistics, after the others: rows of the Real type, (B, Hq, Sq)."""
+MOVING = ("qt", "kt", "vt", "bias_t")
+"""Tangents, each an address that may be null and its strides."""
+TANGENTS = (*MOVING, "lse_t", *(f"{t}_{axis}" for t in MOVING for axis in "bhsd"))
+JVP = (*FORWARD, *TANGENTS, "sinks_t", "ot", *(f"ot_{axis}" for axis in "bhsd"))
 DOUBLES = (*NUMBERS, "ds_factor")
 """Passed as doubles; all others are integers and addresses."""
+
+
+PAGED = (
+    *("entries", "starts", "lengths", "page", "k_scale", "v_scale"),
+    *(f"{t}_scale_{axis}" for t in "kv" for axis in "bsh"),
+)
+"""Of pages: the table, where a sequence's entries start, how many tokens it has; strides of the scales by page, place, head."""
 
 
 def mask_tensors(structure: str) -> int:
@@ -105,4 +122,7 @@ def mask_args(structure: str) -> tuple[str, ...]:
 
 
 def argument_names(kernel: Kernel) -> tuple[str, ...]:
-    return (BACKWARD if kernel.kind == "backward" else FORWARD) + mask_args(kernel.structure)
+    names = {"backward": BACKWARD, "jvp": JVP}.get(kernel.kind, FORWARD)
+    names += (STATISTICS[kernel.kind] if kernel.stats else ()) + (PAGED if kernel.paged else ())
+    names += mask_args(kernel.structure)
+    return (*names, "origins") if kernel.origins else names

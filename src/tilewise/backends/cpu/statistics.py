@@ -71,10 +71,15 @@ class RowStatistics(KernelModule):
             else:
                 self.store_delta(e, row0, row, slight)
             frame.do_factors[row] = slight * args.grow_factor
+            if self.kernel.stats:  # in the kernel's unit
+                frame.dentropy[row] = args.dentropy[row0 + row] * slight * (unit / LOG2E)
+                frame.mean[row] = args.mean[row0 + row] * (LOG2E / unit)
         with e.range(frame.rows, args.BM) as row:
             frame.lse2[row] = INFINITY
             frame.delta[row] = 0.0
             frame.do_factors[row] = 0.0
+            if self.kernel.stats:
+                frame.dentropy[row], frame.mean[row] = 0.0, 0.0
         if not self.kernel.matrix:
             with e.range(0, args.BM) as row:
                 frame.q_factors[row] = args.q_factor
@@ -82,6 +87,16 @@ class RowStatistics(KernelModule):
         else:
             with e.range(0, args.BM) as row:  # dS is scaled before it is rounded
                 frame.ds_factors[row] = 1.0
+
+    def entropy_rows(self, e: Emit, row: Any) -> dict[str, Any]:
+        """Of a strip: what comes back to the entropy, and the mean logit."""
+        if not self.kernel.stats:
+            return {}
+        return {"dentropy": e.frame.dentropy.strip(row), "mean": e.frame.mean.strip(row)}
+
+    def add_entropy(self, e: Emit, weights: Any, s: Any, dp: Any) -> Any:
+        """dP with what comes back to the entropy: -dH · (s - mean)."""
+        return e.each(lambda dp, h, s, mean: e.fma(-h, s - mean, dp), dp, weights.dentropy, s, weights.mean)
 
     def store_delta(self, e: Emit, row0: Any, row: Any, slight: Any) -> None:
         """delta - dLSE, for the gradient of a sink and, times the factor that dO has, for dS."""

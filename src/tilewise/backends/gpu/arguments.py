@@ -52,6 +52,7 @@ def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, s
         seed_ptr=inputs.seed,
         cu_q=inputs.cu_q if problem.varlen else None,
         cu_k=inputs.cu_k if problem.varlen else None,
+        origins=inputs.origins,
         mask=mask_args(problem.program, device),
         batch=problem.batch,
         heads=problem.heads,

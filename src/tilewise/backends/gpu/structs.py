@@ -80,6 +80,7 @@ class Attention(NamedTuple):
     seed_ptr: Any
     cu_q: Any
     cu_k: Any
+    origins: Any  # (B, 4) int32: q, k, head and batch of the whole that each sequence begins at
     mask: MaskArgs
     batch: int
     heads: int

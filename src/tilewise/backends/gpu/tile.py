@@ -339,8 +339,30 @@ def scores(a, seq, s_tile, bias_tile, q, k, C: tl.constexpr):
         x_tile = tl.where(bias_tile == float("-inf"), float("-inf"), x_tile + bias_tile)
     if a.alibi is not None:
         steepness = tl.load(a.alibi.ptr + seq.b.to(tl.int64) * a.alibi.stride_b + seq.h * a.alibi.stride_h)
-        x_tile -= (steepness * UNIT) * tl.abs(q + (seq.len_k - seq.len_q) - k).to(tl.float32)
+        if a.origins is None:
+            ahead = seq.len_k - seq.len_q
+        else:
+            ahead = origin(a, seq, 0) - origin(a, seq, 1)
+        x_tile -= (steepness * UNIT) * tl.abs(q + ahead - k).to(tl.float32)
     return x_tile, slope
+
+
+@triton.jit
+def origin(a, seq, SIDE: tl.constexpr):
+    """Where in the whole the sequence begins: along queries, keys, heads (0, 1, 2), or (3) the number of the sequence."""
+    return tl.load(a.origins + seq.b * 4 + SIDE)
+
+
+@triton.jit
+def philox_words(a, seq, q, fours):
+    """The random words of keys 4·fours, … 4·fours + 3, which count in the whole; q does not."""
+    seed = tl.load(a.seed_ptr)
+    none = (q + fours) * 0
+    if a.origins is None:
+        return tl.philox(seed, fours + none, q + none, seq.h + none, seq.b + none)
+    else:
+        rows, head, b = q + origin(a, seq, 0), seq.h + origin(a, seq, 2), origin(a, seq, 3)
+        return tl.philox(seed, fours + none, rows + none, head + none, b + none)
 
 
 @triton.jit
@@ -350,15 +372,24 @@ def dropout_keep(a, seq, q, n, C: tl.constexpr):
     One counter serves four neighbouring keys, so words are drawn for a quarter of the tile and then spread over it. They are
     numbers, not booleans: triton 3.9 cannot move single bits between layouts on AMD's GPUs.
     """
-    seed = tl.load(a.seed_ptr)
     below = a.drop_below.to(tl.uint32)
     QUARTER: tl.constexpr = C.BLOCK_N // 4
+    if a.origins is not None:
+        n += origin(a, seq, 1)
     if q.shape[0] == 1:
         fours = (n // 4 + tl.arange(0, QUARTER))[:, None]
     else:
         fours = (n // 4 + tl.arange(0, QUARTER))[None, :]
-    none = (q + fours) * 0
-    w0, w1, w2, w3 = tl.philox(seed, fours + none, q + none, seq.h + none, seq.b + none)
+    w0, w1, w2, w3 = philox_words(a, seq, q, fours)
+    if a.origins is not None:
+        if n % 4 != 0:  # the tile's fours begin inside those of the whole
+            x0, x1, x2, _ = philox_words(a, seq, q, fours + 1)
+            if n % 4 == 1:
+                w0, w1, w2, w3 = w1, w2, w3, x0
+            elif n % 4 == 2:
+                w0, w1, w2, w3 = w2, w3, x0, x1
+            else:
+                w0, w1, w2, w3 = w3, x0, x1, x2
     even = tl.join((w0 >= below).to(tl.int8), (w2 >= below).to(tl.int8))
     odd = tl.join((w1 >= below).to(tl.int8), (w3 >= below).to(tl.int8))
     words = tl.join(even, odd)  # [..., 2, 2]: words 0 1 2 3 in order

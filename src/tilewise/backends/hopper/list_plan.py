@@ -22,14 +22,16 @@ def switched_on() -> bool:
 
 
 def list_obstacle(problem: Problem, backward: bool, sizes: list[tuple[int, int]], interval_reason: str) -> str | None:
-    """Why the kernels do not walk lists for a mask that is no interval. `sizes` are tiles of the pass, one of which must do."""
+    """Why the kernels do not walk lists for a mask that is no interval. `sizes` are tiles: of the forward, one of which must do, or of
+    the backward, all of which must."""
     if not switched_on():
         return interval_reason
     if problem.varlen:
         return "a mask that is no interval is not served in a packed batch"
     if backward and problem.group > 1 and per_head(problem):
         return "the mask differs between heads that share keys"
-    if all(list_layout(problem.program, *pair).program for pair in sizes):
+    formless = [list_layout(problem.program, *pair).program for pair in sizes]
+    if any(formless) if backward else all(formless):
         return "the mask's tiles have no form of intervals, one pair of ids and one dense mask"
     longest = max(problem.seqlen_q, problem.seqlen_k)
     if longest // 64 + 1 >= MOST_TILES:

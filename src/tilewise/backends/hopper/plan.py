@@ -15,6 +15,7 @@ from tilewise.backends.hopper.backward.choose import (
     separate_dq,
     without_mask,
 )
+from tilewise.backends.hopper.backward.config import QUERIES, widths
 from tilewise.backends.hopper.choose import Choice, forward_choices
 from tilewise.backends.hopper.compiler import newer_registers
 from tilewise.backends.hopper.config import WIDTHS, tiles_for
@@ -22,7 +23,7 @@ from tilewise.backends.hopper.intervals import interval_mask, mask_of
 from tilewise.backends.hopper.limits import why_not
 from tilewise.backends.hopper.list_plan import list_arguments, list_obstacle
 from tilewise.backends.hopper.shared_memory import on_chip, warps_of
-from tilewise.backends.verdict import Verdict
+from tilewise.backends.verdict import Verdict, no_statistics
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import Problem
@@ -60,16 +61,18 @@ def obstacles(problem: Problem, backward: bool = False) -> list[str]:
         *(f"{name} is not served here" for name, asked in absent.items() if asked),
         *(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")),
         list_obstacle(problem, backward, tile_sizes(problem, backward), mask) if isinstance(mask, str) else None,
+        no_statistics(problem.stats),
     )
     return [reason for reason in reasons if reason] or [*refused_tiles(problem, backward)]
 
 
 def tile_sizes(problem: Problem, backward: bool) -> list[tuple[int, int]]:
-    """Of the forward, all that there are; of the backward, those of the kernel that holds keys, which fit those of dQ's too."""
+    """Tiles for lists: of the forward, one of which must do, or those of the backward's kernels, all of which must."""
     if any(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")):
         return []
     if backward:
-        return [(tile.BLOCK_M, tile.BLOCK_N) for tile in listed_tiles(problem)]
+        queries = QUERIES[widths(problem.head_dim, problem.head_dim_v)]
+        return [(tile.BLOCK_M, tile.BLOCK_N) for tile in (*listed_tiles(problem), queries)]
     tiles = tiles_for(problem.head_dim, problem.head_dim_v)
     return [(tile.BLOCK_M, tile.BLOCK_N) for tile in tiles if tile.WARPGROUPS == 2]
 

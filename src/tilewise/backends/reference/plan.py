@@ -23,6 +23,10 @@ def declines(problem: Problem, spec: DeviceSpec | None = None, *, backward: bool
     return "builds the N × N score matrix, so it is used on explicit request only"
 
 
+def derives(problem: Problem, spec: DeviceSpec | None = None, *, derivative: str) -> Verdict:
+    return supports(problem, spec)
+
+
 def tiles(problem: Problem, spec: DeviceSpec | None = None) -> dict[str, TilePlan]:
     return {}
 

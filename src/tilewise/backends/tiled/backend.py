@@ -21,45 +21,37 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    Direction,
+    EntropyCotangent,
     Grads,
     Inputs,
+    Jvp,
+    Statistics,
+    Tangents,
     Verdict,
     empty_lse,
     empty_out,
+    empty_statistics,
     rounded,
     sink_gradient,
 )
-from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences
+from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences, sweep_statistics
 from tilewise.backends.tiled import plan
+from tilewise.backends.tiled.derivatives import (
+    MovingRows,
+    cut_tangents,
+    double_backward_sequence,
+    jvp_rows,
+    moving_deltas,
+    sink_gradient_tangent,
+)
+from tilewise.backends.tiled.statistics import RowWatch, Step
+from tilewise.backends.tiled.sums import Sum, accumulator, key_sums
 from tilewise.numerics.merge import finite, join_sink
-from tilewise.numerics.summation import Compensated
 from tilewise.problem import Problem
 
 
-class Plain:
-    """A running sum in the dtype of the arithmetic; `Compensated` is its careful twin."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-    def add(self, x: Tensor) -> None:
-        self.value = self.value + x
-
-    def scale(self, factor: Tensor) -> None:
-        self.value = self.value * factor
-
-    def total(self) -> Tensor:
-        return self.value
-
-
-Sum = Plain | Compensated
-
-
-def accumulator(zero: Tensor, problem: Problem) -> Sum:
-    return (Compensated if problem.carries_errors else Plain)(zero)
-
-
-def forward_rows(seq: SequenceView, i: int, q: Range) -> tuple[Tensor, Tensor]:
+def forward_rows(seq: SequenceView, i: int, q: Range, watch: RowWatch | None = None) -> tuple[Tensor, Tensor]:
     """Query block `i` against every key block it sees: normalised output [B, Hq, M, Dv] and LSE [B, Hq, M]."""
     problem, inputs, rows = seq.problem, seq.inputs, q[1] - q[0]
     q_tile = seq.load(inputs.q, q)  # [B, Hq, M, D]
@@ -73,6 +65,8 @@ def forward_rows(seq: SequenceView, i: int, q: Range) -> tuple[Tensor, Tensor]:
         m_new = torch.maximum(m, tile.s.amax(dim=-1, keepdim=True))
         alpha = torch.exp(m - finite(m_new))
         p = torch.exp(tile.s - finite(m_new))  # [B, Hq, M, N]
+        if watch is not None:
+            watch.see(Step(tile.s, p, m, m_new, alpha, l.total()), k)
         l.scale(alpha)
         l.add(seq.row_sum(p))
         v_tile = seq.load(inputs.v, k, tile.seen)  # [B, Hk, N, Dv]
@@ -82,6 +76,8 @@ def forward_rows(seq: SequenceView, i: int, q: Range) -> tuple[Tensor, Tensor]:
     total = l.total()
     out = acc.total() / total.masked_fill(total == 0, 1.0)
     lse = (finite(m) + total.log()).squeeze(-1)  # log 0 = -inf marks a row that saw no key
+    if watch is not None:
+        watch.finish(m, total)
     return (out, lse) if inputs.sinks is None else join_sink(out, lse, inputs.sinks)
 
 
@@ -98,12 +94,18 @@ def row_deltas(seq: SequenceView, dout: Tensor, lse: Tensor) -> Tensor:
     return delta
 
 
+def row_products(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """rowsum(dO ∘ O) [B, Hq, M]. An output of 0 takes no part, whatever comes back to it: so have rows that see nothing."""
+    return torch.where(out == 0, 0.0, dout.to(dtype) * out.to(dtype)).sum(dim=-1)
+
+
 class Cotangents(NamedTuple):
     """What the backward of one sequence starts from."""
 
     dout: Tensor  # [B, Hq, M, Dv]
     lse: Tensor  # [B, Hq, M]
     delta: Tensor  # [B, Hq, M]: rowsum(dO ∘ O) - dLSE, so that dS = P ∘ (dP - delta)
+    entropy: EntropyCotangent | None = None
 
 
 def backward_sequence(
@@ -114,12 +116,7 @@ def backward_sequence(
     dQ and dBias are filled in; dK and dV come back as running sums, one for each key block.
     """
     problem, inputs = seq.problem, seq.inputs
-    dk, dv = [], []
-    for j in range(seq.tiles.cols):
-        start, end = seq.key_block(j)
-        zero = inputs.k.new_zeros((seq.batch, seq.kv_heads, end - start, inputs.k.shape[-1]), dtype=seq.dtype)
-        dk.append(accumulator(zero, problem))
-        dv.append(accumulator(zero.new_zeros((*zero.shape[:3], inputs.v.shape[-1])), problem))
+    dk, dv = key_sums(seq)
     for i, q in seq.query_blocks():
         rows = q[1] - q[0]
         q_tile, dout = seq.load(inputs.q, q), seq.load(given.dout, q)
@@ -133,6 +130,9 @@ def backward_sequence(
             p = torch.exp(tile.s - lse)  # [B, Hq, M, N]
             dv[j].add(seq.product(seq.fold(seq.dropped(p, q, k)).mT, do_tile))
             dp = seq.dropped(seq.unfold(seq.product(do_tile, v_tile.mT), rows), q, k)
+            if given.entropy is not None:
+                dentropy, mean = (x[:, :, slice(*q)].unsqueeze(-1) for x in given.entropy)
+                dp = dp - dentropy * torch.where(tile.s == float("-inf"), 0.0, tile.s - mean)
             ds = p * (dp - tile.rows(delta))
             if dbias is not None:
                 part = cut_tile(dbias, q, k)
@@ -144,6 +144,13 @@ def backward_sequence(
             dk[j].add(seq.product(seq.fold(ds).mT, seq.fold(tile.rows(q_tile))))
         dq[:, :, slice(*q)] = rounded(dq_tile.total(), dq.dtype)
     return dk, dv
+
+
+def write_keys(seq: SequenceView, gradients: tuple[Tensor, Tensor], sums: tuple[list[Sum], list[Sum]]) -> None:
+    """dK and dV of a sequence from their sums by key block."""
+    for gradient, parts in zip(gradients, sums, strict=True):
+        for j, part in enumerate(parts):
+            seq.cut.keys(gradient)[:, :, slice(*seq.key_block(j))] = rounded(part.total(), gradient.dtype)
 
 
 class Tiled(Backend):
@@ -158,41 +165,100 @@ class Tiled(Backend):
         return plan.supports(problem)
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        out, lse, _ = self.statistics(problem, inputs)
+        return out, lse
+
+    def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q, problem.precision)
+        stats = empty_statistics(problem, lse)
         for seq in sequences(problem, inputs, plan.tiles(problem)["forward"].sizes):
             own_out, own_lse = seq.cut.queries(out), seq.cut.queries(lse)
             for i, q in seq.query_blocks():
-                rows, row_lse = forward_rows(seq, i, q)
+                watch = RowWatch(problem) if problem.stats else None
+                rows, row_lse = forward_rows(seq, i, q, watch)
                 own_out[:, :, slice(*q)] = rounded(rows, out.dtype)
                 own_lse[:, :, slice(*q)] = row_lse.to(lse.dtype)
-        return out, lse
+                if watch is not None:
+                    watch.store(row_lse, Statistics(*(None if x is None else seq.cut.queries(x) for x in stats)), q)
+        sweep_statistics(problem, inputs, lse, stats._replace(weights=None, indices=None))
+        return out, lse, stats
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+        return self._backward(problem, inputs, given, None)
+
+    def entropy_backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent
+    ) -> Grads:
+        return self._backward(problem, inputs, given, entropy)
+
+    def _backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent | None
+    ) -> Grads:
         out, lse, dout, dlse, needs = given
         if problem.widened:
             delta = torch.empty_like(lse)
             for seq in sequences(problem, inputs, plan.tiles(problem)["backward"].sizes):
                 seq.cut.queries(delta)[:] = row_deltas(seq, *map(seq.cut.queries, (dout, lse)))
-        else:  # an output of 0 takes no part, whatever comes back to it: so have rows that see nothing
-            delta = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # [B, Hq, M]
+        else:
+            delta = row_products(dout, out, lse.dtype)
         if dlse is not None:
             delta = delta - dlse
         dq, dk, dv = (torch.zeros_like(x) for x in inputs[:3])
         dbias = torch.zeros_like(inputs.bias, dtype=lse.dtype) if needs.dbias and inputs.bias is not None else None
         for seq in sequences(problem, inputs, plan.tiles(problem)["backward"].sizes):
             cut = seq.cut
-            cotangents = Cotangents(*map(cut.queries, (dout, lse, delta)))
+            own_entropy = None if entropy is None else EntropyCotangent(*map(cut.queries, entropy))
+            cotangents = Cotangents(*map(cut.queries, (dout, lse, delta)), entropy=own_entropy)
             own_dbias = None if dbias is None else cut.scores(dbias)
             sums = backward_sequence(seq, cotangents, cut.queries(dq), own_dbias)
-            for gradient, parts in zip((dk, dv), sums, strict=True):
-                for j, part in enumerate(parts):
-                    cut.keys(gradient)[:, :, slice(*seq.key_block(j))] = rounded(part.total(), gradient.dtype)
+            write_keys(seq, (dk, dv), sums)
         return Grads(
             dq if needs.dq else None,
             dk if needs.dk else None,
             dv if needs.dv else None,
             None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
             sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
+        )
+
+    def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
+        return plan.derives(problem, derivative=derivative)
+
+    def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q, problem.precision)
+        result = Jvp(out, lse, torch.empty_like(out), torch.empty_like(lse))
+        for seq in sequences(problem, inputs, plan.derivative_tiles(problem, None, "jvp")["jvp"].sizes):
+            own = [seq.cut.queries(x) for x in result]
+            for i, q in seq.query_blocks():
+                for to, rows in zip(own, jvp_rows(seq, i, q, cut_tangents(seq, tangents)), strict=True):
+                    to[:, :, slice(*q)] = rounded(rows, to.dtype)
+        return result
+
+    def double_backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction) -> Grads:
+        out, lse, dout, dlse, needs = given
+        tangents, out_t, lse_t = direction
+        blocks = plan.derivative_tiles(problem, None, "double_backward")["double_backward"].sizes
+        delta, delta_t = (row_products(dout, x, lse.dtype) for x in (out, out_t))
+        if problem.widened:
+            for seq in sequences(problem, inputs, blocks):
+                rows = MovingRows(*map(seq.cut.queries, (dout, lse, lse_t, delta, delta_t)))
+                sums = moving_deltas(seq, rows, cut_tangents(seq, tangents))
+                seq.cut.queries(delta)[:], seq.cut.queries(delta_t)[:] = sums
+        if dlse is not None:
+            delta = delta - dlse
+        moving = MovingRows(dout, lse, lse_t, delta, delta_t)
+        dq, dk, dv = (torch.zeros_like(x) for x in inputs[:3])
+        dbias = torch.zeros_like(inputs.bias, dtype=lse.dtype) if needs.dbias and inputs.bias is not None else None
+        for seq in sequences(problem, inputs, blocks):
+            cut, rows = seq.cut, MovingRows(*map(seq.cut.queries, moving))
+            own_dbias = None if dbias is None else cut.scores(dbias)
+            parts = double_backward_sequence(seq, rows, cut_tangents(seq, tangents), cut.queries(dq), own_dbias)
+            write_keys(seq, (dk, dv), parts)
+        return Grads(
+            dq if needs.dq else None,
+            dk if needs.dk else None,
+            dv if needs.dv else None,
+            None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
+            sink_gradient_tangent(inputs.sinks, tangents.sinks, moving) if needs.dsinks and inputs.sinks is not None else None,
         )
 
 

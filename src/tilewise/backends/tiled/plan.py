@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 TILE_BYTES = 8 << 20
 """Scores of one tile over the whole batch; a few such tensors are alive at a time."""
 LARGEST, SMALLEST = 512, 32
+SERVED = ("forward", "backward", "jvp", "double_backward")
 
 
 def supports(problem: Problem, spec: DeviceSpec | None = None, *, backward: bool = False) -> Verdict:
-    served = ("forward", "backward")
     known = problem.device in ("cpu", "cuda")
     return Verdict.of(
         None if known else f"runs on cpu and cuda, not on {problem.device}",
         *(
-            f"tile: tiled has no kernel {name!r}, only forward and backward"
+            f"tile: tiled has no kernel {name!r}, only {', '.join(SERVED)}"
             for name, *_ in problem.tile
-            if name not in served
+            if name not in SERVED
         ),
     )
 
@@ -35,6 +35,14 @@ def declines(problem: Problem, spec: DeviceSpec | None = None, *, backward: bool
 
 def tiles(problem: Problem, spec: DeviceSpec | None = None) -> dict[str, TilePlan]:
     return {pass_: _tile(problem, pass_) for pass_ in ("forward", "backward")}
+
+
+def derives(problem: Problem, spec: DeviceSpec | None = None, *, derivative: str) -> Verdict:
+    return supports(problem, spec)
+
+
+def derivative_tiles(problem: Problem, spec: DeviceSpec | None, derivative: str) -> dict[str, TilePlan]:
+    return {derivative: _tile(problem, derivative)}
 
 
 def choices(problem: Problem, spec: DeviceSpec | None, pass_: str) -> list[TilePlan]:

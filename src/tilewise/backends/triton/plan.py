@@ -10,7 +10,7 @@ from tilewise.backends.gpu import lists
 from tilewise.backends.gpu.operands import dot_precision, padded, splits_fp32
 from tilewise.backends.triton import onchip, tune, tuned
 from tilewise.backends.triton.onchip import STREAMING, Operands
-from tilewise.backends.verdict import Verdict
+from tilewise.backends.verdict import Verdict, no_statistics
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.gpu import MARGIN, Candidate, Size, best_splits, choose, judge, power_of_two, size_of
@@ -61,6 +61,8 @@ def obstacles(problem: Problem) -> Iterator[str]:
         yield f"dtype {problem.dtype} is not among {', '.join(DTYPES)}"
     if problem.precision not in PRECISIONS:
         yield f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
+    if reason := no_statistics(problem.stats):
+        yield reason
     if is_listed(problem) and max(problem.seqlen_q, problem.seqlen_k) > MOST_LISTED:
         yield f"the mask is no interval, and lists of tiles reach up to {MOST_LISTED} tokens"
 

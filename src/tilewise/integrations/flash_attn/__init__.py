@@ -11,20 +11,21 @@ The functions for packed tensors unpack them and call the other two, which call 
 
 from __future__ import annotations
 
-from operator import index
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise.api.attention import attention
 from tilewise.api.bias import alibi
+from tilewise.api.cache import KVCache
+from tilewise.api.cached import attention_cached
 from tilewise.api.parse import make_seed
 from tilewise.api.varlen import attention_varlen
 from tilewise.errors import ArgumentError, LayoutError
+from tilewise.integrations.flash_attn.kvcache import flash_attn_with_kvcache
+from tilewise.integrations.flash_attn.options import plain, window_mask
 from tilewise.integrations.weights import attention_weights
-from tilewise.masks import UNBOUNDED, Mask, full, window
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
 
@@ -138,7 +139,7 @@ def flash_attn_varlen_func(
     cu_seqlens_k: the same for keys, ending in Tk.
     max_seqlen_q: the most queries of a sequence; it only sizes the probabilities of `return_attn_probs`.
     max_seqlen_k: the same for keys.
-    block_table: refused unless None: paged keys are not served.
+    block_table: (B, most), the pages of each sequence, k and v being pages (pages, page, Hk, D); for inference.
 
     The other options are those of `flash_attn_func`. Returns out (Tq, Hq, Dv), and with `return_attn_probs` the LSE (Hq, Tq) and,
     where there is dropout, the probabilities (B, Hq, max_seqlen_q, max_seqlen_k).
@@ -147,7 +148,13 @@ def flash_attn_varlen_func(
     >>> out = flash_attn_varlen_func(q, k, v, bounds, bounds, 700, 700, causal=True)
     """
     if block_table is not None:
-        raise ArgumentError("block_table: paged keys and values are not served; gather them, and pass None")
+        if dropout_p or return_attn_probs:
+            raise ArgumentError("block_table: pages are for inference; dropout_p and return_attn_probs do not go with it")
+        cache = KVCache.paged(k, v, block_table, cu_seqlens_k.diff())
+        given = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
+        chosen = {name: given[name] for name in ("mask", "scale", "bias", "softcap")}
+        paged: Tensor = attention_cached(q, cache, cu_seqlens_q=cu_seqlens_q, **chosen)
+        return paged
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     bounds = (cu_seqlens_q, cu_seqlens_k)
     return _run(q, k, v, options, return_attn_probs, bounds, (max_seqlen_q, max_seqlen_k))
@@ -218,33 +225,13 @@ def _options(
 ) -> dict[str, Any]:
     """The options of tilewise's own functions."""
     return {
-        "mask": _mask(window_size, causal),
-        "scale": _plain(softmax_scale),
+        "mask": window_mask(window_size, causal),
+        "scale": plain(softmax_scale),
         "bias": None if slopes is None else alibi(slopes.detach().float()),
-        "softcap": _plain(softcap),
-        "dropout_p": _plain(dropout_p),
+        "softcap": plain(softcap),
+        "dropout_p": plain(dropout_p),
         "deterministic": True if deterministic else None,
     }
-
-
-def _mask(window_size: Any, causal: bool) -> Mask:
-    """The sides of a window are integers, from a pair of whatever counts as one: also a tensor or an array."""
-    try:
-        sides = left, right = [index(_plain(side)) for side in window_size]
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentError(
-            f"window_size: got {window_size!r}, need a pair of integers (left, right), −1 meaning no limit"
-        ) from error
-    if min(sides) < -1:
-        raise ArgumentError(f"window_size: got {window_size!r}, need integers of at least −1 (which means no limit)")
-    left, right = (UNBOUNDED if side == -1 else min(side, UNBOUNDED) for side in sides)
-    right = 0 if causal else right
-    return full() if left == right == UNBOUNDED else window(left, right)
-
-
-def _plain(number: Any) -> Any:
-    """A Python number for a scalar of numpy or torch; all else as it is, for the checks to name."""
-    return number.item() if isinstance(number, np.generic | Tensor) else number
 
 
 def _run(
@@ -294,4 +281,5 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_varlen_kvpacked_func",
+    "flash_attn_with_kvcache",
 ]

@@ -40,12 +40,7 @@ def attention_function(
     `sliding_window` count, as they do for the other fused implementations. Boundaries of packed sequences
     (`cu_seq_lens_q`, `cu_seq_lens_k`) join either.
     """
-    for name, meaning in UNSERVED.items():
-        if features.get(name) is not None and features[name] is not False:
-            raise ArgumentError(
-                f"{name}: {type(module).__name__} asks for {meaning} which attn_implementation='tilewise' does not offer; "
-                "use model.set_attn_implementation('eager')"
-            )
+    refuse_unserved(module, features)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     mask, bias = _masked(attention_mask)
@@ -72,6 +67,16 @@ def attention_function(
     out = attention(query, key, value, deterministic=features.get("deterministic"), **options)
     weights = torch.cat([part.after for part in attention_weights(query, key, options)]) if wanted else None
     return out.transpose(1, 2).contiguous(), weights
+
+
+def refuse_unserved(module: torch.nn.Module, features: dict[str, Any]) -> None:
+    """Raise for what changes the result and is not offered."""
+    for name, meaning in UNSERVED.items():
+        if features.get(name) is not None and features[name] is not False:
+            raise ArgumentError(
+                f"{name}: {type(module).__name__} asks for {meaning} which attn_implementation='tilewise' does not offer; "
+                "use model.set_attn_implementation('eager')"
+            )
 
 
 def _masked(attention_mask: Tensor | None) -> tuple[Mask | None, Tensor | None]:

@@ -30,7 +30,7 @@ def register(name: str = NAME) -> None:
     >>> register()
     >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="tilewise")
     """
-    attention, masks, model = _registries()
+    attention, masks, model = registries()
     known = {**attention._global_mapping, "eager": None}
     if name in known and known[name] is not attention_function:
         raise ArgumentError(
@@ -60,7 +60,7 @@ def use_tilewise(model: Any) -> Any:
     return model
 
 
-def _registries() -> tuple[Any, Any, Any]:
+def registries() -> tuple[Any, Any, Any]:
     try:
         import transformers
     except ImportError as error:

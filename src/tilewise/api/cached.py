@@ -1,0 +1,331 @@
+"""`attention_cached`: attention over keys and values of earlier tokens: prefill, decode and everything between in one call."""
+
+from __future__ import annotations
+
+from types import NoneType
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise import dispatch
+from tilewise.api.bias import Alibi
+from tilewise.api.cache import KVCache
+from tilewise.api.call_cache import kept_problem
+from tilewise.api.keywords import check_keywords
+from tilewise.api.lengths import readable
+from tilewise.api.names import BackendName, Precision
+from tilewise.api.options import DEFAULTS, ParsedOptions, show_signature
+from tilewise.api.parse import autocast, build_problem, check_dense, check_device, check_range
+from tilewise.api.rotary import RotaryTable
+from tilewise.backends.base import Backend, Inputs
+from tilewise.backends.pages import Pages, gathered, positions_of
+from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError, MaskError
+from tilewise.masks import Binding, Mask, MaskShape, causal
+from tilewise.masks.algebra import INTEGERS, Blocks, Dense, Documents, KeyRanges
+from tilewise.ops.run import forward, is_empty, own_precision
+from tilewise.ops.tensors import dtype_name
+from tilewise.problem import ITEMSIZE, Problem
+
+_CAUSAL = causal()
+
+
+class CachedOptions(TypedDict, total=False):
+    """What `attention_cached` takes beside `return_lse`, which its overloads tell apart."""
+
+    new: tuple[Tensor, Tensor] | None
+    rotary: RotaryTable | None
+    cu_seqlens_q: Tensor | None
+    mask: Mask | None
+    scale: float | None
+    bias: Tensor | Alibi | None
+    softcap: float
+    sinks: Tensor | None
+    precision: Precision
+    out: Tensor | None
+    backend: BackendName
+
+
+class Queries(NamedTuple):
+    """Queries packed, (T, H, D), where each sequence's begin, and how they came."""
+
+    q: Tensor
+    cu: Tensor
+    shape: torch.Size
+
+    def restored(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """out (1, H, T, Dv) and lse (1, H, T) in the form of the queries: LSE (H, T) or (B, H, Sq)."""
+        out, lse = out[0].transpose(0, 1), lse[0]
+        if len(self.shape) == 3:
+            return out, lse
+        batch, rows, heads, _ = self.shape
+        return out.reshape(batch, rows, heads, out.shape[-1]), lse.reshape(heads, batch, rows).transpose(0, 1)
+
+
+@overload
+def attention_cached(
+    q: Tensor, cache: KVCache, *, return_lse: Literal[True], **options: Unpack[CachedOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_cached(
+    q: Tensor, cache: KVCache, *, return_lse: Literal[False] = False, **options: Unpack[CachedOptions]
+) -> Tensor: ...
+@overload
+def attention_cached(
+    q: Tensor, cache: KVCache, *, return_lse: bool, **options: Unpack[CachedOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def attention_cached(
+    q: Tensor,
+    cache: KVCache,
+    *,
+    new: tuple[Tensor, Tensor] | None = None,
+    rotary: RotaryTable | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    mask: Mask | None = _CAUSAL,
+    scale: float | None = None,
+    bias: Tensor | Alibi | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    precision: Precision = "default",
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    backend: BackendName = "auto",
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of queries to a cache: prefill, decode, chunks of a prompt and mixtures of them are one call.
+
+    The queries of a sequence are its last tokens: row i of n stands at position lengths − n + i. A row before position 0
+    sees nothing. No gradient: a tensor that requires one is refused.
+
+    q: queries, sequence first: (B, Sq, Hq, D), or packed (T, Hq, D) with `cu_seqlens_q`.
+    cache: a KVCache of B sequences. Its `lengths` count the new tokens.
+    new: (k, v) of new tokens, written into the cache before anything is read: (B, n, Hk, D), or packed like q. They are the
+        last n of each sequence.
+    rotary: `tw.rotary(cos, sin)`, applied to q and to the new keys; what the cache holds is never turned again.
+    cu_seqlens_q: (B + 1,) where the queries of each sequence begin in a packed q; a sequence may have none.
+    mask: which keys a query sees, with positions counted in the sequence: causal(), window(n), prefix(n) and their like,
+        joined by &, | and ~. None: all of them.
+    scale: what scores are multiplied by; 1/√D if None.
+    bias: added to the scores: alibi(slopes), or a tensor that broadcasts to (B, Hq, longest Sq, longest Sk).
+    softcap: scores become softcap · tanh(score / softcap); 0 for none.
+    sinks: (Hq,), one more score for each head, which takes part in the softmax and has no value.
+    precision: as in `attention`.
+    out: where the result goes; a new tensor if None.
+    return_lse: also return the log-sum-exp.
+    backend: "auto", or one by name, which never falls back.
+
+    Returns out, (B, Sq, Hq, Dv) or (T, Hq, Dv) like q; with `return_lse` also the log-sum-exp, natural, (B, Hq, Sq) or (Hq, T).
+
+    >>> lengths += 1                                                             # one token more in each sequence
+    >>> out = tw.attention_cached(q, cache, new=(k, v))                          # q (B, 1, Hq, D), k and v (B, 1, Hk, D)
+    >>> out = tw.attention_cached(q, cache, cu_seqlens_q=cu)                     # prompts and single tokens side by side
+    >>> out = tw.attention_cached(q, cache, mask=tw.causal() & tw.window(4096))  # the last 4096 keys
+    """
+    if unknown:
+        check_keywords("attention_cached", unknown, (*CachedOptions.__annotations__, "return_lse"))
+    if not isinstance(cache, KVCache):
+        raise ArgumentTypeError(f"cache: got {type(cache).__name__}, need a KVCache; see tw.KVCache.paged and .static")
+    # all that may be refused comes before the first write
+    dispatch.check_name(backend, "auto")
+    _check_mask(mask)
+    pages = cache.pages.now()
+    queries = _packed(q, pages, cu_seqlens_q)
+    if readable(pages.lengths):
+        cache.check()
+        _check_values(pages, queries, mask)
+    if new is not None or rotary is not None:
+        queries = _with_new(queries, cache, new, rotary, cu_seqlens_q)
+    options: ParsedOptions = {
+        "mask": mask, "scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks, "precision": precision,
+        "return_lse": True,
+    }  # fmt: skip
+    found, lse = _attend(queries, pages, options, backend)
+    if _sees_ahead(mask) and _some_before(pages, queries):
+        _, position = positions_of(queries.cu, pages.seen, queries.q.shape[0])
+        found = torch.where((position < 0)[:, None], 0.0, found)
+        lse = lse.masked_fill(position < 0, float("-inf"))
+    found, lse = queries.restored(found, lse)
+    if out is not None:
+        if out.shape != found.shape or out.dtype != found.dtype or out.device != found.device:
+            raise LayoutError(
+                f"out: {out.dtype} {tuple(out.shape)} on {out.device}, need {found.dtype} {tuple(found.shape)} on {found.device}"
+            )
+        found = out.copy_(found)
+    return (found, lse) if return_lse else found
+
+
+show_signature(attention_cached)
+
+
+def _packed(q: Any, pages: Pages, cu: Tensor | None) -> Queries:
+    """The queries as one row of tokens."""
+    if not isinstance(q, Tensor):
+        raise ArgumentTypeError(f"q: got {type(q).__name__}, need a torch.Tensor")
+    if dtype_name(q) not in ITEMSIZE:
+        raise ArgumentTypeError(f"q: dtype {q.dtype}, need float16, bfloat16, float32 or float64")
+    check_dense("q", q)
+    check_device("the cache", pages.k, q.device)
+    if torch.is_grad_enabled() and q.requires_grad:
+        raise ArgumentError("q: requires a gradient, which a cache does not have; use torch.no_grad() or q.detach()")
+    if pages.k_scale is None and pages.k.dtype != autocast((q,))[0].dtype:
+        raise ArgumentTypeError(f"q: dtype {q.dtype}, but the cache holds {pages.k.dtype}; convert with q.to({pages.k.dtype})")
+    (q,), batch = autocast((q,)), pages.starts.shape[0]
+    if q.ndim == 4 and cu is None:
+        if q.shape[0] != batch:
+            raise LayoutError(f"q: {q.shape[0]} sequences, but the cache has {batch}")
+        steps = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q.shape[1]
+        return Queries(q.flatten(0, 1), steps, q.shape)
+    if q.ndim != 3 or cu is None:
+        raise LayoutError(
+            f"q: shape {tuple(q.shape)}; need (batch, queries, heads, dim), or (tokens, heads, dim) with cu_seqlens_q"
+        )
+    if not isinstance(cu, Tensor) or dtype_name(cu) not in INTEGERS:
+        raise ArgumentTypeError(f"cu_seqlens_q: got {getattr(cu, 'dtype', type(cu).__name__)}, need an integer tensor")
+    check_device("cu_seqlens_q", cu, q.device)
+    check_range("cu_seqlens_q", cu)
+    if tuple(cu.shape) != (batch + 1,):
+        raise LayoutError(f"cu_seqlens_q: shape {tuple(cu.shape)}, need ({batch + 1},) for the {batch} sequences of the cache")
+    return Queries(q, cu.int(), q.shape)
+
+
+def _with_new(
+    queries: Queries, cache: KVCache, new: Any, rotary: RotaryTable | None, cu_seqlens_q: Tensor | None
+) -> Queries:
+    """The queries, turned; the new keys, turned, and values are in the cache."""
+    if rotary is not None and not isinstance(rotary, RotaryTable):
+        raise ArgumentTypeError(f"rotary: got {type(rotary).__name__}, need tw.rotary(cos, sin)")
+    q, cu, shape = queries
+    lengths, given = cache.pages.lengths, None
+    if rotary is not None:
+        given = rotary.positions
+        if given is not None and given.numel() != q.shape[0]:
+            raise LayoutError(f"positions: shape {tuple(given.shape)}, need one for each of the {q.shape[0]} queries")
+        at = positions_of(cu, lengths, q.shape[0])[1] if given is None else given.reshape(-1)
+        q = rotary.apply(q, at, q.dtype)
+    if new is None:
+        return Queries(q, cu, shape)
+    if not isinstance(new, (tuple, list)) or len(new) != 2:
+        raise ArgumentTypeError(f"new: got {type(new).__name__}, need the pair (k, v)")
+    k, v = new
+    packed = isinstance(k, Tensor) and k.ndim == 3
+    k, v, cu_new = cache._new_tokens(k, v, cu_seqlens_q if packed else None, need_cu=True)
+    assert cu_new is not None
+    if rotary is not None:
+        if given is not None and k.shape[0] != q.shape[0]:
+            raise LayoutError(f"positions: they are q's {q.shape[0]}, and there are {k.shape[0]} new keys; need as many")
+        at = positions_of(cu_new, lengths, k.shape[0])[1] if given is None else given.reshape(-1)
+        quantized = cache.pages.k_scale is not None
+        k = rotary.apply(k, at, torch.float32 if quantized else cache.pages.k.dtype)
+    cache.append(k, v, cu_seqlens=cu_new)
+    return Queries(q, cu, shape)
+
+
+def _check_mask(mask: Any) -> None:
+    """Raise on masks that count no positions of a sequence in a cache."""
+    if mask is None:
+        return
+    if not isinstance(mask, Mask):
+        raise ArgumentTypeError(f"mask: got {type(mask).__name__}, need a mask such as causal(), or None")
+    for leaf in mask.leaves():
+        if isinstance(leaf, (Documents, Blocks, Dense)) or (isinstance(leaf, KeyRanges) and leaf.maker != "prefix"):
+            raise MaskError(
+                f"mask: {leaf} does not go with a cache, whose sequences have lengths of their own; causal, window and prefix do"
+            )
+
+
+def _sees_ahead(mask: Mask | None) -> bool:
+    """May a query see keys after its own, so that one before position 0 would see some?"""
+    if mask is None or not mask.static:
+        return True
+    terms = mask.lower(Binding(MaskShape(1, 1, 1, 1))).terms()
+    return not all(any(one.kind.is_bottom_right and one.ints[1] <= 0 for one in term) for term in terms)
+
+
+def _some_before(pages: Pages, queries: Queries) -> bool:
+    """Has a sequence more queries than tokens? Where that cannot be asked, perhaps."""
+    return not readable(pages.lengths) or bool((queries.cu.diff() > pages.seen).any())
+
+
+def _check_values(pages: Pages, queries: Queries, mask: Mask | None) -> None:
+    """Raise on tables and packed queries that do not fit each other. Numpy: torch takes longer for a few integers."""
+    cu = queries.cu.cpu().numpy()
+    rows = cu[1:] - cu[:-1]
+    if cu[0] != 0 or cu[-1] != queries.q.shape[0] or (rows < 0).any():
+        raise ArgumentError(f"cu_seqlens_q: need 0 to {queries.q.shape[0]}, never falling, got {cu[:8].tolist()}")
+    lengths, entries, starts = (x.cpu().numpy() for x in (pages.lengths, pages.entries, pages.starts))
+    first = np.where(rows > 0, _first_seen(mask, lengths, rows), lengths) // pages.page
+    past = -(-lengths // pages.page)
+    for b in range(len(lengths)):
+        own = entries[starts[b] + first[b] : starts[b] + past[b]]
+        if len(own) and not 0 <= own.min() <= own.max() < pages.k.shape[0]:
+            n = int(np.flatnonzero((own < 0) | (own >= pages.k.shape[0]))[0])
+            raise ArgumentError(
+                f"table: sequence {b} sees page {first[b] + n} of its table, which is {own[n]}; "
+                f"there are {pages.k.shape[0]} pages"
+            )
+
+
+def _first_seen(mask: Mask | None, lengths: Any, rows: Any) -> Any:
+    """The first key that a query of each sequence may see: pages before it may be gone."""
+    if mask is None or not mask.static:
+        return np.zeros_like(lengths)
+    firsts = []
+    for term in mask.lower(Binding(MaskShape(1, 1, 1, 1))).terms():
+        least = np.zeros_like(lengths)
+        for literal in term:
+            if literal.kind.is_band:
+                lo = literal.ints[0] + (lengths - rows if literal.kind.is_bottom_right else 0)
+                least = np.maximum(least, lo)
+            elif literal.kind.is_range:
+                least = np.maximum(least, literal.ints[0])
+        firsts.append(least)
+    return np.minimum.reduce(firsts).clip(0, lengths)
+
+
+def _attend(queries: Queries, pages: Pages, options: ParsedOptions, backend: str) -> tuple[Tensor, Tensor]:
+    """out (1, H, T, Dv) in q's dtype and lse (1, H, T): pages as they are where a backend reads them, gathered elsewhere."""
+    q = queries.q.transpose(0, 1)[None]
+    problem, inputs = _problem(q, queries.cu, pages, options)
+    if is_empty(problem):
+        return forward(problem, inputs, backend)
+    key = ("pages", dispatch.registry_key(backend))
+    if key not in problem.memory:
+        problem.memory[key] = dispatch.pages_backend(problem, backend)
+    reader: Backend | None = problem.memory[key]
+    if reader is not None:
+        with own_precision(problem.device):
+            return reader.paged(problem, inputs, pages)
+    tokens = int(pages.seen.sum()) if readable(pages.lengths) else pages.entries.shape[0] * pages.page
+    wide = q.dtype if pages.k_scale is None else torch.promote_types(torch.float32, q.dtype)
+    k, v, cu_k = gathered(pages, tokens, wide)
+    inputs = Inputs(q.to(wide), k, v, cu_q=queries.cu, cu_k=cu_k)
+    out, lse = forward(*build_problem(inputs, {**DEFAULTS, **options}), backend)
+    return out.to(q.dtype), lse
+
+
+def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions) -> tuple[Problem, Inputs]:
+    """The problem of a call over pages: there are as many keys as the table has room for."""
+    count, page, heads, _ = pages.k.shape
+    room = pages.entries.shape[0] * page if count else 0
+    mask, scale, sinks = options["mask"], options["scale"], options["sinks"]
+
+    def stand_in(x: Tensor) -> Tensor:
+        row = x[0, 0] if count else x.new_zeros(x.shape[2:])
+        return row[None, :, None].expand(1, heads, room, x.shape[3])
+
+    inputs = Inputs(q, stand_in(pages.k), stand_in(pages.v), cu_q=cu)
+    stored = dtype_name(pages.k) if pages.k_scale is not None else ""
+
+    def make() -> tuple[Problem, Inputs]:
+        cu_k = torch.cat([cu.new_zeros(1), (pages.counts * page).cumsum(0, dtype=torch.int32)])
+        return build_problem(inputs._replace(cu_k=cu_k), {**DEFAULTS, **options}, page=page, stored=stored)
+
+    numbers = (scale, options["softcap"])
+    if options["bias"] is not None or not isinstance(mask, (Mask, NoneType)) or (mask is not None and not mask.static):
+        return make()
+    if sinks is not None or any(type(x) not in (int, float, NoneType) for x in numbers):
+        return make()
+    shapes = (q.shape, q.dtype, q.device, pages.k.shape, pages.v.shape[3], pages.k.dtype, room, cu.shape)
+    key = ("pages", shapes, mask, numbers, tuple(map(type, numbers)), options["precision"])
+    return kept_problem(key, lambda: make()[0]), inputs

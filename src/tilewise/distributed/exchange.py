@@ -1,0 +1,111 @@
+"""Tensors between ranks: one message a pair of ranks, asynchronous, its bytes counted as they are sent.
+
+Every rank takes part in every exchange, if only to count it: its number is the tag of its messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tilewise.errors import CommunicationError
+
+Outgoing = Mapping[int, Sequence[Tensor]]
+Incoming = Mapping[int, Sequence[tuple[int, ...]]]
+TAGS = 1 << 20
+
+
+class Link:
+    """A process group as one plan uses it."""
+
+    def __init__(self, group: Any, rank: int) -> None:
+        self.group, self.rank = group, rank
+        self.sent = 0
+        """Bytes sent so far."""
+        self._exchanges = 0
+
+    def start(
+        self, label: str, outgoing: Outgoing, incoming: Incoming, dtype: torch.dtype, device: torch.device
+    ) -> Pending:
+        """Send tensors to ranks and receive those of the given shapes from ranks; both begin now.
+
+        label: what travels, for an error: "stage 2: k and v".
+        """
+        self._exchanges += 1
+        pending = Pending(self.rank, label, incoming)
+        ops = []
+        for peer, tensors in outgoing.items():
+            message = _joined(tensors)
+            self.sent += message.numel() * message.element_size()
+            ops.append(self._op(dist.isend, message, peer))
+            pending.messages.append((peer, "to", message))
+        for peer, shapes in incoming.items():
+            buffer = torch.empty(sum(map(_count, shapes)), dtype=dtype, device=device)
+            ops.append(self._op(dist.irecv, buffer, peer))
+            pending.messages.append((peer, "from", buffer))
+        if ops:
+            try:
+                pending.works = dist.batch_isend_irecv(ops)
+            except RuntimeError as error:
+                raise pending.failure(None, error) from error
+        return pending
+
+    def _op(self, kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, dist.get_global_rank(self.group, peer), self.group, self._exchanges % TAGS)
+
+
+class Pending:
+    """An exchange under way."""
+
+    def __init__(self, rank: int, label: str, incoming: Incoming) -> None:
+        self.rank, self.label, self.incoming = rank, label, incoming
+        self.works: list[Any] = []
+        self.messages: list[tuple[int, str, Tensor]] = []
+
+    def wait(self) -> dict[int, list[Tensor]]:
+        """What came from each rank. Raises, naming ranks and stage, if one has died or the group's timeout has passed."""
+        named = len(self.works) == len(self.messages)  # NCCL gives one work for all of them
+        pairs: Iterator[tuple[Any, int | None]] = zip(
+            self.works, [peer for peer, _, _ in self.messages] if named else [None] * len(self.works), strict=True
+        )
+        for work, peer in reversed(list(pairs)):  # what is to be received first: a timeout then names who is late
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.failure(peer, error) from error
+        received = {peer: buffer for peer, way, buffer in self.messages if way == "from"}
+        return {peer: _parted(received[peer], shapes) for peer, shapes in self.incoming.items()}
+
+    def failure(self, peer: int | None, error: RuntimeError) -> CommunicationError:
+        others = sorted({peer for peer, _, _ in self.messages}) if peer is None else [peer]
+        names = " or ".join(f"rank {other}" for other in others)
+        return CommunicationError(
+            f"context parallel: rank {self.rank}, {self.label}: {names} did not answer. It has died, stands still, or computes "
+            f"something else; see its own error. From torch.distributed: {str(error).splitlines()[0]}"
+        )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for side in shape:
+        count *= side
+    return count
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dtype as one message."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    message = tensors[0].new_empty(sum(x.numel() for x in tensors))
+    for part, x in zip(message.split([x.numel() for x in tensors]), tensors, strict=True):
+        part.view(x.shape).copy_(x)
+    return message
+
+
+def _parted(message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    parts = message.split(list(map(_count, shapes)))
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

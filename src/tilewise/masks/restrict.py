@@ -1,0 +1,91 @@
+"""A mask restricted to a rectangle: the program of some rows and keys of a problem, which count from 0 there.
+
+Bands and ranges that let the whole rectangle through are left out, terms that let nothing through too, so a rectangle that is
+full has no mask at all, and a square on the diagonal of a causal one is causal. Tensors are cut as views where that is possible.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+from tilewise.masks.algebra import lowered
+from tilewise.masks.program import KINDS, UNBOUNDED, Literal, MaskProgram, MaskShape
+
+Range = tuple[int, int]
+ROWS, KEYS = 2, 3
+"""Sides of a table (B, H, queries, keys)."""
+
+
+def restricted(program: MaskProgram, shape: MaskShape, q: Range, k: Range, heads: Range | None = None) -> MaskProgram:
+    """The program of rows `q` × keys `k`, and of some `heads`, of one that was lowered for `shape`.
+
+    Of a packed batch, `program` is that of one sequence (`MaskProgram.for_sequence`) and `shape` has its lengths.
+    """
+    cut = _Cut(shape, q, k, heads)
+    terms = [[cut.literal(literal) for literal in term] for term in program.terms()]
+    kept = [[literal for literal in term if literal is not True] for term in terms if False not in term]
+    return lowered(kept)  # type: ignore[arg-type]  # no booleans are left
+
+
+class _Cut:
+    """A rectangle of the scores, and the literals of the whole in it."""
+
+    def __init__(self, shape: MaskShape, q: Range, k: Range, heads: Range | None) -> None:
+        self.shape, self.q, self.k, self.heads = shape, q, k, heads
+        self.rows, self.keys = q[1] - q[0], k[1] - k[0]
+
+    def literal(self, literal: Literal) -> Literal | bool:
+        """The literal in the rectangle; True if it holds all over it, False if nowhere."""
+        kind, ints, tensors = literal
+        if kind.is_offset:
+            return literal._replace(tensors=(tensors[0] + (self.q[0] - self.k[0]),))
+        if kind.is_band:
+            return self._band(*literal.band(literal.shift(self.shape)))
+        if kind.is_range:
+            start, end = max(ints[0] - self.k[0], 0), min(ints[1] - self.k[0], self.keys)
+            if (start, end) == (0, self.keys):
+                return True
+            return literal._replace(ints=(start, end)) if start < end else False
+        if kind.is_padding:
+            return literal._replace(tensors=tuple((t - self.k[0]).clip(0, self.keys) for t in tensors))
+        if kind.is_documents:
+            return literal._replace(tensors=(tensors[0][:, slice(*self.q)], tensors[1][:, slice(*self.k)]))
+        if kind.is_nothing:
+            return False
+        table = tensors[0]
+        if self.heads is not None and table.shape[1] > 1:
+            table = table[:, slice(*self.heads)]
+        if kind.is_dense:
+            table = table[:, :, slice(*self.q)] if table.shape[ROWS] > 1 else table
+            return literal._replace(tensors=(table[..., slice(*self.k)] if table.shape[KEYS] > 1 else table,))
+        table, size_q = _blocks(table, ints[0], self.q, ROWS)
+        table, size_k = _blocks(table, ints[1], self.k, KEYS)
+        return literal._replace(ints=(size_q, size_k), tensors=(table,))
+
+    def _band(self, lo: int, hi: int) -> Literal | bool:
+        """lo <= k - q <= hi of the whole, counted from the rectangle's last row and key."""
+        least, most = 1 - self.rows, self.keys - 1  # of k - q in the rectangle
+        ahead = self.q[0] - self.k[0]
+        low = lo + ahead if lo > -UNBOUNDED else -UNBOUNDED
+        high = hi + ahead if hi < UNBOUNDED else UNBOUNDED
+        if low > most or high < least or low > high:
+            return False
+        if low <= least and high >= most:
+            return True
+        corner = self.keys - self.rows
+        ints = (low - corner if low > least else -UNBOUNDED, high - corner if high < most else UNBOUNDED)
+        return Literal(KINDS["b"], ints, ())
+
+
+def _blocks(table: Any, size: int, span: Range, side: int) -> tuple[Any, int]:
+    """The blocks of a table along a side that a span of positions meets, and their size: that of the whole where a block begins
+    with the span, a divisor of it elsewhere."""
+    start, end = span
+    first, past = start // size, -(-end // size)
+    if start % size and past - first > 1:
+        fine = gcd(size, start)
+        picked = [position // size for position in range(start, end, fine)]
+        return (table[:, :, picked] if side == ROWS else table[:, :, :, picked]), fine
+    cut = slice(first, past)
+    return (table[:, :, cut] if side == ROWS else table[:, :, :, cut]), size
