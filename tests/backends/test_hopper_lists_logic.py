@@ -64,7 +64,12 @@ SHAPES = [
     Shape(128, f"{CAUSAL_DOCUMENTS} & tw.window(100)", 400, softcap=3.0),
     Shape(192, CAUSAL_DOCUMENTS, 400, dv=128),
 ]
-ids = [f"d{shape.d}-{i}" for i, shape in enumerate(SHAPES)]
+FORWARD = [shape for shape in SHAPES if not shape.deterministic]
+BACKWARD = [shape for i, shape in enumerate(SHAPES) if i not in (6, 12, 14, 19)]  # like others, and long
+
+
+def name(shape: Shape) -> str:
+    return f"d{shape.d}-{SHAPES.index(shape)}"
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +127,7 @@ def run_backward(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any
     return grads
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=ids)
+@pytest.mark.parametrize("shape", FORWARD, ids=name)
 def test_results(shape: Shape) -> None:
     problem, inputs = build(shape)
     assert supports(problem, lookup("h200")).ok
@@ -130,7 +135,7 @@ def test_results(shape: Shape) -> None:
     assert checks.check_forward(problem, inputs, out, lse) == []
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=ids)
+@pytest.mark.parametrize("shape", BACKWARD, ids=name)
 def test_gradients(shape: Shape) -> None:
     problem, inputs = build(shape)
     assert supports(problem, lookup("h200"), backward=True).ok

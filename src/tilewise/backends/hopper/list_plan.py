@@ -22,8 +22,8 @@ def switched_on() -> bool:
 
 
 def list_obstacle(problem: Problem, backward: bool, sizes: list[tuple[int, int]], interval_reason: str) -> str | None:
-    """Why the kernels do not walk lists for a mask that is no interval. `sizes` are tiles: of the forward, one of which must do, or of
-    the backward, all of which must."""
+    """Why the kernels do not walk lists for a mask that is no interval. `sizes` are tiles: of the forward, one of which must do,
+    or of the backward, all of which must."""
     if not switched_on():
         return interval_reason
     if problem.varlen:
