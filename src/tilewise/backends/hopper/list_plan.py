@@ -137,7 +137,7 @@ def planned_lists(problem: Problem, config: Any, by_key: bool) -> TileLists:
     tiles, rows_h = -(-length // block), problem.heads if per_head(problem) else 1
     literals = [literal for term in program.terms() for literal in term]
     q_ids, k_ids = next((x.tensors for x in literals if x.kind.is_documents), (None, None))
-    dense = next((x.tensors[0] for x in literals if x.kind.is_dense), None)
+    dense: Any = next((x.tensors[0] for x in literals if x.kind.is_dense), None)
     words, ids = -(-problem.seqlen_k // 32), Type("*i32")
     return TileLists(
         runs="*i32",

@@ -106,7 +106,7 @@ def launch(problem: Problem, memory: Memory, recording: Recording, found: dict[s
 
 def with_lists(problem: Problem, step: Step, found: dict[str, CallLists]) -> Step:
     """The step with its lists' addresses."""
-    if step.name not in found:
+    if step.name not in found or not isinstance(step.arguments, Arguments):
         return step
     own = found[step.name]
     return step._replace(arguments=step.arguments._replace(lists=lists_of(own.lists, own.words), order=own.order))
@@ -114,7 +114,9 @@ def with_lists(problem: Problem, step: Step, found: dict[str, CallLists]) -> Ste
 
 def with_order(step: Step, orders: dict[str, Tensor]) -> Step:
     """The step with memory for the order of its work tiles."""
-    return step._replace(arguments=step.arguments._replace(order=orders[step.name])) if step.name in orders else step
+    if step.name not in orders or not isinstance(step.arguments, Arguments):
+        return step
+    return step._replace(arguments=step.arguments._replace(order=orders[step.name]))
 
 
 def launches_of(
