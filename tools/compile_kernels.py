@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
+from tools.listed_masks import LISTED  # noqa: E402
+
 from tilewise import masks  # noqa: E402
 from tilewise.lab.bench.cases import Case  # noqa: E402
 
@@ -148,8 +150,9 @@ PORTABLE = (
 
 
 def hopper(backend: str, name: str, d: int = 128, dv: int | None = None, few: bool = False, **more: Any) -> Check:
+    made = more.pop("made", None)
     sizes = {"batch": 2, "heads": 4, "seqlen": 3072, "head_dim": d, "head_dim_v": dv or d, "dtype": "bfloat16"}
-    return Check(backend, Case(name, **{**sizes, **more}), targets=HOPPER_ONLY, few=few)
+    return Check(backend, Case(name, **{**sizes, **more}), targets=HOPPER_ONLY, few=few, made=made)
 
 
 WIDTHS = (64, 128, 256)
@@ -177,6 +180,7 @@ FORWARD: list[tuple[Any, ...]] = [
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal", "window")),
     ("negative scale", 128, {"scale": -1.0}),
     ("d256 full long", 256, {"seqlen": 16384}),
+    *((f"d{d} {name} lists", d, mask) for d in WIDTHS for name, mask in LISTED.items()),
     *(
         (f"d{d} {name} {m}x{n}", d, {**MASKS[name], "tile": (("forward", m, n),)})
         for d in (64, 128) for name in ("full", "causal") for m, n in ((128, 64), (192, 64))
@@ -194,6 +198,8 @@ BACKWARD: list[tuple[Any, ...]] = [
     *((f"d{d} causal varlen deterministic", d, {"mask": "causal", **PACKED, **DETERMINISTIC}) for d in (64, 128)),
     ("d128 softcap deterministic", 128, {"mask": "causal", "softcap": 20.0, **DETERMINISTIC}),
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal")),
+    *((f"d{d} {name} lists", d, mask) for d in WIDTHS for name, mask in LISTED.items()),
+    *((f"d{d} documents lists deterministic", d, {**LISTED["documents"], **DETERMINISTIC}) for d in (64, 128)),
     *((f"d{d} causal {m}x{n}", d, {"mask": "causal", "tile": (("backward_dkdv", m, n), ("backward_dq", 128, 64))})
       for d, m, n in ((64, 64, 128), (64, 64, 64), (128, 64, 64))),
 ]  # fmt: skip
@@ -342,6 +348,7 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
         return known, [*forward_faults(known, compiled.config, newer and tight, newer), *planned]
     if check.backend == "hopper-backward":
         may_spill = newer or (compiled.name != "queries_kernel" and short_of_registers(check.case))
+        may_spill |= getattr(compiled.config, "LISTS", None) is not None  # the mask of a PARTIAL tile: right, and slower
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
         return known, [*backward_faults(compiled.name, known, compiled.config, may_spill), *planned]
     columns = getattr(compiled.kernel.metadata, "tmem_size", 0)

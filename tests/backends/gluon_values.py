@@ -164,9 +164,11 @@ def tensor_of(x: Any) -> torch.Tensor:
 
 def load(at: Pointer, mask: Any = None, other: Any = 0) -> Value:
     if mask is None:
+        assert ((at.at >= 0) & (at.at < at.memory.numel())).all(), "a load outside its tensor"
         return Value(at.memory[at.at])
     ok, where = torch.broadcast_tensors(tensor_of(mask), at.at)
-    return Value(torch.where(ok, at.memory[torch.where(ok, where, 0)], torch.tensor(other, dtype=at.memory.dtype)))
+    assert ((where >= 0) & (where < at.memory.numel()))[ok].all(), "a load outside its tensor"
+    return Value(torch.where(ok, at.memory[torch.where(ok, where, 0)], tensor_of(other).to(at.memory.dtype)))
 
 
 def store(at: Pointer, x: Any, mask: Any = None) -> None:

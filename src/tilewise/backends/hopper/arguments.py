@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, typed
+from tilewise.backends.hopper.list_plan import list_arguments
 from tilewise.backends.hopper.plan import config_of, tiles
 from tilewise.backends.hopper.structs import Arguments, Divisor, Rows
 from tilewise.backends.hopper.tile_order import best_order, visited_keys
@@ -35,11 +36,13 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any) -> ForwardPlan:
     blocks = blocks_of(problem, problem.seqlen_q, config.BLOCK_M)
     heads = problem.heads * (1 if problem.varlen else problem.batch)
     programs = min(blocks * heads, spec.units)
-    order = None
+    order: Any = None
     if mask.band and not problem.varlen:
         clusters = tuple(heads_together(problem, config, size) for size in CLUSTER_BYTES)
         keys = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
         order = best_order(keys, heads, clusters, programs)
+    elif mask.listed or config.ORDERED:
+        order = "*i32"  # written on the device
     a = Arguments(
         lse_ptr="*fp32",
         out=Rows(pointer(problem.dtype), "i64", "i64", 0) if problem.varlen else None,  # type: ignore[arg-type]
@@ -51,6 +54,7 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any) -> ForwardPlan:
         total=blocks * heads,
         programs=programs,
         order=order,
+        lists=list_arguments(problem, config),
     )
     return ForwardPlan(compile_(problem.dtype, a, config), config, a, programs)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tilewise.backends.gpu.lists import list_layout
 from tilewise.backends.hopper.config import NARROW, Config, tiles_for
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, unseen_keys
+from tilewise.backends.hopper.list_plan import hides_in_tiles, switched_on
 from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, visited_keys
 from tilewise.problem import Problem
 
@@ -34,6 +36,8 @@ class Choice(NamedTuple):
 def forward_choices(problem: Problem, newer: bool) -> list[Choice]:
     """Every tile the kernel has for the problem, the one it takes first; `newer`: see `compiler.newer_registers`."""
     mask = mask_of(problem)
+    if mask.listed:
+        return listed_choices(problem, newer)
     unseen = unseen_by_all(problem, mask)
     tiles = [
         tile for tile in tiles_for(problem.head_dim, problem.head_dim_v) if not shortage(tile, mask, unseen, newer)
@@ -42,6 +46,27 @@ def forward_choices(problem: Problem, newer: bool) -> list[Choice]:
     others = [Choice(tile, "asked for") for tile in tiles if tile is not first]
     return [
         Choice(compiled_for(problem, mask, unseen, tile, newer), why) for tile, why in (Choice(first, reason), *others)
+    ]
+
+
+def listed_choices(problem: Problem, newer: bool) -> list[Choice]:
+    """The tiles of two warpgroups for which PARTIAL tiles of the lists have a form, the largest first."""
+    unseen = hides_in_tiles(problem)
+    fits = [
+        tile
+        for tile in tiles_for(problem.head_dim, problem.head_dim_v)
+        if tile.WARPGROUPS == 2 and not list_layout(problem.program, tile.BLOCK_M, tile.BLOCK_N).program
+    ]
+    if unseen:  # zeroing values in the loop leaves no registers for 128 keys at 128 columns
+        fits = [tile for tile in fits if tile.BLOCK_N == 64 or tile.BLOCK_DV == 64] or fits
+    return [
+        Choice(
+            compiled_for(problem, IntervalMask(listed=True), unseen, tile, newer)._replace(
+                LISTS=list_layout(problem.program, tile.BLOCK_M, tile.BLOCK_N), TAIL=False, REGISTERS=(240, 24)
+            ),
+            "tile lists: two warpgroups, for three have too few registers" if i == 0 else "asked for",
+        )
+        for i, tile in enumerate(fits)
     ]
 
 
@@ -107,7 +132,7 @@ def estimated_time(tile: Config, mask: IntervalMask, queries: int, keys: int) ->
 def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Config, newer: bool) -> Config:
     """The tile with what the problem needs. Rows that begin after key 0 and keys that no query sees leave fewer registers."""
     tail = not mask.terms and problem.seqlen_k % tile.BLOCK_N > 0
-    roomy = not (mask.left or unseen)
+    roomy = not (mask.left or unseen or mask.listed)
     lazy = roomy and not (tail and tile.BLOCK_DV == 256) if newer else not (unseen and tile.BLOCK_DV == 128)
     in_registers = tile.Q_IN_REGISTERS if roomy and not (mask.band and newer) else 0
     return tile._replace(
@@ -129,4 +154,5 @@ def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
         "LEFT": mask.left,
         "VARLEN": problem.varlen,
         "BOTTOM_RIGHT": mask.bottom,
+        "ORDERED": problem.varlen and switched_on(),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SHARED_BYTES = 227 * 1024
 """Shared memory one program may have on compute capability 9.0."""
@@ -35,10 +35,17 @@ class Config(NamedTuple):
     SCORES: str = "fold"  # "fold" the scale into exp2, "scale" first (it is not positive), or "softcap"
     VARLEN: bool = False
     BOTTOM_RIGHT: bool = False  # bands of packed sequences count from the bottom right corner
+    ORDERED: bool = False  # a packed batch whose order of work tiles the device writes
+    LISTS: Any = None  # a ListLayout, where key tiles come from lists
 
     @property
     def BLOCK_M(self) -> int:
         return 64 * self.WARPGROUPS
+
+    @property
+    def LISTED_BY_KEY(self) -> bool:
+        """Are a list's rows key tiles?"""
+        return False
 
     @property
     def tiles(self) -> dict[str, int]:

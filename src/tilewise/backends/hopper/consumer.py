@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.compat import PINGPONG_BARRIER, gl, gluon, named_barrier, opaque
 from tilewise.backends.hopper.epilogue import await_stores, finish
+from tilewise.backends.hopper.lists import first_tile, next_listed, row_of, tile_number
 from tilewise.backends.hopper.mainloop import (
     Queries,
     WarpgroupRows,
@@ -14,13 +15,13 @@ from tilewise.backends.hopper.mainloop import (
     step_into_next,
 )
 from tilewise.backends.hopper.ring import matrix, release, wait_full
-from tilewise.backends.hopper.work_tile import key_hi, key_lo, locate, next_tile, tile_at
-from tilewise.backends.hopper.zeroing import zero_unseen_values
+from tilewise.backends.hopper.work_tile import beyond_keys, key_hi, key_lo, locate, next_tile, tile_at
+from tilewise.backends.hopper.zeroing import zero_unseen_listed, zero_unseen_values
 
 
 @gluon.jit
 def loop_over_tiles(state, q, kv_base, j0, j1, rows, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """The key tiles j0 <= j < j1 of this work tile; j counts from the right."""
+    """The key tiles j0 <= j < j1 of this work tile; j counts from the right, or along a list."""
     work = rows.work
     for j in range(j0, j1):
         key0 = (work.last - 1 - j) * C.BLOCK_N
@@ -39,9 +40,29 @@ def tiles_without_mask(work, band, row0, C: gl.constexpr):
 
 
 @gluon.jit
+def loop_over_partial_tiles(state, q, kv_base, cursor, rows, a, WG: gl.constexpr, C: gl.constexpr):
+    """The PARTIAL tiles of a list from its second tile on; `cursor` is the place of the first."""
+    work = rows.work
+    for j in range(1, work.last):
+        row = row_of(a.lists, work.b, work.h, opaque(work.m0) // C.BLOCK_M)
+        cursor = next_listed(cursor, a.lists, row, j - 1, work.last, work.count)
+        state = step(state, q, kv_base + j, j + 1 < work.count, rows, cursor, a, True, WG, C)
+    return state
+
+
+@gluon.jit
+def first_keys(work, skip, a, C: gl.constexpr):
+    """The first key of a work tile's first key tile, or the tile's place in a list."""
+    if C.LISTS is not None:
+        return first_tile(a.lists, row_of(a.lists, work.b, work.h, work.m0 // C.BLOCK_M), beyond_keys(a, C))
+    else:
+        return (work.last - 1 - skip) * C.BLOCK_N
+
+
+@gluon.jit
 def tiles_to_skip(work, band, row0, WG: gl.constexpr, C: gl.constexpr):
     """How many of the work tile's first key tiles no row of this warpgroup sees. The last warpgroup sees them all."""
-    if C.BAND and WG + 1 < C.WARPGROUPS and not C.PINGPONG:
+    if C.BAND and C.LISTS is None and WG + 1 < C.WARPGROUPS and not C.PINGPONG:
         last = gl.cdiv(key_hi(band, row0 + 63, C), C.BLOCK_N)
         return gl.minimum(gl.maximum(work.last - last, 0), work.count - 1)
     else:
@@ -51,7 +72,7 @@ def tiles_to_skip(work, band, row0, WG: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def skip_tiles(ring, n, skip, WG: gl.constexpr, C: gl.constexpr):
     """Release the first key or value tiles unread, once they are there: an earlier arrival would count for the tile before."""
-    if C.BAND and WG + 1 < C.WARPGROUPS and not C.PINGPONG:
+    if C.BAND and C.LISTS is None and WG + 1 < C.WARPGROUPS and not C.PINGPONG:
         for i in range(skip):
             wait_full(ring, n + i)
             release(ring, n + i)
@@ -67,11 +88,15 @@ def query_tile(q_ring, n, slot, C: gl.constexpr):
 
 
 @gluon.jit
-def remaining_tiles(state, rings, q_n, kv_base, skip, rows, a, WG: gl.constexpr, C: gl.constexpr):
+def remaining_tiles(state, rings, q_n, kv_base, skip, key0, rows, a, WG: gl.constexpr, C: gl.constexpr):
     """A work tile from its second key tile on; the last product with values is left to do."""
     work = rows.work
+    if C.LISTS is not None:
+        j0 = work.last
+        j1 = work.count
+    else:
+        j0, j1 = tiles_without_mask(work, rows.band, rows.row0, C)
     # at the right end some rows see only part of a tile; then come tiles all see; then, if rows begin inside, the left end
-    j0, j1 = tiles_without_mask(work, rows.band, rows.row0, C)
     j0 = gl.maximum(j0, skip + 1)
     j1 = gl.maximum(j1, j0)
     # 0, which the assembler cannot know: where two loops read the same queries, ptxas 12.8 computes part of their address before
@@ -80,9 +105,11 @@ def remaining_tiles(state, rings, q_n, kv_base, skip, rows, a, WG: gl.constexpr,
     fragments = ()
     if C.Q_IN_REGISTERS > 0:
         fragments = load_fragments(query_tile(rings.q, q_n, WG, C), C)
-    if C.BAND:
+    if C.BAND or C.LISTS is not None:
         q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n + zero, WG, C), fragments=fragments)
-        if C.PINGPONG:
+        if C.LISTS is not None:
+            state = loop_over_partial_tiles(state, q, kv_base, key0, rows, a, WG, C)
+        elif C.PINGPONG:
             state = loop_over_tiles(state, q, kv_base, skip + 1, j0, rows, a, True, WG, C)
         else:
             # 64 rows end within 64 keys, so in two tiles: the first is done. A loop would cost registers
@@ -92,7 +119,7 @@ def remaining_tiles(state, rings, q_n, kv_base, skip, rows, a, WG: gl.constexpr,
                 state = step(state, q, n, work.count > skip + 2, rows, key0, a, True, WG, C)
     q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n, WG, C), fragments=fragments)
     state = loop_over_tiles(state, q, kv_base, j0, j1, rows, a, False, WG, C)
-    if C.LEFT:
+    if C.LEFT and C.LISTS is None:
         q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n - zero, WG, C), fragments=fragments)
         state = loop_over_tiles(state, q, kv_base, j1, work.count, rows, a, True, WG, C)
         if C.UNSEEN_KEYS:
@@ -107,7 +134,10 @@ def prepare_values(rings, kv_base, skip, key0, work, band, a, WG: gl.constexpr, 
     """After a work tile's first softmax: its values are ready, and so are its second keys."""
     skip_tiles(rings.v, kv_base, skip, WG, C)
     if C.UNSEEN_KEYS:
-        zero_unseen_values(rings.v, kv_base + skip, key0, work, band, a, C)
+        if C.LISTS is not None:
+            zero_unseen_listed(rings.v, kv_base + skip, tile_number(key0) * C.BLOCK_N, work, a, C)
+        else:
+            zero_unseen_values(rings.v, kv_base + skip, key0, work, band, a, C)
     wait_full(rings.k, kv_base + skip + 1, work.count > skip + 1)
 
 
@@ -120,14 +150,14 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
     wait_full(rings.q, q_n)
     skip = tiles_to_skip(work, band, row0, WG, C)
     skip_tiles(rings.k, kv_base, skip, WG, C)
-    key0 = (work.last - 1 - skip) * C.BLOCK_N
+    key0 = first_keys(work, skip, a, C)
     q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n, WG, C), fragments=())
     state = first_step(q, kv_base + skip, WarpgroupRows(work=work, band=band, row0=row0), key0, a, C)
     prepare_values(rings, kv_base, skip, key0, work, band, a, WG, C)
     while t >= 0:
         # the softmax of work tile t's first key tile is done, nothing is in flight
         state = remaining_tiles(
-            state, rings, q_n, kv_base, skip, WarpgroupRows(work=work, band=band, row0=row0), a, WG, C
+            state, rings, q_n, kv_base, skip, key0, WarpgroupRows(work=work, band=band, row0=row0), a, WG, C
         )
         if C.RELEASE_Q_EARLY:
             release(rings.q, q_n, work.count == skip + 1)  # else the last step has
@@ -143,7 +173,7 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
         if t >= 0:
             row0 = work.m0 + 64 * WG
             skip = tiles_to_skip(work, band, row0, WG, C)
-            key0 = (work.last - 1 - skip) * C.BLOCK_N
+            key0 = first_keys(work, skip, a, C)
             skip_tiles(rings.k, kv_base, skip, WG, C)
             wait_full(rings.q, q_n)
             wait_full(rings.k, kv_base + skip)

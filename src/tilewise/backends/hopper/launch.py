@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,13 @@ from tilewise.backends.base import Inputs, empty_lse, empty_out
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, recorder
-from tilewise.backends.hopper.arguments import ForwardPlan, make_plan
+from tilewise.backends.hopper.arguments import CLUSTER_BYTES, ForwardPlan, heads_together, make_plan
 from tilewise.backends.hopper.compile import compile_kernel
 from tilewise.backends.hopper.intervals import mask_of
+from tilewise.backends.hopper.list_launch import Dealing, call_lists, is_listed
+from tilewise.backends.hopper.list_plan import lists_of
+from tilewise.backends.hopper.packed_order import empty_order, order_launch
+from tilewise.backends.hopper.plan import offers
 from tilewise.backends.hopper.structs import Rows, Term
 from tilewise.hardware import DeviceSpec, probe_gpu
 from tilewise.problem import Problem
@@ -24,7 +29,25 @@ def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse of a supported problem, on the current stream."""
     q, k, v = inputs[:3]
     key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride())
+    if is_listed(problem):
+        return run_listed(problem, inputs, key)
     return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, q.device)))
+
+
+def run_listed(problem: Problem, inputs: Inputs, key: tuple[Hashable, ...]) -> tuple[Tensor, Tensor]:
+    """The same for a mask of tile lists."""
+    config = offers(problem, "forward")[0].config
+    cluster = heads_together(problem, config, CLUSTER_BYTES[1])
+    found = call_lists(problem, inputs, config, Dealing(False, spec_of(inputs.q.device.index or 0).units, cluster))
+    q, k, v = inputs[:3]
+    recording = recorder.get(problem, (*key, found.key), q.device, partial(plan_on, problem, q.device))
+    out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
+    tensors = (q, k, v, out, lse, None, None, *found.tensors)
+    if not recording.repeat(tensors):
+        arguments = recording.plan.arguments._replace(lists=lists_of(found.lists, found.words), order=found.order)
+        plan = recording.plan._replace(arguments=arguments)
+        recording.record(tensors, [launch_of(plan, tensors, ())])
+    return out, lse
 
 
 def launch(problem: Problem, inputs: Inputs, recording: Recording) -> tuple[Tensor, Tensor]:
@@ -37,9 +60,21 @@ def launch(problem: Problem, inputs: Inputs, recording: Recording) -> tuple[Tens
     if problem.program.tensors:
         terms = device_terms(problem, q.device)
         tensors += tensors_of(terms)
+    plan = recording.plan
+    if plan.config.ORDERED:
+        tensors += (empty_order(plan.arguments, q),)
     if not recording.repeat(tensors):
-        recording.record(tensors, [launch_of(recording.plan, tensors, terms)])
+        recording.record(tensors, launches_of(problem, plan, tensors, terms))
     return out, lse
+
+
+def launches_of(problem: Problem, plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> list[Launch]:
+    """The kernel over these tensors, and before it the one that writes the order of a packed batch's tiles."""
+    if not plan.config.ORDERED:
+        return [launch_of(plan, tensors, terms)]
+    main = launch_of(plan._replace(arguments=plan.arguments._replace(order=tensors[-1])), tensors, terms)
+    cluster = heads_together(problem, plan.config, CLUSTER_BYTES[1])
+    return [order_launch(problem, plan.config, main.args[-1], False, cluster), main]
 
 
 def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> Launch:
@@ -96,7 +131,7 @@ def plan_on(problem: Problem, device: torch.device) -> ForwardPlan:
 def order_on(arguments: Any, device: torch.device) -> Any:
     """Arguments with the order of tiles, if they have one, in the device's memory."""
     order = getattr(arguments, "order", None)
-    return arguments if order is None else arguments._replace(order=torch.from_numpy(order).to(device))
+    return arguments if order is None or isinstance(order, str) else arguments._replace(order=torch.from_numpy(order).to(device))
 
 
 def spec_of(index: int) -> DeviceSpec:

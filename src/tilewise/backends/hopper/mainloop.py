@@ -18,9 +18,12 @@ from tilewise.backends.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilewise.backends.hopper.listed import visible_keys
+from tilewise.backends.hopper.lists import tile_number
 from tilewise.backends.hopper.ring import Rings, matrix, release, wait_full
 from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
 from tilewise.backends.hopper.work_tile import Band, WorkTile
+from tilewise.backends.hopper.zeroing import zero_unseen_listed
 
 
 @aggregate
@@ -162,7 +165,9 @@ def first_softmax(s_tile, rows, key0, a, C: gl.constexpr):
     """Weights, maximum and sums of a work tile's first key tile."""
     S_LAYOUT: gl.constexpr = s_tile.type.layout
     s_tile = scores(s_tile, a, C)
-    if C.TERMS > 0 or C.VARLEN or C.TAIL:
+    if C.LISTS is not None:
+        s_tile = visible_keys(s_tile, rows.work, rows.row0, key0, -INF, a, C)
+    elif C.TERMS > 0 or C.VARLEN or C.TAIL:
         s_tile = masked(s_tile, rows.band, rows.row0, key0, C)
     m = gl.full([64], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     p_tile, m, _ = softmax_step(s_tile, m, exp2_scale(a, C), True)
@@ -208,7 +213,7 @@ def issue(state, q, n, before, WG: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """Key tile n, which has landed; `more`: another follows."""
+    """Key tile n, which has landed; `more`: another follows. key0 is its first key, or its place in a list."""
     k_ring = q.rings.k
     s_token, o_token, old_p = issue(state, q, n, n - 1, WG, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
@@ -217,7 +222,10 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
         release(q.rings.q, q.n, not more)
     s_tile = scores(s_tile, a, C)
     if MASKED:
-        s_tile = masked(s_tile, rows.band, rows.row0, key0, C)
+        if C.LISTS is not None:
+            s_tile = visible_keys(s_tile, rows.work, rows.row0, key0, -INF, a, C)
+        else:
+            s_tile = masked(s_tile, rows.band, rows.row0, key0, C)
     p_tile, m, rescale = softmax_step(s_tile, state.m, exp2_scale(a, C), MASKED)
     added = lane_sum(p_tile)
     l = state.l * rows_of(rescale, added) + added
@@ -226,6 +234,8 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     wait_full(k_ring, n + 1, more)
     o_tile, _ = warpgroup_mma_wait(0, deps=[o_token, old_p])
     release(q.rings.v, n - 1)
+    if MASKED and C.LISTS is not None and C.UNSEEN_KEYS:
+        zero_unseen_listed(q.rings.v, n, tile_number(key0) * C.BLOCK_N, rows.work, a, C)
     if not C.LAZY_RESCALE:
         o_tile = o_tile * rows_of(rescale, o_tile)
     return State(o=o_tile, p=packed(p_tile, k_ring.tiles.dtype), m=m, l=l, rescale=rescale)

@@ -8,12 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tilewise.backends.hopper.backward.choose import keys_choices, queries_choices, separate_dq, without_mask
+from tilewise.backends.hopper.backward.choose import (
+    keys_choices,
+    listed_tiles,
+    queries_choices,
+    separate_dq,
+    without_mask,
+)
+from tilewise.backends.hopper.backward.config import QUERIES, widths
 from tilewise.backends.hopper.choose import Choice, forward_choices
 from tilewise.backends.hopper.compiler import newer_registers
-from tilewise.backends.hopper.config import WIDTHS
+from tilewise.backends.hopper.config import WIDTHS, tiles_for
 from tilewise.backends.hopper.intervals import interval_mask, mask_of
 from tilewise.backends.hopper.limits import why_not
+from tilewise.backends.hopper.list_plan import list_arguments, list_obstacle
 from tilewise.backends.hopper.shared_memory import on_chip, warps_of
 from tilewise.backends.verdict import Verdict, no_statistics
 from tilewise.hardware.spec import DeviceSpec
@@ -52,10 +60,21 @@ def obstacles(problem: Problem, backward: bool = False) -> list[str]:
         None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
         *(f"{name} is not served here" for name, asked in absent.items() if asked),
         *(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")),
-        mask if isinstance(mask, str) else None,
+        list_obstacle(problem, backward, tile_sizes(problem, backward), mask) if isinstance(mask, str) else None,
         no_statistics(problem.stats),
     )
     return [reason for reason in reasons if reason] or [*refused_tiles(problem, backward)]
+
+
+def tile_sizes(problem: Problem, backward: bool) -> list[tuple[int, int]]:
+    """Tiles for lists: of the forward, one of which must do, or those of the backward's kernels, all of which must."""
+    if any(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")):
+        return []
+    if backward:
+        queries = QUERIES[widths(problem.head_dim, problem.head_dim_v)]
+        return [(tile.BLOCK_M, tile.BLOCK_N) for tile in (*listed_tiles(problem), queries)]
+    tiles = tiles_for(problem.head_dim, problem.head_dim_v)
+    return [(tile.BLOCK_M, tile.BLOCK_N) for tile in tiles if tile.WARPGROUPS == 2]
 
 
 def declines(problem: Problem, spec: DeviceSpec | None = None, *, backward: bool = False) -> str | None:
@@ -138,7 +157,7 @@ def described(problem: Problem, pass_: str, config: Any, reason: str) -> Planned
         source="user" if asked else "table",
         kernel=kernel,
         outer="keys" if pass_ in ("backward", "backward_dkdv") else "queries",
-        on_chip=on_chip(kernel, config, mask_of(problem)),
+        on_chip=on_chip(kernel, config, mask_of(problem), list_arguments(problem, config)),
         registers=0 if around else config.REGISTERS[0],
         resident=0 if around else 1,
         persistent=not around,

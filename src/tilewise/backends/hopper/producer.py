@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from tilewise.backends.hopper.compat import gl, gluon
+from tilewise.backends.hopper.lists import first_tile, next_listed, row_of, tile_number
 from tilewise.backends.hopper.ring import fill
-from tilewise.backends.hopper.work_tile import divide, locate, tile_at
+from tilewise.backends.hopper.work_tile import beyond_keys, divide, locate, tile_at
 
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, rings, a, C: gl.constexpr):
-    """Queries once per work tile, then its keys and values from the right to the left. Rows beyond a tensor arrive as zeros."""
+    """Queries once per work tile, then its keys and values: from the right to the left, or in the order of a list. Rows beyond a
+    tensor arrive as zeros."""
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     q_index = 0  # of the query tile
     kv_base = 0  # key tiles of the work tiles before
@@ -24,8 +26,18 @@ def produce(q_desc, k_desc, v_desc, rings, a, C: gl.constexpr):
             for w in gl.static_range(WARPGROUPS):
                 fill(rings.q, q_desc, q_index * WARPGROUPS + w, work.row, work.h, work.q_start + work.m0 + 64 * w)
             q_index += 1
-        for j in range(work.count):
-            at = work.k_start + (work.last - 1 - j) * C.BLOCK_N
-            fill(rings.k, k_desc, kv_base + j, work.row, kv_h, at)
-            fill(rings.v, v_desc, kv_base + j, work.row, kv_h, at)
+        if C.LISTS is not None:
+            row = row_of(a.lists, work.b, work.h, work.m0 // C.BLOCK_M)
+            cursor = first_tile(a.lists, row, beyond_keys(a, C))
+            for j in range(work.count):
+                at = tile_number(cursor) * C.BLOCK_N
+                # read before this tile's stage is waited for
+                cursor = next_listed(cursor, a.lists, row, j, work.last, work.count)
+                fill(rings.k, k_desc, kv_base + j, work.row, kv_h, at)
+                fill(rings.v, v_desc, kv_base + j, work.row, kv_h, at)
+        else:
+            for j in range(work.count):
+                at = work.k_start + (work.last - 1 - j) * C.BLOCK_N
+                fill(rings.k, k_desc, kv_base + j, work.row, kv_h, at)
+                fill(rings.v, v_desc, kv_base + j, work.row, kv_h, at)
         kv_base += work.count

@@ -12,6 +12,7 @@ from typing import Any
 
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.intervals import IntervalMask
+from tilewise.backends.hopper.structs import Lists
 
 POINTER, NUMBER, DIVISOR = 8, 4, 12
 ROWS = 3 * POINTER + NUMBER  # of the output: an address, two strides and a width
@@ -24,15 +25,25 @@ MATRIX = POINTER + 3 * NUMBER  # [stages, rows, width]
 ALIGNMENT = 16
 
 
-def on_chip(kernel: str, config: Any, mask: IntervalMask) -> tuple[tuple[str, int], ...]:
+def on_chip(kernel: str, config: Any, mask: IntervalMask, lists: Lists | None = None) -> tuple[tuple[str, int], ...]:
     """Bytes by buffer of one program."""
     if kernel == "preprocess_kernel":  # sums stay in a warp
         return ()
     if kernel == "postprocess_kernel":
         return (("dQ", 2 * 64 * 64),)
     roles = 4 * workers(config)
-    around = aligned(handed_over(kernel, config, mask)) + ring_bytes(config.barriers) + roles
+    if kernel == "split_kernel" and lists is not None:  # the first warps alone mask
+        lists = lists._replace(terms=None, terms_stride=None, q_ids=None, k_ids=None, ids_strides=(None, None))
+        lists = lists._replace(bits=None, bits_strides=None)
+    around = aligned(handed_over(kernel, config, mask) + bytes_of(lists)) + ring_bytes(config.barriers) + roles
     return (*config.tiles.items(), ("barriers and arguments", around))
+
+
+def bytes_of(arguments: Any) -> int:
+    """Of addresses (types stand for them) and numbers."""
+    if isinstance(arguments, tuple):
+        return sum(map(bytes_of, arguments))
+    return 0 if arguments is None else POINTER if isinstance(arguments, str) else NUMBER
 
 
 def workers(config: Any) -> int:
@@ -75,7 +86,7 @@ def terms_bytes(mask: IntervalMask, first: int) -> int:
 
 def tile_arguments(config: Any) -> int:
     """What every kernel over work tiles reads: which of them, and its place in the tensors."""
-    ordered = config.BAND and not config.VARLEN
+    ordered = (config.BAND and not config.VARLEN) or config.ORDERED or config.LISTS is not None
     which = DIVISOR + NUMBER + (POINTER if ordered else NUMBER)  # blocks; programs; the order, or the number of tiles
     batch = 2 * POINTER + NUMBER if config.VARLEN else DIVISOR  # lengths and their number, or heads
     slope = NUMBER if config.SCORES == "softcap" else 0

@@ -40,6 +40,29 @@ class Rows(NamedTuple):
     width: int
 
 
+Strides = tuple[int | None, int | None]
+
+
+class Lists(NamedTuple):
+    """The tile lists of a pass (`gpu.lists.TileLists`) as these kernels read them. A stride is None where all share."""
+
+    runs: Any
+    counts: Any
+    terms: Any
+    width: int
+    strides: Strides  # of a sequence and of a head, in rows
+    terms_stride: int | None = None
+    q_ids: Any = None
+    k_ids: Any = None  # None also where they are the queries'
+    ids_strides: Strides = (None, None)  # of a sequence: queries' ids, keys' ids
+    bits: Any = None
+    bits_strides: tuple[int | None, int | None, int, int] | None = None  # of a sequence, a head, a query and a word
+    seen: Any = None  # words of 32 keys: a bit is set if some query sees the key, or there is no such key
+    seeing: Any = None  # words of 32 queries: a bit is set if the query sees some key, or there is no such query
+    seen_strides: Strides = (None, None)  # of a sequence and of a head, in words
+    seeing_strides: Strides = (None, None)
+
+
 class Arguments(NamedTuple):
     """Of a kernel over query tiles or key tiles, beside the tensors' descriptors; None is no argument at all.
 
@@ -73,6 +96,7 @@ class Arguments(NamedTuple):
     dq: Rows | None = None  # of a packed batch, as the next two
     dk: Rows | None = None
     dv: Rows | None = None
+    lists: Lists | None = None
 
 
 class Plane(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which tile a program works on next, and which tiles of the other side it sees. Every role computes the same answers.
+"""Which tile a program works on next, and which key tiles it sees. Every role computes the same answers.
 
 A mask of bands and ranges leaves each row one interval of keys [key_lo(q), key_hi(q)), and both ends never fall as q grows. So
 some row of [m0, m1) sees a key only in [key_lo(m0), key_hi(m1 - 1)), and all of them see [key_lo(m1 - 1), key_hi(m0)). The same
@@ -8,13 +8,15 @@ holds for columns: each key k is seen by one interval of queries [query_lo(k), q
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
 from tilewise.backends.hopper.compat import aggregate, gl, gluon
+from tilewise.backends.hopper.lists import row_counts, row_of
 
 UNBOUNDED = gl.constexpr(2**30)
 
 
 @aggregate
 class WorkTile:
-    """A query tile: sequence b, query head h, first row m0. Its key tiles are `count`, from the right: the first is last - 1."""
+    """A query tile: sequence b, query head h, first row m0. Its key tiles are `count`, from the right: the first is last - 1. In
+    a list `last` of them are PARTIAL, and come first."""
 
     b: gl.tensor
     row: gl.tensor  # of the tensors' batch: b, or 0 when packed
@@ -48,33 +50,6 @@ class Band:
     end: gl.tensor
     past2: gl.tensor
     end2: gl.tensor
-
-
-@aggregate
-class GradTile:
-    """A work tile of the backward: keys (or queries) of sequence b and head h from `start` on. `count` tiles of the other side,
-    from tile `first` on, see some of them (or are seen)."""
-
-    b: gl.tensor
-    row: gl.tensor  # of the tensors' batch: b, or 0 when packed
-    h: gl.tensor
-    start: gl.tensor
-    q_start: gl.tensor  # the sequence's first token in a packed batch, else 0
-    k_start: gl.tensor
-    len_q: gl.tensor
-    len_k: gl.tensor
-    stat_start: gl.tensor  # tile of statistics where the sequence begins in each head
-    first: gl.tensor
-    count: gl.tensor  # at least 1; 0 if there is nothing to do
-
-
-@aggregate
-class HeldTile:
-    """A work tile, the mask of its sequence, and its number in the rings of the side that is held."""
-
-    work: GradTile
-    band: Band
-    index: gl.tensor
 
 
 @gluon.jit
@@ -156,6 +131,12 @@ def key_hi(band, q, C: gl.constexpr):
 
 
 @gluon.jit
+def beyond_keys(a, C: gl.constexpr):
+    """The first key tile past the tensor's end, which loads fill with zeros."""
+    return gl.cdiv(a.len_k, C.BLOCK_N)
+
+
+@gluon.jit
 def find_sequence(cu, batch, tile, BLOCK: gl.constexpr):
     """The packed sequence that owns `tile`, and the tile's number in it.
 
@@ -216,10 +197,13 @@ def locate(a, t, C: gl.constexpr):
     last_q = a.last_q
     if C.VARLEN:
         last_q = seq.len_q - 1
-    first = key_lo(band, m0, C) // C.BLOCK_N
-    hi = key_hi(band, gl.minimum(m0 + (BLOCK_M - 1), last_q), C)
-    last = gl.maximum(gl.cdiv(hi, C.BLOCK_N), first + 1)
-    count = last - first
+    if C.LISTS is not None:
+        last, count = row_counts(a.lists, row_of(a.lists, seq.b, head_of(a, bh, seq.b, C), tile))
+    else:
+        first = key_lo(band, m0, C) // C.BLOCK_N
+        hi = key_hi(band, gl.minimum(m0 + (BLOCK_M - 1), last_q), C)
+        last = gl.maximum(gl.cdiv(hi, C.BLOCK_N), first + 1)
+        count = last - first
     if C.VARLEN:
         count = gl.where(m0 < seq.len_q, count, 0)
     work = WorkTile(
@@ -241,116 +225,3 @@ def next_tile(a, i, C: gl.constexpr):
             t = tile_at(a, i)
             work, band = locate(a, gl.maximum(t, 0), C)
     return i, t, work, band
-
-
-@gluon.jit
-def query_lo(band, k, C: gl.constexpr):
-    """The first query that sees a key (k: a number or a vector)."""
-    if C.TERMS == 2:
-        one = gl.where(k < band.end, k + 1 - band.past, UNBOUNDED)
-        two = gl.where(k < band.end2, k + 1 - band.past2, UNBOUNDED)
-        return gl.minimum(one, two)
-    elif C.BAND:
-        return gl.where(k < band.end, k + 1 - band.past, UNBOUNDED)
-    else:
-        return gl.where(k < band.end, 0, UNBOUNDED)
-
-
-@gluon.jit
-def query_hi(band, k, C: gl.constexpr):
-    """One past the last query that sees a key."""
-    if C.LEFT:
-        return gl.where(k >= band.start, k + 1 - band.lo, 0)
-    else:
-        return k * 0 + UNBOUNDED
-
-
-@gluon.jit
-def grad_tile(a, bh, seq, start, first, count, STAT_ROWS: gl.constexpr, C: gl.constexpr):
-    stat_start = seq.b * 0
-    if C.VARLEN:
-        stat_start = seq.q_start // STAT_ROWS + seq.b
-    return GradTile(
-        b=seq.b, row=batch_row(seq.b, C), h=head_of(a, bh, seq.b, C), start=start, q_start=seq.q_start, k_start=seq.k_start,
-        len_q=seq.len_q, len_k=seq.len_k, stat_start=stat_start, first=first, count=count,
-    )  # fmt: skip
-
-
-@gluon.jit
-def locate_keys(a, t, C: gl.constexpr):
-    """Key tile t, counted through each head from its first keys to its last, and the mask of its sequence."""
-    bh = divide(t, a.blocks)
-    seq, tile = sequence_of(a, bh, t - bh * a.blocks.value, a.cu_k, C.BLOCK_N, C)
-    band = band_of(a, seq.b, seq.len_q, seq.len_k, C)
-    n0 = tile * C.BLOCK_N
-    tiles = gl.cdiv(seq.len_q, C.BLOCK_M)
-    first = gl.minimum(gl.maximum(query_lo(band, n0, C), 0) // C.BLOCK_M, tiles - 1)
-    past = gl.minimum(query_hi(band, gl.minimum(n0 + C.BLOCK_N, band.end) - 1, C), seq.len_q)
-    count = gl.maximum(gl.cdiv(past, C.BLOCK_M) - first, 1)
-    if C.VARLEN:
-        count = gl.where((n0 < seq.len_k) & (seq.len_q > 0), count, 0)
-        first = gl.maximum(first, 0)
-    return grad_tile(a, bh, seq, n0, first, count, C.BLOCK_M, C), band
-
-
-@gluon.jit
-def locate_queries(a, t, C: gl.constexpr):
-    """Tile t of 128 queries, counted through each head from its last queries to its first, and the mask of its sequence."""
-    bh = divide(t, a.blocks)
-    seq, tile = sequence_of(a, bh, a.blocks.value - 1 - (t - bh * a.blocks.value), a.cu_q, 128, C)
-    band = band_of(a, seq.b, seq.len_q, seq.len_k, C)
-    m0 = tile * 128
-    first = key_lo(band, m0, C) // C.BLOCK_N
-    hi = key_hi(band, gl.minimum(m0 + 127, seq.len_q - 1), C)
-    count = gl.maximum(gl.cdiv(hi, C.BLOCK_N) - first, 1)
-    if C.VARLEN:
-        count = gl.where(m0 < seq.len_q, count, 0)
-    return grad_tile(a, bh, seq, m0, first, count, C.STAT_ROWS, C), band
-
-
-@gluon.jit
-def first_statistics(work, a):
-    """The tile of statistics of the first query tile that sees these keys, in the first head of the group."""
-    return work.stat_start + (work.row * a.heads.value + work.h) * a.group.value * a.stat_blocks + work.first
-
-
-@gluon.jit
-def seen_keys(band, work, C: gl.constexpr):
-    """[lo, hi): the keys that some query of the sequence sees lie between."""
-    return key_lo(band, work.b * 0, C), key_hi(band, work.len_q - 1, C)
-
-
-@gluon.jit
-def seeing_queries(band, len_q, C: gl.constexpr):
-    """[lo, hi): the queries that see some key lie between; those of the sequence lie before len_q."""
-    lo = len_q * 0
-    hi = len_q * 0 + UNBOUNDED
-    if C.EMPTY_ROWS:
-        lo = gl.maximum(query_lo(band, band.start, C), 0)
-        hi = query_hi(band, band.end - 1, C)
-    if C.VARLEN:  # else the loads fill in zeros past the last query
-        hi = gl.minimum(hi, len_q)
-    return lo, hi
-
-
-@gluon.jit
-def sees_all(band, m, k0, KEYS: gl.constexpr, C: gl.constexpr):
-    """Do all queries of the tile at m see all of these keys?"""
-    ok = m >= query_lo(band, k0 + (KEYS - 1), C)
-    if C.LEFT:
-        ok = ok & (m + C.BLOCK_M <= query_hi(band, k0, C))
-    return ok
-
-
-@gluon.jit
-def visible(band, m, k0, like, C: gl.constexpr):
-    """[keys, queries]: which queries see which keys."""
-    LAYOUT: gl.constexpr = like.type.layout
-    KEYS: gl.constexpr = like.type.shape[0]
-    k = k0 + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
-    q = m + gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, LAYOUT))
-    lo = query_lo(band, k, C)
-    ok = q[None, :] >= lo[:, None]
-    if C.LEFT:
-        ok = ok & (q[None, :] < query_hi(band, k, C)[:, None])
-    return ok

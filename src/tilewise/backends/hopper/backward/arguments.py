@@ -9,6 +9,7 @@ from tilewise.backends.hopper.backward.choose import visiting_queries
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
+from tilewise.backends.hopper.list_plan import list_arguments
 from tilewise.backends.hopper.plan import config_of, tiles
 from tilewise.backends.hopper.structs import Arguments, Divisor, Plane, PrePostArguments, Rows
 from tilewise.backends.hopper.tile_order import tile_order, visited_keys
@@ -70,7 +71,7 @@ def grad_arguments(
     sequences = 1 if problem.varlen else problem.batch
     blocks, heads = blocks_of(problem, length, block), own_heads * sequences
     programs = min(blocks * heads, processors)
-    order = None
+    order: Any = "*i32" if mask.listed or config.ORDERED else None  # written on the device
     if config.BAND and not problem.varlen:
         if isinstance(config, KeysConfig):
             # key tiles are numbered from the first to the last
@@ -97,6 +98,7 @@ def grad_arguments(
         dq=rows,
         dk=rows,
         dv=rows,
+        lists=list_arguments(problem, config),
     )
 
 

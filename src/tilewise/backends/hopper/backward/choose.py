@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from tilewise.backends.gpu.lists import list_layout
 from tilewise.backends.hopper.backward.config import (
     KEYS,
+    LISTED_SEPARATE_DQ,
     QUERIES,
     QUERIES_SHORT,
     SEPARATE_DQ,
@@ -15,10 +17,12 @@ from tilewise.backends.hopper.backward.config import (
     SEPARATE_DQ_UNMASKED,
     SPLIT,
     KeysConfig,
+    QueriesConfig,
     widths,
 )
 from tilewise.backends.hopper.choose import Choice, mask_config
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
+from tilewise.backends.hopper.list_plan import all_seen, hides_in_tiles
 from tilewise.masks import may_have_empty_rows
 from tilewise.problem import Problem
 
@@ -53,13 +57,17 @@ def no_sums(problem: Problem) -> str:
         return "deterministic=True: sums in memory are added in any order"
     if tile.ACC_FROM_STATS and (problem.softcap > 0 or problem.scale <= 0):
         return "scores are more than products to accumulate from -lse, and subtracted statistics find no registers"
+    if tile.ACC_FROM_STATS and mask_of(problem).listed:
+        return "the mask of a list's tile finds no registers beside 128 queries"
     return ""
 
 
 def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
     """Every tile of the kernel that holds keys, the usual one first: with dQ added up in memory, or (`separate`) without dQ."""
     dims, mask = widths(problem.head_dim, problem.head_dim_v), mask_of(problem)
-    if not separate:
+    if mask.listed:
+        found = [tile for tile in listed_tiles(problem) if tile.REDUCE_DQ != separate]
+    elif not separate:
         found = [] if no_sums(problem) else [KEYS[dims]]
     elif problem.softcap > 0:  # its tanh finds no registers beside 128 queries
         found = [SEPARATE_DQ_SOFTCAP[dims], SPLIT[dims]]
@@ -67,7 +75,29 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
         usual = (SEPARATE_DQ if mask.terms or problem.varlen else SEPARATE_DQ_UNMASKED)[dims]
         found = [usual, *([SEPARATE_DQ_SOFTCAP[dims]] if dims == (64, 64) else []), SPLIT[dims]]
     reason = separate_dq(problem, mask).reason
-    return [Choice(tile._replace(**compiled_for(problem, mask)), reason) for tile in dict.fromkeys(found)]
+    return [
+        Choice(tile._replace(**(compiled_for(problem, mask) | list_config(problem, mask, tile))), reason)
+        for tile in dict.fromkeys(found)
+    ]
+
+
+def listed_tiles(problem: Problem) -> list[KeysConfig]:
+    """Tiles of the kernel that holds keys for tile lists: with dQ added up in memory, if that may be, and without."""
+    dims = widths(problem.head_dim, problem.head_dim_v)
+    sums = [] if no_sums(problem) else [KEYS[dims]]
+    return [*sums, LISTED_SEPARATE_DQ[dims]]
+
+
+def list_config(problem: Problem, mask: IntervalMask, tile: KeysConfig | QueriesConfig) -> dict[str, Any]:
+    """What a kernel that walks lists is compiled for beside the rest."""
+    if not mask.listed:
+        return {}
+    layout = list_layout(problem.program, tile.BLOCK_M, tile.BLOCK_N)
+    # what is held may be hidden altogether, what is streamed in tiles that are visited only
+    held, streamed = not all_seen(problem), hides_in_tiles(problem)
+    if isinstance(tile, KeysConfig):
+        return {"LISTS": layout, "UNSEEN_KEYS": held, "EMPTY_ROWS": streamed}
+    return {"LISTS": layout, "UNSEEN_KEYS": streamed, "EMPTY_ROWS": held}
 
 
 def queries_choices(problem: Problem, stat_rows: int) -> list[Choice]:
@@ -75,7 +105,12 @@ def queries_choices(problem: Problem, stat_rows: int) -> list[Choice]:
     dims, mask = widths(problem.head_dim, problem.head_dim_v), mask_of(problem)
     found = [QUERIES[dims], *([QUERIES_SHORT[dims]] if dims in QUERIES_SHORT else [])]
     reason = separate_dq(problem, mask).reason
-    return [Choice(tile._replace(STAT_ROWS=stat_rows, **compiled_for(problem, mask)), reason) for tile in found]
+    return [
+        Choice(
+            tile._replace(STAT_ROWS=stat_rows, **(compiled_for(problem, mask) | list_config(problem, mask, tile))), reason
+        )
+        for tile in found
+    ]
 
 
 def compiled_for(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
@@ -88,7 +123,7 @@ def compiled_for(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
 def without_mask(config: KeysConfig) -> KeysConfig:
     """What the preprocess and postprocess kernels, which know no mask, are compiled for."""
     plain = KeysConfig._field_defaults
-    names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS")
+    names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS", "UNSEEN_KEYS", "ORDERED")
     return config._replace(**{name: plain[name] for name in names})
 
 

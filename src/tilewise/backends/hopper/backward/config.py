@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilewise.backends.hopper.config import WIDTHS, padded
 
@@ -29,6 +29,13 @@ class KeysConfig(NamedTuple):
     VARLEN: bool = False
     BOTTOM_RIGHT: bool = False  # bands of packed sequences count from the bottom right corner
     EMPTY_ROWS: bool = False  # may a query see no key?
+    ORDERED: bool = False  # a packed batch whose order of work tiles the device writes
+    LISTS: Any = None  # a ListLayout, where query tiles come from lists
+    UNSEEN_KEYS: bool = False  # with lists: may there be keys that no query sees?
+
+    @property
+    def LISTED_BY_KEY(self) -> bool:
+        return True
 
     @property
     def tiles(self) -> dict[str, int]:
@@ -74,10 +81,17 @@ class QueriesConfig(NamedTuple):
     VARLEN: bool = False
     BOTTOM_RIGHT: bool = False
     EMPTY_ROWS: bool = False
+    ORDERED: bool = False
+    LISTS: Any = None
+    UNSEEN_KEYS: bool = False
 
     @property
     def BLOCK_M(self) -> int:
         return 128
+
+    @property
+    def LISTED_BY_KEY(self) -> bool:
+        return False
 
     @property
     def tiles(self) -> dict[str, int]:
@@ -130,6 +144,11 @@ SEPARATE_DQ_SOFTCAP = {**SEPARATE_DQ, (64, 64): SEPARATE_DQ[64, 64]._replace(BLO
 """The same under a softcap, whose tanh finds no registers beside 128 queries."""
 SEPARATE_DQ_UNMASKED = {**SEPARATE_DQ, (128, 128): SEPARATE_DQ[128, 128]._replace(V_STAGES=2, OVERLAP_SCORES=True)}
 """The same where every query sees every key: only there overlapping scores pays at 128."""
+LISTED_SEPARATE_DQ = {
+    **SEPARATE_DQ,
+    (64, 64): SEPARATE_DQ[64, 64]._replace(BLOCK_M=64, Q_STAGES=2, V_STAGES=1, OVERLAP_SCORES=False),
+}
+"""The same for tile lists."""
 SPLIT = {dims: _split_config(*dims) for dims in _WIDTHS}
 """64 keys at a time, a gradient for each warpgroup: for 256 columns, and for who asks for it."""
 QUERIES = {dims: _queries_config(*dims) for dims in _WIDTHS}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.backward.reduce import DQ_COLUMNS, reduce_dq
 from tilewise.backends.hopper.backward.scores import (
+    ListedQueries,
     accumulator_from,
     as_operand,
     issue_scores,
@@ -31,9 +32,18 @@ from tilewise.backends.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient, store_rows
+from tilewise.backends.hopper.grad_tile import (
+    HeldTile,
+    beyond_queries,
+    first_statistics,
+    head_statistics,
+    listed_statistics,
+    locate_keys,
+)
+from tilewise.backends.hopper.lists import first_tile, next_listed, row_of, tile_number
 from tilewise.backends.hopper.mainloop import zeros
 from tilewise.backends.hopper.ring import matrix, matrix_in, release, stage, wait_full
-from tilewise.backends.hopper.work_tile import HeldTile, first_statistics, locate_keys, tile_at
+from tilewise.backends.hopper.work_tile import tile_at
 from tilewise.backends.hopper.zeroing import zero_unseeing_queries, zero_unseen_keys
 
 
@@ -72,7 +82,7 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
     k_rows = k_tile.slice(WG * 64, 64, dim=0)
     v_rows = matrix(rings.v, index).slice(WG * 64, 64, dim=0)
     zero = zeros(C.BLOCK_M)
-    zero_unseeing_queries(rings, n, m, tile, WG, C)
+    zero_unseeing_queries(rings, n, m, tile, a, WG, C)
     mbarrier.wait(rings.q.full.index(at), parity)
     if C.ACC_FROM_STATS:
         lse2 = statistic(rings.stats, at, "lse2", C)
@@ -87,7 +97,7 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
         dp_token = warpgroup_mma(v_rows, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         lse2 = statistic(rings.stats, at, "lse2", C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
-    p_tile, w_tile = masked_weights(s_tile, lse2, tile.band, m, tile.work.start + 64 * WG, a, C)
+    p_tile, w_tile = masked_weights(s_tile, lse2, tile, m, tile.work.start + 64 * WG, a, C)
     if C.REDUCE_DQ:
         # both warpgroups are done with step n - 1, and so with dQ(n - 2)
         mbarrier.wait(rings.q.empty.index(at ^ 1), ((n - 1) >> 1) & 1)
@@ -143,12 +153,41 @@ def gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.constexpr)
 
 
 @gluon.jit
-def score_tiles(s_token, dp_token, rings, n, m, k0, band, a, C: gl.constexpr):
+def listed_gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.constexpr):
+    """The same from the queries of a list."""
+    work = tile.work
+    row = row_of(a.lists, work.b, work.h * a.group.value, work.start // C.BLOCK_N)
+    stat0 = head_statistics(work, a)
+    dk = zeros(C.BLOCK_D)
+    dv = zeros(C.BLOCK_DV)
+    cursor = first_tile(a.lists, row, beyond_queries(a, C))
+    after = next_listed(cursor, a.lists, row, q_base * 0, work.first, work.count)
+    m = ListedQueries(cursor=cursor, partial=work.first > 0, h=work.h * a.group.value)
+    dk, dv = step((dk, dv), rings, tile, q_base, m, before, a, True, WG, C)
+    before = listed_statistics(tile_number(cursor), stat0, a, C)
+    for g in range(a.group.value):
+        n0 = q_base + g * work.count
+        first = stat0 + g * a.stat_blocks
+        for n in range(gl.maximum(n0, q_base + 1), n0 + work.count):
+            j = n - n0
+            cursor = after
+            after = next_listed(cursor, a.lists, row, j, work.first, work.count)
+            m = ListedQueries(cursor=cursor, partial=j < work.first, h=work.h * a.group.value + g)
+            dk, dv = step((dk, dv), rings, tile, n, m, before, a, False, WG, C)
+            before = listed_statistics(tile_number(cursor), first, a, C)
+    release(rings.v, tile.index)
+    if not C.REDUCE_DQ:
+        release(rings.k, tile.index)
+    return dk, dv, before
+
+
+@gluon.jit
+def score_tiles(s_token, dp_token, rings, n, m, k0, tile, a, C: gl.constexpr):
     """P and dS of the n-th query tile as left operands; S and dP are in flight."""
     DTYPE: gl.constexpr = rings.q.tiles.dtype
     at = stage(rings.q, n)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
-    p_tile, w_tile = masked_weights(s_tile, statistic(rings.stats, at, "lse2", C), band, m, k0, a, C)
+    p_tile, w_tile = masked_weights(s_tile, statistic(rings.stats, at, "lse2", C), tile, m, k0, a, C)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, M]
     ds_tile = w_tile * (dp_tile - statistic(rings.stats, at, "delta", C)[None, :])
     return as_operand(p_tile, C.BLOCK_DV, DTYPE), as_operand(ds_tile, C.BLOCK_D, DTYPE)
@@ -171,23 +210,23 @@ def overlapped_gradients(rings, tile, q_base, a, WG: gl.constexpr, C: gl.constex
     dk = zeros(C.BLOCK_D)
     dv = zeros(C.BLOCK_DV)
     m0 = work.first * C.BLOCK_M
-    zero_unseeing_queries(rings, q_base, m0, tile, WG, C)
+    zero_unseeing_queries(rings, q_base, m0, tile, a, WG, C)
     s_token = issue_scores(k_rows, rings.q, q_base, C.BLOCK_M)
     dp_token = issue_scores(v_rows, rings.do, q_base, C.BLOCK_M)
-    p, ds = score_tiles(s_token, dp_token, rings, q_base, m0, k0, tile.band, a, C)
+    p, ds = score_tiles(s_token, dp_token, rings, q_base, m0, k0, tile, a, C)
     # over the query tiles before n: dv and dk lack the last one, whose P and dS wait in p and ds
     for g in range(a.group.value):
         n0 = q_base + g * work.count
         for j in range(gl.maximum(n0, q_base + 1), n0 + work.count):
             m = (work.first + j - n0) * C.BLOCK_M
             n = opaque(j)  # else each address is a variable of the loop in a register of its own
-            zero_unseeing_queries(rings, n, m, tile, WG, C)
+            zero_unseeing_queries(rings, n, m, tile, a, WG, C)
             dv_token, dk_token = issue_gradients(p, ds, dk, dv, rings, n - 1)
             s_token = issue_scores(k_rows, rings.q, n, C.BLOCK_M)
             dv, dk, _, _ = warpgroup_mma_wait(1, deps=[dv_token, dk_token, p, ds])
             release(rings.q, n - 1)  # for dO too
             dp_token = issue_scores(v_rows, rings.do, n, C.BLOCK_M)
-            p, ds = score_tiles(s_token, dp_token, rings, n, m, k0, tile.band, a, C)
+            p, ds = score_tiles(s_token, dp_token, rings, n, m, k0, tile, a, C)
     release(rings.v, tile.index)
     release(rings.k, tile.index)
     last = q_base + work.count * a.group.value - 1
@@ -214,7 +253,9 @@ def process_tile(outputs, rings, tile, q_base, before, i, a, WG: gl.constexpr, C
     wait_full(rings.v, tile.index)
     k_rows = matrix(rings.k, tile.index).slice(WG * 64, 64, dim=0)
     zero_unseen_keys(k_rows, matrix(rings.v, tile.index).slice(WG * 64, 64, dim=0), tile, k0, 64, a, C)
-    if C.OVERLAP_SCORES:
+    if C.LISTS is not None:
+        dk, dv, before = listed_gradients(rings, tile, q_base, before, a, WG, C)
+    elif C.OVERLAP_SCORES:
         dk, dv = overlapped_gradients(rings, tile, q_base, a, WG, C)
     else:
         dk, dv, before = gradients(rings, tile, q_base, before, a, WG, C)

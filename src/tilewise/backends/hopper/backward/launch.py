@@ -11,10 +11,14 @@ from torch import Tensor
 from tilewise.backends.base import BackwardInputs, Grads, Inputs
 from tilewise.backends.gpu.launch import Address, Descriptor, describable, view
 from tilewise.backends.gpu.record import Launch, Recording, recorder
-from tilewise.backends.hopper.backward.arguments import BackwardPlan, Step, make_plan
+from tilewise.backends.hopper.backward.arguments import BackwardPlan, Step, heads_together, make_plan
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.launch import device_terms, kernel_for, order_on, packed_rows, spec_of, tensors_of
-from tilewise.backends.hopper.structs import Plane, PrePostArguments, Term
+from tilewise.backends.hopper.list_launch import CallLists, Dealing, call_lists, is_listed
+from tilewise.backends.hopper.list_plan import lists_of
+from tilewise.backends.hopper.packed_order import empty_order, order_launch
+from tilewise.backends.hopper.plan import plan_of
+from tilewise.backends.hopper.structs import Arguments, Plane, PrePostArguments, Term
 from tilewise.problem import Problem
 
 
@@ -42,27 +46,89 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     q, k, v = inputs[:3]
     strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
     key = ("hopper backward", q.device, *strides)
+    found = lists_of_steps(problem, inputs)
+    key = (*key, *(lists.key for lists in found.values())) if found else key
     recording = recorder.get(problem, key, q.device, partial(plan_on, problem, q.device, dlse is not None))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     scratch = q.new_empty(recording.plan.stats + recording.plan.dq, dtype=torch.float32)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
-    launch(problem, Memory(q, k, v, out, lse, dout, dlse, dq, dk, dv, scratch, cu_q, cu_k), recording)
+    launch(problem, Memory(q, k, v, out, lse, dout, dlse, dq, dk, dv, scratch, cu_q, cu_k), recording, found)
     return Grads(dq if needs.dq else None, dk if needs.dk else None, dv if needs.dv else None)
 
 
-def launch(problem: Problem, memory: Memory, recording: Recording) -> None:
-    """Fill dq, dk and dv by the plan of a recording."""
-    terms = device_terms(problem, memory.q.device) if problem.program.tensors else ()
-    tensors = (*memory, *tensors_of(terms)) if terms else memory
+def lists_of_steps(problem: Problem, inputs: Inputs) -> dict[str, CallLists]:
+    """Under a mask of tile lists: those of each kernel that walks some."""
+    if not is_listed(problem):
+        return {}
+    configs = {planned.tile.kernel: planned.config for pass_, planned in plan_of(problem).items() if pass_ != "forward"}
+    units = spec_of(inputs.q.device.index or 0).units
+
+    def dealing(config: KeysConfig | QueriesConfig) -> Dealing:
+        of_keys = isinstance(config, KeysConfig)
+        heads = (problem.kv_heads if of_keys else problem.heads) * problem.batch
+        return Dealing(of_keys, units, heads_together(problem, config, heads))
+
+    return {
+        kernel: call_lists(problem, inputs, config, dealing(config))
+        for kernel, config in configs.items()
+        if config.LISTS is not None
+    }
+
+
+def launch(problem: Problem, memory: Memory, recording: Recording, found: dict[str, CallLists] | None = None) -> None:
+    """Fill dq, dk and dv by the plan of a recording; `found` are the tile lists of its steps, if the mask has some."""
+    terms: tuple[Term, ...] = ()
+    tensors: Any = memory
+    if found:
+        tensors = (*memory, *(x for lists in found.values() for x in lists.tensors))
+    elif problem.program.tensors:
+        terms = device_terms(problem, memory.q.device)
+        tensors = (*memory, *tensors_of(terms))
+    ordered = [step for step in recording.plan.steps if isinstance(step.arguments, Arguments) and step.config.ORDERED]
+    orders = {step.name: empty_order(step.arguments, memory.q) for step in ordered}
+    if orders:
+        tensors = (*tensors, *orders.values())
     if recording.repeat(tensors):
         return
     tidy = readable(memory)
-    launches = [launch_of(step, recording.plan, tidy, terms) for step in recording.plan.steps]
+    steps = recording.plan.steps
+    if found:
+        steps = tuple(with_lists(problem, step, found) for step in steps)
+    if orders:
+        steps = tuple(with_order(step, orders) for step in steps)
+    launches = [launch for step in steps for launch in launches_of(problem, step, recording.plan, tidy, terms)]
     if tidy is memory:
         recording.record(tensors, launches)
     else:  # over copies of this call alone
         for step in launches:
             step.run()
+
+
+def with_lists(problem: Problem, step: Step, found: dict[str, CallLists]) -> Step:
+    """The step with its lists' addresses."""
+    if step.name not in found or not isinstance(step.arguments, Arguments):
+        return step
+    own = found[step.name]
+    return step._replace(arguments=step.arguments._replace(lists=lists_of(own.lists, own.words), order=own.order))
+
+
+def with_order(step: Step, orders: dict[str, Tensor]) -> Step:
+    """The step with memory for the order of its work tiles."""
+    if step.name not in orders or not isinstance(step.arguments, Arguments):
+        return step
+    return step._replace(arguments=step.arguments._replace(order=orders[step.name]))
+
+
+def launches_of(
+    problem: Problem, step: Step, plan: BackwardPlan, memory: Memory, terms: tuple[Term, ...]
+) -> list[Launch]:
+    """A step over these tensors, and before it the kernel that writes the order of a packed batch's tiles."""
+    main = launch_of(step, plan, memory, terms)
+    if not (isinstance(step.arguments, Arguments) and step.config.ORDERED):
+        return [main]
+    by_key = isinstance(step.config, KeysConfig)
+    heads = problem.kv_heads if by_key else problem.heads
+    return [order_launch(problem, step.config, main.args[-1], by_key, heads_together(problem, step.config, heads)), main]
 
 
 def readable(memory: Memory) -> Memory:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from tilewise.backends.hopper.compat import gl, gluon, mbarrier, tma_load
+from tilewise.backends.hopper.grad_tile import (
+    beyond_queries,
+    first_statistics,
+    head_statistics,
+    listed_statistics,
+    locate_keys,
+    locate_queries,
+)
+from tilewise.backends.hopper.lists import first_tile, next_listed, row_of, tile_number
 from tilewise.backends.hopper.ring import fill, fill_free, phase, stage
-from tilewise.backends.hopper.work_tile import divide, first_statistics, locate_keys, locate_queries, tile_at
+from tilewise.backends.hopper.work_tile import beyond_keys, divide, tile_at
 
 
 @gluon.jit
@@ -34,10 +43,19 @@ def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, 
         if not C.SPLIT:
             if work.count > 0:
                 fill(rings.k, k_desc, kv_index, work.row, work.h, work.k_start + work.start)
+        if C.LISTS is not None:
+            row = row_of(a.lists, work.b, work.h * a.group.value, work.start // C.BLOCK_N)
+            cursor = first_tile(a.lists, row, beyond_queries(a, C))
+            stat_tile = head_statistics(work, a)
         for g in range(a.group.value):
             h = work.h * a.group.value + g
             token = work.q_start + work.first * C.BLOCK_M
+            stat0 = stat_tile
             for j in range(work.count):
+                if C.LISTS is not None:
+                    token = tile_number(cursor) * C.BLOCK_M
+                    stat_tile = listed_statistics(tile_number(cursor), stat0, a, C)
+                    cursor = next_listed(cursor, a.lists, row, j, work.first, work.count)
                 fill_queries(rings.q, q_desc, stats, stats_desc, n, work.row, h, token, stat_tile)
                 if C.SPLIT:
                     fill(rings.do, do_desc, n, work.row, h, token)
@@ -50,9 +68,13 @@ def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, 
                         fill(rings.k, k_desc, kv_index, work.row, work.h, work.k_start + work.start)
                     kv_index += 1
                 n += 1
-                token += C.BLOCK_M
-                stat_tile += 1
-            stat_tile += a.stat_blocks - work.count
+                if C.LISTS is None:
+                    token += C.BLOCK_M
+                    stat_tile += 1
+            if C.LISTS is not None:
+                stat_tile = stat0 + a.stat_blocks
+            else:
+                stat_tile += a.stat_blocks - work.count
         q_base = n
 
 
@@ -73,8 +95,15 @@ def produce_for_queries(q_desc, do_desc, k_desc, v_desc, rings, a, C: gl.constex
                 fill(rings.q, q_desc, q_index * 2 + w, work.row, work.h, work.q_start + work.start + 64 * w)
                 fill(rings.do, do_desc, q_index * 2 + w, work.row, work.h, work.q_start + work.start + 64 * w)
             q_index += 1
+        if C.LISTS is not None:
+            row = row_of(a.lists, work.b, work.h, work.start // C.BLOCK_M)
+            cursor = first_tile(a.lists, row, beyond_keys(a, C))
         for j in range(work.count):
-            at = work.k_start + (work.first + j) * C.BLOCK_N
+            if C.LISTS is not None:
+                at = tile_number(cursor) * C.BLOCK_N
+                cursor = next_listed(cursor, a.lists, row, j, work.first, work.count)
+            else:
+                at = work.k_start + (work.first + j) * C.BLOCK_N
             fill(rings.k, k_desc, kv_base + j, work.row, kv_h, at)
             fill(rings.v, v_desc, kv_base + j, work.row, kv_h, at)
         kv_base += work.count

@@ -10,10 +10,13 @@ from __future__ import annotations
 from tilewise.backends.hopper.backward.scores import as_operand, issue_scores, weights
 from tilewise.backends.hopper.compat import gl, gluon, opaque, warpgroup_mma, warpgroup_mma_wait
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient
+from tilewise.backends.hopper.grad_tile import HeldTile, locate_queries
+from tilewise.backends.hopper.listed import visible_keys
+from tilewise.backends.hopper.lists import first_tile, next_listed, place, row_of
 from tilewise.backends.hopper.mainloop import accumulator, zeros
 from tilewise.backends.hopper.ring import matrix, release, wait_full
 from tilewise.backends.hopper.softmax import INF
-from tilewise.backends.hopper.work_tile import HeldTile, key_hi, key_lo, locate_queries, tile_at
+from tilewise.backends.hopper.work_tile import beyond_keys, key_hi, key_lo, tile_at
 from tilewise.backends.hopper.zeroing import zero_unseen_key_halves
 
 
@@ -31,12 +34,11 @@ def row_statistics(work, row0, a, C: gl.constexpr):
 
 
 @gluon.jit
-def row_weights(s_tile, lse2, band, row0, key0, a, C: gl.constexpr):
-    """What dP - delta is multiplied with: weights times the softcap's slope, 0 where a query does not see a key."""
-    _, w_tile = weights(s_tile, lse2[:, None], a, C)
+def masked_by_interval(w_tile, band, row0, key0, C: gl.constexpr):
+    """Weights, 0 where a query does not see a key."""
     all_see = (key_hi(band, row0, C) >= key0 + C.BLOCK_N) & (key_lo(band, row0 + 63, C) <= key0)
     if not all_see:
-        LAYOUT: gl.constexpr = s_tile.type.layout
+        LAYOUT: gl.constexpr = w_tile.type.layout
         q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         k = key0 + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
         ok = k[None, :] < key_hi(band, q, C)[:, None]
@@ -47,11 +49,24 @@ def row_weights(s_tile, lse2, band, row0, key0, a, C: gl.constexpr):
 
 
 @gluon.jit
-def score_gradient(s_token, dp_token, v_ring, n, key0, statistics, band, row0, a, C: gl.constexpr):
+def row_weights(s_tile, lse2, tile, row0, key0, a, C: gl.constexpr):
+    """What dP - delta is multiplied with: weights times the softcap's slope, 0 where a query does not see a key. Of a list,
+    key0 is the tile's place and whether it is PARTIAL, else its first key."""
+    _, w_tile = weights(s_tile, lse2[:, None], a, C)
+    if C.LISTS is not None:
+        if key0[1]:
+            w_tile = visible_keys(w_tile, tile.work, row0, key0[0], 0.0, a, C)
+    else:
+        w_tile = masked_by_interval(w_tile, tile.band, row0, key0, C)
+    return w_tile
+
+
+@gluon.jit
+def score_gradient(s_token, dp_token, v_ring, n, key0, statistics, tile, row0, a, C: gl.constexpr):
     """dS of the n-th key tile as the left operand of its product with K; S and dP are in flight."""
     lse2, delta = statistics
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
-    w_tile = row_weights(s_tile, lse2, band, row0, key0, a, C)
+    w_tile = row_weights(s_tile, lse2, tile, row0, key0, a, C)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, N]
     release(v_ring, n)
     return as_operand(w_tile * (dp_tile - delta[:, None]), C.BLOCK_D, v_ring.tiles.dtype)
@@ -69,7 +84,7 @@ def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
     zero_unseen_key_halves(rings, kv_base, key0, tile, a, WG, C)
     s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N)
     dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N)
-    ds = score_gradient(s_token, dp_token, rings.v, kv_base, key0, statistics, tile.band, row0, a, C)
+    ds = score_gradient(s_token, dp_token, rings.v, kv_base, key0, statistics, tile, row0, a, C)
     # over the key tiles before n: dq lacks the last one, whose dS waits in ds
     for j in range(kv_base + 1, past):
         key0 += C.BLOCK_N
@@ -80,7 +95,7 @@ def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
         dq, _ = warpgroup_mma_wait(1, deps=[dq_token, ds])
         release(rings.k, n - 1)
         dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N)
-        ds = score_gradient(s_token, dp_token, rings.v, n, key0, statistics, tile.band, row0, a, C)
+        ds = score_gradient(s_token, dp_token, rings.v, n, key0, statistics, tile, row0, a, C)
     dq_token = warpgroup_mma(ds, matrix(rings.k, past - 1), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq_token])
     release(rings.k, past - 1)
@@ -88,9 +103,58 @@ def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def zero_empty_rows(dq, band, row0, C: gl.constexpr):
+def zero_partial_keys(rings, n, cursor, partial, tile, a, WG: gl.constexpr, C: gl.constexpr):
+    if C.UNSEEN_KEYS:
+        if partial:
+            zero_unseen_key_halves(rings, n, cursor, tile, a, WG, C)
+
+
+@gluon.jit
+def listed_gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
+    """The same from the keys of a list."""
+    work = tile.work
+    q_tile = matrix(rings.q, WG)
+    do_tile = matrix(rings.do, WG)
+    statistics = row_statistics(work, row0, a, C)
+    row = row_of(a.lists, work.b, work.h, work.start // C.BLOCK_M)
+    dq = zeros(C.BLOCK_D)
+    cursor = first_tile(a.lists, row, beyond_keys(a, C))
+    after = next_listed(cursor, a.lists, row, kv_base * 0, work.first, work.count)
+    past = kv_base + work.count
+    partial = work.first > 0
+    zero_partial_keys(rings, kv_base, cursor, partial, tile, a, WG, C)
+    s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N)
+    dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N)
+    ds = score_gradient(s_token, dp_token, rings.v, kv_base, (cursor, partial), statistics, tile, row0, a, C)
+    # over the key tiles before n: dq lacks the last one, whose dS waits in ds
+    for i in range(kv_base + 1, past):
+        j = i - kv_base
+        cursor = after
+        after = next_listed(cursor, a.lists, row, j, work.first, work.count)
+        partial = j < work.first
+        n = opaque(i)  # else each address is a variable of the loop in a register of its own
+        zero_partial_keys(rings, n, cursor, partial, tile, a, WG, C)
+        dq_token = warpgroup_mma(ds, matrix(rings.k, n - 1), dq, is_async=True)
+        s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N)
+        dq, _ = warpgroup_mma_wait(1, deps=[dq_token, ds])
+        release(rings.k, n - 1)
+        dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N)
+        ds = score_gradient(s_token, dp_token, rings.v, n, (cursor, partial), statistics, tile, row0, a, C)
+    dq_token = warpgroup_mma(ds, matrix(rings.k, past - 1), dq, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=[dq_token])
+    release(rings.k, past - 1)
+    return dq
+
+
+@gluon.jit
+def zero_empty_rows(dq, work, band, row0, a, C: gl.constexpr):
     """dQ with zeros in rows that see no key, whatever they hold and whatever comes back to them."""
-    if C.EMPTY_ROWS:
+    if C.EMPTY_ROWS and C.LISTS is not None:
+        q = row0 + gl.arange(0, 64, gl.SliceLayout(1, dq.type.layout))
+        words = a.lists.seeing + place(work.b, work.h, a.lists.seeing_strides)
+        word = gl.load(words + q // 32, mask=q < a.len_q, other=0)
+        dq = gl.where((((word >> (q % 32)) & 1) != 0)[:, None], dq, 0.0)
+    elif C.EMPTY_ROWS:
         q = row0 + gl.arange(0, 64, gl.SliceLayout(1, dq.type.layout))
         dq = gl.where((key_lo(band, q, C) < key_hi(band, q, C))[:, None], dq, 0.0)
     return dq
@@ -110,12 +174,16 @@ def consume_queries(dq_desc, rings, a, WG: gl.constexpr, C: gl.constexpr):
             at = q_index * 2 + WG
             wait_full(rings.q, at)
             wait_full(rings.do, at)
-            dq = gradient(rings, HeldTile(work=work, band=band, index=q_index), kv_base, row0, a, WG, C)
+            held = HeldTile(work=work, band=band, index=q_index)
+            if C.LISTS is not None:
+                dq = listed_gradient(rings, held, kv_base, row0, a, WG, C)
+            else:
+                dq = gradient(rings, held, kv_base, row0, a, WG, C)
             release(rings.do, at)
             # located again rather than kept in registers
             work, band = locate_queries(a, tile_at(a, opaque(i)), C)
             row0 = work.start + 64 * WG
-            dq = zero_empty_rows(dq, band, row0, C)
+            dq = zero_empty_rows(dq, work, band, row0, a, C)
             buffer = rings.q.tiles.index(WG)
             store_gradient(dq_desc, a.dq, dq * a.scale, buffer, work, work.q_start, row0, work.len_q, C)
             await_stores()

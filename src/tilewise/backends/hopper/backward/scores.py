@@ -1,12 +1,23 @@
 """Score tiles of the backward: S and dP, weights from S and the statistics of rows."""
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
-from tilewise.backends.hopper.compat import gl, gluon, warpgroup_mma
+from tilewise.backends.hopper.compat import aggregate, gl, gluon, warpgroup_mma
+from tilewise.backends.hopper.grad_tile import sees_all, visible
+from tilewise.backends.hopper.listed import visible_queries
+from tilewise.backends.hopper.lists import Cursor
 from tilewise.backends.hopper.mainloop import accumulator, left_operand, zeros
 from tilewise.backends.hopper.ring import matrix, wait_full
 from tilewise.backends.hopper.softmax import tanh
-from tilewise.backends.hopper.work_tile import sees_all, visible
+
+
+@aggregate
+class ListedQueries:
+    """A query tile of a list."""
+
+    cursor: Cursor
+    partial: gl.tensor
+    h: gl.tensor  # a query head
 
 
 @gluon.jit
@@ -55,11 +66,27 @@ def weights(s_tile, lse2, a, C: gl.constexpr):
 
 
 @gluon.jit
-def masked_weights(s_tile, lse2, band, m, k0, a, C: gl.constexpr):
-    """Weights, 0 where a query does not see a key. Queries past the last have an lse of +inf, so theirs are 0 anyway."""
+def weights_of_list(p_tile, w_tile, work, queries, k0, a, C: gl.constexpr):
+    """Weights against a query tile of a list, 0 where a query does not see a key."""
+    if queries.partial:
+        p_tile = visible_queries(p_tile, work, queries.h, k0, queries.cursor, a, C)
+        if C.SCORES == "softcap":
+            w_tile = visible_queries(w_tile, work, queries.h, k0, queries.cursor, a, C)
+        else:
+            w_tile = p_tile
+    return p_tile, w_tile
+
+
+@gluon.jit
+def masked_weights(s_tile, lse2, tile, m, k0, a, C: gl.constexpr):
+    """Weights, 0 where a query does not see a key. Queries past the last have an lse of +inf, so theirs are 0 anyway. Of a list,
+    m is a ListedQueries, else the tile's first query."""
     p_tile, w_tile = weights(s_tile, None if C.ACC_FROM_STATS else lse2[None, :], a, C)
-    if not sees_all(band, m, k0, 64, C):
-        ok = visible(band, m, k0, p_tile, C)
-        p_tile = gl.where(ok, p_tile, 0.0)
-        w_tile = gl.where(ok, w_tile, 0.0)
+    if C.LISTS is not None:
+        p_tile, w_tile = weights_of_list(p_tile, w_tile, tile.work, m, k0, a, C)
+    else:
+        if not sees_all(tile.band, m, k0, 64, C):
+            ok = visible(tile.band, m, k0, p_tile, C)
+            p_tile = gl.where(ok, p_tile, 0.0)
+            w_tile = gl.where(ok, w_tile, 0.0)
     return p_tile, w_tile

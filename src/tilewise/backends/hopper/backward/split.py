@@ -9,7 +9,13 @@ done, and what it computes between products runs under the other's. dQ has a ker
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.backward.scores import as_operand, issue_scores, masked_weights, statistic
+from tilewise.backends.hopper.backward.scores import (
+    ListedQueries,
+    as_operand,
+    issue_scores,
+    masked_weights,
+    statistic,
+)
 from tilewise.backends.hopper.compat import (
     KV_READ_BARRIER,
     gl,
@@ -21,9 +27,11 @@ from tilewise.backends.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient, store_rows
+from tilewise.backends.hopper.grad_tile import HeldTile, beyond_queries, locate_keys
+from tilewise.backends.hopper.lists import first_tile, next_listed, row_of
 from tilewise.backends.hopper.mainloop import accumulator, zeros
 from tilewise.backends.hopper.ring import matrix, phase, release, stage, wait_full
-from tilewise.backends.hopper.work_tile import HeldTile, locate_keys, tile_at
+from tilewise.backends.hopper.work_tile import tile_at
 from tilewise.backends.hopper.zeroing import zero_unseeing_queries, zero_unseen_keys
 
 
@@ -41,10 +49,13 @@ def issue_next(token, read_ring, n, rows, next_ring, LAST: gl.constexpr, C: gl.c
 
 
 @gluon.jit
-def zero_next_queries(rings, n, m, tile, WG: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
-    """Before the n-th tile's last product, for the scores behind it."""
+def zero_next_queries(rings, n, m, tile, a, WG: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
+    """Before the n-th tile's last product, for the scores behind it; of a list, m is this tile and the next."""
     if not LAST:
-        zero_unseeing_queries(rings, n + 1, m + C.BLOCK_M, tile, WG, C)
+        if C.LISTS is not None:
+            zero_unseeing_queries(rings, n + 1, m[1], tile, a, WG, C)
+        else:
+            zero_unseeing_queries(rings, n + 1, m + C.BLOCK_M, tile, a, WG, C)
 
 
 @gluon.jit
@@ -55,20 +66,23 @@ def values_step(carried, rings, n, m, tile, k_tile, a, LAST: gl.constexpr, C: gl
     lse2 = statistic(rings.stats, stage(rings.q, n), "lse2", C)
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, M]
     release(rings.q, n)
-    p_tile, w_tile = masked_weights(s_tile, lse2, tile.band, m, tile.work.start, a, C)
+    queries = m
+    if C.LISTS is not None:
+        queries = m[0]
+    p_tile, w_tile = masked_weights(s_tile, lse2, tile, queries, tile.work.start, a, C)
     w_ring = rings.exchange
     at = stage(w_ring, n)
     mbarrier.wait(w_ring.empty.index(at), phase(w_ring, n) ^ 1)
     w_ring.tiles.index(at).store(w_tile)
     mbarrier.arrive(w_ring.full.index(at), count=1)
-    zero_next_queries(rings, n, m, tile, 0, LAST, C)
+    zero_next_queries(rings, n, m, tile, a, 0, LAST, C)
     wait_full(rings.do, n)
     dv_token = warpgroup_mma(as_operand(p_tile, C.BLOCK_DV, DTYPE), matrix(rings.do, n), dv, is_async=True)
     return issue_next(dv_token, rings.do, n, k_tile, rings.q, LAST, C)
 
 
 @gluon.jit
-def keys_step(carried, rings, n, m, tile, v_tile, LAST: gl.constexpr, C: gl.constexpr):
+def keys_step(carried, rings, n, m, tile, v_tile, a, LAST: gl.constexpr, C: gl.constexpr):
     """The n-th query tile, whose dP is in flight."""
     dk, dp_token = carried
     DTYPE: gl.constexpr = rings.q.tiles.dtype
@@ -83,7 +97,7 @@ def keys_step(carried, rings, n, m, tile, v_tile, LAST: gl.constexpr, C: gl.cons
     w_tile = w_ring.tiles.index(stage(w_ring, n)).load(S_LAYOUT)
     release(w_ring, n)
     ds_tile = w_tile * dp_tile
-    zero_next_queries(rings, n, m, tile, 1, LAST, C)
+    zero_next_queries(rings, n, m, tile, a, 1, LAST, C)
     dk_token = warpgroup_mma(as_operand(ds_tile, C.BLOCK_D, DTYPE), matrix(rings.q, n), dk, is_async=True)
     return issue_next(dk_token, rings.q, n, v_tile, rings.do, LAST, C)
 
@@ -94,7 +108,7 @@ def step(carried, rings, n, m, tile, kv_tile, a, LAST: gl.constexpr, WG: gl.cons
     if WG == 0:
         return values_step(carried, rings, n, m, tile, kv_tile, a, LAST, C)
     else:
-        return keys_step(carried, rings, n, m, tile, kv_tile, LAST, C)
+        return keys_step(carried, rings, n, m, tile, kv_tile, a, LAST, C)
 
 
 @gluon.jit
@@ -106,7 +120,7 @@ def gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.constexpr)
     for g in range(a.group.value):
         n0 = q_base + g * work.count
         last = n0 + work.count - 1
-        zero_unseeing_queries(rings, n0, work.first * C.BLOCK_M, tile, WG, C)
+        zero_unseeing_queries(rings, n0, work.first * C.BLOCK_M, tile, a, WG, C)
         token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M)
         for n in range(n0, last):
             m = (work.first + n - n0) * C.BLOCK_M
@@ -114,6 +128,41 @@ def gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.constexpr)
         m = (work.first + work.count - 1) * C.BLOCK_M
         grad, _ = step((grad, token), rings, last, m, tile, kv_tile, a, True, WG, C)
     return grad
+
+
+@gluon.jit
+def listed_gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.constexpr):
+    """The same from the queries of a list."""
+    work = tile.work
+    score_ring = rings.q if WG == 0 else rings.do
+    grad = zeros(C.BLOCK_DV if WG == 0 else C.BLOCK_D)
+    row = row_of(a.lists, work.b, work.h * a.group.value, work.start // C.BLOCK_N)
+    for g in range(a.group.value):
+        h = work.h * a.group.value + g
+        n0 = q_base + g * work.count
+        last = n0 + work.count - 1
+        here = first_tile(a.lists, row, beyond_queries(a, C))
+        now = ListedQueries(cursor=here, partial=work.first > 0, h=h)
+        zero_unseeing_queries(rings, n0, now, tile, a, WG, C)
+        token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M)
+        for n in range(n0, last):
+            j = n - n0
+            after = next_listed(here, a.lists, row, j, work.first, work.count)
+            now = ListedQueries(cursor=here, partial=j < work.first, h=h)
+            then = ListedQueries(cursor=after, partial=j + 1 < work.first, h=h)
+            grad, token = step((grad, token), rings, n, (now, then), tile, kv_tile, a, False, WG, C)
+            here = after
+        now = ListedQueries(cursor=here, partial=work.count <= work.first, h=h)
+        grad, _ = step((grad, token), rings, last, (now, now), tile, kv_tile, a, True, WG, C)
+    return grad
+
+
+@gluon.jit
+def gradient_of(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.constexpr):
+    if C.LISTS is not None:
+        return listed_gradient(rings, tile, kv_tile, q_base, a, WG, C)
+    else:
+        return gradient(rings, tile, kv_tile, q_base, a, WG, C)
 
 
 @gluon.jit
@@ -127,11 +176,11 @@ def process_tile(grad_desc, rings, tile, q_base, i, a, WG: gl.constexpr, C: gl.c
     half_start = tile.work.start + HALF
     zero_unseen_keys(k_tile.slice(HALF, 32, dim=0), v_tile.slice(HALF, 32, dim=0), tile, half_start, 32, a, C)
     if WG == 0:
-        grad = gradient(rings, tile, k_tile, q_base, a, WG, C)
+        grad = gradient_of(rings, tile, k_tile, q_base, a, WG, C)
         ring = rings.v
         rows = a.dv
     else:
-        grad = gradient(rings, tile, v_tile, q_base, a, WG, C) * a.scale
+        grad = gradient_of(rings, tile, v_tile, q_base, a, WG, C) * a.scale
         ring = rings.k
         rows = a.dk
     # located again rather than kept in registers

@@ -1,0 +1,159 @@
+"""Walking tile lists (`backends/gpu/lists.py`): which tiles a work tile visits, and which of a PARTIAL tile's keys a query sees.
+
+PARTIAL tiles come first, then FULL ones, so that a kernel has one loop with a mask and one without. A row without tiles is walked
+as one PARTIAL tile beyond the tensor, where loads fill in zeros and no key is visible: no role needs a path of its own for it.
+"""
+
+# No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
+
+from tilewise.backends.gpu.lists import COUNT_BITS, COUNT_SHIFT, DIFFERENT, FIRST_BITS, LIVE_SHIFT
+from tilewise.backends.hopper.compat import aggregate, gl, gluon
+
+FIRST_MASK = gl.constexpr((1 << FIRST_BITS) - 1)
+COUNT_MASK = gl.constexpr((1 << COUNT_BITS) - 1)
+RUN_LENGTH = gl.constexpr(COUNT_SHIFT)
+RUN_NUMBER = gl.constexpr(COUNT_BITS)
+LIVE = gl.constexpr(LIVE_SHIFT)
+FAR = gl.constexpr(1 << 29)
+"""Further than any tensor is long, and twice that is no overflow."""
+NOT_EQUAL = gl.constexpr(DIFFERENT)
+
+
+@aggregate
+class Cursor:
+    """A place in a row's list."""
+
+    word: gl.tensor  # the run
+    at: gl.tensor  # its number among the PARTIAL or the FULL ones in the upper bits, the tile's number in it in the lower
+
+
+@gluon.jit
+def place(b, h, strides):
+    """Where sequence b's and head h's part of an array begins; a stride of None is 0, at no cost."""
+    at = b * 0
+    if strides[0] is not None:
+        at += b * strides[0]
+    if strides[1] is not None:
+        at += h * strides[1]
+    return at
+
+
+@gluon.jit
+def row_of(lists, b, h, tile):
+    """The row of a tile of the side that is held; h is a query head."""
+    return place(b, h, lists.strides) + tile
+
+
+@gluon.jit
+def row_counts(lists, row):
+    """(PARTIAL tiles of a row, all that are walked)."""
+    full = gl.load(lists.counts + 2 * row)
+    partial = gl.load(lists.counts + 2 * row + 1)
+    partial = gl.where(full + partial > 0, partial, 1)
+    return partial, partial + full
+
+
+@gluon.jit
+def runs_of(lists, row):
+    return lists.runs + row.to(gl.int64) * lists.width
+
+
+@gluon.jit
+def first_tile(lists, row, beyond):
+    """The place of a row's first tile, which is tile `beyond` if the row has none."""
+    full = gl.load(lists.counts + 2 * row)
+    partial = gl.load(lists.counts + 2 * row + 1)
+    at = gl.where(partial > 0, lists.width - 1, 0)
+    return Cursor(word=gl.load(runs_of(lists, row) + at, mask=full + partial > 0, other=beyond), at=row * 0)
+
+
+@gluon.jit
+def tile_number(cursor):
+    return (cursor.word & FIRST_MASK) + (cursor.at & COUNT_MASK)
+
+
+@gluon.jit
+def next_listed(cursor, lists, row, j, partial, count):
+    """The place after that of a row's j-th tile; after the last comes the first. Read early: lists are in device memory."""
+    last = j + 1 == count
+    j = gl.where(last, 0, j + 1)
+    restart = last | (j == partial)
+    inside = ((cursor.at & COUNT_MASK) < ((cursor.word >> RUN_LENGTH) & COUNT_MASK)) & (restart == 0)
+    at = gl.where(inside, cursor.at + 1, gl.where(restart, 0, (cursor.at | COUNT_MASK) + 1))
+    run = at >> RUN_NUMBER
+    where = runs_of(lists, row) + gl.where(j < partial, lists.width - 1 - run, run)
+    return Cursor(word=gl.load(where, mask=(count > 1) & (inside == 0), other=cursor.word), at=at)
+
+
+@gluon.jit
+def ids_of(ids, stride, b, at, length):
+    """Ids of the positions `at` of sequence b; positions past the last have any."""
+    return gl.load(ids + place(b, b, (stride, None)) + at, mask=at < length, other=0)
+
+
+@gluon.jit
+def bit_words(lists, b, h, q, word, a):
+    """Words of 32 keys of a dense mask, at queries q (of any shape that goes with the words' numbers); past the last, any."""
+    q = gl.minimum(q, a.len_q - 1)
+    word = gl.minimum(word, (a.len_k - 1) // 32)
+    strides = lists.bits_strides
+    base = lists.bits + place(b.to(gl.int64), h.to(gl.int64), (strides[0], strides[1]))
+    return gl.load(base + (q * strides[2] + word * strides[3]))
+
+
+@gluon.jit
+def inside_terms(lists, b, live, q, k, BY_KEY: gl.constexpr, L: gl.constexpr):
+    """Do keys k lie in the interval of a live term, for queries q? One of them is a column and one a row. A thread has fewer of
+    the column: of keys where BY_KEY."""
+    INTERVALS: gl.constexpr = L.intervals
+    terms = lists.terms + place(b, b, (lists.terms_stride, None))
+    ok = inside_term(terms, q, k, BY_KEY)
+    if L.live:
+        ok = ok & ((live & 1) != 0)
+    for r in gl.static_range(1, INTERVALS):
+        other = inside_term(terms + 4 * r, q, k, BY_KEY)
+        if L.live:
+            other = other & ((live & (1 << r)) != 0)
+        ok = ok | other
+    return ok
+
+
+@gluon.jit
+def inside_term(term, q, k, BY_KEY: gl.constexpr):
+    """lo <= k - q <= hi and start <= k < end, as one comparison: below the first the difference wraps around to a huge number."""
+    lo = gl.load(term)
+    hi = gl.load(term + 1)
+    start = gl.load(term + 2)
+    end = gl.load(term + 3)
+    if BY_KEY:
+        lo = gl.maximum(lo, -FAR)
+        hi = gl.minimum(hi, FAR)
+        width = gl.where((k >= start) & (k < end), gl.maximum(hi - lo + 1, 0), 0)
+        return (q - (k - hi)).to(gl.uint32) < width.to(gl.uint32)
+    else:
+        first = gl.maximum(q + lo, start)
+        past = gl.minimum(q + (hi + 1), end)
+        return (k - first).to(gl.uint32) < gl.maximum(past - first, 0).to(gl.uint32)
+
+
+@gluon.jit
+def live_terms(cursor):
+    return cursor.word >> LIVE
+
+
+@gluon.jit
+def same_document(q_ids, k_ids, L: gl.constexpr):
+    if L.ids == NOT_EQUAL:
+        return q_ids != k_ids
+    else:
+        return q_ids == k_ids
+
+
+@gluon.jit
+def all_set(words, strides, b, h, first, length, COUNT: gl.constexpr):
+    """Are all bits of the COUNT positions from `first` on set? Yes, where that is past the last one."""
+    at = words + place(b, h, strides) + first // 32
+    found = gl.load(at, mask=first < length, other=-1)
+    for i in gl.static_range(1, COUNT // 32):
+        found = found & gl.load(at + i, mask=first < length, other=-1)
+    return found == -1

@@ -1,0 +1,83 @@
+"""Tile lists on the Hopper backend, all but the kernels: what is served, what they are compiled for, and the kernels beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import tilewise as tw
+from tests.backends.test_triton_interpreter import interpret
+from tests.interpreter import needs_interpreter
+from tilewise.backends.hopper import plan
+from tilewise.backends.hopper.list_plan import SWITCH, all_seen, hides_in_tiles
+from tilewise.hardware import lookup
+from tilewise.masks import Mask
+from tilewise.problem import Problem
+
+IDS = torch.arange(512).div(100, rounding_mode="floor").int()
+TABLE = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+DENSE = torch.ones(512, 512, dtype=torch.bool)
+
+
+def problem(mask: Mask, **more: Any) -> Problem:
+    sizes = {"batch": 1, "heads": 4, "seqlen": 512, "head_dim": 128, "dtype": "bfloat16", "device": "cuda"}
+    return Problem.of(**{**sizes, **more}, mask=mask)
+
+
+@pytest.fixture
+def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+
+
+def test_lists_are_refused_until_they_are_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    mask = tw.causal() & tw.documents(IDS)
+    verdict = plan.supports(problem(mask), lookup("h200"))
+    assert verdict.reasons == ("the mask reads tables or ids; bands, ranges and key padding are served",)
+    monkeypatch.setenv(SWITCH, "1")
+    assert plan.supports(problem(mask), lookup("h200")).ok
+    assert plan.supports(problem(mask), lookup("h200"), backward=True).ok
+
+
+REFUSED = {
+    "no form": (tw.documents(IDS) & tw.documents(IDS // 2), {}, False),
+    "no form of": (tw.blocks(torch.ones(1, 1, 32, 32, dtype=torch.bool), 16), {}, False),
+    "heads that share keys": (tw.blocks(TABLE.expand(1, 4, 4, 4), 128), {"kv_heads": 2}, True),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_has_no_lists_is_named(words: str, switched_on: None) -> None:
+    mask, more, backward = REFUSED[words]
+    (reason,) = plan.supports(problem(mask, **more), lookup("h200"), backward=backward).reasons
+    assert words in reason
+
+
+CASES: list[tuple[Mask, bool, bool]] = [
+    (tw.causal() & tw.documents(IDS), True, False),
+    (tw.window(5, 5) & tw.documents(IDS), True, False),
+    (tw.causal() & tw.documents(IDS.clone(), q_ids=IDS), False, True),
+    (tw.blocks(TABLE, 128), False, False),
+    (tw.causal() & tw.blocks(TABLE, 128), False, True),
+    (tw.dense(DENSE), False, True),
+    (tw.causal() & (tw.prefix(4) | tw.window(100)), True, False),
+]
+
+
+@pytest.mark.parametrize(("mask", "seen", "hides"), CASES, ids=str)
+def test_what_may_be_hidden(mask: Mask, seen: bool, hides: bool, switched_on: None) -> None:
+    asked = problem(mask)
+    assert (all_seen(asked), hides_in_tiles(asked)) == (seen, hides)
+    configs = {pass_: planned.config for pass_, planned in plan.plan_of(asked).items()}
+    assert hides == configs["forward"].UNSEEN_KEYS
+    keys = configs.get("backward") or configs["backward_dkdv"]
+    assert (not seen, hides) == (keys.UNSEEN_KEYS, keys.EMPTY_ROWS)
+
+
+@needs_interpreter
+def test_orders_and_hidden_positions_in_the_interpreter() -> None:
+    interpret("tests.backends.interpreted_hopper")
