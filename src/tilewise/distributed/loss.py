@@ -54,7 +54,7 @@ class _SumOverRanks(torch.autograd.Function):
         return summed
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.ranks, None
 
 
@@ -89,5 +89,5 @@ def average_gradients(parameters: Iterable[Tensor], group: Any = None) -> None:
             p.grad = p.grad.contiguous()
         waiting.append((p.grad, dist.all_reduce(p.grad, group=group, async_op=True)))
     for grad, work in waiting:
-        work.wait()  # type: ignore[union-attr]
+        work.wait()
         grad.div_(ranks)
