@@ -1,4 +1,4 @@
-"""A gradient penalty (R1, WGAN-GP) on a discriminator with attention: the loss holds a gradient, so training differentiates it again.
+"""A gradient penalty (R1, WGAN-GP) on a discriminator with attention: the loss holds a gradient, which training differentiates.
 
 `create_graph=True` keeps the graph of the gradient; its backward is attention's double backward, in memory linear in the tokens.
 

@@ -90,6 +90,7 @@ def portable(name: str, *kernels: str, d: int = 128, **more: Any) -> Check:
 
 MAIN = ("forward", "keys", "queries")
 CLASSIFIER = ("summary", "classify", "map", "pack")
+DERIVATIVES = ("jvp", "second_queries", "second_keys")
 DECODE = {"seqlen": 1, "kv_seqlen": 4096}
 TWO = ("sm_80", "sm_90")
 PORTABLE = (
@@ -109,6 +110,9 @@ PORTABLE = (
     portable("prepare", "prepare", few=True),
     *(portable(f"bias d{d}", "bias", d=d, bias=(1, 8, 1024, 1024), targets=TWO) for d in (64, 128, 256)),
     portable("d512", "forward", d=512, targets=MOST),
+    *(portable(f"derivatives d{d}", *DERIVATIVES, d=d, mask="causal", few=True, targets=MOST) for d in (64, 128)),
+    portable("derivatives of everything", *DERIVATIVES, d=64, softcap=30.0, alibi=True, sinks=True, dropout_p=0.1, targets=TWO,
+             may_spill=True),
     portable("d96 dv32 prefix", *MAIN, d=96, head_dim_v=32, mask="causal | prefix(7)", targets=MOST, may_spill=True),
     portable("window fp16", *MAIN, dtype="float16", mask="window(64)", targets=MOST),
     portable("varlen", *MAIN, mask="causal", lengths=(512, 512), targets=MOST, few=True, loose=True),
@@ -252,7 +256,7 @@ def compile_check(check: Check, target: str, kernels: tuple[str, ...] = ()) -> I
 def _portable(
     check: Check, problem: Any, inputs: Any, gpu: Any, target: str, kernels: tuple[str, ...]
 ) -> Iterator[Compiled]:
-    from tools.gpu_launches import launches, pass_of
+    from tools.gpu_launches import derivative_launches, launches, pass_of
 
     from tilewise.backends.base import Needs
     from tilewise.backends.gpu.launch import compile_for, signature
@@ -261,8 +265,9 @@ def _portable(
 
     spec = device(TARGETS[target].device)
     tiles = plan.tiles(problem, spec)
-    found = launches(problem, inputs, spec, maps=check.maps)
-    if problem.seqlen_q > 1:
+    derived = bool(kernels) and set(kernels) <= set(DERIVATIVES)
+    found = derivative_launches(problem, inputs, spec) if derived else launches(problem, inputs, spec, maps=check.maps)
+    if problem.seqlen_q > 1 and not derived:
         found += launches(problem, inputs, spec, needs=Needs(dbias=inputs.bias is not None), maps=check.maps)
     # the same kernel may serve several operands, and one of a name may come in two forms
     different = {(name, str(signature(launch.args))): launch for name, launch in found if not kernels or name in kernels}
@@ -273,7 +278,7 @@ def _portable(
         sizes = (getattr(config, name, 0) for name in ("BLOCK_M", "BLOCK_N"))
         text = f"{'x'.join(map(str, sizes))} w{options.num_warps} s{options.num_stages}"
         whole = name != "keys" or launch.args[1].dk is not None  # where dK and dV are computed apart, dV takes less
-        planned = None if name in CLASSIFIER else tiles[pass_of(name, tiles)]
+        planned = None if name in (*CLASSIFIER, *DERIVATIVES) else tiles[pass_of(name, tiles)]
         yield Compiled(name, kernel, config, text, time.perf_counter() - start, planned, whole)
 
 

@@ -11,11 +11,12 @@ from unittest import mock
 
 import torch
 
-from tilewise.backends.base import BackwardInputs, Inputs, Needs
-from tilewise.backends.gpu.launch import Descriptor
+from tilewise.backends.base import BackwardInputs, Direction, Inputs, Jvp, Needs, Tangents
+from tilewise.backends.gpu.launch import Descriptor, view
 from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.record import Launch
-from tilewise.backends.triton import run
+from tilewise.backends.triton import derive, plan, run
+from tilewise.backends.triton.tangents import SecondArgs
 from tilewise.hardware import DeviceSpec
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
@@ -81,6 +82,21 @@ def launches(
         else:
             run.run_backward(problem, inputs, BackwardInputs(out, lse, out, needs=needs))
     return [(_name(launch), launch) for launch in found]
+
+
+def derivative_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> list[tuple[str, Launch]]:
+    """The launches of a JVP and, where there is one, of a double backward, with every tangent that there can be."""
+    q, k, v = inputs[:3]
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    tangents = Tangents(q, k, v, inputs.bias, inputs.sinks)
+    found = [("jvp", derive.jvp_launch(problem, inputs, tangents, Jvp(out, lse, out, lse), spec))]
+    if plan.derives(problem, spec, derivative="double_backward").ok:
+        second = SecondArgs(view(out), lse, lse, view(q), view(k), view(v))
+        given, direction = BackwardInputs(out, lse, out, lse), Direction(tangents, out, lse)
+        several = derive.second_launches(problem, inputs, given, direction, second, spec)
+        found += zip(("second_queries", "second_keys"), several, strict=True)
+    return found
 
 
 def _name(launch: Launch) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -43,6 +44,38 @@ def both(seqlen: int, mask: Mask | None, backend: str) -> int:
         return torch.autograd.grad(tw.attention(q, k, v, mask=mask, backend=backend), (q, k, v), dout)
 
     return peak_bytes(call)
+
+
+def jvp(seqlen: int, mask: Mask | None, backend: str) -> int:
+    q, k, v = (torch.randn(1, 1, seqlen, HEAD_DIM) for _ in range(3))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return tw.attention(q, k, v, mask=mask, backend=backend)
+
+    return peak_bytes(lambda: torch.func.jvp(attend, (q, k, v), (q, k, v)))
+
+
+def twice(seqlen: int, mask: Mask | None, backend: str) -> int:
+    q, k, v = (torch.randn(1, 1, seqlen, HEAD_DIM, requires_grad=True) for _ in range(3))
+
+    def call() -> Sequence[torch.Tensor]:
+        out = tw.attention(q, k, v, mask=mask, backend=backend)
+        first = torch.autograd.grad(out, (q, k, v), out.detach(), create_graph=True)
+        return torch.autograd.grad(first, (q, k, v), [x.detach() for x in first])
+
+    return peak_bytes(call)
+
+
+LENGTHS = (2048, 16384) if os.environ.get("TILEWISE_LONG") else (512, 4096)
+
+
+@pytest.mark.parametrize("call", [jvp, twice], ids=["jvp", "double backward"])
+def test_memory_of_derivatives_grows_linearly(call: Callable[..., int]) -> None:
+    """Eight times the tokens take at most 8.5 times the memory; with TILEWISE_LONG=1 at 2k and 16k."""
+    mask = tw.causal()
+    call(64, mask, "tiled")  # what the first call sets up is not counted
+    short, long = (call(n, mask, "tiled") for n in LENGTHS)
+    assert long <= 8.5 * short, (short, long)
 
 
 # the vectors a row may cost: out and lse; with the backward also dq, dk, dv, the sums of dk and dv, delta, and a spare

@@ -41,3 +41,7 @@ def test_packed_sequences_find_their_tiles() -> None:
 
 def test_the_tile_that_is_planned_or_asked_for_runs() -> None:
     interpret("tests.backends.interpreted_tiles")
+
+
+def test_derivatives_in_the_interpreter() -> None:
+    interpret("tests.backends.interpreted_derivatives")

@@ -16,6 +16,7 @@ from tilewise.ops.run import is_empty
 
 TILE = (("double_backward", 16, 32), ("jvp", 16, 32))
 SMALL = [case for case in CASES if max(case.seqlen, case.kv_seqlen or 0) <= 90 and case.head_dim <= 64]
+SMALL = [case for case in SMALL if "edge" not in case.name or case.name.endswith(("-1", "-17", "-65"))]
 
 COMPILED = {
     *("plain", "dtype-bfloat16", "softcap-bias", "alibi-batch-cross", "sinks-empty-rows", "dropout-gqa-causal", "huge-logits"),

@@ -8,7 +8,7 @@ import torch
 
 from tests.numerics import checks
 from tilewise import dispatch
-from tilewise.backends.base import BackwardInputs, Direction, Inputs, Needs, Tangents
+from tilewise.backends.base import BackwardInputs, Direction, Grads, Inputs, Needs, Tangents
 from tilewise.problem import Problem
 
 
@@ -16,7 +16,9 @@ def drawn_like(x: torch.Tensor | None, g: torch.Generator) -> torch.Tensor | Non
     return None if x is None else torch.randn(x.shape, generator=g).to(x)
 
 
-def derivatives(problem: Problem, inputs: Inputs, backend: str, moving: str = "qkvbs") -> list[checks.Excess]:
+def derivatives(
+    problem: Problem, inputs: Inputs, backend: str, moving: str = "qkvbs", *, jvp_only: bool = False
+) -> list[checks.Excess]:
     """What out_t, lse_t and the derivative of all gradients are outside their bounds; `moving` names what has a tangent."""
     inputs = Inputs(*(None if x is None else x.detach() for x in inputs))
     g = torch.Generator().manual_seed(2)
@@ -28,7 +30,8 @@ def derivatives(problem: Problem, inputs: Inputs, backend: str, moving: str = "q
     assert dout is not None
     needs = Needs(True, True, True, inputs.bias is not None, inputs.sinks is not None)
     upstream = BackwardInputs(out, lse, dout, dlse, needs)
-    grads = server.double_backward(problem, inputs, upstream, Direction(tangents, out_t, lse_t))
+    direction = Direction(tangents, out_t, lse_t)
+    grads = Grads() if jvp_only else server.double_backward(problem, inputs, upstream, direction)
     found = SimpleNamespace(out_t=out_t, lse_t=lse_t, **grads._asdict())
     forward = checks.check_forward(problem, inputs, out, lse)
     return [*forward, *checks.check_second(problem, inputs, (dout, dlse), tangents, found)]

@@ -93,7 +93,7 @@ def test_first_and_second_derivatives(name: str) -> None:
     assert gradgradcheck(checked, leaves, check_fwd_over_rev=True, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", ["gqa", "sinks"])
+@pytest.mark.parametrize("name", ["sinks"])
 def test_in_full_and_in_batches(name: str) -> None:
     """Every entry of the Jacobians; gradients and tangents in batches, as `is_grads_batched` passes them."""
     built, leaves = prepared(tiny(BY_NAME[name]))

@@ -206,6 +206,24 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(back == x, bits, bits | 1).view(torch.float32).to(dtype)
 
 
+def row_products(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """rowsum(dO ∘ O) [B, Hq, M]. An output of 0 takes no part, whatever comes back to it: so have rows that see nothing."""
+    return torch.where(out == 0, 0.0, dout.to(dtype) * out.to(dtype)).sum(dim=-1)
+
+
+def sink_weight(sinks: Tensor, lse: Tensor) -> Tensor:
+    """exp(z - L) [B, Hq, M]; 0 for an infinite sink."""
+    sink = sinks.to(lse.dtype)[:, None]
+    return torch.where(sink.isinf(), 0.0, torch.exp(sink - finite(lse)))
+
+
+def sink_gradient_tangent(sinks: Tensor, sinks_t: Tensor | None, rows: tuple[Tensor, ...]) -> Tensor:
+    """-Σ P_z ((z_t - L_t) delta + delta_t), summed over the rows of each head; `rows` are lse, lse_t, delta and delta_t."""
+    lse, lse_t, delta, delta_t = rows
+    moved = -lse_t if sinks_t is None else sinks_t.to(lse.dtype)[:, None] - lse_t
+    return rounded(-(sink_weight(sinks, lse) * (moved * delta + delta_t)).sum(dim=(0, 2)), sinks.dtype)
+
+
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """A sink is a key with value 0, so dS = P_sink · (0 - delta), summed over the rows of its head; 0 for an infinite sink."""
     sink = sinks.to(lse.dtype)[:, None]

@@ -62,8 +62,9 @@ def second_order(
     q_t, k_t, v_t, bias_t, sinks_t = tangents
     moved = [torch.zeros_like(x) if t is None else t for x, t in zip(inputs[:3], (q_t, k_t, v_t), strict=True)]
     moving = inputs._replace(q=moved[0], k=moved[1], v=moved[2])
-    out_t, lse_t = torch.zeros_like(dout, dtype=torch.float64), torch.zeros(dout.shape[:3], dtype=torch.float64)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64) for x in inputs[:3])
+    out_t = torch.zeros_like(dout, dtype=torch.float64)
+    lse_t = torch.zeros_like(out_t[..., 0])
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in inputs[:3])
     dbias = None if inputs.bias is None else Reduction(inputs.bias)
     dsinks = None if inputs.sinks is None else Reduction(inputs.sinks)
     for piece, along in zip(pieces(problem, inputs), pieces(problem, moving), strict=True):

@@ -262,7 +262,8 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         problem, backend, needs = ctx.call
-        dout, dlse, out, lse, *rest = map(primal, ctx.saved_tensors)
+        saved: list[Any] = [primal(x) for x in ctx.saved_tensors]
+        dout, dlse, out, lse, *rest = saved
         inputs, mask = rest[:_COUNT], rest[_COUNT:]
         dout_t, dlse_t, out_t, lse_t, *moved = args[3:]
         tangents = _moving(moved)

@@ -145,7 +145,7 @@ class Fold:
     def _unfolded(self, x: Tensor, kind: str) -> Tensor:
         """A result with the mapped dimension in front."""
         axis = BATCH if kind == SINKS else self.axis
-        apart: Tensor = x.unflatten(axis, (self.size, -1)).movedim(axis, 0)  # type: ignore[no-untyped-call]
+        apart: Tensor = x.unflatten(axis, (self.size, -1)).movedim(axis, 0)
         if kind != BIAS or self.problem.bias is None:
             return apart
         return apart.sum_to_size(self.size, *self.problem.bias)

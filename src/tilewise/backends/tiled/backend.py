@@ -33,7 +33,9 @@ from tilewise.backends.base import (
     empty_out,
     empty_statistics,
     rounded,
+    row_products,
     sink_gradient,
+    sink_gradient_tangent,
 )
 from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences, sweep_statistics
 from tilewise.backends.tiled import plan
@@ -43,7 +45,6 @@ from tilewise.backends.tiled.derivatives import (
     double_backward_sequence,
     jvp_rows,
     moving_deltas,
-    sink_gradient_tangent,
 )
 from tilewise.backends.tiled.statistics import RowWatch, Step
 from tilewise.backends.tiled.sums import Sum, accumulator, key_sums
@@ -92,11 +93,6 @@ def row_deltas(seq: SequenceView, dout: Tensor, lse: Tensor) -> Tensor:
             dp = seq.fold(tile.rows(do_tile)) @ seq.load(seq.inputs.v, k, tile.seen).mT
             delta[:, :, rows] += (p * seq.dropped(seq.unfold(dp, q[1] - q[0]), q, k)).sum(dim=-1)
     return delta
-
-
-def row_products(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """rowsum(dO ∘ O) [B, Hq, M]. An output of 0 takes no part, whatever comes back to it: so have rows that see nothing."""
-    return torch.where(out == 0, 0.0, dout.to(dtype) * out.to(dtype)).sum(dim=-1)
 
 
 class Cotangents(NamedTuple):
@@ -253,12 +249,13 @@ class Tiled(Backend):
             own_dbias = None if dbias is None else cut.scores(dbias)
             parts = double_backward_sequence(seq, rows, cut_tangents(seq, tangents), cut.queries(dq), own_dbias)
             write_keys(seq, (dk, dv), parts)
+        sinks = inputs.sinks if needs.dsinks else None
         return Grads(
             dq if needs.dq else None,
             dk if needs.dk else None,
             dv if needs.dv else None,
             None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
-            sink_gradient_tangent(inputs.sinks, tangents.sinks, moving) if needs.dsinks and inputs.sinks is not None else None,
+            None if sinks is None else sink_gradient_tangent(sinks, tangents.sinks, moving[1:]),
         )
 
 

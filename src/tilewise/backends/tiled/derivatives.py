@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Jvp, Tangents, rounded
+from tilewise.backends.base import Jvp, Tangents, rounded, sink_weight
 from tilewise.backends.sequence import Range, SequenceView, Tile, cut_tile
 from tilewise.backends.tiled.sums import Sum, accumulator, key_sums
 from tilewise.numerics.merge import finite, join_sink
@@ -105,12 +105,6 @@ def jvp_rows(seq: SequenceView, i: int, q: Range, tangents: Tangents) -> Jvp:
     return Jvp(out, lse, out_t - lse_t.unsqueeze(-1) * out, lse_t)
 
 
-def sink_weight(sinks: Tensor, lse: Tensor) -> Tensor:
-    """exp(z - L) [B, Hq, M]; 0 for an infinite sink."""
-    sink = sinks.to(lse.dtype)[:, None]
-    return torch.where(sink.isinf(), 0.0, torch.exp(sink - finite(lse)))
-
-
 class MovingRows(NamedTuple):
     """What the double backward knows of its rows, each [B, Hq, M] but dout."""
 
@@ -201,10 +195,3 @@ def double_backward_sequence(
                 dk[j].add(seq.product(dz.mT, seq.fold(tile.rows(seq.load(tangents.q, q)))))
         dq[:, :, slice(*q)] = rounded(dq_tile.total(), dq.dtype)
     return dk, dv
-
-
-def sink_gradient_tangent(sinks: Tensor, sinks_t: Tensor | None, given: MovingRows) -> Tensor:
-    """-Σ P_z ((z_t - L_t) delta + delta_t), summed over the rows of each head."""
-    weight = sink_weight(sinks, given.lse)
-    moved = -given.lse_t if sinks_t is None else sinks_t.to(given.lse.dtype)[:, None] - given.lse_t
-    return rounded(-(weight * (moved * given.delta + given.delta_t)).sum(dim=(0, 2)), sinks.dtype)

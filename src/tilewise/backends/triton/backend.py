@@ -9,9 +9,21 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict, empty_lse, empty_out
+from tilewise.backends.base import (
+    Backend,
+    BackwardInputs,
+    Direction,
+    Grads,
+    Inputs,
+    Jvp,
+    Tangents,
+    Verdict,
+    empty_lse,
+    empty_out,
+)
 from tilewise.backends.gpu.launch import interpreting, on_device
 from tilewise.backends.triton import plan
+from tilewise.backends.triton.derive import run_double_backward, run_jvp
 from tilewise.backends.triton.run import run_backward, run_forward, spec_of
 from tilewise.problem import Problem
 
@@ -58,6 +70,16 @@ class Triton(Backend):
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         return on_device(inputs.q.device, run_backward, problem, inputs, given)
+
+    def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
+        device = torch.device(problem.device) if inputs is None else inputs.q.device
+        return plan.derives(problem, spec_of(device), derivative=derivative)
+
+    def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        return on_device(inputs.q.device, run_jvp, problem, inputs, tangents)
+
+    def double_backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction) -> Grads:
+        return on_device(inputs.q.device, run_double_backward, problem, inputs, given, direction)
 
 
 @cache

@@ -1,0 +1,101 @@
+"""The launches of JVP and double backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import (
+    BackwardInputs,
+    Direction,
+    Grads,
+    Inputs,
+    Jvp,
+    Tangents,
+    empty_lse,
+    empty_out,
+    row_products,
+    sink_gradient_tangent,
+)
+from tilewise.backends.gpu.launch import bias_view, view
+from tilewise.backends.gpu.record import Launch
+from tilewise.backends.triton.plan import derivative_tiles
+from tilewise.backends.triton.run import arguments, grid, options, ready, spec_of
+from tilewise.backends.triton.tangents import SecondArgs, TangentArgs
+from tilewise.hardware import DeviceSpec
+from tilewise.problem import Problem
+
+
+def tangent_args(tangents: Tangents, out_t: Tensor, lse_t: Tensor) -> TangentArgs:
+    q, k, v = (None if x is None else view(x) for x in tangents[:3])
+    bias, sinks = tangents.bias, tangents.sinks
+    bias_t = None if bias is None else bias_view(bias)
+    return TangentArgs(q, k, v, bias_t, None if sinks is None else sinks.contiguous(), view(out_t), lse_t)
+
+
+def run_jvp(problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+    inputs, spec = ready(problem, inputs), spec_of(inputs.q.device)
+    out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
+    result = Jvp(out, lse, torch.empty_like(out), torch.empty_like(lse))
+    jvp_launch(problem, inputs, tangents, result, spec).run()
+    return result
+
+
+def jvp_launch(problem: Problem, inputs: Inputs, tangents: Tangents, result: Jvp, spec: DeviceSpec) -> Launch:
+    from tilewise.backends.triton.derivatives import jvp_kernel
+
+    tile = derivative_tiles(problem, spec, "jvp")["jvp"]
+    a, config = arguments(problem, inputs, result.out, result.lse, tile)
+    programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
+    args = (a, tangent_args(tangents, result.out_t, result.lse_t))
+    return Launch(jvp_kernel, programs, args, config, options(tile, spec))
+
+
+def run_double_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction) -> Grads:
+    inputs = ready(problem, inputs)
+    out, lse, dout, dlse, needs = given
+    tangents, out_t, lse_t = direction
+    lse, lse_t = lse.contiguous(), lse_t.contiguous()
+    delta, delta_t = (row_products(dout, x, lse.dtype) for x in (out, out_t))
+    if dlse is not None:
+        delta = delta - torch.where(lse == float("-inf"), 0.0, dlse)
+    dq, dk, dv = (torch.empty_like(x) for x in inputs[:3])
+    second = SecondArgs(view(dout), delta, delta_t, view(dq), view(dk), view(dv))
+    given = given._replace(lse=lse)
+    for launch in second_launches(problem, inputs, given, Direction(tangents, out_t, lse_t), second):
+        launch.run()
+    sinks = inputs.sinks if needs.dsinks else None
+    return Grads(
+        dq if needs.dq else None,
+        dk if needs.dk else None,
+        dv if needs.dv else None,
+        None,
+        None if sinks is None else sink_gradient_tangent(sinks, tangents.sinks, (lse, lse_t, delta, delta_t)),
+    )
+
+
+def second_launches(
+    problem: Problem,
+    inputs: Inputs,
+    given: BackwardInputs,
+    direction: Direction,
+    second: SecondArgs,
+    spec: DeviceSpec | None = None,
+) -> Iterator[Launch]:
+    """The kernels of the gradients wanted; `spec` is that of the tensors unless another machine is compiled for."""
+    from tilewise.backends.triton.derivatives import keys_kernel, queries_kernel
+
+    spec = spec or spec_of(inputs.q.device)
+    tiles, args = derivative_tiles(problem, spec, "double_backward"), (tangent_args(*direction), second)
+    if given.needs.dq:
+        tile = tiles["double_backward_dq"]
+        a, config = arguments(problem, inputs, given.out, given.lse, tile)
+        programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
+        yield Launch(queries_kernel, programs, (a, *args), config, options(tile, spec))
+    if given.needs.dk or given.needs.dv:
+        tile = tiles["double_backward_dkdv"]
+        a, config = arguments(problem, inputs, given.out, given.lse, tile)
+        programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
+        yield Launch(keys_kernel, programs, (a, *args), config, options(tile, spec))
