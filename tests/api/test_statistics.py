@@ -40,7 +40,7 @@ def outside(actual: torch.Tensor | None, exact: torch.Tensor, bound: torch.Tenso
 def check(built: Built, backend: str) -> None:
     out, lse, stats = called(built, backend)
     plain_out, plain_lse = built.call(backend)
-    same = {"rtol": 0, "atol": 0} if built.problem.seqlen_q > 1 else {}  # decoding has a kernel of its own
+    same: dict[str, Any] = {"rtol": 0, "atol": 0} if built.problem.seqlen_q > 1 else {}  # decoding has a kernel of its own
     torch.testing.assert_close(out, plain_out, equal_nan=True, **same)
     torch.testing.assert_close(lse, plain_lse, equal_nan=True, **same)
     inputs = Inputs(*(None if x is None else x.detach() for x in built.inputs))  # type: ignore[arg-type]

@@ -47,7 +47,8 @@ def attend(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tens
         return forward(problem, inputs, backend)
     if not is_empty(problem) and backend != "auto":  # a backend asked for by name does the gradients too
         dispatch.select(problem, inputs, backend, backward=True)
-    out, lse, *stats = AttentionStatistics.apply(problem, backend, *inputs)
+    apply: Any = AttentionStatistics.apply
+    out, lse, *stats = apply(problem, backend, *inputs)
     return out, lse, Statistics(*stats)
 
 

@@ -56,7 +56,7 @@ class Backward(RowStatistics, OrderedAccumulate):
 
     task = ("head", "rank", "pair")
     tiles: tuple[tuple[str, str, str], ...] = (("K", "k", "lanes"), ("V", "v", "lanes"), ("K_columns", "k", "panels"))
-    cleaned = ("V", "K_columns")
+    cleaned: tuple[str, ...] = ("V", "K_columns")
     updates: tuple[tuple[str, ...], ...] = (("dv", "DVR", "P", "dO_panels"), ("dk", "DR", "dS", "Q_panels"))
     """(gradient, its width, weights, panels of rows), and tangents without which there is nothing to add."""
     pace = 1  # keys whose P and dS are computed together

@@ -35,8 +35,8 @@ class Forward(Softmax):
     """Emits one module; its methods are the functions of the kernel."""
 
     task = ("split",)
-    tiles = (("K", "k", "lanes"), ("V", "v", "panels"))
-    cleaned = ("V",)
+    tiles: tuple[tuple[str, str, str], ...] = (("K", "k", "lanes"), ("V", "v", "panels"))
+    cleaned: tuple[str, ...] = ("V",)
     can_be_bounded = True
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
@@ -368,7 +368,7 @@ class Forward(Softmax):
         splits, used = args.splits, strips * self.tile.rows
         # m and l lie `rows` apart, O behind them
         O_cells = used * args.DVP
-        spans = ((frame.m, 0, used), (frame.l, rows, used), (frame.O, rows * 2, O_cells))
+        spans: tuple[tuple[Any, Any, Any], ...] = ((frame.m, 0, used), (frame.l, rows, used), (frame.O, rows * 2, O_cells))
         if self.kernel.stats:
             behind = rows * (args.DVP + 2)
             spans = (*spans, (frame.spread, behind, used), (frame.top, behind + rows, used))
