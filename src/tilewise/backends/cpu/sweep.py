@@ -70,7 +70,7 @@ class Sweep(Backward):
     # -- one key block
 
     def block(self, e: Emit, number: Any) -> None:
-        with self.visible_block(e, lambda: 1):
+        with self.visible_block(e, lambda: 1, e.frame.strips):
             with e.range(0, e.frame.n_pad) as j:
                 e.frame.key_sums[j] = 0.0
             with e.range(0, e.frame.strips) as index:

@@ -204,7 +204,7 @@ class Tiled(Backend):
         for seq in sequences(problem, inputs, plan.tiles(problem)["backward"].sizes):
             cut = seq.cut
             own_entropy = None if entropy is None else EntropyCotangent(*map(cut.queries, entropy))
-            cotangents = Cotangents(*map(cut.queries, (dout, lse, delta)), entropy=own_entropy)
+            cotangents = Cotangents(cut.queries(dout), cut.queries(lse), cut.queries(delta), entropy=own_entropy)
             own_dbias = None if dbias is None else cut.scores(dbias)
             sums = backward_sequence(seq, cotangents, cut.queries(dq), own_dbias)
             write_keys(seq, (dk, dv), sums)

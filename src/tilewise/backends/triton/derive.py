@@ -21,8 +21,9 @@ from tilewise.backends.base import (
 )
 from tilewise.backends.gpu.launch import bias_view, view
 from tilewise.backends.gpu.record import Launch
+from tilewise.backends.triton.listed import grid
 from tilewise.backends.triton.plan import derivative_tiles
-from tilewise.backends.triton.run import arguments, grid, options, ready, spec_of
+from tilewise.backends.triton.run import arguments, options, ready, spec_of
 from tilewise.backends.triton.tangents import SecondArgs, TangentArgs
 from tilewise.hardware import DeviceSpec
 from tilewise.problem import Problem
