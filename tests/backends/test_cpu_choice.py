@@ -13,6 +13,7 @@ from tilewise import dispatch
 from tilewise.backends.aten import backend as aten
 from tilewise.backends.base import Inputs
 from tilewise.backends.cpu import backend as cpu
+from tilewise.backends.cpu.prepare import launch_for
 from tilewise.errors import BackendError
 from tilewise.hardware.probe import probe_cpu
 from tilewise.hardware.spec import MATRIX_UNITS
@@ -87,7 +88,7 @@ def test_one_query_takes_the_decode_kernel() -> None:
     q, k = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 100, 32)
     for mask, kind in ((tw.window(7), "decode"), (tw.dense(torch.ones(1, 100, dtype=torch.bool)), "forward")):
         problem = Problem.of(heads=4, kv_heads=2, seqlen=1, kv_seqlen=100, head_dim=32, dtype="float32", mask=mask)
-        assert cpu._launch_for(problem, Inputs(q, k, k), "forward").kernel.kind == kind
+        assert launch_for(problem, Inputs(q, k, k), "forward").kernel.kind == kind
 
 
 def test_a_mask_of_more_tensors_than_arguments_goes_to_tiled() -> None:

@@ -20,7 +20,8 @@ from tests.conformance.harness import excesses
 from tilewise.backends.base import Inputs
 from tilewise.backends.cpu import backend as cpu
 from tilewise.backends.cpu import compile as compiler
-from tilewise.backends.cpu import frames, plan
+from tilewise.backends.cpu import frames, plan, prepare
+from tilewise.backends.cpu.prepare import launch_for
 from tilewise.backends.cpu.spec import HOT, argument_names
 from tilewise.errors import BackendError
 from tilewise.hardware import catalogue, device, lookup
@@ -141,6 +142,7 @@ def random_problem(rng: random.Random) -> Problem:
         mask=rng.choice((tw.full(), tw.causal(), tw.window(33), tw.causal() | tw.prefix(5))),
         dropout_p=rng.choice((0.0, 0.0, 0.0, 0.1)),
         softcap=rng.choice((0.0, 0.0, 0.0, 20.0)),
+        interleaved=rng.random() < 0.5,
     )
 
 
@@ -154,7 +156,7 @@ def tensors(problem: Problem) -> Inputs:
 
 def launched(problem: Problem, direction: str) -> tuple[Any, dict[str, int]]:
     """The launch of a call, and the arguments that its kernel is given."""
-    launch = cpu._launch_for(problem, tensors(problem), direction)
+    launch = launch_for(problem, tensors(problem), direction)
     names = argument_names(launch.kernel)[len(HOT) :]
     return launch, dict(zip(names, memoryview(launch.template).cast("q"), strict=True))
 
@@ -164,7 +166,7 @@ def test_kernels_run_the_tiles_that_are_shown(monkeypatch: pytest.MonkeyPatch, t
     """200 random problems; some with tiles of their own."""
     monkeypatch.setattr(compiler, "worker", lambda kernel: None)
     monkeypatch.setattr(compiler, "awake", lambda: False)
-    monkeypatch.setattr(cpu, "num_threads", lambda: threads)
+    monkeypatch.setattr(prepare, "num_threads", lambda: threads)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     rng = random.Random(threads)
     for _ in range(200):
@@ -284,3 +286,26 @@ def test_every_row_of_the_suite_has_tiles_to_choose_from(spec: DeviceSpec) -> No
                 assert plan.supports(asked, spec).ok
                 served = plan.tiles(asked, spec)[pass_]
                 assert (served.sizes, served.source) == (option.sizes, "user")
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (16, 8), (12, 3), (6, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoding_takes_heads_together_where_they_lie_side_by_side(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """The same numbers as head after head, whatever splits there are; the plan says it."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 1, heads[0], 64, generator=g).to(dtype)
+    k, v = (torch.randn(2, 700, heads[1], 64, generator=g).to(dtype) for _ in range(2))
+    beside, apart = (
+        Problem.of(heads=heads[0], kv_heads=heads[1], batch=2, seqlen=1, kv_seqlen=700, head_dim=64, interleaved=one)
+        for one in (True, False)
+    )
+    spec = device("cpu")
+    assert plan.tiles(beside, spec)["decode"].groups == heads[1] and plan.tiles(apart, spec)["decode"].groups == 1
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        out, lse = tw.attention(q, k, v, mask=tw.causal(), layout="bshd", backend="cpu", return_lse=True)
+        rows = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        want, want_lse = tw.attention(*rows, mask=tw.causal(), backend="cpu", return_lse=True)
+        assert torch.allclose(lse, want_lse, atol=1e-5)
+        assert torch.allclose(out.transpose(1, 2).float(), want.float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
+    torch.set_num_threads(1)

@@ -1,20 +1,15 @@
 """The CPU backend: kernels compiled for this machine, called with a block of arguments, their tasks shared by threads.
 
-Everything that is the same for every call of a problem is a `CpuLaunch`. Launches are kept with the problem, whose life ends with
-that of the cached call: one key (`_launch_for`), and at most LAUNCHES of them, for packed batches whose longest sequence varies.
+Everything that is the same for every call of a problem is a `CpuLaunch`, which `prepare` makes and keeps.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
-from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +34,7 @@ from tilewise.backends.base import (
     sink_gradient,
 )
 from tilewise.backends.cpu import compile as compiler
-from tilewise.backends.cpu import frames, plan, schedule
+from tilewise.backends.cpu import plan, schedule
 from tilewise.backends.cpu.blind import without_blind
 from tilewise.backends.cpu.directions import (
     NO_STRIDES,
@@ -48,12 +43,10 @@ from tilewise.backends.cpu.directions import (
     moving_sink_gradient,
     readable_direction,
 )
-from tilewise.backends.cpu.fixed import fixed_arguments
 from tilewise.backends.cpu.launch import (
     ADDRESSES,
     COUNT_AT,
     PACKED_HOT,
-    REST_AT,
     CpuLaunch,
     empty,
     empty_like,
@@ -61,16 +54,12 @@ from tilewise.backends.cpu.launch import (
     new,
     num_threads,
 )
-from tilewise.backends.cpu.lowering import is_static, lowered, mask_arguments
-from tilewise.backends.cpu.spec import HOT, STATISTICS, argument_names, round_up
+from tilewise.backends.cpu.lowering import lowered
+from tilewise.backends.cpu.prepare import adjacent, launch_for, optional_arguments
+from tilewise.backends.cpu.spec import STATISTICS, round_up
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks import Lowered
 from tilewise.problem import Problem
-
-LAUNCHES = 64
-_launches: dict[Any, CpuLaunch] = {}
-_fields = attrgetter(*(one.name for one in fields(Problem) if one.name not in ("mask", "memory")))
-"""All of a problem but its mask."""
 
 
 @cache
@@ -97,7 +86,7 @@ class CpuBackend(Backend):
         """`more` are the arguments of a kernel with statistics."""
         q, k, v = inputs[:3]
         problem = lowered(problem, inputs)
-        launch = _launch_for(problem, inputs, "forward")
+        launch = launch_for(problem, inputs, "forward")
         out = _like(q) if problem.head_dim == problem.head_dim_v else empty_out(q, problem.head_dim_v)
         lse = new(*launch.lse)
         if launch.plain:
@@ -105,7 +94,7 @@ class CpuBackend(Backend):
             return out, lse
         if launch.kernel.stats and not more:  # the kernel writes statistics, whoever asks
             return self.statistics(problem, inputs)[:2]
-        args, _alive = _optional_args(problem, inputs, launch)
+        args, _alive = optional_arguments(problem, inputs, launch)
         if launch.counters:
             work = torch.empty(launch.workspace, dtype=launch.real, device="cpu")
             done = torch.zeros(launch.counters, dtype=torch.int64, device="cpu")
@@ -126,8 +115,8 @@ class CpuBackend(Backend):
     def _sweep(self, problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], stats: Statistics) -> None:
         """`key_mass` and the largest weights, where they are asked for."""
         problem = lowered(problem, inputs)
-        launch = _launch_for(problem, inputs, "sweep")
-        args, _alive = _optional_args(problem, inputs, launch)
+        launch = launch_for(problem, inputs, "sweep")
+        args, _alive = optional_arguments(problem, inputs, launch)
         turns = empty((launch.counters,), (1,), torch.int64).zero_()
         given = {"mass": stats.key_mass, "top_weights": stats.weights, "top_indices": stats.indices, "progress": turns}
         args += [(name, x.data_ptr()) for name, x in given.items() if x is not None]
@@ -138,10 +127,10 @@ class CpuBackend(Backend):
 
     def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
         problem = lowered(problem, inputs)
-        launch = _launch_for(problem, inputs, "jvp")
+        launch = launch_for(problem, inputs, "jvp")
         out, out_t = empty_out(inputs.q, problem.head_dim_v), empty_out(inputs.q, problem.head_dim_v)
         lse, lse_t = new(*launch.lse), new(*launch.lse)
-        args, _alive = _optional_args(problem, inputs, launch)
+        args, _alive = optional_arguments(problem, inputs, launch)
         args += moving_arguments(tangents, out_t, lse_t)
         if tangents.sinks is not None:
             _alive.append(tangents.sinks.to(launch.real).contiguous())
@@ -171,10 +160,10 @@ class CpuBackend(Backend):
 
     def _paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         k, v = pages.k.transpose(1, 2), pages.v.transpose(1, 2)
-        launch = _launch_for(problem, inputs._replace(k=k, v=v), "forward")
+        launch = launch_for(problem, inputs._replace(k=k, v=v), "forward")
         q, out = inputs.q, empty_out(inputs.q, problem.head_dim_v)
         lse = new(*launch.lse)
-        args, _alive = _optional_args(problem, inputs, launch)
+        args, _alive = optional_arguments(problem, inputs, launch)
         seen = pages.seen
         args += [(name, x.data_ptr()) for name, x in (("entries", pages.entries), ("starts", pages.starts), ("lengths", seen))]
         for name, scale in (("k_scale", pages.k_scale), ("v_scale", pages.v_scale)):
@@ -193,7 +182,7 @@ class CpuBackend(Backend):
         q, k, v = inputs[:3]
         o_stride = empty_like(q).stride()
         problem = lowered(problem, inputs)
-        prepared = _launch_for(problem, inputs, "forward")
+        prepared = launch_for(problem, inputs, "forward")
         if problem.head_dim != problem.head_dim_v or o_stride[3] != 1 or not prepared.plain:
             return None
         entry, size, invited = prepared.entry, prepared.size, prepared.threads
@@ -248,8 +237,8 @@ class CpuBackend(Backend):
         problem = lowered(problem, inputs)
         inputs, given, blind = without_blind(self.forward, problem, inputs, given)
         out, lse, dout, dlse, needs = given
-        launch = _launch_for(problem, inputs, "backward" if direction is None else "double_backward", needs.dbias)
-        args, _alive = ([], []) if launch.plain else _optional_args(problem, inputs, launch)
+        launch = launch_for(problem, inputs, "backward" if direction is None else "double_backward", needs.dbias)
+        args, _alive = ([], []) if launch.plain else optional_arguments(problem, inputs, launch)
         if entropy is not None:
             _alive += [x.to(lse.dtype).contiguous() for x in entropy]
             args += zip(STATISTICS["backward"], (x.data_ptr() for x in _alive[-2:]), strict=True)
@@ -289,101 +278,9 @@ def _of_sequences(x: Tensor | None, at: Tensor) -> Tensor | None:
 
 def _scattered(problem: Problem, inputs: Inputs | None) -> str | None:
     """Decoding loads vectors of a row: a tile for it cannot be served where columns are not adjacent."""
-    if inputs is None or not problem.asked("decode") or problem.asked("forward") or _adjacent(inputs):
+    if inputs is None or not problem.asked("decode") or problem.asked("forward") or adjacent(inputs):
         return None
     return "tile: the decode kernel takes adjacent columns of K and V"
-
-
-def _adjacent(inputs: Inputs) -> bool:
-    return bool(inputs.k.stride()[3] == inputs.v.stride()[3] == 1)
-
-
-def _launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> CpuLaunch:
-    """The launch of a call, from the memory if there is one like it; packed batches are planned for their longest sequence."""
-    longest, bias = problem.seqlen_q, inputs.bias
-    if inputs.cu_q is not None:
-        longest = max((b - a for a, b in pairwise(inputs.cu_q.tolist())), default=0)
-    adjacent = longest != 1 or _adjacent(inputs)
-    key = (kind, num_threads(), None if bias is None else bias.dtype, dbias, longest, adjacent)
-    if is_static(problem):
-        launches: dict[Any, CpuLaunch] = problem.memory.setdefault("cpu launches", {})
-        name: Any = key
-    else:  # every call is a problem of its own, and most are like an earlier one but for what the mask's tensors hold
-        launches, name = _launches, (key, _fields(problem), problem.program.structure, problem.program.ints)
-    launch = launches.get(name)
-    if launch is None:
-        if len(launches) >= LAUNCHES:
-            launches.clear()
-        launch = launches[name] = _make_launch(problem, *key)
-    return launch
-
-
-def _make_launch(
-    problem: Problem, kind: str, threads: int, bias: torch.dtype | None, dbias: bool, longest: int, adjacent: bool
-) -> CpuLaunch:
-    spec = probe_cpu(threads)
-    tile = plan.tile_for(problem, spec, kind, longest, adjacent)
-    kernel = plan.kernel_for(problem, tile, spec, str(bias)[6:] if bias else "", dbias)
-    tiles = plan.grid_for(problem, tile, spec, longest)
-    own_cells = problem.bias is not None and problem.bias[:3] == (problem.batch, problem.heads, problem.seqlen_q)
-    if dbias and not own_cells:  # tasks would add to the same cells of dBias
-        tiles = tiles._replace(threads=1)
-    fixed = fixed_arguments(problem, kernel, tiles)
-    held: list[Tensor] | None = None
-    if is_static(problem):
-        mask, held = mask_arguments(problem, kernel, tile.block_k)
-        fixed |= dict(mask)
-    names = argument_names(kernel)
-    values = [fixed.get(name, 0) for name in names[len(HOT) :]]
-    entry = compiler.worker(kernel)
-    if threads > 1 and compiler.awake():
-        schedule.team()  # what else needs LLVM is compiled now, and not in a later call
-    changed = kernel.bias or kernel.alibi or kernel.dropout or kernel.varlen or kernel.stats
-    optional = changed or problem.sinks or held is None
-    counters = tiles.tasks // tiles.splits if tiles.splits > 1 else 0
-    real = torch.float64 if kernel.real == "float64" else torch.float32
-    batch, heads, rows = 1 if problem.varlen else problem.batch, problem.heads, problem.seqlen_q
-    return CpuLaunch(
-        entry=entry,
-        kernel=kernel,
-        tile=tile,
-        template=struct.pack(f"={len(values)}q", *values),
-        end=REST_AT + 8 * len(values),
-        offsets={name: 8 * n for n, name in enumerate(names)},
-        size=frames.frame(problem, kernel, tiles),
-        threads=tiles.threads,
-        workspace=frames.workspace(problem, kernel, tiles),
-        counters=problem.batch * problem.heads * tiles.blocks if kernel.backwards else counters,
-        real=real,
-        lse=((batch, heads, rows), (heads * rows, rows, 1), real),
-        plain=not (optional or counters),
-        held=held,
-    )
-
-
-def _optional_args(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> tuple[list[tuple[str, int]], list[Tensor]]:
-    """The arguments of all tensors but q, k and v, and those of the tensors that must outlive the call."""
-    args: list[tuple[str, int]] = []
-    alive: list[Tensor] = []
-    if inputs.bias is not None:
-        strides = zip("bhsd", broadcast_strides(inputs.bias), strict=True)
-        args += [("bias", inputs.bias.data_ptr()), *((f"bias_{axis}", stride) for axis, stride in strides)]
-    if problem.dropout_p and inputs.seed is not None:
-        args.append(("seed", int(inputs.seed)))
-    wanted = {"alibi": launch.real, "sinks": launch.real, "cu_q": torch.int32, "cu_k": torch.int32}
-    if launch.kernel.origins:
-        wanted["origins"] = torch.int32
-    for name, dtype in wanted.items():
-        x: Tensor | None = getattr(inputs, name)
-        if x is not None:
-            alive.append(x.to(dtype).contiguous())
-            args.append((name, alive[-1].data_ptr()))
-    if inputs.alibi is not None:
-        args.append(("alibi_b", inputs.alibi.shape[1] if inputs.alibi.shape[0] > 1 else 0))
-    if launch.held is None:
-        mask, memory = mask_arguments(problem, launch.kernel, launch.tile.block_k)
-        return args + mask, alive + memory
-    return args, alive
 
 
 def _like(x: Tensor) -> Tensor:
