@@ -26,6 +26,7 @@ from tilewise.backends.cpu.spec import HOT, argument_names
 from tilewise.errors import BackendError
 from tilewise.hardware import catalogue, device, lookup
 from tilewise.hardware.spec import DeviceSpec
+from tilewise.lab.bench.engine import torch_threads
 from tilewise.lab.bench.suites import CPU as SUITE
 from tilewise.problem import Problem
 
@@ -290,7 +291,10 @@ def test_every_row_of_the_suite_has_tiles_to_choose_from(spec: DeviceSpec) -> No
 
 @pytest.mark.parametrize("heads", [(8, 8), (16, 8), (12, 3), (6, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decoding_takes_heads_together_where_they_lie_side_by_side(heads: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_decoding_takes_heads_together_where_they_lie_side_by_side(
+    heads: tuple[int, int], dtype: torch.dtype, threads: int
+) -> None:
     """The same numbers as head after head, whatever splits there are; the plan says it."""
     g = torch.Generator().manual_seed(0)
     q = torch.randn(2, 1, heads[0], 64, generator=g).to(dtype)
@@ -301,11 +305,9 @@ def test_decoding_takes_heads_together_where_they_lie_side_by_side(heads: tuple[
     )
     spec = device("cpu")
     assert plan.tiles(beside, spec)["decode"].groups == heads[1] and plan.tiles(apart, spec)["decode"].groups == 1
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
+    with torch_threads(threads):
         out, lse = tw.attention(q, k, v, mask=tw.causal(), layout="bshd", backend="cpu", return_lse=True)
         rows = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         want, want_lse = tw.attention(*rows, mask=tw.causal(), backend="cpu", return_lse=True)
-        assert torch.allclose(lse, want_lse, atol=1e-5)
-        assert torch.allclose(out.transpose(1, 2).float(), want.float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
-    torch.set_num_threads(1)
+    assert torch.allclose(lse, want_lse, atol=1e-5)
+    assert torch.allclose(out.transpose(1, 2).float(), want.float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
