@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tests.conformance.cases import Built, inside
 from tests.conformance.harness import BACKENDS, excesses, serves
-from tests.masks.expressions import Batch, expressions
+from tests.masks.expressions import CALLED, Batch, expressions
 from tilewise.backends.tiled import plan as tiled
 from tilewise.errors import MaskError
 
@@ -82,7 +82,7 @@ def calls(draw: Draw) -> tuple[Built, bool]:
         "bias": _bias(draw, batch, dtype),
     }
     if draw(st.booleans()):
-        drawn = draw(expressions(batch, depth=2))
+        drawn = draw(expressions(batch, depth=2, leaves=CALLED))
         options["mask"] = drawn.mask
         note(f"mask {drawn}")
     if draw(st.sampled_from([False, False, True])):

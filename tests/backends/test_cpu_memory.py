@@ -20,7 +20,7 @@ import tilewise as tw
 from tests.conformance.cases import CASES, Case, build, inside
 from tests.conformance.harness import excesses
 from tests.numerics import checks
-from tilewise.backends.cpu import backend, blocks, frames, plan
+from tilewise.backends.cpu import backend, blocks, frames, plan, prepare
 from tilewise.backends.cpu.frames import Tiles
 from tilewise.backends.cpu.spec import Kernel
 from tilewise.hardware import lookup
@@ -45,6 +45,7 @@ PROCESSORS = {
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call is remembered from before, and none of what follows after the test: plans are remembered with calls."""
     monkeypatch.setattr("tilewise.api.call_cache._calls", {})
+    monkeypatch.setattr("tilewise.backends.cpu.prepare._launches", {})
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
@@ -56,7 +57,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
         key="test", name="test", kind="cpu", vendor="", arch=arch, units=2, isa=isa,
         sram_bytes=l1 * KiB, l2_bytes=l2 * KiB, isa_flags=MATRIX_UNITS.get(processor, ()), **pipe,
     )  # fmt: skip
-    monkeypatch.setattr(backend, "probe_cpu", lambda threads=0: replace(spec, threads=threads))
+    for module in (backend, prepare):
+        monkeypatch.setattr(module, "probe_cpu", lambda threads=0: replace(spec, threads=threads))
 
 
 def arranged(problem: Problem, kind: str, threads: int) -> tuple[Kernel, Tiles]:

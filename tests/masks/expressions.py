@@ -190,11 +190,22 @@ def blocks(draw: Draw, batch: Batch) -> Expression:
 
 
 def selected(draw: Draw, batch: Batch) -> Expression:
-    block, per = draw(st.integers(1, 7)), draw(st.integers(LEAST_PER, LEAST_PER + 3))
+    """What is beyond the keys names nothing."""
+    block = draw(st.integers(1, 7))
+    return _selected(draw, batch, block, max(1, -(-batch.longest[1] // block) + draw(st.sampled_from([0, 2]))))
+
+
+def selected_within(draw: Draw, batch: Batch) -> Expression:
+    """Only blocks that every sequence has: calls refuse others."""
+    block = draw(st.integers(1, 7))
+    return _selected(draw, batch, block, -(-min(keys for _, keys in batch.lengths) // block))
+
+
+def _selected(draw: Draw, batch: Batch, block: int, most: int) -> Expression:
+    per = draw(st.integers(LEAST_PER, LEAST_PER + 3))
     lead, rows = _lead(draw, batch), -(-batch.longest[0] // per)
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    most = -(-batch.longest[1] // block) + draw(st.sampled_from([0, 2]))  # what is beyond the keys names nothing
-    lists = generator.integers(-1, max(most, 1), (*lead, rows, draw(st.integers(0, 3))))
+    lists = generator.integers(-1, most, (*lead, rows, draw(st.integers(0, 3))))
     full = np.broadcast_to(lists, (len(batch.lengths), batch.heads, *lists.shape[-2:]))
     mask = tw.selected(lists.astype(draw(st.sampled_from([np.int32, np.int64]))), block, per)
     text = f"selected({lists.tolist()}, {block}, {per})"
@@ -214,6 +225,8 @@ def dense(draw: Draw, batch: Batch) -> Expression:
 LENGTH_FREE = (causal, window, two_sided, prefix, padding)
 """Leaves whose tensors fit any length; conjunctions of them are classified exactly."""
 LEAVES = (*LENGTH_FREE, documents, blocks, selected, dense)
+CALLED = (*LENGTH_FREE, documents, blocks, selected_within, dense)
+"""Leaves of calls on a CPU, where values are checked."""
 
 
 @st.composite

@@ -34,6 +34,7 @@ class Case(NamedTuple):
     dlse: Tensor
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
+    origins: Tensor | None = None
 
 
 def make_case(dtype: str, m: int, n: int, d: int, spread: float = 1.0, seed: int = 0, **features: Any) -> Case:

@@ -120,7 +120,7 @@ def per_sequence(name: str, value: Any, binding: Binding) -> Any:
 
 
 def document_ids(name: str, value: Any, length: int, binding: Binding) -> Any:
-    return binding.once(value, f"{name} of {length}", lambda ids: _document_ids(name, ids, length, binding))
+    return binding.once(value, name, lambda ids: _document_ids(name, ids, length, binding))
 
 
 def _document_ids(name: str, ids: Any, length: int, binding: Binding) -> Any:

@@ -124,7 +124,8 @@ def decode_obstacle(problem: Problem, spec: DeviceSpec, longest: int) -> str | N
     given["max_logit or entropy"] = watched(problem)
     if changed := [name for name, value in given.items() if value]:
         return f"the decode kernel has no {' and no '.join(changed)}"
-    if not is_interval(problem.program.structure):
+    program = problem.program
+    if not is_interval(program.structure) or any(kind.is_rows for kind in program.kinds):
         return "the decode kernel reads one interval of keys; this mask is none"
     if _decode_register(problem, spec) is None:
         return f"the decode kernel loads whole vectors; head dims {problem.head_dim} and {problem.head_dim_v} are none"

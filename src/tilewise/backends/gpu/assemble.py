@@ -36,6 +36,7 @@ def proven(types: Any, attributes: Any, config: Any) -> bool:
     usual = config.D == config.DV == config.BLOCK_D == config.BLOCK_DV and config.D in (64, 128)
     more = (
         config.FP16_SPLIT
+        or config.LISTED
         or config.DROPOUT
         or not config.FOLD
         or config.SPLIT
