@@ -13,7 +13,6 @@ from tilewise.api.options import ParsedOptions
 from tilewise.api.parse import parse_call
 from tilewise.api.statistics import user_statistics
 from tilewise.backends.base import Backend, Inputs
-from tilewise.ops import statistics
 from tilewise.ops.autograd import attend, attend_transformed
 from tilewise.ops.run import FORWARD, is_empty, profiled
 from tilewise.ops.tensors import PLAIN, materialized_inputs
@@ -44,6 +43,8 @@ def execute(q: Tensor, k: Tensor, v: Tensor, options: ParsedOptions, backend: st
 
 
 def _execute_statistics(problem: Problem, inputs: Inputs, layout: str, backend: str) -> tuple[Any, ...]:
+    from tilewise.ops import statistics  # a plain call needs none
+
     dispatch.check_name(backend, "auto")
     if torch.compiler.is_compiling() or transforms_active() or _is_watched(problem, inputs):
         statistics.refuse()

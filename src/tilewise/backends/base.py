@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.pages import Pages as Pages
 from tilewise.backends.verdict import Verdict as Verdict
 from tilewise.backends.verdict import cpu_only as cpu_only
 from tilewise.errors import BackendError
 from tilewise.numerics.merge import finite
 from tilewise.numerics.oracle import Inputs as Inputs
 from tilewise.problem import WIDE, Problem
+
+if TYPE_CHECKING:
+    from tilewise.backends.pages import Pages
 
 
 class Needs(NamedTuple):

@@ -18,7 +18,6 @@ from torch.autograd import forward_ad
 from tilewise.backends.base import Backend, BackwardInputs, Direction, Grads, Inputs, Needs, Tangents
 from tilewise.errors import DerivativeError
 from tilewise.masks import Lowered, MaskProgram
-from tilewise.ops import vmap
 from tilewise.ops.run import BACKWARD, backward, double_backward, forward, jvp, profiled
 from tilewise.ops.tensors import (
     DIFFERENTIABLE,
@@ -113,6 +112,8 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        from tilewise.ops import vmap  # calls without transforms need none
+
         problem, backend, _, *tensors = args
         roles = vmap.roles("inputs", "mask", mask=len(tensors) - _COUNT)
 
@@ -280,6 +281,8 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        from tilewise.ops import vmap  # calls without transforms need none
+
         problem, backend, needs, *tensors = args
         roles = vmap.roles("upstream", "results", "inputs", "mask", mask=len(tensors) - 4 - _COUNT)
         fold = vmap.Fold(problem, info.batch_size, roles, in_dims[3:], tensors, needs)
@@ -340,6 +343,8 @@ class AttentionJvp(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        from tilewise.ops import vmap  # calls without transforms need none
+
         problem, backend, *tensors = args
         roles = vmap.roles("inputs", "tangents", "mask", mask=len(tensors) - _COUNT - _MOVING)
         fold = vmap.Fold(problem, info.batch_size, roles, in_dims[2:], tensors)
@@ -385,6 +390,8 @@ class AttentionDoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        from tilewise.ops import vmap  # calls without transforms need none
+
         problem, backend, needs, *tensors = args
         names = ("upstream", "results", "inputs", "tangents", "results", "mask")
         roles = vmap.roles(*names, mask=len(tensors) - 6 - _COUNT - _MOVING)

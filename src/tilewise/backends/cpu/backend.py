@@ -22,7 +22,6 @@ from tilewise.backends.base import (
     Grads,
     Inputs,
     Jvp,
-    Pages,
     Statistics,
     Tangents,
     Verdict,
@@ -57,6 +56,7 @@ from tilewise.backends.cpu.launch import (
 from tilewise.backends.cpu.lowering import lowered
 from tilewise.backends.cpu.prepare import adjacent, launch_for, optional_arguments
 from tilewise.backends.cpu.spec import STATISTICS, round_up
+from tilewise.backends.pages import Pages
 from tilewise.hardware.probe import probe_cpu
 from tilewise.masks import Lowered
 from tilewise.problem import Problem

@@ -39,13 +39,6 @@ from tilewise.backends.base import (
 )
 from tilewise.backends.sequence import Range, SequenceView, cut_tile, sequences, sweep_statistics
 from tilewise.backends.tiled import plan
-from tilewise.backends.tiled.derivatives import (
-    MovingRows,
-    cut_tangents,
-    double_backward_sequence,
-    jvp_rows,
-    moving_deltas,
-)
 from tilewise.backends.tiled.statistics import RowWatch, Step
 from tilewise.backends.tiled.sums import Sum, accumulator, key_sums
 from tilewise.numerics.merge import finite, join_sink
@@ -220,6 +213,8 @@ class Tiled(Backend):
         return plan.derives(problem, derivative=derivative)
 
     def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        from tilewise.backends.tiled.derivatives import cut_tangents, jvp_rows  # a plain call needs none
+
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q, problem.precision)
         result = Jvp(out, lse, torch.empty_like(out), torch.empty_like(lse))
         for seq in sequences(problem, inputs, plan.derivative_tiles(problem, None, "jvp")["jvp"].sizes):
@@ -230,6 +225,13 @@ class Tiled(Backend):
         return result
 
     def double_backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction) -> Grads:
+        from tilewise.backends.tiled.derivatives import (
+            MovingRows,
+            cut_tangents,
+            double_backward_sequence,
+            moving_deltas,
+        )
+
         out, lse, dout, dlse, needs = given
         tangents, out_t, lse_t = direction
         blocks = plan.derivative_tiles(problem, None, "double_backward")["double_backward"].sizes
