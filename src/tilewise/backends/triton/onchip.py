@@ -121,7 +121,8 @@ def buffers(tile: TilePlan, x: Operands, spec: DeviceSpec) -> dict[str, int]:
         if x.ids and by == "mma":
             result["ids"] = held * (m if tile.pass_ == "backward_dkdv" else n) * STATISTICS
         if x.evaluated or any(blocks % side for blocks, side in zip(x.blocks, tile.sizes, strict=True)):
-            result["mask"] = 2 * m * n
+            ahead = held if by == "mma" and tile.pass_ in ("forward", "decode") else 1  # where the mask is loaded ahead, too
+            result["mask"] = 2 * ahead * m * n
         elif x.bits:
             result["bits"] = (held if by == "mma" else 1) * m * n // 8
     if exchanges(tile, x, spec):
