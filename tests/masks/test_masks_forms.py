@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
@@ -60,6 +60,7 @@ def test_a_mask_reads_as_it_was_written(text: str) -> None:
     assert repr(eval(text, dict(NAMES))) == text
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine is no fault of the drawing
 @given(st.data())
 def test_what_is_written_means_the_same(data: st.DataObject) -> None:
     """Without tensors the text gives an equal value."""

@@ -20,16 +20,21 @@ from tilewise.backends.triton.tangents import KeyTiles, QueryTiles
 
 
 @triton.jit
-def load_queries(a, t, seq, q, ok, dout, C: tl.constexpr):
-    """The tiles of the queries q; 0 where not `ok`."""
+def load_queries(a, t, seq, q, ok, C: tl.constexpr):
+    """The tiles of the queries q, without what came back to them; 0 where not `ok`."""
     q_tile = tt.load_rows(Head(a.q, None, seq.row, seq.h, seq.q_start), q, ok, C.D, C.BLOCK_D)  # [M, D]
     q_t_tile = q_tile
     if t.q is not None:
         q_t_tile = tt.load_rows(Head(t.q, None, seq.row, seq.h, seq.q_start), q, ok, C.D, C.BLOCK_D)
-    dout_tile = q_tile
-    if dout is not None:
-        dout_tile = tt.load_rows(Head(dout, None, seq.row, seq.h, seq.q_start), q, ok, C.DV, C.BLOCK_DV)  # [M, DV]
-    return QueryTiles(q_tile, q_t_tile, dout_tile)
+    return QueryTiles(q_tile, q_t_tile, q_tile)
+
+
+@triton.jit
+def load_upstream(a, t, g, seq, q, ok, C: tl.constexpr):
+    """The same with dO."""
+    queries = load_queries(a, t, seq, q, ok, C)
+    dout_tile = tt.load_rows(Head(g.dout, None, seq.row, seq.h, seq.q_start), q, ok, C.DV, C.BLOCK_DV)  # [M, DV]
+    return QueryTiles(queries.q_tile, queries.q_t_tile, dout_tile)
 
 
 @triton.jit
@@ -123,7 +128,7 @@ def jvp_kernel(a, t, C: tl.constexpr):
         return
     q = m0 + tl.arange(0, C.BLOCK_M)
     row_ok = q < seq.len_q
-    queries = load_queries(a, t, seq, q, row_ok, None, C)
+    queries = load_queries(a, t, seq, q, row_ok, C)
     acc = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
     acc_t = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
     l = tl.full([C.BLOCK_M], 0.0, tl.float32)
@@ -209,7 +214,7 @@ def queries_kernel(a, t, g, C: tl.constexpr):
     q = m0 + tl.arange(0, C.BLOCK_M)
     row_ok = q < seq.len_q
     stats = load_stats(a, t, g, seq, q, row_ok)
-    queries = load_queries(a, t, seq, q, row_ok & (stats[0] < float("inf")), g.dout, C)
+    queries = load_upstream(a, t, g, seq, q, row_ok & (stats[0] < float("inf")), C)
     dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
     lo, hi, _, _ = mp.key_bounds(a.mask, seq, m0, tl.minimum(m0 + C.BLOCK_M, seq.len_q), C)
     # over the keys met so far: dq = Σ (dZ_t k + dZ k_t)
@@ -233,7 +238,7 @@ def keys_step(a, t, g, seq, keys, sums, m, k, C: tl.constexpr):
     stats = load_stats(a, t, g, seq, q, row_ok)
     masking = visible(a, seq, q, k, C)
     # a query that sees no key must not meet 0 · inf
-    queries = load_queries(a, t, seq, q, (tl.max(masking[0].to(tl.int32), 1) > 0) & row_ok, g.dout, C)
+    queries = load_upstream(a, t, g, seq, q, (tl.max(masking[0].to(tl.int32), 1) > 0) & row_ok, C)
     p_t_tile, dz_tile, dz_t_tile = moving_tile(a, t, seq, queries, keys, stats, masking, q, k, C)
     dv = tt.dot(tl.trans(p_t_tile), queries.dout_tile, dv, C)  # [N, DV]
     dk = tt.dot(tl.trans(dz_t_tile), queries.q_tile, dk, C)  # [N, D]

@@ -125,6 +125,8 @@ def buffers(tile: TilePlan, x: Operands, spec: DeviceSpec) -> dict[str, int]:
             result["mask"] = 2 * ahead * m * n
         elif x.bits:
             result["bits"] = (held if by == "mma" else 1) * m * n // 8
+    elif x.evaluated and tile.pass_ in ("forward", "decode"):
+        result["mask"] = 2 * m * n
     if exchanges(tile, x, spec):
         weights = "P" if tile.pass_ in ("forward", "decode") else "dS"
         result[weights] = WARPGROUPS_EXCHANGE if by == "wgmma" else m * n * x.itemsize
