@@ -15,9 +15,10 @@ import numpy as np
 
 from tilewise.errors import MaskError
 from tilewise.masks.program import Literal, MaskProgram, MaskShape, interval
-from tilewise.masks.rectangles import Array, Classes, Edges, classify_literal
 from tilewise.masks.visits import visits
 
+Classes = np.ndarray[Any, np.dtype[np.uint8]]  # numpy.typing would be imported for these names alone
+Array = np.ndarray[Any, np.dtype[Any]]
 Runs = tuple[Array, Array]
 """[first, past) of the tiles of each line."""
 LINES = 64
@@ -117,13 +118,15 @@ class TileMap:
     def _classify(self, rows: tuple[int, int], cols: tuple[int, int], b: int, h: int) -> Classes:
         """The tiles of some rows and columns, [rows, cols]."""
         _, _, queries, keys = self.shape
-        edges = Edges(_edges(rows, self.block_q, queries), _edges(cols, self.block_k, keys))
+        edges = _edges(rows, self.block_q, queries), _edges(cols, self.block_k, keys)
         result = np.zeros((rows[1] - rows[0], cols[1] - cols[0]), dtype=np.uint8)
         for number, term in enumerate(self._terms):
             classes = _in_runs(*self._runs(number, b), slice(*rows), cols)
             for literal in term:
                 if literal.kind.reads_data:
-                    classes = np.minimum(classes, classify_literal(_own(literal, b, h), edges))
+                    from tilewise.masks.rectangles import Edges, classify_literal  # masks without data need none
+
+                    classes = np.minimum(classes, classify_literal(_own(literal, b, h), Edges(*edges)))
             result = np.maximum(result, classes)
         return result
 
