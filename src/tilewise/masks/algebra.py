@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilewise.errors import ArgumentTypeError, MaskError
@@ -115,6 +114,8 @@ class Mask(ABC):
         try:
             return self.show().html()
         except (MaskError, ArgumentTypeError):  # its tensors do not fit each other: the call will say so
+            from html import escape
+
             return f"<code>{escape(repr(self))}</code>"
 
     def __repr__(self) -> str:
