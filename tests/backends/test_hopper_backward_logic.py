@@ -52,6 +52,8 @@ class Shape(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     tile: tuple[tuple[str, int, int], ...] = ()
     sinks: bool = False
+    alibi: int = 0  # rank of the slopes
+    dropout: float = 0.0
 
 
 SHORT, SPLIT = (("backward_dkdv", 64, 128), ("backward_dq", 128, 64)), (("backward_dkdv", 64, 64),)
@@ -111,6 +113,11 @@ def build(shape: Shape) -> tuple[Problem, Inputs]:
     inputs = Inputs(*qkv, cu_q=starts[0], cu_k=starts[1])
     if shape.sinks:
         options["sinks"] = torch.randn(shape.h, generator=g)
+    if shape.dropout:
+        options |= {"dropout_p": shape.dropout, "seed": 1234567890123}
+    if shape.alibi:
+        sides = (len(shape.lengths[0]) if shape.lengths else shape.b, shape.h)[2 - shape.alibi :]
+        options["bias"] = tw.alibi(torch.rand(sides, generator=g) - 0.2)
     problem, inputs = build_problem(inputs, {**DEFAULTS, **options, "return_lse": True})  # type: ignore[typeddict-item]
     return replace(problem, tile=shape.tile), inputs
 

@@ -65,6 +65,15 @@ FEATURES = [
     *(shape(head_dim=d, sinks=True, data="padding") for d in DIMS),
     *(grouped(head_dim=d, sinks=True, lengths=PACKED) for d in DIMS),
     *(shape(head_dim=d, sinks=True, mask="causal", softcap=20.0, deterministic=True) for d in DIMS),
+    *(grouped(head_dim=d, alibi=True, mask=mask, seqlen=m, kv_seqlen=n) for d in DIMS for mask in ("full", "causal", WINDOW)
+      for m, n in ((300, 300), (257, 1000))),
+    *(grouped(head_dim=d, alibi=True, lengths=PACKED) for d in DIMS),
+    *(shape(head_dim=d, alibi=True, mask="causal", sinks=True, deterministic=deterministic, softcap=softcap)
+      for d in DIMS for deterministic, softcap in ((True, 0.0), (False, 20.0))),
+    *(grouped(head_dim=d, dropout_p=0.1, mask=mask, seqlen=m, kv_seqlen=n) for d in DIMS for mask in ("full", "causal", WINDOW)
+      for m, n in ((300, 300), (257, 1000))),
+    *(grouped(head_dim=d, dropout_p=0.6, lengths=PACKED) for d in DIMS),
+    *(shape(head_dim=d, dropout_p=0.2, alibi=True, sinks=True, data="padding", dtype="float16") for d in DIMS),
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from tilewise.backends.hopper.feature_launch import (
     NONE,
     Features,
     call_features,
+    features_key,
     sink_gradient,
     tensors_in,
     with_features,
@@ -53,7 +54,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     out, lse, dout, dlse, needs = given
     q, k, v = inputs[:3]
     strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
-    key = ("hopper backward", q.device, *strides)
+    key = ("hopper backward", q.device, *strides, features_key(inputs))
     found = lists_of_steps(problem, inputs)
     key = (*key, *(lists.key for lists in found.values())) if found else key
     recording = recorder.get(problem, key, q.device, partial(plan_on, problem, q.device, dlse is not None))
