@@ -12,11 +12,13 @@ pytest.importorskip("triton")
 
 from tests.backends import test_hopper_backward_logic as backward_logic
 from tests.backends import test_hopper_forward_logic as forward_logic
+from tests.backends import test_hopper_lists_logic as lists_logic
 from tests.backends.gluon_values import Value
 from tests.backends.test_hopper_backward_logic import PAD, Shape, build
 from tests.numerics import checks
 from tilewise.backends.hopper.backward import choose
 from tilewise.backends.hopper.features import SWITCH
+from tilewise.backends.hopper.list_plan import SWITCH as LISTS
 from tilewise.backends.hopper.plan import supports
 from tilewise.backends.tiled import backend as tiled
 from tilewise.hardware import lookup
@@ -25,31 +27,28 @@ from tilewise.numerics.philox import philox
 CAUSAL, WINDOW = "tw.causal()", "tw.causal() & tw.window(100)"
 PACKED = ((5, 133, 0, 70), (5, 140, 7, 70))
 SINKS = [
-    Shape(64, WINDOW, 300, h=4, hk=2, sinks=True, dlse=True),
-    Shape(128, CAUSAL, 200, h=2, hk=1, sinks=True),
-    Shape(256, CAUSAL, 130, h=2, sinks=True),
-    Shape(128, PAD.format("130, 0"), 100, 300, b=2, h=2, hk=2, sinks=True, dlse=True),
+    Shape(64, WINDOW, 200, h=4, hk=2, sinks=True, dlse=True),
+    Shape(128, PAD.format("130, 0"), 70, 200, b=2, h=2, hk=2, sinks=True),
     Shape(64, CAUSAL, h=2, hk=1, sinks=True, lengths=PACKED),
-    Shape(128, CAUSAL, 300, 200, h=2, softcap=3.0, sinks=True, deterministic=True),
+    Shape(256, CAUSAL, 130, 100, h=2, softcap=3.0, sinks=True),
 ]
 ALIBI = [
-    Shape(64, CAUSAL, 300, h=4, hk=2, alibi=1, dlse=True),
-    Shape(64, "None", 200, 300, h=2, b=2, alibi=2),
-    Shape(128, CAUSAL, 150, 300, h=2, hk=1, b=2, alibi=2),
-    Shape(128, WINDOW, 300, h=2, alibi=1, sinks=True, deterministic=True),
-    Shape(128, "tw.causal() | tw.prefix(150)", 300, h=2, hk=1, alibi=1),
-    Shape(256, CAUSAL, 130, h=2, hk=1, alibi=1),
+    Shape(64, CAUSAL, 200, h=2, hk=1, alibi=1, dlse=True),
+    Shape(64, "None", 130, 200, b=2, alibi=2),
+    Shape(128, CAUSAL, 70, 200, h=2, hk=1, b=2, alibi=2),
+    Shape(128, WINDOW, 200, alibi=1, sinks=True, deterministic=True),
+    Shape(256, "tw.causal() | tw.prefix(90)", 130, h=2, hk=1, alibi=1),
     Shape(64, CAUSAL, h=2, hk=1, alibi=2, lengths=PACKED),
-    Shape(128, "tw.causal('top_left')", h=2, hk=1, alibi=1, lengths=PACKED),
-    Shape(128, CAUSAL, 200, h=2, softcap=3.0, alibi=1),
-    Shape(64, CAUSAL, 200, h=2, alibi=1, scale=-0.2),
+    Shape(128, "tw.causal('top_left')", alibi=1, lengths=PACKED),
+    Shape(128, CAUSAL, 130, h=2, softcap=3.0, alibi=1),
+    Shape(64, CAUSAL, 130, alibi=1, scale=-0.2),
 ]
 DROPOUT = [
-    Shape(64, CAUSAL, 300, h=4, hk=2, b=2, dropout=0.3, dlse=True),
-    Shape(128, CAUSAL, 200, 300, h=2, hk=1, dropout=0.1),
+    Shape(64, CAUSAL, 200, h=2, hk=1, b=2, dropout=0.3, dlse=True),
+    Shape(128, CAUSAL, 130, 200, h=2, hk=1, dropout=0.1),
     Shape(256, WINDOW, 130, h=2, hk=1, dropout=0.6),
     Shape(64, CAUSAL, h=2, hk=1, dropout=0.1, lengths=PACKED),
-    Shape(128, "None", 200, h=2, dropout=0.2, alibi=1, sinks=True, softcap=3.0),
+    Shape(128, "None", 130, h=2, dropout=0.2, alibi=1, sinks=True, softcap=3.0),
 ]
 NAMED = {"sinks": SINKS, "alibi": ALIBI, "dropout": DROPOUT}
 SHAPES = [shape for shapes in NAMED.values() for shape in shapes]
@@ -85,6 +84,25 @@ def test_gradients(shape: Shape) -> None:
     found = backward_logic.run(problem, inputs, out.contiguous(), lse, dout, dlse)
     assert (found.dsinks is not None) == shape.sinks
     assert checks.check_backward(problem, inputs, dout, dlse, found) == []
+
+
+LISTED = [
+    Shape(64, lists_logic.CAUSAL_DOCUMENTS, 400, h=2, hk=1, sinks=True, alibi=1, dropout=0.2),
+    Shape(128, lists_logic.CAUSAL_DOCUMENTS, 400, h=2, hk=1, sinks=True, alibi=1, dropout=0.2),
+    Shape(256, lists_logic.CAUSAL_DOCUMENTS, 400, h=2, hk=1, alibi=1, dropout=0.2),
+]
+
+
+@pytest.mark.parametrize("shape", LISTED, ids=lambda shape: f"d{shape.d}")
+def test_features_go_with_tile_lists(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LISTS, "1")
+    problem, inputs = build(shape)
+    assert supports(problem, lookup("h200"), backward=True).ok
+    out, lse = lists_logic.run_forward(problem, inputs)
+    assert checks.check_forward(problem, inputs, out, lse) == []
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = lists_logic.run_backward(problem, inputs, out, lse, dout, None)
+    assert checks.check_backward(problem, inputs, dout, None, found) == []
 
 
 def test_sinks_that_are_infinite() -> None:

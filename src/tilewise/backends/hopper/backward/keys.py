@@ -101,9 +101,9 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
         s_token = warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(rings.do.full.index(at), parity)
         dp_token = warpgroup_mma(v_rows, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if C.DROPOUT:
+            kept = kept_by_column(m, tile.work.start + 64 * WG, tile.work.b, tile.h, a, C)
         lse2 = statistic(rings.stats, at, "lse2", C)
-    if C.DROPOUT:
-        kept = kept_by_column(m, tile.work.start + 64 * WG, tile.work.b, tile.h, a, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
     p_tile, w_tile = masked_weights(s_tile, lse2, tile, m, tile.work.start + 64 * WG, a, C)
     if C.REDUCE_DQ:
@@ -148,8 +148,7 @@ def gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.constexpr)
     stat_tile = first_statistics(work, a)
     dk = zeros(C.BLOCK_D)
     dv = zeros(C.BLOCK_DV)
-    held = of_head(tile, 0, a, C)
-    dk, dv = step((dk, dv), rings, held, q_base, work.first * C.BLOCK_M, before, a, True, WG, C)
+    dk, dv = step((dk, dv), rings, of_head(tile, 0, a, C), q_base, work.first * C.BLOCK_M, before, a, True, WG, C)
     before = stat_tile
     for g in range(a.group.value):
         held = of_head(tile, g, a, C)
