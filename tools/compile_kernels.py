@@ -322,9 +322,10 @@ TIGHT = ("window", "padding", "varlen", "softcap")
 
 
 def short_of_registers(case: Case) -> bool:
-    """Backward kernels that are right and lack registers: softcap at 128 (ten to thirty values a step wait in memory), packed
-    batches at 64 (two or three); from Triton 3.8 on others too."""
-    return (case.softcap > 0 and case.head_dim == 128) or (bool(case.lengths) and case.head_dim == 64)
+    """Backward kernels that are right and lack registers: softcap at 128 (ten to thirty values a step wait in memory), dropout at
+    128 (four), packed batches at 64 (two or three); from Triton 3.8 on others too."""
+    full = case.softcap > 0 or case.dropout_p > 0
+    return (full and case.head_dim == 128) or (bool(case.lengths) and case.head_dim == 64)
 
 
 def tuned_spills(check: Check, tile: Any, target: str) -> int:

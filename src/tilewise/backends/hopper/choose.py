@@ -144,7 +144,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
     tail = not mask.terms and problem.seqlen_k % tile.BLOCK_N > 0
     roomy = not (mask.left or unseen or mask.listed)
     lazy = roomy and not (tail and tile.BLOCK_DV == 256) if newer else not (unseen and tile.BLOCK_DV == 128)
-    in_registers = tile.Q_IN_REGISTERS if roomy and not (mask.band and newer) else 0
+    in_registers = tile.Q_IN_REGISTERS if roomy and not ((mask.band and newer) or crowded(problem)) else 0
     return tile._replace(
         LAZY_RESCALE=lazy,
         Q_IN_REGISTERS=in_registers,

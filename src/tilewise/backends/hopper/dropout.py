@@ -118,7 +118,8 @@ def kept_by_row(row0, key0, b, h, a, N: gl.constexpr, C: gl.constexpr):
     WORDS: gl.constexpr = kept.type.layout
     words = gl.sum(kept << (4 * counted(8, 2, WORDS)), 2)  # [64, N / 64, 2]
     both = gl.join(words & 0x33333333, (words >> 2) & 0x33333333)  # [64, N / 64, 2, 2]: keys 0 and 1, keys 2 and 3
-    both = gl.sum(both << (2 * counted(N // 64, 1, both.type.layout)), 1)  # [64, 2, 2]
+    BOTH: gl.constexpr = both.type.layout
+    both = gl.sum(both << (2 * counted(N // 64, 1, BOTH)), 1)  # [64, 2, 2]
     TARGET: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _parts(N)))
     return gl.convert_layout(gl.reshape(both, [64, 4]), TARGET)
 
