@@ -114,11 +114,9 @@ PORTABLE = (
     portable("prepare", "prepare", few=True),
     *(portable(f"bias d{d}", "bias", d=d, bias=(1, 8, 1024, 1024), targets=TWO) for d in (64, 128, 256)),
     portable("d512", "forward", d=512, targets=MOST),
-    # not among the few: before 3.7 the double backward does not compile, and is not served
-    *(portable(f"derivatives d{d}", *DERIVATIVES, d=d, mask="causal", targets=MOST) for d in (64, 128)),
-    *(portable(f"jvp d{d}", "jvp", d=d, mask="causal", few=True, targets=MOST) for d in (64, 128)),
+    *(portable(f"derivatives d{d}", *DERIVATIVES, d=d, mask="causal", few=True, targets=MOST) for d in (64, 128)),
     portable("derivatives of everything", *DERIVATIVES, d=64, softcap=30.0, alibi=True, sinks=True, dropout_p=0.1, targets=TWO,
-             may_spill=True),
+             may_spill=True, few=True),
     portable("d96 dv32 prefix", *MAIN, d=96, head_dim_v=32, mask="causal | prefix(7)", targets=MOST, may_spill=True),
     portable("window fp16", *MAIN, dtype="float16", mask="window(64)", targets=MOST),
     portable("varlen", *MAIN, mask="causal", lengths=(512, 512), targets=MOST, few=True, loose=True),
