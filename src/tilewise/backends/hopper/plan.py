@@ -60,7 +60,7 @@ def obstacles(problem: Problem, backward: bool = False) -> list[str]:
         None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
         *(f"{name} is not served here" for name, asked in absent.items() if asked),
         *(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")),
-        list_obstacle(problem, backward, tile_sizes(problem, backward), mask) if isinstance(mask, str) else None,
+        list_obstacle(problem, backward, tile_sizes(problem, backward)) if isinstance(mask, str) else None,
         no_statistics(problem.stats),
     )
     return [reason for reason in reasons if reason] or [*refused_tiles(problem, backward)]
