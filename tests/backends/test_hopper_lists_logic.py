@@ -108,7 +108,7 @@ def run_backward(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any
     made = backward_arguments.make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None, dlse is not None)
     nan = float("nan")
     grads = Grads(*(torch.full_like(x, nan) for x in inputs[:3]))
-    scratch = torch.full((made.stats,), nan), torch.full((max(1, made.dq),), nan)
+    scratch = [torch.full((size,), nan) for size in (made.stats, max(1, made.dq), made.stats // 2)]
     call = Call(inputs, out, lse, dout, dlse, grads, *scratch)
     with kernels("tilewise.backends.hopper.backward", "prepost", "kernel") as (machine, modules):
         for step in made.steps:

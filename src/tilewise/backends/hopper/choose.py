@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from tilewise.backends.gpu.lists import list_layout
 from tilewise.backends.hopper.config import NARROW, Config, tiles_for
+from tilewise.backends.hopper.features import forward_features
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, unseen_keys
 from tilewise.backends.hopper.list_plan import hides_in_tiles
 from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, visited_keys
@@ -145,6 +146,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         TAIL=tail,
         UNSEEN_KEYS=unseen,
         SCORES="softcap" if problem.softcap > 0 else "fold" if problem.scale > 0 else "scale",
+        **forward_features(problem),
         **mask_config(problem, mask),
     )
 
