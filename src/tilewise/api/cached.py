@@ -287,7 +287,7 @@ def _first_seen(mask: Mask | None, lengths: Any, rows: Any) -> Any:
 def _attend(queries: Queries, pages: Pages, options: ParsedOptions, backend: str) -> tuple[Tensor, Tensor]:
     """out (1, H, T, Dv) in q's dtype and lse (1, H, T): pages as they are where a backend reads them, gathered elsewhere."""
     q = queries.q.transpose(0, 1)[None]
-    problem, inputs = _problem(q, queries.cu, pages, options)
+    problem, inputs = _problem(q, queries, pages, options)
     if is_empty(problem):
         return forward(problem, inputs, backend)
     key = ("pages", dispatch.registry_key(backend))
@@ -305,9 +305,9 @@ def _attend(queries: Queries, pages: Pages, options: ParsedOptions, backend: str
     return out.to(q.dtype), lse
 
 
-def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions) -> tuple[Problem, Inputs]:
+def _problem(q: Tensor, queries: Queries, pages: Pages, options: ParsedOptions) -> tuple[Problem, Inputs]:
     """The problem of a call over pages: there are as many keys as the table has room for."""
-    count, page, heads, _ = pages.k.shape
+    (count, page, heads, _), cu = pages.k.shape, queries.cu
     room = pages.entries.shape[0] * page if count else 0
     mask, scale, sinks = options["mask"], options["scale"], options["sinks"]
 
@@ -317,7 +317,9 @@ def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions) -> tup
 
     inputs = Inputs(q, stand_in(pages.k), stand_in(pages.v), cu_q=cu)
     beside = interleaved(pages.k.transpose(1, 2), pages.v.transpose(1, 2))
-    fields = {"page": page, "stored": dtype_name(pages.k) if pages.k_scale is not None else "", "interleaved": beside}
+    rows = queries.shape[1] if len(queries.shape) == 4 else 0
+    stored = dtype_name(pages.k) if pages.k_scale is not None else ""
+    fields = {"page": page, "rows": rows, "stored": stored, "interleaved": beside}
 
     def make() -> tuple[Problem, Inputs]:
         cu_k = torch.cat([cu.new_zeros(1), (pages.counts * page).cumsum(0, dtype=torch.int32)])
@@ -328,6 +330,6 @@ def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions) -> tup
         return make()
     if sinks is not None or any(type(x) not in (int, float, NoneType) for x in numbers):
         return make()
-    shapes = (q.shape, q.dtype, q.device, pages.k.shape, pages.v.shape[3], pages.k.dtype, room, cu.shape, beside)
+    shapes = (q.shape, q.dtype, q.device, pages.k.shape, pages.v.shape[3], pages.k.dtype, room, cu.shape, beside, rows)
     key = ("pages", shapes, mask, numbers, tuple(map(type, numbers)), options["precision"])
     return kept_problem(key, lambda: make()[0]), inputs
