@@ -85,6 +85,8 @@ class Problem:
     page: tokens of a page, where keys and values lie in pages; 0 where they do not.
     rows: queries of each sequence of a packed batch, where all have as many; 0 where that is not known.
     stored: the dtype of pages whose numbers have a scale, "int8" or "float8_e4m3fn"; "" where they have none.
+    splits: the parts that the keys of a sequence in a cache are split into; 0 leaves the choice to the backend.
+    invariant: whether the bits of a row must follow from the row alone, and not from the batch around it.
 
     >>> problem = tw.Problem.of(heads=32, kv_heads=8, seqlen=8192, head_dim=128, mask=tw.causal())
     >>> print(tw.plan(problem, device="h200"))
@@ -118,6 +120,8 @@ class Problem:
     page: int = 0
     rows: int = 0
     stored: str = ""
+    splits: int = 0
+    invariant: bool = False
     memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
     """What layers keep of their work on this problem: the lowered mask, failed kernels, the backend of the gradients. It
     lives and dies with the problem, which the call cache keeps or drops."""
