@@ -25,11 +25,13 @@ from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError, MaskE
 from tilewise.masks import Binding, Mask, MaskShape, causal
 from tilewise.masks.algebra import Blocks, Dense, Documents, KeyRanges, Selected
 from tilewise.masks.arrays import INTEGERS
+from tilewise.masks.build import is_integer
 from tilewise.ops.run import forward, is_empty, own_precision
 from tilewise.ops.tensors import dtype_name, interleaved
 from tilewise.problem import ITEMSIZE, Problem
 
 _CAUSAL = causal()
+MAX_SPLITS = 1024
 
 
 class CachedOptions(TypedDict, total=False):
@@ -43,6 +45,8 @@ class CachedOptions(TypedDict, total=False):
     bias: Tensor | Alibi | None
     softcap: float
     sinks: Tensor | None
+    splits: int | None
+    invariant: bool
     precision: Precision
     out: Tensor | None
     backend: BackendName
@@ -88,6 +92,8 @@ def attention_cached(
     bias: Tensor | Alibi | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    splits: int | None = None,
+    invariant: bool = False,
     precision: Precision = "default",
     out: Tensor | None = None,
     return_lse: bool = False,
@@ -111,6 +117,10 @@ def attention_cached(
     bias: added to the scores: alibi(slopes), or a tensor that broadcasts to (B, Hq, longest Sq, longest Sk).
     softcap: scores become softcap · tanh(score / softcap); 0 for none.
     sinks: (Hq,), one more score for each head, which takes part in the softmax and has no value.
+    splits: the parts that keys are split into, for several threads or cores to share a sequence; fewer where there is no room
+        for their sums, and 1 where a backend has no splits. None: as many as there is work for.
+    invariant: on one backend and device the bits of a row follow from the row and the keys it sees alone: not from the batch
+        around it, the page size, the chunks of a prompt, nor from whether it came as prefill or decode. Not with `splits`.
     precision: as in `attention`.
     out: where the result goes; a new tensor if None.
     return_lse: also return the log-sum-exp.
@@ -130,6 +140,7 @@ def attention_cached(
     # all that may be refused comes before the first write
     dispatch.check_name(backend, "auto")
     _check_mask(mask)
+    fields = {"splits": _check_splits(splits, invariant), "invariant": invariant}
     pages = cache.pages.now()
     queries = _packed(q, pages, cu_seqlens_q)
     if readable(pages.lengths):
@@ -141,7 +152,7 @@ def attention_cached(
         "mask": mask, "scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks, "precision": precision,
         "return_lse": True,
     }  # fmt: skip
-    found, lse = _attend(queries, pages, options, backend)
+    found, lse = _attend(queries, pages, options, fields, backend)
     if _sees_ahead(mask) and _some_before(pages, queries):
         _, position = positions_of(queries.cu, pages.seen, queries.q.shape[0])
         found = torch.where((position < 0)[:, None], 0.0, found)
@@ -222,6 +233,21 @@ def _with_new(
     return Queries(q, cu, shape)
 
 
+def _check_splits(splits: Any, invariant: Any) -> int:
+    """So many, or 0 for as many as a backend likes."""
+    if not isinstance(invariant, bool):
+        raise ArgumentTypeError(f"invariant: got {invariant!r}, need True or False")
+    if splits is None:
+        return 0
+    if not is_integer(splits):
+        raise ArgumentTypeError(f"splits: got {splits!r}, need a positive integer, or None")
+    if not 1 <= splits <= MAX_SPLITS:
+        raise ArgumentError(f"splits: got {splits}, need 1 to {MAX_SPLITS}, or None")
+    if invariant:
+        raise ArgumentError("splits: with invariant=True keys are split at fixed positions; leave splits=None")
+    return int(splits)
+
+
 def _check_mask(mask: Any) -> None:
     """Raise on masks that count no positions of a sequence in a cache."""
     if mask is None:
@@ -284,12 +310,15 @@ def _first_seen(mask: Mask | None, lengths: Any, rows: Any) -> Any:
     return np.minimum.reduce(firsts).clip(0, lengths)
 
 
-def _attend(queries: Queries, pages: Pages, options: ParsedOptions, backend: str) -> tuple[Tensor, Tensor]:
+def _attend(
+    queries: Queries, pages: Pages, options: ParsedOptions, fields: dict[str, Any], backend: str
+) -> tuple[Tensor, Tensor]:
     """out (1, H, T, Dv) in q's dtype and lse (1, H, T): pages as they are where a backend reads them, gathered elsewhere."""
     q = queries.q.transpose(0, 1)[None]
-    problem, inputs = _problem(q, queries.cu, pages, options)
+    fields = {**fields, "rows": queries.shape[1] if len(queries.shape) == 4 else 0}
+    problem, inputs = _problem(q, queries.cu, pages, options, fields)
     if is_empty(problem):
-        return forward(problem, inputs, backend)
+        return forward(problem, inputs._replace(cu_k=_room(queries.cu, pages)), backend)
     key = ("pages", dispatch.registry_key(backend))
     if key not in problem.memory:
         problem.memory[key] = dispatch.pages_backend(problem, backend)
@@ -301,11 +330,16 @@ def _attend(queries: Queries, pages: Pages, options: ParsedOptions, backend: str
     wide = q.dtype if pages.k_scale is None else torch.promote_types(torch.float32, q.dtype)
     k, v, cu_k = gathered(pages, tokens, wide)
     inputs = Inputs(q.to(wide), k, v, cu_q=queries.cu, cu_k=cu_k)
-    out, lse = forward(*build_problem(inputs, {**DEFAULTS, **options}), backend)
+    out, lse = forward(*build_problem(inputs, {**DEFAULTS, **options}, **fields), backend)
     return out.to(q.dtype), lse
 
 
-def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions) -> tuple[Problem, Inputs]:
+def _room(cu: Tensor, pages: Pages) -> Tensor:
+    """Cumulative lengths of sequences that fill their pages."""
+    return torch.cat([cu.new_zeros(1), (pages.counts * pages.page).cumsum(0, dtype=torch.int32)])
+
+
+def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions, fields: dict[str, Any]) -> tuple[Problem, Inputs]:
     """The problem of a call over pages: there are as many keys as the table has room for."""
     count, page, heads, _ = pages.k.shape
     room = pages.entries.shape[0] * page if count else 0
@@ -317,11 +351,11 @@ def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions) -> tup
 
     inputs = Inputs(q, stand_in(pages.k), stand_in(pages.v), cu_q=cu)
     beside = interleaved(pages.k.transpose(1, 2), pages.v.transpose(1, 2))
-    fields = {"page": page, "stored": dtype_name(pages.k) if pages.k_scale is not None else "", "interleaved": beside}
+    stored = dtype_name(pages.k) if pages.k_scale is not None else ""
+    fields = {**fields, "page": page, "stored": stored, "interleaved": beside}
 
     def make() -> tuple[Problem, Inputs]:
-        cu_k = torch.cat([cu.new_zeros(1), (pages.counts * page).cumsum(0, dtype=torch.int32)])
-        return build_problem(inputs._replace(cu_k=cu_k), {**DEFAULTS, **options}, **fields)
+        return build_problem(inputs._replace(cu_k=_room(cu, pages)), {**DEFAULTS, **options}, **fields)
 
     numbers = (scale, options["softcap"])
     if options["bias"] is not None or not isinstance(mask, (Mask, NoneType)) or (mask is not None and not mask.static):
@@ -329,5 +363,6 @@ def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions) -> tup
     if sinks is not None or any(type(x) not in (int, float, NoneType) for x in numbers):
         return make()
     shapes = (q.shape, q.dtype, q.device, pages.k.shape, pages.v.shape[3], pages.k.dtype, room, cu.shape, beside)
-    key = ("pages", shapes, mask, numbers, tuple(map(type, numbers)), options["precision"])
+    more = (options["precision"], fields["splits"], fields["invariant"], fields["rows"])
+    key = ("pages", shapes, mask, numbers, tuple(map(type, numbers)), *more)
     return kept_problem(key, lambda: make()[0]), inputs
