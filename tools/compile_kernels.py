@@ -114,11 +114,9 @@ PORTABLE = (
     portable("prepare", "prepare", few=True),
     *(portable(f"bias d{d}", "bias", d=d, bias=(1, 8, 1024, 1024), targets=TWO) for d in (64, 128, 256)),
     portable("d512", "forward", d=512, targets=MOST),
-    # not among the few: before 3.7 the double backward does not compile, and is not served
-    *(portable(f"derivatives d{d}", *DERIVATIVES, d=d, mask="causal", targets=MOST) for d in (64, 128)),
-    *(portable(f"jvp d{d}", "jvp", d=d, mask="causal", few=True, targets=MOST) for d in (64, 128)),
+    *(portable(f"derivatives d{d}", *DERIVATIVES, d=d, mask="causal", few=True, targets=MOST) for d in (64, 128)),
     portable("derivatives of everything", *DERIVATIVES, d=64, softcap=30.0, alibi=True, sinks=True, dropout_p=0.1, targets=TWO,
-             may_spill=True),
+             may_spill=True, few=True),
     portable("d96 dv32 prefix", *MAIN, d=96, head_dim_v=32, mask="causal | prefix(7)", targets=MOST, may_spill=True),
     portable("window fp16", *MAIN, dtype="float16", mask="window(64)", targets=MOST),
     portable("varlen", *MAIN, mask="causal", lengths=(512, 512), targets=MOST, few=True, loose=True),
@@ -133,13 +131,15 @@ PORTABLE = (
     portable("documents varlen", *MAIN, *CLASSIFIER, made=lambda: packed_documents(), lengths=(512, 512), targets=TWO,
              loose=True),
     portable("documents fp32", *MAIN, d=64, dtype="float32", mask="causal", data="documents", targets=TWO),
-    *(portable(f"blocks d{d}", *MAIN, *CLASSIFIER, d=d, made=lambda: some_blocks(), targets=MOST) for d in (64, 128)),
-    *(portable(f"dense d{d}", *MAIN, *CLASSIFIER, d=d, made=lambda: dense_mask(), targets=MOST) for d in (64, 128)),
+    *(
+        portable(f"{name} d{d}", *MAIN, *CLASSIFIER, d=d, made=made, targets=MOST, few=d == 64)
+        for name, made in (("blocks", lambda: some_blocks()), ("dense", lambda: dense_mask())) for d in (64, 128)
+    ),
     *(
         portable(f"first keys and window d{d}", *MAIN, *CLASSIFIER, d=d, mask="causal & (prefix(4) | window(100))", targets=TWO)
         for d in (64, 128)
     ),
-    portable("selected or window", *MAIN, *CLASSIFIER, made=lambda: selected_or_window(), targets=TWO),
+    portable("selected or window", *MAIN, *CLASSIFIER, made=lambda: selected_or_window(), targets=TWO, few=True),
     portable("blocks and dense", *MAIN, *CLASSIFIER, d=64, made=lambda: blocks_or_not_dense(), targets=MOST, may_spill=True,
              loose=True),
     *(
@@ -168,7 +168,8 @@ MASKS: dict[str, dict[str, str]] = {
     "prefix-lm": {"mask": "causal | prefix(9)"},
     "offsets": {"data": "offsets"},
 }
-FORWARD_FEW = ("d64 full", "d64 causal", "d128 full", "d128 window", "d128 causal varlen", "d256 causal", "d256 full long")
+FORWARD_FEW = ("d64 full", "d64 causal", "d128 full", "d128 window", "d128 causal varlen", "d256 causal", "d256 full long",
+               "d128 documents lists")
 FORWARD: list[tuple[Any, ...]] = [
     *((f"d{d} {name}", d, mask) for d in WIDTHS for name, mask in MASKS.items()),
     *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d in WIDTHS for dv in WIDTHS if d != dv),
@@ -188,7 +189,8 @@ FORWARD: list[tuple[Any, ...]] = [
         for d in (64, 128) for name in ("full", "causal") for m, n in ((128, 64), (192, 64))
     ),
 ]  # fmt: skip
-BACKWARD_FEW = ("d64 full", "d128 causal", "d256 causal", "d128 causal varlen", "d64 causal deterministic")
+BACKWARD_FEW = ("d64 full", "d128 causal", "d256 causal", "d128 causal varlen", "d64 causal deterministic",
+                "d128 documents lists")
 BACKWARD_MASKS = ("full", "causal", "window", "padding", "prefix-lm")
 DETERMINISTIC = {"deterministic": True}
 BACKWARD: list[tuple[Any, ...]] = [

@@ -11,12 +11,11 @@ from unittest import mock
 
 import torch
 
-from tilewise.backends.base import BackwardInputs, Direction, Inputs, Jvp, Needs, Tangents
+from tilewise.backends.base import BackwardInputs, Inputs, Jvp, Needs, Tangents
 from tilewise.backends.gpu.launch import Descriptor, view
 from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.record import Launch
 from tilewise.backends.triton import derive, plan, run
-from tilewise.backends.triton.tangents import SecondArgs
 from tilewise.hardware import DeviceSpec
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
@@ -92,9 +91,9 @@ def derivative_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> l
     tangents = Tangents(q, k, v, inputs.bias, inputs.sinks)
     found = [("jvp", derive.jvp_launch(problem, inputs, tangents, Jvp(out, lse, out, lse), spec))]
     if plan.derives(problem, spec, derivative="double_backward").ok:
-        second = SecondArgs(view(out), lse, lse, view(q), view(k), view(v))
-        given, direction = BackwardInputs(out, lse, out, lse), Direction(tangents, out, lse)
-        several = derive.second_launches(problem, inputs, given, direction, second, spec)
+        t = derive.tangent_args(tangents, out, lse)
+        t = t._replace(dout=view(out), delta_ptr=lse, delta_t_ptr=lse, dq=view(q), dk=view(k), dv=view(v))
+        several = derive.second_launches(problem, inputs, BackwardInputs(out, lse, out, lse), t, spec)
         found += zip(("second_queries", "second_keys"), several, strict=True)
     return found
 

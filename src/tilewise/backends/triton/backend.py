@@ -73,24 +73,13 @@ class Triton(Backend):
 
     def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
         device = torch.device(problem.device) if inputs is None else inputs.q.device
-        planned = plan.derives(problem, spec_of(device), derivative=derivative)
-        old = derivative == "double_backward" and triton_version() < SECOND_SINCE
-        return Verdict.of(*planned.reasons, "its double backward compiles with Triton 3.7 and newer" if old else None)
+        return plan.derives(problem, spec_of(device), derivative=derivative)
 
     def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
         return on_device(inputs.q.device, run_jvp, problem, inputs, tangents)
 
     def double_backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction) -> Grads:
         return on_device(inputs.q.device, run_double_backward, problem, inputs, given, direction)
-
-
-SECOND_SINCE = (3, 7)
-"""Older versions lose numbers known at compile time in a kernel's third struct of arguments."""
-
-
-@cache
-def triton_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in version("triton").split(".")[:2])
 
 
 @cache

@@ -16,7 +16,7 @@ import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
 import tilewise.backends.gpu.walk as wk
 from tilewise.backends.gpu.merge import add_sink, normalized
-from tilewise.backends.gpu.structs import Head, QueryTile, SeqInfo
+from tilewise.backends.gpu.structs import Head, Listed, QueryTile, SeqInfo
 
 
 @triton.jit
@@ -173,8 +173,11 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     last = tl.minimum((m0 + C.BLOCK_M - 1) // C.PACK + 1, seq.len_q)
     tile = QueryTile(q_tile, q, first, last, None, None, None)
     if C.LISTED:
-        ids = wk.query_ids(a, seq, q, C)
-        listed = wk.listed_of(a, seq, wk.list_row(a, seq, seq.q_start, m0 // C.BLOCK_M, C.BLOCK_M, C), ids, C)
+        ids = None
+        if C.LISTS.ids:
+            ids = wk.query_ids(a, seq, q)
+        row = wk.list_row(a, seq, seq.q_start, m0 // C.BLOCK_M, C.BLOCK_M, C)
+        listed = Listed(row, wk.load_terms(a, seq, C), ids)
         WHOLE: tl.constexpr = mp.CAREFUL if C.CAREFUL and a.bias is not None else mp.FULL
         state = stream_listed(a, seq, desc, tile, empty_state(C), listed, False, WHOLE, C)
         acc, l, m = stream_listed(a, seq, desc, tile, state, listed, True, mp.CAREFUL if C.CAREFUL else mp.MASKED, C)

@@ -43,6 +43,7 @@ class Memory(NamedTuple):
 def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
     """The gradients of a supported problem, on the current stream."""
     out, lse, dout, dlse, needs = given
+    lse = lse.contiguous()  # a part of the queries may lie within more of them
     q, k, v = inputs[:3]
     strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
     key = ("hopper backward", q.device, *strides)
