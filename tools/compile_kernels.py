@@ -68,6 +68,10 @@ class Check:
     maps: bool | None = None
     made: Callable[[], masks.Mask] | None = None  # a mask that a case has no words for
     part: bool = False  # of a whole, in which its origins lie
+    page: int = 0  # tokens of a page
+    stored: str = ""  # the dtype of pages with scales
+    scaled: str = ""  # of what: "head" or "token"
+    latent: int = 0  # columns of keys whose first are the values
 
     @property
     def name(self) -> str:
@@ -84,8 +88,11 @@ class Compiled(NamedTuple):
     whole: bool = True  # does the launch compute all that its tile is planned for?
 
 
+FIELDS = ("few", "targets", "may_spill", "loose", "maps", "made", "part", "page", "stored", "scaled", "latent")
+
+
 def portable(name: str, *kernels: str, d: int = 128, **more: Any) -> Check:
-    own = {field: more.pop(field) for field in ("few", "targets", "may_spill", "loose", "maps", "made", "part") if field in more}
+    own = {field: more.pop(field) for field in FIELDS if field in more}
     sizes = {"batch": 2, "heads": 8, "kv_heads": 2, "seqlen": 1024, "head_dim": d, "dtype": "bfloat16"}
     return Check("triton", Case(name, **{**sizes, **more}), kernels, **own)
 
@@ -96,6 +103,8 @@ CAREFUL = ("forward careful", "keys careful", "queries careful")
 CLASSIFIER = ("summary", "classify", "map", "pack")
 DERIVATIVES = ("jvp", "second_queries", "second_keys")
 DECODE = {"seqlen": 1, "kv_seqlen": 4096}
+PAGES = {"mask": "causal", "lengths": (1, 1), "loose": True}
+"""Packed queries over pages with room for 4096 keys of each sequence."""
 TWO = ("sm_80", "sm_90")
 PORTABLE = (
     portable("d128", *MAIN, mask="causal", few=True),
@@ -111,6 +120,14 @@ PORTABLE = (
     portable("decode d64", "decode", d=64, targets=TWO, **DECODE),
     portable("decode d256", "decode", d=256, targets=TWO, **DECODE),
     portable("fp32 decode", "decode", "merge", dtype="float32", few=True, **DECODE),
+    portable("pages of 16", "decode", "merge", page=16, few=True, targets=TWO, **PAGES),
+    portable("pages of 256", "decode", page=256, targets=TWO, **PAGES),
+    portable("pages of 3", "decode", page=3, targets=TWO, **PAGES),
+    portable("pages of int8", "decode", page=64, stored="int8", scaled="token", few=True, targets=TWO, **PAGES),
+    portable("pages of float8", "decode", page=64, stored="float8_e4m3fn", scaled="head", few=True, targets=TWO, **PAGES),
+    portable("pages of latents", "decode", d=512, latent=576, page=64, targets=TWO,
+             **(PAGES | {"heads": 16, "kv_heads": 1})),
+    portable("pages, prefill", "forward", page=16, few=True, targets=TWO, **(PAGES | {"lengths": (512, 512)})),
     portable("prepare", "prepare", few=True),
     *(portable(f"bias d{d}", "bias", d=d, bias=(1, 8, 1024, 1024), targets=TWO) for d in (64, 128, 256)),
     portable("d512", "forward", d=512, targets=MOST),
@@ -254,6 +271,12 @@ def problem_of(check: Check) -> tuple[Any, Any]:
     if check.made:
         problem = replace(problem, mask=check.made())
     inputs = check.case.inputs(tensors)
+    if check.page:
+        room = problem.batch * (4096 // check.page) * check.page
+        problem = replace(problem, page=check.page, stored=check.stored, seqlen_k=room, rows=problem.seqlen_q // problem.batch)
+    if check.latent:
+        problem = replace(problem, head_dim=check.latent)
+        inputs = inputs._replace(q=inputs.q.new_empty((*inputs.q.shape[:3], check.latent)))
     if check.part:
         problem, inputs = replace(problem, origins=True), inputs._replace(origins=inputs.q.new_empty((2, 4)).int())
     return problem, type(inputs)(*(None if x is None else x.to("meta") for x in inputs))
@@ -278,7 +301,7 @@ def compile_check(check: Check, target: str, kernels: tuple[str, ...] = ()) -> I
 def _portable(
     check: Check, problem: Any, inputs: Any, gpu: Any, target: str, kernels: tuple[str, ...]
 ) -> Iterator[Compiled]:
-    from tools.gpu_launches import derivative_launches, launches, pass_of
+    from tools.gpu_launches import derivative_launches, launches, page_launches, pass_of
 
     from tilewise.backends.base import Needs
     from tilewise.backends.gpu.launch import compile_for, signature
@@ -288,8 +311,13 @@ def _portable(
     spec = device(TARGETS[target].device)
     tiles = plan.tiles(problem, spec)
     derived = bool(kernels) and set(kernels) <= set(DERIVATIVES)
-    found = derivative_launches(problem, inputs, spec) if derived else launches(problem, inputs, spec, maps=check.maps)
-    if problem.seqlen_q > 1 and not derived:
+    if check.page:
+        found = page_launches(problem, inputs, spec, check.scaled)
+    elif derived:
+        found = derivative_launches(problem, inputs, spec)
+    else:
+        found = launches(problem, inputs, spec, maps=check.maps)
+    if problem.seqlen_q > 1 and not derived and not check.page:
         found += launches(problem, inputs, spec, needs=Needs(dbias=inputs.bias is not None), maps=check.maps)
     # the same kernel may serve several operands, and one of a name may come in two forms
     different = {(name, str(signature(launch.args))): launch for name, launch in found if not kernels or name in kernels}

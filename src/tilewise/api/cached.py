@@ -236,6 +236,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """out (1, H, T, Dv) in q's dtype and lse (1, H, T): pages as they are where a backend reads them, gathered elsewhere."""
     q = queries.q.transpose(0, 1)[None]
+    fields = {**fields, "rows": queries.shape[1] if len(queries.shape) == 4 else 0}
     problem, inputs = _problem(q, queries.cu, pages, options, fields)
     if is_empty(problem):
         return forward(problem, inputs._replace(cu_k=_room(queries.cu, pages)), backend)
@@ -283,5 +284,6 @@ def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions, fields
     if sinks is not None or any(type(x) not in (int, float, NoneType) for x in numbers):
         return make()
     shapes = (q.shape, q.dtype, q.device, pages.k.shape, pages.v.shape[3], pages.k.dtype, room, cu.shape, beside)
-    key = ("pages", shapes, mask, numbers, tuple(map(type, numbers)), options["precision"], fields["splits"], fields["invariant"])
+    more = (options["precision"], fields["splits"], fields["invariant"], fields["rows"])
+    key = ("pages", shapes, mask, numbers, tuple(map(type, numbers)), *more)
     return kept_problem(key, lambda: make()[0]), inputs
