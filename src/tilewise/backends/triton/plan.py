@@ -10,7 +10,7 @@ from tilewise.backends.gpu import lists
 from tilewise.backends.gpu.operands import dot_precision, in_two, padded, splits_fp32
 from tilewise.backends.triton import onchip, tune, tuned
 from tilewise.backends.triton.onchip import STREAMING, Operands
-from tilewise.backends.verdict import Verdict, no_statistics
+from tilewise.backends.verdict import Verdict, no_statistics, no_trees
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.gpu import MARGIN, Candidate, Size, best_splits, choose, judge, power_of_two, size_of
@@ -60,7 +60,7 @@ def obstacles(problem: Problem) -> Iterator[str]:
         yield f"dtype {problem.dtype} is not among {', '.join(DTYPES)}"
     if problem.precision not in PRECISIONS:
         yield f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
-    if reason := no_statistics(problem.stats) or lists.too_long(problem):
+    if reason := no_statistics(problem.stats) or no_trees(problem.program.kinds) or lists.too_long(problem):
         yield reason
 
 
