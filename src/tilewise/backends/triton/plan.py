@@ -96,6 +96,9 @@ def tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
 def tile(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     """What runs there in one pass; raises where nothing can."""
     asked = problem.asked(pass_)
+    if pass_ == "decode" and problem.splits:
+        planned = tile(replace(problem, splits=0), spec, pass_)
+        return replace(planned, splits=problem.splits, reasons=(f"{problem.splits} parts are yours", *planned.reasons))
     if asked is None:
         return _planned(problem, spec, pass_)
     found = next((tile for tile in _every(problem, spec, pass_) if tile.sizes == asked), None)
