@@ -123,7 +123,8 @@ PORTABLE = (
     portable("pages of 16", "decode", "merge", "append", page=16, few=True, targets=TWO, **PAGES),
     portable("pages of 256", "decode", page=256, targets=TWO, **PAGES),
     portable("pages of 3", "decode", page=3, targets=TWO, **PAGES),
-    portable("pages of int8", "decode", "append", page=64, stored="int8", scaled="token", few=True, targets=TWO, **PAGES),
+    portable("pages of int8", "decode", "append", page=64, stored="int8", scaled="token", few=True, targets=TWO, may_spill=True,
+             **PAGES),  # four accesses in a step of 128 keys
     portable("pages of float8", "decode", "append", page=64, stored="float8_e4m3fn", scaled="head", few=True, targets=TWO,
              **PAGES),
     portable("pages of latents", "decode", d=512, latent=576, page=64, targets=TWO,
@@ -186,6 +187,7 @@ MASKS: dict[str, dict[str, str]] = {
     "prefix-lm": {"mask": "causal | prefix(9)"},
     "offsets": {"data": "offsets"},
 }
+GPT_OSS = {"mask": "causal & window(128)"}
 FORWARD_FEW = ("d64 full", "d64 causal", "d128 full", "d128 window", "d128 causal varlen", "d256 causal", "d256 full long",
                "d128 documents lists")
 FORWARD: list[tuple[Any, ...]] = [
@@ -200,6 +202,8 @@ FORWARD: list[tuple[Any, ...]] = [
     *((f"d{d} softcap", d, {"mask": "causal", "softcap": 20.0}) for d in WIDTHS),
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal", "window")),
     ("negative scale", 128, {"scale": -1.0}),
+    *((f"d{d} sinks", d, {**GPT_OSS, "sinks": True}) for d in WIDTHS),
+    *((f"d{d} sinks varlen", d, {**GPT_OSS, **PACKED, "sinks": True}) for d in (64, 128)),
     ("d256 full long", 256, {"seqlen": 16384}),
     *((f"d{d} {name} lists", d, mask) for d in WIDTHS for name, mask in LISTED.items()),
     *(
@@ -207,6 +211,8 @@ FORWARD: list[tuple[Any, ...]] = [
         for d in (64, 128) for name in ("full", "causal") for m, n in ((128, 64), (192, 64))
     ),
 ]  # fmt: skip
+FEATURES_FEW = ("d64 sinks", "d128 sinks varlen")
+"""Of both passes."""
 BACKWARD_FEW = ("d64 full", "d128 causal", "d256 causal", "d128 causal varlen", "d64 causal deterministic",
                 "d128 documents lists")
 BACKWARD_MASKS = ("full", "causal", "window", "padding", "prefix-lm")
@@ -217,6 +223,7 @@ BACKWARD: list[tuple[Any, ...]] = [
     *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((128, 64), (64, 256), (256, 64), (192, 128))),
     *((f"d{d} fp16", d, {"dtype": "float16"}) for d in WIDTHS),
     *((f"d{d} softcap", d, {"mask": "causal", "softcap": 20.0}) for d in WIDTHS),
+    *((f"d{d} sinks", d, {**GPT_OSS, "sinks": True}) for d in WIDTHS),
     *((f"d{d} causal varlen deterministic", d, {"mask": "causal", **PACKED, **DETERMINISTIC}) for d in (64, 128)),
     ("d128 softcap deterministic", 128, {"mask": "causal", "softcap": 20.0, **DETERMINISTIC}),
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal")),
@@ -227,8 +234,8 @@ BACKWARD: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 CHECKS = (
     *PORTABLE,
-    *(hopper("hopper", name, d, few=name in FORWARD_FEW, **more) for name, d, more in FORWARD),
-    *(hopper("hopper-backward", name, d, few=name in BACKWARD_FEW, **more) for name, d, more in BACKWARD),
+    *(hopper("hopper", name, d, few=name in (*FORWARD_FEW, *FEATURES_FEW), **more) for name, d, more in FORWARD),
+    *(hopper("hopper-backward", name, d, few=name in (*BACKWARD_FEW, *FEATURES_FEW), **more) for name, d, more in BACKWARD),
 )
 BY_NAME = {check.name: check for check in CHECKS}
 assert len(BY_NAME) == len(CHECKS), "two checks of one name"

@@ -1,6 +1,6 @@
 """Attention over caches by the Triton kernels in the interpreter, as a program of its own: see `tests/backends/interpreted.py`.
 
-    TRITON_INTERPRET=1 python -m tests.cache.interpreted 0 2       every second case from the first
+    TRITON_INTERPRET=1 python -m tests.cache.interpreted 0 2       every second of the cases that tests run, from the first
     TRITON_INTERPRET=1 python -m tests.cache.interpreted int8      the cases of that name
 """
 
@@ -23,17 +23,26 @@ from tests.cache.caches import build, worst
 from tests.cache.test_cached import CASES, MIXED, OPTIONS, attend
 from tilewise import dispatch
 from tilewise.api import cached
-from tilewise.backends.pages import gathered
+from tilewise.backends.pages import NewTokens, gathered
 
 LEFT_OUT = {"float64", "double"}
 """Kernels here sum in float32."""
+OFTEN = (
+    *("decode, eight heads a key head", "chunks", "pages of one", "pages of three", "one page", "csr", "columns apart, decode"),
+    *("latent", "empty sequences", "more rows than keys", "float16 decode", "int8 latent", "float8 decode"),
+    *("prefix or window", "sinks", "bias", "alibi of each sequence"),
+    *("append int8", "append float8", "append and turn some", "append and turn neighbours", "places", "garbage"),
+)
+"""What tests run; the others are neighbours of these, and the interpreter takes seconds for each."""
+SHORT = ([1, 7, 0, 1, 9], [33, 20, 9, 1, 9])
 
 
 def conform(name: str) -> None:
     case, options = CASES.get(name, {}), dict(OPTIONS.get(name, {}))
     if not case:
-        rows, lengths = MIXED
-        case = {"rows": [min(m, n) for m, n in zip(rows, lengths, strict=True)], "lengths": lengths}
+        case = {"rows": SHORT[0], "lengths": SHORT[1]}
+    elif case["rows"] == MIXED[0] and case["lengths"] == MIXED[1]:
+        case = {**case, "rows": SHORT[0], "lengths": SHORT[1]}
     built = build(**case)
     cached.gathered = None  # type: ignore[assignment]  # no token is copied
     out, lse = attend(built, "triton", **options)
@@ -65,6 +74,39 @@ def turned_and_written(interleaved: bool, turned: int, page: int, dtype: torch.d
     assert torch.allclose(outs[0].float(), outs[1].float(), atol=4 * step, rtol=4 * step), "outputs differ"
 
 
+def places() -> None:
+    """Tokens go to the slots given, and those that are no place go nowhere."""
+    built = build([1], [20], page=4)
+    k_pages, v_pages = built.pages
+    before = k_pages.clone()
+    k, v = torch.randn(5, 2, 32), torch.randn(5, 2, 32)
+    size = built.cache.pages.size
+    tokens = NewTokens(k=k, v=v, slots=torch.tensor([7, -1, 0, size, size - 1]))
+    dispatch.get("triton").append(built.cache.pages, tokens)
+    flat = k_pages.flatten(0, 1)
+    assert torch.equal(flat[[7, 0, size - 1]], k[[0, 2, 4]]) and torch.equal(v_pages.flatten(0, 1)[[7, 0]], v[[0, 2]])
+    flat[[7, 0, size - 1]] = before.flatten(0, 1)[[7, 0, size - 1]]
+    assert torch.equal(k_pages.nan_to_num(9.0), before.nan_to_num(9.0))
+
+
+def garbage() -> None:
+    """Lengths and tables that nobody has checked: nothing outside is read, and a page that is none is another."""
+    built = build([1, 2, 1], [40, 30, 20], page=8)
+    pages = built.cache.pages
+    want = attend(built, "triton")[0]
+    table, lengths = pages.table.clone(), pages.lengths.clone()
+    pages.table[0, 5:] = 10**6  # behind the last token
+    pages.table[1, 3] = -7
+    pages.lengths[2] = 10**6
+    problem_of = cached.check_values, tw.KVCache.check
+    cached.check_values, tw.KVCache.check = lambda *_: None, lambda *_: None  # type: ignore[assignment, method-assign]
+    got = attend(built, "triton")[0]
+    cached.check_values, tw.KVCache.check = problem_of  # type: ignore[method-assign]
+    pages.table.copy_(table)
+    pages.lengths.copy_(lengths)
+    assert torch.equal(got[0], want[0])
+
+
 WRITER = dispatch.pages_writer
 WRITES: dict[str, Any] = {
     "append": (False, 0, 16, torch.float32, None),
@@ -82,9 +124,10 @@ def main() -> int:
         if name not in LEFT_OUT:
             checks[name] = partial(conform, name)
     checks |= {name: partial(turned_and_written, *how) for name, how in WRITES.items()}
+    checks |= {"places": places, "garbage": garbage}
     words = sys.argv[1:]
     if words[0].isdigit():
-        names = list(checks)[int(words[0]) :: int(words[1])]
+        names = [*OFTEN[int(words[0]) :: int(words[1])]]
     else:
         names = [name for name in checks if any(word in name for word in words)]
     failed = 0

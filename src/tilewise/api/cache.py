@@ -138,7 +138,8 @@ class KVCache:
             if readable(slots):
                 _check_slots(slots, self.pages.size)
         if writer is not None:
-            writer.append(self.pages.now(), NewTokens(k=k, v=v, cu=cu, rows=rows, slots=slots))
+            places = None if slots is None else slots.long().contiguous()
+            writer.append(self.pages.now(), NewTokens(k=k, v=v, cu=cu, rows=rows, slots=places))
         elif slots is not None:
             self.pages.write(k, v, slots.long())
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
 from tilewise.api.cache import KVCache
+from tilewise.api.cached_checks import check_mask, check_splits, check_values, sees_ahead, some_before, token_positions
 from tilewise.api.call_cache import kept_problem
 from tilewise.api.keywords import check_keywords
 from tilewise.api.lengths import readable
@@ -21,11 +21,10 @@ from tilewise.api.parse import autocast, build_problem, check_dense, check_devic
 from tilewise.api.rotary import RotaryTable
 from tilewise.backends.base import Backend, Inputs
 from tilewise.backends.pages import WRITTEN, NewTokens, Pages, Turning, gathered, positions_of
-from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError, MaskError
-from tilewise.masks import Binding, Mask, MaskShape, causal
-from tilewise.masks.algebra import Blocks, Dense, Documents, KeyRanges, Selected
+from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
+from tilewise.masks import Mask, causal
+from tilewise.masks.algebra import Tree
 from tilewise.masks.arrays import INTEGERS
-from tilewise.masks.build import is_integer
 from tilewise.ops.run import forward, is_empty, own_precision
 from tilewise.ops.tensors import dtype_name, interleaved
 from tilewise.problem import ITEMSIZE, Problem
@@ -33,7 +32,6 @@ from tilewise.problem import ITEMSIZE, Problem
 _CAUSAL = causal()
 KEPT_STEPS = 64
 _kept_steps: dict[tuple[int, int, torch.device], Tensor] = {}
-MAX_SPLITS = 1024
 
 
 class CachedOptions(TypedDict, total=False):
@@ -114,7 +112,7 @@ def attention_cached(
     rotary: `tw.rotary(cos, sin)`, applied to q and to the new keys; what the cache holds is never turned again.
     cu_seqlens_q: (B + 1,) where the queries of each sequence begin in a packed q; a sequence may have none.
     mask: which keys a query sees, with positions counted in the sequence: causal(), window(n), prefix(n) and their like,
-        joined by &, | and ~. None: all of them.
+        joined by &, | and ~; tree(parents) for drafts. None: all of them.
     scale: what scores are multiplied by; 1/√D if None.
     bias: added to the scores: alibi(slopes), or a tensor that broadcasts to (B, Hq, longest Sq, longest Sk).
     softcap: scores become softcap · tanh(score / softcap); 0 for none.
@@ -141,21 +139,21 @@ def attention_cached(
         raise ArgumentTypeError(f"cache: got {type(cache).__name__}, need a KVCache; see tw.KVCache.paged and .static")
     # all that may be refused comes before the first write
     dispatch.check_name(backend, "auto")
-    _check_mask(mask)
-    fields = {"splits": _check_splits(splits, invariant), "invariant": invariant}
+    check_mask(mask, bias)
+    fields = {"splits": check_splits(splits, invariant), "invariant": invariant}
     pages = cache.pages.now()
     queries = _packed(q, pages, cu_seqlens_q)
     if readable(pages.lengths):
         cache.check()
-        _check_values(pages, queries, mask)
+        check_values(pages, queries.cu, queries.q.shape[0], mask)
     if new is not None or rotary is not None:
-        queries = _with_new(queries, cache, new, rotary, cu_seqlens_q, backend)
+        queries = _with_new(queries, cache, (new, rotary, cu_seqlens_q), mask, backend)
     options: ParsedOptions = {
         "mask": mask, "scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks, "precision": precision,
         "return_lse": True,
     }  # fmt: skip
     found, lse = _attend(queries, pages, options, fields, backend)
-    if _sees_ahead(mask) and _some_before(pages, queries):
+    if sees_ahead(mask) and some_before(pages, queries.cu):
         _, position = positions_of(queries.cu, pages.seen, queries.q.shape[0])
         found = torch.where((position < 0)[:, None], 0.0, found)
         lse = lse.masked_fill(position < 0, float("-inf"))
@@ -217,9 +215,14 @@ def _steps(batch: int, rows: int, device: torch.device) -> Tensor:
 
 
 def _with_new(
-    queries: Queries, cache: KVCache, new: Any, rotary: RotaryTable | None, cu_seqlens_q: Tensor | None, backend: str
+    queries: Queries,
+    cache: KVCache,
+    given_new: tuple[Any, RotaryTable | None, Tensor | None],
+    mask: Mask | None,
+    backend: str,
 ) -> Queries:
     """The queries, turned; the new keys, turned, and values are in the cache."""
+    new, rotary, cu_seqlens_q = given_new
     if rotary is not None and not isinstance(rotary, RotaryTable):
         raise ArgumentTypeError(f"rotary: got {type(rotary).__name__}, need tw.rotary(cos, sin)")
     q, cu, shape = queries
@@ -227,7 +230,7 @@ def _with_new(
     if given is not None and given.numel() != q.shape[0]:
         raise LayoutError(f"positions: shape {tuple(given.shape)}, need one for each of the {q.shape[0]} queries")
     k = v = cu_new = None
-    writer = dispatch.pages_writer(q.device.type, backend)
+    writer = None if _by_depth(mask, rotary) else dispatch.pages_writer(q.device.type, backend)
     if new is not None:
         if not isinstance(new, (tuple, list)) or len(new) != 2:
             raise ArgumentTypeError(f"new: got {type(new).__name__}, need the pair (k, v)")
@@ -240,16 +243,21 @@ def _with_new(
         tokens = NewTokens(q, k, v, cu, 0 if len(shape) == 3 else shape[1], rows)
         return Queries(_written(writer, cache, tokens, cu_new, rotary), cu, shape)
     if rotary is not None:
-        at = positions_of(cu, lengths, q.shape[0])[1] if given is None else given.reshape(-1)
+        at = token_positions(cu, lengths, q.shape[0], mask) if given is None else given.reshape(-1)
         q = rotary.apply(q, at, q.dtype)
     if k is None or v is None or cu_new is None:
         return Queries(q, cu, shape)
     if rotary is not None:
-        at = positions_of(cu_new, lengths, k.shape[0])[1] if given is None else given.reshape(-1)
+        at = token_positions(cu_new, lengths, k.shape[0], mask) if given is None else given.reshape(-1)
         quantized = cache.pages.k_scale is not None
         k = rotary.apply(k, at, torch.float32 if quantized else cache.pages.k.dtype)
     cache.append(k, v, cu_seqlens=cu_new)
     return Queries(q, cu, shape)
+
+
+def _by_depth(mask: Mask | None, rotary: RotaryTable | None) -> bool:
+    """Are tokens turned by their depths in a tree?"""
+    return mask is not None and rotary is not None and any(isinstance(leaf, Tree) for leaf in mask.leaves())
 
 
 def _written(
@@ -258,7 +266,7 @@ def _written(
     """The queries of a call whose new tokens a backend writes, all of them turned by it."""
     pages = cache.pages.now()
     if rotary is not None:
-        given = None if rotary.positions is None else rotary.positions.reshape(-1)
+        given = None if rotary.positions is None else rotary.positions.reshape(-1).long().contiguous()
         at = pages.lengths - 1 if given is None and readable(pages.lengths) else given  # the last positions are the largest
         for x in (tokens.q, tokens.k):
             if x is not None:
@@ -269,83 +277,6 @@ def _written(
     q = writer.append(pages, tokens)
     assert q is not None
     return q
-
-
-def _check_splits(splits: Any, invariant: Any) -> int:
-    """So many, or 0 for as many as a backend likes."""
-    if not isinstance(invariant, bool):
-        raise ArgumentTypeError(f"invariant: got {invariant!r}, need True or False")
-    if splits is None:
-        return 0
-    if not is_integer(splits):
-        raise ArgumentTypeError(f"splits: got {splits!r}, need a positive integer, or None")
-    if not 1 <= splits <= MAX_SPLITS:
-        raise ArgumentError(f"splits: got {splits}, need 1 to {MAX_SPLITS}, or None")
-    if invariant:
-        raise ArgumentError("splits: with invariant=True keys are split at fixed positions; leave splits=None")
-    return int(splits)
-
-
-def _check_mask(mask: Any) -> None:
-    """Raise on masks that count no positions of a sequence in a cache."""
-    if mask is None:
-        return
-    if not isinstance(mask, Mask):
-        raise ArgumentTypeError(f"mask: got {type(mask).__name__}, need a mask such as causal(), or None")
-    for leaf in mask.leaves():
-        if isinstance(leaf, (Documents, Blocks, Selected, Dense)) or (isinstance(leaf, KeyRanges) and leaf.maker != "prefix"):
-            raise MaskError(
-                f"mask: {leaf} does not go with a cache, whose sequences have lengths of their own; causal, window and prefix do"
-            )
-
-
-def _sees_ahead(mask: Mask | None) -> bool:
-    """May a query see keys after its own, so that one before position 0 would see some?"""
-    if mask is None or not mask.static:
-        return True
-    terms = mask.lower(Binding(MaskShape(1, 1, 1, 1))).terms()
-    return not all(any(one.kind.is_bottom_right and one.ints[1] <= 0 for one in term) for term in terms)
-
-
-def _some_before(pages: Pages, queries: Queries) -> bool:
-    """Has a sequence more queries than tokens? Where that cannot be asked, perhaps."""
-    return not readable(pages.lengths) or bool((queries.cu.diff() > pages.seen).any())
-
-
-def _check_values(pages: Pages, queries: Queries, mask: Mask | None) -> None:
-    """Raise on tables and packed queries that do not fit each other. Numpy: torch takes longer for a few integers."""
-    cu = queries.cu.cpu().numpy()
-    rows = cu[1:] - cu[:-1]
-    if cu[0] != 0 or cu[-1] != queries.q.shape[0] or (rows < 0).any():
-        raise ArgumentError(f"cu_seqlens_q: need 0 to {queries.q.shape[0]}, never falling, got {cu[:8].tolist()}")
-    lengths, entries, starts = (x.cpu().numpy() for x in (pages.lengths, pages.entries, pages.starts))
-    first = np.where(rows > 0, _first_seen(mask, lengths, rows), lengths) // pages.page
-    past = -(-lengths // pages.page)
-    for b in range(len(lengths)):
-        own = entries[starts[b] + first[b] : starts[b] + past[b]]
-        if len(own) and not 0 <= own.min() <= own.max() < pages.k.shape[0]:
-            n = int(np.flatnonzero((own < 0) | (own >= pages.k.shape[0]))[0])
-            raise ArgumentError(
-                f"table: sequence {b} sees page {first[b] + n} of its table, which is {own[n]}; "
-                f"there are {pages.k.shape[0]} pages"
-            )
-
-
-def _first_seen(mask: Mask | None, lengths: Any, rows: Any) -> Any:
-    """The first key that a query of each sequence may see: pages before it may be gone."""
-    if mask is None or not mask.static:
-        return np.zeros_like(lengths)
-    firsts = []
-    for term in mask.lower(Binding(MaskShape(1, 1, 1, 1))).terms():
-        least = np.zeros_like(lengths)
-        for literal in term:
-            if literal.kind.is_band:
-                lo = literal.ints[0] + (lengths - rows if literal.kind.is_bottom_right else 0)
-                least = np.maximum(least, lo)
-            elif literal.kind.is_range:
-                least = np.maximum(least, literal.ints[0])
-        firsts.append(least)
-    return np.minimum.reduce(firsts).clip(0, lengths)
 
 
 def _attend(
