@@ -120,11 +120,13 @@ PORTABLE = (
     portable("decode d64", "decode", d=64, targets=TWO, **DECODE),
     portable("decode d256", "decode", d=256, targets=TWO, **DECODE),
     portable("fp32 decode", "decode", "merge", dtype="float32", few=True, **DECODE),
-    portable("pages of 16", "decode", "merge", page=16, few=True, targets=TWO, **PAGES),
+    portable("pages of 16", "decode", "merge", "append", page=16, few=True, targets=TWO, **PAGES),
     portable("pages of 256", "decode", page=256, targets=TWO, **PAGES),
     portable("pages of 3", "decode", page=3, targets=TWO, **PAGES),
-    portable("pages of int8", "decode", page=64, stored="int8", scaled="token", few=True, targets=TWO, **PAGES),
-    portable("pages of float8", "decode", page=64, stored="float8_e4m3fn", scaled="head", few=True, targets=TWO, **PAGES),
+    portable("pages of int8", "decode", "append", page=64, stored="int8", scaled="token", few=True, targets=TWO, may_spill=True,
+             **PAGES),  # four accesses in a step of 128 keys
+    portable("pages of float8", "decode", "append", page=64, stored="float8_e4m3fn", scaled="head", few=True, targets=TWO,
+             **PAGES),
     portable("pages of latents", "decode", d=512, latent=576, page=64, targets=TWO,
              **(PAGES | {"heads": 16, "kv_heads": 1})),
     portable("pages, prefill", "forward", page=16, few=True, targets=TWO, **(PAGES | {"lengths": (512, 512)})),
@@ -334,7 +336,7 @@ def _portable(
         sizes = (getattr(config, name, 0) for name in ("BLOCK_M", "BLOCK_N"))
         text = f"{'x'.join(map(str, sizes))} w{options.num_warps} s{options.num_stages}"
         whole = name != "keys" or launch.args[1].dk is not None  # where dK and dV are computed apart, dV takes less
-        planned = None if name in (*CLASSIFIER, *CAREFUL, *DERIVATIVES) else tiles[pass_of(name, tiles)]
+        planned = None if name in (*CLASSIFIER, *CAREFUL, *DERIVATIVES, "append") else tiles[pass_of(name, tiles)]
         yield Compiled(name, kernel, config, text, time.perf_counter() - start, planned, whole)
 
 

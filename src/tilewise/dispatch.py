@@ -98,6 +98,14 @@ def pages_backend(problem: Problem, name: str = "auto") -> Backend | None:
     return None
 
 
+def pages_writer(device: str, name: str = "auto") -> Backend | None:
+    """The first backend that writes pages on a device; None where torch does it."""
+    for candidate in REGISTRY if name == "auto" else (name,):
+        if usable(candidate, device).ok and get(candidate).writes_pages:
+            return get(candidate)
+    return None
+
+
 def next_backend(
     failed: Backend,
     error: KernelError,

@@ -61,7 +61,7 @@ def page_numbers(a, seq, n, C: tl.constexpr):
         nth = k // pages.page
         there = k < seq.len_k
     number = tl.load(pages.table + seq.k_start + nth, mask=there, other=0)
-    return tl.minimum(tl.maximum(number, 0), pages.count - 1).to(tl.int32)
+    return tl.minimum(tl.maximum(number, 0), pages.total - 1).to(tl.int32)
 
 
 @triton.jit

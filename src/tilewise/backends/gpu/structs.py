@@ -86,7 +86,7 @@ class PageArgs(NamedTuple):
     entries: int  # of a sequence in the table; with INDPTR, of all
     step: int  # from a sequence's entries to the next one's
     page: int  # tokens
-    count: int  # pages there are
+    total: int  # pages there are
     rows: int  # queries of each sequence, with EVEN
 
 

@@ -16,7 +16,7 @@ from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.gpu import MARGIN, Candidate, Size, best_splits, choose, judge, power_of_two, size_of
 from tilewise.model.onchip import OnChip, occupancy
 from tilewise.model.tile import TilePlan, refusal
-from tilewise.problem import DECODE_ROWS, Problem
+from tilewise.problem import DECODE_ROWS, MAX_HEAD_DIM, Problem
 
 DTYPES = ("float16", "bfloat16", "float32")
 PRECISIONS = ("default", "tf32")
@@ -96,6 +96,9 @@ def tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
 def tile(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     """What runs there in one pass; raises where nothing can."""
     asked = problem.asked(pass_)
+    if pass_ == "decode" and problem.splits:
+        planned = tile(replace(problem, splits=0), spec, pass_)
+        return replace(planned, splits=problem.splits, reasons=(f"{problem.splits} parts are yours", *planned.reasons))
     if asked is None:
         return _planned(problem, spec, pass_)
     found = next((tile for tile in _every(problem, spec, pass_) if tile.sizes == asked), None)
@@ -260,17 +263,21 @@ def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
         bits=listed and any(kind.is_dense for kind in kinds),
         evaluated=listed and lists.list_layout(problem.program, 16, 16).program,
         blocks=lists.block_sizes(problem.program) if listed else (0, 0),
-        plain=plain and problem.program.structure in ("", "b"),
+        paged=problem.page > 0,
+        stored=1 if problem.stored else 0,
+        plain=plain and not problem.stored and problem.program.structure in ("", "b"),
     )
 
 
 def _candidates(size: Size, x: Operands, spec: DeviceSpec, pass_: str) -> Iterator[TilePlan]:
     blocks = SMALL_BLOCKS if x.fp16_split and spec.capability and spec.capability[0] == 10 else BLOCKS
     if pass_ == "decode":
-        for block_q in (rows for rows in (16, 32, 64) if rows >= _packed_rows(size)):
+        wide = x.d > MAX_HEAD_DIM  # latents: an accumulator of 64 rows takes more than the registers of four warps
+        for block_q in (rows for rows in (16, 32, 64) if wide or rows >= _packed_rows(size)):
             for block_k in BLOCKS:
                 for stages in (1, 2, 3):
-                    yield TilePlan(block_q, block_k, stages, 4, pass_=pass_)
+                    for warps in (4, 8) if wide else (4,):
+                        yield TilePlan(block_q, block_k, stages, warps, pass_=pass_)
         return
     for block_q in blocks:
         for block_k in blocks:
@@ -308,6 +315,8 @@ def _equipped(tile: TilePlan, x: Operands, size: Size, spec: DeviceSpec) -> Tile
     if tile.pass_ == "decode":
         tile = replace(tile, pack_gqa=True, heads=size.group)
         tile = replace(tile, splits=best_splits(tile, size, spec))
+    elif x.paged:
+        tile = replace(tile, pack_gqa=True, heads=size.group)
     elif tile.pass_ == "backward_dkdv" and _apart(x):
         tile = replace(
             tile, reasons=(*tile.reasons, "dK and dV in a launch each: with both accumulators it would spill")
