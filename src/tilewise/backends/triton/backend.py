@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    CompileJob,
     Direction,
     Grads,
     Inputs,
@@ -21,6 +23,7 @@ from tilewise.backends.base import (
     empty_lse,
     empty_out,
 )
+from tilewise.backends.gpu.compiled import missing
 from tilewise.backends.gpu.launch import interpreting, on_device
 from tilewise.backends.triton import plan
 from tilewise.backends.triton.derive import run_double_backward, run_jvp
@@ -67,6 +70,12 @@ class Triton(Backend):
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
         on_device(inputs.q.device, run_forward, problem, inputs, out, lse)
         return out, lse
+
+    def missing_kernels(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs | None = None
+    ) -> list[CompileJob]:
+        own = replace(problem)  # with a memory of its own: nothing that is made meanwhile is filled
+        return missing(self.name, lambda: self.forward(own, inputs) if given is None else self.backward(own, inputs, given))
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         return on_device(inputs.q.device, run_backward, problem, inputs, given)
