@@ -16,6 +16,7 @@ from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.hopper.arguments import CLUSTER_BYTES, ForwardPlan, heads_together, make_plan
 from tilewise.backends.hopper.compile import compile_kernel
+from tilewise.backends.hopper.feature_launch import call_features, tensors_in, with_features
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.list_launch import Dealing, call_lists, is_listed
 from tilewise.backends.hopper.list_plan import lists_of
@@ -41,10 +42,11 @@ def run_listed(problem: Problem, inputs: Inputs, key: tuple[Hashable, ...]) -> t
     found = call_lists(problem, inputs, *walk_of(problem, q.device))
     recording = recorder.get(problem, (*key, found.key), q.device, partial(plan_on, problem, q.device))
     out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
-    tensors = (q, k, v, out, lse, None, None, *found.tensors)
+    features = call_features(problem, inputs)
+    tensors = (q, k, v, out, lse, None, None, *found.tensors, *tensors_in(features))
     if not recording.repeat(tensors):
         arguments = recording.plan.arguments._replace(lists=lists_of(found.lists, found.words), order=found.order)
-        plan = recording.plan._replace(arguments=arguments)
+        plan = recording.plan._replace(arguments=with_features(arguments, features))
         recording.record(tensors, [launch_of(plan, tensors, ())])
     return out, lse
 
@@ -70,9 +72,13 @@ def launch(problem: Problem, inputs: Inputs, recording: Recording) -> tuple[Tens
         terms = device_terms(problem, q)
         tensors += tensors_of(terms)
     plan = recording.plan
+    features = call_features(problem, inputs)
+    if features:
+        tensors += tensors_in(features)
     if plan.config.ORDERED:
         tensors += (empty_order(plan.arguments, q),)
     if not recording.repeat(tensors):
+        plan = plan._replace(arguments=with_features(plan.arguments, features))
         recording.record(tensors, launches_of(problem, plan, tensors, terms))
     return out, lse
 

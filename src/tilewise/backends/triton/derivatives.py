@@ -30,10 +30,10 @@ def load_queries(a, t, seq, q, ok, C: tl.constexpr):
 
 
 @triton.jit
-def load_upstream(a, t, g, seq, q, ok, C: tl.constexpr):
+def load_upstream(a, t, seq, q, ok, C: tl.constexpr):
     """The same with dO."""
     queries = load_queries(a, t, seq, q, ok, C)
-    dout_tile = tt.load_rows(Head(g.dout, None, seq.row, seq.h, seq.q_start), q, ok, C.DV, C.BLOCK_DV)  # [M, DV]
+    dout_tile = tt.load_rows(Head(t.dout, None, seq.row, seq.h, seq.q_start), q, ok, C.DV, C.BLOCK_DV)  # [M, DV]
     return QueryTiles(queries.q_tile, queries.q_t_tile, dout_tile)
 
 
@@ -164,13 +164,13 @@ def jvp_kernel(a, t, C: tl.constexpr):
 
 
 @triton.jit
-def load_stats(a, t, g, seq, q, ok):
+def load_stats(a, t, seq, q, ok):
     """lse (+inf for a row that sees nothing), lse_t, delta and delta_t of the queries q."""
     at = (seq.row.to(tl.int64) * a.heads + seq.h) * a.len_q + seq.q_start + q
     lse = tl.load(a.lse_ptr + at, mask=ok, other=float("inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     lse_t = tl.load(t.lse_ptr + at, mask=ok, other=0.0)
-    return lse, lse_t, tl.load(g.delta_ptr + at, mask=ok, other=0.0), tl.load(g.delta_t_ptr + at, mask=ok, other=0.0)
+    return lse, lse_t, tl.load(t.delta_ptr + at, mask=ok, other=0.0), tl.load(t.delta_t_ptr + at, mask=ok, other=0.0)
 
 
 @triton.jit
@@ -204,7 +204,7 @@ def moving_tile(a, t, seq, queries, keys, stats, masking, q, k, C: tl.constexpr)
 
 
 @triton.jit
-def queries_kernel(a, t, g, C: tl.constexpr):
+def queries_kernel(a, t, C: tl.constexpr):
     """dQ_t of one tile of queries."""
     tile, h, b = tt.work_tile(a, tl.program_id(0), a.cu_q, a.len_q, a.heads, C.BLOCK_M, True, C)
     seq = tt.seq_info(a, b, h, C)
@@ -213,8 +213,8 @@ def queries_kernel(a, t, g, C: tl.constexpr):
         return
     q = m0 + tl.arange(0, C.BLOCK_M)
     row_ok = q < seq.len_q
-    stats = load_stats(a, t, g, seq, q, row_ok)
-    queries = load_upstream(a, t, g, seq, q, row_ok & (stats[0] < float("inf")), C)
+    stats = load_stats(a, t, seq, q, row_ok)
+    queries = load_upstream(a, t, seq, q, row_ok & (stats[0] < float("inf")), C)
     dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
     lo, hi, _, _ = mp.key_bounds(a.mask, seq, m0, tl.minimum(m0 + C.BLOCK_M, seq.len_q), C)
     # over the keys met so far: dq = Σ (dZ_t k + dZ k_t)
@@ -226,19 +226,19 @@ def queries_kernel(a, t, g, C: tl.constexpr):
         dq = tt.dot(dz_t_tile, keys.k_tile, dq, C)  # [M, D]
         if t.k is not None:
             dq = tt.dot(dz_tile, keys.k_t_tile, dq, C)
-    tt.store_rows(tt.base(Head(g.dq, None, seq.row, h, seq.q_start)), g.dq, q, row_ok, dq * a.scale, C.D, C.BLOCK_D, C)
+    tt.store_rows(tt.base(Head(t.dq, None, seq.row, h, seq.q_start)), t.dq, q, row_ok, dq * a.scale, C.D, C.BLOCK_D, C)
 
 
 @triton.jit
-def keys_step(a, t, g, seq, keys, sums, m, k, C: tl.constexpr):
+def keys_step(a, t, seq, keys, sums, m, k, C: tl.constexpr):
     """One tile of queries against the resident keys."""
     dk, dv = sums
     q = m + tl.arange(0, C.BLOCK_M)
     row_ok = q < seq.len_q
-    stats = load_stats(a, t, g, seq, q, row_ok)
+    stats = load_stats(a, t, seq, q, row_ok)
     masking = visible(a, seq, q, k, C)
     # a query that sees no key must not meet 0 · inf
-    queries = load_upstream(a, t, g, seq, q, (tl.max(masking[0].to(tl.int32), 1) > 0) & row_ok, C)
+    queries = load_upstream(a, t, seq, q, (tl.max(masking[0].to(tl.int32), 1) > 0) & row_ok, C)
     p_t_tile, dz_tile, dz_t_tile = moving_tile(a, t, seq, queries, keys, stats, masking, q, k, C)
     dv = tt.dot(tl.trans(p_t_tile), queries.dout_tile, dv, C)  # [N, DV]
     dk = tt.dot(tl.trans(dz_t_tile), queries.q_tile, dk, C)  # [N, D]
@@ -248,7 +248,7 @@ def keys_step(a, t, g, seq, keys, sums, m, k, C: tl.constexpr):
 
 
 @triton.jit
-def keys_kernel(a, t, g, C: tl.constexpr):
+def keys_kernel(a, t, C: tl.constexpr):
     """dK_t and dV_t of one tile of keys: the sum over the query heads of the group."""
     tile, kv_h, b = tt.work_tile(a, tl.program_id(0), a.cu_k, a.len_k, a.kv_heads, C.BLOCK_N, False, C)
     group = a.heads // a.kv_heads
@@ -266,6 +266,6 @@ def keys_kernel(a, t, g, C: tl.constexpr):
     for i in range(group):
         head = tt.seq_info(a, b, kv_h * group + i, C)
         for m in range(lo // C.BLOCK_M * C.BLOCK_M, hi, C.BLOCK_M):
-            dk, dv = keys_step(a, t, g, head, keys, (dk, dv), m, k, C)
-    tt.store_rows(tt.base(Head(g.dk, None, seq.row, kv_h, seq.k_start)), g.dk, k, ok, dk * a.scale, C.D, C.BLOCK_D, C)
-    tt.store_rows(tt.base(Head(g.dv, None, seq.row, kv_h, seq.k_start)), g.dv, k, ok, dv, C.DV, C.BLOCK_DV, C)
+            dk, dv = keys_step(a, t, head, keys, (dk, dv), m, k, C)
+    tt.store_rows(tt.base(Head(t.dk, None, seq.row, kv_h, seq.k_start)), t.dk, k, ok, dk * a.scale, C.D, C.BLOCK_D, C)
+    tt.store_rows(tt.base(Head(t.dv, None, seq.row, kv_h, seq.k_start)), t.dv, k, ok, dv, C.DV, C.BLOCK_DV, C)

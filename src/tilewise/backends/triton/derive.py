@@ -24,7 +24,7 @@ from tilewise.backends.gpu.record import Launch
 from tilewise.backends.triton.listed import grid
 from tilewise.backends.triton.plan import derivative_tiles
 from tilewise.backends.triton.run import arguments, options, ready, spec_of
-from tilewise.backends.triton.tangents import SecondArgs, TangentArgs
+from tilewise.backends.triton.tangents import TangentArgs
 from tilewise.hardware import DeviceSpec
 from tilewise.problem import Problem
 
@@ -63,9 +63,9 @@ def run_double_backward(problem: Problem, inputs: Inputs, given: BackwardInputs,
     if dlse is not None:
         delta = delta - torch.where(lse == float("-inf"), 0.0, dlse)
     dq, dk, dv = (torch.empty_like(x) for x in inputs[:3])
-    second = SecondArgs(view(dout), delta, delta_t, view(dq), view(dk), view(dv))
-    given = given._replace(lse=lse)
-    for launch in second_launches(problem, inputs, given, Direction(tangents, out_t, lse_t), second):
+    t = tangent_args(tangents, out_t, lse_t)
+    t = t._replace(dout=view(dout), delta_ptr=delta, delta_t_ptr=delta_t, dq=view(dq), dk=view(dk), dv=view(dv))
+    for launch in second_launches(problem, inputs, given._replace(lse=lse), t):
         launch.run()
     sinks = inputs.sinks if needs.dsinks else None
     return Grads(
@@ -81,22 +81,21 @@ def second_launches(
     problem: Problem,
     inputs: Inputs,
     given: BackwardInputs,
-    direction: Direction,
-    second: SecondArgs,
+    t: TangentArgs,
     spec: DeviceSpec | None = None,
 ) -> Iterator[Launch]:
     """The kernels of the gradients wanted; `spec` is that of the tensors unless another machine is compiled for."""
     from tilewise.backends.triton.derivatives import keys_kernel, queries_kernel
 
     spec = spec or spec_of(inputs.q.device)
-    tiles, args = derivative_tiles(problem, spec, "double_backward"), (tangent_args(*direction), second)
+    tiles = derivative_tiles(problem, spec, "double_backward")
     if given.needs.dq:
         tile = tiles["double_backward_dq"]
         a, config = arguments(problem, inputs, given.out, given.lse, tile)
         programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
-        yield Launch(queries_kernel, programs, (a, *args), config, options(tile, spec))
+        yield Launch(queries_kernel, programs, (a, t), config, options(tile, spec))
     if given.needs.dk or given.needs.dv:
         tile = tiles["double_backward_dkdv"]
         a, config = arguments(problem, inputs, given.out, given.lse, tile)
         programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
-        yield Launch(keys_kernel, programs, (a, *args), config, options(tile, spec))
+        yield Launch(keys_kernel, programs, (a, t), config, options(tile, spec))

@@ -157,7 +157,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     """The gradients asked for."""
     inputs = ready(problem, inputs)
     out, lse, dout, dlse, needs = given
-    dlse = None if dlse is None else dlse.contiguous()
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()  # parts of the queries lie within more of them
     dq, dk, dv = (torch.empty_like(x) if wanted else None for x, wanted in zip(inputs[:3], needs[:3], strict=True))
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
     whole = (*inputs[:3], dout)
@@ -214,7 +214,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
         dq,
         dk,
         dv,
-        bias_gradient(problem, inputs, given, gradients()) if needs.dbias and inputs.bias is not None else None,
+        bias_gradient(problem, inputs, given._replace(lse=lse), gradients()) if needs.dbias and inputs.bias is not None else None,
         sink_gradient(inputs.sinks, lse, delta) if needs.dsinks and inputs.sinks is not None else None,
     )
 
