@@ -24,6 +24,16 @@ MARK = "--opt-level=3"
 _one_at_a_time = threading.Lock()
 
 
+def _forget_lock() -> None:
+    """In a child of fork, where nobody may be left to release it."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lock)
+
+
 def proven(types: Any, attributes: Any, config: Any) -> bool:
     """Is a kernel among those whose tiles were measured with 12.8 and whose code under 12.8 `make compile-matrix` looks through?
 
