@@ -145,7 +145,8 @@ def attention_cached(
     if _sees_ahead(mask) and _some_before(pages, queries):
         _, position = positions_of(queries.cu, pages.seen, queries.q.shape[0])
         found = torch.where((position < 0)[:, None], 0.0, found)
-        lse = lse.masked_fill(position < 0, float("-inf"))
+        empty = lse.new_tensor(float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None]
+        lse = torch.where(position < 0, empty, lse)
     found, lse = queries.restored(found, lse)
     if out is not None:
         if out.shape != found.shape or out.dtype != found.dtype or out.device != found.device:
@@ -289,7 +290,7 @@ def _attend(queries: Queries, pages: Pages, options: ParsedOptions, backend: str
     q = queries.q.transpose(0, 1)[None]
     problem, inputs = _problem(q, queries.cu, pages, options)
     if is_empty(problem):
-        return forward(problem, inputs, backend)
+        return forward(problem, inputs._replace(cu_k=_room(queries.cu, pages)), backend)
     key = ("pages", dispatch.registry_key(backend))
     if key not in problem.memory:
         problem.memory[key] = dispatch.pages_backend(problem, backend)
@@ -303,6 +304,11 @@ def _attend(queries: Queries, pages: Pages, options: ParsedOptions, backend: str
     inputs = Inputs(q.to(wide), k, v, cu_q=queries.cu, cu_k=cu_k)
     out, lse = forward(*build_problem(inputs, {**DEFAULTS, **options}), backend)
     return out.to(q.dtype), lse
+
+
+def _room(cu: Tensor, pages: Pages) -> Tensor:
+    """Where the keys of each sequence would begin if its pages were full."""
+    return torch.cat([cu.new_zeros(1), (pages.counts * pages.page).cumsum(0, dtype=torch.int32)])
 
 
 def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions) -> tuple[Problem, Inputs]:
@@ -320,8 +326,7 @@ def _problem(q: Tensor, cu: Tensor, pages: Pages, options: ParsedOptions) -> tup
     fields = {"page": page, "stored": dtype_name(pages.k) if pages.k_scale is not None else "", "interleaved": beside}
 
     def make() -> tuple[Problem, Inputs]:
-        cu_k = torch.cat([cu.new_zeros(1), (pages.counts * page).cumsum(0, dtype=torch.int32)])
-        return build_problem(inputs._replace(cu_k=cu_k), {**DEFAULTS, **options}, **fields)
+        return build_problem(inputs._replace(cu_k=_room(cu, pages)), {**DEFAULTS, **options}, **fields)
 
     numbers = (scale, options["softcap"])
     if options["bias"] is not None or not isinstance(mask, (Mask, NoneType)) or (mask is not None and not mask.static):
