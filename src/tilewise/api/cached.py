@@ -173,7 +173,8 @@ def attention_cached(
     if sees_ahead(mask) and some_before(pages, queries.cu):
         _, position = positions_of(queries.cu, pages.seen, queries.q.shape[0])
         found = torch.where((position < 0)[:, None], 0.0, found)
-        lse = lse.masked_fill(position < 0, float("-inf"))
+        empty = lse.new_tensor(float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None]
+        lse = torch.where(position < 0, empty, lse)
     found, lse = queries.restored(found, lse)
     if out is not None:
         if out.shape != found.shape or out.dtype != found.dtype or out.device != found.device:
