@@ -15,10 +15,11 @@ from tilewise.backends.base import BackwardInputs, Inputs, Jvp, Needs, Tangents
 from tilewise.backends.gpu.launch import Descriptor, view
 from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.record import Launch
-from tilewise.backends.triton import derive, plan, run
+from tilewise.backends.pages import Pages
+from tilewise.backends.triton import derive, paged, plan, run
 from tilewise.hardware import DeviceSpec
 from tilewise.model.tile import TilePlan
-from tilewise.problem import Problem
+from tilewise.problem import MAX_HEAD_DIM, Problem
 
 PASSES = {
     "forward": "forward",
@@ -83,6 +84,26 @@ def launches(
     return [(_name(launch), launch) for launch in found]
 
 
+def page_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec, scaled: str) -> list[tuple[str, Launch]]:
+    """The launches of attention over pages: a table of int32 over twice the pages that the batch takes. `scaled`: what has a
+    scale, "head" or "token"."""
+    q, page, heads = inputs.q, problem.page, problem.kv_heads
+    most = problem.seqlen_k // (problem.batch * page)
+    dims = (problem.head_dim, problem.head_dim_v)
+    latent = problem.head_dim > MAX_HEAD_DIM
+    stored = getattr(torch, problem.stored or problem.dtype)
+    k, v = (q.new_empty((2 * problem.batch * most, page, heads, d), dtype=stored) for d in dims)
+    scale = q.new_empty(k.shape[:3] if scaled == "token" else heads, dtype=torch.float32).expand(k.shape[:3])
+    own = {"k_scale": scale, "v_scale": scale} if scaled else {}
+    table, lengths = (q.new_empty(size, dtype=torch.int32) for size in ((problem.batch, most), problem.batch))
+    pages = Pages.of(k, k[..., : dims[1]] if latent else v, table, None, lengths, **own, latent=latent)
+    out, lse = q.new_empty((*q.shape[:3], dims[1])), q.new_empty(q.shape[:3], dtype=torch.float32)
+    found: list[Launch] = []
+    with standing_in(spec, found, maps=False):
+        paged.run_paged(problem, inputs, pages, out, lse)
+    return [(_name(launch), launch) for launch in found]
+
+
 def derivative_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> list[tuple[str, Launch]]:
     """The launches of a JVP and, where there is one, of a double backward, with every tangent that there can be."""
     q, k, v = inputs[:3]
@@ -129,6 +150,9 @@ def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[N
             worth_maps=lambda problem: True,
             on_hip=lambda: spec.vendor == "AMD",
             recorder=SimpleNamespace(get=get),
+        ),
+        mock.patch.multiple(
+            paged, spec_of=lambda device: spec, on_hip=lambda: spec.vendor == "AMD", recorder=SimpleNamespace(get=get)
         ),
         mock.patch.object(Launch, "run", lambda launch: found.append(launch)),
     ):

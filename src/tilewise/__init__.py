@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tilewise.masks import key_padding as key_padding
     from tilewise.masks import prefix as prefix
     from tilewise.masks import selected as selected
+    from tilewise.masks import tree as tree
     from tilewise.masks import window as window
     from tilewise.problem import Problem as Problem
     from tilewise.problem import top as top
@@ -58,7 +59,7 @@ _HOMES = {
     "diagnostics.certify": ("certify",),
     "diagnostics.trace": ("trace_nonfinite",),
     "errors": ("TilewiseError",),
-    "masks": ("Mask", "full", "causal", "window", "prefix", "documents", "blocks", "selected", "key_padding", "dense"),
+    "masks": ("Mask", "full", "causal", "window", "prefix", "documents", "blocks", "selected", "tree", "key_padding", "dense"),
     "problem": ("Problem", "top"),
     "integrations.sdpa": ("sdpa", "replace_sdpa"),
 }

@@ -83,6 +83,8 @@ def judge(
     if not verdict.ok:
         return verdict
     backend = get(name)
+    if problem.invariant and not backend.invariant:
+        return Verdict(False, ("has no invariant=True: the bits of a row depend on the batch around it",))
     verdict = backend.supports(problem, inputs, backward=backward or bool(derivative))
     return backend.derives(problem, inputs, derivative=derivative) if derivative and verdict.ok else verdict
 

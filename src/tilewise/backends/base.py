@@ -106,6 +106,8 @@ class Backend(Protocol):
     """Refuses no call for where its tensors begin in memory."""
     reads_pages: bool = False
     """Has `paged`."""
+    invariant: bool = False
+    """Serves problems whose rows must have bits of their own: `Problem.invariant`."""
 
     def usable(self, device: str) -> Verdict:
         """Can it run on this machine and kind of device at all?"""

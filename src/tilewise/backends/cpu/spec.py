@@ -57,6 +57,7 @@ class Kernel(NamedTuple):
     paged: bool = False  # K and V lie in pages
     together: bool = False  # a decoding task has several key heads, whose rows of a token lie side by side
     stored: str = ""  # the dtype of pages whose numbers have a scale; "": that of q
+    invariant: bool = False  # key blocks and parts begin at fixed positions, and nothing else changes a row's sums
 
     @property
     def real(self) -> str:
@@ -118,6 +119,10 @@ PAGED = (
 """Of pages: the table, where a sequence's entries start, how many tokens it has; strides of the scales by page, place, head."""
 
 
+INVARIANT = ("span",)
+"""Keys of a part whose sums are complete before they join those of the parts before."""
+
+
 def mask_tensors(structure: str) -> int:
     """How many tensors a mask structure reads."""
     return sum(kind.tensors for term in operands(structure) for kind, _, _ in term)
@@ -139,5 +144,6 @@ def mask_args(structure: str) -> tuple[str, ...]:
 def argument_names(kernel: Kernel) -> tuple[str, ...]:
     names = {"backward": BACKWARD, "jvp": JVP, "double_backward": DOUBLE_BACKWARD, "sweep": SWEEP}.get(kernel.kind, FORWARD)
     names += (STATISTICS[kernel.kind] if kernel.stats else ()) + (PAGED if kernel.paged else ())
+    names += INVARIANT if kernel.invariant else ()
     names += mask_args(kernel.structure)
     return (*names, "origins") if kernel.origins else names

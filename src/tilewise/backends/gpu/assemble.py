@@ -39,6 +39,7 @@ def proven(types: Any, attributes: Any, config: Any) -> bool:
     more = (
         config.FP16_SPLIT
         or config.LISTED
+        or config.PAGED
         or config.DROPOUT
         or not config.FOLD
         or config.SPLIT

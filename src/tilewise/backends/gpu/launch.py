@@ -27,6 +27,8 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 WIDE_STRIDE = 1 << 21
 """Row strides from here on are 64-bit: 512 rows or more of a tile would leave 32 bits."""

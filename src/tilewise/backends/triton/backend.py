@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,11 +28,15 @@ from tilewise.backends.triton.derive import run_double_backward, run_jvp
 from tilewise.backends.triton.run import run_backward, run_forward, spec_of
 from tilewise.problem import Problem
 
+if TYPE_CHECKING:
+    from tilewise.backends.pages import Pages
+
 
 class Triton(Backend):
     """See the package's text."""
 
     name = "triton"
+    reads_pages = True
 
     def usable(self, device: str) -> Verdict:
         if importlib.util.find_spec("triton") is None:
@@ -66,6 +71,13 @@ class Triton(Backend):
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
         on_device(inputs.q.device, run_forward, problem, inputs, out, lse)
+        return out, lse
+
+    def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
+        from tilewise.backends.triton.paged import run_paged
+
+        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
+        on_device(inputs.q.device, run_paged, problem, inputs, pages, out, lse)
         return out, lse
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:

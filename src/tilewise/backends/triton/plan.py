@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tilewise.backends.gpu import lists
-from tilewise.backends.gpu.operands import dot_precision, padded, splits_fp32
+from tilewise.backends.gpu.operands import dot_precision, in_two, padded, splits_fp32
 from tilewise.backends.triton import onchip, tune, tuned
 from tilewise.backends.triton.derived import derivative_tiles as derivative_tiles
 from tilewise.backends.triton.derived import derives as derives
 from tilewise.backends.triton.onchip import STREAMING, Operands
-from tilewise.backends.verdict import Verdict, no_statistics
+from tilewise.backends.verdict import Verdict, no_statistics, no_trees
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.gpu import MARGIN, Candidate, Size, best_splits, choose, judge, power_of_two, size_of
@@ -57,7 +57,7 @@ def obstacles(problem: Problem) -> Iterator[str]:
         yield f"dtype {problem.dtype} is not among {', '.join(DTYPES)}"
     if problem.precision not in PRECISIONS:
         yield f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
-    if reason := no_statistics(problem.stats) or lists.too_long(problem):
+    if reason := no_statistics(problem.stats) or no_trees(problem.program.kinds) or lists.too_long(problem):
         yield reason
 
 
@@ -67,8 +67,11 @@ def declines(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> s
 
 def passes(problem: Problem, spec: DeviceSpec) -> tuple[str, ...]:
     """The kernels of a call and of its gradients."""
+    forward = ("decode", "merge") if problem.decodes else ("forward",)
+    if problem.page:  # a cache has no gradients
+        return forward
     return (
-        *(("decode", "merge") if problem.decodes else ("forward",)),
+        *forward,
         *(("fp16_split",) if splits_fp32(problem, spec.vendor == "AMD") else ()),
         *("backward_preprocess", "backward_dkdv", "backward_dq"),
         *(("backward_dbias",) if problem.bias is not None else ()),
@@ -217,7 +220,7 @@ def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
     split = splits_fp32(problem, hip) and pass_ != "decode"
     plain = not (problem.bias or problem.alibi or problem.softcap or problem.dropout_p or problem.varlen)
     return Operands(
-        d=padded(problem.head_dim),
+        d=sum(in_two(problem.head_dim)),
         dv=padded(problem.head_dim_v),
         itemsize=problem.itemsize,
         fp16_split=split,

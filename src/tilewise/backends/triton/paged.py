@@ -1,0 +1,152 @@
+"""Attention over keys and values in pages: the forward's kernel, which reads them through the table.
+
+Nothing here looks at values: lengths, tables and cumulative lengths stay on the device, and launches depend on shapes alone. A
+CUDA graph of a call serves sequences that grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.base import Inputs
+from tilewise.backends.gpu import arguments as host
+from tilewise.backends.gpu.launch import on_hip
+from tilewise.backends.gpu.operands import in_two, padded
+from tilewise.backends.gpu.record import Launch, recorder
+from tilewise.backends.gpu.structs import Attention, KernelConfig, MaskLayout, PageArgs, PageLayout, Scale
+from tilewise.backends.pages import Pages
+from tilewise.backends.triton.run import arguments, forward_tiles, key_of, options, ready, spec_of
+from tilewise.hardware import DeviceSpec
+from tilewise.model import TilePlan
+from tilewise.problem import Problem
+
+ONE_PAGE = 1 << 30
+"""The size of a page that holds all of a sequence."""
+FP8_SINCE = (8, 9)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def run_paged(problem: Problem, inputs: Inputs, pages: Pages, out: Tensor, lse: Tensor) -> None:
+    """Fill out (1, H, T, Dv) and lse (1, H, T)."""
+    spec = spec_of(out.device)
+    pages = _readable(pages, spec)
+    inputs = ready(problem, inputs)._replace(k=pages.k.transpose(1, 2), v=pages.v.transpose(1, 2), cu_k=None)
+    if problem.rows:
+        inputs = inputs._replace(cu_q=None)
+    owned = (pages.table, pages.indptr, pages.lengths, pages.k_scale, pages.v_scale)
+    facts: Hashable = tuple(None if x is None else (x.dtype, x.shape, x.stride()) for x in owned)
+    key = key_of(problem, inputs, "pages", pages.k.shape, pages.latent, facts)
+    recording = recorder.get(problem, key, out.device, partial(forward_tiles, problem, spec))
+    tiles: dict[str, TilePlan] = recording.plan
+    partials = host.partial_results(out, tiles["decode"].splits) if "merge" in tiles else ()
+    tensors = (*inputs, out, lse, *partials, *owned)
+    if not recording.repeat(tensors):
+        recording.record(tensors, paged_launches(problem, inputs, pages, (out, lse), partials, tiles))
+
+
+def paged_launches(
+    problem: Problem,
+    inputs: Inputs,
+    pages: Pages,
+    results: tuple[Tensor, Tensor],
+    partials: tuple[Tensor, ...],
+    tiles: dict[str, TilePlan],
+) -> list[Launch]:
+    """Attention, and the merge of what was split."""
+    from tilewise.backends.triton.forward import forward_kernel
+    from tilewise.backends.triton.split import merge_kernel
+
+    out, lse = results
+    spec = spec_of(out.device)
+    tile = tiles["decode" if "decode" in tiles else "forward"]
+    a, config = paged_arguments(problem, inputs, pages, results, tile)
+    if partials:
+        a = a._replace(out=host.split_view(partials[0]), lse_ptr=partials[1])
+        config = config._replace(SPLIT=True)
+    programs = _row_tiles(problem, tile.block_q) * problem.kv_heads * tile.splits
+    launches = [Launch(forward_kernel, programs, (a, None, None), config, options(tile, spec))]
+    if partials:
+        splits, tile = tile.splits, tiles["merge"]
+        a, config = arguments(problem, inputs, out, lse, replace(tile, splits=splits))
+        programs = -(-problem.seqlen_q // tile.block_q) * problem.heads
+        args, config = (a, host.split_view(partials[0]), partials[1]), config._replace(MASK=MaskLayout())
+        launches.append(Launch(merge_kernel, programs, args, config, options(tile, spec)))
+    return launches
+
+
+def paged_arguments(
+    problem: Problem, inputs: Inputs, pages: Pages, results: tuple[Tensor, Tensor], tile: TilePlan
+) -> tuple[Attention, KernelConfig]:
+    a, config = arguments(problem, inputs, *results, tile)
+    latent = pages.latent and inputs.bias is None and padded(problem.head_dim_v) == problem.head_dim_v
+    first, rest = in_two(problem.head_dim, problem.head_dim_v) if latent else in_two(problem.head_dim)
+    layout = PageLayout(
+        PAGE=_known_page(pages),
+        INDPTR=pages.indptr is not None,
+        EVEN=problem.rows > 0,
+        SCALED=pages.k_scale is not None,
+        PER_TOKEN=_per_token(pages),
+        BITS=pages.k.dtype == torch.uint8,
+        LATENT=latent,
+    )
+    args = PageArgs(
+        table=pages.table,
+        indptr=pages.table if pages.indptr is None else pages.indptr,
+        lengths=pages.lengths,
+        k_scale=_scale(pages.k_scale, pages),
+        v_scale=_scale(pages.v_scale, pages),
+        entries=pages.most,
+        step=pages.table.stride(0) if pages.indptr is None else 0,
+        page=pages.page,
+        count=pages.k.shape[0],
+        rows=problem.rows,
+    )
+    config = config._replace(PAGED=True, PAGES=layout, PACK=problem.group, BLOCK_D=first, REST=rest, EMPTY_ROWS=True)
+    return a._replace(pages=args), config
+
+
+def _row_tiles(problem: Problem, block: int) -> int:
+    """Tiles of rows (queries × heads of a group) of a key head, at most."""
+    if problem.rows:
+        return -(-problem.rows * problem.group // block) * problem.batch
+    return problem.seqlen_q * problem.group // block + problem.batch
+
+
+def _readable(pages: Pages, spec: DeviceSpec) -> Pages:
+    """As kernels read them; nothing is copied that fits already."""
+    table, indptr, lengths = pages.table, pages.indptr, pages.lengths
+    if table.dtype not in INTEGERS or (table.shape[-1] > 1 and table.stride(-1) != 1):
+        table = table.int().contiguous()
+    if indptr is not None and (indptr.dtype not in INTEGERS or not indptr.is_contiguous()):
+        indptr = indptr.int().contiguous()
+    if lengths.dtype not in INTEGERS or not lengths.is_contiguous():
+        lengths = lengths.int().contiguous()
+    k, v = pages.k, pages.v
+    if k.dtype == torch.float8_e4m3fn and (on_hip() or spec.capability is None or spec.capability < FP8_SINCE):
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
+    return pages._replace(k=k, v=v, table=table, indptr=indptr, lengths=lengths)
+
+
+def _known_page(pages: Pages) -> int:
+    """The size of a page that kernels are compiled for; 0 for any."""
+    if pages.indptr is None and pages.most == 1:
+        return ONE_PAGE
+    return pages.page if pages.page & (pages.page - 1) == 0 else 0
+
+
+def _per_token(pages: Pages) -> bool:
+    """Does a head have more than one scale?"""
+    scales = [scale for scale in (pages.k_scale, pages.v_scale) if scale is not None]
+    return any(scale.stride(side) for scale in scales for side in (0, 1))
+
+
+def _scale(scale: Tensor | None, pages: Pages) -> Scale:
+    if scale is None:
+        return Scale(pages.lengths, 0, 0, 0)
+    page, place, head = scale.stride()
+    return Scale(scale, page, head, place)
