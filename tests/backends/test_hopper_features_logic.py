@@ -18,7 +18,6 @@ from tests.backends.test_hopper_backward_logic import PAD, Shape, build
 from tests.numerics import checks
 from tilewise.backends.hopper.backward import choose
 from tilewise.backends.hopper.features import SWITCH
-from tilewise.backends.hopper.list_plan import SWITCH as LISTS
 from tilewise.backends.hopper.plan import supports
 from tilewise.backends.tiled import backend as tiled
 from tilewise.hardware import lookup
@@ -94,8 +93,7 @@ LISTED = [
 
 
 @pytest.mark.parametrize("shape", LISTED, ids=lambda shape: f"d{shape.d}")
-def test_features_go_with_tile_lists(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LISTS, "1")
+def test_features_go_with_tile_lists(shape: Shape) -> None:
     problem, inputs = build(shape)
     assert supports(problem, lookup("h200"), backward=True).ok
     out, lse = lists_logic.run_forward(problem, inputs)

@@ -23,7 +23,7 @@ from tilewise.backends.hopper.backward import arguments as backward_arguments
 from tilewise.backends.hopper.backward import choose
 from tilewise.backends.hopper.backward.config import KeysConfig
 from tilewise.backends.hopper.feature_launch import call_features, with_features
-from tilewise.backends.hopper.list_plan import SWITCH, lists_of
+from tilewise.backends.hopper.list_plan import lists_of
 from tilewise.backends.hopper.plan import supports
 from tilewise.backends.hopper.structs import PrePostArguments
 from tilewise.backends.tiled import backend as tiled
@@ -75,7 +75,6 @@ def name(shape: Shape) -> str:
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "1")
     monkeypatch.setattr(choose, "FEW_KEYS", {})
     monkeypatch.setattr(Value, "permute", lambda x, order: Value(x.value.permute(order)), raising=False)
 

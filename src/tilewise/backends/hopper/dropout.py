@@ -114,7 +114,8 @@ def kept_by_row(row0, key0, b, h, a, N: gl.constexpr, C: gl.constexpr):
     LAYOUT: gl.constexpr = _calls_by_row(N)
     q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     fours = key0 // 4 + gl.arange(0, N // 4, gl.SliceLayout(0, LAYOUT))
-    kept = gl.reshape(kept_of_four(fours[None, :], q[:, None], h, b, a, 4), [64, N // 64, 8, 2])
+    CALLS: gl.constexpr = 2 if C.BLOCK_D == 256 or C.BLOCK_DV == 256 else 4
+    kept = gl.reshape(kept_of_four(fours[None, :], q[:, None], h, b, a, CALLS), [64, N // 64, 8, 2])
     WORDS: gl.constexpr = kept.type.layout
     words = gl.sum(kept << (4 * counted(8, 2, WORDS)), 2)  # [64, N / 64, 2]
     both = gl.join(words & 0x33333333, (words >> 2) & 0x33333333)  # [64, N / 64, 2, 2]: keys 0 and 1, keys 2 and 3

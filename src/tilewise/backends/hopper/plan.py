@@ -24,7 +24,7 @@ from tilewise.backends.hopper.intervals import interval_mask, mask_of
 from tilewise.backends.hopper.limits import why_not
 from tilewise.backends.hopper.list_plan import list_arguments, list_obstacle
 from tilewise.backends.hopper.shared_memory import on_chip, warps_of
-from tilewise.backends.verdict import Verdict, no_statistics
+from tilewise.backends.verdict import Verdict, no_statistics, no_trees
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import Problem
@@ -56,8 +56,10 @@ def obstacles(problem: Problem, backward: bool = False) -> list[str]:
         *feature_obstacles(problem),
         f"precision={problem.precision!r} is not served here" if precise else None,
         *(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")),
-        list_obstacle(problem, backward, tile_sizes(problem, backward), mask) if isinstance(mask, str) else None,
+        list_obstacle(problem, backward, tile_sizes(problem, backward)) if isinstance(mask, str) else None,
         no_statistics(problem.stats),
+        no_trees(problem.program.kinds),
+        "its kernels read no pages; triton's do" if problem.page else None,
     )
     return [reason for reason in reasons if reason] or [*refused_tiles(problem, backward)]
 

@@ -52,6 +52,7 @@ class Memory(NamedTuple):
 def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
     """The gradients of a supported problem, on the current stream."""
     out, lse, dout, dlse, needs = given
+    lse = lse.contiguous()  # a part of the queries may lie within more of them
     q, k, v = inputs[:3]
     strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
     key = ("hopper backward", q.device, *strides, features_key(inputs))
@@ -75,19 +76,26 @@ def lists_of_steps(problem: Problem, inputs: Inputs) -> dict[str, CallLists]:
     """Under a mask of tile lists: those of each kernel that walks some."""
     if not is_listed(problem):
         return {}
-    configs = {planned.tile.kernel: planned.config for pass_, planned in plan_of(problem).items() if pass_ != "forward"}
-    units = spec_of(inputs.q.device.index or 0).units
+    walks = walks_of(problem, inputs.q.device)
+    return {kernel: call_lists(problem, inputs, config, dealing) for kernel, (config, dealing) in walks.items()}
+
+
+def walks_of(problem: Problem, device: torch.device) -> dict[str, tuple[Any, Dealing]]:
+    """By kernel that walks lists: its config, and how they are dealt out. Asked in every call, so it is kept with the problem."""
+    found: dict[str, tuple[Any, Dealing]] | None = problem.memory.get(("hopper backward walks", device))
+    if found is not None:
+        return found
+    units = spec_of(device.index or 0).units
 
     def dealing(config: KeysConfig | QueriesConfig) -> Dealing:
         of_keys = isinstance(config, KeysConfig)
         heads = (problem.kv_heads if of_keys else problem.heads) * problem.batch
         return Dealing(of_keys, units, heads_together(problem, config, heads))
 
-    return {
-        kernel: call_lists(problem, inputs, config, dealing(config))
-        for kernel, config in configs.items()
-        if config.LISTS is not None
-    }
+    planned = {one.tile.kernel: one.config for pass_, one in plan_of(problem).items() if pass_ != "forward"}
+    found = {kernel: (config, dealing(config)) for kernel, config in planned.items() if config.LISTS is not None}
+    problem.memory["hopper backward walks", device] = found
+    return found
 
 
 def launch(
@@ -103,7 +111,7 @@ def launch(
     if found:
         tensors = (*memory, *(x for lists in found.values() for x in lists.tensors))
     elif problem.program.tensors:
-        terms = device_terms(problem, memory.q.device)
+        terms = device_terms(problem, memory.q)
         tensors = (*memory, *tensors_of(terms))
     ordered = [step for step in recording.plan.steps if isinstance(step.arguments, Arguments) and step.config.ORDERED]
     orders = {step.name: empty_order(step.arguments, memory.q) for step in ordered}
