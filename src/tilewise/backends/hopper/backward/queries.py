@@ -7,7 +7,7 @@ Each of two warpgroups has 64 queries. While dQ's product runs, the scores of th
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.alibi import columns_from, less, rows_from, slope_of
+from tilewise.backends.hopper.alibi import columns_from, rows_from, slope_of
 from tilewise.backends.hopper.backward.scores import as_operand, issue_scores, weights
 from tilewise.backends.hopper.compat import gl, gluon, opaque, opaque_float, warpgroup_mma, warpgroup_mma_wait
 from tilewise.backends.hopper.dropout import dropped, kept_by_row
@@ -51,8 +51,8 @@ def masked_by_interval(w_tile, band, row0, key0, C: gl.constexpr):
 
 
 @gluon.jit
-def less_by_row(like, lse2, tile, row0, key0, C: gl.constexpr):
-    """lse and ALiBi's slope times the distance; key0 as below."""
+def positions_by_row(like, tile, row0, key0, C: gl.constexpr):
+    """Slope times the positions of queries by row and of keys by column, from row0 on; key0 as below."""
     LAYOUT: gl.constexpr = like.type.layout
     first = key0
     if C.LISTS is not None:
@@ -60,7 +60,7 @@ def less_by_row(like, lse2, tile, row0, key0, C: gl.constexpr):
     ahead = tile.work.len_k - tile.work.len_q
     slope = opaque_float(tile.slope)
     keys = columns_from(slope * (first - ahead - row0).to(gl.float32), slope, C.BLOCK_N, LAYOUT)
-    return less(rows_from(0.0, slope, LAYOUT), keys, slope, lse2, False, C)
+    return rows_from(0.0, slope, LAYOUT), keys
 
 
 @gluon.jit
@@ -68,7 +68,10 @@ def row_weights(s_tile, lse2, tile, row0, key0, a, C: gl.constexpr):
     """What dP - delta is multiplied with: weights times the softcap's slope, 0 where a query does not see a key. Of a list,
     key0 is the tile's place and whether it is PARTIAL, else its first key."""
     if C.ALIBI != "":
-        _, w_tile = weights(s_tile, less_by_row(s_tile, lse2, tile, row0, key0, C), a, C)
+        queries, keys = positions_by_row(s_tile, tile, row0, key0, C)
+        if C.ALIBI == "past":
+            lse2 = lse2 + queries
+        _, w_tile = weights(s_tile, lse2[:, None], a, C, (queries, keys, tile.slope), False)
     else:
         _, w_tile = weights(s_tile, lse2[:, None], a, C)
     if C.LISTS is not None:

@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
-from tilewise.backends.hopper.alibi import columns_from, less, rows_from, slope_of
+from tilewise.backends.hopper.alibi import columns_from, less_distance, rows_from, slope_of
 from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque_float, warpgroup_mma
 from tilewise.backends.hopper.grad_tile import HeldTile, sees_all, visible
 from tilewise.backends.hopper.listed import visible_queries
@@ -83,20 +83,13 @@ def positions(like, tile, m, k0, C: gl.constexpr):
 
 
 @gluon.jit
-def less_by_column(like, lse2, tile, m, k0, C: gl.constexpr):
-    keys, queries = positions(like, tile, m, k0, C)
-    return less(keys, queries, tile.slope, lse2, True, C)
-
-
-@gluon.jit
 def accumulator_with_alibi(lse2, like, tile, m, k0, C: gl.constexpr):
     """What S accumulates from: -lse by column less slope times the distance."""
     keys, queries = positions(like, tile, m, k0, C)
     if C.ALIBI == "past":
         return sum_of(lse2 - queries, keys, like)
     else:
-        away = -less(keys, queries, tile.slope, -lse2, True, C)
-        return opaque_float(away)
+        return opaque_float(less_distance(gl.broadcast(lse2[None, :], like)[0], keys, queries, tile.slope))
 
 
 @gluon.jit
@@ -108,14 +101,32 @@ def statistic(stats, at, WHICH: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def weights(s_tile, lse2, a, C: gl.constexpr):
+def with_positions(x_tile, alibi, BY_COLUMN: gl.constexpr, C: gl.constexpr):
+    """Scores with ALiBi. `alibi`: slope times positions by row and by column, and the slope. Where no key is ahead of its query,
+    those of the queries, which stand by column or by row, are in the lse already."""
+    if C.ALIBI == "past":
+        if BY_COLUMN:
+            return x_tile + alibi[0][:, None]
+        else:
+            return x_tile + alibi[1][None, :]
+    else:
+        return less_distance(x_tile, alibi[0], alibi[1], alibi[2])
+
+
+@gluon.jit
+def weights(s_tile, lse2, a, C: gl.constexpr, alibi=None, BY_COLUMN: gl.constexpr = True):
     """P, and what dP - delta is multiplied with: P times the softcap's slope. Without lse2, S accumulated from it."""
     if C.SCORES == "softcap":
         t_tile = tanh(s_tile * a.softcap_slope)
-        p_tile = gl.exp2(t_tile * a.scale_log2 - lse2)
+        x_tile = t_tile * a.scale_log2
+        if alibi is not None:
+            x_tile = with_positions(x_tile, alibi, BY_COLUMN, C)
+        p_tile = gl.exp2(x_tile - lse2)
         return p_tile, p_tile * (1.0 - t_tile * t_tile)
     else:
         x_tile = s_tile * a.scale_log2
+        if alibi is not None:
+            x_tile = with_positions(x_tile, alibi, BY_COLUMN, C)
         if lse2 is not None:
             x_tile = x_tile - lse2
         p_tile = gl.exp2(x_tile)
@@ -141,7 +152,10 @@ def masked_weights(s_tile, lse2, tile, m, k0, a, C: gl.constexpr):
     if C.ACC_FROM_STATS:
         p_tile, w_tile = weights(s_tile, None, a, C)
     elif C.ALIBI != "":
-        p_tile, w_tile = weights(s_tile, less_by_column(s_tile, lse2, tile, m, k0, C), a, C)
+        keys, queries = positions(s_tile, tile, m, k0, C)
+        if C.ALIBI == "past":
+            lse2 = lse2 + queries
+        p_tile, w_tile = weights(s_tile, lse2[None, :], a, C, (keys, queries, tile.slope))
     else:
         p_tile, w_tile = weights(s_tile, lse2[None, :], a, C)
     if C.LISTS is not None:
