@@ -365,6 +365,11 @@ def short_of_registers(case: Case) -> bool:
     return (full and case.head_dim == 128) or (bool(case.lengths) and case.head_dim == 64)
 
 
+def full_of_features(case: Case) -> bool:
+    """Hopper kernels that are right and lack registers: ALiBi and dropout at 256 columns (seven accesses a step)."""
+    return case.head_dim == 256 and (case.alibi or case.dropout_p > 0)
+
+
 def tuned_spills(check: Check, tile: Any, target: str) -> int:
     """Accesses to local memory in loops that a tile may have which was measured to be the fastest although it spills.
 
@@ -400,9 +405,11 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
     if check.backend == "hopper":
         tight = check.case.head_dim == 256 and any(word in check.name for word in TIGHT)
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
-        return known, [*forward_faults(known, compiled.config, newer and tight, newer), *planned]
+        may_spill = (newer and tight) or full_of_features(check.case)
+        return known, [*forward_faults(known, compiled.config, may_spill, newer), *planned]
     if check.backend == "hopper-backward":
         may_spill = newer or (compiled.name != "queries_kernel" and short_of_registers(check.case))
+        may_spill |= full_of_features(check.case)
         may_spill |= getattr(compiled.config, "LISTS", None) is not None  # the mask of a PARTIAL tile: right, and slower
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
         return known, [*backward_faults(compiled.name, known, compiled.config, may_spill), *planned]
