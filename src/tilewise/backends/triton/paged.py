@@ -179,12 +179,12 @@ def append_launch(pages: Pages, new: NewTokens, turned: Tensor | None) -> Launch
         turned=None if turned is None else _token_view(turned),
         k=None if k is None else _token_view(k),
         v=None if v is None else _token_view(v),
-        k_pages=None if k is None else view(pages.k.transpose(1, 2)),
-        v_pages=None if k is None else view(pages.v.transpose(1, 2)),
+        k_pages=None if k is None else _view(pages.k, pages.k.transpose(1, 2)),
+        v_pages=None if k is None else _view(pages.v, pages.v.transpose(1, 2)),
         pages=_page_args(pages, 0),
         cu=pages.lengths if new.cu is None else new.cu,
-        cos=None if turning is None else view(turning.cos[None, None]),
-        sin=None if turning is None else view(turning.sin[None, None]),
+        cos=None if turning is None else _view(turning.cos, turning.cos[None, None]),
+        sin=None if turning is None else _view(turning.sin, turning.sin[None, None]),
         positions=positions,
         slots=new.slots,
         batch=pages.lengths.shape[0],
@@ -200,8 +200,13 @@ def append_launch(pages: Pages, new: NewTokens, turned: Tensor | None) -> Launch
     return Launch(append_kernel, programs, (args,), config, LaunchOptions(num_warps=4, num_stages=1))
 
 
+def _view(x: Tensor, sides: Tensor) -> View:
+    """A tensor as its view `sides` has them; recorded launches know the tensor."""
+    return view(sides)._replace(ptr=x)
+
+
 def _token_view(x: Tensor) -> View:
-    return view(x.transpose(0, 1)[None])
+    return _view(x, x.transpose(0, 1)[None])
 
 
 def _row_tiles(problem: Problem, block: int) -> int:
