@@ -134,6 +134,7 @@ PORTABLE = (
     *(portable(f"bias d{d}", "bias", d=d, bias=(1, 8, 1024, 1024), targets=TWO) for d in (64, 128, 256)),
     portable("d512", "forward", d=512, targets=MOST),
     *(portable(f"derivatives d{d}", *DERIVATIVES, d=d, mask="causal", few=True, targets=MOST) for d in (64, 128)),
+    *(portable(f"derivatives d{d} full", *DERIVATIVES, d=d, few=True, targets=TWO) for d in (64, 128)),
     portable("derivatives of everything", *DERIVATIVES, d=64, softcap=30.0, alibi=True, sinks=True, dropout_p=0.1, targets=TWO,
              may_spill=True, few=True),
     portable("d96 dv32 prefix", *MAIN, d=96, head_dim_v=32, mask="causal | prefix(7)", targets=MOST, may_spill=True),
@@ -344,6 +345,10 @@ TIGHT = ("window", "padding", "varlen", "softcap")
 """With these, head dim 256 spills from Triton 3.8 on, loops included: right, but slower. 3.6 and 3.7 have registers for all."""
 
 
+MASKED_SPILLS = {("jvp", 128): 48, ("second_keys", 64): 24, ("second_keys", 128): 100}
+"""Accesses to local memory in the loops of derivatives for sm_90, by head dim: most where tiles are masked, which few are."""
+
+
 def short_of_registers(case: Case) -> bool:
     """Backward kernels that are right and lack registers: softcap at 128 (ten to thirty values a step wait in memory), packed
     batches at 64 (two or three); from Triton 3.8 on others too."""
@@ -395,6 +400,8 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
     may_spill = check.may_spill or not strict or compiled.name in CAREFUL or (
         compiled.tile is not None and known.spills <= tuned_spills(check, compiled.tile, target)
     )
+    if target == "sm_90" and known.spills <= MASKED_SPILLS.get((compiled.name, check.case.head_dim), -1):
+        may_spill = True
     wrong = portable_faults(known, columns, device(TARGETS[target].device).sram_per_block, may_spill)
     if strict and compiled.tile is not None:  # what other versions lay out is their affair
         pipelined = compiled.whole and not check.loose

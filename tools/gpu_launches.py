@@ -119,7 +119,7 @@ def derivative_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> l
     if plan.derives(problem, spec, derivative="double_backward").ok:
         t = derive.tangent_args(tangents, out, lse)
         t = t._replace(dout=view(out), delta_ptr=lse, delta_t_ptr=lse, dq=view(q), dk=view(k), dv=view(v))
-        several = derive.second_launches(problem, inputs, BackwardInputs(out, lse, out, lse), t, spec)
+        several = derive.second_launches(problem, inputs, BackwardInputs(out, lse, out, lse), t, tangents, spec)
         found += zip(("second_queries", "second_keys"), several, strict=True)
     return found
 

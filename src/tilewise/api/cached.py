@@ -12,13 +12,22 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
 from tilewise.api.cache import KVCache
-from tilewise.api.cached_checks import check_mask, check_splits, check_values, sees_ahead, some_before, token_positions
+from tilewise.api.cached_checks import (
+    check_mask,
+    check_splits,
+    check_values,
+    sees_ahead,
+    sees_all_before,
+    some_before,
+    token_positions,
+)
+from tilewise.api.cached_plan import CachedPlan, attend_shared, check_plan
 from tilewise.api.call_cache import kept_problem
 from tilewise.api.keywords import check_keywords
 from tilewise.api.lengths import readable
 from tilewise.api.names import BackendName, Precision
 from tilewise.api.options import DEFAULTS, ParsedOptions, show_signature
-from tilewise.api.parse import autocast, build_problem, check_dense, check_device, check_range
+from tilewise.api.parse import autocast, build_problem, check_dense, check_device, check_range, check_sinks
 from tilewise.api.rotary import RotaryTable
 from tilewise.backends.base import Backend, Inputs
 from tilewise.backends.pages import WRITTEN, NewTokens, Pages, Turning, gathered, positions_of
@@ -47,6 +56,7 @@ class CachedOptions(TypedDict, total=False):
     softcap: float
     sinks: Tensor | None
     splits: int | None
+    plan: CachedPlan | None
     invariant: bool
     precision: Precision
     out: Tensor | None
@@ -94,6 +104,7 @@ def attention_cached(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     splits: int | None = None,
+    plan: CachedPlan | None = None,
     invariant: bool = False,
     precision: Precision = "default",
     out: Tensor | None = None,
@@ -120,6 +131,7 @@ def attention_cached(
     sinks: (Hq,), one more score for each head, which takes part in the softmax and has no value.
     splits: the parts that keys are split into, for several threads or cores to share a sequence; fewer where there is no room
         for their sums, and 1 where a backend has no splits. None: as many as there is work for.
+    plan: what `tw.plan_cached(cache)` has found: pages that sequences share are read once for all of them.
     invariant: on one backend and device the bits of a row follow from the row and the keys it sees alone: not from the batch
         around it, the page size, the chunks of a prompt, nor from whether it came as prefill or decode. Not with `splits`.
     precision: as in `attention`.
@@ -141,23 +153,29 @@ def attention_cached(
     # all that may be refused comes before the first write
     dispatch.check_name(backend, "auto")
     check_mask(mask, bias)
-    fields = {"splits": check_splits(splits, invariant), "invariant": invariant}
+    fields = {"splits": check_splits(splits, invariant), "partial": False, "invariant": invariant}
     pages = cache.pages.now()
     queries = _packed(q, pages, cu_seqlens_q)
     if readable(pages.lengths):
         cache.check()
         check_values(pages, queries.cu, queries.q.shape[0], mask)
+    if plan is not None:
+        check_plan(plan, pages, queries.cu, invariant)
     if new is not None or rotary is not None:
         queries = _with_new(queries, cache, (new, rotary, cu_seqlens_q), mask, backend)
     options: ParsedOptions = {
         "mask": mask, "scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks, "precision": precision,
         "return_lse": True,
     }  # fmt: skip
-    found, lse = _attend(queries, pages, options, fields, backend)
+    if plan is not None and plan.levels and bias is None and sees_all_before(mask):
+        found, lse = _attend_shared(queries, pages, options, {**fields, "partial": True}, plan, backend)
+    else:
+        found, lse = _attend(queries, pages, options, fields, backend)
     if sees_ahead(mask) and some_before(pages, queries.cu):
         _, position = positions_of(queries.cu, pages.seen, queries.q.shape[0])
         found = torch.where((position < 0)[:, None], 0.0, found)
-        lse = lse.masked_fill(position < 0, float("-inf"))
+        empty = lse.new_tensor(float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None]
+        lse = torch.where(position < 0, empty, lse)
     found, lse = queries.restored(found, lse)
     if out is not None:
         if out.shape != found.shape or out.dtype != found.dtype or out.device != found.device:
@@ -280,6 +298,21 @@ def _written(
     return q
 
 
+def _attend_shared(
+    queries: Queries, pages: Pages, options: ParsedOptions, fields: dict[str, Any], plan: CachedPlan, backend: str
+) -> tuple[Tensor, Tensor]:
+    """out (1, H, T, Dv) in q's dtype and lse (1, H, T) where sequences share pages: sinks join once, at the end."""
+    own: ParsedOptions = {**options, "sinks": None}
+    common: ParsedOptions = {**own, "mask": None}
+
+    def attend(q: Tensor, cu: Tensor, some: Pages, mine: bool) -> tuple[Tensor, Tensor]:
+        return _attend(Queries(q, cu, q.shape), some, own if mine else common, fields, backend)
+
+    sinks = check_sinks(options["sinks"], queries.q, queries.q.shape[1])
+    out, lse = attend_shared(plan, pages, (queries.q, queries.cu), sinks, attend)
+    return out.to(queries.q.dtype), lse
+
+
 def _attend(
     queries: Queries, pages: Pages, options: ParsedOptions, fields: dict[str, Any], backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -303,11 +336,12 @@ def _attend(
             problem.memory[key] = None
             warnings.warn(f"{error}; the tokens of the pages are gathered instead", RuntimeWarning, stacklevel=3)
     tokens = int(pages.seen.sum()) if readable(pages.lengths) else pages.entries.shape[0] * pages.page
-    wide = q.dtype if pages.k_scale is None else torch.promote_types(torch.float32, q.dtype)
+    exact = pages.k_scale is None and not fields["partial"]
+    wide = q.dtype if exact else torch.promote_types(torch.float32, q.dtype)
     k, v, cu_k = gathered(pages, tokens, wide)
     inputs = Inputs(q.to(wide), k, v, cu_q=queries.cu, cu_k=cu_k)
     out, lse = forward(*build_problem(inputs, {**DEFAULTS, **options}, **fields), backend)
-    return out.to(q.dtype), lse
+    return out if fields["partial"] else out.to(q.dtype), lse
 
 
 def _room(cu: Tensor, pages: Pages) -> Tensor:

@@ -96,6 +96,18 @@ class Direction(NamedTuple):
     lse_t: Tensor
 
 
+class CompileJob(NamedTuple):
+    """A kernel that is to be compiled."""
+
+    name: str
+    make: Callable[[], object]
+    """Compiles it and leaves it in a cache on disk; may be sent to another process."""
+    adopt: Callable[[], object]
+    """Loads it into this process, or compiles it here; raises what the compiler raises."""
+    ahead: Callable[[], object] | None = None
+    """Has a thread of this process compile it: whoever needs it first waits for that, and gets its error."""
+
+
 DERIVATIVES = ("jvp", "double_backward")
 """What a backend may compute beside forward and backward; `docs/derivatives.md` has the formulas."""
 
@@ -164,6 +176,13 @@ class Backend(Protocol):
         Backward of the backward and forward over reverse are both made of it.
         """
         raise BackendError(f"{self.name} has no double_backward")
+
+    def missing_kernels(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs | None = None
+    ) -> list[CompileJob]:
+        """What a forward of a supported problem, or with `given` a backward, would have to compile first. Nothing is computed;
+        of the tensors only shapes, strides and addresses count."""
+        return []
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """A function of q, k and v that gives out alone, for calls of the same types, shapes, strides and dtypes that want

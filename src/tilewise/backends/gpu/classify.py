@@ -143,7 +143,7 @@ def _shared_lists(problem: Problem, inputs: Inputs, spec: ListSpec) -> TileLists
 
 def _memory(problem: Problem, inputs: Inputs, spec: ListSpec) -> tuple[dict[Hashable, Any] | None, Hashable, Any]:
     """Where lists are kept, under which key, and what must live as long as they do; None where they are not kept."""
-    if inputs.q.is_cuda and capturing():
+    if capturing(inputs.q):
         return None, None, None
     leaves = [leaf for leaf in problem.mask.leaves() if not leaf.static]
     versions = [one for leaf in leaves for one in _versions(leaf)]

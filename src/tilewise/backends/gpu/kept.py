@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilewise.backends.base import Inputs
 from tilewise.backends.gpu import record
+from tilewise.backends.gpu.compiled import is_collecting
 from tilewise.problem import Problem
 
 KEPT = 32
@@ -27,11 +28,9 @@ T = TypeVar("T")
 
 def kept(problem: Problem, q: Tensor, what: Hashable, make: Callable[[], T], cu: tuple[Tensor, ...] = ()) -> T:
     """What `make` gives from the mask, and from cumulative lengths `cu`, kept with the problem under `what`, where q is."""
-    stream = 0
-    if q.is_cuda:
-        if capturing():
-            return make()
-        stream = record.current_stream(q.device.index)
+    if capturing(q):
+        return make()
+    stream = record.current_stream(q.device.index) if q.is_cuda else 0
     versions = [version(x) for x in problem.program.tensors]
     if cu:
         versions += [version(x) for x in cu]
@@ -54,9 +53,9 @@ def lengths_of(inputs: Inputs) -> tuple[Tensor, ...]:
     return () if inputs.cu_q is None or inputs.cu_k is None else (inputs.cu_q, inputs.cu_k)
 
 
-def capturing() -> bool:
-    """Is the current stream being captured?"""
-    return torch.cuda.is_current_stream_capturing()
+def capturing(q: Tensor) -> bool:
+    """Is the current stream of q's device being captured, or is nothing launched that would fill what is made?"""
+    return is_collecting() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def version(x: Any) -> int | None:

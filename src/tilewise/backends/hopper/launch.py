@@ -169,7 +169,7 @@ def kernel_for(name: str, dtype: str, arguments: Any, config: Any) -> Any:
     absent = tuple(part is None for part in _leaves(arguments))
     key = (name, dtype, absent, config, driver.active.get_current_device())
     target = driver.active.get_current_target()
-    return _kernels.get(key, name, lambda: compile_kernel(target, name, dtype, arguments, config))
+    return _kernels.get(key, name, partial(compile_kernel, target, name, dtype, arguments, config))
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -44,6 +44,8 @@ def run_paged(problem: Problem, inputs: Inputs, pages: Pages, out: Tensor, lse: 
     owned = (pages.table, pages.indptr, pages.lengths, pages.k_scale, pages.v_scale)
     facts: Hashable = tuple(None if x is None else (x.dtype, x.shape, x.stride()) for x in owned)
     key = key_of(problem, inputs, "pages", pages.k.shape, pages.latent, facts)
+    if problem.program.tensors:  # they are converted in each call, and no part of what is recorded
+        key = None
     recording = recorder.get(problem, key, out.device, partial(forward_tiles, problem, spec))
     tiles: dict[str, TilePlan] = recording.plan
     partials = host.partial_results(out, tiles["decode"].splits) if "merge" in tiles else ()

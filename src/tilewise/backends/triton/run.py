@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, sink_gradient
 from tilewise.backends.gpu import arguments as host
+from tilewise.backends.gpu.compiled import is_collecting
 from tilewise.backends.gpu.launch import Descriptor, LaunchOptions, bias_view, describable, interpreting, on_hip, view
 from tilewise.backends.gpu.lists import memory_pattern, walks_lists
 from tilewise.backends.gpu.operands import dot_precision, padded, splits_fp32
@@ -238,7 +239,7 @@ def bias_gradient(problem: Problem, inputs: Inputs, given: BackwardInputs, g: Gr
 def planned(problem: Problem, tile: TilePlan, build: Build, spec: DeviceSpec) -> Launch:
     """The launch with the planned tile. Where tuning was asked for and nothing is known yet, candidates are measured first, and
     the fastest is what the plan says from now on."""
-    if interpreting() or not tune.tuning() or tile.source == "user" or walks_lists(problem):
+    if interpreting() or is_collecting() or not tune.tuning() or tile.source == "user" or walks_lists(problem):
         return build(tile)
     if tune.winner(problem, tile.pass_, spec) is None:
         candidates = plan.choices(problem, spec, tile.pass_)[: tune.CANDIDATES + 1]
