@@ -83,3 +83,17 @@ def test_plans_of_caches() -> None:
     assert narrow.on_chip_bytes < 0.6 * wide.on_chip_bytes
     text = str(tw.plan(problem(1, 16, 32768, 16), device="h200"))
     assert "triton" in text and "its kernels read no pages" in str(tw.explain(problem(1, 16, 32768, 16), device="h200"))
+
+
+@pytest.mark.parametrize("name", ["a100-80", "h200", "b200", "rtx5090", "mi300x"])
+def test_a_tile_fits_every_cache(name: str) -> None:
+    """Also latents of 576 columns with 128 heads, of few rows and of many; in fp32 where shared memory is large."""
+    spec = device(name)
+    for heads, dims in (((128, 1), (576, 512)), ((16, 1), (576, 512)), ((8, 1), (512, 512)), ((8, 8), (256, 256))):
+        for rows in (1, 4, 600):
+            for dtype in ("bfloat16", "float32") if name in ("a100-80", "h200", "b200") else ("bfloat16",):
+                sizes = {"heads": heads[0], "kv_heads": heads[1], "head_dim": dims[0], "head_dim_v": dims[1], "dtype": dtype}
+                one = problem(rows, 2, 8192, 64, **sizes)
+                verdict = plan.supports(one, spec)
+                assert verdict.ok, (sizes, rows, verdict.reasons)
+                assert {"decode", "forward"} & set(plan.tiles(one, spec))
