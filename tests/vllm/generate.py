@@ -1,6 +1,9 @@
 """Greedy tokens of a small model with random weights, by vLLM with one of its attention backends, as JSON.
 
-python -m tests.vllm.generate MODEL BACKEND OUT [--prompts 64] [--tokens 64]
+    python -m tests.vllm.generate FOLDER make llama            writes the model
+    python -m tests.vllm.generate FOLDER CUSTOM tokens.json    reads it; the backend is CUSTOM or CPU_ATTN
+
+`tools/test_vllm.py` runs it in an environment with vLLM.
 """
 
 from __future__ import annotations
@@ -48,12 +51,14 @@ def prompts(count: int) -> list[list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("backend")
-    parser.add_argument("out", type=Path)
+    parser.add_argument("folder", type=Path, help="of the model")
+    parser.add_argument("backend", help="or `make`")
+    parser.add_argument("out", help="where the tokens go, or the model to make")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     given = parser.parse_args()
+    if given.backend == "make":
+        return make_model(given.out, given.folder)
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
@@ -61,7 +66,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     engine = LLM(
-        str(given.model), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=256, seed=0,
+        str(given.folder), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=256, seed=0,
         max_num_batched_tokens=512, max_num_seqs=32, attention_config={"backend": given.backend},
     )  # fmt: skip
     sampling = SamplingParams(temperature=0.0, max_tokens=given.tokens, ignore_eos=True, detokenize=False)
@@ -72,7 +77,8 @@ def main() -> None:
 
         served = dict(SERVED)
     tokens = [list(one.outputs[0].token_ids) for one in done]
-    given.out.write_text(json.dumps({"tokens": tokens, "served": served}))
+    layers = json.loads((given.folder / "config.json").read_text())["num_hidden_layers"]
+    Path(given.out).write_text(json.dumps({"tokens": tokens, "served": served, "layers": layers}))
 
 
 if __name__ == "__main__":
