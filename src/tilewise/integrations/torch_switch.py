@@ -76,9 +76,9 @@ def activate() -> Handle:
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int,
-    dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None, window_size_left: int | None = None,
-    window_size_right: int | None = None, seqused_k: Tensor | None = None, alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None, num_splits: int | None = None,
+    dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """q, k, v (B, S, H, D), or packed (T, H, D); lse (B, H, Sq), or (H, T)."""
     if return_debug_mask:
@@ -89,7 +89,8 @@ def _forward(
     if block_table is not None or seqused_k is not None:
         if dropout_p:
             raise ArgumentError("dropout_p: goes with neither block_table nor seqused_k, which are for inference")
-        batch = Batch(*(x.detach() for x in (query, key, value)), cum_seq_q, cum_seq_k, used_k=seqused_k)
+        q, k, v = (x.detach() for x in (query, key, value))
+        batch = Batch(q, k, v, cum_seq_q, cum_seq_k, used_k=seqused_k)
         options = {"scale": scale, "bias": bias}
         out, lse = attend_in_use(batch, window, options, table=block_table, most_q=max_q)
     else:
@@ -124,8 +125,8 @@ def _backward(
 
 
 def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, return_debug_mask: bool = False, *,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """q, k, v (B, H, S, D), as SDPA has them."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
