@@ -68,6 +68,10 @@ class Check:
     maps: bool | None = None
     made: Callable[[], masks.Mask] | None = None  # a mask that a case has no words for
     part: bool = False  # of a whole, in which its origins lie
+    page: int = 0  # tokens of a page
+    stored: str = ""  # the dtype of pages with scales
+    scaled: str = ""  # of what: "head" or "token"
+    latent: int = 0  # columns of keys whose first are the values
 
     @property
     def name(self) -> str:
@@ -84,8 +88,11 @@ class Compiled(NamedTuple):
     whole: bool = True  # does the launch compute all that its tile is planned for?
 
 
+FIELDS = ("few", "targets", "may_spill", "loose", "maps", "made", "part", "page", "stored", "scaled", "latent")
+
+
 def portable(name: str, *kernels: str, d: int = 128, **more: Any) -> Check:
-    own = {field: more.pop(field) for field in ("few", "targets", "may_spill", "loose", "maps", "made", "part") if field in more}
+    own = {field: more.pop(field) for field in FIELDS if field in more}
     sizes = {"batch": 2, "heads": 8, "kv_heads": 2, "seqlen": 1024, "head_dim": d, "dtype": "bfloat16"}
     return Check("triton", Case(name, **{**sizes, **more}), kernels, **own)
 
@@ -96,6 +103,8 @@ CAREFUL = ("forward careful", "keys careful", "queries careful")
 CLASSIFIER = ("summary", "classify", "map", "pack")
 DERIVATIVES = ("jvp", "second_queries", "second_keys")
 DECODE = {"seqlen": 1, "kv_seqlen": 4096}
+PAGES = {"mask": "causal", "lengths": (1, 1), "loose": True}
+"""Packed queries over pages with room for 4096 keys of each sequence."""
 TWO = ("sm_80", "sm_90")
 PORTABLE = (
     portable("d128", *MAIN, mask="causal", few=True),
@@ -111,14 +120,23 @@ PORTABLE = (
     portable("decode d64", "decode", d=64, targets=TWO, **DECODE),
     portable("decode d256", "decode", d=256, targets=TWO, **DECODE),
     portable("fp32 decode", "decode", "merge", dtype="float32", few=True, **DECODE),
+    portable("pages of 16", "decode", "merge", "append", page=16, few=True, targets=TWO, **PAGES),
+    portable("pages of 256", "decode", page=256, targets=TWO, **PAGES),
+    portable("pages of 3", "decode", page=3, targets=TWO, **PAGES),
+    portable("pages of int8", "decode", "append", page=64, stored="int8", scaled="token", few=True, targets=TWO, may_spill=True,
+             **PAGES),  # four accesses in a step of 128 keys
+    portable("pages of float8", "decode", "append", page=64, stored="float8_e4m3fn", scaled="head", few=True, targets=TWO,
+             **PAGES),
+    portable("pages of latents", "decode", d=512, latent=576, page=64, targets=TWO,
+             **(PAGES | {"heads": 16, "kv_heads": 1})),
+    portable("pages, prefill", "forward", page=16, few=True, targets=TWO, **(PAGES | {"lengths": (512, 512)})),
     portable("prepare", "prepare", few=True),
     *(portable(f"bias d{d}", "bias", d=d, bias=(1, 8, 1024, 1024), targets=TWO) for d in (64, 128, 256)),
     portable("d512", "forward", d=512, targets=MOST),
-    # not among the few: before 3.7 the double backward does not compile, and is not served
-    *(portable(f"derivatives d{d}", *DERIVATIVES, d=d, mask="causal", targets=MOST) for d in (64, 128)),
-    *(portable(f"jvp d{d}", "jvp", d=d, mask="causal", few=True, targets=MOST) for d in (64, 128)),
+    *(portable(f"derivatives d{d}", *DERIVATIVES, d=d, mask="causal", few=True, targets=MOST) for d in (64, 128)),
+    *(portable(f"derivatives d{d} full", *DERIVATIVES, d=d, few=True, targets=TWO) for d in (64, 128)),
     portable("derivatives of everything", *DERIVATIVES, d=64, softcap=30.0, alibi=True, sinks=True, dropout_p=0.1, targets=TWO,
-             may_spill=True),
+             may_spill=True, few=True),
     portable("d96 dv32 prefix", *MAIN, d=96, head_dim_v=32, mask="causal | prefix(7)", targets=MOST, may_spill=True),
     portable("window fp16", *MAIN, dtype="float16", mask="window(64)", targets=MOST),
     portable("varlen", *MAIN, mask="causal", lengths=(512, 512), targets=MOST, few=True, loose=True),
@@ -133,13 +151,15 @@ PORTABLE = (
     portable("documents varlen", *MAIN, *CLASSIFIER, made=lambda: packed_documents(), lengths=(512, 512), targets=TWO,
              loose=True),
     portable("documents fp32", *MAIN, d=64, dtype="float32", mask="causal", data="documents", targets=TWO),
-    *(portable(f"blocks d{d}", *MAIN, *CLASSIFIER, d=d, made=lambda: some_blocks(), targets=MOST) for d in (64, 128)),
-    *(portable(f"dense d{d}", *MAIN, *CLASSIFIER, d=d, made=lambda: dense_mask(), targets=MOST) for d in (64, 128)),
+    *(
+        portable(f"{name} d{d}", *MAIN, *CLASSIFIER, d=d, made=made, targets=MOST, few=d == 64)
+        for name, made in (("blocks", lambda: some_blocks()), ("dense", lambda: dense_mask())) for d in (64, 128)
+    ),
     *(
         portable(f"first keys and window d{d}", *MAIN, *CLASSIFIER, d=d, mask="causal & (prefix(4) | window(100))", targets=TWO)
         for d in (64, 128)
     ),
-    portable("selected or window", *MAIN, *CLASSIFIER, made=lambda: selected_or_window(), targets=TWO),
+    portable("selected or window", *MAIN, *CLASSIFIER, made=lambda: selected_or_window(), targets=TWO, few=True),
     portable("blocks and dense", *MAIN, *CLASSIFIER, d=64, made=lambda: blocks_or_not_dense(), targets=MOST, may_spill=True,
              loose=True),
     *(
@@ -168,7 +188,9 @@ MASKS: dict[str, dict[str, str]] = {
     "prefix-lm": {"mask": "causal | prefix(9)"},
     "offsets": {"data": "offsets"},
 }
-FORWARD_FEW = ("d64 full", "d64 causal", "d128 full", "d128 window", "d128 causal varlen", "d256 causal", "d256 full long")
+GPT_OSS = {"mask": "causal & window(128)"}
+FORWARD_FEW = ("d64 full", "d64 causal", "d128 full", "d128 window", "d128 causal varlen", "d256 causal", "d256 full long",
+               "d128 documents lists")
 FORWARD: list[tuple[Any, ...]] = [
     *((f"d{d} {name}", d, mask) for d in WIDTHS for name, mask in MASKS.items()),
     *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d in WIDTHS for dv in WIDTHS if d != dv),
@@ -181,6 +203,8 @@ FORWARD: list[tuple[Any, ...]] = [
     *((f"d{d} softcap", d, {"mask": "causal", "softcap": 20.0}) for d in WIDTHS),
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal", "window")),
     ("negative scale", 128, {"scale": -1.0}),
+    *((f"d{d} sinks", d, {**GPT_OSS, "sinks": True}) for d in WIDTHS),
+    *((f"d{d} sinks varlen", d, {**GPT_OSS, **PACKED, "sinks": True}) for d in (64, 128)),
     ("d256 full long", 256, {"seqlen": 16384}),
     *((f"d{d} {name} lists", d, mask) for d in WIDTHS for name, mask in LISTED.items()),
     *(
@@ -188,7 +212,10 @@ FORWARD: list[tuple[Any, ...]] = [
         for d in (64, 128) for name in ("full", "causal") for m, n in ((128, 64), (192, 64))
     ),
 ]  # fmt: skip
-BACKWARD_FEW = ("d64 full", "d128 causal", "d256 causal", "d128 causal varlen", "d64 causal deterministic")
+FEATURES_FEW = ("d64 sinks", "d128 sinks varlen")
+"""Of both passes."""
+BACKWARD_FEW = ("d64 full", "d128 causal", "d256 causal", "d128 causal varlen", "d64 causal deterministic",
+                "d128 documents lists")
 BACKWARD_MASKS = ("full", "causal", "window", "padding", "prefix-lm")
 DETERMINISTIC = {"deterministic": True}
 BACKWARD: list[tuple[Any, ...]] = [
@@ -197,6 +224,7 @@ BACKWARD: list[tuple[Any, ...]] = [
     *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((128, 64), (64, 256), (256, 64), (192, 128))),
     *((f"d{d} fp16", d, {"dtype": "float16"}) for d in WIDTHS),
     *((f"d{d} softcap", d, {"mask": "causal", "softcap": 20.0}) for d in WIDTHS),
+    *((f"d{d} sinks", d, {**GPT_OSS, "sinks": True}) for d in WIDTHS),
     *((f"d{d} causal varlen deterministic", d, {"mask": "causal", **PACKED, **DETERMINISTIC}) for d in (64, 128)),
     ("d128 softcap deterministic", 128, {"mask": "causal", "softcap": 20.0, **DETERMINISTIC}),
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal")),
@@ -207,8 +235,8 @@ BACKWARD: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 CHECKS = (
     *PORTABLE,
-    *(hopper("hopper", name, d, few=name in FORWARD_FEW, **more) for name, d, more in FORWARD),
-    *(hopper("hopper-backward", name, d, few=name in BACKWARD_FEW, **more) for name, d, more in BACKWARD),
+    *(hopper("hopper", name, d, few=name in (*FORWARD_FEW, *FEATURES_FEW), **more) for name, d, more in FORWARD),
+    *(hopper("hopper-backward", name, d, few=name in (*BACKWARD_FEW, *FEATURES_FEW), **more) for name, d, more in BACKWARD),
 )
 BY_NAME = {check.name: check for check in CHECKS}
 assert len(BY_NAME) == len(CHECKS), "two checks of one name"
@@ -252,6 +280,12 @@ def problem_of(check: Check) -> tuple[Any, Any]:
     if check.made:
         problem = replace(problem, mask=check.made())
     inputs = check.case.inputs(tensors)
+    if check.page:
+        room = problem.batch * (4096 // check.page) * check.page
+        problem = replace(problem, page=check.page, stored=check.stored, seqlen_k=room, rows=problem.seqlen_q // problem.batch)
+    if check.latent:
+        problem = replace(problem, head_dim=check.latent)
+        inputs = inputs._replace(q=inputs.q.new_empty((*inputs.q.shape[:3], check.latent)))
     if check.part:
         problem, inputs = replace(problem, origins=True), inputs._replace(origins=inputs.q.new_empty((2, 4)).int())
     return problem, type(inputs)(*(None if x is None else x.to("meta") for x in inputs))
@@ -276,7 +310,7 @@ def compile_check(check: Check, target: str, kernels: tuple[str, ...] = ()) -> I
 def _portable(
     check: Check, problem: Any, inputs: Any, gpu: Any, target: str, kernels: tuple[str, ...]
 ) -> Iterator[Compiled]:
-    from tools.gpu_launches import derivative_launches, launches, pass_of
+    from tools.gpu_launches import derivative_launches, launches, page_launches, pass_of
 
     from tilewise.backends.base import Needs
     from tilewise.backends.gpu.launch import compile_for, signature
@@ -286,8 +320,13 @@ def _portable(
     spec = device(TARGETS[target].device)
     tiles = plan.tiles(problem, spec)
     derived = bool(kernels) and set(kernels) <= set(DERIVATIVES)
-    found = derivative_launches(problem, inputs, spec) if derived else launches(problem, inputs, spec, maps=check.maps)
-    if problem.seqlen_q > 1 and not derived:
+    if check.page:
+        found = page_launches(problem, inputs, spec, check.scaled)
+    elif derived:
+        found = derivative_launches(problem, inputs, spec)
+    else:
+        found = launches(problem, inputs, spec, maps=check.maps)
+    if problem.seqlen_q > 1 and not derived and not check.page:
         found += launches(problem, inputs, spec, needs=Needs(dbias=inputs.bias is not None), maps=check.maps)
     # the same kernel may serve several operands, and one of a name may come in two forms
     different = {(name, str(signature(launch.args))): launch for name, launch in found if not kernels or name in kernels}
@@ -298,12 +337,16 @@ def _portable(
         sizes = (getattr(config, name, 0) for name in ("BLOCK_M", "BLOCK_N"))
         text = f"{'x'.join(map(str, sizes))} w{options.num_warps} s{options.num_stages}"
         whole = name != "keys" or launch.args[1].dk is not None  # where dK and dV are computed apart, dV takes less
-        planned = None if name in (*CLASSIFIER, *CAREFUL, *DERIVATIVES) else tiles[pass_of(name, tiles)]
+        planned = None if name in (*CLASSIFIER, *CAREFUL, *DERIVATIVES, "append") else tiles[pass_of(name, tiles)]
         yield Compiled(name, kernel, config, text, time.perf_counter() - start, planned, whole)
 
 
 TIGHT = ("window", "padding", "varlen", "softcap")
 """With these, head dim 256 spills from Triton 3.8 on, loops included: right, but slower. 3.6 and 3.7 have registers for all."""
+
+
+MASKED_SPILLS = {("jvp", 128): 48, ("second_keys", 64): 24, ("second_keys", 128): 100}
+"""Accesses to local memory in the loops of derivatives for sm_90, by head dim: most where tiles are masked, which few are."""
 
 
 def short_of_registers(case: Case) -> bool:
@@ -357,6 +400,8 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
     may_spill = check.may_spill or not strict or compiled.name in CAREFUL or (
         compiled.tile is not None and known.spills <= tuned_spills(check, compiled.tile, target)
     )
+    if target == "sm_90" and known.spills <= MASKED_SPILLS.get((compiled.name, check.case.head_dim), -1):
+        may_spill = True
     wrong = portable_faults(known, columns, device(TARGETS[target].device).sram_per_block, may_spill)
     if strict and compiled.tile is not None:  # what other versions lay out is their affair
         pipelined = compiled.whole and not check.loose

@@ -11,15 +11,15 @@ from unittest import mock
 
 import torch
 
-from tilewise.backends.base import BackwardInputs, Direction, Inputs, Jvp, Needs, Tangents
+from tilewise.backends.base import BackwardInputs, Inputs, Jvp, Needs, Tangents
 from tilewise.backends.gpu.launch import Descriptor, view
 from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.record import Launch
-from tilewise.backends.triton import derive, plan, run
-from tilewise.backends.triton.tangents import SecondArgs
+from tilewise.backends.pages import NewTokens, Pages, Turning
+from tilewise.backends.triton import derive, paged, plan, run
 from tilewise.hardware import DeviceSpec
 from tilewise.model.tile import TilePlan
-from tilewise.problem import Problem
+from tilewise.problem import MAX_HEAD_DIM, Problem
 
 PASSES = {
     "forward": "forward",
@@ -84,6 +84,31 @@ def launches(
     return [(_name(launch), launch) for launch in found]
 
 
+def page_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec, scaled: str) -> list[tuple[str, Launch]]:
+    """The launches of attention over pages: a table of int32 over twice the pages that the batch takes. `scaled`: what has a
+    scale, "head" or "token"."""
+    q, page, heads = inputs.q, problem.page, problem.kv_heads
+    most = problem.seqlen_k // (problem.batch * page)
+    dims = (problem.head_dim, problem.head_dim_v)
+    latent = problem.head_dim > MAX_HEAD_DIM
+    stored = getattr(torch, problem.stored or problem.dtype)
+    k, v = (q.new_empty((2 * problem.batch * most, page, heads, d), dtype=stored) for d in dims)
+    scale = q.new_empty(k.shape[:3] if scaled == "token" else heads, dtype=torch.float32).expand(k.shape[:3])
+    own = {"k_scale": scale, "v_scale": scale} if scaled else {}
+    table, lengths = (q.new_empty(size, dtype=torch.int32) for size in ((problem.batch, most), problem.batch))
+    pages = Pages.of(k, k[..., : dims[1]] if latent else v, table, None, lengths, **own, latent=latent)
+    out, lse = q.new_empty((*q.shape[:3], dims[1])), q.new_empty(q.shape[:3], dtype=torch.float32)
+    found: list[Launch] = []
+    with standing_in(spec, found, maps=False):
+        paged.run_paged(problem, inputs, pages, out, lse)
+        packed = q[0].transpose(0, 1)
+        new = [x.new_empty((q.shape[2], heads, d), dtype=q.dtype) for x, d in zip((k, v), dims, strict=True)]
+        angles = q.new_empty((4096, problem.head_dim // 4), dtype=torch.float32)
+        turning = Turning(angles, angles, False, None)
+        paged.run_append(pages, NewTokens(packed, *new, q_rows=problem.rows, rows=problem.rows, turning=turning))
+    return [(_name(launch), launch) for launch in found]
+
+
 def derivative_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> list[tuple[str, Launch]]:
     """The launches of a JVP and, where there is one, of a double backward, with every tangent that there can be."""
     q, k, v = inputs[:3]
@@ -92,9 +117,9 @@ def derivative_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> l
     tangents = Tangents(q, k, v, inputs.bias, inputs.sinks)
     found = [("jvp", derive.jvp_launch(problem, inputs, tangents, Jvp(out, lse, out, lse), spec))]
     if plan.derives(problem, spec, derivative="double_backward").ok:
-        second = SecondArgs(view(out), lse, lse, view(q), view(k), view(v))
-        given, direction = BackwardInputs(out, lse, out, lse), Direction(tangents, out, lse)
-        several = derive.second_launches(problem, inputs, given, direction, second, spec)
+        t = derive.tangent_args(tangents, out, lse)
+        t = t._replace(dout=view(out), delta_ptr=lse, delta_t_ptr=lse, dq=view(q), dk=view(k), dv=view(v))
+        several = derive.second_launches(problem, inputs, BackwardInputs(out, lse, out, lse), t, tangents, spec)
         found += zip(("second_queries", "second_keys"), several, strict=True)
     return found
 
@@ -115,7 +140,7 @@ def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[N
             return None, None
         return Descriptor.of(x, rows, padded(x.shape[3])), Descriptor.of(y, rows, padded(y.shape[3]))
 
-    def get(problem: Problem, key: Any, device: torch.device, plan: Any) -> Any:
+    def get(problem: Any, key: Any, device: Any, plan: Any) -> Any:
         kept: dict[str, Any] = {
             "repeat": lambda tensors: False,
             "record": lambda tensors, launches: found.extend(launches),
@@ -130,6 +155,14 @@ def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[N
             worth_maps=lambda problem: True,
             on_hip=lambda: spec.vendor == "AMD",
             recorder=SimpleNamespace(get=get),
+        ),
+        mock.patch.multiple(
+            paged,
+            spec_of=lambda device: spec,
+            on_hip=lambda: spec.vendor == "AMD",
+            recorder=SimpleNamespace(get=get),
+            Recording=lambda device, plan: get(None, None, None, lambda: plan),
+            _appends={},
         ),
         mock.patch.object(Launch, "run", lambda launch: found.append(launch)),
     ):

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from tilewise.api.bias import alibi as alibi
     from tilewise.api.cache import KVCache as KVCache
     from tilewise.api.cached import attention_cached as attention_cached
+    from tilewise.api.cached_plan import plan_cached as plan_cached
     from tilewise.api.merge import merge as merge
     from tilewise.api.rotary import rotary as rotary
     from tilewise.api.varlen import attention_varlen as attention_varlen
+    from tilewise.api.warmup import warmup as warmup
     from tilewise.diagnostics.certify import certify as certify
     from tilewise.diagnostics.explain import explain as explain
     from tilewise.diagnostics.plan import plan as plan
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from tilewise.masks import key_padding as key_padding
     from tilewise.masks import prefix as prefix
     from tilewise.masks import selected as selected
+    from tilewise.masks import tree as tree
     from tilewise.masks import window as window
     from tilewise.problem import Problem as Problem
     from tilewise.problem import top as top
@@ -49,16 +52,18 @@ _HOMES = {
     "api.attention": ("attention",),
     "api.varlen": ("attention_varlen",),
     "api.cached": ("attention_cached",),
+    "api.cached_plan": ("plan_cached",),
     "api.cache": ("KVCache",),
     "api.rotary": ("rotary",),
     "api.merge": ("merge",),
     "api.bias": ("alibi",),
+    "api.warmup": ("warmup",),
     "diagnostics.plan": ("plan",),
     "diagnostics.explain": ("explain",),
     "diagnostics.certify": ("certify",),
     "diagnostics.trace": ("trace_nonfinite",),
     "errors": ("TilewiseError",),
-    "masks": ("Mask", "full", "causal", "window", "prefix", "documents", "blocks", "selected", "key_padding", "dense"),
+    "masks": ("Mask", "full", "causal", "window", "prefix", "documents", "blocks", "selected", "tree", "key_padding", "dense"),
     "problem": ("Problem", "top"),
     "integrations.sdpa": ("sdpa", "replace_sdpa"),
 }

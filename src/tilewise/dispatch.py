@@ -83,6 +83,8 @@ def judge(
     if not verdict.ok:
         return verdict
     backend = get(name)
+    if problem.invariant and not backend.invariant:
+        return Verdict(False, ("has no invariant=True: the bits of a row depend on the batch around it",))
     verdict = backend.supports(problem, inputs, backward=backward or bool(derivative))
     return backend.derives(problem, inputs, derivative=derivative) if derivative and verdict.ok else verdict
 
@@ -92,6 +94,14 @@ def pages_backend(problem: Problem, name: str = "auto") -> Backend | None:
     check_name(name, "auto")
     for candidate in REGISTRY if name == "auto" else (name,):
         if usable(candidate, problem.device).ok and get(candidate).reads_pages and judge(candidate, problem).ok:
+            return get(candidate)
+    return None
+
+
+def pages_writer(device: str, name: str = "auto") -> Backend | None:
+    """The first backend that writes pages on a device; None where torch does it."""
+    for candidate in REGISTRY if name == "auto" else (name,):
+        if usable(candidate, device).ok and get(candidate).writes_pages:
             return get(candidate)
     return None
 

@@ -25,6 +25,7 @@ from tilewise.backends.hopper import arguments
 from tilewise.backends.hopper.choose import compiled_for, unseen_by_all
 from tilewise.backends.hopper.compiler import newer_registers
 from tilewise.backends.hopper.config import NARROW, TABLE, THREE_SHORT, Config, shortened
+from tilewise.backends.hopper.feature_launch import call_features, with_features
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.launch import term_on
 from tilewise.backends.hopper.structs import Rows, Term
@@ -146,7 +147,7 @@ def run(problem: Problem, inputs: Inputs, tile: Config | None) -> tuple[torch.Te
     terms = tuple(Term(*term_on(term, problem.batch, torch.device("cpu"))) for term in form.terms)
     order = plan.arguments.order
     a = wrapped(
-        plan.arguments._replace(
+        with_features(plan.arguments, call_features(problem, inputs))._replace(
             lse_ptr=lse,
             cu_q=inputs.cu_q if packed else None,
             cu_k=inputs.cu_k if packed else None,

@@ -22,7 +22,7 @@ from tilewise.backends.hopper import arguments
 from tilewise.backends.hopper.backward import arguments as backward_arguments
 from tilewise.backends.hopper.backward import choose
 from tilewise.backends.hopper.backward.config import KeysConfig
-from tilewise.backends.hopper.list_plan import SWITCH, lists_of
+from tilewise.backends.hopper.list_plan import lists_of
 from tilewise.backends.hopper.plan import supports
 from tilewise.backends.hopper.structs import PrePostArguments
 from tilewise.backends.tiled import backend as tiled
@@ -74,7 +74,6 @@ def name(shape: Shape) -> str:
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "1")
     monkeypatch.setattr(choose, "FEW_KEYS", {})
     monkeypatch.setattr(Value, "permute", lambda x, order: Value(x.value.permute(order)), raising=False)
 
@@ -109,7 +108,7 @@ def run_backward(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any
     made = backward_arguments.make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None, dlse is not None)
     nan = float("nan")
     grads = Grads(*(torch.full_like(x, nan) for x in inputs[:3]))
-    scratch = torch.full((made.stats,), nan), torch.full((max(1, made.dq),), nan)
+    scratch = [torch.full((size,), nan) for size in (made.stats, max(1, made.dq), made.stats // 2)]
     call = Call(inputs, out, lse, dout, dlse, grads, *scratch)
     with kernels("tilewise.backends.hopper.backward", "prepost", "kernel") as (machine, modules):
         for step in made.steps:

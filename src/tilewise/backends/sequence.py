@@ -119,12 +119,14 @@ class SequenceView:
         return tile if seen is None else torch.where(seen, tile, 0.0)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.problem.invariant:
+            return summation.ordered_product(a, b)
         return summation.product(a, b) if self.problem.carries_errors else a @ b
 
     def row_sum(self, p: Tensor) -> Tensor:
         """[B, Hq, M, N] -> [B, Hq, M, 1]."""
-        if self.problem.carries_errors:
-            return summation.product(p, p.new_ones((p.shape[-1], 1)))
+        if self.problem.carries_errors or self.problem.invariant:
+            return self.product(p, p.new_ones((p.shape[-1], 1)))
         return p.sum(dim=-1, keepdim=True)
 
     def scores(self, q_tile: Tensor, q: Range, k: Range, kind: TileClass) -> Tile:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tilewise.masks.program import Kind
+
 
 class Verdict(NamedTuple):
     """Whether a backend can; if not, every obstacle it sees."""
@@ -34,3 +36,9 @@ def no_tiles(name: str, tile: tuple[object, ...], why: str) -> str | None:
 def no_statistics(stats: tuple[str, ...]) -> str | None:
     """Why a backend that knows of none cannot take a call with statistics."""
     return f"has no statistics ({', '.join(stats)}); cpu, tiled and reference have" if stats else None
+
+
+def no_trees(kinds: list[Kind]) -> str | None:
+    """Why a backend whose kernels read no trees cannot take one of a packed batch; elsewhere a tree is a dense mask."""
+    known = not any(kind.is_tree for kind in kinds)
+    return None if known else "tree: in packed batches and caches it is served by cpu, tiled and reference"

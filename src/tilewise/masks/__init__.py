@@ -2,7 +2,7 @@
 
 from tilewise.masks.algebra import Full, Lowered, Mask
 from tilewise.masks.arrays import Binding
-from tilewise.masks.build import blocks, causal, dense, documents, full, key_padding, prefix, selected, window
+from tilewise.masks.build import blocks, causal, dense, documents, full, key_padding, prefix, selected, tree, window
 from tilewise.masks.forms import describe_mask
 from tilewise.masks.parse import parse
 from tilewise.masks.program import UNBOUNDED, Interval, Literal, MaskProgram, MaskShape, allowed
@@ -34,6 +34,7 @@ __all__ = [
     "parse",
     "prefix",
     "selected",
+    "tree",
     "visited_tiles",
     "visits",
     "window",

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import ref
 
 from tilewise.errors import ArgumentTypeError, MaskError
 from tilewise.masks.arrays import (
@@ -26,6 +27,7 @@ from tilewise.masks.arrays import (
     rank4,
 )
 from tilewise.masks.program import KINDS, UNBOUNDED, Literal, MaskProgram, assemble, merge_term
+from tilewise.masks.trees import parent_array, with_trees
 
 if TYPE_CHECKING:
     from tilewise.masks.picture import TilePicture
@@ -63,7 +65,7 @@ class Mask(ABC):
 
     def lower(self, binding: Binding) -> MaskProgram:
         """The program of this mask for given lengths."""
-        return lowered(self.terms(binding, negate=False))
+        return lowered(self.terms(binding, negate=False), binding)
 
     def to(self, device: Any) -> Mask:
         """The mask with its torch tensors on another `device`.
@@ -282,21 +284,36 @@ class Dense(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class Tree(Mask):
+    """The last tokens are a tree: each sees itself, its ancestors and the keys before the tree."""
+
+    parents: Any
+    static = False
+
+    def terms(self, binding: Binding, negate: bool) -> Terms:
+        return [[Literal(KINDS["a"], (), (parent_array(self.parents, binding, negate),))]]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Lowered(Mask):
-    """A program that was lowered before: what an operator receives. `origin` is the mask it came from, if that is known."""
+    """A program that was lowered before: what an operator receives. `origin` is the mask it came from, while that lives."""
 
     program: MaskProgram
-    origin: Mask | None = None
+    origin: ref[Mask] | None = None
 
     @property
     def static(self) -> bool:  # type: ignore[override]
         return not self.program.tensors
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Lowered, (self.program,)
+
     def lower(self, binding: Binding) -> MaskProgram:
         return self.program
 
     def leaves(self) -> Iterator[Mask]:
-        return iter((self,)) if self.origin is None else self.origin.leaves()
+        origin = None if self.origin is None else self.origin()
+        return iter((self,)) if origin is None else origin.leaves()
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
         if negate:
@@ -365,10 +382,13 @@ def _combine(kind: type[_Pair], left: Mask, right: Mask) -> Mask:
     return kind(left, right)
 
 
-def lowered(terms: Terms) -> MaskProgram:
-    """The program of a disjunction of conjunctions, with what can be said of its terms without reading tensors."""
+def lowered(terms: Terms, binding: Binding | None = None) -> MaskProgram:
+    """The program of a disjunction of conjunctions, with what can be said of its terms without reading tensors; of the terms of
+    masks, whose trees are not complete, with what they are bound to."""
     merged = [merge_term(term) for term in terms]
     possible = [term for term in merged if term is not None]
+    if binding is not None and any(literal.kind.is_tree for term in possible for literal in term):
+        possible = with_trees(possible, binding)
     return MaskProgram() if any(not term for term in possible) else assemble(possible)
 
 

@@ -18,6 +18,7 @@ from tilewise.masks.algebra import (
     Mask,
     OffsetBand,
     Selected,
+    Tree,
 )
 from tilewise.masks.arrays import check_integer_dtype
 from tilewise.masks.program import UNBOUNDED
@@ -205,6 +206,40 @@ def selected(indices: Any, block: int = 128, per: int = 128) -> Mask:
         raise ArgumentTypeError(f"selected: indices is a {type(indices).__name__}, need an integer tensor or array")
     check_integer_dtype("selected: indices", indices)
     return Selected(indices, integer("selected: block", block, 1), integer("selected: per", per, LEAST_PER))
+
+
+def tree(parents: Any) -> Mask:
+    """Draft tokens that form a tree: each sees itself, its ancestors and every key before the tree.
+
+    parents: integers (n,) or (B, n) for the last n tokens of each sequence: the index of each token's parent among them, which
+        stands before it; −1 for a root, −2 where there is no token.
+
+    A token's position is that of the tree's first plus its depth: that is what `window` beside it and a rotary embedding count.
+    Queries before the tree see no token of it. Join it with other masks by &.
+
+    `causal() & tree([-1, 0, 0, 1])` over 4 queries and 6 keys, and with `window(3)`:
+
+        █ █ █ · · ·        █ █ █ · · ·
+        █ █ █ █ · ·        · █ █ █ · ·
+        █ █ █ · █ ·        · █ █ · █ ·
+        █ █ █ █ · █        · · █ █ · █
+
+    >>> mask = tw.causal() & tw.tree(parents)                   # parents (B, n): two drafts share their first token
+    >>> out = tw.attention_cached(q, cache, new=(k, v), mask=mask)
+    """
+    meet_compiler()
+    if isinstance(parents, (list, np.ndarray)):
+        values = np.asarray(parents)
+        if values.ndim not in (1, 2) or values.dtype.kind not in "iu" or not values.shape[-1]:
+            raise ArgumentTypeError(f"tree: parents is {parents!r}, need integers (n,) or (B, n)")
+        from tilewise.masks.trees import check_parents
+
+        check_parents(values if values.ndim == 2 else values[None])
+        return Tree(values)
+    if not hasattr(parents, "dtype"):
+        raise ArgumentTypeError(f"tree: parents is a {type(parents).__name__}, need an integer tensor (n,) or (B, n)")
+    check_integer_dtype("tree: parents", parents)
+    return Tree(parents)
 
 
 def dense(mask: Any) -> Mask:

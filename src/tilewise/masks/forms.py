@@ -27,6 +27,7 @@ from tilewise.masks.algebra import (
     OffsetBand,
     Or,
     Selected,
+    Tree,
 )
 from tilewise.masks.arrays import Binding
 from tilewise.masks.program import UNBOUNDED, Literal, MaskProgram, MaskShape, allowed
@@ -58,6 +59,8 @@ def text(mask: Mask) -> str:
             return f"blocks({_values(table)}, {size_q if size_q == size_k else (size_q, size_k)})"
         case Selected(indices=indices, size_k=block, size_q=per):
             return f"selected({_values(indices)}, block={block}, per={per})"
+        case Tree(parents=parents):
+            return f"tree({_values(parents)})"
         case Dense(tensor=tensor):
             return f"dense({_values(tensor)})"
         case Lowered(program=program):
@@ -88,7 +91,8 @@ def _describe_literal(literal: Literal) -> str:
         return "key padding"
     if not kind.reads_data:
         return "nothing"
-    names = {"documents": kind.is_documents, "blocks": kind.is_blocks, "selected": kind.is_selected, "dense": kind.is_dense}
+    names = {"documents": kind.is_documents, "blocks": kind.is_blocks, "selected": kind.is_selected}
+    names |= {"dense": kind.is_dense, "tree": kind.is_tree}
     return "~" * kind.negated + next(name for name, given in names.items() if given)
 
 
@@ -169,6 +173,8 @@ def _arrays(leaf: Mask) -> list[tuple[Any, int]]:
             arrays: list[tuple[Any, int]] = [(offset, 1)]
         case KeyRanges(lengths=lengths, start=start):
             arrays = [(lengths, 1), (start, 1)]
+        case Tree(parents=parents):
+            arrays = [(parents, 2)]
         case Documents(ids=ids, q_ids=q_ids):
             arrays = [(ids, 2), (q_ids, 2)]
         case Blocks(table=tensor) | Selected(indices=tensor) | Dense(tensor=tensor):

@@ -14,11 +14,15 @@ kernel serves every length.
     s S    table[q // mq, k // mk] set, or not  blocks                    ints mq, mk; tensor (B|1, H|1, nQ, nK)
     e E    dense[q, k] set, or not            dense                       tensor (B|1, H|1, Sq|1, Sk|1)
     j      lo[q] <= k < hi[q]                 ends of each row            int 1 if rows widen; tensors lo (B|1, Sq), hi
+    a      an ancestor, or a key before       tree                        ints lo, hi, n; tensors (B|1, n, n), (B|1, n) × 2
     i I    k // mk in lists[q // mq], or not  selected                    ints mq, mk, heads, n; tensor (B|1, H / heads, nQ, n)
 
 A list of `selected` serves `heads` query heads: all of them, those of one key head, or one. Its entries are int32; those below 0
 or past the last block name nothing, and naming a block twice is naming it once. No mask lowers to `j`: a backend makes it of
 masks whose rows see one interval each (`rows.row_ends`), in the whole batch if it is packed.
+
+The last n queries and keys of a sequence are the tokens of a tree. `a` tells which of these a token sees, and from and up to
+which key before the tree, counted from the first of it. Queries before the tree see keys before it that the band lo, hi leaves.
 
 q and k count within the sequence. Tensors are carried as they come (torch or numpy); torch is never imported here.
 """
@@ -68,6 +72,7 @@ class Kind(NamedTuple):
     is_blocks: bool = False
     is_dense: bool = False
     is_selected: bool = False
+    is_tree: bool = False
     reads_data: bool = False
     """Reads ids or tables as long as the sequence."""
     per_head: bool = False
@@ -80,6 +85,7 @@ _DATA: dict[str, dict[str, Any]] = {
     "d": {"tensors": 2, "is_documents": True},
     "s": {"tensors": 1, "is_blocks": True, "ints": 2, "per_head": True},
     "e": {"tensors": 1, "is_dense": True, "per_head": True},
+    "a": {"tensors": 3, "is_tree": True, "ints": 3},
     "i": {"tensors": 1, "is_selected": True, "ints": 4, "per_head": True},
 }
 _ALL = (
@@ -90,7 +96,7 @@ _ALL = (
     Kind("r", ints=2, is_range=True, is_interval=True),
     Kind("k", tensors=2, is_padding=True, is_interval=True),
     Kind("j", ints=1, tensors=2, is_rows=True, is_interval=True),
-    *(Kind(c, reads_data=True, negated=c.isupper(), **_DATA[c.lower()]) for c in "dDsSeEiI"),
+    *(Kind(c, reads_data=True, negated=c.isupper(), **_DATA[c.lower()]) for c in "dDsSeEiIa"),
 )
 KINDS = {kind.letter: kind for kind in _ALL}
 """In the order in which a term holds them."""
@@ -301,6 +307,8 @@ def _literal_tile(literal: Literal, shape: MaskShape, q: Any, k: Any, qs: slice,
         tile = tensors[0][:, :, (q // ints[0])[:, None], (k // ints[1])[None, :]]
     elif kind.is_selected:
         tile = _selected_tile(literal, q, k, ks)
+    elif kind.is_tree:
+        tile = tree_tile(literal, shape, q, k)
     elif kind.is_dense:
         dense = tensors[0]
         tile = dense[:, :, qs if dense.shape[2] > 1 else slice(None), ks if dense.shape[3] > 1 else slice(None)]
@@ -321,6 +329,19 @@ def _selected_tile(literal: Literal, q: Any, k: Any, ks: slice) -> Any:
     shape = (tile.shape[0], tile.shape[1], heads, *tile.shape[2:])
     wide = np.broadcast_to(tile[:, :, None], shape) if isinstance(tile, np.ndarray) else tile[:, :, None].expand(shape)
     return wide.reshape(tile.shape[0], tile.shape[1] * heads, *tile.shape[2:])
+
+
+def tree_tile(literal: Literal, shape: MaskShape, q: Any, k: Any) -> Any:
+    """`tree` over a tile, (B or 1, 1, M, N), of queries q and keys k."""
+    _, (lo, hi, n), (reach, first, past) = literal
+    i, j = q - (shape.seqlen_q - n), k - (shape.seqlen_k - n)  # slots of the tree; negative before it
+    rows, cols = i.clip(0), j.clip(0, n - 1)
+    inside = i >= 0
+    ends = ((first, i + lo), (past, i + (hi + 1)))
+    begin, end = ((own[:, rows] * inside + other * ~inside)[..., None] for own, other in ends)
+    before = (j < 0) & (j >= begin) & (j < end)
+    among = (j >= 0) & inside[:, None] & reach[:, rows][:, :, cols]
+    return (before | among)[:, None]
 
 
 def listed(lists: Any, first: int, count: int) -> Any:

@@ -36,6 +36,8 @@ def classify_literal(literal: Literal, edges: Edges) -> Classes:
         classes = _documents(q_ids, k_ids, edges)
     elif kind.is_blocks:
         classes = _blocks(tensors[0], ints, edges)
+    elif kind.is_tree:  # sound, and near enough: what a tree leaves is looked at key by key
+        classes = np.ones((len(edges.queries) - 1, len(edges.keys) - 1), dtype=np.uint8)
     elif kind.is_selected:
         classes = _selected(tensors[0], ints, edges)
     else:

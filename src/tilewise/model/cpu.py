@@ -131,15 +131,20 @@ def _micro_tiles(spec: DeviceSpec, itemsize: int) -> Iterator[RegisterTile]:
 
 
 def key_block(problem: Problem, spec: DeviceSpec) -> int:
-    """Keys of a block: the fewest whose merges are cheap enough, a power of two, in a quarter of L2 at most; no more than there
-    are, in whole register tiles."""
+    """Keys of a block: `whole_key_block`, but no more than there are, in whole register tiles."""
     sizes = even(problem)
+    size = 8 if problem.arithmetic == "float64" else 4
+    micro, _ = register_tile(spec, size, max(sizes.head_dim, sizes.head_dim_v))
+    return min(whole_key_block(problem, spec), -(-max(1, bucket(sizes.seqlen_k)) // micro.keys) * micro.keys)
+
+
+def whole_key_block(problem: Problem, spec: DeviceSpec) -> int:
+    """The fewest keys whose merges are cheap enough, a power of two, in a quarter of L2 at most, however many keys there are."""
     size = 8 if problem.arithmetic == "float64" else 4  # narrower inputs are widened
     keys = next(n for n in (64, 128, 256) if 1 / n <= MERGE_COST)
-    while keys > 32 and keys * (sizes.head_dim + sizes.head_dim_v) * size > spec.l2_bytes // 4:
+    while keys > 32 and keys * (problem.head_dim + problem.head_dim_v) * size > spec.l2_bytes // 4:
         keys //= 2
-    micro, _ = register_tile(spec, size, max(sizes.head_dim, sizes.head_dim_v))
-    return min(keys, -(-max(1, bucket(sizes.seqlen_k)) // micro.keys) * micro.keys)
+    return keys
 
 
 def cpu_tile(spec: DeviceSpec, problem: Problem) -> TilePlan:

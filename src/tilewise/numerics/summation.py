@@ -47,6 +47,15 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return total.total()
 
 
+def ordered_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b by operations on single elements, summed in order: an element follows from its row and its column alone, and a step
+    that multiplies by 0 changes nothing."""
+    total = a[..., :, :1] * b[..., :1, :]
+    for n in range(1, a.shape[-1]):
+        total = total + a[..., :, n : n + 1] * b[..., n : n + 1, :]
+    return total.contiguous()
+
+
 class Compensated:
     """A running sum `value + carry`; `carry` holds what rounding took from `value`."""
 

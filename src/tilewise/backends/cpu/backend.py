@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    CompileJob,
     Direction,
     EntropyCotangent,
     Grads,
@@ -54,7 +55,7 @@ from tilewise.backends.cpu.launch import (
     num_threads,
 )
 from tilewise.backends.cpu.lowering import lowered
-from tilewise.backends.cpu.prepare import adjacent, launch_for, optional_arguments
+from tilewise.backends.cpu.prepare import adjacent, kernel_for, launch_for, optional_arguments
 from tilewise.backends.cpu.spec import STATISTICS, round_up
 from tilewise.backends.pages import Pages
 from tilewise.hardware.probe import probe_cpu
@@ -74,6 +75,7 @@ class CpuBackend(Backend):
     name = "cpu"
     any_address = True
     reads_pages = True
+    invariant = True
 
     def usable(self, device: str) -> Verdict:
         return Verdict.of(cpu_only(device) or _obstacle())
@@ -146,7 +148,7 @@ class CpuBackend(Backend):
         if alone.all() or not alone.any():
             return self._paged(problem, inputs, pages)
         rows, single = inputs.cu_q.diff(), torch.from_numpy(alone)
-        out = empty_out(inputs.q, problem.head_dim_v)
+        out = _empty_part(problem, inputs.q)
         lse = empty_lse(inputs.q, problem.precision)
         owner = torch.repeat_interleave(single, rows)
         for some, tokens in ((single, owner), (~single, ~owner)):
@@ -161,7 +163,7 @@ class CpuBackend(Backend):
     def _paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         k, v = pages.k.transpose(1, 2), pages.v.transpose(1, 2)
         launch = launch_for(problem, inputs._replace(k=k, v=v), "forward")
-        q, out = inputs.q, empty_out(inputs.q, problem.head_dim_v)
+        q, out = inputs.q, _empty_part(problem, inputs.q)
         lse = new(*launch.lse)
         args, _alive = optional_arguments(problem, inputs, launch)
         seen = pages.seen
@@ -176,6 +178,16 @@ class CpuBackend(Backend):
             args += [("work", work.data_ptr()), ("done", done.data_ptr())]
         launch.run((q, k, v, out, lse), args)
         return out, lse
+
+    def missing_kernels(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs | None = None
+    ) -> list[CompileJob]:
+        problem, dbias = lowered(problem, inputs), given is not None and given.needs.dbias
+        kernel = kernel_for(problem, inputs, "forward" if given is None else "backward", dbias)
+        if compiler.is_ready(kernel):
+            return []
+        make = partial(compiler.worker, kernel)
+        return [CompileJob(f"cpu {kernel.kind}", make, make)]
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """With the strides known too, only five addresses of the arguments change."""
@@ -274,6 +286,14 @@ class CpuBackend(Backend):
 def _of_sequences(x: Tensor | None, at: Tensor) -> Tensor | None:
     """What belongs to some sequences, of a tensor that all share or that has a row for each."""
     return x if x is None or x.shape[0] == 1 else x[at]
+
+
+def _empty_part(problem: Problem, q: Tensor) -> Tensor:
+    """Memory for the output, or, of a partial one, in the dtype of the arithmetic."""
+    out = empty_out(q, problem.head_dim_v)
+    if not problem.partial:
+        return out
+    return torch.empty_strided(out.shape, out.stride(), dtype=getattr(torch, problem.arithmetic), device="cpu")
 
 
 def _scattered(problem: Problem, inputs: Inputs | None) -> str | None:

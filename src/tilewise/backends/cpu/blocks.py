@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tilewise.backends.cpu.frames import Tiles, fits, fitting, grain
 from tilewise.backends.cpu.spec import Kernel, round_up
 from tilewise.hardware.spec import DeviceSpec
-from tilewise.model.cpu import key_block, threads_for
+from tilewise.model.cpu import key_block, threads_for, whole_key_block
 from tilewise.problem import Problem
 
 TASK_ROWS = ((2 << 20, 768), (1 << 20, 512), (0, 256))
@@ -31,6 +31,8 @@ TOGETHER_KEYS = (64, 16)
 """Keys of a block where a task decodes all heads, of one row a head and of several: so few that the memory of a token is still
 near when the next head reads on. (Neoverse N1, 8 key heads of 128, fp32, 4096 keys: head after head 33.6 and 24.0 ms, together
 17.3 and 16.8; with 64 keys and several rows 20.6.)"""
+SPAN = 2048
+"""Keys of a part in invariant calls, a multiple of every block: parts are merged one after the other, whoever computes them."""
 BACKWARD_TALL = 256
 BACKWARD_KEYS = 64
 BACKWARD_TASKS = 32
@@ -41,6 +43,8 @@ def planned(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) ->
     """The blocks of a call whose longest sequence has so many queries."""
     if kernel.kind == "decode":
         return _decode(problem, kernel, spec)
+    if kernel.invariant:
+        return _invariant(problem, kernel, spec, longest)
     if kernel.kind in ("forward", "jvp"):
         return _forward(problem, kernel, spec, longest)
     return (_matrix_backward if kernel.matrix else _backward)(problem, kernel, spec, longest)
@@ -75,12 +79,7 @@ def _forward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -
     R, J, threads = kernel.tile.rows, kernel.tile.keys, threads_for(problem, spec)
     usual = round_up(key_block(problem, spec), J)
     keys = round_up(min(MATRIX_KEYS["forward"], max(1, problem.seqlen_k)), J) if kernel.matrix else usual
-    together = next(rows for size, rows in TASK_ROWS if spec.l2_bytes >= size)
-    if problem.batch * problem.heads * longest < MANY_TASKS * threads * together:
-        together = min(together, FEW_TASK_ROWS)
-    most = max(R, round_up(min(together, longest), R))
-    blocks = -(-longest // max(R, (together + R - 1) // problem.group // R * R))
-    rows = max(R, round_up(-(-longest // max(1, blocks)), R))  # of one length, or nearly
+    rows, most = _task_rows(problem, kernel, spec, longest)
 
     def arrange(heads: int, rows: int, keys: int) -> Tiles:
         pairs = problem.batch * problem.heads // heads
@@ -91,6 +90,35 @@ def _forward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -
         return assigned(problem, (heads, rows, keys), blocks, splits, threads)
 
     return fitting(problem, kernel, arrange, (problem.group, rows, keys), most)
+
+
+def _task_rows(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -> tuple[int, int]:
+    """Rows of each head of a task, and the most that a head can use."""
+    R, threads = kernel.tile.rows, threads_for(problem, spec)
+    together = next(rows for size, rows in TASK_ROWS if spec.l2_bytes >= size)
+    if problem.batch * problem.heads * longest < MANY_TASKS * threads * together:
+        together = min(together, FEW_TASK_ROWS)
+    most = max(R, round_up(min(together, longest), R))
+    blocks = -(-longest // max(R, (together + R - 1) // problem.group // R * R))
+    return max(R, round_up(-(-longest // max(1, blocks)), R)), most  # of one length, or nearly
+
+
+def _invariant(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -> Tiles:
+    """Blocks of as many keys whatever the rows and the threads are; the rest may follow from them, since no sum does."""
+    R, group, threads = kernel.tile.rows, problem.group, threads_for(problem, spec)
+    keys = whole_key_block(problem, spec)
+    rows, _ = _task_rows(problem, kernel, spec, longest)
+    shapes = [(part, n) for part in range(1, group + 1) if group % part == 0 for n in range(R, rows + 1, R)]
+    shapes.sort(key=lambda shape: (shape[0] * shape[1], shape[0]), reverse=True)
+    for heads, rows in shapes:
+        blocks = -(-longest // rows)
+        tasks = problem.batch * problem.heads // heads * blocks
+        parts = -(-problem.seqlen_k // SPAN) if tasks < TASKS_EACH * threads and threads > 1 else 1
+        for splits in sorted({max(1, parts), 1}, reverse=True):
+            tiles = assigned(problem, (heads, rows, keys), blocks, splits, threads)
+            if fits(problem, kernel, tiles):
+                return tiles
+    raise AssertionError("one strip of one head always fits")
 
 
 def _decode(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> Tiles:
@@ -148,6 +176,8 @@ def _by_heads(problem: Problem, spec: DeviceSpec, longest: int) -> Callable[[int
 def _splits_of(problem: Problem, kernel: Kernel, spec: DeviceSpec, tasks: int, keys: int) -> int:
     """Parts of the keys, so that every one of several threads has some tasks; each of several blocks."""
     threads = threads_for(problem, spec)
+    if problem.splits:
+        return max(1, min(problem.splits, -(-problem.seqlen_k // keys)))
     if threads == 1 or kernel.kind not in ("forward", "decode"):
         return 1
     if kernel.kind == "decode":

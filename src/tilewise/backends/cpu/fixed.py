@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+from tilewise.backends.cpu.blocks import SPAN
 from tilewise.backends.cpu.frames import Tiles, paddings
 from tilewise.backends.cpu.spec import Kernel
 from tilewise.masks.program import UNBOUNDED
@@ -46,6 +47,7 @@ def fixed_arguments(problem: Problem, kernel: Kernel, tiles: Tiles) -> dict[str,
         "ds_factor": bits(problem.scale),
         "top": problem.top,
         "page": problem.page,
+        "span": SPAN,
     }
     # an open side lies far beyond every offset that may be added to it
     limits = (value if abs(value) < UNBOUNDED else value << 20 for value in problem.program.ints)

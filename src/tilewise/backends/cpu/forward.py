@@ -18,6 +18,7 @@ from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.ir import I64, PTR, Pointer, Strip
 from tilewise.backends.cpu.masking import Interval, SeqInfo, hull
 from tilewise.backends.cpu.module import KeyRange, kernel_function
+from tilewise.backends.cpu.parts import KeyParts
 from tilewise.backends.cpu.scores import Modifier, drop
 from tilewise.backends.cpu.softmax import Softmax
 from tilewise.backends.cpu.spec import Kernel
@@ -31,7 +32,7 @@ class Chunks(NamedTuple):
     values: Any
 
 
-class Forward(Softmax):
+class Forward(Softmax, KeyParts):
     """Emits one module; its methods are the functions of the kernel."""
 
     task = ("split",)
@@ -42,8 +43,9 @@ class Forward(Softmax):
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.emit_helpers()
-        self.unpack_quotient = pack.emit_unpack_strip(self.unit, kernel.dtype, divide=True)
-        self.bounded = self.can_be_bounded and kernel.plain and self.simple  # what is hidden from all could be out of bounds
+        self.unpack_quotient = pack.emit_unpack_strip(self.unit, kernel.out, divide=True)
+        # what is hidden from all could be out of bounds; and what others see of a block moves the bound
+        self.bounded = self.can_be_bounded and kernel.plain and self.simple and not kernel.invariant
         self.emit_products()
         if self.bounded:
             self.bounded_step = self.emit_bounded_step("bounded_step", degree=self.real.degree - 1, chains=1)
@@ -162,6 +164,8 @@ class Forward(Softmax):
         """Sums are as short as errors ask for. Rows of few keys have the largest; where there are such rows before, those of many
         keys need no care at all."""
         DP, BN = e.args.DP, e.args.BN
+        if self.kernel.invariant:  # DP is D in whole register tiles, and these change with the rows
+            return Chunks(micro.chunk_steps(e.args.D, 2), BN)
         if many is None:
             return Chunks(micro.chunk_steps(DP, 2), BN)
         usual = micro.chunk_steps(DP, 4 if self.wide else 2)
@@ -303,13 +307,13 @@ class Forward(Softmax):
         seen = hull(self.seq(e, 0), self.terms, first, first + rows - 1)
         alone = splits == 1
         BN = args.BN
-        if not self.simple:  # classes are those of tiles that begin at multiples of BN
-            seen = (seen[0] // BN * BN, seen[1])
-        begin, end = self.split_keys(e, seen, splits, BN)
-        with e.range(begin, end, BN) as n0:
-            frame.n0 = n0
-            frame.n1 = e.min(n0 + BN, seen[1])
-            self.block(e, strips)
+        if self.kernel.invariant:
+            self.visit_parts(e, strips, seen)
+        else:
+            # classes are those of tiles that begin at multiples of BN
+            keys = seen if self.simple else (seen[0] // BN * BN, seen[1])
+            begin, end = self.split_keys(e, keys, splits, BN)
+            self.visit_blocks(e, strips, (begin, end), seen)
         if self.bounded:
             first_time = frame.retry == 0
             lost = self.call(e, self.vanished, strips, begin, end) != 0
@@ -327,7 +331,7 @@ class Forward(Softmax):
 
     def start(self, e: Emit, strips: Any) -> None:
         """Lay out the frame, pack Q, set m, l and O to those of no keys."""
-        args, frame, R, DVP = e.args, e.frame, self.tile.rows, e.args.DVP
+        args, frame = e.args, e.frame
         self.lay_out(e)
         with e.range(0, args.BM) as row:
             frame.q_factors[row] = args.q_factor
@@ -336,6 +340,11 @@ class Forward(Softmax):
             head, _ = self.strip_at(e, first)
             source = self.row_of(e, "q", head, frame.q_start + frame.m0)
             self.pack_q(e, first, [source, args.q.stride_s, args.q.stride_d, frame.rows, args.D])
+        self.clear(e, strips)
+
+    def clear(self, e: Emit, strips: Any) -> None:
+        """m, l and O of no keys."""
+        frame, R, DVP = e.frame, self.tile.rows, e.args.DVP
         with e.range(0, strips) as index:
             row = index * R
             frame.m[row] = e.strip(self.real.lowest)

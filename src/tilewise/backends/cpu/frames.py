@@ -94,6 +94,8 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         if kernel.kind == "jvp":
             weights |= {"Qt": rows * DP, "Ot": rows * DVP, "l_t": rows, "T": BN * R, "Kt": BN * DP, "Vt": BN * DVP}
         watched = {"top": rows, "spread": rows, "row_spread": R, "shift": R} if kernel.stats else {}
+        if kernel.invariant:  # of the parts before
+            state |= {"O_before": rows * DVP, "m_before": rows, "l_before": rows}
         return state | strip | {"K": packed(BN, DP), "V": packed(BN, DVP)} | norms | weights | watched | offsets
     if kernel.kind == "sweep":
         rows, block = {"lse2": BM, "q_factors": BM, "top_s": BM * sizes.top, "top_i": BM * sizes.top * 2}, {"K": BN * DP}

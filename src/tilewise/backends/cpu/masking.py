@@ -313,6 +313,8 @@ def _prepare(seq: SeqInfo, part: Operand, rows: list[Any]) -> list[Any]:
     """What a literal needs once for a strip: its rows' document ids, or its rows' offsets into the table or the lists."""
     if part.kind.is_documents:
         return [_id(seq, part.tensors, row, seq.q_start) for row in rows]
+    if part.kind.is_tree:
+        return [value for row in rows for value in _tree_row(seq, part, row)]
     base = _base(seq, part)
     step = seq.args.mask_tensor(part.tensors).stride_2
     if not part.kind.is_dense:
@@ -333,6 +335,8 @@ def _sees(seq: SeqInfo, part: Operand, prepared: list[Any], k: Value) -> Any:
         key = _id(seq, part.tensors + 1, k, seq.k_start).splat()
         ids = gather(prepared)
         return ids != key if part.kind.negated else ids == key
+    if part.kind.is_tree:
+        return _in_tree(seq, part, prepared, k)
     if part.kind.is_selected:
         return _listed(seq, part, prepared, k)
     if part.kind.is_blocks:
@@ -357,6 +361,35 @@ def _listed(seq: SeqInfo, part: Operand, prepared: list[Any], k: Value) -> Any:
         memory.of(I32)[2] = Strip(over.values)
     seen = memory.of(I32).strip(2)
     return seen == 0 if part.kind.negated else seen != 0
+
+
+def _tree_row(seq: SeqInfo, part: Operand, row: Any) -> tuple[Any, Any, Any]:
+    """Of a row: where its ancestors are told, and the first and past key before the tree, counted from it; what is told of a row
+    before the tree hides the tree from it."""
+    e, args, n = seq.e, seq.args, seq.args.mask_int(part.ints + 2)
+    slot = row - (seq.Sq - n)
+    inside, at = slot >= 0, e.max(slot, 0)
+
+    def end(side: int, other: Any) -> Any:
+        ends = args.mask_tensor(part.tensors + 1 + side)
+        own = ends.pointer[seq.batch * ends.stride_0 + at * ends.stride_1].sext(I64)
+        return e.select(inside, own, other)
+
+    reach = args.mask_tensor(part.tensors)
+    told = seq.batch * reach.stride_0 + at * reach.stride_1
+    return e.select(inside, told, -1), end(0, slot + args.mask_int(part.ints)), end(1, slot + args.mask_int(part.ints + 1) + 1)
+
+
+def _in_tree(seq: SeqInfo, part: Operand, prepared: list[Any], k: Value) -> Any:
+    """Lane by lane: is key k before the tree, and not out of a band, or an ancestor in it?"""
+    e, reach = seq.e, seq.args.mask_tensor(part.tensors, I8)
+    slot = k - (seq.Sk - seq.args.mask_int(part.ints + 2))
+    column, cells = e.max(slot, 0) * reach.stride_2, reach.pointer
+    lanes = []
+    for told, first, past in zip(prepared[::3], prepared[1::3], prepared[2::3], strict=True):
+        among = (cells[e.max(told, 0) + column] != 0) & (told >= 0)
+        lanes.append(e.select(slot >= 0, among, (slot >= first) & (slot < past)).zext(I8))
+    return gather(lanes) != 0
 
 
 def gather(scalars: list[Any]) -> Strip:

@@ -122,6 +122,7 @@ def decode_obstacle(problem: Problem, spec: DeviceSpec, longest: int) -> str | N
         return f"the decode kernel takes one query a head, here are {longest}"
     given = {"softcap": problem.softcap, "ALiBi": problem.alibi, "dropout": problem.dropout_p, "a bias": problem.bias}
     given["max_logit or entropy"] = watched(problem)
+    given["invariant rows"] = problem.invariant
     if changed := [name for name, value in given.items() if value]:
         return f"the decode kernel has no {' and no '.join(changed)}"
     program = problem.program
@@ -169,6 +170,8 @@ def _kernel(
         stats="entropy" in problem.stats if kind == "backward" else kind == "forward" and watched(problem),
         paged=problem.page > 0,
         stored=problem.stored,
+        partial=problem.partial,
+        invariant=problem.invariant,
     )
 
 

@@ -57,11 +57,18 @@ class Kernel(NamedTuple):
     paged: bool = False  # K and V lie in pages
     together: bool = False  # a decoding task has several key heads, whose rows of a token lie side by side
     stored: str = ""  # the dtype of pages whose numbers have a scale; "": that of q
+    partial: bool = False  # the output is stored in the type of the arithmetic
+    invariant: bool = False  # key blocks and parts begin at fixed positions, and nothing else changes a row's sums
 
     @property
     def real(self) -> str:
         """The type of the arithmetic: inputs are widened to it as they are loaded, results narrowed as they are stored."""
         return "float64" if self.double or self.dtype == "float64" else "float32"
+
+    @property
+    def out(self) -> str:
+        """The dtype of the output."""
+        return self.real if self.partial else self.dtype
 
     @property
     def backwards(self) -> bool:
@@ -118,6 +125,10 @@ PAGED = (
 """Of pages: the table, where a sequence's entries start, how many tokens it has; strides of the scales by page, place, head."""
 
 
+INVARIANT = ("span",)
+"""Keys of a part whose sums are complete before they join those of the parts before."""
+
+
 def mask_tensors(structure: str) -> int:
     """How many tensors a mask structure reads."""
     return sum(kind.tensors for term in operands(structure) for kind, _, _ in term)
@@ -139,5 +150,6 @@ def mask_args(structure: str) -> tuple[str, ...]:
 def argument_names(kernel: Kernel) -> tuple[str, ...]:
     names = {"backward": BACKWARD, "jvp": JVP, "double_backward": DOUBLE_BACKWARD, "sweep": SWEEP}.get(kernel.kind, FORWARD)
     names += (STATISTICS[kernel.kind] if kernel.stats else ()) + (PAGED if kernel.paged else ())
+    names += INVARIANT if kernel.invariant else ()
     names += mask_args(kernel.structure)
     return (*names, "origins") if kernel.origins else names

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,6 +28,8 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 WIDE_STRIDE = 1 << 21
 """Row strides from here on are 64-bit: 512 rows or more of a tile would leave 32 bits."""
@@ -186,7 +189,13 @@ def compiled_kernel(kernel: Any, args: tuple[Any, ...], config: Any, options: La
     device = driver.active.get_current_device()
     key = (kernel, sig.types, tuple(sig.constants.items()), str(sig.attributes), config, options, device)
     target = driver.active.get_current_target()
-    return _compiled.get(key, kernel.__name__, lambda: compile_for(target, kernel, sig, config, options))
+    make = partial(compile_by_name, target, (kernel.__module__, kernel.__name__), sig, config, options)
+    return _compiled.get(key, kernel.__name__, make)
+
+
+def compile_by_name(target: Any, name: tuple[str, str], sig: Signature, config: Any, options: LaunchOptions) -> Any:
+    """Compile a kernel by its module and name in it, as another process can."""
+    return compile_for(target, getattr(import_module(name[0]), name[1]), sig, config, options)
 
 
 def compile_for(target: Any, kernel: Any, sig: Signature, config: Any, options: LaunchOptions) -> Any:

@@ -66,6 +66,30 @@ class MaskLayout(NamedTuple):
         return cls(tuple(terms), reads_data, reads_data or len(terms) > 1)
 
 
+class Scale(NamedTuple):
+    """What the numbers of each token and head are multiplied by."""
+
+    ptr: Any
+    stride_b: int
+    stride_h: int
+    stride_s: int
+
+
+class PageArgs(NamedTuple):
+    """Keys and values in pages. What a kernel has no use for is there all the same, as another tensor: see `PageLayout`."""
+
+    table: Any  # integers: page numbers, those of a sequence side by side
+    indptr: Any  # (B + 1,) integers: where those of each sequence begin; read with INDPTR
+    lengths: Any  # (B,) integers
+    k_scale: Scale  # read with SCALED
+    v_scale: Scale
+    entries: int  # of a sequence in the table; with INDPTR, of all
+    step: int  # from a sequence's entries to the next one's
+    page: int  # tokens
+    total: int  # pages there are
+    rows: int  # queries of each sequence, with EVEN
+
+
 class Attention(NamedTuple):
     """One attention problem as the kernels see it. Absent features are None."""
 
@@ -93,6 +117,7 @@ class Attention(NamedTuple):
     drop_below: int  # Philox words below it are dropped
     keep_scale: float  # 1 / (1 - p)
     lists: TileLists | None = None
+    pages: PageArgs | None = None
     flags_ptr: Any = None  # [programs] int32: whose results are not finite, to be computed once more with care
 
 
@@ -123,6 +148,18 @@ class Fp16Split(NamedTuple):
     length: int
 
 
+class PageLayout(NamedTuple):
+    """What a kernel knows of pages when it is compiled."""
+
+    PAGE: int = 0  # tokens of a page: a power of two; 0: any number, and each row is looked up
+    INDPTR: bool = False
+    EVEN: bool = False  # as many queries in every sequence
+    SCALED: bool = False  # numbers have a scale: one of each head, or
+    PER_TOKEN: bool = False  # one of each token and head
+    BITS: bool = False  # e4m3 as bytes
+    LATENT: bool = False  # values are the first columns of the keys
+
+
 class KernelConfig(NamedTuple):
     """What a kernel is compiled for."""
 
@@ -147,6 +184,9 @@ class KernelConfig(NamedTuple):
     SUM_N: bool = False
     LISTED: bool = False  # the tiles to visit come from lists
     LISTS: ListLayout = ListLayout()
+    PAGED: bool = False  # keys and values lie in pages
+    PAGES: PageLayout = PageLayout()
+    REST: int = 0  # columns of Q and K beyond BLOCK_D, padded to a power of two
     CAREFUL: bool = False  # only programs that are flagged compute, and read nothing that they do not see
 
 
@@ -158,7 +198,7 @@ class SeqInfo(NamedTuple):
     kv_h: Any
     row: Any  # batch index in the tensors: b, or 0 when packed
     q_start: Any
-    k_start: Any
+    k_start: Any  # of its keys; in pages, of its entries in the table
     len_q: Any
     len_k: Any
 

@@ -26,22 +26,22 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def find_sequence(cu, batch, tile, BLOCK: tl.constexpr):
-    """The packed sequence that owns `tile`, and the tile's number in it.
+def find_sequence(cu, batch, tile, BLOCK: tl.constexpr, UNIT: tl.constexpr = 1):
+    """The packed sequence that owns `tile`, and the tile's number in it. A token has UNIT rows.
 
-    Sequence b owns the tiles from cu[b] // BLOCK + b on: at least as many as it fills, computed without knowing the lengths on
-    the host. Tiles beyond a sequence's end have nothing to do.
+    Sequence b owns the tiles from UNIT · cu[b] // BLOCK + b on: at least as many as it fills, computed without knowing the
+    lengths on the host. Tiles beyond a sequence's end have nothing to do.
     """
     lo = 0
     hi = batch
     # the owner is in [lo, hi); each step waits for memory, so the last 128 are loaded together
     while hi - lo > 128:
         mid = (lo + hi) // 2
-        mine = tl.load(cu + mid) // BLOCK + mid <= tile
+        mine = tl.load(cu + mid) * UNIT // BLOCK + mid <= tile
         lo = tl.where(mine, mid, lo)
         hi = tl.where(mine, hi, mid)
     b = lo + tl.arange(0, 128)
-    first = tl.load(cu + b, mask=b < hi, other=0) // BLOCK + b
+    first = tl.load(cu + b, mask=b < hi, other=0) * UNIT // BLOCK + b
     mine = (b < hi) & (first <= tile)
     return lo + tl.sum(mine.to(tl.int32), 0) - 1, tile - tl.max(tl.where(mine, first, 0), 0)
 
@@ -66,7 +66,7 @@ def work_tile(a, pid, cu, length, heads, BLOCK: tl.constexpr, LAST_FIRST: tl.con
     if LAST_FIRST:
         tile = tiles - 1 - tile
     if C.VARLEN:
-        b, tile = find_sequence(cu, a.batch, tile, BLOCK)
+        b, tile = find_sequence(cu, a.batch, tile, BLOCK, C.PACK)
     return tile, h, b
 
 

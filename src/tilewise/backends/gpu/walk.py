@@ -7,7 +7,6 @@ import triton.language as tl
 
 import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
-from tilewise.backends.gpu.structs import Listed
 
 ALL_LIVE = tl.constexpr(15 << 24)
 
@@ -63,22 +62,16 @@ def load_terms(a, seq, C: tl.constexpr):
 
 
 @triton.jit
-def query_ids(a, seq, q, C: tl.constexpr):
-    """The ids of queries where PARTIAL tiles compare them; of those that do not exist anything."""
-    if C.LISTS.ids:
-        at = a.lists.q_ids + seq.row.to(tl.int64) * a.lists.q_ids_b + seq.q_start
-        return tl.load(at + q, mask=q < seq.len_q, other=0)
-    else:
-        return None
+def query_ids(a, seq, q):
+    """The ids of queries, where PARTIAL tiles compare them; of those that do not exist anything."""
+    at = a.lists.q_ids + seq.row.to(tl.int64) * a.lists.q_ids_b + seq.q_start
+    return tl.load(at + q, mask=q < seq.len_q, other=0)
 
 
 @triton.jit
-def key_ids(a, seq, k, C: tl.constexpr):
-    if C.LISTS.ids:
-        at = a.lists.k_ids + seq.row.to(tl.int64) * a.lists.k_ids_b + seq.k_start
-        return tl.load(at + k, mask=k < seq.len_k, other=0)
-    else:
-        return None
+def key_ids(a, seq, k):
+    at = a.lists.k_ids + seq.row.to(tl.int64) * a.lists.k_ids_b + seq.k_start
+    return tl.load(at + k, mask=k < seq.len_k, other=0)
 
 
 @triton.jit
@@ -134,11 +127,11 @@ def visible(a, seq, q, k, listed, word, C: tl.constexpr):
             ok |= mp.inside(q, k, _interval(listed, word, r, C), seq.len_q)
         if C.LISTS.ids:
             if q.shape[0] == 1:  # the rows are keys
-                q_ids = query_ids(a, seq, q, C)
+                q_ids = query_ids(a, seq, q)
                 k_ids = listed.ids[:, None]
             else:
                 q_ids = listed.ids[:, None]
-                k_ids = key_ids(a, seq, k, C)
+                k_ids = key_ids(a, seq, k)
             if C.LISTS.ids == 1:
                 ok &= q_ids == k_ids
             else:
@@ -190,8 +183,3 @@ def _interval(listed, word, r: tl.constexpr, C: tl.constexpr):
     if C.LISTS.live:
         end = tl.where(((word >> (24 + r)) & 1) != 0, end, 0)
     return listed.terms[4 * r], listed.terms[4 * r + 1], listed.terms[4 * r + 2], end
-
-
-@triton.jit
-def listed_of(a, seq, row, ids, C: tl.constexpr):
-    return Listed(row, load_terms(a, seq, C), ids)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from tilewise.backends.gpu.lists import list_layout
 from tilewise.backends.hopper.config import NARROW, Config, tiles_for
+from tilewise.backends.hopper.features import forward_features
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, unseen_keys
-from tilewise.backends.hopper.list_plan import hides_in_tiles, switched_on
+from tilewise.backends.hopper.list_plan import hides_in_tiles
 from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, visited_keys
 from tilewise.problem import Problem
 
@@ -24,6 +25,9 @@ S 512 5 and 13 % faster at head dims 128 and 64, S 2048 12 % slower)."""
 RELEASE_EARLY_KEYS = 2048
 """Up to so many keys the queries' stage is released early without a mask too (H200, head dim 256: S 512 and 2048 0.5 to
 1 % faster, 8192 and 16384 1 % slower; causal 0.5 to 2 % faster at all four)."""
+
+LONGEST_FIRST = True
+"""Packed batches: are the tiles with most keys taken first, in an order that a small kernel writes? Else round robin."""
 
 
 class Choice(NamedTuple):
@@ -142,6 +146,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         TAIL=tail,
         UNSEEN_KEYS=unseen,
         SCORES="softcap" if problem.softcap > 0 else "fold" if problem.scale > 0 else "scale",
+        **forward_features(problem),
         **mask_config(problem, mask),
     )
 
@@ -154,5 +159,5 @@ def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
         "LEFT": mask.left,
         "VARLEN": problem.varlen,
         "BOTTOM_RIGHT": mask.bottom,
-        "ORDERED": problem.varlen and switched_on(),
+        "ORDERED": problem.varlen and LONGEST_FIRST,
     }

@@ -37,6 +37,7 @@ class Config(NamedTuple):
     BOTTOM_RIGHT: bool = False  # bands of packed sequences count from the bottom right corner
     ORDERED: bool = False  # a packed batch whose order of work tiles the device writes
     LISTS: Any = None  # a ListLayout, where key tiles come from lists
+    SINKS: bool = False
 
     @property
     def BLOCK_M(self) -> int:

@@ -15,14 +15,14 @@ def visible_keys(x_tile, work, row0, cursor, OTHER: gl.constexpr, a, C: gl.const
     row0 = opaque(row0)  # else what is computed from it is kept in registers from before the loop
     k = key0 + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
     q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    ok = inside_terms(a.lists, b, live_terms(cursor), q[:, None], k[None, :], False, C.LISTS)
+    ok = inside_terms(a.lists, b, live_terms(cursor), q[:, None], k[None, :], False, C)
     if C.LISTS.ids > 0:
         q_ids = ids_of(a.lists.q_ids, a.lists.ids_strides[0], b, q, a.len_q)
         if a.lists.k_ids is not None:
             k_ids = ids_of(a.lists.k_ids, a.lists.ids_strides[1], b, k, a.len_k)
         else:
             k_ids = ids_of(a.lists.q_ids, a.lists.ids_strides[0], b, k, a.len_k)
-        ok = ok & same_document(q_ids[:, None], k_ids[None, :], C.LISTS)
+        ok = ok & same_document(q_ids[:, None], k_ids[None, :], C)
     x_tile = gl.where(ok, x_tile, OTHER)
     if C.LISTS.bits:
         # in the accumulator's order: column 32 word + 8 group + 2 lane + pair. Words are shifted by lane first: all other shifts
@@ -53,14 +53,14 @@ def visible_queries(x_tile, work, h, k0, cursor, a, C: gl.constexpr):
     k0 = opaque(k0)
     k = k0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     q = m + gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, LAYOUT))
-    ok = inside_terms(a.lists, b, live_terms(cursor), q[None, :], k[:, None], True, C.LISTS)
+    ok = inside_terms(a.lists, b, live_terms(cursor), q[None, :], k[:, None], True, C)
     if C.LISTS.ids > 0:
         q_ids = ids_of(a.lists.q_ids, a.lists.ids_strides[0], b, q, a.len_q)
         if a.lists.k_ids is not None:
             k_ids = ids_of(a.lists.k_ids, a.lists.ids_strides[1], b, k, a.len_k)
         else:
             k_ids = ids_of(a.lists.q_ids, a.lists.ids_strides[0], b, k, a.len_k)
-        ok = ok & same_document(q_ids[None, :], k_ids[:, None], C.LISTS)
+        ok = ok & same_document(q_ids[None, :], k_ids[:, None], C)
     x_tile = gl.where(ok, x_tile, 0.0)
     if C.LISTS.bits:
         cube = x_tile.reshape([2, 32, C.BLOCK_M])

@@ -102,17 +102,17 @@ def bit_words(lists, b, h, q, word, a):
 
 
 @gluon.jit
-def inside_terms(lists, b, live, q, k, BY_KEY: gl.constexpr, L: gl.constexpr):
+def inside_terms(lists, b, live, q, k, BY_KEY: gl.constexpr, C: gl.constexpr):
     """Do keys k lie in the interval of a live term, for queries q? One of them is a column and one a row. A thread has fewer of
     the column: of keys where BY_KEY."""
-    INTERVALS: gl.constexpr = L.intervals
+    INTERVALS: gl.constexpr = C.LISTS.intervals
     terms = lists.terms + place(b, b, (lists.terms_stride, None))
     ok = inside_term(terms, q, k, BY_KEY)
-    if L.live:
+    if C.LISTS.live:
         ok = ok & ((live & 1) != 0)
     for r in gl.static_range(1, INTERVALS):
         other = inside_term(terms + 4 * r, q, k, BY_KEY)
-        if L.live:
+        if C.LISTS.live:
             other = other & ((live & (1 << r)) != 0)
         ok = ok | other
     return ok
@@ -142,8 +142,8 @@ def live_terms(cursor):
 
 
 @gluon.jit
-def same_document(q_ids, k_ids, L: gl.constexpr):
-    if L.ids == NOT_EQUAL:
+def same_document(q_ids, k_ids, C: gl.constexpr):
+    if C.LISTS.ids == NOT_EQUAL:
         return q_ids != k_ids
     else:
         return q_ids == k_ids

@@ -53,15 +53,16 @@ class SeenConfig(NamedTuple):
 
 
 @triton.jit
-def visible(lists, b, h, live, q, k, L: tl.constexpr):
+def visible(lists, b, h, live, q, k, C: tl.constexpr):
     """Do queries q (a column) see keys k (a row) of a PARTIAL tile?"""
+    INTERVALS: tl.constexpr = C.LAYOUT.intervals
     ok = (q < 0) & (k < 0)
-    for r in tl.static_range(L.intervals):
+    for r in tl.static_range(INTERVALS):
         at = lists.terms + b * lists.terms_b + 4 * r
         lo = tl.load(at)
         hi = tl.load(at + 1)
         inside = (k - q >= lo) & (k - q <= hi) & (k >= tl.load(at + 2)) & (k < tl.load(at + 3))
-        if L.live:
+        if C.LAYOUT.live:
             inside = inside & (((live >> r) & 1) != 0)
         ok = ok | inside
     return ok
@@ -70,7 +71,6 @@ def visible(lists, b, h, live, q, k, L: tl.constexpr):
 @triton.jit
 def seen_kernel(a, C: tl.constexpr):
     """One row of lists: bits of the positions of the side that is held. A row with a FULL tile has them all."""
-    L: tl.constexpr = C.LAYOUT
     OWN: tl.constexpr = C.BLOCK_N if C.BY_KEY else C.BLOCK_M
     lists = a.lists
     row = tl.program_id(0)
@@ -98,15 +98,15 @@ def seen_kernel(a, C: tl.constexpr):
                 k = j * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
             q_ok = q < a.len_q
             k_ok = k < a.len_k
-            ok = visible(lists, b, h, word >> LIVE, q[:, None], k[None, :], L) & q_ok[:, None] & k_ok[None, :]
-            if L.ids > 0:
+            ok = visible(lists, b, h, word >> LIVE, q[:, None], k[None, :], C) & q_ok[:, None] & k_ok[None, :]
+            if C.LAYOUT.ids > 0:
                 q_ids = tl.load(lists.q_ids + b * lists.q_ids_b + q, mask=q_ok, other=0)
                 k_ids = tl.load(lists.k_ids + b * lists.k_ids_b + k, mask=k_ok, other=0)
                 same = q_ids[:, None] == k_ids[None, :]
-                if L.ids == NOT_EQUAL:
+                if C.LAYOUT.ids == NOT_EQUAL:
                     same = same == 0
                 ok = ok & same
-            if L.bits:
+            if C.LAYOUT.bits:
                 base = lists.bits + b.to(tl.int64) * lists.bits_b + h.to(tl.int64) * lists.bits_h
                 words = base + q[:, None] * lists.bits_q + (k // 32)[None, :] * lists.bits_w
                 bits = tl.load(words, mask=q_ok[:, None] & k_ok[None, :], other=0)

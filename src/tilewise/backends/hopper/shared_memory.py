@@ -102,7 +102,8 @@ def forward_arguments(config: Config, mask: IntervalMask) -> int:
     numbers += config.TERMS == 0 or config.UNSEEN_KEYS  # keys
     numbers += not config.VARLEN or (config.TERMS > 0 and config.Q_STAGES > 1)  # last query
     packed = ROWS if config.VARLEN else 0
-    return POINTER + NUMBER * numbers + packed + terms_bytes(mask, 4) + tile_arguments(config)
+    features = POINTER if config.SINKS else 0
+    return POINTER + NUMBER * numbers + packed + features + terms_bytes(mask, 4) + tile_arguments(config)
 
 
 def queries_views() -> int:

@@ -97,6 +97,7 @@ class Arguments(NamedTuple):
     dk: Rows | None = None
     dv: Rows | None = None
     lists: Lists | None = None
+    sinks_ptr: Any = None  # (H,) fp32
 
 
 class Plane(NamedTuple):
@@ -126,3 +127,5 @@ class PrePostArguments(NamedTuple):
     len_q: int
     factor: float  # by which lse enters the statistics
     scale: float
+    sinks_ptr: Any = None  # (H,) fp32
+    dsinks_ptr: Any = None  # [B·H, tiles, M] fp32: what each row adds to the gradient of its head's sink

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 TILE_BYTES = 8 << 20
 """Scores of one tile over the whole batch; a few such tensors are alive at a time."""
 LARGEST, SMALLEST = 512, 32
+INVARIANT_BLOCKS = (64, 128)
+"""Tiles whose borders must not move with the batch. Their products are sums in order, a torch operation for each step."""
 SERVED = ("forward", "backward", "jvp", "double_backward")
 
 
@@ -21,6 +23,7 @@ def supports(problem: Problem, spec: DeviceSpec | None = None, *, backward: bool
     known = problem.device in ("cpu", "cuda")
     return Verdict.of(
         None if known else f"runs on cpu and cuda, not on {problem.device}",
+        "float64 with precision='compensated' has no invariant=True" if problem.carries_errors and problem.invariant else None,
         *(
             f"tile: tiled has no kernel {name!r}, only {', '.join(SERVED)}"
             for name, *_ in problem.tile
@@ -58,12 +61,16 @@ def _tile(problem: Problem, pass_: str) -> TilePlan:
     asked = problem.asked(pass_)
     if asked is not None:
         return _plan(pass_, asked, "user", "yours: any pair of sizes runs")
+    if problem.invariant:
+        return _plan(pass_, _blocks(problem), "model", "blocks of keys begin at the same positions in every call")
     kept = f"scores of one tile over {_batch(problem)} × {problem.heads} heads stay within {TILE_BYTES >> 20} MiB"
     return _plan(pass_, _blocks(problem), "model", kept)
 
 
 def _blocks(problem: Problem) -> tuple[int, int]:
     """The largest tile, square or twice as wide as high, whose scores stay within TILE_BYTES."""
+    if problem.invariant:
+        return INVARIANT_BLOCKS
     block_q = block_k = LARGEST
     each = _batch(problem) * problem.heads * _itemsize(problem)
     while each * block_q * block_k > TILE_BYTES and block_q > SMALLEST:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    CompileJob,
     Direction,
     Grads,
     Inputs,
@@ -21,17 +24,23 @@ from tilewise.backends.base import (
     empty_lse,
     empty_out,
 )
+from tilewise.backends.gpu.compiled import missing
 from tilewise.backends.gpu.launch import interpreting, on_device
 from tilewise.backends.triton import plan
 from tilewise.backends.triton.derive import run_double_backward, run_jvp
 from tilewise.backends.triton.run import run_backward, run_forward, spec_of
 from tilewise.problem import Problem
 
+if TYPE_CHECKING:
+    from tilewise.backends.pages import NewTokens, Pages
+
 
 class Triton(Backend):
     """See the package's text."""
 
     name = "triton"
+    reads_pages = True
+    writes_pages = True
 
     def usable(self, device: str) -> Verdict:
         if importlib.util.find_spec("triton") is None:
@@ -68,29 +77,36 @@ class Triton(Backend):
         on_device(inputs.q.device, run_forward, problem, inputs, out, lse)
         return out, lse
 
+    def missing_kernels(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs | None = None
+    ) -> list[CompileJob]:
+        own = replace(problem)  # with a memory of its own: nothing that is made meanwhile is filled
+        return missing(self.name, lambda: self.forward(own, inputs) if given is None else self.backward(own, inputs, given))
+
+    def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
+        from tilewise.backends.triton.paged import run_paged
+
+        out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
+        on_device(inputs.q.device, run_paged, problem, inputs, pages, out, lse)
+        return out, lse
+
+    def append(self, pages: Pages, new: NewTokens) -> Tensor | None:
+        from tilewise.backends.triton.paged import run_append
+
+        return on_device(pages.k.device, run_append, pages, new)
+
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         return on_device(inputs.q.device, run_backward, problem, inputs, given)
 
     def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
         device = torch.device(problem.device) if inputs is None else inputs.q.device
-        planned = plan.derives(problem, spec_of(device), derivative=derivative)
-        old = derivative == "double_backward" and triton_version() < SECOND_SINCE
-        return Verdict.of(*planned.reasons, "its double backward compiles with Triton 3.7 and newer" if old else None)
+        return plan.derives(problem, spec_of(device), derivative=derivative)
 
     def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
         return on_device(inputs.q.device, run_jvp, problem, inputs, tangents)
 
     def double_backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction) -> Grads:
         return on_device(inputs.q.device, run_double_backward, problem, inputs, given, direction)
-
-
-SECOND_SINCE = (3, 7)
-"""Older versions lose numbers known at compile time in a kernel's third struct of arguments."""
-
-
-@cache
-def triton_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in version("triton").split(".")[:2])
 
 
 @cache

@@ -15,7 +15,7 @@ import triton.language as tl
 import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
 import tilewise.backends.gpu.walk as wk
-from tilewise.backends.gpu.structs import Head, KeyTile, QueryTile
+from tilewise.backends.gpu.structs import Head, KeyTile, Listed, QueryTile
 
 
 @triton.jit
@@ -177,8 +177,10 @@ def listed_sums(a, g, b, kv_h, group, desc, keys, C: tl.constexpr):
     for i in range(group):
         seq = tt.seq_info(a, b, kv_h * group + i, C)
         row = wk.list_row(a, seq, seq.k_start, keys.n // C.BLOCK_N, C.BLOCK_N, C)
-        ids = wk.key_ids(a, seq, keys.n + tl.arange(0, C.BLOCK_N), C)
-        listed = wk.listed_of(a, seq, row, ids, C)
+        ids = None
+        if C.LISTS.ids:
+            ids = wk.key_ids(a, seq, keys.n + tl.arange(0, C.BLOCK_N))
+        listed = Listed(row, wk.load_terms(a, seq, C), ids)
         dk, dv = stream_listed_queries(a, g, seq, desc, keys, (dk, dv), listed, False, WHOLE, C)
         dk, dv = stream_listed_queries(a, g, seq, desc, keys, (dk, dv), listed, True, PART, C)
     return dk, dv
@@ -329,8 +331,11 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
     # over the keys met so far: dq = Σ dS k
     if C.LISTED:
-        ids = wk.query_ids(a, seq, q, C)
-        listed = wk.listed_of(a, seq, wk.list_row(a, seq, seq.q_start, tile, C.BLOCK_M, C), ids, C)
+        ids = None
+        if C.LISTS.ids:
+            ids = wk.query_ids(a, seq, q)
+        row = wk.list_row(a, seq, seq.q_start, tile, C.BLOCK_M, C)
+        listed = Listed(row, wk.load_terms(a, seq, C), ids)
         WHOLE: tl.constexpr = mp.CAREFUL if C.CAREFUL and a.bias is not None else mp.FULL
         dq = stream_listed_keys(a, seq, desc, resident, dq, listed, False, WHOLE, C)
         dq = stream_listed_keys(a, seq, desc, resident, dq, listed, True, mp.CAREFUL if C.CAREFUL else mp.MASKED, C)

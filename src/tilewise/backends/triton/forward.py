@@ -12,11 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+import tilewise.backends.gpu.paged as pg
 import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
 import tilewise.backends.gpu.walk as wk
 from tilewise.backends.gpu.merge import add_sink, normalized
-from tilewise.backends.gpu.structs import Head, QueryTile, SeqInfo
+from tilewise.backends.gpu.structs import Head, Listed, QueryTile, SeqInfo
 
 
 @triton.jit
@@ -30,8 +31,12 @@ def locate(a, C: tl.constexpr):
     if C.SPLIT:
         split = pid % a.splits
         pid = pid // a.splits
-    tile, h, b = tt.work_tile(a, pid, a.cu_q, a.len_q * C.PACK, a.heads // C.PACK, C.BLOCK_M, True, C)
-    return split, tile * C.BLOCK_M, tt.seq_info(a, b, h * C.PACK, C)
+    if C.PAGED:
+        tile, h, b = pg.work_tile(a, pid, C)
+        return split, tile * C.BLOCK_M, pg.seq_info(a, b, h * C.PACK, C)
+    else:
+        tile, h, b = tt.work_tile(a, pid, a.cu_q, a.len_q * C.PACK, a.heads // C.PACK, C.BLOCK_M, True, C)
+        return split, tile * C.BLOCK_M, tt.seq_info(a, b, h * C.PACK, C)
 
 
 @triton.jit
@@ -45,15 +50,21 @@ def empty_state(C: tl.constexpr):
 def stream_keys(a, seq, desc, tile, state, span, MODE: tl.constexpr, C: tl.constexpr):
     """Stream the tiles of a span through the tile of queries."""
     acc, l, m = state
+    if C.PAGED:
+        numbers = pg.page_numbers(a, seq, mp.span_start(span, 0, C.BLOCK_N), C)
     for i in range(mp.span_length(span, C.BLOCK_N)):
         n = mp.span_start(span, i, C.BLOCK_N)
+        place = desc
+        if C.PAGED:
+            place = (numbers, numbers)
+            numbers = pg.page_numbers(a, seq, mp.span_start(span, i + 1, C.BLOCK_N), C)  # long before it is needed
         if MODE != mp.FULL and C.MASK.has_gaps:
             k = n + tl.arange(0, C.BLOCK_N)
             ok = mp.allowed(a.mask, seq, tile.q[:, None], k[None, :], C)
             if mp.any_allowed(ok):
-                acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, (ok, None, None), MODE, C)
+                acc, l, m = keys_step(a, seq, place, tile, (acc, l, m), n, (ok, None, None), MODE, C)
         else:
-            acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, (None, None, None), MODE, C)
+            acc, l, m = keys_step(a, seq, place, tile, (acc, l, m), n, (None, None, None), MODE, C)
     return acc, l, m
 
 
@@ -80,14 +91,26 @@ def keys_step(a, seq, desc, tile, state, n, mask, MODE: tl.constexpr, C: tl.cons
     k = n + tl.arange(0, C.BLOCK_N)
     q = tile.q
     exist = None  # a descriptor reads 0, or the next sequence's keys, beyond the end: masked in either case, but not a scale
-    if MODE != mp.FULL and (desc[0] is None or C.FP16_SPLIT):
+    if MODE != mp.FULL and (desc[0] is None or C.FP16_SPLIT or C.PAGED):
         exist = k < seq.len_k
+    if C.PAGES.LATENT and MODE != mp.FULL:  # the values are among the keys, and what nobody sees is not read
+        exist = mp.seen_of_tile(a, seq, tile, k, ok, None, mp.MASKED, C)
     keys = Head(a.k, desc[0], seq.row, seq.kv_h, seq.k_start)
-    k_tile = tt.load_stream(a, keys, n, exist, C.BLOCK_N, C.D, C.BLOCK_D, C)  # [N, D]
+    if C.PAGED:
+        k_tile = pg.load_pages(a, keys, n, exist, 0, C.D, C.BLOCK_D, C)  # [N, D]
+    else:
+        k_tile = tt.load_stream(a, keys, n, exist, C.BLOCK_N, C.D, C.BLOCK_D, C)  # [N, D]
     bias_tile = None
     if a.bias is not None:
         bias_tile = tt.load_bias(a, seq, q[:, None], k[None, :])
-    s_tile, factors = tt.product(tile.q_tile, k_tile, C)  # [M, N] fp32
+    if C.REST:
+        more = pg.load_pages(a, keys, n, exist, C.BLOCK_D, C.D - C.BLOCK_D, C.REST, C)  # [N, REST]
+        s_tile = pg.product_in_two(tile.q_tile, k_tile, more, C)
+        factors = 1.0
+    else:
+        s_tile, factors = tt.product(tile.q_tile, k_tile, C)  # [M, N] fp32
+    if C.PAGES.SCALED:
+        s_tile *= pg.load_scale(a, a.pages.k_scale, keys, n, exist, C)
     if C.FOLD:
         unit = factors * (a.scale * tt.LOG2E)
         unit_tile = tt.per_row(unit, C)
@@ -114,8 +137,16 @@ def keys_step(a, seq, desc, tile, state, n, mask, MODE: tl.constexpr, C: tl.cons
     elif MODE != mp.FULL:  # a value no query of this tile may see must not meet 0 · inf
         seen = mp.seen_of_tile(a, seq, tile, k, ok, bias_tile, MODE, C)
     values = Head(a.v, desc[1], seq.row, seq.kv_h, seq.k_start)
-    v_tile = tt.load_stream(a, values, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV, C)  # [N, DV]
-    acc = tt.dot(p_tile, v_tile, acc, C)  # [M, DV]
+    if C.PAGES.LATENT:
+        v_tile = k_tile
+    elif C.PAGED:
+        v_tile = pg.load_pages(a, values, n, seen, 0, C.DV, C.BLOCK_DV, C)  # [N, DV]
+    else:
+        v_tile = tt.load_stream(a, values, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV, C)  # [N, DV]
+    if C.PAGES.PER_TOKEN:
+        acc = pg.weighted(p_tile, v_tile, pg.load_scale(a, a.pages.v_scale, values, n, seen, C), acc, C)  # [M, DV]
+    else:
+        acc = tt.dot(p_tile, v_tile, acc, C)  # [M, DV]
     return acc, l, m
 
 
@@ -167,14 +198,20 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     if C.PACK > 1:
         out_at = out_at[:, None]
     queries = Head(a.q, None, seq.row, heads, seq.q_start)
-    q_tile = tt.load_resident(a, queries, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
+    if C.REST:
+        q_tile = pg.load_in_two(queries, q, row_ok, C)  # [M, BLOCK_D], [M, REST]
+    else:
+        q_tile = tt.load_resident(a, queries, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
 
     first = m0 // C.PACK
     last = tl.minimum((m0 + C.BLOCK_M - 1) // C.PACK + 1, seq.len_q)
     tile = QueryTile(q_tile, q, first, last, None, None, None)
     if C.LISTED:
-        ids = wk.query_ids(a, seq, q, C)
-        listed = wk.listed_of(a, seq, wk.list_row(a, seq, seq.q_start, m0 // C.BLOCK_M, C.BLOCK_M, C), ids, C)
+        ids = None
+        if C.LISTS.ids:
+            ids = wk.query_ids(a, seq, q)
+        row = wk.list_row(a, seq, seq.q_start, m0 // C.BLOCK_M, C.BLOCK_M, C)
+        listed = Listed(row, wk.load_terms(a, seq, C), ids)
         WHOLE: tl.constexpr = mp.CAREFUL if C.CAREFUL and a.bias is not None else mp.FULL
         state = stream_listed(a, seq, desc, tile, empty_state(C), listed, False, WHOLE, C)
         acc, l, m = stream_listed(a, seq, desc, tile, state, listed, True, mp.CAREFUL if C.CAREFUL else mp.MASKED, C)
@@ -196,6 +233,8 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
             if tt.any_infinite(acc):  # perhaps because of a value that the bias hides: once more, with care
                 acc, l, m = stream_keys(a, seq, desc, tile, empty_state(C), mp.whole_span(partial), mp.CAREFUL, C)
 
+    if C.PAGES.SCALED and not C.PAGES.PER_TOKEN:
+        acc *= tl.load(a.pages.v_scale.ptr + seq.kv_h.to(tl.int64) * a.pages.v_scale.stride_h)
     out_tile, lse = finish(a, heads, (acc, l, m), C)
     out_row = seq.row
     if C.SPLIT:

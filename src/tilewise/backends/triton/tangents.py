@@ -8,26 +8,25 @@ from tilewise.backends.gpu.structs import View
 
 
 class TangentArgs(NamedTuple):
-    """The tangents of the inputs, None for those that stay, and those of the results."""
+    """The tangents of the inputs, None for those that stay, and those of the results; from `dout` on, what the double backward
+    reads and writes.
+
+    One struct, in which something is None always: where nothing is, Triton 3.6 does not learn of the constants inside it.
+    """
 
     q: View | None
     k: View | None
     v: View | None
-    bias: View | None
+    bias: View | None  # None in a double backward
     sinks_ptr: Any
     out: View | None
     lse_ptr: Any
-
-
-class SecondArgs(NamedTuple):
-    """What the double backward reads and writes."""
-
-    dout: View
-    delta_ptr: Any  # rowsum(dO ∘ O) - dLSE
-    delta_t_ptr: Any  # rowsum(dO ∘ O_t)
-    dq: View | None
-    dk: View | None
-    dv: View | None
+    dout: View | None = None  # this and the rest None in a JVP
+    delta_ptr: Any = None  # rowsum(dO ∘ O) - dLSE
+    delta_t_ptr: Any = None  # rowsum(dO ∘ O_t)
+    dq: View | None = None
+    dk: View | None = None
+    dv: View | None = None
 
 
 class QueryTiles(NamedTuple):
