@@ -129,6 +129,7 @@ PORTABLE = (
              **PAGES),
     portable("pages of latents", "decode", d=512, latent=576, page=64, targets=TWO,
              **(PAGES | {"heads": 16, "kv_heads": 1})),
+    portable("pages of 16, 256 rows", "decode", page=16, targets=TWO, **(PAGES | {"lengths": (64, 64)})),
     portable("pages, prefill", "forward", page=16, few=True, targets=TWO, **(PAGES | {"lengths": (512, 512)})),
     portable("prepare", "prepare", few=True),
     *(portable(f"bias d{d}", "bias", d=d, bias=(1, 8, 1024, 1024), targets=TWO) for d in (64, 128, 256)),

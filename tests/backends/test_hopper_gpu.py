@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -76,6 +77,8 @@ FEATURES = [
     shape(dropout_p=0.1, alibi=True, sinks=True, softcap=20.0, mask="causal"),
 ]
 
+switched_on = pytest.mark.skipif(os.environ.get(SWITCH) != "1", reason=f"served with {SWITCH}=1 only")
+
 
 def poisoned() -> None:
     """Fresh memory holds NaN from here on."""
@@ -96,18 +99,18 @@ def test_right_at_the_edges_of_tiles(case: Case) -> None:
         assert judgement.ok, judgement
 
 
+@switched_on
 @pytest.mark.parametrize("case", FEATURES, ids=lambda case: f"{case.words()}{' deterministic' * case.deterministic}")
-def test_features_are_right(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "1")
+def test_features_are_right(case: Case) -> None:
     problem = replace(case.problem(), device="cuda")
     assert dispatch.judge(BACKEND, problem, None, backward=True).ok
     test_right_at_the_edges_of_tiles(case)
 
 
+@switched_on
 @pytest.mark.parametrize("case", FEATURES, ids=lambda case: f"{case.words()}{' deterministic' * case.deterministic}")
-def test_gradients_of_features_are_right(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_features_are_right(case: Case) -> None:
     """All of them, those of sinks too, which benchmarks do not ask for."""
-    monkeypatch.setenv(SWITCH, "1")
     case = replace(case, device=DEVICE)
     problem, tensors = replace(case.problem(), needs_lse=True), case.tensors()
     inputs, dout = case.inputs(tensors), case.rank4(tensors.dout)

@@ -31,7 +31,7 @@ OFTEN = (
     *("decode, eight heads a key head", "chunks", "pages of one", "pages of three", "one page", "csr", "columns apart, decode"),
     *("latent", "empty sequences", "more rows than keys", "float16 decode", "int8 latent", "float8 decode"),
     *("prefix or window", "sinks", "bias", "alibi of each sequence"),
-    *("append int8", "append float8", "append and turn some", "append and turn neighbours", "places", "garbage"),
+    *("append int8", "append float8", "append and turn some", "append and turn neighbours", "places", "garbage", "shared"),
 )
 """What tests run; the others are neighbours of these, and the interpreter takes seconds for each."""
 SHORT = ([1, 7, 0, 1, 9], [33, 20, 9, 1, 9])
@@ -107,6 +107,19 @@ def garbage() -> None:
     assert torch.equal(got[0], want[0])
 
 
+def shared() -> None:
+    """Pages that sequences share are read once, by a call of their own whose result is merged."""
+    built = build([1, 1, 2], [40, 45, 20], page=8, dtype=torch.bfloat16)
+    pages = built.cache.pages
+    pages.table[1, :4] = pages.table[0, :4]
+    for tokens in (built.k, built.v):
+        tokens[1][:32] = tokens[0][:32]
+    plan = tw.plan_cached(built.cache, queries=1, least=8)
+    assert list(plan.shared)[:2] == [4, 4], plan
+    out, lse = attend(built, "triton", plan=plan)
+    assert worst(built, out, lse) <= 1.0
+
+
 WRITER = dispatch.pages_writer
 WRITES: dict[str, Any] = {
     "append": (False, 0, 16, torch.float32, None),
@@ -124,7 +137,7 @@ def main() -> int:
         if name not in LEFT_OUT:
             checks[name] = partial(conform, name)
     checks |= {name: partial(turned_and_written, *how) for name, how in WRITES.items()}
-    checks |= {"places": places, "garbage": garbage}
+    checks |= {"places": places, "garbage": garbage, "shared": shared}
     words = sys.argv[1:]
     if words[0].isdigit():
         names = [*OFTEN[int(words[0]) :: int(words[1])]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
@@ -30,7 +31,7 @@ from tilewise.api.parse import autocast, build_problem, check_dense, check_devic
 from tilewise.api.rotary import RotaryTable
 from tilewise.backends.base import Backend, Inputs
 from tilewise.backends.pages import WRITTEN, NewTokens, Pages, Turning, gathered, positions_of
-from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
+from tilewise.errors import ArgumentError, ArgumentTypeError, KernelError, LayoutError
 from tilewise.masks import Mask, causal
 from tilewise.masks.algebra import Tree
 from tilewise.masks.arrays import INTEGERS
@@ -326,8 +327,14 @@ def _attend(
         problem.memory[key] = dispatch.pages_backend(problem, backend)
     reader: Backend | None = problem.memory[key]
     if reader is not None:
-        with own_precision(problem.device):
-            return reader.paged(problem, inputs, pages)
+        try:
+            with own_precision(problem.device):
+                return reader.paged(problem, inputs, pages)
+        except KernelError as error:
+            if backend != "auto":
+                raise
+            problem.memory[key] = None
+            warnings.warn(f"{error}; the tokens of the pages are gathered instead", RuntimeWarning, stacklevel=3)
     tokens = int(pages.seen.sum()) if readable(pages.lengths) else pages.entries.shape[0] * pages.page
     exact = pages.k_scale is None and not fields["partial"]
     wide = q.dtype if exact else torch.promote_types(torch.float32, q.dtype)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+import tilewise.backends.gpu.paged as pg
 import tilewise.backends.gpu.tile as tt
 from tilewise.backends.gpu.structs import PageArgs, View
 
@@ -54,7 +55,6 @@ class AppendConfig(NamedTuple):
     BLOCK_DV: int = 64
     EVEN_Q: bool = False
     EVEN: bool = False
-    INDPTR: bool = False
     LATENT: bool = False  # values are columns of the keys
     MOST: float = 0.0  # the largest number of pages whose numbers have a scale; 0: they have none
     K_PER_TOKEN: bool = False
@@ -144,15 +144,10 @@ def place_of(a, t, C: tl.constexpr):
     pages = a.pages
     b, position = position_of(a, tl.minimum(t, a.tokens - 1), a.rows, C.EVEN)
     if a.slots is None:
-        if C.INDPTR:
-            first = tl.minimum(tl.maximum(tl.load(pages.indptr + b), 0), pages.entries).to(tl.int32)
-            entries = tl.minimum(tl.maximum(tl.load(pages.indptr + b + 1), first), pages.entries).to(tl.int32) - first
-        else:
-            first = b * pages.step
-            entries = pages.entries
+        first, entries = pg.entries_of(pages, b)
         nth = position // pages.page
         known = (position >= 0) & (nth < entries) & (t < a.tokens)
-        number = tl.load(pages.table + first + nth, mask=known, other=-1).to(tl.int64)
+        number = tl.load(pages.entries + first + nth, mask=known, other=-1).to(tl.int64)
         place = position % pages.page
     else:
         slot = tl.load(a.slots + t, mask=t < a.tokens, other=-1).to(tl.int64)

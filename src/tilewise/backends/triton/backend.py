@@ -87,6 +87,8 @@ class Triton(Backend):
         from tilewise.backends.triton.paged import run_paged
 
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
+        if problem.partial:
+            out = torch.empty_like(out, dtype=torch.float32)
         on_device(inputs.q.device, run_paged, problem, inputs, pages, out, lse)
         return out, lse
 

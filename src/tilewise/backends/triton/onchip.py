@@ -124,6 +124,8 @@ def buffers(tile: TilePlan, x: Operands, spec: DeviceSpec) -> dict[str, int]:
             result["LSE, delta"] = 2 * held * m * STATISTICS
         if x.fp16_split:
             result["scales"] = 2 * held * (m if tile.pass_ == "backward_dkdv" else n) * STATISTICS
+        if x.stored:
+            result["scales"] = 2 * tile.stages * n * STATISTICS
         if x.ids and by == "mma":
             result["ids"] = held * (m if tile.pass_ == "backward_dkdv" else n) * STATISTICS
         if x.evaluated or any(blocks % side for blocks, side in zip(x.blocks, tile.sizes, strict=True)):

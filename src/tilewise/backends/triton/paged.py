@@ -41,7 +41,7 @@ def run_paged(problem: Problem, inputs: Inputs, pages: Pages, out: Tensor, lse: 
     inputs = ready(problem, inputs)._replace(k=pages.k.transpose(1, 2), v=pages.v.transpose(1, 2), cu_k=None)
     if problem.rows:
         inputs = inputs._replace(cu_q=None)
-    owned = (pages.table, pages.indptr, pages.lengths, pages.k_scale, pages.v_scale)
+    owned = (pages.entries, pages.starts, pages.counts, pages.lengths, pages.k_scale, pages.v_scale)
     facts: Hashable = tuple(None if x is None else (x.dtype, x.shape, x.stride()) for x in owned)
     key = key_of(problem, inputs, "pages", pages.k.shape, pages.latent, facts)
     if problem.program.tensors:  # they are converted in each call, and no part of what is recorded
@@ -92,7 +92,6 @@ def paged_arguments(
     first, rest = in_two(problem.head_dim, problem.head_dim_v) if latent else in_two(problem.head_dim)
     layout = PageLayout(
         PAGE=_known_page(pages),
-        INDPTR=pages.indptr is not None,
         EVEN=problem.rows > 0,
         SCALED=pages.k_scale is not None,
         PER_TOKEN=_per_token(pages.k_scale) or _per_token(pages.v_scale),
@@ -106,13 +105,13 @@ def paged_arguments(
 
 def _page_args(pages: Pages, rows: int) -> PageArgs:
     return PageArgs(
-        table=pages.table,
-        indptr=pages.table if pages.indptr is None else pages.indptr,
+        entries=pages.entries,
+        starts=pages.starts,
+        counts=pages.counts,
         lengths=pages.lengths,
         k_scale=_scale(pages.k_scale, pages),
         v_scale=_scale(pages.v_scale, pages),
-        entries=pages.most,
-        step=pages.table.stride(0) if pages.indptr is None else 0,
+        size=pages.entries.shape[0],
         page=pages.page,
         total=pages.k.shape[0],
         rows=rows,
@@ -124,7 +123,7 @@ def run_append(pages: Pages, new: NewTokens) -> Tensor | None:
     spec = spec_of(pages.k.device)
     pages = _readable(pages, spec)
     turned = None if new.q is None or new.turning is None else torch.empty_like(new.q)
-    owned = (pages.k, pages.v, pages.table, pages.indptr, pages.lengths, pages.k_scale, pages.v_scale)
+    owned = (pages.k, pages.v, pages.entries, pages.starts, pages.counts, pages.lengths, pages.k_scale, pages.v_scale)
     turning = (None,) * 3 if new.turning is None else (new.turning.cos, new.turning.sin, new.turning.positions)
     tensors = (*owned, *turning, new.q, new.k, new.v, new.cu, new.slots, turned)
     shapes = tuple(None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors)
@@ -166,7 +165,6 @@ def append_launch(pages: Pages, new: NewTokens, turned: Tensor | None) -> Launch
         BLOCK_DV=padded(pages.v.shape[3]),
         EVEN_Q=new.q_rows > 0,
         EVEN=new.rows > 0,
-        INDPTR=pages.indptr is not None,
         LATENT=pages.latent,
         MOST=QUANTIZED.get(stored, 0.0),
         K_PER_TOKEN=_per_token(pages.k_scale),
@@ -181,12 +179,12 @@ def append_launch(pages: Pages, new: NewTokens, turned: Tensor | None) -> Launch
         turned=None if turned is None else _token_view(turned),
         k=None if k is None else _token_view(k),
         v=None if v is None else _token_view(v),
-        k_pages=None if k is None else view(pages.k.transpose(1, 2)),
-        v_pages=None if k is None else view(pages.v.transpose(1, 2)),
+        k_pages=None if k is None else _view(pages.k, pages.k.transpose(1, 2)),
+        v_pages=None if k is None else _view(pages.v, pages.v.transpose(1, 2)),
         pages=_page_args(pages, 0),
         cu=pages.lengths if new.cu is None else new.cu,
-        cos=None if turning is None else view(turning.cos[None, None]),
-        sin=None if turning is None else view(turning.sin[None, None]),
+        cos=None if turning is None else _view(turning.cos, turning.cos[None, None]),
+        sin=None if turning is None else _view(turning.sin, turning.sin[None, None]),
         positions=positions,
         slots=new.slots,
         batch=pages.lengths.shape[0],
@@ -202,8 +200,13 @@ def append_launch(pages: Pages, new: NewTokens, turned: Tensor | None) -> Launch
     return Launch(append_kernel, programs, (args,), config, LaunchOptions(num_warps=4, num_stages=1))
 
 
+def _view(x: Tensor, sides: Tensor) -> View:
+    """A tensor as its view `sides` has them; recorded launches know the tensor."""
+    return view(sides)._replace(ptr=x)
+
+
 def _token_view(x: Tensor) -> View:
-    return view(x.transpose(0, 1)[None])
+    return _view(x, x.transpose(0, 1)[None])
 
 
 def _row_tiles(problem: Problem, block: int) -> int:
@@ -215,17 +218,13 @@ def _row_tiles(problem: Problem, block: int) -> int:
 
 def _readable(pages: Pages, spec: DeviceSpec) -> Pages:
     """As kernels read them; nothing is copied that fits already."""
-    table, indptr, lengths = pages.table, pages.indptr, pages.lengths
-    if table.dtype not in INTEGERS or (table.shape[-1] > 1 and table.stride(-1) != 1):
-        table = table.int().contiguous()
-    if indptr is not None and (indptr.dtype not in INTEGERS or not indptr.is_contiguous()):
-        indptr = indptr.int().contiguous()
+    lengths = pages.lengths
     if lengths.dtype not in INTEGERS or not lengths.is_contiguous():
         lengths = lengths.int().contiguous()
     k, v = pages.k, pages.v
     if k.dtype == torch.float8_e4m3fn and (on_hip() or spec.capability is None or spec.capability < FP8_SINCE):
         k, v = k.view(torch.uint8), v.view(torch.uint8)
-    return pages._replace(k=k, v=v, table=table, indptr=indptr, lengths=lengths)
+    return pages._replace(k=k, v=v, lengths=lengths)
 
 
 def _known_page(pages: Pages) -> int:

@@ -18,7 +18,7 @@ from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.gpu import MARGIN, Candidate, Size, best_splits, choose, judge, power_of_two, size_of
 from tilewise.model.onchip import OnChip, occupancy
 from tilewise.model.tile import TilePlan, refusal
-from tilewise.problem import DECODE_ROWS, MAX_HEAD_DIM, Problem
+from tilewise.problem import DECODE_ROWS, Problem
 
 DTYPES = ("float16", "bfloat16", "float32")
 PRECISIONS = ("default", "tf32")
@@ -242,7 +242,7 @@ def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
 def _candidates(size: Size, x: Operands, spec: DeviceSpec, pass_: str) -> Iterator[TilePlan]:
     blocks = SMALL_BLOCKS if x.fp16_split and spec.capability and spec.capability[0] == 10 else BLOCKS
     if pass_ == "decode":
-        wide = x.d > MAX_HEAD_DIM  # latents: an accumulator of 64 rows takes more than the registers of four warps
+        wide = x.paged and max(x.d, x.dv) > 256  # latents: 64 rows of them take more than the registers of four warps
         for block_q in (rows for rows in (16, 32, 64) if wide or rows >= _packed_rows(size)):
             for block_k in BLOCKS:
                 for stages in (1, 2, 3):
