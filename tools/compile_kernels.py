@@ -205,6 +205,9 @@ FORWARD: list[tuple[Any, ...]] = [
     ("negative scale", 128, {"scale": -1.0}),
     *((f"d{d} sinks", d, {**GPT_OSS, "sinks": True}) for d in WIDTHS),
     *((f"d{d} sinks varlen", d, {**GPT_OSS, **PACKED, "sinks": True}) for d in (64, 128)),
+    *((f"d{d} alibi {name}", d, {**MASKS[name], "alibi": True}) for d in WIDTHS for name in ("full", "causal")),
+    ("d128 alibi varlen", 128, {"mask": "causal", **PACKED, "alibi": True}),
+    *((f"d{d} dropout {name}", d, {**MASKS[name], "dropout_p": 0.1}) for d in WIDTHS for name in ("full", "causal")),
     ("d256 full long", 256, {"seqlen": 16384}),
     *((f"d{d} {name} lists", d, mask) for d in WIDTHS for name, mask in LISTED.items()),
     *(
@@ -212,7 +215,9 @@ FORWARD: list[tuple[Any, ...]] = [
         for d in (64, 128) for name in ("full", "causal") for m, n in ((128, 64), (192, 64))
     ),
 ]  # fmt: skip
-FEATURES_FEW = ("d64 sinks", "d128 sinks varlen")
+FEATURES_FEW = (
+    *("d64 sinks", "d128 sinks varlen", "d64 alibi full", "d128 alibi causal", "d64 dropout causal", "d128 dropout full"),
+)
 """Of both passes."""
 BACKWARD_FEW = ("d64 full", "d128 causal", "d256 causal", "d128 causal varlen", "d64 causal deterministic",
                 "d128 documents lists")
@@ -225,6 +230,10 @@ BACKWARD: list[tuple[Any, ...]] = [
     *((f"d{d} fp16", d, {"dtype": "float16"}) for d in WIDTHS),
     *((f"d{d} softcap", d, {"mask": "causal", "softcap": 20.0}) for d in WIDTHS),
     *((f"d{d} sinks", d, {**GPT_OSS, "sinks": True}) for d in WIDTHS),
+    *((f"d{d} alibi {name}", d, {**MASKS[name], "alibi": True}) for d in WIDTHS for name in ("full", "causal")),
+    *((f"d{d} alibi deterministic", d, {"mask": "causal", "alibi": True, **DETERMINISTIC}) for d in (64, 128)),
+    ("d128 alibi varlen", 128, {"mask": "causal", **PACKED, "alibi": True}),
+    *((f"d{d} dropout {name}", d, {**MASKS[name], "dropout_p": 0.1}) for d in WIDTHS for name in ("full", "causal")),
     *((f"d{d} causal varlen deterministic", d, {"mask": "causal", **PACKED, **DETERMINISTIC}) for d in (64, 128)),
     ("d128 softcap deterministic", 128, {"mask": "causal", "softcap": 20.0, **DETERMINISTIC}),
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in WIDTHS for name in ("full", "causal")),
@@ -350,9 +359,10 @@ MASKED_SPILLS = {("jvp", 128): 48, ("second_keys", 64): 24, ("second_keys", 128)
 
 
 def short_of_registers(case: Case) -> bool:
-    """Backward kernels that are right and lack registers: softcap at 128 (ten to thirty values a step wait in memory), packed
-    batches at 64 (two or three); from Triton 3.8 on others too."""
-    return (case.softcap > 0 and case.head_dim == 128) or (bool(case.lengths) and case.head_dim == 64)
+    """Backward kernels that are right and lack registers: softcap at 128 (ten to thirty values a step wait in memory), dropout at
+    128 (four), packed batches at 64 (two or three); from Triton 3.8 on others too."""
+    full = case.softcap > 0 or case.dropout_p > 0
+    return (full and case.head_dim == 128) or (bool(case.lengths) and case.head_dim == 64)
 
 
 def tuned_spills(check: Check, tile: Any, target: str) -> int:

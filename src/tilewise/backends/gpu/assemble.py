@@ -24,6 +24,11 @@ MARK = "--opt-level=3"
 _one_at_a_time = threading.Lock()
 
 
+def one_at_a_time() -> threading.Lock:
+    """What a kernel is compiled under: which assembler runs is Triton's choice for the whole process, and may be changed here."""
+    return _one_at_a_time
+
+
 def _forget_lock() -> None:
     """In a child of fork, where nobody may be left to release it."""
     global _one_at_a_time
@@ -72,7 +77,7 @@ def compile_soundly(target: Any, needed: bool, build: Callable[[dict[str, str]],
     from triton import knobs
     from triton.runtime.errors import PTXASError
 
-    with _one_at_a_time:  # the choice is Triton's, for the whole process
+    with one_at_a_time():
         own: Any = knobs.nvidia.ptxas
         newer: Any = getattr(knobs.nvidia, "ptxas_blackwell", None)
 
