@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tilewise.api.bias import alibi as alibi
     from tilewise.api.cache import KVCache as KVCache
     from tilewise.api.cached import attention_cached as attention_cached
+    from tilewise.api.cached_plan import plan_cached as plan_cached
     from tilewise.api.merge import merge as merge
     from tilewise.api.rotary import rotary as rotary
     from tilewise.api.varlen import attention_varlen as attention_varlen
@@ -51,6 +52,7 @@ _HOMES = {
     "api.attention": ("attention",),
     "api.varlen": ("attention_varlen",),
     "api.cached": ("attention_cached",),
+    "api.cached_plan": ("plan_cached",),
     "api.cache": ("KVCache",),
     "api.rotary": ("rotary",),
     "api.merge": ("merge",),

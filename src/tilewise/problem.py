@@ -86,6 +86,7 @@ class Problem:
     rows: queries of each sequence of a packed batch, where all have as many; 0 where that is not known.
     stored: the dtype of pages whose numbers have a scale, "int8" or "float8_e4m3fn"; "" where they have none.
     splits: the parts that the keys of a sequence in a cache are split into; 0 leaves the choice to the backend.
+    partial: whether the output is a part, wanted in the dtype of the arithmetic, to be merged with others.
     invariant: whether the bits of a row must follow from the row alone, and not from the batch around it.
 
     >>> problem = tw.Problem.of(heads=32, kv_heads=8, seqlen=8192, head_dim=128, mask=tw.causal())
@@ -121,6 +122,7 @@ class Problem:
     rows: int = 0
     stored: str = ""
     splits: int = 0
+    partial: bool = False
     invariant: bool = False
     memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
     """What layers keep of their work on this problem: the lowered mask, failed kernels, the backend of the gradients. It
@@ -222,10 +224,10 @@ class Problem:
 
         The one definition of decoding. A tile asked for the forward chooses the forward's kernel.
         """
-        rows, keys = self.seqlen_q, self.seqlen_k
-        if self.page:  # packed always: on average
-            rows, keys = -(-rows // max(1, self.batch)), keys // max(1, self.batch)
-        few = (self.page or not self.varlen) and rows * self.group <= DECODE_ROWS and keys >= 4 * rows * self.group
+        rows, keys, most = self.seqlen_q, self.seqlen_k, DECODE_ROWS
+        if self.page:  # packed always: on average; some tiles hold the heads of a latent, or who shares a prefix
+            rows, keys, most = -(-rows // max(1, self.batch)), keys // max(1, self.batch), 8 * DECODE_ROWS
+        few = (self.page or not self.varlen) and rows * self.group <= most and keys >= 4 * rows * self.group
         return bool(few) and self.asked("forward") is None
 
     @property

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 import tilewise as tw
 from tests.backends.gluon_threads import Descriptor, Machine, kernels
 from tests.backends.gluon_values import Shared, Value, pointer
+from tests.backends.hopper_lists import order_of
 from tests.numerics import checks
 from tilewise.api.options import DEFAULTS
 from tilewise.api.parse import build_problem
@@ -52,6 +53,8 @@ class Shape(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     tile: tuple[tuple[str, int, int], ...] = ()
     sinks: bool = False
+    alibi: int = 0  # rank of the slopes
+    dropout: float = 0.0
 
 
 SHORT, SPLIT = (("backward_dkdv", 64, 128), ("backward_dq", 128, 64)), (("backward_dkdv", 64, 64),)
@@ -111,6 +114,11 @@ def build(shape: Shape) -> tuple[Problem, Inputs]:
     inputs = Inputs(*qkv, cu_q=starts[0], cu_k=starts[1])
     if shape.sinks:
         options["sinks"] = torch.randn(shape.h, generator=g)
+    if shape.dropout:
+        options |= {"dropout_p": shape.dropout, "seed": 1234567890123}
+    if shape.alibi:
+        sides = (len(shape.lengths[0]) if shape.lengths else shape.b, shape.h)[2 - shape.alibi :]
+        options["bias"] = tw.alibi(torch.rand(sides, generator=g) - 0.2)
     problem, inputs = build_problem(inputs, {**DEFAULTS, **options, "return_lse": True})  # type: ignore[typeddict-item]
     return replace(problem, tile=shape.tile), inputs
 
@@ -160,7 +168,7 @@ def arguments(step: Step, call: Call, problem: Problem) -> Any:
     rows = [Rows(x, x.stride(1), x.stride(2), x.shape[3]) if packed and x is not None else None for x in call.grads[:3]]
     return a._replace(
         cu_q=call.inputs.cu_q if packed else None, cu_k=call.inputs.cu_k if packed else None,
-        order=None if a.order is None else torch.from_numpy(a.order).reshape(-1), terms=tuple(Term(*term) for term in terms),
+        order=order_of(a), terms=tuple(Term(*term) for term in terms),
         stats_ptr=call.stats, dq_ptr=call.sums, dq=rows[0], dk=rows[1], dv=rows[2],
     )  # fmt: skip
 

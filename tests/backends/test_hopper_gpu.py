@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -59,13 +60,24 @@ CASES = [
     *(shape(head_dim=d, seqlen=1000, mask=mask, deterministic=True) for d in DIMS for mask in ("full", "causal", WINDOW)),
 ]
 PACKED = (5, 33, 0, 200, 129, 1000)
+UNEQUAL = {"seqlen": 257, "kv_seqlen": 1000}
 FEATURES = [
-    *(grouped(head_dim=d, sinks=True, mask=mask, seqlen=m, kv_seqlen=n) for d in DIMS for mask in ("causal", WINDOW)
-      for m, n in ((300, 300), (257, 1000))),
+    *(grouped(head_dim=d, sinks=True, mask=WINDOW, **UNEQUAL) for d in DIMS),
     *(shape(head_dim=d, sinks=True, data="padding") for d in DIMS),
     *(grouped(head_dim=d, sinks=True, lengths=PACKED) for d in DIMS),
-    *(shape(head_dim=d, sinks=True, mask="causal", softcap=20.0, deterministic=True) for d in DIMS),
-]  # fmt: skip
+    shape(sinks=True, mask="causal", softcap=20.0, deterministic=True),
+    *(grouped(head_dim=d, alibi=True, **UNEQUAL) for d in DIMS),
+    *(shape(head_dim=d, alibi=True) for d in DIMS),
+    *(grouped(head_dim=d, alibi=True, lengths=PACKED) for d in DIMS),
+    *(shape(head_dim=d, alibi=True, mask=WINDOW, deterministic=True) for d in (64, 128)),
+    shape(alibi=True, mask="causal", softcap=20.0),
+    *(grouped(head_dim=d, dropout_p=0.1, **UNEQUAL) for d in DIMS),
+    *(shape(head_dim=d, dropout_p=0.2, data="padding", dtype="float16") for d in DIMS),
+    *(grouped(head_dim=d, dropout_p=0.6, lengths=PACKED) for d in DIMS),
+    shape(dropout_p=0.1, alibi=True, sinks=True, softcap=20.0, mask="causal"),
+]
+
+switched_on = pytest.mark.skipif(os.environ.get(SWITCH) != "1", reason=f"served with {SWITCH}=1 only")
 
 
 def poisoned() -> None:
@@ -87,17 +99,18 @@ def test_right_at_the_edges_of_tiles(case: Case) -> None:
         assert judgement.ok, judgement
 
 
+@switched_on
 @pytest.mark.parametrize("case", FEATURES, ids=lambda case: f"{case.words()}{' deterministic' * case.deterministic}")
-def test_features_are_right(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "1")
-    assert dispatch.judge(BACKEND, case.problem(), case.inputs(case.tensors()), backward=True).ok
+def test_features_are_right(case: Case) -> None:
+    problem = replace(case.problem(), device="cuda")
+    assert dispatch.judge(BACKEND, problem, None, backward=True).ok
     test_right_at_the_edges_of_tiles(case)
 
 
+@switched_on
 @pytest.mark.parametrize("case", FEATURES, ids=lambda case: f"{case.words()}{' deterministic' * case.deterministic}")
-def test_gradients_of_features_are_right(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_features_are_right(case: Case) -> None:
     """All of them, those of sinks too, which benchmarks do not ask for."""
-    monkeypatch.setenv(SWITCH, "1")
     case = replace(case, device=DEVICE)
     problem, tensors = replace(case.problem(), needs_lse=True), case.tensors()
     inputs, dout = case.inputs(tensors), case.rank4(tensors.dout)

@@ -22,6 +22,7 @@ from tilewise.backends.hopper import arguments
 from tilewise.backends.hopper.backward import arguments as backward_arguments
 from tilewise.backends.hopper.backward import choose
 from tilewise.backends.hopper.backward.config import KeysConfig
+from tilewise.backends.hopper.feature_launch import call_features, with_features
 from tilewise.backends.hopper.list_plan import lists_of
 from tilewise.backends.hopper.plan import supports
 from tilewise.backends.hopper.structs import PrePostArguments
@@ -94,7 +95,8 @@ def run_forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.T
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
     lists = lists_of(make_lists(problem, C, False), make_words(problem, C))
-    a = wrapped(plan.arguments._replace(lse_ptr=lse, lists=lists, order=make_order(plan.arguments)))
+    given = with_features(plan.arguments, call_features(problem, inputs))
+    a = wrapped(given._replace(lse_ptr=lse, lists=lists, order=make_order(plan.arguments)))
     boxes = ((q, 64, C.BLOCK_D), (k, C.BLOCK_N, C.BLOCK_D), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.O_COLUMNS))
     with kernels("tilewise.backends.hopper", "kernel", "mainloop") as (machine, modules):
         forward_logic.extend(modules["mainloop"].gl, machine)
@@ -119,7 +121,8 @@ def run_backward(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any
             else:
                 lists = lists_of(make_lists(problem, C, isinstance(C, KeysConfig)), make_words(problem, C))
                 order = make_order(step.arguments)
-                a = wrapped(step.arguments._replace(stats_ptr=call.stats, dq_ptr=call.sums, lists=lists, order=order))
+                own = with_features(step.arguments, call_features(problem, inputs))
+                a = wrapped(own._replace(stats_ptr=call.stats, dq_ptr=call.sums, lists=lists, order=order))
             for program in range(step.programs):
                 start(machine, program)
                 function(*maps(step, call), a, C)

@@ -12,9 +12,9 @@ from tilewise.api.bias import Alibi
 from tilewise.api.lengths import readable
 from tilewise.backends.pages import Pages, positions_of
 from tilewise.errors import ArgumentError, ArgumentTypeError, MaskError
-from tilewise.masks import Binding, Mask, MaskShape
-from tilewise.masks.algebra import Blocks, Dense, Documents, KeyRanges, Selected, Tree
-from tilewise.masks.build import is_integer
+from tilewise.masks import UNBOUNDED, Binding, Full, Mask, MaskShape
+from tilewise.masks.algebra import And, Band, Blocks, Dense, Documents, KeyRanges, Selected, Tree
+from tilewise.masks.build import ANCHORS, is_integer
 from tilewise.masks.trees import ancestors, check_parents, depths
 
 MAX_SPLITS = 1024
@@ -64,6 +64,15 @@ def sees_ahead(mask: Mask | None) -> bool:
         return True
     terms = mask.lower(Binding(MaskShape(1, 1, 1, 1))).terms()
     return not all(any(one.kind.is_bottom_right and one.ints[1] <= 0 for one in term) for term in terms)
+
+
+def sees_all_before(mask: Mask | None) -> bool:
+    """Does every query see all keys before the first query of its sequence? (A slot of a tree without a token sees none.)"""
+    if isinstance(mask, And):
+        return sees_all_before(mask.left) and sees_all_before(mask.right)
+    if isinstance(mask, Band):
+        return mask.letter == ANCHORS["bottom_right"] and mask.lo <= -UNBOUNDED and mask.hi >= -1
+    return mask is None or isinstance(mask, (Full, Tree))
 
 
 def some_before(pages: Pages, cu: Tensor) -> bool:

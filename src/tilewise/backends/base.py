@@ -16,7 +16,7 @@ from tilewise.numerics.oracle import Inputs as Inputs
 from tilewise.problem import WIDE, Problem
 
 if TYPE_CHECKING:
-    from tilewise.backends.pages import Pages
+    from tilewise.backends.pages import NewTokens, Pages
 
 
 class Needs(NamedTuple):
@@ -118,6 +118,8 @@ class Backend(Protocol):
     """Refuses no call for where its tensors begin in memory."""
     reads_pages: bool = False
     """Has `paged`."""
+    writes_pages: bool = False
+    """Has `append`."""
     invariant: bool = False
     """Serves problems whose rows must have bits of their own: `Problem.invariant`."""
 
@@ -140,6 +142,10 @@ class Backend(Protocol):
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         """The same of a packed batch whose keys and values lie in pages; `k` and `v` of the inputs only tell their shapes."""
         raise BackendError(f"backend {self.name!r} reads no pages", {self.name: ("reads no pages",)})
+
+    def append(self, pages: Pages, new: NewTokens) -> Tensor | None:
+        """Write new tokens into pages, and turn them and their queries; gives the queries. What has no place is not written."""
+        raise BackendError(f"backend {self.name!r} writes no pages", {self.name: ("writes no pages",)})
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""

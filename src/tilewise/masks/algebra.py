@@ -383,8 +383,8 @@ def _combine(kind: type[_Pair], left: Mask, right: Mask) -> Mask:
 
 
 def lowered(terms: Terms, binding: Binding | None = None) -> MaskProgram:
-    """The program of a disjunction of conjunctions, with what is known of its terms without reading tensors; of terms of masks,
-    whose trees are not complete, with what they are bound to."""
+    """The program of a disjunction of conjunctions, with what can be said of its terms without reading tensors; of the terms of
+    masks, whose trees are not complete, with what they are bound to."""
     merged = [merge_term(term) for term in terms]
     possible = [term for term in merged if term is not None]
     if binding is not None and any(literal.kind.is_tree for term in possible for literal in term):

@@ -79,6 +79,8 @@ def pointer_kinds(kernel: Kernel) -> dict[str, tuple[Any, str]]:
     real = REALS[kernel.real].type
     kinds = dict.fromkeys(STORED, (STORAGE[kernel.dtype], kernel.dtype)) | dict.fromkeys(REAL, (real, ""))
     kinds |= {"classes": (I8, "")} | dict.fromkeys(I64_ARRAYS, (I64, "")) | dict.fromkeys(I32_ARRAYS, (I32, ""))
+    if kernel.partial:
+        kinds["o"] = (STORAGE[kernel.out], kernel.out)
     if kernel.paged:
         stored = kernel.stored or kernel.dtype
         kinds |= dict.fromkeys(("k", "v"), (STORAGE[stored], stored)) | dict.fromkeys(("k_scale", "v_scale"), (F32, "float32"))

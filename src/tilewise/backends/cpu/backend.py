@@ -148,7 +148,7 @@ class CpuBackend(Backend):
         if alone.all() or not alone.any():
             return self._paged(problem, inputs, pages)
         rows, single = inputs.cu_q.diff(), torch.from_numpy(alone)
-        out = empty_out(inputs.q, problem.head_dim_v)
+        out = _empty_part(problem, inputs.q)
         lse = empty_lse(inputs.q, problem.precision)
         owner = torch.repeat_interleave(single, rows)
         for some, tokens in ((single, owner), (~single, ~owner)):
@@ -163,7 +163,7 @@ class CpuBackend(Backend):
     def _paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         k, v = pages.k.transpose(1, 2), pages.v.transpose(1, 2)
         launch = launch_for(problem, inputs._replace(k=k, v=v), "forward")
-        q, out = inputs.q, empty_out(inputs.q, problem.head_dim_v)
+        q, out = inputs.q, _empty_part(problem, inputs.q)
         lse = new(*launch.lse)
         args, _alive = optional_arguments(problem, inputs, launch)
         seen = pages.seen
@@ -286,6 +286,14 @@ class CpuBackend(Backend):
 def _of_sequences(x: Tensor | None, at: Tensor) -> Tensor | None:
     """What belongs to some sequences, of a tensor that all share or that has a row for each."""
     return x if x is None or x.shape[0] == 1 else x[at]
+
+
+def _empty_part(problem: Problem, q: Tensor) -> Tensor:
+    """Memory for the output, or, of a partial one, in the dtype of the arithmetic."""
+    out = empty_out(q, problem.head_dim_v)
+    if not problem.partial:
+        return out
+    return torch.empty_strided(out.shape, out.stride(), dtype=getattr(torch, problem.arithmetic), device="cpu")
 
 
 def _scattered(problem: Problem, inputs: Inputs | None) -> str | None:

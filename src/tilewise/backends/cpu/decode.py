@@ -187,7 +187,7 @@ class Decode(KernelModule, ABC):
     @kernel_function()
     def emit_finish(self, e: Emit) -> None:
         """finish(args, frame): the sink joins, O / l goes out in the inputs' dtype, and the LSE."""
-        args, frame, dtype = e.args, e.frame, self.kernel.dtype
+        args, frame, dtype = e.args, e.frame, self.kernel.out
         first, Dv = frame.nth_group * args.group, args.Dv
         has_sink = args.given("sinks")
         with e.range(0, args.group) as r:

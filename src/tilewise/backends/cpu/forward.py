@@ -43,7 +43,7 @@ class Forward(Softmax, KeyParts):
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.emit_helpers()
-        self.unpack_quotient = pack.emit_unpack_strip(self.unit, kernel.dtype, divide=True)
+        self.unpack_quotient = pack.emit_unpack_strip(self.unit, kernel.out, divide=True)
         # what is hidden from all could be out of bounds; and what others see of a block moves the bound
         self.bounded = self.can_be_bounded and kernel.plain and self.simple and not kernel.invariant
         self.emit_products()

@@ -170,6 +170,7 @@ def _kernel(
         stats="entropy" in problem.stats if kind == "backward" else kind == "forward" and watched(problem),
         paged=problem.page > 0,
         stored=problem.stored,
+        partial=problem.partial,
         invariant=problem.invariant,
     )
 

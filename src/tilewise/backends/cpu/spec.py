@@ -57,12 +57,18 @@ class Kernel(NamedTuple):
     paged: bool = False  # K and V lie in pages
     together: bool = False  # a decoding task has several key heads, whose rows of a token lie side by side
     stored: str = ""  # the dtype of pages whose numbers have a scale; "": that of q
+    partial: bool = False  # the output is stored in the type of the arithmetic
     invariant: bool = False  # key blocks and parts begin at fixed positions, and nothing else changes a row's sums
 
     @property
     def real(self) -> str:
         """The type of the arithmetic: inputs are widened to it as they are loaded, results narrowed as they are stored."""
         return "float64" if self.double or self.dtype == "float64" else "float32"
+
+    @property
+    def out(self) -> str:
+        """The dtype of the output."""
+        return self.real if self.partial else self.dtype
 
     @property
     def backwards(self) -> bool:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from tilewise.backends.gpu.sass import disassembled, lost_addresses
-from tilewise.backends.gpu.structs import Attention
+from tilewise.backends.gpu.structs import Attention, Gradients
 from tilewise.errors import KernelError
 
 FIXED = (12, 9)
@@ -47,6 +47,8 @@ def proven(types: Any, attributes: Any, config: Any) -> bool:
     """
     a = types[0]
     if not isinstance(a, Attention) or a.q.ptr not in ("*fp16", "*bf16") or (0, 0, 1) not in attributes:
+        return False
+    if not isinstance(types[1], (str, Gradients)):  # neither forward nor backward
         return False
     usual = config.D == config.DV == config.BLOCK_D == config.BLOCK_DV and config.D in (64, 128)
     more = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -17,10 +18,24 @@ NONE: Features = {}
 
 def call_features(problem: Problem, inputs: Inputs) -> Features:
     """Of a call; empty for most."""
-    if not problem.sinks:
+    if not (problem.sinks or problem.alibi or problem.dropout_p > 0):
         return NONE
-    assert inputs.sinks is not None
-    return {"sinks_ptr": inputs.sinks.to(torch.float32).contiguous()}
+    found: Features = {}
+    if inputs.sinks is not None:
+        found["sinks_ptr"] = inputs.sinks.to(torch.float32).contiguous()
+    if inputs.alibi is not None:
+        slopes = inputs.alibi.to(torch.float32).contiguous()
+        found |= {"alibi_ptr": slopes, "alibi_b": problem.heads if slopes.shape[0] > 1 else 0}
+    if problem.dropout_p > 0:
+        assert inputs.seed is not None
+        seed = inputs.seed.to(inputs.q.device, non_blocking=True)
+        found["seed_ptr"] = seed.reshape(1).view(torch.int32)
+    return found
+
+
+def features_key(inputs: Inputs) -> Hashable:
+    """What launches depend on beside the problem and the tensors' addresses."""
+    return None if inputs.alibi is None else inputs.alibi.shape[0]
 
 
 def tensors_in(features: Features) -> tuple[Tensor, ...]:

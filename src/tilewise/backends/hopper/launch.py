@@ -16,7 +16,7 @@ from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.hopper.arguments import CLUSTER_BYTES, ForwardPlan, heads_together, make_plan
 from tilewise.backends.hopper.compile import compile_kernel
-from tilewise.backends.hopper.feature_launch import call_features, tensors_in, with_features
+from tilewise.backends.hopper.feature_launch import call_features, features_key, tensors_in, with_features
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.list_launch import Dealing, call_lists, is_listed
 from tilewise.backends.hopper.list_plan import lists_of
@@ -30,7 +30,7 @@ from tilewise.problem import Problem
 def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse of a supported problem, on the current stream."""
     q, k, v = inputs[:3]
-    key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride())
+    key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride(), features_key(inputs))
     if is_listed(problem):
         return run_listed(problem, inputs, key)
     return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, q.device)))

@@ -59,6 +59,7 @@ def obstacles(problem: Problem, backward: bool = False) -> list[str]:
         list_obstacle(problem, backward, tile_sizes(problem, backward)) if isinstance(mask, str) else None,
         no_statistics(problem.stats),
         no_trees(problem.program.kinds),
+        "its kernels read no pages; triton's do" if problem.page else None,
     )
     return [reason for reason in reasons if reason] or [*refused_tiles(problem, backward)]
 

@@ -32,7 +32,7 @@ from tilewise.backends.triton.run import run_backward, run_forward, spec_of
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:
-    from tilewise.backends.pages import Pages
+    from tilewise.backends.pages import NewTokens, Pages
 
 
 class Triton(Backend):
@@ -40,6 +40,7 @@ class Triton(Backend):
 
     name = "triton"
     reads_pages = True
+    writes_pages = True
 
     def usable(self, device: str) -> Verdict:
         if importlib.util.find_spec("triton") is None:
@@ -86,8 +87,15 @@ class Triton(Backend):
         from tilewise.backends.triton.paged import run_paged
 
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
+        if problem.partial:
+            out = torch.empty_like(out, dtype=torch.float32)
         on_device(inputs.q.device, run_paged, problem, inputs, pages, out, lse)
         return out, lse
+
+    def append(self, pages: Pages, new: NewTokens) -> Tensor | None:
+        from tilewise.backends.triton.paged import run_append
+
+        return on_device(pages.k.device, run_append, pages, new)
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         return on_device(inputs.q.device, run_backward, problem, inputs, given)

@@ -17,6 +17,7 @@ from tilewise.backends.hopper.feature_launch import (
     NONE,
     Features,
     call_features,
+    features_key,
     sink_gradient,
     tensors_in,
     with_features,
@@ -54,7 +55,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     lse = lse.contiguous()  # a part of the queries may lie within more of them
     q, k, v = inputs[:3]
     strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
-    key = ("hopper backward", q.device, *strides)
+    key = ("hopper backward", q.device, *strides, features_key(inputs))
     found = lists_of_steps(problem, inputs)
     key = (*key, *(lists.key for lists in found.values())) if found else key
     recording = recorder.get(problem, key, q.device, partial(plan_on, problem, q.device, dlse is not None))

@@ -1,0 +1,200 @@
+"""`plan_cached`: which sequences of a cache begin with the same pages, so that these are read once for all who share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise.api.cache import KVCache
+from tilewise.api.lengths import readable
+from tilewise.backends.pages import Pages
+from tilewise.errors import ArgumentError, ArgumentTypeError
+from tilewise.masks.build import integer
+from tilewise.numerics.merge import join_sink, merge_many
+
+LEAST = 256
+"""Tokens that a shared run of pages has at least: for fewer, reading them once does not pay for merging."""
+Partial = tuple[Tensor, Tensor]
+"""out and lse of some keys."""
+
+
+class SharedPages(NamedTuple):
+    """Pages [first, past) of the tables of some sequences, which are the same ones."""
+
+    sequences: tuple[int, ...]
+    first: int
+    past: int
+
+
+@dataclass(frozen=True)
+class CachedPlan:
+    """What the sequences of a cache share; made by `plan_cached`. Levels follow each other: what all share comes first, then what
+    some of them share after it."""
+
+    batch: int
+    page: int
+    levels: tuple[tuple[SharedPages, ...], ...]
+    pages: int
+    """Pages that all sequences have together, each counted as often as it is listed."""
+
+    @property
+    def pages_read(self) -> int:
+        """Pages that are read, those that are shared once."""
+        spared = ((len(run.sequences) - 1) * (run.past - run.first) for level in self.levels for run in level)
+        return self.pages - sum(spared)
+
+    @property
+    def shared(self) -> list[int]:
+        """Of each sequence, the leading pages that it shares."""
+        counts = [0] * self.batch
+        for level in self.levels:
+            for run in level:
+                for b in run.sequences:
+                    counts[b] = run.past
+        return counts
+
+    def __str__(self) -> str:
+        lines = [f"{self.batch} sequences: {self.pages_read:,} of {self.pages:,} pages of {self.page} are read"]
+        for run in (run for level in self.levels for run in level):
+            lines.append(
+                f"  {len(run.sequences)} share pages {run.first:,} to {run.past - 1:,} of their tables "
+                f"({(run.past - run.first) * self.page:,} tokens)"
+            )
+        return "\n".join(lines)
+
+
+def plan_cached(cache: KVCache, *, queries: int = 1, least: int = LEAST) -> CachedPlan:
+    """Find what sequences of a cache share: equal leading pages of their tables, read once for all of them with `plan=`.
+
+    cache: a KVCache. Its table and lengths are read, which waits for a GPU; planning belongs outside of the generation loop.
+    queries: the most queries that a sequence will have in a call. The pages of their tokens are not shared.
+    least: the fewest tokens that are worth sharing.
+
+    A plan serves as long as the shared pages stay where they are in the tables, while lengths grow. Sharing changes the order of
+    sums: results agree to rounding. Calls whose queries see a prefix differently (a window, ALiBi, a bias) do not use it.
+
+    >>> plan = tw.plan_cached(cache)
+    >>> print(plan)
+    64 sequences: 3,024 of 129,024 pages of 16 are read
+      64 share pages 0 to 1,999 of their tables (32,000 tokens)
+    >>> out = tw.attention_cached(q, cache, new=(k, v), plan=plan)
+    """
+    if not isinstance(cache, KVCache):
+        raise ArgumentTypeError(f"cache: got {type(cache).__name__}, need a KVCache; see tw.KVCache.paged and .static")
+    queries, least = integer("plan_cached: queries", queries, 0), integer("plan_cached: least", least, 1)
+    cache.check()
+    pages = cache.pages.now()
+    entries, starts, lengths = (x.cpu().numpy() for x in (pages.entries, pages.starts, pages.lengths))
+    used = -(-lengths // pages.page)
+    tables = [entries[start : start + count] for start, count in zip(starts, used, strict=True)]
+    whole = [max(0, int(n)) for n in (lengths - queries) // pages.page]
+    found: list[list[SharedPages]] = []
+    _share(tables, whole, (tuple(range(len(tables))), 0, 0), found, max(1, -(-least // pages.page)))
+    return CachedPlan(len(tables), pages.page, tuple(map(tuple, found)), int(used.sum()))
+
+
+def _share(
+    tables: list[Any], whole: list[int], known: tuple[tuple[int, ...], int, int], found: list[list[SharedPages]], least: int,
+    level: int = 0,
+) -> None:
+    """What some of the sequences share beyond [first, at), which all of them do and which is not among what was found."""
+    members, first, at = known
+    buckets: dict[int, list[int]] = {}
+    for b in members:
+        if whole[b] > at:
+            buckets.setdefault(int(tables[b][at]), []).append(b)
+    for page, some in buckets.items():
+        if len(some) < 2 or page < 0:
+            continue
+        end = min(whole[b] for b in some)
+        head = tables[some[0]][at:end]
+        for b in some[1:]:
+            differs = np.flatnonzero(tables[b][at : at + len(head)] != head)
+            head = head[: differs[0]] if len(differs) else head
+        end = at + len(head)
+        if end - first < least:
+            _share(tables, whole, (tuple(some), first, end), found, least, level)
+            continue
+        if len(found) == level:
+            found.append([])
+        found[level].append(SharedPages(tuple(some), first, end))
+        _share(tables, whole, (tuple(some), end, end), found, least, level + 1)
+
+
+def check_plan(plan: Any, pages: Pages, cu: Tensor, invariant: bool) -> None:
+    """Raise on a plan that is none of this cache as it is now."""
+    if not isinstance(plan, CachedPlan):
+        raise ArgumentTypeError(f"plan: got {type(plan).__name__}, need what tw.plan_cached(cache) gives")
+    if invariant:
+        raise ArgumentError("plan: with invariant=True no row may depend on what others share; leave plan=None")
+    if plan.batch != len(pages.starts) or plan.page != pages.page:
+        raise ArgumentError(
+            f"plan: made for {plan.batch} sequences in pages of {plan.page}, but the cache has {len(pages.starts)} in pages of "
+            f"{pages.page}; call tw.plan_cached(cache) again"
+        )
+    if not readable(pages.lengths):
+        return
+    entries, starts = pages.entries.numpy(), pages.starts.numpy()
+    for run in (run for level in plan.levels for run in level):
+        own = [entries[starts[b] + run.first : starts[b] + run.past] for b in run.sequences]
+        if not all(np.array_equal(own[0], other) for other in own[1:]):
+            raise ArgumentError(
+                f"plan: sequences {run.sequences[:4]} no longer share pages {run.first} to {run.past - 1}; "
+                "call tw.plan_cached(cache) again"
+            )
+    before = (pages.lengths - cu.diff()).numpy() // pages.page
+    for b, shared in enumerate(plan.shared):
+        if shared > before[b] and cu[b + 1] > cu[b]:
+            raise ArgumentError(
+                f"plan: sequence {b} shares {shared} pages, but only {max(0, before[b])} lie before its queries; "
+                "tw.plan_cached(cache, queries=n) leaves room for n"
+            )
+
+
+def attend_shared(
+    plan: CachedPlan, pages: Pages, queries: tuple[Tensor, Tensor], sinks: Tensor | None, attend: Callable[..., Partial]
+) -> Partial:
+    """out (1, H, T, Dv) and lse (1, H, T) of packed queries (q, cu): what is shared, level by level, and what each has of its
+    own, merged. `attend(q, cu, pages, own)` is the attention of queries over pages, with the call's mask if they are their `own`.
+
+    A query that sees nothing of its own, not even itself, is none: it sees nothing of what is shared.
+    """
+    q, cu = queries
+    shared = torch.tensor(plan.shared, dtype=torch.int32, device=q.device)
+    own = pages._replace(
+        starts=pages.starts + shared, counts=pages.counts - shared, lengths=pages.lengths - shared * pages.page
+    )
+    parts = [attend(q, cu, own, True)]
+    is_none = parts[0][1] == float("-inf")
+    rows = cu.diff()
+    sequence = torch.repeat_interleave(torch.arange(plan.batch, device=q.device), rows, output_size=q.shape[0])
+    for level in plan.levels:
+        at, counts = _rows_of(level, sequence, rows)
+        leaders = torch.tensor([run.sequences[0] for run in level], device=q.device)
+        first, past = (torch.tensor([run[side] for run in level], dtype=torch.int32, device=q.device) for side in (1, 2))
+        prefix = pages._replace(
+            starts=pages.starts[leaders] + first, counts=past - first, lengths=(past - first) * pages.page
+        )
+        cu_level = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+        out, lse = attend(q[at], cu_level, prefix, False)
+        whole = (torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], float("-inf")))
+        whole[0][:, :, at], whole[1][:, :, at] = out.to(whole[0].dtype), lse.to(whole[1].dtype)
+        parts.append(whole)
+    out, lse = merge_many([out for out, _ in parts], [lse.masked_fill(is_none, float("-inf")) for _, lse in parts])
+    return (out, lse) if sinks is None else join_sink(out, lse, sinks)
+
+
+def _rows_of(level: tuple[SharedPages, ...], sequence: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The packed rows of the sequences of each run, one run after the other, and how many each has."""
+    number = torch.full(rows.shape, -1, dtype=torch.long, device=rows.device)
+    for n, run in enumerate(level):
+        number[torch.tensor(run.sequences, device=rows.device)] = n
+    own = number[sequence]
+    order = torch.argsort(own, stable=True)
+    counts = torch.bincount(own[own >= 0], minlength=len(level))
+    return order[len(own) - int(counts.sum()) :], counts
