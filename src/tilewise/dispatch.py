@@ -17,6 +17,7 @@ from tilewise.errors import ArgumentError, BackendError, KernelError
 from tilewise.problem import Problem
 
 _present_devices: set[str] = set()
+_writers: dict[tuple[str, str, Entry | None, int], Backend | None] = {}
 
 
 def registry_key(name: str) -> tuple[str, Entry | None, int]:
@@ -96,6 +97,15 @@ def pages_backend(problem: Problem, name: str = "auto") -> Backend | None:
         if usable(candidate, problem.device).ok and get(candidate).reads_pages and judge(candidate, problem).ok:
             return get(candidate)
     return None
+
+
+def pages_writer(device: str, name: str = "auto") -> Backend | None:
+    """The first backend that writes pages on a device; None where torch does it."""
+    key = device, *registry_key(name)
+    if key not in _writers:
+        candidates = (get(one) for one in (REGISTRY if name == "auto" else (name,)) if usable(one, device).ok)
+        _writers[key] = next((one for one in candidates if one.writes_pages), None)
+    return _writers[key]
 
 
 def next_backend(

@@ -224,10 +224,10 @@ class Problem:
 
         The one definition of decoding. A tile asked for the forward chooses the forward's kernel.
         """
-        rows, keys = self.seqlen_q, self.seqlen_k
-        if self.page:  # packed always: on average
-            rows, keys = -(-rows // max(1, self.batch)), keys // max(1, self.batch)
-        few = (self.page or not self.varlen) and rows * self.group <= DECODE_ROWS and keys >= 4 * rows * self.group
+        rows, keys, most = self.seqlen_q, self.seqlen_k, DECODE_ROWS
+        if self.page:  # packed always: on average; some tiles hold the heads of a latent, or who shares a prefix
+            rows, keys, most = -(-rows // max(1, self.batch)), keys // max(1, self.batch), 8 * DECODE_ROWS
+        few = (self.page or not self.varlen) and rows * self.group <= most and keys >= 4 * rows * self.group
         return bool(few) and self.asked("forward") is None
 
     @property

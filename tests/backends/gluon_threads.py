@@ -19,7 +19,9 @@ from unittest.mock import patch
 import torch
 
 from tests.backends.gluon_values import Product, Shared, Value, arange, load, store, tensor_of
+from tilewise.numerics.philox import WORD, philox
 
+LAYOUTS = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "DistributedLinearLayout")
 LIMIT_S = 60.0
 """A kernel here takes a second; one that hangs is given up after this long."""
 
@@ -141,6 +143,12 @@ class Machine:
     def assembly(self, text: str, constraints: str, args: list[Any], **_: Any) -> Any:
         if text.startswith("mov.b32"):
             return args[0] if isinstance(args[0], Value) else Value(torch.tensor(args[0]))
+        if text.startswith("add.f32"):
+            return args[0] + args[1]
+        if "abs.f32" in text:
+            return args[0] + (args[1] - args[2]).abs() * args[3]
+        if "mul.wide.u32" in text:
+            return kept_words(*args)
         if text.startswith("red."):
             where, what = args[0].at.reshape(-1), args[1].value.reshape(-1)
             assert where.unique().numel() == where.numel()
@@ -182,6 +190,13 @@ class Machine:
             raise self.broken
 
 
+def kept_words(*args: Any) -> Value:
+    """Dropout's own instructions: bits of the words that are no less than the threshold."""
+    *counter, low, high, below = (tensor_of(x).to(torch.int64) & WORD for x in args)
+    words = philox(tuple(counter), low | (high << 32))  # type: ignore[arg-type]
+    return Value(sum((word >= below).to(torch.int64) << i for i, word in enumerate(words)))  # type: ignore[arg-type]
+
+
 def language(machine: Machine) -> SimpleNamespace:
     """`gl` on that machine."""
 
@@ -206,9 +221,12 @@ def language(machine: Machine) -> SimpleNamespace:
         where=whole(torch.where), minimum=whole(torch.minimum), maximum=whole(torch.maximum), exp2=whole(torch.exp2),
         abs=whole(torch.abs), sum=lambda x, axis: Value(x.value.sum(axis)), cdiv=lambda x, y: (x + (y - 1)) // y,
         umulhi=lambda x, y: Value(torch.tensor(int(x) * int(y) >> 32)), barrier=lambda: None,
-        broadcast=lambda x, y: (Value(x.value.expand(y.value.shape).clone()), y), convert_layout=convert,
+        broadcast=lambda x, y: tuple(Value(z.clone()) for z in torch.broadcast_tensors(x.value, y.value)),
+        split=lambda x: tuple(Value(part) for part in x.value.unbind(-1)), convert_layout=convert,
+        join=lambda x, y: Value(torch.stack([x.value, y.value], -1)), permute=lambda x, order: Value(x.value.permute(order)),
+        reshape=lambda x, shape: x.reshape(shape),
         inline_asm_elementwise=machine.assembly, allocate_shared_memory=allocate, warp_specialize=machine.specialise,
-        **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), lambda *_: None),
+        **dict.fromkeys(LAYOUTS, lambda *_: None),
         NVMMASharedLayout=type("Layout", (), {"__init__": lambda *_, **__: None, "get_default_for": lambda *_: None}),
     )  # fmt: skip
 

@@ -53,6 +53,9 @@ class Value:
     def __bool__(self) -> bool:
         return bool(self.value)
 
+    def abs(self) -> Value:
+        return Value(self.value.abs())
+
     def __neg__(self) -> Value:
         return Value(-self.value)
 

@@ -134,6 +134,14 @@ def make_words(problem: Problem, config: Any) -> tuple[Words | None, Words | Non
     return result[0], result[1]
 
 
+def order_of(arguments: Any) -> torch.Tensor | None:
+    """The order of a plan's work tiles; any one where the device writes it."""
+    order = arguments.order
+    if order is None or isinstance(order, str):
+        return None if order is None else make_order(arguments)
+    return torch.from_numpy(order).reshape(-1)
+
+
 def make_order(arguments: Any) -> torch.Tensor:
     """Every work tile once, in any order."""
     total, programs = arguments.total, arguments.programs

@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 python -m tests.backends.interpreted_lists
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -208,6 +209,20 @@ def check_kept() -> None:
         assert lists(still).counts.tolist() == second.counts.tolist() != a.counts.tolist()
     array = tw.documents(np.zeros(48, dtype=np.int64))
     assert lists(array) is not lists(array), "numpy counts no versions"
+    problem, inputs = problem_of(tw.causal() & (tw.prefix(3) | tw.window(9)), 48, 48)
+    assert lists_for(problem, inputs, spec) is lists_for(problem, inputs, spec), "kept with a problem whose mask has no tensors"
+    problem, inputs = problem_of(tw.documents(ids.int()), 48, 48)
+    packed = replace(problem, varlen=True, batch=2)
+    cu = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 20, 48], [0, 32, 48])]
+    counts = []
+    for ends in (*cu, *cu):
+        given = inputs._replace(cu_q=ends, cu_k=ends)
+        counts.append(lists_for(packed, given, spec).counts.tolist())
+        assert lists_for(packed, given, spec) is lists_for(packed, given, spec)
+    assert counts[0] == counts[2] != counts[1] == counts[3], "the lengths of a call are its own"
+    cu[0].copy_(cu[1])
+    given = inputs._replace(cu_q=cu[0], cu_k=cu[0])
+    assert lists_for(packed, given, spec).counts.tolist() == counts[1], "lengths that have changed"
     ids.data[40:] = 9
     assert lists(mask) is second, "a write through .data counts no version, for torch neither"
     assert lists(tw.documents(ids)).counts.tolist() != second.counts.tolist(), "a mask built anew reads it"

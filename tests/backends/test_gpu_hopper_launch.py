@@ -73,8 +73,9 @@ def test_a_repeated_call_has_its_own_tensors(recorder: Recorder, kernel: Compile
         batch=2, heads=4, seqlen=64, head_dim=64, dtype="float16", mask=MASKS[mask], varlen=varlen, device="cuda"
     )
     first, names = call(problem, 0, kernel)
-    assert len(first) == 4
-    kept = [first, names]
+    assert len(first) == (6 if varlen else 4)  # a packed batch has its tiles ordered before each kernel
+    # a kernel that Triton compiles is given tensors in the first call, and addresses from then on
+    kept = call(problem, 2, kernel) if varlen else (first, names)
     second, other = call(problem, 1, kernel)
     assert named(second, other) == named(*kept)
     assert {name for args in named(second, other) for name in args if isinstance(name, str)} >= set(other.values()) - {

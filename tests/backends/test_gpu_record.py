@@ -243,18 +243,20 @@ def test_other_shapes_have_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({key for key, _, _ in found}) == len(found)
 
 
-def test_masks_whose_tensors_kernels_read_are_never_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But those that become lists are: the lists are tensors like any other."""
+def test_masks_are_remembered_by_the_shapes_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels read of a mask, as lists or converted, are tensors like any other."""
     from tilewise import masks
 
     found = collect(monkeypatch)
     q, k, v, out = (torch.randn(2, 2, 64, 16).half() for _ in range(4))
     lengths, ids = torch.tensor([64, 30]), torch.zeros(2, 64, dtype=torch.int32)
-    for mask in (masks.key_padding(lengths), masks.documents(ids), masks.documents(ids[:1])):
+    for mask in (masks.key_padding(lengths), masks.key_padding(lengths[:1]), masks.documents(ids), masks.documents(ids[:1])):
         problem = Problem.of(batch=2, heads=2, seqlen=64, head_dim=16, dtype="float16", mask=mask)
         run.run_forward(problem, Inputs(q, k, v), out, torch.empty(2, 2, 64))
-    padding, per_sequence, shared = (key for key, _, _ in found)
-    assert padding is None and per_sequence is not None and shared not in (None, per_sequence)
+    assert len({key for key, _, _ in found}) == 4
+    for _, tensors, (launch, *_) in found[:2]:
+        read = launch.args[0].mask.tensors
+        assert len(read) == 2 and all(any(x is own for own in tensors) for x in read), "or a repeated launch had old addresses"
 
 
 def test_a_descriptor_moves_to_other_memory() -> None:

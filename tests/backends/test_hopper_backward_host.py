@@ -151,7 +151,7 @@ def test_packed_batches_need_no_lengths() -> None:
     a = plan_of(problem).steps[1].arguments
     assert isinstance(a, Arguments)
     assert a.blocks.value == 1100 // 128 + 3 and a.stat_blocks == 1000 // 64 + 3
-    assert a.order is None and a.cu_q == a.cu_k == "*i32"
+    assert a.order == a.cu_q == a.cu_k == "*i32"
 
 
 def test_types_of_arguments() -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 import tilewise as tw
 from tests.backends.gluon_threads import Descriptor, Machine, kernels
 from tests.backends.gluon_values import Shared, Value, pointer
+from tests.backends.hopper_lists import order_of
 from tests.numerics import checks
 from tilewise.api.options import DEFAULTS
 from tilewise.api.parse import build_problem
@@ -23,6 +24,7 @@ from tilewise.backends.base import Grads, Inputs
 from tilewise.backends.hopper.backward import choose
 from tilewise.backends.hopper.backward.arguments import Step, make_plan
 from tilewise.backends.hopper.backward.config import QueriesConfig
+from tilewise.backends.hopper.feature_launch import call_features, sink_gradient, with_features
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask
 from tilewise.backends.hopper.launch import term_on
 from tilewise.backends.hopper.structs import Plane, PrePostArguments, Rows, Term
@@ -50,6 +52,9 @@ class Shape(NamedTuple):
     dlse: bool = False
     dtype: torch.dtype = torch.bfloat16
     tile: tuple[tuple[str, int, int], ...] = ()
+    sinks: bool = False
+    alibi: int = 0  # rank of the slopes
+    dropout: float = 0.0
 
 
 SHORT, SPLIT = (("backward_dkdv", 64, 128), ("backward_dq", 128, 64)), (("backward_dkdv", 64, 64),)
@@ -105,8 +110,15 @@ def build(shape: Shape) -> tuple[Problem, Inputs]:
     qkv = normal(shape.h, sq, shape.d), normal(shape.hk, sk, shape.d), normal(shape.hk, sk, shape.dv or shape.d)
     starts = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in shape.lengths or ()] or [None, None]
     mask = eval(shape.mask, {"tw": tw, "torch": torch})
-    options = {"mask": mask, "scale": shape.scale, "softcap": shape.softcap, "deterministic": shape.deterministic}
+    options: dict[str, Any] = {"mask": mask, "scale": shape.scale, "softcap": shape.softcap, "deterministic": shape.deterministic}
     inputs = Inputs(*qkv, cu_q=starts[0], cu_k=starts[1])
+    if shape.sinks:
+        options["sinks"] = torch.randn(shape.h, generator=g)
+    if shape.dropout:
+        options |= {"dropout_p": shape.dropout, "seed": 1234567890123}
+    if shape.alibi:
+        sides = (len(shape.lengths[0]) if shape.lengths else shape.b, shape.h)[2 - shape.alibi :]
+        options["bias"] = tw.alibi(torch.rand(sides, generator=g) - 0.2)
     problem, inputs = build_problem(inputs, {**DEFAULTS, **options, "return_lse": True})  # type: ignore[typeddict-item]
     return replace(problem, tile=shape.tile), inputs
 
@@ -132,6 +144,7 @@ class Call(NamedTuple):
     grads: Grads
     stats: torch.Tensor
     sums: torch.Tensor
+    dsinks: torch.Tensor
 
 
 def plane(x: torch.Tensor) -> Plane:
@@ -139,7 +152,8 @@ def plane(x: torch.Tensor) -> Plane:
 
 
 def arguments(step: Step, call: Call, problem: Problem) -> Any:
-    a = step.arguments
+    features = call_features(problem, call.inputs) | {"dsinks_ptr": call.dsinks}
+    a = with_features(step.arguments, features)
     packed = problem.varlen
     if isinstance(a, PrePostArguments):
         dq = call.grads.dq
@@ -154,7 +168,7 @@ def arguments(step: Step, call: Call, problem: Problem) -> Any:
     rows = [Rows(x, x.stride(1), x.stride(2), x.shape[3]) if packed and x is not None else None for x in call.grads[:3]]
     return a._replace(
         cu_q=call.inputs.cu_q if packed else None, cu_k=call.inputs.cu_k if packed else None,
-        order=None if a.order is None else torch.from_numpy(a.order).reshape(-1), terms=tuple(Term(*term) for term in terms),
+        order=order_of(a), terms=tuple(Term(*term) for term in terms),
         stats_ptr=call.stats, dq_ptr=call.sums, dq=rows[0], dk=rows[1], dv=rows[2],
     )  # fmt: skip
 
@@ -181,9 +195,8 @@ def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: A
     made = make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None, dlse is not None)
     nothing = float("nan")
     grads = Grads(*(torch.full_like(x, nothing) for x in inputs[:3]))
-    call = Call(
-        inputs, out, lse, dout, dlse, grads, torch.full((made.stats,), nothing), torch.full((max(1, made.dq),), nothing)
-    )
+    scratch = [torch.full((size,), nothing) for size in (made.stats, max(1, made.dq), made.stats // 2)]
+    call = Call(inputs, out, lse, dout, dlse, grads, *scratch)
     with kernels("tilewise.backends.hopper.backward", "prepost", "kernel") as (machine, modules):
         for step in made.steps:
             function = getattr(modules["kernel"], step.name, None) or getattr(modules["prepost"], step.name)
@@ -191,6 +204,8 @@ def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: A
             for program in range(step.programs):
                 start(machine, program)
                 function(*maps(step, call), a, step.config)
+    if inputs.sinks is not None:
+        grads = grads._replace(dsinks=sink_gradient(call.dsinks, inputs.sinks, inputs.q.shape[0]))
     return grads
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from tests.backends.gluon_threads import Descriptor, Machine, kernels
 from tests.backends.gluon_values import Value
+from tests.backends.hopper_lists import order_of
 from tests.backends.test_hopper_backward_logic import PAD, Shape, build, start, wrapped
 from tests.backends.test_hopper_host import most_skipped
 from tests.numerics import checks
@@ -25,6 +26,7 @@ from tilewise.backends.hopper import arguments
 from tilewise.backends.hopper.choose import compiled_for, unseen_by_all
 from tilewise.backends.hopper.compiler import newer_registers
 from tilewise.backends.hopper.config import NARROW, TABLE, THREE_SHORT, Config, shortened
+from tilewise.backends.hopper.feature_launch import call_features, with_features
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.launch import term_on
 from tilewise.backends.hopper.structs import Rows, Term
@@ -118,9 +120,6 @@ def meet(machine: Machine, ident: int, parties: int, waits: bool) -> None:
 
 def extend(gl: Any, machine: Machine) -> None:
     """What the forward asks of the language beside what the backward does."""
-    gl.reshape = lambda x, shape: x.reshape(shape)
-    gl.split = lambda x: tuple(Value(part) for part in x.value.unbind(-1))
-    gl.join = lambda x, y: Value(torch.stack([x.value, y.value], -1))
     gl.max = lambda x, axis: Value(x.value.amax(axis))
     gl.log2 = lambda x: Value(torch.log2(x.value))
     gl.full_like = lambda x, y: Value(torch.full_like(x.value, y))
@@ -144,14 +143,13 @@ def run(problem: Problem, inputs: Inputs, tile: Config | None) -> tuple[torch.Te
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
     terms = tuple(Term(*term_on(term, problem.batch, torch.device("cpu"))) for term in form.terms)
-    order = plan.arguments.order
     a = wrapped(
-        plan.arguments._replace(
+        with_features(plan.arguments, call_features(problem, inputs))._replace(
             lse_ptr=lse,
             cu_q=inputs.cu_q if packed else None,
             cu_k=inputs.cu_k if packed else None,
             terms=terms,
-            order=None if order is None else torch.from_numpy(order).reshape(-1),
+            order=order_of(plan.arguments),
             out=Rows(out, out.stride(1), out.stride(2), out.shape[3]) if packed else None,
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.numerics import checks
 from tilewise import dispatch
 from tilewise.backends import plans
+from tilewise.backends.base import BackwardInputs, Grads, Inputs, Needs
+from tilewise.backends.hopper.features import SWITCH
 from tilewise.hardware import probe_gpu
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.engine import bind_run
@@ -55,6 +59,25 @@ CASES = [
     *(shape(head_dim=256, batch=1, heads=10, seqlen=1030, kv_seqlen=8192, dtype=dtype) for dtype in ("bfloat16", "float16")),
     *(shape(head_dim=d, seqlen=1000, mask=mask, deterministic=True) for d in DIMS for mask in ("full", "causal", WINDOW)),
 ]
+PACKED = (5, 33, 0, 200, 129, 1000)
+UNEQUAL = {"seqlen": 257, "kv_seqlen": 1000}
+FEATURES = [
+    *(grouped(head_dim=d, sinks=True, mask=WINDOW, **UNEQUAL) for d in DIMS),
+    *(shape(head_dim=d, sinks=True, data="padding") for d in DIMS),
+    *(grouped(head_dim=d, sinks=True, lengths=PACKED) for d in DIMS),
+    shape(sinks=True, mask="causal", softcap=20.0, deterministic=True),
+    *(grouped(head_dim=d, alibi=True, **UNEQUAL) for d in DIMS),
+    *(shape(head_dim=d, alibi=True) for d in DIMS),
+    *(grouped(head_dim=d, alibi=True, lengths=PACKED) for d in DIMS),
+    *(shape(head_dim=d, alibi=True, mask=WINDOW, deterministic=True) for d in (64, 128)),
+    shape(alibi=True, mask="causal", softcap=20.0),
+    *(grouped(head_dim=d, dropout_p=0.1, **UNEQUAL) for d in DIMS),
+    *(shape(head_dim=d, dropout_p=0.2, data="padding", dtype="float16") for d in DIMS),
+    *(grouped(head_dim=d, dropout_p=0.6, lengths=PACKED) for d in DIMS),
+    shape(dropout_p=0.1, alibi=True, sinks=True, softcap=20.0, mask="causal"),
+]
+
+switched_on = pytest.mark.skipif(os.environ.get(SWITCH) != "1", reason=f"served with {SWITCH}=1 only")
 
 
 def poisoned() -> None:
@@ -74,6 +97,31 @@ def test_right_at_the_edges_of_tiles(case: Case) -> None:
         poisoned()
         judgement = expected.judge(bind_run(case, contender(f"tilewise:{BACKEND}"), tensors)())
         assert judgement.ok, judgement
+
+
+@switched_on
+@pytest.mark.parametrize("case", FEATURES, ids=lambda case: f"{case.words()}{' deterministic' * case.deterministic}")
+def test_features_are_right(case: Case) -> None:
+    problem = replace(case.problem(), device="cuda")
+    assert dispatch.judge(BACKEND, problem, None, backward=True).ok
+    test_right_at_the_edges_of_tiles(case)
+
+
+@switched_on
+@pytest.mark.parametrize("case", FEATURES, ids=lambda case: f"{case.words()}{' deterministic' * case.deterministic}")
+def test_gradients_of_features_are_right(case: Case) -> None:
+    """All of them, those of sinks too, which benchmarks do not ask for."""
+    case = replace(case, device=DEVICE)
+    problem, tensors = replace(case.problem(), needs_lse=True), case.tensors()
+    inputs, dout = case.inputs(tensors), case.rank4(tensors.dout)
+    backend = dispatch.get(BACKEND)
+    out, lse = backend.forward(problem, inputs)
+    dlse = torch.randn_like(lse)
+    found = backend.backward(problem, inputs, BackwardInputs(out, lse, dout, dlse, Needs(dsinks=case.sinks)))
+    assert (found.dsinks is not None) == case.sinks
+    there = [Inputs(*(None if x is None else x.cpu() for x in inputs)), dout.cpu(), dlse.cpu()]
+    found = Grads(*(None if x is None else x.cpu() for x in found))
+    assert checks.check_backward(replace(case, device="cpu").problem(), *there, found) == []
 
 
 TWO_PASSES = {"backward_dkdv": (64, 64), "backward_dq": (128, 64)}

@@ -13,7 +13,6 @@ from tests.backends.test_hopper_lists_logic import SHAPES, spoiled
 from tests.numerics import checks
 from tilewise import dispatch
 from tilewise.backends.base import BackwardInputs, Inputs
-from tilewise.backends.hopper.list_plan import SWITCH
 from tilewise.backends.tiled import backend as tiled
 from tilewise.problem import Problem
 
@@ -33,11 +32,6 @@ LONGER = [
     Shape(128, "tw.causal() & (tw.prefix(4) | tw.window(300))", 2000, h=2),
     Shape(128, "tw.documents(torch.arange(1500).int())", 1500),  # one token each
 ]
-
-
-@pytest.fixture(autouse=True)
-def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "1")
 
 
 def on_gpu(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:

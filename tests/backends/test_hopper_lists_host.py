@@ -13,7 +13,7 @@ import tilewise as tw
 from tests.backends.test_triton_interpreter import interpret
 from tests.interpreter import needs_interpreter
 from tilewise.backends.hopper import plan
-from tilewise.backends.hopper.list_plan import SWITCH, all_seen, hides_in_tiles
+from tilewise.backends.hopper.list_plan import all_seen, hides_in_tiles
 from tilewise.hardware import lookup
 from tilewise.masks import Mask
 from tilewise.problem import Problem
@@ -28,17 +28,8 @@ def problem(mask: Mask, **more: Any) -> Problem:
     return Problem.of(**{**sizes, **more}, mask=mask)
 
 
-@pytest.fixture
-def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "1")
-
-
-def test_lists_are_refused_until_they_are_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SWITCH, raising=False)
+def test_documents_are_walked_as_lists() -> None:
     mask = tw.causal() & tw.documents(IDS)
-    verdict = plan.supports(problem(mask), lookup("h200"))
-    assert verdict.reasons == ("the mask reads tables or ids; bands, ranges and key padding are served",)
-    monkeypatch.setenv(SWITCH, "1")
     assert plan.supports(problem(mask), lookup("h200")).ok
     assert plan.supports(problem(mask), lookup("h200"), backward=True).ok
 
@@ -51,7 +42,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_has_no_lists_is_named(words: str, switched_on: None) -> None:
+def test_what_has_no_lists_is_named(words: str) -> None:
     mask, more, backward = REFUSED[words]
     (reason,) = plan.supports(problem(mask, **more), lookup("h200"), backward=backward).reasons
     assert words in reason
@@ -69,7 +60,7 @@ CASES: list[tuple[Mask, bool, bool]] = [
 
 
 @pytest.mark.parametrize(("mask", "seen", "hides"), CASES, ids=str)
-def test_what_may_be_hidden(mask: Mask, seen: bool, hides: bool, switched_on: None) -> None:
+def test_what_may_be_hidden(mask: Mask, seen: bool, hides: bool) -> None:
     asked = problem(mask)
     assert (all_seen(asked), hides_in_tiles(asked)) == (seen, hides)
     configs = {pass_: planned.config for pass_, planned in plan.plan_of(asked).items()}

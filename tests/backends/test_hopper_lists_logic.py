@@ -22,7 +22,8 @@ from tilewise.backends.hopper import arguments
 from tilewise.backends.hopper.backward import arguments as backward_arguments
 from tilewise.backends.hopper.backward import choose
 from tilewise.backends.hopper.backward.config import KeysConfig
-from tilewise.backends.hopper.list_plan import SWITCH, lists_of
+from tilewise.backends.hopper.feature_launch import call_features, with_features
+from tilewise.backends.hopper.list_plan import lists_of
 from tilewise.backends.hopper.plan import supports
 from tilewise.backends.hopper.structs import PrePostArguments
 from tilewise.backends.tiled import backend as tiled
@@ -74,7 +75,6 @@ def name(shape: Shape) -> str:
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "1")
     monkeypatch.setattr(choose, "FEW_KEYS", {})
     monkeypatch.setattr(Value, "permute", lambda x, order: Value(x.value.permute(order)), raising=False)
 
@@ -95,7 +95,8 @@ def run_forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.T
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
     lists = lists_of(make_lists(problem, C, False), make_words(problem, C))
-    a = wrapped(plan.arguments._replace(lse_ptr=lse, lists=lists, order=make_order(plan.arguments)))
+    given = with_features(plan.arguments, call_features(problem, inputs))
+    a = wrapped(given._replace(lse_ptr=lse, lists=lists, order=make_order(plan.arguments)))
     boxes = ((q, 64, C.BLOCK_D), (k, C.BLOCK_N, C.BLOCK_D), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.O_COLUMNS))
     with kernels("tilewise.backends.hopper", "kernel", "mainloop") as (machine, modules):
         forward_logic.extend(modules["mainloop"].gl, machine)
@@ -109,7 +110,7 @@ def run_backward(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any
     made = backward_arguments.make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None, dlse is not None)
     nan = float("nan")
     grads = Grads(*(torch.full_like(x, nan) for x in inputs[:3]))
-    scratch = torch.full((made.stats,), nan), torch.full((max(1, made.dq),), nan)
+    scratch = [torch.full((size,), nan) for size in (made.stats, max(1, made.dq), made.stats // 2)]
     call = Call(inputs, out, lse, dout, dlse, grads, *scratch)
     with kernels("tilewise.backends.hopper.backward", "prepost", "kernel") as (machine, modules):
         for step in made.steps:
@@ -120,7 +121,8 @@ def run_backward(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any
             else:
                 lists = lists_of(make_lists(problem, C, isinstance(C, KeysConfig)), make_words(problem, C))
                 order = make_order(step.arguments)
-                a = wrapped(step.arguments._replace(stats_ptr=call.stats, dq_ptr=call.sums, lists=lists, order=order))
+                own = with_features(step.arguments, call_features(problem, inputs))
+                a = wrapped(own._replace(stats_ptr=call.stats, dq_ptr=call.sums, lists=lists, order=order))
             for program in range(step.programs):
                 start(machine, program)
                 function(*maps(step, call), a, C)

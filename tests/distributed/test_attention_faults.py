@@ -11,8 +11,8 @@ import torch
 import tilewise as tw
 from tests.distributed.faults import FAULTS, all_faults, late
 from tests.distributed.ranks import run_ranks
-from tilewise.distributed.agree import judge
-from tilewise.errors import LayoutError, PlanError
+from tilewise.distributed.agree import check_place, judge
+from tilewise.errors import ArgumentError, LayoutError, PlanError
 
 WANTED = {
     "other_mask": r"PlanError: ranks disagree about the plan .*: rank 0 has \w+, rank 1 has \w+",
@@ -72,3 +72,14 @@ def test_one_rank_needs_no_group() -> None:
     plan = tw.distributed.plan(tw.Problem.of(heads=2, seqlen=8, head_dim=4, dtype="float32", mask=tw.causal()), ranks=1)
     q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
     assert torch.equal(tw.distributed.attention(q, k, v, plan), tw.attention(q, k, v, mask=tw.causal()))
+
+
+@pytest.mark.parametrize(("backend", "wrong"), [("nccl", "cpu"), ("gloo", "cuda"), ("undefined", None)])
+def test_tensors_that_a_group_cannot_send(backend: str, wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
+    for device in ("cpu", "cuda"):
+        if device != wrong:
+            check_place(None, torch.device(device))
+            continue
+        with pytest.raises(ArgumentError, match=f"q: on {device}, and the group is one of {backend}"):
+            check_place(None, torch.device(device))

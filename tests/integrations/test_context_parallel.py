@@ -116,12 +116,13 @@ def test_ranks_with_other_batches_are_told_the_same(ranks: Ranks) -> None:
 
 
 def test_the_example_learns_alike_and_keeps_less_on_more_ranks(ranks: Ranks) -> None:
-    """Sums of float32 in another order; weights, which every rank keeps whole, are a twelfth of what one rank keeps."""
-    length, steps = 512, 3
+    """As long as it is by default. Sums of float32 in another order; weights, which every rank keeps whole, are a hundredth of
+    what one rank keeps."""
+    length, steps = 4096, 2
     (losses, (tokens, kept, _, sent)), = ranks.run(1, models.example_steps, length, steps)
     assert losses[-1] < losses[0] and tokens == length and sent == 0
     found = ranks.run(4, models.example_steps, length, steps)
     for ours, (own, keeps, _, sends) in found:
         assert ours == pytest.approx(losses, rel=steps * length * 2**-24)
-        assert abs(own - length / 4) <= 1 and keeps < 0.35 * kept and sends > 0
+        assert abs(own - length / 4) <= 1 and keeps < 0.26 * kept and sends > 0
     assert len({tuple(ours) for ours, _ in found}) == 1

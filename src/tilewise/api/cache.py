@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise import dispatch
 from tilewise.api.lengths import readable
 from tilewise.api.parse import LAYOUTS, check_dense, check_device, check_range
-from tilewise.backends.pages import QUANTIZED, Pages, slots_of
+from tilewise.backends.pages import QUANTIZED, WRITTEN, NewTokens, Pages, slots_of
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
 from tilewise.masks.arrays import INTEGERS
 from tilewise.ops.tensors import dtype_name
@@ -120,12 +121,15 @@ class KVCache:
         >>> lengths += 1
         >>> cache.append(k, v)                                        # k, v (B, 1, Hk, D): token lengths − 1 of each sequence
         """
+        rows = k.shape[1] if isinstance(k, Tensor) and k.ndim == 4 else 0
         k, v, cu = self._new_tokens(k, v, cu_seqlens, need_cu=slots is None)
+        writer = dispatch.pages_writer(k.device.type) if k.dtype in WRITTEN and v.dtype in WRITTEN else None
         if slots is None:
             assert cu is not None
-            slots = slots_of(self.pages.now(), cu, k.shape[0])
-            if readable(slots) and k.shape[0]:
+            if readable(self.pages.lengths) and k.shape[0]:
                 self.check(cu)
+            if writer is None:
+                slots = slots_of(self.pages.now(), cu, k.shape[0])
         else:
             _check_integers("slots", slots, k.device, None)
             slots = slots.reshape(-1)
@@ -133,7 +137,11 @@ class KVCache:
                 raise LayoutError(f"slots: {slots.shape[0]} places for {k.shape[0]} tokens; need one each")
             if readable(slots):
                 _check_slots(slots, self.pages.size)
-        self.pages.write(k, v, slots.long())
+        if writer is not None:
+            places = None if slots is None else slots.long().contiguous()
+            writer.append(self.pages.now(), NewTokens(k=k, v=v, cu=cu, rows=rows, slots=places))
+        elif slots is not None:
+            self.pages.write(k, v, slots.long())
 
     def check(self, cu: Tensor | None = None) -> None:
         """Raise on lengths and pages that do not fit each other. Reads tensors: on a GPU that waits for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
@@ -29,15 +30,18 @@ from tilewise.api.options import DEFAULTS, ParsedOptions, show_signature
 from tilewise.api.parse import autocast, build_problem, check_dense, check_device, check_range, check_sinks
 from tilewise.api.rotary import RotaryTable
 from tilewise.backends.base import Backend, Inputs
-from tilewise.backends.pages import Pages, gathered, positions_of
-from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
+from tilewise.backends.pages import WRITTEN, NewTokens, Pages, Turning, gathered, positions_of
+from tilewise.errors import ArgumentError, ArgumentTypeError, KernelError, LayoutError
 from tilewise.masks import Mask, causal
+from tilewise.masks.algebra import Tree
 from tilewise.masks.arrays import INTEGERS
 from tilewise.ops.run import forward, is_empty, own_precision
 from tilewise.ops.tensors import dtype_name, interleaved
 from tilewise.problem import ITEMSIZE, Problem
 
 _CAUSAL = causal()
+KEPT_STEPS = 64
+_kept_steps: dict[tuple[int, int, torch.device], Tensor] = {}
 
 
 class CachedOptions(TypedDict, total=False):
@@ -158,7 +162,7 @@ def attention_cached(
     if plan is not None:
         check_plan(plan, pages, queries.cu, invariant)
     if new is not None or rotary is not None:
-        queries = _with_new(queries, cache, (new, rotary, cu_seqlens_q), mask)
+        queries = _with_new(queries, cache, (new, rotary, cu_seqlens_q), mask, backend)
     options: ParsedOptions = {
         "mask": mask, "scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks, "precision": precision,
         "return_lse": True,
@@ -170,7 +174,8 @@ def attention_cached(
     if sees_ahead(mask) and some_before(pages, queries.cu):
         _, position = positions_of(queries.cu, pages.seen, queries.q.shape[0])
         found = torch.where((position < 0)[:, None], 0.0, found)
-        lse = lse.masked_fill(position < 0, float("-inf"))
+        empty = lse.new_tensor(float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None]
+        lse = torch.where(position < 0, empty, lse)
     found, lse = queries.restored(found, lse)
     if out is not None:
         if out.shape != found.shape or out.dtype != found.dtype or out.device != found.device:
@@ -200,8 +205,7 @@ def _packed(q: Any, pages: Pages, cu: Tensor | None) -> Queries:
     if q.ndim == 4 and cu is None:
         if q.shape[0] != batch:
             raise LayoutError(f"q: {q.shape[0]} sequences, but the cache has {batch}")
-        steps = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * q.shape[1]
-        return Queries(q.flatten(0, 1), steps, q.shape)
+        return Queries(q.flatten(0, 1), _steps(batch, q.shape[1], q.device), q.shape)
     if q.ndim != 3 or cu is None:
         raise LayoutError(
             f"q: shape {tuple(q.shape)}; need (batch, queries, heads, dim), or (tokens, heads, dim) with cu_seqlens_q"
@@ -215,37 +219,83 @@ def _packed(q: Any, pages: Pages, cu: Tensor | None) -> Queries:
     return Queries(q, cu.int(), q.shape)
 
 
+def _steps(batch: int, rows: int, device: torch.device) -> Tensor:
+    """Where sequences of `rows` tokens begin. On a GPU that is two launches, so it is kept; what a graph captures is its own."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
+    kept = _kept_steps.get((batch, rows, device))
+    if kept is None:
+        kept = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
+        if not torch.cuda.is_current_stream_capturing():
+            if len(_kept_steps) >= KEPT_STEPS:
+                _kept_steps.clear()
+            _kept_steps[batch, rows, device] = kept
+    return kept
+
+
 def _with_new(
-    queries: Queries, cache: KVCache, given_new: tuple[Any, RotaryTable | None, Tensor | None], mask: Mask | None
+    queries: Queries,
+    cache: KVCache,
+    given_new: tuple[Any, RotaryTable | None, Tensor | None],
+    mask: Mask | None,
+    backend: str,
 ) -> Queries:
     """The queries, turned; the new keys, turned, and values are in the cache."""
     new, rotary, cu_seqlens_q = given_new
     if rotary is not None and not isinstance(rotary, RotaryTable):
         raise ArgumentTypeError(f"rotary: got {type(rotary).__name__}, need tw.rotary(cos, sin)")
     q, cu, shape = queries
-    lengths, given = cache.pages.lengths, None
-    if rotary is not None:
-        given = rotary.positions
-        if given is not None and given.numel() != q.shape[0]:
-            raise LayoutError(f"positions: shape {tuple(given.shape)}, need one for each of the {q.shape[0]} queries")
-        at = token_positions(cu, lengths, q.shape[0], mask) if given is None else given.reshape(-1)
-        q = rotary.apply(q, at, q.dtype)
-    if new is None:
-        return Queries(q, cu, shape)
-    if not isinstance(new, (tuple, list)) or len(new) != 2:
-        raise ArgumentTypeError(f"new: got {type(new).__name__}, need the pair (k, v)")
-    k, v = new
-    packed = isinstance(k, Tensor) and k.ndim == 3
-    k, v, cu_new = cache._new_tokens(k, v, cu_seqlens_q if packed else None, need_cu=True)
-    assert cu_new is not None
-    if rotary is not None:
+    lengths, given = cache.pages.lengths, None if rotary is None else rotary.positions
+    if given is not None and given.numel() != q.shape[0]:
+        raise LayoutError(f"positions: shape {tuple(given.shape)}, need one for each of the {q.shape[0]} queries")
+    k = v = cu_new = None
+    writer = None if _by_depth(mask, rotary) else dispatch.pages_writer(q.device.type, backend)
+    if new is not None:
+        if not isinstance(new, (tuple, list)) or len(new) != 2:
+            raise ArgumentTypeError(f"new: got {type(new).__name__}, need the pair (k, v)")
+        packed = isinstance(new[0], Tensor) and new[0].ndim == 3
+        k, v, cu_new = cache._new_tokens(new[0], new[1], cu_seqlens_q if packed else None, need_cu=True)
         if given is not None and k.shape[0] != q.shape[0]:
             raise LayoutError(f"positions: they are q's {q.shape[0]}, and there are {k.shape[0]} new keys; need as many")
+    if writer is not None and all(x is None or x.dtype in WRITTEN for x in (q, k, v)):
+        rows = 0 if new is None or new[0].ndim == 3 else new[0].shape[1]
+        tokens = NewTokens(q, k, v, cu, 0 if len(shape) == 3 else shape[1], rows)
+        return Queries(_written(writer, cache, tokens, cu_new, rotary), cu, shape)
+    if rotary is not None:
+        at = token_positions(cu, lengths, q.shape[0], mask) if given is None else given.reshape(-1)
+        q = rotary.apply(q, at, q.dtype)
+    if k is None or v is None or cu_new is None:
+        return Queries(q, cu, shape)
+    if rotary is not None:
         at = token_positions(cu_new, lengths, k.shape[0], mask) if given is None else given.reshape(-1)
         quantized = cache.pages.k_scale is not None
         k = rotary.apply(k, at, torch.float32 if quantized else cache.pages.k.dtype)
     cache.append(k, v, cu_seqlens=cu_new)
     return Queries(q, cu, shape)
+
+
+def _by_depth(mask: Mask | None, rotary: RotaryTable | None) -> bool:
+    """Are tokens turned by their depths in a tree?"""
+    return mask is not None and rotary is not None and any(isinstance(leaf, Tree) for leaf in mask.leaves())
+
+
+def _written(
+    writer: Backend, cache: KVCache, tokens: NewTokens, cu_new: Tensor | None, rotary: RotaryTable | None
+) -> Tensor:
+    """The queries of a call whose new tokens a backend writes, all of them turned by it."""
+    pages = cache.pages.now()
+    if rotary is not None:
+        given = None if rotary.positions is None else rotary.positions.reshape(-1).long().contiguous()
+        at = pages.lengths - 1 if given is None and readable(pages.lengths) else given  # the last positions are the largest
+        for x in (tokens.q, tokens.k):
+            if x is not None:
+                rotary.check(x, at)
+        tokens = tokens._replace(turning=Turning(rotary.cos, rotary.sin, rotary.interleaved, given))
+    if cu_new is not None and readable(pages.lengths):
+        cache.check(cu_new)
+    q = writer.append(pages, tokens)
+    assert q is not None
+    return q
 
 
 def _attend_shared(
@@ -277,8 +327,14 @@ def _attend(
         problem.memory[key] = dispatch.pages_backend(problem, backend)
     reader: Backend | None = problem.memory[key]
     if reader is not None:
-        with own_precision(problem.device):
-            return reader.paged(problem, inputs, pages)
+        try:
+            with own_precision(problem.device):
+                return reader.paged(problem, inputs, pages)
+        except KernelError as error:
+            if backend != "auto":
+                raise
+            problem.memory[key] = None
+            warnings.warn(f"{error}; the tokens of the pages are gathered instead", RuntimeWarning, stacklevel=3)
     tokens = int(pages.seen.sum()) if readable(pages.lengths) else pages.entries.shape[0] * pages.page
     exact = pages.k_scale is None and not fields["partial"]
     wide = q.dtype if exact else torch.promote_types(torch.float32, q.dtype)

@@ -9,11 +9,15 @@ The key of a call has two parts.
 The table holds each call by both parts and, by the settings alone, the last of them: its guard compares the tensors by one
 question to torch, which costs a fraction of the facts.
 
+Calls with more tensors than q, k and v (`lookup_more`) have two kinds of them. A bias, slopes, sinks and cumulative lengths are
+known by the same facts, and each call's own are read; so is its seed. The tensors of a mask are part of the prepared call, so
+it is kept with the mask, and only while they are unchanged: the rules are those of `mask_memory`.
+
 Rules of invalidation:
 - A change of any part of the key is another call. Registering a backend changes `registry_key`.
-- Never kept: calls with a bias, sinks, dropout or a mask that holds tensors; empty ones; tensors whose memory does not hold
-  their values (subclasses, meta tensors, lazy negation); all calls under autocast, dispatch modes, functorch transforms and
-  forward-mode differentiation, which are looked for again before the last call is repeated.
+- Never kept: calls with a bare boolean mask or with statistics; empty ones; tensors whose memory does not hold their values
+  (subclasses, meta tensors, lazy negation); all calls under autocast, dispatch modes, functorch transforms and forward-mode
+  differentiation, which are looked for again before the last call is repeated.
 - What depends on the process, such as the number of threads, is compared by the backend that depends on it.
 - The cache keeps no tensor alive. At LIMIT entries it starts afresh.
 
@@ -24,6 +28,7 @@ are looked at in each call, since lengths and tables change under them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -32,19 +37,21 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise import dispatch
+from tilewise.api.bias import Alibi
 from tilewise.api.execute import choose, modes_active, restore_layout
+from tilewise.api.mask_memory import Memory, memory_of
 from tilewise.api.options import BatchOptions, parameters
-from tilewise.api.parse import parse_call
+from tilewise.api.parse import alibi_slopes, int32_lengths, make_seed, parse_call, rank4_bias
 from tilewise.backends.base import Backend, Inputs
 from tilewise.errors import KernelError
 from tilewise.masks import Mask
 from tilewise.ops.autograd import attend
-from tilewise.ops.run import any_autocast
+from tilewise.ops.run import any_autocast, is_empty
 from tilewise.ops.tensors import PLAIN
 from tilewise.problem import Problem
 
-Guard = Callable[[Tensor, Tensor, Tensor], bool]
-Launch = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
+Guard = Callable[..., bool]
+Launch = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 LIMIT = 4096
 NAMES = (*(one.name for one in parameters(BatchOptions) if one.name != "seed"), "return_lse")
@@ -56,11 +63,30 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class CachedCall(NamedTuple):
-    """`launch(q, k, v)` is the call for tensors that `guard` accepts, at addresses that are `aligned` (None: at any)."""
+    """`launch(q, k, v)` is the call for tensors that `guard` accepts, at addresses that are `aligned` (None: at any).
+
+    That of a call with more tensors takes a `More` as well, and its guard sees those of them that are given.
+    """
 
     guard: Guard
     launch: Launch
     aligned: bool | None
+
+
+class More(NamedTuple):
+    """What a call has beside q, k, v and its mask, as it was passed."""
+
+    bias: Tensor | Alibi | None = None
+    sinks: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    seed: int | Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are known by facts, each once."""
+        bias, sinks, cu_q, cu_k, _ = self
+        found = [x for x in (bias.slopes if isinstance(bias, Alibi) else bias, sinks, cu_q) if x is not None]
+        return found if cu_k is None or cu_k is cu_q else [*found, cu_k]
 
 
 _calls: dict[Any, Any] = {}
@@ -93,12 +119,59 @@ def lookup(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Launch 
     call: CachedCall | None = _calls.get((settings, facts))
     if call is None:
         call = _prepare(q, k, v, dict(zip(NAMES, options, strict=True)))
+        if call is None:
+            return None
         _keep((settings, facts), call)
     # the same facts may come with other dispatch keys, such as inference mode's; the guard refuses tensors that are one
     if not (q is k or k is v or v is q or call.guard(q, k, v)):
         call = call._replace(guard=make_guard(q, k, v))
     _keep(settings, call)
     return call.launch
+
+
+def lookup_more(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], more: More) -> Launch | None:
+    """`lookup` for calls of which it keeps none, by the same options. The launch takes q, k and v."""
+    mask, scale, bias, softcap, sinks, dropout_p, *rest = options
+    try:
+        calls = _calls
+        if mask is not None and not mask.static:
+            own = memory_of(mask, q.device)
+            if own is None:
+                return None
+            calls, mask = own, None
+        given = type(bias), sinks is None, more.cu_q is None, more.cu_k is None, more.cu_k is more.cu_q
+        registry = dispatch.REGISTRY
+        settings = (
+            mask, scale, type(scale), softcap, type(softcap), dropout_p, type(dropout_p), *rest, given,
+            _grad_mode(), _deterministic(), registry.get(options[_BACKEND]), len(registry),
+        )  # fmt: skip
+        tensors = (q, k, v, *more.tensors())
+        call: CachedCall | None = calls.get(settings)
+        if (
+            call is not None
+            and True not in [x.is_nested for x in tensors]
+            and call.guard(*tensors)
+            and (call.aligned is None or call.aligned == aligned(*tensors))
+            and not _dispatch_modes()
+            and forward_ad._current_level < 0
+        ):
+            return partial(call.launch, more=more)
+        if not isinstance(scale, (float, int, NoneType)) or not _may_keep_tensors(tensors):
+            return None
+        facts = tuple([(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors])
+        key = (settings, facts, aligned(*tensors))
+        call = calls.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # as in `lookup`
+        return None
+    if call is None:
+        call = _prepare(q, k, v, dict(zip(NAMES, options, strict=True)), more)
+        if call is None:
+            return None
+        _keep(key, call, calls)
+    elif not call.guard(*tensors):
+        call = call._replace(guard=make_guard(*tensors))
+    _keep(settings, call, calls)
+    return partial(call.launch, more=more)
 
 
 def kept_problem(key: Any, make: Callable[[], Problem]) -> Problem:
@@ -114,10 +187,11 @@ def kept_problem(key: Any, make: Callable[[], Problem]) -> Problem:
     return problem
 
 
-def _keep(key: Any, call: CachedCall | Problem) -> None:
-    if len(_calls) >= LIMIT:
-        _calls.clear()
-    _calls[key] = call
+def _keep(key: Any, call: CachedCall | Problem, calls: Memory | None = None) -> None:
+    calls = _calls if calls is None else calls
+    if len(calls) >= LIMIT:
+        calls.clear()
+    calls[key] = call
 
 
 def _may_keep(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> bool:
@@ -128,10 +202,13 @@ def _may_keep(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> bool
         or dropout_p
         or not (mask is None or (isinstance(mask, Mask) and mask.static))
         or not isinstance(scale, (float, int, NoneType))
-        or any(type(x) not in PLAIN or x.is_meta or x.is_neg() or x._is_zerotensor() or not x.numel() for x in (q, k, v))
-        or any_autocast()
-        or modes_active()
+        or not _may_keep_tensors((q, k, v))
     )
+
+
+def _may_keep_tensors(tensors: tuple[Tensor, ...]) -> bool:
+    odd = any(type(x) not in PLAIN or x.is_meta or x.is_neg() or x._is_zerotensor() or not x.numel() for x in tensors)
+    return not (odd or any_autocast() or modes_active())
 
 
 def tensor_facts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
@@ -142,26 +219,45 @@ def tensor_facts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _prepare(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any]) -> CachedCall:
-    """Parse a call and choose the first backend whose kernels can be made."""
+def _prepare(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any], more: More | None = None) -> CachedCall | None:
+    """Parse a call and choose the first backend whose kernels can be made; None for an empty problem."""
     backend, layout = named.pop("backend"), named["layout"]
+    tensors: tuple[Tensor, ...] = (q, k, v)
+    if more is not None:
+        tensors = (q, k, v, *more.tensors())
+        named |= {"cu_seqlens_q": more.cu_q, "cu_seqlens_k": more.cu_k, "seed": more.seed}
     problem, inputs = parse_call(q, k, v, named)  # type: ignore[arg-type]  # options of `attention`
+    if is_empty(problem):
+        return None
     chosen = choose(problem, inputs, backend)
     while True:
         try:
-            launch = _make_launch(problem, inputs, chosen, layout, backend)
+            launch = _make_launch(problem, inputs, chosen, layout, backend, more)
             break
         except KernelError as error:
             chosen = dispatch.next_backend(chosen, error, problem, inputs, backend)
-    where: bool | None = aligned(q, k, v)
+    where: bool | None = aligned(*tensors)
     # backends before this one have declined although the addresses were the best there are
     if where and chosen.any_address:
         where = None
-    return CachedCall(make_guard(q, k, v), launch, where)
+    return CachedCall(make_guard(*tensors), launch, where)
 
 
-def _make_launch(problem: Problem, inputs: Inputs, chosen: Backend, layout: str, backend: str) -> Launch:
+def _make_launch(
+    problem: Problem, inputs: Inputs, chosen: Backend, layout: str, backend: str, more: More | None
+) -> Launch:
     """The backend's own launcher where it has one for this call, else the way through autograd."""
+    if more is not None:
+
+        def launch_more(q: Tensor, k: Tensor, v: Tensor, more: More) -> Tensor | tuple[Tensor, Tensor]:
+            if problem.varlen:
+                q, k, v = q.unsqueeze(0).transpose(1, 2), k.unsqueeze(0).transpose(1, 2), v.unsqueeze(0).transpose(1, 2)
+            elif layout == "bshd":
+                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            given = inside(problem, q, k, v, more)
+            return restore_layout(problem, layout, *attend(problem, given, backend, chosen))
+
+        return launch_more
     quick = None if problem.needs_grad or problem.needs_lse else chosen.launcher(problem, inputs)
     if quick is None:
 
@@ -176,12 +272,30 @@ def _make_launch(problem: Problem, inputs: Inputs, chosen: Backend, layout: str,
     return lambda q, k, v: quick(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
 
-def aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Do all three begin at a multiple of 16 bytes? Some backends refuse other addresses."""
-    return (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0
+def inside(problem: Problem, q: Tensor, k: Tensor, v: Tensor, more: More) -> Inputs:
+    """The inputs of a call like one that was parsed; q, k and v are in the inside layout."""
+    given, sinks, cu_q, cu_k, seed = more
+    bias = slopes = None
+    if isinstance(given, Alibi):
+        slopes = alibi_slopes(given.slopes, q.dtype, problem.precision)
+    elif given is not None:
+        bias = rank4_bias(given)
+    if cu_q is not None:
+        cu_k = None if cu_k is cu_q else cu_k
+        cu_q = int32_lengths("cu_seqlens_q", cu_q)
+        cu_k = cu_q if cu_k is None else int32_lengths("cu_seqlens_k", cu_k)
+    return Inputs(q, k, v, bias, slopes, sinks, make_seed(seed, q.device) if problem.dropout_p else None, cu_q, cu_k)
 
 
-def make_guard(q: Tensor, k: Tensor, v: Tensor) -> Guard:
+def aligned(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> bool:
+    """Do all begin at a multiple of 16 bytes? Some backends refuse other addresses."""
+    bits = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    for x in more:
+        bits |= x.data_ptr()
+    return bits & 15 == 0
+
+
+def make_guard(*tensors: Tensor) -> Guard:
     """One question to torch instead of eighteen: the guard by which its compiler tells calls apart.
 
     It compares type, dtype, device, sizes, strides, requires_grad and dispatch keys, among them those of autocast, functorch
@@ -189,7 +303,7 @@ def make_guard(q: Tensor, k: Tensor, v: Tensor) -> Guard:
     """
     try:
         make: Any = torch._C._dynamo.guards.TensorGuards  # its stub lacks the tensors
-        check: Guard = make(q, k, v, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        check: Guard = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return check
     except (AttributeError, TypeError, RuntimeError):  # another torch: calls are looked up by their facts
-        return lambda q, k, v: False
+        return lambda *tensors: False

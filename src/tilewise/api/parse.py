@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -155,11 +156,11 @@ def _check_packing(options: ParsedOptions, q: Tensor, k: Tensor) -> tuple[Tensor
         if cu.ndim != 1 or cu.shape[0] < 1:
             raise LayoutError(f"{name}: shape {tuple(cu.shape)}, need (sequences + 1,), starting with 0")
         check_device(name, cu, x.device)
-        check_range(name, cu)
     assert cu_q is not None and cu_k is not None
     if cu_k.shape != cu_q.shape:
         raise LayoutError(f"cu_seqlens_k: {cu_k.shape[0] - 1} sequences, but cu_seqlens_q has {cu_q.shape[0] - 1}")
-    return cu_q.int(), cu_k.int()
+    same, cu_q = cu_k is cu_q, int32_lengths("cu_seqlens_q", cu_q)
+    return cu_q, cu_q if same else int32_lengths("cu_seqlens_k", cu_k)
 
 
 def check_range(name: str, x: Tensor) -> None:
@@ -221,7 +222,8 @@ def _bind_mask(mask: Any, shape: MaskShape, inputs: Inputs) -> Mask:
         check_range("mask", tensor)
         return tensor if torch.compiler.is_compiling() else materialized(tensor)
 
-    lowered = Lowered(mask.lower(Binding(shape, cu_k is not None, asarray, k.shape[1])), mask)
+    program = mask.lower(Binding(shape, cu_k is not None, asarray, k.shape[1]))
+    lowered = Lowered(program, None if torch.compiler.is_compiling() else ref(mask))
     check_values(mask, shape, cu_q, cu_k)
     return lowered
 
@@ -235,8 +237,7 @@ def split_bias(
     wanted = "tensor or alibi(slopes); boolean masks are passed as mask="
     tensor = _check_floating("bias", bias.slopes if isinstance(bias, Alibi) else bias, q.device, wanted)
     if isinstance(bias, Alibi):
-        slopes = tensor.to(torch.float64 if q.dtype == torch.float64 or precision in WIDE else torch.float32)
-        slopes = slopes if tensor.ndim == 2 else slopes[None]
+        slopes = alibi_slopes(tensor, q.dtype, precision)
         shared = tensor.ndim == 1 or slopes.shape[0] == shape.batch or slopes.shape[0] == 1
         if slopes.shape[1] != shape.heads or not shared:
             raise LayoutError(
@@ -245,8 +246,7 @@ def split_bias(
         return None, slopes
     if tensor.ndim > 4:
         raise LayoutError(f"bias: rank {tensor.ndim}, need at most 4, broadcastable to {tuple(shape)}")
-    added = 4 - tensor.ndim
-    tensor = tensor[(None,) * added]
+    added, tensor = 4 - tensor.ndim, rank4_bias(tensor)
     sizes = list(zip(tensor.shape, shape, ("batch", "heads", "queries", "keys"), strict=True))
     for size, want, axis in sizes[added:]:  # a batch that data decide is compared with nothing but itself
         if size != want and size != 1 and not (varlen and axis in ("queries", "keys")):
@@ -254,6 +254,22 @@ def split_bias(
                 f"bias: {size} along {axis}, the problem has {want}; need 1 or {want} (shape {tuple(bias.shape)})"
             )
     return tensor, None
+
+
+def alibi_slopes(slopes: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
+    """Slopes as (B or 1, H), in the dtype of the arithmetic."""
+    slopes = slopes.to(torch.float64 if dtype == torch.float64 or precision in WIDE else torch.float32)
+    return slopes if slopes.ndim == 2 else slopes.unsqueeze(0)
+
+
+def rank4_bias(bias: Tensor) -> Tensor:
+    return bias if bias.ndim == 4 else bias[(None,) * (4 - bias.ndim)]
+
+
+def int32_lengths(name: str, cu: Tensor) -> Tensor:
+    """Cumulative lengths as kernels read them."""
+    check_range(name, cu)
+    return cu.int()
 
 
 def _check_floating(name: str, x: Any, device: torch.device, wanted: str) -> Tensor:

@@ -24,19 +24,24 @@ class RotaryTable:
     interleaved: bool
     positions: Tensor | None
 
+    def check(self, x: Tensor, positions: Tensor | None) -> None:
+        """Raise on tokens (T, H, D) that it cannot turn, and on positions (T,) that are beyond it."""
+        half = self.cos.shape[1]
+        if 2 * half > x.shape[-1]:
+            raise LayoutError(f"rotary: turns {2 * half} features, but heads have {x.shape[-1]}")
+        check_device("rotary", self.cos, x.device)
+        if positions is not None and readable(positions) and positions.numel() and int(positions.max()) >= self.cos.shape[0]:
+            raise ArgumentError(
+                f"rotary: position {int(positions.max())}, but cos and sin have {self.cos.shape[0]} rows"
+            )
+
     def apply(self, x: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """x (T, H, D) turned in float32 by its positions (T,), rounded to `dtype`.
 
         A position before the first counts as the first.
         """
+        self.check(x, positions)
         half = self.cos.shape[1]
-        if 2 * half > x.shape[-1]:
-            raise LayoutError(f"rotary: turns {2 * half} features, but heads have {x.shape[-1]}")
-        check_device("rotary", self.cos, x.device)
-        if readable(positions) and positions.numel() and int(positions.max()) >= self.cos.shape[0]:
-            raise ArgumentError(
-                f"rotary: position {int(positions.max())}, but cos and sin have {self.cos.shape[0]} rows"
-            )
         at = positions.clamp(0, self.cos.shape[0] - 1)
         work = torch.promote_types(torch.float32, x.dtype)
         cos, sin = (table[at].to(work)[:, None, :] for table in (self.cos, self.sin))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, Literal, Unpack, overload
 
+import torch
 from torch import Tensor
 
+from tilewise.api.call_cache import NAMES, More, lookup_more
 from tilewise.api.execute import execute
 from tilewise.api.keywords import check_keywords
 from tilewise.api.options import PackedOptions, parameters, show_signature
 from tilewise.api.statistics import Stats
 from tilewise.errors import ArgumentTypeError
+from tilewise.ops.run import FORWARD, profiled
+from tilewise.problem import tile_request
 
 
 @overload
@@ -79,10 +84,20 @@ def attention_varlen(
     check_keywords("attention_varlen", options, _NAMES)
     if cu_seqlens_q is None:
         raise ArgumentTypeError("cu_seqlens_q: got NoneType, need an integer tensor of cumulative lengths")
-    named: Any = {**options, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    named |= {"return_lse": return_lse, "stats": stats}
-    return execute(q, k, v, named, named.pop("backend", "auto"))  # type: ignore[no-any-return]
+    named: Any = {**_DEFAULTS, **options, "return_lse": return_lse}
+    if stats is None and not _is_traced():
+        if type(named["tile"]) is dict:  # it has no hash, and calls are kept by their options
+            named["tile"] = tile_request(named["tile"])
+        more = More(named["bias"], named["sinks"], cu_seqlens_q, cu_seqlens_k, named["seed"])
+        launch = lookup_more(q, k, v, _in_order(named), more)
+        if launch is not None:
+            return profiled(FORWARD, launch, q, k, v)
+    named |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "stats": stats}
+    return execute(q, k, v, named, named.pop("backend"))  # type: ignore[no-any-return]
 
 
+_is_traced = torch.compiler.is_dynamo_compiling
+_DEFAULTS = {**{one.name: one.default for one in parameters(PackedOptions)}, "layout": "bhsd"}
+_in_order = itemgetter(*NAMES)
 show_signature(attention_varlen, parameters(PackedOptions))
 _NAMES = tuple(inspect.signature(attention_varlen).parameters)

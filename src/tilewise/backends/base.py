@@ -16,7 +16,7 @@ from tilewise.numerics.oracle import Inputs as Inputs
 from tilewise.problem import WIDE, Problem
 
 if TYPE_CHECKING:
-    from tilewise.backends.pages import Pages
+    from tilewise.backends.pages import NewTokens, Pages
 
 
 class Needs(NamedTuple):
@@ -96,6 +96,18 @@ class Direction(NamedTuple):
     lse_t: Tensor
 
 
+class CompileJob(NamedTuple):
+    """A kernel that is to be compiled."""
+
+    name: str
+    make: Callable[[], object]
+    """Compiles it and leaves it in a cache on disk; may be sent to another process."""
+    adopt: Callable[[], object]
+    """Loads it into this process, or compiles it here; raises what the compiler raises."""
+    ahead: Callable[[], object] | None = None
+    """Has a thread of this process compile it: whoever needs it first waits for that, and gets its error."""
+
+
 DERIVATIVES = ("jvp", "double_backward")
 """What a backend may compute beside forward and backward; `docs/derivatives.md` has the formulas."""
 
@@ -106,6 +118,8 @@ class Backend(Protocol):
     """Refuses no call for where its tensors begin in memory."""
     reads_pages: bool = False
     """Has `paged`."""
+    writes_pages: bool = False
+    """Has `append`."""
     invariant: bool = False
     """Serves problems whose rows must have bits of their own: `Problem.invariant`."""
 
@@ -128,6 +142,10 @@ class Backend(Protocol):
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         """The same of a packed batch whose keys and values lie in pages; `k` and `v` of the inputs only tell their shapes."""
         raise BackendError(f"backend {self.name!r} reads no pages", {self.name: ("reads no pages",)})
+
+    def append(self, pages: Pages, new: NewTokens) -> Tensor | None:
+        """Write new tokens into pages, and turn them and their queries; gives the queries. What has no place is not written."""
+        raise BackendError(f"backend {self.name!r} writes no pages", {self.name: ("writes no pages",)})
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""
@@ -158,6 +176,13 @@ class Backend(Protocol):
         Backward of the backward and forward over reverse are both made of it.
         """
         raise BackendError(f"{self.name} has no double_backward")
+
+    def missing_kernels(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs | None = None
+    ) -> list[CompileJob]:
+        """What a forward of a supported problem, or with `given` a backward, would have to compile first. Nothing is computed;
+        of the tensors only shapes, strides and addresses count."""
+        return []
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """A function of q, k and v that gives out alone, for calls of the same types, shapes, strides and dtypes that want

@@ -11,6 +11,32 @@ QUANTIZED = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """Types that are multiplied by a scale, with the largest number each holds."""
 
 
+WRITTEN = (torch.float16, torch.bfloat16, torch.float32)
+"""Tokens that a backend may write into pages; torch writes others."""
+
+
+class Turning(NamedTuple):
+    """Rotary position embedding: cosines and sines by position."""
+
+    cos: Tensor  # (positions, r / 2)
+    sin: Tensor
+    interleaved: bool  # pairs are neighbouring features
+    positions: Tensor | None  # (T,) of q's tokens and of the new ones; None: they are the last of their sequence
+
+
+class NewTokens(NamedTuple):
+    """Queries to turn and tokens to write. What is packed has `cu`; `rows` are tokens of each sequence where that is known."""
+
+    q: Tensor | None = None  # (T, Hq, D), to be turned
+    k: Tensor | None = None  # (T, Hk, D)
+    v: Tensor | None = None
+    cu: Tensor | None = None
+    q_rows: int = 0
+    rows: int = 0
+    turning: Turning | None = None
+    slots: Tensor | None = None  # (T,) where tokens go; None: to their positions
+
+
 class Pages(NamedTuple):
     """A batch of sequences in pages. Page `entries[starts[b] + p // page]` holds token p of sequence b at place p % page.
 

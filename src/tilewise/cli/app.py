@@ -18,6 +18,7 @@ from tilewise.cli.plan import plan_command
 from tilewise.cli.report import report_command
 from tilewise.cli.simulate import simulate_command
 from tilewise.cli.verify_traffic import verify_traffic_command
+from tilewise.cli.warmup import warmup_command
 
 
 def _quiet_flags(params: list[Any]) -> list[Any]:
@@ -77,6 +78,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "simulate": simulate_command,
     "report": report_command,
     "verify-traffic": verify_traffic_command,
+    "warmup": warmup_command,
 }
 for _name, _run in COMMANDS.items():
     app.command(_name, cls=_Command)(with_error_line(_run))

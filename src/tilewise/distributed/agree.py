@@ -18,14 +18,29 @@ BYTES = 2048
 Facts = dict[str, Any]
 
 
-def agree(group: Any, facts: Facts | TilewiseError, device: torch.device) -> None:
+def place_of(group: Any) -> torch.device:
+    """Where a message of the group may lie, whatever the tensors of a call are: NCCL's are on the GPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
+def check_place(group: Any, device: torch.device) -> None:
+    """Raise if the group cannot send tensors of a device. Groups of several backends can, or say so themselves."""
+    backend = dist.get_backend(group)
+    if {"nccl": "cuda", "gloo": "cpu"}.get(backend, device.type) != device.type:
+        raise ArgumentError(
+            f"q: on {device.type}, and the group is one of {backend}, which sends no such tensors; make the group with "
+            "init_process_group('cpu:gloo,cuda:nccl'), or move the tensors"
+        )
+
+
+def agree(group: Any, facts: Facts | TilewiseError) -> None:
     """Raise on every rank the error of the lowest rank that has one, or what ranks disagree about."""
     if isinstance(facts, TilewiseError):
         said: dict[str, Any] = {"error": type(facts).__name__, "text": str(facts)[: BYTES // 4]}
     else:
         said = {name: str(value)[:64] for name, value in facts.items()}
     words = json.dumps(said).encode()[:BYTES].ljust(BYTES)
-    mine = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(device)
+    mine = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(place_of(group))
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
         dist.all_gather(everyone, mine, group=group)

@@ -14,7 +14,7 @@ from tilewise.api.keywords import check_keywords
 from tilewise.api.options import BatchOptions, parameters, show_signature
 from tilewise.api.parse import LAYOUTS, autocast, check_shapes, check_sinks, check_tensors, make_seed, split_bias
 from tilewise.backends.base import Inputs, Needs, rounded
-from tilewise.distributed.agree import agree
+from tilewise.distributed.agree import agree, check_place
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.exchange import Link
 from tilewise.distributed.heads import Team, ToHeads, ToTokens
@@ -160,21 +160,17 @@ def _parsed(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, options: dict[st
         error = caught
     if error is not None:
         if plan.ranks > 1 and not plan.memory.get("agreed"):
-            agree(plan.group, error, _place(q))
+            agree(plan.group, error)
         raise error
     device = local.q.device
     key = (problem, backend, device, None if local.bias is None else tuple(local.bias.shape[2:]))
     calls: dict[Any, Call] = plan.memory.setdefault("calls", {})
     if key not in calls:
         if plan.ranks > 1:
-            agree(plan.group, _facts(plan, problem, local, backend), device)
+            agree(plan.group, _facts(plan, problem, local, backend))
         plan.memory["agreed"] = True
         calls[key] = Call(plan, problem, backend, device)
     return calls[key], local
-
-
-def _place(q: Any) -> torch.device:
-    return q.device if isinstance(q, Tensor) else torch.device("cpu")
 
 
 def _facts(plan: ContextPlan, problem: Problem, local: Local, backend: str) -> dict[str, Any]:
@@ -206,6 +202,8 @@ def _described(
     if layout not in LAYOUTS or (packed and layout != "bhsd"):
         raise LayoutError(f"layout: got {layout!r}, need 'bhsd' or 'bshd'; packed tokens are (tokens, heads, dim)")
     check_tensors(q, k, v, *((3, "(tokens, heads, dim)") if packed else (4, LAYOUTS[layout])))
+    if plan.ranks > 1:
+        check_place(plan.group, q.device)
     if packed:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     elif layout == "bshd":

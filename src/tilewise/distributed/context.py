@@ -131,13 +131,14 @@ class ContextPlan(Shown):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal on ranks that planned the same problem with the same shards and mask."""
+        """Equal on ranks that planned the same problem with the same shards, mask and routes."""
         shards, problem = self.shards, self.problem
         digest = hashlib.sha256()
         fields = (problem.batch, problem.heads, problem.kv_heads, problem.seqlen_q, problem.head_dim, problem.head_dim_v)
         settings = (problem.dtype, problem.scale, problem.softcap, problem.dropout_p, problem.sinks, problem.alibi)
         digest.update(repr((fields, settings, problem.bias, self.lengths, self.ranks, self.heads, self.remote_stages)).encode())
-        for array in (shards.bounds, shards.rank, *(side for layer in self.coverage.layers for side in layer)):
+        seen = (side for layer in self.coverage.layers for side in layer)
+        for array in (shards.bounds, shards.rank, self.routes.cuts, self.routes.by_query, *seen):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 

@@ -120,7 +120,7 @@ def _count(shape: tuple[int, ...]) -> int:
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one dtype as one message."""
     if len(tensors) == 1:
-        return tensors[0].reshape(-1)
+        return tensors[0].reshape(-1).contiguous()  # one token of each head is a view with gaps
     message = tensors[0].new_empty(sum(x.numel() for x in tensors))
     for part, x in zip(message.split([x.numel() for x in tensors]), tensors, strict=True):
         part.view(x.shape).copy_(x)

@@ -1,26 +1,30 @@
 """What travels between ranks: for each part of the mask the cheaper of moving keys and values, or queries and their results.
 
 The choice is made for each pair of ranks and each component of the mask (a document, say: tokens that see only each other)
-for itself, by the bytes of the forward and the backward pass. What no query sees never travels.
+for itself, by the bytes of the forward and the backward pass: all keys, all queries, or some of both, the least that will do.
+What no query sees never travels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
+from tilewise.distributed.choices import Ends, Floats, Way, even_choice
 from tilewise.distributed.coverage import Coverage, Parts
+from tilewise.distributed.covers import Bools, Graphs, moved_queries
 from tilewise.distributed.intervals import Intervals, Ints, joined, pieces
 from tilewise.distributed.schedule import RowBytes
 from tilewise.distributed.shards import Shards
 
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
-UNEVEN = 0.03
-"""How much more area than the mean a rank may have so that bytes are saved."""
-MOST_TRIED = 20_000
+MOST_CUTS = 1024
+MOST_CELLS = 300_000
+"""Where there are more, a pair of ranks moves all keys or all queries of a component."""
+PRICED_CELLS, ROUNDS = 50_000, (2, 16)
+"""How many prices are tried, at least and at most; between them as many as have so many cells."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +33,7 @@ class Routes:
 
     parts: rectangles within one piece of queries and one of keys. q_rank, k_rank: who holds these.
     by_query: whether the queries travel to the keys' rank, which computes the part then.
+    cuts: the pieces of the shards, and where else the axis is cut since parts go by different routes.
     """
 
     shards: Shards
@@ -36,6 +41,7 @@ class Routes:
     q_rank: Ints
     k_rank: Ints
     by_query: Bools
+    cuts: Ints
     memory: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     """What predictions keep of their work on these routes."""
 
@@ -91,45 +97,113 @@ def routes(shards: Shards, seen: Coverage, row: RowBytes, *, even: bool = False,
 
     even: queries travel only as far as ranks stay even in area. keys_only: they never do, since their rows of a bias would too.
     """
-    parts = seen.parts(shards.bounds)
-    q_rank, k_rank = (shards.rank[np.searchsorted(shards.bounds, at, side="right") - 1] for at in (parts.q0, parts.k0))
-    found = Routes(shards, parts, q_rank, k_rank, np.zeros(len(q_rank), bool))
-    far = np.flatnonzero(q_rank != k_rank)
-    if keys_only or not len(far):
-        return found
-    component = np.searchsorted(seen.borders, parts.q0[far], side="right") - 1
-    ends = (q_rank[far] * shards.ranks + k_rank[far]) * len(seen.borders) + component
-    number, group = np.unique(ends, return_inverse=True)
-    of_keys, of_queries = (
-        np.bincount(rows.group, rows.sizes, len(number))
-        for rows in (joined(group, parts.k0[far], parts.k1[far]), joined(group, parts.q0[far], parts.q1[far]))
-    )
-    saved = of_keys * row.route("kv") - of_queries * row.route("q")
-    cheaper = saved > 0
-    if even and cheaper.any():
-        area = np.bincount(group, parts.area[far], len(number))
-        pair = number // len(seen.borders)
-        cheaper = _even(found.areas, saved, area, pair // shards.ranks, pair % shards.ranks)
-    by_query = found.by_query.copy()
-    by_query[far] = cheaper[group]
-    return Routes(shards, parts, q_rank, k_rank, by_query)
+    cells = _Cells(shards, seen, shards.bounds)
+    if keys_only or not len(cells.far):
+        return cells.routes(np.zeros(len(cells.far), bool))
+    fine = _Cells(shards, seen, cells.ends())
+    if len(fine.far) > MOST_CELLS or len(fine.cuts) > MOST_CUTS:
+        fine = cells
+    by_query = fine.chosen(row, even)
+    needed = fine.needed(by_query)
+    if len(needed) == len(fine.cuts):
+        return fine.routes(by_query)
+    coarse = _Cells(shards, seen, needed)
+    return coarse.routes(fine.at(coarse, by_query))
 
 
-def _even(areas: Ints, saved: Ints, area: Ints, q_rank: Ints, k_rank: Ints) -> Bools:
-    """Which work may go to the rank of its keys, those that save most first, while no rank has too much.
+class _Cells:
+    """The parts of a mask cut at given places both ways, those between ranks in groups of two ranks and a component."""
 
-    Work that goes both ways weighs nothing, so all of it is tried at once before it is tried one by one.
-    """
-    most = max(float(areas.max()), float(areas.mean()) * (1 + UNEVEN))
-    chosen = saved > 0
-    load = areas - np.bincount(q_rank, area * chosen, len(areas)) + np.bincount(k_rank, area * chosen, len(areas))
-    if load.max() <= most:
-        return chosen
-    load, chosen = areas.astype(float), np.zeros(len(saved), bool)
-    order = np.argsort(-saved, kind="stable")
-    for number in order[: min(int((saved > 0).sum()), MOST_TRIED)].tolist():
-        if load[k_rank[number]] + area[number] <= most:
-            load[k_rank[number]] += area[number]
-            load[q_rank[number]] -= area[number]
-            chosen[number] = True
-    return chosen
+    def __init__(self, shards: Shards, seen: Coverage, cuts: Ints) -> None:
+        self.shards, self.seen, self.cuts = shards, seen, cuts
+        self.parts = seen.parts(cuts)
+        owner = (np.searchsorted(shards.bounds, at, side="right") - 1 for at in (self.parts.q0, self.parts.k0))
+        self.q_rank, self.k_rank = (shards.rank[piece] for piece in owner)
+        self.far = np.flatnonzero(self.q_rank != self.k_rank)
+        self.between = self.parts.where(self.far)
+        components = len(seen.borders)
+        component = np.searchsorted(seen.borders, self.between.q0, side="right") - 1
+        pair = self.q_rank[self.far] * shards.ranks + self.k_rank[self.far]
+        number, self.group = np.unique(pair * components + component, return_inverse=True)
+        self.pair = number // components
+        self.row, self.column = (np.searchsorted(cuts, at, side="right") - 1 for at in (self.between.q0, self.between.k0))
+
+    def routes(self, by_query: Bools) -> Routes:
+        """With queries that travel for some of the parts between ranks."""
+        whole = np.zeros(len(self.q_rank), bool)
+        whole[self.far] = by_query
+        return Routes(self.shards, self.parts, self.q_rank, self.k_rank, whole, self.cuts)
+
+    def ends(self) -> Ints:
+        """The cuts and where parts between ranks end."""
+        return np.unique(np.concatenate([self.cuts, *self.between[:4]]))
+
+    def chosen(self, row: RowBytes, even: bool) -> Bools:
+        """For which parts between ranks queries travel."""
+        none = np.zeros(len(self.group), bool)
+        ways = [self._way(row, by_query) for by_query in (none, ~none)]
+        least = self._priced(row, np.zeros(len(self.pair)))
+        ways += [] if least is None else [least]
+        choice = np.array([way.bytes for way in ways]).argmin(axis=0)
+        q_rank, k_rank = np.divmod(self.pair, self.shards.ranks)
+        ends = Ends(q_rank, k_rank, np.bincount(self.q_rank, self.parts.area, self.shards.ranks).astype(np.float64))
+        moved = np.array([way.moved for way in ways])[choice, np.arange(len(choice))]
+        if even and ends.loads(moved).max() > ends.most:
+            rounds = int(np.clip(PRICED_CELLS // len(self.group), *ROUNDS))
+            ways, choice = even_choice(ends, ways, partial(self._priced, row), rounds)
+        return np.asarray(np.array([way.by_query for way in ways])[choice[self.group], np.arange(len(self.group))])
+
+    def _way(self, row: RowBytes, by_query: Bools) -> Way:
+        sent = self._rows(~by_query, "k") * row.route("kv") + self._rows(by_query, "q") * row.route("q")
+        moved = np.bincount(self.group, self.between.area * by_query, len(self.pair))
+        return Way(by_query, sent.astype(np.float64), moved.astype(np.float64))
+
+    def _rows(self, which: Bools, side: str) -> Ints:
+        """How many queries or keys some of the parts of each group have."""
+        first, past = (getattr(self.between, side + end)[which] for end in "01")
+        rows = joined(self.group[which], first, past)
+        return np.bincount(rows.group, rows.sizes, len(self.pair)).astype(np.int64)
+
+    @cached_property
+    def _nodes(self) -> tuple[tuple[Ints, Ints, Ints], tuple[Ints, Ints, Ints]]:
+        """Of queries, then of keys: the group of each node, the node of each part, and the rows of each node."""
+        found = []
+        for at, side in ((self.row, "q"), (self.column, "k")):
+            node, edge = np.unique(self.group * len(self.cuts) + at, return_inverse=True)
+            rows = joined(edge, *(getattr(self.between, side + end) for end in "01"))
+            found.append((node // len(self.cuts), edge, np.bincount(rows.group, rows.sizes, len(node)).astype(np.int64)))
+        return found[0], found[1]
+
+    def _priced(self, row: RowBytes, extra: Floats) -> Way | None:
+        """The way of fewest bytes if area costs `extra` bytes more at the rank of the keys; None if that is not known.
+
+        Keys that stay bring all their area to their rank. So where that costs more, it counts as saved if they travel; where
+        it costs less, so do queries that stay.
+        """
+        if len(self.group) > MOST_CELLS:
+            return None
+        costs = []
+        for (group, edge, rows), what, sign in zip(self._nodes, ("q", "kv"), (-1, 1), strict=True):
+            area = np.bincount(edge, self.between.area, len(group))
+            saved = np.maximum(sign * extra[group], 0) * area
+            costs.append(np.maximum(rows * row.route(what) - saved, 0).astype(np.int64))  # type: ignore[arg-type]
+        (_, query, _), (group, key, _) = self._nodes
+        by_query = moved_queries(Graphs(query, key, costs[0], costs[1], group))
+        return None if by_query is None else self._way(row, by_query)
+
+    def needed(self, by_query: Bools) -> Ints:
+        """The cuts of the shards, and those on both sides of which routes differ."""
+        keep = np.isin(self.cuts, self.shards.bounds)
+        for mine, other in ((self.row, self.column), (self.column, self.row)):
+            order = np.lexsort((mine, other, self.group))
+            ways, at = by_query[order], mine[order]
+            same = (np.diff(self.group[order]) == 0) & (np.diff(other[order]) == 0) & (np.diff(ways) != 0)
+            keep[at[1:][same]] = True
+        return np.asarray(self.cuts[keep])
+
+    def at(self, coarse: _Cells, by_query: Bools) -> Bools:
+        """The routes of larger parts, each of which is one of these or several of one route."""
+        key = self.row * len(self.cuts) + self.column
+        order = np.argsort(key, kind="stable")
+        rows, columns = (np.searchsorted(self.cuts, at, side="right") - 1 for at in (coarse.between.q0, coarse.between.k0))
+        return np.asarray(by_query[order[np.searchsorted(key[order], rows * len(self.cuts) + columns)]])

@@ -7,8 +7,9 @@ from itertools import starmap
 import numpy as np
 
 from tilewise.distributed.coverage import Parts
+from tilewise.distributed.covers import Bools
 from tilewise.distributed.intervals import Intervals, Ints, joined
-from tilewise.distributed.routes import Bools, Routes
+from tilewise.distributed.routes import Routes
 from tilewise.distributed.schedule import Move, Stage, What, Work
 
 
@@ -23,14 +24,15 @@ def stage_of(source: Ints, target: Ints, ranks: int, remote: int) -> Ints:
 
 def stages(found: Routes, remote: int = 1) -> tuple[Stage, ...]:
     """Own keys first, then what arrives, in `remote` stages; those without works are left out."""
-    shards, ranks = found.shards, found.shards.ranks
+    ranks = found.shards.ranks
     own, far = found.own, ~found.own
     by_key, by_query = far & ~found.by_query, far & found.by_query
     works: list[list[Work]] = [[] for _ in range(remote + 1)]
-    piece = np.searchsorted(shards.bounds, found.parts.q0, side="right") - 1
+    piece = np.searchsorted(found.cuts, found.parts.q0, side="right") - 1
     moved, source = found.queries
     arrived = joined(moved.group * ranks + source, moved.first, moved.past)  # the queries of a pair of ranks, by target
     which = _containing(arrived, (found.k_rank * ranks + found.q_rank)[by_query], found.parts.q0[by_query])
+    which = which * len(found.cuts) + piece[by_query]
     for keep, block, into in ((own, piece[own], works[:1]), (by_key, piece[by_key], works), (by_query, which, works)):
         at = np.zeros(int(keep.sum()), np.int64)
         if keep is not own:

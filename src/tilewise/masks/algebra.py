@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import ref
 
 from tilewise.errors import ArgumentTypeError, MaskError
 from tilewise.masks.arrays import (
@@ -295,20 +296,24 @@ class Tree(Mask):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Lowered(Mask):
-    """A program that was lowered before: what an operator receives. `origin` is the mask it came from, if that is known."""
+    """A program that was lowered before: what an operator receives. `origin` is the mask it came from, while that lives."""
 
     program: MaskProgram
-    origin: Mask | None = None
+    origin: ref[Mask] | None = None
 
     @property
     def static(self) -> bool:  # type: ignore[override]
         return not self.program.tensors
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Lowered, (self.program,)
+
     def lower(self, binding: Binding) -> MaskProgram:
         return self.program
 
     def leaves(self) -> Iterator[Mask]:
-        return iter((self,)) if self.origin is None else self.origin.leaves()
+        origin = None if self.origin is None else self.origin()
+        return iter((self,)) if origin is None else origin.leaves()
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
         if negate:

@@ -74,7 +74,13 @@ class Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         if chosen is None:
             return _forward(problem, tensors, backend)
-        return forward(problem, Inputs(*tensors[:_COUNT]), backend, chosen)  # type: ignore[arg-type]
+        inputs = Inputs(*tensors[:_COUNT])  # type: ignore[arg-type]
+        results = forward(problem, inputs, backend, chosen)
+        if problem.device == "cuda" and "ahead" not in problem.memory:
+            from tilewise.ops.ahead import compile_backward  # once for a problem
+
+            compile_backward(problem, inputs, results, backend)
+        return results
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    CompileJob,
     Direction,
     EntropyCotangent,
     Grads,
@@ -54,7 +55,7 @@ from tilewise.backends.cpu.launch import (
     num_threads,
 )
 from tilewise.backends.cpu.lowering import lowered
-from tilewise.backends.cpu.prepare import adjacent, launch_for, optional_arguments
+from tilewise.backends.cpu.prepare import adjacent, kernel_for, launch_for, optional_arguments
 from tilewise.backends.cpu.spec import STATISTICS, round_up
 from tilewise.backends.pages import Pages
 from tilewise.hardware.probe import probe_cpu
@@ -177,6 +178,16 @@ class CpuBackend(Backend):
             args += [("work", work.data_ptr()), ("done", done.data_ptr())]
         launch.run((q, k, v, out, lse), args)
         return out, lse
+
+    def missing_kernels(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs | None = None
+    ) -> list[CompileJob]:
+        problem, dbias = lowered(problem, inputs), given is not None and given.needs.dbias
+        kernel = kernel_for(problem, inputs, "forward" if given is None else "backward", dbias)
+        if compiler.is_ready(kernel):
+            return []
+        make = partial(compiler.worker, kernel)
+        return [CompileJob(f"cpu {kernel.kind}", make, make)]
 
     def launcher(self, problem: Problem, inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """With the strides known too, only five addresses of the arguments change."""

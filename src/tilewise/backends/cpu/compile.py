@@ -170,6 +170,11 @@ def worker(kernel: Kernel) -> Any:
     return loaded.call
 
 
+def is_ready(kernel: Kernel) -> bool:
+    """Is it in this process already, compiled or not to be?"""
+    return kernel in _kernels
+
+
 def _obtain(kernel: Kernel) -> Loaded | Exception:
     try:
         return _load(entry_path(repr(kernel)), "worker", lambda: build(kernel, host()))

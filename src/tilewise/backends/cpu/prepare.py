@@ -23,7 +23,7 @@ from tilewise.backends.cpu.directions import broadcast_strides
 from tilewise.backends.cpu.fixed import fixed_arguments
 from tilewise.backends.cpu.launch import REST_AT, CpuLaunch, num_threads
 from tilewise.backends.cpu.lowering import is_static, mask_arguments
-from tilewise.backends.cpu.spec import HOT, argument_names
+from tilewise.backends.cpu.spec import HOT, Kernel, argument_names
 from tilewise.hardware.probe import probe_cpu
 from tilewise.problem import Problem
 
@@ -37,13 +37,28 @@ def adjacent(inputs: Inputs) -> bool:
     return bool(inputs.k.stride()[3] == inputs.v.stride()[3] == 1)
 
 
-def launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> CpuLaunch:
-    """The launch of a call, from the memory if there is one like it; packed batches are planned for their longest sequence."""
+def launch_key(
+    problem: Problem, inputs: Inputs, kind: str, dbias: bool
+) -> tuple[str, int, torch.dtype | None, bool, int, bool]:
+    """What a launch depends on beside the problem; packed batches are planned for their longest sequence."""
     longest, bias = problem.seqlen_q, inputs.bias
     if inputs.cu_q is not None:
         longest = max((b - a for a, b in pairwise(inputs.cu_q.tolist())), default=0)
     columns = longest != 1 or adjacent(inputs)
-    key = (kind, num_threads(), None if bias is None else bias.dtype, dbias, longest, columns)
+    return kind, num_threads(), None if bias is None else bias.dtype, dbias, longest, columns
+
+
+def kernel_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> Kernel:
+    """The kernel that a launch would compile."""
+    _, threads, bias, _, longest, columns = launch_key(problem, inputs, kind, dbias)
+    spec = probe_cpu(threads)
+    tile = plan.tile_for(problem, spec, kind, longest, columns)
+    return plan.kernel_for(problem, tile, spec, str(bias)[6:] if bias else "", dbias)
+
+
+def launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> CpuLaunch:
+    """The launch of a call, from the memory if there is one like it."""
+    key = launch_key(problem, inputs, kind, dbias)
     if is_static(problem):
         launches: dict[Any, CpuLaunch] = problem.memory.setdefault("cpu launches", {})
         name: Any = key

@@ -38,9 +38,10 @@ def mask_args(program: MaskProgram, device: torch.device, batch: int) -> MaskArg
     return MaskArgs(program.ints, tuple(tensors), tuple(strides))
 
 
-def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, splits: int = 1) -> Attention:
-    """The problem as the kernels see it; `inputs` are `ready`."""
-    device = inputs.q.device
+def attention_args(
+    problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, splits: int = 1, mask: MaskArgs | None = None
+) -> Attention:
+    """The problem as the kernels see it; `inputs` are `ready`. `mask` is that of the call, if it is there already."""
     return Attention(
         q=view(inputs.q),
         k=view(inputs.k),
@@ -54,7 +55,7 @@ def attention_args(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor, s
         cu_q=inputs.cu_q if problem.varlen else None,
         cu_k=inputs.cu_k if problem.varlen else None,
         origins=inputs.origins,
-        mask=mask_args(problem.program, device, problem.batch),
+        mask=mask_args(problem.program, inputs.q.device, problem.batch) if mask is None else mask,
         batch=problem.batch,
         heads=problem.heads,
         kv_heads=problem.kv_heads,

@@ -15,13 +15,28 @@ from functools import cache
 from typing import Any
 
 from tilewise.backends.gpu.sass import disassembled, lost_addresses
-from tilewise.backends.gpu.structs import Attention
+from tilewise.backends.gpu.structs import Attention, Gradients
 from tilewise.errors import KernelError
 
 FIXED = (12, 9)
 MARK = "--opt-level=3"
 """What ptxas does anyway. As an option it keeps these kernels apart from older ones in Triton's cache on disk."""
 _one_at_a_time = threading.Lock()
+
+
+def one_at_a_time() -> threading.Lock:
+    """What a kernel is compiled under: which assembler runs is Triton's choice for the whole process, and may be changed here."""
+    return _one_at_a_time
+
+
+def _forget_lock() -> None:
+    """In a child of fork, where nobody may be left to release it."""
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lock)
 
 
 def proven(types: Any, attributes: Any, config: Any) -> bool:
@@ -32,6 +47,8 @@ def proven(types: Any, attributes: Any, config: Any) -> bool:
     """
     a = types[0]
     if not isinstance(a, Attention) or a.q.ptr not in ("*fp16", "*bf16") or (0, 0, 1) not in attributes:
+        return False
+    if not isinstance(types[1], (str, Gradients)):  # neither forward nor backward
         return False
     usual = config.D == config.DV == config.BLOCK_D == config.BLOCK_DV and config.D in (64, 128)
     more = (
@@ -60,7 +77,7 @@ def compile_soundly(target: Any, needed: bool, build: Callable[[dict[str, str]],
     from triton import knobs
     from triton.runtime.errors import PTXASError
 
-    with _one_at_a_time:  # the choice is Triton's, for the whole process
+    with one_at_a_time():
         own: Any = knobs.nvidia.ptxas
         newer: Any = getattr(knobs.nvidia, "ptxas_blackwell", None)
 

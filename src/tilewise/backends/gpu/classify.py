@@ -1,10 +1,7 @@
 """Making lists of tiles (`lists.py`) and keeping them: the one place where the GPU backends get theirs.
 
-Lists are kept with the first leaf of a mask that holds tensors, for as long as that value lives. They are taken again if all
-that they were made from is the same: leaves, versions of their tensors, lengths, tiles, `cu_seqlens` and the stream. They are
-made in each call for tensors that count no versions (inference mode, numpy), and while a CUDA graph is captured, so that a
-replay reads what the tensors hold then. A write through `.data` counts no version, for torch's own checks neither: after one,
-build the mask anew.
+Lists are kept with the problem (`kept.py`), and by the same rules with the first leaf of a mask that holds tensors, for as long
+as that value lives: layers whose problems differ share them.
 
 Nothing is read by the host.
 """
@@ -23,6 +20,7 @@ from torch import Tensor
 
 from tilewise.backends.base import Inputs
 from tilewise.backends.gpu.arguments import mask_args
+from tilewise.backends.gpu.kept import KEPT, capturing, kept, lengths_of, version
 from tilewise.backends.gpu.launch import LaunchOptions, broadcast_strides
 from tilewise.backends.gpu.lists import CHUNK, ListLayout, TileLists, list_layout, most_runs, run_width
 from tilewise.backends.gpu.record import Launch, current_stream
@@ -30,8 +28,6 @@ from tilewise.backends.gpu.structs import MaskArgs, MaskLayout
 from tilewise.masks import Literal, Mask, MaskProgram
 from tilewise.problem import Problem
 
-KEPT = 16
-"""Lists kept with one leaf: three passes of some masks and lengths. When there are more, all are dropped."""
 MOST_CELLS = 64
 """Entries of a table within a tile that are looked at one by one; where there are more, so are all elements."""
 TILES_OF_WORD = 16
@@ -128,10 +124,15 @@ class PackConfig(NamedTuple):
 
 def lists_for(problem: Problem, inputs: Inputs, spec: ListSpec) -> TileLists:
     """The lists of a problem whose mask is listed: kept ones, or new ones, which the current stream makes."""
+    return kept(problem, inputs.q, spec, lambda: _shared_lists(problem, inputs, spec), lengths_of(inputs))
+
+
+def _shared_lists(problem: Problem, inputs: Inputs, spec: ListSpec) -> TileLists:
+    """Lists that problems with the same mask share."""
     memory, key, held = _memory(problem, inputs, spec)
-    kept: TileLists | None = None if memory is None else memory.get(key, (None,))[0]
-    if kept is not None:
-        return kept
+    found: TileLists | None = None if memory is None else memory.get(key, (None,))[0]
+    if found is not None:
+        return found
     lists = make_lists(problem, inputs, spec)
     if memory is not None:
         if len(memory) >= KEPT:
@@ -142,12 +143,12 @@ def lists_for(problem: Problem, inputs: Inputs, spec: ListSpec) -> TileLists:
 
 def _memory(problem: Problem, inputs: Inputs, spec: ListSpec) -> tuple[dict[Hashable, Any] | None, Hashable, Any]:
     """Where lists are kept, under which key, and what must live as long as they do; None where they are not kept."""
-    if inputs.q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if capturing(inputs.q):
         return None, None, None
     leaves = [leaf for leaf in problem.mask.leaves() if not leaf.static]
-    versions = [version for leaf in leaves for version in _versions(leaf)]
-    offsets = [x for x in (inputs.cu_q, inputs.cu_k) if x is not None]
-    versions += [None if x.is_inference() else x._version for x in offsets]
+    versions = [one for leaf in leaves for one in _versions(leaf)]
+    offsets = lengths_of(inputs)
+    versions += [version(x) for x in offsets]
     if not leaves or None in versions:
         return None, None, None
     program = problem.program
@@ -166,10 +167,8 @@ def _versions(leaf: Mask) -> Iterator[int | None]:
     for one in fields(leaf):  # type: ignore[arg-type]  # every leaf is a dataclass
         value = getattr(leaf, one.name)
         for x in value.tensors if isinstance(value, MaskProgram) else (value,):
-            if isinstance(x, Tensor):
-                yield None if x.is_inference() else x._version
-            elif isinstance(x, np.ndarray):
-                yield None
+            if isinstance(x, Tensor | np.ndarray):
+                yield version(x)
 
 
 def tile_count(problem: Problem, block: int, keys: bool) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -188,7 +189,13 @@ def compiled_kernel(kernel: Any, args: tuple[Any, ...], config: Any, options: La
     device = driver.active.get_current_device()
     key = (kernel, sig.types, tuple(sig.constants.items()), str(sig.attributes), config, options, device)
     target = driver.active.get_current_target()
-    return _compiled.get(key, kernel.__name__, lambda: compile_for(target, kernel, sig, config, options))
+    make = partial(compile_by_name, target, (kernel.__module__, kernel.__name__), sig, config, options)
+    return _compiled.get(key, kernel.__name__, make)
+
+
+def compile_by_name(target: Any, name: tuple[str, str], sig: Signature, config: Any, options: LaunchOptions) -> Any:
+    """Compile a kernel by its module and name in it, as another process can."""
+    return compile_for(target, getattr(import_module(name[0]), name[1]), sig, config, options)
 
 
 def compile_for(target: Any, kernel: Any, sig: Signature, config: Any, options: LaunchOptions) -> Any:

@@ -43,6 +43,7 @@ follow from shapes, and nothing is read by the host.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 from tilewise.masks import Literal, MaskProgram
@@ -99,6 +100,7 @@ class TileLists(NamedTuple):
     bits_w: int
 
 
+@cache
 def is_listed(structure: str) -> bool:
     """Do kernels walk lists for a mask of this structure? Intervals they know themselves."""
     return bool(structure) and not is_interval(structure)

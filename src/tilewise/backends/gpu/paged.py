@@ -35,15 +35,16 @@ def seq_info(a, b, h, C: tl.constexpr):
     else:
         q_start = tl.load(a.cu_q + b)
         q_len = tl.load(a.cu_q + b + 1) - q_start
-    if C.PAGES.INDPTR:
-        first = tl.minimum(tl.maximum(tl.load(pages.indptr + b), 0), pages.entries).to(tl.int32)
-        past = tl.minimum(tl.maximum(tl.load(pages.indptr + b + 1), first), pages.entries).to(tl.int32)
-        entries = past - first
-    else:
-        first = b * pages.step
-        entries = pages.entries
+    first, entries = entries_of(pages, b)
     k_len = tl.minimum(tl.maximum(tl.load(pages.lengths + b), 0), entries * pages.page).to(tl.int32)
     return SeqInfo(b, h, h // (a.heads // a.kv_heads), b * 0, q_start, first, q_len, k_len)
+
+
+@triton.jit
+def entries_of(pages, b):
+    """Where the entries of sequence b begin, and how many they are."""
+    first = tl.minimum(tl.maximum(tl.load(pages.starts + b), 0), pages.size)
+    return first, tl.minimum(tl.maximum(tl.load(pages.counts + b), 0), pages.size - first)
 
 
 @triton.jit
@@ -60,8 +61,8 @@ def page_numbers(a, seq, n, C: tl.constexpr):
         k = n + tl.arange(0, C.BLOCK_N)
         nth = k // pages.page
         there = k < seq.len_k
-    number = tl.load(pages.table + seq.k_start + nth, mask=there, other=0)
-    return tl.minimum(tl.maximum(number, 0), pages.count - 1).to(tl.int32)
+    number = tl.load(pages.entries + seq.k_start + nth, mask=there, other=0)
+    return tl.minimum(tl.maximum(number, 0), pages.total - 1)
 
 
 @triton.jit

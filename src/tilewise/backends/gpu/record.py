@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.backends.gpu.compiled import is_collecting
 from tilewise.backends.gpu.launch import Address, Descriptor, LaunchOptions, compiled_kernel, interpreting
 from tilewise.problem import Problem
 
@@ -47,7 +48,9 @@ class Launch(NamedTuple):
 
     def run(self) -> None:
         """Now, on the current device and stream."""
-        if self.options is None:
+        if is_collecting():
+            self.compiled()
+        elif self.options is None:
             self.bound()()
         elif interpreting():
             self.kernel[(self.programs,)](*self.args, self.config)
@@ -189,7 +192,7 @@ class Recording:
 
         The first time, kernels that are looked up by their arguments run as they are, since many calls are made only once.
         """
-        if self.kept and not interpreting() and (self._met or launches[0].options is None):
+        if self.kept and not (interpreting() or is_collecting()) and (self._met or launches[0].options is None):
             present = [x for x in tensors if x is not None]
             remainders = tuple([x.data_ptr() % 16 for x in present])
             self._templates[remainders] = [Template(launch, present) for launch in launches]
@@ -215,7 +218,7 @@ class Recorder:
 
     def get(self, problem: Problem, key: Hashable | None, device: torch.device, plan: Callable[[], Any]) -> Recording:
         """The recording of a problem and key, with what `plan` gives if it is new; for a key of None one that is not kept."""
-        if key is None:
+        if key is None or is_collecting():
             return Recording(device.index, plan(), kept=False)
         epoch, recording = problem.memory.get(key, (None, None))
         if epoch is self._epoch:

@@ -78,15 +78,15 @@ class Scale(NamedTuple):
 class PageArgs(NamedTuple):
     """Keys and values in pages. What a kernel has no use for is there all the same, as another tensor: see `PageLayout`."""
 
-    table: Any  # integers: page numbers, those of a sequence side by side
-    indptr: Any  # (B + 1,) integers: where those of each sequence begin; read with INDPTR
+    entries: Any  # page numbers, those of a sequence side by side
+    starts: Any  # (B,): where those of each sequence begin
+    counts: Any  # (B,): how many it has
     lengths: Any  # (B,) integers
     k_scale: Scale  # read with SCALED
     v_scale: Scale
-    entries: int  # of a sequence in the table; with INDPTR, of all
-    step: int  # from a sequence's entries to the next one's
+    size: int  # entries there are
     page: int  # tokens
-    count: int  # pages there are
+    total: int  # pages there are
     rows: int  # queries of each sequence, with EVEN
 
 
@@ -152,7 +152,6 @@ class PageLayout(NamedTuple):
     """What a kernel knows of pages when it is compiled."""
 
     PAGE: int = 0  # tokens of a page: a power of two; 0: any number, and each row is looked up
-    INDPTR: bool = False
     EVEN: bool = False  # as many queries in every sequence
     SCALED: bool = False  # numbers have a scale: one of each head, or
     PER_TOKEN: bool = False  # one of each token and head

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.config import Config
+from tilewise.backends.hopper.features import feature_types
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, typed
 from tilewise.backends.hopper.list_plan import list_arguments
 from tilewise.backends.hopper.plan import config_of, tiles
@@ -55,6 +56,7 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any) -> ForwardPlan:
         programs=programs,
         order=order,
         lists=list_arguments(problem, config),
+        sinks_ptr="*fp32" if problem.sinks else None,
     )
     return ForwardPlan(compile_(problem.dtype, a, config), config, a, programs)
 
@@ -73,6 +75,7 @@ def tile_arguments(problem: Problem, mask: IntervalMask, heads: int, blocks: int
         "len_k": problem.seqlen_k,
         "scale_log2": (problem.softcap or problem.scale) * LOG2E,
         "softcap_slope": problem.scale / problem.softcap if problem.softcap else 0.0,
+        **feature_types(problem),
     }
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Backend, BackwardInputs, Grads, Inputs, Verdict
+from tilewise.backends.base import Backend, BackwardInputs, CompileJob, Grads, Inputs, Verdict
+from tilewise.backends.gpu.compiled import missing
 from tilewise.backends.gpu.launch import describable, interpreting, on_device
 from tilewise.backends.hopper import plan
 from tilewise.backends.hopper.backward.launch import run_backward
@@ -44,6 +46,12 @@ class Hopper(Backend):
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return on_device(inputs.q.device, run_forward, problem, inputs)
+
+    def missing_kernels(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs | None = None
+    ) -> list[CompileJob]:
+        own = replace(problem)  # with a memory of its own: nothing that is made meanwhile is filled
+        return missing(self.name, lambda: self.forward(own, inputs) if given is None else self.backward(own, inputs, given))
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         return on_device(inputs.q.device, run_backward, problem, inputs, given)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from tilewise.backends.gpu.lists import list_layout
 from tilewise.backends.hopper.config import NARROW, Config, tiles_for
+from tilewise.backends.hopper.features import alibi_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, unseen_keys
-from tilewise.backends.hopper.list_plan import hides_in_tiles, switched_on
+from tilewise.backends.hopper.list_plan import hides_in_tiles
 from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, visited_keys
 from tilewise.problem import Problem
 
@@ -25,6 +26,9 @@ RELEASE_EARLY_KEYS = 2048
 """Up to so many keys the queries' stage is released early without a mask too (H200, head dim 256: S 512 and 2048 0.5 to
 1 % faster, 8192 and 16384 1 % slower; causal 0.5 to 2 % faster at all four)."""
 
+LONGEST_FIRST = True
+"""Packed batches: are the tiles with most keys taken first, in an order that a small kernel writes? Else round robin."""
+
 
 class Choice(NamedTuple):
     """A tile of a kernel, compiled for the problem, and why it is taken."""
@@ -40,7 +44,9 @@ def forward_choices(problem: Problem, newer: bool) -> list[Choice]:
         return listed_choices(problem, newer)
     unseen = unseen_by_all(problem, mask)
     tiles = [
-        tile for tile in tiles_for(problem.head_dim, problem.head_dim_v) if not shortage(tile, mask, unseen, newer)
+        tile
+        for tile in tiles_for(problem.head_dim, problem.head_dim_v)
+        if not shortage(tile, mask, unseen, newer, crowded(problem))
     ]
     first, reason = planned(problem, mask, tiles)
     others = [Choice(tile, "asked for") for tile in tiles if tile is not first]
@@ -75,11 +81,18 @@ def unseen_by_all(problem: Problem, mask: IntervalMask) -> bool:
     return problem.varlen or unseen_keys(mask, problem.seqlen_q, problem.seqlen_k)
 
 
-def shortage(tile: Config, mask: IntervalMask, unseen: bool, newer: bool) -> str:
-    """Why a thread has too few registers for the tile under this mask; "" if it has enough."""
+def crowded(problem: Problem) -> bool:
+    """Do features need registers?"""
+    return problem.alibi or problem.dropout_p > 0
+
+
+def shortage(tile: Config, mask: IntervalMask, unseen: bool, newer: bool, features: bool = False) -> str:
+    """Why a thread has too few registers for the tile under this mask and with features; "" if it has enough."""
     registers = f"{tile.BLOCK_M}×{tile.BLOCK_N} has {tile.REGISTERS[0]} registers a thread, too few for"
     if tile.WARPGROUPS == 3 and (unseen or mask.left):
         return f"{registers} rows that begin after key 0 or keys that no query sees"
+    if tile.WARPGROUPS == 3 and features:
+        return f"{registers} ALiBi or dropout"
     if newer and tile.WARPGROUPS == 3 and mask.band:
         return f"{registers} a mask under Triton 3.8 or newer"
     if newer and tile.BLOCK_N == 128 and tile.BLOCK_D > 64 and mask.terms and (unseen or mask.left):
@@ -134,14 +147,17 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
     tail = not mask.terms and problem.seqlen_k % tile.BLOCK_N > 0
     roomy = not (mask.left or unseen or mask.listed)
     lazy = roomy and not (tail and tile.BLOCK_DV == 256) if newer else not (unseen and tile.BLOCK_DV == 128)
-    in_registers = tile.Q_IN_REGISTERS if roomy and not (mask.band and newer) else 0
+    in_registers = tile.Q_IN_REGISTERS if roomy and not ((mask.band and newer) or crowded(problem)) else 0
     return tile._replace(
         LAZY_RESCALE=lazy,
         Q_IN_REGISTERS=in_registers,
         RELEASE_Q_EARLY=in_registers > 0 and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
         TAIL=tail,
         UNSEEN_KEYS=unseen,
-        SCORES="softcap" if problem.softcap > 0 else "fold" if problem.scale > 0 else "scale",
+        SCORES="softcap" if problem.softcap > 0 else "fold" if problem.scale > 0 and not problem.alibi else "scale",
+        SINKS=problem.sinks,
+        ALIBI=alibi_form(problem, mask),
+        DROPOUT=problem.dropout_p > 0,
         **mask_config(problem, mask),
     )
 
@@ -154,5 +170,5 @@ def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
         "LEFT": mask.left,
         "VARLEN": problem.varlen,
         "BOTTOM_RIGHT": mask.bottom,
-        "ORDERED": problem.varlen and switched_on(),
+        "ORDERED": problem.varlen and LONGEST_FIRST,
     }

@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import core
 
 __all__ = [
-    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_barrier", "opaque", "tma", "tma_load", "tma_store",
+    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_barrier", "opaque", "opaque_float", "tma",
+    "tma_load", "tma_store",
     "warpgroup_mma", "warpgroup_mma_wait", "warps_barrier",
 ]  # fmt: skip
 
@@ -64,3 +65,9 @@ def named_barrier(OP: gl.constexpr, ID: gl.constexpr):
 def opaque(n):
     """The same number, but the compiler cannot know: what is computed from it is not kept in registers from before."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque_float(x):
+    """The same for a number of fp32: its products with constants are not kept, either."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)

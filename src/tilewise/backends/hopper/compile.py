@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewise.backends.gpu.assemble import one_at_a_time
 from tilewise.backends.hopper.structs import Plane
 
 ELEMENT = {"float16": "fp16", "bfloat16": "bf16"}
@@ -83,4 +84,5 @@ def compile_kernel(target: Any, name: str, dtype: str, arguments: Any, config: A
     signature |= {"a": types.of(arguments, (len(shapes),)), "C": "constexpr"}
     constants = {**types.constants, (len(shapes) + 1,): config}
     source = GluonASTSource(function, signature, constants, types.attributes)
-    return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": True})
+    with one_at_a_time():
+        return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": True})

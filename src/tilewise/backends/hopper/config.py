@@ -37,6 +37,9 @@ class Config(NamedTuple):
     BOTTOM_RIGHT: bool = False  # bands of packed sequences count from the bottom right corner
     ORDERED: bool = False  # a packed batch whose order of work tiles the device writes
     LISTS: Any = None  # a ListLayout, where key tiles come from lists
+    SINKS: bool = False
+    DROPOUT: bool = False
+    ALIBI: str = ""  # "past" where no key is ahead of its query, else "both"
 
     @property
     def BLOCK_M(self) -> int:

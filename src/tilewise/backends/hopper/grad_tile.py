@@ -42,6 +42,8 @@ class HeldTile:
     work: GradTile
     band: Band
     index: gl.tensor
+    h: gl.tensor  # a query head, and ALiBi's slope of it; any numbers where neither is asked for
+    slope: gl.tensor
 
 
 @gluon.jit

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from tilewise.backends.base import Inputs, empty_lse, empty_out
 from tilewise.backends.gpu.compiled import Kernels
+from tilewise.backends.gpu.kept import kept
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.hopper.arguments import CLUSTER_BYTES, ForwardPlan, heads_together, make_plan
 from tilewise.backends.hopper.compile import compile_kernel
+from tilewise.backends.hopper.feature_launch import call_features, features_key, tensors_in, with_features
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.list_launch import Dealing, call_lists, is_listed
 from tilewise.backends.hopper.list_plan import lists_of
@@ -28,7 +30,7 @@ from tilewise.problem import Problem
 def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """out and lse of a supported problem, on the current stream."""
     q, k, v = inputs[:3]
-    key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride())
+    key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride(), features_key(inputs))
     if is_listed(problem):
         return run_listed(problem, inputs, key)
     return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, q.device)))
@@ -36,18 +38,27 @@ def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def run_listed(problem: Problem, inputs: Inputs, key: tuple[Hashable, ...]) -> tuple[Tensor, Tensor]:
     """The same for a mask of tile lists."""
-    config = offers(problem, "forward")[0].config
-    cluster = heads_together(problem, config, CLUSTER_BYTES[1])
-    found = call_lists(problem, inputs, config, Dealing(False, spec_of(inputs.q.device.index or 0).units, cluster))
     q, k, v = inputs[:3]
+    found = call_lists(problem, inputs, *walk_of(problem, q.device))
     recording = recorder.get(problem, (*key, found.key), q.device, partial(plan_on, problem, q.device))
     out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
-    tensors = (q, k, v, out, lse, None, None, *found.tensors)
+    features = call_features(problem, inputs)
+    tensors = (q, k, v, out, lse, None, None, *found.tensors, *tensors_in(features))
     if not recording.repeat(tensors):
         arguments = recording.plan.arguments._replace(lists=lists_of(found.lists, found.words), order=found.order)
-        plan = recording.plan._replace(arguments=arguments)
+        plan = recording.plan._replace(arguments=with_features(arguments, features))
         recording.record(tensors, [launch_of(plan, tensors, ())])
     return out, lse
+
+
+def walk_of(problem: Problem, device: torch.device) -> tuple[Any, Dealing]:
+    """The config of the forward's kernel, and how its lists are dealt out. Asked in every call, so they are kept."""
+    found: tuple[Any, Dealing] | None = problem.memory.get(("hopper walk", device))
+    if found is None:
+        config = offers(problem, "forward")[0].config
+        dealing = Dealing(False, spec_of(device.index or 0).units, heads_together(problem, config, CLUSTER_BYTES[1]))
+        found = problem.memory["hopper walk", device] = config, dealing
+    return found
 
 
 def launch(problem: Problem, inputs: Inputs, recording: Recording) -> tuple[Tensor, Tensor]:
@@ -58,12 +69,16 @@ def launch(problem: Problem, inputs: Inputs, recording: Recording) -> tuple[Tens
     tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, cu_q, cu_k)
     terms: tuple[Term, ...] = ()
     if problem.program.tensors:
-        terms = device_terms(problem, q.device)
+        terms = device_terms(problem, q)
         tensors += tensors_of(terms)
     plan = recording.plan
+    features = call_features(problem, inputs)
+    if features:
+        tensors += tensors_in(features)
     if plan.config.ORDERED:
         tensors += (empty_order(plan.arguments, q),)
     if not recording.repeat(tensors):
+        plan = plan._replace(arguments=with_features(plan.arguments, features))
         recording.record(tensors, launches_of(problem, plan, tensors, terms))
     return out, lse
 
@@ -97,9 +112,13 @@ def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> Launc
     return Launch(plan.kernel, plan.programs, (*maps, a), config)
 
 
-def device_terms(problem: Problem, device: torch.device) -> tuple[Term, ...]:
-    """The terms of a mask, their tensors where the kernel can read them."""
-    return tuple(term_on(term, problem.batch, device) for term in mask_of(problem).terms)
+def device_terms(problem: Problem, q: Tensor) -> tuple[Term, ...]:
+    """The terms of a mask, their tensors where q is and the kernel can read them; kept with the problem."""
+
+    def make() -> tuple[Term, ...]:
+        return tuple(term_on(term, problem.batch, q.device) for term in mask_of(problem).terms)
+
+    return kept(problem, q, "terms", make)
 
 
 def term_on(term: Term, batch: int, device: torch.device) -> Term:
@@ -150,7 +169,7 @@ def kernel_for(name: str, dtype: str, arguments: Any, config: Any) -> Any:
     absent = tuple(part is None for part in _leaves(arguments))
     key = (name, dtype, absent, config, driver.active.get_current_device())
     target = driver.active.get_current_target()
-    return _kernels.get(key, name, lambda: compile_kernel(target, name, dtype, arguments, config))
+    return _kernels.get(key, name, partial(compile_kernel, target, name, dtype, arguments, config))
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.backward.choose import no_sums
 from tilewise.backends.hopper.backward.config import widths
-from tilewise.backends.hopper.choose import shortage, unseen_by_all
+from tilewise.backends.hopper.choose import crowded, shortage, unseen_by_all
 from tilewise.backends.hopper.compiler import newer_registers
 from tilewise.backends.hopper.config import SHARED_BYTES, padded, tiles_for
 from tilewise.backends.hopper.intervals import mask_of
@@ -56,7 +56,7 @@ def too_few_registers(problem: Problem, pair: tuple[int, int]) -> str:
     mask = mask_of(problem)
     unseen = unseen_by_all(problem, mask)
     same = [tile for tile in tiles_for(problem.head_dim, problem.head_dim_v) if (tile.BLOCK_M, tile.BLOCK_N) == pair]
-    return next((shortage(tile, mask, unseen, newer_registers()) for tile in same), "")
+    return next((shortage(tile, mask, unseen, newer_registers(), crowded(problem)) for tile in same), "")
 
 
 def registers(problem: Problem, pass_: str, m: int, n: int) -> tuple[int, int]:

@@ -6,19 +6,15 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.backends.base import Inputs
 from tilewise.backends.gpu.classify import ListSpec, lists_for
+from tilewise.backends.gpu.kept import kept, lengths_of
 from tilewise.backends.gpu.lists import TileLists
 from tilewise.backends.hopper.device_order import dealt
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.list_plan import Words, same_ids
 from tilewise.problem import Problem
-
-_orders: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_words: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Both by the counts of the lists that they were made from."""
 
 
 class CallLists(NamedTuple):
@@ -27,18 +23,17 @@ class CallLists(NamedTuple):
     lists: TileLists
     words: tuple[Words | None, Words | None]
     order: Tensor  # of work tiles, see structs.Arguments
+    tensors: tuple[Tensor, ...]
+    """What launches read of these."""
+    key: Hashable
+    """All that a launch depends on beside addresses."""
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        lists = self.lists
-        read = (lists.runs, lists.counts, lists.terms, lists.q_ids, lists.k_ids, lists.bits, self.order)
-        return tuple(x for x in (*read, *(x and x.words for x in self.words)) if x is not None)
-
-    @property
-    def key(self) -> Hashable:
-        """All that a launch depends on beside addresses."""
-        ids = self.lists.q_ids is None, same_ids(self.lists)
-        return *self.lists[7:], *(None if x is None else x[1:] for x in self.words), *ids
+    @classmethod
+    def of(cls, lists: TileLists, words: tuple[Words | None, Words | None], order: Tensor) -> CallLists:
+        read = (lists.runs, lists.counts, lists.terms, lists.q_ids, lists.k_ids, lists.bits, order)
+        tensors = tuple(x for x in (*read, *(x and x.words for x in words)) if x is not None)
+        ids = lists.q_ids is None, same_ids(lists)
+        return cls(lists, words, order, tensors, (*lists[7:], *(None if x is None else x[1:] for x in words), *ids))
 
 
 def is_listed(problem: Problem) -> bool:
@@ -58,23 +53,25 @@ class Dealing(NamedTuple):
 
 
 def call_lists(problem: Problem, inputs: Inputs, config: Any, dealing: Dealing) -> CallLists:
-    """Kept lists, or new ones, made on the current stream."""
-    lists = lists_for(problem, inputs, ListSpec(config.BLOCK_M, config.BLOCK_N, dealing.by_key))
-    if lists.counts not in _orders:
-        _orders[lists.counts] = dealt(problem, lists, config, *dealing)
+    """Kept lists with what is made from them, or new ones, made on the current stream."""
     asked = config.UNSEEN_KEYS, getattr(config, "EMPTY_ROWS", False)
-    found = tuple(
-        words_for(problem, inputs, config, keys) if wanted else None
-        for wanted, keys in zip(asked, (True, False), strict=True)
-    )
-    return CallLists(lists, (found[0], found[1]), _orders[lists.counts])
+    sizes = config.BLOCK_M, config.BLOCK_N
+
+    def make() -> CallLists:
+        lists = lists_for(problem, inputs, ListSpec(*sizes, dealing.by_key))
+        seen, seeing = (words_for(problem, inputs, config, keys) if asked[not keys] else None for keys in (True, False))
+        return CallLists.of(lists, (seen, seeing), dealt(problem, lists, config, *dealing))
+
+    return kept(problem, inputs.q, ("hopper", sizes, asked, dealing), make, lengths_of(inputs))
 
 
 def words_for(problem: Problem, inputs: Inputs, config: Any, keys: bool) -> Words:
-    """Words of one side, from lists by that side; kept for as long as these are."""
+    """Words of one side, from lists by that side."""
     from tilewise.backends.hopper.seen import seen_words
 
-    lists = lists_for(problem, inputs, ListSpec(config.BLOCK_M, config.BLOCK_N, keys))
-    if lists.counts not in _words:
-        _words[lists.counts] = seen_words(problem, lists, config, keys)
-    return _words[lists.counts]
+    sizes = config.BLOCK_M, config.BLOCK_N
+
+    def make() -> Words:
+        return seen_words(problem, lists_for(problem, inputs, ListSpec(*sizes, keys)), config, keys)
+
+    return kept(problem, inputs.q, ("hopper words", sizes, keys), make, lengths_of(inputs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 from tilewise.backends.gpu.lists import MOST_TILES, TileLists, list_layout, run_width
@@ -10,22 +9,13 @@ from tilewise.backends.hopper.structs import Lists
 from tilewise.masks import Literal, MaskShape
 from tilewise.problem import Problem
 
-SWITCH = "TILEWISE_HOPPER_LISTS"
-"""Set to 1, the environment variable lets these kernels walk lists, and take the longest tiles of packed batches first. Not yet
-run on a GPU: without it other backends serve such masks, and packed batches are taken round robin."""
 MOST_WORDS = 1 << 31
 """Of a dense mask's bits in one head: they are counted in 32 bits."""
 
 
-def switched_on() -> bool:
-    return os.environ.get(SWITCH) == "1"
-
-
-def list_obstacle(problem: Problem, backward: bool, sizes: list[tuple[int, int]], interval_reason: str) -> str | None:
+def list_obstacle(problem: Problem, backward: bool, sizes: list[tuple[int, int]]) -> str | None:
     """Why the kernels do not walk lists for a mask that is no interval. `sizes` are tiles: of the forward, one of which must do,
     or of the backward, all of which must."""
-    if not switched_on():
-        return interval_reason
     if problem.varlen:
         return "a mask that is no interval is not served in a packed batch"
     if backward and problem.group > 1 and per_head(problem):

@@ -9,6 +9,7 @@ the next one's first scores runs under the last product of this one (`step_into_
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
+from tilewise.backends.hopper.alibi import ahead_of, slope_of, with_alibi
 from tilewise.backends.hopper.compat import (
     PINGPONG_BARRIER,
     aggregate,
@@ -18,6 +19,7 @@ from tilewise.backends.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import tile_number
 from tilewise.backends.hopper.ring import Rings, matrix, release, wait_full
@@ -165,13 +167,20 @@ def first_softmax(s_tile, rows, key0, a, C: gl.constexpr):
     """Weights, maximum and sums of a work tile's first key tile."""
     S_LAYOUT: gl.constexpr = s_tile.type.layout
     s_tile = scores(s_tile, a, C)
+    if C.ALIBI != "":
+        slope = slope_of(rows.work.b, rows.work.h, a)
+        s_tile = with_alibi(s_tile, slope, ahead_of(rows.work, a, C), rows.row0, key0, C)
     if C.LISTS is not None:
         s_tile = visible_keys(s_tile, rows.work, rows.row0, key0, -INF, a, C)
     elif C.TERMS > 0 or C.VARLEN or C.TAIL:
         s_tile = masked(s_tile, rows.band, rows.row0, key0, C)
     m = gl.full([64], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     p_tile, m, _ = softmax_step(s_tile, m, exp2_scale(a, C), True)
-    return p_tile, m, lane_sum(p_tile)
+    l = lane_sum(p_tile)
+    if C.DROPOUT:
+        kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
+        p_tile = dropped(p_tile, kept, True)
+    return p_tile, m, l
 
 
 @gluon.jit
@@ -216,11 +225,18 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     """Key tile n, which has landed; `more`: another follows. key0 is its first key, or its place in a list."""
     k_ring = q.rings.k
     s_token, o_token, old_p = issue(state, q, n, n - 1, WG, C)
+    if C.ALIBI != "":
+        slope = slope_of(rows.work.b, rows.work.h, a)
+        ahead = ahead_of(rows.work, a, C)
+    if C.DROPOUT:
+        kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)
     if C.RELEASE_Q_EARLY:
         release(q.rings.q, q.n, not more)
     s_tile = scores(s_tile, a, C)
+    if C.ALIBI != "":
+        s_tile = with_alibi(s_tile, slope, ahead, rows.row0, key0, C)
     if MASKED:
         if C.LISTS is not None:
             s_tile = visible_keys(s_tile, rows.work, rows.row0, key0, -INF, a, C)
@@ -229,6 +245,8 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     p_tile, m, rescale = softmax_step(s_tile, state.m, exp2_scale(a, C), MASKED)
     added = lane_sum(p_tile)
     l = state.l * rows_of(rescale, added) + added
+    if C.DROPOUT:
+        p_tile = dropped(p_tile, kept, True)
     # The wait for the next key tile is a loop, hence the boundary of a basic block: without one ptxas moves all of the
     # softmax below the wait for P·V, and nothing overlaps. Only branches that all threads take alike may stand here.
     wait_full(k_ring, n + 1, more)

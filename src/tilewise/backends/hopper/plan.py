@@ -19,6 +19,7 @@ from tilewise.backends.hopper.backward.config import QUERIES, widths
 from tilewise.backends.hopper.choose import Choice, forward_choices
 from tilewise.backends.hopper.compiler import newer_registers
 from tilewise.backends.hopper.config import WIDTHS, tiles_for
+from tilewise.backends.hopper.features import feature_obstacles
 from tilewise.backends.hopper.intervals import interval_mask, mask_of
 from tilewise.backends.hopper.limits import why_not
 from tilewise.backends.hopper.list_plan import list_arguments, list_obstacle
@@ -48,21 +49,17 @@ def supports(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> V
 
 def obstacles(problem: Problem, backward: bool = False) -> list[str]:
     """Everything but the device that keeps the kernels from a problem."""
-    absent = {
-        "bias": problem.bias is not None,
-        "alibi": problem.alibi,
-        "sinks": problem.sinks,
-        "dropout": problem.dropout_p > 0,
-        f"precision={problem.precision!r}": problem.precision not in ("default", "tf32"),
-    }
+    precise = problem.precision not in ("default", "tf32")
     mask = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
     reasons = (
         None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
-        *(f"{name} is not served here" for name, asked in absent.items() if asked),
+        *feature_obstacles(problem),
+        f"precision={problem.precision!r} is not served here" if precise else None,
         *(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")),
-        list_obstacle(problem, backward, tile_sizes(problem, backward), mask) if isinstance(mask, str) else None,
+        list_obstacle(problem, backward, tile_sizes(problem, backward)) if isinstance(mask, str) else None,
         no_statistics(problem.stats),
         no_trees(problem.program.kinds),
+        "its kernels read no pages; triton's do" if problem.page else None,
     )
     return [reason for reason in reasons if reason] or [*refused_tiles(problem, backward)]
 

@@ -90,7 +90,9 @@ def tile_arguments(config: Any) -> int:
     which = DIVISOR + NUMBER + (POINTER if ordered else NUMBER)  # blocks; programs; the order, or the number of tiles
     batch = 2 * POINTER + NUMBER if config.VARLEN else DIVISOR  # lengths and their number, or heads
     slope = NUMBER if config.SCORES == "softcap" else 0
-    return which + batch + slope
+    alibi = POINTER + NUMBER if config.ALIBI else 0
+    dropout = POINTER + 2 * NUMBER if config.DROPOUT else 0
+    return which + batch + slope + alibi + dropout
 
 
 def forward_views(config: Config) -> int:
@@ -99,10 +101,11 @@ def forward_views(config: Config) -> int:
 
 def forward_arguments(config: Config, mask: IntervalMask) -> int:
     numbers = 2 + 1 + 1 + 1  # of the group's divisor; queries, last block, scale
-    numbers += config.TERMS == 0 or config.UNSEEN_KEYS  # keys
+    numbers += config.TERMS == 0 or config.UNSEEN_KEYS or (config.ALIBI != "" and not config.VARLEN)  # keys
     numbers += not config.VARLEN or (config.TERMS > 0 and config.Q_STAGES > 1)  # last query
     packed = ROWS if config.VARLEN else 0
-    return POINTER + NUMBER * numbers + packed + terms_bytes(mask, 4) + tile_arguments(config)
+    features = POINTER if config.SINKS else 0
+    return POINTER + NUMBER * numbers + packed + features + terms_bytes(mask, 4) + tile_arguments(config)
 
 
 def queries_views() -> int:

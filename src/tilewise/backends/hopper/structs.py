@@ -97,6 +97,12 @@ class Arguments(NamedTuple):
     dk: Rows | None = None
     dv: Rows | None = None
     lists: Lists | None = None
+    sinks_ptr: Any = None  # (H,) fp32
+    alibi_ptr: Any = None  # slopes, fp32: (H,), or (B, H)
+    alibi_b: int | None = None  # from one sequence to the next
+    seed_ptr: Any = None  # of dropout, two words of 32 bits
+    drop_below: int | None = None  # Philox words below it are dropped; 32 bits with a sign
+    keep_scale: float | None = None  # 1 / (1 - p)
 
 
 class Plane(NamedTuple):
@@ -126,3 +132,5 @@ class PrePostArguments(NamedTuple):
     len_q: int
     factor: float  # by which lse enters the statistics
     scale: float
+    sinks_ptr: Any = None  # (H,) fp32
+    dsinks_ptr: Any = None  # [B·H, tiles, M] fp32: what each row adds to the gradient of its head's sink

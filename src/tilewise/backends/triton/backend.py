@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from torch import Tensor
 from tilewise.backends.base import (
     Backend,
     BackwardInputs,
+    CompileJob,
     Direction,
     Grads,
     Inputs,
@@ -22,6 +24,7 @@ from tilewise.backends.base import (
     empty_lse,
     empty_out,
 )
+from tilewise.backends.gpu.compiled import missing
 from tilewise.backends.gpu.launch import interpreting, on_device
 from tilewise.backends.triton import plan
 from tilewise.backends.triton.derive import run_double_backward, run_jvp
@@ -29,7 +32,7 @@ from tilewise.backends.triton.run import run_backward, run_forward, spec_of
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:
-    from tilewise.backends.pages import Pages
+    from tilewise.backends.pages import NewTokens, Pages
 
 
 class Triton(Backend):
@@ -37,6 +40,7 @@ class Triton(Backend):
 
     name = "triton"
     reads_pages = True
+    writes_pages = True
 
     def usable(self, device: str) -> Verdict:
         if importlib.util.find_spec("triton") is None:
@@ -73,12 +77,25 @@ class Triton(Backend):
         on_device(inputs.q.device, run_forward, problem, inputs, out, lse)
         return out, lse
 
+    def missing_kernels(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs | None = None
+    ) -> list[CompileJob]:
+        own = replace(problem)  # with a memory of its own: nothing that is made meanwhile is filled
+        return missing(self.name, lambda: self.forward(own, inputs) if given is None else self.backward(own, inputs, given))
+
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         from tilewise.backends.triton.paged import run_paged
 
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q)
+        if problem.partial:
+            out = torch.empty_like(out, dtype=torch.float32)
         on_device(inputs.q.device, run_paged, problem, inputs, pages, out, lse)
         return out, lse
+
+    def append(self, pages: Pages, new: NewTokens) -> Tensor | None:
+        from tilewise.backends.triton.paged import run_append
+
+        return on_device(pages.k.device, run_append, pages, new)
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         return on_device(inputs.q.device, run_backward, problem, inputs, given)

@@ -19,11 +19,13 @@ from tilewise.backends.base import (
     row_products,
     sink_gradient_tangent,
 )
-from tilewise.backends.gpu.launch import bias_view, view
+from tilewise.backends.gpu.launch import Descriptor, bias_view, describable, view
+from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.record import Launch
+from tilewise.backends.triton import onchip
 from tilewise.backends.triton.listed import grid
 from tilewise.backends.triton.plan import derivative_tiles
-from tilewise.backends.triton.run import arguments, options, ready, spec_of
+from tilewise.backends.triton.run import arguments, options, ready, spec_of, worth_maps
 from tilewise.backends.triton.tangents import TangentArgs
 from tilewise.hardware import DeviceSpec
 from tilewise.problem import Problem
@@ -45,13 +47,24 @@ def run_jvp(problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
 
 
 def jvp_launch(problem: Problem, inputs: Inputs, tangents: Tangents, result: Jvp, spec: DeviceSpec) -> Launch:
-    from tilewise.backends.triton.derivatives import jvp_kernel
+    from tilewise.backends.triton.jvp import jvp_kernel
 
     tile = derivative_tiles(problem, spec, "jvp")["jvp"]
     a, config = arguments(problem, inputs, result.out, result.lse, tile)
     programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
-    args = (a, tangent_args(tangents, result.out_t, result.lse_t))
+    maps = tensor_maps(problem, (*inputs[1:3], *tangents[1:3]), tile.block_k, spec)
+    args = (a, tangent_args(tangents, result.out_t, result.lse_t), *maps)
     return Launch(jvp_kernel, programs, args, config, options(tile, spec))
+
+
+def tensor_maps(
+    problem: Problem, operands: tuple[Tensor | None, ...], rows: int, spec: DeviceSpec
+) -> tuple[Descriptor | None, ...]:
+    """The tensor maps of streamed operands, None for those that there are not; on devices that have none, and for operands that
+    they do not describe, all None."""
+    held = [x for x in operands if x is not None]
+    fit = onchip.widest(spec) in ("wgmma", "tcgen05") and worth_maps(problem) and all(map(describable, held))
+    return tuple(Descriptor.of(x, rows, padded(x.shape[3])) if fit and x is not None else None for x in operands)
 
 
 def run_double_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, direction: Direction) -> Grads:
@@ -65,7 +78,7 @@ def run_double_backward(problem: Problem, inputs: Inputs, given: BackwardInputs,
     dq, dk, dv = (torch.empty_like(x) for x in inputs[:3])
     t = tangent_args(tangents, out_t, lse_t)
     t = t._replace(dout=view(dout), delta_ptr=delta, delta_t_ptr=delta_t, dq=view(dq), dk=view(dk), dv=view(dv))
-    for launch in second_launches(problem, inputs, given._replace(lse=lse), t):
+    for launch in second_launches(problem, inputs, given._replace(lse=lse), t, tangents):
         launch.run()
     sinks = inputs.sinks if needs.dsinks else None
     return Grads(
@@ -82,10 +95,11 @@ def second_launches(
     inputs: Inputs,
     given: BackwardInputs,
     t: TangentArgs,
+    tangents: Tangents,
     spec: DeviceSpec | None = None,
 ) -> Iterator[Launch]:
     """The kernels of the gradients wanted; `spec` is that of the tensors unless another machine is compiled for."""
-    from tilewise.backends.triton.derivatives import keys_kernel, queries_kernel
+    from tilewise.backends.triton.double_backward import keys_kernel, queries_kernel
 
     spec = spec or spec_of(inputs.q.device)
     tiles = derivative_tiles(problem, spec, "double_backward")
@@ -93,9 +107,11 @@ def second_launches(
         tile = tiles["double_backward_dq"]
         a, config = arguments(problem, inputs, given.out, given.lse, tile)
         programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
-        yield Launch(queries_kernel, programs, (a, t), config, options(tile, spec))
+        maps = tensor_maps(problem, (*inputs[1:3], *tangents[1:3]), tile.block_k, spec)
+        yield Launch(queries_kernel, programs, (a, t, *maps), config, options(tile, spec))
     if given.needs.dk or given.needs.dv:
         tile = tiles["double_backward_dkdv"]
         a, config = arguments(problem, inputs, given.out, given.lse, tile)
         programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
-        yield Launch(keys_kernel, programs, (a, t), config, options(tile, spec))
+        maps = tensor_maps(problem, (inputs.q, tangents.q, given.dout), tile.block_q, spec)
+        yield Launch(keys_kernel, programs, (a, t, *maps), config, options(tile, spec))

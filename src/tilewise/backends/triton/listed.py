@@ -15,7 +15,8 @@ from torch import Tensor
 from tilewise.backends.base import Inputs
 from tilewise.backends.gpu.arguments import mask_args
 from tilewise.backends.gpu.classify import ListSpec, lists_for
-from tilewise.backends.gpu.lists import ListLayout, TileLists, list_layout, walks_lists
+from tilewise.backends.gpu.kept import kept, lengths_of
+from tilewise.backends.gpu.lists import ListLayout, TileLists, is_listed, list_layout, walks_lists
 from tilewise.backends.gpu.record import Launch
 from tilewise.backends.gpu.structs import Attention, KernelConfig, MaskArgs, MaskLayout
 from tilewise.model import TilePlan
@@ -26,42 +27,66 @@ PASSES = ("forward", "backward_dkdv", "backward_dq")
 
 class PassLists(NamedTuple):
     lists: TileLists
-    flags: Tensor  # of each program
     layout: ListLayout
-    mask: MaskArgs  # what kernels evaluate themselves, if anything
+    flags: int  # one for each program
+    evaluated: bool  # whether kernels evaluate the mask in PARTIAL tiles
 
 
-def lists_of(problem: Problem, inputs: Inputs, tiles: dict[str, TilePlan]) -> dict[str, PassLists]:
-    """Of each pass that walks lists."""
-    if not walks_lists(problem):
-        return {}
-    found = {}
-    for pass_ in PASSES:
-        if pass_ in tiles:
-            sizes, device = tiles[pass_].sizes, inputs.q.device
-            lists = lists_for(problem, inputs, ListSpec(*sizes, by_key=pass_ == "backward_dkdv"))
-            flags = torch.empty(_programs(problem, tiles[pass_]), dtype=torch.int32, device=device)
-            layout = list_layout(problem.program, *sizes)
-            mask = mask_args(problem.program, device, problem.batch) if layout.program else MaskArgs((), (), ())
-            found[pass_] = PassLists(lists, flags, layout, mask)
-    return found
+class CallMask(NamedTuple):
+    """The mask of a call as kernels read it."""
+
+    args: MaskArgs | None
+    """What kernels evaluate themselves; empty where the lists say all, None where the program holds no tensors."""
+    lists: dict[str, PassLists]
+    """Of each pass that walks some."""
+    tensors: tuple[Tensor, ...]
+    """What recorded launches read of these."""
+    flags: tuple[Tensor, ...] = ()
+    """Of this call, in the order of the lists."""
 
 
-def list_tensors(lists: dict[str, PassLists]) -> list[Tensor]:
-    """What recorded launches read of them."""
-    return [x for one in lists.values() for x in (*one.lists, one.flags, *one.mask.tensors) if isinstance(x, Tensor)]
+NO_TENSORS = CallMask(None, {}, ())
 
 
-def with_lists(
-    a: Attention, config: KernelConfig, tile: TilePlan, lists: dict[str, PassLists]
-) -> tuple[Attention, KernelConfig]:
+def call_mask(problem: Problem, inputs: Inputs, tiles: dict[str, TilePlan]) -> CallMask:
+    """What passes with these tiles read of a mask: kept with the problem, but for flags."""
+    program = problem.program
+    listed = is_listed(program.structure) and walks_lists(problem)
+    if not listed and not program.tensors:
+        return NO_TENSORS
+    sizes = tuple([(pass_, tiles[pass_].sizes) for pass_ in PASSES if pass_ in tiles]) if listed else ()
+    cu = lengths_of(inputs) if listed else ()
+    mask = kept(problem, inputs.q, ("triton", sizes), lambda: _make(problem, inputs, sizes, tiles), cu)
+    if not sizes:
+        return mask
+    device = inputs.q.device
+    return mask._replace(
+        flags=tuple([torch.empty(one.flags, dtype=torch.int32, device=device) for one in mask.lists.values()])
+    )
+
+
+def _make(
+    problem: Problem, inputs: Inputs, sizes: tuple[tuple[str, tuple[int, int]], ...], tiles: dict[str, TilePlan]
+) -> CallMask:
+    program, passes = problem.program, {}
+    for pass_, pair in sizes:
+        lists = lists_for(problem, inputs, ListSpec(*pair, by_key=pass_ == "backward_dkdv"))
+        layout = list_layout(program, *pair)
+        passes[pass_] = PassLists(lists, layout, _programs(problem, tiles[pass_]), layout.program)
+    evaluated = not passes or any(one.evaluated for one in passes.values())
+    args = mask_args(program, inputs.q.device, problem.batch) if evaluated else MaskArgs((), (), ())
+    read = (x for one in passes.values() for x in one.lists if isinstance(x, Tensor))
+    return CallMask(args, passes, (*read, *args.tensors))
+
+
+def with_lists(a: Attention, config: KernelConfig, tile: TilePlan, mask: CallMask) -> tuple[Attention, KernelConfig]:
     """Arguments and config of a kernel that walks lists, if its pass does."""
-    if tile.pass_ not in lists:
+    if tile.pass_ not in mask.lists:
         return a, config
-    own, flags, layout, mask = lists[tile.pass_]
-    if not layout.program:
-        config = config._replace(MASK=MaskLayout())
-    a = a._replace(lists=own, flags_ptr=flags, mask=mask)
+    own, layout, _, evaluated = mask.lists[tile.pass_]
+    if not evaluated:
+        config, a = config._replace(MASK=MaskLayout()), a._replace(mask=MaskArgs((), (), ()))
+    a = a._replace(lists=own, flags_ptr=mask.flags[list(mask.lists).index(tile.pass_)])
     return a, config._replace(LISTED=True, LISTS=layout, EMPTY_ROWS=True)
 
 

@@ -55,6 +55,10 @@ class Operands(NamedTuple):
     """The mask has no form that kernels know: tables and dense masks are read element by element."""
     blocks: tuple[int, int] = (0, 0)
     """Queries and keys of the blocks of the mask's tables, by which they can be divided; (0, 0): no tables."""
+    paged: bool = False
+    """K and V lie in pages: a tile has the queries of all heads of a group."""
+    stored: int = 0
+    """Bytes of a number of K and V, where these are narrower than Q."""
     plain: bool = True
     """No feature or mask that takes more registers than counted here."""
 
@@ -103,6 +107,8 @@ def buffers(tile: TilePlan, x: Operands, spec: DeviceSpec) -> dict[str, int]:
     """Bytes of shared memory by buffer."""
     m, n = tile.block_q, tile.block_k
     q, k, v, do = m * x.d * x.itemsize, n * x.d * x.itemsize, n * x.dv * x.itemsize, m * x.dv * x.itemsize
+    if x.stored:
+        k, v = n * x.d * x.stored, n * x.dv * x.stored
     by = instruction(tile, spec)
     if tile.pass_ == "backward_dkdv":
         once, streamed = {"K": k, "V": v}, {"Q": q, "dO": do}
@@ -118,6 +124,8 @@ def buffers(tile: TilePlan, x: Operands, spec: DeviceSpec) -> dict[str, int]:
             result["LSE, delta"] = 2 * held * m * STATISTICS
         if x.fp16_split:
             result["scales"] = 2 * held * (m if tile.pass_ == "backward_dkdv" else n) * STATISTICS
+        if x.stored:
+            result["scales"] = 2 * tile.stages * n * STATISTICS
         if x.ids and by == "mma":
             result["ids"] = held * (m if tile.pass_ == "backward_dkdv" else n) * STATISTICS
         if x.evaluated or any(blocks % side for blocks, side in zip(x.blocks, tile.sizes, strict=True)):

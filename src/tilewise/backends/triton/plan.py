@@ -9,6 +9,8 @@ from functools import lru_cache
 from tilewise.backends.gpu import lists
 from tilewise.backends.gpu.operands import dot_precision, in_two, padded, splits_fp32
 from tilewise.backends.triton import onchip, tune, tuned
+from tilewise.backends.triton.derived import derivative_tiles as derivative_tiles
+from tilewise.backends.triton.derived import derives as derives
 from tilewise.backends.triton.onchip import STREAMING, Operands
 from tilewise.backends.verdict import Verdict, no_statistics, no_trees
 from tilewise.errors import PlanError
@@ -29,16 +31,11 @@ KERNELS = {
     "backward_dkdv": "keys_kernel",
     "backward_dq": "queries_kernel",
     "backward_dbias": "bias_kernel",
-    "jvp": "jvp_kernel",
-    "double_backward_dkdv": "keys_kernel",
-    "double_backward_dq": "queries_kernel",
 }
 BLOCKS = (16, 32, 64, 128, 256)
 SMALL_BLOCKS = (16, 32)
 """For fp32 operands split into fp16 on Blackwell: with 64 rows or more their products go through tensor memory, and triton
 3.7.1 asks for 576 columns of it and more where there are 512."""
-DERIVED_UP_TO = 256
-"""Head dims of the kernels for derivatives."""
 TOGETHER_UP_TO = 64
 """At larger head dims dK and dV of fp32 are computed apart, five products where together they take four: two accumulators and the
 sum of a tile do not fit the registers."""
@@ -96,39 +93,15 @@ def tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
 def tile(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     """What runs there in one pass; raises where nothing can."""
     asked = problem.asked(pass_)
+    if pass_ == "decode" and problem.splits:
+        planned = tile(replace(problem, splits=0), spec, pass_)
+        return replace(planned, splits=problem.splits, reasons=(f"{problem.splits} parts are yours", *planned.reasons))
     if asked is None:
         return _planned(problem, spec, pass_)
     found = next((tile for tile in _every(problem, spec, pass_) if tile.sizes == asked), None)
     if found is None:
         raise PlanError(next(_refusals(problem, spec, backward=False)))
     return replace(found, source="user", reasons=("yours", *found.reasons[-1:]))
-
-
-def derives(problem: Problem, spec: DeviceSpec, *, derivative: str) -> Verdict:
-    """JVP serves every term; the double backward has no kernel for the gradient of a bias."""
-    most = max(problem.head_dim, problem.head_dim_v)
-    return Verdict.of(
-        f"{derivative}: head dims up to {DERIVED_UP_TO}, found {most}" if most > DERIVED_UP_TO else None,
-        f"{derivative}: positions of a part of a whole are not known to its kernels" if problem.origins else None,
-        "double_backward: a bias has no kernel for its gradient; tiled serves it"
-        if derivative == "double_backward" and problem.bias is not None
-        else None,
-    )
-
-
-def derivative_tiles(problem: Problem, spec: DeviceSpec, derivative: str) -> dict[str, TilePlan]:
-    """Fixed tiles: a JVP holds two accumulators and four streamed operands, a double backward three operands and streams four."""
-    names = ("jvp",) if derivative == "jvp" else ("double_backward_dkdv", "double_backward_dq")
-    width = max(padded(problem.head_dim), padded(problem.head_dim_v)) * problem.itemsize // 2
-    m, n = (64, 32) if width <= 64 else (32, 32) if width <= 128 else (16, 32) if width <= 256 else (16, 16)
-    if not spec.is_gpu:
-        m, n = 16, 32
-    reason = f"tiles of {m} × {n} leave room for operands of {width * 2} bytes a token and their tangents"
-    plans = {}
-    for name in names:
-        outer = "keys" if name.endswith("dkdv") else "queries"
-        plans[name] = TilePlan(m, n, 1, 4, pass_=name, kernel=KERNELS[name], outer=outer, reasons=(reason,))
-    return plans
 
 
 def choices(problem: Problem, spec: DeviceSpec, pass_: str) -> list[TilePlan]:
@@ -260,17 +233,21 @@ def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
         bits=listed and any(kind.is_dense for kind in kinds),
         evaluated=listed and lists.list_layout(problem.program, 16, 16).program,
         blocks=lists.block_sizes(problem.program) if listed else (0, 0),
-        plain=plain and problem.program.structure in ("", "b"),
+        paged=problem.page > 0,
+        stored=1 if problem.stored else 0,
+        plain=plain and not problem.stored and problem.program.structure in ("", "b"),
     )
 
 
 def _candidates(size: Size, x: Operands, spec: DeviceSpec, pass_: str) -> Iterator[TilePlan]:
     blocks = SMALL_BLOCKS if x.fp16_split and spec.capability and spec.capability[0] == 10 else BLOCKS
     if pass_ == "decode":
-        for block_q in (rows for rows in (16, 32, 64) if rows >= _packed_rows(size)):
+        wide = x.paged and max(x.d, x.dv) > 256  # latents: 64 rows of them take more than the registers of four warps
+        for block_q in (rows for rows in (16, 32, 64) if wide or rows >= _packed_rows(size)):
             for block_k in BLOCKS:
                 for stages in (1, 2, 3):
-                    yield TilePlan(block_q, block_k, stages, 4, pass_=pass_)
+                    for warps in (4, 8) if wide else (4,):
+                        yield TilePlan(block_q, block_k, stages, warps, pass_=pass_)
         return
     for block_q in blocks:
         for block_k in blocks:
@@ -308,6 +285,8 @@ def _equipped(tile: TilePlan, x: Operands, size: Size, spec: DeviceSpec) -> Tile
     if tile.pass_ == "decode":
         tile = replace(tile, pack_gqa=True, heads=size.group)
         tile = replace(tile, splits=best_splits(tile, size, spec))
+    elif x.paged:
+        tile = replace(tile, pack_gqa=True, heads=size.group)
     elif tile.pass_ == "backward_dkdv" and _apart(x):
         tile = replace(
             tile, reasons=(*tile.reasons, "dK and dV in a launch each: with both accumulators it would spill")

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, sink_gradient
 from tilewise.backends.gpu import arguments as host
+from tilewise.backends.gpu.compiled import is_collecting
 from tilewise.backends.gpu.launch import Descriptor, LaunchOptions, bias_view, describable, interpreting, on_hip, view
 from tilewise.backends.gpu.lists import memory_pattern, walks_lists
 from tilewise.backends.gpu.operands import dot_precision, padded, splits_fp32
 from tilewise.backends.gpu.record import Launch, recorder
 from tilewise.backends.gpu.structs import Attention, Fp16Split, Gradients, KernelConfig, MaskArgs, MaskLayout
 from tilewise.backends.triton import onchip, plan, tune
-from tilewise.backends.triton.listed import PassLists, and_careful, grid, list_tensors, lists_of, with_lists
+from tilewise.backends.triton.listed import CallMask, and_careful, call_mask, grid, with_lists
 from tilewise.hardware import DeviceSpec, probe_cpu, probe_gpu
 from tilewise.model import TilePlan
 from tilewise.problem import Problem
@@ -51,15 +52,15 @@ def ready(problem: Problem, inputs: Inputs) -> Inputs:
     )
 
 
-def key_of(problem: Problem, inputs: Inputs, *rest: Hashable) -> Hashable | None:
-    """What the launches of a call depend on beside the problem; None where kernels read the mask's tensors, which are converted
-    first. Of lists they depend on the shapes."""
+def key_of(problem: Problem, inputs: Inputs, *rest: Hashable) -> Hashable:
+    """What the launches of a call depend on beside the problem; of its mask's tensors, and of lists, on the shapes."""
     shapes: Hashable = ()
     if problem.program.tensors:
-        if not walks_lists(problem) or problem.bias is not None:
-            return None
-        tensors = problem.program.tensors
-        shapes = tuple([tuple(x.shape) for x in tensors]), memory_pattern(tensors)
+        shapes = problem.memory.get("shapes")
+        if shapes is None:
+            tensors = problem.program.tensors
+            shapes = tuple([tuple(x.shape) for x in tensors]), memory_pattern(tensors)
+            problem.memory["shapes"] = shapes
     q, k, v, bias, alibi, sinks, seed = inputs[:7]
     plain = bias is None and alibi is None and sinks is None and seed is None
     others = () if plain else tuple(None if x is None else (x.stride(), x.dtype) for x in (bias, alibi, sinks, seed))
@@ -99,10 +100,10 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> N
     tiles: dict[str, TilePlan] = recording.plan
     partials = host.partial_results(out, tiles["decode"].splits) if "merge" in tiles else ()
     parts = fp16_parts(problem, inputs[:3]) if "forward" in tiles else ()
-    lists = lists_of(problem, inputs, tiles)
-    tensors = (*inputs, out, lse, *partials, *parts, *list_tensors(lists))
+    mask = call_mask(problem, inputs, tiles)
+    tensors = (*inputs, out, lse, *partials, *parts, *mask.tensors, *mask.flags)
     if not recording.repeat(tensors):
-        recording.record(tensors, forward_launches(problem, inputs, (out, lse), partials, parts, tiles, lists))
+        recording.record(tensors, forward_launches(problem, inputs, (out, lse), partials, parts, tiles, mask))
 
 
 def forward_tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
@@ -117,7 +118,7 @@ def forward_launches(
     partials: tuple[Tensor, ...],
     parts: tuple[Tensor, ...],
     tiles: dict[str, TilePlan],
-    lists: dict[str, PassLists],
+    mask: CallMask,
 ) -> list[Launch]:
     """fp32 operands are split first; the partial results of split-KV are merged last."""
     out, lse = results
@@ -128,7 +129,7 @@ def forward_launches(
     maps = "forward" in tiles and worth_maps(problem)
 
     def forward(tile: TilePlan) -> Launch:
-        a, config = with_parts(*arguments(problem, inputs, out, lse, tile, lists), parts)
+        a, config = with_parts(*arguments(problem, inputs, out, lse, tile, mask), parts)
         rows, heads = problem.seqlen_q, problem.heads
         if tile.pack_gqa:
             config = config._replace(PACK=problem.group)
@@ -145,7 +146,7 @@ def forward_launches(
     launches += and_careful(planned(problem, tiles["forward" if "forward" in tiles else "decode"], forward, spec))
     if "merge" in tiles:
         tile = tiles["merge"]
-        a, config = arguments(problem, inputs, out, lse, replace(tile, splits=tiles["decode"].splits))
+        a, config = arguments(problem, inputs, out, lse, replace(tile, splits=tiles["decode"].splits), mask)
         programs = -(-problem.seqlen_q // tile.block_q) * out.shape[0] * problem.heads
         args, config = (a, host.split_view(partials[0]), partials[1]), config._replace(MASK=MaskLayout())
         launches.append(Launch(merge_kernel, programs, args, config, options(tile, spec)))
@@ -165,7 +166,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     key = key_of(problem, inputs, out.stride(), dout.stride(), dlse is None, needs)
     recording = recorder.get(problem, key, out.device, partial(plan.tiles, problem, spec))
     wanted = ["backward_dkdv"] * (needs.dk or needs.dv) + ["backward_dq"] * needs.dq
-    lists = lists_of(problem, inputs, {pass_: tile for pass_, tile in recording.plan.items() if pass_ in wanted})
+    mask = call_mask(problem, inputs, {pass_: tile for pass_, tile in recording.plan.items() if pass_ in wanted})
 
     def gradients() -> Gradients:
         to_dq, to_dk, to_dv = (None if x is None else view(x) for x in (dq, dk, dv))
@@ -180,20 +181,20 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
         split_g = g._replace(dout=host.split_view(do)) if parts else g
 
         def keys(tile: TilePlan, only: str = "") -> Launch:
-            a, config = with_parts(*arguments(problem, inputs, out, lse, tile, lists), parts)
+            a, config = with_parts(*arguments(problem, inputs, out, lse, tile, mask), parts)
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
             into = split_g._replace(dq=None, dk=None if only == "dv" else g.dk, dv=None if only == "dk" else g.dv)
             args = (a, into, *descriptors(q, do, tile.block_q, maps))
             return Launch(keys_kernel, programs, args, config, options(tile, spec))
 
         def queries(tile: TilePlan) -> Launch:
-            a, config = with_parts(*arguments(problem, inputs, out, lse, tile, lists), parts)
+            a, config = with_parts(*arguments(problem, inputs, out, lse, tile, mask), parts)
             programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
             args = (a, split_g._replace(dk=None, dv=None), *descriptors(k, v, tile.block_k, maps))
             return Launch(queries_kernel, programs, args, config, options(tile, spec))
 
         tile = tiles["backward_preprocess"]
-        a, config = arguments(problem, inputs, out, lse, tile, {})
+        a, config = arguments(problem, inputs, out, lse, tile, mask)
         a = a._replace(mask=MaskArgs((), (), ()))
         plain = config._replace(MASK=MaskLayout(), DROPOUT=False, SOFTCAP=False, FOLD=True)
         programs = -(-problem.seqlen_q // tile.block_q) * problem.heads * out.shape[0]
@@ -206,7 +207,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
             launches += and_careful(planned(problem, tiles["backward_dq"], queries, spec))
         return launches
 
-    tensors = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *parts, *list_tensors(lists))
+    tensors = (*inputs, out, lse, dout, dlse, dq, dk, dv, lse2, delta, *parts, *mask.tensors, *mask.flags)
     if not recording.repeat(tensors):
         recording.record(tensors, build(recording.plan))
     return Grads(
@@ -238,7 +239,7 @@ def bias_gradient(problem: Problem, inputs: Inputs, given: BackwardInputs, g: Gr
 def planned(problem: Problem, tile: TilePlan, build: Build, spec: DeviceSpec) -> Launch:
     """The launch with the planned tile. Where tuning was asked for and nothing is known yet, candidates are measured first, and
     the fastest is what the plan says from now on."""
-    if interpreting() or not tune.tuning() or tile.source == "user" or walks_lists(problem):
+    if interpreting() or is_collecting() or not tune.tuning() or tile.source == "user" or walks_lists(problem):
         return build(tile)
     if tune.winner(problem, tile.pass_, spec) is None:
         candidates = plan.choices(problem, spec, tile.pass_)[: tune.CANDIDATES + 1]
@@ -252,12 +253,13 @@ def arguments(
     out: Tensor,
     lse: Tensor,
     tile: TilePlan,
-    lists: dict[str, PassLists] | None = None,
+    mask: CallMask | None = None,
 ) -> tuple[Attention, KernelConfig]:
-    a = host.attention_args(problem, inputs, out, lse, tile.splits)
+    """Without the mask of a call, the mask's tensors are converted here."""
+    a = host.attention_args(problem, inputs, out, lse, tile.splits, None if mask is None else mask.args)
     config = host.config_for(problem, inputs, dot_precision(problem, on_hip()))
     config = config._replace(BLOCK_M=tile.block_q, BLOCK_N=tile.block_k)
-    return with_lists(a, config, tile, lists) if lists else (a, config)
+    return (a, config) if mask is None else with_lists(a, config, tile, mask)
 
 
 def worth_maps(problem: Problem) -> bool:

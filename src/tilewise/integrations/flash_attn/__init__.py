@@ -18,13 +18,12 @@ from torch import Tensor
 
 from tilewise.api.attention import attention
 from tilewise.api.bias import alibi
-from tilewise.api.cache import KVCache
-from tilewise.api.cached import attention_cached
 from tilewise.api.parse import make_seed
 from tilewise.api.varlen import attention_varlen
 from tilewise.errors import ArgumentError, LayoutError
+from tilewise.integrations.flash_attn.in_use import Batch, attend_in_use
 from tilewise.integrations.flash_attn.kvcache import flash_attn_with_kvcache
-from tilewise.integrations.flash_attn.options import plain, window_mask
+from tilewise.integrations.flash_attn.options import plain, sides
 from tilewise.integrations.weights import attention_weights
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
@@ -129,6 +128,9 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
 ) -> Result:
     """Attention of sequences packed one after another.
 
@@ -140,6 +142,8 @@ def flash_attn_varlen_func(
     max_seqlen_q: the most queries of a sequence; it only sizes the probabilities of `return_attn_probs`.
     max_seqlen_k: the same for keys.
     block_table: (B, most), the pages of each sequence, k and v being pages (pages, page, Hk, D); for inference.
+    seqused_q: (B,), how many of each sequence's queries count, the first ones; the others give 0. None: all.
+    seqused_k: the same for keys.
 
     The other options are those of `flash_attn_func`. Returns out (Tq, Hq, Dv), and with `return_attn_probs` the LSE (Hq, Tq) and,
     where there is dropout, the probabilities (B, Hq, max_seqlen_q, max_seqlen_k).
@@ -147,14 +151,13 @@ def flash_attn_varlen_func(
     >>> bounds = torch.tensor([0, 300, 1000], dtype=torch.int32)
     >>> out = flash_attn_varlen_func(q, k, v, bounds, bounds, 700, 700, causal=True)
     """
-    if block_table is not None:
-        if dropout_p or return_attn_probs:
-            raise ArgumentError("block_table: pages are for inference; dropout_p and return_attn_probs do not go with it")
-        cache = KVCache.paged(k, v, block_table, cu_seqlens_k.diff())
-        given = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
-        chosen = {name: given[name] for name in ("mask", "scale", "bias", "softcap")}
-        paged: Tensor = attention_cached(q, cache, cu_seqlens_q=cu_seqlens_q, **chosen)
-        return paged
+    if block_table is not None or seqused_q is not None or seqused_k is not None:
+        if dropout_p and (block_table is not None or return_attn_probs):
+            raise ArgumentError("dropout_p: goes with no block_table, and with seqused only without return_attn_probs")
+        options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+        batch = Batch(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        out, lse = attend_in_use(batch, sides(window_size, causal), options, table=block_table, most_q=max_seqlen_q)
+        return (out, lse, None) if return_attn_probs else out
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     bounds = (cu_seqlens_q, cu_seqlens_k)
     return _run(q, k, v, options, return_attn_probs, bounds, (max_seqlen_q, max_seqlen_k))
@@ -225,7 +228,7 @@ def _options(
 ) -> dict[str, Any]:
     """The options of tilewise's own functions."""
     return {
-        "mask": window_mask(window_size, causal),
+        "mask": sides(window_size, causal).mask(),
         "scale": plain(softmax_scale),
         "bias": None if slopes is None else alibi(slopes.detach().float()),
         "softcap": plain(softcap),

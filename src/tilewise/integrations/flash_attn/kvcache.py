@@ -1,7 +1,8 @@
-"""`flash_attn_with_kvcache` of flash_attn 2.x: attention over a cache that the call may extend."""
+"""Attention over a cache that the call may extend: what 2.x's and FlashAttention-3's functions share, and that of 2.x."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,10 +10,16 @@ from torch import Tensor
 
 from tilewise.api.bias import alibi
 from tilewise.api.cache import KVCache
-from tilewise.api.cached import attention_cached
+from tilewise.api.lengths import readable
 from tilewise.api.rotary import RotaryTable, rotary
+from tilewise.backends.pages import positions_of
 from tilewise.errors import ArgumentError, LayoutError
-from tilewise.integrations.flash_attn.options import plain, window_mask
+from tilewise.integrations.flash_attn.options import Window, plain, shape_of, sides, steps
+from tilewise.integrations.flash_attn.over_pages import Queries, Store, attend_pages
+
+
+class CacheError(ArgumentError, RuntimeError):
+    """A cache that is too small; a RuntimeError, as flash_attn raises."""
 
 
 def flash_attn_with_kvcache(
@@ -63,71 +70,155 @@ def flash_attn_with_kvcache(
 
     >>> out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
     """
-    if not isinstance(q, Tensor) or q.ndim != 4:
-        raise LayoutError(f"q: got {_form(q)}, need (batch, queries, heads, dim)")
-    if (k is None) != (v is None):
-        raise ArgumentError("k and v: one is None; new keys and new values come together")
-    if (rotary_cos is None) != (rotary_sin is None):
-        raise ArgumentError("rotary_cos and rotary_sin: one is None; they come together")
-    before = _lengths(cache_seqlens, q, k_cache, block_table)
-    after = before if k is None else before + k.shape[1]
-    mask = window_mask(window_size, causal)
-    if rotary_cos is not None:
-        assert rotary_sin is not None
-        if k is None:
+    if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
+        raise ArgumentError("block_table: goes with neither cache_batch_idx nor cache_leftpad; the table says it all")
+    out, lse = CachedCall(
+        q, k_cache, v_cache, k, v,
+        window=sides(window_size, causal),
+        rotary=rotary_table(rotary_cos, rotary_sin, rotary_interleaved),
+        before=cache_seqlens,
+        rows=cache_batch_idx,
+        leftpad=cache_leftpad,
+        table=block_table,
+        scale=softmax_scale,
+        softcap=softcap,
+        slopes=alibi_slopes,
+    ).run()  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
+
+
+@dataclass
+class CachedCall:
+    """One call over a cache."""
+
+    q: Tensor  # (B, Sq, Hq, D), or (T, Hq, D) with cu_q
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None  # (B, n, Hk, D), or packed with cu_new
+    v: Tensor | None
+    window: Window
+    rotary: RotaryTable | None = None
+    before: Any = None  # tokens in the cache before the new ones
+    rows: Tensor | None = None
+    leftpad: Tensor | None = None
+    table: Tensor | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_new: Tensor | None = None
+    most_q: int | None = None
+    turned_at: Tensor | None = None  # where rotary positions begin; None: at `before`
+    qv: Tensor | None = None
+    chunk: int = 0
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """out and lse, (B, Hq, Sq) or (Hq, T)."""
+        self._check()
+        packed = self.cu_q is not None
+        cu_q = steps(self.q) if self.cu_q is None else self.cu_q
+        store = Store(self.k_cache, self.v_cache, self._table(cu_q.shape[0] - 1))
+        before = self._before(store.table)
+        cu_new, after = None, before
+        if self.k is not None:
+            cu_new = steps(self.k) if self.cu_new is None else self.cu_new
+            after = before + cu_new.diff()
+        self._check_room(after, store.table)
+        q = self.q if packed else self.q.flatten(0, 1)
+        if self.rotary is not None:
+            q = self._turned(q, cu_q, before, step=int(self.window.limited))
+        if cu_new is not None:
+            self._append(store.cache(after), cu_new, before)
+        q, store, scale = self._with_latent(q, store)
+        most = int(plain(self.most_q)) if self.most_q is not None else q.shape[0] if packed else self.q.shape[1]
+        queries = Queries(cu_q, most, after, first=self.leftpad, chunk=int(plain(self.chunk)))
+        options = {"scale": scale, "softcap": plain(self.softcap), "bias": None}
+        if self.slopes is not None:
+            options["bias"] = alibi(self.slopes.detach().float())
+        out, lse = attend_pages(q, store, queries, self.window, options)
+        if not packed:
+            shape = self.q.shape[:2]
+            out, lse = out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
+        return out, lse
+
+    def _check(self) -> None:
+        rank, need = (4, "(batch, queries, heads, dim)") if self.cu_q is None else (3, "(tokens, heads, dim)")
+        if not isinstance(self.q, Tensor) or self.q.ndim != rank:
+            raise LayoutError(f"q: got {shape_of(self.q)}, need {need}")
+        for name, x in (("k_cache", self.k_cache), ("v_cache", self.v_cache)):
+            if not isinstance(x, Tensor) or x.ndim != 4:
+                raise LayoutError(f"{name}: got {shape_of(x)}, need (rows, sequence, heads, dim), or pages beside a table")
+        if (self.k is None) != (self.v is None):
+            raise ArgumentError("k and v: one is None; new keys and new values come together")
+        if self.rotary is not None and self.k is None:
             raise ArgumentError("rotary_cos: goes with new keys k and v; turn q yourself where there are none")
-        table = rotary(rotary_cos, rotary_sin, interleaved=rotary_interleaved)
-        local = causal or any(int(plain(side)) >= 0 for side in window_size)
-        q = _turned(table, q, before, step=int(local))
-        k = _turned(table, k, before, step=1)
-    cache = _cache(k_cache, v_cache, after, cache_batch_idx, cache_leftpad, block_table)
-    return attention_cached(
-        q,
-        cache,
-        new=None if k is None or v is None else (k, v),
-        mask=mask,
-        scale=plain(softmax_scale),
-        bias=None if alibi_slopes is None else alibi(alibi_slopes.detach().float()),
-        softcap=plain(softcap),
-        return_lse=bool(return_softmax_lse),
-    )
+        if self.qv is not None and shape_of(self.qv) != (*self.q.shape[:-1], self.v_cache.shape[-1]):
+            raise LayoutError(f"qv: got {shape_of(self.qv)}, need q's shape with the {self.v_cache.shape[-1]} columns of v_cache")
+
+    def _table(self, batch: int) -> Tensor:
+        if self.table is not None:
+            return self.table if self.rows is None else self.table[self.rows.long()]
+        rows = torch.arange(batch, dtype=torch.int32, device=self.q.device) if self.rows is None else self.rows
+        return rows[:, None]
+
+    def _before(self, table: Tensor) -> Tensor:
+        given = self.before
+        if given is None:
+            if self.table is not None:
+                raise ArgumentError("cache_seqlens: None, but pages tell nobody how many tokens they hold; pass it")
+            given = self.k_cache.shape[1]
+        if isinstance(given, Tensor) and given.ndim:
+            return given
+        return torch.full((table.shape[0],), int(plain(given)), dtype=torch.int32, device=self.q.device)
+
+    def _check_room(self, after: Tensor, table: Tensor) -> None:
+        room = table.shape[1] * self.k_cache.shape[1]
+        if readable(after) and bool((after > room).any()):
+            where = "k_cache" if self.table is None else "block_table"
+            raise CacheError(
+                f"{where}: holds {room} tokens of a sequence, but cache_seqlens and the new tokens are {int(after.max())}"
+            )
+
+    def _turned(self, x: Tensor, cu: Tensor, before: Tensor, step: int) -> Tensor:
+        """x (T, H, D), token i of sequence b turned to position start[b] + i · step."""
+        assert self.rotary is not None
+        start = before if self.turned_at is None else self.turned_at
+        sequence, place = positions_of(cu, cu.diff(), x.shape[0])
+        return self.rotary.apply(x, start[sequence] + place * step, x.dtype)
+
+    def _append(self, cache: KVCache, cu: Tensor, before: Tensor) -> None:
+        k, v = self.k, self.v
+        assert k is not None and v is not None
+        if self.cu_new is None:
+            if k.ndim != 4 or v.ndim != 4:
+                raise LayoutError(f"k and v: got {shape_of(k)} and {shape_of(v)}, need (batch, tokens, heads, dim)")
+            k, v = k.flatten(0, 1), v.flatten(0, 1)
+        if self.rotary is not None:
+            k = self._turned(k, cu, before, step=1)
+        cache.append(k, v, cu_seqlens=cu)
+
+    def _with_latent(self, q: Tensor, store: Store) -> tuple[Tensor, Store, float | None]:
+        """With qv, scores are q · k + qv · v: keys are values and keys side by side, which is a view where memory has them so."""
+        scale = plain(self.scale)
+        if self.qv is None:
+            return q, store, scale
+        assert store.v is not None
+        qv = self.qv if self.cu_q is not None else self.qv.flatten(0, 1)
+        joined = torch.cat([qv, q], -1)
+        scale = joined.shape[-1] ** -0.5 if scale is None else scale
+        return joined, Store(side_by_side(store.v, store.k), None, store.table, qv.shape[-1]), scale
 
 
-def _lengths(given: Any, q: Tensor, k_cache: Tensor, block_table: Tensor | None) -> Tensor:
-    if given is None:
-        if block_table is not None:
-            raise ArgumentError("cache_seqlens: None, but pages tell nobody how many tokens they hold; pass it")
-        given = k_cache.shape[1]
-    if isinstance(given, Tensor):
-        return given
-    return torch.full((q.shape[0],), int(plain(given)), dtype=torch.int32, device=q.device)
+def rotary_table(cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> RotaryTable | None:
+    if (cos is None) != (sin is None):
+        raise ArgumentError("rotary_cos and rotary_sin: one is None; they come together")
+    return None if cos is None or sin is None else rotary(cos, sin, interleaved=bool(interleaved))
 
 
-def _turned(table: RotaryTable, x: Tensor, start: Tensor, step: int) -> Tensor:
-    """x (B, n, H, D), row i of sequence b turned to position start[b] + i · step."""
-    positions = start[:, None] + torch.arange(x.shape[1], device=x.device) * step
-    return table.apply(x.flatten(0, 1), positions.flatten(), x.dtype).view(x.shape)
+def side_by_side(a: Tensor, b: Tensor) -> Tensor:
+    """The columns of a and of b: a view if b's follow a's in memory, as in a cache of latents; else a copy."""
+    adjacent = b.data_ptr() == a.data_ptr() + a.shape[-1] * a.element_size() and a.stride() == b.stride()
+    if adjacent and a.stride(-1) == 1 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr():
+        return a.as_strided((*a.shape[:-1], a.shape[-1] + b.shape[-1]), a.stride())
+    return torch.cat([a, b], -1)
 
-
-def _cache(
-    k: Tensor, v: Tensor, lengths: Tensor, rows: Tensor | None, leftpad: Tensor | None, block_table: Tensor | None
-) -> KVCache:
-    if block_table is not None:
-        if rows is not None or leftpad is not None:
-            raise ArgumentError("block_table: goes with neither cache_batch_idx nor cache_leftpad; the table says it all")
-        return KVCache.paged(k, v, block_table, lengths)
-    if not isinstance(k, Tensor) or k.ndim != 4:
-        raise LayoutError(f"k_cache: got {_form(k)}, need (rows, sequence, heads, dim)")
-    own = torch.arange(lengths.shape[0], device=k.device) if rows is None else rows
-    if leftpad is None:
-        return KVCache.paged(k, v, own[:, None], lengths)
-    # pages of one token, which start where a row does: no memory moves
-    size = k.shape[1]
-    places = leftpad[:, None] + torch.arange(size, device=k.device)
-    table = torch.where(places < size, own[:, None] * size + places, -1)
-    k, v = (x.view(-1, 1, *x.shape[2:]) for x in (k, v))
-    return KVCache.paged(k, v, table, lengths - leftpad)
-
-
-def _form(x: Any) -> Any:
-    return tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tilewise.api.attention import attention
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
+from tilewise.integrations.transformers.continuous import attend_packed
 from tilewise.integrations.transformers.packed import packed_mask
 from tilewise.integrations.transformers.promise import PromisedMask
 from tilewise.integrations.weights import attention_weights
 from tilewise.masks import Mask, causal, dense, full, window
 
 UNSERVED = {
-    "cache": "a paged cache (continuous batching),",
     "indices": "attention to selected keys,",
     "block_indices": "attention to selected blocks,",
 }
@@ -41,6 +41,8 @@ def attention_function(
     (`cu_seq_lens_q`, `cu_seq_lens_k`) join either.
     """
     refuse_unserved(module, features)
+    if features.get("cache") is not None:
+        return attend_packed(module, query, key, value, scaling, features), None
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     mask, bias = _masked(attention_mask)

@@ -1,11 +1,13 @@
 """Entering transformers' own registries.
 
-One method of transformers is extended: where a model checks the name of its implementation, it also refuses what cannot be
-served.
+Two methods of transformers are extended: where a model checks the name of its implementation, it also refuses what cannot be
+served; and where it looks for the package behind a name with "flash" in it, it does not for tilewise's names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from tilewise.errors import ArgumentError, MissingPackageError
@@ -14,6 +16,8 @@ from tilewise.integrations.transformers.masks import mask_function
 from tilewise.integrations.transformers.refusal import guard, refuse
 
 NAME = "tilewise"
+CONTINUOUS = "tilewise_flash"
+"""The name for continuous batching, which wants "flash" in it."""
 
 
 class RegistryError(MissingPackageError):
@@ -23,7 +27,8 @@ class RegistryError(MissingPackageError):
 def register(name: str = NAME) -> None:
     """Make `attn_implementation="tilewise"` (or `name`) known to transformers. Doing it again changes nothing.
 
-    name: what models call it; the name of another implementation is refused.
+    name: what models call it; the name of another implementation is refused. One with "flash" in it serves continuous
+        batching, too; without a name, "tilewise_flash" is registered beside "tilewise".
 
     Afterwards a model that computes its attention itself, and so cannot be served, raises when it is made with that name.
 
@@ -31,6 +36,8 @@ def register(name: str = NAME) -> None:
     >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="tilewise")
     """
     attention, masks, model = registries()
+    if name == NAME:
+        register(CONTINUOUS)
     known = {**attention._global_mapping, "eager": None}
     if name in known and known[name] is not attention_function:
         raise ArgumentError(
@@ -39,7 +46,13 @@ def register(name: str = NAME) -> None:
         )
     attention.register(name, attention_function)
     masks.register(name, mask_function)
-    guard(model, lambda name: attention._global_mapping.get(name) is attention_function)
+
+    def own(name: str) -> bool:
+        return attention._global_mapping.get(name) is attention_function
+
+    guard(model, own)
+    if "flash" in name:
+        _accept(model, own)
 
 
 def use_tilewise(model: Any) -> Any:
@@ -58,6 +71,25 @@ def use_tilewise(model: Any) -> Any:
     refuse(model, NAME)
     model.set_attn_implementation(NAME)
     return model
+
+
+def _accept(model: Any, own: Callable[[str], bool]) -> None:
+    """Let `model` (PreTrainedModel) take our names for what they are, though "flash" is in them: no package, and no list of
+    packages that a model may be limited to."""
+    adjust = model._check_and_adjust_attn_implementation
+    if hasattr(adjust, "tilewise"):
+        return
+
+    @wraps(adjust)
+    def adjusted(self: Any, attn_implementation: str | None, is_init_check: bool = False, **kwargs: Any) -> str:
+        if attn_implementation is not None and own(attn_implementation):
+            name: str = self.get_correct_attn_implementation(attn_implementation, is_init_check)
+        else:
+            name = adjust(self, attn_implementation, is_init_check, **kwargs)
+        return name
+
+    adjusted.tilewise = True  # type: ignore[attr-defined]
+    model._check_and_adjust_attn_implementation = adjusted
 
 
 def registries() -> tuple[Any, Any, Any]:

@@ -8,6 +8,7 @@ from tilewise.backends.hopper.arguments import LOG2E, blocks_of, largest_divisor
 from tilewise.backends.hopper.backward.choose import visiting_queries
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.compile import pointer
+from tilewise.backends.hopper.features import prepost_types
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import list_arguments
 from tilewise.backends.hopper.plan import config_of, tiles
@@ -46,7 +47,7 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, with_dlse: bool
     config = next(config for kernel, config in configs.items() if kernel in ("keys_kernel", "split_kernel"))
     stat_blocks = blocks_of(problem, problem.seqlen_q, config.BLOCK_M)
     stat_tiles = stat_blocks * problem.heads * (1 if problem.varlen else problem.batch)
-    around = prepost_arguments(problem, config, stat_blocks, with_dlse)
+    around = prepost_arguments(problem, config, stat_blocks, with_dlse)._replace(**prepost_types(problem))
 
     def step(kernel: str) -> Step:
         own = configs[kernel]

@@ -21,6 +21,7 @@ from tilewise.backends.hopper.backward.config import (
     widths,
 )
 from tilewise.backends.hopper.choose import Choice, mask_config
+from tilewise.backends.hopper.features import alibi_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import all_seen, hides_in_tiles
 from tilewise.masks import may_have_empty_rows
@@ -57,6 +58,8 @@ def no_sums(problem: Problem) -> str:
         return "deterministic=True: sums in memory are added in any order"
     if tile.ACC_FROM_STATS and (problem.softcap > 0 or problem.scale <= 0):
         return "scores are more than products to accumulate from -lse, and subtracted statistics find no registers"
+    if tile.ACC_FROM_STATS and problem.dropout_p > 0:
+        return "dropout finds no registers beside 128 queries"
     if tile.ACC_FROM_STATS and mask_of(problem).listed:
         return "the mask of a list's tile finds no registers beside 128 queries"
     return ""
@@ -69,7 +72,7 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
         found = [tile for tile in listed_tiles(problem) if tile.REDUCE_DQ != separate]
     elif not separate:
         found = [] if no_sums(problem) else [KEYS[dims]]
-    elif problem.softcap > 0:  # its tanh finds no registers beside 128 queries
+    elif problem.softcap > 0 or problem.dropout_p > 0:  # which find no registers beside 128 queries
         found = [SEPARATE_DQ_SOFTCAP[dims], SPLIT[dims]]
     else:
         usual = (SEPARATE_DQ if mask.terms or problem.varlen else SEPARATE_DQ_UNMASKED)[dims]
@@ -117,13 +120,16 @@ def compiled_for(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
     return mask_config(problem, mask) | {
         "EMPTY_ROWS": problem.varlen or may_have_empty_rows(problem.program, problem.seqlen_q, problem.seqlen_k),
         "SCORES": "softcap" if problem.softcap > 0 else "fold",
+        "ALIBI": alibi_form(problem, mask),
+        "DROPOUT": problem.dropout_p > 0,
     }
 
 
 def without_mask(config: KeysConfig) -> KeysConfig:
     """What the preprocess and postprocess kernels, which know no mask, are compiled for."""
     plain = KeysConfig._field_defaults
-    names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS", "UNSEEN_KEYS", "ORDERED")
+    names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS")
+    names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "DROPOUT")
     return config._replace(**{name: plain[name] for name in names})
 
 

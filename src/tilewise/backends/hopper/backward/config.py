@@ -32,6 +32,8 @@ class KeysConfig(NamedTuple):
     ORDERED: bool = False  # a packed batch whose order of work tiles the device writes
     LISTS: Any = None  # a ListLayout, where query tiles come from lists
     UNSEEN_KEYS: bool = False  # with lists: may there be keys that no query sees?
+    DROPOUT: bool = False
+    ALIBI: str = ""  # "past" where no key is ahead of its query, else "both"
 
     @property
     def LISTED_BY_KEY(self) -> bool:
@@ -84,6 +86,8 @@ class QueriesConfig(NamedTuple):
     ORDERED: bool = False
     LISTS: Any = None
     UNSEEN_KEYS: bool = False
+    DROPOUT: bool = False
+    ALIBI: str = ""
 
     @property
     def BLOCK_M(self) -> int:

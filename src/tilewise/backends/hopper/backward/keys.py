@@ -17,9 +17,11 @@ from tilewise.backends.hopper.backward.reduce import DQ_COLUMNS, reduce_dq
 from tilewise.backends.hopper.backward.scores import (
     ListedQueries,
     accumulator_from,
+    accumulator_with_alibi,
     as_operand,
     issue_scores,
     masked_weights,
+    of_head,
     statistic,
 )
 from tilewise.backends.hopper.compat import (
@@ -31,6 +33,7 @@ from tilewise.backends.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilewise.backends.hopper.dropout import dropped, kept_by_column
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient, store_rows
 from tilewise.backends.hopper.grad_tile import (
     HeldTile,
@@ -86,7 +89,10 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
     mbarrier.wait(rings.q.full.index(at), parity)
     if C.ACC_FROM_STATS:
         lse2 = statistic(rings.stats, at, "lse2", C)
-        s_acc = accumulator_from(lse2, zero)
+        if C.ALIBI != "":
+            s_acc = accumulator_with_alibi(lse2, zero, tile, m, tile.work.start + 64 * WG, C)
+        else:
+            s_acc = accumulator_from(lse2, zero)
         mbarrier.wait(rings.do.full.index(at), parity)
         dp_acc = accumulator_from(statistic(rings.stats, at, "delta", C), zero)
         s_token = warpgroup_mma(k_rows, q_tile.permute((1, 0)), s_acc, is_async=True)
@@ -95,6 +101,8 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
         s_token = warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(rings.do.full.index(at), parity)
         dp_token = warpgroup_mma(v_rows, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        if C.DROPOUT:
+            kept = kept_by_column(m, tile.work.start + 64 * WG, tile.work.b, tile.h, a, C)
         lse2 = statistic(rings.stats, at, "lse2", C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
     p_tile, w_tile = masked_weights(s_tile, lse2, tile, m, tile.work.start + 64 * WG, a, C)
@@ -102,6 +110,9 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
         # both warpgroups are done with step n - 1, and so with dQ(n - 2)
         mbarrier.wait(rings.q.empty.index(at ^ 1), ((n - 1) >> 1) & 1)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, M]
+    if C.DROPOUT:
+        dp_tile = dropped(dp_tile * a.keep_scale, kept, False)
+        p_tile = dropped(p_tile, kept, False)
     if not C.ACC_FROM_STATS:
         dp_tile = dp_tile - statistic(rings.stats, at, "delta", C)[None, :]
     ds_tile = (w_tile * dp_tile).to(DTYPE)
@@ -137,14 +148,15 @@ def gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.constexpr)
     stat_tile = first_statistics(work, a)
     dk = zeros(C.BLOCK_D)
     dv = zeros(C.BLOCK_DV)
-    dk, dv = step((dk, dv), rings, tile, q_base, work.first * C.BLOCK_M, before, a, True, WG, C)
+    dk, dv = step((dk, dv), rings, of_head(tile, 0, a, C), q_base, work.first * C.BLOCK_M, before, a, True, WG, C)
     before = stat_tile
     for g in range(a.group.value):
+        held = of_head(tile, g, a, C)
         n0 = q_base + g * work.count
         stat0 = stat_tile + g * a.stat_blocks - n0
         for n in range(gl.maximum(n0, q_base + 1), n0 + work.count):
             m = (work.first + n - n0) * C.BLOCK_M
-            dk, dv = step((dk, dv), rings, tile, n, m, before, a, False, WG, C)
+            dk, dv = step((dk, dv), rings, held, n, m, before, a, False, WG, C)
             before = stat0 + n
     release(rings.v, tile.index)
     if not C.REDUCE_DQ:
@@ -163,9 +175,10 @@ def listed_gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.con
     cursor = first_tile(a.lists, row, beyond_queries(a, C))
     after = next_listed(cursor, a.lists, row, q_base * 0, work.first, work.count)
     m = ListedQueries(cursor=cursor, partial=work.first > 0, h=work.h * a.group.value)
-    dk, dv = step((dk, dv), rings, tile, q_base, m, before, a, True, WG, C)
+    dk, dv = step((dk, dv), rings, of_head(tile, 0, a, C), q_base, m, before, a, True, WG, C)
     before = listed_statistics(tile_number(cursor), stat0, a, C)
     for g in range(a.group.value):
+        held = of_head(tile, g, a, C)
         n0 = q_base + g * work.count
         first = stat0 + g * a.stat_blocks
         for n in range(gl.maximum(n0, q_base + 1), n0 + work.count):
@@ -173,7 +186,7 @@ def listed_gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.con
             cursor = after
             after = next_listed(cursor, a.lists, row, j, work.first, work.count)
             m = ListedQueries(cursor=cursor, partial=j < work.first, h=work.h * a.group.value + g)
-            dk, dv = step((dk, dv), rings, tile, n, m, before, a, False, WG, C)
+            dk, dv = step((dk, dv), rings, held, n, m, before, a, False, WG, C)
             before = listed_statistics(tile_number(cursor), first, a, C)
     release(rings.v, tile.index)
     if not C.REDUCE_DQ:
@@ -186,9 +199,14 @@ def score_tiles(s_token, dp_token, rings, n, m, k0, tile, a, C: gl.constexpr):
     """P and dS of the n-th query tile as left operands; S and dP are in flight."""
     DTYPE: gl.constexpr = rings.q.tiles.dtype
     at = stage(rings.q, n)
+    if C.DROPOUT:
+        kept = kept_by_column(m, k0, tile.work.b, tile.h, a, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
     p_tile, w_tile = masked_weights(s_tile, statistic(rings.stats, at, "lse2", C), tile, m, k0, a, C)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, M]
+    if C.DROPOUT:
+        dp_tile = dropped(dp_tile * a.keep_scale, kept, False)
+        p_tile = dropped(p_tile, kept, False)
     ds_tile = w_tile * (dp_tile - statistic(rings.stats, at, "delta", C)[None, :])
     return as_operand(p_tile, C.BLOCK_DV, DTYPE), as_operand(ds_tile, C.BLOCK_D, DTYPE)
 
@@ -213,10 +231,11 @@ def overlapped_gradients(rings, tile, q_base, a, WG: gl.constexpr, C: gl.constex
     zero_unseeing_queries(rings, q_base, m0, tile, a, WG, C)
     s_token = issue_scores(k_rows, rings.q, q_base, C.BLOCK_M)
     dp_token = issue_scores(v_rows, rings.do, q_base, C.BLOCK_M)
-    p, ds = score_tiles(s_token, dp_token, rings, q_base, m0, k0, tile, a, C)
+    p, ds = score_tiles(s_token, dp_token, rings, q_base, m0, k0, of_head(tile, 0, a, C), a, C)
     # over the query tiles before n: dv and dk lack the last one, whose P and dS wait in p and ds
     for g in range(a.group.value):
         n0 = q_base + g * work.count
+        held = of_head(tile, g, a, C)
         for j in range(gl.maximum(n0, q_base + 1), n0 + work.count):
             m = (work.first + j - n0) * C.BLOCK_M
             n = opaque(j)  # else each address is a variable of the loop in a register of its own
@@ -226,7 +245,7 @@ def overlapped_gradients(rings, tile, q_base, a, WG: gl.constexpr, C: gl.constex
             dv, dk, _, _ = warpgroup_mma_wait(1, deps=[dv_token, dk_token, p, ds])
             release(rings.q, n - 1)  # for dO too
             dp_token = issue_scores(v_rows, rings.do, n, C.BLOCK_M)
-            p, ds = score_tiles(s_token, dp_token, rings, n, m, k0, tile, a, C)
+            p, ds = score_tiles(s_token, dp_token, rings, n, m, k0, held, a, C)
     release(rings.v, tile.index)
     release(rings.k, tile.index)
     last = q_base + work.count * a.group.value - 1
@@ -262,6 +281,8 @@ def process_tile(outputs, rings, tile, q_base, before, i, a, WG: gl.constexpr, C
     # located again rather than kept in registers
     work, _ = locate_keys(a, tile_at(a, opaque(i)), C)
     k0 = work.start + 64 * WG
+    if C.DROPOUT:
+        dv = dv * a.keep_scale
     await_stores()
     store_gradient(dv_desc, a.dv, dv, dv_buffers.index(WG), work, work.k_start, k0, work.len_k, C)
     if C.BLOCK_D == C.BLOCK_DV:
@@ -281,7 +302,7 @@ def consume_keys(dk_desc, dv_desc, dk_buffers, dv_buffers, rings, a, WG: gl.cons
     outputs = dk_desc, dv_desc, dk_buffers, dv_buffers
     while t >= 0:
         work, band = locate_keys(a, t, C)
-        tile = HeldTile(work=work, band=band, index=kv_index)
+        tile = HeldTile(work=work, band=band, index=kv_index, h=kv_index, slope=kv_index)
         if C.VARLEN:
             if work.count > 0:
                 before = process_tile(outputs, rings, tile, q_base, before, i, a, WG, C)

@@ -13,6 +13,15 @@ from tilewise.backends.gpu.launch import Address, Descriptor, describable, view
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.hopper.backward.arguments import BackwardPlan, Step, heads_together, make_plan
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
+from tilewise.backends.hopper.feature_launch import (
+    NONE,
+    Features,
+    call_features,
+    features_key,
+    sink_gradient,
+    tensors_in,
+    with_features,
+)
 from tilewise.backends.hopper.launch import device_terms, kernel_for, order_on, packed_rows, spec_of, tensors_of
 from tilewise.backends.hopper.list_launch import CallLists, Dealing, call_lists, is_listed
 from tilewise.backends.hopper.list_plan import lists_of
@@ -46,49 +55,70 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     lse = lse.contiguous()  # a part of the queries may lie within more of them
     q, k, v = inputs[:3]
     strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
-    key = ("hopper backward", q.device, *strides)
+    key = ("hopper backward", q.device, *strides, features_key(inputs))
     found = lists_of_steps(problem, inputs)
     key = (*key, *(lists.key for lists in found.values())) if found else key
     recording = recorder.get(problem, key, q.device, partial(plan_on, problem, q.device, dlse is not None))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     scratch = q.new_empty(recording.plan.stats + recording.plan.dq, dtype=torch.float32)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
-    launch(problem, Memory(q, k, v, out, lse, dout, dlse, dq, dk, dv, scratch, cu_q, cu_k), recording, found)
-    return Grads(dq if needs.dq else None, dk if needs.dk else None, dv if needs.dv else None)
+    features = call_features(problem, inputs)
+    if problem.sinks:  # as many as there are of each statistic
+        features["dsinks_ptr"] = scratch.new_empty(recording.plan.stats // 2)
+    launch(problem, Memory(q, k, v, out, lse, dout, dlse, dq, dk, dv, scratch, cu_q, cu_k), recording, found, features)
+    dsinks = None
+    if needs.dsinks and inputs.sinks is not None:
+        dsinks = sink_gradient(features["dsinks_ptr"], inputs.sinks, q.shape[0])
+    return Grads(dq if needs.dq else None, dk if needs.dk else None, dv if needs.dv else None, dsinks=dsinks)
 
 
 def lists_of_steps(problem: Problem, inputs: Inputs) -> dict[str, CallLists]:
     """Under a mask of tile lists: those of each kernel that walks some."""
     if not is_listed(problem):
         return {}
-    configs = {planned.tile.kernel: planned.config for pass_, planned in plan_of(problem).items() if pass_ != "forward"}
-    units = spec_of(inputs.q.device.index or 0).units
+    walks = walks_of(problem, inputs.q.device)
+    return {kernel: call_lists(problem, inputs, config, dealing) for kernel, (config, dealing) in walks.items()}
+
+
+def walks_of(problem: Problem, device: torch.device) -> dict[str, tuple[Any, Dealing]]:
+    """By kernel that walks lists: its config, and how they are dealt out. Asked in every call, so it is kept with the problem."""
+    found: dict[str, tuple[Any, Dealing]] | None = problem.memory.get(("hopper backward walks", device))
+    if found is not None:
+        return found
+    units = spec_of(device.index or 0).units
 
     def dealing(config: KeysConfig | QueriesConfig) -> Dealing:
         of_keys = isinstance(config, KeysConfig)
         heads = (problem.kv_heads if of_keys else problem.heads) * problem.batch
         return Dealing(of_keys, units, heads_together(problem, config, heads))
 
-    return {
-        kernel: call_lists(problem, inputs, config, dealing(config))
-        for kernel, config in configs.items()
-        if config.LISTS is not None
-    }
+    planned = {one.tile.kernel: one.config for pass_, one in plan_of(problem).items() if pass_ != "forward"}
+    found = {kernel: (config, dealing(config)) for kernel, config in planned.items() if config.LISTS is not None}
+    problem.memory["hopper backward walks", device] = found
+    return found
 
 
-def launch(problem: Problem, memory: Memory, recording: Recording, found: dict[str, CallLists] | None = None) -> None:
+def launch(
+    problem: Problem,
+    memory: Memory,
+    recording: Recording,
+    found: dict[str, CallLists] | None = None,
+    features: Features = NONE,
+) -> None:
     """Fill dq, dk and dv by the plan of a recording; `found` are the tile lists of its steps, if the mask has some."""
     terms: tuple[Term, ...] = ()
     tensors: Any = memory
     if found:
         tensors = (*memory, *(x for lists in found.values() for x in lists.tensors))
     elif problem.program.tensors:
-        terms = device_terms(problem, memory.q.device)
+        terms = device_terms(problem, memory.q)
         tensors = (*memory, *tensors_of(terms))
     ordered = [step for step in recording.plan.steps if isinstance(step.arguments, Arguments) and step.config.ORDERED]
     orders = {step.name: empty_order(step.arguments, memory.q) for step in ordered}
     if orders:
         tensors = (*tensors, *orders.values())
+    if features:
+        tensors = (*tensors, *tensors_in(features))
     if recording.repeat(tensors):
         return
     tidy = readable(memory)
@@ -97,6 +127,8 @@ def launch(problem: Problem, memory: Memory, recording: Recording, found: dict[s
         steps = tuple(with_lists(problem, step, found) for step in steps)
     if orders:
         steps = tuple(with_order(step, orders) for step in steps)
+    if features:
+        steps = tuple(step._replace(arguments=with_features(step.arguments, features)) for step in steps)
     launches = [launch for step in steps for launch in launches_of(problem, step, recording.plan, tidy, terms)]
     if tidy is memory:
         recording.record(tensors, launches)

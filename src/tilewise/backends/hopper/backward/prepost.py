@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.backward.reduce import DQ_COLUMNS, fragment_offsets
 from tilewise.backends.hopper.compat import gl, gluon
-from tilewise.backends.hopper.softmax import INF
+from tilewise.backends.hopper.softmax import INF, LOG2E
 from tilewise.backends.hopper.work_tile import divide, find_sequence
 
 
@@ -71,7 +71,11 @@ def preprocess_kernel(a, C: gl.constexpr):
         nothing = gl.zeros([SIZE], gl.float32, Z_LAYOUT)
         for i in gl.static_range(M * C.BLOCK_D // SIZE):
             gl.store(at + i * SIZE, nothing)
-    delta = gl.sum(out_tile * do_tile, 1)  # [M]
+    products = out_tile * do_tile
+    if a.sinks_ptr is not None:
+        # a row whose sink has all the weight: its gradient, infinite or not, must not count
+        products = gl.where(out_tile == 0.0, 0.0, products)
+    delta = gl.sum(products, 1)  # [M]
     m = gl.arange(0, M, delta.type.layout)
     ok = m < left
     at = (row * a.heads.value + h).to(gl.int64) * a.len_q + token + m
@@ -81,6 +85,11 @@ def preprocess_kernel(a, C: gl.constexpr):
     delta = gl.where(none, 0.0, delta)
     if a.dlse_ptr is not None:
         delta = gl.where(none, 0.0, delta - gl.load(a.dlse_ptr + at, mask=ok, other=0.0))
+    if a.dsinks_ptr is not None:
+        # a sink is a key of value 0: dS = P (0 - delta); 0 for an infinite one
+        sink = gl.load(a.sinks_ptr + h)
+        weight = gl.where(none | (gl.abs(sink) == INF), 0.0, gl.exp2((sink - lse) * LOG2E))
+        gl.store(a.dsinks_ptr + t.to(gl.int64) * M + m, -weight * delta)
     lse2 = gl.where(none, INF, lse * a.factor)
     if C.ACC_FROM_STATS:
         delta = -delta

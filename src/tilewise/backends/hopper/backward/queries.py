@@ -7,12 +7,14 @@ Each of two warpgroups has 64 queries. While dQ's product runs, the scores of th
 
 from __future__ import annotations
 
+from tilewise.backends.hopper.alibi import columns_from, rows_from, slope_of
 from tilewise.backends.hopper.backward.scores import as_operand, issue_scores, weights
-from tilewise.backends.hopper.compat import gl, gluon, opaque, warpgroup_mma, warpgroup_mma_wait
+from tilewise.backends.hopper.compat import gl, gluon, opaque, opaque_float, warpgroup_mma, warpgroup_mma_wait
+from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient
 from tilewise.backends.hopper.grad_tile import HeldTile, locate_queries
 from tilewise.backends.hopper.listed import visible_keys
-from tilewise.backends.hopper.lists import first_tile, next_listed, place, row_of
+from tilewise.backends.hopper.lists import first_tile, next_listed, place, row_of, tile_number
 from tilewise.backends.hopper.mainloop import accumulator, zeros
 from tilewise.backends.hopper.ring import matrix, release, wait_full
 from tilewise.backends.hopper.softmax import INF
@@ -49,10 +51,29 @@ def masked_by_interval(w_tile, band, row0, key0, C: gl.constexpr):
 
 
 @gluon.jit
+def positions_by_row(like, tile, row0, key0, C: gl.constexpr):
+    """Slope times the positions of queries by row and of keys by column, from row0 on; key0 as below."""
+    LAYOUT: gl.constexpr = like.type.layout
+    first = key0
+    if C.LISTS is not None:
+        first = tile_number(key0[0]) * C.BLOCK_N
+    ahead = tile.work.len_k - tile.work.len_q
+    slope = opaque_float(tile.slope)
+    keys = columns_from(slope * (first - ahead - row0).to(gl.float32), slope, C.BLOCK_N, LAYOUT)
+    return rows_from(0.0, slope, LAYOUT), keys
+
+
+@gluon.jit
 def row_weights(s_tile, lse2, tile, row0, key0, a, C: gl.constexpr):
     """What dP - delta is multiplied with: weights times the softcap's slope, 0 where a query does not see a key. Of a list,
     key0 is the tile's place and whether it is PARTIAL, else its first key."""
-    _, w_tile = weights(s_tile, lse2[:, None], a, C)
+    if C.ALIBI != "":
+        queries, keys = positions_by_row(s_tile, tile, row0, key0, C)
+        if C.ALIBI == "past":
+            lse2 = lse2 + queries
+        _, w_tile = weights(s_tile, lse2[:, None], a, C, (queries, keys, tile.slope), False)
+    else:
+        _, w_tile = weights(s_tile, lse2[:, None], a, C)
     if C.LISTS is not None:
         if key0[1]:
             w_tile = visible_keys(w_tile, tile.work, row0, key0[0], 0.0, a, C)
@@ -65,10 +86,17 @@ def row_weights(s_tile, lse2, tile, row0, key0, a, C: gl.constexpr):
 def score_gradient(s_token, dp_token, v_ring, n, key0, statistics, tile, row0, a, C: gl.constexpr):
     """dS of the n-th key tile as the left operand of its product with K; S and dP are in flight."""
     lse2, delta = statistics
+    if C.DROPOUT:
+        first = key0
+        if C.LISTS is not None:
+            first = key0[0]
+        kept = kept_by_row(row0, first, tile.work.b, tile.work.h, a, C.BLOCK_N, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     w_tile = row_weights(s_tile, lse2, tile, row0, key0, a, C)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, N]
     release(v_ring, n)
+    if C.DROPOUT:
+        dp_tile = dropped(dp_tile * a.keep_scale, kept, True)
     return as_operand(w_tile * (dp_tile - delta[:, None]), C.BLOCK_D, v_ring.tiles.dtype)
 
 
@@ -174,7 +202,9 @@ def consume_queries(dq_desc, rings, a, WG: gl.constexpr, C: gl.constexpr):
             at = q_index * 2 + WG
             wait_full(rings.q, at)
             wait_full(rings.do, at)
-            held = HeldTile(work=work, band=band, index=q_index)
+            held = HeldTile(work=work, band=band, index=q_index, h=q_index, slope=q_index)
+            if C.ALIBI != "":
+                held = HeldTile(work=work, band=band, index=q_index, h=work.h, slope=slope_of(work.b, work.h, a))
             if C.LISTS is not None:
                 dq = listed_gradient(rings, held, kv_base, row0, a, WG, C)
             else:

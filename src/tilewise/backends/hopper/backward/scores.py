@@ -2,10 +2,11 @@
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
-from tilewise.backends.hopper.compat import aggregate, gl, gluon, warpgroup_mma
-from tilewise.backends.hopper.grad_tile import sees_all, visible
+from tilewise.backends.hopper.alibi import columns_from, less_distance, rows_from, slope_of
+from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque_float, warpgroup_mma
+from tilewise.backends.hopper.grad_tile import HeldTile, sees_all, visible
 from tilewise.backends.hopper.listed import visible_queries
-from tilewise.backends.hopper.lists import Cursor
+from tilewise.backends.hopper.lists import Cursor, tile_number
 from tilewise.backends.hopper.mainloop import accumulator, left_operand, zeros
 from tilewise.backends.hopper.ring import matrix, wait_full
 from tilewise.backends.hopper.softmax import tanh
@@ -39,7 +40,56 @@ def accumulator_from(vector, like):
     """Every row is the vector, in registers of its own: otherwise the copies sink between wgmma's fence and the wgmma, and
     ptxas waits there (C7517)."""
     x, like = gl.broadcast(vector[None, :], like)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+    return opaque_float(x)
+
+
+@gluon.jit
+def sum_of(vector, column, like):
+    """The same of a vector over columns and one over rows."""
+    x, like = gl.broadcast(vector[None, :], like)
+    y, like = gl.broadcast(column[:, None], like)
+    return gl.inline_asm_elementwise("add.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def of_head(tile, g, a, C: gl.constexpr):
+    """The tile of keys for the g-th query head of its group."""
+    if C.ALIBI != "":
+        h = tile.work.h * a.group.value + g
+        slope = slope_of(tile.work.b, h, a)
+        if C.ACC_FROM_STATS:
+            slope = slope / a.scale_log2  # scores accumulate before they are scaled
+        return HeldTile(work=tile.work, band=tile.band, index=tile.index, h=h, slope=slope)
+    elif C.DROPOUT:
+        return HeldTile(
+            work=tile.work, band=tile.band, index=tile.index, h=tile.work.h * a.group.value + g, slope=tile.slope
+        )
+    else:
+        return tile
+
+
+@gluon.jit
+def positions(like, tile, m, k0, C: gl.constexpr):
+    """Slope times the positions of keys by row and of queries by column, from the tile's first query on. Of a list, m is a
+    ListedQueries."""
+    LAYOUT: gl.constexpr = like.type.layout
+    first = m
+    if C.LISTS is not None:
+        first = tile_number(m.cursor) * C.BLOCK_M
+    ahead = tile.work.len_k - tile.work.len_q
+    slope = opaque_float(tile.slope)
+    keys = rows_from(slope * (k0 - ahead - first).to(gl.float32), slope, LAYOUT)
+    return keys, columns_from(0.0, slope, C.BLOCK_M, LAYOUT)
+
+
+@gluon.jit
+def accumulator_with_alibi(lse2, like, tile, m, k0, C: gl.constexpr):
+    """What S accumulates from: -lse by column less slope times the distance."""
+    keys, queries = positions(like, tile, m, k0, C)
+    if C.ALIBI == "past":
+        return sum_of(lse2 - queries, keys, like)
+    else:
+        return opaque_float(less_distance(gl.broadcast(lse2[None, :], like)[0], keys, queries, tile.slope))
 
 
 @gluon.jit
@@ -51,14 +101,32 @@ def statistic(stats, at, WHICH: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def weights(s_tile, lse2, a, C: gl.constexpr):
+def with_positions(x_tile, alibi, BY_COLUMN: gl.constexpr, C: gl.constexpr):
+    """Scores with ALiBi. `alibi`: slope times positions by row and by column, and the slope. Where no key is ahead of its query,
+    those of the queries, which stand by column or by row, are in the lse already."""
+    if C.ALIBI == "past":
+        if BY_COLUMN:
+            return x_tile + alibi[0][:, None]
+        else:
+            return x_tile + alibi[1][None, :]
+    else:
+        return less_distance(x_tile, alibi[0], alibi[1], alibi[2])
+
+
+@gluon.jit
+def weights(s_tile, lse2, a, C: gl.constexpr, alibi=None, BY_COLUMN: gl.constexpr = True):
     """P, and what dP - delta is multiplied with: P times the softcap's slope. Without lse2, S accumulated from it."""
     if C.SCORES == "softcap":
         t_tile = tanh(s_tile * a.softcap_slope)
-        p_tile = gl.exp2(t_tile * a.scale_log2 - lse2)
+        x_tile = t_tile * a.scale_log2
+        if alibi is not None:
+            x_tile = with_positions(x_tile, alibi, BY_COLUMN, C)
+        p_tile = gl.exp2(x_tile - lse2)
         return p_tile, p_tile * (1.0 - t_tile * t_tile)
     else:
         x_tile = s_tile * a.scale_log2
+        if alibi is not None:
+            x_tile = with_positions(x_tile, alibi, BY_COLUMN, C)
         if lse2 is not None:
             x_tile = x_tile - lse2
         p_tile = gl.exp2(x_tile)
@@ -81,7 +149,15 @@ def weights_of_list(p_tile, w_tile, work, queries, k0, a, C: gl.constexpr):
 def masked_weights(s_tile, lse2, tile, m, k0, a, C: gl.constexpr):
     """Weights, 0 where a query does not see a key. Queries past the last have an lse of +inf, so theirs are 0 anyway. Of a list,
     m is a ListedQueries, else the tile's first query."""
-    p_tile, w_tile = weights(s_tile, None if C.ACC_FROM_STATS else lse2[None, :], a, C)
+    if C.ACC_FROM_STATS:
+        p_tile, w_tile = weights(s_tile, None, a, C)
+    elif C.ALIBI != "":
+        keys, queries = positions(s_tile, tile, m, k0, C)
+        if C.ALIBI == "past":
+            lse2 = lse2 + queries
+        p_tile, w_tile = weights(s_tile, lse2[None, :], a, C, (keys, queries, tile.slope))
+    else:
+        p_tile, w_tile = weights(s_tile, lse2[None, :], a, C)
     if C.LISTS is not None:
         p_tile, w_tile = weights_of_list(p_tile, w_tile, tile.work, m, k0, a, C)
     else:

@@ -14,6 +14,7 @@ from tilewise.backends.hopper.backward.scores import (
     as_operand,
     issue_scores,
     masked_weights,
+    of_head,
     statistic,
 )
 from tilewise.backends.hopper.compat import (
@@ -26,6 +27,7 @@ from tilewise.backends.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tilewise.backends.hopper.dropout import dropped, kept_by_column, signed
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient, store_rows
 from tilewise.backends.hopper.grad_tile import HeldTile, beyond_queries, locate_keys
 from tilewise.backends.hopper.lists import first_tile, next_listed, row_of
@@ -64,12 +66,17 @@ def values_step(carried, rings, n, m, tile, k_tile, a, LAST: gl.constexpr, C: gl
     dv, s_token = carried
     DTYPE: gl.constexpr = rings.q.tiles.dtype
     lse2 = statistic(rings.stats, stage(rings.q, n), "lse2", C)
-    s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, M]
-    release(rings.q, n)
     queries = m
     if C.LISTS is not None:
         queries = m[0]
+    if C.DROPOUT:
+        kept = kept_by_column(queries, tile.work.start, tile.work.b, tile.h, a, C)
+    s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, M]
+    release(rings.q, n)
     p_tile, w_tile = masked_weights(s_tile, lse2, tile, queries, tile.work.start, a, C)
+    if C.DROPOUT:
+        w_tile = signed(w_tile, kept, False)  # for the other warpgroup
+        p_tile = dropped(p_tile, kept, False)
     w_ring = rings.exchange
     at = stage(w_ring, n)
     mbarrier.wait(w_ring.empty.index(at), phase(w_ring, n) ^ 1)
@@ -91,11 +98,15 @@ def keys_step(carried, rings, n, m, tile, v_tile, a, LAST: gl.constexpr, C: gl.c
     delta = statistic(rings.stats, stage(rings.q, n), "delta", C)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, M]
     release(rings.do, n)
-    dp_tile = dp_tile - delta[None, :]
+    if not C.DROPOUT:
+        dp_tile = dp_tile - delta[None, :]
     w_ring = rings.exchange
     wait_full(w_ring, n)
     w_tile = w_ring.tiles.index(stage(w_ring, n)).load(S_LAYOUT)
     release(w_ring, n)
+    if C.DROPOUT:  # weights that are dropped are negative
+        dp_tile = gl.where(w_tile < 0, 0.0, dp_tile * a.keep_scale) - delta[None, :]
+        w_tile = gl.abs(w_tile)
     ds_tile = w_tile * dp_tile
     zero_next_queries(rings, n, m, tile, a, 1, LAST, C)
     dk_token = warpgroup_mma(as_operand(ds_tile, C.BLOCK_D, DTYPE), matrix(rings.q, n), dk, is_async=True)
@@ -122,11 +133,12 @@ def gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.constexpr)
         last = n0 + work.count - 1
         zero_unseeing_queries(rings, n0, work.first * C.BLOCK_M, tile, a, WG, C)
         token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M)
+        held = of_head(tile, g, a, C) if WG == 0 else tile
         for n in range(n0, last):
             m = (work.first + n - n0) * C.BLOCK_M
-            grad, token = step((grad, token), rings, n, m, tile, kv_tile, a, False, WG, C)
+            grad, token = step((grad, token), rings, n, m, held, kv_tile, a, False, WG, C)
         m = (work.first + work.count - 1) * C.BLOCK_M
-        grad, _ = step((grad, token), rings, last, m, tile, kv_tile, a, True, WG, C)
+        grad, _ = step((grad, token), rings, last, m, held, kv_tile, a, True, WG, C)
     return grad
 
 
@@ -145,15 +157,16 @@ def listed_gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.con
         now = ListedQueries(cursor=here, partial=work.first > 0, h=h)
         zero_unseeing_queries(rings, n0, now, tile, a, WG, C)
         token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M)
+        held = of_head(tile, g, a, C) if WG == 0 else tile
         for n in range(n0, last):
             j = n - n0
             after = next_listed(here, a.lists, row, j, work.first, work.count)
             now = ListedQueries(cursor=here, partial=j < work.first, h=h)
             then = ListedQueries(cursor=after, partial=j + 1 < work.first, h=h)
-            grad, token = step((grad, token), rings, n, (now, then), tile, kv_tile, a, False, WG, C)
+            grad, token = step((grad, token), rings, n, (now, then), held, kv_tile, a, False, WG, C)
             here = after
         now = ListedQueries(cursor=here, partial=work.count <= work.first, h=h)
-        grad, _ = step((grad, token), rings, last, (now, now), tile, kv_tile, a, True, WG, C)
+        grad, _ = step((grad, token), rings, last, (now, now), held, kv_tile, a, True, WG, C)
     return grad
 
 
@@ -177,6 +190,8 @@ def process_tile(grad_desc, rings, tile, q_base, i, a, WG: gl.constexpr, C: gl.c
     zero_unseen_keys(k_tile.slice(HALF, 32, dim=0), v_tile.slice(HALF, 32, dim=0), tile, half_start, 32, a, C)
     if WG == 0:
         grad = gradient_of(rings, tile, k_tile, q_base, a, WG, C)
+        if C.DROPOUT:
+            grad = grad * a.keep_scale
         ring = rings.v
         rows = a.dv
     else:
@@ -200,7 +215,7 @@ def consume_split(grad_desc, rings, a, WG: gl.constexpr, C: gl.constexpr):
     t = tile_at(a, i)
     while t >= 0:
         work, band = locate_keys(a, t, C)
-        tile = HeldTile(work=work, band=band, index=kv_index)
+        tile = HeldTile(work=work, band=band, index=kv_index, h=kv_index, slope=kv_index)
         if C.VARLEN:
             if work.count > 0:
                 process_tile(grad_desc, rings, tile, q_base, i, a, WG, C)

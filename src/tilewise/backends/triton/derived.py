@@ -1,0 +1,55 @@
+"""What the Triton kernels run for derivatives. Imports neither torch nor triton."""
+
+from __future__ import annotations
+
+from tilewise.backends.gpu.operands import padded
+from tilewise.backends.triton import onchip
+from tilewise.backends.verdict import Verdict
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.model.tile import TilePlan
+from tilewise.problem import Problem
+
+KERNELS = {
+    "jvp": "jvp_kernel",
+    "double_backward_dkdv": "keys_kernel",
+    "double_backward_dq": "queries_kernel",
+}
+DERIVED_UP_TO = 256
+"""Head dims of the kernels."""
+
+
+def derives(problem: Problem, spec: DeviceSpec, *, derivative: str) -> Verdict:
+    """JVP serves every term; the double backward has no kernel for the gradient of a bias."""
+    most = max(problem.head_dim, problem.head_dim_v)
+    return Verdict.of(
+        f"{derivative}: head dims up to {DERIVED_UP_TO}, found {most}" if most > DERIVED_UP_TO else None,
+        f"{derivative}: positions of a part of a whole are not known to its kernels" if problem.origins else None,
+        "double_backward: a bias has no kernel for its gradient; tiled serves it"
+        if derivative == "double_backward" and problem.bias is not None
+        else None,
+    )
+
+
+def derivative_tiles(problem: Problem, spec: DeviceSpec, derivative: str) -> dict[str, TilePlan]:
+    """Fixed tiles: a JVP holds two accumulators and four streamed operands, a double backward three operands and streams four."""
+    names = ("jvp",) if derivative == "jvp" else ("double_backward_dkdv", "double_backward_dq")
+    width = max(padded(problem.head_dim), padded(problem.head_dim_v)) * problem.itemsize // 2
+    plans = {}
+    for name in names:
+        m, n, stages, warps = _derivative_tile(problem, spec, name, width)
+        reason = f"tiles of {m} × {n} leave room for operands of {width * 2} bytes a token and their tangents"
+        outer = "keys" if name.endswith("dkdv") else "queries"
+        plans[name] = TilePlan(m, n, stages, warps, pass_=name, kernel=KERNELS[name], outer=outer, reasons=(reason,))
+    return plans
+
+
+def _derivative_tile(problem: Problem, spec: DeviceSpec, name: str, width: int) -> tuple[int, int, int, int]:
+    """Queries, keys, buffers and warps of a tile; `width`: the 16-bit numbers of an operand's row."""
+    if not spec.is_gpu:
+        return 16, 32, 1, 4
+    plain = not (problem.bias or problem.alibi or problem.softcap or problem.dropout_p or problem.itemsize != 2)
+    if onchip.widest(spec) == "wgmma" and plain and width <= 128:  # two warpgroups, by the largest products that fit
+        streamed = 64 if width <= 64 or name == "jvp" else 32
+        return (streamed, 128, 2, 8) if name == "double_backward_dkdv" else (128, streamed, 2, 8)
+    m, n = (64, 32) if width <= 64 else (32, 32) if width <= 128 else (16, 32) if width <= 256 else (16, 16)
+    return m, n, 1, 4 if plain or width > 64 else 8

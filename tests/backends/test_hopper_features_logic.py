@@ -1,0 +1,161 @@
+"""The Hopper kernels with sinks and other features, run as Python threads: right results and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.backends import test_hopper_backward_logic as backward_logic
+from tests.backends import test_hopper_forward_logic as forward_logic
+from tests.backends import test_hopper_lists_logic as lists_logic
+from tests.backends.gluon_values import Value
+from tests.backends.test_hopper_backward_logic import PAD, Shape, build
+from tests.numerics import checks
+from tilewise.backends.hopper.backward import choose
+from tilewise.backends.hopper.features import SWITCH
+from tilewise.backends.hopper.plan import supports
+from tilewise.backends.tiled import backend as tiled
+from tilewise.hardware import lookup
+from tilewise.numerics.philox import philox
+
+CAUSAL, WINDOW = "tw.causal()", "tw.causal() & tw.window(100)"
+PACKED = ((5, 133, 0, 70), (5, 140, 7, 70))
+SINKS = [
+    Shape(64, WINDOW, 200, h=4, hk=2, sinks=True, dlse=True),
+    Shape(128, PAD.format("130, 0"), 70, 200, b=2, h=2, hk=2, sinks=True),
+    Shape(64, CAUSAL, h=2, hk=1, sinks=True, lengths=PACKED),
+    Shape(256, CAUSAL, 130, 100, h=2, softcap=3.0, sinks=True),
+]
+ALIBI = [
+    Shape(64, CAUSAL, 200, h=2, hk=1, alibi=1, dlse=True),
+    Shape(64, "None", 130, 200, b=2, alibi=2),
+    Shape(128, CAUSAL, 70, 200, h=2, hk=1, b=2, alibi=2),
+    Shape(128, WINDOW, 200, alibi=1, sinks=True, deterministic=True),
+    Shape(256, "tw.causal() | tw.prefix(90)", 130, h=2, hk=1, alibi=1),
+    Shape(64, CAUSAL, h=2, hk=1, alibi=2, lengths=PACKED),
+    Shape(128, "tw.causal('top_left')", alibi=1, lengths=PACKED),
+    Shape(128, CAUSAL, 130, h=2, softcap=3.0, alibi=1),
+    Shape(64, CAUSAL, 130, alibi=1, scale=-0.2),
+]
+DROPOUT = [
+    Shape(64, CAUSAL, 200, h=2, hk=1, b=2, dropout=0.3, dlse=True),
+    Shape(128, CAUSAL, 130, 200, h=2, hk=1, dropout=0.1),
+    Shape(256, WINDOW, 130, h=2, hk=1, dropout=0.6),
+    Shape(64, CAUSAL, h=2, hk=1, dropout=0.1, lengths=PACKED),
+    Shape(128, "None", 130, h=2, dropout=0.2, alibi=1, sinks=True, softcap=3.0),
+]
+NAMED = {"sinks": SINKS, "alibi": ALIBI, "dropout": DROPOUT}
+SHAPES = [shape for shapes in NAMED.values() for shape in shapes]
+
+
+def name(shape: Shape) -> str:
+    feature = next(feature for feature, shapes in NAMED.items() if shape in shapes)
+    return f"{feature}{NAMED[feature].index(shape)}-d{shape.d}"
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setattr(choose, "FEW_KEYS", {})
+    monkeypatch.setattr(Value, "permute", lambda x, order: Value(x.value.permute(order)), raising=False)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+def test_results(shape: Shape) -> None:
+    problem, inputs = build(shape)
+    assert supports(problem, lookup("h200")).ok
+    assert checks.check_forward(problem, inputs, *forward_logic.run(problem, inputs, None)) == []
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+def test_gradients(shape: Shape) -> None:
+    problem, inputs = build(shape)
+    assert supports(problem, lookup("h200"), backward=True).ok
+    out, lse = tiled.backend.forward(replace(problem, tile=()), inputs)
+    g = torch.Generator().manual_seed(1)
+    dout = torch.randn(out.shape, generator=g).bfloat16()
+    dlse = torch.randn(lse.shape, generator=g) if shape.dlse else None
+    found = backward_logic.run(problem, inputs, out.contiguous(), lse, dout, dlse)
+    assert (found.dsinks is not None) == shape.sinks
+    assert checks.check_backward(problem, inputs, dout, dlse, found) == []
+
+
+LISTED = [
+    Shape(64, lists_logic.CAUSAL_DOCUMENTS, 400, h=2, hk=1, sinks=True, alibi=1, dropout=0.2),
+    Shape(128, lists_logic.CAUSAL_DOCUMENTS, 400, h=2, hk=1, sinks=True, alibi=1, dropout=0.2),
+    Shape(256, lists_logic.CAUSAL_DOCUMENTS, 400, h=2, hk=1, alibi=1, dropout=0.2),
+]
+
+
+@pytest.mark.parametrize("shape", LISTED, ids=lambda shape: f"d{shape.d}")
+def test_features_go_with_tile_lists(shape: Shape) -> None:
+    problem, inputs = build(shape)
+    assert supports(problem, lookup("h200"), backward=True).ok
+    out, lse = lists_logic.run_forward(problem, inputs)
+    assert checks.check_forward(problem, inputs, out, lse) == []
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = lists_logic.run_backward(problem, inputs, out, lse, dout, None)
+    assert checks.check_backward(problem, inputs, dout, None, found) == []
+
+
+def test_sinks_that_are_infinite() -> None:
+    """One has all the weight, one has none, one nearly all."""
+    problem, inputs = build(Shape(64, CAUSAL, 100, 70, h=3, hk=1, sinks=True))
+    inputs = inputs._replace(sinks=torch.tensor([float("inf"), float("-inf"), 60.0]))
+    out, lse = forward_logic.run(problem, inputs, None)
+    assert checks.check_forward(problem, inputs, out, lse) == []
+    found = backward_logic.run(problem, inputs, out, lse, torch.ones_like(out), None)
+    assert all(x is None or bool(x.isfinite().all()) for x in found)
+    assert found.dq is not None and found.dsinks is not None
+    assert found.dq[:, 0].count_nonzero() == 0 and found.dsinks[:2].tolist() == [0.0, 0.0]
+
+
+def test_what_is_not_switched_on_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH)
+    problem, _ = build(SINKS[0])
+    assert supports(problem, lookup("h200")).reasons == ("sinks is not served here",)
+
+
+PTX: dict[str, Callable[..., int]] = {
+    "mov.b32": lambda x: x,
+    "add.u32": lambda x, y: (x + y) & 0xFFFFFFFF,
+    "mul.wide.u32": lambda x, y: x * y,
+    "lop3.b32": lambda x, y, z, table: x ^ y ^ z if table == 0x96 else -1,
+    "setp.ge.u32": lambda x, y: int(x >= y),
+    "or.b32": lambda x, y: x | y,
+}
+
+
+def run_ptx(text: str, operands: list[int]) -> list[int]:
+    """Straight-line PTX of unsigned words, as far as dropout uses it."""
+    known: dict[str, int] = {f"${i}": x for i, x in enumerate(operands)}
+    for line in text.strip("{} ").split(";"):
+        op, _, names = line.strip().removeprefix("@kept ").partition(" ")
+        if op in ("", ".reg") or ("@kept" in line and not known["kept"]):
+            continue
+        if op == "mov.b64":
+            low, high = names[1 : names.index("}")].split(", ")
+            known[low], known[high] = known["wide"] & 0xFFFFFFFF, known["wide"] >> 32
+        else:
+            into, *given = names.split(", ")
+            known[into] = PTX[op](*(known[word] if word in known else int(word, 0) for word in given))
+    return [known[f"${i}"] for i in range(len(operands) // 8)]
+
+
+@pytest.mark.parametrize("calls", [2, 4])
+def test_the_instructions_of_dropout(calls: int) -> None:
+    from tilewise.backends.hopper.dropout import _philox
+
+    written = getattr(_philox, "fn", _philox)(calls)
+    counters = torch.randint(0, 2**32, (4, calls), generator=torch.Generator().manual_seed(0))
+    seed, below = 1234567890123456789, 0x80000001
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    shared = [x for x in (low, high, below) for _ in range(calls)]
+    found = run_ptx(written, [0] * calls + counters.flatten().tolist() + shared)
+    words = philox(tuple(counters), torch.tensor(seed))  # type: ignore[arg-type]
+    assert found == [sum(int(word[e] >= below) << i for i, word in enumerate(words)) for e in range(calls)]

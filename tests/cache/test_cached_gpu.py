@@ -1,0 +1,97 @@
+"""Caches on a GPU: graphs, growing lengths, new tokens, garbage in tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tests.cache.caches import build, worst
+from tests.cache.test_cached import MIXED, OPTIONS, attend
+from tilewise.api import cached
+
+pytestmark = pytest.mark.gpu
+HALF: dict[str, Any] = {"dtype": torch.bfloat16, "dims": (128, 128), "heads": (8, 2), "device": "cuda"}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "double"])
+def test_options(name: str) -> None:
+    options = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in OPTIONS[name].items()}
+    if "alibi" in name:
+        options["bias"] = tw.alibi(OPTIONS[name]["bias"].slopes.cuda())
+    rows = [min(m, n) for m, n in zip(*MIXED, strict=True)]
+    built = build(rows, MIXED[1], dtype=torch.bfloat16, device="cuda")
+    out, lse = attend(built, "triton", **options)
+    assert worst(built, out, lse, **OPTIONS[name]) <= 1.0
+
+
+def test_kernels_read_pages_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cached, "gathered")
+    for page in (1, 3, 16, 64, 256):
+        built = build([1, 5, 0, 130], [1000, 77, 3, 200], page=page, **HALF)
+        out, lse = attend(built, "auto")
+        assert worst(built, out, lse) <= 1.0, page
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn])
+def test_one_graph_serves_growing_lengths(stored: torch.dtype | None) -> None:
+    """New tokens, turned and written in the graph; recycled places hold NaN until then."""
+    built = build([1, 1, 1], [900, 17, 300], stored=stored, **HALF)
+    cache, q = built.cache, built.q[:, None]
+    lengths = torch.tensor([800, 10, 290], dtype=torch.int32, device="cuda")
+    cache = tw.KVCache(cache.pages._replace(lengths=lengths))
+    angles = torch.arange(1024, device="cuda")[:, None] * torch.rand(64, device="cuda")
+    rotary = tw.rotary(angles.cos(), angles.sin())
+    k, v = (torch.randn(3, 1, 2, 128, device="cuda").bfloat16() for _ in range(2))
+
+    def step() -> torch.Tensor:
+        return tw.attention_cached(q, cache, new=(k, v), rotary=rotary)
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(5):
+        lengths += 1
+        k.normal_()
+        graph.replay()
+        again = step()
+        assert torch.equal(out, again) and out.isfinite().all()
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_new_tokens_as_torch_writes_them(stored: torch.dtype | None, interleaved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [build([3, 1, 0, 4], [20, 9, 5, 4], stored=stored, page=5, **HALF) for _ in range(2)]
+    angles = torch.arange(64, device="cuda")[:, None] * torch.linspace(0.1, 1, 50, device="cuda")
+    rotary = tw.rotary(angles.cos(), angles.sin(), interleaved=interleaved)
+    k, v = (torch.randn(8, 2, 128, device="cuda").bfloat16() for _ in range(2))
+    outs = []
+    for built in made:
+        outs.append(tw.attention_cached(built.q, built.cache, new=(k, v), rotary=rotary, cu_seqlens_q=built.cu))
+        monkeypatch.setattr("tilewise.dispatch.pages_writer", lambda *_: None)
+    for one, other in zip(*(built.pages for built in made), strict=True):
+        apart = (one.float().nan_to_num(9.0) - other.float().nan_to_num(9.0)).abs()
+        limit = 1.0 if stored == torch.int8 else 0.126 * other.float().nan_to_num(9.0).abs() if stored else None
+        limit = other.float().nan_to_num(9.0).abs() * 2**-7 if limit is None else limit
+        assert bool((apart <= limit).all())
+    assert torch.allclose(*(out.float() for out in outs), atol=0.05, rtol=0.05)
+
+
+def test_garbage_in_tables_and_lengths() -> None:
+    """Unchecked on a GPU: nothing outside is touched, other sequences are right."""
+    built = build([1, 2, 1], [40, 30, 20], page=8, **HALF)
+    want = attend(built, "auto")[0]
+    pages = built.cache.pages
+    pages.table[1] = 10**9
+    pages.lengths[2] = 2**31 - 1
+    out = attend(built, "auto")[0]
+    torch.cuda.synchronize()
+    assert torch.equal(out[0], want[0])
+    cache = built.cache
+    cache.append(torch.zeros(3, 1, 2, 128, device="cuda"), torch.zeros(3, 1, 2, 128, device="cuda"))
+    torch.cuda.synchronize()
