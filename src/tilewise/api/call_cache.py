@@ -228,7 +228,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any], more: More 
     tensors: tuple[Tensor, ...] = (q, k, v)
     if more is not None:
         tensors = (q, k, v, *more.tensors())
-        named |= {"cu_seqlens_q": more.cu_q, "cu_seqlens_k": more.cu_k, "seed": 0}  # the launch has that of the call
+        seed = 0 if more.seed is None else more.seed  # the launch draws one, and there must be one draw a call
+        named |= {"cu_seqlens_q": more.cu_q, "cu_seqlens_k": more.cu_k, "seed": seed}
     problem, inputs = parse_call(q, k, v, named)  # type: ignore[arg-type]  # options of `attention`
     if is_empty(problem):
         return None
