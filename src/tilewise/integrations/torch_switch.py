@@ -67,7 +67,8 @@ def activate() -> Handle:
     library = Library("aten", "IMPL")
     for key in ("CUDA", "CPU"):
         library.impl("_flash_attention_forward", _forward, key)
-        library.impl("_flash_attention_forward_no_dropout_inplace", _forward_into, key)
+        if hasattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace"):  # not in every torch that has the switch
+            library.impl("_flash_attention_forward_no_dropout_inplace", _forward_into, key)
         library.impl("_flash_attention_backward", _backward, key)
     library.impl("_scaled_dot_product_flash_attention", _sdpa, "CUDA")
     library.impl("_scaled_dot_product_flash_attention_backward", _sdpa_backward, "CUDA")
