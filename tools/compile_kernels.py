@@ -122,15 +122,14 @@ PORTABLE = (
     portable("decode d256", "decode", d=256, targets=TWO, **DECODE),
     portable("fp32 decode", "decode", "merge", dtype="float32", few=True, **DECODE),
     portable("pages of 16", "decode", "merge", "append", page=16, few=True, targets=TWO, **PAGES),
-    portable("pages of 256", "decode", page=256, targets=TWO, **PAGES),
-    portable("pages of 3", "decode", page=3, targets=TWO, **PAGES),
+    portable("pages of 256", "decode", page=256, targets=HOPPER_ONLY, **PAGES),
+    portable("pages of 3", "decode", page=3, targets=("sm_80",), **PAGES),
     portable("pages of int8", "decode", "append", page=64, stored="int8", scaled="token", few=True, targets=TWO, may_spill=True,
              **PAGES),  # four accesses in a step of 128 keys
-    portable("pages of float8", "decode", "append", page=64, stored="float8_e4m3fn", scaled="head", few=True, targets=TWO,
-             **PAGES),
+    portable("pages of float8", "decode", "append", page=64, stored="float8_e4m3fn", scaled="head", targets=TWO, **PAGES),
     portable("pages of latents", "decode", d=512, latent=576, page=64, targets=TWO,
              **(PAGES | {"heads": 16, "kv_heads": 1})),
-    portable("pages of 16, 256 rows", "decode", page=16, targets=TWO, **(PAGES | {"lengths": (64, 64)})),
+    portable("pages of 16, 256 rows", "decode", page=16, targets=HOPPER_ONLY, **(PAGES | {"lengths": (64, 64)})),
     portable("pages, prefill", "forward", page=16, few=True, targets=TWO, **(PAGES | {"lengths": (512, 512)})),
     portable("prepare", "prepare", few=True),
     *(portable(f"bias d{d}", "bias", d=d, bias=(1, 8, 1024, 1024), targets=TWO) for d in (64, 128, 256)),
@@ -366,9 +365,14 @@ MASKED_SPILLS = {("jvp", 128): 48, ("second_keys", 64): 24, ("second_keys", 128)
 
 def short_of_registers(case: Case) -> bool:
     """Backward kernels that are right and lack registers: softcap at 128 (ten to thirty values a step wait in memory), dropout at
-    128 (four), packed batches at 64 (two or three); from Triton 3.8 on others too."""
-    full = case.softcap > 0 or case.dropout_p > 0
+    128 (four), ALiBi at 128 where keys lie ahead (thirty), packed batches at 64 (two or three); from Triton 3.8 on others too."""
+    full = case.softcap > 0 or case.dropout_p > 0 or (case.alibi and case.mask == "full")
     return (full and case.head_dim == 128) or (bool(case.lengths) and case.head_dim == 64)
+
+
+def full_of_features(case: Case) -> bool:
+    """Hopper kernels that are right and lack registers: ALiBi and dropout at 256 columns (seven accesses a step)."""
+    return case.head_dim == 256 and (case.alibi or case.dropout_p > 0)
 
 
 def tuned_spills(check: Check, tile: Any, target: str) -> int:
@@ -406,9 +410,11 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
     if check.backend == "hopper":
         tight = check.case.head_dim == 256 and any(word in check.name for word in TIGHT)
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
-        return known, [*forward_faults(known, compiled.config, newer and tight, newer), *planned]
+        may_spill = (newer and tight) or full_of_features(check.case)
+        return known, [*forward_faults(known, compiled.config, may_spill, newer), *planned]
     if check.backend == "hopper-backward":
         may_spill = newer or (compiled.name != "queries_kernel" and short_of_registers(check.case))
+        may_spill |= full_of_features(check.case)
         may_spill |= getattr(compiled.config, "LISTS", None) is not None  # the mask of a PARTIAL tile: right, and slower
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
         return known, [*backward_faults(compiled.name, known, compiled.config, may_spill), *planned]

@@ -349,3 +349,15 @@ def test_compiled_calls_see_the_operator(qkv: Tensors) -> None:
 
     compiled = torch.compile(lambda q, k, v: tw.attention(q, k, v), backend=backend, fullgraph=True)
     assert close(compiled(*qkv), tw.attention(*qkv)) and "tilewise.attention" in graphs[0]
+
+
+def test_every_call_with_dropout_draws_one_seed() -> None:
+    """The first of a shape too: else checkpointing, which calls again from the same state, would drop other weights."""
+    q, k, v = (torch.randn(1, 2, 41, 8) for _ in range(3))
+    found = []
+    for _ in range(3):
+        torch.manual_seed(7)
+        out = tw.attention(q, k, v, dropout_p=0.5)
+        found.append((out, torch.rand(())))
+    for out, after in found[1:]:
+        assert torch.equal(out, found[0][0]) and after == found[0][1]

@@ -210,6 +210,16 @@ def test_modes_are_seen(parsed: list[str]) -> None:
         tw.attention(q, k, v, dropout_p=0.5, seed="x")  # type: ignore[arg-type]
 
 
+def test_a_seed_is_drawn_once_for_a_call(parsed: list[str]) -> None:
+    q, k, v = qkv()
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        found.append([tw.attention(q, k, v, dropout_p=0.5, backend="tiled") for _ in range(2)])
+    assert len(parsed) == 1 and not torch.equal(*found[0])
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
 def test_a_kept_call_costs_few_function_calls(parsed: list[str]) -> None:
     """Counted, since times vary: a call is prepared once. Parsing alone makes about 150."""
     import cProfile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from tilewise.api.bias import Alibi
 from tilewise.api.lengths import readable
 from tilewise.backends.pages import Pages, positions_of
 from tilewise.errors import ArgumentError, ArgumentTypeError, MaskError
-from tilewise.masks import UNBOUNDED, Binding, Full, Mask, MaskShape
+from tilewise.masks import UNBOUNDED, Binding, Full, Literal, Mask, MaskShape
 from tilewise.masks.algebra import And, Band, Blocks, Dense, Documents, KeyRanges, Selected, Tree
 from tilewise.masks.build import ANCHORS, is_integer
 from tilewise.masks.trees import ancestors, check_parents, depths
@@ -62,8 +63,14 @@ def sees_ahead(mask: Mask | None) -> bool:
     """May a query see keys after its own, so that one before position 0 would see some?"""
     if mask is None or not mask.static:
         return True
-    terms = mask.lower(Binding(MaskShape(1, 1, 1, 1))).terms()
+    terms = _static_terms(mask)
     return not all(any(one.kind.is_bottom_right and one.ints[1] <= 0 for one in term) for term in terms)
+
+
+@lru_cache(maxsize=64)
+def _static_terms(mask: Mask) -> list[list[Literal]]:
+    """The terms of a mask that holds no tensors: its bands and ranges, which no length changes."""
+    return list(mask.lower(Binding(MaskShape(1, 1, 1, 1))).terms())
 
 
 def sees_all_before(mask: Mask | None) -> bool:
@@ -87,6 +94,8 @@ def check_values(pages: Pages, cu_q: Tensor, tokens: int, mask: Mask | None) -> 
     if cu[0] != 0 or cu[-1] != tokens or (rows < 0).any():
         raise ArgumentError(f"cu_seqlens_q: need 0 to {tokens}, never falling, got {cu[:8].tolist()}")
     lengths, entries, starts = (x.cpu().numpy() for x in (pages.lengths, pages.entries, pages.starts))
+    if entries.size and entries.min() >= 0 and entries.max() < pages.k.shape[0]:
+        return  # whatever is seen is there
     first = np.where(rows > 0, first_seen(mask, lengths, rows), lengths) // pages.page
     past = -(-lengths // pages.page)
     for b in range(len(lengths)):
@@ -104,7 +113,8 @@ def first_seen(mask: Mask | None, lengths: Any, rows: Any) -> Any:
     if mask is None or not all(leaf.static or isinstance(leaf, Tree) for leaf in mask.leaves()):
         return np.zeros_like(lengths)
     firsts = []
-    for term in mask.lower(Binding(MaskShape(len(lengths), 1, 1, 1), varlen=True)).terms():
+    shape = MaskShape(len(lengths), 1, 1, 1)
+    for term in _static_terms(mask) if mask.static else mask.lower(Binding(shape, varlen=True)).terms():
         least = np.zeros_like(lengths)
         for literal in term:
             if literal.kind.is_band:

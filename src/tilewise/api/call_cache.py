@@ -132,7 +132,10 @@ def lookup(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Launch 
 def lookup_more(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], more: More) -> Launch | None:
     """`lookup` for calls of which it keeps none, by the same options. The launch takes q, k and v."""
     mask, scale, bias, softcap, sinks, dropout_p, *rest = options
+    seed = more.seed
     try:
+        if seed is not None and isinstance(seed, Tensor) and (type(seed) not in PLAIN or seed.is_neg() or seed._is_zerotensor()):
+            return None
         calls = _calls
         if mask is not None and not mask.static:
             own = memory_of(mask, q.device)
@@ -225,7 +228,8 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, named: dict[str, Any], more: More 
     tensors: tuple[Tensor, ...] = (q, k, v)
     if more is not None:
         tensors = (q, k, v, *more.tensors())
-        named |= {"cu_seqlens_q": more.cu_q, "cu_seqlens_k": more.cu_k, "seed": more.seed}
+        seed = 0 if more.seed is None else more.seed  # the launch draws one, and there must be one draw a call
+        named |= {"cu_seqlens_q": more.cu_q, "cu_seqlens_k": more.cu_k, "seed": seed}
     problem, inputs = parse_call(q, k, v, named)  # type: ignore[arg-type]  # options of `attention`
     if is_empty(problem):
         return None

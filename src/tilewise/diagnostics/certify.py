@@ -12,9 +12,11 @@ from typing import Literal, Unpack
 import torch
 from torch import Tensor
 
+from tilewise.api.cache import KVCache
 from tilewise.api.options import CallOptions
 from tilewise.api.parse import parse_call, result_inside
 from tilewise.backends.base import Inputs
+from tilewise.backends.pages import gathered
 from tilewise.diagnostics.certificate import Certificate, RowFinding
 from tilewise.errors import ArgumentError
 from tilewise.model.show import describe_problem
@@ -33,8 +35,8 @@ MEAN_SLACK = 1.02
 @torch.no_grad()
 def certify(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | KVCache,
+    v: Tensor | None,
     out: Tensor,
     *,
     lse: Tensor | None = None,
@@ -47,7 +49,8 @@ def certify(
     The rest of the output is screened for values that no mean of v can take. Extra memory does not grow with the sequence.
 
     q: queries (B, Hq, Sq, D), as the call that made `out` had them; so are all other arguments.
-    k: keys (B, Hk, Sk, D).
+    k: keys (B, Hk, Sk, D); or a KVCache, with v None and the rest as `attention_cached` had it: q and out (B, Sq, Hq, D) or
+        packed, q turned where there was a rotary embedding, and the mask, which is causal() only if it is given.
     v: values (B, Hk, Sk, Dv).
     out: what is to be judged, (B, Hq, Sq, Dv); any library may have made it.
     lse: its log-sum-exp (B, Hq, Sq), to be judged too.
@@ -55,10 +58,15 @@ def certify(
     sample_seed: repeats a draw of rows; None draws them afresh.
     options: `mask`, `scale`, `bias` and all else that `attention` takes; `seed` where there was dropout.
 
+    >>> print(tw.certify(q, cache, None, tw.attention_cached(q, cache), mask=tw.causal()))
     >>> out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     >>> print(tw.certify(q, k, v, out, mask=tw.causal(), rows=1000))
     """
     begin = time.perf_counter()
+    if isinstance(k, KVCache):
+        q, k, v, out, lse = _unpaged(q, k, out, lse, options)
+    if v is None:
+        raise ArgumentError("v: None goes with a KVCache for k; pass the values")
     problem, inputs = parse_call(q.detach(), k.detach(), v.detach(), options, needs_seed=True)
     layout = options.get("layout", "bhsd")
     got = result_inside("out", out, problem, layout, (problem.head_dim_v,))
@@ -84,6 +92,23 @@ def certify(
         sample_seed=seed,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _unpaged(
+    q: Tensor, cache: KVCache, out: Tensor, lse: Tensor | None, options: CallOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """A call over a cache as one over packed tokens; `options` are told where sequences begin."""
+    pages = cache.pages.now()
+    if pages.k_scale is not None:
+        raise ArgumentError(f"certify: pages of {pages.k.dtype} hold numbers that are rounded; certify needs those of q's dtype")
+    cache.check()
+    k, v, cu_k = gathered(pages, int(pages.seen.sum()), pages.k.dtype)
+    options["cu_seqlens_k"] = cu_k
+    if q.ndim == 4:
+        options["cu_seqlens_q"] = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * q.shape[1]
+        q, out = q.flatten(0, 1), out.flatten(0, 1)
+        lse = None if lse is None else lse.transpose(0, 1).flatten(1)
+    return q, k[0].transpose(0, 1), v[0].transpose(0, 1), out, lse
 
 
 def _choose(rows: int | float | str, total: int, seed: int) -> Sequence[int]:

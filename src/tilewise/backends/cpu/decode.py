@@ -30,7 +30,7 @@ Join = Callable[[Any, Any], Any]
 class Decode(KernelModule, ABC):
     """Emits one module. In its register tile L lanes and V vectors lie along the head dim, and `keys` counts query rows."""
 
-    task = ("split", "first_group", "next_head", "next_key", "Q_all", "O_all", "m_all", "l_all")
+    task = ("split", "run", "first_group", "next_head", "next_key", "Q_all", "O_all", "m_all", "l_all")
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)

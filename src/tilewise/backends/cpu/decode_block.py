@@ -72,24 +72,31 @@ class BlockDecode(Decode):
                     s_rows[r][key + j] = self.joined(dim.values[r * J + j : r * J + j + UNROLL])
 
         most = round_down(width, J)
-        if self.kernel.paged:
-            row_of_k, row_of_v = self.block_rows(e, "k"), self.block_rows(e, "v")
-            with e.range(0, most, J) as key:
-                some(key, *([row(key + j) for j in range(J)] for row in (row_of_k, row_of_v)))
+
+        def strided(K: Any, V: Any) -> None:
+            """Rows a stride apart, from the block's first on."""
+            steps = (args.k.stride_s, args.v.stride_s)
+            with e.loop(0, most, J, [K, V]) as over:
+                some(over.index, *([x + n * j for j in range(J)] for x, n in zip(over.values, steps, strict=True)))
+                over.carry([x + n * J for x, n in zip(over.values, steps, strict=True)])
             with e.if_(most < width, likely=False):
+                # keys beyond the block repeat its last one; their scores are never read
                 rows = [e.min(most + j, width - 1) for j in range(J)]
-                some(most, *([row(j) for j in rows] for row in (row_of_k, row_of_v)))
+                some(most, *([x + n * row for row in rows] for x, n in zip((K, V), steps, strict=True)))
+
+        if not self.kernel.paged:
+            strided(*(self.row_of(e, name, frame.key_head, frame.k_start + frame.n0) for name in "kv"))
             return
-        K = self.row_of(e, "k", frame.key_head, frame.k_start + frame.n0)
-        V = self.row_of(e, "v", frame.key_head, frame.k_start + frame.n0)
-        steps = (args.k.stride_s, args.v.stride_s)
-        with e.loop(0, most, J, [K, V]) as over:
-            some(over.index, *([x + n * j for j in range(J)] for x, n in zip(over.values, steps, strict=True)))
-            over.carry([x + n * J for x, n in zip(over.values, steps, strict=True)])
-        with e.if_(most < width, likely=False):
-            # keys beyond the block repeat its last one; their scores are never read
-            rows = [e.min(most + j, width - 1) for j in range(J)]
-            some(most, *([x + n * row for row in rows] for x, n in zip((K, V), steps, strict=True)))
+        row_of_k, row_of_v = self.block_rows(e, "k"), self.block_rows(e, "v")
+        with e.if_else(frame.run != 0) as (run, scattered):
+            with run:
+                strided(row_of_k(0), row_of_v(0))
+            with scattered:
+                with e.range(0, most, J) as key:
+                    some(key, *([row(key + j) for j in range(J)] for row in (row_of_k, row_of_v)))
+                with e.if_(most < width, likely=False):
+                    rows = [e.min(most + j, width - 1) for j in range(J)]
+                    some(most, *([row(j) for j in rows] for row in (row_of_k, row_of_v)))
 
     # -- softmax along the keys
 
@@ -175,7 +182,8 @@ class BlockDecode(Decode):
                     e.prefetch(row + at)
 
             zeros = [e.vector(0.0)] * (R * vectors)
-            if self.kernel.paged:
+
+            def scattered() -> None:
                 v_row, k_row = self.block_rows(e, "v", col), self.next_rows(e, col)
                 with e.loop(0, whole, UNROLL, zeros) as over:
                     acc, rows = list(over.values), [v_row(over.index + n) for n in range(UNROLL)]
@@ -189,21 +197,30 @@ class BlockDecode(Decode):
                     weights = [scaled(row[rest.index], rest.index, 0).splat() for row in p_rows]
                     rest.carry(step(list(rest.values), v_row(rest.index), weights))
                 add(rest.values)
+
+            def strided(streams: list[Any]) -> None:
+                with e.loop(0, whole, UNROLL, [*zeros, *streams]) as over:
+                    *acc, row, ahead = over.values
+                    for n in range(UNROLL):
+                        prefetch(ahead + k_step * n)
+                    small = [scaled(weights.vector(over.index, UNROLL), over.index, UNROLL) for weights in p_rows]
+                    for n in range(UNROLL):
+                        acc = step(acc, row + v_step * n, [s.splat_lane(n) for s in small])
+                    over.carry([*acc, *(x + s * UNROLL for x, s in ((row, v_step), (ahead, k_step)))])
+                with e.loop(whole, width, 1, over.values[:-1]) as rest:
+                    *acc, row = rest.values
+                    acc = step(acc, row, [scaled(weights[rest.index], rest.index, 0).splat() for weights in p_rows])
+                    rest.carry([*acc, row + v_step])
+                add(rest.values[:-1])
+
+            if not self.kernel.paged:
+                strided([x + col for x in streams])
                 return
-            start = [*zeros, *(x + col for x in streams)]
-            with e.loop(0, whole, UNROLL, start) as over:
-                *acc, row, ahead = over.values
-                for n in range(UNROLL):
-                    prefetch(ahead + k_step * n)
-                small = [weights.vector(over.index, UNROLL) for weights in p_rows]
-                for n in range(UNROLL):
-                    acc = step(acc, row + v_step * n, [s.splat_lane(n) for s in small])
-                over.carry([*acc, *(x + s * UNROLL for x, s in ((row, v_step), (ahead, k_step)))])
-            with e.loop(whole, width, 1, over.values[:-1]) as rest:
-                *acc, row = rest.values
-                acc = step(acc, row, [weights[rest.index].splat() for weights in p_rows])
-                rest.carry([*acc, row + v_step])
-            add(rest.values[:-1])
+            with e.if_else(frame.run != 0) as (run, apart):
+                with run:
+                    strided([self.block_rows(e, "v", col)(0), self.next_rows(e, col)(0)])
+                with apart:
+                    scattered()
 
         wide = self.tile.vectors * L
         most = round_down(Dv, wide)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.function import kernel_function
-from tilewise.backends.cpu.ir import I64, Pointer
+from tilewise.backends.cpu.ir import I1, I64, Pointer
 from tilewise.backends.cpu.spec import UNROLL, Kernel
 
 
@@ -23,13 +23,25 @@ class PagedKeys:
 
     @kernel_function()
     def emit_find_rows(self, e: Emit) -> None:
-        """find_rows(args, frame): offsets and scales of the rows of a block. A page is looked up once."""
+        """find_rows(args, frame): offsets of the rows of a block. A page is looked up once. Where decoding, `run` tells that all
+        rows lie one stride apart: in one page, or in pages that follow each other."""
         args, frame, page = e.args, e.frame, e.args.page
         n0, n1 = frame.n0, frame.n1
         ahead = n1 + (n1 - n0)
         end = e.min(frame.Sk, ahead) if self.kernel.kind == "decode" else n1
-        with e.range(n0 // page, (end + (page - 1)) // page) as nth:
+        decodes = self.kernel.kind == "decode"
+        begins, ends = n0 // page, (end + (page - 1)) // page
+        leader = self.page_number(e, begins) if decodes else None
+        if decodes:
+            joined = (args.k.stride_b == page * args.k.stride_s) & (args.v.stride_b == page * args.v.stride_s)
+        with e.loop(begins, ends, 1, [e.const(1, I1)]) as over_pages:
+            nth = over_pages.index
             number, first = self.page_number(e, nth), nth * page
+            if decodes:
+                follows = (nth == begins) | (first >= n1) | (joined & (number - leader == nth - begins))
+                over_pages.carry([over_pages.values[0] & follows])
+            else:
+                over_pages.carry(over_pages.values)
             begin = e.max(first, n0)
             for name, stop in (("k", e.min(first + page, end)), ("v", e.min(first + page, n1))):
                 rows, step = getattr(frame, f"{name}_rows"), getattr(args, name).stride_s
@@ -37,7 +49,8 @@ class PagedKeys:
                 with e.loop(begin - n0, stop - n0, 1, [start]) as over:
                     rows[over.index] = over.values[0]
                     over.carry([over.values[0] + step])
-        if self.kernel.kind == "decode":
+        if decodes:
+            frame.run = over_pages.values[0].zext(I64)
             with e.range(end - n0, ahead - n0) as j:  # nothing comes behind the sequence: the last row once more
                 frame.k_rows[j] = frame.k_rows[end - n0 - 1]
 
