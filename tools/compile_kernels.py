@@ -102,6 +102,7 @@ CAREFUL = ("forward careful", "keys careful", "queries careful")
 """What runs where something is not finite: it may spill."""
 CLASSIFIER = ("summary", "classify", "map", "pack")
 DERIVATIVES = ("jvp", "second_queries", "second_keys")
+STATISTICS = ("statistics", "mass", "entropy_queries", "entropy_keys")
 DECODE = {"seqlen": 1, "kv_seqlen": 4096}
 PAGES = {"mask": "causal", "lengths": (1, 1), "loose": True}
 """Packed queries over pages with room for 4096 keys of each sequence."""
@@ -135,6 +136,7 @@ PORTABLE = (
     portable("d512", "forward", d=512, targets=MOST),
     *(portable(f"derivatives d{d}", *DERIVATIVES, d=d, mask="causal", few=True, targets=MOST) for d in (64, 128)),
     *(portable(f"derivatives d{d} full", *DERIVATIVES, d=d, few=True, targets=TWO) for d in (64, 128)),
+    *(portable(f"statistics d{d}", *STATISTICS, d=d, mask="causal", few=True, targets=MOST) for d in (64, 128)),
     portable("derivatives of everything", *DERIVATIVES, d=64, softcap=30.0, alibi=True, sinks=True, dropout_p=0.1, targets=TWO,
              may_spill=True, few=True),
     portable("d96 dv32 prefix", *MAIN, d=96, head_dim_v=32, mask="causal | prefix(7)", targets=MOST, may_spill=True),
@@ -319,7 +321,7 @@ def compile_check(check: Check, target: str, kernels: tuple[str, ...] = ()) -> I
 def _portable(
     check: Check, problem: Any, inputs: Any, gpu: Any, target: str, kernels: tuple[str, ...]
 ) -> Iterator[Compiled]:
-    from tools.gpu_launches import derivative_launches, launches, page_launches, pass_of
+    from tools.gpu_launches import derivative_launches, launches, page_launches, pass_of, statistics_launches
 
     from tilewise.backends.base import Needs
     from tilewise.backends.gpu.launch import compile_for, signature
@@ -328,14 +330,16 @@ def _portable(
 
     spec = device(TARGETS[target].device)
     tiles = plan.tiles(problem, spec)
-    derived = bool(kernels) and set(kernels) <= set(DERIVATIVES)
+    derived, watched = (bool(kernels) and set(kernels) <= set(names) for names in (DERIVATIVES, STATISTICS))
     if check.page:
         found = page_launches(problem, inputs, spec, check.scaled)
     elif derived:
         found = derivative_launches(problem, inputs, spec)
+    elif watched:
+        found = statistics_launches(problem, inputs, spec)
     else:
         found = launches(problem, inputs, spec, maps=check.maps)
-    if problem.seqlen_q > 1 and not derived and not check.page:
+    if problem.seqlen_q > 1 and not derived and not watched and not check.page:
         found += launches(problem, inputs, spec, needs=Needs(dbias=inputs.bias is not None), maps=check.maps)
     # the same kernel may serve several operands, and one of a name may come in two forms
     different = {(name, str(signature(launch.args))): launch for name, launch in found if not kernels or name in kernels}
@@ -346,7 +350,8 @@ def _portable(
         sizes = (getattr(config, name, 0) for name in ("BLOCK_M", "BLOCK_N"))
         text = f"{'x'.join(map(str, sizes))} w{options.num_warps} s{options.num_stages}"
         whole = name != "keys" or launch.args[1].dk is not None  # where dK and dV are computed apart, dV takes less
-        planned = None if name in (*CLASSIFIER, *CAREFUL, *DERIVATIVES, "append") else tiles[pass_of(name, tiles)]
+        unplanned = (*CLASSIFIER, *CAREFUL, *DERIVATIVES, *STATISTICS, "append")
+        planned = None if name in unplanned else tiles[pass_of(name, tiles)]
         yield Compiled(name, kernel, config, text, time.perf_counter() - start, planned, whole)
 
 

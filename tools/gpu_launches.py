@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from tilewise.backends.base import BackwardInputs, Inputs, Jvp, Needs, Tangents
+from tilewise.backends.base import BackwardInputs, EntropyCotangent, Inputs, Jvp, Needs, Tangents, empty_statistics
 from tilewise.backends.gpu.launch import Descriptor, view
 from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.record import Launch
 from tilewise.backends.pages import NewTokens, Pages, Turning
-from tilewise.backends.triton import derive, paged, plan, run
+from tilewise.backends.triton import derive, paged, plan, run, statistics
 from tilewise.hardware import DeviceSpec
 from tilewise.model.tile import TilePlan
 from tilewise.problem import MAX_HEAD_DIM, Problem
@@ -122,6 +123,21 @@ def derivative_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> l
         several = derive.second_launches(problem, inputs, BackwardInputs(out, lse, out, lse), t, tangents, spec)
         found += zip(("second_queries", "second_keys"), several, strict=True)
     return found
+
+
+def statistics_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> list[tuple[str, Launch]]:
+    """The launches of a forward with statistics, and of the gradient of its entropy."""
+    q, v = inputs.q, inputs.v
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    problem = replace(problem, stats=("max_logit", "entropy", "key_mass"))
+    found: list[Launch] = []
+    with standing_in(spec, found, spec.capability is not None and spec.capability[0] in (9, 10)):
+        several = statistics.statistics_launches(problem, inputs, (out, lse), empty_statistics(problem, lse), spec)
+        found += several
+        given = BackwardInputs(out, lse, out)
+        found += [x[0] for x in statistics.entropy_launches(problem, inputs, given, EntropyCotangent(lse, lse), spec)]
+    return [(_name(launch), launch) for launch in found]
 
 
 def _name(launch: Launch) -> str:

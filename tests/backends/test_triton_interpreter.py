@@ -47,5 +47,9 @@ def test_derivatives_in_the_interpreter() -> None:
     interpret("tests.backends.interpreted_derivatives")
 
 
+def test_statistics_in_the_interpreter() -> None:
+    interpret("tests.backends.interpreted_statistics")
+
+
 def test_lists_of_tiles() -> None:
     interpret("tests.backends.interpreted_lists")

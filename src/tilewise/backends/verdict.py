@@ -35,7 +35,7 @@ def no_tiles(name: str, tile: tuple[object, ...], why: str) -> str | None:
 
 def no_statistics(stats: tuple[str, ...]) -> str | None:
     """Why a backend that knows of none cannot take a call with statistics."""
-    return f"has no statistics ({', '.join(stats)}); cpu, tiled and reference have" if stats else None
+    return f"has no statistics ({', '.join(stats)}); cpu, triton, tiled and reference have" if stats else None
 
 
 def no_trees(kinds: list[Kind]) -> str | None:

@@ -16,9 +16,11 @@ from tilewise.backends.base import (
     BackwardInputs,
     CompileJob,
     Direction,
+    EntropyCotangent,
     Grads,
     Inputs,
     Jvp,
+    Statistics,
     Tangents,
     Verdict,
     empty_lse,
@@ -29,6 +31,7 @@ from tilewise.backends.gpu.launch import interpreting, on_device
 from tilewise.backends.triton import plan
 from tilewise.backends.triton.derive import run_double_backward, run_jvp
 from tilewise.backends.triton.run import run_backward, run_forward, spec_of
+from tilewise.backends.triton.statistics import run_entropy_backward, run_statistics
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:
@@ -65,7 +68,7 @@ class Triton(Backend):
         """What the plan says for this machine, and whether the kernels run here at all."""
         usable = self.usable(problem.device)
         if not usable.ok:
-            return Verdict.of(*usable.reasons, *plan.obstacles(problem))
+            return Verdict.of(*usable.reasons, *plan.obstacles(problem, backward))
         device = torch.device(problem.device) if inputs is None else inputs.q.device
         return plan.supports(problem, spec_of(device), backward=backward)
 
@@ -99,6 +102,14 @@ class Triton(Backend):
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         return on_device(inputs.q.device, run_backward, problem, inputs, given)
+
+    def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
+        return on_device(inputs.q.device, run_statistics, problem, inputs)
+
+    def entropy_backward(
+        self, problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent
+    ) -> Grads:
+        return on_device(inputs.q.device, run_entropy_backward, problem, inputs, given, entropy)
 
     def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
         device = torch.device(problem.device) if inputs is None else inputs.q.device

@@ -1,4 +1,4 @@
-"""What the Triton kernels run for derivatives. Imports neither torch nor triton."""
+"""What the Triton kernels run for derivatives and statistics. Imports neither torch nor triton."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ KERNELS = {
     "jvp": "jvp_kernel",
     "double_backward_dkdv": "keys_kernel",
     "double_backward_dq": "queries_kernel",
+    "key_mass": "mass_kernel",
+    "entropy_dq": "entropy_queries_kernel",
+    "entropy_dk": "entropy_keys_kernel",
 }
 DERIVED_UP_TO = 256
 """Head dims of the kernels."""
@@ -53,3 +56,31 @@ def _derivative_tile(problem: Problem, spec: DeviceSpec, name: str, width: int) 
         return (streamed, 128, 2, 8) if name == "double_backward_dkdv" else (128, streamed, 2, 8)
     m, n = (64, 32) if width <= 64 else (32, 32) if width <= 128 else (16, 32) if width <= 256 else (16, 16)
     return m, n, 1, 4 if plain or width > 64 else 8
+
+
+def no_statistics(problem: Problem, backward: bool) -> str | None:
+    """Why a call with statistics is not served."""
+    if not problem.stats:
+        return None
+    if problem.top:
+        return f"stats: has no top({problem.top}); cpu, tiled and reference have"
+    if problem.origins:
+        return "stats: positions of a part of a whole are not known to its kernels"
+    most = max(problem.head_dim, problem.head_dim_v)
+    if most > DERIVED_UP_TO:
+        return f"stats: head dims up to {DERIVED_UP_TO}, found {most}"
+    if backward and problem.bias is not None and "entropy" in problem.stats:
+        return "stats: the entropy has no kernel for the gradient of a bias; tiled serves it"
+    return None
+
+
+def sweep_tile(problem: Problem, spec: DeviceSpec, name: str) -> TilePlan:
+    """Of a kernel that has one product QKᵀ, and perhaps another for a gradient."""
+    width = padded(problem.head_dim) * problem.itemsize // 2
+    m, n = (64, 64) if width <= 64 else (64, 32) if width <= 128 else (32, 32) if width <= 256 else (16, 16)
+    if not spec.is_gpu:
+        m, n = 32, 32
+    elif name != "entropy_dq":
+        m, n = n, m
+    outer = "queries" if name == "entropy_dq" else "keys"
+    return TilePlan(m, n, 1, 4, pass_="sweep", kernel=KERNELS[name], outer=outer, reasons=("a tile by rule",))

@@ -11,8 +11,9 @@ from tilewise.backends.gpu.operands import dot_precision, in_two, padded, splits
 from tilewise.backends.triton import onchip, tune, tuned
 from tilewise.backends.triton.derived import derivative_tiles as derivative_tiles
 from tilewise.backends.triton.derived import derives as derives
+from tilewise.backends.triton.derived import no_statistics
 from tilewise.backends.triton.onchip import STREAMING, Operands
-from tilewise.backends.verdict import Verdict, no_statistics, no_trees
+from tilewise.backends.verdict import Verdict, no_trees
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.gpu import MARGIN, Candidate, Size, best_splits, choose, judge, power_of_two, size_of
@@ -46,18 +47,20 @@ def supports(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> V
     capability = spec.capability
     has = "" if capability is None or capability >= (8, 0) else f"{capability[0]}.{capability[1]}"
     verdict = Verdict.of(
-        f"needs compute capability 8.0 or newer, {spec.name} has {has}" if has else None, *obstacles(problem)
+        f"needs compute capability 8.0 or newer, {spec.name} has {has}" if has else None, *obstacles(problem, backward)
     )
     return verdict if not verdict.ok else Verdict.of(*_refusals(problem, spec, backward))
 
 
-def obstacles(problem: Problem) -> Iterator[str]:
+def obstacles(problem: Problem, backward: bool = False) -> Iterator[str]:
     """Why no device could serve it."""
+    if reason := no_statistics(problem, backward):
+        yield reason
     if problem.dtype not in DTYPES:
         yield f"dtype {problem.dtype} is not among {', '.join(DTYPES)}"
     if problem.precision not in PRECISIONS:
         yield f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
-    if reason := no_statistics(problem.stats) or no_trees(problem.program.kinds) or lists.too_long(problem):
+    if reason := no_trees(problem.program.kinds) or lists.too_long(problem):
         yield reason
 
 
@@ -67,7 +70,7 @@ def declines(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> s
 
 def passes(problem: Problem, spec: DeviceSpec) -> tuple[str, ...]:
     """The kernels of a call and of its gradients."""
-    forward = ("decode", "merge") if problem.decodes else ("forward",)
+    forward = ("decode", "merge") if problem.decodes and not problem.stats else ("forward",)
     if problem.page:  # a cache has no gradients
         return forward
     return (

@@ -29,6 +29,20 @@ class TangentArgs(NamedTuple):
     dv: View | None = None
 
 
+class StatisticsArgs(NamedTuple):
+    """Where statistics go, and what the gradient of the entropy reads and writes; None for what a kernel has nothing to do with,
+    and something is None always, as in `TangentArgs`. Rows are (B, H, M) fp32, contiguous."""
+
+    max_logit_ptr: Any = None
+    entropy_ptr: Any = None
+    key_lse_ptr: Any = None  # beside the entropy
+    mass_ptr: Any = None  # (B, H, N) fp32
+    dentropy_ptr: Any = None
+    mean_ptr: Any = None
+    dq: View | None = None
+    dk: View | None = None
+
+
 class QueryTiles(NamedTuple):
     q_tile: Any
     q_t_tile: Any
