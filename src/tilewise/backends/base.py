@@ -11,8 +11,8 @@ from torch import Tensor
 from tilewise.backends.verdict import Verdict as Verdict
 from tilewise.backends.verdict import cpu_only as cpu_only
 from tilewise.errors import BackendError
+from tilewise.numerics.inputs import Inputs as Inputs
 from tilewise.numerics.merge import finite
-from tilewise.numerics.oracle import Inputs as Inputs
 from tilewise.problem import WIDE, Problem
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import Tensor
 from tilewise.backends.base import Inputs, Statistics
 from tilewise.masks import MaskProgram, MaskShape, TileClass, TileMap, allowed
 from tilewise.numerics import summation
+from tilewise.numerics.inputs import origin_of, spans
 from tilewise.numerics.merge import finite
-from tilewise.numerics.oracle import origin_of, spans
 from tilewise.numerics.philox import keep_tile
 from tilewise.problem import Origin, Problem
 

@@ -7,7 +7,7 @@ and rows that see nothing are cut out before and after the softmax: no value and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,27 +15,16 @@ import torch
 from torch import Tensor
 
 from tilewise.masks import Literal, MaskProgram, MaskShape, allowed
+from tilewise.numerics.inputs import Inputs as Inputs
+from tilewise.numerics.inputs import Span as Span
+from tilewise.numerics.inputs import origin_of as origin_of
+from tilewise.numerics.inputs import spans as spans
 from tilewise.numerics.merge import NEG_INF, softmax_with_sink
 from tilewise.numerics.philox import keep_tile
-from tilewise.problem import Origin, Problem
+from tilewise.problem import Problem
 
 PIECE_ELEMENTS = 2**22
 """Heads are taken together up to this many scores."""
-
-
-class Inputs(NamedTuple):
-    """The tensors of one call, rank 4."""
-
-    q: Tensor  # (B, Hq, M, D), or (1, Hq, T, D) packed
-    k: Tensor  # (B, Hk, N, D)
-    v: Tensor  # (B, Hk, N, Dv)
-    bias: Tensor | None = None  # rank 4, each side 1 or full; added to the scores, -inf masks
-    alibi: Tensor | None = None  # slopes, fp32 or fp64 like the lse (B or 1, Hq): score -= slope * |q + Sk - Sq - k|
-    sinks: Tensor | None = None  # (Hq,): one more logit in each row's denominator
-    seed: Tensor | None = None  # int64 scalar, the dropout key
-    cu_q: Tensor | None = None  # int32 (B + 1,): where each packed sequence starts
-    cu_k: Tensor | None = None
-    origins: Tensor | None = None  # int32 (B, 4): where each sequence lies in a whole whose positions count; see Origin
 
 
 class Gradients(NamedTuple):
@@ -46,20 +35,6 @@ class Gradients(NamedTuple):
     dv: Tensor
     dbias: Tensor | None = None
     dsinks: Tensor | None = None
-
-
-class Span(NamedTuple):
-    """One sequence of a call: where its tokens lie in q, k and v, and its own mask."""
-
-    sequence: int
-    batch: int  # index along the batch side of q, k and v
-    q: slice
-    k: slice
-    program: MaskProgram
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return self.q.stop - self.q.start, self.k.stop - self.k.start
 
 
 @dataclass(frozen=True)
@@ -159,22 +134,6 @@ def softmax(problem: Problem, piece: Piece) -> Softmax:
     masked = logit.masked_fill(~piece.seen, NEG_INF)
     p, sink, lse = softmax_with_sink(masked, piece.sinks)
     return Softmax(score, capped, logit, lse, sink, p, p if piece.keep is None else p * piece.keep)
-
-
-def origin_of(inputs: Inputs, b: int) -> Origin | None:
-    """Where sequence b begins in the whole; None where the call is the whole."""
-    return None if inputs.origins is None else Origin(*inputs.origins[b].tolist())
-
-
-def spans(problem: Problem, inputs: Inputs, sequences: Iterable[int]) -> Iterator[Span]:
-    """The sequences with these numbers, of a plain or of a packed batch."""
-    starts = [[] if cu is None else cu.tolist() for cu in (inputs.cu_q, inputs.cu_k)]
-    for b in sequences:
-        if problem.varlen:
-            q, k = (slice(*cu[b : b + 2]) for cu in starts)
-            yield Span(b, 0, q, k, problem.program.for_sequence(b, q.start, q.stop, k.start, k.stop))
-        else:
-            yield Span(b, b, slice(0, problem.seqlen_q), slice(0, problem.seqlen_k), problem.program)
 
 
 def pieces(problem: Problem, inputs: Inputs) -> Iterator[Piece]:
