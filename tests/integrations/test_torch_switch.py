@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,19 @@ from tilewise.errors import ArgumentError, MissingPackageError
 from tilewise.integrations import torch_switch
 
 OPERATORS = ("_flash_attention_forward", "_flash_attention_backward", "_scaled_dot_product_flash_attention")
-switch = pytest.mark.skipif(not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="this torch has no switch")
+switch = pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="this torch has no switch that can be turned off"
+)
+
+
+def takes(*names: str) -> pytest.MarkDecorator:
+    """Skipped where torch's function for packed batches does not take these."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return pytest.mark.skip(reason="this torch has no varlen_attn")
+    missing = set(names) - set(signature(varlen_attn).parameters)
+    return pytest.mark.skipif(bool(missing), reason=f"this torch's varlen_attn takes no {', '.join(sorted(missing))}")
 
 
 def has_kernel(name: str, key: str) -> bool:
@@ -45,6 +58,7 @@ def test_on_and_off() -> None:
 
 
 @switch
+@takes("window_size", "enable_gqa")
 @pytest.mark.parametrize(
     ("window", "compiled"), [((-1, -1), False), ((-1, 0), False), ((2, 0), True), ((1, 3), False)], ids=str
 )
@@ -69,6 +83,7 @@ def test_varlen_attn(window: tuple[int, int], compiled: bool, active: None) -> N
 
 
 @switch
+@takes("window_size", "enable_gqa", "seqused_k", "block_table")
 def test_varlen_attn_over_pages(active: None) -> None:
     from torch.nn.attention.varlen import varlen_attn
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from tilewise.errors import ArgumentError
 from tilewise.integrations.transformers import continuous, register
@@ -39,6 +41,10 @@ MODELS: dict[str, Any] = {
     ),
 }
 
+newer = pytest.mark.skipif(
+    "write_index" in signature(PagedAttentionCache.update).parameters, reason="this transformers asks its cache in another way"
+)
+
 
 def make(kind: str) -> Any:
     torch.manual_seed(0)
@@ -59,6 +65,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return layers
 
 
+@newer
 @pytest.mark.parametrize("kind", MODELS)
 def test_tokens_are_those_of_eager(kind: str, served: list[int]) -> None:
     """Windows, softcap and sinks; more requests than a batch takes, prompts longer than one, one of a single token."""
