@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
@@ -130,6 +130,7 @@ def drawn_tables(draw: Any) -> tuple[list[list[int]], list[int], list[int]]:
 
 @settings(max_examples=40, deadline=None)
 @given(case=drawn_tables(), least=st.integers(1, 10), csr=st.booleans())
+@example(case=([[0, 1], [2], [3], [0, 4]], [7, 0, 0, 7], [0, 0, 0, 0]), least=1, csr=False)  # no queries at all
 def test_random_tables(case: tuple[list[list[int]], list[int], list[int]], least: int, csr: bool) -> None:
     tables, lengths, rows = case
     built = shared(tables, lengths, rows, csr=csr)

@@ -167,7 +167,7 @@ def attention_cached(
         "mask": mask, "scale": scale, "bias": bias, "softcap": softcap, "sinks": sinks, "precision": precision,
         "return_lse": True,
     }  # fmt: skip
-    if plan is not None and plan.levels and bias is None and sees_all_before(mask):
+    if plan is not None and plan.levels and bias is None and sees_all_before(mask) and queries.q.shape[0]:
         found, lse = _attend_shared(queries, pages, options, {**fields, "partial": True}, plan, backend)
     else:
         found, lse = _attend(queries, pages, options, fields, backend)
