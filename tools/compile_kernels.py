@@ -371,8 +371,9 @@ def short_of_registers(case: Case) -> bool:
 
 
 def full_of_features(case: Case) -> bool:
-    """Hopper kernels that are right and lack registers: ALiBi and dropout at 256 columns (seven accesses a step)."""
-    return case.head_dim == 256 and (case.alibi or case.dropout_p > 0)
+    """Hopper kernels that are right and lack registers: ALiBi and dropout at 256 columns (seven accesses a step), dropout at 64
+    (56 bytes, outside of loops)."""
+    return (case.head_dim == 256 and case.alibi) or (case.head_dim in (64, 256) and case.dropout_p > 0)
 
 
 def tuned_spills(check: Check, tile: Any, target: str) -> int:
