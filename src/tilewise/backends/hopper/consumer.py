@@ -44,7 +44,7 @@ def loop_over_partial_tiles(state, q, kv_base, cursor, rows, a, WG: gl.constexpr
     """The PARTIAL tiles of a list from its second tile on; `cursor` is the place of the first."""
     work = rows.work
     for j in range(1, work.last):
-        row = row_of(a.lists, work.b, work.h, opaque(work.m0) // C.BLOCK_M)
+        row = row_of(a.lists, work.b, work.h, opaque(work.m0) // (64 * C.WARPGROUPS))
         cursor = next_listed(cursor, a.lists, row, j - 1, work.last, work.count)
         state = step(state, q, kv_base + j, j + 1 < work.count, rows, cursor, a, True, WG, C)
     return state
@@ -54,7 +54,7 @@ def loop_over_partial_tiles(state, q, kv_base, cursor, rows, a, WG: gl.constexpr
 def first_keys(work, skip, a, C: gl.constexpr):
     """The first key of a work tile's first key tile, or the tile's place in a list."""
     if C.LISTS is not None:
-        return first_tile(a.lists, row_of(a.lists, work.b, work.h, work.m0 // C.BLOCK_M), beyond_keys(a, C))
+        return first_tile(a.lists, row_of(a.lists, work.b, work.h, work.m0 // (64 * C.WARPGROUPS)), beyond_keys(a, C))
     else:
         return (work.last - 1 - skip) * C.BLOCK_N
 

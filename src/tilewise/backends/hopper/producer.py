@@ -27,7 +27,7 @@ def produce(q_desc, k_desc, v_desc, rings, a, C: gl.constexpr):
                 fill(rings.q, q_desc, q_index * WARPGROUPS + w, work.row, work.h, work.q_start + work.m0 + 64 * w)
             q_index += 1
         if C.LISTS is not None:
-            row = row_of(a.lists, work.b, work.h, work.m0 // C.BLOCK_M)
+            row = row_of(a.lists, work.b, work.h, work.m0 // (64 * C.WARPGROUPS))
             cursor = first_tile(a.lists, row, beyond_keys(a, C))
             for j in range(work.count):
                 at = tile_number(cursor) * C.BLOCK_N
