@@ -359,7 +359,7 @@ TIGHT = ("window", "padding", "varlen", "softcap")
 """With these, head dim 256 spills from Triton 3.8 on, loops included: right, but slower. 3.6 and 3.7 have registers for all."""
 
 
-MASKED_SPILLS = {("jvp", 128): 48, ("second_keys", 64): 44, ("second_keys", 128): 108}
+DERIVATIVE_SPILLS = {("jvp", 128): 48, ("second_keys", 64): 44, ("second_keys", 128): 108}
 """Accesses to local memory in the loops of derivatives for sm_90, by head dim (22 to 41 and 92 to 103 counted for dK and dV)."""
 
 
@@ -425,7 +425,7 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
     may_spill = check.may_spill or not strict or compiled.name in CAREFUL or (
         compiled.tile is not None and known.spills <= tuned_spills(check, compiled.tile, target)
     )
-    if target == "sm_90" and known.spills <= MASKED_SPILLS.get((compiled.name, check.case.head_dim), -1):
+    if target == "sm_90" and known.spills <= DERIVATIVE_SPILLS.get((compiled.name, check.case.head_dim), -1):
         may_spill = True
     wrong = portable_faults(known, columns, device(TARGETS[target].device).sram_per_block, may_spill)
     if strict and compiled.tile is not None:  # what other versions lay out is their affair

@@ -26,9 +26,6 @@ RELEASE_EARLY_KEYS = 2048
 """Up to so many keys the queries' stage is released early without a mask too (H200, head dim 256: S 512 and 2048 0.5 to
 1 % faster, 8192 and 16384 1 % slower; causal 0.5 to 2 % faster at all four)."""
 
-LONGEST_FIRST = True
-"""Packed batches: are the tiles with most keys taken first, in an order that a small kernel writes? Else round robin."""
-
 
 class Choice(NamedTuple):
     """A tile of a kernel, compiled for the problem, and why it is taken."""
@@ -170,5 +167,5 @@ def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
         "LEFT": mask.left,
         "VARLEN": problem.varlen,
         "BOTTOM_RIGHT": mask.bottom,
-        "ORDERED": problem.varlen and LONGEST_FIRST,
+        "ORDERED": problem.varlen,
     }

@@ -10,7 +10,7 @@ from tilewise.backends.hopper.intervals import IntervalMask
 from tilewise.problem import Problem
 
 SWITCH = "TILEWISE_HOPPER_FEATURES"
-"""Set to 1, the environment variable lets these kernels serve the features in SWITCHED. Not yet run on a GPU: without it other
+"""Set to 1, the environment variable lets these kernels serve the features in SWITCHED. Not yet timed on a GPU: without it other
 backends serve them."""
 SWITCHED = frozenset({"sinks", "alibi", "dropout"})
 
