@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilewise.backends.gpu.lists import COUNT_SHIFT, LIVE_SHIFT, TileLists, run_width
+from tilewise.backends.gpu.lists import COUNT_SHIFT, LIVE_BITS, LIVE_SHIFT, TileLists, run_width
 from tilewise.backends.hopper.list_plan import Words, per_batch, per_head
 from tilewise.masks import MaskShape
 from tilewise.masks.program import allowed, assemble
@@ -81,11 +81,12 @@ def cut(numbers: list[int], problem: Problem, config: Any, row: tuple[int, ...],
     """Runs (first, count, live terms) of tiles in ascending order."""
     found: list[list[int]] = []
     single = kind == 1 and config.LISTS.live
+    full = (1 << LIVE_BITS) - 1 if kind == 2 and config.LISTS.live else 0
     for j in numbers:
         if found and not single and found[-1][0] + found[-1][1] == j and rng.random() < 0.8:
             found[-1][1] += 1
         else:
-            found.append([j, 1, live_terms(problem, config, row, j) if single else 0])
+            found.append([j, 1, live_terms(problem, config, row, j) if single else full])
     return found
 
 

@@ -157,23 +157,24 @@ def check_many_runs() -> None:
 
 
 def check_live() -> None:
-    """The live terms of a PARTIAL tile, where terms have tables of whole tiles."""
+    """The live terms of a PARTIAL tile, where terms have tables of whole tiles; of a FULL one all, for kernels mask a row's
+    first tile whatever its class is."""
     table = torch.eye(5, dtype=torch.bool)[None, None]
-    mask = tw.blocks(table, 16) & tw.causal() | tw.window(20)
-    problem, inputs = problem_of(mask, 80, 80)
-    assert list_layout(problem.program, 16, 16).live
-    lists = make_lists(problem, inputs, ListSpec(16, 16))
-    terms = [
-        TileMap(problem_of(part, 80, 80)[0].program, problem.shape, 16, 16)
-        for part in (tw.blocks(table, 16) & tw.causal(), tw.window(20))
-    ]  # fmt: skip
-    letters = problem.program.structure.split("|")
-    order = [0, 1] if "s" in letters[0] else [1, 0]
-    for i in range(5):
-        classes, live = classes_of(lists, i, 5)
-        for j in range(5):
-            want = sum((terms[order[t]].row(i)[j] > 0) << t for t in range(2))
-            assert classes[j] != 1 or live[j] == want, (i, j, live[j], want)
+    found = set()
+    for tables in (tw.blocks(table, 16) & tw.causal(), tw.blocks(table, 16)):
+        problem, inputs = problem_of(tables | tw.window(20), 80, 80)
+        assert list_layout(problem.program, 16, 16).live
+        lists = make_lists(problem, inputs, ListSpec(16, 16))
+        terms = [TileMap(problem_of(part, 80, 80)[0].program, problem.shape, 16, 16) for part in (tables, tw.window(20))]
+        letters = problem.program.structure.split("|")
+        order = [0, 1] if "s" in letters[0] else [1, 0]
+        for i in range(5):
+            classes, live = classes_of(lists, i, 5)
+            for j in range(5):
+                want = sum((terms[order[t]].row(i)[j] > 0) << t for t in range(2))
+                assert classes[j] == 0 or live[j] == (want if classes[j] == 1 else 15), (i, j, live[j], want)
+            found |= set(classes)
+    assert found == {0, 1, 2}
 
 
 def check_empty_rows() -> None:

@@ -39,6 +39,7 @@ CROSS = f"tw.documents({IDS.format(300, 70)}, q_ids={IDS.format(200, 60)} * 2)"
 BLOCKS = "tw.blocks((torch.arange(9).reshape(1, 1, 3, 3) % 4 == 1), 128)"
 BLOCKS_BY_HEAD = "tw.blocks((torch.arange(18).reshape(1, 2, 3, 3) % 4 == 1), 128) & tw.causal()"
 LIVE = "tw.causal() & tw.blocks((torch.arange(9).reshape(1, 1, 3, 3) % 4 == 1), 128) | tw.prefix(40)"
+FULL_FIRST = "tw.blocks(torch.eye(3, dtype=torch.bool)[None, None], 128) | tw.window(50)"
 DENSE = "tw.dense(torch.rand(1, 1, 300, 333, generator=torch.Generator().manual_seed(1)) < 0.01)"
 DENSE_TILES = "tw.causal() & tw.dense((torch.arange(300)[:, None] // 64 + torch.arange(300)[None] // 64) % 3 == 0)"
 UNION = "tw.causal() & (tw.prefix(4) | tw.window(70))"
@@ -64,6 +65,7 @@ SHAPES = [
     Shape(64, DENSE, 300, 333, deterministic=True, dlse=True),
     Shape(128, f"{CAUSAL_DOCUMENTS} & tw.window(100)", 400, softcap=3.0),
     Shape(192, CAUSAL_DOCUMENTS, 400, dv=128),
+    Shape(64, FULL_FIRST, 300),
 ]
 FORWARD = [shape for shape in SHAPES if not shape.deterministic]
 BACKWARD = [shape for i, shape in enumerate(SHAPES) if i not in (6, 12, 14, 19)]  # like others, and long

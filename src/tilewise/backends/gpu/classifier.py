@@ -15,11 +15,13 @@ import triton.language as tl
 
 import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
+from tilewise.backends.gpu import lists as fmt
 
 LEAST = tl.constexpr(-(2**31))
 LARGEST = tl.constexpr(2**31 - 1)
 HASH = tl.constexpr(-1640531535)  # 2³² over the golden ratio
 TILES_OF_WORD = tl.constexpr(16)
+ALL_LIVE = tl.constexpr(fmt.ALL_LIVE)
 
 
 @triton.jit
@@ -284,10 +286,12 @@ def classify_kernel(a, C: tl.constexpr):
             p_number = tl.where(many, 0, p_number)
             f_count = tl.where(many, 0, f_count)
             p_count = tl.where(many, 1, p_count)
-        tl.store(at + full_runs + number, j | ((past - lane - 1) << 16), mask=begins)
+        full_word = j | ((past - lane - 1) << 16)
         word = j | ((p_past - lane - 1) << 16)
         if C.LAYOUT.live:
+            full_word |= ALL_LIVE
             word |= live << 24
+        tl.store(at + full_runs + number, full_word, mask=begins)
         tl.store(at + a.width - 1 - partial_runs - p_number, word, mask=p_begins)
         full_runs += f_count
         partial_runs += p_count

@@ -13,7 +13,7 @@ stride_b is 0.
 
 **runs** int32 [rows, width]: run r of the FULL tiles at [row, r], run r of the PARTIAL ones at [row, width - 1 - r], each in
 ascending order. A run is one word of 28 bits: its first tile (bits 0 to 15), the number of its tiles less one (16 to 23), and
-for PARTIAL runs the set of live terms (24 to 27). Only as many runs are written as the counts ask for.
+the set of live terms (24 to 27; of FULL runs all). Only as many runs are written as the counts ask for.
 
 **A FULL tile needs no mask at all.** A tile that the end of the keys cuts is PARTIAL, by key also one that the end of the queries
 cuts.
@@ -58,6 +58,8 @@ MOST_TILES = 1 << FIRST_BITS
 MOST_TOKENS = 32 * MOST_TILES
 """Of a side, whatever the tiles are."""
 MOST_INTERVALS = LIVE_BITS
+ALL_LIVE = (1 << LIVE_BITS) - 1 << LIVE_SHIFT
+"""All terms of a run are live. Kernels that mask the first tile of a row whatever its class is find a FULL one visible by this."""
 EQUAL, DIFFERENT = 1, 2
 """How `ListLayout.ids` compares."""
 

@@ -7,8 +7,9 @@ import triton.language as tl
 
 import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
+from tilewise.backends.gpu import lists as fmt
 
-ALL_LIVE = tl.constexpr(15 << 24)
+ALL_LIVE = tl.constexpr(fmt.ALL_LIVE)
 
 
 @triton.jit
