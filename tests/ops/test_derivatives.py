@@ -195,6 +195,26 @@ def test_a_graph_of_gradients_and_a_dual_level_together() -> None:
     torch.testing.assert_close(derived(ours), grad(lambda q: tangent(plain, q).pow(2).sum())(Q))
 
 
+@pytest.mark.parametrize("moving", [False, True], ids=["the upstream stays", "the upstream moves"])
+def test_a_second_derivative_computes_nothing_twice(moving: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One forward, one backward; with a moving upstream gradient one JVP, which the double backward is told of."""
+    server, calls = dispatch.get("cpu"), []
+    for name in ("forward", "backward", "jvp", "double_backward"):
+        method = getattr(server, name)
+
+        def counted(*args: Any, name: str = name, method: Any = method, **options: Any) -> Any:
+            calls.append(name)
+            return method(*args, **options)
+
+        monkeypatch.setattr(server, name, counted)
+    leaves = [x.clone().requires_grad_() for x in (Q, K, V)]
+    upstream = T[0].clone().requires_grad_(moving)
+    first = torch.autograd.grad(tw.attention(*leaves, backend="cpu"), leaves, upstream, create_graph=True)
+    torch.autograd.grad(first, [*leaves, *[upstream] * moving], T)
+    inner = ["double_backward", "backward"]  # the double backward is a backward with a direction
+    assert calls == ["forward", "backward", *["jvp"] * moving, *inner]
+
+
 def loop(call: Callable[..., Any], dims: dict[str, int], tensors: dict[str, Any]) -> Any:
     """What vmap means."""
     count = next(tensors[name].shape[dim] for name, dim in dims.items())

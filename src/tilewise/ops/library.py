@@ -91,6 +91,8 @@ def derive_gradients(
 ) -> tuple[Tensor, ...]:
     """The double backward through the operator."""
     tangents, out_t, lse_t = direction
+    if out_t is None or lse_t is None:
+        _, _, out_t, lse_t = derive(problem, inputs, tangents, backend)
     args = (*tangents, out_t, lse_t, *given, *pack(problem, inputs, backend))
     return tuple(torch.ops.tilewise.attention_double_backward(*args))
 

@@ -106,7 +106,7 @@ def _make_launch(
         offsets={name: 8 * n for n, name in enumerate(names)},
         size=frames.frame(problem, kernel, tiles),
         threads=tiles.threads,
-        workspace=frames.workspace(problem, kernel, tiles),
+        workspace=frames.workspace(problem, kernel, tiles) + frames.stash(problem, kernel, tiles) * tiles.threads,
         counters=problem.batch * problem.heads * tiles.blocks if kernel.backwards else counters,
         real=real,
         lse=((batch, heads, rows), (heads * rows, rows, 1), real),
