@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -101,13 +102,14 @@ def test_in_full_and_in_batches(name: str) -> None:
     assert gradcheck(lambda *x: call(*x)[0], leaves, check_forward_ad=True, check_batched_grad=True)
 
 
-SERVED = [name for name in ("cpu", "reference") if dispatch.get(name).derives is not dispatch.Backend.derives]
-
-
-@pytest.mark.parametrize("backend", SERVED)
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", CHECKED)
 def test_other_backends(name: str, backend: str) -> None:
+    if name not in FEW and not os.environ.get("TILEWISE_FUZZ"):
+        pytest.skip("TILEWISE_FUZZ is not set")
     built, leaves = prepared(tiny(BY_NAME[name]))
+    if not all(x.numel() for x in leaves):
+        return
     if not all(dispatch.judge(backend, built.problem, derivative=d).ok for d in ("jvp", "double_backward")):
         pytest.skip(f"{backend} does not serve it")
     call = function(built, backend)
