@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 import tilewise as tw
-from tests.backends.hopper_lists import visible, words_of
+from tests.backends.hopper_lists import make_bounds, visible, words_of
 from tilewise.backends.gpu.classify import ListSpec, make_lists
 from tilewise.backends.gpu.lists import TileLists, list_layout
+from tilewise.backends.hopper.bounds import list_bounds
 from tilewise.backends.hopper.device_order import dealt
 from tilewise.backends.hopper.packed_order import BLOCK, OrderArguments, OrderConfig, order_kernel
 from tilewise.backends.hopper.seen import seen_words
@@ -146,6 +147,18 @@ def check_seen(mask: Mask, queries: int, keys: int, block_q: int, block_k: int) 
         assert (found.stride_b > 0) == (want.shape[0] > 1) and (found.stride_h > 0) == (want.shape[1] > 1)
 
 
+def check_bounds(mask: Mask, queries: int, keys: int, block_q: int, block_k: int, exact: bool | None = None) -> None:
+    """`exact`: whether all rows, or none, are intervals in their PARTIAL tiles."""
+    problem = Problem.of(batch=2, heads=2, seqlen=queries, kv_seqlen=keys, head_dim=16, mask=mask, device="cpu")
+    inputs = Inputs(*(torch.zeros(2, 2, s, 16) for s in (queries, keys, keys)))
+    config: Any = SimpleNamespace(BLOCK_M=block_q, BLOCK_N=block_k, LISTS=list_layout(problem.program, block_q, block_k))
+    for by_key in (False, True):
+        lists = make_lists(problem, inputs, ListSpec(block_q, block_k, by_key))
+        found, want = list_bounds(problem, lists, config, by_key), make_bounds(problem, lists, config, by_key)
+        assert want is not None and torch.equal(found, want), (mask, by_key)
+        assert exact is None or bool((found >= 0).all()) == bool((found >= 0).any()) == exact, (mask, by_key)
+
+
 def main() -> None:
     for lengths in ([700, 3, 0, 129, 128, 1], [50], [300] * 7):
         for by_key in (False, True):
@@ -169,6 +182,12 @@ def main() -> None:
     check_seen(tw.blocks(torch.rand(1, 2, 3, 3, generator=g) < 0.3, 128) & tw.causal(), 300, 384, 128, 64)
     check_seen(tw.dense(torch.rand(1, 1, 200, 300, generator=g) < 0.005), 200, 300, 64, 64)
     check_seen(tw.causal() & tw.prefix(40) | tw.window(5) & tw.prefix(200), 200, 300, 64, 64)
+    check_bounds(tw.causal() & tw.documents(ids.int()), 300, 300, 64, 64, exact=True)
+    check_bounds(tw.causal() & tw.documents((torch.arange(300) % 7).int()), 300, 300, 128, 64, exact=False)
+    check_bounds(tw.causal() & tw.documents(((torch.arange(300) % 256) // 64 * 5 - 9).int()), 300, 300, 64, 64)
+    check_bounds(tw.documents(ids.int(), q_ids=torch.randint(0, 5, (2, 200), generator=g).int()), 200, 300, 64, 128)
+    check_bounds((tw.prefix(4) | tw.window(90)) & tw.causal() & tw.documents(ids.int()), 300, 300, 64, 64)
+
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from tilewise.backends.hopper.compile import compile_kernel
 from tilewise.backends.hopper.feature_launch import call_features, features_key, tensors_in, with_features
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.list_launch import Dealing, call_lists, is_listed
-from tilewise.backends.hopper.list_plan import lists_of
 from tilewise.backends.hopper.packed_order import empty_order, order_launch
 from tilewise.backends.hopper.plan import offers
 from tilewise.backends.hopper.structs import Rows, Term
@@ -45,7 +44,7 @@ def run_listed(problem: Problem, inputs: Inputs, key: tuple[Hashable, ...]) -> t
     features = call_features(problem, inputs)
     tensors = (q, k, v, out, lse, None, None, *found.tensors, *tensors_in(features))
     if not recording.repeat(tensors):
-        arguments = recording.plan.arguments._replace(lists=lists_of(found.lists, found.words), order=found.order)
+        arguments = recording.plan.arguments._replace(lists=found.arguments, order=found.order)
         plan = recording.plan._replace(arguments=with_features(arguments, features))
         recording.record(tensors, [launch_of(plan, tensors, ())])
     return out, lse

@@ -34,7 +34,7 @@ def on_chip(kernel: str, config: Any, mask: IntervalMask, lists: Lists | None = 
     roles = 4 * workers(config)
     if kernel == "split_kernel" and lists is not None:  # the first warps alone mask
         lists = lists._replace(terms=None, terms_stride=None, q_ids=None, k_ids=None, ids_strides=(None, None))
-        lists = lists._replace(bits=None, bits_strides=None)
+        lists = lists._replace(bits=None, bits_strides=None, bounds=None)
     around = aligned(handed_over(kernel, config, mask) + bytes_of(lists)) + ring_bytes(config.barriers) + roles
     return (*config.tiles.items(), ("barriers and arguments", around))
 

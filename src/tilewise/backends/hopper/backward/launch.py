@@ -24,7 +24,6 @@ from tilewise.backends.hopper.feature_launch import (
 )
 from tilewise.backends.hopper.launch import device_terms, kernel_for, order_on, packed_rows, spec_of, tensors_of
 from tilewise.backends.hopper.list_launch import CallLists, Dealing, call_lists, is_listed
-from tilewise.backends.hopper.list_plan import lists_of
 from tilewise.backends.hopper.packed_order import empty_order, order_launch
 from tilewise.backends.hopper.plan import plan_of
 from tilewise.backends.hopper.structs import Arguments, Plane, PrePostArguments, Term
@@ -142,7 +141,7 @@ def with_lists(problem: Problem, step: Step, found: dict[str, CallLists]) -> Ste
     if step.name not in found or not isinstance(step.arguments, Arguments):
         return step
     own = found[step.name]
-    return step._replace(arguments=step.arguments._replace(lists=lists_of(own.lists, own.words), order=own.order))
+    return step._replace(arguments=step.arguments._replace(lists=own.arguments, order=own.order))
 
 
 def with_order(step: Step, orders: dict[str, Tensor]) -> Step:

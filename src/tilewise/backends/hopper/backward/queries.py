@@ -13,6 +13,7 @@ from tilewise.backends.hopper.compat import gl, gluon, opaque, opaque_float, war
 from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient
 from tilewise.backends.hopper.grad_tile import HeldTile, locate_queries
+from tilewise.backends.hopper.lane_words import where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import first_tile, next_listed, place, row_of, tile_number
 from tilewise.backends.hopper.mainloop import accumulator, zeros
@@ -76,7 +77,8 @@ def row_weights(s_tile, lse2, tile, row0, key0, a, C: gl.constexpr):
         _, w_tile = weights(s_tile, lse2[:, None], a, C)
     if C.LISTS is not None:
         if key0[1]:
-            w_tile = visible_keys(w_tile, tile.work, row0, key0[0], 0.0, a, C)
+            LAYOUT: gl.constexpr = w_tile.type.layout
+            w_tile = where_set(visible_keys(tile.work, row0, key0[0], a, LAYOUT, C), w_tile, 0.0)
     else:
         w_tile = masked_by_interval(w_tile, tile.band, row0, key0, C)
     return w_tile

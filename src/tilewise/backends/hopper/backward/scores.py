@@ -5,7 +5,7 @@
 from tilewise.backends.hopper.alibi import columns_from, less_distance, rows_from, slope_of
 from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque_float, warpgroup_mma
 from tilewise.backends.hopper.grad_tile import HeldTile, sees_all, visible
-from tilewise.backends.hopper.listed import visible_queries
+from tilewise.backends.hopper.listed import visible_queries, where_visible
 from tilewise.backends.hopper.lists import Cursor, tile_number
 from tilewise.backends.hopper.mainloop import accumulator, left_operand, zeros
 from tilewise.backends.hopper.ring import matrix, wait_full
@@ -137,9 +137,11 @@ def weights(s_tile, lse2, a, C: gl.constexpr, alibi=None, BY_COLUMN: gl.constexp
 def weights_of_list(p_tile, w_tile, work, queries, k0, a, C: gl.constexpr):
     """Weights against a query tile of a list, 0 where a query does not see a key."""
     if queries.partial:
-        p_tile = visible_queries(p_tile, work, queries.h, k0, queries.cursor, a, C)
+        LAYOUT: gl.constexpr = p_tile.type.layout
+        words = visible_queries(work, queries.h, k0, queries.cursor, a, LAYOUT, C)
+        p_tile = where_visible(words, p_tile, work, queries.h, k0, queries.cursor, a, C)
         if C.SCORES == "softcap":
-            w_tile = visible_queries(w_tile, work, queries.h, k0, queries.cursor, a, C)
+            w_tile = where_visible(words, w_tile, work, queries.h, k0, queries.cursor, a, C)
         else:
             w_tile = p_tile
     return p_tile, w_tile
