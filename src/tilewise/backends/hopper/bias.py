@@ -87,9 +87,10 @@ def load_by_column(b, h, m, k0, a, C: gl.constexpr):
     if is_paired(C.BIAS):
         BLOCKS: gl.constexpr = _blocks_by_key(M)
         block = gl.arange(0, M // 8, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, BLOCKS))))[:, None, None, None]
-        q = gl.minimum(m + (block * 8 + counted(8, 1, BLOCKS)), a.bias_rows - 1)
+        # within a tile rows lie less than 2³¹ words apart
+        row = gl.minimum(block * 8 + counted(8, 1, BLOCKS), a.bias_rows - 1 - m)
         word = gl.minimum(k0 // 2 + (counted(8, 2, BLOCKS) * 4 + counted(4, 3, BLOCKS)), a.bias_keys // 2 - 1)
-        words = gl.load((head + word) + q.to(gl.int64) * a.bias_q)  # [M / 8, 8, 8, 4]: queries, then keys
+        words = gl.load((head + m.to(gl.int64) * a.bias_q + word) + row * a.bias_q)  # [M / 8, 8, 8, 4]: queries, then keys
         words = gl.inline_asm_elementwise(
             "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
         )  # the same blocks, in each keys, then words of two queries
@@ -125,15 +126,20 @@ def store_gradient_by_row(ds_tile, work, row0, key0, a, C: gl.constexpr):
     LAYOUT: gl.constexpr = accumulator_parts(N)
     ds_parts = gl.convert_layout(gl.reshape(ds_tile, [64, N // 8, 4, 2]), LAYOUT, assert_trivial=True)
     q = row0 + gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))[:, None, None, None]
-    column = counted(N // 8, 1, LAYOUT) * 8 + (counted(4, 2, LAYOUT) * 2 + counted(2, 3, LAYOUT))
-    ok = (q < work.len_q) & (column < work.len_k - key0)
-    # rows begin at even places: two numbers are one store
+    # rows begin at even places and have room for an even number: two numbers are written at once
+    eight = counted(N // 8, 1, LAYOUT) * 8
+    pair = counted(2, 3, LAYOUT)
+    two = counted(4, 2, LAYOUT) * 2
+    ok = (q < work.len_q) & (eight + gl.zeros_like(pair) < work.len_k - key0 - two)
     head = work.b.to(gl.int64) * a.dbias_b + work.h.to(gl.int64) * a.dbias_h
-    at = a.dbias_ptr + (head + q.to(gl.int64) * a.dbias_q) * 2
+    at = a.dbias_ptr + (head + q.to(gl.int64) * a.dbias_q + (key0 // 2 + counted(4, 2, LAYOUT))) * 2
     if C.DBIAS == "store":
-        gl.store(at + (key0 + column), ds_parts.to(a.dbias_ptr.dtype.element_ty), mask=ok)
-    else:
-        gl.atomic_add(at + (key0 + column) * a.dbias_k, ds_parts, mask=ok, sem="relaxed")
+        gl.store((at + eight) + pair, ds_parts.to(a.dbias_ptr.dtype.element_ty), mask=ok)
+    elif a.dbias_k is None:
+        gl.atomic_add((at + eight) + pair, ds_parts, mask=ok, sem="relaxed")
+    else:  # all keys share a number
+        at = a.dbias_ptr + (head + q.to(gl.int64) * a.dbias_q) * 2
+        gl.atomic_add(at + (eight + two + pair) * a.dbias_k, ds_parts, mask=ok, sem="relaxed")
 
 
 @gluon.jit

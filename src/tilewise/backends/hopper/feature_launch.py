@@ -100,7 +100,7 @@ def bias_gradient(problem: Problem, bias: Tensor) -> tuple[Tensor, Features]:
     memory = (torch.empty if whole else torch.zeros)(shape, dtype=dtype, device=bias.device)
     b, h, q, k = broadcast_strides(memory[..., : bias.shape[3]])
     found: Features = {"dbias_ptr": memory, "dbias_b": b // 2, "dbias_h": h // 2, "dbias_q": q // 2}
-    return memory, found | ({"dbias_k": k} if added else {})
+    return memory, found | {"dbias_k": k}
 
 
 def rounded_gradient(memory: Tensor, bias: Tensor) -> Tensor:

@@ -95,7 +95,9 @@ def gradient_form(problem: Problem) -> str:
     """What `QueriesConfig.DBIAS` says where the gradient of the bias is wanted."""
     if problem.bias is None:
         return ""
-    return "add" if is_broadcast(problem) else "store"
+    if not is_broadcast(problem):
+        return "store"
+    return "add keys" if problem.bias[3] == 1 < problem.seqlen_k else "add"
 
 
 class BiasForm(NamedTuple):
@@ -112,7 +114,7 @@ def gradient_types(gradient: str, form: str) -> dict[str, Any]:
     strides = {"dbias_b": Unaligned("i64"), "dbias_h": Unaligned("i64"), "dbias_q": 0}
     if gradient == "store":
         return {"dbias_ptr": f"*{form.removesuffix('x2')}", **strides}
-    return {"dbias_ptr": "*fp32", **strides, "dbias_k": 0}
+    return {"dbias_ptr": "*fp32", **strides, "dbias_k": 0 if gradient == "add keys" else None}
 
 
 def prepost_types(problem: Problem) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def queries_views() -> int:
 def queries_arguments(config: Any, mask: IntervalMask) -> int:
     numbers = 2 + 2 + 1 + 2  # of the group's divisor; queries, keys; tiles of statistics; both scales
     packed = PACKED_ROWS if config.VARLEN else 0
-    gradient = 3 * POINTER + (2 if config.DBIAS == "add" else 1) * NUMBER if config.DBIAS else 0
+    gradient = 3 * POINTER + (2 if config.DBIAS == "add keys" else 1) * NUMBER if config.DBIAS else 0
     return POINTER + NUMBER * numbers + packed + gradient + terms_bytes(mask, 4) + tile_arguments(config)
 
 

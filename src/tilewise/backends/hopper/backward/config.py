@@ -90,7 +90,7 @@ class QueriesConfig(NamedTuple):
     DROPOUT: bool = False
     ALIBI: str = ""
     BIAS: str = ""
-    DBIAS: str = ""  # the bias's gradient is "store"d, or "add"ed up in memory where it is broadcast
+    DBIAS: str = ""  # the bias's gradient: "store", or "add" up in memory where it is broadcast; "add keys" where all keys share
 
     @property
     def BLOCK_M(self) -> int:
