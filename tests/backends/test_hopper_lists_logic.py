@@ -119,7 +119,7 @@ def run_backward(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any
     nan = float("nan")
     grads = Grads(*(torch.full_like(x, nan) for x in inputs[:3]))
     scratch = [torch.full((size,), nan) for size in (made.stats, max(1, made.dq), made.stats // 2)]
-    call = Call(inputs, out, lse, dout, dlse, grads, *scratch)
+    call = Call(inputs, out, lse, dout, dlse, grads, *scratch, {})
     with kernels("tilewise.backends.hopper.backward", "prepost", "kernel") as (machine, modules):
         for step in made.steps:
             function = getattr(modules["kernel"], step.name, None) or getattr(modules["prepost"], step.name)
