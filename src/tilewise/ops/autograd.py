@@ -15,25 +15,32 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise.backends.base import Backend, BackwardInputs, Direction, Grads, Inputs, Needs, Tangents
+from tilewise.backends.base import Backend, BackwardInputs, Inputs, Needs, Tangents
 from tilewise.errors import DerivativeError
-from tilewise.masks import Lowered, MaskProgram
-from tilewise.ops.run import BACKWARD, backward, double_backward, forward, jvp, profiled
+from tilewise.ops.run import BACKWARD, backward, forward, jvp, profiled
+from tilewise.ops.second import apply_double_backward
 from tilewise.ops.tensors import (
-    DIFFERENTIABLE,
-    PLAIN,
+    COUNT,
+    MOVING,
+    added,
+    any_batched,
     by_input,
     materialized_inputs,
+    moving,
+    moving_call,
     needs_of,
+    present,
     primal,
+    spread,
     tangents_of,
+    versioned,
+    watched,
+    with_mask,
 )
 from tilewise.problem import Problem
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
-_batched = torch._C._functorch.is_legacy_batchedtensor  # what `is_grads_batched` passes; `torch.func.vmap` has its stack
-_COUNT, _MOVING = len(Inputs._fields), len(Tangents._fields)
 
 
 def attend(problem: Problem, inputs: Inputs, backend: str, chosen: Backend | None = None) -> tuple[Tensor, Tensor]:
@@ -74,7 +81,7 @@ class Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         if chosen is None:
             return _forward(problem, tensors, backend)
-        inputs = Inputs(*tensors[:_COUNT])  # type: ignore[arg-type]
+        inputs = Inputs(*tensors[:COUNT])  # type: ignore[arg-type]
         results = forward(problem, inputs, backend, chosen)
         if problem.device == "cuda" and "ahead" not in problem.memory:
             from tilewise.ops.ahead import compile_backward  # once for a problem
@@ -87,7 +94,7 @@ class Attention(torch.autograd.Function):
         problem, backend, chosen, *tensors = inputs
         ctx.problem, ctx.backend, ctx.plain = problem, backend, chosen is not None
         if len(tensors) > 3:
-            tensors = [*tensors[:3], *map(_versioned, tensors[3:])]
+            tensors = [*tensors[:3], *map(versioned, tensors[3:])]
         ctx.save_for_backward(*tensors, *output)
         if not ctx.plain:
             ctx.save_for_forward(*tensors, *output)
@@ -98,23 +105,23 @@ class Attention(torch.autograd.Function):
         required = ctx.needs_input_grad[3:]  # of the tensors, after problem, backend and chosen
         needs = needs_of(required)
         *tensors, out, lse = ctx.saved_tensors
-        problem = ctx.problem if len(tensors) <= _COUNT else _with_mask(ctx.problem, tensors[_COUNT:])
+        problem = ctx.problem if len(tensors) <= COUNT else with_mask(ctx.problem, tensors[COUNT:])
         # gradients are differentiated only with create_graph, which turns the gradient mode on
         if ctx.plain and not (torch.is_grad_enabled() or _transforms() is not None or forward_ad._current_level >= 0):
-            grads = gradients(problem, ctx.backend, needs, dout, dlse, out, lse, Inputs(*tensors[:_COUNT]))
+            grads = gradients(problem, ctx.backend, needs, dout, dlse, out, lse, Inputs(*tensors[:COUNT]))
         elif dout is None and dlse is None:
             grads = (None,) * len(needs)
         else:
             dout = torch.zeros_like(out) if dout is None else dout
-            inputs = Inputs(*tensors[:_COUNT])
+            inputs = Inputs(*tensors[:COUNT])
             grads = differentiable_gradients(problem, ctx.backend, needs, dout, dlse, out, lse, inputs)
         return (None, None, None, *by_input(grads, needs, len(required)))
 
     @staticmethod
     def jvp(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *tensors, _, _ = map(primal, ctx.saved_tensors)
-        tangents = _moving(args[3:])
-        inputs, mask = tensors[:_COUNT], tensors[_COUNT:]
+        tangents = moving(args[3:])
+        inputs, mask = tensors[:COUNT], tensors[COUNT:]
         _, _, out_t, lse_t = apply_jvp(ctx.problem, ctx.backend, *inputs, *tangents, *mask)
         return out_t, lse_t
 
@@ -123,46 +130,27 @@ class Attention(torch.autograd.Function):
         from tilewise.ops import vmap  # calls without transforms need none
 
         problem, backend, _, *tensors = args
-        roles = vmap.roles("inputs", "mask", mask=len(tensors) - _COUNT)
+        roles = vmap.roles("inputs", "mask", mask=len(tensors) - COUNT)
 
         def call(problem: Problem, tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
-            return attend_transformed(_with_mask(problem, tensors[_COUNT:]), Inputs(*tensors[:_COUNT]), backend)
+            return attend_transformed(with_mask(problem, tensors[COUNT:]), Inputs(*tensors[:COUNT]), backend)
 
         fold = vmap.Fold(problem, info.batch_size, roles, in_dims[3:], tensors)
         return fold.run(call, vmap.RESULTS)
 
 
-def _versioned(x: Tensor | None) -> Tensor | None:
-    """As autograd can save it, to see changes in place: an inference tensor counts none, so it is copied."""
-    return x.clone() if x is not None and x.is_inference() else x
 
-
-def _with_mask(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
-    """The problem with the mask's tensors as they are passed, which hooks and transforms may have changed."""
-    program = problem.program
-    if all(a is b for a, b in zip(program.tensors, tensors, strict=True)):
-        return problem
-    return replace(problem, mask=Lowered(MaskProgram(program.structure, program.ints, tuple(tensors))))
-
-
-def _moving(tangents: Sequence[Tensor | None]) -> Tangents:
-    """What moves, from a tangent for each of a call's tensors."""
-    return Tangents(*(tangents[i] for i in DIFFERENTIABLE))
 
 
 _apply: Any = super(torch.autograd.Function, Attention).apply
 """`Attention.apply` without what it does for functorch: calls under its transforms take the long way."""
 
 
-def _watched(inputs: Inputs, mask: Sequence[Tensor]) -> bool:
-    """Whether a dispatch mode, a tensor subclass or a device without memory wants an operator."""
-    return bool(_dispatch_modes()) or inputs.q.is_meta or any(type(x) not in PLAIN for x in (*inputs, *mask) if x is not None)
-
 
 def _forward(problem: Problem, tensors: Sequence[Tensor | None], backend: str) -> tuple[Tensor, Tensor]:
-    inputs, mask = Inputs(*tensors[:_COUNT]), tensors[_COUNT:]  # type: ignore[arg-type]
-    problem = _with_mask(problem, mask)  # type: ignore[arg-type]
-    if _watched(inputs, problem.program.tensors):
+    inputs, mask = Inputs(*tensors[:COUNT]), tensors[COUNT:]  # type: ignore[arg-type]
+    problem = with_mask(problem, mask)  # type: ignore[arg-type]
+    if watched(inputs, problem.program.tensors):
         from tilewise.ops import library
 
         return library.attend(problem, inputs, backend)
@@ -185,7 +173,7 @@ def gradients(
             return (None,) * len(needs)
         dout = torch.zeros_like(out)
     given = BackwardInputs(out, lse, dout, dlse, needs)
-    if _any_batched(dout, dlse):
+    if any_batched(dout, dlse):
         from tilewise.ops import batched
 
         return batched.each(
@@ -196,10 +184,6 @@ def gradients(
 
         return library.gradients(problem, inputs, given, backend)
     return tuple(profiled(BACKWARD, backward, problem, inputs, given, backend))
-
-
-def _any_batched(*tensors: Tensor | None) -> bool:
-    return any(x is not None and _batched(x) for x in tensors)
 
 
 def differentiable_gradients(
@@ -221,15 +205,6 @@ def differentiable_gradients(
     return spread(results, needs)
 
 
-def spread(results: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Results that are there, each at its place among all."""
-    found = iter(results)
-    return tuple(next(found) if need else None for need in needs)
-
-
-def present(grads: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    """The gradients wanted, without gaps."""
-    return tuple(grad for grad, need in zip(grads, needs, strict=True) if need and grad is not None)
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -242,7 +217,7 @@ class AttentionBackward(torch.autograd.Function):
     def forward(problem: Problem, backend: str, needs: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         dout, dlse, out, lse, *rest = tensors
         assert dout is not None and out is not None and lse is not None
-        inputs, problem = Inputs(*rest[:_COUNT]), _with_mask(problem, rest[_COUNT:])  # type: ignore[arg-type]
+        inputs, problem = Inputs(*rest[:COUNT]), with_mask(problem, rest[COUNT:])  # type: ignore[arg-type]
         given = (dout, dlse, out, lse, materialized_inputs(inputs))
         grads = gradients(problem, backend, Needs(*needs), *given)
         return present(grads, needs)
@@ -255,7 +230,7 @@ class AttentionBackward(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         problem, backend, needs = ctx.call
         dout, dlse, out, lse, *rest = ctx.saved_tensors
-        inputs, mask = rest[:_COUNT], rest[_COUNT:]
+        inputs, mask = rest[:COUNT], rest[COUNT:]
         wanted = ctx.needs_input_grad[3:]  # dout, dlse, out, lse, the inputs, the mask
         tangents = spread(cotangents, needs)  # type: ignore[arg-type]
         nothing = (None,) * (3 + len(ctx.saved_tensors))
@@ -270,16 +245,16 @@ class AttentionBackward(torch.autograd.Function):
             given = (dout, dlse, out, lse, *inputs, *tangents, out_t, lse_t, *mask)
             grads = spread(apply_double_backward(problem, backend, tuple(second), *given), second)
         upstream = (out_t if wanted[0] else None, lse_t if wanted[1] and dlse is not None else None, None, None)
-        return (None, None, None, *upstream, *by_input(grads, second, _COUNT + len(mask)))
+        return (None, None, None, *upstream, *by_input(grads, second, COUNT + len(mask)))
 
     @staticmethod
     def jvp(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         problem, backend, needs = ctx.call
         saved: list[Any] = [primal(x) for x in ctx.saved_tensors]
         dout, dlse, out, lse, *rest = saved
-        inputs, mask = rest[:_COUNT], rest[_COUNT:]
+        inputs, mask = rest[:COUNT], rest[COUNT:]
         dout_t, dlse_t, out_t, lse_t, *moved = args[3:]
-        tangents = _moving(moved)
+        tangents = moving(moved)
         parts = []
         if any(x is not None for x in tangents):
             if out_t is None or lse_t is None:
@@ -296,7 +271,7 @@ class AttentionBackward(torch.autograd.Function):
         from tilewise.ops import vmap  # calls without transforms need none
 
         problem, backend, needs, *tensors = args
-        roles = vmap.roles("upstream", "results", "inputs", "mask", mask=len(tensors) - 4 - _COUNT)
+        roles = vmap.roles("upstream", "results", "inputs", "mask", mask=len(tensors) - 4 - COUNT)
         fold = vmap.Fold(problem, info.batch_size, roles, in_dims[3:], tensors, needs)
         return fold.run(lambda problem, x: apply_backward(problem, backend, needs, *x), vmap.gradients(needs))
 
@@ -306,12 +281,12 @@ class AttentionJvp(torch.autograd.Function):
 
     @staticmethod
     def forward(problem: Problem, backend: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        inputs, tangents, problem = _moving_call(problem, tensors)
-        if _any_batched(*tangents):
+        inputs, tangents, problem = moving_call(problem, tensors)
+        if any_batched(*tangents):
             from tilewise.ops import batched
 
             return batched.each(lambda *moving: jvp(problem, inputs, Tangents(*moving), backend), *tangents)  # type: ignore[return-value]
-        if _watched(inputs, problem.program.tensors):
+        if watched(inputs, problem.program.tensors):
             from tilewise.ops import library
 
             return library.derive(problem, inputs, tangents, backend)
@@ -326,14 +301,14 @@ class AttentionJvp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any, dout_t: Any, dlse_t: Any) -> tuple[Any, ...]:
         out, lse, out_t, lse_t, *rest = ctx.saved_tensors
-        wanted, mask = ctx.needs_input_grad[2:], rest[_COUNT + _MOVING :]
-        inputs, tangents, problem = _moving_call(ctx.call[0], rest)
-        backend, needs, moving = ctx.call[1], needs_of(wanted[:_COUNT]), wanted[_COUNT : _COUNT + _MOVING]
+        wanted, mask = ctx.needs_input_grad[2:], rest[COUNT + MOVING :]
+        inputs, tangents, problem = moving_call(ctx.call[0], rest)
+        backend, needs, moving = ctx.call[1], needs_of(wanted[:COUNT]), wanted[COUNT : COUNT + MOVING]
         parts: list[Sequence[Tensor | None]] = []
         if any(needs) and (dout is not None or dlse is not None):
             first = torch.zeros_like(out) if dout is None else dout
             parts.append(differentiable_gradients(problem, backend, needs, first, dlse, out, lse, inputs))
-        by_tangent: Sequence[Tensor | None] = (None,) * _MOVING
+        by_tangent: Sequence[Tensor | None] = (None,) * MOVING
         if dout_t is not None or dlse_t is not None:
             dout_t = torch.zeros_like(out_t) if dout_t is None else dout_t
             if any(moving):
@@ -343,8 +318,8 @@ class AttentionJvp(torch.autograd.Function):
                 given = (dout_t, dlse_t, out, lse, *inputs, *tangents, out_t, lse_t, *mask)
                 second = apply_double_backward(problem, backend, tuple(needs), *given)
                 parts.append(spread(second, needs))
-        grads = [_added(each) for each in zip(*parts, strict=True)] if parts else [None] * len(needs)
-        return (None, None, *by_input(grads, needs, _COUNT), *by_tangent, *(None for _ in mask))
+        grads = [added(each) for each in zip(*parts, strict=True)] if parts else [None] * len(needs)
+        return (None, None, *by_input(grads, needs, COUNT), *by_tangent, *(None for _ in mask))
 
     @staticmethod
     def jvp(ctx: Any, *args: Any) -> Any:
@@ -358,64 +333,9 @@ class AttentionJvp(torch.autograd.Function):
         from tilewise.ops import vmap  # calls without transforms need none
 
         problem, backend, *tensors = args
-        roles = vmap.roles("inputs", "tangents", "mask", mask=len(tensors) - _COUNT - _MOVING)
+        roles = vmap.roles("inputs", "tangents", "mask", mask=len(tensors) - COUNT - MOVING)
         fold = vmap.Fold(problem, info.batch_size, roles, in_dims[2:], tensors)
         return fold.run(lambda problem, x: apply_jvp(problem, backend, *x), vmap.RESULTS * 2)
-
-
-class AttentionDoubleBackward(torch.autograd.Function):
-    """H: the derivative of the gradients along a direction of the inputs."""
-
-    @staticmethod
-    def forward(problem: Problem, backend: str, needs: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        dout, dlse, out, lse, *rest = tensors
-        *moved, out_t, lse_t = rest[: _COUNT + _MOVING + 2]
-        assert dout is not None and out is not None and lse is not None
-        inputs, tangents, problem = _moving_call(problem, (*moved, *rest[_COUNT + _MOVING + 2 :]))
-        given = BackwardInputs(out, lse, dout, dlse, Needs(*needs))
-        direction = Direction(tangents, out_t, lse_t)
-        if _any_batched(dout, dlse, *tangents):
-            from tilewise.ops import batched
-
-            def compute(dout: Tensor, dlse: Tensor | None, *moving: Tensor) -> Grads:
-                along = Direction(Tangents(*moving[:_MOVING]), *moving[_MOVING:])
-                return double_backward(problem, inputs, given._replace(dout=dout, dlse=dlse), along, backend)
-
-            return present(batched.each(compute, dout, dlse, *tangents, out_t, lse_t), needs)
-        if _watched(inputs, problem.program.tensors):
-            from tilewise.ops import library
-
-            return present(library.derive_gradients(problem, inputs, given, direction, backend), needs)
-        return present(double_backward(problem, materialized_inputs(inputs), given, direction, backend), needs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise DerivativeError(_THIRD)
-
-    @staticmethod
-    def jvp(ctx: Any, *args: Any) -> Any:
-        raise DerivativeError(_THIRD)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        from tilewise.ops import vmap  # calls without transforms need none
-
-        problem, backend, needs, *tensors = args
-        names = ("upstream", "results", "inputs", "tangents", "results", "mask")
-        roles = vmap.roles(*names, mask=len(tensors) - 6 - _COUNT - _MOVING)
-        fold = vmap.Fold(problem, info.batch_size, roles, in_dims[3:], tensors, needs)
-        return fold.run(
-            lambda problem, x: apply_double_backward(problem, backend, needs, *x), vmap.gradients(needs)
-        )
-
-
-_THIRD = (
-    "attention has first and second derivatives, and no third ones; use backend-free code such as softmax(q @ k.mT) @ v"
-)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...]) -> None:
@@ -425,18 +345,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _moving_call(problem: Problem, tensors: Sequence[Tensor | None]) -> tuple[Inputs, Tangents, Problem]:
-    """Inputs, tangents and the problem with its mask, from flat tensors in this order."""
-    inputs, tangents = Inputs(*tensors[:_COUNT]), Tangents(*tensors[_COUNT : _COUNT + _MOVING])  # type: ignore[arg-type]
-    return inputs, tangents, _with_mask(problem, tensors[_COUNT + _MOVING :])  # type: ignore[arg-type]
-
-
-def _added(parts: Sequence[Tensor | None]) -> Tensor | None:
-    there = [part for part in parts if part is not None]
-    return sum(there[1:], there[0]) if there else None
-
 
 apply_forward: Any = Attention.apply
 apply_backward: Any = AttentionBackward.apply
 apply_jvp: Any = AttentionJvp.apply
-apply_double_backward: Any = AttentionDoubleBackward.apply

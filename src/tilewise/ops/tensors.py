@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from torch.autograd import forward_ad
 
 from tilewise.backends.base import Grads, Inputs, Needs, Tangents
 from tilewise.errors import ArgumentTypeError, DerivativeError
+from tilewise.masks import Lowered, MaskProgram
+from tilewise.problem import Problem
 
 _functorch: Any = torch._C._functorch
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_batched = torch._C._functorch.is_legacy_batchedtensor  # what `is_grads_batched` passes; `torch.func.vmap` has its stack
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types whose memory holds their values, and nothing else."""
 
@@ -21,6 +26,7 @@ ARGUMENTS = ("q", "k", "v", "bias", "bias", "sinks", "seed", "cu_seqlens_q", "cu
 """The fields of Inputs as the user calls them."""
 DIFFERENTIABLE = tuple(Inputs._fields.index(name.removeprefix("d")) for name in Grads._fields)
 """The places among the Inputs of those that Grads and Needs speak of."""
+COUNT, MOVING = len(Inputs._fields), len(Tangents._fields)
 
 
 def tensor_fields(inputs: Inputs) -> dict[str, Any]:
@@ -176,3 +182,53 @@ def _unknown(kind: Any) -> bool:
 
 
 _OWN = (vars(Tensor)["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
+
+
+def versioned(x: Tensor | None) -> Tensor | None:
+    """As autograd can save it, to see changes in place: an inference tensor counts none, so it is copied."""
+    return x.clone() if x is not None and x.is_inference() else x
+
+
+def with_mask(problem: Problem, tensors: Sequence[Tensor]) -> Problem:
+    """The problem with the mask's tensors as they are passed, which hooks and transforms may have changed."""
+    program = problem.program
+    if all(a is b for a, b in zip(program.tensors, tensors, strict=True)):
+        return problem
+    return replace(problem, mask=Lowered(MaskProgram(program.structure, program.ints, tuple(tensors))))
+
+
+def moving(tangents: Sequence[Tensor | None]) -> Tangents:
+    """What moves, from a tangent for each of a call's tensors."""
+    return Tangents(*(tangents[i] for i in DIFFERENTIABLE))
+
+
+def spread(results: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Results that are there, each at its place among all."""
+    found = iter(results)
+    return tuple(next(found) if need else None for need in needs)
+
+
+def present(grads: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    """The gradients wanted, without gaps."""
+    return tuple(grad for grad, need in zip(grads, needs, strict=True) if need and grad is not None)
+
+
+def added(parts: Sequence[Tensor | None]) -> Tensor | None:
+    there = [part for part in parts if part is not None]
+    return sum(there[1:], there[0]) if there else None
+
+
+def watched(inputs: Inputs, mask: Sequence[Tensor]) -> bool:
+    """Whether a dispatch mode, a tensor subclass or a device without memory wants an operator."""
+    return bool(_dispatch_modes()) or inputs.q.is_meta or any(type(x) not in PLAIN for x in (*inputs, *mask) if x is not None)
+
+
+def any_batched(*tensors: Tensor | None) -> bool:
+    """Whether some come as `is_grads_batched` passes them."""
+    return any(x is not None and _batched(x) for x in tensors)
+
+
+def moving_call(problem: Problem, tensors: Sequence[Tensor | None]) -> tuple[Inputs, Tangents, Problem]:
+    """Inputs, tangents and the problem with its mask, from flat tensors in this order."""
+    inputs, tangents = Inputs(*tensors[:COUNT]), Tangents(*tensors[COUNT : COUNT + MOVING])  # type: ignore[arg-type]
+    return inputs, tangents, with_mask(problem, tensors[COUNT + MOVING :])  # type: ignore[arg-type]
