@@ -72,8 +72,8 @@ class Link:
             try:
                 pending.works += dist.batch_isend_irecv(some)
             except RuntimeError as error:
-                peer = None if together else pending.messages[ops.index(some[0])][0]
-                raise pending.failure(peer, error) from error
+                late = None if together else pending.messages[ops.index(some[0])][0]
+                raise pending.failure(late, error) from error
         return pending
 
     def _op(self, kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:
