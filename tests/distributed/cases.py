@@ -83,6 +83,7 @@ MASKS: dict[str, Callable[[], tw.Mask]] = {
     "not-dense": lambda: ~tw.dense(table(1, 1, 1, LENGTH)) & tw.window(20, 20),
     "selected": lambda: tw.causal() & (tw.selected(chosen(2, 2, -(-LENGTH // 16), 3), block=8, per=16) | tw.window(3)),
     "not-selected": lambda: ~tw.selected(chosen(1, 1, -(-LENGTH // 16), 3), block=12, per=16),
+    "tree": lambda: tw.tree(torch.tensor([[-1, 0, 0, 1, 2, 2, -1], [-1, 0, 1, 2, 3, 4, 5]])),
     "window-and-sink-tokens": lambda: tw.causal() & (tw.window(7) | tw.prefix(3)),
     "nothing": lambda: tw.causal() & tw.window(0, 20) & ~tw.causal(),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -58,6 +59,18 @@ def wrong_dtype(rank: int) -> str:
     return said(lambda: tw.distributed.attention(*qkv(plan, torch.bfloat16 if rank else torch.float32), plan))
 
 
+def later(rank: int) -> str:
+    """What is wrong with a call after one that was right, three times over."""
+    plan = a_plan()
+    tw.distributed.attention(*qkv(plan), plan)
+    found = [
+        said(lambda: tw.distributed.attention(*(x[:, :, rank:] for x in qkv(plan)), plan)),
+        said(lambda: tw.distributed.attention(*qkv(plan, torch.bfloat16 if rank else torch.float32), plan)),
+        said(lambda: tw.distributed.attention(*qkv(plan), plan, softcap=float(rank))),
+    ]
+    return "\n".join(found)
+
+
 def generation(rank: int) -> str:
     plan = a_plan()
     q, k, v = qkv(plan)
@@ -88,8 +101,8 @@ def after_all_that(rank: int) -> str:
 FAULTS = {
     one.__name__: one
     for one in (
-        *(other_mask, other_length, other_option, wrong_shard, wrong_dtype, generation, a_mask_of_its_own, no_sinks),
-        *(wrong_bias, after_all_that),
+        *(other_mask, other_length, other_option, wrong_shard, wrong_dtype, later, generation),
+        *(a_mask_of_its_own, no_sinks, wrong_bias, after_all_that),
     )
 }
 
@@ -99,12 +112,15 @@ def all_faults(rank: int) -> dict[str, str]:
 
 
 def late(rank: int, how: str, backward: bool) -> tuple[str, float]:
-    """Rank 1 dies or stands still before its first message of the last stage; what rank 0 says, and after how many seconds."""
+    """The last rank dies or stands still before its first message of the last stage, or is killed before the call; what the
+    first one says, and after how many seconds."""
     plan = a_plan()
     leaves = [x.requires_grad_() for x in qkv(plan)]
     tw.distributed.attention(*leaves, plan).sum().backward()  # all is well, and kernels are there
     out = tw.distributed.attention(*leaves, plan) if backward else None
-    if rank == 1:
+    if rank == plan.ranks - 1:
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         start = Link.start
 
         def stop(self: Link, label: str, *args: Any) -> Any:
@@ -116,6 +132,8 @@ def late(rank: int, how: str, backward: bool) -> tuple[str, float]:
 
         Link.start = stop  # type: ignore[method-assign]
     began = time.perf_counter()
-    if out is not None:
-        return said(lambda: out.sum().backward()), time.perf_counter() - began
-    return said(lambda: tw.distributed.attention(*leaves, plan)), time.perf_counter() - began
+    wrong = said(lambda: out.sum().backward() if out is not None else tw.distributed.attention(*leaves, plan))
+    seconds = time.perf_counter() - began
+    if rank:
+        time.sleep(5)  # so that the first rank meets one that is lost, and not one that has found that out and left
+    return wrong, seconds

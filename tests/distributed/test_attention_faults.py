@@ -20,6 +20,7 @@ WANTED = {
     "other_option": r"PlanError: ranks disagree about softcap: rank 0 has 1.0, rank 1 has 2.0; every rank passes the same",
     "wrong_shard": r"LayoutError: rank 1: q: shape \(1, 4, 19, 8\) .* has \(1, 4, 20, 8\); pass plan.shard\(x, dim\)",
     "wrong_dtype": r"ArgumentTypeError: rank 1: q: dtype torch.bfloat16, the plan is for float32; plan with dtype='bfloat16'",
+    "later": r"LayoutError: rank 1: q: shape .*\nArgumentTypeError: rank 1: q: dtype .*\nPlanError: ranks disagree about softcap",
     "generation": r"LayoutError: rank 0: q has 1 tokens and k 20; .* Generation .* runs without it",
     "a_mask_of_its_own": r"ArgumentError: rank 0: mask: the plan has it",
     "no_sinks": r"ArgumentError: rank 0: sinks: the plan's problem has it",
@@ -42,13 +43,18 @@ def test_every_rank_says_the_same(fault: str, answers: list[dict[str, str]]) -> 
     assert re.match(WANTED[fault], first), first
 
 
-@pytest.mark.parametrize(("how", "backward"), [("dies", False), ("dies", True), ("stands", False)])
-def test_a_rank_that_is_lost_is_named_with_the_stage(how: str, backward: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "backward", "stage"),
+    [
+        *(("dies", False, "stage 1 of 1, "), ("dies", True, "stage 1 of 1, "), ("stands", False, "stage 1 of 1, ")),
+        ("is killed", False, "before stage 0, "),
+    ],
+)
+def test_a_rank_that_is_lost_is_named_with_the_stage(how: str, backward: bool, stage: str, tmp_path: Path) -> None:
     limit = 3.0
-    result = run_ranks(2, late, how, backward, store=tmp_path / "store", timeout=limit, only=0)[0]
-    message, seconds = result
-    assert message.startswith("CommunicationError: context parallel: rank 0, stage 1 of 1, "), message
-    assert "rank 1 did not answer" in message
+    message, seconds = run_ranks(3, late, how, backward, store=tmp_path / "store", timeout=limit, only=0)[0]
+    assert message.startswith(f"CommunicationError: context parallel: rank 0, {stage}"), message
+    assert ": rank 2 did not answer" in message
     assert seconds < 2 * limit
 
 

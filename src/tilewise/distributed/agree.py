@@ -1,17 +1,21 @@
-"""Ranks agree, or all of them raise the same error: a small message from each, once for a plan and the form of its calls.
+"""Ranks agree, or all of them raise the same error: a small message from each.
 
-What a rank says is either an error of its own, or facts that must be equal on all ranks.
+What a rank says is either an error of its own, or facts that must be equal on all ranks. With gloo a digest of it travels before
+every call, and the text only if digests differ; other backends would have to wait for a GPU, so there the text travels once for
+a plan and the form of its calls.
 """
 
 from __future__ import annotations
 
 import json
+from hashlib import blake2b
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tilewise import errors
+from tilewise.distributed.exchange import Link
 from tilewise.errors import ArgumentError, PlanError, TilewiseError
 
 BYTES = 2048
@@ -33,14 +37,30 @@ def check_place(group: Any, device: torch.device) -> None:
         )
 
 
-def agree(group: Any, facts: Facts | TilewiseError) -> None:
-    """Raise on every rank the error of the lowest rank that has one, or what ranks disagree about."""
+def same(link: Link, ranks: int, facts: Facts | TilewiseError) -> bool:
+    """Whether no rank has an error and all have the same facts; the answer is the same on every rank."""
+    mine = 0 if isinstance(facts, TilewiseError) else int.from_bytes(blake2b(_words(facts), digest_size=7).digest()) | 1
+    others, message = [rank for rank in range(ranks) if rank != link.own], torch.tensor([mine])
+    label = "before stage 0, what it calls"
+    pending = link.start(
+        label, {rank: [message] for rank in others}, {rank: [(1,)] for rank in others}, message.dtype, message.device
+    )
+    said = {mine, *(int(digest) for (digest,) in pending.wait().values())}
+    return len(said) == 1 and 0 not in said
+
+
+def _words(facts: Facts | TilewiseError) -> bytes:
+    """What a rank says, in full."""
     if isinstance(facts, TilewiseError):
-        said: dict[str, Any] = {"error": type(facts).__name__, "text": str(facts)[: BYTES // 4]}
+        said = {"error": type(facts).__name__, "text": str(facts)[: BYTES // 8]}  # a character may take six bytes
     else:
         said = {name: str(value)[:64] for name, value in facts.items()}
-    words = json.dumps(said).encode()[:BYTES].ljust(BYTES)
-    mine = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(place_of(group))
+    return json.dumps(said).encode().ljust(BYTES)
+
+
+def agree(group: Any, facts: Facts | TilewiseError) -> None:
+    """Raise on every rank the error of the lowest rank that has one, or what ranks disagree about."""
+    mine = torch.frombuffer(bytearray(_words(facts)), dtype=torch.uint8).to(place_of(group))
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
         dist.all_gather(everyone, mine, group=group)

@@ -14,7 +14,7 @@ from tilewise.api.keywords import check_keywords
 from tilewise.api.options import BatchOptions, parameters, show_signature
 from tilewise.api.parse import LAYOUTS, autocast, check_shapes, check_sinks, check_tensors, make_seed, split_bias
 from tilewise.backends.base import Inputs, Needs, rounded
-from tilewise.distributed.agree import agree, check_place
+from tilewise.distributed.agree import agree, check_place, same
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.exchange import Link
 from tilewise.distributed.heads import Team, ToHeads, ToTokens
@@ -152,25 +152,34 @@ class _Attention(torch.autograd.Function):
 
 
 def _parsed(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, options: dict[str, Any]) -> tuple[Call, Local]:
-    """The call and this rank's tensors; on the first call of its form all ranks agree on it, or raise alike."""
+    """The call and this rank's tensors; all ranks agree on it, or raise alike."""
     error: TilewiseError | None = None
     try:
         problem, local, backend = _described(q, k, v, plan, options)
     except TilewiseError as caught:
         error = caught
     if error is not None:
-        if plan.ranks > 1 and not plan.memory.get("agreed"):
-            agree(plan.group, error)
+        _agree(plan, error, new=not plan.memory.get("agreed"))
         raise error
     device = local.q.device
     key = (problem, backend, device, None if local.bias is None else tuple(local.bias.shape[2:]))
     calls: dict[Any, Call] = plan.memory.setdefault("calls", {})
+    _agree(plan, _facts(plan, problem, local, backend), new=key not in calls)
+    plan.memory["agreed"] = True
     if key not in calls:
-        if plan.ranks > 1:
-            agree(plan.group, _facts(plan, problem, local, backend))
-        plan.memory["agreed"] = True
         calls[key] = Call(plan, problem, backend, device)
     return calls[key], local
+
+
+def _agree(plan: ContextPlan, facts: dict[str, Any] | TilewiseError, *, new: bool) -> None:
+    """Raise the same error on all ranks unless they agree: with gloo on every call, else on one that is new to the plan."""
+    if plan.ranks == 1:
+        return
+    if torch.distributed.get_backend(plan.group) == "gloo":
+        link = plan.memory.setdefault("agreement", Link(plan.group, plan.rank))
+        new = not same(link, plan.ranks, facts)
+    if new:
+        agree(plan.group, facts)
 
 
 def _facts(plan: ContextPlan, problem: Problem, local: Local, backend: str) -> dict[str, Any]:

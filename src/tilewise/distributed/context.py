@@ -33,6 +33,9 @@ from tilewise.problem import Problem
 if TYPE_CHECKING:
     import torch
 
+GIVEN = "given"
+"""The name of shards that are those of another plan."""
+
 
 @dataclass(frozen=True, eq=False)
 class ContextPlan(Shown):
@@ -107,7 +110,7 @@ class ContextPlan(Shown):
         """What travels: keys or queries, for each part of the mask."""
         if self.heads > 1:
             return self.of_teams.routes
-        settings = {"even": self.kind == "balanced", "keys_only": self.problem.bias is not None}
+        settings = {"even": self.kind in ("balanced", GIVEN), "keys_only": self.problem.bias is not None}
         return routes(self.shards, self.coverage, self.row_bytes, **settings)
 
     @cached_property
@@ -280,7 +283,7 @@ def plan(
     seen = coverage(problem, sizes)
     whole = sizes if sizes is not None else (problem.seqlen_q,)
 
-    kind = shards if isinstance(shards, str) else "given"
+    kind = shards if isinstance(shards, str) else GIVEN
 
     def over(share: int) -> ContextPlan:
         if isinstance(shards, str):
@@ -388,4 +391,7 @@ def _whole(problem: Problem, lengths: tuple[int, ...] | None) -> Problem:
         return problem
     if sum(lengths) != problem.seqlen_q:
         raise ArgumentError(f"lengths: sum to {sum(lengths)}, the problem has {problem.seqlen_q} tokens")
-    return replace(problem, varlen=True, batch=len(lengths))
+    problem = replace(problem, varlen=True, batch=len(lengths))
+    if any(literal.kind.is_tree for term in problem.program.terms() for literal in term):
+        raise ArgumentError("mask: a tree of drafts in a packed batch; generation runs without context parallelism")
+    return problem

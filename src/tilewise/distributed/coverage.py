@@ -240,23 +240,9 @@ def _data_layers(literal: Literal, axis: _Axis) -> list[Layer]:
     if kind.is_selected:
         table = listed(tensors[0], 0, -(-int((axis.end - axis.start).max(initial=0)) // ints[1]))
         return _table((~table if kind.negated else table).any(axis=(0, 1)), ints[:2], axis)
-    if kind.is_selected and not kind.negated:
-        return _table(_listed(tensors[0], 1 + int(axis.place.max(initial=0)) // ints[1]), ints, axis)
-    if not (kind.is_blocks or kind.is_dense):
-        return [(axis.start, axis.end)]  # what a list does not name may be anywhere
     table, sizes = (tensors[0], ints) if kind.is_blocks else _blocked(tensors[0], kind.negated)
     seen = (~table if kind.negated else table).any(axis=(0, 1))
     return _table(seen, sizes, axis)
-
-
-def _listed(lists: Any, blocks: int) -> Any:
-    """The table of blocks that lists (…, rows, entries) name in any batch entry or head, of those that there are."""
-    rows = lists.shape[2]
-    seen = np.zeros((rows, blocks), bool)
-    there = (lists >= 0) & (lists < blocks)
-    row = np.broadcast_to(np.arange(rows)[:, None], lists.shape)[there]
-    seen[row, lists[there]] = True
-    return seen
 
 
 def _blocked(dense: Any, negated: bool) -> tuple[Any, tuple[int, int]]:

@@ -67,11 +67,13 @@ class Link:
             buffer = torch.empty(sum(map(_count, shapes)), dtype=dtype, device=device)
             ops.append(self._op(dist.irecv, buffer, peer))
             pending.messages.append((peer, "from", buffer))
-        if ops:
+        together = device.type != "cpu"  # as NCCL wants it; gloo begins one after another, and may fail at any of them
+        for some in [ops] * bool(ops) if together else [[op] for op in ops]:
             try:
-                pending.works = dist.batch_isend_irecv(ops)
+                pending.works += dist.batch_isend_irecv(some)
             except RuntimeError as error:
-                raise pending.failure(None, error) from error
+                late = None if together else pending.messages[ops.index(some[0])][0]
+                raise pending.failure(late, error) from error
         return pending
 
     def _op(self, kind: Any, tensor: Tensor, peer: int) -> dist.P2POp:

@@ -100,9 +100,10 @@ def routes(shards: Shards, seen: Coverage, row: RowBytes, *, even: bool = False,
     cells = _Cells(shards, seen, shards.bounds)
     if keys_only or not len(cells.far):
         return cells.routes(np.zeros(len(cells.far), bool))
-    fine = _Cells(shards, seen, cells.ends())
-    if len(fine.far) > MOST_CELLS or len(fine.cuts) > MOST_CUTS:
-        fine = cells
+    fine, ends = cells, cells.ends()
+    if len(cells.cuts) < len(ends) <= MOST_CUTS:
+        finer = _Cells(shards, seen, ends)
+        fine = finer if len(finer.far) <= MOST_CELLS else cells
     by_query = fine.chosen(row, even)
     needed = fine.needed(by_query)
     if len(needed) == len(fine.cuts):
