@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -112,9 +113,15 @@ def first_seen(mask: Mask | None, lengths: Any, rows: Any) -> Any:
     """The first key that a query of each sequence may see: pages before it may be gone."""
     if mask is None or not all(leaf.static or isinstance(leaf, Tree) for leaf in mask.leaves()):
         return np.zeros_like(lengths)
+    if mask.static:
+        return first_of(_static_terms(mask), lengths, rows)
+    return first_of(mask.lower(Binding(MaskShape(len(lengths), 1, 1, 1), varlen=True)).terms(), lengths, rows)
+
+
+def first_of(terms: Iterable[Iterable[Literal]], lengths: Any, rows: Any) -> Any:
+    """The first key that the bands and ranges of a mask's terms let a query of each sequence see."""
     firsts = []
-    shape = MaskShape(len(lengths), 1, 1, 1)
-    for term in _static_terms(mask) if mask.static else mask.lower(Binding(shape, varlen=True)).terms():
+    for term in terms:
         least = np.zeros_like(lengths)
         for literal in term:
             if literal.kind.is_band:
