@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
 from tilewise.api.cache import KVCache
-from tilewise.api.cached_call import CachedCall, Queries, attended, gathered_problem, parse_cached, problem_of, room_of
+from tilewise.api.cached_call import CachedCall, Queries, attended, gathered_problem, parse_cached, problem_of
 from tilewise.api.cached_checks import sees_ahead, some_before, token_positions
 from tilewise.api.cached_plan import CachedPlan
 from tilewise.api.keywords import check_keywords
@@ -25,7 +25,7 @@ from tilewise.backends.pages import WRITTEN, NewTokens, Turning, positions_of
 from tilewise.errors import ArgumentTypeError, KernelError, LayoutError
 from tilewise.masks import Mask, causal
 from tilewise.masks.algebra import Tree
-from tilewise.ops.run import forward, is_empty, own_precision
+from tilewise.ops.run import empty_forward, forward, is_empty, own_precision
 
 _CAUSAL = causal()
 class CachedOptions(TypedDict, total=False):
@@ -215,7 +215,7 @@ def _attend(call: CachedCall, backend: str) -> tuple[Tensor, Tensor]:
     problem, inputs = problem_of(call)
     pages = call.pages
     if is_empty(problem):
-        return forward(problem, inputs._replace(cu_k=room_of(call.queries.cu, pages)), backend)
+        return empty_forward(problem, inputs)
     key = ("pages", dispatch.registry_key(backend))
     if key not in problem.memory:
         problem.memory[key] = dispatch.pages_backend(problem, backend)

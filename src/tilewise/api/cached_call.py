@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.api.cache import KVCache
-from tilewise.api.cached_checks import check_mask, check_splits, check_values, sees_all_before
+from tilewise.api.cache import KVCache, check_lengths
+from tilewise.api.cached_checks import check_mask, check_packing, check_splits, check_table, sees_all_before
 from tilewise.api.cached_plan import CachedPlan, attend_shared, check_plan
 from tilewise.api.call_cache import kept_problem
 from tilewise.api.lengths import readable
@@ -77,8 +77,11 @@ def parse_cached(
     pages = cache.pages.now()
     queries = _packed(q, pages, cu_seqlens_q)
     if readable(pages.lengths):
-        cache.check()
-        check_values(pages, queries.cu, queries.q.shape[0], mask)
+        check_lengths(pages)
+        if cu_seqlens_q is not None:
+            check_packing(queries.cu, queries.q.shape[0])
+        check_table(pages, queries.cu, mask)
+        pages = pages._replace(lengths=pages.lengths.int().contiguous(), within=True)
     if plan is not None:
         check_plan(plan, pages, queries.cu, invariant)
     return CachedCall(queries, pages, options, fields)
@@ -133,20 +136,19 @@ def _packed(q: Any, pages: Pages, cu: Tensor | None) -> Queries:
 
 
 def _steps(batch: int, rows: int, device: torch.device) -> Tensor:
-    """Where sequences of `rows` tokens begin. On a GPU that is two launches, so it is kept; what a graph captures is its own."""
-    if device.type != "cuda" or torch.compiler.is_compiling():
-        return torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
-    kept = _kept_steps.get((batch, rows, device))
+    """Where sequences of `rows` tokens begin: kept, as it takes two launches on a GPU; what a graph captures is its own."""
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    kept = None if traced else _kept_steps.get((batch, rows, device))
     if kept is None:
         kept = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
-        if not torch.cuda.is_current_stream_capturing():
+        if not traced and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             if len(_kept_steps) >= KEPT_STEPS:
                 _kept_steps.clear()
             _kept_steps[batch, rows, device] = kept
     return kept
 
 
-def room_of(cu: Tensor, pages: Pages) -> Tensor:
+def _room(cu: Tensor, pages: Pages) -> Tensor:
     """Cumulative lengths of sequences that fill their pages."""
     return torch.cat([cu.new_zeros(1), (pages.counts * pages.page).cumsum(0, dtype=torch.int32)])
 
@@ -160,17 +162,19 @@ def problem_of(call: CachedCall) -> tuple[Problem, Inputs]:
     room = pages.entries.shape[0] * page if count else 0
     mask, scale, sinks = options["mask"], options["scale"], options["sinks"]
 
-    def stand_in(x: Tensor) -> Tensor:
-        row = x[0, 0] if count else x.new_zeros(x.shape[2:])
-        return row[None, :, None].expand(1, heads, room, x.shape[3])
-
-    inputs = Inputs(q, stand_in(pages.k), stand_in(pages.v), cu_q=cu)
-    beside = interleaved(pages.k.transpose(1, 2), pages.v.transpose(1, 2))
+    k, v = pages.k.transpose(1, 2), pages.v.transpose(1, 2)
+    inputs, beside = Inputs(q, k, v, cu_q=cu), interleaved(k, v)
     stored = dtype_name(pages.k) if pages.k_scale is not None else ""
     fields = {**fields, "page": page, "stored": stored, "interleaved": beside}
 
     def make() -> tuple[Problem, Inputs]:
-        return build_problem(inputs._replace(cu_k=room_of(cu, pages)), {**DEFAULTS, **options}, **fields)
+        def stand_in(x: Tensor) -> Tensor:
+            row = x[0, 0] if count else x.new_zeros(x.shape[2:])
+            return row[None, :, None].expand(1, heads, room, x.shape[3])
+
+        likes = Inputs(q, stand_in(pages.k), stand_in(pages.v), cu_q=cu, cu_k=_room(cu, pages))
+        problem, parsed = build_problem(likes, {**DEFAULTS, **options}, **fields)
+        return problem, parsed._replace(k=k, v=v)
 
     numbers = (scale, options["softcap"])
     if options["bias"] is not None or not isinstance(mask, (Mask, NoneType)) or (mask is not None and not mask.static):

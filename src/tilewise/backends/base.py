@@ -151,7 +151,7 @@ class Backend(Protocol):
         """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, in the dtype of the arithmetic."""
 
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
-        """The same of a packed batch whose keys and values lie in pages; `k` and `v` of the inputs only tell their shapes."""
+        """The same of a packed batch whose keys and values lie in pages: `k` and `v` of the inputs, with the heads first."""
         raise BackendError(f"backend {self.name!r} reads no pages", {self.name: ("reads no pages",)})
 
     def paged_launches(self, problem: Problem, inputs: Inputs, pages: Pages, spec: DeviceSpec) -> list[PagedLaunch]:

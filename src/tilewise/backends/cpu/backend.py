@@ -144,7 +144,7 @@ class CpuBackend(Backend):
 
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         """Single queries and longer runs of them have kernels of their own: where a batch has both, each has its launch."""
-        single = _single(inputs)
+        single = None if problem.rows else _single(inputs)
         if single is None:
             return self._paged(problem, inputs, pages)
         out = _empty_part(problem, inputs.q)
@@ -154,21 +154,19 @@ class CpuBackend(Backend):
         return out, lse
 
     def paged_launches(self, problem: Problem, inputs: Inputs, pages: Pages, spec: DeviceSpec) -> list[PagedLaunch]:
-        single, launches = _single(inputs), []
+        single, launches = None if problem.rows else _single(inputs), []
         parts = [(problem, inputs, pages)]
         if single is not None:
             parts = [part for _, part in _by_rows(problem, inputs, pages, single)]
         for part, given, some in parts:
-            k, v = some.k.transpose(1, 2), some.v.transpose(1, 2)
-            *_, longest, columns = launch_key(part, given._replace(k=k, v=v), "forward", dbias=False)
+            *_, longest, columns = launch_key(part, given, "forward", dbias=False)
             tile = plan.tile_for(part, spec, "forward", longest, columns)
             launches.append(PagedLaunch(part, given, some, {tile.pass_: tile}))
         return launches
 
     def _paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
-        k, v = pages.k.transpose(1, 2), pages.v.transpose(1, 2)
-        launch = launch_for(problem, inputs._replace(k=k, v=v), "forward")
-        q, out = inputs.q, _empty_part(problem, inputs.q)
+        launch = launch_for(problem, inputs, "forward")
+        q, k, v, out = *inputs[:3], _empty_part(problem, inputs.q)
         lse = new(*launch.lse)
         args, _alive = optional_arguments(problem, inputs, launch)
         seen = pages.seen
