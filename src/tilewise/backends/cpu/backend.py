@@ -77,7 +77,7 @@ class CpuBackend(Backend):
     name = "cpu"
     any_address = True
     reads_pages = True
-    invariant = True
+    invariant = plan.INVARIANT
 
     def usable(self, device: str) -> Verdict:
         return Verdict.of(cpu_only(device) or _obstacle())
