@@ -147,6 +147,11 @@ class Machine:
             return args[0] + args[1]
         if "abs.f32" in text:
             return args[0] + (args[1] - args[2]).abs() * args[3]
+        if text.startswith("movmatrix"):
+            return transposed(args[0])
+        if "0xFFFF0000" in text or "cvt.f32.f16" in text:
+            kind = torch.bfloat16 if "0xFFFF0000" in text else torch.float16
+            return tuple(Value(half.float()) for half in halves(args[0].value, kind).unbind(-1))
         if "mul.wide.u32" in text:
             return kept_words(*args)
         if text.startswith("red."):
@@ -161,6 +166,12 @@ class Machine:
         kind, ident = word.split()
         assert kind == "bar.sync", text
         return self.named_sync(int(ident), int(threads) // 128)
+
+    def atomic_add(self, at: Any, x: Value, mask: Any = None, sem: str = "") -> None:
+        values, where = torch.broadcast_tensors(x.value, at.at)
+        ok = tensor_of(mask).expand_as(where)
+        with self.changed:
+            at.memory.index_add_(0, where[ok], values[ok])
 
     def named_sync(self, ident: int, parties: int) -> None:
         state = self.named.setdefault(ident, [0, 0])  # arrived, rounds
@@ -190,6 +201,17 @@ class Machine:
             raise self.broken
 
 
+def halves(words: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    """The two numbers of 16 bits in each word of 32, the low one first."""
+    return words.to(torch.int32).contiguous().view(kind).unflatten(-1, (-1, 2))
+
+
+def transposed(words: Value) -> Value:
+    """movmatrix of blocks of 8×8 numbers, in words [blocks, 8, blocks, 4] of two."""
+    blocks = halves(words.value, torch.int16).flatten(3).transpose(1, 3).contiguous()  # [.., 8, .., 8]
+    return Value(blocks.view(torch.int32))
+
+
 def kept_words(*args: Any) -> Value:
     """Dropout's own instructions: bits of the words that are no less than the threshold."""
     *counter, low, high, below = (tensor_of(x).to(torch.int64) & WORD for x in args)
@@ -216,6 +238,7 @@ def language(machine: Machine) -> SimpleNamespace:
         float32=torch.float32, float16=torch.float16, bfloat16=torch.bfloat16, int32=torch.int64, int8="int8",
         uint32="uint32", int64=torch.int64,
         program_id=lambda axis: Value(torch.tensor(machine.program)), arange=arange, load=load, store=store,
+        atomic_add=machine.atomic_add,
         zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)), zeros_like=whole(torch.zeros_like),
         full=lambda shape, x, dtype, layout: Value(torch.full(shape, x, dtype=dtype)),
         where=whole(torch.where), minimum=whole(torch.minimum), maximum=whole(torch.maximum), exp2=whole(torch.exp2),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tilewise.backends.gpu.lists import COUNT_SHIFT, LIVE_BITS, LIVE_SHIFT, TileLists, run_width
-from tilewise.backends.hopper.list_plan import Words, per_batch, per_head
+from tilewise.backends.hopper.list_plan import Words, has_bounds, per_batch, per_head
 from tilewise.masks import MaskShape
 from tilewise.masks.program import allowed, assemble
 from tilewise.problem import Problem
@@ -67,6 +67,42 @@ def make_lists(problem: Problem, config: Any, by_key: bool, seed: int = 0) -> Ti
         k_ids_b=0 if ids[1] is None or ids[1].shape[0] == 1 else ids[1].shape[1],
         bits_b=strides[0], bits_h=strides[1], bits_q=strides[2], bits_w=strides[3],
     )  # fmt: skip
+
+
+def make_bounds(problem: Problem, lists: TileLists, config: Any, by_key: bool) -> torch.Tensor | None:
+    """What `hopper/bounds.py` writes, in plain loops: of each position what it sees in PARTIAL tiles, as an interval."""
+    if not has_bounds(config.LISTS):
+        return None
+    own, other = (config.BLOCK_N, config.BLOCK_M) if by_key else (config.BLOCK_M, config.BLOCK_N)
+    shown = visible(problem)
+    shown = shown.swapaxes(2, 3) if by_key else shown
+    size_b, size_h, length, across = shown.shape
+    tiles = -(-length // own)
+    counts, runs = lists.counts.reshape(-1, 2).tolist(), lists.runs.reshape(-1, lists.width).tolist()
+    bounds = np.zeros((size_b * size_h * tiles, own), dtype=np.int64)
+    for row, (full, partial) in enumerate(counts):
+        positions = partial_positions(runs[row][::-1], partial, other)
+        whole = partial == 0 < full
+        for r in range(own):
+            (b, h), q = divmod(row // tiles, size_h), row % tiles * own + r
+            seen = [n for n, k in enumerate(positions) if k < across and q < length and shown[b, h, q, k]]
+            if len(seen) and seen[-1] - seen[0] + 1 != len(seen):
+                bounds[row] = -1
+                break
+            first, width = (positions[seen[0]], positions[seen[-1]] + 1 - positions[seen[0]]) if seen else (0, 0)
+            bounds[row, r] = 1 << 62 if whole else first | width << 32
+    return torch.from_numpy(bounds).reshape(-1)
+
+
+def partial_positions(runs: list[int], partial: int, other: int) -> list[int]:
+    """All positions of a row's PARTIAL tiles, in order."""
+    found: list[int] = []
+    for word in runs:
+        if len(found) == partial * other:
+            break
+        first, count = word & 0xFFFF, (word >> COUNT_SHIFT & 0xFF) + 1
+        found += range(first * other, (first + count) * other)
+    return found
 
 
 def class_of(tile: np.ndarray, sides: tuple[int, int], by_key: bool, needless: bool) -> int:

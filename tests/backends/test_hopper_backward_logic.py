@@ -24,7 +24,14 @@ from tilewise.backends.base import Grads, Inputs
 from tilewise.backends.hopper.backward import choose
 from tilewise.backends.hopper.backward.arguments import Step, make_plan
 from tilewise.backends.hopper.backward.config import QueriesConfig
-from tilewise.backends.hopper.feature_launch import call_features, sink_gradient, with_features
+from tilewise.backends.hopper.feature_launch import (
+    backward_form,
+    bias_gradient,
+    call_features,
+    rounded_gradient,
+    sink_gradient,
+    with_features,
+)
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask
 from tilewise.backends.hopper.launch import term_on
 from tilewise.backends.hopper.structs import Plane, PrePostArguments, Rows, Term
@@ -55,6 +62,8 @@ class Shape(NamedTuple):
     sinks: bool = False
     alibi: int = 0  # rank of the slopes
     dropout: float = 0.0
+    bias: str = ""  # which sides are full, such as "hqk"
+    bias_dtype: torch.dtype = torch.bfloat16
 
 
 SHORT, SPLIT = (("backward_dkdv", 64, 128), ("backward_dq", 128, 64)), (("backward_dkdv", 64, 64),)
@@ -119,6 +128,11 @@ def build(shape: Shape) -> tuple[Problem, Inputs]:
     if shape.alibi:
         sides = (len(shape.lengths[0]) if shape.lengths else shape.b, shape.h)[2 - shape.alibi :]
         options["bias"] = tw.alibi(torch.rand(sides, generator=g) - 0.2)
+    if shape.bias:
+        longest = [max(lengths) for lengths in shape.lengths or ()] or [sq, sk]
+        sides = (len(shape.lengths[0]) if shape.lengths else shape.b, shape.h, *longest)
+        full = [side if letter in shape.bias else 1 for letter, side in zip("bhqk", sides, strict=True)]
+        options["bias"] = torch.randn(full, generator=g).to(shape.bias_dtype)
     problem, inputs = build_problem(inputs, {**DEFAULTS, **options, "return_lse": True})  # type: ignore[typeddict-item]
     return replace(problem, tile=shape.tile), inputs
 
@@ -145,6 +159,7 @@ class Call(NamedTuple):
     stats: torch.Tensor
     sums: torch.Tensor
     dsinks: torch.Tensor
+    dbias: dict[str, Any]
 
 
 def plane(x: torch.Tensor) -> Plane:
@@ -152,7 +167,7 @@ def plane(x: torch.Tensor) -> Plane:
 
 
 def arguments(step: Step, call: Call, problem: Problem) -> Any:
-    features = call_features(problem, call.inputs) | {"dsinks_ptr": call.dsinks}
+    features = call_features(problem, call.inputs) | {"dsinks_ptr": call.dsinks} | call.dbias
     a = with_features(step.arguments, features)
     packed = problem.varlen
     if isinstance(a, PrePostArguments):
@@ -192,11 +207,13 @@ def maps(step: Step, call: Call) -> list[Descriptor]:
 
 
 def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Grads:
-    made = make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None, dlse is not None)
+    form = backward_form(problem, inputs.bias, True)
+    made = make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None, dlse is not None, form)
     nothing = float("nan")
     grads = Grads(*(torch.full_like(x, nothing) for x in inputs[:3]))
     scratch = [torch.full((size,), nothing) for size in (made.stats, max(1, made.dq), made.stats // 2)]
-    call = Call(inputs, out, lse, dout, dlse, grads, *scratch)
+    dbias: Any = (None, {}) if inputs.bias is None else bias_gradient(problem, inputs.bias)
+    call = Call(inputs, out, lse, dout, dlse, grads, *scratch, dbias[1])
     with kernels("tilewise.backends.hopper.backward", "prepost", "kernel") as (machine, modules):
         for step in made.steps:
             function = getattr(modules["kernel"], step.name, None) or getattr(modules["prepost"], step.name)
@@ -204,6 +221,8 @@ def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: A
             for program in range(step.programs):
                 start(machine, program)
                 function(*maps(step, call), a, step.config)
+    if inputs.bias is not None:
+        grads = grads._replace(dbias=rounded_gradient(dbias[0], inputs.bias))
     if inputs.sinks is not None:
         grads = grads._replace(dsinks=sink_gradient(call.dsinks, inputs.sinks, inputs.q.shape[0]))
     return grads

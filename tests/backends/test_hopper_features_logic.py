@@ -49,7 +49,17 @@ DROPOUT = [
     Shape(64, CAUSAL, h=2, hk=1, dropout=0.1, lengths=PACKED),
     Shape(128, "None", 130, h=2, dropout=0.2, alibi=1, sinks=True, softcap=3.0),
 ]
-NAMED = {"sinks": SINKS, "alibi": ALIBI, "dropout": DROPOUT}
+BIAS = [
+    Shape(64, "None", 200, h=2, hk=1, b=2, bias="bhqk", dlse=True),
+    Shape(128, CAUSAL, 130, 200, h=2, hk=1, b=2, bias="hqk"),
+    Shape(64, CAUSAL, 130, 131, h=2, bias="hqk", softcap=3.0, deterministic=True),
+    Shape(128, "None", 70, 200, h=2, b=2, bias="bk", bias_dtype=torch.float32),
+    Shape(256, WINDOW, 130, h=2, hk=1, bias="hqk", bias_dtype=torch.float16, sinks=True),
+    Shape(64, "None", 130, 200, h=2, bias="qk", bias_dtype=torch.float32, scale=-0.2),
+    Shape(128, CAUSAL, 130, h=2, bias="hq", dropout=0.2),
+    Shape(64, CAUSAL, h=2, hk=1, bias="bhqk", lengths=PACKED),
+]
+NAMED = {"sinks": SINKS, "alibi": ALIBI, "dropout": DROPOUT, "bias": BIAS}
 SHAPES = [shape for shapes in NAMED.values() for shape in shapes]
 
 
@@ -81,7 +91,7 @@ def test_gradients(shape: Shape) -> None:
     dout = torch.randn(out.shape, generator=g).bfloat16()
     dlse = torch.randn(lse.shape, generator=g) if shape.dlse else None
     found = backward_logic.run(problem, inputs, out.contiguous(), lse, dout, dlse)
-    assert (found.dsinks is not None) == shape.sinks
+    assert (found.dsinks is not None) == shape.sinks and (found.dbias is not None) == bool(shape.bias)
     assert checks.check_backward(problem, inputs, dout, dlse, found) == []
 
 

@@ -26,7 +26,7 @@ from tilewise.backends.hopper import arguments
 from tilewise.backends.hopper.choose import compiled_for, unseen_by_all
 from tilewise.backends.hopper.compiler import newer_registers
 from tilewise.backends.hopper.config import NARROW, TABLE, THREE_SHORT, Config, shortened
-from tilewise.backends.hopper.feature_launch import call_features, with_features
+from tilewise.backends.hopper.feature_launch import bias_form, call_features, with_features
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.launch import term_on
 from tilewise.backends.hopper.structs import Rows, Term
@@ -137,7 +137,7 @@ def run(problem: Problem, inputs: Inputs, tile: Config | None) -> tuple[torch.Te
     """All programs, one after the other."""
     form = mask_of(problem)
     with patch.object(arguments, "config_of", arguments.config_of if tile is None else partial(config_with, tile)):
-        plan = arguments.make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None)
+        plan = arguments.make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None, bias_form(inputs.bias))
     C, packed = plan.config, problem.varlen
     q, k, v = inputs[:3]
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)

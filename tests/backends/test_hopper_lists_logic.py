@@ -14,7 +14,7 @@ from tests.backends import test_hopper_backward_logic as backward_logic
 from tests.backends import test_hopper_forward_logic as forward_logic
 from tests.backends.gluon_threads import Descriptor, kernels
 from tests.backends.gluon_values import Value
-from tests.backends.hopper_lists import make_lists, make_order, make_words, visible
+from tests.backends.hopper_lists import make_bounds, make_lists, make_order, make_words, visible
 from tests.backends.test_hopper_backward_logic import Call, Shape, build, maps, start, wrapped
 from tests.numerics import checks
 from tilewise.backends.base import Grads, Inputs
@@ -25,7 +25,7 @@ from tilewise.backends.hopper.backward.config import KeysConfig
 from tilewise.backends.hopper.feature_launch import call_features, with_features
 from tilewise.backends.hopper.list_plan import lists_of
 from tilewise.backends.hopper.plan import supports
-from tilewise.backends.hopper.structs import PrePostArguments
+from tilewise.backends.hopper.structs import Lists, PrePostArguments
 from tilewise.backends.tiled import backend as tiled
 from tilewise.hardware import lookup
 from tilewise.problem import Problem
@@ -91,12 +91,18 @@ def spoiled(problem: Problem, inputs: Inputs, dout: torch.Tensor | None = None) 
     return inputs._replace(q=q, k=k, v=v), None if dout is None else torch.where(rows, dout, nan)
 
 
+def listed(problem: Problem, config: Any, by_key: bool) -> Lists:
+    """The lists of a pass."""
+    lists = make_lists(problem, config, by_key)
+    return lists_of(lists, make_words(problem, config), make_bounds(problem, lists, config, by_key))
+
+
 def run_forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     plan = arguments.make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None)
     C, (q, k, v) = plan.config, inputs[:3]
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
-    lists = lists_of(make_lists(problem, C, False), make_words(problem, C))
+    lists = listed(problem, C, False)
     given = with_features(plan.arguments, call_features(problem, inputs))
     a = wrapped(given._replace(lse_ptr=lse, lists=lists, order=make_order(plan.arguments)))
     boxes = ((q, 64, C.BLOCK_D), (k, C.BLOCK_N, C.BLOCK_D), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.O_COLUMNS))
@@ -113,7 +119,7 @@ def run_backward(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any
     nan = float("nan")
     grads = Grads(*(torch.full_like(x, nan) for x in inputs[:3]))
     scratch = [torch.full((size,), nan) for size in (made.stats, max(1, made.dq), made.stats // 2)]
-    call = Call(inputs, out, lse, dout, dlse, grads, *scratch)
+    call = Call(inputs, out, lse, dout, dlse, grads, *scratch, {})
     with kernels("tilewise.backends.hopper.backward", "prepost", "kernel") as (machine, modules):
         for step in made.steps:
             function = getattr(modules["kernel"], step.name, None) or getattr(modules["prepost"], step.name)
@@ -121,7 +127,7 @@ def run_backward(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any
             if isinstance(step.arguments, PrePostArguments):
                 a = wrapped(backward_logic.arguments(step, call, problem))
             else:
-                lists = lists_of(make_lists(problem, C, isinstance(C, KeysConfig)), make_words(problem, C))
+                lists = listed(problem, C, isinstance(C, KeysConfig))
                 order = make_order(step.arguments)
                 own = with_features(step.arguments, call_features(problem, inputs))
                 a = wrapped(own._replace(stats_ptr=call.stats, dq_ptr=call.sums, lists=lists, order=order))

@@ -243,7 +243,7 @@ def test_a_failing_reader_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError("no such file")
 
     monkeypatch.setattr(host, "_linux", broken)
-    monkeypatch.setattr(host.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(host, "sys", SimpleNamespace(platform="linux"))
     assert host.read_host().cores >= 1
 
 

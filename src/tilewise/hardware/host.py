@@ -9,13 +9,16 @@ import contextlib
 import ctypes
 import os
 import platform
-from dataclasses import dataclass, field, replace
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tilewise.hardware.cpuid import AMX_FLOPS, AMX_SOURCE, EXP_OPS, arm_core, core_figures, isa_of
 from tilewise.hardware.spec import MATRIX_UNITS, DeviceSpec, KiB
 
+MACHINE = platform.machine().lower()
+"""Asked for once: torch.compile of some versions fails in `platform` where it follows a call that a graph cannot hold."""
 _INTERESTING = (
     "amx_bf16", "amx_int8", "amx_tile", "avx2", "avx512_bf16", "avx512_fp16", "avx512f", "bf16", "f16c", "fma", "fp16",
     "i8mm", "sve", "sve2",
@@ -26,7 +29,7 @@ _INTERESTING = (
 class Host:
     """Raw facts; 0 or empty where the system is silent."""
 
-    machine: str = field(default_factory=lambda: platform.machine().lower())
+    machine: str = MACHINE
     source: str = "probed: the operating system"
     name: str = ""
     vendor: str = ""
@@ -43,7 +46,7 @@ class Host:
 
 def read_host() -> Host:
     """The host this process runs on."""
-    reader = {"Linux": _linux, "Darwin": _macos, "Windows": _windows}.get(platform.system())
+    reader = {"linux": _linux, "darwin": _macos, "win32": _windows}.get(sys.platform)
     host = Host(cores=os.cpu_count() or 1)
     if reader is not None:
         with contextlib.suppress(Exception):

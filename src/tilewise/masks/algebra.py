@@ -15,10 +15,9 @@ from weakref import ref
 
 from tilewise.errors import ArgumentTypeError, MaskError
 from tilewise.masks.arrays import (
-    LIMIT,
     Binding,
     as_kind,
-    check_integers,
+    block_lists,
     document_ids,
     fits,
     grouped,
@@ -249,7 +248,7 @@ class Selected(Mask):
 
     def terms(self, binding: Binding, negate: bool) -> Terms:
         shape = binding.shape
-        lists = binding.once(self.indices, "lists", _narrow_lists)
+        lists = binding.once(self.indices, "lists", block_lists)
         lists, heads = grouped("selected", "indices", lists, shape, binding.kv_heads)
         rows = -(-shape.seqlen_q // self.size_q)
         if not binding.varlen and lists.shape[2] != rows:
@@ -390,11 +389,6 @@ def lowered(terms: Terms, binding: Binding | None = None) -> MaskProgram:
     if binding is not None and any(literal.kind.is_tree for term in possible for literal in term):
         possible = with_trees(possible, binding)
     return MaskProgram() if any(not term for term in possible) else assemble(possible)
-
-
-def _narrow_lists(lists: Any) -> Any:
-    check_integers("selected: indices", lists)
-    return as_kind(lists if lists.dtype.itemsize < 8 else lists.clip(-1, LIMIT), "int")
 
 
 def _band_pairs(lo: int, hi: int, negate: bool) -> list[tuple[int, int]]:

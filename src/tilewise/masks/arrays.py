@@ -143,3 +143,9 @@ def check_integers(name: str, array: Any) -> None:
     check_integer_dtype(name, array)
     if isinstance(array, np.ndarray) and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
         raise MaskError(f"{name}: integers from {array.min()} to {array.max()}, need integers of 32 bits")
+
+
+def block_lists(lists: Any) -> Any:
+    """The numbers of blocks as 32-bit integers."""
+    check_integers("selected: indices", lists)
+    return as_kind(lists if lists.dtype.itemsize < 8 else lists.clip(-1, LIMIT), "int")

@@ -15,7 +15,6 @@ import ctypes
 import gc
 import hashlib
 import os
-import platform
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -26,6 +25,7 @@ from tilewise.backends.cpu import image
 from tilewise.backends.cpu.spec import Kernel
 from tilewise.errors import KernelError
 from tilewise.hardware.cache import cache_root, open_regular, write_atomic
+from tilewise.hardware.host import MACHINE
 
 MAGIC = b"tilewise-cpu-2\0\0"
 IMAGE, OBJECT = b"image---", b"object--"
@@ -255,7 +255,7 @@ def fingerprint() -> str:
     if not about:
         machine = host()
         about = [machine.triple, machine.cpu, machine.features]
-    return "\0".join((platform.machine(), *about, llvmlite.__version__))
+    return "\0".join((MACHINE, *about, llvmlite.__version__))
 
 
 _CPUINFO_KEYS = (

@@ -277,3 +277,14 @@ class Pointer:
     @property
     def address(self) -> Value:
         return Value(self.e, self.e.ir.ptrtoint(self.raw, I64))
+
+
+def gather(scalars: list[Any]) -> Strip:
+    """R scalars as V vectors."""
+    e, vectors = scalars[0].e, []
+    for i in range(e.tile.vectors):
+        vector = Value(e, undefined(vector_of(scalars[0].type, e.lanes)))
+        for lane in range(e.lanes):
+            vector = vector.with_lane(lane, scalars[i * e.lanes + lane])
+        vectors.append(vector)
+    return Strip(vectors)

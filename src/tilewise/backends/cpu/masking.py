@@ -15,7 +15,7 @@ from typing import Any
 
 from tilewise.backends.cpu.args import ArgBlock, pointer_kinds
 from tilewise.backends.cpu.builder import Emit, Unit
-from tilewise.backends.cpu.ir import I1, I8, I32, I64, PTR, Pointer, Strip, Value, undefined, vector_of
+from tilewise.backends.cpu.ir import I1, I8, I32, I64, PTR, Pointer, Strip, Value, gather
 from tilewise.backends.cpu.spec import Kernel, argument_names, round_up
 from tilewise.masks.program import Operand, operands
 
@@ -390,14 +390,3 @@ def _in_tree(seq: SeqInfo, part: Operand, prepared: list[Any], k: Value) -> Any:
         among = (cells[e.max(told, 0) + column] != 0) & (told >= 0)
         lanes.append(e.select(slot >= 0, among, (slot >= first) & (slot < past)).zext(I8))
     return gather(lanes) != 0
-
-
-def gather(scalars: list[Any]) -> Strip:
-    """R scalars as V vectors."""
-    e, vectors = scalars[0].e, []
-    for i in range(e.tile.vectors):
-        vector = Value(e, undefined(vector_of(scalars[0].type, e.lanes)))
-        for lane in range(e.lanes):
-            vector = vector.with_lane(lane, scalars[i * e.lanes + lane])
-        vectors.append(vector)
-    return Strip(vectors)

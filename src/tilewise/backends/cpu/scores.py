@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewise.backends.cpu.elementary import LOG2E, philox, tanh
-from tilewise.backends.cpu.ir import I32, I64, Value
-from tilewise.backends.cpu.masking import SeqInfo, gather, lane_rows
+from tilewise.backends.cpu.ir import I32, I64, Value, gather
+from tilewise.backends.cpu.masking import SeqInfo, lane_rows
 from tilewise.backends.cpu.spec import Kernel
 from tilewise.problem import Origin
 

@@ -59,7 +59,7 @@ MOST_TOKENS = 32 * MOST_TILES
 """Of a side, whatever the tiles are."""
 MOST_INTERVALS = LIVE_BITS
 ALL_LIVE = (1 << LIVE_BITS) - 1 << LIVE_SHIFT
-"""All terms of a run are live. Kernels that mask the first tile of a row whatever its class is find a FULL one visible by this."""
+"""All terms of a run are live. So kernels that mask a row's first tile, whatever its class is, find a FULL one visible."""
 EQUAL, DIFFERENT = 1, 2
 """How `ListLayout.ids` compares."""
 

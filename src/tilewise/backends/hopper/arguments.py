@@ -30,10 +30,11 @@ class ForwardPlan(NamedTuple):
     programs: int
 
 
-def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any) -> ForwardPlan:
-    """The launch on a device; `compile_(dtype, arguments, config)` gives the kernel."""
+def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, bias: str = "") -> ForwardPlan:
+    """The launch on a device; `compile_(dtype, arguments, config)` gives the kernel. `bias`: the form of a call's own."""
     mask = mask_of(problem)
     config = config_of(problem, tiles(problem, spec)["forward"])
+    config = config._replace(BIAS=bias or config.BIAS)
     blocks = blocks_of(problem, problem.seqlen_q, config.BLOCK_M)
     heads = problem.heads * (1 if problem.varlen else problem.batch)
     programs = min(blocks * heads, spec.units)
@@ -51,7 +52,7 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any) -> ForwardPlan:
         last_block=blocks - 1,
         stat_blocks=None,
         stat_tiles=None,
-        **tile_arguments(problem, mask, problem.heads, blocks),
+        **tile_arguments(problem, mask, problem.heads, blocks, config.BIAS),
         total=blocks * heads,
         programs=programs,
         order=order,
@@ -61,8 +62,9 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any) -> ForwardPlan:
     return ForwardPlan(compile_(problem.dtype, a, config), config, a, programs)
 
 
-def tile_arguments(problem: Problem, mask: IntervalMask, heads: int, blocks: int) -> dict[str, Any]:
+def tile_arguments(problem: Problem, mask: IntervalMask, heads: int, blocks: int, bias: str) -> dict[str, Any]:
     """The arguments of every kernel whose work tiles are `blocks` of each of so many heads."""
+    unit = 1.0 if bias else LOG2E  # with a bias scores are in natural units
     return {
         "cu_q": "*i32" if problem.varlen else None,
         "cu_k": "*i32" if problem.varlen else None,
@@ -73,9 +75,9 @@ def tile_arguments(problem: Problem, mask: IntervalMask, heads: int, blocks: int
         "batch": problem.batch,
         "len_q": problem.seqlen_q,
         "len_k": problem.seqlen_k,
-        "scale_log2": (problem.softcap or problem.scale) * LOG2E,
+        "scale_log2": (problem.softcap or problem.scale) * unit,
         "softcap_slope": problem.scale / problem.softcap if problem.softcap else 0.0,
-        **feature_types(problem),
+        **feature_types(problem, bias),
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tilewise.backends.gpu.lists import list_layout
 from tilewise.backends.hopper.config import NARROW, Config, tiles_for
-from tilewise.backends.hopper.features import alibi_form
+from tilewise.backends.hopper.features import alibi_form, bias_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, unseen_keys
 from tilewise.backends.hopper.list_plan import hides_in_tiles
 from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, visited_keys
@@ -80,7 +80,7 @@ def unseen_by_all(problem: Problem, mask: IntervalMask) -> bool:
 
 def crowded(problem: Problem) -> bool:
     """Do features need registers?"""
-    return problem.alibi or problem.dropout_p > 0
+    return problem.alibi or problem.dropout_p > 0 or problem.bias is not None
 
 
 def shortage(tile: Config, mask: IntervalMask, unseen: bool, newer: bool, features: bool = False) -> str:
@@ -89,7 +89,7 @@ def shortage(tile: Config, mask: IntervalMask, unseen: bool, newer: bool, featur
     if tile.WARPGROUPS == 3 and (unseen or mask.left):
         return f"{registers} rows that begin after key 0 or keys that no query sees"
     if tile.WARPGROUPS == 3 and features:
-        return f"{registers} ALiBi or dropout"
+        return f"{registers} ALiBi, dropout or a bias"
     if newer and tile.WARPGROUPS == 3 and mask.band:
         return f"{registers} a mask under Triton 3.8 or newer"
     if newer and tile.BLOCK_N == 128 and tile.BLOCK_D > 64 and mask.terms and (unseen or mask.left):
@@ -151,12 +151,18 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         RELEASE_Q_EARLY=in_registers > 0 and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
         TAIL=tail,
         UNSEEN_KEYS=unseen,
-        SCORES="softcap" if problem.softcap > 0 else "fold" if problem.scale > 0 and not problem.alibi else "scale",
+        SCORES="softcap" if problem.softcap > 0 else "fold" if folds(problem) else "scale",
         SINKS=problem.sinks,
         ALIBI=alibi_form(problem, mask),
+        BIAS=bias_form(problem),
         DROPOUT=problem.dropout_p > 0,
         **mask_config(problem, mask),
     )
+
+
+def folds(problem: Problem) -> bool:
+    """May the scale be folded into exp2? It must be positive, and nothing come between."""
+    return problem.scale > 0 and not problem.alibi and problem.bias is None
 
 
 def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilewise.backends.gpu.assemble import one_at_a_time
-from tilewise.backends.hopper.structs import Plane
+from tilewise.backends.hopper.structs import Plane, Unaligned
 
 ELEMENT = {"float16": "fp16", "bfloat16": "bf16"}
 
@@ -53,7 +53,7 @@ class Types:
             self.constants[path] = None
             return "constexpr"
         if isinstance(value, str):
-            if self.aligned:
+            if self.aligned and not isinstance(value, Unaligned):
                 self.attributes[path] = [["tt.divisibility", 16]]
             return value
         if isinstance(value, Plane):

@@ -40,6 +40,7 @@ class Config(NamedTuple):
     SINKS: bool = False
     DROPOUT: bool = False
     ALIBI: str = ""  # "past" where no key is ahead of its query, else "both"
+    BIAS: str = ""  # its numbers, "x2" behind where two of adjacent keys are read as a word
 
     @property
     def BLOCK_M(self) -> int:

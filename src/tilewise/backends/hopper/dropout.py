@@ -87,7 +87,7 @@ def _halfway():
 
 
 @gluon.constexpr_function
-def _parts(n):
+def accumulator_parts(n):
     """The layout of a [64, N] accumulator as [64, N / 8, 4, 2]."""
     registers = [[0, 0, 0, 1], [8, 0, 0, 0], *([0, 1 << i, 0, 0] for i in range((n // 8).bit_length() - 1))]
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
@@ -121,7 +121,7 @@ def kept_by_row(row0, key0, b, h, a, N: gl.constexpr, C: gl.constexpr):
     both = gl.join(words & 0x33333333, (words >> 2) & 0x33333333)  # [64, N / 64, 2, 2]: keys 0 and 1, keys 2 and 3
     BOTH: gl.constexpr = both.type.layout
     both = gl.sum(both << (2 * counted(N // 64, 1, BOTH)), 1)  # [64, 2, 2]
-    TARGET: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _parts(N)))
+    TARGET: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, accumulator_parts(N)))
     return gl.convert_layout(gl.reshape(both, [64, 4]), TARGET)
 
 
@@ -143,14 +143,14 @@ def kept_by_column(m, k0, b, h, a, C: gl.constexpr):
     # [16, 8, 2, 2]: of key 2 · last + the one before. Two exchanges of one bit: shuffles, where one of two needs shared memory
     HALFWAY: gl.constexpr = _halfway()
     keys = gl.convert_layout(gl.join(even, odd), HALFWAY)
-    TARGET: gl.constexpr = gl.SliceLayout(1, _parts(M))
+    TARGET: gl.constexpr = gl.SliceLayout(1, accumulator_parts(M))
     return gl.convert_layout(gl.reshape(gl.permute(keys, (0, 3, 2, 1)), [64, 4, 2]), TARGET)
 
 
 @gluon.jit
 def is_kept(words, N: gl.constexpr, BY_ROW: gl.constexpr):
     """The bits of a tile as [64, N / 8, 4, 2] booleans."""
-    LAYOUT: gl.constexpr = _parts(N)
+    LAYOUT: gl.constexpr = accumulator_parts(N)
     eight = counted(N // 8, 1, LAYOUT)
     if BY_ROW:
         bit = 4 * (eight % 8) + 2 * (eight // 8) + counted(2, 3, LAYOUT)
@@ -179,7 +179,7 @@ def signed(x_tile, words, BY_ROW: gl.constexpr):
 @gluon.jit
 def parts_of(x_tile):
     N: gl.constexpr = x_tile.type.shape[1]
-    LAYOUT: gl.constexpr = _parts(N)
+    LAYOUT: gl.constexpr = accumulator_parts(N)
     return gl.convert_layout(gl.reshape(x_tile, [64, N // 8, 4, 2]), LAYOUT, assert_trivial=True)
 
 

@@ -26,6 +26,8 @@ def normalise(o_tile, l, m, work, a, C: gl.constexpr):
     total = gl.convert_layout(gl.sum(l, 1), m.type.layout, assert_trivial=True)  # [64]
     if C.ALIBI == "past":
         m = m - row_excess(m, slope_of(work.b, work.h, a))
+    if C.BIAS != "" and C.SINKS:
+        m = m * LOG2E
     if C.SINKS:
         total, m, rescale = add_sink(total, m, gl.load(a.sinks_ptr + work.h) * LOG2E)
     empty = total == 0.0
@@ -34,7 +36,10 @@ def normalise(o_tile, l, m, work, a, C: gl.constexpr):
         inverse = inverse * rescale
     if C.DROPOUT:
         inverse = inverse * a.keep_scale
-    lse = gl.where(empty, -INF, (m + gl.log2(total)) * LN2)
+    if C.BIAS != "" and not C.SINKS:  # m is in natural units, and may be near the lowest number
+        lse = gl.where(empty, -INF, m + gl.log2(total) * LN2)
+    else:
+        lse = gl.where(empty, -INF, (m + gl.log2(total)) * LN2)
     ROW: gl.constexpr = gl.SliceLayout(1, o_tile.type.layout)
     return o_tile * gl.convert_layout(inverse, ROW, assert_trivial=True)[:, None], lse
 

@@ -9,16 +9,21 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import Inputs, rounded
+from tilewise.backends.gpu.launch import broadcast_strides
+from tilewise.backends.hopper.features import ELEMENT, BiasForm, gradient_form, is_broadcast
+from tilewise.backends.hopper.intervals import mask_of
 from tilewise.problem import Problem
 
 Features = dict[str, Any]
 """Arguments by name: tensors and numbers."""
 NONE: Features = {}
+ANY = 1 << 30
+"""Keys of a bias that is the same for all."""
 
 
 def call_features(problem: Problem, inputs: Inputs) -> Features:
     """Of a call; empty for most."""
-    if not (problem.sinks or problem.alibi or problem.dropout_p > 0):
+    if not (problem.sinks or problem.alibi or problem.dropout_p > 0 or problem.bias is not None):
         return NONE
     found: Features = {}
     if inputs.sinks is not None:
@@ -26,6 +31,8 @@ def call_features(problem: Problem, inputs: Inputs) -> Features:
     if inputs.alibi is not None:
         slopes = inputs.alibi.to(torch.float32).contiguous()
         found |= {"alibi_ptr": slopes, "alibi_b": problem.heads if slopes.shape[0] > 1 else 0}
+    if inputs.bias is not None:
+        found |= bias_arguments(inputs.bias)
     if problem.dropout_p > 0:
         assert inputs.seed is not None
         seed = inputs.seed.to(inputs.q.device, non_blocking=True)
@@ -35,7 +42,44 @@ def call_features(problem: Problem, inputs: Inputs) -> Features:
 
 def features_key(inputs: Inputs) -> Hashable:
     """What launches depend on beside the problem and the tensors' addresses."""
+    if inputs.bias is not None:
+        return inputs.bias.dtype, inputs.bias.stride(), is_paired(inputs.bias)
     return None if inputs.alibi is None else inputs.alibi.shape[0]
+
+
+def is_paired(bias: Tensor) -> bool:
+    """Can two numbers of adjacent keys be read as one word?"""
+    even = all(size == 1 or step % 2 == 0 for size, step in zip(bias.shape[:3], bias.stride()[:3], strict=True))
+    adjacent = bias.element_size() == 2 and bias.stride(3) == 1 and bias.shape[3] % 2 == 0
+    return adjacent and even and bias.data_ptr() % 4 == 0
+
+
+def bias_form(bias: Tensor | None) -> str:
+    """What `Config.BIAS` says of a call's bias."""
+    if bias is None:
+        return ""
+    name = str(bias.dtype).removeprefix("torch.")
+    return ELEMENT.get(name, "fp32") + ("x2" if is_paired(bias) else "")
+
+
+def backward_form(problem: Problem, bias: Tensor | None, gradient: bool) -> BiasForm | None:
+    """What the configs of the backward say of a call's bias, of which a gradient may be wanted."""
+    if bias is None:
+        return None
+    return BiasForm(bias_form(bias), gradient_form(problem) if gradient else "")
+
+
+def bias_arguments(bias: Tensor) -> Features:
+    if bias.dtype == torch.float64:
+        bias = bias.to(torch.float32)
+    rows, keys = bias.shape[2:]
+    x = bias.detach().as_strided(bias.shape, broadcast_strides(bias))  # sides of 1 are not stepped over
+    paired = is_paired(bias)
+    if paired:
+        x = x.view(torch.int32)
+    b, h, q, k = x.stride()
+    found: Features = {"bias_ptr": x, "bias_b": b, "bias_h": h, "bias_q": q, "bias_rows": rows}
+    return found | ({"bias_keys": keys} if paired else {"bias_k": k, "bias_keys": ANY if keys == 1 else keys})
 
 
 def tensors_in(features: Features) -> tuple[Tensor, ...]:
@@ -45,6 +89,23 @@ def tensors_in(features: Features) -> tuple[Tensor, ...]:
 def with_features(arguments: Any, features: Features) -> Any:
     """A kernel's arguments with those that it takes."""
     return arguments._replace(**{name: x for name, x in features.items() if getattr(arguments, name, None) is not None})
+
+
+def bias_gradient(problem: Problem, bias: Tensor) -> tuple[Tensor, Features]:
+    """Memory for the gradient of a bias, and the arguments of the kernel that writes it. Rows begin at even places."""
+    added = is_broadcast(problem)
+    shape = (*bias.shape[:3], bias.shape[3] + bias.shape[3] % 2)
+    whole = not (added or problem.varlen or mask_of(problem).terms)  # is every tile written?
+    dtype = bias.dtype if not added and bias.dtype.itemsize < 8 else torch.float32
+    memory = (torch.empty if whole else torch.zeros)(shape, dtype=dtype, device=bias.device)
+    b, h, q, k = broadcast_strides(memory[..., : bias.shape[3]])
+    found: Features = {"dbias_ptr": memory, "dbias_b": b // 2, "dbias_h": h // 2, "dbias_q": q // 2}
+    return memory, found | {"dbias_k": k}
+
+
+def rounded_gradient(memory: Tensor, bias: Tensor) -> Tensor:
+    """What the kernel has written or added up, as the bias is."""
+    return rounded(memory[..., : bias.shape[3]], bias.dtype).contiguous()
 
 
 def sink_gradient(parts: Tensor, sinks: Tensor, rows: int) -> Tensor:

@@ -16,10 +16,9 @@ from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.hopper.arguments import CLUSTER_BYTES, ForwardPlan, heads_together, make_plan
 from tilewise.backends.hopper.compile import compile_kernel
-from tilewise.backends.hopper.feature_launch import call_features, features_key, tensors_in, with_features
+from tilewise.backends.hopper.feature_launch import bias_form, call_features, features_key, tensors_in, with_features
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.list_launch import Dealing, call_lists, is_listed
-from tilewise.backends.hopper.list_plan import lists_of
 from tilewise.backends.hopper.packed_order import empty_order, order_launch
 from tilewise.backends.hopper.plan import offers
 from tilewise.backends.hopper.structs import Rows, Term
@@ -33,19 +32,19 @@ def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
     key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride(), features_key(inputs))
     if is_listed(problem):
         return run_listed(problem, inputs, key)
-    return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, q.device)))
+    return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, inputs)))
 
 
 def run_listed(problem: Problem, inputs: Inputs, key: tuple[Hashable, ...]) -> tuple[Tensor, Tensor]:
     """The same for a mask of tile lists."""
     q, k, v = inputs[:3]
     found = call_lists(problem, inputs, *walk_of(problem, q.device))
-    recording = recorder.get(problem, (*key, found.key), q.device, partial(plan_on, problem, q.device))
+    recording = recorder.get(problem, (*key, found.key), q.device, partial(plan_on, problem, inputs))
     out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
     features = call_features(problem, inputs)
     tensors = (q, k, v, out, lse, None, None, *found.tensors, *tensors_in(features))
     if not recording.repeat(tensors):
-        arguments = recording.plan.arguments._replace(lists=lists_of(found.lists, found.words), order=found.order)
+        arguments = recording.plan.arguments._replace(lists=found.arguments, order=found.order)
         plan = recording.plan._replace(arguments=with_features(arguments, features))
         recording.record(tensors, [launch_of(plan, tensors, ())])
     return out, lse
@@ -141,9 +140,11 @@ def packed_rows(x: Tensor) -> Rows:
     return Rows(x, x.stride(1), x.stride(2), x.shape[3])
 
 
-def plan_on(problem: Problem, device: torch.device) -> ForwardPlan:
-    """The launch on a device, with its order in the device's memory."""
-    plan = make_plan(problem, spec_of(device.index or 0), partial(kernel_for, "forward_kernel"))
+def plan_on(problem: Problem, inputs: Inputs) -> ForwardPlan:
+    """The launch on the tensors' device, with its order in the device's memory."""
+    device = inputs.q.device
+    compile_ = partial(kernel_for, "forward_kernel")
+    plan = make_plan(problem, spec_of(device.index or 0), compile_, bias_form(inputs.bias))
     return plan._replace(arguments=order_on(plan.arguments, device))
 
 

@@ -13,7 +13,8 @@ from tilewise.backends.gpu.kept import kept, lengths_of
 from tilewise.backends.gpu.lists import TileLists
 from tilewise.backends.hopper.device_order import dealt
 from tilewise.backends.hopper.intervals import mask_of
-from tilewise.backends.hopper.list_plan import Words, same_ids
+from tilewise.backends.hopper.list_plan import Words, has_bounds, lists_of, same_ids
+from tilewise.backends.hopper.structs import Lists
 from tilewise.problem import Problem
 
 
@@ -22,6 +23,7 @@ class CallLists(NamedTuple):
 
     lists: TileLists
     words: tuple[Words | None, Words | None]
+    bounds: Tensor | None
     order: Tensor  # of work tiles, see structs.Arguments
     tensors: tuple[Tensor, ...]
     """What launches read of these."""
@@ -29,11 +31,18 @@ class CallLists(NamedTuple):
     """All that a launch depends on beside addresses."""
 
     @classmethod
-    def of(cls, lists: TileLists, words: tuple[Words | None, Words | None], order: Tensor) -> CallLists:
-        read = (lists.runs, lists.counts, lists.terms, lists.q_ids, lists.k_ids, lists.bits, order)
+    def of(
+        cls, lists: TileLists, words: tuple[Words | None, Words | None], bounds: Tensor | None, order: Tensor
+    ) -> CallLists:
+        read = (lists.runs, lists.counts, lists.terms, lists.q_ids, lists.k_ids, lists.bits, bounds, order)
         tensors = tuple(x for x in (*read, *(x and x.words for x in words)) if x is not None)
         ids = lists.q_ids is None, same_ids(lists)
-        return cls(lists, words, order, tensors, (*lists[7:], *(None if x is None else x[1:] for x in words), *ids))
+        return cls(lists, words, bounds, order, tensors, (*lists[7:], *(None if x is None else x[1:] for x in words), *ids))
+
+    @property
+    def arguments(self) -> Lists:
+        """As the kernels take them."""
+        return lists_of(self.lists, self.words, self.bounds)
 
 
 def is_listed(problem: Problem) -> bool:
@@ -60,9 +69,17 @@ def call_lists(problem: Problem, inputs: Inputs, config: Any, dealing: Dealing) 
     def make() -> CallLists:
         lists = lists_for(problem, inputs, ListSpec(*sizes, dealing.by_key))
         seen, seeing = (words_for(problem, inputs, config, keys) if asked[not keys] else None for keys in (True, False))
-        return CallLists.of(lists, (seen, seeing), dealt(problem, lists, config, *dealing))
+        bounds = bounds_for(problem, lists, config, dealing.by_key)
+        return CallLists.of(lists, (seen, seeing), bounds, dealt(problem, lists, config, *dealing))
 
     return kept(problem, inputs.q, ("hopper", sizes, asked, dealing), make, lengths_of(inputs))
+
+
+def bounds_for(problem: Problem, lists: TileLists, config: Any, by_key: bool) -> Tensor | None:
+    """The bounds of lists whose layout has some."""
+    from tilewise.backends.hopper.bounds import list_bounds
+
+    return list_bounds(problem, lists, config, by_key) if has_bounds(config.LISTS) else None
 
 
 def words_for(problem: Problem, inputs: Inputs, config: Any, keys: bool) -> Words:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilewise.backends.gpu.lists import MOST_TILES, TileLists, list_layout, run_width
+from tilewise.backends.gpu.lists import EQUAL, MOST_TILES, ListLayout, TileLists, list_layout, run_width
 from tilewise.backends.hopper.structs import Lists
 from tilewise.masks import Literal, MaskShape
 from tilewise.problem import Problem
@@ -92,7 +92,13 @@ class Words(NamedTuple):
     stride_h: int
 
 
-def lists_of(lists: TileLists, words: Any = None) -> Lists:
+def has_bounds(layout: ListLayout) -> bool:
+    """Are PARTIAL tiles masked by bounds (`bounds.py`) where these say it all? Not without ids: those masks are cheap, or no
+    intervals."""
+    return layout.ids == EQUAL and not layout.bits and not layout.live
+
+
+def lists_of(lists: TileLists, words: Any = None, bounds: Any = None) -> Lists:
     """The lists of a pass as its kernel takes them; `words` are those of seen keys and of seeing queries."""
     seen, seeing = words or (None, None)
     return Lists(
@@ -107,6 +113,7 @@ def lists_of(lists: TileLists, words: Any = None) -> Lists:
         ids_strides=(lists.q_ids_b or None, None if same_ids(lists) else lists.k_ids_b or None),
         bits=lists.bits,
         bits_strides=None if lists.bits is None else (lists.bits_b or None, lists.bits_h or None, lists.bits_q, lists.bits_w),
+        bounds=bounds,
         seen=None if seen is None else seen.words,
         seeing=None if seeing is None else seeing.words,
         seen_strides=(None, None) if seen is None else (seen.stride_b or None, seen.stride_h or None),
@@ -162,4 +169,5 @@ def list_arguments(problem: Problem, config: Any) -> Lists | None:
     if config.LISTS is None:
         return None
     by_key = config.LISTED_BY_KEY
-    return lists_of(planned_lists(problem, config, by_key), planned_words(problem, config))
+    bounds = "*i64" if has_bounds(config.LISTS) else None
+    return lists_of(planned_lists(problem, config, by_key), planned_words(problem, config), bounds)

@@ -1,74 +1,146 @@
-"""The mask of a list's PARTIAL tile: by intervals, ids and bits."""
+"""The mask of a list's PARTIAL tile as words (`lane_words.py`): by bounds where they say it all, or by terms, ids and bits."""
 
 from __future__ import annotations
 
 from tilewise.backends.hopper.compat import gl, gluon, opaque
-from tilewise.backends.hopper.lists import bit_words, ids_of, inside_terms, live_terms, same_document, tile_number
+from tilewise.backends.hopper.lane_words import (
+    from_natural,
+    interval_words,
+    no_words,
+    rows_of_words,
+    where_set,
+    words_of,
+)
+from tilewise.backends.hopper.lists import (
+    bit_words,
+    ids_of,
+    live_terms,
+    place,
+    same_document,
+    term_bounds,
+    tile_number,
+)
 
 
 @gluon.jit
-def visible_keys(x_tile, work, row0, cursor, OTHER: gl.constexpr, a, C: gl.constexpr):
-    """[64 queries, keys]: x where a query from row0 on sees a key of the tile at a place in its list, else OTHER."""
-    LAYOUT: gl.constexpr = x_tile.type.layout
-    b = work.b
+def words_by_bounds(bounds, first, like, N: gl.constexpr):
+    """Words of N columns from `first` on that are within their rows' bounds."""
+    lo = (bounds & 0x7FFFFFFF).to(gl.int32) - first
+    return interval_words(lo, lo + (bounds >> 32).to(gl.int32), like, N)
+
+
+@gluon.jit
+def words_by_terms(b, rows, first, live, like, a, BY_KEY: gl.constexpr, N: gl.constexpr, C: gl.constexpr):
+    """Words of N columns from `first` on that lie in the interval of a live term."""
+    INTERVALS: gl.constexpr = C.LISTS.intervals
+    terms = a.lists.terms + place(b, b, (a.lists.terms_stride, None))
+    found = like
+    for r in gl.static_range(INTERVALS):
+        lo, hi = term_bounds(terms + 4 * r, rows, BY_KEY)
+        words = interval_words(lo - first, hi - first, like, N)
+        if C.LISTS.live:
+            words = gl.where((live & (1 << r)) != 0, words, 0)
+        found = found | words
+    return found
+
+
+@gluon.jit
+def words_by_ids(b, q, k, a, BY_KEY: gl.constexpr, C: gl.constexpr):
+    """Words of the pairs of positions of one document, [64, N] with queries q and keys k, one of which is a column."""
+    q_ids = ids_of(a.lists.q_ids, a.lists.ids_strides[0], b, q, a.len_q)
+    if a.lists.k_ids is not None:
+        k_ids = ids_of(a.lists.k_ids, a.lists.ids_strides[1], b, k, a.len_k)
+    else:
+        k_ids = ids_of(a.lists.q_ids, a.lists.ids_strides[0], b, k, a.len_k)
+    if BY_KEY:
+        return words_of(same_document(q_ids[None, :], k_ids[:, None], C))
+    else:
+        return words_of(same_document(q_ids[:, None], k_ids[None, :], C))
+
+
+@gluon.jit
+def words_by_bits(b, h, rows, key0, like, a, C: gl.constexpr):
+    """Words of a dense mask, from key0 on."""
+    found = like
+    for i in gl.static_range(C.BLOCK_N // 32):
+        found = found | (from_natural(bit_words(a.lists, b, h, rows, key0 // 32 + i, a), like) << (8 * i))
+    return found
+
+
+@gluon.jit
+def visible_keys(work, row0, cursor, a, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Words of the keys of the tile at a place in its list that queries from row0 on see, for a tile [64, keys] of the layout."""
+    like = no_words(C.BLOCK_N, LAYOUT)
     key0 = tile_number(cursor) * C.BLOCK_N
     row0 = opaque(row0)  # else what is computed from it is kept in registers from before the loop
-    k = key0 + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
-    q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    ok = inside_terms(a.lists, b, live_terms(cursor), q[:, None], k[None, :], False, C)
-    if C.LISTS.ids > 0:
-        q_ids = ids_of(a.lists.q_ids, a.lists.ids_strides[0], b, q, a.len_q)
-        if a.lists.k_ids is not None:
-            k_ids = ids_of(a.lists.k_ids, a.lists.ids_strides[1], b, k, a.len_k)
-        else:
-            k_ids = ids_of(a.lists.q_ids, a.lists.ids_strides[0], b, k, a.len_k)
-        ok = ok & same_document(q_ids[:, None], k_ids[None, :], C)
-    x_tile = gl.where(ok, x_tile, OTHER)
-    if C.LISTS.bits:
-        # in the accumulator's order: column 32 word + 8 group + 2 lane + pair. Words are shifted by lane first: all other shifts
-        # are numbers in the code
-        parts = x_tile.reshape([64, C.BLOCK_N // 32, 4, 4, 2])
-        BY_LANE: gl.constexpr = gl.SliceLayout(4, parts.type.layout)
-        WORDS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, BY_LANE))
-        q = row0 + gl.arange(0, 64, gl.SliceLayout(1, WORDS))[:, None]
-        word = key0 // 32 + gl.arange(0, C.BLOCK_N // 32, gl.SliceLayout(0, WORDS))[None, :]
-        words = bit_words(a.lists, b, work.h, q, word, a)[:, :, None, None, None]
-        lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, BY_LANE))))
-        group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, BY_LANE))))
-        ACROSS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, parts.type.layout))
-        pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, ACROSS)))
-        shift = 8 * group[None, None, :, None, None] + pair[None, None, None, None, :]
-        words = words >> (2 * lane)[None, None, None, :, None]
-        parts = gl.where(((words >> shift) & 1) != 0, parts, OTHER)
-        x_tile = gl.convert_layout(parts.reshape([64, C.BLOCK_N]), LAYOUT, assert_trivial=True)
-    return x_tile
+    rows = rows_of_words(like, row0)
+    if a.lists.bounds is not None:
+        at = a.lists.bounds + place(work.b, work.h, a.lists.strides) * C.BLOCK_M
+        words = words_by_bounds(gl.load(at + rows), key0, like, C.BLOCK_N)
+        if gl.load(at + row0) < 0:
+            words = keys_by_parts(work, row0, cursor, like, a, LAYOUT, C)
+    else:
+        words = keys_by_parts(work, row0, cursor, like, a, LAYOUT, C)
+    return words
 
 
 @gluon.jit
-def visible_queries(x_tile, work, h, k0, cursor, a, C: gl.constexpr):
-    """[64 keys, queries]: x where a query of the tile at a place in its list sees a key from k0 on, else 0; h is a query head."""
-    LAYOUT: gl.constexpr = x_tile.type.layout
-    b = work.b
-    m = tile_number(cursor) * C.BLOCK_M
-    k0 = opaque(k0)
-    k = k0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    q = m + gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, LAYOUT))
-    ok = inside_terms(a.lists, b, live_terms(cursor), q[None, :], k[:, None], True, C)
+def keys_by_parts(work, row0, cursor, like, a, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The same by intervals, ids and bits."""
+    key0 = tile_number(cursor) * C.BLOCK_N
+    rows = rows_of_words(like, row0)
+    words = words_by_terms(work.b, rows, key0, live_terms(cursor), like, a, False, C.BLOCK_N, C)
     if C.LISTS.ids > 0:
-        q_ids = ids_of(a.lists.q_ids, a.lists.ids_strides[0], b, q, a.len_q)
-        if a.lists.k_ids is not None:
-            k_ids = ids_of(a.lists.k_ids, a.lists.ids_strides[1], b, k, a.len_k)
-        else:
-            k_ids = ids_of(a.lists.q_ids, a.lists.ids_strides[0], b, k, a.len_k)
-        ok = ok & same_document(q_ids[None, :], k_ids[:, None], C)
-    x_tile = gl.where(ok, x_tile, 0.0)
+        q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        k = key0 + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
+        words = words & words_by_ids(work.b, q, k, a, False, C)
     if C.LISTS.bits:
+        words = words & words_by_bits(work.b, work.h, rows, key0, like, a, C)
+    return words
+
+
+@gluon.jit
+def visible_queries(work, h, k0, cursor, a, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Words of the queries of the tile at a place in its list that see keys from k0 on, for a tile [64, queries] of the layout; h
+    is a query head. A dense mask is left to `where_visible`."""
+    like = no_words(C.BLOCK_M, LAYOUT)
+    k0 = opaque(k0)
+    m = tile_number(cursor) * C.BLOCK_M
+    if a.lists.bounds is not None:
+        at = a.lists.bounds + place(work.b, h, a.lists.strides) * C.BLOCK_N
+        words = words_by_bounds(gl.load(at + rows_of_words(like, k0)), m, like, C.BLOCK_M)
+        if gl.load(at + k0) < 0:
+            words = queries_by_parts(work, k0, cursor, like, a, LAYOUT, C)
+    else:
+        words = queries_by_parts(work, k0, cursor, like, a, LAYOUT, C)
+    return words
+
+
+@gluon.jit
+def queries_by_parts(work, k0, cursor, like, a, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The same by intervals and ids."""
+    m = tile_number(cursor) * C.BLOCK_M
+    words = words_by_terms(work.b, rows_of_words(like, k0), m, live_terms(cursor), like, a, True, C.BLOCK_M, C)
+    if C.LISTS.ids > 0:
+        k = k0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        q = m + gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, LAYOUT))
+        words = words & words_by_ids(work.b, q, k, a, True, C)
+    return words
+
+
+@gluon.jit
+def where_visible(words, x_tile, work, h, k0, cursor, a, C: gl.constexpr):
+    """[64 keys, queries]: x where a query sees a key, else 0."""
+    x_tile = where_set(words, x_tile, 0.0)
+    if C.LISTS.bits:
+        LAYOUT: gl.constexpr = x_tile.type.layout
+        m = tile_number(cursor) * C.BLOCK_M
         cube = x_tile.reshape([2, 32, C.BLOCK_M])
         WORDS: gl.constexpr = gl.SliceLayout(1, cube.type.layout)
         bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, cube.type.layout)))
         q = m + gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, WORDS))[None, :]
-        word = k0 // 32 + gl.arange(0, 2, gl.SliceLayout(1, WORDS))[:, None]
-        words = bit_words(a.lists, b, h, q, word, a)
-        cube = gl.where(((words[:, None, :] >> bit[None, :, None]) & 1) != 0, cube, 0.0)
+        word = opaque(k0) // 32 + gl.arange(0, 2, gl.SliceLayout(1, WORDS))[:, None]
+        bits = bit_words(a.lists, work.b, h, q, word, a)
+        cube = gl.where(((bits[:, None, :] >> bit[None, :, None]) & 1) != 0, cube, 0.0)
         x_tile = gl.convert_layout(cube.reshape([64, C.BLOCK_M]), LAYOUT, assert_trivial=True)
     return x_tile

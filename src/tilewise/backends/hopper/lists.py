@@ -102,38 +102,19 @@ def bit_words(lists, b, h, q, word, a):
 
 
 @gluon.jit
-def inside_terms(lists, b, live, q, k, BY_KEY: gl.constexpr, C: gl.constexpr):
-    """Do keys k lie in the interval of a live term, for queries q? One of them is a column and one a row. A thread has fewer of
-    the column: of keys where BY_KEY."""
-    INTERVALS: gl.constexpr = C.LISTS.intervals
-    terms = lists.terms + place(b, b, (lists.terms_stride, None))
-    ok = inside_term(terms, q, k, BY_KEY)
-    if C.LISTS.live:
-        ok = ok & ((live & 1) != 0)
-    for r in gl.static_range(1, INTERVALS):
-        other = inside_term(terms + 4 * r, q, k, BY_KEY)
-        if C.LISTS.live:
-            other = other & ((live & (1 << r)) != 0)
-        ok = ok | other
-    return ok
-
-
-@gluon.jit
-def inside_term(term, q, k, BY_KEY: gl.constexpr):
-    """lo <= k - q <= hi and start <= k < end, as one comparison: below the first the difference wraps around to a huge number."""
+def term_bounds(term, rows, BY_KEY: gl.constexpr):
+    """[first, past) of the keys that queries see under a term, lo <= k - q <= hi and start <= k < end; with BY_KEY of the queries
+    that see keys. Nothing where past <= first."""
     lo = gl.load(term)
     hi = gl.load(term + 1)
     start = gl.load(term + 2)
     end = gl.load(term + 3)
     if BY_KEY:
-        lo = gl.maximum(lo, -FAR)
-        hi = gl.minimum(hi, FAR)
-        width = gl.where((k >= start) & (k < end), gl.maximum(hi - lo + 1, 0), 0)
-        return (q - (k - hi)).to(gl.uint32) < width.to(gl.uint32)
+        first = rows - gl.minimum(hi, FAR)
+        past = rows + 1 - gl.maximum(lo, -FAR)
+        return first, gl.where((rows >= start) & (rows < end), past, first)
     else:
-        first = gl.maximum(q + lo, start)
-        past = gl.minimum(q + (hi + 1), end)
-        return (k - first).to(gl.uint32) < gl.maximum(past - first, 0).to(gl.uint32)
+        return gl.maximum(rows + lo, start), gl.minimum(rows + (hi + 1), end)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ the next one's first scores runs under the last product of this one (`step_into_
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
 from tilewise.backends.hopper.alibi import ahead_of, slope_of, with_alibi
+from tilewise.backends.hopper.bias import as_scores, is_wide, load_by_row, natural_softmax_step
 from tilewise.backends.hopper.compat import (
     PINGPONG_BARRIER,
     aggregate,
@@ -20,6 +21,7 @@ from tilewise.backends.hopper.compat import (
     warpgroup_mma_wait,
 )
 from tilewise.backends.hopper.dropout import dropped, kept_by_row
+from tilewise.backends.hopper.lane_words import where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import tile_number
 from tilewise.backends.hopper.ring import Rings, matrix, release, wait_full
@@ -163,19 +165,41 @@ def issue_scores(q, n, C: gl.constexpr):
 
 
 @gluon.jit
-def first_softmax(s_tile, rows, key0, a, C: gl.constexpr):
-    """Weights, maximum and sums of a work tile's first key tile."""
+def weights(s_tile, m, MASKED: gl.constexpr, a, C: gl.constexpr):
+    """See softmax_step; with a bias scores are in natural units."""
+    if C.BIAS != "":
+        return natural_softmax_step(s_tile, m)
+    else:
+        return softmax_step(s_tile, m, exp2_scale(a, C), MASKED)
+
+
+@gluon.jit
+def listed_keys(rows, key0, a, C: gl.constexpr):
+    """Which keys of a PARTIAL tile of a list the rows see, as words. Found while the scores are computed."""
+    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
+    if C.LISTS is not None:
+        return visible_keys(rows.work, rows.row0, key0, a, LAYOUT, C)
+    else:
+        return rows.row0
+
+
+@gluon.jit
+def first_softmax(s_tile, rows, key0, words, a, C: gl.constexpr):
+    """Weights, maximum and sums of a work tile's first key tile; `words` as of `listed_keys`."""
     S_LAYOUT: gl.constexpr = s_tile.type.layout
     s_tile = scores(s_tile, a, C)
+    if C.BIAS != "":
+        bias = load_by_row(rows.work, rows.row0, key0, a, False, C)
+        s_tile = s_tile + as_scores(bias, C.BLOCK_N, C)
     if C.ALIBI != "":
         slope = slope_of(rows.work.b, rows.work.h, a)
         s_tile = with_alibi(s_tile, slope, ahead_of(rows.work, a, C), rows.row0, key0, C)
     if C.LISTS is not None:
-        s_tile = visible_keys(s_tile, rows.work, rows.row0, key0, -INF, a, C)
+        s_tile = where_set(words, s_tile, -INF)
     elif C.TERMS > 0 or C.VARLEN or C.TAIL:
         s_tile = masked(s_tile, rows.band, rows.row0, key0, C)
     m = gl.full([64], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    p_tile, m, _ = softmax_step(s_tile, m, exp2_scale(a, C), True)
+    p_tile, m, _ = weights(s_tile, m, True, a, C)
     l = lane_sum(p_tile)
     if C.DROPOUT:
         kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
@@ -193,9 +217,11 @@ def first_step(q, n, rows, key0, a, C: gl.constexpr):
     """The first key tile of a program's first work tile: nothing is in flight yet."""
     k_ring = q.rings.k
     wait_full(k_ring, n)
-    s_tile = warpgroup_mma_wait(0, deps=[issue_scores(q, n, C)])  # [64, N]
+    s_token = issue_scores(q, n, C)
+    words = listed_keys(rows, key0, a, C)
+    s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, N]
     release(k_ring, n)
-    p_tile, m, l = first_softmax(s_tile, rows, key0, a, C)
+    p_tile, m, l = first_softmax(s_tile, rows, key0, words, a, C)
     return first_state(zeros(C.BLOCK_DV), p_tile, m, l, k_ring.tiles.dtype)
 
 
@@ -225,11 +251,15 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     """Key tile n, which has landed; `more`: another follows. key0 is its first key, or its place in a list."""
     k_ring = q.rings.k
     s_token, o_token, old_p = issue(state, q, n, n - 1, WG, C)
+    if MASKED:
+        words = listed_keys(rows, key0, a, C)
     if C.ALIBI != "":
         slope = slope_of(rows.work.b, rows.work.h, a)
         ahead = ahead_of(rows.work, a, C)
     if C.DROPOUT:
         kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
+    if C.BIAS != "" and not is_wide(C.BIAS):
+        bias = load_by_row(rows.work, rows.row0, key0, a, not MASKED, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)
     if C.RELEASE_Q_EARLY:
@@ -237,12 +267,16 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     s_tile = scores(s_tile, a, C)
     if C.ALIBI != "":
         s_tile = with_alibi(s_tile, slope, ahead, rows.row0, key0, C)
+    if C.BIAS != "":
+        if is_wide(C.BIAS):  # there are no registers for it before
+            bias = load_by_row(rows.work, rows.row0, key0, a, not MASKED, C)
+        s_tile = s_tile + as_scores(bias, C.BLOCK_N, C)
     if MASKED:
         if C.LISTS is not None:
-            s_tile = visible_keys(s_tile, rows.work, rows.row0, key0, -INF, a, C)
+            s_tile = where_set(words, s_tile, -INF)
         else:
             s_tile = masked(s_tile, rows.band, rows.row0, key0, C)
-    p_tile, m, rescale = softmax_step(s_tile, state.m, exp2_scale(a, C), MASKED)
+    p_tile, m, rescale = weights(s_tile, state.m, MASKED, a, C)
     added = lane_sum(p_tile)
     l = state.l * rows_of(rescale, added) + added
     if C.DROPOUT:
@@ -264,9 +298,10 @@ def step_into_next(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.c
     """From one work tile to the next, whose first key tile is n: (the state of the next, the output of this one)."""
     k_ring = q.rings.k
     s_token, o_token, old_p = issue(state, q, n, before, WG, C)
+    words = listed_keys(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)
-    p_tile, m, l = first_softmax(s_tile, rows, key0, a, C)
+    p_tile, m, l = first_softmax(s_tile, rows, key0, words, a, C)
     # the queries are there: a boundary as in `step`. The wait for the next keys comes after the release of these values,
     # which the producer may need first
     wait_full(q.rings.q, q.n)

@@ -53,7 +53,7 @@ def obstacles(problem: Problem, backward: bool = False) -> list[str]:
     mask = interval_mask(problem.program, problem.seqlen_q, problem.seqlen_k, problem.varlen)
     reasons = (
         None if problem.dtype in DTYPES else f"dtype {problem.dtype} is not among {', '.join(DTYPES)}",
-        *feature_obstacles(problem),
+        *feature_obstacles(problem, backward),
         f"precision={problem.precision!r} is not served here" if precise else None,
         *(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")),
         list_obstacle(problem, backward, tile_sizes(problem, backward)) if isinstance(mask, str) else None,

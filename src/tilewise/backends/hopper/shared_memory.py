@@ -34,7 +34,7 @@ def on_chip(kernel: str, config: Any, mask: IntervalMask, lists: Lists | None = 
     roles = 4 * workers(config)
     if kernel == "split_kernel" and lists is not None:  # the first warps alone mask
         lists = lists._replace(terms=None, terms_stride=None, q_ids=None, k_ids=None, ids_strides=(None, None))
-        lists = lists._replace(bits=None, bits_strides=None)
+        lists = lists._replace(bits=None, bits_strides=None, bounds=None)
     around = aligned(handed_over(kernel, config, mask) + bytes_of(lists)) + ring_bytes(config.barriers) + roles
     return (*config.tiles.items(), ("barriers and arguments", around))
 
@@ -92,7 +92,8 @@ def tile_arguments(config: Any) -> int:
     slope = NUMBER if config.SCORES == "softcap" else 0
     alibi = POINTER + NUMBER if config.ALIBI else 0
     dropout = POINTER + 2 * NUMBER if config.DROPOUT else 0
-    return which + batch + slope + alibi + dropout
+    bias = POINTER + 2 * POINTER + (3 if config.BIAS.endswith("x2") else 4) * NUMBER if config.BIAS else 0
+    return which + batch + slope + alibi + dropout + bias
 
 
 def forward_views(config: Config) -> int:
@@ -115,7 +116,8 @@ def queries_views() -> int:
 def queries_arguments(config: Any, mask: IntervalMask) -> int:
     numbers = 2 + 2 + 1 + 2  # of the group's divisor; queries, keys; tiles of statistics; both scales
     packed = PACKED_ROWS if config.VARLEN else 0
-    return POINTER + NUMBER * numbers + packed + terms_bytes(mask, 4) + tile_arguments(config)
+    gradient = 3 * POINTER + (2 if config.DBIAS == "add keys" else 1) * NUMBER if config.DBIAS else 0
+    return POINTER + NUMBER * numbers + packed + gradient + terms_bytes(mask, 4) + tile_arguments(config)
 
 
 def keys_views(config: Any) -> int:

@@ -57,10 +57,15 @@ class Lists(NamedTuple):
     ids_strides: Strides = (None, None)  # of a sequence: queries' ids, keys' ids
     bits: Any = None
     bits_strides: tuple[int | None, int | None, int, int] | None = None  # of a sequence, a head, a query and a word
+    bounds: Any = None  # int64 by row and position: first key (or query) seen in PARTIAL tiles, and how many; or -1
     seen: Any = None  # words of 32 keys: a bit is set if some query sees the key, or there is no such key
     seeing: Any = None  # words of 32 queries: a bit is set if the query sees some key, or there is no such query
     seen_strides: Strides = (None, None)  # of a sequence and of a head, in words
     seeing_strides: Strides = (None, None)
+
+
+class Unaligned(str):
+    """A type in place of an address that need be no multiple of 16 bytes, or of a stride."""
 
 
 class Arguments(NamedTuple):
@@ -103,6 +108,18 @@ class Arguments(NamedTuple):
     seed_ptr: Any = None  # of dropout, two words of 32 bits
     drop_below: int | None = None  # Philox words below it are dropped; 32 bits with a sign
     keep_scale: float | None = None  # 1 / (1 - p)
+    bias_ptr: Any = None  # numbers, or words of two adjacent keys; positions count within a sequence
+    bias_b: Any = None  # from one sequence, head, query and key to the next; keys of words are adjacent: None
+    bias_h: Any = None
+    bias_q: int | None = None
+    bias_k: int | None = None
+    bias_rows: int | None = None  # how many queries and keys there is a bias for
+    bias_keys: int | None = None
+    dbias_ptr: Any = None  # its gradient: rows begin at even places, strides count pairs
+    dbias_b: Any = None
+    dbias_h: Any = None
+    dbias_q: int | None = None
+    dbias_k: int | None = None  # 0 where all keys share a number; None where each has its own
 
 
 class Plane(NamedTuple):

@@ -94,7 +94,8 @@ def position(
 ) -> dict[str, Any]:
     """One position of the controls: the tile that the backend runs, or the reader's own, which perhaps nobody runs.
 
-    Tile and predicted time are those of `tilewise.plan`. `spec` is the machine with its roof as measured.
+    Tile and predicted time are those of `tilewise.plan`. `spec` is the machine with its roof as measured. A tile that plain
+    torch alone has, because the kernels' register tile does not divide it, runs and has no predicted time.
     """
     runs = planned(problem, device, spec, None)
     assert isinstance(runs, Plan)
@@ -109,7 +110,7 @@ def position(
     slots = spec.units * max(1, shown.resident)
     moved["plan"] = model.dram(problem, tile, moved["v2"], spec, slots) if refused else shown.dram
     pair = 2 * problem.heads * (problem.head_dim + problem.head_dim_v)
-    multiplied = {"standard": pair * problem.seqlen_q * problem.seqlen_k}  # it computes every score
+    multiplied = {"standard": pair * problem.seqlen_q * problem.seqlen_k}  # it computes every score, and pads no tile
     return {
         "tile": str(tile),
         "runs": str(runs.tile),
@@ -124,7 +125,6 @@ def position(
         "less": moved["standard"].total / moved["v2"].total,
         "predicted": None if refused or not shown.timed else shown.seconds,
         "useful": work.useful,
-        "executed": work.executed,
         "compulsory": shown.compulsory.total,
         "onChip": {} if refused else dict(shown.on_chip),
         "binding": None if refused else shown.binding,
@@ -151,6 +151,7 @@ def _point(moved: model.Traffic, useful: int, multiplied: int, dtype: str, spec:
     return {
         "bytes": {name: [read, written] for name, read, written in moved.tensors()},
         "total": moved.total,
+        "executed": multiplied,
         "intensity": roof.intensity,
         "seconds": seconds,
         "rate": useful / seconds if seconds else 0.0,

@@ -8,7 +8,7 @@ from tilewise.backends.hopper.arguments import LOG2E, blocks_of, largest_divisor
 from tilewise.backends.hopper.backward.choose import visiting_queries
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.compile import pointer
-from tilewise.backends.hopper.features import prepost_types
+from tilewise.backends.hopper.features import BiasForm, gradient_types, prepost_types
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import list_arguments
 from tilewise.backends.hopper.plan import config_of, tiles
@@ -39,11 +39,13 @@ class BackwardPlan(NamedTuple):
     dq: int
 
 
-def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, with_dlse: bool = False) -> BackwardPlan:
-    """The launches on a device; `compile_(name, dtype, arguments, config)` gives the kernels."""
+def make_plan(
+    problem: Problem, spec: DeviceSpec, compile_: Any, with_dlse: bool = False, bias: BiasForm | None = None
+) -> BackwardPlan:
+    """The launches on a device; `compile_(name, dtype, arguments, config)` gives the kernels. `bias`: of a call's own."""
     mask = mask_of(problem)
     planned = {tile.kernel: tile for pass_, tile in tiles(problem, spec).items() if pass_.startswith("backward")}
-    configs = {kernel: config_of(problem, tile) for kernel, tile in planned.items()}
+    configs = {kernel: with_bias_form(config_of(problem, tile), bias) for kernel, tile in planned.items()}
     config = next(config for kernel, config in configs.items() if kernel in ("keys_kernel", "split_kernel"))
     stat_blocks = blocks_of(problem, problem.seqlen_q, config.BLOCK_M)
     stat_tiles = stat_blocks * problem.heads * (1 if problem.varlen else problem.batch)
@@ -87,7 +89,8 @@ def grad_arguments(
         out=None,
         last_q=None,
         last_block=None,
-        **tile_arguments(problem, mask, own_heads, blocks),
+        **tile_arguments(problem, mask, own_heads, blocks, config.BIAS),
+        **gradient_types(getattr(config, "DBIAS", ""), config.BIAS),
         stat_blocks=stat_blocks,
         stat_tiles=stat_blocks * problem.heads * sequences,
         total=blocks * heads,
@@ -118,9 +121,24 @@ def prepost_arguments(problem: Problem, config: KeysConfig, stat_blocks: int, wi
         blocks=Divisor.of(stat_blocks),
         batch=problem.batch,
         len_q=problem.seqlen_q,
-        factor=-LOG2E / (problem.scale * LOG2E) if config.ACC_FROM_STATS else LOG2E,
+        factor=lse_factor(problem, config),
         scale=float(problem.scale),
     )
+
+
+def lse_factor(problem: Problem, config: KeysConfig) -> float:
+    """By which lse enters the statistics: with a bias scores are in natural units."""
+    if problem.bias is not None:
+        return 1.0
+    return -LOG2E / (problem.scale * LOG2E) if config.ACC_FROM_STATS else LOG2E
+
+
+def with_bias_form(config: Any, bias: BiasForm | None) -> Any:
+    """The config for the bias of a call."""
+    if bias is None or not config.BIAS:
+        return config
+    config = config._replace(BIAS=bias.numbers)
+    return config._replace(DBIAS=bias.gradient) if isinstance(config, QueriesConfig) else config
 
 
 def heads_together(problem: Problem, config: KeysConfig | QueriesConfig, heads: int) -> int:

@@ -21,7 +21,7 @@ from tilewise.backends.hopper.backward.config import (
     widths,
 )
 from tilewise.backends.hopper.choose import Choice, mask_config
-from tilewise.backends.hopper.features import alibi_form
+from tilewise.backends.hopper.features import alibi_form, bias_form, gradient_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import all_seen, hides_in_tiles
 from tilewise.masks import may_have_empty_rows
@@ -54,6 +54,8 @@ def no_sums(problem: Problem) -> str:
     tile = KEYS[widths(problem.head_dim, problem.head_dim_v)]
     if not tile.REDUCE_DQ:
         return "at 256 columns the registers hold 64 keys, and dQ would be added up for so few only"
+    if problem.bias is not None:
+        return "a bias finds no registers beside dQ, and its gradient is written where queries are held"
     if problem.deterministic:
         return "deterministic=True: sums in memory are added in any order"
     if tile.ACC_FROM_STATS and (problem.softcap > 0 or problem.scale <= 0):
@@ -72,7 +74,7 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
         found = [tile for tile in listed_tiles(problem) if tile.REDUCE_DQ != separate]
     elif not separate:
         found = [] if no_sums(problem) else [KEYS[dims]]
-    elif problem.softcap > 0 or problem.dropout_p > 0:  # which find no registers beside 128 queries
+    elif problem.softcap > 0 or problem.dropout_p > 0 or problem.bias is not None:  # which find no registers beside 128 queries
         found = [SEPARATE_DQ_SOFTCAP[dims], SPLIT[dims]]
     else:
         usual = (SEPARATE_DQ if mask.terms or problem.varlen else SEPARATE_DQ_UNMASKED)[dims]
@@ -107,10 +109,17 @@ def queries_choices(problem: Problem, stat_rows: int) -> list[Choice]:
     """Every tile of the kernel that holds queries, the usual one first; `stat_rows` queries share a tile of statistics."""
     dims, mask = widths(problem.head_dim, problem.head_dim_v), mask_of(problem)
     found = [QUERIES[dims], *([QUERIES_SHORT[dims]] if dims in QUERIES_SHORT else [])]
+    if problem.bias is not None and max(dims) == 128:  # 128 keys leave no registers for it
+        found.reverse()
     reason = separate_dq(problem, mask).reason
     return [
         Choice(
-            tile._replace(STAT_ROWS=stat_rows, **(compiled_for(problem, mask) | list_config(problem, mask, tile))), reason
+            tile._replace(
+                STAT_ROWS=stat_rows,
+                DBIAS=gradient_form(problem),
+                **(compiled_for(problem, mask) | list_config(problem, mask, tile)),
+            ),
+            reason,
         )
         for tile in found
     ]
@@ -121,6 +130,7 @@ def compiled_for(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
         "EMPTY_ROWS": problem.varlen or may_have_empty_rows(problem.program, problem.seqlen_q, problem.seqlen_k),
         "SCORES": "softcap" if problem.softcap > 0 else "fold",
         "ALIBI": alibi_form(problem, mask),
+        "BIAS": bias_form(problem),
         "DROPOUT": problem.dropout_p > 0,
     }
 
@@ -129,7 +139,7 @@ def without_mask(config: KeysConfig) -> KeysConfig:
     """What the preprocess and postprocess kernels, which know no mask, are compiled for."""
     plain = KeysConfig._field_defaults
     names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS")
-    names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "DROPOUT")
+    names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "BIAS", "DROPOUT")
     return config._replace(**{name: plain[name] for name in names})
 
 

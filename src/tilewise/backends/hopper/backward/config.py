@@ -34,6 +34,7 @@ class KeysConfig(NamedTuple):
     UNSEEN_KEYS: bool = False  # with lists: may there be keys that no query sees?
     DROPOUT: bool = False
     ALIBI: str = ""  # "past" where no key is ahead of its query, else "both"
+    BIAS: str = ""  # see Config
 
     @property
     def LISTED_BY_KEY(self) -> bool:
@@ -88,6 +89,8 @@ class QueriesConfig(NamedTuple):
     UNSEEN_KEYS: bool = False
     DROPOUT: bool = False
     ALIBI: str = ""
+    BIAS: str = ""
+    DBIAS: str = ""  # the bias's gradient: "store", or "add" up in memory where it is broadcast; "add keys" where all keys share
 
     @property
     def BLOCK_M(self) -> int:

@@ -24,6 +24,7 @@ from tilewise.backends.hopper.backward.scores import (
     of_head,
     statistic,
 )
+from tilewise.backends.hopper.bias import load_by_column
 from tilewise.backends.hopper.compat import (
     fence_async_shared,
     gl,
@@ -87,6 +88,7 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
     zero = zeros(C.BLOCK_M)
     zero_unseeing_queries(rings, n, m, tile, a, WG, C)
     mbarrier.wait(rings.q.full.index(at), parity)
+    bias = zero
     if C.ACC_FROM_STATS:
         lse2 = statistic(rings.stats, at, "lse2", C)
         if C.ALIBI != "":
@@ -103,9 +105,11 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
         dp_token = warpgroup_mma(v_rows, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         if C.DROPOUT:
             kept = kept_by_column(m, tile.work.start + 64 * WG, tile.work.b, tile.h, a, C)
+        if C.BIAS != "":
+            bias = load_by_column(tile.work.b, tile.h, m, tile.work.start + 64 * WG, a, C)
         lse2 = statistic(rings.stats, at, "lse2", C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
-    p_tile, w_tile = masked_weights(s_tile, lse2, tile, m, tile.work.start + 64 * WG, a, C)
+    p_tile, w_tile = masked_weights(s_tile, lse2, tile, m, tile.work.start + 64 * WG, a, C, bias)
     if C.REDUCE_DQ:
         # both warpgroups are done with step n - 1, and so with dQ(n - 2)
         mbarrier.wait(rings.q.empty.index(at ^ 1), ((n - 1) >> 1) & 1)
@@ -201,8 +205,11 @@ def score_tiles(s_token, dp_token, rings, n, m, k0, tile, a, C: gl.constexpr):
     at = stage(rings.q, n)
     if C.DROPOUT:
         kept = kept_by_column(m, k0, tile.work.b, tile.h, a, C)
+    bias = at
+    if C.BIAS != "":
+        bias = load_by_column(tile.work.b, tile.h, m, k0, a, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
-    p_tile, w_tile = masked_weights(s_tile, statistic(rings.stats, at, "lse2", C), tile, m, k0, a, C)
+    p_tile, w_tile = masked_weights(s_tile, statistic(rings.stats, at, "lse2", C), tile, m, k0, a, C, bias)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, M]
     if C.DROPOUT:
         dp_tile = dropped(dp_tile * a.keep_scale, kept, False)

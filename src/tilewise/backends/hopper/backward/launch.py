@@ -16,15 +16,17 @@ from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.feature_launch import (
     NONE,
     Features,
+    backward_form,
+    bias_gradient,
     call_features,
     features_key,
+    rounded_gradient,
     sink_gradient,
     tensors_in,
     with_features,
 )
 from tilewise.backends.hopper.launch import device_terms, kernel_for, order_on, packed_rows, spec_of, tensors_of
 from tilewise.backends.hopper.list_launch import CallLists, Dealing, call_lists, is_listed
-from tilewise.backends.hopper.list_plan import lists_of
 from tilewise.backends.hopper.packed_order import empty_order, order_launch
 from tilewise.backends.hopper.plan import plan_of
 from tilewise.backends.hopper.structs import Arguments, Plane, PrePostArguments, Term
@@ -55,21 +57,26 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     lse = lse.contiguous()  # a part of the queries may lie within more of them
     q, k, v = inputs[:3]
     strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
-    key = ("hopper backward", q.device, *strides, features_key(inputs))
+    key = ("hopper backward", q.device, *strides, features_key(inputs), needs.dbias)
     found = lists_of_steps(problem, inputs)
     key = (*key, *(lists.key for lists in found.values())) if found else key
-    recording = recorder.get(problem, key, q.device, partial(plan_on, problem, q.device, dlse is not None))
+    recording = recorder.get(problem, key, q.device, partial(plan_on, problem, inputs, given))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     scratch = q.new_empty(recording.plan.stats + recording.plan.dq, dtype=torch.float32)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
     features = call_features(problem, inputs)
     if problem.sinks:  # as many as there are of each statistic
         features["dsinks_ptr"] = scratch.new_empty(recording.plan.stats // 2)
+    if needs.dbias and inputs.bias is not None:
+        dbias, written = bias_gradient(problem, inputs.bias)
+        features |= written
     launch(problem, Memory(q, k, v, out, lse, dout, dlse, dq, dk, dv, scratch, cu_q, cu_k), recording, found, features)
-    dsinks = None
+    grads = Grads(dq if needs.dq else None, dk if needs.dk else None, dv if needs.dv else None)
+    if needs.dbias and inputs.bias is not None:
+        grads = grads._replace(dbias=rounded_gradient(dbias, inputs.bias))
     if needs.dsinks and inputs.sinks is not None:
-        dsinks = sink_gradient(features["dsinks_ptr"], inputs.sinks, q.shape[0])
-    return Grads(dq if needs.dq else None, dk if needs.dk else None, dv if needs.dv else None, dsinks=dsinks)
+        grads = grads._replace(dsinks=sink_gradient(features["dsinks_ptr"], inputs.sinks, q.shape[0]))
+    return grads
 
 
 def lists_of_steps(problem: Problem, inputs: Inputs) -> dict[str, CallLists]:
@@ -142,7 +149,7 @@ def with_lists(problem: Problem, step: Step, found: dict[str, CallLists]) -> Ste
     if step.name not in found or not isinstance(step.arguments, Arguments):
         return step
     own = found[step.name]
-    return step._replace(arguments=step.arguments._replace(lists=lists_of(own.lists, own.words), order=own.order))
+    return step._replace(arguments=step.arguments._replace(lists=own.arguments, order=own.order))
 
 
 def with_order(step: Step, orders: dict[str, Tensor]) -> Step:
@@ -219,8 +226,10 @@ def plane(x: Tensor) -> Plane:
     return Plane(*view(x)[:4], x.shape[3])
 
 
-def plan_on(problem: Problem, device: torch.device, with_dlse: bool) -> BackwardPlan:
-    """The launches on a device, with their orders in the device's memory."""
-    plan = make_plan(problem, spec_of(device.index or 0), kernel_for, with_dlse)
+def plan_on(problem: Problem, inputs: Inputs, given: BackwardInputs) -> BackwardPlan:
+    """The launches on the tensors' device, with their orders in the device's memory."""
+    device = inputs.q.device
+    bias = backward_form(problem, inputs.bias, given.needs.dbias)
+    plan = make_plan(problem, spec_of(device.index or 0), kernel_for, given.dlse is not None, bias)
     steps = (step._replace(arguments=order_on(step.arguments, device)) for step in plan.steps)
     return plan._replace(steps=tuple(steps))

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.alibi import columns_from, rows_from, slope_of
 from tilewise.backends.hopper.backward.scores import as_operand, issue_scores, weights
+from tilewise.backends.hopper.bias import load_by_row, store_gradient_by_row
 from tilewise.backends.hopper.compat import gl, gluon, opaque, opaque_float, warpgroup_mma, warpgroup_mma_wait
 from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient
 from tilewise.backends.hopper.grad_tile import HeldTile, locate_queries
+from tilewise.backends.hopper.lane_words import where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import first_tile, next_listed, place, row_of, tile_number
 from tilewise.backends.hopper.mainloop import accumulator, zeros
@@ -64,22 +66,25 @@ def positions_by_row(like, tile, row0, key0, C: gl.constexpr):
 
 
 @gluon.jit
-def row_weights(s_tile, lse2, tile, row0, key0, a, C: gl.constexpr):
-    """What dP - delta is multiplied with: weights times the softcap's slope, 0 where a query does not see a key. Of a list,
-    key0 is the tile's place and whether it is PARTIAL, else its first key."""
+def row_weights(s_tile, lse2, tile, row0, key0, bias, a, C: gl.constexpr):
+    """Weights, and what dP - delta is multiplied with: weights times the softcap's slope, 0 where a query does not see a key. Of
+    a list, key0 is the tile's place and whether it is PARTIAL, else its first key."""
     if C.ALIBI != "":
         queries, keys = positions_by_row(s_tile, tile, row0, key0, C)
         if C.ALIBI == "past":
             lse2 = lse2 + queries
-        _, w_tile = weights(s_tile, lse2[:, None], a, C, (queries, keys, tile.slope), False)
+        p_tile, w_tile = weights(s_tile, lse2[:, None], a, C, (queries, keys, tile.slope), False)
     else:
-        _, w_tile = weights(s_tile, lse2[:, None], a, C)
+        p_tile, w_tile = weights(s_tile, lse2[:, None], a, C, bias=bias)
     if C.LISTS is not None:
         if key0[1]:
-            w_tile = visible_keys(w_tile, tile.work, row0, key0[0], 0.0, a, C)
+            LAYOUT: gl.constexpr = w_tile.type.layout
+            w_tile = where_set(visible_keys(tile.work, row0, key0[0], a, LAYOUT, C), w_tile, 0.0)
     else:
         w_tile = masked_by_interval(w_tile, tile.band, row0, key0, C)
-    return w_tile
+        if C.DBIAS != "" and C.SCORES == "softcap":
+            p_tile = masked_by_interval(p_tile, tile.band, row0, key0, C)
+    return p_tile, w_tile
 
 
 @gluon.jit
@@ -91,13 +96,20 @@ def score_gradient(s_token, dp_token, v_ring, n, key0, statistics, tile, row0, a
         if C.LISTS is not None:
             first = key0[0]
         kept = kept_by_row(row0, first, tile.work.b, tile.work.h, a, C.BLOCK_N, C)
+    bias = lse2
+    if C.BIAS != "":
+        bias = load_by_row(tile.work, row0, key0, a, False, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
-    w_tile = row_weights(s_tile, lse2, tile, row0, key0, a, C)
+    p_tile, w_tile = row_weights(s_tile, lse2, tile, row0, key0, bias, a, C)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, N]
     release(v_ring, n)
     if C.DROPOUT:
         dp_tile = dropped(dp_tile * a.keep_scale, kept, True)
-    return as_operand(w_tile * (dp_tile - delta[:, None]), C.BLOCK_D, v_ring.tiles.dtype)
+    dp_tile = dp_tile - delta[:, None]
+    if C.DBIAS != "":  # added behind the softcap
+        ds_tile = w_tile * dp_tile if C.SCORES != "softcap" else p_tile * dp_tile
+        store_gradient_by_row(ds_tile, tile.work, row0, key0, a, C)
+    return as_operand(w_tile * dp_tile, C.BLOCK_D, v_ring.tiles.dtype)
 
 
 @gluon.jit

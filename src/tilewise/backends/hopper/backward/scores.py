@@ -3,13 +3,14 @@
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
 from tilewise.backends.hopper.alibi import columns_from, less_distance, rows_from, slope_of
+from tilewise.backends.hopper.bias import as_scores
 from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque_float, warpgroup_mma
 from tilewise.backends.hopper.grad_tile import HeldTile, sees_all, visible
-from tilewise.backends.hopper.listed import visible_queries
+from tilewise.backends.hopper.listed import visible_queries, where_visible
 from tilewise.backends.hopper.lists import Cursor, tile_number
 from tilewise.backends.hopper.mainloop import accumulator, left_operand, zeros
 from tilewise.backends.hopper.ring import matrix, wait_full
-from tilewise.backends.hopper.softmax import tanh
+from tilewise.backends.hopper.softmax import LOG2E, tanh
 
 
 @aggregate
@@ -60,7 +61,7 @@ def of_head(tile, g, a, C: gl.constexpr):
         if C.ACC_FROM_STATS:
             slope = slope / a.scale_log2  # scores accumulate before they are scaled
         return HeldTile(work=tile.work, band=tile.band, index=tile.index, h=h, slope=slope)
-    elif C.DROPOUT:
+    elif C.DROPOUT or C.BIAS != "":
         return HeldTile(
             work=tile.work, band=tile.band, index=tile.index, h=tile.work.h * a.group.value + g, slope=tile.slope
         )
@@ -114,22 +115,41 @@ def with_positions(x_tile, alibi, BY_COLUMN: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def weights(s_tile, lse2, a, C: gl.constexpr, alibi=None, BY_COLUMN: gl.constexpr = True):
-    """P, and what dP - delta is multiplied with: P times the softcap's slope. Without lse2, S accumulated from it."""
+def with_bias(x_tile, bias, C: gl.constexpr):
+    if C.BIAS != "":
+        return x_tile + as_scores(bias, x_tile.type.shape[1], C)
+    else:
+        return x_tile
+
+
+@gluon.jit
+def power(x_tile, C: gl.constexpr):
+    """Weights of scores less the lse: in units of log 2, or with a bias in natural units."""
+    if C.BIAS != "":
+        return gl.exp2(x_tile * LOG2E)
+    else:
+        return gl.exp2(x_tile)
+
+
+@gluon.jit
+def weights(s_tile, lse2, a, C: gl.constexpr, alibi=None, BY_COLUMN: gl.constexpr = True, bias=None):
+    """P, and what dP - delta is multiplied with: P times the softcap's slope. Without lse2, S accumulated from it. `bias` is as
+    it was loaded."""
     if C.SCORES == "softcap":
         t_tile = tanh(s_tile * a.softcap_slope)
         x_tile = t_tile * a.scale_log2
         if alibi is not None:
             x_tile = with_positions(x_tile, alibi, BY_COLUMN, C)
-        p_tile = gl.exp2(x_tile - lse2)
+        p_tile = power(with_bias(x_tile, bias, C) - lse2, C)
         return p_tile, p_tile * (1.0 - t_tile * t_tile)
     else:
         x_tile = s_tile * a.scale_log2
         if alibi is not None:
             x_tile = with_positions(x_tile, alibi, BY_COLUMN, C)
+        x_tile = with_bias(x_tile, bias, C)
         if lse2 is not None:
             x_tile = x_tile - lse2
-        p_tile = gl.exp2(x_tile)
+        p_tile = power(x_tile, C)
         return p_tile, p_tile
 
 
@@ -137,16 +157,18 @@ def weights(s_tile, lse2, a, C: gl.constexpr, alibi=None, BY_COLUMN: gl.constexp
 def weights_of_list(p_tile, w_tile, work, queries, k0, a, C: gl.constexpr):
     """Weights against a query tile of a list, 0 where a query does not see a key."""
     if queries.partial:
-        p_tile = visible_queries(p_tile, work, queries.h, k0, queries.cursor, a, C)
+        LAYOUT: gl.constexpr = p_tile.type.layout
+        words = visible_queries(work, queries.h, k0, queries.cursor, a, LAYOUT, C)
+        p_tile = where_visible(words, p_tile, work, queries.h, k0, queries.cursor, a, C)
         if C.SCORES == "softcap":
-            w_tile = visible_queries(w_tile, work, queries.h, k0, queries.cursor, a, C)
+            w_tile = where_visible(words, w_tile, work, queries.h, k0, queries.cursor, a, C)
         else:
             w_tile = p_tile
     return p_tile, w_tile
 
 
 @gluon.jit
-def masked_weights(s_tile, lse2, tile, m, k0, a, C: gl.constexpr):
+def masked_weights(s_tile, lse2, tile, m, k0, a, C: gl.constexpr, bias=None):
     """Weights, 0 where a query does not see a key. Queries past the last have an lse of +inf, so theirs are 0 anyway. Of a list,
     m is a ListedQueries, else the tile's first query."""
     if C.ACC_FROM_STATS:
@@ -157,7 +179,7 @@ def masked_weights(s_tile, lse2, tile, m, k0, a, C: gl.constexpr):
             lse2 = lse2 + queries
         p_tile, w_tile = weights(s_tile, lse2[None, :], a, C, (keys, queries, tile.slope))
     else:
-        p_tile, w_tile = weights(s_tile, lse2[None, :], a, C)
+        p_tile, w_tile = weights(s_tile, lse2[None, :], a, C, bias=bias)
     if C.LISTS is not None:
         p_tile, w_tile = weights_of_list(p_tile, w_tile, tile.work, m, k0, a, C)
     else:

@@ -17,6 +17,7 @@ from tilewise.backends.hopper.backward.scores import (
     of_head,
     statistic,
 )
+from tilewise.backends.hopper.bias import load_by_column
 from tilewise.backends.hopper.compat import (
     KV_READ_BARRIER,
     gl,
@@ -71,9 +72,12 @@ def values_step(carried, rings, n, m, tile, k_tile, a, LAST: gl.constexpr, C: gl
         queries = m[0]
     if C.DROPOUT:
         kept = kept_by_column(queries, tile.work.start, tile.work.b, tile.h, a, C)
+    bias = lse2
+    if C.BIAS != "":
+        bias = load_by_column(tile.work.b, tile.h, queries, tile.work.start, a, C)
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, M]
     release(rings.q, n)
-    p_tile, w_tile = masked_weights(s_tile, lse2, tile, queries, tile.work.start, a, C)
+    p_tile, w_tile = masked_weights(s_tile, lse2, tile, queries, tile.work.start, a, C, bias)
     if C.DROPOUT:
         w_tile = signed(w_tile, kept, False)  # for the other warpgroup
         p_tile = dropped(p_tile, kept, False)
