@@ -238,7 +238,7 @@ class Problem:
     @property
     def top(self) -> int:
         """How many of a row's largest weights are asked for."""
-        return next((_top_size(name) for name in self.stats if name not in STATISTICS), 0)
+        return next((top_size(name) for name in self.stats if name not in STATISTICS), 0)
 
     def asked(self, pass_: str) -> tuple[int, int] | None:
         """The tile that the user wants for a pass; None for none."""
@@ -314,7 +314,7 @@ def top(k: int) -> str:
     return f"top({plain(k)})"
 
 
-def _top_size(name: str) -> int:
+def top_size(name: str) -> int:
     """The k of "top(k)"; 0 for anything else."""
     text = name[4:-1]
     return int(text) if name == f"top({text})" and text.isdecimal() and text.isascii() else 0
@@ -332,10 +332,10 @@ def stats_request(stats: Any) -> tuple[str, ...]:
     for name in stats:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"stats: got {name!r}, need {known}")
-        if name not in STATISTICS and not _top_size(name):
+        if name not in STATISTICS and not top_size(name):
             raise ArgumentError(f"stats: got {name!r}, need {known}")
     names = [name for name in STATISTICS if name in stats]
-    tops = [top(_top_size(name)) for name in stats if name not in STATISTICS]
+    tops = [top(top_size(name)) for name in stats if name not in STATISTICS]
     if len(tops) > 1:
         raise ArgumentError(f"stats: got {' and '.join(tops)}; ask for the largest of them alone")
     if len(names) + len(tops) < len(stats):

@@ -1,4 +1,4 @@
-"""Peak memory of `tiled` grows linearly with the sequence, counted allocation by allocation."""
+"""Peak memory of `tiled`, and of derivatives on `cpu`, grows linearly with the sequence, counted allocation by allocation."""
 
 from __future__ import annotations
 
@@ -66,15 +66,37 @@ def twice(seqlen: int, mask: Mask | None, backend: str) -> int:
     return peak_bytes(call)
 
 
+def forward_over_reverse(seqlen: int, mask: Mask | None, backend: str) -> int:
+    q, k, v = (torch.randn(1, 1, seqlen, HEAD_DIM) for _ in range(3))
+
+    def energy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return tw.attention(q, k, v, mask=mask, backend=backend).sum()
+
+    gradient = torch.func.grad(energy, (0, 1, 2))
+    return peak_bytes(lambda: [x for part in torch.func.jvp(gradient, (q, k, v), (q, k, v)) for x in part])
+
+
+def watched(seqlen: int, mask: Mask | None, backend: str) -> int:
+    q, k, v = (torch.randn(1, 1, seqlen, HEAD_DIM, requires_grad=True) for _ in range(3))
+
+    def call() -> Sequence[torch.Tensor]:
+        stats = ("max_logit", "entropy", "key_mass", tw.top(4))
+        out, seen = tw.attention(q, k, v, mask=mask, backend=backend, stats=stats)
+        return torch.autograd.grad(out.sum() + seen.entropy.sum(), (q, k, v))
+
+    return peak_bytes(call)
+
+
 LENGTHS = (2048, 16384) if os.environ.get("TILEWISE_LONG") else (512, 4096)
 
 
-@pytest.mark.parametrize("call", [jvp, twice], ids=["jvp", "double backward"])
-def test_memory_of_derivatives_grows_linearly(call: Callable[..., int]) -> None:
-    """Eight times the tokens take at most 8.5 times the memory; with TILEWISE_LONG=1 at 2k and 16k."""
+@pytest.mark.parametrize("backend", ["tiled", "cpu"])
+@pytest.mark.parametrize("call", [jvp, twice, forward_over_reverse, watched])
+def test_memory_of_derivatives_grows_linearly(call: Callable[..., int], backend: str) -> None:
+    """Eight times the tokens take at most 8.5 times the memory, statistics too; with TILEWISE_LONG=1 at 2k and 16k."""
     mask = tw.causal()
-    call(64, mask, "tiled")  # what the first call sets up is not counted
-    short, long = (call(n, mask, "tiled") for n in LENGTHS)
+    call(64, mask, backend)  # what the first call sets up is not counted
+    short, long = (call(n, mask, backend) for n in LENGTHS)
     assert long <= 8.5 * short, (short, long)
 
 

@@ -267,9 +267,7 @@ def _transformed(transform: Callable[[Any, torch.Tensor], Any]) -> None:
 
 
 def test_transforms_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="no operator"):
+    with pytest.raises(ArgumentError, match="no rules"):
         _transformed(lambda call, q: torch.func.vmap(call)(q[None]))
-    with pytest.raises(ArgumentError, match="no operator"):
+    with pytest.raises(ArgumentError, match="no rules"):
         _transformed(lambda call, q: torch.func.jvp(call, (q,), (q,)))
-    with pytest.raises(ArgumentError, match="no operator"):
-        _transformed(lambda call, q: call(q.to("meta")))

@@ -12,9 +12,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from dataclasses import replace
 
-from tests.conformance.cases import BY_NAME, build
+from tests.conformance.cases import BY_NAME, CASES, build
 from tests.numerics import second
 from tilewise import dispatch
+from tilewise.ops.run import is_empty
 
 NAMES = (
     *("mask-causal-window", "mask-documents", "cross-prefix-lm", "gqa", "softcap", "sinks", "dropout", "alibi"),
@@ -22,9 +23,16 @@ NAMES = (
 )
 
 
+def served() -> list[str]:
+    """Every small case that has a JVP: with TILEWISE_FUZZ, since each takes seconds."""
+    small = [case for case in CASES if max(case.seqlen, case.kv_seqlen or 0) <= 90 and case.head_dim <= 64]
+    problems = {case.name: build(case).problem for case in small}
+    return [name for name, p in problems.items() if not is_empty(p) and dispatch.judge("triton", p, derivative="jvp").ok]
+
+
 def main() -> int:
     failed = 0
-    for name in sys.argv[1:] or NAMES:
+    for name in sys.argv[1:] or (served() if os.environ.get("TILEWISE_FUZZ") else NAMES):
         case = BY_NAME[name]
         if case.lengths is None:
             case = replace(case, batch=1, seqlen=min(case.seqlen, 37), kv_seqlen=case.kv_seqlen and min(case.kv_seqlen, 50))

@@ -319,3 +319,14 @@ def test_decoding_takes_heads_together_where_they_lie_side_by_side(
         want, want_lse = tw.attention(*rows, mask=tw.causal(), backend="cpu", return_lse=True)
     assert torch.allclose(lse, want_lse, atol=1e-5)
     assert torch.allclose(out.transpose(1, 2).float(), want.float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_double_backward_says_what_it_keeps() -> None:
+    """The rows of a block are as many as there is room for; too many keys leave no room."""
+    found = {}
+    for seqlen in (2048, 8192, 65536):
+        problem = Problem.of(heads=8, seqlen=seqlen, head_dim=64, dtype="float32", device="cpu")
+        found[seqlen] = plan.derivative_tiles(problem, N1, "double_backward")["double_backward"]
+    assert "are kept in" in found[2048].reasons[-1] and "are kept in" in found[8192].reasons[-1]
+    assert found[8192].block_q < found[2048].block_q
+    assert "computed twice" in found[65536].reasons[-1]

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.conformance.cases import CASES, Case, build
+from tests.conformance.cases import BY_NAME, CASES, Case, build
 from tests.numerics.second import derivatives
 from tilewise import dispatch
 from tilewise.backends.base import DERIVATIVES
+from tilewise.backends.cpu import frames
 from tilewise.ops.run import is_empty
 
 TILE = (("double_backward", 16, 32), ("jvp", 16, 32))
@@ -40,6 +41,14 @@ def test_derivatives(case: Case, backend: str) -> None:
             assert backend != "tiled", verdict.reasons
             pytest.skip("; ".join(verdict.reasons))
     assert not derivatives(problem, built.inputs, backend)
+
+
+@pytest.mark.parametrize("name", ["mask-causal-window", "sinks-empty-rows"])
+def test_without_a_stash(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the products of all keys have no room, the double backward computes them twice."""
+    monkeypatch.setattr(frames, "STASH", 0)
+    built = build(replace(BY_NAME[name], seqlen=150))
+    assert not derivatives(built.problem, built.inputs, "cpu")
 
 
 @pytest.mark.parametrize("moving", ["q", "k", "v", "b", "s", "qv"])

@@ -46,10 +46,14 @@ def _execute_statistics(problem: Problem, inputs: Inputs, layout: str, backend: 
     from tilewise.ops import statistics  # a plain call needs none
 
     dispatch.check_name(backend, "auto")
-    if torch.compiler.is_compiling() or transforms_active() or _is_watched(problem, inputs):
+    if not torch.compiler.is_compiling() and transforms_active():
         statistics.refuse()
-    inputs = materialized_inputs(inputs)
-    out, lse, found = profiled(FORWARD, statistics.attend, problem, inputs, backend)
+    if torch.compiler.is_compiling() or _is_watched(problem, inputs):
+        from tilewise.ops import library_statistics
+
+        out, lse, found = library_statistics.attend(problem, inputs, backend)
+    else:
+        out, lse, found = profiled(FORWARD, statistics.attend, problem, materialized_inputs(inputs), backend)
     result = restore_layout(problem, layout, out, lse)
     return (*(result if isinstance(result, tuple) else (result,)), user_statistics(problem, found))
 

@@ -91,11 +91,11 @@ class Jvp(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """How the inputs of a backward move, and how its forward's results move with them."""
+    """How the inputs of a backward move, and how its forward's results move with them; None where that is still to be found."""
 
     tangents: Tangents
-    out_t: Tensor
-    lse_t: Tensor
+    out_t: Tensor | None = None
+    lse_t: Tensor | None = None
 
 
 class PagedLaunch(NamedTuple):
@@ -133,6 +133,8 @@ class Backend(Protocol):
     """Has `append`."""
     invariant: bool = False
     """Serves problems whose rows must have bits of their own: `Problem.invariant`."""
+    finds_direction: bool = False
+    """Its `double_backward` takes a direction without out_t and lse_t."""
 
     def usable(self, device: str) -> Verdict:
         """Can it run on this machine and kind of device at all?"""

@@ -102,6 +102,8 @@ class Attention(torch.autograd.Function):
         # gradients are differentiated only with create_graph, which turns the gradient mode on
         if ctx.plain and not (torch.is_grad_enabled() or _transforms() is not None or forward_ad._current_level >= 0):
             grads = gradients(problem, ctx.backend, needs, dout, dlse, out, lse, Inputs(*tensors[:_COUNT]))
+        elif dout is None and dlse is None:
+            grads = (None,) * len(needs)
         else:
             dout = torch.zeros_like(out) if dout is None else dout
             inputs = Inputs(*tensors[:_COUNT])
@@ -179,6 +181,8 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """B on plain tensors; the upstream gradients may come in a batch."""
     if dout is None:
+        if dlse is None:  # the graph of a gradient leads here too, and brings nothing back
+            return (None,) * len(needs)
         dout = torch.zeros_like(out)
     given = BackwardInputs(out, lse, dout, dlse, needs)
     if _any_batched(dout, dlse):
@@ -257,7 +261,9 @@ class AttentionBackward(torch.autograd.Function):
         nothing = (None,) * (3 + len(ctx.saved_tensors))
         if all(x is None for x in tangents):
             return nothing
-        _, _, out_t, lse_t = apply_jvp(problem, backend, *inputs, *tangents, *mask)
+        out_t = lse_t = None  # H finds what it needs of them, if nobody else wants them
+        if wanted[0] or (wanted[1] and dlse is not None):
+            _, _, out_t, lse_t = apply_jvp(problem, backend, *inputs, *tangents, *mask)
         second = needs_of(wanted[4:])
         grads: Sequence[Tensor | None] = (None,) * len(second)
         if any(second):
@@ -364,7 +370,7 @@ class AttentionDoubleBackward(torch.autograd.Function):
     def forward(problem: Problem, backend: str, needs: tuple[bool, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         dout, dlse, out, lse, *rest = tensors
         *moved, out_t, lse_t = rest[: _COUNT + _MOVING + 2]
-        assert dout is not None and out is not None and lse is not None and out_t is not None and lse_t is not None
+        assert dout is not None and out is not None and lse is not None
         inputs, tangents, problem = _moving_call(problem, (*moved, *rest[_COUNT + _MOVING + 2 :]))
         given = BackwardInputs(out, lse, dout, dlse, Needs(*needs))
         direction = Direction(tangents, out_t, lse_t)

@@ -29,7 +29,7 @@ _INTS, _MASK_TENSORS = _COUNT + 1, _COUNT + 2  # the places of the mask's intege
 _PRECISION = _COUNT + 3 + SETTINGS.index("precision")
 _BACKWARD, _TANGENTS = len(BackwardInputs._fields), len(Tangents._fields)
 _TYPES = {one.name: one.type for one in fields(Problem)}  # "float", "str" and "bool", as schemas write them too
-_ARGUMENTS = ", ".join(
+ARGUMENTS = ", ".join(
     [
         *(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Inputs._fields),
         "str structure, SymInt[] ints, Tensor[] tensors",
@@ -39,13 +39,13 @@ _ARGUMENTS = ", ".join(
 )
 _GIVEN = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool[] needs"
 _MOVING = ", ".join(f"Tensor? {name}_t" for name in Tangents._fields)
-_GRADS = ", ".join(["Tensor"] * len(DIFFERENTIABLE))
+GRADS = ", ".join(["Tensor"] * len(DIFFERENTIABLE))
 _LIBRARY = torch.library.Library("tilewise", "DEF")
 for _schema in (
-    f"attention({_ARGUMENTS}) -> (Tensor, Tensor)",
-    f"attention_backward({_GIVEN}, {_ARGUMENTS}) -> ({_GRADS})",
-    f"attention_jvp({_MOVING}, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    f"attention_double_backward({_MOVING}, Tensor out_t, Tensor lse_t, {_GIVEN}, {_ARGUMENTS}) -> ({_GRADS})",
+    f"attention({ARGUMENTS}) -> (Tensor, Tensor)",
+    f"attention_backward({_GIVEN}, {ARGUMENTS}) -> ({GRADS})",
+    f"attention_jvp({_MOVING}, {ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"attention_double_backward({_MOVING}, Tensor out_t, Tensor lse_t, {_GIVEN}, {ARGUMENTS}) -> ({GRADS})",
 ):
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -91,11 +91,13 @@ def derive_gradients(
 ) -> tuple[Tensor, ...]:
     """The double backward through the operator."""
     tangents, out_t, lse_t = direction
+    if out_t is None or lse_t is None:
+        _, _, out_t, lse_t = derive(problem, inputs, tangents, backend)
     args = (*tangents, out_t, lse_t, *given, *pack(problem, inputs, backend))
     return tuple(torch.ops.tilewise.attention_double_backward(*args))
 
 
-def _readable(args: Sequence[Any]) -> list[Any]:
+def readable(args: Sequence[Any]) -> list[Any]:
     """The operator's arguments with tensors that a backend may read."""
     readable = list(args)
     readable[:_COUNT], readable[_MASK_TENSORS] = as_read(Inputs(*args[:_COUNT]), args[_MASK_TENSORS])
@@ -103,11 +105,11 @@ def _readable(args: Sequence[Any]) -> list[Any]:
 
 
 def _attention(*args: Any) -> tuple[Tensor, Tensor]:
-    out, lse = forward(*unpack(_readable(args), needs_grad=False))
+    out, lse = forward(*unpack(readable(args), needs_grad=False))
     return out, lse.contiguous()  # as promised, also where nobody asked for it
 
 
-def _attention_fake(*args: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(*args: Any) -> tuple[Tensor, Tensor]:
     inputs = Inputs(*args[:_COUNT])
     return empty_out(inputs.q, inputs.v.shape[3]), empty_lse(inputs.q, args[_PRECISION])
 
@@ -117,11 +119,11 @@ def _given(args: Sequence[Any]) -> BackwardInputs:
 
 
 def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
-    problem, inputs, backend = unpack(_readable(args[_BACKWARD:]), needs_grad=True)
-    return _as_promised(backward(problem, inputs, _given(args), backend), inputs)
+    problem, inputs, backend = unpack(readable(args[_BACKWARD:]), needs_grad=True)
+    return as_promised(backward(problem, inputs, _given(args), backend), inputs)
 
 
-def _as_promised(grads: Sequence[Tensor | None], inputs: Inputs) -> tuple[Tensor, ...]:
+def as_promised(grads: Sequence[Tensor | None], inputs: Inputs) -> tuple[Tensor, ...]:
     """Gradients as the operator gives them: with the strides of their inputs, and empty where there are none."""
     return tuple(
         inputs.q.new_empty(0) if grad is None else _with_strides(grad, inputs[i])
@@ -130,7 +132,7 @@ def _as_promised(grads: Sequence[Tensor | None], inputs: Inputs) -> tuple[Tensor
 
 
 def _attention_jvp(*args: Any) -> tuple[Tensor, ...]:
-    problem, inputs, backend = unpack(_readable(args[_TANGENTS:]), needs_grad=False)
+    problem, inputs, backend = unpack(readable(args[_TANGENTS:]), needs_grad=False)
     out, lse, out_t, lse_t = jvp(problem, inputs, Tangents(*args[:_TANGENTS]), backend)
     strides = out.stride()
     same = out_t.stride() == strides
@@ -138,13 +140,13 @@ def _attention_jvp(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _attention_jvp_fake(*args: Any) -> tuple[Tensor, ...]:
-    return (*_attention_fake(*args[_TANGENTS:]), *_attention_fake(*args[_TANGENTS:]))
+    return (*fake_forward(*args[_TANGENTS:]), *fake_forward(*args[_TANGENTS:]))
 
 
 def _attention_double_backward(*args: Any) -> tuple[Tensor, ...]:
     direction, args = Direction(Tangents(*args[:_TANGENTS]), *args[_TANGENTS : _TANGENTS + 2]), args[_TANGENTS + 2 :]
-    problem, inputs, backend = unpack(_readable(args[_BACKWARD:]), needs_grad=True)
-    return _as_promised(double_backward(problem, inputs, _given(args), direction, backend), inputs)
+    problem, inputs, backend = unpack(readable(args[_BACKWARD:]), needs_grad=True)
+    return as_promised(double_backward(problem, inputs, _given(args), direction, backend), inputs)
 
 
 def _attention_double_backward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -152,8 +154,11 @@ def _attention_double_backward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _attention_backward_fake(*args: Any) -> tuple[Tensor, ...]:
-    inputs = Inputs(*args[_BACKWARD : _BACKWARD + _COUNT])
-    wanted = ((inputs[i], need) for i, need in zip(DIFFERENTIABLE, _given(args).needs, strict=True))
+    return fake_gradients(Inputs(*args[_BACKWARD : _BACKWARD + _COUNT]), _given(args).needs)
+
+
+def fake_gradients(inputs: Inputs, needs: Needs) -> tuple[Tensor, ...]:
+    wanted = ((inputs[i], need) for i, need in zip(DIFFERENTIABLE, needs, strict=True))
     return tuple(torch.empty_like(x) if need and x is not None else inputs.q.new_empty(0) for x, need in wanted)
 
 
@@ -186,7 +191,7 @@ def _autograd(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
 
 
 for _name, _run, _fake in (
-    ("attention", _attention, _attention_fake),
+    ("attention", _attention, fake_forward),
     ("attention_backward", _attention_backward, _attention_backward_fake),
     ("attention_jvp", _attention_jvp, _attention_jvp_fake),
     ("attention_double_backward", _attention_double_backward, _attention_double_backward_fake),

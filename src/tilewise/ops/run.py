@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -99,8 +99,7 @@ def jvp(problem: Problem, inputs: Inputs, tangents: Tangents, backend: str = "au
         return Jvp(out, lse, out_t, lse_t)
     if problem.varlen:
         check_packing(problem, inputs)
-    result: Jvp = _derive("jvp", problem, inputs, backend, tangents)
-    return result
+    return _derive("jvp", problem, inputs, backend, lambda chosen: chosen.jvp(problem, inputs, tangents))
 
 
 def double_backward(
@@ -112,18 +111,24 @@ def double_backward(
     tangents = Tangents(*(None if x is None else materialized(x) for x in direction.tangents))
     dlse = None if given.dlse is None else materialized(given.dlse)
     given = given._replace(dout=materialized(given.dout), dlse=dlse)
-    along = direction._replace(tangents=tangents)
-    grads: Grads = _derive("double_backward", problem, inputs, backend, given, along)
-    return grads
+
+    def run(chosen: Backend) -> Grads:
+        along = direction._replace(tangents=tangents)
+        if along.out_t is None and not chosen.finds_direction:
+            _, _, out_t, lse_t = jvp(problem, inputs, tangents, backend)
+            along = Direction(tangents, out_t, lse_t)
+        return chosen.double_backward(problem, inputs, given, along)
+
+    return _derive("double_backward", problem, inputs, backend, run)
 
 
-def _derive(derivative: str, problem: Problem, inputs: Inputs, backend: str, *args: Any) -> Any:
+def _derive(derivative: str, problem: Problem, inputs: Inputs, backend: str, run: Callable[[Backend], Result]) -> Result:
     """A derivative by the first backend that has it."""
     chosen = dispatch.select(problem, inputs, backend, derivative=derivative).backend
     with own_precision(problem.device):
         while True:
             try:
-                return getattr(chosen, derivative)(problem, inputs, *args)
+                return run(chosen)
             except KernelError as error:
                 chosen = dispatch.next_backend(chosen, error, problem, inputs, backend, derivative=derivative)
 

@@ -31,13 +31,14 @@ from tilewise.ops.tensors import by_input, materialized, needs_of
 from tilewise.problem import Problem
 
 _DIFFERENTIABLE = Statistics._fields.index("entropy")
+ONCE = "a call with stats= has first derivatives only; for second ones call attention without stats="
 
 
 def refuse() -> None:
-    """Raise: there is no operator, so nothing that works on operators can carry statistics."""
+    """Raise: statistics have no rules for transforms."""
     raise ArgumentError(
-        "stats: statistics have no operator, which torch.compile, torch.export, functorch's transforms, dispatch modes, meta "
-        "tensors and tensor subclasses work on; call attention eagerly, or leave stats= out there"
+        "stats: statistics have no rules for torch.func's transforms and forward-mode derivatives; call attention with stats= "
+        "outside of them"
     )
 
 
@@ -81,23 +82,27 @@ class AttentionStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*grads, *ctx.saved_tensors)):
-            raise DerivativeError(
-                "a call with stats= has first derivatives only; for second ones call attention without stats="
-            )
+            raise DerivativeError(ONCE)
         count = len(Inputs._fields)
         dout, dlse, dentropy = grads[0], grads[1], grads[2 + _DIFFERENTIABLE]
         out, lse, entropy, key_lse = ctx.saved_tensors[count : count + 4]
         inputs, needs = Inputs(*ctx.saved_tensors[:count]), needs_of(ctx.needs_input_grad[2:])
         dout = torch.zeros_like(out) if dout is None else dout
         given = BackwardInputs(out, lse, dout, dlse, needs)
-        if dentropy is None:
-            found = backward(replace(ctx.problem, stats=()), inputs, given, ctx.backend)
-        else:
-            blind = key_lse == float("-inf")
-            mean = finite(key_lse) - entropy
-            cotangent = EntropyCotangent(materialized(dentropy).masked_fill(blind, 0.0), mean)
-            found = gradients(ctx.problem, inputs, given, (cotangent, key_lse), ctx.backend)
+        found = all_gradients(ctx.problem, inputs, given, (dentropy, entropy, key_lse), ctx.backend)
         return (None, None, *by_input(found, needs, count))
+
+
+def all_gradients(
+    problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: tuple[Tensor | None, Tensor, Tensor], backend: str
+) -> Grads:
+    """The gradients of a call; `entropy` is what comes back to it (None: nothing), itself, and the log-sum-exp of keys alone."""
+    dentropy, value, key_lse = entropy
+    if dentropy is None:
+        return backward(replace(problem, stats=()), inputs, given, backend)
+    blind = key_lse == float("-inf")
+    cotangent = EntropyCotangent(materialized(dentropy).masked_fill(blind, 0.0), finite(key_lse) - value)
+    return gradients(problem, inputs, given, (cotangent, key_lse), backend)
 
 
 def gradients(

@@ -13,7 +13,7 @@ from tilewise.backends.cpu.spec import DOUBLES, STATISTICS, Kernel
 STORED = ("q", "k", "v", "o", "do", "dq", "qt", "kt", "vt", "ot")
 REAL = (
     *("lse", "sinks", "alibi", "work", "dlse", "delta", "dk", "dv", "dbias"),
-    *("lse_t", "sinks_t", "mass", "top_weights", *chain(*STATISTICS.values())),
+    *("lse_t", "delta_t", "sinks_t", "mass", "top_weights", *chain(*STATISTICS.values())),
 )
 I64_ARRAYS = ("counter", "done", "progress", "top_indices")
 I32_ARRAYS = ("cu_q", "cu_k", "origins", "entries", "starts", "lengths")

@@ -78,6 +78,7 @@ class CpuBackend(Backend):
     any_address = True
     reads_pages = True
     invariant = plan.INVARIANT
+    finds_direction = True
 
     def usable(self, device: str) -> Verdict:
         return Verdict.of(cpu_only(device) or _obstacle())
@@ -257,12 +258,16 @@ class CpuBackend(Backend):
         if entropy is not None:
             _alive += [x.to(lse.dtype).contiguous() for x in entropy]
             args += zip(STATISTICS["backward"], (x.data_ptr() for x in _alive[-2:]), strict=True)
+        lse = lse.contiguous()
+        moving = None
         if direction is not None:
-            direction = readable_direction(direction, blind, launch.kernel.bias, launch.real)
-            args += moving_arguments(*direction)
+            moving = readable_direction(direction, blind, launch.kernel.bias, inputs, lse)
+            args += [*moving_arguments(*moving[:3]), ("delta_t", moving.delta_t.data_ptr())]
+            if moving.out_t is None and launch.workspace:
+                _alive += [empty((launch.workspace,), (1,), launch.real), torch.zeros(1, dtype=torch.int64, device="cpu")]
+                args += zip(("work", "done"), (x.data_ptr() for x in _alive[-2:]), strict=True)
         dq = _like(inputs.q) if needs.dq else None
         dk_sum, dv_sum = (_zero_sum(x, launch) if need else None for x, need in ((inputs.k, needs.dk), (inputs.v, needs.dv)))
-        lse = lse.contiguous()
         delta = empty_like(lse)
         dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
         dbias = None
@@ -275,8 +280,8 @@ class CpuBackend(Backend):
         dsinks = None
         if needs.dsinks and inputs.sinks is not None:
             dsinks = sink_gradient(inputs.sinks, lse, delta)
-            if direction is not None:
-                dsinks = moving_sink_gradient(inputs.sinks, given._replace(lse=lse), delta, direction)
+            if moving is not None:
+                dsinks = moving_sink_gradient(inputs.sinks, given._replace(lse=lse), delta, moving)
         return Grads(
             dq,
             _rounded(dk_sum, inputs.k),

@@ -54,7 +54,7 @@ class Gradient(NamedTuple):
 class Backward(RowStatistics, OrderedAccumulate):
     """Emits one module; its methods are the functions of the kernel."""
 
-    task = ("head", "rank", "pair")
+    task: tuple[str, ...] = ("head", "rank", "pair")
     tiles: tuple[tuple[str, str, str], ...] = (("K", "k", "lanes"), ("V", "v", "lanes"), ("K_columns", "k", "panels"))
     cleaned: tuple[str, ...] = ("V", "K_columns")
     updates: tuple[tuple[str, ...], ...] = (("dv", "DVR", "P", "dO_panels"), ("dk", "DR", "dS", "Q_panels"))
@@ -324,16 +324,20 @@ class Backward(RowStatistics, OrderedAccumulate):
             first, rows = frame.m0, frame.rows
             low, high = hull(self.seq(e, frame.head), self.terms, first, first + rows - 1)
             BN = args.BN
-            if self.kernel.double and self.kernel.kind == "backward":
-                blocks = self.key_blocks(e, (low, high), BN)
-                with blocks, self.visible_block(e, lambda: 1, frame.strips), e.range(0, frame.strips) as index:
-                    self.call(e, self.strip_delta, index)
-                self.call(e, self.finish_delta)
+            self.sum_rows(e, (low, high))
             with self.key_blocks(e, (low, high), BN) as start:
                 self.publish(e, start // BN)
                 self.block(e, start // BN)
             self.finish(e)
         self.publish(e, PASSED)
+
+    def sum_rows(self, e: Emit, keys: Interval) -> None:
+        """What has to be summed over all keys of a row before the rest."""
+        if self.kernel.double and self.kernel.kind == "backward":
+            blocks = self.key_blocks(e, keys, e.args.BN)
+            with blocks, self.visible_block(e, lambda: 1, e.frame.strips), e.range(0, e.frame.strips) as index:
+                self.call(e, self.strip_delta, index)
+            self.call(e, self.finish_delta)
 
     @contextmanager
     def key_blocks(self, e: Emit, keys: Interval, BN: Any) -> Iterator[Any]:

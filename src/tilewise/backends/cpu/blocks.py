@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tilewise.backends.cpu.frames import Tiles, fits, fitting, grain
+from tilewise.backends.cpu.frames import Tiles, fits, fitting, grain, stash_rows
 from tilewise.backends.cpu.spec import Kernel, round_up
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.cpu import key_block, threads_for, whole_key_block
@@ -150,6 +150,7 @@ def _backward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) 
     # tall blocks pay for packing K and V; the choice must not depend on the threads, or the order of sums would
     tall = problem.batch * problem.heads * (longest // BACKWARD_TALL) >= BACKWARD_TASKS
     rows = max(R, round_up(min(BACKWARD_TALL if tall else BACKWARD_TALL // 2, longest), R))
+    rows = stash_rows(problem, kernel, rows, keys)
     return fitting(problem, kernel, _by_heads(problem, spec, longest), (1, rows, keys), rows)
 
 

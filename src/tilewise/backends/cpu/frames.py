@@ -18,6 +18,11 @@ from tilewise.problem import Problem
 ROOM = 1 << 20
 SHARED = 3 << 20
 """Bytes. A fourth mebibyte for all is left to arguments, statistics and what the system adds."""
+STASH = 6 << 20
+STASHED = 4
+"""Bytes of a thread of the double backward, beside its frame, for so many matrices of a block of rows by all keys."""
+STASH_ROWS = 32
+"""Of a block at least, or packing K and V for it costs as much as a stash saves."""
 COSTS = {False: (10.0, 1.0), True: (35.0, 10.0)}
 """What a block of rows and a block of keys cost beside their products (packing, and sums read and written once for each), in
 rows and keys; on vectors, and on matrix tiles, where products take less time. Neoverse N1, fp32, head dims 256 and 512, forward
@@ -110,7 +115,7 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
     ends = {"first": BM * 2, "past": BM * 2} | ({} if kernel.matrix else {"q_factors": BM})
     if kernel.kind == "double_backward":
         tiles |= {"Kt": BN * DP, "Vt": BN * DVP, "Kt_columns": BN * DP, "Qt": BM * DP, "Qt_panels": BM * sizes.DR}
-        tiles |= {"moved": BN * sizes.PS, "dPt": BN * R, "lse_t": BM, "delta_t": BM}
+        tiles |= {"moved": BN * sizes.PS, "dPt": BN * sizes.PS, "lse_t": BM, "delta_t": BM, "slight": BM}
     return operands | products | {"kept": BN * R, "W": BN * R} | rows | {"tail": tile.keys * R} | tiles | ends
 
 
@@ -134,6 +139,25 @@ def workspace(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
         return 0
     heads = round_up(tiles.heads, kernel.tile.keys) * tiles.groups if kernel.together else tiles.heads
     return tiles.tasks * tiles.rows * heads * (paddings(problem, kernel, tiles)["DVP"] + (4 if kernel.stats else 2))
+
+
+def stash(problem: Problem, kernel: Kernel, tiles: Tiles) -> int:
+    """Elements in which a thread of the double backward keeps S, dP and their derivatives of its rows and all keys; 0 where they
+    would take more than STASH, and are computed twice."""
+    if kernel.kind != "double_backward":
+        return 0
+    blocks = -(-problem.seqlen_k // tiles.keys)
+    size = STASHED * blocks * tiles.keys * paddings(problem, kernel, tiles)["PS"]
+    return size if size * _size(kernel) <= STASH else 0
+
+
+def stash_rows(problem: Problem, kernel: Kernel, rows: int, keys: int) -> int:
+    """As many of these rows, in whole strips, as have room in a stash; all of them where that would be too few."""
+    R = kernel.tile.rows
+    for fewer in range(rows, min(rows, STASH_ROWS) - 1, -R):
+        if stash(problem, kernel, Tiles(fewer, keys, 1, 1, 1, 1)):
+            return fewer
+    return rows
 
 
 def fits(problem: Problem, kernel: Kernel, tiles: Tiles) -> bool:

@@ -33,12 +33,11 @@ class MovingTiles(KernelModule):
         with e.if_(e.args.given(tile[1])):
             super().fetch_tile(e, tile, width, padded)
 
-    def clear_tiles(self, e: Emit) -> None:
-        """Zeros where `clean` looks for what is not finite."""
+    def clear_tiles(self, e: Emit, names: tuple[str, ...]) -> None:
+        """Zeros in tiles in which `clean` looks for what is not finite, whether they are packed or not."""
         for name, source, _ in self.tiles:
-            if source[-1] == "t" and name in self.cleaned:
-                size = e.args.BN * (e.args.DP if source[0] == "k" else e.args.DVP)
-                with e.if_(~e.args.given(source)), e.range(0, size) as cell:
+            if name in names:
+                with e.range(0, e.args.BN * (e.args.DP if source[0] == "k" else e.args.DVP)) as cell:
                     getattr(e.frame, name)[cell] = 0.0
 
 
@@ -68,7 +67,7 @@ class Jvp(MovingTiles, Forward):
             frame.l_t[index * R] = e.strip(0.0)
         with e.range(0, strips * (args.DVP * R), e.lanes) as cell:
             frame.Ot[cell] = e.vector(0.0)
-        self.clear_tiles(e)
+        self.clear_tiles(e, ("Vt",))
         with e.if_(args.given("qt")), e.range(0, args.group) as nth:
             first = nth * frame.strips
             head, _ = self.strip_at(e, first)
@@ -83,12 +82,18 @@ class Jvp(MovingTiles, Forward):
         """Scores and T in the same unit."""
         super().multiply_qk(e, index, keys, chunks)
         args, frame, R, J = e.args, e.frame, self.tile.rows, self.tile.keys
-        with e.range(*keys) as j:
-            frame.T[j * R] = e.strip(0.0)
-        for given, rows, tile in (("qt", frame.Qt, frame.K), ("kt", frame.Q, frame.Kt)):
-            with e.if_(args.given(given)):
-                operands = [rows + index * (args.DP * R), R, tile, args.DP * J, frame.T, R]
-                e.call(self.add, 0, args.DP, *operands, *self.groups(keys), chunks.scores)
+
+        def product(function: Any, rows: Any, tile: Any) -> None:
+            operands = [rows + index * (args.DP * R), R, tile, args.DP * J, frame.T, R]
+            e.call(function, 0, args.DP, *operands, *self.groups(keys), chunks.scores)
+
+        with e.if_else(args.given("qt")) as (moves, stays):
+            with moves:
+                product(self.qk, frame.Qt, frame.K)
+            with stays, e.range(*keys) as j:
+                frame.T[j * R] = e.strip(0.0)
+        with e.if_(args.given("kt")):
+            product(self.add, frame.Q, frame.Kt)
 
     def mask_scores(self, e: Emit, keys: Interval, visible: Any, modifier: Modifier | None = None) -> None:
         """With softcap or a bias T goes through their derivatives, and is natural afterwards."""

@@ -46,7 +46,7 @@ class CpuLaunch(NamedTuple):
     offsets: dict[str, int]  # of the arguments in the block, in bytes
     size: int  # bytes of a thread's buffer
     threads: int
-    workspace: int  # elements for the partial results of splits
+    workspace: int  # elements for the partial results of splits, or for what threads of a double backward keep
     counters: int  # of splits that are done, or of query blocks whose turn it is
     real: torch.dtype
     lse: tuple[tuple[int, int, int], tuple[int, int, int], torch.dtype]  # its shape, strides and dtype

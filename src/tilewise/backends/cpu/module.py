@@ -37,6 +37,8 @@ class KernelModule(Visibility, PagedKeys):
     """Those whose hidden rows would be multiplied by zero."""
     packed: str
     """The dtype of values in tiles."""
+    enter: Any = None
+    """The function that a worker calls before its first task."""
     wide: bool
     """Vectors of more than 16 bytes. Shorter sums cost less there, 2 % or nothing with AVX-512 and 2 to 4 % with NEON; and torch
     has shorter sums, too."""
@@ -261,6 +263,8 @@ class KernelModule(Visibility, PagedKeys):
         head, body, done = e.blocks("next", "take", "over")
         counter, tasks = block.counter, block.tasks
         matrix.enter(e, self.kernel.matrix)
+        if self.enter is not None:
+            e.call(self.enter, args, frame)
         e.go(head)
         number = Value(e, e.ir.atomic_rmw("add", counter.raw, e.raw(1), "monotonic"))
         e.branch(number < tasks, body, done)

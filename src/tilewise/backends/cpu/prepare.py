@@ -1,8 +1,8 @@
 """Launches: what is the same for every call of a problem, prepared once and kept.
 
 They are kept with the problem, whose life ends with that of the cached call: one key (`launch_for`), and at most LAUNCHES of
-them, for packed batches whose longest sequence varies. Problems whose mask holds tensors are new in every call: their launches
-are kept by everything but the tensors.
+them, for packed batches whose longest sequence varies. Problems whose mask holds tensors, and those with statistics, are new in
+every call: their launches are kept by everything but the tensors.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def kernel_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False)
 def launch_for(problem: Problem, inputs: Inputs, kind: str, dbias: bool = False) -> CpuLaunch:
     """The launch of a call, from the memory if there is one like it."""
     key = launch_key(problem, inputs, kind, dbias)
-    if is_static(problem):
+    kept = not problem.stats or problem.program.tensors  # calls with statistics are problems of their own, too
+    if is_static(problem) and kept:
         launches: dict[Any, CpuLaunch] = problem.memory.setdefault("cpu launches", {})
         name: Any = key
     else:  # every call is a problem of its own, and most are like an earlier one but for what the mask's tensors hold
@@ -108,7 +109,7 @@ def _make_launch(
         offsets={name: 8 * n for n, name in enumerate(names)},
         size=frames.frame(problem, kernel, tiles),
         threads=tiles.threads,
-        workspace=frames.workspace(problem, kernel, tiles),
+        workspace=frames.workspace(problem, kernel, tiles) + frames.stash(problem, kernel, tiles) * tiles.threads,
         counters=problem.batch * problem.heads * tiles.blocks if kernel.backwards else counters,
         real=real,
         lse=((batch, heads, rows), (heads * rows, rows, 1), real),

@@ -16,7 +16,7 @@ def reasons_for(problem: Problem, kernel: Kernel, spec: DeviceSpec, tiles: Tiles
     size = (f"{tiles.rows} × {tiles.keys}: yours",) if yours else (_keys(problem, kernel, tiles), _rows(problem, kernel, tiles))
     frame = frames.frame(problem, kernel, tiles)
     memory = f"a thread's frame takes {frame / KiB:.0f} of {frames.ROOM // KiB} KiB"
-    return (register, *size, *_splits(tiles), memory)
+    return (register, *size, *_splits(tiles), memory, *_stash(problem, kernel, tiles))
 
 
 def _register(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> str:
@@ -68,6 +68,15 @@ def _splits(tiles: Tiles) -> tuple[str, ...]:
     if tiles.splits == 1:
         return ()
     return (f"{tiles.splits} splits of the keys, so that every thread has work; the last to finish merges them in the kernel",)
+
+
+def _stash(problem: Problem, kernel: Kernel, tiles: Tiles) -> tuple[str, ...]:
+    if kernel.kind != "double_backward":
+        return ()
+    size = frames.stash(problem, kernel, tiles) * (8 if kernel.real == "float64" else 4)
+    if size:
+        return (f"products of the rows and all keys are kept in {size / KiB:.0f} of {frames.STASH // KiB} KiB a thread",)
+    return (f"products of the rows and all keys take more than {frames.STASH // KiB} KiB a thread, and are computed twice",)
 
 
 def _pair(problem: Problem) -> int:

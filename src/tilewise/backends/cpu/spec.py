@@ -112,7 +112,7 @@ MOVING = ("qt", "kt", "vt", "bias_t")
 """Tangents, each an address that may be null and its strides."""
 TANGENTS = (*MOVING, "lse_t", *(f"{t}_{axis}" for t in MOVING for axis in "bhsd"))
 JVP = (*FORWARD, *TANGENTS, "sinks_t", "ot", *(f"ot_{axis}" for axis in "bhsd"))
-DOUBLE_BACKWARD = (*BACKWARD, *TANGENTS, "ot", *(f"ot_{axis}" for axis in "bhsd"))
+DOUBLE_BACKWARD = (*BACKWARD, *TANGENTS, "delta_t", "ot", *(f"ot_{axis}" for axis in "bhsd"))
 SWEEP = (*FORWARD, "mass", "top_weights", "top_indices", "top", "progress", "pause")
 DOUBLES = (*NUMBERS, "ds_factor")
 """Passed as doubles; all others are integers and addresses."""

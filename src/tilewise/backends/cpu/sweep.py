@@ -15,7 +15,7 @@ from tilewise.backends.cpu.backward import Backward
 from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.elementary import LOG2E
 from tilewise.backends.cpu.function import kernel_function
-from tilewise.backends.cpu.ir import I64
+from tilewise.backends.cpu.ir import I64, gather
 from tilewise.backends.cpu.masking import Interval
 from tilewise.backends.cpu.module import KernelModule
 from tilewise.backends.cpu.scores import Modifier
@@ -120,7 +120,7 @@ class Sweep(Backward):
         top, row0 = args.top, index * R
         with e.range(j0, j1) as j:
             scores = frame.P + j * R
-            least = masking.gather([frame.top_s[(row0 + r) * top + (top - 1)] for r in range(R)])
+            least = gather([frame.top_s[(row0 + r) * top + (top - 1)] for r in range(R)])
             larger = e.each(lambda s, x: (s > x).sext(e.real.bits), scores.strip(), least)
             with e.if_(masking.any_lane(larger), likely=False), e.range(0, R) as r:
                 first = (row0 + r) * top

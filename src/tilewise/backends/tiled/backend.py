@@ -235,6 +235,7 @@ class Tiled(Backend):
 
         out, lse, dout, dlse, needs = given
         tangents, out_t, lse_t = direction
+        assert out_t is not None and lse_t is not None
         blocks = plan.derivative_tiles(problem, None, "double_backward")["double_backward"].sizes
         delta, delta_t = (row_products(dout, x, lse.dtype) for x in (out, out_t))
         if problem.widened:

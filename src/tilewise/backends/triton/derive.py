@@ -71,6 +71,7 @@ def run_double_backward(problem: Problem, inputs: Inputs, given: BackwardInputs,
     inputs = ready(problem, inputs)
     out, lse, dout, dlse, needs = given
     tangents, out_t, lse_t = direction
+    assert out_t is not None and lse_t is not None
     lse, lse_t = lse.contiguous(), lse_t.contiguous()
     delta, delta_t = (row_products(dout, x, lse.dtype) for x in (out, out_t))
     if dlse is not None:
