@@ -11,6 +11,7 @@ import torch
 
 from tilewise.backends.base import Backend, Inputs, Verdict
 from tilewise.backends.plans import REGISTRY as REGISTRY
+from tilewise.backends.plans import VARIES
 from tilewise.backends.plans import Entry as Entry
 from tilewise.backends.plans import check_name as check_name
 from tilewise.errors import ArgumentError, BackendError, KernelError
@@ -85,7 +86,7 @@ def judge(
         return verdict
     backend = get(name)
     if problem.invariant and not backend.invariant:
-        return Verdict(False, ("has no invariant=True: the bits of a row depend on the batch around it",))
+        return Verdict(False, (VARIES,))
     verdict = backend.supports(problem, inputs, backward=backward or bool(derivative))
     return backend.derives(problem, inputs, derivative=derivative) if derivative and verdict.ok else verdict
 

@@ -204,6 +204,11 @@ class Problem:
         return ITEMSIZE[self.dtype]
 
     @property
+    def kv_itemsize(self) -> int:
+        """Of keys and values, which may be stored narrower."""
+        return 1 if self.stored else self.itemsize
+
+    @property
     def arithmetic(self) -> str:
         """The dtype of scores, weights, sums and the log-sum-exp: "float32" or "float64"."""
         return "float64" if self.dtype == "float64" or self.precision in WIDE else "float32"

@@ -22,7 +22,7 @@ import tilewise as tw
 from tests.cache.caches import build, worst
 from tests.cache.test_cached import CASES, MIXED, OPTIONS, attend
 from tilewise import dispatch
-from tilewise.api import cached
+from tilewise.api import cached_call
 from tilewise.backends.pages import NewTokens, gathered
 
 LEFT_OUT = {"float64", "double"}
@@ -44,7 +44,7 @@ def conform(name: str) -> None:
     elif case["rows"] == MIXED[0] and case["lengths"] == MIXED[1]:
         case = {**case, "rows": SHORT[0], "lengths": SHORT[1]}
     built = build(**case)
-    cached.gathered = None  # type: ignore[assignment]  # no token is copied
+    cached_call.gathered = None  # type: ignore[assignment]  # no token is copied
     out, lse = attend(built, "triton", **options)
     assert out.dtype == built.q.dtype and not out.isnan().any(), "NaN"
     error = worst(built, out, lse, **options)
@@ -53,7 +53,7 @@ def conform(name: str) -> None:
 
 def turned_and_written(interleaved: bool, turned: int, page: int, dtype: torch.dtype, stored: torch.dtype | None) -> None:
     """The kernel gives and writes what torch does, to a rounding of the dtype; without a rotation, the same bits."""
-    cached.gathered = gathered
+    cached_call.gathered = gathered
     given = {"page": page, "dtype": dtype, "stored": stored, "dims": (32, 24), "heads": (8, 2)}
     made = [build([3, 1, 0, 4], [20, 9, 5, 4], seed=3, **given) for _ in range(2)]  # type: ignore[arg-type]
     angles = torch.arange(64)[:, None] * torch.rand(max(1, turned // 2), generator=torch.Generator().manual_seed(1))
@@ -98,10 +98,10 @@ def garbage() -> None:
     pages.table[0, 5:] = 10**6  # behind the last token
     pages.table[1, 3] = -7
     pages.lengths[2] = 10**6
-    problem_of = cached.check_values, tw.KVCache.check
-    cached.check_values, tw.KVCache.check = lambda *_: None, lambda *_: None  # type: ignore[assignment, method-assign]
+    checks = cached_call.check_table, cached_call.check_lengths
+    cached_call.check_table, cached_call.check_lengths = lambda *_: None, lambda *_: None  # type: ignore[assignment]
     got = attend(built, "triton")[0]
-    cached.check_values, tw.KVCache.check = problem_of  # type: ignore[method-assign]
+    cached_call.check_table, cached_call.check_lengths = checks
     pages.table.copy_(table)
     pages.lengths.copy_(lengths)
     assert torch.equal(got[0], want[0])

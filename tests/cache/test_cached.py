@@ -103,9 +103,9 @@ def test_conformance_on_gpu(name: str) -> None:
 
 def test_the_cpu_kernels_read_pages_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """No token is copied."""
-    from tilewise.api import cached
+    from tilewise.api import cached_call
 
-    monkeypatch.delattr(cached, "gathered")
+    monkeypatch.delattr(cached_call, "gathered")
     for name, case in CASES.items():
         if case.get("lengths") != [0, 4, 0]:
             built = build(**case)

@@ -10,7 +10,7 @@ import torch
 import tilewise as tw
 from tests.cache.caches import build, worst
 from tests.cache.test_cached import MIXED, OPTIONS, attend
-from tilewise.api import cached
+from tilewise.api import cached_call
 
 pytestmark = pytest.mark.gpu
 HALF: dict[str, Any] = {"dtype": torch.bfloat16, "dims": (128, 128), "heads": (8, 2), "device": "cuda"}
@@ -28,7 +28,7 @@ def test_options(name: str) -> None:
 
 
 def test_kernels_read_pages_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(cached, "gathered")
+    monkeypatch.delattr(cached_call, "gathered")
     for page in (1, 3, 16, 64, 256):
         built = build([1, 5, 0, 130], [1000, 77, 3, 200], page=page, **HALF)
         out, lse = attend(built, "auto")

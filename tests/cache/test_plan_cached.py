@@ -55,6 +55,16 @@ def test_what_is_shared_is_found() -> None:
     assert tw.plan_cached(built.cache, least=4, queries=5).shared == [3, 4, 4, 1, 1]
 
 
+def test_a_call_with_a_plan_leaves_others_of_its_shape_as_they_are() -> None:
+    """Its parts are computed in fp32; the same call without a plan gives q's dtype, after it and before it."""
+    built = shared(NESTED, LENGTHS, [1] * 5, torch.bfloat16)
+    plan = tw.plan_cached(built.cache, least=8)
+    for some in (plan, None, plan):
+        out, lse = tw.attention_cached(built.q, built.cache, cu_seqlens_q=built.cu, plan=some, return_lse=True)
+        assert out.dtype == torch.bfloat16
+        assert worst(built, out, lse) <= 1.0
+
+
 TREE = tw.causal() & tw.tree(torch.tensor([[-1, 0, -2]]).expand(5, 3))
 OPTIONS: dict[torch.dtype, list[dict[str, Any]]] = {
     torch.float32: [{}, {"mask": None}, {"mask": TREE}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}],

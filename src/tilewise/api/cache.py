@@ -146,24 +146,10 @@ class KVCache:
     def check(self, cu: Tensor | None = None) -> None:
         """Raise on lengths and pages that do not fit each other. Reads tensors: on a GPU that waits for it."""
         pages = self.pages.now()
-        if pages.indptr is not None:
-            values = pages.indptr.tolist()
-            if not _cumulative(values, None) or values[-1] > pages.entries.shape[0]:
-                raise ArgumentError(
-                    f"table: indptr must start with 0, never fall and end at most at {pages.entries.shape[0]}, got {values[:8]}"
-                )
-        lengths, counts = pages.lengths.cpu().numpy(), pages.counts.cpu().numpy()
-        room = counts * pages.page
-        if ((lengths < 0) | (lengths > room)).any():
-            for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
-                if 0 <= length <= count * pages.page:
-                    continue
-                raise ArgumentError(
-                    f"lengths[{b}] is {length}, need 0 to {count * pages.page}: the table lists {count} pages of {pages.page}"
-                )
+        check_lengths(pages)
         if cu is not None:
             new = cu.diff().tolist()
-            for b, (n, length) in enumerate(zip(new, lengths.tolist(), strict=True)):
+            for b, (n, length) in enumerate(zip(new, pages.lengths.tolist(), strict=True)):
                 if n > length:
                     raise ArgumentError(
                         f"append: {n} tokens for sequence {b}, whose lengths[{b}] is {length}; `lengths` counts new tokens too"
@@ -208,6 +194,25 @@ class KVCache:
             f"KVCache({pages.starts.shape[0]} sequences in {count} pages of {page}, {heads} heads of {dim}/{pages.v.shape[3]}, "
             f"{dtype_name(pages.k)}{scaled}, {pages.k.device})"
         )
+
+
+def check_lengths(pages: Pages) -> None:
+    """Raise on lengths beyond the pages, and on a table that is none."""
+    if pages.indptr is not None:
+        values = pages.indptr.tolist()
+        if not _cumulative(values, None) or values[-1] > pages.entries.shape[0]:
+            raise ArgumentError(
+                f"table: indptr must start with 0, never fall and end at most at {pages.entries.shape[0]}, got {values[:8]}"
+            )
+    lengths = pages.lengths.cpu().numpy()
+    room = pages.page * (pages.most if pages.indptr is None else pages.counts.cpu().numpy())
+    if not lengths.size or (lengths.min() >= 0 and (lengths <= room).all()):
+        return
+    for b, (length, count) in enumerate(zip(lengths.tolist(), pages.counts.tolist(), strict=True)):
+        if not 0 <= length <= count * pages.page:
+            raise ArgumentError(
+                f"lengths[{b}] is {length}, need 0 to {count * pages.page}: the table lists {count} pages of {pages.page}"
+            )
 
 
 def _check_pages(name: str, x: Any) -> None:

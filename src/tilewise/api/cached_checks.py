@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -87,15 +88,19 @@ def some_before(pages: Pages, cu: Tensor) -> bool:
     return not readable(pages.lengths) or bool((cu.diff() > pages.seen).any())
 
 
-def check_values(pages: Pages, cu_q: Tensor, tokens: int, mask: Mask | None) -> None:
-    """Raise on tables and packed queries that do not fit each other. Numpy: torch takes longer for a few integers."""
+def check_packing(cu_q: Tensor, tokens: int) -> None:
+    """Raise on queries that are packed otherwise than they are said to be."""
     cu = cu_q.cpu().numpy()
-    rows = cu[1:] - cu[:-1]
-    if cu[0] != 0 or cu[-1] != tokens or (rows < 0).any():
+    if cu[0] != 0 or cu[-1] != tokens or (cu[1:] < cu[:-1]).any():
         raise ArgumentError(f"cu_seqlens_q: need 0 to {tokens}, never falling, got {cu[:8].tolist()}")
-    lengths, entries, starts = (x.cpu().numpy() for x in (pages.lengths, pages.entries, pages.starts))
-    if entries.size and entries.min() >= 0 and entries.max() < pages.k.shape[0]:
+
+
+def check_table(pages: Pages, cu_q: Tensor, mask: Mask | None) -> None:
+    """Raise where a query sees what is no page. Numpy: torch takes longer for a few integers."""
+    entries = pages.entries.cpu().numpy()
+    if entries.size and entries.view(np.uint32).max() < pages.k.shape[0]:
         return  # whatever is seen is there
+    lengths, starts, rows = (x.cpu().numpy() for x in (pages.lengths, pages.starts, cu_q.diff()))
     first = np.where(rows > 0, first_seen(mask, lengths, rows), lengths) // pages.page
     past = -(-lengths // pages.page)
     for b in range(len(lengths)):
@@ -112,9 +117,15 @@ def first_seen(mask: Mask | None, lengths: Any, rows: Any) -> Any:
     """The first key that a query of each sequence may see: pages before it may be gone."""
     if mask is None or not all(leaf.static or isinstance(leaf, Tree) for leaf in mask.leaves()):
         return np.zeros_like(lengths)
+    if mask.static:
+        return first_of(_static_terms(mask), lengths, rows)
+    return first_of(mask.lower(Binding(MaskShape(len(lengths), 1, 1, 1), varlen=True)).terms(), lengths, rows)
+
+
+def first_of(terms: Iterable[Iterable[Literal]], lengths: Any, rows: Any) -> Any:
+    """The first key that the bands and ranges of a mask's terms let a query of each sequence see."""
     firsts = []
-    shape = MaskShape(len(lengths), 1, 1, 1)
-    for term in _static_terms(mask) if mask.static else mask.lower(Binding(shape, varlen=True)).terms():
+    for term in terms:
         least = np.zeros_like(lengths)
         for literal in term:
             if literal.kind.is_band:

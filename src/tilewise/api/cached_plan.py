@@ -167,7 +167,7 @@ def attend_shared(
     q, cu = queries
     shared = torch.tensor(plan.shared, dtype=torch.int32, device=q.device)
     own = pages._replace(
-        starts=pages.starts + shared, counts=pages.counts - shared, lengths=pages.lengths - shared * pages.page
+        starts=pages.starts + shared, counts=pages.counts - shared, lengths=pages.lengths - shared * pages.page, within=False
     )
     parts = [attend(q, cu, own, True)]
     is_none = parts[0][1] == float("-inf")
@@ -178,7 +178,7 @@ def attend_shared(
         leaders = torch.tensor([run.sequences[0] for run in level], device=q.device)
         first, past = (torch.tensor([run[side] for run in level], dtype=torch.int32, device=q.device) for side in (1, 2))
         prefix = pages._replace(
-            starts=pages.starts[leaders] + first, counts=past - first, lengths=(past - first) * pages.page
+            starts=pages.starts[leaders] + first, counts=past - first, lengths=(past - first) * pages.page, within=False
         )
         cu_level = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
         out, lse = attend(q[at], cu_level, prefix, False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,8 @@ from tilewise.problem import WIDE, Problem
 
 if TYPE_CHECKING:
     from tilewise.backends.pages import NewTokens, Pages
+    from tilewise.hardware.spec import DeviceSpec
+    from tilewise.model.tile import TilePlan
 
 
 class Needs(NamedTuple):
@@ -96,6 +98,15 @@ class Direction(NamedTuple):
     lse_t: Tensor | None = None
 
 
+class PagedLaunch(NamedTuple):
+    """What one launch over pages computes, and its kernels' tiles by pass; {}: those of the backend's plan for the problem."""
+
+    problem: Problem
+    inputs: Inputs
+    pages: Pages
+    tiles: Mapping[str, TilePlan]
+
+
 class CompileJob(NamedTuple):
     """A kernel that is to be compiled."""
 
@@ -142,8 +153,12 @@ class Backend(Protocol):
         """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, in the dtype of the arithmetic."""
 
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
-        """The same of a packed batch whose keys and values lie in pages; `k` and `v` of the inputs only tell their shapes."""
+        """The same of a packed batch whose keys and values lie in pages: `k` and `v` of the inputs, with the heads first."""
         raise BackendError(f"backend {self.name!r} reads no pages", {self.name: ("reads no pages",)})
+
+    def paged_launches(self, problem: Problem, inputs: Inputs, pages: Pages, spec: DeviceSpec) -> list[PagedLaunch]:
+        """What `paged` launches on the machine `spec`. Nothing is computed."""
+        return [PagedLaunch(problem, inputs, pages, {})]
 
     def append(self, pages: Pages, new: NewTokens) -> Tensor | None:
         """Write new tokens into pages, and turn them and their queries; gives the queries. What has no place is not written."""

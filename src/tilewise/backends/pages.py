@@ -55,6 +55,7 @@ class Pages(NamedTuple):
     k_scale: Tensor | None = None  # float32 (pages, page, Hk)
     v_scale: Tensor | None = None
     latent: bool = False  # values are the first columns of the keys
+    within: bool = False  # `lengths` are int32, one after the other, none below 0 nor beyond the pages: somebody has looked
 
     @property
     def page(self) -> int:
@@ -86,6 +87,8 @@ class Pages(NamedTuple):
     @property
     def seen(self) -> Tensor:
         """int32 (B,) `lengths`, not below 0 nor beyond the pages there are."""
+        if self.within:
+            return self.lengths
         return self.lengths.int().clamp(min=0).minimum(self.counts * self.page)
 
     def of_sequences(self, at: Tensor) -> Pages:

@@ -56,6 +56,10 @@ Answer = tuple[Verdict, str | None]
 """Can a backend serve the problem, and why would it rather not."""
 
 
+VARIES = "has no invariant=True: the bits of a row depend on the batch around it"
+"""Why a backend whose plan does not say INVARIANT refuses `Problem.invariant`."""
+
+
 def check_name(name: str, *others: str) -> None:
     """Raise unless the name is registered, or one of the others."""
     if not isinstance(name, str) or (name not in REGISTRY and name not in others):
@@ -81,6 +85,8 @@ def answer_there(name: str, problem: Problem, spec: DeviceSpec, *, backward: boo
         return Verdict(False, (f"runs on {' and '.join(REGISTRY[name].devices)}, not on {kind}",)), None
     if plan is None:
         return Verdict(False, ("says nothing of other machines",)), None
+    if problem.invariant and not getattr(plan, "INVARIANT", False):
+        return Verdict(False, (VARIES,)), None
     verdict: Verdict = plan.supports(problem, spec, backward=backward)
     return verdict, plan.declines(problem, spec, backward=backward) if verdict.ok else None
 

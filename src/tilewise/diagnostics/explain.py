@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 from torch import Tensor
 
+from tilewise.api.cache import KVCache
+from tilewise.api.cached_plan import CachedPlan
 from tilewise.api.names import BackendName
 from tilewise.api.options import CallOptions
 from tilewise.api.parse import parse_call
+from tilewise.api.rotary import RotaryTable
 from tilewise.backends.base import Inputs
+from tilewise.diagnostics.cached import Asked, explain_cached
 from tilewise.diagnostics.explanation import Explanation, Tiles
 from tilewise.diagnostics.measured import Measured, measure_call
 from tilewise.diagnostics.plan import TileArgument, asked, machine, plan_of, servers
@@ -21,9 +25,19 @@ from tilewise.model.grid import even
 from tilewise.problem import Problem
 
 
+class ExplainedOptions(CallOptions, total=False):
+    """What a call that is explained takes: beside the options of `attention` those of `attention_cached`."""
+
+    new: tuple[Tensor, Tensor] | None
+    rotary: RotaryTable | None
+    splits: int | None
+    plan: CachedPlan | None
+    invariant: bool
+
+
 def explain(
     q: Tensor | Problem,
-    k: Tensor | None = None,
+    k: Tensor | KVCache | None = None,
     v: Tensor | None = None,
     *,
     device: str | DeviceSpec | None = None,
@@ -31,12 +45,13 @@ def explain(
     tile: TileArgument | None = None,
     pass_: str = "auto",
     measure: bool = False,
-    **options: Unpack[CallOptions],
+    **options: Unpack[ExplainedOptions],
 ) -> Explanation:
     """Explain the call `attention(q, k, v, …)`, or a Problem, for which neither tensors nor its device are needed.
 
     q: queries (B, Hq, Sq, D), or a Problem alone.
-    k: keys (B, Hk, Sk, D).
+    k: keys (B, Hk, Sk, D); or a KVCache, without v: then the call is that of `attention_cached`, with q and options as it takes
+        them, and the answer has the pages that are read, and all launches. Nothing is written.
     v: values (B, Hk, Sk, Dv).
     device: the machine to explain it for: a name such as "h200" or a DeviceSpec; None for that of the tensors, or this one.
     backend: "auto", or one by name.
@@ -46,6 +61,7 @@ def explain(
     options: all else that `attention` takes; with `cu_seqlens_q` (and `cu_seqlens_k`) the call is that of `attention_varlen`.
 
     >>> print(tw.explain(q, k, v, mask=tw.causal()))
+    >>> print(tw.explain(q, cache, mask=tw.causal()))
     >>> print(tw.explain(tw.Problem.of(heads=32, kv_heads=8, seqlen=8192, head_dim=128, mask=tw.causal()), device="h200"))
     """
     inputs = None
@@ -55,10 +71,14 @@ def explain(
         problem = q
         if device is None and problem.device == "cpu":
             device = "cpu"
+    elif isinstance(k, KVCache):
+        if v is not None or tile is not None or pass_ != "auto":
+            raise ArgumentError("explain: a cache takes neither v, tile nor pass_; attention_cached has none of them")
+        return explain_cached(q, k, dict(options), Asked(device=device, backend=backend, measure=measure))
     elif k is None or v is None:
-        raise ArgumentTypeError("explain: need q, k and v, or a Problem alone")
+        raise ArgumentTypeError("explain: need q, k and v, q and a KVCache, or a Problem alone")
     else:
-        problem, inputs = parse_call(q, k, v, options)
+        problem, inputs = parse_call(q, k, v, cast(CallOptions, options))
         device = str(inputs.q.device) if device is None else device
     spec, live = machine(device)
     problem = asked(problem, spec, tile, pass_)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,13 +52,18 @@ def measure_call(problem: Problem, inputs: Inputs | None, backend: str, plan: Pl
     """Run the call, with the tile of the plan, on its device and name what keeps it from the roof."""
     given = inputs if inputs is not None else random_inputs(problem)
     run = _runner(problem, given, backend, plan.tile.pass_.startswith("backward"))
+    return measure_run(plan, run, partial(_overhead, problem, given, backend))
+
+
+def measure_run(plan: Plan, run: Callable[[], Any], overhead: Callable[[], float] = float) -> Measured:
+    """Time `run`, the call of a plan; `overhead` gives the time of one that computes nothing."""
+    problem = plan.problem
     seconds, rounds = _seconds(run, problem.device)
     ceilings = hardware.measure(problem.device)
     spec = ceilings.apply(plan.spec)
     roof = model.roofline(plan.work.useful, plan.dram.total, problem.dtype, spec, problem.precision)
     ideal = plan.work.useful / roof.attainable if roof.attainable else 0.0
-    floor = _overhead(problem, given, backend)
-    losses = name_losses(plan, seconds, ideal, floor, spec)
+    losses = name_losses(plan, seconds, ideal, overhead(), spec)
     return Measured(seconds, rounds, ideal, losses, ceilings.words)
 
 

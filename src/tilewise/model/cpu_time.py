@@ -144,11 +144,11 @@ def _decode_clocks(sizes: Problem, spec: DeviceSpec, fit: CpuFit, visits: Visits
     """Clocks of reading K and V once, and of multiplying with them; the longer of the two hides the other."""
     pair = sizes.head_dim + sizes.head_dim_v
     rate = _macs_per_clock(sizes, spec, False) * fit.products * DECODE_PRODUCTS
-    cached = sizes.batch * sizes.kv_heads * sizes.seqlen_k * pair * sizes.itemsize <= spec.l3_bytes // L3_PART
+    cached = sizes.batch * sizes.kv_heads * sizes.seqlen_k * pair * sizes.kv_itemsize <= spec.l3_bytes // L3_PART
     stream = min(fit.stream, spec.dram_bandwidth / (threads if cached else spec.units))
     return {
         "FMA units": visits.keys * sizes.group * pair / rate,
-        "DRAM bandwidth": visits.keys * pair * sizes.itemsize / stream * spec.clock_hz,
+        "DRAM bandwidth": visits.keys * pair * sizes.kv_itemsize / stream * spec.clock_hz,
     }
 
 

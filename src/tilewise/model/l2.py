@@ -29,7 +29,7 @@ def streamed(problem: Problem, tile: TilePlan) -> int:
     if tile.holds_keys:
         per_row = (problem.head_dim + problem.head_dim_v) * size + 2 * stat_size(problem)
         return problem.group * problem.seqlen_q * per_row
-    return problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size
+    return problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.kv_itemsize
 
 
 def blocks_of(problem: Problem, tile: TilePlan) -> int:

@@ -73,8 +73,9 @@ class _Rows:
         d, dv, size, stat = problem.head_dim, problem.head_dim_v, problem.itemsize, stat_size(problem)
         self.moved = Traffic()
         self.row_bytes = {
-            **dict.fromkeys(("Q", "K", "dQ", "dK"), d * size),
-            **dict.fromkeys(("V", "O", "dO", "dV"), dv * size),
+            **dict.fromkeys(("Q", "dQ", "dK"), d * size),
+            **dict.fromkeys(("O", "dO", "dV"), dv * size),
+            **{"K": d * problem.kv_itemsize, "V": dv * problem.kv_itemsize},
             **dict.fromkeys(("m", "l", "LSE", "delta", "rowmax", "rowsum", "partial LSE"), stat),
             **dict.fromkeys(("acc", "partial O"), dv * stat),
             **dict.fromkeys(("dQ acc", "dK acc"), d * stat),

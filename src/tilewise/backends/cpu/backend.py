@@ -6,7 +6,7 @@ Everything that is the same for every call of a problem is a `CpuLaunch`, which 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ from tilewise.backends.base import (
     Grads,
     Inputs,
     Jvp,
+    PagedLaunch,
     Statistics,
     Tangents,
     Verdict,
@@ -55,10 +56,11 @@ from tilewise.backends.cpu.launch import (
     num_threads,
 )
 from tilewise.backends.cpu.lowering import lowered
-from tilewise.backends.cpu.prepare import adjacent, kernel_for, launch_for, optional_arguments
+from tilewise.backends.cpu.prepare import adjacent, kernel_for, launch_for, launch_key, optional_arguments
 from tilewise.backends.cpu.spec import STATISTICS, round_up
 from tilewise.backends.pages import Pages
 from tilewise.hardware.probe import probe_cpu
+from tilewise.hardware.spec import DeviceSpec
 from tilewise.masks import Lowered
 from tilewise.problem import Problem
 
@@ -75,7 +77,7 @@ class CpuBackend(Backend):
     name = "cpu"
     any_address = True
     reads_pages = True
-    invariant = True
+    invariant = plan.INVARIANT
     finds_direction = True
 
     def usable(self, device: str) -> Verdict:
@@ -143,28 +145,29 @@ class CpuBackend(Backend):
 
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         """Single queries and longer runs of them have kernels of their own: where a batch has both, each has its launch."""
-        assert inputs.cu_q is not None
-        ends = inputs.cu_q.numpy()
-        alone = (ends[1:] - ends[:-1]) == 1
-        if alone.all() or not alone.any():
+        single = None if problem.rows else _single(inputs)
+        if single is None:
             return self._paged(problem, inputs, pages)
-        rows, single = inputs.cu_q.diff(), torch.from_numpy(alone)
         out = _empty_part(problem, inputs.q)
         lse = empty_lse(inputs.q, problem.precision)
-        owner = torch.repeat_interleave(single, rows)
-        for some, tokens in ((single, owner), (~single, ~owner)):
-            at, of = some.nonzero()[:, 0], tokens.nonzero()[:, 0]
-            part = replace(problem, batch=len(at), seqlen_q=len(of), mask=Lowered(problem.program.for_sequences(at)))
-            cu = torch.cat([rows.new_zeros(1), rows[at].cumsum(0, dtype=torch.int32)])
-            bias, alibi = (_of_sequences(x, at) for x in (inputs.bias, inputs.alibi))
-            given = inputs._replace(q=inputs.q[:, :, of], cu_q=cu, bias=bias, alibi=alibi)
-            out[:, :, of], lse[:, :, of] = self._paged(part, given, pages.of_sequences(at))
+        for of, part in _by_rows(problem, inputs, pages, single):
+            out[:, :, of], lse[:, :, of] = self._paged(*part)
         return out, lse
 
+    def paged_launches(self, problem: Problem, inputs: Inputs, pages: Pages, spec: DeviceSpec) -> list[PagedLaunch]:
+        single, launches = None if problem.rows else _single(inputs), []
+        parts = [(problem, inputs, pages)]
+        if single is not None:
+            parts = [part for _, part in _by_rows(problem, inputs, pages, single)]
+        for part, given, some in parts:
+            *_, longest, columns = launch_key(part, given, "forward", dbias=False)
+            tile = plan.tile_for(part, spec, "forward", longest, columns)
+            launches.append(PagedLaunch(part, given, some, {tile.pass_: tile}))
+        return launches
+
     def _paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
-        k, v = pages.k.transpose(1, 2), pages.v.transpose(1, 2)
-        launch = launch_for(problem, inputs._replace(k=k, v=v), "forward")
-        q, out = inputs.q, _empty_part(problem, inputs.q)
+        launch = launch_for(problem, inputs, "forward")
+        q, k, v, out = *inputs[:3], _empty_part(problem, inputs.q)
         lse = new(*launch.lse)
         args, _alive = optional_arguments(problem, inputs, launch)
         seen = pages.seen
@@ -286,6 +289,30 @@ class CpuBackend(Backend):
             None if dbias is None or inputs.bias is None else rounded(dbias, inputs.bias.dtype),
             dsinks,
         )
+
+
+def _single(inputs: Inputs) -> Tensor | None:
+    """Which sequences of a packed batch have one query, if some have and some have not."""
+    assert inputs.cu_q is not None
+    ends = inputs.cu_q.numpy()
+    alone = (ends[1:] - ends[:-1]) == 1
+    return None if alone.all() or not alone.any() else torch.from_numpy(alone)
+
+
+def _by_rows(
+    problem: Problem, inputs: Inputs, pages: Pages, single: Tensor
+) -> Iterator[tuple[Tensor, tuple[Problem, Inputs, Pages]]]:
+    """The `single` sequences of a batch and the others as batches of their own, each with its place among the queries."""
+    assert inputs.cu_q is not None
+    rows = inputs.cu_q.diff()
+    owner = torch.repeat_interleave(single, rows)
+    for some, tokens in ((single, owner), (~single, ~owner)):
+        at, of = some.nonzero()[:, 0], tokens.nonzero()[:, 0]
+        part = replace(problem, batch=len(at), seqlen_q=len(of), mask=Lowered(problem.program.for_sequences(at)))
+        cu = torch.cat([rows.new_zeros(1), rows[at].cumsum(0, dtype=torch.int32)])
+        bias, alibi = (_of_sequences(x, at) for x in (inputs.bias, inputs.alibi))
+        given = inputs._replace(q=inputs.q[:, :, of], cu_q=cu, bias=bias, alibi=alibi)
+        yield of, (part, given, pages.of_sequences(at))
 
 
 def _of_sequences(x: Tensor | None, at: Tensor) -> Tensor | None:

@@ -30,13 +30,17 @@ Join = Callable[[Any, Any], Any]
 class Decode(KernelModule, ABC):
     """Emits one module. In its register tile L lanes and V vectors lie along the head dim, and `keys` counts query rows."""
 
+    strides = False
+    """Whether blocks make use of rows that lie a stride apart."""
     task = ("split", "run", "first_group", "next_head", "next_key", "Q_all", "O_all", "m_all", "l_all")
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         super().__init__(kernel, arch)
         self.R = self.tile.keys
         self.line = LINE // size_of(STORAGE[kernel.stored or kernel.dtype])  # elements
-        self.find_rows = self.emit_find_rows() if kernel.paged else None
+        self.find_rows = None
+        if kernel.paged:
+            self.find_rows = self.emit_find_run() if self.strides else self.emit_find_rows(beyond=2 * UNROLL)
         self.find_scales = self.emit_find_scales() if kernel.stored else None
         self.merge = self.emit_merge()
         self.block = self.emit_block()

@@ -18,6 +18,8 @@ from tilewise.backends.cpu.spec import ACCUMULATORS, UNROLL, round_down, round_u
 
 
 class BlockDecode(Decode):
+    strides = True
+
     def emit_block(self) -> Any:
         self.phases = (self.emit_dots(), self.emit_softmax(), self.emit_values())
         return self.emit_phases("block")
@@ -151,7 +153,7 @@ class BlockDecode(Decode):
         """values(args, frame, r0): O[r] += Σ_j P[r][j]·v_j for R rows from r0; V vectors of the head dim at a time, then one."""
         args, frame, R, L = e.args, e.frame, self.R, e.lanes
         BN, Dv = args.BN, args.Dv
-        streams: list[Any] = []  # the rows of V, and of the next block's K
+        streams: list[Any] = []  # the rows of V, and of the next block's K, where they lie a stride apart
         if not self.kernel.paged:
             position = frame.k_start + frame.n0
             head, ahead = frame.key_head, position + BN
@@ -167,7 +169,7 @@ class BlockDecode(Decode):
             """Weights times the scales of V."""
             return weights * frame.v_scales.vector(key, lanes) if self.kernel.stored else weights
 
-        def columns(col: Any, vectors: int) -> None:
+        def columns(col: Any, vectors: int, streams: list[Any]) -> None:
             def step(acc: list[Any], row: Any, weights: list[Any]) -> list[Any]:
                 v = [row.fetch(i * L, L) for i in range(vectors)]
                 return [e.fma(v[n % vectors], weights[n // vectors], x) for n, x in enumerate(acc)]
@@ -213,18 +215,21 @@ class BlockDecode(Decode):
                     rest.carry([*acc, row + v_step])
                 add(rest.values[:-1])
 
-            if not self.kernel.paged:
-                strided([x + col for x in streams])
-                return
-            with e.if_else(frame.run != 0) as (run, apart):
-                with run:
-                    strided([self.block_rows(e, "v", col)(0), self.next_rows(e, col)(0)])
-                with apart:
-                    scattered()
+            strided([x + col for x in streams]) if streams else scattered()
 
-        wide = self.tile.vectors * L
-        most = round_down(Dv, wide)
-        with e.range(0, most, wide) as col:
-            columns(col, self.tile.vectors)
-        with e.range(most, Dv, L) as col:
-            columns(col, 1)
+        def all_columns(streams: list[Any]) -> None:
+            wide = self.tile.vectors * L
+            most = round_down(Dv, wide)
+            with e.range(0, most, wide) as col:
+                columns(col, self.tile.vectors, streams)
+            with e.range(most, Dv, L) as col:
+                columns(col, 1, streams)
+
+        if not self.kernel.paged:
+            all_columns(streams)
+            return
+        with e.if_else(frame.run != 0) as (run, apart):
+            with run:
+                all_columns([self.block_rows(e, "v")(0), self.next_rows(e, 0)(0)])
+            with apart:
+                all_columns([])

@@ -32,11 +32,13 @@ class StreamDecode(Decode):
         with e.range(0, Dv, e.lanes) as col:
             O[col] = e.vector(0.0)
 
-        def rows(name: str, keys: list[Any]) -> list[Pointer]:
+        def rows(name: str, key: Any) -> list[Pointer]:
+            """Those of UNROLL keys; beyond the last key they repeat its row, and are hidden afterwards."""
             if self.kernel.paged:
                 row = self.block_rows(e, name)
-                return [row(key - n0) for key in keys]
+                return [row(key - n0 + j) for j in range(UNROLL)]
             first = self.row_of(e, name, frame.key_head, frame.k_start)
+            keys = [e.min(key + j, n1 - 1) for j in range(UNROLL)]
             return [first + key * getattr(e.args, name).stride_s for key in keys]
 
         def scaled(name: str, values: Any, key: Any) -> Any:
@@ -44,28 +46,24 @@ class StreamDecode(Decode):
             return values * getattr(frame, f"{name}_scales").vector(key - n0, UNROLL) if self.kernel.stored else values
 
         with e.loop(n0, n1, UNROLL, [e.vector(self.real.lowest, UNROLL), e.vector(0.0, UNROLL)]) as over:
-            # keys beyond the last repeat it, and are hidden afterwards
-            keys = [e.min(over.index + j, n1 - 1) for j in range(UNROLL)]
             if self.kernel.together:
                 self.prefetch(e, rows, over.index)
-            s = scaled("k", self.dots(e, frame.Q, e.args.D, rows("k", keys)), over.index)
+            s = scaled("k", self.dots(e, frame.Q, e.args.D, rows("k", over.index)), over.index)
             left = (n1 - over.index).splat(UNROLL)
             s = e.select(e.integers(range(UNROLL), I64) < left, s, float("-inf"))
             m, parts = self.update_max(e, O, Dv, s, *over.values)
             p = elementary.exp2(s - m)
-            self.values(e, O, Dv, rows("v", keys), scaled("v", p, over.index))
+            self.values(e, O, Dv, rows("v", over.index), scaled("v", p, over.index))
             over.carry([m, parts + p])
         m, parts = over.values
         state[0] = m.lane(0)
         state[1] = parts.sum()
         self.call(e, self.merge, state, e.args.group)
 
-    def prefetch(self, e: Emit, rows: Callable[[str, list[Any]], list[Pointer]], key: Any) -> None:
+    def prefetch(self, e: Emit, rows: Callable[[str, Any], list[Pointer]], key: Any) -> None:
         """The rows of K and V of the next UNROLL keys: where those of other heads lie between them, no stream leads to them."""
-        last = e.frame.n1 - 1
-        keys = [e.min(key + (UNROLL + j), last) for j in range(UNROLL)]
         for name, columns in (("k", e.args.D), ("v", e.args.Dv)):
-            for row in rows(name, keys):
+            for row in rows(name, key + UNROLL):
                 with e.range(0, columns, self.line) as at:
                     e.prefetch(row + at)
 

@@ -80,8 +80,8 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         """Matrix tiles hold pairs of 16-bit values."""
         return rows * columns // 2 if kernel.matrix else rows * columns
 
-    # offsets of the rows of K and V, 64-bit integers; decoding looks a block of K ahead
-    offsets = {"k_rows": sizes.BN * 4, "v_rows": sizes.BN * 2} if kernel.paged else {}
+    # offsets of the rows of K and V, 64-bit integers; decoding looks a block of K ahead, or some rows
+    offsets = {"k_rows": sizes.BN * 4, "v_rows": sizes.BN * 2 + ALIGN} if kernel.paged else {}
     if kernel.stored:
         offsets |= {"k_scales": sizes.BN + ALIGN, "v_scales": sizes.BN + ALIGN}
     if kernel.kind == "decode":

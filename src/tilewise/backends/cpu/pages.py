@@ -13,8 +13,8 @@ from tilewise.backends.cpu.spec import UNROLL, Kernel
 
 class PagedKeys:
     """The part of a kernel that knows pages. For the keys [n0, n1) of a block the frame holds `k_rows` and `v_rows`, the offsets
-    of their rows in elements, and, where numbers have a scale, `k_scales` and `v_scales`. Decoding fetches K ahead, so `k_rows`
-    goes on for a block more."""
+    of their rows in elements, and, where numbers have a scale, `k_scales` and `v_scales`. Decoding several heads fetches K
+    ahead, so `k_rows` goes on for a block more there."""
 
     kernel: Kernel
 
@@ -22,26 +22,22 @@ class PagedKeys:
         raise NotImplementedError
 
     @kernel_function()
-    def emit_find_rows(self, e: Emit) -> None:
-        """find_rows(args, frame): offsets of the rows of a block. A page is looked up once. Where decoding, `run` tells that all
-        rows lie one stride apart: in one page, or in pages that follow each other."""
+    def emit_find_rows(self, e: Emit, beyond: int = 0) -> None:
+        """find_rows(args, frame): offsets of the rows of a block. A page is looked up once. The last row is there `beyond` times
+        more, for those who take several at once."""
+        width = e.frame.n1 - e.frame.n0
+        self.fill_rows(e, e.frame.n1)
+        for rows in (e.frame.k_rows, e.frame.v_rows) if beyond else ():
+            last = rows[width - 1]
+            for j in range(beyond):
+                rows[width + j] = last
+
+    def fill_rows(self, e: Emit, end: Any) -> None:
+        """The rows of V up to the end of the block, those of K up to `end`."""
         args, frame, page = e.args, e.frame, e.args.page
         n0, n1 = frame.n0, frame.n1
-        ahead = n1 + (n1 - n0)
-        end = e.min(frame.Sk, ahead) if self.kernel.kind == "decode" else n1
-        decodes = self.kernel.kind == "decode"
-        begins, ends = n0 // page, (end + (page - 1)) // page
-        leader = self.page_number(e, begins) if decodes else None
-        if decodes:
-            joined = (args.k.stride_b == page * args.k.stride_s) & (args.v.stride_b == page * args.v.stride_s)
-        with e.loop(begins, ends, 1, [e.const(1, I1)]) as over_pages:
-            nth = over_pages.index
+        with e.range(n0 // page, (end + (page - 1)) // page) as nth:
             number, first = self.page_number(e, nth), nth * page
-            if decodes:
-                follows = (nth == begins) | (first >= n1) | (joined & (number - leader == nth - begins))
-                over_pages.carry([over_pages.values[0] & follows])
-            else:
-                over_pages.carry(over_pages.values)
             begin = e.max(first, n0)
             for name, stop in (("k", e.min(first + page, end)), ("v", e.min(first + page, n1))):
                 rows, step = getattr(frame, f"{name}_rows"), getattr(args, name).stride_s
@@ -49,10 +45,34 @@ class PagedKeys:
                 with e.loop(begin - n0, stop - n0, 1, [start]) as over:
                     rows[over.index] = over.values[0]
                     over.carry([over.values[0] + step])
-        if decodes:
-            frame.run = over_pages.values[0].zext(I64)
-            with e.range(end - n0, ahead - n0) as j:  # nothing comes behind the sequence: the last row once more
-                frame.k_rows[j] = frame.k_rows[end - n0 - 1]
+
+    @kernel_function()
+    def emit_find_run(self, e: Emit) -> None:
+        """find_run(args, frame): the same where blocks are decoded that know strides. `run` tells that all rows of the block lie
+        one stride apart: in one page, or in pages that follow each other. Then the first rows of this block and of the next one's
+        K are enough."""
+        args, frame, page = e.args, e.frame, e.args.page
+        n0, n1 = frame.n0, frame.n1
+        begins, width = n0 // page, n1 - n0
+        leader = self.page_number(e, begins)
+        joined = (args.k.stride_b == page * args.k.stride_s) & (args.v.stride_b == page * args.v.stride_s)
+        with e.loop(begins + 1, (n1 + (page - 1)) // page, 1, [e.const(1, I1)]) as over:
+            follows = joined & (self.page_number(e, over.index) - leader == over.index - begins)
+            over.carry([over.values[0] & follows])
+        frame.run = over.values[0].zext(I64)
+        following = e.min(n1, frame.Sk - 1)  # nothing comes behind the sequence: the last row once more
+        with e.if_else(over.values[0]) as (run, apart):
+            with run:
+                for name in "kv":
+                    getattr(frame, f"{name}_rows")[0] = self.row_offset(e, name, leader, n0 - begins * page)
+                nth = following // page
+                frame.k_rows[width] = self.row_offset(e, "k", self.page_number(e, nth), following - nth * page)
+            with apart:
+                ahead = n1 + width
+                end = e.min(frame.Sk, ahead)
+                self.fill_rows(e, end)
+                with e.range(end - n0, ahead - n0) as j:
+                    frame.k_rows[j] = frame.k_rows[end - n0 - 1]
 
     @kernel_function()
     def emit_find_scales(self, e: Emit) -> None:

@@ -20,6 +20,8 @@ from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import Problem
 
 ARCHITECTURES = ("aarch64", "x86_64")
+INVARIANT = True
+"""Serves `Problem.invariant`."""
 KINDS = ("forward", "decode", "backward", "jvp", "double_backward", "sweep")
 DERIVED = ("jvp", "double_backward")
 MATRIX_KINDS = ("forward", "backward")

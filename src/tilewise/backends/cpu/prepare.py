@@ -42,7 +42,9 @@ def launch_key(
 ) -> tuple[str, int, torch.dtype | None, bool, int, bool]:
     """What a launch depends on beside the problem; packed batches are planned for their longest sequence."""
     longest, bias = problem.seqlen_q, inputs.bias
-    if inputs.cu_q is not None:
+    if problem.rows:
+        longest = problem.rows
+    elif inputs.cu_q is not None:
         longest = max((b - a for a, b in pairwise(inputs.cu_q.tolist())), default=0)
     columns = longest != 1 or adjacent(inputs)
     return kind, num_threads(), None if bias is None else bias.dtype, dbias, longest, columns

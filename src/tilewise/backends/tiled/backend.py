@@ -146,7 +146,7 @@ class Tiled(Backend):
     """See the module's text."""
 
     name = "tiled"
-    invariant = True
+    invariant = plan.INVARIANT
 
     def usable(self, device: str) -> Verdict:
         return Verdict.of(None if device in ("cpu", "cuda") else f"runs on cpu and cuda, not on {device}")

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 TILE_BYTES = 8 << 20
 """Scores of one tile over the whole batch; a few such tensors are alive at a time."""
 LARGEST, SMALLEST = 512, 32
+INVARIANT = True
+"""Serves `Problem.invariant`."""
 INVARIANT_BLOCKS = (64, 128)
 """Tiles whose borders must not move with the batch. Their products are sums in order, a torch operation for each step."""
 SERVED = ("forward", "backward", "jvp", "double_backward")
