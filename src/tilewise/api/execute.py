@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def execute(q: Tensor, k: Tensor, v: Tensor, options: ParsedOptions, backend: st
         return _execute_statistics(problem, inputs, options.get("layout", "bhsd"), backend)
     if not torch.compiler.is_compiling() and transforms_active():
         dispatch.check_name(backend, "auto")
-        out, lse = attend_transformed(problem, inputs, backend)
+        out, lse = _untraced(attend_transformed)(problem, inputs, backend)
     elif torch.compiler.is_compiling() or _is_watched(problem, inputs):
         from tilewise.ops import library  # operators take a while to define, and a plain call needs none
 
@@ -40,6 +41,12 @@ def execute(q: Tensor, k: Tensor, v: Tensor, options: ParsedOptions, backend: st
         chosen = None if is_empty(problem) else choose(problem, inputs, backend)
         out, lse = profiled(FORWARD, attend, problem, inputs, backend, chosen)
     return restore_layout(problem, options.get("layout", "bhsd"), out, lse)
+
+
+def _untraced(function: Any) -> Any:
+    """A function that torch.compile does not follow: where a graph breaks for a transform, it would trace kernels being built."""
+    compiler = sys.modules.get("torch._dynamo")
+    return function if compiler is None else compiler.disable(function)
 
 
 def _execute_statistics(problem: Problem, inputs: Inputs, layout: str, backend: str) -> tuple[Any, ...]:
