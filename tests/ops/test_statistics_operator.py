@@ -39,6 +39,7 @@ def loss(found: list[torch.Tensor]) -> torch.Tensor:
 def test_one_graph_holds_statistics_and_the_entropys_gradient() -> None:
     """Values, gradients, and no more than two graphs for several lengths."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for n in (8, 12, 20):
         leaves = [drawn(2, 2, n, 4, seed=i, grad=True) for i in range(3)]
