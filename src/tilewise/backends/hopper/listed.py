@@ -21,6 +21,9 @@ from tilewise.backends.hopper.lists import (
     tile_number,
 )
 
+QUERIES = gl.constexpr(128)
+"""Of a row of a list by query: two warpgroups walk it in every kernel. (Newer tritons do not read a config's properties.)"""
+
 
 @gluon.jit
 def words_by_bounds(bounds, first, like, N: gl.constexpr):
@@ -75,7 +78,7 @@ def visible_keys(work, row0, cursor, a, LAYOUT: gl.constexpr, C: gl.constexpr):
     row0 = opaque(row0)  # else what is computed from it is kept in registers from before the loop
     rows = rows_of_words(like, row0)
     if a.lists.bounds is not None:
-        at = a.lists.bounds + place(work.b, work.h, a.lists.strides) * C.BLOCK_M
+        at = a.lists.bounds + place(work.b, work.h, a.lists.strides) * QUERIES
         words = words_by_bounds(gl.load(at + rows), key0, like, C.BLOCK_N)
         if gl.load(at + row0) < 0:
             words = keys_by_parts(work, row0, cursor, like, a, LAYOUT, C)
