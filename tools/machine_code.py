@@ -192,6 +192,8 @@ FORWARD_STACK = 32
 """Outside the loops a handful of registers may wait in memory: once for a tile of queries, not once for a tile of keys."""
 FORWARD_STACK_WIDEST = 64
 """The same with 256 columns of output, 128 registers, where rows begin after key 0 or keys are seen by no query."""
+FORWARD_STACK_THREE = 64
+"""The same with the largest scores kept by three warpgroups, which have 160 registers."""
 FORWARD_STACK_NEWER = 192
 """The same from Triton 3.8 on, where three warpgroups at head dim 64 keep 42 registers there."""
 LISTED_SAVES = 2
@@ -230,23 +232,28 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
     allowed = FORWARD_STACK_NEWER if newer else FORWARD_STACK
     if config.BLOCK_DV == 256 and (config.LEFT or config.UNSEEN_KEYS):
         allowed = max(allowed, FORWARD_STACK_WIDEST)
+    if config.STATS and config.WARPGROUPS == 3:
+        allowed = max(allowed, FORWARD_STACK_THREE)
     masked = 1 if config.LISTS is not None else (config.BAND and config.PINGPONG) + config.LEFT
     expected = config.WARPGROUPS * (1 + masked)
     saves = LISTED_SAVES if config.LISTS is not None else 0
     # where a list's values may have to be zeroed, nothing runs under P·V in the loop over PARTIAL tiles
     overlapping = config.WARPGROUPS if config.LISTS is not None and config.UNSEEN_KEYS else len(loops)
+    entropy = config.BLOCK_N // 4 + 4 if config.STATS == "entropy" else 0  # one of two terms of its sum, two to shift it
     held = (config.BLOCK_N + config.Q_IN_REGISTERS) // 16  # products take 16 columns of their left operand
+    products = ((config.QK_COLUMNS or config.BLOCK_D) + config.BLOCK_N) // 16
     checks = {
         **hopper_faults(facts, config),
         f"registers are read that some path leaves unwritten: {unknown[:3]}": unknown,
         f"{len(loops)} loops multiply, expected {expected}": len(loops) != expected,
+        f"a loop has not {products} products": any(loop.count("HGMMA") != products for loop in loops),
         "a loop uses local memory": not may_spill and any(loop.count("LDL", "STL") > saves for loop in loops),
         f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > allowed,
         "weights or queries do not come from registers": any(loop.register_products != held for loop in loops),
         "the output is rescaled where no row needs it": config.LAZY_RESCALE and not all(loop.count("VOTE") for loop in loops),
         # of two rounded numbers: a row whose maximum stays is rescaled by exactly 1. One product a weight, two for sums
         "the rescaling factor is not exp2 of a plain difference": config.SCORES == "fold"
-        and any(loop.count("FFMA") != config.BLOCK_N // 2 + 2 for loop in loops),
+        and any(loop.count("FFMA") != config.BLOCK_N // 2 + 2 + entropy for loop in loops),
         "the softmax waits for P·V": sum(loop.overlaps for loop in loops) < overlapping,
     }
     return _those(checks)
@@ -259,9 +266,11 @@ def backward_faults(name: str, facts: Facts, config: Any, may_spill: bool = Fals
     loops, reduces = facts.loops, getattr(config, "REDUCE_DQ", False)
     products, waits = (sum(loop.count(what) for loop in loops) for what in ("HGMMA", "WARPGROUP.DEPBAR"))
     saved = sum(loop.count("LDL", "STL") for loop in loops)
+    expected = backward_products(name, config)
     checks = {
         **hopper_faults(facts, config),
         f"{len(loops)} loops multiply, expected one for each warpgroup": len(loops) != 2,
+        f"{products} products, expected {expected}": products != expected,
         f"{saved} accesses to local memory in loops": not may_spill and saved > BACKWARD_SAVES,
         f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > BACKWARD_STACK,
         "weights do not come from registers": not all(loop.register_products for loop in loops),
@@ -269,6 +278,16 @@ def backward_faults(name: str, facts: Facts, config: Any, may_spill: bool = Fals
         "dQ is not added up four numbers at a time": reduces and not facts.count("REDG.E.ADD.F32x4"),
     }
     return _those(checks)
+
+
+def backward_products(name: str, config: Any) -> int:
+    """Of the loops of both warpgroups: each takes 16 columns or rows."""
+    scores = (config.QK_COLUMNS or config.BLOCK_D) + (config.V_COLUMNS or config.BLOCK_DV)
+    if name == "queries_kernel":
+        return 2 * (scores + config.BLOCK_N) // 16
+    if config.SPLIT:  # a gradient each
+        return (scores + 2 * config.BLOCK_M) // 16
+    return 2 * (scores + 2 * config.BLOCK_M + (config.BLOCK_N if config.REDUCE_DQ else 0)) // 16
 
 
 def _those(checks: dict[str, Any]) -> list[str]:

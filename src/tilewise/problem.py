@@ -25,7 +25,7 @@ MAX_LATENT_DIM = 576
 PASSES = (
     *("forward", "decode", "merge", "fp16_split"),
     *("backward", "backward_dkdv", "backward_dq", "backward_dbias", "backward_preprocess", "backward_postprocess"),
-    *("jvp", "double_backward", "double_backward_dkdv", "double_backward_dq", "sweep"),
+    *("jvp", "double_backward", "double_backward_dkdv", "double_backward_dq", "double_backward_dbias", "sweep"),
 )
 """The kernels of a call by what they compute; `backward` is one that gives dQ, dK and dV at once."""
 DECODE_ROWS = 64

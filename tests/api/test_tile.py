@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from typing import Any
 
@@ -85,6 +86,24 @@ def test_tiled_visits_the_tiles_asked_for(compiled: bool, visited: list[tuple[in
     torch.testing.assert_close(out, want, rtol=0, atol=2e-6)
     for grad, exact in zip(grads, torch.autograd.grad(want.sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(grad, exact, rtol=0, atol=1e-5)
+
+
+def test_tiled_visits_the_tiles_that_are_explained(visited: list[tuple[int, int]]) -> None:
+    """200 random problems, half of them with tiles of the user's; forward and backward."""
+    pick, blocks = random.Random(3), set()
+    for number in range(200):
+        batch, heads, m, n = pick.choice((1, 2, 40)), pick.choice((1, 2, 8)), pick.randrange(1, 20), pick.randrange(1, 20)
+        q, k, v = (torch.zeros(batch, heads, length, 8, requires_grad=True) for length in (m, n, n))
+        passes = [name for name in ("forward", "backward") if number % 2 and pick.random() < 0.7]
+        tile = {name: (pick.randrange(4, 30), pick.randrange(4, 30)) for name in passes} or None
+        call: dict[str, Any] = {"mask": pick.choice((None, tw.causal(), tw.window(3))), "tile": tile, "backend": "tiled"}
+        explained = tw.explain(q, k, v, **call).to_dict()["passes"]
+        visited.clear()
+        tw.attention(q, k, v, **call).sum().backward()
+        shown = [(explained[name]["block_q"], explained[name]["block_k"]) for name in ("forward", "backward")]
+        assert visited == shown, (number, tile)
+        blocks.update(shown)
+    assert {(512, 512), (128, 256)} < blocks and len(blocks) > 50
 
 
 def test_a_tile_never_changes_what_is_dropped() -> None:

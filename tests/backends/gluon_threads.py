@@ -147,6 +147,10 @@ class Machine:
             return args[0] + args[1]
         if "abs.f32" in text:
             return args[0] + (args[1] - args[2]).abs() * args[3]
+        if text.startswith("bmsk.clamp"):
+            return bit_masks(*args)
+        if "selp.f32" in text:
+            return selected(*args, float("-inf") if "0fFF800000" in text else 0.0)
         if text.startswith("movmatrix"):
             return transposed(args[0])
         if "0xFFFF0000" in text or "cvt.f32.f16" in text:
@@ -210,6 +214,19 @@ def transposed(words: Value) -> Value:
     """movmatrix of blocks of 8×8 numbers, in words [blocks, 8, blocks, 4] of two."""
     blocks = halves(words.value, torch.int16).flatten(3).transpose(1, 3).contiguous()  # [.., 8, .., 8]
     return Value(blocks.view(torch.int32))
+
+
+def bit_masks(first: Value, count: Value) -> Value:
+    """Words of `count` bits from `first` on, both cut at 32."""
+    first, past = (x.value.to(torch.int64).clamp(0, 32) for x in (first, first + count))
+    return Value(((1 << past) - (1 << first)).to(torch.int64))
+
+
+def selected(parts: Value, words: Value, other: float) -> Value:
+    """Tiles by lane [64, groups, 4, 2] where bit 2 group + pair of a word [64, 1, 4, 1] is set."""
+    groups = parts.value.shape[1]
+    bits = 2 * torch.arange(groups)[None, :, None, None] + torch.arange(2)
+    return Value(parts.value.where(((words.value.to(torch.int64) >> bits) & 1) != 0, other))
 
 
 def kept_words(*args: Any) -> Value:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -20,12 +21,22 @@ import tilewise as tw
 from tests.backends.hopper_lists import make_bounds, visible, words_of
 from tilewise.backends.gpu.classify import ListSpec, make_lists
 from tilewise.backends.gpu.lists import TileLists, list_layout
+from tilewise.backends.hopper.arguments import make_plan
 from tilewise.backends.hopper.bounds import list_bounds
 from tilewise.backends.hopper.device_order import dealt
-from tilewise.backends.hopper.packed_order import BLOCK, OrderArguments, OrderConfig, order_kernel
+from tilewise.backends.hopper.hidden import empty_copies, hidden_launch, hidden_mask
+from tilewise.backends.hopper.packed_order import (
+    BLOCK,
+    Lengths,
+    OrderArguments,
+    OrderConfig,
+    order_kernel,
+    packed_order,
+)
 from tilewise.backends.hopper.seen import seen_words
+from tilewise.hardware import lookup
 from tilewise.lab.bench.cases import long_tailed
-from tilewise.masks import Mask
+from tilewise.masks import Mask, MaskShape, allowed
 from tilewise.numerics.oracle import Inputs
 from tilewise.problem import Problem
 
@@ -41,8 +52,8 @@ def check_dealt(table: torch.Tensor, cost: Callable[[int], int], cluster: Callab
 
 
 def unevenness(table: torch.Tensor, cost: Callable[[int], int]) -> float:
-    """How much the longest program has to do, in multiples of the mean. A tile costs one more than it visits."""
-    loads = [sum(cost(t) + 1 for t in column[: column.index(-1)]) for column in table.T.tolist()]
+    """How much the longest program has to do, in multiples of the mean. A tile costs one more than it visits, or nothing."""
+    loads = [sum(cost(t) + 1 for t in column[: column.index(-1)] if cost(t)) for column in table.T.tolist()]
     return max(loads) * len(loads) / sum(loads)
 
 
@@ -100,7 +111,7 @@ def check_packed_order(lengths: list[int], heads: int, cluster: int, programs: i
     C = OrderConfig(128, 64, by_key, BOTTOM_RIGHT=True)
     want = costs(cu, cu, lo, past, C)
     tiles = len(want)
-    rounds = tiles * heads // programs + heads + 1
+    rounds = tiles * heads // programs + heads + 2
     order = torch.full((rounds * programs,), 99999, dtype=torch.int32)
     offsets = torch.from_numpy(cu).int()
     batch = len(lengths)
@@ -108,15 +119,34 @@ def check_packed_order(lengths: list[int], heads: int, cluster: int, programs: i
     order_kernel[(-(-tiles // BLOCK) * heads // cluster,)](a, C)
     table = order.reshape(rounds, programs)
     taken = [t for column in table.T.tolist() for t in column[: column.index(-1)]]
-    real = [head * tiles + (i if by_key else tiles - 1 - i) for head in range(heads) for i, n in enumerate(want) if n]
-    assert sorted(taken) == sorted(real), "every tile once, none past a sequence's end"
+    assert sorted(taken) == list(range(heads * tiles)), "every tile that any lengths may have, once"
 
     def cost(t: int) -> int:
         tile = t % tiles
         return want[tile if by_key else tiles - 1 - tile]
 
-    check_dealt(table, cost, lambda t: t // tiles // cluster)
+    check_dealt(table, cost, lambda t: t // tiles // cluster if cost(t) else heads)
     return unevenness(table, cost)
+
+
+def check_kept_order() -> None:
+    """An order that is taken again is that of the lengths as they are now."""
+    problem = Problem.of(batch=3, heads=4, seqlen=900, head_dim=64, mask=tw.causal(), varlen=True, device="cuda")
+    plan = make_plan(problem, replace(lookup("h200"), units=UNITS), lambda *_: None)
+
+    def order(cu: torch.Tensor) -> list[list[int]]:
+        found = packed_order(problem, cu, Lengths(cu, cu), plan.config, plan.arguments, False, lambda: 2)
+        return [column[: column.index(-1)] for column in found.reshape(-1, UNITS).T.tolist()]
+
+    cu = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 100, 700, 900], [0, 0, 3, 900])]
+    first, second = map(order, cu)
+    assert first != second and order(cu[0]) == first and order(cu[1].clone()) == second
+    cu[0].copy_(cu[1])
+    assert order(cu[0]) == second
+    cu[0].data.copy_(torch.tensor([0, 300, 600, 900]))  # as a graph's replay writes: no version counts it
+    stale = order(cu[0])
+    assert stale == second != order(cu[0].clone())
+    assert sorted(t for column in stale for t in column) == list(range(plan.arguments.total)), "slower, not wrong"
 
 
 def documents_unevenness(lengths: list[int], heads: int, cluster: int, programs: int) -> float:
@@ -147,6 +177,47 @@ def check_seen(mask: Mask, queries: int, keys: int, block_q: int, block_k: int) 
         assert (found.stride_b > 0) == (want.shape[0] > 1) and (found.stride_h > 0) == (want.shape[1] > 1)
 
 
+def check_hidden(sides: tuple[int, int, int, int], packed: bool, mask: Mask | None = None) -> None:
+    """Copies have zeros where mask and bias hide a key from all queries of its group, or all keys from a query; what is added to
+    is cleared. Without the flag nothing is written."""
+    g = torch.Generator().manual_seed(0)
+    lengths = (70, 30) if packed else (100,)
+    b = len(lengths)
+    q, k, v, dout = (torch.randn(1, h, 100, 24, generator=g) for h in (4, 2, 2, 4))
+    bias = torch.randn(*(x if x == 1 else y for x, y in zip(sides, (b, 4, max(lengths), max(lengths)), strict=True)), generator=g)
+    bias[:, :, :, 10:25] = bias[:, :, 40:45, :] = bias[:, 1:2, :, 30] = float("-inf")
+    cu = torch.tensor([0, *lengths]).cumsum(0).int() if packed else None
+    inputs = Inputs(q, k, v, bias=bias, cu_q=cu, cu_k=cu)
+    sizes = {"batch": b, "heads": 4, "kv_heads": 2, "seqlen": 100, "head_dim": 24}
+    problem = replace(Problem.of(**sizes, mask=mask, device="cpu"), varlen=packed)
+    whole = bias.expand(b, 4, max(lengths), max(lengths)) > -float("inf")
+    for i, length in enumerate(lengths if mask is not None else ()):
+        alone = Problem.of(**{**sizes, "batch": 1, "seqlen": length}, mask=mask, device="cpu")
+        part = allowed(alone.program, MaskShape(1, 4, length, length), (0, length), (0, length), np.arange)
+        whole[i, :, :length, :length] &= torch.from_numpy(np.broadcast_to(part, (1, 4, length, length))[0].copy())
+    for by_key, sources in ((True, (k, v)), (False, (q, dout)), (False, (q,))):
+        flag, *copies = empty_copies(*sources)
+        pairs = tuple(zip(sources, copies, strict=True))
+        added = torch.ones(2000)
+        for copy in copies:
+            copy.fill_(7.0)
+        args = hidden_mask(problem, q)
+        launch = hidden_launch(problem, inputs, args, flag, pairs, by_key, added)
+        launch.kernel[(3,)](*launch.args, launch.config)
+        assert all((copy == 7.0).all() for copy in copies) and (added == 1).all()
+        flag.fill_(1)
+        launch.kernel[(3,)](*launch.args, launch.config)
+        assert (added == 0).all()
+        start = 0
+        for i, length in enumerate(lengths):
+            part = whole[i, :, :length, :length]
+            shown = part.unflatten(0, (2, 2)).any((1, 2)) if by_key else part.any(-1)
+            for one, copy in pairs:
+                want = torch.where(shown[..., None], one[0, :, start : start + length], 0.0)
+                assert torch.equal(copy[0, :, start : start + length], want)
+            start += length
+
+
 def check_bounds(mask: Mask, queries: int, keys: int, block_q: int, block_k: int, exact: bool | None = None) -> None:
     """`exact`: whether all rows, or none, are intervals in their PARTIAL tiles."""
     problem = Problem.of(batch=2, heads=2, seqlen=queries, kv_seqlen=keys, head_dim=16, mask=mask, device="cpu")
@@ -160,11 +231,18 @@ def check_bounds(mask: Mask, queries: int, keys: int, block_q: int, block_k: int
 
 
 def main() -> None:
+    check_hidden((2, 4, 2, 2), False)
+    check_hidden((1, 4, 2, 2), True)
+    check_hidden((1, 1, 2, 2), True)
+    check_hidden((2, 4, 2, 2), False, tw.causal() & tw.window(12))
+    check_hidden((1, 4, 2, 2), False, tw.key_padding(torch.tensor([80])) | tw.prefix(20))
+    check_hidden((1, 1, 2, 2), True, tw.causal() & tw.window(8))
     for lengths in ([700, 3, 0, 129, 128, 1], [50], [300] * 7):
         for by_key in (False, True):
             check_packed_order(lengths, 4, 2, 5, by_key, -FAR, 1)
     check_packed_order([700, 3, 0, 129, 128, 1], 3, 3, 4, False, -99, 1)
     check_packed_order([400, 90], 2, 1, 3, True, -FAR, FAR)
+    check_kept_order()
     lengths = list(long_tailed(16384))
     assert check_packed_order(lengths, 16, 2, 132, False, -FAR, 1) < 1.05
     assert documents_unevenness(lengths, 16, 2, 132) < 1.03
@@ -187,7 +265,6 @@ def main() -> None:
     check_bounds(tw.causal() & tw.documents(((torch.arange(300) % 256) // 64 * 5 - 9).int()), 300, 300, 64, 64)
     check_bounds(tw.documents(ids.int(), q_ids=torch.randint(0, 5, (2, 200), generator=g).int()), 200, 300, 64, 128)
     check_bounds((tw.prefix(4) | tw.window(90)) & tw.causal() & tw.documents(ids.int()), 300, 300, 64, 64)
-
 
 
 if __name__ == "__main__":

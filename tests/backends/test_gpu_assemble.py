@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tools.compile_kernels import DECODE, portable, problem_of
+from tools.compile_checks import DECODE, portable, problem_of
 from tools.gpu_launches import launches
 from triton import knobs
 from triton.backends.compiler import GPUTarget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tilewise.backends.base import BackwardInputs, Grads, Inputs
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Recorder
 from tilewise.backends.hopper import launch as forward
+from tilewise.backends.hopper import packed_order
 from tilewise.backends.hopper.backward import launch as backward
 from tilewise.hardware import lookup
 from tilewise.problem import Problem
@@ -30,6 +32,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, kernel: Compiled) -> Recorder:
         monkeypatch.setattr(module, "recorder", fresh)
         monkeypatch.setattr(module, "spec_of", lambda index: lookup("h200"))
         monkeypatch.setattr(module, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(packed_order, "recorder", fresh)
     return fresh
 
 
@@ -81,7 +84,7 @@ def test_a_repeated_call_has_its_own_tensors(recorder: Recorder, kernel: Compile
     assert {name for args in named(second, other) for name in args if isinstance(name, str)} >= set(other.values()) - {
         "cu"
     }
-    assert len(recorder._recordings) == 2
+    assert len(recorder._recordings) == (4 if varlen else 2)
 
 
 def test_gradients_that_are_copied_are_not_recorded(recorder: Recorder, kernel: Compiled) -> None:
@@ -99,3 +102,18 @@ def test_statistics_of_some_rows_of_many_are_copied(recorder: Recorder, kernel: 
     for part in (False, True, True):
         launched, names = call(problem, 0, kernel, part=part)
         assert ("lse" in {x for args in named(launched[1:], names) for x in args if isinstance(x, str)}) is not part
+
+
+@pytest.mark.parametrize("stats", [("max_logit",), ("entropy",), ("max_logit", "entropy")], ids=" ".join)
+def test_statistics_are_written_to_what_is_returned(recorder: Recorder, kernel: Compiled, stats: tuple[str, ...]) -> None:
+    sizes = {"batch": 2, "heads": 4, "seqlen": 64, "head_dim": 64}
+    problem = replace(Problem.of(**sizes, dtype="float16", device="cuda"), stats=stats)
+    for seed in range(3):  # recorded, then repeated
+        torch.manual_seed(seed)
+        q, k, v = (torch.randn(2, 4, 64, 64).half() for _ in range(3))
+        kernel.launched.clear()
+        out, lse, found = forward.run_statistics(problem, Inputs(q, k, v))
+        given = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in flat(kernel.launched[0])]
+        written = {name: x for name, x in found._asdict().items() if x is not None}
+        assert set(written) - {"key_lse"} == set(stats)
+        assert all(x.data_ptr() in given for x in (out, lse, *written.values()))

@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tools.compile_kernels import BY_NAME, compile_check, faults
-from tools.machine_code import PREPOST, Facts, Instruction, backward_faults
+from tools.compile_checks import BY_NAME
+from tools.compile_kernels import compile_check, faults
+from tools.machine_code import PREPOST, Facts, Instruction, backward_faults, backward_products
 
 from tilewise.backends.hopper.backward.config import (
     KEYS,
@@ -102,15 +103,18 @@ def test_faults_are_found() -> None:
         "UTMALDG.4D [UR8], [UR6]",
     )
     tile = KEYS[128, 128]
-    good = machine_code(product, product, product, product, wait, *rest)
+    products = [product] * (backward_products("keys_kernel", tile) // 2)
+    good = machine_code(*products, wait, *rest)
     assert backward_faults("keys_kernel", good, tile) == []
-    serialised = machine_code(product, wait, product, wait, *rest)
+    few = machine_code(product, wait, *rest)
+    assert any("products, expected" in fault for fault in backward_faults("keys_kernel", few, tile))
+    serialised = machine_code(*(x for one in products for x in (one, wait)), *rest)
     assert any("waits for" in fault for fault in backward_faults("keys_kernel", serialised, tile))
-    spilled = machine_code(*[product] * 8, wait, "LDL R1, [R1]", "LDL R2, [R1]", "STL [R1], R2", *rest)
+    spilled = machine_code(*products, wait, "LDL R1, [R1]", "LDL R2, [R1]", "STL [R1], R2", *rest)
     assert any("local memory" in fault for fault in backward_faults("keys_kernel", spilled, tile))
     assert backward_faults("keys_kernel", spilled, tile, may_spill=True) == []
     among = good._replace(barriers=[512, 4096])
     assert any("among the tiles" in fault for fault in backward_faults("keys_kernel", among, tile))
-    scalar = machine_code(product, product, product, product, wait, *rest[1:])
+    scalar = machine_code(*products, wait, *rest[1:])
     assert any("four numbers" in fault for fault in backward_faults("keys_kernel", scalar, tile))
     assert backward_faults(PREPOST[0], machine_code("LDG.E R1, [R2]"), tile) != []

@@ -92,6 +92,10 @@ SHAPES = [
     Shape(192, "tw.causal()", 140, dv=128, h=2),
     Shape(96, "tw.causal()", 140, dv=40),
     Shape(64, sq=100, dv=256),
+    Shape(80, "tw.causal()", 150, h=2, hk=1, deterministic=True),
+    Shape(32, "tw.causal()", 140, dlse=True),
+    Shape(24, sq=150, dv=96, softcap=3.0),
+    Shape(160, "tw.causal()", lengths=((5, 133), (5, 140)), dv=72),
     Shape(128, "tw.causal()", lengths=((5, 133, 0, 70), (5, 140, 7, 70)), h=2, hk=1),
     Shape(64, lengths=((130, 3), (150, 200)), h=2, dlse=True),
     Shape(128, "tw.causal()", lengths=((5, 133, 0, 70), (5, 140, 7, 70)), deterministic=True),
@@ -160,6 +164,7 @@ class Call(NamedTuple):
     sums: torch.Tensor
     dsinks: torch.Tensor
     dbias: dict[str, Any]
+    flag: torch.Tensor | None = None
 
 
 def plane(x: torch.Tensor) -> Plane:
@@ -168,6 +173,7 @@ def plane(x: torch.Tensor) -> Plane:
 
 def arguments(step: Step, call: Call, problem: Problem) -> Any:
     features = call_features(problem, call.inputs) | {"dsinks_ptr": call.dsinks} | call.dbias
+    features |= {"bias_flag": call.flag, "bias_again": 0}
     a = with_features(step.arguments, features)
     packed = problem.varlen
     if isinstance(a, PrePostArguments):
@@ -213,7 +219,7 @@ def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: A
     grads = Grads(*(torch.full_like(x, nothing) for x in inputs[:3]))
     scratch = [torch.full((size,), nothing) for size in (made.stats, max(1, made.dq), made.stats // 2)]
     dbias: Any = (None, {}) if inputs.bias is None else bias_gradient(problem, inputs.bias)
-    call = Call(inputs, out, lse, dout, dlse, grads, *scratch, dbias[1])
+    call = Call(inputs, out, lse, dout, dlse, grads, *scratch, dbias[1], torch.zeros(1, dtype=torch.int64))
     with kernels("tilewise.backends.hopper.backward", "prepost", "kernel") as (machine, modules):
         for step in made.steps:
             function = getattr(modules["kernel"], step.name, None) or getattr(modules["prepost"], step.name)

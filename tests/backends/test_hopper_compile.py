@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tools.compile_kernels import BY_NAME, compile_check, faults
+from tools.compile_checks import BY_NAME
+from tools.compile_kernels import compile_check, faults
 from tools.machine_code import Instruction, Loop, unwritten
 
 from tilewise.backends.hopper.config import REGISTERS, SHARED_BYTES, TABLE, Config, tiles_for

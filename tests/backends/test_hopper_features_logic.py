@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,6 @@ from tests.backends.gluon_values import Value
 from tests.backends.test_hopper_backward_logic import PAD, Shape, build
 from tests.numerics import checks
 from tilewise.backends.hopper.backward import choose
-from tilewise.backends.hopper.features import SWITCH
 from tilewise.backends.hopper.plan import supports
 from tilewise.backends.tiled import backend as tiled
 from tilewise.hardware import lookup
@@ -70,7 +71,6 @@ def name(shape: Shape) -> str:
 
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "1")
     monkeypatch.setattr(choose, "FEW_KEYS", {})
     monkeypatch.setattr(Value, "permute", lambda x, order: Value(x.value.permute(order)), raising=False)
 
@@ -113,22 +113,19 @@ def test_features_go_with_tile_lists(shape: Shape) -> None:
     assert checks.check_backward(problem, inputs, dout, None, found) == []
 
 
-def test_sinks_that_are_infinite() -> None:
-    """One has all the weight, one has none, one nearly all."""
-    problem, inputs = build(Shape(64, CAUSAL, 100, 70, h=3, hk=1, sinks=True))
-    inputs = inputs._replace(sinks=torch.tensor([float("inf"), float("-inf"), 60.0]))
+@pytest.mark.parametrize("bias", ["", "hqk"])
+def test_sinks_far_away(bias: str) -> None:
+    """Some have all the weight, some none, one nearly all; of rows without keys a finite one is the log-sum-exp."""
+    problem, inputs = build(Shape(64, CAUSAL, 100, 70, h=6, hk=1, sinks=True, bias=bias))
+    sinks = torch.tensor([float("inf"), float("-inf"), 3e38, -3e38, 60.0, -60.0])
+    inputs = inputs._replace(sinks=sinks)
     out, lse = forward_logic.run(problem, inputs, None)
     assert checks.check_forward(problem, inputs, out, lse) == []
+    assert torch.equal(lse[0, :, 0], sinks) and torch.equal(lse[0, 2], sinks[2].expand(100)) and out[0, 2].count_nonzero() == 0
     found = backward_logic.run(problem, inputs, out, lse, torch.ones_like(out), None)
     assert all(x is None or bool(x.isfinite().all()) for x in found)
     assert found.dq is not None and found.dsinks is not None
-    assert found.dq[:, 0].count_nonzero() == 0 and found.dsinks[:2].tolist() == [0.0, 0.0]
-
-
-def test_what_is_not_switched_on_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SWITCH)
-    problem, _ = build(SINKS[0])
-    assert supports(problem, lookup("h200")).reasons == ("sinks is not served here",)
+    assert found.dq[:, [0, 2]].count_nonzero() == 0 and found.dsinks[:4].tolist() == [0.0] * 4
 
 
 PTX: dict[str, Callable[..., int]] = {
@@ -169,3 +166,76 @@ def test_the_instructions_of_dropout(calls: int) -> None:
     found = run_ptx(written, [0] * calls + counters.flatten().tolist() + shared)
     words = philox(tuple(counters), torch.tensor(seed))  # type: ignore[arg-type]
     assert found == [sum(int(word[e] >= below) << i for i, word in enumerate(words)) for e in range(calls)]
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_bias_that_hides(d: int) -> None:
+    """Keys and rows of -inf, and a row of the lowest finite number, which sees all keys alike."""
+    problem, inputs = build(Shape(d, "None", 150, h=2, hk=1, bias="hqk"))
+    assert inputs.bias is not None
+    inputs.bias[:, :, 5] = torch.finfo(torch.bfloat16).min
+    inputs.bias[..., 10:25] = inputs.bias[:, 1, 40:45] = float("-inf")
+    out, lse = forward_logic.run(problem, inputs, None)
+    assert checks.check_forward(problem, inputs, out, lse) == []
+    assert out[:, 1, 40:45].count_nonzero() == 0 and bool((lse[:, 1, 40:45] == -float("inf")).all())
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    dout[:, :, 5] = 0.0  # a log-sum-exp near the lowest number has no digits left for gradients
+    found = backward_logic.run(problem, inputs, out, lse, dout, None)
+    assert checks.check_backward(problem, inputs, dout, None, found) == []
+
+
+@pytest.mark.parametrize(("dbias", "mask"), [(False, CAUSAL), (True, f"tw.causal() & {PAD.format('130, 77')}")])
+def test_a_call_with_a_bias_is_made_twice(dbias: bool, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time it reads copies, and only if the flag is up."""
+    from tilewise.backends.base import BackwardInputs, Needs
+    from tilewise.backends.gpu.launch import Descriptor
+    from tilewise.backends.hopper import launch
+    from tilewise.backends.hopper.backward import launch as backward_launch
+
+    problem, inputs = build(Shape(64, mask, 200, h=2, hk=1, b=2, bias="hqk"))
+    found: list[tuple[tuple[torch.Tensor, ...], list[Any]]] = []
+
+    class Kept:
+        def __init__(self, plan: Any) -> None:
+            self.plan = plan
+
+        def repeat(self, tensors: Any) -> bool:
+            return False
+
+        def record(self, tensors: Any, launches: Any) -> None:
+            found.append((tensors, launches))
+
+    for module in (launch, backward_launch):
+        monkeypatch.setattr(module, "recorder", SimpleNamespace(get=lambda problem, key, device, make: Kept(make())))
+        monkeypatch.setattr(module, "kernel_for", lambda name, *_: name)
+        monkeypatch.setattr(module, "spec_of", lambda index: lookup("h200"))
+    out, lse = launch.run_forward(problem, inputs)
+    needs = Needs(dbias=dbias)
+    grads = backward_launch.run_backward(problem, inputs, BackwardInputs(out, lse, torch.ones_like(out), None, needs))
+    assert (grads.dbias is not None) == dbias
+    names = [[getattr(x.kernel, "__name__", x.kernel) for x in launches] for _, launches in found]
+    assert names[0] == ["forward_kernel", "hidden_kernel", "hidden_kernel", "forward_kernel"]
+    twice = ["keys_kernel", "queries_kernel"]
+    assert names[1] == ["preprocess_kernel", *twice, "hidden_kernel", "hidden_kernel", *twice]
+
+    def leaves(x: Any) -> Iterator[torch.Tensor]:
+        if isinstance(x, Descriptor):
+            x = x.base
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            for part in x:
+                yield from leaves(part)
+
+    for tensors, launches in found:
+        known = {id(x) for x in tensors}
+        for one in launches:
+            own = {id(x.order) for x in one.args if getattr(x, "order", None) is not None}
+            assert all(id(x) in known | own for x in leaves(one.args)), "an address would stay that of this call"
+        again = [one.args[-1].bias_again for one in launches if hasattr(one.args[-1], "bias_again")]
+        half = len(again) // 2
+        assert again == [0] * half + [1] * half
+        first = [x.base for one in launches[: len(launches) // 2] for x in one.args if isinstance(x, Descriptor)]
+        last = [x.base for one in launches[-half:] for x in one.args if isinstance(x, Descriptor)]
+        for x in (inputs.q, inputs.k, inputs.v):
+            assert id(x) in map(id, first) and id(x) not in map(id, last)

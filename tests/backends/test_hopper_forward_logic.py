@@ -73,6 +73,9 @@ CASES: list[tuple[Shape, Config | None]] = [
     (Shape(128, scale=-0.2), None),
     (Shape(192, CAUSAL, 300, dv=128, h=2), None),
     (Shape(96, CAUSAL, 140, dv=40), None),
+    (Shape(80, sq=150, h=2), None),
+    (Shape(24, CAUSAL, 400), WIDE),
+    (Shape(208, CAUSAL, 140), None),
     (Shape(64, sq=300, dv=256), None),
     (Shape(128, CAUSAL, lengths=((5, 133, 0, 270), (5, 140, 7, 270)), h=2, hk=1), None),
     (Shape(64, lengths=((130, 3), (150, 200)), h=2), None),
@@ -133,8 +136,10 @@ def config_with(tile: Config, problem: Problem, _: Any) -> Config:
     return compiled_for(problem, mask, unseen_by_all(problem, mask), tile, newer_registers())
 
 
-def run(problem: Problem, inputs: Inputs, tile: Config | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """All programs, one after the other."""
+def run(
+    problem: Problem, inputs: Inputs, tile: Config | None, stats: dict[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All programs, one after the other; `stats`: the arguments that statistics are written to."""
     form = mask_of(problem)
     with patch.object(arguments, "config_of", arguments.config_of if tile is None else partial(config_with, tile)):
         plan = arguments.make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None, bias_form(inputs.bias))
@@ -143,8 +148,9 @@ def run(problem: Problem, inputs: Inputs, tile: Config | None) -> tuple[torch.Te
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
     terms = tuple(Term(*term_on(term, problem.batch, torch.device("cpu"))) for term in form.terms)
+    features = call_features(problem, inputs) | (stats or {}) | {"bias_flag": torch.zeros(1, dtype=torch.int64), "bias_again": 0}
     a = wrapped(
-        with_features(plan.arguments, call_features(problem, inputs))._replace(
+        with_features(plan.arguments, features)._replace(
             lse_ptr=lse,
             cu_q=inputs.cu_q if packed else None,
             cu_k=inputs.cu_k if packed else None,

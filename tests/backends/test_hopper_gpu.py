@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+import tilewise as tw
 from tests.numerics import checks
 from tilewise import dispatch
 from tilewise.backends import plans
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, Needs
-from tilewise.backends.hopper.features import SWITCH
 from tilewise.hardware import probe_gpu
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.engine import bind_run
 from tilewise.lab.bench.judge import Expected
 from tilewise.lab.bench.peers import contender
+from tilewise.numerics import bounds, statistics
 
 if dispatch.usable("hopper", "cuda").ok:
     from tilewise.backends.hopper import launch as forward
@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not dispatch.usable("hopper", "cuda").ok, reason="hopper is not usable here"),
 ]
 BACKEND, DEVICE = "hopper", "cuda"
+NAN, INF = float("nan"), float("inf")
 LAUNCHES = 1000
 DIMS = (64, 128, 256)
 WINDOW = "causal & window(100)"
@@ -74,10 +75,12 @@ FEATURES = [
     *(grouped(head_dim=d, dropout_p=0.1, **UNEQUAL) for d in DIMS),
     *(shape(head_dim=d, dropout_p=0.2, data="padding", dtype="float16") for d in DIMS),
     *(grouped(head_dim=d, dropout_p=0.6, lengths=PACKED) for d in DIMS),
+    *(grouped(head_dim=d, bias=(2, 8, 257, 1000), **UNEQUAL) for d in DIMS),
+    *(shape(head_dim=d, bias=(1, 3, 300, 300)) for d in DIMS),
+    *(shape(head_dim=d, bias=(2, 1, 1, 301), kv_seqlen=301, dtype="float16") for d in (64, 128)),
+    shape(bias=(1, 3, 300, 300), sinks=True, softcap=20.0, dropout_p=0.1, data="padding"),
     shape(dropout_p=0.1, alibi=True, sinks=True, softcap=20.0, mask="causal"),
 ]
-
-switched_on = pytest.mark.skipif(os.environ.get(SWITCH) != "1", reason=f"served with {SWITCH}=1 only")
 
 
 def poisoned() -> None:
@@ -99,15 +102,26 @@ def test_right_at_the_edges_of_tiles(case: Case) -> None:
         assert judgement.ok, judgement
 
 
-@switched_on
 @pytest.mark.parametrize("case", FEATURES, ids=lambda case: f"{case.words()}{' deterministic' * case.deterministic}")
 def test_features_are_right(case: Case) -> None:
     problem = replace(case.problem(), device="cuda")
     assert dispatch.judge(BACKEND, problem, None, backward=True).ok
+    is_ours = dispatch.select(problem, backward=True).backend.name == BACKEND
+    assert is_ours == (case.bias is None or case.head_dim < 256)
     test_right_at_the_edges_of_tiles(case)
 
 
-@switched_on
+@pytest.mark.parametrize("mask", FULL_OR_CAUSAL)
+def test_each_pass_of_dropout_has_its_own_backend(mask: str) -> None:
+    """At head dim 64 another backend serves the forward; the mask of dropout is the same in both."""
+    case = replace(shape(head_dim=64, dropout_p=0.3, mask=mask), device=DEVICE)
+    serving = [dispatch.select(case.problem(), backward=backward).backend.name for backward in (False, True)]
+    assert serving == ["triton", BACKEND]
+    tensors = case.tensors()
+    judgement = Expected(case, tensors).judge(bind_run(case, contender("tilewise"), tensors)())
+    assert judgement.ok, judgement
+
+
 @pytest.mark.parametrize("case", FEATURES, ids=lambda case: f"{case.words()}{' deterministic' * case.deterministic}")
 def test_gradients_of_features_are_right(case: Case) -> None:
     """All of them, those of sinks too, which benchmarks do not ask for."""
@@ -117,11 +131,40 @@ def test_gradients_of_features_are_right(case: Case) -> None:
     backend = dispatch.get(BACKEND)
     out, lse = backend.forward(problem, inputs)
     dlse = torch.randn_like(lse)
-    found = backend.backward(problem, inputs, BackwardInputs(out, lse, dout, dlse, Needs(dsinks=case.sinks)))
-    assert (found.dsinks is not None) == case.sinks
+    needs = Needs(dbias=bool(case.bias), dsinks=case.sinks)
+    found = backend.backward(problem, inputs, BackwardInputs(out, lse, dout, dlse, needs))
+    assert (found.dsinks is not None) == case.sinks and (found.dbias is not None) == bool(case.bias)
     there = [Inputs(*(None if x is None else x.cpu() for x in inputs)), dout.cpu(), dlse.cpu()]
     found = Grads(*(None if x is None else x.cpu() for x in found))
     assert checks.check_backward(replace(case, device="cpu").problem(), *there, found) == []
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("sides", [(2, 4, 300, 300), (1, 4, 300, 300), (1, 1, 300, 300)], ids=str)
+@pytest.mark.parametrize("mask", [None, tw.causal(), tw.causal() & tw.key_padding([250, 40])], ids=str)
+def test_a_bias_hides_whatever_there_is(mask: tw.Mask | None, sides: tuple[int, ...], head_dim: int) -> None:
+    """Keys that mask and bias together hide from all queries, and queries from which they hide all keys."""
+    shapes = ((2, 4, 300, head_dim), (2, 2, 300, head_dim), (2, 2, 300, head_dim), (2, 4, 300, head_dim))
+    q, k, v, dout = (torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for size in shapes)
+    bias = torch.randn(sides, device=DEVICE, dtype=torch.bfloat16)
+    bias[..., 10:25] = bias[:, :, 40:45] = bias[:, :, 3, :4] = bias[:, :, 290:, 290] = -INF
+    if mask is None:
+        bias[:, :, 3] = bias[..., 290] = -INF
+
+    def results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        poisoned()
+        out, lse = tw.attention(*leaves, bias=bias, mask=mask, return_lse=True)
+        return [out, lse, *torch.autograd.grad(out, leaves, dout)]
+
+    assert tw.explain(q, k, v, bias=bias, mask=mask).chosen == BACKEND
+    spoiled = [x.clone() for x in (q, k, v, dout)]
+    for x in (spoiled[0], spoiled[3]):
+        x[:, :, 40:45] = x[:, :, 3] = NAN
+    for x, garbage in ((spoiled[1], NAN), (spoiled[2], INF)):
+        x[:, :, 10:25] = x[:, :, 290] = garbage
+    for found, want in zip(results(*spoiled), results(q, k, v, dout), strict=True):
+        assert torch.equal(found, want) and not want.isnan().any()
 
 
 TWO_PASSES = {"backward_dkdv": (64, 64), "backward_dq": (128, 64)}
@@ -190,3 +233,17 @@ def test_many_launches_give_the_same_bits(case: Case) -> None:
         limit = 0.0 if case.deterministic else 0.01 * dq.abs().max()
         differing[3] += ((grads[0] - dq).abs() > limit).any()
     assert differing.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("mask", [None, tw.causal(), tw.causal() & tw.window(100)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("d", DIMS)
+def test_statistics(d: int, mask: Any) -> None:
+    q, k, v = (torch.randn(2, 3, n, d, dtype=torch.bfloat16, device=DEVICE) for n in (500, 700, 700))
+    plain = tw.attention(q, k, v, mask=mask, backend=BACKEND)
+    out, stats = tw.attention(q, k, v, mask=mask, stats=("max_logit", "entropy"), backend=BACKEND)  # type: ignore[call-overload]
+    assert torch.equal(out, plain)
+    sizes = {"batch": 2, "heads": 3, "seqlen": 500, "kv_seqlen": 700, "head_dim": d}
+    problem = tw.Problem.of(**sizes, dtype="bfloat16", mask=mask, device=DEVICE)
+    exact, slack = (of(problem, Inputs(q, k, v)) for of in (statistics.exact, statistics.bounds))
+    for name in ("max_logit", "entropy"):
+        assert bounds.ratios(getattr(stats, name), getattr(exact, name), getattr(slack, name)).max() <= 1, name

@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 
 import tilewise as tw
 from tilewise.api.call_cache import tensor_facts
+from tilewise.backends import plans
 from tilewise.backends.base import Inputs
 from tilewise.backends.hopper import plan as planning
 from tilewise.backends.hopper.arguments import ForwardPlan, make_plan
-from tilewise.backends.hopper.backend import backend, layout_reason
+from tilewise.backends.hopper.backend import backend, bias_reason, layout_reason
 from tilewise.backends.hopper.config import TABLE, Config, tiles_for
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, typed, unseen_keys
 from tilewise.backends.hopper.launch import term_on
@@ -121,9 +122,10 @@ def test_other_masks_are_refused(reason: str) -> None:
 
 
 def test_reasons_name_every_obstacle() -> None:
-    problem = problem_of(None, 9, 9, head_dim=100, dtype="float32", softcap=1.0, sinks=True, dropout_p=0.1)
+    more: dict[str, Any] = {"softcap": 1.0, "sinks": True, "alibi": True, "bias": (1, 1, 9, 9)}
+    problem = problem_of(None, 9, 9, head_dim=100, dtype="float32", **more)
     reasons = " ".join(backend.supports(problem, backward=True).reasons)
-    for word in ("float32", "head_dim 100", "sinks", "dropout"):
+    for word in ("float32", "head_dim 100", "a bias is not served here beside ALiBi"):
         assert word in reasons
 
 
@@ -133,6 +135,15 @@ def test_layouts_tma_cannot_describe_are_refused() -> None:
     assert layout_reason("q", x.transpose(1, 2)) is None
     for bad in (x.transpose(2, 3), x[..., 1:57], x[:, :1].expand(2, 4, 16, 64)):
         assert "contiguous" in (layout_reason("q", bad) or "")
+
+
+def test_biases_that_are_read() -> None:
+    x = torch.zeros(1, 4, 16, 64)
+    for good in (x, x.half(), x.mT, x[..., :1], x.expand(3, 4, 16, 64), x[:, :, ::3, 1::2]):
+        assert bias_reason(good) is None
+    assert "bias.float()" in (bias_reason(x.double()) or "")
+    far = torch.empty_strided((1, 1, 2, 64), (0, 0, 1 << 23, 1), device="meta")
+    assert "too far apart" in (bias_reason(far) or "")
 
 
 def test_remembered_choices_tell_addresses_apart() -> None:
@@ -148,6 +159,40 @@ def test_few_queries_are_declined() -> None:
     assert backend.declines(problem_of(None, 1, 4096)) is not None
     assert backend.declines(problem_of(None, 512, 512)) is None
     assert backend.declines(problem_of(None, 512, 512), backward=True) is None
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "more", "forward", "backward"),
+    [
+        *((d, {name: True}, True, True) for d in (32, 64, 128, 256) for name in ("sinks", "alibi")),
+        *((d, {"dropout_p": 0.1}, False, True) for d in (32, 64)),
+        *((d, {"dropout_p": 0.1}, True, True) for d in (96, 128, 256)),
+        *((d, {"bias": (1, 4, 512, 512)}, True, True) for d in (64, 128)),
+        (192, {"bias": (1, 4, 512, 512)}, False, False),
+    ],
+)
+def test_which_features_are_served(head_dim: int, more: dict[str, Any], forward: bool, backward: bool) -> None:
+    """Without being asked for by name; by name all are."""
+    problem = problem_of(None, 512, 512, head_dim=head_dim, **more)
+    for is_backward, wanted in ((False, forward), (True, backward)):
+        found = plans.serving(problem, lookup("h200"), backward=is_backward)
+        assert next(choice.name for choice in found if choice.chosen) == ("hopper" if wanted else "triton")
+        assert found[0].serves and (wanted or found[0].reasons)
+
+
+def test_products_leave_out_columns_of_zeros() -> None:
+    """As many pieces as there are, each a power of two that begins at a multiple of 64 columns."""
+    from tilewise.backends.hopper.mainloop import spans
+
+    pieces = getattr(spans, "fn", spans)
+    wanted = {32: [(0, 32)], 80: [(0, 64), (64, 16)], 96: [(0, 64), (64, 32)], 192: [(0, 128), (128, 64)]}
+    for dim in range(8, 257, 8):
+        config = planning.configs(problem_of(tw.causal(), 300, 300, head_dim=dim, head_dim_v=64), "forward")[0].config
+        columns = config.QK_COLUMNS or config.BLOCK_D
+        found = pieces(0, columns)
+        assert dim <= columns <= config.BLOCK_D and found == wanted.get(dim, found)
+        assert all(first % 64 == 0 and width & (width - 1) == 0 and width >= 16 for first, width in found)
+        assert sum(width for _, width in found) == columns
 
 
 def test_division_by_multiplication() -> None:

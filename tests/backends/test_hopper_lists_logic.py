@@ -97,13 +97,15 @@ def listed(problem: Problem, config: Any, by_key: bool) -> Lists:
     return lists_of(lists, make_words(problem, config), make_bounds(problem, lists, config, by_key))
 
 
-def run_forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(
+    problem: Problem, inputs: Inputs, stats: dict[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     plan = arguments.make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None)
     C, (q, k, v) = plan.config, inputs[:3]
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
     lists = listed(problem, C, False)
-    given = with_features(plan.arguments, call_features(problem, inputs))
+    given = with_features(plan.arguments, call_features(problem, inputs) | (stats or {}))
     a = wrapped(given._replace(lse_ptr=lse, lists=lists, order=make_order(plan.arguments)))
     boxes = ((q, 64, C.BLOCK_D), (k, C.BLOCK_N, C.BLOCK_D), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.O_COLUMNS))
     with kernels("tilewise.backends.hopper", "kernel", "mainloop") as (machine, modules):

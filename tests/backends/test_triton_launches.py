@@ -11,10 +11,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from tools.compile_checks import portable, problem_of
 from tools.gpu_launches import launches, pass_of, plan_faults
 
 from tests.backends.test_gpu_record import Collector
 from tilewise.backends.base import BackwardInputs, Inputs, Needs
+from tilewise.backends.gpu.launch import signature
+from tilewise.backends.gpu.structs import Attention
 from tilewise.backends.triton import onchip, plan, run
 from tilewise.hardware import lookup
 from tilewise.masks import causal, window
@@ -142,3 +145,24 @@ def test_a_kernel_that_is_not_what_the_plan_says_is_a_fault(change: dict[str, An
     facts = SimpleNamespace(shared=compiled["shared"], registers=compiled["registers"])
     wrong = plan_faults(facts, compiled["ptx"], tile, pipelined=True)
     assert (len(wrong) == 1 and fault in wrong[0]) if fault else not wrong
+
+
+OWN_ROWS = {(0, Attention._fields.index(name)) for name in ("bias", "alibi")}
+
+
+@pytest.mark.parametrize(
+    "change", [{"alibi": True}, {"seqlen": 1023, "bias": (1, 8, 1023, 1023)}, {"seqlen": 1023, "bias": (1, 8, 1023, 1)}], ids=str
+)
+def test_slopes_and_odd_biases_leave_q_k_and_v_aligned(change: dict[str, Any]) -> None:
+    """A row of a bias is as long as there are keys, one of slopes is a number: that kept every load from being a wide one."""
+    with_it, without = (
+        problem_of(portable("", **{name: value for name, value in change.items() if name in names}))
+        for names in (("seqlen", "bias", "alibi"), ("seqlen",))
+    )
+    for needs in (None, Needs()):
+        plain, found = (dict(launches(*one, lookup("a100"), needs=needs)) for one in (without, with_it))
+        for name, launch in plain.items():
+            expected, attributes = (signature(one.args).attributes for one in (launch, found[name]))
+            assert {path: what for path, what in attributes.items() if len(path) < 2 or path[:2] not in OWN_ROWS} == expected
+            wide = [path for path in attributes if path[:2] in OWN_ROWS and len(path) > 2 and path[2] > 0]
+            assert not wide, "strides of 1023 and 1 are no multiples"

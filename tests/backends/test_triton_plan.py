@@ -47,6 +47,24 @@ assert plan.tiles(problem, lookup("a100"))["forward"].on_chip and plan.choices(p
 
 
 @pytest.mark.parametrize(
+    ("features", "dkdv", "dq"),
+    [
+        ({}, (64, 64, 4), (64, 64, 4)),
+        ({"alibi": True}, (64, 64, 4), (64, 64, 4)),
+        ({"dropout_p": 0.1}, (32, 64, 4), (64, 64, 4)),
+        ({"dropout_p": 0.1, "alibi": True}, (32, 64, 8), (64, 32, 4)),
+        ({"softcap": 30.0, "alibi": True}, (32, 64, 8), (64, 32, 4)),
+    ],
+    ids=str,
+)
+def test_features_take_tiles_that_leave_them_registers(
+    features: dict[str, object], dkdv: tuple[int, int, int], dq: tuple[int, int, int]
+) -> None:
+    tiles = plan.tiles(problem_of(head_dim=64, **features), lookup("h200"))
+    assert [(*tiles[f"backward_{name}"].sizes, tiles[f"backward_{name}"].warps) for name in ("dkdv", "dq")] == [dkdv, dq]
+
+
+@pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "keys", "splits"),
     [(8, 32, 8, 16384, 2), (1, 32, 8, 131072, 16), (64, 32, 8, 4096, 1), (1, 64, 8, 8192, 16), (8, 16, 1, 16384, 16)],
 )

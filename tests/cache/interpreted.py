@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -21,9 +22,12 @@ import torch
 import tilewise as tw
 from tests.cache.caches import build, worst
 from tests.cache.test_cached import CASES, MIXED, OPTIONS, attend
+from tests.cache.test_invariant import same_bits, sequences
+from tests.cache.test_tree import PARENTS
 from tilewise import dispatch
 from tilewise.api import cached_call
 from tilewise.backends.pages import NewTokens, gathered
+from tilewise.backends.triton import paged, plan
 
 LEFT_OUT = {"float64", "double"}
 """Kernels here sum in float32."""
@@ -32,6 +36,7 @@ OFTEN = (
     *("latent", "empty sequences", "more rows than keys", "float16 decode", "int8 latent", "float8 decode"),
     *("prefix or window", "sinks", "bias", "alibi of each sequence"),
     *("append int8", "append float8", "append and turn some", "append and turn neighbours", "places", "garbage", "shared"),
+    *("drafts", "invariant", "invariant, split"),
 )
 """What tests run; the others are neighbours of these, and the interpreter takes seconds for each."""
 SHORT = ([1, 7, 0, 1, 9], [33, 20, 9, 1, 9])
@@ -120,6 +125,37 @@ def shared() -> None:
     assert worst(built, out, lse) <= 1.0
 
 
+def drafts() -> None:
+    """Rows before a tree, all of one and some of one, under a window that counts depths."""
+    cached_call.gathered = None  # type: ignore[assignment]
+    built = build([7, 5, 3], [30, 12, 90])
+    mask = tw.causal() & tw.window(20) & tw.tree(PARENTS)
+    options: dict[str, Any] = {"mask": mask, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}
+    out, lse = attend(built, "triton", **options)
+    assert worst(built, out, lse, **options) <= 1.0
+
+
+def invariant(split: bool) -> None:
+    """Rows have the bits that they have in a prefill of their sequence alone, whether programs have a part each or all parts."""
+    cached_call.gathered = None  # type: ignore[assignment]
+    plan.SPAN = paged.SPAN = 64
+    plan.MOST_HELD = (1 << 28) if split else 0
+    options = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "backend": "triton"}
+    made = sequences([5, 100], 16, torch.float32, options)
+    if split:  # all have room for as many keys, so that the parts of each are known
+        k, v, tables = made.caches[16]
+        cache = tw.KVCache.paged(k, v, tables[1][None], torch.tensor([100]))
+        with mock.patch.object(paged, "merge_launch", wraps=paged.merge_launch) as merged:
+            out = tw.attention_cached(made.q[1][None, -1:], cache, invariant=True, **options)  # type: ignore[call-overload]
+        assert merged.call_count == 1 and torch.equal(out[0, 0], made.results[1][0][-1])
+    for seed in range(1 if split else 2):
+        same_bits(made, seed, options)
+    for name in () if split else ("int8",):
+        built = build(**CASES[name])
+        out, lse = attend(built, "triton", invariant=True)
+        assert worst(built, out, lse) <= 1.0, name
+
+
 WRITER = dispatch.pages_writer
 WRITES: dict[str, Any] = {
     "append": (False, 0, 16, torch.float32, None),
@@ -137,7 +173,8 @@ def main() -> int:
         if name not in LEFT_OUT:
             checks[name] = partial(conform, name)
     checks |= {name: partial(turned_and_written, *how) for name, how in WRITES.items()}
-    checks |= {"places": places, "garbage": garbage, "shared": shared}
+    checks |= {"places": places, "garbage": garbage, "shared": shared, "drafts": drafts}
+    checks |= {"invariant": partial(invariant, False), "invariant, split": partial(invariant, True)}
     words = sys.argv[1:]
     if words[0].isdigit():
         names = [*OFTEN[int(words[0]) :: int(words[1])]]

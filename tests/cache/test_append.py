@@ -54,6 +54,15 @@ def test_packed_tokens_and_slots() -> None:
     assert torch.equal(k_pages.flatten(0, 1)[0], k[2])
 
 
+@pytest.mark.parametrize("sides", [(), (HEADS,)])
+def test_a_scale_that_tokens_share_is_not_written(sides: tuple[int, ...]) -> None:
+    """Also where a page has one token, so that a scale of each head has as many numbers as one of each token of a page."""
+    scale, pages = torch.full(sides, 0.03), torch.zeros(4, 1, HEADS, DIM, dtype=torch.int8)
+    cache = tw.KVCache.paged(pages, pages.clone(), torch.arange(4).int()[None], torch.tensor([2]), k_scale=scale, v_scale=scale)
+    cache.append(tokens(1, 2), tokens(1, 2))
+    assert torch.equal(scale, torch.full(sides, 0.03)) and pages[:2].any()
+
+
 @pytest.mark.parametrize("kind", ["tensor", "head", "token"])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_numbers_with_a_scale(dtype: torch.dtype, kind: str) -> None:

@@ -95,3 +95,47 @@ def test_garbage_in_tables_and_lengths() -> None:
     cache = built.cache
     cache.append(torch.zeros(3, 1, 2, 128, device="cuda"), torch.zeros(3, 1, 2, 128, device="cuda"))
     torch.cuda.synchronize()
+
+
+def test_drafts() -> None:
+    built = build([7, 5, 3], [300, 12, 900], **HALF)
+    mask = tw.causal() & tw.window(200) & tw.tree([[-1, 0, 0, 1, -2], [-1, -1, 0, 1, 2], [-1, 0, 1, 2, 3]])
+    out, lse = attend(built, "triton", mask=mask)
+    assert worst(built, out, lse, mask=mask) <= 1.0
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_the_bits_of_a_row_are_its_own(page: int) -> None:
+    """In a prefill, in chunks, as decode, beside other sequences; by programs that have a part each and, as the parts of a
+    table in CSR form are not known, by programs that have all of them."""
+    built = build([1300, 700], [1300, 700], page=page, **HALF)
+    whole, whole_lse = attend(built, "triton", invariant=True)
+    table = built.cache.pages.table
+    csr = torch.arange(3, dtype=torch.int32, device=table.device) * table.shape[1], table.flatten()
+    for rows, lengths in (([1, 1], [1300, 700]), ([1, 400], [1300, 555]), ([130, 0], [777, 700]), ([1, 1], [513, 1])):
+        lengths_now = torch.tensor(lengths, dtype=torch.int32, device=built.q.device)
+        at = [range(lengths[0] - rows[0], lengths[0]), range(1300 + lengths[1] - rows[1], 1300 + lengths[1])]
+        own = torch.tensor([*at[0], *at[1]], device=built.q.device)
+        cu = torch.tensor([0, rows[0], sum(rows)], dtype=torch.int32, device=built.q.device)
+        for given in (table, csr):
+            cache = tw.KVCache.paged(*built.pages, given, lengths_now)
+            same: dict[str, Any] = {"cu_seqlens_q": cu, "invariant": True, "return_lse": True, "backend": "triton"}
+            out, lse = tw.attention_cached(built.q[own], cache, **same)
+            assert torch.equal(out, whole[own]) and torch.equal(lse, whole_lse[:, own]), (rows, lengths)
+
+
+def test_a_graph_with_a_plan() -> None:
+    """After a first call nothing comes from the host."""
+    built = build([1, 1, 1], [400, 450, 200], page=16, **HALF)
+    built.cache.pages.table[1, :20] = built.cache.pages.table[0, :20]
+    plan = tw.plan_cached(built.cache)
+    assert plan.levels
+    q = built.q[:, None]
+    want = tw.attention_cached(q, built.cache, plan=plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tw.attention_cached(q, built.cache, plan=plan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)

@@ -12,7 +12,8 @@ if importlib.util.find_spec("triton.backends.nvidia") is None:
     pytest.skip("this triton has no NVIDIA backend", allow_module_level=True)
 
 import triton
-from tools.compile_kernels import BY_NAME, compile_check, faults
+from tools.compile_checks import BY_NAME
+from tools.compile_kernels import compile_check, faults
 
 PINNED = (Path(__file__).resolve().parents[2] / "constraints.txt").read_text(encoding="utf-8")
 """What was promised of spills was measured with this triton."""

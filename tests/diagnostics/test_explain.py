@@ -158,7 +158,8 @@ def test_a_backend_without_tiles_of_ours_says_so(backend: str) -> None:
         ("v100", {"dtype": "float16"}, "tiled", "tiled"),
         ("mi300x", {"dtype": "bfloat16"}, "triton", "triton"),
         ("xeon-8480", {"dtype": "float32"}, "cpu", "cpu"),
-        ("h200", {"dtype": "bfloat16", "alibi": True}, "triton", "triton"),
+        ("h200", {"dtype": "bfloat16", "alibi": True}, "hopper", "hopper"),
+        ("h200", {"dtype": "bfloat16", "alibi": True, "bias": (1, 1, 512, 512)}, "triton", "triton"),
     ],
 )
 def test_another_machine_is_judged_by_its_kind(device: str, options: dict[str, Any], server: str, figures: str) -> None:

@@ -44,7 +44,8 @@ def test_results_are_those_of_one_call(group: Any, dropout_p: float) -> None:
     inputs = tensors()
     shards = [plan.shard(x, 2) for x in inputs]
     out = plan.unshard(tw.distributed.attention(*shards, plan, seed=5), 2)
-    want = tw.attention(*inputs, mask=tw.causal(), dropout_p=dropout_p, seed=5)
+    backend = "triton" if dropout_p else "auto"  # the kernels that serve parts of a whole: others round elsewhere
+    want = tw.attention(*inputs, mask=tw.causal(), dropout_p=dropout_p, seed=5, backend=backend)
     grads, wanted = (torch.autograd.grad(x.float().square().sum(), inputs) for x in (out, want))
     for ours, one in zip((out, *grads), (want, *wanted), strict=True):
         torch.testing.assert_close(ours, one)

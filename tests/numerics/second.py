@@ -8,7 +8,7 @@ import torch
 
 from tests.numerics import checks
 from tilewise import dispatch
-from tilewise.backends.base import BackwardInputs, Direction, Grads, Inputs, Needs, Tangents
+from tilewise.backends.base import BackwardInputs, Direction, Inputs, Needs, Tangents
 from tilewise.problem import Problem
 
 
@@ -17,7 +17,7 @@ def drawn_like(x: torch.Tensor | None, g: torch.Generator) -> torch.Tensor | Non
 
 
 def derivatives(
-    problem: Problem, inputs: Inputs, backend: str, moving: str = "qkvbs", *, jvp_only: bool = False
+    problem: Problem, inputs: Inputs, backend: str, moving: str = "qkvbs"
 ) -> list[checks.Excess]:
     """What out_t, lse_t and the derivative of all gradients are outside their bounds; `moving` names what has a tangent. A
     backend that finds out_t and lse_t itself is asked with them and without."""
@@ -33,8 +33,8 @@ def derivatives(
     upstream = BackwardInputs(out, lse, dout, dlse, needs)
     directions = [Direction(tangents, out_t, lse_t), *[Direction(tangents)] * server.finds_direction]
     excesses = checks.check_forward(problem, inputs, out, lse)
-    for direction in directions[: 1 if jvp_only else None]:
-        grads = Grads() if jvp_only else server.double_backward(problem, inputs, upstream, direction)
+    for direction in directions:
+        grads = server.double_backward(problem, inputs, upstream, direction)
         found = SimpleNamespace(out_t=out_t, lse_t=lse_t, **grads._asdict())
         excesses += checks.check_second(problem, inputs, (dout, dlse), tangents, found)
     return excesses

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise import dispatch
+from tilewise.api.cached_write import check_appended, check_lengths, is_cumulative, write
 from tilewise.api.lengths import readable
 from tilewise.api.parse import LAYOUTS, check_dense, check_device, check_range
-from tilewise.backends.pages import QUANTIZED, WRITTEN, NewTokens, Pages, slots_of
+from tilewise.backends.pages import QUANTIZED, NewTokens, Pages
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
 from tilewise.masks.arrays import INTEGERS
 from tilewise.ops.tensors import dtype_name
@@ -123,37 +122,20 @@ class KVCache:
         """
         rows = k.shape[1] if isinstance(k, Tensor) and k.ndim == 4 else 0
         k, v, cu = self._new_tokens(k, v, cu_seqlens, need_cu=slots is None)
-        writer = dispatch.pages_writer(k.device.type) if k.dtype in WRITTEN and v.dtype in WRITTEN else None
-        if slots is None:
-            assert cu is not None
-            if readable(self.pages.lengths) and k.shape[0]:
-                self.check(cu)
-            if writer is None:
-                slots = slots_of(self.pages.now(), cu, k.shape[0])
-        else:
+        if slots is not None:
             _check_integers("slots", slots, k.device, None)
-            slots = slots.reshape(-1)
+            slots = slots.reshape(-1).long().contiguous()
             if slots.shape[0] != k.shape[0]:
                 raise LayoutError(f"slots: {slots.shape[0]} places for {k.shape[0]} tokens; need one each")
-            if readable(slots):
-                _check_slots(slots, self.pages.size)
-        if writer is not None:
-            places = None if slots is None else slots.long().contiguous()
-            writer.append(self.pages.now(), NewTokens(k=k, v=v, cu=cu, rows=rows, slots=places))
-        elif slots is not None:
-            self.pages.write(k, v, slots.long())
+        write(self.pages.now(), NewTokens(k=k, v=v, cu=cu, rows=rows, slots=slots))
 
     def check(self, cu: Tensor | None = None) -> None:
         """Raise on lengths and pages that do not fit each other. Reads tensors: on a GPU that waits for it."""
         pages = self.pages.now()
-        check_lengths(pages)
-        if cu is not None:
-            new = cu.diff().tolist()
-            for b, (n, length) in enumerate(zip(new, pages.lengths.tolist(), strict=True)):
-                if n > length:
-                    raise ArgumentError(
-                        f"append: {n} tokens for sequence {b}, whose lengths[{b}] is {length}; `lengths` counts new tokens too"
-                    )
+        if cu is None:
+            check_lengths(pages)
+        else:
+            check_appended(pages, cu)
 
     def _new_tokens(
         self, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, need_cu: bool
@@ -182,7 +164,7 @@ class KVCache:
             raise ArgumentError("cu_seqlens: packed tokens need it, or `slots`, to say whose they are")
         if cu_seqlens is not None:
             _check_integers("cu_seqlens", cu_seqlens, k.device, (batch + 1,))
-            if readable(cu_seqlens) and not _cumulative(cu_seqlens.tolist(), k.shape[0]):
+            if readable(cu_seqlens) and not is_cumulative(cu_seqlens.tolist(), k.shape[0]):
                 raise ArgumentError(f"cu_seqlens: need 0 to {k.shape[0]}, never falling, got {cu_seqlens.tolist()}")
         return k, v, None if cu_seqlens is None else cu_seqlens.int()
 
@@ -194,25 +176,6 @@ class KVCache:
             f"KVCache({pages.starts.shape[0]} sequences in {count} pages of {page}, {heads} heads of {dim}/{pages.v.shape[3]}, "
             f"{dtype_name(pages.k)}{scaled}, {pages.k.device})"
         )
-
-
-def check_lengths(pages: Pages) -> None:
-    """Raise on lengths beyond the pages, and on a table that is none."""
-    if pages.indptr is not None:
-        values = pages.indptr.tolist()
-        if not _cumulative(values, None) or values[-1] > pages.entries.shape[0]:
-            raise ArgumentError(
-                f"table: indptr must start with 0, never fall and end at most at {pages.entries.shape[0]}, got {values[:8]}"
-            )
-    lengths = pages.lengths.cpu().numpy()
-    room = pages.page * (pages.most if pages.indptr is None else pages.counts.cpu().numpy())
-    if not lengths.size or (lengths.min() >= 0 and (lengths <= room).all()):
-        return
-    for b, (length, count) in enumerate(zip(lengths.tolist(), pages.counts.tolist(), strict=True)):
-        if not 0 <= length <= count * pages.page:
-            raise ArgumentError(
-                f"lengths[{b}] is {length}, need 0 to {count * pages.page}: the table lists {count} pages of {pages.page}"
-            )
 
 
 def _check_pages(name: str, x: Any) -> None:
@@ -271,19 +234,9 @@ def _scale(name: str, scale: Any, k_pages: Tensor) -> Tensor | None:
     shape = tuple(k_pages.shape[:3])
     if tuple(scale.shape) not in ((), shape[2:], shape):
         raise LayoutError(f"{name}: shape {tuple(scale.shape)}, need (), {shape[2:]} or {shape}")
-    return scale.expand(shape)
+    return scale.expand(shape) if scale.ndim == 3 else _repeated(scale, shape)
 
 
-def _cumulative(values: list[int], end: int | None) -> bool:
-    steps = all(a <= b for a, b in pairwise(values))
-    return values[0] == 0 and steps and (end is None or values[-1] == end)
-
-
-def _check_slots(slots: Tensor, size: int) -> None:
-    used = [slot for slot in slots.tolist() if slot != -1]
-    for slot in used:
-        if not 0 <= slot < size:
-            raise ArgumentError(f"slots: {slot} is no place, need 0 to {size - 1}, or −1 to write nothing")
-    if len(set(used)) != len(used):
-        twice = next(slot for slot in used if used.count(slot) > 1)
-        raise ArgumentError(f"slots: {twice} is there twice; a place holds one token")
+def _repeated(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A scale of the tensor or of each head for all tokens: strides of 0 say that they share it, also where there is one."""
+    return scale.expand(shape[2:]).as_strided(shape, (0, 0, scale.stride(0) if scale.ndim else 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -12,22 +11,22 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
 from tilewise.api.cache import KVCache
-from tilewise.api.cached_call import CachedCall, Queries, attended, gathered_problem, parse_cached, problem_of
+from tilewise.api.cached_call import Queries, attend, attended, parse_cached
 from tilewise.api.cached_checks import sees_ahead, some_before, token_positions
 from tilewise.api.cached_plan import CachedPlan
+from tilewise.api.cached_write import write
 from tilewise.api.keywords import check_keywords
-from tilewise.api.lengths import readable
 from tilewise.api.names import BackendName, Precision
 from tilewise.api.options import ParsedOptions, show_signature
 from tilewise.api.rotary import RotaryTable
-from tilewise.backends.base import Backend
-from tilewise.backends.pages import WRITTEN, NewTokens, Turning, positions_of
-from tilewise.errors import ArgumentTypeError, KernelError, LayoutError
+from tilewise.backends.pages import NewTokens, Turning, positions_of
+from tilewise.errors import ArgumentTypeError, LayoutError
 from tilewise.masks import Mask, causal
 from tilewise.masks.algebra import Tree
-from tilewise.ops.run import empty_forward, forward, is_empty, own_precision
 
 _CAUSAL = causal()
+
+
 class CachedOptions(TypedDict, total=False):
     """What `attention_cached` takes beside `return_lse`, which its overloads tell apart."""
 
@@ -126,7 +125,7 @@ def attention_cached(
     queries, pages = call.queries, call.pages
     if new is not None or rotary is not None:
         queries = _with_new(queries, cache, (new, rotary, cu_seqlens_q), mask, backend)
-    found, lse = attended(call._replace(queries=queries), plan, partial(_attend, backend=backend))
+    found, lse = attended(call._replace(queries=queries), plan, partial(attend, backend=backend))
     if sees_ahead(mask) and some_before(pages, queries.cu):
         _, position = positions_of(queries.cu, pages.seen, queries.q.shape[0])
         found = torch.where((position < 0)[:, None], 0.0, found)
@@ -157,78 +156,30 @@ def _with_new(
     if rotary is not None and not isinstance(rotary, RotaryTable):
         raise ArgumentTypeError(f"rotary: got {type(rotary).__name__}, need tw.rotary(cos, sin)")
     q, cu, shape = queries
-    lengths, given = cache.pages.lengths, None if rotary is None else rotary.positions
+    given = None if rotary is None or rotary.positions is None else rotary.positions.reshape(-1).long().contiguous()
     if given is not None and given.numel() != q.shape[0]:
         raise LayoutError(f"positions: shape {tuple(given.shape)}, need one for each of the {q.shape[0]} queries")
-    k = v = cu_new = None
-    writer = None if _by_depth(mask, rotary) else dispatch.pages_writer(q.device.type, backend)
+    k = v = None
+    rows = 0
     if new is not None:
         if not isinstance(new, (tuple, list)) or len(new) != 2:
             raise ArgumentTypeError(f"new: got {type(new).__name__}, need the pair (k, v)")
         packed = isinstance(new[0], Tensor) and new[0].ndim == 3
         k, v, cu_new = cache._new_tokens(new[0], new[1], cu_seqlens_q if packed else None, need_cu=True)
+        rows = 0 if packed else new[0].shape[1]
         if given is not None and k.shape[0] != q.shape[0]:
             raise LayoutError(f"positions: they are q's {q.shape[0]}, and there are {k.shape[0]} new keys; need as many")
-    if writer is not None and all(x is None or x.dtype in WRITTEN for x in (q, k, v)):
-        rows = 0 if new is None or new[0].ndim == 3 else new[0].shape[1]
-        tokens = NewTokens(q, k, v, cu, 0 if len(shape) == 3 else shape[1], rows)
-        return Queries(_written(writer, cache, tokens, cu_new, rotary), cu, shape)
-    if rotary is not None:
-        at = token_positions(cu, lengths, q.shape[0], mask) if given is None else given.reshape(-1)
-        q = rotary.apply(q, at, q.dtype)
-    if k is None or v is None or cu_new is None:
-        return Queries(q, cu, shape)
-    if rotary is not None:
-        at = token_positions(cu_new, lengths, k.shape[0], mask) if given is None else given.reshape(-1)
-        quantized = cache.pages.k_scale is not None
-        k = rotary.apply(k, at, torch.float32 if quantized else cache.pages.k.dtype)
-    cache.append(k, v, cu_seqlens=cu_new)
-    return Queries(q, cu, shape)
+    pages, turning = cache.pages.now(), None
+    if rotary is not None and given is None and _has_tree(mask):  # turned by depth
+        q = rotary.apply(q, token_positions(cu, pages.lengths, q.shape[0], mask), q.dtype)
+        if k is not None and cu_new is not None:
+            stored = torch.float32 if pages.k_scale is not None else pages.k.dtype
+            k = rotary.apply(k, token_positions(cu_new, pages.lengths, k.shape[0], mask), stored)
+    elif rotary is not None:
+        turning = Turning(rotary.cos, rotary.sin, rotary.interleaved, given)
+    turned = write(pages, NewTokens(q, k, v, cu, 0 if len(shape) == 3 else shape[1], rows, turning), backend)
+    return Queries(q if turned is None else turned, cu, shape)
 
 
-def _by_depth(mask: Mask | None, rotary: RotaryTable | None) -> bool:
-    """Are tokens turned by their depths in a tree?"""
-    return mask is not None and rotary is not None and any(isinstance(leaf, Tree) for leaf in mask.leaves())
-
-
-def _written(
-    writer: Backend, cache: KVCache, tokens: NewTokens, cu_new: Tensor | None, rotary: RotaryTable | None
-) -> Tensor:
-    """The queries of a call whose new tokens a backend writes, all of them turned by it."""
-    pages = cache.pages.now()
-    if rotary is not None:
-        given = None if rotary.positions is None else rotary.positions.reshape(-1).long().contiguous()
-        at = pages.lengths - 1 if given is None and readable(pages.lengths) else given  # the last positions are the largest
-        for x in (tokens.q, tokens.k):
-            if x is not None:
-                rotary.check(x, at)
-        tokens = tokens._replace(turning=Turning(rotary.cos, rotary.sin, rotary.interleaved, given))
-    if cu_new is not None and readable(pages.lengths):
-        cache.check(cu_new)
-    q = writer.append(pages, tokens)
-    assert q is not None
-    return q
-
-
-def _attend(call: CachedCall, backend: str) -> tuple[Tensor, Tensor]:
-    """out (1, H, T, Dv) in q's dtype and lse (1, H, T): pages as they are where a backend reads them, gathered elsewhere."""
-    problem, inputs = problem_of(call)
-    pages = call.pages
-    if is_empty(problem):
-        return empty_forward(problem, inputs)
-    key = ("pages", dispatch.registry_key(backend))
-    if key not in problem.memory:
-        problem.memory[key] = dispatch.pages_backend(problem, backend)
-    reader: Backend | None = problem.memory[key]
-    if reader is not None:
-        try:
-            with own_precision(problem.device):
-                return reader.paged(problem, inputs, pages)
-        except KernelError as error:
-            if backend != "auto":
-                raise
-            problem.memory[key] = None
-            warnings.warn(f"{error}; the tokens of the pages are gathered instead", RuntimeWarning, stacklevel=3)
-    problem, inputs = gathered_problem(call)
-    out, lse = forward(problem, inputs, backend)
-    return out if problem.partial else out.to(call.queries.q.dtype), lse
+def _has_tree(mask: Mask | None) -> bool:
+    return mask is not None and any(isinstance(leaf, Tree) for leaf in mask.leaves())

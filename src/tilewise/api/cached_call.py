@@ -3,6 +3,7 @@ sequences share pages. `attention_cached` runs what is parsed here, `explain` te
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import NoneType
 from typing import Any, NamedTuple
@@ -10,23 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.api.cache import KVCache, check_lengths
+from tilewise import dispatch
+from tilewise.api.cache import KVCache
 from tilewise.api.cached_checks import check_mask, check_packing, check_splits, check_table, sees_all_before
 from tilewise.api.cached_plan import CachedPlan, attend_shared, check_plan
+from tilewise.api.cached_write import check_lengths, even_steps, is_traced
 from tilewise.api.call_cache import kept_problem
 from tilewise.api.lengths import readable
 from tilewise.api.options import DEFAULTS, ParsedOptions
 from tilewise.api.parse import autocast, build_problem, check_dense, check_device, check_range, check_sinks
-from tilewise.backends.base import Inputs
+from tilewise.backends.base import Backend, Inputs
 from tilewise.backends.pages import Pages, gathered
-from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
+from tilewise.errors import ArgumentError, ArgumentTypeError, KernelError, LayoutError
 from tilewise.masks import Mask
 from tilewise.masks.arrays import INTEGERS
+from tilewise.ops.run import empty_forward, forward, is_empty, own_precision
 from tilewise.ops.tensors import dtype_name, interleaved
 from tilewise.problem import ITEMSIZE, Problem
-
-KEPT_STEPS = 64
-_kept_steps: dict[tuple[int, int, torch.device], Tensor] = {}
 
 
 class Queries(NamedTuple):
@@ -76,15 +77,23 @@ def parse_cached(
     fields = {"splits": check_splits(splits, invariant), "partial": False, "invariant": invariant}
     pages = cache.pages.now()
     queries = _packed(q, pages, cu_seqlens_q)
-    if readable(pages.lengths):
-        check_lengths(pages)
-        if cu_seqlens_q is not None:
-            check_packing(queries.cu, queries.q.shape[0])
-        check_table(pages, queries.cu, mask)
-        pages = pages._replace(lengths=pages.lengths.int().contiguous(), within=True)
+    call = checked(CachedCall(queries, pages, options, fields))
     if plan is not None:
-        check_plan(plan, pages, queries.cu, invariant)
-    return CachedCall(queries, pages, options, fields)
+        check_plan(plan, call.pages, queries.cu, invariant)
+    return call
+
+
+def checked(call: CachedCall) -> CachedCall:
+    """The call, where values may be looked at after that: lengths, packing and the pages that are seen."""
+    queries, pages, options, _ = call
+    if not readable(pages.lengths):
+        return call
+    mask: Any = options["mask"]
+    check_lengths(pages)
+    if len(queries.shape) == 3:
+        check_packing(queries.cu, queries.q.shape[0])
+    check_table(pages, queries.cu, mask)
+    return call._replace(pages=pages._replace(lengths=pages.lengths.int().contiguous(), within=True))
 
 
 def attended(call: CachedCall, plan: CachedPlan | None, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -101,7 +110,8 @@ def attended(call: CachedCall, plan: CachedPlan | None, attend: Attend) -> tuple
         return attend(CachedCall(Queries(q, cu, q.shape), some, own if mine else common, {**fields, "partial": True}))
 
     sinks = check_sinks(options["sinks"], queries.q, queries.q.shape[1])
-    out, lse = attend_shared(plan, pages, (queries.q, queries.cu), sinks, part)
+    rows = queries.shape[1] if len(queries.shape) == 4 else 0
+    out, lse = attend_shared(plan, pages, (queries.q, queries.cu, rows), sinks, part)
     return out.to(queries.q.dtype), lse
 
 
@@ -121,7 +131,7 @@ def _packed(q: Any, pages: Pages, cu: Tensor | None) -> Queries:
     if q.ndim == 4 and cu is None:
         if q.shape[0] != batch:
             raise LayoutError(f"q: {q.shape[0]} sequences, but the cache has {batch}")
-        return Queries(q.flatten(0, 1), _steps(batch, q.shape[1], q.device), q.shape)
+        return Queries(q.flatten(0, 1), even_steps(batch, q.shape[1], q.device), q.shape)
     if q.ndim != 3 or cu is None:
         raise LayoutError(
             f"q: shape {tuple(q.shape)}; need (batch, queries, heads, dim), or (tokens, heads, dim) with cu_seqlens_q"
@@ -135,22 +145,36 @@ def _packed(q: Any, pages: Pages, cu: Tensor | None) -> Queries:
     return Queries(q, cu.int(), q.shape)
 
 
-def _steps(batch: int, rows: int, device: torch.device) -> Tensor:
-    """Where sequences of `rows` tokens begin: kept, as it takes two launches on a GPU; what a graph captures is its own."""
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    kept = None if traced else _kept_steps.get((batch, rows, device))
-    if kept is None:
-        kept = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
-        if not traced and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            if len(_kept_steps) >= KEPT_STEPS:
-                _kept_steps.clear()
-            _kept_steps[batch, rows, device] = kept
-    return kept
-
-
 def _room(cu: Tensor, pages: Pages) -> Tensor:
     """Cumulative lengths of sequences that fill their pages."""
     return torch.cat([cu.new_zeros(1), (pages.counts * pages.page).cumsum(0, dtype=torch.int32)])
+
+
+def attend(call: CachedCall, backend: str) -> tuple[Tensor, Tensor]:
+    """out (1, H, T, Dv) in q's dtype and lse (1, H, T): pages as they are where a backend reads them, gathered elsewhere."""
+    if is_traced(call.queries.q):
+        from tilewise.api import cached_operators  # operators take a while to define, and a plain call needs none
+
+        return cached_operators.attend(call, backend)
+    problem, inputs = problem_of(call)
+    if is_empty(problem):
+        return empty_forward(problem, inputs)
+    key = ("pages", dispatch.registry_key(backend))
+    if key not in problem.memory:
+        problem.memory[key] = dispatch.pages_backend(problem, backend)
+    reader: Backend | None = problem.memory[key]
+    if reader is not None:
+        try:
+            with own_precision(problem.device):
+                return reader.paged(problem, inputs, call.pages)
+        except KernelError as error:
+            if backend != "auto":
+                raise
+            problem.memory[key] = None
+            warnings.warn(f"{error}; the tokens of the pages are gathered instead", RuntimeWarning, stacklevel=3)
+    problem, inputs = gathered_problem(call)
+    out, lse = forward(problem, inputs, backend)
+    return out if problem.partial else out.to(call.queries.q.dtype), lse
 
 
 def problem_of(call: CachedCall) -> tuple[Problem, Inputs]:
@@ -177,6 +201,8 @@ def problem_of(call: CachedCall) -> tuple[Problem, Inputs]:
         return problem, parsed._replace(k=k, v=v)
 
     numbers = (scale, options["softcap"])
+    if is_traced(q):
+        return make()
     if options["bias"] is not None or not isinstance(mask, (Mask, NoneType)) or (mask is not None and not mask.static):
         return make()
     if sinks is not None or any(type(x) not in (int, float, NoneType) for x in numbers):

@@ -14,7 +14,7 @@ from tilewise.api.bias import Alibi
 from tilewise.api.lengths import readable
 from tilewise.backends.pages import Pages, positions_of
 from tilewise.errors import ArgumentError, ArgumentTypeError, MaskError
-from tilewise.masks import UNBOUNDED, Binding, Full, Literal, Mask, MaskShape
+from tilewise.masks import UNBOUNDED, Binding, Full, Literal, Lowered, Mask, MaskShape
 from tilewise.masks.algebra import And, Band, Blocks, Dense, Documents, KeyRanges, Selected, Tree
 from tilewise.masks.build import ANCHORS, is_integer
 from tilewise.masks.trees import ancestors, check_parents, depths
@@ -64,14 +64,16 @@ def sees_ahead(mask: Mask | None) -> bool:
     """May a query see keys after its own, so that one before position 0 would see some?"""
     if mask is None or not mask.static:
         return True
-    terms = _static_terms(mask)
+    terms = _terms(mask) if torch.compiler.is_compiling() else _static_terms(mask)
     return not all(any(one.kind.is_bottom_right and one.ints[1] <= 0 for one in term) for term in terms)
 
 
-@lru_cache(maxsize=64)
-def _static_terms(mask: Mask) -> list[list[Literal]]:
+def _terms(mask: Mask) -> list[list[Literal]]:
     """The terms of a mask that holds no tensors: its bands and ranges, which no length changes."""
     return list(mask.lower(Binding(MaskShape(1, 1, 1, 1))).terms())
+
+
+_static_terms = lru_cache(maxsize=64)(_terms)
 
 
 def sees_all_before(mask: Mask | None) -> bool:
@@ -115,6 +117,9 @@ def check_table(pages: Pages, cu_q: Tensor, mask: Mask | None) -> None:
 
 def first_seen(mask: Mask | None, lengths: Any, rows: Any) -> Any:
     """The first key that a query of each sequence may see: pages before it may be gone."""
+    if isinstance(mask, Lowered):  # of an operator
+        moved = any(kind.is_offset for kind in mask.program.kinds)
+        return np.zeros_like(lengths) if moved else first_of(mask.program.terms(), lengths, rows)
     if mask is None or not all(leaf.static or isinstance(leaf, Tree) for leaf in mask.leaves()):
         return np.zeros_like(lengths)
     if mask.static:

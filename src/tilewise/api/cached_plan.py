@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +43,8 @@ class CachedPlan:
     levels: tuple[tuple[SharedPages, ...], ...]
     pages: int
     """Pages that all sequences have together, each counted as often as it is listed."""
+    memory: dict[Hashable, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Integers that calls need on the device."""
 
     @property
     def pages_read(self) -> int:
@@ -57,6 +61,14 @@ class CachedPlan:
                 for b in run.sequences:
                     counts[b] = run.past
         return counts
+
+    def kept(self, name: Hashable, device: torch.device, make: Callable[[], Sequence[Any]]) -> Tensor:
+        """Integers on a device; kept, as a graph that is captured cannot take them from the host."""
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return torch.tensor(make(), dtype=torch.int32, device=device)
+        if (name, device) not in self.memory:
+            self.memory[name, device] = torch.tensor(make(), dtype=torch.int32, device=device)
+        return self.memory[name, device]
 
     def __str__(self) -> str:
         lines = [f"{self.batch} sequences: {self.pages_read:,} of {self.pages:,} pages of {self.page} are read"]
@@ -157,30 +169,30 @@ def check_plan(plan: Any, pages: Pages, cu: Tensor, invariant: bool) -> None:
 
 
 def attend_shared(
-    plan: CachedPlan, pages: Pages, queries: tuple[Tensor, Tensor], sinks: Tensor | None, attend: Callable[..., Partial]
+    plan: CachedPlan, pages: Pages, queries: tuple[Tensor, Tensor, int], sinks: Tensor | None, attend: Callable[..., Partial]
 ) -> Partial:
-    """out (1, H, T, Dv) and lse (1, H, T) of packed queries (q, cu): what is shared, level by level, and what each has of its
-    own, merged. `attend(q, cu, pages, own)` is the attention of queries over pages, with the call's mask if they are their `own`.
+    """out (1, H, T, Dv) and lse (1, H, T) of packed queries (q, cu, rows): what is shared, level by level, and what each has of
+    its own, merged. `rows` are the queries of each sequence where all have as many, else 0. `attend(q, cu, pages, own)` is the
+    attention of queries over pages, with the call's mask if they are their `own`.
 
-    A query that sees nothing of its own, not even itself, is none: it sees nothing of what is shared.
+    A query that sees nothing of its own, not even itself, is none: it sees nothing of what is shared. No size depends on data,
+    and nothing comes from the host after the first call: a graph may capture the next one.
     """
-    q, cu = queries
-    shared = torch.tensor(plan.shared, dtype=torch.int32, device=q.device)
+    q, cu, rows = queries
+    shared = plan.kept("shared", q.device, lambda: plan.shared)
     own = pages._replace(
         starts=pages.starts + shared, counts=pages.counts - shared, lengths=pages.lengths - shared * pages.page, within=False
     )
     parts = [attend(q, cu, own, True)]
     is_none = parts[0][1] == float("-inf")
-    rows = cu.diff()
-    sequence = torch.repeat_interleave(torch.arange(plan.batch, device=q.device), rows, output_size=q.shape[0])
-    for level in plan.levels:
-        at, counts = _rows_of(level, sequence, rows)
-        leaders = torch.tensor([run.sequences[0] for run in level], device=q.device)
-        first, past = (torch.tensor([run[side] for run in level], dtype=torch.int32, device=q.device) for side in (1, 2))
+    for n, level in enumerate(plan.levels):
+        at, cu_level, strangers = _rows_of(plan, n, (cu, rows), q.shape[0])
+        nobody = [(0, 0, 0)] * strangers
+        runs = [*((run.sequences[0], run.first, run.past) for run in level), *nobody]
+        leaders, first, past = plan.kept((n, strangers), q.device, partial(_columns, runs))
         prefix = pages._replace(
             starts=pages.starts[leaders] + first, counts=past - first, lengths=(past - first) * pages.page, within=False
         )
-        cu_level = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
         out, lse = attend(q[at], cu_level, prefix, False)
         whole = (torch.zeros_like(parts[0][0]), torch.full_like(parts[0][1], float("-inf")))
         whole[0][:, :, at], whole[1][:, :, at] = out.to(whole[0].dtype), lse.to(whole[1].dtype)
@@ -189,12 +201,29 @@ def attend_shared(
     return (out, lse) if sinks is None else join_sink(out, lse, sinks)
 
 
-def _rows_of(level: tuple[SharedPages, ...], sequence: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The packed rows of the sequences of each run, one run after the other, and how many each has."""
-    number = torch.full(rows.shape, -1, dtype=torch.long, device=rows.device)
-    for n, run in enumerate(level):
-        number[torch.tensor(run.sequences, device=rows.device)] = n
-    own = number[sequence]
-    order = torch.argsort(own, stable=True)
-    counts = torch.bincount(own[own >= 0], minlength=len(level))
-    return order[len(own) - int(counts.sum()) :], counts
+def _columns(rows: list[tuple[int, int, int]]) -> list[tuple[int, ...]]:
+    return list(zip(*rows, strict=True))
+
+
+def _rows_of(plan: CachedPlan, n: int, packing: tuple[Tensor, int], tokens: int) -> tuple[Tensor, Tensor, bool]:
+    """The packed rows of the sequences of each run of a level, one run after the other, and where each run's begin; and whether
+    the rows of all other sequences follow, as one more sequence, which sees nothing."""
+    (cu, rows), level = packing, plan.levels[n]
+    members = [b for run in level for b in run.sequences]
+    if rows:
+        at = plan.kept((n, "rows", rows), cu.device, lambda: [b * rows + i for b in members for i in range(rows)])
+        counts = accumulate((len(run.sequences) * rows for run in level), initial=0)
+        return at, plan.kept((n, "cu", rows), cu.device, lambda: list(counts)), False
+    strangers = len(members) < plan.batch
+
+    def run_of_each() -> list[int]:
+        number = [len(level)] * plan.batch
+        for run, sequences in enumerate(level):
+            for b in sequences.sequences:
+                number[b] = run
+        return number
+
+    number, count = plan.kept((n, "runs"), cu.device, run_of_each), cu.diff()
+    counts_level = count.new_zeros(len(level) + strangers).index_add_(0, number, count)
+    at = torch.argsort(torch.repeat_interleave(number, count, output_size=tokens), stable=True)
+    return at, torch.cat([cu.new_zeros(1), counts_level.cumsum(0)]).int(), strangers

@@ -41,4 +41,4 @@ def no_statistics(stats: tuple[str, ...]) -> str | None:
 def no_trees(kinds: list[Kind]) -> str | None:
     """Why a backend whose kernels read no trees cannot take one of a packed batch; elsewhere a tree is a dense mask."""
     known = not any(kind.is_tree for kind in kinds)
-    return None if known else "tree: in packed batches and caches it is served by cpu, tiled and reference"
+    return None if known else "tree: in packed batches it is served by cpu, tiled and reference, in caches also by triton"

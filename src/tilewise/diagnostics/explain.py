@@ -134,4 +134,6 @@ def _notes(problem: Problem, live: bool) -> tuple[str, ...]:
         notes.append(f"statistics: {', '.join(problem.stats)}; bytes and times are those of the call without them")
     if "key_mass" in problem.stats:
         notes.append("key_mass takes a second sweep over the scores, one product QKᵀ more, once every row's log-sum-exp is known")
+    if problem.top:
+        notes.append(f"top({problem.top}): cpu ranks in the sweep of key_mass, triton in another, each one product QKᵀ more")
     return tuple(notes)

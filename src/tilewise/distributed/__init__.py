@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tilewise.distributed.comparison import compare as compare
     from tilewise.distributed.context import ContextPlan as ContextPlan
     from tilewise.distributed.context import plan as plan
+    from tilewise.distributed.links import measure_links as measure_links
     from tilewise.distributed.loss import average_gradients as average_gradients
     from tilewise.distributed.loss import mean_loss as mean_loss
 
@@ -17,10 +18,11 @@ _HOMES = {
     "call": ("attention",),
     "comparison": ("compare",),
     "context": ("ContextPlan", "plan"),
+    "links": ("measure_links",),
     "loss": ("average_gradients", "mean_loss"),
 }
 
-__all__ = ["ContextPlan", "attention", "average_gradients", "compare", "mean_loss", "plan"]
+__all__ = ["ContextPlan", "attention", "average_gradients", "compare", "mean_loss", "measure_links", "plan"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,6 @@ torch is imported only where tensors are handled, so that any number of ranks ca
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
@@ -17,22 +16,26 @@ import numpy as np
 
 from tilewise import hardware
 from tilewise.display import Shown
+from tilewise.distributed.arguments import given_shards, group_ranks, packed_lengths, whole_problem
+from tilewise.distributed.choices import UNEVEN
 from tilewise.distributed.coverage import Coverage, coverage
 from tilewise.distributed.intervals import Ints
+from tilewise.distributed.least import LeastBytes, least_bytes
 from tilewise.distributed.predict import Prediction, best_stages, predicted
 from tilewise.distributed.routes import Routes, routes
 from tilewise.distributed.schedule import Chunk, RowBytes, Stage
-from tilewise.distributed.shards import SHARDS, Shards, excess, make_shards, partition
+from tilewise.distributed.shards import SHARDS, Shards, candidates, excess, partition
 from tilewise.distributed.stages import stages
 from tilewise.distributed.teams import SwapBytes, divided, divisors, framed, swap_bytes
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError, PlanError
 from tilewise.hardware.spec import DeviceSpec
-from tilewise.masks.build import is_integer, plain
 from tilewise.problem import Problem
 
 if TYPE_CHECKING:
     import torch
 
+ENOUGH = 1.05
+"""Times the least bytes that shards may send so that they are taken for having the fewest."""
 GIVEN = "given"
 """The name of shards that are those of another plan."""
 
@@ -162,6 +165,15 @@ class ContextPlan(Shown):
         """Bytes that all ranks together send in one pass."""
         return int(self._sent(backward).sum())
 
+    def least_bytes(self) -> LeastBytes:
+        """What the ranks send in both passes beside the least that these shards allow, by two bounds.
+
+        >>> plan.least_bytes().of_rows, plan.least_bytes().of_cut
+        """
+        if self.heads > 1:
+            return self.of_teams.least_bytes()
+        return least_bytes(self.routes, self.row_bytes, self.coverage)
+
     def shard(self, x: torch.Tensor, dim: int, rank: int | None = None) -> torch.Tensor:
         """This rank's tokens of a whole tensor, along `dim`. Differentiable: gradients of other ranks' tokens are zero.
 
@@ -275,9 +287,9 @@ def plan(
         raise ArgumentError(f"shards: got {shards!r}, need one of {', '.join(SHARDS)}")
     if not isinstance(problem, Problem):
         raise ArgumentTypeError(f"problem: got {type(problem).__name__}, need a Problem; make one with tw.Problem.of(...)")
-    group, rank, count = _ranks(group, ranks)
-    sizes = None if lengths is None else _lengths(lengths)
-    problem = _whole(problem, sizes)
+    group, rank, count = group_ranks(group, ranks)
+    sizes = None if lengths is None else packed_lengths(lengths)
+    problem = whole_problem(problem, sizes)
     if group is not None and "nccl" in str(sys.modules["torch.distributed"].get_backend(group)):
         problem = replace(problem, device="cuda")
     seen = coverage(problem, sizes)
@@ -287,12 +299,22 @@ def plan(
 
     def over(share: int) -> ContextPlan:
         if isinstance(shards, str):
-            held = divided(make_shards(shards, whole, count // share, seen), share)
+            possible = [divided(held, share) for held in candidates(shards, whole, count // share, seen)]
         else:
-            held = _given(shards, whole, count)
-        return ContextPlan(problem, sizes, rank, count, held, seen, kind, device, group, share)
+            possible = [given_shards(shards, whole, count)]
+        plans = [ContextPlan(problem, sizes, rank, count, held, seen, kind, device, group, share) for held in possible]
+        return plans[0] if len(plans) == 1 else _better(*plans)
 
     return over(_share(problem, count, device, heads, over))
+
+
+def _better(contiguous: ContextPlan, even: ContextPlan) -> ContextPlan:
+    """Contiguous shards if queries that travel make them even, fewer bytes are sent so, and few that need not be."""
+    sent = [sum(plan.total_bytes(backward=backward) for backward in (False, True)) for plan in (contiguous, even)]
+    if sent[0] >= sent[1] or contiguous.imbalance > max(UNEVEN, even.imbalance):
+        return even
+    least = [plan.least_bytes().of_rows for plan in (contiguous, even)]
+    return contiguous if least[0] <= max(ENOUGH, least[1]) else even
 
 
 def _share(
@@ -328,70 +350,3 @@ def strided(spec: DeviceSpec, heads: int) -> DeviceSpec:
     if heads == 1 or not spec.node_devices:
         return spec
     return replace(spec, node_devices=max(spec.node_devices // heads, 1))
-
-
-def _given(shards: Shards, lengths: tuple[int, ...], ranks: int) -> Shards:
-    """The shards of another plan, if they are of these tokens and so many ranks."""
-    if (shards.lengths, shards.ranks) != (lengths, ranks):
-        raise ArgumentError(
-            f"shards: those of sequences of {_short(shards.lengths)} tokens over {shards.ranks} ranks, need {_short(lengths)} "
-            f"tokens over {ranks}; leave shards out, or plan with the same lengths and group"
-        )
-    return shards
-
-
-def _short(lengths: tuple[int, ...]) -> str:
-    return str(lengths) if len(lengths) <= 8 else f"({', '.join(map(str, lengths[:8]))}, … {len(lengths)} sequences)"
-
-
-def _ranks(group: Any, ranks: int | None) -> tuple[Any, int, int]:
-    """The group, this rank in it and its size; without a group rank 0 of a simulation."""
-    if group is not None and hasattr(group, "get_group"):  # a DeviceMesh
-        if group.ndim != 1:
-            raise ArgumentError(f'group: a mesh of {group.ndim} dimensions, need one; pass mesh["cp"]')
-        group = group.get_group()
-    if group is None and ranks is not None:
-        if not is_integer(plain(ranks)) or ranks < 1:
-            raise ArgumentError(f"ranks: got {ranks!r}, need a positive integer")
-        return None, 0, int(ranks)
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        raise PlanError(
-            "group: torch.distributed has no process group; call torch.distributed.init_process_group first, "
-            "or pass ranks= to simulate"
-        )
-    group = dist.group.WORLD if group is None else group
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise PlanError("group: this process is no member of it")
-    if ranks not in (None, size):
-        raise ArgumentError(f"ranks: got {ranks}, the group has {size}; leave it out")
-    return group, rank, size
-
-
-def _lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    values = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
-    if not all(is_integer(plain(n)) and n >= 0 for n in values):
-        raise ArgumentError(f"lengths: got {values!r}, need one integer of at least 0 for each sequence")
-    return tuple(map(int, values))
-
-
-def _whole(problem: Problem, lengths: tuple[int, ...] | None) -> Problem:
-    """The problem, checked: self-attention, and packed iff lengths are given."""
-    if problem.seqlen_q != problem.seqlen_k:
-        raise ArgumentError(
-            f"problem: {problem.seqlen_q} queries and {problem.seqlen_k} keys; context parallelism is for self-attention, "
-            "and generation runs without it"
-        )
-    if not problem.mask.static:  # ids and tables are read on the host, and kept as they are now
-        problem = replace(problem, mask=copy.deepcopy(problem.mask.to("cpu")))
-    if lengths is None:
-        if problem.varlen:
-            raise ArgumentError("lengths: the problem is packed; pass the lengths of its sequences")
-        return problem
-    if sum(lengths) != problem.seqlen_q:
-        raise ArgumentError(f"lengths: sum to {sum(lengths)}, the problem has {problem.seqlen_q} tokens")
-    problem = replace(problem, varlen=True, batch=len(lengths))
-    if any(literal.kind.is_tree for term in problem.program.terms() for literal in term):
-        raise ArgumentError("mask: a tree of drafts in a packed batch; generation runs without context parallelism")
-    return problem

@@ -16,7 +16,7 @@ from tilewise.distributed.exchange import Link, Pending
 from tilewise.distributed.pieces import TOKENS, Pieces
 from tilewise.distributed.schedule import Chunk, Move, What
 from tilewise.distributed.segments import Call, Local, Segment, bias_part, sender
-from tilewise.numerics.merge import NEG_INF, join_sink, merge
+from tilewise.numerics.merge import NEG_INF, join_sink, merge_into
 
 
 class Parcel(NamedTuple):
@@ -97,10 +97,11 @@ class Partials:
         """One more partial result; the first one is taken as it is."""
         for to_out, to_lse in zip(self.out.parts(chunk), self.lse.parts(chunk), strict=True):
             part = to_out.of(out), to_lse.of(lse)
-            if not first:
-                part = merge((to_out.view, to_lse.view), part)
-            to_out.view.copy_(part[0])
-            to_lse.view.copy_(part[1])
+            if first:
+                to_out.view.copy_(part[0])
+                to_lse.view.copy_(part[1])
+            else:
+                merge_into((to_out.view, to_lse.view), part)
 
 
 class Forward(Run):

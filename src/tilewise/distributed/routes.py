@@ -18,11 +18,15 @@ from tilewise.distributed.coverage import Coverage, Parts
 from tilewise.distributed.covers import Bools, Graphs, moved_queries
 from tilewise.distributed.intervals import Intervals, Ints, joined, pieces
 from tilewise.distributed.schedule import RowBytes
-from tilewise.distributed.shards import Shards
+from tilewise.distributed.shards import LEVELLED, Shards, excess
 
 MOST_CUTS = 1024
 MOST_CELLS = 300_000
 """Where there are more, a pair of ranks moves all keys or all queries of a component."""
+MOST_SPLITS, SPLIT_CELLS = 24, 5_000
+"""Into how many parts a stretch is split where ranks would not be even, and how many cells there may be then."""
+MOST_WAYS = 40_000
+"""Ways of all groups in which some of their queries travel."""
 PRICED_CELLS, ROUNDS = 50_000, (2, 16)
 """How many prices are tried, at least and at most; between them as many as have so many cells."""
 
@@ -104,7 +108,10 @@ def routes(shards: Shards, seen: Coverage, row: RowBytes, *, even: bool = False,
     if len(cells.cuts) < len(ends) <= MOST_CUTS:
         finer = _Cells(shards, seen, ends)
         fine = finer if len(finer.far) <= MOST_CELLS else cells
-    by_query = fine.chosen(row, even)
+    by_query = fine.cheapest(row, even)
+    if by_query is None:
+        fine = fine.split()
+        by_query = fine.even(row)
     needed = fine.needed(by_query)
     if len(needed) == len(fine.cuts):
         return fine.routes(by_query)
@@ -118,6 +125,7 @@ class _Cells:
     def __init__(self, shards: Shards, seen: Coverage, cuts: Ints) -> None:
         self.shards, self.seen, self.cuts = shards, seen, cuts
         self.parts = seen.parts(cuts)
+        self.known: dict[RowBytes, list[Way]] = {}
         owner = (np.searchsorted(shards.bounds, at, side="right") - 1 for at in (self.parts.q0, self.parts.k0))
         self.q_rank, self.k_rank = (shards.rank[piece] for piece in owner)
         self.far = np.flatnonzero(self.q_rank != self.k_rank)
@@ -139,19 +147,61 @@ class _Cells:
         """The cuts and where parts between ranks end."""
         return np.unique(np.concatenate([self.cuts, *self.between[:4]]))
 
-    def chosen(self, row: RowBytes, even: bool) -> Bools:
-        """For which parts between ranks queries travel."""
-        none = np.zeros(len(self.group), bool)
-        ways = [self._way(row, by_query) for by_query in (none, ~none)]
-        least = self._priced(row, np.zeros(len(self.pair)))
-        ways += [] if least is None else [least]
+    def split(self) -> _Cells:
+        """The same with each stretch between cuts in several, as far as there are few cells: routes may differ within it."""
+        parts = min(MOST_SPLITS, int((SPLIT_CELLS / len(self.group)) ** 0.5), MOST_CUTS // len(self.cuts))
+        if parts < 2:
+            return self
+        first, size = self.cuts[:-1, None], np.diff(self.cuts)[:, None]
+        inner = (first + (size * _places(parts)[:-1]).astype(np.int64)).ravel()
+        return _Cells(self.shards, self.seen, np.unique(np.append(inner, self.cuts[-1])))
+
+    def cheapest(self, row: RowBytes, even: bool) -> Bools | None:
+        """For which parts between ranks queries travel, with the fewest bytes; None if ranks must be even, and are not so."""
+        ways = self._whole(row)
         choice = np.array([way.bytes for way in ways]).argmin(axis=0)
+        ends, moved = self._ends, np.array([way.moved for way in ways])[choice, np.arange(len(choice))]
+        return self._taken(ways, choice) if not even or ends.loads(moved).max() <= ends.most else None
+
+    def even(self, row: RowBytes) -> Bools:
+        """The same, with no rank that has too much."""
+        rounds = int(np.clip(PRICED_CELLS // len(self.group), *ROUNDS))
+        parts = int(np.clip(min(4 * PRICED_CELLS / len(self.group), MOST_WAYS / len(self.pair) / 4), 1, MOST_SPLITS))
+        ways = [*self._whole(row), *self._partial(row, parts)]
+        for ends in (self._ends, self._ends._replace(levelled=False)):
+            found = even_choice(ends, ways, partial(self._priced, row), rounds)
+            if found is not None:
+                return self._taken(*found)
+        raise AssertionError("keys alone are never too uneven")
+
+    def _whole(self, row: RowBytes) -> list[Way]:
+        """No query travels, all do, and the fewest bytes for each group, where that is known."""
+        if row not in self.known:
+            none = np.zeros(len(self.group), bool)
+            least = self._priced(row, np.zeros(len(self.pair)))
+            self.known[row] = [self._way(row, none), self._way(row, ~none), *([] if least is None else [least])]
+        return self.known[row]
+
+    def _partial(self, row: RowBytes, parts: int) -> list[Way]:
+        """Some of the queries of each group travel, or what is needed for some of its keys: the first or the last of them."""
+        ways = []
+        for group, edge, rows in self._nodes:
+            total = np.bincount(group, rows, len(self.pair))
+            before = np.cumsum(rows) - rows
+            before = before - before[np.searchsorted(group, np.arange(len(self.pair)))][group]
+            at = ((before + rows / 2) / total[group])[edge]  # where in its group a part lies, from 0 to 1
+            for place in _places(parts)[1:-1].tolist():
+                ways += [self._way(row, at < place), self._way(row, at > place)]
+        return ways
+
+    @cached_property
+    def _ends(self) -> Ends:
         q_rank, k_rank = np.divmod(self.pair, self.shards.ranks)
-        ends = Ends(q_rank, k_rank, np.bincount(self.q_rank, self.parts.area, self.shards.ranks).astype(np.float64))
-        moved = np.array([way.moved for way in ways])[choice, np.arange(len(choice))]
-        if even and ends.loads(moved).max() > ends.most:
-            rounds = int(np.clip(PRICED_CELLS // len(self.group), *ROUNDS))
-            ways, choice = even_choice(ends, ways, partial(self._priced, row), rounds)
+        areas = np.bincount(self.q_rank, self.parts.area, self.shards.ranks)
+        contiguous = len(self.shards.rank) == self.shards.ranks
+        return Ends(q_rank, k_rank, areas.astype(np.float64), contiguous and excess(areas) <= LEVELLED)
+
+    def _taken(self, ways: list[Way], choice: Ints) -> Bools:
         return np.asarray(np.array([way.by_query for way in ways])[choice[self.group], np.arange(len(self.group))])
 
     def _way(self, row: RowBytes, by_query: Bools) -> Way:
@@ -208,3 +258,8 @@ class _Cells:
         order = np.argsort(key, kind="stable")
         rows, columns = (np.searchsorted(self.cuts, at, side="right") - 1 for at in (coarse.between.q0, coarse.between.k0))
         return np.asarray(by_query[order[np.searchsorted(key[order], rows * len(self.cuts) + columns)]])
+
+
+def _places(parts: int) -> Floats:
+    """Where a whole from 0 to 1 is divided into parts; those at its ends are small, so that nearly all or a little can go."""
+    return np.asarray((1 - np.cos(np.pi * np.arange(parts + 1) / parts)) / 2)

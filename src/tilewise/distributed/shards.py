@@ -22,6 +22,8 @@ ZIGZAG = 8
 """Chunks of a rank under "zigzag"."""
 EVEN = 0.02
 """How much more area than the mean a rank may have where it can be had."""
+LEVELLED = 0.35
+"""How much more area than the mean contiguous parts may have so that it is tried to level them by queries that travel."""
 SLACK = 0.005
 """How far the area of a cut may be off, as a part of what the rank still wants."""
 FEW = 4
@@ -93,12 +95,16 @@ def dealt(lengths: Sequence[int], ranks: int, each: int = 1) -> Shards:
     return partition(lengths, ranks, np.concatenate([[0], np.cumsum(sizes[rank, turn])]), rank)
 
 
-def make_shards(kind: str, lengths: Sequence[int], ranks: int, seen: Coverage) -> Shards:
-    """The shards by name."""
+def candidates(kind: str, lengths: Sequence[int], ranks: int, seen: Coverage) -> list[Shards]:
+    """The shards by name; two of them where it depends on what would travel which is better, contiguous ones first."""
     if kind != "balanced":
-        return dealt(lengths, ranks, {"contiguous": 1, "head_tail": 2, "zigzag": ZIGZAG}[kind])
-    shards = dealt(lengths, ranks)
-    return shards if excess(shards.areas(seen)) <= EVEN else filled(lengths, ranks, seen)
+        return [dealt(lengths, ranks, {"contiguous": 1, "head_tail": 2, "zigzag": ZIGZAG}[kind])]
+    contiguous = dealt(lengths, ranks)
+    uneven = excess(contiguous.areas(seen))
+    if uneven <= EVEN:
+        return [contiguous]
+    even = filled(lengths, ranks, seen)
+    return [contiguous, even] if uneven <= LEVELLED else [even]
 
 
 def excess(areas: Ints) -> float:

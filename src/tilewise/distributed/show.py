@@ -28,9 +28,19 @@ def show_plan(plan: ContextPlan) -> Shown:
         ("ranks", f"{plan.ranks}, {plan.kind} shards of {tokens.min()} to {tokens.max()} tokens"),
         ("area", f"{plan.imbalance:.1%} more than the mean on the most loaded rank"),
         ("sent", f"forward {format_bytes(sent)} by all ranks{less}; backward {format_bytes(plan.total_bytes(backward=True))}"),
+        ("bytes", _least(plan)),
         ("stages", f"own keys, then {len(plan.stages) - 1} with keys or queries of other ranks"),
     ]
     return Panel(f"Context parallel: {describe_problem(plan.problem)}", Group(facts([*rows, *_times(plan)]), _ranks(plan)))
+
+
+def _least(plan: ContextPlan) -> str:
+    """Both passes beside what the shards need at least."""
+    least = plan.least_bytes()
+    if not least.sent:
+        return "nothing travels"
+    rows, cut = f"{least.of_rows:.2f} times each row that is needed, once", f"{least.of_cut:.2f} times a minimum cut"
+    return f"{rows}, by the cheaper route; {cut}"
 
 
 def _times(plan: ContextPlan) -> list[tuple[str, Cell]]:

@@ -22,6 +22,16 @@ def merge(a: Partial, b: Partial) -> Partial:
     return merge_many((a[0], b[0]), (a[1], b[1]))
 
 
+def merge_into(a: Partial, b: Partial) -> None:
+    """`merge` in the place of the first part, which has the dtype of the arithmetic: two passes over memory."""
+    out, lse = a
+    stacked = torch.stack([lse, b[1].to(lse.dtype)])
+    total = log_sum(stacked, dim=0)
+    weights = torch.exp(stacked - finite(total)).unsqueeze(-1)
+    out.mul_(weights[0]).addcmul_(weights[1], b[0].to(out.dtype))
+    lse.copy_(total)
+
+
 def merge_many(outs: Sequence[Tensor] | Tensor, lses: Sequence[Tensor] | Tensor) -> Partial:
     """The attention over the keys of all parts: sequences, or tensors with one leading dimension more."""
     dtype = _working_dtype(*outs, *lses)

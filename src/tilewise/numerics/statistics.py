@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.numerics.bounds import Reduction
 from tilewise.numerics.merge import NEG_INF, finite, softmax_with_sink
-from tilewise.numerics.oracle import Inputs, Piece, pieces, softmax
+from tilewise.numerics.oracle import Inputs, Piece, bias_index, pieces, softmax
 from tilewise.numerics.propagation import BackwardErrors, ForwardErrors, factor_error
 from tilewise.numerics.rounding import Arithmetic, growth
 from tilewise.problem import Problem
@@ -122,10 +123,11 @@ def bounds(problem: Problem, inputs: Inputs) -> RowStatistics:
 
 @torch.no_grad()
 def entropy_gradient_bounds(problem: Problem, inputs: Inputs, dentropy: Tensor) -> dict[str, Tensor]:
-    """Bounds on the errors of the gradients by q and k where nothing but `dentropy` comes back."""
+    """Bounds on the errors of the gradients by q, k and the bias where nothing but `dentropy` comes back."""
     rounding = Arithmetic.of(problem)
     inputs = inputs._replace(sinks=None)
     found = {name: torch.zeros_like(getattr(inputs, name), dtype=torch.float64) for name in "qk"}
+    dbias = None if inputs.bias is None else Reduction(inputs.bias)
     for piece in pieces(problem, inputs):
         ahead = ForwardErrors(problem, piece, rounding)
         own, zero = EntropyErrors(ahead), torch.zeros_like(ahead.out)
@@ -139,4 +141,10 @@ def entropy_gradient_bounds(problem: Problem, inputs: Inputs, dentropy: Tensor) 
         behind.ds_error = factor.abs() * (p_error * (gap.abs() + moved) + ahead.exact.p * moved)
         found["q"][piece.rows] = rounding.oracle_factor * behind.dq()
         found["k"][piece.cols] = rounding.oracle_factor * behind.dk()
+        if dbias is not None:
+            rows, cols = (slice(length) for length in piece.seen.shape[1:])
+            at = bias_index(dbias.value, piece.sequence, piece.heads, rows, cols)
+            dbias.add(behind.ds, behind.ds_error + rounding.weight * behind.ds.abs(), piece.seen, at)
+    if dbias is not None:
+        found["bias"] = rounding.oracle_factor * dbias.error(rounding.u)
     return found

@@ -30,6 +30,9 @@ def mask_args(program: MaskProgram, device: torch.device, batch: int) -> MaskArg
                     # the rows and columns of tables and lists are counted, not broadcast, and lie one after another
                     sides = broadcast_strides(t)[2:] if kind.is_dense else [t.shape[3], t.shape[2]]
                     strides += [*broadcast_strides(t)[:2], *sides]
+                elif kind.is_tree:  # who sees whom as bytes, then integers
+                    t = t.to(torch.uint8 if t.dtype == torch.bool else torch.int32).contiguous()
+                    strides += broadcast_strides(t)[:1]
                 else:
                     t = t if kind.is_documents else t.expand(batch)  # one integer for each sequence
                     t = t.to(torch.int32).contiguous()

@@ -1,14 +1,17 @@
-"""What is made from a mask's tensors is kept with the problem, which the call cache keeps: lists, converted tensors.
+"""What is made from a mask's tensors or from `cu_seqlens` is kept with the problem, which the call cache keeps: lists, converted
+tensors, the order of a packed batch.
 
 It is taken again with the same versions of the program's tensors, the same `cu_seqlens` and on the same stream; masks whose own
 tensors have changed come with another problem. Tensors that count no versions (inference mode, numpy) keep nothing. Nor does a
 CUDA graph while it is captured, so that a replay reads what the tensors hold then. A write through `.data` counts no version, for
-torch's own checks neither: after one, build the mask anew.
+torch's own checks neither, nor does what a graph's replay or a kernel of someone else writes: after one, build the mask anew. For
+an order of a packed batch that is not needed, see `hopper/packed_order.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from operator import is_
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -31,15 +34,14 @@ def kept(problem: Problem, q: Tensor, what: Hashable, make: Callable[[], T], cu:
     if capturing(q):
         return make()
     stream = record.current_stream(q.device.index) if q.is_cuda else 0
-    versions = [version(x) for x in problem.program.tensors]
-    if cu:
-        versions += [version(x) for x in cu]
-    if None in versions:
+    try:
+        versions = [x._version for x in (*problem.program.tensors, *cu)]
+    except (AttributeError, RuntimeError):  # arrays count none, nor do tensors of inference mode
         return make()
     memory: dict[Hashable, tuple[Any, list[ref[Tensor]]]] = problem.memory.setdefault("kept", {})
     key = (what, q.device, stream, *versions)
     found = memory.get(key)
-    if found is not None and (not cu or all(x() is own for x, own in zip(found[1], cu, strict=True))):
+    if found is not None and all(map(is_, [x() for x in found[1]], cu)):
         return found[0]  # type: ignore[no-any-return]
     value = make()
     if len(memory) >= KEPT:

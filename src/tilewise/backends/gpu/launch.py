@@ -8,7 +8,7 @@ loads need (an inner stride of 1, a common alignment). The same function gives t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
@@ -78,6 +78,10 @@ class Descriptor:
         return Descriptor(Address(address), self.shape, self.strides, self.block_shape)
 
 
+APART = ("bias", "dbias", "alibi")
+"""Views whose rows are aligned or not whatever those of q, k and v are: a row is as long as there are keys, or one slope."""
+
+
 class Signature(NamedTuple):
     types: Any
     constants: dict[tuple[int, ...], Any]
@@ -144,7 +148,10 @@ def _describe(value: Any, path: tuple[int, ...], aligned: bool, into: Signature)
     if isinstance(value, View):
         return _describe_view(value, path, aligned, into)
     if isinstance(value, tuple):
-        parts = [_describe(part, (*path, i), aligned, into) for i, part in enumerate(value)]
+        parts = [
+            _describe(part, (*path, i), _aligned(part) if part is not None and name in APART else aligned, into)
+            for i, (name, part) in enumerate(_named(value))
+        ]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, float):
         return "fp32"
@@ -169,8 +176,14 @@ def _describe_view(value: View, path: tuple[int, ...], aligned: bool, into: Sign
 
 
 def _all_aligned(args: tuple[Any, ...]) -> bool:
-    """Do all rows of all views start at multiples of 16 bytes? One fact for a whole kernel keeps its variants at two."""
-    return all(_aligned(v) for arg in args if isinstance(arg, tuple) for v in arg if isinstance(v, View))
+    """Do all rows of all views start at multiples of 16 bytes? One fact for those of a whole kernel keeps its variants few."""
+    named = (pair for arg in args if isinstance(arg, tuple) for pair in _named(arg))
+    return all(_aligned(v) for name, v in named if isinstance(v, View) and name not in APART)
+
+
+def _named(value: tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
+    """The fields of a struct; those of a plain tuple have no names."""
+    return zip(getattr(value, "_fields", None) or ("",) * len(value), value, strict=True)
 
 
 def _aligned(v: View) -> bool:

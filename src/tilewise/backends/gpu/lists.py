@@ -109,8 +109,8 @@ def is_listed(structure: str) -> bool:
 
 
 def walks_lists(problem: Problem) -> bool:
-    """Do kernels walk lists for a problem? Not where keys are split among programs: these evaluate the mask."""
-    return not problem.decodes and is_listed(problem.program.structure)
+    """Do kernels walk lists for a problem? Not where keys are split among programs or lie in pages: these evaluate the mask."""
+    return not problem.decodes and not problem.page and is_listed(problem.program.structure)
 
 
 def too_long(problem: Problem) -> str | None:

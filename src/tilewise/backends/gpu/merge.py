@@ -24,6 +24,17 @@ def add_part(acc, l, m, part_tile, lse):
 
 
 @triton.jit
+def add_in_order(acc, l, m, part_tile, lse):
+    """`add_part` where the bits count, in whichever kernel: it leaves the compiler no choice of what is fused."""
+    new_m = tl.maximum(m, lse)
+    shift = tl.where(new_m == float("-inf"), 0.0, new_m)
+    rescale = tl.exp2((m - shift) * LOG2E)
+    weight = tl.exp2((lse - shift) * LOG2E)
+    old = acc * rescale[:, None]
+    return tl.fma(part_tile, tl.broadcast_to(weight[:, None], part_tile.shape), old), tl.fma(l, rescale, weight), new_m
+
+
+@triton.jit
 def add_sink(acc, l, m, sink):
     """Add the sink, a number or one for each row: one more key, of value 0. An infinite one has all the weight."""
     top = tl.maximum(m, sink)

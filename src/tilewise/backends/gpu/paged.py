@@ -123,8 +123,13 @@ def load_scale(a, scale, head, n, ok, C: tl.constexpr):
 @triton.jit
 def weighted(p_tile, v_tile, scale, acc, C: tl.constexpr):
     """acc + weights · values, which have a scale for each token. fp16 has few exponents: there weights are multiplied by its part
-    of the largest scale."""
-    if v_tile.dtype == tl.float16:
+    of the largest scale; with SPAN, of what is largest in their own row."""
+    if v_tile.dtype == tl.float16 and C.SPAN > 0:
+        p_tile = p_tile * scale
+        own = tl.maximum(tl.max(tl.abs(p_tile), 1), 1e-30)[:, None]
+        none = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
+        return tl.fma(tt.dot(p_tile / own, v_tile, none, C), tl.broadcast_to(own, acc.shape), acc)
+    elif v_tile.dtype == tl.float16:
         largest = tl.maximum(tl.max(tl.abs(scale)), 1e-30)
         none = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
         return acc + tt.dot(p_tile * (scale / largest), v_tile, none, C) * largest

@@ -1,8 +1,9 @@
 """The MaskProgram on the device: which keys a tile of queries can see, which it sees wholly, and the tile's own mask.
 
 The bands and ranges of a term have one interval form: lo <= k - q <= hi and start <= k < end. It gives the exact hull of a tile's
-keys, so EMPTY tiles are never visited and FULL ones never masked. Literals that read data (documents, blocks, dense) say nothing
-about intervals: their tiles are evaluated one by one. `C.MASK` (structs.py) says which literals there are.
+keys, so EMPTY tiles are never visited and FULL ones never masked. Literals that read data (documents, blocks, dense, trees) say
+nothing about intervals: their tiles are evaluated one by one, but for the keys before a tree. `C.MASK` (structs.py) says which
+literals there are.
 """
 
 from __future__ import annotations
@@ -81,6 +82,11 @@ def key_bounds(mask, seq, m0, m1, C: tl.constexpr):
         hull_hi = tl.where(some, tl.maximum(hull_hi, last), hull_hi)
         if not C.MASK.terms[t].reads_data:
             full = longer(full, tl.maximum(m1 - 1 + lo, start), tl.minimum(m0 + hi + 1, end))
+        elif C.MASK.terms[t].tree >= 0:  # keys before the tree that all its rows see
+            rows = tl.minimum(m0 + tl.arange(0, C.BLOCK_M), m1 - 1)
+            firsts, pasts, tree = tree_ends(mask, seq, rows, C, t, C.MASK.terms[t].tree)
+            past = tree + tl.minimum(tl.min(pasts, 0), 0)
+            full = longer(full, tl.maximum(tree + tl.max(firsts, 0), start), tl.minimum(past, end))
     return hull_lo, hull_hi, full[0], full[1]
 
 
@@ -171,6 +177,39 @@ def table_entry(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.constex
 
 
 @triton.jit
+def tree_ends(mask, seq, q, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
+    """From and up to which key before the tree queries q see, counted from the tree; and where the tree begins."""
+    I: tl.constexpr = C.MASK.terms[t].literals[i].ints
+    T: tl.constexpr = C.MASK.terms[t].literals[i].tensors
+    S: tl.constexpr = C.MASK.terms[t].literals[i].strides
+    size = mask.ints[I + 2]
+    slot = q - (seq.len_q - size)
+    b = seq.b.to(tl.int64)
+    inside = (slot >= 0) & (q < seq.len_q)
+    first = tl.load(mask.tensors[T + 1] + b * mask.strides[S + 1] + slot, mask=inside, other=0)
+    past = tl.load(mask.tensors[T + 2] + b * mask.strides[S + 2] + slot, mask=inside, other=0)
+    # a row before the tree has the band of its slot
+    first = tl.where(slot >= 0, first, slot + mask.ints[I])
+    past = tl.where(slot >= 0, past, slot + mask.ints[I + 1] + 1)
+    return first, past, seq.len_k - size
+
+
+@triton.jit
+def tree_literal(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
+    """Is a key before the tree, and not out of a band, or an ancestor in it? Over the tile of q × k."""
+    I: tl.constexpr = C.MASK.terms[t].literals[i].ints
+    S: tl.constexpr = C.MASK.terms[t].literals[i].strides
+    size = mask.ints[I + 2]
+    first, past, tree = tree_ends(mask, seq, q, C, t, i)
+    row = q - (seq.len_q - size)
+    column = k - tree
+    at = mask.tensors[C.MASK.terms[t].literals[i].tensors] + seq.b.to(tl.int64) * mask.strides[S] + row * size + column
+    inside = (row >= 0) & (q < seq.len_q) & (column >= 0) & (k < seq.len_k)
+    among = tl.load(at, mask=inside, other=0) != 0
+    return tl.where(column >= 0, among, (column >= first) & (column < past))
+
+
+@triton.jit
 def data_literal(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.constexpr):
     """A literal that reads data, over the tile of q × k (index tiles that broadcast against each other)."""
     KIND: tl.constexpr = C.MASK.terms[t].literals[i].kind
@@ -178,6 +217,8 @@ def data_literal(mask, seq, q, k, C: tl.constexpr, t: tl.constexpr, i: tl.conste
         holds = documents_equal(mask, seq, q, k, C, t, i)
     elif KIND.is_selected:
         holds = selected_block(mask, seq, q, k, C, t, i)
+    elif KIND.is_tree:
+        holds = tree_literal(mask, seq, q, k, C, t, i)
     else:
         holds = table_entry(mask, seq, q, k, C, t, i)
     if KIND.negated:

@@ -43,6 +43,7 @@ class MaskLiteral(NamedTuple):
 class MaskTerm(NamedTuple):
     literals: tuple[MaskLiteral, ...]
     reads_data: bool
+    tree: int = -1  # the literal that is a tree, where no other reads data
 
 
 class MaskLayout(NamedTuple):
@@ -60,8 +61,10 @@ class MaskLayout(NamedTuple):
             literals = []
             for kind, ints, tensors in term:
                 literals.append(MaskLiteral(kind, ints, tensors, strides))
-                strides += 2 * kind.is_documents + 4 * kind.per_head
-            terms.append(MaskTerm(tuple(literals), any(kind.reads_data for kind, _, _ in term)))
+                strides += 2 * kind.is_documents + 4 * kind.per_head + 3 * kind.is_tree
+            data = [i for i, (kind, _, _) in enumerate(term) if kind.reads_data]
+            trees = [i for i in data if term[i][0].is_tree]
+            terms.append(MaskTerm(tuple(literals), bool(data), trees[0] if trees and trees == data else -1))
         reads_data = any(term.reads_data for term in terms)
         return cls(tuple(terms), reads_data, reads_data or len(terms) > 1)
 
@@ -172,6 +175,7 @@ class KernelConfig(NamedTuple):
     VARLEN: bool = False
     PACK: int = 1  # query heads of one key head stacked in a tile's rows
     SPLIT: bool = False  # split-KV
+    SPAN: int = 0  # keys of a part, where the bits of a row follow from the row alone; 0: they may follow from more
     SOFTCAP: bool = False
     FOLD: bool = True  # scores are a positive multiple of q·k: the scale folds into exp2
     DROPOUT: bool = False
@@ -181,6 +185,7 @@ class KernelConfig(NamedTuple):
     EMPTY_ROWS: bool = False  # may a query see no key?
     SUM_M: bool = False  # dBias: the bias has one row, or one column
     SUM_N: bool = False
+    TOP: int = 0  # statistics: how many of a row's largest weights
     LISTED: bool = False  # the tiles to visit come from lists
     LISTS: ListLayout = ListLayout()
     PAGED: bool = False  # keys and values lie in pages

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.config import Config
-from tilewise.backends.hopper.features import feature_types
+from tilewise.backends.hopper.features import feature_types, statistics_types
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, typed
 from tilewise.backends.hopper.list_plan import list_arguments
 from tilewise.backends.hopper.plan import config_of, tiles
@@ -58,6 +58,7 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, bias: str = "")
         order=order,
         lists=list_arguments(problem, config),
         sinks_ptr="*fp32" if problem.sinks else None,
+        **statistics_types(problem),
     )
     return ForwardPlan(compile_(problem.dtype, a, config), config, a, programs)
 

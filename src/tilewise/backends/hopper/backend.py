@@ -8,13 +8,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Backend, BackwardInputs, CompileJob, Grads, Inputs, Verdict
+from tilewise.backends.base import Backend, BackwardInputs, CompileJob, Grads, Inputs, Statistics, Verdict
 from tilewise.backends.gpu.compiled import missing
 from tilewise.backends.gpu.launch import describable, interpreting, on_device
 from tilewise.backends.hopper import plan
 from tilewise.backends.hopper.backward.launch import run_backward
-from tilewise.backends.hopper.launch import run_forward
+from tilewise.backends.hopper.launch import run_forward, run_statistics
 from tilewise.problem import Problem
+
+FARTHEST = 2**31 // 256
+"""How far apart two queries or keys of a bias may lie: no tile has as many as 256."""
 
 
 class Hopper(Backend):
@@ -39,13 +42,17 @@ class Hopper(Backend):
             *self.usable(problem.device).reasons,
             *plan.obstacles(problem, backward),
             *(() if inputs is None else (layout_reason(name, getattr(inputs, name)) for name in "qkv")),
+            None if inputs is None or inputs.bias is None else bias_reason(inputs.bias),
         )
 
     def declines(self, problem: Problem, inputs: Inputs | None = None, *, backward: bool = False) -> str | None:
-        return plan.declines(problem)
+        return plan.declines(problem, backward=backward)
 
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return on_device(inputs.q.device, run_forward, problem, inputs)
+
+    def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
+        return on_device(inputs.q.device, run_statistics, problem, inputs)
 
     def missing_kernels(
         self, problem: Problem, inputs: Inputs, given: BackwardInputs | None = None
@@ -61,6 +68,14 @@ def layout_reason(name: str, x: Tensor) -> str | None:
     if describable(x):
         return None
     return f"{name}: address and strides must be multiples of 16 bytes, the last stride 1 and none 0; pass {name}.contiguous()"
+
+
+def bias_reason(x: Tensor) -> str | None:
+    """Why the kernels cannot read a bias; they step over the queries and keys of a tile with 32 bits."""
+    if x.dtype == torch.float64:
+        return "bias: dtype float64 is not read here; pass bias.float()"
+    far = any(size > 1 and step >= FARTHEST for size, step in zip(x.shape[2:], x.stride()[2:], strict=True))
+    return "bias: its queries or keys lie too far apart; pass bias.contiguous()" if far else None
 
 
 backend = Hopper()

@@ -10,7 +10,7 @@ by log2(e). A bias of -inf hides a key.
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.compat import gl, gluon
+from tilewise.backends.hopper.compat import gl, gluon, opaque
 from tilewise.backends.hopper.dropout import accumulator_parts, counted, whole
 from tilewise.backends.hopper.softmax import INF, LOG2E
 
@@ -22,11 +22,6 @@ MAX_SLACK = gl.constexpr(5.5)
 def is_paired(form):
     """Is the bias read in words of two keys?"""
     return form.endswith("x2")
-
-
-@gluon.constexpr_function
-def is_wide(form):
-    return form == "fp32"
 
 
 @gluon.constexpr_function
@@ -43,10 +38,18 @@ def head_pointer(b, h, a):
 
 
 @gluon.jit
-def load_by_row(work, row0, key0, a, WHOLE: gl.constexpr, C: gl.constexpr):
+def key_offset(k, a):
+    """How far keys (a number or a vector) lie behind the first."""
+    if a.bias_k is None:
+        return k.to(gl.int64)
+    else:
+        return k.to(gl.int64) * a.bias_k
+
+
+@gluon.jit
+def load_by_row(work, row0, key0, a, N: gl.constexpr, WHOLE: gl.constexpr, C: gl.constexpr):
     """A tile [64 queries, N keys] as it stands in memory. Rows past the last are the last; keys past the last, where the tile is
     not WHOLE, are anything."""
-    N: gl.constexpr = C.BLOCK_N
     LAYOUT: gl.constexpr = accumulator_parts(N)
     head = head_pointer(work.b, work.h, a)
     if is_paired(C.BIAS):
@@ -64,7 +67,11 @@ def load_by_row(work, row0, key0, a, WHOLE: gl.constexpr, C: gl.constexpr):
         r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
         q = gl.minimum(row0 + r, a.bias_rows - 1)[:, None, None, None]
         column = counted(N // 8, 1, LAYOUT) * 8 + (counted(4, 2, LAYOUT) * 2 + counted(2, 3, LAYOUT))
-        at = (head + q.to(gl.int64) * a.bias_q) + (key0 + column).to(gl.int64) * a.bias_k
+        at = (head + q.to(gl.int64) * a.bias_q) + key_offset(key0, a)
+        if a.bias_k is None:
+            at = (at + (counted(4, 2, LAYOUT) * 2 + counted(2, 3, LAYOUT))) + counted(N // 8, 1, LAYOUT) * 8
+        else:  # opaque: else all columns' places are kept in registers
+            at = at + column * opaque(a.bias_k)
         if WHOLE:
             return gl.load(at)
         else:
@@ -102,8 +109,8 @@ def load_by_column(b, h, m, k0, a, C: gl.constexpr):
         r = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, PARTS))))
         k = gl.minimum(k0 + r, a.bias_keys - 1)[:, None, None, None]
         column = counted(M // 8, 1, PARTS) * 8 + (counted(4, 2, PARTS) * 2 + counted(2, 3, PARTS))
-        q = gl.minimum(m + column, a.bias_rows - 1)
-        return gl.load((head + k.to(gl.int64) * a.bias_k) + q.to(gl.int64) * a.bias_q)
+        row = gl.minimum(column, a.bias_rows - 1 - m)
+        return gl.load((head + m.to(gl.int64) * a.bias_q + key_offset(k, a)) + row * opaque(a.bias_q))
 
 
 @gluon.jit
@@ -117,6 +124,24 @@ def as_scores(loaded, N: gl.constexpr, C: gl.constexpr):
         return whole(gl.join(even, odd), N)
     else:
         return whole(loaded.to(gl.float32), N)
+
+
+@gluon.jit
+def add_by_row(s_tile, work, row0, key0, a, WHOLE: gl.constexpr, C: gl.constexpr):
+    """Scores with a bias that is loaded only now, 32 keys at a time: what does not come in words finds no registers before."""
+    N: gl.constexpr = s_tile.type.shape[1]
+    if N > 32:
+        LAYOUT: gl.constexpr = s_tile.type.layout
+        HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N // 2, 16])
+        left, right = gl.split(gl.permute(gl.reshape(s_tile, [64, 2, N // 2]), (0, 2, 1)))
+        left = gl.convert_layout(left, HALF, assert_trivial=True)
+        right = gl.convert_layout(right, HALF, assert_trivial=True)
+        left = add_by_row(left, work, row0, key0, a, WHOLE, C)
+        right = add_by_row(right, work, row0, key0 + N // 2, a, WHOLE, C)
+        both = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [64, N])
+        return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+    else:
+        return s_tile + as_scores(load_by_row(work, row0, key0, a, N, WHOLE, C), N, C)
 
 
 @gluon.jit
@@ -143,6 +168,14 @@ def store_gradient_by_row(ds_tile, work, row0, key0, a, C: gl.constexpr):
 
 
 @gluon.jit
+def raise_flag(x_tile, a, C: gl.constexpr):
+    """If something in a result is infinite or NaN: perhaps because of what the bias hides, see hidden.py."""
+    if C.BIAS != "":
+        row = gl.sum(x_tile * 0.0, 1)
+        gl.store(a.bias_flag + gl.arange(0, 64, row.type.layout) * 0, row.to(gl.int32) * 0 + 1, mask=row != 0.0)
+
+
+@gluon.jit
 def natural_softmax_step(s_tile, m):
     """`softmax_step` of scores in natural units; a row may have seen nothing yet."""
     top = gl.max(s_tile, 1)
@@ -150,4 +183,4 @@ def natural_softmax_step(s_tile, m):
     shift = gl.where(new_m == -INF, 0.0, new_m)
     rescale = gl.exp2((m - shift) * LOG2E)
     p_tile = gl.exp2((s_tile - shift[:, None]) * LOG2E)  # [64, N]
-    return p_tile, new_m, rescale
+    return p_tile, new_m, rescale, top

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.backends.gpu.launch import LaunchOptions
 from tilewise.backends.gpu.lists import ListLayout, TileLists
 from tilewise.backends.gpu.record import Launch
-from tilewise.backends.hopper.seen import COUNT_MASK, FIRST_MASK, LIVE, RUN_LENGTH, visible
+from tilewise.backends.hopper.seen import COUNT_MASK, FIRST_MASK, LIVE, RUN_LENGTH, row_lists, row_place, visible
 from tilewise.problem import Problem
 
 FAR = tl.constexpr(1 << 30)
@@ -47,16 +47,8 @@ def bounds_kernel(a, C: tl.constexpr):
     OWN: tl.constexpr = C.BLOCK_N if C.BY_KEY else C.BLOCK_M
     OTHER: tl.constexpr = C.BLOCK_M if C.BY_KEY else C.BLOCK_N
     AXIS: tl.constexpr = 0 if C.BY_KEY else 1
-    lists = a.lists
-    row = tl.program_id(0)
-    bh = row // a.tiles
-    tile = row - bh * a.tiles
-    b = bh // a.heads
-    h = bh - b * a.heads
-    own = tile * OWN + tl.arange(0, OWN)
-    full = tl.load(lists.counts + 2 * row)
-    partial = tl.load(lists.counts + 2 * row + 1)
-    runs = lists.runs + row.to(tl.int64) * lists.width + lists.width - 1
+    row, bh, _, own = row_place(a, OWN)
+    full, partial, runs = row_lists(a.lists, row)
     first = own * 0 + FAR
     last = own * 0 - 1
     # the same counted in PARTIAL tiles alone, where what is seen must be without a gap
@@ -71,17 +63,9 @@ def bounds_kernel(a, C: tl.constexpr):
             j = (word & FIRST_MASK) + among
             other = j * OTHER + tl.arange(0, OTHER)
             if C.BY_KEY:
-                q = other
-                k = own
+                ok = visible(a, bh, word >> LIVE, other, own, C)
             else:
-                q = own
-                k = other
-            q_ok = q < a.len_q
-            k_ok = k < a.len_k
-            ok = visible(lists, b, h, word >> LIVE, q[:, None], k[None, :], C) & q_ok[:, None] & k_ok[None, :]
-            q_ids = tl.load(lists.q_ids + b * lists.q_ids_b + q, mask=q_ok, other=0)
-            k_ids = tl.load(lists.k_ids + b * lists.k_ids_b + k, mask=k_ok, other=0)
-            ok = ok & (q_ids[:, None] == k_ids[None, :])
+                ok = visible(a, bh, word >> LIVE, own, other, C)
             at = other[:, None] if C.BY_KEY else other[None, :]
             lowest = tl.min(tl.where(ok, at, FAR), AXIS)
             highest = tl.max(tl.where(ok, at, -1), AXIS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilewise.backends.gpu.lists import list_layout
-from tilewise.backends.hopper.config import NARROW, Config, tiles_for
-from tilewise.backends.hopper.features import alibi_form, bias_form
+from tilewise.backends.hopper.config import NARROW, Config, tiles_for, used_columns
+from tilewise.backends.hopper.features import alibi_form, bias_form, statistics_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, unseen_keys
 from tilewise.backends.hopper.list_plan import hides_in_tiles
 from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, visited_keys
@@ -80,7 +80,7 @@ def unseen_by_all(problem: Problem, mask: IntervalMask) -> bool:
 
 def crowded(problem: Problem) -> bool:
     """Do features need registers?"""
-    return problem.alibi or problem.dropout_p > 0 or problem.bias is not None
+    return problem.alibi or problem.dropout_p > 0 or problem.bias is not None or "entropy" in problem.stats
 
 
 def shortage(tile: Config, mask: IntervalMask, unseen: bool, newer: bool, features: bool = False) -> str:
@@ -89,7 +89,7 @@ def shortage(tile: Config, mask: IntervalMask, unseen: bool, newer: bool, featur
     if tile.WARPGROUPS == 3 and (unseen or mask.left):
         return f"{registers} rows that begin after key 0 or keys that no query sees"
     if tile.WARPGROUPS == 3 and features:
-        return f"{registers} ALiBi, dropout or a bias"
+        return f"{registers} ALiBi, dropout, a bias or the entropy"
     if newer and tile.WARPGROUPS == 3 and mask.band:
         return f"{registers} a mask under Triton 3.8 or newer"
     if newer and tile.BLOCK_N == 128 and tile.BLOCK_D > 64 and mask.terms and (unseen or mask.left):
@@ -148,6 +148,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
     return tile._replace(
         LAZY_RESCALE=lazy,
         Q_IN_REGISTERS=in_registers,
+        QK_COLUMNS=used_columns(problem.head_dim, tile.BLOCK_D),
         RELEASE_Q_EARLY=in_registers > 0 and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
         TAIL=tail,
         UNSEEN_KEYS=unseen,
@@ -156,6 +157,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         ALIBI=alibi_form(problem, mask),
         BIAS=bias_form(problem),
         DROPOUT=problem.dropout_p > 0,
+        STATS=statistics_form(problem),
         **mask_config(problem, mask),
     )
 

@@ -25,6 +25,7 @@ class Config(NamedTuple):
     Q_STAGES: int  # 2 where the queries of the next work tile fit too
     O_COLUMNS: int  # columns of the output that are stored at a time
     Q_IN_REGISTERS: int = 0  # columns of the queries; the others are read from shared memory for every key tile
+    QK_COLUMNS: int = 0  # of q and k that are multiplied where the last of BLOCK_D are zeros; 0: all
     RELEASE_Q_EARLY: bool = False  # when the last scores are there: one barrier more for every key tile
     LAZY_RESCALE: bool = True  # the output is rescaled under the next Q·Kᵀ, by warps that have to; else before, by all
     TERMS: int = 0  # of the mask
@@ -40,7 +41,8 @@ class Config(NamedTuple):
     SINKS: bool = False
     DROPOUT: bool = False
     ALIBI: str = ""  # "past" where no key is ahead of its query, else "both"
-    BIAS: str = ""  # its numbers, "x2" behind where two of adjacent keys are read as a word
+    STATS: str = ""  # "max" of the scores, or "entropy" beside it
+    BIAS: str = ""  # its numbers, "x2" behind where two of adjacent keys are read as a word, "s" where keys are not adjacent
 
     @property
     def BLOCK_M(self) -> int:
@@ -96,6 +98,14 @@ TABLE[64, 64] = NARROW._replace(WARPGROUPS=3, REGISTERS=(160, 32))
 def padded(dim: int) -> int:
     """The tile's head dim."""
     return next(width for width in WIDTHS if dim <= width)
+
+
+def used_columns(dim: int, width: int) -> int:
+    """Columns of a tile so wide that products over them take: whole units of 64, which lie together in shared memory, and 16, 32
+    or 64 of the last. 0 where that is all of the tile."""
+    whole, rest = divmod(dim, 64)
+    used = 64 * whole + (next(part for part in (16, 32, 64) if rest <= part) if rest else 0)
+    return used if used < width else 0
 
 
 def shortened(tile: Config) -> Config:

@@ -15,6 +15,7 @@ from tilewise.backends.hopper.mainloop import (
     step_into_next,
 )
 from tilewise.backends.hopper.ring import matrix, release, wait_full
+from tilewise.backends.hopper.statistics import store_seen
 from tilewise.backends.hopper.work_tile import beyond_keys, key_hi, key_lo, locate, next_tile, tile_at
 from tilewise.backends.hopper.zeroing import zero_unseen_listed, zero_unseen_values
 
@@ -179,6 +180,7 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
             wait_full(rings.k, kv_base + skip)
             l = state.l
             m = state.m
+            seen = state.seen
             # beside queries in registers there are none left for this stage, so it is computed again
             where = slot if C.Q_IN_REGISTERS > 0 else WG
             q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n, where, C), fragments=())
@@ -187,10 +189,12 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
             if not C.VARLEN:
                 # located again rather than kept in registers
                 done, _ = locate(a, tile_at(a, opaque(done_i)), C)
+            store_seen(seen, l, m, done, done.m0 + 64 * WG, a, C)
             finish(o_tile, l, m, o_desc, o_buffers, slot, done, done.m0 + 64 * WG, a, C)
             prepare_values(rings, kv_base, skip, key0, work, band, a, WG, C)
         else:
             o_tile = last_output(state, rings.v, last, C)
+            store_seen(state.seen, state.l, state.m, done, done.m0 + 64 * WG, a, C)
             finish(o_tile, state.l, state.m, o_desc, o_buffers, slot, done, done.m0 + 64 * WG, a, C)
 
 
@@ -201,7 +205,7 @@ def consume(o_desc, o_buffers, rings, a, WG: gl.constexpr, C: gl.constexpr):
         if WG == 1:
             named_barrier("arrive", PINGPONG_BARRIER)  # warpgroup 0 goes first
     i, t, work, band = next_tile(a, gl.program_id(0) * 0, C)
-    if C.VARLEN:
+    if C.VARLEN or C.BIAS != "":
         if t >= 0:
             process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG, C)
     else:

@@ -82,8 +82,9 @@ def tiles_of(slot, size, programs):
 def tiles_before(program, past, clusters, size, programs):
     """How many tiles a program has in the clusters before cluster `past`."""
     found = program * 0
-    for cluster in range(past):
-        found += tiles_of(slot_of(program, cluster, clusters, programs), size, programs)
+    for cluster in range(clusters):
+        own = tiles_of(slot_of(program, cluster, clusters, programs), size, programs)
+        found += tl.where(cluster < past, own, 0)
     return found
 
 

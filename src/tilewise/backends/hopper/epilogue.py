@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilewise.backends.hopper.alibi import row_excess, slope_of
+from tilewise.backends.hopper.bias import raise_flag
 from tilewise.backends.hopper.compat import fence_async_shared, gl, gluon, opaque, tma, tma_store, warps_barrier
 from tilewise.backends.hopper.softmax import INF, LOG2E
 
@@ -11,12 +12,12 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def add_sink(total, m, sink):
-    """Add the sink, one more key of value 0, to the sum of weights relative to 2**m: (sum, its m, what o is multiplied by).
-    An infinite one has all the weight. In units of log 2."""
+    """Add the sink, one more key of value 0, to the sum of weights relative to exp(m): (sum, its m, what o is multiplied by).
+    An infinite one has all the weight. In natural units, in which a sink may be any finite number."""
     top = gl.maximum(m, sink)
     # where two infinities meet, their difference is no number
-    rescale = gl.where(m == top, 1.0, gl.exp2(m - top))
-    weight = gl.where(sink == top, 1.0, gl.exp2(sink - top))
+    rescale = gl.where(m == top, 1.0, gl.exp2((m - top) * LOG2E))
+    weight = gl.where(sink == top, 1.0, gl.exp2((sink - top) * LOG2E))
     return total * rescale + gl.where(sink == -INF, 0.0, weight), top, rescale
 
 
@@ -26,17 +27,17 @@ def normalise(o_tile, l, m, work, a, C: gl.constexpr):
     total = gl.convert_layout(gl.sum(l, 1), m.type.layout, assert_trivial=True)  # [64]
     if C.ALIBI == "past":
         m = m - row_excess(m, slope_of(work.b, work.h, a))
-    if C.BIAS != "" and C.SINKS:
-        m = m * LOG2E
     if C.SINKS:
-        total, m, rescale = add_sink(total, m, gl.load(a.sinks_ptr + work.h) * LOG2E)
+        if C.BIAS == "":
+            m = m * LN2
+        total, m, rescale = add_sink(total, m, gl.load(a.sinks_ptr + work.h))
     empty = total == 0.0
     inverse = 1.0 / gl.where(empty, 1.0, total)
     if C.SINKS:
         inverse = inverse * rescale
     if C.DROPOUT:
         inverse = inverse * a.keep_scale
-    if C.BIAS != "" and not C.SINKS:  # m is in natural units, and may be near the lowest number
+    if C.BIAS != "" or C.SINKS:  # m is in natural units, and may be near the lowest number
         lse = gl.where(empty, -INF, m + gl.log2(total) * LN2)
     else:
         lse = gl.where(empty, -INF, (m + gl.log2(total)) * LN2)
@@ -111,6 +112,7 @@ def await_stores():
 def finish(o_tile, l, m, o_desc, o_buffers, slot, work, row0, a, C: gl.constexpr):
     """64 rows of the output and their log-sum-exp on their way to memory."""
     o_tile, lse = normalise(o_tile, l, m, work, a, C)
+    raise_flag(o_tile, a, C)
     store_lse(lse, a, work, row0)
     if C.VARLEN:
         if row0 + 63 <= work.last_q:

@@ -59,7 +59,8 @@ def bias_form(bias: Tensor | None) -> str:
     if bias is None:
         return ""
     name = str(bias.dtype).removeprefix("torch.")
-    return ELEMENT.get(name, "fp32") + ("x2" if is_paired(bias) else "")
+    adjacent = bias.shape[3] > 1 and bias.stride(3) == 1
+    return ELEMENT[name] + ("x2" if is_paired(bias) else "" if adjacent else "s")
 
 
 def backward_form(problem: Problem, bias: Tensor | None, gradient: bool) -> BiasForm | None:
@@ -70,16 +71,13 @@ def backward_form(problem: Problem, bias: Tensor | None, gradient: bool) -> Bias
 
 
 def bias_arguments(bias: Tensor) -> Features:
-    if bias.dtype == torch.float64:
-        bias = bias.to(torch.float32)
     rows, keys = bias.shape[2:]
     x = bias.detach().as_strided(bias.shape, broadcast_strides(bias))  # sides of 1 are not stepped over
-    paired = is_paired(bias)
-    if paired:
+    if is_paired(bias):
         x = x.view(torch.int32)
     b, h, q, k = x.stride()
     found: Features = {"bias_ptr": x, "bias_b": b, "bias_h": h, "bias_q": q, "bias_rows": rows}
-    return found | ({"bias_keys": keys} if paired else {"bias_k": k, "bias_keys": ANY if keys == 1 else keys})
+    return found | {"bias_k": k, "bias_keys": ANY if keys == 1 else keys}
 
 
 def tensors_in(features: Features) -> tuple[Tensor, ...]:
@@ -96,7 +94,7 @@ def bias_gradient(problem: Problem, bias: Tensor) -> tuple[Tensor, Features]:
     added = is_broadcast(problem)
     shape = (*bias.shape[:3], bias.shape[3] + bias.shape[3] % 2)
     whole = not (added or problem.varlen or mask_of(problem).terms)  # is every tile written?
-    dtype = bias.dtype if not added and bias.dtype.itemsize < 8 else torch.float32
+    dtype = torch.float32 if added else bias.dtype
     memory = (torch.empty if whole else torch.zeros)(shape, dtype=dtype, device=bias.device)
     b, h, q, k = broadcast_strides(memory[..., : bias.shape[3]])
     found: Features = {"dbias_ptr": memory, "dbias_b": b // 2, "dbias_h": h // 2, "dbias_q": q // 2}

@@ -1,8 +1,7 @@
-"""Features beside the mask that the kernels have: which of them are served, and what kernels are compiled for. No torch here."""
+"""Features beside the mask: which the kernels serve, which they leave to others, what they are compiled for. No torch here."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,10 +9,6 @@ from tilewise.backends.hopper.intervals import IntervalMask, interval_mask
 from tilewise.backends.hopper.structs import Unaligned
 from tilewise.problem import Problem
 
-SWITCH = "TILEWISE_HOPPER_FEATURES"
-"""Set to 1, the environment variable lets these kernels serve the features in SWITCHED. Not yet timed on a GPU: without it other
-backends serve them."""
-SWITCHED = frozenset({"sinks", "alibi", "dropout", "bias"})
 ELEMENT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 """Numbers of a bias."""
 
@@ -31,14 +26,21 @@ def features_of(problem: Problem) -> Iterator[str]:
 
 def feature_obstacles(problem: Problem, backward: bool = False) -> Iterator[str]:
     """A sentence for each feature that is not served."""
-    served = SWITCHED if os.environ.get(SWITCH) == "1" else frozenset()
     for name in features_of(problem):
-        if name not in served:
-            yield f"{name} is not served here"
-        elif name in ("alibi", "dropout") and problem.origins:
+        if name in ("alibi", "dropout") and problem.origins:
             yield f"{name} is not served here for a part of a whole"
         elif name == "bias":
             yield from bias_obstacles(problem, backward)
+
+
+def slow_feature(problem: Problem, backward: bool = False) -> str | None:
+    """Why other backends serve the problem's features better; None if they do not."""
+    columns = max(problem.head_dim, problem.head_dim_v)
+    if problem.dropout_p > 0 and columns <= 64 and not backward:
+        return "dropout takes longer here than in the portable kernels up to head dim 64"
+    if problem.bias is not None and columns > 128:
+        return "a bias finds no registers here beside more than 128 columns"
+    return None
 
 
 def bias_obstacles(problem: Problem, backward: bool) -> Iterator[str]:
@@ -48,6 +50,29 @@ def bias_obstacles(problem: Problem, backward: bool) -> Iterator[str]:
         yield "a bias is not served here under a mask of tile lists"
     if backward and problem.deterministic and is_broadcast(problem):
         yield "deterministic=True is not served here with a bias that is broadcast: its gradient is added up in any order"
+
+
+def statistics_obstacle(problem: Problem, backward: bool) -> str | None:
+    """Why statistics are not served; their largest logits and entropies are, and triton has the rest."""
+    others = [name for name in problem.stats if name not in ("max_logit", "entropy")]
+    if others:
+        return f"stats: {', '.join(others)} is not served here"
+    if problem.stats and (problem.alibi or problem.bias is not None):
+        return "stats: not served here beside ALiBi or a bias"
+    if backward and "entropy" in problem.stats:
+        return "stats: the entropy has no gradient here"
+    return None
+
+
+def statistics_form(problem: Problem) -> str:
+    """What `Config.STATS` says."""
+    return "entropy" if "entropy" in problem.stats else "max" if problem.stats else ""
+
+
+def statistics_types(problem: Problem) -> dict[str, str]:
+    """Arguments that the forward writes statistics to; the largest logits are written always."""
+    names = {"": (), "max": ("max_logit_ptr",), "entropy": ("max_logit_ptr", "entropy_ptr", "key_lse_ptr")}
+    return dict.fromkeys(names[statistics_form(problem)], "*fp32")
 
 
 def is_broadcast(problem: Problem) -> bool:
@@ -60,7 +85,8 @@ def bias_form(problem: Problem) -> str:
     """What `Config.BIAS` says of a contiguous bias in the problem's dtype; a call's own may be another."""
     if problem.bias is None:
         return ""
-    return ELEMENT.get(problem.dtype, "fp32") + ("x2" if problem.bias[3] % 2 == 0 else "")
+    keys = problem.bias[3]
+    return ELEMENT.get(problem.dtype, "fp32") + ("x2" if keys % 2 == 0 else "s" if keys == 1 else "")
 
 
 def alibi_form(problem: Problem, mask: IntervalMask) -> str:
@@ -84,11 +110,17 @@ def feature_types(problem: Problem, bias: str = "") -> dict[str, Any]:
     return found
 
 
+def number_of(form: str) -> str:
+    """The type of the bias's numbers."""
+    return form.removesuffix("x2").removesuffix("s")
+
+
 def bias_types(form: str) -> dict[str, Any]:
     """Arguments that read a bias."""
-    paired = form.endswith("x2")
-    strides = {"bias_b": Unaligned("i64"), "bias_h": Unaligned("i64"), "bias_q": 0, "bias_k": None if paired else 0}
-    return {"bias_ptr": Unaligned("*i32" if paired else f"*{form}"), **strides, "bias_rows": 0, "bias_keys": 0}
+    strides = {"bias_b": Unaligned("i64"), "bias_h": Unaligned("i64"), "bias_q": 0}
+    strides |= {"bias_k": 0 if form.endswith("s") else None}
+    numbers = Unaligned("*i32" if form.endswith("x2") else f"*{number_of(form)}")
+    return {"bias_ptr": numbers, **strides, "bias_rows": 0, "bias_keys": 0, "bias_flag": "*i32", "bias_again": 0}
 
 
 def gradient_form(problem: Problem) -> str:
@@ -113,7 +145,7 @@ def gradient_types(gradient: str, form: str) -> dict[str, Any]:
         return {}
     strides = {"dbias_b": Unaligned("i64"), "dbias_h": Unaligned("i64"), "dbias_q": 0}
     if gradient == "store":
-        return {"dbias_ptr": f"*{form.removesuffix('x2')}", **strides}
+        return {"dbias_ptr": f"*{number_of(form)}", **strides}
     return {"dbias_ptr": "*fp32", **strides, "dbias_k": 0 if gradient == "add keys" else None}
 
 

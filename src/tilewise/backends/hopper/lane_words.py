@@ -2,6 +2,7 @@
 
 A thread's columns are 8 i + 2 lane + pair, the order of an accumulator's registers; bit 2 i + pair stands for them. Words are
 made while the scores are computed and take one register a row. Then each score costs a test of a constant bit and a selection.
+Both are written in assembly, one after the other: of 64 tests in a row ptxas packs the results into registers and unpacks them.
 """
 
 from __future__ import annotations
@@ -34,14 +35,35 @@ def words_of(ok_tile):
     return gl.sum(gl.sum(parts << bit_numbers(parts), 3), 1)
 
 
+@gluon.constexpr_function
+def _select(n, other):
+    """n numbers of a thread ($0.. from $n..) in alternate pairs of its two rows, where bits of $2n and $(2n + 2) are set."""
+    lines = [".reg .pred seen;", ".reg .b32 bit;"]
+    for i in range(n):
+        lines += [
+            f"and.b32 bit, ${2 * n + (i & 2)}, {1 << (i // 4 * 2 + (i & 1)):#x};",
+            "setp.ne.u32 seen, bit, 0;",
+            f"selp.f32 ${i}, ${n + i}, {'0fFF800000' if other else '0f00000000'}, seen;",
+        ]
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _select_operands(n):
+    return ",".join(["=f"] * n + ["f"] * n + ["r"] * n)
+
+
 @gluon.jit
 def where_set(words, x_tile, OTHER: gl.constexpr):
-    """x where its bit is set, else OTHER."""
+    """x where its bit is set, else OTHER: -inf or 0."""
     LAYOUT: gl.constexpr = x_tile.type.layout
     N: gl.constexpr = x_tile.type.shape[1]
+    ASM: gl.constexpr = _select(N // 2, OTHER != 0.0)
+    OPERANDS: gl.constexpr = _select_operands(N // 2)
     parts = by_lane(x_tile)
-    ok = (words[:, None, :, None] & (1 << bit_numbers(parts))) != 0
-    return gl.convert_layout(gl.where(ok, parts, OTHER).reshape([64, N]), LAYOUT, assert_trivial=True)
+    ok = words[:, None, :, None]
+    found = gl.inline_asm_elementwise(ASM, OPERANDS, [parts, ok], dtype=gl.float32, is_pure=True, pack=N // 2)
+    return gl.convert_layout(found.reshape([64, N]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -65,22 +87,20 @@ def no_words(N: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _bits_below(x, N: gl.constexpr):
-    """The bits of a lane's columns below x, which counts from the lane's first."""
-    x = gl.minimum(gl.maximum(x, 0), N)
-    count = 2 * (x >> 3) + gl.minimum(x & 7, 2)
-    if N == 128:
-        return gl.where(count >= 32, -1, (1 << count) - 1)
-    else:
-        return (1 << count) - 1
+def _bits_below(x):
+    """How many of a lane's columns, which may be any number, are below x, which counts from the lane's first."""
+    return 2 * (x >> 3) + gl.minimum(x & 7, 2)
 
 
 @gluon.jit
-def interval_words(lo, hi, like, N: gl.constexpr):
-    """Words of the columns lo <= c < hi, [64] numbers that count from the tile's first column."""
-    lo = lo[:, None] - lanes(like)
-    hi = gl.maximum(hi[:, None] - lanes(like), lo)
-    return _bits_below(hi, N) ^ _bits_below(lo, N)
+def interval_words(lo, hi, like):
+    """Words of the columns lo <= c < hi, [64] numbers that count from the tile's first column. Bits past the last column's may
+    be set too."""
+    first = gl.maximum(_bits_below(lo[:, None] - lanes(like)), 0)
+    count = gl.maximum(_bits_below(hi[:, None] - lanes(like)) - first, 0)
+    return gl.inline_asm_elementwise(
+        "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [first, count], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

@@ -9,39 +9,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs, empty_lse, empty_out
+from tilewise.backends.base import Inputs, Statistics, empty_lse, empty_out
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.kept import kept
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, recorder
+from tilewise.backends.gpu.structs import MaskArgs
 from tilewise.backends.hopper.arguments import CLUSTER_BYTES, ForwardPlan, heads_together, make_plan
 from tilewise.backends.hopper.compile import compile_kernel
-from tilewise.backends.hopper.feature_launch import bias_form, call_features, features_key, tensors_in, with_features
+from tilewise.backends.hopper.feature_launch import (
+    NONE,
+    Features,
+    bias_form,
+    call_features,
+    features_key,
+    tensors_in,
+    with_features,
+)
+from tilewise.backends.hopper.features import statistics_types
+from tilewise.backends.hopper.hidden import empty_copies, hidden_launch, hidden_mask
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.list_launch import Dealing, call_lists, is_listed
-from tilewise.backends.hopper.packed_order import empty_order, order_launch
+from tilewise.backends.hopper.packed_order import Lengths, packed_order
 from tilewise.backends.hopper.plan import offers
 from tilewise.backends.hopper.structs import Rows, Term
 from tilewise.hardware import DeviceSpec, probe_gpu
 from tilewise.problem import Problem
 
 
-def run_forward(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """out and lse of a supported problem, on the current stream."""
+def run_forward(problem: Problem, inputs: Inputs, stats: Features = NONE) -> tuple[Tensor, Tensor]:
+    """out and lse of a supported problem, on the current stream; `stats`: the arguments that statistics are written to."""
     q, k, v = inputs[:3]
     key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride(), features_key(inputs))
     if is_listed(problem):
-        return run_listed(problem, inputs, key)
-    return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, inputs)))
+        return run_listed(problem, inputs, key, stats)
+    return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, inputs)), stats)
 
 
-def run_listed(problem: Problem, inputs: Inputs, key: tuple[Hashable, ...]) -> tuple[Tensor, Tensor]:
+def run_statistics(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
+    """The same with what rows saw."""
+    found = Statistics(**{name.removesuffix("_ptr"): empty_lse(inputs.q) for name in statistics_types(problem)})
+    arguments = {f"{name}_ptr": x for name, x in found._asdict().items() if x is not None}
+    out, lse = run_forward(problem, inputs, arguments)
+    return out, lse, found if "max_logit" in problem.stats else found._replace(max_logit=None)
+
+
+def run_listed(
+    problem: Problem, inputs: Inputs, key: tuple[Hashable, ...], stats: Features = NONE
+) -> tuple[Tensor, Tensor]:
     """The same for a mask of tile lists."""
     q, k, v = inputs[:3]
     found = call_lists(problem, inputs, *walk_of(problem, q.device))
     recording = recorder.get(problem, (*key, found.key), q.device, partial(plan_on, problem, inputs))
     out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
-    features = call_features(problem, inputs)
+    features = call_features(problem, inputs) | stats
     tensors = (q, k, v, out, lse, None, None, *found.tensors, *tensors_in(features))
     if not recording.repeat(tensors):
         arguments = recording.plan.arguments._replace(lists=found.arguments, order=found.order)
@@ -60,7 +81,9 @@ def walk_of(problem: Problem, device: torch.device) -> tuple[Any, Dealing]:
     return found
 
 
-def launch(problem: Problem, inputs: Inputs, recording: Recording) -> tuple[Tensor, Tensor]:
+def launch(
+    problem: Problem, inputs: Inputs, recording: Recording, stats: Features = NONE
+) -> tuple[Tensor, Tensor]:
     """out and lse by the plan of a recording."""
     q, k, v = inputs[:3]
     out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
@@ -72,23 +95,43 @@ def launch(problem: Problem, inputs: Inputs, recording: Recording) -> tuple[Tens
         tensors += tensors_of(terms)
     plan = recording.plan
     features = call_features(problem, inputs)
+    if stats:
+        features = features | stats
     if features:
         tensors += tensors_in(features)
-    if plan.config.ORDERED:
-        tensors += (empty_order(plan.arguments, q),)
+    if inputs.bias is not None:
+        features |= {"bias_flag": (copies := empty_copies(q, k, v))[0], "bias_again": 0}
+        mask = hidden_mask(problem, q)
+        tensors += (inputs.bias, *copies, *mask.tensors)
+    if cu_q is not None and cu_k is not None and plan.config.ORDERED:
+        cluster = partial(heads_together, problem, plan.config, CLUSTER_BYTES[1])
+        tensors += (packed_order(problem, q, Lengths(cu_q, cu_k), plan.config, plan.arguments, False, cluster),)
     if not recording.repeat(tensors):
+        if plan.config.ORDERED:
+            plan = plan._replace(arguments=plan.arguments._replace(order=tensors[-1]))
         plan = plan._replace(arguments=with_features(plan.arguments, features))
-        recording.record(tensors, launches_of(problem, plan, tensors, terms))
+        launches = [launch_of(plan, tensors, terms)]
+        if inputs.bias is not None:
+            launches += launches_again(problem, inputs, plan, tensors, terms, copies, mask)
+        recording.record(tensors, launches)
     return out, lse
 
 
-def launches_of(problem: Problem, plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> list[Launch]:
-    """The kernel over these tensors, and before it the one that writes the order of a packed batch's tiles."""
-    if not plan.config.ORDERED:
-        return [launch_of(plan, tensors, terms)]
-    main = launch_of(plan._replace(arguments=plan.arguments._replace(order=tensors[-1])), tensors, terms)
-    cluster = heads_together(problem, plan.config, CLUSTER_BYTES[1])
-    return [order_launch(problem, plan.config, main.args[-1], False, cluster), main]
+def launches_again(
+    problem: Problem,
+    inputs: Inputs,
+    plan: ForwardPlan,
+    tensors: Any,
+    terms: tuple[Term, ...],
+    copies: tuple[Tensor, ...],
+    mask: MaskArgs,
+) -> list[Launch]:
+    """With a bias: once more without what it hides, if something infinite came out."""
+    flag, q, k, v = copies
+    keys = hidden_launch(problem, inputs, mask, flag, ((inputs.k, k), (inputs.v, v)), by_key=True)
+    queries = hidden_launch(problem, inputs, mask, flag, ((inputs.q, q),), by_key=False)
+    plan = plan._replace(arguments=plan.arguments._replace(bias_again=1))
+    return [keys, queries, launch_of(plan, (q, k, v, *tensors[3:]), terms)]
 
 
 def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> Launch:

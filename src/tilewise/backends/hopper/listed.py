@@ -26,21 +26,21 @@ QUERIES = gl.constexpr(128)
 
 
 @gluon.jit
-def words_by_bounds(bounds, first, like, N: gl.constexpr):
-    """Words of N columns from `first` on that are within their rows' bounds."""
+def words_by_bounds(bounds, first, like):
+    """Words of the columns from `first` on that are within their rows' bounds."""
     lo = (bounds & 0x7FFFFFFF).to(gl.int32) - first
-    return interval_words(lo, lo + (bounds >> 32).to(gl.int32), like, N)
+    return interval_words(lo, lo + (bounds >> 32).to(gl.int32), like)
 
 
 @gluon.jit
-def words_by_terms(b, rows, first, live, like, a, BY_KEY: gl.constexpr, N: gl.constexpr, C: gl.constexpr):
-    """Words of N columns from `first` on that lie in the interval of a live term."""
+def words_by_terms(b, rows, first, live, like, a, BY_KEY: gl.constexpr, C: gl.constexpr):
+    """Words of the columns from `first` on that lie in the interval of a live term."""
     INTERVALS: gl.constexpr = C.LISTS.intervals
     terms = a.lists.terms + place(b, b, (a.lists.terms_stride, None))
     found = like
     for r in gl.static_range(INTERVALS):
         lo, hi = term_bounds(terms + 4 * r, rows, BY_KEY)
-        words = interval_words(lo - first, hi - first, like, N)
+        words = interval_words(lo - first, hi - first, like)
         if C.LISTS.live:
             words = gl.where((live & (1 << r)) != 0, words, 0)
         found = found | words
@@ -79,7 +79,7 @@ def visible_keys(work, row0, cursor, a, LAYOUT: gl.constexpr, C: gl.constexpr):
     rows = rows_of_words(like, row0)
     if a.lists.bounds is not None:
         at = a.lists.bounds + place(work.b, work.h, a.lists.strides) * QUERIES
-        words = words_by_bounds(gl.load(at + rows), key0, like, C.BLOCK_N)
+        words = words_by_bounds(gl.load(at + rows), key0, like)
         if gl.load(at + row0) < 0:
             words = keys_by_parts(work, row0, cursor, like, a, LAYOUT, C)
     else:
@@ -92,7 +92,7 @@ def keys_by_parts(work, row0, cursor, like, a, LAYOUT: gl.constexpr, C: gl.const
     """The same by intervals, ids and bits."""
     key0 = tile_number(cursor) * C.BLOCK_N
     rows = rows_of_words(like, row0)
-    words = words_by_terms(work.b, rows, key0, live_terms(cursor), like, a, False, C.BLOCK_N, C)
+    words = words_by_terms(work.b, rows, key0, live_terms(cursor), like, a, False, C)
     if C.LISTS.ids > 0:
         q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         k = key0 + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
@@ -111,7 +111,7 @@ def visible_queries(work, h, k0, cursor, a, LAYOUT: gl.constexpr, C: gl.constexp
     m = tile_number(cursor) * C.BLOCK_M
     if a.lists.bounds is not None:
         at = a.lists.bounds + place(work.b, h, a.lists.strides) * C.BLOCK_N
-        words = words_by_bounds(gl.load(at + rows_of_words(like, k0)), m, like, C.BLOCK_M)
+        words = words_by_bounds(gl.load(at + rows_of_words(like, k0)), m, like)
         if gl.load(at + k0) < 0:
             words = queries_by_parts(work, k0, cursor, like, a, LAYOUT, C)
     else:
@@ -123,7 +123,7 @@ def visible_queries(work, h, k0, cursor, a, LAYOUT: gl.constexpr, C: gl.constexp
 def queries_by_parts(work, k0, cursor, like, a, LAYOUT: gl.constexpr, C: gl.constexpr):
     """The same by intervals and ids."""
     m = tile_number(cursor) * C.BLOCK_M
-    words = words_by_terms(work.b, rows_of_words(like, k0), m, live_terms(cursor), like, a, True, C.BLOCK_M, C)
+    words = words_by_terms(work.b, rows_of_words(like, k0), m, live_terms(cursor), like, a, True, C)
     if C.LISTS.ids > 0:
         k = k0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         q = m + gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, LAYOUT))

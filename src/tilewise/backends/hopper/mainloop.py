@@ -10,23 +10,25 @@ the next one's first scores runs under the last product of this one (`step_into_
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
 from tilewise.backends.hopper.alibi import ahead_of, slope_of, with_alibi
-from tilewise.backends.hopper.bias import as_scores, is_wide, load_by_row, natural_softmax_step
+from tilewise.backends.hopper.bias import add_by_row, as_scores, is_paired, load_by_row, natural_softmax_step
 from tilewise.backends.hopper.compat import (
     PINGPONG_BARRIER,
     aggregate,
     gl,
     gluon,
     named_barrier,
+    opaque,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from tilewise.backends.hopper.dropout import dropped, kept_by_row
-from tilewise.backends.hopper.lane_words import where_set
+from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words, where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import tile_number
 from tilewise.backends.hopper.ring import Rings, matrix, release, wait_full
 from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
-from tilewise.backends.hopper.work_tile import Band, WorkTile
+from tilewise.backends.hopper.statistics import first_seen, next_seen
+from tilewise.backends.hopper.work_tile import Band, WorkTile, key_hi, key_lo
 from tilewise.backends.hopper.zeroing import zero_unseen_listed
 
 
@@ -39,6 +41,7 @@ class State:
     m: gl.tensor  # [64]
     l: gl.tensor  # [64, 4], partial sums by lane
     rescale: gl.tensor  # [64], what o is still to be multiplied by
+    seen: gl.tuple  # of statistics
 
 
 @aggregate
@@ -151,7 +154,8 @@ def issue_scores(q, n, C: gl.constexpr):
     """S(n), issued: a sum of products over the columns, those in registers first."""
     FRAGMENTS: gl.constexpr = len(q.fragments)
     IN_REGISTERS: gl.constexpr = C.Q_IN_REGISTERS if FRAGMENTS > 0 else 0
-    SPANS: gl.constexpr = spans(0, IN_REGISTERS) + spans(IN_REGISTERS, C.BLOCK_D)
+    COLUMNS: gl.constexpr = C.QK_COLUMNS if C.QK_COLUMNS > 0 else C.BLOCK_D
+    SPANS: gl.constexpr = spans(0, IN_REGISTERS) + spans(IN_REGISTERS, COLUMNS)
     token = zeros(C.BLOCK_N)
     k_tile = matrix(q.rings.k, n)
     for i in gl.static_range(len(SPANS)):
@@ -174,42 +178,53 @@ def weights(s_tile, m, MASKED: gl.constexpr, a, C: gl.constexpr):
 
 
 @gluon.jit
-def listed_keys(rows, key0, a, C: gl.constexpr):
-    """Which keys of a PARTIAL tile of a list the rows see, as words. Found while the scores are computed."""
+def key_words(rows, key0, a, C: gl.constexpr):
+    """Which keys of a tile of a list or of a packed sequence the rows see, as words. Found while the scores are computed."""
     LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
     if C.LISTS is not None:
         return visible_keys(rows.work, rows.row0, key0, a, LAYOUT, C)
+    elif C.VARLEN:
+        like = no_words(C.BLOCK_N, LAYOUT)
+        q = rows_of_words(like, opaque(rows.row0))
+        return interval_words(key_lo(rows.band, q, C) - key0, key_hi(rows.band, q, C) - key0, like)
     else:
         return rows.row0
 
 
 @gluon.jit
-def first_softmax(s_tile, rows, key0, words, a, C: gl.constexpr):
-    """Weights, maximum and sums of a work tile's first key tile; `words` as of `listed_keys`."""
-    S_LAYOUT: gl.constexpr = s_tile.type.layout
-    s_tile = scores(s_tile, a, C)
-    if C.BIAS != "":
-        bias = load_by_row(rows.work, rows.row0, key0, a, False, C)
-        s_tile = s_tile + as_scores(bias, C.BLOCK_N, C)
-    if C.ALIBI != "":
-        slope = slope_of(rows.work.b, rows.work.h, a)
-        s_tile = with_alibi(s_tile, slope, ahead_of(rows.work, a, C), rows.row0, key0, C)
-    if C.LISTS is not None:
-        s_tile = where_set(words, s_tile, -INF)
-    elif C.TERMS > 0 or C.VARLEN or C.TAIL:
-        s_tile = masked(s_tile, rows.band, rows.row0, key0, C)
-    m = gl.full([64], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    p_tile, m, _ = weights(s_tile, m, True, a, C)
-    l = lane_sum(p_tile)
-    if C.DROPOUT:
-        kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
-        p_tile = dropped(p_tile, kept, True)
-    return p_tile, m, l
+def visible_scores(s_tile, rows, key0, words, C: gl.constexpr):
+    """-inf where a row does not see a key; `words` as of `key_words`."""
+    if C.LISTS is not None or C.VARLEN:
+        return where_set(words, s_tile, -INF)
+    else:
+        return masked(s_tile, rows.band, rows.row0, key0, C)
 
 
 @gluon.jit
-def first_state(o_tile, p_tile, m, l, dtype: gl.constexpr):
-    return State(o=o_tile, p=packed(p_tile, dtype), m=m, l=l, rescale=gl.full_like(m, 1.0))
+def first_softmax(s_tile, rows, key0, words, a, C: gl.constexpr):
+    """Weights, maximum, sums and statistics of a work tile's first key tile; `words` as of `key_words`."""
+    S_LAYOUT: gl.constexpr = s_tile.type.layout
+    s_tile = scores(s_tile, a, C)
+    if C.BIAS != "":
+        s_tile = add_by_row(s_tile, rows.work, rows.row0, key0, a, False, C)
+    if C.ALIBI != "":
+        slope = slope_of(rows.work.b, rows.work.h, a)
+        s_tile = with_alibi(s_tile, slope, ahead_of(rows.work, a, C), rows.row0, key0, C)
+    if C.LISTS is not None or C.TERMS > 0 or C.VARLEN or C.TAIL:
+        s_tile = visible_scores(s_tile, rows, key0, words, C)
+    m = gl.full([64], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    p_tile, m, _, top = weights(s_tile, m, True, a, C)
+    l = lane_sum(p_tile)
+    seen = first_seen(s_tile, p_tile, m, top, a, C)
+    if C.DROPOUT:
+        kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
+        p_tile = dropped(p_tile, kept, True)
+    return p_tile, m, l, seen
+
+
+@gluon.jit
+def first_state(o_tile, p_tile, m, l, seen, dtype: gl.constexpr):
+    return State(o=o_tile, p=packed(p_tile, dtype), m=m, l=l, rescale=gl.full_like(m, 1.0), seen=seen)
 
 
 @gluon.jit
@@ -218,11 +233,11 @@ def first_step(q, n, rows, key0, a, C: gl.constexpr):
     k_ring = q.rings.k
     wait_full(k_ring, n)
     s_token = issue_scores(q, n, C)
-    words = listed_keys(rows, key0, a, C)
+    words = key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, N]
     release(k_ring, n)
-    p_tile, m, l = first_softmax(s_tile, rows, key0, words, a, C)
-    return first_state(zeros(C.BLOCK_DV), p_tile, m, l, k_ring.tiles.dtype)
+    p_tile, m, l, seen = first_softmax(s_tile, rows, key0, words, a, C)
+    return first_state(zeros(C.BLOCK_DV), p_tile, m, l, seen, k_ring.tiles.dtype)
 
 
 @gluon.jit
@@ -252,14 +267,14 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     k_ring = q.rings.k
     s_token, o_token, old_p = issue(state, q, n, n - 1, WG, C)
     if MASKED:
-        words = listed_keys(rows, key0, a, C)
+        words = key_words(rows, key0, a, C)
     if C.ALIBI != "":
         slope = slope_of(rows.work.b, rows.work.h, a)
         ahead = ahead_of(rows.work, a, C)
     if C.DROPOUT:
         kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
-    if C.BIAS != "" and not is_wide(C.BIAS):
-        bias = load_by_row(rows.work, rows.row0, key0, a, not MASKED, C)
+    if is_paired(C.BIAS):
+        bias = load_by_row(rows.work, rows.row0, key0, a, C.BLOCK_N, not MASKED, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)
     if C.RELEASE_Q_EARLY:
@@ -267,17 +282,15 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     s_tile = scores(s_tile, a, C)
     if C.ALIBI != "":
         s_tile = with_alibi(s_tile, slope, ahead, rows.row0, key0, C)
-    if C.BIAS != "":
-        if is_wide(C.BIAS):  # there are no registers for it before
-            bias = load_by_row(rows.work, rows.row0, key0, a, not MASKED, C)
+    if is_paired(C.BIAS):
         s_tile = s_tile + as_scores(bias, C.BLOCK_N, C)
+    elif C.BIAS != "":
+        s_tile = add_by_row(s_tile, rows.work, rows.row0, key0, a, not MASKED, C)
     if MASKED:
-        if C.LISTS is not None:
-            s_tile = where_set(words, s_tile, -INF)
-        else:
-            s_tile = masked(s_tile, rows.band, rows.row0, key0, C)
-    p_tile, m, rescale = weights(s_tile, state.m, MASKED, a, C)
+        s_tile = visible_scores(s_tile, rows, key0, words, C)
+    p_tile, m, rescale, top = weights(s_tile, state.m, MASKED, a, C)
     added = lane_sum(p_tile)
+    seen = next_seen(state, s_tile, p_tile, (m, rescale, top), MASKED, a, C)
     l = state.l * rows_of(rescale, added) + added
     if C.DROPOUT:
         p_tile = dropped(p_tile, kept, True)
@@ -290,7 +303,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
         zero_unseen_listed(q.rings.v, n, tile_number(key0) * C.BLOCK_N, rows.work, a, C)
     if not C.LAZY_RESCALE:
         o_tile = o_tile * rows_of(rescale, o_tile)
-    return State(o=o_tile, p=packed(p_tile, k_ring.tiles.dtype), m=m, l=l, rescale=rescale)
+    return State(o=o_tile, p=packed(p_tile, k_ring.tiles.dtype), m=m, l=l, rescale=rescale, seen=seen)
 
 
 @gluon.jit
@@ -298,16 +311,16 @@ def step_into_next(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.c
     """From one work tile to the next, whose first key tile is n: (the state of the next, the output of this one)."""
     k_ring = q.rings.k
     s_token, o_token, old_p = issue(state, q, n, before, WG, C)
-    words = listed_keys(rows, key0, a, C)
+    words = key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)
-    p_tile, m, l = first_softmax(s_tile, rows, key0, words, a, C)
+    p_tile, m, l, seen = first_softmax(s_tile, rows, key0, words, a, C)
     # the queries are there: a boundary as in `step`. The wait for the next keys comes after the release of these values,
     # which the producer may need first
     wait_full(q.rings.q, q.n)
     o_tile, _ = warpgroup_mma_wait(0, deps=[o_token, old_p])
     release(q.rings.v, before)
-    return first_state(zeros(C.BLOCK_DV), p_tile, m, l, k_ring.tiles.dtype), o_tile
+    return first_state(zeros(C.BLOCK_DV), p_tile, m, l, seen, k_ring.tiles.dtype), o_tile
 
 
 @gluon.jit

@@ -1,9 +1,15 @@
 """The order of work tiles of a packed batch, dealt out as in `device_order.py`. Only the device knows the lengths, so a small
-kernel writes it there: first the rank of each tile by its length, then its place for every head.
+kernel writes it there: first the rank of each tile by its length, then its place for every head. It is kept like lists are
+(`gpu/kept.py`): the layers of a model share `cu_seqlens`, so all but the first of them take the order that is there.
+
+An order names every tile that sequences of any lengths may have; those past their sequence's end come last, and kernels find out
+for themselves that there is nothing to do. So an order of other lengths is slower, never wrong: not every write into `cu_seqlens`
+is seen by the host (the replay of a CUDA graph, a kernel of someone else).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.backends.gpu.kept import kept
 from tilewise.backends.gpu.launch import LaunchOptions
-from tilewise.backends.gpu.record import Launch
+from tilewise.backends.gpu.record import Launch, recorder
 from tilewise.backends.hopper.device_order import in_turn, program_of, tiles_before
 from tilewise.backends.hopper.structs import Arguments
 from tilewise.masks import UNBOUNDED
@@ -92,32 +99,58 @@ def order_kernel(a, C: tl.constexpr):
         j = j0 + tl.arange(0, C.BLOCK)
         other = tile_cost(a, j, C)
         longer = (other[None, :] > cost[:, None]) | ((other[None, :] == cost[:, None]) & (j[None, :] < i[:, None]))
-        rank += tl.sum((longer & (other > 0)[None, :]).to(tl.int32), 1)
+        rank += tl.sum(longer.to(tl.int32), 1)
         valid += tl.sum((other > 0).to(tl.int32), 0)
     size = valid * a.cluster
+    empty = a.tiles - valid  # of a head
     for among in range(a.cluster):
+        head = cluster * a.cluster + among
         position = rank * a.cluster + among
         turn = position // a.programs
         slot = in_turn(turn, position - turn * a.programs, a.programs)
         program = program_of(slot, cluster, clusters, a.programs)
-        place = tiles_before(program, cluster, clusters, size, a.programs) + turn
+        # tiles with nothing to do are dealt out in turn, after all others
+        last = head * empty + rank - valid
+        turn = tl.where(cost > 0, turn, last // a.programs)
+        program = tl.where(cost > 0, program, last % a.programs)
+        place = tiles_before(program, tl.where(cost > 0, cluster, clusters), clusters, size, a.programs) + turn
         number = i if C.BY_KEY else a.tiles - 1 - i  # work tiles of queries are numbered from the last
-        head = cluster * a.cluster + among
-        tl.store(a.order + place * a.programs + program, head * a.tiles + number, mask=cost > 0)
+        tl.store(a.order + place * a.programs + program, head * a.tiles + number, mask=i < a.tiles)
     for first in range(pid * C.BLOCK, a.programs, tl.num_programs(0) * C.BLOCK):
         program = first + tl.arange(0, C.BLOCK)
         place = tiles_before(program, clusters, clusters, size, a.programs)
+        place += (a.heads * empty + a.programs - 1 - program) // a.programs
         tl.store(a.order + place * a.programs + program, program * 0 - 1, mask=program < a.programs)
 
 
+class Lengths(NamedTuple):
+    """The cumulative lengths of a call."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+
+
+def packed_order(
+    problem: Problem, q: Tensor, lengths: Lengths, config: Any, arguments: Arguments, by_key: bool, cluster: Callable[[], int]
+) -> Tensor:
+    """The order of a kernel's work tiles, kept or written on the current stream, for at most `cluster()` heads at a time."""
+    key = ("hopper order", by_key, config.BLOCK_M, config.BLOCK_N, arguments.blocks.value, arguments.programs)
+
+    def make() -> Tensor:
+        order = torch.empty(order_size(arguments), dtype=torch.int32, device=q.device)
+        recording = recorder.get(problem, key, q.device, lambda: None)
+        tensors = (order, *lengths)
+        if not recording.repeat(tensors):
+            own = arguments._replace(order=order, cu_q=lengths.cu_q, cu_k=lengths.cu_k)
+            recording.record(tensors, [order_launch(problem, config, own, by_key, cluster())])
+        return order
+
+    return kept(problem, q, key, make, lengths)
+
+
 def order_size(arguments: Arguments) -> int:
-    """Enough for clusters of one head each, all of which leave the same program a tile more than others."""
-    return (arguments.total // arguments.programs + arguments.heads.value + 1) * arguments.programs
-
-
-def empty_order(arguments: Arguments, like: Tensor) -> Tensor:
-    """Memory for the order of a kernel's work tiles."""
-    return torch.empty(order_size(arguments), dtype=torch.int32, device=like.device)
+    """Enough for clusters of one head each and for empty tiles, all of which leave the same program one more than others."""
+    return (arguments.total // arguments.programs + arguments.heads.value + 2) * arguments.programs
 
 
 def order_launch(problem: Problem, config: Any, arguments: Arguments, by_key: bool, cluster: int) -> Launch:

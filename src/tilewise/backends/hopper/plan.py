@@ -19,12 +19,12 @@ from tilewise.backends.hopper.backward.config import QUERIES, widths
 from tilewise.backends.hopper.choose import Choice, forward_choices
 from tilewise.backends.hopper.compiler import newer_registers
 from tilewise.backends.hopper.config import WIDTHS, tiles_for
-from tilewise.backends.hopper.features import feature_obstacles
+from tilewise.backends.hopper.features import feature_obstacles, slow_feature, statistics_obstacle
 from tilewise.backends.hopper.intervals import interval_mask, mask_of
 from tilewise.backends.hopper.limits import why_not
 from tilewise.backends.hopper.list_plan import list_arguments, list_obstacle
 from tilewise.backends.hopper.shared_memory import on_chip, warps_of
-from tilewise.backends.verdict import Verdict, no_statistics, no_trees
+from tilewise.backends.verdict import Verdict, no_trees
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import Problem
@@ -57,7 +57,7 @@ def obstacles(problem: Problem, backward: bool = False) -> list[str]:
         f"precision={problem.precision!r} is not served here" if precise else None,
         *(dim_reason(name, getattr(problem, name)) for name in ("head_dim", "head_dim_v")),
         list_obstacle(problem, backward, tile_sizes(problem, backward)) if isinstance(mask, str) else None,
-        no_statistics(problem.stats),
+        statistics_obstacle(problem, backward),
         no_trees(problem.program.kinds),
         "its kernels read no pages; triton's do" if problem.page else None,
     )
@@ -79,7 +79,7 @@ def declines(problem: Problem, spec: DeviceSpec | None = None, *, backward: bool
     if problem.decodes:
         rows = problem.seqlen_q * problem.group
         return f"{rows} rows would leave most of a tile empty; split keys serve so few queries better"
-    return None
+    return slow_feature(problem, backward)
 
 
 def tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:

@@ -53,18 +53,52 @@ class SeenConfig(NamedTuple):
 
 
 @triton.jit
-def visible(lists, b, h, live, q, k, C: tl.constexpr):
-    """Do queries q (a column) see keys k (a row) of a PARTIAL tile?"""
+def row_place(a, OWN: tl.constexpr):
+    """A program's row of lists: (its number, that of its sequence and head in one, its tile in them, positions of the tile)."""
+    row = tl.program_id(0)
+    bh = row // a.tiles
+    tile = row - bh * a.tiles
+    return row, bh, tile, tile * OWN + tl.arange(0, OWN)
+
+
+@triton.jit
+def row_lists(lists, row):
+    """(FULL tiles of a row, PARTIAL ones, where the first run of these is, behind which stand the others from right to left)."""
+    runs = lists.runs + row.to(tl.int64) * lists.width + lists.width - 1
+    return tl.load(lists.counts + 2 * row), tl.load(lists.counts + 2 * row + 1), runs
+
+
+@triton.jit
+def visible(a, bh, live, q, k, C: tl.constexpr):
+    """Which queries q see which keys k of a PARTIAL tile, [queries, keys]."""
     INTERVALS: tl.constexpr = C.LAYOUT.intervals
-    ok = (q < 0) & (k < 0)
+    lists = a.lists
+    b = bh // a.heads
+    delta = k[None, :] - q[:, None]
+    found = delta * 0
     for r in tl.static_range(INTERVALS):
         at = lists.terms + b * lists.terms_b + 4 * r
-        lo = tl.load(at)
-        hi = tl.load(at + 1)
-        inside = (k - q >= lo) & (k - q <= hi) & (k >= tl.load(at + 2)) & (k < tl.load(at + 3))
+        inside = (delta >= tl.load(at)) & (delta <= tl.load(at + 1))
+        inside = inside & ((k >= tl.load(at + 2)) & (k < tl.load(at + 3)))[None, :]
         if C.LAYOUT.live:
             inside = inside & (((live >> r) & 1) != 0)
-        ok = ok | inside
+        found = found | inside.to(tl.int32)
+    q_ok = q < a.len_q
+    k_ok = k < a.len_k
+    ok = (found != 0) & q_ok[:, None] & k_ok[None, :]
+    if C.LAYOUT.ids > 0:
+        q_ids = tl.load(lists.q_ids + b * lists.q_ids_b + q, mask=q_ok, other=0)
+        k_ids = tl.load(lists.k_ids + b * lists.k_ids_b + k, mask=k_ok, other=0)
+        same = q_ids[:, None] == k_ids[None, :]
+        if C.LAYOUT.ids == NOT_EQUAL:
+            same = same == 0
+        ok = ok & same
+    if C.LAYOUT.bits:
+        h = bh - b * a.heads
+        base = lists.bits + b.to(tl.int64) * lists.bits_b + h.to(tl.int64) * lists.bits_h
+        words = base + q[:, None] * lists.bits_q + (k // 32)[None, :] * lists.bits_w
+        bits = tl.load(words, mask=q_ok[:, None] & k_ok[None, :], other=0)
+        ok = ok & (((bits >> (k % 32)[None, :]) & 1) != 0)
     return ok
 
 
@@ -72,18 +106,10 @@ def visible(lists, b, h, live, q, k, C: tl.constexpr):
 def seen_kernel(a, C: tl.constexpr):
     """One row of lists: bits of the positions of the side that is held. A row with a FULL tile has them all."""
     OWN: tl.constexpr = C.BLOCK_N if C.BY_KEY else C.BLOCK_M
-    lists = a.lists
-    row = tl.program_id(0)
-    bh = row // a.tiles
-    tile = row - bh * a.tiles
-    b = bh // a.heads
-    h = bh - b * a.heads
-    own = tile * OWN + tl.arange(0, OWN)
+    row, bh, tile, own = row_place(a, OWN)
+    full, partial, runs = row_lists(a.lists, row)
     length = a.len_k if C.BY_KEY else a.len_q
-    full = tl.load(lists.counts + 2 * row)
-    partial = tl.load(lists.counts + 2 * row + 1)
     found = ((own >= length) | (full > 0)).to(tl.int32)
-    runs = lists.runs + row.to(tl.int64) * lists.width + lists.width - 1
     left = tl.where(full > 0, 0, partial)
     while left > 0:
         word = tl.load(runs)
@@ -91,26 +117,9 @@ def seen_kernel(a, C: tl.constexpr):
         count = ((word >> RUN_LENGTH) & COUNT_MASK) + 1
         for j in range(first, first + count):
             if C.BY_KEY:
-                q = j * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
-                k = own
+                ok = visible(a, bh, word >> LIVE, j * C.BLOCK_M + tl.arange(0, C.BLOCK_M), own, C)
             else:
-                q = own
-                k = j * C.BLOCK_N + tl.arange(0, C.BLOCK_N)
-            q_ok = q < a.len_q
-            k_ok = k < a.len_k
-            ok = visible(lists, b, h, word >> LIVE, q[:, None], k[None, :], C) & q_ok[:, None] & k_ok[None, :]
-            if C.LAYOUT.ids > 0:
-                q_ids = tl.load(lists.q_ids + b * lists.q_ids_b + q, mask=q_ok, other=0)
-                k_ids = tl.load(lists.k_ids + b * lists.k_ids_b + k, mask=k_ok, other=0)
-                same = q_ids[:, None] == k_ids[None, :]
-                if C.LAYOUT.ids == NOT_EQUAL:
-                    same = same == 0
-                ok = ok & same
-            if C.LAYOUT.bits:
-                base = lists.bits + b.to(tl.int64) * lists.bits_b + h.to(tl.int64) * lists.bits_h
-                words = base + q[:, None] * lists.bits_q + (k // 32)[None, :] * lists.bits_w
-                bits = tl.load(words, mask=q_ok[:, None] & k_ok[None, :], other=0)
-                ok = ok & (((bits >> (k % 32)[None, :]) & 1) != 0)
+                ok = visible(a, bh, word >> LIVE, own, j * C.BLOCK_N + tl.arange(0, C.BLOCK_N), C)
             found = found | tl.max(ok.to(tl.int32), 0 if C.BY_KEY else 1)
         left -= count
         runs -= 1

@@ -92,8 +92,15 @@ def tile_arguments(config: Any) -> int:
     slope = NUMBER if config.SCORES == "softcap" else 0
     alibi = POINTER + NUMBER if config.ALIBI else 0
     dropout = POINTER + 2 * NUMBER if config.DROPOUT else 0
-    bias = POINTER + 2 * POINTER + (3 if config.BIAS.endswith("x2") else 4) * NUMBER if config.BIAS else 0
+    bias = bias_arguments(config) if config.BIAS else 0
     return which + batch + slope + alibi + dropout + bias
+
+
+def bias_arguments(config: Any) -> int:
+    """What reads a bias, which of a split kernel the first warps do alone, and its flag."""
+    numbers = 4 if config.BIAS.endswith("s") else 3
+    read = 0 if getattr(config, "SPLIT", False) else 3 * POINTER + numbers * NUMBER
+    return read + POINTER + NUMBER
 
 
 def forward_views(config: Config) -> int:
@@ -105,7 +112,7 @@ def forward_arguments(config: Config, mask: IntervalMask) -> int:
     numbers += config.TERMS == 0 or config.UNSEEN_KEYS or (config.ALIBI != "" and not config.VARLEN)  # keys
     numbers += not config.VARLEN or (config.TERMS > 0 and config.Q_STAGES > 1)  # last query
     packed = ROWS if config.VARLEN else 0
-    features = POINTER if config.SINKS else 0
+    features = POINTER * (config.SINKS + {"": 0, "max": 1, "entropy": 3}[config.STATS])
     return POINTER + NUMBER * numbers + packed + features + terms_bytes(mask, 4) + tile_arguments(config)
 
 

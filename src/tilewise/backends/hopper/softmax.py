@@ -69,7 +69,7 @@ def lane_sum(x_tile):
 
 @gluon.jit
 def softmax_step(s_tile, m, scale, MASKED: gl.constexpr):
-    """Weights of a tile relative to 2**m, the raised m, and the factor that rescales older weights.
+    """Weights of a tile relative to 2**m, the raised m, the factor that rescales older weights, and the largest scores.
 
     m only has to be near the running maximum, so that nothing overflows: it is raised when the maximum is more than MAX_SLACK
     above it, and most tiles leave it alone. Then the factor is exactly 1, for it is exp2 of the difference of rounded numbers.
@@ -81,7 +81,7 @@ def softmax_step(s_tile, m, scale, MASKED: gl.constexpr):
         shift = gl.where(new_m == -INF, 0.0, new_m)  # a row that has seen nothing yet
     rescale = gl.exp2(m - shift)
     p_tile = gl.exp2(s_tile * scale - shift[:, None])  # [64, N]
-    return p_tile, new_m, rescale
+    return p_tile, new_m, rescale, top
 
 
 @gluon.constexpr_function

@@ -109,17 +109,22 @@ class Arguments(NamedTuple):
     drop_below: int | None = None  # Philox words below it are dropped; 32 bits with a sign
     keep_scale: float | None = None  # 1 / (1 - p)
     bias_ptr: Any = None  # numbers, or words of two adjacent keys; positions count within a sequence
-    bias_b: Any = None  # from one sequence, head, query and key to the next; keys of words are adjacent: None
+    bias_b: Any = None  # from one sequence, head, query and key to the next; where keys are adjacent the last is None
     bias_h: Any = None
     bias_q: int | None = None
     bias_k: int | None = None
     bias_rows: int | None = None  # how many queries and keys there is a bias for
     bias_keys: int | None = None
+    bias_flag: Any = None  # raised where something infinite came out
+    bias_again: int | None = None  # not 0: run only if the flag is up
     dbias_ptr: Any = None  # its gradient: rows begin at even places, strides count pairs
     dbias_b: Any = None
     dbias_h: Any = None
     dbias_q: int | None = None
     dbias_k: int | None = None  # 0 where all keys share a number; None where each has its own
+    max_logit_ptr: Any = None  # (B, H, M) fp32, as the next two
+    entropy_ptr: Any = None
+    key_lse_ptr: Any = None  # of the keys alone, without the sink
 
 
 class Plane(NamedTuple):

@@ -64,11 +64,14 @@ def tile_at(a, i):
     """The number of this program's i-th work tile, negative past its last. Read early: the order is in device memory."""
     program = gl.program_id(0)
     if a.order is not None:
-        return gl.load(a.order + i * a.programs + program)
+        t = gl.load(a.order + i * a.programs + program)
     else:
         # odd rounds run backwards: where tiles get shorter along the way, that evens out a little
         t = i * a.programs + gl.where(i % 2 == 0, program, a.programs - 1 - program)
-        return gl.where(t < a.total, t, -1)
+        t = gl.where(t < a.total, t, -1)
+    if a.bias_flag is not None:
+        t = gl.where((a.bias_again == 0) | (gl.load(a.bias_flag) != 0), t, -1)  # see hidden.py
+    return t
 
 
 @gluon.jit

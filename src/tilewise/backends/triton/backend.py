@@ -20,6 +20,7 @@ from tilewise.backends.base import (
     Grads,
     Inputs,
     Jvp,
+    PagedLaunch,
     Statistics,
     Tangents,
     Verdict,
@@ -36,6 +37,7 @@ from tilewise.problem import Problem
 
 if TYPE_CHECKING:
     from tilewise.backends.pages import NewTokens, Pages
+    from tilewise.hardware import DeviceSpec
 
 
 class Triton(Backend):
@@ -44,6 +46,7 @@ class Triton(Backend):
     name = "triton"
     reads_pages = True
     writes_pages = True
+    invariant = plan.INVARIANT
 
     def usable(self, device: str) -> Verdict:
         if importlib.util.find_spec("triton") is None:
@@ -68,7 +71,7 @@ class Triton(Backend):
         """What the plan says for this machine, and whether the kernels run here at all."""
         usable = self.usable(problem.device)
         if not usable.ok:
-            return Verdict.of(*usable.reasons, *plan.obstacles(problem, backward))
+            return Verdict.of(*usable.reasons, *plan.obstacles(problem))
         device = torch.device(problem.device) if inputs is None else inputs.q.device
         return plan.supports(problem, spec_of(device), backward=backward)
 
@@ -94,6 +97,11 @@ class Triton(Backend):
             out = torch.empty_like(out, dtype=torch.float32)
         on_device(inputs.q.device, run_paged, problem, inputs, pages, out, lse)
         return out, lse
+
+    def paged_launches(self, problem: Problem, inputs: Inputs, pages: Pages, spec: DeviceSpec) -> list[PagedLaunch]:
+        from tilewise.backends.triton.paged import paged_tiles
+
+        return [PagedLaunch(problem, inputs, pages, paged_tiles(problem, pages, spec))]
 
     def append(self, pages: Pages, new: NewTokens) -> Tensor | None:
         from tilewise.backends.triton.paged import run_append

@@ -67,18 +67,34 @@ def weights(a, seq, products, bias_tile, q, k, lse, ok, MODE: tl.constexpr, C: t
 
 
 @triton.jit
-def score_gradient(a, seq, p_tile, products, slope, delta, q, n, C: tl.constexpr):
-    """dS before the scale. Keys that nobody sees hold zeros, but rows that see nothing may hold anything: no 0 · inf."""
+def score_gradient(a, p_tile, products, slope, delta, kept, SIGNED: tl.constexpr, C: tl.constexpr):
+    """dS before the scale. Keys that nobody sees hold zeros, but rows that see nothing may hold anything: no 0 · inf.
+
+    `kept`: with dropout the factor of each weight, 0 or 1 / (1 - p); SIGNED: dropped weights have a minus sign instead.
+    """
     dp_tile, factors = products
     dp_tile *= tt.per_row(factors, C)
     if C.DROPOUT:
-        dp_tile *= tt.dropout_keep(a, seq, q, n, C) * a.keep_scale
+        if SIGNED:
+            dp_tile = tl.where(p_tile < 0.0, 0.0, dp_tile * a.keep_scale)
+            p_tile = tl.abs(p_tile)
+        else:
+            dp_tile *= kept
     ds_tile = p_tile * (dp_tile - delta)
     if C.SOFTCAP:
         ds_tile *= slope
     if C.EMPTY_ROWS:
         ds_tile = tl.where(p_tile == 0.0, 0.0, ds_tile)
     return ds_tile
+
+
+@triton.jit
+def kept_factors(a, seq, q, n, C: tl.constexpr):
+    """What dropout multiplies the weights of a tile by; 1 without."""
+    kept = 1.0
+    if C.DROPOUT:
+        kept = tt.dropout_keep(a, seq, q, n, C) * a.keep_scale
+    return kept
 
 
 @triton.jit
@@ -120,14 +136,16 @@ def queries_step(a, g, seq, desc, keys, sums, m, mask, MODE: tl.constexpr, C: tl
     if C.LISTED and MODE != mp.FULL:
         ok = wk.visible(a, seq, q[None, :], k[:, None], mask[1], mask[2], C)
     p_tile, slope = weights(a, seq, products, bias_tile, q[None, :], k[:, None], lse2[None, :], ok, MODE, C)
+    if C.DROPOUT:  # a dropped weight has a minus sign from here on: what is kept takes no registers of its own
+        p_tile *= 2.0 * tt.dropout_keep(a, seq, q[None, :], keys.n, C) - 1.0
     if g.dv is not None:
         dropped_tile = p_tile
         if C.DROPOUT:
-            dropped_tile = p_tile * tt.dropout_keep(a, seq, q[None, :], keys.n, C) * a.keep_scale
+            dropped_tile = tl.where(p_tile < 0.0, 0.0, p_tile * a.keep_scale)
         dv = tt.dot(dropped_tile, dout_tile, dv, C)  # [N, DV]
     if g.dk is not None:
         products = tt.product(keys.v_tile, dout_tile, C)  # [N, M]
-        ds_tile = score_gradient(a, seq, p_tile, products, slope, delta[None, :], q[None, :], keys.n, C)
+        ds_tile = score_gradient(a, p_tile, products, slope, delta[None, :], 1.0, True, C)
         dk = tt.dot(ds_tile, q_tile, dk, C)  # [N, D]
     return dk, dv
 
@@ -273,7 +291,8 @@ def keys_step(a, seq, desc, tile, dq, n, mask, MODE: tl.constexpr, C: tl.constex
         ok = wk.visible(a, seq, q[:, None], k[None, :], mask[1], mask[2], C)
     p_tile, slope = weights(a, seq, products, bias_tile, q[:, None], k[None, :], tile.lse2[:, None], ok, MODE, C)
     products = tt.product(tile.dout_tile, v_tile, C)  # [M, N]
-    ds_tile = score_gradient(a, seq, p_tile, products, slope, tile.delta[:, None], q[:, None], n, C)
+    kept = kept_factors(a, seq, q[:, None], n, C)
+    ds_tile = score_gradient(a, p_tile, products, slope, tile.delta[:, None], kept, False, C)
     return tt.dot(ds_tile, k_tile, dq, C)  # [M, D]
 
 

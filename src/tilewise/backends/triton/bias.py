@@ -1,10 +1,13 @@
 """The gradient of an additive bias, by a kernel over the bias's own tiles.
 
 Each program owns one tile of dBias and loops over everything that tile was broadcast to (batches, heads, query and key tiles), so
-memory stays that of the bias and the sums have a fixed order.
+memory stays that of the bias and the sums have a fixed order. Other modules
+sum their gradients likewise.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -12,41 +15,84 @@ import triton.language as tl
 import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
 from tilewise.backends.gpu.structs import Head
-from tilewise.backends.triton.backward import row_stats, score_gradient, weights
+from tilewise.backends.triton.backward import kept_factors, row_stats, score_gradient, weights
 
 
 @triton.jit
 def bias_kernel(a, g, C: tl.constexpr):
-    size_b, size_h, size_q, size_k = g.bias_shape[0], g.bias_shape[1], g.bias_shape[2], g.bias_shape[3]
+    own = own_tile(size(g.bias_shape[0]), size(g.bias_shape[1]), size(g.bias_shape[2]), size(g.bias_shape[3]), C)
+    acc = sum_tiles(a, g, own, gradient_tile, C)
+    at = own_rows(tt.base(Head(g.dbias, None, own.b, own.h, own.n * 0)), own, g.dbias.stride_s, g.dbias.stride_d, C)
+    tl.store(at, acc, mask=inside(own, C))
+
+
+class OwnTile(NamedTuple):
+    """A program's tile of the bias, and the bias's sizes."""
+
+    b: Any
+    h: Any
+    m: Any
+    n: Any
+    size_b: Any
+    size_h: Any
+    size_q: Any
+    size_k: Any
+
+
+@triton.jit
+def size(length):
+    """A length as a number of the device: constants inside structs get lost under Triton 3.6."""
+    return tl.program_id(0) * 0 + length
+
+
+@triton.jit
+def own_tile(size_b, size_h, size_q, size_k, C: tl.constexpr):
     pid = tl.program_id(0)
     tiles_k = tl.cdiv(size_k, C.BLOCK_N)
     tiles_q = tl.cdiv(size_q, C.BLOCK_M)
-    n_own = pid % tiles_k * C.BLOCK_N
-    m_own = pid // tiles_k % tiles_q * C.BLOCK_M
-    h_own = pid // tiles_k // tiles_q % size_h
-    b_own = pid // tiles_k // tiles_q // size_h
+    n = pid % tiles_k * C.BLOCK_N
+    m = pid // tiles_k % tiles_q * C.BLOCK_M
+    h = pid // tiles_k // tiles_q % size_h
+    b = pid // tiles_k // tiles_q // size_h
+    return OwnTile(b, h, m, n, size_b, size_h, size_q, size_k)
+
+
+@triton.jit
+def own_rows(at, own, stride_s, stride_d, C: tl.constexpr):
+    """The addresses of the tile in the head that begins at `at`."""
+    rows = own.m + tl.arange(0, C.BLOCK_M)
+    cols = own.n + tl.arange(0, C.BLOCK_N)
+    return at + rows[:, None].to(tl.int64) * stride_s + cols[None, :] * stride_d
+
+
+@triton.jit
+def inside(own, C: tl.constexpr):
+    rows = own.m + tl.arange(0, C.BLOCK_M)
+    cols = own.n + tl.arange(0, C.BLOCK_N)
+    return (rows < own.size_q)[:, None] & (cols < own.size_k)[None, :]
+
+
+@triton.jit
+def sum_tiles(a, g, own, TILE: tl.constexpr, C: tl.constexpr):
+    """The sum over all that a tile of the bias was broadcast to of what the function TILE(a, g, seq, m0, n0, C) gives."""
     acc = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
     # a side of size 1 is a loop over all it was broadcast to; any other runs once
-    b_last = tl.where(size_b == 1, a.batch, b_own + 1)
-    h_last = tl.where(size_h == 1, a.heads, h_own + 1)
-    for b in range(b_own, b_last):
-        for h in range(h_own, h_last):
-            seq = tt.seq_info(a, pid * 0 + b, pid * 0 + h, C)
-            m_last = tl.where(size_q == 1, seq.len_q, tl.minimum(m_own + 1, seq.len_q))
-            n_last = tl.where(size_k == 1, seq.len_k, tl.minimum(n_own + 1, seq.len_k))
-            for m0 in range(m_own, m_last, C.BLOCK_M):
-                for n0 in range(n_own, n_last, C.BLOCK_N):
-                    acc += gradient_tile(a, g, seq, m0, n0, C)
-    rows = m_own + tl.arange(0, C.BLOCK_M)
-    cols = n_own + tl.arange(0, C.BLOCK_N)
+    b_last = tl.where(own.size_b == 1, a.batch, own.b + 1)
+    h_last = tl.where(own.size_h == 1, a.heads, own.h + 1)
+    for b in range(own.b, b_last):
+        for h in range(own.h, h_last):
+            seq = tt.seq_info(a, own.b * 0 + b, own.b * 0 + h, C)
+            m_last = tl.where(own.size_q == 1, seq.len_q, tl.minimum(own.m + 1, seq.len_q))
+            n_last = tl.where(own.size_k == 1, seq.len_k, tl.minimum(own.n + 1, seq.len_k))
+            for m0 in range(own.m, m_last, C.BLOCK_M):
+                for n0 in range(own.n, n_last, C.BLOCK_N):
+                    acc += TILE(a, g, seq, m0, n0, C)
     # sums over a broadcast side land in its only row or column
     if C.SUM_M:
         acc = tl.sum(acc, 0)[None, :] + tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
     if C.SUM_N:
         acc = tl.sum(acc, 1)[:, None] + tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
-    own = Head(g.dbias, None, b_own, h_own, pid * 0)
-    at = tt.base(own) + rows[:, None].to(tl.int64) * g.dbias.stride_s + cols[None, :] * g.dbias.stride_d
-    tl.store(at, acc, mask=(rows < size_q)[:, None] & (cols < size_k)[None, :])
+    return acc
 
 
 @triton.jit
@@ -71,4 +117,5 @@ def gradient_tile(a, g, seq, m0, n0, C: tl.constexpr):
     bias_tile = tt.load_bias(a, seq, q[:, None], k[None, :])
     p_tile, _ = weights(a, seq, products, bias_tile, q[:, None], k[None, :], lse2[:, None], ok, mp.MASKED, C)
     products = tt.product(dout_tile, v_tile, C)  # [M, N]
-    return score_gradient(a, seq, p_tile, products, 1.0, delta[:, None], q[:, None], n0, C)
+    kept = kept_factors(a, seq, q[:, None], n0, C)
+    return score_gradient(a, p_tile, products, 1.0, delta[:, None], kept, False, C)

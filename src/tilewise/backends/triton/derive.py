@@ -28,6 +28,7 @@ from tilewise.backends.triton.plan import derivative_tiles
 from tilewise.backends.triton.run import arguments, options, ready, spec_of, worth_maps
 from tilewise.backends.triton.tangents import TangentArgs
 from tilewise.hardware import DeviceSpec
+from tilewise.model import TilePlan
 from tilewise.problem import Problem
 
 
@@ -77,16 +78,20 @@ def run_double_backward(problem: Problem, inputs: Inputs, given: BackwardInputs,
     if dlse is not None:
         delta = delta - torch.where(lse == float("-inf"), 0.0, dlse)
     dq, dk, dv = (torch.empty_like(x) for x in inputs[:3])
+    bias = inputs.bias if needs.dbias else None
+    dbias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
     t = tangent_args(tangents, out_t, lse_t)
     t = t._replace(dout=view(dout), delta_ptr=delta, delta_t_ptr=delta_t, dq=view(dq), dk=view(dk), dv=view(dv))
     for launch in second_launches(problem, inputs, given._replace(lse=lse), t, tangents):
         launch.run()
+    if dbias is not None:
+        second_bias_launch(problem, inputs, given._replace(lse=lse), t, dbias).run()
     sinks = inputs.sinks if needs.dsinks else None
     return Grads(
         dq if needs.dq else None,
         dk if needs.dk else None,
         dv if needs.dv else None,
-        None,
+        None if bias is None or dbias is None else dbias.to(bias.dtype),
         None if sinks is None else sink_gradient_tangent(sinks, tangents.sinks, (lse, lse_t, delta, delta_t)),
     )
 
@@ -116,3 +121,28 @@ def second_launches(
         programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
         maps = tensor_maps(problem, (inputs.q, tangents.q, given.dout), tile.block_q, spec)
         yield Launch(keys_kernel, programs, (a, t, *maps), config, options(tile, spec))
+
+
+def second_bias_launch(
+    problem: Problem,
+    inputs: Inputs,
+    given: BackwardInputs,
+    t: TangentArgs,
+    dbias: Tensor,
+    spec: DeviceSpec | None = None,
+) -> Launch:
+    """The kernel of the bias's gradient, which is summed over what the bias was broadcast to."""
+    from tilewise.backends.triton.double_backward import second_bias_kernel
+
+    spec = spec or spec_of(inputs.q.device)
+    tile = derivative_tiles(problem, spec, "double_backward")["double_backward_dbias"]
+    a, config = arguments(problem, inputs, given.out, given.lse, tile)
+    config = config._replace(SUM_M=dbias.shape[2] == 1, SUM_N=dbias.shape[3] == 1)
+    t = t._replace(dbias=bias_view(dbias), bias_shape=tuple(dbias.shape), dq=None, dk=None, dv=None)
+    return Launch(second_bias_kernel, bias_tiles(dbias, tile), (a, t), config, options(tile, spec))
+
+
+def bias_tiles(dbias: Tensor, tile: TilePlan) -> int:
+    """Programs of a kernel over the bias's own tiles."""
+    b, h, m, n = dbias.shape
+    return b * h * -(-m // tile.block_q) * -(-n // tile.block_k)

@@ -6,6 +6,7 @@ from tilewise.backends.gpu.operands import padded
 from tilewise.backends.triton import onchip
 from tilewise.backends.verdict import Verdict
 from tilewise.hardware.spec import DeviceSpec
+from tilewise.model.gpu import power_of_two
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
@@ -13,29 +14,30 @@ KERNELS = {
     "jvp": "jvp_kernel",
     "double_backward_dkdv": "keys_kernel",
     "double_backward_dq": "queries_kernel",
+    "double_backward_dbias": "second_bias_kernel",
     "key_mass": "mass_kernel",
+    "top": "top_kernel",
     "entropy_dq": "entropy_queries_kernel",
     "entropy_dk": "entropy_keys_kernel",
+    "entropy_dbias": "entropy_bias_kernel",
 }
 DERIVED_UP_TO = 256
 """Head dims of the kernels."""
 
 
 def derives(problem: Problem, spec: DeviceSpec, *, derivative: str) -> Verdict:
-    """JVP serves every term; the double backward has no kernel for the gradient of a bias."""
+    """Both serve every term."""
     most = max(problem.head_dim, problem.head_dim_v)
     return Verdict.of(
         f"{derivative}: head dims up to {DERIVED_UP_TO}, found {most}" if most > DERIVED_UP_TO else None,
         f"{derivative}: positions of a part of a whole are not known to its kernels" if problem.origins else None,
-        "double_backward: a bias has no kernel for its gradient; tiled serves it"
-        if derivative == "double_backward" and problem.bias is not None
-        else None,
     )
 
 
 def derivative_tiles(problem: Problem, spec: DeviceSpec, derivative: str) -> dict[str, TilePlan]:
     """Fixed tiles: a JVP holds two accumulators and four streamed operands, a double backward three operands and streams four."""
-    names = ("jvp",) if derivative == "jvp" else ("double_backward_dkdv", "double_backward_dq")
+    names = ["jvp"] if derivative == "jvp" else ["double_backward_dkdv", "double_backward_dq"]
+    names += ["double_backward_dbias"] * (derivative != "jvp" and problem.bias is not None)
     width = max(padded(problem.head_dim), padded(problem.head_dim_v)) * problem.itemsize // 2
     plans = {}
     for name in names:
@@ -55,32 +57,32 @@ def _derivative_tile(problem: Problem, spec: DeviceSpec, name: str, width: int) 
         streamed = 64 if width <= 64 or name == "jvp" else 32
         return (streamed, 128, 2, 8) if name == "double_backward_dkdv" else (128, streamed, 2, 8)
     m, n = (64, 32) if width <= 64 else (32, 32) if width <= 128 else (16, 32) if width <= 256 else (16, 16)
+    if problem.bias is not None and width <= 128:  # its tile and its tangent's take registers: none spill so in a loop
+        return (16, 32, 1, 4) if name == "double_backward_dbias" and width > 64 else (32, 32, 1, 8)
     return m, n, 1, 4 if plain or width > 64 else 8
 
 
-def no_statistics(problem: Problem, backward: bool) -> str | None:
+def no_statistics(problem: Problem) -> str | None:
     """Why a call with statistics is not served."""
     if not problem.stats:
         return None
-    if problem.top:
-        return f"stats: has no top({problem.top}); cpu, tiled and reference have"
     if problem.origins:
         return "stats: positions of a part of a whole are not known to its kernels"
     most = max(problem.head_dim, problem.head_dim_v)
     if most > DERIVED_UP_TO:
         return f"stats: head dims up to {DERIVED_UP_TO}, found {most}"
-    if backward and problem.bias is not None and "entropy" in problem.stats:
-        return "stats: the entropy has no kernel for the gradient of a bias; tiled serves it"
     return None
 
 
 def sweep_tile(problem: Problem, spec: DeviceSpec, name: str) -> TilePlan:
-    """Of a kernel that has one product QKᵀ, and perhaps another for a gradient."""
+    """Of a kernel that has one product QKᵀ, and perhaps another for a gradient. To rank scores takes at least k of them."""
     width = padded(problem.head_dim) * problem.itemsize // 2
     m, n = (64, 64) if width <= 64 else (64, 32) if width <= 128 else (32, 32) if width <= 256 else (16, 16)
-    if not spec.is_gpu:
+    if name == "top":
+        m, n = 16 if width > 128 or not spec.is_gpu else 32, 64 if spec.is_gpu else max(16, power_of_two(problem.top))
+    elif not spec.is_gpu:
         m, n = 32, 32
     elif name != "entropy_dq":
         m, n = n, m
-    outer = "queries" if name == "entropy_dq" else "keys"
+    outer = "keys" if name in ("key_mass", "entropy_dk") else "queries"
     return TilePlan(m, n, 1, 4, pass_="sweep", kernel=KERNELS[name], outer=outer, reasons=("a tile by rule",))

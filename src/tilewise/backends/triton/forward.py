@@ -5,6 +5,10 @@
 The keys of a tile fall into tiles that every query sees, where no mask is evaluated, and boundary tiles on both sides of them.
 The order of keys does not matter, so one loop takes the former and one the latter. With SPLIT the keys are cut into `splits`
 chunks and partial (out, lse) pairs are written.
+
+With SPAN the bits of a row follow from the row alone: one tile serves every number of rows, its keys come in order, all of them
+under the mask, in parts that begin at multiples of SPAN. Parts are merged in order, here or, with SPLIT, each by a program of its
+own, by the merge kernel: the arithmetic is the same. What a row does not see of a tile leaves its state as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import tilewise.backends.gpu.paged as pg
 import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
 import tilewise.backends.gpu.walk as wk
-from tilewise.backends.gpu.merge import add_sink, normalized
+from tilewise.backends.gpu.merge import add_in_order, add_sink, normalized
 from tilewise.backends.gpu.structs import Head, Listed, QueryTile, SeqInfo
 
 
@@ -151,6 +155,31 @@ def keys_step(a, seq, desc, tile, state, n, mask, MODE: tl.constexpr, C: tl.cons
 
 
 @triton.jit
+def fixed_parts(a, seq, tile, split, lo, hi, C: tl.constexpr):
+    """All parts of the keys [lo, hi), or one of them, merged in order; the maximum is in natural units."""
+    first = lo // C.SPAN
+    past = tl.cdiv(hi, C.SPAN)
+    if C.SPLIT:
+        first = tl.maximum(first, split)
+        past = tl.minimum(past, split + 1)
+    whole, whole_l, whole_m = empty_state(C)
+    for part in range(first, past):
+        start = part * C.SPAN
+        _, span = mp.spans(tl.maximum(lo, start), tl.minimum(hi, start + C.SPAN), 0, 0, C.BLOCK_N)
+        acc, l, m = stream_keys(a, seq, (None, None), tile, empty_state(C), span, mp.MASKED, C)
+        if a.bias is not None:
+            if tt.any_infinite(acc):  # perhaps because of a value that the bias hides: once more, with care
+                acc, l, m = stream_keys(a, seq, (None, None), tile, empty_state(C), span, mp.CAREFUL, C)
+        else:
+            m *= tt.LN2  # from units of log 2
+        if C.PAGES.SCALED and not C.PAGES.PER_TOKEN:
+            acc *= tl.load(a.pages.v_scale.ptr + seq.kv_h.to(tl.int64) * a.pages.v_scale.stride_h)
+        part_tile, lse = normalized(acc, l, m)
+        whole, whole_l, whole_m = add_in_order(whole, whole_l, whole_m, part_tile, lse)
+    return whole, whole_l, whole_m
+
+
+@triton.jit
 def online_softmax(s_tile, unit, unit_tile, bias_tile, state, MAY_BE_EMPTY: tl.constexpr):
     """Weights of a tile under the running maximum, which they may raise; the state so far, rescaled to it."""
     acc, l, m = state
@@ -167,7 +196,7 @@ def online_softmax(s_tile, unit, unit_tile, bias_tile, state, MAY_BE_EMPTY: tl.c
 def finish(a, heads, state, C: tl.constexpr):
     """Normalise: the sink is added to the denominator, an empty row becomes (0, -inf)."""
     acc, l, m = state
-    if a.bias is None:
+    if a.bias is None and C.SPAN == 0:
         m *= tt.LN2  # from units of log 2
     if a.sinks_ptr is not None and not C.SPLIT:
         acc, l, m = add_sink(acc, l, m, tl.load(a.sinks_ptr + heads).to(tl.float32))
@@ -219,21 +248,24 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
             tl.store(a.flags_ptr + tl.program_id(0), tt.any_infinite(acc).to(tl.int32))
     else:
         lo, hi, full_lo, full_hi = mp.key_bounds(a.mask, seq, first, last, C)
-        if C.SPLIT:
-            chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), C.BLOCK_N) + 1, a.splits) * C.BLOCK_N
-            start = lo // C.BLOCK_N * C.BLOCK_N + split * chunk
-            lo = tl.maximum(lo, start)
-            hi = tl.minimum(hi, start + chunk)
-            full_lo = tl.maximum(full_lo, start)
-            full_hi = tl.minimum(full_hi, start + chunk)
-        full, partial = mp.spans(lo, hi, full_lo, full_hi, C.BLOCK_N)
-        state = stream_keys(a, seq, desc, tile, empty_state(C), full, mp.FULL, C)
-        acc, l, m = stream_keys(a, seq, desc, tile, state, partial, mp.MASKED, C)
-        if a.bias is not None:
-            if tt.any_infinite(acc):  # perhaps because of a value that the bias hides: once more, with care
-                acc, l, m = stream_keys(a, seq, desc, tile, empty_state(C), mp.whole_span(partial), mp.CAREFUL, C)
+        if C.SPAN > 0:
+            acc, l, m = fixed_parts(a, seq, tile, split, lo, hi, C)
+        else:
+            if C.SPLIT:
+                chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), C.BLOCK_N) + 1, a.splits) * C.BLOCK_N
+                start = lo // C.BLOCK_N * C.BLOCK_N + split * chunk
+                lo = tl.maximum(lo, start)
+                hi = tl.minimum(hi, start + chunk)
+                full_lo = tl.maximum(full_lo, start)
+                full_hi = tl.minimum(full_hi, start + chunk)
+            full, partial = mp.spans(lo, hi, full_lo, full_hi, C.BLOCK_N)
+            state = stream_keys(a, seq, desc, tile, empty_state(C), full, mp.FULL, C)
+            acc, l, m = stream_keys(a, seq, desc, tile, state, partial, mp.MASKED, C)
+            if a.bias is not None:
+                if tt.any_infinite(acc):  # perhaps because of a value that the bias hides: once more, with care
+                    acc, l, m = stream_keys(a, seq, desc, tile, empty_state(C), mp.whole_span(partial), mp.CAREFUL, C)
 
-    if C.PAGES.SCALED and not C.PAGES.PER_TOKEN:
+    if C.PAGES.SCALED and not C.PAGES.PER_TOKEN and C.SPAN == 0:
         acc *= tl.load(a.pages.v_scale.ptr + seq.kv_h.to(tl.int64) * a.pages.v_scale.stride_h)
     out_tile, lse = finish(a, heads, (acc, l, m), C)
     out_row = seq.row

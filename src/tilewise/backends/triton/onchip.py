@@ -29,9 +29,14 @@ AHEAD = 48
 REGISTER = 4
 TENSOR_COLUMNS = 512
 """Tensor memory of a Blackwell multiprocessor."""
-CROWDED = {"mma": 288, "exchange": 160, "split exchange": 128, "wgmma": 184, "wide": 126, "tf32x3": 4096}
+CROWDED = {
+    "mma": 288, "scratch": 240, "several": 200, "dropped keys": 190, "evaluated": 150,
+    "exchange": 160, "split exchange": 128, "wgmma": 184, "wide": 126, "tf32x3": 4096,
+}  # fmt: skip
 """Beyond these registers of a thread (tf32x3: numbers of a streamed tile) the assembler of CUDA 13.1 spills within loops: with an
-mma, with one whose weights are exchanged, that in two parts, with a wgmma, and with one of many columns."""
+mma, with one beside a bias or dropout, beside several features, with one of dK and dV under dropout, whose random words are drawn
+beside two sums, with one of gradients under a mask that is evaluated, with one whose weights are exchanged, that in two parts,
+with a wgmma, and with one of many columns."""
 
 
 class Operands(NamedTuple):
@@ -47,6 +52,10 @@ class Operands(NamedTuple):
     """fp32 whose rest beyond tf32 is multiplied, too."""
     scratch: int = 0
     """Bytes for each score that change their layout on the way: of a bias, or of what dropout keeps."""
+    drops: bool = False
+    """There is dropout."""
+    several: bool = False
+    """Two or more of a bias, ALiBi, a softcap and dropout."""
     ids: bool = False
     """Ids of documents stream past with the operands."""
     bits: bool = False
@@ -208,7 +217,12 @@ def crowded(tile: TilePlan, x: Operands, spec: DeviceSpec) -> bool:
         )
     if exchanges(tile, x, spec):
         return held > CROWDED["exchange"]
-    return held + loaded_ahead(tile, x, spec) > CROWDED["mma"]
+    kind = "several" if x.several else "scratch" if x.scratch else "mma"
+    if x.drops and tile.pass_ == "backward_dkdv":
+        kind = "dropped keys"
+    if x.evaluated and tile.pass_.startswith("backward"):
+        kind = "evaluated"
+    return held + loaded_ahead(tile, x, spec) > CROWDED[kind]
 
 
 def most_registers(tile: TilePlan, spec: DeviceSpec) -> int:

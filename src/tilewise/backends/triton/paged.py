@@ -20,6 +20,7 @@ from tilewise.backends.gpu.operands import in_two, padded
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import Attention, KernelConfig, MaskLayout, PageArgs, PageLayout, Scale, View
 from tilewise.backends.pages import QUANTIZED, NewTokens, Pages
+from tilewise.backends.triton.plan import SPAN
 from tilewise.backends.triton.run import arguments, forward_tiles, key_of, options, ready, spec_of
 from tilewise.hardware import DeviceSpec
 from tilewise.model import TilePlan
@@ -43,15 +44,24 @@ def run_paged(problem: Problem, inputs: Inputs, pages: Pages, out: Tensor, lse: 
         inputs = inputs._replace(cu_q=None)
     owned = (pages.entries, pages.starts, pages.counts, pages.lengths, pages.k_scale, pages.v_scale)
     facts: Hashable = tuple(None if x is None else (x.dtype, x.shape, x.stride()) for x in owned)
-    key = key_of(problem, inputs, "pages", pages.k.shape, pages.latent, facts)
+    key = key_of(problem, inputs, "pages", pages.k.shape, pages.latent, pages.most, facts)
     if problem.program.tensors:  # they are converted in each call, and no part of what is recorded
         key = None
-    recording = recorder.get(problem, key, out.device, partial(forward_tiles, problem, spec))
+    recording = recorder.get(problem, key, out.device, partial(paged_tiles, problem, pages, spec))
     tiles: dict[str, TilePlan] = recording.plan
     partials = host.partial_results(out, tiles["decode"].splits) if "merge" in tiles else ()
     tensors = (*inputs, out, lse, *partials, *owned)
     if not recording.repeat(tensors):
         recording.record(tensors, paged_launches(problem, inputs, pages, (out, lse), partials, tiles))
+
+
+def paged_tiles(problem: Problem, pages: Pages, spec: DeviceSpec) -> dict[str, TilePlan]:
+    """What the plan has, which counts as many keys for each sequence: one that may have more keys than all parts hold gets its
+    parts from one program."""
+    tiles = forward_tiles(problem, spec)
+    if problem.invariant and "merge" in tiles and pages.most * pages.page > tiles["decode"].splits * SPAN:
+        return {"decode": replace(tiles["decode"], splits=1)}
+    return tiles
 
 
 def paged_launches(
@@ -64,10 +74,8 @@ def paged_launches(
 ) -> list[Launch]:
     """Attention, and the merge of what was split."""
     from tilewise.backends.triton.forward import forward_kernel
-    from tilewise.backends.triton.split import merge_kernel
 
-    out, lse = results
-    spec = spec_of(out.device)
+    spec = spec_of(results[0].device)
     tile = tiles["decode" if "decode" in tiles else "forward"]
     a, config = paged_arguments(problem, inputs, pages, results, tile)
     if partials:
@@ -76,12 +84,21 @@ def paged_launches(
     programs = _row_tiles(problem, tile.block_q) * problem.kv_heads * tile.splits
     launches = [Launch(forward_kernel, programs, (a, None, None), config, options(tile, spec))]
     if partials:
-        splits, tile = tile.splits, tiles["merge"]
-        a, config = arguments(problem, inputs, out, lse, replace(tile, splits=splits))
-        programs = -(-problem.seqlen_q // tile.block_q) * problem.heads
-        args, config = (a, host.split_view(partials[0]), partials[1]), config._replace(MASK=MaskLayout())
-        launches.append(Launch(merge_kernel, programs, args, config, options(tile, spec)))
+        launches.append(merge_launch(problem, inputs, results, partials, replace(tiles["merge"], splits=tile.splits)))
     return launches
+
+
+def merge_launch(
+    problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], partials: tuple[Tensor, ...], tile: TilePlan
+) -> Launch:
+    """The merge of what was split."""
+    from tilewise.backends.triton.split import merge_kernel
+
+    a, config = arguments(problem, inputs, *results, tile)
+    programs = -(-problem.seqlen_q // tile.block_q) * problem.heads
+    config = config._replace(MASK=MaskLayout(), SPAN=SPAN if problem.invariant else 0)
+    args = (a, host.split_view(partials[0]), partials[1])
+    return Launch(merge_kernel, programs, args, config, options(tile, spec_of(results[0].device)))
 
 
 def paged_arguments(
@@ -100,7 +117,7 @@ def paged_arguments(
     )
     args = _page_args(pages, problem.rows)
     config = config._replace(PAGED=True, PAGES=layout, PACK=problem.group, BLOCK_D=first, REST=rest, EMPTY_ROWS=True)
-    return a._replace(pages=args), config
+    return a._replace(pages=args), config._replace(SPAN=SPAN) if problem.invariant else config
 
 
 def _page_args(pages: Pages, rows: int) -> PageArgs:

@@ -12,6 +12,7 @@ from tilewise.backends.triton import onchip, tune, tuned
 from tilewise.backends.triton.derived import derivative_tiles as derivative_tiles
 from tilewise.backends.triton.derived import derives as derives
 from tilewise.backends.triton.derived import no_statistics
+from tilewise.backends.triton.fixed import KERNELS, fixed, interpreted
 from tilewise.backends.triton.onchip import STREAMING, Operands
 from tilewise.backends.verdict import Verdict, no_trees
 from tilewise.errors import PlanError
@@ -21,19 +22,16 @@ from tilewise.model.onchip import OnChip, occupancy
 from tilewise.model.tile import TilePlan, refusal
 from tilewise.problem import DECODE_ROWS, Problem
 
+INVARIANT = True
+"""Of pages, that is: `supports` says so."""
 DTYPES = ("float16", "bfloat16", "float32")
 PRECISIONS = ("default", "tf32")
-KERNELS = {
-    "forward": "forward_kernel",
-    "decode": "forward_kernel",
-    "merge": "merge_kernel",
-    "fp16_split": "fp16_split_kernel",
-    "backward_preprocess": "prepare_kernel",
-    "backward_dkdv": "keys_kernel",
-    "backward_dq": "queries_kernel",
-    "backward_dbias": "bias_kernel",
-}
 BLOCKS = (16, 32, 64, 128, 256)
+SPAN = 512
+"""Keys of a part with `invariant=True`."""
+MOST_HELD = 1 << 28
+"""Bytes of partial results that are written for the parts of `invariant=True`; where it would be more, no program has a part of
+its own."""
 SMALL_BLOCKS = (16, 32)
 """For fp32 operands split into fp16 on Blackwell: with 64 rows or more their products go through tensor memory, and triton
 3.7.1 asks for 576 columns of it and more where there are 512."""
@@ -47,20 +45,22 @@ def supports(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> V
     capability = spec.capability
     has = "" if capability is None or capability >= (8, 0) else f"{capability[0]}.{capability[1]}"
     verdict = Verdict.of(
-        f"needs compute capability 8.0 or newer, {spec.name} has {has}" if has else None, *obstacles(problem, backward)
+        f"needs compute capability 8.0 or newer, {spec.name} has {has}" if has else None, *obstacles(problem)
     )
     return verdict if not verdict.ok else Verdict.of(*_refusals(problem, spec, backward))
 
 
-def obstacles(problem: Problem, backward: bool = False) -> Iterator[str]:
+def obstacles(problem: Problem) -> Iterator[str]:
     """Why no device could serve it."""
-    if reason := no_statistics(problem, backward):
+    if reason := no_statistics(problem):
         yield reason
     if problem.dtype not in DTYPES:
         yield f"dtype {problem.dtype} is not among {', '.join(DTYPES)}"
     if problem.precision not in PRECISIONS:
         yield f"precision={problem.precision!r} is served by cpu and tiled; kernels here sum in float32"
-    if reason := no_trees(problem.program.kinds) or lists.too_long(problem):
+    if problem.invariant and not problem.page:
+        yield "has no invariant=True but over pages: the bits of a row depend on the batch around it"
+    if reason := (None if problem.page else no_trees(problem.program.kinds)) or lists.too_long(problem):
         yield reason
 
 
@@ -70,7 +70,7 @@ def declines(problem: Problem, spec: DeviceSpec, *, backward: bool = False) -> s
 
 def passes(problem: Problem, spec: DeviceSpec) -> tuple[str, ...]:
     """The kernels of a call and of its gradients."""
-    forward = ("decode", "merge") if problem.decodes and not problem.stats else ("forward",)
+    forward = ("decode", "merge") if (problem.decodes or problem.invariant) and not problem.stats else ("forward",)
     if problem.page:  # a cache has no gradients
         return forward
     return (
@@ -87,7 +87,7 @@ def tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
     for pass_ in passes(problem, spec):
         if pass_ == "merge" and ("decode" not in plans or plans["decode"].splits == 1):
             continue  # keys that are not split are not merged
-        if pass_ in STREAMING and spec.is_gpu and _ranking(problem, spec, pass_)[0].rejected:
+        if pass_ in STREAMING and spec.is_gpu and not problem.invariant and _ranking(problem, spec, pass_)[0].rejected:
             continue
         plans[pass_] = tile(problem, spec, pass_)
     return plans
@@ -96,6 +96,8 @@ def tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
 def tile(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     """What runs there in one pass; raises where nothing can."""
     asked = problem.asked(pass_)
+    if pass_ == "decode" and problem.invariant:
+        return invariant(problem, spec)
     if pass_ == "decode" and problem.splits:
         planned = tile(replace(problem, splits=0), spec, pass_)
         return replace(planned, splits=problem.splits, reasons=(f"{problem.splits} parts are yours", *planned.reasons))
@@ -105,6 +107,29 @@ def tile(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     if found is None:
         raise PlanError(next(_refusals(problem, spec, backward=False)))
     return replace(found, source="user", reasons=("yours", *found.reasons[-1:]))
+
+
+def invariant(problem: Problem, spec: DeviceSpec) -> TilePlan:
+    """The tile of `invariant=True`: no length and no number of rows or sequences is among what it follows from. Keys are split
+    into all of their parts or not at all, which changes no bits."""
+    x, size = _operands(problem, spec, "decode"), size_of(problem, rounded=True)
+    rows = 16 if x.dv > 128 or not spec.is_gpu else 32  # two accumulators: a part's, and that of the parts before it
+    sizes = [TilePlan(rows, n, stages, 4, pass_="decode") for n in BLOCKS[3::-1] for stages in (3, 2)]
+    if not spec.is_gpu:
+        found = interpreted(problem, "decode", (rows, 64))
+    else:
+        tiles = [_judge(_equipped(tile, x, size, spec), x, size, spec) for tile in sizes]
+        fitting = [one.tile for one in tiles if not one.rejected]
+        if not fitting:
+            raise PlanError(f"tile: none of invariant=True fits {spec.name}: {tiles[-1].rejected}")
+        found = next((tile for tile in fitting if not onchip.crowded(tile, x, spec)), fitting[-1])
+    batch = max(1, problem.batch)
+    parts = max(1, -(-problem.seqlen_k // batch // SPAN))
+    programs = (problem.seqlen_q * problem.group // rows + batch) * problem.kv_heads
+    held = 4 * parts * problem.seqlen_q * problem.heads * problem.head_dim_v
+    split = parts > 1 and programs < 8 * max(1, spec.units) and held <= MOST_HELD
+    reasons = (f"invariant: parts of {SPAN} keys, whatever the batch is", *found.reasons)
+    return replace(found, splits=parts if split else 1, source="table", reasons=reasons)
 
 
 def choices(problem: Problem, spec: DeviceSpec, pass_: str) -> list[TilePlan]:
@@ -119,9 +144,9 @@ def choices(problem: Problem, spec: DeviceSpec, pass_: str) -> list[TilePlan]:
 def _planned(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     """What runs unless the user asks for something else: what was measured, else the model's choice."""
     if pass_ not in STREAMING:
-        return _fixed(problem, spec, pass_)
+        return fixed(problem, spec, pass_)
     if not spec.is_gpu:
-        return _interpreted(problem, pass_)
+        return interpreted(problem, pass_)
     ranking = _ranking(problem, spec, pass_)
     if ranking[0].rejected:
         raise PlanError(f"tile: none of {pass_} fits {spec.name}: {ranking[0].rejected}")
@@ -151,9 +176,9 @@ def _measured(problem: Problem, spec: DeviceSpec, sizes: TilePlan, reason: str) 
 def _every(problem: Problem, spec: DeviceSpec, pass_: str) -> list[TilePlan]:
     """The planned tile, then the best of each other size; [] if none fits."""
     if pass_ not in STREAMING:
-        return [_fixed(problem, spec, pass_)]
+        return [fixed(problem, spec, pass_)]
     if not spec.is_gpu:
-        has = [_interpreted(problem, pass_), *(_interpreted(problem, pass_, (m, n)) for m in BLOCKS for n in BLOCKS)]
+        has = [interpreted(problem, pass_), *(interpreted(problem, pass_, (m, n)) for m in BLOCKS for n in BLOCKS)]
     else:
         has = [candidate.tile for candidate in _ranking(problem, spec, pass_) if not candidate.rejected]
         has = [_planned(problem, spec, pass_), *has] if has else []
@@ -224,7 +249,7 @@ def _ranking(problem: Problem, spec: DeviceSpec, pass_: str) -> tuple[Candidate,
 def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
     hip, listed, kinds = spec.vendor == "AMD", lists.walks_lists(problem), problem.program.kinds
     split = splits_fp32(problem, hip) and pass_ != "decode"
-    plain = not (problem.bias or problem.alibi or problem.softcap or problem.dropout_p or problem.varlen)
+    plain = not (tuned.features_of(problem) or problem.varlen)
     return Operands(
         d=sum(in_two(problem.head_dim)),
         dv=padded(problem.head_dim_v),
@@ -232,6 +257,8 @@ def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
         fp16_split=split,
         tf32x3=dot_precision(problem, hip) == "tf32x3" and not split,
         scratch=4 if problem.dropout_p else 0 if problem.bias is None else problem.itemsize,
+        drops=problem.dropout_p > 0,
+        several="several" in tuned.features_of(problem),
         ids=listed and any(kind.is_documents for kind in kinds),
         bits=listed and any(kind.is_dense for kind in kinds),
         evaluated=listed and lists.list_layout(problem.program, 16, 16).program,
@@ -361,57 +388,3 @@ def _faults(tile: TilePlan, x: Operands, size: Size, spec: DeviceSpec) -> Iterat
 
 def _full(tile: TilePlan) -> str:
     return f"{tile} with {tile.stages} buffer{'s' * (tile.stages != 1)} and {tile.warps} warps"
-
-
-def _fixed(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
-    """Kernels that pass over rows once, and the gradient of the bias: a tile by rule."""
-    d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    if pass_ == "backward_dbias":
-        return _bias(problem, spec, max(d, dv) * problem.itemsize)
-    if pass_ == "merge":
-        rows, width = min(16, 1 << max(0, problem.seqlen_q - 1).bit_length()), dv
-    elif pass_ == "fp16_split":
-        rows, width = 32, max(d, dv)
-    else:
-        rows, width = 64 if spec.is_gpu else 16, dv
-    plan = TilePlan(rows, 1, 1, 4, pass_=pass_, source="table", kernel=KERNELS[pass_], reasons=("rows are read once",))
-    if not spec.is_gpu:
-        return plan
-    registers = min(spec.max_registers, 48 + 3 * rows * width // (4 * spec.warp))
-    sums = 4 * rows * plan.warps
-    resident = occupancy(sums, registers, plan.warps * spec.warp, spec)
-    return replace(plan, on_chip=(("sums", sums),), registers=registers, resident=resident)
-
-
-def _bias(problem: Problem, spec: DeviceSpec, width: int) -> TilePlan:
-    """The largest tile of dBias that does not spill with its four operands; `width`: the bytes of an operand's row."""
-    plan = TilePlan(16, 16, 1, 4, pass_="backward_dbias", source="table", kernel=KERNELS["backward_dbias"])
-    if not spec.is_gpu:
-        return plan
-    by, whole = onchip.widest(spec), problem.itemsize == 4
-    if by == "mfma":
-        side = 64 if width <= 256 else 32 if width <= 1024 else 16
-    elif whole:
-        side = 32 if width <= 256 else 16
-    else:
-        side = 64 if width <= (128 if by == "mma" else 256) else 32 if width <= 256 else 16
-    plan = replace(plan, block_q=side, block_k=side, warps=8 if whole and side == 32 else 4)
-    by_warpgroups = onchip.instruction(plan, spec) in ("wgmma", "tcgen05")
-    sram = {"operands": (4 if by_warpgroups or whole else 2) * side * width}
-    sram |= {"barriers": 64} if by_warpgroups else {"dS": max(4096, 4 * side * side)}
-    registers = onchip.most_registers(plan, spec)
-    resident = occupancy(sum(sram.values()), registers, plan.warps * spec.warp, spec)
-    reason = "the largest square that does not spill with the operands of both products"
-    return replace(plan, on_chip=tuple(sram.items()), registers=registers, resident=resident, reasons=(reason,))
-
-
-def _interpreted(problem: Problem, pass_: str, sizes: tuple[int, int] | None = None) -> TilePlan:
-    """In the interpreter any power of two runs; small ones run soonest."""
-    m, n = sizes or (16 if pass_ == "decode" else 32, 32)
-    tile = TilePlan(
-        m, n, 1, 4, pass_=pass_, source="table", kernel=KERNELS[pass_], reasons=("Triton's interpreter: small tiles",)
-    )
-    tile = replace(tile, outer="keys" if pass_ == "backward_dkdv" else "queries")
-    if pass_ == "decode":
-        tile = replace(tile, splits=3 if problem.bias is None else 1, pack_gqa=True, heads=problem.group)
-    return tile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.gpu.merge import add_part, add_sink, normalized
+from tilewise.backends.gpu.merge import add_in_order, add_part, add_sink, normalized
 from tilewise.backends.gpu.structs import Head
 from tilewise.backends.gpu.tile import base, batch_rows, load_rows, row_block, store_rows
 
@@ -22,7 +22,10 @@ def merge_kernel(a, part_out, part_lse_ptr, C: tl.constexpr):
         at = part_lse_ptr + (part.to(tl.int64) * a.heads + h) * a.len_q + rows
         lse = tl.load(at, mask=ok, other=float("-inf"))
         part_tile = load_rows(Head(part_out, None, part, h, zero), rows, ok, C.DV, C.BLOCK_DV)  # [M, DV]
-        acc, l, m = add_part(acc, l, m, part_tile, lse)
+        if C.SPAN > 0:
+            acc, l, m = add_in_order(acc, l, m, part_tile, lse)
+        else:
+            acc, l, m = add_part(acc, l, m, part_tile, lse)
     if a.sinks_ptr is not None:
         acc, l, m = add_sink(acc, l, m, tl.load(a.sinks_ptr + h).to(tl.float32))
     out_tile, lse = normalized(acc, l, m)

@@ -18,9 +18,10 @@ from tilewise.backends.base import (
     empty_out,
     empty_statistics,
 )
-from tilewise.backends.gpu.launch import view
+from tilewise.backends.gpu.launch import bias_view, view
 from tilewise.backends.gpu.record import Launch
 from tilewise.backends.triton import plan, run
+from tilewise.backends.triton.derive import bias_tiles
 from tilewise.backends.triton.derived import sweep_tile
 from tilewise.backends.triton.listed import grid
 from tilewise.backends.triton.run import (
@@ -50,8 +51,8 @@ def run_statistics(problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, St
 def statistics_launches(
     problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], stats: Statistics, spec: DeviceSpec
 ) -> Iterator[Launch]:
-    """The forward with what rows saw, and the sweep for what keys received."""
-    from tilewise.backends.triton.stats import mass_kernel, statistics_kernel
+    """The forward with what rows saw, and the sweeps for what keys received and for the largest weights."""
+    from tilewise.backends.triton.stats import mass_kernel, statistics_kernel, top_kernel
 
     tiles = plan.tiles(problem, spec)
     parts = fp16_parts(problem, inputs[:3])
@@ -70,6 +71,12 @@ def statistics_launches(
         programs = grid(problem, problem.seqlen_k, tile.block_k, problem.heads)
         args = StatisticsArgs(mass_ptr=stats.key_mass)
         yield Launch(mass_kernel, programs, (a, args), config, options(tile, spec))
+    if problem.top:
+        tile = sweep_tile(problem, spec, "top")
+        a, config = arguments(problem, inputs, *results, tile)
+        programs = grid(problem, problem.seqlen_q, tile.block_q, problem.heads)
+        args = StatisticsArgs(weights_ptr=stats.weights, indices_ptr=stats.indices)
+        yield Launch(top_kernel, programs, (a, args), config._replace(TOP=problem.top), options(tile, spec))
 
 
 def run_entropy_backward(problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent) -> Grads:
@@ -79,7 +86,7 @@ def run_entropy_backward(problem: Problem, inputs: Inputs, given: BackwardInputs
     for launch, into, to in entropy_launches(problem, inputs, given, entropy, spec_of(inputs.q.device)):
         launch.run()
         own = getattr(found, into)
-        found = found._replace(**{into: own + to})
+        found = found._replace(**{into: own + to.to(own.dtype)})
     return found
 
 
@@ -87,7 +94,7 @@ def entropy_launches(
     problem: Problem, inputs: Inputs, given: BackwardInputs, entropy: EntropyCotangent, spec: DeviceSpec
 ) -> Iterator[tuple[Launch, str, Tensor]]:
     """The launches, the gradient that each is part of, and where it goes."""
-    from tilewise.backends.triton.stats import entropy_keys_kernel, entropy_queries_kernel
+    from tilewise.backends.triton.stats import entropy_bias_kernel, entropy_keys_kernel, entropy_queries_kernel
 
     args = StatisticsArgs(dentropy_ptr=entropy.dentropy.contiguous(), mean_ptr=entropy.mean.contiguous())
     lse = given.lse.contiguous()
@@ -103,3 +110,10 @@ def entropy_launches(
         programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
         own = args._replace(dk=view(dk))
         yield Launch(entropy_keys_kernel, programs, (a, own), config, options(tile, spec)), "dk", dk
+    if given.needs.dbias and inputs.bias is not None:
+        tile = sweep_tile(problem, spec, "entropy_dbias")
+        dbias = torch.zeros(inputs.bias.shape, dtype=torch.float32, device=inputs.bias.device)
+        a, config = arguments(problem, inputs, given.out, lse, tile)
+        config = config._replace(SUM_M=dbias.shape[2] == 1, SUM_N=dbias.shape[3] == 1)
+        own = args._replace(dbias=bias_view(dbias), bias_shape=tuple(dbias.shape))
+        yield Launch(entropy_bias_kernel, bias_tiles(dbias, tile), (a, own), config, options(tile, spec)), "dbias", dbias

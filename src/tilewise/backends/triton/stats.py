@@ -1,4 +1,5 @@
-"""What rows see: the forward with the entropy's sum beside, a sweep for what keys received, and the gradient of the entropy.
+"""What rows see: the forward with the entropy's sum beside, sweeps for what keys received and for the largest weights, and the
+gradient of the entropy.
 
     over the keys met so far, with p = exp2(x - m):   l = Σ p,   spread = Σ p (x - m),   so that the entropy is log l - spread / l
 
@@ -14,10 +15,15 @@ import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
 import tilewise.backends.triton.derivatives as td
 from tilewise.backends.gpu.structs import Head
+from tilewise.backends.triton.bias import inside, own_rows, own_tile, size, sum_tiles
 from tilewise.backends.triton.forward import finish
 
 FLOOR = tl.constexpr(-300.0)
 """Below it a weight is 0, and what it is multiplied by must be finite."""
+NOBODY = tl.constexpr(-(1 << 63))
+"""No key, in the order of `ranked`."""
+LAST = tl.constexpr((1 << 31) - 1)
+"""A key and what is left to it are each other's complement: k ^ LAST falls as k grows."""
 
 
 @triton.jit
@@ -166,6 +172,57 @@ def mass_kernel(a, w, C: tl.constexpr):
 
 
 @triton.jit
+def ranked(x_tile, k):
+    """Scores and their keys as integers in the same order; of equal scores the first key is the largest."""
+    x_tile = tl.where(x_tile == 0.0, 0.0, x_tile)  # without a sign
+    bits = x_tile.to(tl.int32, bitcast=True)
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # integers have their sign in two's complement
+    return tl.where(x_tile == float("-inf"), NOBODY, (bits.to(tl.int64) << 32) | (k ^ LAST).to(tl.int64))
+
+
+@triton.jit
+def top_kernel(a, w, C: tl.constexpr):
+    """The largest weights of one tile of queries, and their keys."""
+    K: tl.constexpr = triton.next_power_of_2(C.TOP)
+    tile, h, b = tt.work_tile(a, tl.program_id(0), a.cu_q, a.len_q, a.heads, C.BLOCK_M, True, C)
+    seq = tt.seq_info(a, b, h, C)
+    m0 = tile * C.BLOCK_M
+    if m0 >= seq.len_q:
+        return
+    q = m0 + tl.arange(0, C.BLOCK_M)
+    q_tile = tt.load_rows(Head(a.q, None, seq.row, h, seq.q_start), q, q < seq.len_q, C.D, C.BLOCK_D)  # [M, D]
+    best = tl.full([C.BLOCK_M, K], NOBODY, tl.int64)
+    lo, hi, _, _ = mp.key_bounds(a.mask, seq, m0, tl.minimum(m0 + C.BLOCK_M, seq.len_q), C)
+    # over the keys met so far: best = the K largest, falling
+    for n in range(lo // C.BLOCK_N * C.BLOCK_N, hi, C.BLOCK_N):
+        k = n + tl.arange(0, C.BLOCK_N)
+        k_tile = tt.load_rows(Head(a.k, None, seq.row, seq.kv_h, seq.k_start), k, k < seq.len_k, C.D, C.BLOCK_D)  # [N, D]
+        s_tile = tt.product(q_tile, k_tile, C)[0]  # [M, N] fp32
+        bias_tile = None
+        if a.bias is not None:
+            bias_tile = tt.load_bias(a, seq, q[:, None], k[None, :])
+        x_tile = tt.scores(a, seq, s_tile, bias_tile, q[:, None], k[None, :], C)[0]
+        x_tile = tl.where(mp.allowed(a.mask, seq, q[:, None], k[None, :], C), x_tile, float("-inf"))
+        found = ranked(x_tile, k[None, :])  # [M, N]
+        if tl.max((tl.max(found, 1) > tl.min(best, 1)).to(tl.int32), 0) > 0:  # for no row is there more to sort
+            both = tl.join(best, tl.topk(found, K)).reshape(C.BLOCK_M, 2 * K)
+            best = tl.topk(both, K)
+    bits = (best >> 32).to(tl.int32)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    x_tile = bits.to(tl.float32, bitcast=True)
+    if a.bias is None:
+        x_tile *= tt.LN2
+    lse = load_lse(a, seq, q)
+    weights = tl.where(best == NOBODY, 0.0, tl.exp2((x_tile - lse[:, None]) * tt.LOG2E))
+    indices = tl.where(best == NOBODY, -1, (best & LAST) ^ LAST)
+    column = tl.arange(0, K)
+    ok = (q < seq.len_q)[:, None] & (column < C.TOP)[None, :]
+    at = ((seq.row.to(tl.int64) * a.heads + h) * a.len_q + seq.q_start + q)[:, None] * C.TOP + column[None, :]
+    tl.store(w.weights_ptr + at, weights, mask=ok)
+    tl.store(w.indices_ptr + at, indices, mask=ok)
+
+
+@triton.jit
 def entropy_queries_kernel(a, w, C: tl.constexpr):
     """What comes back to one tile of queries from the entropy: dS = -dH · P ∘ (S - mean)."""
     tile, h, b = tt.work_tile(a, tl.program_id(0), a.cu_q, a.len_q, a.heads, C.BLOCK_M, True, C)
@@ -220,3 +277,25 @@ def entropy_keys_kernel(a, w, C: tl.constexpr):
             dk = tt.dot(-dentropy[None, :] * p_tile * (x_tile - mean[None, :]) * slope, q_tile, dk, C)  # [N, D]
     to = tt.base(Head(w.dk, None, seq.row, kv_h, seq.k_start))
     tt.store_rows(to, w.dk, k, k < seq.len_k, dk * a.scale, C.D, C.BLOCK_D, C)
+
+
+@triton.jit
+def entropy_bias_tile(a, w, seq, m0, n0, C: tl.constexpr):
+    """dS of one tile, without the softcap's slope: the bias is added after it."""
+    q = m0 + tl.arange(0, C.BLOCK_M)
+    k = n0 + tl.arange(0, C.BLOCK_N)
+    lse, mean, dentropy = load_lse(a, seq, q), load_row(w.mean_ptr, a, seq, q, 0.0), load_row(w.dentropy_ptr, a, seq, q, 0.0)
+    q_tile = tt.load_rows(Head(a.q, None, seq.row, seq.h, seq.q_start), q, q < seq.len_q, C.D, C.BLOCK_D)  # [M, D]
+    k_tile = tt.load_rows(Head(a.k, None, seq.row, seq.kv_h, seq.k_start), k, k < seq.len_k, C.D, C.BLOCK_D)  # [N, D]
+    s_tile = tt.product(q_tile, k_tile, C)[0]  # [M, N] fp32
+    p_tile, x_tile, _ = seen_weights(a, seq, s_tile, lse[:, None], q[:, None], k[None, :], C)
+    return -dentropy[:, None] * p_tile * (x_tile - mean[:, None])
+
+
+@triton.jit
+def entropy_bias_kernel(a, w, C: tl.constexpr):
+    """What comes back to one tile of the bias from the entropy."""
+    own = own_tile(size(w.bias_shape[0]), size(w.bias_shape[1]), size(w.bias_shape[2]), size(w.bias_shape[3]), C)
+    acc = sum_tiles(a, w, own, entropy_bias_tile, C)
+    at = own_rows(tt.base(Head(w.dbias, None, own.b, own.h, own.n * 0)), own, w.dbias.stride_s, w.dbias.stride_d, C)
+    tl.store(at, acc, mask=inside(own, C))

@@ -17,7 +17,7 @@ class TangentArgs(NamedTuple):
     q: View | None
     k: View | None
     v: View | None
-    bias: View | None  # None in a double backward
+    bias: View | None
     sinks_ptr: Any
     out: View | None
     lse_ptr: Any
@@ -27,6 +27,8 @@ class TangentArgs(NamedTuple):
     dq: View | None = None
     dk: View | None = None
     dv: View | None = None
+    dbias: View | None = None  # in a kernel of its own
+    bias_shape: tuple[int, ...] | None = None
 
 
 class StatisticsArgs(NamedTuple):
@@ -37,10 +39,14 @@ class StatisticsArgs(NamedTuple):
     entropy_ptr: Any = None
     key_lse_ptr: Any = None  # beside the entropy
     mass_ptr: Any = None  # (B, H, N) fp32
+    weights_ptr: Any = None  # (B, H, M, k) fp32, and as many indices of int64
+    indices_ptr: Any = None
     dentropy_ptr: Any = None
     mean_ptr: Any = None
     dq: View | None = None
     dk: View | None = None
+    dbias: View | None = None
+    bias_shape: tuple[int, ...] | None = None
 
 
 class QueryTiles(NamedTuple):

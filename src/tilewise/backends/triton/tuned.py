@@ -7,6 +7,7 @@ it can be measured again and struck out when the model or the kernel improves.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
@@ -35,6 +36,8 @@ class Tuned:
     """True only with a mask, False only without one, None for both."""
     packed: bool | None = None
     """True only for packed sequences, False only without them, None for both."""
+    features: tuple[str, ...] = ()
+    """Only with one of these: bias, alibi, softcap, dropout, several (of them). () for all problems."""
     spills: int = 0
     """Accesses to local memory in its loops, by the compiler: it was the fastest tile all the same."""
 
@@ -46,11 +49,19 @@ class Tuned:
             and self.itemsize == problem.itemsize
             and self.masked in (None, bool(problem.program.structure))
             and self.packed in (None, problem.varlen)
+            and (not self.features or not set(self.features).isdisjoint(features_of(problem)))
         )
 
     def __str__(self) -> str:
         spills = f"; it spills, {self.spills} accesses in its loops" if self.spills else ""
         return f"{self.figure}{spills}; {self.device}, {self.date} ({self.evidence})"
+
+
+def features_of(problem: Problem) -> list[str]:
+    """What is added to the scores or changes the weights, and "several" where that is more than one thing."""
+    given = {"bias": problem.bias, "alibi": problem.alibi, "softcap": problem.softcap, "dropout": problem.dropout_p}
+    names = [name for name, value in given.items() if value]
+    return [*names, "several"] if len(names) > 1 else names
 
 
 def _tuned_dim(head_dim: int) -> int:
@@ -64,18 +75,20 @@ _COMPILED, _TODAY = "make compile-matrix", "timed one after the other; no record
 
 def _h200(
     pass_: str, head_dim: int, itemsize: int, sizes: tuple[int, int, int, int], evidence: str, figure: str,
-    *, masked: bool | None = None, packed: bool | None = None, spills: int = 0,
+    *, masked: bool | None = None, packed: bool | None = None, features: tuple[str, ...] = (), spills: int = 0,
 ) -> Tuned:  # fmt: skip
     """An entry for an H200; `sizes` are block_q, block_k, num_stages and warps."""
     device = "compiled for sm_90" if evidence == _COMPILED else "NVIDIA H200"
     date = "2026-11-16" if evidence in (_COMPILED, _TODAY) else "2026-11-15"
     where = (device, date, figure, evidence)
-    return Tuned("sm_90", pass_, head_dim, itemsize, *sizes, *where, masked=masked, packed=packed, spills=spills)
+    when: dict[str, Any] = {"masked": masked, "packed": packed, "features": features}
+    return Tuned("sm_90", pass_, head_dim, itemsize, *sizes, *where, **when, spills=spills)
 
 
 TUNED: tuple[Tuned, ...] = (
     _h200("forward", 64, 2, (64, 64, 3, 4), _PLANNER,
           "bf16 16k full 450 TFLOP/s, causal 426; the model's 128×64 w8 s2 308 and 271"),
+    _h200("forward", 128, 2, (128, 64, 2, 8), _COMPILED, "bf16: 0 spills in loops; 64×64 w4 s3 5, s2 2", features=("bias",)),
     _h200("forward", 128, 2, (64, 64, 3, 4), _PLANNER,
           "bf16 8k full 509 TFLOP/s, causal 497; the model's 128×128 w8 s2 427 and 392"),
     _h200("decode", 128, 2, (16, 128, 3, 4), "record gpu-parts, decode",
@@ -88,11 +101,20 @@ TUNED: tuple[Tuned, ...] = (
           "bf16 4×8 heads, 2k causal, dQ alone 0.335 ms; 64×32 w8 s2 0.741", spills=116),
     _h200("decode", 64, 2, (16, 128, 3, 4), _TODAY,
           "B 8, 32/8 heads, 16k keys 0.073 ms; B 1, 131k keys 0.080; four stages 0.081 and 0.084, 16×64 0.084 and 0.094"),
+    _h200("backward_dkdv", 64, 2, (32, 64, 3, 8), _COMPILED,
+          "bf16: 0 spills in loops; 32×64 w4 s3 27 with ALiBi and dropout, 20 with everything", features=("several",)),
+    _h200("backward_dkdv", 64, 2, (32, 64, 3, 4), _COMPILED,
+          "bf16: 0 spills in loops; 64×64 w4 s3 36 with dropout, 11 with a bias", features=("bias", "dropout")),
+    _h200("backward_dkdv", 128, 2, (32, 64, 3, 8), _COMPILED,
+          "bf16: 0 spills in loops; 32×64 w4 s3 82 with dropout, 49 with a bias, 17 with a softcap, 5 with ALiBi",
+          features=("bias", "alibi", "softcap", "dropout")),
     _h200("backward_dkdv", 64, 2, (64, 64, 2, 4), "record gpu-parts, varlen",
           "bf16 causal backward, times of dense: S 512 1.06, 2k 1.02; with three stages 1.13, 1.04, and it spills",
           masked=True, packed=True),
     _h200("backward_dkdv", 64, 2, (64, 64, 3, 4), _PLANNER,
           "bf16 8k backward full 375 TFLOP/s, causal 343; 64×64 w4 s2 351 and 337; 128×64 w4 s2 gives 395, 365 but spills"),
+    _h200("backward_dq", 64, 2, (64, 32, 3, 4), _COMPILED,
+          "bf16: 0 spills in loops with everything; 64×64 w4 s3 59, w8 s3 2", features=("several",)),
     _h200("backward_dq", 64, 2, (64, 64, 3, 4), _PLANNER, "bf16 512 full, dQ alone 0.31 ms; 128×64 w8 s3 0.46 ms"),
     _h200("backward_dkdv", 128, 2, (32, 64, 2, 4), _COMPILED, "bf16: 0 spills in loops; with three stages 2",
           masked=True, packed=True),

@@ -21,6 +21,7 @@ from tilewise.backends.hopper.backward.config import (
     widths,
 )
 from tilewise.backends.hopper.choose import Choice, mask_config
+from tilewise.backends.hopper.config import used_columns
 from tilewise.backends.hopper.features import alibi_form, bias_form, gradient_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import all_seen, hides_in_tiles
@@ -126,12 +127,15 @@ def queries_choices(problem: Problem, stat_rows: int) -> list[Choice]:
 
 
 def compiled_for(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
+    dims = widths(problem.head_dim, problem.head_dim_v)
     return mask_config(problem, mask) | {
         "EMPTY_ROWS": problem.varlen or may_have_empty_rows(problem.program, problem.seqlen_q, problem.seqlen_k),
         "SCORES": "softcap" if problem.softcap > 0 else "fold",
         "ALIBI": alibi_form(problem, mask),
         "BIAS": bias_form(problem),
         "DROPOUT": problem.dropout_p > 0,
+        "QK_COLUMNS": used_columns(problem.head_dim, dims[0]),
+        "V_COLUMNS": used_columns(problem.head_dim_v, dims[1]),
     }
 
 
@@ -139,7 +143,7 @@ def without_mask(config: KeysConfig) -> KeysConfig:
     """What the preprocess and postprocess kernels, which know no mask, are compiled for."""
     plain = KeysConfig._field_defaults
     names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS")
-    names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "BIAS", "DROPOUT")
+    names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "BIAS", "DROPOUT", "QK_COLUMNS", "V_COLUMNS")
     return config._replace(**{name: plain[name] for name in names})
 
 

@@ -35,6 +35,8 @@ class KeysConfig(NamedTuple):
     DROPOUT: bool = False
     ALIBI: str = ""  # "past" where no key is ahead of its query, else "both"
     BIAS: str = ""  # see Config
+    QK_COLUMNS: int = 0  # see Config
+    V_COLUMNS: int = 0  # the same of v and dout
 
     @property
     def LISTED_BY_KEY(self) -> bool:
@@ -90,6 +92,8 @@ class QueriesConfig(NamedTuple):
     DROPOUT: bool = False
     ALIBI: str = ""
     BIAS: str = ""
+    QK_COLUMNS: int = 0
+    V_COLUMNS: int = 0
     DBIAS: str = ""  # the bias's gradient: "store", or "add" up in memory where it is broadcast; "add keys" where all keys share
 
     @property

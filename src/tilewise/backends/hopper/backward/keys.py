@@ -22,9 +22,11 @@ from tilewise.backends.hopper.backward.scores import (
     issue_scores,
     masked_weights,
     of_head,
+    pieces,
+    product,
     statistic,
 )
-from tilewise.backends.hopper.bias import load_by_column
+from tilewise.backends.hopper.bias import load_by_column, raise_flag
 from tilewise.backends.hopper.compat import (
     fence_async_shared,
     gl,
@@ -73,6 +75,7 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
     """One query tile; also dQ of the one before, whose statistics are tile `before`. The FIRST of these keys follows one of
     the keys before."""
     DTYPE: gl.constexpr = rings.q.tiles.dtype
+    BEHIND: gl.constexpr = len(pieces(C.V_COLUMNS, C.BLOCK_DV))
     dk, dv = grads
     # Every ring of queries has two stages and advances alike. Opaque: else each address is a variable or constant of the loop
     # in a register of its own.
@@ -97,18 +100,18 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
             s_acc = accumulator_from(lse2, zero)
         mbarrier.wait(rings.do.full.index(at), parity)
         dp_acc = accumulator_from(statistic(rings.stats, at, "delta", C), zero)
-        s_token = warpgroup_mma(k_rows, q_tile.permute((1, 0)), s_acc, is_async=True)
-        dp_token = warpgroup_mma(v_rows, do_tile.permute((1, 0)), dp_acc, is_async=True)
+        s_token = product(k_rows, q_tile, s_acc, True, C.QK_COLUMNS)
+        dp_token = product(v_rows, do_tile, dp_acc, True, C.V_COLUMNS)
     else:
-        s_token = warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_token = product(k_rows, q_tile, zero, False, C.QK_COLUMNS)
         mbarrier.wait(rings.do.full.index(at), parity)
-        dp_token = warpgroup_mma(v_rows, do_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp_token = product(v_rows, do_tile, zero, False, C.V_COLUMNS)
         if C.DROPOUT:
             kept = kept_by_column(m, tile.work.start + 64 * WG, tile.work.b, tile.h, a, C)
         if C.BIAS != "":
             bias = load_by_column(tile.work.b, tile.h, m, tile.work.start + 64 * WG, a, C)
         lse2 = statistic(rings.stats, at, "lse2", C)
-    s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
+    s_tile = warpgroup_mma_wait(BEHIND, deps=[s_token])  # [64, M]
     p_tile, w_tile = masked_weights(s_tile, lse2, tile, m, tile.work.start + 64 * WG, a, C, bias)
     if C.REDUCE_DQ:
         # both warpgroups are done with step n - 1, and so with dQ(n - 2)
@@ -202,13 +205,14 @@ def listed_gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.con
 def score_tiles(s_token, dp_token, rings, n, m, k0, tile, a, C: gl.constexpr):
     """P and dS of the n-th query tile as left operands; S and dP are in flight."""
     DTYPE: gl.constexpr = rings.q.tiles.dtype
+    BEHIND: gl.constexpr = len(pieces(C.V_COLUMNS, C.BLOCK_DV))
     at = stage(rings.q, n)
     if C.DROPOUT:
         kept = kept_by_column(m, k0, tile.work.b, tile.h, a, C)
     bias = at
     if C.BIAS != "":
         bias = load_by_column(tile.work.b, tile.h, m, k0, a, C)
-    s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, M]
+    s_tile = warpgroup_mma_wait(BEHIND, deps=[s_token])  # [64, M]
     p_tile, w_tile = masked_weights(s_tile, statistic(rings.stats, at, "lse2", C), tile, m, k0, a, C, bias)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, M]
     if C.DROPOUT:
@@ -228,6 +232,7 @@ def issue_gradients(p, ds, dk, dv, rings, n):
 @gluon.jit
 def overlapped_gradients(rings, tile, q_base, a, WG: gl.constexpr, C: gl.constexpr):
     """dK and dV of this warpgroup's 64 keys, from all queries of all heads of the group."""
+    S_PIECES: gl.constexpr = len(pieces(C.QK_COLUMNS, C.BLOCK_D))
     work = tile.work
     k0 = work.start + 64 * WG
     k_rows = matrix(rings.k, tile.index).slice(WG * 64, 64, dim=0)
@@ -236,8 +241,8 @@ def overlapped_gradients(rings, tile, q_base, a, WG: gl.constexpr, C: gl.constex
     dv = zeros(C.BLOCK_DV)
     m0 = work.first * C.BLOCK_M
     zero_unseeing_queries(rings, q_base, m0, tile, a, WG, C)
-    s_token = issue_scores(k_rows, rings.q, q_base, C.BLOCK_M)
-    dp_token = issue_scores(v_rows, rings.do, q_base, C.BLOCK_M)
+    s_token = issue_scores(k_rows, rings.q, q_base, C.BLOCK_M, C.QK_COLUMNS)
+    dp_token = issue_scores(v_rows, rings.do, q_base, C.BLOCK_M, C.V_COLUMNS)
     p, ds = score_tiles(s_token, dp_token, rings, q_base, m0, k0, of_head(tile, 0, a, C), a, C)
     # over the query tiles before n: dv and dk lack the last one, whose P and dS wait in p and ds
     for g in range(a.group.value):
@@ -248,10 +253,10 @@ def overlapped_gradients(rings, tile, q_base, a, WG: gl.constexpr, C: gl.constex
             n = opaque(j)  # else each address is a variable of the loop in a register of its own
             zero_unseeing_queries(rings, n, m, tile, a, WG, C)
             dv_token, dk_token = issue_gradients(p, ds, dk, dv, rings, n - 1)
-            s_token = issue_scores(k_rows, rings.q, n, C.BLOCK_M)
-            dv, dk, _, _ = warpgroup_mma_wait(1, deps=[dv_token, dk_token, p, ds])
+            s_token = issue_scores(k_rows, rings.q, n, C.BLOCK_M, C.QK_COLUMNS)
+            dv, dk, _, _ = warpgroup_mma_wait(S_PIECES, deps=[dv_token, dk_token, p, ds])
             release(rings.q, n - 1)  # for dO too
-            dp_token = issue_scores(v_rows, rings.do, n, C.BLOCK_M)
+            dp_token = issue_scores(v_rows, rings.do, n, C.BLOCK_M, C.V_COLUMNS)
             p, ds = score_tiles(s_token, dp_token, rings, n, m, k0, held, a, C)
     release(rings.v, tile.index)
     release(rings.k, tile.index)
@@ -290,6 +295,8 @@ def process_tile(outputs, rings, tile, q_base, before, i, a, WG: gl.constexpr, C
     k0 = work.start + 64 * WG
     if C.DROPOUT:
         dv = dv * a.keep_scale
+    raise_flag(dv, a, C)
+    raise_flag(dk, a, C)
     await_stores()
     store_gradient(dv_desc, a.dv, dv, dv_buffers.index(WG), work, work.k_start, k0, work.len_k, C)
     if C.BLOCK_D == C.BLOCK_DV:

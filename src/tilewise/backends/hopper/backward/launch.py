@@ -11,6 +11,7 @@ from torch import Tensor
 from tilewise.backends.base import BackwardInputs, Grads, Inputs
 from tilewise.backends.gpu.launch import Address, Descriptor, describable, view
 from tilewise.backends.gpu.record import Launch, Recording, recorder
+from tilewise.backends.gpu.structs import MaskArgs
 from tilewise.backends.hopper.backward.arguments import BackwardPlan, Step, heads_together, make_plan
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.feature_launch import (
@@ -25,9 +26,11 @@ from tilewise.backends.hopper.feature_launch import (
     tensors_in,
     with_features,
 )
+from tilewise.backends.hopper.features import is_broadcast
+from tilewise.backends.hopper.hidden import empty_copies, hidden_launch, hidden_mask
 from tilewise.backends.hopper.launch import device_terms, kernel_for, order_on, packed_rows, spec_of, tensors_of
 from tilewise.backends.hopper.list_launch import CallLists, Dealing, call_lists, is_listed
-from tilewise.backends.hopper.packed_order import empty_order, order_launch
+from tilewise.backends.hopper.packed_order import Lengths, packed_order
 from tilewise.backends.hopper.plan import plan_of
 from tilewise.backends.hopper.structs import Arguments, Plane, PrePostArguments, Term
 from tilewise.problem import Problem
@@ -51,6 +54,26 @@ class Memory(NamedTuple):
     cu_k: Tensor | None
 
 
+class Again(NamedTuple):
+    """A call with a bias, made once more if something infinite came out: the flag and copies without what the bias hides."""
+
+    inputs: Inputs
+    mask: MaskArgs
+    copies: tuple[Tensor, ...]  # the flag, q, k, v, dout
+    added: Tensor | None  # the gradient of the bias where it is added up
+
+    def launches(
+        self, problem: Problem, steps: tuple[Step, ...], plan: BackwardPlan, memory: Memory, terms: tuple[Term, ...]
+    ) -> list[Launch]:
+        flag, q, k, v, dout = self.copies
+        keys = hidden_launch(problem, self.inputs, self.mask, flag, ((memory.k, k), (memory.v, v)), True, self.added)
+        queries = hidden_launch(problem, self.inputs, self.mask, flag, ((memory.q, q), (memory.dout, dout)), False)
+        clean = memory._replace(q=q, k=k, v=v, dout=dout)
+        main = [step for step in steps if isinstance(step.arguments, Arguments)]
+        main = [step._replace(arguments=step.arguments._replace(bias_again=1)) for step in main]
+        return [keys, queries, *(launch_of(step, plan, clean, terms) for step in main)]
+
+
 def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
     """The gradients of a supported problem, on the current stream."""
     out, lse, dout, dlse, needs = given
@@ -67,12 +90,19 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     features = call_features(problem, inputs)
     if problem.sinks:  # as many as there are of each statistic
         features["dsinks_ptr"] = scratch.new_empty(recording.plan.stats // 2)
-    if needs.dbias and inputs.bias is not None:
-        dbias, written = bias_gradient(problem, inputs.bias)
-        features |= written
-    launch(problem, Memory(q, k, v, out, lse, dout, dlse, dq, dk, dv, scratch, cu_q, cu_k), recording, found, features)
+    memory = Memory(q, k, v, out, lse, dout, dlse, dq, dk, dv, scratch, cu_q, cu_k)
+    again = None
+    if inputs.bias is not None:
+        dbias = None
+        if needs.dbias:
+            dbias, written = bias_gradient(problem, inputs.bias)
+            features |= written
+        copies = empty_copies(q, k, v, dout)
+        features |= {"bias_flag": copies[0], "bias_again": 0}
+        again = Again(inputs, hidden_mask(problem, q), copies, dbias if is_broadcast(problem) else None)
+    launch(problem, memory, recording, found, features, again)
     grads = Grads(dq if needs.dq else None, dk if needs.dk else None, dv if needs.dv else None)
-    if needs.dbias and inputs.bias is not None:
+    if inputs.bias is not None and dbias is not None:
         grads = grads._replace(dbias=rounded_gradient(dbias, inputs.bias))
     if needs.dsinks and inputs.sinks is not None:
         grads = grads._replace(dsinks=sink_gradient(features["dsinks_ptr"], inputs.sinks, q.shape[0]))
@@ -111,6 +141,7 @@ def launch(
     recording: Recording,
     found: dict[str, CallLists] | None = None,
     features: Features = NONE,
+    again: Again | None = None,
 ) -> None:
     """Fill dq, dk and dv by the plan of a recording; `found` are the tile lists of its steps, if the mask has some."""
     terms: tuple[Term, ...] = ()
@@ -120,12 +151,13 @@ def launch(
     elif problem.program.tensors:
         terms = device_terms(problem, memory.q)
         tensors = (*memory, *tensors_of(terms))
-    ordered = [step for step in recording.plan.steps if isinstance(step.arguments, Arguments) and step.config.ORDERED]
-    orders = {step.name: empty_order(step.arguments, memory.q) for step in ordered}
+    orders = packed_orders(problem, memory, recording.plan) if problem.varlen else {}
     if orders:
         tensors = (*tensors, *orders.values())
     if features:
         tensors = (*tensors, *tensors_in(features))
+    if again is not None:
+        tensors = (*tensors, again.inputs.bias, *again.copies, *again.mask.tensors)
     if recording.repeat(tensors):
         return
     tidy = readable(memory)
@@ -136,12 +168,14 @@ def launch(
         steps = tuple(with_order(step, orders) for step in steps)
     if features:
         steps = tuple(step._replace(arguments=with_features(step.arguments, features)) for step in steps)
-    launches = [launch for step in steps for launch in launches_of(problem, step, recording.plan, tidy, terms)]
+    launches = [launch_of(step, recording.plan, tidy, terms) for step in steps]
+    if again is not None:
+        launches += again.launches(problem, steps, recording.plan, tidy, terms)
     if tidy is memory:
         recording.record(tensors, launches)
     else:  # over copies of this call alone
-        for step in launches:
-            step.run()
+        for one in launches:
+            one.run()
 
 
 def with_lists(problem: Problem, step: Step, found: dict[str, CallLists]) -> Step:
@@ -152,23 +186,24 @@ def with_lists(problem: Problem, step: Step, found: dict[str, CallLists]) -> Ste
     return step._replace(arguments=step.arguments._replace(lists=own.arguments, order=own.order))
 
 
+def packed_orders(problem: Problem, memory: Memory, plan: BackwardPlan) -> dict[str, Tensor]:
+    """The orders of the work tiles of a packed batch, by kernel that has one."""
+    found: dict[str, Tensor] = {}
+    assert memory.cu_q is not None and memory.cu_k is not None
+    lengths = Lengths(memory.cu_q, memory.cu_k)
+    for name, _, config, arguments, _ in plan.steps:
+        if isinstance(arguments, Arguments) and config.ORDERED:
+            by_key = isinstance(config, KeysConfig)
+            cluster = partial(heads_together, problem, config, problem.kv_heads if by_key else problem.heads)
+            found[name] = packed_order(problem, memory.q, lengths, config, arguments, by_key, cluster)
+    return found
+
+
 def with_order(step: Step, orders: dict[str, Tensor]) -> Step:
-    """The step with memory for the order of its work tiles."""
+    """The step with the order of its work tiles."""
     if step.name not in orders or not isinstance(step.arguments, Arguments):
         return step
     return step._replace(arguments=step.arguments._replace(order=orders[step.name]))
-
-
-def launches_of(
-    problem: Problem, step: Step, plan: BackwardPlan, memory: Memory, terms: tuple[Term, ...]
-) -> list[Launch]:
-    """A step over these tensors, and before it the kernel that writes the order of a packed batch's tiles."""
-    main = launch_of(step, plan, memory, terms)
-    if not (isinstance(step.arguments, Arguments) and step.config.ORDERED):
-        return [main]
-    by_key = isinstance(step.config, KeysConfig)
-    heads = problem.kv_heads if by_key else problem.heads
-    return [order_launch(problem, step.config, main.args[-1], by_key, heads_together(problem, step.config, heads)), main]
 
 
 def readable(memory: Memory) -> Memory:

@@ -8,8 +8,8 @@ Each of two warpgroups has 64 queries. While dQ's product runs, the scores of th
 from __future__ import annotations
 
 from tilewise.backends.hopper.alibi import columns_from, rows_from, slope_of
-from tilewise.backends.hopper.backward.scores import as_operand, issue_scores, weights
-from tilewise.backends.hopper.bias import load_by_row, store_gradient_by_row
+from tilewise.backends.hopper.backward.scores import as_operand, issue_scores, pieces, weights
+from tilewise.backends.hopper.bias import load_by_row, raise_flag, store_gradient_by_row
 from tilewise.backends.hopper.compat import gl, gluon, opaque, opaque_float, warpgroup_mma, warpgroup_mma_wait
 from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient
@@ -90,6 +90,7 @@ def row_weights(s_tile, lse2, tile, row0, key0, bias, a, C: gl.constexpr):
 @gluon.jit
 def score_gradient(s_token, dp_token, v_ring, n, key0, statistics, tile, row0, a, C: gl.constexpr):
     """dS of the n-th key tile as the left operand of its product with K; S and dP are in flight."""
+    BEHIND: gl.constexpr = len(pieces(C.V_COLUMNS, C.BLOCK_DV))
     lse2, delta = statistics
     if C.DROPOUT:
         first = key0
@@ -98,8 +99,8 @@ def score_gradient(s_token, dp_token, v_ring, n, key0, statistics, tile, row0, a
         kept = kept_by_row(row0, first, tile.work.b, tile.work.h, a, C.BLOCK_N, C)
     bias = lse2
     if C.BIAS != "":
-        bias = load_by_row(tile.work, row0, key0, a, False, C)
-    s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
+        bias = load_by_row(tile.work, row0, key0, a, C.BLOCK_N, False, C)
+    s_tile = warpgroup_mma_wait(BEHIND, deps=[s_token])  # [64, N]
     p_tile, w_tile = row_weights(s_tile, lse2, tile, row0, key0, bias, a, C)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, N]
     release(v_ring, n)
@@ -115,6 +116,7 @@ def score_gradient(s_token, dp_token, v_ring, n, key0, statistics, tile, row0, a
 @gluon.jit
 def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
     """dQ of this warpgroup's queries from all keys they see."""
+    S_PIECES: gl.constexpr = len(pieces(C.QK_COLUMNS, C.BLOCK_D))
     q_tile = matrix(rings.q, WG)
     do_tile = matrix(rings.do, WG)
     statistics = row_statistics(tile.work, row0, a, C)
@@ -122,8 +124,8 @@ def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
     key0 = tile.work.first * C.BLOCK_N
     past = kv_base + tile.work.count
     zero_unseen_key_halves(rings, kv_base, key0, tile, a, WG, C)
-    s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N)
-    dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N)
+    s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N, C.QK_COLUMNS)
+    dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N, C.V_COLUMNS)
     ds = score_gradient(s_token, dp_token, rings.v, kv_base, key0, statistics, tile, row0, a, C)
     # over the key tiles before n: dq lacks the last one, whose dS waits in ds
     for j in range(kv_base + 1, past):
@@ -131,10 +133,10 @@ def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
         n = opaque(j)  # else each address is a variable of the loop in a register of its own
         zero_unseen_key_halves(rings, n, key0, tile, a, WG, C)
         dq_token = warpgroup_mma(ds, matrix(rings.k, n - 1), dq, is_async=True)
-        s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N)
-        dq, _ = warpgroup_mma_wait(1, deps=[dq_token, ds])
+        s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N, C.QK_COLUMNS)
+        dq, _ = warpgroup_mma_wait(S_PIECES, deps=[dq_token, ds])
         release(rings.k, n - 1)
-        dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N)
+        dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N, C.V_COLUMNS)
         ds = score_gradient(s_token, dp_token, rings.v, n, key0, statistics, tile, row0, a, C)
     dq_token = warpgroup_mma(ds, matrix(rings.k, past - 1), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq_token])
@@ -152,6 +154,7 @@ def zero_partial_keys(rings, n, cursor, partial, tile, a, WG: gl.constexpr, C: g
 @gluon.jit
 def listed_gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
     """The same from the keys of a list."""
+    S_PIECES: gl.constexpr = len(pieces(C.QK_COLUMNS, C.BLOCK_D))
     work = tile.work
     q_tile = matrix(rings.q, WG)
     do_tile = matrix(rings.do, WG)
@@ -163,8 +166,8 @@ def listed_gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.const
     past = kv_base + work.count
     partial = work.first > 0
     zero_partial_keys(rings, kv_base, cursor, partial, tile, a, WG, C)
-    s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N)
-    dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N)
+    s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N, C.QK_COLUMNS)
+    dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N, C.V_COLUMNS)
     ds = score_gradient(s_token, dp_token, rings.v, kv_base, (cursor, partial), statistics, tile, row0, a, C)
     # over the key tiles before n: dq lacks the last one, whose dS waits in ds
     for i in range(kv_base + 1, past):
@@ -175,10 +178,10 @@ def listed_gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.const
         n = opaque(i)  # else each address is a variable of the loop in a register of its own
         zero_partial_keys(rings, n, cursor, partial, tile, a, WG, C)
         dq_token = warpgroup_mma(ds, matrix(rings.k, n - 1), dq, is_async=True)
-        s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N)
-        dq, _ = warpgroup_mma_wait(1, deps=[dq_token, ds])
+        s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N, C.QK_COLUMNS)
+        dq, _ = warpgroup_mma_wait(S_PIECES, deps=[dq_token, ds])
         release(rings.k, n - 1)
-        dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N)
+        dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N, C.V_COLUMNS)
         ds = score_gradient(s_token, dp_token, rings.v, n, (cursor, partial), statistics, tile, row0, a, C)
     dq_token = warpgroup_mma(ds, matrix(rings.k, past - 1), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=[dq_token])
@@ -226,6 +229,7 @@ def consume_queries(dq_desc, rings, a, WG: gl.constexpr, C: gl.constexpr):
             work, band = locate_queries(a, tile_at(a, opaque(i)), C)
             row0 = work.start + 64 * WG
             dq = zero_empty_rows(dq, work, band, row0, a, C)
+            raise_flag(dq, a, C)
             buffer = rings.q.tiles.index(WG)
             store_gradient(dq_desc, a.dq, dq * a.scale, buffer, work, work.q_start, row0, work.len_q, C)
             await_stores()

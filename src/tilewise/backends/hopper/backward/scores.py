@@ -8,7 +8,7 @@ from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque_float, 
 from tilewise.backends.hopper.grad_tile import HeldTile, sees_all, visible
 from tilewise.backends.hopper.listed import visible_queries, where_visible
 from tilewise.backends.hopper.lists import Cursor, tile_number
-from tilewise.backends.hopper.mainloop import accumulator, left_operand, zeros
+from tilewise.backends.hopper.mainloop import accumulator, columns, left_operand, spans, zeros
 from tilewise.backends.hopper.ring import matrix, wait_full
 from tilewise.backends.hopper.softmax import LOG2E, tanh
 
@@ -29,11 +29,30 @@ def as_operand(x_tile, n: gl.constexpr, dtype: gl.constexpr):
     return gl.convert_layout(x_tile.to(dtype), LAYOUT, assert_trivial=True)
 
 
+@gluon.constexpr_function
+def pieces(used, width):
+    """The columns that a product over `width` of them takes, of which the first `used` (0: all) are not zeros."""
+    return spans(0, used if used > 0 else width)
+
+
 @gluon.jit
-def issue_scores(rows, ring, n, COLUMNS: gl.constexpr):
-    """S or dP against the n-th tile that is streamed, issued: K or V against Q or dO, or the reverse."""
+def product(rows, others, acc, FROM: gl.constexpr, USED: gl.constexpr):
+    """rows · othersᵀ, issued: over the columns that are not zeros, from acc or (not FROM) from 0."""
+    WIDTH: gl.constexpr = rows.type.shape[1]
+    SPANS: gl.constexpr = pieces(USED, WIDTH)
+    token = acc
+    for i in gl.static_range(len(SPANS)):
+        left = columns(rows, SPANS[i][0], SPANS[i][1])
+        right = columns(others, SPANS[i][0], SPANS[i][1]).permute((1, 0))
+        token = warpgroup_mma(left, right, token, use_acc=FROM or i > 0, is_async=True)
+    return token
+
+
+@gluon.jit
+def issue_scores(rows, ring, n, N: gl.constexpr, USED: gl.constexpr):
+    """S or dP against the n-th tile that is streamed, issued: K or V against Q or dO, or the reverse. USED: see `product`."""
     wait_full(ring, n)
-    return warpgroup_mma(rows, matrix(ring, n).permute((1, 0)), zeros(COLUMNS), use_acc=False, is_async=True)
+    return product(rows, matrix(ring, n), zeros(N), False, USED)
 
 
 @gluon.jit

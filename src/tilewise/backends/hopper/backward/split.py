@@ -15,9 +15,10 @@ from tilewise.backends.hopper.backward.scores import (
     issue_scores,
     masked_weights,
     of_head,
+    pieces,
     statistic,
 )
-from tilewise.backends.hopper.bias import load_by_column
+from tilewise.backends.hopper.bias import load_by_column, raise_flag
 from tilewise.backends.hopper.compat import (
     KV_READ_BARRIER,
     gl,
@@ -39,14 +40,16 @@ from tilewise.backends.hopper.zeroing import zero_unseeing_queries, zero_unseen_
 
 
 @gluon.jit
-def issue_next(token, read_ring, n, rows, next_ring, LAST: gl.constexpr, C: gl.constexpr):
-    """After a gradient's product is issued: the next product of scores behind it. The gradient's reads `read_ring`."""
+def issue_next(token, read_ring, n, rows, next_ring, USED: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
+    """After a gradient's product is issued: the next product of scores behind it, over USED columns. The gradient's reads
+    `read_ring`."""
+    BEHIND: gl.constexpr = len(pieces(USED, rows.type.shape[1]))
     s_token = token
     if LAST:
         gradient = warpgroup_mma_wait(0, deps=[token])
     else:
-        s_token = issue_scores(rows, next_ring, n + 1, C.BLOCK_M)
-        gradient = warpgroup_mma_wait(1, deps=[token])
+        s_token = issue_scores(rows, next_ring, n + 1, C.BLOCK_M, USED)
+        gradient = warpgroup_mma_wait(BEHIND, deps=[token])
     release(read_ring, n)
     return gradient, s_token
 
@@ -89,7 +92,7 @@ def values_step(carried, rings, n, m, tile, k_tile, a, LAST: gl.constexpr, C: gl
     zero_next_queries(rings, n, m, tile, a, 0, LAST, C)
     wait_full(rings.do, n)
     dv_token = warpgroup_mma(as_operand(p_tile, C.BLOCK_DV, DTYPE), matrix(rings.do, n), dv, is_async=True)
-    return issue_next(dv_token, rings.do, n, k_tile, rings.q, LAST, C)
+    return issue_next(dv_token, rings.do, n, k_tile, rings.q, C.QK_COLUMNS, LAST, C)
 
 
 @gluon.jit
@@ -114,7 +117,7 @@ def keys_step(carried, rings, n, m, tile, v_tile, a, LAST: gl.constexpr, C: gl.c
     ds_tile = w_tile * dp_tile
     zero_next_queries(rings, n, m, tile, a, 1, LAST, C)
     dk_token = warpgroup_mma(as_operand(ds_tile, C.BLOCK_D, DTYPE), matrix(rings.q, n), dk, is_async=True)
-    return issue_next(dk_token, rings.q, n, v_tile, rings.do, LAST, C)
+    return issue_next(dk_token, rings.q, n, v_tile, rings.do, C.V_COLUMNS, LAST, C)
 
 
 @gluon.jit
@@ -136,7 +139,7 @@ def gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.constexpr)
         n0 = q_base + g * work.count
         last = n0 + work.count - 1
         zero_unseeing_queries(rings, n0, work.first * C.BLOCK_M, tile, a, WG, C)
-        token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M)
+        token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M, C.QK_COLUMNS if WG == 0 else C.V_COLUMNS)
         held = of_head(tile, g, a, C) if WG == 0 else tile
         for n in range(n0, last):
             m = (work.first + n - n0) * C.BLOCK_M
@@ -160,7 +163,7 @@ def listed_gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.con
         here = first_tile(a.lists, row, beyond_queries(a, C))
         now = ListedQueries(cursor=here, partial=work.first > 0, h=h)
         zero_unseeing_queries(rings, n0, now, tile, a, WG, C)
-        token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M)
+        token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M, C.QK_COLUMNS if WG == 0 else C.V_COLUMNS)
         held = of_head(tile, g, a, C) if WG == 0 else tile
         for n in range(n0, last):
             j = n - n0
@@ -202,6 +205,7 @@ def process_tile(grad_desc, rings, tile, q_base, i, a, WG: gl.constexpr, C: gl.c
         grad = gradient_of(rings, tile, v_tile, q_base, a, WG, C) * a.scale
         ring = rings.k
         rows = a.dk
+    raise_flag(grad, a, C)
     # located again rather than kept in registers
     work, _ = locate_keys(a, tile_at(a, opaque(i)), C)
     named_barrier("sync", KV_READ_BARRIER)

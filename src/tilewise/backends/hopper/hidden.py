@@ -1,0 +1,164 @@
+"""What a bias of -inf hides may hold NaN, and 0 · NaN is NaN.
+
+Kernels with a bias compute as if it hid nothing, and raise a flag where something infinite came out. Then, on the device, the
+call is made once more: from copies in which keys that mask and bias together hide from every query, and queries from which they
+hide every key, are zeros. Where the flag is down, which is nearly always, these launches end at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.backends.base import Inputs
+from tilewise.backends.gpu.arguments import mask_args
+from tilewise.backends.gpu.kept import kept
+from tilewise.backends.gpu.launch import LaunchOptions, bias_view, view
+from tilewise.backends.gpu.operands import padded
+from tilewise.backends.gpu.program import allowed
+from tilewise.backends.gpu.record import Launch
+from tilewise.backends.gpu.structs import MaskArgs, MaskLayout
+from tilewise.backends.gpu.tile import seq_info
+from tilewise.problem import Problem
+
+PROGRAMS = 128
+BLOCK = 64
+
+
+class HiddenArguments(NamedTuple):
+    """One or two tensors of one side, of keys or of queries, and their copies."""
+
+    flag: Any
+    x: Any
+    x_copy: Any
+    y: Any  # where there is none: x
+    y_copy: Any
+    bias: Any
+    mask: MaskArgs
+    cu_q: Any  # of a packed batch, else anything
+    cu_k: Any
+    batch: int
+    heads: int
+    kv_heads: int
+    len_q: int
+    len_k: int
+    cleared: Any  # memory that the second time adds to, and its size
+    size: int
+    none: None = None  # Triton 3.6 loses constants of a struct without a None
+
+
+class HiddenConfig(NamedTuple):
+    MASK: MaskLayout
+    BY_KEY: bool
+    VARLEN: bool
+    D: int  # of x, and of y; 0 where there is none
+    DV: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    BLOCK: int = BLOCK
+
+
+@triton.jit
+def shown_rows(a, seq, rows, heads, len_other, C: tl.constexpr):
+    """Which of these keys (or queries) mask and bias show to some query (or show some key), in so many heads from seq.h on."""
+    shown = rows < 0
+    for i in range(heads):
+        start = a.bias.ptr + seq.b.to(tl.int64) * a.bias.stride_b + (seq.h + i).to(tl.int64) * a.bias.stride_h
+        for first in range(0, len_other, C.BLOCK):
+            others = first + tl.arange(0, C.BLOCK)
+            if C.BY_KEY:
+                q = others[None, :]
+                k = rows[:, None]
+            else:
+                q = rows[:, None]
+                k = others[None, :]
+            ok = allowed(a.mask, seq, q, k, C)
+            at = q.to(tl.int64) * a.bias.stride_s + k.to(tl.int64) * a.bias.stride_d
+            x = tl.load(start + at, mask=ok, other=float("-inf"))
+            shown |= tl.max((x != float("-inf")).to(tl.int32), 1) > 0
+    return shown
+
+
+@triton.jit
+def copy_shown(source, target, row, h, tokens, ok, shown, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = ok[:, None] & (d < D)
+    at = tokens[:, None].to(tl.int64)
+    from_ = source.ptr + row.to(tl.int64) * source.stride_b + h.to(tl.int64) * source.stride_h
+    to = target.ptr + row.to(tl.int64) * target.stride_b + h.to(tl.int64) * target.stride_h
+    x = tl.load(from_ + at * source.stride_s + d * source.stride_d, mask=inside & shown[:, None], other=0.0)
+    tl.store(to + at * target.stride_s + d * target.stride_d, x, mask=inside)
+
+
+@triton.jit
+def hidden_kernel(a, C: tl.constexpr):
+    """Copies with zeros in rows that the bias hides, if the flag is up."""
+    if tl.load(a.flag) != 0:
+        pid = tl.program_id(0)
+        group = a.heads // a.kv_heads
+        heads = a.kv_heads if C.BY_KEY else a.heads
+        tiles = tl.cdiv(a.len_k if C.BY_KEY else a.len_q, C.BLOCK)
+        for t in range(pid, tiles * heads * a.batch, tl.num_programs(0)):
+            b = t // tiles // heads
+            h = t // tiles % heads
+            rows = t % tiles * C.BLOCK + tl.arange(0, C.BLOCK)
+            seq = seq_info(a, b, h * group if C.BY_KEY else h, C)
+            if C.BY_KEY:
+                shown = shown_rows(a, seq, rows, group, seq.len_q, C)
+                ok = rows < seq.len_k
+                tokens = seq.k_start + rows
+            else:
+                shown = shown_rows(a, seq, rows, 1, seq.len_k, C)
+                ok = rows < seq.len_q
+                tokens = seq.q_start + rows
+            copy_shown(a.x, a.x_copy, seq.row, h, tokens, ok, shown, C.D, C.BLOCK_D)
+            if C.DV > 0:
+                copy_shown(a.y, a.y_copy, seq.row, h, tokens, ok, shown, C.DV, C.BLOCK_DV)
+        for first in range(pid * 1024, a.size, tl.num_programs(0) * 1024):
+            i = first + tl.arange(0, 1024)
+            tl.store(a.cleared + i, tl.zeros([1024], a.cleared.dtype.element_ty), mask=i < a.size)
+
+
+def empty_copies(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Memory for the flag, which is down, and for copies."""
+    return (tensors[0].new_zeros(1, dtype=torch.int32), *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors))
+
+
+def hidden_mask(problem: Problem, q: Tensor) -> MaskArgs:
+    """The mask as `hidden_kernel` reads it. Asked for once a call: its tensors are among those of the call."""
+    return kept(problem, q, "hidden", lambda: mask_args(problem.program, q.device, problem.batch))
+
+
+def hidden_launch(
+    problem: Problem, inputs: Inputs, mask: MaskArgs, flag: Tensor, pairs: tuple[tuple[Tensor, Tensor], ...], by_key: bool,
+    cleared: Tensor | None = None,
+) -> Launch:  # fmt: skip
+    """The launch that fills copies of one or two tensors of one side. `cleared`: fp32 memory that becomes zeros with them."""
+    (x, x_copy), (y, y_copy) = pairs[0], pairs[-1]
+    dv = y.shape[3] if len(pairs) == 2 else 0
+    assert inputs.bias is not None
+    a = HiddenArguments(
+        flag=flag,
+        x=view(x),
+        x_copy=view(x_copy),
+        y=view(y),
+        y_copy=view(y_copy),
+        bias=bias_view(inputs.bias),
+        mask=mask,
+        cu_q=flag if inputs.cu_q is None else inputs.cu_q,
+        cu_k=flag if inputs.cu_k is None else inputs.cu_k,
+        batch=problem.batch,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        len_q=problem.seqlen_q,
+        len_k=problem.seqlen_k,
+        cleared=flag if cleared is None else cleared,
+        size=0 if cleared is None else cleared.numel(),
+    )
+    layout = MaskLayout.of(problem.program.structure)
+    config = HiddenConfig(layout, by_key, problem.varlen, x.shape[3], dv, padded(x.shape[3]), padded(dv))
+    return Launch(hidden_kernel, PROGRAMS, (a,), config, LaunchOptions(4, 1))

@@ -1,0 +1,69 @@
+"""What `make docs` adds to MkDocs: formulas as MathML, pictures drawn by code, the command line's own help.
+
+Formulas become MathML while the site is built. Browsers draw it themselves, so a page needs neither a script nor a font.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import latex2mathml.converter
+from mkdocs.plugins import event_priority
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+_MATH = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+_PICTURE = re.compile(r"<!-- picture: ([\w-]+) -->")
+_COMMANDS, _SEMANTICS = "<!-- commands -->", "<!-- semantics -->"
+_NO_PAGES = '<?xml version="1.0" encoding="UTF-8"?><urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9"></urlset>'
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)]+)\)")
+
+
+def _mathml(found: re.Match[str]) -> str:
+    display = "block" if found[2] == "[" else "inline"
+    return latex2mathml.converter.convert(unescape(found[3]), display=display)
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Notes at the top of docs/ name files of the repository, which are no part of the site: their links become plain names."""
+    from tools.site.commands import commands
+
+    source = page.file.src_uri
+    if "/" not in source:
+        markdown = _OUTSIDE.sub(lambda link: f"{link[1]} (`{link[2].removeprefix('../')}`)", markdown)
+        markdown = re.sub(r"\[(中文|English)\]\(primer(\.zh)?\.md\)[.。] ?", "", markdown)
+    if _SEMANTICS in markdown:
+        markdown = markdown.replace(_SEMANTICS, _semantics("zh" if source.endswith(".zh.md") else "en"))
+    return markdown.replace(_COMMANDS, commands()) if _COMMANDS in markdown else markdown
+
+
+def _semantics(language: str) -> str:
+    """The table of the README: it stands there once."""
+    readme, heading = {"en": ("README.md", "## Semantics"), "zh": ("README.zh-CN.md", "## 语义")}[language]
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    section = text[text.index(heading) :].split("\n", 1)[1]
+    return section[: section.index("\n## ")].strip()
+
+
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    """Formulas and pictures, in the page's language."""
+    from tools.site import pictures
+
+    language = "zh" if page.file.src_uri.endswith(".zh.md") else "en"
+    html = _PICTURE.sub(lambda found: pictures.figure(found[1], language), html)
+    return _MATH.sub(_mathml, html)
+
+
+@event_priority(-200)
+def on_post_build(*, config: Any, **_: Any) -> None:
+    """The theme looks for a map of the site beside the page of each language, and complains in the console if there is none.
+
+    A site without an address has nothing to put into it.
+    """
+    for folder in {page.parent for page in Path(config["site_dir"]).rglob("*.html")}:
+        (folder / "sitemap.xml").write_text(_NO_PAGES, encoding="utf-8")
