@@ -90,7 +90,7 @@ def test_the_primer_s_figures() -> None:
 
 
 def test_the_documented_precision_is_what_the_experiment_finds() -> None:
-    """Figures of docs/tiling.md's tables, to the printed digits' order: the findings are about these numbers.
+    """Figures of docs/experiments/precision.md's tables, to the printed digits' order: the findings are about these numbers.
 
     They were found on an Arm. Other processors add up matrix products in fp32 otherwise, most of them more exactly.
     """
@@ -147,7 +147,7 @@ def test_the_documented_timelines_of_an_h200(sides: tuple[int, int], totals: tup
     ids=str,
 )
 def test_documented_precision_of_the_library(options: dict[str, Any], figure: float) -> None:
-    """docs/tiling.md: what rescaling costs the backends on slowly rising scores."""
+    """docs/experiments/precision.md: what rescaling costs the backends on slowly rising scores."""
     import torch
 
     import tilewise as tw
@@ -183,8 +183,8 @@ def test_documented_register_tiles(device: str, d: int, register_tile: tuple[int
 
 
 def test_documented_predictions_of_an_h200() -> None:
-    """docs/io-model.md: what is predicted for the Hopper kernels' own tiles, beside the records of the plain grid."""
-    text = (DOCS / "io-model.md").read_text(encoding="utf-8")
+    """docs/time-model.md: what is predicted for the Hopper kernels' own tiles, beside the records of the plain grid."""
+    text = (DOCS / "time-model.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| (\d+) (full|causal) (\d+)k \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", text, re.M)
     rows = {(int(d), mask, int(k) * 1024): [int(x) for x in figures] for d, mask, k, *figures in documented}
     assert len(rows) == 6
