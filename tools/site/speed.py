@@ -279,8 +279,7 @@ def readme(say: Words) -> list[str]:
 def predicted(say: Words) -> list[str]:
     from tools.site.summary import predictions
 
-    chosen = ((64, "full", 8192), (128, "full", 2048), (128, "full", 8192))
-    chosen += ((128, "causal", 8192), (256, "full", 8192), (256, "causal", 8192))
+    chosen = [(64, "full", 8192), (128, "full", 2048), *((d, mask, 8192) for d in (128, 256) for mask in ("full", "causal"))]
     found = predictions()
     rows = []
     for d, mask, tokens in chosen:
@@ -323,7 +322,7 @@ def fill(text: str, language: str) -> str:
     def say(english: str, chinese: str) -> str:
         return chinese if language == "zh" else english
 
-    return _MARK.sub(lambda found: found[1] + "\n".join(TABLES[found[2]](say)) + "\n" + found[3], text)
+    return _MARK.sub(lambda found: f"{found[1]}\n{chr(10).join(TABLES[found[2]](say)).strip()}\n\n{found[3]}", text)
 
 
 def language_of(path: Path) -> str:

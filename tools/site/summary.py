@@ -102,8 +102,8 @@ def predictions() -> dict[tuple[str, int, str, int], tuple[float, float]]:
     for side in ("forward", "backward"):
         for cell in plain(hopper_cells(load(f"hopper-{side}-h200"))):
             d, tokens, mask = cell.head_dim, cell.tokens, causal() if cell.mask == "causal" else full()
-            sizes = {"batch": 16384 // tokens, "heads": 2048 // d, "seqlen": tokens, "head_dim": d}
-            problem = Problem.of(**sizes, device="cuda", mask=mask)
+            batch, heads = 16384 // tokens, 2048 // d
+            problem = Problem.of(batch=batch, heads=heads, seqlen=tokens, head_dim=d, device="cuda", mask=mask)
             tiles = plans.tiles("hopper", problem, spec)
             mine = [tile for name, tile in tiles.items() if name.startswith("backward") == (side == "backward")]
             flops = work(problem, tiles["forward"]).useful * (2.5 if side == "backward" else 1)
