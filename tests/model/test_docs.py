@@ -30,7 +30,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 PRINTED = {
     "io-model.md": ("258.1", "85.5", "33.0", "2.02", "206", "128×128 tensor cores"),
+    "io-model.zh.md": ("258.1", "85.5", "33.0", "2.02", "206", "128×128 tensor cores"),
     "tiling.md": ("1.538 2.538",),
+    "tiling.zh.md": ("1.538 2.538",),
     "primer.md": ("1 524288", "8 65536", "64 8192"),
     "primer.zh.md": ("1 524288", "8 65536", "64 8192"),
 }
@@ -49,18 +51,23 @@ def test_examples(page: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert said in printed, said
 
 
-def test_the_primer_says_the_same_in_both_languages() -> None:
-    english, chinese = ((DOCS / name).read_text(encoding="utf-8") for name in ("primer.md", "primer.zh.md"))
+@pytest.mark.parametrize("chinese", sorted(DOCS.glob("*.zh.md")), ids=lambda path: path.name)
+def test_notes_say_the_same_in_both_languages(chinese: Path) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (chinese.with_name(chinese.name.replace(".zh", "")), chinese)]
 
     def figures(text: str) -> list[str]:
-        prose = re.sub(r"```python.*?```|\]\([^)]*\)", "", text, flags=re.S)
+        prose = re.sub(r"```.*?```|`[^`]*`|<!--.*?-->|\]\([^)]*\)|\{#.*?\}", "", text, flags=re.S)
         return sorted(re.findall(r"\d[\d.,]*\d|\d", prose))
 
-    assert figures(english) == figures(chinese)
-    assert re.findall(r"```python.*?print", english, re.S) == re.findall(r"```python.*?print", chinese, re.S)
-    assert len(re.findall(r"^## ", english, re.M)) == len(re.findall(r"^## ", chinese, re.M))
-    rows = [len(re.findall(r"^\|", text, re.M)) for text in (english, chinese)]
-    assert rows[0] == rows[1]
+    def code(text: str) -> list[str]:
+        return [re.sub(r" *#.*", "", block) for block in re.findall(r"```(?:python|bash).*?```", text, re.S)]
+
+    def links(text: str) -> list[str]:
+        return [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("primer")]
+
+    for told in (figures, code, links, lambda text: re.findall(r"^#+ |^\|", text, re.M)):
+        english, other = map(told, texts)
+        assert english == other
 
 
 def test_the_primer_s_figures() -> None:
