@@ -217,6 +217,7 @@ def xeon_rows(say: Words) -> list[str]:
 _KINDS = (
     ("full", "无掩码", r"(full|float16|bfloat16|bshd|small)"),
     ("causal", "因果", r"(causal|gqa)"),
+    ("cross, few queries", "交叉，查询少", r"cross"),
     ("training", "训练", r"training"),
     ("decode", "解码", r"decode"),
     ("window", "窗口", r"window"),
