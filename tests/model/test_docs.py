@@ -30,7 +30,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 PRINTED = {
     "io-model.md": ("258.1", "85.5", "33.0", "2.02", "206", "128×128 tensor cores"),
+    "io-model.zh.md": ("258.1", "85.5", "33.0", "2.02", "206", "128×128 tensor cores"),
     "tiling.md": ("1.538 2.538",),
+    "tiling.zh.md": ("1.538 2.538",),
     "primer.md": ("1 524288", "8 65536", "64 8192"),
     "primer.zh.md": ("1 524288", "8 65536", "64 8192"),
 }
@@ -49,18 +51,23 @@ def test_examples(page: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert said in printed, said
 
 
-def test_the_primer_says_the_same_in_both_languages() -> None:
-    english, chinese = ((DOCS / name).read_text(encoding="utf-8") for name in ("primer.md", "primer.zh.md"))
+@pytest.mark.parametrize("chinese", sorted(DOCS.glob("*.zh.md")), ids=lambda path: path.name)
+def test_notes_say_the_same_in_both_languages(chinese: Path) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (chinese.with_name(chinese.name.replace(".zh", "")), chinese)]
 
     def figures(text: str) -> list[str]:
-        prose = re.sub(r"```python.*?```|\]\([^)]*\)", "", text, flags=re.S)
+        prose = re.sub(r"```.*?```|`[^`]*`|<!--.*?-->|\]\([^)]*\)|\{#.*?\}", "", text, flags=re.S)
         return sorted(re.findall(r"\d[\d.,]*\d|\d", prose))
 
-    assert figures(english) == figures(chinese)
-    assert re.findall(r"```python.*?print", english, re.S) == re.findall(r"```python.*?print", chinese, re.S)
-    assert len(re.findall(r"^## ", english, re.M)) == len(re.findall(r"^## ", chinese, re.M))
-    rows = [len(re.findall(r"^\|", text, re.M)) for text in (english, chinese)]
-    assert rows[0] == rows[1]
+    def code(text: str) -> list[str]:
+        return [re.sub(r" *#.*", "", block) for block in re.findall(r"```(?:python|bash).*?```", text, re.S)]
+
+    def links(text: str) -> list[str]:
+        return [link for link in re.findall(r"\]\(([^)]*)\)", text) if not link.startswith("primer")]
+
+    for told in (figures, code, links, lambda text: re.findall(r"^#+ |^\|", text, re.M)):
+        english, other = map(told, texts)
+        assert english == other
 
 
 def test_the_primer_s_figures() -> None:
@@ -90,7 +97,7 @@ def test_the_primer_s_figures() -> None:
 
 
 def test_the_documented_precision_is_what_the_experiment_finds() -> None:
-    """Figures of docs/tiling.md's tables, to the printed digits' order: the findings are about these numbers.
+    """Figures of docs/experiments/precision.md's tables, to the printed digits' order: the findings are about these numbers.
 
     They were found on an Arm. Other processors add up matrix products in fp32 otherwise, most of them more exactly.
     """
@@ -147,7 +154,7 @@ def test_the_documented_timelines_of_an_h200(sides: tuple[int, int], totals: tup
     ids=str,
 )
 def test_documented_precision_of_the_library(options: dict[str, Any], figure: float) -> None:
-    """docs/tiling.md: what rescaling costs the backends on slowly rising scores."""
+    """docs/experiments/precision.md: what rescaling costs the backends on slowly rising scores."""
     import torch
 
     import tilewise as tw
@@ -183,8 +190,8 @@ def test_documented_register_tiles(device: str, d: int, register_tile: tuple[int
 
 
 def test_documented_predictions_of_an_h200() -> None:
-    """docs/io-model.md: what is predicted for the Hopper kernels' own tiles, beside the records of the plain grid."""
-    text = (DOCS / "io-model.md").read_text(encoding="utf-8")
+    """docs/time-model.md: what is predicted for the Hopper kernels' own tiles, beside the records of the plain grid."""
+    text = (DOCS / "time-model.md").read_text(encoding="utf-8")
     documented = re.findall(r"^\| (\d+) (full|causal) (\d+)k \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", text, re.M)
     rows = {(int(d), mask, int(k) * 1024): [int(x) for x in figures] for d, mask, k, *figures in documented}
     assert len(rows) == 6

@@ -1,6 +1,6 @@
 """The closed forms of the five tutorials this package grew from, with their own constants.
 
-Where a tutorial is loose or wrong, the right value stands beside its own; docs/io-model.md explains each. Letters are
+Where a tutorial is loose or wrong, the right value stands beside its own; docs/background/errata.md explains each. Letters are
 theirs: N or S tokens, d or D head dim, M bytes or elements of SRAM.
 """
 

@@ -1,4 +1,4 @@
-"""What `make docs` adds to MkDocs: formulas as MathML, pictures drawn by code, the command line's own help.
+"""What `make docs` adds to MkDocs: formulas as MathML, pictures drawn by code, tables of speed, the command line's own help.
 
 Formulas become MathML while the site is built. Browsers draw it themselves, so a page needs neither a script nor a font.
 """
@@ -31,9 +31,11 @@ def _mathml(found: re.Match[str]) -> str:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Notes at the top of docs/ name files of the repository, which are no part of the site: their links become plain names."""
+    from tools.site import speed
     from tools.site.commands import commands
 
     source = page.file.src_uri
+    markdown = speed.fill(markdown, "zh" if source.endswith(".zh.md") else "en")
     if "/" not in source:
         markdown = _OUTSIDE.sub(lambda link: f"{link[1]} (`{link[2].removeprefix('../')}`)", markdown)
         markdown = re.sub(r"\[(中文|English)\]\(primer(\.zh)?\.md\)[.。] ?", "", markdown)
