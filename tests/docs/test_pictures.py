@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -34,7 +35,7 @@ def test_a_stage_is_filled_again_when_all_have_read_it(run: Pipeline) -> None:
 
 def test_products_are_issued_in_turns_and_the_softmax_runs_under_them(run: Pipeline) -> None:
     products = sorted((e for e in run.events if e.role == "product" and e.tile + (e.name == "O") > 0), key=lambda e: e.start)
-    assert all(a.end <= b.start for a, b in zip(products, products[1:], strict=False))
+    assert all(a.end <= b.start for a, b in pairwise(products))
     order = [(e.name, e.group) for e in products]
     assert order[:8] == [("S", 0), ("O", 0), ("S", 1), ("O", 1)] * 2
     for n in range(1, TILES - 1):
@@ -46,7 +47,7 @@ def test_products_are_issued_in_turns_and_the_softmax_runs_under_them(run: Pipel
 def test_only_one_thing_is_loaded_at_a_time_and_clocks_are_those_of_the_plan(run: Pipeline) -> None:
     loads = [e for e in run.events if e.role == "load"]
     assert [(e.name, e.tile) for e in loads][:4] == [("K", 0), ("V", 0), ("K", 1), ("V", 1)]
-    assert all(a.end <= b.start for a, b in zip(loads, loads[1:], strict=False))
+    assert all(a.end <= b.start for a, b in pairwise(loads))
     load, product, softmax = clocks()
     assert product == pytest.approx(2 * 64 * CONFIG.BLOCK_N * CONFIG.BLOCK_D / 4096, rel=0.05), "4,096 FLOPs a clock"
     assert load > 0 and softmax > 0

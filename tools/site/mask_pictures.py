@@ -79,20 +79,20 @@ def tiles_of(shown: Shown, side: float, left: float, top: float) -> tuple[list[s
 def mask_picture(name: str, say: Words) -> tuple[str, str]:
     """What a mask shows of each tile."""
     shown = MASKS[name]
-    side, left, top = 15, 74, 30
+    side, left, top = 15, 74, 56
     parts, counts = tiles_of(shown, side, left, top)
     rows, columns = shown.queries // shown.tile, shown.keys // shown.tile
-    right = left + columns * side + 30
-    parts.append(text(left + columns * side / 2, 20, say("keys →", "键 →"), kind="small"))
+    right = left + columns * side + 24
+    parts.append(text(left, 20, shown.words, anchor="start"))
+    parts.append(text(left + columns * side / 2, top - 10, say("keys →", "键 →"), kind="small"))
     parts.append(text(left - 8, top + rows * side / 2, say("queries ↓", "查询 ↓"), anchor="end", kind="small"))
     for i, (kind, count) in enumerate(zip(TileClass, counts, strict=True)):
-        y = top + 40 + 34 * i
+        y = top + 6 + 34 * i
         parts.append(rect(right, y, side, side, KINDS[kind], round_=0))
         parts.append(text(right + 26, y + 13, f"{kind.name}  {count}", anchor="start"))
-    parts.append(text(right, top + 16, shown.words, anchor="start"))
     sizes = f"{shown.queries:,} × {shown.keys:,}"
     tile = f"{shown.tile} × {shown.tile}"
     title = say(
         f"{shown.words}: {sizes} queries and keys in tiles of {tile}", f"{shown.words}：{sizes} 个查询与键，{tile} 的分块"
     )
-    return drawing(700, max(top + rows * side + 20, 180), title, *parts), title
+    return drawing(480, max(top + rows * side + 16, 170), title, *parts), title

@@ -173,7 +173,7 @@ def splits(say: Words) -> tuple[str, str]:
         y = 16 + 54 * i
         parts.append(box(190, y, 150, 40, "fast", (say(f"keys, part {i + 1}", f"第 {i + 1} 段键"),)))
         parts.append(arrow(120, 115, 188, y + 20))
-        parts.append(text(400, y + 14, "(O, LSE)", kind="small"))
+        parts.append(text(346, y + (8 if i < 2 else 40), "(O, LSE)", anchor="start", kind="small"))
         parts.append(arrow(340, y + 20, 458, 115))
     parts.append(rect(460, 85, 130, 60, "full"))
     parts.append(text(525, 120, say("merge", "合并"), kind="on-full"))
@@ -288,4 +288,5 @@ def figure(name: str, language: str) -> str:
         svg, title = mask_picture(name.removeprefix("mask-"), say)
     else:
         svg, title = PICTURES[name](say)
-    return f'<figure class="tw-picture">{svg}<figcaption>{escape(title)}</figcaption></figure>'
+    kind = "tw-picture narrow" if name.startswith("mask-") else "tw-picture"
+    return f'<figure class="{kind}">{svg}<figcaption>{escape(title)}</figcaption></figure>'
