@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -22,8 +23,9 @@ ENGLISH = [path for path in PAGES if not path.name.endswith(".zh.md")]
 WITH_CODE = [path for path in PAGES if pages.fences(path.read_text(encoding="utf-8"))]
 PAIRS = [path for path in ENGLISH if path.parent.name != "reference"]
 TERMS = (
-    "分块", "块大小", "外循环", "内循环", "双缓冲", "在线算法", "在线 softmax", "重标定", "重缩放", "IO 感知", "屋顶线",
-    "计算强度", "脊点", "拐点", "算子融合", "重计算", "内存绑定", "计算绑定", "共享内存", "全局内存", "寄存器", "归一化", "占用率", "带宽", "延迟", "累加器",
+    *("分块", "块大小", "外循环", "内循环", "双缓冲", "在线算法", "在线 softmax", "重标定", "重缩放", "算子融合", "重计算"),
+    *("IO 感知", "屋顶线", "计算强度", "脊点", "拐点", "内存绑定", "计算绑定", "共享内存", "全局内存", "寄存器", "归一化"),
+    *("占用率", "带宽", "延迟", "累加器"),
 )
 """What the five tutorials call things."""
 SOURCES = ("Williams, Waterman, Patterson", "1805.02867", "2112.05682", "2205.14135", "2307.08691", "2407.08608")
@@ -130,8 +132,7 @@ def test_every_reference_is_to_something_that_exists() -> None:
     for path in (DOCS / "reference").glob("*.md"):
         for name in re.findall(r"^::: (tilewise[\w.]+)$", path.read_text(encoding="utf-8"), re.M):
             module, _, attribute = name.rpartition(".")
-            if name != "tilewise.nn" and name != "tilewise.integrations.vllm.register":
-                assert hasattr(importlib.import_module(module), attribute), name
+            assert hasattr(importlib.import_module(module), attribute) or importlib.util.find_spec(name), name
 
 
 def test_the_sources_are_cited_and_the_terms_of_the_tutorials_are_mapped() -> None:
