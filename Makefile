@@ -47,6 +47,7 @@ $(DOCS_STAMP): $(STAMP)
 	@touch $@
 
 docs: $(DOCS_STAMP)
+	PYTHONPATH=src:. $(BIN)/python -m tools.site.spelling
 	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m tools.site.pages
 	PYTHONPATH=src:. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	PYTHONPATH=src:. $(BIN)/python -m tools.site.check build/site

@@ -1,5 +1,7 @@
 """The package's page: the README with links that lead somewhere from outside the repository too, and the project's addresses.
 
+An image becomes an address too, that of the file itself, or is left out.
+
 The address is `repository` under [tool.hatch.metadata.hooks.custom] in pyproject.toml, and `files` what stands before the path
 of a file there. As long as they are empty a link to a file becomes the file's name, since a dead link helps nobody.
 """
@@ -12,6 +14,7 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
+IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)\n*")
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 PAGES = {"Documentation": "docs/design.md", "Changelog": "CHANGELOG.md"}
 
@@ -27,7 +30,14 @@ def absolute(text: str, files: str) -> str:
             return f"[{words}]({files.rstrip('/')}/{target})"
         return words if words.rstrip("/") == target.rstrip("/") else f"{words} ({target})"
 
-    return LINK.sub(led, text)
+    def shown(image: re.Match[str]) -> str:
+        words, target = image.groups()
+        if "://" in target:
+            return image[0]
+        raw = files.rstrip("/").replace("/blob/", "/raw/")
+        return f"![{words}]({raw}/{target})\n\n" if files else ""
+
+    return LINK.sub(led, IMAGE.sub(shown, text))
 
 
 class CustomMetadataHook(MetadataHookInterface):

@@ -77,6 +77,10 @@ def test_links_become_addresses_once_there_is_one() -> None:
     assert build.absolute(text, "").startswith(want)
     led = build.absolute(text, "https://example.org/blob/main/")
     assert "[CPU](https://example.org/blob/main/docs/cpu.md)" in led and "[below](#why)" in led
+    picture = "before\n\n![a (b)](docs/a.svg)\n\nafter"
+    assert build.absolute(picture, "") == "before\n\nafter"
+    raw = "![a (b)](https://example.org/raw/main/docs/a.svg)"
+    assert build.absolute(picture, "https://example.org/blob/main") == f"before\n\n{raw}\n\nafter"
 
 
 def test_everything_for_development_is_pinned() -> None:

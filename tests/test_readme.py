@@ -28,12 +28,21 @@ def test_the_first_example_is_on_the_first_screen() -> None:
 
 def test_named_commands_exist_with_their_options() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    table = dict(re.findall(r"^\| `tilewise ([\w-]+)` \|(.*)\|$", README, re.MULTILINE))
+    (line,) = re.findall(r"^Commands, after .*", README, re.MULTILINE)
+    assert sorted(re.findall(r"`([a-z-]+)`", line)) == sorted(commands)
+    assert set(re.findall(r"`tilewise ([\w-]+)", README)) <= set(commands)
+    page = (ROOT / "docs/how-to/commands.md").read_text(encoding="utf-8")
+    table = dict(re.findall(r"^\| `tilewise ([\w-]+)` \|(.*)\|$", page, re.MULTILINE))
     assert set(table) == set(commands)
     for name, text in table.items():
         options = {option for parameter in commands[name].params for option in parameter.opts}
         assert set(re.findall(r"--[a-z-]+", text)) <= options
         assert "--json" in options
+
+
+def test_it_is_short_and_has_one_picture() -> None:
+    assert len(README.splitlines()) <= 120
+    assert len(re.findall(r"^!\[[^\]]+\]\(docs/[\w.]+\.svg\)$", README, re.MULTILINE)) == 1
 
 
 def test_named_make_targets_exist() -> None:

@@ -11,6 +11,12 @@ TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md
 ENGLISH, CHINESE = TEXTS.values()
 
 
+def page(name: str) -> tuple[str, str]:
+    """A page of the site, which was part of the README, in both languages."""
+    english, chinese = ((ROOT / "docs" / f"{name}{end}").read_text(encoding="utf-8") for end in (".md", ".zh.md"))
+    return english, chinese
+
+
 def examples(text: str) -> list[str]:
     """Python blocks without their comments."""
     return [ast.dump(ast.parse(block)) for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
@@ -32,7 +38,11 @@ def test_the_same_examples() -> None:
 
 
 def test_the_same_commands_with_the_same_options() -> None:
-    assert commands(ENGLISH) and commands(ENGLISH) == commands(CHINESE)
+    english, chinese = page("how-to/commands")
+    assert commands(english) and commands(english) == commands(chinese)
+    lines = [re.findall(r"^(?:Commands|命令).* · .*", text, re.MULTILINE) for text in TEXTS.values()]
+    named = [re.findall(r"`([a-z-]+)`", line) for (line,) in lines]
+    assert named[0] and named[0] == named[1]
 
 
 def test_the_same_make_targets() -> None:
@@ -46,7 +56,9 @@ def test_the_same_install_commands() -> None:
 
 
 def test_the_same_meanings_are_told() -> None:
-    assert codes(ENGLISH) == codes(CHINESE)
+    english, chinese = page("reference/semantics")
+    assert codes(english) and codes(english) == codes(chinese)
+    assert english.count("\n| ") == chinese.count("\n| ")
 
 
 def test_each_leads_to_the_other() -> None:

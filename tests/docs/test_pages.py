@@ -4,6 +4,8 @@ to be. What needs the built site is checked by `make docs`."""
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -20,6 +22,13 @@ NAMES = [str(path.relative_to(DOCS)) for path in PAGES]
 ENGLISH = [path for path in PAGES if not path.name.endswith(".zh.md")]
 WITH_CODE = [path for path in PAGES if pages.fences(path.read_text(encoding="utf-8"))]
 PAIRS = [path for path in ENGLISH if path.parent.name != "reference"]
+TERMS = (
+    *("分块", "块大小", "外循环", "内循环", "双缓冲", "在线算法", "在线 softmax", "重标定", "重缩放", "算子融合", "重计算"),
+    *("IO 感知", "屋顶线", "计算强度", "脊点", "拐点", "内存绑定", "计算绑定", "共享内存", "全局内存", "寄存器", "归一化"),
+    *("占用率", "带宽", "延迟", "累加器"),
+)
+"""What the five tutorials call things."""
+SOURCES = ("Williams, Waterman, Patterson", "1805.02867", "2112.05682", "2205.14135", "2307.08691", "2407.08608")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -51,7 +60,7 @@ def test_blocks_are_of_known_languages_and_say_why_they_do_not_run(path: Path) -
     text = path.read_text(encoding="utf-8")
     assert {fence.language for fence in pages.fences(text)} <= pages.LANGUAGES
     assert len(re.findall(r"^ *```python", text, re.M)) == sum(f.language == "python" for f in pages.fences(text))
-    marks = re.findall(r"<!-- (?!picture: |own process|commands|semantics|/?speed).*? -->", text)
+    marks = re.findall(r"<!-- (?!picture: |own process|commands|/?speed).*? -->", text)
     assert len(marks) == sum(bool(fence.mark) for fence in pages.fences(text)), "a mark without a reason, or before no block"
 
 
@@ -105,6 +114,35 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert sorted(shown) == sorted({*tilewise.__all__, "nn"} - {"__version__"})
 
 
+INTEGRATIONS = ("transformers", "flash_attn", "flash_attn_interface", "flash_attn.cute")
+
+
+@pytest.mark.parametrize("module", ["distributed", "nn", "errors", *(f"integrations.{name}" for name in INTEGRATIONS)])
+def test_every_name_of_the_modules_is_in_the_reference(module: str) -> None:
+    found = importlib.import_module(f"tilewise.{module}")
+    names = getattr(found, "__all__", None) or [name for name in vars(found) if isinstance(vars(found)[name], type)]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
+    shown = re.findall(r"^::: tilewise\.([\w.]+)$", text, re.M)
+    whole = re.findall(r"^::: tilewise\.([\w.]+)\n    options:\n      members: true$", text, re.M)
+    assert names
+    assert module in whole or {f"{module}.{name}" for name in names} - {"errors.TilewiseError"} <= set(shown)
+
+
+def test_every_reference_is_to_something_that_exists() -> None:
+    for path in (DOCS / "reference").glob("*.md"):
+        for name in re.findall(r"^::: (tilewise[\w.]+)$", path.read_text(encoding="utf-8"), re.M):
+            module, _, attribute = name.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute) or importlib.util.find_spec(name), name
+
+
+def test_the_sources_are_cited_and_the_terms_of_the_tutorials_are_mapped() -> None:
+    for name in ("glossary.md", "glossary.zh.md"):
+        text = (DOCS / "background" / name).read_text(encoding="utf-8")
+        assert [work for work in SOURCES if work not in text] == []
+        for term in TERMS:
+            assert re.search(rf"^\|[^|]+\|[^|]*{term}[^|]*\|", text, re.M), term
+
+
 def test_every_environment_variable_is_in_the_reference() -> None:
     text = (DOCS / "reference/environment.md").read_text(encoding="utf-8")
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
@@ -116,7 +154,7 @@ def test_every_picture_is_drawn_and_used(language: str) -> None:
     used = {name for path in PAGES for name in re.findall(r"<!-- picture: ([\w-]+) -->", path.read_text(encoding="utf-8"))}
     assert used == {*pictures.PICTURES, *(f"mask-{name}" for name in pictures.MASKS)}
     for name in used:
-        assert pictures.figure(name, language).startswith('<figure class="tw-picture"><svg')
+        assert re.match(r'<figure class="tw-picture(?: narrow)?"><svg', pictures.figure(name, language))
     assert pictures.figure("memory", "zh") != pictures.figure("memory", "en")
 
 

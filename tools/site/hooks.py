@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 _MATH = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _PICTURE = re.compile(r"<!-- picture: ([\w-]+) -->")
-_COMMANDS, _SEMANTICS = "<!-- commands -->", "<!-- semantics -->"
+_COMMANDS = "<!-- commands -->"
 _NO_PAGES = '<?xml version="1.0" encoding="UTF-8"?><urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9"></urlset>'
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)]+)\)")
 
@@ -39,17 +39,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if "/" not in source:
         markdown = _OUTSIDE.sub(lambda link: f"{link[1]} (`{link[2].removeprefix('../')}`)", markdown)
         markdown = re.sub(r"\[(中文|English)\]\(primer(\.zh)?\.md\)[.。] ?", "", markdown)
-    if _SEMANTICS in markdown:
-        markdown = markdown.replace(_SEMANTICS, _semantics("zh" if source.endswith(".zh.md") else "en"))
     return markdown.replace(_COMMANDS, commands()) if _COMMANDS in markdown else markdown
-
-
-def _semantics(language: str) -> str:
-    """The table of the README: it stands there once."""
-    readme, heading = {"en": ("README.md", "## Semantics"), "zh": ("README.zh-CN.md", "## 语义")}[language]
-    text = (ROOT / readme).read_text(encoding="utf-8")
-    section = text[text.index(heading) :].split("\n", 1)[1]
-    return section[: section.index("\n## ")].strip()
 
 
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:

@@ -17,6 +17,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -106,7 +107,7 @@ def run_bash(code: str) -> str:
 
     printed = ""
     for line in code.splitlines():
-        words = line.split("#")[0].split()
+        words = shlex.split(line, comments=True)
         if words[:1] == ["tilewise"]:
             done = CliRunner().invoke(app, words[1:], env={"COLUMNS": "100", "NO_COLOR": "1"})
             if done.exit_code:

@@ -6,18 +6,17 @@ from collections.abc import Callable
 from html import escape
 
 import numpy as np
+from tools.site.kernel_pictures import KERNEL_PICTURES
+from tools.site.mask_pictures import MASKS as MASKS
+from tools.site.mask_pictures import mask_picture
 from tools.site.svg import arrow, box, drawing, line, rect, text
 
-from tilewise import masks
 from tilewise.hardware import lookup
 from tilewise.hardware.spec import KiB, MiB
 from tilewise.lab.simulator.timeline import timeline
-from tilewise.masks.picture import picture
-from tilewise.masks.tiles import TileClass
 
 Words = Callable[[str, str], str]
 """Picks the page's language of (English, Chinese)."""
-_KINDS = {TileClass.EMPTY: "empty", TileClass.PARTIAL: "partial", TileClass.FULL: "full"}
 
 
 def memory(say: Words) -> tuple[str, str]:
@@ -75,34 +74,44 @@ def standard(say: Words) -> tuple[str, str]:
 
 
 def flow(say: Words) -> tuple[str, str]:
-    parts = [
-        rect(10, 10, 600, 64, "slow"),
-        text(430, 64, say("memory (HBM)", "显存（HBM）"), kind="small"),
-        rect(10, 130, 600, 176, "fast"),
-        text(24, 296, say("on chip", "片上"), anchor="start", kind="small"),
-        *(text(x, 38, name) for x, name in ((70, "Q"), (200, "K"), (330, "V"), (530, "O, LSE"))),
-        *(arrow(x, 46, x, 150) for x in (70, 200, 330)),
-        arrow(530, 208, 530, 46),
-        text(78, 108, say("once", "一次"), anchor="start", kind="small"),
-        text(208, 108, say("once for each block of Q", "每个 Q 块各一次"), anchor="start", kind="small"),
-        text(538, 108, say("once", "一次"), anchor="start", kind="small"),
-        box(40, 152, 60, 34, "mid", ("Qᵢ",)),
-        box(170, 152, 60, 34, "mid", ("Kⱼ",)),
-        box(300, 152, 60, 34, "mid", ("Vⱼ",)),
-        box(60, 222, 120, 40, "partial", ("S = QᵢKⱼᵀ",)),
-        box(220, 222, 150, 40, "partial", ("P = exp(S − m)",)),
-        rect(440, 210, 160, 60, "full"),
-        text(520, 237, "α·O + P·Vⱼ", kind="on-full"),
-        text(520, 255, "m, l, α", kind="small on-full"),
-        arrow(70, 186, 95, 220),
-        arrow(195, 186, 150, 220),
-        arrow(180, 242, 218, 242),
-        arrow(370, 242, 438, 242),
-        arrow(345, 186, 450, 212),
-        text(290, 290, say("S and P never leave the chip", "S 与 P 从不离开芯片"), kind="small mark-text"),
+    """Memory, shared memory and registers: where each tile of the forward lives, and how often it moves."""
+    title = say(
+        "One fused kernel: memory, shared memory, registers, and how often each tile moves between them",
+        "一个融合内核：显存、共享内存、寄存器，以及各个分块在其间移动的次数",
+    )
+    return drawing(620, 366, title, *flow_parts(say)), title
+
+
+def flow_parts(say: Words) -> list[str]:
+    return [
+        rect(10, 10, 600, 56, "slow"),
+        text(24, 30, say("memory (HBM)", "显存（HBM）"), anchor="start", kind="small"),
+        rect(10, 116, 600, 76, "mid"),
+        text(410, 182, say("shared memory", "共享内存"), anchor="start", kind="small"),
+        rect(10, 236, 600, 120, "fast"),
+        text(24, 346, say("registers", "寄存器"), anchor="start", kind="small"),
+        *(text(x, 52, name) for x, name in ((90, "Q"), (230, "K"), (370, "V"), (540, "O, LSE"))),
+        *(arrow(x, 58, x, 144) for x in (90, 230, 370)),
+        arrow(540, 258, 540, 58),
+        text(98, 96, say("once", "一次"), anchor="start", kind="small"),
+        text(238, 88, say("once for each", "每个 Q 块"), anchor="start", kind="small"),
+        text(238, 104, say("block of Q", "各一次"), anchor="start", kind="small"),
+        text(548, 96, say("once", "一次"), anchor="start", kind="small"),
+        box(60, 146, 60, 32, "slow", ("Qᵢ",)),
+        box(200, 146, 60, 32, "slow", ("Kⱼ",)),
+        box(340, 146, 60, 32, "slow", ("Vⱼ",)),
+        box(70, 264, 120, 42, "partial", ("S = QᵢKⱼᵀ",)),
+        box(240, 264, 140, 42, "partial", ("P = exp(S − m)",)),
+        rect(450, 258, 150, 60, "full"),
+        text(525, 285, "α·O + P·Vⱼ", kind="on-full"),
+        text(525, 303, "m, l, α", kind="small on-full"),
+        arrow(92, 178, 112, 262),
+        arrow(222, 178, 165, 262),
+        arrow(190, 285, 238, 285),
+        arrow(380, 285, 448, 285),
+        arrow(378, 178, 468, 256),
+        text(235, 336, say("S and P never leave the chip", "S 与 P 从不离开芯片"), kind="small mark-text"),
     ]
-    title = say("One fused kernel: what enters the chip, what leaves it", "一个融合内核：什么进入芯片，什么离开芯片")
-    return drawing(620, 316, title, *parts), title
 
 
 def eight(say: Words) -> tuple[str, str]:
@@ -164,7 +173,7 @@ def splits(say: Words) -> tuple[str, str]:
         y = 16 + 54 * i
         parts.append(box(190, y, 150, 40, "fast", (say(f"keys, part {i + 1}", f"第 {i + 1} 段键"),)))
         parts.append(arrow(120, 115, 188, y + 20))
-        parts.append(text(400, y + 14, "(O, LSE)", kind="small"))
+        parts.append(text(346, y + (8 if i < 2 else 40), "(O, LSE)", anchor="start", kind="small"))
         parts.append(arrow(340, y + 20, 458, 115))
     parts.append(rect(460, 85, 130, 60, "full"))
     parts.append(text(525, 120, say("merge", "合并"), kind="on-full"))
@@ -176,10 +185,11 @@ def splits(say: Words) -> tuple[str, str]:
 
 
 def call(say: Words) -> tuple[str, str]:
+    """The way of q, as docs/design.md tells it."""
     steps = (
-        ("api", say("reads the arguments, makes a Problem", "读参数，生成 Problem")),
-        ("ops", say("autograd, operators of torch", "自动求导，torch 算子")),
-        ("dispatch", say("asks each backend, with reasons", "逐个询问后端，给出理由")),
+        ("api/call_cache.py", say("a call like an earlier one? then straight to its launch", "与之前的调用相同？直接启动")),
+        ("api/parse.py", say("checks; makes a Problem", "检查；生成 Problem")),
+        ("ops/", say("autograd; operators of torch", "自动求导；torch 算子")),
         ("backends/…/plan.py", say("tiles for this problem and machine", "为该问题与机器选分块")),
         ("backends/…", say("the kernel runs", "内核执行")),
     )
@@ -187,11 +197,17 @@ def call(say: Words) -> tuple[str, str]:
     for i, (name, does) in enumerate(steps):
         y = 46 + 62 * i
         last = i == len(steps) - 1
-        parts.append(rect(40, y, 190, 40, "full" if last else "fast"))
-        parts.append(text(135, y + 25, name, kind="on-full" if last else ""))
+        parts.append(rect(60, y, 170, 40, "full" if last else "fast"))
+        parts.append(text(145, y + 25, name, kind="on-full" if last else ""))
         parts.append(text(250, y + 25, does, anchor="start"))
-        parts.append(arrow(135, y - 20, 135, y - 2))
-    parts.append(text(135, 20, "tw.attention(q, k, v, mask=…)"))
+        parts.append(arrow(145, y - 20, 145, y - 2))
+    parts.append(text(145, 20, "tw.attention(q, k, v, mask=…)"))
+    around = f"M58 {46 + 20} H30 V{46 + 62 * 4 + 20} H56"
+    parts.append(f'<path d="{around}" class="line" stroke-width="1.6" marker-end="url(#tw-arrow)"/>')
+    parts.append(box(478, 108, 132, 40, "mid", ("dispatch",)))
+    parts.append(text(544, 166, say("who serves it, and why", "由谁处理，为什么"), kind="small"))
+    parts.append(text(544, 182, say("not the others", "别的为什么不行"), kind="small"))
+    parts.append(arrow(446, 128, 476, 128, both=True))
     title = say("The path of a call through the layers", "一次调用穿过各层的路径")
     return drawing(620, 350, title, *parts), title
 
@@ -248,49 +264,6 @@ def roof(say: Words) -> tuple[str, str]:
     return drawing(620, 300, title, *parts), title
 
 
-MASKS: dict[str, tuple[Callable[[], masks.Mask], str]] = {
-    "full": (masks.full, "tw.full()"),
-    "causal": (masks.causal, "tw.causal()"),
-    "window": (lambda: masks.causal() & masks.window(300), "tw.causal() & tw.window(300)"),
-    "two-sided": (lambda: masks.window(200, 200), "tw.window(200, 200)"),
-    "prefix": (lambda: masks.causal() | masks.prefix(256), "tw.causal() | tw.prefix(256)"),
-    "sink-window": (
-        lambda: masks.causal() & (masks.window(256) | masks.prefix(64)),
-        "tw.causal() & (tw.window(256) | tw.prefix(64))",
-    ),
-    "documents": (
-        lambda: masks.causal() & masks.documents(np.repeat([0, 1, 2], (300, 424, 300))[None]),
-        "tw.causal() & tw.documents(ids)",
-    ),
-    "key-padding": (lambda: masks.key_padding([700]), "tw.key_padding([700])"),
-    "blocks": (lambda: masks.blocks(np.eye(4, dtype=bool) | (np.arange(4) == 0), 256), "tw.blocks(table, 256)"),
-    "not-window": (lambda: masks.causal() & ~masks.window(300), "tw.causal() & ~tw.window(300)"),
-}
-LENGTH, TILE = 1024, 64
-
-
-def mask_picture(name: str, say: Words) -> tuple[str, str]:
-    """1,024 queries and keys in tiles of 64: what a mask shows of each tile."""
-    make, words = MASKS[name]
-    shown = picture(make(), LENGTH, LENGTH, TILE)
-    side, left, top = 15, 60, 30
-    parts = [
-        rect(left + side * j, top + side * i, side, side, _KINDS[TileClass(kind)], round_=0)
-        for i, row in enumerate(shown.tiles.classes())
-        for j, kind in enumerate(row)
-    ]
-    right = left + 16 * side + 30
-    parts.append(text(left + 8 * side, 20, say("keys →", "键 →"), kind="small"))
-    parts.append(text(left - 8, top + 8 * side, say("queries ↓", "查询 ↓"), anchor="end", kind="small"))
-    for i, (kind, count) in enumerate(zip(TileClass, shown.counts, strict=True)):
-        y = top + 40 + 34 * i
-        parts.append(rect(right, y, side, side, _KINDS[kind], round_=0))
-        parts.append(text(right + 26, y + 13, f"{kind.name}  {count}", anchor="start"))
-    parts.append(text(right, top + 16, words, anchor="start"))
-    title = say(f"{words}: 1,024 tokens in tiles of 64 × 64", f"{words}：1,024 个词元，64 × 64 的分块")
-    return drawing(700, 290, title, *parts), title
-
-
 PICTURES: dict[str, Callable[[Words], tuple[str, str]]] = {
     "memory": memory,
     "standard": standard,
@@ -301,6 +274,7 @@ PICTURES: dict[str, Callable[[Words], tuple[str, str]]] = {
     "call": call,
     "buffers": buffers,
     "roof": roof,
+    **KERNEL_PICTURES,
 }
 
 
@@ -314,4 +288,5 @@ def figure(name: str, language: str) -> str:
         svg, title = mask_picture(name.removeprefix("mask-"), say)
     else:
         svg, title = PICTURES[name](say)
-    return f'<figure class="tw-picture">{svg}<figcaption>{escape(title)}</figcaption></figure>'
+    kind = "tw-picture narrow" if name.startswith("mask-") else "tw-picture"
+    return f'<figure class="{kind}">{svg}<figcaption>{escape(title)}</figcaption></figure>'

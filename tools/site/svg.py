@@ -8,6 +8,8 @@ ARROW = (
     '<defs><marker id="{0}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto-start-reverse">'
     '<path d="M0 0 L8 4 L0 8 z" style="fill: var(--tw-{1})"/></marker></defs>'
 )
+LEGIBLE = 0.72
+"""How small a picture may be shown: its letters are 12 and 14 pixels."""
 MARKERS = ARROW.format("tw-arrow", "line") + ARROW.format("tw-arrow-mark", "mark")
 
 
@@ -43,5 +45,6 @@ def line(x1: float, y1: float, x2: float, y2: float, *, dashed: bool = False) ->
 def drawing(width: float, height: float, title: str, *parts: str) -> str:
     """The whole, with a name for those who do not see it."""
     label = escape(title, quote=True)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{label}">'
+    least = f'style="--tw-least: {LEGIBLE * width:.0f}px"'  # on a phone it scrolls sideways rather than become smaller
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" {least} role="img" aria-label="{label}">'
     return head + MARKERS + "".join(parts) + "</svg>"
