@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORDS = Path(__file__).with_name("words.txt")
 _LEFT_OUT = re.compile(
     r"^(?P<fence> *```+).*?^ *```+ *$"  # blocks
+    r"|<!-- speed: .*?<!-- /speed -->"  # tables drawn from records, with the names of their rows
     r"|<!--.*?-->|<[^>\n]+>"  # comments and tags
     r"|\$\$.*?\$\$|\$[^$\n]+\$"  # formulas
     r"|``.+?``|`[^`\n]+`"  # names
