@@ -39,8 +39,6 @@ const TileWords = (() => {
     "multiple": ["{heads} query heads are no multiple of {kvHeads} key heads", "{heads} 个查询头不是 {kvHeads} 个键头的整数倍"],
     "sizes": ["{tiles} tiles are too many to draw; take larger tiles or shorter sequences (at most {most})", "{tiles} 个分块太多，画不下；请加大分块或缩短序列（最多 {most} 个）"],
     "heads-many": ["batch × query heads: at most {most}", "批大小 × 查询头数：最多 {most}"],
-    "tiles": ["tiles", "分块"],
-    "of-tiles": ["{share} of {all} tiles", "占 {all} 个分块的 {share}"],
     "visible": ["of all scores are visible", "的分数可见"],
     "computed": ["are computed: all scores of the tiles visited", "的分数要计算：凡访问的分块，整块计算"],
     "wasted": ["of the computed scores are masked away", "的计算结果被掩码丢弃"],
@@ -52,8 +50,6 @@ const TileWords = (() => {
     "place": ["queries {q0}–{q1}, keys {k0}–{k1}: {kind}", "查询 {q0}–{q1}，键 {k0}–{k1}：{kind}"],
     "shared": ["Each pixel stands for several tiles: mixed ones are shown as PARTIAL.", "一个像素代表多个分块：混合的显示为 PARTIAL。"],
     "sequence": ["sequence {b}", "序列 {b}"],
-    "queries": ["queries", "查询"], "keys": ["keys", "键"],
-    "queries ↓": ["queries ↓", "查询 ↓"], "keys →": ["keys →", "键 →"],
     "custom": ["my own tile", "自定分块"],
     "picture": ["Tiles of {mask}: {empty} EMPTY, {partial} PARTIAL, {full} FULL", "{mask} 的分块：EMPTY {empty}，PARTIAL {partial}，FULL {full}"],
   };

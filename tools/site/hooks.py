@@ -13,13 +13,14 @@ from typing import Any
 
 import latex2mathml.converter
 from mkdocs.plugins import event_priority
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 _MATH = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _PICTURE = re.compile(r"<!-- picture: ([\w-]+) -->")
-_COMMANDS, _SEMANTICS = "<!-- commands -->", "<!-- semantics -->"
+_COMMANDS, _SEMANTICS, _PLAYGROUND = "<!-- commands -->", "<!-- semantics -->", "<!-- playground -->"
 _NO_PAGES = '<?xml version="1.0" encoding="UTF-8"?><urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9"></urlset>'
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)]+)\)")
 
@@ -51,10 +52,12 @@ def _semantics(language: str) -> str:
 
 
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
-    """Formulas and pictures, in the page's language."""
-    from tools.site import pictures
+    """Formulas, pictures and the playground, in the page's language."""
+    from tools.site import pictures, playground
 
     language = "zh" if page.file.src_uri.endswith(".zh.md") else "en"
+    if _PLAYGROUND in html:
+        html = html.replace(_PLAYGROUND, playground.form(language, get_relative_url("playground", page.url)))
     html = _PICTURE.sub(lambda found: pictures.figure(found[1], language), html)
     return _MATH.sub(_mathml, html)
 
