@@ -1,4 +1,4 @@
-"""Random masks and problems for the playground, and what Python says of them. Tests run its scripts on the same in some engine."""
+"""Random masks and problems, what Python says of them, and the playground beside it, in whatever engine runs its scripts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ class Case:
 
     def _window(self) -> str:
         r = self.random
-        args = [str(self._width())] if r.random() < 0.6 else [str(self._width() - 1), r.choice(("", "right=")) + str(self._width() - 1)]
+        left, right = self._width(), self._width()
+        args = [str(left)] if r.random() < 0.6 else [str(left - 1), r.choice(("", "right=")) + str(right - 1)]
         return f"window({', '.join([*args, *self._place()])})"
 
     def _prefix(self) -> str:

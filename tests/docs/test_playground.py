@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
+from tools.site import playground as site
+from tools.site import walk
 
 from tests.docs import playground
 from tests.docs.playground import Ask, Case
@@ -19,7 +22,8 @@ from tilewise.masks import parse
 
 py_mini_racer = pytest.importorskip("py_mini_racer")
 PROBLEM = {
-    "batch": 2, "heads": 4, "kvHeads": 2, "queries": 256, "keys": 256, "headDim": 64, "dtype": "float16", "blockQ": 64, "blockK": 64,
+    "batch": 2, "heads": 4, "kvHeads": 2, "queries": 256, "keys": 256, "headDim": 64, "dtype": "float16",
+    "blockQ": 64, "blockK": 64,
 }  # fmt: skip
 
 
@@ -112,9 +116,42 @@ def test_errors_say_where_and_what_is_allowed(ask: Ask, text: str, at: int, engl
     assert "{" not in "".join(said["said"]) and any("\u4e00" <= letter <= "\u9fff" for letter in said["said"][1])
 
 
-def test_every_error_has_a_sentence(run: Callable[[str], str]) -> None:
-    import re
+def test_the_offered_masks_are_masks_and_the_offered_tiles_those_of_the_plan(ask: Ask) -> None:
+    import tilewise as tw
 
+    problem = {**PROBLEM, "batch": 1, "queries": site.LENGTH, "keys": site.LENGTH}
+    assert all("error" not in ask(text, problem) for text in site.EXAMPLES)
+    found = site.presets()
+    assert [(one["headDim"], one["dtype"]) for one in found] == [(d, dtype) for *_, dtype in site.DEVICES for d in (64, 128)]
+    h200 = tw.Problem.of(seqlen=site.LENGTH, heads=site.HEADS, head_dim=64, mask=tw.causal(), device="cuda")
+    plan = tw.plan(h200, "h200")
+    assert plan.passes and (found[0]["blockQ"], found[0]["blockK"]) == plan.tile.sizes
+    assert str(plan.backend) in found[0]["name"]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_form_is_there_in_both_languages(language: str) -> None:
+    html = site.form(language, "../playground")
+    page = (playground.SCRIPTS / "page.js").read_text(encoding="utf-8")
+    assert set(re.findall(r'\$\("(\w+)"\)', page)) <= set(re.findall(r'id="pg-(\w+)"', html))
+    assert bool(re.search("[\u4e00-\u9fff]", html)) == (language == "zh")
+    assert all((playground.SCRIPTS / f"{name}.js").exists() for name in site.SCRIPTS)
+
+
+def test_the_frame_shows_the_walk_of_a_report() -> None:
+    html = walk.framed("<html><head><title>x</title></head><body><main></main></body></html>")
+    assert html.index("dataset.embed") < html.index("<body>") < html.index("walkHeight") < html.index("</body>")
+    assert 'src="../../report.html?language=zh&amp;embed=walk"' in walk.frame("zh", "../..")
+
+
+def test_every_word_of_the_page_is_there(run: Callable[[str], str]) -> None:
+    page = (playground.SCRIPTS / "page.js").read_text(encoding="utf-8")
+    keys = {*re.findall(r'say\("([\w-]+)"', page), "standard", "v1", "v2", "compulsory", "at", "at-end", "got"}
+    for key in keys:
+        assert run(f"TileWords.say({json.dumps(key)}, 'zh')") != run(f"TileWords.say({json.dumps(key)}, 'en')")
+
+
+def test_every_error_has_a_sentence(run: Callable[[str], str]) -> None:
     source = "".join(playground.SOURCES[1:3])
     keys = set(re.findall(r'(?:MaskError\([^"]*?|fail\([^"]*?)"([\w-]+)"', source))
     assert len(keys) > 20

@@ -62,23 +62,30 @@ def form(language: str, base: str) -> str:
         for name, english, chinese, value in _NUMBERS
     )
     dtypes = "".join(f"<option>{name}</option>" for name in ("bfloat16", "float16", "float32", "float64"))
-    tiles = say("tile of a kernel", "内核的分块")
     kinds = say("EMPTY: skipped|PARTIAL: masked|FULL: no mask needed", "EMPTY：跳过|PARTIAL：需要掩码|FULL：无需掩码")
     legend = "".join(f'<span><i class="pg-{i}"></i>{text}</span>' for i, text in enumerate(kinds.split("|")))
     data = json.dumps(presets()).replace("<", "\\u003c")
     scripts = "".join(f'<script src="{base}/{name}.js"></script>' for name in SCRIPTS)
     return f"""<link rel="stylesheet" href="{base}/page.css">
 <div id="pg" data-language="{language}">
-<label class="pg-wide">{say("mask", "掩码")}<input id="pg-mask" type="text" value="{escape(EXAMPLES[1])}" spellcheck="false" autocapitalize="off"
-autocomplete="off" aria-describedby="pg-error"></label>
+<label>{say("mask", "掩码")}<input id="pg-mask" type="text" value="{escape(EXAMPLES[1])}"
+spellcheck="false" autocapitalize="off" autocomplete="off" aria-describedby="pg-error"></label>
 <pre id="pg-error" role="status" hidden></pre>
 <div class="pg-chips">{chips}</div>
-<div class="pg-fields"><label class="pg-preset">{tiles}<select id="pg-preset"></select></label>{numbers}
-<label>dtype<select id="pg-dtype">{dtypes}</select></label><label id="pg-which" hidden>{say("shown", "显示")}<select id="pg-b"></select></label></div>
-<div class="pg-both"><div class="pg-left"><div class="pg-axis">{say("keys →, queries ↓", "键 →，查询 ↓")}</div><canvas id="pg-canvas" role="img"></canvas>
-<div class="pg-legend">{legend}</div><p id="pg-place" class="pg-note"></p></div>
-<div class="pg-right"><table id="pg-counts" class="pg-table"></table><dl id="pg-numbers"></dl><h2 id="traffic">{say("Predicted traffic", "预测的数据搬运量")}</h2>
-<div id="pg-bars"></div><table id="pg-tensors" class="pg-table"></table></div></div>
+<div class="pg-fields">
+<label class="pg-preset">{say("tile of a kernel", "内核的分块")}<select id="pg-preset"></select></label>{numbers}
+<label>dtype<select id="pg-dtype">{dtypes}</select></label>
+<label id="pg-which" hidden>{say("shown", "显示")}<select id="pg-b"></select></label>
+</div>
+<div class="pg-both"><div>
+<div class="pg-axis">{say("keys →, queries ↓", "键 →，查询 ↓")}</div>
+<canvas id="pg-canvas" role="img"></canvas>
+<div class="pg-legend">{legend}</div><p id="pg-place" class="pg-note"></p>
+</div><div>
+<table id="pg-counts" class="pg-table"></table><dl id="pg-numbers"></dl>
+<h2 id="traffic">{say("Predicted traffic", "预测的数据搬运量")}</h2>
+<div id="pg-bars"></div><table id="pg-tensors" class="pg-table"></table>
+</div></div>
 <h2 id="python">{say("The same in Python", "同样的 Python")}</h2>
 <pre class="pg-code"><code id="pg-python"></code></pre>
 </div>
