@@ -139,8 +139,12 @@ def test_the_form_is_there_in_both_languages(language: str) -> None:
 
 
 def test_the_frame_shows_the_walk_of_a_report() -> None:
-    html = walk.framed("<html><head><title>x</title></head><body><main></main></body></html>")
-    assert html.index("dataset.embed") < html.index("<body>") < html.index("walkHeight") < html.index("</body>")
+    report = f"<html><head><title>x</title></head><body><main></main>{walk.DATA}</script></body></html>"
+    html = walk.framed(report)
+    order = ("dataset.embed", "<body>", "Plotly.react", walk.DATA, "walkHeight", "</body>")
+    assert sorted(order, key=html.index) == list(order)
+    with pytest.raises(ValueError, match="the report has no"):
+        walk.framed(report.replace(walk.DATA, ""))
     assert 'src="../../report.html?language=zh&amp;embed=walk"' in walk.frame("zh", "../..")
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MADE = ROOT / "build" / "report.html"
 PARTS = Path(__file__).parent / "frame"
+DATA = '<script type="application/json" id="tables">'
+"""What follows plotly in a report, and stands before its own scripts."""
 _TEXTS = {
     "en": ("The walk over the tiles", "The whole report"),
     "zh": ("逐块走一遍", "完整的报告"),
@@ -29,10 +31,19 @@ def make(path: Path) -> Path:
 
 def framed(html: str) -> str:
     """A report that can show its walk alone."""
-    style, before, after = ((PARTS / name).read_text(encoding="utf-8") for name in ("frame.css", "before.js", "after.js"))
-    head, rest = html.split("</head>", 1)
-    body, end = rest.rsplit("</body>", 1)
-    return f"{head}<style>{style}</style><script>{before}</script></head>{body}<script>{after}</script></body>{end}"
+    style, before, between, after = (
+        (PARTS / name).read_text(encoding="utf-8") for name in ("frame.css", "before.js", "between.js", "after.js")
+    )
+    for place, added in (
+        ("</head>", f"<style>{style}</style><script>{before}</script>"),
+        (DATA, f"<script>{between}</script>"),
+        ("</body>", f"<script>{after}</script>"),
+    ):
+        head, found, rest = html.rpartition(place) if place == "</body>" else html.partition(place)
+        if not found:
+            raise ValueError(f"the report has no {place}")
+        html = head + added + place + rest
+    return html
 
 
 def frame(language: str, base: str) -> str:
