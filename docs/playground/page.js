@@ -80,7 +80,7 @@
 
   function chooseSequence() {
     const many = shown.tiles.length, select = $("b"), at = Math.min(Number(select.value) || 0, many - 1);
-    select.replaceChildren(...shown.tiles.map((_, b) => { const option = element("option", say("sequence", { b })); option.value = b; return option; }));
+    select.replaceChildren(...shown.tiles.map((_, b) => { const option = element("option", String(b)); option.value = b; return option; }));
     select.value = at;
     $("which").hidden = many < 2;
   }

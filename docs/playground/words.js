@@ -49,7 +49,6 @@ const TileWords = (() => {
     "v2": ["v2, Q outside: what the kernels run", "v2，外循环 Q：内核实际的做法"], "compulsory": ["what nobody can avoid", "谁也省不掉的"],
     "place": ["queries {q0}–{q1}, keys {k0}–{k1}: {kind}", "查询 {q0}–{q1}，键 {k0}–{k1}：{kind}"],
     "shared": ["Each pixel stands for several tiles: mixed ones are shown as PARTIAL.", "一个像素代表多个分块：混合的显示为 PARTIAL。"],
-    "sequence": ["sequence {b}", "序列 {b}"],
     "custom": ["my own tile", "自定分块"],
     "picture": ["Tiles of {mask}: {empty} EMPTY, {partial} PARTIAL, {full} FULL", "{mask} 的分块：EMPTY {empty}，PARTIAL {partial}，FULL {full}"],
   };

@@ -75,7 +75,7 @@ spellcheck="false" autocapitalize="off" autocomplete="off" aria-describedby="pg-
 <div class="pg-fields">
 <label class="pg-preset">{say("tile of a kernel", "内核的分块")}<select id="pg-preset"></select></label>{numbers}
 <label>dtype<select id="pg-dtype">{dtypes}</select></label>
-<label id="pg-which" hidden>{say("shown", "显示")}<select id="pg-b"></select></label>
+<label id="pg-which" hidden>{say("sequence drawn", "所画序列")}<select id="pg-b"></select></label>
 </div>
 <div class="pg-both"><div>
 <div class="pg-axis">{say("keys →, queries ↓", "键 →，查询 ↓")}</div>
