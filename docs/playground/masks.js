@@ -208,14 +208,10 @@ const MaskTiles = (() => {
 
   // -- visible pairs: for each row the keys it sees, as intervals
 
-  function rowSpans(literal, q, keys) {
-    const { kind, sizeQ, sizeK } = literal;
-    if (kind === "d") {
-      const id = documentOf(literal.q, q);
-      return id + 1 < literal.k.length ? [[literal.k[id], literal.k[id + 1]]] : [];
-    }
-    const row = Math.floor(q / sizeQ);
-    const own = kind === "s" ? literal.table[row].flatMap((cell, c) => (cell ? [c] : [])) : named(literal.lists[row], ceil(keys, sizeK));
+  const lineOf = (literal, q) => (literal.kind === "d" ? documentOf(literal.q, q) : Math.floor(q / literal.sizeQ)); // its document or block
+  function lineSpans({ kind, k, table, lists, sizeK }, line, keys) {
+    if (kind === "d") return line + 1 < k.length ? [[k[line], k[line + 1]]] : [];
+    const own = kind === "s" ? table[line].flatMap((cell, c) => (cell ? [c] : [])) : named(lists[line], ceil(keys, sizeK));
     return own.map((c) => [c * sizeK, Math.min(keys, (c + 1) * sizeK)]);
   }
   function complement(spans, keys) {
@@ -224,6 +220,22 @@ const MaskTiles = (() => {
     return result;
   }
   const intersection = (left, right) => left.flatMap(([a, b]) => right.map(([c, d]) => [Math.max(a, c), Math.min(b, d)]).filter(([e, f]) => e < f));
+  // Of a term, the keys that its documents, blocks and lists leave a row; neighbouring rows mostly share them.
+  function dataReader(term, keys) {
+    const data = term.filter(({ kind }) => READERS[kind]);
+    let known = null, spans = [[0, keys]];
+    return (q) => {
+      const lines = data.map((literal) => lineOf(literal, q));
+      if (known && lines.every((line, i) => line === known[i])) return spans;
+      known = lines;
+      spans = [[0, keys]];
+      data.forEach((literal, i) => {
+        const seen = lineSpans(literal, lines[i], keys);
+        spans = intersection(spans, literal.negate ? complement(seen, keys) : seen);
+      });
+      return spans;
+    };
+  }
   function covered(spans) {
     spans.sort((x, y) => x[0] - y[0]);
     let total = 0, past = 0;
@@ -233,19 +245,14 @@ const MaskTiles = (() => {
 
   function visiblePairs(program, b = 0) {
     const { shape } = program, { queries, keys } = shape;
-    const found = program.terms.map((term) => [interval(term, shape, b), term.filter(({ kind }) => READERS[kind])]);
+    const found = program.terms.map((term) => [interval(term, shape, b), dataReader(term, keys)]);
     let total = 0;
     for (let q = 0; q < queries; q++) {
       const spans = [];
-      for (const [{ lo, hi, start, end }, data] of found) {
+      for (const [{ lo, hi, start, end }, read] of found) {
         const first = Math.max(q + lo, start), past = Math.min(q + hi + 1, end);
         if (first >= past) continue;
-        let own = [[first, past]];
-        for (const literal of data) {
-          const seen = rowSpans(literal, q, keys);
-          own = intersection(own, literal.negate ? complement(seen, keys) : seen);
-        }
-        spans.push(...own);
+        for (const [a, z] of read(q)) if (a < past && z > first) spans.push([Math.max(a, first), Math.min(z, past)]);
       }
       total += covered(spans);
     }

@@ -6,7 +6,7 @@
   const say = (key, values) => TileWords.say(key, language, values);
   const presets = JSON.parse($("presets").textContent);
   const LIMITS = { queries: [1, 131072], keys: [1, 131072], blockQ: [1, 4096], blockK: [1, 4096], headDim: [1, 512], batch: [1, 256], heads: [1, 256], kvHeads: [1, 256] };
-  const MOST_TILES = 2 ** 22, MOST_HEADS = 4096; // so that every count is an exact integer, and quick
+  const MOST_TILES = 2 ** 20, MOST_HEADS = 4096; // so that every count is an exact integer, and quick
   const KINDS = ["EMPTY", "PARTIAL", "FULL"];
   let shown = null; // what was computed last
 
