@@ -49,6 +49,7 @@ $(DOCS_STAMP): $(STAMP)
 docs: $(DOCS_STAMP)
 	PYTHONPATH=src:. $(BIN)/python -m tools.site.spelling
 	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m tools.site.pages
+	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m tools.site.walk build/report.html
 	PYTHONPATH=src:. NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	PYTHONPATH=src:. $(BIN)/python -m tools.site.check build/site
 	@echo "build/site/index.html; with search: $(BIN)/python -m http.server --directory build/site"

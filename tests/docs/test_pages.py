@@ -60,7 +60,7 @@ def test_blocks_are_of_known_languages_and_say_why_they_do_not_run(path: Path) -
     text = path.read_text(encoding="utf-8")
     assert {fence.language for fence in pages.fences(text)} <= pages.LANGUAGES
     assert len(re.findall(r"^ *```python", text, re.M)) == sum(f.language == "python" for f in pages.fences(text))
-    marks = re.findall(r"<!-- (?!picture: |own process|commands|/?speed).*? -->", text)
+    marks = re.findall(r"<!-- (?!picture: |own process|commands|playground|walk|/?speed).*? -->", text)
     assert len(marks) == sum(bool(fence.mark) for fence in pages.fences(text)), "a mark without a reason, or before no block"
 
 

@@ -6,6 +6,7 @@ Formulas become MathML while the site is built. Browsers draw it themselves, so 
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from html import unescape
 from pathlib import Path
@@ -13,13 +14,14 @@ from typing import Any
 
 import latex2mathml.converter
 from mkdocs.plugins import event_priority
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 _MATH = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _PICTURE = re.compile(r"<!-- picture: ([\w-]+) -->")
-_COMMANDS = "<!-- commands -->"
+_COMMANDS, _PLAYGROUND, _WALK = "<!-- commands -->", "<!-- playground -->", "<!-- walk -->"
 _NO_PAGES = '<?xml version="1.0" encoding="UTF-8"?><urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9"></urlset>'
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)]+)\)")
 
@@ -43,19 +45,32 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:
-    """Formulas and pictures, in the page's language."""
-    from tools.site import pictures
+    """Formulas, pictures and the playground, in the page's language."""
+    from tools.site import pictures, playground, walk
 
     language = "zh" if page.file.src_uri.endswith(".zh.md") else "en"
+    if _PLAYGROUND in html:
+        html = html.replace(_PLAYGROUND, playground.form(language, get_relative_url("playground", page.url)))
+    if _WALK in html:
+        html = html.replace(_WALK, walk.frame(language, get_relative_url(".", page.url)))
     html = _PICTURE.sub(lambda found: pictures.figure(found[1], language), html)
     return _MATH.sub(_mathml, html)
 
 
+def _report() -> Path:
+    """The report that `make docs` made; one is made where there is none."""
+    from tools.site import walk
+
+    return walk.MADE if walk.MADE.exists() else walk.make(walk.MADE)
+
+
 @event_priority(-200)
 def on_post_build(*, config: Any, **_: Any) -> None:
-    """The theme looks for a map of the site beside the page of each language, and complains in the console if there is none.
+    """The report beside the pages, and an empty map of the site in each folder.
 
+    The theme looks for the map beside the page of each language, and complains in the console if there is none.
     A site without an address has nothing to put into it.
     """
+    shutil.copyfile(_report(), Path(config["site_dir"]) / "report.html")
     for folder in {page.parent for page in Path(config["site_dir"]).rglob("*.html")}:
         (folder / "sitemap.xml").write_text(_NO_PAGES, encoding="utf-8")

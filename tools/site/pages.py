@@ -53,7 +53,7 @@ class Fence:
 def pages() -> list[Path]:
     """Every page that the site was written for; notes at the top of docs/ have tests of their own."""
     inner = [path for path in DOCS.rglob("*.md") if path.parent != DOCS]
-    return sorted([*inner, *DOCS.glob("index*.md")])
+    return sorted([*inner, *DOCS.glob("index*.md"), *DOCS.glob("playground*.md")])
 
 
 def fences(text: str) -> list[Fence]:

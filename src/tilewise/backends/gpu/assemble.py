@@ -1,8 +1,8 @@
 """Which assembler Triton's kernels go through.
 
 ptxas 12.8, with which Triton 3.6 and 3.7 assemble for sm_90, loses addresses of matrix products: kernels read the wrong shared
-memory, or fault (docs/experiments/triton.md has the cases; `sass.py` finds them in machine code). Beside it they bring 12.9 or 13.1
-for newer GPUs, and these have no such fault.
+memory, or fault (docs/experiments/triton.md has the cases; `sass.py` finds them in machine code). Beside it they bring 12.9 or
+13.1 for newer GPUs, and these have no such fault.
 """
 
 from __future__ import annotations
