@@ -17,7 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = Path(__file__).with_name("words.txt")
 _LEFT_OUT = re.compile(
-    r"^(?P<fence> *```+).*?^ *```+ *$"  # blocks
+    r"\A---\n.*?^---$"  # settings of a page
+    r"|^(?P<fence> *```+).*?^ *```+ *$"  # blocks
     r"|<!-- speed: .*?<!-- /speed -->"  # tables drawn from records, with the names of their rows
     r"|<!--.*?-->|<[^>\n]+>"  # comments and tags
     r"|\$\$.*?\$\$|\$[^$\n]+\$"  # formulas
