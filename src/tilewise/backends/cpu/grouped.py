@@ -34,8 +34,9 @@ def as_rows(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs] | None:
 
 def as_heads(problem: Problem, x: Tensor) -> Tensor:
     """Rows of a result, (1, Hk, T · group, …), back as the heads that they were of `problem`: (1, Hq, T, …)."""
-    rows = x.unflatten(2, (-1, problem.group)).transpose(2, 3)
-    return rows.flatten(1, 2)
+    _, heads, rows, *rest = x.shape
+    group = problem.group
+    return x.reshape(heads, rows // group, group, *rest).transpose(1, 2).reshape(1, heads * group, rows // group, *rest)
 
 
 def _problem(problem: Problem) -> Problem | None:
