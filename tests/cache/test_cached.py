@@ -48,6 +48,12 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 latent": {
         "rows": MIXED[0], "lengths": MIXED[1], "dims": (48, 32), "latent": True, "stored": torch.int8, "heads": (8, 1),
     },
+    "int8 decode, vectors of four": {
+        "rows": [1] * 3, "lengths": [5, 301, 31], "heads": (8, 2), "stored": torch.int8, "dims": (68, 68),
+    },
+    "int8 decode, vectors of four, one head": {
+        "rows": [1] * 3, "lengths": [5, 301, 31], "heads": (2, 2), "stored": torch.int8, "dims": (68, 132),
+    },
     "int8 decode, pages of three": {
         "rows": [1] * 3, "lengths": [5, 301, 31], "heads": (4, 2), "stored": torch.int8, "page": 3, "order": "hnd",
     },

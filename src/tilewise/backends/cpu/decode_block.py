@@ -47,6 +47,8 @@ class BlockDecode(Decode):
         q_rows = [frame.Q + (r0 + r) * D for r in range(R)]
         s_rows = [frame.P + (r0 + r) * BN for r in range(R)]
         whole = round_down(D, line)
+        # a line of bytes is so many vectors that all at once, being converted, would not stay in registers
+        span = min(line, UNROLL * L) if self.kernel.stored else line
 
         def some(key: Any, near: list[Any], soon: list[Any]) -> None:
             """The scores of J keys from `key` on, whose rows of K are near; meanwhile rows of V that are wanted soon."""
@@ -60,13 +62,21 @@ class BlockDecode(Decode):
                         acc[r * J + j] = e.fma(q[r], k, acc[r * J + j])
                 return acc
 
+            def multiply_all(acc: list[Any], at: Any, columns: int) -> list[Any]:
+                for n in range(0, columns, L):
+                    acc = multiply(acc, at + n)
+                return acc
+
             with e.loop(0, whole, line, [e.vector(0.0)] * (R * J)) as dim:
                 for pointer in soon:
                     e.prefetch(pointer + dim.index)
                 acc = list(dim.values)
-                for n in range(0, line, L):
-                    acc = multiply(acc, dim.index + n)
-                dim.carry(acc)
+                if span < line:
+                    with e.loop(dim.index, dim.index + line, span, acc) as part:
+                        part.carry(multiply_all(list(part.values), part.index, span))
+                    dim.carry(part.values)
+                else:
+                    dim.carry(multiply_all(acc, dim.index, line))
             with e.loop(whole, D, L, dim.values) as dim:
                 dim.carry(multiply(dim.values, dim.index))
             for j in range(0, J, UNROLL):
