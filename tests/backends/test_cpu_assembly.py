@@ -84,6 +84,19 @@ def test_products_stay_in_registers(target: str, kind: str, head_dim: int, rows:
     assert found == PRODUCTS[kind], "the products' inner loops were not recognised"
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_decoding_bytes_stays_in_registers(rows: int) -> None:
+    """Bytes are four times as many numbers as a vector of them: they must not push sums out of the registers."""
+    arch, cpu, _, _ = TARGETS["neoverse-n1"]
+    kernel = Kernel("decode", "bfloat16", Register(4, 4 if rows == 4 else 8, rows), "b", varlen=True, paged=True, stored="int8")
+    for together in (False, True):
+        text = compiler.assembly(kernel._replace(together=together), compiler.Machine(arch + LINUX, cpu, ""))
+        products = [body for name, body in innermost_loops(text) if name in ("block", "dots", "values")]
+        products = [body for body in products if sum("fmla" in line for line in body) >= 8]
+        assert len(products) >= 4, "both products, by strides and by rows, or key after key"
+        assert not any(STACK.search(line) for body in products for line in body)
+
+
 @pytest.mark.parametrize("target", ["neoverse-n1", "x86-64-v3", "skylake-avx512"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_types_compile_without_calls(target: str, dtype: str) -> None:

@@ -321,6 +321,16 @@ def test_decoding_takes_heads_together_where_they_lie_side_by_side(
     assert torch.allclose(out.transpose(1, 2).float(), want.float(), atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
+def test_decoding_takes_heads_together_in_small_pages() -> None:
+    """Where a head's tokens of a page end soon, whichever way a page lies; of large pages one head is read after the other."""
+    for interleaved, page, groups in ((False, 16, 8), (False, 17, 1), (False, 128, 1), (True, 16, 8), (True, 128, 8)):
+        sizes = {"heads": 16, "kv_heads": 8, "batch": 2, "seqlen": 1, "kv_seqlen": 4096, "head_dim": 128}
+        problem = Problem.of(**sizes, interleaved=interleaved, page=page)
+        tile = plan.tiles(problem, N1)["decode"]
+        assert tile.groups == groups
+        assert any("which share small pages" in why for why in tile.reasons) == (groups > 1 and not interleaved)
+
+
 def test_double_backward_says_what_it_keeps() -> None:
     """The rows of a block are as many as there is room for; too many keys leave no room."""
     found = {}

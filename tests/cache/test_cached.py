@@ -25,6 +25,11 @@ CASES: dict[str, dict[str, Any]] = {
     "one page": {"rows": MIXED[0], "lengths": MIXED[1], "page": 64},
     "csr": {"rows": MIXED[0], "lengths": MIXED[1], "csr": True},
     "heads before places": {"rows": MIXED[0], "lengths": MIXED[1], "order": "hnd"},
+    "heads before places, decode": {"rows": [1] * 3, "lengths": [5, 300, 31], "order": "hnd"},
+    "heads before places, decode, one head": {"rows": [1] * 3, "lengths": [5, 300, 31], "order": "hnd", "heads": (2, 2)},
+    "heads before places, decode, small pages": {
+        "rows": [1] * 3, "lengths": [5, 300, 31], "order": "hnd", "page": 3, "heads": (12, 3), "dtype": torch.bfloat16,
+    },
     "columns apart": {"rows": MIXED[0], "lengths": MIXED[1], "order": "columns"},
     "columns apart, decode": {"rows": [1, 1], "lengths": [40, 9], "order": "columns"},
     "other value dims": {"rows": MIXED[0], "lengths": MIXED[1], "dims": (24, 40)},
@@ -42,6 +47,15 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 decode, one head": {"rows": [1] * 3, "lengths": [5, 301, 31], "heads": (2, 2), "stored": torch.int8},
     "int8 latent": {
         "rows": MIXED[0], "lengths": MIXED[1], "dims": (48, 32), "latent": True, "stored": torch.int8, "heads": (8, 1),
+    },
+    "int8 decode, vectors of four": {
+        "rows": [1] * 3, "lengths": [5, 301, 31], "heads": (8, 2), "stored": torch.int8, "dims": (68, 68),
+    },
+    "int8 decode, vectors of four, one head": {
+        "rows": [1] * 3, "lengths": [5, 301, 31], "heads": (2, 2), "stored": torch.int8, "dims": (68, 132),
+    },
+    "int8 decode, pages of three": {
+        "rows": [1] * 3, "lengths": [5, 301, 31], "heads": (4, 2), "stored": torch.int8, "page": 3, "order": "hnd",
     },
     "float8": {"rows": MIXED[0], "lengths": MIXED[1], "stored": torch.float8_e4m3fn},
     "float8 decode": {"rows": [1] * 3, "lengths": [5, 301, 31], "stored": torch.float8_e4m3fn, "heads": (8, 2)},

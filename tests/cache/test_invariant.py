@@ -163,6 +163,50 @@ def test_invariant_options_conform(name: str) -> None:
     assert worst(built, out, lse, **OPTIONS[name]) <= 1.0
 
 
+GROUPED: dict[str, dict[str, Any]] = {
+    "four heads": {"heads": (8, 2)},
+    "eight heads, bfloat16": {"heads": (8, 1), "dtype": torch.bfloat16, "dims": (24, 40)},
+    "three heads, int8": {"heads": (6, 2), "stored": torch.int8, "page": 3},
+    "latent": {"heads": (8, 1), "dims": (48, 32), "latent": True},
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
+def test_heads_that_are_rows_keep_their_bits(name: str, options: dict[str, Any]) -> None:
+    """Decoded, the heads of a group share a strip; in a prompt each has strips of its own."""
+    lengths = [300, 5, 131]
+    built = build(lengths, lengths, **GROUPED[name])
+    given: dict[str, Any] = {"invariant": True, "return_lse": True, "backend": "cpu", **options}
+    want, want_lse = tw.attention_cached(built.q, built.cache, cu_seqlens_q=built.cu, **given)
+    assert worst(built, want, want_lse, **options) <= 1.0
+    last = built.cu[1:].long() - 1
+    batched, lse = tw.attention_cached(built.q[last][:, None], built.cache, **given)
+    assert torch.equal(batched[:, 0], want[last]) and torch.equal(lse[:, :, 0].T, want_lse[:, last])
+    some = torch.tensor([0, 1, 1, 2], dtype=torch.int32)  # the second sequence has no query
+    out, lse = tw.attention_cached(built.q[last[[0, 2]]], built.cache, cu_seqlens_q=some, **given)
+    assert torch.equal(out, want[last[[0, 2]]]) and torch.equal(lse, want_lse[:, last[[0, 2]]])
+
+
+def test_which_heads_are_rows() -> None:
+    """Those of single queries that see all keys, where no head differs from another; `explain` says it."""
+    built = build([1, 1], [300, 40], heads=(8, 2))
+    each: dict[str, tuple[bool, dict[str, Any]]] = {
+        "causal": (True, {}),
+        "full": (True, {"mask": None}),
+        "window": (False, {"mask": tw.causal() & tw.window(9)}),
+        "sinks": (False, {"sinks": torch.zeros(8)}),
+        "alibi": (False, {"bias": tw.alibi(torch.full((8,), 0.5))}),
+        "bias": (False, {"bias": torch.zeros(1, 8, 1, 300)}),
+    }
+    for name, (rows, options) in each.items():
+        shown = tw.explain(built.q, built.cache, cu_seqlens_q=built.cu, invariant=True, **options)
+        assert (shown.plan.problem.heads == 2) == rows, name
+        assert any("rows of their key head" in why for why in shown.plan.tile.reasons) == rows, name
+    shown = tw.explain(built.q, built.cache, cu_seqlens_q=built.cu)
+    assert shown.plan.problem.heads == 8
+
+
 def test_evicted_pages_are_not_read() -> None:
     """A block that begins before the window's first key reads nothing of the pages that are gone."""
     for mask in (tw.causal() & tw.window(16), tw.causal() & (tw.window(16) | tw.window(12)) & ~tw.window(2)):

@@ -44,6 +44,7 @@ from tilewise.backends.cpu.directions import (
     moving_sink_gradient,
     readable_direction,
 )
+from tilewise.backends.cpu.grouped import REASON, as_heads, as_rows
 from tilewise.backends.cpu.launch import (
     ADDRESSES,
     COUNT_AT,
@@ -160,12 +161,18 @@ class CpuBackend(Backend):
         if single is not None:
             parts = [part for _, part in _by_rows(problem, inputs, pages, single)]
         for part, given, some in parts:
+            rows = as_rows(part, given)
+            part, given = rows or (part, given)
             *_, longest, columns = launch_key(part, given, "forward", dbias=False)
             tile = plan.tile_for(part, spec, "forward", longest, columns)
+            tile = replace(tile, reasons=(*tile.reasons, REASON)) if rows else tile
             launches.append(PagedLaunch(part, given, some, {tile.pass_: tile}))
         return launches
 
     def _paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
+        if rows := as_rows(problem, inputs):
+            out, lse = self._paged(*rows, pages)
+            return as_heads(problem, out), as_heads(problem, lse)
         launch = launch_for(problem, inputs, "forward")
         q, k, v, out = *inputs[:3], _empty_part(problem, inputs.q)
         lse = new(*launch.lse)

@@ -59,13 +59,26 @@ class Decode(KernelModule, ABC):
             n = x.lanes
             return join(x.pick(range(0, 2 * n, 2), y), x.pick(range(1, 2 * n, 2), y))
 
-        while vectors[0].lanes > UNROLL:
-            half = vectors[0].lanes // 2
-            vectors = [join(v.pick(range(half)), v.pick(range(half, 2 * half))) for v in vectors]
+        if vectors[0].lanes > UNROLL:
+            return self.joined_wide(vectors, join)
         if vectors[0].lanes < UNROLL:  # two doubles: pair them up first
             low = [pairs(vectors[n], vectors[n + 1]) for n in (0, 2)]
             return low[0].pick(range(4), low[1])
         return pairs(pairs(vectors[0], vectors[1]), pairs(vectors[2], vectors[3]))
+
+    def joined_wide(self, vectors: list[Any], join: Join) -> Any:
+        """The same of long vectors: two become one, and whole vectors are joined until there is one for all four."""
+        n = width = vectors[0].lanes  # `width` lanes in a row belong to one of the four
+        while len(vectors) > 1:
+            width //= 2
+            low = [first + lane for first in range(0, 2 * n, 2 * width) for lane in range(width)]
+            high = [lane + width for lane in low]
+            vectors = [join(x.pick(low, y), x.pick(high, y)) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+        one, left = vectors[0], width
+        while left > 1:
+            left //= 2
+            one = join(one, one.pick([lane ^ left for lane in range(n)]))
+        return one.pick(range(0, n, width))
 
     # -- tasks
 

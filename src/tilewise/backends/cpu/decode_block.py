@@ -35,7 +35,7 @@ class BlockDecode(Decode):
 
     @kernel_function(I64)
     def emit_dots(self, e: Emit, r0: Any) -> None:
-        """dots(args, frame, r0): S[r][j] = q_r · k_j for R rows from r0 and the keys of the block.
+        """dots(args, frame, r0): S[r][j] = q_r · k_j for R rows from r0 and the keys of the block, times the scale of k_j.
 
         Meanwhile the lines of V that belong to these keys are prefetched, as `values` prefetches the next block's K: both phases
         then wait for memory while they compute.
@@ -47,6 +47,8 @@ class BlockDecode(Decode):
         q_rows = [frame.Q + (r0 + r) * D for r in range(R)]
         s_rows = [frame.P + (r0 + r) * BN for r in range(R)]
         whole = round_down(D, line)
+        # a line of bytes is so many vectors that all at once, being converted, would not stay in registers
+        span = min(line, UNROLL * L) if self.kernel.stored else line
 
         def some(key: Any, near: list[Any], soon: list[Any]) -> None:
             """The scores of J keys from `key` on, whose rows of K are near; meanwhile rows of V that are wanted soon."""
@@ -60,18 +62,28 @@ class BlockDecode(Decode):
                         acc[r * J + j] = e.fma(q[r], k, acc[r * J + j])
                 return acc
 
+            def multiply_all(acc: list[Any], at: Any, columns: int) -> list[Any]:
+                for n in range(0, columns, L):
+                    acc = multiply(acc, at + n)
+                return acc
+
             with e.loop(0, whole, line, [e.vector(0.0)] * (R * J)) as dim:
                 for pointer in soon:
                     e.prefetch(pointer + dim.index)
                 acc = list(dim.values)
-                for n in range(0, line, L):
-                    acc = multiply(acc, dim.index + n)
-                dim.carry(acc)
+                if span < line:
+                    with e.loop(dim.index, dim.index + line, span, acc) as part:
+                        part.carry(multiply_all(list(part.values), part.index, span))
+                    dim.carry(part.values)
+                else:
+                    dim.carry(multiply_all(acc, dim.index, line))
             with e.loop(whole, D, L, dim.values) as dim:
                 dim.carry(multiply(dim.values, dim.index))
-            for r in range(R):
-                for j in range(0, J, UNROLL):
-                    s_rows[r][key + j] = self.joined(dim.values[r * J + j : r * J + j + UNROLL])
+            for j in range(0, J, UNROLL):
+                scale = frame.k_scales.vector(key + j, UNROLL) if self.kernel.stored else None
+                for r in range(R):
+                    s = self.joined(dim.values[r * J + j : r * J + j + UNROLL])
+                    s_rows[r][key + j] = s if scale is None else s * scale
 
         most = round_down(width, J)
 
@@ -105,6 +117,7 @@ class BlockDecode(Decode):
     @kernel_function(I64)
     def emit_softmax(self, e: Emit, r0: Any) -> None:
         """softmax(args, frame, r0): P = 2**(s - m) of R rows from r0 in place; m and l updated; O rescaled where an m grew.
+        What is left in P is what V is multiplied by: where its numbers have scales, once more times these.
 
         A block has few keys, so rows go side by side: one after the other, each would wait for its own maximum and sums.
         """
@@ -113,11 +126,6 @@ class BlockDecode(Decode):
         P = [frame.P + (r0 + r) * BN for r in range(R)]
         width = frame.n1 - frame.n0
         padded = round_up(width, L)
-        if self.kernel.stored:
-            with e.range(0, padded, L) as j:
-                scale = frame.k_scales.vector(j)
-                for row in P:
-                    row[j] = row.vector(j) * scale
         with e.range(width, padded) as j:  # what lies behind the keys weighs nothing
             for row in P:
                 row[j] = float("-inf")
@@ -129,7 +137,8 @@ class BlockDecode(Decode):
         alpha, levels = elementary.exp2(old - m), [m.splat_lane(r) for r in range(R)]
         with e.loop(0, padded, L, Strip([e.vector(0.0)] * R)) as over:
             p = elementary.exp2(Strip(row.vector(over.index) - level for row, level in zip(P, levels, strict=True)))
-            for value, row in zip(p, P, strict=True):
+            weights = p * frame.v_scales.vector(over.index) if self.kernel.stored else p
+            for value, row in zip(weights, P, strict=True):
                 row[over.index] = value
             over.carry(over.values + p)
         sum_ptr[0] = e.fma(sum_ptr.vector(0, R), alpha, self.of_rows(over.values))
@@ -165,10 +174,6 @@ class BlockDecode(Decode):
         width, v_step, k_step = frame.n1 - frame.n0, args.v.stride_s, args.k.stride_s
         whole = round_down(width, UNROLL)
 
-        def scaled(weights: Any, key: Any, lanes: int) -> Any:
-            """Weights times the scales of V."""
-            return weights * frame.v_scales.vector(key, lanes) if self.kernel.stored else weights
-
         def columns(col: Any, vectors: int, streams: list[Any]) -> None:
             def step(acc: list[Any], row: Any, weights: list[Any]) -> list[Any]:
                 v = [row.fetch(i * L, L) for i in range(vectors)]
@@ -191,12 +196,12 @@ class BlockDecode(Decode):
                     acc, rows = list(over.values), [v_row(over.index + n) for n in range(UNROLL)]
                     for n in range(UNROLL):
                         prefetch(k_row(over.index + n))
-                    small = [scaled(weights.vector(over.index, UNROLL), over.index, UNROLL) for weights in p_rows]
+                    small = [weights.vector(over.index, UNROLL) for weights in p_rows]
                     for n in range(UNROLL):
                         acc = step(acc, rows[n], [s.splat_lane(n) for s in small])
                     over.carry(acc)
                 with e.loop(whole, width, 1, over.values) as rest:
-                    weights = [scaled(row[rest.index], rest.index, 0).splat() for row in p_rows]
+                    weights = [row[rest.index].splat() for row in p_rows]
                     rest.carry(step(list(rest.values), v_row(rest.index), weights))
                 add(rest.values)
 
@@ -205,13 +210,13 @@ class BlockDecode(Decode):
                     *acc, row, ahead = over.values
                     for n in range(UNROLL):
                         prefetch(ahead + k_step * n)
-                    small = [scaled(weights.vector(over.index, UNROLL), over.index, UNROLL) for weights in p_rows]
+                    small = [weights.vector(over.index, UNROLL) for weights in p_rows]
                     for n in range(UNROLL):
                         acc = step(acc, row + v_step * n, [s.splat_lane(n) for s in small])
                     over.carry([*acc, *(x + s * UNROLL for x, s in ((row, v_step), (ahead, k_step)))])
                 with e.loop(whole, width, 1, over.values[:-1]) as rest:
                     *acc, row = rest.values
-                    acc = step(acc, row, [scaled(weights[rest.index], rest.index, 0).splat() for weights in p_rows])
+                    acc = step(acc, row, [weights[rest.index].splat() for weights in p_rows])
                     rest.carry([*acc, row + v_step])
                 add(rest.values[:-1])
 

@@ -124,6 +124,8 @@ class StreamDecode(Decode):
                 out[i * L] = x
 
         many = ACCUMULATORS if L == UNROLL else UNROLL  # a head dim of 64 at once
+        if self.kernel.stored and L == UNROLL:
+            many //= 2  # what bytes become on the way to numbers takes registers, too
         whole = round_down(Dv, many * L)
         with e.range(0, whole, many * L) as col:
             columns(col, many)

@@ -78,14 +78,19 @@ class PagedKeys:
     def emit_find_scales(self, e: Emit) -> None:
         """find_scales(args, frame): those of the rows of a block, of the task's key head."""
         frame, page = e.frame, e.args.page
-        n0, n1 = frame.n0, frame.n1
-        with e.range(n0 // page, (n1 + (page - 1)) // page) as nth:
-            number, first = self.page_number(e, nth), nth * page
-            with e.range(e.max(first, n0), e.min(first + page, n1)) as key:
-                for name in "kv":
-                    getattr(frame, f"{name}_scales")[key - n0] = self.scale_of(e, name, number, key - first)
-        for scales in (frame.k_scales, frame.v_scales):  # what is read behind the last key
-            with e.range(n1 - n0, n1 - n0 + UNROLL) as j:
+        n0, n1, begins = frame.n0, frame.n1, frame.n0 // page
+        to, steps = (frame.k_scales, frame.v_scales), [getattr(e.args, f"{name}_scale_s") for name in "kv"]
+        with e.loop(begins * page, n1, page, [begins]) as over:
+            first, nth = over.index, over.values[0]
+            number, begin = self.page_number(e, nth), e.max(first, n0)
+            own = [self.scale_of(e, name, number, begin - first) for name in "kv"]
+            with e.loop(begin - n0, e.min(first + page, n1) - n0, 1, own) as token:
+                for scales, scale in zip(to, token.values, strict=True):
+                    scales[token.index] = scale.fetch()
+                token.carry([scale + step for scale, step in zip(token.values, steps, strict=True)])
+            over.carry([nth + 1])
+        with e.range(n1 - n0, n1 - n0 + UNROLL) as j:  # what is read behind the last key
+            for scales in to:
                 scales[j] = 1.0
 
     def page_number(self, e: Emit, nth: Any) -> Any:
@@ -103,11 +108,13 @@ class PagedKeys:
         pointer: Pointer = tensor.pointer + head * tensor.stride_h
         return pointer
 
-    def scale_of(self, e: Emit, name: str, number: Any, place: Any) -> Any:
+    def scale_of(self, e: Emit, name: str, number: Any, place: Any) -> Pointer:
+        """Where the scale of a token lies, of the task's key head."""
         args, scale = e.args, f"{name}_scale"
         steps = [getattr(args, f"{scale}_{axis}") for axis in "bsh"]
         at = number * steps[0] + place * steps[1] + e.frame.key_head * steps[2]
-        return args.address(scale, *args.kinds[scale]).fetch(at)
+        pointer: Pointer = args.address(scale, *args.kinds[scale]) + at
+        return pointer
 
     def block_rows(self, e: Emit, name: str, col: Any = 0) -> Callable[[Any], Pointer]:
         """`row(j)`: the row of key n0 + j of the block, from column `col` on, in pages."""
@@ -133,5 +140,5 @@ class PagedKeys:
             return lambda column: row.fetch(column * args.v.stride_d)
         number, place = self.page_number(e, key // args.page), key % args.page
         row = self.head_of(e, "v", frame.key_head) + self.row_offset(e, "v", number, place)
-        scale = self.scale_of(e, "v", number, place) if self.kernel.stored else 1.0
+        scale = self.scale_of(e, "v", number, place).fetch() if self.kernel.stored else 1.0
         return lambda column: row.fetch(column * args.v.stride_d) * scale

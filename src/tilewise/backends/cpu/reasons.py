@@ -58,7 +58,8 @@ def _keys(problem: Problem, kernel: Kernel, tiles: Tiles) -> str:
 def _rows(problem: Problem, kernel: Kernel, tiles: Tiles) -> str:
     tasks = f"{tiles.tasks} task{'s' * (tiles.tasks != 1)} for {tiles.threads} thread{'s' * (tiles.threads != 1)}"
     if kernel.kind == "decode":
-        beside = f" for each of {tiles.groups} key heads, whose rows lie side by side" if tiles.groups > 1 else ""
+        near = "whose rows lie side by side" if problem.interleaved else "which share small pages"
+        beside = f" for each of {tiles.groups} key heads, {near}" if tiles.groups > 1 else ""
         return f"1 row of {tiles.heads} head{'s' * (tiles.heads != 1)}{beside}: {tasks}"
     shared = f"{tiles.heads} heads × {tiles.rows}" if tiles.heads > 1 else f"{tiles.rows}"
     return f"{shared} rows share a packed block of K and V: {tasks}"
