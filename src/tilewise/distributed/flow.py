@@ -197,7 +197,8 @@ def _cheapest(
     found = min(((at, rank) for rank, at in enumerate(distance) if loads[rank] < most - least), default=(np.inf, 0))
     if found[0] == np.inf:
         return None
-    rank, arcs = found[1], []
+    rank = found[1]
+    arcs: list[_Arc] = []
     while rank in before and len(arcs) < len(loads):
         rank, arc = before[rank]
         arcs.insert(0, arc)
