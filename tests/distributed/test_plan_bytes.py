@@ -152,7 +152,7 @@ def test_even_shards_send_each_row_once_by_the_cheaper_route(name: str, kv_heads
         assert plan.least_bytes().rows == row_bound(plan)
 
 
-@pytest.mark.parametrize(("part", "ranks"), [(12, 2), (12, 8), (8, 4), (8, 8), (8, 16), (6, 3), (4, 2), (4, 4), (3, 2)])
+@pytest.mark.parametrize(("part", "ranks"), [(12, 2), (12, 8), (8, 4), (8, 8), (8, 16), (6, 3), (4, 2), (4, 4), (3, 2), (3, 3)])
 def test_wide_windows_send_each_row_once_by_the_cheaper_route(part: int, ranks: int) -> None:
     """As many key heads as query heads, and windows up to the tokens of a rank: contiguous shards, made even by queries."""
     plan = tw.distributed.plan(long_problem(tw.causal() & tw.window(LONG // part), kv_heads=32), ranks=ranks)

@@ -188,16 +188,21 @@ class _Cells:
             return None
         cells = self.split(FLOW_CELLS)
         ways = [*cells._whole(row), *cells._partial(row, int(np.clip(FLOW_WAYS / len(self.pair), 6, MOST_SPLITS)))]
-        for _ in range(REFINED):
+        best: tuple[float, _Cells, Bools] | None = None
+        for turn in range(REFINED):
             places = cells._flowed(ways)
             if places is None:
-                return None
+                break
             choice = polished(ends, ways, np.array([place.sides[0] for place in places]))
             if choice is not None:
-                return cells, cells._taken(ways, choice)
+                sent = float(np.array([way.bytes for way in ways])[choice, np.arange(len(choice))].sum())
+                found = sent, cells, cells._taken(ways, choice)
+                best = found if best is None or sent < best[0] else best
+            if best is not None and turn:
+                break
             low, high = (cells._taken(ways, np.array([getattr(p, side) for p in places])) for side in ("low", "high"))
             cells, ways = cells._between(row, low, high)
-        return None
+        return None if best is None else best[1:]
 
     def _flowed(self, ways: list[Way]) -> list[Between] | None:
         ends, area = self._ends, np.bincount(self.group, self.between.area).astype(np.float64)
