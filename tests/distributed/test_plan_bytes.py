@@ -16,7 +16,7 @@ from tests.test_imports import fresh, loaded
 from tilewise.distributed.comparison import SCHEDULES
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.routes import routes
-from tilewise.distributed.shards import partition
+from tilewise.distributed.shards import filled, partition
 from tilewise.distributed.show import show_comparison
 from tilewise.errors import ArgumentError, ArgumentTypeError, DeviceError, LayoutError, PlanError
 
@@ -125,23 +125,49 @@ def test_even_shards_send_no_more_than_the_keys_that_are_seen(name: str, kv_head
         assert both(plan) <= rows * plan.row_bytes.route("kv")
 
 
-UNMET = {("selected", 4), ("selected", 8)}
-"""With as many key heads as query heads, mask and ranks: few long lists of keys, most of which cannot go by queries evenly."""
+def row_bound(plan: ContextPlan) -> int:
+    """Each row that a rank's queries see and that it does not hold, once, by the cheaper route of its interval.
+
+    An interval is a run of such keys of one other rank, of tokens that see only each other.
+    """
+    seen, held, bound = visible(plan), [plan.token_numbers(rank) for rank in range(plan.ranks)], 0
+    query, key = plan.row_bytes.route("q"), plan.row_bytes.route("kv")
+    parted = ~np.array([seen[at:, :at].any() or seen[:at, at:].any() for at in range(len(seen))])  # no pair across
+    component = np.cumsum(parted)
+    for own, other in itertools.permutations(held, 2):
+        keys = other[seen[np.ix_(own, other)].any(axis=0)]
+        new = (np.diff(keys) != 1) | (np.diff(component[keys]) != 0)
+        for run in np.split(keys, np.flatnonzero(new) + 1):
+            queries = int(seen[np.ix_(own, run)].any(axis=1).sum())
+            bound += len(run) * (min(query, key) if queries * query < len(run) * key else key)
+    return bound
 
 
 @pytest.mark.parametrize("name", [name for name in masks(8) if name != "nothing"])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_even_shards_send_each_row_once_by_the_cheaper_route(name: str, kv_heads: int) -> None:
-    """Within 5 %; where not even a minimum cut is that little, of the cut."""
-    for ranks in (2, 4, 8):
+    for ranks in (2, 3, 4, 8):
         plan = tw.distributed.plan(problem(96, masks(96)[name], kv_heads=kv_heads), ranks=ranks)
-        least = plan.least_bytes()
-        seen, held = visible(plan), [plan.token_numbers(rank) for rank in range(ranks)]
-        rows = sum(len(np.setdiff1d(np.flatnonzero(seen[own].any(axis=0)), own)) for own in held)
-        assert least.rows == rows * min(plan.row_bytes.route("kv"), plan.row_bytes.route("q"))
-        assert least.sent == both(plan)
-        times = 1.12 if (name, ranks) in UNMET and kv_heads == 4 else 1.05
-        assert least.sent <= times * max(least.rows, least.cut)
+        assert plan.least_bytes().sent == both(plan) <= 1.05 * row_bound(plan)
+        assert plan.least_bytes().rows == row_bound(plan)
+
+
+@pytest.mark.parametrize(("part", "ranks"), [(12, 2), (12, 8), (8, 4), (8, 8), (8, 16), (6, 3), (4, 2), (4, 4), (3, 2), (3, 3)])
+def test_wide_windows_send_each_row_once_by_the_cheaper_route(part: int, ranks: int) -> None:
+    """As many key heads as query heads, and windows up to the tokens of a rank: contiguous shards, made even by queries."""
+    plan = tw.distributed.plan(long_problem(tw.causal() & tw.window(LONG // part), kv_heads=32), ranks=ranks)
+    assert len(plan.shards.rank) == ranks and plan.imbalance <= 0.03
+    assert plan.least_bytes().of_rows <= 1.05
+
+
+@pytest.mark.parametrize(("part", "ranks", "times"), [(3, 4, 1.26), (2, 3, 1.34), (2, 4, 1.17), (4, 8, 1.13), (2, 16, 1.10)])
+def test_wider_windows_send_more(part: int, ranks: int, times: float) -> None:
+    """Rectangles of which all queries or all keys travel are coarse; but other shards that are even send more."""
+    wide = long_problem(tw.causal() & tw.window(LONG // part), kv_heads=32)
+    plan = tw.distributed.plan(wide, ranks=ranks)
+    assert plan.imbalance <= 0.03 and plan.least_bytes().of_rows <= times
+    other = filled((LONG,), ranks, plan.coverage)
+    assert both(plan) <= 0.9 * both(tw.distributed.plan(wide, ranks=ranks, shards=other))
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "documents", "selected"])

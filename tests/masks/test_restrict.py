@@ -22,7 +22,7 @@ from tilewise.masks import (
     selected,
     window,
 )
-from tilewise.masks.restrict import restricted
+from tilewise.masks.restrict import picked, restricted
 
 LENGTH = 24
 SHAPE = MaskShape(2, 4, LENGTH, LENGTH)
@@ -70,6 +70,25 @@ def test_a_rectangle_has_the_elements_of_the_whole(name: str, data: st.DataObjec
     shape = MaskShape(2, 4 if heads is None else heads[1] - heads[0], q[1] - q[0], k[1] - k[0])
     want = elements(program, SHAPE, q, k)[:, slice(*heads) if heads else slice(None)]
     assert np.array_equal(elements(part, shape, (0, shape.seqlen_q), (0, shape.seqlen_k)), want)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_tokens_have_the_elements_of_the_whole_where_their_order_says_them(name: str, data: st.DataObject) -> None:
+    program = MASKS[name].lower(Binding(SHAPE))
+    tokens = np.array(sorted(data.draw(st.sets(st.integers(0, LENGTH - 1), min_size=1))))
+    sequences = data.draw(st.sampled_from([None, (np.arange(LENGTH) // 9)[tokens]]))
+    part = picked(program, SHAPE, tokens, sequences)
+    ordered = name in ("full", "causal", "anti-causal", "documents", "other-documents", "never")
+    assert (part is not None) == ordered
+    if part is None:
+        return
+    want = elements(program, SHAPE, (0, LENGTH), (0, LENGTH))[:, :, tokens][..., tokens]
+    if sequences is not None:
+        want = want & (sequences[:, None] == sequences)
+    shape = MaskShape(2, 4, len(tokens), len(tokens))
+    assert np.array_equal(elements(part, shape, (0, len(tokens)), (0, len(tokens))), want)
 
 
 @pytest.mark.parametrize(

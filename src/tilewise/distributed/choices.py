@@ -106,6 +106,13 @@ def even_choice(
     return (ways, table.improved(min(found, key=table.sent))) if found else None
 
 
+def polished(ends: Ends, ways: list[Way], choice: Ints) -> Ints | None:
+    """A choice that is nearly even made so, and better; None if that is not found."""
+    table = _Table(ends, ways)
+    found = [one for one in (table.repaired(choice.copy()), table.levelled(choice.copy())) if one is not None]
+    return table.improved(min(found, key=table.sent)) if found else None
+
+
 class _Table:
     """Ways as tables [way, group]."""
 

@@ -34,8 +34,8 @@ from tilewise.problem import Problem
 if TYPE_CHECKING:
     import torch
 
-ENOUGH = 1.05
-"""Times the least bytes that shards may send so that they are taken for having the fewest."""
+ENOUGH, DEARER = 1.05, 1.25
+"""Times the least bytes of their rows that shards may send, if others that do so do not send so many times more."""
 GIVEN = "given"
 """The name of shards that are those of another plan."""
 
@@ -313,8 +313,8 @@ def _better(contiguous: ContextPlan, even: ContextPlan) -> ContextPlan:
     sent = [sum(plan.total_bytes(backward=backward) for backward in (False, True)) for plan in (contiguous, even)]
     if sent[0] >= sent[1] or contiguous.imbalance > max(UNEVEN, even.imbalance):
         return even
-    least = [plan.least_bytes().of_rows for plan in (contiguous, even)]
-    return contiguous if least[0] <= max(ENOUGH, least[1]) else even
+    near = [plan.least_bytes().of_rows <= ENOUGH for plan in (contiguous, even)]
+    return even if near[1] and not near[0] and sent[1] <= DEARER * sent[0] else contiguous
 
 
 def _share(

@@ -40,15 +40,15 @@ class _Reached(NamedTuple):
     """Of each graph a key node from which the sink is reached, by a shortest path, or END."""
 
 
-def moved_queries(graphs: Graphs) -> Bools | None:
-    """The edges whose query travels and whose key does not, in a cover of least cost; None if that takes too many steps."""
+def moved_nodes(graphs: Graphs) -> tuple[Bools, Bools] | None:
+    """The edges whose query travels, and those whose key does, in a cover of least cost; None if that takes too many steps."""
     flow = np.zeros(len(graphs.query), np.int64)
     left = graphs.query_cost.copy(), graphs.key_cost.copy()
     for _ in range(MOST_STEPS):
         found = _reach(graphs, flow, left)
         some = found.open[found.open != END]
         if not len(some):
-            return np.asarray(~found.queries[graphs.query] & ~found.keys[graphs.key])
+            return np.asarray(~found.queries[graphs.query]), np.asarray(found.keys[graphs.key])
         _augment(graphs, flow, left, found, some)
     return None
 

@@ -44,6 +44,12 @@ def joined(group: Ints, first: Ints, past: Ints) -> Intervals:
     return Intervals(group[begin], first[begin], np.maximum.reduceat(past, begin))
 
 
+def containing(whole: Intervals, group: Ints, at: Ints) -> Ints:
+    """The number of the interval that holds each token of its group."""
+    stretch = int(whole.past.max(initial=0)) + 1
+    return np.asarray(np.searchsorted(whole.group * stretch + whole.first, group * stretch + at, side="right") - 1)
+
+
 def pieces(intervals: Intervals, cuts: Ints) -> tuple[Intervals, Ints, Ints]:
     """Intervals cut where `cuts` lie (sorted, from 0 to past all of them): the pieces, the number of the interval each is of
     and the number of the cut it starts at or after."""

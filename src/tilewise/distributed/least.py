@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from tilewise.distributed.coverage import Coverage
+from tilewise.distributed.intervals import containing, joined
 from tilewise.distributed.routes import Routes, routes
 from tilewise.distributed.schedule import RowBytes
 
@@ -13,8 +16,9 @@ class LeastBytes(NamedTuple):
     """Bytes of the forward and the backward pass together, of all ranks.
 
     sent: what the plan sends.
-    rows: each row of keys that a rank's queries see and that it does not hold, once, at the price of a token by the cheaper
-        route: its key and value with their gradients, or a query with its results and gradients.
+    rows: each row of keys that a rank's queries see and that it does not hold, once, by the cheaper route of the interval that it
+        lies in: at the price of a key and value with their gradients, or, where moving the queries that see the interval is
+        cheaper than moving its keys, at that of a query with its results and gradients.
     cut: the least with which of each visible pair of tokens on two ranks the query or the key travels, a minimum cut between
         each two ranks. What computes so may be as uneven as it will. Of a mask with very many parts, the least that is found.
     """
@@ -37,10 +41,21 @@ class LeastBytes(NamedTuple):
 def least_bytes(found: Routes, row: RowBytes, seen: Coverage) -> LeastBytes:
     """What routes send, beside both bounds for their shards."""
     shards = found.shards
-    keys, _ = routes(shards, seen, row, keys_only=True).keys
-    price = min(row.route("kv"), row.route("q"))
     sent = total(found, row)
-    return LeastBytes(sent, keys.total * price, min(sent, total(routes(shards, seen, row), row)))
+    keys_only = routes(shards, seen, row, keys_only=True)
+    return LeastBytes(sent, _of_rows(keys_only, row, seen), min(sent, total(routes(shards, seen, row), row)))
+
+
+def _of_rows(found: Routes, row: RowBytes, seen: Coverage) -> int:
+    """The first bound. An interval is what touches of the keys that one rank sees, another one holds and a component has."""
+    far, parts = ~found.own, found.parts.where(~found.own)
+    pair = found.pair(found.k_rank, found.q_rank)[far]
+    group = pair * len(seen.borders) + np.searchsorted(seen.borders, parts.k0, side="right")
+    keys = joined(group, parts.k0, parts.k1)
+    queries = joined(containing(keys, group, parts.k0), parts.q0, parts.q1)
+    seeing = np.bincount(queries.group, queries.sizes, len(keys.group))
+    by_key, by_query = row.route("kv"), row.route("q")
+    return int((keys.sizes * np.where(seeing * by_query < keys.sizes * by_key, min(by_query, by_key), by_key)).sum())
 
 
 def total(found: Routes, row: RowBytes) -> int:

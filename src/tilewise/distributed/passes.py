@@ -121,7 +121,10 @@ class Forward(Run):
             for segment in self.segments(stage):
                 work = segment.work
                 part = call.forward(segment, local, self.tokens(segment, here))
-                if work.travels:
+                if work is None:
+                    out.copy_(part[0])
+                    lse.copy_(part[1])
+                elif work.travels:
                     assert results is not None
                     results.merge(work.q, *part, first=False)
                 else:
@@ -146,6 +149,8 @@ class Forward(Run):
     def tokens(self, segment: Segment, here: list[list[Pieces]]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a segment, own or received."""
         work = segment.work
+        if work is None:
+            return self.local[:3]
         (k, v), queries = here[0], here[1][0]
         if work.travels:
             return queries.take(work.q), self.own[1].take(work.k), self.own[2].take(work.k)
@@ -256,6 +261,11 @@ class Backward(Forward):
         work, (dk, dv, dq) = segment.work, received
         tokens = self.tokens(segment, here)
         grads = self.call.backward(segment, self.local, tokens, self._cotangents(segment, here))
+        if work is None:
+            for total, grad in zip(self.sums, grads[:3], strict=True):
+                assert grad is not None
+                total.add_(grad)
+            return
         far_keys = any(True for _ in dk.parts(work.k)) and not work.travels
         homes = (dq if work.travels else self.grads[0], dk if far_keys else self.grads[1], dv if far_keys else self.grads[2])
         for home, chunk, grad in zip(homes, (work.q, work.k, work.k), grads[:3], strict=True):
@@ -267,6 +277,9 @@ class Backward(Forward):
     def _cotangents(self, segment: Segment, here: list[list[Pieces]]) -> BackwardInputs:
         """Of own queries, what the forward left; of others, delta in the place of an output."""
         work, needs = segment.work, Needs(dbias=self.dbias is not None)
+        if work is None:
+            given = self.given
+            return BackwardInputs(given.out.to(self.call.dtype), given.lse, given.dout.to(self.call.dtype), given.dlse, needs)
         if work.travels:
             dout = here[1][1].take(work.q).to(self.call.dtype)
             lse, delta = (x.take(work.q) for x in here[2])

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.distributed.choices import Ends, Floats, Way, even_choice
+from tilewise.distributed.choices import Ends, Floats, Way, even_choice, polished
 from tilewise.distributed.coverage import Coverage, Parts
-from tilewise.distributed.covers import Bools, Graphs, moved_queries
+from tilewise.distributed.covers import Bools, Graphs, moved_nodes
+from tilewise.distributed.flow import Between, flowed
 from tilewise.distributed.intervals import Intervals, Ints, joined, pieces
 from tilewise.distributed.schedule import RowBytes
 from tilewise.distributed.shards import LEVELLED, Shards, excess
@@ -29,6 +30,11 @@ MOST_WAYS = 40_000
 """Ways of all groups in which some of their queries travel."""
 PRICED_CELLS, ROUNDS = 50_000, (2, 16)
 """How many prices are tried, at least and at most; between them as many as have so many cells."""
+MOST_FLOWING, FLOW_CELLS, FLOW_WAYS = 130, 20_000, 2_000
+"""Groups between which work flows, and how many cells and ways of all of them there may be then."""
+REFINED, FINER, SPARED = 3, 16, 0.001
+"""How often, and into how many parts each time, stretches are split whose routes lie between two ways; and how much of the mean
+area is left for what is coarse nevertheless."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +116,9 @@ def routes(shards: Shards, seen: Coverage, row: RowBytes, *, even: bool = False,
         fine = finer if len(finer.far) <= MOST_CELLS else cells
     by_query = fine.cheapest(row, even)
     if by_query is None:
-        fine = fine.split()
-        by_query = fine.even(row)
+        found = fine.levelled(row)
+        fine = fine.split() if found is None else found[0]
+        by_query = fine.even(row) if found is None else found[1]
     needed = fine.needed(by_query)
     if len(needed) == len(fine.cuts):
         return fine.routes(by_query)
@@ -147,9 +154,9 @@ class _Cells:
         """The cuts and where parts between ranks end."""
         return np.unique(np.concatenate([self.cuts, *self.between[:4]]))
 
-    def split(self) -> _Cells:
+    def split(self, most: int = SPLIT_CELLS) -> _Cells:
         """The same with each stretch between cuts in several, as far as there are few cells: routes may differ within it."""
-        parts = min(MOST_SPLITS, int((SPLIT_CELLS / len(self.group)) ** 0.5), MOST_CUTS // len(self.cuts))
+        parts = min(MOST_SPLITS, int((most / len(self.group)) ** 0.5), MOST_CUTS // len(self.cuts))
         if parts < 2:
             return self
         first, size = self.cuts[:-1, None], np.diff(self.cuts)[:, None]
@@ -173,6 +180,60 @@ class _Cells:
             if found is not None:
                 return self._taken(*found)
         raise AssertionError("keys alone are never too uneven")
+
+    def levelled(self, row: RowBytes) -> tuple[_Cells, Bools] | None:
+        """The same for contiguous shards, by work that flows between ranks: cells, cut where that says, and their routes."""
+        ends = self._ends
+        if not ends.levelled or len(self.pair) > MOST_FLOWING:
+            return None
+        cells = self.split(FLOW_CELLS)
+        ways = [*cells._whole(row), *cells._partial(row, int(np.clip(FLOW_WAYS / len(self.pair), 6, MOST_SPLITS)))]
+        best: tuple[float, _Cells, Bools] | None = None
+        for turn in range(REFINED):
+            places = cells._flowed(ways)
+            if places is None:
+                break
+            choice = polished(ends, ways, np.array([place.sides[0] for place in places]))
+            if choice is not None:
+                sent = float(np.array([way.bytes for way in ways])[choice, np.arange(len(choice))].sum())
+                found = sent, cells, cells._taken(ways, choice)
+                best = found if best is None or sent < best[0] else best
+            if best is not None and turn:
+                break
+            low, high = (cells._taken(ways, np.array([getattr(p, side) for p in places])) for side in ("low", "high"))
+            cells, ways = cells._between(row, low, high)
+        return None if best is None else best[1:]
+
+    def _flowed(self, ways: list[Way]) -> list[Between] | None:
+        ends, area = self._ends, np.bincount(self.group, self.between.area).astype(np.float64)
+        table = np.array([way.bytes for way in ways]), np.array([way.moved for way in ways])
+        return flowed((ends.q_rank, ends.k_rank), ends.areas, table, area, ends.most - SPARED * float(ends.areas.mean()))
+
+    def _between(self, row: RowBytes, low: Bools, high: Bools) -> tuple[_Cells, list[Way]]:
+        """Cells and ways of more and more parts that go as in `high`, the others as in `low`."""
+        first, past, of_keys = self._strips(low != high)
+        inner = first[:, None] + ((past - first)[:, None] * np.arange(FINER + 1) / FINER).astype(np.int64)
+        fine = _Cells(self.shards, self.seen, np.unique(np.concatenate([self.needed(low), self.needed(high), inner.ravel()])))
+        low, high = self.at(fine, low), self.at(fine, high)
+        at = np.where(of_keys[fine.group], fine.between.k0, fine.between.q0)
+        ways = [fine._way(row, low), fine._way(row, high)]
+        for cut in inner.T[1:-1]:
+            before = at < cut[fine.group]
+            ways += [fine._way(row, np.where(before, low, high)), fine._way(row, np.where(before, high, low))]
+        return fine, ways
+
+    def _strips(self, which: Bools) -> tuple[Ints, Ints, Bools]:
+        """Of each group the stretch of queries in which some of its parts lie, or of keys (then the last is true) if that is
+        fewer of them; an empty one if it has none."""
+        groups, found = len(self.pair), []
+        for side in "qk":
+            first, past = np.full(groups, self.seen.tokens), np.zeros(groups, np.int64)
+            np.minimum.at(first, self.group[which], getattr(self.between, side + "0")[which])
+            np.maximum.at(past, self.group[which], getattr(self.between, side + "1")[which])
+            found.append((np.minimum(first, past), past))
+        (q0, q1), (k0, k1) = found
+        of_keys = k1 - k0 < q1 - q0
+        return np.where(of_keys, k0, q0), np.where(of_keys, k1, q1), of_keys
 
     def _whole(self, row: RowBytes) -> list[Way]:
         """No query travels, all do, and the fewest bytes for each group, where that is known."""
@@ -239,8 +300,11 @@ class _Cells:
             saved = np.maximum(sign * extra[group], 0) * area
             costs.append(np.maximum(rows * row.route(what) - saved, 0).astype(np.int64))  # type: ignore[arg-type]
         (_, query, _), (group, key, _) = self._nodes
-        by_query = moved_queries(Graphs(query, key, costs[0], costs[1], group))
-        return None if by_query is None else self._way(row, by_query)
+        moved = moved_nodes(Graphs(query, key, costs[0], costs[1], group))
+        if moved is None:
+            return None
+        queries, keys = moved  # a part both sides of which travel is computed where that costs less
+        return self._way(row, queries & (~keys | (extra[self.group] < 0)))
 
     def needed(self, by_query: Bools) -> Ints:
         """The cuts of the shards, and those on both sides of which routes differ."""

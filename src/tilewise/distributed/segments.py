@@ -17,7 +17,7 @@ from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.pieces import Pieces
 from tilewise.distributed.schedule import Chunk, Move, What, Work
 from tilewise.masks import Lowered, MaskProgram, MaskShape
-from tilewise.masks.restrict import restricted
+from tilewise.masks.restrict import picked, restricted
 from tilewise.ops import run
 from tilewise.ops.tensors import tensor_fields
 from tilewise.problem import Origin, Problem
@@ -38,9 +38,12 @@ class Local(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A work as a problem: `origins` where dropout or ALiBi want them."""
+    """A work as a problem: `origins` where dropout or ALiBi want them.
 
-    work: Work
+    work: None for all works of the rank's own tokens at once, which are its whole tensors.
+    """
+
+    work: Work | None
     problem: Problem
     origins: Tensor | None
     first: bool
@@ -112,14 +115,34 @@ class Call:
     def _prepared(self, local: Local) -> Iterator[list[Segment]]:
         program = on_device(self.problem.program, self.device)
         seen: list[Chunk] = []
-        for stage in self.plan.stages:
+        for number, stage in enumerate(self.plan.stages):
+            works = stage.works_of(self.rank)
+            whole = self._whole(program, local) if not number and len(works) > 1 else None
+            if whole is not None:
+                seen += self.chunks
+                yield [whole]
+                continue
             segments = []
-            for work in stage.works_of(self.rank):
+            for work in works:
                 first = not any(_overlap(work.q, chunk) for chunk in seen)
                 segments.append(self._segment(work, program, local, first))
                 seen.append(work.q)
             seen += [move.chunk for move in stage.returns if move.target == self.rank]
             yield segments
+
+    def _whole(self, program: MaskProgram, local: Local) -> Segment | None:
+        """This rank's own tokens as one problem; None where positions count, and these have gaps."""
+        problem, lengths = self.problem, self.plan.lengths
+        if problem.alibi or problem.dropout_p or local.bias is not None:
+            return None
+        tokens = torch.from_numpy(self.plan.token_numbers()).to(self.device)
+        numbers = [chunk.sequence for chunk in self.chunks for _ in range(chunk.tokens)]
+        sequences = torch.tensor(numbers, dtype=torch.int32, device=self.device) if len({*numbers}) > 1 else None
+        batch = problem.batch if lengths is None else 1
+        mask = picked(program, MaskShape(batch, problem.heads, problem.seqlen_q, problem.seqlen_k), tokens, sequences)
+        if mask is None:
+            return None
+        return Segment(None, self._part(local, batch, mask, (len(tokens), len(tokens)), None), None, first=True)
 
     def _segment(self, work: Work, program: MaskProgram, local: Local, first: bool) -> Segment:
         q, k = work.q, work.k
@@ -137,15 +160,22 @@ class Call:
             numbers = range(batch) if lengths is None else (q.sequence,)
             rows = [Origin(q.start, k.start, self.head, b) for b in numbers]
             origins = torch.tensor(rows, dtype=torch.int32, device=self.device)
-        own = replace(
+        return Segment(work, self._part(local, batch, part, (q.tokens, k.tokens), origins), origins, first)
+
+    def _part(
+        self, local: Local, batch: int, mask: MaskProgram, lengths: tuple[int, int], origins: Tensor | None
+    ) -> Problem:
+        """The problem of a part of the scores."""
+        problem = self.problem
+        return replace(
             problem,
             batch=batch,
             heads=local.q.shape[1],
             kv_heads=local.k.shape[1],
-            seqlen_q=q.tokens,
-            seqlen_k=k.tokens,
+            seqlen_q=lengths[0],
+            seqlen_k=lengths[1],
             dtype=str(self.dtype).removeprefix("torch."),
-            mask=Lowered(part),
+            mask=Lowered(mask),
             precision="default" if problem.widened else problem.precision,
             sinks=False,
             varlen=False,
@@ -153,17 +183,15 @@ class Call:
             needs_lse=True,
             device=self.device.type,
         )
-        return Segment(work, own, origins, first)
 
     def inputs(self, segment: Segment, local: Local, tokens: tuple[Tensor, Tensor, Tensor]) -> tuple[Problem, Inputs]:
         """The call of a segment, given its q, k and v."""
         q, k, v = (x.to(self.dtype) for x in tokens)
-        bias = None
-        if local.bias is not None:
-            bias = bias_part(self, local.bias, segment.work)
-        alibi = local.alibi
-        if alibi is not None and self.plan.lengths is not None and alibi.shape[0] > 1:
-            alibi = alibi[segment.work.q.sequence][None]
+        bias, alibi, work = None, local.alibi, segment.work
+        if local.bias is not None and work is not None:
+            bias = bias_part(self, local.bias, work)
+        if alibi is not None and work is not None and self.plan.lengths is not None and alibi.shape[0] > 1:
+            alibi = alibi[work.q.sequence][None]
         inputs = Inputs(q, k, v, bias, alibi, None, local.seed, origins=segment.origins)
         problem = segment.problem
         if bias is not None and problem.bias != tuple(bias.shape):

@@ -8,7 +8,7 @@ import numpy as np
 
 from tilewise.distributed.coverage import Parts
 from tilewise.distributed.covers import Bools
-from tilewise.distributed.intervals import Intervals, Ints, joined
+from tilewise.distributed.intervals import Intervals, Ints, containing, joined
 from tilewise.distributed.routes import Routes
 from tilewise.distributed.schedule import Move, Stage, What, Work
 
@@ -31,7 +31,7 @@ def stages(found: Routes, remote: int = 1) -> tuple[Stage, ...]:
     piece = np.searchsorted(found.cuts, found.parts.q0, side="right") - 1
     moved, source = found.queries
     arrived = joined(moved.group * ranks + source, moved.first, moved.past)  # the queries of a pair of ranks, by target
-    which = _containing(arrived, (found.k_rank * ranks + found.q_rank)[by_query], found.parts.q0[by_query])
+    which = containing(arrived, (found.k_rank * ranks + found.q_rank)[by_query], found.parts.q0[by_query])
     which = which * len(found.cuts) + piece[by_query]
     for keep, block, into in ((own, piece[own], works[:1]), (by_key, piece[by_key], works), (by_query, which, works)):
         at = np.zeros(int(keep.sum()), np.int64)
@@ -56,19 +56,13 @@ def _works(found: Routes, keep: Bools, block: Ints, at: Ints) -> list[tuple[int,
     rank, q_rank = found.rank[keep], found.q_rank[keep]
     group = block * stages + at
     whole = joined(group, parts.k0, parts.k1)
-    member = _containing(whole, group, parts.k0)
+    member = containing(whole, group, parts.k0)
     q0, q1, area = _hulls(parts, member, len(whole.first))
     example = np.zeros(len(whole.first), np.int64)
     example[member] = np.arange(len(member))
     chunks = found.shards.chunks
     columns = (rank[example].tolist(), q_rank[example].tolist(), chunks(q0, q1), chunks(whole.first, whole.past), area)
     return list(zip((whole.group % stages).tolist(), starmap(Work, zip(*columns, strict=True)), strict=True))
-
-
-def _containing(whole: Intervals, group: Ints, at: Ints) -> Ints:
-    """The number of the interval that holds each token of its group."""
-    stretch = int(whole.past.max(initial=0)) + 1
-    return np.asarray(np.searchsorted(whole.group * stretch + whole.first, group * stretch + at, side="right") - 1)
 
 
 def _hulls(parts: Parts, member: Ints, count: int) -> tuple[Ints, Ints, list[int]]:

@@ -1,4 +1,4 @@
-"""A mask restricted to a rectangle: the program of some rows and keys of a problem, which count from 0 there.
+"""A mask restricted to a rectangle, or to some tokens: the program of some rows and keys of a problem, which count from 0 there.
 
 Bands and ranges that let the whole rectangle through are left out, terms that let nothing through too, so a rectangle that is
 full has no mask at all, and a square on the diagonal of a causal one is causal. Tensors are cut as views where that is possible.
@@ -28,6 +28,37 @@ def restricted(program: MaskProgram, shape: MaskShape, q: Range, k: Range, heads
     terms = [[cut.literal(literal) for literal in term] for term in program.terms()]
     kept = [[literal for literal in term if literal is not True] for term in terms if False not in term]
     return lowered(kept)  # type: ignore[arg-type]  # no booleans are left
+
+
+def picked(program: MaskProgram, shape: MaskShape, tokens: Any, sequences: Any = None) -> MaskProgram | None:
+    """The program of some tokens of a self-attention, in their order, as queries and as keys; None where there is none.
+
+    Order is all that a causal mask asks for, so it stays one; a window would have to know how far tokens are apart.
+
+    tokens: their numbers in the whole, ascending, of the kind that indexes the program's tensors.
+    sequences: the sequence of each of them, if there are several: these see only each other then.
+    """
+    apart = [] if sequences is None else [Literal(KINDS["d"], (), (sequences[None], sequences[None]))]
+    terms: list[list[Literal]] = []
+    for term in program.terms():
+        kept = [_picked(literal, shape, tokens) for literal in term]
+        if None in kept:
+            return None
+        terms.append([*(literal for literal in kept if literal is not None), *apart])
+    return lowered(terms)
+
+
+def _picked(literal: Literal, shape: MaskShape, tokens: Any) -> Literal | None:
+    """The literal of some tokens; None where their order does not say."""
+    kind, tensors = literal.kind, literal.tensors
+    if kind.is_documents:
+        ids = tensors[0][:, tokens]
+        return literal._replace(tensors=(ids, ids if tensors[0] is tensors[1] else tensors[1][:, tokens]))
+    if not kind.is_band or kind.is_offset:
+        return literal if kind.is_nothing else None
+    lo, hi = literal.band(literal.shift(shape))
+    ordered = lo in (-UNBOUNDED, 0, 1) and hi in (UNBOUNDED, 0, -1)  # before, not after, and the other way
+    return Literal(KINDS["b"], (lo, hi), ()) if ordered else None
 
 
 class _Cut:
