@@ -23,7 +23,13 @@ def patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
 
 def _compiled(english: str) -> re.Pattern[str]:
     parts = re.split(r"\{(\w+)\}", english)
-    return re.compile("".join(re.escape(part) if i % 2 == 0 else f"(?P<{part}>[^;]+?)" for i, part in enumerate(parts)))
+    found = (re.escape(part) if i % 2 == 0 else f"(?P<{part}>{_gap(part)})" for i, part in enumerate(parts))
+    return re.compile("".join(found))
+
+
+def _gap(name: str) -> str:
+    """A tile, and a number that has a letter for a name, is one word; a reason is anything, else it is of one part of a sentence."""
+    return r"[^ ;]+" if name == "tile" or name in "dhmnstw" else r".+?" if name == "why" else r"[^;]+?"
 
 
 @cache
@@ -33,9 +39,10 @@ def translate(text: str) -> str | None:
         if found := pattern.fullmatch(text):
             return chinese.format(**{gap: translate(value) or value for gap, value in found.groupdict().items()})
     for joint, ours in JOINTS:
-        if joint in text:
-            parts = [translate(part) for part in text.split(joint)]
-            return ours.join(part for part in parts if part) if all(parts) else None
+        for found in re.finditer(re.escape(joint), text):
+            first, rest = translate(text[: found.start()]), translate(text[found.end() :])
+            if first and rest:
+                return first + ours + rest
     return None
 
 

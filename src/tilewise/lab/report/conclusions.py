@@ -29,6 +29,10 @@ def times(more: float, less: float) -> str:
     return format_number(more / less) if less else "∞"
 
 
+def short(error: float) -> str:
+    return f"{error:.1e}" if error else "0"
+
+
 def tensor_bytes(point: dict[str, Any], names: tuple[str, ...]) -> int:
     return sum(sum(point["bytes"].get(name, (0, 0))) for name in names)
 
@@ -70,7 +74,7 @@ def traffic(found: dict[str, Any]) -> list[Sentence]:
     said = [say("traffic.less", v1=times(standard, v1), v2=times(standard, v2))]
     said.append(say("traffic.cache", kept=percent(v2 - plan, v2)) if plan < v2 else say("traffic.nocache"))
     gaps = {"plan": format_bytes(plan), "times": times(plan, found["compulsory"])}
-    return [*said, say("traffic.once" if gaps["times"] == "1" else "traffic.floor", **gaps)]
+    return [*said, say("traffic.once", **gaps) if gaps["times"] == "1" else say("traffic.floor", **gaps)]
 
 
 def shares(found: dict[str, Any]) -> list[Sentence]:
@@ -162,11 +166,11 @@ def precision(results: list[dict[str, Any]], data: str) -> list[Sentence]:
     cost = narrow["relative"] / narrow["relative_without"] if narrow["relative_without"] else 1.0
     key = "costs" if cost > 1.25 else "free"
     gaps = {"width": str(narrow["width"]), "rescalings": f"{narrow['rescalings']:.3g}", "cost": f"{cost:.2g}"}
-    first = say(f"precision.{key}", **gaps, narrow=f"{narrow['relative']:.1e}", without=f"{narrow['relative_without']:.1e}")
+    first = say(f"precision.{key}", **gaps, narrow=short(narrow["relative"]), without=short(narrow["relative_without"]))
     last = [row for row in own if row["width"] == wide["width"]]
     least, most = min(last, key=lambda row: row["relative"]), max(last, key=lambda row: row["relative"])
     ends = {"least": f"@path.{least['path']}", "most": f"@path.{most['path']}"}
-    return [first, say("precision.ends", **ends, low=f"{least['relative']:.1e}", high=f"{most['relative']:.1e}")]
+    return [first, say("precision.ends", **ends, low=short(least["relative"]), high=short(most["relative"]))]
 
 
 def bench(record: dict[str, Any], own: str = "tilewise") -> list[Sentence]:
@@ -186,6 +190,8 @@ def bench(record: dict[str, Any], own: str = "tilewise") -> list[Sentence]:
 def losses(measured: dict[str, Any]) -> list[Sentence]:
     worst = max(measured["losses"], key=lambda name: measured["losses"][name])
     seconds = measured["losses"][worst]
+    if measured["ideal"] > measured["seconds"]:
+        return [say("losses.above", share=percent(measured["ideal"], measured["seconds"]))]
     if seconds <= 0:
         return [say("losses.none")]
     return [say("losses.most", name=f"@l.{worst}", time=format_seconds(seconds), share=percent(seconds, measured["seconds"], 1))]

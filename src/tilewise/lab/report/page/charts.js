@@ -157,7 +157,7 @@ function showCertificate() {
   const m = e.measured, parts = [["ideal", m.ideal], ...Object.entries(m.losses)].filter(([, s], i) => i === 0 || s > 0.002 * m.seconds).reverse();
   conclude("losses", "");
   $("lossWords").textContent = w("losses.p", { time: seconds(m.seconds), share: percent(m.of_ceiling) });
-  draw("losses", [{ type: "bar", orientation: "h", y: parts.map(([name]) => w("l." + name)), x: parts.map(([, s]) => (100 * s) / m.seconds), text: parts.map(([, s]) => seconds(s)), textposition: "auto", marker: { color: parts.map(([name]) => css(name === "ideal" ? "good" : "red")) }, hovertemplate: "%{y}: %{text}<extra></extra>" }], { xaxis: { ticksuffix: "%", range: [0, 100] }, yaxis: { showgrid: false } });
+  draw("losses", [{ type: "bar", orientation: "h", y: parts.map(([name]) => w("l." + name)), x: parts.map(([, s]) => (100 * s) / m.seconds), text: parts.map(([, s]) => seconds(s)), textposition: "auto", marker: { color: parts.map(([name]) => css(name === "ideal" ? "good" : "red")) }, hovertemplate: "%{y}: %{text}<extra></extra>" }], { xaxis: { ticksuffix: "%", range: [0, Math.max(100, (102 * m.ideal) / m.seconds)] }, yaxis: { showgrid: false } });
   const rows = Object.entries(e.backends).map(([name, b]) => { const row = [b.chosen ? "✓" : b.serves ? "·" : "✗", name, { text: b.chosen ? w("chosen") : b.reasons.map(t).join(state.language === "zh" ? "；" : "; "), kind: b.chosen ? "" : "s" }]; row.chosen = b.chosen; return row; });
   fillTable("backends", "", null, rows);
 }

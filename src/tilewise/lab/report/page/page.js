@@ -16,8 +16,8 @@ const t = (text) => (state.language === "zh" && R.phrases[text]) || text;
 // what a chart shows, in the sentences that Python filled; a gap with @ is a key of the texts
 function conclude(chart, key) {
   const said = (R.says[chart] || {})[key] || [], filled = (gaps) => Object.fromEntries(Object.entries(gaps).map(([gap, value]) => [gap, value[0] === "@" ? w(value.slice(1)) : value]));
-  const text = said.map(([sentence, gaps]) => w(sentence, filled(gaps))).map((part) => part.charAt(0).toUpperCase() + part.slice(1)).join(state.language === "zh" ? "" : " ");
-  $(chart + "-k").textContent = text;
+  const text = said.map(([sentence, gaps]) => w(sentence, filled(gaps))).map((part) => (state.language === "zh" ? part : part.charAt(0).toUpperCase() + part.slice(1))).join(state.language === "zh" ? "" : " ");
+  $(chart + "-k").replaceChildren(...prose("p", text).childNodes);
   $(chart + "-k").hidden = !text;
 }
 function scaled(value, units, step) {
@@ -105,10 +105,10 @@ function showMachine() {
   $("hereAll").textContent = w("machine.all", { name: R.devices.here.name });
   fillFigures("figures", device);
   fillFigures("hereFigures", R.devices.here);
-  const m = R.devices.here.measured, here = [];
-  for (const [dtype, value] of Object.entries(m.gemm)) here.push([w("f.gemm", { dtype }), n(flops(value))]);
-  here.push([w("f.copy"), n(each(m.copy, "B/s"))], [w("f.read"), n(each(m.read, "B/s"))], [w("f.exp"), n(each(m.exp, "/s"))]);
-  fillTable("ceilings", m.device + ", " + w("measured") + " " + m.date + ", " + m.software, [w("figure"), n(w("value"))], here);
+  const m = R.devices.here.measured, here = [], spread = (name) => n(m.spread[name] === undefined ? "–" : percent(m.spread[name]));
+  for (const [dtype, value] of Object.entries(m.gemm)) here.push([w("f.gemm", { dtype }), n(flops(value)), spread("gemm " + dtype)]);
+  here.push([w("f.copy"), n(each(m.copy, "B/s")), spread("copy")], [w("f.read"), n(each(m.read, "B/s")), spread("read")], [w("f.exp"), n(each(m.exp, "/s")), spread("exp")]);
+  fillTable("ceilings", m.device + ", " + w("measured") + " " + m.date + ", " + m.software, [w("figure"), n(w("value")), n(w("spread"))], here);
 }
 
 function showNumbers() {
