@@ -25,7 +25,7 @@ NAMES = set(
     "float16 float32 float64 bfloat16 fp16 fp32 bf16 tf32 int lse out dtype tma hardware measure sys devices system proc "
     "cpuinfo properties get device threads num sysctl kernel32 interpret utc kib mib gib tib ghz mhz forward prepare preprocess "
     "keys queries split postprocess kernel exp2 ex2 exp max min head tail env remeasure report records bench save dir verify "
-    "traffic attention mask causal processor geforce".split()
+    "traffic attention mask causal processor geforce acc rowmax rowsum avx512".split()
 )
 """Names of things and of code: they are the same in every language."""
 

@@ -91,7 +91,10 @@ def test_the_budget_is_that_of_the_tiles_that_run(data: dict[str, Any], device: 
         assert {"forward"} <= {row["pass"] for row in budget["passes"]} <= set(tiles)
         for row in budget["passes"]:
             held = dict(tiles[row["pass"]].on_chip)
-            assert row["buffers"].items() <= held.items() and row["used"] == sum(held.values())
+            assert row["used"] == sum(held.values())
+            for name, size in row["buffers"].items():
+                copies = ["W", "kept"] if name == "P" else []
+                assert size == sum(held.get(one, 0) for one in (name, f"{name}_panels", f"{name}_columns", *copies))
             assert sum(row["buffers"].values()) + row["small"] + row["left"] == budget["room"]
             assert row["left"] >= 0 and (row["tile"], row["stages"]) == (str(tiles[row["pass"]]), tiles[row["pass"]].stages)
 
@@ -190,3 +193,12 @@ def test_no_chart_uses_a_colour_twice() -> None:
     for table in re.findall(r"const (?:COLOURS|TENSORS) = \{([^}]+)\}", SCRIPTS):
         names = re.findall(r': "(\w+)"', table)
         assert len(names) == len(set(names)) and set(names) <= set(SERIES)
+
+
+def test_every_buffer_of_the_budget_has_a_colour(data: dict[str, Any]) -> None:
+    (table,) = re.findall(r"const BUFFERS = \{([^}]+)\}", SCRIPTS)
+    colours = dict(re.findall(r'(\w+): "(\w+)"', table))
+    for found in data["results"].values():
+        names = {name for row in found["budget"]["passes"] for name in row["buffers"]}
+        assert names <= set(colours), names - set(colours)
+        assert len({colours[name] for name in names}) == len(names), names

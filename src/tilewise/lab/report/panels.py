@@ -12,8 +12,11 @@ from tilewise.model import Plan, TilePlan
 
 KEYS, ITEMSIZE = 128, 2
 """The tile of K whose banks are shown, in a 16-bit dtype."""
-SMALL = 0.015
-"""Buffers that take less of the room are shown as one."""
+SMALL = 0.02
+"""Buffers that take less of the room are shown as one, but for those of the call's tensors."""
+TENSORS = ("Q", "K", "V", "O")
+COPIES = {"W": "P", "kept": "P"}
+"""Strips of weights, beside those named for the tensor they hold in another order, such as Q_panels."""
 
 
 def banks(dims: Iterable[int]) -> dict[str, dict[str, Any]]:
@@ -68,7 +71,11 @@ def room_of(found: Plan) -> int:
 def _pass(tile: TilePlan, buffers: dict[str, int], room: int) -> dict[str, Any] | None:
     if not buffers or tile.pass_ in ("backward_preprocess", "backward_postprocess", "merge"):
         return None
-    large = {name: size for name, size in buffers.items() if size >= SMALL * room}
+    held: dict[str, int] = {}
+    for name, size in buffers.items():
+        of = COPIES.get(name, name.removesuffix("_panels").removesuffix("_columns"))
+        held[of] = held.get(of, 0) + size
+    large = {name: size for name, size in held.items() if name in TENSORS or size >= SMALL * room}
     used = sum(buffers.values())
     return {
         "pass": tile.pass_,

@@ -70,7 +70,8 @@ function draw(id, traces, layout) {
   const base = { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { family: "system-ui, sans-serif", size: 13, color: ink },
     margin: narrow() ? { l: 12, r: 8, t: 10, b: 12 } : { l: 20, r: 16, t: 14, b: 20 }, hoverlabel: { bgcolor: css("card"), bordercolor: line, font: { color: ink } },
     legend: { orientation: "h", y: -0.2, x: 0, font: { color: ink } }, dragmode: false };
-  const whole = Object.assign(base, layout);
+  // the height as it is now: plotly follows the window only, not a chart that grows with its rows
+  const whole = Object.assign(base, { height: $(id).clientHeight }, layout);
   for (const name of Object.keys(layout)) if (/^[xy]axis/.test(name)) {
     whole[name] = Object.assign({}, axis, layout[name]);
     if (typeof layout[name].title === "string") whole[name].title = Object.assign({}, axis.title, { text: layout[name].title });

@@ -1,7 +1,7 @@
 "use strict";
 // Two panels about the chip: the bytes that a plan's tiles take there, and the banks that an access to shared memory falls on.
-const BUFFERS = { Q: "blue", K: "teal", V: "amber", O: "violet", dO: "red", dS: "pink", dK: "green", dQ: "green", P: "red", W: "pink", S: "red" };
-const SPARE = ["green", "violet", "pink", "red"];
+// dK and dQ are held by different kernels
+const BUFFERS = { Q: "blue", K: "teal", V: "amber", O: "violet", dO: "red", dS: "pink", dK: "green", dQ: "green", P: "slate", S: "slate" };
 
 function showBudget() {
   const found = chosen().budget, rows = found.passes, names = [...new Set(rows.flatMap((row) => Object.keys(row.buffers)))];
@@ -10,13 +10,11 @@ function showBudget() {
   $("budget").classList.toggle("off", !rows.length);
   $("budgetKey").hidden = !rows.length;
   if (!rows.length) return;
-  let spare = 0;
-  const colours = Object.fromEntries(names.map((name) => [name, BUFFERS[name] || SPARE[spare++ % SPARE.length]]));
-  const labels = rows.map((row) => w("p." + row.pass) + "<br>" + row.tile), known = names.filter((name) => BUFFERS[name]), others = names.filter((name) => !BUFFERS[name]);
-  const bar = (name, size, colour, hatched) => ({ type: "bar", orientation: "h", name, y: labels, x: rows.map((row) => size(row) / 1024), showlegend: false, marker: { color: css(colour), line: { color: css("paper"), width: 1 }, pattern: { shape: hatched ? "/" : "", fgcolor: css("paper"), size: 6, solidity: 0.3 } },
+  const labels = rows.map((row) => w("p." + row.pass) + "<br>" + row.tile);
+  const bar = (name, size, colour) => ({ type: "bar", orientation: "h", name, y: labels, x: rows.map((row) => size(row) / 1024), showlegend: false, marker: { color: css(colour), line: { color: css("paper"), width: 1 } },
     hovertext: rows.map((row) => bytes(size(row))), hovertemplate: "%{y}<br>" + name + ": %{hovertext}<extra></extra>" });
-  const parts = [...known, ...others].map((name) => [name, (row) => row.buffers[name] || 0, colours[name], !BUFFERS[name]]);
-  parts.push([w("budget.small"), (row) => row.small, "slate", false], [w("budget.left"), (row) => row.left, "empty", false]);
+  const parts = names.map((name) => [name, (row) => row.buffers[name] || 0, BUFFERS[name] || "dim"]);
+  parts.push([w("budget.small"), (row) => row.small, "dim"], [w("budget.left"), (row) => row.left, "empty"]);
   $("budget").style.height = 110 + 72 * rows.length + "px";
   draw("budget", parts.map((part) => bar(...part)), { barmode: "stack", bargap: 0.3, xaxis: { title: w(found.frame ? "budget.threads" : "budget.bytes"), range: [0, found.room / 1024], showgrid: false, nticks: narrow() ? 5 : 9 }, yaxis: { autorange: "reversed", showgrid: false } });
   legend("budgetKey", parts.map(([name, , colour]) => [name, colour]));
