@@ -30,7 +30,8 @@ for (const chart of document.querySelectorAll('.chart:not(.off), .banks')) {
   const boxes = [];
   for (const node of chart.querySelectorAll('svg text, figcaption')) {
     const box = node.getBoundingClientRect(), style = getComputedStyle(node);
-    const shown = node.textContent.trim() && box.width > 0 && box.height > 0 && style.visibility !== 'hidden' && style.opacity !== '0';
+    const seen = style.visibility !== 'hidden' && style.opacity !== '0';
+    const shown = node.textContent.trim() && box.width > 0 && box.height > 0 && seen;
     if (shown && !node.closest('.hoverlayer')) boxes.push([node.textContent.trim(), box.left, box.top, box.right, box.bottom]);
   }
   const frame = chart.getBoundingClientRect();

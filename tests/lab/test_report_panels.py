@@ -85,7 +85,8 @@ def test_the_budget_is_that_of_the_tiles_that_run(data: dict[str, Any], device: 
     spec = hardware.device(None if device == "here" else device)
     for dim in figures.HEAD_DIMS:
         found = data["results"][figures.key(device, 512, dim, "causal", "plan")]
-        budget, made = found["budget"], plan(figures.problem_of(512, dim, "causal", figures.dtype_on(spec)), spec if device != "here" else None)
+        problem = figures.problem_of(512, dim, "causal", figures.dtype_on(spec))
+        budget, made = found["budget"], plan(problem, spec if device != "here" else None)
         assert budget["room"] == (spec.sram_per_block if spec.is_gpu else 1 << 20)
         tiles = {tile.pass_: tile for tile in made.passes}
         assert {"forward"} <= {row["pass"] for row in budget["passes"]} <= set(tiles)
@@ -135,7 +136,8 @@ def test_a_tile_of_torch_has_no_budget() -> None:
 
 # colours
 
-THEMES = {name: dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block)) for name, block in zip(("light", "dark"), CSS.split("[data-theme", 2), strict=False)}
+BLOCKS = zip(("light", "dark"), CSS.split("[data-theme"), strict=False)
+THEMES = {name: dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block)) for name, block in BLOCKS}
 SEEN_BY = {
     "everybody": np.eye(3),
     "protanopes": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),

@@ -28,13 +28,13 @@ def _compiled(english: str) -> re.Pattern[str]:
 
 
 def _gap(name: str) -> str:
-    """A tile, and a number that has a letter for a name, is one word; a reason is anything, else it is of one part of a sentence."""
+    """A tile or a number (its name is a letter) is one word, a reason anything, all else a part of a sentence."""
     return r"[^ ;]+" if name == "tile" or name in "dhmnstw" else r".+?" if name == "why" else r"[^;]+?"
 
 
 @cache
 def translate(text: str) -> str | None:
-    """The Chinese of a sentence; None if there is none. What fills a gap is translated too, unless it is a name or a number."""
+    """The Chinese of a sentence; None if there is none. What fills a gap is translated too, if it has Chinese."""
     for pattern, chinese in patterns():
         if found := pattern.fullmatch(text):
             return chinese.format(**{gap: translate(value) or value for gap, value in found.groupdict().items()})

@@ -1,6 +1,6 @@
 """What each chart shows, in sentences: every figure in them is computed from the data that the chart draws.
 
-A sentence is a key of `conclusions.toml` and what fills its gaps; a gap that begins with @ is a key itself, in the reader's language.
+A sentence is a key of `conclusions.toml` and what fills its gaps; what begins with @ is a key of the texts itself.
 """
 
 from __future__ import annotations
@@ -44,11 +44,16 @@ def roofline(found: dict[str, Any], device: dict[str, Any]) -> list[Sentence]:
     for way in ("standard", "plan"):
         mark = marks[way]
         side = "memory" if mark["total"] / device["dramBandwidth"] > mark["executed"] / device["flops"] else "arithmetic"
-        gaps = {"intensity": format_number(mark["intensity"]), "ridge": format_number(ridge), "share": percent(mark["rate"], device["flops"])}
-        said.append(say(f"roof.{way}.{side}", **gaps))
+        gaps = {"intensity": format_number(mark["intensity"]), "share": percent(mark["rate"], device["flops"])}
+        said.append(say(f"roof.{way}.{side}", **gaps, ridge=format_number(ridge)))
     if found["predicted"] is not None:
-        gaps = {"time": format_seconds(found["predicted"]), "times": times(found["predicted"], marks["plan"]["seconds"])}
-        said.append(say("roof.predicted", **gaps, binding=f"@r.{found['binding']}"))
+        least = marks["plan"]["seconds"]
+        time = format_seconds(found["predicted"])
+        if found["predicted"] < least:  # it rests on what the machine can do, a measured roof on how the machine was that day
+            said.append(say("roof.below", time=time, least=format_seconds(least)))
+        else:
+            gaps = {"times": times(found["predicted"], least), "binding": f"@r.{found['binding']}"}
+            said.append(say("roof.predicted", time=time, **gaps))
     return said
 
 
@@ -65,7 +70,9 @@ def tiles(name: str, results: dict[str, dict[str, Any]], others: list[str]) -> l
         return [say("tiles.best", **gaps)]
     rival = {"tile": best["tile"], "own": best["own"], "rival": format_seconds(best["predicted"])}
     faster = runs["predicted"] / best["predicted"] - 1
-    return [say("tiles.same", **gaps, **rival) if faster < RESOLUTION else say("tiles.rival", **gaps, **rival, less=percent(faster))]
+    if faster < RESOLUTION:
+        return [say("tiles.same", **gaps, **rival)]
+    return [say("tiles.rival", **gaps, **rival, less=percent(faster))]
 
 
 def traffic(found: dict[str, Any]) -> list[Sentence]:
@@ -80,13 +87,15 @@ def traffic(found: dict[str, Any]) -> list[Sentence]:
 def shares(found: dict[str, Any]) -> list[Sentence]:
     marks = found["schedules"]
     groups = {"standard": MATRICES, "v1": STATE, "v2": ("K", "V")}
-    return [say("shares", **{way: percent(tensor_bytes(marks[way], names), marks[way]["total"]) for way, names in groups.items()})]
+    parts = {way: percent(tensor_bytes(marks[way], names), marks[way]["total"]) for way, names in groups.items()}
+    return [say("shares", **parts)]
 
 
 def tile_map(rows: list[list[int]]) -> list[Sentence]:
     counts = [sum(sum(runs[i + 1] for i in range(0, len(runs), 2) if runs[i] == kind) for runs in rows) for kind in range(3)]
     visited = counts[1] + counts[2]
-    return [say("map", empty=percent(counts[0], sum(counts)), partial=percent(counts[1], visited), full=percent(counts[2], visited))]
+    gaps = {"partial": percent(counts[1], visited), "full": percent(counts[2], visited)}
+    return [say("map", empty=percent(counts[0], sum(counts)), **gaps)]
 
 
 def budget(shown: dict[str, Any]) -> list[Sentence]:
@@ -100,7 +109,8 @@ def budget(shown: dict[str, Any]) -> list[Sentence]:
         if row["pass"] == "forward" and row["stages"] > 1 and {"K", "V"} <= set(row["buffers"]):
             stage = (row["buffers"]["K"] + row["buffers"]["V"]) // row["stages"]
             key = "fits" if stage <= row["left"] else "full"
-            said.append(say(f"budget.{key}", stage=format_bytes(stage), stages=str(row["stages"]), left=format_bytes(row["left"])))
+            gaps = {"stage": format_bytes(stage), "stages": str(row["stages"]), "left": format_bytes(row["left"])}
+            said.append(say(f"budget.{key}", **gaps))
     return said
 
 

@@ -1,4 +1,4 @@
-"""Two panels about the chip: on which banks of shared memory a tile falls, and what the plan's tiles take of the room there is."""
+"""Two panels about the chip: on which banks of shared memory a tile falls, and what the plan's tiles take of its room."""
 
 from __future__ import annotations
 
