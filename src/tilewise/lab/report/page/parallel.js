@@ -19,7 +19,7 @@ function showParallel() {
     if (!lanes.includes(lane)) lanes.push(lane);
     if (!own.length) continue;
     traces.push({ type: "bar", orientation: "h", y: own.map(() => lane), base: own.map((e) => e[3] * 1e6), x: own.map((e) => (e[4] - e[3]) * 1e6), showlegend: false,
-      marker: { color: css(kind === "compute" ? RANK_COLOURS[rank % RANK_COLOURS.length] : "line"), opacity: own.map((e) => (e[2] % 2 ? 0.7 : 1)), line: { color: css("paper"), width: 1 } },
+      marker: { color: css(kind === "compute" ? RANK_COLOURS[rank % RANK_COLOURS.length] : "dim"), opacity: own.map((e) => (e[2] % 2 ? 0.7 : 1)), line: { color: css("paper"), width: 1 } },
       hovertext: own.map((e) => does[kind] + " " + (e[2] + 1) + ": " + seconds(e[4] - e[3])), hovertemplate: lane + "<br>%{hovertext}<extra></extra>" });
   }
   draw("parallelTime", traces, { barmode: "overlay", bargap: 0.2, xaxis: { title: "µs" }, yaxis: { categoryorder: "array", categoryarray: lanes.reverse(), showgrid: false, tickfont: { size: 11, color: css("dim") } } });
