@@ -1,113 +1,20 @@
-"""The report in Debian's chromium, headless, opened from a file: no errors, controls that work, nothing wider than the screen."""
+"""The report in Debian's chromium: no errors, controls that work, nothing wider than the screen."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.browser.report_page import CHARTS, DESKTOP, PHONE, Open, choose, complaints, drawn, shoot, until
 from tilewise.lab.report import page
 
-webdriver = pytest.importorskip("selenium.webdriver")
+pytest.importorskip("selenium.webdriver")
 if not (shutil.which("chromium") and shutil.which("chromedriver")):
     pytest.skip("no chromium here", allow_module_level=True)
 
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-
-DESKTOP, PHONE = (1280, 900), (390, 844)
-FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--hide-scrollbars",
-)  # fmt: skip
-CHARTS = ("roofline", "traffic", "shares", "map", "rowchart", "timeline", "parallelTiles", "parallelTime", "memory",
-          "precision", "losses")  # fmt: skip
-SHOTS = "TILEWISE_SHOTS"
-"""A directory to leave screenshots in, for people to look at."""
-
-Open = Callable[..., Any]
-
-
-@pytest.fixture(scope="session")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the project's own records."""
-    return page.write(tmp_path_factory.mktemp("report") / "report.html", [Path(__file__).parents[2] / "benchmarks"])
-
-
-@pytest.fixture
-def browse(report: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
-    """Open the page in a fresh browser of a given size; phones are emulated with touch."""
-    opened: list[Any] = []
-
-    def start(size: tuple[int, int] = DESKTOP, dark: bool = False) -> Any:
-        options = webdriver.ChromeOptions()
-        options.binary_location = shutil.which("chromium")
-        for flag in (
-            *FLAGS,
-            f"--user-data-dir={tmp_path_factory.mktemp('profile')}",
-            "--window-size={},{}".format(*size),
-        ):
-            options.add_argument(flag)
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        if size == PHONE:
-            metrics = {"width": size[0], "height": size[1], "pixelRatio": 2.0, "touch": True}
-            options.add_experimental_option("mobileEmulation", {"deviceMetrics": metrics})
-        driver = webdriver.Chrome(service=webdriver.ChromeService(shutil.which("chromedriver")), options=options)
-        opened.append(driver)
-        if dark:
-            feature = {"name": "prefers-color-scheme", "value": "dark"}
-            driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-        driver.get(report.as_uri())
-        until(lambda: driver.execute_script("return document.documentElement.dataset.ready") == "yes")
-        return driver
-
-    yield start
-    for driver in opened:
-        driver.quit()
-
-
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "the page did not get there"
-        time.sleep(0.05)
-
-
-def complaints(driver: Any) -> list[str]:
-    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
-
-
-def choose(driver: Any, name: str, value: str) -> None:
-    """As a person does: with the keyboard, on the focused control."""
-    control = driver.find_element(By.ID, name)
-    values = [option.get_attribute("value") for option in control.find_elements(By.TAG_NAME, "option")]
-    here = values.index(control.get_attribute("value"))
-    driver.execute_script("arguments[0].focus()", control)
-    step = values.index(value) - here
-    for _ in range(abs(step)):
-        control.send_keys(Keys.ARROW_DOWN if step > 0 else Keys.ARROW_UP)
-    until(lambda: bool(control.get_attribute("value") == value))
-
-
-def drawn(driver: Any, chart: str) -> Any:
-    """The traces of a chart, as plotly holds them."""
-    held = "({x: t.x, y: t.y, z: t.z && t.z.length, name: t.name})"
-    return driver.execute_script(f"return document.getElementById(arguments[0]).data.map(t => {held})", chart)
-
-
-def shoot(driver: Any, name: str) -> None:
-    if folder := os.environ.get(SHOTS):
-        height = driver.execute_script("return document.documentElement.scrollHeight")
-        width = driver.execute_script("return document.documentElement.clientWidth")
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        time.sleep(1.0)
-        driver.save_screenshot(str(Path(folder) / f"{name}.png"))
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -126,8 +33,12 @@ def test_it_opens_without_errors_and_fits(browse: Open, size: tuple[int, int], d
     shoot(driver, f"{'phone' if size == PHONE else 'desktop'}-{'dark' if dark else 'light'}")
 
 
-def test_counted_bytes_say_of_which_problem(browse: Open) -> None:
+def test_counted_bytes_are_folded_and_say_of_which_problem(browse: Open) -> None:
     driver = browse()
+    table = driver.find_element(By.ID, "countedTable")
+    assert not table.is_displayed()
+    driver.find_element(By.CSS_SELECTOR, "#countedBox summary").send_keys(Keys.ENTER)
+    assert table.is_displayed()
     rows = driver.find_elements(By.CSS_SELECTOR, "#countedTable tr:has(td)")
     kernels = driver.execute_script("return R.records.traffic[0].kernels")
     assert len(rows) == sum(len(kernel["levels"]) for kernel in kernels) > 0
@@ -141,15 +52,15 @@ def test_the_controls_switch_results(browse: Open) -> None:
     before = {chart: drawn(driver, chart) for chart in CHARTS}
     choose(driver, "mask", "window")
     choose(driver, "length", "8192")
-    choose(driver, "device", "h200")
+    choose(driver, "device", "a100-80")
     choose(driver, "dim", "128")
     choose(driver, "tile", "64x64")
-    found = results["h200|8192|128|window|64x64"]
+    found = results["a100-80|8192|128|window|64x64"]
     (bars,) = drawn(driver, "traffic")
     assert bars["y"] == [found["schedules"][way]["total"] for way in ("standard", "v1", "v2", "plan")]
     assert drawn(driver, "map")[0]["z"] == 8192 // 64
     assert "64×64" in driver.find_element(By.ID, "runs").text and found["runs"] in driver.find_element(By.ID, "runs").text
-    for chart in ("roofline", "traffic", "shares", "map", "timeline", "memory"):
+    for chart in ("roofline", "traffic", "shares", "map", "budget", "timeline", "memory"):
         assert drawn(driver, chart) != before[chart], chart
     times = found["schedules"]["standard"]["total"] / found["schedules"]["v2"]["total"]
     assert float(driver.find_element(By.CSS_SELECTOR, "#numbers b").text.rstrip("×")) == pytest.approx(times, rel=0.01)
@@ -199,10 +110,10 @@ def test_it_speaks_chinese(browse: Open) -> None:
 def test_everything_is_reached_by_tab(browse: Open) -> None:
     driver = browse()
     reached = set()
-    for _ in range(60):
+    for _ in range(70):
         driver.switch_to.active_element.send_keys(Keys.TAB)
         reached.add(driver.execute_script("return document.activeElement.id"))
-    controls = "language theme device length dim mask tile log schedule row back play forth step data"
+    controls = "language theme device length dim mask tile log schedule row back play forth step access data"
     assert set(controls.split()) <= reached
 
 

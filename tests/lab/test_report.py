@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.lab.conftest import CEILINGS, XEON
 from tilewise import hardware, model
 from tilewise.backends import plans
 from tilewise.cli.app import app
@@ -25,39 +25,20 @@ from tilewise.hardware.ceilings import Ceilings
 from tilewise.lab.report import figures, machine, page, parallel, walk
 from tilewise.lab.report.page import LANGUAGES
 from tilewise.lab.simulator import simulate
+from tilewise.lab.simulator.banks import ACCESSES
 from tilewise.lab.simulator.device import random_inputs
 from tilewise.lab.simulator.exact import attention
-from tilewise.lab.simulator.precision import DATA
+from tilewise.lab.simulator.precision import DATA, PATHS
 from tilewise.masks import TileMap
 from tilewise.model import TilePlan
 from tilewise.problem import Problem
 
 SOURCES = {path.name: path.read_text(encoding="utf-8") for path in (Path(page.__file__).parent / "page").iterdir()}
-TEXTS = tomllib.loads((Path(page.__file__).parent / "text.toml").read_text(encoding="utf-8"))
-LENGTHS = (256, 512)
-CEILINGS = Ceilings("here", "2026-01-01", "a test", {"float32": 5e10}, copy=1e10, read=1e10, exp=1e9)
-XEON = "xeon-8480"
-"""A CPU whose register tile, 48 rows at head dim 128, divides neither the lengths nor the tiles of the page."""
-
-
-def machines(catalogued: tuple[str, ...], found: Callable[..., Any] = machine.machines) -> tuple[dict[str, Any], ...]:
-    """Those of the page, and a Xeon under a measured roof."""
-    specs, described = found(catalogued)
-    spec = hardware.device(XEON)
-    return {**specs, XEON: CEILINGS.apply(spec)}, {**described, XEON: machine.describe(spec, CEILINGS)}
-
-
-@pytest.fixture(scope="module")
-def data() -> dict[str, Any]:
-    """Everything the page shows, over a small grid and with ceilings that need no measuring."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hardware, "measure", lambda *_: CEILINGS, raising=False)
-        patch.setattr(machine, "machines", machines)
-        patch.setattr(figures, "LENGTHS", LENGTHS)
-        patch.setattr(machine, "RUN", {"heads": 1, "seqlen": 128, "head_dim": 16})
-        patch.setattr(figures.results, "__defaults__", (LENGTHS,))
-        patch.setattr(page, "experiment", lambda **_: [])
-        return page.gather()
+TEXTS = {
+    key: pair
+    for name in page.TABLES
+    for key, pair in tomllib.loads((Path(page.__file__).parent / name).read_text(encoding="utf-8")).items()
+}
 
 
 # texts
@@ -76,12 +57,12 @@ def test_the_page_uses_exactly_the_texts_of_the_table() -> None:
     used = set(re.findall(r'\bw\("([^"+]+)"[,)]', text)) | set(re.findall(r'data-[wt]="([\w.]+)"', text))
     used |= set(re.findall(r'texts\["([\w.]+)"\]', text)) | set(re.findall(r'pick\("(\w+)"', text))
     used |= {f"{name}.{part}" for name in re.findall(r'head\("(\w+)"\)', text) for part in "hp"}
-    used |= set(re.findall(r'"((?:walk|c|bench|roof|runs)\.[a-z]+)"', text)) | {"partial", "full", "play", "pause", "roof"}
+    used |= set(re.findall(r'"((?:walk|c|bench|roof|runs|budget)\.[a-z]+)"', text)) | {"partial", "full", "play", "pause", "roof"}
     missing = {key for key in used if key not in TEXTS and not key.endswith(".")}
     assert not missing
-    built = ("s.", "f.", "r.", "l.", "mask.", "data.", "theme.", "load", "compute")  # keys put together in the script
+    built = ("s.", "f.", "r.", "l.", "p.", "k.", "mask.", "data.", "theme.", "access.", "layout.", "way.", "path.", "load")
     unused = {key for key in TEXTS if key not in used and not key.startswith(built)}
-    assert not unused
+    assert not unused - {"compute"}  # these and the ones above are put together in the script
 
 
 def test_the_picture_of_ranks_is_that_of_the_plan(data: dict[str, Any]) -> None:
@@ -114,6 +95,9 @@ def test_every_name_python_hands_over_has_a_text(data: dict[str, Any]) -> None:
         names |= {f"r.{name}" for name in [found["binding"] or "latency", *(found["limits"] or ())]}
     names |= {f"data.{kind}" for kind in DATA}
     names |= {f"f.{figure['name']}" for device in data["devices"].values() for figure in device["figures"]}
+    names |= {f"p.{pass_}" for found in data["results"].values() for pass_ in found["passes"]}
+    names |= {f"way.{row['name']}" for shown in data["parallel"]["masks"].values() for row in shown["schedules"]}
+    names |= {f"path.{path.name}" for path in PATHS} | {f"access.{access}" for access in ACCESSES}
     names |= {f"l.{loss}" for loss in data["run"]["explanation"]["measured"]["losses"]}
     assert names <= set(TEXTS)
 
@@ -385,7 +369,7 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path, monkeypatch:
         page,
         "gather",
         lambda *_: {
-            "devices": {"here": {"name": "N"}},
+            "devices": {"here": {"name": "N"}, "h200": {"name": "G"}},
             "axes": dict.fromkeys(("device", "length", "dim", "mask", "tile"), ()),
         },
     )

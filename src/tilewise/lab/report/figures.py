@@ -13,6 +13,7 @@ from tilewise import model
 from tilewise.diagnostics.plan import plan
 from tilewise.errors import PlanError
 from tilewise.hardware import DeviceSpec
+from tilewise.lab.report.panels import budget
 from tilewise.lab.simulator.timeline import block_timeline
 from tilewise.masks import Mask, causal, documents, full, prefix, window
 from tilewise.model import Plan, TilePlan
@@ -127,6 +128,7 @@ def position(
         "useful": work.useful,
         "compulsory": shown.compulsory.total,
         "onChip": {} if refused else dict(shown.on_chip),
+        "budget": budget(shown),
         "binding": None if refused else shown.binding,
         "limits": None if refused else dict(shown.limits),
         "reasons": [refused] if refused else list(shown.reasons),

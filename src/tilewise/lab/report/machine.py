@@ -54,12 +54,12 @@ def describe(spec: DeviceSpec, ceilings: Ceilings | None = None) -> dict[str, An
 
 
 def machines(catalogued: Iterable[str]) -> tuple[dict[str, DeviceSpec], dict[str, Any]]:
-    """The specs by key, the live machine first, with its ceilings as measured, and their descriptions."""
+    """The specs by key, with their descriptions: GPUs of the catalogue, then the live machine with its ceilings as measured."""
     live = hardware.device(None)
     ceilings = hardware.measure("cuda" if live.is_gpu else "cpu")
     others = {key: hardware.device(key) for key in catalogued}
-    described = {"here": describe(live, ceilings), **{key: describe(spec) for key, spec in others.items()}}
-    return {"here": ceilings.apply(live), **others}, described
+    described = {**{key: describe(spec) for key, spec in others.items()}, "here": describe(live, ceilings)}
+    return {**others, "here": ceilings.apply(live)}, described
 
 
 def run_here() -> dict[str, Any]:

@@ -14,13 +14,14 @@ from typing import Any
 from tilewise.errors import ArgumentError, require
 from tilewise.lab.bench.machine import machine as this_machine
 from tilewise.lab.bench.machine import versions
-from tilewise.lab.report import figures, machine
+from tilewise.lab.report import chinese, conclusions, figures, machine, panels
 from tilewise.lab.report.parallel import parallel
 from tilewise.lab.report.walk import TILE, walks
 from tilewise.lab.simulator.precision import experiment
 
 CATALOGUED = ("h200", "a100-80")
 LANGUAGES = ("en", "zh")
+TABLES = ("text.toml", "conclusions.toml")
 Progress = Callable[[str, float], None]
 
 
@@ -38,7 +39,7 @@ def gather(record_dirs: Iterable[Path] = (), progress: Progress | None = None) -
     tell("a sequence over many devices", 0.88)
     divided = parallel()
     tell("the precision experiment", 0.92)
-    return {
+    data = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": this_machine(),
         "versions": versions(),
@@ -61,12 +62,14 @@ def gather(record_dirs: Iterable[Path] = (), progress: Progress | None = None) -
         "memory": {str(dim): figures.memory(dim) for dim in figures.HEAD_DIMS},
         "precision": [asdict(result) for result in experiment(rows=32)],
         "records": machine.records(record_dirs),
+        "banks": panels.banks(figures.HEAD_DIMS),
     }
+    return {**data, "says": conclusions.conclude(data), "phrases": chinese.phrases(data)}
 
 
 def texts() -> dict[str, dict[str, str]]:
     """Every text of the page, by language and key."""
-    pairs = tomllib.loads(_source("text.toml"))
+    pairs = {key: pair for name in TABLES for key, pair in tomllib.loads(_source(name)).items()}
     return {code: {key: pair[side] for key, pair in pairs.items()} for side, code in enumerate(LANGUAGES)}
 
 
@@ -83,14 +86,19 @@ def render(data: dict[str, Any], language: str = "en") -> str:
     return environment.get_template("page.html").render(
         language=language,
         texts=tables[language],
-        subtitle=tables[language]["subtitle"].format(machine=data["devices"]["here"]["name"]),
+        subtitle=tables[language]["subtitle"].format(**names_of(data)),
         style=_source("page/page.css"),
-        scripts=[_source(f"page/{name}.js") for name in ("page", "parallel", "walk")],
+        scripts=[_source(f"page/{name}.js") for name in ("page", "charts", "panels", "parallel", "walk")],
         plotly=get_plotlyjs(),
         data=embed(data),
         table=embed(tables),
         axes=data["axes"],
     )
+
+
+def names_of(data: dict[str, Any]) -> dict[str, str]:
+    """The GPU with which the lesson opens, and this machine."""
+    return {"gpu": data["devices"][CATALOGUED[0]]["name"], "machine": data["devices"]["here"]["name"]}
 
 
 def write(path: Path, record_dirs: Iterable[Path] = (), language: str = "en", progress: Progress | None = None) -> Path:

@@ -83,7 +83,7 @@ def tile_conflicts(rows: int, cols: int, itemsize: int, access: str, layout: Lay
     if row_bytes % (16 if access == "matrix" else WORD):
         raise PlanError(f"cols: {cols} of {itemsize} bytes are no whole number of {access} accesses")
     total = ideal = degree = 0
-    for group in _accesses(rows, row_bytes, access):
+    for group in accesses(rows, row_bytes, access):
         addresses = [layout.address(row, byte, row_bytes) for row, byte in group]
         goes = transactions(addresses)
         total, degree = total + goes, max(degree, goes)
@@ -91,7 +91,7 @@ def tile_conflicts(rows: int, cols: int, itemsize: int, access: str, layout: Lay
     return Conflicts(layout.name, access, total, ideal, degree)
 
 
-def _accesses(rows: int, row_bytes: int, access: str) -> list[list[tuple[int, int]]]:
+def accesses(rows: int, row_bytes: int, access: str) -> list[list[tuple[int, int]]]:
     """For each access of a warp, the (row, byte) of every word it takes."""
     words = range(0, row_bytes, WORD)
     if access == "row":

@@ -1,6 +1,6 @@
 "use strict";
 // Context parallelism: which rank computes which tile, and when.
-const RANK_COLOURS = ["blue", "teal", "green", "violet", "amber", "red", "pink", "slate"];
+const RANK_COLOURS = ["blue", "teal", "amber", "red", "violet", "green", "pink", "slate"];
 
 function showParallel() {
   const p = R.parallel, found = p.masks[state.mask], name = (i) => w("parallel.rank", { n: i });
@@ -19,12 +19,14 @@ function showParallel() {
     if (!lanes.includes(lane)) lanes.push(lane);
     if (!own.length) continue;
     traces.push({ type: "bar", orientation: "h", y: own.map(() => lane), base: own.map((e) => e[3] * 1e6), x: own.map((e) => (e[4] - e[3]) * 1e6), showlegend: false,
-      marker: { color: css(kind === "compute" ? RANK_COLOURS[rank % RANK_COLOURS.length] : "slate"), opacity: own.map((e) => (e[2] % 2 ? 0.7 : 1)), line: { color: css("paper"), width: 1 } },
+      marker: { color: css(kind === "compute" ? RANK_COLOURS[rank % RANK_COLOURS.length] : "dim"), opacity: own.map((e) => (e[2] % 2 ? 0.7 : 1)), line: { color: css("paper"), width: 1 } },
       hovertext: own.map((e) => does[kind] + " " + (e[2] + 1) + ": " + seconds(e[4] - e[3])), hovertemplate: lane + "<br>%{hovertext}<extra></extra>" });
   }
   draw("parallelTime", traces, { barmode: "overlay", bargap: 0.2, xaxis: { title: "µs" }, yaxis: { categoryorder: "array", categoryarray: lanes.reverse(), showgrid: false, tickfont: { size: 11, color: css("dim") } } });
-  const rows = found.schedules.map((s) => (s.seconds === null ? [s.name, n("–"), n("–"), n("–"), n("–"), n("–"), s.note]
-    : [s.name, n(bytes(s.bytes_forward)), n(bytes(s.bytes_backward)), n(percent(s.imbalance, 1)), n(seconds(s.seconds)), n(seconds(s.exposed_seconds)), s.note]));
+  const rows = found.schedules.map((s) => (s.seconds === null ? [w("way." + s.name), n("–"), n("–"), n("–"), n("–"), n("–"), t(s.note)]
+    : [w("way." + s.name), n(bytes(s.bytes_forward)), n(bytes(s.bytes_backward)), n(percent(s.imbalance, 1)), n(seconds(s.seconds)), n(seconds(s.exposed_seconds)), t(s.note)]));
+  conclude("parallelTiles", state.mask);
+  conclude("parallelTime", state.mask);
   const least = Math.min(...found.schedules.filter((s) => s.seconds !== null).map((s) => s.seconds));
   found.schedules.forEach((s, i) => { rows[i].chosen = s.seconds === least; });
   fillTable("parallelTable", w("parallel.table"), [w("parallel.schedule"), n(w("parallel.forward")), n(w("parallel.backward")), n(w("parallel.imbalance")), n(w("predicted")), n(w("parallel.exposed")), ""], rows);

@@ -82,6 +82,7 @@ function showWalk() {
   $("moved").style.width = (100 * moved[walk.at]) / most + "%";
   $("movedWords").textContent = w("walk.moved", { bytes: bytes(moved[walk.at]), total: bytes(moved[moved.length - 1]) });
   $("play").textContent = w(walk.timer ? "pause" : "play");
+  conclude("rowchart", state.mask + "|" + state.row);
 }
 function begin() {
   // where the row that is watched is first rescaled, or at least first met
@@ -98,14 +99,17 @@ function play() {
   showWalk();
 }
 
+function show() {
+  showMachine(); showNumbers(); showRoofline(); showTraffic(); showMap(); showWalk(); showBudget(); showBanks(); showTimeline(); showParallel(); showMemory(); showPrecision(); showBench(); showCertificate();
+}
 function speak() {
   document.documentElement.lang = state.language === "zh" ? "zh-CN" : "en";
   document.title = "tilewise · " + w("title");
   for (const node of document.querySelectorAll("[data-w]")) node.textContent = w(node.dataset.w);
   for (const node of document.querySelectorAll("[data-t]")) { node.title = w(node.dataset.t); node.setAttribute("aria-label", w(node.dataset.t)); }
   $("step").setAttribute("aria-label", w("walk.h"));
-  $("subtitle").textContent = w("subtitle", { machine: R.devices.here.name });
-  const named = { device: (v) => (v === "here" ? w("device.here", { name: R.devices.here.name }) : R.devices[v].name), mask: (v) => w("mask." + v), length: (v) => count(Number(v)), tile: (v) => (v === "plan" ? w("tile.plan") : v.replace("x", " × ")), schedule: (v) => w("s." + v), data: (v) => w("data." + v) };
+  $("subtitle").textContent = w("subtitle", { machine: R.devices.here.name, gpu: R.devices[R.axes.device[0]].name });
+  const named = { device: (v) => (v === "here" ? w("device.here", { name: R.devices.here.name }) : R.devices[v].name), mask: (v) => w("mask." + v), length: (v) => count(Number(v)), tile: (v) => (v === "plan" ? w("tile.plan") : v.replace("x", " × ")), schedule: (v) => w("s." + v), data: (v) => w("data." + v), access: (v) => w("access." + v) };
   for (const [name, words] of Object.entries(named)) for (const option of $(name).options) option.textContent = words(option.value);
   $("record").replaceChildren(...R.records.bench.map((r, i) => element("option", r.suite + ", " + r.where + ", " + r.date.slice(0, 10), { value: i })));
   const v = R.versions;
@@ -116,7 +120,7 @@ function dress() { document.documentElement.dataset.theme = state.theme === "aut
 
 function start() {
   dress();
-  for (const name of ["device", "length", "dim", "mask", "tile", "schedule", "row", "data", "record", "language", "theme"])
+  for (const name of ["device", "length", "dim", "mask", "tile", "schedule", "row", "data", "record", "access", "language", "theme"])
     $(name).addEventListener("change", () => {
       state[name] = $(name).value;
       if (name === "mask" || name === "schedule" || name === "row") { stop(); begin(); }
@@ -134,10 +138,9 @@ function start() {
   let wide = narrow();
   window.addEventListener("resize", () => { if (narrow() !== wide) { wide = narrow(); show(); } });
   speak();
-  for (const name of ["device", "length", "dim", "mask", "tile", "schedule", "data", "language", "theme"]) $(name).value = state[name];
+  for (const name of ["device", "length", "dim", "mask", "tile", "schedule", "data", "access", "language", "theme"]) $(name).value = state[name];
   state.row = Object.keys(walkNow().rows)[1];
   begin();
-  $("figuresBox").open = !narrow();
   show();
   document.documentElement.dataset.ready = "yes";
 }
