@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = pages.pages()
 NAMES = [str(path.relative_to(DOCS)) for path in PAGES]
 ENGLISH = [path for path in PAGES if not path.name.endswith(".zh.md")]
-WITH_CODE = [path for path in PAGES if pages.fences(path.read_text(encoding="utf-8"))]
+WITH_CODE = [path for path in [*PAGES, *pages.notes()] if pages.fences(path.read_text(encoding="utf-8"))]
 PAIRS = [path for path in ENGLISH if path.parent.name != "reference"]
 TERMS = (
     *("分块", "块大小", "外循环", "内循环", "双缓冲", "在线算法", "在线 softmax", "重标定", "重缩放", "算子融合", "重计算"),
@@ -60,7 +60,7 @@ def test_blocks_are_of_known_languages_and_say_why_they_do_not_run(path: Path) -
     text = path.read_text(encoding="utf-8")
     assert {fence.language for fence in pages.fences(text)} <= pages.LANGUAGES
     assert len(re.findall(r"^ *```python", text, re.M)) == sum(f.language == "python" for f in pages.fences(text))
-    marks = re.findall(r"<!-- (?!picture: |own process|commands|playground|walk|/?speed).*? -->", text)
+    marks = re.findall(r"<!-- (?!picture: |own process|commands|playground|setup|walk|/?speed).*? -->", text)
     assert len(marks) == sum(bool(fence.mark) for fence in pages.fences(text)), "a mark without a reason, or before no block"
 
 

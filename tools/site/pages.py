@@ -6,6 +6,7 @@ block that cannot run everywhere says so in the line before it:
 
     <!-- not run: reason -->        never
     <!-- own process -->            anywhere on the page: it runs in a fresh interpreter
+    <!-- setup … -->                lines of Python that run before the first block and are not shown
 
 `python -m tools.site.pages` runs every page, `--write` puts what the blocks print into the pages.
 """
@@ -33,6 +34,7 @@ DOCS = ROOT / "docs"
 LANGUAGES = frozenset({"python", "text", "bash", "console", "make"})
 _FENCE = re.compile(r"^( *)```+(.*)$")
 _MARK = re.compile(r"<!-- (not run: \S.*) -->")
+_SETUP = re.compile(r"^<!-- setup\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 _RESULT = "text"
 
 
@@ -51,9 +53,14 @@ class Fence:
 
 
 def pages() -> list[Path]:
-    """Every page that the site was written for; notes at the top of docs/ have tests of their own."""
+    """Every page that the site was written for; see `notes`, too."""
     inner = [path for path in DOCS.rglob("*.md") if path.parent != DOCS]
     return sorted([*inner, *DOCS.glob("index*.md"), *DOCS.glob("playground*.md")])
+
+
+def notes() -> list[Path]:
+    """The notes at the top of docs/, which are read in the repository as well."""
+    return sorted({*DOCS.glob("*.md")} - {*pages()})
 
 
 def fences(text: str) -> list[Fence]:
@@ -136,14 +143,16 @@ class Printed:
 def run_page(path: Path) -> list[Printed]:
     """Run a page's blocks in order; those with a mark are left out."""
     scope: dict[str, Any] = {"__name__": "__page__"}
-    results = []
-    for fence, shown in outputs(path.read_text(encoding="utf-8")):
+    results, text = [], path.read_text(encoding="utf-8")
+    for setup in _SETUP.finditer(text):
+        run_python(setup[1], f"{path.name} (setup)", text[: setup.start(1)].count("\n"), scope)
+    for fence, shown in outputs(text):
         if fence.mark:
             continue
         name = str(path.relative_to(ROOT))
         code = fence.code
-        text = run_python(code, name, fence.first, scope) if fence.language == "python" else run_bash(code)
-        results.append(Printed(fence, shown, text))
+        printed = run_python(code, name, fence.first, scope) if fence.language == "python" else run_bash(code)
+        results.append(Printed(fence, shown, printed))
     return results
 
 
@@ -191,7 +200,7 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help="run even pages that want a process of their own in this one")
     args = parser.parse_args()
     bad = 0
-    for path in [one.resolve() for one in args.pages] or pages():
+    for path in [one.resolve() for one in args.pages] or [*pages(), *notes()]:
         began = time.perf_counter()
         if args.write:
             said = f"{write(path)} outputs written"
