@@ -52,7 +52,7 @@ class TileMap:
         self.rows = -(-shape.seqlen_q // block_q)
         self.cols = -(-shape.seqlen_k // block_k)
         self._terms = [
-            [literal._replace(tensors=tuple(map(_numpy, literal.tensors))) for literal in term]
+            [literal._replace(tensors=tuple(map(as_array, literal.tensors))) for literal in term]
             for term in program.terms()
         ]
         tensors = [(literal.kind, t) for term in self._terms for literal in term for t in literal.tensors]
@@ -152,7 +152,7 @@ def _visits(classes: Classes) -> list[tuple[int, TileClass]]:
     return [(int(j), TileClass(classes[j])) for j in np.flatnonzero(classes)]
 
 
-def _numpy(tensor: Any) -> Array:
+def as_array(tensor: Any) -> Array:
     return tensor if isinstance(tensor, np.ndarray) else np.asarray(tensor.detach().cpu().numpy())
 
 

@@ -15,12 +15,15 @@ Decoding packs nothing: it waits for memory, or multiplies. Tasks go to threads 
 from __future__ import annotations
 
 import heapq
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tilewise.hardware.spec import DeviceSpec
-from tilewise.masks import visited_tiles
+from tilewise.masks import MaskProgram, visited_tiles
+from tilewise.masks.rows import Ends, row_ends
+from tilewise.masks.tiles import as_array
 from tilewise.model.cpu import tall_rows, threads_for
 from tilewise.model.fitted import CpuFit, cpu_fit
 from tilewise.model.grid import even, grid_of
@@ -55,6 +58,9 @@ WAKE = 0.3
 """What waking a further thread takes, in calls."""
 UNEVEN = 1.5
 """Where cores slow each other down they do not run at one pace: for so many times that part of a task the last is waited for."""
+CLASS_ROWS = 128
+"""Queries that a class of tiles is for, however many a block has: the kernels skip what a mask's tensors hide from so many."""
+NEVER = 1 << 40
 MANY_TASKS = 4096
 """From so many on threads end together anyway."""
 
@@ -168,12 +174,31 @@ def _visits(sizes: Problem, tile: TilePlan) -> Visits:
     crossings = by_block(visited_tiles(terms, m, n, R, N))
     keys = visited_tiles(terms, m, n, M, J).astype(float) * J
     if sizes.program.tensors:  # bands alone say too much: what tensors hide is not visited
-        grid = grid_of(sizes, M, N)
-        heads = list(grid.heads())
-        seen = sum(head.by_row * head.count for head in heads) / max(1, sum(head.count for head in heads))
-        part = seen / np.maximum(1, visited_tiles(terms, m, n, M, N))
-        pairs, crossings, keys = pairs * part, crossings * part, keys * part
+        program = sizes.program
+        ends = row_ends(MaskProgram(program.structure, program.ints, tuple(map(as_array, program.tensors))), sizes.shape)
+        if ends is not None:  # the kernels walk from the first key that a strip sees to its last
+            return Visits(by_block(_walked(ends, R, J)) * (R * J), by_block(_walked(ends, R, N)), _walked(ends, M, J) * J, rows)
+        fine = math.gcd(M, CLASS_ROWS)
+        firsts = np.arange(0, -(-m // fine), M // fine)
+        bands, seen = (np.add.reduceat(tiles, firsts) for tiles in (visited_tiles(terms, m, n, fine, N), _seen(sizes, fine, N)))
+        pairs, crossings = (part * seen / np.maximum(1, bands) for part in (pairs, crossings))
+        keys = keys * _seen(sizes, M, N) / np.maximum(1, visited_tiles(terms, m, n, M, N))
     return Visits(pairs, crossings, keys, rows)
+
+
+def _walked(ends: Ends, rows: int, keys: int) -> Floats:
+    """Tiles that each row of tiles visits, the mean of the batch, where every row sees one interval."""
+    lo, hi = ends
+    blind, firsts = lo >= hi, np.arange(0, lo.shape[1], rows)
+    first = np.minimum.reduceat(np.where(blind, NEVER, lo), firsts, axis=1) // keys
+    last = -(-np.maximum.reduceat(np.where(blind, 0, hi), firsts, axis=1) // keys)
+    return np.asarray(np.maximum(last - first, 0).mean(axis=0))
+
+
+def _seen(sizes: Problem, rows: int, keys: int) -> Floats:
+    """The same of any mask, the mean of all heads."""
+    heads = list(grid_of(sizes, rows, keys).heads())
+    return np.asarray(sum(head.by_row * head.count for head in heads) / max(1, sum(head.count for head in heads)))
 
 
 def _makespan(tasks: Floats, threads: int) -> float:
