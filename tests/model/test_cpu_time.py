@@ -18,8 +18,10 @@ from tilewise.hardware.host import Host, cpu_spec
 from tilewise.hardware.spec import DeviceSpec, KiB
 from tilewise.lab.bench.cases import Case
 from tilewise.lab.bench.suites import CPU as SUITE
-from tilewise.model.cpu_time import CLASS_ROWS, _makespan, _visits, cpu_time
+from tilewise.model.cpu_time import _makespan, cpu_time
+from tilewise.model.cpu_visits import CLASS_ROWS, visits_of
 from tilewise.model.fitted import CPU, CpuFit
+from tilewise.model.flops import work
 from tilewise.problem import Problem
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -135,13 +137,24 @@ def test_work_under_documents_is_that_of_their_strips() -> None:
     """Four documents of 1,024 take a quarter of one of 4,096's work, and the corners of their strips."""
     def pairs(mask: tw.Mask) -> float:
         problem = Problem.of(heads=1, seqlen=4096, head_dim=64, dtype="float32", mask=mask)
-        visits = _visits(problem, plan.tiles(problem, N1)["forward"])
+        visits = visits_of(problem, plan.tiles(problem, N1)["forward"])
         return float(visits.pairs.sum())
 
     ids = torch.repeat_interleave(torch.arange(4), 1024)
     assert pairs(tw.documents(ids)) == pairs(tw.full()) / 4
     assert pairs(tw.causal() & tw.documents(ids)) == pytest.approx(4 * 1024 * (1024 + 16) / 2, rel=0.01)
     assert CLASS_ROWS == frames.LIST_ROWS
+
+
+def test_what_is_executed_is_counted_by_strips() -> None:
+    """Blocks of 512 by 128 would be a third in vain under a causal mask; strips of 16 rows by 4 keys are not."""
+    problem = Problem.of(heads=8, seqlen=1024, head_dim=64, dtype="float32", mask=tw.causal())
+    tile = plan.tiles(problem, N1)["forward"]
+    (rows, keys), made = tile.register_tile or (0, 0), work(problem, tile)
+    assert tile.block_q == 512
+    strips = np.arange(rows, 1024 + rows, rows)
+    assert made.exps == 8 * rows * int((-(-strips // keys) * keys).sum())
+    assert made.waste < 0.02
 
 
 def test_the_planned_tile_was_within_5_percent_of_the_fastest_in_every_row_of_a_sweep() -> None:

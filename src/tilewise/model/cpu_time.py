@@ -15,18 +15,15 @@ Decoding packs nothing: it waits for memory, or multiplies. Tasks go to threads 
 from __future__ import annotations
 
 import heapq
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tilewise.hardware.spec import DeviceSpec
-from tilewise.masks import MaskProgram, visited_tiles
-from tilewise.masks.rows import Ends, row_ends
-from tilewise.masks.tiles import as_array
 from tilewise.model.cpu import tall_rows, threads_for
+from tilewise.model.cpu_visits import REGISTER_TILE, Visits, visits_of
 from tilewise.model.fitted import CpuFit, cpu_fit
-from tilewise.model.grid import even, grid_of
+from tilewise.model.grid import even
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
@@ -35,8 +32,6 @@ BACKWARD_PRODUCTS = 0.945
 """Speed of the backward's products, where the forward's is 1: two of five read their operands by rows far apart."""
 DECODE_PRODUCTS = 0.57
 """Speed of the products of decoding: lanes lie along the head dim, so that every score is a sum across lanes."""
-REGISTER_TILE = (16, 4)
-"""Where a tile does not tell its own."""
 ROW_PASSES = 5
 """Times that a row of Q and one of O is packed, cleared or written out, once a task."""
 L3_PART = 4
@@ -58,9 +53,6 @@ WAKE = 0.3
 """What waking a further thread takes, in calls."""
 UNEVEN = 1.5
 """Where cores slow each other down they do not run at one pace: for so many times that part of a task the last is waited for."""
-CLASS_ROWS = 128
-"""Queries that a class of tiles is for, however many a block has: the kernels skip what a mask's tensors hide from so many."""
-NEVER = 1 << 40
 MANY_TASKS = 4096
 """From so many on threads end together anyway."""
 
@@ -73,22 +65,10 @@ class CpuTime(NamedTuple):
     tasks: int
 
 
-class Visits(NamedTuple):
-    """What each query block [blocks] of one head visits."""
-
-    pairs: Floats
-    """Scores, of whole register tiles."""
-    crossings: Floats
-    """Strips by key blocks."""
-    keys: Floats
-    """Keys that are packed, or read."""
-    rows: Floats
-
-
 def cpu_time(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> CpuTime:
     """The predicted time of a call's pass."""
     sizes, fit, threads = even(problem), cpu_fit(spec), threads_for(problem, spec)
-    visits = _visits(sizes, tile)
+    visits = visits_of(sizes, tile)
     decodes = tile.pass_ == "decode"
     parts = _decode_clocks(sizes, spec, fit, visits, threads) if decodes else _clocks(sizes, spec, tile, fit, visits)
     clocks = np.maximum.reduce(list(parts.values())) if decodes else np.sum(list(parts.values()), axis=0)
@@ -156,49 +136,6 @@ def _decode_clocks(sizes: Problem, spec: DeviceSpec, fit: CpuFit, visits: Visits
         "FMA units": visits.keys * sizes.group * pair / rate,
         "DRAM bandwidth": visits.keys * pair * sizes.kv_itemsize / stream * spec.clock_hz,
     }
-
-
-def _visits(sizes: Problem, tile: TilePlan) -> Visits:
-    """What a mask lets the strips and blocks of one head visit."""
-    m, n = sizes.seqlen_q, sizes.seqlen_k
-    R, J = (1, 1) if tile.pass_ == "decode" else tile.register_tile or REGISTER_TILE
-    M, N = tile.block_q, tile.block_k
-    terms = sizes.program.intervals(sizes.shape)
-    starts = np.arange(0, -(-m // R), max(1, M // R))
-
-    def by_block(strips: Any) -> Floats:
-        return np.add.reduceat(strips, starts).astype(float) if len(starts) else np.zeros(0)
-
-    rows = np.minimum(M, m - np.arange(0, m, M)).astype(float)
-    pairs = by_block(visited_tiles(terms, m, n, R, J)) * (R * J)
-    crossings = by_block(visited_tiles(terms, m, n, R, N))
-    keys = visited_tiles(terms, m, n, M, J).astype(float) * J
-    if sizes.program.tensors:  # bands alone say too much: what tensors hide is not visited
-        program = sizes.program
-        ends = row_ends(MaskProgram(program.structure, program.ints, tuple(map(as_array, program.tensors))), sizes.shape)
-        if ends is not None:  # the kernels walk from the first key that a strip sees to its last
-            return Visits(by_block(_walked(ends, R, J)) * (R * J), by_block(_walked(ends, R, N)), _walked(ends, M, J) * J, rows)
-        fine = math.gcd(M, CLASS_ROWS)
-        firsts = np.arange(0, -(-m // fine), M // fine)
-        bands, seen = (np.add.reduceat(tiles, firsts) for tiles in (visited_tiles(terms, m, n, fine, N), _seen(sizes, fine, N)))
-        pairs, crossings = (part * seen / np.maximum(1, bands) for part in (pairs, crossings))
-        keys = keys * _seen(sizes, M, N) / np.maximum(1, visited_tiles(terms, m, n, M, N))
-    return Visits(pairs, crossings, keys, rows)
-
-
-def _walked(ends: Ends, rows: int, keys: int) -> Floats:
-    """Tiles that each row of tiles visits, the mean of the batch, where every row sees one interval."""
-    lo, hi = ends
-    blind, firsts = lo >= hi, np.arange(0, lo.shape[1], rows)
-    first = np.minimum.reduceat(np.where(blind, NEVER, lo), firsts, axis=1) // keys
-    last = -(-np.maximum.reduceat(np.where(blind, 0, hi), firsts, axis=1) // keys)
-    return np.asarray(np.maximum(last - first, 0).mean(axis=0))
-
-
-def _seen(sizes: Problem, rows: int, keys: int) -> Floats:
-    """The same of any mask, the mean of all heads."""
-    heads = list(grid_of(sizes, rows, keys).heads())
-    return np.asarray(sum(head.by_row * head.count for head in heads) / max(1, sum(head.count for head in heads)))
 
 
 def _makespan(tasks: Floats, threads: int) -> float:

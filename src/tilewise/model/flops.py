@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tilewise.masks import allowed, visited_tiles
+from tilewise.model.cpu_visits import visits_of
 from tilewise.model.cycles import tile_flops
 from tilewise.model.grid import grid_of
 from tilewise.model.tile import TilePlan
@@ -24,7 +25,7 @@ class Work:
     visited: int
     """FLOPs for every pair of the visited tiles, visible or not."""
     executed: int
-    """FLOPs with ragged tiles padded to their full size, as tensor cores do them."""
+    """FLOPs with ragged tiles padded to their full size, as tensor cores do them; on a CPU those of the strips that see a key."""
     exps: int
     """Exponentials, of padded tiles."""
     tiles: int
@@ -51,6 +52,9 @@ def work(problem: Problem, tile: TilePlan) -> Work:
     if tile.pack_gqa:  # the heads of a group fill the rows of one tile
         packed = -(-problem.seqlen_q * problem.group // tile.block_q)
         padded = -(-padded // (problem.group * max(1, grid.rows))) * packed
+    if tile.register_tile is not None:  # a CPU's strips are masked and skipped one by one
+        padded = round(float(visits_of(problem, tile).pairs.sum()) * problem.batch * problem.heads)
+        area = min(area, padded)
     return Work(pairs, pairs * per_pair, area * per_pair, padded * per_pair, padded, tiles)
 
 
