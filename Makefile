@@ -76,7 +76,7 @@ fuzz: $(STAMP)
 compile-matrix: $(STAMP)
 	$(BIN)/python tools/compile_kernels.py --only triton --jobs $(WORKERS)
 	$(BIN)/python tools/compile_kernels.py --few --only hopper --jobs $(WORKERS)
-	$(BIN)/python tools/compile_kernels.py --few --jobs $(WORKERS) --triton 3.6.0 3.9.0 --target sm_80 sm_90 gfx942
+	$(BIN)/python tools/compile_kernels.py --few --jobs $(WORKERS) --triton 3.6.0 3.9.0 --target sm_90 gfx942
 
 compile-all: $(STAMP)
 	$(BIN)/python tools/compile_kernels.py --jobs $(WORKERS)
