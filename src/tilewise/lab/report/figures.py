@@ -138,8 +138,9 @@ def position(
 @cache
 def planned(problem: Problem, device: str, spec: DeviceSpec, wanted: tuple[int, int] | None) -> Plan | str:
     """What `tilewise.plan` says, or why nobody runs the tile. The live machine is planned for as a call on it is."""
+    live = None if spec.is_gpu else "cpu"  # a page about the processor of a machine with a GPU too
     try:
-        return plan(problem, None if device == HERE else spec, tile=wanted)
+        return plan(problem, live if device == HERE else spec, tile=wanted)
     except PlanError as error:
         if wanted is None:
             raise
