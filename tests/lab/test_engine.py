@@ -48,6 +48,28 @@ def test_no_ratio_against_a_wrong_peer() -> None:
     assert record.ratio is None
 
 
+def test_a_peer_that_computes_something_else_by_design_is_timed_and_not_judged() -> None:
+    """The call without the feature, and SDPA's dropout, which draws its own numbers. Elsewhere both are judged."""
+    for case, name in ((replace(CASE, alibi=True), "plain"), (replace(CASE, dropout_p=0.5), "sdpa")):
+        record = measure(replace(case, against=(name,)), [contender("tilewise"), PEERS[name]], QUICK)
+        ours, other = record.results
+        assert ours.status == "ok" and other.status == "not judged" and other.times and other.judgement is None
+        assert record.rival == name and record.ratio is not None and record.right
+    for name in ("plain", "sdpa"):
+        record = measure(CASE, [PEERS[name]], QUICK)
+        assert record.results[0].status == "ok" and record.results[0].judgement is not None
+
+
+@pytest.mark.parametrize("name", ["tilewise", "sdpa"])
+def test_the_gradient_of_a_bias_is_part_of_a_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(CASE, mask="full", bias=(1, 2, 48, 48), passes="backward", bias_gradient=True)
+    asked, grad = [], torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", lambda out, leaves, *a, **k: asked.append(leaves) or grad(out, leaves, *a, **k))
+    record = measure(case, [contender(name)], QUICK)
+    assert record.results[0].status == "ok", record.results
+    assert {len(leaves) for leaves in asked} == {4} and all(leaves[3].shape == (1, 2, 48, 48) for leaves in asked)
+
+
 def test_failures_and_refusals_stay_in_the_record() -> None:
     def explode(case, tensors):
         raise RuntimeError("out of luck")
@@ -187,7 +209,8 @@ def test_installed_peers_are_called_as_they_want(peer: str, layout: str, mask: s
 @pytest.mark.parametrize("peer", ["flash_attn", "fa4", "xformers"])
 def test_peers_decline_what_they_cannot(peer: str, pretend_peers: None) -> None:
     assert not PEERS[peer].supports(as_gpu_case(mask="causal | prefix(4)")).ok
-    assert not PEERS[peer].supports(as_gpu_case(softcap=3.0)).ok
+    assert not PEERS[peer].supports(as_gpu_case(dropout_p=0.5)).ok
+    assert PEERS[peer].supports(as_gpu_case(softcap=3.0, sinks=True)).ok is (peer == "fa4")
     assert PEERS[peer].supports(as_gpu_case(mask="causal & window(4)")).ok is (peer == "fa4")
     on_cpu = PEERS[peer].supports(Case("cpu", dtype="float32"))
     assert not on_cpu.ok and any("CUDA" in reason for reason in on_cpu.reasons)

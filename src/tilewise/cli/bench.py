@@ -27,7 +27,7 @@ def bench_command(
         str,
         typer.Option(
             help="quick, smoke, cpu, cpu-avx512, cpu-avx512-16, features; on a GPU gpu, features-gpu, masks-gpu, hopper, "
-            "hopper-backward; "
+            "hopper-backward, hopper-features; "
             "or overhead (a call beside its arithmetic)."
         ),
     ] = "quick",

@@ -75,6 +75,7 @@ class Case:
     data: str = ""  # a mask of tensors, of DATA, that must allow a pair too
     lengths: tuple[int, ...] = ()  # packed: the tokens of each sequence, in the place of batch and seqlen
     bias: tuple[int, int, int, int] | None = None
+    bias_gradient: bool = False
     alibi: bool = False
     sinks: bool = False
     softcap: float = 0.0
@@ -160,7 +161,7 @@ class Case:
         cu = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
         return Tensors(
             *(q, k, v, dout),
-            bias=bias if self.bias else None,
+            bias=bias.detach().requires_grad_(self.bias_gradient) if self.bias else None,
             slopes=slopes if self.alibi else None,
             sinks=sinks.float() if self.sinks else None,
             cu=cu if p.varlen else None,
@@ -174,7 +175,7 @@ class Case:
 
         return Inputs(
             *(self.rank4(tensors.q), self.rank4(tensors.k), self.rank4(tensors.v)),
-            bias=tensors.bias,
+            bias=None if tensors.bias is None else tensors.bias.detach(),
             alibi=None if tensors.slopes is None else tensors.slopes[None],
             sinks=tensors.sinks,
             seed=torch.tensor(SEED) if self.dropout_p else None,

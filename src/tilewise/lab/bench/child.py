@@ -47,20 +47,26 @@ def tilewise_call(options: dict[str, Any]) -> Attention:
     return cast(Attention, partial(tw.attention, layout=options["layout"], **keywords))
 
 
-def bind_passes(attention: Attention, qkv: tuple[Tensor, ...], dout: Tensor, passes: str) -> Callable[[], Outcome]:
-    """The call to be timed: forward alone, forward and backward (`training`), or `backward` alone."""
+def bind_passes(
+    attention: Attention, qkv: tuple[Tensor, ...], dout: Tensor, passes: str, learned: tuple[Tensor, ...] = ()
+) -> Callable[[], Outcome]:
+    """The call to be timed: forward alone, forward and backward (`training`), or `backward` alone.
+
+    Gradients of `learned`, which the call holds already, are computed with the others and not given back."""
     if passes == "forward":
         return lambda: Outcome(attention(*qkv))
     leaves = tuple(t.detach().requires_grad_() for t in qkv)
 
     def train() -> Outcome:
         out = attention(*leaves)
-        return Outcome(out.detach(), torch.autograd.grad(out, leaves, dout))
+        return Outcome(out.detach(), torch.autograd.grad(out, (*leaves, *learned), dout)[:3])
 
     if passes == "training":
         return train
     ready = attention(*leaves)
-    return lambda: Outcome(ready.detach(), torch.autograd.grad(ready, leaves, dout, retain_graph=True))
+    return lambda: Outcome(
+        ready.detach(), torch.autograd.grad(ready, (*leaves, *learned), dout, retain_graph=True)[:3]
+    )
 
 
 class Child:

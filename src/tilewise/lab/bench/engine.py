@@ -40,11 +40,14 @@ class Result:
     errors: dict[str, Errors] = field(default_factory=dict)  # where the case asks for them
     times: Spread | None = None
     reasons: tuple[str, ...] = ()  # why it was not run, or how it failed
+    judged: bool = True  # False: it computes something else by design, and was timed alone
 
     @property
     def status(self) -> str:
         if self.reasons:
             return "not run"
+        if not self.judged:
+            return "not judged"
         return "ok" if self.judgement and self.judgement.ok else "wrong"
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,13 +131,14 @@ class Record:
 
 def bind_run(case: Case, contender: Contender, tensors: Tensors) -> Callable[[], Outcome]:
     """A contender's call, on tensors in its own layout; what it computes comes back in the case's."""
-    own = contender.layout
+    own, bias = contender.layout, tensors.bias
+    learned = (bias,) if bias is not None and bias.requires_grad else ()
     if own in (None, case.layout):
-        return bind_passes(contender.bind(case, tensors), tensors[:3], tensors.dout, case.passes)
+        return bind_passes(contender.bind(case, tensors), tensors[:3], tensors.dout, case.passes, learned)
     *qkv, dout = (x.transpose(1, 2) for x in tensors[:4])
     if contender.copies:
         *qkv, dout = (x.contiguous() for x in (*qkv, dout))
-    run = bind_passes(contender.bind(case, tensors), tuple(qkv), dout, case.passes)
+    run = bind_passes(contender.bind(case, tensors), tuple(qkv), dout, case.passes, learned)
 
     def back() -> Outcome:
         out, grads = run()
@@ -205,7 +209,10 @@ def judge_and_time(
                 continue
             try:
                 run, timer = start(case, one, tensors)
-                outcome = run()
+                outcome, result.judged = run(), one.is_judged(case)
+                if not result.judged:
+                    timers[one.name] = timer
+                    continue
                 result.judgement = expected.judge(outcome)
                 if result.judgement.ok:
                     result.errors = errors(case, want, outcome) if want else {}

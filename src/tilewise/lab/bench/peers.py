@@ -31,13 +31,18 @@ Band = tuple[int, int]
 
 @dataclass(frozen=True)
 class Contender:
-    """`layout` None: it takes the case's own. `copies`: it gets tensors that are contiguous in its layout."""
+    """`layout` None: it takes the case's own. `copies`: it gets tensors that are contiguous in its layout. `differs`: features
+    that make its numbers others than ours, by design: there it is timed, and not judged."""
 
     name: str
     supports: Callable[[Case], Verdict]
     bind: Callable[[Case, Tensors], Attention]
     layout: Layout | None = None
     copies: bool = False
+    differs: tuple[str, ...] = ()
+
+    def is_judged(self, case: Case) -> bool:
+        return not set(self.differs) & set(case.features)
 
 
 def boolean_mask(case: Case) -> Tensor | None:
@@ -87,7 +92,7 @@ def is_square_causal(case: Case) -> bool:
 
 def bind_sdpa(case: Case, tensors: Tensors, upcast: bool = False) -> Attention:
     """SDPA as a user would call it: its causal flag where that means the same, a mask or bias otherwise."""
-    causal = is_square_causal(case) and not case.features
+    causal = is_square_causal(case) and set(case.features) <= {"dropout"}
     mask = None if causal else additive(case, tensors)
     gqa = case.problem().group > 1
 
@@ -95,7 +100,8 @@ def bind_sdpa(case: Case, tensors: Tensors, upcast: bool = False) -> Attention:
         dtype = q.dtype
         if upcast:
             q, k, v = q.float(), k.float(), v.float()
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa).to(dtype)
+        options: dict[str, Any] = {"attn_mask": mask, "dropout_p": case.dropout_p, "is_causal": causal, "enable_gqa": gqa}
+        return F.scaled_dot_product_attention(q, k, v, **options).to(dtype)
 
     return run
 
@@ -175,6 +181,12 @@ def bind_fa4_packed(case: Case, tensors: Tensors) -> Attention:
     return run
 
 
+def bind_plain(case: Case, tensors: Tensors) -> Attention:
+    """Tilewise without the features of the case: what they cost."""
+    plain = replace(case, bias=None, alibi=False, sinks=False, softcap=0.0, dropout_p=0.0)
+    return tilewise_call(plain.options(tensors._replace(bias=None, slopes=None, sinks=None)))
+
+
 def bind_standard(case: Case, tensors: Tensors) -> Attention:
     """Attention as the formula has it: all scores at once, three passes over them."""
     problem, mask = case.problem(), additive(case, tensors)
@@ -206,7 +218,9 @@ def bind_flash_attn_4(case: Case, tensors: Tensors) -> Attention:
 
     lo, hi = band(case) or (0, 0)
     sides = tuple(None if abs(side) == UNBOUNDED else abs(side) for side in (lo, hi))
-    options = {"causal": is_causal(case)} if lo == -UNBOUNDED else {"window_size": sides}
+    options: dict[str, Any] = {"causal": is_causal(case)} if lo == -UNBOUNDED else {"window_size": sides}
+    options |= {"softcap": case.softcap} if case.softcap else {}
+    options |= {"learnable_sink": tensors.sinks} if case.sinks else {}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flash_attn_func(q, k, v, **options)
@@ -275,34 +289,42 @@ def needs(*checks: Callable[[Case], str | None]) -> Callable[[Case], Verdict]:
 
 
 PLAIN = partial(without, ())
-BIASED = partial(without, ("bias", "ALiBi", "documents", "padding", "blocks", "dense"))
+CAPPED = partial(without, ("sinks", "softcap"))
+BIASED = partial(without, ("bias", "ALiBi", "dropout", "documents", "padding", "blocks", "dense"))
 MODIFIED = partial(without, ("ALiBi", "softcap", *DATA))
 PACKED = partial(without, ("packed sequences", "packing"))
 SCORED = partial(without, ("bias", "ALiBi", "softcap", "sinks", "documents", "padding", "blocks", "dense"))
 CAUSAL, SQUARE, BANDED, UNITED = (
     partial(masks_only, holds) for holds in (is_causal, is_square_causal, banded, united)
 )
+FEATURES = ("bias", "ALiBi", "sinks", "softcap", "dropout")
+DRAWN = ("dropout",)
+"""SDPA draws its own random numbers."""
 HELD = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION"}
 FA2, FA4, XFORMERS = (partial(installed, name) for name in ("flash_attn", "flash_attn.cute", "xformers"))
 
 PEERS = {
     peer.name: peer
     for peer in (
-        Contender("sdpa", needs(BIASED), bind_sdpa, "bhsd"),
-        Contender("sdpa-upcast", needs(half_precision, BIASED), partial(bind_sdpa, upcast=True), "bhsd"),
-        *(Contender(name, needs(on_gpu, BIASED), partial(bind_sdpa_with, kernel), "bhsd") for name, kernel in HELD.items()),
+        Contender("plain", needs(), bind_plain, differs=FEATURES),
+        Contender("sdpa", needs(BIASED), bind_sdpa, "bhsd", differs=DRAWN),
+        Contender("sdpa-upcast", needs(half_precision, BIASED), partial(bind_sdpa, upcast=True), "bhsd", differs=DRAWN),
+        *(
+            Contender(name, needs(on_gpu, BIASED), partial(bind_sdpa_with, kernel), "bhsd", differs=DRAWN)
+            for name, kernel in HELD.items()
+        ),
         Contender("standard", needs(SCORED), bind_standard, "bhsd"),
         Contender("flex", needs(on_gpu, UNITED, MODIFIED), bind_flex, "bhsd"),
         Contender("flash_attn", needs(FA2, on_gpu, half_precision, CAUSAL, PLAIN), bind_flash_attn, "bshd"),
-        Contender("fa4", needs(FA4, on_gpu, half_precision, BANDED, PLAIN), bind_flash_attn_4, "bshd", copies=True),
+        Contender("fa4", needs(FA4, on_gpu, half_precision, BANDED, CAPPED), bind_flash_attn_4, "bshd", copies=True),
         Contender("fa4-packed", needs(FA4, on_gpu, half_precision, packed, PACKED), bind_fa4_packed),
         Contender("xformers", needs(XFORMERS, on_gpu, ungrouped, SQUARE, PLAIN), bind_xformers, "bshd"),
     )
 }
-"""By name; `fa4` is FlashAttention-4, `flash_attn.cute`."""
+"""By name; `fa4` is FlashAttention-4, `flash_attn.cute`, and `plain` tilewise without the case's features."""
 COMPILED = ("flex", "fa4", "fa4-packed")
 """They compile kernels at their first call."""
-ASKED_FOR = ("standard", "sdpa-upcast", *HELD, *COMPILED)
+ASKED_FOR = ("plain", "standard", "sdpa-upcast", *HELD, *COMPILED)
 """Measured only where a case or the user names them: other forms of SDPA, N² memory, or long compilation."""
 
 

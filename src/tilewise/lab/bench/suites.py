@@ -166,6 +166,36 @@ def features(passes: str, **sizes: Any) -> tuple[Case, ...]:
     )
 
 
+def hopper_features(passes: str) -> tuple[Case, ...]:
+    """What a model asks for beyond q, k, v and a band, on Hopper's kernels: beside who has it, or beside the plain call."""
+    shared: dict[str, Any] = {"heads": 16, "seqlen": 8192, "head_dim": 128, "batch": 2, "mask": "causal"}
+    shared |= {"passes": passes, "dtype": "bfloat16", "device": "cuda", "layout": "bshd"}
+    backward = passes == "backward"
+    oss: dict[str, Any] = {"batch": 1, "heads": 64, "kv_heads": 8, "head_dim": 64, "sinks": True, "against": ("fa4",)}
+    biased: dict[str, Any] = {"batch": 1, "seqlen": 4096, "head_dim": 64, "mask": "full", "bias": (1, 16, 4096, 4096)}
+    biased |= {"layout": "bhsd"}
+    dropped: dict[str, Any] = {"batch": 4, "seqlen": 4096, "dropout_p": 0.1, "against": ("sdpa-flash", "sdpa-cudnn")}
+    odd: dict[str, Any] = {"against": ("fa4",), "floor": 0.97, "aim": 1.03}
+    gemma: dict[str, Any] = {"head_dim": 256, "kv_heads": 8, "softcap": 50.0, "against": ("fa4",), "aim": 1.05}
+    learned: dict[str, Any] = {"bias_gradient": backward, "against": ("sdpa-efficient",), "floor": 1.1 if backward else 1.3}
+
+    def case(name: str, **more: Any) -> Case:
+        return Case(f"{passes} {name}", **{**shared, **more})
+
+    return (
+        case("sinks, window 128", **{**oss, "mask": "causal & window(128)", "floor": 0.97, "aim": 1.05}),
+        case("sinks", **oss, floor=0.97, aim=1.05),
+        case("softcap d256", **gemma, floor=0.97 if backward else 0.98),
+        case("ALiBi", alibi=True, against=("plain",), floor=0.85, aim=0.92),
+        case("bias", **biased, against=("sdpa-cudnn",), floor=0.95, aim=1.1),
+        case("bias with its gradient", **biased, **learned),
+        case("dropout d64", **dropped, head_dim=64, floor=0.95, aim=1.1),
+        case("dropout d128", **dropped, floor=0.95, aim=1.1),
+        case("192/128", head_dim=192, head_dim_v=128, **odd),
+        *(case(f"d{dim}", head_dim=dim, **odd) for dim in (96, 80, 32)),
+    )
+
+
 LONG: dict[str, Any] = {"heads": 16, "seqlen": 16384, "head_dim": 128, "dtype": "bfloat16", "device": "cuda", "layout": "bshd"}
 SPARSE: dict[str, Any] = {**LONG, "batch": 2, "seqlen": 8192}
 
@@ -216,6 +246,7 @@ SUITES = {
     "gpu": Suite(GPU, means=GPU_MEANS),
     "hopper": Suite(hopper("forward")),
     "hopper-backward": Suite(hopper("backward")),
+    "hopper-features": Suite((*hopper_features("forward"), *hopper_features("backward"))),
     "features": Suite((*features("forward", **ON_CPU), *features("training", **ON_CPU))),
     "features-gpu": Suite((*features("forward", **ON_GPU), *features("backward", **ON_GPU))),
     "masks-gpu": Suite((*masks_on_gpu("forward"), *masks_on_gpu("backward"))),
