@@ -182,13 +182,15 @@ def pretend_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     flash.flash_attn_func = lambda q, k, v, causal=False: bshd_attention(q, k, v, causal)
     cute = types.ModuleType("flash_attn.cute")
     cute.flash_attn_func = lambda q, k, v, causal=False: (bshd_attention(*map(contiguous, (q, k, v)), causal), None)
-    flash.__path__ = []
+    flash.__path__ = []  # FlashAttention-4 alone makes such a package too, without flash_attn_func
+    assert "not installed" in PEERS["flash_attn"].supports(as_gpu_case()).reasons[0]
+    interface = types.ModuleType("flash_attn.flash_attn_interface")
     ops = types.ModuleType("xformers.ops")
     ops.LowerTriangularMask = type("LowerTriangularMask", (), {})
     ops.memory_efficient_attention = lambda q, k, v, attn_bias=None: bshd_attention(q, k, v, attn_bias is not None)
     xformers = types.ModuleType("xformers")
     xformers.ops = ops
-    for module in (flash, cute, xformers, ops):
+    for module in (flash, interface, cute, xformers, ops):
         module.__spec__ = types.SimpleNamespace(name=module.__name__)
         monkeypatch.setitem(sys.modules, module.__name__, module)
 

@@ -301,7 +301,7 @@ FEATURES = ("bias", "ALiBi", "sinks", "softcap", "dropout")
 DRAWN = ("dropout",)
 """SDPA draws its own random numbers."""
 HELD = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION"}
-FA2, FA4, XFORMERS = (partial(installed, name) for name in ("flash_attn", "flash_attn.cute", "xformers"))
+FA2, FA4, XFORMERS = (partial(installed, name) for name in ("flash_attn.flash_attn_interface", "flash_attn.cute", "xformers"))
 
 PEERS = {
     peer.name: peer
