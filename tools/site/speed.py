@@ -23,6 +23,7 @@ Words = Callable[[str, str], str]
 """Picks the page's language of (English, Chinese)."""
 _MARK = re.compile(r"(<!-- speed: ([\w-]+) -->\n).*?(<!-- /speed -->)", re.DOTALL)
 _PEERS = {"sdpa-flash": "FlashAttention-2", "sdpa-efficient": "memory-efficient", "sdpa-cudnn": "cuDNN", "sdpa": "SDPA"}
+_PEERS |= {"fa4": "FlashAttention-4", "fa4-packed": "FlashAttention-4", "flex": "FlexAttention"}
 LENGTHS = (512, 2048, 8192, 16384)
 
 
@@ -183,6 +184,23 @@ def gpu_host(say: Words) -> list[str]:
     return [_source(name, record, "H200"), *_table([say("tiny call", "极小的调用"), "µs (p20–p80)"], rows)]
 
 
+def gpu_rows(name: str) -> Callable[[Words], list[str]]:
+    """Cases of one record beside the fastest of those they are measured against, in one interleaved run."""
+
+    def draw(say: Words) -> list[str]:
+        record = load(name)
+        rows = []
+        for row in (row for row in record["records"] if row["ratio"]):
+            beside = say("the plain call", "没有该功能的调用") if row["rival"] == "plain" else _PEERS[row["rival"]]
+            times = [_spread(seconds(row, who), 0, 1e6) for who in ("tilewise", row["rival"])]
+            rows.append([row["case"]["name"], row["words"], *times, beside, _spread(row["ratio"]), f"{row['case']['floor']:g}"])
+        head = ["", say("shape", "形状"), "tilewise, µs (p20–p80)", say("the other, µs", "对手，µs"), say("beside", "对手")]
+        head += [say("ratio", "比值"), say("floor", "下限")]
+        return [_source(name, record, "H200"), *_table(head, rows)]
+
+    return draw
+
+
 N1, XEON, XEON16 = "cpu-2026-11-15", "cpu-avx512-2026-11-15", "cpu-avx512-16-2026-11-15"
 
 
@@ -307,6 +325,8 @@ TABLES: dict[str, Callable[[Words], list[str]]] = {
     "gpu-cells": gpu_cells,
     "gpu-decode": gpu_decode,
     "gpu-host": gpu_host,
+    "masks-gpu": gpu_rows("masks-h200-2026-11-17"),
+    "hopper-features": gpu_rows("features-h200-2026-11-17"),
     "cpu": cpu_summary,
     "cpu-n1": cpu_rows,
     "cpu-xeon": xeon_rows,
