@@ -17,6 +17,11 @@ from tools.site import pages, pictures
 
 from tests.interpreter import needs_interpreter
 
+
+def _chinese(path: Path) -> Path:
+    return path.with_name(path.stem + ".zh.md")
+
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = pages.pages()
@@ -24,7 +29,8 @@ NAMES = [str(path.relative_to(DOCS)) for path in PAGES]
 ENGLISH = [path for path in PAGES if not path.name.endswith(".zh.md")]
 WITH_CODE = [p for p in [*PAGES, *pages.notes()] if pages.fences(p.read_text(encoding="utf-8")) and not pages.repeats(p)]
 """Pages to run. Chinese pages with the code and the outputs of the English ones are not run again."""
-PAIRS = [path for path in ENGLISH if path.parent.name != "reference"]
+NOTES = [path for path in pages.notes() if not path.name.endswith(".zh.md")]
+PAIRS = [*(path for path in ENGLISH if path.parent.name != "reference"), *(path for path in NOTES if _chinese(path).exists())]
 TERMS = (
     *("分块", "块大小", "外循环", "内循环", "双缓冲", "在线算法", "在线 softmax", "重标定", "重缩放", "算子融合", "重计算"),
     *("IO 感知", "屋顶线", "计算强度", "脊点", "拐点", "内存绑定", "计算绑定", "共享内存", "全局内存", "寄存器", "归一化"),
@@ -41,10 +47,6 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
 CONFIG = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
-
-
-def _chinese(path: Path) -> Path:
-    return path.with_name(path.stem + ".zh.md")
 
 
 def _tree() -> dict[str, int]:
@@ -137,23 +139,32 @@ def test_links_lead_to_pages(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAIRS, ids=lambda p: str(p.relative_to(DOCS)))
 def test_both_languages_say_the_same(path: Path) -> None:
-    """The same code, outputs, pictures, links and headings, and the same figures in the text."""
+    """The same code, outputs, pictures, links and headings, and the same figures in the text. Drawings have the same lines."""
     english, chinese = (one.read_text(encoding="utf-8") for one in (path, _chinese(path)))
     assert re.search(r"[\u4e00-\u9fff]{4}", chinese)
 
     def code(text: str) -> list[str]:
-        fences = pages.fences(text)
-        return [ast.dump(ast.parse(f.code)) if f.language == "python" else f.code.split("#")[0] for f in fences]
+        printed = {shown.first for _, shown in pages.outputs(text) if shown}
+        drawn = [f.first for f in pages.fences(text) if f.language == "text" and not f.title and f.first not in printed]
+        return [
+            ast.dump(ast.parse(f.code)) if f.language == "python"
+            else re.sub(r"[\w\s]+", "", f.code) if f.first in drawn
+            else f.code.split("#")[0]
+            for f in pages.fences(text)
+        ]
 
     def prose(text: str) -> str:
-        return re.sub(r"```.*?```|\$[^$]*\$|\]\([^)]*\)|`[^`]*`|<!--.*?-->", " ", text, flags=re.S)
+        return re.sub(r"```.*?```|\$[^$]*\$|\]\([^)]*\)|`[^`]*`|<!--.*?-->|\{#[^}]*\}", " ", text, flags=re.S)
 
     def figures(text: str) -> list[str]:
         return sorted(re.findall(r"\d[\d.,]*\d|\d", prose(text)))
 
     assert code(english) == code(chinese)
-    for pattern in (r"<!-- picture: [\w-]+ -->", r"^#+ ", r"\$\$", _LINK.pattern):
+    for pattern in (r"<!-- picture: [\w-]+ -->", r"^#+ ", r"\$\$"):
         assert re.findall(pattern, english, re.M) == re.findall(pattern, chinese, re.M), pattern
+    assert [link for link in _LINK.findall(english) if link != _chinese(path).name] == [
+        link for link in _LINK.findall(chinese) if link != path.name
+    ]
     assert figures(english) == figures(chinese)
 
 
