@@ -17,11 +17,6 @@ from tools.site import pages, pictures
 
 from tests.interpreter import needs_interpreter
 
-
-def _chinese(path: Path) -> Path:
-    return path.with_name(path.stem + ".zh.md")
-
-
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = pages.pages()
@@ -30,7 +25,6 @@ ENGLISH = [path for path in PAGES if not path.name.endswith(".zh.md")]
 WITH_CODE = [p for p in [*PAGES, *pages.notes()] if pages.fences(p.read_text(encoding="utf-8")) and not pages.repeats(p)]
 """Pages to run. Chinese pages with the code and the outputs of the English ones are not run again."""
 NOTES = [path for path in pages.notes() if not path.name.endswith(".zh.md")]
-PAIRS = [*(path for path in ENGLISH if path.parent.name != "reference"), *(path for path in NOTES if _chinese(path).exists())]
 TERMS = (
     *("分块", "块大小", "外循环", "内循环", "双缓冲", "在线算法", "在线 softmax", "重标定", "重缩放", "算子融合", "重计算"),
     *("IO 感知", "屋顶线", "计算强度", "脊点", "拐点", "内存绑定", "计算绑定", "共享内存", "全局内存", "寄存器", "归一化"),
@@ -47,6 +41,13 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
 CONFIG = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
+
+
+def _chinese(path: Path) -> Path:
+    return path.with_name(path.stem + ".zh.md")
+
+
+PAIRS = [*(path for path in ENGLISH if path.parent.name != "reference"), *(path for path in NOTES if _chinese(path).exists())]
 
 
 def _tree() -> dict[str, int]:
