@@ -6,7 +6,9 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,9 @@ DOCS = ROOT / "docs"
 PAGES = pages.pages()
 NAMES = [str(path.relative_to(DOCS)) for path in PAGES]
 ENGLISH = [path for path in PAGES if not path.name.endswith(".zh.md")]
-WITH_CODE = [path for path in [*PAGES, *pages.notes()] if pages.fences(path.read_text(encoding="utf-8"))]
-PAIRS = [path for path in ENGLISH if path.parent.name != "reference"]
+WITH_CODE = [p for p in [*PAGES, *pages.notes()] if pages.fences(p.read_text(encoding="utf-8")) and not pages.repeats(p)]
+"""Pages to run. Chinese pages with the code and the outputs of the English ones are not run again."""
+NOTES = [path for path in pages.notes() if not path.name.endswith(".zh.md")]
 TERMS = (
     *("分块", "块大小", "外循环", "内循环", "双缓冲", "在线算法", "在线 softmax", "重标定", "重缩放", "算子融合", "重计算"),
     *("IO 感知", "屋顶线", "计算强度", "脊点", "拐点", "内存绑定", "计算绑定", "共享内存", "全局内存", "寄存器", "归一化"),
@@ -44,15 +47,79 @@ def _chinese(path: Path) -> Path:
     return path.with_name(path.stem + ".zh.md")
 
 
+PAIRS = [*(path for path in ENGLISH if path.parent.name != "reference"), *(path for path in NOTES if _chinese(path).exists())]
+
+
+def _tree() -> dict[str, int]:
+    """The files of the repository and their sizes, without those that are built."""
+    found = {}
+    for folder, inner, files in os.walk(ROOT):
+        inner[:] = [name for name in inner if not re.match(r"\.|__pycache__$|(build|dist)$|.*\.egg-info$", name)]
+        found |= {os.path.join(folder, name): os.path.getsize(os.path.join(folder, name)) for name in files}
+    return found
+
+
+def _run(path: Path) -> None:
+    before = _tree()
+    assert pages.faults(path) == ""
+    assert _tree() == before, "the page's blocks leave files in the repository"
+
+
 @pytest.mark.parametrize("path", [p for p in WITH_CODE if not pages.needs_own_process(p)], ids=lambda p: str(p.relative_to(DOCS)))
 def test_every_block_prints_what_the_page_says(path: Path) -> None:
-    assert pages.faults(path) == ""
+    _run(path)
 
 
 @needs_interpreter
 @pytest.mark.parametrize("path", [p for p in WITH_CODE if pages.needs_own_process(p)], ids=lambda p: str(p.relative_to(DOCS)))
 def test_pages_that_want_their_own_process(path: Path) -> None:
-    assert pages.faults(path) == ""
+    _run(path)
+
+
+@pytest.mark.parametrize("mark", ["", "<!-- own process -->\n"], ids=["here", "apart"])
+def test_what_blocks_write_is_removed_with_their_folder(mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"<!-- setup\nopen('first', 'w').close()\n-->\n{mark}\n```python\nimport os\nopen('second', 'w').close()\n"
+        f"print(sorted(os.listdir()), os.getcwd() == {str(ROOT)!r})\n```\n\n```text\n['first', 'second'] False\n```\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    before = _tree()
+    assert pages.faults(page) == ""
+    assert _tree() == before
+    assert os.listdir(tmp_path) == ["page.md"] == os.listdir()
+
+
+def test_blocks_run_in_a_module_that_can_be_imported(tmp_path: Path) -> None:
+    """torch.compile imports the module of a function by its name."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nimport importlib\n\ndef double(x):\n    return 2 * x\n```\n\n"
+        "```python\nprint(importlib.import_module(double.__module__).double(4))\n```\n\n```text\n8\n```\n",
+        encoding="utf-8",
+    )
+    assert pages.faults(page) == ""
+    assert "__page__" not in sys.modules
+
+
+def test_a_chinese_page_that_differs_is_run(tmp_path: Path) -> None:
+    english, chinese = tmp_path / "page.md", tmp_path / "page.zh.md"
+    text = "<!-- setup\nx = 1\n-->\n\n```python\nprint(x + 1)  # two\n```\n\n```text\n2\n```\n"
+    english.write_text(text, encoding="utf-8")
+
+    def repeats(old: str, new: str) -> bool:
+        assert old in text
+        chinese.write_text(text.replace(old, new), encoding="utf-8")
+        return pages.repeats(chinese)
+
+    assert repeats("# two", "# 二") and not pages.repeats(english)
+    changes = (("x + 1", "x + 2"), ("x = 1", "x = 3"), ("text\n2", "text\n3"), ("```text", '```text title="x"'))
+    assert not any(repeats(old, new) for old, new in changes)
+    assert not repeats("```python", "<!-- not run: no -->\n```python")
+    assert not repeats("-->\n\n", "-->\n<!-- own process -->\n\n")
+    english.unlink()
+    assert not pages.repeats(chinese)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
@@ -73,23 +140,32 @@ def test_links_lead_to_pages(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAIRS, ids=lambda p: str(p.relative_to(DOCS)))
 def test_both_languages_say_the_same(path: Path) -> None:
-    """The same code, outputs, pictures, links and headings, and the same figures in the text."""
+    """The same code, outputs, pictures, links and headings, and the same figures in the text. Drawings have the same lines."""
     english, chinese = (one.read_text(encoding="utf-8") for one in (path, _chinese(path)))
     assert re.search(r"[\u4e00-\u9fff]{4}", chinese)
 
     def code(text: str) -> list[str]:
-        fences = pages.fences(text)
-        return [ast.dump(ast.parse(f.code)) if f.language == "python" else f.code.split("#")[0] for f in fences]
+        printed = {shown.first for _, shown in pages.outputs(text) if shown}
+        drawn = [f.first for f in pages.fences(text) if f.language == "text" and not f.title and f.first not in printed]
+        return [
+            ast.dump(ast.parse(f.code)) if f.language == "python"
+            else re.sub(r"[\w\s]+", "", f.code) if f.first in drawn
+            else f.code.split("#")[0]
+            for f in pages.fences(text)
+        ]
 
     def prose(text: str) -> str:
-        return re.sub(r"```.*?```|\$[^$]*\$|\]\([^)]*\)|`[^`]*`|<!--.*?-->", " ", text, flags=re.S)
+        return re.sub(r"```.*?```|\$[^$]*\$|\]\([^)]*\)|`[^`]*`|<!--.*?-->|\{#[^}]*\}", " ", text, flags=re.S)
 
     def figures(text: str) -> list[str]:
         return sorted(re.findall(r"\d[\d.,]*\d|\d", prose(text)))
 
     assert code(english) == code(chinese)
-    for pattern in (r"<!-- picture: [\w-]+ -->", r"^#+ ", r"\$\$", _LINK.pattern):
+    for pattern in (r"<!-- picture: [\w-]+ -->", r"^#+ ", r"\$\$"):
         assert re.findall(pattern, english, re.M) == re.findall(pattern, chinese, re.M), pattern
+    assert [link for link in _LINK.findall(english) if link != _chinese(path).name] == [
+        link for link in _LINK.findall(chinese) if link != path.name
+    ]
     assert figures(english) == figures(chinese)
 
 

@@ -8,12 +8,16 @@ block that cannot run everywhere says so in the line before it:
     <!-- own process -->            anywhere on the page: it runs in a fresh interpreter
     <!-- setup … -->                lines of Python that run before the first block and are not shown
 
+Blocks run in a folder of their own, so that what they write is not left in the repository. A Chinese page that has the code and
+the outputs of the English one is not run again.
+
 `python -m tools.site.pages` runs every page, `--write` puts what the blocks print into the pages.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import io
 import os
@@ -23,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -140,20 +145,53 @@ class Printed:
         return self.shown is not None and tidy(self.text) != tidy(self.shown.code)
 
 
+@contextlib.contextmanager
+def _module() -> Iterator[dict[str, Any]]:
+    """The scope of a page's blocks: that of a module which can be imported while they run, as torch.compile does."""
+    module, before = types.ModuleType("__page__"), sys.modules.get("__page__")
+    sys.modules["__page__"] = module
+    try:
+        yield vars(module)
+    finally:
+        del sys.modules["__page__"]
+        if before is not None:
+            sys.modules["__page__"] = before
+
+
 def run_page(path: Path) -> list[Printed]:
-    """Run a page's blocks in order; those with a mark are left out."""
-    scope: dict[str, Any] = {"__name__": "__page__"}
+    """Run a page's blocks in order, in a folder that is removed after; those with a mark are left out."""
     results, text = [], path.read_text(encoding="utf-8")
-    for setup in _SETUP.finditer(text):
-        run_python(setup[1], f"{path.name} (setup)", text[: setup.start(1)].count("\n"), scope)
-    for fence, shown in outputs(text):
-        if fence.mark:
-            continue
-        name = str(path.relative_to(ROOT))
-        code = fence.code
-        printed = run_python(code, name, fence.first, scope) if fence.language == "python" else run_bash(code)
-        results.append(Printed(fence, shown, printed))
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), _module() as scope:
+        for setup in _SETUP.finditer(text):
+            run_python(setup[1], f"{path.name} (setup)", text[: setup.start(1)].count("\n"), scope)
+        for fence, shown in outputs(text):
+            if fence.mark:
+                continue
+            code = fence.code
+            printed = run_python(code, str(path), fence.first, scope) if fence.language == "python" else run_bash(code)
+            results.append(Printed(fence, shown, printed))
     return results
+
+
+def _code(text: str) -> list[object]:
+    """What a page runs and what it says that is printed: without comments, which are in the page's language."""
+    found: list[object] = ["<!-- own process -->" in text, *(setup[1] for setup in _SETUP.finditer(text))]
+    for fence, shown in outputs(text):
+        if fence.language == "python":
+            does = ast.dump(ast.parse(fence.code))
+        else:
+            does = "\n".join(line.split(" #")[0].rstrip() for line in fence.code.splitlines())
+        found += [bool(fence.mark), does, tidy(shown.code) if shown else None]
+    return found
+
+
+def repeats(path: Path) -> bool:
+    """Whether a page is the Chinese of one that runs the same code and shows the same outputs."""
+    english = path.with_name(path.name.replace(".zh.md", ".md"))
+    if english == path or not english.exists():
+        return False
+    here, there = (_code(one.read_text(encoding="utf-8")) for one in (path, english))
+    return here == there
 
 
 def needs_own_process(path: Path) -> bool:
@@ -172,8 +210,7 @@ def faults(path: Path) -> str:
     """Run a page where it is to run: "" or what went wrong."""
     if needs_own_process(path):
         return run_apart(path)
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        wrong = [one for one in run_page(path) if one.wrong]
+    wrong = [one for one in run_page(path) if one.wrong]
     return "\n".join(
         f"{path.name}:{one.fence.first}: prints\n{tidy(one.text)}\nand the page says\n{tidy(one.shown.code)}"
         for one in wrong
@@ -183,8 +220,7 @@ def faults(path: Path) -> str:
 
 def write(path: Path) -> int:
     """Put what the blocks print into the page; how many outputs changed."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        wrong = [one for one in run_page(path) if one.wrong]
+    wrong = [one for one in run_page(path) if one.wrong]
     lines = path.read_text(encoding="utf-8").splitlines()
     for one in reversed(wrong):
         assert one.shown is not None
@@ -200,9 +236,12 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help="run even pages that want a process of their own in this one")
     args = parser.parse_args()
     bad = 0
-    for path in [one.resolve() for one in args.pages] or [*pages(), *notes()]:
+    named = [one.resolve() for one in args.pages]
+    for path in named or [*pages(), *notes()]:
         began = time.perf_counter()
-        if args.write:
+        if not named and repeats(path):
+            said = "the code of the English page"
+        elif args.write:
             said = f"{write(path)} outputs written"
         elif args.here:
             wrong = [one for one in run_page(path) if one.wrong]
@@ -211,7 +250,7 @@ def main() -> int:
         else:
             said = faults(path)
             bad += bool(said)
-        print(f"{time.perf_counter() - began:6.1f} s  {path.relative_to(ROOT)}  {said or 'as shown'}", flush=True)
+        print(f"{time.perf_counter() - began:6.1f} s  {os.path.relpath(path, ROOT)}  {said or 'as shown'}", flush=True)
     return 1 if bad else 0
 
 
