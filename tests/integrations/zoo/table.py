@@ -53,7 +53,7 @@ transformers {version} 知道的每种模型类型，`attn_implementation="tilew
 `python -m tests.integrations.zoo --write` 写出；`make test-models` 重新比较，并核对本页。
 
 每种类型建一个极小的模型，用能让 token 互相看到的随机权重，以 float32 分别用 `eager` 与 tilewise 运行，再以 float64 用
-`eager` 运行：tilewise 的误差可以是 `eager` 的四倍加一个单位舍入。*plain* 是没有填充的批；*padded* 先在左边填充，再在右边；*causal*
+`eager` 运行：tilewise 的误差可以是 `eager` 的四倍加一个单位舍入。*plain* 是无填充的批；*padded* 先在左边填充，再在右边；*causal*
 指最后一个 token 变了，第一个 token 的输出不动；*cached* 用缓存接着处理有填充的批；*weights* 是
 `output_attentions=True` 给出的权重。核对的名称与错误信息照原文列出。
 
