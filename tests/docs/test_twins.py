@@ -1,23 +1,19 @@
-"""The site is in English and Chinese, page by page: every page has a twin, and the notes say the same in both.
+"""The site is in English and Chinese, page by page: every page has a twin, and Chinese pages lead to Chinese ones.
 
-The pages below the top of docs/ are compared by test_pages.py, the table of models by tests/integrations/test_model_types.py.
+That twins say the same is tested by test_pages.py, and of the table of models by tests/integrations/test_model_types.py.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-import pytest
-
-from tests.docs import test_pages
-
-DOCS = test_pages.DOCS
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 ONCE = "reference"
 """What is written once: names, signatures and messages, which are English in both languages."""
-DRAWN = ("primer.md",)
-"""Notes with a drawing that has words in it."""
 ENGLISH = [path for path in sorted(DOCS.rglob("*.md")) if not path.name.endswith(".zh.md")]
-NOTES = [path for path in DOCS.glob("*.md") if path in ENGLISH and path.name not in ("models.md", *DRAWN)]
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def _twin(path: Path) -> Path:
@@ -47,20 +43,14 @@ def test_every_chinese_page_has_an_english_one() -> None:
     assert set(DOCS.rglob("*.zh.md")) <= {_twin(path) for path in ENGLISH}
 
 
-@pytest.mark.parametrize("path", sorted(path for path in NOTES if _twin(path).exists()), ids=lambda path: path.name)
-def test_both_languages_of_a_note_say_the_same(path: Path) -> None:
-    test_pages.test_both_languages_say_the_same(path)
-
-
-def test_no_page_calls_a_translated_one_english() -> None:
-    """`[…](page.md)（英文）` is for the reference."""
+def test_only_the_reference_is_said_to_be_in_english() -> None:
     for path in DOCS.rglob("*.zh.md"):
         for line in path.read_text(encoding="utf-8").splitlines():
-            if "英文" in line and (links := test_pages._LINK.findall(line)):
+            if "英文" in line and (links := _LINK.findall(line)):
                 assert any(ONCE in link for link in links), f"{path.name}: {line}"
 
 
 def test_the_chinese_readme_leads_to_chinese_pages() -> None:
-    links = test_pages._LINK.findall((test_pages.ROOT / "README.zh-CN.md").read_text(encoding="utf-8"))
+    links = _LINK.findall((ROOT / "README.zh-CN.md").read_text(encoding="utf-8"))
     pages = [link.split("#")[0] for link in links if link.startswith("docs/") and ".md" in link]
     assert pages and [page for page in pages if not page.endswith(".zh.md")] == []
