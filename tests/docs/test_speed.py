@@ -13,7 +13,7 @@ from tools.site import records, speed
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = speed.pages()
-NOTES = [path for path in DOCS.glob("*.md") if path.name != "models.md"]
+NOTES = [path for path in DOCS.glob("*.md") if path.name not in ("models.md", "models.zh.md")]
 
 
 def _drawn(name: str, language: str = "en") -> str:

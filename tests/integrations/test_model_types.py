@@ -66,6 +66,15 @@ def test_the_page_is_read_as_it_was_written() -> None:
     assert table.stale([outcomes[0]._replace(model_type="new")], page)
 
 
+@pytest.mark.parametrize("language", table.PAGES)
+def test_both_pages_are_what_is_written_for_the_same_outcomes(language: str) -> None:
+    """`python -m tests.integrations.zoo --write TYPE` writes both anew."""
+    english = table.PAGE.read_text(encoding="utf-8")
+    outcomes, page = table.read(english), table.PAGES[language].read_text(encoding="utf-8")
+    assert page == table.write(outcomes.values(), language, table.versions(english))
+    assert table.read(page) == outcomes
+
+
 @pytest.mark.parametrize("mistake", ["leak", "padding", "nothing"])
 def test_the_comparison_sees_mistakes(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that hides nothing, padding that is seen, and for all that the right answer."""

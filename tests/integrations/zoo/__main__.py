@@ -12,7 +12,7 @@ from multiprocessing import get_context
 import transformers
 
 from tests.integrations.zoo.compare import Outcome, compare, start
-from tests.integrations.zoo.table import PAGE, read, stale, write
+from tests.integrations.zoo.table import PAGE, read, save, stale
 
 LEAST = 150  # types that are compared
 
@@ -20,7 +20,7 @@ LEAST = 150  # types that are compared
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.integrations.zoo", description=__doc__)
     parser.add_argument("types", nargs="*", help="model types; all of them without any")
-    parser.add_argument("--write", action="store_true", help="write docs/models.md (only the types, if given), do not check it")
+    parser.add_argument("--write", action="store_true", help="write the pages (only the types, if given), do not check them")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     chosen = parser.parse_args()
     types = chosen.types or sorted(transformers.CONFIG_MAPPING.keys())
@@ -36,7 +36,7 @@ def main() -> int:
         wrong.append(f"only {counts['equal']} types are compared, need {LEAST}")
     if chosen.write:
         kept = read(PAGE.read_text(encoding="utf-8")) if chosen.types else {}
-        PAGE.write_text(write({**kept, **{o.model_type: o for o in outcomes}}.values()), encoding="utf-8")
+        save({**kept, **{o.model_type: o for o in outcomes}}.values())
     else:
         wrong += stale(outcomes, read(PAGE.read_text(encoding="utf-8")))
     print(*wrong, sep="\n", file=sys.stderr)
