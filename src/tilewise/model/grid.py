@@ -212,3 +212,17 @@ def visited_fraction(band: tuple[int, int] | None, rows: int, keys: int, m: int,
         return 1.0, 1.0
     visited, cols = visited_tiles([Interval(*band)], rows, keys, m, n), -(-keys // n)
     return float(visited.mean() / cols), float(visited.max() / cols)
+
+
+def grid_fraction(problem: Problem, m: int, n: int, by_key: bool = False) -> tuple[float, float]:
+    """The same counted in the grid of any mask: on average and in the fullest row of tiles, or column of a group of heads."""
+    grid = grid_of(even(problem), m, n)
+    if by_key:
+        every, heads = grid.rows * problem.group, [(sum(one.by_col * one.count for one in g), k) for g, k in grid.kv_heads()]
+    else:
+        every, heads = grid.cols, [(head.by_row, head.count) for head in grid.heads()]
+    tiles = sum(len(visited) * count for visited, count in heads) * every
+    if not tiles:
+        return 0.0, 0.0
+    most = max(float(np.max(visited)) for visited, _ in heads)
+    return sum(float(np.sum(visited)) * count for visited, count in heads) / tiles, most / every
