@@ -4,7 +4,8 @@ tile.
 A step (one tile of scores) takes the products, what of the softmax no product hides, and a wait: for barriers and the ends of
 products, which the other warpgroups fill in the forward, and of the warpgroups for one another in the backward. A work tile takes
 its steps, and until products and softmax run side by side a wait that grows with the tile. Where dQ is added up in memory, each
-step sends its part. Programs take work tiles in turns: equal ones in whole rounds, unequal ones in an order that leaves them even.
+step sends its part. Programs take work tiles in turns: equal ones in whole rounds, unequal ones in an order that leaves them
+even.
 """
 
 from __future__ import annotations

@@ -217,12 +217,11 @@ def visited_fraction(band: tuple[int, int] | None, rows: int, keys: int, m: int,
 def grid_fraction(problem: Problem, m: int, n: int, by_key: bool = False) -> tuple[float, float]:
     """The same counted in the grid of any mask: on average and in the fullest row of tiles, or column of a group of heads."""
     grid = grid_of(even(problem), m, n)
-    if by_key:
-        every, heads = grid.rows * problem.group, [(sum(one.by_col * one.count for one in g), k) for g, k in grid.kv_heads()]
-    else:
-        every, heads = grid.cols, [(head.by_row, head.count) for head in grid.heads()]
-    tiles = sum(len(visited) * count for visited, count in heads) * every
-    if not tiles:
+    every, blocks = (grid.rows * problem.group, grid.cols) if by_key else (grid.cols, grid.rows)
+    if not every or not blocks:
         return 0.0, 0.0
-    most = max(float(np.max(visited)) for visited, _ in heads)
-    return sum(float(np.sum(visited)) * count for visited, count in heads) / tiles, most / every
+    heads: list[tuple[Ints, int]] = [(head.by_row, head.count) for head in grid.heads()]
+    if by_key:
+        heads = [(np.sum([one.by_col * one.count for one in group], axis=0), count) for group, count in grid.kv_heads()]
+    visited, counts = (np.array(column) for column in zip(*heads, strict=True))  # [heads, blocks], [heads]
+    return float(counts @ visited.mean(axis=1)) / float(counts.sum() * every), float(visited.max()) / every
