@@ -49,6 +49,12 @@ CHANGES = {
     "cpu-xeon": ("cpu-avx512-16-2026-11-15", ("records", 0, "ratio", "p50"), 71.23, "| 71.23 (1.37–1.53) |"),
     "cpu-errors": ("cpu-2026-11-15", ("records", 0, "errors", "largest"), 71.23, "–71.23 |"),
     "sweep": ("sweep-n1-2026-11-16", ("rows", 0, "ratio"), 71.23, "| 71.230 |"),
+    "tiles": (
+        "hopper-forward-h200",
+        ("levers, TFLOP/s (p20, p50, p80)", "tiles", "d64 full 512", "wide", 1),
+        7123.4,
+        "| 192×128 | 18.27 |",
+    ),
     "readme": ("cpu-2026-11-15", ("records", 0, "ratio", "p50"), 71.23, "–71.23 / "),
 }
 """By table: a record, a place in it, another figure, and what the table says then."""

@@ -12,11 +12,11 @@ import tilewise.masks as masks
 from tilewise.errors import ArgumentError, DeviceError, PlanError
 from tilewise.hardware import DeviceSpec, catalogue, lookup
 from tilewise.hardware.cpuid import core_figures
-from tilewise.model import TilePlan, cpu_tile, gpu_tile, onchip, plan
+from tilewise.model import TilePlan, cpu_tile, evaluate, gpu_tile, onchip, plan
 from tilewise.model.cpu import register_tile
 from tilewise.model.evaluation import EVALUATED
 from tilewise.model.gpu import ranked
-from tilewise.model.grid import band_of, bucket, visited_fraction
+from tilewise.model.grid import band_of, bucket, grid_fraction, visited_fraction
 from tilewise.model.tile import RESOLUTION
 from tilewise.problem import Problem
 
@@ -316,3 +316,27 @@ def test_packed_batches_are_planned_as_even_ones() -> None:
     even = Problem.of(batch=4, heads=8, seqlen=1024, head_dim=64, mask=masks.causal())
     assert gpu_tile(packed, lookup("h200")) == gpu_tile(even, lookup("h200"))
     assert plan(packed, "h200").tile_traffic == plan(even, "h200").tile_traffic
+
+
+@pytest.mark.parametrize("mask", [masks.causal(), masks.window(300), masks.causal() & masks.window(100)], ids=repr)
+@pytest.mark.parametrize("by_key", [False, True])
+def test_both_counts_of_visited_tiles_agree(mask: masks.Mask, by_key: bool) -> None:
+    problem = Problem.of(batch=2, heads=4, kv_heads=2, seqlen=1000, head_dim=64, mask=mask)
+    average, longest = visited_fraction(band_of(problem), 1000, 1000, 128, 64)
+    counted = grid_fraction(problem, 128, 64, by_key)
+    assert counted[0] == pytest.approx(average) and (by_key or counted[1] == pytest.approx(longest))
+
+
+@pytest.mark.parametrize("device", ["a100", "h200"])
+@pytest.mark.parametrize("length", [1024, 4096])
+def test_a_mask_that_shows_more_is_not_predicted_faster(device: str, length: int) -> None:
+    """Of one wave the longest block decides: a prefix beside a causal mask, which is not one band, takes as long at least."""
+    spec, tile = lookup(device), TilePlan(64, 64)
+
+    def seconds(mask: masks.Mask | None) -> float:
+        return evaluate(Problem.of(heads=8, seqlen=length, head_dim=64, mask=mask), spec, tile).seconds
+
+    causal = seconds(masks.causal())
+    assert causal <= seconds(masks.causal() | masks.prefix(length // 4)) <= seconds(None)
+    if length == 1024 and device == "h200":
+        assert causal == pytest.approx(seconds(None))  # 128 blocks on 132 units

@@ -316,6 +316,18 @@ def predicted(say: Words) -> list[str]:
     return [*_table(head, rows)[1:], told]
 
 
+def tiles(say: Words) -> list[str]:
+    from tools.site.summary import tile_pairs
+
+    name, found = "hopper-forward-h200", tile_pairs()
+    head = ["", say("time of", "用时"), say("in that of", "相对于"), say("measured", "实测"), say("predicted", "预测")]
+    rows = []
+    for one in found:
+        sizes = ("×".join(map(str, pair)) for pair in (one.first, one.second))
+        rows.append([one.cell, *sizes, f"{one.measured:.2f}", f"{one.predicted:.2f}"])
+    return [_source(name, load(name), "H200"), *_table(head, rows)]
+
+
 TABLES: dict[str, Callable[[Words], list[str]]] = {
     "hopper-forward": hopper_grid("forward"),
     "hopper-backward": hopper_grid("backward"),
@@ -333,6 +345,7 @@ TABLES: dict[str, Callable[[Words], list[str]]] = {
     "cpu-errors": cpu_errors,
     "sweep": sweep,
     "predicted": predicted,
+    "tiles": tiles,
     "readme": readme,
 }
 

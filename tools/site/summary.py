@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tools.site.records import hopper_cells, load, mean, plain, ratios, shown
 
@@ -109,4 +110,45 @@ def predictions() -> dict[tuple[str, int, str, int], tuple[float, float]]:
             flops = work(problem, tiles["forward"]).useful * (2.5 if side == "backward" else 1)
             forecast = flops / call_seconds(problem, spec, mine) / 1e12
             found[side, d, cell.mask, tokens] = (forecast, cell.speeds["tilewise"][1])
+    return found
+
+
+NARROW, WIDE, SHORT = (128, 128), (192, 128), (128, 64)
+TIMED_TILES = (
+    *((f"d64 {name}", NARROW, "narrowL0", WIDE, "wide") for name in ("full 512", "causal 512", "causal 2048")),
+    *((f"d64 {name}", NARROW, "narrowL0", WIDE, "now") for name in ("full 2048", "causal 8192", "causal 16384")),
+    *((f"d64 {mask} {s}", SHORT, "short64L", NARROW, "narrowL0") for mask in ("full", "causal") for s in (512, 2048)),
+    ("d128 full 512", SHORT, "short128L", NARROW, "now"),
+    ("d128 causal 512", SHORT, "short128L", NARROW, "full128"),
+    ("d128 causal 2048", SHORT, "short128L", NARROW, "now"),
+)
+"""Cells of the record in which two tiles took turns: each with the name it has there."""
+
+
+class Pair(NamedTuple):
+    """Two tiles of the Hopper forward: the time of the first in that of the second."""
+
+    cell: str
+    first: tuple[int, int]
+    second: tuple[int, int]
+    measured: float
+    predicted: float
+
+
+def tile_pairs() -> list[Pair]:
+    from tilewise.backends import plans
+    from tilewise.hardware import lookup
+    from tilewise.masks import parse
+    from tilewise.model import evaluate
+    from tilewise.problem import Problem
+
+    spec, timed = lookup("h200"), load("hopper-forward-h200")["levers, TFLOP/s (p20, p50, p80)"]["tiles"]
+    found = []
+    for cell, first, one, second, other in TIMED_TILES:
+        dim, mask, tokens = cell.split()
+        d, s = int(dim[1:]), int(tokens)
+        problem = Problem.of(batch=16384 // s, heads=2048 // d, seqlen=s, head_dim=d, device="cuda", mask=parse(mask))
+        tiles = {tile.sizes: tile for tile in plans.choices("hopper", problem, spec, "forward")}
+        seconds = [evaluate(problem, spec, tiles[sizes]).seconds for sizes in (first, second)]
+        found.append(Pair(cell, first, second, timed[cell][other][1] / timed[cell][one][1], seconds[0] / seconds[1]))
     return found

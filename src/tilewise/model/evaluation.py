@@ -13,7 +13,7 @@ from tilewise.model import Roofline, TilePlan, Traffic, Work, gpu
 from tilewise.model.cpu_time import cpu_time
 from tilewise.model.cycles import StepClocks
 from tilewise.model.gpu_time import around_seconds, persistent
-from tilewise.model.grid import band_of, even
+from tilewise.model.grid import even
 from tilewise.model.tile import PLAIN
 from tilewise.problem import Problem
 
@@ -116,8 +116,7 @@ def _on_gpu(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Evaluation:
         "L2 bandwidth": moved.total / spec.l2_bandwidth,
         "DRAM bandwidth": dram.total / spec.dram_bandwidth,
     }
-    kernel = judged.seconds if tile.persistent else _thinned(judged.seconds, problem, work, tile, spec)
-    seconds = max(kernel, *limits.values())
+    seconds = max(judged.seconds, *limits.values())
     return Evaluation(
         **counts,
         on_chip=on_chip.sram,
@@ -177,16 +176,6 @@ def _counts(problem: Problem, spec: DeviceSpec, tile: TilePlan, slots: int) -> d
         "work": work,
         "roofline": model.roofline(work.useful, dram.total, problem.dtype, spec, problem.precision),
     }
-
-
-def _thinned(seconds: float, problem: Problem, work: Work, tile: TilePlan, spec: DeviceSpec) -> float:
-    """The time with the tiles the mask really visits; ranking takes all of them for a mask that is not one band."""
-    sizes = even(problem)
-    if band_of(problem) is not None or tile.pass_ == "decode":
-        return seconds
-    rows, cols = -(-sizes.seqlen_q // tile.block_q), -(-sizes.seqlen_k // tile.block_k)
-    every = max(1, sizes.batch * sizes.heads * rows * cols)
-    return spec.launch_s + (seconds - spec.launch_s) * work.tiles / every
 
 
 def _binding(limits: Mapping[str, float], seconds: float) -> str:

@@ -15,7 +15,7 @@ from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.masks import UNBOUNDED
 from tilewise.model import cycles, onchip
-from tilewise.model.grid import band_of, bucket, even, visited_fraction
+from tilewise.model.grid import band_of, bucket, even, grid_fraction, visited_fraction
 from tilewise.model.tile import PASSES, TilePlan
 from tilewise.problem import Problem
 
@@ -113,7 +113,7 @@ def _choose(problem: Problem, spec: DeviceSpec, pass_: str, model_blocks: bool =
 
 def evaluate(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> Candidate:
     """What the model says of one given tile."""
-    return judge(tile, size_of(problem), spec)
+    return judge(tile, size_of(problem), spec, problem)
 
 
 def size_of(problem: Problem, rounded: bool = False) -> Size:
@@ -214,13 +214,21 @@ def fitted(tile: TilePlan, size: Size, spec: DeviceSpec) -> TilePlan:
     return replace(tile, splits=best_splits(tile, size, spec))
 
 
-def judge(tile: TilePlan, size: Size, spec: DeviceSpec) -> Candidate:
+def judge(tile: TilePlan, size: Size, spec: DeviceSpec, problem: Problem | None = None) -> Candidate:
+    """What the model says of a tile. With the problem its own mask is counted; else one that is not one band counts as full,
+    which is fast, and changes no order."""
     on_chip = size.on_chip(tile, spec)
     reason = _obstacle(tile, on_chip, spec)
     if reason:
         return Candidate(tile, on_chip, rejected=reason)
     step = size.step(tile, on_chip, spec)
-    seconds, waves = (_decode_seconds if tile.pass_ == "decode" else _seconds)(tile, size, spec, on_chip, step)
+    if tile.pass_ == "decode":
+        seconds, waves = _decode_seconds(tile, size, spec, on_chip, step)
+    else:
+        visited = visited_fraction(size.band, size.rows, size.keys, *tile.sizes)
+        if problem is not None and size.band is None and problem.program.kinds:
+            visited = grid_fraction(problem, *tile.sizes, tile.holds_keys)
+        seconds, waves = _seconds(tile, size, spec, on_chip, step, visited)
     return Candidate(tile, on_chip, step, seconds, waves)
 
 
@@ -235,12 +243,18 @@ def _obstacle(tile: TilePlan, on_chip: onchip.OnChip, spec: DeviceSpec) -> str:
 
 
 def _seconds(
-    tile: TilePlan, size: Size, spec: DeviceSpec, on_chip: onchip.OnChip, step: cycles.StepClocks
+    tile: TilePlan,
+    size: Size,
+    spec: DeviceSpec,
+    on_chip: onchip.OnChip,
+    step: cycles.StepClocks,
+    visited: tuple[float, float],
 ) -> tuple[float, float]:
-    """Time of the whole grid: a unit's resident blocks advance together; the last wave may be partly empty."""
+    """Time of the whole grid: a unit's resident blocks advance together; the last wave may be partly empty. `visited`: the part
+    of its tiles that a block computes, on average and at most."""
     m, n = tile.block_q, tile.block_k
     rows, cols = -(-size.rows // m), -(-size.keys // n)
-    average, longest = visited_fraction(size.band, size.rows, size.keys, m, n)
+    average, longest = visited
     if tile.holds_keys:
         blocks, inner, block_rows = size.kv_tasks * cols, rows * size.group, n
     else:

@@ -1,10 +1,11 @@
 """The time of persistent GPU kernels: programs that stay on their units, load by a warp of its own, and go from work tile to work
 tile.
 
-A step (one tile of scores) takes the products at the rate that power leaves the tensor cores, what of the softmax no product
-hides, and in the backward a wait of the warpgroups for one another. A work tile takes its steps and a wait for what it holds.
-Where dQ is added up in memory, each step sends its part. Programs take work tiles in turns: equal ones in whole rounds, unequal
-ones in an order that leaves them even.
+A step (one tile of scores) takes the products, what of the softmax no product hides, and a wait: for barriers and the ends of
+products, which the other warpgroups fill in the forward, and of the warpgroups for one another in the backward. A work tile takes
+its steps, and until products and softmax run side by side a wait that grows with the tile. Where dQ is added up in memory, each
+step sends its part. Programs take work tiles in turns: equal ones in whole rounds, unequal ones in an order that leaves them
+even.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from tilewise.problem import Problem
 
 LATENCY_CLOCKS = 1000
 """From the request of a tile to its first product."""
+SIDE = 128
+"""Rows and keys of the tile whose waits are fitted."""
 PORT_BYTES = 64
 """A clock, between a unit and L2."""
 HELD = {"forward": ("Q",), "backward_dq": ("Q", "dO"), "backward": ("K", "V"), "backward_dkdv": ("K", "V")}
@@ -52,19 +55,19 @@ def persistent_seconds(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> fl
     problem, fit = even(problem), gpu_fit(spec)
     steps, tiles = longest_program(problem, spec, tile)
     clocks = steps * step_clocks(problem, spec, tile, fit) + tiles * tile_clocks(problem, spec, tile, fit)
-    return clocks / spec.clock_hz + fit.launch
+    return clocks / spec.clock_hz + spec.launch_s
 
 
 def around_seconds(problem: Problem, spec: DeviceSpec, tile: TilePlan, adds_up: bool) -> float:
     """The time of the kernels before and after: statistics and a dQ of zeros, or dQ from its sums; `adds_up`: there are such."""
-    problem, fit = even(problem), gpu_fit(spec)
+    problem = even(problem)
     rows, stat = problem.batch * problem.heads * problem.seqlen_q, stat_size(problem)
     sums = problem.head_dim * stat if adds_up else 0
     if tile.pass_ == "backward_preprocess":
         row = 2 * problem.head_dim_v * problem.itemsize + 3 * stat + sums
     else:
         row = problem.head_dim * problem.itemsize + sums
-    return rows * row / spec.dram_bandwidth + fit.launch
+    return rows * row / spec.dram_bandwidth + spec.launch_s
 
 
 def longest_program(problem: Problem, spec: DeviceSpec, tile: TilePlan) -> tuple[float, float]:
@@ -98,19 +101,22 @@ def step_clocks(problem: Problem, spec: DeviceSpec, tile: TilePlan, fit: GpuFit)
     per_unit = spec.units * spec.clock_hz
     products = tile_flops(tile.pass_, m, n, d, dv) / (spec.flops(problem.dtype, problem.precision) / per_unit)
     softmax = m * n * (per_unit / spec.exp_rate + PASS_COSTS[tile.pass_][2] / FP32_LANES)
-    exchange = fit.step if tile.pass_.startswith("backward") else 0.0
+    groups = 1 if tile.pass_.startswith("backward") else max(1, tile.warps // 4 - 1)  # one of them loads
     sums = m * d * stat_size(problem) / PORT_BYTES if tile.pass_ == "backward" else 0.0
-    return products * fit.tensor + softmax * fit.softmax + exchange + sums
+    return products + softmax * fit.softmax + fit.step / groups + sums
 
 
 def tile_clocks(problem: Problem, spec: DeviceSpec, tile: TilePlan, fit: GpuFit) -> float:
-    """What is held in one buffer only is waited for."""
-    rows, (d, dv) = tile.block_k if tile.holds_keys else tile.block_q, widths(problem)
+    """Of the wait for the first products a part grows with the scores they are for; what is held in one buffer only is waited
+    for too."""
+    rows, streamed = (tile.block_k, tile.block_q) if tile.holds_keys else (tile.block_q, tile.block_k)
+    d, dv = widths(problem)
     sizes = {"Q": d, "K": d, "V": dv, "dO": dv}
     once = {name: rows * sizes[name] * problem.itemsize for name in HELD[tile.pass_]}
     buffers = dict(tile.on_chip)
     waited = sum(size for name, size in once.items() if buffers.get(name, 0) < 2 * size)
-    return fit.tile * (LATENCY_CLOCKS + waited / (spec.l2_bandwidth / (spec.units * spec.clock_hz)))
+    first = LATENCY_CLOCKS * rows / SIDE * (3 + streamed / SIDE) / 4
+    return fit.tile * (first + waited / (spec.l2_bandwidth / (spec.units * spec.clock_hz)))
 
 
 def widths(problem: Problem) -> tuple[int, int]:

@@ -212,3 +212,16 @@ def visited_fraction(band: tuple[int, int] | None, rows: int, keys: int, m: int,
         return 1.0, 1.0
     visited, cols = visited_tiles([Interval(*band)], rows, keys, m, n), -(-keys // n)
     return float(visited.mean() / cols), float(visited.max() / cols)
+
+
+def grid_fraction(problem: Problem, m: int, n: int, by_key: bool = False) -> tuple[float, float]:
+    """The same counted in the grid of any mask: on average and in the fullest row of tiles, or column of a group of heads."""
+    grid = grid_of(even(problem), m, n)
+    every, blocks = (grid.rows * problem.group, grid.cols) if by_key else (grid.cols, grid.rows)
+    if not every or not blocks:
+        return 0.0, 0.0
+    heads: list[tuple[Ints, int]] = [(head.by_row, head.count) for head in grid.heads()]
+    if by_key:
+        heads = [(np.sum([one.by_col * one.count for one in group], axis=0), count) for group, count in grid.kv_heads()]
+    visited, counts = (np.array(column) for column in zip(*heads, strict=True))  # [heads, blocks], [heads]
+    return float(counts @ visited.mean(axis=1)) / float(counts.sum() * every), float(visited.max()) / every
