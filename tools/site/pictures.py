@@ -175,7 +175,8 @@ def splits(say: Words) -> tuple[str, str]:
         parts.append(box(190, y, 150, 40, "fast", (say(f"keys, part {i + 1}", f"第 {i + 1} 段键"),)))
         parts.append(arrow(120, 115, 188, y + 20))
         parts.append(text(350, y + (12 if i < 2 else 36), "(O, LSE)", anchor="start", kind="small"))
-        parts.append(f'<path d="M340 {y + 20} H408 L458 {100 + 10 * i}" class="line" stroke-width="1.6" marker-end="url(#tw-arrow)"/>')
+        way = f"M340 {y + 20} H408 L458 {100 + 10 * i}"
+        parts.append(f'<path d="{way}" class="line" stroke-width="1.6" marker-end="url(#tw-arrow)"/>')
     parts.append(rect(460, 85, 130, 60, "full"))
     parts.append(text(525, 120, say("merge", "合并"), kind="on-full"))
     title = say(
