@@ -2,6 +2,14 @@
 const wrong = [], root = document.documentElement, main = document.querySelector(".md-content");
 const name = (text) => (text || "").trim().replace(/\s+/g, " ").slice(0, 40);
 
+// Nothing is on its way: what the theme slides and fades is where it goes.
+if (!document.getElementById("look-still")) {
+  const still = document.createElement("style");
+  still.id = "look-still";
+  still.textContent = "*, ::before, ::after { transition: none !important; }";
+  document.head.append(still);
+}
+
 // Colours as [red, green, blue, opacity], laid over each other, and their contrast as WCAG counts it.
 const paint = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
 const colour = (css) => {

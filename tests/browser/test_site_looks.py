@@ -22,10 +22,14 @@ EITHER = (("desktop", "default"), ("phone", "slate"))
 PICTURED = (*EITHER, ("phone", "default"), ("desktop", "slate"))
 
 
-def _look(driver: Any, size: str, scheme: str) -> list[str]:
+def _resize(driver: Any, size: str) -> None:
     width, height = SIZES[size]
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == "phone"}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def _look(driver: Any, size: str, scheme: str) -> list[str]:
+    _resize(driver, size)
     driver.execute_script("document.body.dataset.mdColorScheme = arguments[0]", scheme)
     return [f"({size}, {scheme}) {what}" for what in driver.execute_script(LOOK)]
 
@@ -34,6 +38,7 @@ def _look(driver: Any, size: str, scheme: str) -> list[str]:
 def test_every_page_looks_right(driver: Any, address: str) -> None:
     wrong = []
     for page in PAGES:
+        _resize(driver, "desktop")
         driver.get(f"{address}/{page}")
         pictured = 'role="img"' in (SITE / page).read_text(encoding="utf-8")
         wrong += [f"{page} {what}" for state in (PICTURED if pictured else EITHER) for what in _look(driver, *state)]
