@@ -70,3 +70,15 @@ def test_docstrings_become_sections() -> None:
     assert "Args:\n    q: queries,\n        and more.\n    mask: which keys.\n" in made
     assert "Examples:\n    >>> f(q)\n    >>> f(q, mask)" in made
     assert "\nReturns out.\n" in made
+
+
+def test_the_fields_of_a_class_become_attributes() -> None:
+    made = sections("One call.\n\nbatch: sequences.\nheads: query heads.\n\n>>> call", {"batch", "heads"}, "Attributes")
+    assert "Attributes:\n    batch: sequences.\n    heads: query heads." in made and "Args:" not in made
+
+
+def test_a_line_does_not_begin_with_the_stop_after_a_formula() -> None:
+    hooks = pytest.importorskip("tools.site.hooks", reason="wants the docs extra")
+    page = r'rows (<span class="arithmatex">\(m\)</span>), then <span class="arithmatex">\(l\)</span> too'
+    made = hooks._MATH.sub(hooks._mathml, page)
+    assert made.startswith('rows <span class="tw-together">(<math') and "</math>),</span> then <math" in made

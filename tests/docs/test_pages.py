@@ -230,7 +230,7 @@ def test_every_picture_is_drawn_and_used(language: str) -> None:
     used = {name for path in PAGES for name in re.findall(r"<!-- picture: ([\w-]+) -->", path.read_text(encoding="utf-8"))}
     assert used == {*pictures.PICTURES, *(f"mask-{name}" for name in pictures.MASKS)}
     for name in used:
-        assert re.match(r'<figure class="tw-picture(?: narrow)?"><svg', pictures.figure(name, language))
+        assert re.match(r'<figure class="tw-picture(?: narrow)?"><div class="tw-scroll"><svg', pictures.figure(name, language))
     assert pictures.figure("memory", "zh") != pictures.figure("memory", "en")
 
 

@@ -16,6 +16,6 @@ class HouseStyle(griffe.Extension):
             names = {parameter.name.lstrip("*") for parameter in func.parameters}
             func.docstring.value = sections(func.docstring.value, names)
 
-    def on_class_instance(self, *, cls: griffe.Class, **_: Any) -> None:
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
         if cls.docstring:
-            cls.docstring.value = sections(cls.docstring.value, set())
+            cls.docstring.value = sections(cls.docstring.value, set(cls.members), "Attributes")

@@ -19,7 +19,7 @@ from mkdocs.utils import get_relative_url
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-_MATH = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+_MATH = re.compile(r'([(（“]*)<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\2>([.,;:?!)”，。；：、？！）]*)', re.DOTALL)
 _PICTURE = re.compile(r"<!-- picture: ([\w-]+) -->")
 _COMMANDS, _PLAYGROUND, _WALK = "<!-- commands -->", "<!-- playground -->", "<!-- walk -->"
 _NO_PAGES = '<?xml version="1.0" encoding="UTF-8"?><urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9"></urlset>'
@@ -27,8 +27,10 @@ _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)]+)\)")
 
 
 def _mathml(found: re.Match[str]) -> str:
-    display = "block" if found[2] == "[" else "inline"
-    return latex2mathml.converter.convert(unescape(found[3]), display=display)
+    """A formula. Within a line it stays with the brackets and stops around it: a line does not begin with a comma."""
+    before, _, opened, formula, after = found.groups()
+    shown = latex2mathml.converter.convert(unescape(formula), display="block" if opened == "[" else "inline")
+    return f'<span class="tw-together">{before}{shown}{after}</span>' if before or after else shown
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

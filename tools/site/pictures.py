@@ -126,7 +126,8 @@ def eight(say: Words) -> tuple[str, str]:
         for j in range(4):
             x, y = left + 2 * cell * j, top + 4 * cell * block
             parts.append(f'<rect x="{x}" y="{y}" width="{2 * cell}" height="{4 * cell}" class="mark" stroke-width="2"/>')
-            parts.append(text(x + cell, y + 2 * cell + 8, str(1 + 4 * block + j)))
+            parts.append(f'<circle cx="{x + cell}" cy="{y + 2 * cell}" r="12" class="paper" style="stroke: var(--tw-mark)"/>')
+            parts.append(text(x + cell, y + 2 * cell + 5, str(1 + 4 * block + j)))
     right = left + 8 * cell + 30
     for block in range(2):
         y = top + 4 * cell * block + 40
@@ -156,10 +157,10 @@ def loops(say: Words) -> tuple[str, str]:
                 parts.append(rect(left + cell * j, top + cell * i, cell, cell, "mid", round_=0))
                 parts.append(text(left + cell * (j + 0.5), top + cell * (i + 0.6), str(number)))
         if outer == "kv":
-            parts.append(arrow(left + cell / 2, top - 6, left + cell / 2, top + 4 * cell + 10, marked=True))
+            parts.append(arrow(left + 10, top - 6, left + 10, top + 4 * cell + 10, marked=True))
             said = say("m, l, acc: read and written in every tile", "m、l、acc：每一块都读写一遍")
         else:
-            parts.append(arrow(left - 12, top + cell / 2, left + 4 * cell + 8, top + cell / 2, marked=True))
+            parts.append(arrow(left - 12, top + 10, left + 4 * cell + 8, top + 10, marked=True))
             said = say("m, l, acc: on chip along a row", "m、l、acc：整行都在片上")
         parts.append(text(left + 2 * cell, top + 4 * cell + 34, said, kind="small"))
         parts.append(text(left + 2 * cell, 44, say("columns: K/V blocks", "列：K/V 块"), kind="small"))
@@ -173,8 +174,9 @@ def splits(say: Words) -> tuple[str, str]:
         y = 16 + 54 * i
         parts.append(box(190, y, 150, 40, "fast", (say(f"keys, part {i + 1}", f"第 {i + 1} 段键"),)))
         parts.append(arrow(120, 115, 188, y + 20))
-        parts.append(text(346, y + (8 if i < 2 else 40), "(O, LSE)", anchor="start", kind="small"))
-        parts.append(arrow(340, y + 20, 458, 115))
+        parts.append(text(350, y + (12 if i < 2 else 36), "(O, LSE)", anchor="start", kind="small"))
+        way = f"M340 {y + 20} H408 L458 {100 + 10 * i}"
+        parts.append(f'<path d="{way}" class="line" stroke-width="1.6" marker-end="url(#tw-arrow)"/>')
     parts.append(rect(460, 85, 130, 60, "full"))
     parts.append(text(525, 120, say("merge", "合并"), kind="on-full"))
     title = say(
@@ -289,4 +291,4 @@ def figure(name: str, language: str) -> str:
     else:
         svg, title = PICTURES[name](say)
     kind = "tw-picture narrow" if name.startswith("mask-") else "tw-picture"
-    return f'<figure class="{kind}">{svg}<figcaption>{escape(title)}</figcaption></figure>'
+    return f'<figure class="{kind}"><div class="tw-scroll">{svg}</div><figcaption>{escape(title)}</figcaption></figure>'

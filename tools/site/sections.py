@@ -11,23 +11,23 @@ import re
 _PARAMETER = re.compile(r"^(\*{0,2}\w+(?:, \*{0,2}\w+)*): (.*)$")
 
 
-def sections(text: str, names: set[str]) -> str:
-    """The same text with `Args:` before its parameters and `Examples:` before its examples."""
+def sections(text: str, names: set[str], kind: str = "Args") -> str:
+    """The same text with `Args:` (or `Attributes:`) before its parameters and `Examples:` before its examples."""
     out: list[str] = []
     part = ""
     for line in text.splitlines():
         found = _PARAMETER.match(line)
-        if found and (part == "Args" or {name.lstrip("*") for name in found[1].split(", ")} <= names):
-            if part != "Args":
-                out += ["", "Args:"]
-                part = "Args"
+        if found and (part == kind or {name.lstrip("*") for name in found[1].split(", ")} <= names):
+            if part != kind:
+                out += ["", f"{kind}:"]
+                part = kind
             out.append(f"    {found[1]}: {found[2]}")
         elif line.startswith(">>>") and part != "Examples":
             out += ["", "Examples:", f"    {line}"]
             part = "Examples"
-        elif (part == "Args" and line.startswith("    ")) or (part == "Examples" and line.strip()):
+        elif (part == kind and line.startswith("    ")) or (part == "Examples" and line.strip()):
             out.append(f"    {line}")
-        elif part == "Args" and not line.strip():
+        elif part == kind and not line.strip():
             out.append("")
         else:
             part = ""

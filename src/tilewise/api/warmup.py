@@ -86,7 +86,7 @@ def warmup(
     processes: how many compile at once; None: up to 8, as there are processors and kernels. 1 compiles in this process.
 
     Returns a report that prints itself: `kernels`, each with its `name`, `seconds` and, if it could not be compiled, `error`;
-        `ok`, `seconds`, `problems`, `device` and `processes`.
+    `ok`, `seconds`, `problems`, `device` and `processes`.
 
     >>> tw.warmup(tw.Problem.of(heads=32, kv_heads=8, seqlen=4096, head_dim=128, mask=tw.causal()))
     >>> print(tw.warmup("config.json", backward=False))
