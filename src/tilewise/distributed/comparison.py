@@ -74,8 +74,10 @@ def compare(
 
     2-D plans the sequence from the mask too. The last row is what `plan` takes on a GPU: the fastest of the plans.
 
-    problem, lengths, device: as for `plan`. Ring and all-gather hold head and tail chunks and move all keys and values,
-    whatever the mask; they skip the work that it leaves out.
+    Ring and all-gather hold head and tail chunks and move all keys and values, whatever the mask; they skip the work
+    that it leaves out.
+
+    problem, lengths, device: as for `plan`.
 
     >>> for row in tw.distributed.compare(problem, 64, "h200"):
     ...     print(row.name, row.seconds)
