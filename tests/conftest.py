@@ -13,6 +13,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)  # as many workers as cores: more threads would only wait for each other
 
 
+@pytest.hookimpl(trylast=True)  # after -m has chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = "needs a GPU"
     if torch.cuda.is_available():

@@ -30,7 +30,7 @@ COMMANDS = [
     "plan --seqlen 1 --kv-seqlen 4096 --heads 32 --kv-heads 8 --mask causal --device a100",
     "explain",
     "explain --device h200 --backend triton",
-    "explain --seqlen 256 --measure",
+    "explain --device cpu --seqlen 256 --measure",
     "simulate --mask causal",
     "simulate --schedule standard,v1,v2,backward --seqlen 512",
     "simulate --precision",

@@ -190,10 +190,10 @@ def gpu_rows(name: str) -> Callable[[Words], list[str]]:
     def draw(say: Words) -> list[str]:
         record = load(name)
         rows = []
-        for row in (row for row in record["records"] if row["ratio"]):
+        for row in record["rows"]:
             beside = say("the plain call", "没有该功能的调用") if row["rival"] == "plain" else _PEERS[row["rival"]]
-            times = [_spread(seconds(row, who), 0, 1e6) for who in ("tilewise", row["rival"])]
-            rows.append([row["case"]["name"], row["words"], *times, beside, _spread(row["ratio"]), f"{row['case']['floor']:g}"])
+            times = [_spread(row["seconds"][who], 0, 1e6) for who in ("tilewise", row["rival"])]
+            rows.append([row["case"], row["words"], *times, beside, _spread(row["ratio"]), f"{row['floor']:g}"])
         head = ["", say("shape", "形状"), "tilewise, µs (p20–p80)", say("the other, µs", "对手，µs"), say("beside", "对手")]
         head += [say("ratio", "比值"), say("floor", "下限")]
         return [_source(name, record, "H200"), *_table(head, rows)]
