@@ -14,7 +14,7 @@ import pytest
 if not (Path(__file__).parents[2] / "build" / "site" / "index.html").exists():
     pytest.skip("no site here: make docs", allow_module_level=True)  # said before test_site, which then has no fixtures
 
-from tests.browser.test_site import SITE, SIZES, address, driver  # noqa: E402
+from tests.browser.test_site import SITE, SIZES, address, driver
 
 __all__ = ["address", "driver"]
 LOOK = (Path(__file__).parent / "look.js").read_text(encoding="utf-8")
