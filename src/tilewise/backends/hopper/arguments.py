@@ -57,6 +57,7 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, bias: str = "")
         programs=programs,
         order=order,
         lists=list_arguments(problem, config),
+        alibi_unit=1.0 / (problem.scale * LOG2E) if config.ALIBI_FIRST else None,
         sinks_ptr="*fp32" if problem.sinks else None,
         **statistics_types(problem),
     )

@@ -42,6 +42,12 @@ class Config(NamedTuple):
     DROPOUT: bool = False
     ALIBI: str = ""  # "past" where no key is ahead of its query, else "both"
     STATS: str = ""  # "max" of the scores, or "entropy" beside it
+    LEFT_SKIP: bool = False  # does a warpgroup pass over key tiles left of all its rows?
+    WORDS: bool = False  # are masks of bands words of bits?
+    ALIBI_FIRST: bool = False  # do scores accumulate from ALiBi's part?
+    BIAS_STAGES: int = 0  # of tiles of a bias in shared memory; 0: it is read straight into registers
+    FAST_EXP: bool = False  # with a bias: one multiply-add before exp2, where scores are small
+    QUADS: bool = False  # keys in the order of `quads.py`
     BIAS: str = ""  # its numbers, "x2" behind where two of adjacent keys are read as a word, "s" where keys are not adjacent
 
     @property

@@ -9,7 +9,7 @@ the next one's first scores runs under the last product of this one (`step_into_
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
-from tilewise.backends.hopper.alibi import ahead_of, slope_of, with_alibi
+from tilewise.backends.hopper.alibi import ahead_of, columns_from, slope_of, with_alibi
 from tilewise.backends.hopper.bias import add_by_row, as_scores, is_paired, load_by_row, natural_softmax_step
 from tilewise.backends.hopper.compat import (
     PINGPONG_BARRIER,
@@ -18,6 +18,7 @@ from tilewise.backends.hopper.compat import (
     gluon,
     named_barrier,
     opaque,
+    opaque_float,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -150,21 +151,32 @@ def load_fragments(q_tile, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(q, n, C: gl.constexpr):
+def first_scores(rows, key0, a, C: gl.constexpr):
+    """What scores accumulate from: ALiBi's part, in units of products q·k."""
+    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
+    slope = opaque_float(slope_of(rows.work.b, rows.work.h, a) * a.alibi_unit)
+    if C.LISTS is not None:
+        key0 = tile_number(key0) * C.BLOCK_N
+    column = columns_from(slope * (key0 - rows.row0 - ahead_of(rows.work, a, C)).to(gl.float32), slope, C.BLOCK_N, LAYOUT)
+    return gl.broadcast(column[None, :], gl.zeros([64, 1], gl.float32, LAYOUT))[0]
+
+
+@gluon.jit
+def issue_scores(q, n, rows, key0, a, C: gl.constexpr):
     """S(n), issued: a sum of products over the columns, those in registers first."""
     FRAGMENTS: gl.constexpr = len(q.fragments)
     IN_REGISTERS: gl.constexpr = C.Q_IN_REGISTERS if FRAGMENTS > 0 else 0
     COLUMNS: gl.constexpr = C.QK_COLUMNS if C.QK_COLUMNS > 0 else C.BLOCK_D
     SPANS: gl.constexpr = spans(0, IN_REGISTERS) + spans(IN_REGISTERS, COLUMNS)
-    token = zeros(C.BLOCK_N)
+    token = first_scores(rows, key0, a, C) if C.ALIBI_FIRST else zeros(C.BLOCK_N)
     k_tile = matrix(q.rings.k, n)
     for i in gl.static_range(len(SPANS)):
         keys = columns(k_tile, SPANS[i][0], SPANS[i][1]).permute((1, 0))
         if i < FRAGMENTS:
-            token = warpgroup_mma(q.fragments[i], keys, token, use_acc=i > 0, is_async=True)
+            token = warpgroup_mma(q.fragments[i], keys, token, use_acc=C.ALIBI_FIRST or i > 0, is_async=True)
         else:
             part = columns(q.tile, SPANS[i][0], SPANS[i][1])
-            token = warpgroup_mma(part, keys, token, use_acc=i > 0, is_async=True)
+            token = warpgroup_mma(part, keys, token, use_acc=C.ALIBI_FIRST or i > 0, is_async=True)
     return token
 
 
@@ -183,7 +195,7 @@ def key_words(rows, key0, a, C: gl.constexpr):
     LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
     if C.LISTS is not None:
         return visible_keys(rows.work, rows.row0, key0, a, LAYOUT, C)
-    elif C.VARLEN:
+    elif C.VARLEN or C.WORDS:
         like = no_words(C.BLOCK_N, LAYOUT)
         q = rows_of_words(like, opaque(rows.row0))
         return interval_words(key_lo(rows.band, q, C) - key0, key_hi(rows.band, q, C) - key0, like)
@@ -194,7 +206,7 @@ def key_words(rows, key0, a, C: gl.constexpr):
 @gluon.jit
 def visible_scores(s_tile, rows, key0, words, C: gl.constexpr):
     """-inf where a row does not see a key; `words` as of `key_words`."""
-    if C.LISTS is not None or C.VARLEN:
+    if C.LISTS is not None or C.VARLEN or C.WORDS:
         return where_set(words, s_tile, -INF)
     else:
         return masked(s_tile, rows.band, rows.row0, key0, C)
@@ -207,7 +219,7 @@ def first_softmax(s_tile, rows, key0, words, a, C: gl.constexpr):
     s_tile = scores(s_tile, a, C)
     if C.BIAS != "":
         s_tile = add_by_row(s_tile, rows.work, rows.row0, key0, a, False, C)
-    if C.ALIBI != "":
+    if C.ALIBI != "" and not C.ALIBI_FIRST:
         slope = slope_of(rows.work.b, rows.work.h, a)
         s_tile = with_alibi(s_tile, slope, ahead_of(rows.work, a, C), rows.row0, key0, C)
     if C.LISTS is not None or C.TERMS > 0 or C.VARLEN or C.TAIL:
@@ -232,7 +244,7 @@ def first_step(q, n, rows, key0, a, C: gl.constexpr):
     """The first key tile of a program's first work tile: nothing is in flight yet."""
     k_ring = q.rings.k
     wait_full(k_ring, n)
-    s_token = issue_scores(q, n, C)
+    s_token = issue_scores(q, n, rows, key0, a, C)
     words = key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, N]
     release(k_ring, n)
@@ -250,11 +262,11 @@ def issue_pv(state, v_ring, n, C: gl.constexpr):
 
 
 @gluon.jit
-def issue(state, q, n, before, WG: gl.constexpr, C: gl.constexpr):
+def issue(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.constexpr):
     """S(n), and the product with the value tile before it, issued. In ping-pong the warpgroups do so in turns."""
     if C.PINGPONG:
         named_barrier("sync", PINGPONG_BARRIER + WG)
-    s_token = issue_scores(q, n, C)
+    s_token = issue_scores(q, n, rows, key0, a, C)
     o_token, p_tile = issue_pv(state, q.rings.v, before, C)
     if C.PINGPONG:
         named_barrier("arrive", PINGPONG_BARRIER + (1 - WG))
@@ -265,10 +277,10 @@ def issue(state, q, n, before, WG: gl.constexpr, C: gl.constexpr):
 def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """Key tile n, which has landed; `more`: another follows. key0 is its first key, or its place in a list."""
     k_ring = q.rings.k
-    s_token, o_token, old_p = issue(state, q, n, n - 1, WG, C)
+    s_token, o_token, old_p = issue(state, q, n, n - 1, rows, key0, a, WG, C)
     if MASKED:
         words = key_words(rows, key0, a, C)
-    if C.ALIBI != "":
+    if C.ALIBI != "" and not C.ALIBI_FIRST:
         slope = slope_of(rows.work.b, rows.work.h, a)
         ahead = ahead_of(rows.work, a, C)
     if C.DROPOUT:
@@ -280,7 +292,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     if C.RELEASE_Q_EARLY:
         release(q.rings.q, q.n, not more)
     s_tile = scores(s_tile, a, C)
-    if C.ALIBI != "":
+    if C.ALIBI != "" and not C.ALIBI_FIRST:
         s_tile = with_alibi(s_tile, slope, ahead, rows.row0, key0, C)
     if is_paired(C.BIAS):
         s_tile = s_tile + as_scores(bias, C.BLOCK_N, C)
@@ -310,7 +322,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
 def step_into_next(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.constexpr):
     """From one work tile to the next, whose first key tile is n: (the state of the next, the output of this one)."""
     k_ring = q.rings.k
-    s_token, o_token, old_p = issue(state, q, n, before, WG, C)
+    s_token, o_token, old_p = issue(state, q, n, before, rows, key0, a, WG, C)
     words = key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)

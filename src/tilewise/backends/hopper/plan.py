@@ -23,6 +23,7 @@ from tilewise.backends.hopper.features import feature_obstacles, slow_feature, s
 from tilewise.backends.hopper.intervals import interval_mask, mask_of
 from tilewise.backends.hopper.limits import why_not
 from tilewise.backends.hopper.list_plan import list_arguments, list_obstacle
+from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.shared_memory import on_chip, warps_of
 from tilewise.backends.verdict import Verdict, no_trees
 from tilewise.hardware.spec import DeviceSpec
@@ -114,7 +115,7 @@ def plan_of(problem: Problem) -> dict[str, Planned]:
 
 def offers(problem: Problem, pass_: str) -> list[Planned]:
     """Every tile of a pass with its config; the one asked for first, or else the usual one. Kept with the problem."""
-    key = ("hopper", pass_)
+    key = ("hopper", pass_, variants.current())
     if key not in problem.memory:
         asked = problem.asked(pass_)
         found = [described(problem, pass_, *choice) for choice in configs(problem, pass_)]

@@ -111,6 +111,7 @@ def forward_arguments(config: Config, mask: IntervalMask) -> int:
     numbers = 2 + 1 + 1 + 1  # of the group's divisor; queries, last block, scale
     numbers += config.TERMS == 0 or config.UNSEEN_KEYS or (config.ALIBI != "" and not config.VARLEN)  # keys
     numbers += not config.VARLEN or (config.TERMS > 0 and config.Q_STAGES > 1)  # last query
+    numbers += config.ALIBI_FIRST
     packed = ROWS if config.VARLEN else 0
     features = POINTER * (config.SINKS + {"": 0, "max": 1, "entropy": 3}[config.STATS])
     return POINTER + NUMBER * numbers + packed + features + terms_bytes(mask, 4) + tile_arguments(config)
