@@ -85,6 +85,8 @@ CASES: list[tuple[Shape, Config | None]] = [
 
 def assembly(machine: Machine, text: str, constraints: str, args: list[Any], **more: Any) -> Any:
     """The forward's own instructions; words of two weights are pairs here."""
+    if "FAR_" in text:
+        return Value((args[0].value - args[1].value) * 1.4426950408889634)
     if "vote.sync" in text:
         return rescaled(*args)
     if text.startswith("cvt.rn."):
@@ -148,7 +150,7 @@ def run(
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
     terms = tuple(Term(*term_on(term, problem.batch, torch.device("cpu"))) for term in form.terms)
-    features = call_features(problem, inputs) | (stats or {}) | {"bias_flag": torch.zeros(1, dtype=torch.int64), "bias_again": 0}
+    features = call_features(problem, inputs, C.BIAS_STAGES > 0) | (stats or {}) | {"bias_flag": torch.zeros(1, dtype=torch.int64), "bias_again": 0}
     a = wrapped(
         with_features(plan.arguments, features)._replace(
             lse_ptr=lse,
@@ -165,7 +167,11 @@ def run(
         for program in range(plan.programs):
             start(machine, program)
             maps = [Descriptor(x, [1, 1, rows, width]) for x, rows, width in boxes]
-            modules["kernel"].forward_kernel(*maps, a, C)
+            if C.BIAS_STAGES:
+                maps.insert(3, Descriptor(inputs.bias, [1, 1, 64, C.BLOCK_N]))
+                modules["kernel"].biased_kernel(*maps, a, C)
+            else:
+                modules["kernel"].forward_kernel(*maps, a, C)
     return out, lse
 
 

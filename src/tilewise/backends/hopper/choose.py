@@ -165,6 +165,8 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         LEFT_SKIP=variants.wanted("left") and mask.left and not (unseen or tile.PINGPONG or mask.listed),
         WORDS=variants.wanted("words") and mask.band and not (mask.listed or problem.varlen),
         ALIBI_FIRST=first_alibi(problem, mask),
+        FAST_EXP=variants.wanted("fast_exp") and problem.bias is not None,
+        **bias_stages(problem, mask, tile),
         **mask_config(problem, mask),
     )
 
@@ -178,6 +180,17 @@ def first_alibi(problem: Problem, mask: IntervalMask) -> bool:
     """Do scores accumulate from ALiBi's part? Only where it is the same for all rows but for a constant."""
     past = alibi_form(problem, mask) == "past"
     return variants.wanted("alibi") and past and problem.scale > 0 and problem.bias is None and problem.softcap == 0
+
+
+def bias_stages(problem: Problem, mask: IntervalMask, tile: Config) -> dict[str, int]:
+    """Stages of a bias in shared memory, and what makes room for them; 0 where it is not read by a tensor map."""
+    sides = problem.bias is not None and problem.bias[2] == problem.seqlen_q and problem.bias[3] == problem.seqlen_k
+    ok = variants.wanted("bias") and sides and problem.seqlen_k % 8 == 0 and not (mask.left or mask.listed or problem.varlen)
+    if not ok or problem.dtype not in ("float16", "bfloat16") or tile.WARPGROUPS != 2 or tile.BLOCK_N != 128:
+        return {"BIAS_STAGES": 0}
+    if tile.BLOCK_D == tile.BLOCK_DV == 64:
+        return {"BIAS_STAGES": 3}
+    return {"BIAS_STAGES": 1, "Q_STAGES": 1} if tile.BLOCK_D == tile.BLOCK_DV == 128 else {"BIAS_STAGES": 0}
 
 
 def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:

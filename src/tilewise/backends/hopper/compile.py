@@ -20,6 +20,9 @@ def tile_shapes(name: str, C: Any) -> dict[str, tuple[int, int] | int]:
     keys = {"k_desc": (C.BLOCK_N, C.BLOCK_D), "v_desc": (C.BLOCK_N, C.BLOCK_DV)}
     if name == "forward_kernel":
         return {"q_desc": (64, C.BLOCK_D), **keys, "o_desc": (64, C.O_COLUMNS)}
+    if name == "biased_kernel":
+        plain = tile_shapes("forward_kernel", C)
+        return {**{key: plain[key] for key in ("q_desc", "k_desc", "v_desc")}, "b_desc": (64, C.BLOCK_N), "o_desc": plain["o_desc"]}
     if name == "queries_kernel":
         return {"q_desc": (64, C.BLOCK_D), "do_desc": (64, C.BLOCK_DV), **keys, "dq_desc": (64, C.BLOCK_D)}
     if name in ("keys_kernel", "split_kernel"):
@@ -78,9 +81,12 @@ def compile_kernel(target: Any, name: str, dtype: str, arguments: Any, config: A
     from tilewise.backends.hopper.backward import prepost
 
     function = next(getattr(module, name) for module in (forward, backward, prepost) if hasattr(module, name))
-    types = Types(aligned=function is not forward.forward_kernel)
+    types = Types(aligned=function not in (forward.forward_kernel, forward.biased_kernel))
     shapes = tile_shapes(name, config)
-    signature: dict[str, Any] = {key: descriptor_type(dtype, shape) for key, shape in shapes.items()}
+    bias = {"fp16": "float16"}.get(config.BIAS.removesuffix("x2"), "bfloat16") if name == "biased_kernel" else dtype
+    signature: dict[str, Any] = {
+        key: descriptor_type(bias if key == "b_desc" else dtype, shape) for key, shape in shapes.items()
+    }
     signature |= {"a": types.of(arguments, (len(shapes),)), "C": "constexpr"}
     constants = {**types.constants, (len(shapes) + 1,): config}
     source = GluonASTSource(function, signature, constants, types.attributes)

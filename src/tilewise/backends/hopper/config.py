@@ -67,13 +67,15 @@ class Config(NamedTuple):
             "K": 2 * self.KV_STAGES * self.BLOCK_N * self.BLOCK_D,
             "V": 2 * self.KV_STAGES * self.BLOCK_N * self.BLOCK_DV,
             "O": 2 * self.BLOCK_M * self.O_COLUMNS,
+            **({"bias": 2 * self.BIAS_STAGES * self.BLOCK_M * self.BLOCK_N} if self.BIAS_STAGES else {}),
         }
 
     @property
     def barriers(self) -> tuple[int, ...]:
         """How many each ring has: full and empty ones of Q, K and V."""
         queries = self.Q_STAGES * self.WARPGROUPS
-        return (queries, queries, *(4 * (self.KV_STAGES,)))
+        bias = 2 * (self.BIAS_STAGES * self.WARPGROUPS,) if self.BIAS_STAGES else ()
+        return (queries, queries, *(4 * (self.KV_STAGES,)), *bias)
 
 
 def _two_warpgroups(d: int, dv: int) -> Config:

@@ -14,7 +14,7 @@ from tilewise.backends.hopper.mainloop import (
     step,
     step_into_next,
 )
-from tilewise.backends.hopper.ring import matrix, release, wait_full
+from tilewise.backends.hopper.ring import bias_ring, matrix, release, wait_full
 from tilewise.backends.hopper.statistics import store_seen
 from tilewise.backends.hopper.work_tile import beyond_keys, key_hi, key_lo, locate, next_tile, tile_at
 from tilewise.backends.hopper.zeroing import zero_unseen_listed, zero_unseen_values
@@ -77,6 +77,16 @@ def skip_tiles(ring, n, skip, WG: gl.constexpr, C: gl.constexpr):
         for i in range(skip):
             wait_full(ring, n + i)
             release(ring, n + i)
+
+
+@gluon.jit
+def skip_bias(rings, n, skip, WG: gl.constexpr, C: gl.constexpr):
+    """The same for this warpgroup's tiles of a bias."""
+    if C.BIAS_STAGES > 0 and C.BAND and WG + 1 < C.WARPGROUPS and not C.PINGPONG:
+        for i in range(skip):
+            at = (n + i) * C.WARPGROUPS + WG
+            wait_full(bias_ring(rings), at)
+            release(bias_ring(rings), at)
 
 
 @gluon.jit
@@ -176,9 +186,10 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
     wait_full(rings.q, q_n)
     skip = tiles_to_skip(work, band, row0, WG, C)
     skip_tiles(rings.k, kv_base, skip, WG, C)
+    skip_bias(rings, kv_base, skip, WG, C)
     key0 = first_keys(work, skip, a, C)
     q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n, WG, C), fragments=())
-    state = first_step(q, kv_base + skip, WarpgroupRows(work=work, band=band, row0=row0), key0, a, C)
+    state = first_step(q, kv_base + skip, WarpgroupRows(work=work, band=band, row0=row0), key0, a, WG, C)
     prepare_values(rings, kv_base, skip, key0, work, band, a, WG, C)
     while t >= 0:
         # the softmax of work tile t's first key tile is done, nothing is in flight
@@ -201,6 +212,7 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
             skip = tiles_to_skip(work, band, row0, WG, C)
             key0 = first_keys(work, skip, a, C)
             skip_tiles(rings.k, kv_base, skip, WG, C)
+            skip_bias(rings, kv_base, skip, WG, C)
             wait_full(rings.q, q_n)
             wait_full(rings.k, kv_base + skip)
             l = state.l

@@ -98,9 +98,9 @@ def alibi_form(problem: Problem, mask: IntervalMask) -> str:
     return "past" if known and all(term.past <= ahead + 1 for term in mask.terms) else "both"
 
 
-def feature_types(problem: Problem, bias: str = "") -> dict[str, Any]:
+def feature_types(problem: Problem, bias: str = "", mapped: bool = False) -> dict[str, Any]:
     """Arguments of every kernel over work tiles, types in place of addresses; `bias`: its form."""
-    found: dict[str, Any] = bias_types(bias) if bias else {}
+    found: dict[str, Any] = bias_types(bias, mapped) if bias else {}
     if problem.alibi:
         found |= {"alibi_ptr": "*fp32", "alibi_b": 0}
     if problem.dropout_p > 0:
@@ -115,8 +115,10 @@ def number_of(form: str) -> str:
     return form.removesuffix("x2").removesuffix("s")
 
 
-def bias_types(form: str) -> dict[str, Any]:
-    """Arguments that read a bias."""
+def bias_types(form: str, mapped: bool = False) -> dict[str, Any]:
+    """Arguments that read a bias; `mapped`: by a tensor map."""
+    if mapped:
+        return {"bias_b": 0, "bias_h": 0, "bias_flag": "*i32", "bias_again": 0}
     strides = {"bias_b": Unaligned("i64"), "bias_h": Unaligned("i64"), "bias_q": 0}
     strides |= {"bias_k": 0 if form.endswith("s") else None}
     numbers = Unaligned("*i32" if form.endswith("x2") else f"*{number_of(form)}")

@@ -24,6 +24,7 @@ from tilewise.backends.hopper.feature_launch import (
     bias_form,
     call_features,
     features_key,
+    is_mapped,
     tensors_in,
     with_features,
 )
@@ -95,7 +96,7 @@ def launch(
         terms = device_terms(problem, q)
         tensors += tensors_of(terms)
     plan = recording.plan
-    features = call_features(problem, inputs)
+    features = call_features(problem, inputs, plan.config.BIAS_STAGES > 0)
     if stats:
         features = features | stats
     if features:
@@ -111,7 +112,8 @@ def launch(
         if plan.config.ORDERED:
             plan = plan._replace(arguments=plan.arguments._replace(order=tensors[-1]))
         plan = plan._replace(arguments=with_features(plan.arguments, features))
-        launches = [launch_of(plan, tensors, terms)]
+        bias = inputs.bias if plan.config.BIAS_STAGES else None
+        launches = [launch_of(plan, tensors, terms, bias)]
         if inputs.bias is not None:
             launches += launches_again(problem, inputs, plan, tensors, terms, copies, mask)
         recording.record(tensors, launches)
@@ -132,10 +134,11 @@ def launches_again(
     keys = hidden_launch(problem, inputs, mask, flag, ((inputs.k, k), (inputs.v, v)), by_key=True)
     queries = hidden_launch(problem, inputs, mask, flag, ((inputs.q, q),), by_key=False)
     plan = plan._replace(arguments=plan.arguments._replace(bias_again=1))
-    return [keys, queries, launch_of(plan, (q, k, v, *tensors[3:]), terms)]
+    bias = inputs.bias if plan.config.BIAS_STAGES else None
+    return [keys, queries, launch_of(plan, (q, k, v, *tensors[3:]), terms, bias)]
 
 
-def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> Launch:
+def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...], bias: Tensor | None = None) -> Launch:
     """The kernel over these tensors; `terms` of a mask without tensors are the plan's."""
     q, k, v, out, lse, cu_q, cu_k = tensors[:7]
     config = plan.config
@@ -152,6 +155,8 @@ def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> Launc
         Descriptor.of(v, config.BLOCK_N, config.BLOCK_DV),
         Descriptor.of(out, 64, config.O_COLUMNS),
     )
+    if bias is not None:
+        maps = (*maps[:3], Descriptor.of(bias, 64, config.BLOCK_N), maps[3])  # type: ignore[assignment]
     return Launch(plan.kernel, plan.programs, (*maps, a), config)
 
 
@@ -187,9 +192,14 @@ def packed_rows(x: Tensor) -> Rows:
 def plan_on(problem: Problem, inputs: Inputs) -> ForwardPlan:
     """The launch on the tensors' device, with its order in the device's memory."""
     device = inputs.q.device
-    compile_ = partial(kernel_for, "forward_kernel")
-    plan = make_plan(problem, spec_of(device.index or 0), compile_, bias_form(inputs.bias))
+    compile_ = kernel_of_config
+    mapped = inputs.bias is not None and is_mapped(problem, inputs.bias)
+    plan = make_plan(problem, spec_of(device.index or 0), compile_, bias_form(inputs.bias), mapped)
     return plan._replace(arguments=order_on(plan.arguments, device))
+
+
+def kernel_of_config(dtype: str, arguments: Any, config: Any) -> Any:
+    return kernel_for("biased_kernel" if config.BIAS_STAGES else "forward_kernel", dtype, arguments, config)
 
 
 def order_on(arguments: Any, device: torch.device) -> Any:

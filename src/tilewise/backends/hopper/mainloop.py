@@ -26,7 +26,7 @@ from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words, where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import tile_number
-from tilewise.backends.hopper.ring import Rings, matrix, release, wait_full
+from tilewise.backends.hopper.ring import Rings, bias_ring, matrix, release, wait_full
 from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
 from tilewise.backends.hopper.statistics import first_seen, next_seen
 from tilewise.backends.hopper.work_tile import Band, WorkTile, key_hi, key_lo
@@ -181,10 +181,19 @@ def issue_scores(q, n, rows, key0, a, C: gl.constexpr):
 
 
 @gluon.jit
+def load_bias(rings, n, C: gl.constexpr):
+    """A bias's n-th tile from shared memory, as its numbers stand there."""
+    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
+    ring = bias_ring(rings)
+    wait_full(ring, n)
+    return matrix(ring, n).load(LAYOUT)
+
+
+@gluon.jit
 def weights(s_tile, m, MASKED: gl.constexpr, a, C: gl.constexpr):
     """See softmax_step; with a bias scores are in natural units."""
     if C.BIAS != "":
-        return natural_softmax_step(s_tile, m)
+        return natural_softmax_step(s_tile, m, C)
     else:
         return softmax_step(s_tile, m, exp2_scale(a, C), MASKED)
 
@@ -213,11 +222,15 @@ def visible_scores(s_tile, rows, key0, words, C: gl.constexpr):
 
 
 @gluon.jit
-def first_softmax(s_tile, rows, key0, words, a, C: gl.constexpr):
+def first_softmax(s_tile, q, n, rows, key0, words, a, WG: gl.constexpr, C: gl.constexpr):
     """Weights, maximum, sums and statistics of a work tile's first key tile; `words` as of `key_words`."""
     S_LAYOUT: gl.constexpr = s_tile.type.layout
     s_tile = scores(s_tile, a, C)
-    if C.BIAS != "":
+    if C.BIAS_STAGES > 0:
+        bias = load_bias(q.rings, n * C.WARPGROUPS + WG, C)
+        s_tile = s_tile + bias.to(gl.float32)
+        release(bias_ring(q.rings), n * C.WARPGROUPS + WG)
+    elif C.BIAS != "":
         s_tile = add_by_row(s_tile, rows.work, rows.row0, key0, a, False, C)
     if C.ALIBI != "" and not C.ALIBI_FIRST:
         slope = slope_of(rows.work.b, rows.work.h, a)
@@ -240,7 +253,7 @@ def first_state(o_tile, p_tile, m, l, seen, dtype: gl.constexpr):
 
 
 @gluon.jit
-def first_step(q, n, rows, key0, a, C: gl.constexpr):
+def first_step(q, n, rows, key0, a, WG: gl.constexpr, C: gl.constexpr):
     """The first key tile of a program's first work tile: nothing is in flight yet."""
     k_ring = q.rings.k
     wait_full(k_ring, n)
@@ -248,7 +261,7 @@ def first_step(q, n, rows, key0, a, C: gl.constexpr):
     words = key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, N]
     release(k_ring, n)
-    p_tile, m, l, seen = first_softmax(s_tile, rows, key0, words, a, C)
+    p_tile, m, l, seen = first_softmax(s_tile, q, n, rows, key0, words, a, WG, C)
     return first_state(zeros(C.BLOCK_DV), p_tile, m, l, seen, k_ring.tiles.dtype)
 
 
@@ -285,16 +298,22 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
         ahead = ahead_of(rows.work, a, C)
     if C.DROPOUT:
         kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
-    if is_paired(C.BIAS):
+    if C.BIAS_STAGES > 0:
+        bias = load_bias(q.rings, n * C.WARPGROUPS + WG, C)
+    elif is_paired(C.BIAS):
         bias = load_by_row(rows.work, rows.row0, key0, a, C.BLOCK_N, not MASKED, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)
+    if C.BIAS_STAGES > 0:
+        release(bias_ring(q.rings), n * C.WARPGROUPS + WG)
     if C.RELEASE_Q_EARLY:
         release(q.rings.q, q.n, not more)
     s_tile = scores(s_tile, a, C)
     if C.ALIBI != "" and not C.ALIBI_FIRST:
         s_tile = with_alibi(s_tile, slope, ahead, rows.row0, key0, C)
-    if is_paired(C.BIAS):
+    if C.BIAS_STAGES > 0:
+        s_tile = s_tile + bias.to(gl.float32)
+    elif is_paired(C.BIAS):
         s_tile = s_tile + as_scores(bias, C.BLOCK_N, C)
     elif C.BIAS != "":
         s_tile = add_by_row(s_tile, rows.work, rows.row0, key0, a, not MASKED, C)
@@ -326,7 +345,7 @@ def step_into_next(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.c
     words = key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)
-    p_tile, m, l, seen = first_softmax(s_tile, rows, key0, words, a, C)
+    p_tile, m, l, seen = first_softmax(s_tile, q, n, rows, key0, words, a, WG, C)
     # the queries are there: a boundary as in `step`. The wait for the next keys comes after the release of these values,
     # which the producer may need first
     wait_full(q.rings.q, q.n)
