@@ -163,10 +163,13 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         DROPOUT=problem.dropout_p > 0,
         STATS=statistics_form(problem),
         LEFT_SKIP=variants.wanted("left") and mask.left and not (unseen or tile.PINGPONG or mask.listed),
-        WORDS=variants.wanted("words") and mask.band and not (mask.listed or problem.varlen),
+        WORDS=variants.wanted("words") and mask.band and not (mask.listed or problem.varlen)
+        and not in_quads(problem, mask, unseen, tile),
         ALIBI_FIRST=first_alibi(problem, mask),
         FAST_EXP=variants.wanted("fast_exp") and problem.bias is not None,
         **bias_stages(problem, mask, tile),
+        QUADS=in_quads(problem, mask, unseen, tile),
+        FP64=variants.wanted("fp64") and problem.dropout_p > 0,
         **mask_config(problem, mask),
     )
 
@@ -191,6 +194,13 @@ def bias_stages(problem: Problem, mask: IntervalMask, tile: Config) -> dict[str,
     if tile.BLOCK_D == tile.BLOCK_DV == 64:
         return {"BIAS_STAGES": 3}
     return {"BIAS_STAGES": 1, "Q_STAGES": 1} if tile.BLOCK_D == tile.BLOCK_DV == 128 else {"BIAS_STAGES": 0}
+
+
+def in_quads(problem: Problem, mask: IntervalMask, unseen: bool, tile: Config) -> bool:
+    """Do keys come in the order of `quads.py`? It has no ALiBi, bias, lists, packed batches and zeroing of values."""
+    plain = not (problem.alibi or problem.bias is not None or mask.listed or problem.varlen or unseen or problem.origins)
+    fits = problem.seqlen_k % 4 == 0 and max(tile.BLOCK_D, tile.BLOCK_DV) <= 128
+    return variants.wanted("quads") and problem.dropout_p > 0 and plain and fits
 
 
 def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:

@@ -15,9 +15,11 @@ def pointer(dtype: str) -> str:
     return f"*{ELEMENT[dtype]}"
 
 
-def tile_shapes(name: str, C: Any) -> dict[str, tuple[int, int] | int]:
+def tile_shapes(name: str, C: Any) -> dict[str, Any]:
     """A kernel's descriptors: rows and columns of a tile, or the length of a vector of fp32."""
-    keys = {"k_desc": (C.BLOCK_N, C.BLOCK_D), "v_desc": (C.BLOCK_N, C.BLOCK_DV)}
+    keys: dict[str, Any] = {"k_desc": (C.BLOCK_N, C.BLOCK_D), "v_desc": (C.BLOCK_N, C.BLOCK_DV)}
+    if getattr(C, "QUADS", False):
+        keys = dict.fromkeys(keys, (C.BLOCK_N // 4, 2, 64))
     if name == "forward_kernel":
         return {"q_desc": (64, C.BLOCK_D), **keys, "o_desc": (64, C.O_COLUMNS)}
     if name == "biased_kernel":
@@ -32,7 +34,7 @@ def tile_shapes(name: str, C: Any) -> dict[str, tuple[int, int] | int]:
     return {}
 
 
-def descriptor_type(dtype: str, shape: tuple[int, int] | int) -> str:
+def descriptor_type(dtype: str, shape: tuple[int, ...] | int) -> str:
     """With the layout in shared memory of a [1, 1, rows, columns] tile, or of a vector of fp32."""
     from triton.experimental.gluon import language as gl
 

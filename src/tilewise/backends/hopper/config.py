@@ -48,6 +48,7 @@ class Config(NamedTuple):
     BIAS_STAGES: int = 0  # of tiles of a bias in shared memory; 0: it is read straight into registers
     FAST_EXP: bool = False  # with a bias: one multiply-add before exp2, where scores are small
     QUADS: bool = False  # keys in the order of `quads.py`
+    FP64: bool = False  # some products of Philox by the units of fp64
     BIAS: str = ""  # its numbers, "x2" behind where two of adjacent keys are read as a word, "s" where keys are not adjacent
 
     @property

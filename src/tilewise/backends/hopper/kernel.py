@@ -5,14 +5,19 @@ from __future__ import annotations
 from tilewise.backends.hopper.compat import fence_async_shared, gl, gluon
 from tilewise.backends.hopper.consumer import consume
 from tilewise.backends.hopper.producer import produce
+from tilewise.backends.hopper.quads import make_quad_ring
 from tilewise.backends.hopper.ring import Rings, make_ring
 
 
 @gluon.jit
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, a, C: gl.constexpr):
     q_ring = make_ring(q_desc, C.Q_STAGES * C.WARPGROUPS, 1)
-    k_ring = make_ring(k_desc, C.KV_STAGES, C.WARPGROUPS)
-    v_ring = make_ring(v_desc, C.KV_STAGES, C.WARPGROUPS)
+    if C.QUADS:
+        k_ring = make_quad_ring(k_desc, C.KV_STAGES, C.BLOCK_D, C.WARPGROUPS)
+        v_ring = make_quad_ring(v_desc, C.KV_STAGES, C.BLOCK_DV, C.WARPGROUPS)
+    else:
+        k_ring = make_ring(k_desc, C.KV_STAGES, C.WARPGROUPS)
+        v_ring = make_ring(v_desc, C.KV_STAGES, C.WARPGROUPS)
     rings = Rings(q=q_ring, k=k_ring, v=v_ring, bias=())
     fence_async_shared()
     o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS, 1, 1, 64, C.O_COLUMNS], o_desc.layout)

@@ -151,13 +151,23 @@ def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...], bias: Te
     )
     maps = (
         Descriptor.of(q, 64, config.BLOCK_D),
-        Descriptor.of(k, config.BLOCK_N, config.BLOCK_D),
-        Descriptor.of(v, config.BLOCK_N, config.BLOCK_DV),
+        key_map(k, config, config.BLOCK_D),
+        key_map(v, config, config.BLOCK_DV),
         Descriptor.of(out, 64, config.O_COLUMNS),
     )
     if bias is not None:
         maps = (*maps[:3], Descriptor.of(bias, 64, config.BLOCK_N), maps[3])  # type: ignore[assignment]
     return Launch(plan.kernel, plan.programs, (*maps, a), config)
+
+
+def key_map(x: Tensor, config: Any, width: int) -> Descriptor:
+    """Of keys or values: tiles, or their boxes where fours are a side of their own."""
+    whole = Descriptor.of(x, config.BLOCK_N, width)
+    if not config.QUADS:
+        return whole
+    b, h, s, d = whole.shape
+    steps = whole.strides
+    return Descriptor(x, [b, h, s // 4, 4, d], [*steps[:2], 4 * steps[2], steps[2], 1], [1, 1, config.BLOCK_N // 4, 2, 64])
 
 
 def device_terms(problem: Problem, q: Tensor) -> tuple[Term, ...]:

@@ -26,6 +26,7 @@ from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words, where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import tile_number
+from tilewise.backends.hopper.quads import drop_quads
 from tilewise.backends.hopper.ring import Rings, bias_ring, matrix, release, wait_full
 from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
 from tilewise.backends.hopper.statistics import first_seen, next_seen
@@ -189,6 +190,26 @@ def load_bias(rings, n, C: gl.constexpr):
     return matrix(ring, n).load(LAYOUT)
 
 
+@gluon.constexpr_function
+def _unpack_pair(dtype):
+    if dtype == gl.bfloat16:
+        both = "mov.b32 w, {$2, $3}; shl.b32 t, w, 16; mov.b32 $0, t; and.b32 t, w, 0xFFFF0000; mov.b32 $1, t;"
+        return "{ .reg .b32 w, t; " + both + " }"
+    return "{ cvt.f32.f16 $0, $2; cvt.f32.f16 $1, $3; }"
+
+
+@gluon.jit
+def unpacked(bias, C: gl.constexpr):
+    """A tile [64, N] of 16-bit numbers as fp32: one instruction each, of words that the compiler would take apart first."""
+    ASM: gl.constexpr = _unpack_pair(bias.dtype)
+    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
+    even, odd = gl.split(gl.reshape(bias.to(gl.int16, bitcast=True), [64, C.BLOCK_N // 2, 2]))
+    even, odd = gl.inline_asm_elementwise(
+        ASM, "=f,=f,h,h", [even, odd], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+    )
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [64, C.BLOCK_N]), LAYOUT, assert_trivial=True)
+
+
 @gluon.jit
 def weights(s_tile, m, MASKED: gl.constexpr, a, C: gl.constexpr):
     """See softmax_step; with a bias scores are in natural units."""
@@ -228,7 +249,7 @@ def first_softmax(s_tile, q, n, rows, key0, words, a, WG: gl.constexpr, C: gl.co
     s_tile = scores(s_tile, a, C)
     if C.BIAS_STAGES > 0:
         bias = load_bias(q.rings, n * C.WARPGROUPS + WG, C)
-        s_tile = s_tile + bias.to(gl.float32)
+        s_tile = s_tile + unpacked(bias, C)
         release(bias_ring(q.rings), n * C.WARPGROUPS + WG)
     elif C.BIAS != "":
         s_tile = add_by_row(s_tile, rows.work, rows.row0, key0, a, False, C)
@@ -241,7 +262,9 @@ def first_softmax(s_tile, q, n, rows, key0, words, a, WG: gl.constexpr, C: gl.co
     p_tile, m, _, top = weights(s_tile, m, True, a, C)
     l = lane_sum(p_tile)
     seen = first_seen(s_tile, p_tile, m, top, a, C)
-    if C.DROPOUT:
+    if C.QUADS:
+        p_tile = drop_quads(p_tile, rows.row0, key0, rows.work.b, rows.work.h, a, C)
+    elif C.DROPOUT:
         kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
         p_tile = dropped(p_tile, kept, True)
     return p_tile, m, l, seen
@@ -296,7 +319,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     if C.ALIBI != "" and not C.ALIBI_FIRST:
         slope = slope_of(rows.work.b, rows.work.h, a)
         ahead = ahead_of(rows.work, a, C)
-    if C.DROPOUT:
+    if C.DROPOUT and not C.QUADS:
         kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
     if C.BIAS_STAGES > 0:
         bias = load_bias(q.rings, n * C.WARPGROUPS + WG, C)
@@ -312,7 +335,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     if C.ALIBI != "" and not C.ALIBI_FIRST:
         s_tile = with_alibi(s_tile, slope, ahead, rows.row0, key0, C)
     if C.BIAS_STAGES > 0:
-        s_tile = s_tile + bias.to(gl.float32)
+        s_tile = s_tile + unpacked(bias, C)
     elif is_paired(C.BIAS):
         s_tile = s_tile + as_scores(bias, C.BLOCK_N, C)
     elif C.BIAS != "":
@@ -323,7 +346,9 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     added = lane_sum(p_tile)
     seen = next_seen(state, s_tile, p_tile, (m, rescale, top), MASKED, a, C)
     l = state.l * rows_of(rescale, added) + added
-    if C.DROPOUT:
+    if C.QUADS:
+        p_tile = drop_quads(p_tile, rows.row0, key0, rows.work.b, rows.work.h, a, C)
+    elif C.DROPOUT:
         p_tile = dropped(p_tile, kept, True)
     # The wait for the next key tile is a loop, hence the boundary of a basic block: without one ptxas moves all of the
     # softmax below the wait for P·V, and nothing overlaps. Only branches that all threads take alike may stand here.

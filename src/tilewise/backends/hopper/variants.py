@@ -7,6 +7,7 @@
     alibi     forward: scores accumulate from ALiBi's part
     bias      forward: a bias by TMA through shared memory
     fast_exp  forward with a bias: one multiply-add before exp2
+    fp64      with quads: half of the upper halves of products by the units of fp64
     quads     forward: keys in the order in which a thread has all four of a call of Philox
 """
 
