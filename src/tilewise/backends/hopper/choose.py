@@ -90,7 +90,7 @@ def shortage(tile: Config, mask: IntervalMask, unseen: bool, newer: bool, featur
     tall = variants.wanted("tall") and tile.BLOCK_N == 64 and tile.BLOCK_DV == 64
     if tile.WARPGROUPS == 3 and (unseen or mask.left) and not (tall and not unseen):
         return f"{registers} rows that begin after key 0 or keys that no query sees"
-    if tile.WARPGROUPS == 3 and features:
+    if tile.WARPGROUPS == 3 and features and not (variants.wanted("three") and variants.wanted("quads")):
         return f"{registers} ALiBi, dropout, a bias or the entropy"
     if newer and tile.WARPGROUPS == 3 and mask.band:
         return f"{registers} a mask under Triton 3.8 or newer"
@@ -119,6 +119,8 @@ def planned(problem: Problem, mask: IntervalMask, tiles: list[Config]) -> Choice
     if problem.varlen:
         return Choice(first, "a packed batch: the lengths are known on the device only")
     best = min(long, key=lambda tile: estimated_time(tile, mask, queries, keys))
+    if variants.wanted("three") and variants.wanted("quads") and problem.dropout_p > 0:
+        best = next(tile for tile in long if tile.WARPGROUPS == 3)
     if best.WARPGROUPS == 3:
         return Choice(best, "three warpgroups hide the softmax where ping-pong between two does not")
     return Choice(best, "128 queries fit the length and the mask better than 192")
@@ -166,6 +168,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         WORDS=variants.wanted("words") and mask.band and not (mask.listed or problem.varlen)
         and not in_quads(problem, mask, unseen, tile),
         ALIBI_FIRST=first_alibi(problem, mask),
+        KV_STAGES=8 if variants.wanted("deep") and (tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_D) == (192, 64, 64) else tile.KV_STAGES,
         FAST_EXP=variants.wanted("fast_exp") and problem.bias is not None,
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem, mask, unseen, tile),

@@ -153,7 +153,9 @@ def load_fragments(q_tile, C: gl.constexpr):
 
 @gluon.jit
 def first_scores(rows, key0, a, C: gl.constexpr):
-    """What scores accumulate from: ALiBi's part, in units of products q·k."""
+    """What scores accumulate from: 0, or ALiBi's part in units of products q·k."""
+    if not C.ALIBI_FIRST:
+        return zeros(C.BLOCK_N)
     LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
     slope = opaque_float(slope_of(rows.work.b, rows.work.h, a) * a.alibi_unit)
     if C.LISTS is not None:
@@ -163,13 +165,12 @@ def first_scores(rows, key0, a, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(q, n, rows, key0, a, C: gl.constexpr):
-    """S(n), issued: a sum of products over the columns, those in registers first."""
+def issue_scores(q, n, token, C: gl.constexpr):
+    """S(n), issued: a sum of products over the columns, those in registers first, from what `first_scores` gives."""
     FRAGMENTS: gl.constexpr = len(q.fragments)
     IN_REGISTERS: gl.constexpr = C.Q_IN_REGISTERS if FRAGMENTS > 0 else 0
     COLUMNS: gl.constexpr = C.QK_COLUMNS if C.QK_COLUMNS > 0 else C.BLOCK_D
     SPANS: gl.constexpr = spans(0, IN_REGISTERS) + spans(IN_REGISTERS, COLUMNS)
-    token = first_scores(rows, key0, a, C) if C.ALIBI_FIRST else zeros(C.BLOCK_N)
     k_tile = matrix(q.rings.k, n)
     for i in gl.static_range(len(SPANS)):
         keys = columns(k_tile, SPANS[i][0], SPANS[i][1]).permute((1, 0))
@@ -280,7 +281,7 @@ def first_step(q, n, rows, key0, a, WG: gl.constexpr, C: gl.constexpr):
     """The first key tile of a program's first work tile: nothing is in flight yet."""
     k_ring = q.rings.k
     wait_full(k_ring, n)
-    s_token = issue_scores(q, n, rows, key0, a, C)
+    s_token = issue_scores(q, n, first_scores(rows, key0, a, C), C)
     words = key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, N]
     release(k_ring, n)
@@ -300,9 +301,10 @@ def issue_pv(state, v_ring, n, C: gl.constexpr):
 @gluon.jit
 def issue(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.constexpr):
     """S(n), and the product with the value tile before it, issued. In ping-pong the warpgroups do so in turns."""
+    token = first_scores(rows, key0, a, C)
     if C.PINGPONG:
         named_barrier("sync", PINGPONG_BARRIER + WG)
-    s_token = issue_scores(q, n, rows, key0, a, C)
+    s_token = issue_scores(q, n, token, C)
     o_token, p_tile = issue_pv(state, q.rings.v, before, C)
     if C.PINGPONG:
         named_barrier("arrive", PINGPONG_BARRIER + (1 - WG))

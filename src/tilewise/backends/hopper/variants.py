@@ -4,6 +4,8 @@
     left      forward: a warpgroup passes over key tiles left of all its rows
     words     forward: band masks as words of bits
     tall      forward: 192 queries and 64 keys under windows
+    deep      forward: twice the stages of keys and values with 192 queries and 64 keys
+    three     forward: three warpgroups with dropout at head dim 64, with quads
     alibi     forward: scores accumulate from ALiBi's part
     bias      forward: a bias by TMA through shared memory
     fast_exp  forward with a bias: one multiply-add before exp2
