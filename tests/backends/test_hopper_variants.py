@@ -1,4 +1,4 @@
-"""Contenders of the Hopper kernels (`variants.py`), run as Python threads, and their assembly, read instruction by instruction."""
+"""Contenders of the Hopper kernels (`variants.py`), run as Python threads; their assembly, read instruction by instruction."""
 
 from __future__ import annotations
 

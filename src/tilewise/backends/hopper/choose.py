@@ -168,7 +168,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         WORDS=variants.wanted("words") and mask.band and not (mask.listed or problem.varlen)
         and not in_quads(problem, mask, unseen, tile),
         ALIBI_FIRST=first_alibi(problem, mask),
-        KV_STAGES=8 if variants.wanted("deep") and (tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_D) == (192, 64, 64) else tile.KV_STAGES,
+        KV_STAGES=8 if variants.wanted("deep") and (tile.BLOCK_M, tile.BLOCK_D) == (192, 64) else tile.KV_STAGES,
         FAST_EXP=variants.wanted("fast_exp") and problem.bias is not None,
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem, mask, unseen, tile),

@@ -24,7 +24,8 @@ def tile_shapes(name: str, C: Any) -> dict[str, Any]:
         return {"q_desc": (64, C.BLOCK_D), **keys, "o_desc": (64, C.O_COLUMNS)}
     if name == "biased_kernel":
         plain = tile_shapes("forward_kernel", C)
-        return {**{key: plain[key] for key in ("q_desc", "k_desc", "v_desc")}, "b_desc": (64, C.BLOCK_N), "o_desc": plain["o_desc"]}
+        first = {key: plain[key] for key in ("q_desc", "k_desc", "v_desc")}
+        return {**first, "b_desc": (64, C.BLOCK_N), "o_desc": plain["o_desc"]}
     if name == "queries_kernel":
         return {"q_desc": (64, C.BLOCK_D), "do_desc": (64, C.BLOCK_DV), **keys, "dq_desc": (64, C.BLOCK_D)}
     if name in ("keys_kernel", "split_kernel"):

@@ -60,7 +60,7 @@ def is_paired(bias: Tensor) -> bool:
 
 def is_mapped(problem: Problem, bias: Tensor) -> bool:
     """Can a tensor map read it?"""
-    steps = all(size == 1 or step % 8 == 0 for size, step in zip(bias.shape[:3], bias.stride()[:3], strict=True))
+    steps = all(size == 1 or (step % 8 == 0 and step > 0) for size, step in zip(bias.shape[:3], bias.stride()[:3], strict=True))
     return is_paired(bias) and steps and bias.data_ptr() % 16 == 0 and bias.shape[2:] == (problem.seqlen_q, problem.seqlen_k)
 
 

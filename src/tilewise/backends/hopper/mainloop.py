@@ -154,14 +154,16 @@ def load_fragments(q_tile, C: gl.constexpr):
 @gluon.jit
 def first_scores(rows, key0, a, C: gl.constexpr):
     """What scores accumulate from: 0, or ALiBi's part in units of products q·k."""
-    if not C.ALIBI_FIRST:
+    if C.ALIBI_FIRST:
+        LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
+        slope = opaque_float(slope_of(rows.work.b, rows.work.h, a) * a.alibi_unit)
+        if C.LISTS is not None:
+            key0 = tile_number(key0) * C.BLOCK_N
+        start = slope * (key0 - rows.row0 - ahead_of(rows.work, a, C)).to(gl.float32)
+        column = columns_from(start, slope, C.BLOCK_N, LAYOUT)
+        return gl.broadcast(column[None, :], gl.zeros([64, 1], gl.float32, LAYOUT))[0]
+    else:
         return zeros(C.BLOCK_N)
-    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
-    slope = opaque_float(slope_of(rows.work.b, rows.work.h, a) * a.alibi_unit)
-    if C.LISTS is not None:
-        key0 = tile_number(key0) * C.BLOCK_N
-    column = columns_from(slope * (key0 - rows.row0 - ahead_of(rows.work, a, C)).to(gl.float32), slope, C.BLOCK_N, LAYOUT)
-    return gl.broadcast(column[None, :], gl.zeros([64, 1], gl.float32, LAYOUT))[0]
 
 
 @gluon.jit

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.backward.choose import (
     keys_choices,
     listed_tiles,
@@ -23,7 +24,6 @@ from tilewise.backends.hopper.features import feature_obstacles, slow_feature, s
 from tilewise.backends.hopper.intervals import interval_mask, mask_of
 from tilewise.backends.hopper.limits import why_not
 from tilewise.backends.hopper.list_plan import list_arguments, list_obstacle
-from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.shared_memory import on_chip, warps_of
 from tilewise.backends.verdict import Verdict, no_trees
 from tilewise.hardware.spec import DeviceSpec

@@ -2,9 +2,9 @@
 
 A thread holds columns 8 i + 2 lane + pair. So column c of N stands for key 4 (c % (N / 2) // 2) + 2 (c // (N / 2)) + c % 2: the
 first half of the columns are the first two keys of each four, the second half the other two. Loads bring keys and values in that
-order: to a tensor map fours are a side of their own, and a tile comes in two boxes of N / 4 pairs for each 64 columns. Weights meet
-their values again, since both are in the same order; only masks have to know. So each thread makes the calls for its own weights,
-whose words are compared and used at once: no bits are packed, exchanged between lanes and unpacked.
+order: to a tensor map fours are a side of their own, and a tile comes in two boxes of N / 4 pairs for each 64 columns. Weights
+meet their values again, since both are in the same order; only masks have to know. So each thread makes the calls for its own
+weights, whose words are compared and used at once: no bits are packed, exchanged between lanes and unpacked.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def drop_quads(p_tile, row0, key0, b, h, a, C: gl.constexpr):
     """A tile [64, N] of weights with 0 where they are dropped."""
     N: gl.constexpr = C.BLOCK_N
     LAYOUT: gl.constexpr = p_tile.type.layout
-    CALLS: gl.constexpr = 4 if C.BLOCK_DV == 128 or C.FP64 else 8
+    CALLS: gl.constexpr = 2 if C.WARPGROUPS == 3 else 4 if C.BLOCK_DV == 128 or C.FP64 else 8
     ASM: gl.constexpr = _drop(CALLS, C.FP64)
     OPERANDS: gl.constexpr = _drop_operands(CALLS)
     parts = gl.permute(gl.reshape(p_tile, [64, 2, N // 16, 4, 2]), (0, 2, 3, 1, 4))
