@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask
 from tilewise.backends.hopper.structs import Unaligned
 from tilewise.problem import Problem
@@ -36,7 +37,7 @@ def feature_obstacles(problem: Problem, backward: bool = False) -> Iterator[str]
 def slow_feature(problem: Problem, backward: bool = False) -> str | None:
     """Why other backends serve the problem's features better; None if they do not."""
     columns = max(problem.head_dim, problem.head_dim_v)
-    if problem.dropout_p > 0 and columns <= 64 and not backward:
+    if problem.dropout_p > 0 and columns <= 64 and not backward and not variants.wanted("quads"):
         return "dropout takes longer here than in the portable kernels up to head dim 64"
     if problem.bias is not None and columns > 128:
         return "a bias finds no registers here beside more than 128 columns"
