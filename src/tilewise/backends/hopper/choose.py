@@ -90,7 +90,7 @@ def shortage(tile: Config, mask: IntervalMask, unseen: bool, newer: bool, featur
     tall = variants.wanted("tall") and tile.BLOCK_N == 64 and tile.BLOCK_DV == 64
     if tile.WARPGROUPS == 3 and (unseen or mask.left) and not (tall and not unseen):
         return f"{registers} rows that begin after key 0 or keys that no query sees"
-    if tile.WARPGROUPS == 3 and features and not (variants.wanted("three") and variants.wanted("quads")):
+    if tile.WARPGROUPS == 3 and features and not (variants.wanted("three") and tile.BLOCK_N == 64 and tile.BLOCK_DV == 64):
         return f"{registers} ALiBi, dropout, a bias or the entropy"
     if newer and tile.WARPGROUPS == 3 and mask.band:
         return f"{registers} a mask under Triton 3.8 or newer"
@@ -104,6 +104,10 @@ def planned(problem: Problem, mask: IntervalMask, tiles: list[Config]) -> Choice
     first, queries, keys = tiles[0], problem.seqlen_q, problem.seqlen_k
     if len(tiles) == 1:
         return Choice(first, only_reason(first))
+    if variants.wanted("three") and variants.wanted("quads") and problem.dropout_p > 0:
+        tall = [tile for tile in tiles if (tile.BLOCK_M, tile.BLOCK_N) == (192, 64)]
+        if tall:
+            return Choice(tall[0], "three warpgroups hide the latency of Philox")
     if mask.band and not problem.varlen:
         mean = float(visited_keys(mask, first, queries, keys).mean())
         if mean <= SHORT_KEYS:
@@ -119,8 +123,6 @@ def planned(problem: Problem, mask: IntervalMask, tiles: list[Config]) -> Choice
     if problem.varlen:
         return Choice(first, "a packed batch: the lengths are known on the device only")
     best = min(long, key=lambda tile: estimated_time(tile, mask, queries, keys))
-    if variants.wanted("three") and variants.wanted("quads") and problem.dropout_p > 0:
-        best = next(tile for tile in long if tile.WARPGROUPS == 3)
     if best.WARPGROUPS == 3:
         return Choice(best, "three warpgroups hide the softmax where ping-pong between two does not")
     return Choice(best, "128 queries fit the length and the mask better than 192")

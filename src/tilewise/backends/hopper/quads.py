@@ -111,7 +111,7 @@ def drop_quads(p_tile, row0, key0, b, h, a, C: gl.constexpr):
     """A tile [64, N] of weights with 0 where they are dropped."""
     N: gl.constexpr = C.BLOCK_N
     LAYOUT: gl.constexpr = p_tile.type.layout
-    CALLS: gl.constexpr = 2 if C.WARPGROUPS == 3 else 4 if C.BLOCK_DV == 128 or C.FP64 else 8
+    CALLS: gl.constexpr = 4 if C.BLOCK_DV == 128 or C.FP64 or C.BLOCK_N == 64 else 8
     ASM: gl.constexpr = _drop(CALLS, C.FP64)
     OPERANDS: gl.constexpr = _drop_operands(CALLS)
     parts = gl.permute(gl.reshape(p_tile, [64, 2, N // 16, 4, 2]), (0, 2, 3, 1, 4))
