@@ -36,6 +36,8 @@ CASES = [
     ("bias,fast_exp", "FAST_EXP", Shape(128, CAUSAL, 136, 200, h=2, hk=1, b=2, bias="hqk")),
     ("bias,fast_exp", "BIAS_STAGES", Shape(64, CAUSAL, 1200, bias="qk")),
     ("quads", "QUADS", Shape(64, CAUSAL, 300, h=2, hk=1, b=2, dropout=0.3)),
+    ("quads,words", "WORDS", Shape(128, CAUSAL, 300, h=2, hk=1, b=2, dropout=0.3)),
+    ("quads,words", "QUADS", Shape(64, WINDOW, 500, dropout=0.1)),
     ("quads,fp64", "FP64", Shape(128, "None", 132, 204, h=2, dropout=0.1, sinks=True)),
     ("quads,three", "QUADS", Shape(64, CAUSAL, 1200, dropout=0.3)),
     ("quads", "QUADS", Shape(64, WINDOW, 300, dropout=0.6, softcap=3.0)),

@@ -167,8 +167,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         DROPOUT=problem.dropout_p > 0,
         STATS=statistics_form(problem),
         LEFT_SKIP=variants.wanted("left") and mask.left and not (unseen or tile.PINGPONG or mask.listed),
-        WORDS=variants.wanted("words") and mask.band and not (mask.listed or problem.varlen)
-        and not in_quads(problem, mask, unseen, tile),
+        WORDS=variants.wanted("words") and mask.band and not (mask.listed or problem.varlen),
         ALIBI_FIRST=first_alibi(problem, mask),
         KV_STAGES=8 if variants.wanted("deep") and (tile.BLOCK_M, tile.BLOCK_D) == (192, 64) else tile.KV_STAGES,
         FAST_EXP=variants.wanted("fast_exp") and problem.bias is not None,

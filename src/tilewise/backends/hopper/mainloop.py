@@ -26,7 +26,7 @@ from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words, where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import tile_number
-from tilewise.backends.hopper.quads import drop_quads
+from tilewise.backends.hopper.quads import drop_quads, quad_words
 from tilewise.backends.hopper.ring import Rings, bias_ring, matrix, release, wait_full
 from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
 from tilewise.backends.hopper.statistics import first_seen, next_seen
@@ -231,7 +231,9 @@ def key_words(rows, key0, a, C: gl.constexpr):
     elif C.VARLEN or C.WORDS:
         like = no_words(C.BLOCK_N, LAYOUT)
         q = rows_of_words(like, opaque(rows.row0))
-        return interval_words(key_lo(rows.band, q, C) - key0, key_hi(rows.band, q, C) - key0, like)
+        lo = key_lo(rows.band, q, C) - key0
+        hi = key_hi(rows.band, q, C) - key0
+        return quad_words(lo, hi, like, C.BLOCK_N) if C.QUADS else interval_words(lo, hi, like)
     else:
         return rows.row0
 

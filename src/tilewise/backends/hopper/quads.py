@@ -52,6 +52,28 @@ def key_of_column(c, N: gl.constexpr):
     return 4 * ((c % (N // 2)) // 2) + 2 * (c // (N // 2)) + c % 2
 
 
+@gluon.jit
+def _bits_below(x, lane, HALF: gl.constexpr, BITS: gl.constexpr):
+    """How many of a lane's columns of one half stand for keys below x, which counts from the tile's first key."""
+    y = x - 4 * lane - 2 * HALF
+    return gl.minimum(gl.maximum(2 * (y >> 4) + gl.minimum(y & 15, 2), 0), BITS)
+
+
+@gluon.jit
+def quad_words(lo, hi, like, N: gl.constexpr):
+    """As `interval_words`, of keys in this order."""
+    BITS: gl.constexpr = N // 8
+    lane = gl.arange(0, 4, gl.SliceLayout(0, like.type.layout))[None, :]
+    found = like
+    for half in gl.static_range(2):
+        first = _bits_below(lo[:, None], lane, half, BITS)
+        count = gl.maximum(_bits_below(hi[:, None], lane, half, BITS) - first, 0)
+        found = found | gl.inline_asm_elementwise(
+            "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [first + half * BITS, count], dtype=gl.int32, is_pure=True, pack=1
+        )
+    return found
+
+
 @gluon.constexpr_function
 def _real(n):
     """A whole number of at most 53 bits as a constant of fp64."""
