@@ -22,7 +22,10 @@ def planned_kernels(problem: Problem, gpu: Any, *, backward: bool) -> Iterator[K
     spec = lookup("h200")
     tiles = {tile.kernel: tile for tile in plan.tiles(problem, spec).values()}
     if not backward:
-        made = arguments.make_plan(problem, spec, lambda *what: compile_kernel(gpu, "forward_kernel", *what))
+        def compiled(*what: Any) -> Any:
+            return compile_kernel(gpu, "biased_kernel" if what[2].BIAS_STAGES else "forward_kernel", *what)
+
+        made = arguments.make_plan(problem, spec, compiled)
         yield "forward_kernel", made.kernel, made.config, tiles["forward_kernel"]
         return
     for step in backward_arguments.make_plan(problem, spec, lambda name, *what: compile_kernel(gpu, name, *what)).steps:

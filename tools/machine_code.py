@@ -240,6 +240,7 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
     # where a list's values may have to be zeroed, nothing runs under P·V in the loop over PARTIAL tiles
     overlapping = config.WARPGROUPS if config.LISTS is not None and config.UNSEEN_KEYS else len(loops)
     entropy = config.BLOCK_N // 4 + 4 if config.STATS == "entropy" else 0  # one of two terms of its sum, two to shift it
+    alibi = config.BLOCK_N // 4 if config.ALIBI_FIRST else 0  # what scores accumulate from, one a column
     held = (config.BLOCK_N + config.Q_IN_REGISTERS) // 16  # products take 16 columns of their left operand
     products = ((config.QK_COLUMNS or config.BLOCK_D) + config.BLOCK_N) // 16
     checks = {
@@ -253,7 +254,7 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
         "the output is rescaled where no row needs it": config.LAZY_RESCALE and not all(loop.count("VOTE") for loop in loops),
         # of two rounded numbers: a row whose maximum stays is rescaled by exactly 1. One product a weight, two for sums
         "the rescaling factor is not exp2 of a plain difference": config.SCORES == "fold"
-        and any(loop.count("FFMA") != config.BLOCK_N // 2 + 2 + entropy for loop in loops),
+        and any(loop.count("FFMA") != config.BLOCK_N // 2 + 2 + entropy + alibi for loop in loops),
         "the softmax waits for P·V": sum(loop.overlaps for loop in loops) < overlapping,
     }
     return _those(checks)

@@ -37,6 +37,8 @@ class Value:
         return self.value.dtype
 
     def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        if bitcast and dtype == torch.int16:  # numbers stay what they are
+            return self
         if dtype == "uint32":
             return Value(self.value.to(torch.int64) & 0xFFFFFFFF)
         return Value(self.value.to(dtype))
@@ -148,12 +150,30 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return Shared(self.value.view(shape))
 
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Boxes:
+        """Tiles [stages, 1, 1, N, width] as boxes of 64 columns and half of the rows, as they lie in swizzled memory."""
+        stages, _, _, rows, width = self.value.shape
+        boxes = self.value.view(stages, 2, rows // 2, width // 64, 64).permute(0, 3, 1, 2, 4).unflatten(3, (rows // 4, 2))
+        assert shape == [stages * width // 32, 1, 1, rows // 4, 2, 64]
+        return Boxes(boxes)
+
     def load(self, layout: Any = None) -> Value:
         return Value(self.value.clone())
 
     def store(self, x: Value) -> None:
         assert x.value.shape == self.value.shape and x.value.dtype == self.value.dtype
         self.value.copy_(x.value)
+
+
+class Boxes:
+    """Parts [stages, columns / 64, 2, N / 4, 2, 64] of tiles in shared memory."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def index(self, i: Any) -> Shared:
+        stage, rest = divmod(int(i), 2 * self.value.shape[1])
+        return Shared(self.value[stage, rest // 2, rest % 2][None, None])
 
 
 def arange(start: int, end: int, layout: Any = None) -> Value:

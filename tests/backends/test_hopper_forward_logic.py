@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.backends.gluon_threads import Descriptor, Machine, kernels
+from tests.backends.gluon_threads import Descriptor, Machine, kept_words, kernels
 from tests.backends.gluon_values import Value
 from tests.backends.hopper_lists import order_of
 from tests.backends.test_hopper_backward_logic import PAD, Shape, build, start, wrapped
@@ -85,6 +85,13 @@ CASES: list[tuple[Shape, Config | None]] = [
 
 def assembly(machine: Machine, text: str, constraints: str, args: list[Any], **more: Any) -> Any:
     """The forward's own instructions; words of two weights are pairs here."""
+    if text.startswith("{ .reg .b32 w, t;") or text.startswith("{ cvt.f32.f16"):
+        return tuple(Value(x.value.float()) for x in args)
+    if "selp.f32" in text and "mul.wide.u32" in text:
+        kept = kept_words(*args[4:]).value
+        return tuple(Value(torch.where((kept >> i) & 1 != 0, x.value, 0.0)) for i, x in enumerate(args[:4]))
+    if "FAR_" in text:
+        return Value((args[0].value - args[1].value) * 1.4426950408889634)
     if "vote.sync" in text:
         return rescaled(*args)
     if text.startswith("cvt.rn."):
@@ -148,7 +155,8 @@ def run(
     out = torch.full((*q.shape[:3], problem.head_dim_v), float("nan"), dtype=q.dtype)
     lse = torch.full(q.shape[:3], float("nan"))
     terms = tuple(Term(*term_on(term, problem.batch, torch.device("cpu"))) for term in form.terms)
-    features = call_features(problem, inputs) | (stats or {}) | {"bias_flag": torch.zeros(1, dtype=torch.int64), "bias_again": 0}
+    features = call_features(problem, inputs, C.BIAS_STAGES > 0) | (stats or {})
+    features |= {"bias_flag": torch.zeros(1, dtype=torch.int64), "bias_again": 0}
     a = wrapped(
         with_features(plan.arguments, features)._replace(
             lse_ptr=lse,
@@ -160,12 +168,19 @@ def run(
         )
     )
     boxes = ((q, 64, C.BLOCK_D), (k, C.BLOCK_N, C.BLOCK_D), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.O_COLUMNS))
+    fours = [1, 1, C.BLOCK_N // 4, 2, 64]
     with kernels("tilewise.backends.hopper", "kernel", "mainloop") as (machine, modules):
         extend(modules["mainloop"].gl, machine)
         for program in range(plan.programs):
             start(machine, program)
             maps = [Descriptor(x, [1, 1, rows, width]) for x, rows, width in boxes]
-            modules["kernel"].forward_kernel(*maps, a, C)
+            if C.QUADS:
+                maps[1:3] = (Descriptor(x.unflatten(2, (-1, 4)), fours) for x in (k, v))
+            if C.BIAS_STAGES:
+                maps.insert(3, Descriptor(inputs.bias, [1, 1, 64, C.BLOCK_N]))
+                modules["kernel"].biased_kernel(*maps, a, C)
+            else:
+                modules["kernel"].forward_kernel(*maps, a, C)
     return out, lse
 
 

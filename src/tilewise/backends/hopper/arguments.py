@@ -30,11 +30,13 @@ class ForwardPlan(NamedTuple):
     programs: int
 
 
-def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, bias: str = "") -> ForwardPlan:
+def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, bias: str = "", mapped: bool = True) -> ForwardPlan:
     """The launch on a device; `compile_(dtype, arguments, config)` gives the kernel. `bias`: the form of a call's own."""
     mask = mask_of(problem)
     config = config_of(problem, tiles(problem, spec)["forward"])
     config = config._replace(BIAS=bias or config.BIAS)
+    if not config.BIAS.endswith("x2") or not mapped:
+        config = config._replace(BIAS_STAGES=0)
     blocks = blocks_of(problem, problem.seqlen_q, config.BLOCK_M)
     heads = problem.heads * (1 if problem.varlen else problem.batch)
     programs = min(blocks * heads, spec.units)
@@ -52,18 +54,21 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, bias: str = "")
         last_block=blocks - 1,
         stat_blocks=None,
         stat_tiles=None,
-        **tile_arguments(problem, mask, problem.heads, blocks, config.BIAS),
+        **tile_arguments(problem, mask, problem.heads, blocks, config.BIAS, config.BIAS_STAGES > 0),
         total=blocks * heads,
         programs=programs,
         order=order,
         lists=list_arguments(problem, config),
+        alibi_unit=1.0 / (problem.scale * LOG2E) if config.ALIBI_FIRST else None,
         sinks_ptr="*fp32" if problem.sinks else None,
         **statistics_types(problem),
     )
     return ForwardPlan(compile_(problem.dtype, a, config), config, a, programs)
 
 
-def tile_arguments(problem: Problem, mask: IntervalMask, heads: int, blocks: int, bias: str) -> dict[str, Any]:
+def tile_arguments(
+    problem: Problem, mask: IntervalMask, heads: int, blocks: int, bias: str, mapped: bool = False
+) -> dict[str, Any]:
     """The arguments of every kernel whose work tiles are `blocks` of each of so many heads."""
     unit = 1.0 if bias else LOG2E  # with a bias scores are in natural units
     return {
@@ -78,7 +83,7 @@ def tile_arguments(problem: Problem, mask: IntervalMask, heads: int, blocks: int
         "len_k": problem.seqlen_k,
         "scale_log2": (problem.softcap or problem.scale) * unit,
         "softcap_slope": problem.scale / problem.softcap if problem.softcap else 0.0,
-        **feature_types(problem, bias),
+        **feature_types(problem, bias, mapped),
     }
 
 

@@ -175,12 +175,57 @@ def raise_flag(x_tile, a, C: gl.constexpr):
         gl.store(a.bias_flag + gl.arange(0, 64, row.type.layout) * 0, row.to(gl.int32) * 0 + 1, mask=row != 0.0)
 
 
+@gluon.constexpr_function
+def _exponents(n):
+    """n numbers of a thread ($0.. from $n..) in alternate pairs of its two rows, less $2n and $(2n + 2), times log2(e).
+
+    One multiply-add each where both rows' shifts are small, for then the product's rounding is below that of lse; else, where a
+    product may overflow or lose what tells scores apart, two instructions."""
+    first, second = 2 * n, 2 * n + 2
+    log2e = "0f3FB8AA3B"
+    lines = [
+        ".reg .pred far, any;",
+        ".reg .f32 size, c0, c1;",
+        f"abs.f32 size, ${first};",
+        "setp.gt.f32 far, size, 0f44000000;",
+        f"abs.f32 size, ${second};",
+        "setp.gt.or.f32 far, size, 0f44000000, far;",
+        "vote.sync.any.pred any, far, -1;",
+        f"mul.f32 c0, ${first}, 0fBFB8AA3B;",
+        f"mul.f32 c1, ${second}, 0fBFB8AA3B;",
+        "@any bra.uni FAR_${:uid};",
+        *(f"fma.rn.f32 ${i}, ${n + i}, {log2e}, {'c1' if i & 2 else 'c0'};" for i in range(n)),
+        "bra.uni DONE_${:uid};",
+        "FAR_${:uid}:",
+        *(
+            line
+            for i in range(n)
+            for line in (f"sub.f32 size, ${n + i}, ${second if i & 2 else first};", f"mul.f32 ${i}, size, {log2e};")
+        ),
+    ]
+    return "{ " + " ".join(lines) + " DONE_${:uid}: }"
+
+
+@gluon.constexpr_function
+def _exponents_operands(n):
+    return ",".join(["=&f"] * n + ["f"] * 2 * n)
+
+
 @gluon.jit
-def natural_softmax_step(s_tile, m):
+def natural_softmax_step(s_tile, m, C: gl.constexpr):
     """`softmax_step` of scores in natural units; a row may have seen nothing yet."""
     top = gl.max(s_tile, 1)
     new_m = gl.where(top > m + MAX_SLACK, top, m)
     shift = gl.where(new_m == -INF, 0.0, new_m)
     rescale = gl.exp2((m - shift) * LOG2E)
-    p_tile = gl.exp2((s_tile - shift[:, None]) * LOG2E)  # [64, N]
+    if C.FAST_EXP:
+        N: gl.constexpr = C.BLOCK_N // 2  # numbers of a thread
+        ASM: gl.constexpr = _exponents(N)
+        OPERANDS: gl.constexpr = _exponents_operands(N)
+        logs = gl.inline_asm_elementwise(
+            ASM, OPERANDS, [s_tile, shift[:, None]], dtype=gl.float32, is_pure=True, pack=N
+        )
+        p_tile = gl.exp2(logs)  # [64, N]
+    else:
+        p_tile = gl.exp2((s_tile - shift[:, None]) * LOG2E)  # [64, N]
     return p_tile, new_m, rescale, top

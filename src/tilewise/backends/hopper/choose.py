@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilewise.backends.gpu.lists import list_layout
+from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.config import NARROW, Config, tiles_for, used_columns
 from tilewise.backends.hopper.features import alibi_form, bias_form, statistics_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, unseen_keys
@@ -86,9 +87,10 @@ def crowded(problem: Problem) -> bool:
 def shortage(tile: Config, mask: IntervalMask, unseen: bool, newer: bool, features: bool = False) -> str:
     """Why a thread has too few registers for the tile under this mask and with features; "" if it has enough."""
     registers = f"{tile.BLOCK_M}×{tile.BLOCK_N} has {tile.REGISTERS[0]} registers a thread, too few for"
-    if tile.WARPGROUPS == 3 and (unseen or mask.left):
+    tall = variants.wanted("tall") and tile.BLOCK_N == 64 and tile.BLOCK_DV == 64
+    if tile.WARPGROUPS == 3 and (unseen or mask.left) and not (tall and not unseen):
         return f"{registers} rows that begin after key 0 or keys that no query sees"
-    if tile.WARPGROUPS == 3 and features:
+    if tile.WARPGROUPS == 3 and features and not (variants.wanted("three") and tile.BLOCK_N == 64 and tile.BLOCK_DV == 64):
         return f"{registers} ALiBi, dropout, a bias or the entropy"
     if newer and tile.WARPGROUPS == 3 and mask.band:
         return f"{registers} a mask under Triton 3.8 or newer"
@@ -102,10 +104,16 @@ def planned(problem: Problem, mask: IntervalMask, tiles: list[Config]) -> Choice
     first, queries, keys = tiles[0], problem.seqlen_q, problem.seqlen_k
     if len(tiles) == 1:
         return Choice(first, only_reason(first))
+    if variants.wanted("three") and variants.wanted("quads") and problem.dropout_p > 0:
+        tall = [tile for tile in tiles if (tile.BLOCK_M, tile.BLOCK_N) == (192, 64)]
+        if tall:
+            return Choice(tall[0], "three warpgroups hide the latency of Philox")
     if mask.band and not problem.varlen:
         mean = float(visited_keys(mask, first, queries, keys).mean())
         if mean <= SHORT_KEYS:
             short = next((tile for tile in tiles if tile.BLOCK_N == 64), first)
+            if variants.wanted("tall") and mask.left:
+                short = next((tile for tile in tiles if (tile.BLOCK_M, tile.BLOCK_N) == (192, 64)), short)
             return Choice(
                 short, f"{mean:.0f} keys a query tile on average: 64 at a time follow the mask's edge more closely"
             )
@@ -152,12 +160,20 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         RELEASE_Q_EARLY=in_registers > 0 and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
         TAIL=tail,
         UNSEEN_KEYS=unseen,
-        SCORES="softcap" if problem.softcap > 0 else "fold" if folds(problem) else "scale",
+        SCORES="softcap" if problem.softcap > 0 else "fold" if folds(problem) or first_alibi(problem, mask) else "scale",
         SINKS=problem.sinks,
         ALIBI=alibi_form(problem, mask),
         BIAS=bias_form(problem),
         DROPOUT=problem.dropout_p > 0,
         STATS=statistics_form(problem),
+        LEFT_SKIP=variants.wanted("left") and mask.left and not (unseen or tile.PINGPONG or mask.listed),
+        WORDS=variants.wanted("words") and mask.band and not (mask.listed or problem.varlen),
+        ALIBI_FIRST=first_alibi(problem, mask),
+        KV_STAGES=8 if variants.wanted("deep") and (tile.BLOCK_M, tile.BLOCK_D) == (192, 64) else tile.KV_STAGES,
+        FAST_EXP=variants.wanted("fast_exp") and problem.bias is not None,
+        **bias_stages(problem, mask, tile),
+        QUADS=in_quads(problem, mask, unseen, tile),
+        FP64=variants.wanted("fp64") and problem.dropout_p > 0,
         **mask_config(problem, mask),
     )
 
@@ -165,6 +181,30 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
 def folds(problem: Problem) -> bool:
     """May the scale be folded into exp2? It must be positive, and nothing come between."""
     return problem.scale > 0 and not problem.alibi and problem.bias is None
+
+
+def first_alibi(problem: Problem, mask: IntervalMask) -> bool:
+    """Do scores accumulate from ALiBi's part? Only where it is the same for all rows but for a constant."""
+    past = alibi_form(problem, mask) == "past"
+    return variants.wanted("alibi") and past and problem.scale > 0 and problem.bias is None and problem.softcap == 0
+
+
+def bias_stages(problem: Problem, mask: IntervalMask, tile: Config) -> dict[str, int]:
+    """Stages of a bias in shared memory, and what makes room for them; 0 where it is not read by a tensor map."""
+    sides = problem.bias is not None and problem.bias[2] == problem.seqlen_q and problem.bias[3] == problem.seqlen_k
+    ok = variants.wanted("bias") and sides and problem.seqlen_k % 8 == 0 and not (mask.left or mask.listed or problem.varlen)
+    if not ok or problem.dtype not in ("float16", "bfloat16") or tile.WARPGROUPS != 2 or tile.BLOCK_N != 128:
+        return {"BIAS_STAGES": 0}
+    if tile.BLOCK_D == tile.BLOCK_DV == 64:
+        return {"BIAS_STAGES": 3}
+    return {"BIAS_STAGES": 1, "Q_STAGES": 1} if tile.BLOCK_D == tile.BLOCK_DV == 128 else {"BIAS_STAGES": 0}
+
+
+def in_quads(problem: Problem, mask: IntervalMask, unseen: bool, tile: Config) -> bool:
+    """Do keys come in the order of `quads.py`? It has no ALiBi, bias, lists, packed batches and zeroing of values."""
+    plain = not (problem.alibi or problem.bias is not None or mask.listed or problem.varlen or unseen or problem.origins)
+    fits = problem.seqlen_k % 4 == 0 and max(tile.BLOCK_D, tile.BLOCK_DV) <= 128
+    return variants.wanted("quads") and problem.dropout_p > 0 and plain and fits
 
 
 def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:

@@ -15,11 +15,17 @@ def pointer(dtype: str) -> str:
     return f"*{ELEMENT[dtype]}"
 
 
-def tile_shapes(name: str, C: Any) -> dict[str, tuple[int, int] | int]:
+def tile_shapes(name: str, C: Any) -> dict[str, Any]:
     """A kernel's descriptors: rows and columns of a tile, or the length of a vector of fp32."""
-    keys = {"k_desc": (C.BLOCK_N, C.BLOCK_D), "v_desc": (C.BLOCK_N, C.BLOCK_DV)}
+    keys: dict[str, Any] = {"k_desc": (C.BLOCK_N, C.BLOCK_D), "v_desc": (C.BLOCK_N, C.BLOCK_DV)}
+    if getattr(C, "QUADS", False):
+        keys = dict.fromkeys(keys, (C.BLOCK_N // 4, 2, 64))
     if name == "forward_kernel":
         return {"q_desc": (64, C.BLOCK_D), **keys, "o_desc": (64, C.O_COLUMNS)}
+    if name == "biased_kernel":
+        plain = tile_shapes("forward_kernel", C)
+        first = {key: plain[key] for key in ("q_desc", "k_desc", "v_desc")}
+        return {**first, "b_desc": (64, C.BLOCK_N), "o_desc": plain["o_desc"]}
     if name == "queries_kernel":
         return {"q_desc": (64, C.BLOCK_D), "do_desc": (64, C.BLOCK_DV), **keys, "dq_desc": (64, C.BLOCK_D)}
     if name in ("keys_kernel", "split_kernel"):
@@ -29,7 +35,7 @@ def tile_shapes(name: str, C: Any) -> dict[str, tuple[int, int] | int]:
     return {}
 
 
-def descriptor_type(dtype: str, shape: tuple[int, int] | int) -> str:
+def descriptor_type(dtype: str, shape: tuple[int, ...] | int) -> str:
     """With the layout in shared memory of a [1, 1, rows, columns] tile, or of a vector of fp32."""
     from triton.experimental.gluon import language as gl
 
@@ -78,9 +84,12 @@ def compile_kernel(target: Any, name: str, dtype: str, arguments: Any, config: A
     from tilewise.backends.hopper.backward import prepost
 
     function = next(getattr(module, name) for module in (forward, backward, prepost) if hasattr(module, name))
-    types = Types(aligned=function is not forward.forward_kernel)
+    types = Types(aligned=function not in (forward.forward_kernel, forward.biased_kernel))
     shapes = tile_shapes(name, config)
-    signature: dict[str, Any] = {key: descriptor_type(dtype, shape) for key, shape in shapes.items()}
+    bias = {"fp16": "float16"}.get(config.BIAS.removesuffix("x2"), "bfloat16") if name == "biased_kernel" else dtype
+    signature: dict[str, Any] = {
+        key: descriptor_type(bias if key == "b_desc" else dtype, shape) for key, shape in shapes.items()
+    }
     signature |= {"a": types.of(arguments, (len(shapes),)), "C": "constexpr"}
     constants = {**types.constants, (len(shapes) + 1,): config}
     source = GluonASTSource(function, signature, constants, types.attributes)

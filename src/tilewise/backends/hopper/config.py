@@ -42,6 +42,13 @@ class Config(NamedTuple):
     DROPOUT: bool = False
     ALIBI: str = ""  # "past" where no key is ahead of its query, else "both"
     STATS: str = ""  # "max" of the scores, or "entropy" beside it
+    LEFT_SKIP: bool = False  # does a warpgroup pass over key tiles left of all its rows?
+    WORDS: bool = False  # are masks of bands words of bits?
+    ALIBI_FIRST: bool = False  # do scores accumulate from ALiBi's part?
+    BIAS_STAGES: int = 0  # of tiles of a bias in shared memory; 0: it is read straight into registers
+    FAST_EXP: bool = False  # with a bias: one multiply-add before exp2, where scores are small
+    QUADS: bool = False  # keys in the order of `quads.py`
+    FP64: bool = False  # some products of Philox by the units of fp64
     BIAS: str = ""  # its numbers, "x2" behind where two of adjacent keys are read as a word, "s" where keys are not adjacent
 
     @property
@@ -61,13 +68,15 @@ class Config(NamedTuple):
             "K": 2 * self.KV_STAGES * self.BLOCK_N * self.BLOCK_D,
             "V": 2 * self.KV_STAGES * self.BLOCK_N * self.BLOCK_DV,
             "O": 2 * self.BLOCK_M * self.O_COLUMNS,
+            **({"bias": 2 * self.BIAS_STAGES * self.BLOCK_M * self.BLOCK_N} if self.BIAS_STAGES else {}),
         }
 
     @property
     def barriers(self) -> tuple[int, ...]:
         """How many each ring has: full and empty ones of Q, K and V."""
         queries = self.Q_STAGES * self.WARPGROUPS
-        return (queries, queries, *(4 * (self.KV_STAGES,)))
+        bias = 2 * (self.BIAS_STAGES * self.WARPGROUPS,) if self.BIAS_STAGES else ()
+        return (queries, queries, *(4 * (self.KV_STAGES,)), *bias)
 
 
 def _two_warpgroups(d: int, dv: int) -> Config:

@@ -14,7 +14,7 @@ from tilewise.backends.hopper.mainloop import (
     step,
     step_into_next,
 )
-from tilewise.backends.hopper.ring import matrix, release, wait_full
+from tilewise.backends.hopper.ring import bias_ring, matrix, release, wait_full
 from tilewise.backends.hopper.statistics import store_seen
 from tilewise.backends.hopper.work_tile import beyond_keys, key_hi, key_lo, locate, next_tile, tile_at
 from tilewise.backends.hopper.zeroing import zero_unseen_listed, zero_unseen_values
@@ -80,6 +80,41 @@ def skip_tiles(ring, n, skip, WG: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def skip_bias(rings, n, skip, WG: gl.constexpr, C: gl.constexpr):
+    """The same for this warpgroup's tiles of a bias."""
+    if C.BIAS_STAGES > 0 and C.BAND and WG + 1 < C.WARPGROUPS and not C.PINGPONG:
+        for i in range(skip):
+            at = (n + i) * C.WARPGROUPS + WG
+            wait_full(bias_ring(rings), at)
+            release(bias_ring(rings), at)
+
+
+@gluon.jit
+def own_tiles(work, rows, C: gl.constexpr):
+    """How many of the work tile's key tiles are not left of all rows of this warpgroup."""
+    if C.LEFT_SKIP:
+        return gl.minimum(gl.maximum(work.last - key_lo(rows.band, rows.row0, C) // C.BLOCK_N, 1), work.count)
+    else:
+        return work.count
+
+
+@gluon.jit
+def skip_left(rings, kv_base, work, rows, skip, C: gl.constexpr):
+    """Release the last key and value tiles unread; the number of the last one that is read."""
+    if C.LEFT_SKIP:
+        j0, j1 = tiles_without_mask(work, rows.band, rows.row0, C)
+        end = gl.maximum(own_tiles(work, rows, C), gl.maximum(j1, gl.maximum(j0, skip + 1)))
+        for j in range(end, work.count):
+            wait_full(rings.k, kv_base + j)
+            release(rings.k, kv_base + j)
+            wait_full(rings.v, kv_base + j)
+            release(rings.v, kv_base + j)
+        return kv_base + end - 1
+    else:
+        return kv_base + work.count - 1
+
+
+@gluon.jit
 def query_tile(q_ring, n, slot, C: gl.constexpr):
     """This warpgroup's n-th query tile; slot is its number, the stage of all of them where there is one."""
     if C.Q_STAGES == 1:
@@ -122,7 +157,7 @@ def remaining_tiles(state, rings, q_n, kv_base, skip, key0, rows, a, WG: gl.cons
     state = loop_over_tiles(state, q, kv_base, j0, j1, rows, a, False, WG, C)
     if C.LEFT and C.LISTS is None:
         q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n - zero, WG, C), fragments=fragments)
-        state = loop_over_tiles(state, q, kv_base, j1, work.count, rows, a, True, WG, C)
+        state = loop_over_tiles(state, q, kv_base, j1, own_tiles(work, rows, C), rows, a, True, WG, C)
         if C.UNSEEN_KEYS:
             if work.count > skip + 1:
                 leftmost = (work.last - work.count) * C.BLOCK_N
@@ -151,9 +186,10 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
     wait_full(rings.q, q_n)
     skip = tiles_to_skip(work, band, row0, WG, C)
     skip_tiles(rings.k, kv_base, skip, WG, C)
+    skip_bias(rings, kv_base, skip, WG, C)
     key0 = first_keys(work, skip, a, C)
     q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n, WG, C), fragments=())
-    state = first_step(q, kv_base + skip, WarpgroupRows(work=work, band=band, row0=row0), key0, a, C)
+    state = first_step(q, kv_base + skip, WarpgroupRows(work=work, band=band, row0=row0), key0, a, WG, C)
     prepare_values(rings, kv_base, skip, key0, work, band, a, WG, C)
     while t >= 0:
         # the softmax of work tile t's first key tile is done, nothing is in flight
@@ -165,8 +201,8 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
         else:
             release(rings.q, q_n)
         q_n += C.WARPGROUPS
-        last = kv_base + work.count - 1
-        kv_base = last + 1
+        last = skip_left(rings, kv_base, work, WarpgroupRows(work=work, band=band, row0=row0), skip, C)
+        kv_base += work.count
         done = work
         done_i = i
         i, t, work, band = next_tile(a, i + 1, C)
@@ -176,6 +212,7 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
             skip = tiles_to_skip(work, band, row0, WG, C)
             key0 = first_keys(work, skip, a, C)
             skip_tiles(rings.k, kv_base, skip, WG, C)
+            skip_bias(rings, kv_base, skip, WG, C)
             wait_full(rings.q, q_n)
             wait_full(rings.k, kv_base + skip)
             l = state.l

@@ -21,7 +21,7 @@ ANY = 1 << 30
 """Keys of a bias that is the same for all."""
 
 
-def call_features(problem: Problem, inputs: Inputs) -> Features:
+def call_features(problem: Problem, inputs: Inputs, mapped: bool = False) -> Features:
     """Of a call; empty for most."""
     if not (problem.sinks or problem.alibi or problem.dropout_p > 0 or problem.bias is not None):
         return NONE
@@ -32,7 +32,10 @@ def call_features(problem: Problem, inputs: Inputs) -> Features:
         slopes = inputs.alibi.to(torch.float32).contiguous()
         found |= {"alibi_ptr": slopes, "alibi_b": problem.heads if slopes.shape[0] > 1 else 0}
     if inputs.bias is not None:
-        found |= bias_arguments(inputs.bias)
+        if mapped:  # coordinates of a tensor map: sides of 1 are not stepped over
+            found |= {"bias_b": int(inputs.bias.shape[0] > 1), "bias_h": int(inputs.bias.shape[1] > 1)}
+        else:
+            found |= bias_arguments(inputs.bias)
     if problem.dropout_p > 0:
         assert inputs.seed is not None
         seed = inputs.seed.to(inputs.q.device, non_blocking=True)
@@ -43,7 +46,8 @@ def call_features(problem: Problem, inputs: Inputs) -> Features:
 def features_key(inputs: Inputs) -> Hashable:
     """What launches depend on beside the problem and the tensors' addresses."""
     if inputs.bias is not None:
-        return inputs.bias.dtype, inputs.bias.stride(), is_paired(inputs.bias)
+        aligned = inputs.bias.data_ptr() % 16 == 0
+        return inputs.bias.dtype, inputs.bias.stride(), is_paired(inputs.bias), aligned
     return None if inputs.alibi is None else inputs.alibi.shape[0]
 
 
@@ -52,6 +56,12 @@ def is_paired(bias: Tensor) -> bool:
     even = all(size == 1 or step % 2 == 0 for size, step in zip(bias.shape[:3], bias.stride()[:3], strict=True))
     adjacent = bias.element_size() == 2 and bias.stride(3) == 1 and bias.shape[3] % 2 == 0
     return adjacent and even and bias.data_ptr() % 4 == 0
+
+
+def is_mapped(problem: Problem, bias: Tensor) -> bool:
+    """Can a tensor map read it?"""
+    steps = all(size == 1 or (step % 8 == 0 and step > 0) for size, step in zip(bias.shape[:3], bias.stride()[:3], strict=True))
+    return is_paired(bias) and steps and bias.data_ptr() % 16 == 0 and bias.shape[2:] == (problem.seqlen_q, problem.seqlen_k)
 
 
 def bias_form(bias: Tensor | None) -> str:

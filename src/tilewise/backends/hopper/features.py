@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask
 from tilewise.backends.hopper.structs import Unaligned
 from tilewise.problem import Problem
@@ -36,7 +37,7 @@ def feature_obstacles(problem: Problem, backward: bool = False) -> Iterator[str]
 def slow_feature(problem: Problem, backward: bool = False) -> str | None:
     """Why other backends serve the problem's features better; None if they do not."""
     columns = max(problem.head_dim, problem.head_dim_v)
-    if problem.dropout_p > 0 and columns <= 64 and not backward:
+    if problem.dropout_p > 0 and columns <= 64 and not backward and not variants.wanted("quads"):
         return "dropout takes longer here than in the portable kernels up to head dim 64"
     if problem.bias is not None and columns > 128:
         return "a bias finds no registers here beside more than 128 columns"
@@ -98,9 +99,9 @@ def alibi_form(problem: Problem, mask: IntervalMask) -> str:
     return "past" if known and all(term.past <= ahead + 1 for term in mask.terms) else "both"
 
 
-def feature_types(problem: Problem, bias: str = "") -> dict[str, Any]:
+def feature_types(problem: Problem, bias: str = "", mapped: bool = False) -> dict[str, Any]:
     """Arguments of every kernel over work tiles, types in place of addresses; `bias`: its form."""
-    found: dict[str, Any] = bias_types(bias) if bias else {}
+    found: dict[str, Any] = bias_types(bias, mapped) if bias else {}
     if problem.alibi:
         found |= {"alibi_ptr": "*fp32", "alibi_b": 0}
     if problem.dropout_p > 0:
@@ -115,8 +116,10 @@ def number_of(form: str) -> str:
     return form.removesuffix("x2").removesuffix("s")
 
 
-def bias_types(form: str) -> dict[str, Any]:
-    """Arguments that read a bias."""
+def bias_types(form: str, mapped: bool = False) -> dict[str, Any]:
+    """Arguments that read a bias; `mapped`: by a tensor map."""
+    if mapped:
+        return {"bias_b": 0, "bias_h": 0, "bias_flag": "*i32", "bias_again": 0}
     strides = {"bias_b": Unaligned("i64"), "bias_h": Unaligned("i64"), "bias_q": 0}
     strides |= {"bias_k": 0 if form.endswith("s") else None}
     numbers = Unaligned("*i32" if form.endswith("x2") else f"*{number_of(form)}")

@@ -15,6 +15,7 @@ from tilewise.backends.gpu.kept import kept
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import MaskArgs
+from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.arguments import CLUSTER_BYTES, ForwardPlan, heads_together, make_plan
 from tilewise.backends.hopper.compile import compile_kernel
 from tilewise.backends.hopper.feature_launch import (
@@ -23,6 +24,7 @@ from tilewise.backends.hopper.feature_launch import (
     bias_form,
     call_features,
     features_key,
+    is_mapped,
     tensors_in,
     with_features,
 )
@@ -40,7 +42,7 @@ from tilewise.problem import Problem
 def run_forward(problem: Problem, inputs: Inputs, stats: Features = NONE) -> tuple[Tensor, Tensor]:
     """out and lse of a supported problem, on the current stream; `stats`: the arguments that statistics are written to."""
     q, k, v = inputs[:3]
-    key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride(), features_key(inputs))
+    key = ("hopper forward", variants.current(), q.device, q.stride(), k.stride(), v.stride(), features_key(inputs))
     if is_listed(problem):
         return run_listed(problem, inputs, key, stats)
     return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, inputs)), stats)
@@ -94,7 +96,7 @@ def launch(
         terms = device_terms(problem, q)
         tensors += tensors_of(terms)
     plan = recording.plan
-    features = call_features(problem, inputs)
+    features = call_features(problem, inputs, plan.config.BIAS_STAGES > 0)
     if stats:
         features = features | stats
     if features:
@@ -110,7 +112,8 @@ def launch(
         if plan.config.ORDERED:
             plan = plan._replace(arguments=plan.arguments._replace(order=tensors[-1]))
         plan = plan._replace(arguments=with_features(plan.arguments, features))
-        launches = [launch_of(plan, tensors, terms)]
+        bias = inputs.bias if plan.config.BIAS_STAGES else None
+        launches = [launch_of(plan, tensors, terms, bias)]
         if inputs.bias is not None:
             launches += launches_again(problem, inputs, plan, tensors, terms, copies, mask)
         recording.record(tensors, launches)
@@ -131,10 +134,11 @@ def launches_again(
     keys = hidden_launch(problem, inputs, mask, flag, ((inputs.k, k), (inputs.v, v)), by_key=True)
     queries = hidden_launch(problem, inputs, mask, flag, ((inputs.q, q),), by_key=False)
     plan = plan._replace(arguments=plan.arguments._replace(bias_again=1))
-    return [keys, queries, launch_of(plan, (q, k, v, *tensors[3:]), terms)]
+    bias = inputs.bias if plan.config.BIAS_STAGES else None
+    return [keys, queries, launch_of(plan, (q, k, v, *tensors[3:]), terms, bias)]
 
 
-def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> Launch:
+def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...], bias: Tensor | None = None) -> Launch:
     """The kernel over these tensors; `terms` of a mask without tensors are the plan's."""
     q, k, v, out, lse, cu_q, cu_k = tensors[:7]
     config = plan.config
@@ -147,11 +151,23 @@ def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> Launc
     )
     maps = (
         Descriptor.of(q, 64, config.BLOCK_D),
-        Descriptor.of(k, config.BLOCK_N, config.BLOCK_D),
-        Descriptor.of(v, config.BLOCK_N, config.BLOCK_DV),
+        key_map(k, config, config.BLOCK_D),
+        key_map(v, config, config.BLOCK_DV),
         Descriptor.of(out, 64, config.O_COLUMNS),
     )
+    if bias is not None:
+        maps = (*maps[:3], Descriptor.of(bias, 64, config.BLOCK_N), maps[3])  # type: ignore[assignment]
     return Launch(plan.kernel, plan.programs, (*maps, a), config)
+
+
+def key_map(x: Tensor, config: Any, width: int) -> Descriptor:
+    """Of keys or values: tiles, or their boxes where fours are a side of their own."""
+    whole = Descriptor.of(x, config.BLOCK_N, width)
+    if not config.QUADS:
+        return whole
+    b, h, s, d = whole.shape
+    steps = whole.strides
+    return Descriptor(x, [b, h, s // 4, 4, d], [*steps[:2], 4 * steps[2], steps[2], 1], [1, 1, config.BLOCK_N // 4, 2, 64])
 
 
 def device_terms(problem: Problem, q: Tensor) -> tuple[Term, ...]:
@@ -186,9 +202,14 @@ def packed_rows(x: Tensor) -> Rows:
 def plan_on(problem: Problem, inputs: Inputs) -> ForwardPlan:
     """The launch on the tensors' device, with its order in the device's memory."""
     device = inputs.q.device
-    compile_ = partial(kernel_for, "forward_kernel")
-    plan = make_plan(problem, spec_of(device.index or 0), compile_, bias_form(inputs.bias))
+    compile_ = kernel_of_config
+    mapped = inputs.bias is not None and is_mapped(problem, inputs.bias)
+    plan = make_plan(problem, spec_of(device.index or 0), compile_, bias_form(inputs.bias), mapped)
     return plan._replace(arguments=order_on(plan.arguments, device))
+
+
+def kernel_of_config(dtype: str, arguments: Any, config: Any) -> Any:
+    return kernel_for("biased_kernel" if config.BIAS_STAGES else "forward_kernel", dtype, arguments, config)
 
 
 def order_on(arguments: Any, device: torch.device) -> Any:

@@ -9,7 +9,7 @@ the next one's first scores runs under the last product of this one (`step_into_
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
-from tilewise.backends.hopper.alibi import ahead_of, slope_of, with_alibi
+from tilewise.backends.hopper.alibi import ahead_of, columns_from, slope_of, with_alibi
 from tilewise.backends.hopper.bias import add_by_row, as_scores, is_paired, load_by_row, natural_softmax_step
 from tilewise.backends.hopper.compat import (
     PINGPONG_BARRIER,
@@ -18,6 +18,7 @@ from tilewise.backends.hopper.compat import (
     gluon,
     named_barrier,
     opaque,
+    opaque_float,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -25,7 +26,8 @@ from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words, where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import tile_number
-from tilewise.backends.hopper.ring import Rings, matrix, release, wait_full
+from tilewise.backends.hopper.quads import drop_quads, quad_words
+from tilewise.backends.hopper.ring import Rings, bias_ring, matrix, release, wait_full
 from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
 from tilewise.backends.hopper.statistics import first_seen, next_seen
 from tilewise.backends.hopper.work_tile import Band, WorkTile, key_hi, key_lo
@@ -150,29 +152,72 @@ def load_fragments(q_tile, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(q, n, C: gl.constexpr):
-    """S(n), issued: a sum of products over the columns, those in registers first."""
+def first_scores(rows, key0, a, C: gl.constexpr):
+    """What scores accumulate from: 0, or ALiBi's part in units of products q·k."""
+    if C.ALIBI_FIRST:
+        LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
+        slope = opaque_float(slope_of(rows.work.b, rows.work.h, a) * a.alibi_unit)
+        if C.LISTS is not None:
+            key0 = tile_number(key0) * C.BLOCK_N
+        start = slope * (key0 - rows.row0 - ahead_of(rows.work, a, C)).to(gl.float32)
+        column = columns_from(start, slope, C.BLOCK_N, LAYOUT)
+        return gl.broadcast(column[None, :], gl.zeros([64, 1], gl.float32, LAYOUT))[0]
+    else:
+        return zeros(C.BLOCK_N)
+
+
+@gluon.jit
+def issue_scores(q, n, token, C: gl.constexpr):
+    """S(n), issued: a sum of products over the columns, those in registers first, from what `first_scores` gives."""
     FRAGMENTS: gl.constexpr = len(q.fragments)
     IN_REGISTERS: gl.constexpr = C.Q_IN_REGISTERS if FRAGMENTS > 0 else 0
     COLUMNS: gl.constexpr = C.QK_COLUMNS if C.QK_COLUMNS > 0 else C.BLOCK_D
     SPANS: gl.constexpr = spans(0, IN_REGISTERS) + spans(IN_REGISTERS, COLUMNS)
-    token = zeros(C.BLOCK_N)
     k_tile = matrix(q.rings.k, n)
     for i in gl.static_range(len(SPANS)):
         keys = columns(k_tile, SPANS[i][0], SPANS[i][1]).permute((1, 0))
         if i < FRAGMENTS:
-            token = warpgroup_mma(q.fragments[i], keys, token, use_acc=i > 0, is_async=True)
+            token = warpgroup_mma(q.fragments[i], keys, token, use_acc=C.ALIBI_FIRST or i > 0, is_async=True)
         else:
             part = columns(q.tile, SPANS[i][0], SPANS[i][1])
-            token = warpgroup_mma(part, keys, token, use_acc=i > 0, is_async=True)
+            token = warpgroup_mma(part, keys, token, use_acc=C.ALIBI_FIRST or i > 0, is_async=True)
     return token
+
+
+@gluon.jit
+def load_bias(rings, n, C: gl.constexpr):
+    """A bias's n-th tile from shared memory, as its numbers stand there."""
+    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
+    ring = bias_ring(rings)
+    wait_full(ring, n)
+    return matrix(ring, n).load(LAYOUT)
+
+
+@gluon.constexpr_function
+def _unpack_pair(dtype):
+    if dtype == gl.bfloat16:
+        both = "mov.b32 w, {$2, $3}; shl.b32 t, w, 16; mov.b32 $0, t; and.b32 t, w, 0xFFFF0000; mov.b32 $1, t;"
+        return "{ .reg .b32 w, t; " + both + " }"
+    return "{ cvt.f32.f16 $0, $2; cvt.f32.f16 $1, $3; }"
+
+
+@gluon.jit
+def unpacked(bias, C: gl.constexpr):
+    """A tile [64, N] of 16-bit numbers as fp32: one instruction each, of words that the compiler would take apart first."""
+    ASM: gl.constexpr = _unpack_pair(bias.dtype)
+    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
+    even, odd = gl.split(gl.reshape(bias.to(gl.int16, bitcast=True), [64, C.BLOCK_N // 2, 2]))
+    even, odd = gl.inline_asm_elementwise(
+        ASM, "=f,=f,h,h", [even, odd], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+    )
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [64, C.BLOCK_N]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def weights(s_tile, m, MASKED: gl.constexpr, a, C: gl.constexpr):
     """See softmax_step; with a bias scores are in natural units."""
     if C.BIAS != "":
-        return natural_softmax_step(s_tile, m)
+        return natural_softmax_step(s_tile, m, C)
     else:
         return softmax_step(s_tile, m, exp2_scale(a, C), MASKED)
 
@@ -183,10 +228,12 @@ def key_words(rows, key0, a, C: gl.constexpr):
     LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
     if C.LISTS is not None:
         return visible_keys(rows.work, rows.row0, key0, a, LAYOUT, C)
-    elif C.VARLEN:
+    elif C.VARLEN or C.WORDS:
         like = no_words(C.BLOCK_N, LAYOUT)
         q = rows_of_words(like, opaque(rows.row0))
-        return interval_words(key_lo(rows.band, q, C) - key0, key_hi(rows.band, q, C) - key0, like)
+        lo = key_lo(rows.band, q, C) - key0
+        hi = key_hi(rows.band, q, C) - key0
+        return quad_words(lo, hi, like, C.BLOCK_N) if C.QUADS else interval_words(lo, hi, like)
     else:
         return rows.row0
 
@@ -194,20 +241,24 @@ def key_words(rows, key0, a, C: gl.constexpr):
 @gluon.jit
 def visible_scores(s_tile, rows, key0, words, C: gl.constexpr):
     """-inf where a row does not see a key; `words` as of `key_words`."""
-    if C.LISTS is not None or C.VARLEN:
+    if C.LISTS is not None or C.VARLEN or C.WORDS:
         return where_set(words, s_tile, -INF)
     else:
         return masked(s_tile, rows.band, rows.row0, key0, C)
 
 
 @gluon.jit
-def first_softmax(s_tile, rows, key0, words, a, C: gl.constexpr):
+def first_softmax(s_tile, q, n, rows, key0, words, a, WG: gl.constexpr, C: gl.constexpr):
     """Weights, maximum, sums and statistics of a work tile's first key tile; `words` as of `key_words`."""
     S_LAYOUT: gl.constexpr = s_tile.type.layout
     s_tile = scores(s_tile, a, C)
-    if C.BIAS != "":
+    if C.BIAS_STAGES > 0:
+        bias = load_bias(q.rings, n * C.WARPGROUPS + WG, C)
+        s_tile = s_tile + unpacked(bias, C)
+        release(bias_ring(q.rings), n * C.WARPGROUPS + WG)
+    elif C.BIAS != "":
         s_tile = add_by_row(s_tile, rows.work, rows.row0, key0, a, False, C)
-    if C.ALIBI != "":
+    if C.ALIBI != "" and not C.ALIBI_FIRST:
         slope = slope_of(rows.work.b, rows.work.h, a)
         s_tile = with_alibi(s_tile, slope, ahead_of(rows.work, a, C), rows.row0, key0, C)
     if C.LISTS is not None or C.TERMS > 0 or C.VARLEN or C.TAIL:
@@ -216,7 +267,9 @@ def first_softmax(s_tile, rows, key0, words, a, C: gl.constexpr):
     p_tile, m, _, top = weights(s_tile, m, True, a, C)
     l = lane_sum(p_tile)
     seen = first_seen(s_tile, p_tile, m, top, a, C)
-    if C.DROPOUT:
+    if C.QUADS:
+        p_tile = drop_quads(p_tile, rows.row0, key0, rows.work.b, rows.work.h, a, C)
+    elif C.DROPOUT:
         kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
         p_tile = dropped(p_tile, kept, True)
     return p_tile, m, l, seen
@@ -228,15 +281,15 @@ def first_state(o_tile, p_tile, m, l, seen, dtype: gl.constexpr):
 
 
 @gluon.jit
-def first_step(q, n, rows, key0, a, C: gl.constexpr):
+def first_step(q, n, rows, key0, a, WG: gl.constexpr, C: gl.constexpr):
     """The first key tile of a program's first work tile: nothing is in flight yet."""
     k_ring = q.rings.k
     wait_full(k_ring, n)
-    s_token = issue_scores(q, n, C)
+    s_token = issue_scores(q, n, first_scores(rows, key0, a, C), C)
     words = key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, N]
     release(k_ring, n)
-    p_tile, m, l, seen = first_softmax(s_tile, rows, key0, words, a, C)
+    p_tile, m, l, seen = first_softmax(s_tile, q, n, rows, key0, words, a, WG, C)
     return first_state(zeros(C.BLOCK_DV), p_tile, m, l, seen, k_ring.tiles.dtype)
 
 
@@ -250,11 +303,12 @@ def issue_pv(state, v_ring, n, C: gl.constexpr):
 
 
 @gluon.jit
-def issue(state, q, n, before, WG: gl.constexpr, C: gl.constexpr):
+def issue(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.constexpr):
     """S(n), and the product with the value tile before it, issued. In ping-pong the warpgroups do so in turns."""
+    token = first_scores(rows, key0, a, C)
     if C.PINGPONG:
         named_barrier("sync", PINGPONG_BARRIER + WG)
-    s_token = issue_scores(q, n, C)
+    s_token = issue_scores(q, n, token, C)
     o_token, p_tile = issue_pv(state, q.rings.v, before, C)
     if C.PINGPONG:
         named_barrier("arrive", PINGPONG_BARRIER + (1 - WG))
@@ -265,24 +319,30 @@ def issue(state, q, n, before, WG: gl.constexpr, C: gl.constexpr):
 def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """Key tile n, which has landed; `more`: another follows. key0 is its first key, or its place in a list."""
     k_ring = q.rings.k
-    s_token, o_token, old_p = issue(state, q, n, n - 1, WG, C)
+    s_token, o_token, old_p = issue(state, q, n, n - 1, rows, key0, a, WG, C)
     if MASKED:
         words = key_words(rows, key0, a, C)
-    if C.ALIBI != "":
+    if C.ALIBI != "" and not C.ALIBI_FIRST:
         slope = slope_of(rows.work.b, rows.work.h, a)
         ahead = ahead_of(rows.work, a, C)
-    if C.DROPOUT:
+    if C.DROPOUT and not C.QUADS:
         kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
-    if is_paired(C.BIAS):
+    if C.BIAS_STAGES > 0:
+        bias = load_bias(q.rings, n * C.WARPGROUPS + WG, C)
+    elif is_paired(C.BIAS):
         bias = load_by_row(rows.work, rows.row0, key0, a, C.BLOCK_N, not MASKED, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)
+    if C.BIAS_STAGES > 0:
+        release(bias_ring(q.rings), n * C.WARPGROUPS + WG)
     if C.RELEASE_Q_EARLY:
         release(q.rings.q, q.n, not more)
     s_tile = scores(s_tile, a, C)
-    if C.ALIBI != "":
+    if C.ALIBI != "" and not C.ALIBI_FIRST:
         s_tile = with_alibi(s_tile, slope, ahead, rows.row0, key0, C)
-    if is_paired(C.BIAS):
+    if C.BIAS_STAGES > 0:
+        s_tile = s_tile + unpacked(bias, C)
+    elif is_paired(C.BIAS):
         s_tile = s_tile + as_scores(bias, C.BLOCK_N, C)
     elif C.BIAS != "":
         s_tile = add_by_row(s_tile, rows.work, rows.row0, key0, a, not MASKED, C)
@@ -292,7 +352,9 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     added = lane_sum(p_tile)
     seen = next_seen(state, s_tile, p_tile, (m, rescale, top), MASKED, a, C)
     l = state.l * rows_of(rescale, added) + added
-    if C.DROPOUT:
+    if C.QUADS:
+        p_tile = drop_quads(p_tile, rows.row0, key0, rows.work.b, rows.work.h, a, C)
+    elif C.DROPOUT:
         p_tile = dropped(p_tile, kept, True)
     # The wait for the next key tile is a loop, hence the boundary of a basic block: without one ptxas moves all of the
     # softmax below the wait for P·V, and nothing overlaps. Only branches that all threads take alike may stand here.
@@ -310,11 +372,11 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
 def step_into_next(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.constexpr):
     """From one work tile to the next, whose first key tile is n: (the state of the next, the output of this one)."""
     k_ring = q.rings.k
-    s_token, o_token, old_p = issue(state, q, n, before, WG, C)
+    s_token, o_token, old_p = issue(state, q, n, before, rows, key0, a, WG, C)
     words = key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
     release(k_ring, n)
-    p_tile, m, l, seen = first_softmax(s_tile, rows, key0, words, a, C)
+    p_tile, m, l, seen = first_softmax(s_tile, q, n, rows, key0, words, a, WG, C)
     # the queries are there: a boundary as in `step`. The wait for the next keys comes after the release of these values,
     # which the producer may need first
     wait_full(q.rings.q, q.n)

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.compat import gl, gluon
 from tilewise.backends.hopper.lists import first_tile, next_listed, row_of, tile_number
-from tilewise.backends.hopper.ring import fill
+from tilewise.backends.hopper.quads import fill_quads
+from tilewise.backends.hopper.ring import bias_ring, fill, fill_bias
 from tilewise.backends.hopper.work_tile import beyond_keys, divide, locate, tile_at
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, rings, a, C: gl.constexpr):
+def fill_keys(ring, desc, n, b, h, row, C: gl.constexpr):
+    if C.QUADS:
+        fill_quads(ring, desc, n, b, h, row)
+    else:
+        fill(ring, desc, n, b, h, row)
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, b_desc, rings, a, C: gl.constexpr):
     """Queries once per work tile, then its keys and values: from the right to the left, or in the order of a list. Rows beyond a
     tensor arrive as zeros."""
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
@@ -38,6 +47,11 @@ def produce(q_desc, k_desc, v_desc, rings, a, C: gl.constexpr):
         else:
             for j in range(work.count):
                 at = work.k_start + (work.last - 1 - j) * C.BLOCK_N
-                fill(rings.k, k_desc, kv_base + j, work.row, kv_h, at)
-                fill(rings.v, v_desc, kv_base + j, work.row, kv_h, at)
+                fill_keys(rings.k, k_desc, kv_base + j, work.row, kv_h, at, C)
+                if C.BIAS_STAGES > 0:
+                    for w in gl.static_range(WARPGROUPS):
+                        n = (kv_base + j) * WARPGROUPS + w
+                        b, h = work.b * a.bias_b, work.h * a.bias_h
+                        fill_bias(bias_ring(rings), b_desc[0], n, b, h, work.m0 + 64 * w, at)
+                fill_keys(rings.v, v_desc, kv_base + j, work.row, kv_h, at, C)
         kv_base += work.count

@@ -21,6 +21,7 @@ class Rings:
     q: Ring  # tiles of 64 rows, one for each warpgroup
     k: Ring
     v: Ring
+    bias: gl.tuple  # the parts of a ring of tiles [64, N] where there is one, one for each warpgroup
 
 
 @aggregate
@@ -90,6 +91,20 @@ def fill(ring, desc, n, b, h, row):
     """Load the n-th tile once its stage is free."""
     mbarrier.wait(ring.empty.index(stage(ring, n)), phase(ring, n) ^ 1)
     fill_free(ring, desc, n, b, h, row)
+
+
+@gluon.jit
+def bias_ring(rings):
+    return Ring(tiles=rings.bias[0], full=rings.bias[1], empty=rings.bias[2])
+
+
+@gluon.jit
+def fill_bias(ring, desc, n, b, h, row, key):
+    """Load the n-th tile of a bias once its stage is free."""
+    at = stage(ring, n)
+    mbarrier.wait(ring.empty.index(at), phase(ring, n) ^ 1)
+    mbarrier.expect(ring.full.index(at), desc.block_type.nbytes)
+    tma_load(desc, [b, h, row, key], ring.full.index(at), ring.tiles.index(at))
 
 
 @gluon.jit

@@ -70,7 +70,7 @@ def ring_bytes(barriers: Iterable[int]) -> int:
 
 def handed_over(kernel: str, config: Any, mask: IntervalMask) -> int:
     """Bytes that the first warps leave for the others."""
-    if kernel == "forward_kernel":
+    if kernel in ("forward_kernel", "biased_kernel"):
         return forward_views(config) + forward_arguments(config, mask)
     if kernel == "queries_kernel":
         return queries_views() + queries_arguments(config, mask)
@@ -98,19 +98,22 @@ def tile_arguments(config: Any) -> int:
 
 def bias_arguments(config: Any) -> int:
     """What reads a bias, which of a split kernel the first warps do alone, and its flag."""
+    if getattr(config, "BIAS_STAGES", 0):
+        return 2 * NUMBER + POINTER + NUMBER
     numbers = 4 if config.BIAS.endswith("s") else 3
     read = 0 if getattr(config, "SPLIT", False) else 3 * POINTER + numbers * NUMBER
     return read + POINTER + NUMBER
 
 
 def forward_views(config: Config) -> int:
-    return 4 * POINTER + 4 * TILE + 6 * VECTOR
+    return 4 * POINTER + 4 * TILE + 6 * VECTOR + (POINTER + TILE + 2 * VECTOR if config.BIAS_STAGES else 0)
 
 
 def forward_arguments(config: Config, mask: IntervalMask) -> int:
     numbers = 2 + 1 + 1 + 1  # of the group's divisor; queries, last block, scale
     numbers += config.TERMS == 0 or config.UNSEEN_KEYS or (config.ALIBI != "" and not config.VARLEN)  # keys
     numbers += not config.VARLEN or (config.TERMS > 0 and config.Q_STAGES > 1)  # last query
+    numbers += config.ALIBI_FIRST
     packed = ROWS if config.VARLEN else 0
     features = POINTER * (config.SINKS + {"": 0, "max": 1, "entropy": 3}[config.STATS])
     return POINTER + NUMBER * numbers + packed + features + terms_bytes(mask, 4) + tile_arguments(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tilewise.backends.hopper.compat import gl, gluon
+from tilewise.backends.hopper.quads import key_of_column
 from tilewise.backends.hopper.work_tile import key_hi, key_lo
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -44,7 +45,8 @@ def exp2_scale(a, C: gl.constexpr):
 def masked(s_tile, band, row0, key0, C: gl.constexpr):
     """-inf where a row does not see a key."""
     LAYOUT: gl.constexpr = s_tile.type.layout
-    k = key0 + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    k = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    k = key0 + (key_of_column(k, C.BLOCK_N) if C.QUADS else k)
     if C.LEFT:
         q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         lo = key_lo(band, q, C)

@@ -105,6 +105,7 @@ class Arguments(NamedTuple):
     sinks_ptr: Any = None  # (H,) fp32
     alibi_ptr: Any = None  # slopes, fp32: (H,), or (B, H)
     alibi_b: int | None = None  # from one sequence to the next
+    alibi_unit: float | None = None  # from units of log 2 to those of products q·k
     seed_ptr: Any = None  # of dropout, two words of 32 bits
     drop_below: int | None = None  # Philox words below it are dropped; 32 bits with a sign
     keep_scale: float | None = None  # 1 / (1 - p)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.arguments import LOG2E, blocks_of, largest_divisor, tile_arguments
 from tilewise.backends.hopper.backward.choose import visiting_queries
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
@@ -13,7 +14,7 @@ from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import list_arguments
 from tilewise.backends.hopper.plan import config_of, tiles
 from tilewise.backends.hopper.structs import Arguments, Divisor, Plane, PrePostArguments, Rows
-from tilewise.backends.hopper.tile_order import tile_order, visited_keys
+from tilewise.backends.hopper.tile_order import best_order, tile_order, visited_keys
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
 
@@ -82,7 +83,11 @@ def grad_arguments(
             times = visiting[::-1] * problem.group
         else:
             times = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
-        order = tile_order(times, heads, heads_together(problem, config, heads), programs)[0]
+        together = heads_together(problem, config, heads)
+        if variants.wanted("order"):
+            order = best_order(times, heads, tuple(n for n in range(together, heads + 1) if heads % n == 0), programs)
+        else:
+            order = tile_order(times, heads, together, programs)[0]
     rows = Rows(pointer(problem.dtype), 0, 0, 0) if problem.varlen else None
     return Arguments(
         lse_ptr=None,
