@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilewise.backends.gpu.lists import list_layout
-from tilewise.backends.hopper.config import NARROW, Config, tiles_for, used_columns
+from tilewise.backends.hopper.config import NARROW, Config, tiles_for, tried, used_columns, variants
 from tilewise.backends.hopper.features import alibi_form, bias_form, statistics_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, unseen_keys
 from tilewise.backends.hopper.list_plan import hides_in_tiles
@@ -109,6 +109,8 @@ def planned(problem: Problem, mask: IntervalMask, tiles: list[Config]) -> Choice
             return Choice(
                 short, f"{mean:.0f} keys a query tile on average: 64 at a time follow the mask's edge more closely"
             )
+    if first in tried(problem.head_dim, problem.head_dim_v):
+        return Choice(first, "a variant")
     long = [tile for tile in tiles if tile.BLOCK_N == first.BLOCK_N]
     if len(long) == 1:
         return Choice(first, only_reason(first))
@@ -149,6 +151,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         LAZY_RESCALE=lazy,
         Q_IN_REGISTERS=in_registers,
         QK_COLUMNS=used_columns(problem.head_dim, tile.BLOCK_D),
+        V_COLUMNS=used_columns(problem.head_dim_v, tile.BLOCK_DV) if "pieces" in variants() else 0,
         RELEASE_Q_EARLY=in_registers > 0 and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
         TAIL=tail,
         UNSEEN_KEYS=unseen,

@@ -19,7 +19,8 @@ def tile_shapes(name: str, C: Any) -> dict[str, tuple[int, int] | int]:
     """A kernel's descriptors: rows and columns of a tile, or the length of a vector of fp32."""
     keys = {"k_desc": (C.BLOCK_N, C.BLOCK_D), "v_desc": (C.BLOCK_N, C.BLOCK_DV)}
     if name == "forward_kernel":
-        return {"q_desc": (64, C.BLOCK_D), **keys, "o_desc": (64, C.O_COLUMNS)}
+        width = C.QK_UNIT or C.BLOCK_D
+        return {"q_desc": (64, width), **keys, "k_desc": (C.BLOCK_N, width), "o_desc": (64, C.O_COLUMNS)}
     if name == "queries_kernel":
         return {"q_desc": (64, C.BLOCK_D), "do_desc": (64, C.BLOCK_DV), **keys, "dq_desc": (64, C.BLOCK_D)}
     if name in ("keys_kernel", "split_kernel"):

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
+
+VARIANTS = frozenset(os.environ.get("TILEWISE_HOPPER_VARIANTS", "").replace(",", " ").split())
+"""Ways to compute that are tried and not yet chosen: see `variants`."""
+
+
+def variants() -> frozenset[str]:
+    """Of these words those that are asked for.
+
+    pieces: columns of results in pieces where the head dim is no power of two, and not padded
+    units: queries and keys of 192 columns in shared memory without padding, so 128 keys at a time
+    cap: softcap by one exponential and one reciprocal
+    three: 192 queries at more than 64 columns, with pieces
+    keys256, four: at up to 32 columns 256 keys for each of two warpgroups, or four warpgroups with 64
+    """
+    return VARIANTS
+
 
 SHARED_BYTES = 227 * 1024
 """Shared memory one program may have on compute capability 9.0."""
@@ -26,6 +43,8 @@ class Config(NamedTuple):
     O_COLUMNS: int  # columns of the output that are stored at a time
     Q_IN_REGISTERS: int = 0  # columns of the queries; the others are read from shared memory for every key tile
     QK_COLUMNS: int = 0  # of q and k that are multiplied where the last of BLOCK_D are zeros; 0: all
+    QK_UNIT: int = 0  # q and k lie in shared memory as matrices of so many columns, side by side: BLOCK_D is no power of two
+    V_COLUMNS: int = 0  # of v, and so of the output, where the last of BLOCK_DV are zeros; 0: all
     RELEASE_Q_EARLY: bool = False  # when the last scores are there: one barrier more for every key tile
     LAZY_RESCALE: bool = True  # the output is rescaled under the next Q·Kᵀ, by warps that have to; else before, by all
     TERMS: int = 0  # of the mask
@@ -117,7 +136,23 @@ def tiles_for(head_dim: int, head_dim_v: int) -> tuple[Config, ...]:
     """All tiles for head dims up to 256: two warpgroups first, then half of their keys, then three warpgroups."""
     d, dv = padded(head_dim), padded(head_dim_v)
     base = NARROW if (d, dv) == (64, 64) else TABLE[d, dv]
-    return tuple(dict.fromkeys((base, shortened(base), TABLE[d, dv], *THREE_SHORT.get((d, dv), ()))))
+    own = tried(head_dim, head_dim_v)
+    return tuple(dict.fromkeys((*own, base, shortened(base), TABLE[d, dv], *THREE_SHORT.get((d, dv), ()))))
+
+
+def tried(head_dim: int, head_dim_v: int) -> list[Config]:
+    """Tiles of variants."""
+    wanted, found = variants(), []
+    if "units" in wanted and 128 < head_dim <= 192 and 64 < head_dim_v <= 128:
+        found.append(UNITS_192)
+    if "three" in wanted and 64 < max(head_dim, head_dim_v) <= 96:
+        found.append(TABLE[128, 128]._replace(WARPGROUPS=3, REGISTERS=(160, 32), Q_STAGES=1, PINGPONG=False))
+    if max(head_dim, head_dim_v) <= 32:
+        if "keys256" in wanted:
+            found.append(NARROW._replace(BLOCK_N=256))
+        if "four" in wanted:
+            found.append(NARROW._replace(WARPGROUPS=4, BLOCK_N=64, KV_STAGES=4, REGISTERS=(112, 32)))
+    return found
 
 
 THREE_SHORT = {
@@ -125,3 +160,5 @@ THREE_SHORT = {
     (128, 128): (shortened(TABLE[128, 128])._replace(WARPGROUPS=3, REGISTERS=(160, 32), Q_STAGES=1),),
 }
 """Three warpgroups with 64 keys, for who asks for them."""
+UNITS_192 = TABLE[128, 128]._replace(BLOCK_D=192, QK_UNIT=64, Q_STAGES=1, O_COLUMNS=64)
+"""Three matrices of 64 columns side by side for queries and for keys: no column is padded, so 128 keys find shared memory."""

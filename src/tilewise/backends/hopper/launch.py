@@ -17,6 +17,7 @@ from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import MaskArgs
 from tilewise.backends.hopper.arguments import CLUSTER_BYTES, ForwardPlan, heads_together, make_plan
 from tilewise.backends.hopper.compile import compile_kernel
+from tilewise.backends.hopper.config import variants
 from tilewise.backends.hopper.feature_launch import (
     NONE,
     Features,
@@ -40,7 +41,7 @@ from tilewise.problem import Problem
 def run_forward(problem: Problem, inputs: Inputs, stats: Features = NONE) -> tuple[Tensor, Tensor]:
     """out and lse of a supported problem, on the current stream; `stats`: the arguments that statistics are written to."""
     q, k, v = inputs[:3]
-    key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride(), features_key(inputs))
+    key = ("hopper forward", variants(), q.device, q.stride(), k.stride(), v.stride(), features_key(inputs))
     if is_listed(problem):
         return run_listed(problem, inputs, key, stats)
     return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, inputs)), stats)
@@ -146,8 +147,8 @@ def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...]) -> Launc
         out=None if cu_q is None else packed_rows(out),
     )
     maps = (
-        Descriptor.of(q, 64, config.BLOCK_D),
-        Descriptor.of(k, config.BLOCK_N, config.BLOCK_D),
+        Descriptor.of(q, 64, config.QK_UNIT or config.BLOCK_D),
+        Descriptor.of(k, config.BLOCK_N, config.QK_UNIT or config.BLOCK_D),
         Descriptor.of(v, config.BLOCK_N, config.BLOCK_DV),
         Descriptor.of(out, 64, config.O_COLUMNS),
     )

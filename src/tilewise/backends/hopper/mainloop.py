@@ -25,7 +25,7 @@ from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words, where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import tile_number
-from tilewise.backends.hopper.ring import Rings, matrix, release, wait_full
+from tilewise.backends.hopper.ring import Rings, matrix, release, stage, units, wait_full
 from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
 from tilewise.backends.hopper.statistics import first_seen, next_seen
 from tilewise.backends.hopper.work_tile import Band, WorkTile, key_hi, key_lo
@@ -36,7 +36,7 @@ from tilewise.backends.hopper.zeroing import zero_unseen_listed
 class State:
     """The online softmax of a warpgroup, from one key tile to the next."""
 
-    o: gl.tensor  # [64, DV] fp32 accumulator
+    o: gl.tuple  # fp32 accumulators [64, width], side by side
     p: gl.tensor  # [64, N / 2] words of two weights not yet in o
     m: gl.tensor  # [64]
     l: gl.tensor  # [64, 4], partial sums by lane
@@ -59,7 +59,7 @@ class Queries:
 
     rings: Rings
     n: gl.tensor  # their number in the ring
-    tile: gl.shared_memory_descriptor  # [64, D]
+    tile: gl.tuple  # of [64, width], side by side
     fragments: gl.tuple  # of [64, width], left operands
 
 
@@ -83,11 +83,11 @@ def zeros(n: gl.constexpr):
 
 
 @gluon.constexpr_function
-def spans(first, last):
-    """Columns [first, last) as (first, width), the widths powers of two that divide their first."""
+def spans(first, last, most=256):
+    """Columns [first, last) as (first, width), the widths powers of two up to `most` that divide their first."""
     parts = []
     while first < last:
-        width = 1 << (last - first).bit_length() - 1
+        width = min(most, 1 << (last - first).bit_length() - 1)
         width = min(width, first & -first) if first else width
         parts.append((first, width))
         first += width
@@ -114,12 +114,19 @@ def packed(p_tile, dtype: gl.constexpr):
 def as_operand(words, dtype: gl.constexpr, C: gl.constexpr):
     """Packed weights as the left operand of a product."""
     N: gl.constexpr = C.BLOCK_N
-    LAYOUT: gl.constexpr = left_operand(C.BLOCK_DV)
+    LAYOUT: gl.constexpr = left_operand(output_spans(C)[0][1])
     even, odd = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
     )
     p_tile = gl.reshape(gl.join(even, odd), [64, N]).to(dtype, bitcast=True)
     return gl.convert_layout(p_tile, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def operand_for(x_tile, n: gl.constexpr):
+    """A left operand as that of a product of n columns: the same registers."""
+    LAYOUT: gl.constexpr = left_operand(n)
+    return gl.convert_layout(x_tile, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -139,13 +146,36 @@ def columns(tile, FIRST: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def columns_of(tiles, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """The same of matrices that lie side by side; the columns are of one."""
+    UNIT: gl.constexpr = tiles[0].type.shape[1]
+    return columns(tiles[FIRST // UNIT], FIRST % UNIT, WIDTH)
+
+
+@gluon.constexpr_function
+def output_spans(C):
+    """The output's columns by accumulator."""
+    return spans(0, C.V_COLUMNS if C.V_COLUMNS > 0 else C.BLOCK_DV)
+
+
+@gluon.jit
+def no_output(C: gl.constexpr):
+    """The output before any key, by accumulator."""
+    SPANS: gl.constexpr = output_spans(C)
+    parts = ()
+    for i in gl.static_range(len(SPANS)):
+        parts += (zeros(SPANS[i][1]),)
+    return parts
+
+
+@gluon.jit
 def load_fragments(q_tile, C: gl.constexpr):
     """The first columns of the queries from shared memory to registers."""
     LAYOUT: gl.constexpr = left_operand(C.BLOCK_N)
     SPANS: gl.constexpr = spans(0, C.Q_IN_REGISTERS)
     fragments = ()
     for i in gl.static_range(len(SPANS)):
-        fragments += (columns(q_tile, SPANS[i][0], SPANS[i][1]).load(LAYOUT),)
+        fragments += (columns_of(q_tile, SPANS[i][0], SPANS[i][1]).load(LAYOUT),)
     return fragments
 
 
@@ -155,15 +185,16 @@ def issue_scores(q, n, C: gl.constexpr):
     FRAGMENTS: gl.constexpr = len(q.fragments)
     IN_REGISTERS: gl.constexpr = C.Q_IN_REGISTERS if FRAGMENTS > 0 else 0
     COLUMNS: gl.constexpr = C.QK_COLUMNS if C.QK_COLUMNS > 0 else C.BLOCK_D
-    SPANS: gl.constexpr = spans(0, IN_REGISTERS) + spans(IN_REGISTERS, COLUMNS)
+    MOST: gl.constexpr = C.QK_UNIT if C.QK_UNIT > 0 else 256
+    SPANS: gl.constexpr = spans(0, IN_REGISTERS) + spans(IN_REGISTERS, COLUMNS, MOST)
     token = zeros(C.BLOCK_N)
-    k_tile = matrix(q.rings.k, n)
+    k_tile = units(q.rings.k, stage(q.rings.k, n))
     for i in gl.static_range(len(SPANS)):
-        keys = columns(k_tile, SPANS[i][0], SPANS[i][1]).permute((1, 0))
+        keys = columns_of(k_tile, SPANS[i][0], SPANS[i][1]).permute((1, 0))
         if i < FRAGMENTS:
             token = warpgroup_mma(q.fragments[i], keys, token, use_acc=i > 0, is_async=True)
         else:
-            part = columns(q.tile, SPANS[i][0], SPANS[i][1])
+            part = columns_of(q.tile, SPANS[i][0], SPANS[i][1])
             token = warpgroup_mma(part, keys, token, use_acc=i > 0, is_async=True)
     return token
 
@@ -237,16 +268,43 @@ def first_step(q, n, rows, key0, a, C: gl.constexpr):
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, N]
     release(k_ring, n)
     p_tile, m, l, seen = first_softmax(s_tile, rows, key0, words, a, C)
-    return first_state(zeros(C.BLOCK_DV), p_tile, m, l, seen, k_ring.tiles.dtype)
+    return first_state(no_output(C), p_tile, m, l, seen, k_ring.tiles.dtype)
 
 
 @gluon.jit
 def issue_pv(state, v_ring, n, C: gl.constexpr):
-    """O += P·V of value tile n, issued, and P as its operand."""
+    """O += P·V of value tile n, issued by accumulator, and P as its operand."""
+    SPANS: gl.constexpr = output_spans(C)
     wait_full(v_ring, n)
     p_tile = as_operand(state.p, v_ring.tiles.dtype, C)
-    o_tile = rescale_output(state.o, rows_of(state.rescale, state.o), C) if C.LAZY_RESCALE else state.o
-    return warpgroup_mma(p_tile, matrix(v_ring, n), o_tile, is_async=True), p_tile
+    v_tile = matrix(v_ring, n)
+    tokens = ()
+    for i in gl.static_range(len(SPANS)):
+        o_part = state.o[i]
+        if C.LAZY_RESCALE:
+            o_part = rescale_output(o_part, rows_of(state.rescale, o_part), SPANS[i][1])
+        v_part = columns(v_tile, SPANS[i][0], SPANS[i][1])
+        tokens += (warpgroup_mma(operand_for(p_tile, SPANS[i][1]), v_part, o_part, is_async=True),)
+    return tokens, p_tile
+
+
+@gluon.jit
+def await_output(tokens, old_p, C: gl.constexpr):
+    """The output when P·V is done, by accumulator."""
+    done = warpgroup_mma_wait(0, deps=tokens + (old_p,))
+    parts = ()
+    for i in gl.static_range(len(output_spans(C))):
+        parts += (done[i],)
+    return parts
+
+
+@gluon.jit
+def rescaled_now(parts, rescale, C: gl.constexpr):
+    """The output times a factor by row."""
+    found = ()
+    for i in gl.static_range(len(output_spans(C))):
+        found += (parts[i] * rows_of(rescale, parts[i]),)
+    return found
 
 
 @gluon.jit
@@ -275,7 +333,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
         kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
     if is_paired(C.BIAS):
         bias = load_by_row(rows.work, rows.row0, key0, a, C.BLOCK_N, not MASKED, C)
-    s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
+    s_tile = warpgroup_mma_wait(len(output_spans(C)), deps=[s_token])  # [64, N]
     release(k_ring, n)
     if C.RELEASE_Q_EARLY:
         release(q.rings.q, q.n, not more)
@@ -297,12 +355,12 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     # The wait for the next key tile is a loop, hence the boundary of a basic block: without one ptxas moves all of the
     # softmax below the wait for P·V, and nothing overlaps. Only branches that all threads take alike may stand here.
     wait_full(k_ring, n + 1, more)
-    o_tile, _ = warpgroup_mma_wait(0, deps=[o_token, old_p])
+    o_tile = await_output(o_token, old_p, C)
     release(q.rings.v, n - 1)
     if MASKED and C.LISTS is not None and C.UNSEEN_KEYS:
         zero_unseen_listed(q.rings.v, n, tile_number(key0) * C.BLOCK_N, rows.work, a, C)
     if not C.LAZY_RESCALE:
-        o_tile = o_tile * rows_of(rescale, o_tile)
+        o_tile = rescaled_now(o_tile, rescale, C)
     return State(o=o_tile, p=packed(p_tile, k_ring.tiles.dtype), m=m, l=l, rescale=rescale, seen=seen)
 
 
@@ -312,21 +370,21 @@ def step_into_next(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.c
     k_ring = q.rings.k
     s_token, o_token, old_p = issue(state, q, n, before, WG, C)
     words = key_words(rows, key0, a, C)
-    s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
+    s_tile = warpgroup_mma_wait(len(output_spans(C)), deps=[s_token])  # [64, N]
     release(k_ring, n)
     p_tile, m, l, seen = first_softmax(s_tile, rows, key0, words, a, C)
     # the queries are there: a boundary as in `step`. The wait for the next keys comes after the release of these values,
     # which the producer may need first
     wait_full(q.rings.q, q.n)
-    o_tile, _ = warpgroup_mma_wait(0, deps=[o_token, old_p])
+    o_tile = await_output(o_token, old_p, C)
     release(q.rings.v, before)
-    return first_state(zeros(C.BLOCK_DV), p_tile, m, l, seen, k_ring.tiles.dtype), o_tile
+    return first_state(no_output(C), p_tile, m, l, seen, k_ring.tiles.dtype), o_tile
 
 
 @gluon.jit
 def last_output(state, v_ring, n, C: gl.constexpr):
     """The output of a program's last work tile, whose last value tile is n."""
-    o_token, _ = issue_pv(state, v_ring, n, C)
-    o_tile = warpgroup_mma_wait(0, deps=[o_token])
+    o_token, p_tile = issue_pv(state, v_ring, n, C)
+    o_tile = await_output(o_token, p_tile, C)
     release(v_ring, n)
     return o_tile

@@ -106,13 +106,13 @@ def _rescale_operands(n):
 
 
 @gluon.jit
-def rescale_output(o_tile, factor, C: gl.constexpr):
-    """The accumulator [64, DV] of a warpgroup times a factor [64, 1] per row; a warp whose factors are all 1 skips it.
+def rescale_output(o_tile, factor, WIDTH: gl.constexpr):
+    """An accumulator [64, WIDTH] of a warpgroup times a factor [64, 1] per row; a warp whose factors are all 1 skips it.
 
     Factors other than 1 are rare once a row has seen a key, so each warp checks its 16 rows first. The branch is inside one piece
     of assembly: Gluon's own branches are taken by a whole role, whose warps would first have to agree.
     """
-    N: gl.constexpr = C.BLOCK_DV // 2  # numbers of a thread
+    N: gl.constexpr = WIDTH // 2  # numbers of a thread
     ASM: gl.constexpr = _rescale(N)
     OPERANDS: gl.constexpr = _rescale_operands(N)
     return gl.inline_asm_elementwise(ASM, OPERANDS, [o_tile, factor], dtype=gl.float32, is_pure=True, pack=N)

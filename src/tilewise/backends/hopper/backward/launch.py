@@ -14,6 +14,7 @@ from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import MaskArgs
 from tilewise.backends.hopper.backward.arguments import BackwardPlan, Step, heads_together, make_plan
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
+from tilewise.backends.hopper.config import variants
 from tilewise.backends.hopper.feature_launch import (
     NONE,
     Features,
@@ -80,7 +81,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     lse = lse.contiguous()  # a part of the queries may lie within more of them
     q, k, v = inputs[:3]
     strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
-    key = ("hopper backward", q.device, *strides, features_key(inputs), needs.dbias)
+    key = ("hopper backward", variants(), q.device, *strides, features_key(inputs), needs.dbias)
     found = lists_of_steps(problem, inputs)
     key = (*key, *(lists.key for lists in found.values())) if found else key
     recording = recorder.get(problem, key, q.device, partial(plan_on, problem, inputs, given))
