@@ -159,7 +159,8 @@ def run(
             out=Rows(out, out.stride(1), out.stride(2), out.shape[3]) if packed else None,
         )
     )
-    boxes = ((q, 64, C.BLOCK_D), (k, C.BLOCK_N, C.BLOCK_D), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.O_COLUMNS))
+    width = C.QK_UNIT or C.BLOCK_D
+    boxes = ((q, 64, width), (k, C.BLOCK_N, width), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.O_COLUMNS))
     with kernels("tilewise.backends.hopper", "kernel", "mainloop") as (machine, modules):
         extend(modules["mainloop"].gl, machine)
         for program in range(plan.programs):
@@ -185,6 +186,34 @@ def test_results(shape: Shape, tile: Config | None) -> None:
         given = inputs._replace(k=k, v=v)
     out, lse = run(problem, given, tile)
     assert checks.check_forward(problem, inputs, out, lse) == []
+
+
+VARIANTS = [
+    ("pieces", Shape(96, CAUSAL, 300, h=2, hk=1)),
+    ("pieces", Shape(80, sq=150, sk=270, h=2)),
+    ("pieces", Shape(64, CAUSAL, 200, dv=224)),
+    ("pieces", Shape(32, CAUSAL, 500, h=2)),
+    ("pieces", Shape(96, CAUSAL, lengths=((5, 133, 0, 270), (5, 140, 7, 270)))),
+    ("pieces", Shape(80, PAD.format("130, 77"), 100, 300, b=2, poison=(130, 300))),
+    ("pieces three", Shape(96, CAUSAL, 420, h=2)),
+    ("pieces three", Shape(80, sq=300, sk=190)),
+    ("pieces keys256", Shape(32, CAUSAL, 700, h=2)),
+    ("pieces keys256", Shape(32, sq=300, sk=600)),
+    ("pieces four", Shape(32, CAUSAL, 700, h=2)),
+    ("pieces four", Shape(24, sq=300, sk=600)),
+    ("units", Shape(192, CAUSAL, 420, dv=128, h=3)),
+    ("units", Shape(192, sq=300, sk=170, dv=128)),
+    ("units pieces", Shape(176, CAUSAL, 150, 300, dv=96)),
+    ("cap", Shape(64, CAUSAL, 200, softcap=3.0)),
+    ("cap", Shape(256, CAUSAL, 200, h=2, hk=1, softcap=50.0)),
+    ("cap", Shape(128, sq=100, sk=300, softcap=30.0, sinks=True)),
+]
+
+
+@pytest.mark.parametrize(("words", "shape"), VARIANTS, ids=str)
+def test_variants(words: str, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilewise.backends.hopper.config.VARIANTS", frozenset(words.split()))
+    test_results(shape, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

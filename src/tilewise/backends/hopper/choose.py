@@ -102,6 +102,8 @@ def planned(problem: Problem, mask: IntervalMask, tiles: list[Config]) -> Choice
     first, queries, keys = tiles[0], problem.seqlen_q, problem.seqlen_k
     if len(tiles) == 1:
         return Choice(first, only_reason(first))
+    if first in tried(problem.head_dim, problem.head_dim_v):
+        return Choice(first, "a variant")
     if mask.band and not problem.varlen:
         mean = float(visited_keys(mask, first, queries, keys).mean())
         if mean <= SHORT_KEYS:
@@ -109,8 +111,6 @@ def planned(problem: Problem, mask: IntervalMask, tiles: list[Config]) -> Choice
             return Choice(
                 short, f"{mean:.0f} keys a query tile on average: 64 at a time follow the mask's edge more closely"
             )
-    if first in tried(problem.head_dim, problem.head_dim_v):
-        return Choice(first, "a variant")
     long = [tile for tile in tiles if tile.BLOCK_N == first.BLOCK_N]
     if len(long) == 1:
         return Choice(first, only_reason(first))
@@ -155,7 +155,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         RELEASE_Q_EARLY=in_registers > 0 and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
         TAIL=tail,
         UNSEEN_KEYS=unseen,
-        SCORES="softcap" if problem.softcap > 0 else "fold" if folds(problem) else "scale",
+        SCORES=cap_form(problem) if problem.softcap > 0 else "fold" if folds(problem) else "scale",
         SINKS=problem.sinks,
         ALIBI=alibi_form(problem, mask),
         BIAS=bias_form(problem),
@@ -168,6 +168,16 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
 def folds(problem: Problem) -> bool:
     """May the scale be folded into exp2? It must be positive, and nothing come between."""
     return problem.scale > 0 and not problem.alibi and problem.bias is None
+
+
+LARGEST_CAP = 256.0
+"""Up to it softcap by `logistic` moves a score by less than 1e-4."""
+
+
+def cap_form(problem: Problem) -> str:
+    """How a softcap is computed: where nothing is added to scores and it is not huge, without tanh."""
+    plain = not (problem.alibi or problem.stats) and problem.bias is None and problem.softcap <= LARGEST_CAP
+    return "cap" if plain and "cap" in variants() else "softcap"
 
 
 def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:

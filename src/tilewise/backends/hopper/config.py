@@ -14,6 +14,7 @@ def variants() -> frozenset[str]:
 
     pieces: columns of results in pieces where the head dim is no power of two, and not padded
     units: queries and keys of 192 columns in shared memory without padding, so 128 keys at a time
+    held: the backward's keys, as far as registers allow, as operands from there
     cap: softcap by one exponential and one reciprocal
     three: 192 queries at more than 64 columns, with pieces
     keys256, four: at up to 32 columns 256 keys for each of two warpgroups, or four warpgroups with 64
@@ -52,7 +53,8 @@ class Config(NamedTuple):
     LEFT: bool = False  # may they begin after key 0?
     TAIL: bool = False  # without a mask: is the last key tile cut short?
     UNSEEN_KEYS: bool = False  # may there be keys that no query sees?
-    SCORES: str = "fold"  # "fold" the scale into exp2, "scale" first (it is not positive), or "softcap"
+    SCORES: str = "fold"  # "fold" the scale into exp2, "scale" first (it is not positive), "softcap", or
+    # "cap": the same by `logistic`, where nothing is added to scores; they are less by the softcap then
     VARLEN: bool = False
     BOTTOM_RIGHT: bool = False  # bands of packed sequences count from the bottom right corner
     ORDERED: bool = False  # a packed batch whose order of work tiles the device writes

@@ -26,6 +26,8 @@ def add_sink(total, m, sink):
 def normalise(o_tile, l, m, work, a, C: gl.constexpr):
     """(out by accumulator, lse); a row that saw nothing gives (0, -inf)."""
     total = gl.convert_layout(gl.sum(l, 1), m.type.layout, assert_trivial=True)  # [64]
+    if C.SCORES == "cap":
+        m = m - 0.5 * a.scale_log2
     if C.ALIBI == "past":
         m = m - row_excess(m, slope_of(work.b, work.h, a))
     if C.SINKS:
@@ -93,7 +95,8 @@ def store_out(o_desc, o_tile, buffer, work, row0, C: gl.constexpr):
 
 @gluon.jit
 def store_rows(x_tile, rows, h, start, r0, end, INCLUSIVE: gl.constexpr = False, FIRST: gl.constexpr = 0):
-    """Columns from FIRST on of the last rows of a packed sequence one by one, for behind them are those of the next: up to `end`, or with it."""
+    """The last rows of a packed sequence one by one, for behind them are those of the next: up to `end`, or with it. Their
+    columns from FIRST on."""
     LAYOUT: gl.constexpr = x_tile.type.layout
     WIDTH: gl.constexpr = x_tile.type.shape[1]
     r = r0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
@@ -104,15 +107,16 @@ def store_rows(x_tile, rows, h, start, r0, end, INCLUSIVE: gl.constexpr = False,
 
 
 @gluon.jit
-def store_gradient(desc, rows, x_tile, buffer, work, start, r0, length, C: gl.constexpr):
+def store_gradient(desc, rows, parts, buffer, work, start, r0, length, SPANS: gl.constexpr, C: gl.constexpr):
     """64 rows of a gradient, from row r0 of a sequence of `length` on, to memory, through a buffer that is free."""
     if C.VARLEN:
         if r0 + 64 <= length:
-            store_tile(desc, x_tile, buffer, work.row, work.h, start + r0)
+            store_parts(desc, parts, buffer, work.row, work.h, start + r0, SPANS)
         else:
-            store_rows(x_tile, rows, work.h, start, r0, length)
+            for i in gl.static_range(len(SPANS)):
+                store_rows(parts[i], rows, work.h, start, r0, length, False, SPANS[i][0])
     else:
-        store_tile(desc, x_tile, buffer, work.row, work.h, start + r0)
+        store_parts(desc, parts, buffer, work.row, work.h, start + r0, SPANS)
 
 
 @gluon.jit

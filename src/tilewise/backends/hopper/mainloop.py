@@ -291,7 +291,7 @@ def issue_pv(state, v_ring, n, C: gl.constexpr):
 @gluon.jit
 def await_output(tokens, old_p, C: gl.constexpr):
     """The output when P·V is done, by accumulator."""
-    done = warpgroup_mma_wait(0, deps=tokens + (old_p,))
+    done = warpgroup_mma_wait(0, deps=tokens + (old_p,))  # noqa: RUF005
     parts = ()
     for i in gl.static_range(len(output_spans(C))):
         parts += (done[i],)

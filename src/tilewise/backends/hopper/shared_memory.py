@@ -89,7 +89,7 @@ def tile_arguments(config: Any) -> int:
     ordered = (config.BAND and not config.VARLEN) or config.ORDERED or config.LISTS is not None
     which = DIVISOR + NUMBER + (POINTER if ordered else NUMBER)  # blocks; programs; the order, or the number of tiles
     batch = 2 * POINTER + NUMBER if config.VARLEN else DIVISOR  # lengths and their number, or heads
-    slope = NUMBER if config.SCORES == "softcap" else 0
+    slope = NUMBER if config.SCORES in ("softcap", "cap") else 0
     alibi = POINTER + NUMBER if config.ALIBI else 0
     dropout = POINTER + 2 * NUMBER if config.DROPOUT else 0
     bias = bias_arguments(config) if config.BIAS else 0

@@ -22,10 +22,20 @@ def tanh(x):
 
 
 @gluon.jit
+def logistic(x):
+    """1 / (1 + 2**x). With x = -2 log2(e) y it is (1 + tanh y) / 2, to an absolute error of rounding: near 0 tanh is less precise
+    than its own size, which a softcap that is not huge allows."""
+    e = gl.exp2(x)
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def scores(s_tile, a, C: gl.constexpr):
     """Scores that `exp2_scale` turns into logarithms to base 2."""
     if C.SCORES == "softcap":
         return tanh(s_tile * a.softcap_slope) * a.scale_log2
+    elif C.SCORES == "cap":
+        return logistic(s_tile * a.softcap_slope)
     elif C.SCORES == "scale":
         return s_tile * a.scale_log2
     else:
@@ -34,7 +44,7 @@ def scores(s_tile, a, C: gl.constexpr):
 
 @gluon.jit
 def exp2_scale(a, C: gl.constexpr):
-    if C.SCORES == "fold":
+    if C.SCORES == "fold" or C.SCORES == "cap":
         return a.scale_log2
     else:
         return 1.0

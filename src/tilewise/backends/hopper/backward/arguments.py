@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from tilewise.backends.hopper.arguments import LOG2E, blocks_of, largest_divisor, tile_arguments
 from tilewise.backends.hopper.backward.choose import visiting_queries
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
+from tilewise.backends.hopper.choose import cap_form
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.features import BiasForm, gradient_types, prepost_types
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
@@ -96,7 +97,7 @@ def grad_arguments(
         total=blocks * heads,
         programs=programs,
         order=order,
-        scale=float(problem.scale),
+        scale=gradient_scale(problem),
         stats_ptr="*fp32",
         dq_ptr="*fp32",
         dq=rows,
@@ -122,8 +123,18 @@ def prepost_arguments(problem: Problem, config: KeysConfig, stat_blocks: int, wi
         batch=problem.batch,
         len_q=problem.seqlen_q,
         factor=lse_factor(problem, config),
-        scale=float(problem.scale),
+        shift=problem.softcap * LOG2E if capped(problem) else 0.0,
+        scale=gradient_scale(problem),
     )
+
+
+def capped(problem: Problem) -> bool:
+    """Is a softcap computed as "cap"? Then scores are less by it, and their gradients by a factor of 4."""
+    return problem.softcap > 0 and cap_form(problem) == "cap"
+
+
+def gradient_scale(problem: Problem) -> float:
+    return problem.scale * (4.0 if capped(problem) else 1.0)
 
 
 def lse_factor(problem: Problem, config: KeysConfig) -> float:

@@ -20,8 +20,8 @@ from tilewise.backends.hopper.backward.config import (
     QueriesConfig,
     widths,
 )
-from tilewise.backends.hopper.choose import Choice, mask_config
-from tilewise.backends.hopper.config import used_columns
+from tilewise.backends.hopper.choose import Choice, cap_form, mask_config
+from tilewise.backends.hopper.config import used_columns, variants
 from tilewise.backends.hopper.features import alibi_form, bias_form, gradient_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import all_seen, hides_in_tiles
@@ -82,7 +82,10 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
         found = [usual, *([SEPARATE_DQ_SOFTCAP[dims]] if dims == (64, 64) else []), SPLIT[dims]]
     reason = separate_dq(problem, mask).reason
     return [
-        Choice(tile._replace(**(compiled_for(problem, mask) | list_config(problem, mask, tile))), reason)
+        Choice(
+            tile._replace(**(compiled_for(problem, mask) | list_config(problem, mask, tile) | tried_config(problem, tile))),
+            reason,
+        )
         for tile in dict.fromkeys(found)
     ]
 
@@ -130,20 +133,38 @@ def compiled_for(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
     dims = widths(problem.head_dim, problem.head_dim_v)
     return mask_config(problem, mask) | {
         "EMPTY_ROWS": problem.varlen or may_have_empty_rows(problem.program, problem.seqlen_q, problem.seqlen_k),
-        "SCORES": "softcap" if problem.softcap > 0 else "fold",
+        "SCORES": cap_form(problem) if problem.softcap > 0 else "fold",
         "ALIBI": alibi_form(problem, mask),
         "BIAS": bias_form(problem),
         "DROPOUT": problem.dropout_p > 0,
         "QK_COLUMNS": used_columns(problem.head_dim, dims[0]),
         "V_COLUMNS": used_columns(problem.head_dim_v, dims[1]),
+        "PIECES": "pieces" in variants(),
     }
+
+
+def tried_config(problem: Problem, tile: KeysConfig) -> dict[str, Any]:
+    """What variants change in a kernel that holds keys."""
+    wanted, dims = variants(), (problem.head_dim, problem.head_dim_v)
+    used, used_v = (used_columns(dim, width) or width for dim, width in zip(dims, (tile.BLOCK_D, tile.BLOCK_DV), strict=True))
+    found: dict[str, Any] = {}
+    if "pieces" in wanted:
+        own = min(64, used)
+        found["DQ_PARTS"] = (own, own) if tile.BLOCK_M == 128 else (own, max(16, used - 64))
+    if "held" in wanted and not mask_of(problem).listed:
+        if tile.SPLIT:
+            held = tuple(next(n for n in (128, 64, 32, 16) if n <= side) for side in (used, used_v))
+            found["HELD"] = held if max(used, used_v) < 256 else tuple(min(64, n) for n in held)
+        elif used < 128:
+            found["HELD"] = (min(64, used), 0)
+    return found
 
 
 def without_mask(config: KeysConfig) -> KeysConfig:
     """What the preprocess and postprocess kernels, which know no mask, are compiled for."""
     plain = KeysConfig._field_defaults
     names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS")
-    names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "BIAS", "DROPOUT", "QK_COLUMNS", "V_COLUMNS")
+    names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "BIAS", "DROPOUT", "QK_COLUMNS", "V_COLUMNS", "PIECES", "HELD")
     return config._replace(**{name: plain[name] for name in names})
 
 
