@@ -151,7 +151,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         LAZY_RESCALE=lazy,
         Q_IN_REGISTERS=in_registers,
         QK_COLUMNS=used_columns(problem.head_dim, tile.BLOCK_D),
-        V_COLUMNS=used_columns(problem.head_dim_v, tile.BLOCK_DV) if "pieces" in variants() else 0,
+        V_COLUMNS=used_columns(problem.head_dim_v, tile.BLOCK_DV) if in_pieces(tile) else 0,
         RELEASE_Q_EARLY=in_registers > 0 and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
         TAIL=tail,
         UNSEEN_KEYS=unseen,
@@ -163,6 +163,11 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         STATS=statistics_form(problem),
         **mask_config(problem, mask),
     )
+
+
+def in_pieces(tile: Config) -> bool:
+    """Are columns of the output left out? Not where it leaves in halves."""
+    return "pieces" in variants() and tile.O_COLUMNS == tile.BLOCK_DV
 
 
 def folds(problem: Problem) -> bool:

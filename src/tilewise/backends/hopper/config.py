@@ -16,8 +16,7 @@ def variants() -> frozenset[str]:
     units: queries and keys of 192 columns in shared memory without padding, so 128 keys at a time
     held: the backward's keys, as far as registers allow, as operands from there
     cap: softcap by one exponential and one reciprocal
-    three: 192 queries at more than 64 columns, with pieces
-    keys256, four: at up to 32 columns 256 keys for each of two warpgroups, or four warpgroups with 64
+    own32, four: at up to 32 columns tiles of 32 with four stages, or with `pieces` four warpgroups with 64 keys
     """
     return VARIANTS
 
@@ -147,11 +146,9 @@ def tried(head_dim: int, head_dim_v: int) -> list[Config]:
     wanted, found = variants(), []
     if "units" in wanted and 128 < head_dim <= 192 and 64 < head_dim_v <= 128:
         found.append(UNITS_192)
-    if "three" in wanted and 64 < max(head_dim, head_dim_v) <= 96:
-        found.append(TABLE[128, 128]._replace(WARPGROUPS=3, REGISTERS=(160, 32), Q_STAGES=1, PINGPONG=False))
     if max(head_dim, head_dim_v) <= 32:
-        if "keys256" in wanted:
-            found.append(NARROW._replace(BLOCK_N=256))
+        if "own32" in wanted:
+            found.append(TABLE[64, 64]._replace(BLOCK_D=32, BLOCK_DV=32, O_COLUMNS=32, KV_STAGES=4))
         if "four" in wanted:
             found.append(NARROW._replace(WARPGROUPS=4, BLOCK_N=64, KV_STAGES=4, REGISTERS=(112, 32)))
     return found

@@ -120,6 +120,7 @@ def queries_choices(problem: Problem, stat_rows: int) -> list[Choice]:
         Choice(
             tile._replace(
                 STAT_ROWS=stat_rows,
+                HELD=queries_held(problem, tile),
                 DBIAS=gradient_form(problem),
                 **(compiled_for(problem, mask) | list_config(problem, mask, tile)),
             ),
@@ -158,6 +159,13 @@ def tried_config(problem: Problem, tile: KeysConfig) -> dict[str, Any]:
         elif used < 128:
             found["HELD"] = (min(64, used), 0)
     return found
+
+
+def queries_held(problem: Problem, tile: QueriesConfig) -> tuple[int, int]:
+    """Columns of Q and of dO in registers where dQ is computed, as a variant: where 256 or 192 columns take 64 keys at a time."""
+    if "held" not in variants() or mask_of(problem).listed or max(tile.BLOCK_D, tile.BLOCK_DV) < 256:
+        return (0, 0)
+    return (64, 64) if problem.head_dim <= 192 and problem.head_dim_v <= 128 else (0, 0)
 
 
 def without_mask(config: KeysConfig) -> KeysConfig:

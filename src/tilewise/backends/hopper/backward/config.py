@@ -98,6 +98,7 @@ class QueriesConfig(NamedTuple):
     QK_COLUMNS: int = 0
     V_COLUMNS: int = 0
     PIECES: bool = False
+    HELD: tuple[int, int] = (0, 0)  # columns of Q and of dO that are operands from registers too
     DBIAS: str = ""  # the bias's gradient: "store", or "add" up in memory where it is broadcast; "add keys" where all keys share
 
     @property

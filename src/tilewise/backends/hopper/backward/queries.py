@@ -13,9 +13,11 @@ from tilewise.backends.hopper.backward.scores import (
     as_operand,
     first_parts,
     gradient_spans,
+    hold,
     issue_scores,
     no_gradient,
     pieces,
+    score_pieces,
     times,
     weights,
 )
@@ -100,7 +102,7 @@ def row_weights(s_tile, lse2, tile, row0, key0, bias, a, C: gl.constexpr):
 @gluon.jit
 def score_gradient(s_token, dp_token, v_ring, n, key0, statistics, tile, row0, a, C: gl.constexpr):
     """dS of the n-th key tile as the left operand of its product with K; S and dP are in flight."""
-    BEHIND: gl.constexpr = len(pieces(C.V_COLUMNS, C.BLOCK_DV))
+    BEHIND: gl.constexpr = len(score_pieces(C.HELD[1], C.V_COLUMNS, C.BLOCK_DV))
     lse2, delta = statistics
     if C.DROPOUT:
         first = key0
@@ -134,17 +136,19 @@ def await_dq(tokens, ds, LEFT: gl.constexpr):
 @gluon.jit
 def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
     """dQ of this warpgroup's queries from all keys they see."""
-    S_PIECES: gl.constexpr = len(pieces(C.QK_COLUMNS, C.BLOCK_D))
+    S_PIECES: gl.constexpr = len(score_pieces(C.HELD[0], C.QK_COLUMNS, C.BLOCK_D))
     q_tile = matrix(rings.q, WG)
     do_tile = matrix(rings.do, WG)
     statistics = row_statistics(tile.work, row0, a, C)
     DQ: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D, C.PIECES)
     dq = no_gradient(DQ)
+    q_held = hold(q_tile, C.BLOCK_N, C.HELD[0])
+    do_held = hold(do_tile, C.BLOCK_N, C.HELD[1])
     key0 = tile.work.first * C.BLOCK_N
     past = kv_base + tile.work.count
     zero_unseen_key_halves(rings, kv_base, key0, tile, a, WG, C)
-    s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N, C.QK_COLUMNS)
-    dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N, C.V_COLUMNS)
+    s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N, C.QK_COLUMNS, q_held, C.HELD[0])
+    dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N, C.V_COLUMNS, do_held, C.HELD[1])
     ds = score_gradient(s_token, dp_token, rings.v, kv_base, key0, statistics, tile, row0, a, C)
     # over the key tiles before n: dq lacks the last one, whose dS waits in ds
     for j in range(kv_base + 1, past):
@@ -152,10 +156,10 @@ def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
         n = opaque(j)  # else each address is a variable of the loop in a register of its own
         zero_unseen_key_halves(rings, n, key0, tile, a, WG, C)
         dq_token = add_product(ds, matrix(rings.k, n - 1), dq, DQ)
-        s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N, C.QK_COLUMNS)
+        s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N, C.QK_COLUMNS, q_held, C.HELD[0])
         dq = await_dq(dq_token, ds, S_PIECES)
         release(rings.k, n - 1)
-        dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N, C.V_COLUMNS)
+        dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N, C.V_COLUMNS, do_held, C.HELD[1])
         ds = score_gradient(s_token, dp_token, rings.v, n, key0, statistics, tile, row0, a, C)
     dq = await_dq(add_product(ds, matrix(rings.k, past - 1), dq, DQ), ds, 0)
     release(rings.k, past - 1)

@@ -53,7 +53,7 @@ def hold(rows, n: gl.constexpr, HELD: gl.constexpr):
 
 
 @gluon.jit
-def product(rows, others, acc, FROM: gl.constexpr, USED: gl.constexpr, fragments=(), HELD: gl.constexpr = 0):
+def product(rows, others, acc, FROM: gl.constexpr, USED: gl.constexpr, fragments=None, HELD: gl.constexpr = 0):
     """rows · othersᵀ, issued: over the columns that are not zeros, from acc or (not FROM) from 0. Of HELD columns the left
     operands are fragments in registers."""
     WIDTH: gl.constexpr = rows.type.shape[1]
@@ -71,7 +71,7 @@ def product(rows, others, acc, FROM: gl.constexpr, USED: gl.constexpr, fragments
 
 
 @gluon.jit
-def issue_scores(rows, ring, n, N: gl.constexpr, USED: gl.constexpr, fragments=(), HELD: gl.constexpr = 0):
+def issue_scores(rows, ring, n, N: gl.constexpr, USED: gl.constexpr, fragments=None, HELD: gl.constexpr = 0):
     """S or dP against the n-th tile that is streamed, issued: K or V against Q or dO, or the reverse. More: see `product`."""
     wait_full(ring, n)
     return product(rows, matrix(ring, n), zeros(N), False, USED, fragments, HELD)
