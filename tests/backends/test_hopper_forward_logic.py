@@ -201,6 +201,7 @@ VARIANTS = [
     ("pieces four", Shape(24, sq=300, sk=600)),
     ("units", Shape(192, CAUSAL, 420, dv=128, h=3)),
     ("units", Shape(192, sq=300, sk=170, dv=128)),
+    ("units early", Shape(192, CAUSAL, 420, dv=128, h=3)),
     ("units pieces", Shape(176, CAUSAL, 150, 300, dv=96)),
     ("cap", Shape(64, CAUSAL, 200, softcap=3.0)),
     ("cap", Shape(256, CAUSAL, 200, h=2, hk=1, softcap=50.0)),

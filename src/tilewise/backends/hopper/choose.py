@@ -152,7 +152,8 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         Q_IN_REGISTERS=in_registers,
         QK_COLUMNS=used_columns(problem.head_dim, tile.BLOCK_D),
         V_COLUMNS=used_columns(problem.head_dim_v, tile.BLOCK_DV) if in_pieces(tile) else 0,
-        RELEASE_Q_EARLY=in_registers > 0 and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
+        RELEASE_Q_EARLY=(in_registers > 0 or (tile.QK_UNIT > 0 and "early" in variants()))
+        and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
         TAIL=tail,
         UNSEEN_KEYS=unseen,
         SCORES=cap_form(problem) if problem.softcap > 0 else "fold" if folds(problem) else "scale",

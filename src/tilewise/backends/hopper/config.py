@@ -14,6 +14,7 @@ def variants() -> frozenset[str]:
 
     pieces: columns of results in pieces where the head dim is no power of two, and not padded
     units: queries and keys of 192 columns in shared memory without padding, so 128 keys at a time
+    early: with `units` the queries' stage is released when the last scores are there
     held: the backward's keys, as far as registers allow, as operands from there
     cap: softcap by one exponential and one reciprocal
     own32, four: at up to 32 columns tiles of 32 with four stages, or with `pieces` four warpgroups with 64 keys

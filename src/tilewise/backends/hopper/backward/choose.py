@@ -149,7 +149,7 @@ def tried_config(problem: Problem, tile: KeysConfig) -> dict[str, Any]:
     wanted, dims = variants(), (problem.head_dim, problem.head_dim_v)
     used, used_v = (used_columns(dim, width) or width for dim, width in zip(dims, (tile.BLOCK_D, tile.BLOCK_DV), strict=True))
     found: dict[str, Any] = {}
-    if "pieces" in wanted:
+    if "pieces" in wanted and tile.REDUCE_DQ:
         own = min(64, used)
         found["DQ_PARTS"] = (own, own) if tile.BLOCK_M == 128 else (own, max(16, used - 64))
     if "held" in wanted and not mask_of(problem).listed:
