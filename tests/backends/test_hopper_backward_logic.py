@@ -276,6 +276,7 @@ VARIANTS = [
     ("pieces held", Shape(32, "tw.causal()", 300)),
     ("pieces held", Shape(192, "tw.causal()", 200, dv=128, h=2, hk=1)),
     ("pieces held", Shape(80, sq=100, sk=150, deterministic=True)),
+    ("pieces held deep", Shape(192, "tw.causal()", 250, dv=128, h=2)),
     ("held", Shape(256, "tw.causal()", 150, softcap=30.0)),
     ("cap", Shape(64, "tw.causal()", 200, softcap=3.0)),
     ("cap", Shape(128, softcap=3.0, dlse=True)),

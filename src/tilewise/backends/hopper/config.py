@@ -16,6 +16,7 @@ def variants() -> frozenset[str]:
     units: queries and keys of 192 columns in shared memory without padding, so 128 keys at a time
     early: with `units` the queries' stage is released when the last scores are there
     held: the backward's keys, as far as registers allow, as operands from there
+    deep: at 256 columns of keys and 128 of values three stages of what the backward streams
     cap: softcap by one exponential and one reciprocal
     own32, four: at up to 32 columns tiles of 32 with four stages, or with `pieces` four warpgroups with 64 keys
     """

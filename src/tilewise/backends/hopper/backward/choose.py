@@ -121,6 +121,7 @@ def queries_choices(problem: Problem, stat_rows: int) -> list[Choice]:
             tile._replace(
                 STAT_ROWS=stat_rows,
                 HELD=queries_held(problem, tile),
+                K_STAGES=3 if "deep" in variants() and tile.BLOCK_D + tile.BLOCK_DV == 384 else tile.K_STAGES,
                 DBIAS=gradient_form(problem),
                 **(compiled_for(problem, mask) | list_config(problem, mask, tile)),
             ),
@@ -152,6 +153,8 @@ def tried_config(problem: Problem, tile: KeysConfig) -> dict[str, Any]:
     if "pieces" in wanted and tile.REDUCE_DQ:
         own = min(64, used)
         found["DQ_PARTS"] = (own, own) if tile.BLOCK_M == 128 else (own, max(16, used - 64))
+    if "deep" in wanted and tile.SPLIT and tile.BLOCK_D + tile.BLOCK_DV <= 384:
+        found["Q_STAGES"] = 3
     if "held" in wanted and not mask_of(problem).listed:
         if tile.SPLIT:
             held = tuple(next(n for n in (128, 64, 32, 16) if n <= side) for side in (used, used_v))
