@@ -192,6 +192,7 @@ VARIANTS = [
     ("pieces", Shape(96, CAUSAL, 300, h=2, hk=1)),
     ("pieces", Shape(80, sq=150, sk=270, h=2)),
     ("pieces", Shape(64, CAUSAL, 200, dv=224)),
+    ("pieces free", Shape(80, CAUSAL, 1300, h=2, hk=1)),
     ("pieces", Shape(32, CAUSAL, 500, h=2)),
     ("pieces", Shape(96, CAUSAL, lengths=((5, 133, 0, 270), (5, 140, 7, 270)))),
     ("pieces", Shape(80, PAD.format("130, 77"), 100, 300, b=2, poison=(130, 300))),

@@ -149,6 +149,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
     in_registers = tile.Q_IN_REGISTERS if roomy and not ((mask.band and newer) or crowded(problem)) else 0
     return tile._replace(
         LAZY_RESCALE=lazy,
+        PINGPONG=tile.PINGPONG and not ("free" in variants() and problem.head_dim < 128),
         Q_IN_REGISTERS=in_registers,
         QK_COLUMNS=used_columns(problem.head_dim, tile.BLOCK_D),
         V_COLUMNS=used_columns(problem.head_dim_v, tile.BLOCK_DV) if in_pieces(tile) else 0,

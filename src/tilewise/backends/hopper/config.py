@@ -14,6 +14,7 @@ def variants() -> frozenset[str]:
 
     pieces: columns of results in pieces where the head dim is no power of two, and not padded
     units: queries and keys of 192 columns in shared memory without padding, so 128 keys at a time
+    free: below 128 columns no ping-pong
     early: with `units` the queries' stage is released when the last scores are there
     held: the backward's keys, as far as registers allow, as operands from there
     deep: at 256 columns of keys and 128 of values three stages of what the backward streams
