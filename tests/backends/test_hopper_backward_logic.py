@@ -274,6 +274,7 @@ VARIANTS = [
     ("pieces", Shape(80, PAD.format("130, 77"), 100, 300, b=2, poison=(130, 300))),
     ("pieces held", Shape(96, "tw.causal()", 200, h=2, hk=1)),
     ("pieces held", Shape(32, "tw.causal()", 300)),
+    ("pieces held", Shape(80, "tw.causal()", 150, 300, h=2, hk=1)),
     ("pieces held", Shape(192, "tw.causal()", 200, dv=128, h=2, hk=1)),
     ("pieces held", Shape(80, sq=100, sk=150, deterministic=True)),
     ("pieces held deep", Shape(192, "tw.causal()", 250, dv=128, h=2)),

@@ -157,10 +157,9 @@ def tried_config(problem: Problem, tile: KeysConfig) -> dict[str, Any]:
         found["Q_STAGES"] = 3
     if "held" in wanted and not mask_of(problem).listed:
         if tile.SPLIT:
-            held = tuple(next(n for n in (128, 64, 32, 16) if n <= side) for side in (used, used_v))
-            found["HELD"] = held if max(used, used_v) < 256 else tuple(min(64, n) for n in held)
+            found["HELD"] = (used, used_v) if max(used, used_v) < 256 else (min(64, used), min(64, used_v))
         elif used < 128:
-            found["HELD"] = (min(64, used), 0)
+            found["HELD"] = (used, 64 if 64 < used <= 80 and used_v >= 64 else 0)
     return found
 
 
