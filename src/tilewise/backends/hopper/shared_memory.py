@@ -30,7 +30,7 @@ def on_chip(kernel: str, config: Any, mask: IntervalMask, lists: Lists | None = 
     if kernel == "preprocess_kernel":  # sums stay in a warp
         return ()
     if kernel == "postprocess_kernel":
-        return (("dQ", 2 * 64 * 64),)
+        return (("dQ", 2 * 64 * max(config.DQ_PARTS)),)
     roles = 4 * workers(config)
     if kernel == "split_kernel" and lists is not None:  # the first warps alone mask
         lists = lists._replace(terms=None, terms_stride=None, q_ids=None, k_ids=None, ids_strides=(None, None))
