@@ -175,6 +175,7 @@ def without_mask(config: KeysConfig) -> KeysConfig:
     plain = KeysConfig._field_defaults
     names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS")
     names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "BIAS", "DROPOUT", "QK_COLUMNS", "V_COLUMNS", "PIECES", "HELD")
+    names += ("Q_STAGES", "K_STAGES", "V_STAGES", "OVERLAP_SCORES")
     return config._replace(**{name: plain[name] for name in names})
 
 
