@@ -241,8 +241,9 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
     overlapping = config.WARPGROUPS if config.LISTS is not None and config.UNSEEN_KEYS else len(loops)
     entropy = config.BLOCK_N // 4 + 4 if config.STATS == "entropy" else 0  # one of two terms of its sum, two to shift it
     alibi = config.BLOCK_N // 4 if config.ALIBI_FIRST else 0  # what scores accumulate from, one a column
-    held = (config.BLOCK_N + config.Q_IN_REGISTERS) // 16  # products take 16 columns of their left operand
-    products = ((config.QK_COLUMNS or config.BLOCK_D) + config.BLOCK_N) // 16
+    # products take 16 columns of their left operand, for each accumulator
+    held = (config.BLOCK_N * accumulators(config.V_COLUMNS, config.BLOCK_DV) + config.Q_IN_REGISTERS) // 16
+    products = ((config.QK_COLUMNS or config.BLOCK_D) - config.Q_IN_REGISTERS) // 16 + held
     checks = {
         **hopper_faults(facts, config),
         f"registers are read that some path leaves unwritten: {unknown[:3]}": unknown,
@@ -281,14 +282,21 @@ def backward_faults(name: str, facts: Facts, config: Any, may_spill: bool = Fals
     return _those(checks)
 
 
+def accumulators(used: int, width: int) -> int:
+    """Of a result: one for each power of two of its columns."""
+    return (used or width).bit_count()
+
+
 def backward_products(name: str, config: Any) -> int:
     """Of the loops of both warpgroups: each takes 16 columns or rows."""
     scores = (config.QK_COLUMNS or config.BLOCK_D) + (config.V_COLUMNS or config.BLOCK_DV)
+    d = accumulators(config.QK_COLUMNS, config.BLOCK_D)
+    dv = accumulators(config.V_COLUMNS, config.BLOCK_DV)
     if name == "queries_kernel":
-        return 2 * (scores + config.BLOCK_N) // 16
+        return 2 * (scores + config.BLOCK_N * d) // 16
     if config.SPLIT:  # a gradient each
-        return (scores + 2 * config.BLOCK_M) // 16
-    return 2 * (scores + 2 * config.BLOCK_M + (config.BLOCK_N if config.REDUCE_DQ else 0)) // 16
+        return (scores + config.BLOCK_M * (d + dv)) // 16
+    return 2 * (scores + config.BLOCK_M * (d + dv) + (config.BLOCK_N if config.REDUCE_DQ else 0)) // 16
 
 
 def _those(checks: dict[str, Any]) -> list[str]:

@@ -145,6 +145,8 @@ class Machine:
             return args[0] if isinstance(args[0], Value) else Value(torch.tensor(args[0]))
         if text.startswith("add.f32"):
             return args[0] + args[1]
+        if text.startswith("rcp."):
+            return 1.0 / args[0]
         if "abs.f32" in text:
             return args[0] + (args[1] - args[2]).abs() * args[3]
         if text.startswith("bmsk.clamp"):

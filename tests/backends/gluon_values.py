@@ -125,14 +125,14 @@ def pointer(x: torch.Tensor) -> Pointer:
 
 
 class Shared:
-    """Shared memory."""
+    """Shared memory; barriers as a list."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     @property
     def type(self) -> Type:
-        return Type(tuple(self.value.shape))
+        return Type((len(self.value), 1) if isinstance(self.value, list) else tuple(self.value.shape))
 
     @property
     def dtype(self) -> Any:

@@ -262,6 +262,35 @@ def test_gradients(shape: Shape) -> None:
     assert checks.check_backward(problem, inputs, dout, dlse, found) == []
 
 
+COLUMNS = [
+    Shape(96, "tw.causal()", 200, h=2, hk=1, dlse=True),
+    Shape(80, "tw.causal()", 150, 300),
+    Shape(32, "tw.causal()", 300),
+    Shape(80, "tw.causal()", 150, h=2, hk=1, deterministic=True),
+    Shape(32, sq=150, deterministic=True),
+    Shape(192, "tw.causal()", 140, dv=128, h=2),
+    Shape(24, sq=150, dv=96),
+    Shape(96, "tw.causal()", lengths=((5, 133, 0, 70), (5, 140, 7, 70))),
+    Shape(80, PAD.format("130, 77"), 100, 300, b=2, poison=(130, 300)),
+    Shape(96, "tw.causal()", 200, h=2, hk=1),
+    Shape(80, "tw.causal()", 150, 300, h=2, hk=1),
+    Shape(192, "tw.causal()", 200, dv=128, h=2, hk=1),
+    Shape(80, sq=100, sk=150, deterministic=True),
+    Shape(192, "tw.causal()", 250, dv=128, h=2),
+    Shape(256, "tw.causal()", 150, softcap=30.0),
+    Shape(64, "tw.causal()", 200, softcap=3.0),
+    Shape(128, softcap=3.0, dlse=True),
+    Shape(256, "tw.causal()", 200, h=2, hk=1, softcap=50.0),
+    Shape(96, "tw.causal()", 200, softcap=30.0, sinks=True),
+]
+"""Head dims between the tiles' own, whose columns are left out, and softcaps."""
+
+
+@pytest.mark.parametrize("shape", COLUMNS, ids=str)
+def test_columns(shape: Shape) -> None:
+    test_gradients(shape)
+
+
 @pytest.mark.parametrize(("d", "deterministic"), [(128, False), (128, True), (64, True), (256, False)], ids=str)
 def test_what_a_packed_neighbour_holds_does_not_matter(d: int, deterministic: bool) -> None:
     problem, inputs = build(Shape(d, "tw.causal()", lengths=((100, 60), (100, 60)), deterministic=deterministic))

@@ -167,7 +167,8 @@ def run(
             out=Rows(out, out.stride(1), out.stride(2), out.shape[3]) if packed else None,
         )
     )
-    boxes = ((q, 64, C.BLOCK_D), (k, C.BLOCK_N, C.BLOCK_D), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.O_COLUMNS))
+    width = C.QK_UNIT or C.BLOCK_D
+    boxes = ((q, 64, width), (k, C.BLOCK_N, width), (v, C.BLOCK_N, C.BLOCK_DV), (out, 64, C.O_COLUMNS))
     fours = [1, 1, C.BLOCK_N // 4, 2, 64]
     with kernels("tilewise.backends.hopper", "kernel", "mainloop") as (machine, modules):
         extend(modules["mainloop"].gl, machine)
@@ -200,6 +201,43 @@ def test_results(shape: Shape, tile: Config | None) -> None:
         given = inputs._replace(k=k, v=v)
     out, lse = run(problem, given, tile)
     assert checks.check_forward(problem, inputs, out, lse) == []
+
+
+COLUMNS = [
+    Shape(96, CAUSAL, 300, h=2, hk=1),
+    Shape(80, sq=150, sk=270, h=2),
+    Shape(64, CAUSAL, 200, dv=224),
+    Shape(32, CAUSAL, 500, h=2),
+    Shape(24, sq=300, sk=600, dv=32),
+    Shape(128, CAUSAL, 200, dv=16),
+    Shape(32, CAUSAL, lengths=((5, 133, 0, 270), (5, 140, 7, 270))),
+    Shape(32, PAD.format("130, 77"), 100, 300, b=2, poison=(130, 300)),
+    Shape(192, CAUSAL, 420, dv=128, h=3),
+    Shape(192, sq=300, sk=170, dv=128),
+    Shape(176, CAUSAL, 150, 300, dv=96),
+    Shape(192, CAUSAL, lengths=((5, 133, 0, 270), (5, 140, 7, 270)), dv=128),
+    Shape(160, PAD.format("130, 77"), 100, 300, b=2, dv=128, poison=(130, 300)),
+]
+"""Head dims between the tiles' own: columns left out, or in units."""
+
+
+@pytest.mark.parametrize("shape", COLUMNS, ids=str)
+def test_columns(shape: Shape) -> None:
+    test_results(shape, None)
+
+
+SOFTCAPS = [
+    Shape(64, CAUSAL, 200, softcap=3.0),
+    Shape(256, CAUSAL, 200, h=2, hk=1, softcap=50.0),
+    Shape(128, sq=100, sk=300, softcap=30.0, sinks=True),
+    Shape(128, CAUSAL, 200, softcap=3.0, alibi=1),
+    Shape(64, CAUSAL, 200, softcap=1000.0),
+]
+
+
+@pytest.mark.parametrize("shape", SOFTCAPS, ids=str)
+def test_softcaps(shape: Shape) -> None:
+    test_results(shape, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -182,7 +182,7 @@ def test_which_features_are_served(head_dim: int, more: dict[str, Any], forward:
 
 def test_products_leave_out_columns_of_zeros() -> None:
     """As many pieces as there are, each a power of two that begins at a multiple of 64 columns."""
-    from tilewise.backends.hopper.mainloop import spans
+    from tilewise.backends.hopper.operands import spans
 
     pieces = getattr(spans, "fn", spans)
     wanted = {32: [(0, 32)], 80: [(0, 64), (64, 16)], 96: [(0, 64), (64, 32)], 192: [(0, 128), (128, 64)]}

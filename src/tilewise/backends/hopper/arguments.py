@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tilewise.backends.hopper.choose import cap_form
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.features import feature_types, statistics_types
@@ -71,6 +72,10 @@ def tile_arguments(
 ) -> dict[str, Any]:
     """The arguments of every kernel whose work tiles are `blocks` of each of so many heads."""
     unit = 1.0 if bias else LOG2E  # with a bias scores are in natural units
+    slope = problem.scale / problem.softcap if problem.softcap else 0.0
+    scale = problem.softcap or problem.scale
+    if problem.softcap and cap_form(problem) == "cap":
+        slope, scale = -2 * LOG2E * slope, 2 * scale
     return {
         "cu_q": "*i32" if problem.varlen else None,
         "cu_k": "*i32" if problem.varlen else None,
@@ -81,8 +86,8 @@ def tile_arguments(
         "batch": problem.batch,
         "len_q": problem.seqlen_q,
         "len_k": problem.seqlen_k,
-        "scale_log2": (problem.softcap or problem.scale) * unit,
-        "softcap_slope": problem.scale / problem.softcap if problem.softcap else 0.0,
+        "scale_log2": scale * unit,
+        "softcap_slope": slope,
         **feature_types(problem, bias, mapped),
     }
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.compat import gl, gluon, opaque
 from tilewise.backends.hopper.dropout import accumulator_parts, counted, whole
+from tilewise.backends.hopper.operands import accumulator
+from tilewise.backends.hopper.ring import bias_ring, matrix, wait_full
 from tilewise.backends.hopper.softmax import INF, LOG2E
 
 MAX_SLACK = gl.constexpr(5.5)
@@ -175,57 +177,41 @@ def raise_flag(x_tile, a, C: gl.constexpr):
         gl.store(a.bias_flag + gl.arange(0, 64, row.type.layout) * 0, row.to(gl.int32) * 0 + 1, mask=row != 0.0)
 
 
-@gluon.constexpr_function
-def _exponents(n):
-    """n numbers of a thread ($0.. from $n..) in alternate pairs of its two rows, less $2n and $(2n + 2), times log2(e).
-
-    One multiply-add each where both rows' shifts are small, for then the product's rounding is below that of lse; else, where a
-    product may overflow or lose what tells scores apart, two instructions."""
-    first, second = 2 * n, 2 * n + 2
-    log2e = "0f3FB8AA3B"
-    lines = [
-        ".reg .pred far, any;",
-        ".reg .f32 size, c0, c1;",
-        f"abs.f32 size, ${first};",
-        "setp.gt.f32 far, size, 0f44000000;",
-        f"abs.f32 size, ${second};",
-        "setp.gt.or.f32 far, size, 0f44000000, far;",
-        "vote.sync.any.pred any, far, -1;",
-        f"mul.f32 c0, ${first}, 0fBFB8AA3B;",
-        f"mul.f32 c1, ${second}, 0fBFB8AA3B;",
-        "@any bra.uni FAR_${:uid};",
-        *(f"fma.rn.f32 ${i}, ${n + i}, {log2e}, {'c1' if i & 2 else 'c0'};" for i in range(n)),
-        "bra.uni DONE_${:uid};",
-        "FAR_${:uid}:",
-        *(
-            line
-            for i in range(n)
-            for line in (f"sub.f32 size, ${n + i}, ${second if i & 2 else first};", f"mul.f32 ${i}, size, {log2e};")
-        ),
-    ]
-    return "{ " + " ".join(lines) + " DONE_${:uid}: }"
-
-
-@gluon.constexpr_function
-def _exponents_operands(n):
-    return ",".join(["=&f"] * n + ["f"] * 2 * n)
-
-
 @gluon.jit
-def natural_softmax_step(s_tile, m, C: gl.constexpr):
+def natural_softmax_step(s_tile, m):
     """`softmax_step` of scores in natural units; a row may have seen nothing yet."""
     top = gl.max(s_tile, 1)
     new_m = gl.where(top > m + MAX_SLACK, top, m)
     shift = gl.where(new_m == -INF, 0.0, new_m)
     rescale = gl.exp2((m - shift) * LOG2E)
-    if C.FAST_EXP:
-        N: gl.constexpr = C.BLOCK_N // 2  # numbers of a thread
-        ASM: gl.constexpr = _exponents(N)
-        OPERANDS: gl.constexpr = _exponents_operands(N)
-        logs = gl.inline_asm_elementwise(
-            ASM, OPERANDS, [s_tile, shift[:, None]], dtype=gl.float32, is_pure=True, pack=N
-        )
-        p_tile = gl.exp2(logs)  # [64, N]
-    else:
-        p_tile = gl.exp2((s_tile - shift[:, None]) * LOG2E)  # [64, N]
+    p_tile = gl.exp2((s_tile - shift[:, None]) * LOG2E)  # [64, N]
     return p_tile, new_m, rescale, top
+
+
+@gluon.jit
+def load_bias(rings, n, C: gl.constexpr):
+    """A bias's n-th tile from shared memory, as its numbers stand there."""
+    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
+    ring = bias_ring(rings)
+    wait_full(ring, n)
+    return matrix(ring, n).load(LAYOUT)
+
+
+@gluon.constexpr_function
+def _unpack_pair(dtype):
+    if dtype == gl.bfloat16:
+        both = "mov.b32 w, {$2, $3}; shl.b32 t, w, 16; mov.b32 $0, t; and.b32 t, w, 0xFFFF0000; mov.b32 $1, t;"
+        return "{ .reg .b32 w, t; " + both + " }"
+    return "{ cvt.f32.f16 $0, $2; cvt.f32.f16 $1, $3; }"
+
+
+@gluon.jit
+def unpacked(bias, C: gl.constexpr):
+    """A tile [64, N] of 16-bit numbers as fp32: one instruction each, of words that the compiler would take apart first."""
+    ASM: gl.constexpr = _unpack_pair(bias.dtype)
+    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
+    even, odd = gl.split(gl.reshape(bias.to(gl.int16, bitcast=True), [64, C.BLOCK_N // 2, 2]))
+    even, odd = gl.inline_asm_elementwise(
+        ASM, "=f,=f,h,h", [even, odd], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+    )
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [64, C.BLOCK_N]), LAYOUT, assert_trivial=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tilewise.backends.gpu.lists import list_layout
-from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.config import NARROW, Config, tiles_for, used_columns
-from tilewise.backends.hopper.features import alibi_form, bias_form, statistics_form
+from tilewise.backends.hopper.features import alibi_form, bias_form, in_quads, statistics_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, unseen_keys
 from tilewise.backends.hopper.list_plan import hides_in_tiles
 from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, visited_keys
@@ -59,7 +58,7 @@ def listed_choices(problem: Problem, newer: bool) -> list[Choice]:
     fits = [
         tile
         for tile in tiles_for(problem.head_dim, problem.head_dim_v)
-        if tile.WARPGROUPS == 2 and not list_layout(problem.program, tile.BLOCK_M, tile.BLOCK_N).program
+        if tile.WARPGROUPS == 2 and tile.QK_UNIT == 0 and not list_layout(problem.program, tile.BLOCK_M, tile.BLOCK_N).program
     ]
     if unseen:  # zeroing values in the loop leaves no registers for 128 keys at 128 columns
         fits = [tile for tile in fits if tile.BLOCK_N == 64 or tile.BLOCK_DV == 64] or fits
@@ -87,10 +86,9 @@ def crowded(problem: Problem) -> bool:
 def shortage(tile: Config, mask: IntervalMask, unseen: bool, newer: bool, features: bool = False) -> str:
     """Why a thread has too few registers for the tile under this mask and with features; "" if it has enough."""
     registers = f"{tile.BLOCK_M}×{tile.BLOCK_N} has {tile.REGISTERS[0]} registers a thread, too few for"
-    tall = variants.wanted("tall") and tile.BLOCK_N == 64 and tile.BLOCK_DV == 64
-    if tile.WARPGROUPS == 3 and (unseen or mask.left) and not (tall and not unseen):
+    if tile.WARPGROUPS == 3 and (unseen or mask.left):
         return f"{registers} rows that begin after key 0 or keys that no query sees"
-    if tile.WARPGROUPS == 3 and features and not (variants.wanted("three") and tile.BLOCK_N == 64 and tile.BLOCK_DV == 64):
+    if tile.WARPGROUPS == 3 and features:
         return f"{registers} ALiBi, dropout, a bias or the entropy"
     if newer and tile.WARPGROUPS == 3 and mask.band:
         return f"{registers} a mask under Triton 3.8 or newer"
@@ -104,16 +102,12 @@ def planned(problem: Problem, mask: IntervalMask, tiles: list[Config]) -> Choice
     first, queries, keys = tiles[0], problem.seqlen_q, problem.seqlen_k
     if len(tiles) == 1:
         return Choice(first, only_reason(first))
-    if variants.wanted("three") and variants.wanted("quads") and problem.dropout_p > 0:
-        tall = [tile for tile in tiles if (tile.BLOCK_M, tile.BLOCK_N) == (192, 64)]
-        if tall:
-            return Choice(tall[0], "three warpgroups hide the latency of Philox")
+    if first.QK_UNIT > 0:
+        return Choice(first, "columns in units of 64 without padding leave shared memory for 128 keys")
     if mask.band and not problem.varlen:
         mean = float(visited_keys(mask, first, queries, keys).mean())
         if mean <= SHORT_KEYS:
             short = next((tile for tile in tiles if tile.BLOCK_N == 64), first)
-            if variants.wanted("tall") and mask.left:
-                short = next((tile for tile in tiles if (tile.BLOCK_M, tile.BLOCK_N) == (192, 64)), short)
             return Choice(
                 short, f"{mean:.0f} keys a query tile on average: 64 at a time follow the mask's edge more closely"
             )
@@ -157,25 +151,37 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         LAZY_RESCALE=lazy,
         Q_IN_REGISTERS=in_registers,
         QK_COLUMNS=used_columns(problem.head_dim, tile.BLOCK_D),
-        RELEASE_Q_EARLY=in_registers > 0 and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
+        V_COLUMNS=output_columns(problem.head_dim_v, tile.BLOCK_DV),
+        RELEASE_Q_EARLY=(in_registers > 0 or tile.QK_UNIT > 0) and (mask.band or problem.seqlen_k <= RELEASE_EARLY_KEYS),
         TAIL=tail,
         UNSEEN_KEYS=unseen,
-        SCORES="softcap" if problem.softcap > 0 else "fold" if folds(problem) or first_alibi(problem, mask) else "scale",
+        SCORES=scores_form(problem, mask),
         SINKS=problem.sinks,
         ALIBI=alibi_form(problem, mask),
         BIAS=bias_form(problem),
         DROPOUT=problem.dropout_p > 0,
         STATS=statistics_form(problem),
-        LEFT_SKIP=variants.wanted("left") and mask.left and not (unseen or tile.PINGPONG or mask.listed),
-        WORDS=variants.wanted("words") and mask.band and not (mask.listed or problem.varlen),
+        LEFT_SKIP=mask.left and not (unseen or tile.PINGPONG or mask.listed),
+        WORDS=mask.band and not (mask.listed or problem.varlen),
         ALIBI_FIRST=first_alibi(problem, mask),
-        KV_STAGES=8 if variants.wanted("deep") and (tile.BLOCK_M, tile.BLOCK_D) == (192, 64) else tile.KV_STAGES,
-        FAST_EXP=variants.wanted("fast_exp") and problem.bias is not None,
         **bias_stages(problem, mask, tile),
-        QUADS=in_quads(problem, mask, unseen, tile),
-        FP64=variants.wanted("fp64") and problem.dropout_p > 0,
+        QUADS=in_quads(problem),
         **mask_config(problem, mask),
     )
+
+
+def output_columns(dim: int, width: int) -> int:
+    """Columns of the output that are computed; 0: all of the tile's. Left out is half of them or more: to compute 96 or 80 of 128
+    in pieces takes longer than all (H200: 3 and 1 %)."""
+    used = used_columns(dim, width)
+    return used if used <= width // 2 else 0
+
+
+def scores_form(problem: Problem, mask: IntervalMask) -> str:
+    """What `Config.SCORES` says."""
+    if problem.softcap > 0:
+        return cap_form(problem)
+    return "fold" if folds(problem) or first_alibi(problem, mask) else "scale"
 
 
 def folds(problem: Problem) -> bool:
@@ -186,13 +192,13 @@ def folds(problem: Problem) -> bool:
 def first_alibi(problem: Problem, mask: IntervalMask) -> bool:
     """Do scores accumulate from ALiBi's part? Only where it is the same for all rows but for a constant."""
     past = alibi_form(problem, mask) == "past"
-    return variants.wanted("alibi") and past and problem.scale > 0 and problem.bias is None and problem.softcap == 0
+    return past and problem.scale > 0 and problem.bias is None and problem.softcap == 0
 
 
 def bias_stages(problem: Problem, mask: IntervalMask, tile: Config) -> dict[str, int]:
     """Stages of a bias in shared memory, and what makes room for them; 0 where it is not read by a tensor map."""
     sides = problem.bias is not None and problem.bias[2] == problem.seqlen_q and problem.bias[3] == problem.seqlen_k
-    ok = variants.wanted("bias") and sides and problem.seqlen_k % 8 == 0 and not (mask.left or mask.listed or problem.varlen)
+    ok = sides and problem.seqlen_k % 8 == 0 and not (mask.left or mask.listed or problem.varlen)
     if not ok or problem.dtype not in ("float16", "bfloat16") or tile.WARPGROUPS != 2 or tile.BLOCK_N != 128:
         return {"BIAS_STAGES": 0}
     if tile.BLOCK_D == tile.BLOCK_DV == 64:
@@ -200,11 +206,14 @@ def bias_stages(problem: Problem, mask: IntervalMask, tile: Config) -> dict[str,
     return {"BIAS_STAGES": 1, "Q_STAGES": 1} if tile.BLOCK_D == tile.BLOCK_DV == 128 else {"BIAS_STAGES": 0}
 
 
-def in_quads(problem: Problem, mask: IntervalMask, unseen: bool, tile: Config) -> bool:
-    """Do keys come in the order of `quads.py`? It has no ALiBi, bias, lists, packed batches and zeroing of values."""
-    plain = not (problem.alibi or problem.bias is not None or mask.listed or problem.varlen or unseen or problem.origins)
-    fits = problem.seqlen_k % 4 == 0 and max(tile.BLOCK_D, tile.BLOCK_DV) <= 128
-    return variants.wanted("quads") and problem.dropout_p > 0 and plain and fits
+LARGEST_CAP = 256.0
+"""Up to it softcap by `logistic` moves a score by less than 1e-4."""
+
+
+def cap_form(problem: Problem) -> str:
+    """How a softcap is computed: where nothing is added to scores and it is not huge, without tanh."""
+    plain = not (problem.alibi or problem.stats) and problem.bias is None and problem.softcap <= LARGEST_CAP
+    return "cap" if plain else "softcap"
 
 
 def mask_config(problem: Problem, mask: IntervalMask) -> dict[str, Any]:

@@ -18,10 +18,12 @@ def pointer(dtype: str) -> str:
 def tile_shapes(name: str, C: Any) -> dict[str, Any]:
     """A kernel's descriptors: rows and columns of a tile, or the length of a vector of fp32."""
     keys: dict[str, Any] = {"k_desc": (C.BLOCK_N, C.BLOCK_D), "v_desc": (C.BLOCK_N, C.BLOCK_DV)}
-    if getattr(C, "QUADS", False):
-        keys = dict.fromkeys(keys, (C.BLOCK_N // 4, 2, 64))
     if name == "forward_kernel":
-        return {"q_desc": (64, C.BLOCK_D), **keys, "o_desc": (64, C.O_COLUMNS)}
+        width = C.QK_UNIT or C.BLOCK_D
+        keys["k_desc"] = (C.BLOCK_N, width)
+        if C.QUADS:
+            keys = dict.fromkeys(keys, (C.BLOCK_N // 4, 2, 64))
+        return {"q_desc": (64, width), **keys, "o_desc": (64, C.O_COLUMNS)}
     if name == "biased_kernel":
         plain = tile_shapes("forward_kernel", C)
         first = {key: plain[key] for key in ("q_desc", "k_desc", "v_desc")}

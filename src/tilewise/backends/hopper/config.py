@@ -26,6 +26,8 @@ class Config(NamedTuple):
     O_COLUMNS: int  # columns of the output that are stored at a time
     Q_IN_REGISTERS: int = 0  # columns of the queries; the others are read from shared memory for every key tile
     QK_COLUMNS: int = 0  # of q and k that are multiplied where the last of BLOCK_D are zeros; 0: all
+    QK_UNIT: int = 0  # q and k lie in shared memory as matrices of so many columns, side by side: BLOCK_D is no power of two
+    V_COLUMNS: int = 0  # of v, and so of the output, where the last of BLOCK_DV are zeros; 0: all
     RELEASE_Q_EARLY: bool = False  # when the last scores are there: one barrier more for every key tile
     LAZY_RESCALE: bool = True  # the output is rescaled under the next Q·Kᵀ, by warps that have to; else before, by all
     TERMS: int = 0  # of the mask
@@ -33,7 +35,8 @@ class Config(NamedTuple):
     LEFT: bool = False  # may they begin after key 0?
     TAIL: bool = False  # without a mask: is the last key tile cut short?
     UNSEEN_KEYS: bool = False  # may there be keys that no query sees?
-    SCORES: str = "fold"  # "fold" the scale into exp2, "scale" first (it is not positive), or "softcap"
+    SCORES: str = "fold"  # "fold" the scale into exp2, "scale" first (it is not positive), "softcap", or
+    # "cap": the same by `logistic`, where nothing is added to scores; they are less by the softcap then
     VARLEN: bool = False
     BOTTOM_RIGHT: bool = False  # bands of packed sequences count from the bottom right corner
     ORDERED: bool = False  # a packed batch whose order of work tiles the device writes
@@ -46,9 +49,7 @@ class Config(NamedTuple):
     WORDS: bool = False  # are masks of bands words of bits?
     ALIBI_FIRST: bool = False  # do scores accumulate from ALiBi's part?
     BIAS_STAGES: int = 0  # of tiles of a bias in shared memory; 0: it is read straight into registers
-    FAST_EXP: bool = False  # with a bias: one multiply-add before exp2, where scores are small
     QUADS: bool = False  # keys in the order of `quads.py`
-    FP64: bool = False  # some products of Philox by the units of fp64
     BIAS: str = ""  # its numbers, "x2" behind where two of adjacent keys are read as a word, "s" where keys are not adjacent
 
     @property
@@ -123,10 +124,12 @@ def shortened(tile: Config) -> Config:
 
 
 def tiles_for(head_dim: int, head_dim_v: int) -> tuple[Config, ...]:
-    """All tiles for head dims up to 256: two warpgroups first, then half of their keys, then three warpgroups."""
+    """All tiles for head dims up to 256: two warpgroups first, then half of their keys, then three warpgroups. Before them what
+    fits 192 columns without padding."""
     d, dv = padded(head_dim), padded(head_dim_v)
     base = NARROW if (d, dv) == (64, 64) else TABLE[d, dv]
-    return tuple(dict.fromkeys((base, shortened(base), TABLE[d, dv], *THREE_SHORT.get((d, dv), ()))))
+    units = (UNITS_192,) if 128 < head_dim <= 192 and dv == 128 else ()
+    return tuple(dict.fromkeys((*units, base, shortened(base), TABLE[d, dv], *THREE_SHORT.get((d, dv), ()))))
 
 
 THREE_SHORT = {
@@ -134,3 +137,5 @@ THREE_SHORT = {
     (128, 128): (shortened(TABLE[128, 128])._replace(WARPGROUPS=3, REGISTERS=(160, 32), Q_STAGES=1),),
 }
 """Three warpgroups with 64 keys, for who asks for them."""
+UNITS_192 = TABLE[128, 128]._replace(BLOCK_D=192, QK_UNIT=64, Q_STAGES=1, O_COLUMNS=64)
+"""Three matrices of 64 columns side by side for queries and for keys: no column is padded, so 128 keys find shared memory."""

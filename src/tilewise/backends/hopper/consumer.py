@@ -14,7 +14,7 @@ from tilewise.backends.hopper.mainloop import (
     step,
     step_into_next,
 )
-from tilewise.backends.hopper.ring import bias_ring, matrix, release, wait_full
+from tilewise.backends.hopper.ring import bias_ring, release, stage, units, wait_full
 from tilewise.backends.hopper.statistics import store_seen
 from tilewise.backends.hopper.work_tile import beyond_keys, key_hi, key_lo, locate, next_tile, tile_at
 from tilewise.backends.hopper.zeroing import zero_unseen_listed, zero_unseen_values
@@ -118,9 +118,9 @@ def skip_left(rings, kv_base, work, rows, skip, C: gl.constexpr):
 def query_tile(q_ring, n, slot, C: gl.constexpr):
     """This warpgroup's n-th query tile; slot is its number, the stage of all of them where there is one."""
     if C.Q_STAGES == 1:
-        return matrix(q_ring, slot)
+        return units(q_ring, stage(q_ring, slot))
     else:
-        return matrix(q_ring, n)
+        return units(q_ring, stage(q_ring, n))
 
 
 @gluon.jit

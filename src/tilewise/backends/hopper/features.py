@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tilewise.backends.hopper import variants
-from tilewise.backends.hopper.intervals import IntervalMask, interval_mask
+from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, mask_of, unseen_keys
 from tilewise.backends.hopper.structs import Unaligned
 from tilewise.problem import Problem
 
@@ -37,11 +36,21 @@ def feature_obstacles(problem: Problem, backward: bool = False) -> Iterator[str]
 def slow_feature(problem: Problem, backward: bool = False) -> str | None:
     """Why other backends serve the problem's features better; None if they do not."""
     columns = max(problem.head_dim, problem.head_dim_v)
-    if problem.dropout_p > 0 and columns <= 64 and not backward and not variants.wanted("quads"):
+    if problem.dropout_p > 0 and columns <= 64 and not backward and not in_quads(problem):
         return "dropout takes longer here than in the portable kernels up to head dim 64"
     if problem.bias is not None and columns > 128:
         return "a bias finds no registers here beside more than 128 columns"
     return None
+
+
+def in_quads(problem: Problem) -> bool:
+    """Does dropout take keys in the order of `quads.py`? It has no ALiBi, bias, lists, packed batches and zeroing of values."""
+    if problem.dropout_p == 0 or problem.alibi or problem.bias is not None or problem.varlen or problem.origins:
+        return False
+    if problem.seqlen_k % 4 > 0 or max(problem.head_dim, problem.head_dim_v) > 128:
+        return False
+    mask = mask_of(problem)
+    return not (mask.listed or unseen_keys(mask, problem.seqlen_q, problem.seqlen_k))
 
 
 def bias_obstacles(problem: Problem, backward: bool) -> Iterator[str]:

@@ -11,12 +11,13 @@ from tilewise.backends.hopper.ring import Rings, make_ring
 
 @gluon.jit
 def forward_kernel(q_desc, k_desc, v_desc, o_desc, a, C: gl.constexpr):
-    q_ring = make_ring(q_desc, C.Q_STAGES * C.WARPGROUPS, 1)
+    UNITS: gl.constexpr = C.BLOCK_D // C.QK_UNIT if C.QK_UNIT > 0 else 1
+    q_ring = make_ring(q_desc, C.Q_STAGES * C.WARPGROUPS, 1, UNITS)
     if C.QUADS:
         k_ring = make_quad_ring(k_desc, C.KV_STAGES, C.BLOCK_D, C.WARPGROUPS)
         v_ring = make_quad_ring(v_desc, C.KV_STAGES, C.BLOCK_DV, C.WARPGROUPS)
     else:
-        k_ring = make_ring(k_desc, C.KV_STAGES, C.WARPGROUPS)
+        k_ring = make_ring(k_desc, C.KV_STAGES, C.WARPGROUPS, UNITS)
         v_ring = make_ring(v_desc, C.KV_STAGES, C.WARPGROUPS)
     rings = Rings(q=q_ring, k=k_ring, v=v_ring, bias=())
     fence_async_shared()
@@ -31,6 +32,18 @@ def forward_kernel(q_desc, k_desc, v_desc, o_desc, a, C: gl.constexpr):
             ],
             [4, 1],
             [C.REGISTERS[0], C.REGISTERS[1]],
+        )
+    elif C.WARPGROUPS == 4:
+        gl.warp_specialize(
+            [
+                (consume, (o_desc, o_buffers, rings, a, gl.constexpr(0), C)),
+                (consume, (o_desc, o_buffers, rings, a, gl.constexpr(1), C)),
+                (consume, (o_desc, o_buffers, rings, a, gl.constexpr(2), C)),
+                (consume, (o_desc, o_buffers, rings, a, gl.constexpr(3), C)),
+                (produce, (q_desc, k_desc, v_desc, rings, a, C)),
+            ],
+            [4, 4, 4, 1],
+            [C.REGISTERS[0], C.REGISTERS[0], C.REGISTERS[0], C.REGISTERS[1]],
         )
     else:
         gl.warp_specialize(

@@ -15,7 +15,6 @@ from tilewise.backends.gpu.kept import kept
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import MaskArgs
-from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.arguments import CLUSTER_BYTES, ForwardPlan, heads_together, make_plan
 from tilewise.backends.hopper.compile import compile_kernel
 from tilewise.backends.hopper.feature_launch import (
@@ -42,7 +41,7 @@ from tilewise.problem import Problem
 def run_forward(problem: Problem, inputs: Inputs, stats: Features = NONE) -> tuple[Tensor, Tensor]:
     """out and lse of a supported problem, on the current stream; `stats`: the arguments that statistics are written to."""
     q, k, v = inputs[:3]
-    key = ("hopper forward", variants.current(), q.device, q.stride(), k.stride(), v.stride(), features_key(inputs))
+    key = ("hopper forward", q.device, q.stride(), k.stride(), v.stride(), features_key(inputs))
     if is_listed(problem):
         return run_listed(problem, inputs, key, stats)
     return launch(problem, inputs, recorder.get(problem, key, q.device, partial(plan_on, problem, inputs)), stats)
@@ -150,8 +149,8 @@ def launch_of(plan: ForwardPlan, tensors: Any, terms: tuple[Term, ...], bias: Te
         out=None if cu_q is None else packed_rows(out),
     )
     maps = (
-        Descriptor.of(q, 64, config.BLOCK_D),
-        key_map(k, config, config.BLOCK_D),
+        Descriptor.of(q, 64, config.QK_UNIT or config.BLOCK_D),
+        key_map(k, config, config.QK_UNIT or config.BLOCK_D),
         key_map(v, config, config.BLOCK_DV),
         Descriptor.of(out, 64, config.O_COLUMNS),
     )

@@ -10,7 +10,15 @@ the next one's first scores runs under the last product of this one (`step_into_
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
 from tilewise.backends.hopper.alibi import ahead_of, columns_from, slope_of, with_alibi
-from tilewise.backends.hopper.bias import add_by_row, as_scores, is_paired, load_by_row, natural_softmax_step
+from tilewise.backends.hopper.bias import (
+    add_by_row,
+    as_scores,
+    is_paired,
+    load_bias,
+    load_by_row,
+    natural_softmax_step,
+    unpacked,
+)
 from tilewise.backends.hopper.compat import (
     PINGPONG_BARRIER,
     aggregate,
@@ -26,8 +34,22 @@ from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words, where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import tile_number
+from tilewise.backends.hopper.operands import (
+    accumulator,
+    as_operand,
+    columns,
+    columns_of,
+    left_operand,
+    no_output,
+    operand_for,
+    output_spans,
+    packed,
+    rows_of,
+    spans,
+    zeros,
+)
 from tilewise.backends.hopper.quads import drop_quads, quad_words
-from tilewise.backends.hopper.ring import Rings, bias_ring, matrix, release, wait_full
+from tilewise.backends.hopper.ring import Rings, bias_ring, matrix, release, stage, units, wait_full
 from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
 from tilewise.backends.hopper.statistics import first_seen, next_seen
 from tilewise.backends.hopper.work_tile import Band, WorkTile, key_hi, key_lo
@@ -38,7 +60,7 @@ from tilewise.backends.hopper.zeroing import zero_unseen_listed
 class State:
     """The online softmax of a warpgroup, from one key tile to the next."""
 
-    o: gl.tensor  # [64, DV] fp32 accumulator
+    o: gl.tuple  # fp32 accumulators [64, width], side by side
     p: gl.tensor  # [64, N / 2] words of two weights not yet in o
     m: gl.tensor  # [64]
     l: gl.tensor  # [64, 4], partial sums by lane
@@ -61,83 +83,8 @@ class Queries:
 
     rings: Rings
     n: gl.tensor  # their number in the ring
-    tile: gl.shared_memory_descriptor  # [64, D]
+    tile: gl.tuple  # of [64, width], side by side
     fragments: gl.tuple  # of [64, width], left operands
-
-
-@gluon.constexpr_function
-def accumulator(n):
-    """The layout of a warpgroup's [64, n] product."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
-
-
-@gluon.constexpr_function
-def left_operand(n):
-    """The layout of the left operand of a [64, n] product in registers: for P·V those of S."""
-    return gl.DotOperandLayout(0, accumulator(n), 2)
-
-
-@gluon.jit
-def zeros(n: gl.constexpr):
-    """A [64, n] accumulator."""
-    LAYOUT: gl.constexpr = accumulator(n)
-    return gl.zeros([64, n], gl.float32, LAYOUT)
-
-
-@gluon.constexpr_function
-def spans(first, last):
-    """Columns [first, last) as (first, width), the widths powers of two that divide their first."""
-    parts = []
-    while first < last:
-        width = 1 << (last - first).bit_length() - 1
-        width = min(width, first & -first) if first else width
-        parts.append((first, width))
-        first += width
-    return parts
-
-
-@gluon.constexpr_function
-def _pack(dtype):
-    """Two fp32 as one word of two 16-bit numbers, the first in its low half."""
-    return f"cvt.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"
-
-
-@gluon.jit
-def packed(p_tile, dtype: gl.constexpr):
-    """Weights in 16 bits, two in a word [64, N / 2]. Loops carry words: the compiler would unpack 16-bit numbers and pack them
-    again in every step."""
-    ASM: gl.constexpr = _pack(dtype)
-    N: gl.constexpr = p_tile.type.shape[1]
-    even, odd = gl.split(gl.reshape(p_tile, [64, N // 2, 2]))
-    return gl.inline_asm_elementwise(ASM, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def as_operand(words, dtype: gl.constexpr, C: gl.constexpr):
-    """Packed weights as the left operand of a product."""
-    N: gl.constexpr = C.BLOCK_N
-    LAYOUT: gl.constexpr = left_operand(C.BLOCK_DV)
-    even, odd = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
-    p_tile = gl.reshape(gl.join(even, odd), [64, N]).to(dtype, bitcast=True)
-    return gl.convert_layout(p_tile, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def rows_of(x, like):
-    """A vector over rows in the layout of the rows of `like`."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, like.type.layout)
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def columns(tile, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """Columns [FIRST, FIRST + WIDTH) of a matrix in shared memory."""
-    if tile.type.shape[1] == WIDTH:
-        return tile
-    else:
-        return tile.slice(FIRST, WIDTH, dim=1)
 
 
 @gluon.jit
@@ -147,7 +94,7 @@ def load_fragments(q_tile, C: gl.constexpr):
     SPANS: gl.constexpr = spans(0, C.Q_IN_REGISTERS)
     fragments = ()
     for i in gl.static_range(len(SPANS)):
-        fragments += (columns(q_tile, SPANS[i][0], SPANS[i][1]).load(LAYOUT),)
+        fragments += (columns_of(q_tile, SPANS[i][0], SPANS[i][1]).load(LAYOUT),)
     return fragments
 
 
@@ -172,52 +119,24 @@ def issue_scores(q, n, token, C: gl.constexpr):
     FRAGMENTS: gl.constexpr = len(q.fragments)
     IN_REGISTERS: gl.constexpr = C.Q_IN_REGISTERS if FRAGMENTS > 0 else 0
     COLUMNS: gl.constexpr = C.QK_COLUMNS if C.QK_COLUMNS > 0 else C.BLOCK_D
-    SPANS: gl.constexpr = spans(0, IN_REGISTERS) + spans(IN_REGISTERS, COLUMNS)
-    k_tile = matrix(q.rings.k, n)
+    MOST: gl.constexpr = C.QK_UNIT if C.QK_UNIT > 0 else 256
+    SPANS: gl.constexpr = spans(0, IN_REGISTERS) + spans(IN_REGISTERS, COLUMNS, MOST)
+    k_tile = units(q.rings.k, stage(q.rings.k, n))
     for i in gl.static_range(len(SPANS)):
-        keys = columns(k_tile, SPANS[i][0], SPANS[i][1]).permute((1, 0))
+        keys = columns_of(k_tile, SPANS[i][0], SPANS[i][1]).permute((1, 0))
         if i < FRAGMENTS:
             token = warpgroup_mma(q.fragments[i], keys, token, use_acc=C.ALIBI_FIRST or i > 0, is_async=True)
         else:
-            part = columns(q.tile, SPANS[i][0], SPANS[i][1])
+            part = columns_of(q.tile, SPANS[i][0], SPANS[i][1])
             token = warpgroup_mma(part, keys, token, use_acc=C.ALIBI_FIRST or i > 0, is_async=True)
     return token
-
-
-@gluon.jit
-def load_bias(rings, n, C: gl.constexpr):
-    """A bias's n-th tile from shared memory, as its numbers stand there."""
-    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
-    ring = bias_ring(rings)
-    wait_full(ring, n)
-    return matrix(ring, n).load(LAYOUT)
-
-
-@gluon.constexpr_function
-def _unpack_pair(dtype):
-    if dtype == gl.bfloat16:
-        both = "mov.b32 w, {$2, $3}; shl.b32 t, w, 16; mov.b32 $0, t; and.b32 t, w, 0xFFFF0000; mov.b32 $1, t;"
-        return "{ .reg .b32 w, t; " + both + " }"
-    return "{ cvt.f32.f16 $0, $2; cvt.f32.f16 $1, $3; }"
-
-
-@gluon.jit
-def unpacked(bias, C: gl.constexpr):
-    """A tile [64, N] of 16-bit numbers as fp32: one instruction each, of words that the compiler would take apart first."""
-    ASM: gl.constexpr = _unpack_pair(bias.dtype)
-    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
-    even, odd = gl.split(gl.reshape(bias.to(gl.int16, bitcast=True), [64, C.BLOCK_N // 2, 2]))
-    even, odd = gl.inline_asm_elementwise(
-        ASM, "=f,=f,h,h", [even, odd], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
-    )
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [64, C.BLOCK_N]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def weights(s_tile, m, MASKED: gl.constexpr, a, C: gl.constexpr):
     """See softmax_step; with a bias scores are in natural units."""
     if C.BIAS != "":
-        return natural_softmax_step(s_tile, m, C)
+        return natural_softmax_step(s_tile, m)
     else:
         return softmax_step(s_tile, m, exp2_scale(a, C), MASKED)
 
@@ -290,16 +209,43 @@ def first_step(q, n, rows, key0, a, WG: gl.constexpr, C: gl.constexpr):
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, N]
     release(k_ring, n)
     p_tile, m, l, seen = first_softmax(s_tile, q, n, rows, key0, words, a, WG, C)
-    return first_state(zeros(C.BLOCK_DV), p_tile, m, l, seen, k_ring.tiles.dtype)
+    return first_state(no_output(C), p_tile, m, l, seen, k_ring.tiles.dtype)
 
 
 @gluon.jit
 def issue_pv(state, v_ring, n, C: gl.constexpr):
-    """O += P·V of value tile n, issued, and P as its operand."""
+    """O += P·V of value tile n, issued by accumulator, and P as its operand."""
+    SPANS: gl.constexpr = output_spans(C)
     wait_full(v_ring, n)
     p_tile = as_operand(state.p, v_ring.tiles.dtype, C)
-    o_tile = rescale_output(state.o, rows_of(state.rescale, state.o), C) if C.LAZY_RESCALE else state.o
-    return warpgroup_mma(p_tile, matrix(v_ring, n), o_tile, is_async=True), p_tile
+    v_tile = matrix(v_ring, n)
+    tokens = ()
+    for i in gl.static_range(len(SPANS)):
+        o_part = state.o[i]
+        if C.LAZY_RESCALE:
+            o_part = rescale_output(o_part, rows_of(state.rescale, o_part), SPANS[i][1])
+        v_part = columns(v_tile, SPANS[i][0], SPANS[i][1])
+        tokens += (warpgroup_mma(operand_for(p_tile, SPANS[i][1]), v_part, o_part, is_async=True),)
+    return tokens, p_tile
+
+
+@gluon.jit
+def await_output(tokens, old_p, C: gl.constexpr):
+    """The output when P·V is done, by accumulator."""
+    done = warpgroup_mma_wait(0, deps=tokens + (old_p,))  # noqa: RUF005
+    parts = ()
+    for i in gl.static_range(len(output_spans(C))):
+        parts += (done[i],)
+    return parts
+
+
+@gluon.jit
+def rescaled_now(parts, rescale, C: gl.constexpr):
+    """The output times a factor by row."""
+    found = ()
+    for i in gl.static_range(len(output_spans(C))):
+        found += (parts[i] * rows_of(rescale, parts[i]),)
+    return found
 
 
 @gluon.jit
@@ -331,7 +277,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
         bias = load_bias(q.rings, n * C.WARPGROUPS + WG, C)
     elif is_paired(C.BIAS):
         bias = load_by_row(rows.work, rows.row0, key0, a, C.BLOCK_N, not MASKED, C)
-    s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
+    s_tile = warpgroup_mma_wait(len(output_spans(C)), deps=[s_token])  # [64, N]
     release(k_ring, n)
     if C.BIAS_STAGES > 0:
         release(bias_ring(q.rings), n * C.WARPGROUPS + WG)
@@ -359,12 +305,12 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     # The wait for the next key tile is a loop, hence the boundary of a basic block: without one ptxas moves all of the
     # softmax below the wait for P·V, and nothing overlaps. Only branches that all threads take alike may stand here.
     wait_full(k_ring, n + 1, more)
-    o_tile, _ = warpgroup_mma_wait(0, deps=[o_token, old_p])
+    o_tile = await_output(o_token, old_p, C)
     release(q.rings.v, n - 1)
     if MASKED and C.LISTS is not None and C.UNSEEN_KEYS:
         zero_unseen_listed(q.rings.v, n, tile_number(key0) * C.BLOCK_N, rows.work, a, C)
     if not C.LAZY_RESCALE:
-        o_tile = o_tile * rows_of(rescale, o_tile)
+        o_tile = rescaled_now(o_tile, rescale, C)
     return State(o=o_tile, p=packed(p_tile, k_ring.tiles.dtype), m=m, l=l, rescale=rescale, seen=seen)
 
 
@@ -374,21 +320,21 @@ def step_into_next(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.c
     k_ring = q.rings.k
     s_token, o_token, old_p = issue(state, q, n, before, rows, key0, a, WG, C)
     words = key_words(rows, key0, a, C)
-    s_tile = warpgroup_mma_wait(1, deps=[s_token])  # [64, N]
+    s_tile = warpgroup_mma_wait(len(output_spans(C)), deps=[s_token])  # [64, N]
     release(k_ring, n)
     p_tile, m, l, seen = first_softmax(s_tile, q, n, rows, key0, words, a, WG, C)
     # the queries are there: a boundary as in `step`. The wait for the next keys comes after the release of these values,
     # which the producer may need first
     wait_full(q.rings.q, q.n)
-    o_tile, _ = warpgroup_mma_wait(0, deps=[o_token, old_p])
+    o_tile = await_output(o_token, old_p, C)
     release(q.rings.v, before)
-    return first_state(zeros(C.BLOCK_DV), p_tile, m, l, seen, k_ring.tiles.dtype), o_tile
+    return first_state(no_output(C), p_tile, m, l, seen, k_ring.tiles.dtype), o_tile
 
 
 @gluon.jit
 def last_output(state, v_ring, n, C: gl.constexpr):
     """The output of a program's last work tile, whose last value tile is n."""
-    o_token, _ = issue_pv(state, v_ring, n, C)
-    o_tile = warpgroup_mma_wait(0, deps=[o_token])
+    o_token, p_tile = issue_pv(state, v_ring, n, C)
+    o_tile = await_output(o_token, p_tile, C)
     release(v_ring, n)
     return o_tile

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.backward.choose import (
     keys_choices,
     listed_tiles,
@@ -115,7 +114,7 @@ def plan_of(problem: Problem) -> dict[str, Planned]:
 
 def offers(problem: Problem, pass_: str) -> list[Planned]:
     """Every tile of a pass with its config; the one asked for first, or else the usual one. Kept with the problem."""
-    key = ("hopper", pass_, variants.current())
+    key = ("hopper", pass_)
     if key not in problem.memory:
         asked = problem.asked(pass_)
         found = [described(problem, pass_, *choice) for choice in configs(problem, pass_)]

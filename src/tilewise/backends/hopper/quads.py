@@ -75,34 +75,17 @@ def quad_words(lo, hi, like, N: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _real(n):
-    """A whole number of at most 53 bits as a constant of fp64."""
-    exponent = n.bit_length() - 1
-    return f"0d{(1023 + exponent << 52) + (n - (1 << exponent) << 52 >> exponent):016X}"
-
-
-@gluon.constexpr_function
 def _wide(e, c, low, high, factor):
     """A product of 32 by 32 bits, as one integer instruction."""
     return [f"mul.wide.u32 wide, {c}_{e}, {factor:#x};", f"mov.b64 {{{low}, {high}}}, wide;"]
 
 
 @gluon.constexpr_function
-def _double(e, c, low, high, factor):
-    """The same with its upper half by the units of fp64: (2⁵² + c) · factor + 2⁵² (2³² - factor) = 2⁸⁴ + c · factor, of which,
-    rounded towards 0, the lowest 32 bits are the upper half."""
-    return [
-        f"mul.lo.u32 {low}, {c}_{e}, {factor:#x};", f"mov.b64 real, {{{c}_{e}, exponent}};",
-        f"fma.rz.f64 real, real, {_real(factor)}, {_real(2**52 * (2**32 - factor))};", f"mov.b64 {{{high}, rest}}, real;",
-    ]  # fmt: skip
-
-
-@gluon.constexpr_function
-def _drop(n, doubles):
+def _drop(n):
     """n calls, each with four numbers ($0.., $n.., … from $4n..): 0 where the call's word is below the threshold."""
     arg = [[f"${n * (4 + j) + e}" for e in range(n)] for j in range(11)]
-    lines = [".reg .b32 key0, key1, low0, high0, low1, high1, rest, exponent;", ".reg .b64 wide;", ".reg .f64 real;"]
-    lines += [".reg .pred kept;", "mov.b32 exponent, 0x43300000;"]
+    lines = [".reg .b32 key0, key1, low0, high0, low1, high1;", ".reg .b64 wide;"]
+    lines += [".reg .pred kept;"]
     lines += [f".reg .b32 {', '.join(f'c{i}_{e}' for e in range(n))};" for i in range(4)]
     lines += [f"mov.b32 c{i}_{e}, {arg[4 + i][e]};" for i in range(4) for e in range(n)]
     lines += [f"mov.b32 key{i}, {arg[8 + i][0]};" for i in range(2)]
@@ -111,8 +94,7 @@ def _drop(n, doubles):
             lines += ["add.u32 key0, key0, 0x9E3779B9;", "add.u32 key1, key1, 0xBB67AE85;"]
         for e in range(n):
             lines += _wide(e, "c0", "low0", "high0", 0xD2511F53)
-            # the first two are shared by calls of a row, or of a column
-            lines += (_double if doubles and turn > 1 else _wide)(e, "c2", "low1", "high1", 0xCD9E8D57)
+            lines += _wide(e, "c2", "low1", "high1", 0xCD9E8D57)
             lines += [
                 f"lop3.b32 c0_{e}, high1, c1_{e}, key0, 0x96;", f"mov.b32 c1_{e}, low1;",
                 f"lop3.b32 c2_{e}, high0, c3_{e}, key1, 0x96;", f"mov.b32 c3_{e}, low0;",
@@ -133,8 +115,8 @@ def drop_quads(p_tile, row0, key0, b, h, a, C: gl.constexpr):
     """A tile [64, N] of weights with 0 where they are dropped."""
     N: gl.constexpr = C.BLOCK_N
     LAYOUT: gl.constexpr = p_tile.type.layout
-    CALLS: gl.constexpr = 4 if C.BLOCK_DV == 128 or C.FP64 or C.BLOCK_N == 64 else 8
-    ASM: gl.constexpr = _drop(CALLS, C.FP64)
+    CALLS: gl.constexpr = 4 if C.BLOCK_DV == 128 or C.BLOCK_N == 64 else 8
+    ASM: gl.constexpr = _drop(CALLS)
     OPERANDS: gl.constexpr = _drop_operands(CALLS)
     parts = gl.permute(gl.reshape(p_tile, [64, 2, N // 16, 4, 2]), (0, 2, 3, 1, 4))
     even, odd = gl.split(parts)  # [64, N / 16, 4, 2]

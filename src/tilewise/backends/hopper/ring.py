@@ -7,9 +7,10 @@ from tilewise.backends.hopper.compat import aggregate, gl, gluon, mbarrier, tma_
 
 @aggregate
 class Ring:
-    """full[i]: the tile in stage i has landed; empty[i]: all its readers are done. The n-th tile ever is in stage n % STAGES."""
+    """full[i]: the tile in stage i has landed; empty[i]: all its readers are done. The n-th tile ever is in stage n % STAGES.
+    A tile of UNITS units lies there as so many matrices, each with the next columns."""
 
-    tiles: gl.shared_memory_descriptor  # [STAGES, 1, 1, rows, width]
+    tiles: gl.shared_memory_descriptor  # [STAGES * UNITS, 1, 1, rows, width]
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
@@ -64,9 +65,10 @@ def make_tiles(desc, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A ring for tiles of the descriptor."""
-    return Ring(tiles=make_tiles(desc, STAGES), full=make_barriers(STAGES, 1), empty=make_barriers(STAGES, READERS))
+def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr, UNITS: gl.constexpr = 1):
+    """A ring for tiles of the descriptor, or of so many of them side by side."""
+    tiles = make_tiles(desc, STAGES * UNITS)
+    return Ring(tiles=tiles, full=make_barriers(STAGES, 1), empty=make_barriers(STAGES, READERS))
 
 
 @gluon.jit
@@ -78,12 +80,18 @@ def make_follower(desc, leader, STAGES: gl.constexpr):
 @gluon.jit
 def phase(ring, n):
     """The parity of the n-th tile's barriers."""
-    return (n // ring.tiles.type.shape[0]) & 1
+    return (n // ring.full.type.shape[0]) & 1
 
 
 @gluon.jit
 def stage(ring, n):
-    return n % ring.tiles.type.shape[0]
+    return n % ring.full.type.shape[0]
+
+
+@gluon.constexpr_function
+def units_in(tiles, stages):
+    """Of a tile, from the shapes of a ring's tiles and of its barriers."""
+    return tiles[0] // stages[0]
 
 
 @gluon.jit
@@ -110,9 +118,12 @@ def fill_bias(ring, desc, n, b, h, row, key):
 @gluon.jit
 def fill_free(ring, desc, n, b, h, row):
     """Load the n-th tile, whose stage is known to be free."""
+    UNITS: gl.constexpr = units_in(ring.tiles.type.shape, ring.full.type.shape)
+    WIDTH: gl.constexpr = desc.block_type.shape[3]
     at = stage(ring, n)
-    mbarrier.expect(ring.full.index(at), desc.block_type.nbytes)
-    tma_load(desc, [b, h, row, 0], ring.full.index(at), ring.tiles.index(at))
+    mbarrier.expect(ring.full.index(at), desc.block_type.nbytes * UNITS)
+    for unit in gl.static_range(UNITS):
+        tma_load(desc, [b, h, row, unit * WIDTH], ring.full.index(at), ring.tiles.index(at * UNITS + unit))
 
 
 @gluon.jit
@@ -137,3 +148,13 @@ def matrix_in(ring, at):
 def matrix(ring, n):
     """The n-th tile as a matrix [rows, width]."""
     return matrix_in(ring, stage(ring, n))
+
+
+@gluon.jit
+def units(ring, at):
+    """The tile in stage `at` as matrices [rows, width], side by side."""
+    UNITS: gl.constexpr = units_in(ring.tiles.type.shape, ring.full.type.shape)
+    found = ()
+    for unit in gl.static_range(UNITS):
+        found += (matrix_in(ring, at * UNITS + unit),)
+    return found

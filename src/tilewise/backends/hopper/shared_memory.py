@@ -30,7 +30,7 @@ def on_chip(kernel: str, config: Any, mask: IntervalMask, lists: Lists | None = 
     if kernel == "preprocess_kernel":  # sums stay in a warp
         return ()
     if kernel == "postprocess_kernel":
-        return (("dQ", 2 * 64 * 64),)
+        return (("dQ", 2 * 64 * max(config.DQ_PARTS)),)
     roles = 4 * workers(config)
     if kernel == "split_kernel" and lists is not None:  # the first warps alone mask
         lists = lists._replace(terms=None, terms_stride=None, q_ids=None, k_ids=None, ids_strides=(None, None))
@@ -89,7 +89,7 @@ def tile_arguments(config: Any) -> int:
     ordered = (config.BAND and not config.VARLEN) or config.ORDERED or config.LISTS is not None
     which = DIVISOR + NUMBER + (POINTER if ordered else NUMBER)  # blocks; programs; the order, or the number of tiles
     batch = 2 * POINTER + NUMBER if config.VARLEN else DIVISOR  # lengths and their number, or heads
-    slope = NUMBER if config.SCORES == "softcap" else 0
+    slope = NUMBER if config.SCORES in ("softcap", "cap") else 0
     alibi = POINTER + NUMBER if config.ALIBI else 0
     dropout = POINTER + 2 * NUMBER if config.DROPOUT else 0
     bias = bias_arguments(config) if config.BIAS else 0

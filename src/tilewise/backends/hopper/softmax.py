@@ -23,10 +23,20 @@ def tanh(x):
 
 
 @gluon.jit
+def logistic(x):
+    """1 / (1 + 2**x). With x = -2 log2(e) y it is (1 + tanh y) / 2, to an absolute error of rounding: near 0 tanh is less precise
+    than its own size, which a softcap that is not huge allows."""
+    e = gl.exp2(x)
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def scores(s_tile, a, C: gl.constexpr):
     """Scores that `exp2_scale` turns into logarithms to base 2."""
     if C.SCORES == "softcap":
         return tanh(s_tile * a.softcap_slope) * a.scale_log2
+    elif C.SCORES == "cap":
+        return logistic(s_tile * a.softcap_slope)
     elif C.SCORES == "scale":
         return s_tile * a.scale_log2
     else:
@@ -35,7 +45,7 @@ def scores(s_tile, a, C: gl.constexpr):
 
 @gluon.jit
 def exp2_scale(a, C: gl.constexpr):
-    if C.SCORES == "fold":
+    if C.SCORES == "fold" or C.SCORES == "cap":
         return a.scale_log2
     else:
         return 1.0
@@ -108,13 +118,13 @@ def _rescale_operands(n):
 
 
 @gluon.jit
-def rescale_output(o_tile, factor, C: gl.constexpr):
-    """The accumulator [64, DV] of a warpgroup times a factor [64, 1] per row; a warp whose factors are all 1 skips it.
+def rescale_output(o_tile, factor, WIDTH: gl.constexpr):
+    """An accumulator [64, WIDTH] of a warpgroup times a factor [64, 1] per row; a warp whose factors are all 1 skips it.
 
     Factors other than 1 are rare once a row has seen a key, so each warp checks its 16 rows first. The branch is inside one piece
     of assembly: Gluon's own branches are taken by a whole role, whose warps would first have to agree.
     """
-    N: gl.constexpr = C.BLOCK_DV // 2  # numbers of a thread
+    N: gl.constexpr = WIDTH // 2  # numbers of a thread
     ASM: gl.constexpr = _rescale(N)
     OPERANDS: gl.constexpr = _rescale_operands(N)
     return gl.inline_asm_elementwise(ASM, OPERANDS, [o_tile, factor], dtype=gl.float32, is_pure=True, pack=N)

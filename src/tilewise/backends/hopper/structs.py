@@ -93,8 +93,8 @@ class Arguments(NamedTuple):
     stat_tiles: int | None  # of all heads; behind dQ's last one is a spare
     total: int
     programs: int
-    scale_log2: float  # scale · log2 e, or softcap · log2 e: makes scores logarithms to base 2
-    softcap_slope: float  # scale / softcap
+    scale_log2: float  # scale · log2 e, or softcap · log2 e: makes scores logarithms to base 2; twice that for "cap"
+    softcap_slope: float  # scale / softcap; for "cap" times -2 log2 e
     scale: float | None = None
     stats_ptr: Any = None  # [B·H, tiles, 2, M] fp32: lse in units of log 2 and delta by query tile
     dq_ptr: Any = None  # [B·H, tiles, M·D] fp32, each tile in the order of the registers that hold it
@@ -154,6 +154,7 @@ class PrePostArguments(NamedTuple):
     batch: int
     len_q: int
     factor: float  # by which lse enters the statistics
+    shift: float  # what is added then
     scale: float
     sinks_ptr: Any = None  # (H,) fp32
     dsinks_ptr: Any = None  # [B·H, tiles, M] fp32: what each row adds to the gradient of its head's sink

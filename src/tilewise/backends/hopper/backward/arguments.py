@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.arguments import LOG2E, blocks_of, largest_divisor, tile_arguments
 from tilewise.backends.hopper.backward.choose import visiting_queries
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
+from tilewise.backends.hopper.choose import cap_form
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.features import BiasForm, gradient_types, prepost_types
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import list_arguments
 from tilewise.backends.hopper.plan import config_of, tiles
 from tilewise.backends.hopper.structs import Arguments, Divisor, Plane, PrePostArguments, Rows
-from tilewise.backends.hopper.tile_order import best_order, tile_order, visited_keys
+from tilewise.backends.hopper.tile_order import best_order, visited_keys
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
 
@@ -84,10 +84,7 @@ def grad_arguments(
         else:
             times = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
         together = heads_together(problem, config, heads)
-        if variants.wanted("order"):
-            order = best_order(times, heads, tuple(n for n in range(together, heads + 1) if heads % n == 0), programs)
-        else:
-            order = tile_order(times, heads, together, programs)[0]
+        order = best_order(times, heads, tuple(n for n in range(together, heads + 1) if heads % n == 0), programs)
     rows = Rows(pointer(problem.dtype), 0, 0, 0) if problem.varlen else None
     return Arguments(
         lse_ptr=None,
@@ -101,7 +98,7 @@ def grad_arguments(
         total=blocks * heads,
         programs=programs,
         order=order,
-        scale=float(problem.scale),
+        scale=gradient_scale(problem),
         stats_ptr="*fp32",
         dq_ptr="*fp32",
         dq=rows,
@@ -127,8 +124,18 @@ def prepost_arguments(problem: Problem, config: KeysConfig, stat_blocks: int, wi
         batch=problem.batch,
         len_q=problem.seqlen_q,
         factor=lse_factor(problem, config),
-        scale=float(problem.scale),
+        shift=problem.softcap * LOG2E if capped(problem) else 0.0,
+        scale=gradient_scale(problem),
     )
+
+
+def capped(problem: Problem) -> bool:
+    """Is a softcap computed as "cap"? Then scores are less by it, and their gradients by a factor of 4."""
+    return problem.softcap > 0 and cap_form(problem) == "cap"
+
+
+def gradient_scale(problem: Problem) -> float:
+    return problem.scale * (4.0 if capped(problem) else 1.0)
 
 
 def lse_factor(problem: Problem, config: KeysConfig) -> float:

@@ -20,7 +20,7 @@ from tilewise.backends.hopper.backward.config import (
     QueriesConfig,
     widths,
 )
-from tilewise.backends.hopper.choose import Choice, mask_config
+from tilewise.backends.hopper.choose import Choice, cap_form, mask_config
 from tilewise.backends.hopper.config import used_columns
 from tilewise.backends.hopper.features import alibi_form, bias_form, gradient_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
@@ -81,8 +81,9 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
         usual = (SEPARATE_DQ if mask.terms or problem.varlen else SEPARATE_DQ_UNMASKED)[dims]
         found = [usual, *([SEPARATE_DQ_SOFTCAP[dims]] if dims == (64, 64) else []), SPLIT[dims]]
     reason = separate_dq(problem, mask).reason
+    common = compiled_for(problem, mask)
     return [
-        Choice(tile._replace(**(compiled_for(problem, mask) | list_config(problem, mask, tile))), reason)
+        Choice(tile._replace(**(common | list_config(problem, mask, tile) | columns_config(problem, mask, tile))), reason)
         for tile in dict.fromkeys(found)
     ]
 
@@ -117,6 +118,8 @@ def queries_choices(problem: Problem, stat_rows: int) -> list[Choice]:
         Choice(
             tile._replace(
                 STAT_ROWS=stat_rows,
+                HELD=(64, 64) if holds(problem, mask) and wide(tile) else (0, 0),
+                K_STAGES=3 if wide(tile) else tile.K_STAGES,
                 DBIAS=gradient_form(problem),
                 **(compiled_for(problem, mask) | list_config(problem, mask, tile)),
             ),
@@ -130,7 +133,7 @@ def compiled_for(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
     dims = widths(problem.head_dim, problem.head_dim_v)
     return mask_config(problem, mask) | {
         "EMPTY_ROWS": problem.varlen or may_have_empty_rows(problem.program, problem.seqlen_q, problem.seqlen_k),
-        "SCORES": "softcap" if problem.softcap > 0 else "fold",
+        "SCORES": cap_form(problem) if problem.softcap > 0 else "fold",
         "ALIBI": alibi_form(problem, mask),
         "BIAS": bias_form(problem),
         "DROPOUT": problem.dropout_p > 0,
@@ -139,11 +142,39 @@ def compiled_for(problem: Problem, mask: IntervalMask) -> dict[str, Any]:
     }
 
 
+def wide(tile: KeysConfig | QueriesConfig) -> bool:
+    """256 columns of keys or values beside 128 of the others: there is shared memory for a third stage."""
+    return tile.BLOCK_D + tile.BLOCK_DV == 384
+
+
+def holds(problem: Problem, mask: IntervalMask) -> bool:
+    """Do registers have room for operands? Where columns are padded, and no tile list needs them."""
+    return not mask.listed and problem.head_dim <= 192 and problem.head_dim_v <= 128
+
+
+def columns_config(problem: Problem, mask: IntervalMask, tile: KeysConfig) -> dict[str, Any]:
+    """What a kernel that holds keys does with the columns of these head dims."""
+    used = used_columns(problem.head_dim, tile.BLOCK_D) or tile.BLOCK_D
+    used_v = used_columns(problem.head_dim_v, tile.BLOCK_DV) or tile.BLOCK_DV
+    found: dict[str, Any] = {}
+    if tile.REDUCE_DQ:
+        own = min(64, used)
+        found["DQ_PARTS"] = (own, own) if tile.BLOCK_M == 128 else (own, max(16, used - 64))
+    if tile.SPLIT and wide(tile):
+        found["Q_STAGES"] = 3
+        if holds(problem, mask):
+            found["HELD"] = (used, used_v)
+    elif not tile.SPLIT and 64 < used < 128 and not mask.listed:
+        found["HELD"] = (used, 64 if used <= 80 and used_v >= 64 else 0)
+    return found
+
+
 def without_mask(config: KeysConfig) -> KeysConfig:
     """What the preprocess and postprocess kernels, which know no mask, are compiled for."""
     plain = KeysConfig._field_defaults
     names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS")
-    names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "BIAS", "DROPOUT", "QK_COLUMNS", "V_COLUMNS")
+    names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "BIAS", "DROPOUT", "QK_COLUMNS", "V_COLUMNS", "HELD")
+    names += ("Q_STAGES", "K_STAGES", "V_STAGES", "OVERLAP_SCORES")
     return config._replace(**{name: plain[name] for name in names})
 
 

@@ -37,6 +37,8 @@ class KeysConfig(NamedTuple):
     BIAS: str = ""  # see Config
     QK_COLUMNS: int = 0  # see Config
     V_COLUMNS: int = 0  # the same of v and dout
+    DQ_PARTS: tuple[int, int] = (64, 64)  # columns of dQ by warpgroup
+    HELD: tuple[int, int] = (0, 0)  # columns of K and of V that are operands from registers
 
     @property
     def LISTED_BY_KEY(self) -> bool:
@@ -94,6 +96,7 @@ class QueriesConfig(NamedTuple):
     BIAS: str = ""
     QK_COLUMNS: int = 0
     V_COLUMNS: int = 0
+    HELD: tuple[int, int] = (0, 0)  # columns of Q and of dO that are operands from registers too
     DBIAS: str = ""  # the bias's gradient: "store", or "add" up in memory where it is broadcast; "add keys" where all keys share
 
     @property

@@ -18,13 +18,19 @@ from tilewise.backends.hopper.backward.scores import (
     ListedQueries,
     accumulator_from,
     accumulator_with_alibi,
+    add_product,
     as_operand,
+    first_parts,
+    gradient_spans,
+    hold,
     issue_scores,
     masked_weights,
+    no_gradient,
     of_head,
-    pieces,
     product,
+    score_pieces,
     statistic,
+    times,
 )
 from tilewise.backends.hopper.bias import load_by_column, raise_flag
 from tilewise.backends.hopper.compat import (
@@ -47,7 +53,7 @@ from tilewise.backends.hopper.grad_tile import (
     locate_keys,
 )
 from tilewise.backends.hopper.lists import first_tile, next_listed, row_of, tile_number
-from tilewise.backends.hopper.mainloop import zeros
+from tilewise.backends.hopper.operands import columns, zeros
 from tilewise.backends.hopper.ring import matrix, matrix_in, release, stage, wait_full
 from tilewise.backends.hopper.work_tile import tile_at
 from tilewise.backends.hopper.zeroing import zero_unseeing_queries, zero_unseen_keys
@@ -60,22 +66,25 @@ def issue_dq(k_tile, ds_ring, n, live, WG: gl.constexpr, C: gl.constexpr):
     at = (n & 1) ^ 1
     mbarrier.wait(ds_ring.full.index(at), ((n - 1) >> 1) & 1, pred=live)
     ds_tile = ds_ring.tiles.index(at)
-    zero = zeros(DQ_COLUMNS)
+    OWN: gl.constexpr = C.DQ_PARTS[WG]
+    zero = zeros(OWN)
     if C.BLOCK_M == 128:
         rows = ds_tile.slice(WG * 64, 64, dim=1).permute((1, 0))
-        token = warpgroup_mma(rows, k_tile, zero, use_acc=False, is_async=True)
+        token = warpgroup_mma(rows, columns(k_tile, 0, OWN), zero, use_acc=False, is_async=True)
     else:
-        columns = k_tile.slice(WG * DQ_COLUMNS, DQ_COLUMNS, dim=1)
-        token = warpgroup_mma(ds_tile.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
+        part = k_tile.slice(WG * DQ_COLUMNS, OWN, dim=1)
+        token = warpgroup_mma(ds_tile.permute((1, 0)), part, zero, use_acc=False, is_async=True)
     return token
 
 
 @gluon.jit
-def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def step(grads, held, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """One query tile; also dQ of the one before, whose statistics are tile `before`. The FIRST of these keys follows one of
-    the keys before."""
+    the keys before. `held`: fragments of K and V in registers."""
     DTYPE: gl.constexpr = rings.q.tiles.dtype
-    BEHIND: gl.constexpr = len(pieces(C.V_COLUMNS, C.BLOCK_DV))
+    BEHIND: gl.constexpr = len(score_pieces(C.HELD[1], C.V_COLUMNS, C.BLOCK_DV))
+    DK: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
+    DV: gl.constexpr = gradient_spans(C.V_COLUMNS, C.BLOCK_DV)
     dk, dv = grads
     # Every ring of queries has two stages and advances alike. Opaque: else each address is a variable or constant of the loop
     # in a register of its own.
@@ -100,12 +109,12 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
             s_acc = accumulator_from(lse2, zero)
         mbarrier.wait(rings.do.full.index(at), parity)
         dp_acc = accumulator_from(statistic(rings.stats, at, "delta", C), zero)
-        s_token = product(k_rows, q_tile, s_acc, True, C.QK_COLUMNS)
-        dp_token = product(v_rows, do_tile, dp_acc, True, C.V_COLUMNS)
+        s_token = product(k_rows, q_tile, s_acc, True, C.QK_COLUMNS, held[0], C.HELD[0])
+        dp_token = product(v_rows, do_tile, dp_acc, True, C.V_COLUMNS, held[1], C.HELD[1])
     else:
-        s_token = product(k_rows, q_tile, zero, False, C.QK_COLUMNS)
+        s_token = product(k_rows, q_tile, zero, False, C.QK_COLUMNS, held[0], C.HELD[0])
         mbarrier.wait(rings.do.full.index(at), parity)
-        dp_token = product(v_rows, do_tile, zero, False, C.V_COLUMNS)
+        dp_token = product(v_rows, do_tile, zero, False, C.V_COLUMNS, held[1], C.HELD[1])
         if C.DROPOUT:
             kept = kept_by_column(m, tile.work.start + 64 * WG, tile.work.b, tile.h, a, C)
         if C.BIAS != "":
@@ -125,7 +134,7 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
     ds_tile = (w_tile * dp_tile).to(DTYPE)
     if C.REDUCE_DQ:
         rings.exchange.tiles.index(at).slice(WG * 64, 64, dim=0).store(ds_tile)
-    dv_token = warpgroup_mma(as_operand(p_tile, C.BLOCK_DV, DTYPE), do_tile, dv, is_async=True)
+    dv_token = add_product(as_operand(p_tile, DV[0][1], DTYPE), do_tile, dv, DV)
     if C.REDUCE_DQ:
         fence_async_shared()
         mbarrier.arrive(rings.exchange.full.index(at), count=1)
@@ -135,17 +144,38 @@ def step(grads, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.conste
             live = n > 0
             dq_keys = matrix(rings.k, index + 1)  # of two stages, so it is that of index - 1
         dq_token = issue_dq(dq_keys, rings.exchange, n, live, WG, C)
-    dk_token = warpgroup_mma(as_operand(ds_tile, C.BLOCK_D, DTYPE), q_tile, dk, is_async=True)
+    dk_token = add_product(as_operand(ds_tile, DK[0][1], DTYPE), q_tile, dk, DK)
     if C.REDUCE_DQ:
-        dq_tile, dv = warpgroup_mma_wait(1, deps=[dq_token, dv_token])
-        reduce_dq(dq_tile, WG, before, a, C)
-        dk = warpgroup_mma_wait(0, deps=[dk_token])
+        done = warpgroup_mma_wait(len(DK), deps=(dq_token,) + dv_token)  # noqa: RUF005
+        dv = first_parts(done, len(DV), 1)
+        reduce_dq(done[0], WG, before, a, C)
+        dk = awaited(dk_token)
         if FIRST:
             mbarrier.arrive(rings.k.empty.index(stage(rings.k, index + 1)), count=1, pred=live)
     else:
-        dk, dv = warpgroup_mma_wait(0, deps=[dk_token, dv_token])
+        done = warpgroup_mma_wait(0, deps=dk_token + dv_token)
+        dk = first_parts(done, len(DK))
+        dv = first_parts(done, len(DV), len(DK))
     mbarrier.arrive(rings.q.empty.index(at), count=1)  # for dO and dS(n - 1) too
     return dk, dv
+
+
+@gluon.jit
+def awaited(tokens):
+    """The parts of the last gradient in flight."""
+    if len(tokens) == 1:
+        return (warpgroup_mma_wait(0, deps=[tokens[0]]),)
+    else:
+        done = warpgroup_mma_wait(0, deps=tokens)
+        return first_parts(done, len(tokens))
+
+
+@gluon.jit
+def hold_keys(rings, tile, WG: gl.constexpr, C: gl.constexpr):
+    """Columns of this warpgroup's keys and values, in registers."""
+    k_rows = matrix(rings.k, tile.index).slice(WG * 64, 64, dim=0)
+    v_rows = matrix(rings.v, tile.index).slice(WG * 64, 64, dim=0)
+    return hold(k_rows, C.BLOCK_M, C.HELD[0]), hold(v_rows, C.BLOCK_M, C.HELD[1])
 
 
 @gluon.jit
@@ -153,9 +183,10 @@ def gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.constexpr)
     """dK and dV of this warpgroup's 64 keys, from all queries of all heads of the group."""
     work = tile.work
     stat_tile = first_statistics(work, a)
-    dk = zeros(C.BLOCK_D)
-    dv = zeros(C.BLOCK_DV)
-    dk, dv = step((dk, dv), rings, of_head(tile, 0, a, C), q_base, work.first * C.BLOCK_M, before, a, True, WG, C)
+    dk = no_gradient(gradient_spans(C.QK_COLUMNS, C.BLOCK_D))
+    dv = no_gradient(gradient_spans(C.V_COLUMNS, C.BLOCK_DV))
+    kept = hold_keys(rings, tile, WG, C)
+    dk, dv = step((dk, dv), kept, rings, of_head(tile, 0, a, C), q_base, work.first * C.BLOCK_M, before, a, True, WG, C)
     before = stat_tile
     for g in range(a.group.value):
         held = of_head(tile, g, a, C)
@@ -163,7 +194,7 @@ def gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.constexpr)
         stat0 = stat_tile + g * a.stat_blocks - n0
         for n in range(gl.maximum(n0, q_base + 1), n0 + work.count):
             m = (work.first + n - n0) * C.BLOCK_M
-            dk, dv = step((dk, dv), rings, held, n, m, before, a, False, WG, C)
+            dk, dv = step((dk, dv), kept, rings, held, n, m, before, a, False, WG, C)
             before = stat0 + n
     release(rings.v, tile.index)
     if not C.REDUCE_DQ:
@@ -177,12 +208,13 @@ def listed_gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.con
     work = tile.work
     row = row_of(a.lists, work.b, work.h * a.group.value, work.start // C.BLOCK_N)
     stat0 = head_statistics(work, a)
-    dk = zeros(C.BLOCK_D)
-    dv = zeros(C.BLOCK_DV)
+    dk = no_gradient(gradient_spans(C.QK_COLUMNS, C.BLOCK_D))
+    dv = no_gradient(gradient_spans(C.V_COLUMNS, C.BLOCK_DV))
+    kept = hold_keys(rings, tile, WG, C)
     cursor = first_tile(a.lists, row, beyond_queries(a, C))
     after = next_listed(cursor, a.lists, row, q_base * 0, work.first, work.count)
     m = ListedQueries(cursor=cursor, partial=work.first > 0, h=work.h * a.group.value)
-    dk, dv = step((dk, dv), rings, of_head(tile, 0, a, C), q_base, m, before, a, True, WG, C)
+    dk, dv = step((dk, dv), kept, rings, of_head(tile, 0, a, C), q_base, m, before, a, True, WG, C)
     before = listed_statistics(tile_number(cursor), stat0, a, C)
     for g in range(a.group.value):
         held = of_head(tile, g, a, C)
@@ -193,7 +225,7 @@ def listed_gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.con
             cursor = after
             after = next_listed(cursor, a.lists, row, j, work.first, work.count)
             m = ListedQueries(cursor=cursor, partial=j < work.first, h=work.h * a.group.value + g)
-            dk, dv = step((dk, dv), rings, held, n, m, before, a, False, WG, C)
+            dk, dv = step((dk, dv), kept, rings, held, n, m, before, a, False, WG, C)
             before = listed_statistics(tile_number(cursor), first, a, C)
     release(rings.v, tile.index)
     if not C.REDUCE_DQ:
@@ -205,7 +237,7 @@ def listed_gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.con
 def score_tiles(s_token, dp_token, rings, n, m, k0, tile, a, C: gl.constexpr):
     """P and dS of the n-th query tile as left operands; S and dP are in flight."""
     DTYPE: gl.constexpr = rings.q.tiles.dtype
-    BEHIND: gl.constexpr = len(pieces(C.V_COLUMNS, C.BLOCK_DV))
+    BEHIND: gl.constexpr = len(score_pieces(C.HELD[1], C.V_COLUMNS, C.BLOCK_DV))
     at = stage(rings.q, n)
     if C.DROPOUT:
         kept = kept_by_column(m, k0, tile.work.b, tile.h, a, C)
@@ -219,30 +251,37 @@ def score_tiles(s_token, dp_token, rings, n, m, k0, tile, a, C: gl.constexpr):
         dp_tile = dropped(dp_tile * a.keep_scale, kept, False)
         p_tile = dropped(p_tile, kept, False)
     ds_tile = w_tile * (dp_tile - statistic(rings.stats, at, "delta", C)[None, :])
-    return as_operand(p_tile, C.BLOCK_DV, DTYPE), as_operand(ds_tile, C.BLOCK_D, DTYPE)
+    DK: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
+    DV: gl.constexpr = gradient_spans(C.V_COLUMNS, C.BLOCK_DV)
+    return as_operand(p_tile, DV[0][1], DTYPE), as_operand(ds_tile, DK[0][1], DTYPE)
 
 
 @gluon.jit
-def issue_gradients(p, ds, dk, dv, rings, n):
-    dv_token = warpgroup_mma(p, matrix(rings.do, n), dv, is_async=True)
-    dk_token = warpgroup_mma(ds, matrix(rings.q, n), dk, is_async=True)
+def issue_gradients(p, ds, dk, dv, rings, n, C: gl.constexpr):
+    DK: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
+    DV: gl.constexpr = gradient_spans(C.V_COLUMNS, C.BLOCK_DV)
+    dv_token = add_product(p, matrix(rings.do, n), dv, DV)
+    dk_token = add_product(ds, matrix(rings.q, n), dk, DK)
     return dv_token, dk_token
 
 
 @gluon.jit
 def overlapped_gradients(rings, tile, q_base, a, WG: gl.constexpr, C: gl.constexpr):
     """dK and dV of this warpgroup's 64 keys, from all queries of all heads of the group."""
-    S_PIECES: gl.constexpr = len(pieces(C.QK_COLUMNS, C.BLOCK_D))
+    S_PIECES: gl.constexpr = len(score_pieces(C.HELD[0], C.QK_COLUMNS, C.BLOCK_D))
+    DK: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
+    DV: gl.constexpr = gradient_spans(C.V_COLUMNS, C.BLOCK_DV)
     work = tile.work
     k0 = work.start + 64 * WG
     k_rows = matrix(rings.k, tile.index).slice(WG * 64, 64, dim=0)
     v_rows = matrix(rings.v, tile.index).slice(WG * 64, 64, dim=0)
-    dk = zeros(C.BLOCK_D)
-    dv = zeros(C.BLOCK_DV)
+    dk = no_gradient(DK)
+    dv = no_gradient(DV)
+    kept = hold_keys(rings, tile, WG, C)
     m0 = work.first * C.BLOCK_M
     zero_unseeing_queries(rings, q_base, m0, tile, a, WG, C)
-    s_token = issue_scores(k_rows, rings.q, q_base, C.BLOCK_M, C.QK_COLUMNS)
-    dp_token = issue_scores(v_rows, rings.do, q_base, C.BLOCK_M, C.V_COLUMNS)
+    s_token = issue_scores(k_rows, rings.q, q_base, C.BLOCK_M, C.QK_COLUMNS, kept[0], C.HELD[0])
+    dp_token = issue_scores(v_rows, rings.do, q_base, C.BLOCK_M, C.V_COLUMNS, kept[1], C.HELD[1])
     p, ds = score_tiles(s_token, dp_token, rings, q_base, m0, k0, of_head(tile, 0, a, C), a, C)
     # over the query tiles before n: dv and dk lack the last one, whose P and dS wait in p and ds
     for g in range(a.group.value):
@@ -252,17 +291,21 @@ def overlapped_gradients(rings, tile, q_base, a, WG: gl.constexpr, C: gl.constex
             m = (work.first + j - n0) * C.BLOCK_M
             n = opaque(j)  # else each address is a variable of the loop in a register of its own
             zero_unseeing_queries(rings, n, m, tile, a, WG, C)
-            dv_token, dk_token = issue_gradients(p, ds, dk, dv, rings, n - 1)
-            s_token = issue_scores(k_rows, rings.q, n, C.BLOCK_M, C.QK_COLUMNS)
-            dv, dk, _, _ = warpgroup_mma_wait(S_PIECES, deps=[dv_token, dk_token, p, ds])
+            dv_token, dk_token = issue_gradients(p, ds, dk, dv, rings, n - 1, C)
+            s_token = issue_scores(k_rows, rings.q, n, C.BLOCK_M, C.QK_COLUMNS, kept[0], C.HELD[0])
+            done = warpgroup_mma_wait(S_PIECES, deps=dv_token + dk_token + (p, ds))
+            dv = first_parts(done, len(DV))
+            dk = first_parts(done, len(DK), len(DV))
             release(rings.q, n - 1)  # for dO too
-            dp_token = issue_scores(v_rows, rings.do, n, C.BLOCK_M, C.V_COLUMNS)
+            dp_token = issue_scores(v_rows, rings.do, n, C.BLOCK_M, C.V_COLUMNS, kept[1], C.HELD[1])
             p, ds = score_tiles(s_token, dp_token, rings, n, m, k0, held, a, C)
     release(rings.v, tile.index)
     release(rings.k, tile.index)
     last = q_base + work.count * a.group.value - 1
-    dv_token, dk_token = issue_gradients(p, ds, dk, dv, rings, last)
-    dv, dk = warpgroup_mma_wait(0, deps=[dv_token, dk_token])
+    dv_token, dk_token = issue_gradients(p, ds, dk, dv, rings, last, C)
+    done = warpgroup_mma_wait(0, deps=dv_token + dk_token)
+    dv = first_parts(done, len(DV))
+    dk = first_parts(done, len(DK), len(DV))
     release(rings.q, last)
     return dk, dv
 
@@ -293,15 +336,19 @@ def process_tile(outputs, rings, tile, q_base, before, i, a, WG: gl.constexpr, C
     # located again rather than kept in registers
     work, _ = locate_keys(a, tile_at(a, opaque(i)), C)
     k0 = work.start + 64 * WG
+    DK: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
+    DV: gl.constexpr = gradient_spans(C.V_COLUMNS, C.BLOCK_DV)
     if C.DROPOUT:
-        dv = dv * a.keep_scale
-    raise_flag(dv, a, C)
-    raise_flag(dk, a, C)
+        dv = times(dv, a.keep_scale)
+    for j in gl.static_range(len(DV)):
+        raise_flag(dv[j], a, C)
+    for j in gl.static_range(len(DK)):
+        raise_flag(dk[j], a, C)
     await_stores()
-    store_gradient(dv_desc, a.dv, dv, dv_buffers.index(WG), work, work.k_start, k0, work.len_k, C)
+    store_gradient(dv_desc, a.dv, dv, dv_buffers.index(WG), work, work.k_start, k0, work.len_k, DV, C)
     if C.BLOCK_D == C.BLOCK_DV:
         await_stores()  # the two share a buffer
-    store_gradient(dk_desc, a.dk, dk * a.scale, dk_buffers.index(WG), work, work.k_start, k0, work.len_k, C)
+    store_gradient(dk_desc, a.dk, times(dk, a.scale), dk_buffers.index(WG), work, work.k_start, k0, work.len_k, DK, C)
     return before
 
 

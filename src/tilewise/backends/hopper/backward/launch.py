@@ -12,7 +12,6 @@ from tilewise.backends.base import BackwardInputs, Grads, Inputs
 from tilewise.backends.gpu.launch import Address, Descriptor, describable, view
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import MaskArgs
-from tilewise.backends.hopper import variants
 from tilewise.backends.hopper.backward.arguments import BackwardPlan, Step, heads_together, make_plan
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.feature_launch import (
@@ -81,7 +80,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     lse = lse.contiguous()  # a part of the queries may lie within more of them
     q, k, v = inputs[:3]
     strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
-    key = ("hopper backward", variants.current(), q.device, *strides, features_key(inputs), needs.dbias)
+    key = ("hopper backward", q.device, *strides, features_key(inputs), needs.dbias)
     found = lists_of_steps(problem, inputs)
     key = (*key, *(lists.key for lists in found.values())) if found else key
     recording = recorder.get(problem, key, q.device, partial(plan_on, problem, inputs, given))

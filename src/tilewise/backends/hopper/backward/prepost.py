@@ -57,6 +57,12 @@ def load_plane(plane, row, h, token, left, M: gl.constexpr, WIDTH: gl.constexpr)
 
 
 @gluon.jit
+def clear(pointer, SIZE: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    gl.store(pointer + gl.arange(0, SIZE, LAYOUT), gl.zeros([SIZE], gl.float32, LAYOUT))
+
+
+@gluon.jit
 def preprocess_kernel(a, C: gl.constexpr):
     """Statistics and zeros of BLOCK_M rows of one head."""
     M: gl.constexpr = C.BLOCK_M
@@ -65,12 +71,8 @@ def preprocess_kernel(a, C: gl.constexpr):
     out_tile = load_plane(a.out, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)  # [M, DV]
     do_tile = load_plane(a.dout, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)
     if C.REDUCE_DQ:
-        Z_LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-        SIZE: gl.constexpr = 4096
-        at = a.dq_ptr + t.to(gl.int64) * (M * C.BLOCK_D) + gl.arange(0, SIZE, Z_LAYOUT)
-        nothing = gl.zeros([SIZE], gl.float32, Z_LAYOUT)
-        for i in gl.static_range(M * C.BLOCK_D // SIZE):
-            gl.store(at + i * SIZE, nothing)
+        for part in gl.static_range(2):
+            clear(a.dq_ptr + t.to(gl.int64) * (M * C.BLOCK_D) + part * (64 * DQ_COLUMNS), 64 * C.DQ_PARTS[part])
     products = out_tile * do_tile
     if a.sinks_ptr is not None:
         # a row whose sink has all the weight: its gradient, infinite or not, must not count
@@ -90,7 +92,7 @@ def preprocess_kernel(a, C: gl.constexpr):
         sink = gl.load(a.sinks_ptr + h)
         weight = gl.where(none | (gl.abs(sink) == INF), 0.0, gl.exp2((sink - lse) * LOG2E))
         gl.store(a.dsinks_ptr + t.to(gl.int64) * M + m, -weight * delta)
-    lse2 = gl.where(none, INF, lse * a.factor)
+    lse2 = gl.where(none, INF, lse * a.factor + a.shift)
     if C.ACC_FROM_STATS:
         delta = -delta
         lse2 = gl.where(none, -INF, lse2)
@@ -113,21 +115,25 @@ def load_fragments(pointers):
 
 
 @gluon.jit
+def round_part(sums, base, m0, d0, left, a, N: gl.constexpr):
+    """64 rows from m0 and N columns from d0 on."""
+    R_LAYOUT: gl.constexpr = rows_layout(N)
+    m = gl.arange(0, 64, gl.SliceLayout(1, R_LAYOUT))
+    d = gl.arange(0, N, gl.SliceLayout(0, R_LAYOUT))
+    dq_tile = load_fragments(sums + fragment_offsets(N)) * a.scale  # [64, N]
+    dq_tile = gl.convert_layout(dq_tile.to(a.dq.ptr.dtype.element_ty), R_LAYOUT)
+    at = base + (m0 + m).to(gl.int64)[:, None] * a.dq.stride_s + (d0 + d)[None, :]
+    gl.store(at, dq_tile, mask=(m0 + m < left)[:, None] & (d0 + d < a.dq.width)[None, :])
+
+
+@gluon.jit
 def postprocess_kernel(a, C: gl.constexpr):
     """A tile of dQ: scaled, rounded, in rows. Its parts are halves of the columns, or of the rows where there are 128."""
     M: gl.constexpr = C.BLOCK_M
-    N: gl.constexpr = DQ_COLUMNS
-    R_LAYOUT: gl.constexpr = rows_layout(N)
     row, h, token, left = locate_rows(a, C)
-    offsets = fragment_offsets(N)
-    m = gl.arange(0, 64, gl.SliceLayout(1, R_LAYOUT))
-    d = gl.arange(0, N, gl.SliceLayout(0, R_LAYOUT))
     base = plane_pointer(a.dq, row, h, token)
     tile = a.dq_ptr + gl.program_id(0).to(gl.int64) * (M * C.BLOCK_D)
-    for part in gl.static_range(M * C.BLOCK_D // (64 * N)):
+    for part in gl.static_range(2):
         m0 = part * 64 if M == 128 else 0
-        d0 = 0 if M == 128 else part * N
-        dq_tile = load_fragments(tile + part * (64 * N) + offsets) * a.scale  # [64, N]
-        dq_tile = gl.convert_layout(dq_tile.to(a.dq.ptr.dtype.element_ty), R_LAYOUT)
-        at = base + (m0 + m).to(gl.int64)[:, None] * a.dq.stride_s + (d0 + d)[None, :]
-        gl.store(at, dq_tile, mask=(m0 + m < left)[:, None] & (d0 + d < a.dq.width)[None, :])
+        d0 = 0 if M == 128 else part * DQ_COLUMNS
+        round_part(tile + part * (64 * DQ_COLUMNS), base, m0, d0, left, a, C.DQ_PARTS[part])

@@ -8,16 +8,28 @@ Each of two warpgroups has 64 queries. While dQ's product runs, the scores of th
 from __future__ import annotations
 
 from tilewise.backends.hopper.alibi import columns_from, rows_from, slope_of
-from tilewise.backends.hopper.backward.scores import as_operand, issue_scores, pieces, weights
+from tilewise.backends.hopper.backward.scores import (
+    add_product,
+    as_operand,
+    first_parts,
+    gradient_spans,
+    hold,
+    issue_scores,
+    no_gradient,
+    pieces,
+    score_pieces,
+    times,
+    weights,
+)
 from tilewise.backends.hopper.bias import load_by_row, raise_flag, store_gradient_by_row
-from tilewise.backends.hopper.compat import gl, gluon, opaque, opaque_float, warpgroup_mma, warpgroup_mma_wait
+from tilewise.backends.hopper.compat import gl, gluon, opaque, opaque_float, warpgroup_mma_wait
 from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient
 from tilewise.backends.hopper.grad_tile import HeldTile, locate_queries
 from tilewise.backends.hopper.lane_words import where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import first_tile, next_listed, place, row_of, tile_number
-from tilewise.backends.hopper.mainloop import accumulator, zeros
+from tilewise.backends.hopper.operands import accumulator
 from tilewise.backends.hopper.ring import matrix, release, wait_full
 from tilewise.backends.hopper.softmax import INF
 from tilewise.backends.hopper.work_tile import beyond_keys, key_hi, key_lo, tile_at
@@ -90,7 +102,7 @@ def row_weights(s_tile, lse2, tile, row0, key0, bias, a, C: gl.constexpr):
 @gluon.jit
 def score_gradient(s_token, dp_token, v_ring, n, key0, statistics, tile, row0, a, C: gl.constexpr):
     """dS of the n-th key tile as the left operand of its product with K; S and dP are in flight."""
-    BEHIND: gl.constexpr = len(pieces(C.V_COLUMNS, C.BLOCK_DV))
+    BEHIND: gl.constexpr = len(score_pieces(C.HELD[1], C.V_COLUMNS, C.BLOCK_DV))
     lse2, delta = statistics
     if C.DROPOUT:
         first = key0
@@ -110,36 +122,46 @@ def score_gradient(s_token, dp_token, v_ring, n, key0, statistics, tile, row0, a
     if C.DBIAS != "":  # added behind the softcap
         ds_tile = w_tile * dp_tile if C.SCORES != "softcap" else p_tile * dp_tile
         store_gradient_by_row(ds_tile, tile.work, row0, key0, a, C)
-    return as_operand(w_tile * dp_tile, C.BLOCK_D, v_ring.tiles.dtype)
+    DQ: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
+    return as_operand(w_tile * dp_tile, DQ[0][1], v_ring.tiles.dtype)
+
+
+@gluon.jit
+def await_dq(tokens, ds, LEFT: gl.constexpr):
+    """dQ's parts, when all products but the last so many are done."""
+    done = warpgroup_mma_wait(LEFT, deps=tokens + (ds,))  # noqa: RUF005
+    return first_parts(done, len(tokens))
 
 
 @gluon.jit
 def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
     """dQ of this warpgroup's queries from all keys they see."""
-    S_PIECES: gl.constexpr = len(pieces(C.QK_COLUMNS, C.BLOCK_D))
+    S_PIECES: gl.constexpr = len(score_pieces(C.HELD[0], C.QK_COLUMNS, C.BLOCK_D))
     q_tile = matrix(rings.q, WG)
     do_tile = matrix(rings.do, WG)
     statistics = row_statistics(tile.work, row0, a, C)
-    dq = zeros(C.BLOCK_D)
+    DQ: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
+    dq = no_gradient(DQ)
+    q_held = hold(q_tile, C.BLOCK_N, C.HELD[0])
+    do_held = hold(do_tile, C.BLOCK_N, C.HELD[1])
     key0 = tile.work.first * C.BLOCK_N
     past = kv_base + tile.work.count
     zero_unseen_key_halves(rings, kv_base, key0, tile, a, WG, C)
-    s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N, C.QK_COLUMNS)
-    dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N, C.V_COLUMNS)
+    s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N, C.QK_COLUMNS, q_held, C.HELD[0])
+    dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N, C.V_COLUMNS, do_held, C.HELD[1])
     ds = score_gradient(s_token, dp_token, rings.v, kv_base, key0, statistics, tile, row0, a, C)
     # over the key tiles before n: dq lacks the last one, whose dS waits in ds
     for j in range(kv_base + 1, past):
         key0 += C.BLOCK_N
         n = opaque(j)  # else each address is a variable of the loop in a register of its own
         zero_unseen_key_halves(rings, n, key0, tile, a, WG, C)
-        dq_token = warpgroup_mma(ds, matrix(rings.k, n - 1), dq, is_async=True)
-        s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N, C.QK_COLUMNS)
-        dq, _ = warpgroup_mma_wait(S_PIECES, deps=[dq_token, ds])
+        dq_token = add_product(ds, matrix(rings.k, n - 1), dq, DQ)
+        s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N, C.QK_COLUMNS, q_held, C.HELD[0])
+        dq = await_dq(dq_token, ds, S_PIECES)
         release(rings.k, n - 1)
-        dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N, C.V_COLUMNS)
+        dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N, C.V_COLUMNS, do_held, C.HELD[1])
         ds = score_gradient(s_token, dp_token, rings.v, n, key0, statistics, tile, row0, a, C)
-    dq_token = warpgroup_mma(ds, matrix(rings.k, past - 1), dq, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=[dq_token])
+    dq = await_dq(add_product(ds, matrix(rings.k, past - 1), dq, DQ), ds, 0)
     release(rings.k, past - 1)
     return dq
 
@@ -160,7 +182,8 @@ def listed_gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.const
     do_tile = matrix(rings.do, WG)
     statistics = row_statistics(work, row0, a, C)
     row = row_of(a.lists, work.b, work.h, work.start // C.BLOCK_M)
-    dq = zeros(C.BLOCK_D)
+    DQ: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
+    dq = no_gradient(DQ)
     cursor = first_tile(a.lists, row, beyond_keys(a, C))
     after = next_listed(cursor, a.lists, row, kv_base * 0, work.first, work.count)
     past = kv_base + work.count
@@ -177,14 +200,13 @@ def listed_gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.const
         partial = j < work.first
         n = opaque(i)  # else each address is a variable of the loop in a register of its own
         zero_partial_keys(rings, n, cursor, partial, tile, a, WG, C)
-        dq_token = warpgroup_mma(ds, matrix(rings.k, n - 1), dq, is_async=True)
+        dq_token = add_product(ds, matrix(rings.k, n - 1), dq, DQ)
         s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N, C.QK_COLUMNS)
-        dq, _ = warpgroup_mma_wait(S_PIECES, deps=[dq_token, ds])
+        dq = await_dq(dq_token, ds, S_PIECES)
         release(rings.k, n - 1)
         dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N, C.V_COLUMNS)
         ds = score_gradient(s_token, dp_token, rings.v, n, (cursor, partial), statistics, tile, row0, a, C)
-    dq_token = warpgroup_mma(ds, matrix(rings.k, past - 1), dq, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=[dq_token])
+    dq = await_dq(add_product(ds, matrix(rings.k, past - 1), dq, DQ), ds, 0)
     release(rings.k, past - 1)
     return dq
 
@@ -192,15 +214,25 @@ def listed_gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.const
 @gluon.jit
 def zero_empty_rows(dq, work, band, row0, a, C: gl.constexpr):
     """dQ with zeros in rows that see no key, whatever they hold and whatever comes back to them."""
-    if C.EMPTY_ROWS and C.LISTS is not None:
+    if not C.EMPTY_ROWS:
+        return dq
+    else:
+        found = ()
+        for i in gl.static_range(len(dq)):
+            found += (zero_empty_part(dq[i], work, band, row0, a, C),)
+        return found
+
+
+@gluon.jit
+def zero_empty_part(dq, work, band, row0, a, C: gl.constexpr):
+    if C.LISTS is not None:
         q = row0 + gl.arange(0, 64, gl.SliceLayout(1, dq.type.layout))
         words = a.lists.seeing + place(work.b, work.h, a.lists.seeing_strides)
         word = gl.load(words + q // 32, mask=q < a.len_q, other=0)
-        dq = gl.where((((word >> (q % 32)) & 1) != 0)[:, None], dq, 0.0)
-    elif C.EMPTY_ROWS:
+        return gl.where((((word >> (q % 32)) & 1) != 0)[:, None], dq, 0.0)
+    else:
         q = row0 + gl.arange(0, 64, gl.SliceLayout(1, dq.type.layout))
-        dq = gl.where((key_lo(band, q, C) < key_hi(band, q, C))[:, None], dq, 0.0)
-    return dq
+        return gl.where((key_lo(band, q, C) < key_hi(band, q, C))[:, None], dq, 0.0)
 
 
 @gluon.jit
@@ -229,9 +261,11 @@ def consume_queries(dq_desc, rings, a, WG: gl.constexpr, C: gl.constexpr):
             work, band = locate_queries(a, tile_at(a, opaque(i)), C)
             row0 = work.start + 64 * WG
             dq = zero_empty_rows(dq, work, band, row0, a, C)
-            raise_flag(dq, a, C)
+            SPANS: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
+            for j in gl.static_range(len(SPANS)):
+                raise_flag(dq[j], a, C)
             buffer = rings.q.tiles.index(WG)
-            store_gradient(dq_desc, a.dq, dq * a.scale, buffer, work, work.q_start, row0, work.len_q, C)
+            store_gradient(dq_desc, a.dq, times(dq, a.scale), buffer, work, work.q_start, row0, work.len_q, SPANS, C)
             await_stores()
             release(rings.q, at)
             q_index += 1

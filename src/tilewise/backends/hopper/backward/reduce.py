@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tilewise.backends.hopper.compat import gl, gluon
-from tilewise.backends.hopper.mainloop import accumulator
+from tilewise.backends.hopper.operands import accumulator
 
 DQ_COLUMNS = gl.constexpr(64)
-"""Columns of dQ that a warpgroup computes at a time."""
+"""Columns of dQ that a warpgroup computes at a time, at most."""
 
 
 @gluon.jit
@@ -20,8 +20,8 @@ def fragment_offsets(N: gl.constexpr):
 
 @gluon.jit
 def reduce_dq(dq_tile, part, stat_tile, a, C: gl.constexpr):
-    """Add a [64, DQ_COLUMNS] part of dQ in memory, four numbers at a time; parts of a tile follow one another."""
-    offsets = fragment_offsets(DQ_COLUMNS)
+    """Add a part of dQ, of up to DQ_COLUMNS columns, in memory, four numbers at a time; parts of a tile follow one another."""
+    offsets = fragment_offsets(dq_tile.type.shape[1])
     base = a.dq_ptr + stat_tile.to(gl.int64) * (C.BLOCK_M * C.BLOCK_D) + part * (64 * DQ_COLUMNS)
     gl.inline_asm_elementwise(
         "red.relaxed.gpu.global.add.v4.f32 [$1], {$5, $6, $7, $8};\nmov.b32 $0, 0;",

@@ -8,9 +8,9 @@ from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque_float, 
 from tilewise.backends.hopper.grad_tile import HeldTile, sees_all, visible
 from tilewise.backends.hopper.listed import visible_queries, where_visible
 from tilewise.backends.hopper.lists import Cursor, tile_number
-from tilewise.backends.hopper.mainloop import accumulator, columns, left_operand, spans, zeros
+from tilewise.backends.hopper.operands import accumulator, columns, left_operand, operand_for, spans, zeros
 from tilewise.backends.hopper.ring import matrix, wait_full
-from tilewise.backends.hopper.softmax import LOG2E, tanh
+from tilewise.backends.hopper.softmax import LOG2E, logistic, tanh
 
 
 @aggregate
@@ -35,24 +35,88 @@ def pieces(used, width):
     return spans(0, used if used > 0 else width)
 
 
+@gluon.constexpr_function
+def score_pieces(held, used, width):
+    """The same, those that are held in registers first."""
+    return spans(0, held) + spans(held, used if used > 0 else width)
+
+
 @gluon.jit
-def product(rows, others, acc, FROM: gl.constexpr, USED: gl.constexpr):
-    """rows · othersᵀ, issued: over the columns that are not zeros, from acc or (not FROM) from 0."""
+def hold(rows, n: gl.constexpr, HELD: gl.constexpr):
+    """The first HELD columns as left operands of products with n columns."""
+    LAYOUT: gl.constexpr = left_operand(n)
+    SPANS: gl.constexpr = spans(0, HELD)
+    fragments = ()
+    for i in gl.static_range(len(SPANS)):
+        fragments += (columns(rows, SPANS[i][0], SPANS[i][1]).load(LAYOUT),)
+    return fragments
+
+
+@gluon.jit
+def product(rows, others, acc, FROM: gl.constexpr, USED: gl.constexpr, fragments=None, HELD: gl.constexpr = 0):
+    """rows · othersᵀ, issued: over the columns that are not zeros, from acc or (not FROM) from 0. Of HELD columns the left
+    operands are fragments in registers."""
     WIDTH: gl.constexpr = rows.type.shape[1]
-    SPANS: gl.constexpr = pieces(USED, WIDTH)
+    SPANS: gl.constexpr = score_pieces(HELD, USED, WIDTH)
+    FRAGMENTS: gl.constexpr = len(spans(0, HELD))
     token = acc
     for i in gl.static_range(len(SPANS)):
-        left = columns(rows, SPANS[i][0], SPANS[i][1])
         right = columns(others, SPANS[i][0], SPANS[i][1]).permute((1, 0))
-        token = warpgroup_mma(left, right, token, use_acc=FROM or i > 0, is_async=True)
+        if i < FRAGMENTS:
+            token = warpgroup_mma(fragments[i], right, token, use_acc=FROM or i > 0, is_async=True)
+        else:
+            left = columns(rows, SPANS[i][0], SPANS[i][1])
+            token = warpgroup_mma(left, right, token, use_acc=FROM or i > 0, is_async=True)
     return token
 
 
 @gluon.jit
-def issue_scores(rows, ring, n, N: gl.constexpr, USED: gl.constexpr):
-    """S or dP against the n-th tile that is streamed, issued: K or V against Q or dO, or the reverse. USED: see `product`."""
+def issue_scores(rows, ring, n, N: gl.constexpr, USED: gl.constexpr, fragments=None, HELD: gl.constexpr = 0):
+    """S or dP against the n-th tile that is streamed, issued: K or V against Q or dO, or the reverse. More: see `product`."""
     wait_full(ring, n)
-    return product(rows, matrix(ring, n), zeros(N), False, USED)
+    return product(rows, matrix(ring, n), zeros(N), False, USED, fragments, HELD)
+
+
+@gluon.constexpr_function
+def gradient_spans(used, width):
+    """The columns of a gradient by accumulator."""
+    return spans(0, used if used > 0 else width)
+
+
+@gluon.jit
+def no_gradient(SPANS: gl.constexpr):
+    """A gradient of zeros, by accumulator."""
+    parts = ()
+    for i in gl.static_range(len(SPANS)):
+        parts += (zeros(SPANS[i][1]),)
+    return parts
+
+
+@gluon.jit
+def add_product(x_tile, others, parts, SPANS: gl.constexpr):
+    """parts += x · others, issued by accumulator; x is a left operand."""
+    tokens = ()
+    for i in gl.static_range(len(SPANS)):
+        right = columns(others, SPANS[i][0], SPANS[i][1])
+        tokens += (warpgroup_mma(operand_for(x_tile, SPANS[i][1]), right, parts[i], is_async=True),)
+    return tokens
+
+
+@gluon.jit
+def first_parts(parts, N: gl.constexpr, FIRST: gl.constexpr = 0):
+    """N of a tuple."""
+    found = ()
+    for i in gl.static_range(N):
+        found += (parts[FIRST + i],)
+    return found
+
+
+@gluon.jit
+def times(parts, factor):
+    found = ()
+    for i in gl.static_range(len(parts)):
+        found += (parts[i] * factor,)
+    return found
 
 
 @gluon.jit
@@ -161,6 +225,11 @@ def weights(s_tile, lse2, a, C: gl.constexpr, alibi=None, BY_COLUMN: gl.constexp
             x_tile = with_positions(x_tile, alibi, BY_COLUMN, C)
         p_tile = power(with_bias(x_tile, bias, C) - lse2, C)
         return p_tile, p_tile * (1.0 - t_tile * t_tile)
+    elif C.SCORES == "cap":
+        # a quarter of the slope: gradients are scaled by four times as much
+        r_tile = logistic(s_tile * a.softcap_slope)
+        p_tile = gl.exp2(r_tile * a.scale_log2 - lse2)
+        return p_tile, p_tile * (r_tile - r_tile * r_tile)
     else:
         x_tile = s_tile * a.scale_log2
         if alibi is not None:
@@ -179,7 +248,7 @@ def weights_of_list(p_tile, w_tile, work, queries, k0, a, C: gl.constexpr):
         LAYOUT: gl.constexpr = p_tile.type.layout
         words = visible_queries(work, queries.h, k0, queries.cursor, a, LAYOUT, C)
         p_tile = where_visible(words, p_tile, work, queries.h, k0, queries.cursor, a, C)
-        if C.SCORES == "softcap":
+        if C.SCORES == "softcap" or C.SCORES == "cap":
             w_tile = where_visible(words, w_tile, work, queries.h, k0, queries.cursor, a, C)
         else:
             w_tile = p_tile

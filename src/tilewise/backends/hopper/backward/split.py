@@ -11,12 +11,18 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.backward.scores import (
     ListedQueries,
+    add_product,
     as_operand,
+    first_parts,
+    gradient_spans,
+    hold,
     issue_scores,
     masked_weights,
+    no_gradient,
     of_head,
-    pieces,
+    score_pieces,
     statistic,
+    times,
 )
 from tilewise.backends.hopper.bias import load_by_column, raise_flag
 from tilewise.backends.hopper.compat import (
@@ -26,32 +32,43 @@ from tilewise.backends.hopper.compat import (
     mbarrier,
     named_barrier,
     opaque,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from tilewise.backends.hopper.dropout import dropped, kept_by_column, signed
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient, store_rows
 from tilewise.backends.hopper.grad_tile import HeldTile, beyond_queries, locate_keys
 from tilewise.backends.hopper.lists import first_tile, next_listed, row_of
-from tilewise.backends.hopper.mainloop import accumulator, zeros
+from tilewise.backends.hopper.operands import accumulator, zeros
 from tilewise.backends.hopper.ring import matrix, phase, release, stage, wait_full
 from tilewise.backends.hopper.work_tile import tile_at
 from tilewise.backends.hopper.zeroing import zero_unseeing_queries, zero_unseen_keys
 
 
 @gluon.jit
-def issue_next(token, read_ring, n, rows, next_ring, USED: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
+def issue_next(
+    tokens, read_ring, n, rows, held, next_ring, USED: gl.constexpr, HELD: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr
+):
     """After a gradient's product is issued: the next product of scores behind it, over USED columns. The gradient's reads
     `read_ring`."""
-    BEHIND: gl.constexpr = len(pieces(USED, rows.type.shape[1]))
-    s_token = token
+    BEHIND: gl.constexpr = len(score_pieces(HELD, USED, rows.type.shape[1]))
+    s_token = tokens[0]
     if LAST:
-        gradient = warpgroup_mma_wait(0, deps=[token])
+        gradient = awaited(tokens, 0)
     else:
-        s_token = issue_scores(rows, next_ring, n + 1, C.BLOCK_M, USED)
-        gradient = warpgroup_mma_wait(BEHIND, deps=[token])
+        s_token = issue_scores(rows, next_ring, n + 1, C.BLOCK_M, USED, held, HELD)
+        gradient = awaited(tokens, BEHIND)
     release(read_ring, n)
     return gradient, s_token
+
+
+@gluon.jit
+def awaited(tokens, LEFT: gl.constexpr):
+    """A gradient's parts, when all products but the last so many are done."""
+    if len(tokens) == 1:
+        return (warpgroup_mma_wait(LEFT, deps=[tokens[0]]),)
+    else:
+        done = warpgroup_mma_wait(LEFT, deps=tokens)
+        return first_parts(done, len(tokens))
 
 
 @gluon.jit
@@ -65,7 +82,7 @@ def zero_next_queries(rings, n, m, tile, a, WG: gl.constexpr, LAST: gl.constexpr
 
 
 @gluon.jit
-def values_step(carried, rings, n, m, tile, k_tile, a, LAST: gl.constexpr, C: gl.constexpr):
+def values_step(carried, rings, n, m, tile, k_tile, held, a, LAST: gl.constexpr, C: gl.constexpr):
     """The n-th query tile, whose S is in flight."""
     dv, s_token = carried
     DTYPE: gl.constexpr = rings.q.tiles.dtype
@@ -91,12 +108,13 @@ def values_step(carried, rings, n, m, tile, k_tile, a, LAST: gl.constexpr, C: gl
     mbarrier.arrive(w_ring.full.index(at), count=1)
     zero_next_queries(rings, n, m, tile, a, 0, LAST, C)
     wait_full(rings.do, n)
-    dv_token = warpgroup_mma(as_operand(p_tile, C.BLOCK_DV, DTYPE), matrix(rings.do, n), dv, is_async=True)
-    return issue_next(dv_token, rings.do, n, k_tile, rings.q, C.QK_COLUMNS, LAST, C)
+    DV: gl.constexpr = gradient_spans(C.V_COLUMNS, C.BLOCK_DV)
+    dv_token = add_product(as_operand(p_tile, DV[0][1], DTYPE), matrix(rings.do, n), dv, DV)
+    return issue_next(dv_token, rings.do, n, k_tile, held, rings.q, C.QK_COLUMNS, C.HELD[0], LAST, C)
 
 
 @gluon.jit
-def keys_step(carried, rings, n, m, tile, v_tile, a, LAST: gl.constexpr, C: gl.constexpr):
+def keys_step(carried, rings, n, m, tile, v_tile, held, a, LAST: gl.constexpr, C: gl.constexpr):
     """The n-th query tile, whose dP is in flight."""
     dk, dp_token = carried
     DTYPE: gl.constexpr = rings.q.tiles.dtype
@@ -116,36 +134,45 @@ def keys_step(carried, rings, n, m, tile, v_tile, a, LAST: gl.constexpr, C: gl.c
         w_tile = gl.abs(w_tile)
     ds_tile = w_tile * dp_tile
     zero_next_queries(rings, n, m, tile, a, 1, LAST, C)
-    dk_token = warpgroup_mma(as_operand(ds_tile, C.BLOCK_D, DTYPE), matrix(rings.q, n), dk, is_async=True)
-    return issue_next(dk_token, rings.q, n, v_tile, rings.do, C.V_COLUMNS, LAST, C)
+    DK: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
+    dk_token = add_product(as_operand(ds_tile, DK[0][1], DTYPE), matrix(rings.q, n), dk, DK)
+    return issue_next(dk_token, rings.q, n, v_tile, held, rings.do, C.V_COLUMNS, C.HELD[1], LAST, C)
 
 
 @gluon.jit
-def step(carried, rings, n, m, tile, kv_tile, a, LAST: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """(gradient, product in flight) after the n-th query tile."""
+def step(carried, rings, n, m, tile, kv_tile, kept, a, LAST: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+    """(gradient, product in flight) after the n-th query tile. `kept`: fragments of K or V in registers."""
     if WG == 0:
-        return values_step(carried, rings, n, m, tile, kv_tile, a, LAST, C)
+        return values_step(carried, rings, n, m, tile, kv_tile, kept, a, LAST, C)
     else:
-        return keys_step(carried, rings, n, m, tile, kv_tile, a, LAST, C)
+        return keys_step(carried, rings, n, m, tile, kv_tile, kept, a, LAST, C)
+
+
+@gluon.constexpr_function
+def own_spans(WG, C):
+    """The columns of a warpgroup's gradient, dV or dK, by accumulator."""
+    return gradient_spans(C.V_COLUMNS, C.BLOCK_DV) if WG == 0 else gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
 
 
 @gluon.jit
 def gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.constexpr):
     """dV (WG 0, from K) or dK (WG 1, from V) of 64 keys from all queries of all heads of the group."""
+    USED: gl.constexpr = C.QK_COLUMNS if WG == 0 else C.V_COLUMNS
     work = tile.work
     score_ring = rings.q if WG == 0 else rings.do
-    grad = zeros(C.BLOCK_DV if WG == 0 else C.BLOCK_D)
+    grad = no_gradient(own_spans(WG, C))
+    kept = hold(kv_tile, C.BLOCK_M, C.HELD[WG])
     for g in range(a.group.value):
         n0 = q_base + g * work.count
         last = n0 + work.count - 1
         zero_unseeing_queries(rings, n0, work.first * C.BLOCK_M, tile, a, WG, C)
-        token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M, C.QK_COLUMNS if WG == 0 else C.V_COLUMNS)
+        token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M, USED, kept, C.HELD[WG])
         held = of_head(tile, g, a, C) if WG == 0 else tile
         for n in range(n0, last):
             m = (work.first + n - n0) * C.BLOCK_M
-            grad, token = step((grad, token), rings, n, m, held, kv_tile, a, False, WG, C)
+            grad, token = step((grad, token), rings, n, m, held, kv_tile, kept, a, False, WG, C)
         m = (work.first + work.count - 1) * C.BLOCK_M
-        grad, _ = step((grad, token), rings, last, m, held, kv_tile, a, True, WG, C)
+        grad, _ = step((grad, token), rings, last, m, held, kv_tile, kept, a, True, WG, C)
     return grad
 
 
@@ -154,7 +181,9 @@ def listed_gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.con
     """The same from the queries of a list."""
     work = tile.work
     score_ring = rings.q if WG == 0 else rings.do
-    grad = zeros(C.BLOCK_DV if WG == 0 else C.BLOCK_D)
+    grad = no_gradient(own_spans(WG, C))
+    USED: gl.constexpr = C.QK_COLUMNS if WG == 0 else C.V_COLUMNS
+    kept = hold(kv_tile, C.BLOCK_M, C.HELD[WG])
     row = row_of(a.lists, work.b, work.h * a.group.value, work.start // C.BLOCK_N)
     for g in range(a.group.value):
         h = work.h * a.group.value + g
@@ -163,17 +192,17 @@ def listed_gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.con
         here = first_tile(a.lists, row, beyond_queries(a, C))
         now = ListedQueries(cursor=here, partial=work.first > 0, h=h)
         zero_unseeing_queries(rings, n0, now, tile, a, WG, C)
-        token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M, C.QK_COLUMNS if WG == 0 else C.V_COLUMNS)
+        token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M, USED, kept, C.HELD[WG])
         held = of_head(tile, g, a, C) if WG == 0 else tile
         for n in range(n0, last):
             j = n - n0
             after = next_listed(here, a.lists, row, j, work.first, work.count)
             now = ListedQueries(cursor=here, partial=j < work.first, h=h)
             then = ListedQueries(cursor=after, partial=j + 1 < work.first, h=h)
-            grad, token = step((grad, token), rings, n, (now, then), held, kv_tile, a, False, WG, C)
+            grad, token = step((grad, token), rings, n, (now, then), held, kv_tile, kept, a, False, WG, C)
             here = after
         now = ListedQueries(cursor=here, partial=work.count <= work.first, h=h)
-        grad, _ = step((grad, token), rings, last, (now, now), held, kv_tile, a, True, WG, C)
+        grad, _ = step((grad, token), rings, last, (now, now), held, kv_tile, kept, a, True, WG, C)
     return grad
 
 
@@ -198,18 +227,20 @@ def process_tile(grad_desc, rings, tile, q_base, i, a, WG: gl.constexpr, C: gl.c
     if WG == 0:
         grad = gradient_of(rings, tile, k_tile, q_base, a, WG, C)
         if C.DROPOUT:
-            grad = grad * a.keep_scale
+            grad = times(grad, a.keep_scale)
         ring = rings.v
         rows = a.dv
     else:
-        grad = gradient_of(rings, tile, v_tile, q_base, a, WG, C) * a.scale
+        grad = times(gradient_of(rings, tile, v_tile, q_base, a, WG, C), a.scale)
         ring = rings.k
         rows = a.dk
-    raise_flag(grad, a, C)
+    for j in gl.static_range(len(grad)):
+        raise_flag(grad[j], a, C)
     # located again rather than kept in registers
     work, _ = locate_keys(a, tile_at(a, opaque(i)), C)
     named_barrier("sync", KV_READ_BARRIER)
-    store_gradient(grad_desc, rows, grad, ring.tiles.index(0), work, work.k_start, work.start, work.len_k, C)
+    SPANS: gl.constexpr = own_spans(WG, C)
+    store_gradient(grad_desc, rows, grad, ring.tiles.index(0), work, work.k_start, work.start, work.len_k, SPANS, C)
     await_stores()
     release(ring, tile.index)
 
