@@ -32,7 +32,7 @@ CASES = [
     ("ALIBI_FIRST", Shape(128, CAUSAL, 300, h=2, alibi=2, b=2)),
     ("ALIBI_FIRST", Shape(64, WINDOW, 300, alibi=1, sinks=True)),
     ("BIAS_STAGES", Shape(64, "None", 200, h=2, hk=1, b=2, bias="bhqk")),
-    ("BIAS_STAGES", Shape(128, CAUSAL, 136, 200, h=2, hk=1, b=2, bias="hqk")),
+    ("BIAS_STAGES", Shape(128, CAUSAL, 136, 1208, h=2, hk=1, b=2, bias="hqk")),
     ("BIAS_STAGES", Shape(64, CAUSAL, 1200, bias="qk")),
     ("QUADS", Shape(64, CAUSAL, 300, h=2, hk=1, b=2, dropout=0.3)),
     ("QUADS", Shape(64, WINDOW, 500, dropout=0.1)),

@@ -165,8 +165,8 @@ def test_few_queries_are_declined() -> None:
     ("head_dim", "more", "forward", "backward"),
     [
         *((d, {name: True}, True, True) for d in (32, 64, 128, 256) for name in ("sinks", "alibi")),
-        *((d, {"dropout_p": 0.1}, False, True) for d in (32, 64)),
-        *((d, {"dropout_p": 0.1}, True, True) for d in (96, 128, 256)),
+        *((d, {"dropout_p": 0.1}, True, True) for d in (32, 64, 96, 128, 256)),
+        *((d, {"dropout_p": 0.1, "alibi": True}, d > 64, True) for d in (64, 128)),
         *((d, {"bias": (1, 4, 512, 512)}, True, True) for d in (64, 128)),
         (192, {"bias": (1, 4, 512, 512)}, False, False),
     ],
