@@ -162,7 +162,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         DROPOUT=problem.dropout_p > 0,
         STATS=statistics_form(problem),
         LEFT_SKIP=mask.left and not (unseen or tile.PINGPONG or mask.listed),
-        WORDS=mask.band and not (mask.listed or problem.varlen),
+        WORDS=mask.band and not (mask.listed or problem.varlen or (unseen and tile.BLOCK_DV == 256)),
         ALIBI_FIRST=first_alibi(problem, mask),
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem),
