@@ -43,7 +43,7 @@ def forward_choices(problem: Problem, newer: bool) -> list[Choice]:
     tiles = [
         tile
         for tile in tiles_for(problem.head_dim, problem.head_dim_v)
-        if not shortage(tile, mask, unseen, newer, crowded(problem))
+        if not shortage(tile, mask, unseen, newer, crowded(problem) or problem.softcap > 0)
     ]
     first, reason = planned(problem, mask, tiles)
     others = [Choice(tile, "asked for") for tile in tiles if tile is not first]
@@ -89,7 +89,7 @@ def shortage(tile: Config, mask: IntervalMask, unseen: bool, newer: bool, featur
     if tile.WARPGROUPS == 3 and (unseen or mask.left):
         return f"{registers} rows that begin after key 0 or keys that no query sees"
     if tile.WARPGROUPS == 3 and features:
-        return f"{registers} ALiBi, dropout, a bias or the entropy"
+        return f"{registers} ALiBi, dropout, a bias, a softcap or the entropy"
     if newer and tile.WARPGROUPS == 3 and mask.band:
         return f"{registers} a mask under Triton 3.8 or newer"
     if newer and tile.BLOCK_N == 128 and tile.BLOCK_D > 64 and mask.terms and (unseen or mask.left):
@@ -162,12 +162,18 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         DROPOUT=problem.dropout_p > 0,
         STATS=statistics_form(problem),
         LEFT_SKIP=mask.left and not (unseen or tile.PINGPONG or mask.listed),
-        WORDS=mask.band and not (mask.listed or problem.varlen or (unseen and tile.BLOCK_DV == 256)),
+        WORDS=words(problem, mask, unseen, tile),
         ALIBI_FIRST=first_alibi(problem, mask),
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem),
+        PINGPONG=tile.PINGPONG and not in_quads(problem),  # takes registers, and Philox keeps a warpgroup busy without
         **mask_config(problem, mask),
     )
+
+
+def words(problem: Problem, mask: IntervalMask, unseen: bool, tile: Config) -> bool:
+    """Are masks of bands words of bits? Not where they find no registers."""
+    return mask.band and not (mask.listed or problem.varlen or (unseen and tile.BLOCK_DV == 256))
 
 
 def output_columns(dim: int, width: int) -> int:
