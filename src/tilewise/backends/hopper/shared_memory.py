@@ -90,8 +90,10 @@ def tile_arguments(config: Any) -> int:
     which = DIVISOR + NUMBER + (POINTER if ordered else NUMBER)  # blocks; programs; the order, or the number of tiles
     batch = 2 * POINTER + NUMBER if config.VARLEN else DIVISOR  # lengths and their number, or heads
     slope = NUMBER if config.SCORES in ("softcap", "cap") else 0
-    alibi = POINTER + NUMBER if config.ALIBI else 0
-    dropout = POINTER + 2 * NUMBER if config.DROPOUT else 0
+    split = getattr(config, "SPLIT", False)  # the first warps alone compute scores
+    alibi = POINTER + NUMBER if config.ALIBI and not split else 0
+    dropout = NUMBER if split else POINTER + 2 * NUMBER
+    dropout = dropout if config.DROPOUT else 0
     bias = bias_arguments(config) if config.BIAS else 0
     return which + batch + slope + alibi + dropout + bias
 
