@@ -113,8 +113,8 @@ def test_features_are_right(case: Case) -> None:
 
 @pytest.mark.parametrize("mask", FULL_OR_CAUSAL)
 def test_each_pass_of_dropout_has_its_own_backend(mask: str) -> None:
-    """At head dim 64 another backend serves the forward; the mask of dropout is the same in both."""
-    case = replace(shape(head_dim=64, dropout_p=0.3, mask=mask), device=DEVICE)
+    """At head dim 64 another backend serves the forward beside ALiBi; the mask of dropout is the same in both."""
+    case = replace(shape(head_dim=64, dropout_p=0.3, alibi=True, mask=mask), device=DEVICE)
     serving = [dispatch.select(case.problem(), backward=backward).backend.name for backward in (False, True)]
     assert serving == ["triton", BACKEND]
     tensors = case.tensors()
