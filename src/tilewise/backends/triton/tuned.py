@@ -38,7 +38,7 @@ class Tuned:
     packed: bool | None = None
     """True only for packed sequences, False only without them, None for both."""
     features: tuple[str, ...] = ()
-    """Only with one of these: bias, alibi, softcap, dropout, several (of them), documents (and none of them). () for all problems."""
+    """Only with one of these: bias, alibi, softcap, dropout, several (of them), documents (alone). () for all problems."""
     spills: int = 0
     """Accesses to local memory in its loops, by the compiler: it was the fastest tile all the same."""
 
