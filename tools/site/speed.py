@@ -47,6 +47,11 @@ def _range(values: Iterable[float], digits: int = 2) -> str:
     return found[0] if found[0] == found[-1] else f"{found[0]}–{found[-1]}"
 
 
+def _cell(text: str) -> str:
+    """Text whose bars do not end a cell."""
+    return text.replace("|", r"\|")
+
+
 def _spread(one: dict[str, float], digits: int = 2, unit: float = 1.0) -> str:
     p20, p50, p80 = (f"{one[key] * unit:.{digits}f}" for key in ("p20", "p50", "p80"))
     return f"{p50} ({p20}–{p80})"
@@ -193,7 +198,7 @@ def gpu_rows(name: str) -> Callable[[Words], list[str]]:
         for row in record["rows"]:
             beside = say("the plain call", "没有该功能的调用") if row["rival"] == "plain" else _PEERS[row["rival"]]
             times = [_spread(row["seconds"][who], 0, 1e6) for who in ("tilewise", row["rival"])]
-            rows.append([row["case"], row["words"], *times, beside, _spread(row["ratio"]), f"{row['floor']:g}"])
+            rows.append([row["case"], _cell(row["words"]), *times, beside, _spread(row["ratio"]), f"{row['floor']:g}"])
         head = ["", say("shape", "形状"), "tilewise, µs (p20–p80)", say("the other, µs", "对手，µs"), say("beside", "对手")]
         head += [say("ratio", "比值"), say("floor", "下限")]
         return [_source(name, record, "H200"), *_table(head, rows)]
@@ -213,7 +218,7 @@ def cpu_rows(say: Words) -> list[str]:
         digits = 1 if time["p50"] > 1e-2 else 2 if time["p50"] > 1e-3 else 4
         figures = [_spread(row["ratio"]), "" if floor is None else f"{floor:g}", _spread(time, digits, 1e3)]
         beside = say("SDPA on float32", "float32 的 SDPA") if row["rival"] == "sdpa-upcast" else _PEERS[row["rival"]]
-        rows.append([row["case"]["name"], row["words"], beside, *figures])
+        rows.append([row["case"]["name"], _cell(row["words"]), beside, *figures])
     head = ["", say("shape", "形状"), say("beside", "对手"), say("ratio", "比值"), say("floor", "下限"), "ms (p20–p80)"]
     return [_source(N1, record, say("Neoverse N1, 2 threads", "Neoverse N1，2 线程")), *_table(head, rows)]
 
@@ -222,7 +227,7 @@ def xeon_rows(say: Words) -> list[str]:
     two, sixteen = load(XEON), load(XEON16)
     others = {row["case"]["name"]: row for row in sixteen["records"]}
     rows = [
-        [row["case"]["name"], row["words"], _spread(row["ratio"]), _spread(others[row["case"]["name"]]["ratio"])]
+        [row["case"]["name"], _cell(row["words"]), _spread(row["ratio"]), _spread(others[row["case"]["name"]]["ratio"])]
         for row in two["records"]
     ]
     head = ["", say("shape", "形状"), say("2 threads", "2 线程"), say("16 threads", "16 线程")]
