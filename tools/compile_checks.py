@@ -185,7 +185,7 @@ WHOLE_BIAS = (2, 4, 3072, 3072)
 GPT_OSS = {"mask": "causal & window(128)"}
 FORWARD_FEW = (
     *("d64 full", "d64 causal", "d128 full", "d128 window", "d128 causal varlen", "d256 causal", "d256 full long"),
-    *("d128 documents lists", "d64 entropy full", "d128 entropy causal"),
+    *("d128 documents lists", "d64 entropy full", "d128 entropy causal", "d192 dv128 causal"),
 )
 FORWARD: list[tuple[Any, ...]] = [
     *((f"d{d} {name}", d, mask) for d in WIDTHS for name, mask in MASKS.items()),
