@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.numerics.second_order import second_order
 from tilewise.errors import LayoutError
 from tilewise.numerics import bounds
 from tilewise.numerics.oracle import Inputs, oracle, oracle_gradients, oracle_second
-from tilewise.numerics.second_order import second_order
 from tilewise.problem import Problem
 
 
