@@ -46,7 +46,7 @@ class Arrival(NamedTuple):
         received: dict[int, Iterator[Tensor]] = {peer: iter(x) for peer, x in self.pending.wait().items()}
         rows = [[next(received[sender(move, self.home)]) for _ in range(self.tensors)] for move in self.moves]
         chunks = [move.chunk for move in self.moves]
-        return [Pieces(chunks, column) for column in zip(*rows, strict=True)] or [Pieces((), ())] * self.tensors
+        return [Pieces.apart(chunks, column) for column in zip(*rows, strict=True)] or [Pieces()] * self.tensors
 
 
 class Run:
@@ -63,7 +63,7 @@ class Run:
         outgoing: dict[int, list[Tensor]] = {}
         for move in leaving:
             message = outgoing.setdefault(sender(move, not home), [])
-            message.extend(x.take(move.chunk).to(parcel.dtype) for x in tensors)
+            message.extend(x.take((move.chunk,)).to(parcel.dtype) for x in tensors)
         incoming: dict[int, list[tuple[int, ...]]] = {}
         for move in coming:
             incoming.setdefault(sender(move, home), []).extend(parcel.sized(move.chunk))
@@ -87,15 +87,19 @@ class Run:
 NAMES = {"kv": "k and v", "q": "q", "out": "results of q"}
 
 
-class Partials:
+class Partials(NamedTuple):
     """Merged (out, lse) of queries."""
 
-    def __init__(self, chunks: Sequence[Chunk], out: Tensor, lse: Tensor) -> None:
-        self.out, self.lse = Pieces.of(chunks, out), Pieces.of(chunks, lse)
+    out: Pieces
+    lse: Pieces
 
-    def merge(self, chunk: Chunk, out: Tensor, lse: Tensor, first: bool) -> None:
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], out: Tensor, lse: Tensor) -> Partials:
+        return cls(Pieces.of(chunks, out), Pieces.of(chunks, lse))
+
+    def merge(self, chunks: Sequence[Chunk], out: Tensor, lse: Tensor, first: bool) -> None:
         """One more partial result; the first one is taken as it is."""
-        for to_out, to_lse in zip(self.out.parts(chunk), self.lse.parts(chunk), strict=True):
+        for to_out, to_lse in zip(self.out.parts(chunks), self.lse.parts(chunks), strict=True):
             part = to_out.of(out), to_lse.of(lse)
             if first:
                 to_out.view.copy_(part[0])
@@ -111,24 +115,17 @@ class Forward(Run):
         local, call = self.local, self.call
         out = self.zeros(local.q, local.v.shape[3])
         lse = self.zeros(local.q, fill=NEG_INF)
-        own = Partials(call.chunks, out, lse)
+        own = Partials.of(call.chunks, out, lse)
         ahead = list(self._arrivals(0))
         returning: list[tuple[Arrival, Arrival]] = []
         for stage in range(len(self.stages)):
             here = [arrival.wait() for arrival in ahead]
             ahead = list(self._arrivals(stage + 1))  # travels while the segments below compute
-            results = self._results(stage, here)
+            results = self._results(here)
+            every = Partials(own.out | results.out, own.lse | results.lse)
             for segment in self.segments(stage):
-                work = segment.work
                 part = call.forward(segment, local, self.tokens(segment, here))
-                if work is None:
-                    out.copy_(part[0])
-                    lse.copy_(part[1])
-                elif work.travels:
-                    assert results is not None
-                    results.merge(work.q, *part, first=False)
-                else:
-                    own.merge(work.q, *part, first=segment.first)
+                every.merge(segment.block.q, *part, first=segment.first)
             for arrivals in returning:
                 self._take_in(own, arrivals)
             returning = [self._return(stage, results)] if self.has(stage, "out") else []
@@ -148,37 +145,28 @@ class Forward(Run):
 
     def tokens(self, segment: Segment, here: list[list[Pieces]]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a segment, own or received."""
-        work = segment.work
-        if work is None:
-            return self.local[:3]
-        (k, v), queries = here[0], here[1][0]
-        if work.travels:
-            return queries.take(work.q), self.own[1].take(work.k), self.own[2].take(work.k)
-        if not any(True for _ in k.parts(work.k)):
-            return tuple(own.take(chunk) for own, chunk in zip(self.own, (work.q, work.k, work.k), strict=True))  # type: ignore[return-value]
-        return self.own[0].take(work.q), k.take(work.k), v.take(work.k)
+        (k, v), queries, block = here[0], here[1][0], segment.block
+        q = (self.own[0] | queries).take(block.q)
+        return q, (self.own[1] | k).take(block.k), (self.own[2] | v).take(block.k)
 
-    def _results(self, stage: int, here: list[list[Pieces]]) -> Partials | None:
+    def _results(self, here: list[list[Pieces]]) -> Partials:
         """Room for the results of queries that came."""
-        chunks = [chunk for chunk, _ in here[1][0].held]
-        if not chunks:
-            return None
+        chunks = [one.chunk for one in here[1][0].held]
         tokens = sum(chunk.tokens for chunk in chunks)
         out = self.zeros(self.local.q, self.local.v.shape[3], tokens=tokens)
-        return Partials(chunks, out, self.zeros(self.local.q, fill=NEG_INF, tokens=tokens))
+        return Partials.of(chunks, out, self.zeros(self.local.q, fill=NEG_INF, tokens=tokens))
 
-    def _return(self, stage: int, results: Partials | None) -> tuple[Arrival, Arrival]:
-        out, lse = (results.out, results.lse) if results is not None else (Pieces((), ()), Pieces((), ()))
+    def _return(self, stage: int, results: Partials) -> tuple[Arrival, Arrival]:
         shape = self.zeros(self.local.q, self.local.v.shape[3], tokens=0)
         return (
-            self.exchange(stage, "out", Parcel.of(self.call.summed, shape), [out]),
-            self.exchange(stage, "out", Parcel.of(self.call.real, shape[..., 0]), [lse]),
+            self.exchange(stage, "out", Parcel.of(self.call.summed, shape), [results.out]),
+            self.exchange(stage, "out", Parcel.of(self.call.real, shape[..., 0]), [results.lse]),
         )
 
     def _take_in(self, own: Partials, arrivals: tuple[Arrival, Arrival]) -> None:
         (out,), (lse,) = (arrival.wait() for arrival in arrivals)
-        for (chunk, part), (_, part_lse) in zip(out.held, lse.held, strict=True):
-            own.merge(chunk, part, part_lse, first=False)
+        for part, part_lse in zip(out.held, lse.held, strict=True):
+            own.merge((part.chunk,), part.view, part_lse.view, first=False)
 
 
 class Cotangents(NamedTuple):
@@ -245,7 +233,7 @@ class Backward(Forward):
         q, k, v = self.local[:3]
         yield self.exchange(stage, "kv", Parcel.of(k.dtype, k, v), self.own[1:])
         _, lse, dout, _, delta = self.rows
-        none = Pieces((), ())
+        none = Pieces()
         parcel = Parcel.of(q.dtype, q, self.given.dout)
         yield self.exchange(stage, "q", parcel, [self.own[0], dout or none])
         if self.has(stage, "q"):
@@ -254,39 +242,34 @@ class Backward(Forward):
 
     def _room(self, pieces: Pieces) -> Pieces:
         """Zeros for the gradients of what came."""
-        zeros = [torch.zeros(x.shape, dtype=self.call.real, device=x.device) for _, x in pieces.held]
-        return Pieces([chunk for chunk, _ in pieces.held], zeros)
+        shapes = [(one.chunk, one.view) for one in pieces.held]
+        zeros = [torch.zeros(x.shape, dtype=self.call.real, device=x.device) for _, x in shapes]
+        return Pieces.apart([chunk for chunk, _ in shapes], zeros)
 
     def _segment(self, segment: Segment, here: list[list[Pieces]], received: list[Pieces]) -> None:
-        work, (dk, dv, dq) = segment.work, received
+        block, (dk, dv, dq) = segment.block, received
         tokens = self.tokens(segment, here)
         grads = self.call.backward(segment, self.local, tokens, self._cotangents(segment, here))
-        if work is None:
-            for total, grad in zip(self.sums, grads[:3], strict=True):
-                assert grad is not None
-                total.add_(grad)
-            return
-        far_keys = any(True for _ in dk.parts(work.k)) and not work.travels
-        homes = (dq if work.travels else self.grads[0], dk if far_keys else self.grads[1], dv if far_keys else self.grads[2])
-        for home, chunk, grad in zip(homes, (work.q, work.k, work.k), grads[:3], strict=True):
+        for home, far, chunks, grad in zip(self.grads, (dq, dk, dv), (block.q, block.k, block.k), grads[:3], strict=True):
             assert grad is not None
-            home.add(chunk, grad)
+            (home | far).add(chunks, grad)
         if self.dbias is not None and grads.dbias is not None:
-            bias_part(self.call, self.dbias, work).add_(grads.dbias)
+            bias_part(self.call, self.dbias, block).add_(grads.dbias)
 
     def _cotangents(self, segment: Segment, here: list[list[Pieces]]) -> BackwardInputs:
-        """Of own queries, what the forward left; of others, delta in the place of an output."""
-        work, needs = segment.work, Needs(dbias=self.dbias is not None)
-        if work is None:
-            given = self.given
-            return BackwardInputs(given.out.to(self.call.dtype), given.lse, given.dout.to(self.call.dtype), given.dlse, needs)
-        if work.travels:
-            dout = here[1][1].take(work.q).to(self.call.dtype)
-            lse, delta = (x.take(work.q) for x in here[2])
-            return BackwardInputs(torch.zeros_like(dout), lse, dout, -delta, needs)
-        out, lse, dout, dlse = (None if x is None else x.take(work.q) for x in self.rows[:4])  # type: ignore[assignment]
-        assert out is not None
-        return BackwardInputs(out.to(self.call.dtype), lse, dout.to(self.call.dtype), dlse, needs)
+        """Of own queries, what the forward left; with those of others, delta in the place of an output."""
+        block, needs = segment.block, Needs(dbias=self.dbias is not None)
+        out, lse, dout, dlse, delta = self.rows
+        assert out is not None and lse is not None and dout is not None
+        if block.travels:
+            assert delta is not None
+            (_, far_dout), (far_lse, far_delta) = here[1:]
+            given = (dout | far_dout).take(block.q).to(self.call.dtype)
+            rows = (lse | far_lse).take(block.q), given, -(delta | far_delta).take(block.q)
+            return BackwardInputs(torch.zeros_like(given), *rows, needs)
+        known = None if dlse is None else dlse.take(block.q)
+        kept, given = (x.take(block.q).to(self.call.dtype) for x in (out, dout))
+        return BackwardInputs(kept, lse.take(block.q), given, known, needs)
 
     def _send_home(self, stage: int, received: list[Pieces]) -> Iterator[Arrival]:
         q, k, v = self.local[:3]
@@ -298,5 +281,5 @@ class Backward(Forward):
         """Add what came home; from each rank in turn."""
         homes = self.grads[1:] if arrival.home else self.grads[:1]
         for home, pieces in zip(homes, arrival.wait(), strict=True):
-            for chunk, grad in pieces.held:
-                home.add(chunk, grad)
+            for grad in pieces.held:
+                home.add((grad.chunk,), grad.view)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tilewise.api.attention import attention
 from tilewise.backends.base import BackwardInputs, Grads
-from tilewise.distributed.context import ContextPlan, plan
+from tilewise.distributed.context import plan
 from tilewise.distributed.rehearsal import Rehearsal
 from tilewise.distributed.segments import Call, Local, Segment
 from tilewise.errors import TilewiseError
