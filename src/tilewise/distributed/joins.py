@@ -11,6 +11,7 @@ The first and the last are rectangles of the scores, so positions still count in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -154,7 +155,7 @@ def _all_seen(blocks: list[Block], is_full: Callable[[Block], bool]) -> list[Blo
     for travels in (False, True):
         mine = [block for block in whole if block.travels == travels]
         cuts = sorted({(block.q[0].sequence, end) for block in mine for end in block.q[0][1:]})
-        for (sequence, start), (other, end) in zip(cuts, cuts[1:], strict=False):
+        for (sequence, start), (other, end) in pairwise(cuts):
             rows = Chunk(sequence, start, end)
             here = [block for block in mine if sequence == other and _within(rows, block.q[0])]
             if here:
@@ -168,6 +169,12 @@ def _all_seen(blocks: list[Block], is_full: Callable[[Block], bool]) -> list[Blo
     if len(found) >= len(whole):
         return blocks
     return sorted([block for block in blocks if block not in whole] + found)
+
+
+def common(own: Chunk, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """What a chunk has in common with any of others."""
+    met = [chunk for chunk in chunks if chunk.sequence == own.sequence and chunk.start < own.end and own.start < chunk.end]
+    return _merged([Chunk(own.sequence, max(own.start, chunk.start), min(own.end, chunk.end)) for chunk in met])
 
 
 def _within(rows: Chunk, chunk: Chunk) -> bool:

@@ -70,15 +70,19 @@ class Pieces:
         """Chunks that have a tensor each."""
         return cls(Held(chunk, x, 0) for chunk, x in zip(chunks, tensors, strict=True))
 
+    def only(self, chunks: Sequence[Chunk]) -> Pieces:
+        """Of these chunks, each of which is a part of one that is here."""
+        return Pieces(Held(chunk, part.tensor, part.first) for chunk in chunks for part in self.parts((chunk,)))
+
     def __or__(self, others: Pieces) -> Pieces:
         """All chunks of both."""
         return Pieces((*self.held, *others.held)) if others.held else self
 
     def parts(self, chunks: Sequence[Chunk]) -> Iterator[Part]:
-        """Where chunks lie, in their order; what follows each other in one tensor is one part."""
+        """Where chunks lie, as far as they are here, in their order; what follows each other in one tensor is one part."""
         last: Part | None = None
         for at, one, first, past in self._found(chunks):
-            if last is not None and last.tensor is one.tensor and last.first + last.tokens == first:
+            if last and last.tensor is one.tensor and (last.at.stop, last.first + last.tokens) == (at, first):
                 last = last._replace(at=slice(last.at.start, at + past - first))
                 continue
             if last is not None:

@@ -16,9 +16,10 @@ from torch import Tensor
 from tilewise.backends.base import BackwardInputs, Grads, Inputs
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.coverage import on_host
-from tilewise.distributed.joins import Block, Seen, joined_blocks
+from tilewise.distributed.joins import Block, Seen, common, joined_blocks
 from tilewise.distributed.pieces import Pieces
 from tilewise.distributed.schedule import Chunk, Move, What
+from tilewise.distributed.totals import Split
 from tilewise.masks import Lowered, MaskProgram, MaskShape
 from tilewise.masks.restrict import picked, restricted
 from tilewise.ops import run
@@ -111,6 +112,34 @@ class Call:
         if not self.stages:
             self.stages.extend(self._prepared(local))
         return self.stages[stage]
+
+    def split(self, local: Local, what: What, stage: int | None = None) -> Split:
+        """How many calls, and results that return, have each of this rank's own queries ("q") or keys ("kv"), or with a stage
+        of those that it receives there."""
+        key = ("split", what, stage)
+        found: Split | None = self.memory.get(key)
+        if found is None:
+            stages = range(len(self.plan.stages))
+            blocks = (s.block for number in stages if stage in (None, number) for s in self.segments(local, number))
+            calls = [chunk for block in blocks for chunk in (block.q if what == "q" else block.k)]
+            if stage is None:
+                back: tuple[What, bool] = ("out", False) if what == "q" else ("kv", True)
+                calls += [move.chunk for number in stages for move in self.moves(number, *back)[1]]
+                found = Split.of(self.chunks, calls)
+            else:
+                found = Split.of(sorted(move.chunk for move in self.moves(stage, what, home=False)[1]), calls)
+            self.memory[key] = found
+        return found
+
+    def beside(self, local: Local) -> list[Chunk]:
+        """Own queries that travel, or are computed with such: of these delta is wanted."""
+        if "beside" not in self.memory:
+            stages = range(len(self.plan.stages))
+            found = [move.chunk for number in stages for move in self.moves(number, "q", home=False)[0]]
+            found += [q for number in stages for s in self.segments(local, number) if s.block.travels for q in s.block.q]
+            self.memory["beside"] = [chunk for own in self.chunks for chunk in common(own, found)]
+        chunks: list[Chunk] = self.memory["beside"]
+        return chunks
 
     def _prepared(self, local: Local) -> Iterator[list[Segment]]:
         problem, plan = self.problem, self.plan

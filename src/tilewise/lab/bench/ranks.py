@@ -207,7 +207,8 @@ def _compare(found: Rehearsal, alone: _Alone) -> None:
     for name, got, want in zip(("out", "dq", "dk", "dv"), found.results(), (alone.out.detach(), *alone.grads), strict=True):
         error = float((got.double() - want.double()).norm() / want.double().norm())
         if not error <= limit:
-            raise WrongResultError(f"{name} of {found.plan.ranks} ranks is {error:.1e} off the single call's, {limit:.1e} are allowed")
+            ranks = found.plan.ranks
+            raise WrongResultError(f"{name} of {ranks} ranks is {error:.1e} off the single call's; {limit:.1e} are allowed")
 
 
 def masks(length: int, generator: torch.Generator) -> dict[str, Mask]:
@@ -246,7 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", help="a file for the rows")
     options = parser.parse_args(arguments)
     rows = []
-    print(f"{options.ranks} ranks, 1×{options.query_heads}/{options.kv_heads}×{options.length}×{options.dim}, {options.dtype}, ms")
+    heads = f"{options.query_heads}/{options.kv_heads}"
+    print(f"{options.ranks} ranks, 1×{heads}×{options.length}×{options.dim}, {options.dtype}, ms")
     print(HEADER, flush=True)
     for name, mask in masks(options.length, torch.Generator().manual_seed(0)).items():
         if options.masks and name not in options.masks:

@@ -1,0 +1,112 @@
+"""What calls give for each token, put together: a token of one call keeps its result as it is, those of several are summed.
+
+Which tokens these are is known from the plan, so sums in a wider dtype have room for those alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilewise.distributed.pieces import TOKENS, Pieces
+from tilewise.distributed.schedule import Chunk
+from tilewise.numerics.merge import NEG_INF, merge_into
+
+
+class Split(NamedTuple):
+    """Tokens by how many calls have them. once: one. others: none, or several."""
+
+    chunks: tuple[Chunk, ...]
+    once: tuple[Chunk, ...]
+    others: tuple[Chunk, ...]
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], calls: Iterable[Chunk]) -> Split:
+        """calls: what each of them has, of any tokens."""
+        steps: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for chunk in calls:
+            steps[chunk.sequence, chunk.start] += 1
+            steps[chunk.sequence, chunk.end] -= 1
+        for chunk in chunks:
+            steps[chunk.sequence, chunk.start] += 0
+            steps[chunk.sequence, chunk.end] += 0
+        ends = sorted(steps)
+        counts = list(accumulate(steps[end] for end in ends))
+        places, once, others = iter(sorted(chunks)), list[Chunk](), list[Chunk]()
+        own = next(places, None)
+        for ((sequence, start), (_, end)), count in zip(pairwise(ends), counts, strict=False):
+            while own is not None and (own.sequence, own.end) <= (sequence, start):
+                own = next(places, None)
+            if own is not None and own.sequence == sequence and own.start <= start < own.end:
+                (once if count == 1 else others).append(Chunk(sequence, start, end))
+        return cls(tuple(chunks), tuple(once), tuple(others))
+
+    def summed(self) -> Split:
+        """The same tokens, none of which keeps its result as it is."""
+        return Split(self.chunks, (), self.chunks)
+
+
+class Totals:
+    """Sums for tokens of a rank: gradients."""
+
+    def __init__(self, split: Split, shape: Sequence[int], dtype: torch.dtype, real: torch.dtype, device: torch.device) -> None:
+        """shape: (B, H, tokens, …). dtype: of the results. real: of sums."""
+        self.split = split
+        few = (*shape[:TOKENS], sum(chunk.tokens for chunk in split.others), *shape[TOKENS + 1 :])
+        self.sums = torch.zeros(few, dtype=real, device=device)
+        self.whole = torch.empty(shape, dtype=dtype, device=device) if split.once else self.sums
+        self.often = Pieces.of(split.others, self.sums)
+
+    @property
+    def once(self) -> Pieces:
+        return Pieces.of(self.split.chunks, self.whole).only(self.split.once)
+
+    def add(self, chunks: Sequence[Chunk], x: Tensor) -> None:
+        """What a call gives for some tokens; of others, nothing happens."""
+        self._keep(chunks, x)
+        self.often.add(chunks, x)
+
+    def _keep(self, chunks: Sequence[Chunk], x: Tensor) -> None:
+        for part in self.once.parts(chunks):
+            if part.tokens == self.whole.shape[TOKENS] == x.shape[TOKENS] and x.dtype == self.whole.dtype:
+                self.whole = x
+            else:
+                part.view.copy_(part.of(x))
+
+    def total(self) -> Tensor:
+        """The result of all tokens: of the sums' dtype if there is nothing else, else of the results'."""
+        if not self.split.once:
+            return self.sums
+        for part in Pieces.of(self.split.chunks, self.whole).parts(self.split.others):
+            part.view.copy_(part.of(self.sums))
+        return self.whole
+
+
+    def pieces(self) -> Pieces:
+        """The same by chunk."""
+        return Pieces.of(self.split.chunks, self.total())
+
+
+class Merged:
+    """Partial results (out, lse) of queries, merged."""
+
+    def __init__(self, out: Totals, lse: Totals) -> None:
+        self.out, self.lse = out, lse
+        lse.sums.fill_(NEG_INF)
+
+    def add(self, chunks: Sequence[Chunk], out: Tensor, lse: Tensor, first: bool) -> None:
+        """One more partial result; the first one is taken as it is. Of other tokens, nothing happens."""
+        self.out._keep(chunks, out)
+        self.lse._keep(chunks, lse)
+        for to_out, to_lse in zip(self.out.often.parts(chunks), self.lse.often.parts(chunks), strict=True):
+            part = to_out.of(out), to_lse.of(lse)
+            if first:
+                to_out.view.copy_(part[0])
+                to_lse.view.copy_(part[1])
+            else:
+                merge_into((to_out.view, to_lse.view), part)
