@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Grads, Needs, rounded, row_products, sink_gradient
+from tilewise.backends.base import BackwardInputs, Grads, Needs, rounded, sink_gradient
 from tilewise.distributed.exchange import Link, Pending
 from tilewise.distributed.pieces import TOKENS, Pieces
 from tilewise.distributed.schedule import Chunk, Move, What
 from tilewise.distributed.segments import Call, Local, Segment, bias_part, sender
-from tilewise.distributed.totals import Merged, Totals
+from tilewise.distributed.totals import Merged, Totals, row_products
 from tilewise.numerics.merge import join_sink
 
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise import dispatch
+from tilewise.backends import base
 from tilewise.distributed.pieces import TOKENS, Pieces
 from tilewise.distributed.schedule import Chunk
-from tilewise.numerics.merge import NEG_INF, merge_into
+from tilewise.numerics.merge import NEG_INF, Partial, merge_into
 
 
 class Split(NamedTuple):
@@ -109,4 +112,27 @@ class Merged:
                 to_out.view.copy_(part[0])
                 to_lse.view.copy_(part[1])
             else:
-                merge_into((to_out.view, to_lse.view), part)
+                _merge((to_out.view, to_lse.view), part)
+
+
+def row_products(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """rowsum(dO ∘ O), by a kernel where there is one."""
+    if _has_kernels(out.device.type, dtype):
+        from tilewise.backends.triton import partials
+
+        return partials.row_products(dout, out)
+    return base.row_products(dout, out, dtype)
+
+
+def _merge(into: Partial, part: Partial) -> None:
+    if _has_kernels(into[0].device.type, into[0].dtype):
+        from tilewise.backends.triton import partials
+
+        partials.merge_rows(*into, *part)
+    else:
+        merge_into(into, part)
+
+
+@cache
+def _has_kernels(device: str, dtype: torch.dtype) -> bool:
+    return device == "cuda" and dtype == torch.float32 and dispatch.usable("triton", device).ok
