@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import base
-from tilewise.backends.triton import partials
+from tilewise.backends.triton import rows
 from tilewise.numerics.merge import merge
 
 NEG_INF = float("-inf")
@@ -28,7 +28,7 @@ def check_merge(device: torch.device) -> None:
         out[lse == NEG_INF] = 0.0
         part[other == NEG_INF] = 0.0
         want, total = merge((out.double(), lse.double()), (part.double(), other.double()))
-        partials.merge_rows(out, lse, part, other)
+        rows.merge_rows(out, lse, part, other)
         eps = torch.finfo(torch.float32).eps
         assert (out - want).abs().max() <= 16 * eps * want.abs().max(), (dtype, (out - want).abs().max())
         seen = total > NEG_INF
@@ -41,6 +41,6 @@ def check_products(device: torch.device) -> None:
         dout = dout.to(dtype)
         dout[0, 0, 3, 4], out[0, 0, 3, 4] = float("inf"), 0.0
         want = base.row_products(dout, out, torch.float64)
-        found = partials.row_products(dout, out)
+        found = rows.row_products(dout, out)
         limit = width * torch.finfo(torch.float32).eps * base.row_products(dout.abs(), out.abs(), torch.float64)
         assert found.dtype == torch.float32 and ((found - want).abs() <= limit).all()

@@ -118,17 +118,17 @@ class Merged:
 def row_products(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     """rowsum(dO ∘ O), by a kernel where there is one."""
     if _has_kernels(out.device.type, dtype):
-        from tilewise.backends.triton import partials
+        from tilewise.backends.triton import rows
 
-        return partials.row_products(dout, out)
+        return rows.row_products(dout, out)
     return base.row_products(dout, out, dtype)
 
 
 def _merge(into: Partial, part: Partial) -> None:
     if _has_kernels(into[0].device.type, into[0].dtype):
-        from tilewise.backends.triton import partials
+        from tilewise.backends.triton import rows
 
-        partials.merge_rows(*into, *part)
+        rows.merge_rows(*into, *part)
     else:
         merge_into(into, part)
 

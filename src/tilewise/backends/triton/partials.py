@@ -7,18 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from tilewise.backends.gpu.launch import LaunchOptions, interpreting, on_device, view
 from tilewise.backends.gpu.merge import add_part, normalized
-from tilewise.backends.gpu.record import Launch
 from tilewise.backends.gpu.structs import Head, View
 from tilewise.backends.gpu.tile import base, load_rows, store_rows
-
-ROWS, WARPS = 32, 4
 
 
 class Numbers(NamedTuple):
@@ -28,10 +22,6 @@ class Numbers(NamedTuple):
     stride_b: int
     stride_h: int
     stride_s: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> Numbers:
-        return cls(x, *x.stride())
 
 
 class RowArgs(NamedTuple):
@@ -49,7 +39,7 @@ class RowArgs(NamedTuple):
 class RowConfig(NamedTuple):
     DV: int = 64
     BLOCK_DV: int = 64
-    BLOCK_M: int = ROWS
+    BLOCK_M: int = 32
     INTERPRET: bool = False
 
 
@@ -95,30 +85,3 @@ def row_products_kernel(a, C: tl.constexpr):
     out_tile = load_rows(Head(a.b, None, row, h, zero), rows, ok, C.DV, C.BLOCK_DV).to(tl.float32)
     products = tl.where(out_tile == 0.0, 0.0, dout_tile * out_tile)
     tl.store(numbers_at(a.a_numbers, row, h, rows), tl.sum(products, 1), mask=ok)
-
-
-def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a partial result into (out, lse), which are fp32; the other may be rounded."""
-    _run(merge_rows_kernel, out, part, lse, part_lse)
-
-
-def row_products(dout: Tensor, out: Tensor) -> Tensor:
-    """rowsum(dO ∘ O) in fp32; an output of 0 takes no part."""
-    sums = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
-    _run(row_products_kernel, dout, out, sums, None)
-    return sums
-
-
-def _run(kernel: Any, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor | None) -> None:
-    launch = row_launch(kernel, a, b, a_numbers, b_numbers)
-    if launch.programs:
-        on_device(a.device, launch.run)
-
-
-def row_launch(kernel: Any, a: Tensor, b: Tensor, a_numbers: Tensor, b_numbers: Tensor | None) -> Launch:
-    """A program for every ROWS rows of a head."""
-    batch, heads, rows, width = a.shape
-    numbers = Numbers.of(a_numbers), None if b_numbers is None else Numbers.of(b_numbers)
-    config = RowConfig(DV=width, BLOCK_DV=max(16, 1 << (width - 1).bit_length()), INTERPRET=interpreting())
-    programs = -(-rows // ROWS) * heads * batch
-    return Launch(kernel, programs, (RowArgs(view(a), view(b), *numbers, rows, heads),), config, LaunchOptions(num_warps=WARPS))
