@@ -18,6 +18,8 @@ MASKS: dict[str, tw.Mask] = {
     "full": tw.full(),
     "causal": tw.causal(),
     "documents": tw.causal() & tw.documents(ids(96)),
+    "narrow-window": tw.causal() & tw.window(3),
+    "two-sided": tw.window(3, 2),
     "window": tw.causal() & tw.window(7),
     "wide-window": tw.causal() & tw.window(40),
 }

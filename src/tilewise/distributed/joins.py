@@ -22,8 +22,8 @@ from tilewise.distributed.shards import Shards
 
 GRAIN = 128
 """Rows that stay are a multiple of this, so that they fill the tiles of a kernel."""
-FEW = 0.5
-"""Of the rows of a work may be late: what is late cannot hide what travels."""
+STAY = 0.75
+"""Of the rows of a work, at least: what is late cannot hide what travels."""
 
 
 class Block(NamedTuple):
@@ -131,7 +131,7 @@ def _late(own: Block, block: Block, seen: Seen) -> tuple[Block, Block] | None:
         return None
     rest = rows.tokens - (q.tokens if block.travels else inside.tokens)
     rest -= rest % min(GRAIN, 1 << max(rows.tokens // 8, 1).bit_length() - 1)
-    if rest < FEW * rows.tokens:
+    if rest < STAY * rows.tokens:
         return None
     cut = rows.start + rest if after else rows.end - rest
     stay, late = (Chunk(rows.sequence, *ends) for ends in ((rows.start, cut), (cut, rows.end)))

@@ -211,12 +211,12 @@ def _compare(found: Rehearsal, alone: _Alone) -> None:
             raise WrongResultError(f"{name} of {ranks} ranks is {error:.1e} off the single call's; {limit:.1e} are allowed")
 
 
-def masks(length: int, generator: torch.Generator) -> dict[str, Mask]:
+def masks(length: int, device: str) -> dict[str, Mask]:
     """The masks that are measured; documents have 1/64 to a fifth of the tokens."""
-    lengths: list[int] = []
+    generator, lengths = torch.Generator().manual_seed(0), list[int]()
     while sum(lengths) < length:
         lengths.append(int(torch.randint(max(length // 64, 1), max(length // 5, 2), (1,), generator=generator)))
-    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[:length]
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[:length].to(device)
     return {
         "full": full(),
         "causal": causal(),
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     heads = f"{options.query_heads}/{options.kv_heads}"
     print(f"{options.ranks} ranks, 1×{heads}×{options.length}×{options.dim}, {options.dtype}, ms")
     print(HEADER, flush=True)
-    for name, mask in masks(options.length, torch.Generator().manual_seed(0)).items():
+    for name, mask in masks(options.length, options.device).items():
         if options.masks and name not in options.masks:
             continue
         problem = Problem.of(
