@@ -56,13 +56,12 @@ def computed(plan: ContextPlan) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("name", [*masks(96), *WIDE])
-def test_each_visible_pair_is_in_one_call(name: str, ranks: int, kv_heads: int) -> None:
+def test_each_visible_pair_is_in_one_call(name: str, kv_heads: int) -> None:
     mask = (masks(96) | WIDE)[name]
-    for shards in ("balanced", "contiguous", "zigzag"):
+    for ranks, shards in ((2, "balanced"), (3, "contiguous"), (3, "zigzag"), (8, "balanced")):
         plan = tw.distributed.plan(problem(96, mask, kv_heads=kv_heads), ranks=ranks, shards=shards)
-        assert (computed(plan) == visible(plan)).all(), shards
+        assert (computed(plan) == visible(plan)).all(), (ranks, shards)
 
 
 @pytest.mark.parametrize("mask", [tw.causal(), tw.causal() & tw.window(11)], ids=["causal", "window"])
@@ -86,7 +85,7 @@ def test_where_positions_count_calls_are_rectangles(name: str, fields: dict[str,
 
 
 def test_what_a_call_needs_is_own_or_came_in_its_stage() -> None:
-    for mask in (*masks(96).values(), *WIDE.values()):
+    for mask in (tw.causal(), masks(96)["two-sided"], masks(96)["documents"], *WIDE.values()):
         for kv_heads in (4, 1):
             plan = tw.distributed.plan(problem(96, mask, kv_heads=kv_heads), ranks=4)
             for rank in range(4):
