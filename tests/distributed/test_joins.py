@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +27,7 @@ WIDE = {
 def segments(plan: ContextPlan, rank: int) -> list[list[Segment]]:
     """The calls of a rank by stage."""
     whole = plan.problem
-    own = replace(plan, rank=rank)
+    own = plan.as_rank(rank)
     batch = 1 if plan.lengths is not None else whole.batch
     local = Local(*(torch.zeros(batch, heads, own.local_tokens(), 8) for heads in (whole.heads, *[whole.kv_heads] * 2)))
     call = Call(own, whole, "auto", torch.device("cpu"))

@@ -97,7 +97,7 @@ class Rehearsal:
         problem = replace(plan.problem, needs_grad=True, device=device.type)
         self.ranks = []
         for number in range(plan.ranks):
-            own = replace(plan, rank=number)
+            own = plan.as_rank(number)
             leaves = tuple(own.shard(x, 2).requires_grad_() for x in (self.q, self.k, self.v))
             call = self.kind(own, problem, self.backend, device)
             self.ranks.append(Rank(call, KeptLink(box, number), leaves, own.shard(self.dout, 2)))
