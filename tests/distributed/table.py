@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.distributed.ranks import run_ranks
 
 SIZES = [2, 3, 4]
 PAGES = [Path(__file__).parents[2] / "docs/experiments" / f"context-parallel{end}.md" for end in ("", ".zh")]
-BEGIN, END = "<!-- table of cases -->\n", "<!-- end of table -->\n"
+TABLE = re.compile(r"(\| [^|\n]+ \| 2 [^\n]+ \|\n\|---\|---\|---\|---\|\n)(?:\| `[^\n]+\n)*")
 FORWARD = ("out", "lse")
 
 
@@ -51,10 +52,9 @@ def rows(found: dict[tuple[str, int], Verdict]) -> list[str]:
 
 def written(page: str, lines: list[str]) -> str:
     """A page with the rows in the place of those it has."""
-    before, _, rest = page.partition(BEGIN)
-    table, _, after = rest.partition(END)
-    head = table.strip().splitlines()[:2]
-    return "".join([before, BEGIN, "\n", "\n".join([*head, *lines]), "\n\n", END, after])
+    found, count = TABLE.subn(lambda table: table[1] + "".join(f"{line}\n" for line in lines), page)
+    assert count == 1, f"{count} tables of cases"
+    return found
 
 
 def main() -> None:
