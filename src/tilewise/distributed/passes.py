@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Grads, Needs, rounded, sink_gradient
+from tilewise.backends.base import BackwardInputs, Grads, Needs, empty_out, rounded, sink_gradient
 from tilewise.distributed.exchange import Link, Pending
 from tilewise.distributed.pieces import TOKENS, Pieces
 from tilewise.distributed.schedule import Chunk, Move, What
@@ -80,13 +80,11 @@ class Run:
         return self.call.segments(self.local, stage)
 
     def totals(self, what: What, like: Tensor, stage: int | None = None, summed: bool = False) -> Totals:
-        """Room for what calls give for this rank's queries or keys, or those that it receives in a stage; `like` has the heads
-        and columns."""
+        """Room for what calls give for this rank's queries or keys, or those that it receives in a stage; `like` has the heads,
+        columns and order of strides."""
         split = self.call.split(self.local, what, stage)
-        split = split.summed() if summed else split
-        shape = (*like.shape[:TOKENS], sum(chunk.tokens for chunk in split.chunks), *like.shape[TOKENS + 1 :])
         dtype = self.call.summed if like.ndim > TOKENS + 1 else self.call.real
-        return Totals(split, shape, dtype, self.call.real, self.call.device)
+        return Totals(split.summed() if summed else split, like, dtype, self.call.real)
 
 
 NAMES = {"kv": "k and v", "q": "q", "out": "results of q"}
@@ -120,8 +118,7 @@ class Forward(Run):
     def _merged(self, stage: int | None) -> Merged:
         """Room for the results of own queries, or of those that came in a stage. A sink joins what is not rounded yet."""
         q, v, sinks = self.local.q, self.local.v, self.local.sinks
-        out = q.new_empty((*q.shape[:TOKENS], 0, v.shape[3]))
-        like = (out, out[..., 0])
+        like = empty_out(q[:, :, :1], v.shape[3]), q.new_empty((*q.shape[:TOKENS], 1))
         return Merged(*(self.totals("q", x, stage, summed=sinks is not None and stage is None) for x in like))
 
     def _arrivals(self, stage: int) -> Iterator[Arrival]:

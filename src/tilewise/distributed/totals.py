@@ -57,17 +57,13 @@ class Split(NamedTuple):
 class Totals:
     """Sums for tokens of a rank: gradients."""
 
-    def __init__(self, split: Split, shape: Sequence[int], dtype: torch.dtype, real: torch.dtype, device: torch.device) -> None:
-        """shape: (B, H, tokens, …). dtype: of the results. real: of sums."""
+    def __init__(self, split: Split, like: Tensor, dtype: torch.dtype, real: torch.dtype) -> None:
+        """like: (B, H, any, …), in whose order of strides results lie. dtype: of the results. real: of sums."""
         self.split = split
-        few = (*shape[:TOKENS], sum(chunk.tokens for chunk in split.others), *shape[TOKENS + 1 :])
-        self.sums = torch.zeros(few, dtype=real, device=device)
-        self.whole = torch.empty(shape, dtype=dtype, device=device) if split.once else self.sums
+        self.sums = _fresh(like, split.others, real).zero_()
+        self.whole = _fresh(like, split.chunks, dtype) if split.once else self.sums
         self.often = Pieces.of(split.others, self.sums)
-
-    @property
-    def once(self) -> Pieces:
-        return Pieces.of(self.split.chunks, self.whole).only(self.split.once)
+        self.once = Pieces.of(split.chunks, self.whole).only(split.once)
 
     def add(self, chunks: Sequence[Chunk], x: Tensor) -> None:
         """What a call gives for some tokens; of others, nothing happens."""
@@ -113,6 +109,15 @@ class Merged:
                 to_lse.view.copy_(part[1])
             else:
                 _merge((to_out.view, to_lse.view), part)
+
+
+def _fresh(like: Tensor, chunks: Sequence[Chunk], dtype: torch.dtype) -> Tensor:
+    """Memory for the tokens of chunks, heads before tokens or behind them as in `like`."""
+    sides = [*like.shape[:TOKENS], sum(chunk.tokens for chunk in chunks), *like.shape[TOKENS + 1 :]]
+    if like.stride(1) >= like.stride(TOKENS):
+        return like.new_empty(sides, dtype=dtype)
+    sides[1], sides[TOKENS] = sides[TOKENS], sides[1]
+    return like.new_empty(sides, dtype=dtype).transpose(1, TOKENS)
 
 
 def row_products(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
