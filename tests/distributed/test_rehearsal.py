@@ -12,7 +12,7 @@ from tests.distributed.test_plan import ids, problem
 from tests.numerics import checks
 from tilewise.backends.base import Grads, Inputs
 from tilewise.distributed.rehearsal import Rehearsal
-from tilewise.distributed.segments import Call, Segment
+from tilewise.distributed.segments import SIDE_BY_SIDE, Call, Segment
 
 MASKS: dict[str, tw.Mask] = {
     "full": tw.full(),
@@ -37,7 +37,19 @@ def rehearsal(mask: tw.Mask, heads: int = 1, kv_heads: int = 4, **options: Any) 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 4), (1, 2), (2, 4)])
 @pytest.mark.parametrize("name", MASKS)
 def test_results_and_bytes(name: str, heads: int, kv_heads: int) -> None:
-    found, inputs = rehearsal(MASKS[name], heads, kv_heads)
+    check(*rehearsal(MASKS[name], heads, kv_heads))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("name", ["causal", "documents"])
+def test_results_of_calls_side_by_side(name: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIDE_BY_SIDE, "cpu", 1 << 20)
+    found, inputs = rehearsal(MASKS[name], kv_heads=kv_heads)
+    check(found, inputs)
+    assert any(s.block.groups for rank in found.ranks for stage in rank.call.stages for s in stage)
+
+
+def check(found: Rehearsal, inputs: Inputs) -> None:
     found.settle()
     plan = found.plan
     for number, rank in enumerate(found.ranks):

@@ -1,11 +1,12 @@
 """Works of a rank that one kernel call can compute together: fewer and larger calls, and fewer results to merge.
 
-    contiguous   works whose rows and keys touch, if their hull has no pair that is not theirs
-    all seen     works in which every row sees every key: rows that have the same keys, wherever they lie, are one call
-    late rows    where few rows see keys of another rank (a window's edge), or few of its queries come, they are computed
-                 when these have come, with what they see here: one call in the place of two and a merge
+    contiguous     works whose rows and keys touch, if their hull has no pair that is not theirs
+    all seen       works in which every row sees every key: rows that have the same keys, wherever they lie, are one call
+    side by side   small ones of these, on a GPU: each is a document of one call, whose tiles fill the device together
+    late rows      where few rows see keys of another rank (a window's edge), or few of its queries come, they are computed
+                   when these have come, with what they see here: one call in the place of two and a merge
 
-The first and the last are rectangles of the scores, so positions still count in them; the second is for masks alone.
+The first and the last are rectangles of the scores, so positions still count in them; the others are for masks alone.
 """
 
 from __future__ import annotations
@@ -30,12 +31,19 @@ class Block(NamedTuple):
     """Works as one call: the queries and keys of some chunks.
 
     area: the pairs that the mask lets through, as in `Work`. travels: whether any of the queries came from another rank.
+    groups: how many queries and keys see all of each other, group after group, where there are several.
     """
 
     q: tuple[Chunk, ...]
     k: tuple[Chunk, ...]
     area: int
     travels: bool
+    groups: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many queries and keys."""
+        return sum(chunk.tokens for chunk in self.q), sum(chunk.tokens for chunk in self.k)
 
     @classmethod
     def of(cls, work: Work) -> Block:
@@ -69,19 +77,26 @@ class Seen:
 
 
 def joined_blocks(
-    stages: Sequence[Sequence[Work]], seen: Seen, is_full: Callable[[Block], bool] | None, own: Block | None
+    stages: Sequence[Sequence[Work]],
+    seen: Seen,
+    is_full: Callable[[Block], bool] | None,
+    own: Block | None = None,
+    small: int = 0,
 ) -> list[list[Block]]:
     """The calls of each stage of a rank, the first of which has works of its own tokens.
 
     is_full: whether every row of a block sees every key; None where positions count, and rows must stay in order.
     own: all works of its own tokens together, where one call can compute these.
+    small: up to so many pairs, blocks in which all is seen stand side by side in one call.
     """
     found = [_contiguous([Block.of(work) for work in works], seen) for works in stages]
     if own is None:
         _postpone(found, seen)
     else:
         found[0] = [own]
-    return found if is_full is None else [*found[:1], *(_all_seen(blocks, is_full) for blocks in found[1:])]
+    if is_full is None:
+        return found
+    return [*found[:1], *(_side_by_side(_all_seen(blocks, is_full), is_full, small) for blocks in found[1:])]
 
 
 def _contiguous(blocks: list[Block], seen: Seen) -> list[Block]:
@@ -169,6 +184,21 @@ def _all_seen(blocks: list[Block], is_full: Callable[[Block], bool]) -> list[Blo
     if len(found) >= len(whole):
         return blocks
     return sorted([block for block in blocks if block not in whole] + found)
+
+
+def _side_by_side(blocks: list[Block], is_full: Callable[[Block], bool], small: int) -> list[Block]:
+    """Small blocks in which all is seen as groups of one, as far as no query is in two of them."""
+    chosen: list[Block] = []
+    for block in blocks:
+        met = any(common(q, other.q) for other in chosen for q in block.q)
+        if block.sizes[0] * block.sizes[1] <= small and not met and is_full(block):
+            chosen.append(block)
+    if len(chosen) < 2:
+        return blocks
+    q = tuple(chunk for block in chosen for chunk in block.q)
+    k = tuple(chunk for block in chosen for chunk in block.k)
+    whole = Block(q, k, sum(b.area for b in chosen), any(b.travels for b in chosen), tuple(b.sizes for b in chosen))
+    return sorted([block for block in blocks if block not in chosen] + [whole])
 
 
 def common(own: Chunk, chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:

@@ -21,11 +21,14 @@ from tilewise.distributed.pieces import Pieces
 from tilewise.distributed.schedule import Chunk, Move, What
 from tilewise.distributed.totals import Split
 from tilewise.masks import Lowered, MaskProgram, MaskShape
-from tilewise.masks.restrict import picked, restricted
+from tilewise.masks.restrict import grouped, picked, restricted
 from tilewise.ops import run
 from tilewise.ops.tensors import tensor_fields
 from tilewise.problem import Origin, Problem
 
+SIDE_BY_SIDE = {"cuda": 1 << 28}
+"""Pairs of all heads that a call has at most to be computed with others. On an H200 that is four waves of tiles; a CPU has no
+waves to fill."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -148,12 +151,15 @@ class Call:
         apart = bool(problem.alibi or problem.dropout_p or local.bias is not None)  # positions count
 
         def is_full(block: Block) -> bool:
-            (q,), (k,) = block.q, block.k
+            (q, *more), (k, *others) = block.q, block.k
+            if more or others:
+                return True  # made of such
             return block.area == self.entries * q.tokens * k.tokens and not self._mask(programs, local, q, k).structure
 
         mask = None if apart or len(self.chunks) < 2 else self._picked(programs[0])
         own = None if mask is None else Block(self.chunks, self.chunks, sum(work.area for work in works[0]), travels=False)
-        blocks = joined_blocks(works, Seen(plan.coverage, plan.shards), None if apart else is_full, own)
+        small = SIDE_BY_SIDE.get(self.device.type, 0) // (self.entries * local.q.shape[1])
+        blocks = joined_blocks(works, Seen(plan.coverage, plan.shards), None if apart else is_full, own, small)
         seen: list[Chunk] = []
         for stage, here in zip(plan.stages, blocks, strict=True):
             segments = []
@@ -197,7 +203,9 @@ class Call:
     ) -> Segment:
         """A block as a problem, with a mask that is known or that of its rectangle. In several chunks all is seen."""
         (q, *more), (k, *others) = block.q, block.k
-        if mask is None and (more or others):
+        if block.groups:
+            mask = grouped(*(self._numbers(side) for side in zip(*block.groups, strict=True)))
+        elif mask is None and (more or others):
             mask = MaskProgram()
         if mask is None:
             mask = self._mask(programs, local, q, k)
@@ -206,11 +214,14 @@ class Call:
             numbers = range(self.entries) if self.plan.lengths is None else (q.sequence,)
             rows = [Origin(q.start, k.start, self.head, b) for b in numbers]
             origins = torch.tensor(rows, dtype=torch.int32, device=self.device)
-        tokens = (sum(chunk.tokens for chunk in side) for side in (block.q, block.k))
-        return Segment(block, self._part(local, mask, tuple(tokens), origins), origins, first)
+        return Segment(block, self._part(local, mask, block.sizes, origins), origins, first)
+
+    def _numbers(self, sizes: tuple[int, ...]) -> Tensor:
+        """0 for the tokens of the first group, and so on."""
+        return torch.repeat_interleave(torch.tensor(sizes)).to(self.device, torch.int32)
 
     def _part(
-        self, local: Local, mask: MaskProgram, lengths: tuple[int, ...], origins: Tensor | None
+        self, local: Local, mask: MaskProgram, lengths: tuple[int, int], origins: Tensor | None
     ) -> Problem:
         """The problem of a part of the scores."""
         problem = self.problem

@@ -51,6 +51,11 @@ def picked(program: MaskProgram, shape: MaskShape, tokens: Any, sequences: Any =
     return lowered(terms)
 
 
+def grouped(q_ids: Any, k_ids: Any) -> MaskProgram:
+    """The program of queries and keys (one number each) that see all of those with the same number, and nothing else."""
+    return lowered([[Literal(KINDS["d"], (), (q_ids[None], k_ids[None]))]])
+
+
 def _picked(literal: Literal, shape: MaskShape, tokens: Any) -> Literal | None:
     """The literal of some tokens; None where their order does not say."""
     kind, tensors = literal.kind, literal.tensors
