@@ -73,6 +73,7 @@ CAREFUL = ("forward careful", "keys careful", "queries careful")
 CLASSIFIER = ("summary", "classify", "map", "pack")
 DERIVATIVES = ("jvp", "second_queries", "second_keys", "second_bias")
 STATISTICS = ("statistics", "mass", "top", "entropy_queries", "entropy_keys", "entropy_bias")
+ROWS = ("merge_rows", "row_products")
 DECODE = {"seqlen": 1, "kv_seqlen": 4096}
 PAGES = {"mask": "causal", "lengths": (1, 1), "loose": True}
 """Packed queries over pages with room for 4096 keys of each sequence."""
@@ -122,6 +123,7 @@ PORTABLE = (
     *(portable(f"derivatives d{d}", *DERIVATIVES, d=d, mask="causal", few=True, targets=MOST) for d in (64, 128)),
     *(portable(f"derivatives d{d} full", *DERIVATIVES, d=d, few=True, targets=TWO) for d in (64, 128)),
     *(portable(f"statistics d{d}", *STATISTICS, d=d, mask="causal", few=True, targets=MOST) for d in (64, 128)),
+    *(portable(f"rows d{d}", *ROWS, d=d, few=True, targets=MOST) for d in (64, 128)),
     portable("derivatives of everything", *DERIVATIVES, d=64, softcap=30.0, alibi=True, sinks=True, dropout_p=0.1, targets=TWO,
              few=True),
     *(portable(f"derivatives bias d{d}", *DERIVATIVES, d=d, bias=(1, 8, 1024, 1024), targets=TWO)

@@ -36,6 +36,7 @@ from tools.compile_checks import (  # noqa: E402
     CHECKS,
     CLASSIFIER,
     DERIVATIVES,
+    ROWS,
     STATISTICS,
     TARGETS,
     Check,
@@ -74,7 +75,14 @@ def compile_check(check: Check, target: str, kernels: tuple[str, ...] = ()) -> I
 def _portable(
     check: Check, problem: Any, inputs: Any, gpu: Any, target: str, kernels: tuple[str, ...]
 ) -> Iterator[Compiled]:
-    from tools.gpu_launches import derivative_launches, launches, page_launches, pass_of, statistics_launches
+    from tools.gpu_launches import (
+        derivative_launches,
+        launches,
+        page_launches,
+        pass_of,
+        row_launches,
+        statistics_launches,
+    )
 
     from tilewise.backends.base import Needs
     from tilewise.backends.gpu.launch import compile_for, signature
@@ -83,16 +91,18 @@ def _portable(
 
     spec = device(TARGETS[target].device)
     tiles = plan.tiles(problem, spec)
-    derived, watched = (bool(kernels) and set(kernels) <= set(names) for names in (DERIVATIVES, STATISTICS))
+    derived, watched, by_row = (bool(kernels) and set(kernels) <= set(names) for names in (DERIVATIVES, STATISTICS, ROWS))
     if check.page:
         found = page_launches(problem, inputs, spec, check.scaled)
     elif derived:
         found = derivative_launches(problem, inputs, spec)
     elif watched:
         found = statistics_launches(problem, inputs, spec)
+    elif by_row:
+        found = row_launches(problem, inputs)
     else:
         found = launches(problem, inputs, spec, maps=check.maps)
-    if problem.seqlen_q > 1 and not derived and not watched and not check.page:
+    if problem.seqlen_q > 1 and not (derived or watched or by_row) and not check.page:
         found += launches(problem, inputs, spec, needs=Needs(dbias=inputs.bias is not None), maps=check.maps)
     # the same kernel may serve several operands, and one of a name may come in two forms
     different = {(name, str(signature(launch.args))): launch for name, launch in found if not kernels or name in kernels}
@@ -103,7 +113,7 @@ def _portable(
         sizes = (getattr(config, name, 0) for name in ("BLOCK_M", "BLOCK_N"))
         text = f"{'x'.join(map(str, sizes))} w{options.num_warps} s{options.num_stages}"
         whole = name != "keys" or launch.args[1].dk is not None  # where dK and dV are computed apart, dV takes less
-        unplanned = (*CLASSIFIER, *CAREFUL, *DERIVATIVES, *STATISTICS, "append")
+        unplanned = (*CLASSIFIER, *CAREFUL, *DERIVATIVES, *STATISTICS, *ROWS, "append")
         planned = None if name in unplanned else tiles[pass_of(name, tiles)]
         yield Compiled(name, kernel, config, text, time.perf_counter() - start, planned, whole)
 

@@ -17,7 +17,7 @@ from tilewise.backends.gpu.launch import Descriptor, view
 from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.record import Launch
 from tilewise.backends.pages import NewTokens, Pages, Turning
-from tilewise.backends.triton import derive, paged, plan, run, statistics
+from tilewise.backends.triton import derive, paged, plan, rows, run, statistics
 from tilewise.hardware import DeviceSpec
 from tilewise.model.tile import TilePlan
 from tilewise.problem import MAX_HEAD_DIM, Problem
@@ -129,6 +129,15 @@ def derivative_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> l
     return found
 
 
+def row_launches(problem: Problem, inputs: Inputs) -> list[tuple[str, Launch]]:
+    """The launches of what context parallelism does with rows: a partial result merged into sums, and the sums of gradients."""
+    q, v = inputs.q, inputs.v
+    part = torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    sums, lse = part.float(), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    merge = rows.row_launch(rows.merge_rows_kernel, sums, part, lse, lse)
+    return [("merge_rows", merge), ("row_products", rows.row_launch(rows.row_products_kernel, part, part, lse, None))]
+
+
 def statistics_launches(problem: Problem, inputs: Inputs, spec: DeviceSpec) -> list[tuple[str, Launch]]:
     """The launches of a forward with statistics, and of the gradient of its entropy."""
     q, v = inputs.q, inputs.v
@@ -155,10 +164,10 @@ def _name(launch: Launch) -> str:
 def standing_in(spec: DeviceSpec, found: list[Launch], maps: bool) -> Iterator[None]:
     """The backend believes in a device, and instead of running its launches it adds them to `found`."""
 
-    def descriptors(x: torch.Tensor, y: torch.Tensor, rows: int, wanted: bool) -> tuple[Any, Any]:
+    def descriptors(x: torch.Tensor, y: torch.Tensor, tokens: int, wanted: bool) -> tuple[Any, Any]:
         if not maps or not wanted or max(x.shape[3], y.shape[3]) > 256:
             return None, None
-        return Descriptor.of(x, rows, padded(x.shape[3])), Descriptor.of(y, rows, padded(y.shape[3]))
+        return Descriptor.of(x, tokens, padded(x.shape[3])), Descriptor.of(y, tokens, padded(y.shape[3]))
 
     def get(problem: Any, key: Any, device: Any, plan: Any) -> Any:
         kept: dict[str, Any] = {

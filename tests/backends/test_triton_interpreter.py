@@ -53,3 +53,7 @@ def test_statistics_in_the_interpreter() -> None:
 
 def test_lists_of_tiles() -> None:
     interpret("tests.backends.interpreted_lists")
+
+
+def test_rows_of_partial_results() -> None:
+    interpret("tests.backends.interpreted_partials")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tests.distributed.timing import leaves, run
-from tilewise.distributed import call, exchange, passes, pieces
+from tilewise.distributed import call, exchange, totals
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.exchange import Link
 from tilewise.distributed.links import measure_links
@@ -36,8 +36,8 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("agree", call, "same"),
     ("pack, send", Link, "start"),
     ("wait", exchange.Pending, "wait"),
-    ("merge", passes.Partials, "merge"),
-    ("add", pieces.Pieces, "add"),
+    ("merge", totals.Merged, "add"),
+    ("add", totals.Totals, "add"),
 )
 """What is timed inside a call: the name of the part, and the function."""
 SIZES = (1 << 16, 1 << 20, 1 << 22, 1 << 24)

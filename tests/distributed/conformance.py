@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,22 +20,28 @@ from tilewise.numerics import bounds
 from tilewise.numerics.oracle import oracle, oracle_gradients
 
 
-def check_cases(rank: int, names: list[str], sizes: list[int]) -> dict[tuple[str, int], str]:
-    """What is wrong with each case on a group of each size; empty if nothing is. The first two ranks take turns at judging."""
+class Verdict(NamedTuple):
+    """What is wrong with a case, empty if nothing is; and, from the rank that judges, how much of its bound each result uses."""
+
+    wrong: str
+    shares: dict[str, float]
+
+
+def check_cases(rank: int, names: list[str], sizes: list[int]) -> dict[tuple[str, int], Verdict]:
+    """The verdict on each case on a group of each size. The first two ranks take turns at judging."""
     groups = {size: dist.new_group(list(range(size))) for size in sizes}
-    wrong = {}
+    found = {}
     for number, name in enumerate(names):
         for size in sizes:
             if rank < size and BY_NAME[name].runs_on(size):
                 try:
-                    why = run_case(BY_NAME[name], groups[size], judging=number % 2 == rank)
+                    found[name, size] = run_case(BY_NAME[name], groups[size], judging=number % 2 == rank)
                 except Exception:
-                    why = traceback.format_exc(limit=-5)
-                wrong[name, size] = why
-    return wrong
+                    found[name, size] = Verdict(traceback.format_exc(limit=-5), {})
+    return found
 
 
-def run_case(case: Case, group: Any, judging: bool) -> str:
+def run_case(case: Case, group: Any, judging: bool) -> Verdict:
     """Forward and all gradients of a case over the group; bytes against the plan's; and, on one rank, the oracle's verdict."""
     whole = Whole.of(case)
     plan = tw.distributed.plan(whole.problem, group, lengths=case.lengths or None, shards=case.shards)
@@ -51,8 +57,8 @@ def run_case(case: Case, group: Any, judging: bool) -> str:
     backward = link.sent - before
     if backward != planned[1]:
         wrong.append(f"sent {backward} bytes backward, planned {planned[1]}")
-    wrong += verdict(case, whole, plan, (out.detach(), lse.detach()), grads, judging)
-    return "; ".join(wrong)
+    excesses, shares = verdict(case, whole, plan, (out.detach(), lse.detach()), grads, judging)
+    return Verdict("; ".join(wrong + excesses), shares)
 
 
 def outside(case: Case, x: Tensor) -> Tensor:
@@ -93,8 +99,9 @@ def call(case: Case, whole: Whole, plan: Any) -> tuple[Tensor, Tensor, list[Tens
 
 def verdict(
     case: Case, whole: Whole, plan: Any, results: tuple[Tensor, Tensor], grads: tuple[Tensor, ...], judging: bool
-) -> list[str]:
-    """The results of all ranks against the oracle; every rank takes part, one judges."""
+) -> tuple[list[str], dict[str, float]]:
+    """The results of all ranks against the oracle: what is outside its bound, and how much of it each uses. Every rank takes
+    part, one judges."""
     out = plan.unshard(inside(case, results[0]), 2)
     lse = plan.unshard(results[1][None] if case.packed else results[1], 2)
     dq, dk, dv, *rest = grads
@@ -106,11 +113,13 @@ def verdict(
     if whole.inputs.sinks is not None:
         dsinks = _total(plan, rest.pop(0))
     if not judging:
-        return []
+        return [], {}
     actual = {"out": out, "lse": lse, **Grads(dq, dk, dv, dbias, dsinks)._asdict()}
     truth = exact(case.name)
-    found = (checks.check(x, *truth[name], name) for name, x in actual.items() if x is not None)
-    return [str(excess) for excess in found if excess is not None]
+    given = {name: x for name, x in actual.items() if x is not None}
+    found = (checks.check(x, *truth[name], name) for name, x in given.items())
+    shares = {name: float(bounds.ratios(x, *truth[name]).max()) for name, x in given.items() if x.numel()}
+    return [str(excess) for excess in found if excess is not None], shares
 
 
 @lru_cache(maxsize=2)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tilewise.distributed.context import ContextPlan
-from tilewise.distributed.exchange import _joined as message_of
+from tilewise.distributed.exchange import joined_message
 from tilewise.distributed.schedule import Chunk
 from tilewise.distributed.shards import SHARDS
 from tilewise.errors import ArgumentError
@@ -207,6 +207,6 @@ def test_messages_have_no_gaps() -> None:
     """As process groups want them; one token of each head would otherwise be sent as it lies among the others."""
     lse = torch.arange(12.0).reshape(1, 3, 4)
     for tensors in ([lse[:, :, :1]], [lse[:, :, :1], lse[:, :, 1:]]):
-        message = message_of(tensors)
+        message = joined_message(tensors)
         assert message.is_contiguous()
         assert message.tolist() == torch.cat([x.flatten() for x in tensors]).tolist()

@@ -89,6 +89,14 @@ class ContextPlan(Shown):
             heads=1,
         )
 
+    def as_rank(self, rank: int) -> ContextPlan:
+        """The plan as another rank has it; nothing is planned again."""
+        found = replace(self, rank=self._rank(rank))
+        vars(found).update(stages=self.stages, routes=self.routes, chunks=self.chunks)
+        if self.heads > 1:
+            vars(found)["of_teams"] = self.of_teams.as_rank(rank // self.heads)
+        return found
+
     @cached_property
     def remote_stages(self) -> int:
         """In how many stages tokens of other ranks arrive: what is predicted to be fastest.

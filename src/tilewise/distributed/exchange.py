@@ -59,7 +59,7 @@ class Link:
         pending = Pending(self, label, incoming)
         ops = []
         for peer, tensors in outgoing.items():
-            message = _joined(tensors)
+            message = joined_message(tensors)
             self.counter.sent += message.numel() * message.element_size()
             ops.append(self._op(dist.isend, message, peer))
             pending.messages.append((peer, "to", message))
@@ -101,7 +101,7 @@ class Pending:
             except RuntimeError as error:
                 raise self.failure(peer, error) from error
         received = {peer: buffer for peer, way, buffer in self.messages if way == "from"}
-        return {peer: _parted(received[peer], shapes) for peer, shapes in self.incoming.items()}
+        return {peer: parted_message(received[peer], shapes) for peer, shapes in self.incoming.items()}
 
     def failure(self, peer: int | None, error: RuntimeError) -> CommunicationError:
         others = sorted({peer for peer, _, _ in self.messages}) if peer is None else [peer]
@@ -119,7 +119,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
+def joined_message(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one dtype as one message."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1).contiguous()  # one token of each head is a view with gaps
@@ -129,6 +129,6 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return message
 
 
-def _parted(message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def parted_message(message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     parts = message.split(list(map(_count, shapes)))
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Grads, Needs, rounded, sink_gradient
+from tilewise.backends.base import BackwardInputs, Grads, Needs, empty_out, rounded, sink_gradient
 from tilewise.distributed.exchange import Link, Pending
 from tilewise.distributed.pieces import TOKENS, Pieces
 from tilewise.distributed.schedule import Chunk, Move, What
 from tilewise.distributed.segments import Call, Local, Segment, bias_part, sender
-from tilewise.numerics.merge import NEG_INF, join_sink, merge_into
+from tilewise.distributed.totals import Merged, Totals, row_products
+from tilewise.numerics.merge import join_sink
 
 
 class Parcel(NamedTuple):
@@ -46,7 +47,7 @@ class Arrival(NamedTuple):
         received: dict[int, Iterator[Tensor]] = {peer: iter(x) for peer, x in self.pending.wait().items()}
         rows = [[next(received[sender(move, self.home)]) for _ in range(self.tensors)] for move in self.moves]
         chunks = [move.chunk for move in self.moves]
-        return [Pieces(chunks, column) for column in zip(*rows, strict=True)] or [Pieces((), ())] * self.tensors
+        return [Pieces.apart(chunks, column) for column in zip(*rows, strict=True)] or [Pieces()] * self.tensors
 
 
 class Run:
@@ -63,7 +64,7 @@ class Run:
         outgoing: dict[int, list[Tensor]] = {}
         for move in leaving:
             message = outgoing.setdefault(sender(move, not home), [])
-            message.extend(x.take(move.chunk).to(parcel.dtype) for x in tensors)
+            message.extend(x.take((move.chunk,)).to(parcel.dtype) for x in tensors)
         incoming: dict[int, list[tuple[int, ...]]] = {}
         for move in coming:
             incoming.setdefault(sender(move, home), []).extend(parcel.sized(move.chunk))
@@ -78,30 +79,15 @@ class Run:
     def segments(self, stage: int) -> list[Segment]:
         return self.call.segments(self.local, stage)
 
-    def zeros(self, like: Tensor, columns: int | None = None, fill: float = 0.0, tokens: int | None = None) -> Tensor:
-        """A fresh accumulator with the heads and tokens of a tensor."""
-        shape = (*like.shape[:2], like.shape[2] if tokens is None else tokens, *(() if columns is None else (columns,)))
-        return torch.full(shape, fill, dtype=self.call.real, device=like.device)
+    def totals(self, what: What, like: Tensor, stage: int | None = None, summed: bool = False) -> Totals:
+        """Room for what calls give for this rank's queries or keys, or those that it receives in a stage; `like` has the heads,
+        columns and order of strides."""
+        split = self.call.split(self.local, what, stage)
+        dtype = self.call.summed if like.ndim > TOKENS + 1 else self.call.real
+        return Totals(split.summed() if summed else split, like, dtype, self.call.real)
 
 
 NAMES = {"kv": "k and v", "q": "q", "out": "results of q"}
-
-
-class Partials:
-    """Merged (out, lse) of queries."""
-
-    def __init__(self, chunks: Sequence[Chunk], out: Tensor, lse: Tensor) -> None:
-        self.out, self.lse = Pieces.of(chunks, out), Pieces.of(chunks, lse)
-
-    def merge(self, chunk: Chunk, out: Tensor, lse: Tensor, first: bool) -> None:
-        """One more partial result; the first one is taken as it is."""
-        for to_out, to_lse in zip(self.out.parts(chunk), self.lse.parts(chunk), strict=True):
-            part = to_out.of(out), to_lse.of(lse)
-            if first:
-                to_out.view.copy_(part[0])
-                to_lse.view.copy_(part[1])
-            else:
-                merge_into((to_out.view, to_lse.view), part)
 
 
 class Forward(Run):
@@ -109,34 +95,31 @@ class Forward(Run):
 
     def compute(self) -> tuple[Tensor, Tensor]:
         local, call = self.local, self.call
-        out = self.zeros(local.q, local.v.shape[3])
-        lse = self.zeros(local.q, fill=NEG_INF)
-        own = Partials(call.chunks, out, lse)
+        own = self._merged(None)
         ahead = list(self._arrivals(0))
         returning: list[tuple[Arrival, Arrival]] = []
         for stage in range(len(self.stages)):
             here = [arrival.wait() for arrival in ahead]
             ahead = list(self._arrivals(stage + 1))  # travels while the segments below compute
-            results = self._results(stage, here)
+            results = self._merged(stage)
             for segment in self.segments(stage):
-                work = segment.work
                 part = call.forward(segment, local, self.tokens(segment, here))
-                if work is None:
-                    out.copy_(part[0])
-                    lse.copy_(part[1])
-                elif work.travels:
-                    assert results is not None
-                    results.merge(work.q, *part, first=False)
-                else:
-                    own.merge(work.q, *part, first=segment.first)
+                own.add(segment.block.q, *part, first=segment.first)
+                if segment.block.travels:
+                    results.add(segment.block.q, *part, first=segment.first)
             for arrivals in returning:
                 self._take_in(own, arrivals)
             returning = [self._return(stage, results)] if self.has(stage, "out") else []
         for arrivals in returning:
             self._take_in(own, arrivals)
-        if local.sinks is not None:
-            out, lse = join_sink(out, lse, local.sinks)
-        return out, lse
+        out, lse = own.out.total(), own.lse.total()
+        return (out, lse) if local.sinks is None else join_sink(out, lse, local.sinks)
+
+    def _merged(self, stage: int | None) -> Merged:
+        """Room for the results of own queries, or of those that came in a stage. A sink joins what is not rounded yet."""
+        q, v, sinks = self.local.q, self.local.v, self.local.sinks
+        like = empty_out(q[:, :, :1], v.shape[3]), q.new_empty((*q.shape[:TOKENS], 1))
+        return Merged(*(self.totals("q", x, stage, summed=sinks is not None and stage is None) for x in like))
 
     def _arrivals(self, stage: int) -> Iterator[Arrival]:
         """k and v, then q, of a stage."""
@@ -148,37 +131,21 @@ class Forward(Run):
 
     def tokens(self, segment: Segment, here: list[list[Pieces]]) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a segment, own or received."""
-        work = segment.work
-        if work is None:
-            return self.local[:3]
-        (k, v), queries = here[0], here[1][0]
-        if work.travels:
-            return queries.take(work.q), self.own[1].take(work.k), self.own[2].take(work.k)
-        if not any(True for _ in k.parts(work.k)):
-            return tuple(own.take(chunk) for own, chunk in zip(self.own, (work.q, work.k, work.k), strict=True))  # type: ignore[return-value]
-        return self.own[0].take(work.q), k.take(work.k), v.take(work.k)
+        (k, v), queries, block = here[0], here[1][0], segment.block
+        q = (self.own[0] | queries).take(block.q)
+        return q, (self.own[1] | k).take(block.k), (self.own[2] | v).take(block.k)
 
-    def _results(self, stage: int, here: list[list[Pieces]]) -> Partials | None:
-        """Room for the results of queries that came."""
-        chunks = [chunk for chunk, _ in here[1][0].held]
-        if not chunks:
-            return None
-        tokens = sum(chunk.tokens for chunk in chunks)
-        out = self.zeros(self.local.q, self.local.v.shape[3], tokens=tokens)
-        return Partials(chunks, out, self.zeros(self.local.q, fill=NEG_INF, tokens=tokens))
-
-    def _return(self, stage: int, results: Partials | None) -> tuple[Arrival, Arrival]:
-        out, lse = (results.out, results.lse) if results is not None else (Pieces((), ()), Pieces((), ()))
-        shape = self.zeros(self.local.q, self.local.v.shape[3], tokens=0)
+    def _return(self, stage: int, results: Merged) -> tuple[Arrival, Arrival]:
+        out, lse = results.out.pieces(), results.lse.pieces()
         return (
-            self.exchange(stage, "out", Parcel.of(self.call.summed, shape), [out]),
-            self.exchange(stage, "out", Parcel.of(self.call.real, shape[..., 0]), [lse]),
+            self.exchange(stage, "out", Parcel.of(self.call.summed, results.out.whole), [out]),
+            self.exchange(stage, "out", Parcel.of(self.call.real, results.lse.whole), [lse]),
         )
 
-    def _take_in(self, own: Partials, arrivals: tuple[Arrival, Arrival]) -> None:
+    def _take_in(self, own: Merged, arrivals: tuple[Arrival, Arrival]) -> None:
         (out,), (lse,) = (arrival.wait() for arrival in arrivals)
-        for (chunk, part), (_, part_lse) in zip(out.held, lse.held, strict=True):
-            own.merge(chunk, part, part_lse, first=False)
+        for part, part_lse in zip(out.held, lse.held, strict=True):
+            own.add((part.chunk,), part.view, part_lse.view, first=False)
 
 
 class Cotangents(NamedTuple):
@@ -197,11 +164,10 @@ class Backward(Forward):
     def __init__(self, call: Call, link: Link, local: Local, given: Cotangents) -> None:
         super().__init__(call, link, local)
         self.given = given
-        self.sums = [self.zeros(x, x.shape[3]) for x in local[:3]]
-        self.grads = [Pieces.of(call.chunks, x) for x in self.sums]
-        self.delta = self._delta()
-        rows = (given.out, given.lse, given.dout, given.dlse, self.delta)
-        self.rows = [None if x is None else Pieces.of(call.chunks, x) for x in rows]
+        self.grads = self._room(None)
+        self.rows = [None if x is None else Pieces.of(call.chunks, x) for x in (given.out, given.lse, given.dout, given.dlse)]
+        beside = call.beside(local)
+        self.delta = Pieces.apart(beside, [self._delta((chunk,)) for chunk in beside])
         wanted = given.needs.dbias and local.bias is not None
         self.dbias = torch.zeros_like(local.bias, dtype=call.real) if wanted and local.bias is not None else None
 
@@ -212,7 +178,7 @@ class Backward(Forward):
         for stage in range(len(self.stages)):
             here = [arrival.wait() for arrival in ahead]
             ahead = list(self._arrivals(stage + 1))
-            received = [self._room(pieces) for pieces in (*here[0], here[1][0])]
+            received = self._room(stage)
             for segment in self.segments(stage):
                 self._segment(segment, here, received)
             for arrival in returning:
@@ -222,20 +188,17 @@ class Backward(Forward):
             self._sum(arrival)
         dsinks = None
         if given.needs.dsinks and local.sinks is not None:
-            delta = self._delta(always=True)
-            assert delta is not None
-            dsinks = sink_gradient(local.sinks, given.lse, delta)
-        wanted = zip(self.sums, local[:3], given.needs[:3], strict=True)
-        dq, dk, dv = (rounded(total, x.dtype) if want else None for total, x, want in wanted)
+            dsinks = sink_gradient(local.sinks, given.lse, self._delta(self.call.chunks))
+        wanted = zip(self.grads, local[:3], given.needs[:3], strict=True)
+        dq, dk, dv = (rounded(grad.total(), x.dtype) if want else None for grad, x, want in wanted)
         dbias = None if self.dbias is None or local.bias is None else rounded(self.dbias, local.bias.dtype)
         return Grads(dq, dk, dv, dbias, dsinks)
 
-    def _delta(self, always: bool = False) -> Tensor | None:
-        """rowsum(dO ∘ O) - dLSE of this rank's queries, where they travel or a sink wants it."""
-        out, lse, dout, dlse, _ = self.given
-        if not always and not any(self.has(stage, "q") for stage in range(len(self.stages))):
-            return None
-        delta = torch.where(out == 0, 0.0, dout.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+    def _delta(self, chunks: Sequence[Chunk]) -> Tensor:
+        """rowsum(dO ∘ O) - dLSE of some of this rank's queries."""
+        out, lse, dout, dlse = (None if x is None else x.take(chunks) for x in self.rows)
+        assert out is not None and lse is not None and dout is not None
+        delta = row_products(dout, out, lse.dtype)
         return delta if dlse is None else delta - dlse
 
     def _arrivals(self, stage: int) -> Iterator[Arrival]:
@@ -244,59 +207,54 @@ class Backward(Forward):
             return
         q, k, v = self.local[:3]
         yield self.exchange(stage, "kv", Parcel.of(k.dtype, k, v), self.own[1:])
-        _, lse, dout, _, delta = self.rows
-        none = Pieces((), ())
+        _, lse, dout, _ = self.rows
+        assert lse is not None and dout is not None
         parcel = Parcel.of(q.dtype, q, self.given.dout)
-        yield self.exchange(stage, "q", parcel, [self.own[0], dout or none])
+        yield self.exchange(stage, "q", parcel, [self.own[0], dout])
         if self.has(stage, "q"):
             parcel = Parcel.of(self.call.real, self.given.lse, self.given.lse)
-            yield self.exchange(stage, "q", parcel, [lse or none, delta or none])
+            yield self.exchange(stage, "q", parcel, [lse, self.delta])
 
-    def _room(self, pieces: Pieces) -> Pieces:
-        """Zeros for the gradients of what came."""
-        zeros = [torch.zeros(x.shape, dtype=self.call.real, device=x.device) for _, x in pieces.held]
-        return Pieces([chunk for chunk, _ in pieces.held], zeros)
+    def _room(self, stage: int | None) -> list[Totals]:
+        """For the gradients of q, k and v: own ones, or those that came in a stage."""
+        kinds: tuple[What, ...] = ("q", "kv", "kv")
+        return [self.totals(what, x, stage) for what, x in zip(kinds, self.local[:3], strict=True)]
 
-    def _segment(self, segment: Segment, here: list[list[Pieces]], received: list[Pieces]) -> None:
-        work, (dk, dv, dq) = segment.work, received
+    def _segment(self, segment: Segment, here: list[list[Pieces]], received: list[Totals]) -> None:
+        block = segment.block
         tokens = self.tokens(segment, here)
         grads = self.call.backward(segment, self.local, tokens, self._cotangents(segment, here))
-        if work is None:
-            for total, grad in zip(self.sums, grads[:3], strict=True):
-                assert grad is not None
-                total.add_(grad)
-            return
-        far_keys = any(True for _ in dk.parts(work.k)) and not work.travels
-        homes = (dq if work.travels else self.grads[0], dk if far_keys else self.grads[1], dv if far_keys else self.grads[2])
-        for home, chunk, grad in zip(homes, (work.q, work.k, work.k), grads[:3], strict=True):
+        for home, far, chunks, grad in zip(self.grads, received, (block.q, block.k, block.k), grads[:3], strict=True):
             assert grad is not None
-            home.add(chunk, grad)
+            home.add(chunks, grad)
+            far.add(chunks, grad)
         if self.dbias is not None and grads.dbias is not None:
-            bias_part(self.call, self.dbias, work).add_(grads.dbias)
+            bias_part(self.call, self.dbias, block).add_(grads.dbias)
 
     def _cotangents(self, segment: Segment, here: list[list[Pieces]]) -> BackwardInputs:
-        """Of own queries, what the forward left; of others, delta in the place of an output."""
-        work, needs = segment.work, Needs(dbias=self.dbias is not None)
-        if work is None:
-            given = self.given
-            return BackwardInputs(given.out.to(self.call.dtype), given.lse, given.dout.to(self.call.dtype), given.dlse, needs)
-        if work.travels:
-            dout = here[1][1].take(work.q).to(self.call.dtype)
-            lse, delta = (x.take(work.q) for x in here[2])
-            return BackwardInputs(torch.zeros_like(dout), lse, dout, -delta, needs)
-        out, lse, dout, dlse = (None if x is None else x.take(work.q) for x in self.rows[:4])  # type: ignore[assignment]
-        assert out is not None
-        return BackwardInputs(out.to(self.call.dtype), lse, dout.to(self.call.dtype), dlse, needs)
+        """Of own queries, what the forward left; with those of others, delta in the place of an output."""
+        block, needs = segment.block, Needs(dbias=self.dbias is not None)
+        out, lse, dout, dlse = self.rows
+        assert out is not None and lse is not None and dout is not None
+        if block.travels:
+            (_, far_dout), (far_lse, far_delta) = here[1:]
+            given = (dout | far_dout).take(block.q).to(self.call.dtype)
+            rows = (lse | far_lse).take(block.q), given, -(self.delta | far_delta).take(block.q)
+            return BackwardInputs(torch.zeros_like(given), *rows, needs)
+        known = None if dlse is None else dlse.take(block.q)
+        kept, given = (x.take(block.q).to(self.call.dtype) for x in (out, dout))
+        return BackwardInputs(kept, lse.take(block.q), given, known, needs)
 
-    def _send_home(self, stage: int, received: list[Pieces]) -> Iterator[Arrival]:
+    def _send_home(self, stage: int, received: list[Totals]) -> Iterator[Arrival]:
         q, k, v = self.local[:3]
-        yield self.exchange(stage, "kv", Parcel.of(self.call.summed, k, v), received[:2], home=True)
+        dq, dk, dv = (grad.pieces() for grad in received)
+        yield self.exchange(stage, "kv", Parcel.of(self.call.summed, k, v), [dk, dv], home=True)
         if self.has(stage, "out"):
-            yield self.exchange(stage, "out", Parcel.of(self.call.summed, q), received[2:])
+            yield self.exchange(stage, "out", Parcel.of(self.call.summed, q), [dq])
 
     def _sum(self, arrival: Arrival) -> None:
         """Add what came home; from each rank in turn."""
         homes = self.grads[1:] if arrival.home else self.grads[:1]
         for home, pieces in zip(homes, arrival.wait(), strict=True):
-            for chunk, grad in pieces.held:
-                home.add(chunk, grad)
+            for grad in pieces.held:
+                home.add((grad.chunk,), grad.view)

@@ -1,6 +1,7 @@
-"""From a plan's works to calls of the backends: a segment is a rectangle of the scores as a problem of its own.
+"""From a plan's works to calls of the backends: a segment is a part of the scores as a problem of its own.
 
-It has the mask of the whole restricted to it, and origins, so that dropout and ALiBi are those of the whole.
+It has the mask of the whole restricted to it, and origins, so that dropout and ALiBi are those of the whole. Works that one call
+can compute together are one segment (`joins`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from torch import Tensor
 
 from tilewise.backends.base import BackwardInputs, Grads, Inputs
 from tilewise.distributed.context import ContextPlan
+from tilewise.distributed.coverage import on_host
+from tilewise.distributed.joins import Block, Seen, common, joined_blocks
 from tilewise.distributed.pieces import Pieces
-from tilewise.distributed.schedule import Chunk, Move, What, Work
+from tilewise.distributed.schedule import Chunk, Move, What
+from tilewise.distributed.totals import Split
 from tilewise.masks import Lowered, MaskProgram, MaskShape
-from tilewise.masks.restrict import picked, restricted
+from tilewise.masks.restrict import grouped, picked, restricted
 from tilewise.ops import run
 from tilewise.ops.tensors import tensor_fields
 from tilewise.problem import Origin, Problem
 
+SIDE_BY_SIDE = {"cuda": 1 << 28}
+"""Pairs of all heads that a call has at most to be computed with others. On an H200 that is four waves of tiles; a CPU has no
+waves to fill."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -38,16 +45,13 @@ class Local(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A work as a problem: `origins` where dropout or ALiBi want them.
+    """A block as a problem: `origins` where dropout or ALiBi want them."""
 
-    work: None for all works of the rank's own tokens at once, which are its whole tensors.
-    """
-
-    work: Work | None
+    block: Block
     problem: Problem
     origins: Tensor | None
     first: bool
-    """No result of an earlier stage or work has any of its queries."""
+    """No result of an earlier stage or segment has any of its queries."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,64 +116,118 @@ class Call:
             self.stages.extend(self._prepared(local))
         return self.stages[stage]
 
+    def split(self, local: Local, what: What, stage: int | None = None) -> Split:
+        """How many calls, and results that return, have each of this rank's own queries ("q") or keys ("kv"), or with a stage
+        of those that it receives there."""
+        key = ("split", what, stage)
+        found: Split | None = self.memory.get(key)
+        if found is None:
+            stages = range(len(self.plan.stages))
+            blocks = (s.block for number in stages if stage in (None, number) for s in self.segments(local, number))
+            calls = [chunk for block in blocks for chunk in (block.q if what == "q" else block.k)]
+            if stage is None:
+                back: tuple[What, bool] = ("out", False) if what == "q" else ("kv", True)
+                calls += [move.chunk for number in stages for move in self.moves(number, *back)[1]]
+                found = Split.of(self.chunks, calls)
+            else:
+                found = Split.of(sorted(move.chunk for move in self.moves(stage, what, home=False)[1]), calls)
+            self.memory[key] = found
+        return found
+
+    def beside(self, local: Local) -> list[Chunk]:
+        """Own queries that travel, or are computed with such: of these delta is wanted."""
+        if "beside" not in self.memory:
+            stages = range(len(self.plan.stages))
+            found = [move.chunk for number in stages for move in self.moves(number, "q", home=False)[0]]
+            found += [q for number in stages for s in self.segments(local, number) if s.block.travels for q in s.block.q]
+            self.memory["beside"] = [chunk for own in self.chunks for chunk in common(own, found)]
+        chunks: list[Chunk] = self.memory["beside"]
+        return chunks
+
     def _prepared(self, local: Local) -> Iterator[list[Segment]]:
-        program = on_device(self.problem.program, self.device)
+        problem, plan = self.problem, self.plan
+        programs = on_device(problem.program, self.device), on_host(problem.program)
+        works = [stage.works_of(self.rank) for stage in plan.stages]
+        apart = bool(problem.alibi or problem.dropout_p or local.bias is not None)  # positions count
+
+        def is_full(block: Block) -> bool:
+            (q, *more), (k, *others) = block.q, block.k
+            if more or others:
+                return True  # made of such
+            return block.area == self.entries * q.tokens * k.tokens and not self._mask(programs, local, q, k).structure
+
+        mask = None if apart or len(self.chunks) < 2 else self._picked(programs[0])
+        own = None if mask is None else Block(self.chunks, self.chunks, sum(work.area for work in works[0]), travels=False)
+        small = SIDE_BY_SIDE.get(self.device.type, 0) // (self.entries * local.q.shape[1])
+        blocks = joined_blocks(works, Seen(plan.coverage, plan.shards), None if apart else is_full, own, small)
         seen: list[Chunk] = []
-        for number, stage in enumerate(self.plan.stages):
-            works = stage.works_of(self.rank)
-            whole = self._whole(program, local) if not number and len(works) > 1 else None
-            if whole is not None:
-                seen += self.chunks
-                yield [whole]
-                continue
+        for stage, here in zip(plan.stages, blocks, strict=True):
             segments = []
-            for work in works:
-                first = not any(_overlap(work.q, chunk) for chunk in seen)
-                segments.append(self._segment(work, program, local, first))
-                seen.append(work.q)
+            for block in here:
+                first = not any(_overlap(q, chunk) for q in block.q for chunk in seen)
+                whole = mask is not None and here is blocks[0]
+                segments.append(self._segment(block, mask if whole else None, programs, local, first))
+                seen += block.q
             seen += [move.chunk for move in stage.returns if move.target == self.rank]
             yield segments
 
-    def _whole(self, program: MaskProgram, local: Local) -> Segment | None:
-        """This rank's own tokens as one problem; None where positions count, and these have gaps."""
-        problem, lengths = self.problem, self.plan.lengths
-        if problem.alibi or problem.dropout_p or local.bias is not None:
-            return None
+    def _picked(self, program: MaskProgram) -> MaskProgram | None:
+        """The mask of this rank's own tokens, as if they were a whole; None where positions count, and these have gaps."""
+        problem = self.problem
         tokens = torch.from_numpy(self.plan.token_numbers()).to(self.device)
         numbers = [chunk.sequence for chunk in self.chunks for _ in range(chunk.tokens)]
         sequences = torch.tensor(numbers, dtype=torch.int32, device=self.device) if len({*numbers}) > 1 else None
-        batch = problem.batch if lengths is None else 1
-        mask = picked(program, MaskShape(batch, problem.heads, problem.seqlen_q, problem.seqlen_k), tokens, sequences)
-        if mask is None:
-            return None
-        return Segment(None, self._part(local, batch, mask, (len(tokens), len(tokens)), None), None, first=True)
+        shape = MaskShape(self.entries, problem.heads, problem.seqlen_q, problem.seqlen_k)
+        return picked(program, shape, tokens, sequences)
 
-    def _segment(self, work: Work, program: MaskProgram, local: Local, first: bool) -> Segment:
-        q, k = work.q, work.k
+    @property
+    def entries(self) -> int:
+        """Of the batch of each segment."""
+        return self.problem.batch if self.plan.lengths is None else 1
+
+    def _mask(self, programs: tuple[MaskProgram, MaskProgram], local: Local, q: Chunk, k: Chunk) -> MaskProgram:
+        """The mask of a rectangle: what is known without tensors, or with those on the device."""
         problem, lengths = self.problem, self.plan.lengths
         length = problem.seqlen_q if lengths is None else lengths[q.sequence]
         if lengths is not None:
             start = sum(lengths[: q.sequence])
-            program = program.for_sequence(q.sequence, start, start + length, start, start + length)
-        batch = problem.batch if lengths is None else 1
+            ends = (start, start + length)
+            programs = tuple(program.for_sequence(q.sequence, *ends, *ends) for program in programs)  # type: ignore[assignment]
         heads = (self.head, self.head + local.q.shape[1])
-        shape = MaskShape(batch, problem.heads, length, length)
-        part = restricted(program, shape, (q.start, q.end), (k.start, k.end), heads)
-        origins = None
+        part = MaskShape(self.entries, problem.heads, length, length), (q.start, q.end), (k.start, k.end), heads
+        known = restricted(programs[1], *part, reads=True)
+        return restricted(programs[0], *part) if known.tensors else known
+
+    def _segment(
+        self, block: Block, mask: MaskProgram | None, programs: tuple[MaskProgram, MaskProgram], local: Local, first: bool
+    ) -> Segment:
+        """A block as a problem, with a mask that is known or that of its rectangle. In several chunks all is seen."""
+        (q, *more), (k, *others) = block.q, block.k
+        if block.groups:
+            mask = grouped(*(self._numbers(side) for side in zip(*block.groups, strict=True)))
+        elif mask is None and (more or others):
+            mask = MaskProgram()
+        if mask is None:
+            mask = self._mask(programs, local, q, k)
+        problem, origins = self.problem, None
         if problem.alibi or problem.dropout_p:
-            numbers = range(batch) if lengths is None else (q.sequence,)
+            numbers = range(self.entries) if self.plan.lengths is None else (q.sequence,)
             rows = [Origin(q.start, k.start, self.head, b) for b in numbers]
             origins = torch.tensor(rows, dtype=torch.int32, device=self.device)
-        return Segment(work, self._part(local, batch, part, (q.tokens, k.tokens), origins), origins, first)
+        return Segment(block, self._part(local, mask, block.sizes, origins), origins, first)
+
+    def _numbers(self, sizes: tuple[int, ...]) -> Tensor:
+        """0 for the tokens of the first group, and so on."""
+        return torch.repeat_interleave(torch.tensor(sizes)).to(self.device, torch.int32)
 
     def _part(
-        self, local: Local, batch: int, mask: MaskProgram, lengths: tuple[int, int], origins: Tensor | None
+        self, local: Local, mask: MaskProgram, lengths: tuple[int, int], origins: Tensor | None
     ) -> Problem:
         """The problem of a part of the scores."""
         problem = self.problem
         return replace(
             problem,
-            batch=batch,
+            batch=self.entries,
             heads=local.q.shape[1],
             kv_heads=local.k.shape[1],
             seqlen_q=lengths[0],
@@ -187,11 +245,11 @@ class Call:
     def inputs(self, segment: Segment, local: Local, tokens: tuple[Tensor, Tensor, Tensor]) -> tuple[Problem, Inputs]:
         """The call of a segment, given its q, k and v."""
         q, k, v = (x.to(self.dtype) for x in tokens)
-        bias, alibi, work = None, local.alibi, segment.work
-        if local.bias is not None and work is not None:
-            bias = bias_part(self, local.bias, work)
-        if alibi is not None and work is not None and self.plan.lengths is not None and alibi.shape[0] > 1:
-            alibi = alibi[work.q.sequence][None]
+        bias, alibi, block = None, local.alibi, segment.block
+        if local.bias is not None:
+            bias = bias_part(self, local.bias, block)
+        if alibi is not None and self.plan.lengths is not None and alibi.shape[0] > 1:
+            alibi = alibi[block.q[0].sequence][None]
         inputs = Inputs(q, k, v, bias, alibi, None, local.seed, origins=segment.origins)
         problem = segment.problem
         if bias is not None and problem.bias != tuple(bias.shape):
@@ -219,11 +277,12 @@ class Call:
         return run.backward(problem, inputs, given._replace(needs=needs), self.backend)
 
 
-def bias_part(call: Call, bias: Tensor, work: Work) -> Tensor:
-    """The part of a bias, or of its gradient, that belongs to a work: a view."""
+def bias_part(call: Call, bias: Tensor, block: Block) -> Tensor:
+    """The part of a bias, or of its gradient, that belongs to a block, which is one rectangle: a view."""
     if bias.shape[2] > 1:
-        bias = Pieces.of(call.chunks, bias).take(work.q)
-    return bias[..., work.k.start : work.k.end] if bias.shape[3] > 1 else bias
+        bias = Pieces.of(call.chunks, bias).take(block.q)
+    (k,) = block.k
+    return bias[..., k.start : k.end] if bias.shape[3] > 1 else bias
 
 
 def sender(move: Move, home: bool) -> int:

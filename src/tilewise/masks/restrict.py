@@ -19,12 +19,15 @@ ROWS, KEYS = 2, 3
 """Sides of a table (B, H, queries, keys)."""
 
 
-def restricted(program: MaskProgram, shape: MaskShape, q: Range, k: Range, heads: Range | None = None) -> MaskProgram:
+def restricted(
+    program: MaskProgram, shape: MaskShape, q: Range, k: Range, heads: Range | None = None, *, reads: bool = False
+) -> MaskProgram:
     """The program of rows `q` × keys `k`, and of some `heads`, of one that was lowered for `shape`.
 
     Of a packed batch, `program` is that of one sequence (`MaskProgram.for_sequence`) and `shape` has its lengths.
+    reads: tensors are on the host, so ids are read, and documents left out where there is one alone.
     """
-    cut = _Cut(shape, q, k, heads)
+    cut = _Cut(shape, q, k, heads, reads)
     terms = [[cut.literal(literal) for literal in term] for term in program.terms()]
     kept = [[literal for literal in term if literal is not True] for term in terms if False not in term]
     return lowered(kept)  # type: ignore[arg-type]  # no booleans are left
@@ -48,6 +51,11 @@ def picked(program: MaskProgram, shape: MaskShape, tokens: Any, sequences: Any =
     return lowered(terms)
 
 
+def grouped(q_ids: Any, k_ids: Any) -> MaskProgram:
+    """The program of queries and keys (one number each) that see all of those with the same number, and nothing else."""
+    return lowered([[Literal(KINDS["d"], (), (q_ids[None], k_ids[None]))]])
+
+
 def _picked(literal: Literal, shape: MaskShape, tokens: Any) -> Literal | None:
     """The literal of some tokens; None where their order does not say."""
     kind, tensors = literal.kind, literal.tensors
@@ -64,8 +72,8 @@ def _picked(literal: Literal, shape: MaskShape, tokens: Any) -> Literal | None:
 class _Cut:
     """A rectangle of the scores, and the literals of the whole in it."""
 
-    def __init__(self, shape: MaskShape, q: Range, k: Range, heads: Range | None) -> None:
-        self.shape, self.q, self.k, self.heads = shape, q, k, heads
+    def __init__(self, shape: MaskShape, q: Range, k: Range, heads: Range | None, reads: bool) -> None:
+        self.shape, self.q, self.k, self.heads, self.reads = shape, q, k, heads, reads
         self.rows, self.keys = q[1] - q[0], k[1] - k[0]
 
     def literal(self, literal: Literal) -> Literal | bool:
@@ -83,7 +91,10 @@ class _Cut:
         if kind.is_padding:
             return literal._replace(tensors=tuple((t - self.k[0]).clip(0, self.keys) for t in tensors))
         if kind.is_documents:
-            return literal._replace(tensors=(tensors[0][:, slice(*self.q)], tensors[1][:, slice(*self.k)]))
+            ids = tensors[0][:, slice(*self.q)], tensors[1][:, slice(*self.k)]
+            if self.reads and all((side == ids[0][:, :1]).all() for side in ids):
+                return not kind.negated
+            return literal._replace(tensors=ids)
         if kind.is_nothing:
             return False
         if self.heads is not None and self.heads != (0, self.shape.heads):

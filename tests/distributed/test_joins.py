@@ -1,0 +1,133 @@
+"""Works that are one call: every visible pair is in one of them, and no other pair; there are few; what they need has come."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise as tw
+from tests.distributed.test_plan import ids, masks, problem, visible
+from tilewise.distributed.context import ContextPlan
+from tilewise.distributed.coverage import on_host
+from tilewise.distributed.schedule import Chunk
+from tilewise.distributed.segments import SIDE_BY_SIDE, Call, Local, Segment
+from tilewise.masks import MaskShape, allowed
+
+WIDE = {
+    "wide window": tw.causal() & tw.window(40),
+    "wide two-sided": tw.window(30, 20),
+    "narrow": tw.window(3, 2),
+}
+
+
+def segments(plan: ContextPlan, rank: int) -> list[list[Segment]]:
+    """The calls of a rank by stage."""
+    whole = plan.problem
+    own = plan.as_rank(rank)
+    batch = 1 if plan.lengths is not None else whole.batch
+    local = Local(*(torch.zeros(batch, heads, own.local_tokens(), 8) for heads in (whole.heads, *[whole.kv_heads] * 2)))
+    call = Call(own, whole, "auto", torch.device("cpu"))
+    return [call.segments(local, stage) for stage in range(len(plan.stages))]
+
+
+def tokens(plan: ContextPlan, chunks: tuple[Chunk, ...]) -> np.ndarray[Any, Any]:
+    starts = plan.shards.starts
+    return np.concatenate([np.arange(c.start, c.end) + starts[c.sequence] for c in chunks])
+
+
+def computed(plan: ContextPlan) -> np.ndarray[Any, Any]:
+    """How often each pair of the whole is computed."""
+    count = np.zeros((plan.tokens, plan.tokens), int)
+    for rank in range(plan.ranks):
+        for stage in segments(plan, rank):
+            for segment in stage:
+                q, k = tokens(plan, segment.block.q), tokens(plan, segment.block.k)
+                n, m = len(q), len(k)
+                assert (segment.problem.seqlen_q, segment.problem.seqlen_k) == (n, m)
+                tile = allowed(on_host(segment.problem.program), MaskShape(1, 4, n, m), (0, n), (0, m), np.arange)
+                seen = np.ones((n, m), bool) if tile is None else np.broadcast_to(np.asarray(tile), (1, 4, n, m)).any(axis=(0, 1))
+                np.add.at(count, np.ix_(q, k), seen)  # a key may be in two groups
+    return count
+
+
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("name", [*masks(96), *WIDE])
+def test_each_visible_pair_is_in_one_call(name: str, kv_heads: int) -> None:
+    mask = (masks(96) | WIDE)[name]
+    for ranks, shards in ((2, "balanced"), (3, "contiguous"), (3, "zigzag"), (8, "balanced")):
+        plan = tw.distributed.plan(problem(96, mask, kv_heads=kv_heads), ranks=ranks, shards=shards)
+        assert (computed(plan) == visible(plan)).all(), (ranks, shards)
+
+
+@pytest.mark.parametrize("mask", [tw.causal(), tw.causal() & tw.window(11)], ids=["causal", "window"])
+def test_packed_sequences(mask: tw.Mask) -> None:
+    lengths = (31, 0, 40, 25)
+    for ranks in (3, 4, 8):
+        plan = tw.distributed.plan(problem(96, mask, varlen=True, batch=4), lengths=lengths, ranks=ranks)
+        count, starts = computed(plan), [0, 31, 31, 71, 96]
+        for number, (start, end) in enumerate(pairwise(starts)):
+            assert (count[start:end, start:end] == visible(plan, number)).all()
+        assert count.sum() == sum(visible(plan, number).sum() for number in range(4))
+
+
+@pytest.mark.parametrize("fields", [{"dropout_p": 0.1}, {"alibi": True}], ids=["dropout", "alibi"])
+@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+def test_where_positions_count_calls_are_rectangles(name: str, fields: dict[str, Any]) -> None:
+    plan = tw.distributed.plan(problem(96, masks(96)[name], **fields), ranks=4)
+    assert (computed(plan) == visible(plan)).all()
+    blocks = [s.block for rank in range(4) for stage in segments(plan, rank) for s in stage]
+    assert all(len(block.q) == len(block.k) == 1 for block in blocks)
+
+
+def test_what_a_call_needs_is_own_or_came_in_its_stage() -> None:
+    for mask in (tw.causal(), masks(96)["two-sided"], masks(96)["documents"], *WIDE.values()):
+        for kv_heads in (4, 1):
+            plan = tw.distributed.plan(problem(96, mask, kv_heads=kv_heads), ranks=4)
+            for rank in range(4):
+                own = set(plan.token_numbers(rank).tolist())
+                for stage, calls in zip(plan.stages, segments(plan, rank), strict=True):
+                    for what, side in (("q", "q"), ("kv", "k")):
+                        came = {t for m in stage.received_by(rank, what) for t in tokens(plan, (m.chunk,)).tolist()}  # type: ignore[arg-type]
+                        for segment in calls:
+                            assert {*tokens(plan, getattr(segment.block, side)).tolist()} <= own | came
+
+
+def test_a_window_over_many_ranks_takes_two_calls_a_rank_and_merges_little() -> None:
+    """Rows that see keys of another rank wait for these; with queries that travel, as many own rows go with them."""
+    mask = tw.causal() & tw.window(1024)
+    for kv_heads in (4, 1):
+        plan = tw.distributed.plan(problem(65536, mask, kv_heads=kv_heads), ranks=8, device="h200", heads=1)
+        for rank in range(1, 7):
+            (first,), (late,) = segments(plan, rank)
+            assert first.problem.seqlen_q == 7 * 1024 and late.problem.seqlen_q in (1024, 2047)
+            assert late.first and late.block.travels == (kv_heads == 4)
+
+
+def test_causal_stages_are_few_calls() -> None:
+    plan = tw.distributed.plan(problem(65536, tw.causal(), kv_heads=4), ranks=8, device="h200", heads=1)
+    for rank in range(8):
+        calls = segments(plan, rank)
+        assert sum(map(len, calls)) <= 8 < sum(len(stage.works_of(rank)) for stage in plan.stages)
+        assert all(s.problem.program.structure == "" for stage in calls[1:] for s in stage)
+
+
+def test_documents_of_one_rectangle_need_no_ids() -> None:
+    plan = tw.distributed.plan(problem(4096, tw.causal() & tw.documents(ids(4096)), kv_heads=4), ranks=8)
+    remote = [s for rank in range(8) for stage in segments(plan, rank)[1:] for s in stage]
+    assert remote and all(not s.problem.program.tensors for s in remote)
+
+
+@pytest.mark.parametrize("name", ["causal", "documents", "sinks"])
+def test_small_calls_stand_side_by_side(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = [tw.distributed.plan(problem(96, masks(96)[name], kv_heads=kv), ranks=8) for kv in (4, 1)]
+    apart = [sum(len(stage) for rank in range(8) for stage in segments(plan, rank)) for plan in plans]
+    monkeypatch.setitem(SIDE_BY_SIDE, "cpu", 1 << 20)
+    together = [[stage for rank in range(8) for stage in segments(plan, rank)] for plan in plans]
+    assert any(s.block.groups for stages in together for stage in stages for s in stage)
+    assert sum(len(stage) for stages in together for stage in stages) < sum(apart)
+    for plan in plans:
+        assert (computed(plan) == visible(plan)).all()

@@ -1,0 +1,49 @@
+"""The rate that ranks keep: what is timed is what they compute, and a wrong result has no speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilewise.distributed.segments import Call
+from tilewise.lab.bench import ranks
+from tilewise.problem import Problem
+
+
+def problem(mask: Any) -> Problem:
+    return Problem.of(heads=2, seqlen=128, head_dim=16, dtype="float32", mask=mask, needs_grad=True, needs_lse=False)
+
+
+def test_rates_of_each_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.json"
+    shape = "--length 128 --query-heads 2 --kv-heads 2 --dim 16 --ranks 4 --rounds 2 --device cpu --dtype float32"
+    ranks.main([*shape.split(), "--json", str(file)])
+    rows = json.loads(file.read_text())
+    assert len(rows) == 2 * len(ranks.masks(128, "cpu")) == len(capsys.readouterr().out.splitlines()) - 2
+    for row in rows:
+        assert 0 < row["kernels"] < row["passes"] and row["slowest"] < row["passes"]
+        assert row["rate"] == row["single"] / row["kernels"]
+
+
+def test_every_call_of_the_ranks_is_timed() -> None:
+    mask = ranks.masks(128, "cpu")["causal"]
+    forward, backward = ranks.measure(problem(mask), 4, "cpu", rounds=1)
+    plan = ranks.plan(problem(mask), ranks=4, device="h200", heads=1)
+    own = sum(len(stage.works_of(rank)) > 0 for stage in plan.stages[:1] for rank in range(4))
+    assert own < forward.calls == backward.calls
+
+
+def test_a_wrong_result_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = ranks.masks(128, "cpu")["causal"]
+    right = Call.forward
+
+    def wrong(self: Call, *args: Any) -> Any:
+        out, lse = right(self, *args)
+        return 1.01 * out, lse
+
+    monkeypatch.setattr(Call, "forward", wrong)
+    with pytest.raises(ranks.WrongResultError, match="off the single call's"):
+        ranks.measure(problem(mask), 4, "cpu", rounds=1)
