@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools import ranks
 
 from tilewise.distributed.segments import Call
-from tilewise.lab.bench import ranks
 from tilewise.problem import Problem
 
 

@@ -3,7 +3,7 @@
 Ranks run as in a `Rehearsal`, with the messages that real ones would receive, so what is timed are the calls of each stage as
 planned. Time is the device's: a GPU is kept busy until the host has launched a whole pass.
 
-    python -m tilewise.lab.bench.ranks --device cuda --length 65536
+    python -m tools.ranks --device cuda --length 65536
 """
 
 from __future__ import annotations
