@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tilewise.backends.hopper.compiler import newer_registers
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, mask_of, unseen_keys
 from tilewise.backends.hopper.structs import Unaligned
 from tilewise.problem import Problem
@@ -44,10 +45,11 @@ def slow_feature(problem: Problem, backward: bool = False) -> str | None:
 
 
 def in_quads(problem: Problem) -> bool:
-    """Does dropout take keys in the order of `quads.py`? It has no ALiBi, bias, lists, packed batches and zeroing of values."""
+    """Does dropout take keys in the order of `quads.py`? It has no ALiBi, bias, lists, packed batches and zeroing of values, and
+    from Triton 3.8 on no name for the view of shared memory that its loads take."""
     if problem.dropout_p == 0 or problem.alibi or problem.bias is not None or problem.varlen or problem.origins:
         return False
-    if problem.seqlen_k % 4 > 0 or max(problem.head_dim, problem.head_dim_v) > 128:
+    if newer_registers() or problem.seqlen_k % 4 > 0 or max(problem.head_dim, problem.head_dim_v) > 128:
         return False
     mask = mask_of(problem)
     return not (mask.listed or unseen_keys(mask, problem.seqlen_q, problem.seqlen_k))
