@@ -69,17 +69,19 @@ def test_new_tokens_as_torch_writes_them(stored: torch.dtype | None, interleaved
     made = [build([3, 1, 0, 4], [20, 9, 5, 4], stored=stored, page=5, **HALF) for _ in range(2)]
     angles = torch.arange(64, device="cuda")[:, None] * torch.linspace(0.1, 1, 50, device="cuda")
     rotary = tw.rotary(angles.cos(), angles.sin(), interleaved=interleaved)
+    torch.manual_seed(0)
     k, v = (torch.randn(8, 2, 128, device="cuda").bfloat16() for _ in range(2))
-    outs = []
     for built in made:
-        outs.append(tw.attention_cached(built.q, built.cache, new=(k, v), rotary=rotary, cu_seqlens_q=built.cu))
+        out = tw.attention_cached(built.q, built.cache, new=(k, v), rotary=rotary, cu_seqlens_q=built.cu)
+        # what was attended to is what pages hold now; those of the two writers may be a step of the dtype apart
+        again = tw.attention_cached(built.q, built.cache, rotary=rotary, cu_seqlens_q=built.cu)
+        assert torch.allclose(out.float(), again.float(), atol=2**-7, rtol=2**-7)
         monkeypatch.setattr("tilewise.dispatch.pages_writer", lambda *_: None)
     for one, other in zip(*(built.pages for built in made), strict=True):
         apart = (one.float().nan_to_num(9.0) - other.float().nan_to_num(9.0)).abs()
         limit = 1.0 if stored == torch.int8 else 0.126 * other.float().nan_to_num(9.0).abs() if stored else None
         limit = other.float().nan_to_num(9.0).abs() * 2**-7 if limit is None else limit
         assert bool((apart <= limit).all())
-    assert torch.allclose(*(out.float() for out in outs), atol=0.05, rtol=0.05)
 
 
 def test_garbage_in_tables_and_lengths() -> None:
