@@ -231,6 +231,7 @@ SOFTCAPS = [
     Shape(256, CAUSAL, 200, h=2, hk=1, softcap=50.0),
     Shape(128, sq=100, sk=300, softcap=30.0, sinks=True),
     Shape(128, CAUSAL, 200, softcap=3.0, alibi=1),
+    Shape(64, CAUSAL, 200, softcap=256.0),
     Shape(64, CAUSAL, 200, softcap=1000.0),
 ]
 

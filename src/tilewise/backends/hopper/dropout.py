@@ -17,9 +17,8 @@ from tilewise.backends.hopper.lists import tile_number
 
 
 @gluon.constexpr_function
-def _philox(n):
-    """n calls: bit i of output e is set if word i of call e is no less than the threshold."""
-    arg = [[f"${n * (1 + j) + e}" for e in range(n)] for j in range(7)]
+def philox_rounds(n, arg):
+    """n calls: word i of call e in register ci_e. `arg`: four counters and two halves of the key, each by call."""
     lines = [".reg .b32 key0, key1, low0, high0, low1, high1;", ".reg .b64 wide;", ".reg .pred kept;"]
     lines += [f".reg .b32 {', '.join(f'c{i}_{e}' for e in range(n))};" for i in range(4)]
     lines += [f"mov.b32 c{i}_{e}, {arg[i][e]};" for i in range(4) for e in range(n)]
@@ -34,6 +33,14 @@ def _philox(n):
                 f"lop3.b32 c0_{e}, high1, c1_{e}, key0, 0x96;", f"mov.b32 c1_{e}, low1;",
                 f"lop3.b32 c2_{e}, high0, c3_{e}, key1, 0x96;", f"mov.b32 c3_{e}, low0;",
             ]  # fmt: skip
+    return lines
+
+
+@gluon.constexpr_function
+def _philox(n):
+    """n calls: bit i of output e is set if word i of call e is no less than the threshold."""
+    arg = [[f"${n * (1 + j) + e}" for e in range(n)] for j in range(7)]
+    lines = philox_rounds(n, arg)
     for e in range(n):
         lines.append(f"mov.b32 ${e}, 0;")
         for i in range(4):

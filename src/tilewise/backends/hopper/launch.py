@@ -201,13 +201,13 @@ def packed_rows(x: Tensor) -> Rows:
 def plan_on(problem: Problem, inputs: Inputs) -> ForwardPlan:
     """The launch on the tensors' device, with its order in the device's memory."""
     device = inputs.q.device
-    compile_ = kernel_of_config
     mapped = inputs.bias is not None and is_mapped(problem, inputs.bias)
-    plan = make_plan(problem, spec_of(device.index or 0), compile_, bias_form(inputs.bias), mapped)
+    plan = make_plan(problem, spec_of(device.index or 0), kernel_of_config, bias_form(inputs.bias), mapped)
     return plan._replace(arguments=order_on(plan.arguments, device))
 
 
 def kernel_of_config(dtype: str, arguments: Any, config: Any) -> Any:
+    """The forward's kernel; one whose bias comes by a tensor map has a descriptor more."""
     return kernel_for("biased_kernel" if config.BIAS_STAGES else "forward_kernel", dtype, arguments, config)
 
 

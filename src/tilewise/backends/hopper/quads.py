@@ -10,6 +10,7 @@ weights, whose words are compared and used at once: no bits are packed, exchange
 from __future__ import annotations
 
 from tilewise.backends.hopper.compat import gl, gluon, mbarrier, tma_load
+from tilewise.backends.hopper.dropout import philox_rounds
 from tilewise.backends.hopper.ring import Ring, make_barriers, phase, stage
 
 UNIT = gl.constexpr(64)
@@ -75,30 +76,10 @@ def quad_words(lo, hi, like, N: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _wide(e, c, low, high, factor):
-    """A product of 32 by 32 bits, as one integer instruction."""
-    return [f"mul.wide.u32 wide, {c}_{e}, {factor:#x};", f"mov.b64 {{{low}, {high}}}, wide;"]
-
-
-@gluon.constexpr_function
 def _drop(n):
     """n calls, each with four numbers ($0.., $n.., … from $4n..): 0 where the call's word is below the threshold."""
     arg = [[f"${n * (4 + j) + e}" for e in range(n)] for j in range(11)]
-    lines = [".reg .b32 key0, key1, low0, high0, low1, high1;", ".reg .b64 wide;"]
-    lines += [".reg .pred kept;"]
-    lines += [f".reg .b32 {', '.join(f'c{i}_{e}' for e in range(n))};" for i in range(4)]
-    lines += [f"mov.b32 c{i}_{e}, {arg[4 + i][e]};" for i in range(4) for e in range(n)]
-    lines += [f"mov.b32 key{i}, {arg[8 + i][0]};" for i in range(2)]
-    for turn in range(10):
-        if turn > 0:
-            lines += ["add.u32 key0, key0, 0x9E3779B9;", "add.u32 key1, key1, 0xBB67AE85;"]
-        for e in range(n):
-            lines += _wide(e, "c0", "low0", "high0", 0xD2511F53)
-            lines += _wide(e, "c2", "low1", "high1", 0xCD9E8D57)
-            lines += [
-                f"lop3.b32 c0_{e}, high1, c1_{e}, key0, 0x96;", f"mov.b32 c1_{e}, low1;",
-                f"lop3.b32 c2_{e}, high0, c3_{e}, key1, 0x96;", f"mov.b32 c3_{e}, low0;",
-            ]  # fmt: skip
+    lines = philox_rounds(n, arg[4:10])
     for e in range(n):
         for i in range(4):
             lines += [f"setp.ge.u32 kept, c{i}_{e}, {arg[10][e]};", f"selp.f32 ${n * i + e}, {arg[i][e]}, 0f00000000, kept;"]
