@@ -57,6 +57,16 @@ def test_visiting_queries_are_those_of_the_mask(d: int, name: str, lengths: tupl
     assert visiting_queries(form, tile, *lengths).tolist() == want
 
 
+def test_packed_batches_add_up_dq_whatever_their_mean_length() -> None:
+    """A batch of 501 sequences and 32k tokens may be one of 16k beside 500 of 32: seven products would cost 1.3 times as much."""
+    kernels = {
+        varlen: [step.name for step in plan_of(problem_of(tw.causal(), 512, batch=64, varlen=varlen)).steps]
+        for varlen in (False, True)
+    }
+    assert "queries_kernel" in kernels[False]
+    assert "queries_kernel" not in kernels[True] and "postprocess_kernel" in kernels[True]
+
+
 def taken(a: Arguments) -> list[list[int]]:
     """The tiles of each program, as `schedule.tile_at` gives them."""
     programs = []
