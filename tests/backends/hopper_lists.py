@@ -179,6 +179,14 @@ def order_of(arguments: Any) -> torch.Tensor | None:
     return torch.from_numpy(order).reshape(-1)
 
 
+def owners_of(arguments: Any) -> torch.Tensor | None:
+    """Whose tiles those of a packed batch were, with other lengths: right or wrong by chance."""
+    if arguments.owners is None:
+        return None
+    numbers = torch.Generator().manual_seed(0)
+    return torch.randint(arguments.batch, (arguments.blocks.value,), generator=numbers, dtype=torch.int32)
+
+
 def make_order(arguments: Any) -> torch.Tensor:
     """Every work tile once, in any order."""
     total, programs = arguments.total, arguments.programs

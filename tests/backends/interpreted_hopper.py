@@ -115,8 +115,12 @@ def check_packed_order(lengths: list[int], heads: int, cluster: int, programs: i
     order = torch.full((rounds * programs,), 99999, dtype=torch.int32)
     offsets = torch.from_numpy(cu).int()
     batch = len(lengths)
-    a = OrderArguments(order, offsets, offsets, offsets, batch, tiles, heads, cluster, programs, lo, past)
+    owners = torch.full((tiles,), -1, dtype=torch.int32)
+    a = OrderArguments(order, offsets, offsets, offsets, batch, tiles, heads, cluster, programs, lo, past, owners)
     order_kernel[(-(-tiles // BLOCK) * heads // cluster,)](a, C)
+    own = C.BLOCK_N if by_key else C.BLOCK_M
+    firsts = [cu[b] // own + b for b in range(batch + 1)]
+    assert owners.tolist() == [b for b in range(batch) for _ in range(firsts[b], firsts[b + 1])]
     table = order.reshape(rounds, programs)
     taken = [t for column in table.T.tolist() for t in column[: column.index(-1)]]
     assert sorted(taken) == list(range(heads * tiles)), "every tile that any lengths may have, once"
@@ -135,7 +139,7 @@ def check_kept_order() -> None:
     plan = make_plan(problem, replace(lookup("h200"), units=UNITS), lambda *_: None)
 
     def order(cu: torch.Tensor) -> list[list[int]]:
-        found = packed_order(problem, cu, Lengths(cu, cu), plan.config, plan.arguments, False, lambda: 2)
+        found = packed_order(problem, cu, Lengths(cu, cu), plan.config, plan.arguments, False, lambda: 2).order
         return [column[: column.index(-1)] for column in found.reshape(-1, UNITS).T.tolist()]
 
     cu = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 100, 700, 900], [0, 0, 3, 900])]

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import tilewise as tw
 from tests.backends.gluon_threads import Descriptor, Machine, kernels
 from tests.backends.gluon_values import Shared, Value, pointer
-from tests.backends.hopper_lists import order_of
+from tests.backends.hopper_lists import order_of, owners_of
 from tests.numerics import checks
 from tilewise.api.options import DEFAULTS
 from tilewise.api.parse import build_problem
@@ -189,7 +189,7 @@ def arguments(step: Step, call: Call, problem: Problem) -> Any:
     rows = [Rows(x, x.stride(1), x.stride(2), x.shape[3]) if packed and x is not None else None for x in call.grads[:3]]
     return a._replace(
         cu_q=call.inputs.cu_q if packed else None, cu_k=call.inputs.cu_k if packed else None,
-        order=order_of(a), terms=tuple(Term(*term) for term in terms),
+        order=order_of(a), owners=owners_of(a), terms=tuple(Term(*term) for term in terms),
         stats_ptr=call.stats, dq_ptr=call.sums, dq=rows[0], dk=rows[1], dv=rows[2],
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from tests.backends.gluon_threads import Descriptor, Machine, kept_words, kernels
 from tests.backends.gluon_values import Value
-from tests.backends.hopper_lists import order_of
+from tests.backends.hopper_lists import order_of, owners_of
 from tests.backends.test_hopper_backward_logic import PAD, Shape, build, start, wrapped
 from tests.backends.test_hopper_host import most_skipped
 from tests.numerics import checks
@@ -164,6 +164,7 @@ def run(
             cu_k=inputs.cu_k if packed else None,
             terms=terms,
             order=order_of(plan.arguments),
+            owners=owners_of(plan.arguments),
             out=Rows(out, out.stride(1), out.stride(2), out.shape[3]) if packed else None,
         )
     )

@@ -130,7 +130,7 @@ class Device:
         self.config, self.arguments = plan.config, plan.arguments
 
     def order(self, cu: torch.Tensor) -> torch.Tensor:
-        return packed_order(self.problem, self.q, Lengths(cu, cu), self.config, self.arguments, False, lambda: 1)
+        return packed_order(self.problem, self.q, Lengths(cu, cu), self.config, self.arguments, False, lambda: 1).order
 
     @property
     def writes(self) -> int:

@@ -106,10 +106,10 @@ def launch(
         tensors += (inputs.bias, *copies, *mask.tensors)
     if cu_q is not None and cu_k is not None and plan.config.ORDERED:
         cluster = partial(heads_together, problem, plan.config, CLUSTER_BYTES[1])
-        tensors += (packed_order(problem, q, Lengths(cu_q, cu_k), plan.config, plan.arguments, False, cluster),)
+        tensors += packed_order(problem, q, Lengths(cu_q, cu_k), plan.config, plan.arguments, False, cluster)
     if not recording.repeat(tensors):
         if plan.config.ORDERED:
-            plan = plan._replace(arguments=plan.arguments._replace(order=tensors[-1]))
+            plan = plan._replace(arguments=plan.arguments._replace(order=tensors[-2], owners=tensors[-1]))
         plan = plan._replace(arguments=with_features(plan.arguments, features))
         bias = inputs.bias if plan.config.BIAS_STAGES else None
         launches = [launch_of(plan, tensors, terms, bias)]

@@ -1,10 +1,11 @@
 """The order of work tiles of a packed batch, dealt out as in `device_order.py`. Only the device knows the lengths, so a small
 kernel writes it there: first the rank of each tile by its length, then its place for every head. It is kept like lists are
-(`gpu/kept.py`): the layers of a model share `cu_seqlens`, so all but the first of them take the order that is there.
+(`gpu/kept.py`): the layers of a model share `cu_seqlens`, so all but the first of them take the order that is there. Beside it
+stands whose each tile is, so that kernels need not search for it.
 
 An order names every tile that sequences of any lengths may have; those past their sequence's end come last, and kernels find out
-for themselves that there is nothing to do. So an order of other lengths is slower, never wrong: not every write into `cu_seqlens`
-is seen by the host (the replay of a CUDA graph, a kernel of someone else).
+for themselves that there is nothing to do, and whether an owner still is one. So an order of other lengths is slower, never
+wrong: not every write into `cu_seqlens` is seen by the host (the replay of a CUDA graph, a kernel of someone else).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class OrderArguments(NamedTuple):
     programs: int
     lo: int  # lo <= k - q < past, of the mask's first term
     past: int
+    owners: Any  # int32 (tiles,): the sequence of each tile of a head
 
 
 class OrderConfig(NamedTuple):
@@ -53,7 +55,8 @@ class OrderConfig(NamedTuple):
 
 @triton.jit
 def tile_cost(a, tile, C: tl.constexpr):
-    """Tiles of the other side that each of these tiles visits, at least 1; 0 for tiles past their sequence's end."""
+    """Tiles of the other side that each of these tiles visits, at least 1, or 0 for tiles past their sequence's end; and whose
+    they are."""
     OWN: tl.constexpr = C.BLOCK_N if C.BY_KEY else C.BLOCK_M
     lo = tile * 0
     hi = lo + a.batch
@@ -81,7 +84,7 @@ def tile_cost(a, tile, C: tl.constexpr):
         begin = tl.maximum(start + first, 0) // C.BLOCK_N
         end = tl.cdiv(tl.minimum(tl.minimum(start + C.BLOCK_M, len_q) - 1 + past, len_k), C.BLOCK_N)
         length = len_q
-    return tl.where((start < length) & (tile < a.tiles), tl.maximum(end - begin, 1), 0)
+    return tl.where((start < length) & (tile < a.tiles), tl.maximum(end - begin, 1), 0), lo
 
 
 @triton.jit
@@ -92,12 +95,14 @@ def order_kernel(a, C: tl.constexpr):
     cluster = pid // blocks
     clusters = a.heads // a.cluster
     i = (pid - cluster * blocks) * C.BLOCK + tl.arange(0, C.BLOCK)
-    cost = tile_cost(a, i, C)
+    cost, owner = tile_cost(a, i, C)
+    if cluster == 0:
+        tl.store(a.owners + i, owner, mask=i < a.tiles)
     rank = i * 0
     valid = pid * 0
     for j0 in range(0, a.tiles, C.BLOCK):
         j = j0 + tl.arange(0, C.BLOCK)
-        other = tile_cost(a, j, C)
+        other, _ = tile_cost(a, j, C)
         longer = (other[None, :] > cost[:, None]) | ((other[None, :] == cost[:, None]) & (j[None, :] < i[:, None]))
         rank += tl.sum(longer.to(tl.int32), 1)
         valid += tl.sum((other > 0).to(tl.int32), 0)
@@ -123,6 +128,13 @@ def order_kernel(a, C: tl.constexpr):
         tl.store(a.order + place * a.programs + program, program * 0 - 1, mask=program < a.programs)
 
 
+class Order(NamedTuple):
+    """As structs.Arguments has them."""
+
+    order: Tensor
+    owners: Tensor
+
+
 class Lengths(NamedTuple):
     """The cumulative lengths of a call."""
 
@@ -132,16 +144,17 @@ class Lengths(NamedTuple):
 
 def packed_order(
     problem: Problem, q: Tensor, lengths: Lengths, config: Any, arguments: Arguments, by_key: bool, cluster: Callable[[], int]
-) -> Tensor:
+) -> Order:
     """The order of a kernel's work tiles, kept or written on the current stream, for at most `cluster()` heads at a time."""
     key = ("hopper order", by_key, config.BLOCK_M, config.BLOCK_N, arguments.blocks.value, arguments.programs)
 
-    def make() -> Tensor:
-        order = torch.empty(order_size(arguments), dtype=torch.int32, device=q.device)
+    def make() -> Order:
+        sizes = order_size(arguments), arguments.blocks.value
+        order = Order(*(torch.empty(size, dtype=torch.int32, device=q.device) for size in sizes))
         recording = recorder.get(problem, key, q.device, lambda: None)
-        tensors = (order, *lengths)
+        tensors = (*order, *lengths)
         if not recording.repeat(tensors):
-            own = arguments._replace(order=order, cu_q=lengths.cu_q, cu_k=lengths.cu_k)
+            own = arguments._replace(**order._asdict(), cu_q=lengths.cu_q, cu_k=lengths.cu_k)
             recording.record(tensors, [order_launch(problem, config, own, by_key, cluster())])
         return order
 
@@ -170,6 +183,7 @@ def order_launch(problem: Problem, config: Any, arguments: Arguments, by_key: bo
         programs=arguments.programs,
         lo=lo,
         past=past,
+        owners=arguments.owners,
     )
     shape = OrderConfig(config.BLOCK_M, config.BLOCK_N, by_key, config.BOTTOM_RIGHT)
     return Launch(order_kernel, -(-arguments.blocks.value // BLOCK) * (heads // together), (a,), shape, LaunchOptions(4, 1))

@@ -126,6 +126,7 @@ class Arguments(NamedTuple):
     max_logit_ptr: Any = None  # (B, H, M) fp32, as the next two
     entropy_ptr: Any = None
     key_lse_ptr: Any = None  # of the keys alone, without the sink
+    owners: Any = None  # (blocks,) int32: the sequence of each tile of a packed batch, as its lengths once were
 
 
 class Plane(NamedTuple):

@@ -158,10 +158,24 @@ def find_sequence(cu, batch, tile, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def owner_of(a, tile, cu, BLOCK: gl.constexpr, C: gl.constexpr):
+    """The same, as it was when the order was written; searched for where lengths have changed since."""
+    if C.ORDERED:
+        b = gl.load(a.owners + tile)
+        first = gl.load(cu + b) // BLOCK + b
+        if (tile < first) | (tile > gl.load(cu + b + 1) // BLOCK + b):
+            b, number = find_sequence(cu, a.batch, tile, BLOCK)
+            first = tile - number
+        return b, tile - first
+    else:
+        return find_sequence(cu, a.batch, tile, BLOCK)
+
+
+@gluon.jit
 def sequence_of(a, bh, tile, cu, BLOCK: gl.constexpr, C: gl.constexpr):
     """The sequence that owns a tile of head `bh`, and the tile's number in it; `cu` belongs to the side that is tiled."""
     if C.VARLEN:
-        b, tile = find_sequence(cu, a.batch, tile, BLOCK)
+        b, tile = owner_of(a, tile, cu, BLOCK, C)
         q_start = gl.load(a.cu_q + b)
         k_start = gl.load(a.cu_k + b)
         len_q = gl.load(a.cu_q + b + 1) - q_start

@@ -98,6 +98,7 @@ def grad_arguments(
         total=blocks * heads,
         programs=programs,
         order=order,
+        owners="*i32" if config.ORDERED else None,
         scale=gradient_scale(problem),
         stats_ptr="*fp32",
         dq_ptr="*fp32",

@@ -30,7 +30,7 @@ from tilewise.backends.hopper.features import is_broadcast
 from tilewise.backends.hopper.hidden import empty_copies, hidden_launch, hidden_mask
 from tilewise.backends.hopper.launch import device_terms, kernel_for, order_on, packed_rows, spec_of, tensors_of
 from tilewise.backends.hopper.list_launch import CallLists, Dealing, call_lists, is_listed
-from tilewise.backends.hopper.packed_order import Lengths, packed_order
+from tilewise.backends.hopper.packed_order import Lengths, Order, packed_order
 from tilewise.backends.hopper.plan import plan_of
 from tilewise.backends.hopper.structs import Arguments, Plane, PrePostArguments, Term
 from tilewise.problem import Problem
@@ -153,7 +153,7 @@ def launch(
         tensors = (*memory, *tensors_of(terms))
     orders = packed_orders(problem, memory, recording.plan) if problem.varlen else {}
     if orders:
-        tensors = (*tensors, *orders.values())
+        tensors = (*tensors, *(x for order in orders.values() for x in order))
     if features:
         tensors = (*tensors, *tensors_in(features))
     if again is not None:
@@ -186,9 +186,9 @@ def with_lists(problem: Problem, step: Step, found: dict[str, CallLists]) -> Ste
     return step._replace(arguments=step.arguments._replace(lists=own.arguments, order=own.order))
 
 
-def packed_orders(problem: Problem, memory: Memory, plan: BackwardPlan) -> dict[str, Tensor]:
+def packed_orders(problem: Problem, memory: Memory, plan: BackwardPlan) -> dict[str, Order]:
     """The orders of the work tiles of a packed batch, by kernel that has one."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, Order] = {}
     assert memory.cu_q is not None and memory.cu_k is not None
     lengths = Lengths(memory.cu_q, memory.cu_k)
     for name, _, config, arguments, _ in plan.steps:
@@ -199,11 +199,11 @@ def packed_orders(problem: Problem, memory: Memory, plan: BackwardPlan) -> dict[
     return found
 
 
-def with_order(step: Step, orders: dict[str, Tensor]) -> Step:
+def with_order(step: Step, orders: dict[str, Order]) -> Step:
     """The step with the order of its work tiles."""
     if step.name not in orders or not isinstance(step.arguments, Arguments):
         return step
-    return step._replace(arguments=step.arguments._replace(order=orders[step.name]))
+    return step._replace(arguments=step.arguments._replace(**orders[step.name]._asdict()))
 
 
 def readable(memory: Memory) -> Memory:
