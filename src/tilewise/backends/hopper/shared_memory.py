@@ -88,7 +88,8 @@ def tile_arguments(config: Any) -> int:
     """What every kernel over work tiles reads: which of them, and its place in the tensors."""
     ordered = (config.BAND and not config.VARLEN) or config.ORDERED or config.LISTS is not None
     which = DIVISOR + NUMBER + (POINTER if ordered else NUMBER)  # blocks; programs; the order, or the number of tiles
-    batch = 2 * POINTER + NUMBER if config.VARLEN else DIVISOR  # lengths and their number, or heads
+    owners = POINTER if config.ORDERED else 0
+    batch = 2 * POINTER + NUMBER + owners if config.VARLEN else DIVISOR  # lengths, their number, whose tiles are; or heads
     slope = NUMBER if config.SCORES in ("softcap", "cap") else 0
     split = getattr(config, "SPLIT", False)  # the first warps alone compute scores
     alibi = POINTER + NUMBER if config.ALIBI and not split else 0
@@ -126,7 +127,8 @@ def queries_views() -> int:
 
 
 def queries_arguments(config: Any, mask: IntervalMask) -> int:
-    numbers = 2 + 2 + 1 + 2  # of the group's divisor; queries, keys; tiles of statistics; both scales
+    numbers = 2 + 1 + 1 + 2  # of the group's divisor; keys; tiles of statistics; both scales
+    numbers += not config.VARLEN  # queries
     packed = PACKED_ROWS if config.VARLEN else 0
     gradient = 3 * POINTER + (2 if config.DBIAS == "add keys" else 1) * NUMBER if config.DBIAS else 0
     return POINTER + NUMBER * numbers + packed + gradient + terms_bytes(mask, 4) + tile_arguments(config)
