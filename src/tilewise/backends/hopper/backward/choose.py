@@ -9,6 +9,7 @@ import numpy as np
 from tilewise.backends.gpu.lists import list_layout
 from tilewise.backends.hopper.backward.config import (
     KEYS,
+    KEYS_SHORT,
     LISTED_SEPARATE_DQ,
     QUERIES,
     QUERIES_SHORT,
@@ -41,7 +42,7 @@ def separate_dq(problem: Problem, mask: IntervalMask) -> Choice:
         return Choice(True, "asked for")
     if reason := no_sums(problem):
         return Choice(True, reason)
-    tile = KEYS[widths(problem.head_dim, problem.head_dim_v)]
+    tile = sum_tiles(problem)[0]
     mean = keys_per_query(problem, mask, tile)
     if mean <= FEW_KEYS.get(tile.BLOCK_D, 0):
         return Choice(
@@ -55,17 +56,20 @@ def no_sums(problem: Problem) -> str:
     tile = KEYS[widths(problem.head_dim, problem.head_dim_v)]
     if not tile.REDUCE_DQ:
         return "at 256 columns the registers hold 64 keys, and dQ would be added up for so few only"
-    if problem.bias is not None:
+    if problem.bias is not None and tile.BLOCK_D > 64:
         return "a bias finds no registers beside dQ, and its gradient is written where queries are held"
     if problem.deterministic:
         return "deterministic=True: sums in memory are added in any order"
-    if tile.ACC_FROM_STATS and (problem.softcap > 0 or problem.scale <= 0):
-        return "scores are more than products to accumulate from -lse, and subtracted statistics find no registers"
-    if tile.ACC_FROM_STATS and problem.dropout_p > 0:
-        return "dropout finds no registers beside 128 queries"
-    if tile.ACC_FROM_STATS and mask_of(problem).listed:
-        return "the mask of a list's tile finds no registers beside 128 queries"
     return ""
+
+
+def sum_tiles(problem: Problem) -> list[KeysConfig]:
+    """Tiles with dQ added up in memory, the usual one first. At 64 columns what finds no registers beside 128 queries, or makes
+    scores more than products to accumulate from -lse, takes 64."""
+    dims = widths(problem.head_dim, problem.head_dim_v)
+    features = problem.softcap > 0 or problem.scale <= 0 or problem.dropout_p > 0 or problem.bias is not None
+    tiles = [KEYS_SHORT[dims]] if features or mask_of(problem).listed else [KEYS[dims], KEYS_SHORT[dims]]
+    return list(dict.fromkeys(tiles))
 
 
 def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
@@ -74,7 +78,7 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
     if mask.listed:
         found = [tile for tile in listed_tiles(problem) if tile.REDUCE_DQ != separate]
     elif not separate:
-        found = [] if no_sums(problem) else [KEYS[dims]]
+        found = [] if no_sums(problem) else sum_tiles(problem)
     elif problem.softcap > 0 or problem.dropout_p > 0 or problem.bias is not None:  # which find no registers beside 128 queries
         found = [SEPARATE_DQ_SOFTCAP[dims], SPLIT[dims]]
     else:
@@ -91,7 +95,7 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
 def listed_tiles(problem: Problem) -> list[KeysConfig]:
     """Tiles of the kernel that holds keys for tile lists: with dQ added up in memory, if that may be, and without."""
     dims = widths(problem.head_dim, problem.head_dim_v)
-    sums = [] if no_sums(problem) else [KEYS[dims]]
+    sums = [] if no_sums(problem) else sum_tiles(problem)
     return [*sums, LISTED_SEPARATE_DQ[dims]]
 
 
@@ -158,8 +162,7 @@ def columns_config(problem: Problem, mask: IntervalMask, tile: KeysConfig) -> di
     used_v = used_columns(problem.head_dim_v, tile.BLOCK_DV) or tile.BLOCK_DV
     found: dict[str, Any] = {}
     if tile.REDUCE_DQ:
-        own = min(64, used)
-        found["DQ_PARTS"] = (own, own) if tile.BLOCK_M == 128 else (own, max(16, used - 64))
+        found["DQ_PARTS"] = dq_parts(tile.BLOCK_M, used)
     if tile.SPLIT and wide(tile):
         found["Q_STAGES"] = 3
         if holds(problem, mask):
@@ -167,6 +170,13 @@ def columns_config(problem: Problem, mask: IntervalMask, tile: KeysConfig) -> di
     elif not tile.SPLIT and 64 < used < 128 and not mask.listed:
         found["HELD"] = (used, 64 if used <= 80 and used_v >= 64 else 0)
     return found
+
+
+def dq_parts(queries: int, used: int) -> tuple[int, int]:
+    """Columns of dQ by warpgroup: each has half of 128 queries, or half of the columns, whose units of 64 stay whole."""
+    if queries == 128:
+        return used, used
+    return (64, used - 64) if used > 64 else (max(16, used // 2), max(16, used // 2))
 
 
 def without_mask(config: KeysConfig) -> KeysConfig:

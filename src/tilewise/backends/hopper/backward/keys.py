@@ -13,7 +13,7 @@ the last dV and dK, and dP behind it when those two are done. So a product of it
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.backward.reduce import DQ_COLUMNS, reduce_dq
+from tilewise.backends.hopper.backward.reduce import reduce_dq
 from tilewise.backends.hopper.backward.scores import (
     ListedQueries,
     accumulator_from,
@@ -72,7 +72,7 @@ def issue_dq(k_tile, ds_ring, n, live, WG: gl.constexpr, C: gl.constexpr):
         rows = ds_tile.slice(WG * 64, 64, dim=1).permute((1, 0))
         token = warpgroup_mma(rows, columns(k_tile, 0, OWN), zero, use_acc=False, is_async=True)
     else:
-        part = k_tile.slice(WG * DQ_COLUMNS, OWN, dim=1)
+        part = k_tile.slice(WG * C.DQ_PARTS[0], OWN, dim=1)
         token = warpgroup_mma(ds_tile.permute((1, 0)), part, zero, use_acc=False, is_async=True)
     return token
 
