@@ -212,13 +212,16 @@ def maps(step: Step, call: Call) -> list[Descriptor]:
     return [*result, Descriptor(call.stats, [2 * rows]), tile(dk, 64, C.BLOCK_D), tile(dv, 64, C.BLOCK_DV)]
 
 
-def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Grads:
-    form = backward_form(problem, inputs.bias, True)
+def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, wanted: bool = True) -> Grads:
+    """`wanted`: whether the gradient of a bias is."""
+    form = backward_form(problem, inputs.bias, wanted)
+    if inputs.bias is not None and wanted:
+        problem = choose.with_bias_gradient(problem)
     made = make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None, dlse is not None, form)
     nothing = float("nan")
     grads = Grads(*(torch.full_like(x, nothing) for x in inputs[:3]))
     scratch = [torch.full((size,), nothing) for size in (made.stats, max(1, made.dq), made.stats // 2)]
-    dbias: Any = (None, {}) if inputs.bias is None else bias_gradient(problem, inputs.bias)
+    dbias: Any = (None, {}) if inputs.bias is None or not wanted else bias_gradient(problem, inputs.bias)
     call = Call(inputs, out, lse, dout, dlse, grads, *scratch, dbias[1], torch.zeros(1, dtype=torch.int64))
     with kernels("tilewise.backends.hopper.backward", "prepost", "kernel") as (machine, modules):
         for step in made.steps:
@@ -227,7 +230,7 @@ def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: A
             for program in range(step.programs):
                 start(machine, program)
                 function(*maps(step, call), a, step.config)
-    if inputs.bias is not None:
+    if inputs.bias is not None and wanted:
         grads = grads._replace(dbias=rounded_gradient(dbias[0], inputs.bias))
     if inputs.sinks is not None:
         grads = grads._replace(dsinks=sink_gradient(call.dsinks, inputs.sinks, inputs.q.shape[0]))

@@ -95,6 +95,16 @@ def test_gradients(shape: Shape) -> None:
     assert checks.check_backward(problem, inputs, dout, dlse, found) == []
 
 
+@pytest.mark.parametrize("shape", [shape for shape in BIAS if shape.d == 64], ids=name)
+def test_gradients_without_that_of_the_bias(shape: Shape) -> None:
+    problem, inputs = build(shape)
+    out, lse = tiled.backend.forward(problem, inputs)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = backward_logic.run(problem, inputs, out.contiguous(), lse, dout, None, wanted=False)
+    assert found.dbias is None
+    assert checks.check_backward(problem, inputs, dout, None, found) == []
+
+
 LISTED = [
     Shape(64, lists_logic.CAUSAL_DOCUMENTS, 400, h=2, hk=1, sinks=True, alibi=1, dropout=0.2),
     Shape(128, lists_logic.CAUSAL_DOCUMENTS, 400, h=2, hk=1, sinks=True, alibi=1, dropout=0.2),
@@ -188,7 +198,7 @@ def test_a_bias_that_hides(d: int) -> None:
 def test_a_call_with_a_bias_is_made_twice(dbias: bool, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time it reads copies, and only if the flag is up."""
     from tilewise.backends.base import BackwardInputs, Needs
-    from tilewise.backends.gpu.launch import Descriptor
+    from tilewise.backends.gpu.launch import Address, Descriptor, signature
     from tilewise.backends.hopper import launch
     from tilewise.backends.hopper.backward import launch as backward_launch
 
@@ -215,11 +225,17 @@ def test_a_call_with_a_bias_is_made_twice(dbias: bool, mask: str, monkeypatch: p
     assert (grads.dbias is not None) == dbias
     names = [[getattr(x.kernel, "__name__", x.kernel) for x in launches] for _, launches in found]
     assert names[0] == ["forward_kernel", "hidden_kernel", "hidden_kernel", "forward_kernel"]
-    twice = ["keys_kernel", "queries_kernel"]
-    assert names[1] == ["preprocess_kernel", *twice, "hidden_kernel", "hidden_kernel", *twice]
+    twice, last = (["keys_kernel", "queries_kernel"], []) if dbias else (["keys_kernel"], ["postprocess_kernel"])
+    assert names[1] == ["preprocess_kernel", *twice, "hidden_kernel", "hidden_kernel", *twice, *last]
+    for one in found[1][1]:
+        if one.options is not None:
+            signature(one.args)
+    cleared = [one.args[0] for one in found[1][1] if getattr(one.kernel, "__name__", "") == "hidden_kernel"]
+    if not dbias:  # the sums of dQ, all of them
+        assert cleared[1].cleared.data_ptr() == found[1][1][0].args[0].dq_ptr.data_ptr() and cleared[1].size > 200 * 4 * 64
 
     def leaves(x: Any) -> Iterator[torch.Tensor]:
-        if isinstance(x, Descriptor):
+        if isinstance(x, Descriptor | Address):
             x = x.base
         if isinstance(x, torch.Tensor):
             yield x
@@ -236,6 +252,6 @@ def test_a_call_with_a_bias_is_made_twice(dbias: bool, mask: str, monkeypatch: p
         half = len(again) // 2
         assert again == [0] * half + [1] * half
         first = [x.base for one in launches[: len(launches) // 2] for x in one.args if isinstance(x, Descriptor)]
-        last = [x.base for one in launches[-half:] for x in one.args if isinstance(x, Descriptor)]
+        last = [x.base for one in launches[len(launches) // 2 :] for x in one.args if isinstance(x, Descriptor)]
         for x in (inputs.q, inputs.k, inputs.v):
             assert id(x) in map(id, first) and id(x) not in map(id, last)

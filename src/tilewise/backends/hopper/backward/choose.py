@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from tilewise.backends.hopper.config import used_columns
 from tilewise.backends.hopper.features import alibi_form, bias_form, gradient_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import all_seen, hides_in_tiles
+from tilewise.errors import PlanError
 from tilewise.masks import may_have_empty_rows
 from tilewise.problem import Problem
 
@@ -61,6 +63,23 @@ def no_sums(problem: Problem) -> str:
     if problem.deterministic:
         return "deterministic=True: sums in memory are added in any order"
     return ""
+
+
+def with_bias_gradient(problem: Problem) -> Problem:
+    """The problem as it is planned where the gradient of its bias is wanted: in two passes. Asked in every such call, so it is
+    kept with the problem."""
+    key = "hopper bias gradient"
+    if key not in problem.memory:
+        separate, asked = separate_dq(problem, mask_of(problem)).config, problem.asked("backward")
+        if not separate and asked:
+            raise PlanError(
+                f"tile: hopper has no {asked[0]}×{asked[1]} for backward with a gradient of the bias, which is written where "
+                "queries are held; name backward_dkdv or backward_dq"
+            )
+        usual = None if separate else keys_choices(problem, True)[0].config
+        tile = () if usual is None else ((*problem.tile, ("backward_dkdv", usual.BLOCK_M, usual.BLOCK_N)))
+        problem.memory[key] = replace(problem, tile=tile) if tile else None
+    return problem.memory[key] or problem
 
 
 def sum_tiles(problem: Problem) -> list[KeysConfig]:
@@ -167,6 +186,8 @@ def columns_config(problem: Problem, mask: IntervalMask, tile: KeysConfig) -> di
         found["Q_STAGES"] = 3
         if holds(problem, mask):
             found["HELD"] = (used, used_v)
+    elif tile.REDUCE_DQ and tile.BLOCK_M == tile.BLOCK_D == 64:
+        found["HELD"] = (used, used_v)
     elif not tile.SPLIT and 64 < used < 128 and not mask.listed:
         found["HELD"] = (used, 64 if used <= 80 and used_v >= 64 else 0)
     return found
