@@ -23,6 +23,7 @@ from tilewise.backends.hopper.backward.config import (
     widths,
 )
 from tilewise.backends.hopper.choose import Choice, cap_form, mask_config
+from tilewise.backends.hopper.compiler import newer_registers
 from tilewise.backends.hopper.config import used_columns
 from tilewise.backends.hopper.features import alibi_form, bias_form, gradient_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
@@ -50,7 +51,10 @@ def separate_dq(problem: Problem, mask: IntervalMask) -> Choice:
         return Choice(
             True, f"{mean:.0f} keys a query: recomputing scores for dQ costs less than clearing and casting its sums"
         )
-    return Choice(False, "dQ is added up in memory: five products a tile, not the seven of two kernels")
+    reason = "dQ is added up in memory: five products a tile, not the seven of two kernels"
+    if problem.bias is not None:
+        reason += "; where the gradient of the bias is wanted, two"
+    return Choice(False, f"{reason}; {crowd}" if (crowd := too_crowded(problem)) else reason)
 
 
 def no_sums(problem: Problem) -> str:
@@ -83,12 +87,23 @@ def with_bias_gradient(problem: Problem) -> Problem:
 
 
 def sum_tiles(problem: Problem) -> list[KeysConfig]:
-    """Tiles with dQ added up in memory, the usual one first. At 64 columns what finds no registers beside 128 queries, or makes
-    scores more than products to accumulate from -lse, takes 64."""
+    """Tiles with dQ added up in memory, the usual one first."""
     dims = widths(problem.head_dim, problem.head_dim_v)
-    features = problem.softcap > 0 or problem.scale <= 0 or problem.dropout_p > 0 or problem.bias is not None
-    tiles = [KEYS_SHORT[dims]] if features or mask_of(problem).listed else [KEYS[dims], KEYS_SHORT[dims]]
+    tiles = [KEYS_SHORT[dims]] if too_crowded(problem) else [KEYS[dims], KEYS_SHORT[dims]]
     return list(dict.fromkeys(tiles))
+
+
+def too_crowded(problem: Problem) -> str:
+    """Why the kernel with dQ's sums takes 64 queries at a time where it could take 128; "" if it takes those."""
+    if not KEYS[widths(problem.head_dim, problem.head_dim_v)].ACC_FROM_STATS:
+        return ""
+    if problem.softcap > 0 or problem.scale <= 0:
+        return "scores are more than products to accumulate from -lse, and statistics find no registers beside 128 queries"
+    if problem.dropout_p > 0:
+        return "dropout finds no registers beside 128 queries"
+    if problem.bias is not None:
+        return "a bias finds no registers beside 128 queries"
+    return "the mask of a list's tile finds no registers beside 128 queries" if mask_of(problem).listed else ""
 
 
 def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
@@ -187,7 +202,8 @@ def columns_config(problem: Problem, mask: IntervalMask, tile: KeysConfig) -> di
         if holds(problem, mask):
             found["HELD"] = (used, used_v)
     elif tile.REDUCE_DQ and tile.BLOCK_M == tile.BLOCK_D == 64:
-        found["HELD"] = (used, used_v)
+        crowded = problem.bias is not None and problem.dropout_p > 0
+        found["HELD"] = (0, 0) if newer_registers() else (used, 0 if crowded else used_v)
     elif not tile.SPLIT and 64 < used < 128 and not mask.listed:
         found["HELD"] = (used, 64 if used <= 80 and used_v >= 64 else 0)
     return found

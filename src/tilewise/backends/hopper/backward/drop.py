@@ -1,7 +1,7 @@
 """Dropout of a tile's weights and of their gradients, which takes the same bits for both.
 
-Side by side, so that a bit becomes a predicate once and only one predicate lives at a time. Tile after tile the compiler would keep
-32 of them, of 7 that there are: it packs them into integers and takes those apart again, a hundred instructions more.
+Side by side, so that a bit becomes a predicate once and only one lives at a time. Tile after tile the compiler would keep 32 of
+them, of the 7 that there are: it packs them into integers and takes those apart again, a hundred instructions more.
 """
 
 from __future__ import annotations
