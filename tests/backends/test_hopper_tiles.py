@@ -125,7 +125,7 @@ def test_features_take_one_kernel_up_to_64_columns(fields: dict[str, Any], dim: 
     assert all(word in tiles["backward"].reasons[0] for word in ("five products", "128 queries"))
     config = plan.config_of(problem, tiles["backward"])
     used = {24: 32, 32: 32, 40: 64, 64: 64}[dim]
-    assert config.DQ_PARTS == (used // 2, used // 2) and not config.ACC_FROM_STATS
+    assert (used // 2, used // 2) == config.DQ_PARTS and not config.ACC_FROM_STATS
     two = plan.tiles(replace(problem, deterministic=True), H200)
     assert list(two) == ["forward", "backward_preprocess", "backward_dkdv", "backward_dq"]
 
