@@ -126,7 +126,7 @@ DERIVATIVE_SPILLS = {("jvp", 128): 48, ("second_keys", 64): 44, ("second_keys", 
 
 def short_of_registers(case: Case) -> bool:
     """Backward kernels that are right and lack registers: softcap at 128 (ten to thirty values a step wait in memory), dropout at
-    128 (four), ALiBi at 128 (one under Triton 3.6, thirty where keys lie ahead), packed batches at 64 (two or three); from Triton
+    128 (two), ALiBi at 128 (one under Triton 3.6, thirty where keys lie ahead), packed batches at 64 (two or three); from Triton
     3.8 on others too."""
     full = case.softcap > 0 or case.dropout_p > 0 or case.alibi
     return (full and case.head_dim == 128) or (bool(case.lengths) and case.head_dim == 64)
@@ -138,6 +138,11 @@ def full_of_features(case: Case) -> bool:
     full = case.alibi or case.dropout_p > 0 or case.bias is not None
     tight = (case.head_dim == 64 and case.dropout_p > 0) or (case.head_dim == 128 and case.bias is not None)
     return tight or (case.head_dim == 256 and full)
+
+
+def has_room(config: Any) -> bool:
+    """64 queries at head dim 64 with dQ's sums: the backward's kernel that has registers for every feature."""
+    return getattr(config, "REDUCE_DQ", False) and config.BLOCK_M == config.BLOCK_D == 64
 
 
 def tuned_spills(check: Check, tile: Any, target: str) -> int:
@@ -183,6 +188,7 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
         may_spill = newer or (compiled.name != "queries_kernel" and short_of_registers(check.case))
         may_spill |= full_of_features(check.case)
         may_spill |= getattr(compiled.config, "LISTS", None) is not None  # the mask of a PARTIAL tile: right, and slower
+        may_spill = newer if has_room(compiled.config) else may_spill
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
         return known, [*backward_faults(compiled.name, known, compiled.config, may_spill), *planned]
     columns = getattr(compiled.kernel.metadata, "tmem_size", 0)

@@ -151,6 +151,8 @@ class Machine:
             return args[0] + (args[1] - args[2]).abs() * args[3]
         if text.startswith("bmsk.clamp"):
             return bit_masks(*args)
+        if "and.b32 own" in text:
+            return kept_of_both(*args)
         if "selp.f32" in text:
             return selected(*args, float("-inf") if "0fFF800000" in text else 0.0)
         if text.startswith("movmatrix"):
@@ -229,6 +231,12 @@ def selected(parts: Value, words: Value, other: float) -> Value:
     groups = parts.value.shape[1]
     bits = 2 * torch.arange(groups)[None, :, None, None] + torch.arange(2)
     return Value(parts.value.where(((words.value.to(torch.int64) >> bits) & 1) != 0, other))
+
+
+def kept_of_both(one: Value, other: Value, words: Value, bit: Value) -> tuple[Value, Value]:
+    """Two tiles by lane where a bit is set, 0 elsewhere."""
+    ok = (words.value.to(torch.int64) & bit.value.to(torch.int64)) != 0
+    return tuple(Value(x.value.where(ok, 0.0)) for x in (one, other))  # type: ignore[return-value]
 
 
 def kept_words(*args: Any) -> Value:

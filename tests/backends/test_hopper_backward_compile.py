@@ -15,8 +15,10 @@ from tools.compile_checks import BY_NAME
 from tools.compile_kernels import compile_check, faults
 from tools.machine_code import PREPOST, Facts, Instruction, backward_faults, backward_products
 
+from tilewise.backends.hopper.backward.choose import dq_parts
 from tilewise.backends.hopper.backward.config import (
     KEYS,
+    KEYS_SHORT,
     QUERIES,
     QUERIES_SHORT,
     SEPARATE_DQ,
@@ -27,12 +29,13 @@ from tilewise.backends.hopper.backward.config import (
     QueriesConfig,
     widths,
 )
-from tilewise.backends.hopper.config import REGISTERS, SHARED_BYTES
+from tilewise.backends.hopper.config import REGISTERS, SHARED_BYTES, used_columns
 from tilewise.backends.hopper.intervals import IntervalMask
 from tilewise.backends.hopper.shared_memory import on_chip
 
 CONFIGS: list[KeysConfig | QueriesConfig] = [
     *KEYS.values(),
+    *KEYS_SHORT.values(),
     *SEPARATE_DQ.values(),
     *SEPARATE_DQ_SOFTCAP.values(),
     *SEPARATE_DQ_UNMASKED.values(),
@@ -80,9 +83,12 @@ def test_every_pair_of_head_dims_has_tiles(d: int, dv: int) -> None:
         assert not tile.REDUCE_DQ
         # the kernel of dQ reads plain statistics; its tiles' 64 rows lie within one tile of them
         assert not tile.ACC_FROM_STATS and tile.BLOCK_M % 64 == 0
-    # what is added up in memory is halves of columns, in groups of 64, or halves of 128 rows
-    tile = KEYS[wide]
-    assert not tile.REDUCE_DQ or tile.BLOCK_M * tile.BLOCK_D == 2 * 64 * 64
+    # what is added up in memory is halves of columns, or halves of 128 rows; a part of dQ has 16 columns at least
+    for tile in (KEYS[wide], KEYS_SHORT[wide]):
+        parts = dq_parts(tile.BLOCK_M, used_columns(d, tile.BLOCK_D) or tile.BLOCK_D)
+        assert not tile.REDUCE_DQ or (min(parts) >= 16 and 64 * max(parts) <= tile.BLOCK_M * tile.BLOCK_D // 2)
+        assert tile.BLOCK_M == 128 or sum(parts) >= d or not tile.REDUCE_DQ
+    assert KEYS_SHORT[wide].BLOCK_M == 64 and not KEYS_SHORT[wide].ACC_FROM_STATS
 
 
 def machine_code(*texts: str) -> Facts:

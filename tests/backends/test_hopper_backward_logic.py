@@ -67,6 +67,7 @@ class Shape(NamedTuple):
 
 
 SHORT, SPLIT = (("backward_dkdv", 64, 128), ("backward_dq", 128, 64)), (("backward_dkdv", 64, 64),)
+SUMS = (("backward", 64, 128),)
 SHAPES = [
     Shape(),
     Shape(64, sq=300, b=2),
@@ -103,6 +104,10 @@ SHAPES = [
     Shape(256, "tw.causal()", lengths=((5, 133, 0, 70), (5, 140, 7, 70)), h=2, hk=1, dlse=True),
     Shape(256, lengths=((130, 3), (90, 200)), dv=128),
     Shape(64, "tw.causal()", 300, h=2, hk=1, tile=SHORT, dlse=True),
+    Shape(64, "tw.causal()", 300, h=2, hk=1, tile=SUMS, dlse=True),
+    Shape(56, "tw.window(70, 20)", 300, tile=SUMS, dv=40),
+    Shape(64, lengths=((130, 3), (150, 200)), h=2, hk=1, scale=-0.3),
+    Shape(64, f"tw.causal() & {PAD.format('130, 77')}", 200, 300, b=2, poison=(130, 300), softcap=3.0),
     Shape(128, sq=200, sk=170, tile=SHORT),
     Shape(64, "tw.causal()", lengths=((5, 133, 0, 70), (5, 140, 7, 70)), h=2, hk=1, tile=SHORT),
     Shape(64, "tw.window(100)", 300, 350, h=2, hk=1, tile=SPLIT),
@@ -212,14 +217,20 @@ def maps(step: Step, call: Call) -> list[Descriptor]:
     return [*result, Descriptor(call.stats, [2 * rows]), tile(dk, 64, C.BLOCK_D), tile(dv, 64, C.BLOCK_DV)]
 
 
-def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any) -> Grads:
-    form = backward_form(problem, inputs.bias, True)
+def run(
+    problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: Any, wanted: bool = True, flag: Any = None
+) -> Grads:
+    """`wanted`: whether the gradient of a bias is; `flag`: what is raised where something infinite comes out."""
+    form = backward_form(problem, inputs.bias, wanted)
+    if inputs.bias is not None and wanted:
+        problem = choose.with_bias_gradient(problem)
     made = make_plan(problem, replace(lookup("h200"), units=3), lambda *_: None, dlse is not None, form)
     nothing = float("nan")
     grads = Grads(*(torch.full_like(x, nothing) for x in inputs[:3]))
     scratch = [torch.full((size,), nothing) for size in (made.stats, max(1, made.dq), made.stats // 2)]
-    dbias: Any = (None, {}) if inputs.bias is None else bias_gradient(problem, inputs.bias)
-    call = Call(inputs, out, lse, dout, dlse, grads, *scratch, dbias[1], torch.zeros(1, dtype=torch.int64))
+    dbias: Any = (None, {}) if inputs.bias is None or not wanted else bias_gradient(problem, inputs.bias)
+    flag = torch.zeros(1, dtype=torch.int64) if flag is None else flag
+    call = Call(inputs, out, lse, dout, dlse, grads, *scratch, dbias[1], flag)
     with kernels("tilewise.backends.hopper.backward", "prepost", "kernel") as (machine, modules):
         for step in made.steps:
             function = getattr(modules["kernel"], step.name, None) or getattr(modules["prepost"], step.name)
@@ -227,7 +238,7 @@ def run(problem: Problem, inputs: Inputs, out: Any, lse: Any, dout: Any, dlse: A
             for program in range(step.programs):
                 start(machine, program)
                 function(*maps(step, call), a, step.config)
-    if inputs.bias is not None:
+    if inputs.bias is not None and wanted:
         grads = grads._replace(dbias=rounded_gradient(dbias[0], inputs.bias))
     if inputs.sinks is not None:
         grads = grads._replace(dsinks=sink_gradient(call.dsinks, inputs.sinks, inputs.q.shape[0]))

@@ -49,6 +49,11 @@ DROPOUT = [
     Shape(256, WINDOW, 130, h=2, hk=1, dropout=0.6),
     Shape(64, CAUSAL, h=2, hk=1, dropout=0.1, lengths=PACKED),
     Shape(128, "None", 130, h=2, dropout=0.2, alibi=1, sinks=True, softcap=3.0),
+    Shape(32, CAUSAL, 130, 200, h=2, hk=1, dropout=0.3),
+    Shape(16, "None", 100, 150, dropout=0.3, dv=48),
+    Shape(40, WINDOW, 200, h=2, hk=1, dropout=0.3, scale=-0.2),
+    Shape(56, CAUSAL, 200, h=2, dropout=0.2, alibi=1, softcap=3.0, dv=24),
+    Shape(64, CAUSAL, 200, h=2, hk=1, dropout=0.3, deterministic=True),
 ]
 BIAS = [
     Shape(64, "None", 200, h=2, hk=1, b=2, bias="bhqk", dlse=True),
@@ -59,6 +64,8 @@ BIAS = [
     Shape(64, "None", 130, 200, h=2, bias="qk", bias_dtype=torch.float32, scale=-0.2),
     Shape(128, CAUSAL, 130, h=2, bias="hq", dropout=0.2),
     Shape(64, CAUSAL, h=2, hk=1, bias="bhqk", lengths=PACKED),
+    Shape(32, CAUSAL, 130, 200, h=2, hk=1, bias="hqk", dropout=0.2),
+    Shape(48, WINDOW, 200, h=2, bias="bhqk", scale=-0.2, sinks=True, dv=24),
 ]
 NAMED = {"sinks": SINKS, "alibi": ALIBI, "dropout": DROPOUT, "bias": BIAS}
 SHAPES = [shape for shapes in NAMED.values() for shape in shapes]
@@ -93,6 +100,33 @@ def test_gradients(shape: Shape) -> None:
     found = backward_logic.run(problem, inputs, out.contiguous(), lse, dout, dlse)
     assert (found.dsinks is not None) == shape.sinks and (found.dbias is not None) == bool(shape.bias)
     assert checks.check_backward(problem, inputs, dout, dlse, found) == []
+
+
+@pytest.mark.parametrize("shape", [shape for shape in BIAS if shape.d <= 64], ids=name)
+def test_gradients_without_that_of_the_bias(shape: Shape) -> None:
+    problem, inputs = build(shape)
+    out, lse = tiled.backend.forward(problem, inputs)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = backward_logic.run(problem, inputs, out.contiguous(), lse, dout, None, wanted=False)
+    assert found.dbias is None
+    assert checks.check_backward(problem, inputs, dout, None, found) == []
+
+
+def test_keys_that_only_dq_would_tell_of_raise_the_flag() -> None:
+    """A hidden key whose scores are -inf gives no weight, and dK and dV of 0; but dQ adds 0 · inf."""
+    problem, inputs = build(Shape(64, "None", 128, 200, bias="hqk"))
+    assert inputs.bias is not None
+    inputs.q[..., 0] = inputs.q[..., 0].abs() + 0.5
+    inputs.bias[..., 150] = -float("inf")
+    flags = []
+    for number in (1.0, -float("inf")):
+        inputs.k[:, :, 150, 0] = 1.0
+        out, lse = tiled.backend.forward(problem, inputs)
+        inputs.k[:, :, 150, 0] = number
+        flags.append(torch.zeros(1, dtype=torch.int64))
+        found = backward_logic.run(problem, inputs, out, lse, torch.ones_like(out), None, wanted=False, flag=flags[-1])
+        assert found.dk is not None and found.dv is not None and bool(found.dk.isfinite().all() & found.dv.isfinite().all())
+    assert [int(flag) for flag in flags] == [0, 1]
 
 
 LISTED = [
@@ -188,7 +222,7 @@ def test_a_bias_that_hides(d: int) -> None:
 def test_a_call_with_a_bias_is_made_twice(dbias: bool, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time it reads copies, and only if the flag is up."""
     from tilewise.backends.base import BackwardInputs, Needs
-    from tilewise.backends.gpu.launch import Descriptor
+    from tilewise.backends.gpu.launch import Address, Descriptor, signature
     from tilewise.backends.hopper import launch
     from tilewise.backends.hopper.backward import launch as backward_launch
 
@@ -215,11 +249,17 @@ def test_a_call_with_a_bias_is_made_twice(dbias: bool, mask: str, monkeypatch: p
     assert (grads.dbias is not None) == dbias
     names = [[getattr(x.kernel, "__name__", x.kernel) for x in launches] for _, launches in found]
     assert names[0] == ["forward_kernel", "hidden_kernel", "hidden_kernel", "forward_kernel"]
-    twice = ["keys_kernel", "queries_kernel"]
-    assert names[1] == ["preprocess_kernel", *twice, "hidden_kernel", "hidden_kernel", *twice]
+    twice, last = (["keys_kernel", "queries_kernel"], []) if dbias else (["keys_kernel"], ["postprocess_kernel"])
+    assert names[1] == ["preprocess_kernel", *twice, "hidden_kernel", "hidden_kernel", *twice, *last]
+    for one in found[1][1]:
+        if one.options is not None:
+            signature(one.args)
+    cleared = [one.args[0] for one in found[1][1] if getattr(one.kernel, "__name__", "") == "hidden_kernel"]
+    if not dbias:  # the sums of dQ, all of them
+        assert cleared[1].cleared.data_ptr() == found[1][1][0].args[0].dq_ptr.data_ptr() and cleared[1].size > 200 * 4 * 64
 
     def leaves(x: Any) -> Iterator[torch.Tensor]:
-        if isinstance(x, Descriptor):
+        if isinstance(x, Descriptor | Address):
             x = x.base
         if isinstance(x, torch.Tensor):
             yield x
@@ -236,6 +276,6 @@ def test_a_call_with_a_bias_is_made_twice(dbias: bool, mask: str, monkeypatch: p
         half = len(again) // 2
         assert again == [0] * half + [1] * half
         first = [x.base for one in launches[: len(launches) // 2] for x in one.args if isinstance(x, Descriptor)]
-        last = [x.base for one in launches[-half:] for x in one.args if isinstance(x, Descriptor)]
+        last = [x.base for one in launches[len(launches) // 2 :] for x in one.args if isinstance(x, Descriptor)]
         for x in (inputs.q, inputs.k, inputs.v):
             assert id(x) in map(id, first) and id(x) not in map(id, last)

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 import tilewise as tw
 from tilewise.backends.hopper import arguments, plan
 from tilewise.backends.hopper.backward import arguments as backward
+from tilewise.backends.hopper.backward.choose import with_bias_gradient
 from tilewise.hardware import lookup
 from tilewise.masks import Mask
 from tilewise.problem import Problem
@@ -86,6 +87,9 @@ def test_what_is_planned_is_launched(seed: int, asks: bool) -> None:
         ((192, 128), {"head_dim": 64, "mask": tw.window(100)}, ("too few for rows that begin after key 0",)),
         ({"backward": (64, 64)}, {"head_dim": 256}, ("256 columns", "no such kernel")),
         ({"backward": (64, 128)}, {"deterministic": True}, ("deterministic=True",)),
+        ({"backward": (128, 128)}, {"head_dim": 64, "dropout_p": 0.1}, ("dropout finds no registers", "it has 64×128")),
+        ({"backward": (128, 128)}, {"head_dim": 64, "scale": -1.0}, ("accumulate from -lse", "it has 64×128")),
+        ({"backward": (64, 128)}, {"bias": (1, 4, 1024, 1024)}, ("a bias finds no registers",)),
         ({"backward_dkdv": (128, 128)}, {}, ("256 numbers", "240 registers", "it has 64×128, 64×64")),
         ({"backward_dq": (64, 64)}, {}, ("no 64×64 for backward_dq", "it has 128×128, 128×64")),
         ({"backward": (64, 128), "backward_dq": (128, 64)}, {}, ("name either",)),
@@ -100,6 +104,41 @@ def test_tiles_that_do_not_exist_are_refused(tile: Any, fields: dict[str, Any], 
     assert not verdict.ok
     assert all(word in " ".join(verdict.reasons) for word in words), verdict.reasons
     assert plan.supports(problem, H200, backward=not backward_pass).ok
+
+
+FEATURES: list[dict[str, Any]] = [
+    {"dropout_p": 0.1},
+    {"softcap": 20.0},
+    {"scale": -1.0},
+    {"bias": (1, 4, 1024, 1024)},
+    {"mask": tw.causal() & tw.documents(torch.zeros(1024, dtype=torch.int32))},
+]
+
+
+@pytest.mark.parametrize("dim", [24, 32, 40, 64])
+@pytest.mark.parametrize("fields", FEATURES, ids=lambda fields: next(iter(fields)))
+def test_features_take_one_kernel_up_to_64_columns(fields: dict[str, Any], dim: int) -> None:
+    problem = Problem.of(heads=4, seqlen=1024, head_dim=dim, device="cuda", **fields)
+    tiles = plan.tiles(problem, H200)
+    assert list(tiles) == ["forward", "backward_preprocess", "backward", "backward_postprocess"]
+    assert tiles["backward"].sizes == (64, 128)
+    assert all(word in tiles["backward"].reasons[0] for word in ("five products", "128 queries"))
+    config = plan.config_of(problem, tiles["backward"])
+    used = {24: 32, 32: 32, 40: 64, 64: 64}[dim]
+    assert (used // 2, used // 2) == config.DQ_PARTS and not config.ACC_FROM_STATS
+    two = plan.tiles(replace(problem, deterministic=True), H200)
+    assert list(two) == ["forward", "backward_preprocess", "backward_dkdv", "backward_dq"]
+
+
+def test_the_gradient_of_a_bias_takes_two_kernels() -> None:
+    problem = Problem.of(heads=4, seqlen=1024, head_dim=64, bias=(1, 4, 1024, 1024), device="cuda")
+    assert "where the gradient of the bias is wanted, two" in plan.tiles(problem, H200)["backward"].reasons[0]
+    wanting = with_bias_gradient(problem)
+    assert list(plan.tiles(wanting, H200))[2:] == ["backward_dkdv", "backward_dq"] and with_bias_gradient(problem) is wanting
+    apart = replace(problem, tile=(("backward_dq", 128, 64),))
+    assert with_bias_gradient(apart) is apart, "two already"
+    with pytest.raises(tw.TilewiseError, match="gradient of the bias"):
+        with_bias_gradient(replace(problem, tile=(("backward", 64, 128),)))
 
 
 def test_other_devices_are_refused_by_name() -> None:

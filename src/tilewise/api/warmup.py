@@ -171,9 +171,10 @@ def _jobs(need: Need, device: torch.device) -> Iterator[CompileJob]:
     yield from dispatch.select(problem, inputs).backend.missing_kernels(problem, inputs)
     if need.backward:
         out, lse = empty_out(inputs.q, problem.head_dim_v), empty_lse(inputs.q, problem.precision)
-        wanted = Needs(dbias=problem.bias is not None, dsinks=problem.sinks)
         chosen = dispatch.select(problem, inputs, backward=True).backend
-        yield from chosen.missing_kernels(problem, inputs, BackwardInputs(out, lse, out, None, wanted))
+        for dbias in (False, True) if problem.bias is not None else (False,):  # with its gradient other kernels may run
+            wanted = Needs(dbias=dbias, dsinks=problem.sinks)
+            yield from chosen.missing_kernels(problem, inputs, BackwardInputs(out, lse, out, None, wanted))
 
 
 def stand_ins(problem: Problem, device: torch.device) -> Inputs:

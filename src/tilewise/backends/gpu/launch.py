@@ -53,6 +53,12 @@ class Address:
     def data_ptr(self) -> int:
         return self.bytes if self.base is None else self.base.data_ptr() + self.bytes
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        assert self.base is not None
+        return self.base.dtype
+
 
 class Descriptor:
     """A tensor map for Triton's launcher, which reads just these fields."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.backward.choose import no_sums
+from tilewise.backends.hopper.backward.choose import no_sums, too_crowded
 from tilewise.backends.hopper.backward.config import widths
 from tilewise.backends.hopper.choose import crowded, shortage, unseen_by_all
 from tilewise.backends.hopper.compiler import newer_registers
@@ -20,6 +20,8 @@ def why_not(problem: Problem, pass_: str, pair: tuple[int, int]) -> str:
         return reason
     if pass_ not in ("forward", "backward", "backward_dkdv", "backward_dq"):
         return ""
+    if pass_ == "backward" and pair == (128, 128) and (reason := too_crowded(problem)):
+        return reason
     queries, keys, text = sides(problem, pass_)
     if pair[0] not in queries or pair[1] not in keys:
         return text

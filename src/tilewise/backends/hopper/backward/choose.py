@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from tilewise.backends.gpu.lists import list_layout
 from tilewise.backends.hopper.backward.config import (
     KEYS,
+    KEYS_SHORT,
     LISTED_SEPARATE_DQ,
     QUERIES,
     QUERIES_SHORT,
@@ -21,10 +23,12 @@ from tilewise.backends.hopper.backward.config import (
     widths,
 )
 from tilewise.backends.hopper.choose import Choice, cap_form, mask_config
+from tilewise.backends.hopper.compiler import newer_registers
 from tilewise.backends.hopper.config import used_columns
 from tilewise.backends.hopper.features import alibi_form, bias_form, gradient_form
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import all_seen, hides_in_tiles
+from tilewise.errors import PlanError
 from tilewise.masks import may_have_empty_rows
 from tilewise.problem import Problem
 
@@ -47,13 +51,16 @@ def separate_dq(problem: Problem, mask: IntervalMask) -> Choice:
         return Choice(True, reason)
     if problem.varlen:
         return Choice(False, "dQ is added up in memory: a packed batch may hold long sequences, whatever their mean")
-    tile = KEYS[widths(problem.head_dim, problem.head_dim_v)]
+    tile = sum_tiles(problem)[0]
     mean = keys_per_query(problem, mask, tile)
     if mean <= FEW_KEYS.get(tile.BLOCK_D, 0):
         return Choice(
             True, f"{mean:.0f} keys a query: recomputing scores for dQ costs less than clearing and casting its sums"
         )
-    return Choice(False, "dQ is added up in memory: five products a tile, not the seven of two kernels")
+    reason = "dQ is added up in memory: five products a tile, not the seven of two kernels"
+    if problem.bias is not None:
+        reason += "; where the gradient of the bias is wanted, two"
+    return Choice(False, f"{reason}; {crowd}" if (crowd := too_crowded(problem)) else reason)
 
 
 def no_sums(problem: Problem) -> str:
@@ -61,17 +68,48 @@ def no_sums(problem: Problem) -> str:
     tile = KEYS[widths(problem.head_dim, problem.head_dim_v)]
     if not tile.REDUCE_DQ:
         return "at 256 columns the registers hold 64 keys, and dQ would be added up for so few only"
-    if problem.bias is not None:
+    if problem.bias is not None and tile.BLOCK_D > 64:
         return "a bias finds no registers beside dQ, and its gradient is written where queries are held"
     if problem.deterministic:
         return "deterministic=True: sums in memory are added in any order"
-    if tile.ACC_FROM_STATS and (problem.softcap > 0 or problem.scale <= 0):
-        return "scores are more than products to accumulate from -lse, and subtracted statistics find no registers"
-    if tile.ACC_FROM_STATS and problem.dropout_p > 0:
-        return "dropout finds no registers beside 128 queries"
-    if tile.ACC_FROM_STATS and mask_of(problem).listed:
-        return "the mask of a list's tile finds no registers beside 128 queries"
     return ""
+
+
+def with_bias_gradient(problem: Problem) -> Problem:
+    """The problem as it is planned where the gradient of its bias is wanted: in two passes. Asked in every such call, so it is
+    kept with the problem."""
+    key = "hopper bias gradient"
+    if key not in problem.memory:
+        separate, asked = separate_dq(problem, mask_of(problem)).config, problem.asked("backward")
+        if not separate and asked:
+            raise PlanError(
+                f"tile: hopper has no {asked[0]}×{asked[1]} for backward with a gradient of the bias, which is written where "
+                "queries are held; name backward_dkdv or backward_dq"
+            )
+        usual = None if separate else keys_choices(problem, True)[0].config
+        tile = () if usual is None else ((*problem.tile, ("backward_dkdv", usual.BLOCK_M, usual.BLOCK_N)))
+        problem.memory[key] = replace(problem, tile=tile) if tile else None
+    return problem.memory[key] or problem
+
+
+def sum_tiles(problem: Problem) -> list[KeysConfig]:
+    """Tiles with dQ added up in memory, the usual one first."""
+    dims = widths(problem.head_dim, problem.head_dim_v)
+    tiles = [KEYS_SHORT[dims]] if too_crowded(problem) else [KEYS[dims], KEYS_SHORT[dims]]
+    return list(dict.fromkeys(tiles))
+
+
+def too_crowded(problem: Problem) -> str:
+    """Why the kernel with dQ's sums takes 64 queries at a time where it could take 128; "" if it takes those."""
+    if not KEYS[widths(problem.head_dim, problem.head_dim_v)].ACC_FROM_STATS:
+        return ""
+    if problem.softcap > 0 or problem.scale <= 0:
+        return "scores are more than products to accumulate from -lse, and statistics find no registers beside 128 queries"
+    if problem.dropout_p > 0:
+        return "dropout finds no registers beside 128 queries"
+    if problem.bias is not None:
+        return "a bias finds no registers beside 128 queries"
+    return "the mask of a list's tile finds no registers beside 128 queries" if mask_of(problem).listed else ""
 
 
 def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
@@ -80,7 +118,7 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
     if mask.listed:
         found = [tile for tile in listed_tiles(problem) if tile.REDUCE_DQ != separate]
     elif not separate:
-        found = [] if no_sums(problem) else [KEYS[dims]]
+        found = [] if no_sums(problem) else sum_tiles(problem)
     elif problem.softcap > 0 or problem.dropout_p > 0 or problem.bias is not None:  # which find no registers beside 128 queries
         found = [SEPARATE_DQ_SOFTCAP[dims], SPLIT[dims]]
     else:
@@ -97,7 +135,7 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
 def listed_tiles(problem: Problem) -> list[KeysConfig]:
     """Tiles of the kernel that holds keys for tile lists: with dQ added up in memory, if that may be, and without."""
     dims = widths(problem.head_dim, problem.head_dim_v)
-    sums = [] if no_sums(problem) else [KEYS[dims]]
+    sums = [] if no_sums(problem) else sum_tiles(problem)
     return [*sums, LISTED_SEPARATE_DQ[dims]]
 
 
@@ -164,15 +202,24 @@ def columns_config(problem: Problem, mask: IntervalMask, tile: KeysConfig) -> di
     used_v = used_columns(problem.head_dim_v, tile.BLOCK_DV) or tile.BLOCK_DV
     found: dict[str, Any] = {}
     if tile.REDUCE_DQ:
-        own = min(64, used)
-        found["DQ_PARTS"] = (own, own) if tile.BLOCK_M == 128 else (own, max(16, used - 64))
+        found["DQ_PARTS"] = dq_parts(tile.BLOCK_M, used)
     if tile.SPLIT and wide(tile):
         found["Q_STAGES"] = 3
         if holds(problem, mask):
             found["HELD"] = (used, used_v)
+    elif tile.REDUCE_DQ and tile.BLOCK_M == tile.BLOCK_D == 64:
+        crowded = problem.dropout_p > 0 and (mask.listed or problem.bias is not None)
+        found["HELD"] = (0, 0) if newer_registers() else (used, 0 if crowded else used_v)
     elif not tile.SPLIT and 64 < used < 128 and not mask.listed:
         found["HELD"] = (used, 64 if used <= 80 and used_v >= 64 else 0)
     return found
+
+
+def dq_parts(queries: int, used: int) -> tuple[int, int]:
+    """Columns of dQ by warpgroup: each has half of 128 queries, or half of the columns, whose units of 64 stay whole."""
+    if queries == 128:
+        return used, used
+    return (64, used - 64) if used > 64 else (max(16, used // 2), max(16, used // 2))
 
 
 def without_mask(config: KeysConfig) -> KeysConfig:

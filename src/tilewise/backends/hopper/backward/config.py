@@ -143,7 +143,7 @@ def _queries_config(d: int, dv: int) -> QueriesConfig:
 
 
 def widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The tiles' head dims: 64 only for both, since the warpgroups halve dQ's columns, which come in groups of 64."""
+    """The tiles' head dims: 64 of keys only where values have no more."""
     d, dv = padded(head_dim), padded(head_dim_v)
     return (max(d, 128), dv) if dv > 64 else (d, dv)
 
@@ -151,6 +151,8 @@ def widths(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 _WIDTHS = sorted({widths(d, dv) for d in WIDTHS for dv in WIDTHS})
 KEYS = {dims: _keys_config(*dims) for dims in _WIDTHS}
 """By padded head dims of keys and values; more on why: docs/hopper-backward-notes.md."""
+KEYS_SHORT = {**KEYS, (64, 64): KEYS[64, 64]._replace(BLOCK_M=64, ACC_FROM_STATS=False)}
+"""The same with 64 queries at a time at 64 columns too, which leaves registers for features."""
 SEPARATE_DQ = {dims: tile._replace(REDUCE_DQ=False) for dims, tile in KEYS.items()}
 """The same where dQ has a kernel of its own, which reads plain statistics."""
 SEPARATE_DQ[64, 64] = KEYS[64, 64]._replace(REDUCE_DQ=False, ACC_FROM_STATS=False, Q_STAGES=3, OVERLAP_SCORES=True)

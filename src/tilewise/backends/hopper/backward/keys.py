@@ -13,7 +13,8 @@ the last dV and dK, and dP behind it when those two are done. So a product of it
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.backward.reduce import DQ_COLUMNS, reduce_dq
+from tilewise.backends.hopper.backward.drop import dropped_both
+from tilewise.backends.hopper.backward.reduce import reduce_dq
 from tilewise.backends.hopper.backward.scores import (
     ListedQueries,
     accumulator_from,
@@ -53,7 +54,7 @@ from tilewise.backends.hopper.grad_tile import (
     locate_keys,
 )
 from tilewise.backends.hopper.lists import first_tile, next_listed, row_of, tile_number
-from tilewise.backends.hopper.operands import columns, zeros
+from tilewise.backends.hopper.operands import accumulator, columns, zeros
 from tilewise.backends.hopper.ring import matrix, matrix_in, release, stage, wait_full
 from tilewise.backends.hopper.work_tile import tile_at
 from tilewise.backends.hopper.zeroing import zero_unseeing_queries, zero_unseen_keys
@@ -72,7 +73,7 @@ def issue_dq(k_tile, ds_ring, n, live, WG: gl.constexpr, C: gl.constexpr):
         rows = ds_tile.slice(WG * 64, 64, dim=1).permute((1, 0))
         token = warpgroup_mma(rows, columns(k_tile, 0, OWN), zero, use_acc=False, is_async=True)
     else:
-        part = k_tile.slice(WG * DQ_COLUMNS, OWN, dim=1)
+        part = k_tile.slice(WG * C.DQ_PARTS[0], OWN, dim=1)
         token = warpgroup_mma(ds_tile.permute((1, 0)), part, zero, use_acc=False, is_async=True)
     return token
 
@@ -127,8 +128,8 @@ def step(grads, held, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.
         mbarrier.wait(rings.q.empty.index(at ^ 1), ((n - 1) >> 1) & 1)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, M]
     if C.DROPOUT:
-        dp_tile = dropped(dp_tile * a.keep_scale, kept, False)
-        p_tile = dropped(p_tile, kept, False)
+        p_tile, dp_tile = dropped_both(p_tile, dp_tile, kept)
+        dp_tile = dp_tile * a.keep_scale
     if not C.ACC_FROM_STATS:
         dp_tile = dp_tile - statistic(rings.stats, at, "delta", C)[None, :]
     ds_tile = (w_tile * dp_tile).to(DTYPE)
@@ -327,6 +328,9 @@ def process_tile(outputs, rings, tile, q_base, before, i, a, WG: gl.constexpr, C
     wait_full(rings.v, tile.index)
     k_rows = matrix(rings.k, tile.index).slice(WG * 64, 64, dim=0)
     zero_unseen_keys(k_rows, matrix(rings.v, tile.index).slice(WG * 64, 64, dim=0), tile, k0, 64, a, C)
+    if C.REDUCE_DQ and C.BIAS != "":
+        # dQ is looked at by nobody here, and 0 · inf is NaN: dK and dV tell of all that is infinite but keys
+        raise_flag(k_rows.load(accumulator(C.BLOCK_D)).to(gl.float32), a, C)
     if C.LISTS is not None:
         dk, dv, before = listed_gradients(rings, tile, q_base, before, a, WG, C)
     elif C.OVERLAP_SCORES:

@@ -13,6 +13,7 @@ from tilewise.backends.gpu.launch import Address, Descriptor, describable, view
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import MaskArgs
 from tilewise.backends.hopper.backward.arguments import BackwardPlan, Step, heads_together, make_plan
+from tilewise.backends.hopper.backward.choose import with_bias_gradient
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.feature_launch import (
     NONE,
@@ -55,7 +56,8 @@ class Memory(NamedTuple):
 
 
 class Again(NamedTuple):
-    """A call with a bias, made once more if something infinite came out: the flag and copies without what the bias hides."""
+    """A call with a bias, made once more if something infinite came out: the flag and copies without what the bias hides. Sums
+    of dQ begin at 0 again, and are rounded after that."""
 
     inputs: Inputs
     mask: MaskArgs
@@ -68,6 +70,9 @@ class Again(NamedTuple):
         flag, q, k, v, dout = self.copies
         keys = hidden_launch(problem, self.inputs, self.mask, flag, ((memory.k, k), (memory.v, v)), True, self.added)
         queries = hidden_launch(problem, self.inputs, self.mask, flag, ((memory.q, q), (memory.dout, dout)), False)
+        if plan.dq:
+            sums = queries.args[0]._replace(cleared=sums_of(plan, memory), size=plan.dq)
+            queries = queries._replace(args=(sums,))
         clean = memory._replace(q=q, k=k, v=v, dout=dout)
         main = [step for step in steps if isinstance(step.arguments, Arguments)]
         main = [step._replace(arguments=step.arguments._replace(bias_again=1)) for step in main]
@@ -77,6 +82,8 @@ class Again(NamedTuple):
 def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
     """The gradients of a supported problem, on the current stream."""
     out, lse, dout, dlse, needs = given
+    if needs.dbias and inputs.bias is not None:
+        problem = with_bias_gradient(problem)
     lse = lse.contiguous()  # a part of the queries may lie within more of them
     q, k, v = inputs[:3]
     strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
@@ -170,7 +177,8 @@ def launch(
         steps = tuple(step._replace(arguments=with_features(step.arguments, features)) for step in steps)
     launches = [launch_of(step, recording.plan, tidy, terms) for step in steps]
     if again is not None:
-        launches += again.launches(problem, steps, recording.plan, tidy, terms)
+        before = len(steps) - (steps[-1].name == "postprocess_kernel")
+        launches[before:before] = again.launches(problem, steps, recording.plan, tidy, terms)
     if tidy is memory:
         recording.record(tensors, launches)
     else:  # over copies of this call alone
@@ -218,7 +226,7 @@ def readable(memory: Memory) -> Memory:
 
 def launch_of(step: Step, plan: BackwardPlan, memory: Memory, terms: tuple[Term, ...]) -> Launch:
     """A step over these tensors."""
-    scratch: dict[str, Any] = {"stats_ptr": memory.scratch, "dq_ptr": Address(4 * plan.stats, memory.scratch)}
+    scratch: dict[str, Any] = {"stats_ptr": memory.scratch, "dq_ptr": sums_of(plan, memory)}
     maps: tuple[Any, ...] = ()
     arguments: Any = step.arguments
     if isinstance(arguments, PrePostArguments):
@@ -239,6 +247,11 @@ def launch_of(step: Step, plan: BackwardPlan, memory: Memory, terms: tuple[Term,
             arguments = arguments._replace(**packed)
         maps = descriptors(step.config, memory, plan.stats)
     return Launch(step.kernel, step.programs, (*maps, arguments), step.config)
+
+
+def sums_of(plan: BackwardPlan, memory: Memory) -> Address:
+    """Where dQ is added up: behind the statistics."""
+    return Address(4 * plan.stats, memory.scratch)
 
 
 def descriptors(config: KeysConfig | QueriesConfig, memory: Memory, stats: int) -> tuple[Descriptor, ...]:

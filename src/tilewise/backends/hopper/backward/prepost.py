@@ -5,7 +5,7 @@ One program for each query tile. Statistics of rows past the last make their wei
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.backward.reduce import DQ_COLUMNS, fragment_offsets
+from tilewise.backends.hopper.backward.reduce import fragment_offsets
 from tilewise.backends.hopper.compat import gl, gluon
 from tilewise.backends.hopper.softmax import INF, LOG2E
 from tilewise.backends.hopper.work_tile import divide, find_sequence
@@ -72,7 +72,7 @@ def preprocess_kernel(a, C: gl.constexpr):
     do_tile = load_plane(a.dout, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)
     if C.REDUCE_DQ:
         for part in gl.static_range(2):
-            clear(a.dq_ptr + t.to(gl.int64) * (M * C.BLOCK_D) + part * (64 * DQ_COLUMNS), 64 * C.DQ_PARTS[part])
+            clear(a.dq_ptr + t.to(gl.int64) * (M * C.BLOCK_D) + part * (M * C.BLOCK_D // 2), 64 * C.DQ_PARTS[part])
     products = out_tile * do_tile
     if a.sinks_ptr is not None:
         # a row whose sink has all the weight: its gradient, infinite or not, must not count
@@ -135,5 +135,5 @@ def postprocess_kernel(a, C: gl.constexpr):
     tile = a.dq_ptr + gl.program_id(0).to(gl.int64) * (M * C.BLOCK_D)
     for part in gl.static_range(2):
         m0 = part * 64 if M == 128 else 0
-        d0 = 0 if M == 128 else part * DQ_COLUMNS
-        round_part(tile + part * (64 * DQ_COLUMNS), base, m0, d0, left, a, C.DQ_PARTS[part])
+        d0 = 0 if M == 128 else part * C.DQ_PARTS[0]
+        round_part(tile + part * (M * C.BLOCK_D // 2), base, m0, d0, left, a, C.DQ_PARTS[part])

@@ -5,9 +5,6 @@ from __future__ import annotations
 from tilewise.backends.hopper.compat import gl, gluon
 from tilewise.backends.hopper.operands import accumulator
 
-DQ_COLUMNS = gl.constexpr(64)
-"""Columns of dQ that a warpgroup computes at a time, at most."""
-
 
 @gluon.jit
 def fragment_offsets(N: gl.constexpr):
@@ -20,9 +17,9 @@ def fragment_offsets(N: gl.constexpr):
 
 @gluon.jit
 def reduce_dq(dq_tile, part, stat_tile, a, C: gl.constexpr):
-    """Add a part of dQ, of up to DQ_COLUMNS columns, in memory, four numbers at a time; parts of a tile follow one another."""
+    """Add a part of dQ, in memory, four numbers at a time. Each of the two parts of a tile has half of its memory."""
     offsets = fragment_offsets(dq_tile.type.shape[1])
-    base = a.dq_ptr + stat_tile.to(gl.int64) * (C.BLOCK_M * C.BLOCK_D) + part * (64 * DQ_COLUMNS)
+    base = a.dq_ptr + stat_tile.to(gl.int64) * (C.BLOCK_M * C.BLOCK_D) + part * (C.BLOCK_M * C.BLOCK_D // 2)
     gl.inline_asm_elementwise(
         "red.relaxed.gpu.global.add.v4.f32 [$1], {$5, $6, $7, $8};\nmov.b32 $0, 0;",
         "=r,l,l,l,l,f,f,f,f",
