@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 WIDTHS = (64, 128)
 """Head dims of tiles; others are padded by the loads with zeros to the next."""
-OVERLAPS = ("none", "turns", "queue", "queue turns")
-"""See `JvpConfig.OVERLAP`."""
+OVERLAPS = ("none", "turns", "half turns", "queue", "queue turns")
+"""See `JvpConfig.OVERLAP`. The last two find registers with 64 columns only."""
 
 
 class JvpConfig(NamedTuple):
@@ -21,8 +21,9 @@ class JvpConfig(NamedTuple):
     REGISTERS: tuple[int, int]  # of a thread of a consumer, and of the producer
     OVERLAP: str
     # what the softmax of a warpgroup runs under, beside the products of its own S_t: "none" under what the other one happens to
-    # multiply, "turns" under the other one's products, which they issue in turns. With "queue" a warpgroup issues the products of
-    # the next scores behind those with values, at once: no gap between them, but all of their registers are held together
+    # multiply, "turns" under the other one's products, which they issue in turns, a step at a time. "half turns" are twice as
+    # many, for products with values and for those of scores: the gap between them is the other one's turn. With "queue" a
+    # warpgroup issues the latter behind the former, at once: no gap, but all of their registers are held together
     Q_T: bool = True  # which inputs have a tangent
     K_T: bool = True
     V_T: bool = True

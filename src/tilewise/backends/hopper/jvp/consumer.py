@@ -6,7 +6,7 @@ from tilewise.backends.hopper.compat import PINGPONG_BARRIER, gl, gluon, named_b
 from tilewise.backends.hopper.consumer import tiles_without_mask
 from tilewise.backends.hopper.epilogue import await_stores
 from tilewise.backends.hopper.jvp.epilogue import finish
-from tilewise.backends.hopper.jvp.mainloop import Held, first_step, last_values, step
+from tilewise.backends.hopper.jvp.mainloop import Held, first_step, last_values, step, takes_turns
 from tilewise.backends.hopper.mainloop import WarpgroupRows
 from tilewise.backends.hopper.ring import Ring, release, wait_full
 from tilewise.backends.hopper.work_tile import locate, next_tile, tile_at
@@ -67,7 +67,7 @@ def attend(rings, q_n, kv_base, rows, a, WG: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def consume(o_desc, o_t_desc, o_buffers, rings, a, WG: gl.constexpr, C: gl.constexpr):
     """All work tiles of this program, rows [64 WG, 64 WG + 64) of each."""
-    TURNS: gl.constexpr = C.OVERLAP == "turns" or C.OVERLAP == "queue turns"
+    TURNS: gl.constexpr = takes_turns(C)
     if TURNS:
         if WG == 1:
             named_barrier("arrive", PINGPONG_BARRIER)  # warpgroup 0 goes first

@@ -67,15 +67,21 @@ def slack_of(dtype):
 
 
 @gluon.constexpr_function
+def takes_turns(C):
+    """Do the warpgroups issue products in turns?"""
+    return C.OVERLAP.endswith("turns")
+
+
+@gluon.constexpr_function
 def column_spans(C):
     """The columns of a product over head dims."""
     return spans(0, C.QK_COLUMNS if C.QK_COLUMNS > 0 else C.BLOCK_D)
 
 
 @gluon.constexpr_function
-def products_of_tangent(C):
-    """Products in flight for S_t."""
-    return len(column_spans(C)) * (int(C.Q_T) + int(C.K_T))
+def terms_of_tangent(C):
+    """How many S_t is a sum of: none, Q_t·Kᵀ, Q·K_tᵀ or both."""
+    return int(C.Q_T) + int(C.K_T)
 
 
 @gluon.jit
@@ -185,7 +191,7 @@ def first_step(q, n, rows, key0, a, MASKED: gl.constexpr, C: gl.constexpr):
     words = rows.row0
     if MASKED:
         words = key_words(rows, key0, a, C)
-    BEHIND: gl.constexpr = products_of_tangent(C)
+    BEHIND: gl.constexpr = len(column_spans(C)) * terms_of_tangent(C)
     s_tile = scores(warpgroup_mma_wait(BEHIND, deps=[s_token]), a, C)  # [64, N]
     if MASKED:
         s_tile = where_set(words, s_tile, -INF)
@@ -203,15 +209,20 @@ def first_step(q, n, rows, key0, a, MASKED: gl.constexpr, C: gl.constexpr):
 def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """Key tile n, which has landed as have the values before it; `more`: another follows."""
     QUEUED: gl.constexpr = C.OVERLAP == "queue" or C.OVERLAP == "queue turns"
-    TURNS: gl.constexpr = C.OVERLAP == "turns" or C.OVERLAP == "queue turns"
-    BEHIND: gl.constexpr = products_of_tangent(C)
+    HALVES: gl.constexpr = C.OVERLAP == "half turns"
+    TURNS: gl.constexpr = takes_turns(C)
+    BEHIND: gl.constexpr = len(column_spans(C)) * terms_of_tangent(C)
     rings = q.rings
     if TURNS:
         named_barrier("sync", PINGPONG_BARRIER + WG)
     tokens, weights = issue_values(state, rings.v, rings.v_t, n - 1, C)
+    if HALVES:
+        named_barrier("arrive", PINGPONG_BARRIER + (1 - WG))
     if not QUEUED:
         o, o_t = accumulators_of(warpgroup_mma_wait(0, deps=tokens + weights), 0, C)
         release(rings.v, n - 1)
+    if HALVES:
+        named_barrier("sync", PINGPONG_BARRIER + WG)
     s_token, u_token = issue_scores(q, n, C)
     if TURNS:
         named_barrier("arrive", PINGPONG_BARRIER + (1 - WG))
