@@ -255,7 +255,7 @@ JVP_FEW = ("d64 causal", "d128 full", "d128 causal")
 JVP: list[tuple[Any, ...]] = [
     *((f"d{d} {name}", d, mask) for d in (64, 128) for name, mask in MASKS.items()),
     *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in (64, 128) for name in ("full", "causal", "window")),
-    *((f"d{d} causal of {moving}", d, {**MASKS["causal"], "moving": moving}) for d in (64, 128) for moving in ("q", "v", "qk", "kv")),
+    *((f"d{d} causal of {x}", d, {**MASKS["causal"], "moving": x}) for d in (64, 128) for x in ("q", "v", "qk", "kv")),
     *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((32, 32), (64, 128), (96, 96), (128, 64))),
     *((f"d{d} fp16", d, {"dtype": "float16"}) for d in (64, 128)),
     ("d128 full tail", 128, {"seqlen": 3000}),
