@@ -50,6 +50,7 @@ class Check:
     latent: int = 0  # columns of keys whose first are the values
     invariant: bool = False
     stats: tuple[str, ...] = ()
+    moving: str = "qkv"  # inputs with a tangent, of a JVP on Hopper
 
     @property
     def name(self) -> str:
@@ -167,9 +168,9 @@ PORTABLE = (
 
 
 def hopper(backend: str, name: str, d: int = 128, dv: int | None = None, few: bool = False, **more: Any) -> Check:
-    made, stats = more.pop("made", None), more.pop("stats", ())
+    own = {field: more.pop(field) for field in ("made", "stats", "moving") if field in more}
     sizes = {"batch": 2, "heads": 4, "seqlen": 3072, "head_dim": d, "head_dim_v": dv or d, "dtype": "bfloat16"}
-    return Check(backend, Case(name, **{**sizes, **more}), targets=HOPPER_ONLY, few=few, made=made, stats=stats)
+    return Check(backend, Case(name, **{**sizes, **more}), targets=HOPPER_ONLY, few=few, **own)
 
 
 WIDTHS = (64, 128, 256)
@@ -262,10 +263,21 @@ BACKWARD: list[tuple[Any, ...]] = [
     *((f"d{d} causal {m}x{n}", d, {"mask": "causal", "tile": (("backward_dkdv", m, n), ("backward_dq", 128, 64))})
       for d, m, n in ((64, 64, 128), (64, 64, 64), (128, 64, 64))),
 ]  # fmt: skip
+JVP_FEW = ("d64 causal", "d128 full", "d128 causal")
+JVP: list[tuple[Any, ...]] = [
+    *((f"d{d} {name}", d, mask) for d in (64, 128) for name, mask in MASKS.items()),
+    *((f"d{d} {name} varlen", d, {**MASKS[name], **PACKED}) for d in (64, 128) for name in ("full", "causal", "window")),
+    *((f"d{d} causal of {x}", d, {**MASKS["causal"], "moving": x}) for d in (64, 128) for x in ("q", "v", "qk", "kv")),
+    *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((32, 32), (64, 128), (96, 96), (128, 64))),
+    *((f"d{d} fp16", d, {"dtype": "float16"}) for d in (64, 128)),
+    ("d128 full tail", 128, {"seqlen": 3000}),
+    ("negative scale", 128, {"scale": -1.0}),
+]  # fmt: skip
 CHECKS = (
     *PORTABLE,
     *(hopper("hopper", name, d, few=name in (*FORWARD_FEW, *FEATURES_FEW), **more) for name, d, more in FORWARD),
     *(hopper("hopper-backward", name, d, few=name in (*BACKWARD_FEW, *FEATURES_FEW), **more) for name, d, more in BACKWARD),
+    *(hopper("hopper-jvp", name, d, few=name in JVP_FEW, **more) for name, d, more in JVP),
 )
 BY_NAME = {check.name: check for check in CHECKS}
 assert len(BY_NAME) == len(CHECKS), "two checks of one name"

@@ -65,9 +65,13 @@ def compile_check(check: Check, target: str, kernels: tuple[str, ...] = ()) -> I
     if check.backend == "triton":
         yield from _portable(check, problem, inputs, gpu, target, kernels or check.kernels)
         return
-    from tools.hopper_launches import planned_kernels
+    from tools.hopper_launches import jvp_kernel, planned_kernels
 
     start = time.perf_counter()
+    if check.backend == "hopper-jvp":
+        name, kernel, config, tile = jvp_kernel(problem, gpu, check.moving)
+        yield Compiled(name, kernel, config, str(tile), time.perf_counter() - start, tile)
+        return
     for name, kernel, config, tile in planned_kernels(problem, gpu, backward=check.backend != "hopper"):
         yield Compiled(name, kernel, config, str(tile), time.perf_counter() - start, tile)
 
@@ -170,7 +174,7 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
     plans are not compared."""
     from tools import gpu_launches
     from tools.hopper_launches import plan_faults
-    from tools.machine_code import backward_faults, facts, forward_faults, portable_faults
+    from tools.machine_code import backward_faults, facts, forward_faults, jvp_faults, portable_faults
 
     from tilewise.backends.hopper.compiler import newer_registers
     from tilewise.hardware import device
@@ -184,6 +188,9 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
         seen = "entropy" in check.stats  # 2 accesses a step and 264 bytes at head dim 128 under 3.9; none under 3.6 and 3.7
         may_spill = (newer and (tight or listed or seen)) or full_of_features(check.case)
         return known, [*forward_faults(known, compiled.config, may_spill, newer), *planned]
+    if check.backend == "hopper-jvp":
+        planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
+        return known, [*jvp_faults(known, compiled.config), *planned]
     if check.backend == "hopper-backward":
         may_spill = newer or (compiled.name != "queries_kernel" and short_of_registers(check.case))
         may_spill |= full_of_features(check.case)

@@ -9,6 +9,9 @@ from typing import Any
 from tilewise.backends.hopper import arguments, plan
 from tilewise.backends.hopper.backward import arguments as backward_arguments
 from tilewise.backends.hopper.compile import compile_kernel
+from tilewise.backends.hopper.jvp import arguments as jvp_arguments
+from tilewise.backends.hopper.jvp.choose import Moving
+from tilewise.backends.hopper.jvp.compile import compile_jvp
 from tilewise.hardware import lookup
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
@@ -30,6 +33,15 @@ def planned_kernels(problem: Problem, gpu: Any, *, backward: bool) -> Iterator[K
         return
     for step in backward_arguments.make_plan(problem, spec, lambda name, *what: compile_kernel(gpu, name, *what)).steps:
         yield step.name, step.kernel, step.config, tiles[step.name]
+
+
+def jvp_kernel(problem: Problem, gpu: Any, moving: str) -> Kernel:
+    """The kernel of a JVP; `moving` names the inputs with a tangent. Where one has none, its tile is not the planned one."""
+    spec = lookup("h200")
+    moves = Moving(*(name in moving for name in "qkv"))
+    made = jvp_arguments.make_plan(problem, spec, lambda *what: compile_jvp(gpu, *what), moves)
+    planned = plan.described(problem, "jvp", made.config, "")
+    return "jvp_kernel", made.kernel, made.config, planned.tile
 
 
 def plan_faults(facts: Any, ptx: str, tile: TilePlan) -> list[str]:

@@ -198,6 +198,9 @@ FORWARD_STACK_NEWER = 192
 """The same from Triton 3.8 on, where three warpgroups at head dim 64 keep 42 registers there."""
 LISTED_SAVES = 2
 """In the loop over a list's PARTIAL tiles: the address of an array is read back from memory, once for a tile."""
+JVP_STACK = 96
+JVP_SAVES = 4
+"""At the edges of a mask, so in a few tiles; and one in every tile of packed sequences, whose place is kept."""
 BACKWARD_STACK = 64
 BACKWARD_SAVES = 4
 """In both loops together: at head dim 64 one register more than there are waits in memory for a step."""
@@ -257,6 +260,28 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
         "the rescaling factor is not exp2 of a plain difference": config.SCORES == "fold"
         and any(loop.count("FFMA") != config.BLOCK_N // 2 + 2 + entropy + alibi for loop in loops),
         "the softmax waits for P·V": sum(loop.overlaps for loop in loops) < overlapping,
+    }
+    return _those(checks)
+
+
+def jvp_faults(facts: Facts, config: Any) -> list[str]:
+    """Of the Hopper JVP."""
+    loops, unknown = facts.loops, unwritten(facts.code)
+    moving = config.Q_T or config.K_T
+    masked = config.BAND + config.LEFT
+    held = config.BLOCK_N * accumulators(config.V_COLUMNS, config.BLOCK_DV) * (1 + moving + config.V_T) // 16
+    products = (config.QK_COLUMNS or config.BLOCK_D) * (1 + config.Q_T + config.K_T) // 16 + held
+    saved = [loop.count("LDL", "STL") for loop in sorted(loops, key=lambda loop: len(loop.body))]  # those without a mask first
+    checks = {
+        **hopper_faults(facts, config),
+        f"registers are read that some path leaves unwritten: {unknown[:3]}": unknown,
+        f"{len(loops)} loops multiply, expected {2 * (1 + masked)}": len(loops) != 2 * (1 + masked),
+        f"a loop has not {products} products": any(loop.count("HGMMA") != products for loop in loops),
+        f"loops use local memory: {saved}": max(saved[:2], default=0) > config.VARLEN or max(saved, default=0) > JVP_SAVES,
+        f"{facts.stack} bytes of registers saved in memory": facts.stack > JVP_STACK,
+        "weights do not come from registers": any(loop.register_products != held for loop in loops),
+        "the output is rescaled where no row needs it": not all(loop.count("VOTE") for loop in loops),
+        "products are waited for one by one": any(loop.count("WARPGROUP.DEPBAR") > 3 for loop in loops),
     }
     return _those(checks)
 

@@ -87,6 +87,17 @@ def test_a_repeated_call_has_its_own_tensors(recorder: Recorder, kernel: Compile
     assert len(recorder._recordings) == (4 if varlen else 2)
 
 
+def test_a_tensor_in_two_places_is_not_taken_for_one_argument(recorder: Recorder, kernel: Compiled) -> None:
+    """attention(x, x, x), and then with three tensors."""
+    problem = Problem.of(batch=2, heads=4, seqlen=64, head_dim=64, dtype="float16", device="cuda")
+    for places in ("aaa", "abc", "aba", "bca", "bbb"):
+        x = {name: torch.randn(2, 4, 64, 64).half() for name in places}
+        kernel.launched.clear()
+        forward.run_forward(problem, Inputs(*(x[name] for name in places)))
+        given = [arg.base.data_ptr() for arg in kernel.launched[0] if isinstance(arg, Descriptor)]
+        assert given[:3] == [x[name].data_ptr() for name in places]
+
+
 def test_gradients_that_are_copied_are_not_recorded(recorder: Recorder, kernel: Compiled) -> None:
     problem = Problem.of(batch=2, heads=4, seqlen=64, head_dim=64, dtype="float16", device="cuda")
     for seed in range(3):

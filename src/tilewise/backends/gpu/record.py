@@ -5,7 +5,8 @@ they are kept too, since allocators hand out the same memory again and again.
 
 Key: all that launches depend on but addresses. That is the problem without the tensors of its mask (`problem_key`), what the
 caller adds (which kernels, device, strides, wanted gradients), and the remainders of the addresses modulo 16, since kernels are
-compiled for aligned memory. A problem that was met before remembers its recordings by the caller's key, which costs little.
+compiled for aligned memory, with which of them are equal, as in attention(x, x, x). A problem that was met before remembers its
+recordings by the caller's key, which costs little.
 
 Limit: RECORDINGS of them, each bound to BINDINGS sets of addresses. When one is full, all of its entries are dropped.
 
@@ -159,6 +160,11 @@ def bound(run: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
     return partial(launcher, *encoded[0])
 
 
+def pattern(addresses: Sequence[int]) -> tuple[int, ...]:
+    """Their remainders modulo 16, and which of them are one: a template does not tell a tensor in two places apart."""
+    return *[address % 16 for address in addresses], *map(addresses.index, addresses)
+
+
 class Recording:
     """What calls with the same key share: `plan`, which was made for the first of them, and their launches."""
 
@@ -171,13 +177,13 @@ class Recording:
         self._bound: dict[tuple[int, ...], list[Callable[[], Any]]] = {}
 
     def repeat(self, tensors: Tensors) -> bool:
-        """Launch the recorded kernels over these tensors. False if there are none for the remainders of their addresses."""
+        """Launch the recorded kernels over these tensors. False if there are none for the pattern of their addresses."""
         if not self._templates:
             return False
         key = (current_stream(self.device), *[x.data_ptr() for x in tensors if x is not None])
         calls = self._bound.get(key)
         if calls is None:
-            templates = self._templates.get(tuple([address % 16 for address in key[1:]]))
+            templates = self._templates.get(pattern(key[1:]))
             if templates is None:
                 return False
             if len(self._bound) >= BINDINGS:
@@ -194,8 +200,7 @@ class Recording:
         """
         if self.kept and not (interpreting() or is_collecting()) and (self._met or launches[0].options is None):
             present = [x for x in tensors if x is not None]
-            remainders = tuple([x.data_ptr() % 16 for x in present])
-            self._templates[remainders] = [Template(launch, present) for launch in launches]
+            self._templates[pattern([x.data_ptr() for x in present])] = [Template(launch, present) for launch in launches]
             self.repeat(tensors)
             return
         self._met = True

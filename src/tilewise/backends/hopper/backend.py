@@ -8,11 +8,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Backend, BackwardInputs, CompileJob, Grads, Inputs, Statistics, Verdict
+from tilewise.backends.base import (
+    Backend,
+    BackwardInputs,
+    CompileJob,
+    Grads,
+    Inputs,
+    Jvp,
+    Statistics,
+    Tangents,
+    Verdict,
+)
 from tilewise.backends.gpu.compiled import missing
 from tilewise.backends.gpu.launch import describable, interpreting, on_device
 from tilewise.backends.hopper import plan
 from tilewise.backends.hopper.backward.launch import run_backward
+from tilewise.backends.hopper.jvp.launch import run_jvp
 from tilewise.backends.hopper.launch import run_forward, run_statistics
 from tilewise.problem import Problem
 
@@ -62,6 +73,12 @@ class Hopper(Backend):
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         return on_device(inputs.q.device, run_backward, problem, inputs, given)
+
+    def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
+        return Verdict.of(*plan.derivative_obstacles(problem, derivative))
+
+    def jvp(self, problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
+        return on_device(inputs.q.device, run_jvp, problem, inputs, tangents)
 
 
 def layout_reason(name: str, x: Tensor) -> str | None:

@@ -21,6 +21,8 @@ from tilewise.backends.hopper.compiler import newer_registers
 from tilewise.backends.hopper.config import WIDTHS, tiles_for
 from tilewise.backends.hopper.features import feature_obstacles, slow_feature, statistics_obstacle
 from tilewise.backends.hopper.intervals import interval_mask, mask_of
+from tilewise.backends.hopper.jvp import choose as jvp
+from tilewise.backends.hopper.jvp.shared_memory import on_chip as jvp_on_chip
 from tilewise.backends.hopper.limits import why_not
 from tilewise.backends.hopper.list_plan import list_arguments, list_obstacle
 from tilewise.backends.hopper.shared_memory import on_chip, warps_of
@@ -38,6 +40,7 @@ KERNELS = {
     "backward_dkdv": "keys_kernel",
     "backward_dq": "queries_kernel",
     "backward_postprocess": "postprocess_kernel",
+    "jvp": "jvp_kernel",
 }
 
 
@@ -80,6 +83,21 @@ def declines(problem: Problem, spec: DeviceSpec | None = None, *, backward: bool
         rows = problem.seqlen_q * problem.group
         return f"{rows} rows would leave most of a tile empty; split keys serve so few queries better"
     return slow_feature(problem, backward)
+
+
+def derives(problem: Problem, spec: DeviceSpec, *, derivative: str) -> Verdict:
+    """Has it this derivative of a problem whose backward it supports?"""
+    return Verdict.of(*derivative_obstacles(problem, derivative))
+
+
+def derivative_obstacles(problem: Problem, derivative: str) -> list[str]:
+    """Everything that keeps the kernels from a derivative of a problem whose backward they serve."""
+    return [f"hopper has no {derivative}"] if derivative != "jvp" else [*jvp.obstacles(problem)]
+
+
+def derivative_tiles(problem: Problem, spec: DeviceSpec, derivative: str) -> dict[str, TilePlan]:
+    """The tile of a JVP that is served, where all of q, k and v move."""
+    return {"jvp": offers(problem, "jvp")[0].tile} if derivative == "jvp" else {}
 
 
 def tiles(problem: Problem, spec: DeviceSpec) -> dict[str, TilePlan]:
@@ -131,6 +149,8 @@ def configs(problem: Problem, pass_: str) -> list[Choice]:
         return forward_choices(problem, newer_registers())
     if pass_ in ("backward", "backward_dkdv"):
         return keys_choices(problem, pass_ == "backward_dkdv")
+    if pass_ == "jvp":
+        return [] if any(jvp.obstacles(problem)) else [jvp.jvp_choice(problem)]
     if pass_ not in KERNELS:
         return []
     separate = separate_dq(problem, mask_of(problem)).config
@@ -145,7 +165,7 @@ def described(problem: Problem, pass_: str, config: Any, reason: str) -> Planned
     asked = problem.asked(pass_) == (config.BLOCK_M, config.BLOCK_N)
     around = pass_ in ("backward_preprocess", "backward_postprocess")
     kernel = "split_kernel" if getattr(config, "SPLIT", False) and not around else KERNELS[pass_]
-    stages = {"forward": "KV_STAGES", "backward_dq": "K_STAGES"}.get(pass_, "Q_STAGES")
+    stages = {"forward": "KV_STAGES", "jvp": "KV_STAGES", "backward_dq": "K_STAGES"}.get(pass_, "Q_STAGES")
     tile = TilePlan(
         block_q=config.BLOCK_M,
         block_k=1 if around else config.BLOCK_N,
@@ -155,13 +175,20 @@ def described(problem: Problem, pass_: str, config: Any, reason: str) -> Planned
         source="user" if asked else "table",
         kernel=kernel,
         outer="keys" if pass_ in ("backward", "backward_dkdv") else "queries",
-        on_chip=on_chip(kernel, config, mask_of(problem), list_arguments(problem, config)),
+        on_chip=bytes_of(problem, kernel, config),
         registers=0 if around else config.REGISTERS[0],
         resident=0 if around else 1,
         persistent=not around,
         reasons=("asked for" if asked else reason,),
     )
     return Planned(tile, config)
+
+
+def bytes_of(problem: Problem, kernel: str, config: Any) -> tuple[tuple[str, int], ...]:
+    """Shared memory of a kernel by buffer."""
+    if kernel == "jvp_kernel":
+        return jvp_on_chip(config, mask_of(problem))
+    return on_chip(kernel, config, mask_of(problem), list_arguments(problem, config))
 
 
 def refused_tiles(problem: Problem, backward: bool) -> Iterator[str]:
@@ -172,7 +199,7 @@ def refused_tiles(problem: Problem, backward: bool) -> Iterator[str]:
         return
     for pass_, pair in asked.items():
         if (pass_ in FORWARD and not backward) or (pass_ not in FORWARD and backward):
-            has = [planned.tile for planned in offers(problem, pass_)] if pass_ in (*GRADIENTS, "forward") else []
+            has = [planned.tile for planned in offers(problem, pass_)] if pass_ in (*GRADIENTS, "forward", "jvp") else []
             if pair not in [tile.sizes for tile in has]:
                 yield refusal("hopper", pass_, pair, has, why_not(problem, pass_, pair))
 
