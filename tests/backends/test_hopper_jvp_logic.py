@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from tests.backends.gluon_threads import Descriptor, kernels
 from tests.backends.gluon_values import Value
-from tests.backends.hopper_lists import order_of
+from tests.backends.hopper_lists import order_of, owners_of
 from tests.backends.test_hopper_backward_logic import PAD, Shape, build, start, wrapped
 from tests.backends.test_hopper_forward_logic import extend
 from tests.numerics import checks
@@ -83,6 +83,7 @@ def run(problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
             cu_k=inputs.cu_k if packed else None,
             terms=tuple(Term(*term_on(term, problem.batch, torch.device("cpu"))) for term in mask_of(problem).terms),
             order=order_of(plan.arguments),
+            owners=owners_of(plan.arguments),
             out=Rows(out, out.stride(1), out.stride(2), out.shape[3]) if packed else None,
             out_t=Rows(out_t, out_t.stride(1), out_t.stride(2), out_t.shape[3]) if packed else None,
         )

@@ -49,15 +49,14 @@ def separate_dq(problem: Problem, mask: IntervalMask) -> Choice:
         return Choice(True, "asked for")
     if reason := no_sums(problem):
         return Choice(True, reason)
-    if problem.varlen:
-        return Choice(False, "dQ is added up in memory: a packed batch may hold long sequences, whatever their mean")
+    reason = "dQ is added up in memory: five products a tile, not the seven of two kernels"
     tile = sum_tiles(problem)[0]
-    mean = keys_per_query(problem, mask, tile)
-    if mean <= FEW_KEYS.get(tile.BLOCK_D, 0):
+    if problem.varlen:
+        reason = "dQ is added up in memory: a packed batch may hold long sequences, whatever their mean"
+    elif (mean := keys_per_query(problem, mask, tile)) <= FEW_KEYS.get(tile.BLOCK_D, 0):
         return Choice(
             True, f"{mean:.0f} keys a query: recomputing scores for dQ costs less than clearing and casting its sums"
         )
-    reason = "dQ is added up in memory: five products a tile, not the seven of two kernels"
     if problem.bias is not None:
         reason += "; where the gradient of the bias is wanted, two"
     return Choice(False, f"{reason}; {crowd}" if (crowd := too_crowded(problem)) else reason)

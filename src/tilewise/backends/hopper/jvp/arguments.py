@@ -46,6 +46,7 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, moving: Moving 
         cu_q=cu,
         cu_k=cu,
         order=order,
+        owners="*i32" if config.ORDERED else None,
         out=rows,
         out_t=rows,
         terms=tuple(typed(term) for term in mask.terms),

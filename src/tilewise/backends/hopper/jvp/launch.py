@@ -41,13 +41,14 @@ def run_jvp(problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
         terms = device_terms(problem, q)
         tensors += tensors_of(terms)
     plan = recording.plan
-    order = plan.arguments.order
+    ordered = {}
     if cu_q is not None and cu_k is not None:
         cluster = partial(heads_together, problem, plan.config, CLUSTER_BYTES[1] // 2)
         order = packed_order(problem, q, Lengths(cu_q, cu_k), plan.config, plan.arguments, False, cluster)
-        tensors += (order,)
+        ordered = order._asdict()
+        tensors += order
     if not recording.repeat(tensors):
-        recording.record(tensors, [launch_of(plan, tensors, terms, order)])
+        recording.record(tensors, [launch_of(plan, tensors, terms, ordered)])
     return Jvp(out, lse, out_t, lse_t)
 
 
@@ -56,8 +57,8 @@ def mappable(x: Tensor) -> Tensor:
     return x if describable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def launch_of(plan: JvpPlan, tensors: Tensors, terms: tuple[Term, ...], order: Any) -> Launch:
-    """The kernel over these tensors; `terms` of a mask without tensors are the plan's."""
+def launch_of(plan: JvpPlan, tensors: Tensors, terms: tuple[Term, ...], ordered: dict[str, Tensor]) -> Launch:
+    """The kernel over these tensors; `terms` of a mask without tensors are the plan's, as is the order if none is given."""
     out, out_t, lse, lse_t, cu_q, cu_k = tensors[6:12]
     assert out is not None and out_t is not None
     a = plan.arguments._replace(
@@ -65,7 +66,7 @@ def launch_of(plan: JvpPlan, tensors: Tensors, terms: tuple[Term, ...], order: A
         lse_t_ptr=lse_t,
         cu_q=cu_q,
         cu_k=cu_k,
-        order=order,
+        **ordered,
         terms=terms or plan.arguments.terms,
         out=None if cu_q is None else packed_rows(out),
         out_t=None if cu_q is None else packed_rows(out_t),

@@ -34,7 +34,7 @@ def arguments(config: JvpConfig, mask: IntervalMask) -> int:
     """Numbers and addresses, as far as a role reads them."""
     ordered = (config.BAND and not config.VARLEN) or config.ORDERED
     which = DIVISOR + NUMBER + (POINTER if ordered else NUMBER)  # blocks; programs; the order, or the number of tiles
-    batch = 2 * POINTER + NUMBER if config.VARLEN else DIVISOR  # lengths and their number, or heads
+    batch = 3 * POINTER + NUMBER if config.VARLEN else DIVISOR  # lengths, their number and whose tiles are, or heads
     numbers = 2 + 1 + 1 + 1 + 1  # of the group's divisor; queries, last query, last block, scale of logarithms
     numbers += config.TERMS == 0 or config.UNSEEN_KEYS  # keys
     numbers += config.Q_T or config.K_T  # scale

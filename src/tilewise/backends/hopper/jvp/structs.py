@@ -32,3 +32,4 @@ class JvpArguments(NamedTuple):
     scale: float  # of the derivative of scores
     bias_flag: Any = None  # asked for by functions of the forward
     bias_again: int | None = None
+    owners: Any = None
