@@ -81,7 +81,7 @@ def with_bias_gradient(problem: Problem) -> Problem:
                 "queries are held; name backward_dkdv or backward_dq"
             )
         usual = None if separate else keys_choices(problem, True)[0].config
-        tile = () if usual is None else ((*problem.tile, ("backward_dkdv", usual.BLOCK_M, usual.BLOCK_N)))
+        tile = () if usual is None else (*problem.tile, ("backward_dkdv", usual.BLOCK_M, usual.BLOCK_N))
         problem.memory[key] = replace(problem, tile=tile) if tile else None
     return problem.memory[key] or problem
 
