@@ -86,7 +86,7 @@ def with_bias_gradient(problem: Problem) -> Problem:
                 "queries are held; name backward_dkdv or backward_dq"
             )
         usual = None if separate else keys_choices(problem, True)[0].config
-        tile = () if usual is None else ((*problem.tile, ("backward_dkdv", usual.BLOCK_M, usual.BLOCK_N)))
+        tile = () if usual is None else (*problem.tile, ("backward_dkdv", usual.BLOCK_M, usual.BLOCK_N))
         problem.memory[key] = replace(problem, tile=tile) if tile else None
     return problem.memory[key] or problem
 
@@ -207,8 +207,7 @@ def columns_config(problem: Problem, mask: IntervalMask, tile: KeysConfig) -> di
         if holds(problem, mask):
             found["HELD"] = (used, used_v)
     elif tile.REDUCE_DQ and tile.BLOCK_M == tile.BLOCK_D == 64:
-        crowded = problem.dropout_p > 0 and (mask.listed or problem.bias is not None)
-        found["HELD"] = (0, 0) if newer_registers() else (used, 0 if crowded else used_v)
+        found["HELD"] = (0, 0) if newer_registers() else (used, 0 if problem.dropout_p > 0 else used_v)
     elif not tile.SPLIT and 64 < used < 128 and not mask.listed:
         found["HELD"] = (used, 64 if used <= 80 and used_v >= 64 else 0)
     return found
