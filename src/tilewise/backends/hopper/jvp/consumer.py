@@ -6,7 +6,7 @@ from tilewise.backends.hopper.compat import PINGPONG_BARRIER, gl, gluon, named_b
 from tilewise.backends.hopper.consumer import tiles_without_mask
 from tilewise.backends.hopper.epilogue import await_stores
 from tilewise.backends.hopper.jvp.epilogue import finish
-from tilewise.backends.hopper.jvp.mainloop import Held, first_step, last_values, step, takes_turns
+from tilewise.backends.hopper.jvp.mainloop import first_step, last_values, step, takes_turns
 from tilewise.backends.hopper.mainloop import WarpgroupRows
 from tilewise.backends.hopper.ring import Ring, release, wait_full
 from tilewise.backends.hopper.work_tile import locate, next_tile, tile_at
@@ -14,12 +14,12 @@ from tilewise.backends.hopper.zeroing import zero_unseen_values
 
 
 @gluon.jit
-def loop_over_tiles(state, q, kv_base, j0, j1, rows, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def loop_over_tiles(state, rings, kv_base, j0, j1, rows, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """The key tiles j0 <= j < j1 of this work tile, counted from the right."""
     work = rows.work
     for j in range(j0, j1):
         key0 = (work.last - 1 - j) * C.BLOCK_N
-        state = step(state, q, kv_base + j, j + 1 < work.count, rows, key0, a, MASKED, WG, C)
+        state = step(state, rings, kv_base + j, j + 1 < work.count, rows, key0, a, MASKED, WG, C)
     return state
 
 
@@ -38,11 +38,8 @@ def attend(rings, q_n, kv_base, rows, a, WG: gl.constexpr, C: gl.constexpr):
     MASKED: gl.constexpr = C.TERMS > 0 or C.VARLEN or C.TAIL
     work = rows.work
     wait_full(rings.q, q_n)
-    # 0, which the assembler cannot know: see consumer.remaining_tiles
-    zero = a.last_q + 1 - a.len_q
     key0 = (work.last - 1) * C.BLOCK_N
-    q = Held(rings=rings, at=zero + WG)
-    state = first_step(q, kv_base, rows, key0, a, MASKED, C)
+    state = first_step(rings, kv_base, rows, key0, a, MASKED, WG, C)
     if C.UNSEEN_KEYS:
         zero_unseen(rings, kv_base, key0, rows, a, C)
     wait_full(rings.k, kv_base + 1, work.count > 1)
@@ -51,12 +48,10 @@ def attend(rings, q_n, kv_base, rows, a, WG: gl.constexpr, C: gl.constexpr):
     j0 = gl.maximum(j0, 1)
     j1 = gl.maximum(j1, j0)
     if C.BAND:
-        state = loop_over_tiles(state, q, kv_base, 1, j0, rows, a, True, WG, C)
-    q = Held(rings=rings, at=zero * 2 + WG)
-    state = loop_over_tiles(state, q, kv_base, j0, j1, rows, a, False, WG, C)
+        state = loop_over_tiles(state, rings, kv_base, 1, j0, rows, a, True, WG, C)
+    state = loop_over_tiles(state, rings, kv_base, j0, j1, rows, a, False, WG, C)
     if C.LEFT:
-        q = Held(rings=rings, at=WG - zero)
-        state = loop_over_tiles(state, q, kv_base, j1, work.count, rows, a, True, WG, C)
+        state = loop_over_tiles(state, rings, kv_base, j1, work.count, rows, a, True, WG, C)
         if C.UNSEEN_KEYS:
             if work.count > 1:
                 zero_unseen(rings, kv_base + work.count - 1, (work.last - work.count) * C.BLOCK_N, rows, a, C)

@@ -19,7 +19,7 @@ from tilewise.backends.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from tilewise.backends.hopper.jvp.rings import JvpRings, tangent_in
+from tilewise.backends.hopper.jvp.rings import tangent_in
 from tilewise.backends.hopper.lane_words import where_set
 from tilewise.backends.hopper.mainloop import key_words
 from tilewise.backends.hopper.operands import (
@@ -49,14 +49,6 @@ class JvpState:
     l: gl.tensor  # [64, 4], partial sums by lane
     l_t: gl.tuple  # the same; () as w
     rescale: gl.tensor  # [64], what o and o_t are still to be multiplied by
-
-
-@aggregate
-class Held:
-    """A warpgroup's queries, and what streams past them."""
-
-    rings: JvpRings
-    at: gl.tensor  # the stage of the queries
 
 
 @gluon.constexpr_function
@@ -96,11 +88,10 @@ def add_scores(q_tile, k_tile, token, FIRST: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(q, n, C: gl.constexpr):
+def issue_scores(rings, n, WG: gl.constexpr, C: gl.constexpr):
     """S(n), and behind it S_t(n) if queries or keys move: their tokens."""
-    rings = q.rings
     at = stage(rings.k, n)
-    q_at = opaque(q.at)  # in every step: the addresses of all products are not kept in registers
+    q_at = opaque(n * 0 + WG)  # in every step: the addresses of all products are not kept in registers
     q_tile = matrix_in(rings.q, q_at)
     k_tile = matrix_in(rings.k, at)
     s_token = add_scores(q_tile, k_tile, zeros(C.BLOCK_N), True, C)
@@ -129,17 +120,17 @@ def softmax_step(s_tile, m, scale, SLACK: gl.constexpr, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def weigh(u_token, p_tile, words, q, n, a, MASKED: gl.constexpr, C: gl.constexpr):
+def weigh(u_token, p_tile, words, rings, n, a, MASKED: gl.constexpr, C: gl.constexpr):
     """p u as words, and its sums by lane, when S_t(n) is done; () where there is none. Then the keys' stage is free."""
     if C.Q_T or C.K_T:
         u_tile = warpgroup_mma_wait(0, deps=[u_token[0]])  # [64, N]
-        release(q.rings.k, n)
+        release(rings.k, n)
         if MASKED:
             u_tile = where_set(words, u_tile, 0.0)  # what a row does not see may be infinite, and 0 · inf is no number
         w_tile = p_tile * (u_tile * a.scale)
-        return (packed(w_tile, q.rings.k.tiles.dtype),), (lane_sum(w_tile),)
+        return (packed(w_tile, rings.k.tiles.dtype),), (lane_sum(w_tile),)
     else:
-        release(q.rings.k, n)
+        release(rings.k, n)
         return (), ()
 
 
@@ -183,11 +174,10 @@ def accumulators_of(done, FIRST: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def first_step(q, n, rows, key0, a, MASKED: gl.constexpr, C: gl.constexpr):
+def first_step(rings, n, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """A work tile's first key tile: nothing is in flight yet."""
-    rings = q.rings
     wait_full(rings.k, n)
-    s_token, u_token = issue_scores(q, n, C)
+    s_token, u_token = issue_scores(rings, n, WG, C)
     words = rows.row0
     if MASKED:
         words = key_words(rows, key0, a, C)
@@ -200,19 +190,18 @@ def first_step(q, n, rows, key0, a, MASKED: gl.constexpr, C: gl.constexpr):
     p_tile, m, _ = softmax_step(s_tile, m, exp2_scale(a, C), SLACK, True)
     l = lane_sum(p_tile)
     wait_full(rings.v, n)
-    w, l_t = weigh(u_token, p_tile, words, q, n, a, MASKED, C)
+    w, l_t = weigh(u_token, p_tile, words, rings, n, a, MASKED, C)
     p = packed(p_tile, rings.k.tiles.dtype)
     return JvpState(o=no_output(C), o_t=no_output(C), p=p, w=w, m=m, l=l, l_t=l_t, rescale=gl.full_like(m, 1.0))
 
 
 @gluon.jit
-def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
+def step(state, rings, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
     """Key tile n, which has landed as have the values before it; `more`: another follows."""
     QUEUED: gl.constexpr = C.OVERLAP == "queue" or C.OVERLAP == "queue turns"
     HALVES: gl.constexpr = C.OVERLAP == "half turns"
     TURNS: gl.constexpr = takes_turns(C)
     BEHIND: gl.constexpr = len(column_spans(C)) * terms_of_tangent(C)
-    rings = q.rings
     if TURNS:
         named_barrier("sync", PINGPONG_BARRIER + WG)
     tokens, weights = issue_values(state, rings.v, rings.v_t, n - 1, C)
@@ -223,7 +212,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
         release(rings.v, n - 1)
     if HALVES:
         named_barrier("sync", PINGPONG_BARRIER + WG)
-    s_token, u_token = issue_scores(q, n, C)
+    s_token, u_token = issue_scores(rings, n, WG, C)
     if TURNS:
         named_barrier("arrive", PINGPONG_BARRIER + (1 - WG))
     words = rows.row0
@@ -246,7 +235,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     # the wait for the next keys is a loop, hence the boundary of a basic block: without one ptxas moves all of the softmax below
     # the wait for S_t, and nothing overlaps
     wait_full(rings.k, n + 1, more)
-    w, l_t = weigh(u_token, p_tile, words, q, n, a, MASKED, C)
+    w, l_t = weigh(u_token, p_tile, words, rings, n, a, MASKED, C)
     if C.Q_T or C.K_T:
         l_t = (state.l_t[0] * rows_of(rescale, added) + l_t[0],)
     p = packed(p_tile, rings.k.tiles.dtype)
