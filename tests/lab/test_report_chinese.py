@@ -14,6 +14,7 @@ from tilewise import hardware
 from tilewise.diagnostics.plan import plan
 from tilewise.errors import PlanError
 from tilewise.hardware.catalogue import catalogue
+from tilewise.hardware.host import Host, cpu_spec
 from tilewise.lab.report import chinese, figures, page
 from tilewise.lab.report.machine import FIGURES
 
@@ -50,6 +51,15 @@ def test_the_tables_hold_no_english_among_the_chinese() -> None:
     for english, text in PHRASES:
         assert not english_in(re.sub(r"\{\w+\}", "", text)), english
         assert set(re.findall(r"\{(\w+)\}", english)) == set(re.findall(r"\{(\w+)\}", text)), english
+
+
+def test_a_silent_machine_is_described_in_chinese_too() -> None:
+    """One that tells neither its clock nor its caches: each figure is an estimate."""
+    estimates = [source for source in cpu_spec(Host(cores=0)).sources.values() if source.startswith("estimate")]
+    assert len(estimates) > 4
+    for source in estimates:
+        told = chinese.translate(source)
+        assert told and not english_in(told), source
 
 
 def test_every_sentence_of_the_page_has_its_chinese(data: dict[str, Any]) -> None:

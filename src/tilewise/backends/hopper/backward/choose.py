@@ -95,6 +95,9 @@ def sum_tiles(problem: Problem) -> list[KeysConfig]:
     """Tiles with dQ added up in memory, the usual one first."""
     dims = widths(problem.head_dim, problem.head_dim_v)
     tiles = [KEYS_SHORT[dims]] if too_crowded(problem) else [KEYS[dims], KEYS_SHORT[dims]]
+    if problem.varlen:
+        # 64 queries follow the ends of sequences more closely. H200, d 64, 25 of 128 to 2,047 tokens, causal: 285 against 302 µs
+        tiles.reverse()
     return list(dict.fromkeys(tiles))
 
 
