@@ -190,7 +190,7 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
         return known, [*forward_faults(known, compiled.config, may_spill, newer), *planned]
     if check.backend == "hopper-jvp":
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
-        return known, [*jvp_faults(known, compiled.config), *planned]
+        return known, [*jvp_faults(known, compiled.config, newer), *planned]
     if check.backend == "hopper-backward":
         may_spill = newer or (compiled.name != "queries_kernel" and short_of_registers(check.case))
         may_spill |= full_of_features(check.case)
