@@ -184,6 +184,14 @@ def test_bench_refuses_a_speed_for_a_wrong_result(sabotaged: str) -> None:
     assert "wrong" in line and not re.search(r"\d (s|ms|µs)\b", line)
 
 
+def test_bench_shows_the_speed_of_who_drops_other_weights() -> None:
+    """SDPA draws its own dropout mask: its result is not judged, its time counts."""
+    shown = invoke("bench", "--suite", "features", "--case", "forward dropout", "--seconds", "0.01").output
+    line = next(line for line in shown.splitlines() if line.strip().startswith("sdpa "))
+    assert "not judged" in line and re.search(r"\d (s|ms|µs)\b", line) and "×" in line
+    assert "not run" not in line
+
+
 def test_bench_saves_its_record(tmp_path: Path) -> None:
     found = facts("bench", "--suite", "smoke", "--case", "causal", "--seconds", "0.01", "--save", str(tmp_path))
     (path,) = tmp_path.glob("smoke-*.json")

@@ -178,9 +178,11 @@ def cells(record: Record, result: Result) -> list[Cell]:
     name: Cell = f"  {result.contender}"
     if result.contender == OURS:
         name = [(f"  {OURS}", "cyan"), (f" {record.choice['backend']}", "dim")]
-    if result.judgement is None:
+    if result.judgement is None and (result.judged or result.times is None):
         return [name, ("not run", "yellow")]
-    error, used = f"{result.judgement.error:.1e}", f"{result.judgement.used:.0%}"
+    error, used = "not judged", ""  # who draws weights to drop, or leaves out a feature, computes something else
+    if result.judgement is not None:
+        error, used = f"{result.judgement.error:.1e}", f"{result.judgement.used:.0%}"
     if result.times is None:
         return [name, ("wrong", "red"), "no speed", "", (error, "red"), (used, "red")]
     times = result.times
