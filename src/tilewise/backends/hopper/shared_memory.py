@@ -148,7 +148,6 @@ def keys_arguments(config: Any, mask: IntervalMask) -> int:
     numbers += 0 if config.SPLIT else 2  # tiles of statistics of all heads, the scale of logarithms
     sums = POINTER if config.REDUCE_DQ else 0
     packed = (1 if config.SPLIT else 2) * PACKED_ROWS if config.VARLEN else 0
-    first = (
-        1 + config.BAND + (2 if config.LEFT else config.VARLEN)
-    )  # where keys end; the band's right; its left and where keys begin
+    # where keys end; the band's right; its left and where keys begin, which empty rows ask for too
+    first = 1 + config.BAND + (2 if config.LEFT else config.EMPTY_ROWS)
     return NUMBER * numbers + sums + packed + terms_bytes(mask, first) + tile_arguments(config)
