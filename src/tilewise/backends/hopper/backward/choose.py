@@ -36,9 +36,9 @@ FEW_KEYS = {128: 400}
 """By head dim: up to so many keys for each query, on average, dQ by a kernel of its own costs less than clearing and casting its
 sums. H200: at 128 causal 512 (320 keys in tiles) 246 against 235 TFLOP/s, causal 1k 334 against 365; at 64 217 against 234.
 
-Not in packed batches, whose lengths the host does not know. At 128, causal, 16k tokens and 16 heads, device time of sums and of
-two kernels: 25 sequences of 128 to 2,047 487 and 549 µs; one of 16k beside 500 of 32 5.31 and 6.96 ms; 512 of 32 0.92 and 1.08;
-32 of 512, which two kernels suit, 429 and 412 µs."""
+Not in packed batches, whose lengths the host does not know. At 128, causal, 16k tokens and 16 heads, sums and two kernels: 25
+sequences of 128 to 2,047 487 and 549 µs (kernels alone); as called, one of 16k beside 500 of 32 5.31 and 6.96 ms, 512 of 32 0.92
+and 1.08, and 32 of 512, which two kernels suit, 429 and 412 µs."""
 
 
 def separate_dq(problem: Problem, mask: IntervalMask) -> Choice:
