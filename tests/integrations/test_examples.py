@@ -26,8 +26,8 @@ def example(name: str) -> ModuleType:
 def test_training_learns_and_follows_the_curve_of_plain_attention() -> None:
     """The ruler is plain attention in float64: rounding grows as training goes on, alike for both."""
     gpt = example("tiny_gpt")
-    text, steps = gpt.repository_text(), 8
-    assert len(text) > 10 * gpt.CONTEXT
+    assert len(gpt.repository_text()) > 10 * gpt.CONTEXT
+    text, steps = b"Exact attention, computed tile by tile. " * 40, 8  # documents change; what a draw of them costs does too
 
     def curve(kind: type, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(gpt.train(gpt.fresh(kind, dtype), text, steps, batch=2), dtype=torch.float64)
