@@ -29,10 +29,6 @@ dropped."""
 T = TypeVar("T")
 
 
-_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)  # type: ignore[assignment]
-"""What `torch.cuda.is_current_stream_capturing` asks; builds of torch for CPUs have none."""
-
-
 def kept(problem: Problem, q: Tensor, what: Hashable, make: Callable[[], T], cu: tuple[Tensor, ...] = ()) -> T:
     """What `make` gives from the mask, and from cumulative lengths `cu`, kept with the problem under `what`, where q is."""
     if capturing(q):
@@ -61,7 +57,7 @@ def lengths_of(inputs: Inputs) -> tuple[Tensor, ...]:
 
 def capturing(q: Tensor) -> bool:
     """Is the current stream of q's device being captured, or is nothing launched that would fill what is made?"""
-    return is_collecting() or (q.is_cuda and _capturing())
+    return is_collecting() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def version(x: Any) -> int | None:
