@@ -291,8 +291,9 @@ def sender(move: Move, home: bool) -> int:
 
 
 def on_device(program: MaskProgram, device: torch.device) -> MaskProgram:
-    tensors = tuple(torch.as_tensor(t, device=device) for t in program.tensors)
-    return MaskProgram(program.structure, program.ints, tensors)
+    """The program with its tensors there; what is one tensor stays one, so that documents are known to see themselves."""
+    tensors = {id(t): torch.as_tensor(t, device=device) for t in program.tensors}
+    return MaskProgram(program.structure, program.ints, tuple(tensors[id(t)] for t in program.tensors))
 
 
 def _overlap(a: Chunk, b: Chunk) -> bool:
