@@ -78,13 +78,18 @@ def show_calls(plan: ContextPlan, device: str) -> Iterator[str]:
     spec, members = hardware.device(device), plan.heads
     single, total, count = Kernels.of(plan.problem, spec), [0.0, 0.0], 0
     plan = plan if members == 1 else plan.of_teams
-    yield f"{'rank':>4} {'stage':>5} {'rows':>6} {'keys':>6} {'queries':8} {'mask':16} {'forward':22} {'backward':30} {'µs':>7} {'µs':>7}"
+    yield _line("rank", "stage", "rows", "keys", "queries", "mask", "forward", "backward", "µs", "µs")
     for call in rank_calls(plan, spec):
-        forward, backward = (f"{name} {tile}" for name, tile in zip(call.kernels.backends, call.kernels.tiles, strict=True))
+        served = (f"{name} {tile}" for name, tile in zip(call.kernels.backends, call.kernels.tiles, strict=True))
         mask = f"{call.mask} ({call.groups})" if call.groups else call.mask
-        times = " ".join(f"{1e6 * seconds:7.1f}" for seconds in call.kernels.seconds)
-        yield f"{call.rank:4} {call.stage:5} {call.rows:6} {call.keys:6} {call.queries:8} {mask:16} {forward:22} {backward:30} {times}"
+        times = (f"{1e6 * seconds:.1f}" for seconds in call.kernels.seconds)
+        yield _line(*call[:5], mask, *served, *times)
         total, count = [a + members * b for a, b in zip(total, call.kernels.seconds, strict=True)], count + members
     rates = ", ".join(f"{one / all_:.3f}" for one, all_ in zip(single.seconds, total, strict=True))
     times = ", ".join(f"{1e3 * all_:.3f} against {1e3 * one:.3f} ms" for one, all_ in zip(single.seconds, total, strict=True))
     yield f"{count} calls; predicted, forward and backward: {times}; rate {rates}"
+
+
+def _line(*columns: str | int) -> str:
+    widths = (">4", ">5", ">6", ">6", "8", "16", "20", "28", ">8", ">8")
+    return " ".join(f"{column:{width}}" for column, width in zip(columns, widths, strict=True))

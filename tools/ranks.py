@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from tools.rank_calls import show_calls
 from torch import Tensor
 
 from tilewise.api.attention import attention
@@ -28,7 +29,6 @@ from tilewise.distributed.segments import Call, Local, Segment
 from tilewise.errors import TilewiseError
 from tilewise.masks import Mask, causal, documents, full, window
 from tilewise.problem import Problem
-from tools.rank_calls import show_calls
 
 AHEAD = 30_000_000
 """Cycles that a GPU waits before a timed pass, while the host launches it."""

@@ -4,7 +4,8 @@
     all seen       works in which every row sees every key: rows that have the same keys, wherever they lie, are one call
     side by side   small ones of these, on a GPU: each is a document of one call, whose tiles fill the device together
     late rows      where few rows see keys of another rank (a window's edge), or few of its queries come, they are computed
-                   when these have come, with what they see here: one call in the place of two and a merge
+                   when these have come, with what they see here: one call in the place of two and a merge; on a GPU
+                   as many of them as fill the rounds of work tiles of both calls
 
 The first and the last are rectangles of the scores, so positions still count in them; the others are for masks alone.
 """
@@ -78,7 +79,7 @@ class Seen:
         for low, high in self._rows(q, k):
             low, high = np.where(low < high, low - start, k.tokens), np.where(low < high, high - start, 0)
             first, past = np.minimum(first, np.minimum.reduceat(low, places)), np.maximum(past, np.maximum.reduceat(high, places))
-        return np.maximum(-(-past // GRAIN) - first // GRAIN, 0).tolist()
+        return [max(n, 0) for n in (-(-past // GRAIN) - first // GRAIN).tolist()]
 
     def keys(self, q: Chunk, k: Chunk) -> Chunk | None:
         """From the first to the last key that any of the rows sees; None if they see nothing."""
