@@ -21,17 +21,14 @@ GPU: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "head_dim": 128, "
 PEERS = ("cudnn-paged", "varlen_attn", "cache-cudnn")
 
 
-def named(what: str, shape: Shape, page: int) -> str:
-    batch, heads, kv_heads, keys = shape
-    return f"{what} {batch}×{heads}/{kv_heads}×{keys} pages {page}"
-
-
 def over(what: str, shape: Shape, page: int = 16, *, graph: bool = True, rows: int = 1, **more: Any) -> Case:
-    """A call of one query for each sequence, in a CUDA graph, unless it says otherwise; keywords of a cache are taken for it."""
+    """A call of one query for each sequence, in a CUDA graph, unless it says otherwise; its name has the page size. Keywords that
+    a cache has are taken for it."""
     batch, heads, kv_heads, keys = shape
     own = {name: more.pop(name) for name in tuple(more) if name in Cache.__dataclass_fields__}
     sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen": rows, "kv_seqlen": keys}
-    return Case(named(what, shape, page), **{**GPU, **sizes, **more}, cache=Cache(page=page, graph=graph, **own))
+    name = f"{what}/{page} {batch}×{heads}/{kv_heads}×{keys}"
+    return Case(name, **{**GPU, **sizes, **more}, cache=Cache(page=page, graph=graph, **own))
 
 
 def kv_bytes(shape: Shape) -> int:
@@ -43,7 +40,7 @@ def decode(shape: Shape, page: int) -> Case:
     """Beside own contiguous memory, and beside the best of who reads pages or contiguous rows."""
     rate = LARGE_RATE if kv_bytes(shape) >= LARGE else None
     promises: dict[str, Any] = {"against": PEERS, "floor": 0.98, "least": (("contiguous", 0.97),), "rate": rate}
-    return over("decode", shape, page, group=f"decode pages {page}", **promises)
+    return over("decode", shape, page, group=f"decode/{page}", **promises)
 
 
 CELLS = tuple(
@@ -57,28 +54,29 @@ PLAIN: dict[str, Any] = {"against": ("plain",)}
 
 CACHE_GPU = (
     *(decode(cell, page) for page in (16, 64) for cell in CELLS),
-    over("mixed lengths", (64, 32, 8, 32768), mixed=True, against=PEERS, least=(("contiguous", 0.97),)),
+    over("mixed", (64, 32, 8, 32768), mixed=True, against=(*PEERS, "contiguous")),
     *(
         over(kind, shape, page, stored=stored, floor=1.7, **PLAIN)
         for kind, stored in (("int8", "int8"), ("fp8", "float8_e4m3fn"))
         for page in (16, 64)
         for shape in FULL
     ),
-    over("shared prefix", (64, 32, 8, 33024), shared=32768, plan=True, against=("plain", "unshared"), floor=10.0),
-    *(over("append and rotary", shape, new=True, floor=1 / 1.1, **PLAIN) for shape in (*FULL, (1, 64, 8, 8192))),
+    over("shared", (64, 32, 8, 33024), shared=32768, plan=True, against=("plain", "unshared"), floor=10.0),
+    *(over("append", shape, new=True, floor=1 / 1.1, **PLAIN) for shape in (*FULL, (1, 64, 8, 8192))),
     over("graph", (1, 64, 8, 8192), against=("as called", "cache-cudnn"), rate=1.3 * FIRST_RATE),
     over("graph", (1, 64, 8, 8192), 64, against=("as called", "cache-cudnn"), rate=1.3 * FIRST_RATE),
     *(over("invariant", shape, page, invariant=True, floor=0.9, **PLAIN) for page in (16, 64) for shape in FULL),
-    over("prefill invariant", (4, 32, 8, 8192), rows=2048, graph=False, invariant=True, **PLAIN),
+    over("invariant prefill", (4, 32, 8, 8192), rows=2048, graph=False, invariant=True, **PLAIN),
     over("prefill", (4, 32, 8, 8192), rows=2048, graph=False, against=("contiguous", "cudnn-paged", "varlen_attn")),
 )
 """Floors for an H200. Bytes, ratios and rates of decoding are those of the device: a graph leaves the host out."""
-CACHE_MEANS = {f"decode pages {page}": 1.02 for page in (16, 64)}
+CACHE_MEANS = {f"decode/{page}": 1.02 for page in (16, 64)}
 
 
 def on_cpu(what: str, shape: Shape, dtype: str, **more: Any) -> Case:
+    """Pages of 16, as users call them."""
     case = over(what, shape, graph=False, dtype=dtype, device="cpu", **more)
-    return replace(case, name=f"{case.name} {dtype}")
+    return replace(case, name=f"{case.name.replace('/16 ', ' ')} {'fp32' if dtype == 'float32' else 'bf16'}")
 
 
 HEADS = ((32, 8), (16, 8), (8, 8))
@@ -92,6 +90,6 @@ CACHE = (
     ),
     *(on_cpu("int8", (1, *heads, 16384), "bfloat16", stored="int8", floor=1.0, aim=1.6, **PLAIN) for heads in HEADS),
     *(on_cpu("invariant", (4, *heads, 4096), dtype, invariant=True, **PLAIN) for dtype in BOTH for heads in HEADS[:2]),
-    on_cpu("append and rotary", (4, 32, 8, 4096), "bfloat16", new=True, **PLAIN),
+    on_cpu("append", (4, 32, 8, 4096), "bfloat16", new=True, **PLAIN),
 )
 """Floors for any CPU; int8 is to be no slower than bfloat16 on a Neoverse N1, and 1.6 times as fast on a Xeon."""

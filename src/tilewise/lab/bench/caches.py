@@ -161,7 +161,7 @@ class CacheTensors:
         self.q = draw(problem.heads, problem.head_dim)
         self.new = draw(problem.kv_heads, problem.head_dim), draw(problem.kv_heads, problem.head_dim_v)
         self.lengths = torch.tensor(lengths_of(case), dtype=torch.int32, device=case.device)
-        self.tables: dict[Case, Tensor] = {}
+        self.made: dict[Cache, list[tw.KVCache]] = {}
 
     @cached_property
     def rotary(self) -> RotaryTable:
@@ -169,23 +169,29 @@ class CacheTensors:
         angles = torch.arange(most)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
         return tw.rotary(angles.cos().to(self.q.device), angles.sin().to(self.q.device))
 
-    def cache(self, case: Case, copy: int) -> tw.KVCache:
-        """One of those that take turns, in the form of a case."""
-        cache, problem = cache_of(case), case.problem()
-        pool, heads, page = pool_of(case, tokens_held(case)), problem.kv_heads, cache.page or problem.seqlen_k
-        first, count = (0, tokens_held(case) // page) if cache.page else (copy * case.batch, case.batch)
+    def caches(self, case: Case) -> list[tw.KVCache]:
+        """Those that take turns, in the form of a case; made once, for a larger form may draw other numbers."""
+        key = cache_of(case)
+        if key not in self.made:
+            self.made[key] = self._caches(case)
+        return self.made[key]
+
+    def _caches(self, case: Case) -> list[tw.KVCache]:
+        cache, problem, batch = cache_of(case), case.problem(), case.batch
+        pool, page = pool_of(case, tokens_held(case)), cache.page or problem.seqlen_k
 
         def pages(x: Tensor) -> Tensor:
-            x = x[first * page : (first + count) * page]
-            return x.view(count, heads, page, -1).transpose(1, 2) if cache.heads_first else x.view(count, page, heads, -1)
+            x = x[: tokens_held(case)]
+            sides = (problem.kv_heads, page) if cache.heads_first else (page, problem.kv_heads)
+            x = x.view(len(x) // page, *sides, -1)
+            return x.transpose(1, 2) if cache.heads_first else x
 
         k, v = pages(pool.k), pages(pool.v)
         if not cache.page:
-            return tw.KVCache.static(k, v, self.lengths)
-        if case not in self.tables:
-            self.tables[case] = tables_of(case).to(case.device)
+            return [tw.KVCache.static(*both, self.lengths) for both in zip(k.split(batch), v.split(batch), strict=True)]
         scales = [pages(x)[..., 0] if x is not None and x.ndim == 2 else x for x in (pool.k_scale, pool.v_scale)]
-        return tw.KVCache.paged(k, v, self.tables[case][copy], self.lengths, k_scale=scales[0], v_scale=scales[1])
+        tables = tables_of(case).to(case.device)
+        return [tw.KVCache.paged(k, v, one, self.lengths, k_scale=scales[0], v_scale=scales[1]) for one in tables]
 
     def turned(self, x: Tensor) -> Tensor:
         """The last tokens of each sequence (B, rows, H, D) with their rotary embedding, rounded to their dtype."""
@@ -194,7 +200,7 @@ class CacheTensors:
 
     def head(self, case: Case, sequence: int, head: int) -> tuple[Problem, Inputs]:
         """One key head of one sequence of the first cache with its query heads, in float64, as a problem of its own."""
-        pages, rows, n = self.cache(case, 0).pages, case.seqlen, lengths_of(case)[sequence]
+        pages, rows, n = self.caches(case)[0].pages, case.seqlen, lengths_of(case)[sequence]
         alone = replace(case, batch=1, heads=case.problem().group, kv_heads=1, kv_seqlen=n, cache=None).problem()
         entries = pages.table[sequence, : -(-n // pages.page)].long()
 
@@ -257,7 +263,7 @@ def captured(call: Callable[[int], Tensor], copies: int) -> Callable[[], Tensor]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for copy in (0, copies - 1, 0):  # what is compiled or allocated once is not part of the graph
+        for copy in (*range(copies), 0):  # what is compiled, allocated or copied from the host once is no part of the graph
             call(copy)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
@@ -278,7 +284,7 @@ def captured(call: Callable[[int], Tensor], copies: int) -> Callable[[], Tensor]
 def call_over(case: Case, given: CacheTensors) -> Callable[[int], Tensor]:
     """Our call over each of the caches, as the case has it."""
     cache = cache_of(case)
-    caches = [given.cache(case, copy) for copy in range(copies_of(case))]
+    caches = given.caches(case)
     plans = [tw.plan_cached(one, queries=case.seqlen) if cache.plan else None for one in caches]
     options: dict[str, Any] = {"mask": masks.parse(case.mask), "scale": case.scale, "softcap": case.softcap}
     options |= {"invariant": cache.invariant, "backend": case.backend}
@@ -290,7 +296,7 @@ def chosen_over(case: Case) -> dict[str, Any]:
     """What stands behind plain `tilewise`: who serves the call, and its launches; or why that cannot be told."""
     try:
         given, cache = CacheTensors(case), cache_of(case)
-        first = given.cache(case, 0)
+        first = given.caches(case)[0]
         plan = tw.plan_cached(first, queries=case.seqlen) if cache.plan else None
         options: Any = {"mask": masks.parse(case.mask), "plan": plan, "invariant": cache.invariant, "backend": case.backend}
         shown = tw.explain(given.q, first, **options).to_dict()
