@@ -289,3 +289,21 @@ def test_peers_that_lack_something_say_what(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "cudnn", None)
     assert any("cudnn is not installed" in reason for reason in PEERS["cudnn-paged"].supports(case).reasons)
     assert "reads pages" in PEERS["cudnn-paged"].supports(replace(case, cache=Cache(page=0))).reasons[-1]
+
+
+def test_a_part_of_a_suite_has_the_means_of_whole_groups() -> None:
+    from tilewise.cli.bench import contested
+
+    cases = [case for case in suite("cache-gpu").cases if case.name.startswith(("decode/16", "graph"))]
+    records = [Record(case, [Result("tilewise"), *map(Result, case.rivals)]) for case in cases]
+    assert {record.case.group for record in contested(records, "cache-gpu", whole=False)} == {"decode/16"}
+    assert not contested(records[1:], "cache-gpu", whole=False) and len(contested(records[1:], "cache-gpu", whole=True)) == 55
+
+
+def test_tiles_of_caches_are_not_swept() -> None:
+    from typer.testing import CliRunner
+
+    from tilewise.cli.app import app
+
+    result = CliRunner().invoke(app, ["bench", "--suite", "cache", "--case", "int8", "--sweep", "tiles"])
+    assert result.exit_code and "whose tiles are not swept" in result.output + str(result.exception)
