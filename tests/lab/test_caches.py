@@ -125,6 +125,22 @@ def test_a_replay_is_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [3] and runs == list(range(copies))
 
 
+def test_a_graph_is_warmed_up_and_must_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for CUDA's graphs, whose replay does nothing: all caches are seen before the capture, each once in it."""
+    from contextlib import nullcontext
+
+    calls: list[int] = []
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    for name, stand_in in {
+        "Stream": lambda: stream, "current_stream": lambda: stream, "stream": lambda one: nullcontext(),
+        "synchronize": lambda: None, "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: None),
+        "graph": lambda one: nullcontext(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    run = caches.captured(lambda copy: torch.full((2,), float(calls.append(copy) or copy)), 3)
+    assert calls == [0, 1, 2, 0, 0, 1, 2] and run().isnan().all()
+
+
 def test_the_bytes_of_the_gpu_suite() -> None:
     """What is read and held, of every case and every form of it, without a GPU."""
     cells = [case for case in suite("cache-gpu").cases if case.name.startswith("decode/16")]

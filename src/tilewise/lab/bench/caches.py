@@ -35,8 +35,8 @@ from tilewise.problem import Problem
 COLD = {"cuda": 2**31, "cpu": 2**28}
 """Bytes that the caches which take turns hold together: many times what stays in an L2 or L3."""
 MOST_COPIES = 512
-HEADS_JUDGED = 16
-"""Key heads that are recomputed, over all sequences."""
+HEADS_JUDGED, TOKENS_JUDGED = (4, 16), {"cuda": 2**21, "cpu": 2**16}
+"""Key heads that are recomputed, over all sequences, at least and at most; and their tokens together, beyond the least."""
 BLOCK = 2**24
 """Numbers that are drawn at a time for a dtype that draws none itself."""
 SHORTEST = 16
@@ -65,7 +65,11 @@ def bytes_read(case: Case) -> int:
 
 def copies_of(case: Case) -> int:
     """Caches that take turns."""
-    return min(MOST_COPIES, -(-COLD[case.device.partition(":")[0]] // max(1, bytes_read(case))))
+    return min(MOST_COPIES, -(-COLD[_kind(case)] // max(1, bytes_read(case))))
+
+
+def _kind(case: Case) -> str:
+    return case.device.partition(":")[0]
 
 
 def pages_of(case: Case) -> tuple[int, list[int]]:
@@ -225,8 +229,9 @@ def judge(case: Case, given: CacheTensors, out: Tensor) -> Judgement:
     shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
     if tuple(out.shape) != shape or not bool(out.isfinite().all()):
         return Judgement(False, math.inf, math.inf, 0.0)
-    total = problem.batch * problem.kv_heads
-    some = sorted({round(i * (total - 1) / (HEADS_JUDGED - 1)) for i in range(HEADS_JUDGED)})
+    total, (least, most) = problem.batch * problem.kv_heads, HEADS_JUDGED
+    number = min(most, max(least, TOKENS_JUDGED[_kind(case)] // problem.seqlen_k))
+    some = sorted({round(i * (total - 1) / (number - 1)) for i in range(number)})
     results, checked = [], 0
     for sequence, head in (divmod(one, problem.kv_heads) for one in some):
         alone, inputs = given.head(case, sequence, head)
