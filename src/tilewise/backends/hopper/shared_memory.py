@@ -155,8 +155,8 @@ def keys_views(config: Any) -> int:
 def keys_arguments(config: Any, mask: IntervalMask) -> int:
     numbers = 1 + 1 + 1 + 1  # the group; keys, tiles of statistics, scale
     numbers += not config.VARLEN  # queries
-    # tiles of statistics of all heads, which of a list the producer asks for; the scale of logarithms
-    numbers += config.LISTS is not None if config.SPLIT else 2
+    # tiles of statistics of all heads and the scale of logarithms; or where queries of a list are zeroed, what is past them
+    numbers += config.LISTS is not None and config.EMPTY_ROWS if config.SPLIT else 2
     sums = POINTER if config.REDUCE_DQ else 0
     packed = (1 if config.SPLIT else 2) * PACKED_ROWS if config.VARLEN else 0
     # where keys end; the band's right; its left and where keys begin, which empty rows ask for too
