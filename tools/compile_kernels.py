@@ -127,7 +127,7 @@ TIGHT = ("window", "padding", "varlen", "softcap")
 DERIVATIVE_SPILLS = {("jvp", 128): 48, ("second_keys", 64): 44, ("second_keys", 128): 108}
 """Accesses to local memory in the loops of derivatives for sm_90, by head dim (22 to 41 and 92 to 103 counted for dK and dV)."""
 
-LIST_SPILLS = {("keys_kernel", 128): 2, ("queries_kernel", 256): 8}
+LIST_SPILLS = {("keys_kernel", 128): 4, ("queries_kernel", 256): 8}
 """The same of backward kernels that walk lists: under a dense mask, others have none; addresses of queries at 256 columns."""
 
 
