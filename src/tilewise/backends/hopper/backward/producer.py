@@ -11,6 +11,7 @@ from tilewise.backends.hopper.grad_tile import (
     locate_keys,
     locate_queries,
 )
+from tilewise.backends.hopper.listed import QUERIES
 from tilewise.backends.hopper.lists import announce, first_tile, next_listed, row_of, tile_number
 from tilewise.backends.hopper.producer import fill_listed
 from tilewise.backends.hopper.ring import fill, fill_free, phase, stage
@@ -101,7 +102,7 @@ def produce_for_queries(q_desc, do_desc, k_desc, v_desc, rings, a, C: gl.constex
                 fill(rings.do, do_desc, q_index * 2 + w, work.row, work.h, work.q_start + work.start + 64 * w)
             q_index += 1
         if C.LISTS is not None:
-            row = row_of(a.lists, work.b, work.h, work.start // C.BLOCK_M)
+            row = row_of(a.lists, work.b, work.h, work.start // QUERIES)
             cursor = first_tile(a.lists, row, beyond_keys(a, C))
         for j in range(work.count):
             if C.LISTS is not None:
