@@ -53,18 +53,19 @@ class BlockDecode(Decode):
         def some(key: Any, near: list[Any], soon: list[Any]) -> None:
             """The scores of J keys from `key` on, whose rows of K are near; meanwhile rows of V that are wanted soon."""
 
-            def multiply(acc: list[Any], at: Any) -> list[Any]:
-                q = [row.vector(at) for row in q_rows]
+            def multiply(acc: list[Any], at: Any, vectors: int = 1) -> list[Any]:
+                q = [[row.vector(at + i * L) for i in range(vectors)] for row in q_rows]
                 acc = list(acc)
                 for j in range(J):
-                    k = near[j].fetch(at, L)
-                    for r in range(R):
-                        acc[r * J + j] = e.fma(q[r], k, acc[r * J + j])
+                    for i, k in enumerate(near[j].fetch_run(at, vectors)):
+                        for r in range(R):
+                            acc[r * J + j] = e.fma(q[r][i], k, acc[r * J + j])
                 return acc
 
             def multiply_all(acc: list[Any], at: Any, columns: int) -> list[Any]:
-                for n in range(0, columns, L):
-                    acc = multiply(acc, at + n)
+                several = e.vectors_of_a_load(near[0].dtype)
+                for n in range(0, columns, several * L):
+                    acc = multiply(acc, at + n, several)
                 return acc
 
             with e.loop(0, whole, line, [e.vector(0.0)] * (R * J)) as dim:
@@ -176,7 +177,7 @@ class BlockDecode(Decode):
 
         def columns(col: Any, vectors: int, streams: list[Any]) -> None:
             def step(acc: list[Any], row: Any, weights: list[Any]) -> list[Any]:
-                v = [row.fetch(i * L, L) for i in range(vectors)]
+                v = row.fetch_run(0, vectors)
                 return [e.fma(v[n % vectors], weights[n // vectors], x) for n, x in enumerate(acc)]
 
             def add(sums: Any) -> None:

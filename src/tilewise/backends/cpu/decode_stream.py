@@ -77,11 +77,12 @@ class StreamDecode(Decode):
         def multiply(sums: list[Any], at: Any, near: list[Pointer], vectors: int) -> list[Any]:
             acc, some = list(sums), q + at
             cells = [row + at for row in near]
+            numbers = [row.fetch_run(0, vectors) for row in cells]
             for i in range(vectors):
                 x = some.vector(i * L)
-                for j, row in enumerate(cells):
+                for j, row in enumerate(numbers):
                     n = j * chains + i % chains
-                    acc[n] = e.fma(x, row.fetch(i * L, L), acc[n])
+                    acc[n] = e.fma(x, row[i], acc[n])
             return acc
 
         for first in range(0, UNROLL, J):
@@ -118,7 +119,7 @@ class StreamDecode(Decode):
             acc = [out.vector(i * L) for i in range(vectors)]
             for j, row in enumerate(rows):
                 weight, cells = p.splat_lane(j), row + col
-                v = [cells.fetch(i * L, L) for i in range(vectors)]
+                v = cells.fetch_run(0, vectors)
                 acc = [e.fma(x, weight, t) for x, t in zip(v, acc, strict=True)]
             for i, x in enumerate(acc):
                 out[i * L] = x
