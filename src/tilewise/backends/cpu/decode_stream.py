@@ -46,29 +46,40 @@ class StreamDecode(Decode):
             return values * getattr(frame, f"{name}_scales").vector(key - n0, UNROLL) if self.kernel.stored else values
 
         with e.loop(n0, n1, UNROLL, [e.vector(self.real.lowest, UNROLL), e.vector(0.0, UNROLL)]) as over:
-            if self.kernel.together:
-                self.prefetch(e, rows, over.index)
-            s = scaled("k", self.dots(e, frame.Q, e.args.D, rows("k", over.index)), over.index)
+            soon = self.soon(e, over.index) if self.kernel.together else {"k": [], "v": []}
+            s = scaled("k", self.dots(e, frame.Q, e.args.D, rows("k", over.index), soon["k"]), over.index)
             left = (n1 - over.index).splat(UNROLL)
             s = e.select(e.integers(range(UNROLL), I64) < left, s, float("-inf"))
             m, parts = self.update_max(e, O, Dv, s, *over.values)
             p = elementary.exp2(s - m)
-            self.values(e, O, Dv, rows("v", over.index), scaled("v", p, over.index))
+            self.values(e, O, Dv, rows("v", over.index), scaled("v", p, over.index), soon["v"])
             over.carry([m, parts + p])
         m, parts = over.values
         state[0] = m.lane(0)
         state[1] = parts.sum()
         self.call(e, self.merge, state, e.args.group)
 
-    def prefetch(self, e: Emit, rows: Callable[[str, Any], list[Pointer]], key: Any) -> None:
-        """The rows of K and V of the next UNROLL keys: where those of other heads lie between them, no stream leads to them."""
-        for name, columns in (("k", e.args.D), ("v", e.args.Dv)):
-            for row in rows(name, key + UNROLL):
-                with e.range(0, columns, self.line) as at:
-                    e.prefetch(row + at)
+    def soon(self, e: Emit, key: Any) -> dict[str, list[Pointer]]:
+        """The rows of K and V of the UNROLL keys after these: where those of other heads lie between them, no stream leads there.
+        Behind the block's last key they are the first of the next head, or of the next block."""
+        frame = e.frame
+        following = key + UNROLL
+        inside = following < frame.n1
+        head = e.select(inside, frame.key_head, frame.next_head)
+        if self.kernel.paged:
+            first = e.select(inside, following - frame.n0, 0)
+            found = {}
+            for name in "kv":
+                base, rows = self.head_of(e, name, head), getattr(frame, f"{name}_rows") + first
+                found[name] = [base + rows[j] for j in range(UNROLL)]
+            return found
+        first = frame.k_start + e.select(inside, following, frame.n0 + frame.next_key)
+        starts = {name: self.row_of(e, name, head, first) for name in "kv"}
+        return {name: [row + getattr(e.args, name).stride_s * j for j in range(UNROLL)] for name, row in starts.items()}
 
-    def dots(self, e: Emit, q: Pointer, D: Any, rows: list[Pointer]) -> Any:
-        """q · k of UNROLL keys. Where a line is several vectors, keys are taken one after the other, in the order of memory."""
+    def dots(self, e: Emit, q: Pointer, D: Any, rows: list[Pointer], soon: list[Pointer]) -> Any:
+        """q · k of UNROLL keys. Where a line is several vectors, keys are taken one after the other, in the order of memory;
+        meanwhile the lines of rows that are wanted soon are prefetched."""
         L, across = e.lanes, max(1, self.line // e.lanes)
         J = UNROLL if across == 1 else 1
         chains = min(across, UNROLL)
@@ -88,6 +99,8 @@ class StreamDecode(Decode):
         for first in range(0, UNROLL, J):
             near = rows[first : first + J]
             with e.loop(0, whole, across * L, [e.vector(0.0)] * (J * chains)) as dim:
+                for row in soon[first : first + J]:
+                    e.prefetch(row + dim.index)
                 dim.carry(multiply(dim.values, dim.index, near, across))
             with e.loop(whole, D, L, dim.values) as dim:
                 dim.carry(multiply(dim.values, dim.index, near, 1))
@@ -110,13 +123,16 @@ class StreamDecode(Decode):
             last = e.ir.block
         return e.phi((m, before), (level, last)), e.phi((parts, before), (scaled, last))
 
-    def values(self, e: Emit, O: Pointer, Dv: Any, rows: list[Pointer], p: Any) -> None:
+    def values(self, e: Emit, O: Pointer, Dv: Any, rows: list[Pointer], p: Any, soon: list[Pointer]) -> None:
         """O += Σ_j p_j·v_j: as many columns as there are accumulators, then single vectors."""
         L = e.lanes
 
         def columns(col: Any, vectors: int) -> None:
             out = O + col
             acc = [out.vector(i * L) for i in range(vectors)]
+            for row in soon:
+                for at in range(0, vectors * L, self.line):
+                    e.prefetch(row + (col + at))
             for j, row in enumerate(rows):
                 weight, cells = p.splat_lane(j), row + col
                 v = cells.fetch_run(0, vectors)
