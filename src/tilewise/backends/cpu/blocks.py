@@ -27,10 +27,15 @@ MATRIX_TALL = 512
 """Rows of a block in the backward there, if that many fit into a thread's buffer."""
 STREAM_KEYS = 256
 """Keys whose sums are complete before they join those of the others, when one row is decoded."""
-TOGETHER_KEYS = (64, 16)
-"""Keys of a block where a task decodes all heads, of one row a head and of several: so few that the memory of a token is still
-near when the next head reads on. (Neoverse N1, 8 key heads of 128, fp32, 4096 keys: head after head 33.6 and 24.0 ms, together
-17.3 and 16.8; with 64 keys and several rows 20.6.)"""
+TOGETHER_KEYS = 64
+"""Keys of a block where a task decodes all heads, of one row a head: so few that the memory of a token is still near when the next
+head reads on. (Neoverse N1, 8 key heads of 128, fp32, 4096 keys: head after head 33.6 ms, together 17.3.)"""
+MOST_TOGETHER = 32
+"""The same of several rows a head: as many, up to that, as leave room in L1. K of one head takes a sixteenth of it; K and V of all
+heads fill it, or half of it where two rows share them and memory is waited for. (Neoverse N1, 8 key heads of 128, in processor
+time, 2 sequences of 16,384 tokens; rows, dtype: keys and ms, contiguous / pages of 16 at random. Two, fp32: 8 22.1 / 22.9, 16 28.9
+/ 29.7. Four, fp32: 8 28.4 / 29.3, 16 34.4 / 35.2. Two, bf16: 8 18.5 / 19.0, 16 18.6 / 21.0, 32 20.8 / 22.2. Four, bf16: 8 28.6 /
+29.1, 16 26.8 / 28.0, 32 29.0 / 31.4.)"""
 SPAN = 2048
 """Keys of a part in invariant calls, a multiple of every block: parts are merged one after the other, whoever computes them."""
 BACKWARD_TALL = 256
@@ -124,11 +129,11 @@ def _invariant(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int)
 def _decode(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> Tiles:
     """Key blocks that fill half of L1, for the next one is on its way; less where few rows use them and memory is waited for; but
     not too few. A single row only sums by blocks."""
-    pair, (_, step) = (problem.head_dim + problem.head_dim_v) * problem.itemsize, grain(kernel)
+    pair, (_, step) = (problem.head_dim + problem.head_dim_v) * problem.kv_itemsize, grain(kernel)
     room = spec.l1d_bytes * (3 if problem.group <= problem.itemsize else 4) // 8
     keys = max(step, room // pair // step * step) if kernel.tile.keys > 1 else STREAM_KEYS
     if kernel.together:
-        keys = min(keys, round_up(TOGETHER_KEYS[kernel.tile.keys > 1], step))
+        keys = min(keys, round_up(_together_keys(problem, kernel, spec), step))
     threads = threads_for(problem, spec)
 
     def arrange(heads: int, rows: int, keys: int, groups: int = 1) -> Tiles:
@@ -142,6 +147,15 @@ def _decode(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> Tiles:
             return tiles
         kernel = kernel._replace(together=False)
     return fitting(problem, kernel, arrange, (problem.group, 1, keys), 1)
+
+
+def _together_keys(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> int:
+    if kernel.tile.keys == 1:
+        return TOGETHER_KEYS
+    size = problem.kv_itemsize
+    token = problem.kv_heads * (problem.head_dim + problem.head_dim_v) * size
+    room = spec.l1d_bytes // (2 if problem.group <= 2 else 1)
+    return max(1, min(MOST_TOGETHER, room // token, spec.l1d_bytes // 16 // (problem.head_dim * size)))
 
 
 def _backward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -> Tiles:

@@ -46,7 +46,7 @@ def _keys(problem: Problem, kernel: Kernel, tiles: Tiles) -> str:
     if kernel.kind == "decode" and kernel.tile.keys == 1:
         return f"{keys} keys: a block's sums are complete before they join the others"
     if kernel.kind == "decode":
-        size = problem.itemsize
+        size = problem.kv_itemsize
         return f"{keys} keys: K and V take {keys * _pair(problem) * size / KiB:.0f} KiB of L1, and the next block is on its way"
     packed = 2 if kernel.matrix else size
     near = f"K and V, packed once a task, take {keys * _pair(problem) * packed / KiB:.0f} KiB"
