@@ -7,6 +7,7 @@ next block's K while V is.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from tilewise.backends.cpu import elementary, masking
@@ -22,14 +23,26 @@ class BlockDecode(Decode):
 
     def emit_block(self) -> Any:
         self.phases = (self.emit_dots(), self.emit_softmax(), self.emit_values())
+        self.byte_dots = self.emit_byte_dots() if self.kernel.bytes else None
         return self.emit_phases("block")
 
     @kernel_function()
     def emit_phases(self, e: Emit) -> None:
-        rows = e.args.group
-        for phase in self.phases:
-            with e.range(0, rows, self.R) as r0:
+        def run(phase: Any) -> None:
+            with e.range(0, e.args.group, self.R) as r0:
                 self.call(e, phase, r0)
+
+        dots, *others = self.phases
+        if self.byte_dots is None:
+            run(dots)
+        else:
+            with e.if_else(e.frame.exact != 0) as (exact, otherwise):
+                with exact:
+                    run(self.byte_dots)
+                with otherwise:
+                    run(dots)
+        for phase in others:
+            run(phase)
 
     # -- scores
 
@@ -43,7 +56,6 @@ class BlockDecode(Decode):
         args, frame = e.args, e.frame
         R, J, L, line = self.R, ACCUMULATORS // self.R, e.lanes, self.line
         D, BN = args.D, args.BN
-        width = frame.n1 - frame.n0
         q_rows = [frame.Q + (r0 + r) * D for r in range(R)]
         s_rows = [frame.P + (r0 + r) * BN for r in range(R)]
         whole = round_down(D, line)
@@ -86,6 +98,34 @@ class BlockDecode(Decode):
                     s = self.joined(dim.values[r * J + j : r * J + j + UNROLL])
                     s_rows[r][key + j] = s if scale is None else s * scale
 
+        self.over_keys(e, J, some)
+
+    @kernel_function(I64)
+    def emit_byte_dots(self, e: Emit, r0: Any) -> None:
+        """byte_dots(args, frame, r0): the same by products of bytes. Two rows by two keys are as many sums as accumulators."""
+        frame = e.frame
+        s_rows = [frame.P + (r0 + r) * e.args.BN for r in range(self.R)]
+
+        def some(key: Any, near: list[Any], soon: list[Any]) -> None:
+            scale, each = frame.k_scales.vector(key, UNROLL), UNROLL // self.R
+            for r in range(0, self.R, 2):
+                sums: list[list[Any]] = [[], []]
+                for n in (0, 2):
+                    first = (r + n // 2) * each
+                    with e.range(0, e.args.Dv, self.line) as at:
+                        for pointer in soon[first : first + each]:
+                            e.prefetch(pointer + at)
+                    some = self.byte_sums(e, [r0 + r, r0 + r + 1], near[n : n + 2])
+                    sums = [x + y for x, y in zip(sums, some, strict=True)]
+                for n in range(2):
+                    s_rows[r + n][key] = self.byte_scores(e, r0 + r + n, sums[n]) * scale
+
+        self.over_keys(e, UNROLL, some)
+
+    def over_keys(self, e: Emit, J: int, some: Callable[[Any, list[Any], list[Any]], None]) -> None:
+        """`some(key, near, soon)` for the keys of the block, J at a time: their rows of K, and of V."""
+        args, frame = e.args, e.frame
+        width = frame.n1 - frame.n0
         most = round_down(width, J)
 
         def strided(K: Any, V: Any) -> None:

@@ -47,7 +47,7 @@ class StreamDecode(Decode):
 
         with e.loop(n0, n1, UNROLL, [e.vector(self.real.lowest, UNROLL), e.vector(0.0, UNROLL)]) as over:
             soon = self.soon(e, over.index) if self.kernel.together else {"k": [], "v": []}
-            s = scaled("k", self.dots(e, frame.Q, e.args.D, rows("k", over.index), soon["k"]), over.index)
+            s = scaled("k", self.scores(e, rows("k", over.index), soon["k"]), over.index)
             left = (n1 - over.index).splat(UNROLL)
             s = e.select(e.integers(range(UNROLL), I64) < left, s, float("-inf"))
             m, parts = self.update_max(e, O, Dv, s, *over.values)
@@ -76,6 +76,21 @@ class StreamDecode(Decode):
         first = frame.k_start + e.select(inside, following, frame.n0 + frame.next_key)
         starts = {name: self.row_of(e, name, head, first) for name in "kv"}
         return {name: [row + getattr(e.args, name).stride_s * j for j in range(UNROLL)] for name, row in starts.items()}
+
+    def scores(self, e: Emit, rows: list[Pointer], soon: list[Pointer]) -> Any:
+        """Those of UNROLL keys, before the scales of K."""
+        if not self.kernel.bytes:
+            return self.dots(e, e.frame.Q, e.args.D, rows, soon)
+        with e.if_else(e.frame.exact != 0) as (exact, otherwise):
+            with exact:
+                with e.range(0, e.args.D, self.line) as at:
+                    for row in soon:
+                        e.prefetch(row + at)
+                (pairs,) = self.byte_sums(e, [0], rows)
+                by_bytes = self.byte_scores(e, 0, pairs), e.ir.block
+            with otherwise:
+                by_floats = self.dots(e, e.frame.Q, e.args.D, rows, soon), e.ir.block
+        return e.phi(by_bytes, by_floats)
 
     def dots(self, e: Emit, q: Pointer, D: Any, rows: list[Pointer], soon: list[Pointer]) -> Any:
         """q · k of UNROLL keys. Where a line is several vectors, keys are taken one after the other, in the order of memory;
