@@ -30,7 +30,7 @@ STREAM_KEYS = 256
 TOGETHER_KEYS = 64
 """Keys of a block where a task decodes all heads, of one row a head: so few that the memory of a token is still near when the next
 head reads on. (Neoverse N1, 8 key heads of 128, fp32, 4096 keys: head after head 33.6 ms, together 17.3.)"""
-MOST_TOGETHER = 16
+MOST_TOGETHER = 32
 """The same of several rows a head: as many, up to that, as leave room in L1. K of one head takes a sixteenth of it; K and V of all
 heads fill it, or half of it where two rows share them and memory is waited for. (Neoverse N1, 8 key heads of 128, in processor
 time, 2 sequences of 16,384 tokens; rows, dtype: keys and ms, contiguous / pages of 16 at random. Two, fp32: 8 22.1 / 22.9, 16 28.9

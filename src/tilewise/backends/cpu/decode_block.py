@@ -75,7 +75,7 @@ class BlockDecode(Decode):
                 return acc
 
             def multiply_all(acc: list[Any], at: Any, columns: int) -> list[Any]:
-                several = e.vectors_of_a_load(near[0].dtype)
+                several = 1 if self.kernel.stored else e.vectors_of_a_load(near[0].dtype)
                 for n in range(0, columns, several * L):
                     acc = multiply(acc, at + n, several)
                 return acc
