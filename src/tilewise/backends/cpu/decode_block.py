@@ -225,6 +225,11 @@ class BlockDecode(Decode):
                     to = o_rows[n // vectors] + (col + (n % vectors) * L)
                     to[0] = to.vector() + value
 
+            # columns that share a line with others share its prefetching, too: some rows each, so that requests come evenly
+            share = min(UNROLL, max(1, self.line // (vectors * L)))
+            mine = UNROLL // share
+            first = col // (vectors * L) % share * mine if share > 1 else 0
+
             def prefetch(row: Any) -> None:
                 for at in range(0, vectors * L, self.line):
                     e.prefetch(row + at)
@@ -235,8 +240,8 @@ class BlockDecode(Decode):
                 v_row, k_row = self.block_rows(e, "v", col), self.next_rows(e, col)
                 with e.loop(0, whole, UNROLL, zeros) as over:
                     acc, rows = list(over.values), [v_row(over.index + n) for n in range(UNROLL)]
-                    for n in range(UNROLL):
-                        prefetch(k_row(over.index + n))
+                    for n in range(mine):
+                        prefetch(k_row(over.index + (first + n)))
                     small = [weights.vector(over.index, UNROLL) for weights in p_rows]
                     for n in range(UNROLL):
                         acc = step(acc, rows[n], [s.splat_lane(n) for s in small])
@@ -249,8 +254,8 @@ class BlockDecode(Decode):
             def strided(streams: list[Any]) -> None:
                 with e.loop(0, whole, UNROLL, [*zeros, *streams]) as over:
                     *acc, row, ahead = over.values
-                    for n in range(UNROLL):
-                        prefetch(ahead + k_step * n)
+                    for n in range(mine):
+                        prefetch(ahead + k_step * (first + n))
                     small = [weights.vector(over.index, UNROLL) for weights in p_rows]
                     for n in range(UNROLL):
                         acc = step(acc, row + v_step * n, [s.splat_lane(n) for s in small])
