@@ -34,7 +34,7 @@ class Decode(ByteScores, KernelModule, ABC):
     strides = False
     """Whether blocks make use of rows that lie a stride apart."""
     task = ("split", "run", "first_group", "next_head", "next_key", "Q_all", "O_all", "m_all", "l_all")
-    byte_task = ("exact", "Q8_all", "q_unit_all")
+    byte_task = ("exact", "Q8_all", "q_unit_all", "q_low_all")
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         if kernel.bytes:
@@ -136,7 +136,7 @@ class Decode(ByteScores, KernelModule, ABC):
         group = frame.first_group + nth
         frame.nth_group, frame.key_head = group, group // args.parts
         first = nth * round_up(args.group, self.R)
-        for name, cells in (("Q", args.D), ("O", args.Dv), ("m", 1), ("l", 1), ("Q8", args.D), ("q_unit", 1)):
+        for name, cells in (("Q", args.D), ("O", args.Dv), ("m", 1), ("l", 1), ("Q8", args.D), ("q_unit", 1), ("q_low", 1)):
             if name not in self.fields:
                 continue
             base = frame.address(f"{name}_all", self.real.type)
@@ -155,7 +155,7 @@ class Decode(ByteScores, KernelModule, ABC):
         if self.kernel.together:
             frame.first_group = frame.nth_group
             rows = rows * args.together
-            for name in (name for name in ("Q", "O", "m", "l", "Q8", "q_unit") if name in self.fields):
+            for name in (name for name in ("Q", "O", "m", "l", "Q8", "q_unit", "q_low") if name in self.fields):
                 setattr(frame, f"{name}_all", getattr(frame, name).address)
         with e.range(0, rows * D) as cell:
             frame.Q[cell] = 0.0

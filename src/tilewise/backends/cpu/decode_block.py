@@ -109,16 +109,21 @@ class BlockDecode(Decode):
         def some(key: Any, near: list[Any], soon: list[Any]) -> None:
             scale, each = frame.k_scales.vector(key, UNROLL), UNROLL // self.R
             for r in range(0, self.R, 2):
-                sums: list[list[Any]] = [[], []]
-                for n in (0, 2):
-                    first = (r + n // 2) * each
-                    with e.range(0, e.args.Dv, self.line) as at:
-                        for pointer in soon[first : first + each]:
-                            e.prefetch(pointer + at)
-                    some = self.byte_sums(e, [r0 + r, r0 + r + 1], near[n : n + 2])
-                    sums = [x + y for x, y in zip(sums, some, strict=True)]
-                for n in range(2):
-                    s_rows[r + n][key] = self.byte_scores(e, r0 + r + n, sums[n]) * scale
+                rows = [r0 + r, r0 + r + 1]
+
+                def compute(limbs: int, r: int = r, rows: list[Any] = rows) -> list[Any]:
+                    sums: list[list[Any]] = [[], []]
+                    for n in (0, 2):
+                        first = (r + n // 2) * each
+                        with e.range(0, e.args.Dv, self.line) as at:
+                            for pointer in soon[first : first + each]:
+                                e.prefetch(pointer + at)
+                        some = self.byte_sums(e, rows, near[n : n + 2], limbs)
+                        sums = [x + y for x, y in zip(sums, some, strict=True)]
+                    return [self.byte_scores(e, row, one) for row, one in zip(rows, sums, strict=True)]
+
+                for n, s in enumerate(self.by_limbs(e, rows, compute)):
+                    s_rows[r + n][key] = s * scale
 
         self.over_keys(e, UNROLL, some)
 

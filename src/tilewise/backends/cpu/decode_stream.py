@@ -86,8 +86,11 @@ class StreamDecode(Decode):
                 with e.range(0, e.args.D, self.line) as at:
                     for row in soon:
                         e.prefetch(row + at)
-                (pairs,) = self.byte_sums(e, [0], rows)
-                by_bytes = self.byte_scores(e, 0, pairs), e.ir.block
+
+                def compute(limbs: int) -> list[Any]:
+                    return [self.byte_scores(e, 0, self.byte_sums(e, [0], rows, limbs)[0])]
+
+                by_bytes = self.by_limbs(e, [0], compute)[0], e.ir.block
             with otherwise:
                 by_floats = self.dots(e, e.frame.Q, e.args.D, rows, soon), e.ir.block
         return e.phi(by_bytes, by_floats)
