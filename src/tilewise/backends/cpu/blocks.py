@@ -154,7 +154,7 @@ def _together_keys(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> int:
         return TOGETHER_KEYS
     size = problem.kv_itemsize
     token = problem.kv_heads * (problem.head_dim + problem.head_dim_v) * size
-    room = spec.l1d_bytes // (2 if problem.group <= 2 else 1)
+    room = spec.l1d_bytes // (2 if problem.group <= size else 1)
     return max(1, min(MOST_TOGETHER, room // token, spec.l1d_bytes // 16 // (problem.head_dim * size)))
 
 
