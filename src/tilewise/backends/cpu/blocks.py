@@ -36,6 +36,10 @@ heads fill it, or half of it where two rows share them and memory is waited for.
 time, 2 sequences of 16,384 tokens; rows, dtype: keys and ms, contiguous / pages of 16 at random. Two, fp32: 8 22.1 / 22.9, 16 28.9
 / 29.7. Four, fp32: 8 28.4 / 29.3, 16 34.4 / 35.2. Two, bf16: 8 18.5 / 19.0, 16 18.6 / 21.0, 32 20.8 / 22.2. Four, bf16: 8 28.6 /
 29.1, 16 26.8 / 28.0, 32 29.0 / 31.4.)"""
+PAGED_KEYS = 16
+"""The same where each head has its tokens side by side in a small page. (Neoverse N1, pages of 16 at random, 2 sequences of 16,384
+tokens, 8, 16 and 32 keys, ms: two rows, fp32 22.6, 23.3 and 25.1, bf16 19.2, 18.7 and 17.7; four rows, fp32 29.3, 24.8 and 27.9,
+bf16 29.3, 26.8 and 26.4.)"""
 SPAN = 2048
 """Keys of a part in invariant calls, a multiple of every block: parts are merged one after the other, whoever computes them."""
 BACKWARD_TALL = 256
@@ -152,6 +156,8 @@ def _decode(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> Tiles:
 def _together_keys(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> int:
     if kernel.tile.keys == 1:
         return TOGETHER_KEYS
+    if not problem.interleaved:
+        return PAGED_KEYS
     size = problem.kv_itemsize
     token = problem.kv_heads * (problem.head_dim + problem.head_dim_v) * size
     room = spec.l1d_bytes // (2 if problem.group <= size else 1)
