@@ -273,8 +273,7 @@ class Emit:
         return {"bfloat16": 2, "int8": 4}.get(dtype, 1) if narrow else 1
 
     def widen_several(self, value: Value, dtype: str) -> list[Any]:
-        """The same of a whole register, as several: zeros below every bfloat16, by zips, of which NEON does two a cycle and one
-        shift."""
+        """The same of a whole register, as several. NEON zips twice a cycle, and shifts once; bfloat16 gets zeros below."""
         L, lanes = self.lanes, value.lanes
         if lanes == L:
             return [self.widen(value, dtype)]

@@ -5,7 +5,8 @@ bytes, n = Σ 256**l · d_l with d_l of -128 … 127, so that
 
     q · k = unit · Σ_l 256**l · Σ_i d_il · k_i
 
-Four sums of 32 bits hold all of it: up to MOST_COLUMNS no two of them, joined, overflow. Rounding begins when they become floats.
+Four sums of 32 bits hold all of it: up to MOST_BYTE_COLUMNS no two of them, joined, overflow. Rounding begins when they become
+floats. Rows whose lowest bytes are all 0 have three sums.
 Where a number of q is not a whole number of units (less than 2**-22 of the row's largest in bfloat16, 2**-19 in float16; or NaN),
 the task converts keys and multiplies floats instead.
 """
@@ -119,7 +120,3 @@ def joined_lanes(parts: list[Value]) -> Value:
         parts = [x.pick(both, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
-
-def dot_bits(columns: int) -> int:
-    """Bits of the largest of the sums that `byte_sums` joins: all bytes of k and of q are -128."""
-    return ((1 << 7) * (1 << 7) * 257 * columns).bit_length() + 1

@@ -268,7 +268,8 @@ class Pointer:
     def fetch_run(self, offset: int | Value, vectors: int) -> list[Any]:
         """So many registers of adjacent elements of a stored dtype as the Real type."""
         start, lanes = self + offset, self.e.lanes
-        several = max(1, min(self.e.vectors_of_a_load(self.dtype), vectors))
+        several = self.e.vectors_of_a_load(self.dtype)
+        several = 1 if vectors % several else several
         found = []
         for i in range(0, vectors, several):
             found += self.e.widen_several(start.vector(i * lanes, several * lanes), self.dtype)

@@ -36,9 +36,10 @@ def _register(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> str:
 
 def _decode_register(kernel: Kernel) -> str:
     tile = kernel.tile
+    packed = "nothing is packed" + ("; int8 keys are multiplied as bytes" if kernel.bytes else "")
     if tile.keys == 1:
-        return f"one query head a key head: K and V pass as two streams, {tile.lanes} lanes along the head dim, nothing is packed"
-    return f"{tile.keys} query heads at once, {tile.lanes} lanes along the head dim: K and V are read once, nothing is packed"
+        return f"one query head a key head: K and V pass as two streams, {tile.lanes} lanes along the head dim, {packed}"
+    return f"{tile.keys} query heads at once, {tile.lanes} lanes along the head dim: K and V are read once, {packed}"
 
 
 def _keys(problem: Problem, kernel: Kernel, tiles: Tiles) -> str:
