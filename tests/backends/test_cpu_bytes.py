@@ -104,6 +104,20 @@ def test_the_smallest_unit_counts() -> None:
         torch.testing.assert_close(lse_of(q, k, scale=1.0), torch.tensor([small]), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_numbers_finer_than_a_unit_are_not_lost(heads: tuple[int, int]) -> None:
+    """The key is 0 where q is large: what is left of the score is far below the row's unit, in one head of all."""
+    hq, hk = heads
+    q = torch.zeros(hq, 32, dtype=torch.bfloat16)
+    q[:, 3] = 1.0
+    q[-1, 9] = 1.5 * 2.0**-30
+    k = torch.zeros(1, hk, 32)
+    k[..., 9] = 1
+    expected = torch.zeros(hq)
+    expected[-1] = 1.5
+    torch.testing.assert_close(lse_of(q, k, scale=2.0**30), expected, rtol=2e-7, atol=0)
+
+
 def test_the_largest_sums_have_room() -> None:
     """All products as large as they can be, of one sign."""
     for dtype in (torch.bfloat16, torch.float16):

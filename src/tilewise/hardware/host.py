@@ -213,7 +213,8 @@ def _macos(host: Host) -> Host:
 
     brand = _sysctl("machdep.cpu.brand_string")
     features = {
-        "asimddp": "arm.FEAT_DotProd", "bf16": "arm.FEAT_BF16", "i8mm": "arm.FEAT_I8MM", "avx2": "avx2_0", "avx512f": "avx512f", "fma": "fma"
+        "asimddp": "arm.FEAT_DotProd", "bf16": "arm.FEAT_BF16", "i8mm": "arm.FEAT_I8MM",
+        "avx2": "avx2_0", "avx512f": "avx512f", "fma": "fma"
     }  # fmt: skip
     flags = {flag for flag, name in features.items() if _sysctl(f"hw.optional.{name}") == "1"}
     apple = brand.startswith("Apple")

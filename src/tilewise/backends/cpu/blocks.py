@@ -28,18 +28,19 @@ MATRIX_TALL = 512
 STREAM_KEYS = 256
 """Keys whose sums are complete before they join those of the others, when one row is decoded."""
 TOGETHER_KEYS = 64
-"""Keys of a block where a task decodes all heads, of one row a head: so few that the memory of a token is still near when the next
-head reads on. (Neoverse N1, 8 key heads of 128, fp32, 4096 keys: head after head 33.6 ms, together 17.3.)"""
+"""Keys of a block where a task decodes all heads, of one row a head: so few that the memory of a token is still near when the
+next head reads on. (Neoverse N1, 8 key heads of 128, fp32, 4096 keys: head after head 33.6 ms, together 17.3.)"""
 MOST_TOGETHER = 32
-"""The same of several rows a head: as many, up to that, as leave room in L1. K of one head takes a sixteenth of it; K and V of all
-heads fill it, or half of it where two rows share them and memory is waited for. (Neoverse N1, 8 key heads of 128, in processor
-time, 2 sequences of 16,384 tokens; rows, dtype: keys and ms, contiguous / pages of 16 at random. Two, fp32: 8 22.1 / 22.9, 16 28.9
-/ 29.7. Four, fp32: 8 28.4 / 29.3, 16 34.4 / 35.2. Two, bf16: 8 18.5 / 19.0, 16 18.6 / 21.0, 32 20.8 / 22.2. Four, bf16: 8 28.6 /
-29.1, 16 26.8 / 28.0, 32 29.0 / 31.4.)"""
+"""The same of several rows a head: as many, up to that, as leave room in L1. K of one head takes a sixteenth of it; K and V of
+all heads fill it, or half of it where few rows share them and memory is waited for. (Neoverse N1, 8 key heads of 128, processor
+time for 2 sequences of 16,384 tokens, ms in (B, S, H, D) and in pages of 16 at random:
+two rows, fp32, 8 keys 22.1 and 22.9, 16 keys 28.9 and 29.7; bf16, 8 keys 18.5 and 19.0, 16 keys 18.6 and 21.0;
+four rows, fp32, 8 keys 28.4 and 29.3, 16 keys 34.4 and 35.2; bf16, 8 keys 28.6 and 29.1, 16 keys 26.8 and 28.0.
+int8 in pages in order and at random: two rows, 16 keys 19.2 and 20.5, 32 keys 16.8 and 19.0, 64 keys 17.3 and 19.7.)"""
 PAGED_KEYS = 16
-"""The same where each head has its tokens side by side in a small page. (Neoverse N1, pages of 16 at random, 2 sequences of 16,384
-tokens, 8, 16 and 32 keys, ms: two rows, fp32 22.6, 23.3 and 25.1, bf16 19.2, 18.7 and 17.7; four rows, fp32 29.3, 24.8 and 27.9,
-bf16 29.3, 26.8 and 26.4.)"""
+"""The same where each head has its tokens side by side in a small page. (Neoverse N1, pages of 16 at random, 2 sequences of
+16,384 tokens; 8, 16 and 32 keys, ms: two rows, fp32 22.6, 23.3 and 25.1, bf16 19.2, 18.7 and 17.7; four rows, fp32 29.3, 24.8
+and 27.9, bf16 29.3, 26.8 and 26.4.)"""
 SPAN = 2048
 """Keys of a part in invariant calls, a multiple of every block: parts are merged one after the other, whoever computes them."""
 BACKWARD_TALL = 256

@@ -9,7 +9,6 @@ A block's state is complete before it joins the task's, as sums over all keys wo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tilewise.backends.cpu import elementary, masking

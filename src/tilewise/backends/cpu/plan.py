@@ -10,7 +10,14 @@ from tilewise.backends.cpu import blocks, frames
 from tilewise.backends.cpu.frames import Tiles, grain
 from tilewise.backends.cpu.reasons import reasons_for
 from tilewise.backends.cpu.spec import (
-    ACCUMULATORS, ARGUMENTS, BACKWARD, BYTE_COLUMNS, MOST_BYTE_COLUMNS, Kernel, Register, mask_args,
+    ACCUMULATORS,
+    ARGUMENTS,
+    BACKWARD,
+    BYTE_COLUMNS,
+    MOST_BYTE_COLUMNS,
+    Kernel,
+    Register,
+    mask_args,
 )  # fmt: skip
 from tilewise.backends.verdict import Verdict, cpu_only
 from tilewise.errors import PlanError
