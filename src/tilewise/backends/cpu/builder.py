@@ -171,9 +171,9 @@ class Emit:
             return self.math(stem, value, bound)
         return self.select(self.compare(sign, bound, value), bound, value)
 
-    def prefetch(self, address: Pointer) -> None:
-        """Ask for the cache line at an address, to be read and kept in every level."""
-        self.intrinsic("llvm.prefetch.p0", ir.VOID, [address, *(self.const(n, I32) for n in (0, 3, 1))])
+    def prefetch(self, address: Pointer, level: int = 1) -> None:
+        """Ask for the cache line at an address, to be read and kept in every level from that one on."""
+        self.intrinsic("llvm.prefetch.p0", ir.VOID, [address, *(self.const(n, I32) for n in (0, 4 - level, 1))])
 
     # -- control flow
     @contextmanager
