@@ -31,8 +31,8 @@ BIAS, MANTISSA = 127, 23
 
 class ByteScores:
     """The part of decoding that multiplies bytes. The frame holds `Q8`, for each row and BYTE_COLUMNS columns the lowest bytes,
-    then the next, …; `q_unit`, what a row's sums are multiplied by; `q_low`, 0 where all
-    its lowest bytes are; and `exact`, whether all rows of the task are such integers."""
+    then the next, …; `q_unit`, what a row's sums are multiplied by; `q_low`, 0 where all its lowest bytes are; and `exact`,
+    whether all rows of the task are such integers."""
 
     kernel: Kernel
 
