@@ -97,6 +97,36 @@ def test_decoding_bytes_stays_in_registers(rows: int) -> None:
         assert not any(STACK.search(line) for body in products for line in body)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_products_of_bytes_are_nothing_else(rows: int) -> None:
+    """Sixteen sums of four limbs, twelve of three, and no instruction on vectors beside them but loads."""
+    arch, cpu, _, _ = TARGETS["neoverse-n1"]
+    tile = Register(4, 4 if rows == 4 else 8, rows)
+    kernel = Kernel("decode", "bfloat16", tile, "b", varlen=True, paged=True, stored="int8", together=True, bytes=True)
+    text = compiler.assembly(kernel, compiler.Machine(arch + LINUX, cpu, ""))
+    found = {}
+    for _, body in innermost_loops(text):
+        names = Counter(line.split()[0] for line in body)
+        if names["sdot"]:
+            found[names["sdot"]] = body
+            assert set(names) <= {"sdot", "ldr", "ldp", "add", "cmp", "b.lt"}, names
+            assert not any(STACK.search(line) for line in body)
+    assert set(found) == {16, 12}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_bfloat16_is_widened_by_zips_when_decoding(rows: int) -> None:
+    """NEON shifts once a cycle, and zips twice."""
+    arch, cpu, _, _ = TARGETS["neoverse-n1"]
+    kernel = Kernel("decode", "bfloat16", Register(4, 4 if rows == 4 else 8, rows), "b", varlen=True, paged=True)
+    text = compiler.assembly(kernel, compiler.Machine(arch + LINUX, cpu, ""))
+    products = [body for name, body in innermost_loops(text) if name in ("block", "dots", "values")]
+    long = [body for body in products if sum("fmla" in line for line in body) >= (8 if rows == 1 else 64)]
+    assert len(long) >= 2
+    for body in long:
+        assert any("zip2" in line for line in body) and not any("shll" in line for line in body)
+
+
 @pytest.mark.parametrize("target", ["neoverse-n1", "x86-64-v3", "skylake-avx512"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_types_compile_without_calls(target: str, dtype: str) -> None:

@@ -69,12 +69,12 @@ def _cpu(key: str, gbps: float, caches: tuple[int, int, int], flags: str = "", *
 def cpus() -> list[DeviceSpec]:
     # fmt: off
     altra = _cpu(
-        "altra-q80", 204.8, (64, 1024, 32), name="Ampere Altra Q80-30", machine="aarch64", core="neoverse-n1",
+        "altra-q80", 204.8, (64, 1024, 32), "asimddp", name="Ampere Altra Q80-30", machine="aarch64", core="neoverse-n1",
         cores=80, clock_hz=3.0e9,
         source="Ampere Altra product brief (Q80-30; 8 channels of DDR4-3200); Arm Neoverse N1 TRM for the caches",
     )
     graviton = _cpu(
-        "graviton3", 307.2, (64, 1024, 32), "bf16 i8mm sve", name="AWS Graviton3", machine="aarch64",
+        "graviton3", 307.2, (64, 1024, 32), "asimddp bf16 i8mm sve", name="AWS Graviton3", machine="aarch64",
         core="neoverse-v1", cores=64, clock_hz=2.6e9,
         source="AWS re:Invent 2021, session CMP301 (64 cores, 2.6 GHz, 8 channels of DDR5-4800); Neoverse V1 TRM, caches",
     )

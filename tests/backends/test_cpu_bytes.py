@@ -1,0 +1,175 @@
+"""Decoding over int8 pages: scores by products of bytes, which are exact, and by floats where q does not allow it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("llvmlite")
+
+import tilewise as tw
+from tests.cache.caches import build, worst
+from tilewise.backends.cpu import plan
+from tilewise.backends.cpu.decode_bytes import BITS, LIMBS
+from tilewise.backends.cpu.spec import MOST_BYTE_COLUMNS
+from tilewise.hardware import lookup
+from tilewise.hardware.probe import probe_cpu
+from tilewise.problem import Problem
+
+N1 = lookup("altra-q80")
+HEADS = [(2, 2), (4, 2), (8, 2), (6, 2), (1, 1), (8, 1)]
+multiplies = pytest.mark.skipif("asimddp" not in probe_cpu().isa_flags, reason="this processor has no products of bytes")
+
+
+def cache_of(k: Tensor, v: Tensor) -> tw.KVCache:
+    """One sequence in one page of int8, all scales 1."""
+    table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([len(k)], dtype=torch.int32)
+    one = torch.tensor(1.0)
+    return tw.KVCache.paged(k[None].to(torch.int8), v[None].to(torch.int8), table, lengths, k_scale=one, v_scale=one)
+
+
+def lse_of(q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    """(Hq,) of one query, (Hq, D), over keys (S, Hk, D)."""
+    _, lse = tw.attention_cached(q[None, None], cache_of(k, k), return_lse=True, backend="cpu", **options)
+    return lse[0, :, 0]
+
+
+def spread(dtype: torch.dtype) -> int:
+    """Powers of two between the largest number of a row and the smallest that is a whole number of units."""
+    digits = {torch.bfloat16: 8, torch.float16: 11}[dtype]
+    return BITS - digits
+
+
+@pytest.mark.parametrize("order", ["nhd", "hnd"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_conformance(dtype: torch.dtype, heads: tuple[int, int], order: str) -> None:
+    for dims in ((16, 16), (64, 32), (128, 128), (256, 64), (40, 40)):
+        for page in (3, 16, 64):
+            sizes = {"heads": heads, "dims": dims, "page": page, "order": order}
+            built = build([1] * 3, [5, 150, 31], dtype=dtype, stored=torch.int8, **sizes)
+            out, lse = tw.attention_cached(built.q, built.cache, cu_seqlens_q=built.cu, return_lse=True, backend="cpu")
+            assert worst(built, out, lse) <= 1.0, (dims, page)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("row", ["zeros", "one number", "tiny", "huge", "far apart", "far apart in one head"])
+def test_conformance_of_other_rows(row: str, heads: tuple[int, int]) -> None:
+    """Rows of few or very unlike numbers: those that are no whole numbers of units are multiplied as floats."""
+    built = build([1] * 2, [40, 7], dtype=torch.bfloat16, stored=torch.int8, heads=heads, dims=(64, 64))
+    q = built.q
+    if row == "zeros":
+        q.zero_()
+    elif row == "one number":
+        q[..., 1:] = 0
+    elif row in ("tiny", "huge"):
+        q *= {"tiny": 2.0**-80, "huge": 2.0**30}[row]
+    else:
+        q[:, 0 if row.endswith("head") else slice(None), ::3] *= 2.0**-40
+    options = {"scale": 2.0**-36} if row == "huge" else {}
+    out, lse = tw.attention_cached(q, built.cache, cu_seqlens_q=built.cu, return_lse=True, backend="cpu", **options)
+    assert worst(built, out, lse, **options) <= 1.0
+
+
+@multiplies
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_what_cancels_leaves_nothing_behind(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    """Large products that add up to zero do not hide a small one: sums of floats, each number times a scale that is no power of
+    two, would lose digits of it."""
+    hq, hk = heads
+    q = torch.zeros(hq, 64, dtype=dtype)
+    large = 2.0 ** min(15, spread(dtype))  # what float16 has room for
+    for h in range(hq):
+        q[h, [7, 20 + h, 61]] = torch.tensor([large, 1.0, -large], dtype=dtype)
+    k = torch.full((1, hk, 64), 127)
+    k[..., 20:40] = 1
+    for scale in (0.7, 0.123456):
+        torch.testing.assert_close(lse_of(q, k, scale=scale), torch.full((hq,), scale), rtol=2e-7, atol=0)
+
+
+@multiplies
+def test_the_smallest_unit_counts() -> None:
+    """A number 2**22 times smaller than another in bfloat16 (2**19 in float16) has all its digits in the products."""
+    for dtype, digits in ((torch.bfloat16, 8), (torch.float16, 11)):
+        small = 2.0 - 2.0 ** (1 - digits)  # all of them are 1
+        q = torch.zeros(1, 32, dtype=dtype)
+        q[0, :2] = torch.tensor([2.0 ** min(spread(dtype), 15), small], dtype=dtype)
+        k = torch.zeros(1, 1, 32)
+        k[0, 0, 1] = 1
+        torch.testing.assert_close(lse_of(q, k, scale=1.0), torch.tensor([small]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_numbers_finer_than_a_unit_are_not_lost(heads: tuple[int, int]) -> None:
+    """The key is 0 where q is large: what is left of the score is far below the row's unit, in one head of all."""
+    hq, hk = heads
+    q = torch.zeros(hq, 32, dtype=torch.bfloat16)
+    q[:, 3] = 1.0
+    q[-1, 9] = 1.5 * 2.0**-30
+    k = torch.zeros(1, hk, 32)
+    k[..., 9] = 1
+    expected = torch.zeros(hq)
+    expected[-1] = 1.5
+    torch.testing.assert_close(lse_of(q, k, scale=2.0**30), expected, rtol=2e-7, atol=0)
+
+
+def test_the_largest_sums_have_room() -> None:
+    """All products as large as they can be, of one sign."""
+    for dtype in (torch.bfloat16, torch.float16):
+        largest = 1.9921875 if dtype == torch.bfloat16 else 1.9990234375
+        for sign in (1, -1):
+            q = torch.full((4, MOST_BYTE_COLUMNS), sign * largest, dtype=dtype)
+            k = torch.full((3, 2, MOST_BYTE_COLUMNS), -128)
+            expected = -128.0 * sign * largest * MOST_BYTE_COLUMNS * 2.0**-15 + torch.tensor(3.0).log()
+            torch.testing.assert_close(lse_of(q, k, scale=2.0**-15), expected.expand(4), rtol=1e-6, atol=0)
+    joined = 128 * 257 * 128 * MOST_BYTE_COLUMNS
+    assert joined < 2**31, "two limbs of every column, times -128, in a sum of 32 bits"
+    assert 2 ** (BITS - 8 * (LIMBS - 1)) + 1 < 128, "the uppermost byte, with a carry"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_reaches_its_row_only(bad: float) -> None:
+    q = torch.ones(4, 32, dtype=torch.bfloat16)
+    q[1, 3] = bad
+    k = torch.randint(1, 100, (9, 2, 32))
+    lse = lse_of(q, k)
+    assert not lse[1].isfinite() and lse[[0, 2, 3]].isfinite().all()
+
+
+def problem(**change: Any) -> Problem:
+    usual: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "seqlen": 1, "kv_seqlen": 4096, "dtype": "bfloat16"}
+    return replace(Problem.of(**(usual | change)), stored="int8", page=16, interleaved=True)
+
+
+def test_who_multiplies_bytes() -> None:
+    assert plan.multiplies_bytes(problem(), "decode", N1)
+    assert plan.multiplies_bytes(problem(dtype="float16"), "decode", N1)
+    assert not plan.multiplies_bytes(problem(dtype="float32"), "decode", N1), "24 digits are too many"
+    assert not plan.multiplies_bytes(problem(head_dim=40), "decode", N1)
+    assert not plan.multiplies_bytes(problem(head_dim=512), "decode", N1)
+    assert not plan.multiplies_bytes(problem(), "forward", N1)
+    assert not plan.multiplies_bytes(problem(), "decode", replace(N1, isa_flags=()))
+    assert not plan.multiplies_bytes(problem(), "decode", lookup("xeon-8480"))
+    assert not plan.multiplies_bytes(replace(problem(), stored="float8_e4m3fn"), "decode", N1)
+    said = "\n".join(plan.tiles(problem(), N1)["decode"].reasons)
+    assert "multiplied as bytes" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "keys"),
+    [
+        ({}, 16), ({"dtype": "float32"}, 8), ({"stored": "int8"}, 32), ({"heads": 16}, 8), ({"heads": 16, "stored": "int8"}, 32),
+        ({"heads": 16, "dtype": "float32"}, 8), ({"heads": 8}, 64), ({"interleaved": False}, 16),
+        ({"interleaved": False, "dtype": "float32"}, 16), ({"heads": 8, "kv_heads": 2}, 16),
+    ],
+)  # fmt: skip
+def test_blocks_of_heads_decoded_together_leave_room_in_l1(change: dict[str, Any], keys: int) -> None:
+    fields = {"stored": "", "interleaved": True} | {name: change[name] for name in ("stored", "interleaved") if name in change}
+    sizes = {name: x for name, x in change.items() if name not in fields}
+    tile = plan.tiles(replace(problem(**sizes), **fields), N1)["decode"]
+    assert tile.block_k == keys and tile.groups > 1
