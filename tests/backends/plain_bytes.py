@@ -36,7 +36,7 @@ def intrinsic(e: Emit, name: str, result: Any, args: Sequence[Any], flags: Seque
 
 
 def pretend_vnni(monkeypatch: pytest.MonkeyPatch, isa: str, directory: Path) -> None:
-    """Plan and emit for a processor of x86 with VPDPBUSD, and compile for this one; kernels are kept in a directory of their own."""
+    """Plan and emit for a processor of x86 with VPDPBUSD, compile for this one; kernels are kept in a directory of their own."""
     pretend(monkeypatch, isa)
     spec = replace(backend.probe_cpu(), isa_flags=(FLAGS[isa],))
     for module in (backend, prepare):

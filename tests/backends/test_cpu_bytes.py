@@ -17,13 +17,13 @@ pytest.importorskip("llvmlite")
 
 import tilewise as tw
 from tests.backends.plain_bytes import FLAGS, pretend_vnni
+from tests.backends.test_cpu_memory import forget
 from tests.cache.caches import build, worst
 from tilewise.backends.cpu import backend, plan
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu.decode_bytes import BITS, LIMBS
-from tilewise.backends.cpu.spec import MOST_BYTE_COLUMNS
+from tilewise.backends.cpu.spec import MOST_BYTE_COLUMNS, Kernel
 from tilewise.hardware import lookup
-from tilewise.hardware.probe import probe_cpu
 from tilewise.problem import Problem
 
 N1, XEON = lookup("altra-q80"), lookup("xeon-8480")
@@ -158,6 +158,8 @@ def test_the_largest_sums_have_room() -> None:
     joined = 128 * 257 * 128 * MOST_BYTE_COLUMNS
     assert joined < 2**31, "two limbs of every column, times -128, in a sum of 32 bits"
     assert 2 ** (BITS - 8 * (LIMBS - 1)) + 1 < 128, "the uppermost byte, with a carry"
+    assert 255 * 128 * MOST_BYTE_COLUMNS < 2**23, "an unsigned limb of every column, times -128, in a float"
+    assert 2 ** (BITS - 16) * 128 * MOST_BYTE_COLUMNS < 2**30, "the two upper limbs, signed"
 
 
 @pytest.mark.usefixtures("processor")
@@ -168,6 +170,30 @@ def test_what_is_no_number_reaches_its_row_only(bad: float) -> None:
     k = torch.randint(1, 100, (9, 2, 32))
     lse = lse_of(q, k)
     assert not lse[1].isfinite() and lse[[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("limbs", [3, 4])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (4, 1)], ids=str)
+@pytest.mark.parametrize("dims", [16, 48, 128, MOST_BYTE_COLUMNS])
+@pytest.mark.usefixtures("multiplies")
+def test_scores_are_those_of_integers(monkeypatch: pytest.MonkeyPatch, dims: int, heads: tuple[int, int], limbs: int) -> None:
+    """Every byte a number of q can have meets every byte of keys; what is rounded is the score, and nothing before it."""
+    forget(monkeypatch)  # a call like one before would find its kernel ready
+    kernels: list[Kernel] = []
+    original = compiler.worker
+    monkeypatch.setattr(compiler, "worker", lambda kernel: (kernels.append(kernel), original(kernel))[1])
+    g = torch.Generator().manual_seed(dims + limbs)
+    (hq, hk), least = heads, -14 if limbs == 3 else -22
+    q = torch.randn(hq, dims, generator=g).sign() * torch.randint(128, 256, (hq, dims), generator=g) / 128
+    q *= 2.0 ** torch.randint(least, 1, (hq, dims), generator=g)
+    q[:, 0], q[:, 1] = 1.0, 2.0**least
+    q[1:2, 1:] *= q[1:2, 1:].abs() >= 2.0**-14  # three limbs, beside rows of four
+    k = torch.randint(-128, 128, (1, hk, dims), generator=g)
+    k[..., ::5], k[..., 1::5] = -128, 127
+    exact = (q.double() * k[0].double()).sum(1)
+    # roundings of the score, of log2(e), and of what the LSE is made of
+    torch.testing.assert_close(lse_of(q.bfloat16(), k, scale=1.0), exact.float(), rtol=8 * 2.0**-24, atol=4 * 2.0**-24)
+    assert all(kernel.bytes for kernel in kernels) and kernels
 
 
 def problem(**change: Any) -> Problem:

@@ -1,7 +1,7 @@
-"""Scores of int8 keys by products of bytes (NEON's SDOT): keys are never converted, and every sum is exact.
+"""Scores of int8 keys by products of bytes: keys are never converted, and every sum is exact.
 
 A row of q, bfloat16 or float16, is made integers of one unit, a power of two: its largest number has 30 bits. Each integer is
-four bytes, n = Σ 256**l · d_l with d_l of -128 … 127, so that
+four bytes. For NEON's SDOT they are signed (for x86 see `decode_vnni`), n = Σ 256**l · d_l with d_l of -128 … 127, so that
 
     q · k = unit · Σ_l 256**l · Σ_i d_il · k_i
 

@@ -9,8 +9,9 @@ So one product of 64 bytes takes 16 columns of a key, which a load spreads, and 
 their quarter of a vector. Where the lowest bytes of a row are all 0, ones are in their place: S_0 is then Σ_i k_i. Else these
 have products of their own, one for all rows.
 
-Up to MOST_BYTE_COLUMNS a sum stays below 2**23, a float holds it; and T = 256 · (S_3 - 128 · Σ_i k_i) + S_2 stays below 2**30.
-A score is (256 · T + S_1) · 256 + S_0 in floats. What is rounded in it is at least 2**32 then: errors are relative to the score.
+Up to MOST_BYTE_COLUMNS each S_l stays below 2**23, so that floats hold it, and T = 256 · (S_3 - 128 · Σ_i k_i) + S_2 below 2**30;
+sums of 32 bits may wrap around on the way there. A score is (256 · T + S_1) · 256 + S_0 in floats. Only what exceeds 2**24 is
+rounded; times 256 it is far above what is added to it, so errors are relative to the score.
 """
 
 from __future__ import annotations
@@ -58,18 +59,14 @@ def scores(e: Emit, rows: Sequence[Any], keys: Sequence[Pointer], limbs: int) ->
     joined = [_joined(some) for some in sums]
     lowest, second, third, fourth = _by_limb(joined[: len(rows)])
     lanes = [n for n in range(len(rows)) for _ in range(UNROLL)]
+    columns = joined[-1].pick([*range(UNROLL)] * len(rows)) if limbs == LIMBS else lowest
+    top, radix = ((fourth << 8) + third) - (columns << 15), e.vector(256.0, len(lanes))
+    score = e.fma(top.to_real(F32), radix, second.to_real(F32))
     if limbs == LIMBS:
-        columns = joined[-1].pick([*range(UNROLL)] * len(rows))
+        bytes_only = frame.q_low.vector(rows[0], len(rows)).pick(lanes)  # 0 for rows that have ones
+        score = e.fma(score, radix, (lowest & bytes_only).to_real(F32))
     else:
-        columns = lowest
-    top = ((fourth << 8) + third) - (columns << 15)
-    shift = e.vector(256.0, len(lanes))
-    score = e.fma(top.to_real(F32), shift, second.to_real(F32))
-    if limbs == LIMBS:  # where a row has ones, these are no bytes
-        lowest = lowest & frame.q_low.vector(rows[0], len(rows)).pick(lanes)
-        score = e.fma(score, shift, lowest.to_real(F32))
-    else:
-        score = score * shift
+        score = score * radix
     score = score * frame.q_unit.vector(rows[0], len(rows)).pick(lanes)
     return [score.pick(range(n, n + UNROLL)) for n in range(0, len(lanes), UNROLL)]
 
