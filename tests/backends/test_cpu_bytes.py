@@ -132,17 +132,19 @@ def test_the_smallest_unit_counts() -> None:
 
 @pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_numbers_finer_than_a_unit_are_not_lost(heads: tuple[int, int]) -> None:
-    """The key is 0 where q is large: what is left of the score is far below the row's unit, in one head of all."""
+@pytest.mark.parametrize("finer", [30, 20])
+def test_small_numbers_are_not_lost(heads: tuple[int, int], finer: int) -> None:
+    """The key is 0 where q is large: what is left of the score is far below the row's unit, or in the lowest limb, in one head of
+    all; nothing is left of the others."""
     hq, hk = heads
     q = torch.zeros(hq, 32, dtype=torch.bfloat16)
     q[:, 3] = 1.0
-    q[-1, 9] = 1.5 * 2.0**-30
+    q[-1, 9] = 1.5 * 2.0**-finer
     k = torch.zeros(1, hk, 32)
     k[..., 9] = 1
     expected = torch.zeros(hq)
     expected[-1] = 1.5
-    torch.testing.assert_close(lse_of(q, k, scale=2.0**30), expected, rtol=2e-7, atol=0)
+    torch.testing.assert_close(lse_of(q, k, scale=2.0**finer), expected, rtol=2e-7, atol=0)
 
 
 @pytest.mark.usefixtures("processor")
