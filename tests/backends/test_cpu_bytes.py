@@ -132,7 +132,7 @@ def test_the_smallest_unit_counts() -> None:
 
 @pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("finer", [30, 20])
+@pytest.mark.parametrize("finer", [30, 22])
 def test_small_numbers_are_not_lost(heads: tuple[int, int], finer: int) -> None:
     """The key is 0 where q is large: what is left of the score is far below the row's unit, or in the lowest limb, in one head of
     all; nothing is left of the others."""
