@@ -114,6 +114,25 @@ def test_products_of_bytes_are_nothing_else(rows: int) -> None:
     assert set(found) == {16, 12}
 
 
+@pytest.mark.parametrize("target", ["sapphirerapids", "cascadelake", "alderlake"])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_products_of_bytes_are_nothing_else_on_x86(rows: int, target: str) -> None:
+    """Columns of a key are spread by their load; where rows have ones, and where these have products of their own."""
+    wide = target != "alderlake"
+    tile = Register(16 if wide else 8, 4 if rows == 4 else 8, rows)
+    kernel = Kernel("decode", "bfloat16", tile, "b", varlen=True, paged=True, stored="int8", together=True, bytes=True)
+    text = compiler.assembly(kernel, compiler.Machine("x86_64" + LINUX, target, ""))
+    found = set()
+    for _, body in innermost_loops(text):
+        names = Counter(line.replace("{vex}", "").split()[0] for line in body)
+        if names["vpdpbusd"]:
+            found.add(names["vpdpbusd"])
+            loads = {"vbroadcasti32x4", "vmovdqu64"} if wide else {"vbroadcasti128", "vpbroadcastd", "vmovdqu", "vmovdqa"}
+            assert set(names) <= {"vpdpbusd", "addq", "cmpq", "jl", *loads}, names
+            assert not any(STACK.search(line) for line in body)
+    assert found == ({1: {8, 4}, 2: {8, 12}, 4: {16, 10}} if wide else {1: {8}, 2: {8, 12, 6}, 4: {8, 10}})[rows]
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_bfloat16_is_widened_by_zips_when_decoding(rows: int) -> None:
     """NEON shifts once a cycle, and zips twice."""
@@ -170,6 +189,9 @@ def test_what_is_kept_on_disk_needs_no_llvm_to_be_loaded(target: str) -> None:
     double = tile_of(isa)._replace(lanes=tile_of(isa).lanes // 2)
     kernels += [Kernel("forward", "float16", double, double=True), Kernel("backward", "bfloat16", double, double=True)]
     kernels += [Kernel("decode", "float16", double._replace(vectors=4, keys=4), double=True)]
+    if target in ("neoverse-n1", "sapphirerapids"):
+        pages = Kernel("decode", "bfloat16", Register(tile_of(isa).lanes, 4, 4), "b", varlen=True, paged=True, stored="int8")
+        kernels += [pages._replace(bytes=True), pages._replace(bytes=True, together=True, tile=pages.tile._replace(keys=1))]
     if target == "sapphirerapids":
         kernels += [Kernel(kind, "bfloat16", Register(16, 2, 32), structure="b", matrix="amx") for kind in PRODUCTS]
     for kernel in kernels:

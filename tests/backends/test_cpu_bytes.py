@@ -1,8 +1,12 @@
-"""Decoding over int8 pages: scores by products of bytes, which are exact, and by floats where q does not allow it."""
+"""Decoding over int8 pages: scores by products of bytes, which are exact, and by floats where q does not allow it.
+
+The kernels of this processor, and those of x86 with instructions that any processor has in place of VPDPBUSD.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +16,37 @@ from torch import Tensor
 pytest.importorskip("llvmlite")
 
 import tilewise as tw
+from tests.backends.plain_bytes import FLAGS, pretend_vnni
+from tests.backends.test_cpu_memory import forget
 from tests.cache.caches import build, worst
-from tilewise.backends.cpu import plan
+from tilewise.backends.cpu import backend, plan
+from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu.decode_bytes import BITS, LIMBS
-from tilewise.backends.cpu.spec import MOST_BYTE_COLUMNS
+from tilewise.backends.cpu.spec import MOST_BYTE_COLUMNS, Kernel
 from tilewise.hardware import lookup
-from tilewise.hardware.probe import probe_cpu
 from tilewise.problem import Problem
 
-N1 = lookup("altra-q80")
+N1, XEON = lookup("altra-q80"), lookup("xeon-8480")
 HEADS = [(2, 2), (4, 2), (8, 2), (6, 2), (1, 1), (8, 1)]
-multiplies = pytest.mark.skipif("asimddp" not in probe_cpu().isa_flags, reason="this processor has no products of bytes")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(params=["this one", *FLAGS])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, directory: Path) -> str:
+    if request.param != "this one":
+        pretend_vnni(monkeypatch, request.param, directory)
+    return str(request.param)
+
+
+@pytest.fixture
+def multiplies(processor: str) -> None:
+    """Only where bytes are multiplied."""
+    if not plan.multiplies_bytes(problem(), "decode", backend.probe_cpu()):
+        pytest.skip("this processor has no products of bytes")
 
 
 def cache_of(k: Tensor, v: Tensor) -> tw.KVCache:
@@ -44,6 +68,7 @@ def spread(dtype: torch.dtype) -> int:
     return BITS - digits
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("order", ["nhd", "hnd"])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -56,6 +81,7 @@ def test_conformance(dtype: torch.dtype, heads: tuple[int, int], order: str) -> 
             assert worst(built, out, lse) <= 1.0, (dims, page)
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("row", ["zeros", "one number", "tiny", "huge", "far apart", "far apart in one head"])
 def test_conformance_of_other_rows(row: str, heads: tuple[int, int]) -> None:
@@ -75,7 +101,7 @@ def test_conformance_of_other_rows(row: str, heads: tuple[int, int]) -> None:
     assert worst(built, out, lse, **options) <= 1.0
 
 
-@multiplies
+@pytest.mark.usefixtures("multiplies")
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_what_cancels_leaves_nothing_behind(dtype: torch.dtype, heads: tuple[int, int]) -> None:
@@ -92,7 +118,7 @@ def test_what_cancels_leaves_nothing_behind(dtype: torch.dtype, heads: tuple[int
         torch.testing.assert_close(lse_of(q, k, scale=scale), torch.full((hq,), scale), rtol=2e-7, atol=0)
 
 
-@multiplies
+@pytest.mark.usefixtures("multiplies")
 def test_the_smallest_unit_counts() -> None:
     """A number 2**22 times smaller than another in bfloat16 (2**19 in float16) has all its digits in the products."""
     for dtype, digits in ((torch.bfloat16, 8), (torch.float16, 11)):
@@ -104,20 +130,24 @@ def test_the_smallest_unit_counts() -> None:
         torch.testing.assert_close(lse_of(q, k, scale=1.0), torch.tensor([small]), rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_numbers_finer_than_a_unit_are_not_lost(heads: tuple[int, int]) -> None:
-    """The key is 0 where q is large: what is left of the score is far below the row's unit, in one head of all."""
+@pytest.mark.parametrize("finer", [30, 22])
+def test_small_numbers_are_not_lost(heads: tuple[int, int], finer: int) -> None:
+    """The key is 0 where q is large: what is left of the score is far below the row's unit, or in the lowest limb, in one head of
+    all; nothing is left of the others."""
     hq, hk = heads
     q = torch.zeros(hq, 32, dtype=torch.bfloat16)
     q[:, 3] = 1.0
-    q[-1, 9] = 1.5 * 2.0**-30
+    q[-1, 9] = 1.5 * 2.0**-finer
     k = torch.zeros(1, hk, 32)
     k[..., 9] = 1
     expected = torch.zeros(hq)
     expected[-1] = 1.5
-    torch.testing.assert_close(lse_of(q, k, scale=2.0**30), expected, rtol=2e-7, atol=0)
+    torch.testing.assert_close(lse_of(q, k, scale=2.0**finer), expected, rtol=2e-7, atol=0)
 
 
+@pytest.mark.usefixtures("processor")
 def test_the_largest_sums_have_room() -> None:
     """All products as large as they can be, of one sign."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -130,8 +160,11 @@ def test_the_largest_sums_have_room() -> None:
     joined = 128 * 257 * 128 * MOST_BYTE_COLUMNS
     assert joined < 2**31, "two limbs of every column, times -128, in a sum of 32 bits"
     assert 2 ** (BITS - 8 * (LIMBS - 1)) + 1 < 128, "the uppermost byte, with a carry"
+    assert 255 * 128 * MOST_BYTE_COLUMNS < 2**23, "an unsigned limb of every column, times -128, in a float"
+    assert 2 ** (BITS - 16) * 128 * MOST_BYTE_COLUMNS < 2**30, "the two upper limbs, signed"
 
 
+@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_reaches_its_row_only(bad: float) -> None:
     q = torch.ones(4, 32, dtype=torch.bfloat16)
@@ -139,6 +172,30 @@ def test_what_is_no_number_reaches_its_row_only(bad: float) -> None:
     k = torch.randint(1, 100, (9, 2, 32))
     lse = lse_of(q, k)
     assert not lse[1].isfinite() and lse[[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("limbs", [3, 4])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (4, 1)], ids=str)
+@pytest.mark.parametrize("dims", [16, 48, 128, MOST_BYTE_COLUMNS])
+@pytest.mark.usefixtures("multiplies")
+def test_scores_are_those_of_integers(monkeypatch: pytest.MonkeyPatch, dims: int, heads: tuple[int, int], limbs: int) -> None:
+    """Every byte a number of q can have meets every byte of keys; what is rounded is the score, and nothing before it."""
+    forget(monkeypatch)  # a call like one before would find its kernel ready
+    kernels: list[Kernel] = []
+    original = compiler.worker
+    monkeypatch.setattr(compiler, "worker", lambda kernel: (kernels.append(kernel), original(kernel))[1])
+    g = torch.Generator().manual_seed(dims + limbs)
+    (hq, hk), least = heads, -14 if limbs == 3 else -22
+    q = torch.randn(hq, dims, generator=g).sign() * torch.randint(128, 256, (hq, dims), generator=g) / 128
+    q *= 2.0 ** torch.randint(least, 1, (hq, dims), generator=g)
+    q[:, 0], q[:, 1] = 1.0, 2.0**least
+    q[1:2, 1:] *= q[1:2, 1:].abs() >= 2.0**-14  # three limbs, beside rows of four
+    k = torch.randint(-128, 128, (1, hk, dims), generator=g)
+    k[..., ::5], k[..., 1::5] = -128, 127
+    exact = (q.double() * k[0].double()).sum(1)
+    # roundings of the score, of log2(e), and of what the LSE is made of
+    torch.testing.assert_close(lse_of(q.bfloat16(), k, scale=1.0), exact.float(), rtol=8 * 2.0**-24, atol=4 * 2.0**-24)
+    assert all(kernel.bytes for kernel in kernels) and kernels
 
 
 def problem(**change: Any) -> Problem:
@@ -154,7 +211,10 @@ def test_who_multiplies_bytes() -> None:
     assert not plan.multiplies_bytes(problem(head_dim=512), "decode", N1)
     assert not plan.multiplies_bytes(problem(), "forward", N1)
     assert not plan.multiplies_bytes(problem(), "decode", replace(N1, isa_flags=()))
-    assert not plan.multiplies_bytes(problem(), "decode", lookup("xeon-8480"))
+    assert plan.multiplies_bytes(problem(), "decode", XEON)
+    assert plan.multiplies_bytes(problem(), "decode", replace(XEON, isa="avx2", isa_flags=("avx_vnni",)))
+    assert not plan.multiplies_bytes(problem(), "decode", replace(XEON, isa_flags=("asimddp", "avx512f")))
+    assert not plan.multiplies_bytes(problem(), "decode", replace(XEON, isa="avx2"))
     assert not plan.multiplies_bytes(replace(problem(), stored="float8_e4m3fn"), "decode", N1)
     said = "\n".join(plan.tiles(problem(), N1)["decode"].reasons)
     assert "multiplied as bytes" in said

@@ -79,14 +79,14 @@ def cpus() -> list[DeviceSpec]:
         source="AWS re:Invent 2021, session CMP301 (64 cores, 2.6 GHz, 8 channels of DDR5-4800); Neoverse V1 TRM, caches",
     )
     xeon = _cpu(
-        "xeon-8480", 307.2, (48, 2048, 105), "amx_bf16 amx_tile avx512_bf16 avx512f",
+        "xeon-8480", 307.2, (48, 2048, 105), "amx_bf16 amx_tile avx512_bf16 avx512_vnni avx512f",
         name="Intel Xeon Platinum 8480+", machine="x86_64", cores=56, clock_hz=2.0e9,
         source="Intel ARK, Xeon Platinum 8480+ (base clock; 8 channels of DDR5-4800); Intel 64 and IA-32 Optimization "
         "Reference Manual, chapters Golden Cove and Intel AMX",
     )
     epyc = _cpu(
-        "epyc-9654", 460.8, (32, 1024, 384), "avx512_bf16 avx512f", name="AMD EPYC 9654", machine="x86_64",
-        core="znver4", cores=96, clock_hz=2.4e9,
+        "epyc-9654", 460.8, (32, 1024, 384), "avx512_bf16 avx512_vnni avx512f", name="AMD EPYC 9654",
+        machine="x86_64", core="znver4", cores=96, clock_hz=2.4e9,
         source="AMD EPYC 9004 data sheet (base clock; 12 channels of DDR5-4800); Software Optimization Guide for Zen 4",
     )
     # fmt: on

@@ -107,20 +107,12 @@ class BlockDecode(Decode):
         s_rows = [frame.P + (r0 + r) * e.args.BN for r in range(self.R)]
 
         def some(key: Any, near: list[Any], soon: list[Any]) -> None:
-            scale, each = frame.k_scales.vector(key, UNROLL), UNROLL // self.R
-            for r in range(0, self.R, 2):
-                rows = [r0 + r, r0 + r + 1]
+            scale, step = frame.k_scales.vector(key, UNROLL), self.byte_rows
+            for r in range(0, self.R, step):
+                rows, ahead = [r0 + (r + n) for n in range(step)], soon[r * UNROLL // self.R : (r + step) * UNROLL // self.R]
 
-                def compute(limbs: int, r: int = r, rows: list[Any] = rows) -> list[Any]:
-                    sums: list[list[Any]] = [[], []]
-                    for n in (0, 2):
-                        first = (r + n // 2) * each
-                        with e.range(0, e.args.Dv, self.line) as at:
-                            for pointer in soon[first : first + each]:
-                                e.prefetch(pointer + at)
-                        some = self.byte_sums(e, rows, near[n : n + 2], limbs)
-                        sums = [x + y for x, y in zip(sums, some, strict=True)]
-                    return [self.byte_scores(e, row, one) for row, one in zip(rows, sums, strict=True)]
+                def compute(limbs: int, rows: list[Any] = rows, ahead: list[Any] = ahead) -> list[Any]:
+                    return self.byte_scores(e, rows, near, limbs, ahead)
 
                 for n, s in enumerate(self.by_limbs(e, rows, compute)):
                     s_rows[r + n][key] = s * scale

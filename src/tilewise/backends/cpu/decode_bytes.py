@@ -1,7 +1,7 @@
-"""Scores of int8 keys by products of bytes (NEON's SDOT): keys are never converted, and every sum is exact.
+"""Scores of int8 keys by products of bytes: keys are never converted, and every sum is exact.
 
 A row of q, bfloat16 or float16, is made integers of one unit, a power of two: its largest number has 30 bits. Each integer is
-four bytes, n = Σ 256**l · d_l with d_l of -128 … 127, so that
+four bytes. For NEON's SDOT they are signed (for x86 see `decode_vnni`), n = Σ 256**l · d_l with d_l of -128 … 127, so that
 
     q · k = unit · Σ_l 256**l · Σ_i d_il · k_i
 
@@ -13,12 +13,13 @@ the task converts keys and multiplies floats instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tilewise.backends.cpu.builder import Emit
+from tilewise.backends.cpu import decode_vnni as vnni
+from tilewise.backends.cpu.builder import Emit, Unit
 from tilewise.backends.cpu.function import kernel_function
-from tilewise.backends.cpu.ir import F32, I8, I32, I64, Pointer, Value, vector_of
+from tilewise.backends.cpu.ir import F32, I8, I32, I64, Pointer, joined_lanes, vector_of
 from tilewise.backends.cpu.spec import BYTE_COLUMNS, UNROLL, Kernel
 
 LIMBS = 4
@@ -35,6 +36,19 @@ class ByteScores:
     whether all rows of the task are such integers."""
 
     kernel: Kernel
+    unit: Unit
+    line: int
+
+    @property
+    def unsigned(self) -> bool:
+        """Are the bytes of q unsigned, as `decode_vnni` tells?"""
+        return self.unit.arch == "x86_64"
+
+    @property
+    def byte_rows(self) -> int:
+        """Rows whose sums are computed at once."""
+        rows = self.kernel.tile.keys
+        return rows if self.unsigned else min(rows, 2)
 
     def joined(self, vectors: list[Any]) -> Any:
         raise NotImplementedError
@@ -65,13 +79,17 @@ class ByteScores:
                 low = low | number
                 numbers.append(number)
                 q[over.index + n] = q.vector(over.index + n) * args.q_factor.splat()
-            for limb in range(LIMBS):
-                digit = [number.trunc(I8) for number in numbers]
+            limbs = vnni.digits_of(numbers) if self.unsigned else _signed_digits(numbers)
+            for limb, digit in enumerate(limbs):
                 digits[over.index * LIMBS + limb * BYTE_COLUMNS] = joined_lanes(digit)
-                numbers = [(number - low.sext(I32)) >> 8 for number, low in zip(numbers, digit, strict=True)]
             over.carry([same, low])
         whole = over.values[0].reduce(lambda x, y: x & y) != 0
-        frame.q_low[row] = over.values[1].reduce(lambda x, y: x | y) & 0xFF
+        lowest = over.values[1].reduce(lambda x, y: x | y) & 0xFF
+        if self.unsigned:
+            with e.if_(lowest == 0):
+                vnni.mark_ones(e, digits, D)
+            lowest = (lowest != 0).sext(I32)
+        frame.q_low[row] = lowest
         frame.q_unit[row] = unit * args.q_factor
         frame.exact = frame.exact & (ordinary & whole).zext(I64)
 
@@ -107,16 +125,35 @@ class ByteScores:
             pairs.append(((fourth << 8) + third, sum(lowest, second << 8)))
         return [pairs[n : n + len(keys)] for n in range(0, len(pairs), len(keys))]
 
-    def byte_scores(self, e: Emit, row: Any, pairs: Sequence[Any]) -> Any:
+    def byte_scores(
+        self, e: Emit, rows: Sequence[Any], keys: Sequence[Pointer], limbs: int, soon: Sequence[Pointer] = ()
+    ) -> list[Any]:
+        """Of each row, the scores of UNROLL keys before their scales. Meanwhile rows of V that are wanted soon are prefetched."""
+        if self.unsigned:
+            self.ask_for(e, soon)
+            return vnni.scores(e, rows, keys, limbs)
+        found: list[list[Any]] = [[] for _ in rows]
+        for n in range(0, UNROLL, UNROLL // len(rows)):  # as many sums as accumulators
+            past = n + UNROLL // len(rows)
+            self.ask_for(e, soon[n * len(soon) // UNROLL : past * len(soon) // UNROLL])
+            for pairs, more in zip(found, self.byte_sums(e, rows, keys[n:past], limbs), strict=True):
+                pairs += more
+        return [self.byte_score(e, row, pairs) for row, pairs in zip(rows, found, strict=True)]
+
+    def ask_for(self, e: Emit, rows: Sequence[Pointer]) -> None:
+        if rows:
+            with e.range(0, e.args.Dv, self.line) as at:
+                for row in rows:
+                    e.prefetch(row + at)
+
+    def byte_score(self, e: Emit, row: Any, pairs: Sequence[Any]) -> Any:
         """The scores of UNROLL keys, whose sums are given."""
         high, low = (self.joined([pair[n] for pair in pairs]).to_real(F32) for n in range(2))
         return e.fma(high, e.vector(2.0**16, UNROLL), low) * e.frame.q_unit[row].splat(UNROLL)
 
 
-def joined_lanes(parts: list[Value]) -> Value:
-    """Short vectors one behind the other."""
-    while len(parts) > 1:
-        both = range(2 * parts[0].lanes)
-        parts = [x.pick(both, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
-
+def _signed_digits(numbers: list[Any]) -> Iterator[list[Any]]:
+    for _ in range(LIMBS):
+        digit = [number.trunc(I8) for number in numbers]
+        yield digit
+        numbers = [(number - low.sext(I32)) >> 8 for number, low in zip(numbers, digit, strict=True)]

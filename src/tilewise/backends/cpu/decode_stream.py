@@ -103,7 +103,7 @@ class StreamDecode(Decode):
                         e.prefetch(row + at)
 
                 def compute(limbs: int) -> list[Any]:
-                    return [self.byte_scores(e, 0, self.byte_sums(e, [0], rows, limbs)[0])]
+                    return self.byte_scores(e, [0], rows, limbs)
 
                 by_bytes = self.by_limbs(e, [0], compute)[0], e.ir.block
             with otherwise:

@@ -298,3 +298,11 @@ def gather(scalars: list[Any]) -> Strip:
             vector = vector.with_lane(lane, scalars[i * e.lanes + lane])
         vectors.append(vector)
     return Strip(vectors)
+
+
+def joined_lanes(parts: Sequence[Value]) -> Value:
+    """Short vectors one behind the other."""
+    while len(parts) > 1:
+        both = range(2 * parts[0].lanes)
+        parts = [x.pick(both, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]

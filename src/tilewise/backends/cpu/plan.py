@@ -93,10 +93,11 @@ def matrix_unit(problem: Problem, kind: str, spec: DeviceSpec) -> str:
 
 
 def multiplies_bytes(problem: Problem, kind: str, spec: DeviceSpec) -> bool:
-    """Does decoding multiply int8 keys as they are? For that q must have few digits, and the processor SDOT."""
+    """Does decoding multiply int8 keys as they are? For that q must have few digits, and the processor SDOT or VPDPBUSD."""
     served = kind == "decode" and problem.stored == "int8" and problem.dtype in ("bfloat16", "float16") and not problem.widened
     fits = problem.head_dim % BYTE_COLUMNS == 0 and problem.head_dim <= MOST_BYTE_COLUMNS
-    return served and fits and spec.arch == "aarch64" and "asimddp" in spec.isa_flags
+    wanted = "asimddp" if spec.arch == "aarch64" else {"avx512": "avx512_vnni", "avx2": "avx_vnni"}.get(spec.isa)
+    return served and fits and wanted in spec.isa_flags
 
 
 def register_for(problem: Problem, kind: str, spec: DeviceSpec, longest: int = 0) -> Register | None:
