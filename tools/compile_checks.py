@@ -226,7 +226,7 @@ FEATURES_FEW = (
 )
 """Of both passes."""
 BACKWARD_FEW = ("d64 full", "d128 causal", "d256 causal", "d128 causal varlen", "d64 causal deterministic",
-                "d128 documents lists")
+                "d128 documents lists", "d128 documents lists deterministic")
 BACKWARD_MASKS = ("full", "causal", "window", "padding", "prefix-lm", "offsets")
 DETERMINISTIC = {"deterministic": True}
 BACKWARD: list[tuple[Any, ...]] = [

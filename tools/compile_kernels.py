@@ -127,6 +127,9 @@ TIGHT = ("window", "padding", "varlen", "softcap")
 DERIVATIVE_SPILLS = {("jvp", 128): 48, ("second_keys", 64): 44, ("second_keys", 128): 108}
 """Accesses to local memory in the loops of derivatives for sm_90, by head dim (22 to 41 and 92 to 103 counted for dK and dV)."""
 
+LIST_SPILLS = {("keys_kernel", 128): 4, ("queries_kernel", 256): 8}
+"""The same of backward kernels that walk lists: under a dense mask, others have none; addresses of queries at 256 columns."""
+
 
 def short_of_registers(case: Case) -> bool:
     """Backward kernels that are right and lack registers: softcap at 128 (ten to thirty values a step wait in memory), dropout at
@@ -194,7 +197,8 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
     if check.backend == "hopper-backward":
         may_spill = newer or (compiled.name != "queries_kernel" and short_of_registers(check.case))
         may_spill |= full_of_features(check.case)
-        may_spill |= getattr(compiled.config, "LISTS", None) is not None  # the mask of a PARTIAL tile: right, and slower
+        if getattr(compiled.config, "LISTS", None) is not None:
+            may_spill |= known.spills <= LIST_SPILLS.get((compiled.name, check.case.head_dim), 0)
         may_spill = newer if has_room(compiled.config) else may_spill
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
         return known, [*backward_faults(compiled.name, known, compiled.config, may_spill), *planned]

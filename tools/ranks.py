@@ -4,6 +4,7 @@ Ranks run as in a `Rehearsal`, with the messages that real ones would receive, s
 planned. Time is the device's: a GPU is kept busy until the host has launched a whole pass.
 
     python -m tools.ranks --device cuda --length 65536
+    python -m tools.ranks --calls                          # only which calls these are, as planned for an H200: needs no GPU
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import torch
+from tools.rank_calls import show_calls
 from torch import Tensor
 
 from tilewise.api.attention import attention
@@ -36,6 +38,8 @@ WINDOW = 1024
 SCORE = 8
 """Scores of normally distributed tokens are hardly ever larger."""
 PASSES = ("forward", "backward")
+SPEC = "h200"
+"""What is planned for."""
 
 
 class WrongResultError(TilewiseError, ArithmeticError):
@@ -128,7 +132,7 @@ class Kept:
 
 
 def measure(
-    problem: Problem, ranks: int, device: str, *, heads: int | None = 1, spec: str = "h200", rounds: int = ROUNDS
+    problem: Problem, ranks: int, device: str, *, heads: int | None = 1, spec: str = SPEC, rounds: int = ROUNDS
 ) -> list[Kept]:
     """The rate that so many ranks keep, forward and backward. Raises if their results are not those of one call.
 
@@ -250,11 +254,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--masks", nargs="*", help="of: full, causal, documents, window, wide window; all")
     parser.add_argument("--json", help="a file for the rows")
+    parser.add_argument("--calls", action="store_true", help="list the calls of every rank and their predicted times instead")
     options = parser.parse_args(arguments)
+    if options.calls:
+        options.device = "cpu"
     rows = []
     heads = f"{options.query_heads}/{options.kv_heads}"
     print(f"{options.ranks} ranks, 1×{heads}×{options.length}×{options.dim}, {options.dtype}, ms")
-    print(HEADER, flush=True)
+    if not options.calls:
+        print(HEADER, flush=True)
     for name, mask in masks(options.length, options.device).items():
         if options.masks and name not in options.masks:
             continue
@@ -262,6 +270,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             heads=options.query_heads, kv_heads=options.kv_heads, seqlen=options.length, head_dim=options.dim,
             dtype=options.dtype, mask=mask, needs_grad=True, needs_lse=False, device=options.device,
         )  # fmt: skip
+        if options.calls:
+            planned = plan(replace(problem, device="cuda"), ranks=options.ranks, device=SPEC, heads=options.share or None)
+            print(f"{name}: {len(planned.stages)} stages", *show_calls(planned, SPEC), sep="\n", flush=True)
+            continue
         for row in measure(problem, options.ranks, options.device, heads=options.share or None, rounds=options.rounds):
             print(show(row, name), flush=True)
             rows.append(row.to_dict() | {"name": name, "length": options.length, "query_heads": options.query_heads})

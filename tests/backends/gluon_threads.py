@@ -21,7 +21,12 @@ import torch
 from tests.backends.gluon_values import Product, Shared, Value, arange, load, store, tensor_of
 from tilewise.numerics.philox import WORD, philox
 
-LAYOUTS = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "DistributedLinearLayout")
+LAYOUTS = (
+    *("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "DistributedLinearLayout"),
+    "SwizzledSharedLayout",
+)
+BARRIERS = object()
+"""The layout of barriers."""
 LIMIT_S = 60.0
 """A kernel here takes a second; one that hangs is given up after this long."""
 
@@ -250,9 +255,10 @@ def language(machine: Machine) -> SimpleNamespace:
     """`gl` on that machine."""
 
     def allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
-        if dtype == torch.int64:  # barriers are the only integers there
+        if layout is BARRIERS:
             return Shared([MBarrier() for _ in range(shape[0])])
-        return Shared(torch.full(shape, float("nan"), dtype=dtype))  # as left by others
+        left = float("nan") if dtype.is_floating_point else 1 << 20  # by others
+        return Shared(torch.full(shape, left, dtype=dtype))
 
     def whole(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
         return lambda *args, **more: Value(function(*map(tensor_of, args), **more))
@@ -267,7 +273,7 @@ def language(machine: Machine) -> SimpleNamespace:
         program_id=lambda axis: Value(torch.tensor(machine.program)), arange=arange, load=load, store=store,
         atomic_add=machine.atomic_add,
         zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)), zeros_like=whole(torch.zeros_like),
-        full=lambda shape, x, dtype, layout: Value(torch.full(shape, x, dtype=dtype)),
+        full=lambda shape, x, dtype, layout: Value(torch.full(shape, torch.as_tensor(tensor_of(x)).item(), dtype=dtype)),
         where=whole(torch.where), minimum=whole(torch.minimum), maximum=whole(torch.maximum), exp2=whole(torch.exp2),
         abs=whole(torch.abs), sum=lambda x, axis: Value(x.value.sum(axis)), cdiv=lambda x, y: (x + (y - 1)) // y,
         umulhi=lambda x, y: Value(torch.tensor(int(x) * int(y) >> 32)), barrier=lambda: None,
@@ -287,7 +293,7 @@ def kernels(package: str, *names: str) -> Iterator[tuple[Machine, dict[str, Modu
     machine = Machine()
     gl = language(machine)
     barrier = SimpleNamespace(
-        MBarrierLayout=lambda: None, init=machine.init, wait=machine.wait, arrive=machine.arrive, expect=machine.expect
+        MBarrierLayout=lambda: BARRIERS, init=machine.init, wait=machine.wait, arrive=machine.arrive, expect=machine.expect
     )
     hopper = SimpleNamespace(
         fence_async_shared=lambda: None, mbarrier=barrier, warpgroup_mma=machine.product, warpgroup_mma_wait=machine.product_wait,

@@ -97,6 +97,55 @@ def test_decoding_bytes_stays_in_registers(rows: int) -> None:
         assert not any(STACK.search(line) for body in products for line in body)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_products_of_bytes_are_nothing_else(rows: int) -> None:
+    """Sixteen sums of four limbs, twelve of three, and no instruction on vectors beside them but loads."""
+    arch, cpu, _, _ = TARGETS["neoverse-n1"]
+    tile = Register(4, 4 if rows == 4 else 8, rows)
+    kernel = Kernel("decode", "bfloat16", tile, "b", varlen=True, paged=True, stored="int8", together=True, bytes=True)
+    text = compiler.assembly(kernel, compiler.Machine(arch + LINUX, cpu, ""))
+    found = {}
+    for _, body in innermost_loops(text):
+        names = Counter(line.split()[0] for line in body)
+        if names["sdot"]:
+            found[names["sdot"]] = body
+            assert set(names) <= {"sdot", "ldr", "ldp", "add", "cmp", "b.lt"}, names
+            assert not any(STACK.search(line) for line in body)
+    assert set(found) == {16, 12}
+
+
+@pytest.mark.parametrize("target", ["sapphirerapids", "cascadelake", "alderlake"])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_products_of_bytes_are_nothing_else_on_x86(rows: int, target: str) -> None:
+    """Columns of a key are spread by their load; where rows have ones, and where these have products of their own."""
+    wide = target != "alderlake"
+    tile = Register(16 if wide else 8, 4 if rows == 4 else 8, rows)
+    kernel = Kernel("decode", "bfloat16", tile, "b", varlen=True, paged=True, stored="int8", together=True, bytes=True)
+    text = compiler.assembly(kernel, compiler.Machine("x86_64" + LINUX, target, ""))
+    found = set()
+    for _, body in innermost_loops(text):
+        names = Counter(line.replace("{vex}", "").split()[0] for line in body)
+        if names["vpdpbusd"]:
+            found.add(names["vpdpbusd"])
+            loads = {"vbroadcasti32x4", "vmovdqu64"} if wide else {"vbroadcasti128", "vpbroadcastd", "vmovdqu", "vmovdqa"}
+            assert set(names) <= {"vpdpbusd", "addq", "cmpq", "jl", *loads}, names
+            assert not any(STACK.search(line) for line in body)
+    assert found == ({1: {8, 4}, 2: {8, 12}, 4: {16, 10}} if wide else {1: {8}, 2: {8, 12, 6}, 4: {8, 10}})[rows]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_bfloat16_is_widened_by_zips_when_decoding(rows: int) -> None:
+    """NEON shifts once a cycle, and zips twice."""
+    arch, cpu, _, _ = TARGETS["neoverse-n1"]
+    kernel = Kernel("decode", "bfloat16", Register(4, 4 if rows == 4 else 8, rows), "b", varlen=True, paged=True)
+    text = compiler.assembly(kernel, compiler.Machine(arch + LINUX, cpu, ""))
+    products = [body for name, body in innermost_loops(text) if name in ("block", "dots", "values")]
+    long = [body for body in products if sum("fmla" in line for line in body) >= (8 if rows == 1 else 64)]
+    assert len(long) >= 2
+    for body in long:
+        assert any("zip2" in line for line in body) and not any("shll" in line for line in body)
+
+
 @pytest.mark.parametrize("target", ["neoverse-n1", "x86-64-v3", "skylake-avx512"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_types_compile_without_calls(target: str, dtype: str) -> None:
@@ -140,6 +189,9 @@ def test_what_is_kept_on_disk_needs_no_llvm_to_be_loaded(target: str) -> None:
     double = tile_of(isa)._replace(lanes=tile_of(isa).lanes // 2)
     kernels += [Kernel("forward", "float16", double, double=True), Kernel("backward", "bfloat16", double, double=True)]
     kernels += [Kernel("decode", "float16", double._replace(vectors=4, keys=4), double=True)]
+    if target in ("neoverse-n1", "sapphirerapids"):
+        pages = Kernel("decode", "bfloat16", Register(tile_of(isa).lanes, 4, 4), "b", varlen=True, paged=True, stored="int8")
+        kernels += [pages._replace(bytes=True), pages._replace(bytes=True, together=True, tile=pages.tile._replace(keys=1))]
     if target == "sapphirerapids":
         kernels += [Kernel(kind, "bfloat16", Register(16, 2, 32), structure="b", matrix="amx") for kind in PRODUCTS]
     for kernel in kernels:

@@ -14,9 +14,7 @@ from tests.backends.test_hopper_backward_logic import PAD, Shape, build
 from tests.backends.test_hopper_jvp_logic import ALL, SHAPES, directions, excesses, hidden
 from tilewise import dispatch
 from tilewise.backends.base import Inputs, Jvp, Tangents
-from tilewise.backends.hopper.jvp import choose
 from tilewise.backends.hopper.jvp.choose import Moving
-from tilewise.backends.hopper.jvp.config import OVERLAPS
 from tilewise.problem import Problem
 
 pytestmark = [
@@ -63,13 +61,6 @@ def check(shape: Shape, moving: Moving = ALL) -> None:
 
 @pytest.mark.parametrize("shape", CASES, ids=str)
 def test_right_at_the_edges_of_tiles(shape: Shape) -> None:
-    check(shape)
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("shape", [Shape(64, CAUSAL, 700, h=3), Shape(128, sq=300, sk=1000, h=3)], ids=str)
-def test_overlaps(shape: Shape, overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "overlap_of", lambda *dims: overlap)
     check(shape)
 
 

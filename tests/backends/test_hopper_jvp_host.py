@@ -21,7 +21,7 @@ from tilewise.backends.gpu.record import Recorder
 from tilewise.backends.hopper import packed_order, plan
 from tilewise.backends.hopper.config import REGISTERS, SHARED_BYTES
 from tilewise.backends.hopper.jvp import launch
-from tilewise.backends.hopper.jvp.config import OVERLAPS, WIDTHS, tile_for
+from tilewise.backends.hopper.jvp.config import WIDTHS, tile_for
 from tilewise.hardware import lookup
 from tilewise.problem import Problem
 
@@ -37,10 +37,9 @@ def test_machine_code() -> None:
     assert faults(check, compiled, "sm_90")[1] == []
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("dims", [(d, dv) for d in WIDTHS for dv in WIDTHS], ids=str)
-def test_budgets(dims: tuple[int, int], overlap: str) -> None:
-    config = tile_for(*dims, overlap)
+def test_budgets(dims: tuple[int, int]) -> None:
+    config = tile_for(*dims)
     assert sum(config.tiles.values()) <= SHARED_BYTES - 2048
     assert config.WARPGROUPS * config.REGISTERS[0] + config.REGISTERS[1] <= REGISTERS
     assert config.REGISTERS[0] > config.BLOCK_DV + config.BLOCK_N  # two accumulators and two tiles of scores, half a warpgroup's

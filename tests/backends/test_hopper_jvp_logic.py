@@ -26,7 +26,6 @@ from tilewise.backends.hopper.jvp import choose
 from tilewise.backends.hopper.jvp.arguments import make_plan
 from tilewise.backends.hopper.jvp.choose import Moving
 from tilewise.backends.hopper.jvp.compile import tile_shapes
-from tilewise.backends.hopper.jvp.config import OVERLAPS
 from tilewise.backends.hopper.launch import term_on
 from tilewise.backends.hopper.structs import Rows, Term
 from tilewise.hardware import lookup
@@ -135,13 +134,6 @@ def check(shape: Shape, moving: Moving = ALL) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_results(shape: Shape) -> None:
-    check(shape)
-
-
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("shape", [Shape(64, CAUSAL, 300, h=2), Shape(128, sq=150, sk=270, h=2)], ids=str)
-def test_overlaps(shape: Shape, overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "overlap_of", lambda *dims: overlap)
     check(shape)
 
 

@@ -13,6 +13,7 @@ import tilewise as tw
 from tests.distributed.test_plan import ids, masks, problem, visible
 from tilewise.distributed.context import ContextPlan
 from tilewise.distributed.coverage import on_host
+from tilewise.distributed.joins import GRAIN, Block, Rounds, Seen
 from tilewise.distributed.schedule import Chunk
 from tilewise.distributed.segments import SIDE_BY_SIDE, Call, Local, Segment
 from tilewise.masks import MaskShape, allowed
@@ -103,8 +104,42 @@ def test_a_window_over_many_ranks_takes_two_calls_a_rank_and_merges_little() -> 
         plan = tw.distributed.plan(problem(65536, mask, kv_heads=kv_heads), ranks=8, device="h200", heads=1)
         for rank in range(1, 7):
             (first,), (late,) = segments(plan, rank)
-            assert first.problem.seqlen_q == 7 * 1024 and late.problem.seqlen_q in (1024, 2047)
+            assert 6 * 1024 <= first.problem.seqlen_q <= 7 * 1024 and first.problem.seqlen_q % GRAIN == 0
+            assert first.problem.seqlen_q + late.problem.seqlen_q == 8192 + 1023 * (kv_heads == 4)
             assert late.first and late.block.travels == (kv_heads == 4)
+
+
+def test_as_many_rows_are_late_as_fill_the_rounds_of_a_device() -> None:
+    """On the 132 units of an H200 both calls of a window end with rounds of work tiles that are nearly full."""
+    mask = tw.causal() & tw.window(1024)
+    whole = tw.Problem.of(heads=16, seqlen=65536, head_dim=128, mask=mask, device="cuda")
+    plan = tw.distributed.plan(whole, ranks=8, device="h200", heads=1)
+    seen = Seen(plan.coverage, plan.shards)
+    rounds = Rounds(seen, 132, 16)
+    for rank in range(7):
+        blocks = [segment.block for stage in segments(plan, rank) for segment in stage]
+        even = sum(16 * sum(n + 1 for n in seen.visits(b.q[0], b.k[0])) / 132 for b in blocks)
+        assert len(blocks) == 2 and sum(map(rounds.length, blocks)) <= 1.03 * even, rank
+
+
+def test_rounds_are_those_of_the_longest_unit() -> None:
+    """Four units and three heads of a causal mask, whose work tiles visit 1, 2, 3 and 4 tiles of keys and cost one more."""
+    plan = tw.distributed.plan(problem(4 * GRAIN, tw.causal()), ranks=1)
+    seen, whole = Seen(plan.coverage, plan.shards), Chunk(0, 0, 4 * GRAIN)
+    block = Block((whole,), (whole,), 0, travels=False)
+    assert seen.visits(whole, whole) == [1, 2, 3, 4]
+    assert seen.visits(Chunk(0, 1, 4 * GRAIN), whole) == [2, 3, 4, 4]
+    assert seen.visits(Chunk(0, GRAIN, 3 * GRAIN), Chunk(0, 3 * GRAIN, 4 * GRAIN)) == [0, 0]
+    assert Rounds(seen, 4, 3).length(block) == 11 and Rounds(seen, 12, 3).length(block) == 5
+
+
+def test_documents_of_own_tokens_are_known_to_see_themselves() -> None:
+    """Ids of queries and of keys are one tensor there, so kernels need not ask which keys no query sees."""
+    mask = tw.causal() & tw.documents(ids(4096))
+    plan = tw.distributed.plan(problem(4096, mask, kv_heads=4), ranks=8)
+    own = [segment.problem.program for rank in range(8) for segment in segments(plan, rank)[0]]
+    with_ids = [program for program in own if program.tensors]
+    assert with_ids and all(q_ids is k_ids for q_ids, k_ids in (program.tensors for program in with_ids))
 
 
 def test_causal_stages_are_few_calls() -> None:

@@ -13,8 +13,10 @@ import tilewise as tw
 from tests.distributed.test_plan import masks, problem, visible
 from tests.distributed.test_shards import LONG, document_ids, long_problem
 from tests.test_imports import fresh, loaded
+from tilewise import hardware
 from tilewise.distributed.comparison import SCHEDULES
 from tilewise.distributed.context import ContextPlan
+from tilewise.distributed.predict import WORTH, predicted
 from tilewise.distributed.routes import routes
 from tilewise.distributed.shards import filled, partition
 from tilewise.distributed.show import show_comparison
@@ -274,6 +276,22 @@ def test_more_stages_hide_more() -> None:
     plan = tw.distributed.plan(long_problem(tw.causal()), ranks=64, device="h200", heads=1)
     assert plan.remote_stages > 1
     assert len(plan.stages) == plan.remote_stages + 1
+
+
+def test_stages_that_hide_next_to_nothing_are_left_out() -> None:
+    whole = long_problem(tw.causal() & tw.window(16384), 65536, heads=16, kv_heads=16, device="cuda")
+    plan = tw.distributed.plan(whole, ranks=8, device="h200", heads=1)
+    spec = hardware.device("h200")
+    times = {n: sum(predicted(plan.routes, whole, spec, n, backward=b).seconds for b in (False, True)) for n in (1, 2, 4)}
+    assert plan.remote_stages == 2 and times[4] < times[2] < WORTH * times[4] < times[1]
+
+
+def test_long_stretches_are_shared_in_whole_tiles() -> None:
+    """Of 4,096 and 8,192 tokens, so that calls have no tile that is nearly empty."""
+    whole = long_problem(tw.causal(), 65536, heads=16, kv_heads=16, device="cuda")
+    plan = tw.distributed.plan(whole, ranks=8, device="h200", heads=1)
+    sides = {side.tokens for stage in plan.stages for work in stage.works for side in (work.q, work.k)}
+    assert len(plan.routes.cuts) > len(plan.shards.bounds) and not any(size % 128 for size in sides)
 
 
 @pytest.mark.parametrize("ranks", [8, 128])

@@ -47,3 +47,11 @@ def test_a_wrong_result_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Call, "forward", wrong)
     with pytest.raises(ranks.WrongResultError, match="off the single call's"):
         ranks.measure(problem(mask), 4, "cpu", rounds=1)
+
+
+def test_calls_are_listed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "--length 8192 --query-heads 2 --kv-heads 2 --dim 64 --ranks 4"
+    ranks.main(["--calls", *shape.split(), "--masks", "causal"])
+    _, stages, _, *calls, total = capsys.readouterr().out.splitlines()
+    assert stages.startswith("causal: ") and total.startswith(f"{len(calls)} calls; predicted")
+    assert {line.split()[0] for line in calls} == {"0", "1", "2", "3"} and all("hopper" in line for line in calls)

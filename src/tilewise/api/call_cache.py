@@ -93,6 +93,12 @@ _calls: dict[Any, Any] = {}
 """CachedCalls, and Problems of calls over a KVCache."""
 
 
+def has_more(mask: Any, bias: Any, sinks: Any, dropout_p: Any) -> bool:
+    """Is a call one for `lookup_more`: has it more tensors than q, k and v, or a seed?"""
+    plain = bias is None and sinks is None and type(dropout_p) in (float, int) and dropout_p == 0
+    return not (plain and (mask is None or getattr(mask, "static", True)))
+
+
 def lookup(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Launch | None:
     """The launch of a call, prepared now if none like it came before; None for a call that is not to be kept."""
     try:

@@ -73,10 +73,11 @@ def _signature(mask: Mask, leaves: list[Mask]) -> Any:
     """A mask's value without references to the leaves that hold tensors, which are added to the list."""
     if mask.static:
         return mask
-    if isinstance(mask, (And, Or)):
-        return type(mask), _signature(mask.left, leaves), _signature(mask.right, leaves)
-    if isinstance(mask, Not):
-        return Not, _signature(mask.part, leaves)
+    kind = type(mask)
+    if kind is And or kind is Or:
+        return kind, _signature(mask.left, leaves), _signature(mask.right, leaves)  # type: ignore[attr-defined]
+    if kind is Not:
+        return Not, _signature(mask.part, leaves)  # type: ignore[attr-defined]
     leaves.append(mask)
     return id(mask)
 

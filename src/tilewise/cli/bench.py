@@ -26,8 +26,8 @@ def bench_command(
     suite: Annotated[
         str,
         typer.Option(
-            help="quick, smoke, cpu, cpu-avx512, cpu-avx512-16, features; on a GPU gpu, features-gpu, masks-gpu, hopper, "
-            "hopper-backward, hopper-features; "
+            help="quick, smoke, cpu, cpu-avx512, cpu-avx512-16, features, cache; on a GPU gpu, features-gpu, masks-gpu, "
+            "cache-gpu, hopper, hopper-backward, hopper-features; "
             "or overhead (a call beside its arithmetic)."
         ),
     ] = "quick",
@@ -41,7 +41,8 @@ def bench_command(
             metavar="<str>",
             help="Against whom: sdpa, sdpa-flash, sdpa-cudnn, sdpa-efficient, flex, fa4, fa4-packed, flash_attn, xformers, "
             "standard, "
-            "tilewise:<backend>; may be repeated.",
+            "tilewise:<backend>; over a cache contiguous, plain, unshared, cache-sdpa, cache-cudnn, cudnn-paged, varlen_attn; "
+            "may be repeated.",
         ),
     ] = None,
     shape: Annotated[
@@ -80,6 +81,8 @@ def bench_command(
         raise ArgumentError(f"sweep: got {sweep!r}, need tiles")
     chosen = own_case(shape, mask, dtype, backward, device) if shape else cases(suite, case, device) if suite != OVERHEAD else []
     if sweep:
+        if over := [one.name for one in chosen if one.cache]:
+            raise ArgumentError(f"sweep: {over[0]} is over a cache, whose tiles are not swept; choose a suite without")
         document = run_sweeps(jobs_for(chosen, backend, pass_), effort, workers, limit, quiet=json)
         ok = document["ok"]
     elif suite == OVERHEAD and shape is None:
@@ -92,8 +95,7 @@ def bench_command(
     else:
         with progress() as update:
             measured = measure_all(chosen, peer, effort, against or (), workers, limit, update)
-        contested = [] if shape or case else [record for record in measured if record.contested]
-        means = geometric_means(contested, by_name(suite).means) if contested else []
+        means = [] if shape else geometric_means(contested(measured, suite, whole=not case), by_name(suite).means)
         document = records.document(OWN if shape else suite, measured, means=[mean._asdict() for mean in means])
         if left_out := [one.name for one in chosen[len(measured) :]]:
             document["left_out"] = left_out
@@ -123,6 +125,15 @@ def cases(suite: str, wanted: Sequence[str] | None, device: str | None) -> list[
     return [one for name, one in known.items() if name in chosen]
 
 
+def contested(records: Sequence[Record], suite: str, whole: bool) -> list[Record]:
+    """Those whose ratios make means: unless the suite is run as a `whole`, of groups that are all there."""
+    from tilewise.lab.bench.suites import suite as by_name
+
+    names = {record.case.name for record in records}
+    partly = set() if whole else {one.group for one in by_name(suite).cases if one.name not in names}
+    return [record for record in records if record.contested and record.case.group not in partly]
+
+
 def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str | None) -> list[Case]:
     try:
         batch, heads, length, dim = shape.split(",")
@@ -140,7 +151,9 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
     from tilewise.lab.bench.engine import checkout_means
 
     compared = any(record.errors for record in records)
-    columns = ["", "median", "p20 – p80", "tilewise is", "error", "of bound", *(["errors of its"] if compared else [])]
+    rates = any(result.rate for record in records for result in record.results)
+    more = ["errors of its"] if compared else ["GB/s"] if rates else []
+    columns = ["", "median", "p20 – p80", "tilewise is", "error", "of bound", *more]
     rows: list[list[Cell]] = []
     notes = []
     for record in records:
@@ -164,6 +177,9 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
     if compared:
         explained = "Errors of its: tilewise's largest and relative Frobenius error in the rival's, over all elements; "
         lines.append(Text((explained + "the worst of output and gradients.", "dim")))
+    if rates:
+        explained = "GB/s: bytes of K and V that a call reads; caches take turns, so that none is found in L2 or L3."
+        lines.append(Text((explained, "dim")))
     title = Text((f"tilewise bench, suite {document['suite']}", "bold"))
     console().print(Group(title, Table("", columns, rows), *lines))
 
@@ -187,7 +203,8 @@ def cells(record: Record, result: Result) -> list[Cell]:
         return [name, ("wrong", "red"), "no speed", "", (error, "red"), (used, "red")]
     times = result.times
     spread = (format_spread(times.p20, times.p80), "dim")
-    return [name, format_seconds(times.p50), spread, speed(record, result), error, used, accuracy(record, result)]
+    last = reading(record, result) if result.rate else accuracy(record, result)
+    return [name, format_seconds(times.p50), spread, speed(record, result), error, used, last]
 
 
 def speed(record: Record, result: Result) -> Cell:
@@ -197,12 +214,25 @@ def speed(record: Record, result: Result) -> Cell:
         return ""
     if result.contender in record.checkouts:
         return f"{record.checkouts[result.contender].p50:.3f}×"
+    if result.contender in record.least:
+        return held(record.least[result.contender].p50, dict(record.case.least)[result.contender], "×", digits=3)
     if record.ratio is None or result.contender != record.rival:
         return f"{result.times.p50 / ours.times.p50:.2f}×"
-    text = f"{record.ratio.p50:.2f}×"
-    if record.fast is None:
+    return held(record.ratio.p50, record.case.floor, "×", digits=3 if record.case.cache else 2)
+
+
+def held(value: float, floor: float | None, unit: str = "", digits: int = 2) -> Cell:
+    """A figure and what it must reach."""
+    text = f"{value:.{digits}f}{unit}"
+    if floor is None:
         return text
-    return (f"{text} ≥ {record.case.floor}", "green") if record.fast else (f"{text} < {record.case.floor}", "red")
+    return (f"{text} ≥ {floor:g}", "green") if value >= floor else (f"{text} < {floor:g}", "red")
+
+
+def reading(record: Record, result: Result) -> Cell:
+    """Gigabytes of K and V a second."""
+    floor = record.case.rate if result.contender == OURS else None
+    return held((result.rate or 0.0) / 1e9, None if floor is None else floor / 1e9, digits=1)
 
 
 def accuracy(record: Record, result: Result) -> Cell:

@@ -4,13 +4,15 @@
     all seen       works in which every row sees every key: rows that have the same keys, wherever they lie, are one call
     side by side   small ones of these, on a GPU: each is a document of one call, whose tiles fill the device together
     late rows      where few rows see keys of another rank (a window's edge), or few of its queries come, they are computed
-                   when these have come, with what they see here: one call in the place of two and a merge
+                   when these have come, with what they see here: one call in the place of two and a merge; on a GPU
+                   as many of them as fill the rounds of work tiles of both calls
 
 The first and the last are rectangles of the scores, so positions still count in them; the others are for masks alone.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,6 +27,8 @@ GRAIN = 128
 """Rows that stay are a multiple of this, so that they fill the tiles of a kernel."""
 STAY = 0.75
 """Of the rows of a work, at least: what is late cannot hide what travels."""
+MOST_ROUNDS = 32
+"""Of work tiles; where there are more, it matters little how full the last one is."""
 
 
 class Block(NamedTuple):
@@ -67,6 +71,16 @@ class Seen:
         found = sum(int(np.maximum(past - first, 0).sum()) for first, past in self._rows(q, k))
         return found * self.coverage.repeat
 
+    def visits(self, q: Chunk, k: Chunk) -> list[int]:
+        """Tiles of GRAIN keys, from the first key on, that each GRAIN rows see."""
+        start = int(self.starts[k.sequence]) + k.start
+        places = np.arange(0, q.tokens, GRAIN)
+        first, past = np.full(len(places), k.tokens), np.zeros(len(places), np.int64)
+        for low, high in self._rows(q, k):
+            low, high = np.where(low < high, low - start, k.tokens), np.where(low < high, high - start, 0)
+            first, past = np.minimum(first, np.minimum.reduceat(low, places)), np.maximum(past, np.maximum.reduceat(high, places))
+        return [max(n, 0) for n in (-(-past // GRAIN) - first // GRAIN).tolist()]
+
     def keys(self, q: Chunk, k: Chunk) -> Chunk | None:
         """From the first to the last key that any of the rows sees; None if they see nothing."""
         start = int(self.starts[q.sequence])
@@ -76,22 +90,47 @@ class Seen:
         return Chunk(q.sequence, int(min(first for first, _ in ends)) - start, int(max(past for _, past in ends)) - start)
 
 
+class Rounds(NamedTuple):
+    """How long a call takes on a device that processes work tiles of GRAIN rows, the longest first.
+
+    units: of the device. heads: of all batch entries together.
+    """
+
+    seen: Seen
+    units: int
+    heads: int
+
+    def length(self, block: Block) -> int:
+        """Of the unit with most to do, in tiles of GRAIN keys; a work tile costs about one beside those it visits."""
+        visits = self.seen.visits(block.q[0], block.k[0])
+        rounds = self.heads * len(visits) / self.units
+        if rounds > MOST_ROUNDS:
+            return round(self.heads * sum(visits) / self.units + rounds)
+        done = [0] * min(self.units, self.heads * len(visits))
+        for visited in sorted(visits, reverse=True):
+            for _ in range(self.heads):
+                heapq.heapreplace(done, done[0] + visited + 1)
+        return max(done)
+
+
 def joined_blocks(
     stages: Sequence[Sequence[Work]],
     seen: Seen,
     is_full: Callable[[Block], bool] | None,
     own: Block | None = None,
     small: int = 0,
+    rounds: Rounds | None = None,
 ) -> list[list[Block]]:
     """The calls of each stage of a rank, the first of which has works of its own tokens.
 
     is_full: whether every row of a block sees every key; None where positions count, and rows must stay in order.
     own: all works of its own tokens together, where one call can compute these.
     small: up to so many pairs, blocks in which all is seen stand side by side in one call.
+    rounds: by which it is chosen how many rows are late; None: as few as can be.
     """
     found = [_contiguous([Block.of(work) for work in works], seen) for works in stages]
     if own is None:
-        _postpone(found, seen)
+        _postpone(found, seen, rounds)
     else:
         found[0] = [own]
     if is_full is None:
@@ -122,19 +161,22 @@ def _hull(a: Block, b: Block, seen: Seen) -> Block | None:
     return Block((q,), (k,), a.area + b.area, a.travels) if seen.area(q, k) == a.area + b.area else None
 
 
-def _postpone(stages: list[list[Block]], seen: Seen) -> None:
+def _postpone(stages: list[list[Block]], seen: Seen, rounds: Rounds | None) -> None:
     """Rows of own works that later ones touch, joined to these."""
     for later in stages[1:]:
         for n, block in enumerate(later):
             for m, first in enumerate(stages[0]):
-                both = _late(first, block, seen)
+                both = _late(first, block, seen, rounds)
                 if both is not None:
                     stages[0][m], later[n] = both
                     break
 
 
-def _late(own: Block, block: Block, seen: Seen) -> tuple[Block, Block] | None:
-    """What is left of an own block, and the later block with the rows that were taken from it; None if that will not do."""
+def _late(own: Block, block: Block, seen: Seen, rounds: Rounds | None) -> tuple[Block, Block] | None:
+    """What is left of an own block, and the later block with the rows that were taken from it; None if that will not do.
+
+    As few rows are late as the later block asks for, or more if that fills the rounds of work tiles better.
+    """
     (rows,), (keys,) = own.q, own.k
     (q,), (k,) = block.q, block.k
     inside, beside = (k, q) if block.travels else (q, k)
@@ -144,10 +186,20 @@ def _late(own: Block, block: Block, seen: Seen) -> tuple[Block, Block] | None:
     after = beside.start == wall.end if block.travels else inside.end == rows.end
     if not after and not (beside.end == wall.start if block.travels else inside.start == rows.start):
         return None
-    rest = rows.tokens - (q.tokens if block.travels else inside.tokens)
-    rest -= rest % min(GRAIN, 1 << max(rows.tokens // 8, 1).bit_length() - 1)
-    if rest < STAY * rows.tokens:
-        return None
+    grain = min(GRAIN, 1 << max(rows.tokens // 8, 1).bit_length() - 1)
+    most = (rows.tokens - q.tokens) // grain * grain
+    stays = [rest for rest in range(most, 0, -grain) if rest >= STAY * rows.tokens]
+    found = (_parted(own, block, rest, after, seen) for rest in (stays if rounds else stays[:1]))
+    pairs = [pair for pair in found if pair is not None]
+    if not rounds or not pairs:
+        return pairs[0] if pairs else None
+    return min(pairs, key=lambda pair: sum(map(rounds.length, pair)))  # of equals the first, with most rows that stay
+
+
+def _parted(own: Block, block: Block, rest: int, after: bool, seen: Seen) -> tuple[Block, Block] | None:
+    """The same with so many rows that stay; `after`: the first ones."""
+    (rows,), (keys,) = own.q, own.k
+    (q,), (k,) = block.q, block.k
     cut = rows.start + rest if after else rows.end - rest
     stay, late = (Chunk(rows.sequence, *ends) for ends in ((rows.start, cut), (cut, rows.end)))
     if not after:

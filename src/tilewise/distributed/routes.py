@@ -26,6 +26,8 @@ MOST_CELLS = 300_000
 """Where there are more, a pair of ranks moves all keys or all queries of a component."""
 MOST_SPLITS, SPLIT_CELLS = 24, 5_000
 """Into how many parts a stretch is split where ranks would not be even, and how many cells there may be then."""
+GRAIN, LONG = 128, 16
+"""Stretches of so many grains or more are split at multiples of one, from their first token on."""
 MOST_WAYS = 40_000
 """Ways of all groups in which some of their queries travel."""
 PRICED_CELLS, ROUNDS = 50_000, (2, 16)
@@ -160,7 +162,8 @@ class _Cells:
         if parts < 2:
             return self
         first, size = self.cuts[:-1, None], np.diff(self.cuts)[:, None]
-        inner = (first + (size * _places(parts)[:-1]).astype(np.int64)).ravel()
+        grain = np.where(size >= LONG * GRAIN, GRAIN, 1)  # so that calls have whole tiles
+        inner = (first + (size * _places(parts)[:-1] / grain + (grain > 1) / 2).astype(np.int64) * grain).ravel()
         return _Cells(self.shards, self.seen, np.unique(np.append(inner, self.cuts[-1])))
 
     def cheapest(self, row: RowBytes, even: bool) -> Bools | None:

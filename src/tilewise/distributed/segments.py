@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.base import BackwardInputs, Grads, Inputs
-from tilewise.distributed.context import ContextPlan
+from tilewise.distributed.context import ContextPlan, catalogued
 from tilewise.distributed.coverage import on_host
-from tilewise.distributed.joins import Block, Seen, common, joined_blocks
+from tilewise.distributed.joins import Block, Rounds, Seen, common, joined_blocks
 from tilewise.distributed.pieces import Pieces
 from tilewise.distributed.schedule import Chunk, Move, What
 from tilewise.distributed.totals import Split
@@ -158,8 +158,11 @@ class Call:
 
         mask = None if apart or len(self.chunks) < 2 else self._picked(programs[0])
         own = None if mask is None else Block(self.chunks, self.chunks, sum(work.area for work in works[0]), travels=False)
-        small = SIDE_BY_SIDE.get(self.device.type, 0) // (self.entries * local.q.shape[1])
-        blocks = joined_blocks(works, Seen(plan.coverage, plan.shards), None if apart else is_full, own, small)
+        small = SIDE_BY_SIDE.get(problem.device, 0) // (self.entries * local.q.shape[1])
+        seen_pairs = Seen(plan.coverage, plan.shards)
+        spec = catalogued(problem, plan.device)
+        rounds = Rounds(seen_pairs, spec.units, self.entries * local.q.shape[1]) if spec.is_gpu else None
+        blocks = joined_blocks(works, seen_pairs, None if apart else is_full, own, small, rounds)
         seen: list[Chunk] = []
         for stage, here in zip(plan.stages, blocks, strict=True):
             segments = []
@@ -291,8 +294,9 @@ def sender(move: Move, home: bool) -> int:
 
 
 def on_device(program: MaskProgram, device: torch.device) -> MaskProgram:
-    tensors = tuple(torch.as_tensor(t, device=device) for t in program.tensors)
-    return MaskProgram(program.structure, program.ints, tensors)
+    """The program with its tensors there; what is one tensor stays one, so that documents are known to see themselves."""
+    tensors = {id(t): torch.as_tensor(t, device=device) for t in program.tensors}
+    return MaskProgram(program.structure, program.ints, tuple(tensors[id(t)] for t in program.tensors))
 
 
 def _overlap(a: Chunk, b: Chunk) -> bool:

@@ -20,8 +20,8 @@ from tilewise.hardware.spec import MATRIX_UNITS, DeviceSpec, KiB
 MACHINE = platform.machine().lower()
 """Asked for once: torch.compile of some versions fails in `platform` where it follows a call that a graph cannot hold."""
 _INTERESTING = (
-    "amx_bf16", "amx_int8", "amx_tile", "avx2", "avx512_bf16", "avx512_fp16", "avx512f", "bf16", "f16c", "fma", "fp16",
-    "i8mm", "sve", "sve2",
+    "amx_bf16", "amx_int8", "amx_tile", "asimddp", "avx2", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx512f", "avx_vnni",
+    "bf16", "f16c", "fma", "fp16", "i8mm", "sve", "sve2",
 )  # fmt: skip
 
 
@@ -213,7 +213,8 @@ def _macos(host: Host) -> Host:
 
     brand = _sysctl("machdep.cpu.brand_string")
     features = {
-        "bf16": "arm.FEAT_BF16", "i8mm": "arm.FEAT_I8MM", "avx2": "avx2_0", "avx512f": "avx512f", "fma": "fma"
+        "asimddp": "arm.FEAT_DotProd", "bf16": "arm.FEAT_BF16", "i8mm": "arm.FEAT_I8MM",
+        "avx2": "avx2_0", "avx512_vnni": "avx512vnni", "avx512f": "avx512f", "fma": "fma"
     }  # fmt: skip
     flags = {flag for flag, name in features.items() if _sysctl(f"hw.optional.{name}") == "1"}
     apple = brand.startswith("Apple")

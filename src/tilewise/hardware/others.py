@@ -69,24 +69,24 @@ def _cpu(key: str, gbps: float, caches: tuple[int, int, int], flags: str = "", *
 def cpus() -> list[DeviceSpec]:
     # fmt: off
     altra = _cpu(
-        "altra-q80", 204.8, (64, 1024, 32), name="Ampere Altra Q80-30", machine="aarch64", core="neoverse-n1",
+        "altra-q80", 204.8, (64, 1024, 32), "asimddp", name="Ampere Altra Q80-30", machine="aarch64", core="neoverse-n1",
         cores=80, clock_hz=3.0e9,
         source="Ampere Altra product brief (Q80-30; 8 channels of DDR4-3200); Arm Neoverse N1 TRM for the caches",
     )
     graviton = _cpu(
-        "graviton3", 307.2, (64, 1024, 32), "bf16 i8mm sve", name="AWS Graviton3", machine="aarch64",
+        "graviton3", 307.2, (64, 1024, 32), "asimddp bf16 i8mm sve", name="AWS Graviton3", machine="aarch64",
         core="neoverse-v1", cores=64, clock_hz=2.6e9,
         source="AWS re:Invent 2021, session CMP301 (64 cores, 2.6 GHz, 8 channels of DDR5-4800); Neoverse V1 TRM, caches",
     )
     xeon = _cpu(
-        "xeon-8480", 307.2, (48, 2048, 105), "amx_bf16 amx_tile avx512_bf16 avx512f",
+        "xeon-8480", 307.2, (48, 2048, 105), "amx_bf16 amx_tile avx512_bf16 avx512_vnni avx512f",
         name="Intel Xeon Platinum 8480+", machine="x86_64", cores=56, clock_hz=2.0e9,
         source="Intel ARK, Xeon Platinum 8480+ (base clock; 8 channels of DDR5-4800); Intel 64 and IA-32 Optimization "
         "Reference Manual, chapters Golden Cove and Intel AMX",
     )
     epyc = _cpu(
-        "epyc-9654", 460.8, (32, 1024, 384), "avx512_bf16 avx512f", name="AMD EPYC 9654", machine="x86_64",
-        core="znver4", cores=96, clock_hz=2.4e9,
+        "epyc-9654", 460.8, (32, 1024, 384), "avx512_bf16 avx512_vnni avx512f", name="AMD EPYC 9654",
+        machine="x86_64", core="znver4", cores=96, clock_hz=2.4e9,
         source="AMD EPYC 9004 data sheet (base clock; 12 channels of DDR5-4800); Software Optimization Guide for Zen 4",
     )
     # fmt: on

@@ -27,10 +27,20 @@ MATRIX_TALL = 512
 """Rows of a block in the backward there, if that many fit into a thread's buffer."""
 STREAM_KEYS = 256
 """Keys whose sums are complete before they join those of the others, when one row is decoded."""
-TOGETHER_KEYS = (64, 16)
-"""Keys of a block where a task decodes all heads, of one row a head and of several: so few that the memory of a token is still
-near when the next head reads on. (Neoverse N1, 8 key heads of 128, fp32, 4096 keys: head after head 33.6 and 24.0 ms, together
-17.3 and 16.8; with 64 keys and several rows 20.6.)"""
+TOGETHER_KEYS = 64
+"""Keys of a block where a task decodes all heads, of one row a head: so few that the memory of a token is still near when the
+next head reads on. (Neoverse N1, 8 key heads of 128, fp32, 4096 keys: head after head 33.6 ms, together 17.3.)"""
+MOST_TOGETHER = 32
+"""The same of several rows a head: as many, up to that, as leave room in L1. K of one head takes a sixteenth of it; K and V of
+all heads fill it, or half of it where few rows share them and memory is waited for. (Neoverse N1, 8 key heads of 128, processor
+time for 2 sequences of 16,384 tokens, ms in (B, S, H, D) and in pages of 16 at random:
+two rows, fp32, 8 keys 22.1 and 22.9, 16 keys 28.9 and 29.7; bf16, 8 keys 18.5 and 19.0, 16 keys 18.6 and 21.0;
+four rows, fp32, 8 keys 28.4 and 29.3, 16 keys 34.4 and 35.2; bf16, 8 keys 28.6 and 29.1, 16 keys 26.8 and 28.0.
+int8 in pages in order and at random: two rows, 16 keys 19.2 and 20.5, 32 keys 16.8 and 19.0, 64 keys 17.3 and 19.7.)"""
+PAGED_KEYS = 16
+"""The same where each head has its tokens side by side in a small page. (Neoverse N1, pages of 16 at random, 2 sequences of
+16,384 tokens; 8, 16 and 32 keys, ms: two rows, fp32 22.6, 23.3 and 25.1, bf16 19.2, 18.7 and 17.7; four rows, fp32 29.3, 24.8
+and 27.9, bf16 29.3, 26.8 and 26.4.)"""
 SPAN = 2048
 """Keys of a part in invariant calls, a multiple of every block: parts are merged one after the other, whoever computes them."""
 BACKWARD_TALL = 256
@@ -124,11 +134,11 @@ def _invariant(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int)
 def _decode(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> Tiles:
     """Key blocks that fill half of L1, for the next one is on its way; less where few rows use them and memory is waited for; but
     not too few. A single row only sums by blocks."""
-    pair, (_, step) = (problem.head_dim + problem.head_dim_v) * problem.itemsize, grain(kernel)
+    pair, (_, step) = (problem.head_dim + problem.head_dim_v) * problem.kv_itemsize, grain(kernel)
     room = spec.l1d_bytes * (3 if problem.group <= problem.itemsize else 4) // 8
     keys = max(step, room // pair // step * step) if kernel.tile.keys > 1 else STREAM_KEYS
     if kernel.together:
-        keys = min(keys, round_up(TOGETHER_KEYS[kernel.tile.keys > 1], step))
+        keys = min(keys, round_up(_together_keys(problem, kernel, spec), step))
     threads = threads_for(problem, spec)
 
     def arrange(heads: int, rows: int, keys: int, groups: int = 1) -> Tiles:
@@ -142,6 +152,17 @@ def _decode(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> Tiles:
             return tiles
         kernel = kernel._replace(together=False)
     return fitting(problem, kernel, arrange, (problem.group, 1, keys), 1)
+
+
+def _together_keys(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> int:
+    if kernel.tile.keys == 1:
+        return TOGETHER_KEYS
+    if not problem.interleaved:
+        return PAGED_KEYS
+    size = problem.kv_itemsize
+    token = problem.kv_heads * (problem.head_dim + problem.head_dim_v) * size
+    room = spec.l1d_bytes // (2 if problem.group <= size else 1)
+    return max(1, min(MOST_TOGETHER, room // token, spec.l1d_bytes // 16 // (problem.head_dim * size)))
 
 
 def _backward(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int) -> Tiles:

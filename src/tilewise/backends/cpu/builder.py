@@ -171,9 +171,9 @@ class Emit:
             return self.math(stem, value, bound)
         return self.select(self.compare(sign, bound, value), bound, value)
 
-    def prefetch(self, address: Pointer) -> None:
-        """Ask for the cache line at an address, to be read and kept in every level."""
-        self.intrinsic("llvm.prefetch.p0", ir.VOID, [address, *(self.const(n, I32) for n in (0, 3, 1))])
+    def prefetch(self, address: Pointer, level: int = 1) -> None:
+        """Ask for the cache line at an address, to be read and kept in every level from that one on."""
+        self.intrinsic("llvm.prefetch.p0", ir.VOID, [address, *(self.const(n, I32) for n in (0, 4 - level, 1))])
 
     # -- control flow
     @contextmanager
@@ -266,6 +266,31 @@ class Emit:
         if dtype == "float16" and self.real is ir.DOUBLE:  # by way of float, as not every CPU has the conversion
             value = value.fpext(ir.F32)
         return value if value.type == target else value.fpext(self.real.type)
+
+    def vectors_of_a_load(self, dtype: str) -> int:
+        """How many registers of the Real type `widen_several` makes of one register of a stored dtype."""
+        narrow = self.arch == "aarch64" and self.lanes == 4 and self.real is ir.FLOAT
+        return {"bfloat16": 2, "int8": 4}.get(dtype, 1) if narrow else 1
+
+    def widen_several(self, value: Value, dtype: str) -> list[Any]:
+        """The same of a whole register, as several. NEON zips twice a cycle, and shifts once; bfloat16 gets zeros below."""
+        L, lanes = self.lanes, value.lanes
+        if lanes == L:
+            return [self.widen(value, dtype)]
+        if dtype == "int8":
+            return [self._from_bytes(value, n) for n in range(0, lanes, L)]
+        zeros, order = self.const(0, value.type), [x for lane in range(lanes) for x in (lane, lanes + lane)]
+        parts = [zeros.pick(order[n : n + 2 * L], value) for n in range(0, 2 * lanes, 2 * L)]
+        return [Value(self, self.ir.bitcast(part.raw, vector_of(ir.F32, L))) for part in parts]
+
+    def _from_bytes(self, value: Value, first: int) -> Any:
+        """Four of a register's bytes, moved to the upper ends of their lanes, as fractions of 2**24: two instructions."""
+        places = [x for n in range(first, first + 4) for x in (-1, -1, -1, n)]
+        upper = self.intrinsic("llvm.aarch64.neon.tbl1.v16i8", value.type, [value, self.integers(places, ir.I8)])
+        fixed = Value(self, self.ir.bitcast(upper.raw, vector_of(I32, 4)))
+        return self.intrinsic(
+            "llvm.aarch64.neon.vcvtfxs2fp.v4f32.v4i32", vector_of(ir.F32, 4), [fixed, self.const(24, I32)]
+        )
 
     def _from_float8(self, value: Value) -> Any:
         """e4m3 as a float: its bits moved to those of the wider type, whose exponents count from 127 and not from 7."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from tilewise.backends.cpu import elementary, masking, pack
 from tilewise.backends.cpu.builder import Emit
+from tilewise.backends.cpu.decode_bytes import ByteScores
 from tilewise.backends.cpu.ir import I64, PTR, STORAGE, Pointer, Strip, size_of
 from tilewise.backends.cpu.module import KernelModule, kernel_function
 from tilewise.backends.cpu.spec import UNROLL, Kernel, round_up
@@ -27,14 +28,17 @@ LINE = 64  # bytes of a cache line
 Join = Callable[[Any, Any], Any]
 
 
-class Decode(KernelModule, ABC):
+class Decode(ByteScores, KernelModule, ABC):
     """Emits one module. In its register tile L lanes and V vectors lie along the head dim, and `keys` counts query rows."""
 
     strides = False
     """Whether blocks make use of rows that lie a stride apart."""
-    task = ("split", "run", "first_group", "next_head", "next_key", "Q_all", "O_all", "m_all", "l_all")
+    task: tuple[str, ...] = ("split", "run", "first_group", "next_head", "next_key", "Q_all", "O_all", "m_all", "l_all")
+    byte_task = ("exact", "Q8_all", "q_unit_all", "q_low_all")
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
+        if kernel.bytes:
+            self.task += self.byte_task
         super().__init__(kernel, arch)
         self.R = self.tile.keys
         self.line = LINE // size_of(STORAGE[kernel.stored or kernel.dtype])  # elements
@@ -42,6 +46,7 @@ class Decode(KernelModule, ABC):
         if kernel.paged:
             self.find_rows = self.emit_find_run() if self.strides else self.emit_find_rows(beyond=2 * UNROLL)
         self.find_scales = self.emit_find_scales() if kernel.stored else None
+        self.limbs = self.emit_limbs() if kernel.bytes else None
         self.merge = self.emit_merge()
         self.block = self.emit_block()
         self.finish = self.emit_finish()
@@ -131,7 +136,9 @@ class Decode(KernelModule, ABC):
         group = frame.first_group + nth
         frame.nth_group, frame.key_head = group, group // args.parts
         first = nth * round_up(args.group, self.R)
-        for name, cells in (("Q", args.D), ("O", args.Dv), ("m", 1), ("l", 1)):
+        for name, cells in (("Q", args.D), ("O", args.Dv), ("m", 1), ("l", 1), ("Q8", args.D), ("q_unit", 1), ("q_low", 1)):
+            if name not in self.fields:
+                continue
             base = frame.address(f"{name}_all", self.real.type)
             setattr(frame, name, (base + first * cells).address)
 
@@ -148,7 +155,7 @@ class Decode(KernelModule, ABC):
         if self.kernel.together:
             frame.first_group = frame.nth_group
             rows = rows * args.together
-            for name in ("Q", "O", "m", "l"):
+            for name in (name for name in ("Q", "O", "m", "l", "Q8", "q_unit", "q_low") if name in self.fields):
                 setattr(frame, f"{name}_all", getattr(frame, name).address)
         with e.range(0, rows * D) as cell:
             frame.Q[cell] = 0.0
@@ -158,18 +165,23 @@ class Decode(KernelModule, ABC):
         with e.range(0, rows * Dv) as cell:
             frame.O[cell] = 0.0
         first = frame.nth_group * args.group
+        factor = 1.0 if self.kernel.bytes else args.q_factor
 
         def fill(head: Any, row: Any) -> None:
             source = self.row_of(e, "q", head, frame.q_start)
             with e.range(0, D) as col:
-                frame.Q[row * D + col] = source.fetch(col * args.q.stride_d) * args.q_factor
+                frame.Q[row * D + col] = source.fetch(col * args.q.stride_d) * factor
 
         if self.kernel.together:
             with e.range(0, args.together) as nth, e.range(0, args.group) as row:
                 fill(first + nth * args.group + row, nth * padded + row)
-            return
-        with e.range(0, args.group) as row:
-            fill(first + row, row)
+        else:
+            with e.range(0, args.group) as row:
+                fill(first + row, row)
+        if self.limbs is not None:
+            frame.exact = 1
+            with e.range(0, rows) as row:
+                self.call(e, self.limbs, row)
 
     def join_splits(self, e: Emit, number: Any) -> None:
         """Leave this split's m, l and O in the workspace; the last to arrive merges all of them in order."""

@@ -7,6 +7,7 @@ next block's K while V is.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from tilewise.backends.cpu import elementary, masking
@@ -22,14 +23,26 @@ class BlockDecode(Decode):
 
     def emit_block(self) -> Any:
         self.phases = (self.emit_dots(), self.emit_softmax(), self.emit_values())
+        self.byte_dots = self.emit_byte_dots() if self.kernel.bytes else None
         return self.emit_phases("block")
 
     @kernel_function()
     def emit_phases(self, e: Emit) -> None:
-        rows = e.args.group
-        for phase in self.phases:
-            with e.range(0, rows, self.R) as r0:
+        def run(phase: Any) -> None:
+            with e.range(0, e.args.group, self.R) as r0:
                 self.call(e, phase, r0)
+
+        dots, *others = self.phases
+        if self.byte_dots is None:
+            run(dots)
+        else:
+            with e.if_else(e.frame.exact != 0) as (exact, otherwise):
+                with exact:
+                    run(self.byte_dots)
+                with otherwise:
+                    run(dots)
+        for phase in others:
+            run(phase)
 
     # -- scores
 
@@ -43,7 +56,6 @@ class BlockDecode(Decode):
         args, frame = e.args, e.frame
         R, J, L, line = self.R, ACCUMULATORS // self.R, e.lanes, self.line
         D, BN = args.D, args.BN
-        width = frame.n1 - frame.n0
         q_rows = [frame.Q + (r0 + r) * D for r in range(R)]
         s_rows = [frame.P + (r0 + r) * BN for r in range(R)]
         whole = round_down(D, line)
@@ -53,18 +65,19 @@ class BlockDecode(Decode):
         def some(key: Any, near: list[Any], soon: list[Any]) -> None:
             """The scores of J keys from `key` on, whose rows of K are near; meanwhile rows of V that are wanted soon."""
 
-            def multiply(acc: list[Any], at: Any) -> list[Any]:
-                q = [row.vector(at) for row in q_rows]
+            def multiply(acc: list[Any], at: Any, vectors: int = 1) -> list[Any]:
+                q = [[row.vector(at + i * L) for i in range(vectors)] for row in q_rows]
                 acc = list(acc)
                 for j in range(J):
-                    k = near[j].fetch(at, L)
-                    for r in range(R):
-                        acc[r * J + j] = e.fma(q[r], k, acc[r * J + j])
+                    for i, k in enumerate(near[j].fetch_run(at, vectors)):
+                        for r in range(R):
+                            acc[r * J + j] = e.fma(q[r][i], k, acc[r * J + j])
                 return acc
 
             def multiply_all(acc: list[Any], at: Any, columns: int) -> list[Any]:
-                for n in range(0, columns, L):
-                    acc = multiply(acc, at + n)
+                several = 1 if self.kernel.stored else e.vectors_of_a_load(near[0].dtype)
+                for n in range(0, columns, several * L):
+                    acc = multiply(acc, at + n, several)
                 return acc
 
             with e.loop(0, whole, line, [e.vector(0.0)] * (R * J)) as dim:
@@ -85,6 +98,31 @@ class BlockDecode(Decode):
                     s = self.joined(dim.values[r * J + j : r * J + j + UNROLL])
                     s_rows[r][key + j] = s if scale is None else s * scale
 
+        self.over_keys(e, J, some)
+
+    @kernel_function(I64)
+    def emit_byte_dots(self, e: Emit, r0: Any) -> None:
+        """byte_dots(args, frame, r0): the same by products of bytes. Two rows by two keys are as many sums as accumulators."""
+        frame = e.frame
+        s_rows = [frame.P + (r0 + r) * e.args.BN for r in range(self.R)]
+
+        def some(key: Any, near: list[Any], soon: list[Any]) -> None:
+            scale, step = frame.k_scales.vector(key, UNROLL), self.byte_rows
+            for r in range(0, self.R, step):
+                rows, ahead = [r0 + (r + n) for n in range(step)], soon[r * UNROLL // self.R : (r + step) * UNROLL // self.R]
+
+                def compute(limbs: int, rows: list[Any] = rows, ahead: list[Any] = ahead) -> list[Any]:
+                    return self.byte_scores(e, rows, near, limbs, ahead)
+
+                for n, s in enumerate(self.by_limbs(e, rows, compute)):
+                    s_rows[r + n][key] = s * scale
+
+        self.over_keys(e, UNROLL, some)
+
+    def over_keys(self, e: Emit, J: int, some: Callable[[Any, list[Any], list[Any]], None]) -> None:
+        """`some(key, near, soon)` for the keys of the block, J at a time: their rows of K, and of V."""
+        args, frame = e.args, e.frame
+        width = frame.n1 - frame.n0
         most = round_down(width, J)
 
         def strided(K: Any, V: Any) -> None:
@@ -176,13 +214,18 @@ class BlockDecode(Decode):
 
         def columns(col: Any, vectors: int, streams: list[Any]) -> None:
             def step(acc: list[Any], row: Any, weights: list[Any]) -> list[Any]:
-                v = [row.fetch(i * L, L) for i in range(vectors)]
+                v = row.fetch_run(0, vectors)
                 return [e.fma(v[n % vectors], weights[n // vectors], x) for n, x in enumerate(acc)]
 
             def add(sums: Any) -> None:
                 for n, value in enumerate(sums):
                     to = o_rows[n // vectors] + (col + (n % vectors) * L)
                     to[0] = to.vector() + value
+
+            # columns that share a line with others share its prefetching, too: some rows each, so that requests come evenly
+            share = min(UNROLL, max(1, self.line // (vectors * L)))
+            mine = UNROLL // share
+            first = col // (vectors * L) % share * mine if share > 1 else 0
 
             def prefetch(row: Any) -> None:
                 for at in range(0, vectors * L, self.line):
@@ -194,8 +237,8 @@ class BlockDecode(Decode):
                 v_row, k_row = self.block_rows(e, "v", col), self.next_rows(e, col)
                 with e.loop(0, whole, UNROLL, zeros) as over:
                     acc, rows = list(over.values), [v_row(over.index + n) for n in range(UNROLL)]
-                    for n in range(UNROLL):
-                        prefetch(k_row(over.index + n))
+                    for n in range(mine):
+                        prefetch(k_row(over.index + (first + n)))
                     small = [weights.vector(over.index, UNROLL) for weights in p_rows]
                     for n in range(UNROLL):
                         acc = step(acc, rows[n], [s.splat_lane(n) for s in small])
@@ -208,8 +251,8 @@ class BlockDecode(Decode):
             def strided(streams: list[Any]) -> None:
                 with e.loop(0, whole, UNROLL, [*zeros, *streams]) as over:
                     *acc, row, ahead = over.values
-                    for n in range(UNROLL):
-                        prefetch(ahead + k_step * n)
+                    for n in range(mine):
+                        prefetch(ahead + k_step * (first + n))
                     small = [weights.vector(over.index, UNROLL) for weights in p_rows]
                     for n in range(UNROLL):
                         acc = step(acc, row + v_step * n, [s.splat_lane(n) for s in small])

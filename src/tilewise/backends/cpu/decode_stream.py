@@ -9,12 +9,11 @@ A block's state is complete before it joins the task's, as sums over all keys wo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from tilewise.backends.cpu import elementary, masking
 from tilewise.backends.cpu.builder import Emit
-from tilewise.backends.cpu.decode import Decode
+from tilewise.backends.cpu.decode import LINE, Decode
 from tilewise.backends.cpu.ir import I64, Pointer
 from tilewise.backends.cpu.module import kernel_function
 from tilewise.backends.cpu.spec import ACCUMULATORS, ALIGN, UNROLL, round_down
@@ -46,29 +45,74 @@ class StreamDecode(Decode):
             return values * getattr(frame, f"{name}_scales").vector(key - n0, UNROLL) if self.kernel.stored else values
 
         with e.loop(n0, n1, UNROLL, [e.vector(self.real.lowest, UNROLL), e.vector(0.0, UNROLL)]) as over:
-            if self.kernel.together:
-                self.prefetch(e, rows, over.index)
-            s = scaled("k", self.dots(e, frame.Q, e.args.D, rows("k", over.index)), over.index)
+            if self.kernel.together and self.looks_far:
+                self.prefetch_later(e, over.index)
+            soon = self.soon(e, over.index) if self.kernel.together else {"k": [], "v": []}
+            s = scaled("k", self.scores(e, rows("k", over.index), soon["k"]), over.index)
             left = (n1 - over.index).splat(UNROLL)
             s = e.select(e.integers(range(UNROLL), I64) < left, s, float("-inf"))
             m, parts = self.update_max(e, O, Dv, s, *over.values)
             p = elementary.exp2(s - m)
-            self.values(e, O, Dv, rows("v", over.index), scaled("v", p, over.index))
+            self.values(e, O, Dv, rows("v", over.index), scaled("v", p, over.index), soon["v"])
             over.carry([m, parts + p])
         m, parts = over.values
         state[0] = m.lane(0)
         state[1] = parts.sum()
         self.call(e, self.merge, state, e.args.group)
 
-    def prefetch(self, e: Emit, rows: Callable[[str, Any], list[Pointer]], key: Any) -> None:
-        """The rows of K and V of the next UNROLL keys: where those of other heads lie between them, no stream leads to them."""
-        for name, columns in (("k", e.args.D), ("v", e.args.Dv)):
-            for row in rows(name, key + UNROLL):
-                with e.range(0, columns, self.line) as at:
-                    e.prefetch(row + at)
+    @property
+    def looks_far(self) -> bool:
+        """Are rows asked for twice, the first time for L2? Of 16-bit numbers they are used before memory has answered; those of
+        others take longer, or are fewer lines. (Neoverse N1, 8/8 heads of 128, 2 sequences of 16,384 tokens, pages of 16 in order
+        and at random: bf16 16.5 and 17.2 ms, so 15.6 and 15.9; fp32 24.5 and 25.0, so 26.7 and 26.8; int8 no difference.)"""
+        return self.unit.arch == "aarch64" and self.line == LINE // 2
 
-    def dots(self, e: Emit, q: Pointer, D: Any, rows: list[Pointer]) -> Any:
-        """q · k of UNROLL keys. Where a line is several vectors, keys are taken one after the other, in the order of memory."""
+    def prefetch_later(self, e: Emit, key: Any) -> None:
+        """Rows of K and V behind those that `soon` gives."""
+        for name, rows in self.soon(e, key + UNROLL).items():
+            with e.range(0, e.args.D if name == "k" else e.args.Dv, self.line) as at:
+                for row in rows:
+                    e.prefetch(row + at, level=2)
+
+    def soon(self, e: Emit, key: Any) -> dict[str, list[Pointer]]:
+        """The rows of K and V of the UNROLL keys after these: where those of other heads lie between them, no stream leads there.
+        Behind the block's last key they are the first of the next head, or of the next block."""
+        frame = e.frame
+        following = key + UNROLL
+        inside = following < frame.n1
+        head = e.select(inside, frame.key_head, frame.next_head)
+        if self.kernel.paged:
+            first = e.select(inside, following - frame.n0, 0)
+            found = {}
+            for name in "kv":
+                base, rows = self.head_of(e, name, head), getattr(frame, f"{name}_rows") + first
+                found[name] = [base + rows[j] for j in range(UNROLL)]
+            return found
+        first = frame.k_start + e.select(inside, following, frame.n0 + frame.next_key)
+        starts = {name: self.row_of(e, name, head, first) for name in "kv"}
+        return {name: [row + getattr(e.args, name).stride_s * j for j in range(UNROLL)] for name, row in starts.items()}
+
+    def scores(self, e: Emit, rows: list[Pointer], soon: list[Pointer]) -> Any:
+        """Those of UNROLL keys, before the scales of K."""
+        if not self.kernel.bytes:
+            return self.dots(e, e.frame.Q, e.args.D, rows, soon)
+        with e.if_else(e.frame.exact != 0) as (exact, otherwise):
+            with exact:
+                with e.range(0, e.args.D, self.line) as at:
+                    for row in soon:
+                        e.prefetch(row + at)
+
+                def compute(limbs: int) -> list[Any]:
+                    return self.byte_scores(e, [0], rows, limbs)
+
+                by_bytes = self.by_limbs(e, [0], compute)[0], e.ir.block
+            with otherwise:
+                by_floats = self.dots(e, e.frame.Q, e.args.D, rows, soon), e.ir.block
+        return e.phi(by_bytes, by_floats)
+
+    def dots(self, e: Emit, q: Pointer, D: Any, rows: list[Pointer], soon: list[Pointer]) -> Any:
+        """q · k of UNROLL keys. Where a line is several vectors, keys are taken one after the other, in the order of memory;
+        meanwhile the lines of rows that are wanted soon are prefetched."""
         L, across = e.lanes, max(1, self.line // e.lanes)
         J = UNROLL if across == 1 else 1
         chains = min(across, UNROLL)
@@ -77,16 +121,19 @@ class StreamDecode(Decode):
         def multiply(sums: list[Any], at: Any, near: list[Pointer], vectors: int) -> list[Any]:
             acc, some = list(sums), q + at
             cells = [row + at for row in near]
+            numbers = [row.fetch_run(0, vectors) for row in cells]
             for i in range(vectors):
                 x = some.vector(i * L)
-                for j, row in enumerate(cells):
+                for j, row in enumerate(numbers):
                     n = j * chains + i % chains
-                    acc[n] = e.fma(x, row.fetch(i * L, L), acc[n])
+                    acc[n] = e.fma(x, row[i], acc[n])
             return acc
 
         for first in range(0, UNROLL, J):
             near = rows[first : first + J]
             with e.loop(0, whole, across * L, [e.vector(0.0)] * (J * chains)) as dim:
+                for row in soon[first : first + J]:
+                    e.prefetch(row + dim.index)
                 dim.carry(multiply(dim.values, dim.index, near, across))
             with e.loop(whole, D, L, dim.values) as dim:
                 dim.carry(multiply(dim.values, dim.index, near, 1))
@@ -109,16 +156,19 @@ class StreamDecode(Decode):
             last = e.ir.block
         return e.phi((m, before), (level, last)), e.phi((parts, before), (scaled, last))
 
-    def values(self, e: Emit, O: Pointer, Dv: Any, rows: list[Pointer], p: Any) -> None:
+    def values(self, e: Emit, O: Pointer, Dv: Any, rows: list[Pointer], p: Any, soon: list[Pointer]) -> None:
         """O += Σ_j p_j·v_j: as many columns as there are accumulators, then single vectors."""
         L = e.lanes
 
         def columns(col: Any, vectors: int) -> None:
             out = O + col
             acc = [out.vector(i * L) for i in range(vectors)]
+            for row in soon:
+                for at in range(0, vectors * L, self.line):
+                    e.prefetch(row + (col + at))
             for j, row in enumerate(rows):
                 weight, cells = p.splat_lane(j), row + col
-                v = [cells.fetch(i * L, L) for i in range(vectors)]
+                v = cells.fetch_run(0, vectors)
                 acc = [e.fma(x, weight, t) for x, t in zip(v, acc, strict=True)]
             for i, x in enumerate(acc):
                 out[i * L] = x

@@ -88,6 +88,8 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         rows = round_up(sizes.group, tile.keys)
         scores = {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)}  # of a block, or its state
         rows = rows * sizes.together if kernel.together else rows
+        if kernel.bytes:
+            offsets |= {"Q8": rows * sizes.D, "q_unit": rows, "q_low": rows}
         return {"Q": rows * sizes.D, "O": rows * sizes.Dv, "m": rows, "l": rows} | scores | offsets
     BM, BN, DP, DVP = sizes.BM, sizes.BN, sizes.DP, sizes.DVP
     if kernel.kind in ("forward", "jvp"):

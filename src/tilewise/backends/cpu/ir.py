@@ -265,6 +265,16 @@ class Pointer:
         """Elements of a stored dtype as the Real type: one, or `lanes` adjacent ones."""
         return self.e.widen(self.vector(offset, lanes), self.dtype)
 
+    def fetch_run(self, offset: int | Value, vectors: int) -> list[Any]:
+        """So many registers of adjacent elements of a stored dtype as the Real type."""
+        start, lanes = self + offset, self.e.lanes
+        several = self.e.vectors_of_a_load(self.dtype)
+        several = 1 if vectors % several else several
+        found = []
+        for i in range(0, vectors, several):
+            found += self.e.widen_several(start.vector(i * lanes, several * lanes), self.dtype)
+        return found
+
     def __setitem__(self, offset: int | Value, value: float | Value | Strip) -> None:
         if isinstance(value, Strip):
             for i, vector in enumerate(value):
@@ -288,3 +298,11 @@ def gather(scalars: list[Any]) -> Strip:
             vector = vector.with_lane(lane, scalars[i * e.lanes + lane])
         vectors.append(vector)
     return Strip(vectors)
+
+
+def joined_lanes(parts: Sequence[Value]) -> Value:
+    """Short vectors one behind the other."""
+    while len(parts) > 1:
+        both = range(2 * parts[0].lanes)
+        parts = [x.pick(both, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]

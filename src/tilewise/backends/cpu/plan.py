@@ -9,7 +9,16 @@ from __future__ import annotations
 from tilewise.backends.cpu import blocks, frames
 from tilewise.backends.cpu.frames import Tiles, grain
 from tilewise.backends.cpu.reasons import reasons_for
-from tilewise.backends.cpu.spec import ACCUMULATORS, ARGUMENTS, BACKWARD, Kernel, Register, mask_args
+from tilewise.backends.cpu.spec import (
+    ACCUMULATORS,
+    ARGUMENTS,
+    BACKWARD,
+    BYTE_COLUMNS,
+    MOST_BYTE_COLUMNS,
+    Kernel,
+    Register,
+    mask_args,
+)  # fmt: skip
 from tilewise.backends.verdict import Verdict, cpu_only
 from tilewise.errors import PlanError
 from tilewise.hardware.spec import DeviceSpec
@@ -83,6 +92,14 @@ def matrix_unit(problem: Problem, kind: str, spec: DeviceSpec) -> str:
     return spec.matrix_unit if kind in MATRIX_KINDS and fits else ""
 
 
+def multiplies_bytes(problem: Problem, kind: str, spec: DeviceSpec) -> bool:
+    """Does decoding multiply int8 keys as they are? For that q must have few digits, and the processor SDOT or VPDPBUSD."""
+    served = kind == "decode" and problem.stored == "int8" and problem.dtype in ("bfloat16", "float16") and not problem.widened
+    fits = problem.head_dim % BYTE_COLUMNS == 0 and problem.head_dim <= MOST_BYTE_COLUMNS
+    wanted = "asimddp" if spec.arch == "aarch64" else {"avx512": "avx512_vnni", "avx2": "avx_vnni"}.get(spec.isa)
+    return served and fits and wanted in spec.isa_flags
+
+
 def register_for(problem: Problem, kind: str, spec: DeviceSpec, longest: int = 0) -> Register | None:
     """The register tile of a kernel for so many query rows (0: many). None where decoding cannot load the head dims."""
     size = _real_bytes(problem)
@@ -153,7 +170,7 @@ def kernel_for(problem: Problem, tile: TilePlan, spec: DeviceSpec, bias_dtype: s
         problem, tile.pass_, register or Register(_lanes(problem, spec), rows // _lanes(problem, spec), keys),
         tile.kernel.partition("_")[2] if tile.pass_ in MATRIX_KINDS else "", bias_dtype, dbias,
     )  # fmt: skip
-    return kernel._replace(together=tile.groups > 1)
+    return kernel._replace(together=tile.groups > 1, bytes=multiplies_bytes(problem, tile.pass_, spec))
 
 
 def _kernel(
@@ -278,7 +295,8 @@ def _kernel_of(problem: Problem, kind: str, spec: DeviceSpec, longest: int) -> K
     kernel = _kernel(problem, kind, register, matrix_unit(problem, kind, spec))
     # head after head would visit every page once for each of them
     near = problem.interleaved or 0 < problem.page <= SMALL_PAGE
-    return kernel._replace(together=kind == "decode" and near and problem.kv_heads > 1)
+    together = kind == "decode" and near and problem.kv_heads > 1
+    return kernel._replace(together=together, bytes=multiplies_bytes(problem, kind, spec))
 
 
 def _described(

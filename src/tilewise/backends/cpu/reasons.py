@@ -36,9 +36,10 @@ def _register(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> str:
 
 def _decode_register(kernel: Kernel) -> str:
     tile = kernel.tile
+    packed = "nothing is packed" + ("; int8 keys are multiplied as bytes" if kernel.bytes else "")
     if tile.keys == 1:
-        return f"one query head a key head: K and V pass as two streams, {tile.lanes} lanes along the head dim, nothing is packed"
-    return f"{tile.keys} query heads at once, {tile.lanes} lanes along the head dim: K and V are read once, nothing is packed"
+        return f"one query head a key head: K and V pass as two streams, {tile.lanes} lanes along the head dim, {packed}"
+    return f"{tile.keys} query heads at once, {tile.lanes} lanes along the head dim: K and V are read once, {packed}"
 
 
 def _keys(problem: Problem, kernel: Kernel, tiles: Tiles) -> str:
@@ -46,7 +47,7 @@ def _keys(problem: Problem, kernel: Kernel, tiles: Tiles) -> str:
     if kernel.kind == "decode" and kernel.tile.keys == 1:
         return f"{keys} keys: a block's sums are complete before they join the others"
     if kernel.kind == "decode":
-        size = problem.itemsize
+        size = problem.kv_itemsize
         return f"{keys} keys: K and V take {keys * _pair(problem) * size / KiB:.0f} KiB of L1, and the next block is on its way"
     packed = 2 if kernel.matrix else size
     near = f"K and V, packed once a task, take {keys * _pair(problem) * packed / KiB:.0f} KiB"

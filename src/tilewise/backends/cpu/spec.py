@@ -11,6 +11,8 @@ ALIGN = 16  # elements: every buffer starts on such a multiple
 UNROLL = 4  # steps of a contraction per loop trip; register tiles have a multiple of it as J, to which head dims are padded
 ACCUMULATORS = 16  # of decoding: rows by keys, or rows by vectors of the head dim
 ARGUMENTS = 1024  # 64-bit arguments that fit into a block
+BYTE_COLUMNS = 16  # of the head dim that a product of bytes takes at once
+MOST_BYTE_COLUMNS = 256  # of a head dim whose products of bytes have sums of 32 bits
 MASK_RANK = 4  # strides carried for each mask tensor
 
 
@@ -57,6 +59,7 @@ class Kernel(NamedTuple):
     paged: bool = False  # K and V lie in pages
     together: bool = False  # a decoding task has several key heads, whose rows of a token lie side by side
     stored: str = ""  # the dtype of pages whose numbers have a scale; "": that of q
+    bytes: bool = False  # scores of int8 keys are products of bytes
     partial: bool = False  # the output is stored in the type of the arithmetic
     invariant: bool = False  # key blocks and parts begin at fixed positions, and nothing else changes a row's sums
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.backends.hopper.compat import PINGPONG_BARRIER, gl, gluon, named_barrier, opaque
 from tilewise.backends.hopper.epilogue import await_stores, finish
-from tilewise.backends.hopper.lists import first_tile, next_listed, row_of, tile_number
+from tilewise.backends.hopper.lists import announced, tile_number
 from tilewise.backends.hopper.mainloop import (
     Queries,
     WarpgroupRows,
@@ -16,7 +16,7 @@ from tilewise.backends.hopper.mainloop import (
 )
 from tilewise.backends.hopper.ring import bias_ring, release, stage, units, wait_full
 from tilewise.backends.hopper.statistics import store_seen
-from tilewise.backends.hopper.work_tile import beyond_keys, key_hi, key_lo, locate, next_tile, tile_at
+from tilewise.backends.hopper.work_tile import key_hi, key_lo, locate, next_tile, tile_at
 from tilewise.backends.hopper.zeroing import zero_unseen_listed, zero_unseen_values
 
 
@@ -41,21 +41,21 @@ def tiles_without_mask(work, band, row0, C: gl.constexpr):
 
 
 @gluon.jit
-def loop_over_partial_tiles(state, q, kv_base, cursor, rows, a, WG: gl.constexpr, C: gl.constexpr):
-    """The PARTIAL tiles of a list from its second tile on; `cursor` is the place of the first."""
+def loop_over_partial_tiles(state, q, kv_base, rows, a, WG: gl.constexpr, C: gl.constexpr):
+    """The PARTIAL tiles of a list from its second tile on."""
     work = rows.work
     for j in range(1, work.last):
-        row = row_of(a.lists, work.b, work.h, opaque(work.m0) // (64 * C.WARPGROUPS))
-        cursor = next_listed(cursor, a.lists, row, j - 1, work.last, work.count)
+        cursor = announced(q.rings.listed[0], stage(q.rings.k, kv_base + j))
         state = step(state, q, kv_base + j, j + 1 < work.count, rows, cursor, a, True, WG, C)
     return state
 
 
 @gluon.jit
-def first_keys(work, skip, a, C: gl.constexpr):
-    """The first key of a work tile's first key tile, or the tile's place in a list."""
+def first_keys(rings, n, work, skip, C: gl.constexpr):
+    """The first key of a work tile's first key tile, n, or its place in a list when it has landed."""
     if C.LISTS is not None:
-        return first_tile(a.lists, row_of(a.lists, work.b, work.h, work.m0 // (64 * C.WARPGROUPS)), beyond_keys(a, C))
+        wait_full(rings.k, n)
+        return announced(rings.listed[0], stage(rings.k, n))
     else:
         return (work.last - 1 - skip) * C.BLOCK_N
 
@@ -144,7 +144,7 @@ def remaining_tiles(state, rings, q_n, kv_base, skip, key0, rows, a, WG: gl.cons
     if C.BAND or C.LISTS is not None:
         q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n + zero, WG, C), fragments=fragments)
         if C.LISTS is not None:
-            state = loop_over_partial_tiles(state, q, kv_base, key0, rows, a, WG, C)
+            state = loop_over_partial_tiles(state, q, kv_base, rows, a, WG, C)
         elif C.PINGPONG:
             state = loop_over_tiles(state, q, kv_base, skip + 1, j0, rows, a, True, WG, C)
         else:
@@ -187,7 +187,7 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
     skip = tiles_to_skip(work, band, row0, WG, C)
     skip_tiles(rings.k, kv_base, skip, WG, C)
     skip_bias(rings, kv_base, skip, WG, C)
-    key0 = first_keys(work, skip, a, C)
+    key0 = first_keys(rings, kv_base + skip, work, skip, C)
     q = Queries(rings=rings, n=q_n, tile=query_tile(rings.q, q_n, WG, C), fragments=())
     state = first_step(q, kv_base + skip, WarpgroupRows(work=work, band=band, row0=row0), key0, a, WG, C)
     prepare_values(rings, kv_base, skip, key0, work, band, a, WG, C)
@@ -210,7 +210,7 @@ def process_tiles(o_desc, o_buffers, rings, i, t, work, band, a, WG: gl.constexp
         if t >= 0:
             row0 = work.m0 + 64 * WG
             skip = tiles_to_skip(work, band, row0, WG, C)
-            key0 = first_keys(work, skip, a, C)
+            key0 = first_keys(rings, kv_base + skip, work, skip, C)
             skip_tiles(rings.k, kv_base, skip, WG, C)
             skip_bias(rings, kv_base, skip, WG, C)
             wait_full(rings.q, q_n)

@@ -30,7 +30,7 @@ from tilewise.backends.hopper.feature_launch import (
 from tilewise.backends.hopper.features import statistics_types
 from tilewise.backends.hopper.hidden import empty_copies, hidden_launch, hidden_mask
 from tilewise.backends.hopper.intervals import mask_of
-from tilewise.backends.hopper.list_launch import Dealing, call_lists, is_listed
+from tilewise.backends.hopper.list_launch import Walk, call_lists, is_listed
 from tilewise.backends.hopper.packed_order import Lengths, packed_order
 from tilewise.backends.hopper.plan import offers
 from tilewise.backends.hopper.structs import Rows, Term
@@ -60,10 +60,12 @@ def run_listed(
 ) -> tuple[Tensor, Tensor]:
     """The same for a mask of tile lists."""
     q, k, v = inputs[:3]
-    found = call_lists(problem, inputs, *walk_of(problem, q.device))
+    found = call_lists(problem, inputs, walk_of(problem, q.device))
     recording = recorder.get(problem, (*key, found.key), q.device, partial(plan_on, problem, inputs))
     out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
-    features = call_features(problem, inputs) | stats
+    features = call_features(problem, inputs)
+    if stats:
+        features = features | stats
     tensors = (q, k, v, out, lse, None, None, *found.tensors, *tensors_in(features))
     if not recording.repeat(tensors):
         arguments = recording.plan.arguments._replace(lists=found.arguments, order=found.order)
@@ -72,13 +74,13 @@ def run_listed(
     return out, lse
 
 
-def walk_of(problem: Problem, device: torch.device) -> tuple[Any, Dealing]:
-    """The config of the forward's kernel, and how its lists are dealt out. Asked in every call, so they are kept."""
-    found: tuple[Any, Dealing] | None = problem.memory.get(("hopper walk", device))
+def walk_of(problem: Problem, device: torch.device) -> Walk:
+    """The forward's walk of lists. Asked in every call, so it is kept."""
+    found: Walk | None = problem.memory.get(("hopper walk", device))
     if found is None:
         config = offers(problem, "forward")[0].config
-        dealing = Dealing(False, spec_of(device.index or 0).units, heads_together(problem, config, CLUSTER_BYTES[1]))
-        found = problem.memory["hopper walk", device] = config, dealing
+        cluster = heads_together(problem, config, CLUSTER_BYTES[1])
+        found = problem.memory["hopper walk", device] = Walk(config, False, spec_of(device.index or 0).units, cluster)
     return found
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -53,26 +55,30 @@ def is_listed(problem: Problem) -> bool:
     return bool(known)
 
 
-class Dealing(NamedTuple):
-    """How work tiles are dealt out: of keys or of queries, to how many programs, for how many heads at once at most."""
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """The config of a kernel that walks lists, and how work tiles are dealt out: of keys or of queries, to how many programs, for
+    how many heads at once at most. Kept with a problem, so what is made for one is known by it."""
 
+    config: Any
     by_key: bool
     units: int
     cluster: int
 
 
-def call_lists(problem: Problem, inputs: Inputs, config: Any, dealing: Dealing) -> CallLists:
+def call_lists(problem: Problem, inputs: Inputs, walk: Walk) -> CallLists:
     """Kept lists with what is made from them, or new ones, made on the current stream."""
+    return kept(problem, inputs.q, walk, partial(make_lists, problem, inputs, walk), lengths_of(inputs))
+
+
+def make_lists(problem: Problem, inputs: Inputs, walk: Walk) -> CallLists:
+    config = walk.config
     asked = config.UNSEEN_KEYS, getattr(config, "EMPTY_ROWS", False)
-    sizes = config.BLOCK_M, config.BLOCK_N
-
-    def make() -> CallLists:
-        lists = lists_for(problem, inputs, ListSpec(*sizes, dealing.by_key))
-        seen, seeing = (words_for(problem, inputs, config, keys) if asked[not keys] else None for keys in (True, False))
-        bounds = bounds_for(problem, lists, config, dealing.by_key)
-        return CallLists.of(lists, (seen, seeing), bounds, dealt(problem, lists, config, *dealing))
-
-    return kept(problem, inputs.q, ("hopper", sizes, asked, dealing), make, lengths_of(inputs))
+    lists = lists_for(problem, inputs, ListSpec(config.BLOCK_M, config.BLOCK_N, walk.by_key))
+    seen, seeing = (words_for(problem, inputs, config, keys) if asked[not keys] else None for keys in (True, False))
+    bounds = bounds_for(problem, lists, config, walk.by_key)
+    order = dealt(problem, lists, config, walk.by_key, walk.units, walk.cluster)
+    return CallLists.of(lists, (seen, seeing), bounds, order)
 
 
 def bounds_for(problem: Problem, lists: TileLists, config: Any, by_key: bool) -> Tensor | None:

@@ -36,7 +36,8 @@ def words_by_bounds(bounds, first, like):
 def words_by_terms(b, rows, first, live, like, a, BY_KEY: gl.constexpr, C: gl.constexpr):
     """Words of the columns from `first` on that lie in the interval of a live term."""
     INTERVALS: gl.constexpr = C.LISTS.intervals
-    terms = a.lists.terms + place(b, b, (a.lists.terms_stride, None))
+    # opaque: else the addresses of a term's numbers are kept from before the loop
+    terms = a.lists.terms + (place(b, b, (a.lists.terms_stride, None)) + opaque(b * 0))
     found = like
     for r in gl.static_range(INTERVALS):
         lo, hi = term_bounds(terms + 4 * r, rows, BY_KEY)

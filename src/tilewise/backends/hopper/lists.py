@@ -2,11 +2,14 @@
 
 PARTIAL tiles come first, then FULL ones, so that a kernel has one loop with a mask and one without. A row without tiles is walked
 as one PARTIAL tile beyond the tensor, where loads fill in zeros and no key is visible: no role needs a path of its own for it.
+
+The producer alone walks. Beside each tile it leaves a word in shared memory that says which one it is: the consumers have no
+registers for a place in a list.
 """
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
-from tilewise.backends.gpu.lists import COUNT_BITS, COUNT_SHIFT, DIFFERENT, FIRST_BITS, LIVE_SHIFT
+from tilewise.backends.gpu.lists import COUNT_BITS, COUNT_SHIFT, DIFFERENT, FIRST_BITS, LIVE_BITS, LIVE_SHIFT
 from tilewise.backends.hopper.compat import aggregate, gl, gluon
 
 FIRST_MASK = gl.constexpr((1 << FIRST_BITS) - 1)
@@ -17,6 +20,9 @@ LIVE = gl.constexpr(LIVE_SHIFT)
 FAR = gl.constexpr(1 << 29)
 """Further than any tensor is long, and twice that is no overflow."""
 NOT_EQUAL = gl.constexpr(DIFFERENT)
+PARTIAL = gl.constexpr(1 << LIVE_SHIFT + LIVE_BITS)
+"""In an announced word: the tile is PARTIAL."""
+WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @aggregate
@@ -86,6 +92,35 @@ def next_listed(cursor, lists, row, j, partial, count):
 
 
 @gluon.jit
+def make_words(STAGES: gl.constexpr, C: gl.constexpr):
+    """Room for the words of a ring's tiles; () where there are no lists."""
+    if C.LISTS is not None:
+        return (gl.allocate_shared_memory(gl.int32, [STAGES, 1], WORDS),)
+    else:
+        return ()
+
+
+@gluon.jit
+def announce(words, at, cursor, partial):
+    """Say which tile comes into a free stage; its barrier, on which this thread arrives next, makes it known."""
+    word = tile_number(cursor) | (live_terms(cursor) << LIVE) | gl.where(partial, PARTIAL, 0)
+    words.index(at).store(gl.full([1], word, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def announced(words, at):
+    """The place of the tile that has landed in a stage: a run of its own."""
+    word = gl.sum(words.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return Cursor(word=word, at=word * 0)
+
+
+@gluon.jit
+def is_partial(cursor):
+    """Of an announced tile."""
+    return (cursor.word & PARTIAL) != 0
+
+
+@gluon.jit
 def ids_of(ids, stride, b, at, length):
     """Ids of the positions `at` of sequence b; positions past the last have any."""
     return gl.load(ids + place(b, b, (stride, None)) + at, mask=at < length, other=0)
@@ -119,6 +154,7 @@ def term_bounds(term, rows, BY_KEY: gl.constexpr):
 
 @gluon.jit
 def live_terms(cursor):
+    """The set of a tile's live terms; of an announced one also a bit beyond them."""
     return cursor.word >> LIVE
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.compat import gl, gluon
-from tilewise.backends.hopper.lists import first_tile, next_listed, row_of, tile_number
+from tilewise.backends.hopper.compat import gl, gluon, mbarrier
+from tilewise.backends.hopper.lists import announce, first_tile, next_listed, row_of, tile_number
 from tilewise.backends.hopper.quads import fill_quads
-from tilewise.backends.hopper.ring import bias_ring, fill, fill_bias
+from tilewise.backends.hopper.ring import bias_ring, fill, fill_bias, fill_free, phase, stage
 from tilewise.backends.hopper.work_tile import beyond_keys, divide, locate, tile_at
 
 
@@ -15,6 +15,15 @@ def fill_keys(ring, desc, n, b, h, row, C: gl.constexpr):
         fill_quads(ring, desc, n, b, h, row)
     else:
         fill(ring, desc, n, b, h, row)
+
+
+@gluon.jit
+def fill_listed(rings, k_desc, n, b, h, row, cursor, partial):
+    """Load the n-th key tile, one of a list, and say which it is."""
+    at = stage(rings.k, n)
+    mbarrier.wait(rings.k.empty.index(at), phase(rings.k, n) ^ 1)
+    announce(rings.listed[0], at, cursor, partial)
+    fill_free(rings.k, k_desc, n, b, h, row)
 
 
 @gluon.jit
@@ -39,10 +48,11 @@ def produce(q_desc, k_desc, v_desc, b_desc, rings, a, C: gl.constexpr):
             row = row_of(a.lists, work.b, work.h, work.m0 // (64 * C.WARPGROUPS))
             cursor = first_tile(a.lists, row, beyond_keys(a, C))
             for j in range(work.count):
-                at = tile_number(cursor) * C.BLOCK_N
+                here = cursor
+                at = tile_number(here) * C.BLOCK_N
                 # read before this tile's stage is waited for
-                cursor = next_listed(cursor, a.lists, row, j, work.last, work.count)
-                fill(rings.k, k_desc, kv_base + j, work.row, kv_h, at)
+                cursor = next_listed(here, a.lists, row, j, work.last, work.count)
+                fill_listed(rings, k_desc, kv_base + j, work.row, kv_h, at, here, j < work.last)
                 fill(rings.v, v_desc, kv_base + j, work.row, kv_h, at)
         else:
             for j in range(work.count):

@@ -23,6 +23,7 @@ class Rings:
     k: Ring
     v: Ring
     bias: gl.tuple  # the parts of a ring of tiles [64, N] where there is one, one for each warpgroup
+    listed: gl.tuple  # of a list: the words that the producer leaves beside keys, see `lists.announce`
 
 
 @aggregate
@@ -33,6 +34,7 @@ class GradRings:
     do: Ring
     k: Ring
     v: Ring
+    listed: gl.tuple  # words beside what is streamed, see above
 
 
 @aggregate
@@ -45,6 +47,7 @@ class KeyRings:
     v: Ring
     exchange: Ring  # what the warpgroups write for one another: dS, or weights where each has one gradient
     stats: gl.shared_memory_descriptor  # [stages of q, 2 M]
+    listed: gl.tuple  # words beside queries
 
 
 @gluon.jit

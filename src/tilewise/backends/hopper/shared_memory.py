@@ -35,7 +35,10 @@ def on_chip(kernel: str, config: Any, mask: IntervalMask, lists: Lists | None = 
     if kernel == "split_kernel" and lists is not None:  # the first warps alone mask
         lists = lists._replace(terms=None, terms_stride=None, q_ids=None, k_ids=None, ids_strides=(None, None))
         lists = lists._replace(bits=None, bits_strides=None, bounds=None)
-    around = aligned(handed_over(kernel, config, mask) + bytes_of(lists)) + ring_bytes(config.barriers) + roles
+    handed, rings = handed_over(kernel, config, mask) + bytes_of(lists), config.barriers
+    if config.LISTS is not None:  # a word of four bytes for each stage of what is streamed, and the view of them
+        handed, rings = handed + VECTOR, (*rings, -(-streamed_stages(config) // 2))
+    around = aligned(handed) + ring_bytes(rings) + roles
     return (*config.tiles.items(), ("barriers and arguments", around))
 
 
@@ -44,6 +47,13 @@ def bytes_of(arguments: Any) -> int:
     if isinstance(arguments, tuple):
         return sum(map(bytes_of, arguments))
     return 0 if arguments is None else POINTER if isinstance(arguments, str) else NUMBER
+
+
+def streamed_stages(config: Any) -> int:
+    """Of the tiles that come from lists: of keys, or of queries where keys are held."""
+    if isinstance(config, Config):
+        return config.KV_STAGES
+    return int(config.Q_STAGES if config.LISTED_BY_KEY else config.K_STAGES)
 
 
 def workers(config: Any) -> int:
@@ -145,7 +155,8 @@ def keys_views(config: Any) -> int:
 def keys_arguments(config: Any, mask: IntervalMask) -> int:
     numbers = 1 + 1 + 1 + 1  # the group; keys, tiles of statistics, scale
     numbers += not config.VARLEN  # queries
-    numbers += 0 if config.SPLIT else 2  # tiles of statistics of all heads, the scale of logarithms
+    # tiles of statistics of all heads and the scale of logarithms; or where queries of a list are zeroed, what is past them
+    numbers += config.LISTS is not None and config.EMPTY_ROWS if config.SPLIT else 2
     sums = POINTER if config.REDUCE_DQ else 0
     packed = (1 if config.SPLIT else 2) * PACKED_ROWS if config.VARLEN else 0
     # where keys end; the band's right; its left and where keys begin, which empty rows ask for too

@@ -34,6 +34,30 @@ OF_PROBLEM = (
 """Fields of a case that a problem has by the same name."""
 
 
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of a case that lie in a cache, and what `attention_cached` is asked for. The case's `seqlen` are queries of
+    a sequence, `kv_seqlen` the tokens it holds."""
+
+    page: int = 16  # tokens of a page; 0: a row of memory for each sequence
+    stored: str = ""  # int8 or float8_e4m3fn, with scales; "": the case's dtype
+    in_order: bool = False  # pages follow each other; else they lie at random places
+    heads_first: bool = False  # in memory (page, head, token), else (page, token, head)
+    mixed: bool = False  # sequences hold from a sixteenth of `kv_seqlen` to all of it
+    shared: int = 0  # leading tokens that all sequences share
+    plan: bool = False  # with `plan_cached`: what is shared is read once
+    new: bool = False  # the last tokens are written by the call, with rotary position embedding
+    invariant: bool = False
+    graph: bool = False  # on a GPU in a CUDA graph: what a call costs the host is not timed
+
+    @property
+    def words(self) -> list[str]:
+        named = {f"pages of {self.page}": self.page, self.stored: self.stored, "in order": self.in_order}
+        named |= {"heads first": self.heads_first, "mixed lengths": self.mixed, f"{self.shared} shared": self.shared}
+        named |= {"plan": self.plan, "append and rotary": self.new, "invariant": self.invariant, "graph": self.graph}
+        return ["cache", *(name for name, given in named.items() if given)]
+
+
 class Tensors(NamedTuple):
     """The inputs of a case, in the order of its layout, the gradient that comes in from above, and what its features read."""
 
@@ -50,7 +74,8 @@ class Tensors(NamedTuple):
 @dataclass(frozen=True)
 class Case:
     """One call. `floor` and `aim` are ratios to the fastest of `against`, in one interleaved run; with `accurate` its errors
-    must not be larger than that contender's either."""
+    must not be larger than that contender's either. `least` has floors beside contenders one by one, `rate` is one of bytes of
+    K and V read a second."""
 
     name: str
     heads: int = 8
@@ -83,6 +108,14 @@ class Case:
     scale: float | None = None
     deterministic: bool = False
     tile: tuple[tuple[str, int, int], ...] = ()  # of a pass: its queries and keys; others are the planner's
+    cache: Cache | None = None
+    least: tuple[tuple[str, float], ...] = ()
+    rate: float | None = None
+
+    @property
+    def rivals(self) -> tuple[str, ...]:
+        """Whom a promise of the case names."""
+        return (*self.against, *(name for name, _ in self.least))
 
     @property
     def trains(self) -> bool:
@@ -93,7 +126,7 @@ class Case:
         """What a plain function of q, k, v and a mask does not know."""
         named: dict[str, Any] = {"bias": self.bias, "ALiBi": self.alibi, "sinks": self.sinks, "softcap": self.softcap}
         named |= {"dropout": self.dropout_p, "packed sequences": self.lengths, self.data: self.data, "scale": self.scale}
-        return [name for name, given in named.items() if given]
+        return [*(self.cache.words if self.cache else ()), *(name for name, given in named.items() if given)]
 
     @property
     def shape(self) -> MaskShape:

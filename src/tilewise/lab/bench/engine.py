@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.diagnostics.plan import plan
-from tilewise.errors import PlanError
+from tilewise.errors import ArgumentError, PlanError
 from tilewise.hardware.timers import clock_for
+from tilewise.lab.bench import caches
 from tilewise.lab.bench.accuracy import Errors, errors, truth
+from tilewise.lab.bench.caches import CacheTensors
 from tilewise.lab.bench.cases import OURS, Case, Tensors
 from tilewise.lab.bench.child import Outcome, bind_passes
 from tilewise.lab.bench.judge import Expected, Judgement
@@ -41,6 +44,7 @@ class Result:
     times: Spread | None = None
     reasons: tuple[str, ...] = ()  # why it was not run, or how it failed
     judged: bool = True  # False: it computes something else by design, and was timed alone
+    bytes: int | None = None  # of K and V in a cache that it reads
 
     @property
     def status(self) -> str:
@@ -50,6 +54,11 @@ class Result:
             return "not judged"
         return "ok" if self.judgement and self.judgement.ok else "wrong"
 
+    @property
+    def rate(self) -> float | None:
+        """Bytes of K and V a second."""
+        return self.bytes / self.times.p50 if self.bytes and self.times else None
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "contender": self.contender,
@@ -58,6 +67,7 @@ class Result:
             "judgement": self.judgement.to_dict() if self.judgement else None,
             "errors": {name: found.to_dict() for name, found in self.errors.items()},
             "seconds": self.times._asdict() if self.times else None,
+            **({"bytes": self.bytes, "rate": self.rate} if self.bytes else {}),
         }
 
 
@@ -71,6 +81,7 @@ class Record:
     rival: str | None = None  # the fastest of the contenders that the case is measured against
     choice: dict[str, Any] = field(default_factory=dict)  # the backend and plan behind plain `tilewise`
     checkouts: dict[str, Spread] = field(default_factory=dict)  # our speed in that of other checkouts, round by round
+    least: dict[str, Spread] = field(default_factory=dict)  # the same of contenders that the case has floors for, one by one
 
     @property
     def contested(self) -> bool:
@@ -80,9 +91,16 @@ class Record:
     @property
     def fast(self) -> bool | None:
         """None where the case sets no floor, or no rival was asked for."""
-        if self.case.floor is None or not self.contested:
-            return None
-        return self.ratio is not None and self.ratio.p50 >= self.case.floor
+        kept = [self.reaches(name, floor) for name, floor in self.case.least if self.result(name)]
+        if self.case.floor is not None and self.contested:
+            kept.append(self.ratio is not None and self.ratio.p50 >= self.case.floor)
+        ours = self.result(OURS)
+        if self.case.rate is not None and ours is not None:
+            kept.append(ours.rate is not None and ours.rate >= self.case.rate)
+        return all(kept) if kept else None
+
+    def reaches(self, name: str, floor: float) -> bool:
+        return name in self.least and self.least[name].p50 >= floor
 
     @property
     def errors(self) -> Errors | None:
@@ -124,6 +142,7 @@ class Record:
             "ratio": self.ratio._asdict() if self.ratio else None,
             "rival": self.rival,
             "checkouts": {name: spread._asdict() for name, spread in self.checkouts.items()},
+            **({"least": {name: spread._asdict() for name, spread in self.least.items()}} if self.case.least else {}),
             "errors": self.errors.to_dict() if self.errors else None,
             "passed": self.passed,
         }
@@ -147,16 +166,22 @@ def bind_run(case: Case, contender: Contender, tensors: Tensors) -> Callable[[],
     return back
 
 
-def start(case: Case, contender: Contender | Checkout, tensors: Tensors) -> tuple[Callable[[], Outcome], Timer]:
+def start(case: Case, contender: Contender | Checkout, tensors: Any) -> tuple[Callable[[], Outcome], Timer]:
     """What a contender computes, and its timer."""
     if isinstance(contender, Checkout):
         return contender.start(case, tensors)
+    if case.cache:
+        form = contender.form(case)
+        turns = caches.Turns(form, contender.bind(form, tensors))
+        return turns, turns.timer(clock_for(case.device))
     run = bind_run(case, contender, tensors)
     return run, partial(clock_for(case.device), run)
 
 
 def chosen(case: Case) -> dict[str, Any]:
     """What stands behind plain `tilewise`: the backend, why not the ones before it, and the tiles it runs with."""
+    if case.cache:
+        return caches.chosen_over(case)
     problem = case.problem()
     backward = dispatch.select(problem, name=case.backend, backward=True).backend.name if case.trains else None
     selection = dispatch.select(problem, name=case.backend)
@@ -193,13 +218,14 @@ def judge_and_time(
     """Judge, then time, taking turns. Who cannot, fails or is wrong has a reason and no samples."""
     every = torch.get_num_threads()
     with torch_threads(case.threads):
-        tensors, want = case.tensors(), {}
+        tensors: Any = CacheTensors(case) if case.cache else case.tensors()
+        want: dict[str, Tensor] = {}
         if case.accurate:
             on_progress(f"{case.name}: the result in float64", 0.0)
             with torch_threads(max(every, torch.get_num_threads())):  # it may take longer than the measurement
                 want = truth(case, tensors)
         on_progress(f"{case.name}: float64 oracle", 0.0)
-        expected = Expected(case, tensors)
+        expected = None if case.cache else Expected(case, tensors)
         results: dict[str, Result] = {}
         timers: dict[str, Timer] = {}
         for one in contenders:
@@ -213,7 +239,12 @@ def judge_and_time(
                 if not result.judged:
                     timers[one.name] = timer
                     continue
-                result.judgement = expected.judge(outcome)
+                if expected is not None:
+                    result.judgement = expected.judge(outcome)
+                elif isinstance(one, Contender):
+                    form = one.form(case)
+                    result.judgement, result.bytes = caches.judge(form, tensors, outcome.out), caches.bytes_read(form)
+                assert result.judgement is not None
                 if result.judgement.ok:
                     result.errors = errors(case, want, outcome) if want else {}
                     timers[one.name] = timer
@@ -237,6 +268,7 @@ def measure(
         ratios = {name: ratio(values, samples[OURS]) for name, values in samples.items()}
         others = [one.name for one in contenders if isinstance(one, Checkout) and one.name != OURS]
         record.checkouts = {name: ratios[name] for name in others if name in ratios}
+        record.least = {name: ratios[name] for name, _ in case.least if name in ratios}
         if rivals := [name for name in case.against if name in samples]:
             record.rival = min(rivals, key=lambda name: statistics.median(samples[name]))
             record.ratio = ratios[record.rival]
@@ -258,17 +290,20 @@ def measure_all(
     begin = time.monotonic()
     for device in {case.device for case in cases}:
         require_device(device)
+    if against and any(case.cache for case in cases):
+        raise ArgumentError("against: cases over a cache run in this process alone, not in another checkout's")
     sources = {f"checkout:{path.resolve().name}": source_folder(path) for path in against}
     if sources:
         sources = {OURS: OWN_SOURCE, **sources}
     names = {}
     for case in cases:
-        rivals = case.against if not peers or case.against == Case.against else ()
+        rivals = case.rivals if not peers or case.against == Case.against else ()
         names[case.name] = list(dict.fromkeys([OURS, *rivals, *(peers or default_peers(case)), *sources]))
     if workers:
         # cases of one length first: those that follow each other have kernels of their own
         ordered = sorted(cases, key=lambda case: -case.seqlen)
         jobs = [(case, name, sources.get(name)) for case in ordered for name in names[case.name]]
+        jobs = [job for job in jobs if not job[0].cache]  # their memory is large, and their kernels are few
         jobs = [job for job in jobs if job[1] in (*sources, *COMPILED) or job[1].startswith(OURS)]
         compile_ahead(jobs, workers, lambda what: on_progress(what, 0.0))
     records = []
@@ -283,6 +318,7 @@ def measure_all(
 
             contenders = [checkouts.get(name) or contender(name) for name in names[case.name]]
             records.append(measure(case, contenders, effort, tell))
+    caches.forget_pools()
     return records
 
 

@@ -11,7 +11,7 @@ from tilewise.errors import DeviceError
 from tilewise.hardware import probe_cpu, probe_gpu
 
 PACKAGES = ("torch", "triton", "numpy", "llvmlite", "typer", "rich", "plotly", "jinja2", "platformdirs")
-OPTIONAL = ("transformers", "flash_attn", "xformers", "flashinfer-python")
+OPTIONAL = ("transformers", "flash_attn", "xformers", "flashinfer-python", "nvidia-cudnn-frontend")
 
 
 def require_device(device: str) -> None:

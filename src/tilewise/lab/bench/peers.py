@@ -1,7 +1,8 @@
 """Who is measured: tilewise, torch's SDPA and FlexAttention, standard attention, and what else is installed.
 
-A contender binds a case and its tensors to a function (q, k, v) -> out in the contender's own layout. Masks are built while
-binding, outside the clock; whatever a user of the contender would pay on every call happens inside the function.
+A contender binds a case and its tensors to a function (q, k, v) -> out in the contender's own layout; over a cache, to a function
+of the number of one, for several take turns. Masks are built while binding, outside the clock; whatever a user of the contender
+would pay on every call happens inside the function.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor
 from tilewise.api.names import Layout
 from tilewise.backends.base import Verdict
 from tilewise.errors import ArgumentError
+from tilewise.lab.bench import cache_peers as over
+from tilewise.lab.bench.caches import call_over
 from tilewise.lab.bench.cases import DATA, OURS, Case, Tensors, long_tailed
 from tilewise.lab.bench.child import Attention, tilewise_call
 from tilewise.masks import UNBOUNDED, allowed
@@ -32,14 +35,16 @@ Band = tuple[int, int]
 @dataclass(frozen=True)
 class Contender:
     """`layout` None: it takes the case's own. `copies`: it gets tensors that are contiguous in its layout. `differs`: features
-    that make its numbers others than ours, by design: there it is timed, and not judged."""
+    that make its numbers others than ours, by design: there it is timed, and not judged. `form`: the case over a cache as it
+    reads it, which it is judged by."""
 
     name: str
     supports: Callable[[Case], Verdict]
-    bind: Callable[[Case, Tensors], Attention]
+    bind: Callable[[Case, Any], Callable[..., Tensor]]
     layout: Layout | None = None
     copies: bool = False
     differs: tuple[str, ...] = ()
+    form: Callable[[Case], Case] = lambda case: case
 
     def is_judged(self, case: Case) -> bool:
         return not set(self.differs) & set(case.features)
@@ -181,8 +186,15 @@ def bind_fa4_packed(case: Case, tensors: Tensors) -> Attention:
     return run
 
 
-def bind_plain(case: Case, tensors: Tensors) -> Attention:
+def bind_own(case: Case, tensors: Any, backend: str = "") -> Callable[..., Tensor]:
+    case = replace(case, backend=backend or case.backend)
+    return call_over(case, tensors) if case.cache else tilewise_call(case.options(tensors))
+
+
+def bind_plain(case: Case, tensors: Any) -> Callable[..., Tensor]:
     """Tilewise without the features of the case: what they cost."""
+    if case.cache:
+        return bind_own(case, tensors)
     plain = replace(case, bias=None, alibi=False, sinks=False, softcap=0.0, dropout_p=0.0)
     return tilewise_call(plain.options(tensors._replace(bias=None, slopes=None, sinks=None)))
 
@@ -301,12 +313,29 @@ FEATURES = ("bias", "ALiBi", "sinks", "softcap", "dropout")
 DRAWN = ("dropout",)
 """SDPA draws its own random numbers."""
 HELD = {"sdpa-flash": "FLASH_ATTENTION", "sdpa-efficient": "EFFICIENT_ATTENTION", "sdpa-cudnn": "CUDNN_ATTENTION"}
-FA2, FA4, XFORMERS = (partial(installed, name) for name in ("flash_attn.flash_attn_interface", "flash_attn.cute", "xformers"))
+FA2, FA4, XFORMERS, CUDNN = (
+    partial(installed, name) for name in ("flash_attn.flash_attn_interface", "flash_attn.cute", "xformers", "cudnn")
+)
+bind_cudnn_rows = partial(over.bind_rows, kernel=HELD["sdpa-cudnn"])
+OVER_CACHES = (
+    Contender("contiguous", needs(over.reads_caches), bind_own, form=over.contiguous),
+    Contender("unshared", needs(over.shares), bind_own, form=over.unshared),
+    Contender("as called", needs(over.in_graph), bind_own, form=over.as_called),
+    Contender("cache-sdpa", needs(over.reads_caches, over.decodes_evenly), over.bind_rows, form=over.rows),
+    Contender("cache-cudnn", needs(on_gpu, over.reads_caches, over.decodes_evenly), bind_cudnn_rows, form=over.rows),
+    Contender(
+        "cudnn-paged", needs(on_gpu, CUDNN, half_precision, over.has_pages), over.bind_cudnn_paged, form=over.head_pages
+    ),
+    Contender(
+        "varlen_attn", needs(on_gpu, half_precision, over.has_pages, over.takes_tables), over.bind_varlen, form=over.whole_pages
+    ),
+)
+"""`contiguous`, `unshared` and `as called` are other forms of our own call; `cache-sdpa` and `cache-cudnn` read rows."""
 
 PEERS = {
     peer.name: peer
     for peer in (
-        Contender("plain", needs(), bind_plain, differs=FEATURES),
+        Contender("plain", needs(), bind_plain, differs=FEATURES, form=over.plain),
         Contender("sdpa", needs(BIASED), bind_sdpa, "bhsd", differs=DRAWN),
         Contender("sdpa-upcast", needs(half_precision, BIASED), partial(bind_sdpa, upcast=True), "bhsd", differs=DRAWN),
         *(
@@ -319,13 +348,14 @@ PEERS = {
         Contender("fa4", needs(FA4, on_gpu, half_precision, BANDED, CAPPED), bind_flash_attn_4, "bshd", copies=True),
         Contender("fa4-packed", needs(FA4, on_gpu, half_precision, packed, PACKED), bind_fa4_packed),
         Contender("xformers", needs(XFORMERS, on_gpu, ungrouped, SQUARE, PLAIN), bind_xformers, "bshd"),
+        *OVER_CACHES,
     )
 }
 """By name; `fa4` is FlashAttention-4, `flash_attn.cute`, and `plain` tilewise without the case's features."""
 COMPILED = ("flex", "fa4", "fa4-packed")
 """They compile kernels at their first call."""
-ASKED_FOR = ("plain", "standard", "sdpa-upcast", *HELD, *COMPILED)
-"""Measured only where a case or the user names them: other forms of SDPA, N² memory, or long compilation."""
+ASKED_FOR = ("plain", "standard", "sdpa-upcast", *HELD, *COMPILED, *(peer.name for peer in OVER_CACHES))
+"""Measured only where a case or the user names them: other forms of SDPA or of a cache, N² memory, or long compilation."""
 
 
 def contender(name: str) -> Contender:
@@ -335,9 +365,7 @@ def contender(name: str) -> Contender:
     head, _, backend = name.partition(":")
     if head != OURS:
         raise ArgumentError(f"peer: got {name!r}, need one of tilewise, tilewise:<backend>, {', '.join(PEERS)}")
-    return Contender(
-        name, needs(), lambda case, tensors: tilewise_call(replace(case, backend=backend or case.backend).options(tensors))
-    )
+    return Contender(name, needs(), partial(bind_own, backend=backend))
 
 
 def default_peers(case: Case) -> list[str]:

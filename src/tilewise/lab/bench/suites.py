@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilewise.errors import ArgumentError
+from tilewise.lab.bench.cache_suites import CACHE, CACHE_GPU, CACHE_MEANS
 from tilewise.lab.bench.cases import Case, long_tailed
 
 
@@ -250,6 +251,8 @@ SUITES = {
     "features": Suite((*features("forward", **ON_CPU), *features("training", **ON_CPU))),
     "features-gpu": Suite((*features("forward", **ON_GPU), *features("backward", **ON_GPU))),
     "masks-gpu": Suite((*masks_on_gpu("forward"), *masks_on_gpu("backward"))),
+    "cache": Suite(CACHE),
+    "cache-gpu": Suite(CACHE_GPU, means=CACHE_MEANS),
 }
 
 

@@ -157,7 +157,7 @@ def queries_choices(problem: Problem, stat_rows: int) -> list[Choice]:
     """Every tile of the kernel that holds queries, the usual one first; `stat_rows` queries share a tile of statistics."""
     dims, mask = widths(problem.head_dim, problem.head_dim_v), mask_of(problem)
     found = [QUERIES[dims], *([QUERIES_SHORT[dims]] if dims in QUERIES_SHORT else [])]
-    if problem.bias is not None and max(dims) == 128:  # 128 keys leave no registers for it
+    if (problem.bias is not None or mask.listed) and max(dims) == 128:  # 128 keys leave no registers for these
         found.reverse()
     reason = separate_dq(problem, mask).reason
     return [

@@ -7,6 +7,7 @@ from tilewise.backends.hopper.backward.producer import produce_for_keys, produce
 from tilewise.backends.hopper.backward.queries import consume_queries
 from tilewise.backends.hopper.backward.split import consume_split
 from tilewise.backends.hopper.compat import fence_async_shared, gl, gluon
+from tilewise.backends.hopper.lists import make_words
 from tilewise.backends.hopper.ring import GradRings, KeyRings, Ring, make_barriers, make_follower, make_ring
 
 
@@ -34,8 +35,9 @@ def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a
         ds_ring = Ring(tiles=ds_tiles, full=make_barriers(2, 2), empty=q_ring.empty)
     else:
         ds_ring = q_ring
-    loaded = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring)
-    rings = KeyRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, exchange=ds_ring, stats=stats)
+    listed = make_words(C.Q_STAGES, C)
+    loaded = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=listed)
+    rings = KeyRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, exchange=ds_ring, stats=stats, listed=listed)
     dk_buffers = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, C.BLOCK_D], dk_desc.layout)
     if C.BLOCK_D == C.BLOCK_DV:
         dv_buffers = dk_buffers
@@ -64,8 +66,9 @@ def split_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, 
     stats = gl.allocate_shared_memory(gl.float32, [C.Q_STAGES, 2 * C.BLOCK_M], stats_desc.layout)
     weights = make_scores(gl.float32, C.BLOCK_N, C.BLOCK_M, 1)
     w_ring = Ring(tiles=weights, full=make_barriers(1, 1), empty=make_barriers(1, 1))
-    loaded = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring)
-    rings = KeyRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, exchange=w_ring, stats=stats)
+    listed = make_words(C.Q_STAGES, C)
+    loaded = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=listed)
+    rings = KeyRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, exchange=w_ring, stats=stats, listed=listed)
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -85,7 +88,7 @@ def queries_kernel(q_desc, do_desc, k_desc, v_desc, dq_desc, a, C: gl.constexpr)
     do_ring = make_ring(do_desc, 2, 1)
     k_ring = make_ring(k_desc, C.K_STAGES, 2)
     v_ring = make_ring(v_desc, C.V_STAGES, 2)
-    rings = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring)
+    rings = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=make_words(C.K_STAGES, C))
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -16,7 +16,6 @@ from __future__ import annotations
 from tilewise.backends.hopper.backward.drop import dropped_both
 from tilewise.backends.hopper.backward.reduce import reduce_dq
 from tilewise.backends.hopper.backward.scores import (
-    ListedQueries,
     accumulator_from,
     accumulator_with_alibi,
     add_product,
@@ -25,6 +24,7 @@ from tilewise.backends.hopper.backward.scores import (
     gradient_spans,
     hold,
     issue_scores,
+    listed_queries,
     masked_weights,
     no_gradient,
     of_head,
@@ -47,13 +47,12 @@ from tilewise.backends.hopper.dropout import dropped, kept_by_column
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient, store_rows
 from tilewise.backends.hopper.grad_tile import (
     HeldTile,
-    beyond_queries,
     first_statistics,
     head_statistics,
     listed_statistics,
     locate_keys,
 )
-from tilewise.backends.hopper.lists import first_tile, next_listed, row_of, tile_number
+from tilewise.backends.hopper.lists import tile_number
 from tilewise.backends.hopper.operands import accumulator, columns, zeros
 from tilewise.backends.hopper.ring import matrix, matrix_in, release, stage, wait_full
 from tilewise.backends.hopper.work_tile import tile_at
@@ -207,27 +206,21 @@ def gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.constexpr)
 def listed_gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.constexpr):
     """The same from the queries of a list."""
     work = tile.work
-    row = row_of(a.lists, work.b, work.h * a.group.value, work.start // C.BLOCK_N)
     stat0 = head_statistics(work, a)
     dk = no_gradient(gradient_spans(C.QK_COLUMNS, C.BLOCK_D))
     dv = no_gradient(gradient_spans(C.V_COLUMNS, C.BLOCK_DV))
     kept = hold_keys(rings, tile, WG, C)
-    cursor = first_tile(a.lists, row, beyond_queries(a, C))
-    after = next_listed(cursor, a.lists, row, q_base * 0, work.first, work.count)
-    m = ListedQueries(cursor=cursor, partial=work.first > 0, h=work.h * a.group.value)
+    m = listed_queries(rings, q_base, work.h * a.group.value)
     dk, dv = step((dk, dv), kept, rings, of_head(tile, 0, a, C), q_base, m, before, a, True, WG, C)
-    before = listed_statistics(tile_number(cursor), stat0, a, C)
+    before = listed_statistics(tile_number(m.cursor), stat0, a, C)
     for g in range(a.group.value):
         held = of_head(tile, g, a, C)
         n0 = q_base + g * work.count
         first = stat0 + g * a.stat_blocks
         for n in range(gl.maximum(n0, q_base + 1), n0 + work.count):
-            j = n - n0
-            cursor = after
-            after = next_listed(cursor, a.lists, row, j, work.first, work.count)
-            m = ListedQueries(cursor=cursor, partial=j < work.first, h=work.h * a.group.value + g)
+            m = listed_queries(rings, n, work.h * a.group.value + g)
             dk, dv = step((dk, dv), kept, rings, held, n, m, before, a, False, WG, C)
-            before = listed_statistics(tile_number(cursor), first, a, C)
+            before = listed_statistics(tile_number(m.cursor), first, a, C)
     release(rings.v, tile.index)
     if not C.REDUCE_DQ:
         release(rings.k, tile.index)

@@ -30,7 +30,7 @@ from tilewise.backends.hopper.feature_launch import (
 from tilewise.backends.hopper.features import is_broadcast
 from tilewise.backends.hopper.hidden import empty_copies, hidden_launch, hidden_mask
 from tilewise.backends.hopper.launch import device_terms, kernel_for, order_on, packed_rows, spec_of, tensors_of
-from tilewise.backends.hopper.list_launch import CallLists, Dealing, call_lists, is_listed
+from tilewise.backends.hopper.list_launch import CallLists, Walk, call_lists, is_listed
 from tilewise.backends.hopper.packed_order import Lengths, Order, packed_order
 from tilewise.backends.hopper.plan import plan_of
 from tilewise.backends.hopper.structs import Arguments, Plane, PrePostArguments, Term
@@ -121,23 +121,23 @@ def lists_of_steps(problem: Problem, inputs: Inputs) -> dict[str, CallLists]:
     if not is_listed(problem):
         return {}
     walks = walks_of(problem, inputs.q.device)
-    return {kernel: call_lists(problem, inputs, config, dealing) for kernel, (config, dealing) in walks.items()}
+    return {kernel: call_lists(problem, inputs, walk) for kernel, walk in walks.items()}
 
 
-def walks_of(problem: Problem, device: torch.device) -> dict[str, tuple[Any, Dealing]]:
-    """By kernel that walks lists: its config, and how they are dealt out. Asked in every call, so it is kept with the problem."""
-    found: dict[str, tuple[Any, Dealing]] | None = problem.memory.get(("hopper backward walks", device))
+def walks_of(problem: Problem, device: torch.device) -> dict[str, Walk]:
+    """By kernel that walks lists. Asked in every call, so it is kept with the problem."""
+    found: dict[str, Walk] | None = problem.memory.get(("hopper backward walks", device))
     if found is not None:
         return found
     units = spec_of(device.index or 0).units
 
-    def dealing(config: KeysConfig | QueriesConfig) -> Dealing:
+    def walk(config: KeysConfig | QueriesConfig) -> Walk:
         of_keys = isinstance(config, KeysConfig)
         heads = (problem.kv_heads if of_keys else problem.heads) * problem.batch
-        return Dealing(of_keys, units, heads_together(problem, config, heads))
+        return Walk(config, of_keys, units, heads_together(problem, config, heads))
 
     planned = {one.tile.kernel: one.config for pass_, one in plan_of(problem).items() if pass_ != "forward"}
-    found = {kernel: (config, dealing(config)) for kernel, config in planned.items() if config.LISTS is not None}
+    found = {kernel: walk(config) for kernel, config in planned.items() if config.LISTS is not None}
     problem.memory["hopper backward walks", device] = found
     return found
 

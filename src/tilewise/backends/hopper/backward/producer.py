@@ -11,17 +11,21 @@ from tilewise.backends.hopper.grad_tile import (
     locate_keys,
     locate_queries,
 )
-from tilewise.backends.hopper.lists import first_tile, next_listed, row_of, tile_number
+from tilewise.backends.hopper.listed import QUERIES
+from tilewise.backends.hopper.lists import announce, first_tile, next_listed, row_of, tile_number
+from tilewise.backends.hopper.producer import fill_listed
 from tilewise.backends.hopper.ring import fill, fill_free, phase, stage
 from tilewise.backends.hopper.work_tile import beyond_keys, divide, tile_at
 
 
 @gluon.jit
-def fill_queries(ring, desc, stats, stats_desc, n, row, h, token, stat_tile):
-    """The n-th query tile and its statistics, on one barrier."""
+def fill_queries(ring, desc, stats, stats_desc, n, row, h, token, stat_tile, listed):
+    """The n-th query tile and its statistics, on one barrier. `listed`: of a list also its place, if it is PARTIAL, and words."""
     BYTES: gl.constexpr = desc.block_type.nbytes + stats_desc.block_type.nbytes
     at = stage(ring, n)
     mbarrier.wait(ring.empty.index(at), phase(ring, n) ^ 1)
+    if len(listed) > 0:
+        announce(listed[2], at, listed[0], listed[1])
     mbarrier.expect(ring.full.index(at), BYTES)
     tma_load(desc, [row, h, token, 0], ring.full.index(at), ring.tiles.index(at))
     tma_load(stats_desc, [stat_tile * stats.type.shape[1]], ring.full.index(at), stats.index(at))
@@ -52,11 +56,13 @@ def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, 
             token = work.q_start + work.first * C.BLOCK_M
             stat0 = stat_tile
             for j in range(work.count):
+                listed = ()
                 if C.LISTS is not None:
                     token = tile_number(cursor) * C.BLOCK_M
                     stat_tile = listed_statistics(tile_number(cursor), stat0, a, C)
+                    listed = (cursor, j < work.first, rings.listed[0])
                     cursor = next_listed(cursor, a.lists, row, j, work.first, work.count)
-                fill_queries(rings.q, q_desc, stats, stats_desc, n, work.row, h, token, stat_tile)
+                fill_queries(rings.q, q_desc, stats, stats_desc, n, work.row, h, token, stat_tile, listed)
                 if C.SPLIT:
                     fill(rings.do, do_desc, n, work.row, h, token)
                 else:
@@ -96,14 +102,16 @@ def produce_for_queries(q_desc, do_desc, k_desc, v_desc, rings, a, C: gl.constex
                 fill(rings.do, do_desc, q_index * 2 + w, work.row, work.h, work.q_start + work.start + 64 * w)
             q_index += 1
         if C.LISTS is not None:
-            row = row_of(a.lists, work.b, work.h, work.start // C.BLOCK_M)
+            row = row_of(a.lists, work.b, work.h, work.start // QUERIES)
             cursor = first_tile(a.lists, row, beyond_keys(a, C))
         for j in range(work.count):
             if C.LISTS is not None:
-                at = tile_number(cursor) * C.BLOCK_N
-                cursor = next_listed(cursor, a.lists, row, j, work.first, work.count)
+                here = cursor
+                at = tile_number(here) * C.BLOCK_N
+                cursor = next_listed(here, a.lists, row, j, work.first, work.count)
+                fill_listed(rings, k_desc, kv_base + j, work.row, kv_h, at, here, j < work.first)
             else:
                 at = work.k_start + (work.first + j) * C.BLOCK_N
-            fill(rings.k, k_desc, kv_base + j, work.row, kv_h, at)
+                fill(rings.k, k_desc, kv_base + j, work.row, kv_h, at)
             fill(rings.v, v_desc, kv_base + j, work.row, kv_h, at)
         kv_base += work.count

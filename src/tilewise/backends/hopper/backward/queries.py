@@ -28,11 +28,11 @@ from tilewise.backends.hopper.epilogue import await_stores, store_gradient
 from tilewise.backends.hopper.grad_tile import HeldTile, locate_queries
 from tilewise.backends.hopper.lane_words import where_set
 from tilewise.backends.hopper.listed import visible_keys
-from tilewise.backends.hopper.lists import first_tile, next_listed, place, row_of, tile_number
+from tilewise.backends.hopper.lists import announced, is_partial, place, tile_number
 from tilewise.backends.hopper.operands import accumulator
-from tilewise.backends.hopper.ring import matrix, release, wait_full
+from tilewise.backends.hopper.ring import matrix, release, stage, wait_full
 from tilewise.backends.hopper.softmax import INF
-from tilewise.backends.hopper.work_tile import beyond_keys, key_hi, key_lo, tile_at
+from tilewise.backends.hopper.work_tile import key_hi, key_lo, tile_at
 from tilewise.backends.hopper.zeroing import zero_unseen_key_halves
 
 
@@ -167,8 +167,17 @@ def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def zero_partial_keys(rings, n, cursor, partial, tile, a, WG: gl.constexpr, C: gl.constexpr):
+def listed_keys(rings, n):
+    """The n-th key tile, which has landed: its place in a list, and whether it is PARTIAL."""
+    cursor = announced(rings.listed[0], stage(rings.k, n))
+    return cursor, is_partial(cursor)
+
+
+@gluon.jit
+def zero_partial_keys(rings, n, tile, a, WG: gl.constexpr, C: gl.constexpr):
     if C.UNSEEN_KEYS:
+        wait_full(rings.k, n)
+        cursor, partial = listed_keys(rings, n)
         if partial:
             zero_unseen_key_halves(rings, n, cursor, tile, a, WG, C)
 
@@ -181,31 +190,23 @@ def listed_gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.const
     q_tile = matrix(rings.q, WG)
     do_tile = matrix(rings.do, WG)
     statistics = row_statistics(work, row0, a, C)
-    row = row_of(a.lists, work.b, work.h, work.start // C.BLOCK_M)
     DQ: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
     dq = no_gradient(DQ)
-    cursor = first_tile(a.lists, row, beyond_keys(a, C))
-    after = next_listed(cursor, a.lists, row, kv_base * 0, work.first, work.count)
     past = kv_base + work.count
-    partial = work.first > 0
-    zero_partial_keys(rings, kv_base, cursor, partial, tile, a, WG, C)
+    zero_partial_keys(rings, kv_base, tile, a, WG, C)
     s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N, C.QK_COLUMNS)
     dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N, C.V_COLUMNS)
-    ds = score_gradient(s_token, dp_token, rings.v, kv_base, (cursor, partial), statistics, tile, row0, a, C)
+    ds = score_gradient(s_token, dp_token, rings.v, kv_base, listed_keys(rings, kv_base), statistics, tile, row0, a, C)
     # over the key tiles before n: dq lacks the last one, whose dS waits in ds
     for i in range(kv_base + 1, past):
-        j = i - kv_base
-        cursor = after
-        after = next_listed(cursor, a.lists, row, j, work.first, work.count)
-        partial = j < work.first
         n = opaque(i)  # else each address is a variable of the loop in a register of its own
-        zero_partial_keys(rings, n, cursor, partial, tile, a, WG, C)
+        zero_partial_keys(rings, n, tile, a, WG, C)
         dq_token = add_product(ds, matrix(rings.k, n - 1), dq, DQ)
         s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N, C.QK_COLUMNS)
         dq = await_dq(dq_token, ds, S_PIECES)
         release(rings.k, n - 1)
         dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N, C.V_COLUMNS)
-        ds = score_gradient(s_token, dp_token, rings.v, n, (cursor, partial), statistics, tile, row0, a, C)
+        ds = score_gradient(s_token, dp_token, rings.v, n, listed_keys(rings, n), statistics, tile, row0, a, C)
     dq = await_dq(add_product(ds, matrix(rings.k, past - 1), dq, DQ), ds, 0)
     release(rings.k, past - 1)
     return dq

@@ -7,9 +7,9 @@ from tilewise.backends.hopper.bias import as_scores
 from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque_float, warpgroup_mma
 from tilewise.backends.hopper.grad_tile import HeldTile, sees_all, visible
 from tilewise.backends.hopper.listed import visible_queries, where_visible
-from tilewise.backends.hopper.lists import Cursor, tile_number
+from tilewise.backends.hopper.lists import Cursor, announced, is_partial, tile_number
 from tilewise.backends.hopper.operands import accumulator, columns, left_operand, operand_for, spans, zeros
-from tilewise.backends.hopper.ring import matrix, wait_full
+from tilewise.backends.hopper.ring import matrix, stage, wait_full
 from tilewise.backends.hopper.softmax import LOG2E, logistic, tanh
 
 
@@ -20,6 +20,14 @@ class ListedQueries:
     cursor: Cursor
     partial: gl.tensor
     h: gl.tensor  # a query head
+
+
+@gluon.jit
+def listed_queries(rings, n, h):
+    """The n-th query tile, one of a list, when it has landed."""
+    wait_full(rings.q, n)
+    cursor = announced(rings.listed[0], stage(rings.q, n))
+    return ListedQueries(cursor=cursor, partial=is_partial(cursor), h=h)
 
 
 @gluon.jit

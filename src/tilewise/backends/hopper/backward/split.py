@@ -10,13 +10,13 @@ done, and what it computes between products runs under the other's. dQ has a ker
 from __future__ import annotations
 
 from tilewise.backends.hopper.backward.scores import (
-    ListedQueries,
     add_product,
     as_operand,
     first_parts,
     gradient_spans,
     hold,
     issue_scores,
+    listed_queries,
     masked_weights,
     no_gradient,
     of_head,
@@ -36,8 +36,7 @@ from tilewise.backends.hopper.compat import (
 )
 from tilewise.backends.hopper.dropout import dropped, kept_by_column, signed
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient, store_rows
-from tilewise.backends.hopper.grad_tile import HeldTile, beyond_queries, locate_keys
-from tilewise.backends.hopper.lists import first_tile, next_listed, row_of
+from tilewise.backends.hopper.grad_tile import HeldTile, locate_keys
 from tilewise.backends.hopper.operands import accumulator, zeros
 from tilewise.backends.hopper.ring import matrix, phase, release, stage, wait_full
 from tilewise.backends.hopper.work_tile import tile_at
@@ -72,11 +71,17 @@ def awaited(tokens, LEFT: gl.constexpr):
 
 
 @gluon.jit
+def zero_listed_queries(rings, n, h, tile, a, WG: gl.constexpr, C: gl.constexpr):
+    if C.EMPTY_ROWS:
+        zero_unseeing_queries(rings, n, listed_queries(rings, n, h), tile, a, WG, C)
+
+
+@gluon.jit
 def zero_next_queries(rings, n, m, tile, a, WG: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
-    """Before the n-th tile's last product, for the scores behind it; of a list, m is this tile and the next."""
+    """Before the n-th tile's last product, for the scores behind it; of a list, m is a query head."""
     if not LAST:
         if C.LISTS is not None:
-            zero_unseeing_queries(rings, n + 1, m[1], tile, a, WG, C)
+            zero_listed_queries(rings, n + 1, m, tile, a, WG, C)
         else:
             zero_unseeing_queries(rings, n + 1, m + C.BLOCK_M, tile, a, WG, C)
 
@@ -89,7 +94,7 @@ def values_step(carried, rings, n, m, tile, k_tile, held, a, LAST: gl.constexpr,
     lse2 = statistic(rings.stats, stage(rings.q, n), "lse2", C)
     queries = m
     if C.LISTS is not None:
-        queries = m[0]
+        queries = listed_queries(rings, n, m)
     if C.DROPOUT:
         kept = kept_by_column(queries, tile.work.start, tile.work.b, tile.h, a, C)
     bias = lse2
@@ -184,25 +189,16 @@ def listed_gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.con
     grad = no_gradient(own_spans(WG, C))
     USED: gl.constexpr = C.QK_COLUMNS if WG == 0 else C.V_COLUMNS
     kept = hold(kv_tile, C.BLOCK_M, C.HELD[WG])
-    row = row_of(a.lists, work.b, work.h * a.group.value, work.start // C.BLOCK_N)
     for g in range(a.group.value):
         h = work.h * a.group.value + g
         n0 = q_base + g * work.count
         last = n0 + work.count - 1
-        here = first_tile(a.lists, row, beyond_queries(a, C))
-        now = ListedQueries(cursor=here, partial=work.first > 0, h=h)
-        zero_unseeing_queries(rings, n0, now, tile, a, WG, C)
+        zero_listed_queries(rings, n0, h, tile, a, WG, C)
         token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M, USED, kept, C.HELD[WG])
         held = of_head(tile, g, a, C) if WG == 0 else tile
         for n in range(n0, last):
-            j = n - n0
-            after = next_listed(here, a.lists, row, j, work.first, work.count)
-            now = ListedQueries(cursor=here, partial=j < work.first, h=h)
-            then = ListedQueries(cursor=after, partial=j + 1 < work.first, h=h)
-            grad, token = step((grad, token), rings, n, (now, then), held, kv_tile, kept, a, False, WG, C)
-            here = after
-        now = ListedQueries(cursor=here, partial=work.count <= work.first, h=h)
-        grad, _ = step((grad, token), rings, last, (now, now), held, kv_tile, kept, a, True, WG, C)
+            grad, token = step((grad, token), rings, n, h, held, kv_tile, kept, a, False, WG, C)
+        grad, _ = step((grad, token), rings, last, h, held, kv_tile, kept, a, True, WG, C)
     return grad
 
 

@@ -9,7 +9,7 @@ from tilewise.backends.hopper.choose import Choice, mask_config, output_columns,
 from tilewise.backends.hopper.config import used_columns
 from tilewise.backends.hopper.features import features_of
 from tilewise.backends.hopper.intervals import interval_mask, mask_of
-from tilewise.backends.hopper.jvp.config import WIDTHS, JvpConfig, overlap_of, tile_for
+from tilewise.backends.hopper.jvp.config import WIDTHS, JvpConfig, tile_for
 from tilewise.problem import Problem
 
 
@@ -37,8 +37,7 @@ def obstacles(problem: Problem) -> Iterator[str]:
 
 
 def planned_tile(problem: Problem) -> JvpConfig:
-    dims = problem.head_dim, problem.head_dim_v
-    return tile_for(*dims, overlap_of(*dims))
+    return tile_for(problem.head_dim, problem.head_dim_v)
 
 
 def jvp_choice(problem: Problem, moving: Moving = Moving()) -> Choice:

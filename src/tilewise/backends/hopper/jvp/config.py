@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 WIDTHS = (64, 128)
 """Head dims of tiles; others are padded by the loads with zeros to the next."""
-OVERLAPS = ("none", "turns", "half turns", "queue", "queue turns")
-"""See `JvpConfig.OVERLAP`. The last two find registers with 64 columns only."""
 
 
 class JvpConfig(NamedTuple):
@@ -19,11 +17,6 @@ class JvpConfig(NamedTuple):
     BLOCK_DV: int
     KV_STAGES: int
     REGISTERS: tuple[int, int]  # of a thread of a consumer, and of the producer
-    OVERLAP: str
-    # what the softmax of a warpgroup runs under, beside the products of its own S_t: "none" under what the other one happens to
-    # multiply, "turns" under the other one's products, which they issue in turns, a step at a time. "half turns" are twice as
-    # many, for products with values and for those of scores: the gap between them is the other one's turn. With "queue" a
-    # warpgroup issues the latter behind the former, at once: no gap, but all of their registers are held together
     Q_T: bool = True  # which inputs have a tangent
     K_T: bool = True
     V_T: bool = True
@@ -67,22 +60,8 @@ def padded(dim: int) -> int:
     return next(width for width in WIDTHS if dim <= width)
 
 
-def tile_for(head_dim: int, head_dim_v: int, overlap: str) -> JvpConfig:
-    """Two accumulators and two tiles of scores are held at a time: 64 keys where one of them is 128 columns wide. The next scores
-    queued behind products with values hold the weights of both, too."""
+def tile_for(head_dim: int, head_dim_v: int) -> JvpConfig:
+    """Two accumulators and two tiles of scores are held at a time: 64 keys where one of them is 128 columns wide."""
     d, dv = padded(head_dim), padded(head_dim_v)
-    wide = max(d, dv) > 64 or overlap.startswith("queue")
-    keys = 64 if wide else 128
-    return JvpConfig(
-        BLOCK_N=keys,
-        BLOCK_D=d,
-        BLOCK_DV=dv,
-        KV_STAGES=4 if wide and max(d, dv) == 64 else 2,
-        REGISTERS=(240, 24),
-        OVERLAP=overlap,
-    )
-
-
-def overlap_of(head_dim: int, head_dim_v: int) -> str:
-    """Which of OVERLAPS is planned."""
-    return "turns"
+    keys = 64 if max(d, dv) > 64 else 128
+    return JvpConfig(BLOCK_N=keys, BLOCK_D=d, BLOCK_DV=dv, KV_STAGES=2, REGISTERS=(240, 24))

@@ -6,7 +6,7 @@ from tilewise.backends.hopper.compat import PINGPONG_BARRIER, gl, gluon, named_b
 from tilewise.backends.hopper.consumer import tiles_without_mask
 from tilewise.backends.hopper.epilogue import await_stores
 from tilewise.backends.hopper.jvp.epilogue import finish
-from tilewise.backends.hopper.jvp.mainloop import first_step, last_values, step, takes_turns
+from tilewise.backends.hopper.jvp.mainloop import first_step, last_values, step
 from tilewise.backends.hopper.mainloop import WarpgroupRows
 from tilewise.backends.hopper.ring import Ring, release, wait_full
 from tilewise.backends.hopper.work_tile import locate, next_tile, tile_at
@@ -62,10 +62,8 @@ def attend(rings, q_n, kv_base, rows, a, WG: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def consume(o_desc, o_t_desc, o_buffers, rings, a, WG: gl.constexpr, C: gl.constexpr):
     """All work tiles of this program, rows [64 WG, 64 WG + 64) of each."""
-    TURNS: gl.constexpr = takes_turns(C)
-    if TURNS:
-        if WG == 1:
-            named_barrier("arrive", PINGPONG_BARRIER)  # warpgroup 0 goes first
+    if WG == 1:
+        named_barrier("arrive", PINGPONG_BARRIER)  # warpgroup 0 goes first
     i, t, work, band = next_tile(a, gl.program_id(0) * 0, C)
     q_n = i * 0 + WG
     kv_base = i * 0  # key tiles of the work tiles before
@@ -79,7 +77,6 @@ def consume(o_desc, o_t_desc, o_buffers, rings, a, WG: gl.constexpr, C: gl.const
         q_n += C.WARPGROUPS
         kv_base += done.count
         i, t, work, band = next_tile(a, i + 1, C)
-    if TURNS:
-        if WG == 0:
-            named_barrier("sync", PINGPONG_BARRIER)  # as many arrivals as waits
+    if WG == 0:
+        named_barrier("sync", PINGPONG_BARRIER)  # as many arrivals as waits
     await_stores()

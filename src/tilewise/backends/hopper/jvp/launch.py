@@ -14,7 +14,7 @@ from tilewise.backends.gpu.launch import Descriptor, describable
 from tilewise.backends.gpu.record import Launch, recorder
 from tilewise.backends.hopper.arguments import CLUSTER_BYTES, heads_together
 from tilewise.backends.hopper.jvp.arguments import JvpPlan, make_plan
-from tilewise.backends.hopper.jvp.choose import Moving, planned_tile
+from tilewise.backends.hopper.jvp.choose import Moving
 from tilewise.backends.hopper.jvp.compile import compile_jvp, tile_shapes
 from tilewise.backends.hopper.launch import _leaves, device_terms, order_on, packed_rows, spec_of, tensors_of
 from tilewise.backends.hopper.packed_order import Lengths, packed_order
@@ -30,7 +30,7 @@ def run_jvp(problem: Problem, inputs: Inputs, tangents: Tangents) -> Jvp:
     moving = tuple(None if x is None else mappable(x) for x in tangents[:3])
     moves = Moving(*(x is not None for x in moving))
     strides = tuple(None if x is None else x.stride() for x in (q, k, v, *moving))
-    key = ("hopper jvp", q.device, strides, planned_tile(problem).OVERLAP)
+    key = ("hopper jvp", q.device, strides)
     recording = recorder.get(problem, key, q.device, partial(plan_on, problem, q.device, moves))
     out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
     out_t, lse_t = torch.empty_like(out), torch.empty_like(lse)

@@ -59,12 +59,6 @@ def slack_of(dtype):
 
 
 @gluon.constexpr_function
-def takes_turns(C):
-    """Do the warpgroups issue products in turns?"""
-    return C.OVERLAP.endswith("turns")
-
-
-@gluon.constexpr_function
 def column_spans(C):
     """The columns of a product over head dims."""
     return spans(0, C.QK_COLUMNS if C.QK_COLUMNS > 0 else C.BLOCK_D)
@@ -162,14 +156,14 @@ def issue_values(state, v_ring, v_t, n, C: gl.constexpr):
 
 
 @gluon.jit
-def accumulators_of(done, FIRST: gl.constexpr, C: gl.constexpr):
-    """o and o_t from what a wait gives, of which they are the FIRST and the next."""
+def accumulators_of(done, C: gl.constexpr):
+    """o and o_t, which come first of what a wait gives."""
     COUNT: gl.constexpr = len(output_spans(C))
     o = ()
     o_t = ()
     for i in gl.static_range(COUNT):
-        o += (done[FIRST + i],)
-        o_t += (done[FIRST + COUNT + i],)
+        o += (done[i],)
+        o_t += (done[COUNT + i],)
     return o, o_t
 
 
@@ -197,35 +191,19 @@ def first_step(rings, n, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexpr, 
 
 @gluon.jit
 def step(state, rings, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexpr, C: gl.constexpr):
-    """Key tile n, which has landed as have the values before it; `more`: another follows."""
-    QUEUED: gl.constexpr = C.OVERLAP == "queue" or C.OVERLAP == "queue turns"
-    HALVES: gl.constexpr = C.OVERLAP == "half turns"
-    TURNS: gl.constexpr = takes_turns(C)
+    """Key tile n, which has landed as have the values before it; `more`: another follows. The warpgroups issue the products of
+    a step in turns: the softmax of one runs under the products of the other, and of its own S_t."""
     BEHIND: gl.constexpr = len(column_spans(C)) * terms_of_tangent(C)
-    if TURNS:
-        named_barrier("sync", PINGPONG_BARRIER + WG)
+    named_barrier("sync", PINGPONG_BARRIER + WG)
     tokens, weights = issue_values(state, rings.v, rings.v_t, n - 1, C)
-    if HALVES:
-        named_barrier("arrive", PINGPONG_BARRIER + (1 - WG))
-    if not QUEUED:
-        o, o_t = accumulators_of(warpgroup_mma_wait(0, deps=tokens + weights), 0, C)
-        release(rings.v, n - 1)
-    if HALVES:
-        named_barrier("sync", PINGPONG_BARRIER + WG)
+    o, o_t = accumulators_of(warpgroup_mma_wait(0, deps=tokens + weights), C)
+    release(rings.v, n - 1)
     s_token, u_token = issue_scores(rings, n, WG, C)
-    if TURNS:
-        named_barrier("arrive", PINGPONG_BARRIER + (1 - WG))
+    named_barrier("arrive", PINGPONG_BARRIER + (1 - WG))
     words = rows.row0
     if MASKED:
         words = key_words(rows, key0, a, C)
-    if QUEUED:
-        done = warpgroup_mma_wait(BEHIND, deps=(s_token,) + tokens + weights)  # noqa: RUF005
-        s_tile = done[0]
-        o, o_t = accumulators_of(done, 1, C)
-        release(rings.v, n - 1)
-    else:
-        s_tile = warpgroup_mma_wait(BEHIND, deps=[s_token])  # [64, N]
-    s_tile = scores(s_tile, a, C)
+    s_tile = scores(warpgroup_mma_wait(BEHIND, deps=[s_token]), a, C)  # [64, N]
     if MASKED:
         s_tile = where_set(words, s_tile, -INF)
     SLACK: gl.constexpr = slack_of(rings.k.tiles.dtype)
@@ -247,6 +225,6 @@ def step(state, rings, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.cons
 def last_values(state, rings, n, C: gl.constexpr):
     """The state when the products with its last value tile, n, are done."""
     tokens, weights = issue_values(state, rings.v, rings.v_t, n, C)
-    o, o_t = accumulators_of(warpgroup_mma_wait(0, deps=tokens + weights), 0, C)
+    o, o_t = accumulators_of(warpgroup_mma_wait(0, deps=tokens + weights), C)
     release(rings.v, n)
     return JvpState(o=o, o_t=o_t, p=state.p, w=state.w, m=state.m, l=state.l, l_t=state.l_t, rescale=state.rescale)
