@@ -67,13 +67,17 @@ def dual(setting: Setting, attend: Callable[..., Tensor]) -> tuple[Tensor, Tenso
         return out.primal, out.tangent
 
 
+def statistics_calls(setting: Setting) -> Iterator[tuple[str, Call]]:
+    """The forward without and with statistics: alone, for what a call takes depends on the power that the one before it took."""
+    for name, stats in ({"forward": None} | STATISTICS).items():
+        yield name, partial(tw.attention, *setting[:3], mask=setting.mask, stats=stats)
+
+
 def forward_calls(setting: Setting) -> Iterator[tuple[str, Call]]:
-    """The forward, JVP and statistics, and the peer's JVP."""
+    """The forward, JVP, and the peer's JVP."""
     ours = partial(tw.attention, mask=setting.mask)
     yield "forward", lambda: ours(*setting[:3])
     yield "JVP", lambda: dual(setting, ours)
-    for name, stats in STATISTICS.items():
-        yield name, partial(tw.attention, *setting[:3], mask=setting.mask, stats=stats)
     try:
         from jvp_flash_attention.jvp_attention import JVPAttn
     except ImportError:
@@ -112,6 +116,9 @@ def second_calls(setting: Setting) -> Iterator[tuple[str, Call]]:
         yield f"{name}, all passes", lambda first=first, leaves=leaves: torch.autograd.grad(first(), leaves)  # type: ignore[misc]
 
 
+KINDS = {"statistics": statistics_calls, "JVP": forward_calls, "second": second_calls}
+
+
 def timed(group: str, calls: Iterator[tuple[str, Call]], device: str, seconds: float) -> Iterator[Row]:
     """In turns. What a name shares with an earlier one up to its comma is not its rival: alone is compared with alone."""
     timers = {name: partial(clock_for(device), call) for name, call in calls}
@@ -124,7 +131,7 @@ def timed(group: str, calls: Iterator[tuple[str, Call]], device: str, seconds: f
 
 def show(row: Row) -> str:
     low, middle, high, _ = row.speed
-    return f"{row.group:18} {row.contender:42} {1e3 * row.seconds.p50:10.3f} {middle:7.3f} ({low:.3f} to {high:.3f})"
+    return f"{row.group:24} {row.contender:42} {1e3 * row.seconds.p50:10.3f} {middle:7.3f} ({low:.3f} to {high:.3f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -135,18 +142,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, default in {"heads": 16, "length": 16384, "second-length": 4096}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each group")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="what to time")
     parser.add_argument("--json", help="a file for the rows")
     options = parser.parse_args(arguments)
-    print(f"{'':18} {'':42} {'ms':>10} {'speed of the first':>7}")
+    print(f"{'':24} {'':42} {'ms':>10} {'speed of the first':>7}")
     rows = []
     for dim in options.dims:
         for causal in (False, True):
             name = f"d{dim} {'causal' if causal else 'full'}"
-            for kind, length, calls in (
-                ("", options.length, forward_calls), (" second", options.second_length, second_calls),
-            ):  # fmt: skip
+            for kind in options.kinds:
+                length = options.second_length if kind == "second" else options.length
                 setting = Setting.of(options.heads, length, dim, options.dtype, options.device, causal)
-                for row in timed(name + kind, calls(setting), options.device, options.seconds):
+                for row in timed(f"{name} {kind}", KINDS[kind](setting), options.device, options.seconds):
                     print(show(row), flush=True)
                     rows.append(row._asdict() | {"length": length, "heads": options.heads, "dtype": options.dtype})
     if options.json:

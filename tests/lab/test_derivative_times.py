@@ -15,13 +15,21 @@ def test_every_contender_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[
     derivative_times.main(["--device", "cpu", "--dtype", "float32", *sizes, "--json", str(file)])
     rows = json.loads(file.read_text())
     groups = {row["group"] for row in rows}
-    assert groups == {"d16 full", "d16 causal", "d16 full second", "d16 causal second"}
-    of_one = {row["contender"]: row for row in rows if row["group"] == "d16 full"}
-    assert {"forward", "JVP", "max_logit", "entropy"} <= set(of_one)
-    assert of_one["forward"]["speed"][1] == 1
+    assert groups == {f"d16 {mask} {kind}" for mask in ("full", "causal") for kind in ("statistics", "JVP", "second")}
+    for kind, names in {"JVP": {"forward", "JVP"}, "statistics": {"forward", "max_logit", "entropy"}}.items():
+        of_one = {row["contender"]: row for row in rows if row["group"] == f"d16 full {kind}"}
+        assert names <= set(of_one)
+        assert of_one["forward"]["speed"][1] == 1
     second = [row["contender"] for row in rows if row["group"] == "d16 full second"]
     assert second == ["SDPA math", "SDPA math, all passes", "tilewise", "tilewise, all passes"]
     assert capsys.readouterr().out.count("d16 full second") == 4
+
+
+def test_one_kind_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--heads", "1", "--length", "64", "--dims", "16", "--seconds", "0.01"]
+    derivative_times.main(["--device", "cpu", "--dtype", "float32", *sizes, "--kinds", "statistics"])
+    text = capsys.readouterr().out
+    assert "entropy" in text and "JVP" not in text and "second" not in text
 
 
 def test_alone_is_compared_with_alone(monkeypatch: pytest.MonkeyPatch) -> None:

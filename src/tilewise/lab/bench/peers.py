@@ -147,6 +147,7 @@ def bind_flex(case: Case, tensors: Tensors) -> Attention:
     blocks = create_block_mask(seen, *shape, device=case.device) if masked else None
     options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": problem.group > 1}
     options |= {"score_mod": changed} if case.softcap or tensors.slopes is not None else {}
+    torch.compiler.reset()  # after a few masks in one process torch would compile no more, and run the mask element by element
     return partial(torch.compile(flex_attention, dynamic=False), **options)
 
 
