@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from tilewise.api.bias import Alibi
-from tilewise.api.call_cache import NAMES, More, has_more, lookup, lookup_more
+from tilewise.api.call_cache import NAMES, More, has_more, lookup, lookup_more, lookup_statistics
 from tilewise.api.execute import execute
 from tilewise.api.keywords import check_keywords
 from tilewise.api.names import BackendName, Layout, Precision, Tile
@@ -115,15 +115,18 @@ def attention(
     options = (
         mask, scale, bias, softcap, sinks, dropout_p, precision, deterministic, backend, asked, layout, return_lse,
     )  # fmt: skip
-    watched = stats is not None or _is_traced()
     launch = None
-    if not watched:
+    if _is_traced():
+        pass
+    elif stats is not None:
+        launch = lookup_statistics(q, k, v, options, stats)
+    else:
         more = has_more(mask, bias, sinks, dropout_p)
         launch = lookup_more(q, k, v, options, More(bias, sinks, seed=seed)) if more else lookup(q, k, v, options)
     if launch is None:
         named: Any = dict(zip(NAMES, options, strict=True), seed=seed, stats=stats)
         return execute(q, k, v, named, named.pop("backend"))  # type: ignore[no-any-return]
-    if profiler._is_profiler_enabled:
+    if profiler._is_profiler_enabled and stats is None:
         return profiled(FORWARD, launch, q, k, v)
     return launch(q, k, v)
 

@@ -15,14 +15,14 @@ it is kept with the mask, and only while they are unchanged: the rules are those
 
 Rules of invalidation:
 - A change of any part of the key is another call. Registering a backend changes `registry_key`.
-- Never kept: calls with a bare boolean mask or with statistics; empty ones; tensors whose memory does not hold their values
+- Never kept: calls with a bare boolean mask; empty ones; tensors whose memory does not hold their values
   (subclasses, meta tensors, lazy negation); all calls under autocast, dispatch modes, functorch transforms and forward-mode
   differentiation, which are looked for again before the last call is repeated.
 - What depends on the process, such as the number of threads, is compared by the backend that depends on it.
 - The cache keeps no tensor alive. At LIMIT entries it starts afresh.
 
 Calls over a KVCache are kept as Problems, in the same table and by the same rules, with facts of q and the pages: their tensors
-are looked at in each call, since lengths and tables change under them.
+are looked at in each call, since lengths and tables change under them. So are calls with statistics.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.autograd import forward_ad
 
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
-from tilewise.api.execute import choose, modes_active, restore_layout
+from tilewise.api.execute import choose, execute_statistics, modes_active, restore_layout
 from tilewise.api.mask_memory import Memory, memory_of
 from tilewise.api.options import BatchOptions, parameters
 from tilewise.api.parse import alibi_slopes, int32_lengths, make_seed, parse_call, rank4_bias
@@ -90,7 +90,7 @@ class More(NamedTuple):
 
 
 _calls: dict[Any, Any] = {}
-"""CachedCalls, and Problems of calls over a KVCache."""
+"""CachedCalls, and Problems of calls over a KVCache or with statistics."""
 
 
 def has_more(mask: Any, bias: Any, sinks: Any, dropout_p: Any) -> bool:
@@ -194,6 +194,28 @@ def kept_problem(key: Any, make: Callable[[], Problem]) -> Problem:
         problem = make()
         _keep(key, problem)
     return problem
+
+
+def lookup_statistics(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], stats: Any) -> Launch | None:
+    """`lookup` for a call with statistics, of which the Problem is kept."""
+    try:
+        facts = tensor_facts(q, k, v) if _may_keep(q, k, v, options) else None
+        kinds = [type(options[i]) for i in (_SCALE, _SOFTCAP, _DROPOUT)]
+        key = ("statistics", tuple(stats), options, *kinds, facts, dispatch.REGISTRY.get(options[_BACKEND]))
+    except (AttributeError, TypeError, RuntimeError):  # as in `lookup`
+        return None
+    if facts is None or not stats or isinstance(stats, str):
+        return None
+    named: Any = dict(zip(NAMES, options, strict=True), stats=stats)
+    backend, layout = named.pop("backend"), named["layout"]
+    problem = kept_problem(key, lambda: parse_call(q, k, v, named)[0])
+
+    def launch(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if layout == "bshd":
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return execute_statistics(problem, Inputs(q, k, v), layout, backend)
+
+    return launch
 
 
 def _keep(key: Any, call: CachedCall | Problem, calls: Memory | None = None) -> None:

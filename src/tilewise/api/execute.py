@@ -27,7 +27,7 @@ def execute(q: Tensor, k: Tensor, v: Tensor, options: ParsedOptions, backend: st
     """A call from its arguments to its result in the user's layout."""
     problem, inputs = parse_call(q, k, v, options)
     if problem.stats:
-        return _execute_statistics(problem, inputs, options.get("layout", "bhsd"), backend)
+        return execute_statistics(problem, inputs, options.get("layout", "bhsd"), backend)
     if not torch.compiler.is_compiling() and transforms_active():
         dispatch.check_name(backend, "auto")
         out, lse = _untraced(attend_transformed)(problem, inputs, backend)
@@ -49,7 +49,7 @@ def _untraced(function: Any) -> Any:
     return function if compiler is None else compiler.disable(function)
 
 
-def _execute_statistics(problem: Problem, inputs: Inputs, layout: str, backend: str) -> tuple[Any, ...]:
+def execute_statistics(problem: Problem, inputs: Inputs, layout: str, backend: str) -> tuple[Any, ...]:
     from tilewise.ops import statistics  # a plain call needs none
 
     dispatch.check_name(backend, "auto")

@@ -59,7 +59,9 @@ def forward(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Ten
     if is_empty(problem):
         out, lse = empty_forward(problem, inputs)
         return out, lse, empty_statistics(problem, lse)
-    chosen: Backend = dispatch.select(problem, inputs, backend).backend
+    chosen: Backend | None = problem.memory.get(("statistics", backend))  # calls alike share a problem
+    if chosen is None:
+        chosen = problem.memory["statistics", backend] = dispatch.select(problem, inputs, backend).backend
     with own_precision(problem.device):
         while True:
             try:
