@@ -92,6 +92,8 @@ def assembly(machine: Machine, text: str, constraints: str, args: list[Any], **m
         return tuple(Value(torch.where((kept >> i) & 1 != 0, x.value, 0.0)) for i, x in enumerate(args[:4]))
     if "FAR_" in text:
         return Value((args[0].value - args[1].value) * 1.4426950408889634)
+    if "LOW0_" in text:
+        return weighed(*args, text.count("@!any bra.uni LOW"))
     if "vote.sync" in text:
         return rescaled(*args)
     if text.startswith("cvt.rn."):
@@ -113,6 +115,28 @@ def rescaled(o_tile: Value, factor: Value) -> Value:
     return Value(
         torch.where(moved, o_tile.value.unflatten(0, (4, 16)) * rows, o_tile.value.unflatten(0, (4, 16))).flatten(0, 1)
     )
+
+
+def weighed(even: Value, odd: Value, m: Value, scale: Any, pieces: int) -> tuple[Value, Value, Value]:
+    """`quick_softmax_step`'s assembly: weights, and a thread's sums and m, which stand in its first two groups of columns. A warp
+    has 16 rows."""
+    scores = torch.stack([even.value, odd.value], -1) * getattr(scale, "value", scale)  # [64, groups, lanes, 2]
+    largest, total, weights = m.value.expand(64, 1, 1)[..., None].clone(), torch.zeros(64, 4), torch.zeros(64, 0, 4, 2)
+    shift = largest
+    for piece in scores.chunk(pieces, dim=1):
+        found = torch.exp2(piece - shift)
+        high = ~(found.sum(dim=(1, 3)) < 256).unflatten(0, (4, 16)).flatten(1).all(1)
+        high = high.repeat_interleave(16)[:, None, None, None]
+        top = piece.amax(dim=(1, 2, 3), keepdim=True)
+        raised = torch.where(high & (top > largest + 8), top, largest)
+        shift = torch.where(high, torch.where(raised == -torch.inf, 0.0, raised), shift)
+        factor = torch.where(high, torch.exp2(largest - shift), 1.0)
+        found = torch.where(high, torch.exp2(piece - shift), found)
+        weights = torch.cat([weights * factor, found], 1)
+        total, largest = total * factor[:, 0, :, 0] + found.sum(dim=(1, 3)), raised
+    told = torch.zeros_like(even.value)
+    told[:, 0], told[:, 1] = total, largest[:, 0, :, 0].expand(64, 4)
+    return Value(weights[..., 0]), Value(weights[..., 1]), Value(told)
 
 
 def meet(machine: Machine, ident: int, parties: int, waits: bool) -> None:

@@ -166,6 +166,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         ALIBI_FIRST=first_alibi(problem, mask),
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem),
+        QUICK=0 if problem.stats or problem.dropout_p or problem.bias is not None else 4 if tile.WARPGROUPS == 3 else 2,
         PINGPONG=tile.PINGPONG and not in_quads(problem),  # takes registers, and Philox keeps a warpgroup busy without
         **mask_config(problem, mask),
     )
