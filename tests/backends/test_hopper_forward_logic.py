@@ -122,14 +122,13 @@ def weighed(even: Value, odd: Value, m: Value, scale: Any, pieces: int) -> tuple
     has 16 rows."""
     scores = torch.stack([even.value, odd.value], -1) * getattr(scale, "value", scale)  # [64, groups, lanes, 2]
     largest, total, weights = m.value.expand(64, 1, 1)[..., None].clone(), torch.zeros(64, 4), torch.zeros(64, 0, 4, 2)
-    shift = largest
     for piece in scores.chunk(pieces, dim=1):
-        found = torch.exp2(piece - shift)
+        found = torch.exp2(piece - largest)
         high = ~(found.sum(dim=(1, 3)) < 256).unflatten(0, (4, 16)).flatten(1).all(1)
         high = high.repeat_interleave(16)[:, None, None, None]
         top = piece.amax(dim=(1, 2, 3), keepdim=True)
         raised = torch.where(high & (top > largest + 8), top, largest)
-        shift = torch.where(high, torch.where(raised == -torch.inf, 0.0, raised), shift)
+        shift = torch.where(high & (raised == -torch.inf), 0.0, raised)
         factor = torch.where(high, torch.exp2(largest - shift), 1.0)
         found = torch.where(high, torch.exp2(piece - shift), found)
         weights = torch.cat([weights * factor, found], 1)
@@ -213,6 +212,21 @@ def run(
 @pytest.fixture(autouse=True)
 def tensors_permute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Value, "permute", lambda x, order: Value(x.value.permute(order)), raising=False)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("rise", [3.0, 20.0, 400.0, -20.0])
+@pytest.mark.parametrize("mask", ["None", "tw.causal()"])
+def test_scores_that_rise_from_tile_to_tile(d: int, rise: float, mask: str) -> None:
+    """Key tiles are visited from the right: weights of the next may be far above the m that is there, or overflow."""
+    problem, inputs = build(Shape(d=d, mask=mask, sq=200, sk=700))
+    q, k = inputs.q.clone(), inputs.k.clone()
+    q[..., 0] = 1
+    steps = torch.arange(700, 0, -1) // 32
+    k[..., 0] += (rise * steps / problem.scale / 4).to(k.dtype)
+    inputs = inputs._replace(q=q, k=k)
+    out, lse = run(problem, inputs, None)
+    assert checks.check_forward(problem, inputs, out, lse) == []
 
 
 @pytest.mark.parametrize(("shape", "tile"), CASES, ids=lambda x: "" if x is None else str(x)[:90])

@@ -166,10 +166,19 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         ALIBI_FIRST=first_alibi(problem, mask),
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem),
-        QUICK=0 if problem.stats or problem.dropout_p or problem.bias is not None else 4 if tile.WARPGROUPS == 3 else 2,
+        QUICK=quick_pieces(problem, tile),
         PINGPONG=tile.PINGPONG and not in_quads(problem),  # takes registers, and Philox keeps a warpgroup busy without
         **mask_config(problem, mask),
     )
+
+
+def quick_pieces(problem: Problem, tile: Config) -> int:
+    """What `Config.QUICK` says: two pieces where registers allow, four else; 0 with a bias or statistics, which want maxima."""
+    tight = tile.BLOCK_DV > 64 and (problem.dropout_p > 0 or problem.varlen)
+    if problem.stats or problem.bias is not None or tight:
+        return 0
+    roomy = tile.WARPGROUPS == 2 and tile.BLOCK_D == 128 and not problem.alibi
+    return 2 if roomy else 4
 
 
 def words(problem: Problem, mask: IntervalMask, unseen: bool, tile: Config) -> bool:

@@ -55,13 +55,13 @@ def _weighing(n, pieces):
     lines = [
         ".reg .f32 x, y, x0, x1, y0, y1, less0, less1;",
         ".reg .pred more, any;",
-        *(f"neg.f32 less{row}, ${5 * n + row};" for row in range(2)),
         *(f"mov.f32 {ms[row]}, ${5 * n + row};" for row in range(2)),
         *(f"mov.f32 ${2 * n + i}, 0f00000000;" for i in (0, 1, *range(4, n))),
     ]
     for number in range(pieces):
         piece = range(number * n // pieces, (number + 1) * n // pieces)
         lines += [
+            *(f"neg.f32 less{row}, {ms[row]};" for row in range(2)),
             *weigh(piece),
             f"setp.geu.f32 more, x0, {MOST};",
             f"setp.geu.or.f32 more, x1, {MOST}, more;",
