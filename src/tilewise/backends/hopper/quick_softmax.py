@@ -1,9 +1,9 @@
-"""The online softmax of a tile without its maximum: weights relative to the m that is there, unless their sum says that m must rise.
+"""The online softmax of a tile without its maximum: weights relative to the m that is there, unless their sum asks for more.
 
-m only has to be near the running maximum (`softmax_step`), and a sum of weights tells how near: while a lane's part of it is below
-2**8, so is every weight. So a step sums, as it does anyway, and looks at the sum; a warp of which a row has a larger one, or has
-seen no key before, or holds a NaN, then takes its maxima and weighs once more. That spares most steps a comparison for each score
-and the wait for the maximum before the first exp2. The branch is a warp's own, so all of it is one piece of assembly.
+m only has to be near the running maximum (`softmax_step`), and a sum of weights tells how near: while a lane's part of it is
+below 2**8, so is every weight. A step sums anyway, so it looks at the sum. A warp of which a row has a larger one, or has seen no
+key before, or holds a NaN, then takes its maxima and weighs once more. That spares most steps a comparison for each score, and
+the wait for the maximum before the first exp2. The branch is a warp's own, so all of it is one piece of assembly.
 """
 
 from __future__ import annotations
