@@ -71,8 +71,9 @@ def play(text: str, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize("kind", ["near", "rising", "overflow", "unseen", "late", "nan"])
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("n", "pieces"), [(32, 1), (32, 2), (32, 4), (16, 4)])
-def test_the_assembly_is_the_formula(n: int, pieces: int, kind: str) -> None:
+def test_the_assembly_is_the_formula(n: int, pieces: int, ahead: bool, kind: str) -> None:
     torch.manual_seed(n + pieces)
     groups, scale = n // 2, 0.125
     s_tile = 20 * torch.randn(64, groups, 4, 2)
@@ -98,7 +99,7 @@ def test_the_assembly_is_the_formula(n: int, pieces: int, kind: str) -> None:
             f"${4 * n + i}": of(s_tile[..., 1], i) for i in range(n)
         }
         given |= {f"${5 * n + row}": m[rows[row], 0, 0].numpy() for row in range(2)} | {f"${6 * n}": np.full(LANES, F32(scale))}
-        found = play(_weighing.fn(n, pieces), given)
+        found = play(_weighing.fn(n, pieces, ahead), given)
         wanted = {f"${i}": of(even, i) for i in range(n)} | {f"${n + i}": of(odd, i) for i in range(n)}
         wanted |= {f"${2 * n + i}": of(told, i) for i in range(4)}
         for name, want in wanted.items():

@@ -296,7 +296,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     if MASKED:
         s_tile = visible_scores(s_tile, rows, key0, words, C)
     if C.QUICK > 0:
-        p_tile, m, rescale, added = quick_softmax_step(s_tile, state.m, exp2_scale(a, C), C.QUICK)
+        p_tile, m, rescale, added = quick_softmax_step(s_tile, state.m, exp2_scale(a, C), C.QUICK, C.QUICK_AHEAD)
         seen = state.seen
     else:
         p_tile, m, rescale, top = weights(s_tile, state.m, MASKED, a, C)

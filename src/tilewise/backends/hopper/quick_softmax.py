@@ -17,22 +17,29 @@ NEVER = "0fFF800000"  # -inf
 
 
 @gluon.constexpr_function
-def _weighing(n, pieces):
+def _weighing(n, pieces, ahead):
     """Of a thread with n pairs of adjacent scores, in turn of its two rows. Weights of even columns from $0 on, of odd ones from
     $n on; from $(2n) on the rows' sums and their m. Scores from $(3n) and $(4n) on, m from $(5n) on, $(6n) the scale. Scores are
-    needed until their piece's sum has been looked at, so more pieces need fewer registers."""
+    needed until their piece's sum has been looked at, so more pieces need fewer registers. `ahead`: exp2 of a piece is begun
+    before the sums of the one before it, for it takes a while."""
     scale = f"${6 * n}"
     sums, ms = ([f"${2 * n + first + row}" for row in range(2)] for first in (0, 2))
 
     def weigh(piece):
         lines = []
         for i in piece:
+            for where in (i, n + i):
+                lines += [f"fma.rn.f32 ${where}, ${3 * n + where}, {scale}, less{i & 1};"]
+                lines += [f"ex2.approx.ftz.f32 ${where}, ${where};"]
+        return lines
+
+    def add(piece):
+        lines = []
+        for i in piece:
             row = i & 1
             for name, where in (("x", i), ("y", n + i)):
-                found = f"${where}"
-                lines += [f"fma.rn.f32 {found}, ${3 * n + where}, {scale}, less{row};", f"ex2.approx.ftz.f32 {found}, {found};"]
                 begins = i < piece[0] + 2
-                lines += [f"mov.f32 {name}{row}, {found};" if begins else f"add.f32 {name}{row}, {name}{row}, {found};"]
+                lines += [f"mov.f32 {name}{row}, ${where};" if begins else f"add.f32 {name}{row}, {name}{row}, ${where};"]
         return [*lines, *(f"add.f32 x{row}, x{row}, y{row};" for row in range(2))]
 
     def raised(piece, row):
@@ -58,11 +65,15 @@ def _weighing(n, pieces):
         *(f"mov.f32 {ms[row]}, ${5 * n + row};" for row in range(2)),
         *(f"mov.f32 ${2 * n + i}, 0f00000000;" for i in (0, 1, *range(4, n))),
     ]
+    parts = [range(i * n // pieces, (i + 1) * n // pieces) for i in range(pieces)] + [range(0)]
+    below = [f"neg.f32 less{row}, {ms[row]};" for row in range(2)]
+    lines += [*below, *weigh(parts[0])]
     for number in range(pieces):
-        piece = range(number * n // pieces, (number + 1) * n // pieces)
+        piece, following = parts[number : number + 2]
+        begun = following if ahead else range(0)
         lines += [
-            *(f"neg.f32 less{row}, {ms[row]};" for row in range(2)),
-            *weigh(piece),
+            *weigh(begun),
+            *add(piece),
             f"setp.geu.f32 more, x0, {MOST};",
             f"setp.geu.or.f32 more, x1, {MOST}, more;",
             "vote.sync.any.pred any, more, -1;",
@@ -70,8 +81,12 @@ def _weighing(n, pieces):
             *raised(piece, 0),
             *raised(piece, 1),
             *weigh(piece),
+            *add(piece),
+            *below,
+            *weigh(begun),
             f"LOW{number}_${{:uid}}:",
             *(f"add.f32 {sums[row]}, {sums[row]}, x{row};" for row in range(2)),
+            *([] if ahead else weigh(following)),
         ]
     return "{ " + " ".join(lines) + " }"
 
@@ -93,10 +108,10 @@ def _first(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def quick_softmax_step(s_tile, m, scale, PIECES: gl.constexpr):
+def quick_softmax_step(s_tile, m, scale, PIECES: gl.constexpr, AHEAD: gl.constexpr):
     """`softmax_step`'s weights, m and factor, and the sums of weights by lane."""
     N: gl.constexpr = s_tile.type.shape[1]
-    ASM: gl.constexpr = _weighing(N // 4, PIECES)
+    ASM: gl.constexpr = _weighing(N // 4, PIECES, AHEAD)
     OPERANDS: gl.constexpr = _operands(N // 4)
     parts = gl.reshape(s_tile, [64, N // 8, 4, 2])
     even, odd = gl.split(parts)
