@@ -12,6 +12,8 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TEXT = b"Exact attention, computed tile by tile. " * 40
+"""What losses are compared of. The repository's documents change, and what a draw of them costs does too."""
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,7 @@ def test_training_learns_and_follows_the_curve_of_plain_attention() -> None:
     """The ruler is plain attention in float64: rounding grows as training goes on, alike for both."""
     gpt = example("tiny_gpt")
     assert len(gpt.repository_text()) > 10 * gpt.CONTEXT
-    text, steps = b"Exact attention, computed tile by tile. " * 40, 8  # documents change; what a draw of them costs does too
+    text, steps = TEXT, 8
 
     def curve(kind: type, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.tensor(gpt.train(gpt.fresh(kind, dtype), text, steps, batch=2), dtype=torch.float64)
@@ -60,9 +62,11 @@ def test_swap_attention() -> None:
     assert found["apart"] <= 4 * 256 * 2**-24 * found["largest"]
 
 
-def test_context_parallel(capsys: pytest.CaptureFixture[str]) -> None:
+def test_context_parallel(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One process; tests/integrations/test_context_parallel.py has several."""
-    losses = example("context_parallel").main(["--length", "256", "--steps", "2"])
+    context_parallel = example("context_parallel")
+    monkeypatch.setattr(context_parallel, "repository_text", lambda: TEXT)
+    losses = context_parallel.main(["--length", "256", "--steps", "2"])
     assert losses[1] < losses[0]
     assert "kept for gradients" in capsys.readouterr().out
 
