@@ -245,7 +245,7 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
     saves = LISTED_SAVES if config.LISTS is not None else 0
     # where a list's values may have to be zeroed, nothing runs under P·V in the loop over PARTIAL tiles
     overlapping = config.WARPGROUPS if config.LISTS is not None and config.UNSEEN_KEYS else len(loops)
-    summed = config.BLOCK_N // 4 + 4 if newer else config.BLOCK_N // 2  # newer Tritons sum in pairs, others in four rows
+    summed = config.BLOCK_N // 4 + 4 if newer else config.BLOCK_N // 2  # newer Tritons sum in pairs, others in chains
     entropy = summed if config.STATS == "entropy" else 0
     alibi = config.BLOCK_N // 4 if config.ALIBI_FIRST else 0  # what scores accumulate from, one a column
     # products take 16 columns of their left operand, for each accumulator

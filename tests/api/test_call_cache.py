@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from tilewise import dispatch
 from tilewise.api import call_cache
 from tilewise.backends import plans
 from tilewise.backends.base import BackwardInputs, Grads, Inputs, Needs, Verdict
-from tilewise.errors import ArgumentTypeError, LayoutError, TilewiseError
+from tilewise.errors import ArgumentTypeError, KernelError, LayoutError, TilewiseError
 from tilewise.lab.bench.overhead import NullBackend
 from tilewise.problem import Problem
 
@@ -277,6 +278,25 @@ def test_calls_with_statistics_are_parsed_once(layout: str, monkeypatch: pytest.
     assert len(parsed) == 6 and q.grad is not None and q.grad.abs().sum() > 0
     with pytest.raises(ArgumentTypeError, match="stats"):
         tw.attention(q, k, v, stats="entropy")  # type: ignore[call-overload]
+
+
+def test_statistics_are_asked_once_of_a_backend_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = drawn(1, 3, 20, 16)
+    want = tw.attention(q, k, v, stats=("entropy",), backend="tiled")[1].entropy
+    asked: list[Problem] = []
+
+    def fail(problem: Problem, inputs: Inputs) -> Any:
+        asked.append(problem)
+        raise KernelError("no compiler")
+
+    first = dispatch.select(tw.Problem.of(heads=3, seqlen=20, head_dim=16, stats=("entropy",)), Inputs(q, k, v), "auto").backend
+    monkeypatch.setattr(first, "statistics", fail)
+    monkeypatch.setattr(call_cache, "_calls", {})
+    for _ in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # that another backend serves it
+            assert close(tw.attention(q, k, v, stats=("entropy",))[1].entropy, want)
+    assert len(asked) == 1
 
 
 def test_memory_that_was_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import tilewise as tw
+from tests.integrations.example_text import TEXT
 from tests.integrations.models import DECODER, TWO_KINDS, Case, Double, causal_lm
 from tilewise.errors import ArgumentError
 from tilewise.integrations.transformers import context_parallel, use_context_parallel
@@ -222,7 +223,7 @@ def example_steps(group: Any, length: int, steps: int) -> tuple[list[float], Any
     """What examples/context_parallel.py does on a rank, over a text that stays the same when the repository's change."""
     sys.path.insert(0, str(EXAMPLES))
     example = importlib.import_module("context_parallel")
-    with patch.object(example, "repository_text", lambda: b"Exact attention, computed tile by tile. " * 40):
+    with patch.object(example, "repository_text", lambda: TEXT):
         losses, figures = example.train(length, steps, group)
     return losses, tuple(figures)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integrations.example_text import TEXT
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TEXT = b"Exact attention, computed tile by tile. " * 40
-"""What losses are compared of. The repository's documents change, and what a draw of them costs does too."""
 
 
 @pytest.fixture(autouse=True)

@@ -126,7 +126,7 @@ def attention(
     if launch is None:
         named: Any = dict(zip(NAMES, options, strict=True), seed=seed, stats=stats)
         return execute(q, k, v, named, named.pop("backend"))  # type: ignore[no-any-return]
-    if profiler._is_profiler_enabled and stats is None:
+    if profiler._is_profiler_enabled and stats is None:  # a launch with statistics tells the profiler itself
         return profiled(FORWARD, launch, q, k, v)
     return launch(q, k, v)
 

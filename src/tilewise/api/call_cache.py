@@ -22,7 +22,8 @@ Rules of invalidation:
 - The cache keeps no tensor alive. At LIMIT entries it starts afresh.
 
 Calls over a KVCache are kept as Problems, in the same table and by the same rules, with facts of q and the pages: their tensors
-are looked at in each call, since lengths and tables change under them. So are calls with statistics.
+are looked at in each call, since lengths and tables change under them. So are calls of
+`attention` with statistics that have no more tensors and no seed.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def forward(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Ten
             try:
                 return chosen.statistics(problem, inputs)
             except KernelError as error:
-                chosen = dispatch.next_backend(chosen, error, problem, inputs, backend)
+                chosen = problem.memory["statistics", backend] = dispatch.next_backend(chosen, error, problem, inputs, backend)
 
 
 class AttentionStatistics(torch.autograd.Function):

@@ -38,7 +38,7 @@ class Tuned:
     packed: bool | None = None
     """True only for packed sequences, False only without them, None for both."""
     features: tuple[str, ...] = ()
-    """Only with one of these: bias, alibi, softcap, dropout, several (of them), documents or blocks (alone). () for all."""
+    """Only with one of these: bias, alibi, softcap, dropout, several (of them), documents (alone). () for all problems."""
     spills: int = 0
     """Accesses to local memory in its loops, by the compiler: it was the fastest tile all the same."""
 
@@ -59,15 +59,11 @@ class Tuned:
 
 
 def features_of(problem: Problem) -> list[str]:
-    """What is added to the scores or changes the weights, "several" where that is more than one thing; alone, of lists of tiles,
-    "documents" or "blocks"."""
+    """What is added to the scores or changes the weights, "several" where that is more than one thing; "documents" alone."""
     given = {"bias": problem.bias, "alibi": problem.alibi, "softcap": problem.softcap, "dropout": problem.dropout_p}
     names = [name for name, value in given.items() if value]
-    if not names and walks_lists(problem):
-        kinds = problem.program.kinds
-        if any(kind.is_documents for kind in kinds):
-            return ["documents"]
-        return ["blocks"] if any(kind.is_blocks for kind in kinds) else []
+    if not names and walks_lists(problem) and any(kind.is_documents for kind in problem.program.kinds):
+        return ["documents"]
     return [*names, "several"] if len(names) > 1 else names
 
 
