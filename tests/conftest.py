@@ -17,10 +17,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reason = "needs a GPU"
     if torch.cuda.is_available():
-        if all("gpu" in item.keywords for item in items):
+        if all(item.get_closest_marker("gpu") for item in items):
             return
         reason = "GPU tests run by themselves: pytest -m gpu"  # others run kernels as threads, in the compiler's place
     skip = pytest.mark.skip(reason=reason)
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)

@@ -15,18 +15,22 @@ from tilewise.diagnostics.plan import plan
 from tilewise.errors import PlanError
 from tilewise.hardware.catalogue import catalogue
 from tilewise.hardware.host import Host, cpu_spec
+from tilewise.lab.bench.cases import DATA
+from tilewise.lab.bench.peers import PEERS
+from tilewise.lab.bench.suites import SUITES, suite
 from tilewise.lab.report import chinese, figures, page
 from tilewise.lab.report.machine import FIGURES
 
 PHRASES = tomllib.loads((Path(page.__file__).parent / "phrases.toml").read_text(encoding="utf-8"))["phrases"]
 NAMES = """
-a100 acc alibi amd amx apple arm aten attention avx avx512 b200 bench bf16 bfloat16 bshd causal clk compute cpu cpuinfo
-cuda cudnn ddr4 ddr5 device devices dir dram dtype efficient env epyc ex2 exp exp2 flash float16 float32 float64 flop
-fma fmas forward fp16 fp32 geforce get gflop ghz gib gpu h100 h200 hardware hbm head hopper instinct int intel interpret
-kernel kernel32 keys kflop kib l40s lse mask max measure mflop mhz mib min neon neoverse nsight num nvidia out pcie
-pflop postprocess prepare preprocess proc processor properties python queries records reference remeasure report rowmax
-rowsum rtx save sdpa simd softmax split sram swizzle sxm sys sysctl system t tail tf32 tflop threads tib tiled tilewise
-tma token tokens torch traffic triton ulysses upcast utc v100 verify warp warpgroup warps wave xeon
+a100 acc alibi amd amx apple arm aten attention attn avx avx512 b200 bench bf16 bfloat16 bshd causal clk compute cpu
+cpuinfo cuda cudnn ddr4 ddr5 device devices dir dram dropout dtype e4m3fn efficient env epyc ex2 exp exp2 fa4 flash
+flex float16 float32 float64 float8 flop fma fmas forward fp16 fp32 geforce get gflop ghz gib gpu h100 h200 hardware
+hbm head hopper instinct int int8 intel interpret kernel kernel32 keys kflop kib l40s lse mask max measure mflop mhz
+mib min neon neoverse nsight num nvidia out pcie pflop postprocess prepare preprocess proc processor properties python
+queries records reference remeasure report rowmax rowsum rtx save sdpa simd sinks softcap softmax split sram swizzle
+sxm sys sysctl system t tail tf32 tflop threads tib tiled tilewise tma token tokens torch traffic triton ulysses
+upcast utc v100 varlen verify warp warpgroup warps wave xeon xformers
 """
 """Names of things and of code: they are the same in every language."""
 
@@ -71,6 +75,22 @@ def test_every_sentence_of_the_page_has_its_chinese(data: dict[str, Any]) -> Non
         assert not text or data["phrases"][text] == told
 
 
+@pytest.mark.parametrize("name", sorted(SUITES))
+def test_every_suite_is_told_in_chinese(name: str) -> None:
+    """A record of any suite may lie in the reader's folder: its name, its cases, who was measured."""
+    words = {name, f"sweep {name}", *PEERS, *DATA}
+    for case in suite(name).cases:
+        words |= {case.words(), *case.rivals}
+    for text in words:
+        assert not english_in(chinese.case_words(text)), f"{text} → {chinese.case_words(text)}"
+
+
+def test_phrases_of_several_words_are_found_within_a_case() -> None:
+    told = chinese.case_words("4×32/8×1→4096×128 bfloat16 causal cache pages of 16 append and rotary fwd")
+    assert told == "4×32/8×1→4096×128 bfloat16 因果 KV 缓存 每页 16 个 追加与旋转 前向"
+    assert chinese.case_words("1×16×2048×128 bfloat16 causal & window(128) forward tile 64×128 bwd") == (
+        "1×16×2048×128 bfloat16 因果 + 128 滑窗 前向 分块 64×128 反向"
+    )
 
 
 @pytest.mark.parametrize("key", sorted(catalogue()))

@@ -47,8 +47,14 @@ def translate(text: str) -> str | None:
 
 
 def case_words(text: str) -> str:
-    """A bench case, word by word: sizes, dtypes and layouts stay."""
-    return " ".join(translate(word) or word for word in text.split(" "))
+    """A bench case, the longest phrases first: sizes, dtypes and layouts stay."""
+    words, told = text.split(" "), []
+    while words:
+        spans = ((" ".join(words[:count]), count) for count in range(len(words), 0, -1))
+        phrase, count = next(((found, count) for span, count in spans if (found := translate(span))), (words[0], 1))
+        told.append(phrase)
+        words = words[count:]
+    return " ".join(told)
 
 
 def sentences(data: dict[str, Any]) -> Iterator[str]:
@@ -71,5 +77,7 @@ def sentences(data: dict[str, Any]) -> Iterator[str]:
 def phrases(data: dict[str, Any]) -> dict[str, str]:
     """English to Chinese, for what the page shows."""
     table = {text: translate(text) for text in sentences(data) if text}
-    cases = {case["words"] for record in data["records"]["bench"] for case in record["cases"]}
-    return {**{text: chinese for text, chinese in table.items() if chinese}, **{text: case_words(text) for text in cases}}
+    bench = data["records"]["bench"]
+    cases = {case["words"] for record in bench for case in record["cases"]}
+    names = {record["suite"] for record in bench} | {name for record in bench for case in record["cases"] for name in case["times"]}
+    return {**{text: chinese for text, chinese in table.items() if chinese}, **{text: case_words(text) for text in cases | names}}

@@ -141,7 +141,7 @@ function showBench() {
   const colours = ["blue", "amber", "teal", "pink", "slate", "violet", "green"], labels = found.cases.map((c) => wrapped(t(c.words), narrow() ? 22 : 46));
   const traces = names.map((name, i) => {
     const times = found.cases.map((c) => c.times[name]);
-    return { mode: "markers", name, y: labels, x: times.map((t) => (t ? t.p50 * 1e3 : null)), marker: { color: css(colours[i % colours.length]), size: 12, symbol: ["circle", "diamond", "square", "cross", "triangle-up"][i % 5] }, hovertext: times.map((t) => (t ? seconds(t.p50) : "")), hovertemplate: name + ": %{hovertext}<extra></extra>",
+    return { mode: "markers", name: t(name), y: labels, x: times.map((t) => (t ? t.p50 * 1e3 : null)), marker: { color: css(colours[i % colours.length]), size: 12, symbol: ["circle", "diamond", "square", "cross", "triangle-up"][i % 5] }, hovertext: times.map((t) => (t ? seconds(t.p50) : "")), hovertemplate: t(name) + ": %{hovertext}<extra></extra>",
       error_x: { type: "data", symmetric: false, array: times.map((t) => (t ? (t.p80 - t.p50) * 1e3 : 0)), arrayminus: times.map((t) => (t ? (t.p50 - t.p20) * 1e3 : 0)), color: css(colours[i % colours.length]), thickness: 2 } };
   });
   $("bench").style.height = Math.max(220, 110 + found.cases.length * (narrow() ? 66 : 46)) + "px";

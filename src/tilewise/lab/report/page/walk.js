@@ -111,7 +111,7 @@ function speak() {
   $("subtitle").textContent = w("subtitle", { machine: R.devices.here.name, gpu: R.devices[R.axes.device[0]].name });
   const named = { device: (v) => (v === "here" ? w("device.here", { name: R.devices.here.name }) : R.devices[v].name), mask: (v) => w("mask." + v), length: (v) => count(Number(v)), tile: (v) => (v === "plan" ? w("tile.plan") : v.replace("x", " × ")), schedule: (v) => w("s." + v), data: (v) => w("data." + v), access: (v) => w("access." + v) };
   for (const [name, words] of Object.entries(named)) for (const option of $(name).options) option.textContent = words(option.value);
-  $("record").replaceChildren(...R.records.bench.map((r, i) => element("option", r.suite + ", " + r.where + ", " + r.date.slice(0, 10), { value: i })));
+  $("record").replaceChildren(...R.records.bench.map((r, i) => element("option", t(r.suite) + ", " + r.where + ", " + r.date.slice(0, 10), { value: i })));
   const v = R.versions;
   $("made").textContent = w("made", { date: R.date, version: v.tilewise, software: ["python", "torch", "triton"].filter((name) => v[name]).map((name) => name + " " + v[name]).join(", ") });
 }
