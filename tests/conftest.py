@@ -1,8 +1,13 @@
-"""Shared by all tests: GPU tests are skipped where there is no GPU, torch uses the threads the run gives it."""
+"""Shared by all tests: GPU tests are skipped where there is no GPU, torch uses the threads the run gives it, and no two workers
+compile the same kernel for a GPU."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Any
 
 import pytest
 import torch
@@ -24,3 +29,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_worker_compiles_a_kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers that want the same kernel at once wait for the first; then it lies in Triton's cache."""
+    if not (torch.cuda.is_available() and os.environ.get("PYTEST_XDIST_WORKER")):
+        yield
+        return
+    from tilewise.backends.gpu import launch
+
+    compile_for, locks = launch.compile_for, tmp_path_factory.getbasetemp().parent / "kernels"
+    locks.mkdir(exist_ok=True)
+
+    def alone(target: Any, kernel: Any, *rest: Any) -> Any:
+        name = sha256(f"{target} {kernel.__module__}.{kernel.__name__} {rest}".encode()).hexdigest()
+        with (locks / name).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return compile_for(target, kernel, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "compile_for", alone)
+        yield
