@@ -19,11 +19,12 @@ import tilewise as tw
 from tests.backends.plain_bytes import FLAGS, pretend_vnni
 from tests.backends.test_cpu_memory import forget
 from tests.cache.caches import build, worst
-from tilewise.backends.cpu import backend, plan
+from tilewise.backends.cpu import backend, decode_weights, plan
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu.decode_bytes import BITS, LIMBS
 from tilewise.backends.cpu.spec import MOST_BYTE_COLUMNS, Kernel
 from tilewise.hardware import lookup
+from tilewise.hardware.cache import CACHE_VARIABLE
 from tilewise.problem import Problem
 
 N1, XEON = lookup("altra-q80"), lookup("xeon-8480")
@@ -49,11 +50,11 @@ def multiplies(processor: str) -> None:
         pytest.skip("this processor has no products of bytes")
 
 
-def cache_of(k: Tensor, v: Tensor) -> tw.KVCache:
-    """One sequence in one page of int8, all scales 1."""
+def cache_of(k: Tensor, v: Tensor, **scales: Tensor) -> tw.KVCache:
+    """One sequence in one page of int8; scales are 1 if not given."""
     table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([len(k)], dtype=torch.int32)
-    one = torch.tensor(1.0)
-    return tw.KVCache.paged(k[None].to(torch.int8), v[None].to(torch.int8), table, lengths, k_scale=one, v_scale=one)
+    scales = {"k_scale": torch.tensor(1.0), "v_scale": torch.tensor(1.0), **scales}
+    return tw.KVCache.paged(k[None].to(torch.int8), v[None].to(torch.int8), table, lengths, **scales)
 
 
 def lse_of(q: Tensor, k: Tensor, **options: Any) -> Tensor:
@@ -196,6 +197,77 @@ def test_scores_are_those_of_integers(monkeypatch: pytest.MonkeyPatch, dims: int
     # roundings of the score, of log2(e), and of what the LSE is made of
     torch.testing.assert_close(lse_of(q.bfloat16(), k, scale=1.0), exact.float(), rtol=8 * 2.0**-24, atol=4 * 2.0**-24)
     assert all(kernel.bytes for kernel in kernels) and kernels
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **scales: Tensor) -> Tensor:
+    """(Hq, Dv) of one query, (Hq, D), over keys and values of one page, (S, Hk, …)."""
+    return tw.attention_cached(q[None, None], cache_of(k, v, **scales), scale=1.0, backend="cpu")[0, 0]
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("keys", [3, 4, 16, 21, 32, 70])
+@pytest.mark.parametrize("dims", [16, 48, 64, 80, 128])
+def test_equal_weights_give_the_mean(keys: int, dims: int) -> None:
+    """Every byte a value can have, blocks that end anywhere."""
+    v = torch.randint(-128, 128, (keys, 2, dims), generator=torch.Generator().manual_seed(keys))
+    for heads in (4, 8):
+        out = attend(torch.zeros(heads, 16, dtype=torch.float16), torch.ones(keys, 2, 16), v)
+        mean = v.double().mean(0).repeat_interleave(heads // 2, 0)
+        assert ((out.double() - mean).abs() <= 2.0**-11 * (mean.abs() + 2.0**-11 * 128)).all()
+
+
+def test_sums_of_weights_have_room() -> None:
+    limbs, keys = decode_weights.LIMBS, decode_weights.MOST_KEYS
+    assert 255 * 257 * 128 * keys < 2**31, "two limbs, unsigned, of every key, times -128"
+    assert 255 * 128 * keys < 2**24, "the uppermost limb in a float"
+    largest = (2 - 2.0**-6) * 2 ** (decode_weights.BITS - 1)
+    assert largest + 1 < 127 * sum(256**limb for limb in range(limbs)), "signed digits reach so far"
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("fall", [2, 7, 14, 25, 60])
+def test_light_values_are_not_lost(fall: int) -> None:
+    """One key outweighs the others by 2**fall, and its values are 0: what is left is theirs, with all digits of the dtype."""
+    keys, dims = 20, 32
+    q = torch.zeros(4, 16, dtype=torch.bfloat16)
+    q[:, 0] = 1.0
+    k, v = torch.zeros(keys, 2, 16), torch.full((keys, 2, dims), 127)
+    k[5, :, 0], v[5] = 1, 0
+    scale = torch.log(torch.tensor(2.0)) * fall
+    out = attend(q, k, v, k_scale=scale)
+    light = (keys - 1) * 2.0**-fall
+    torch.testing.assert_close(out.float(), torch.full_like(out.float(), 127 * light / (1 + light)), rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.usefixtures("processor")
+def test_scales_of_values_may_be_any_number() -> None:
+    """Negative ones, tiny and huge ones, 0; what is no number reaches the heads that see it, and no other."""
+    g = torch.Generator().manual_seed(1)
+    q, k = torch.zeros(4, 16, dtype=torch.bfloat16), torch.ones(24, 2, 16)
+    v = torch.randint(-128, 128, (24, 2, 32), generator=g)
+    for size in (1.0, 2.0**-100, 2.0**100, 0.0):
+        scales = torch.randn(1, 24, 2, generator=g) * size
+        want = (v * scales[0, ..., None].double()).mean(0).repeat_interleave(2, 0)
+        limit = 2.0**-8 * want.abs() + 2.0**-18 * 128 * size
+        assert ((attend(q, k, v, v_scale=scales).double() - want).abs() <= limit).all(), size
+    scales = torch.ones(1, 24, 2)
+    scales[0, 3, 1] = float("nan")
+    out = attend(q, k, v, v_scale=scales)
+    assert out[:2].isfinite().all() and out[2:].isnan().all()
+
+
+@pytest.mark.usefixtures("multiplies")
+@pytest.mark.parametrize("fall", [9, 15])
+def test_which_values_are_multiplied_as_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fall: int) -> None:
+    """With products of bytes left out, nothing is left of a block, unless its weights are too far apart and it takes floats."""
+    forget(monkeypatch)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(compiler, "_kernels", {})
+    monkeypatch.setattr(decode_weights.ByteValues, "columns", lambda *args: None)
+    q, k = torch.ones(4, 16, dtype=torch.float16), torch.zeros(12, 2, 16)
+    k[3, :, 0] = 1
+    out = attend(q, k, torch.ones(12, 2, 32), k_scale=torch.log(torch.tensor(2.0)) * fall)
+    assert (out == (0 if fall < decode_weights.SPREAD else 1)).all()
 
 
 def problem(**change: Any) -> Problem:

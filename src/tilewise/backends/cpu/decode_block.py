@@ -13,36 +13,43 @@ from typing import Any
 from tilewise.backends.cpu import elementary, masking
 from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.decode import Decode, Join
+from tilewise.backends.cpu.decode_weights import ByteValues
 from tilewise.backends.cpu.ir import I64, Strip
 from tilewise.backends.cpu.module import kernel_function
 from tilewise.backends.cpu.spec import ACCUMULATORS, UNROLL, round_down, round_up
 
 
-class BlockDecode(Decode):
+class BlockDecode(ByteValues, Decode):
     strides = True
+    byte_task = (*Decode.byte_task, "counted")
 
     def emit_block(self) -> Any:
         self.phases = (self.emit_dots(), self.emit_softmax(), self.emit_values())
         self.byte_dots = self.emit_byte_dots() if self.kernel.bytes else None
+        self.byte_phases = (self.emit_weights(), self.emit_byte_values()) if self.kernel.weighs_bytes else (None, None)
         return self.emit_phases("block")
 
     @kernel_function()
     def emit_phases(self, e: Emit) -> None:
-        def run(phase: Any) -> None:
+        def run(phase: Any, by_bytes: Any = None, allowed: str = "", before: Any = None) -> None:
+            """A phase for all rows, R at a time, or the one by bytes where the frame allows it, which is known `before`."""
             with e.range(0, e.args.group, self.R) as r0:
-                self.call(e, phase, r0)
+                if by_bytes is None:
+                    self.call(e, phase, r0)
+                    return
+                if before is not None:
+                    self.call(e, before, r0)
+                with e.if_else(getattr(e.frame, allowed) != 0) as (bytes_fit, otherwise):
+                    with bytes_fit:
+                        self.call(e, by_bytes, r0)
+                    with otherwise:
+                        self.call(e, phase, r0)
 
-        dots, *others = self.phases
-        if self.byte_dots is None:
-            run(dots)
-        else:
-            with e.if_else(e.frame.exact != 0) as (exact, otherwise):
-                with exact:
-                    run(self.byte_dots)
-                with otherwise:
-                    run(dots)
-        for phase in others:
-            run(phase)
+        dots, softmax, values = self.phases
+        weights, byte_values = self.byte_phases
+        run(dots, self.byte_dots, "exact")
+        run(softmax)
+        run(values, byte_values, "counted", weights)
 
     # -- scores
 

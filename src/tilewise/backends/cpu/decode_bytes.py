@@ -79,7 +79,7 @@ class ByteScores:
                 low = low | number
                 numbers.append(number)
                 q[over.index + n] = q.vector(over.index + n) * args.q_factor.splat()
-            limbs = vnni.digits_of(numbers) if self.unsigned else _signed_digits(numbers)
+            limbs = vnni.digits_of(numbers) if self.unsigned else signed_digits(numbers)
             for limb, digit in enumerate(limbs):
                 digits[over.index * LIMBS + limb * BYTE_COLUMNS] = joined_lanes(digit)
             over.carry([same, low])
@@ -152,8 +152,9 @@ class ByteScores:
         return e.fma(high, e.vector(2.0**16, UNROLL), low) * e.frame.q_unit[row].splat(UNROLL)
 
 
-def _signed_digits(numbers: list[Any]) -> Iterator[list[Any]]:
-    for _ in range(LIMBS):
+def signed_digits(numbers: list[Any], limbs: int = LIMBS) -> Iterator[list[Any]]:
+    """The bytes d_0, d_1, … of vectors of integers."""
+    for _ in range(limbs):
         digit = [number.trunc(I8) for number in numbers]
         yield digit
         numbers = [(number - low.sext(I32)) >> 8 for number, low in zip(numbers, digit, strict=True)]

@@ -91,7 +91,7 @@ def _products(e: Emit, sources: Sequence[Any], keys: Sequence[Pointer], pieces: 
                     else:
                         digits = source.vector(at * LIMBS + piece * wide, wide)
                     for key in k:
-                        found[n] = _dot(e, found[n], digits, key)
+                        found[n] = dot(e, found[n], digits, key)
                         n += 1
         return found
 
@@ -111,7 +111,7 @@ def _products(e: Emit, sources: Sequence[Any], keys: Sequence[Pointer], pieces: 
     ]
 
 
-def _dot(e: Emit, acc: Value, unsigned: Value, signed: Value) -> Value:
+def dot(e: Emit, acc: Value, unsigned: Value, signed: Value) -> Value:
     """acc + products of four bytes each, which wrap around."""
     lanes = acc.lanes
     operands = [Value(e, e.ir.bitcast(x.raw, vector_of(I32, lanes))) for x in (unsigned, signed)]

@@ -12,7 +12,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from tilewise.backends.cpu.spec import ACCUMULATORS, ALIGN, FRAME_BYTES, Kernel, round_up
+from tilewise.backends.cpu.spec import ACCUMULATORS, ALIGN, BYTE_COLUMNS, FRAME_BYTES, WEIGHT_LIMBS, Kernel, round_up
 from tilewise.problem import Problem
 
 ROOM = 1 << 20
@@ -87,6 +87,8 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
     if kernel.kind == "decode":
         rows = round_up(sizes.group, tile.keys)
         scores = {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)}  # of a block, or its state
+        if kernel.weighs_bytes:
+            offsets |= {"P8": rows * (round_up(sizes.BN, BYTE_COLUMNS) * WEIGHT_LIMBS // 4), "p_unit": rows}
         rows = rows * sizes.together if kernel.together else rows
         if kernel.bytes:
             offsets |= {"Q8": rows * sizes.D, "q_unit": rows, "q_low": rows}

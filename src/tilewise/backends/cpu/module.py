@@ -54,7 +54,7 @@ class KernelModule(Visibility, PagedKeys):
         self.fields = (*TASK, *self.task, *(name for name in names if name not in TASK), "retry")
         bits, weights = self.real.bits, I16 if kernel.matrix and kernel.kind == "backward" else self.real.type
         kinds = {"W": bits, "kept": bits, "first": I64, "past": I64, "top_i": I64, "pairs": I16, "P": weights, "dS": weights}
-        kinds |= {"k_rows": I64, "v_rows": I64, "Q8": I8, "q_low": self.real.bits}
+        kinds |= {"k_rows": I64, "v_rows": I64, "Q8": I8, "P8": I8, "q_low": self.real.bits}
         self.buffer_kinds = {name: (kinds.get(name, self.real.type), "") for name in (*names, "W")}
 
     def arg_block(self, e: Emit, pointer: Pointer) -> ArgBlock:

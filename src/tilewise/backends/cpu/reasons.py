@@ -36,7 +36,8 @@ def _register(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> str:
 
 def _decode_register(kernel: Kernel) -> str:
     tile = kernel.tile
-    packed = "nothing is packed" + ("; int8 keys are multiplied as bytes" if kernel.bytes else "")
+    whole = "int8 keys and values" if kernel.weighs_bytes else "int8 keys"
+    packed = "nothing is packed" + (f"; {whole} are multiplied as bytes" if kernel.bytes else "")
     if tile.keys == 1:
         return f"one query head a key head: K and V pass as two streams, {tile.lanes} lanes along the head dim, {packed}"
     return f"{tile.keys} query heads at once, {tile.lanes} lanes along the head dim: K and V are read once, {packed}"

@@ -13,6 +13,7 @@ ACCUMULATORS = 16  # of decoding: rows by keys, or rows by vectors of the head d
 ARGUMENTS = 1024  # 64-bit arguments that fit into a block
 BYTE_COLUMNS = 16  # of the head dim that a product of bytes takes at once
 MOST_BYTE_COLUMNS = 256  # of a head dim whose products of bytes have sums of 32 bits
+WEIGHT_LIMBS = 3  # bytes of a weight, where values are multiplied as bytes
 MASK_RANK = 4  # strides carried for each mask tensor
 
 
@@ -72,6 +73,12 @@ class Kernel(NamedTuple):
     def out(self) -> str:
         """The dtype of the output."""
         return self.real if self.partial else self.dtype
+
+    @property
+    def weighs_bytes(self) -> bool:
+        """Does decoding multiply int8 values as they are? With short vectors that pays for two rows: more of them share what
+        converting costs, and products of three bytes take more instructions than those of floats."""
+        return self.bytes and (self.tile.keys == 2 or (self.tile.keys > 2 and self.tile.lanes > UNROLL))
 
     @property
     def backwards(self) -> bool:
