@@ -42,7 +42,7 @@ NONE = 2**31 - 1
 
 class ByteValues(ByteScores):
     """The part of decoding several rows that multiplies values as bytes. The frame holds `P8`, for each row and four keys the
-    lowest bytes of their weights, then the next, …; `p_unit`; and `counted`, whether the weights of the rows at hand are in it."""
+    lowest bytes of their weights, then the next, …; `p_unit`; and `counted`, whether those of the rows at hand are there."""
 
     R: int
     block_rows: Any

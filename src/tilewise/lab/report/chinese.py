@@ -78,6 +78,7 @@ def phrases(data: dict[str, Any]) -> dict[str, str]:
     """English to Chinese, for what the page shows."""
     table = {text: translate(text) for text in sentences(data) if text}
     bench = data["records"]["bench"]
-    cases = {case["words"] for record in bench for case in record["cases"]}
-    names = {record["suite"] for record in bench} | {name for record in bench for case in record["cases"] for name in case["times"]}
-    return {**{text: chinese for text, chinese in table.items() if chinese}, **{text: case_words(text) for text in cases | names}}
+    cases = [case for record in bench for case in record["cases"]]
+    words = {record["suite"] for record in bench} | {case["words"] for case in cases}
+    words |= {name for case in cases for name in case["times"]}
+    return {**{text: chinese for text, chinese in table.items() if chinese}, **{text: case_words(text) for text in words}}
