@@ -34,7 +34,7 @@ class Decode(ByteScores, KernelModule, ABC):
     strides = False
     """Whether blocks make use of rows that lie a stride apart."""
     task: tuple[str, ...] = ("split", "run", "first_group", "next_head", "next_key", "Q_all", "O_all", "m_all", "l_all")
-    byte_task = ("exact", "Q8_all", "q_unit_all", "q_low_all")
+    byte_task: tuple[str, ...] = ("exact", "Q8_all", "q_unit_all", "q_low_all")
 
     def __init__(self, kernel: Kernel, arch: str) -> None:
         if kernel.bytes:
