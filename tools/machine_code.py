@@ -247,6 +247,9 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
     overlapping = config.WARPGROUPS if config.LISTS is not None and config.UNSEEN_KEYS else len(loops)
     summed = config.BLOCK_N // 4 + 4 if newer else config.BLOCK_N // 2  # newer Tritons sum in pairs, others in chains
     entropy = summed if config.STATS == "entropy" else 0
+    weighed = config.BLOCK_N // 2
+    if config.QUICK:  # a step may weigh once more, and what it has begun ahead too
+        weighed = 2 * weighed + (weighed - weighed // config.QUICK if config.QUICK_AHEAD else 0)
     alibi = config.BLOCK_N // 4 if config.ALIBI_FIRST else 0  # what scores accumulate from, one a column
     # products take 16 columns of their left operand, for each accumulator
     held = (config.BLOCK_N * accumulators(config.V_COLUMNS, config.BLOCK_DV) + config.Q_IN_REGISTERS) // 16
@@ -262,7 +265,7 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
         "the output is rescaled where no row needs it": config.LAZY_RESCALE and not all(loop.count("VOTE") for loop in loops),
         # of two rounded numbers: a row whose maximum stays is rescaled by exactly 1. One product a weight, two for sums
         "the rescaling factor is not exp2 of a plain difference": config.SCORES == "fold"
-        and any(loop.count("FFMA") != config.BLOCK_N // 2 + 2 + entropy + alibi for loop in loops),
+        and any(loop.count("FFMA") != weighed + 2 + entropy + alibi for loop in loops),
         "the softmax waits for P·V": sum(loop.overlaps for loop in loops) < overlapping,
     }
     return _those(checks)

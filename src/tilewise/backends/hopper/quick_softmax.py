@@ -1,0 +1,129 @@
+"""The online softmax of a tile without its maximum: weights relative to the m that is there, unless their sum asks for more.
+
+m only has to be near the running maximum (`softmax_step`), and a sum of weights tells how near: while a lane's part of it is
+below 2**8, so is every weight. A step sums anyway, so it looks at the sum. A warp of which a row has a larger one, or has seen no
+key before, or holds a NaN, then takes its maxima and weighs once more. That spares most steps a comparison for each score, and
+the wait for the maximum before the first exp2. The branch is a warp's own, so all of it is one piece of assembly.
+"""
+
+from __future__ import annotations
+
+from tilewise.backends.hopper.compat import gl, gluon
+from tilewise.backends.hopper.softmax import INF
+
+MOST = "0f43800000"  # 2**8
+SLACK = "0f41000000"  # 8
+NEVER = "0fFF800000"  # -inf
+
+
+@gluon.constexpr_function
+def _weighing(n, pieces, ahead):
+    """Of a thread with n pairs of adjacent scores, in turn of its two rows. Weights of even columns from $0 on, of odd ones from
+    $n on; from $(2n) on the rows' sums and their m. Scores from $(3n) and $(4n) on, m from $(5n) on, $(6n) the scale. Scores are
+    needed until their piece's sum has been looked at, so more pieces need fewer registers. `ahead`: exp2 of a piece is begun
+    before the sums of the one before it, for it takes a while."""
+    scale = f"${6 * n}"
+    sums, ms = ([f"${2 * n + first + row}" for row in range(2)] for first in (0, 2))
+
+    def weigh(piece):
+        lines = []
+        for i in piece:
+            for where in (i, n + i):
+                lines += [f"fma.rn.f32 ${where}, ${3 * n + where}, {scale}, less{i & 1};"]
+                lines += [f"ex2.approx.ftz.f32 ${where}, ${where};"]
+        return lines
+
+    def add(piece):
+        lines = []
+        for i in piece:
+            row = i & 1
+            for name, where in (("x", i), ("y", n + i)):
+                begins = i < piece[0] + 2
+                lines += [f"mov.f32 {name}{row}, ${where};" if begins else f"add.f32 {name}{row}, {name}{row}, ${where};"]
+        return [*lines, *(f"add.f32 x{row}, x{row}, y{row};" for row in range(2))]
+
+    def raised(piece, row):
+        """m by the maximum of a piece, and the weights and sums of those before it relative to that."""
+        scores = [f"${3 * n + half * n + i}" for i in piece if i & 1 == row for half in range(2)]
+        lines = [f"max.f32 x, {scores[0]}, {scores[1]};", *(f"max.f32 x, x, {one};" for one in scores[2:])]
+        for lane in (1, 2):
+            lines += [f"shfl.sync.bfly.b32 y, x, {lane}, 31, -1;", "max.f32 x, x, y;"]
+        m, total = ms[row], sums[row]
+        lines += [
+            f"mul.f32 x, x, {scale};", f"add.f32 y, {m}, {SLACK};", "setp.gt.f32 more, x, y;", f"selp.f32 x, x, {m}, more;",
+            f"setp.eq.f32 more, x, {NEVER};", "neg.f32 y, x;", f"selp.f32 less{row}, 0f00000000, y, more;",
+        ]  # fmt: skip
+        if piece[0] > 0:
+            before = [f"${half * n + i}" for i in range(row, piece[0], 2) for half in range(2)]
+            lines += [f"add.f32 y, {m}, less{row};", "ex2.approx.ftz.f32 y, y;"]
+            lines += [f"mul.f32 {one}, {one}, y;" for one in (total, *before)]
+        return [*lines, f"mov.f32 {m}, x;"]
+
+    lines = [
+        ".reg .f32 x, y, x0, x1, y0, y1, less0, less1;",
+        ".reg .pred more, any;",
+        *(f"mov.f32 {ms[row]}, ${5 * n + row};" for row in range(2)),
+        *(f"mov.f32 ${2 * n + i}, 0f00000000;" for i in (0, 1, *range(4, n))),
+    ]
+    parts = [range(i * n // pieces, (i + 1) * n // pieces) for i in range(pieces)] + [range(0)]
+    below = [f"neg.f32 less{row}, {ms[row]};" for row in range(2)]
+    lines += [*below, *weigh(parts[0])]
+    for number in range(pieces):
+        piece, following = parts[number : number + 2]
+        begun = following if ahead else range(0)
+        lines += [
+            *weigh(begun),
+            *add(piece),
+            f"setp.geu.f32 more, x0, {MOST};",
+            f"setp.geu.or.f32 more, x1, {MOST}, more;",
+            "vote.sync.any.pred any, more, -1;",
+            f"@!any bra.uni LOW{number}_${{:uid}};",
+            *raised(piece, 0),
+            *raised(piece, 1),
+            *weigh(piece),
+            *add(piece),
+            *below,
+            *weigh(begun),
+            f"LOW{number}_${{:uid}}:",
+            *(f"add.f32 {sums[row]}, {sums[row]}, x{row};" for row in range(2)),
+            *([] if ahead else weigh(following)),
+        ]
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _operands(n):
+    return ",".join(["=&f"] * 3 * n + ["f"] * 4 * n)
+
+
+@gluon.jit
+def _first(x, COUNT: gl.constexpr):
+    """Of [64, 4, COUNT] what stands first, [64, 4]."""
+    HALF: gl.constexpr = COUNT // 2
+    if COUNT == 1:
+        return gl.reshape(x, [64, 4])
+    else:
+        x, _ = gl.split(gl.permute(gl.reshape(x, [64, 4, 2, HALF]), (0, 1, 3, 2)))
+        return _first(x, HALF)
+
+
+@gluon.jit
+def quick_softmax_step(s_tile, m, scale, PIECES: gl.constexpr, AHEAD: gl.constexpr):
+    """`softmax_step`'s weights, m and factor, and the sums of weights by lane."""
+    N: gl.constexpr = s_tile.type.shape[1]
+    ASM: gl.constexpr = _weighing(N // 4, PIECES, AHEAD)
+    OPERANDS: gl.constexpr = _operands(N // 4)
+    parts = gl.reshape(s_tile, [64, N // 8, 4, 2])
+    even, odd = gl.split(parts)
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, even.type.layout))
+    rows = gl.convert_layout(m, ROWS, assert_trivial=True)[:, None, None]
+    even, odd, told = gl.inline_asm_elementwise(
+        ASM, OPERANDS, [even, odd, rows, scale], dtype=(gl.float32, gl.float32, gl.float32), is_pure=True, pack=N // 4
+    )
+    p_tile = gl.convert_layout(gl.reshape(gl.join(even, odd), [64, N]), s_tile.type.layout, assert_trivial=True)
+    sums, raised = gl.split(gl.reshape(gl.permute(told, (0, 2, 1)), [64, 4, N // 16, 2]))
+    SUMS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
+    added = gl.convert_layout(_first(sums, N // 16), SUMS, assert_trivial=True)
+    new_m = gl.convert_layout(gl.max(_first(raised, N // 16), 1), m.type.layout, assert_trivial=True)
+    rescale = gl.exp2(m - gl.where(new_m == -INF, 0.0, new_m))
+    return p_tile, new_m, rescale, added
