@@ -118,23 +118,25 @@ def rescaled(o_tile: Value, factor: Value) -> Value:
 
 
 def weighed(even: Value, odd: Value, m: Value, scale: Any, pieces: int) -> tuple[Value, Value, Value]:
-    """`quick_softmax_step`'s assembly: weights, and a thread's sums and m, which stand in its first two groups of columns. A warp
-    has 16 rows."""
+    """`quick_softmax_step`'s assembly: weights, and a thread's sums, m and factors, which stand in its first three groups of
+    columns. A warp has 16 rows."""
     scores = torch.stack([even.value, odd.value], -1) * getattr(scale, "value", scale)  # [64, groups, lanes, 2]
     largest, total, weights = m.value.expand(64, 1, 1)[..., None].clone(), torch.zeros(64, 4), torch.zeros(64, 0, 4, 2)
-    for piece in scores.chunk(pieces, dim=1):
+    factors = torch.ones(64, 1, 1, 1)
+    groups = scores.shape[1]
+    for piece in scores.tensor_split([i * groups // pieces for i in range(1, pieces)], dim=1):
         found = torch.exp2(piece - largest)
         high = ~(found.sum(dim=(1, 3)) < 256).unflatten(0, (4, 16)).flatten(1).all(1)
         high = high.repeat_interleave(16)[:, None, None, None]
-        top = piece.amax(dim=(1, 2, 3), keepdim=True)
-        raised = torch.where(high & (top > largest + 8), top, largest)
+        top = piece.where(~piece.isnan(), -torch.inf).amax(dim=(1, 2, 3), keepdim=True)  # as max.f32 has it
+        raised = torch.where(high & (top > largest + 2), top, largest)
         shift = torch.where(high & (raised == -torch.inf), 0.0, raised)
         factor = torch.where(high, torch.exp2(largest - shift), 1.0)
         found = torch.where(high, torch.exp2(piece - shift), found)
-        weights = torch.cat([weights * factor, found], 1)
+        weights, factors = torch.cat([weights * factor, found], 1), factors * factor
         total, largest = total * factor[:, 0, :, 0] + found.sum(dim=(1, 3)), raised
     told = torch.zeros_like(even.value)
-    told[:, 0], told[:, 1] = total, largest[:, 0, :, 0].expand(64, 4)
+    told[:, 0], told[:, 1], told[:, 2] = total, largest[:, 0, :, 0].expand(64, 4), factors[:, 0, :, 0].expand(64, 4)
     return Value(weights[..., 0]), Value(weights[..., 1]), Value(told)
 
 

@@ -167,7 +167,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem),
         QUICK=quick_pieces(problem, tile),
-        QUICK_AHEAD=True,
+        QUICK_AHEAD=8,
         PINGPONG=tile.PINGPONG and not in_quads(problem),  # takes registers, and Philox keeps a warpgroup busy without
         **mask_config(problem, mask),
     )

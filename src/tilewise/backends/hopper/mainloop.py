@@ -295,7 +295,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
         s_tile = add_by_row(s_tile, rows.work, rows.row0, key0, a, not MASKED, C)
     if MASKED:
         s_tile = visible_scores(s_tile, rows, key0, words, C)
-    if C.QUICK > 0:
+    if C.QUICK > 0 and not MASKED:
         p_tile, m, rescale, added = quick_softmax_step(s_tile, state.m, exp2_scale(a, C), C.QUICK, C.QUICK_AHEAD)
         seen = state.seen
     else:

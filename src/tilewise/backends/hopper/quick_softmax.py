@@ -9,24 +9,32 @@ the wait for the maximum before the first exp2. The branch is a warp's own, so a
 from __future__ import annotations
 
 from tilewise.backends.hopper.compat import gl, gluon
-from tilewise.backends.hopper.softmax import INF
 
 MOST = "0f43800000"  # 2**8
-SLACK = "0f41000000"  # 8
+SLACK = "0f40000000"  # 2
 NEVER = "0fFF800000"  # -inf
+ONE = "0f3F800000"
+
+
+@gluon.constexpr_function
+def pieces_of(n, pieces):
+    """n pairs of scores in `Config.QUICK` pieces, in each as many of both rows."""
+    ends = [i * (n // 2) // pieces * 2 for i in range(pieces + 1)]
+    return [range(ends[i], ends[i + 1]) for i in range(pieces)]
 
 
 @gluon.constexpr_function
 def _weighing(n, pieces, ahead):
     """Of a thread with n pairs of adjacent scores, in turn of its two rows. Weights of even columns from $0 on, of odd ones from
-    $n on; from $(2n) on the rows' sums and their m. Scores from $(3n) and $(4n) on, m from $(5n) on, $(6n) the scale. Scores are
-    needed until their piece's sum has been looked at, so more pieces need fewer registers. `ahead`: exp2 of a piece is begun
-    before the sums of the one before it, for it takes a while."""
+    $n on; from $(2n) on the rows' sums, their m and their factors. Scores from $(3n) and $(4n) on, m from $(5n) on, $(6n) the
+    scale. Scores are needed until their piece's sum has been looked at, so more pieces need fewer registers. `ahead`: exp2 of so
+    many pairs of a piece is begun before the sums of the one before it, for it takes a while."""
     scale = f"${6 * n}"
-    sums, ms = ([f"${2 * n + first + row}" for row in range(2)] for first in (0, 2))
+    sums, ms, factors = ([f"${2 * n + first + row}" for row in range(2)] for first in (0, 2, 4))
 
-    def weigh(piece):
-        lines = []
+    def weigh(piece, less):
+        """Relative to minus m, or to another number of the rows."""
+        lines = [] if less != ms else [f"neg.f32 less{row}, {ms[row]};" for row in range(2)]
         for i in piece:
             for where in (i, n + i):
                 lines += [f"fma.rn.f32 ${where}, ${3 * n + where}, {scale}, less{i & 1};"]
@@ -48,31 +56,30 @@ def _weighing(n, pieces, ahead):
         lines = [f"max.f32 x, {scores[0]}, {scores[1]};", *(f"max.f32 x, x, {one};" for one in scores[2:])]
         for lane in (1, 2):
             lines += [f"shfl.sync.bfly.b32 y, x, {lane}, 31, -1;", "max.f32 x, x, y;"]
-        m, total = ms[row], sums[row]
-        lines += [
-            f"mul.f32 x, x, {scale};", f"add.f32 y, {m}, {SLACK};", "setp.gt.f32 more, x, y;", f"selp.f32 x, x, {m}, more;",
-            f"setp.eq.f32 more, x, {NEVER};", "neg.f32 y, x;", f"selp.f32 less{row}, 0f00000000, y, more;",
+        before = [f"${half * n + i}" for i in range(row, piece[0], 2) for half in range(2)]
+        m, older = ms[row], (factors[row], *([sums[row]] if before else []), *before)
+        return [
+            *lines, f"mul.rn.f32 x, x, {scale};", f"add.rn.f32 y, {m}, {SLACK};", "setp.gt.f32 more, x, y;",
+            f"selp.f32 x, x, {m}, more;", f"setp.eq.f32 more, x, {NEVER};", "neg.f32 y, x;",
+            f"selp.f32 less{row}, 0f00000000, y, more;", f"add.rn.f32 y, {m}, less{row};", "ex2.approx.ftz.f32 y, y;",
+            *(f"mul.rn.f32 {one}, {one}, y;" for one in older), f"mov.f32 {m}, x;",
         ]  # fmt: skip
-        if piece[0] > 0:
-            before = [f"${half * n + i}" for i in range(row, piece[0], 2) for half in range(2)]
-            lines += [f"add.f32 y, {m}, less{row};", "ex2.approx.ftz.f32 y, y;"]
-            lines += [f"mul.f32 {one}, {one}, y;" for one in (total, *before)]
-        return [*lines, f"mov.f32 {m}, x;"]
 
     lines = [
         ".reg .f32 x, y, x0, x1, y0, y1, less0, less1;",
         ".reg .pred more, any;",
         *(f"mov.f32 {ms[row]}, ${5 * n + row};" for row in range(2)),
-        *(f"mov.f32 ${2 * n + i}, 0f00000000;" for i in (0, 1, *range(4, n))),
+        *(f"mov.f32 {factors[row]}, {ONE};" for row in range(2)),
+        *(f"mov.f32 ${2 * n + i}, 0f00000000;" for i in range(6, n)),
     ]
-    parts = [range(i * n // pieces, (i + 1) * n // pieces) for i in range(pieces)] + [range(0)]
-    below = [f"neg.f32 less{row}, {ms[row]};" for row in range(2)]
-    lines += [*below, *weigh(parts[0])]
+    parts = [*pieces_of(n, pieces), range(0)]
+    lines += weigh(parts[0], ms)
     for number in range(pieces):
         piece, following = parts[number : number + 2]
-        begun = following if ahead else range(0)
+        begun = following[:ahead]
+        total = "mov.f32 {0}, x{1};" if number == 0 else "add.f32 {0}, {0}, x{1};"
         lines += [
-            *weigh(begun),
+            *weigh(begun, ms),
             *add(piece),
             f"setp.geu.f32 more, x0, {MOST};",
             f"setp.geu.or.f32 more, x1, {MOST}, more;",
@@ -80,13 +87,12 @@ def _weighing(n, pieces, ahead):
             f"@!any bra.uni LOW{number}_${{:uid}};",
             *raised(piece, 0),
             *raised(piece, 1),
-            *weigh(piece),
+            *weigh(piece, ("less0", "less1")),
             *add(piece),
-            *below,
-            *weigh(begun),
+            *weigh(begun, ms),
             f"LOW{number}_${{:uid}}:",
-            *(f"add.f32 {sums[row]}, {sums[row]}, x{row};" for row in range(2)),
-            *([] if ahead else weigh(following)),
+            *(total.format(sums[row], row) for row in range(2)),
+            *weigh(following[ahead:], ms),
         ]
     return "{ " + " ".join(lines) + " }"
 
@@ -94,6 +100,17 @@ def _weighing(n, pieces, ahead):
 @gluon.constexpr_function
 def _operands(n):
     return ",".join(["=&f"] * 3 * n + ["f"] * 4 * n)
+
+
+@gluon.jit
+def _own(x, y):
+    return x
+
+
+@gluon.jit
+def _by_row(x, LAYOUT: gl.constexpr):
+    """Of [64, 4], in whose rows all are equal, the rows."""
+    return gl.convert_layout(gl.reduce(x, 1, _own), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -121,9 +138,9 @@ def quick_softmax_step(s_tile, m, scale, PIECES: gl.constexpr, AHEAD: gl.constex
         ASM, OPERANDS, [even, odd, rows, scale], dtype=(gl.float32, gl.float32, gl.float32), is_pure=True, pack=N // 4
     )
     p_tile = gl.convert_layout(gl.reshape(gl.join(even, odd), [64, N]), s_tile.type.layout, assert_trivial=True)
-    sums, raised = gl.split(gl.reshape(gl.permute(told, (0, 2, 1)), [64, 4, N // 16, 2]))
+    told, raised = gl.split(gl.reshape(gl.permute(told, (0, 2, 1)), [64, 4, N // 16, 2]))
+    sums, factor = gl.split(gl.reshape(told, [64, 4, N // 32, 2]))
     SUMS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
-    added = gl.convert_layout(_first(sums, N // 16), SUMS, assert_trivial=True)
-    new_m = gl.convert_layout(gl.max(_first(raised, N // 16), 1), m.type.layout, assert_trivial=True)
-    rescale = gl.exp2(m - gl.where(new_m == -INF, 0.0, new_m))
+    added = gl.convert_layout(_first(sums, N // 32), SUMS, assert_trivial=True)
+    new_m, rescale = _by_row(_first(raised, N // 16), m.type.layout), _by_row(_first(factor, N // 32), m.type.layout)
     return p_tile, new_m, rescale, added
