@@ -117,6 +117,12 @@ def rescaled(o_tile: Value, factor: Value) -> Value:
     )
 
 
+def largest_of(x: torch.Tensor) -> torch.Tensor:
+    """Of a row, as max.f32 has it: what is no number counts only where nothing else is there."""
+    return torch.where(x.isnan().all(dim=(1, 2, 3), keepdim=True), torch.nan, x.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(
+        dim=(1, 2, 3), keepdim=True))
+
+
 def weighed(even: Value, odd: Value, m: Value, scale: Any, pieces: int) -> tuple[Value, Value, Value]:
     """`quick_softmax_step`'s assembly: weights, and a thread's sums, m and factors, which stand in its first three groups of
     columns. A warp has 16 rows."""
@@ -126,10 +132,11 @@ def weighed(even: Value, odd: Value, m: Value, scale: Any, pieces: int) -> tuple
     groups = scores.shape[1]
     for piece in scores.tensor_split([i * groups // pieces for i in range(1, pieces)], dim=1):
         found = torch.exp2(piece - largest)
-        high = ~(found.sum(dim=(1, 3)) < 256).unflatten(0, (4, 16)).flatten(1).all(1)
+        sums = found.sum(dim=(1, 3))
+        high = ~(sums < 256).unflatten(0, (4, 16)).flatten(1).all(1)
         high = high.repeat_interleave(16)[:, None, None, None]
-        top = piece.where(~piece.isnan(), -torch.inf).amax(dim=(1, 2, 3), keepdim=True)  # as max.f32 has it
-        raised = torch.where(high & (top > largest + 2), top, largest)
+        own = ~(largest_of(sums[:, None, :, None]) < 256)
+        raised = torch.where(high & own, torch.fmax(largest_of(piece), largest), largest)
         shift = torch.where(high & (raised == -torch.inf), 0.0, raised)
         factor = torch.where(high, torch.exp2(largest - shift), 1.0)
         found = torch.where(high, torch.exp2(piece - shift), found)

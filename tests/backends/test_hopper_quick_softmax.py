@@ -16,6 +16,7 @@ from tilewise.backends.hopper.quick_softmax import _weighing
 
 pytest.importorskip("triton")
 LANES = 32
+LANE = torch.arange(LANES)
 F32 = np.float32
 
 
@@ -69,10 +70,22 @@ def play(text: str, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return registers
 
 
+def played(
+    n: int, pieces: int, ahead: int, warp: int, s_tile: torch.Tensor, m: torch.Tensor, scale: float
+) -> dict[str, np.ndarray]:
+    """A warp's registers, of scores [64, groups, lanes, 2] and m [64, 1, 1]."""
+    rows = [16 * warp + LANE // 4 + 8 * row for row in range(2)]
+    given = {
+        f"${(3 + half) * n + i}": s_tile[rows[i % 2], i // 2, LANE % 4, half].numpy() for half in range(2) for i in range(n)
+    }
+    given |= {f"${5 * n + row}": m[rows[row], 0, 0].numpy() for row in range(2)} | {f"${6 * n}": np.full(LANES, F32(scale))}
+    return play(_weighing.fn(n, pieces, ahead), given)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
-@pytest.mark.parametrize("kind", ["near", "rising", "overflow", "unseen", "late", "nan"])
-@pytest.mark.parametrize("ahead", [0, 2, 8])
-@pytest.mark.parametrize(("n", "pieces"), [(32, 1), (32, 4), (32, 5), (32, 8), (16, 3)])
+@pytest.mark.parametrize("kind", ["near", "rising", "overflow", "unseen", "late", "nan", "inf", "all nan"])
+@pytest.mark.parametrize("ahead", [0, 4])
+@pytest.mark.parametrize(("n", "pieces"), [(32, 1), (32, 5), (32, 8), (16, 3)])
 def test_the_assembly_is_the_formula(n: int, pieces: int, ahead: int, kind: str) -> None:
     torch.manual_seed(n + pieces)
     groups, scale = n // 2, 0.125
@@ -87,20 +100,33 @@ def test_the_assembly_is_the_formula(n: int, pieces: int, ahead: int, kind: str)
         s_tile[5:20, -1, 2, 1] = -4000.0
     if kind == "nan":
         s_tile[40, 3, 1, 0] = torch.nan
+    if kind == "inf":
+        s_tile[40, 3, 1, 0], s_tile[3, 6, 0, 1] = torch.inf, -torch.inf
+    if kind == "all nan":
+        s_tile[40], m[40] = torch.nan, -torch.inf
     even, odd, told = (x.value for x in weighed(Value(s_tile[..., 0]), Value(s_tile[..., 1]), Value(m), scale, pieces))
-    lane = torch.arange(LANES)
     for warp in range(4):
-        rows = [16 * warp + lane // 4 + 8 * row for row in range(2)]
-
-        def of(x: torch.Tensor, i: int, rows: list[torch.Tensor] = rows) -> np.ndarray:
-            return x[rows[i % 2], i // 2, lane % 4].numpy().astype(F32)
-
-        given = {f"${3 * n + i}": of(s_tile[..., 0], i) for i in range(n)} | {
-            f"${4 * n + i}": of(s_tile[..., 1], i) for i in range(n)
-        }
-        given |= {f"${5 * n + row}": m[rows[row], 0, 0].numpy() for row in range(2)} | {f"${6 * n}": np.full(LANES, F32(scale))}
-        found = play(_weighing.fn(n, pieces, ahead), given)
-        wanted = {f"${i}": of(even, i) for i in range(n)} | {f"${n + i}": of(odd, i) for i in range(n)}
-        wanted |= {f"${2 * n + i}": of(told, i) for i in range(6)}
+        found = played(n, pieces, ahead, warp, s_tile, m, scale)
+        rows = [16 * warp + LANE // 4 + 8 * row for row in range(2)]
+        wanted = {f"${half * n + i}": x[rows[i % 2], i // 2, LANE % 4] for half, x in enumerate((even, odd)) for i in range(n)}
+        wanted |= {f"${2 * n + i}": told[rows[i % 2], i // 2, LANE % 4] for i in range(6)}
         for name, want in wanted.items():
-            np.testing.assert_allclose(found[name], want, rtol=2e-5, atol=1e-30, err_msg=f"{name} of warp {warp}")
+            np.testing.assert_allclose(found[name], want.numpy(), rtol=2e-5, atol=1e-30, err_msg=f"{name} of warp {warp}")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("theirs", [0.0, 400.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("ours", [0.0, 3.0, 90.0])
+def test_a_row_does_not_depend_on_others(ours: float, theirs: float) -> None:
+    """They share a warp's branch, but no bit: a query's result is the same whatever comes after it."""
+    n, groups = 32, 16
+    torch.manual_seed(5)
+    s_tile, m = 20 * torch.randn(64, groups, 4, 2), torch.full((64, 1, 1), 5.0)
+    s_tile[7] += ours * torch.arange(groups)[:, None, None]
+    before = played(n, 8, 4, 0, s_tile, m, 0.125)
+    s_tile[8:] += theirs
+    s_tile[:7, 3, 1] += theirs
+    after = played(n, 8, 4, 0, s_tile, m, 0.125)
+    mine = [f"${i}" for i in range(2 * n + 6) if i & 1 == 0]  # of the first of two rows
+    assert all(np.array_equal(before[name][28:], after[name][28:]) for name in mine)
+    assert np.isfinite(before["$0"][28:]).all()

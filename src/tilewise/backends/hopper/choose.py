@@ -166,21 +166,21 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         ALIBI_FIRST=first_alibi(problem, mask),
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem),
-        QUICK=quick_pieces(problem, tile),
-        QUICK_AHEAD=8,
+        **quick_pieces(problem, tile),
         PINGPONG=tile.PINGPONG and not in_quads(problem),  # takes registers, and Philox keeps a warpgroup busy without
         **mask_config(problem, mask),
     )
 
 
-def quick_pieces(problem: Problem, tile: Config) -> int:
-    """What `Config.QUICK` says: four pieces where registers allow, eight else (half as many do where exp2 is not begun ahead). 0
-    with a bias or statistics, which want maxima, and where registers are too few."""
-    tight = tile.BLOCK_DV > 64 and (problem.dropout_p > 0 or problem.varlen)
-    if problem.stats or problem.bias is not None or tight:
-        return 0
-    roomy = tile.WARPGROUPS == 2 and tile.BLOCK_D == 128 and not problem.alibi
-    return 4 if roomy else 8
+def quick_pieces(problem: Problem, tile: Config) -> dict[str, int]:
+    """What `Config.QUICK` and `QUICK_AHEAD` say: large pieces where registers allow. None with a bias or statistics, which want
+    maxima."""
+    if problem.stats or problem.bias is not None:
+        return {"QUICK": 0}
+    if tile.BLOCK_N == 64:
+        return {"QUICK": 4, "QUICK_AHEAD": 0} if tile.BLOCK_DV == 256 else {"QUICK": 2, "QUICK_AHEAD": 8}
+    roomy = tile.WARPGROUPS == 2 and not (crowded(problem) or problem.varlen)
+    return {"QUICK": 4, "QUICK_AHEAD": 8} if roomy else {"QUICK": 8, "QUICK_AHEAD": 4}
 
 
 def words(problem: Problem, mask: IntervalMask, unseen: bool, tile: Config) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from tilewise.backends.hopper.compat import gl, gluon
 
 MOST = "0f43800000"  # 2**8
-SLACK = "0f40000000"  # 2
 NEVER = "0fFF800000"  # -inf
 ONE = "0f3F800000"
 
@@ -51,15 +50,17 @@ def _weighing(n, pieces, ahead):
         return [*lines, *(f"add.f32 x{row}, x{row}, y{row};" for row in range(2))]
 
     def raised(piece, row):
-        """m by the maximum of a piece, and the weights and sums of those before it relative to that."""
+        """m to the maximum of a piece if a lane's sum of the row asks for it, whatever other rows do; and the weights and sums
+        of pieces before relative to that."""
         scores = [f"${3 * n + half * n + i}" for i in piece if i & 1 == row for half in range(2)]
         lines = [f"max.f32 x, {scores[0]}, {scores[1]};", *(f"max.f32 x, x, {one};" for one in scores[2:])]
-        for lane in (1, 2):
-            lines += [f"shfl.sync.bfly.b32 y, x, {lane}, 31, -1;", "max.f32 x, x, y;"]
+        for name in ("x", f"x{row}"):
+            for lane in (1, 2):
+                lines += [f"shfl.sync.bfly.b32 y, {name}, {lane}, 31, -1;", f"max.f32 {name}, {name}, y;"]
         before = [f"${half * n + i}" for i in range(row, piece[0], 2) for half in range(2)]
         m, older = ms[row], (factors[row], *([sums[row]] if before else []), *before)
         return [
-            *lines, f"mul.rn.f32 x, x, {scale};", f"add.rn.f32 y, {m}, {SLACK};", "setp.gt.f32 more, x, y;",
+            *lines, f"setp.geu.f32 more, x{row}, {MOST};", f"mul.rn.f32 x, x, {scale};", f"max.f32 x, x, {m};",
             f"selp.f32 x, x, {m}, more;", f"setp.eq.f32 more, x, {NEVER};", "neg.f32 y, x;",
             f"selp.f32 less{row}, 0f00000000, y, more;", f"add.rn.f32 y, {m}, less{row};", "ex2.approx.ftz.f32 y, y;",
             *(f"mul.rn.f32 {one}, {one}, y;" for one in older), f"mov.f32 {m}, x;",
