@@ -119,8 +119,9 @@ def rescaled(o_tile: Value, factor: Value) -> Value:
 
 def largest_of(x: torch.Tensor) -> torch.Tensor:
     """Of a row, as max.f32 has it: what is no number counts only where nothing else is there."""
-    return torch.where(x.isnan().all(dim=(1, 2, 3), keepdim=True), torch.nan, x.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(
-        dim=(1, 2, 3), keepdim=True))
+    known = ~x.isnan()
+    most = x.where(known, -torch.inf).amax(dim=(1, 2, 3), keepdim=True)
+    return most.where(known.any(dim=(1, 2, 3), keepdim=True), torch.nan)
 
 
 def weighed(even: Value, odd: Value, m: Value, scale: Any, pieces: int) -> tuple[Value, Value, Value]:

@@ -36,7 +36,8 @@ def play(text: str, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return registers[name]
 
     two: dict[str, Callable[[Any, Any], Any]] = {
-        "add.f32": np.add, "add.rn.f32": np.add, "mul.rn.f32": np.multiply, "max.f32": np.fmax, "setp.gt.f32": np.greater, "setp.eq.f32": np.equal,
+        "add.f32": np.add, "add.rn.f32": np.add, "mul.rn.f32": np.multiply, "max.f32": np.fmax,
+        "setp.eq.f32": np.equal,
         "setp.geu.f32": lambda x, y: ~(x < y),
     }  # fmt: skip
     at = 0

@@ -179,7 +179,7 @@ def quick_pieces(problem: Problem, tile: Config) -> dict[str, int]:
         return {"QUICK": 0}
     if tile.BLOCK_N == 64:
         return {"QUICK": 4, "QUICK_AHEAD": 0} if tile.BLOCK_DV == 256 else {"QUICK": 2, "QUICK_AHEAD": 8}
-    roomy = tile.WARPGROUPS == 2 and not (crowded(problem) or problem.varlen)
+    roomy = tile.WARPGROUPS == 2 and tile.BLOCK_D <= 128 and not (crowded(problem) or problem.varlen)
     return {"QUICK": 4, "QUICK_AHEAD": 8} if roomy else {"QUICK": 8, "QUICK_AHEAD": 4}
 
 

@@ -2,8 +2,9 @@
 
 m only has to be near the running maximum (`softmax_step`), and a sum of weights tells how near: while a lane's part of it is
 below 2**8, so is every weight. A step sums anyway, so it looks at the sum. A warp of which a row has a larger one, or has seen no
-key before, or holds a NaN, then takes its maxima and weighs once more. That spares most steps a comparison for each score, and
-the wait for the maximum before the first exp2. The branch is a warp's own, so all of it is one piece of assembly.
+key before, or holds a NaN, then weighs once more, and that row's m is raised to its maximum; other rows' is not, so that no row's
+result depends on others. That spares most steps a comparison for each score, and the wait for the maximum before the first exp2.
+The branch is a warp's own, so all of it is one piece of assembly.
 """
 
 from __future__ import annotations
