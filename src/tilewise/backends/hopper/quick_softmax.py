@@ -110,9 +110,9 @@ def _own(x, y):
 
 
 @gluon.jit
-def _by_row(x, LAYOUT: gl.constexpr):
-    """Of [64, 4], in whose rows all are equal, the rows."""
-    return gl.convert_layout(gl.reduce(x, 1, _own), LAYOUT, assert_trivial=True)
+def _by_row(x, like):
+    """Of [64, 4], in whose rows all are equal, one each, in the layout of `like`. What is not taken is not shuffled."""
+    return gl.convert_layout(gl.reduce(x, 1, _own), like.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -144,5 +144,4 @@ def quick_softmax_step(s_tile, m, scale, PIECES: gl.constexpr, AHEAD: gl.constex
     sums, factor = gl.split(gl.reshape(told, [64, 4, N // 32, 2]))
     SUMS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
     added = gl.convert_layout(_first(sums, N // 32), SUMS, assert_trivial=True)
-    new_m, rescale = _by_row(_first(raised, N // 16), m.type.layout), _by_row(_first(factor, N // 32), m.type.layout)
-    return p_tile, new_m, rescale, added
+    return p_tile, _by_row(_first(raised, N // 16), m), _by_row(_first(factor, N // 32), m), added
