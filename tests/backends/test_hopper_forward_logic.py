@@ -117,27 +117,19 @@ def rescaled(o_tile: Value, factor: Value) -> Value:
     )
 
 
-def largest_of(x: torch.Tensor) -> torch.Tensor:
-    """Of a row, as max.f32 has it: what is no number counts only where nothing else is there."""
-    known = ~x.isnan()
-    most = x.where(known, -torch.inf).amax(dim=(1, 2, 3), keepdim=True)
-    return most.where(known.any(dim=(1, 2, 3), keepdim=True), torch.nan)
-
-
 def weighed(even: Value, odd: Value, m: Value, scale: Any, pieces: int) -> tuple[Value, Value, Value]:
     """`quick_softmax_step`'s assembly: weights, and a thread's sums, m and factors, which stand in its first three groups of
     columns. A warp has 16 rows."""
     scores = torch.stack([even.value, odd.value], -1) * getattr(scale, "value", scale)  # [64, groups, lanes, 2]
     largest, total, weights = m.value.expand(64, 1, 1)[..., None].clone(), torch.zeros(64, 4), torch.zeros(64, 0, 4, 2)
     factors = torch.ones(64, 1, 1, 1)
-    groups = scores.shape[1]
-    for piece in scores.tensor_split([i * groups // pieces for i in range(1, pieces)], dim=1):
+    fours = scores.shape[1] // 2
+    for piece in scores.tensor_split([i * fours // pieces * 2 for i in range(1, pieces)], dim=1):
         found = torch.exp2(piece - largest)
-        sums = found.sum(dim=(1, 3))
-        high = ~(sums < 256).unflatten(0, (4, 16)).flatten(1).all(1)
-        high = high.repeat_interleave(16)[:, None, None, None]
-        own = ~(largest_of(sums[:, None, :, None]) < 256)
-        raised = torch.where(high & own, torch.fmax(largest_of(piece), largest), largest)
+        low = (found.unflatten(1, (-1, 2)).sum(dim=(2, 4)) < 256).flatten(1).all(1)
+        high = ~low.unflatten(0, (4, 16)).all(1).repeat_interleave(16)[:, None, None, None]
+        top = piece.where(~piece.isnan(), -torch.inf).amax(dim=(1, 2, 3), keepdim=True)  # as max.f32 has it
+        raised = torch.where(high & (top > largest + 8), top, largest)
         shift = torch.where(high & (raised == -torch.inf), 0.0, raised)
         factor = torch.where(high, torch.exp2(largest - shift), 1.0)
         found = torch.where(high, torch.exp2(piece - shift), found)

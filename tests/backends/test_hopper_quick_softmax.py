@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -37,8 +38,7 @@ def play(text: str, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
     two: dict[str, Callable[[Any, Any], Any]] = {
         "add.f32": np.add, "add.rn.f32": np.add, "mul.rn.f32": np.multiply, "max.f32": np.fmax,
-        "setp.eq.f32": np.equal,
-        "setp.geu.f32": lambda x, y: ~(x < y),
+        "setp.eq.f32": np.equal, "setp.gt.f32": np.greater, "setp.geu.f32": lambda x, y: ~(x < y),
     }  # fmt: skip
     at = 0
     while at < len(lines):
@@ -131,3 +131,16 @@ def test_a_row_does_not_depend_on_others(ours: float, theirs: float) -> None:
     mine = [f"${i}" for i in range(2 * n + 6) if i & 1 == 0]  # of the first of two rows
     assert all(np.array_equal(before[name][28:], after[name][28:]) for name in mine)
     assert np.isfinite(before["$0"][28:]).all()
+
+
+@pytest.mark.parametrize("pieces", [1, 4, 8])
+def test_sums_are_those_of_lane_sum_to_the_bit(pieces: int) -> None:
+    """Where statistics are asked for, steps take maxima and add up by `lane_sum`: the output is the same."""
+    n = 32
+    torch.manual_seed(6)
+    s_tile, m = 10 * torch.randn(64, n // 2, 4, 2), torch.full((64, 1, 1), 5.0)
+    found = played(n, pieces, 2, 0, s_tile, m, 0.125)
+    for row in range(2):
+        pairs = [found[f"${i}"] + found[f"${n + i}"] for i in range(row, n, 2)]
+        fours = [x + y for x, y in zip(pairs[::2], pairs[1::2], strict=True)]
+        assert np.array_equal(found[f"${2 * n + row}"], functools.reduce(np.add, fours))

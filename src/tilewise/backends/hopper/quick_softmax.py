@@ -1,10 +1,10 @@
 """The online softmax of a tile without its maximum: weights relative to the m that is there, unless their sum asks for more.
 
-m only has to be near the running maximum (`softmax_step`), and a sum of weights tells how near: while a lane's part of it is
-below 2**8, so is every weight. A step sums anyway, so it looks at the sum. A warp of which a row has a larger one, or has seen no
-key before, or holds a NaN, then weighs once more, and that row's m is raised to its maximum; other rows' is not, so that no row's
-result depends on others. That spares most steps a comparison for each score, and the wait for the maximum before the first exp2.
-The branch is a warp's own, so all of it is one piece of assembly.
+m only has to be near the running maximum (`softmax_step`), and a sum of weights tells how near: while a sum of four is below 2**8,
+so is every weight. A step sums anyway, so it looks at these. A warp of which a row has a larger one, or has seen no key before, or
+holds a NaN, then weighs once more, and m is raised as ever: for a row, whatever the others do. That spares most steps a comparison
+for each score, and the wait for the maximum before the first exp2. The branch is a warp's own, so all of it is one piece of
+assembly. Where no m is raised the results are `softmax_step`'s, to the bit.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from __future__ import annotations
 from tilewise.backends.hopper.compat import gl, gluon
 
 MOST = "0f43800000"  # 2**8
+SLACK = "0f41000000"  # 8
 NEVER = "0fFF800000"  # -inf
 ONE = "0f3F800000"
 
 
 @gluon.constexpr_function
 def pieces_of(n, pieces):
-    """n pairs of scores in `Config.QUICK` pieces, in each as many of both rows."""
-    ends = [i * (n // 2) // pieces * 2 for i in range(pieces + 1)]
+    """n pairs of scores in `Config.QUICK` pieces, each of whole fours: two of both rows."""
+    ends = [i * (n // 4) // pieces * 4 for i in range(pieces + 1)]
     return [range(ends[i], ends[i + 1]) for i in range(pieces)]
 
 
@@ -42,33 +43,34 @@ def _weighing(n, pieces, ahead):
         return lines
 
     def add(piece):
+        """Sums of two pairs to the rows' sums, as `lane_sum` has it; `more`: one of them is too large."""
         lines = []
-        for i in piece:
-            row = i & 1
-            for name, where in (("x", i), ("y", n + i)):
-                begins = i < piece[0] + 2
-                lines += [f"mov.f32 {name}{row}, ${where};" if begins else f"add.f32 {name}{row}, {name}{row}, ${where};"]
-        return [*lines, *(f"add.f32 x{row}, x{row}, y{row};" for row in range(2))]
+        for first in piece[::4]:
+            for row in range(2):
+                pairs = [f"${i}, ${n + i}" for i in (first + row, first + row + 2)]
+                lines += [f"add.f32 x{row}, {pairs[0]};", f"add.f32 y{row}, {pairs[1]};", f"add.f32 x{row}, x{row}, y{row};"]
+                ored, last = ("", "") if first + row == piece[0] else (".or", ", more")
+                lines += [f"setp.geu{ored}.f32 more, x{row}, {MOST}{last};"]
+                lines += [f"mov.f32 t{row}, x{row};" if first == 0 else f"add.f32 t{row}, t{row}, x{row};"]
+        return lines
 
     def raised(piece, row):
-        """m to the maximum of a piece if a lane's sum of the row asks for it, whatever other rows do; and the weights and sums
-        of pieces before relative to that."""
+        """m by the maximum of a piece, as `softmax_step` has it, and the weights and sums of those before relative to that."""
         scores = [f"${3 * n + half * n + i}" for i in piece if i & 1 == row for half in range(2)]
         lines = [f"max.f32 x, {scores[0]}, {scores[1]};", *(f"max.f32 x, x, {one};" for one in scores[2:])]
-        for name in ("x", f"x{row}"):
-            for lane in (1, 2):
-                lines += [f"shfl.sync.bfly.b32 y, {name}, {lane}, 31, -1;", f"max.f32 {name}, {name}, y;"]
+        for lane in (1, 2):
+            lines += [f"shfl.sync.bfly.b32 y, x, {lane}, 31, -1;", "max.f32 x, x, y;"]
         before = [f"${half * n + i}" for i in range(row, piece[0], 2) for half in range(2)]
-        m, older = ms[row], (factors[row], *([sums[row]] if before else []), *before)
+        m, older = ms[row], (factors[row], *([sums[row]] if before else []), *before)  # sums: without the piece
         return [
-            *lines, f"setp.geu.f32 more, x{row}, {MOST};", f"mul.rn.f32 x, x, {scale};", f"max.f32 x, x, {m};",
+            *lines, f"mul.rn.f32 x, x, {scale};", f"add.rn.f32 y, {m}, {SLACK};", "setp.gt.f32 more, x, y;",
             f"selp.f32 x, x, {m}, more;", f"setp.eq.f32 more, x, {NEVER};", "neg.f32 y, x;",
             f"selp.f32 less{row}, 0f00000000, y, more;", f"add.rn.f32 y, {m}, less{row};", "ex2.approx.ftz.f32 y, y;",
             *(f"mul.rn.f32 {one}, {one}, y;" for one in older), f"mov.f32 {m}, x;",
         ]  # fmt: skip
 
     lines = [
-        ".reg .f32 x, y, x0, x1, y0, y1, less0, less1;",
+        ".reg .f32 x, y, x0, x1, y0, y1, t0, t1, less0, less1;",
         ".reg .pred more, any;",
         *(f"mov.f32 {ms[row]}, ${5 * n + row};" for row in range(2)),
         *(f"mov.f32 {factors[row]}, {ONE};" for row in range(2)),
@@ -79,21 +81,21 @@ def _weighing(n, pieces, ahead):
     for number in range(pieces):
         piece, following = parts[number : number + 2]
         begun = following[:ahead]
-        total = "mov.f32 {0}, x{1};" if number == 0 else "add.f32 {0}, {0}, x{1};"
+        start = [] if number == 0 else [f"mov.f32 t{row}, {sums[row]};" for row in range(2)]
         lines += [
             *weigh(begun, ms),
+            *start,
             *add(piece),
-            f"setp.geu.f32 more, x0, {MOST};",
-            f"setp.geu.or.f32 more, x1, {MOST}, more;",
             "vote.sync.any.pred any, more, -1;",
             f"@!any bra.uni LOW{number}_${{:uid}};",
             *raised(piece, 0),
             *raised(piece, 1),
             *weigh(piece, ("less0", "less1")),
+            *start,
             *add(piece),
             *weigh(begun, ms),
             f"LOW{number}_${{:uid}}:",
-            *(total.format(sums[row], row) for row in range(2)),
+            *(f"mov.f32 {sums[row]}, t{row};" for row in range(2)),
             *weigh(following[ahead:], ms),
         ]
     return "{ " + " ".join(lines) + " }"
