@@ -19,7 +19,7 @@ from tilewise.backends.gpu.structs import Head, KeyTile, Listed, QueryTile
 
 LATE_UP_TO = tl.constexpr(32)
 """Queries of a tile whose delta is waited for behind the product dP, so that exponentials run beside that product. With more of
-them, what is alive at a time does not fit the registers."""
+them it takes registers that only kernels without PARTIAL tiles have."""
 
 
 @triton.jit
@@ -113,6 +113,7 @@ def queries_step(a, g, seq, desc, keys, sums, m, mask, MODE: tl.constexpr, C: tl
     """
     dk, dv = sums
     MAPPED: tl.constexpr = desc[2] is not None and MODE != mp.CAREFUL
+    LATE: tl.constexpr = C.ALL_FULL or C.BLOCK_M <= LATE_UP_TO
     ok = mask[0]
     rows = tl.arange(0, C.BLOCK_M)
     q = m + rows
@@ -151,11 +152,11 @@ def queries_step(a, g, seq, desc, keys, sums, m, mask, MODE: tl.constexpr, C: tl
     if C.DROPOUT:  # a dropped weight has a minus sign from here on: what is kept takes no registers of its own
         p_tile *= 2.0 * tt.dropout_keep(a, seq, q[None, :], keys.n, C) - 1.0
     if MAPPED:  # a wgmma whose result is used is waited for at once, but a sum is not: dV runs beside dS
-        if C.BLOCK_M > LATE_UP_TO:
+        if not LATE:
             delta = desc[3].load([first])
         if g.dk is not None:
             products = tt.product(keys.v_tile, dout_tile, C)  # [N, M]
-        if C.BLOCK_M <= LATE_UP_TO:
+        if LATE:
             delta = desc[3].load([first])
     if g.dv is not None:
         dropped_tile = p_tile
@@ -216,12 +217,12 @@ def listed_sums(a, g, b, kv_h, group, desc, keys, C: tl.constexpr):
         seq = tt.seq_info(a, b, kv_h * group + i, C)
         row = wk.list_row(a, seq, seq.k_start, keys.n // C.BLOCK_N, C.BLOCK_N, C)
         dk, dv = stream_listed_queries(a, g, seq, desc, keys, (dk, dv), Listed(row, (), None), False, WHOLE, C)
-        # what only PARTIAL tiles ask for is loaded here: it would take registers of the loop above
-        ids = None
-        if C.LISTS.ids:
-            ids = wk.key_ids(a, seq, keys.n + tl.arange(0, C.BLOCK_N))
-        listed = Listed(row, wk.load_terms(a, seq, C), ids)
-        dk, dv = stream_listed_queries(a, g, seq, desc, keys, (dk, dv), listed, True, PART, C)
+        if not C.ALL_FULL:  # what PARTIAL tiles ask for is loaded here: it would take registers of the loop above
+            ids = None
+            if C.LISTS.ids:
+                ids = wk.key_ids(a, seq, keys.n + tl.arange(0, C.BLOCK_N))
+            listed = Listed(row, wk.load_terms(a, seq, C), ids)
+            dk, dv = stream_listed_queries(a, g, seq, desc, keys, (dk, dv), listed, True, PART, C)
     return dk, dv
 
 
@@ -265,7 +266,7 @@ def keys_kernel(a, g, q_desc, dout_desc, lse_desc, delta_desc, C: tl.constexpr):
 
     if C.LISTED:
         dk, dv = listed_sums(a, g, b, kv_h, group, desc, keys, C)
-        if not C.CAREFUL:  # infinite perhaps because of a query that sees nothing
+        if not (C.CAREFUL or C.ALL_FULL):  # infinite perhaps because of a query that sees nothing
             tl.store(a.flags_ptr + tl.program_id(0), (tt.any_infinite(dk) | tt.any_infinite(dv)).to(tl.int32))
     else:
         n1 = tl.minimum(n0 + C.BLOCK_N, seq.len_k)
@@ -374,12 +375,13 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
         row = wk.list_row(a, seq, seq.q_start, tile, C.BLOCK_M, C)
         WHOLE: tl.constexpr = mp.CAREFUL if C.CAREFUL and a.bias is not None else mp.FULL
         dq = stream_listed_keys(a, seq, desc, resident, dq, Listed(row, (), None), False, WHOLE, C)
-        ids = None
-        if C.LISTS.ids:
-            ids = wk.query_ids(a, seq, q)
-        listed = Listed(row, wk.load_terms(a, seq, C), ids)
-        dq = stream_listed_keys(a, seq, desc, resident, dq, listed, True, mp.CAREFUL if C.CAREFUL else mp.MASKED, C)
-        if not C.CAREFUL:  # infinite perhaps because of a key that nobody sees
+        if not C.ALL_FULL:
+            ids = None
+            if C.LISTS.ids:
+                ids = wk.query_ids(a, seq, q)
+            listed = Listed(row, wk.load_terms(a, seq, C), ids)
+            dq = stream_listed_keys(a, seq, desc, resident, dq, listed, True, mp.CAREFUL if C.CAREFUL else mp.MASKED, C)
+        if not (C.CAREFUL or C.ALL_FULL):  # infinite perhaps because of a key that nobody sees
             tl.store(a.flags_ptr + tl.program_id(0), tt.any_infinite(dq).to(tl.int32))
     else:
         lo, hi, full_lo, full_hi = mp.key_bounds(a.mask, seq, m0, m1, C)
