@@ -85,6 +85,8 @@ def all_full(problem: Problem, sizes: tuple[int, int]) -> bool:
     """Is every tile FULL or EMPTY, whatever the mask's tables hold, and nothing in it hidden by a bias?"""
     if problem.varlen or problem.bias is not None or problem.seqlen_q % sizes[0] or problem.seqlen_k % sizes[1]:
         return False
+    if list_layout(problem.program, *sizes).program:
+        return False
     return all(whole_tiles(literal, *sizes) for term in problem.program.terms() for literal in term)
 
 
