@@ -185,7 +185,8 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
             into = split_g._replace(dq=None, dk=None if only == "dv" else g.dk, dv=None if only == "dk" else g.dv)
             args = (a, into, *descriptors(q, do, tile.block_q, maps))
-            args += row_maps(lse2, delta, tile, spec, config.LISTED and args[2] is not None)
+            narrow = config.LISTED and not config.FP16_SPLIT  # in two parts there are no registers for dP before dV
+            args += row_maps(lse2, delta, tile, spec, narrow and args[2] is not None)
             return Launch(keys_kernel, programs, args, config, options(tile, spec))
 
         def queries(tile: TilePlan) -> Launch:
@@ -271,7 +272,7 @@ def worth_maps(problem: Problem) -> bool:
 def row_maps(
     lse2: Tensor, delta: Tensor, tile: TilePlan, spec: DeviceSpec, wanted: bool
 ) -> tuple[Descriptor | None, Descriptor | None]:
-    """Tensor maps of the statistics of all rows, one after another, for a wgmma's columns: elsewhere nothing was measured."""
+    """Tensor maps of the statistics of all rows, one after another, for the columns of a wgmma."""
     if not wanted or onchip.instruction(tile, spec) != "wgmma" or lse2.numel() >= 1 << 31:
         return None, None
     first, second = (Descriptor(x, [x.numel()], [1], [tile.block_q]) for x in (lse2, delta))

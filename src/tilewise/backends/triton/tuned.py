@@ -6,10 +6,11 @@ it can be measured again and struck out when the model or the kernel improves.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
-from tilewise.backends.gpu.lists import walks_lists
+from tilewise.backends.gpu.lists import block_sizes, walks_lists
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
 
@@ -60,13 +61,15 @@ class Tuned:
 
 def features_of(problem: Problem) -> list[str]:
     """What is added to the scores or changes the weights, "several" where that is more than one thing. Where there is none of it,
-    "documents" if the mask has some, "tables" if it is made of blocks and `selected` alone."""
+    "documents" if the mask has some, "tables" if it is made of blocks and `selected` alone, and the lengths of whole blocks."""
     given = {"bias": problem.bias, "alibi": problem.alibi, "softcap": problem.softcap, "dropout": problem.dropout_p}
     names = [name for name, value in given.items() if value]
     if not names and walks_lists(problem):
         kinds = problem.program.kinds
-        documents, tables = any(kind.is_documents for kind in kinds), all(kind.is_blocks or kind.is_selected for kind in kinds)
-        return ["documents"] * documents + ["tables"] * tables
+        if any(kind.is_documents for kind in kinds):
+            return ["documents"]
+        tables, sides = all(kind.is_blocks or kind.is_selected for kind in kinds), (problem.seqlen_q, problem.seqlen_k)
+        return ["tables"] if tables and not any(map(operator.mod, sides, block_sizes(problem.program))) else []
     return [*names, "several"] if len(names) > 1 else names
 
 
