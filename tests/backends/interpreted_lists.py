@@ -290,7 +290,7 @@ def check_results() -> None:
 
 
 def check_all_full() -> None:
-    """Masks of tables alone, made of whole tiles, have no PARTIAL tile, which is what kernels without a loop over these rest on."""
+    """Masks of tables alone, made of whole tiles, have no PARTIAL tile: kernels without a loop over these rest on it."""
     torch.manual_seed(0)
     length, tile = 64, (16, 32)
     table, rows = torch.rand(2, 2, 2, 2) < 0.5, torch.rand(1, 1, 4, 1) < 0.5

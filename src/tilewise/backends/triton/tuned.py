@@ -39,7 +39,7 @@ class Tuned:
     packed: bool | None = None
     """True only for packed sequences, False only without them, None for both."""
     features: tuple[str, ...] = ()
-    """Only with one of these: bias, alibi, softcap, dropout, several (of them), documents or tables (alone). () for all problems."""
+    """Only with one of these: bias, alibi, softcap, dropout, several (of them), documents, tables (alone). () for all."""
     spills: int = 0
     """Accesses to local memory in its loops, by the compiler: it was the fastest tile all the same."""
 
