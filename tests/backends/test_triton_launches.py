@@ -153,11 +153,13 @@ def test_statistics_come_by_tensor_maps_where_lists_are_walked() -> None:
     """And where a warpgroup multiplies: elsewhere kernels are as they were measured."""
     table = torch.ones(1, 1, 4, 4, dtype=torch.bool)
 
-    def maps(device: str, mask: Mask | None) -> list[object]:
-        return [x if x is None else (x.shape, x.block_shape) for x in listed_launches(device, mask)["keys_kernel"][0].args[4:]]
+    def maps(device: str, mask: Mask | None, **more: object) -> list[object]:
+        launch = listed_launches(device, mask, **more)["keys_kernel"][0]
+        return [x if x is None else (x.shape, x.block_shape) for x in launch.args[4:]]
 
     assert maps("h200", blocks(table, 64)) == [([512], [64])] * 2
     assert maps("h200", causal()) == maps("a100", blocks(table, 64)) == maps("b200", blocks(table, 64)) == [None, None]
+    assert maps("h200", blocks(table, 64), softcap=30.0) == maps("h200", blocks(table, 64), dropout_p=0.1) == [None, None]
 
 
 def test_tables_have_tiles_of_their_own_where_they_are_made_of_these() -> None:

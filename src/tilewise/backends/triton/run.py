@@ -185,8 +185,9 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
             into = split_g._replace(dq=None, dk=None if only == "dv" else g.dk, dv=None if only == "dk" else g.dv)
             streamed = descriptors(q, do, tile.block_q, maps)
-            narrow = config.LISTED and not config.FP16_SPLIT  # in two parts there are no registers for dP before dV
-            args = (a, into, *streamed, *row_maps(lse2, delta, tile, spec, narrow and streamed[0] is not None))
+            # with fp32 in two parts, or features, there are no registers for dP before dV
+            plain = config.LISTED and config.FOLD and not (config.FP16_SPLIT or config.DROPOUT)
+            args = (a, into, *streamed, *row_maps(lse2, delta, tile, spec, plain and streamed[0] is not None))
             return Launch(keys_kernel, programs, args, config, options(tile, spec))
 
         def queries(tile: TilePlan) -> Launch:
