@@ -1,4 +1,4 @@
-"""The host's share of a GPU call where there is no GPU: the Hopper backend over tensors in the host's memory, kernels that do nothing.
+"""The host's share of a GPU call where there is no GPU: the Hopper backend over the host's tensors, with kernels that do nothing.
 
 Everything that Python does before and between launches runs as it does for CUDA tensors: the call cache, autograd, the kept lists
 and orders, the recorder. What a driver takes to launch, and to ask for streams, is not there.
@@ -11,8 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from tilewise import dispatch
-from tilewise.api import mask_memory
+from tilewise.api import call_cache, mask_memory
 from tilewise.backends.gpu import record
 from tilewise.backends.gpu.record import Launch, Recorder
 from tilewise.backends.hopper import launch as forward
@@ -33,6 +32,8 @@ class Kernel:
 
     def __init__(self) -> None:
         self.launched = 0
+        self.seen: list[tuple[Any, ...]] | None = None
+        """What it is launched with, if that is wanted."""
 
         def wrapped(launcher: Any) -> Any:
             def inner(*args: Any) -> Any:
@@ -42,6 +43,8 @@ class Kernel:
 
         def count(*args: Any) -> None:
             self.launched += 1
+            if self.seen is not None:
+                self.seen.append(args)
 
         self.launch = wrapped(count)
 
@@ -62,6 +65,8 @@ def without_gpu() -> Iterator[Kernel]:
     kernel, recorder, spec = Kernel(), Recorder(), lookup("h200")
     with ExitStack() as stack:
         add = stack.enter_context
+        stack.callback(mask_memory.forget)  # nothing that is made here serves a call of later
+        add(patch.object(call_cache, "_calls", {}))
         add(patch.dict(REGISTRY, {"hopper": REGISTRY["hopper"]._replace(devices=("cpu",))}))
         add(patch.object(Hopper, "usable", lambda self, device: Verdict(True)))
         add(patch.object(Launch, "compiled", lambda self: kernel))
