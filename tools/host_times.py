@@ -43,6 +43,8 @@ class HostTime:
     both: float
     one_thread: float
     """`both`, where autograd does not pass the backward to a thread of its own."""
+    bound: float
+    """Launches of a call, forward and backward, that were bound to addresses they had not had before."""
 
 
 def least(call: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -52,8 +54,7 @@ def least(call: Callable[[], object], calls: int, device: torch.device) -> float
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
-        for _ in range(calls):
-            call()
+        repeated(call, calls)
         found.append((time.perf_counter() - start) / calls * 1e6)
     return min(found[1:])  # the first one prepares what later ones find
 
@@ -114,12 +115,19 @@ def measured(
 
     backward()  # waits for kernels that are compiled in the background, which would slow the forward
     times = [least(call, calls, device) for call in (lambda: attend(*inputs), backward, both)]
+    with counted_bindings() as bound:
+        repeated(both, calls)
     with torch.autograd.set_multithreading_enabled(False):
-        return HostTime(name, *times, least(both, calls, device))
+        return HostTime(name, *times, least(both, calls, device), len(bound) / calls)
 
 
-def host_times(device: torch.device, calls: int) -> list[HostTime]:
-    return [measured(name, *call, calls, device) for name, call in calls_of(device).items()]
+def repeated(call: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        call()
+
+
+def host_times(device: torch.device, calls: int, besides: Sequence[str] = ()) -> list[HostTime]:
+    return [measured(name, *call, calls, device) for name, call in calls_of(device).items() if name not in besides]
 
 
 def stub() -> AbstractContextManager[object]:
@@ -157,7 +165,7 @@ def print_profile(attend: Callable[..., Tensor], inputs: Sequence[Tensor], calls
             took = least(call, calls, device)
             profiler = Profile()
             with counted_bindings() as bound:
-                profiler.runcall(lambda call=call: [call() for _ in range(calls)])
+                profiler.runcall(repeated, call, calls)
             print(f"{way}: {took:.0f} µs without a profiler, {len(bound) / calls:.2f} launches bound anew in a call")
             Stats(profiler).sort_stats("tottime").print_stats(FUNCTIONS)
 
@@ -180,13 +188,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 parser.error(f"--profile: got {options.profile!r}, need one of {', '.join(known)}")
             print_profile(*known[options.profile], options.calls, device)
             return
-        found = host_times(device, options.calls)
+        found = host_times(device, options.calls, ("SDPA",) if options.without_gpu else ())
     if options.json:
         print(json.dumps([asdict(one) for one in found]))
         return
-    print(f"{'µs':18}{'forward':>10}{'backward':>10}{'both':>10}{'one thread':>12}")
+    print(f"{'µs':18}{'forward':>10}{'backward':>10}{'both':>10}{'one thread':>12}{'bound':>8}")
     for one in found:
-        print(f"{one.call:18}{one.forward:10.0f}{one.backward:10.0f}{one.both:10.0f}{one.one_thread:12.0f}")
+        print(f"{one.call:18}{one.forward:10.0f}{one.backward:10.0f}{one.both:10.0f}{one.one_thread:12.0f}{one.bound:8.2f}")
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ def test_every_call_is_timed(capsys: pytest.CaptureFixture[str], monkeypatch: py
 
 
 def test_the_table_names_what_it_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    row = host_times.HostTime("plain", 31.2, 80.0, 120.7, 110.4)
-    monkeypatch.setattr(host_times, "host_times", lambda device, calls: [row])
+    row = host_times.HostTime("plain", 31.2, 80.0, 120.7, 110.4, 0.25)
+    monkeypatch.setattr(host_times, "host_times", lambda device, calls, besides: [row])
     host_times.main(["--device", "cpu"])
     head, line = capsys.readouterr().out.splitlines()
-    assert head.split() == ["µs", "forward", "backward", "both", "one", "thread"]
-    assert line.split() == ["plain", "31", "80", "121", "110"]
+    assert head.split() == ["µs", "forward", "backward", "both", "one", "thread", "bound"]
+    assert line.split() == ["plain", "31", "80", "121", "110", "0.25"]
 
 
 def test_a_profile_names_functions_and_bindings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

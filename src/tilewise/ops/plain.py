@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from tilewise.backends.base import Backend, Inputs, Needs
 from tilewise.ops.autograd import differentiable_gradients, gradients
 from tilewise.ops.run import forward
-from tilewise.ops.tensors import COUNT, DIFFERENTIABLE, versioned, with_mask
+from tilewise.ops.tensors import COUNT, DIFFERENTIABLE, any_batched, versioned, with_mask
 from tilewise.problem import Problem
 
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -43,11 +43,11 @@ class PlainCall(NamedTuple):
         numbers = tuple(places.index(i) if i in places else -1 for i in DIFFERENTIABLE)
         return cls(problem, backend, chosen, layout, places, numbers)
 
-    def inputs(self, tensors: Sequence[Tensor]) -> Inputs:
-        """Tensors at their places, q, k and v of rank 4. Those of a mask may follow."""
+    def inputs(self, tensors: Sequence[Tensor], quick: bool) -> Inputs:
+        """Tensors at their places, q, k and v of rank 4. Those of a mask may follow. `quick` as in `rank4`."""
         q, k, v = tensors[:3]
         if self.layout != "bhsd":
-            q, k, v = rank4(q, self.layout), rank4(k, self.layout), rank4(v, self.layout)
+            q, k, v = rank4(q, self.layout, quick), rank4(k, self.layout, quick), rank4(v, self.layout, quick)
         if len(self.places) == 3:
             return Inputs(q, k, v)
         found: list[Any] = [q, k, v, *[None] * (COUNT - 3)]
@@ -65,9 +65,9 @@ def attend_plain(call: PlainCall, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return out, lse
     if layout == "bhsd":
         return forward(problem, inputs, call.backend, call.chosen)
-    q, k, v = rank4(inputs.q, layout), rank4(inputs.k, layout), rank4(inputs.v, layout)
+    q, k, v = rank4(inputs.q, layout, True), rank4(inputs.k, layout, True), rank4(inputs.v, layout, True)
     out, lse = forward(problem, Inputs(q, k, v, *inputs[3:]), call.backend, call.chosen)
-    return in_layout(out, layout), lse
+    return in_layout(out, layout, True), lse
 
 
 class PlainAttention(torch.autograd.Function):
@@ -76,14 +76,14 @@ class PlainAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: PlainCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         problem = call.problem
-        inputs = call.inputs(tensors)
+        inputs = call.inputs(tensors, True)
         out, lse = forward(problem, inputs, call.backend, call.chosen)
         if problem.device == "cuda" and "ahead" not in problem.memory:
             from tilewise.ops.ahead import compile_backward  # once for a problem
 
             compile_backward(problem, inputs, (out, lse), call.backend, needs_of(call, ctx.needs_input_grad))
         if call.layout != "bhsd":
-            out = in_layout(out, call.layout).data  # no view: a view that is one of two results cannot be written to
+            out = in_layout(out, call.layout, True).data  # no view: a view that is one of two results cannot be written to
         ctx.call = call
         ctx.save_for_backward(*tensors[:3], *map(versioned, tensors[3:]), out, lse)
         ctx.set_materialize_grads(False)
@@ -96,11 +96,13 @@ class PlainAttention(torch.autograd.Function):
         problem, backend, _, layout, places, numbers = call
         if len(tensors) > len(places):
             problem = with_mask(problem, tensors[len(places) :])
-        inputs, needs = call.inputs(tensors), needs_of(call, ctx.needs_input_grad)
-        if layout != "bhsd":
-            out, dout = rank4(out, layout), None if dout is None else rank4(dout, layout, batched=True)
         # gradients are differentiated only with create_graph, which turns the gradient mode on
-        if not (_grad_mode() or _transforms() is not None or forward_ad._current_level >= 0):
+        short = not (_grad_mode() or _transforms() is not None or forward_ad._current_level >= 0)
+        inputs, needs = call.inputs(tensors, short), needs_of(call, ctx.needs_input_grad)
+        quick = short and (layout == "bhsd" or not any_batched(dout, dlse))
+        if layout != "bhsd":
+            out, dout = rank4(out, layout, short), None if dout is None else rank4(dout, layout, quick)
+        if short:
             grads = gradients(problem, backend, needs, dout, dlse, out, lse, inputs)
         elif dout is None and dlse is None:
             return (None,) * (1 + len(tensors))
@@ -108,7 +110,7 @@ class PlainAttention(torch.autograd.Function):
             dout = torch.zeros_like(out) if dout is None else dout
             grads = differentiable_gradients(problem, backend, needs, dout, dlse, out, lse, inputs)
         if layout != "bhsd":
-            grads = (*[None if x is None else in_layout(x, layout) for x in grads[:3]], *grads[3:])
+            grads = (*[None if x is None else in_layout(x, layout, quick) for x in grads[:3]], *grads[3:])
         if len(tensors) == 3:
             return (None, *grads[:3])
         placed: list[Tensor | None] = [None] * (1 + len(tensors))
@@ -129,18 +131,21 @@ def needs_of(call: PlainCall, required: Sequence[bool]) -> Needs:
     return Needs(*[i >= 0 and required[1 + i] for i in call.numbers])
 
 
-def rank4(x: Tensor, layout: str, batched: bool = False) -> Tensor:
-    """A tensor in the user's layout as backends take it. `batched`: it may come in a batch of `is_grads_batched`."""
+def rank4(x: Tensor, layout: str, quick: bool) -> Tensor:
+    """A tensor in the user's layout as backends take it. `quick`: neither a graph nor a transform sees it."""
     if layout != "packed":
         return x if layout == "bhsd" else x.transpose(1, 2)
-    if batched or _grad_mode():
+    if not quick:
         return x.unsqueeze(0).transpose(1, 2)
     (t, h, d), (step_t, step_h, step_d) = x.shape, x.stride()
     return x.as_strided((1, h, t, d), (t * step_t, step_h, step_t, step_d))  # the same by one call
 
 
-def in_layout(x: Tensor, layout: str) -> Tensor:
+def in_layout(x: Tensor, layout: str, quick: bool) -> Tensor:
     """The other way."""
-    if layout == "packed":
+    if layout != "packed":
+        return x if layout == "bhsd" else x.transpose(1, 2)
+    if not quick:
         return x.squeeze(0).transpose(0, 1)
-    return x if layout == "bhsd" else x.transpose(1, 2)
+    (_, h, t, d), (_, step_h, step_t, step_d) = x.shape, x.stride()
+    return x.as_strided((t, h, d), (step_t, step_h, step_d))
