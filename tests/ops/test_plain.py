@@ -72,8 +72,8 @@ def test_gradients_of_any_kind(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_and_back(layout: str) -> None:
-    x = drawn(layout, grad=False)[0]
-    for x in (x, torch.cat([x, x], -1)[..., 3:9], x[..., :2, :]):
+    whole = drawn(layout, grad=False)[0]
+    for x in (whole, torch.cat([whole, whole], -1)[..., 3:9], whole[..., :2, :]):
         inner = rank4(x, layout, False)
         assert inner.ndim == 4 and inner.shape[1] == x.shape[1 if layout == "bhsd" else -2]
         for quick in (False, True):
