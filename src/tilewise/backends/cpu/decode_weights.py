@@ -8,7 +8,7 @@ VPDPBUSD. Four keys of a column lie behind each other in a register, so that
 
 is exact; what is rounded is a weight, by half a unit at most. A block whose least weight that is not 0 is less than
 2**-SPREAD of the largest, or that has a weight which is negative or no number, multiplies floats instead. So a weight errs by
-2**-(BITS - SPREAD) of itself at most: less than float16 numbers do.
+2**-(BITS - SPREAD - 1) of itself at most, 2**-12: half of what float16 numbers do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilewise.backends.cpu.spec import BYTE_COLUMNS, UNROLL, WEIGHT_LIMBS, round
 
 LIMBS = WEIGHT_LIMBS
 BITS = 8 * LIMBS - 1
-SPREAD = BITS - 12
+SPREAD = BITS - 13
 ROUND_UP = 1 << (MANTISSA - 6)
 """Added to the largest weight's bits: what is within 1.6 % of the next power of two counts as that, for digits carry."""
 SIXTEEN = 16

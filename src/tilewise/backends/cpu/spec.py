@@ -76,9 +76,8 @@ class Kernel(NamedTuple):
 
     @property
     def weighs_bytes(self) -> bool:
-        """Does decoding multiply int8 values as they are? With short vectors that pays for two rows: more of them share what
-        converting costs, and products of three bytes take more instructions than those of floats."""
-        return self.bytes and (self.tile.keys == 2 or (self.tile.keys > 2 and self.tile.lanes > UNROLL))
+        """Does decoding multiply int8 values as they are? Of one row, weights are used before there are four of them."""
+        return self.bytes and self.tile.keys > 1
 
     @property
     def backwards(self) -> bool:
