@@ -3,7 +3,6 @@ compile the same kernel for a GPU."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from hashlib import sha256
@@ -37,6 +36,8 @@ def one_worker_compiles_a_kernel(tmp_path_factory: pytest.TempPathFactory) -> It
     if not (torch.cuda.is_available() and os.environ.get("PYTEST_XDIST_WORKER")):
         yield
         return
+    import fcntl  # where there is Triton, there is this
+
     from tilewise.backends.gpu import launch
 
     compile_for, locks = launch.compile_for, tmp_path_factory.getbasetemp().parent / "kernels"

@@ -236,7 +236,8 @@ def test_light_values_are_not_lost(fall: int) -> None:
     scale = torch.log(torch.tensor(2.0)) * fall
     out = attend(q, k, v, k_scale=scale)
     light = (keys - 1) * 2.0**-fall
-    torch.testing.assert_close(out.float(), torch.full_like(out.float(), 127 * light / (1 + light)), rtol=2.0**-7, atol=0)
+    rounding = 2.0**-8 + 2.0**-12  # of the output, and of a weight
+    torch.testing.assert_close(out.float(), torch.full_like(out.float(), 127 * light / (1 + light)), rtol=rounding, atol=0)
 
 
 @pytest.mark.usefixtures("processor")
@@ -289,7 +290,9 @@ def test_who_multiplies_bytes() -> None:
     assert not plan.multiplies_bytes(problem(), "decode", replace(XEON, isa="avx2"))
     assert not plan.multiplies_bytes(replace(problem(), stored="float8_e4m3fn"), "decode", N1)
     said = "\n".join(plan.tiles(problem(), N1)["decode"].reasons)
-    assert "multiplied as bytes" in said
+    assert "int8 keys and values are multiplied as bytes" in said
+    said = "\n".join(plan.tiles(problem(head_dim_v=40), N1)["decode"].reasons)
+    assert "int8 keys are multiplied as bytes" in said, "as the kernel does where values have no whole sixteens"
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,9 @@ class BlockDecode(ByteValues, Decode):
 
     def emit_block(self) -> Any:
         self.phases = (self.emit_dots(), self.emit_softmax(), self.emit_values())
-        self.byte_dots = self.emit_byte_dots() if self.kernel.bytes else None
-        self.byte_phases = (self.emit_weights(), self.emit_byte_values()) if self.kernel.weighs_bytes else (None, None)
+        self.byte_phases = (None, None, None)
+        if self.kernel.bytes:
+            self.byte_phases = (self.emit_byte_dots(), self.emit_weights(), self.emit_byte_values())
         return self.emit_phases("block")
 
     @kernel_function()
@@ -46,8 +47,8 @@ class BlockDecode(ByteValues, Decode):
                         self.call(e, phase, r0)
 
         dots, softmax, values = self.phases
-        weights, byte_values = self.byte_phases
-        run(dots, self.byte_dots, "exact")
+        byte_dots, weights, byte_values = self.byte_phases
+        run(dots, byte_dots, "exact")
         run(softmax)
         run(values, byte_values, "counted", weights)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewise.backends.cpu import frames
 from tilewise.backends.cpu.frames import Tiles
-from tilewise.backends.cpu.spec import Kernel
+from tilewise.backends.cpu.spec import BYTE_COLUMNS, Kernel
 from tilewise.hardware.spec import DeviceSpec, KiB
 from tilewise.model.cpu import register_tile
 from tilewise.problem import Problem
@@ -12,7 +12,7 @@ from tilewise.problem import Problem
 
 def reasons_for(problem: Problem, kernel: Kernel, spec: DeviceSpec, tiles: Tiles, yours: bool) -> tuple[str, ...]:
     """Register tile, keys, rows, splits and memory of the blocks `tiles`; `yours` if their size was asked for."""
-    register = _decode_register(kernel) if kernel.kind == "decode" else _register(problem, kernel, spec)
+    register = _decode_register(problem, kernel) if kernel.kind == "decode" else _register(problem, kernel, spec)
     size = (f"{tiles.rows} × {tiles.keys}: yours",) if yours else (_keys(problem, kernel, tiles), _rows(problem, kernel, tiles))
     frame = frames.frame(problem, kernel, tiles)
     memory = f"a thread's frame takes {frame / KiB:.0f} of {frames.ROOM // KiB} KiB"
@@ -34,9 +34,10 @@ def _register(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> str:
     return f"{sides}: no taller than the queries, so that no lanes are idle"
 
 
-def _decode_register(kernel: Kernel) -> str:
+def _decode_register(problem: Problem, kernel: Kernel) -> str:
     tile = kernel.tile
-    whole = "int8 keys and values" if kernel.weighs_bytes else "int8 keys"
+    both = kernel.weighs_bytes and problem.head_dim_v % BYTE_COLUMNS == 0
+    whole = "int8 keys and values" if both else "int8 keys"
     packed = "nothing is packed" + (f"; {whole} are multiplied as bytes" if kernel.bytes else "")
     if tile.keys == 1:
         return f"one query head a key head: K and V pass as two streams, {tile.lanes} lanes along the head dim, {packed}"
