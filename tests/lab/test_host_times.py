@@ -14,15 +14,28 @@ def test_every_call_is_timed(capsys: pytest.CaptureFixture[str], monkeypatch: py
     host_times.main(["--device", "cpu", "--calls", "1", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert [one["call"] for one in found] == [*host_times.variants(torch.device("cpu")), "packed", "SDPA"]
-    assert all(min(one["forward"], one["backward"], one["both"]) > 0 for one in found)
+    assert all(min(one[way] for way in ("forward", "backward", "both", "one_thread")) > 0 for one in found)
 
 
 def test_the_table_names_what_it_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    row = host_times.HostTime("plain", 31.2, 80.0, 120.7)
-    monkeypatch.setattr(host_times, "host_times", lambda device, calls: [row])
+    row = host_times.HostTime("plain", 31.2, 80.0, 120.7, 110.4, 0.25)
+    monkeypatch.setattr(host_times, "host_times", lambda device, calls, besides: [row])
     host_times.main(["--device", "cpu"])
     head, line = capsys.readouterr().out.splitlines()
-    assert head.split() == ["µs", "forward", "backward", "both"] and line.split() == ["plain", "31", "80", "121"]
+    assert head.split() == ["µs", "forward", "backward", "both", "one", "thread", "bound"]
+    assert line.split() == ["plain", "31", "80", "121", "110", "0.25"]
+
+
+def test_a_profile_names_functions_and_bindings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(host_times, "ROUNDS", 2)
+    host_times.main(["--without-gpu", "--calls", "3", "--profile", "bias"])
+    text = capsys.readouterr().out
+    assert "forward: " in text and "both: " in text and text.count("launches bound anew in a call") == 2
+    assert "run_backward" in text and "hopper/launch.py" in text
+    with pytest.raises(SystemExit):
+        host_times.main(["--device", "cpu", "--profile", "biased"])
+    assert "need one of plain, causal" in capsys.readouterr().err
 
 
 def test_a_round_has_calls() -> None:

@@ -15,6 +15,7 @@ from tilewise.api.parse import parse_call
 from tilewise.api.statistics import user_statistics
 from tilewise.backends.base import Backend, Inputs
 from tilewise.ops.autograd import attend, attend_transformed
+from tilewise.ops.plain import PlainCall, attend_plain
 from tilewise.ops.run import FORWARD, is_empty, profiled
 from tilewise.ops.tensors import PLAIN, materialized_inputs
 from tilewise.problem import Problem
@@ -38,8 +39,11 @@ def execute(q: Tensor, k: Tensor, v: Tensor, options: ParsedOptions, backend: st
         out, lse = library.attend(problem, inputs, backend)
     else:
         inputs = materialized_inputs(inputs)
-        chosen = None if is_empty(problem) else choose(problem, inputs, backend)
-        out, lse = profiled(FORWARD, attend, problem, inputs, backend, chosen)
+        if is_empty(problem):
+            out, lse = profiled(FORWARD, attend, problem, inputs, backend)
+        else:
+            call = PlainCall.of(problem, inputs, backend, choose(problem, inputs, backend))
+            out, lse = profiled(FORWARD, attend_plain, call, inputs)
     return restore_layout(problem, options.get("layout", "bhsd"), out, lse)
 
 

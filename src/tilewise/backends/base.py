@@ -209,7 +209,7 @@ class Backend(Protocol):
 
 def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
     """Fresh memory for the output, its dimensions laid out in the order of q's strides: bshd in, bshd out."""
-    if q.is_contiguous() and head_dim_v == q.shape[3]:
+    if head_dim_v == q.shape[3] and (q.is_contiguous() or _tokens_first(q)):
         return q.new_empty_strided(q.shape, q.stride())  # the cheapest way to memory that torch has
     shape = (*q.shape[:3], head_dim_v)
     order = sorted(range(3), key=lambda axis: (q.stride(axis), -axis), reverse=True)
@@ -218,6 +218,12 @@ def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
         strides[axis] = step
         step *= shape[axis]
     return q.new_empty_strided(shape, strides)
+
+
+def _tokens_first(q: Tensor) -> bool:
+    """Do all of q's numbers lie side by side, tokens before heads?"""
+    (_, h, m, d), steps = q.shape, q.stride()
+    return steps == (m * h * d, d, h * d, 1)
 
 
 def empty_lse(q: Tensor, precision: str = "default") -> Tensor:

@@ -73,11 +73,11 @@ def backward(problem: Problem, inputs: Inputs, given: BackwardInputs, backend: s
     dout, dlse = materialized(given.dout), None if given.dlse is None else materialized(given.dlse)
     if dout is not given.dout or dlse is not given.dlse:
         given = given._replace(dout=dout, dlse=dlse)
-    if is_empty(problem):
-        return empty_backward(inputs, given)
     key = ("backward", dispatch.registry_key(backend))  # training meets the problem again at every step
     chosen: Backend | None = problem.memory.get(key)
     if chosen is None:
+        if is_empty(problem):
+            return empty_backward(inputs, given)
         chosen = problem.memory[key] = dispatch.select(problem, inputs, backend, backward=True).backend
     with own_precision(problem.device):
         while True:

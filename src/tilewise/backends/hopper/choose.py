@@ -166,9 +166,21 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         ALIBI_FIRST=first_alibi(problem, mask),
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem),
+        **quick_pieces(problem, tile),
         PINGPONG=tile.PINGPONG and not in_quads(problem),  # takes registers, and Philox keeps a warpgroup busy without
         **mask_config(problem, mask),
     )
+
+
+def quick_pieces(problem: Problem, tile: Config) -> dict[str, int]:
+    """What `Config.QUICK` and `QUICK_AHEAD` say: large pieces where registers allow. None with a bias or statistics, which want
+    maxima."""
+    if problem.stats or problem.bias is not None:
+        return {"QUICK": 0}
+    if tile.BLOCK_N == 64:
+        return {"QUICK": 4, "QUICK_AHEAD": 0} if tile.BLOCK_DV == 256 else {"QUICK": 2, "QUICK_AHEAD": 8}
+    roomy = tile.WARPGROUPS == 2 and tile.BLOCK_D <= 128 and not (crowded(problem) or problem.varlen)
+    return {"QUICK": 4, "QUICK_AHEAD": 8} if roomy else {"QUICK": 8, "QUICK_AHEAD": 4}
 
 
 def words(problem: Problem, mask: IntervalMask, unseen: bool, tile: Config) -> bool:

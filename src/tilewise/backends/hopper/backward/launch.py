@@ -21,6 +21,7 @@ from tilewise.backends.hopper.feature_launch import (
     backward_form,
     bias_gradient,
     call_features,
+    feature_tensors,
     features_key,
     rounded_gradient,
     sink_gradient,
@@ -28,7 +29,7 @@ from tilewise.backends.hopper.feature_launch import (
     with_features,
 )
 from tilewise.backends.hopper.features import is_broadcast
-from tilewise.backends.hopper.hidden import empty_copies, hidden_launch, hidden_mask
+from tilewise.backends.hopper.hidden import Copies, hidden_launch, hidden_mask
 from tilewise.backends.hopper.launch import device_terms, kernel_for, order_on, packed_rows, spec_of, tensors_of
 from tilewise.backends.hopper.list_launch import CallLists, Walk, call_lists, is_listed
 from tilewise.backends.hopper.packed_order import Lengths, Order, packed_order
@@ -61,19 +62,19 @@ class Again(NamedTuple):
 
     inputs: Inputs
     mask: MaskArgs
-    copies: tuple[Tensor, ...]  # the flag, q, k, v, dout
+    copies: Copies  # of q, k, v, dout
     added: Tensor | None  # the gradient of the bias where it is added up
 
     def launches(
         self, problem: Problem, steps: tuple[Step, ...], plan: BackwardPlan, memory: Memory, terms: tuple[Term, ...]
     ) -> list[Launch]:
-        flag, q, k, v, dout = self.copies
+        flag, (q, k, v, dout) = self.copies.flag, self.copies.parts(*self.inputs[:3], memory.dout)
         keys = hidden_launch(problem, self.inputs, self.mask, flag, ((memory.k, k), (memory.v, v)), True, self.added)
         queries = hidden_launch(problem, self.inputs, self.mask, flag, ((memory.q, q), (memory.dout, dout)), False)
         if plan.dq:
             sums = queries.args[0]._replace(cleared=sums_of(plan, memory), size=plan.dq)
             queries = queries._replace(args=(sums,))
-        clean = memory._replace(q=q, k=k, v=v, dout=dout)
+        clean: Any = memory._replace(q=q, k=k, v=v, dout=dout)  # type: ignore[arg-type]  # parts, of which maps are made
         main = [step for step in steps if isinstance(step.arguments, Arguments)]
         main = [step._replace(arguments=step.arguments._replace(bias_again=1)) for step in main]
         return [keys, queries, *(launch_of(step, plan, clean, terms) for step in main)]
@@ -94,7 +95,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     scratch = q.new_empty(recording.plan.stats + recording.plan.dq, dtype=torch.float32)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
-    features = call_features(problem, inputs)
+    features = feature_tensors(problem, inputs)
     if problem.sinks:  # as many as there are of each statistic
         features["dsinks_ptr"] = scratch.new_empty(recording.plan.stats // 2)
     memory = Memory(q, k, v, out, lse, dout, dlse, dq, dk, dv, scratch, cu_q, cu_k)
@@ -104,10 +105,8 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
         if needs.dbias:
             dbias, written = bias_gradient(problem, inputs.bias)
             features |= written
-        copies = empty_copies(q, k, v, dout)
-        features |= {"bias_flag": copies[0], "bias_again": 0}
-        again = Again(inputs, hidden_mask(problem, q), copies, dbias if is_broadcast(problem) else None)
-    launch(problem, memory, recording, found, features, again)
+        again = Again(inputs, hidden_mask(problem, q), Copies.of(q, k, v, dout), dbias if is_broadcast(problem) else None)
+    launch(problem, inputs, memory, recording, found, features, again)
     grads = Grads(dq if needs.dq else None, dk if needs.dk else None, dv if needs.dv else None)
     if inputs.bias is not None and dbias is not None:
         grads = grads._replace(dbias=rounded_gradient(dbias, inputs.bias))
@@ -144,6 +143,7 @@ def walks_of(problem: Problem, device: torch.device) -> dict[str, Walk]:
 
 def launch(
     problem: Problem,
+    inputs: Inputs,
     memory: Memory,
     recording: Recording,
     found: dict[str, CallLists] | None = None,
@@ -164,7 +164,7 @@ def launch(
     if features:
         tensors = (*tensors, *tensors_in(features))
     if again is not None:
-        tensors = (*tensors, again.inputs.bias, *again.copies, *again.mask.tensors)
+        tensors = (*tensors, *again.copies, *again.mask.tensors)
     if recording.repeat(tensors):
         return
     tidy = readable(memory)
@@ -174,6 +174,9 @@ def launch(
     if orders:
         steps = tuple(with_order(step, orders) for step in steps)
     if features:
+        features = call_features(problem, inputs, moving=features)
+        if again is not None:
+            features |= {"bias_flag": again.copies.flag, "bias_again": 0}
         steps = tuple(step._replace(arguments=with_features(step.arguments, features)) for step in steps)
     launches = [launch_of(step, recording.plan, tidy, terms) for step in steps]
     if again is not None:
