@@ -175,12 +175,12 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
 def quick_pieces(problem: Problem, tile: Config) -> dict[str, int]:
     """What `Config.QUICK` and `QUICK_AHEAD` say: large pieces where registers allow. None with a bias or statistics, which want
     maxima."""
-    if problem.stats or problem.bias is not None:
+    plain = not (problem.stats or problem.bias is not None or problem.alibi or problem.softcap or problem.dropout_p)
+    if not plain or tile.BLOCK_D < 64 or tile.BLOCK_D != tile.BLOCK_DV:
         return {"QUICK": 0}
-    if tile.BLOCK_N == 64:
-        return {"QUICK": 4, "QUICK_AHEAD": 0} if tile.BLOCK_DV == 256 else {"QUICK": 2, "QUICK_AHEAD": 8}
-    roomy = tile.WARPGROUPS == 2 and tile.BLOCK_D <= 128 and not (crowded(problem) or problem.varlen)
-    return {"QUICK": 4, "QUICK_AHEAD": 8} if roomy else {"QUICK": 8, "QUICK_AHEAD": 4}
+    if tile.BLOCK_D == 128:
+        return {"QUICK": 2, "QUICK_AHEAD": 2} if tile.BLOCK_N == 128 else {"QUICK": 1, "QUICK_AHEAD": 0}
+    return {"QUICK": 4 if tile.BLOCK_N == 128 or tile.BLOCK_D == 256 else 1, "QUICK_AHEAD": 0}
 
 
 def words(problem: Problem, mask: IntervalMask, unseen: bool, tile: Config) -> bool:

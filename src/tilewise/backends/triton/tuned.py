@@ -137,7 +137,7 @@ TUNED: tuple[Tuned, ...] = (
           "bf16: 416 instructions for 4096 scores, 0 spills; 32×64 w4 s3 311 for 2048", packed=False, features=("tables",)),
     _h200("backward_dkdv", 128, 2, (32, 64, 3, 4), _PLANNER,
           "bf16 2k backward full 321 TFLOP/s, causal 265; 64×64 w8 s2 211 and 189"),
-    _h200("backward_dq", 128, 2, (64, 64, 2, 4), _COUNTED,
+    _h200("backward_dq", 128, 2, (128, 64, 3, 8), _COUNTED,
           "bf16: 304 instructions for 4096 scores, 0 spills; 64×32 w4 s3 229 for 2048", packed=False, features=("tables",)),
     _h200("backward_dq", 128, 2, (64, 32, 3, 4), _PLANNER,
           "bf16 512 backward full 271 TFLOP/s, causal 180; 2k 368, 311; with 64×64 w4 s3 246, 152 and 351, 285"),
