@@ -185,7 +185,7 @@ def first_softmax(s_tile, q, n, rows, key0, words, a, WG: gl.constexpr, C: gl.co
         s_tile = visible_scores(s_tile, rows, key0, words, C)
     m = gl.full([64], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     p_tile, m, _, top = weights(s_tile, m, True, a, C)
-    l = lane_sum(p_tile)
+    l = lane_sum(p_tile, C.FOURS)
     seen = first_seen(s_tile, p_tile, m, top, a, C)
     if C.QUADS:
         p_tile = drop_quads(p_tile, rows.row0, key0, rows.work.b, rows.work.h, a, C)
@@ -300,7 +300,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
         seen = state.seen
     else:
         p_tile, m, rescale, top = weights(s_tile, state.m, MASKED, a, C)
-        added = lane_sum(p_tile)
+        added = lane_sum(p_tile, C.FOURS)
         seen = next_seen(state, s_tile, p_tile, (m, rescale, top), MASKED, a, C)
     l = state.l * rows_of(rescale, added) + added
     if C.QUADS:

@@ -1,10 +1,10 @@
 """The online softmax of a tile without its maximum: weights relative to the m that is there, unless their sum asks for more.
 
-m only has to be near the running maximum (`softmax_step`), and a sum of weights tells how near: while a sum of four is below 2**8,
-so is every weight. A step sums anyway, so it looks at these. A warp of which a row has a larger one, or has seen no key before, or
-holds a NaN, then weighs once more, and m is raised as ever: for a row, whatever the others do. That spares most steps a comparison
-for each score, and the wait for the maximum before the first exp2. The branch is a warp's own, so all of it is one piece of
-assembly. Where no m is raised the results are `softmax_step`'s, to the bit.
+m only has to be near the running maximum (`softmax_step`), and a sum of weights tells how near: while a sum of four is below
+2**8, so is every weight. A step sums anyway, so it looks at these. A warp of which a row has a larger one, or has seen no key
+before, or holds a NaN, then weighs once more, and m is raised as ever: for a row, whatever the others do. That spares most steps
+a comparison for each score, and the wait for the maximum before the first exp2. The branch is a warp's own, so all of it is one
+piece of assembly. Where no m is raised the results are `softmax_step`'s, to the bit.
 """
 
 from __future__ import annotations
