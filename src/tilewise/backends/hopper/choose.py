@@ -27,6 +27,9 @@ RELEASE_EARLY_KEYS = 2048
 1 % faster, 8192 and 16384 1 % slower; causal 0.5 to 2 % faster at all four)."""
 
 
+AHEAD_TEST = 0
+
+
 class Choice(NamedTuple):
     """A tile of a kernel, compiled for the problem, and why it is taken."""
 
@@ -166,6 +169,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         ALIBI_FIRST=first_alibi(problem, mask),
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem),
+        QUADS_AHEAD=AHEAD_TEST if in_quads(problem) else 0,
         **quick_pieces(problem, tile),
         PINGPONG=tile.PINGPONG and not in_quads(problem),  # takes registers, and Philox keeps a warpgroup busy without
         **mask_config(problem, mask),
