@@ -171,6 +171,12 @@ def sees_all(band, m, k0, KEYS: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def sees_none(band, m, k0, C: gl.constexpr):
+    """Are all queries of the tile at m ahead of the first that sees key k0, or one after it?"""
+    return m + C.BLOCK_M <= query_lo(band, k0, C)
+
+
+@gluon.jit
 def visible(band, m, k0, like, C: gl.constexpr):
     """[keys, queries]: which queries see which keys."""
     LAYOUT: gl.constexpr = like.type.layout

@@ -39,6 +39,9 @@ class KeysConfig(NamedTuple):
     V_COLUMNS: int = 0  # the same of v and dout
     DQ_PARTS: tuple[int, int] = (64, 64)  # columns of dQ by warpgroup
     HELD: tuple[int, int] = (0, 0)  # columns of K and of V that are operands from registers
+    SKIP_UNSEEN: bool = False  # the second warpgroup leaves out a work tile's first queries where they see none of its keys
+    DEPENDENT: bool = False  # kernels begin under the end of the one before, and wait where they need what it wrote
+    LAST_FIRST: bool = False  # before and after the main kernel rows are taken from the last to the first
 
     @property
     def LISTED_BY_KEY(self) -> bool:

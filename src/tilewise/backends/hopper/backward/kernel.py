@@ -6,7 +6,7 @@ from tilewise.backends.hopper.backward.keys import consume_keys
 from tilewise.backends.hopper.backward.producer import produce_for_keys, produce_for_queries
 from tilewise.backends.hopper.backward.queries import consume_queries
 from tilewise.backends.hopper.backward.split import consume_split
-from tilewise.backends.hopper.compat import fence_async_shared, gl, gluon
+from tilewise.backends.hopper.compat import fence_async_shared, gl, gluon, let_next_begin
 from tilewise.backends.hopper.lists import make_words
 from tilewise.backends.hopper.ring import GradRings, KeyRings, Ring, make_barriers, make_follower, make_ring
 
@@ -44,6 +44,8 @@ def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a
     else:
         dv_buffers = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, C.BLOCK_DV], dv_desc.layout)
     fence_async_shared()
+    if C.DEPENDENT:
+        let_next_begin()
     # constexprs among the arguments must be written in the call: through a variable they become numbers at run time
     gl.warp_specialize(
         [

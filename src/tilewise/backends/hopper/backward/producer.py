@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.compat import gl, gluon, mbarrier, tma_load
+from tilewise.backends.hopper.compat import await_kernel_before, gl, gluon, mbarrier, tma_load
 from tilewise.backends.hopper.grad_tile import (
     beyond_queries,
     first_statistics,
@@ -47,6 +47,8 @@ def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, 
         if not C.SPLIT:
             if work.count > 0:
                 fill(rings.k, k_desc, kv_index, work.row, work.h, work.k_start + work.start)
+        if C.DEPENDENT:
+            await_kernel_before()  # which wrote statistics, and a dQ of zeros: nobody adds to it before queries have landed
         if C.LISTS is not None:
             row = row_of(a.lists, work.b, work.h * a.group.value, work.start // C.BLOCK_N)
             cursor = first_tile(a.lists, row, beyond_queries(a, C))
