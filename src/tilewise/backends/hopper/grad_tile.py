@@ -149,14 +149,15 @@ def seen_keys(band, work, C: gl.constexpr):
 
 
 @gluon.jit
-def seeing_queries(band, len_q, C: gl.constexpr):
-    """[lo, hi): the queries that see some key lie between; those of the sequence lie before len_q."""
+def seeing_queries(band, len_q, CLEARED: gl.constexpr, C: gl.constexpr):
+    """[lo, hi): the queries that see some key lie between; those of the sequence lie before len_q, behind which there may be
+    zeros already (CLEARED)."""
     lo = len_q * 0
     hi = len_q * 0 + UNBOUNDED
     if C.EMPTY_ROWS:
         lo = gl.maximum(query_lo(band, band.start, C), 0)
         hi = query_hi(band, band.end - 1, C)
-    if C.VARLEN:  # else the loads fill in zeros past the last query
+    if C.VARLEN and not CLEARED:  # else the loads fill in zeros past the last query
         hi = gl.minimum(hi, len_q)
     return lo, hi
 

@@ -149,7 +149,8 @@ def keys_views(config: Any) -> int:
         return 6 * POINTER + 4 * TILE + 10 * VECTOR + MATRIX + VECTOR
     buffers = 1 if config.BLOCK_D == config.BLOCK_DV else 2
     exchange = VECTOR + MATRIX if config.REDUCE_DQ else 0
-    return 7 * POINTER + (4 + buffers) * TILE + 7 * VECTOR + exchange + VECTOR
+    landed = VECTOR if config.TAILS_CLEARED else 0
+    return 7 * POINTER + (4 + buffers) * TILE + 7 * VECTOR + exchange + landed + VECTOR
 
 
 def keys_arguments(config: Any, mask: IntervalMask) -> int:

@@ -42,6 +42,9 @@ and 1.08, and 32 of 512, which two kernels suit, 429 and 412 µs."""
 
 SKIP_UNSEEN = False
 """A causal work tile's first 64 queries see none of the second warpgroup's keys: it leaves out four of its five products."""
+TAILS_CLEARED = False
+"""The warp that loads clears what follows a packed sequence's last queries in their tile. Else the warpgroups do, and meet for it
+in the last step of nearly every work tile."""
 DEPENDENT = False
 """Kernels of a call are launched before the one ahead of them has ended."""
 LAST_FIRST = False
@@ -140,6 +143,7 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
         Choice(
             tile._replace(
                 SKIP_UNSEEN=skips_unseen(mask, tile),
+                TAILS_CLEARED=TAILS_CLEARED and problem.varlen and not tile.SPLIT and not mask.listed,
                 **(common | list_config(problem, mask, tile) | columns_config(problem, mask, tile)),
             ),
             reason,
@@ -252,6 +256,7 @@ def without_mask(config: KeysConfig) -> KeysConfig:
     plain = KeysConfig._field_defaults
     names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS")
     names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "BIAS", "DROPOUT", "QK_COLUMNS", "V_COLUMNS", "HELD", "SKIP_UNSEEN")
+    names += ("TAILS_CLEARED",)
     names += ("Q_STAGES", "K_STAGES", "V_STAGES", "OVERLAP_SCORES")
     return config._replace(**{name: plain[name] for name in names})
 

@@ -36,7 +36,10 @@ def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a
     else:
         ds_ring = q_ring
     listed = make_words(C.Q_STAGES, C)
-    loaded = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=listed)
+    landed = ()
+    if C.TAILS_CLEARED:
+        landed = (make_barriers(1, 1),)
+    loaded = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=listed, landed=landed)
     rings = KeyRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, exchange=ds_ring, stats=stats, listed=listed)
     dk_buffers = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, C.BLOCK_D], dk_desc.layout)
     if C.BLOCK_D == C.BLOCK_DV:
@@ -69,7 +72,7 @@ def split_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, 
     weights = make_scores(gl.float32, C.BLOCK_N, C.BLOCK_M, 1)
     w_ring = Ring(tiles=weights, full=make_barriers(1, 1), empty=make_barriers(1, 1))
     listed = make_words(C.Q_STAGES, C)
-    loaded = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=listed)
+    loaded = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=listed, landed=())
     rings = KeyRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, exchange=w_ring, stats=stats, listed=listed)
     fence_async_shared()
     gl.warp_specialize(
@@ -90,7 +93,7 @@ def queries_kernel(q_desc, do_desc, k_desc, v_desc, dq_desc, a, C: gl.constexpr)
     do_ring = make_ring(do_desc, 2, 1)
     k_ring = make_ring(k_desc, C.K_STAGES, 2)
     v_ring = make_ring(v_desc, C.V_STAGES, 2)
-    rings = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=make_words(C.K_STAGES, C))
+    rings = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=make_words(C.K_STAGES, C), landed=())
     fence_async_shared()
     gl.warp_specialize(
         [

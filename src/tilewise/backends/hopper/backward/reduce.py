@@ -1,4 +1,4 @@
-"""dQ, one query tile at a time, added up in memory: each tile in the order of the registers that hold it, four numbers at a time."""
+"""dQ added up in memory, one query tile at a time: in the order of the registers that hold it, four numbers at a time."""
 
 from __future__ import annotations
 
