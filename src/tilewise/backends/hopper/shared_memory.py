@@ -155,7 +155,7 @@ def keys_views(config: Any) -> int:
 
 def keys_arguments(config: Any, mask: IntervalMask) -> int:
     numbers = 1 + 1 + 1 + 1  # the group; keys, tiles of statistics, scale
-    numbers += not config.VARLEN  # queries
+    numbers += not config.VARLEN or config.TAILS_CLEARED  # queries
     # tiles of statistics of all heads and the scale of logarithms; or where queries of a list are zeroed, what is past them
     numbers += config.LISTS is not None and config.EMPTY_ROWS if config.SPLIT else 2
     sums = POINTER if config.REDUCE_DQ else 0

@@ -48,8 +48,8 @@ in the last step of nearly every work tile."""
 DEPENDENT = False
 """Kernels of a call are launched before the one ahead of them has ended."""
 LAST_FIRST = False
-"""The main kernel takes heads from the first to the last. So before it the first ones are written last, and after it the last ones
-are read first: they are in the L2 cache still."""
+"""The main kernel takes heads from the first to the last. So before it the first ones are written last, and after it the last
+ones are read first: the L2 cache still holds them."""
 
 
 def separate_dq(problem: Problem, mask: IntervalMask) -> Choice:
