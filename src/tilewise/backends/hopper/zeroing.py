@@ -42,8 +42,11 @@ def clear_rows_from(tile, first):
             r = 8 * i + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
             for j in gl.static_range(WIDTH // 64):
                 part = tile.slice(8 * i, 8, dim=0).slice(64 * j, 64, dim=1)
-                x_tile = part.load(LAYOUT)
-                part.store(gl.where((r < first)[:, None], x_tile, gl.zeros_like(x_tile)))
+                if first <= 8 * i:
+                    part.store(gl.zeros([8, 64], tile.dtype, LAYOUT))
+                else:
+                    x_tile = part.load(LAYOUT)
+                    part.store(gl.where((r < first)[:, None], x_tile, gl.zeros_like(x_tile)))
 
 
 @gluon.jit
