@@ -319,7 +319,7 @@ def test_what_a_packed_neighbour_holds_does_not_matter(d: int, deterministic: bo
 
 
 WAYS = ("SKIP_UNSEEN", "TAILS_CLEARED", "DEPENDENT", "LAST_FIRST")
-LONG_TAILED = ((5, 133, 0, 70, 64, 200, 1), (5, 140, 7, 70, 64, 200, 1))
+LONG_TAILED = ((5, 133, 0, 70, 64, 130, 1), (5, 140, 7, 70, 64, 131, 1))
 
 
 @pytest.mark.parametrize("ways", [*((way,) for way in WAYS), WAYS], ids=str)
