@@ -90,10 +90,14 @@ def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, 
                     stat_tile = listed_statistics(tile_number(cursor), stat0, a, C)
                     listed = (cursor, j < work.first, rings.listed[0])
                     cursor = next_listed(cursor, a.lists, row, j, work.first, work.count)
-                end = work.q_start + work.len_q
-                is_tail = (token + C.BLOCK_M > end) & (end < a.len_q) if C.TAILS_CLEARED else False
-                if is_tail:
-                    load_tail(rings, q_desc, do_desc, stats, stats_desc, n, work.row, h, token, stat_tile)
+                if C.TAILS_CLEARED:
+                    left = work.q_start + work.len_q - token
+                    is_tail = (left < C.BLOCK_M) & (token + left < a.len_q)  # past the tensor's end loads fill in zeros
+                    if is_tail:
+                        load_tail(rings, q_desc, do_desc, stats, stats_desc, n, work.row, h, token, stat_tile)
+                    else:
+                        fill_queries(rings.q, q_desc, stats, stats_desc, n, work.row, h, token, stat_tile, listed)
+                        fill_free(rings.do, do_desc, n, work.row, h, token)
                 else:
                     fill_queries(rings.q, q_desc, stats, stats_desc, n, work.row, h, token, stat_tile, listed)
                     if C.SPLIT:
@@ -106,9 +110,10 @@ def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, 
                     if C.SPLIT:
                         fill(rings.k, k_desc, kv_index, work.row, work.h, work.k_start + work.start)
                     kv_index += 1
-                if is_tail:
-                    clear_tail(rings, n, end - token, tails)
-                    tails += 1
+                if C.TAILS_CLEARED:
+                    if is_tail:
+                        clear_tail(rings, n, left, tails)
+                        tails += 1
                 n += 1
                 if C.LISTS is None:
                     token += C.BLOCK_M
