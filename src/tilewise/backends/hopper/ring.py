@@ -35,6 +35,7 @@ class GradRings:
     k: Ring
     v: Ring
     listed: gl.tuple  # words beside what is streamed, see above
+    landed: gl.tuple  # where tiles are cleared before they are handed over: the barrier of what is loaded
 
 
 @aggregate
