@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Grads, Inputs
+from tilewise.backends.base import BackwardInputs, Grads, Inputs, rank4_inputs, to_rank4
 from tilewise.backends.gpu.launch import Address, Descriptor, describable, view
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import MaskArgs
@@ -55,6 +55,11 @@ class Memory(NamedTuple):
     cu_q: Tensor | None
     cu_k: Tensor | None
 
+    def of_rank4(self) -> Memory:
+        """Tensors of a packed batch as launches are made from."""
+        q, k, v, out, _, dout, _, dq, dk, dv, *_ = self
+        return Memory(*map(to_rank4, (q, k, v, out)), self.lse, to_rank4(dout), self.dlse, *map(to_rank4, (dq, dk, dv)), *self[10:])
+
 
 class Again(NamedTuple):
     """A call with a bias, made once more if something infinite came out: the flag and copies without what the bias hides. Sums
@@ -81,7 +86,7 @@ class Again(NamedTuple):
 
 
 def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
-    """The gradients of a supported problem, on the current stream."""
+    """The gradients of a supported problem, on the current stream; those of a packed batch may be (T, H, D)."""
     out, lse, dout, dlse, needs = given
     if needs.dbias and inputs.bias is not None:
         problem = with_bias_gradient(problem)
@@ -111,7 +116,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     if inputs.bias is not None and dbias is not None:
         grads = grads._replace(dbias=rounded_gradient(dbias, inputs.bias))
     if needs.dsinks and inputs.sinks is not None:
-        grads = grads._replace(dsinks=sink_gradient(features["dsinks_ptr"], inputs.sinks, q.shape[0]))
+        grads = grads._replace(dsinks=sink_gradient(features["dsinks_ptr"], inputs.sinks, 1 if problem.varlen else q.shape[0]))
     return grads
 
 
@@ -167,6 +172,11 @@ def launch(
         tensors = (*tensors, *again.copies, *again.mask.tensors)
     if recording.repeat(tensors):
         return
+    if memory.q.ndim == 3:
+        inputs = rank4_inputs(inputs)
+        memory = memory.of_rank4()
+        tensors = (*memory, *tensors[len(memory) :])
+        again = None if again is None else again._replace(inputs=inputs)
     tidy = readable(memory)
     steps = recording.plan.steps
     if found:
