@@ -21,10 +21,12 @@ from tools.host_times import HEADS, TOKENS, calls_of
 import tilewise as tw
 from tilewise import dispatch
 from tilewise.api import call_cache
+from tilewise.backends import base
 from tilewise.backends.gpu import classify, record
 from tilewise.backends.gpu.launch import Address, Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, Template
-from tilewise.backends.hopper import feature_launch, list_launch, packed_order
+from tilewise.backends.hopper import feature_launch, launch, list_launch, packed_order
+from tilewise.backends.hopper.backward import launch as backward_launch
 from tilewise.problem import Problem
 
 CPU = torch.device("cpu")
@@ -40,6 +42,10 @@ def attend_with(**options: Any) -> Callable[..., Tensor]:
     return lambda q, k, v: tw.attention(q, k, v, **options)
 
 
+def packed_with(cu: Tensor, **options: Any) -> Callable[..., Tensor]:
+    return lambda q, k, v: tw.attention_varlen(q, k, v, cu, **options)
+
+
 def all_calls() -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
     """Those that are timed, a call whose bias learns, more kinds of bias, and the other layout."""
     found = calls_of(CPU)
@@ -51,6 +57,11 @@ def all_calls() -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
     learned = torch.zeros(1, HEADS, TOKENS, TOKENS, dtype=torch.bfloat16).requires_grad_()
     found["bias that learns"] = attend_with(bias=learned), inputs
     found["sinks that learn"] = attend_with(sinks=torch.zeros(HEADS).requires_grad_()), inputs
+    cu = torch.tensor([0, 100, TOKENS], dtype=torch.int32)
+    packed = [x.contiguous() for x in found["packed"][1]]
+    found["packed, tokens first"] = packed_with(cu, mask=tw.causal()), packed
+    found["packed with sinks"] = packed_with(cu, sinks=torch.zeros(HEADS).requires_grad_()), packed
+    found["packed with a bias"] = packed_with(cu, bias=torch.zeros(HEADS, TOKENS, TOKENS)), packed
     swapped = [x.transpose(1, 2).contiguous() for x in inputs]
     found["bshd"] = attend_with(layout="bshd", mask=tw.causal()), swapped
     return found
@@ -90,7 +101,8 @@ def test_a_repeated_call_builds_nothing(kernel: Kernel, name: str, monkeypatch: 
     for owner, what in (
         (call_cache, "parse_call"), (dispatch, "select"), (Problem, "__init__"), (Template, "__init__"), (Launch, "run"),
         (classify, "make_lists"), (list_launch, "make_lists"), (packed_order, "order_launch"), (feature_launch, "bias_arguments"),
-        (feature_launch, "broadcast_strides"),
+        (feature_launch, "broadcast_strides"), (base, "to_rank4"), (base, "from_rank4"), (launch, "to_rank4"),
+        (backward_launch, "to_rank4"),
     ):  # fmt: skip
         watch(owner, what)
     both(*call)

@@ -177,7 +177,8 @@ class Backend(Protocol):
         """`backward` with q, k, v, out and dout as `forward_packed` has them, and their gradients."""
         given = given._replace(out=to_rank4(given.out), dout=to_rank4(given.dout))
         grads = self.backward(problem, rank4_inputs(inputs), given)
-        return Grads(*[None if x is None else from_rank4(x) for x in grads[:3]], *grads[3:])
+        dq, dk, dv = (None if x is None else from_rank4(x) for x in grads[:3])
+        return grads._replace(dq=dq, dk=dk, dv=dv)
 
     def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
         """out, lse and what `problem.stats` names; of a backend whose `supports` takes problems with statistics."""
@@ -222,7 +223,7 @@ class Backend(Protocol):
 def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
     """Fresh memory for the output, its dimensions laid out in the order of q's strides: bshd in, bshd out."""
     if head_dim_v == q.shape[3] and (q.is_contiguous() or _tokens_first(q)):
-        return q.new_empty_strided(q.shape, q.stride())  # the cheapest way to memory that torch has
+        return torch.empty_like(q)  # laid out like a dense q; the cheapest way to memory that torch has
     shape = (*q.shape[:3], head_dim_v)
     order = sorted(range(3), key=lambda axis: (q.stride(axis), -axis), reverse=True)
     strides, step = [0, 0, 0, 1], head_dim_v
@@ -254,7 +255,7 @@ def rank4_inputs(inputs: Inputs) -> Inputs:
     """With q, k and v of rank 4, if they are not."""
     if inputs.q.ndim == 4:
         return inputs
-    return Inputs(*map(to_rank4, inputs[:3]), *inputs[3:])
+    return inputs._replace(q=to_rank4(inputs.q), k=to_rank4(inputs.k), v=to_rank4(inputs.v))
 
 
 def empty_packed(q: Tensor, head_dim_v: int) -> tuple[Tensor, Tensor]:
@@ -262,7 +263,7 @@ def empty_packed(q: Tensor, head_dim_v: int) -> tuple[Tensor, Tensor]:
     (t, h, d), steps = q.shape, q.stride()
     lse = q.new_empty_strided((1, h, t), (h * t, t, 1), dtype=torch.float32)
     if head_dim_v == d and steps in ((h * d, d, 1), (d, t * d, 1)):
-        return q.new_empty_strided(q.shape, steps), lse
+        return torch.empty_like(q), lse
     return from_rank4(empty_out(to_rank4(q), head_dim_v)), lse
 
 

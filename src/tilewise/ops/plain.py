@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise.backends.base import Backend, Inputs, Needs, from_rank4, rank4_inputs, to_rank4
+from tilewise.backends.base import Backend, BackwardInputs, Inputs, Needs, from_rank4, rank4_inputs, to_rank4
 from tilewise.ops.autograd import differentiable_gradients, gradients
-from tilewise.ops.run import forward
+from tilewise.ops.run import BACKWARD, backward, forward, profiled
 from tilewise.ops.tensors import COUNT, DIFFERENTIABLE, any_batched, versioned, with_mask
 from tilewise.problem import Problem
 
@@ -103,13 +103,17 @@ class PlainAttention(torch.autograd.Function):
             problem = with_mask(problem, tensors[len(places) :])
         # gradients are differentiated only with create_graph, which turns the gradient mode on
         short = not (_grad_mode() or _transforms() is not None or forward_ad._current_level >= 0)
-        quick = short and (layout == "bhsd" or not any_batched(dout, dlse))
-        if quick and not _dispatch_modes():
+        quick = short and not any_batched(dout, dlse)
+        direct = quick and not _dispatch_modes()
+        if direct:
             layout = _kept_layout(layout)
         inputs, needs = call.inputs(tensors, layout, short), needs_of(call, ctx.needs_input_grad)
         if layout != "bhsd":
             out, dout = rank4(out, layout, short), None if dout is None else rank4(dout, layout, quick)
-        if short:
+        grads: Sequence[Tensor | None]
+        if direct and dout is not None:
+            grads = profiled(BACKWARD, backward, problem, inputs, BackwardInputs(out, lse, dout, dlse, needs), backend)
+        elif short:
             grads = gradients(problem, backend, needs, dout, dlse, out, lse, inputs)
         elif dout is None and dlse is None:
             return (None,) * (1 + len(tensors))

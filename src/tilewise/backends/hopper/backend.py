@@ -25,7 +25,6 @@ from tilewise.backends.hopper import plan
 from tilewise.backends.hopper.backward.launch import run_backward
 from tilewise.backends.hopper.jvp.launch import run_jvp
 from tilewise.backends.hopper.launch import run_forward, run_statistics
-from tilewise.backends.hopper.list_launch import is_listed
 from tilewise.problem import Problem
 
 FARTHEST = 2**31 // 256
@@ -64,7 +63,7 @@ class Hopper(Backend):
         return on_device(inputs.q.device, run_forward, problem, inputs)
 
     def forward_packed(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        return super().forward_packed(problem, inputs) if is_listed(problem) else self.forward(problem, inputs)
+        return self.forward(problem, inputs)  # lists, which would need views, are not served in a packed batch
 
     def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
         return on_device(inputs.q.device, run_statistics, problem, inputs)
@@ -79,8 +78,7 @@ class Hopper(Backend):
         return on_device(inputs.q.device, run_backward, problem, inputs, given)
 
     def backward_packed(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
-        run = super().backward_packed if is_listed(problem) else self.backward
-        return run(problem, inputs, given)
+        return self.backward(problem, inputs, given)
 
     def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
         return Verdict.of(*plan.derivative_obstacles(problem, derivative))

@@ -56,9 +56,9 @@ class Memory(NamedTuple):
     cu_k: Tensor | None
 
     def of_rank4(self) -> Memory:
-        """Tensors of a packed batch as launches are made from."""
-        q, k, v, out, _, dout, _, dq, dk, dv, *_ = self
-        return Memory(*map(to_rank4, (q, k, v, out)), self.lse, to_rank4(dout), self.dlse, *map(to_rank4, (dq, dk, dv)), *self[10:])
+        """The tensors of a packed batch as launches are made from them."""
+        names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+        return self._replace(**{name: to_rank4(getattr(self, name)) for name in names})
 
 
 class Again(NamedTuple):
@@ -98,7 +98,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     key = (*key, *(lists.key for lists in found.values())) if found else key
     recording = recorder.get(problem, key, q.device, partial(plan_on, problem, inputs, given))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    scratch = q.new_empty(recording.plan.stats + recording.plan.dq, dtype=torch.float32)
+    scratch = q.new_empty_strided((recording.plan.stats + recording.plan.dq,), (1,), dtype=torch.float32)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
     features = feature_tensors(problem, inputs)
     if problem.sinks:  # as many as there are of each statistic
