@@ -108,7 +108,7 @@ def launch(
     if features:
         tensors += tensors_in(features)
     if inputs.bias is not None:
-        copies, mask = Copies.of(q, k, v), hidden_mask(problem, q)
+        copies, mask = Copies.of(problem, q, k, v), hidden_mask(problem, q)
         tensors += (*copies, *mask.tensors)
     if cu_q is not None and cu_k is not None and plan.config.ORDERED:
         cluster = partial(heads_together, problem, plan.config, CLUSTER_BYTES[1])
