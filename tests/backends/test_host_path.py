@@ -25,7 +25,8 @@ from tilewise.backends import base
 from tilewise.backends.gpu import classify, record
 from tilewise.backends.gpu.launch import Address, Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, Template
-from tilewise.backends.hopper import feature_launch, launch, list_launch, packed_order
+from tilewise.backends.hopper import feature_launch, list_launch, packed_order
+from tilewise.backends.hopper import launch as forward_launch
 from tilewise.backends.hopper.backward import launch as backward_launch
 from tilewise.problem import Problem
 
@@ -101,7 +102,7 @@ def test_a_repeated_call_builds_nothing(kernel: Kernel, name: str, monkeypatch: 
     for owner, what in (
         (call_cache, "parse_call"), (dispatch, "select"), (Problem, "__init__"), (Template, "__init__"), (Launch, "run"),
         (classify, "make_lists"), (list_launch, "make_lists"), (packed_order, "order_launch"), (feature_launch, "bias_arguments"),
-        (feature_launch, "broadcast_strides"), (base, "to_rank4"), (base, "from_rank4"), (launch, "to_rank4"),
+        (feature_launch, "broadcast_strides"), (base, "to_rank4"), (base, "from_rank4"), (forward_launch, "to_rank4"),
         (backward_launch, "to_rank4"),
     ):  # fmt: skip
         watch(owner, what)

@@ -110,7 +110,8 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
         if needs.dbias:
             dbias, written = bias_gradient(problem, inputs.bias)
             features |= written
-        again = Again(inputs, hidden_mask(problem, q), Copies.of(problem, q, k, v, dout), dbias if is_broadcast(problem) else None)
+        copies = Copies.of(problem, q, k, v, dout)
+        again = Again(inputs, hidden_mask(problem, q), copies, dbias if is_broadcast(problem) else None)
     launch(problem, inputs, memory, recording, found, features, again)
     grads = Grads(dq if needs.dq else None, dk if needs.dk else None, dv if needs.dv else None)
     if inputs.bias is not None and dbias is not None:
