@@ -176,3 +176,18 @@ def test_views_of_the_layout_are_no_nodes_of_the_graph(kernel: Kernel) -> None:
 def test_threads_ask_quickly_whether_launches_are_collected() -> None:
     """A thread's memory that lacks an attribute raises and catches an error at every question."""
     assert "jobs" in vars(type(record.is_collecting.__globals__["_collected"]))
+
+
+def test_packed_gradients_that_no_kernel_can_read_are_copied(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a sum is one number in all places. Inputs and results of a packed call keep the user's rank and strides."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    whole = torch.zeros(TOKENS, HEADS, 3, 64, dtype=torch.bfloat16).requires_grad_()
+    cu = torch.tensor([0, 100, TOKENS], dtype=torch.int32)
+    for _ in range(3):
+        out, lse = tw.attention_varlen(*whole.unbind(2), cu, return_lse=True)
+        assert out.shape == (TOKENS, HEADS, 64) and out.is_contiguous() and lse.shape == (HEADS, TOKENS)
+        before, kernel.seen = kernel.launched, []
+        (found,) = torch.autograd.grad(out.sum() + lse.sum(), whole)
+        assert found.shape == whole.shape and kernel.launched - before >= 2
+        maps = [x for args in kernel.seen for x in args if isinstance(x, Descriptor)]
+        assert maps and all(min(one.strides) > 0 for one in maps)
