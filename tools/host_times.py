@@ -2,7 +2,9 @@
 
 A GPU has less to do than the host in every call, so what is timed is the host alone. On a CPU, where a call returns when it is
 done, the figures include the arithmetic. Waking autograd's thread and waiting for it takes as long as a launch or several, and
-differs between machines and moments: what Python does is seen best in one thread.
+differs between machines and moments: what Python does is seen best in one thread. Every call is made in every way before any is
+timed, and none is before all kernels are compiled: a compiler in a thread of its own takes turns with the calls. Nor does Python
+collect garbage in a round.
 
     python -m tools.host_times --device cuda
     python -m tools.host_times --device cuda --profile blocks
@@ -12,6 +14,7 @@ differs between machines and moments: what Python does is seen best in one threa
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +29,12 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.backends.gpu.compiled import finish_compiling
 
 HEADS, TOKENS, DIM = 4, 256, 64
 ROUNDS = 7
+WARM = 3
+"""Calls before any is timed: the first compiles kernels, the second records their launches."""
 FUNCTIONS = 40
 """Of a profile."""
 
@@ -99,26 +105,50 @@ def calls_of(device: torch.device) -> dict[str, tuple[Callable[..., Tensor], lis
     }
 
 
-def measured(
-    name: str, attend: Callable[..., Tensor], inputs: Sequence[Tensor], calls: int, device: torch.device
-) -> HostTime:
-    """A call that takes q, k and v, without gradients, and with them in three ways."""
-    learned = [x.detach().requires_grad_() for x in inputs]
-    out = attend(*learned)
-    above = torch.ones_like(out)
+class Ways:
+    """A call that takes q, k and v: without gradients, the backward of one that has been made, and both in one."""
 
-    def backward() -> object:
-        return torch.autograd.grad(out, learned, above, retain_graph=True)
+    def __init__(self, attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+        self.attend, self.inputs = attend, inputs
+        self.learned = [x.detach().requires_grad_() for x in inputs]
+        self.out = attend(*self.learned)
+        self.above = torch.ones_like(self.out)
 
-    def both() -> object:
-        return torch.autograd.grad(attend(*learned), learned, above)
+    def forward(self) -> object:
+        return self.attend(*self.inputs)
 
-    backward()  # waits for kernels that are compiled in the background, which would slow the forward
-    times = [least(call, calls, device) for call in (lambda: attend(*inputs), backward, both)]
-    with counted_bindings() as bound:
-        repeated(both, calls)
-    with torch.autograd.set_multithreading_enabled(False):
-        return HostTime(name, *times, least(both, calls, device), len(bound) / calls)
+    def backward(self) -> object:
+        return torch.autograd.grad(self.out, self.learned, self.above, retain_graph=True)
+
+    def both(self) -> object:
+        return torch.autograd.grad(self.attend(*self.learned), self.learned, self.above)
+
+    def warm(self) -> None:
+        for call in (self.forward, self.backward, self.both):
+            repeated(call, WARM)
+
+
+def measured(name: str, ways: Ways, calls: int, device: torch.device) -> HostTime:
+    """A warm call, without gradients, and with them in three ways."""
+    with without_garbage():
+        times = [least(call, calls, device) for call in (ways.forward, ways.backward, ways.both)]
+        with counted_bindings() as bound:
+            repeated(ways.both, calls)
+        with torch.autograd.set_multithreading_enabled(False):
+            return HostTime(name, *times, least(ways.both, calls, device), len(bound) / calls)
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """Garbage is collected now, and then not before the end."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def repeated(call: Callable[[], object], calls: int) -> None:
@@ -126,8 +156,14 @@ def repeated(call: Callable[[], object], calls: int) -> None:
         call()
 
 
-def host_times(device: torch.device, calls: int, besides: Sequence[str] = ()) -> list[HostTime]:
-    return [measured(name, *call, calls, device) for name, call in calls_of(device).items() if name not in besides]
+def host_times(device: torch.device, calls: int, besides: Sequence[str] = ()) -> Iterator[HostTime]:
+    """Each as soon as it is known."""
+    warm = {name: Ways(*call) for name, call in calls_of(device).items() if name not in besides}
+    for ways in warm.values():
+        ways.warm()
+    finish_compiling()
+    for name, ways in warm.items():
+        yield measured(name, ways, calls, device)
 
 
 def stub() -> AbstractContextManager[object]:
@@ -154,18 +190,16 @@ def counted_bindings() -> Iterator[list[int]]:
 
 def print_profile(attend: Callable[..., Tensor], inputs: Sequence[Tensor], calls: int, device: torch.device) -> None:
     """Which functions a call spends its time in, all of it in this thread, and how many launches are bound anew."""
-    learned = [x.detach().requires_grad_() for x in inputs]
-    above = torch.ones_like(attend(*learned))
-    ways: dict[str, Callable[[], object]] = {
-        "forward": lambda: attend(*inputs),
-        "both": lambda: torch.autograd.grad(attend(*learned), learned, above),
-    }
-    with torch.autograd.set_multithreading_enabled(False):
-        for way, call in ways.items():
+    ways = Ways(attend, inputs)
+    ways.warm()
+    finish_compiling()
+    with torch.autograd.set_multithreading_enabled(False), without_garbage():
+        for call in (ways.forward, ways.both):
             took = least(call, calls, device)
             profiler = Profile()
             with counted_bindings() as bound:
                 profiler.runcall(repeated, call, calls)
+            way = call.__name__
             print(f"{way}: {took:.0f} µs without a profiler, {len(bound) / calls:.2f} launches bound anew in a call")
             Stats(profiler).sort_stats("tottime").print_stats(FUNCTIONS)
 
@@ -189,12 +223,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print_profile(*known[options.profile], options.calls, device)
             return
         found = host_times(device, options.calls, ("SDPA",) if options.without_gpu else ())
-    if options.json:
-        print(json.dumps([asdict(one) for one in found]))
-        return
-    print(f"{'µs':18}{'forward':>10}{'backward':>10}{'both':>10}{'one thread':>12}{'bound':>8}")
-    for one in found:
-        print(f"{one.call:18}{one.forward:10.0f}{one.backward:10.0f}{one.both:10.0f}{one.one_thread:12.0f}{one.bound:8.2f}")
+        if options.json:
+            print(json.dumps([asdict(one) for one in found]))
+            return
+        print(f"{'µs':18}{'forward':>10}{'backward':>10}{'both':>10}{'one thread':>12}{'bound':>8}", flush=True)
+        for one in found:
+            row = f"{one.call:18}{one.forward:10.0f}{one.backward:10.0f}{one.both:10.0f}{one.one_thread:12.0f}{one.bound:8.2f}"
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

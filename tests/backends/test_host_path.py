@@ -21,10 +21,13 @@ from tools.host_times import HEADS, TOKENS, calls_of
 import tilewise as tw
 from tilewise import dispatch
 from tilewise.api import call_cache
+from tilewise.backends import base
 from tilewise.backends.gpu import classify, record
 from tilewise.backends.gpu.launch import Address, Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, Template
 from tilewise.backends.hopper import feature_launch, list_launch, packed_order
+from tilewise.backends.hopper import launch as forward_launch
+from tilewise.backends.hopper.backward import launch as backward_launch
 from tilewise.problem import Problem
 
 CPU = torch.device("cpu")
@@ -40,6 +43,10 @@ def attend_with(**options: Any) -> Callable[..., Tensor]:
     return lambda q, k, v: tw.attention(q, k, v, **options)
 
 
+def packed_with(cu: Tensor, **options: Any) -> Callable[..., Tensor]:
+    return lambda q, k, v: tw.attention_varlen(q, k, v, cu, **options)
+
+
 def all_calls() -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
     """Those that are timed, a call whose bias learns, more kinds of bias, and the other layout."""
     found = calls_of(CPU)
@@ -51,6 +58,11 @@ def all_calls() -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
     learned = torch.zeros(1, HEADS, TOKENS, TOKENS, dtype=torch.bfloat16).requires_grad_()
     found["bias that learns"] = attend_with(bias=learned), inputs
     found["sinks that learn"] = attend_with(sinks=torch.zeros(HEADS).requires_grad_()), inputs
+    cu = torch.tensor([0, 100, TOKENS], dtype=torch.int32)
+    packed = [x.contiguous() for x in found["packed"][1]]
+    found["packed, tokens first"] = packed_with(cu, mask=tw.causal()), packed
+    found["packed with sinks"] = packed_with(cu, sinks=torch.zeros(HEADS).requires_grad_()), packed
+    found["packed with a bias"] = packed_with(cu, bias=torch.zeros(HEADS, TOKENS, TOKENS)), packed
     swapped = [x.transpose(1, 2).contiguous() for x in inputs]
     found["bshd"] = attend_with(layout="bshd", mask=tw.causal()), swapped
     return found
@@ -90,7 +102,8 @@ def test_a_repeated_call_builds_nothing(kernel: Kernel, name: str, monkeypatch: 
     for owner, what in (
         (call_cache, "parse_call"), (dispatch, "select"), (Problem, "__init__"), (Template, "__init__"), (Launch, "run"),
         (classify, "make_lists"), (list_launch, "make_lists"), (packed_order, "order_launch"), (feature_launch, "bias_arguments"),
-        (feature_launch, "broadcast_strides"),
+        (feature_launch, "broadcast_strides"), (base, "to_rank4"), (base, "from_rank4"), (forward_launch, "to_rank4"),
+        (backward_launch, "to_rank4"),
     ):  # fmt: skip
         watch(owner, what)
     both(*call)
@@ -163,3 +176,18 @@ def test_views_of_the_layout_are_no_nodes_of_the_graph(kernel: Kernel) -> None:
 def test_threads_ask_quickly_whether_launches_are_collected() -> None:
     """A thread's memory that lacks an attribute raises and catches an error at every question."""
     assert "jobs" in vars(type(record.is_collecting.__globals__["_collected"]))
+
+
+def test_packed_gradients_that_no_kernel_can_read_are_copied(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a sum is one number in all places. Inputs and results of a packed call keep the user's rank and strides."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    whole = torch.zeros(TOKENS, HEADS, 3, 64, dtype=torch.bfloat16).requires_grad_()
+    cu = torch.tensor([0, 100, TOKENS], dtype=torch.int32)
+    for _ in range(3):
+        out, lse = tw.attention_varlen(*whole.unbind(2), cu, return_lse=True)
+        assert out.shape == (TOKENS, HEADS, 64) and out.is_contiguous() and lse.shape == (HEADS, TOKENS)
+        before, kernel.seen = kernel.launched, []
+        (found,) = torch.autograd.grad(out.sum() + lse.sum(), whole)
+        assert found.shape == whole.shape and kernel.launched - before >= 2
+        maps = [x for args in kernel.seen for x in args if isinstance(x, Descriptor)]
+        assert maps and all(min(one.strides) > 0 for one in maps)

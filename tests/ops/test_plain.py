@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.backends.base import Needs
+from tilewise import dispatch
+from tilewise.api import call_cache
+from tilewise.backends.base import Inputs, Needs, empty_lse, empty_out, empty_packed, from_rank4, to_rank4
+from tilewise.errors import KernelError
 from tilewise.ops.plain import PlainCall, in_layout, needs_of, rank4
 from tilewise.problem import Problem
 
@@ -91,3 +94,46 @@ def test_needs_are_those_of_the_tensors() -> None:
     assert needs_of(call, (False, True, False, True, True, False)) == Needs(True, False, True, False, True)
     three = call._replace(places=(0, 1, 2), numbers=(0, 1, 2, -1, -1))
     assert needs_of(three, (False, True, False, True)) == Needs(True, False, True)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_a_packed_call_passes_to_the_next_backend(pass_: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend's answer, and the question to the next one, are about tensors of rank 4."""
+    inputs = drawn("packed")
+    attend = LAYOUTS["packed"][1]
+    want = torch.autograd.grad(attend(*inputs).square().sum(), inputs)
+    asked: list[int] = []
+
+    def fail(problem: Problem, inputs: Inputs, *given: Any) -> Any:
+        asked.append(inputs.q.ndim)
+        raise KernelError("no compiler")
+
+    problem = Problem.of(heads=4, seqlen=12, head_dim=8, dtype="float64")
+    first = dispatch.select(problem, Inputs(*(to_rank4(x.detach()) for x in inputs)), "auto").backend
+    monkeypatch.setattr(first, pass_, fail)
+    monkeypatch.setattr(call_cache, "_calls", {})
+    with pytest.warns(RuntimeWarning):
+        got = torch.autograd.grad(attend(*inputs).square().sum(), inputs)
+    assert asked and set(asked) == {4}
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-10) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("head_dim_v", [8, 5])
+def test_packed_memory_is_laid_out_as_that_of_rank_4(head_dim_v: int) -> None:
+    whole = torch.randn(12, 4, 8, dtype=torch.bfloat16)
+    for q in (whole, whole.transpose(0, 1).contiguous().transpose(0, 1), whole[::2], whole[:, :1], whole[:1], whole[:, ::2]):
+        out, lse = empty_packed(q, head_dim_v)
+        inner = to_rank4(q)
+        want, rows = from_rank4(empty_out(inner, head_dim_v)), empty_lse(inner)
+        assert (out.shape, out.stride(), out.dtype) == (want.shape, want.stride(), want.dtype)
+        assert (lse.shape, lse.stride(), lse.dtype) == (rows.shape, rows.stride(), rows.dtype)
+
+
+def test_an_unasked_log_sum_exp_is_no_result() -> None:
+    """Each result of an autograd function costs time."""
+    for layout, (_, attend) in LAYOUTS.items():
+        node = attend(*drawn(layout)).grad_fn
+        assert len(node._input_metadata) == 1, layout  # type: ignore[union-attr]
+    q, k, v = drawn("bhsd")
+    out, lse = tw.attention(q, k, v, return_lse=True)
+    assert out.grad_fn is lse.grad_fn and len(out.grad_fn._input_metadata) == 2  # type: ignore[union-attr]

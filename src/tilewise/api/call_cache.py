@@ -285,7 +285,7 @@ def _make_launch(
 
         def launch_more(q: Tensor, k: Tensor, v: Tensor, more: More) -> Tensor | tuple[Tensor, Tensor]:
             out, lse = attend_plain(call, inside(problem, q, k, v, more))
-            if not problem.needs_lse:
+            if lse is None or not problem.needs_lse:
                 return out
             return out, lse.squeeze(0) if problem.varlen else lse
 
@@ -294,8 +294,8 @@ def _make_launch(
     if quick is None:
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-            found = attend_plain(call, Inputs(q, k, v))
-            return found if problem.needs_lse else found[0]
+            out, lse = attend_plain(call, Inputs(q, k, v))
+            return out if lse is None or not problem.needs_lse else (out, lse)
 
         return launch
     if layout == "bhsd":

@@ -69,13 +69,13 @@ def execute_statistics(problem: Problem, inputs: Inputs, layout: str, backend: s
     return (*(result if isinstance(result, tuple) else (result,)), user_statistics(problem, found))
 
 
-def restore_layout(problem: Problem, layout: str, out: Tensor, lse: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+def restore_layout(problem: Problem, layout: str, out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     """The result as the user's q was laid out, with the log-sum-exp if it is wanted."""
     if problem.varlen:
-        out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+        out, lse = out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)
     elif layout == "bshd":
         out = out.transpose(1, 2)
-    return (out, lse) if problem.needs_lse else out
+    return out if lse is None or not problem.needs_lse else (out, lse)
 
 
 def choose(problem: Problem, inputs: Inputs, backend: str) -> Backend:

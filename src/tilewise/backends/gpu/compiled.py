@@ -151,6 +151,11 @@ class _Thread:
             except BaseException as error:
                 future.set_exception(error)
 
+    def join(self) -> None:
+        """Wait until there is nothing more to do."""
+        while (thread := self.thread) is not None:
+            thread.join()
+
     def stop(self) -> None:
         """At the end of the process: what has begun is finished, as a compiler does not survive the interpreter."""
         with self.lock:
@@ -165,6 +170,11 @@ class _Thread:
 _thread = _Thread()
 _all: list[Kernels] = []
 """Those that had a kernel compiled ahead."""
+
+
+def finish_compiling() -> None:
+    """Wait until nothing is compiled in the background: what is timed meanwhile shares the interpreter with the compiler."""
+    _thread.join()
 
 
 def _start_anew() -> None:

@@ -130,9 +130,13 @@ class Copies(NamedTuple):
     memory: Tensor
 
     @classmethod
-    def of(cls, *tensors: Tensor) -> Copies:
-        x = tensors[0]
-        return cls(x.new_zeros(1, dtype=torch.int32), x.new_empty(sum([room(x) for x in tensors])))
+    def of(cls, problem: Problem, *tensors: Tensor) -> Copies:
+        """Of q, k, v and what else has one's shape: how much that is, the problem remembers."""
+        x, key = tensors[0], ("hidden copies", len(tensors))
+        size = problem.memory.get(key)
+        if size is None:
+            size = problem.memory[key] = sum([room(x) for x in tensors])
+        return cls(x.new_zeros(1, dtype=torch.int32), x.new_empty_strided((size,), (1,)))
 
     def parts(self, *tensors: Tensor) -> list[Part]:
         """The copies of these tensors."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs, Statistics, empty_lse, empty_out
+from tilewise.backends.base import Inputs, Statistics, empty_lse, empty_out, empty_packed, rank4_inputs, to_rank4
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.kept import kept
 from tilewise.backends.gpu.launch import Descriptor
@@ -89,9 +89,12 @@ def walk_of(problem: Problem, device: torch.device) -> Walk:
 def launch(
     problem: Problem, inputs: Inputs, recording: Recording, stats: Features = NONE
 ) -> tuple[Tensor, Tensor]:
-    """out and lse by the plan of a recording."""
+    """out and lse by the plan of a recording. Launches are repeated by addresses: only new ones need tensors of rank 4."""
     q, k, v = inputs[:3]
-    out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
+    if q.ndim == 3:
+        out, lse = empty_packed(q, problem.head_dim_v)
+    else:
+        out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
     tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, cu_q, cu_k)
     terms: tuple[Term, ...] = ()
@@ -105,12 +108,15 @@ def launch(
     if features:
         tensors += tensors_in(features)
     if inputs.bias is not None:
-        copies, mask = Copies.of(q, k, v), hidden_mask(problem, q)
+        copies, mask = Copies.of(problem, q, k, v), hidden_mask(problem, q)
         tensors += (*copies, *mask.tensors)
     if cu_q is not None and cu_k is not None and plan.config.ORDERED:
         cluster = partial(heads_together, problem, plan.config, CLUSTER_BYTES[1])
         tensors += packed_order(problem, q, Lengths(cu_q, cu_k), plan.config, plan.arguments, False, cluster)
     if not recording.repeat(tensors):
+        if q.ndim == 3:
+            inputs = rank4_inputs(inputs)
+            tensors = (*inputs[:3], to_rank4(out), *tensors[4:])
         if plan.config.ORDERED:
             plan = plan._replace(arguments=plan.arguments._replace(order=tensors[-2], owners=tensors[-1]))
         features = call_features(problem, inputs, plan.config.BIAS_STAGES > 0, features)

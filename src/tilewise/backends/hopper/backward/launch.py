@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Grads, Inputs
+from tilewise.backends.base import BackwardInputs, Grads, Inputs, rank4_inputs, to_rank4
 from tilewise.backends.gpu.launch import Address, Descriptor, describable, view
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import MaskArgs
@@ -55,6 +55,11 @@ class Memory(NamedTuple):
     cu_q: Tensor | None
     cu_k: Tensor | None
 
+    def of_rank4(self) -> Memory:
+        """The tensors of a packed batch as launches are made from them."""
+        names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+        return self._replace(**{name: to_rank4(getattr(self, name)) for name in names})
+
 
 class Again(NamedTuple):
     """A call with a bias, made once more if something infinite came out: the flag and copies without what the bias hides. Sums
@@ -81,7 +86,7 @@ class Again(NamedTuple):
 
 
 def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
-    """The gradients of a supported problem, on the current stream."""
+    """The gradients of a supported problem, on the current stream; those of a packed batch may be (T, H, D)."""
     out, lse, dout, dlse, needs = given
     if needs.dbias and inputs.bias is not None:
         problem = with_bias_gradient(problem)
@@ -93,7 +98,7 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     key = (*key, *(lists.key for lists in found.values())) if found else key
     recording = recorder.get(problem, key, q.device, partial(plan_on, problem, inputs, given))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    scratch = q.new_empty(recording.plan.stats + recording.plan.dq, dtype=torch.float32)
+    scratch = q.new_empty_strided((recording.plan.stats + recording.plan.dq,), (1,), dtype=torch.float32)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
     features = feature_tensors(problem, inputs)
     if problem.sinks:  # as many as there are of each statistic
@@ -105,13 +110,14 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
         if needs.dbias:
             dbias, written = bias_gradient(problem, inputs.bias)
             features |= written
-        again = Again(inputs, hidden_mask(problem, q), Copies.of(q, k, v, dout), dbias if is_broadcast(problem) else None)
+        copies = Copies.of(problem, q, k, v, dout)
+        again = Again(inputs, hidden_mask(problem, q), copies, dbias if is_broadcast(problem) else None)
     launch(problem, inputs, memory, recording, found, features, again)
     grads = Grads(dq if needs.dq else None, dk if needs.dk else None, dv if needs.dv else None)
     if inputs.bias is not None and dbias is not None:
         grads = grads._replace(dbias=rounded_gradient(dbias, inputs.bias))
     if needs.dsinks and inputs.sinks is not None:
-        grads = grads._replace(dsinks=sink_gradient(features["dsinks_ptr"], inputs.sinks, q.shape[0]))
+        grads = grads._replace(dsinks=sink_gradient(features["dsinks_ptr"], inputs.sinks, 1 if problem.varlen else q.shape[0]))
     return grads
 
 
@@ -167,6 +173,11 @@ def launch(
         tensors = (*tensors, *again.copies, *again.mask.tensors)
     if recording.repeat(tensors):
         return
+    if memory.q.ndim == 3:
+        inputs = rank4_inputs(inputs)
+        memory = memory.of_rank4()
+        tensors = (*memory, *tensors[len(memory) :])
+        again = None if again is None else again._replace(inputs=inputs)
     tidy = readable(memory)
     steps = recording.plan.steps
     if found:
