@@ -170,7 +170,8 @@ def test_tables_have_tiles_of_their_own_where_they_are_made_of_these() -> None:
         tiles = plan.tiles(problem, spec)
         return [tiles[pass_].sizes for pass_ in ("backward_dkdv", "backward_dq")]
 
-    assert sizes(torch.ones(1, 1, 4, 4, dtype=torch.bool), 64) == [(64, 64), (64, 64)]
+    assert sizes(torch.ones(1, 1, 2, 2, dtype=torch.bool), 128) == [(64, 64), (128, 64)]
+    assert sizes(torch.ones(1, 1, 4, 4, dtype=torch.bool), 64) == [(64, 64), (64, 32)]
     assert sizes(torch.ones(1, 1, 8, 4, dtype=torch.bool), (32, 64))[0] == (32, 64)
     assert sizes(torch.ones(1, 1, 4, 4, dtype=torch.bool), 64, softcap=30.0)[0] == (32, 64)
     assert sizes(torch.ones(1, 1, 2, 2, dtype=torch.bool), 192)[0] == (32, 64), "the last block is cut"
