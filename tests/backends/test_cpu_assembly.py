@@ -124,6 +124,7 @@ def test_products_of_bytes_are_nothing_else_on_x86(rows: int, target: str) -> No
     tile = Register(16 if wide else 8, 4 if rows == 4 else 8, rows)
     kernel = Kernel("decode", "bfloat16", tile, "b", varlen=True, paged=True, stored="int8", together=True, bytes=True)
     text = compiler.assembly(kernel, compiler.Machine("x86_64" + LINUX, target, ""))
+    assert "vcvttps2dq" in text and "vcvttss2si" not in text, "digits are made of whole vectors"
     found = set()
     for function, body in innermost_loops(text):
         names = Counter(line.replace("{vex}", "").split()[0] for line in body)

@@ -19,7 +19,7 @@ from typing import Any
 from tilewise.backends.cpu import decode_vnni as vnni
 from tilewise.backends.cpu.builder import Emit, Unit
 from tilewise.backends.cpu.function import kernel_function
-from tilewise.backends.cpu.ir import F32, I8, I32, I64, Pointer, joined_lanes, vector_of
+from tilewise.backends.cpu.ir import F32, I8, I32, I64, Pointer, joined_lanes
 from tilewise.backends.cpu.spec import BYTE_COLUMNS, UNROLL, Kernel
 
 LIMBS = 4
@@ -74,7 +74,7 @@ class ByteScores:
             (same, low), numbers = over.values, []
             for n in range(0, BYTE_COLUMNS, L):
                 x = q.vector(over.index + n) * count.splat()
-                number = e.intrinsic(f"llvm.fptosi.sat.v{L}i32.v{L}f32", vector_of(I32, L), [x])
+                number = e.select(abs(x) < 2.0**31, x, 0.0).to_integer(I32)  # else it is no integer of 32 bits, nor the same
                 same = same & (number.to_real(F32) == x).sext(I32)
                 low = low | number
                 numbers.append(number)

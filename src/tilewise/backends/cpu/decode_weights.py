@@ -80,8 +80,7 @@ class ByteValues(ByteScores):
                 with e.range(0, round_up(width, BYTE_COLUMNS), BYTE_COLUMNS) as at:
                     numbers = []
                     for n in range(0, BYTE_COLUMNS, L):
-                        x = e.fma(weights(row, at + n).bitcast(F32), count, e.vector(0.5))
-                        numbers.append(e.intrinsic(f"llvm.fptosi.sat.v{L}i32.v{L}f32", vector_of(I32, L), [x]))
+                        numbers.append(e.fma(weights(row, at + n).bitcast(F32), count, e.vector(0.5)).to_integer(I32))
                     limbs = unsigned_digits(numbers) if self.unsigned else signed_digits(numbers, LIMBS)
                     for n, cells in enumerate(by_fours([joined_lanes(limb) for limb in limbs])):
                         digits[at * LIMBS + n * BYTE_COLUMNS] = cells
