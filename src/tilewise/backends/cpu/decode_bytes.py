@@ -20,7 +20,7 @@ from tilewise.backends.cpu import decode_vnni as vnni
 from tilewise.backends.cpu.builder import Emit, Unit
 from tilewise.backends.cpu.function import kernel_function
 from tilewise.backends.cpu.ir import F32, I8, I32, I64, Pointer, joined_lanes
-from tilewise.backends.cpu.spec import BYTE_COLUMNS, UNROLL, Kernel
+from tilewise.backends.cpu.spec import BYTE_COLUMNS, UNROLL, Kernel, round_down
 
 LIMBS = 4
 BITS = 30
@@ -130,8 +130,9 @@ class ByteScores:
     ) -> list[Any]:
         """Of each row, the scores of UNROLL keys before their scales. Meanwhile rows of V that are wanted soon are prefetched."""
         if self.unsigned:
-            self.ask_for(e, soon)
-            return vnni.scores(e, rows, keys, limbs)
+            inside = soon if e.lanes == BYTE_COLUMNS else ()  # short vectors have no registers for more columns at once
+            self.ask_for(e, soon, round_down(e.args.D, vnni.LINE) if inside else 0)
+            return vnni.scores(e, rows, keys, limbs, inside)
         found: list[list[Any]] = [[] for _ in rows]
         for n in range(0, UNROLL, UNROLL // len(rows)):  # as many sums as accumulators
             past = n + UNROLL // len(rows)
@@ -140,9 +141,10 @@ class ByteScores:
                 pairs += more
         return [self.byte_score(e, row, pairs) for row, pairs in zip(rows, found, strict=True)]
 
-    def ask_for(self, e: Emit, rows: Sequence[Pointer]) -> None:
+    def ask_for(self, e: Emit, rows: Sequence[Pointer], first: Any = 0) -> None:
+        """Lines of these rows of V, from a column on."""
         if rows:
-            with e.range(0, e.args.Dv, self.line) as at:
+            with e.range(first, e.args.Dv, self.line) as at:
                 for row in rows:
                     e.prefetch(row + at)
 
