@@ -5,6 +5,8 @@ The kernels of this processor, and those of x86 with instructions that any proce
 
 from __future__ import annotations
 
+import ctypes
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,17 @@ from torch import Tensor
 
 pytest.importorskip("llvmlite")
 
+from llvmlite import ir
+
 import tilewise as tw
 from tests.backends.plain_bytes import FLAGS, pretend_vnni
 from tests.backends.test_cpu_memory import forget
 from tests.cache.caches import build, worst
 from tilewise.backends.cpu import backend, decode_weights, plan
 from tilewise.backends.cpu import compile as compiler
+from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.decode_bytes import BITS, LIMBS
+from tilewise.backends.cpu.ir import Pointer
 from tilewise.backends.cpu.spec import MOST_BYTE_COLUMNS, Kernel
 from tilewise.hardware import lookup
 from tilewise.hardware.cache import CACHE_VARIABLE
@@ -269,6 +275,36 @@ def test_which_values_are_multiplied_as_bytes(monkeypatch: pytest.MonkeyPatch, t
     k[3, :, 0] = 1
     out = attend(q, k, torch.ones(12, 2, 32), k_scale=torch.log(torch.tensor(2.0)) * fall)
     assert (out == (0 if fall < decode_weights.SPREAD else 1)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("isa", FLAGS)
+def test_every_line_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, isa: str, rows: int) -> None:
+    """Of K and V of all heads, but for the first block's K, and where a block whose rows lie a stride apart meets another: once
+    for each four rows. Short vectors ask for a line twice, of which they use a half."""
+    pretend_vnni(monkeypatch, isa, tmp_path)
+    forget(monkeypatch)
+    asked: list[int] = []
+    note = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(asked.append)
+    where = ctypes.cast(note, ctypes.c_void_p).value
+
+    def prefetch(e: Emit, address: Pointer, level: int = 1) -> None:
+        e.ir.call(e.ir.inttoptr(e.raw(where), ir.FunctionType(ir.VoidType(), [ir.PointerType()]).as_pointer()), [address.raw])
+
+    monkeypatch.setattr(Emit, "prefetch", prefetch)
+    tokens, heads, page, dim, line = 192, 4, 16, 128, 64
+    g = torch.Generator().manual_seed(rows)
+    k, v = (torch.randint(-9, 9, (tokens // page, page, heads, dim), dtype=torch.int8, generator=g) for _ in range(2))
+    table = torch.randperm(tokens // page, generator=g).to(torch.int32)[None]
+    unit = torch.tensor(1.0)
+    cache = tw.KVCache.paged(k, v, table, torch.tensor([tokens], dtype=torch.int32), k_scale=unit, v_scale=unit)
+    tw.attention_cached((torch.randn(1, 1, heads * rows, dim) / 16).bfloat16(), cache, backend="cpu", splits=1)
+    counts = Counter(address // line for address in asked)
+    most = max(1, rows // 4) * (1 if isa == "avx512" else 2)
+    for x in (k, v):
+        found = [counts[at] for at in range(x.data_ptr() // line, (x.data_ptr() + x.numel()) // line)]
+        assert sum(n > 0 for n in found) >= 0.93 * len(found), "some are never asked for"
+        assert sum(found) <= most * len(found), "some are asked for too often"
 
 
 def problem(**change: Any) -> Problem:

@@ -28,6 +28,7 @@ class BlockDecode(ByteValues, Decode):
         self.byte_phases = (None, None, None)
         if self.kernel.bytes:
             self.byte_phases = (self.emit_byte_dots(), self.emit_weights(), self.emit_byte_values())
+        self.ask_early = self.emit_ask_early() if self.asks_early else None
         return self.emit_phases("block")
 
     @kernel_function()
@@ -49,7 +50,13 @@ class BlockDecode(ByteValues, Decode):
         dots, softmax, values = self.phases
         byte_dots, weights, byte_values = self.byte_phases
         run(dots, byte_dots, "exact")
-        run(softmax)
+        if self.ask_early is None:
+            run(softmax)
+        else:
+            rows = self.early(e)
+            self.call(e, self.ask_early, 0, rows // 2)
+            run(softmax)
+            self.call(e, self.ask_early, rows // 2, rows)
         run(values, byte_values, "counted", weights)
 
     # -- scores

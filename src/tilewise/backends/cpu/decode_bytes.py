@@ -19,8 +19,8 @@ from typing import Any
 from tilewise.backends.cpu import decode_vnni as vnni
 from tilewise.backends.cpu.builder import Emit, Unit
 from tilewise.backends.cpu.function import kernel_function
-from tilewise.backends.cpu.ir import F32, I8, I32, I64, Pointer, joined_lanes, vector_of
-from tilewise.backends.cpu.spec import BYTE_COLUMNS, UNROLL, Kernel
+from tilewise.backends.cpu.ir import F32, I8, I32, I64, Pointer, joined_lanes
+from tilewise.backends.cpu.spec import BYTE_COLUMNS, UNROLL, Kernel, round_down
 
 LIMBS = 4
 BITS = 30
@@ -74,7 +74,7 @@ class ByteScores:
             (same, low), numbers = over.values, []
             for n in range(0, BYTE_COLUMNS, L):
                 x = q.vector(over.index + n) * count.splat()
-                number = e.intrinsic(f"llvm.fptosi.sat.v{L}i32.v{L}f32", vector_of(I32, L), [x])
+                number = e.select(abs(x) < 2.0**31, x, 0.0).to_integer(I32)  # else it is no integer of 32 bits, nor the same
                 same = same & (number.to_real(F32) == x).sext(I32)
                 low = low | number
                 numbers.append(number)
@@ -130,8 +130,9 @@ class ByteScores:
     ) -> list[Any]:
         """Of each row, the scores of UNROLL keys before their scales. Meanwhile rows of V that are wanted soon are prefetched."""
         if self.unsigned:
-            self.ask_for(e, soon)
-            return vnni.scores(e, rows, keys, limbs)
+            inside = soon if e.lanes == BYTE_COLUMNS else ()  # short vectors have no registers for more columns at once
+            self.ask_for(e, soon, round_down(e.args.D, vnni.LINE) if inside else 0)
+            return vnni.scores(e, rows, keys, limbs, inside)
         found: list[list[Any]] = [[] for _ in rows]
         for n in range(0, UNROLL, UNROLL // len(rows)):  # as many sums as accumulators
             past = n + UNROLL // len(rows)
@@ -140,9 +141,10 @@ class ByteScores:
                 pairs += more
         return [self.byte_score(e, row, pairs) for row, pairs in zip(rows, found, strict=True)]
 
-    def ask_for(self, e: Emit, rows: Sequence[Pointer]) -> None:
+    def ask_for(self, e: Emit, rows: Sequence[Pointer], first: Any = 0) -> None:
+        """Lines of these rows of V, from a column on."""
         if rows:
-            with e.range(0, e.args.Dv, self.line) as at:
+            with e.range(first, e.args.Dv, self.line) as at:
                 for row in rows:
                     e.prefetch(row + at)
 

@@ -74,21 +74,28 @@ class StreamDecode(Decode):
                 for row in rows:
                     e.prefetch(row + at, level=2)
 
+    @property
+    def ahead(self) -> int:
+        """Keys from those at hand to those that are asked for. AVX-512 is done with four of bytes before memory has answered: so
+        many lines are on their way as are of 16-bit numbers."""
+        return 2 * UNROLL if self.unit.arch == "x86_64" and self.line == LINE else UNROLL
+
     def soon(self, e: Emit, key: Any) -> dict[str, list[Pointer]]:
-        """The rows of K and V of the UNROLL keys after these: where those of other heads lie between them, no stream leads there.
-        Behind the block's last key they are the first of the next head, or of the next block."""
+        """The rows of K and V of UNROLL keys `ahead`: where those of other heads lie between them, no stream leads there. Behind
+        the block's last key they are the first of the next head, or of the next block."""
         frame = e.frame
-        following = key + UNROLL
-        inside = following < frame.n1
+        following = key + self.ahead
+        inside, behind = following < frame.n1, following - frame.n1
         head = e.select(inside, frame.key_head, frame.next_head)
         if self.kernel.paged:
-            first = e.select(inside, following - frame.n0, 0)
+            # a block that is shorter than what lies ahead has its last row several times
+            first = e.select(inside, following - frame.n0, e.min(behind, frame.n1 - frame.n0))
             found = {}
             for name in "kv":
                 base, rows = self.head_of(e, name, head), getattr(frame, f"{name}_rows") + first
                 found[name] = [base + rows[j] for j in range(UNROLL)]
             return found
-        first = frame.k_start + e.select(inside, following, frame.n0 + frame.next_key)
+        first = frame.k_start + e.select(inside, following, frame.n0 + frame.next_key + behind)
         starts = {name: self.row_of(e, name, head, first) for name in "kv"}
         return {name: [row + getattr(e.args, name).stride_s * j for j in range(UNROLL)] for name, row in starts.items()}
 

@@ -24,6 +24,8 @@ from tilewise.backends.cpu.ir import F32, I8, I32, Pointer, Value, joined_lanes,
 from tilewise.backends.cpu.spec import ACCUMULATORS, BYTE_COLUMNS, UNROLL, round_down
 
 LIMBS = 4
+LINE = 64
+"""Bytes of a cache line."""
 QUARTER = BYTE_COLUMNS // 4
 """Sums of a limb in a vector: each of four columns."""
 CHAIN = 8
@@ -42,8 +44,11 @@ def mark_ones(e: Emit, digits: Pointer, D: Any) -> None:
         digits[column * LIMBS] = e.vector(1, BYTE_COLUMNS, I8)
 
 
-def scores(e: Emit, rows: Sequence[Any], keys: Sequence[Pointer], limbs: int) -> list[Any]:
-    """Of each row, those of UNROLL keys before the scales of K. `limbs` is 3 where all rows have ones."""
+def scores(
+    e: Emit, rows: Sequence[Any], keys: Sequence[Pointer], limbs: int, soon: Sequence[Pointer] = ()
+) -> list[Any]:
+    """Of each row, those of UNROLL keys before the scales of K. `limbs` is 3 where all rows have ones. Meanwhile rows that are
+    wanted soon are prefetched, as many lines as D has whole ones."""
     frame = e.frame
     sources: list[Any] = [frame.Q8 + row * e.args.D * LIMBS for row in rows]
     if limbs == LIMBS:
@@ -54,7 +59,8 @@ def scores(e: Emit, rows: Sequence[Any], keys: Sequence[Pointer], limbs: int) ->
         most //= 2
     sums: list[list[Any]] = [[] for _ in sources]
     for n in range(0, len(keys), most):
-        for mine, some in zip(sums, _products(e, sources, keys[n : n + most], pieces), strict=True):
+        ahead = soon[n * len(soon) // UNROLL : (n + most) * len(soon) // UNROLL]
+        for mine, some in zip(sums, _products(e, sources, keys[n : n + most], pieces, ahead), strict=True):
             mine += some
     joined = [_joined(some) for some in sums]
     lowest, second, third, fourth = _by_limb(joined[: len(rows)])
@@ -71,7 +77,9 @@ def scores(e: Emit, rows: Sequence[Any], keys: Sequence[Pointer], limbs: int) ->
     return [score.pick(range(n, n + UNROLL)) for n in range(0, len(lanes), UNROLL)]
 
 
-def _products(e: Emit, sources: Sequence[Any], keys: Sequence[Pointer], pieces: int) -> list[list[Any]]:
+def _products(
+    e: Emit, sources: Sequence[Any], keys: Sequence[Pointer], pieces: int, soon: Sequence[Pointer]
+) -> list[list[Any]]:
     """For each source of digits (None: ones), a vector of sums for each key: QUARTER of the lowest limb, of the next, …"""
     D, width, wide = e.args.D, BYTE_COLUMNS // pieces, LIMBS * BYTE_COLUMNS // pieces
     each = len(sources) * len(keys) * pieces
@@ -96,11 +104,17 @@ def _products(e: Emit, sources: Sequence[Any], keys: Sequence[Pointer], pieces: 
         return found
 
     both = chains * BYTE_COLUMNS
-    whole = round_down(D, both)
-    with e.loop(0, whole, both, [e.vector(0, width, I32)] * (each * chains)) as over:
-        over.carry(multiply(over.values, over.index, chains))
+    step = LINE if soon else both
+    whole = round_down(D, step)
+    with e.loop(0, whole, step, [e.vector(0, width, I32)] * (each * chains)) as over:
+        acc = over.values
+        for at in range(0, step, both):  # one line after the other: all at once would have to wait for each other
+            for row in soon[at * len(soon) // step : (at + both) * len(soon) // step]:
+                e.prefetch(row + over.index)
+            acc = multiply(acc, over.index + at, chains)
+        over.carry(acc)
     acc = [sum(over.values[n + each :: each], over.values[n]) for n in range(each)]
-    if chains > 1:
+    if step > BYTE_COLUMNS:
         with e.loop(whole, D, BYTE_COLUMNS, acc) as rest:
             rest.carry(multiply(rest.values, rest.index, 1))
         acc = list(rest.values)

@@ -80,8 +80,7 @@ class ByteValues(ByteScores):
                 with e.range(0, round_up(width, BYTE_COLUMNS), BYTE_COLUMNS) as at:
                     numbers = []
                     for n in range(0, BYTE_COLUMNS, L):
-                        x = e.fma(weights(row, at + n).bitcast(F32), count, e.vector(0.5))
-                        numbers.append(e.intrinsic(f"llvm.fptosi.sat.v{L}i32.v{L}f32", vector_of(I32, L), [x]))
+                        numbers.append(e.fma(weights(row, at + n).bitcast(F32), count, e.vector(0.5)).to_integer(I32))
                     limbs = unsigned_digits(numbers) if self.unsigned else signed_digits(numbers, LIMBS)
                     for n, cells in enumerate(by_fours([joined_lanes(limb) for limb in limbs])):
                         digits[at * LIMBS + n * BYTE_COLUMNS] = cells
@@ -90,10 +89,50 @@ class ByteValues(ByteScores):
         pointer: Pointer = e.frame.P8 + row * (round_up(e.args.BN, BYTE_COLUMNS) * LIMBS)
         return pointer
 
+    @property
+    def asks_early(self) -> bool:
+        """Is half of the next block's K prefetched before V is used? Between the two products nothing else is read, and those of
+        long vectors are so short that memory has more to deliver than fits beside them."""
+        return self.kernel.weighs_bytes and self.unsigned and self.kernel.tile.lanes == LONG
+
+    @kernel_function(I64, I64)
+    def emit_ask_early(self, e: Emit, first: Any, past: Any) -> None:
+        """ask_early(args, frame, first, past): prefetch these rows of the next block's K."""
+
+        def ask(row: Callable[[Any], Pointer]) -> None:
+            with e.range(first, past) as key:
+                near = row(key)
+                with e.range(0, e.args.D, self.line) as at:
+                    e.prefetch(near + at)
+
+        self.by_rows(e, lambda rows_of: ask(rows_of("k", 0)))
+
+    def early(self, e: Emit) -> Any:
+        """How many rows of the next block's K are."""
+        return (e.frame.n1 - e.frame.n0 + 1) // 2
+
+    def by_rows(self, e: Emit, emit: Callable[[Callable[[str, Any], Callable[[Any], Pointer]]], None]) -> None:
+        """`emit(rows_of)`, where `rows_of("v", column)` are the rows of V, and of "k" those of the next block's K: for rows that
+        lie a stride apart, and for others."""
+
+        def strided(name: str, col: Any) -> Callable[[Any], Pointer]:
+            first, step = scattered(name, col)(0), getattr(e.args, name).stride_s
+            return lambda j: first + step * j
+
+        def scattered(name: str, col: Any) -> Callable[[Any], Pointer]:
+            found: Callable[[Any], Pointer] = self.block_rows(e, "v", col) if name == "v" else self.next_rows(e, col)
+            return found
+
+        with e.if_else(e.frame.run != 0) as (run, apart):
+            with run:
+                emit(strided)
+            with apart:
+                emit(scattered)
+
     @kernel_function(I64)
     def emit_byte_values(self, e: Emit, r0: Any) -> None:
         """byte_values(args, frame, r0): O[r] += Σ_j P[r][j]·v_j of R rows from r0; the next block's K is prefetched meanwhile."""
-        frame, Dv = e.frame, e.args.Dv
+        Dv = e.args.Dv
 
         def all_columns(rows_of: Callable[[str, Any], Callable[[Any], Pointer]]) -> None:
             done: Any = 0
@@ -109,23 +148,13 @@ class ByteValues(ByteScores):
                         self.columns(e, rows, (col, wide, halves), v, partial(self.fetch_keys, e, k, turn))
                 done = most
 
-        def strided(name: str, col: Any) -> Callable[[Any], Pointer]:
-            first, step = scattered(name, col)(0), getattr(e.args, name).stride_s
-            return lambda j: first + step * j
-
-        def scattered(name: str, col: Any) -> Callable[[Any], Pointer]:
-            found: Callable[[Any], Pointer] = self.block_rows(e, "v", col) if name == "v" else self.next_rows(e, col)
-            return found
-
-        with e.if_else(frame.run != 0) as (run, apart):
-            with run:
-                all_columns(strided)
-            with apart:
-                all_columns(scattered)
+        self.by_rows(e, all_columns)
 
     def fetch_keys(self, e: Emit, k: Callable[[Any], Pointer], turn: tuple[Any, int], key: Any, keys: int) -> None:
         """Prefetch lines of the next block's K, of so many rows those that fall to this turn of so many over a line."""
         nth, turns = turn
+        if self.asks_early:  # the other half
+            key, keys = self.early(e) + key // 2, keys // 2
         mine = max(1, keys // turns)
         first = nth % turns * mine % keys
         for n in range(mine):

@@ -141,6 +141,7 @@ class Arithmetic:
     __hash__ = object.__hash__
     sext, zext, trunc, bitcast = (_conversion(name) for name in ("sext", "zext", "trunc", "bitcast"))
     fpext, fptrunc, to_real = _conversion("fpext"), _conversion("fptrunc"), _conversion("sitofp")
+    to_integer = _conversion("fptosi")  # towards 0; undefined where there is no such integer
 
     def __invert__(self) -> Any:
         return self ^ -1
