@@ -318,44 +318,6 @@ def test_what_a_packed_neighbour_holds_does_not_matter(d: int, deterministic: bo
         assert torch.equal(x[:, :, :100], y[:, :, :100])
 
 
-WAYS = ("SKIP_UNSEEN", "TAILS_CLEARED", "DEPENDENT", "LAST_FIRST")
-LONG_TAILED = ((5, 133, 0, 70, 64, 130, 1), (5, 140, 7, 70, 64, 131, 1))
-
-
-@pytest.mark.parametrize("ways", [*((way,) for way in WAYS), WAYS], ids=str)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(128, "tw.causal()", lengths=LONG_TAILED, h=2, hk=1, dlse=True),
-        Shape(64, "tw.causal()", lengths=LONG_TAILED, h=2, hk=1),
-        Shape(128, "tw.window(70, 20)", lengths=LONG_TAILED),
-        Shape(96, "tw.causal()", lengths=LONG_TAILED, deterministic=True),
-        Shape(128, "tw.causal()", 200, h=2, hk=1),
-        Shape(64, "tw.causal()", 300, b=2, tile=SUMS),
-    ],
-    ids=str,
-)
-def test_other_ways_give_the_same_gradients(shape: Shape, ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """dK and dV to the bit: what is left out is zeros. Sums of dQ are in any order."""
-    problem, inputs = build(shape)
-    out, lse = tiled.backend.forward(replace(problem, tile=()), inputs)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    dlse = torch.ones_like(lse) if shape.dlse else None
-    want = run(problem, inputs, out.contiguous(), lse, dout, dlse)
-    for way in ways:
-        monkeypatch.setattr(choose, way, True)
-    found = run(replace(problem), inputs, out.contiguous(), lse, dout, dlse)
-    assert checks.check_backward(problem, inputs, dout, dlse, found) == []
-    for x, y in zip(found[1:3], want[1:3], strict=True):
-        assert x is not None and y is not None and torch.equal(x, y)
-
-
-@pytest.mark.parametrize("d", [64, 128])
-def test_a_neighbour_behind_a_cleared_tail_does_not_matter(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "TAILS_CLEARED", True)
-    test_what_a_packed_neighbour_holds_does_not_matter(d, False)
-
-
 def test_a_missing_arrival_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """That the threads would hang where a GPU does."""
     monkeypatch.setattr("tests.backends.gluon_threads.LIMIT_S", 0.5)

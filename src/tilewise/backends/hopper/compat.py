@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language import core
 
 __all__ = [
-    "aggregate", "await_kernel_before", "fence_async_shared", "gl", "gluon", "let_next_begin", "mbarrier", "named_barrier",
-    "opaque", "opaque_float", "tma", "tma_load", "tma_store", "warpgroup_mma", "warpgroup_mma_wait", "warps_barrier",
+    "aggregate", "fence_async_shared", "gl", "gluon", "mbarrier", "named_barrier", "opaque", "opaque_float", "tma",
+    "tma_load", "tma_store",
+    "warpgroup_mma", "warpgroup_mma_wait", "warps_barrier",
 ]  # fmt: skip
 
 _aggregate = getattr(gluon, "aggregate", None) or core._aggregate
@@ -58,18 +59,6 @@ def named_barrier(OP: gl.constexpr, ID: gl.constexpr):
     """OP "sync" waits until both of two warpgroups have come, "arrive" does not wait."""
     ASM: gl.constexpr = _barrier(OP, ID)
     gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def let_next_begin():
-    """The next kernel may be launched, if it is one that waits for this one, as soon as all programs have come here."""
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def await_kernel_before():
-    """Until the kernel before has ended, and what it wrote can be read. Returns at once where this one was launched after it."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

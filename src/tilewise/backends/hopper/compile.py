@@ -96,12 +96,4 @@ def compile_kernel(target: Any, name: str, dtype: str, arguments: Any, config: A
     constants = {**types.constants, (len(shapes) + 1,): config}
     source = GluonASTSource(function, signature, constants, types.attributes)
     with one_at_a_time():
-        return triton.compile(source, target=target, options=options_of(name, config))
-
-
-def options_of(name: str, config: Any) -> dict[str, Any]:
-    """A kernel that waits for the one before by itself is launched before that one has ended."""
-    options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
-    if name in ("keys_kernel", "postprocess_kernel") and config.DEPENDENT:
-        options["launch_pdl"] = True
-    return options
+        return triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": True})

@@ -149,15 +149,14 @@ def seen_keys(band, work, C: gl.constexpr):
 
 
 @gluon.jit
-def seeing_queries(band, len_q, CLEARED: gl.constexpr, C: gl.constexpr):
-    """[lo, hi): the queries that see some key lie between; those of the sequence lie before len_q, behind which there may be
-    zeros already (CLEARED)."""
+def seeing_queries(band, len_q, C: gl.constexpr):
+    """[lo, hi): the queries that see some key lie between; those of the sequence lie before len_q."""
     lo = len_q * 0
     hi = len_q * 0 + UNBOUNDED
     if C.EMPTY_ROWS:
         lo = gl.maximum(query_lo(band, band.start, C), 0)
         hi = query_hi(band, band.end - 1, C)
-    if C.VARLEN and not CLEARED:  # else the loads fill in zeros past the last query
+    if C.VARLEN:  # else the loads fill in zeros past the last query
         hi = gl.minimum(hi, len_q)
     return lo, hi
 
@@ -169,12 +168,6 @@ def sees_all(band, m, k0, KEYS: gl.constexpr, C: gl.constexpr):
     if C.LEFT:
         ok = ok & (m + C.BLOCK_M <= query_hi(band, k0, C))
     return ok
-
-
-@gluon.jit
-def sees_none(band, m, k0, C: gl.constexpr):
-    """Are all queries of the tile at m ahead of the first that sees key k0, or one after it?"""
-    return m + C.BLOCK_M <= query_lo(band, k0, C)
 
 
 @gluon.jit

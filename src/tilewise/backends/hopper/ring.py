@@ -35,7 +35,6 @@ class GradRings:
     k: Ring
     v: Ring
     listed: gl.tuple  # words beside what is streamed, see above
-    landed: gl.tuple  # where tiles are cleared before they are handed over: the barrier of what is loaded
 
 
 @aggregate

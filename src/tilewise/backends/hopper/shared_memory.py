@@ -149,13 +149,12 @@ def keys_views(config: Any) -> int:
         return 6 * POINTER + 4 * TILE + 10 * VECTOR + MATRIX + VECTOR
     buffers = 1 if config.BLOCK_D == config.BLOCK_DV else 2
     exchange = VECTOR + MATRIX if config.REDUCE_DQ else 0
-    landed = VECTOR if config.TAILS_CLEARED else 0
-    return 7 * POINTER + (4 + buffers) * TILE + 7 * VECTOR + exchange + landed + VECTOR
+    return 7 * POINTER + (4 + buffers) * TILE + 7 * VECTOR + exchange + VECTOR
 
 
 def keys_arguments(config: Any, mask: IntervalMask) -> int:
     numbers = 1 + 1 + 1 + 1  # the group; keys, tiles of statistics, scale
-    numbers += not config.VARLEN or config.TAILS_CLEARED  # queries
+    numbers += not config.VARLEN  # queries
     # tiles of statistics of all heads and the scale of logarithms; or where queries of a list are zeroed, what is past them
     numbers += config.LISTS is not None and config.EMPTY_ROWS if config.SPLIT else 2
     sums = POINTER if config.REDUCE_DQ else 0

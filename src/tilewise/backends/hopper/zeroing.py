@@ -32,24 +32,6 @@ def zero_rows(tile, first, lo, hi, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def clear_rows_from(tile, first):
-    """Zero the rows from `first` on, by one warp with few registers."""
-    ROWS: gl.constexpr = tile.type.shape[0]
-    WIDTH: gl.constexpr = tile.type.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    for i in gl.static_range(ROWS // 8):
-        if first < 8 * i + 8:
-            r = 8 * i + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-            for j in gl.static_range(WIDTH // 64):
-                part = tile.slice(8 * i, 8, dim=0).slice(64 * j, 64, dim=1)
-                if first <= 8 * i:
-                    part.store(gl.zeros([8, 64], tile.dtype, LAYOUT))
-                else:
-                    x_tile = part.load(LAYOUT)
-                    part.store(gl.where((r < first)[:, None], x_tile, gl.zeros_like(x_tile)))
-
-
-@gluon.jit
 def zero_rows_by_words(tile, first, words, ROWS: gl.constexpr):
     """Zero the rows of keys (or queries) whose bits are not set, from `first` on; `words` begin at position 0."""
     SLICE: gl.constexpr = 32
@@ -156,7 +138,7 @@ def zero_unseeing_queries(rings, n, m, tile, a, WG: gl.constexpr, C: gl.constexp
                     words = lists.seeing + place(tile.work.b, m.h, lists.seeing_strides)
                     zero_halves_by_words(rings.q, rings.do, n, first, words, C.BLOCK_M, WG)
     elif C.VARLEN or C.EMPTY_ROWS:
-        lo, hi = seeing_queries(tile.band, tile.work.len_q, C.TAILS_CLEARED, C)
+        lo, hi = seeing_queries(tile.band, tile.work.len_q, C)
         if (m < lo) | (m + C.BLOCK_M > hi):
             zero_halves(rings.q, rings.do, n, m, lo, hi, C.BLOCK_M, WG)
 

@@ -40,17 +40,6 @@ Not in packed batches, whose lengths the host does not know. At 128, causal, 16k
 sequences of 128 to 2,047 487 and 549 µs (kernels alone); as called, one of 16k beside 500 of 32 5.31 and 6.96 ms, 512 of 32 0.92
 and 1.08, and 32 of 512, which two kernels suit, 429 and 412 µs."""
 
-SKIP_UNSEEN = False
-"""A causal work tile's first 64 queries see none of the second warpgroup's keys: it leaves out four of its five products."""
-TAILS_CLEARED = False
-"""The warp that loads clears what follows a packed sequence's last queries in their tile. Else the warpgroups do, and meet for it
-in the last step of nearly every work tile."""
-DEPENDENT = False
-"""Kernels of a call are launched before the one ahead of them has ended."""
-LAST_FIRST = False
-"""The main kernel takes heads from the first to the last. So before it the first ones are written last, and after it the last
-ones are read first: the L2 cache still holds them."""
-
 
 def separate_dq(problem: Problem, mask: IntervalMask) -> Choice:
     """Whether dQ gets a kernel of its own, and why."""
@@ -138,28 +127,11 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
         usual = (SEPARATE_DQ if mask.terms or problem.varlen else SEPARATE_DQ_UNMASKED)[dims]
         found = [usual, *([SEPARATE_DQ_SOFTCAP[dims]] if dims == (64, 64) else []), SPLIT[dims]]
     reason = separate_dq(problem, mask).reason
-    common = compiled_for(problem, mask) | launched_for(problem)
+    common = compiled_for(problem, mask)
     return [
-        Choice(
-            tile._replace(
-                SKIP_UNSEEN=skips_unseen(mask, tile),
-                TAILS_CLEARED=TAILS_CLEARED and problem.varlen and not tile.SPLIT and not mask.listed,
-                **(common | list_config(problem, mask, tile) | columns_config(problem, mask, tile)),
-            ),
-            reason,
-        )
+        Choice(tile._replace(**(common | list_config(problem, mask, tile) | columns_config(problem, mask, tile))), reason)
         for tile in dict.fromkeys(found)
     ]
-
-
-def skips_unseen(mask: IntervalMask, tile: KeysConfig) -> bool:
-    """May the first query tile of a work tile see none of the second warpgroup's keys, and is there a step without them?"""
-    return SKIP_UNSEEN and tile.REDUCE_DQ and tile.BLOCK_M == 64 and mask.band and not mask.listed
-
-
-def launched_for(problem: Problem) -> dict[str, Any]:
-    """How the kernels that hold keys, and those around them, are launched. With a bias others may run between them."""
-    return {"DEPENDENT": DEPENDENT and problem.bias is None, "LAST_FIRST": LAST_FIRST}
 
 
 def listed_tiles(problem: Problem) -> list[KeysConfig]:
@@ -255,8 +227,7 @@ def without_mask(config: KeysConfig) -> KeysConfig:
     """What the preprocess and postprocess kernels, which know no mask, are compiled for."""
     plain = KeysConfig._field_defaults
     names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS")
-    names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "BIAS", "DROPOUT", "QK_COLUMNS", "V_COLUMNS", "HELD", "SKIP_UNSEEN")
-    names += ("TAILS_CLEARED",)
+    names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "BIAS", "DROPOUT", "QK_COLUMNS", "V_COLUMNS", "HELD")
     names += ("Q_STAGES", "K_STAGES", "V_STAGES", "OVERLAP_SCORES")
     return config._replace(**{name: plain[name] for name in names})
 

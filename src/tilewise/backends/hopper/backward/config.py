@@ -39,10 +39,6 @@ class KeysConfig(NamedTuple):
     V_COLUMNS: int = 0  # the same of v and dout
     DQ_PARTS: tuple[int, int] = (64, 64)  # columns of dQ by warpgroup
     HELD: tuple[int, int] = (0, 0)  # columns of K and of V that are operands from registers
-    SKIP_UNSEEN: bool = False  # the second warpgroup leaves out a work tile's first queries where they see none of its keys
-    TAILS_CLEARED: bool = False  # queries past a packed sequence's end become zeros before their tile is handed over
-    DEPENDENT: bool = False  # kernels begin under the end of the one before, and wait where they need what it wrote
-    LAST_FIRST: bool = False  # before and after the main kernel rows are taken from the last to the first
 
     @property
     def LISTED_BY_KEY(self) -> bool:
@@ -72,7 +68,7 @@ class KeysConfig(NamedTuple):
         q, k, v = self.Q_STAGES, self.K_STAGES, self.V_STAGES
         if self.SPLIT:
             return (q, q, q, q, k, k, v, v, 1, 1)
-        return (q, q, q, k, k, v, v, *((2,) if self.REDUCE_DQ else ()), *((1,) if self.TAILS_CLEARED else ()))
+        return (q, q, q, k, k, v, v, *((2,) if self.REDUCE_DQ else ()))
 
 
 class QueriesConfig(NamedTuple):

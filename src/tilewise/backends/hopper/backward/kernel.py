@@ -6,7 +6,7 @@ from tilewise.backends.hopper.backward.keys import consume_keys
 from tilewise.backends.hopper.backward.producer import produce_for_keys, produce_for_queries
 from tilewise.backends.hopper.backward.queries import consume_queries
 from tilewise.backends.hopper.backward.split import consume_split
-from tilewise.backends.hopper.compat import fence_async_shared, gl, gluon, let_next_begin
+from tilewise.backends.hopper.compat import fence_async_shared, gl, gluon
 from tilewise.backends.hopper.lists import make_words
 from tilewise.backends.hopper.ring import GradRings, KeyRings, Ring, make_barriers, make_follower, make_ring
 
@@ -36,10 +36,7 @@ def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a
     else:
         ds_ring = q_ring
     listed = make_words(C.Q_STAGES, C)
-    landed = ()
-    if C.TAILS_CLEARED:
-        landed = (make_barriers(1, 1),)
-    loaded = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=listed, landed=landed)
+    loaded = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=listed)
     rings = KeyRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, exchange=ds_ring, stats=stats, listed=listed)
     dk_buffers = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, C.BLOCK_D], dk_desc.layout)
     if C.BLOCK_D == C.BLOCK_DV:
@@ -47,8 +44,6 @@ def keys_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, a
     else:
         dv_buffers = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, C.BLOCK_DV], dv_desc.layout)
     fence_async_shared()
-    if C.DEPENDENT:
-        let_next_begin()
     # constexprs among the arguments must be written in the call: through a variable they become numbers at run time
     gl.warp_specialize(
         [
@@ -72,7 +67,7 @@ def split_kernel(q_desc, do_desc, k_desc, v_desc, stats_desc, dk_desc, dv_desc, 
     weights = make_scores(gl.float32, C.BLOCK_N, C.BLOCK_M, 1)
     w_ring = Ring(tiles=weights, full=make_barriers(1, 1), empty=make_barriers(1, 1))
     listed = make_words(C.Q_STAGES, C)
-    loaded = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=listed, landed=())
+    loaded = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=listed)
     rings = KeyRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, exchange=w_ring, stats=stats, listed=listed)
     fence_async_shared()
     gl.warp_specialize(
@@ -93,7 +88,7 @@ def queries_kernel(q_desc, do_desc, k_desc, v_desc, dq_desc, a, C: gl.constexpr)
     do_ring = make_ring(do_desc, 2, 1)
     k_ring = make_ring(k_desc, C.K_STAGES, 2)
     v_ring = make_ring(v_desc, C.V_STAGES, 2)
-    rings = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=make_words(C.K_STAGES, C), landed=())
+    rings = GradRings(q=q_ring, do=do_ring, k=k_ring, v=v_ring, listed=make_words(C.K_STAGES, C))
     fence_async_shared()
     gl.warp_specialize(
         [

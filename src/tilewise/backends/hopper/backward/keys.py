@@ -14,7 +14,7 @@ the last dV and dK, and dP behind it when those two are done. So a product of it
 from __future__ import annotations
 
 from tilewise.backends.hopper.backward.drop import dropped_both
-from tilewise.backends.hopper.backward.reduce import issue_dq, reduce_dq
+from tilewise.backends.hopper.backward.reduce import reduce_dq
 from tilewise.backends.hopper.backward.scores import (
     accumulator_from,
     accumulator_with_alibi,
@@ -40,6 +40,7 @@ from tilewise.backends.hopper.compat import (
     gluon,
     mbarrier,
     opaque,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from tilewise.backends.hopper.dropout import dropped, kept_by_column
@@ -50,13 +51,30 @@ from tilewise.backends.hopper.grad_tile import (
     head_statistics,
     listed_statistics,
     locate_keys,
-    sees_none,
 )
 from tilewise.backends.hopper.lists import tile_number
-from tilewise.backends.hopper.operands import accumulator, zeros
+from tilewise.backends.hopper.operands import accumulator, columns, zeros
 from tilewise.backends.hopper.ring import matrix, matrix_in, release, stage, wait_full
 from tilewise.backends.hopper.work_tile import tile_at
 from tilewise.backends.hopper.zeroing import zero_unseeing_queries, zero_unseen_keys
+
+
+@gluon.jit
+def issue_dq(k_tile, ds_ring, n, live, WG: gl.constexpr, C: gl.constexpr):
+    """This warpgroup's part of dQ of the query tile before the n-th: half of the columns (64 queries) or rows (128).
+    Where there was none before (not `live`), the result means nothing."""
+    at = (n & 1) ^ 1
+    mbarrier.wait(ds_ring.full.index(at), ((n - 1) >> 1) & 1, pred=live)
+    ds_tile = ds_ring.tiles.index(at)
+    OWN: gl.constexpr = C.DQ_PARTS[WG]
+    zero = zeros(OWN)
+    if C.BLOCK_M == 128:
+        rows = ds_tile.slice(WG * 64, 64, dim=1).permute((1, 0))
+        token = warpgroup_mma(rows, columns(k_tile, 0, OWN), zero, use_acc=False, is_async=True)
+    else:
+        part = k_tile.slice(WG * C.DQ_PARTS[0], OWN, dim=1)
+        token = warpgroup_mma(ds_tile.permute((1, 0)), part, zero, use_acc=False, is_async=True)
+    return token
 
 
 @gluon.jit
@@ -143,39 +161,6 @@ def step(grads, held, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.
 
 
 @gluon.jit
-def unseen_step(rings, tile, n, m, before, a, WG: gl.constexpr, C: gl.constexpr):
-    """The first step where its queries see none of this warpgroup's keys: a dS of zeros for the other one, and dQ of the query
-    tile before. It does not wait for the queries: the next step waits until the other warpgroup is done with them."""
-    n = opaque(n)
-    index = opaque(tile.index)
-    at = n & 1
-    zero_unseeing_queries(rings, n, m, tile, a, WG, C)
-    mbarrier.wait(rings.q.empty.index(at ^ 1), ((n - 1) >> 1) & 1)  # as in `step`
-    own = rings.exchange.tiles.index(at).slice(WG * 64, 64, dim=0)
-    own.store(zeros(C.BLOCK_M).to(rings.q.tiles.dtype))
-    fence_async_shared()
-    mbarrier.arrive(rings.exchange.full.index(at), count=1)
-    live = n > 0
-    dq_token = issue_dq(matrix(rings.k, index + 1), rings.exchange, n, live, WG, C)
-    reduce_dq(warpgroup_mma_wait(0, deps=[dq_token]), WG, before, a, C)
-    mbarrier.arrive(rings.k.empty.index(stage(rings.k, index + 1)), count=1, pred=live)
-    mbarrier.arrive(rings.q.empty.index(at), count=1)
-
-
-@gluon.jit
-def first_step(grads, held, rings, tile, n, m, before, a, WG: gl.constexpr, C: gl.constexpr):
-    dk, dv = grads
-    if C.SKIP_UNSEEN and WG == 1:
-        if sees_none(tile.band, m, tile.work.start + 64 * WG, C):
-            unseen_step(rings, tile, n, m, before, a, WG, C)
-        else:
-            dk, dv = step((dk, dv), held, rings, tile, n, m, before, a, True, WG, C)
-    else:
-        dk, dv = step((dk, dv), held, rings, tile, n, m, before, a, True, WG, C)
-    return dk, dv
-
-
-@gluon.jit
 def awaited(tokens):
     """The parts of the last gradient in flight."""
     if len(tokens) == 1:
@@ -201,8 +186,7 @@ def gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.constexpr)
     dk = no_gradient(gradient_spans(C.QK_COLUMNS, C.BLOCK_D))
     dv = no_gradient(gradient_spans(C.V_COLUMNS, C.BLOCK_DV))
     kept = hold_keys(rings, tile, WG, C)
-    first = of_head(tile, 0, a, C)
-    dk, dv = first_step((dk, dv), kept, rings, first, q_base, work.first * C.BLOCK_M, before, a, WG, C)
+    dk, dv = step((dk, dv), kept, rings, of_head(tile, 0, a, C), q_base, work.first * C.BLOCK_M, before, a, True, WG, C)
     before = stat_tile
     for g in range(a.group.value):
         held = of_head(tile, g, a, C)

@@ -6,24 +6,15 @@ One program for each query tile. Statistics of rows past the last make their wei
 from __future__ import annotations
 
 from tilewise.backends.hopper.backward.reduce import fragment_offsets
-from tilewise.backends.hopper.compat import await_kernel_before, gl, gluon, let_next_begin
+from tilewise.backends.hopper.compat import gl, gluon
 from tilewise.backends.hopper.softmax import INF, LOG2E
 from tilewise.backends.hopper.work_tile import divide, find_sequence
 
 
 @gluon.jit
-def row_tile(a, C: gl.constexpr):
-    """The number of this program's tile."""
+def locate_rows(a, C: gl.constexpr):
+    """(row of the batch, head, first token, queries left from there on) of this program's tile."""
     t = gl.program_id(0)
-    if C.LAST_FIRST:
-        heads = a.blocks.value * a.heads.value
-        t = (heads if C.VARLEN else heads * a.batch) - 1 - t
-    return t
-
-
-@gluon.jit
-def locate_rows(a, t, C: gl.constexpr):
-    """(row of the batch, head, first token, queries left from there on) of tile t."""
     bh = divide(t, a.blocks)
     tile = t - bh * a.blocks.value
     if C.VARLEN:
@@ -75,10 +66,8 @@ def clear(pointer, SIZE: gl.constexpr):
 def preprocess_kernel(a, C: gl.constexpr):
     """Statistics and zeros of BLOCK_M rows of one head."""
     M: gl.constexpr = C.BLOCK_M
-    if C.DEPENDENT:
-        let_next_begin()
-    t = row_tile(a, C)
-    row, h, token, left = locate_rows(a, t, C)
+    row, h, token, left = locate_rows(a, C)
+    t = gl.program_id(0)
     out_tile = load_plane(a.out, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)  # [M, DV]
     do_tile = load_plane(a.dout, row, h, token, left, M, C.BLOCK_DV).to(gl.float32)
     if C.REDUCE_DQ:
@@ -141,12 +130,9 @@ def round_part(sums, base, m0, d0, left, a, N: gl.constexpr):
 def postprocess_kernel(a, C: gl.constexpr):
     """A tile of dQ: scaled, rounded, in rows. Its parts are halves of the columns, or of the rows where there are 128."""
     M: gl.constexpr = C.BLOCK_M
-    t = row_tile(a, C)
-    row, h, token, left = locate_rows(a, t, C)
+    row, h, token, left = locate_rows(a, C)
     base = plane_pointer(a.dq, row, h, token)
-    tile = a.dq_ptr + t.to(gl.int64) * (M * C.BLOCK_D)
-    if C.DEPENDENT:
-        await_kernel_before()
+    tile = a.dq_ptr + gl.program_id(0).to(gl.int64) * (M * C.BLOCK_D)
     for part in gl.static_range(2):
         m0 = part * 64 if M == 128 else 0
         d0 = 0 if M == 128 else part * C.DQ_PARTS[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.compat import await_kernel_before, fence_async_shared, gl, gluon, mbarrier, tma_load
+from tilewise.backends.hopper.compat import gl, gluon, mbarrier, tma_load
 from tilewise.backends.hopper.grad_tile import (
     beyond_queries,
     first_statistics,
@@ -14,9 +14,8 @@ from tilewise.backends.hopper.grad_tile import (
 from tilewise.backends.hopper.listed import QUERIES
 from tilewise.backends.hopper.lists import announce, first_tile, next_listed, row_of, tile_number
 from tilewise.backends.hopper.producer import fill_listed
-from tilewise.backends.hopper.ring import fill, fill_free, matrix, phase, stage
+from tilewise.backends.hopper.ring import fill, fill_free, phase, stage
 from tilewise.backends.hopper.work_tile import beyond_keys, divide, tile_at
-from tilewise.backends.hopper.zeroing import clear_rows_from
 
 
 @gluon.jit
@@ -33,35 +32,10 @@ def fill_queries(ring, desc, stats, stats_desc, n, row, h, token, stat_tile, lis
 
 
 @gluon.jit
-def load_tail(rings, q_desc, do_desc, stats, stats_desc, n, row, h, token, stat_tile):
-    """The n-th query tile with the next sequence's queries in it, on a barrier of its own; `clear_tail` hands it over."""
-    BYTES: gl.constexpr = q_desc.block_type.nbytes + do_desc.block_type.nbytes + stats_desc.block_type.nbytes
-    at = stage(rings.q, n)
-    landed = rings.landed[0].index(0)
-    mbarrier.wait(rings.q.empty.index(at), phase(rings.q, n) ^ 1)
-    mbarrier.expect(landed, BYTES)
-    tma_load(q_desc, [row, h, token, 0], landed, rings.q.tiles.index(at))
-    tma_load(stats_desc, [stat_tile * stats.type.shape[1]], landed, stats.index(at))
-    tma_load(do_desc, [row, h, token, 0], landed, rings.do.tiles.index(at))
-
-
-@gluon.jit
-def clear_tail(rings, n, left, tails):
-    """Zero all but the first `left` queries of the n-th tile, when it has landed; it is the one after `tails` others."""
-    mbarrier.wait(rings.landed[0].index(0), tails & 1)
-    clear_rows_from(matrix(rings.q, n), left)
-    clear_rows_from(matrix(rings.do, n), left)
-    fence_async_shared()
-    mbarrier.arrive(rings.q.full.index(stage(rings.q, n)), count=1)
-    mbarrier.arrive(rings.do.full.index(stage(rings.q, n)), count=1)
-
-
-@gluon.jit
 def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, a, C: gl.constexpr):
     """Keys and values once per work tile, then the queries of all heads of its group. Rows beyond a tensor arrive as zeros."""
     q_base = 0  # query tiles of the work tiles before
     kv_index = 0  # of the key tile
-    tails = 0  # query tiles that were cleared
     i = 0
     t = tile_at(a, i)
     while t >= 0:
@@ -73,8 +47,6 @@ def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, 
         if not C.SPLIT:
             if work.count > 0:
                 fill(rings.k, k_desc, kv_index, work.row, work.h, work.k_start + work.start)
-        if C.DEPENDENT:
-            await_kernel_before()  # which wrote statistics, and a dQ of zeros: nobody adds to it before queries have landed
         if C.LISTS is not None:
             row = row_of(a.lists, work.b, work.h * a.group.value, work.start // C.BLOCK_N)
             cursor = first_tile(a.lists, row, beyond_queries(a, C))
@@ -90,30 +62,17 @@ def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, 
                     stat_tile = listed_statistics(tile_number(cursor), stat0, a, C)
                     listed = (cursor, j < work.first, rings.listed[0])
                     cursor = next_listed(cursor, a.lists, row, j, work.first, work.count)
-                if C.TAILS_CLEARED:
-                    left = work.q_start + work.len_q - token
-                    is_tail = (left < C.BLOCK_M) & (token + left < a.len_q)  # past the tensor's end loads fill in zeros
-                    if is_tail:
-                        load_tail(rings, q_desc, do_desc, stats, stats_desc, n, work.row, h, token, stat_tile)
-                    else:
-                        fill_queries(rings.q, q_desc, stats, stats_desc, n, work.row, h, token, stat_tile, listed)
-                        fill_free(rings.do, do_desc, n, work.row, h, token)
+                fill_queries(rings.q, q_desc, stats, stats_desc, n, work.row, h, token, stat_tile, listed)
+                if C.SPLIT:
+                    fill(rings.do, do_desc, n, work.row, h, token)
                 else:
-                    fill_queries(rings.q, q_desc, stats, stats_desc, n, work.row, h, token, stat_tile, listed)
-                    if C.SPLIT:
-                        fill(rings.do, do_desc, n, work.row, h, token)
-                    else:
-                        fill_free(rings.do, do_desc, n, work.row, h, token)
+                    fill_free(rings.do, do_desc, n, work.row, h, token)
                 # a single stage may still be in use by the last work tile when the first queries of this one have theirs
                 if n == q_base:
                     fill(rings.v, v_desc, kv_index, work.row, work.h, work.k_start + work.start)
                     if C.SPLIT:
                         fill(rings.k, k_desc, kv_index, work.row, work.h, work.k_start + work.start)
                     kv_index += 1
-                if C.TAILS_CLEARED:
-                    if is_tail:
-                        clear_tail(rings, n, left, tails)
-                        tails += 1
                 n += 1
                 if C.LISTS is None:
                     token += C.BLOCK_M

@@ -1,27 +1,9 @@
-"""dQ added up in memory, one query tile at a time: in the order of the registers that hold it, four numbers at a time."""
+"""dQ added up in memory: each tile in the order of the registers that hold it, four numbers at a time."""
 
 from __future__ import annotations
 
-from tilewise.backends.hopper.compat import gl, gluon, mbarrier, warpgroup_mma
-from tilewise.backends.hopper.operands import accumulator, columns, zeros
-
-
-@gluon.jit
-def issue_dq(k_tile, ds_ring, n, live, WG: gl.constexpr, C: gl.constexpr):
-    """This warpgroup's part of dQ of the query tile before the n-th: half of the columns (64 queries) or rows (128).
-    Where there was none before (not `live`), the result means nothing."""
-    at = (n & 1) ^ 1
-    mbarrier.wait(ds_ring.full.index(at), ((n - 1) >> 1) & 1, pred=live)
-    ds_tile = ds_ring.tiles.index(at)
-    OWN: gl.constexpr = C.DQ_PARTS[WG]
-    zero = zeros(OWN)
-    if C.BLOCK_M == 128:
-        rows = ds_tile.slice(WG * 64, 64, dim=1).permute((1, 0))
-        token = warpgroup_mma(rows, columns(k_tile, 0, OWN), zero, use_acc=False, is_async=True)
-    else:
-        part = k_tile.slice(WG * C.DQ_PARTS[0], OWN, dim=1)
-        token = warpgroup_mma(ds_tile.permute((1, 0)), part, zero, use_acc=False, is_async=True)
-    return token
+from tilewise.backends.hopper.compat import gl, gluon
+from tilewise.backends.hopper.operands import accumulator
 
 
 @gluon.jit
