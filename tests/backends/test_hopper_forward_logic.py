@@ -74,6 +74,8 @@ CASES: list[tuple[Shape, Config | None]] = [
     (Shape(192, CAUSAL, 300, dv=128, h=2), None),
     (Shape(96, CAUSAL, 140, dv=40), None),
     (Shape(80, sq=150, h=2), None),
+    (Shape(80, CAUSAL, 460, h=2), THREE_SHORT[128, 128][0]),
+    (Shape(96, sq=300, sk=170, h=3), THREE_SHORT[128, 128][0]),
     (Shape(24, CAUSAL, 400), WIDE),
     (Shape(208, CAUSAL, 140), None),
     (Shape(64, sq=300, dv=256), None),

@@ -48,7 +48,7 @@ from tilewise.backends.hopper.operands import (
     spans,
     zeros,
 )
-from tilewise.backends.hopper.quads import draw_quads, drop_drawn, drop_quads, quad_words
+from tilewise.backends.hopper.quads import drop_quads, quad_words
 from tilewise.backends.hopper.quick_softmax import quick_softmax_step
 from tilewise.backends.hopper.ring import Rings, bias_ring, matrix, release, stage, units, wait_full
 from tilewise.backends.hopper.softmax import INF, exp2_scale, lane_sum, masked, rescale_output, scores, softmax_step
@@ -272,10 +272,6 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
     if C.ALIBI != "" and not C.ALIBI_FIRST:
         slope = slope_of(rows.work.b, rows.work.h, a)
         ahead = ahead_of(rows.work, a, C)
-    if C.QUADS_AHEAD > 0:
-        drawn = draw_quads(zeros(C.BLOCK_N), rows.row0, key0, rows.work.b, rows.work.h, a, C)
-    if C.QUADS_AHEAD == 2:
-        wait_full(k_ring, n)
     if C.DROPOUT and not C.QUADS:
         kept = kept_by_row(rows.row0, key0, rows.work.b, rows.work.h, a, C.BLOCK_N, C)
     if C.BIAS_STAGES > 0:
@@ -307,9 +303,7 @@ def step(state, q, n, more, rows, key0, a, MASKED: gl.constexpr, WG: gl.constexp
         added = lane_sum(p_tile, C.FOURS)
         seen = next_seen(state, s_tile, p_tile, (m, rescale, top), MASKED, a, C)
     l = state.l * rows_of(rescale, added) + added
-    if C.QUADS_AHEAD > 0:
-        p_tile = drop_drawn(p_tile, drawn, a)
-    elif C.QUADS:
+    if C.QUADS:
         p_tile = drop_quads(p_tile, rows.row0, key0, rows.work.b, rows.work.h, a, C)
     elif C.DROPOUT:
         p_tile = dropped(p_tile, kept, True)

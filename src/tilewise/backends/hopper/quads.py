@@ -91,87 +91,29 @@ def _drop_operands(n):
     return ",".join(["=&f"] * 4 * n + ["f"] * 4 * n + ["r"] * 7 * n)
 
 
-@gluon.constexpr_function
-def _draw(n):
-    """n calls: their words in $0.., $n.., and so on."""
-    lines = philox_rounds(n, [[f"${n * (4 + j) + e}" for e in range(n)] for j in range(6)])
-    return "{ " + " ".join([*lines, *(f"mov.b32 ${n * i + e}, c{i}_{e};" for i in range(4) for e in range(n))]) + " }"
-
-
-@gluon.constexpr_function
-def _draw_operands(n):
-    return ",".join(["=&r"] * 4 * n + ["r"] * 6 * n)
-
-
-@gluon.constexpr_function
-def _calls(config):
-    return 4 if config.BLOCK_DV == 128 or config.BLOCK_N == 64 else 8
-
-
 @gluon.jit
-def _by_call(p_tile):
-    """A tile [64, N] as the four numbers of each call, [64, N / 16, 4] each."""
-    N: gl.constexpr = p_tile.type.shape[1]
+def drop_quads(p_tile, row0, key0, b, h, a, C: gl.constexpr):
+    """A tile [64, N] of weights with 0 where they are dropped."""
+    N: gl.constexpr = C.BLOCK_N
+    LAYOUT: gl.constexpr = p_tile.type.layout
+    CALLS: gl.constexpr = 4 if C.BLOCK_DV == 128 or C.BLOCK_N == 64 else 8
+    ASM: gl.constexpr = _drop(CALLS)
+    OPERANDS: gl.constexpr = _drop_operands(CALLS)
     parts = gl.permute(gl.reshape(p_tile, [64, 2, N // 16, 4, 2]), (0, 2, 3, 1, 4))
     even, odd = gl.split(parts)  # [64, N / 16, 4, 2]
     x0, x2 = gl.split(even)  # [64, N / 16, 4]
     x1, x3 = gl.split(odd)
-    return x0, x1, x2, x3
-
-
-@gluon.jit
-def _by_key(x0, x1, x2, x3, like):
-    """The inverse of `_by_call`, in the layout of `like`."""
-    N: gl.constexpr = like.type.shape[1]
-    parts = gl.join(gl.join(x0, x2), gl.join(x1, x3))  # [64, N / 16, 4, 2, 2]
-    whole = gl.reshape(gl.permute(parts, (0, 3, 1, 2, 4)), [64, N])
-    return gl.convert_layout(whole, like.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def _counters(row0, key0, N: gl.constexpr, PARTS: gl.constexpr):
+    PARTS: gl.constexpr = x0.type.layout
     q = row0 + gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
     eight = gl.arange(0, N // 16, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
-    return (key0 // 4 + lane)[None, None, :] + 4 * eight[None, :, None], q[:, None, None]
-
-
-@gluon.jit
-def draw_quads(like, row0, key0, b, h, a, C: gl.constexpr):
-    """The words of a tile's calls, before there are weights; `like`: a tile of scores."""
-    x0, _, _, _ = _by_call(like)
-    fours, q = _counters(row0, key0, C.BLOCK_N, x0.type.layout)
-    CALLS: gl.constexpr = _calls(C)
-    ASM: gl.constexpr = _draw(CALLS)
-    OPERANDS: gl.constexpr = _draw_operands(CALLS)
-    low, high = gl.load(a.seed_ptr), gl.load(a.seed_ptr + 1)
-    fours, q = gl.broadcast(fours, q)
-    return gl.inline_asm_elementwise(
-        ASM, OPERANDS, [fours, q, h, b, low, high], dtype=(gl.uint32, gl.uint32, gl.uint32, gl.uint32), is_pure=True, pack=CALLS
-    )
-
-
-@gluon.jit
-def drop_drawn(p_tile, words, a):
-    """A tile of weights with 0 where the words of `draw_quads` say so."""
-    x = _by_call(p_tile)
-    below = a.drop_below.to(gl.uint32, bitcast=True)
-    x0, x1 = gl.where(words[0] >= below, x[0], 0.0), gl.where(words[1] >= below, x[1], 0.0)
-    x2, x3 = gl.where(words[2] >= below, x[2], 0.0), gl.where(words[3] >= below, x[3], 0.0)
-    return _by_key(x0, x1, x2, x3, p_tile)
-
-
-@gluon.jit
-def drop_quads(p_tile, row0, key0, b, h, a, C: gl.constexpr):
-    """A tile [64, N] of weights with 0 where they are dropped."""
-    CALLS: gl.constexpr = _calls(C)
-    ASM: gl.constexpr = _drop(CALLS)
-    OPERANDS: gl.constexpr = _drop_operands(CALLS)
-    x0, x1, x2, x3 = _by_call(p_tile)
-    fours, q = _counters(row0, key0, C.BLOCK_N, x0.type.layout)
-    low, high = gl.load(a.seed_ptr), gl.load(a.seed_ptr + 1)
+    fours = (key0 // 4 + lane)[None, None, :] + 4 * eight[None, :, None]
+    low = gl.load(a.seed_ptr)
+    high = gl.load(a.seed_ptr + 1)
     x0, x1, x2, x3 = gl.inline_asm_elementwise(
-        ASM, OPERANDS, [x0, x1, x2, x3, fours, q, h, b, low, high, a.drop_below],
+        ASM, OPERANDS, [x0, x1, x2, x3, fours, q[:, None, None], h, b, low, high, a.drop_below],
         dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=CALLS,
     )  # fmt: skip
-    return _by_key(x0, x1, x2, x3, p_tile)
+    parts = gl.join(gl.join(x0, x2), gl.join(x1, x3))  # [64, N / 16, 4, 2, 2]
+    whole = gl.reshape(gl.permute(parts, (0, 3, 1, 2, 4)), [64, N])
+    return gl.convert_layout(whole, LAYOUT, assert_trivial=True)
