@@ -193,7 +193,7 @@ FORWARD_FEW = (
 FORWARD: list[tuple[Any, ...]] = [
     *((f"d{d} {name}", d, mask) for d in WIDTHS for name, mask in MASKS.items()),
     *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d in WIDTHS for dv in WIDTHS if d != dv),
-    *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((32, 32), (80, 80), (96, 96), (192, 128))),
+    *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((32, 32), (80, 80), (96, 96), (160, 160), (192, 128), (192, 192))),
     *((f"d{d} {name} short", d, {**MASKS[name], "seqlen": 512}) for d in (64, 128) for name in ("full", "causal")),
     ("d256 full short", 256, {"seqlen": 512}),
     ("d64 causal 2048 queries", 64, {"mask": "causal", "seqlen": 2048}),
@@ -215,6 +215,7 @@ FORWARD: list[tuple[Any, ...]] = [
     ("d128 bias odd", 128, {"bias": (2, 4, 3072, 3071), "kv_seqlen": 3071}),
     ("d256 full long", 256, {"seqlen": 16384}),
     *((f"d{d} {name} lists", d, mask) for d in WIDTHS for name, mask in LISTED.items()),
+    ("d192 documents lists", 192, LISTED["documents"]),
     *(
         (f"d{d} {name} {m}x{n}", d, {**MASKS[name], "tile": (("forward", m, n),)})
         for d in (64, 128) for name in ("full", "causal") for m, n in ((128, 64), (192, 64))
@@ -233,7 +234,7 @@ BACKWARD: list[tuple[Any, ...]] = [
     *((f"d{d} {name}", d, MASKS[name]) for d in WIDTHS for name in BACKWARD_MASKS),
     *((f"d{d} {name} deterministic", d, {**MASKS[name], **DETERMINISTIC}) for d in (64, 128) for name in ("full", "causal")),
     *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((128, 64), (64, 256), (256, 64), (192, 128))),
-    *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((32, 32), (80, 80), (96, 96))),
+    *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((32, 32), (80, 80), (96, 96), (192, 192))),
     *((f"d{d} fp16", d, {"dtype": "float16"}) for d in WIDTHS),
     *((f"d{d} softcap", d, {"mask": "causal", "softcap": 20.0}) for d in WIDTHS),
     *((f"d{d} sinks", d, {**GPT_OSS, "sinks": True}) for d in WIDTHS),
