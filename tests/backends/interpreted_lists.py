@@ -18,7 +18,6 @@ import torch
 import tilewise as tw
 from tilewise.backends.gpu.classify import ListSpec, lists_for, make_lists, tile_count
 from tilewise.backends.gpu.lists import TileLists, is_listed, list_layout
-from tilewise.backends.triton.listed import all_full
 from tilewise.masks import Mask, TileMap
 from tilewise.numerics.oracle import Inputs
 from tilewise.problem import Problem
@@ -289,38 +288,6 @@ def check_results() -> None:
             torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5, msg=lambda text, mask=mask: f"{mask}: {text}")
 
 
-def check_all_full() -> None:
-    """Masks of tables alone, made of whole tiles, have no PARTIAL tile: kernels without a loop over these rest on it."""
-    torch.manual_seed(0)
-    length, tile = 64, (16, 32)
-    table, rows = torch.rand(2, 2, 2, 2) < 0.5, torch.rand(1, 1, 4, 1) < 0.5
-    lists = torch.randint(-1, 2, (1, 2, 2, 2))
-    table[0, 0, 1], lists[0, 0, 1] = False, -1
-    whole = (
-        tw.blocks(table, 32),
-        ~tw.blocks(table, 32) & tw.blocks(rows, (16, 64)),
-        tw.selected(lists, 32, 32),
-        tw.selected(lists, 32, 32) | tw.blocks(table, 32),
-    )
-    for mask in whole:
-        problem, inputs = problem_of(mask, length, length)
-        assert all_full(problem, tile), mask
-        for by_key in (False, True):
-            counts = make_lists(problem, inputs, ListSpec(*tile, by_key)).counts
-            assert (counts[:, 1] == 0).all() and (counts[:, 0] > 0).any(), mask
-        cut, _ = problem_of(mask, length - 8, length)
-        assert not all_full(cut, tile) and not all_full(replace(problem, bias=(1, 1, length, length)), tile)
-    small, ids = tw.blocks(torch.rand(1, 1, 8, 8) < 0.5, 8), torch.zeros(length, dtype=torch.int32)
-    for mask in (tw.causal() & whole[0], small, whole[0] | tw.documents(ids)):
-        assert not all_full(problem_of(mask, length, length)[0], tile), mask
-    tensors = [torch.randn(2, 2, length, 16) for _ in range(4)]
-    tensors[0][0, 0, 32:], tensors[3][0, 0, 32:] = float("nan"), float("inf")  # queries that see nothing
-    for mask in (whole[0], whole[2]):
-        assert all_full(problem_of(mask, length, length)[0], (32, 32))
-        for got, want in zip(attend(mask, "triton", tensors), attend(mask, "reference", tensors), strict=True):
-            torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5, msg=lambda text, mask=mask: f"{mask}: {text}")
-
-
 def check_packed_results() -> None:
     """One long and many short sequences, with documents, blocks and selected blocks within each."""
     torch.manual_seed(0)
@@ -344,7 +311,6 @@ def main() -> None:
     check_kept()
     check_packed()
     check_results()
-    check_all_full()
     check_packed_results()
 
 

@@ -39,14 +39,14 @@ from torch.autograd import forward_ad
 
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
-from tilewise.api.execute import choose, execute_statistics, modes_active
+from tilewise.api.execute import choose, execute_statistics, modes_active, restore_layout
 from tilewise.api.mask_memory import Memory, memory_of
 from tilewise.api.options import BatchOptions, parameters
 from tilewise.api.parse import alibi_slopes, int32_lengths, make_seed, parse_call, rank4_bias
 from tilewise.backends.base import Backend, Inputs
 from tilewise.errors import KernelError
 from tilewise.masks import Mask
-from tilewise.ops.plain import PlainCall, attend_plain
+from tilewise.ops.autograd import attend
 from tilewise.ops.run import any_autocast, is_empty
 from tilewise.ops.tensors import PLAIN
 from tilewise.problem import Problem
@@ -280,22 +280,24 @@ def _make_launch(
     problem: Problem, inputs: Inputs, chosen: Backend, layout: str, backend: str, more: More | None
 ) -> Launch:
     """The backend's own launcher where it has one for this call, else the way through autograd."""
-    call = PlainCall.of(problem, inputs, backend, chosen, "packed" if problem.varlen else layout)
     if more is not None:
 
         def launch_more(q: Tensor, k: Tensor, v: Tensor, more: More) -> Tensor | tuple[Tensor, Tensor]:
-            out, lse = attend_plain(call, inside(problem, q, k, v, more))
-            if lse is None or not problem.needs_lse:
-                return out
-            return out, lse.squeeze(0) if problem.varlen else lse
+            if problem.varlen:
+                q, k, v = q.unsqueeze(0).transpose(1, 2), k.unsqueeze(0).transpose(1, 2), v.unsqueeze(0).transpose(1, 2)
+            elif layout == "bshd":
+                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            given = inside(problem, q, k, v, more)
+            return restore_layout(problem, layout, *attend(problem, given, backend, chosen))
 
         return launch_more
     quick = None if problem.needs_grad or problem.needs_lse else chosen.launcher(problem, inputs)
     if quick is None:
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-            out, lse = attend_plain(call, Inputs(q, k, v))
-            return out if lse is None or not problem.needs_lse else (out, lse)
+            if layout == "bshd":
+                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            return restore_layout(problem, layout, *attend(problem, Inputs(q, k, v), backend, chosen))
 
         return launch
     if layout == "bhsd":
@@ -304,7 +306,7 @@ def _make_launch(
 
 
 def inside(problem: Problem, q: Tensor, k: Tensor, v: Tensor, more: More) -> Inputs:
-    """The inputs of a call like one that was parsed; q, k and v as they were passed."""
+    """The inputs of a call like one that was parsed; q, k and v are in the inside layout."""
     given, sinks, cu_q, cu_k, seed = more
     bias = slopes = None
     if isinstance(given, Alibi):

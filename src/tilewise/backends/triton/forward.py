@@ -242,11 +242,9 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
         row = wk.list_row(a, seq, seq.q_start, m0 // C.BLOCK_M, C.BLOCK_M, C)
         listed = Listed(row, wk.load_terms(a, seq, C), ids)
         WHOLE: tl.constexpr = mp.CAREFUL if C.CAREFUL and a.bias is not None else mp.FULL
-        acc, l, m = stream_listed(a, seq, desc, tile, empty_state(C), listed, False, WHOLE, C)
-        if not C.ALL_FULL:
-            PART: tl.constexpr = mp.CAREFUL if C.CAREFUL else mp.MASKED
-            acc, l, m = stream_listed(a, seq, desc, tile, (acc, l, m), listed, True, PART, C)
-        if not (C.CAREFUL or C.ALL_FULL):  # infinite perhaps because of a value that nobody sees
+        state = stream_listed(a, seq, desc, tile, empty_state(C), listed, False, WHOLE, C)
+        acc, l, m = stream_listed(a, seq, desc, tile, state, listed, True, mp.CAREFUL if C.CAREFUL else mp.MASKED, C)
+        if not C.CAREFUL:  # infinite perhaps because of a value that nobody sees
             tl.store(a.flags_ptr + tl.program_id(0), tt.any_infinite(acc).to(tl.int32))
     else:
         lo, hi, full_lo, full_hi = mp.key_bounds(a.mask, seq, first, last, C)
