@@ -193,7 +193,8 @@ FORWARD_FEW = (
 FORWARD: list[tuple[Any, ...]] = [
     *((f"d{d} {name}", d, mask) for d in WIDTHS for name, mask in MASKS.items()),
     *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d in WIDTHS for dv in WIDTHS if d != dv),
-    *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((32, 32), (80, 80), (96, 96), (160, 160), (192, 128), (192, 192))),
+    *((f"d{d} dv{d} causal", d, {"mask": "causal"}) for d in (32, 80, 96, 160, 192)),
+    ("d192 dv128 causal", 192, {"dv": 128, "mask": "causal"}),
     *((f"d{d} {name} short", d, {**MASKS[name], "seqlen": 512}) for d in (64, 128) for name in ("full", "causal")),
     ("d256 full short", 256, {"seqlen": 512}),
     ("d64 causal 2048 queries", 64, {"mask": "causal", "seqlen": 2048}),
