@@ -147,6 +147,8 @@ PORTABLE = (
     ),
     portable("documents varlen", *MAIN, *CLASSIFIER, made=lambda: packed_documents(), lengths=(512, 512), targets=TWO,
              loose=True),
+    portable("documents with a bias", *MAIN, *CAREFUL, d=64, mask="causal", data="documents", bias=(1, 8, 1024, 1024), few=True,
+             targets=HOPPER_ONLY),
     portable("documents fp32", *MAIN, d=64, dtype="float32", mask="causal", data="documents", targets=TWO),
     *(
         portable(f"{name} d{d}", *MAIN, *CLASSIFIER, d=d, made=made, targets=MOST, few=d == 64)

@@ -13,6 +13,7 @@ from triton import knobs
 from triton.backends.nvidia.compiler import get_ptxas
 
 from tilewise.backends.gpu.sass import Instruction, disassembled, lost_addresses, successors
+from tilewise.backends.hopper.quick_softmax import pieces_of
 
 COMPLAINT = re.compile(r"C75\d\d|wgmma.*serialized", re.IGNORECASE)
 
@@ -248,6 +249,12 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
     summed = config.BLOCK_N // 4 + 4 if newer else config.BLOCK_N // 2  # newer Tritons sum in pairs, others in chains
     entropy = summed if config.STATS == "entropy" else 0
     alibi = config.BLOCK_N // 4 if config.ALIBI_FIRST else 0  # what scores accumulate from, one a column
+    # one product a weight, two for sums
+    weighed = [config.BLOCK_N // 2 + 2 + entropy + alibi] * len(loops)
+    if config.QUICK:  # without a mask a step may weigh once more, and what it has begun ahead too
+        parts = pieces_of.fn(config.BLOCK_N // 4, config.QUICK)
+        begun = 2 * sum(len(part[: config.QUICK_AHEAD]) for part in parts[1:])
+        weighed[-config.WARPGROUPS :] = [weighed[0] + config.BLOCK_N // 2 + begun] * config.WARPGROUPS
     # products take 16 columns of their left operand, for each accumulator
     held = (config.BLOCK_N * accumulators(config.V_COLUMNS, config.BLOCK_DV) + config.Q_IN_REGISTERS) // 16
     products = ((config.QK_COLUMNS or config.BLOCK_D) - config.Q_IN_REGISTERS) // 16 + held
@@ -260,9 +267,9 @@ def forward_faults(facts: Facts, config: Any, may_spill: bool = False, newer: bo
         f"{facts.stack} bytes of registers saved in memory": not may_spill and facts.stack > allowed,
         "weights or queries do not come from registers": any(loop.register_products != held for loop in loops),
         "the output is rescaled where no row needs it": config.LAZY_RESCALE and not all(loop.count("VOTE") for loop in loops),
-        # of two rounded numbers: a row whose maximum stays is rescaled by exactly 1. One product a weight, two for sums
+        # of two rounded numbers: a row whose maximum stays is rescaled by exactly 1
         "the rescaling factor is not exp2 of a plain difference": config.SCORES == "fold"
-        and any(loop.count("FFMA") != config.BLOCK_N // 2 + 2 + entropy + alibi for loop in loops),
+        and sorted(loop.count("FFMA") for loop in loops) != weighed,
         "the softmax waits for P·V": sum(loop.overlaps for loop in loops) < overlapping,
     }
     return _those(checks)

@@ -7,6 +7,7 @@ The language's own compiler is not in play, layouts mean nothing, and memory is 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
@@ -281,6 +282,7 @@ def language(machine: Machine) -> SimpleNamespace:
         split=lambda x: tuple(Value(part) for part in x.value.unbind(-1)), convert_layout=convert,
         join=lambda x, y: Value(torch.stack([x.value, y.value], -1)), permute=lambda x, order: Value(x.value.permute(order)),
         reshape=lambda x, shape: x.reshape(shape),
+        reduce=lambda x, axis, combine: functools.reduce(combine, map(Value, x.value.unbind(axis))),
         inline_asm_elementwise=machine.assembly, allocate_shared_memory=allocate, warp_specialize=machine.specialise,
         **dict.fromkeys(LAYOUTS, lambda *_: None),
         NVMMASharedLayout=type("Layout", (), {"__init__": lambda *_, **__: None, "get_default_for": lambda *_: None}),

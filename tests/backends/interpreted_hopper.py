@@ -24,7 +24,7 @@ from tilewise.backends.gpu.lists import TileLists, list_layout
 from tilewise.backends.hopper.arguments import make_plan
 from tilewise.backends.hopper.bounds import list_bounds
 from tilewise.backends.hopper.device_order import dealt
-from tilewise.backends.hopper.hidden import empty_copies, hidden_launch, hidden_mask
+from tilewise.backends.hopper.hidden import hidden_launch, hidden_mask
 from tilewise.backends.hopper.packed_order import (
     BLOCK,
     Lengths,
@@ -200,7 +200,7 @@ def check_hidden(sides: tuple[int, int, int, int], packed: bool, mask: Mask | No
         part = allowed(alone.program, MaskShape(1, 4, length, length), (0, length), (0, length), np.arange)
         whole[i, :, :length, :length] &= torch.from_numpy(np.broadcast_to(part, (1, 4, length, length))[0].copy())
     for by_key, sources in ((True, (k, v)), (False, (q, dout)), (False, (q,))):
-        flag, *copies = empty_copies(*sources)
+        flag, copies = torch.zeros(1, dtype=torch.int32), [torch.empty(x.shape) for x in sources]
         pairs = tuple(zip(sources, copies, strict=True))
         added = torch.ones(2000)
         for copy in copies:

@@ -74,6 +74,8 @@ CASES: list[tuple[Shape, Config | None]] = [
     (Shape(192, CAUSAL, 300, dv=128, h=2), None),
     (Shape(96, CAUSAL, 140, dv=40), None),
     (Shape(80, sq=150, h=2), None),
+    (Shape(80, CAUSAL, 460, h=2), THREE_SHORT[128, 128][0]),
+    (Shape(96, sq=300, sk=170, h=3), THREE_SHORT[128, 128][0]),
     (Shape(24, CAUSAL, 400), WIDE),
     (Shape(208, CAUSAL, 140), None),
     (Shape(64, sq=300, dv=256), None),
@@ -92,6 +94,8 @@ def assembly(machine: Machine, text: str, constraints: str, args: list[Any], **m
         return tuple(Value(torch.where((kept >> i) & 1 != 0, x.value, 0.0)) for i, x in enumerate(args[:4]))
     if "FAR_" in text:
         return Value((args[0].value - args[1].value) * 1.4426950408889634)
+    if "LOW0_" in text:
+        return weighed(*args, text.count("@!any bra.uni LOW"))
     if "vote.sync" in text:
         return rescaled(*args)
     if text.startswith("cvt.rn."):
@@ -113,6 +117,29 @@ def rescaled(o_tile: Value, factor: Value) -> Value:
     return Value(
         torch.where(moved, o_tile.value.unflatten(0, (4, 16)) * rows, o_tile.value.unflatten(0, (4, 16))).flatten(0, 1)
     )
+
+
+def weighed(even: Value, odd: Value, m: Value, scale: Any, pieces: int) -> tuple[Value, Value, Value]:
+    """`quick_softmax_step`'s assembly: weights, and a thread's sums, m and factors, which stand in its first three groups of
+    columns. A warp has 16 rows."""
+    scores = torch.stack([even.value, odd.value], -1) * getattr(scale, "value", scale)  # [64, groups, lanes, 2]
+    largest, total, weights = m.value.expand(64, 1, 1)[..., None].clone(), torch.zeros(64, 4), torch.zeros(64, 0, 4, 2)
+    factors = torch.ones(64, 1, 1, 1)
+    fours = scores.shape[1] // 2
+    for piece in scores.tensor_split([i * fours // pieces * 2 for i in range(1, pieces)], dim=1):
+        found = torch.exp2(piece - largest)
+        low = (found.unflatten(1, (-1, 2)).sum(dim=(2, 4)) < 256).flatten(1).all(1)
+        high = ~low.unflatten(0, (4, 16)).all(1).repeat_interleave(16)[:, None, None, None]
+        top = piece.where(~piece.isnan(), -torch.inf).amax(dim=(1, 2, 3), keepdim=True)  # as max.f32 has it
+        raised = torch.where(high & (top > largest + 8), top, largest)
+        shift = torch.where(high & (raised == -torch.inf), 0.0, raised)
+        factor = torch.where(high, torch.exp2(largest - shift), 1.0)
+        found = torch.where(high, torch.exp2(piece - shift), found)
+        weights, factors = torch.cat([weights * factor, found], 1), factors * factor
+        total, largest = total * factor[:, 0, :, 0] + found.sum(dim=(1, 3)), raised
+    told = torch.zeros_like(even.value)
+    told[:, 0], told[:, 1], told[:, 2] = total, largest[:, 0, :, 0].expand(64, 4), factors[:, 0, :, 0].expand(64, 4)
+    return Value(weights[..., 0]), Value(weights[..., 1]), Value(told)
 
 
 def meet(machine: Machine, ident: int, parties: int, waits: bool) -> None:
@@ -189,6 +216,21 @@ def run(
 @pytest.fixture(autouse=True)
 def tensors_permute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Value, "permute", lambda x, order: Value(x.value.permute(order)), raising=False)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("rise", [3.0, 20.0, 400.0, -20.0])
+@pytest.mark.parametrize("mask", ["None", "tw.causal()"])
+def test_scores_that_rise_from_tile_to_tile(d: int, rise: float, mask: str) -> None:
+    """Key tiles are visited from the right: weights of the next may be far above the m that is there, or overflow."""
+    problem, inputs = build(Shape(d=d, mask=mask, sq=200, sk=700))
+    q, k = inputs.q.clone(), inputs.k.clone()
+    q[..., 0] = 1
+    steps = torch.arange(700, 0, -1) // 32
+    k[..., 0] += (rise * steps / problem.scale / 4).to(k.dtype)
+    inputs = inputs._replace(q=q, k=k)
+    out, lse = run(problem, inputs, None)
+    assert checks.check_forward(problem, inputs, out, lse) == []
 
 
 @pytest.mark.parametrize(("shape", "tile"), CASES, ids=lambda x: "" if x is None else str(x)[:90])

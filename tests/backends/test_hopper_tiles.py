@@ -163,3 +163,26 @@ print(tiles["forward"], tiles["forward"].on_chip_bytes, *tiles)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split()[2:] == ["forward", "backward_preprocess", "backward", "backward_postprocess"]
+
+
+@pytest.mark.parametrize(
+    ("dim", "tokens", "mask", "more", "sizes"),
+    [
+        (80, 8192, tw.causal(), {}, (192, 64)),
+        (96, 8192, None, {}, (192, 64)),
+        (72, 2048, None, {}, (192, 64)),
+        (96, 1024, tw.causal(), {}, (128, 128)),  # 192 queries go past the edge too often
+        (96, 8192, tw.window(1000), {}, (128, 128)),  # rows that begin after key 0 leave too few registers
+        (96, 8192, tw.causal(), {"softcap": 30.0}, (128, 128)),
+        (104, 8192, tw.causal(), {}, (128, 128)),
+        (128, 8192, tw.causal(), {}, (128, 128)),
+        (80, 512, tw.causal(), {}, (128, 64)),
+    ],
+)
+def test_three_warpgroups_of_64_keys_have_up_to_96_columns(
+    dim: int, tokens: int, mask: Mask | None, more: dict[str, Any], sizes: tuple[int, int]
+) -> None:
+    problem = Problem.of(heads=2, seqlen=tokens, head_dim=dim, dtype="bfloat16", mask=mask, device="cuda", **more)
+    tile = plan.tiles(problem, H200)["forward"]
+    assert tile.sizes == sizes
+    assert ("softmax of 96 columns" in tile.reasons[0]) == (sizes == (192, 64))

@@ -22,6 +22,10 @@ the crossover under a causal mask between 2k keys, where two are 4 % faster, and
 SHORT_KEYS = 512
 """Under a mask whose rows end early, query tiles with fewer keys than this on average take them 64 at a time (H200, causal:
 S 512 5 and 13 % faster at head dims 128 and 64, S 2048 12 % slower)."""
+NARROWER = 96
+THREE_GAIN = 1.07
+"""Between 64 and 96 columns three warpgroups of 64 keys are faster than two in turns by more than this (H200, causal 8k, beside
+FlashAttention-4's 677 and 632 µs: d 96 647 for 688 µs, d 80 598 for 657), so their tiles may hold as much more."""
 RELEASE_EARLY_KEYS = 2048
 """Up to so many keys the queries' stage is released early without a mask too (H200, head dim 256: S 512 and 2048 0.5 to
 1 % faster, 8192 and 16384 1 % slower; causal 0.5 to 2 % faster at all four)."""
@@ -111,6 +115,11 @@ def planned(problem: Problem, mask: IntervalMask, tiles: list[Config]) -> Choice
             return Choice(
                 short, f"{mean:.0f} keys a query tile on average: 64 at a time follow the mask's edge more closely"
             )
+    three = next((tile for tile in tiles if tile.WARPGROUPS == 3 and tile.BLOCK_D == 128), None)
+    if three and max(problem.head_dim, problem.head_dim_v) <= NARROWER and not problem.varlen:
+        ours, others = (computed(tile, mask, queries, keys) for tile in (three, first))
+        if ours <= THREE_GAIN * others:
+            return Choice(three, f"three warpgroups hide the softmax of {NARROWER} columns or fewer")
     long = [tile for tile in tiles if tile.BLOCK_N == first.BLOCK_N]
     if len(long) == 1:
         return Choice(first, only_reason(first))
@@ -132,10 +141,16 @@ def only_reason(tile: Config) -> str:
     return "two warpgroups, for three have too few registers under this mask"
 
 
+def computed(tile: Config, mask: IntervalMask, queries: int, keys: int) -> int:
+    """Queries times keys of a head's tiles."""
+    blocks = -(-queries // tile.BLOCK_M)
+    return tile.BLOCK_M * (int(visited_keys(mask, tile, queries, keys).sum()) if mask.band else blocks * keys)
+
+
 def estimated_time(tile: Config, mask: IntervalMask, queries: int, keys: int) -> float:
     """Of a head, in multiples of what one query and one key take in the wide tile."""
     blocks = -(-queries // tile.BLOCK_M)
-    visited = int(visited_keys(mask, tile, queries, keys).sum()) if mask.band else blocks * keys
+    visited = computed(tile, mask, queries, keys) // tile.BLOCK_M
     if tile is NARROW:
         return (visited + blocks * OVERHEAD_KEYS) * tile.BLOCK_M / NARROW_SPEED
     return (visited + blocks * (OVERHEAD_MASKED if mask.band else OVERHEAD_WIDE)) * tile.BLOCK_M
@@ -166,9 +181,24 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         ALIBI_FIRST=first_alibi(problem, mask),
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem),
+        **quick_pieces(problem, tile, roomy),
         PINGPONG=tile.PINGPONG and not in_quads(problem),  # takes registers, and Philox keeps a warpgroup busy without
         **mask_config(problem, mask),
     )
+
+
+def quick_pieces(problem: Problem, tile: Config, roomy: bool) -> dict[str, int]:
+    """What `Config.QUICK`, `QUICK_AHEAD` and `FOURS` say. Pieces as timed on an H200; with them ALiBi, softcap, dropout, values
+    of another width and head dims below 64 took 1 to 8 % longer, 256 columns 1 % less, and ptxas 12.8 lost addresses there.
+    Statistics want maxima."""
+    plain = not (problem.bias is not None or problem.alibi or problem.softcap or problem.dropout_p)
+    if not plain or problem.head_dim < 64 or tile.BLOCK_D != tile.BLOCK_DV or tile.BLOCK_D == 256:
+        return {}
+    if problem.stats:
+        return {"FOURS": True}
+    if tile.BLOCK_D == 128 and tile.BLOCK_N == 128:
+        return {"QUICK": 2, "QUICK_AHEAD": 2, "FOURS": True} if roomy else {"QUICK": 4, "QUICK_AHEAD": 4, "FOURS": True}
+    return {"QUICK": 4 if tile.BLOCK_N == 128 else 1, "FOURS": True}
 
 
 def words(problem: Problem, mask: IntervalMask, unseen: bool, tile: Config) -> bool:

@@ -50,6 +50,9 @@ class Config(NamedTuple):
     ALIBI_FIRST: bool = False  # do scores accumulate from ALiBi's part?
     BIAS_STAGES: int = 0  # of tiles of a bias in shared memory; 0: it is read straight into registers
     QUADS: bool = False  # keys in the order of `quads.py`
+    QUICK: int = 0  # pieces of a step without a mask; it takes maxima only where its sums ask for them; 0: always
+    QUICK_AHEAD: int = 0  # pairs of scores of a piece whose exp2 is begun before the sums of the one before it
+    FOURS: bool = False  # are sums of weights those of a step with pieces? With statistics, where there would be pieces without
     BIAS: str = ""  # its numbers, "x2" behind where two of adjacent keys are read as a word, "s" where keys are not adjacent
 
     @property

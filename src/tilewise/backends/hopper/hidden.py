@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewise.backends.base import Inputs
 from tilewise.backends.gpu.arguments import mask_args
 from tilewise.backends.gpu.kept import kept
-from tilewise.backends.gpu.launch import LaunchOptions, bias_view, view
+from tilewise.backends.gpu.launch import LaunchOptions, Part, bias_view, view
 from tilewise.backends.gpu.operands import padded
 from tilewise.backends.gpu.program import allowed
 from tilewise.backends.gpu.record import Launch
@@ -123,18 +123,44 @@ def hidden_kernel(a, C: tl.constexpr):
             tl.store(a.cleared + i, tl.zeros([1024], a.cleared.dtype.element_ty), mask=i < a.size)
 
 
-def empty_copies(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Memory for the flag, which is down, and for copies."""
-    return (tensors[0].new_zeros(1, dtype=torch.int32), *(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors))
+class Copies(NamedTuple):
+    """Memory for the flag, which is down, and for copies of tensors of one dtype, one after another."""
+
+    flag: Tensor
+    memory: Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, *tensors: Tensor) -> Copies:
+        """Of q, k, v and what else has one's shape: how much that is, the problem remembers."""
+        x, key = tensors[0], ("hidden copies", len(tensors))
+        size = problem.memory.get(key)
+        if size is None:
+            size = problem.memory[key] = sum([room(x) for x in tensors])
+        return cls(x.new_zeros(1, dtype=torch.int32), x.new_empty_strided((size,), (1,)))
+
+    def parts(self, *tensors: Tensor) -> list[Part]:
+        """The copies of these tensors."""
+        found, first = [], 0
+        for x in tensors:
+            found.append(Part(first * x.element_size(), self.memory, x.shape))
+            first += room(x)
+        return found
+
+
+def room(x: Tensor) -> int:
+    """Numbers of a copy: the next one begins at a multiple of 16 bytes, as tensor maps want it."""
+    return -(-x.numel() // 64) * 64
 
 
 def hidden_mask(problem: Problem, q: Tensor) -> MaskArgs:
     """The mask as `hidden_kernel` reads it. Asked for once a call: its tensors are among those of the call."""
+    if not problem.program.tensors:
+        return MaskArgs(problem.program.ints, (), ())
     return kept(problem, q, "hidden", lambda: mask_args(problem.program, q.device, problem.batch))
 
 
 def hidden_launch(
-    problem: Problem, inputs: Inputs, mask: MaskArgs, flag: Tensor, pairs: tuple[tuple[Tensor, Tensor], ...], by_key: bool,
+    problem: Problem, inputs: Inputs, mask: MaskArgs, flag: Tensor, pairs: tuple[tuple[Tensor, Tensor | Part], ...], by_key: bool,
     cleared: Tensor | None = None,
 ) -> Launch:  # fmt: skip
     """The launch that fills copies of one or two tensors of one side. `cleared`: fp32 memory that becomes zeros with them."""

@@ -72,11 +72,17 @@ def masked(s_tile, band, row0, key0, C: gl.constexpr):
 
 
 @gluon.jit
-def lane_sum(x_tile):
-    """Row sums as [64, 4] partials: a thread adds up only what it holds, so no step shuffles."""
+def lane_sum(x_tile, FOURS: gl.constexpr = False):
+    """Row sums as [64, 4] partials: a thread adds up only what it holds, so no step shuffles. `FOURS`: sums of four first, as
+    `quick_softmax_step` has them."""
     N: gl.constexpr = x_tile.type.shape[1]
     parts = gl.reshape(x_tile, [64, N // 8, 4, 2])  # in the accumulator's order: column 8 i + 2 lane + pair
-    return gl.sum(gl.sum(parts, 3), 1)
+    if FOURS:
+        LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, parts.type.layout))
+        fours = gl.sum(gl.sum(gl.reshape(x_tile, [64, N // 16, 2, 4, 2]), 4), 2)
+        return gl.convert_layout(gl.sum(fours, 1), LAYOUT, assert_trivial=True)
+    else:
+        return gl.sum(gl.sum(parts, 3), 1)
 
 
 @gluon.jit
