@@ -18,6 +18,7 @@ import torch
 import tilewise as tw
 from tilewise.backends.gpu.classify import ListSpec, lists_for, make_lists, tile_count
 from tilewise.backends.gpu.lists import TileLists, is_listed, list_layout
+from tilewise.backends.triton.listed import all_full
 from tilewise.masks import Mask, TileMap
 from tilewise.numerics.oracle import Inputs
 from tilewise.problem import Problem
@@ -256,11 +257,13 @@ def check_packed() -> None:
                     assert got == want.tolist(), (mask, by_key, b, i, got, want)
 
 
-def attend(mask: Mask, backend: str, tensors: list[torch.Tensor], cu: torch.Tensor | None = None) -> list[torch.Tensor]:
+def attend(
+    mask: Mask, backend: str, tensors: list[torch.Tensor], cu: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """Output and gradients."""
     q, k, v, dout = (x.clone().requires_grad_(i < 3) for i, x in enumerate(tensors))
     if cu is None:
-        out = tw.attention(q, k, v, mask=mask, backend=backend)
+        out = tw.attention(q, k, v, mask=mask, bias=bias, backend=backend)
     else:
         out = tw.attention_varlen(q, k, v, cu, mask=mask, backend=backend)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
@@ -288,6 +291,58 @@ def check_results() -> None:
             torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5, msg=lambda text, mask=mask: f"{mask}: {text}")
 
 
+def check_hidden_by_a_bias() -> None:
+    """In FULL tiles a bias hides keys and leaves queries without any: what these hold does not show."""
+    torch.manual_seed(0)
+    length = 128
+    tensors = [torch.randn(1, heads, length, 16) for heads in (2, 1, 1, 2)]
+    bias = torch.randn(1, 1, length, length)
+    bias[..., 3], bias[:, :, 118] = float("-inf"), float("-inf")
+    for x, row in zip(tensors, (118, 3, 3, 118), strict=True):
+        x[:, :, row] = float("inf")
+    ids = torch.zeros(length, dtype=torch.int32)
+    for mask in (tw.causal() & tw.documents(ids), tw.causal() | tw.prefix(123)):
+        problem, inputs = problem_of(mask, length, length, batch=1)
+        assert is_listed(problem.program.structure), mask
+        assert (make_lists(problem, inputs, ListSpec(64, 64)).counts[:, 0] > 0).any(), mask
+        both = (attend(mask, backend, tensors, bias=bias) for backend in ("triton", "reference"))
+        for got, want in zip(*both, strict=True):
+            assert want.isfinite().all()
+            torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5, msg=lambda text, mask=mask: f"{mask}: {text}")
+
+
+def check_all_full() -> None:
+    """Masks of tables alone, made of whole tiles, have no PARTIAL tile: kernels without a loop over these rest on it."""
+    torch.manual_seed(0)
+    length, tile = 64, (16, 32)
+    table, rows = torch.rand(2, 2, 2, 2) < 0.5, torch.rand(1, 1, 4, 1) < 0.5
+    lists = torch.randint(-1, 2, (1, 2, 2, 2))
+    table[0, 0, 1], lists[0, 0, 1] = False, -1
+    whole = (
+        tw.blocks(table, 32),
+        ~tw.blocks(table, 32) & tw.blocks(rows, (16, 64)),
+        tw.selected(lists, 32, 32),
+        tw.selected(lists, 32, 32) | tw.blocks(table, 32),
+    )
+    for mask in whole:
+        problem, inputs = problem_of(mask, length, length)
+        assert all_full(problem, tile), mask
+        for by_key in (False, True):
+            counts = make_lists(problem, inputs, ListSpec(*tile, by_key)).counts
+            assert (counts[:, 1] == 0).all() and (counts[:, 0] > 0).any(), mask
+        cut, _ = problem_of(mask, length - 8, length)
+        assert not all_full(cut, tile) and not all_full(replace(problem, bias=(1, 1, length, length)), tile)
+    small, ids = tw.blocks(torch.rand(1, 1, 8, 8) < 0.5, 8), torch.zeros(length, dtype=torch.int32)
+    for mask in (tw.causal() & whole[0], small, whole[0] | tw.documents(ids)):
+        assert not all_full(problem_of(mask, length, length)[0], tile), mask
+    tensors = [torch.randn(2, 2, length, 16) for _ in range(4)]
+    tensors[0][0, 0, 32:], tensors[3][0, 0, 32:] = float("nan"), float("inf")  # queries that see nothing
+    for mask in (whole[0], whole[2]):
+        assert all_full(problem_of(mask, length, length)[0], (32, 32))
+        for got, want in zip(attend(mask, "triton", tensors), attend(mask, "reference", tensors), strict=True):
+            torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5, msg=lambda text, mask=mask: f"{mask}: {text}")
+
+
 def check_packed_results() -> None:
     """One long and many short sequences, with documents, blocks and selected blocks within each."""
     torch.manual_seed(0)
@@ -311,6 +366,8 @@ def main() -> None:
     check_kept()
     check_packed()
     check_results()
+    check_hidden_by_a_bias()
+    check_all_full()
     check_packed_results()
 
 

@@ -17,10 +17,11 @@ from tools.gpu_launches import launches, pass_of, plan_faults
 from tests.backends.test_gpu_record import Collector
 from tilewise.backends.base import BackwardInputs, Inputs, Needs
 from tilewise.backends.gpu.launch import signature
+from tilewise.backends.gpu.record import Launch
 from tilewise.backends.gpu.structs import Attention
 from tilewise.backends.triton import onchip, plan, run
 from tilewise.hardware import lookup
-from tilewise.masks import causal, window
+from tilewise.masks import Mask, blocks, causal, documents, window
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
 
@@ -126,6 +127,54 @@ def test_dk_and_dv_are_computed_apart_where_registers_lack(
     assert launched(monkeypatch, dtype, dim, Needs())[1:] == [*keys, ("queries_kernel", {"dq"})]
     assert launched(monkeypatch, dtype, dim, Needs(False, False, True))[1:] == [("keys_kernel", {"dv"})]
     assert launched(monkeypatch, dtype, dim, Needs(True, False, False))[1:] == [("queries_kernel", {"dq"})]
+
+
+def listed_launches(device: str, mask: Mask | None, length: int = 256, **more: object) -> dict[str, list[Launch]]:
+    """The launches of a backward under a mask, by kernel."""
+    problem = Problem.of(heads=2, seqlen=length, head_dim=128, dtype="bfloat16", mask=mask, device="cuda", **more)
+    found: dict[str, list[Launch]] = {}
+    for _, launch in launches(problem, tensors(problem), lookup(device), needs=Needs()):
+        found.setdefault(launch.kernel.__name__, []).append(launch)
+    return found
+
+
+def test_tables_of_whole_tiles_need_no_second_launch() -> None:
+    """Nor a loop over PARTIAL tiles. Where a tile may be PARTIAL, results that are not finite are computed once more."""
+    table, ids = torch.ones(1, 1, 4, 4, dtype=torch.bool), torch.zeros(256, dtype=torch.int32)
+    for name in ("keys_kernel", "queries_kernel"):
+        (only,) = listed_launches("h200", blocks(table, 64))[name]
+        assert only.config.ALL_FULL
+        for mask, length in ((causal() & blocks(table, 64), 256), (blocks(table, 64), 250), (documents(ids), 256)):
+            first, careful = listed_launches("h200", mask, length)[name]
+            assert not first.config.ALL_FULL and careful.config.CAREFUL
+
+
+def test_statistics_come_by_tensor_maps_where_lists_are_walked() -> None:
+    """And where a warpgroup multiplies: elsewhere kernels are as they were measured."""
+    table = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+
+    def maps(device: str, mask: Mask | None, **more: object) -> list[object]:
+        launch = listed_launches(device, mask, **more)["keys_kernel"][0]
+        return [x if x is None else (x.shape, x.block_shape) for x in launch.args[4:]]
+
+    assert maps("h200", blocks(table, 64)) == [([512], [64])] * 2
+    assert maps("h200", causal()) == maps("a100", blocks(table, 64)) == maps("b200", blocks(table, 64)) == [None, None]
+    assert maps("h200", blocks(table, 64), softcap=30.0) == maps("h200", blocks(table, 64), dropout_p=0.1) == [None, None]
+
+
+def test_tables_have_tiles_of_their_own_where_they_are_made_of_these() -> None:
+    spec = lookup("h200")
+
+    def sizes(table: torch.Tensor, size: int | tuple[int, int], **more: object) -> list[tuple[int, int]]:
+        problem = Problem.of(heads=2, seqlen=256, head_dim=128, dtype="bfloat16", mask=blocks(table, size), device="cuda", **more)
+        tiles = plan.tiles(problem, spec)
+        return [tiles[pass_].sizes for pass_ in ("backward_dkdv", "backward_dq")]
+
+    assert sizes(torch.ones(1, 1, 2, 2, dtype=torch.bool), 128) == [(64, 64), (128, 64)]
+    assert sizes(torch.ones(1, 1, 4, 4, dtype=torch.bool), 64) == [(64, 64), (64, 32)]
+    assert sizes(torch.ones(1, 1, 8, 4, dtype=torch.bool), (32, 64))[0] == (32, 64)
+    assert sizes(torch.ones(1, 1, 4, 4, dtype=torch.bool), 64, softcap=30.0)[0] == (32, 64)
+    assert sizes(torch.ones(1, 1, 2, 2, dtype=torch.bool), 192)[0] == (32, 64), "the last block is cut"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import triton.language as tl
 import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
 from tilewise.backends.gpu import lists as fmt
+from tilewise.backends.gpu.structs import Listed
 
 ALL_LIVE = tl.constexpr(fmt.ALL_LIVE)
 
@@ -73,6 +74,18 @@ def query_ids(a, seq, q):
 def key_ids(a, seq, k):
     at = a.lists.k_ids + seq.row.to(tl.int64) * a.lists.k_ids_b + seq.k_start
     return tl.load(at + k, mask=k < seq.len_k, other=0)
+
+
+@triton.jit
+def load_listed(a, seq, row, tokens, KEYS: tl.constexpr, C: tl.constexpr):
+    """What PARTIAL tiles of a row ask for; `tokens` are those that the program holds, keys or queries."""
+    ids = tokens  # where nothing compares ids; Triton 3.6 returns no None
+    if C.LISTS.ids:
+        if KEYS:
+            ids = key_ids(a, seq, tokens)
+        else:
+            ids = query_ids(a, seq, tokens)
+    return Listed(row, load_terms(a, seq, C), ids)
 
 
 @triton.jit

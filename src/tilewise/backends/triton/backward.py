@@ -17,6 +17,10 @@ import tilewise.backends.gpu.tile as tt
 import tilewise.backends.gpu.walk as wk
 from tilewise.backends.gpu.structs import Head, KeyTile, Listed, QueryTile
 
+LATE_UP_TO = tl.constexpr(32)
+"""Queries of a tile whose delta is waited for behind the product dP, so that exponentials run beside that product. With more of
+them it takes registers that only kernels without PARTIAL tiles have."""
+
 
 @triton.jit
 def prepare_kernel(a, g, C: tl.constexpr):
@@ -67,8 +71,11 @@ def weights(a, seq, products, bias_tile, q, k, lse, ok, MODE: tl.constexpr, C: t
 
 
 @triton.jit
-def score_gradient(a, p_tile, products, slope, delta, kept, SIGNED: tl.constexpr, C: tl.constexpr):
-    """dS before the scale. Keys that nobody sees hold zeros, but rows that see nothing may hold anything: no 0 · inf.
+def score_gradient(
+    a, p_tile, products, slope, delta, kept, SIGNED: tl.constexpr, MODE: tl.constexpr, C: tl.constexpr
+):
+    """dS before the scale. Keys that nobody sees hold zeros, but rows that see nothing may hold anything: no 0 · inf. Of a FULL
+    tile every row sees something, unless a bias hides it.
 
     `kept`: with dropout the factor of each weight, 0 or 1 / (1 - p); SIGNED: dropped weights have a minus sign instead.
     """
@@ -83,7 +90,7 @@ def score_gradient(a, p_tile, products, slope, delta, kept, SIGNED: tl.constexpr
     ds_tile = p_tile * (dp_tile - delta)
     if C.SOFTCAP:
         ds_tile *= slope
-    if C.EMPTY_ROWS:
+    if C.EMPTY_ROWS and (MODE != mp.FULL or a.bias is not None):
         ds_tile = tl.where(p_tile == 0.0, 0.0, ds_tile)
     return ds_tile
 
@@ -101,20 +108,26 @@ def kept_factors(a, seq, q, n, C: tl.constexpr):
 def queries_step(a, g, seq, desc, keys, sums, m, mask, MODE: tl.constexpr, C: tl.constexpr):
     """One tile of queries against the resident keys. Tiles are transposed: [N, M]. `sums` are dK and dV so far.
 
-    `mask`: the mask of the tile where it has been evaluated, or what it is listed with and its run.
+    `mask`: the mask of the tile where it has been evaluated, or what it is listed with and its run. `desc`: tensor maps of Q and
+    dO, and of the statistics. A copy by threads would take them an instruction for every column of theirs.
     """
     dk, dv = sums
+    MAPPED: tl.constexpr = desc[2] is not None and MODE != mp.CAREFUL
+    LATE: tl.constexpr = C.ALL_FULL or C.BLOCK_M <= LATE_UP_TO
     ok = mask[0]
     rows = tl.arange(0, C.BLOCK_M)
     q = m + rows
     k = keys.n + tl.arange(0, C.BLOCK_N)
+    in_sequence = q < seq.len_q
+    first = (seq.row * a.heads + seq.h) * a.len_q + seq.q_start + m  # where there are maps, 32 bits are enough
     at = (seq.row.to(tl.int64) * a.heads + seq.h) * a.len_q + seq.q_start + m
-    if MODE == mp.FULL:
+    if MAPPED:
+        lse2 = desc[2].load([first])  # beyond the last query lies another sequence, but these weights become 0
+    elif MODE == mp.FULL:
         lse2 = tl.load(g.lse2_ptr + at + rows)
         delta = tl.load(g.delta_ptr + at + rows)
     else:
         # beyond the last query lies another sequence, whose numbers must not be read
-        in_sequence = q < seq.len_q
         lse2 = tl.load(g.lse2_ptr + at + rows, mask=in_sequence, other=float("inf"))
         delta = tl.load(g.delta_ptr + at + rows, mask=in_sequence, other=0.0)
     bias_tile = None
@@ -138,14 +151,22 @@ def queries_step(a, g, seq, desc, keys, sums, m, mask, MODE: tl.constexpr, C: tl
     p_tile, slope = weights(a, seq, products, bias_tile, q[None, :], k[:, None], lse2[None, :], ok, MODE, C)
     if C.DROPOUT:  # a dropped weight has a minus sign from here on: what is kept takes no registers of its own
         p_tile *= 2.0 * tt.dropout_keep(a, seq, q[None, :], keys.n, C) - 1.0
+    if MAPPED:  # a wgmma whose result is used is waited for at once, but a sum is not: dV runs beside dS
+        if not LATE:
+            delta = desc[3].load([first])
+        if g.dk is not None:
+            products = tt.product(keys.v_tile, dout_tile, C)  # [N, M]
+        if LATE:
+            delta = desc[3].load([first])
     if g.dv is not None:
         dropped_tile = p_tile
         if C.DROPOUT:
             dropped_tile = tl.where(p_tile < 0.0, 0.0, p_tile * a.keep_scale)
         dv = tt.dot(dropped_tile, dout_tile, dv, C)  # [N, DV]
     if g.dk is not None:
-        products = tt.product(keys.v_tile, dout_tile, C)  # [N, M]
-        ds_tile = score_gradient(a, p_tile, products, slope, delta[None, :], 1.0, True, C)
+        if not MAPPED:
+            products = tt.product(keys.v_tile, dout_tile, C)  # [N, M]
+        ds_tile = score_gradient(a, p_tile, products, slope, delta[None, :], 1.0, True, MODE, C)
         dk = tt.dot(ds_tile, q_tile, dk, C)  # [N, D]
     return dk, dv
 
@@ -195,12 +216,13 @@ def listed_sums(a, g, b, kv_h, group, desc, keys, C: tl.constexpr):
     for i in range(group):
         seq = tt.seq_info(a, b, kv_h * group + i, C)
         row = wk.list_row(a, seq, seq.k_start, keys.n // C.BLOCK_N, C.BLOCK_N, C)
-        ids = None
-        if C.LISTS.ids:
-            ids = wk.key_ids(a, seq, keys.n + tl.arange(0, C.BLOCK_N))
-        listed = Listed(row, wk.load_terms(a, seq, C), ids)
-        dk, dv = stream_listed_queries(a, g, seq, desc, keys, (dk, dv), listed, False, WHOLE, C)
-        dk, dv = stream_listed_queries(a, g, seq, desc, keys, (dk, dv), listed, True, PART, C)
+        whole = Listed(row, (), None)
+        if WHOLE == mp.CAREFUL:
+            whole = wk.load_listed(a, seq, row, keys.n + tl.arange(0, C.BLOCK_N), True, C)
+        dk, dv = stream_listed_queries(a, g, seq, desc, keys, (dk, dv), whole, False, WHOLE, C)
+        if not C.ALL_FULL:  # what PARTIAL tiles ask for is loaded here: it would take registers of the loop above
+            listed = wk.load_listed(a, seq, row, keys.n + tl.arange(0, C.BLOCK_N), True, C)
+            dk, dv = stream_listed_queries(a, g, seq, desc, keys, (dk, dv), listed, True, PART, C)
     return dk, dv
 
 
@@ -217,9 +239,12 @@ def group_sums(a, g, b, kv_h, group, desc, keys, span, MODE: tl.constexpr, C: tl
 
 
 @triton.jit
-def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
+def keys_kernel(a, g, q_desc, dout_desc, lse_desc, delta_desc, C: tl.constexpr):
     """dK and dV of one tile of keys. First keys go first: under a causal mask most queries see them."""
-    desc = (q_desc, dout_desc)
+    if C.CAREFUL:
+        if tl.load(a.flags_ptr + tl.program_id(0)) == 0:
+            return
+    desc = (q_desc, dout_desc, lse_desc, delta_desc)
     if C.LISTED:
         tile, kv_h, b = wk.listed_tile(a, tl.program_id(0), a.cu_k, a.len_k, a.kv_heads, C.BLOCK_N, C)
     else:
@@ -229,9 +254,6 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
     n0 = tile * C.BLOCK_N
     if n0 >= seq.len_k:
         return
-    if C.CAREFUL:
-        if tl.load(a.flags_ptr + tl.program_id(0)) == 0:
-            return
     k = n0 + tl.arange(0, C.BLOCK_N)
     ok = k < seq.len_k
     if C.LISTED:
@@ -244,7 +266,7 @@ def keys_kernel(a, g, q_desc, dout_desc, C: tl.constexpr):
 
     if C.LISTED:
         dk, dv = listed_sums(a, g, b, kv_h, group, desc, keys, C)
-        if not C.CAREFUL:  # infinite perhaps because of a query that sees nothing
+        if not (C.CAREFUL or C.ALL_FULL):  # infinite perhaps because of a query that sees nothing
             tl.store(a.flags_ptr + tl.program_id(0), (tt.any_infinite(dk) | tt.any_infinite(dv)).to(tl.int32))
     else:
         n1 = tl.minimum(n0 + C.BLOCK_N, seq.len_k)
@@ -292,7 +314,7 @@ def keys_step(a, seq, desc, tile, dq, n, mask, MODE: tl.constexpr, C: tl.constex
     p_tile, slope = weights(a, seq, products, bias_tile, q[:, None], k[None, :], tile.lse2[:, None], ok, MODE, C)
     products = tt.product(tile.dout_tile, v_tile, C)  # [M, N]
     kept = kept_factors(a, seq, q[:, None], n, C)
-    ds_tile = score_gradient(a, p_tile, products, slope, tile.delta[:, None], kept, False, C)
+    ds_tile = score_gradient(a, p_tile, products, slope, tile.delta[:, None], kept, False, MODE, C)
     return tt.dot(ds_tile, k_tile, dq, C)  # [M, D]
 
 
@@ -325,6 +347,9 @@ def stream_listed_keys(a, seq, desc, tile, dq, listed, PARTIAL: tl.constexpr, MO
 @triton.jit
 def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     """dQ of one tile of queries."""
+    if C.CAREFUL:
+        if tl.load(a.flags_ptr + tl.program_id(0)) == 0:
+            return
     desc = (k_desc, v_desc)
     if C.LISTED:
         tile, h, b = wk.listed_tile(a, tl.program_id(0), a.cu_q, a.len_q, a.heads, C.BLOCK_M, C)
@@ -334,9 +359,6 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     m0 = tile * C.BLOCK_M
     if m0 >= seq.len_q:
         return
-    if C.CAREFUL:
-        if tl.load(a.flags_ptr + tl.program_id(0)) == 0:
-            return
     q = m0 + tl.arange(0, C.BLOCK_M)
     row_ok = q < seq.len_q
     m1 = tl.minimum(m0 + C.BLOCK_M, seq.len_q)
@@ -350,15 +372,16 @@ def queries_kernel(a, g, k_desc, v_desc, C: tl.constexpr):
     dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
     # over the keys met so far: dq = Σ dS k
     if C.LISTED:
-        ids = None
-        if C.LISTS.ids:
-            ids = wk.query_ids(a, seq, q)
         row = wk.list_row(a, seq, seq.q_start, tile, C.BLOCK_M, C)
-        listed = Listed(row, wk.load_terms(a, seq, C), ids)
         WHOLE: tl.constexpr = mp.CAREFUL if C.CAREFUL and a.bias is not None else mp.FULL
-        dq = stream_listed_keys(a, seq, desc, resident, dq, listed, False, WHOLE, C)
-        dq = stream_listed_keys(a, seq, desc, resident, dq, listed, True, mp.CAREFUL if C.CAREFUL else mp.MASKED, C)
-        if not C.CAREFUL:  # infinite perhaps because of a key that nobody sees
+        whole = Listed(row, (), None)
+        if WHOLE == mp.CAREFUL:
+            whole = wk.load_listed(a, seq, row, q, False, C)
+        dq = stream_listed_keys(a, seq, desc, resident, dq, whole, False, WHOLE, C)
+        if not C.ALL_FULL:
+            listed = wk.load_listed(a, seq, row, q, False, C)
+            dq = stream_listed_keys(a, seq, desc, resident, dq, listed, True, mp.CAREFUL if C.CAREFUL else mp.MASKED, C)
+        if not (C.CAREFUL or C.ALL_FULL):  # infinite perhaps because of a key that nobody sees
             tl.store(a.flags_ptr + tl.program_id(0), tt.any_infinite(dq).to(tl.int32))
     else:
         lo, hi, full_lo, full_hi = mp.key_bounds(a.mask, seq, m0, m1, C)

@@ -118,4 +118,4 @@ def gradient_tile(a, g, seq, m0, n0, C: tl.constexpr):
     p_tile, _ = weights(a, seq, products, bias_tile, q[:, None], k[None, :], lse2[:, None], ok, mp.MASKED, C)
     products = tt.product(dout_tile, v_tile, C)  # [M, N]
     kept = kept_factors(a, seq, q[:, None], n0, C)
-    return score_gradient(a, p_tile, products, 1.0, delta[:, None], kept, False, C)
+    return score_gradient(a, p_tile, products, 1.0, delta[:, None], kept, False, mp.MASKED, C)

@@ -21,7 +21,7 @@ import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
 import tilewise.backends.gpu.walk as wk
 from tilewise.backends.gpu.merge import add_in_order, add_sink, normalized
-from tilewise.backends.gpu.structs import Head, Listed, QueryTile, SeqInfo
+from tilewise.backends.gpu.structs import Head, QueryTile, SeqInfo
 
 
 @triton.jit
@@ -236,15 +236,14 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     last = tl.minimum((m0 + C.BLOCK_M - 1) // C.PACK + 1, seq.len_q)
     tile = QueryTile(q_tile, q, first, last, None, None, None)
     if C.LISTED:
-        ids = None
-        if C.LISTS.ids:
-            ids = wk.query_ids(a, seq, q)
         row = wk.list_row(a, seq, seq.q_start, m0 // C.BLOCK_M, C.BLOCK_M, C)
-        listed = Listed(row, wk.load_terms(a, seq, C), ids)
+        listed = wk.load_listed(a, seq, row, q, False, C)
         WHOLE: tl.constexpr = mp.CAREFUL if C.CAREFUL and a.bias is not None else mp.FULL
-        state = stream_listed(a, seq, desc, tile, empty_state(C), listed, False, WHOLE, C)
-        acc, l, m = stream_listed(a, seq, desc, tile, state, listed, True, mp.CAREFUL if C.CAREFUL else mp.MASKED, C)
-        if not C.CAREFUL:  # infinite perhaps because of a value that nobody sees
+        acc, l, m = stream_listed(a, seq, desc, tile, empty_state(C), listed, False, WHOLE, C)
+        if not C.ALL_FULL:
+            PART: tl.constexpr = mp.CAREFUL if C.CAREFUL else mp.MASKED
+            acc, l, m = stream_listed(a, seq, desc, tile, (acc, l, m), listed, True, PART, C)
+        if not (C.CAREFUL or C.ALL_FULL):  # infinite perhaps because of a value that nobody sees
             tl.store(a.flags_ptr + tl.program_id(0), tt.any_infinite(acc).to(tl.int32))
     else:
         lo, hi, full_lo, full_hi = mp.key_bounds(a.mask, seq, first, last, C)

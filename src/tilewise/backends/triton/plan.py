@@ -153,8 +153,8 @@ def _planned(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     winner = tune.winner(problem, pass_, spec) if tune.tuning() else None
     if winner is not None:
         return _measured(problem, spec, winner.tile, f"measured here: {winner}")
-    entry, blocks = tuned.lookup(problem, spec, pass_), _operands(problem, spec, pass_).blocks
-    if entry is None or blocks[0] % entry.block_q or blocks[1] % entry.block_k:
+    entry = tuned.lookup(problem, spec, pass_, _operands(problem, spec, pass_).blocks)
+    if entry is None:
         return ranking[0].tile
     sizes = TilePlan(entry.block_q, entry.block_k, 1, entry.warps, pass_=pass_)
     if pass_ == "decode":  # as many rows as there are

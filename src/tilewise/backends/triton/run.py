@@ -184,7 +184,10 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
             a, config = with_parts(*arguments(problem, inputs, out, lse, tile, mask), parts)
             programs = grid(problem, problem.seqlen_k, tile.block_k, problem.kv_heads)
             into = split_g._replace(dq=None, dk=None if only == "dv" else g.dk, dv=None if only == "dk" else g.dv)
-            args = (a, into, *descriptors(q, do, tile.block_q, maps))
+            streamed = descriptors(q, do, tile.block_q, maps)
+            # with fp32 in two parts, or features, there are no registers for dP before dV
+            plain = config.LISTED and config.FOLD and not (config.FP16_SPLIT or config.DROPOUT)
+            args = (a, into, *streamed, *row_maps(lse2, delta, tile, spec, plain and streamed[0] is not None))
             return Launch(keys_kernel, programs, args, config, options(tile, spec))
 
         def queries(tile: TilePlan) -> Launch:
@@ -265,6 +268,16 @@ def arguments(
 def worth_maps(problem: Problem) -> bool:
     """Tensor maps make long streams faster, but take the host some microseconds to write."""
     return problem.heads * problem.batch * problem.seqlen_q * problem.seqlen_k * problem.head_dim >= MAPS_FROM
+
+
+def row_maps(
+    lse2: Tensor, delta: Tensor, tile: TilePlan, spec: DeviceSpec, wanted: bool
+) -> tuple[Descriptor | None, Descriptor | None]:
+    """Tensor maps of the statistics of all rows, one after another, for the columns of a wgmma."""
+    if not wanted or onchip.instruction(tile, spec) != "wgmma" or lse2.numel() >= 1 << 31:
+        return None, None
+    first, second = (Descriptor(x, [x.numel()], [1], [tile.block_q]) for x in (lse2, delta))
+    return first, second
 
 
 def descriptors(x: Tensor, y: Tensor, rows: int, wanted: bool) -> tuple[Descriptor | None, Descriptor | None]:

@@ -6,10 +6,11 @@ it can be measured again and struck out when the model or the kernel improves.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
-from tilewise.backends.gpu.lists import walks_lists
+from tilewise.backends.gpu.lists import block_sizes, walks_lists
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
 
@@ -38,7 +39,7 @@ class Tuned:
     packed: bool | None = None
     """True only for packed sequences, False only without them, None for both."""
     features: tuple[str, ...] = ()
-    """Only with one of these: bias, alibi, softcap, dropout, several (of them), documents (alone). () for all problems."""
+    """Only with one of these: bias, alibi, softcap, dropout, several (of them), documents, tables (alone). () for all."""
     spills: int = 0
     """Accesses to local memory in its loops, by the compiler: it was the fastest tile all the same."""
 
@@ -59,11 +60,16 @@ class Tuned:
 
 
 def features_of(problem: Problem) -> list[str]:
-    """What is added to the scores or changes the weights, "several" where that is more than one thing; "documents" alone."""
+    """What is added to the scores or changes the weights, "several" where that is more than one thing. Where there is none of it,
+    "documents" if the mask has some, "tables" if it is made of blocks and `selected` alone, and the lengths of whole blocks."""
     given = {"bias": problem.bias, "alibi": problem.alibi, "softcap": problem.softcap, "dropout": problem.dropout_p}
     names = [name for name, value in given.items() if value]
-    if not names and walks_lists(problem) and any(kind.is_documents for kind in problem.program.kinds):
-        return ["documents"]
+    if not names and walks_lists(problem):
+        kinds = problem.program.kinds
+        if any(kind.is_documents for kind in kinds):
+            return ["documents"]
+        tables, sides = all(kind.is_blocks or kind.is_selected for kind in kinds), (problem.seqlen_q, problem.seqlen_k)
+        return ["tables"] if tables and not any(map(operator.mod, sides, block_sizes(problem.program))) else []
     return [*names, "several"] if len(names) > 1 else names
 
 
@@ -75,6 +81,7 @@ def _tuned_dim(head_dim: int) -> int:
 _PLANNER, _FP32 = "record gpu-parts, planner", "timed side by side; no record is kept"
 _COMPILED, _TODAY = "make compile-matrix", "timed one after the other; no record is kept"
 _GRAPHS = "device time of graphs, in turns; no record is kept"
+_IN_TURNS = "timed in turns; no record is kept"
 
 
 def _h200(
@@ -83,7 +90,8 @@ def _h200(
 ) -> Tuned:  # fmt: skip
     """An entry for an H200; `sizes` are block_q, block_k, num_stages and warps."""
     device = "compiled for sm_90" if evidence == _COMPILED else "NVIDIA H200"
-    date = {_COMPILED: "2026-11-16", _TODAY: "2026-11-16", _GRAPHS: "2026-11-17"}.get(evidence, "2026-11-15")
+    days = {_COMPILED: "2026-11-16", _TODAY: "2026-11-16", _GRAPHS: "2026-11-17", _IN_TURNS: "2026-11-18"}
+    date = days.get(evidence, "2026-11-15")
     where = (device, date, figure, evidence)
     when: dict[str, Any] = {"masked": masked, "packed": packed, "features": features}
     return Tuned("sm_90", pass_, head_dim, itemsize, *sizes, *where, **when, spills=spills)
@@ -125,8 +133,14 @@ TUNED: tuple[Tuned, ...] = (
     _h200("backward_dq", 64, 2, (64, 64, 3, 4), _PLANNER, "bf16 512 full, dQ alone 0.31 ms; 128×64 w8 s3 0.46 ms"),
     _h200("backward_dkdv", 128, 2, (32, 64, 2, 4), _COMPILED, "bf16: 0 spills in loops; with three stages 2",
           masked=True, packed=True),
+    _h200("backward_dkdv", 128, 2, (64, 64, 2, 4), _IN_TURNS,
+          "bf16 2×16 heads, 8k, a quarter of blocks 1.07 ms; 64×128 w8 s3 1.11, 32×64 w4 s3 1.19",
+          packed=False, features=("tables",)),
     _h200("backward_dkdv", 128, 2, (32, 64, 3, 4), _PLANNER,
           "bf16 2k backward full 321 TFLOP/s, causal 265; 64×64 w8 s2 211 and 189"),
+    _h200("backward_dq", 128, 2, (128, 64, 3, 8), _IN_TURNS,
+          "bf16 2×16 heads, 8k, a quarter of blocks 0.77 ms; 128×32 w8 s3 0.78, 64×32 w4 s3 0.87, 64×64 w4 s2 0.89",
+          packed=False, features=("tables",)),
     _h200("backward_dq", 128, 2, (64, 32, 3, 4), _PLANNER,
           "bf16 512 backward full 271 TFLOP/s, causal 180; 2k 368, 311; with 64×64 w4 s3 246, 152 and 351, 285"),
     _h200("forward", 64, 4, (64, 64, 2, 4), _FP32, "fp32 2k causal 92 TFLOP/s; 128×64 w8 s2 78, 64×32 w4 s2 71"),
@@ -144,6 +158,7 @@ TUNED: tuple[Tuned, ...] = (
 )  # fmt: skip
 
 
-def lookup(problem: Problem, spec: DeviceSpec, pass_: str) -> Tuned | None:
-    """The entry that applies, if any."""
-    return next((entry for entry in TUNED if entry.applies(problem, spec, pass_)), None)
+def lookup(problem: Problem, spec: DeviceSpec, pass_: str, blocks: tuple[int, int]) -> Tuned | None:
+    """The entry that applies, if any. The mask's blocks must be made of its tiles; (0, 0) where there are no blocks."""
+    several = (entry for entry in TUNED if entry.applies(problem, spec, pass_))
+    return next((one for one in several if not (blocks[0] % one.block_q or blocks[1] % one.block_k)), None)
