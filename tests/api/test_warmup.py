@@ -251,7 +251,7 @@ class Ahead:
 
 @pytest.mark.parametrize(("switch", "failing"), [("", False), ("0", False), ("", True)])
 def test_gradients_are_prepared_once_for_a_problem(monkeypatch: pytest.MonkeyPatch, switch: str, failing: bool) -> None:
-    from tilewise.backends.base import Inputs
+    from tilewise.backends.base import Inputs, Needs
     from tilewise.ops import ahead
 
     backend = Ahead(failing)
@@ -262,6 +262,6 @@ def test_gradients_are_prepared_once_for_a_problem(monkeypatch: pytest.MonkeyPat
     inputs = Inputs(q, q.detach(), q)
     for seqlen in (16, 16, 32):
         problem = Problem.of(heads=1, head_dim=16, seqlen=seqlen)
-        ahead.compile_backward(problem, inputs, (q, q[..., 0]), "auto")
+        ahead.compile_backward(problem, inputs, (q, q[..., 0]), "auto", Needs(dk=False))
         assert problem.memory["ahead"]
     assert backend.asked == (0 if switch else 2) and backend.started == (0 if switch or failing else 2)

@@ -235,6 +235,21 @@ def test_bound_launches_skip_the_wrapper_unless_it_allocates_scratch_memory(scra
     assert ran[-1] == (5, 6, 7)  # the launcher itself is as it was
 
 
+def test_a_launcher_in_c_is_called_itself() -> None:
+    """Launchers of kernels without tensor maps have no wrapper in Python but their own `__call__`."""
+    run = FakeLauncher(None)
+    run.launch = "{0}{1}{2[0]}".format
+    call: Any = bound(run, (1, 2, (3, 4)))
+    assert call.func is run.launch and call.args == (1, 2, (3, 4)) and call() == "123"
+    for more in ({"global_scratch_size": 8}, {"profile_scratch_size": 8}, {"gsan_enabled": True}):
+        other = FakeLauncher(None)
+        other.launch = run.launch
+        vars(other).update(more)
+        assert bound(other, (1, 2, (3,))).func is other, "it does more than to call it"  # type: ignore[attr-defined]
+    del other.global_scratch_size
+    assert bound(other, (1, 2, (3,))).func is other, "nobody knows what it does"  # type: ignore[attr-defined]
+
+
 def test_other_shapes_have_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     found = collect(monkeypatch)
     call()

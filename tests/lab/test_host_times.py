@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,20 +15,85 @@ from tools import host_times
 
 def test_every_call_is_timed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_times, "ROUNDS", 2)
+    monkeypatch.setattr(host_times, "WARM", 1)
     host_times.main(["--device", "cpu", "--calls", "1", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert [one["call"] for one in found] == [*host_times.variants(torch.device("cpu")), "packed", "SDPA"]
-    assert all(min(one["forward"], one["backward"], one["both"]) > 0 for one in found)
+    assert all(min(one[way] for way in ("forward", "backward", "both", "one_thread")) > 0 for one in found)
 
 
 def test_the_table_names_what_it_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    row = host_times.HostTime("plain", 31.2, 80.0, 120.7)
-    monkeypatch.setattr(host_times, "host_times", lambda device, calls: [row])
+    row = host_times.HostTime("plain", 31.2, 80.0, 120.7, 110.4, 0.25)
+    monkeypatch.setattr(host_times, "host_times", lambda device, calls, besides: iter([row]))
     host_times.main(["--device", "cpu"])
     head, line = capsys.readouterr().out.splitlines()
-    assert head.split() == ["µs", "forward", "backward", "both"] and line.split() == ["plain", "31", "80", "121"]
+    assert head.split() == ["µs", "forward", "backward", "both", "one", "thread", "bound"]
+    assert line.split() == ["plain", "31", "80", "121", "110", "0.25"]
+
+
+def test_a_profile_names_functions_and_bindings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(host_times, "ROUNDS", 2)
+    host_times.main(["--without-gpu", "--calls", "3", "--profile", "bias"])
+    text = capsys.readouterr().out
+    assert "forward: " in text and "both: " in text and text.count("launches bound anew in a call") == 2
+    assert "run_backward" in text and "hopper/launch.py" in text
+    with pytest.raises(SystemExit):
+        host_times.main(["--device", "cpu", "--profile", "biased"])
+    assert "need one of plain, causal" in capsys.readouterr().err
 
 
 def test_a_round_has_calls() -> None:
     with pytest.raises(SystemExit):
         host_times.main(["--calls", "0"])
+
+
+def test_nothing_is_timed_before_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call is made in every way, then what is compiled in the background is waited for, and then calls are timed."""
+    steps: list[str] = []
+    q = torch.ones(2)
+
+    def call(name: str) -> Any:
+        return lambda *inputs: steps.append(f"{name} {'with' if inputs[0].requires_grad else 'without'}") or inputs[0] * 1
+
+    def measured(name: str, ways: host_times.Ways, *_: Any) -> str:
+        steps.append(f"timed {name}")
+        return name
+
+    monkeypatch.setattr(host_times, "calls_of", lambda device: {name: (call(name), [q]) for name in "ab"})
+    monkeypatch.setattr(host_times, "finish_compiling", lambda: steps.append("compiled"))
+    monkeypatch.setattr(host_times, "measured", measured)
+    found = host_times.host_times(torch.device("cpu"), 1)
+    assert isinstance(found, Iterator) and next(found) == "a" and steps[-1] == "timed a", "each row as soon as it is there"
+    assert list(found) == ["b"]
+    before = steps[: steps.index("compiled")]
+    assert {"a with", "a without", "b with", "b without"} == set(before)
+    assert steps[len(before) + 1 :] == ["timed a", "timed b"]
+
+
+def test_no_garbage_is_collected_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(host_times, "least", lambda *_: seen.append(gc.isenabled()) or 1.0)
+    ways = host_times.Ways(lambda q: q * 1, [torch.ones(2)])
+    host_times.measured("a", ways, 1, torch.device("cpu"))
+    assert seen == [False] * 4 and gc.isenabled()
+    with pytest.raises(KeyError), host_times.without_garbage():
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_compiling_in_the_background_is_waited_for() -> None:
+    from tilewise.backends.gpu.compiled import Kernels, finish_compiling
+
+    finish_compiling()  # nothing to wait for
+    go, made, kernels = threading.Event(), [], Kernels("triton")
+
+    def make(i: int) -> None:
+        assert go.wait(20)
+        made.append(i)
+
+    for i in range(3):
+        kernels.ahead(i, lambda i=i: make(i))
+    threading.Timer(0.05, go.set).start()
+    finish_compiling()
+    assert made == [0, 1, 2]

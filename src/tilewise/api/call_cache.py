@@ -22,8 +22,8 @@ Rules of invalidation:
 - The cache keeps no tensor alive. At LIMIT entries it starts afresh.
 
 Calls over a KVCache are kept as Problems, in the same table and by the same rules, with facts of q and the pages: their tensors
-are looked at in each call, since lengths and tables change under them. So are calls of
-`attention` with statistics that have no more tensors and no seed.
+are looked at in each call, since lengths and tables change under them. Where their backend has a launch for them, that is kept
+too (`cached_repeat`). Calls of `attention` with statistics that have no more tensors and no seed are kept as Problems.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from torch.autograd import forward_ad
 
 from tilewise import dispatch
 from tilewise.api.bias import Alibi
-from tilewise.api.execute import choose, execute_statistics, modes_active, restore_layout
+from tilewise.api.execute import choose, execute_statistics, modes_active
 from tilewise.api.mask_memory import Memory, memory_of
 from tilewise.api.options import BatchOptions, parameters
 from tilewise.api.parse import alibi_slopes, int32_lengths, make_seed, parse_call, rank4_bias
 from tilewise.backends.base import Backend, Inputs
 from tilewise.errors import KernelError
 from tilewise.masks import Mask
-from tilewise.ops.autograd import attend
+from tilewise.ops.plain import PlainCall, attend_plain
 from tilewise.ops.run import any_autocast, is_empty
 from tilewise.ops.tensors import PLAIN
 from tilewise.problem import Problem
@@ -197,6 +197,15 @@ def kept_problem(key: Any, make: Callable[[], Problem]) -> Problem:
     return problem
 
 
+def kept_call(key: Any) -> Any:
+    """What `keep_call` has kept; None if nothing, or if another gradient mode or another registry kept it."""
+    return _calls.get((key, _grad_mode(), _deterministic(), len(dispatch.REGISTRY)))
+
+
+def keep_call(key: Any, call: Any) -> None:
+    _keep((key, _grad_mode(), _deterministic(), len(dispatch.REGISTRY)), call)
+
+
 def lookup_statistics(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], stats: Any) -> Launch | None:
     """`lookup` for a call with statistics, of which the Problem is kept."""
     try:
@@ -280,24 +289,22 @@ def _make_launch(
     problem: Problem, inputs: Inputs, chosen: Backend, layout: str, backend: str, more: More | None
 ) -> Launch:
     """The backend's own launcher where it has one for this call, else the way through autograd."""
+    call = PlainCall.of(problem, inputs, backend, chosen, "packed" if problem.varlen else layout)
     if more is not None:
 
         def launch_more(q: Tensor, k: Tensor, v: Tensor, more: More) -> Tensor | tuple[Tensor, Tensor]:
-            if problem.varlen:
-                q, k, v = q.unsqueeze(0).transpose(1, 2), k.unsqueeze(0).transpose(1, 2), v.unsqueeze(0).transpose(1, 2)
-            elif layout == "bshd":
-                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            given = inside(problem, q, k, v, more)
-            return restore_layout(problem, layout, *attend(problem, given, backend, chosen))
+            out, lse = attend_plain(call, inside(problem, q, k, v, more))
+            if lse is None or not problem.needs_lse:
+                return out
+            return out, lse.squeeze(0) if problem.varlen else lse
 
         return launch_more
     quick = None if problem.needs_grad or problem.needs_lse else chosen.launcher(problem, inputs)
     if quick is None:
 
         def launch(q: Tensor, k: Tensor, v: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-            if layout == "bshd":
-                q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            return restore_layout(problem, layout, *attend(problem, Inputs(q, k, v), backend, chosen))
+            out, lse = attend_plain(call, Inputs(q, k, v))
+            return out if lse is None or not problem.needs_lse else (out, lse)
 
         return launch
     if layout == "bhsd":
@@ -306,7 +313,7 @@ def _make_launch(
 
 
 def inside(problem: Problem, q: Tensor, k: Tensor, v: Tensor, more: More) -> Inputs:
-    """The inputs of a call like one that was parsed; q, k and v are in the inside layout."""
+    """The inputs of a call like one that was parsed; q, k and v as they were passed."""
     given, sinks, cu_q, cu_k, seed = more
     bias = slopes = None
     if isinstance(given, Alibi):

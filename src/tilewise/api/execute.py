@@ -15,6 +15,7 @@ from tilewise.api.parse import parse_call
 from tilewise.api.statistics import user_statistics
 from tilewise.backends.base import Backend, Inputs
 from tilewise.ops.autograd import attend, attend_transformed
+from tilewise.ops.plain import PlainCall, attend_plain
 from tilewise.ops.run import FORWARD, is_empty, profiled
 from tilewise.ops.tensors import PLAIN, materialized_inputs
 from tilewise.problem import Problem
@@ -38,8 +39,11 @@ def execute(q: Tensor, k: Tensor, v: Tensor, options: ParsedOptions, backend: st
         out, lse = library.attend(problem, inputs, backend)
     else:
         inputs = materialized_inputs(inputs)
-        chosen = None if is_empty(problem) else choose(problem, inputs, backend)
-        out, lse = profiled(FORWARD, attend, problem, inputs, backend, chosen)
+        if is_empty(problem):
+            out, lse = profiled(FORWARD, attend, problem, inputs, backend)
+        else:
+            call = PlainCall.of(problem, inputs, backend, choose(problem, inputs, backend))
+            out, lse = profiled(FORWARD, attend_plain, call, inputs)
     return restore_layout(problem, options.get("layout", "bhsd"), out, lse)
 
 
@@ -65,13 +69,13 @@ def execute_statistics(problem: Problem, inputs: Inputs, layout: str, backend: s
     return (*(result if isinstance(result, tuple) else (result,)), user_statistics(problem, found))
 
 
-def restore_layout(problem: Problem, layout: str, out: Tensor, lse: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+def restore_layout(problem: Problem, layout: str, out: Tensor, lse: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     """The result as the user's q was laid out, with the log-sum-exp if it is wanted."""
     if problem.varlen:
-        out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+        out, lse = out.squeeze(0).transpose(0, 1), None if lse is None else lse.squeeze(0)
     elif layout == "bshd":
         out = out.transpose(1, 2)
-    return (out, lse) if problem.needs_lse else out
+    return out if lse is None or not problem.needs_lse else (out, lse)
 
 
 def choose(problem: Problem, inputs: Inputs, backend: str) -> Backend:

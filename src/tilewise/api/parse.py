@@ -258,7 +258,8 @@ def split_bias(
 
 def alibi_slopes(slopes: Tensor, dtype: torch.dtype, precision: str) -> Tensor:
     """Slopes as (B or 1, H), in the dtype of the arithmetic."""
-    slopes = slopes.to(torch.float64 if dtype == torch.float64 or precision in WIDE else torch.float32)
+    wanted = torch.float64 if dtype == torch.float64 or precision in WIDE else torch.float32
+    slopes = slopes if slopes.dtype is wanted else slopes.to(wanted)
     return slopes if slopes.ndim == 2 else slopes.unsqueeze(0)
 
 
@@ -268,6 +269,8 @@ def rank4_bias(bias: Tensor) -> Tensor:
 
 def int32_lengths(name: str, cu: Tensor) -> Tensor:
     """Cumulative lengths as kernels read them."""
+    if cu.dtype is torch.int32:
+        return cu
     check_range(name, cu)
     return cu.int()
 

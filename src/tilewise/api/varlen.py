@@ -81,7 +81,8 @@ def attention_varlen(
     >>> out = tw.attention_varlen(q, k, v, cu, mask=tw.causal())          # q, k, v (350, heads, dim)
     >>> out, lse = tw.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True)
     """
-    check_keywords("attention_varlen", options, _NAMES)
+    if not _KNOWN.issuperset(options):
+        check_keywords("attention_varlen", options, _NAMES)
     if cu_seqlens_q is None:
         raise ArgumentTypeError("cu_seqlens_q: got NoneType, need an integer tensor of cumulative lengths")
     named: Any = {**_DEFAULTS, **options, "return_lse": return_lse}
@@ -101,3 +102,4 @@ _DEFAULTS = {**{one.name: one.default for one in parameters(PackedOptions)}, "la
 _in_order = itemgetter(*NAMES)
 show_signature(attention_varlen, parameters(PackedOptions))
 _NAMES = tuple(inspect.signature(attention_varlen).parameters)
+_KNOWN = frozenset(_NAMES)

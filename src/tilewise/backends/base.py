@@ -107,6 +107,11 @@ class PagedLaunch(NamedTuple):
     tiles: Mapping[str, TilePlan]
 
 
+PagedLauncher = Callable[[Tensor, "Pages", Tensor, bool], tuple[Tensor, Tensor]]
+"""Of q (B, Sq, Hq, D), the pages, int32 lengths within them, and whether a log-sum-exp is wanted: out (B, Sq, Hq, Dv), and the
+log-sum-exp (B, Hq, Sq), or anything if it is not."""
+
+
 class CompileJob(NamedTuple):
     """A kernel that is to be compiled."""
 
@@ -152,6 +157,12 @@ class Backend(Protocol):
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """out (B, Hq, M, Dv) in the inputs' dtype; lse (B, Hq, M), natural log, in the dtype of the arithmetic."""
 
+    def forward_packed(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """`forward` of a packed batch with q, k, v and out as users have them, (T, H, D). Views take as long as launches: a
+        backend that needs none to repeat a call makes its own."""
+        out, lse = self.forward(problem, rank4_inputs(inputs))
+        return from_rank4(out), lse
+
     def paged(self, problem: Problem, inputs: Inputs, pages: Pages) -> tuple[Tensor, Tensor]:
         """The same of a packed batch whose keys and values lie in pages: `k` and `v` of the inputs, with the heads first."""
         raise BackendError(f"backend {self.name!r} reads no pages", {self.name: ("reads no pages",)})
@@ -166,6 +177,13 @@ class Backend(Protocol):
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         """The gradients asked for, each in its input's dtype and shape."""
+
+    def backward_packed(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+        """`backward` with q, k, v, out and dout as `forward_packed` has them, and their gradients."""
+        given = given._replace(out=to_rank4(given.out), dout=to_rank4(given.dout))
+        grads = self.backward(problem, rank4_inputs(inputs), given)
+        dq, dk, dv = (None if x is None else from_rank4(x) for x in grads[:3])
+        return grads._replace(dq=dq, dk=dk, dv=dv)
 
     def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
         """out, lse and what `problem.stats` names; of a backend whose `supports` takes problems with statistics."""
@@ -206,11 +224,16 @@ class Backend(Protocol):
         neither gradient nor log-sum-exp: all but their addresses is prepared. None where nothing is gained."""
         return None
 
+    def paged_launcher(self, problem: Problem, inputs: Inputs, pages: Pages) -> PagedLauncher | None:
+        """A `PagedLauncher` for calls over pages of the same types, shapes, strides and dtypes, whose queries are dense
+        (B, Sq, Hq, D), with as many threads as torch has now: all but addresses is prepared. None where nothing is gained."""
+        return None
+
 
 def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
     """Fresh memory for the output, its dimensions laid out in the order of q's strides: bshd in, bshd out."""
-    if q.is_contiguous() and head_dim_v == q.shape[3]:
-        return q.new_empty_strided(q.shape, q.stride())  # the cheapest way to memory that torch has
+    if head_dim_v == q.shape[3] and (q.is_contiguous() or _tokens_first(q)):
+        return torch.empty_like(q)  # laid out like a dense q; the cheapest way to memory that torch has
     shape = (*q.shape[:3], head_dim_v)
     order = sorted(range(3), key=lambda axis: (q.stride(axis), -axis), reverse=True)
     strides, step = [0, 0, 0, 1], head_dim_v
@@ -218,6 +241,40 @@ def empty_out(q: Tensor, head_dim_v: int) -> Tensor:
         strides[axis] = step
         step *= shape[axis]
     return q.new_empty_strided(shape, strides)
+
+
+def _tokens_first(q: Tensor) -> bool:
+    """Do all of q's numbers lie side by side, tokens before heads?"""
+    (_, h, m, d), steps = q.shape, q.stride()
+    return steps == (m * h * d, d, h * d, 1)
+
+
+def to_rank4(x: Tensor) -> Tensor:
+    """A packed tensor (T, H, D) as (1, H, T, D), by one call. Neither a graph nor a transform may see it."""
+    (t, h, d), (step_t, step_h, step_d) = x.shape, x.stride()
+    return x.as_strided((1, h, t, d), (t * step_t, step_h, step_t, step_d))
+
+
+def from_rank4(x: Tensor) -> Tensor:
+    """The other way."""
+    (_, h, t, d), (_, step_h, step_t, step_d) = x.shape, x.stride()
+    return x.as_strided((t, h, d), (step_t, step_h, step_d))
+
+
+def rank4_inputs(inputs: Inputs) -> Inputs:
+    """With q, k and v of rank 4, if they are not."""
+    if inputs.q.ndim == 4:
+        return inputs
+    return inputs._replace(q=to_rank4(inputs.q), k=to_rank4(inputs.k), v=to_rank4(inputs.v))
+
+
+def empty_packed(q: Tensor, head_dim_v: int) -> tuple[Tensor, Tensor]:
+    """`empty_out` for a packed q (T, H, D), as it is laid out, and `empty_lse`."""
+    (t, h, d), steps = q.shape, q.stride()
+    lse = q.new_empty_strided((1, h, t), (h * t, t, 1), dtype=torch.float32)
+    if head_dim_v == d and steps in ((h * d, d, 1), (d, t * d, 1)):
+        return torch.empty_like(q), lse
+    return from_rank4(empty_out(to_rank4(q), head_dim_v)), lse
 
 
 def empty_lse(q: Tensor, precision: str = "default") -> Tensor:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tilewise import dispatch
-from tilewise.backends.base import BackwardInputs, Inputs
+from tilewise.backends.base import BackwardInputs, Inputs, Needs
 from tilewise.errors import TilewiseError
-from tilewise.ops.tensors import needs_of
 from tilewise.problem import Problem
 
 SWITCH = "TILEWISE_AHEAD"
@@ -24,14 +23,15 @@ LIMIT = 4096
 _seen: set[Any] = set()
 
 
-def compile_backward(problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], backend: str) -> None:
+def compile_backward(
+    problem: Problem, inputs: Inputs, results: tuple[Tensor, Tensor], backend: str, needs: Needs
+) -> None:
     """Have the kernels of a problem's backward compiled, unless that was asked for before."""
     problem.memory["ahead"] = True
     if os.environ.get(SWITCH) == "0" or (inputs.q.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     from tilewise.backends.gpu.record import problem_key  # a CPU needs none of it
 
-    needs = needs_of([x is not None and x.requires_grad for x in inputs])
     key = (problem_key(problem), inputs.q.device, backend, needs)
     if key in _seen:
         return

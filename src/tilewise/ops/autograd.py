@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise.backends.base import Backend, BackwardInputs, Inputs, Needs, Tangents
+from tilewise.backends.base import BackwardInputs, Inputs, Needs, Tangents
 from tilewise.errors import DerivativeError
 from tilewise.ops.run import BACKWARD, backward, forward, jvp, profiled
 from tilewise.ops.second import apply_double_backward
@@ -43,15 +43,12 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 
 
-def attend(problem: Problem, inputs: Inputs, backend: str, chosen: Backend | None = None) -> tuple[Tensor, Tensor]:
-    """out and lse, with a gradient where one is wanted. `chosen` spares the dispatch if the caller knows its result."""
+def attend(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
+    """out and lse, with a gradient where one is wanted. For plain tensors `plain.attend_plain` does it in less time."""
     if problem.needs_grad:
-        plain = inputs.bias is inputs.alibi is inputs.sinks is inputs.seed is inputs.cu_q is None
-        mask = problem.program.tensors
-        tensors = inputs[:3] if plain and not mask else (*inputs, *mask)  # each argument costs, present or not
-        out, lse = _apply(problem, backend, chosen, *tensors)
+        out, lse = _apply(problem, backend, *inputs, *problem.program.tensors)
         return out, lse
-    return forward(problem, inputs, backend, chosen)
+    return forward(problem, inputs, backend)
 
 
 def attend_transformed(problem: Problem, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
@@ -64,7 +61,7 @@ def attend_transformed(problem: Problem, inputs: Inputs, backend: str) -> tuple[
     problem = problem if problem.needs_grad else replace(problem, needs_grad=True)
     tangents = None if graph else tangents_of(inputs)
     if tangents is None:
-        out, lse = apply_forward(problem, backend, None, *inputs, *problem.program.tensors)
+        out, lse = apply_forward(problem, backend, *inputs, *problem.program.tensors)
         return out, lse
     primals = Inputs(*map(primal, inputs))  # type: ignore[arg-type]
     results = apply_jvp(problem, backend, *primals, *tangents, *problem.program.tensors)
@@ -73,54 +70,38 @@ def attend_transformed(problem: Problem, inputs: Inputs, backend: str) -> tuple[
 
 
 class Attention(torch.autograd.Function):
-    """F: out and lse of q, k and v, or of all inputs and the mask's tensors. With `chosen` the tensors are plain."""
+    """F: out and lse of all inputs and the mask's tensors."""
 
     @staticmethod
-    def forward(
-        problem: Problem, backend: str, chosen: Backend | None, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if chosen is None:
-            return _forward(problem, tensors, backend)
-        inputs = Inputs(*tensors[:COUNT])  # type: ignore[arg-type]
-        results = forward(problem, inputs, backend, chosen)
-        if problem.device == "cuda" and "ahead" not in problem.memory:
-            from tilewise.ops.ahead import compile_backward  # once for a problem
-
-            compile_backward(problem, inputs, results, backend)
-        return results
+    def forward(problem: Problem, backend: str, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        return _forward(problem, tensors, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        problem, backend, chosen, *tensors = inputs
-        ctx.problem, ctx.backend, ctx.plain = problem, backend, chosen is not None
-        if len(tensors) > 3:
-            tensors = [*tensors[:3], *map(versioned, tensors[3:])]
+        problem, backend, *tensors = inputs
+        ctx.problem, ctx.backend = problem, backend
+        tensors = [*tensors[:3], *map(versioned, tensors[3:])]
         ctx.save_for_backward(*tensors, *output)
-        if not ctx.plain:
-            ctx.save_for_forward(*tensors, *output)
+        ctx.save_for_forward(*tensors, *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        required = ctx.needs_input_grad[3:]  # of the tensors, after problem, backend and chosen
+        required = ctx.needs_input_grad[2:]  # of the tensors, after problem and backend
         needs = needs_of(required)
         *tensors, out, lse = ctx.saved_tensors
-        problem = ctx.problem if len(tensors) <= COUNT else with_mask(ctx.problem, tensors[COUNT:])
-        # gradients are differentiated only with create_graph, which turns the gradient mode on
-        if ctx.plain and not (torch.is_grad_enabled() or _transforms() is not None or forward_ad._current_level >= 0):
-            grads = gradients(problem, ctx.backend, needs, dout, dlse, out, lse, Inputs(*tensors[:COUNT]))
-        elif dout is None and dlse is None:
-            grads = (None,) * len(needs)
-        else:
+        problem = with_mask(ctx.problem, tensors[COUNT:])
+        grads: Sequence[Tensor | None] = (None,) * len(needs)
+        if dout is not None or dlse is not None:
             dout = torch.zeros_like(out) if dout is None else dout
             inputs = Inputs(*tensors[:COUNT])
             grads = differentiable_gradients(problem, ctx.backend, needs, dout, dlse, out, lse, inputs)
-        return (None, None, None, *by_input(grads, needs, len(required)))
+        return (None, None, *by_input(grads, needs, len(required)))
 
     @staticmethod
     def jvp(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *tensors, _, _ = map(primal, ctx.saved_tensors)
-        tangents = moving(args[3:])
+        tangents = moving(args[2:])
         inputs, mask = tensors[:COUNT], tensors[COUNT:]
         _, _, out_t, lse_t = apply_jvp(ctx.problem, ctx.backend, *inputs, *tangents, *mask)
         return out_t, lse_t
@@ -129,22 +110,18 @@ class Attention(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         from tilewise.ops import vmap  # calls without transforms need none
 
-        problem, backend, _, *tensors = args
+        problem, backend, *tensors = args
         roles = vmap.roles("inputs", "mask", mask=len(tensors) - COUNT)
 
         def call(problem: Problem, tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
             return attend_transformed(with_mask(problem, tensors[COUNT:]), Inputs(*tensors[:COUNT]), backend)
 
-        fold = vmap.Fold(problem, info.batch_size, roles, in_dims[3:], tensors)
+        fold = vmap.Fold(problem, info.batch_size, roles, in_dims[2:], tensors)
         return fold.run(call, vmap.RESULTS)
-
-
-
 
 
 _apply: Any = super(torch.autograd.Function, Attention).apply
 """`Attention.apply` without what it does for functorch: calls under its transforms take the long way."""
-
 
 
 def _forward(problem: Problem, tensors: Sequence[Tensor | None], backend: str) -> tuple[Tensor, Tensor]:
@@ -203,8 +180,6 @@ def differentiable_gradients(
         problem, backend, tuple(needs), dout, dlse, out, lse, *inputs, *problem.program.tensors
     )
     return spread(results, needs)
-
-
 
 
 class AttentionBackward(torch.autograd.Function):

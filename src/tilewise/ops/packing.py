@@ -26,7 +26,7 @@ def check_packing(problem: Problem, inputs: Inputs) -> None:
     literals = [literal for term in problem.program.terms() for literal in term]
     ends = (("cu_seqlens_q", inputs.cu_q, inputs.q), ("cu_seqlens_k", inputs.cu_k, inputs.k))
     for side, (name, cu, x) in enumerate(ends):
-        longest, axis = _longest(name, cu, x.shape[2]), ("queries", "keys")[side]
+        longest, axis = _longest(name, cu, x.shape[-2 if x.ndim == 4 else 0]), ("queries", "keys")[side]
         if inputs.bias is not None and 1 != inputs.bias.shape[2 + side] < longest:
             got = inputs.bias.shape[2 + side]
             raise LayoutError(

@@ -21,6 +21,7 @@ from tilewise.backends.base import (
     Tangents,
     empty_lse,
     empty_out,
+    rank4_inputs,
     sink_gradient,
 )
 from tilewise.errors import KernelError
@@ -53,7 +54,7 @@ def forward(
     problem: Problem, inputs: Inputs, backend: str = "auto", chosen: Backend | None = None
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a problem. `chosen` spares the dispatch; backends never see an empty problem, so who passes one knows
-    that it is not."""
+    that it is not. Then q, k and v of a packed batch may be (T, H, D), and so is out."""
     if problem.varlen:
         check_packing(problem, inputs)
     if chosen is None:
@@ -63,28 +64,31 @@ def forward(
     with own_precision(problem.device):
         while True:
             try:
-                return chosen.forward(problem, inputs)
+                return chosen.forward(problem, inputs) if inputs.q.ndim == 4 else chosen.forward_packed(problem, inputs)
             except KernelError as error:
-                chosen = dispatch.next_backend(chosen, error, problem, inputs, backend)
+                chosen = dispatch.next_backend(chosen, error, problem, rank4_inputs(inputs), backend)
 
 
 def backward(problem: Problem, inputs: Inputs, given: BackwardInputs, backend: str = "auto") -> Grads:
-    """The gradients of a problem; the backend is chosen anew, since forward and backward have different strengths."""
+    """The gradients of a problem; the backend is chosen anew, since forward and backward have different strengths.
+
+    q, k, v, out, dout and their gradients may be (T, H, D) as in `forward`."""
     dout, dlse = materialized(given.dout), None if given.dlse is None else materialized(given.dlse)
     if dout is not given.dout or dlse is not given.dlse:
         given = given._replace(dout=dout, dlse=dlse)
-    if is_empty(problem):
-        return empty_backward(inputs, given)
     key = ("backward", dispatch.registry_key(backend))  # training meets the problem again at every step
     chosen: Backend | None = problem.memory.get(key)
     if chosen is None:
-        chosen = problem.memory[key] = dispatch.select(problem, inputs, backend, backward=True).backend
+        if is_empty(problem):
+            return empty_backward(inputs, given)
+        chosen = problem.memory[key] = dispatch.select(problem, rank4_inputs(inputs), backend, backward=True).backend
     with own_precision(problem.device):
         while True:
             try:
-                return chosen.backward(problem, inputs, given)
+                run = chosen.backward if inputs.q.ndim == 4 else chosen.backward_packed
+                return run(problem, inputs, given)
             except KernelError as error:
-                chosen = dispatch.next_backend(chosen, error, problem, inputs, backend, backward=True)
+                chosen = dispatch.next_backend(chosen, error, problem, rank4_inputs(inputs), backend, backward=True)
                 problem.memory[key] = chosen
 
 

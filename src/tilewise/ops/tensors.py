@@ -73,14 +73,12 @@ def dtype_name(x: Tensor) -> str:
 
 
 def needs_of(required: Sequence[bool]) -> Needs:
-    """Which gradients are wanted, from what autograd says of all inputs, or of q, k and v alone."""
-    return Needs(*required) if len(required) == 3 else Needs(*[required[i] for i in DIFFERENTIABLE])
+    """Which gradients are wanted, from what autograd says of all inputs."""
+    return Needs(*[required[i] for i in DIFFERENTIABLE])
 
 
 def by_input(grads: Sequence[Tensor | None], needs: Needs, count: int) -> Sequence[Tensor | None]:
-    """The gradients wanted, each at the place of its input among all `count`, or among q, k and v alone."""
-    if count == 3:
-        return grads[:3]
+    """The gradients wanted, each at the place of its input among all `count`."""
     placed: list[Tensor | None] = [None] * count
     for i, grad, need in zip(DIFFERENTIABLE, grads, needs, strict=True):
         if need:
@@ -225,7 +223,7 @@ def watched(inputs: Inputs, mask: Sequence[Tensor]) -> bool:
 
 def any_batched(*tensors: Tensor | None) -> bool:
     """Whether some come as `is_grads_batched` passes them."""
-    return any(x is not None and _batched(x) for x in tensors)
+    return True in [_batched(x) for x in tensors if x is not None]
 
 
 def moving_call(problem: Problem, tensors: Sequence[Tensor | None]) -> tuple[Inputs, Tangents, Problem]:

@@ -42,7 +42,7 @@ class Kernels:
         """The kernel of a key, which `make` compiles; `name` is for messages. None while launches are collected."""
         kernel = self._kernels.get(key)
         if kernel is None:
-            found: list[Job] | None = getattr(_collected, "jobs", None)
+            found = _collected.jobs
             if found is not None:
                 found.append(Job(self, key, name, make))
                 return None
@@ -91,13 +91,17 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
-_collected = threading.local()
+class _Collected(threading.local):
+    jobs: list[Job] | None = None  # of the class: every call asks, and what a thread's own memory lacks is slow to look for
+
+
+_collected = _Collected()
 
 
 @contextmanager
 def collecting() -> Iterator[list[Job]]:
     """In this thread nothing is compiled or launched meanwhile; the list gets the kernels that would be compiled."""
-    before = getattr(_collected, "jobs", None)
+    before = _collected.jobs
     jobs: list[Job] = []
     _collected.jobs = jobs
     try:
@@ -107,7 +111,7 @@ def collecting() -> Iterator[list[Job]]:
 
 
 def is_collecting() -> bool:
-    return getattr(_collected, "jobs", None) is not None
+    return _collected.jobs is not None
 
 
 def missing(backend: str, call: Callable[[], object]) -> list[CompileJob]:
@@ -147,6 +151,11 @@ class _Thread:
             except BaseException as error:
                 future.set_exception(error)
 
+    def join(self) -> None:
+        """Wait until there is nothing more to do."""
+        while (thread := self.thread) is not None:
+            thread.join()
+
     def stop(self) -> None:
         """At the end of the process: what has begun is finished, as a compiler does not survive the interpreter."""
         with self.lock:
@@ -161,6 +170,11 @@ class _Thread:
 _thread = _Thread()
 _all: list[Kernels] = []
 """Those that had a kernel compiled ahead."""
+
+
+def finish_compiling() -> None:
+    """Wait until nothing is compiled in the background: what is timed meanwhile shares the interpreter with the compiler."""
+    _thread.join()
 
 
 def _start_anew() -> None:

@@ -60,6 +60,24 @@ class Address:
         return self.base.dtype
 
 
+class Part(Address):
+    """A tensor of rank 4, its numbers side by side, some bytes behind the start of a tensor of the same dtype."""
+
+    __slots__ = ("shape",)
+
+    def __init__(self, distance: int, base: torch.Tensor, shape: torch.Size) -> None:
+        super().__init__(distance, base)
+        self.shape = shape
+
+    def stride(self) -> tuple[int, ...]:
+        _, h, s, d = self.shape
+        return h * s * d, s * d, d, 1
+
+    def element_size(self) -> int:
+        assert self.base is not None
+        return self.base.element_size()
+
+
 class Descriptor:
     """A tensor map for Triton's launcher, which reads just these fields."""
 
@@ -70,7 +88,7 @@ class Descriptor:
         self.padding, self.round_f32_to_tf32 = "zero", False
 
     @classmethod
-    def of(cls, x: torch.Tensor, rows: int, width: int) -> Descriptor:
+    def of(cls, x: torch.Tensor | Part, rows: int, width: int) -> Descriptor:
         """Of a tensor of rank 4, read in tiles of rows × width."""
         # a dimension of size 1 is never stepped over; any legal stride will do
         strides = [
@@ -113,12 +131,12 @@ def on_hip() -> bool:
     return torch.version.hip is not None
 
 
-def broadcast_strides(x: torch.Tensor) -> list[int]:
+def broadcast_strides(x: torch.Tensor | Part) -> list[int]:
     """Strides, 0 for sides of 1."""
     return [0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True)]
 
 
-def view(x: torch.Tensor) -> View:
+def view(x: torch.Tensor | Part) -> View:
     """A rank 4 tensor; dimensions of size 1 get stride 0, so that a mere shape never changes the signature."""
     b, h, rows, d = broadcast_strides(x)
     return View(x, b, h, rows, 1 if x.shape[3] == 1 else d)

@@ -22,7 +22,7 @@ from copy import copy
 from dataclasses import fields
 from functools import partial
 from operator import itemgetter
-from types import CellType, FunctionType
+from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -100,8 +100,10 @@ class Template:
             if not any(i < self._inputs or i in self._computed for i in indices):
                 return self._append(_items(indices, self._values))
             return self._compute(itemgetter(*indices) if len(indices) > 1 else partial(_items, indices))
-        if isinstance(value, Descriptor) and id(value.base) in where:
-            return self._compute(partial(_moved_map, where[id(value.base)], value))
+        if isinstance(value, Descriptor):
+            base, distance = (value.base.base, value.base.bytes) if isinstance(value.base, Address) else (value.base, 0)
+            if id(base) in where:
+                return self._compute(partial(_moved_map, where[id(base)], distance, value))
         if isinstance(value, Address) and id(value.base) in where:
             return self._compute(partial(_moved_address, where[id(value.base)], value.bytes))
         if isinstance(value, Tensor | Address):
@@ -127,8 +129,8 @@ class Template:
         return bound(self._run, values[-1])
 
 
-def _moved_map(index: int, descriptor: Descriptor, values: list[Any]) -> Descriptor:
-    return descriptor.at(values[index])
+def _moved_map(index: int, distance: int, descriptor: Descriptor, values: list[Any]) -> Descriptor:
+    return descriptor.at(values[index] + distance)
 
 
 def _moved_address(index: int, distance: int, values: list[Any]) -> int:
@@ -142,20 +144,24 @@ def _items(indices: list[int], values: list[Any]) -> tuple[Any, ...]:
 def bound(run: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
     """`run(*args)` as a function of nothing, for the launcher of a compiled kernel.
 
-    Under the launcher's Python wrapper, which encodes the tensor maps anew for every launch, is a C function called `launcher`.
-    A copy of the wrapper with another function in its place yields the encoded arguments. A launcher of another build is
-    called itself, which is slower and as right.
+    The launcher calls a C function, `launch`, or where there are tensor maps a Python wrapper, which encodes them anew for every
+    launch, around a C function called `launcher`. A copy with another function in its place yields the encoded arguments. A
+    launcher of another build, or one that does more, is called itself, which is slower and as right.
     """
-    wrapper = getattr(run, "launch", None)
-    if not isinstance(wrapper, FunctionType) or run.global_scratch_size or run.profile_scratch_size:
-        return partial(run, *args)
-    cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
-    if "launcher" not in cells:
+    inner = getattr(run, "launch", None)
+    more = [getattr(run, name, True) for name in ("global_scratch_size", "profile_scratch_size")]
+    if any(more) or getattr(run, "gsan_enabled", False):
         return partial(run, *args)
     encoded: list[tuple[Any, ...]] = []
-    cells["launcher"], launcher = CellType(lambda *final: encoded.append(final)), cells["launcher"].cell_contents
     probe = copy(run)
-    probe.launch = FunctionType(wrapper.__code__, wrapper.__globals__, closure=tuple(cells.values()))
+    if isinstance(inner, BuiltinFunctionType):
+        probe.launch, launcher = lambda *final: encoded.append(final), inner
+    elif isinstance(inner, FunctionType) and "launcher" in inner.__code__.co_freevars:
+        cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
+        cells["launcher"], launcher = CellType(lambda *final: encoded.append(final)), cells["launcher"].cell_contents
+        probe.launch = FunctionType(inner.__code__, inner.__globals__, closure=tuple(cells.values()))
+    else:
+        return partial(run, *args)
     probe(*args)
     return partial(launcher, *encoded[0])
 

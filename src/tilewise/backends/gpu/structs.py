@@ -188,6 +188,7 @@ class KernelConfig(NamedTuple):
     TOP: int = 0  # statistics: how many of a row's largest weights
     LISTED: bool = False  # the tiles to visit come from lists
     LISTS: ListLayout = ListLayout()
+    ALL_FULL: bool = False  # whatever the lists name is FULL, and no bias hides anything
     PAGED: bool = False  # keys and values lie in pages
     PAGES: PageLayout = PageLayout()
     REST: int = 0  # columns of Q and K beyond BLOCK_D, padded to a power of two

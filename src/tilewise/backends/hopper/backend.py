@@ -62,6 +62,9 @@ class Hopper(Backend):
     def forward(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return on_device(inputs.q.device, run_forward, problem, inputs)
 
+    def forward_packed(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        return self.forward(problem, inputs)  # lists, which would need views, are not served in a packed batch
+
     def statistics(self, problem: Problem, inputs: Inputs) -> tuple[Tensor, Tensor, Statistics]:
         return on_device(inputs.q.device, run_statistics, problem, inputs)
 
@@ -73,6 +76,9 @@ class Hopper(Backend):
 
     def backward(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
         return on_device(inputs.q.device, run_backward, problem, inputs, given)
+
+    def backward_packed(self, problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
+        return self.backward(problem, inputs, given)
 
     def derives(self, problem: Problem, inputs: Inputs | None = None, *, derivative: str) -> Verdict:
         return Verdict.of(*plan.derivative_obstacles(problem, derivative))

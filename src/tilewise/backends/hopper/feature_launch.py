@@ -21,33 +21,48 @@ ANY = 1 << 30
 """Keys of a bias that is the same for all."""
 
 
-def call_features(problem: Problem, inputs: Inputs, mapped: bool = False) -> Features:
-    """Of a call; empty for most."""
+def feature_tensors(problem: Problem, inputs: Inputs) -> Features:
+    """The tensors of a call, none for most. Kernels know addresses, so their types do not matter."""
     if not (problem.sinks or problem.alibi or problem.dropout_p > 0 or problem.bias is not None):
         return NONE
     found: Features = {}
     if inputs.sinks is not None:
-        found["sinks_ptr"] = inputs.sinks.to(torch.float32).contiguous()
+        found["sinks_ptr"] = _as_read(inputs.sinks)
     if inputs.alibi is not None:
-        slopes = inputs.alibi.to(torch.float32).contiguous()
-        found |= {"alibi_ptr": slopes, "alibi_b": problem.heads if slopes.shape[0] > 1 else 0}
+        found["alibi_ptr"] = _as_read(inputs.alibi)
+    if inputs.bias is not None:
+        found["bias_ptr"] = inputs.bias
+    if problem.dropout_p > 0:
+        assert inputs.seed is not None
+        seed, device = inputs.seed, inputs.q.device
+        found["seed_ptr"] = seed if seed.device == device else seed.to(device, non_blocking=True)
+    return found
+
+
+def _as_read(x: Tensor) -> Tensor:
+    """fp32 without gaps. Asking costs less than having nothing converted."""
+    return x if x.dtype is torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous()
+
+
+def call_features(problem: Problem, inputs: Inputs, mapped: bool = False, moving: Features | None = None) -> Features:
+    """All arguments of a call, made where its launches are; `moving`: those of them that are there already, as they are."""
+    found = dict(feature_tensors(problem, inputs) if moving is None else moving)
+    if inputs.alibi is not None:
+        found["alibi_b"] = problem.heads if inputs.alibi.shape[0] > 1 else 0
     if inputs.bias is not None:
         if mapped:  # coordinates of a tensor map: sides of 1 are not stepped over
             found |= {"bias_b": int(inputs.bias.shape[0] > 1), "bias_h": int(inputs.bias.shape[1] > 1)}
         else:
             found |= bias_arguments(inputs.bias)
     if problem.dropout_p > 0:
-        assert inputs.seed is not None
-        seed = inputs.seed.to(inputs.q.device, non_blocking=True)
-        found["seed_ptr"] = seed.reshape(1).view(torch.int32)
-    return found
+        found["seed_ptr"] = found["seed_ptr"].reshape(1).view(torch.int32)
+    return found if moving is None else found | moving
 
 
 def features_key(inputs: Inputs) -> Hashable:
     """What launches depend on beside the problem and the tensors' addresses."""
-    if inputs.bias is not None:
-        aligned = inputs.bias.data_ptr() % 16 == 0
-        return inputs.bias.dtype, inputs.bias.stride(), is_paired(inputs.bias), aligned
+    if inputs.bias is not None:  # shapes are the problem's
+        return inputs.bias.dtype, inputs.bias.stride(), inputs.bias.data_ptr() % 16
     return None if inputs.alibi is None else inputs.alibi.shape[0]
 
 

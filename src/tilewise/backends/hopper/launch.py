@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs, Statistics, empty_lse, empty_out
+from tilewise.backends.base import Inputs, Statistics, empty_lse, empty_out, empty_packed, rank4_inputs, to_rank4
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.kept import kept
 from tilewise.backends.gpu.launch import Descriptor
@@ -22,13 +22,14 @@ from tilewise.backends.hopper.feature_launch import (
     Features,
     bias_form,
     call_features,
+    feature_tensors,
     features_key,
     is_mapped,
     tensors_in,
     with_features,
 )
 from tilewise.backends.hopper.features import statistics_types
-from tilewise.backends.hopper.hidden import empty_copies, hidden_launch, hidden_mask
+from tilewise.backends.hopper.hidden import Copies, hidden_launch, hidden_mask
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.list_launch import Walk, call_lists, is_listed
 from tilewise.backends.hopper.packed_order import Lengths, packed_order
@@ -63,11 +64,12 @@ def run_listed(
     found = call_lists(problem, inputs, walk_of(problem, q.device))
     recording = recorder.get(problem, (*key, found.key), q.device, partial(plan_on, problem, inputs))
     out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
-    features = call_features(problem, inputs)
+    features = feature_tensors(problem, inputs)
     if stats:
         features = features | stats
     tensors = (q, k, v, out, lse, None, None, *found.tensors, *tensors_in(features))
     if not recording.repeat(tensors):
+        features = call_features(problem, inputs, moving=features)
         arguments = recording.plan.arguments._replace(lists=found.arguments, order=found.order)
         plan = recording.plan._replace(arguments=with_features(arguments, features))
         recording.record(tensors, [launch_of(plan, tensors, ())])
@@ -87,9 +89,12 @@ def walk_of(problem: Problem, device: torch.device) -> Walk:
 def launch(
     problem: Problem, inputs: Inputs, recording: Recording, stats: Features = NONE
 ) -> tuple[Tensor, Tensor]:
-    """out and lse by the plan of a recording."""
+    """out and lse by the plan of a recording. Launches are repeated by addresses: only new ones need tensors of rank 4."""
     q, k, v = inputs[:3]
-    out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
+    if q.ndim == 3:
+        out, lse = empty_packed(q, problem.head_dim_v)
+    else:
+        out, lse = empty_out(q, problem.head_dim_v), empty_lse(q)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
     tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, cu_q, cu_k)
     terms: tuple[Term, ...] = ()
@@ -97,21 +102,26 @@ def launch(
         terms = device_terms(problem, q)
         tensors += tensors_of(terms)
     plan = recording.plan
-    features = call_features(problem, inputs, plan.config.BIAS_STAGES > 0)
+    features = feature_tensors(problem, inputs)
     if stats:
         features = features | stats
     if features:
         tensors += tensors_in(features)
     if inputs.bias is not None:
-        features |= {"bias_flag": (copies := empty_copies(q, k, v))[0], "bias_again": 0}
-        mask = hidden_mask(problem, q)
-        tensors += (inputs.bias, *copies, *mask.tensors)
+        copies, mask = Copies.of(problem, q, k, v), hidden_mask(problem, q)
+        tensors += (*copies, *mask.tensors)
     if cu_q is not None and cu_k is not None and plan.config.ORDERED:
         cluster = partial(heads_together, problem, plan.config, CLUSTER_BYTES[1])
         tensors += packed_order(problem, q, Lengths(cu_q, cu_k), plan.config, plan.arguments, False, cluster)
     if not recording.repeat(tensors):
+        if q.ndim == 3:
+            inputs = rank4_inputs(inputs)
+            tensors = (*inputs[:3], to_rank4(out), *tensors[4:])
         if plan.config.ORDERED:
             plan = plan._replace(arguments=plan.arguments._replace(order=tensors[-2], owners=tensors[-1]))
+        features = call_features(problem, inputs, plan.config.BIAS_STAGES > 0, features)
+        if inputs.bias is not None:
+            features |= {"bias_flag": copies.flag, "bias_again": 0}
         plan = plan._replace(arguments=with_features(plan.arguments, features))
         bias = inputs.bias if plan.config.BIAS_STAGES else None
         launches = [launch_of(plan, tensors, terms, bias)]
@@ -127,11 +137,11 @@ def launches_again(
     plan: ForwardPlan,
     tensors: Any,
     terms: tuple[Term, ...],
-    copies: tuple[Tensor, ...],
+    copies: Copies,
     mask: MaskArgs,
 ) -> list[Launch]:
     """With a bias: once more without what it hides, if something infinite came out."""
-    flag, q, k, v = copies
+    flag, (q, k, v) = copies.flag, copies.parts(*inputs[:3])
     keys = hidden_launch(problem, inputs, mask, flag, ((inputs.k, k), (inputs.v, v)), by_key=True)
     queries = hidden_launch(problem, inputs, mask, flag, ((inputs.q, q),), by_key=False)
     plan = plan._replace(arguments=plan.arguments._replace(bias_again=1))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import BackwardInputs, Grads, Inputs
+from tilewise.backends.base import BackwardInputs, Grads, Inputs, rank4_inputs, to_rank4
 from tilewise.backends.gpu.launch import Address, Descriptor, describable, view
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import MaskArgs
@@ -21,6 +21,7 @@ from tilewise.backends.hopper.feature_launch import (
     backward_form,
     bias_gradient,
     call_features,
+    feature_tensors,
     features_key,
     rounded_gradient,
     sink_gradient,
@@ -28,7 +29,7 @@ from tilewise.backends.hopper.feature_launch import (
     with_features,
 )
 from tilewise.backends.hopper.features import is_broadcast
-from tilewise.backends.hopper.hidden import empty_copies, hidden_launch, hidden_mask
+from tilewise.backends.hopper.hidden import Copies, hidden_launch, hidden_mask
 from tilewise.backends.hopper.launch import device_terms, kernel_for, order_on, packed_rows, spec_of, tensors_of
 from tilewise.backends.hopper.list_launch import CallLists, Walk, call_lists, is_listed
 from tilewise.backends.hopper.packed_order import Lengths, Order, packed_order
@@ -54,6 +55,11 @@ class Memory(NamedTuple):
     cu_q: Tensor | None
     cu_k: Tensor | None
 
+    def of_rank4(self) -> Memory:
+        """The tensors of a packed batch as launches are made from them."""
+        names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+        return self._replace(**{name: to_rank4(getattr(self, name)) for name in names})
+
 
 class Again(NamedTuple):
     """A call with a bias, made once more if something infinite came out: the flag and copies without what the bias hides. Sums
@@ -61,26 +67,26 @@ class Again(NamedTuple):
 
     inputs: Inputs
     mask: MaskArgs
-    copies: tuple[Tensor, ...]  # the flag, q, k, v, dout
+    copies: Copies  # of q, k, v, dout
     added: Tensor | None  # the gradient of the bias where it is added up
 
     def launches(
         self, problem: Problem, steps: tuple[Step, ...], plan: BackwardPlan, memory: Memory, terms: tuple[Term, ...]
     ) -> list[Launch]:
-        flag, q, k, v, dout = self.copies
+        flag, (q, k, v, dout) = self.copies.flag, self.copies.parts(*self.inputs[:3], memory.dout)
         keys = hidden_launch(problem, self.inputs, self.mask, flag, ((memory.k, k), (memory.v, v)), True, self.added)
         queries = hidden_launch(problem, self.inputs, self.mask, flag, ((memory.q, q), (memory.dout, dout)), False)
         if plan.dq:
             sums = queries.args[0]._replace(cleared=sums_of(plan, memory), size=plan.dq)
             queries = queries._replace(args=(sums,))
-        clean = memory._replace(q=q, k=k, v=v, dout=dout)
+        clean: Any = memory._replace(q=q, k=k, v=v, dout=dout)  # type: ignore[arg-type]  # parts, of which maps are made
         main = [step for step in steps if isinstance(step.arguments, Arguments)]
         main = [step._replace(arguments=step.arguments._replace(bias_again=1)) for step in main]
         return [keys, queries, *(launch_of(step, plan, clean, terms) for step in main)]
 
 
 def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Grads:
-    """The gradients of a supported problem, on the current stream."""
+    """The gradients of a supported problem, on the current stream; those of a packed batch may be (T, H, D)."""
     out, lse, dout, dlse, needs = given
     if needs.dbias and inputs.bias is not None:
         problem = with_bias_gradient(problem)
@@ -92,9 +98,9 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     key = (*key, *(lists.key for lists in found.values())) if found else key
     recording = recorder.get(problem, key, q.device, partial(plan_on, problem, inputs, given))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    scratch = q.new_empty(recording.plan.stats + recording.plan.dq, dtype=torch.float32)
+    scratch = q.new_empty_strided((recording.plan.stats + recording.plan.dq,), (1,), dtype=torch.float32)
     cu_q, cu_k = (inputs.cu_q, inputs.cu_k) if problem.varlen else (None, None)
-    features = call_features(problem, inputs)
+    features = feature_tensors(problem, inputs)
     if problem.sinks:  # as many as there are of each statistic
         features["dsinks_ptr"] = scratch.new_empty(recording.plan.stats // 2)
     memory = Memory(q, k, v, out, lse, dout, dlse, dq, dk, dv, scratch, cu_q, cu_k)
@@ -104,15 +110,14 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
         if needs.dbias:
             dbias, written = bias_gradient(problem, inputs.bias)
             features |= written
-        copies = empty_copies(q, k, v, dout)
-        features |= {"bias_flag": copies[0], "bias_again": 0}
+        copies = Copies.of(problem, q, k, v, dout)
         again = Again(inputs, hidden_mask(problem, q), copies, dbias if is_broadcast(problem) else None)
-    launch(problem, memory, recording, found, features, again)
+    launch(problem, inputs, memory, recording, found, features, again)
     grads = Grads(dq if needs.dq else None, dk if needs.dk else None, dv if needs.dv else None)
     if inputs.bias is not None and dbias is not None:
         grads = grads._replace(dbias=rounded_gradient(dbias, inputs.bias))
     if needs.dsinks and inputs.sinks is not None:
-        grads = grads._replace(dsinks=sink_gradient(features["dsinks_ptr"], inputs.sinks, q.shape[0]))
+        grads = grads._replace(dsinks=sink_gradient(features["dsinks_ptr"], inputs.sinks, 1 if problem.varlen else q.shape[0]))
     return grads
 
 
@@ -144,6 +149,7 @@ def walks_of(problem: Problem, device: torch.device) -> dict[str, Walk]:
 
 def launch(
     problem: Problem,
+    inputs: Inputs,
     memory: Memory,
     recording: Recording,
     found: dict[str, CallLists] | None = None,
@@ -164,9 +170,14 @@ def launch(
     if features:
         tensors = (*tensors, *tensors_in(features))
     if again is not None:
-        tensors = (*tensors, again.inputs.bias, *again.copies, *again.mask.tensors)
+        tensors = (*tensors, *again.copies, *again.mask.tensors)
     if recording.repeat(tensors):
         return
+    if memory.q.ndim == 3:
+        inputs = rank4_inputs(inputs)
+        memory = memory.of_rank4()
+        tensors = (*memory, *tensors[len(memory) :])
+        again = None if again is None else again._replace(inputs=inputs)
     tidy = readable(memory)
     steps = recording.plan.steps
     if found:
@@ -174,6 +185,9 @@ def launch(
     if orders:
         steps = tuple(with_order(step, orders) for step in steps)
     if features:
+        features = call_features(problem, inputs, moving=features)
+        if again is not None:
+            features |= {"bias_flag": again.copies.flag, "bias_again": 0}
         steps = tuple(step._replace(arguments=with_features(step.arguments, features)) for step in steps)
     launches = [launch_of(step, recording.plan, tidy, terms) for step in steps]
     if again is not None:
