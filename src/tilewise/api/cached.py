@@ -14,12 +14,13 @@ from tilewise.api.cache import KVCache
 from tilewise.api.cached_call import Queries, attend, attended, parse_cached
 from tilewise.api.cached_checks import sees_ahead, some_before, token_positions
 from tilewise.api.cached_plan import CachedPlan
+from tilewise.api.cached_repeat import Settings, keep_repeated, repeated
 from tilewise.api.cached_write import write
 from tilewise.api.keywords import check_keywords
 from tilewise.api.names import BackendName, Precision
 from tilewise.api.options import ParsedOptions, show_signature
 from tilewise.api.rotary import RotaryTable
-from tilewise.backends.pages import NewTokens, Turning, positions_of
+from tilewise.backends.pages import NewTokens, Pages, Turning, positions_of
 from tilewise.errors import ArgumentTypeError, LayoutError
 from tilewise.masks import Mask, causal
 from tilewise.masks.algebra import Tree
@@ -115,6 +116,12 @@ def attention_cached(
     """
     if unknown:
         check_keywords("attention_cached", unknown, (*CachedOptions.__annotations__, "return_lse"))
+    settings, writes = None, new is not None or rotary is not None
+    if cu_seqlens_q is None and bias is None and sinks is None and plan is None and out is None:
+        settings = Settings(mask, scale, softcap, splits, invariant, precision, backend)
+        again = None if writes else repeated(q, cache, settings, return_lse)
+        if again is not None:
+            return again
     # all that may be refused comes before the first write
     dispatch.check_name(backend, "auto")
     options: ParsedOptions = {
@@ -123,15 +130,17 @@ def attention_cached(
     }  # fmt: skip
     call = parse_cached(q, cache, cu_seqlens_q, options, splits, plan, invariant)
     queries, pages = call.queries, call.pages
-    if new is not None or rotary is not None:
+    if writes:
         queries = _with_new(queries, cache, (new, rotary, cu_seqlens_q), mask, backend)
+        again = None if settings is None else repeated(queries.q.reshape(q.shape), cache, settings, return_lse)
+        if again is not None:
+            return again
     found, lse = attended(call._replace(queries=queries), plan, partial(attend, backend=backend))
     if sees_ahead(mask) and some_before(pages, queries.cu):
-        _, position = positions_of(queries.cu, pages.seen, queries.q.shape[0])
-        found = torch.where((position < 0)[:, None], 0.0, found)
-        empty = lse.new_tensor(float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None]
-        lse = torch.where(position < 0, empty, lse)
+        found, lse = _nothing_before_0(found, lse, queries, pages, sinks)
     found, lse = queries.restored(found, lse)
+    if settings is not None:
+        keep_repeated(call, q, cache, settings)
     if out is not None:
         if out.shape != found.shape or out.dtype != found.dtype or out.device != found.device:
             raise LayoutError(
@@ -169,6 +178,8 @@ def _with_new(
         rows = 0 if packed else new[0].shape[1]
         if given is not None and k.shape[0] != q.shape[0]:
             raise LayoutError(f"positions: they are q's {q.shape[0]}, and there are {k.shape[0]} new keys; need as many")
+        if not k.shape[0]:
+            k = v = None
     pages, turning = cache.pages.now(), None
     if rotary is not None and given is None and _has_tree(mask):  # turned by depth
         q = rotary.apply(q, token_positions(cu, pages.lengths, q.shape[0], mask), q.dtype)
@@ -179,6 +190,13 @@ def _with_new(
         turning = Turning(rotary.cos, rotary.sin, rotary.interleaved, given)
     turned = write(pages, NewTokens(q, k, v, cu, 0 if len(shape) == 3 else shape[1], rows, turning), backend)
     return Queries(q if turned is None else turned, cu, shape)
+
+
+def _nothing_before_0(out: Tensor, lse: Tensor, queries: Queries, pages: Pages, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The results, but for rows before position 0, which see nothing."""
+    _, position = positions_of(queries.cu, pages.seen, queries.q.shape[0])
+    empty = lse.new_tensor(float("-inf")) if sinks is None else sinks.to(lse.dtype)[:, None]
+    return torch.where((position < 0)[:, None], 0.0, out), torch.where(position < 0, empty, lse)
 
 
 def _has_tree(mask: Mask | None) -> bool:

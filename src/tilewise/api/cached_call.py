@@ -26,7 +26,7 @@ from tilewise.errors import ArgumentError, ArgumentTypeError, KernelError, Layou
 from tilewise.masks import Mask
 from tilewise.masks.arrays import INTEGERS
 from tilewise.ops.run import empty_forward, forward, is_empty, own_precision
-from tilewise.ops.tensors import dtype_name, interleaved
+from tilewise.ops.tensors import dtype_name, interleaved, materialized
 from tilewise.problem import ITEMSIZE, Problem
 
 
@@ -122,6 +122,7 @@ def _packed(q: Any, pages: Pages, cu: Tensor | None) -> Queries:
     if dtype_name(q) not in ITEMSIZE:
         raise ArgumentTypeError(f"q: dtype {q.dtype}, need float16, bfloat16, float32 or float64")
     check_dense("q", q)
+    _check_transforms()
     check_device("the cache", pages.k, q.device)
     if torch.is_grad_enabled() and q.requires_grad:
         raise ArgumentError("q: requires a gradient, which a cache does not have; use torch.no_grad() or q.detach()")
@@ -145,6 +146,15 @@ def _packed(q: Any, pages: Pages, cu: Tensor | None) -> Queries:
     return Queries(q, cu.int(), q.shape)
 
 
+def _check_transforms() -> None:
+    """Raise inside transforms of torch.func: they wrap tensors, which have no memory of their own then."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ArgumentError(
+            "attention_cached: called inside a transform of torch.func (vmap, jvp, grad, functionalize), which a cache does not "
+            "have; call it outside, with a batch of sequences in place of vmap"
+        )
+
+
 def _room(cu: Tensor, pages: Pages) -> Tensor:
     """Cumulative lengths of sequences that fill their pages."""
     return torch.cat([cu.new_zeros(1), (pages.counts * pages.page).cumsum(0, dtype=torch.int32)])
@@ -156,6 +166,7 @@ def attend(call: CachedCall, backend: str) -> tuple[Tensor, Tensor]:
         from tilewise.api import cached_operators  # operators take a while to define, and a plain call needs none
 
         return cached_operators.attend(call, backend)
+    call = _materialized(call)
     problem, inputs = problem_of(call)
     if is_empty(problem):
         return empty_forward(problem, inputs)
@@ -175,6 +186,18 @@ def attend(call: CachedCall, backend: str) -> tuple[Tensor, Tensor]:
     problem, inputs = gathered_problem(call)
     out, lse = forward(problem, inputs, backend)
     return out if problem.partial else out.to(call.queries.q.dtype), lse
+
+
+def _materialized(call: CachedCall) -> CachedCall:
+    """The call with all values in memory, where kernels read them."""
+    pages = call.pages
+    given = [call.queries.q, pages.k, pages.v, pages.k_scale, pages.v_scale]
+    if not any(x is not None and (x.is_neg() or x._is_zerotensor()) for x in given):
+        return call
+    q, k, v, k_scale, v_scale = (None if x is None else materialized(x) for x in given)
+    assert q is not None and k is not None and v is not None
+    pages = pages._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+    return call._replace(queries=call.queries._replace(q=q), pages=pages)
 
 
 def problem_of(call: CachedCall) -> tuple[Problem, Inputs]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,21 +98,36 @@ class Pages(NamedTuple):
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Tokens (T, Hk, D) to the places `slots` (T,); what lies outside is not written."""
-        inside = (slots >= 0) & (slots < self.size)
-        if self.k.shape[0] == 0:
+        inside: Tensor | None = None
+        if self.k.shape[0] == 0 or not slots.shape[0]:
             return
-        safe = torch.where(inside, slots, 0)
-        at = (safe // self.page, safe % self.page)
+        if is_at_hand(slots):
+            places = slots.numpy()
+            there = (places >= 0) & (places < self.size)
+            if not there.all():
+                some = torch.from_numpy(there)
+                k, v, places = k[some], v[some], places[there]
+            at = (torch.from_numpy(places // self.page), torch.from_numpy(places % self.page))
+        else:
+            inside = (slots >= 0) & (slots < self.size)
+            slots = torch.where(inside, slots, 0)
+            at = (slots // self.page, slots % self.page)
         for pages, scale, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
             if pages is self.k or not self.latent:
                 _put(pages, scale, x, at, inside)
+
+
+def is_at_hand(x: Tensor) -> bool:
+    """Is the tensor one of numbers in memory, so that sizes may depend on them and it costs nothing to look?"""
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(x) is not Tensor
+    return not traced and x.is_cpu and not x.is_neg() and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def _flat(table: Tensor) -> Tensor:
     return table.int().reshape(-1).contiguous()
 
 
-def _put(pages: Tensor, scale: Tensor | None, x: Tensor, at: tuple[Tensor, Tensor], inside: Tensor) -> None:
+def _put(pages: Tensor, scale: Tensor | None, x: Tensor, at: tuple[Tensor, Tensor], inside: Tensor | None) -> None:
     if scale is not None:
         most = QUANTIZED[str(pages.dtype).removeprefix("torch.")]
         if scale.stride()[0] or scale.stride()[1]:  # of each token and head: it follows from the token
@@ -125,12 +141,13 @@ def _put(pages: Tensor, scale: Tensor | None, x: Tensor, at: tuple[Tensor, Tenso
     _store(pages, x.to(pages.dtype), at, inside)
 
 
-def _store(pages: Tensor, x: Tensor, at: tuple[Tensor, Tensor], inside: Tensor) -> None:
-    """x to the places, where it has one. No size depends on data: a token without a place writes what another token writes, or,
-    if none has a place, what is there already."""
+def _store(pages: Tensor, x: Tensor, at: tuple[Tensor, Tensor], inside: Tensor | None) -> None:
+    """x to the places, where it has one; all have, if `inside` is None. Else no size depends on data: a token without a place
+    writes what another token writes, or, if none has a place, what is there already."""
     raw = torch.uint8 if pages.dtype.itemsize == 1 else pages.dtype
     pages, x = pages.view(raw), x.view(raw)
-    if not len(inside):
+    if inside is None:
+        pages[at] = x
         return
     first = inside.to(torch.int8).argmax()
     index = torch.where(inside, torch.arange(len(inside), device=inside.device), first)
@@ -140,8 +157,20 @@ def _store(pages: Tensor, x: Tensor, at: tuple[Tensor, Tensor], inside: Tensor) 
 
 def slots_of(pages: Pages, cu: Tensor, tokens: int) -> Tensor:
     """(tokens,) places of the last cu[b + 1] − cu[b] tokens of each sequence; −1 for those before its first."""
-    sequence, position = positions_of(cu, pages.lengths, tokens)
-    return _slots(pages, sequence, position)
+    if not (is_at_hand(cu) and is_at_hand(pages.lengths) and is_at_hand(pages.entries)):
+        return _slots(pages, *positions_of(cu, pages.lengths, tokens))
+    # the same by numpy, which takes a fraction of torch's time for a few integers
+    starts, counts, entries, ends, lengths = (x.numpy() for x in (pages.starts, pages.counts, pages.entries, cu, pages.lengths))
+    sequence = np.repeat(np.arange(len(starts)), ends[1:] - ends[:-1])
+    position = np.arange(tokens, dtype=np.int64) - ends[1:][sequence] + lengths[sequence]
+    page = position // pages.page
+    known = (position >= 0) & (page < counts[sequence])
+    if not known.all():
+        number = np.full(tokens, -1, dtype=np.int64)
+        number[known] = entries[(starts[sequence] + page)[known]]
+    else:
+        number = entries[starts[sequence] + page].astype(np.int64)
+    return torch.from_numpy(np.where(number >= 0, number * pages.page + position % pages.page, -1))
 
 
 def positions_of(cu: Tensor, lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

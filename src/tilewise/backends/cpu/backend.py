@@ -24,6 +24,7 @@ from tilewise.backends.base import (
     Inputs,
     Jvp,
     PagedLaunch,
+    PagedLauncher,
     Statistics,
     Tangents,
     Verdict,
@@ -58,6 +59,7 @@ from tilewise.backends.cpu.launch import (
 )
 from tilewise.backends.cpu.lowering import lowered
 from tilewise.backends.cpu.prepare import adjacent, kernel_for, launch_for, launch_key, optional_arguments
+from tilewise.backends.cpu.repeat import paged_launcher
 from tilewise.backends.cpu.spec import STATISTICS, round_up
 from tilewise.backends.pages import Pages
 from tilewise.hardware.probe import probe_cpu
@@ -189,6 +191,10 @@ class CpuBackend(Backend):
             args += [("work", work.data_ptr()), ("done", done.data_ptr())]
         launch.run((q, k, v, out, lse), args)
         return out, lse
+
+    def paged_launcher(self, problem: Problem, inputs: Inputs, pages: Pages) -> PagedLauncher | None:
+        own = type(self).paged is CpuBackend.paged
+        return paged_launcher(problem, inputs, pages) if own and not as_rows(problem, inputs) else None
 
     def missing_kernels(
         self, problem: Problem, inputs: Inputs, given: BackwardInputs | None = None

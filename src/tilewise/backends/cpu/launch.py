@@ -15,7 +15,7 @@ from tilewise.model.tile import TilePlan
 
 PACKED_HOT = struct.Struct(f"={len(HOT)}q")
 _GRADIENTS = struct.Struct(f"={len(GRADIENTS)}q")
-_ARGUMENT = struct.Struct("=q")
+ARGUMENT = struct.Struct("=q")
 ADDRESSES = struct.Struct("=7q")
 COUNT_AT = 8 * HOT.index("count")
 REST_AT = 8 * len(HOT)
@@ -69,7 +69,7 @@ class CpuLaunch(NamedTuple):
             if gradients:
                 _GRADIENTS.pack_into(view, self.offsets[GRADIENTS[0]], *gradients)
             for name, value in args:
-                _ARGUMENT.pack_into(view, self.offsets[name], value)
+                ARGUMENT.pack_into(view, self.offsets[name], value)
             if self.threads == 1:
                 self.entry(address, scratch.reserve(self.size))
             else:
