@@ -57,7 +57,7 @@ def make_lists(problem: Problem, config: Any, by_key: bool, seed: int = 0) -> Ti
     if config.LISTS.ids:
         documents = next(x for x in literals if x.kind.is_documents)
         ids = [torch.as_tensor(x).int().contiguous() for x in documents.tensors]
-    bits, strides = pack(next(x for x in literals if x.kind.is_dense)) if config.LISTS.bits else (None, (0, 0, 0, 0))
+    bits, strides = pack(next(x for x in literals if x.kind.is_dense), by_key) if config.LISTS.bits else (None, (0, 0, 0, 0))
     return TileLists(
         runs=torch.from_numpy(runs), counts=torch.from_numpy(counts), terms=terms, q_ids=ids[0], k_ids=ids[1], bits=bits,
         order=torch.argsort(totals, descending=True, stable=True).int(), width=width,
@@ -65,7 +65,7 @@ def make_lists(problem: Problem, config: Any, by_key: bool, seed: int = 0) -> Ti
         terms_b=4 * terms.shape[1] if size_b > 1 else 0,
         q_ids_b=0 if ids[0] is None or ids[0].shape[0] == 1 else ids[0].shape[1],
         k_ids_b=0 if ids[1] is None or ids[1].shape[0] == 1 else ids[1].shape[1],
-        bits_b=strides[0], bits_h=strides[1], bits_q=strides[2], bits_w=strides[3],
+        bits_b=strides[0], bits_h=strides[1], bits_row=strides[2], bits_w=strides[3],
     )  # fmt: skip
 
 
@@ -141,15 +141,17 @@ def live_terms(problem: Problem, config: Any, row: tuple[int, ...], j: int) -> i
     return live
 
 
-def pack(literal: Any) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
-    """A dense mask as words of 32 keys."""
+def pack(literal: Any, by_key: bool) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
+    """A dense mask as words of 32 keys, or by key of 32 queries."""
     dense = torch.as_tensor(literal.tensors[0]).bool()
     dense = ~dense if literal.kind.negated else dense
-    if dense.shape[3] == 1:
+    dense = dense.transpose(2, 3) if by_key else dense
+    shared = dense.shape[3] == 1
+    if shared:
         dense = dense.expand(*dense.shape[:3], 32)
     words = words_of(dense, padding=False)
     one = [stride if side > 1 else 0 for stride, side in zip(words.stride(), dense.shape, strict=True)]
-    return words, (one[0], one[1], one[2], 1 if literal.tensors[0].shape[3] > 1 else 0)
+    return words, (one[0], one[1], one[2], 0 if shared else 1)
 
 
 def words_of(bits: torch.Tensor, padding: bool) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 
 import tilewise as tw
 from tests.backends.hopper_lists import make_bounds, visible, words_of
-from tilewise.backends.gpu.classify import ListSpec, make_lists
+from tilewise.backends.gpu.classify import ListSpec, bits_by_key, make_lists
 from tilewise.backends.gpu.lists import TileLists, list_layout
 from tilewise.backends.hopper.arguments import make_plan
 from tilewise.backends.hopper.bounds import list_bounds
@@ -181,6 +181,20 @@ def check_seen(mask: Mask, queries: int, keys: int, block_q: int, block_k: int) 
         assert (found.stride_b > 0) == (want.shape[0] > 1) and (found.stride_h > 0) == (want.shape[1] > 1)
 
 
+def check_bits_by_key(sides: tuple[int, ...], negated: bool) -> None:
+    """A dense mask's bits by key are those of the mask, transposed; a broadcast side stays one."""
+    mask = torch.rand(*sides, generator=torch.Generator().manual_seed(0)) < 0.5
+    shape = (*(x if y > 1 else 1 for x, y in zip((2, 4), sides, strict=False)), 70, 100)
+    problem = Problem.of(batch=2, heads=4, seqlen=70, kv_seqlen=100, head_dim=16, device="cpu",
+                         mask=~tw.dense(mask) if negated else tw.dense(mask))  # fmt: skip
+    inputs = Inputs(*(torch.zeros(2, 4, s, 16) for s in (70, 100, 100)))
+    lists = bits_by_key(problem, make_lists(problem, inputs, ListSpec(64, 64, True)), inputs.q.device)
+    at = (lists.bits_b, lists.bits_h, lists.bits_row, lists.bits_w)
+    words = torch.as_strided(lists.bits, (*shape[:2], 100, 3), at)
+    bits = (words[..., None] >> torch.arange(32) & 1).flatten(-2)[..., :70].bool()
+    assert torch.equal(bits, (mask ^ negated).expand(shape).transpose(2, 3)), (sides, negated)
+
+
 def check_hidden(sides: tuple[int, int, int, int], packed: bool, mask: Mask | None = None) -> None:
     """Copies have zeros where mask and bias hide a key from all queries of its group, or all keys from a query; what is added to
     is cleared. Without the flag nothing is written."""
@@ -235,6 +249,9 @@ def check_bounds(mask: Mask, queries: int, keys: int, block_q: int, block_k: int
 
 
 def main() -> None:
+    for sides in ((1, 1, 70, 100), (2, 4, 70, 100), (1, 4, 1, 100), (2, 1, 70, 1)):
+        for negated in (False, True):
+            check_bits_by_key(sides, negated)
     check_hidden((2, 4, 2, 2), False)
     check_hidden((1, 4, 2, 2), True)
     check_hidden((1, 1, 2, 2), True)

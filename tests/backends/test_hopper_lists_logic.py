@@ -42,6 +42,7 @@ LIVE = "tw.causal() & tw.blocks((torch.arange(9).reshape(1, 1, 3, 3) % 4 == 1), 
 FULL_FIRST = "tw.blocks(torch.eye(3, dtype=torch.bool)[None, None], 128) | tw.window(50)"
 DENSE = "tw.dense(torch.rand(1, 1, 300, 333, generator=torch.Generator().manual_seed(1)) < 0.01)"
 DENSE_TILES = "tw.causal() & tw.dense((torch.arange(300)[:, None] // 64 + torch.arange(300)[None] // 64) % 3 == 0)"
+DENSE_BY_HEAD = "tw.causal() & ~tw.dense(torch.rand(1, 2, 1, 300, generator=torch.Generator().manual_seed(2)) < 0.3)"
 UNION = "tw.causal() & (tw.prefix(4) | tw.window(70))"
 PREFIX = f"(tw.prefix(64) | tw.causal()) & {DOCUMENTS}"
 SHAPES = [
@@ -66,6 +67,8 @@ SHAPES = [
     Shape(128, f"{CAUSAL_DOCUMENTS} & tw.window(100)", 400, softcap=3.0),
     Shape(192, CAUSAL_DOCUMENTS, 400, dv=128),
     Shape(64, FULL_FIRST, 300),
+    Shape(64, DENSE_BY_HEAD, 300, h=2, hk=2),
+    Shape(128, "tw.dense(torch.arange(300)[:, None] % 7 < 3)", 300, 200, softcap=3.0),
 ]
 FORWARD = [shape for shape in SHAPES if not shape.deterministic]
 BACKWARD = [shape for i, shape in enumerate(SHAPES) if i not in (6, 12, 14, 19)]  # like others, and long

@@ -237,7 +237,7 @@ class Maker:
             k_ids_b=k_ids_b,
             bits_b=bits_strides[0],
             bits_h=bits_strides[1],
-            bits_q=bits_strides[2],
+            bits_row=bits_strides[2],
             bits_w=bits_strides[3],
         )
 
@@ -354,14 +354,23 @@ class Maker:
         if self.layout.program or not self.layout.bits:
             return None, (0, 0, 0, 0)
         literal = next(one for one in self.terms[0] if one.kind.is_dense)
-        dense = torch.as_tensor(literal.tensors[0], device=self.device)
-        return pack_bits(dense.bool().view(torch.uint8), literal.kind.negated)
+        return pack_bits(torch.as_tensor(literal.tensors[0], device=self.device), literal.kind.negated)
+
+
+def bits_by_key(problem: Problem, lists: TileLists, device: torch.device) -> TileLists:
+    """Lists by key whose bits stand by key as well: words of 32 queries."""
+    literal = next(one for term in problem.program.terms() for one in term if one.kind.is_dense)
+    dense = torch.as_tensor(literal.tensors[0], device=device)
+    bits, strides = pack_bits(dense.transpose(2, 3), literal.kind.negated)
+    return lists._replace(bits=bits, bits_b=strides[0], bits_h=strides[1], bits_row=strides[2], bits_w=strides[3])
 
 
 def pack_bits(dense: Tensor, negated: bool) -> tuple[Tensor, Strides]:
-    """A mask (B|1, H|1, Sq|1, Sk|1) of bytes as words of 32 keys, and the words' strides along b, h, q and words."""
+    """A mask (B|1, H|1, Sq|1, Sk|1) as words of 32 keys, and the words' strides along b, h, q and words; or the same of
+    its transpose, as words of queries."""
     from tilewise.backends.gpu.classifier import pack_kernel
 
+    dense = dense.bool().view(torch.uint8)
     size_b, size_h, rows, keys = dense.shape
     words = -(-keys // 32)
     out = torch.empty((size_b, size_h, rows, words), dtype=torch.int32, device=dense.device)

@@ -23,7 +23,8 @@ cuts.
     intervals   some term r has lo <= k - q <= hi and start <= k < end; with `live`, some r of the run's set of live terms.
                 terms int32 [B or 1, intervals, 4] holds lo, hi, start, end, offsets, padding and lengths counted in
     ids         q_ids[q] == k_ids[k] (or !=): int32, in the row of the batch; at the sequence's tokens in a packed one
-    bits        bit k % 32 of bits[b, h, q, k // 32], int32 words with strides; 0 where a side is broadcast
+    bits        bit k % 32 of bits[b, h, q, k // 32], int32 words with strides; 0 where a side is broadcast. Hopper's kernels of
+                dK and dV hold rows of keys and read bit q % 32 of bits[b, h, k, q // 32], made beside these
 
 or `program`: the mask of the tile is evaluated literal by literal. That is left for what has no such form: several documents
 masks in one mask, blocks that are not made of whole tiles, dense masks in unions.
@@ -36,8 +37,8 @@ than there is room for, one run covers them all.
 
 Memory in bytes, for R rows of C tiles each and T terms: R · (4 · width + 12), where `width` is (3 · T + 4) · ⌈C / 256⌉ for
 intervals and documents, n · (lists and blocks that a tile touches) for `selected` by query, and C at most for other tables;
-16 · T for each sequence; 12 for the ids of each tile; for a dense mask 2 bits a tile and 1 bit for each of its bytes. All sizes
-follow from shapes, and nothing is read by the host.
+16 · T for each sequence; 12 for the ids of each tile; for a dense mask 2 bits a tile and 1 bit for each of its bytes, in
+Hopper's backward one more. All sizes follow from shapes, and nothing is read by the host.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class TileLists(NamedTuple):
     k_ids_b: int
     bits_b: int
     bits_h: int
-    bits_q: int
+    bits_row: int
     bits_w: int
 
 

@@ -164,7 +164,7 @@ def bits_of(a, seq, q, k, C: tl.constexpr):
         WORDS: tl.constexpr = C.BLOCK_N // 32
         # the first key of each word
         word = tl.min(tl.min(k, 1), 0) // 32 + tl.arange(0, WORDS)
-        row = at + q.to(tl.int64) * lists.bits_q
+        row = at + q.to(tl.int64) * lists.bits_row
         exists = q < seq.len_q
         lane = tl.arange(0, 32)
         if q.shape[0] == 1:  # the rows are keys
@@ -176,7 +176,7 @@ def bits_of(a, seq, q, k, C: tl.constexpr):
             words = tl.load(row + (word * lists.bits_w)[None, :], mask=inside, other=0)  # [M, words]
             return ((words[:, :, None] >> lane[None, None, :]) & 1).reshape(C.BLOCK_M, C.BLOCK_N)
     else:
-        at += q.to(tl.int64) * lists.bits_q + (k >> 5) * lists.bits_w
+        at += q.to(tl.int64) * lists.bits_row + (k >> 5) * lists.bits_w
         words = tl.load(at, mask=(q < seq.len_q) & (k < seq.len_k), other=0)
         return (words >> (k & 31)) & 1
 

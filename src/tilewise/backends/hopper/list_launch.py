@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tilewise.backends.base import Inputs
-from tilewise.backends.gpu.classify import ListSpec, lists_for
+from tilewise.backends.gpu.classify import ListSpec, bits_by_key, lists_for
 from tilewise.backends.gpu.kept import kept, lengths_of
 from tilewise.backends.gpu.lists import TileLists
 from tilewise.backends.hopper.device_order import dealt
@@ -76,6 +76,8 @@ def make_lists(problem: Problem, inputs: Inputs, walk: Walk) -> CallLists:
     asked = config.UNSEEN_KEYS, getattr(config, "EMPTY_ROWS", False)
     lists = lists_for(problem, inputs, ListSpec(config.BLOCK_M, config.BLOCK_N, walk.by_key))
     seen, seeing = (words_for(problem, inputs, config, keys) if asked[not keys] else None for keys in (True, False))
+    if walk.by_key and config.LISTS.bits:
+        lists = bits_by_key(problem, lists, inputs.q.device)
     bounds = bounds_for(problem, lists, config, walk.by_key)
     order = dealt(problem, lists, config, walk.by_key, walk.units, walk.cluster)
     return CallLists.of(lists, (seen, seeing), bounds, order)

@@ -112,7 +112,7 @@ def lists_of(lists: TileLists, words: Any = None, bounds: Any = None) -> Lists:
         k_ids=None if same_ids(lists) else lists.k_ids,
         ids_strides=(lists.q_ids_b or None, None if same_ids(lists) else lists.k_ids_b or None),
         bits=lists.bits,
-        bits_strides=None if lists.bits is None else (lists.bits_b or None, lists.bits_h or None, lists.bits_q, lists.bits_w),
+        bits_strides=None if lists.bits is None else (lists.bits_b or None, lists.bits_h or None, lists.bits_row, lists.bits_w),
         bounds=bounds,
         seen=None if seen is None else seen.words,
         seeing=None if seeing is None else seeing.words,
@@ -135,7 +135,8 @@ def planned_lists(problem: Problem, config: Any, by_key: bool) -> TileLists:
     literals = [literal for term in program.terms() for literal in term]
     q_ids, k_ids = next((x.tensors for x in literals if x.kind.is_documents), (None, None))
     dense: Any = next((x.tensors[0] for x in literals if x.kind.is_dense), None)
-    words, ids = -(-problem.seqlen_k // 32), Type("*i32")
+    words, ids = -(-(problem.seqlen_q if by_key else problem.seqlen_k) // 32), Type("*i32")
+    rows, columns = (3, 2) if by_key else (2, 3)
     return TileLists(
         runs="*i32",
         counts="*i32",
@@ -152,8 +153,8 @@ def planned_lists(problem: Problem, config: Any, by_key: bool) -> TileLists:
         k_ids_b=problem.seqlen_k if layout.ids and k_ids.shape[0] > 1 else 0,
         bits_b=words if layout.bits and dense.shape[0] > 1 else 0,
         bits_h=words if layout.bits and dense.shape[1] > 1 else 0,
-        bits_q=words if layout.bits and dense.shape[2] > 1 else 0,
-        bits_w=1 if layout.bits and dense.shape[3] > 1 else 0,
+        bits_row=words if layout.bits and dense.shape[rows] > 1 else 0,
+        bits_w=1 if layout.bits and dense.shape[columns] > 1 else 0,
     )
 
 

@@ -8,7 +8,6 @@ from tilewise.backends.hopper.lane_words import (
     interval_words,
     no_words,
     rows_of_words,
-    where_set,
     words_of,
 )
 from tilewise.backends.hopper.lists import (
@@ -63,11 +62,16 @@ def words_by_ids(b, q, k, a, BY_KEY: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def words_by_bits(b, h, rows, key0, like, a, C: gl.constexpr):
-    """Words of a dense mask, from key0 on."""
+def words_by_bits(b, h, rows, first, like, a, BY_KEY: gl.constexpr, C: gl.constexpr):
+    """Words of a dense mask, of columns from `first` on."""
+    WORDS: gl.constexpr = (C.BLOCK_M if BY_KEY else C.BLOCK_N) // 32
+    len_rows, len_columns = a.len_q, a.len_k
+    if BY_KEY:
+        len_rows, len_columns = a.len_k, a.len_q
     found = like
-    for i in gl.static_range(C.BLOCK_N // 32):
-        found = found | (from_natural(bit_words(a.lists, b, h, rows, key0 // 32 + i, a), like) << (8 * i))
+    for i in gl.static_range(WORDS):
+        natural = bit_words(a.lists, b, h, rows, first // 32 + i, len_rows, len_columns)
+        found = found | (from_natural(natural, like) << (8 * i))
     return found
 
 
@@ -99,14 +103,14 @@ def keys_by_parts(work, row0, cursor, like, a, LAYOUT: gl.constexpr, C: gl.const
         k = key0 + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
         words = words & words_by_ids(work.b, q, k, a, False, C)
     if C.LISTS.bits:
-        words = words & words_by_bits(work.b, work.h, rows, key0, like, a, C)
+        words = words & words_by_bits(work.b, work.h, rows, key0, like, a, False, C)
     return words
 
 
 @gluon.jit
 def visible_queries(work, h, k0, cursor, a, LAYOUT: gl.constexpr, C: gl.constexpr):
     """Words of the queries of the tile at a place in its list that see keys from k0 on, for a tile [64, queries] of the layout; h
-    is a query head. A dense mask is left to `where_visible`."""
+    is a query head."""
     like = no_words(C.BLOCK_M, LAYOUT)
     k0 = opaque(k0)
     m = tile_number(cursor) * C.BLOCK_M
@@ -114,37 +118,22 @@ def visible_queries(work, h, k0, cursor, a, LAYOUT: gl.constexpr, C: gl.constexp
         at = a.lists.bounds + place(work.b, h, a.lists.strides) * C.BLOCK_N
         words = words_by_bounds(gl.load(at + rows_of_words(like, k0)), m, like)
         if gl.load(at + k0) < 0:
-            words = queries_by_parts(work, k0, cursor, like, a, LAYOUT, C)
+            words = queries_by_parts(work, h, k0, cursor, like, a, LAYOUT, C)
     else:
-        words = queries_by_parts(work, k0, cursor, like, a, LAYOUT, C)
+        words = queries_by_parts(work, h, k0, cursor, like, a, LAYOUT, C)
     return words
 
 
 @gluon.jit
-def queries_by_parts(work, k0, cursor, like, a, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """The same by intervals and ids."""
+def queries_by_parts(work, h, k0, cursor, like, a, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """The same by intervals, ids and bits."""
     m = tile_number(cursor) * C.BLOCK_M
-    words = words_by_terms(work.b, rows_of_words(like, k0), m, live_terms(cursor), like, a, True, C)
+    rows = rows_of_words(like, k0)
+    words = words_by_terms(work.b, rows, m, live_terms(cursor), like, a, True, C)
     if C.LISTS.ids > 0:
         k = k0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         q = m + gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, LAYOUT))
         words = words & words_by_ids(work.b, q, k, a, True, C)
-    return words
-
-
-@gluon.jit
-def where_visible(words, x_tile, work, h, k0, cursor, a, C: gl.constexpr):
-    """[64 keys, queries]: x where a query sees a key, else 0."""
-    x_tile = where_set(words, x_tile, 0.0)
     if C.LISTS.bits:
-        LAYOUT: gl.constexpr = x_tile.type.layout
-        m = tile_number(cursor) * C.BLOCK_M
-        cube = x_tile.reshape([2, 32, C.BLOCK_M])
-        WORDS: gl.constexpr = gl.SliceLayout(1, cube.type.layout)
-        bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, cube.type.layout)))
-        q = m + gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, WORDS))[None, :]
-        word = opaque(k0) // 32 + gl.arange(0, 2, gl.SliceLayout(1, WORDS))[:, None]
-        bits = bit_words(a.lists, work.b, h, q, word, a)
-        cube = gl.where(((bits[:, None, :] >> bit[None, :, None]) & 1) != 0, cube, 0.0)
-        x_tile = gl.convert_layout(cube.reshape([64, C.BLOCK_M]), LAYOUT, assert_trivial=True)
-    return x_tile
+        words = words & words_by_bits(work.b, h, rows, m, like, a, True, C)
+    return words

@@ -127,13 +127,13 @@ def ids_of(ids, stride, b, at, length):
 
 
 @gluon.jit
-def bit_words(lists, b, h, q, word, a):
-    """Words of 32 keys of a dense mask, at queries q (of any shape that goes with the words' numbers); past the last, any."""
-    q = gl.minimum(q, a.len_q - 1)
-    word = gl.minimum(word, (a.len_k - 1) // 32)
+def bit_words(lists, b, h, rows, word, len_rows, len_columns):
+    """Words of 32 columns of a dense mask: keys at rows of queries, or by key queries at rows of keys; past the last, any."""
+    rows = gl.minimum(rows, len_rows - 1)
+    word = gl.minimum(word, (len_columns - 1) // 32)
     strides = lists.bits_strides
     base = lists.bits + place(b.to(gl.int64), h.to(gl.int64), (strides[0], strides[1]))
-    return gl.load(base + (q * strides[2] + word * strides[3]))
+    return gl.load(base + (rows * strides[2] + word * strides[3]))
 
 
 @gluon.jit

@@ -96,7 +96,7 @@ def visible(a, bh, live, q, k, C: tl.constexpr):
     if C.LAYOUT.bits:
         h = bh - b * a.heads
         base = lists.bits + b.to(tl.int64) * lists.bits_b + h.to(tl.int64) * lists.bits_h
-        words = base + q[:, None] * lists.bits_q + (k // 32)[None, :] * lists.bits_w
+        words = base + q[:, None] * lists.bits_row + (k // 32)[None, :] * lists.bits_w
         bits = tl.load(words, mask=q_ok[:, None] & k_ok[None, :], other=0)
         ok = ok & (((bits >> (k % 32)[None, :]) & 1) != 0)
     return ok

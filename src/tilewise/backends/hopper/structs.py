@@ -56,7 +56,7 @@ class Lists(NamedTuple):
     k_ids: Any = None  # None also where they are the queries'
     ids_strides: Strides = (None, None)  # of a sequence: queries' ids, keys' ids
     bits: Any = None
-    bits_strides: tuple[int | None, int | None, int, int] | None = None  # of a sequence, a head, a query and a word
+    bits_strides: tuple[int | None, int | None, int, int] | None = None  # of a sequence, a head, a row and a word
     bounds: Any = None  # int64 by row and position: first key (or query) seen in PARTIAL tiles, and how many; or -1
     seen: Any = None  # words of 32 keys: a bit is set if some query sees the key, or there is no such key
     seeing: Any = None  # words of 32 queries: a bit is set if the query sees some key, or there is no such query

@@ -6,7 +6,8 @@ from tilewise.backends.hopper.alibi import columns_from, less_distance, rows_fro
 from tilewise.backends.hopper.bias import as_scores
 from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque_float, warpgroup_mma
 from tilewise.backends.hopper.grad_tile import HeldTile, sees_all, visible
-from tilewise.backends.hopper.listed import visible_queries, where_visible
+from tilewise.backends.hopper.lane_words import where_set
+from tilewise.backends.hopper.listed import visible_queries
 from tilewise.backends.hopper.lists import Cursor, announced, is_partial, tile_number
 from tilewise.backends.hopper.operands import accumulator, columns, left_operand, operand_for, spans, zeros
 from tilewise.backends.hopper.ring import matrix, stage, wait_full
@@ -255,9 +256,9 @@ def weights_of_list(p_tile, w_tile, work, queries, k0, a, C: gl.constexpr):
     if queries.partial:
         LAYOUT: gl.constexpr = p_tile.type.layout
         words = visible_queries(work, queries.h, k0, queries.cursor, a, LAYOUT, C)
-        p_tile = where_visible(words, p_tile, work, queries.h, k0, queries.cursor, a, C)
+        p_tile = where_set(words, p_tile, 0.0)
         if C.SCORES == "softcap" or C.SCORES == "cap":
-            w_tile = where_visible(words, w_tile, work, queries.h, k0, queries.cursor, a, C)
+            w_tile = where_set(words, w_tile, 0.0)
         else:
             w_tile = p_tile
     return p_tile, w_tile
