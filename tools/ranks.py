@@ -5,6 +5,7 @@ planned. Time is the device's: a GPU is kept busy until the host has launched a 
 
     python -m tools.ranks --device cuda --length 65536
     python -m tools.ranks --calls                          # only which calls these are, as planned for an H200: needs no GPU
+    python -m tools.ranks --profile 0 --masks window       # what runs on the device in both passes of rank 0, and of one call
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from tilewise.api.attention import attention
 from tilewise.backends.base import BackwardInputs, Grads
 from tilewise.distributed.context import plan
-from tilewise.distributed.rehearsal import Rehearsal
+from tilewise.distributed.rehearsal import Rank, Rehearsal
 from tilewise.distributed.segments import Call, Local, Segment
 from tilewise.errors import TilewiseError
 from tilewise.masks import Mask, causal, documents, full, window
@@ -33,6 +34,8 @@ from tilewise.problem import Problem
 AHEAD = 30_000_000
 """Cycles that a GPU waits before a timed pass, while the host launches it."""
 ROUNDS = 5
+LINES, NAME = 24, 100
+"""Of a profile."""
 WINDOW = 1024
 """The narrow one, where sequences are long enough."""
 SCORE = 8
@@ -138,6 +141,15 @@ def measure(
 
     heads: how many ranks share the heads; None for what the plan chooses on `spec`.
     """
+    found, alone = settled(problem, ranks, device, heads=heads, spec=spec)
+    _compare(found, alone)
+    return list(_timed(found, alone, Watch(found.q.device), rounds))
+
+
+def settled(
+    problem: Problem, ranks: int, device: str, *, heads: int | None = 1, spec: str = SPEC
+) -> tuple[Rehearsal, _Alone]:
+    """Ranks whose messages are right, and the single call; all have run."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, problem.dtype)
 
@@ -152,8 +164,23 @@ def measure(
     found.settle()
     alone.forward()
     alone.backward()
-    _compare(found, alone)
-    return list(_timed(found, alone, Watch(q.device), rounds))
+    return found, alone
+
+
+def profile(one: Rank | _Alone, rounds: int = ROUNDS) -> Iterator[str]:
+    """A line for all that runs on the device in a forward and a backward, the longest first: its name, how often, and the
+    microseconds of it in one round."""
+    device = one.results[0].device if isinstance(one, Rank) else one.out.device
+    kind = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind], acc_events=True) as found:
+        for _ in range(rounds):
+            one.forward()
+            one.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    rows = [(row.self_device_time_total or row.self_cpu_time_total, row.count, row.key) for row in found.key_averages()]
+    yield f"{'µs':>9} {'count':>6}  name"
+    yield from (f"{took / rounds:9.1f} {count / rounds:6.1f}  {name[:NAME]}" for took, count, name in sorted(rows)[::-1][:LINES])
 
 
 class _Alone:
@@ -255,13 +282,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--masks", nargs="*", help="of: full, causal, documents, window, wide window; all")
     parser.add_argument("--json", help="a file for the rows")
     parser.add_argument("--calls", action="store_true", help="list the calls of every rank and their predicted times instead")
+    parser.add_argument("--profile", type=int, metavar="RANK", help="what runs in this rank's passes instead")
     options = parser.parse_args(arguments)
+    if options.profile is not None and not 0 <= options.profile < options.ranks:
+        parser.error(f"--profile: got {options.profile}, need a rank from 0 to {options.ranks - 1}")
     if options.calls:
         options.device = "cpu"
     rows = []
     heads = f"{options.query_heads}/{options.kv_heads}"
     print(f"{options.ranks} ranks, 1×{heads}×{options.length}×{options.dim}, {options.dtype}, ms")
-    if not options.calls:
+    if not options.calls and options.profile is None:
         print(HEADER, flush=True)
     for name, mask in masks(options.length, options.device).items():
         if options.masks and name not in options.masks:
@@ -273,6 +303,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.calls:
             planned = plan(replace(problem, device="cuda"), ranks=options.ranks, device=SPEC, heads=options.share or None)
             print(f"{name}: {len(planned.stages)} stages", *show_calls(planned, SPEC), sep="\n", flush=True)
+            continue
+        if options.profile is not None:
+            found, alone = settled(problem, options.ranks, options.device, heads=options.share or None)
+            print(f"{name}, rank {options.profile}:", *profile(found.ranks[options.profile], options.rounds), sep="\n")
+            print(f"{name}, one call:", *profile(alone, options.rounds), sep="\n", flush=True)
             continue
         for row in measure(problem, options.ranks, options.device, heads=options.share or None, rounds=options.rounds):
             print(show(row, name), flush=True)

@@ -55,3 +55,15 @@ def test_calls_are_listed_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> N
     _, stages, _, *calls, total = capsys.readouterr().out.splitlines()
     assert stages.startswith("causal: ") and total.startswith(f"{len(calls)} calls; predicted")
     assert {line.split()[0] for line in calls} == {"0", "1", "2", "3"} and all("hopper" in line for line in calls)
+
+
+def test_a_profile_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "--length 128 --query-heads 2 --kv-heads 2 --dim 16 --ranks 4 --rounds 2 --device cpu --dtype float32"
+    ranks.main([*shape.split(), "--profile", "1", "--masks", "window"])
+    _, rank, header, *rows = capsys.readouterr().out.splitlines()
+    assert rank == "window, rank 1:" and header.split() == ["µs", "count", "name"]
+    assert rows.index("window, one call:") > 3
+    times = [float(row.split()[0]) for row in rows[: rows.index("window, one call:")]]
+    assert times == sorted(times, reverse=True)
+    with pytest.raises(SystemExit):
+        ranks.main([*shape.split(), "--profile", "4"])

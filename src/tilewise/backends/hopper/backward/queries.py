@@ -26,7 +26,7 @@ from tilewise.backends.hopper.compat import gl, gluon, opaque, opaque_float, war
 from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient
 from tilewise.backends.hopper.grad_tile import HeldTile, locate_queries
-from tilewise.backends.hopper.lane_words import where_set
+from tilewise.backends.hopper.lane_words import no_words, where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import announced, is_partial, place, tile_number
 from tilewise.backends.hopper.operands import accumulator
@@ -80,7 +80,7 @@ def positions_by_row(like, tile, row0, key0, C: gl.constexpr):
 @gluon.jit
 def row_weights(s_tile, lse2, tile, row0, key0, bias, a, C: gl.constexpr):
     """Weights, and what dP - delta is multiplied with: weights times the softcap's slope, 0 where a query does not see a key. Of
-    a list, key0 is the tile's place and whether it is PARTIAL, else its first key."""
+    a list, key0 is the tile's place, whether it is PARTIAL, and what queries see of it; else its first key."""
     if C.ALIBI != "":
         queries, keys = positions_by_row(s_tile, tile, row0, key0, C)
         if C.ALIBI == "past":
@@ -90,8 +90,7 @@ def row_weights(s_tile, lse2, tile, row0, key0, bias, a, C: gl.constexpr):
         p_tile, w_tile = weights(s_tile, lse2[:, None], a, C, bias=bias)
     if C.LISTS is not None:
         if key0[1]:
-            LAYOUT: gl.constexpr = w_tile.type.layout
-            w_tile = where_set(visible_keys(tile.work, row0, key0[0], a, LAYOUT, C), w_tile, 0.0)
+            w_tile = where_set(key0[2], w_tile, 0.0)
     else:
         w_tile = masked_by_interval(w_tile, tile.band, row0, key0, C)
         if C.DBIAS != "" and C.SCORES == "softcap":
@@ -167,18 +166,24 @@ def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def listed_keys(rings, n):
-    """The n-th key tile, which has landed: its place in a list, and whether it is PARTIAL."""
+def listed_keys(rings, n, tile, row0, a, C: gl.constexpr):
+    """The n-th key tile, which has landed: its place in a list, whether it is PARTIAL, and then which keys queries see, as words.
+    Found while the scores are computed: later there are no registers for it."""
+    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
     cursor = announced(rings.listed[0], stage(rings.k, n))
-    return cursor, is_partial(cursor)
+    partial = is_partial(cursor)
+    words = no_words(C.BLOCK_N, LAYOUT)
+    if partial:
+        words = visible_keys(tile.work, row0, cursor, a, LAYOUT, C)
+    return cursor, partial, words
 
 
 @gluon.jit
 def zero_partial_keys(rings, n, tile, a, WG: gl.constexpr, C: gl.constexpr):
     if C.UNSEEN_KEYS:
         wait_full(rings.k, n)
-        cursor, partial = listed_keys(rings, n)
-        if partial:
+        cursor = announced(rings.listed[0], stage(rings.k, n))
+        if is_partial(cursor):
             zero_unseen_key_halves(rings, n, cursor, tile, a, WG, C)
 
 
@@ -195,18 +200,20 @@ def listed_gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.const
     past = kv_base + work.count
     zero_partial_keys(rings, kv_base, tile, a, WG, C)
     s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N, C.QK_COLUMNS)
+    found = listed_keys(rings, kv_base, tile, row0, a, C)
     dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N, C.V_COLUMNS)
-    ds = score_gradient(s_token, dp_token, rings.v, kv_base, listed_keys(rings, kv_base), statistics, tile, row0, a, C)
+    ds = score_gradient(s_token, dp_token, rings.v, kv_base, found, statistics, tile, row0, a, C)
     # over the key tiles before n: dq lacks the last one, whose dS waits in ds
     for i in range(kv_base + 1, past):
         n = opaque(i)  # else each address is a variable of the loop in a register of its own
         zero_partial_keys(rings, n, tile, a, WG, C)
         dq_token = add_product(ds, matrix(rings.k, n - 1), dq, DQ)
         s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N, C.QK_COLUMNS)
+        found = listed_keys(rings, n, tile, row0, a, C)
         dq = await_dq(dq_token, ds, S_PIECES)
         release(rings.k, n - 1)
         dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N, C.V_COLUMNS)
-        ds = score_gradient(s_token, dp_token, rings.v, n, listed_keys(rings, n), statistics, tile, row0, a, C)
+        ds = score_gradient(s_token, dp_token, rings.v, n, found, statistics, tile, row0, a, C)
     dq = await_dq(add_product(ds, matrix(rings.k, past - 1), dq, DQ), ds, 0)
     release(rings.k, past - 1)
     return dq
