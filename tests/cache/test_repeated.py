@@ -105,8 +105,8 @@ def test_what_is_out_of_range_is_named() -> None:
     with pytest.raises(TilewiseError, match="sees page 3"):
         tw.attention_cached(q, cache)
     table[0, 3] = 3
-    table.data = table.clone()  # other memory than the kernel reads
-    cache.pages.entries[0] = 1000
+    table.data = table.clone()  # other memory than there was
+    table[0, 0] = 1000
     with pytest.raises(TilewiseError, match="sees page 0"):
         tw.attention_cached(q, cache)
 

@@ -14,7 +14,7 @@ from tilewise.api.parse import LAYOUTS, check_dense, check_device, check_range
 from tilewise.backends.pages import QUANTIZED, NewTokens, Pages
 from tilewise.errors import ArgumentError, ArgumentTypeError, LayoutError
 from tilewise.masks.arrays import INTEGERS
-from tilewise.ops.tensors import dtype_name
+from tilewise.ops.tensors import dtype_name, plain
 from tilewise.problem import ITEMSIZE
 
 Table = Tensor | tuple[Tensor, Tensor]
@@ -146,6 +146,7 @@ class KVCache:
         for name, x, dim in (("k", k, dims[0]), ("v", v, dims[1])):
             if not isinstance(x, Tensor) or not x.is_floating_point():
                 raise ArgumentTypeError(f"{name}: got {getattr(x, 'dtype', type(x).__name__)}, need a floating-point tensor")
+            plain(name, x)
             check_dense(name, x)
             check_device(name, x, pages.k.device)
             if x.ndim not in (3, 4) or tuple(x.shape[-2:]) != (heads, dim) or x.shape[:-1] != k.shape[:-1]:
@@ -181,6 +182,7 @@ class KVCache:
 def _check_pages(name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise ArgumentTypeError(f"{name}: got {type(x).__name__}, need a torch.Tensor")
+    plain(name, x)
     check_dense(name, x)
     if x.ndim != 4:
         raise LayoutError(f"{name}: rank {x.ndim}, shape {tuple(x.shape)}; need rank 4, (pages, page, heads, dim)")
@@ -212,6 +214,7 @@ def _check_table(table: Any, device: torch.device) -> tuple[Tensor, Tensor | Non
 def _check_integers(name: str, x: Any, device: torch.device, shape: tuple[int, ...] | None) -> None:
     if not isinstance(x, Tensor) or dtype_name(x) not in INTEGERS:
         raise ArgumentTypeError(f"{name}: got {getattr(x, 'dtype', type(x).__name__)}, need an integer tensor")
+    plain(name, x)
     check_dense(name, x)
     check_device(name, x, device)
     check_range(name, x)

@@ -26,7 +26,7 @@ from tilewise.errors import ArgumentError, ArgumentTypeError, KernelError, Layou
 from tilewise.masks import Mask
 from tilewise.masks.arrays import INTEGERS
 from tilewise.ops.run import empty_forward, forward, is_empty, own_precision
-from tilewise.ops.tensors import dtype_name, interleaved, materialized
+from tilewise.ops.tensors import dtype_name, interleaved, materialized, plain
 from tilewise.problem import ITEMSIZE, Problem
 
 
@@ -121,6 +121,7 @@ def _packed(q: Any, pages: Pages, cu: Tensor | None) -> Queries:
         raise ArgumentTypeError(f"q: got {type(q).__name__}, need a torch.Tensor")
     if dtype_name(q) not in ITEMSIZE:
         raise ArgumentTypeError(f"q: dtype {q.dtype}, need float16, bfloat16, float32 or float64")
+    plain("q", q)
     check_dense("q", q)
     _check_transforms()
     check_device("the cache", pages.k, q.device)
@@ -162,7 +163,7 @@ def _room(cu: Tensor, pages: Pages) -> Tensor:
 
 def attend(call: CachedCall, backend: str) -> tuple[Tensor, Tensor]:
     """out (1, H, T, Dv) in q's dtype and lse (1, H, T): pages as they are where a backend reads them, gathered elsewhere."""
-    if is_traced(call.queries.q):
+    if is_traced(call.queries.q, *call.pages.tensors):
         from tilewise.api import cached_operators  # operators take a while to define, and a plain call needs none
 
         return cached_operators.attend(call, backend)
@@ -224,7 +225,7 @@ def problem_of(call: CachedCall) -> tuple[Problem, Inputs]:
         return problem, parsed._replace(k=k, v=v)
 
     numbers = (scale, options["softcap"])
-    if is_traced(q):
+    if is_traced(q, *pages.tensors):
         return make()
     if options["bias"] is not None or not isinstance(mask, (Mask, NoneType)) or (mask is not None and not mask.static):
         return make()

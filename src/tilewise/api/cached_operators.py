@@ -21,6 +21,7 @@ from tilewise.backends.base import empty_lse, empty_out
 from tilewise.backends.pages import NewTokens, Pages, Turning
 from tilewise.errors import DerivativeError
 from tilewise.masks import Lowered, MaskProgram
+from tilewise.ops.tensors import plain
 
 _TABLE = "Tensor entries, Tensor starts, Tensor counts, Tensor lengths, SymInt most, bool csr"
 _SCALES = "Tensor? k_scale, Tensor? v_scale"
@@ -124,8 +125,15 @@ def _call(args: Sequence[Any]) -> tuple[CachedCall, str]:
     return CachedCall(Queries(q, cu, shape), _pages(args[:_PAGES]), options, fields), backend
 
 
+def _plain(name: str, args: Sequence[Any]) -> list[Any]:
+    """The arguments of an operator, its tensors plain ones; raises on one whose memory may mean anything."""
+    names = [one.name for one in getattr(torch.ops.tilewise, name).default._schema.arguments]
+    found = [plain(name, x) if isinstance(x, Tensor) else x for name, x in zip(names, args, strict=True)]
+    return [[plain("mask", y) for y in x] if name == "tensors" else x for name, x in zip(names, found, strict=True)]
+
+
 def _attention_cached(*args: Any) -> tuple[Tensor, Tensor]:
-    call, backend = _call(args)
+    call, backend = _call(_plain("attention_cached", args))
     out, lse = attend_now(checked(call), backend)
     return out[0].transpose(0, 1).contiguous(), lse[0].contiguous()
 
@@ -139,6 +147,7 @@ def _attention_cached_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _cache_append(*args: Any) -> Tensor:
+    args = tuple(_plain("cache_append", args))
     read, own, new = args[:_PAGES], args[_PAGES:_SCALED], args[_SCALED:]
     k_scale, v_scale = (x if mine is None else mine for x, mine in zip(read[-2:], own, strict=True))
     q, k, v, cu, q_rows, rows, cos, sin, interleaved, positions, slots, backend = new

@@ -81,6 +81,8 @@ def repeated(q: Any, cache: Any, settings: Settings, want_lse: bool) -> Tensor |
     lengths = pages.lengths
     if pages.indptr is not None or lengths.numpy().view(call.unsigned).max() > call.room or num_threads() != call.threads:
         return None
+    if pages.entries.data_ptr() != pages.table.data_ptr():  # the table has other memory than it had
+        return None
     if pages.entries.numpy().view(np.uint32).max() >= pages.k.shape[0]:  # somebody may see it
         check_table(pages, even_steps(q.shape[0], q.shape[1], q.device), settings.mask)
     found = call.launch(q, pages, lengths.int(), want_lse)

@@ -18,9 +18,11 @@ KEPT_STEPS = 64
 _kept_steps: dict[tuple[int, int, torch.device], Tensor] = {}
 
 
-def is_traced(x: Tensor) -> bool:
+def is_traced(*tensors: Tensor | None) -> bool:
     """Whether operators are wanted: by torch.compile, a dispatch mode, a subclass or a device without memory."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or type(x) not in PLAIN or x.is_meta
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return any(x is not None and (type(x) not in PLAIN or x.is_meta) for x in tensors)
 
 
 def even_steps(batch: int, rows: int, device: torch.device) -> Tensor:
@@ -39,7 +41,7 @@ def even_steps(batch: int, rows: int, device: torch.device) -> Tensor:
 def write(pages: Pages, new: NewTokens, backend: str = "auto") -> Tensor | None:
     """Write new tokens, after all that may be refused of them; the queries, turned. Tokens are the last of their sequence, unless
     `slots` says where they go."""
-    if is_traced(pages.k):
+    if is_traced(*pages.tensors, new.q, new.k, new.v):
         from tilewise.api import cached_operators  # operators take a while to define, and a plain call needs none
 
         return cached_operators.write(pages, new, backend)

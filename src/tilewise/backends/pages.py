@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.errors import LayoutError
+
 QUANTIZED = {"int8": 127.0, "float8_e4m3fn": 448.0}
 """Types that are multiplied by a scale, with the largest number each holds."""
 
@@ -76,14 +78,29 @@ class Pages(NamedTuple):
         starts, counts = indptr[:-1].int().contiguous(), indptr.diff().int()
         return cls(k, v, table, indptr, lengths, _flat(table), starts, counts, table.shape[0], **rest)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a call reads, without scales."""
+        return self.k, self.v, self.entries, self.lengths
+
     def now(self) -> Pages:
-        """With the table as it is now, where it was not taken as it lies in memory."""
+        """With the table as it is now. Raises if somebody has given it, or the lengths, another shape."""
+        if not torch.compiler.is_compiling():
+            self._check_shapes()
         if self.indptr is not None:
             starts, counts = self.indptr[:-1].int().contiguous(), self.indptr.diff().int()
             return self._replace(entries=_flat(self.table), starts=starts, counts=counts)
-        if self.table.dtype == torch.int32 and self.table.is_contiguous():
+        taken = self.table.dtype == torch.int32 and self.table.is_contiguous()  # as it lies in memory
+        if taken and (not has_memory(self.table) or self.table.data_ptr() == self.entries.data_ptr()):
             return self
         return self._replace(entries=_flat(self.table))
+
+    def _check_shapes(self) -> None:
+        batch, table = self.starts.shape[0], self.table if self.indptr is None else self.indptr
+        made = (batch, self.most) if self.indptr is None else (batch + 1,)
+        for name, x, shape in (("table", table, made), ("lengths", self.lengths, (batch,))):
+            if x.shape != shape:
+                raise LayoutError(f"{name}: shape {tuple(x.shape)}, and {shape} when the cache was made; make a new KVCache")
 
     @property
     def seen(self) -> Tensor:
@@ -117,10 +134,15 @@ class Pages(NamedTuple):
                 _put(pages, scale, x, at, inside)
 
 
-def is_at_hand(x: Tensor) -> bool:
-    """Is the tensor one of numbers in memory, so that sizes may depend on them and it costs nothing to look?"""
+def has_memory(x: Tensor) -> bool:
+    """Is the tensor one with numbers of its own, not one that traces or wraps others?"""
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or type(x) is not Tensor
-    return not traced and x.is_cpu and not x.is_neg() and torch._C._functorch.peek_interpreter_stack() is None
+    return not traced and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def is_at_hand(x: Tensor) -> bool:
+    """Are the tensor's numbers in the host's memory, so that sizes may depend on them and it costs nothing to look?"""
+    return has_memory(x) and x.is_cpu and not x.is_neg()
 
 
 def _flat(table: Tensor) -> Tensor:

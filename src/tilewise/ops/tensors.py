@@ -147,11 +147,21 @@ def materialized_inputs(inputs: Inputs) -> Inputs:
 def refuse_unknown(inputs: Inputs, mask: Iterable[Tensor]) -> None:
     """Raise on a tensor, of the inputs or the mask, whose memory may mean something that only its subclass knows."""
     for name, x in (*zip(ARGUMENTS, inputs, strict=True), *(("mask", x) for x in mask)):
-        if x is not None and type(x) not in PLAIN and _unknown(type(x)):
-            raise ArgumentTypeError(
-                f"{name}: got a {type(x).__name__}, a tensor subclass that attention does not know: its memory may mean "
-                f"anything. If it holds plain numbers, pass {name}.as_subclass(torch.Tensor)"
-            )
+        if x is not None:
+            plain(name, x)
+
+
+def plain(name: str, x: Tensor) -> Tensor:
+    """The tensor's memory as a plain tensor; raises where only the subclass knows what it means. One that is asked by operators
+    stays."""
+    if type(x) in PLAIN or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return x
+    if _unknown(type(x)):
+        raise ArgumentTypeError(
+            f"{name}: got a {type(x).__name__}, a tensor subclass that attention does not know: its memory may mean "
+            f"anything. If it holds plain numbers, pass {name}.as_subclass(torch.Tensor)"
+        )
+    return x.as_subclass(Tensor)
 
 
 def check_kinds(inputs: Inputs, mask: Sequence[Tensor]) -> None:
