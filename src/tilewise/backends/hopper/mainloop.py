@@ -150,7 +150,7 @@ def key_words(rows, key0, a, C: gl.constexpr):
         return visible_keys(rows.work, rows.row0, key0, a, LAYOUT, C)
     elif C.VARLEN or C.WORDS:
         like = no_words(C.BLOCK_N, LAYOUT)
-        q = rows_of_words(like, opaque(rows.row0))
+        q = opaque(rows_of_words(like, rows.row0))
         lo = key_lo(rows.band, q, C) - key0
         hi = key_hi(rows.band, q, C) - key0
         return quad_words(lo, hi, like, C.BLOCK_N) if C.QUADS else interval_words(lo, hi, like)
