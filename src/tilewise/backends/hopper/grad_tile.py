@@ -2,7 +2,8 @@
 
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
-from tilewise.backends.hopper.compat import aggregate, gl, gluon
+from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque
+from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words
 from tilewise.backends.hopper.lists import row_counts, row_of
 from tilewise.backends.hopper.work_tile import (
     UNBOUNDED,
@@ -171,14 +172,12 @@ def sees_all(band, m, k0, KEYS: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def visible(band, m, k0, like, C: gl.constexpr):
-    """[keys, queries]: which queries see which keys."""
-    LAYOUT: gl.constexpr = like.type.layout
-    KEYS: gl.constexpr = like.type.shape[0]
-    k = k0 + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
-    q = m + gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, LAYOUT))
-    lo = query_lo(band, k, C)
-    ok = q[None, :] >= lo[:, None]
+def seeing_words(band, m, k0, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """Words (`lane_words.py`) of the queries from m on that see 64 keys from k0 on."""
+    like = no_words(C.BLOCK_M, LAYOUT)
+    k = opaque(rows_of_words(like, k0))
+    lo = query_lo(band, k, C) - m
+    hi = lo * 0 + C.BLOCK_M
     if C.LEFT:
-        ok = ok & (q[None, :] < query_hi(band, k, C)[:, None])
-    return ok
+        hi = query_hi(band, k, C) - m
+    return interval_words(lo, hi, like)
