@@ -34,12 +34,15 @@ Rows = Callable[[Any], Pointer]
 
 class TileDecode(BlockDecode):
     """The frame holds `Q8`, for each four heads tiles of digits; `P8`, for each row and limb the digits of a block's weights;
-    `k_tiles`, for each 16 keys where their rows begin and the distance of two, in `K_near` where they had to be copied; `V_fours`,
-    for four keys V's columns side by side, which it has of this block if `turned`; and `sums`, the tiles of sums."""
+    `k_tiles`, for each 16 keys where their rows begin and the distance of two, in `K_near` where they had to be copied;
+    `V_fours`, for four keys V's columns side by side, which it has of this block if `turned`; and `sums`, the tiles of sums."""
 
     byte_task = (*BlockDecode.byte_task, "turned")
-    shifted = False  # type: ignore[assignment]
     digit_keys = TILE_KEYS
+
+    @property
+    def shifted(self) -> bool:
+        return False
 
     def emit_block(self) -> Any:
         self.place_keys = self.emit_place_keys()
@@ -104,8 +107,8 @@ class TileDecode(BlockDecode):
 
     @kernel_function(I64)
     def emit_byte_dots(self, e: Emit, r0: Any) -> None:
-        """byte_dots(args, frame, r0): P[r][j] = q_r · k_j of R rows from r0 and the keys of the block, times the scale of k_j. V is
-        prefetched meanwhile."""
+        """byte_dots(args, frame, r0): P[r][j] = q_r · k_j of R rows from r0 and the keys of the block, times the scale of k_j.
+        V is prefetched meanwhile."""
         args, frame, R = e.args, e.frame, self.R
         D, Dv, width = args.D, args.Dv, frame.n1 - frame.n0
         tiles, row = UNITS[self.kernel.matrix](e), e.const(ROW, I64)
@@ -124,10 +127,8 @@ class TileDecode(BlockDecode):
                     operand = OPERANDS[n % len(OPERANDS)]
                     tiles.load(operand, first + column, distance)
                     tiles.dot_signed(SUMS[n], operand, SHARED)
-                    with e.if_(column < Dv):
-                        for j in range(SIDE):
-                            near = key + (n * SIDE + j)
-                            e.prefetch(v(near if count > 1 else e.min(near, width - 1)) + column)
+                    begin = key + n * SIDE
+                    self.ask_rows(e, v, column, begin, e.select(column < Dv, e.min(begin + SIDE, width), begin))
             for n in range(count):
                 tiles.store(SUMS[n], (frame.sums + n * CELLS).of(I8), row)
             for n in range(count):
@@ -142,10 +143,17 @@ class TileDecode(BlockDecode):
                 some(key, len(SUMS), v)
             with e.range(most, width, SIDE) as key:
                 some(key, 1, v)
-            with e.range(D, Dv, self.line) as column, e.range(0, width) as key:
-                e.prefetch(v(key) + column)
+            with e.range(D, Dv, self.line) as column:
+                self.ask_rows(e, v, column, 0, width)
 
         self.by_rows(e, all_keys)
+
+    def ask_rows(self, e: Emit, rows: Rows, column: Any, first: Any, past: Any) -> None:
+        """Prefetch the line at a column of these rows, and of up to three behind them. A loop whose end is not known, for else
+        the addresses of all rows would be computed before, and kept on the stack."""
+        with e.range(first, past, UNROLL) as key:
+            for n in range(UNROLL):
+                e.prefetch(rows(key + n) + column)
 
     # -- values
 
@@ -156,7 +164,7 @@ class TileDecode(BlockDecode):
     def put_digits(self, e: Emit, row: Any, key: Any, numbers: list[Value]) -> None:
         """Of 64 keys, in four vectors: of each limb the bytes of all four side by side."""
         digits = self.digits_at(e, row) + key
-        for limb, fours in enumerate(side_by_side(e, numbers)):
+        for limb, fours in enumerate(side_by_side(numbers)):
             (digits + e.args.BN * limb)[0] = Value(e, e.ir.bitcast(fours.raw, vector_of(I8, ROW)))
 
     @kernel_function()
@@ -196,8 +204,8 @@ class TileDecode(BlockDecode):
             self.call(e, self.turn_values)
             frame.turned = 1
 
-        def columns(column: Any, count: int) -> None:
-            """16 · count columns of O. Of a line, a tile has four columns of each sixteen."""
+        def multiply(column: Any, count: int) -> None:
+            """Sums of 16 · count columns of O. Of a line, a tile has four columns of each sixteen."""
             for n in range(count):
                 tiles.zero(SUMS[n])
             with e.range(0, width, TILE_KEYS) as key:
@@ -207,18 +215,23 @@ class TileDecode(BlockDecode):
                     tiles.load(operand, frame.V_fours + (key * Dv + column * UNROLL + n * ROW), Dv * UNROLL)
                     tiles.dot_unsigned(SUMS[n], SHARED, operand)
             for n in range(count):
-                tiles.store(SUMS[n], (frame.sums + n * CELLS).of(I8), row)
+                tiles.store(SUMS[n], (frame.sums + (column * SIDE + n * CELLS)).of(I8), row)
+
+        def join(column: Any, count: int) -> None:
+            """These columns of O, times the rows' units."""
+            sums = frame.sums + column * SIDE
             for r in range(R):
                 places = [[n * CELLS + (r * LIMBS + limb) * SIDE for limb in range(LIMBS)] for n in range(count)]
-                totals = [joined_limbs(e, [frame.sums.vector(at, SIDE) for at in limbs]) for limbs in places]
+                totals = [joined_limbs(e, [sums.vector(at, SIDE) for at in limbs]) for limbs in places]
                 for n, total in enumerate(by_quarters(totals) if count > 1 else totals):
                     to = o_rows[r] + (column + n * SIDE)
                     to[0] = e.fma(total, units[r], to.vector(0, SIDE))
 
-        with e.range(0, most, ROW) as column:
-            columns(column, len(SUMS))
-        with e.range(most, Dv, SIDE) as column:
-            columns(column, 1)
+        for step in (multiply, join):  # one after the other, so that nothing waits for a tile that is being stored
+            with e.range(0, most, ROW) as column:
+                step(column, len(SUMS))
+            with e.range(most, Dv, SIDE) as column:
+                step(column, 1)
 
 
 def scores(e: Emit, sums: Pointer, rows: int) -> list[Value]:
@@ -262,13 +275,12 @@ def by_quarters(vectors: Sequence[Value]) -> list[Value]:
     return [both[0][0], both[1][0], both[0][1], both[1][1]]
 
 
-def side_by_side(e: Emit, numbers: Sequence[Value]) -> list[Value]:
-    """Of four vectors of integers of three bytes: all lowest bytes, all second and all third ones, those of a lane side by side."""
+def side_by_side(numbers: Sequence[Value]) -> list[Value]:
+    """Of four vectors of integers of three bytes: all lowest bytes, all second and all third ones, those of a lane together."""
 
-    def merged(mask: int, x: Value, y: Value) -> Value:
+    def merged(mask: int, x: Value, y: Value) -> Any:
         """Bits of x under the mask, else of y."""
-        keep = mask - 2**32 if mask >= 2**31 else mask
-        return (x & keep) | (y & ~keep)
+        return (x & mask) | (y & ~mask)
 
     bytes_, halves = 0x00FF00FF, 0x0000FFFF
     outer = [merged(bytes_, x, y << 8) for x, y in zip(numbers[::2], numbers[1::2], strict=True)]  # bytes 0 and 2

@@ -100,9 +100,9 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         if kernel.weighs_bytes:
             digits = rows * WEIGHT_LIMBS + (TILE_SIDE if kernel.matrix else 0)  # a tile is loaded with rows that mean nothing
             offsets |= {"P8": digits * (round_up(sizes.BN, BYTE_COLUMNS) // 4), "p_unit": rows}
-        if kernel.matrix:  # bytes of K and V as tiles take them, addresses of tiles, and four tiles of sums
+        if kernel.matrix:  # bytes of K and V as tiles take them, addresses of tiles; tiles of sums, of four or of a row of O
             offsets |= {"K_near": sizes.BN * sizes.D // 4, "V_fours": sizes.BN * sizes.Dv // 4}
-            offsets |= {"k_tiles": sizes.BN * 4 // TILE_SIDE, "sums": 4 * TILE_SIDE * TILE_SIDE}
+            offsets |= {"k_tiles": sizes.BN * 4 // TILE_SIDE, "sums": larger(4 * TILE_SIDE, sizes.Dv) * TILE_SIDE}
         rows = rows * sizes.together if kernel.together else rows
         if kernel.bytes:
             offsets |= {"Q8": rows * sizes.D * kernel.digit_cells, "q_unit": rows, "q_low": rows}
