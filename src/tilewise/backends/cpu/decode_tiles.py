@@ -197,12 +197,12 @@ class TileDecode(BlockDecode):
         """byte_values(args, frame, r0): O[r] += Σ_j P[r][j]·v_j of R rows from r0."""
         args, frame, R = e.args, e.frame, self.R
         BN, Dv, width = args.BN, args.Dv, frame.n1 - frame.n0
-        tiles, row = UNITS[self.kernel.matrix](e), e.const(ROW, I64)
-        digits, o_rows = self.digits_at(e, r0), [frame.O + (r0 + r) * Dv for r in range(R)]
-        units, most = [frame.p_unit[r0 + r].splat() for r in range(R)], round_down(Dv, ROW)
         with e.if_(frame.turned == 0):
             self.call(e, self.turn_values)
             frame.turned = 1
+        tiles, row, most = UNITS[self.kernel.matrix](e), e.const(ROW, I64), round_down(Dv, ROW)
+        digits, o_rows = self.digits_at(e, r0), [frame.O + (r0 + r) * Dv for r in range(R)]
+        units = [frame.p_unit[r0 + r].splat() for r in range(R)]
 
         def multiply(column: Any, count: int) -> None:
             """Sums of 16 · count columns of O. Of a line, a tile has four columns of each sixteen."""
