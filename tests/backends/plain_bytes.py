@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 
+import tests.backends.plain_tiles  # noqa: F401 - the unit "plain"
 from tests.backends.test_cpu_memory import pretend
-from tilewise.backends.cpu import backend, emitters, prepare
+from tilewise.backends.cpu import backend, emitters, plan, prepare
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.ir import I8, I32, Value, vector_of
 from tilewise.hardware.cache import CACHE_VARIABLE
+from tilewise.hardware.spec import DeviceSpec
+from tilewise.problem import Problem
 
 NAME = "llvm.x86.avx512.vpdpbusd."
 FLAGS = {"avx512": "avx512_vnni", "avx2": "avx_vnni"}
-_intrinsic, _emit = Emit.intrinsic, emitters.emit
+_intrinsic, _emit, _matrix_unit = Emit.intrinsic, emitters.emit, plan.matrix_unit
 
 
 def dot(e: Emit, acc: Value, unsigned: Value, signed: Value) -> Value:
@@ -35,10 +38,16 @@ def intrinsic(e: Emit, name: str, result: Any, args: Sequence[Any], flags: Seque
     return dot(e, *args) if name.startswith(NAME) else _intrinsic(e, name, result, args, flags)
 
 
-def pretend_vnni(monkeypatch: pytest.MonkeyPatch, isa: str, directory: Path) -> None:
-    """Plan and emit for a processor of x86 with VPDPBUSD, compile for this one; kernels are kept in a directory of their own."""
+def pretend_vnni(monkeypatch: pytest.MonkeyPatch, isa: str, directory: Path, tiles: bool = False) -> None:
+    """Plan and emit for a processor of x86 with VPDPBUSD, compile for this one; kernels are kept in a directory of their own.
+    `tiles`: it has AMX for bytes, too, whose tiles are loops over memory here."""
     pretend(monkeypatch, isa)
-    spec = replace(backend.probe_cpu(), isa_flags=(FLAGS[isa],))
+    spec = replace(backend.probe_cpu(), isa_flags=(FLAGS[isa], *(("amx_tile", "amx_int8") if tiles else ())))
+
+    def matrix_unit(problem: Problem, kind: str, spec: DeviceSpec) -> str:
+        return "plain" if _matrix_unit(problem, kind, spec) else ""
+
+    monkeypatch.setattr(plan, "matrix_unit", matrix_unit)
     for module in (backend, prepare):
         monkeypatch.setattr(module, "probe_cpu", lambda threads=0: replace(spec, threads=threads))
     monkeypatch.setenv(CACHE_VARIABLE, str(directory))

@@ -39,6 +39,17 @@ class Plain:
     def dot(self, c: int, a: int, b: int) -> None:
         self.e.call(self.tile_dot, *(self.tiles[n] for n in (c, a, b)))
 
+    def dot_signed(self, c: int, a: int, b: int) -> None:
+        self._bytes(c, a, b, unsigned=False)
+
+    def dot_unsigned(self, c: int, a: int, b: int) -> None:
+        self._bytes(c, a, b, unsigned=True)
+
+    def _bytes(self, c: int, a: int, b: int, unsigned: bool) -> None:
+        name = "unsigned_dot" if unsigned else "signed_dot"
+        function = self.e.unit.module.globals.get(name) or emit_byte_dot(self.e.unit, name, unsigned)
+        self.e.call(function, *(self.tiles[n] for n in (c, a, b)))
+
 
 def emit_dot(unit: Unit) -> Any:
     """tile_dot(c, a, b): c[m][n] += Σ_p a[m][p][0] · b[p][n][0] + a[m][p][1] · b[p][n][1]."""
@@ -62,6 +73,23 @@ def emit_dot(unit: Unit) -> Any:
             p.carry(totals)
         for n, total in zip(columns, p.values, strict=True):
             c[row + n] = total
+    e.ret()
+    return function
+
+
+def emit_byte_dot(unit: Unit, name: str, unsigned: bool) -> Any:
+    """name(c, a, b): c[m][n] += Σ_p Σ_i a[m][p][i] · b[p][n][i], in integers of 32 bits that wrap around."""
+    e, (c, a, b), function = unit.function(name, [PTR, PTR, PTR], noalias=(0,))
+    c, a, b = c.of(I32), a.of(I8), b.of(I8)
+    with e.range(0, SIDE) as m:
+        with e.loop(0, SIDE, 1, [c.vector(m * SIDE, SIDE)]) as p:
+            right, total = b.vector(p.index * ROW, ROW).sext(I32), p.values[0]
+            for i in range(4):
+                byte = a[m * ROW + (p.index * 4 + i)]
+                left = (byte.zext(I32) if unsigned else byte.sext(I32)).splat(SIDE)
+                total = total + left * right.pick(range(i, ROW, 4))
+            p.carry([total])
+        c[m * SIDE] = p.values[0]
     e.ret()
     return function
 

@@ -63,9 +63,10 @@ def cache_of(k: Tensor, v: Tensor, **scales: Tensor) -> tw.KVCache:
     return tw.KVCache.paged(k[None].to(torch.int8), v[None].to(torch.int8), table, lengths, **scales)
 
 
-def lse_of(q: Tensor, k: Tensor, **options: Any) -> Tensor:
+def lse_of(q: Tensor, k: Tensor, k_scale: Tensor | None = None, **options: Any) -> Tensor:
     """(Hq,) of one query, (Hq, D), over keys (S, Hk, D)."""
-    _, lse = tw.attention_cached(q[None, None], cache_of(k, k), return_lse=True, backend="cpu", **options)
+    cache = cache_of(k, k, **({} if k_scale is None else {"k_scale": k_scale}))
+    _, lse = tw.attention_cached(q[None, None], cache, return_lse=True, backend="cpu", **options)
     return lse[0, :, 0]
 
 

@@ -79,7 +79,7 @@ def cpus() -> list[DeviceSpec]:
         source="AWS re:Invent 2021, session CMP301 (64 cores, 2.6 GHz, 8 channels of DDR5-4800); Neoverse V1 TRM, caches",
     )
     xeon = _cpu(
-        "xeon-8480", 307.2, (48, 2048, 105), "amx_bf16 amx_tile avx512_bf16 avx512_vnni avx512f",
+        "xeon-8480", 307.2, (48, 2048, 105), "amx_bf16 amx_int8 amx_tile avx512_bf16 avx512_vnni avx512f",
         name="Intel Xeon Platinum 8480+", machine="x86_64", cores=56, clock_hz=2.0e9,
         source="Intel ARK, Xeon Platinum 8480+ (base clock; 8 channels of DDR5-4800); Intel 64 and IA-32 Optimization "
         "Reference Manual, chapters Golden Cove and Intel AMX",

@@ -133,11 +133,13 @@ def _invariant(problem: Problem, kernel: Kernel, spec: DeviceSpec, longest: int)
 
 def _decode(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> Tiles:
     """Key blocks that fill half of L1, for the next one is on its way; less where few rows use them and memory is waited for; but
-    not too few. A single row only sums by blocks."""
+    not too few. A single row only sums by blocks, and matrix tiles take as many keys as one product sums over."""
     pair, (_, step) = (problem.head_dim + problem.head_dim_v) * problem.kv_itemsize, grain(kernel)
     room = spec.l1d_bytes * (3 if problem.group <= problem.itemsize else 4) // 8
     keys = max(step, room // pair // step * step) if kernel.tile.keys > 1 else STREAM_KEYS
-    if kernel.together:
+    if kernel.matrix:
+        keys = step
+    elif kernel.together:
         keys = min(keys, round_up(_together_keys(problem, kernel, spec), step))
     threads = threads_for(problem, spec)
 

@@ -136,7 +136,8 @@ class Decode(ByteScores, KernelModule, ABC):
         group = frame.first_group + nth
         frame.nth_group, frame.key_head = group, group // args.parts
         first = nth * round_up(args.group, self.R)
-        for name, cells in (("Q", args.D), ("O", args.Dv), ("m", 1), ("l", 1), ("Q8", args.D), ("q_unit", 1), ("q_low", 1)):
+        digits = args.D * self.kernel.digit_cells
+        for name, cells in (("Q", args.D), ("O", args.Dv), ("m", 1), ("l", 1), ("Q8", digits), ("q_unit", 1), ("q_low", 1)):
             if name not in self.fields:
                 continue
             base = frame.address(f"{name}_all", self.real.type)

@@ -47,6 +47,7 @@ class BlockDecode(ByteValues, Decode):
                     with otherwise:
                         self.call(e, phase, r0)
 
+        self.enter_block(e)
         dots, softmax, values = self.phases
         byte_dots, weights, byte_values = self.byte_phases
         run(dots, byte_dots, "exact")
@@ -58,6 +59,9 @@ class BlockDecode(ByteValues, Decode):
             run(softmax)
             self.call(e, self.ask_early, rows // 2, rows)
         run(values, byte_values, "counted", weights)
+
+    def enter_block(self, e: Emit) -> None:
+        """What the phases of a block want to be done before."""
 
     # -- scores
 

@@ -41,8 +41,13 @@ class ByteScores:
 
     @property
     def unsigned(self) -> bool:
-        """Are the bytes of q unsigned, as `decode_vnni` tells?"""
+        """Are bytes that numbers are taken apart into unsigned, as `decode_vnni` tells?"""
         return self.unit.arch == "x86_64"
+
+    @property
+    def shifted(self) -> bool:
+        """Are the digits of q those of `decode_vnni`?"""
+        return self.unsigned
 
     @property
     def byte_rows(self) -> int:
@@ -59,7 +64,6 @@ class ByteScores:
         args, frame, L = e.args, e.frame, e.lanes
         D = args.D
         q = frame.Q + row * D
-        digits = frame.Q8 + row * D * LIMBS
         with e.loop(0, D, L, [e.vector(0, kind=I32)]) as over:
             size = q.vector(over.index).bitcast(I32) & 0x7FFFFFFF
             over.carry([e.max(over.values[0], size)])
@@ -79,19 +83,23 @@ class ByteScores:
                 low = low | number
                 numbers.append(number)
                 q[over.index + n] = q.vector(over.index + n) * args.q_factor.splat()
-            limbs = vnni.digits_of(numbers) if self.unsigned else signed_digits(numbers)
+            limbs = vnni.digits_of(numbers) if self.shifted else signed_digits(numbers)
             for limb, digit in enumerate(limbs):
-                digits[over.index * LIMBS + limb * BYTE_COLUMNS] = joined_lanes(digit)
+                self.put_q_digits(e, row, over.index, limb, joined_lanes(digit))
             over.carry([same, low])
         whole = over.values[0].reduce(lambda x, y: x & y) != 0
         lowest = over.values[1].reduce(lambda x, y: x | y) & 0xFF
-        if self.unsigned:
+        if self.shifted:
             with e.if_(lowest == 0):
-                vnni.mark_ones(e, digits, D)
+                vnni.mark_ones(e, frame.Q8 + row * D * LIMBS, D)
             lowest = (lowest != 0).sext(I32)
         frame.q_low[row] = lowest
         frame.q_unit[row] = unit * args.q_factor
         frame.exact = frame.exact & (ordinary & whole).zext(I64)
+
+    def put_q_digits(self, e: Emit, row: Any, column: Any, limb: int, digits: Any) -> None:
+        """Into Q8: one limb of BYTE_COLUMNS columns."""
+        (e.frame.Q8 + row * e.args.D * LIMBS)[column * LIMBS + limb * BYTE_COLUMNS] = digits
 
     def by_limbs(self, e: Emit, rows: Sequence[Any], compute: Callable[[int], list[Any]]) -> list[Any]:
         """`compute(limbs)` with as many as the numbers of these rows have."""

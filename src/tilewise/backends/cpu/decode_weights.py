@@ -76,14 +76,21 @@ class ByteValues(ByteScores):
                 exponent = e.max((top + ROUND_UP).lshr(MANTISSA), LEAST)
                 count = ((2 * BIAS + BITS - 1 - exponent) << MANTISSA).bitcast(F32).splat()
                 frame.p_unit[r0 + r] = ((exponent - (BITS - 1)) << MANTISSA).bitcast(F32)
-                digits = self.digits_at(e, r0 + r)
-                with e.range(0, round_up(width, BYTE_COLUMNS), BYTE_COLUMNS) as at:
+                with e.range(0, round_up(width, self.digit_keys), self.digit_keys) as at:
                     numbers = []
-                    for n in range(0, BYTE_COLUMNS, L):
+                    for n in range(0, self.digit_keys, L):
                         numbers.append(e.fma(weights(row, at + n).bitcast(F32), count, e.vector(0.5)).to_integer(I32))
-                    limbs = unsigned_digits(numbers) if self.unsigned else signed_digits(numbers, LIMBS)
-                    for n, cells in enumerate(by_fours([joined_lanes(limb) for limb in limbs])):
-                        digits[at * LIMBS + n * BYTE_COLUMNS] = cells
+                    self.put_digits(e, r0 + r, at, numbers)
+
+    digit_keys = BYTE_COLUMNS
+    """Keys whose weights become digits at once."""
+
+    def put_digits(self, e: Emit, row: Any, key: Any, numbers: list[Value]) -> None:
+        """Into P8: integers of `digit_keys` weights."""
+        digits = self.digits_at(e, row)
+        limbs = unsigned_digits(numbers) if self.unsigned else signed_digits(numbers, LIMBS)
+        for n, cells in enumerate(by_fours([joined_lanes(limb) for limb in limbs])):
+            digits[key * LIMBS + n * BYTE_COLUMNS] = cells
 
     def digits_at(self, e: Emit, row: Any) -> Pointer:
         pointer: Pointer = e.frame.P8 + row * (round_up(e.args.BN, BYTE_COLUMNS) * LIMBS)

@@ -7,6 +7,7 @@ from tilewise.backends.cpu import (
     backward_matrix,
     decode_block,
     decode_stream,
+    decode_tiles,
     double_backward,
     forward,
     forward_matrix,
@@ -21,7 +22,8 @@ def emit(kernel: Kernel, arch: str) -> str:
     """The kernel as LLVM IR text."""
     module: type[KernelModule]
     if kernel.kind == "decode":
-        module = decode_stream.StreamDecode if kernel.tile.keys == 1 else decode_block.BlockDecode
+        several = decode_tiles.TileDecode if kernel.matrix else decode_block.BlockDecode
+        module = decode_stream.StreamDecode if kernel.tile.keys == 1 else several
     elif kernel.kind == "double_backward":
         module = double_backward.DoubleBackward
     elif kernel.kind == "sweep":

@@ -12,7 +12,17 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from tilewise.backends.cpu.spec import ACCUMULATORS, ALIGN, BYTE_COLUMNS, FRAME_BYTES, WEIGHT_LIMBS, Kernel, round_up
+from tilewise.backends.cpu.spec import (
+    ACCUMULATORS,
+    ALIGN,
+    BYTE_COLUMNS,
+    FRAME_BYTES,
+    TILE_KEYS,
+    TILE_SIDE,
+    WEIGHT_LIMBS,
+    Kernel,
+    round_up,
+)
 from tilewise.problem import Problem
 
 ROOM = 1 << 20
@@ -53,9 +63,9 @@ def class_rows(strip: int) -> int:
 
 def grain(kernel: Kernel) -> tuple[int, int]:
     """Blocks have so many rows and keys, or multiples. Decoding computes the scores of several keys at once, and exponentiates a
-    vector of them: two vectors, where they are short."""
+    vector of them: two vectors, where they are short. Matrix tiles sum over so many at once."""
     tile = kernel.tile
-    least = max(ACCUMULATORS // tile.keys, min(2 * tile.lanes, DECODE_KEYS))
+    least = TILE_KEYS if kernel.matrix else max(ACCUMULATORS // tile.keys, min(2 * tile.lanes, DECODE_KEYS))
     return (1, least) if kernel.kind == "decode" else (tile.rows, tile.keys)
 
 
@@ -88,10 +98,14 @@ def buffers(kernel: Kernel, sizes: Any, larger: Callable[[Any, Any], Any] = max)
         rows = round_up(sizes.group, tile.keys)
         scores = {"P": larger(rows * sizes.BN, sizes.Dv + ALIGN)}  # of a block, or its state
         if kernel.weighs_bytes:
-            offsets |= {"P8": rows * (round_up(sizes.BN, BYTE_COLUMNS) * WEIGHT_LIMBS // 4), "p_unit": rows}
+            digits = rows * WEIGHT_LIMBS + (TILE_SIDE if kernel.matrix else 0)  # a tile is loaded with rows that mean nothing
+            offsets |= {"P8": digits * (round_up(sizes.BN, BYTE_COLUMNS) // 4), "p_unit": rows}
+        if kernel.matrix:  # bytes of K and V as tiles take them, addresses of tiles; tiles of sums, of four or of a row of O
+            offsets |= {"K_near": sizes.BN * sizes.D // 4, "V_fours": sizes.BN * sizes.Dv // 4}
+            offsets |= {"k_tiles": sizes.BN * 4 // TILE_SIDE, "sums": larger(4 * TILE_SIDE, sizes.Dv) * TILE_SIDE}
         rows = rows * sizes.together if kernel.together else rows
         if kernel.bytes:
-            offsets |= {"Q8": rows * sizes.D, "q_unit": rows, "q_low": rows}
+            offsets |= {"Q8": rows * sizes.D * kernel.digit_cells, "q_unit": rows, "q_low": rows}
         return {"Q": rows * sizes.D, "O": rows * sizes.Dv, "m": rows, "l": rows} | scores | offsets
     BM, BN, DP, DVP = sizes.BM, sizes.BN, sizes.DP, sizes.DVP
     if kernel.kind in ("forward", "jvp"):

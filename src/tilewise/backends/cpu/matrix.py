@@ -2,7 +2,8 @@
 
     C[m][n] = Σ_k A[m][k] · B[k][n]     A: rows of 32 adjacent k      B: pairs of k side by side, B[k / 2][n][2]      C: fp32
 
-A processor with AMX has eight such tiles as registers and one instruction for the product.
+A processor with AMX has eight such tiles as registers and one instruction for the product. Of bytes a tile has 64 steps, four
+side by side in B, and the sums are integers of 32 bits (`decode_tiles`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,14 @@ class Amx:
 
     def dot(self, c: int, a: int, b: int) -> None:
         self._do("tdpbf16ps", c, a, b)
+
+    def dot_signed(self, c: int, a: int, b: int) -> None:
+        """Of bytes, all signed."""
+        self._do("tdpbssd", c, a, b)
+
+    def dot_unsigned(self, c: int, a: int, b: int) -> None:
+        """Of bytes; those of A are unsigned."""
+        self._do("tdpbusd", c, a, b)
 
 
 UNITS: dict[str, Callable[[Emit], Any]] = {"amx": Amx}

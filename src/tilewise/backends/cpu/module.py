@@ -10,7 +10,7 @@ from tilewise.backends.cpu.args import ArgBlock, pointer_kinds
 from tilewise.backends.cpu.builder import Emit, Unit
 from tilewise.backends.cpu.elementary import LN2, LOG2E, log2
 from tilewise.backends.cpu.function import kernel_function as kernel_function
-from tilewise.backends.cpu.ir import F32, F64, I8, I16, I64, PTR, REALS, Pointer, Value
+from tilewise.backends.cpu.ir import F32, F64, I8, I16, I32, I64, PTR, REALS, Pointer, Value
 from tilewise.backends.cpu.masking import Interval, SeqInfo, interval
 from tilewise.backends.cpu.pages import PagedKeys
 from tilewise.backends.cpu.spec import ALIGN, BACKWARD, FRAME_BYTES, Kernel, argument_names, round_down, round_up
@@ -55,6 +55,7 @@ class KernelModule(Visibility, PagedKeys):
         bits, weights = self.real.bits, I16 if kernel.matrix and kernel.kind == "backward" else self.real.type
         kinds = {"W": bits, "kept": bits, "first": I64, "past": I64, "top_i": I64, "pairs": I16, "P": weights, "dS": weights}
         kinds |= {"k_rows": I64, "v_rows": I64, "Q8": I8, "P8": I8, "q_low": self.real.bits}
+        kinds |= {"K_near": I8, "V_fours": I8, "k_tiles": I64, "sums": I32}
         self.buffer_kinds = {name: (kinds.get(name, self.real.type), "") for name in (*names, "W")}
 
     def arg_block(self, e: Emit, pointer: Pointer) -> ArgBlock:

@@ -15,6 +15,7 @@ from tilewise.backends.cpu.spec import (
     BACKWARD,
     BYTE_COLUMNS,
     MOST_BYTE_COLUMNS,
+    TILE_KEYS,
     Kernel,
     Register,
     mask_args,
@@ -88,6 +89,8 @@ def _too_long(structure: str) -> str | None:
 
 def matrix_unit(problem: Problem, kind: str, spec: DeviceSpec) -> str:
     """The unit whose tiles a kernel multiplies with; "" for vectors."""
+    if kind == "decode":
+        return "amx" if multiplies_byte_tiles(problem, spec) else ""
     fits = problem.dtype == "bfloat16" and not problem.widened and not problem.page
     return spec.matrix_unit if kind in MATRIX_KINDS and fits else ""
 
@@ -98,6 +101,13 @@ def multiplies_bytes(problem: Problem, kind: str, spec: DeviceSpec) -> bool:
     fits = problem.head_dim % BYTE_COLUMNS == 0 and problem.head_dim <= MOST_BYTE_COLUMNS
     wanted = "asimddp" if spec.arch == "aarch64" else {"avx512": "avx512_vnni", "avx2": "avx_vnni"}.get(spec.isa)
     return served and fits and wanted in spec.isa_flags
+
+
+def multiplies_byte_tiles(problem: Problem, spec: DeviceSpec) -> bool:
+    """Does it so on matrix tiles? One query head a key head waits for memory as it is, and its weights are no tiles."""
+    fits = problem.group > 1 and problem.head_dim % TILE_KEYS == 0 and problem.head_dim_v % BYTE_COLUMNS == 0
+    has = spec.isa == "avx512" and {"amx_tile", "amx_int8"} <= set(spec.isa_flags)
+    return fits and has and multiplies_bytes(problem, "decode", spec)
 
 
 def register_for(problem: Problem, kind: str, spec: DeviceSpec, longest: int = 0) -> Register | None:
@@ -168,9 +178,16 @@ def kernel_for(problem: Problem, tile: TilePlan, spec: DeviceSpec, bias_dtype: s
     register = _decode_register(problem, spec) if tile.pass_ == "decode" else None
     kernel = _kernel(
         problem, tile.pass_, register or Register(_lanes(problem, spec), rows // _lanes(problem, spec), keys),
-        tile.kernel.partition("_")[2] if tile.pass_ in MATRIX_KINDS else "", bias_dtype, dbias,
+        _unit_of(tile), bias_dtype, dbias,
     )  # fmt: skip
     return kernel._replace(together=tile.groups > 1, bytes=multiplies_bytes(problem, tile.pass_, spec))
+
+
+def _unit_of(tile: TilePlan) -> str:
+    """The matrix unit that a kernel's name tells."""
+    if tile.pass_ == "decode":
+        return tile.kernel.removeprefix("decode_block").removeprefix("decode_stream").removeprefix("_")
+    return tile.kernel.partition("_")[2] if tile.pass_ in MATRIX_KINDS else ""
 
 
 def _kernel(

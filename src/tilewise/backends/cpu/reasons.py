@@ -36,6 +36,9 @@ def _register(problem: Problem, kernel: Kernel, spec: DeviceSpec) -> str:
 
 def _decode_register(problem: Problem, kernel: Kernel) -> str:
     tile = kernel.tile
+    if kernel.matrix:
+        how = "int8 keys as they lie and values by fours, multiplied as bytes on tiles of the matrix unit"
+        return f"{tile.keys} query heads at once, K and V are read once: {how}"
     both = kernel.weighs_bytes and problem.head_dim_v % BYTE_COLUMNS == 0
     whole = "int8 keys and values" if both else "int8 keys"
     packed = "nothing is packed" + (f"; {whole} are multiplied as bytes" if kernel.bytes else "")

@@ -14,6 +14,9 @@ ARGUMENTS = 1024  # 64-bit arguments that fit into a block
 BYTE_COLUMNS = 16  # of the head dim that a product of bytes takes at once
 MOST_BYTE_COLUMNS = 256  # of a head dim whose products of bytes have sums of 32 bits
 WEIGHT_LIMBS = 3  # bytes of a weight, where values are multiplied as bytes
+TILE_SIDE = 16  # rows of a matrix tile: keys, or digits of weights
+TILE_HEADS = 4  # query heads whose digits are the columns of a matrix tile
+TILE_KEYS = 64  # that a product of bytes on matrix tiles sums over; columns of the head dim as well
 MASK_RANK = 4  # strides carried for each mask tensor
 
 
@@ -78,6 +81,11 @@ class Kernel(NamedTuple):
     def weighs_bytes(self) -> bool:
         """Does decoding multiply int8 values as they are? Of one row, weights are used before there are four of them."""
         return self.bytes and self.tile.keys > 1
+
+    @property
+    def digit_cells(self) -> int:
+        """Cells in which the digits of a number of q lie, of four bytes each: matrix tiles have room for so many heads."""
+        return TILE_HEADS // self.tile.keys if self.kind == "decode" and self.matrix else 1
 
     @property
     def backwards(self) -> bool:
