@@ -127,9 +127,6 @@ TIGHT = ("window", "padding", "varlen", "softcap")
 DERIVATIVE_SPILLS = {("jvp", 128): 48, ("second_keys", 64): 44, ("second_keys", 128): 108}
 """Accesses to local memory in the loops of derivatives for sm_90, by head dim (22 to 41 and 92 to 103 counted for dK and dV)."""
 
-LIST_SPILLS = {("keys_kernel", 128): 4, ("queries_kernel", 256): 8}
-"""The same of backward kernels that walk lists: under a dense mask, others have none; addresses of queries at 256 columns."""
-
 
 def short_of_registers(case: Case) -> bool:
     """Backward kernels that are right and lack registers: softcap at 128 (ten to thirty values a step wait in memory), dropout at
@@ -137,6 +134,17 @@ def short_of_registers(case: Case) -> bool:
     3.8 on others too."""
     full = case.softcap > 0 or case.dropout_p > 0 or case.alibi
     return (full and case.head_dim == 128) or (bool(case.lengths) and case.head_dim == 64)
+
+
+def backward_saves(name: str, case: Case) -> int:
+    """Accesses to local memory that both loops of a backward kernel may have, together."""
+    if name == "keys_kernel" and case.head_dim == 64 and (case.data or case.alibi):
+        return 6  # numbers of bands that are tensors, slopes: up to three registers more than there are
+    if name == "keys_kernel" and case.head_dim == 64 and case.bias is not None and case.dropout_p > 0:
+        return 2
+    if name == "queries_kernel" and case.head_dim == 256 and (case.lengths or "window" in case.mask):
+        return 7  # bounds of both sides of a band, lengths
+    return 0
 
 
 def full_of_features(case: Case) -> bool:
@@ -197,9 +205,8 @@ def faults(check: Check, compiled: Compiled, target: str, strict: bool = True) -
     if check.backend == "hopper-backward":
         may_spill = newer or (compiled.name != "queries_kernel" and short_of_registers(check.case))
         may_spill |= full_of_features(check.case)
-        if getattr(compiled.config, "LISTS", None) is not None:
-            may_spill |= known.spills <= LIST_SPILLS.get((compiled.name, check.case.head_dim), 0)
         may_spill = newer if has_room(compiled.config) else may_spill
+        may_spill |= 0 < known.spills <= backward_saves(compiled.name, check.case)
         planned = plan_faults(known, compiled.kernel.asm["ptx"], compiled.tile) if strict else []
         return known, [*backward_faults(compiled.name, known, compiled.config, may_spill), *planned]
     columns = getattr(compiled.kernel.metadata, "tmem_size", 0)

@@ -181,3 +181,17 @@ def seeing_words(band, m, k0, LAYOUT: gl.constexpr, C: gl.constexpr):
     if C.LEFT:
         hi = query_hi(band, k, C) - m
     return interval_words(lo, hi, like)
+
+
+@gluon.jit
+def visible(band, m, k0, like, C: gl.constexpr):
+    """[keys, queries]: which queries see which keys."""
+    LAYOUT: gl.constexpr = like.type.layout
+    KEYS: gl.constexpr = like.type.shape[0]
+    k = k0 + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+    q = m + gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, LAYOUT))
+    lo = query_lo(band, k, C)
+    ok = q[None, :] >= lo[:, None]
+    if C.LEFT:
+        ok = ok & (q[None, :] < query_hi(band, k, C)[:, None])
+    return ok

@@ -26,7 +26,7 @@ from tilewise.backends.hopper.compat import gl, gluon, opaque, opaque_float, war
 from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient
 from tilewise.backends.hopper.grad_tile import HeldTile, locate_queries
-from tilewise.backends.hopper.lane_words import no_words, where_set
+from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words, where_set
 from tilewise.backends.hopper.listed import visible_keys
 from tilewise.backends.hopper.lists import announced, is_partial, place, tile_number
 from tilewise.backends.hopper.operands import accumulator
@@ -50,25 +50,23 @@ def row_statistics(work, row0, a, C: gl.constexpr):
 
 
 @gluon.jit
-def masked_by_interval(w_tile, band, row0, key0, C: gl.constexpr):
-    """Weights, 0 where a query does not see a key."""
+def interval_keys(band, row0, key0, C: gl.constexpr):
+    """The key tile from key0 on: its first key, whether some query does not see all of it, and then which keys queries see, as
+    words. Found while the scores are computed: later there are no registers for it."""
+    LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
     all_see = (key_hi(band, row0, C) >= key0 + C.BLOCK_N) & (key_lo(band, row0 + 63, C) <= key0)
+    words = no_words(C.BLOCK_N, LAYOUT)
     if not all_see:
-        LAYOUT: gl.constexpr = w_tile.type.layout
-        q = row0 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        k = key0 + gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, LAYOUT))
-        ok = k[None, :] < key_hi(band, q, C)[:, None]
-        if C.LEFT:
-            ok = ok & (k[None, :] >= key_lo(band, q, C)[:, None])
-        w_tile = gl.where(ok, w_tile, 0.0)
-    return w_tile
+        q = opaque(rows_of_words(words, row0))  # else what is computed from it is kept in registers
+        words = interval_words(key_lo(band, q, C) - key0, key_hi(band, q, C) - key0, words)
+    return key0, not all_see, words
 
 
 @gluon.jit
 def positions_by_row(like, tile, row0, key0, C: gl.constexpr):
     """Slope times the positions of queries by row and of keys by column, from row0 on; key0 as below."""
     LAYOUT: gl.constexpr = like.type.layout
-    first = key0
+    first = key0[0]
     if C.LISTS is not None:
         first = tile_number(key0[0]) * C.BLOCK_N
     ahead = tile.work.len_k - tile.work.len_q
@@ -79,8 +77,8 @@ def positions_by_row(like, tile, row0, key0, C: gl.constexpr):
 
 @gluon.jit
 def row_weights(s_tile, lse2, tile, row0, key0, bias, a, C: gl.constexpr):
-    """Weights, and what dP - delta is multiplied with: weights times the softcap's slope, 0 where a query does not see a key. Of
-    a list, key0 is the tile's place, whether it is PARTIAL, and what queries see of it; else its first key."""
+    """Weights, and what dP - delta is multiplied with: weights times the softcap's slope, 0 where a query does not see a key.
+    `key0`: as of `interval_keys` or `listed_keys`."""
     if C.ALIBI != "":
         queries, keys = positions_by_row(s_tile, tile, row0, key0, C)
         if C.ALIBI == "past":
@@ -88,13 +86,10 @@ def row_weights(s_tile, lse2, tile, row0, key0, bias, a, C: gl.constexpr):
         p_tile, w_tile = weights(s_tile, lse2[:, None], a, C, (queries, keys, tile.slope), False)
     else:
         p_tile, w_tile = weights(s_tile, lse2[:, None], a, C, bias=bias)
-    if C.LISTS is not None:
-        if key0[1]:
-            w_tile = where_set(key0[2], w_tile, 0.0)
-    else:
-        w_tile = masked_by_interval(w_tile, tile.band, row0, key0, C)
+    if key0[1]:
+        w_tile = where_set(key0[2], w_tile, 0.0)
         if C.DBIAS != "" and C.SCORES == "softcap":
-            p_tile = masked_by_interval(p_tile, tile.band, row0, key0, C)
+            p_tile = where_set(key0[2], p_tile, 0.0)
     return p_tile, w_tile
 
 
@@ -104,13 +99,10 @@ def score_gradient(s_token, dp_token, v_ring, n, key0, statistics, tile, row0, a
     BEHIND: gl.constexpr = len(score_pieces(C.HELD[1], C.V_COLUMNS, C.BLOCK_DV))
     lse2, delta = statistics
     if C.DROPOUT:
-        first = key0
-        if C.LISTS is not None:
-            first = key0[0]
-        kept = kept_by_row(row0, first, tile.work.b, tile.work.h, a, C.BLOCK_N, C)
+        kept = kept_by_row(row0, key0[0], tile.work.b, tile.work.h, a, C.BLOCK_N, C)
     bias = lse2
     if C.BIAS != "":
-        bias = load_by_row(tile.work, row0, key0, a, C.BLOCK_N, False, C)
+        bias = load_by_row(tile.work, row0, key0[0], a, C.BLOCK_N, False, C)
     s_tile = warpgroup_mma_wait(BEHIND, deps=[s_token])  # [64, N]
     p_tile, w_tile = row_weights(s_tile, lse2, tile, row0, key0, bias, a, C)
     dp_tile = warpgroup_mma_wait(0, deps=[dp_token])  # [64, N]
@@ -120,7 +112,7 @@ def score_gradient(s_token, dp_token, v_ring, n, key0, statistics, tile, row0, a
     dp_tile = dp_tile - delta[:, None]
     if C.DBIAS != "":  # added behind the softcap
         ds_tile = w_tile * dp_tile if C.SCORES != "softcap" else p_tile * dp_tile
-        store_gradient_by_row(ds_tile, tile.work, row0, key0, a, C)
+        store_gradient_by_row(ds_tile, tile.work, row0, key0[0], a, C)
     DQ: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
     return as_operand(w_tile * dp_tile, DQ[0][1], v_ring.tiles.dtype)
 
@@ -147,8 +139,9 @@ def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
     past = kv_base + tile.work.count
     zero_unseen_key_halves(rings, kv_base, key0, tile, a, WG, C)
     s_token = issue_scores(q_tile, rings.k, kv_base, C.BLOCK_N, C.QK_COLUMNS, q_held, C.HELD[0])
+    found = interval_keys(tile.band, row0, key0, C)
     dp_token = issue_scores(do_tile, rings.v, kv_base, C.BLOCK_N, C.V_COLUMNS, do_held, C.HELD[1])
-    ds = score_gradient(s_token, dp_token, rings.v, kv_base, key0, statistics, tile, row0, a, C)
+    ds = score_gradient(s_token, dp_token, rings.v, kv_base, found, statistics, tile, row0, a, C)
     # over the key tiles before n: dq lacks the last one, whose dS waits in ds
     for j in range(kv_base + 1, past):
         key0 += C.BLOCK_N
@@ -156,10 +149,11 @@ def gradient(rings, tile, kv_base, row0, a, WG: gl.constexpr, C: gl.constexpr):
         zero_unseen_key_halves(rings, n, key0, tile, a, WG, C)
         dq_token = add_product(ds, matrix(rings.k, n - 1), dq, DQ)
         s_token = issue_scores(q_tile, rings.k, n, C.BLOCK_N, C.QK_COLUMNS, q_held, C.HELD[0])
+        found = interval_keys(tile.band, row0, key0, C)
         dq = await_dq(dq_token, ds, S_PIECES)
         release(rings.k, n - 1)
         dp_token = issue_scores(do_tile, rings.v, n, C.BLOCK_N, C.V_COLUMNS, do_held, C.HELD[1])
-        ds = score_gradient(s_token, dp_token, rings.v, n, key0, statistics, tile, row0, a, C)
+        ds = score_gradient(s_token, dp_token, rings.v, n, found, statistics, tile, row0, a, C)
     dq = await_dq(add_product(ds, matrix(rings.k, past - 1), dq, DQ), ds, 0)
     release(rings.k, past - 1)
     return dq

@@ -5,7 +5,7 @@
 from tilewise.backends.hopper.alibi import columns_from, less_distance, rows_from, slope_of
 from tilewise.backends.hopper.bias import as_scores
 from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque_float, warpgroup_mma
-from tilewise.backends.hopper.grad_tile import HeldTile, seeing_words, sees_all
+from tilewise.backends.hopper.grad_tile import HeldTile, seeing_words, sees_all, visible
 from tilewise.backends.hopper.lane_words import where_set
 from tilewise.backends.hopper.listed import visible_queries
 from tilewise.backends.hopper.lists import Cursor, announced, is_partial, tile_number
@@ -256,11 +256,18 @@ def weights_of_list(p_tile, w_tile, work, queries, k0, a, C: gl.constexpr):
     if queries.partial:
         LAYOUT: gl.constexpr = p_tile.type.layout
         words = visible_queries(work, queries.h, k0, queries.cursor, a, LAYOUT, C)
-        p_tile = where_set(words, p_tile, 0.0)
-        if C.SCORES == "softcap" or C.SCORES == "cap":
-            w_tile = where_set(words, w_tile, 0.0)
-        else:
-            w_tile = p_tile
+        p_tile, w_tile = where_seen(words, p_tile, w_tile, C)
+    return p_tile, w_tile
+
+
+@gluon.jit
+def where_seen(words, p_tile, w_tile, C: gl.constexpr):
+    """Both weights, 0 where a bit is not set; without a softcap they are one."""
+    p_tile = where_set(words, p_tile, 0.0)
+    if C.SCORES == "softcap" or C.SCORES == "cap":
+        w_tile = where_set(words, w_tile, 0.0)
+    else:
+        w_tile = p_tile
     return p_tile, w_tile
 
 
@@ -281,11 +288,12 @@ def masked_weights(s_tile, lse2, tile, m, k0, a, C: gl.constexpr, bias=None):
         p_tile, w_tile = weights_of_list(p_tile, w_tile, tile.work, m, k0, a, C)
     else:
         if not sees_all(tile.band, m, k0, 64, C):
-            LAYOUT: gl.constexpr = p_tile.type.layout
-            words = seeing_words(tile.band, m, k0, LAYOUT, C)
-            p_tile = where_set(words, p_tile, 0.0)
-            if C.SCORES == "softcap" or C.SCORES == "cap":
-                w_tile = where_set(words, w_tile, 0.0)
+            if C.EMPTY_ROWS or C.ALIBI != "":  # beside these, words keep more in memory than they free
+                ok = visible(tile.band, m, k0, p_tile, C)
+                p_tile = gl.where(ok, p_tile, 0.0)
+                w_tile = gl.where(ok, w_tile, 0.0)
             else:
-                w_tile = p_tile
+                LAYOUT: gl.constexpr = p_tile.type.layout
+                words = seeing_words(tile.band, m, k0, LAYOUT, C)
+                p_tile, w_tile = where_seen(words, p_tile, w_tile, C)
     return p_tile, w_tile
