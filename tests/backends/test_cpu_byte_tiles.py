@@ -3,7 +3,6 @@ the same kernels with tiles that are loops over memory."""
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -16,18 +15,15 @@ import torch
 
 pytest.importorskip("llvmlite")
 
-from llvmlite import ir
 
 import tilewise as tw
 from tests.backends.plain_bytes import pretend_vnni
 from tests.backends.test_cpu_assembly import LINUX, STACK, innermost_loops
-from tests.backends.test_cpu_bytes import XEON, attend, lse_of, problem
+from tests.backends.test_cpu_bytes import XEON, asked_lines, attend, check_asked, lse_of, problem
 from tests.backends.test_cpu_memory import forget
 from tests.cache.caches import build, worst
 from tilewise.backends.cpu import backend, blocks, decode_weights, image, matrix, plan
 from tilewise.backends.cpu import compile as compiler
-from tilewise.backends.cpu.builder import Emit
-from tilewise.backends.cpu.ir import Pointer
 from tilewise.backends.cpu.spec import Kernel, Register
 from tilewise.hardware.cache import CACHE_VARIABLE
 
@@ -229,27 +225,9 @@ def test_which_values_are_multiplied_as_bytes(monkeypatch: pytest.MonkeyPatch, t
 def test_every_line_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: int, page: int) -> None:
     """Of K and V of all heads, but for the first block's K; lines of V once for each four rows."""
     pretend_vnni(monkeypatch, "avx512", tmp_path, tiles=True)
-    forget(monkeypatch)
-    asked: list[int] = []
-    note = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(asked.append)
-    where = ctypes.cast(note, ctypes.c_void_p).value
-
-    def prefetch(e: Emit, address: Pointer, level: int = 1) -> None:
-        e.ir.call(e.ir.inttoptr(e.raw(where), ir.FunctionType(ir.VoidType(), [ir.PointerType()]).as_pointer()), [address.raw])
-
-    monkeypatch.setattr(Emit, "prefetch", prefetch)
-    tokens, heads, dim, line = 1024, 4, 128, 64
-    g = torch.Generator().manual_seed(rows)
-    k, v = (torch.randint(-9, 9, (tokens // page, page, heads, dim), dtype=torch.int8, generator=g) for _ in range(2))
-    table = torch.randperm(tokens // page, generator=g).to(torch.int32)[None]
-    unit = torch.tensor(1.0)
-    cache = tw.KVCache.paged(k, v, table, torch.tensor([tokens], dtype=torch.int32), k_scale=unit, v_scale=unit)
-    tw.attention_cached((torch.randn(1, 1, heads * rows, dim, generator=g) / 16).bfloat16(), cache, backend="cpu", splits=1)
-    counts = Counter(address // line for address in asked)
-    for x, most in ((k, 1), (v, max(1, rows // 4))):
-        found = [counts[at] for at in range(x.data_ptr() // line, (x.data_ptr() + x.numel()) // line)]
-        assert sum(n > 0 for n in found) >= 0.93 * len(found), "some are never asked for"
-        assert sum(found) <= most * len(found), "some are asked for too often"
+    k, v, counts = asked_lines(monkeypatch, rows, 1024, page)
+    check_asked(k, counts, 1)
+    check_asked(v, counts, max(1, rows // 4))
 
 
 def test_who_multiplies_tiles_of_bytes() -> None:
