@@ -7,6 +7,7 @@ timed, and none is before all kernels are compiled: a compiler in a thread of it
 collect garbage in a round.
 
     python -m tools.host_times --device cuda
+    python -m tools.host_times --device cuda --call packed --call bias
     python -m tools.host_times --device cuda --profile blocks
     python -m tools.host_times --without-gpu
 """
@@ -156,9 +157,10 @@ def repeated(call: Callable[[], object], calls: int) -> None:
         call()
 
 
-def host_times(device: torch.device, calls: int, besides: Sequence[str] = ()) -> Iterator[HostTime]:
+def host_times(device: torch.device, calls: int, names: Sequence[str]) -> Iterator[HostTime]:
     """Each as soon as it is known."""
-    warm = {name: Ways(*call) for name, call in calls_of(device).items() if name not in besides}
+    known = calls_of(device)
+    warm = {name: Ways(*known[name]) for name in names}
     for ways in warm.values():
         ways.warm()
     finish_compiling()
@@ -208,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.host_times", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--calls", type=int, default=100, help="calls of a round")
+    parser.add_argument("--call", metavar="CALL", action="append", help="only this call; may be repeated")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--profile", metavar="CALL", help="in place of the table, the functions that one of its calls runs")
     parser.add_argument("--without-gpu", action="store_true", help="the Hopper backend over CPU tensors, kernels that do nothing")
@@ -216,13 +219,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--calls: got {options.calls}, need at least 1")
     device = torch.device("cpu" if options.without_gpu else options.device)
     with stub() if options.without_gpu else nullcontext():
+        known = calls_of(device)
+        for option, name in (("--profile", options.profile), *(("--call", name) for name in options.call or ())):
+            if name is not None and name not in known:
+                parser.error(f"{option}: got {name!r}, need one of {', '.join(known)}")
         if options.profile is not None:
-            known = calls_of(device)
-            if options.profile not in known:
-                parser.error(f"--profile: got {options.profile!r}, need one of {', '.join(known)}")
             print_profile(*known[options.profile], options.calls, device)
             return
-        found = host_times(device, options.calls, ("SDPA",) if options.without_gpu else ())
+        every = [name for name in known if name != "SDPA" or not options.without_gpu]
+        found = host_times(device, options.calls, options.call or every)
         if options.json:
             print(json.dumps([asdict(one) for one in found]))
             return

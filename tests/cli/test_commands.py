@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 import types
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from tilewise.backends.base import Verdict
 from tilewise.cli import console
 from tilewise.cli.app import app
 from tilewise.dispatch import Entry
-from tilewise.lab.bench import selftest
+from tilewise.lab.bench import engine, selftest, sweep
 from tilewise.lab.bench.selftest import TRIALS
 
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
@@ -196,6 +197,39 @@ def test_bench_saves_its_record(tmp_path: Path) -> None:
     found = facts("bench", "--suite", "smoke", "--case", "causal", "--seconds", "0.01", "--save", str(tmp_path))
     (path,) = tmp_path.glob("smoke-*.json")
     assert json.loads(path.read_text(encoding="utf-8")) == found
+
+
+INTERRUPTING = (("bench", "--suite", "smoke"), ("bench", "--suite", "smoke", "--sweep", "tiles"))
+
+
+@pytest.mark.parametrize("arguments", INTERRUPTING, ids=("cases", "tiles"))
+def test_what_an_interrupted_bench_measured_is_kept(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM while the second case is measured: the first is shown and saved, the others are named."""
+    module, name = (sweep, "sweep") if "--sweep" in arguments else (engine, "measure")
+    one, calls = getattr(module, name), []
+
+    def then_interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return one(*given)
+
+    monkeypatch.setattr(module, name, then_interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    result = invoke(*arguments, "--seconds", "0.01", "--save", str(tmp_path), "--json")
+    assert result.exit_code == 130 and len(calls) == 2
+    (path,) = tmp_path.glob("*.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["interrupted"] and found["left_out"] and len(found.get("sweeps") or found["records"]) == 1
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_interruption_before_anything_is_measured_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "measure", lambda *given: signal.raise_signal(signal.SIGTERM))
+    result = invoke("bench", "--suite", "smoke", "--seconds", "0.01")
+    assert result.exit_code not in (0, 1, 2) and "interrupted" not in result.output
 
 
 def test_bench_names_what_a_gpu_suite_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

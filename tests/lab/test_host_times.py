@@ -22,9 +22,19 @@ def test_every_call_is_timed(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert all(min(one[way] for way in ("forward", "backward", "both", "one_thread")) > 0 for one in found)
 
 
+def test_only_the_calls_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_times, "ROUNDS", 2)
+    monkeypatch.setattr(host_times, "WARM", 1)
+    host_times.main(["--device", "cpu", "--calls", "1", "--json", "--call", "packed", "--call", "plain"])
+    assert [one["call"] for one in json.loads(capsys.readouterr().out)] == ["packed", "plain"]
+    with pytest.raises(SystemExit):
+        host_times.main(["--device", "cpu", "--call", "biased"])
+    assert "--call: got 'biased', need one of plain, causal" in capsys.readouterr().err
+
+
 def test_the_table_names_what_it_shows(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     row = host_times.HostTime("plain", 31.2, 80.0, 120.7, 110.4, 0.25)
-    monkeypatch.setattr(host_times, "host_times", lambda device, calls, besides: iter([row]))
+    monkeypatch.setattr(host_times, "host_times", lambda device, calls, names: iter([row]))
     host_times.main(["--device", "cpu"])
     head, line = capsys.readouterr().out.splitlines()
     assert head.split() == ["µs", "forward", "backward", "both", "one", "thread", "bound"]
@@ -63,7 +73,7 @@ def test_nothing_is_timed_before_all_is_compiled(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_times, "calls_of", lambda device: {name: (call(name), [q]) for name in "ab"})
     monkeypatch.setattr(host_times, "finish_compiling", lambda: steps.append("compiled"))
     monkeypatch.setattr(host_times, "measured", measured)
-    found = host_times.host_times(torch.device("cpu"), 1)
+    found = host_times.host_times(torch.device("cpu"), 1, ["a", "b"])
     assert isinstance(found, Iterator) and next(found) == "a" and steps[-1] == "timed a", "each row as soon as it is there"
     assert list(found) == ["b"]
     before = steps[: steps.index("compiled")]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 USAGE_ERROR = 2
+INTERRUPTED = 130
 SILENCE = 10.0
 """Seconds after which a line of progress is due where there is no bar."""
 
@@ -79,3 +82,19 @@ def progress() -> Iterator[Callable[[str, float], None]]:
                 err.print(what, markup=False)
 
         yield update
+
+
+@contextmanager
+def keeping(found: list[Any]) -> Iterator[None]:
+    """Ctrl-C, or SIGTERM as `timeout` sends it, ends what is measured here; what has been `found` by then is kept."""
+    here = threading.current_thread() is threading.main_thread()  # only there are signals handled
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if here else None
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        Console(stderr=True, highlight=False).print("[yellow]interrupted[/]: what was measured until now")
+    finally:
+        if here:
+            signal.signal(signal.SIGTERM, before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tilewise.cli.console import console, progress
+from tilewise.cli.console import console, keeping, progress
 from tilewise.display import Bar, Cell, Group, Shown, Table, Text, format_seconds
 
 if TYPE_CHECKING:
@@ -21,22 +21,24 @@ def run_sweeps(jobs: Sequence[Job], effort: Effort, workers: int, limit: float |
     from tilewise.lab.bench import records
     from tilewise.lab.bench.sweep import sweep_all
 
-    with progress() as update:
-        sweeps = sweep_all(jobs, effort, workers, limit, update, silent if quiet else print_sweep)
+    sweeps: list[Sweep] = []
+    interrupted = True
+
+    def keep(sweep: Sweep) -> None:
+        sweeps.append(sweep)
+        if not quiet:
+            console().print(shown_sweep(sweep))
+
+    with keeping(sweeps), progress() as update:
+        sweep_all(jobs, effort, workers, limit, update, keep)
+        interrupted = False
     document = records.document("sweep", [], sweeps=[one.to_dict() for one in sweeps])
     if left_out := [f"{job.case.name}, {job.pass_}" for job in jobs[len(sweeps) :]]:
         document["left_out"] = left_out
         if not quiet:
-            console().print(f"[yellow]left out[/] for time: {'; '.join(left_out)}")
-    return {**document, "ok": all(one.right and one.near for one in sweeps)}
-
-
-def silent(sweep: Sweep) -> None:
-    """A sweep that nobody is shown."""
-
-
-def print_sweep(sweep: Sweep) -> None:
-    console().print(shown_sweep(sweep))
+            why = "after the interruption" if interrupted else "for time"
+            console().print(f"[yellow]left out[/] {why}: {'; '.join(left_out)}")
+    return {**document, "interrupted": interrupted, "ok": all(one.right and one.near for one in sweeps)}
 
 
 def shown_sweep(sweep: Sweep) -> Shown:

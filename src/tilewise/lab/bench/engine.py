@@ -283,10 +283,11 @@ def measure_all(
     workers: int = 0,
     limit: float | None = None,
     on_progress: Progress = silent,
+    on_record: Callable[[Record], None] = lambda record: None,
 ) -> list[Record]:
     """Measure cases beside their rivals and `peers` (None: the default ones). A list of rivals other than SDPA alone gives way to
     `peers`. With other checkouts `against` it, tilewise runs in a process of its own like them; `workers` processes compile all
-    kernels first; after `limit` seconds no case is begun."""
+    kernels first; after `limit` seconds no case is begun; `on_record` hears of each case as it ends."""
     begin = time.monotonic()
     for device in {case.device for case in cases}:
         require_device(device)
@@ -318,6 +319,7 @@ def measure_all(
 
             contenders = [checkouts.get(name) or contender(name) for name in names[case.name]]
             records.append(measure(case, contenders, effort, tell))
+            on_record(records[-1])
     caches.forget_pools()
     return records
 
