@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 from tilewise.backends.base import BackwardInputs, Inputs
-from tilewise.backends.gpu import classify, record
+from tilewise.backends.gpu import captured, classify, record
 from tilewise.backends.gpu.launch import Address, Descriptor
 from tilewise.backends.gpu.record import Launch, Recorder, Recording, bound
 from tilewise.masks import causal
@@ -200,6 +203,29 @@ def test_tensors_that_do_not_change_are_kept(kernel: Compiled) -> None:
     *first, tensor_map = kernel.launched[-1][9:12]
     assert first == [(at, (address, 1), (2, 3), (at,), at + 8), None]
     assert tensor_map.base.data_ptr() == at and tensor_map.shape == [16] and tensor_map.block_shape == [8]
+
+
+@pytest.mark.parametrize("bound_then", [True, False], ids=("bound", "met"))
+@pytest.mark.parametrize("capturing", [True, False])
+def test_a_graph_keeps_what_its_recordings_own(
+    kernel: Compiled, monkeypatch: pytest.MonkeyPatch, bound_then: bool, capturing: bool
+) -> None:
+    """Whoever forgets a recording: graphs hold addresses alone."""
+    monkeypatch.setattr(captured, "_kept", {})
+    x, order = torch.zeros(16), torch.arange(4)
+    recorder = Recorder()
+    recording = recorder.get(problem_of(), "key", DEVICE, partial(list, [order]))
+    launches = [Launch("kernel", 3, ((x, order),), run.KernelConfig(), None if bound_then else run.LaunchOptions())]
+    monkeypatch.setattr(captured, "is_capturing", lambda: capturing)
+    recording.record((x,), launches)
+    monkeypatch.setattr(captured, "is_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    alive = weakref.ref(order)
+    recorder.forget()
+    kernel.launched.clear()
+    del launches, recording, order
+    gc.collect()
+    assert (alive() is not None) == capturing
 
 
 class FakeLauncher:

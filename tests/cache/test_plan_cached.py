@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tests.cache.caches import Built, worst
-from tilewise.api.cached_plan import SharedPages
+from tilewise.api import cached_write
+from tilewise.api.cached_plan import CachedPlan, SharedPages
+from tilewise.backends.gpu import captured
 
 PAGE = 4
 
@@ -179,3 +183,20 @@ def test_plans_that_do_not_fit() -> None:
             tw.plan_cached(built.cache, **bad)
     with pytest.raises(tw.TilewiseError, match="need a KVCache"):
         tw.plan_cached(built.table)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_a_graph_keeps_the_integers_it_reads(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
+    """Whoever drops a plan, or how many steps are asked for: graphs hold addresses alone."""
+    monkeypatch.setattr(captured, "_kept", {})
+    monkeypatch.setattr(cached_write, "_kept_steps", {})
+    plan, device = CachedPlan(2, 4, (), 0), torch.device("cpu")
+    cached_write.even_steps(2, 1, device)
+    monkeypatch.setattr(captured, "is_capturing", lambda: capturing)
+    read = [weakref.ref(plan.kept("shared", device, lambda: [1, 2])), weakref.ref(cached_write.even_steps(2, 1, device))]
+    monkeypatch.setattr(captured, "is_capturing", lambda: False)
+    for rows in range(cached_write.KEPT_STEPS + 1):
+        cached_write.even_steps(3, rows, device)
+    del plan
+    gc.collect()
+    assert [one() is not None for one in read] == [capturing] * 2

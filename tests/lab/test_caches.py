@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import types
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,21 @@ def test_a_graph_is_warmed_up_and_must_write(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(torch.cuda, name, stand_in)
     run = caches.captured(lambda copy: torch.full((2,), float(calls.append(copy) or copy)), 3)
     assert calls == [0, 1, 2, 0, 0, 1, 2] and run().isnan().all()
+
+    class Owner:
+        """Of what a graph reads."""
+
+        def __call__(self, copy: int) -> torch.Tensor:
+            return torch.zeros(1)
+
+    owner = Owner()
+    alive, run = weakref.ref(owner), caches.captured(owner, 1)
+    del owner
+    gc.collect()
+    assert alive() is not None
+    del run
+    gc.collect()
+    assert alive() is None
 
 
 def test_the_bytes_of_the_gpu_suite() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewise.api.cache import KVCache
 from tilewise.api.lengths import readable
+from tilewise.backends.gpu.captured import keep_if_captured
 from tilewise.backends.pages import Pages
 from tilewise.errors import ArgumentError, ArgumentTypeError
 from tilewise.masks.build import integer
@@ -68,7 +69,7 @@ class CachedPlan:
             return torch.tensor(make(), dtype=torch.int32, device=device)
         if (name, device) not in self.memory:
             self.memory[name, device] = torch.tensor(make(), dtype=torch.int32, device=device)
-        return self.memory[name, device]
+        return keep_if_captured(self.memory[name, device])
 
     def __str__(self) -> str:
         lines = [f"{self.batch} sequences: {self.pages_read:,} of {self.pages:,} pages of {self.page} are read"]

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.api.lengths import readable
 from tilewise.api.rotary import RotaryTable
+from tilewise.backends.gpu.captured import is_capturing, keep_if_captured
 from tilewise.backends.pages import WRITTEN, NewTokens, Pages, positions_of, slots_of
 from tilewise.errors import ArgumentError
 from tilewise.ops.tensors import PLAIN
@@ -26,16 +27,16 @@ def is_traced(*tensors: Tensor | None) -> bool:
 
 
 def even_steps(batch: int, rows: int, device: torch.device) -> Tensor:
-    """Where sequences of `rows` tokens begin: kept, as it takes two launches on a GPU; what a graph captures is its own."""
+    """Where sequences of `rows` tokens begin: kept, as it takes two launches on a GPU."""
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     kept = None if traced else _kept_steps.get((batch, rows, device))
     if kept is None:
         kept = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
-        if not traced and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if not traced and not is_capturing():  # what a graph makes is its own
             if len(_kept_steps) >= KEPT_STEPS:
                 _kept_steps.clear()
             _kept_steps[batch, rows, device] = kept
-    return kept
+    return keep_if_captured(kept)
 
 
 def write(pages: Pages, new: NewTokens, backend: str = "auto") -> Tensor | None:

@@ -12,7 +12,8 @@ Limit: RECORDINGS of them, each bound to BINDINGS sets of addresses. When one is
 
 Invalidation: nothing recorded becomes wrong, as nothing outside the key matters and no launch depends on what memory holds. The
 memory that recordings own (the order of tiles) is freed only after the device has finished, for kernels on other streams may
-still read it. Choices of the environment (TILEWISE_AUTOTUNE) are seen by calls of new keys only.
+still read it, and never where a CUDA graph has captured them. Choices of the environment (TILEWISE_AUTOTUNE) are seen by calls
+of new keys only.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilewise.backends.gpu.captured import keep_if_captured
 from tilewise.backends.gpu.compiled import is_collecting
 from tilewise.backends.gpu.launch import Address, Descriptor, LaunchOptions, compiled_kernel, interpreting
 from tilewise.problem import Problem
@@ -195,6 +197,7 @@ class Recording:
             if len(self._bound) >= BINDINGS:
                 self._bound.clear()
             calls = self._bound[key] = [template.bind(key) for template in templates]
+            keep_if_captured(self)  # a graph's results have memory of its own: its launches are bound while it is captured
         for call in calls:
             call()
         return True
@@ -210,6 +213,7 @@ class Recording:
             self.repeat(tensors)
             return
         self._met = True
+        keep_if_captured(self)
         for launch in launches:
             launch.run()
 

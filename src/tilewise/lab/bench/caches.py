@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import cycle
 from random import Random
 from typing import Any, NamedTuple
@@ -264,7 +264,8 @@ class Turns:
 
 
 def captured(call: Callable[[int], Tensor], copies: int) -> Callable[[], Tensor]:
-    """A graph of the calls over all caches; a replay gives what the first of them computed."""
+    """A graph of the calls over all caches; a replay gives what the first of them computed. With it goes the call, which owns
+    what the graph reads."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -278,12 +279,12 @@ def captured(call: Callable[[int], Tensor], copies: int) -> Callable[[], Tensor]
         for copy in range(1, copies):
             call(copy)
     first.fill_(math.nan)  # a replay that writes nothing is wrong
+    return partial(_replayed, graph, first, call)
 
-    def replay() -> Tensor:
-        graph.replay()
-        return first
 
-    return replay
+def _replayed(graph: torch.cuda.CUDAGraph, first: Tensor, owner: object) -> Tensor:
+    graph.replay()
+    return first
 
 
 def call_over(case: Case, given: CacheTensors) -> Callable[[int], Tensor]:
