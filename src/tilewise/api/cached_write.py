@@ -30,13 +30,14 @@ def even_steps(batch: int, rows: int, device: torch.device) -> Tensor:
     """Where sequences of `rows` tokens begin: kept, as it takes two launches on a GPU."""
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     kept = None if traced else _kept_steps.get((batch, rows, device))
-    if kept is None:
-        kept = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
-        if not traced and not is_capturing():  # what a graph makes is its own
-            if len(_kept_steps) >= KEPT_STEPS:
-                _kept_steps.clear()
-            _kept_steps[batch, rows, device] = kept
-    return keep_if_captured(kept)
+    if kept is not None:
+        return keep_if_captured(kept)
+    steps = torch.arange(batch + 1, dtype=torch.int32, device=device) * rows
+    if not traced and not is_capturing():  # what a graph makes is its own
+        if len(_kept_steps) >= KEPT_STEPS:
+            _kept_steps.clear()
+        _kept_steps[batch, rows, device] = steps
+    return steps
 
 
 def write(pages: Pages, new: NewTokens, backend: str = "auto") -> Tensor | None:
