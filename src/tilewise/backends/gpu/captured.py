@@ -20,8 +20,8 @@ def is_capturing() -> bool:
 
 
 def keep_if_captured(x: T) -> T:
-    """x, or what holds it, which a graph reads from now on if one is being captured. It was made before: memory of the graph's own
-    would keep all of that from being freed."""
+    """x, or what holds it, which a graph reads from now on if one is being captured. It was made before: memory of the graph's
+    own would keep all of that from being freed."""
     if is_capturing():
         _kept[id(x)] = x
     return x
