@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+LONG = tuple(f"tests/{name}/" for name in ("integrations", "distributed", "diagnostics"))
+"""Folders whose GPU tests take 20 to 30 s each: whole models, and processes of their own."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("PYTEST_XDIST_WORKER"):
@@ -22,12 +25,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reason = "needs a GPU"
     if torch.cuda.is_available():
         if all(item.get_closest_marker("gpu") for item in items):
+            items[:] = spread(items)
             return
         reason = "GPU tests run by themselves: pytest -m gpu"  # others run kernels as threads, in the compiler's place
     skip = pytest.mark.skip(reason=reason)
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def spread(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests that take long evenly among the others: workers take neighbours, and at the end a few would be left with them."""
+    long = [item for item in items if item.nodeid.startswith(LONG)]
+    short = [item for item in items if not item.nodeid.startswith(LONG)]
+    places = [(n / max(len(some), 1), item.nodeid, item) for some in (long, short) for n, item in enumerate(some)]
+    return [item for *_, item in sorted(places, key=lambda place: place[:2])]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from tests.conftest import spread
 
 ROOT = Path(__file__).parents[1]
 COLLECT = """
@@ -40,3 +45,13 @@ def test_gpu_tests_run_alone_or_not_at_all() -> None:
     assert items == marked > 0 and skipped == 0
     items, marked, skipped = counted()
     assert items > marked == skipped > 0
+
+
+def test_long_tests_are_spread_over_a_run() -> None:
+    names = [*(f"tests/backends/test_a.py::{n}" for n in range(100)), *(f"tests/integrations/test_b.py::{n}" for n in range(5))]
+    items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
+    found = [item.nodeid for item in spread(items)]
+    at = [n for n, name in enumerate(found) if "test_b" in name]
+    assert sorted(found) == sorted(names) and [name for name in found if "test_a" in name] == names[:100]
+    assert len(at) == 5 and all(20 <= b - a <= 22 for a, b in pairwise(at))
+    assert spread(items[:3]) == items[:3] and spread(items[-2:]) == items[-2:] and spread([]) == []
