@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilewise.cli.console import INTERRUPTED, Json, console, keeping, print_json, progress
+from tilewise.cli.console import INTERRUPTED, Interruption, Json, console, keeping, print_json, progress
 from tilewise.cli.sweep import run_sweeps
 from tilewise.display import Cell, Group, Table, Text, format_seconds, format_spread
 from tilewise.errors import ArgumentError
@@ -76,7 +76,7 @@ def bench_command(
     from tilewise.lab.bench.sweep import jobs_for
     from tilewise.lab.bench.timing import Effort
 
-    effort, interrupted = Effort(seconds=seconds), False
+    effort = Effort(seconds=seconds)
     if sweep not in (None, "tiles"):
         raise ArgumentError(f"sweep: got {sweep!r}, need tiles")
     chosen = own_case(shape, mask, dtype, backward, device) if shape else cases(suite, case, device) if suite != OVERHEAD else []
@@ -84,7 +84,7 @@ def bench_command(
         if over := [one.name for one in chosen if one.cache]:
             raise ArgumentError(f"sweep: {over[0]} is over a cache, whose tiles are not swept; choose a suite without")
         document = run_sweeps(jobs_for(chosen, backend, pass_), effort, workers, limit, quiet=json)
-        ok, interrupted = document["ok"], document["interrupted"]
+        ok = document["ok"]
     elif suite == OVERHEAD and shape is None:
         with progress() as update:
             overheads = measure_overhead(effort, update)
@@ -94,18 +94,16 @@ def bench_command(
             show_overhead(document)
     else:
         measured: list[Record] = []
-        interrupted = True
-        with keeping(measured), progress() as update:
+        with keeping(measured) as interruption, progress() as update:
             measure_all(chosen, peer, effort, against or (), workers, limit, update, measured.append)
-            interrupted = False
         means = [] if shape else geometric_means(contested(measured, suite, whole=not case), by_name(suite).means)
         document = records.document(OWN if shape else suite, measured, means=[mean._asdict() for mean in means])
         if left_out := [one.name for one in chosen[len(measured) :]]:
             document["left_out"] = left_out
-        document["interrupted"] = interrupted
+        document["interrupted"] = interruption.came
         ok = all(record.right and record.passed is not False for record in measured) and all(m.passed for m in means)
         if not json:
-            show(measured, means, document)
+            show(measured, means, document, interruption)
     document["ok"] = ok
     if json:
         print_json(document)
@@ -113,7 +111,7 @@ def bench_command(
         path = records.save(document, save)
         if not json:
             console().print(f"[dim]written to {path}[/]")
-    raise typer.Exit(INTERRUPTED if interrupted else 0 if ok else 1)
+    raise typer.Exit(INTERRUPTED if document.get("interrupted") else 0 if ok else 1)
 
 
 def cases(suite: str, wanted: Sequence[str] | None, device: str | None) -> list[Case]:
@@ -151,7 +149,7 @@ def own_case(shape: str, mask: str, dtype: str, backward: bool, device: str | No
     return [case]
 
 
-def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, Any]) -> None:
+def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, Any], interruption: Interruption) -> None:
     from tilewise.lab.bench.engine import checkout_means
 
     compared = any(record.errors for record in records)
@@ -168,8 +166,7 @@ def show(records: Sequence[Record], means: Sequence[Mean], document: dict[str, A
                 reasons = "; ".join(result.reasons)
                 notes.append(Text(("not run", "yellow"), f" {record.case.name}, {result.contender}: {reasons}"))
     if left_out := document.get("left_out"):
-        why = "after the interruption" if document["interrupted"] else "for time"
-        notes.append(Text(("left out", "yellow"), f" {why}: {', '.join(left_out)}"))
+        notes.append(Text(("left out", "yellow"), f" {interruption}: {', '.join(left_out)}"))
     lines = [
         *map(mean_line, means),
         *(Text((name, "bold"), f": tilewise is {average:.3f}× as fast in geometric mean, {lowest:.3f}× at worst")

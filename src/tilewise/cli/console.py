@@ -84,16 +84,27 @@ def progress() -> Iterator[Callable[[str, float], None]]:
         yield update
 
 
+class Interruption:
+    """Whether measuring was interrupted, and so why something was left out."""
+
+    came = False
+
+    def __str__(self) -> str:
+        return "after the interruption" if self.came else "for time"
+
+
 @contextmanager
-def keeping(found: list[Any]) -> Iterator[None]:
+def keeping(found: list[Any]) -> Iterator[Interruption]:
     """Ctrl-C, or SIGTERM as `timeout` sends it, ends what is measured here; what has been `found` by then is kept."""
+    interruption = Interruption()
     here = threading.current_thread() is threading.main_thread()  # only there are signals handled
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if here else None
     try:
-        yield
+        yield interruption
     except KeyboardInterrupt:
         if not found:
             raise
+        interruption.came = True
         Console(stderr=True, highlight=False).print("[yellow]interrupted[/]: what was measured until now")
     finally:
         if here:

@@ -22,23 +22,20 @@ def run_sweeps(jobs: Sequence[Job], effort: Effort, workers: int, limit: float |
     from tilewise.lab.bench.sweep import sweep_all
 
     sweeps: list[Sweep] = []
-    interrupted = True
 
     def keep(sweep: Sweep) -> None:
         sweeps.append(sweep)
         if not quiet:
             console().print(shown_sweep(sweep))
 
-    with keeping(sweeps), progress() as update:
+    with keeping(sweeps) as interruption, progress() as update:
         sweep_all(jobs, effort, workers, limit, update, keep)
-        interrupted = False
     document = records.document("sweep", [], sweeps=[one.to_dict() for one in sweeps])
     if left_out := [f"{job.case.name}, {job.pass_}" for job in jobs[len(sweeps) :]]:
         document["left_out"] = left_out
         if not quiet:
-            why = "after the interruption" if interrupted else "for time"
-            console().print(f"[yellow]left out[/] {why}: {'; '.join(left_out)}")
-    return {**document, "interrupted": interrupted, "ok": all(one.right and one.near for one in sweeps)}
+            console().print(f"[yellow]left out[/] {interruption}: {'; '.join(left_out)}")
+    return {**document, "interrupted": interruption.came, "ok": all(one.right and one.near for one in sweeps)}
 
 
 def shown_sweep(sweep: Sweep) -> Shown:
