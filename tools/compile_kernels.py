@@ -138,12 +138,10 @@ def short_of_registers(case: Case) -> bool:
 
 def backward_saves(name: str, case: Case) -> int:
     """Accesses to local memory that both loops of a backward kernel may have, together."""
-    if name == "keys_kernel" and case.head_dim == 64 and (case.data or case.alibi):
-        return 6  # numbers of bands that are tensors, slopes: up to three registers more than there are
+    if name == "keys_kernel" and case.head_dim == 64 and case.data:
+        return 1  # under Triton 3.7, in the branch that zeroes queries that see no key
     if name == "keys_kernel" and case.head_dim == 64 and case.bias is not None and case.dropout_p > 0:
         return 2
-    if name == "queries_kernel" and case.head_dim == 256 and (case.lengths or "window" in case.mask):
-        return 7  # bounds of both sides of a band, lengths
     return 0
 
 

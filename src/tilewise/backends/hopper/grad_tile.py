@@ -146,7 +146,7 @@ def listed_statistics(tile, first, a, C: gl.constexpr):
 @gluon.jit
 def seen_keys(band, work, C: gl.constexpr):
     """[lo, hi): the keys that some query of the sequence sees lie between."""
-    return key_lo(band, work.b * 0, C), key_hi(band, work.len_q - 1, C)
+    return key_lo(band, opaque(work.b * 0), C), key_hi(band, work.len_q - 1, C)
 
 
 @gluon.jit

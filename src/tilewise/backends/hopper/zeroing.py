@@ -14,7 +14,7 @@ from tilewise.backends.hopper.compat import (
 from tilewise.backends.hopper.grad_tile import seeing_queries, seen_keys
 from tilewise.backends.hopper.lists import all_set, place, tile_number
 from tilewise.backends.hopper.ring import matrix, wait_full
-from tilewise.backends.hopper.work_tile import key_hi, key_lo
+from tilewise.backends.hopper.work_tile import UNBOUNDED, key_hi, key_lo
 
 
 @gluon.jit
@@ -78,9 +78,10 @@ def zeroed():
 
 
 @gluon.jit
-def has_unseen_keys(key0, lo, hi, work, a, C: gl.constexpr):
-    """Does the key tile at key0 hold keys outside [lo, hi)? Beyond the tensor the loads have filled in zeros."""
-    return (key0 < lo) | ((key0 + C.BLOCK_N > hi) & (work.k_start + hi < a.len_k))
+def keys_to_keep(band, work, a, C: gl.constexpr):
+    """[lo, hi): all keys but these become zeros, unless they are zeros: beyond the tensor the loads have filled them in."""
+    lo, hi = seen_keys(band, work, C)
+    return lo, gl.where(work.k_start + hi < a.len_k, hi, UNBOUNDED)
 
 
 @gluon.jit
@@ -96,8 +97,8 @@ def zero_unseen_keys(k_rows, v_rows, tile, k0, KEYS: gl.constexpr, a, C: gl.cons
                 zero_rows_by_words(v_rows, k0, words, KEYS)
                 zeroed()
     elif C.TERMS > 0 or C.VARLEN:
-        lo, hi = seen_keys(tile.band, tile.work, C)
-        if has_unseen_keys(tile.work.start, lo, hi, tile.work, a, C):
+        lo, hi = keys_to_keep(tile.band, tile.work, a, C)
+        if (tile.work.start < lo) | (tile.work.start + C.BLOCK_N > hi):
             zero_rows(k_rows, k0, lo, hi, KEYS)
             zero_rows(v_rows, k0, lo, hi, KEYS)
             zeroed()
@@ -154,6 +155,6 @@ def zero_unseen_key_halves(rings, n, key0, tile, a, WG: gl.constexpr, C: gl.cons
                 words = lists.seen + place(tile.work.b, tile.work.h, lists.seen_strides)
                 zero_halves_by_words(rings.k, rings.v, n, first, words, C.BLOCK_N, WG)
     elif C.TERMS > 0 or C.VARLEN:
-        lo, hi = seen_keys(tile.band, tile.work, C)
-        if has_unseen_keys(key0, lo, hi, tile.work, a, C):
+        lo, hi = keys_to_keep(tile.band, tile.work, a, C)
+        if (key0 < lo) | (key0 + C.BLOCK_N > hi):
             zero_halves(rings.k, rings.v, n, key0, lo, hi, C.BLOCK_N, WG)

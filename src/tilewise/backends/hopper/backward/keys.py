@@ -29,6 +29,7 @@ from tilewise.backends.hopper.backward.scores import (
     no_gradient,
     of_head,
     product,
+    queries_seen,
     score_pieces,
     statistic,
     times,
@@ -99,6 +100,9 @@ def step(grads, held, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.
     v_rows = matrix(rings.v, index).slice(WG * 64, 64, dim=0)
     zero = zeros(C.BLOCK_M)
     zero_unseeing_queries(rings, n, m, tile, a, WG, C)
+    found = None
+    if C.EMPTY_ROWS and C.ALIBI == "" and C.LISTS is None:
+        found = queries_seen(tile, m, tile.work.start + 64 * WG, C)
     mbarrier.wait(rings.q.full.index(at), parity)
     bias = zero
     if C.ACC_FROM_STATS:
@@ -121,7 +125,7 @@ def step(grads, held, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.
             bias = load_by_column(tile.work.b, tile.h, m, tile.work.start + 64 * WG, a, C)
         lse2 = statistic(rings.stats, at, "lse2", C)
     s_tile = warpgroup_mma_wait(BEHIND, deps=[s_token])  # [64, M]
-    p_tile, w_tile = masked_weights(s_tile, lse2, tile, m, tile.work.start + 64 * WG, a, C, bias)
+    p_tile, w_tile = masked_weights(s_tile, lse2, tile, m, tile.work.start + 64 * WG, a, C, bias, found)
     if C.REDUCE_DQ:
         # both warpgroups are done with step n - 1, and so with dQ(n - 2)
         mbarrier.wait(rings.q.empty.index(at ^ 1), ((n - 1) >> 1) & 1)

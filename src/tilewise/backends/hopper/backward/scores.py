@@ -4,9 +4,9 @@
 
 from tilewise.backends.hopper.alibi import columns_from, less_distance, rows_from, slope_of
 from tilewise.backends.hopper.bias import as_scores
-from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque_float, warpgroup_mma
+from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque, opaque_float, warpgroup_mma
 from tilewise.backends.hopper.grad_tile import HeldTile, seeing_words, sees_all, visible
-from tilewise.backends.hopper.lane_words import where_set
+from tilewise.backends.hopper.lane_words import no_words, where_set
 from tilewise.backends.hopper.listed import visible_queries
 from tilewise.backends.hopper.lists import Cursor, announced, is_partial, tile_number
 from tilewise.backends.hopper.operands import accumulator, columns, left_operand, operand_for, spans, zeros
@@ -272,9 +272,21 @@ def where_seen(words, p_tile, w_tile, C: gl.constexpr):
 
 
 @gluon.jit
-def masked_weights(s_tile, lse2, tile, m, k0, a, C: gl.constexpr, bias=None):
+def queries_seen(tile, m, k0, C: gl.constexpr):
+    """Whether some query of the tile at m does not see all of 64 keys from k0 on, and then which of them do, as words. Found
+    before the scores are issued: later there are no registers for it."""
+    LAYOUT: gl.constexpr = accumulator(C.BLOCK_M)
+    words = no_words(C.BLOCK_M, LAYOUT)
+    partial = not sees_all(tile.band, m, k0, 64, C)
+    if partial:
+        words = seeing_words(tile.band, opaque(m), opaque(k0), LAYOUT, C)
+    return partial, words
+
+
+@gluon.jit
+def masked_weights(s_tile, lse2, tile, m, k0, a, C: gl.constexpr, bias=None, found=None):
     """Weights, 0 where a query does not see a key. Queries past the last have an lse of +inf, so theirs are 0 anyway. Of a list,
-    m is a ListedQueries, else the tile's first query."""
+    m is a ListedQueries, else the tile's first query. `found`: as of `queries_seen`, where it was computed before."""
     if C.ACC_FROM_STATS:
         p_tile, w_tile = weights(s_tile, None, a, C)
     elif C.ALIBI != "":
@@ -286,6 +298,9 @@ def masked_weights(s_tile, lse2, tile, m, k0, a, C: gl.constexpr, bias=None):
         p_tile, w_tile = weights(s_tile, lse2[None, :], a, C, bias=bias)
     if C.LISTS is not None:
         p_tile, w_tile = weights_of_list(p_tile, w_tile, tile.work, m, k0, a, C)
+    elif found is not None:
+        if found[0]:
+            p_tile, w_tile = where_seen(found[1], p_tile, w_tile, C)
     else:
         if not sees_all(tile.band, m, k0, 64, C):
             if C.EMPTY_ROWS or C.ALIBI != "":  # beside these, words keep more in memory than they free
