@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tests.backends.test_cpu_memory import pretend
 from tilewise.api.parse import parse_call
 from tilewise.backends.cpu import lowering
 from tilewise.masks import Mask
@@ -149,11 +150,15 @@ def test_large_tensors_are_not_kept() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_documents_that_end_inside_a_strip(dtype: torch.dtype, causal: bool) -> None:
+@pytest.mark.parametrize("processor", ["neon", "avx2", "avx512"])
+def test_documents_that_end_inside_a_strip(
+    monkeypatch: pytest.MonkeyPatch, processor: str, dtype: torch.dtype, causal: bool
+) -> None:
     """At each of its rows: the keys before and behind are those of one half of the strip, of the other or of both."""
+    pretend(monkeypatch, processor)
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, 210, 32, generator=g, dtype=dtype)
-    for end in range(64, 128):
+    for end in range(64, 129):
         mask = tw.documents(ids((end, 210 - end)))
         mask = tw.causal() & mask if causal else mask
         got = tw.attention(q, k, v, mask=mask, backend="cpu")
