@@ -8,7 +8,8 @@ its rows see none of a block's keys. These keys are a step of their own of the o
     both                 | ...... the strip ..... |
     high                                          | high half |
 
-Of three vectors the halves share one. (64 rows, fp32: of 13 documents in 8192 tokens, causal, 1.133 of the visible scores are computed by strips, 1.082 so.)
+Of three vectors the halves share one. (64 rows, fp32: of 13 documents in 8192 tokens, causal, 1.133 of the visible scores are
+computed by strips, 1.082 so.)
 """
 
 from __future__ import annotations
