@@ -84,6 +84,25 @@ def test_products_stay_in_registers(target: str, kind: str, head_dim: int, rows:
     assert found == PRODUCTS[kind], "the products' inner loops were not recognised"
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("target", ["neoverse-n1", "x86-64-v3", "skylake-avx512", "sapphirerapids"])
+def test_half_strips_stay_in_registers(target: str, head_dim: int) -> None:
+    arch, cpu, isa, fma = TARGETS[target]
+    tile = tile_of(isa, head_dim)
+    machine = compiler.Machine(arch + LINUX, cpu, "")
+    text = compiler.assembly(Kernel("forward", "float32", tile, "b"), machine)
+    wanted, found = (tile.vectors + 1) // 2 * tile.keys, Counter[str]()
+    for function, body in innermost_loops(text):
+        multiplies = sum(bool(re.search(fma, line)) for line in body)
+        if function in ("half_scores", "half_values") and multiplies >= wanted:
+            found[function] += 1
+            assert multiplies % wanted == 0
+            assert not [line for line in body if STACK.search(line) or COPY.search(line)], function
+    assert found == {"half_scores": 2, "half_values": 2}
+    for kernel in (Kernel("forward", "float32", tile), Kernel("forward", "float32", tile, "b", invariant=True)):
+        assert "half_scores" not in compiler.assembly(kernel, machine), "nothing is hidden, or sums must not depend on rows"
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_decoding_bytes_stays_in_registers(rows: int) -> None:
     """Bytes are four times as many numbers as a vector of them: they must not push sums out of the registers."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tests.backends.test_cpu_memory import pretend
 from tilewise.api.parse import parse_call
 from tilewise.backends.cpu import lowering
 from tilewise.masks import Mask
@@ -145,3 +146,51 @@ def test_packed_documents_are_ends_of_rows() -> None:
 def test_large_tensors_are_not_kept() -> None:
     made = lowering.keep("key", (torch.zeros(lowering.KEPT_BYTES, dtype=torch.float64),), lambda: 1)
     assert made == 1 and not lowering._kept
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("processor", ["neon", "avx2", "avx512"])
+def test_documents_that_end_inside_a_strip(
+    monkeypatch: pytest.MonkeyPatch, processor: str, dtype: torch.dtype, causal: bool
+) -> None:
+    """At each of its rows: the keys before and behind are those of one half of the strip, of the other or of both."""
+    pretend(monkeypatch, processor)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 210, 32, generator=g, dtype=dtype)
+    for end in range(64, 129):
+        mask = tw.documents(ids((end, 210 - end)))
+        mask = tw.causal() & mask if causal else mask
+        got = tw.attention(q, k, v, mask=mask, backend="cpu")
+        want = tw.attention(q.double(), k.double(), v.double(), mask=mask, backend="reference")
+        close = 1e-13 if dtype == torch.float64 else 2e-6
+        torch.testing.assert_close(got.double(), want, atol=close, rtol=close)
+
+
+def test_blocks_that_see_most_keys_start_first() -> None:
+    lo, hi = torch.zeros(1, 10, dtype=torch.int32), torch.tensor([[1, 1, 9, 9, 0, 0, 5, 5, 3, 100]], dtype=torch.int32)
+    order = lowering._order(lo, hi, 9, 2)  # what follows the ninth row is room for a strip
+    assert order is not None and order.dtype == torch.int32 and order.tolist() == [1, 3, 4, 0, 2]
+    assert lowering._order(lo, lo + 7, 8, 2) is None
+    assert lowering._order(lo, lo, 8, 2) is None
+
+
+def test_any_order_of_blocks_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are started in the order that the host says, each of them once."""
+    q, k, v = tensors()
+    mask, made, threads = tw.causal() & tw.documents(ids((250, 50))), [], torch.get_num_threads()
+    want = tw.attention(q, k, v, mask=mask, backend="reference")
+
+    def ordered(lo: torch.Tensor, hi: torch.Tensor, seqlen: int, rows: int) -> torch.Tensor:
+        made.append(-(-seqlen // rows))
+        return torch.arange(made[-1], dtype=torch.int32).flip(0)
+
+    torch.set_num_threads(4)
+    try:
+        for function in (lowering._order, ordered):
+            monkeypatch.setattr(lowering, "_order", function)
+            lowering._kept.clear()
+            torch.testing.assert_close(tw.attention(q, k, v, mask=mask, backend="cpu"), want, atol=2e-5, rtol=2e-5)
+    finally:
+        torch.set_num_threads(threads)
+    assert made and made[0] > 1

@@ -16,7 +16,7 @@ REAL = (
     *("lse_t", "delta_t", "sinks_t", "mass", "top_weights", *chain(*STATISTICS.values())),
 )
 I64_ARRAYS = ("counter", "done", "progress", "top_indices")
-I32_ARRAYS = ("cu_q", "cu_k", "origins", "entries", "starts", "lengths")
+I32_ARRAYS = ("cu_q", "cu_k", "origins", "entries", "starts", "lengths", "order")
 """Pointers by the type of what they point to; `bias` has a dtype of its own."""
 
 

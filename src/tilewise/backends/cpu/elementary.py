@@ -97,14 +97,14 @@ def tanh(x: Value) -> Any:
 
 
 def log2(x: Value) -> Any:
-    """log2 of one positive normal double: exponent bits plus 2/ln2·artanh((y - 1) / (y + 1)), y in [√½, √2)."""
+    """log2 of positive normal doubles: exponent bits plus 2/ln2·artanh((y - 1) / (y + 1)), y in [√½, √2)."""
     bits: Any = x.bitcast(I64)
     # Adding 2**52 - mantissa(√½) carries into the exponent exactly when the mantissa reaches √2.
     n = (bits - 0x3FE6A09E667F3BCD) >> 52
     y = (bits - (n << 52)).bitcast(F64)
     z = (y - 1.0) / (y + 1.0)
     u = z * z
-    total = x.e.const(2 * LOG2E / 21, F64)
+    total: Any = x.e.const(2 * LOG2E / 21, x.type)
     for k in range(19, 0, -2):
         total = total * u + 2 * LOG2E / k
     return n.to_real(F64) + total * z

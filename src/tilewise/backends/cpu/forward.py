@@ -35,7 +35,7 @@ class Chunks(NamedTuple):
 class Forward(Softmax, KeyParts):
     """Emits one module; its methods are the functions of the kernel."""
 
-    task = ("split",)
+    task = ("split", "lane", "from_key", "to_key")
     tiles: tuple[tuple[str, str, str], ...] = (("K", "k", "lanes"), ("V", "v", "panels"))
     cleaned: tuple[str, ...] = ("V",)
     can_be_bounded = True
@@ -46,14 +46,17 @@ class Forward(Softmax, KeyParts):
         self.unpack_quotient = pack.emit_unpack_strip(self.unit, kernel.out, divide=True)
         # what is hidden from all could be out of bounds; and what others see of a block moves the bound
         self.bounded = self.can_be_bounded and kernel.plain and self.simple and not kernel.invariant
+        self.split_strips()
         self.emit_products()
         if self.bounded:
-            self.bounded_step = self.emit_bounded_step("bounded_step", degree=self.real.degree - 1, chains=1)
-            self.few_keys_step = self.emit_bounded_step("few_keys_step", degree=self.real.degree, chains=2)
+            self.bounded_step, self.few_keys_step = self.emit_bounded_steps().values()
             self.k_norm = self.emit_k_norm()
             self.vanished = self.emit_vanished()
         self.softmax_step = self.emit_softmax_step()
         self.strip = self.emit_strip()
+        if self.half:
+            self.emit_halves()
+        self.steps = self.emit_steps() if self.half else self.strip
         self.finish = self.emit_finish()
         self.merge = self.emit_merge()
         self.emit_worker(self.emit_task())
@@ -68,8 +71,8 @@ class Forward(Softmax, KeyParts):
     def emit_strip(self, e: Emit, index: Any) -> None:
         """strip(args, frame, index): scores, softmax and O = O·alpha + P V for the keys the strip sees."""
         head, q0 = self.strip_at(e, index)
-        seq = self.seq(e, head)
-        keys = self.key_range(e, seq, q0)
+        seq, q0 = self.seq(e, head), q0 + self.lane(e)
+        keys = self.limited(e, self.key_range(e, seq, q0))
         with e.if_(keys.all[0] >= keys.all[1], likely=False):
             e.ret()
         e.frame.row_max[0] = e.strip(float("-inf"))
@@ -89,7 +92,7 @@ class Forward(Softmax, KeyParts):
             self.modified_softmax(e, index, keys, chunks, (seq, q0))
         if self.kernel.stats:
             self.watch_block(e, index)
-        total = e.frame.l + index * self.tile.rows
+        total = e.frame.l + self.row(e, index)
         alpha = e.frame.alpha.strip()
         total[0] = e.fma(total.strip(), alpha, e.frame.row_sum.strip())
         if self.kernel.dropout:
@@ -111,9 +114,9 @@ class Forward(Softmax, KeyParts):
             self.watch_max(e, index, self.max_of(e, keys.solid))
         self.clamp_masked(e, index, keys.edges)
         with e.if_else(many) as branches:
-            for branch, step in zip(branches, (self.bounded_step, self.few_keys_step), strict=True):
+            for branch, step in zip(branches, ("bounded_step", "few_keys_step"), strict=True):
                 with branch:
-                    e.call(step, e.frame.pointer, index, *keys.all)
+                    e.call(self.of_width(e, step), e.frame.pointer, index, *keys.all)
 
     def plain_softmax(self, e: Emit, index: Any, keys: KeyRange, chunks: Chunks) -> None:
         """Scores are used as the product leaves them: their maximum, then the weights."""
@@ -122,7 +125,7 @@ class Forward(Softmax, KeyParts):
         if self.kernel.stats:
             self.watch_max(e, index, row_max)
         self.update_max(e, index, row_max)
-        e.call(self.softmax_step, e.frame.pointer, index, *keys.all)
+        e.call(self.of_width(e, "softmax_step"), e.frame.pointer, index, *keys.all)
 
     def max_of(self, e: Emit, keys: Interval) -> Any:
         """The largest of `row_max` and the scores of keys [j0, j1), of which none is hidden."""
@@ -138,14 +141,14 @@ class Forward(Softmax, KeyParts):
         if self.kernel.stats:
             self.watch_max(e, index, e.frame.row_max.strip())
         self.update_max(e, index, e.frame.row_max.strip())
-        e.call(self.softmax_step, e.frame.pointer, index, *keys.all)
+        e.call(self.of_width(e, "softmax_step"), e.frame.pointer, index, *keys.all)
 
     def multiply_qk(self, e: Emit, index: Any, keys: Interval, chunks: Chunks) -> None:
         """Scores of keys [j0, j1)."""
         R, DP = self.tile.rows, e.args.DP
-        Q = e.frame.Q + index * (DP * R)
+        Q = e.frame.Q + (index * (DP * R) + self.lane(e))
         operands = [Q, R, e.frame.K, DP * self.tile.keys, e.frame.P, R]
-        e.call(self.qk, 0, DP, *operands, *self.groups(keys), chunks.scores)
+        e.call(self.of_width(e, "qk"), 0, DP, *operands, *self.groups(keys), chunks.scores)
 
     def score_reader(self, e: Emit) -> Callable[[Any, bool], Any]:
         """`score(j, keep)`: the scores of key j as the product left them, in units of log 2; `keep` if they are read again."""
@@ -155,10 +158,10 @@ class Forward(Softmax, KeyParts):
     def add_pv(self, e: Emit, index: Any, keys: Interval, chunks: Chunks) -> None:
         """O = O·alpha + P V."""
         R, DVP = self.tile.rows, e.args.DVP
-        O = e.frame.O + index * (DVP * R)
+        O = e.frame.O + (index * (DVP * R) + self.lane(e))
         last = DVP // self.tile.keys
         weights = [e.frame.P, R, e.frame.V, self.panel(e)]
-        e.call(self.pv, *keys, *weights, O, R, 0, last, chunks.values, e.frame.alpha)
+        e.call(self.of_width(e, "pv"), *keys, *weights, O, R, 0, last, chunks.values, e.frame.alpha)
 
     def chunks(self, e: Emit, seq: SeqInfo, many: Any) -> Chunks:
         """Sums are as short as errors ask for. Rows of few keys have the largest; where there are such rows before, those of many
@@ -220,8 +223,10 @@ class Forward(Softmax, KeyParts):
         to = self.row_of(e, "o", head, position)
         e.call(self.unpack_quotient, to, args.o.stride_s, O, rows, args.Dv, denominator)
         lse = args.lse + self.row_index(e, head, position)
+        for i in range(self.tile.vectors):
+            frame.row_max[i * e.lanes] = self.natural_lse(e, m.vector(i * e.lanes), total.vector(i * e.lanes))
         with e.range(0, rows) as r:
-            lse[r] = self.natural_lse(e, m[r], total[r])
+            lse[r] = frame.row_max[r]
         with e.if_(has_sink, likely=False):
             self.clamp_lse(e, sinks[head], lse, rows)
 
@@ -292,7 +297,7 @@ class Forward(Softmax, KeyParts):
         rest, blocks, pairs = number // splits, args.blocks, args.pairs
         # blocks of a head follow each other and find its K and V near; where they differ in cost, the longest of all heads are
         # first, so that threads end together
-        uneven = self.grows(e)
+        uneven = self.uneven(e)
         block = e.select(uneven, rest // pairs, rest % blocks)
         self.locate(e, block, e.select(uneven, rest % pairs, rest // blocks))
         with e.if_(frame.rows <= 0, likely=False):
@@ -367,7 +372,7 @@ class Forward(Softmax, KeyParts):
             if self.bounded:
                 self.call(e, self.k_norm)
             with e.range(0, strips) as index:
-                self.call(e, self.strip, index)
+                self.call(e, self.steps, index)
 
     def join_splits(self, e: Emit, number: Any, strips: Any) -> None:
         """Leave this split's state in the workspace; whoever comes last merges them all, in order, and finishes."""

@@ -33,6 +33,8 @@ KEPT_KEYS, KEPT_EACH = 32, 4
 """Masks that are kept: of so many structures and sizes, the last few of each."""
 ROOM = 64
 """Ends behind the last row, for a strip that reaches past it."""
+UNEVEN = 1.25
+"""Blocks of rows of which one sees so many times the keys of another are started in an order of their own."""
 Arguments = list[tuple[str, int]]
 _kept: dict[Any, list[tuple[tuple[Tensor, ...], Any]]] = {}
 _is_interval = cache(is_interval)
@@ -78,8 +80,11 @@ def is_static(problem: Problem) -> bool:
     return not problem.program.tensors or "cpu static" in problem.memory
 
 
-def mask_arguments(problem: Problem, kernel: Kernel, keys: int) -> tuple[Arguments, list[Tensor]]:
-    """The arguments of a mask's tensors and of the classes of its tiles, with `keys` keys each; and the memory they point to."""
+def mask_arguments(problem: Problem, kernel: Kernel, keys: int, rows: int) -> tuple[Arguments, list[Tensor]]:
+    """The arguments of a mask's tensors and of the classes of its tiles, with `keys` keys each; and the memory they point to.
+
+    Threads that share blocks of `rows` rows (0: there is one thread) take them in the order that they should end together.
+    """
     args: Arguments = []
     alive: list[Tensor] = []
     for n, given in enumerate(problem.program.tensors):
@@ -87,10 +92,23 @@ def mask_arguments(problem: Problem, kernel: Kernel, keys: int) -> tuple[Argumen
         alive.append(tensor if tensor.dtype == torch.bool else tensor.to(torch.int32))
         args.append((f"mask_t{n}", alive[-1].data_ptr()))
         args += [(f"mask_t{n}_{axis}", stride) for axis, stride in enumerate(broadcast_strides(alive[-1]))]
+    if rows and problem.program.structure == "j" and not kernel.backwards and not problem.varlen:
+        order = keep(("order", problem.shape, rows), tuple(alive), lambda: _order(alive[0], alive[1], problem.seqlen_q, rows))
+        if order is not None:
+            return [*args, ("order", order.data_ptr())], [*alive, order]
     if _is_interval(problem.program.structure) or problem.varlen:
         return args, alive
     classes, memory = _class_arguments(problem, kernel, keys)
     return args + classes, [*alive, memory]
+
+
+def _order(lo: Tensor, hi: Tensor, seqlen: int, rows: int) -> Tensor | None:
+    """Blocks of rows, those that see most keys first; None where they are all alike."""
+    width = (hi - lo).clamp(min=0)[:, :seqlen].sum(0)
+    seen = torch.nn.functional.pad(width, (0, -seqlen % rows)).view(-1, rows).sum(1)
+    if bool(seen.max() <= UNEVEN * seen.min()):
+        return None
+    return torch.argsort(seen, descending=True, stable=True).to(torch.int32)
 
 
 def _class_arguments(problem: Problem, kernel: Kernel, keys: int) -> tuple[Arguments, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tilewise.backends.cpu.builder import Emit, Unit
 from tilewise.backends.cpu.ir import I64, PTR, Pointer, Strip
-from tilewise.backends.cpu.spec import UNROLL, round_up
+from tilewise.backends.cpu.spec import UNROLL, Register, round_up
 
 
 def chunk_steps(steps: Any, chunks: int) -> Any:
@@ -30,7 +30,7 @@ def multiply_add(e: Emit, total: list[Any], a: Strip, j: int, b: Any) -> None:
         total[n] = e.fma(vector, b, total[n])
 
 
-def by_panels(unit: Unit, name: str, *, fold: str = "") -> Any:
+def by_panels(unit: Unit, name: str, *, fold: str = "", tile: Register | None = None) -> Any:
     """C[j][r] = Σ_k A[k][r]·B[k][j] for k in [k0, k1), multiples of UNROLL, and the panels [g0, g1) of J columns.
 
     Arguments: k0, k1, A, its row stride, B, the distance of its panels, C, its row stride, g0, g1, chunk[, X]. A sum's fate:
@@ -41,6 +41,7 @@ def by_panels(unit: Unit, name: str, *, fold: str = "") -> Any:
     """
     kinds = [I64, I64, PTR, I64, PTR, I64, PTR, I64, I64, I64, I64] + [PTR] * (fold == "scale")
     e, values, function = unit.function(name, kinds, noalias=(2, 4, 6))
+    e.tile = tile or e.tile
     k0, k1, A, a_step, B, b_step, C, c_step, g0, g1, chunk, *rest = values
     V, J = e.tile.vectors, e.tile.keys
     scale = rest[0].strip() if rest else None

@@ -170,9 +170,11 @@ class KernelModule(Visibility, PagedKeys):
         return e.args.descending != 0
 
     def starts_small(self, e: Emit, seq: SeqInfo) -> Any:
-        """Do rows see more and more keys, and the first ones few? Then these have the largest errors."""
+        """Do rows see more and more keys, and the first ones few? Then these have the largest errors. Where the ends of rows are
+        listed, they do so again and again, as in documents under a causal mask: one whose first row sees few is enough."""
         low, high = interval(seq, self.terms[0], 0)
-        return self.grows(e) & (high - low < LATER)
+        few = high - low < LATER
+        return few if any(part.kind.is_rows for part in self.terms[0]) else few & self.grows(e)
 
     def sees_many(self, e: Emit, seq: SeqInfo, q0: Any) -> Any:
         """So many keys that the error of one of them drowns in the mean of all?"""
@@ -184,9 +186,8 @@ class KernelModule(Visibility, PagedKeys):
     def locate(self, e: Emit, block: Any, pair: Any) -> None:
         """A query block of a (batch, group) pair: the lengths and starts of its sequence, its rows and strips."""
         args, frame = e.args, e.frame
-        blocks, groups = args.blocks, args.groups
-        # with a causal mask later blocks cost more: start them first
-        block = e.select(self.grows(e), blocks - 1 - block, block)
+        groups = args.groups
+        block = self.nth_block(e, block)
         batch = pair // groups
         Sq, Sk, q_start, k_start = args.Sq, args.Sk, 0, 0
         if self.kernel.varlen:
@@ -209,6 +210,17 @@ class KernelModule(Visibility, PagedKeys):
         frame.batch, frame.nth_group, frame.key_head = batch, nth, key_head
         frame.Sq, frame.Sk, frame.q_start, frame.k_start = Sq, Sk, q_start, k_start
         frame.m0, frame.rows, frame.strips = first, rows, strips
+
+    def nth_block(self, e: Emit, nth: Any) -> Any:
+        """The block of rows that is started as the nth: with a causal mask later ones cost more, and come first."""
+        block = e.select(self.grows(e), e.args.blocks - 1 - nth, nth)
+        if "order" not in e.args.offsets:
+            return block
+        return e.value_if(e.args.given("order"), lambda: e.args.order[nth].sext(I64), block)
+
+    def uneven(self, e: Emit) -> Any:
+        """Do blocks of rows differ in cost?"""
+        return self.grows(e) | e.args.given("order") if "order" in e.args.offsets else self.grows(e)
 
     def split_keys(self, e: Emit, keys: Interval, splits: Any, BN: Any) -> Interval:
         """The keys of this task's split: whole blocks, [s·c/n, (s + 1)·c/n) of c for split s of n."""
@@ -233,7 +245,7 @@ class KernelModule(Visibility, PagedKeys):
         """ln2 · (m + log2 l), worked out in double and finite; -inf for a row that saw nothing."""
         if self.real.type == F32:
             m, total = m.fpext(F64), total.fpext(F64)
-        unit, highest = self.kernel.score_unit, e.const(self.real.highest, F64)
+        unit, highest = self.kernel.score_unit, self.real.highest
         value = (m + log2(total) * (1 / unit)) * (LN2 * unit)
         if unit * LN2 > 1:  # else a finite m is a finite log-sum-exp
             value = e.select(value > highest, highest, value)

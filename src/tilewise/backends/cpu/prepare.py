@@ -88,7 +88,7 @@ def _make_launch(
     fixed = fixed_arguments(problem, kernel, tiles)
     held: list[Tensor] | None = None
     if is_static(problem):
-        mask, held = mask_arguments(problem, kernel, tile.block_k)
+        mask, held = mask_arguments(problem, kernel, tile.block_k, tile.block_q if tiles.threads > 1 else 0)
         fixed |= dict(mask)
     names = argument_names(kernel)
     values = [fixed.get(name, 0) for name in names[len(HOT) :]]
@@ -138,6 +138,7 @@ def optional_arguments(problem: Problem, inputs: Inputs, launch: CpuLaunch) -> t
     if inputs.alibi is not None:
         args.append(("alibi_b", inputs.alibi.shape[1] if inputs.alibi.shape[0] > 1 else 0))
     if launch.held is None:
-        mask, memory = mask_arguments(problem, launch.kernel, launch.tile.block_k)
+        tile, shared = launch.tile, launch.threads > 1
+        mask, memory = mask_arguments(problem, launch.kernel, tile.block_k, tile.block_q if shared else 0)
         return args + mask, alive + memory
     return args, alive

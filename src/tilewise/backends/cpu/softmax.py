@@ -13,6 +13,7 @@ from typing import Any
 
 from tilewise.backends.cpu import elementary
 from tilewise.backends.cpu.builder import Emit
+from tilewise.backends.cpu.halves import Halves
 from tilewise.backends.cpu.ir import I64, Strip
 from tilewise.backends.cpu.masking import Interval, any_lane, interval, lane_interval
 from tilewise.backends.cpu.module import kernel_function
@@ -24,7 +25,7 @@ BOUND = 40
 size is a normal number. Where products with smaller values may not have been, the task is done again, the general way."""
 
 
-class Softmax(RowWatch):
+class Softmax(RowWatch, Halves):
     """The frame holds m, l and the norms for every row, P, `row_sum` (Σ P of a block), `row_max` and alpha for one strip."""
 
     pace = 1  # keys whose weights are computed together
@@ -43,7 +44,7 @@ class Softmax(RowWatch):
 
     def update_max(self, e: Emit, index: Any, row_max: Strip) -> None:
         """m moves on to the scores' level; alpha is left for l and O."""
-        row = index * self.tile.rows
+        row = self.row(e, index)
         m_ptr, row_sum = e.frame.m + row, e.frame.l.strip(row)
         old = self.valid_max(e, m_ptr.strip(), row_sum)
         m = e.each(lambda x, y: e.fmax(x, self.level(e, y)), old, row_max)
@@ -58,8 +59,8 @@ class Softmax(RowWatch):
     def emit_softmax_step(self, e: Emit, index: Any, j0: Any, j1: Any) -> None:
         """softmax_step(frame, index, j0, j1): P = 2**(s - m) in place for keys [j0, j1); `row_sum` grows by them."""
         R = self.tile.rows
-        m = e.frame.m.strip(index * R)
-        P, put, V = e.frame.P, self.weight_store(e), self.tile.vectors
+        m = e.frame.m.strip(self.row(e, index))
+        P, put, V = e.frame.P, self.weight_store(e), e.tile.vectors
         with e.loop(j0, j1, self.pace, self.watched_sums(e)) as over:
             weights, total, spread = [], Strip(over.values[:V]), Strip(over.values[V:])
             for n in range(self.pace):
@@ -82,10 +83,18 @@ class Softmax(RowWatch):
 
         return put
 
+    def emit_bounded_steps(self, prefix: str = "", tile: Any = None) -> dict[str, Any]:
+        """By name: for rows of many keys, and for those of few."""
+        kinds = {"bounded_step": (self.real.degree - 1, 1), "few_keys_step": (self.real.degree, 2)}
+        return {
+            name: self.emit_bounded_step(prefix + name, tile=tile, degree=degree, chains=chains)
+            for name, (degree, chains) in kinds.items()
+        }
+
     def clamp_masked(self, e: Emit, index: Any, edges: tuple[Interval, ...]) -> None:
         """What is hidden at the edges is put where 2**(s - m) ends, and weighs exactly nothing."""
         P, R, floor = e.frame.P, self.tile.rows, self.real.floor
-        least = e.frame.m.strip(index * R) + floor
+        least = e.frame.m.strip(self.row(e, index)) + floor
         for edge in edges:
             with e.range(*edge) as j:
                 at = j * R
@@ -95,8 +104,8 @@ class Softmax(RowWatch):
     def emit_bounded_step(self, e: Emit, index: Any, j0: Any, j1: Any, *, degree: int, chains: int) -> None:
         """The same as softmax_step for a bounded strip, in fewer steps and without rounding s - m; 2**x by a polynomial of that
         degree, their total as so many sums side by side."""
-        R, V, P = self.tile.rows, self.tile.vectors, e.frame.P
-        m = e.frame.m.strip(index * R)
+        R, V, P = self.tile.rows, e.tile.vectors, e.frame.P
+        m = e.frame.m.strip(self.row(e, index))
         level = self.real.magic - m
         sums = self.watched_sums(e)
         start = [*sums[:V], *[e.vector(0.0)] * (V * (chains - 1)), *sums[V:]]
@@ -119,14 +128,14 @@ class Softmax(RowWatch):
     def bounds(self, e: Emit, index: Any) -> Any:
         """No score of the strip and the key block is larger: |q·k| <= |q| |k|."""
         max_k_norm = e.frame.max_k_norm[0].splat()
-        return e.frame.q_norm.strip(index * self.tile.rows) * max_k_norm
+        return e.frame.q_norm.strip(self.row(e, index)) * max_k_norm
 
     def is_bounded(self, e: Emit, index: Any) -> Any:
         """Are bounds and maxima so small that 2**(s - m) needs no maximum of s, nor care for the exponents' ends?
 
         A maximum far below zero is not: raising it to the bound would lose the weights before, and not every row has a key here.
         """
-        row = index * self.tile.rows
+        row = self.row(e, index)
         retry = e.frame.retry != 0
         m, row_sum = e.frame.m.strip(row), e.frame.l.strip(row)
 

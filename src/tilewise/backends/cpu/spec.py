@@ -156,12 +156,14 @@ CLASSES = ("classes", "classes_b", "classes_h", "classes_r", "class_rows")
 
 
 def mask_args(structure: str) -> tuple[str, ...]:
-    """The arguments of a mask structure, after the fixed ones: its integers, each tensor's address and strides, its classes."""
+    """The arguments of a mask structure, after the fixed ones: its integers, each tensor's address and strides, its classes;
+    where the ends of rows are listed, the order in which blocks of rows are started, or nothing."""
     ints = sum(kind.ints for term in operands(structure) for kind, _, _ in term)
     names = [f"mask_i{n}" for n in range(ints)]
     for n in range(mask_tensors(structure)):
         names += [f"mask_t{n}", *(f"mask_t{n}_{axis}" for axis in range(MASK_RANK))]
-    return (*names, *(() if is_interval(structure) else CLASSES))
+    listed = any(kind.is_rows for term in operands(structure) for kind, _, _ in term)
+    return (*names, *(() if is_interval(structure) else CLASSES), *(("order",) if listed else ()))
 
 
 def argument_names(kernel: Kernel) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ class RowWatch(KernelModule):
         return e.fma(p, e.at_least(gap, self.real.floor), spread) if self.kernel.stats else spread
 
     def store_sums(self, e: Emit, sums: Any) -> None:
-        V = self.tile.vectors
+        V = e.tile.vectors
         e.frame.row_sum[0] = Strip(sums[:V])
         if self.kernel.stats:
             e.frame.row_spread[0] = Strip(sums[V:])

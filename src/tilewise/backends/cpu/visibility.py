@@ -57,7 +57,7 @@ class Visibility:
         """The keys of the block that a strip visits."""
         J, n0, n_pad = self.tile.keys, e.frame.n0, e.frame.n_pad
         width = e.frame.n1 - n0
-        last = e.min(q0 + (self.tile.rows - 1), seq.Sq - 1)
+        last = e.min(q0 + (e.tile.rows - 1), seq.Sq - 1)
         if self.simple:
             low, high = outer_interval(seq, self.terms[0], q0, last)
             inner_low, inner_high = outer_interval(seq, self.terms[0], last, q0)
