@@ -1,5 +1,5 @@
-"""How fast derivatives and statistics are: JVP beside the forward, second gradients beside SDPA's math backend, statistics beside
-the plain call, and the package jvp_flash_attention where it can be imported. Contenders take turns.
+"""How fast derivatives and statistics are: JVP beside the forward and the package jvp_flash_attention where it can be imported,
+JVP and second gradients beside SDPA's math backend, statistics beside the plain call. Contenders take turns.
 
     python -m tools.derivative_times --device cuda --length 16384
 """
@@ -25,6 +25,8 @@ Call = Callable[[], object]
 STATISTICS = {"max_logit": ("max_logit",), "entropy": ("max_logit", "entropy")}
 APART = 5e-2
 """A peer whose result is further off than this, in its norm, is not timed."""
+MATH_LENGTH = 4096
+"""SDPA's math backend keeps matrices of length × length: it takes part up to here."""
 
 
 class Row(NamedTuple):
@@ -58,6 +60,11 @@ class Setting(NamedTuple):
     def mask(self) -> tw.Mask | None:
         return tw.causal() if self.causal else None
 
+    def math(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """SDPA's math backend."""
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
 
 def dual(setting: Setting, attend: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
     """out and its tangent."""
@@ -78,6 +85,8 @@ def forward_calls(setting: Setting) -> Iterator[tuple[str, Call]]:
     ours = partial(tw.attention, mask=setting.mask)
     yield "forward", lambda: ours(*setting[:3])
     yield "JVP", lambda: dual(setting, ours)
+    if setting.q.shape[2] <= MATH_LENGTH:
+        yield "JVP of SDPA math", lambda: dual(setting, setting.math)
     try:
         from jvp_flash_attention.jvp_attention import JVPAttn
     except ImportError:
@@ -99,12 +108,7 @@ def forward_calls(setting: Setting) -> Iterator[tuple[str, Call]]:
 
 def second_calls(setting: Setting) -> Iterator[tuple[str, Call]]:
     """The gradient of <gradient, tangents>, alone and with all that comes before it: SDPA's, then ours."""
-
-    def math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=setting.causal)
-
-    for name, attend in (("SDPA math", math), ("tilewise", partial(tw.attention, mask=setting.mask))):
+    for name, attend in (("SDPA math", setting.math), ("tilewise", partial(tw.attention, mask=setting.mask))):
         leaves = tuple(x.clone().requires_grad_() for x in setting[:3])
 
         def first(attend: Any = attend, leaves: Any = leaves) -> Tensor:

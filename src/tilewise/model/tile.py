@@ -40,6 +40,8 @@ class TilePlan:
     """The kernel's name in its backend."""
     register_tile: tuple[int, int] | None = None
     """On a CPU: query rows and keys whose scores are held in registers."""
+    half_rows: int = 0
+    """On a CPU: rows of half a register tile, which has steps of its own where it alone sees keys. 0: there are none."""
     heads: int = 1
     """Query heads of a task that share its K and V."""
     groups: int = 1

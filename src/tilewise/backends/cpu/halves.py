@@ -8,8 +8,7 @@ its rows see none of a block's keys. These keys are a step of their own of the o
     both                 | ...... the strip ..... |
     high                                          | high half |
 
-Of three vectors the halves share one. (64 rows, fp32: of 13 documents in 8192 tokens, causal, 1.133 of the visible scores are
-computed by strips, 1.082 so.)
+(64 rows, fp32: of 13 documents in 8192 tokens, causal, 1.133 of the visible scores are computed by strips, 1.082 so.)
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ from tilewise.backends.cpu.ir import I64
 from tilewise.backends.cpu.masking import interval
 from tilewise.backends.cpu.spec import Register, round_down, round_up
 from tilewise.backends.cpu.visibility import KeyRange
-
-LEAST_KEYS = 16
-"""Keys from which on a step of their own pays: O of the half is read and written once more. (Neoverse N1: 8 bring nothing.)"""
-LEAST_SUMS = 8
-"""Accumulators of a half at least, or its products wait for each other: latency times FMAs a cycle."""
+from tilewise.model.cpu_visits import HALF_KEYS
 
 
 class Halves:
@@ -50,12 +45,9 @@ class Halves:
     half_functions: dict[str, Any]
 
     def split_strips(self) -> None:
-        """Half strips are for masks that are intervals, where nothing else is gathered on the way."""
-        tile = self.tile
-        hides = any(self.terms) and self.bounded and not self.kernel.stats
-        vectors = (tile.vectors + 1) // 2
-        if hides and vectors < tile.vectors and vectors * tile.keys >= LEAST_SUMS:
-            self.half = tile._replace(vectors=vectors)
+        """Half strips are for masks that are intervals."""
+        if any(self.terms) and self.bounded:
+            self.half = self.kernel.half
 
     def emit_halves(self) -> None:
         """What `of_width` finds, and the strip's function for a half."""
@@ -107,9 +99,9 @@ class Halves:
         begin, end = round_down(near(interval(seq, term, q0)[0]), J), round_up(near(interval(seq, term, last)[1]), J)
         first_high = e.min(e.max(round_down(near(interval(seq, term, behind_low)[0]), J), begin), end)
         first_high = e.select(q0 + rows < seq.Sq, first_high, end)
-        first_high = e.select(first_high - begin < LEAST_KEYS, begin, first_high)
+        first_high = e.select(first_high - begin < HALF_KEYS, begin, first_high)
         past_low = e.max(round_up(near(interval(seq, term, before_high)[1]), J), first_high)
-        past_low = e.select(end - past_low < LEAST_KEYS, end, past_low)
+        past_low = e.select(end - past_low < HALF_KEYS, end, past_low)
         half = self.half_functions["strip"]
         for function, first, start, stop in (
             (half, 0, begin, first_high), (self.strip, 0, first_high, past_low), (half, lane, past_low, end),

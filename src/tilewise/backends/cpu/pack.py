@@ -28,14 +28,15 @@ Across = Callable[[Row, Pair, Pair], None]
 One = Callable[[Row, Any], None]
 
 
-def transposed(rows: list[Any]) -> list[Any]:
-    """Vectors as one sequence that takes a cell of each in turn; as many of them as cells in each: transposed."""
+def transposed(rows: list[Any], width: int = 1) -> list[Any]:
+    """Vectors as one sequence that takes `width` cells of each in turn. As many of them as each has of such parts: transposed."""
     if len(rows) == 1:
         return rows
-    lanes, run = rows[0].lanes, len(rows) // 2  # so many cells lie side by side in each half already
+    half = len(rows) // 2
+    lanes, run = rows[0].lanes, half * width  # so many cells lie side by side in each half already
     low = [n // (2 * run) * run + n // run % 2 * lanes + n % run for n in range(lanes)]
     high = [n + lanes // 2 for n in low]
-    pairs = zip(transposed(rows[:run]), transposed(rows[run:]), strict=True)
+    pairs = zip(transposed(rows[:half], width), transposed(rows[half:], width), strict=True)
     return [a.pick(order, b) for a, b in pairs for order in (low, high)]
 
 
@@ -229,12 +230,24 @@ def emit_pack_panels(
     def start(panel: Any) -> Any:
         return pack.dst + panel // width * pack.step
 
-    with e.range(0, fast_rows, NEAR_ROWS) as some, e.range(0, fast_cols, width) as panel:
-        to = start(panel)
-        with e.range(some, e.min(some + NEAR_ROWS, fast_rows)) as row:
-            for n in range(0, width, lanes):
-                value = scaled_by_row(cell.near(row, panel + n, lanes), row, lanes)
-                to[row * width + n] = value
+    # panels narrower than a vector: a vector of so many rows lies in each panel that a vector of a row spans
+    tall = e.lanes // width
+    wide_cols = round_down(fast_cols, e.lanes) if tall > 1 else 0
+    with e.range(0, fast_rows, NEAR_ROWS) as some:
+        last = e.min(some + NEAR_ROWS, fast_rows)
+        done = round_down(last, tall) if tall > 1 else some
+        if tall > 1:
+            with e.range(some, done, tall) as row, e.range(0, wide_cols, e.lanes) as panel:
+                to = start(panel)
+                block = [scaled_by_row(cell.near(row + r, panel, e.lanes), row + r, e.lanes) for r in range(tall)]
+                for n, value in enumerate(transposed(block, width)):
+                    to[n * pack.step + row * width] = value
+        with e.range(0, fast_cols, width) as panel:
+            to = start(panel)
+            with e.range(e.select(panel < wide_cols, done, some) if tall > 1 else some, last) as row:
+                for n in range(0, width, lanes):
+                    value = scaled_by_row(cell.near(row, panel + n, lanes), row, lanes)
+                    to[row * width + n] = value
     with e.range(0, cols, width) as panel:
         to = start(panel)
         inside = e.min(width, cols - panel)

@@ -333,6 +333,7 @@ def _described(
         source=source,
         kernel=f"{name}_{kernel.matrix}" if kernel.matrix else name,
         register_tile=sides,
+        half_rows=kernel.half.rows if kernel.half else 0,
         heads=chosen.heads,
         groups=chosen.groups,
         outer="queries",

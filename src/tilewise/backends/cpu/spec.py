@@ -43,6 +43,10 @@ class Register(NamedTuple):
         return self.lanes * self.vectors
 
 
+LEAST_SUMS = 8
+"""Accumulators of a half at least, or its products wait for each other: latency times FMAs a cycle."""
+
+
 class Kernel(NamedTuple):
     """Everything that changes a kernel's code. Lengths, strides and numbers are arguments, never part of the key."""
 
@@ -102,6 +106,16 @@ class Kernel(NamedTuple):
     def plain(self) -> bool:
         """No score is changed between the product and the mask."""
         return not (self.softcap or self.bias or self.alibi)
+
+    @property
+    def half(self) -> Register | None:
+        """The register tile of half a strip, which has steps of its own where each row sees one interval of keys (`halves.py`).
+        Of three vectors the halves share one."""
+        whole = self.kind == "forward" and self.plain and not (self.matrix or self.invariant or self.stats)
+        vectors = (self.tile.vectors + 1) // 2
+        if not (whole and self.structure and vectors < self.tile.vectors and vectors * self.tile.keys >= LEAST_SUMS):
+            return None
+        return self.tile._replace(vectors=vectors)
 
 
 # Arguments that change from call to call come first: the host writes them in one go, the rest from a template.
