@@ -138,8 +138,6 @@ def short_of_registers(case: Case) -> bool:
 
 def backward_saves(name: str, case: Case) -> int:
     """Accesses to local memory that both loops of a backward kernel may have, together."""
-    if name == "keys_kernel" and case.head_dim == 64 and case.data:
-        return 1  # under Triton 3.7, in the branch that zeroes queries that see no key
     if name == "keys_kernel" and case.head_dim == 64 and case.bias is not None and case.dropout_p > 0:
         return 2
     return 0

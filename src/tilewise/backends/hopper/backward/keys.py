@@ -99,9 +99,13 @@ def step(grads, held, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.
     k_rows = k_tile.slice(WG * 64, 64, dim=0)
     v_rows = matrix(rings.v, index).slice(WG * 64, 64, dim=0)
     zero = zeros(C.BLOCK_M)
-    zero_unseeing_queries(rings, n, m, tile, a, WG, C)
+    first = m
+    if C.EMPTY_ROWS and C.LISTS is None and not C.VARLEN:
+        first = opaque(m)  # else what is computed from it is kept for the branch that zeroes
+    zero_unseeing_queries(rings, n, first, tile, a, WG, C)
     found = None
-    if C.EMPTY_ROWS and C.ALIBI == "" and C.LISTS is None:
+    # packed batches at 128 have no registers for the words
+    if C.EMPTY_ROWS and C.ALIBI == "" and C.LISTS is None and not (C.VARLEN and C.BLOCK_D == 128):
         found = queries_seen(tile, m, tile.work.start + 64 * WG, C)
     mbarrier.wait(rings.q.full.index(at), parity)
     bias = zero
