@@ -316,4 +316,11 @@ def kernels(package: str, *names: str) -> Iterator[tuple[Machine, dict[str, Modu
         yield machine, {name: importlib.import_module(f"{package}.{name}") for name in names}
         faked = ("triton", *(f"tilewise.backends.{name}" for name in ("gpu", "hopper", "triton")))
         others = {name: module for name, module in sys.modules.items() if not name.startswith(faked)}
+        played = [name for name in sys.modules if name.startswith("tilewise.backends.hopper.")]
     sys.modules.update(others)  # imported for good: a second copy of a backend would not be the registered one
+    for name in played:  # a package keeps its modules as attributes, and `from package import module` takes those
+        parent, _, child = name.rpartition(".")
+        if name in sys.modules and parent in sys.modules:
+            setattr(sys.modules[parent], child, sys.modules[name])
+        elif parent in sys.modules:
+            vars(sys.modules[parent]).pop(child, None)

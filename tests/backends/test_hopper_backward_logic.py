@@ -5,7 +5,11 @@ What a GPU adds (the order of memory, products in flight) is tried by test_hoppe
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -341,3 +345,17 @@ def test_products_are_computed_as_late_as_their_waits() -> None:
     machine.product_wait(1, [none])
     place.store(Value(torch.full((2, 2), 3.0)))
     assert machine.product_wait(0, [token]).value.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_modules_that_were_played_are_gone_afterwards() -> None:
+    """A test that compiles kernels later in the process finds those in Triton's language, not the functions of threads."""
+    code = """
+import tilewise.backends.hopper.backward.choose
+from tests.backends.gluon_threads import kernels
+with kernels("tilewise.backends.hopper.backward", "kernel") as (_, modules):
+    played = modules["kernel"].keys_kernel
+from tilewise.backends.hopper.backward import kernel
+assert kernel.keys_kernel is not played and hasattr(kernel.keys_kernel, "cache_key")
+"""
+    paths = {"PYTHONPATH": os.pathsep.join(("src", "."))}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], env=os.environ | paths)
