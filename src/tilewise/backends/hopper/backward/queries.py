@@ -54,11 +54,18 @@ def interval_keys(band, row0, key0, C: gl.constexpr):
     """The key tile from key0 on: its first key, whether some query does not see all of it, and then which keys queries see, as
     words. Found while the scores are computed: later there are no registers for it."""
     LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
-    all_see = (key_hi(band, row0, C) >= key0 + C.BLOCK_N) & (key_lo(band, row0 + 63, C) <= key0)
+    last = row0 + 63
+    if C.LEFT and C.VARLEN:  # else the bounds of both rows are kept in registers
+        row0 = opaque(row0)
+        last = opaque(row0 + 63)
+    all_see = (key_hi(band, row0, C) >= key0 + C.BLOCK_N) & (key_lo(band, last, C) <= key0)
     words = no_words(C.BLOCK_N, LAYOUT)
     if not all_see:
         q = opaque(rows_of_words(words, row0))  # else what is computed from it is kept in registers
-        words = interval_words(key_lo(band, q, C) - key0, key_hi(band, q, C) - key0, words)
+        first = key0
+        if C.LEFT:
+            first = opaque(key0)  # else its distances from lanes are variables of the loop
+        words = interval_words(key_lo(band, q, C) - first, key_hi(band, q, C) - first, words)
     return key0, not all_see, words
 
 

@@ -173,8 +173,11 @@ def gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.constexpr)
         zero_unseeing_queries(rings, n0, work.first * C.BLOCK_M, tile, a, WG, C)
         token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M, USED, kept, C.HELD[WG])
         held = of_head(tile, g, a, C) if WG == 0 else tile
-        for n in range(n0, last):
-            m = (work.first + n - n0) * C.BLOCK_M
+        for j in range(n0, last):
+            m = (work.first + j - n0) * C.BLOCK_M
+            n = j
+            if WG == 0 and C.EMPTY_ROWS and not C.VARLEN:
+                n = opaque(j)  # where rows are zeroed, there is no register for each address as a variable of the loop
             grad, token = step((grad, token), rings, n, m, held, kv_tile, kept, a, False, WG, C)
         m = (work.first + work.count - 1) * C.BLOCK_M
         grad, _ = step((grad, token), rings, last, m, held, kv_tile, kept, a, True, WG, C)
