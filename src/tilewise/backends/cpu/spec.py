@@ -111,7 +111,7 @@ class Kernel(NamedTuple):
     def half(self) -> Register | None:
         """The register tile of half a strip, which has steps of its own where each row sees one interval of keys (`halves.py`).
         Of three vectors the halves share one."""
-        whole = self.kind == "forward" and self.plain and not (self.matrix or self.invariant or self.stats)
+        whole = self.kind == "forward" and self.plain and not (self.matrix or self.invariant)
         vectors = (self.tile.vectors + 1) // 2
         if not (whole and self.structure and vectors < self.tile.vectors and vectors * self.tile.keys >= LEAST_SUMS):
             return None

@@ -31,7 +31,7 @@ class RowWatch(KernelModule):
 
     def watch_max(self, e: Emit, index: Any, row_max: Strip) -> None:
         """The largest visible score of a block."""
-        top = e.frame.top + index * self.tile.rows
+        top = e.frame.top + self.row(e, index)
         top[0] = e.fmax(top.strip(), row_max)
 
     def watched_sums(self, e: Emit) -> list[Any]:
@@ -50,7 +50,7 @@ class RowWatch(KernelModule):
 
     def watch_block(self, e: Emit, index: Any) -> None:
         """A block's spread joins; l is still that of the keys before."""
-        row = index * self.tile.rows
+        row = self.row(e, index)
         spread, total = e.frame.spread + row, e.frame.l.strip(row)
         moved = e.fma(e.frame.shift.strip(), total, spread.strip())
         spread[0] = e.fma(moved, e.frame.alpha.strip(), e.frame.row_spread.strip())
@@ -96,4 +96,5 @@ class RowWatch(KernelModule):
 
     valid_max: Any
     rescale_factor: Any
-    """The softmax's."""
+    row: Any
+    """The softmax's, and of half strips."""
