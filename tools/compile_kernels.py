@@ -130,14 +130,14 @@ DERIVATIVE_SPILLS = {("jvp", 128): 48, ("second_keys", 64): 44, ("second_keys", 
 
 def short_of_registers(case: Case) -> bool:
     """Backward kernels that are right and lack registers: softcap at 128 (ten to thirty values a step wait in memory), dropout at
-    128 (two), ALiBi at 128 (one under Triton 3.6, thirty where keys lie ahead), packed batches at 64 (two or three); from Triton
-    3.8 on others too."""
-    full = case.softcap > 0 or case.dropout_p > 0 or case.alibi
-    return (full and case.head_dim == 128) or (bool(case.lengths) and case.head_dim == 64)
+    128 (two), ALiBi at 128 (one under Triton 3.6, thirty where keys lie ahead); from Triton 3.8 on others too."""
+    return case.head_dim == 128 and (case.softcap > 0 or case.dropout_p > 0 or case.alibi)
 
 
 def backward_saves(name: str, case: Case) -> int:
     """Accesses to local memory that both loops of a backward kernel may have, together."""
+    if name == "keys_kernel" and case.head_dim == 64 and case.data:
+        return 1  # under Triton 3.7, in the branch that zeroes queries that see no key
     if name == "keys_kernel" and case.head_dim == 64 and case.bias is not None and case.dropout_p > 0:
         return 2
     return 0

@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
 
 from tilewise.backends.hopper.compat import aggregate, gl, gluon, opaque
-from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words, words_from
+from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words
 from tilewise.backends.hopper.lists import row_counts, row_of
 from tilewise.backends.hopper.work_tile import (
     UNBOUNDED,
@@ -177,10 +177,10 @@ def seeing_words(band, m, k0, LAYOUT: gl.constexpr, C: gl.constexpr):
     like = no_words(C.BLOCK_M, LAYOUT)
     k = opaque(rows_of_words(like, k0))
     lo = query_lo(band, k, C) - m
+    hi = lo * 0 + C.BLOCK_M
     if C.LEFT:
-        return interval_words(lo, query_hi(band, k, C) - m, like)
-    else:
-        return words_from(lo, like)
+        hi = query_hi(band, k, C) - m
+    return interval_words(lo, hi, like)
 
 
 @gluon.jit

@@ -93,26 +93,14 @@ def _bits_below(x):
 
 
 @gluon.jit
-def _bits(first, count):
-    """So many bits from `first` on, of a word's 32."""
-    return gl.inline_asm_elementwise(
-        "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [first, count], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def interval_words(lo, hi, like):
     """Words of the columns lo <= c < hi, [64] numbers that count from the tile's first column. Bits past the last column's may
     be set too."""
     first = gl.maximum(_bits_below(lo[:, None] - lanes(like)), 0)
-    return _bits(first, gl.maximum(_bits_below(hi[:, None] - lanes(like)) - first, 0))
-
-
-@gluon.jit
-def words_from(lo, like):
-    """The same of all columns from lo on."""
-    first = gl.maximum(_bits_below(lo[:, None] - lanes(like)), 0)
-    return _bits(first, first * 0 + 32)
+    count = gl.maximum(_bits_below(hi[:, None] - lanes(like)) - first, 0)
+    return gl.inline_asm_elementwise(
+        "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [first, count], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

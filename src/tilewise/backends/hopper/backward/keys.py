@@ -104,8 +104,8 @@ def step(grads, held, rings, tile, n, m, before, a, FIRST: gl.constexpr, WG: gl.
         first = opaque(m)  # else what is computed from it is kept for the branch that zeroes
     zero_unseeing_queries(rings, n, first, tile, a, WG, C)
     found = None
-    # packed batches at 128 have no registers for the words
-    if C.EMPTY_ROWS and C.ALIBI == "" and C.LISTS is None and not (C.VARLEN and C.BLOCK_D == 128):
+    # for packed sequences, words found here take a register too many
+    if C.EMPTY_ROWS and not C.VARLEN and C.ALIBI == "" and C.LISTS is None:
         found = queries_seen(tile, m, tile.work.start + 64 * WG, C)
     mbarrier.wait(rings.q.full.index(at), parity)
     bias = zero

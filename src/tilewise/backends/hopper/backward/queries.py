@@ -55,7 +55,7 @@ def interval_keys(band, row0, key0, C: gl.constexpr):
     words. Found while the scores are computed: later there are no registers for it."""
     LAYOUT: gl.constexpr = accumulator(C.BLOCK_N)
     last = row0 + 63
-    if C.LEFT and C.VARLEN:
+    if C.LEFT and C.VARLEN:  # else the bounds of both rows are kept in registers
         row0 = opaque(row0)
         last = opaque(row0 + 63)
     all_see = (key_hi(band, row0, C) >= key0 + C.BLOCK_N) & (key_lo(band, last, C) <= key0)

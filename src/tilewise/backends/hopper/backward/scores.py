@@ -303,7 +303,8 @@ def masked_weights(s_tile, lse2, tile, m, k0, a, C: gl.constexpr, bias=None, fou
             p_tile, w_tile = where_seen(found[1], p_tile, w_tile, C)
     else:
         if not sees_all(tile.band, m, k0, 64, C):
-            if C.EMPTY_ROWS or C.ALIBI != "":  # beside these, words keep more in memory than they free
+            # beside these, words keep more in memory than they free; so they do for packed sequences without a band
+            if (C.EMPTY_ROWS and not (C.VARLEN and (C.BAND or C.LEFT))) or C.ALIBI != "":
                 ok = visible(tile.band, m, k0, p_tile, C)
                 p_tile = gl.where(ok, p_tile, 0.0)
                 w_tile = gl.where(ok, w_tile, 0.0)
