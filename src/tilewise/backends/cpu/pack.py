@@ -20,7 +20,10 @@ from tilewise.backends.cpu.spec import UNROLL, round_down
 NEAR_ROWS = 16
 """Rows packed into panels together: so few that the lines read for one panel are still in L1 for the next, however far apart
 rows are. (Neoverse N1, head dim 512: 3 % of a forward.)"""
-
+AHEAD = 16
+"""On x86 the lines of a row are asked for so many rows before it is packed: the processor's own prefetchers end with a page, and
+lose the order in which squares read. (Cascade Lake, forward of 4 heads: documents of 150 to 1,388 tokens 1 % faster with one
+thread and 3 % with two, head dim 128 2 %; 2,048 keys 1 %; backward no change. Not measured on a Neoverse.)"""
 
 Pair = tuple[Any, Any]
 Row = tuple[Any, ...]
@@ -97,6 +100,12 @@ class Values:
     def near(self, row: Any, col: Any, count: int) -> Any:
         """Cells [col, col + count) of a row, all whole and their columns adjacent."""
         return self.source.src.fetch(self.source.row(row) + col, count)
+
+    def ahead(self, rows: list[Any], col: Any) -> None:
+        """Asks for the lines that hold a column of later rows, unless rows are scattered: the last have none behind them."""
+        if self.e.arch != "aarch64" and not isinstance(self.source.row_step, Pointer):
+            for row in rows:
+                self.e.prefetch(self.source.src + (self.source.row((row + AHEAD) * self.rows) + col * self.cols))
 
     def one(self, row: Any, col: Any) -> Any:
         """A cell anywhere; beyond the source's shape a pair has zeros."""
@@ -186,6 +195,7 @@ def emit_pack_lanes(
         (row, lane), (tall, wide) = at, shape
         factor = factors.vector(row, tall).pick([n % tall for n in range(wide)]) if factors is not None else None
         with e.range(*between, wide) as col:
+            cell.ahead([row + r for r in range(tall)], col)
             block = [cell.near(row + r, col, wide) for r in range(tall)]
             for n, value in enumerate(transposed(block)):
                 start, to = (col, n * wide) if tall < wide else (col + n, lane)
@@ -239,6 +249,7 @@ def emit_pack_panels(
         if tall > 1:
             with e.range(some, done, tall) as row, e.range(0, wide_cols, e.lanes) as panel:
                 to = start(panel)
+                cell.ahead([row + r for r in range(tall)], panel)
                 block = [scaled_by_row(cell.near(row + r, panel, e.lanes), row + r, e.lanes) for r in range(tall)]
                 for n, value in enumerate(transposed(block, width)):
                     to[n * pack.step + row * width] = value
