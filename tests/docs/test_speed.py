@@ -48,7 +48,9 @@ CHANGES = {
     "cpu-n1": ("cpu-2026-11-15", ("records", 0, "ratio", "p80"), 71.23, "1.25 (1.23–71.23)"),
     "cpu-xeon": ("cpu-avx512-16-2026-11-15", ("records", 0, "ratio", "p50"), 71.23, "| 71.23 (1.37–1.53) |"),
     "cpu-errors": ("cpu-2026-11-15", ("records", 0, "errors", "largest"), 71.23, "–71.23 |"),
+    "cache-gpu": ("cache-h200-2026-11-19", ("rows", 0, "ratio", 1), 71.23, "–71.23 |"),
     "sweep": ("sweep-n1-2026-11-16", ("rows", 0, "ratio"), 71.23, "| 71.230 |"),
+    "sweep-gpu": ("sweep-hopper-h200-2026-11-19", ("rows", 0, "ratio"), 71.23, "| 71.230 |"),
     "tiles": (
         "hopper-forward-h200",
         ("levers, TFLOP/s (p20, p50, p80)", "tiles", "d64 full 512", "wide", 1),

@@ -55,6 +55,22 @@ def test_decoding_is_swept_as_such() -> None:
     assert found.pass_ == "decode" and {one.tile.block_q for one in found.tiles} == {1}
 
 
+@pytest.mark.parametrize(
+    ("fields", "passes"),
+    [
+        ({"head_dim": 128, "mask": "full"}, ["backward"]),
+        ({"head_dim": 128, "deterministic": True}, ["backward_dkdv", "backward_dq"]),
+    ],
+)
+def test_a_backward_of_one_tile_is_swept_and_no_forward(
+    fields: dict[str, Any], passes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "device", lambda name: hardware.lookup("h200"))
+    case = replace(CASE, seqlen=4096, dtype="bfloat16", passes="backward", device="cuda", **fields)
+    assert sweeps.passes_of(case, "hopper") == passes
+    assert sweeps.passes_of(case, "aten") == []
+
+
 def test_training_sweeps_the_backward() -> None:
     (found,) = sweep_all(jobs_for([replace(CASE, passes="training")], "auto", "auto"), QUICK)
     assert (found.backend, found.pass_, found.case.passes) == ("cpu", "backward", "backward")

@@ -206,6 +206,31 @@ def gpu_rows(name: str) -> Callable[[Words], list[str]]:
     return draw
 
 
+def cache_gpu(say: Words) -> list[str]:
+    """Pages of 16 by the bytes that a call reads, and the other kinds of case."""
+    name = "cache-h200-2026-11-19"
+    record = load(name)
+    kinds: dict[str, list[Any]] = {}
+    bounds = ((256 << 20, say("256 MiB and more", "256 MiB 及以上")), (32 << 20, "32–256 MiB"), (0, say("less", "更少")))
+    for row in record["rows"]:
+        kind = row["name"].rpartition(" ")[0]
+        size = next(word for least, word in bounds if row["bytes"] >= least)
+        pages = say("pages of 16, K and V: ", "16 个 token 的页，K 与 V：") + size
+        kinds.setdefault(pages if kind == "decode/16" else f"`{kind}`", []).append(row)
+    names = {"cache-cudnn": say("cuDNN, contiguous rows", "cuDNN，连续的行")}
+    names["contiguous"] = say("own contiguous memory", "自己的连续内存")
+    names["plain"] = say("bf16 pages, or the call without it", "bf16 页，或没有该功能的调用")
+    rows = []
+    for kind, found in sorted(kinds.items(), key=lambda item: "decode" not in item[1][0]["name"]):
+        rates = [row["bytes"] / row["us"]["tilewise"][1] * 1e-6 for row in found]
+        own = [row["least"]["contiguous"][1] for row in found if row["least"]]
+        told = (_range(rates), names[found[0]["rival"]], _range(row["ratio"][1] for row in found), _range(own) if own else "")
+        rows.append([kind, str(len(found)), *told])
+    head = ["", say("cells", "格数"), "TB/s", say("beside", "对手"), say("ratio", "比值")]
+    head.append(say("beside own contiguous", "与自己的连续内存之比"))
+    return [_source(name, record, "H200"), *_table(head, rows)]
+
+
 N1, XEON, XEON16 = "cpu-2026-11-15", "cpu-avx512-2026-11-15", "cpu-avx512-16-2026-11-15"
 
 
@@ -283,15 +308,43 @@ def cpu_errors(say: Words) -> list[str]:
 
 
 def sweep(say: Words) -> list[str]:
-    name = "sweep-n1-2026-11-16"
-    record = load(name)
-    rows = [
-        [row["name"], row["pass"], str(len(row["tiles"])), row["planned"], row["fastest"], f"{row['ratio']:.3f}"]
-        for row in record["rows"]
-    ]
-    head = ["", say("pass", "方向"), say("tiles", "分块数"), say("planned", "规划"), say("fastest", "最快")]
-    head.append(say("planner's time over the fastest", "规划用时比最快"))
-    return [_source(name, record, say("Neoverse N1, 2 threads", "Neoverse N1，2 线程")), *_table(head, rows)]
+    names = ("sweep-n1-2026-11-16", "sweep-xeon-2026-11-19")
+    records = [load(name) for name in names]
+    xeon = {row["name"]: row for row in records[1]["rows"]}
+    rows = []
+    for row in records[0]["rows"]:
+        rows.append([row["name"], row["pass"]])
+        for one in (row, xeon[row["name"]]):
+            planned = say(f"{one['planned']} of {len(one['tiles'])}", f"{one['planned']}，共 {len(one['tiles'])} 种")
+            rows[-1] += [planned, one["fastest"], f"{one['ratio']:.3f}"]
+    over = say("time over its", "规划用时与之比")
+    head = ["", say("pass", "方向")]
+    for machine in ("N1", "Xeon"):
+        head += [f"{machine}{say(': planned', '：规划')}", say("fastest", "最快"), over]
+    machines = (say("Neoverse N1, 2 threads", "Neoverse N1，2 线程"), say("Xeon (AVX-512), 2 threads", "Xeon（AVX-512），2 线程"))
+    sources = [_source(name, record, machine) for name, record, machine in zip(names, records, machines, strict=True)]
+    return ["  \n".join(sources), *_table(head, rows)]
+
+
+def sweep_gpu(say: Words) -> list[str]:
+    rows, sources = [], []
+    for name in ("sweep-hopper-h200-2026-11-19", "sweep-triton-h200-2026-11-19"):
+        record = load(name)
+        sources.append(_source(name, record, "H200"))
+        groups: dict[str, list[Any]] = {}
+        for row in record["rows"]:
+            dtype = "fp32" if row["name"].startswith("float32") else "bf16"
+            groups.setdefault(f"{row['backend']}, {dtype}, {row['pass']}", []).append(row)
+        for group, found in groups.items():
+            worst = max(found, key=lambda row: row["ratio"])
+            counts = sorted(len(row["tiles"]) for row in found)
+            tiles = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+            first = str(sum(row["planned"] == row["fastest"] for row in found))
+            where = "" if worst["ratio"] == 1 else f"{worst['name']}: {worst['planned']}, {worst['fastest']}"
+            rows.append([group, str(len(found)), tiles, first, f"{worst['ratio']:.3f}", where])
+    head = ["", say("rows", "行数"), say("tiles a row", "每行分块数"), say("planner's the fastest in", "规划即最快")]
+    head += [say("time over the fastest, at most", "规划用时比最快，至多"), say("there: planned, fastest", "该处：规划、最快")]
+    return ["  \n".join(sources), *_table(head, rows)]
 
 
 def readme(say: Words) -> list[str]:
@@ -348,7 +401,9 @@ TABLES: dict[str, Callable[[Words], list[str]]] = {
     "cpu-n1": cpu_rows,
     "cpu-xeon": xeon_rows,
     "cpu-errors": cpu_errors,
+    "cache-gpu": cache_gpu,
     "sweep": sweep,
+    "sweep-gpu": sweep_gpu,
     "predicted": predicted,
     "tiles": tiles,
     "readme": readme,

@@ -21,6 +21,7 @@ from tilewise.lab.bench.peers import Contender
 from tilewise.lab.bench.timing import Effort, Progress, Spread, ratio, silent
 from tilewise.lab.bench.worker import compile_ahead
 from tilewise.model import TilePlan, evaluate
+from tilewise.model.evaluation import AROUND
 
 SIZES = (
     "block_q",
@@ -125,13 +126,14 @@ def contender_with(pass_: str, tile: TilePlan | None) -> Callable[[Case, Tensors
 
 
 def passes_of(case: Case, backend: str) -> list[str]:
-    """The kernels to sweep: that of the forward, or those of the backward that have more than one tile, as the case is timed."""
+    """The kernels to sweep: that of the forward, or those of the backward as the case is timed, without those that have one tile
+    beside others."""
     problem, spec = case.problem(), hardware.device(case.device)
     found = plans.tiles(backend, problem, spec)
     if not case.trains:
         return ["decode" if "decode" in found else "forward"] if found else []
-    backward = [pass_ for pass_ in found if pass_.startswith("backward")]
-    return [pass_ for pass_ in backward if len(plans.choices(backend, problem, spec, pass_)) > 1]
+    backward = [pass_ for pass_ in found if pass_.startswith("backward") and pass_ not in AROUND]
+    return [pass_ for pass_ in backward if len(plans.choices(backend, problem, spec, pass_)) > 1] or backward
 
 
 def timed_for(case: Case, pass_: str) -> Case:
