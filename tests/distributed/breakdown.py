@@ -60,7 +60,7 @@ def main() -> None:
 def parts(rank: int, options: argparse.Namespace) -> Table:
     """Seconds of everything, on this rank."""
     tensors, problem = leaves((options.heads, options.kv_heads, options.length))
-    device = measure_links(dist.group.WORLD, probe_cpu(1))
+    device = measure_links(dist.group.WORLD, probe_cpu(1), problem)
     plan = tw.distributed.plan(problem, dist.group.WORLD, device=device)
     inputs = [plan.shard(x, 2).requires_grad_() for x in tensors]
     rate = f"link, 1 GB ({device.link_bandwidth / 1e9:.3f} GB/s)"

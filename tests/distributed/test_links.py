@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,9 @@ import torch.distributed as dist
 
 import tilewise as tw
 from tests.distributed.ranks import run_ranks
+from tilewise import hardware
+from tilewise.distributed import links
+from tilewise.distributed.predict import pair_seconds, reference_call
 from tilewise.errors import PlanError
 from tilewise.numerics.merge import NEG_INF, merge, merge_into
 
@@ -28,6 +33,26 @@ def test_all_ranks_measure_the_same_links(tmp_path: Path) -> None:
     bandwidth, latency, source, seconds = answers[0]
     assert bandwidth > 1e6 and 0 <= latency < 1 and seconds > 0
     assert source.startswith("measured: 2 ranks of gloo, all at once")
+
+
+def computed(rank: int) -> tuple[float, dict[str, float], str, float, float]:
+    problem = tw.Problem.of(heads=4, kv_heads=2, head_dim=64, seqlen=4096, dtype="fp32", mask=tw.causal(), dropout_p=0.1)
+    before = replace(hardware.lookup("altra-q80"), threads=1)
+    with mock.patch.object(links, "_call_seconds", lambda *_: 3.0):
+        device = tw.distributed.measure_links(device=before, problem=problem)
+    call = reference_call(problem, device, 2048)
+    whole = sum(seconds * 2048**2 for seconds, _ in pair_seconds(replace(call, dropout_p=0.0), device, 2048))
+    measured = links._call_seconds(dist.group.WORLD, replace(call, seqlen_q=64, seqlen_k=64))
+    return device.clock_hz / before.clock_hz, dict(device.peak), device.sources["clock_hz"], whole, measured
+
+
+def test_the_clock_is_the_one_at_which_kernels_take_what_they_took(tmp_path: Path) -> None:
+    answers: list[Any] = run_ranks(2, computed, store=tmp_path / "store")
+    assert answers[0] == answers[1]
+    slower, peak, source, predicted, seconds = answers[0]
+    assert predicted == pytest.approx(3.0, rel=0.02) and slower < 1 and 0 < seconds < 3
+    assert peak["float32"] == pytest.approx(slower * hardware.lookup("altra-q80").peak["float32"])
+    assert source == "measured: 2 ranks at once, 2048 tokens, 3000.0 ms forward and backward"
 
 
 def test_links_need_a_group() -> None:

@@ -82,7 +82,7 @@ def single(rank: int, shape: tuple[int, int, int], threads: int, calls: int) -> 
 
 def parallel(rank: int, shape: tuple[int, int, int], calls: int) -> tuple[list[Times], Times]:
     tensors, problem = leaves(shape)
-    device = tw.distributed.measure_links(dist.group.WORLD, probe_cpu(1))
+    device = tw.distributed.measure_links(dist.group.WORLD, probe_cpu(1), problem)
     plan = tw.distributed.plan(problem, dist.group.WORLD, device=device)
     inputs = [plan.shard(x, 2).requires_grad_() for x in tensors]
     times = timed(lambda: tw.distributed.attention(*inputs, plan), inputs, calls)

@@ -173,8 +173,14 @@ def _backward(problem: Problem, spec: DeviceSpec) -> str:
 
 def pair_seconds(problem: Problem, spec: DeviceSpec, tokens: int) -> tuple[tuple[float, float], tuple[float, float]]:
     """Seconds for each (query, key) pair of one head's mask, and for each launch: of the forward and of the gradients."""
+    alone = replace(spec, node_devices=0)  # teams see other nodes, but the same device
+    return _rates(reference_call(problem, spec, tokens), alone)
+
+
+def reference_call(problem: Problem, spec: DeviceSpec, tokens: int) -> Problem:
+    """The call whose rate counts for a rank of so many tokens."""
     length = 2 ** int(np.clip(np.log2(max(tokens, 1)), *np.log2(REFERENCE)))
-    reference = replace(
+    return replace(
         problem,
         mask=Full(),
         batch=1,
@@ -186,7 +192,6 @@ def pair_seconds(problem: Problem, spec: DeviceSpec, tokens: int) -> tuple[tuple
         tile=(),
         device="cuda" if spec.is_gpu else "cpu",
     )
-    return _rates(reference, replace(spec, node_devices=0))  # teams see other nodes, but the same device
 
 
 def best_stages(found: Routes, problem: Problem, spec: DeviceSpec) -> int:
