@@ -55,6 +55,17 @@ def test_the_clock_is_the_one_at_which_kernels_take_what_they_took(tmp_path: Pat
     assert source == "measured: 2 ranks at once, 2048 tokens, 3000.0 ms forward and backward"
 
 
+def alone(rank: int) -> tuple[str, str]:
+    problem = tw.Problem.of(heads=2, head_dim=16, seqlen=64, dtype="fp32", mask=tw.causal())
+    devices = [tw.distributed.measure_links(device="altra-q80", problem=one) for one in (None, problem)]
+    return devices[0].sources["clock_hz"], devices[1].sources["clock_hz"]
+
+
+def test_one_rank_has_no_links_but_a_clock(tmp_path: Path) -> None:
+    ((before, after),) = run_ranks(1, alone, store=tmp_path / "store")
+    assert not before.startswith("measured") and after.startswith("measured: 1 ranks at once, 1024 tokens")
+
+
 def test_links_need_a_group() -> None:
     with pytest.raises(PlanError, match="init_process_group"):
         tw.distributed.measure_links()

@@ -148,11 +148,11 @@ def name_of(row: dict[str, Any]) -> str:
 
 
 UNFORESEEN = {
-    (8192, 16, 64, "forward_kernel"),
-    (8192, 8, 256, "queries_kernel"),
-    (8192, 4, 128, "keys_kernel"),
+    (16, 8192, 16, 64, "forward_kernel"),
+    (19, 8192, 16, 64, "forward_kernel"),
+    (19, 8192, 4, 128, "keys_kernel"),
 }
-"""Tokens, key heads, head dim of a causal mask: programs work on more heads at a time, for even loads, than the cache holds."""
+"""Day, tokens, key heads, head dim of a causal mask: for even loads, programs work on more heads than the cache holds."""
 
 
 @pytest.mark.parametrize("row", counted_kernels(), ids=name_of)
@@ -162,6 +162,7 @@ def test_bytes_are_those_that_an_h200_counted(row: dict[str, Any]) -> None:
     tile = next(tile for tile in plans.tiles("hopper", problem, SPEC).values() if tile.kernel == row["kernel"])
     told = counters.predict(problem, tile, SPEC)
     assert row["l2_read"] == pytest.approx(told["L2 to SMs"], rel=LIMITS["L2 to SMs"])
-    case = row["seqlen"], row["kv_heads"], row["head_dim"], row["kernel"]
-    if not row.get("more") and (row["mask"] != "causal" or case not in UNFORESEEN):
-        assert row["dram_read"] == pytest.approx(told["DRAM reads"], rel=LIMITS["DRAM reads"])
+    case = row["day"], row["seqlen"], row["kv_heads"], row["head_dim"], row["kernel"]
+    if not row.get("more"):
+        foreseen = row["dram_read"] == pytest.approx(told["DRAM reads"], rel=LIMITS["DRAM reads"])
+        assert foreseen == (row["mask"] != "causal" or case not in UNFORESEEN), told

@@ -13,48 +13,17 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tools.site.records import ROOT, Cell, hopper_cells, length, load, mean, plain, ratios, seconds, shown
+from tools.site.speed_tiles import cache_gpu, predicted, sweep, sweep_gpu, tiles
+from tools.site.tables import Words, cell_text, range_of, source_line, spread_of, table_of
 
-Words = Callable[[str, str], str]
-"""Picks the page's language of (English, Chinese)."""
 _MARK = re.compile(r"(<!-- speed: ([\w-]+) -->\n).*?(<!-- /speed -->)", re.DOTALL)
 _PEERS = {"sdpa-flash": "FlashAttention-2", "sdpa-efficient": "memory-efficient", "sdpa-cudnn": "cuDNN", "sdpa": "SDPA"}
 _PEERS |= {"fa4": "FlashAttention-4", "fa4-packed": "FlashAttention-4", "flex": "FlexAttention"}
 LENGTHS = (512, 2048, 8192, 16384)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return ["", "| " + " | ".join(head) + " |", "|---" * len(head) + "|", *("| " + " | ".join(row) + " |" for row in rows), ""]
-
-
-def _source(name: str, record: dict[str, Any], device: str) -> str:
-    versions = {**record.get("versions", {}), **record.get("machine", {}), **record}
-    said = [f"{key} {versions[key]}" for key in ("torch", "triton") if key in versions and (key == "torch" or "H200" in device)]
-    if "cudnn" in versions:
-        said.append(f"cuDNN {versions['cudnn'] // 10000}.{versions['cudnn'] // 100 % 100}")
-    if "fa4" in versions:
-        said.append(f"FlashAttention-4 {versions['fa4'].split()[-1]}")
-    date = (record.get("date") or record["machine"]["date"])[:10]
-    return f"{device} · {date} · {', '.join(said)} · `benchmarks/results/{name}.json`"
-
-
-def _range(values: Iterable[float], digits: int = 2) -> str:
-    found = [shown(value, digits) for value in sorted(values)]
-    return found[0] if found[0] == found[-1] else f"{found[0]}–{found[-1]}"
-
-
-def _cell(text: str) -> str:
-    """Text whose bars do not end a cell."""
-    return text.replace("|", r"\|")
-
-
-def _spread(one: dict[str, float], digits: int = 2, unit: float = 1.0) -> str:
-    p20, p50, p80 = (f"{one[key] * unit:.{digits}f}" for key in ("p20", "p50", "p80"))
-    return f"{p50} ({p20}–{p80})"
 
 
 def hopper_grid(side: str) -> Callable[[Words], list[str]]:
@@ -76,8 +45,8 @@ def hopper_grid(side: str) -> Callable[[Words], list[str]]:
             f"{min(found):.3f}，最高 {max(found):.2f}；只与 cuDNN 相比为 {mean(cudnn):.2f}。",
         )
         return [
-            _source(name, record, "H200"),
-            *_table(["d", say("mask", "掩码"), *(length(n) for n in LENGTHS)], rows),
+            source_line(name, record, "H200"),
+            *table_of(["d", say("mask", "掩码"), *(length(n) for n in LENGTHS)], rows),
             told,
         ]
 
@@ -110,7 +79,7 @@ def hopper_cell_table(side: str) -> Callable[[Words], list[str]]:
         ]
         head = ["d", say("mask", "掩码"), say("tokens", "长度"), "tilewise", "cuDNN", "FlashAttention-4", say("ratio", "比值")]
         told = say("TFLOP/s: median (p20–p80). The ratio is to the better peer.", "TFLOP/s：中位数 (p20–p80)，比值以较快者为准。")
-        return [_source(name, record, "H200"), *_table(head, rows), told]
+        return [source_line(name, record, "H200"), *table_of(head, rows), told]
 
     return draw
 
@@ -127,12 +96,12 @@ def gpu_summary(say: Words) -> list[str]:
         peer = _PEERS["sdpa-efficient" if "32" in group else "sdpa-flash"]
         parts = [ratios(record, rf"{group} {mask} d{d} ") for mask, d in _COLUMNS]
         every = [one for part in parts for one in part]
-        cells = [f"{mean(part):.2f} ({_range(part)})" for part in parts]
+        cells = [f"{mean(part):.2f} ({range_of(part)})" for part in parts]
         name = {"forward": say("forward", "前向"), "backward": say("backward", "反向")}[group.split()[-1]]
         rows.append([f"{'float32' if '32' in group else 'bfloat16'} {name}", peer, *cells, f"{mean(every):.2f}"])
     head = ["", say("beside SDPA's", "SDPA 的"), *(f"d {d} {mask}" for mask, d in _COLUMNS), say("all", "全部")]
     told = say("Ratio of speed: geometric mean over the lengths (lowest–highest).", "速度之比：各长度的几何平均（最低–最高）。")
-    return [_source(GPU, record, "H200"), *_table(head, rows), told]
+    return [source_line(GPU, record, "H200"), *table_of(head, rows), told]
 
 
 def gpu_cells(say: Words) -> list[str]:
@@ -141,12 +110,12 @@ def gpu_cells(say: Words) -> list[str]:
     for row in record["records"]:
         found = re.fullmatch(r"(.+ d\d+) (\d+)", row["case"]["name"])
         if found:
-            rows.setdefault(found[1], {})[int(found[2])] = _spread(row["ratio"])
+            rows.setdefault(found[1], {})[int(found[2])] = spread_of(row["ratio"])
     lengths = sorted({tokens for row in rows.values() for tokens in row})
     head = [say("pass, mask, head dim", "方向、掩码、头维度"), *(length(tokens) for tokens in lengths)]
     return [
-        _source(GPU, record, "H200"),
-        *_table(head, ([name, *(row.get(tokens, "") for tokens in lengths)] for name, row in rows.items())),
+        source_line(GPU, record, "H200"),
+        *table_of(head, ([name, *(row.get(tokens, "") for tokens in lengths)] for name, row in rows.items())),
         say("Ratio of speed: median (p20–p80).", "速度之比：中位数 (p20–p80)。"),
     ]
 
@@ -158,7 +127,7 @@ def gpu_decode(say: Words) -> list[str]:
     for row in suite["records"]:
         case = row["case"]
         if case["name"].startswith("decode"):
-            through[f"B {case['batch']} {case['heads']}/{case['kv_heads']} {case['kv_seqlen']}"] = _spread(row["ratio"])
+            through[f"B {case['batch']} {case['heads']}/{case['kv_heads']} {case['kv_seqlen']}"] = spread_of(row["ratio"])
     runs: dict[str, list[list[str]]] = {}
     for row in record["records"]:
         found = re.fullmatch(r"decode (.+): [\d.]+", row["case"])
@@ -179,14 +148,14 @@ def gpu_decode(say: Words) -> list[str]:
         "Bytes of K and V over the time of the kernels, TB/s. The last column counts host time as well.",
         "K 与 V 的字节数除以内核时间，TB/s。最后一列把主机时间也算在内。",
     )
-    return [_source(parts, record, "H200"), *_table(head, rows), told]
+    return [source_line(parts, record, "H200"), *table_of(head, rows), told]
 
 
 def gpu_host(say: Words) -> list[str]:
     name = "gpu-parts-2026-11-15"
     record = load(name)
-    rows = [[row["case"].removeprefix("host "), _spread(row["us"], 1)] for row in record["records"] if "us" in row]
-    return [_source(name, record, "H200"), *_table([say("tiny call", "极小的调用"), "µs (p20–p80)"], rows)]
+    rows = [[row["case"].removeprefix("host "), spread_of(row["us"], 1)] for row in record["records"] if "us" in row]
+    return [source_line(name, record, "H200"), *table_of([say("tiny call", "极小的调用"), "µs (p20–p80)"], rows)]
 
 
 def gpu_rows(name: str) -> Callable[[Words], list[str]]:
@@ -197,38 +166,13 @@ def gpu_rows(name: str) -> Callable[[Words], list[str]]:
         rows = []
         for row in record["rows"]:
             beside = say("the plain call", "没有该功能的调用") if row["rival"] == "plain" else _PEERS[row["rival"]]
-            times = [_spread(row["seconds"][who], 0, 1e6) for who in ("tilewise", row["rival"])]
-            rows.append([row["case"], _cell(row["words"]), *times, beside, _spread(row["ratio"]), f"{row['floor']:g}"])
+            times = [spread_of(row["seconds"][who], 0, 1e6) for who in ("tilewise", row["rival"])]
+            rows.append([row["case"], cell_text(row["words"]), *times, beside, spread_of(row["ratio"]), f"{row['floor']:g}"])
         head = ["", say("shape", "形状"), "tilewise, µs (p20–p80)", say("the other, µs", "对手，µs"), say("beside", "对手")]
         head += [say("ratio", "比值"), say("floor", "下限")]
-        return [_source(name, record, "H200"), *_table(head, rows)]
+        return [source_line(name, record, "H200"), *table_of(head, rows)]
 
     return draw
-
-
-def cache_gpu(say: Words) -> list[str]:
-    """Pages of 16 by the bytes that a call reads, and the other kinds of case."""
-    name = "cache-h200-2026-11-19"
-    record = load(name)
-    kinds: dict[str, list[Any]] = {}
-    bounds = ((256 << 20, say("256 MiB and more", "256 MiB 及以上")), (32 << 20, "32–256 MiB"), (0, say("less", "更少")))
-    for row in record["rows"]:
-        kind = row["name"].rpartition(" ")[0]
-        size = next(word for least, word in bounds if row["bytes"] >= least)
-        pages = say("pages of 16, K and V: ", "16 个 token 的页，K 与 V：") + size
-        kinds.setdefault(pages if kind == "decode/16" else f"`{kind}`", []).append(row)
-    names = {"cache-cudnn": say("cuDNN, contiguous rows", "cuDNN，连续的行")}
-    names["contiguous"] = say("own contiguous memory", "自己的连续内存")
-    names["plain"] = say("bf16 pages, or the call without it", "bf16 页，或没有该功能的调用")
-    rows = []
-    for kind, found in sorted(kinds.items(), key=lambda item: "decode" not in item[1][0]["name"]):
-        rates = [row["bytes"] / row["us"]["tilewise"][1] * 1e-6 for row in found]
-        own = [row["least"]["contiguous"][1] for row in found if row["least"]]
-        told = (_range(rates), names[found[0]["rival"]], _range(row["ratio"][1] for row in found), _range(own) if own else "")
-        rows.append([kind, str(len(found)), *told])
-    head = ["", say("cells", "格数"), "TB/s", say("beside", "对手"), say("ratio", "比值")]
-    head.append(say("beside own contiguous", "与自己的连续内存之比"))
-    return [_source(name, record, "H200"), *_table(head, rows)]
 
 
 N1, XEON, XEON16 = "cpu-2026-11-15", "cpu-avx512-2026-11-15", "cpu-avx512-16-2026-11-15"
@@ -241,25 +185,25 @@ def cpu_rows(say: Words) -> list[str]:
         floor = row["case"]["floor"]
         time = seconds(row, "tilewise")
         digits = 1 if time["p50"] > 1e-2 else 2 if time["p50"] > 1e-3 else 4
-        figures = [_spread(row["ratio"]), "" if floor is None else f"{floor:g}", _spread(time, digits, 1e3)]
+        figures = [spread_of(row["ratio"]), "" if floor is None else f"{floor:g}", spread_of(time, digits, 1e3)]
         beside = say("SDPA on float32", "float32 的 SDPA") if row["rival"] == "sdpa-upcast" else _PEERS[row["rival"]]
-        rows.append([row["case"]["name"], _cell(row["words"]), beside, *figures])
+        rows.append([row["case"]["name"], cell_text(row["words"]), beside, *figures])
     head = ["", say("shape", "形状"), say("beside", "对手"), say("ratio", "比值"), say("floor", "下限"), "ms (p20–p80)"]
-    return [_source(N1, record, say("Neoverse N1, 2 threads", "Neoverse N1，2 线程")), *_table(head, rows)]
+    return [source_line(N1, record, say("Neoverse N1, 2 threads", "Neoverse N1，2 线程")), *table_of(head, rows)]
 
 
 def xeon_rows(say: Words) -> list[str]:
     two, sixteen = load(XEON), load(XEON16)
     others = {row["case"]["name"]: row for row in sixteen["records"]}
     rows = [
-        [row["case"]["name"], _cell(row["words"]), _spread(row["ratio"]), _spread(others[row["case"]["name"]]["ratio"])]
+        [row["case"]["name"], cell_text(row["words"]), spread_of(row["ratio"]), spread_of(others[row["case"]["name"]]["ratio"])]
         for row in two["records"]
     ]
     head = ["", say("shape", "形状"), say("2 threads", "2 线程"), say("16 threads", "16 线程")]
     device = say("Xeon with AVX-512 and AMX", "带 AVX-512 与 AMX 的 Xeon")
     told = say("Ratio to SDPA in the same dtype: median (p20–p80).", "与同一数据类型的 SDPA 之比：中位数 (p20–p80)。")
-    sources = f"{_source(XEON, two, device)}\n\n{_source(XEON16, sixteen, device)}"
-    return [sources, *_table(head, rows), told]
+    sources = f"{source_line(XEON, two, device)}\n\n{source_line(XEON16, sixteen, device)}"
+    return [sources, *table_of(head, rows), told]
 
 
 _KINDS = (
@@ -279,7 +223,7 @@ def cpu_summary(say: Words) -> list[str]:
     rows = []
     for english, chinese, pattern in _KINDS:
         parts = [ratios(records[name], pattern, dtype) for name, dtype in columns]
-        rows.append([say(english, chinese), *(_range(part) if part else "" for part in parts)])
+        rows.append([say(english, chinese), *(range_of(part) if part else "" for part in parts)])
     head = [
         "",
         say("N1, 2 threads, fp32", "N1，2 线程，fp32"),
@@ -290,8 +234,8 @@ def cpu_summary(say: Words) -> list[str]:
     ]
     told = say("Lowest and highest ratio to SDPA of the rows of each kind.", "每一类各行与 SDPA 之比的最低与最高值。")
     devices = ("Neoverse N1", "Xeon", "Xeon")
-    told_of = [_source(name, record, device) for (name, record), device in zip(records.items(), devices, strict=True)]
-    return ["\n\n".join(told_of), *_table(head, rows), told]
+    told_of = [source_line(name, record, device) for (name, record), device in zip(records.items(), devices, strict=True)]
+    return ["\n\n".join(told_of), *table_of(head, rows), told]
 
 
 def cpu_errors(say: Words) -> list[str]:
@@ -302,88 +246,15 @@ def cpu_errors(say: Words) -> list[str]:
         (say("16-bit dtypes", "16 位类型"), (N1, XEON, XEON16), ("float16", "bfloat16")),
     ):
         found = [row["errors"] for name in names for row in load(name)["records"] if row["case"]["dtype"] in dtypes]
-        rows.append([title, *(_range(one[kind] for one in found) for kind in ("largest", "frobenius"))])
+        rows.append([title, *(range_of(one[kind] for one in found) for kind in ("largest", "frobenius"))])
     head = ["", say("largest error, ours to SDPA's", "最大误差，与 SDPA 之比"), say("relative Frobenius", "相对 Frobenius 误差")]
-    return _table(head, rows)[1:-1]
-
-
-def sweep(say: Words) -> list[str]:
-    names = ("sweep-n1-2026-11-16", "sweep-xeon-2026-11-19")
-    records = [load(name) for name in names]
-    xeon = {row["name"]: row for row in records[1]["rows"]}
-    rows = []
-    for row in records[0]["rows"]:
-        rows.append([row["name"], row["pass"]])
-        for one in (row, xeon[row["name"]]):
-            planned = say(f"{one['planned']} of {len(one['tiles'])}", f"{one['planned']}，共 {len(one['tiles'])} 种")
-            rows[-1] += [planned, one["fastest"], f"{one['ratio']:.3f}"]
-    over = say("time over its", "规划用时与之比")
-    head = ["", say("pass", "方向")]
-    for machine in ("N1", "Xeon"):
-        head += [f"{machine}{say(': planned', '：规划')}", say("fastest", "最快"), over]
-    machines = (say("Neoverse N1, 2 threads", "Neoverse N1，2 线程"), say("Xeon (AVX-512), 2 threads", "Xeon（AVX-512），2 线程"))
-    sources = [_source(name, record, machine) for name, record, machine in zip(names, records, machines, strict=True)]
-    return ["  \n".join(sources), *_table(head, rows)]
-
-
-def sweep_gpu(say: Words) -> list[str]:
-    rows, sources = [], []
-    for name in ("sweep-hopper-h200-2026-11-19", "sweep-triton-h200-2026-11-19"):
-        record = load(name)
-        sources.append(_source(name, record, "H200"))
-        groups: dict[str, list[Any]] = {}
-        for row in record["rows"]:
-            dtype = "fp32" if row["name"].startswith("float32") else "bf16"
-            groups.setdefault(f"{row['backend']}, {dtype}, {row['pass']}", []).append(row)
-        for group, found in groups.items():
-            worst = max(found, key=lambda row: row["ratio"])
-            counts = sorted(len(row["tiles"]) for row in found)
-            tiles = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-            first = str(sum(row["planned"] == row["fastest"] for row in found))
-            where = "" if worst["ratio"] == 1 else f"{worst['name']}: {worst['planned']}, {worst['fastest']}"
-            rows.append([group, str(len(found)), tiles, first, f"{worst['ratio']:.3f}", where])
-    head = ["", say("rows", "行数"), say("tiles a row", "每行分块数"), say("planner's the fastest in", "规划即最快")]
-    head += [say("time over the fastest, at most", "规划用时比最快，至多"), say("there: planned, fastest", "该处：规划、最快")]
-    return ["  \n".join(sources), *_table(head, rows)]
+    return table_of(head, rows)[1:-1]
 
 
 def readme(say: Words) -> list[str]:
     from tools.site.summary import rows
 
-    return _table(["", say("beside", "对手"), say("ratio", "比值")], rows(say))[1:-1]
-
-
-def predicted(say: Words) -> list[str]:
-    from tools.site.summary import predictions
-
-    chosen = [(64, "full", 8192), (128, "full", 2048), *((d, mask, 8192) for d in (128, 256) for mask in ("full", "causal"))]
-    found = predictions()
-    rows = []
-    for d, mask, tokens in chosen:
-        figures = [figure for side in ("forward", "backward") for figure in found[side, d, mask, tokens]]
-        rows.append([f"{d} {mask} {length(tokens)}", *(f"{figure:.0f}" for figure in figures)])
-    off = [forecast / measured - 1 for forecast, measured in found.values()]
-    measured = say("measured", "实测")
-    forecasts = [say("forward predicted", "前向预测"), say("backward predicted", "反向预测")]
-    head = [say("d, mask, S", "d、掩码、S"), forecasts[0], measured, forecasts[1], measured]
-    worst, average = max(abs(one) for one in off) * 100, sum(abs(one) for one in off) / len(off) * 100
-    told = say(
-        f"Useful TFLOP/s. All {len(off)} cells of the plain grid: at most {worst:.1f} % off, {average:.1f} % on average.",
-        f"有效 TFLOP/s。整个网格共 {len(off)} 格：最多相差 {worst:.1f} %，平均 {average:.1f} %。",
-    )
-    return [*_table(head, rows)[1:], told]
-
-
-def tiles(say: Words) -> list[str]:
-    from tools.site.summary import tile_pairs
-
-    name, found = "hopper-forward-h200", tile_pairs()
-    head = ["", say("time of", "用时"), say("in that of", "相对于"), say("measured", "实测"), say("predicted", "预测")]
-    rows = []
-    for one in found:
-        sizes = ("×".join(map(str, pair)) for pair in (one.first, one.second))
-        rows.append([one.cell, *sizes, f"{one.measured:.2f}", f"{one.predicted:.2f}"])
-    return [_source(name, load(name), "H200"), *_table(head, rows)]
+    return table_of(["", say("beside", "对手"), say("ratio", "比值")], rows(say))[1:-1]
 
 
 TABLES: dict[str, Callable[[Words], list[str]]] = {

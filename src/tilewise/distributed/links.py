@@ -50,7 +50,7 @@ def measure_links(
     group = dist.group.WORLD if group is None else group
     spec, ranks = hardware.device(device), dist.get_world_size(group)
     if ranks == 1:
-        return spec
+        return spec if problem is None else _with_clock(spec, group, problem, ranks)
     small, large = (_seconds(group, ranks, size) for size in SIZES)
     per_byte = max(large - small, 1e-12) / (SIZES[1] - SIZES[0])
     latency = max(small - SIZES[0] * per_byte, 0.0)
