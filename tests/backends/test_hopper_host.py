@@ -350,6 +350,8 @@ def test_small_clusters_unless_they_are_uneven() -> None:
     assert not (best_order(keys, 64, (2, 2), 132) == small).all()
     many, _ = tile_order(keys, 4096, 16, 132)
     assert (best_order(keys, 4096, (16, 4096), 132) == many).all()
+    assert (best_order(keys, 64, (2, 64), 132, worth=1.02 * longest / even) == small).all()
+    assert (best_order(keys, 64, (2, 64), 132, worth=1.01) == large).all()
 
 
 def test_plans_keep_no_tensors() -> None:

@@ -185,6 +185,17 @@ def test_packed_sequences_may_have_a_tile_of_their_own() -> None:
     assert stages() == stages(varlen=True, mask=None) == 3
 
 
+def test_a_large_tile_waits_for_a_grid_that_fills_the_device() -> None:
+    def sizes(**change: object) -> tuple[int, int]:
+        fields: dict[str, object] = {"dtype": "float32", "head_dim": 128, "batch": 1, "heads": 11}
+        return plan.tiles(problem_of(**fields | change), lookup("h200"))["forward"].sizes
+
+    assert sizes(seqlen=12 * 128) == sizes(seqlen=11 * 128 + 1) == (128, 64)  # 132 tiles
+    assert sizes(seqlen=11 * 128) == sizes(seqlen=12 * 128, varlen=True, batch=3, heads=10) == (64, 32)
+    assert sizes(seqlen=128, batch=12) == sizes(seqlen=12 * 128, varlen=True, batch=3) == (128, 64)
+    assert sizes(seqlen=4096, softcap=20.0) == sizes(seqlen=4096, dropout_p=0.1) == (64, 32)
+
+
 def test_every_exception_has_a_device_a_date_and_a_figure() -> None:
     for entry in tuned.TUNED:
         assert entry.device and any(c.isdigit() for c in entry.figure) and entry.evidence and len(entry.date) == 10

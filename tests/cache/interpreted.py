@@ -28,6 +28,7 @@ from tilewise import dispatch
 from tilewise.api import cached_call
 from tilewise.backends.pages import NewTokens, gathered
 from tilewise.backends.triton import paged, plan
+from tilewise.backends.triton.fixed import PARTS
 
 LEFT_OUT = {"float64", "double"}
 """Kernels here sum in float32."""
@@ -36,7 +37,7 @@ OFTEN = (
     *("latent", "empty sequences", "more rows than keys", "float16 decode", "int8 latent", "float8 decode"),
     *("prefix or window", "sinks", "bias", "alibi of each sequence"),
     *("append int8", "append float8", "append and turn some", "append and turn neighbours", "places", "garbage", "shared"),
-    *("drafts", "invariant", "invariant, split"),
+    *("drafts", "many parts", "invariant", "invariant, split"),
 )
 """What tests run; the others are neighbours of these, and the interpreter takes seconds for each."""
 SHORT = ([1, 7, 0, 1, 9], [33, 20, 9, 1, 9])
@@ -135,6 +136,16 @@ def drafts() -> None:
     assert worst(built, out, lse, **options) <= 1.0
 
 
+def many_parts() -> None:
+    """More parts than are merged at a time, most of a short sequence without a key, and one without a query."""
+    cached_call.gathered = None  # type: ignore[assignment]
+    built = build([1, 0, 1], [70, 40, 20], dims=(16, 24), heads=(2, 1), page=8)
+    options: dict[str, Any] = {"splits": PARTS + 1, "sinks": torch.tensor([0.5, 200.0])}
+    with mock.patch.object(paged, "merge_launch", wraps=paged.merge_launch) as merged:
+        out, lse = attend(built, "triton", **options)
+    assert merged.call_count == 1 and worst(built, out, lse, sinks=options["sinks"]) <= 1.0
+
+
 def invariant(split: bool) -> None:
     """Rows have the bits that they have in a prefill of their sequence alone, whether programs have a part each or all parts."""
     cached_call.gathered = None  # type: ignore[assignment]
@@ -173,7 +184,7 @@ def main() -> int:
         if name not in LEFT_OUT:
             checks[name] = partial(conform, name)
     checks |= {name: partial(turned_and_written, *how) for name, how in WRITES.items()}
-    checks |= {"places": places, "garbage": garbage, "shared": shared, "drafts": drafts}
+    checks |= {"places": places, "garbage": garbage, "shared": shared, "drafts": drafts, "many parts": many_parts}
     checks |= {"invariant": partial(invariant, False), "invariant, split": partial(invariant, True)}
     words = sys.argv[1:]
     if words[0].isdigit():

@@ -90,8 +90,6 @@ def test_tiles_that_took_turns_are_told_apart() -> None:
 
 
 SWEEPS = {"hopper": ("hopper", "hopper-backward"), "triton": ("gpu",)}
-SLOWER = {("float32 forward full d128 2048", "forward")}
-"""Rows in which the planned tile takes more than 5 % longer than another."""
 
 
 @pytest.mark.parametrize("backend", SWEEPS)
@@ -103,7 +101,7 @@ def test_a_sweep_on_an_h200_timed_every_tile_and_the_planned_one_is_near_the_fas
         assert row["planned"] == str(plans.tiles(backend, problem, H200)[pass_])
         assert row["tiles"].keys() == {str(tile) for tile in plans.choices(backend, problem, H200, pass_)}
         assert len(row["tiles"]) >= (8 if backend == "triton" else 1)
-        assert (1 <= row["ratio"] <= 1.05) == ((row["name"], pass_) not in SLOWER), row
+        assert 1 <= row["ratio"] <= 1.05, row
     assert len(record["rows"]) >= 36
 
 

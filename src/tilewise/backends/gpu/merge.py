@@ -24,6 +24,17 @@ def add_part(acc, l, m, part_tile, lse):
 
 
 @triton.jit
+def add_parts(acc, l, m, outs, lses):
+    """Add parts of one row, [1, DV]: their outs [N, DV] and lses [N]."""
+    new_m = tl.maximum(m, tl.max(lses, 0))
+    shift = tl.where(new_m == float("-inf"), 0.0, new_m)
+    rescale = tl.exp2((m - shift) * LOG2E)
+    weights = tl.exp2((lses - shift) * LOG2E)  # one row: its shift is that of every part
+    sums = tl.sum(outs * weights[:, None], 0)
+    return acc * rescale[:, None] + sums[None, :], l * rescale + tl.sum(weights, 0), new_m
+
+
+@triton.jit
 def add_in_order(acc, l, m, part_tile, lse):
     """`add_part` where the bits count, in whichever kernel: it leaves the compiler no choice of what is fused."""
     new_m = tl.maximum(m, lse)

@@ -23,13 +23,17 @@ KERNELS = {
 }
 
 
+PARTS = 32
+"""Partial results that are merged at a time."""
+
+
 def fixed(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
     """Kernels that pass over rows once, and the gradient of the bias: a tile by rule."""
     d, dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if pass_ == "backward_dbias":
         return _bias(problem, spec, max(d, dv) * problem.itemsize)
     if pass_ == "merge":
-        rows, width = min(16, 1 << max(0, problem.seqlen_q - 1).bit_length()), dv
+        return _merge(dv, spec)
     elif pass_ == "fp16_split":
         rows, width = 32, max(d, dv)
     else:
@@ -39,6 +43,17 @@ def fixed(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
         return plan
     registers = min(spec.max_registers, 48 + 3 * rows * width // (4 * spec.warp))
     sums = 4 * rows * plan.warps
+    resident = occupancy(sums, registers, plan.warps * spec.warp, spec)
+    return replace(plan, on_chip=(("sums", sums),), registers=registers, resident=resident)
+
+
+def _merge(dv: int, spec: DeviceSpec) -> TilePlan:
+    """One row of many parts: what takes long is waiting for them, one after the other."""
+    plan = TilePlan(1, PARTS, 1, 4, pass_="merge", source="table", kernel=KERNELS["merge"], reasons=("parts are read together",))
+    if not spec.is_gpu:
+        return plan
+    registers = min(spec.max_registers, 48 + 3 * PARTS * dv // (plan.warps * spec.warp))
+    sums = 4 * plan.warps * dv + 4 * PARTS
     resident = occupancy(sums, registers, plan.warps * spec.warp, spec)
     return replace(plan, on_chip=(("sums", sums),), registers=registers, resident=resident)
 

@@ -40,6 +40,9 @@ class Tuned:
     """True only for packed sequences, False only without them, None for both."""
     features: tuple[str, ...] = ()
     """Only with one of these: bias, alibi, softcap, dropout, several (of them), documents, tables (alone). () for all."""
+    fills: bool = False
+    """Only where there are as many tiles as multiprocessors, since smaller ones are faster in smaller grids, and without features
+    and lists, with which it was not timed."""
     spills: int = 0
     """Accesses to local memory in its loops, by the compiler: it was the fastest tile all the same."""
 
@@ -52,7 +55,15 @@ class Tuned:
             and self.masked in (None, bool(problem.program.structure))
             and self.packed in (None, problem.varlen)
             and (not self.features or not set(self.features).isdisjoint(features_of(problem)))
+            and (not self.fills or self.is_filling(problem, spec))
         )
+
+    def is_filling(self, problem: Problem, spec: DeviceSpec) -> bool:
+        """Is it a plain call whose forward has a tile for each multiprocessor?"""
+        if features_of(problem) or walks_lists(problem):
+            return False
+        tiles = -(-problem.seqlen_q // self.block_q)
+        return (1 if problem.varlen else problem.batch) * problem.heads * tiles >= spec.units
 
     def __str__(self) -> str:
         spills = f"; it spills, {self.spills} accesses in its loops" if self.spills else ""
@@ -82,18 +93,20 @@ _PLANNER, _FP32 = "record gpu-parts, planner", "timed side by side; no record is
 _COMPILED, _TODAY = "make compile-matrix", "timed one after the other; no record is kept"
 _GRAPHS = "device time of graphs, in turns; no record is kept"
 _IN_TURNS = "timed in turns; no record is kept"
+_SWEEP = "record sweep-triton-h200"
 
 
 def _h200(
     pass_: str, head_dim: int, itemsize: int, sizes: tuple[int, int, int, int], evidence: str, figure: str,
-    *, masked: bool | None = None, packed: bool | None = None, features: tuple[str, ...] = (), spills: int = 0,
+    *, masked: bool | None = None, packed: bool | None = None, features: tuple[str, ...] = (), fills: bool = False,
+    spills: int = 0,
 ) -> Tuned:  # fmt: skip
     """An entry for an H200; `sizes` are block_q, block_k, num_stages and warps."""
     device = "compiled for sm_90" if evidence == _COMPILED else "NVIDIA H200"
-    days = {_COMPILED: "2026-11-16", _TODAY: "2026-11-16", _GRAPHS: "2026-11-17", _IN_TURNS: "2026-11-18"}
-    date = days.get(evidence, "2026-11-15")
+    days = {_COMPILED: 16, _TODAY: 16, _GRAPHS: 17, _IN_TURNS: 18, _SWEEP: 19}
+    date = f"2026-11-{days.get(evidence, 15)}"
     where = (device, date, figure, evidence)
-    when: dict[str, Any] = {"masked": masked, "packed": packed, "features": features}
+    when: dict[str, Any] = {"masked": masked, "packed": packed, "features": features, "fills": fills}
     return Tuned("sm_90", pass_, head_dim, itemsize, *sizes, *where, **when, spills=spills)
 
 
@@ -144,6 +157,8 @@ TUNED: tuple[Tuned, ...] = (
     _h200("backward_dq", 128, 2, (64, 32, 3, 4), _PLANNER,
           "bf16 512 backward full 271 TFLOP/s, causal 180; 2k 368, 311; with 64×64 w4 s3 246, 152 and 351, 285"),
     _h200("forward", 64, 4, (64, 64, 2, 4), _FP32, "fp32 2k causal 92 TFLOP/s; 128×64 w8 s2 78, 64×32 w4 s2 71"),
+    _h200("forward", 128, 4, (128, 64, 2, 8), _SWEEP,
+          "fp32 8×16 heads, 2k full 2.01 ms, causal 1.32; 64×32 w4 s2 2.29 and 1.38", fills=True, spills=11),
     _h200("forward", 128, 4, (64, 32, 2, 4), _FP32,
           "fp32 2k causal 98 TFLOP/s; 128×32 w8 s2 84, 64×64 w4 s1 80", spills=4),
     _h200("backward_dkdv", 64, 4, (64, 64, 2, 4), _FP32,

@@ -14,10 +14,13 @@ from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import list_arguments
 from tilewise.backends.hopper.plan import config_of, tiles
 from tilewise.backends.hopper.structs import Arguments, Divisor, Plane, PrePostArguments, Rows
-from tilewise.backends.hopper.tile_order import best_order, visited_keys
+from tilewise.backends.hopper.tile_order import BEYOND_CACHE, EVEN, best_order, visited_keys
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
 
+LOCAL = 3
+"""Where no tile visits more than one part in so many of its stream, as under a window, more heads fit the cache than whole
+streams tell."""
 L2_BYTES = 24 << 20
 """Of the L2 cache (50 MiB on H100 and H200) for what is streamed past the tiles of heads that are processed together."""
 
@@ -80,11 +83,13 @@ def grad_arguments(
         if isinstance(config, KeysConfig):
             # key tiles are numbered from the first to the last
             visiting = visiting_queries(mask, config, problem.seqlen_q, problem.seqlen_k)
-            times = visiting[::-1] * problem.group
+            times, stream = visiting[::-1] * problem.group, problem.seqlen_q * problem.group
         else:
-            times = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
+            times, stream = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k), problem.seqlen_k
         together = heads_together(problem, config, heads)
-        order = best_order(times, heads, tuple(n for n in range(together, heads + 1) if heads % n == 0), programs)
+        clusters = tuple(n for n in range(together, heads + 1) if heads % n == 0)
+        worth = EVEN if LOCAL * int(times.max(initial=0)) <= stream else BEYOND_CACHE
+        order = best_order(times, heads, clusters, programs, worth)
     rows = Rows(pointer(problem.dtype), 0, 0, 0) if problem.varlen else None
     return Arguments(
         lse_ptr=None,
