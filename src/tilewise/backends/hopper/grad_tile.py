@@ -47,6 +47,90 @@ class HeldTile:
     slope: gl.tensor
 
 
+@aggregate
+class Sweep:
+    """The query tiles of a work tile in the order in which its keys take them: in turns of an outer and an inner loop.
+
+    Heads of their own fit the cache whole: outside are the heads of the group (where only a list has more than one), inside their
+    tiles, from the first to the last. Where heads share keys, tiles are outside and heads inside, and every second work tile of
+    a program goes from the last tile to the first. Programs take long work tiles and short ones in turns, so that those which
+    begin together begin at the last queries, and those which end together end there: all read the same queries at about the
+    same time, and memory gives them once.
+    """
+
+    tile: gl.tensor  # the first that is taken
+    step: gl.tensor  # to the next one
+
+
+@gluon.jit
+def sweep_of(work, i, C: gl.constexpr):
+    """The sweep of a program's i-th work tile."""
+    if C.GROUPED:
+        back = (i & 1) == 0
+        return Sweep(tile=work.first + gl.where(back, work.count - 1, 0), step=gl.where(back, -1, 1))
+    else:
+        return Sweep(tile=work.first, step=work.first)
+
+
+@gluon.jit
+def sweep_sides(work, a, C: gl.constexpr):
+    """How often the outer loop runs, and the inner one."""
+    if C.GROUPED:
+        return work.count, a.group.value
+    else:
+        return a.group.value, work.count
+
+
+@gluon.jit
+def swept_tile(sweep, i, n, n0, C: gl.constexpr):
+    """The n-th query tile, of a turn i of the outer loop that began with the n0-th."""
+    if C.GROUPED:
+        return sweep.tile + i * sweep.step
+    else:
+        return sweep.tile + n - n0
+
+
+@gluon.jit
+def first_statistics(sweep, stat_tile, i, n0, a, C: gl.constexpr):
+    """For `statistics_at`, in turn i of the outer loop; `stat_tile`: the tile of statistics that is taken first."""
+    if C.GROUPED:
+        return stat_tile + i * sweep.step
+    else:
+        return stat_tile + i * a.stat_blocks - n0
+
+
+@gluon.jit
+def statistics_at(stat0, n, n0, a, C: gl.constexpr):
+    """The tile of statistics of the n-th query tile."""
+    if C.GROUPED:
+        return stat0 + (n - n0) * a.stat_blocks
+    else:
+        return stat0 + n
+
+
+@aggregate
+class Place:
+    """One query tile of a sweep: its head of the group, and which of its tiles."""
+
+    g: gl.tensor
+    tile: gl.tensor
+
+
+@gluon.jit
+def first_place(sweep):
+    return Place(g=sweep.tile * 0, tile=sweep.tile)
+
+
+@gluon.jit
+def next_place(at, sweep, a, C: gl.constexpr):
+    """The next query tile of a sweep, for a single loop; there is one head where they do not take turns."""
+    if C.GROUPED:
+        wraps = at.g + 1 == a.group.value
+        return Place(g=gl.where(wraps, 0, at.g + 1), tile=at.tile + gl.where(wraps, sweep.step, 0))
+    else:
+        return Place(g=at.g, tile=at.tile + 1)
+
+
 @gluon.jit
 def beyond_queries(a, C: gl.constexpr):
     """The first query tile past the tensor's end."""
@@ -123,12 +207,6 @@ def locate_queries(a, t, C: gl.constexpr):
     if C.VARLEN:
         count = gl.where(m0 < seq.len_q, count, 0)
     return grad_tile(a, bh, seq, m0, first, count, C.STAT_ROWS, C), band
-
-
-@gluon.jit
-def first_statistics(work, a):
-    """The tile of statistics of the first query tile that sees these keys, in the first head of the group."""
-    return head_statistics(work, a) + work.first
 
 
 @gluon.jit

@@ -129,9 +129,23 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
     reason = separate_dq(problem, mask).reason
     common = compiled_for(problem, mask)
     return [
-        Choice(tile._replace(**(common | list_config(problem, mask, tile) | columns_config(problem, mask, tile))), reason)
+        Choice(
+            tile._replace(
+                GROUPED=heads_inside(problem, mask, tile),
+                **(common | list_config(problem, mask, tile) | columns_config(problem, mask, tile)),
+            ),
+            reason,
+        )
         for tile in dict.fromkeys(found)
     ]
+
+
+def heads_inside(problem: Problem, mask: IntervalMask, tile: KeysConfig) -> bool:
+    """Do heads that share keys take turns at each query tile? Not those of a list. Where a warpgroup has dK and dV, there are no
+    registers for it beside slopes, dropout, and masks of more than one interval of the shape."""
+    beside = problem.varlen or problem.alibi or problem.dropout_p > 0 or len(mask.terms) > 1
+    beside = beside or any(at is not None for term in mask.terms for at in term[4:])
+    return problem.group > 1 and not mask.listed and (tile.SPLIT or not beside)
 
 
 def listed_tiles(problem: Problem) -> list[KeysConfig]:
@@ -227,7 +241,7 @@ def without_mask(config: KeysConfig) -> KeysConfig:
     """What the preprocess and postprocess kernels, which know no mask, are compiled for."""
     plain = KeysConfig._field_defaults
     names = ("TERMS", "BAND", "LEFT", "SCORES", "BOTTOM_RIGHT", "EMPTY_ROWS", "LISTS")
-    names += ("UNSEEN_KEYS", "ORDERED", "ALIBI", "BIAS", "DROPOUT", "QK_COLUMNS", "V_COLUMNS", "HELD")
+    names += ("UNSEEN_KEYS", "ORDERED", "GROUPED", "ALIBI", "BIAS", "DROPOUT", "QK_COLUMNS", "V_COLUMNS", "HELD")
     names += ("Q_STAGES", "K_STAGES", "V_STAGES", "OVERLAP_SCORES")
     return config._replace(**{name: plain[name] for name in names})
 

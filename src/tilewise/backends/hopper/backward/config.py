@@ -28,6 +28,7 @@ class KeysConfig(NamedTuple):
     SCORES: str = "fold"
     VARLEN: bool = False
     BOTTOM_RIGHT: bool = False  # bands of packed sequences count from the bottom right corner
+    GROUPED: bool = False  # several query heads share a key head, and no list names their tiles
     EMPTY_ROWS: bool = False  # may a query see no key?
     ORDERED: bool = False  # a packed batch whose order of work tiles the device writes
     LISTS: Any = None  # a ListLayout, where query tiles come from lists

@@ -28,6 +28,8 @@ from tilewise.backends.hopper.backward.scores import (
     masked_weights,
     no_gradient,
     of_head,
+    of_inner,
+    of_outer,
     product,
     queries_seen,
     score_pieces,
@@ -52,6 +54,10 @@ from tilewise.backends.hopper.grad_tile import (
     head_statistics,
     listed_statistics,
     locate_keys,
+    statistics_at,
+    sweep_of,
+    sweep_sides,
+    swept_tile,
 )
 from tilewise.backends.hopper.lists import tile_number
 from tilewise.backends.hopper.operands import accumulator, columns, zeros
@@ -187,23 +193,24 @@ def hold_keys(rings, tile, WG: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def gradients(rings, tile, q_base, before, a, WG: gl.constexpr, C: gl.constexpr):
+def gradients(rings, tile, sweep, q_base, before, a, WG: gl.constexpr, C: gl.constexpr):
     """dK and dV of this warpgroup's 64 keys, from all queries of all heads of the group."""
     work = tile.work
-    stat_tile = first_statistics(work, a)
+    stat_tile = head_statistics(work, a) + sweep.tile
     dk = no_gradient(gradient_spans(C.QK_COLUMNS, C.BLOCK_D))
     dv = no_gradient(gradient_spans(C.V_COLUMNS, C.BLOCK_DV))
     kept = hold_keys(rings, tile, WG, C)
-    dk, dv = step((dk, dv), kept, rings, of_head(tile, 0, a, C), q_base, work.first * C.BLOCK_M, before, a, True, WG, C)
+    dk, dv = step((dk, dv), kept, rings, of_head(tile, 0, a, C), q_base, sweep.tile * C.BLOCK_M, before, a, True, WG, C)
     before = stat_tile
-    for g in range(a.group.value):
-        held = of_head(tile, g, a, C)
-        n0 = q_base + g * work.count
-        stat0 = stat_tile + g * a.stat_blocks - n0
-        for n in range(gl.maximum(n0, q_base + 1), n0 + work.count):
-            m = (work.first + n - n0) * C.BLOCK_M
-            dk, dv = step((dk, dv), kept, rings, held, n, m, before, a, False, WG, C)
-            before = stat0 + n
+    outer, inner = sweep_sides(work, a, C)
+    for i in range(outer):
+        held = of_outer(tile, i, a, C)
+        n0 = q_base + i * inner
+        stat0 = first_statistics(sweep, stat_tile, i, n0, a, C)
+        for n in range(gl.maximum(n0, q_base + 1), n0 + inner):
+            m = swept_tile(sweep, i, n, n0, C) * C.BLOCK_M
+            dk, dv = step((dk, dv), kept, rings, of_inner(held, n - n0, a, C), n, m, before, a, False, WG, C)
+            before = statistics_at(stat0, n, n0, a, C)
     release(rings.v, tile.index)
     if not C.REDUCE_DQ:
         release(rings.k, tile.index)
@@ -268,7 +275,7 @@ def issue_gradients(p, ds, dk, dv, rings, n, C: gl.constexpr):
 
 
 @gluon.jit
-def overlapped_gradients(rings, tile, q_base, a, WG: gl.constexpr, C: gl.constexpr):
+def overlapped_gradients(rings, tile, sweep, q_base, a, WG: gl.constexpr, C: gl.constexpr):
     """dK and dV of this warpgroup's 64 keys, from all queries of all heads of the group."""
     S_PIECES: gl.constexpr = len(score_pieces(C.HELD[0], C.QK_COLUMNS, C.BLOCK_D))
     DK: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
@@ -280,17 +287,18 @@ def overlapped_gradients(rings, tile, q_base, a, WG: gl.constexpr, C: gl.constex
     dk = no_gradient(DK)
     dv = no_gradient(DV)
     kept = hold_keys(rings, tile, WG, C)
-    m0 = work.first * C.BLOCK_M
+    m0 = sweep.tile * C.BLOCK_M
     zero_unseeing_queries(rings, q_base, m0, tile, a, WG, C)
     s_token = issue_scores(k_rows, rings.q, q_base, C.BLOCK_M, C.QK_COLUMNS, kept[0], C.HELD[0])
     dp_token = issue_scores(v_rows, rings.do, q_base, C.BLOCK_M, C.V_COLUMNS, kept[1], C.HELD[1])
     p, ds = score_tiles(s_token, dp_token, rings, q_base, m0, k0, of_head(tile, 0, a, C), a, C)
+    outer, inner = sweep_sides(work, a, C)
     # over the query tiles before n: dv and dk lack the last one, whose P and dS wait in p and ds
-    for g in range(a.group.value):
-        n0 = q_base + g * work.count
-        held = of_head(tile, g, a, C)
-        for j in range(gl.maximum(n0, q_base + 1), n0 + work.count):
-            m = (work.first + j - n0) * C.BLOCK_M
+    for i in range(outer):
+        n0 = q_base + i * inner
+        held = of_outer(tile, i, a, C)
+        for j in range(gl.maximum(n0, q_base + 1), n0 + inner):
+            m = swept_tile(sweep, i, j, n0, C) * C.BLOCK_M
             n = opaque(j)  # else each address is a variable of the loop in a register of its own
             zero_unseeing_queries(rings, n, m, tile, a, WG, C)
             dv_token, dk_token = issue_gradients(p, ds, dk, dv, rings, n - 1, C)
@@ -300,7 +308,7 @@ def overlapped_gradients(rings, tile, q_base, a, WG: gl.constexpr, C: gl.constex
             dk = first_parts(done, len(DK), len(DV))
             release(rings.q, n - 1)  # for dO too
             dp_token = issue_scores(v_rows, rings.do, n, C.BLOCK_M, C.V_COLUMNS, kept[1], C.HELD[1])
-            p, ds = score_tiles(s_token, dp_token, rings, n, m, k0, held, a, C)
+            p, ds = score_tiles(s_token, dp_token, rings, n, m, k0, of_inner(held, j - n0, a, C), a, C)
     release(rings.v, tile.index)
     release(rings.k, tile.index)
     last = q_base + work.count * a.group.value - 1
@@ -335,9 +343,9 @@ def process_tile(outputs, rings, tile, q_base, before, i, a, WG: gl.constexpr, C
     if C.LISTS is not None:
         dk, dv, before = listed_gradients(rings, tile, q_base, before, a, WG, C)
     elif C.OVERLAP_SCORES:
-        dk, dv = overlapped_gradients(rings, tile, q_base, a, WG, C)
+        dk, dv = overlapped_gradients(rings, tile, sweep_of(tile.work, i, C), q_base, a, WG, C)
     else:
-        dk, dv, before = gradients(rings, tile, q_base, before, a, WG, C)
+        dk, dv, before = gradients(rings, tile, sweep_of(tile.work, i, C), q_base, before, a, WG, C)
     # located again rather than kept in registers
     work, _ = locate_keys(a, tile_at(a, opaque(i)), C)
     k0 = work.start + 64 * WG

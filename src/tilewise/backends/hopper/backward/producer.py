@@ -5,11 +5,12 @@ from __future__ import annotations
 from tilewise.backends.hopper.compat import gl, gluon, mbarrier, tma_load
 from tilewise.backends.hopper.grad_tile import (
     beyond_queries,
-    first_statistics,
     head_statistics,
     listed_statistics,
     locate_keys,
     locate_queries,
+    sweep_of,
+    sweep_sides,
 )
 from tilewise.backends.hopper.listed import QUERIES
 from tilewise.backends.hopper.lists import announce, first_tile, next_listed, row_of, tile_number
@@ -40,10 +41,11 @@ def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, 
     t = tile_at(a, i)
     while t >= 0:
         work, _ = locate_keys(a, t, C)
+        sweep = sweep_of(work, i, C)
         i += 1
         t = tile_at(a, i)
         n = q_base
-        stat_tile = first_statistics(work, a)
+        stat_tile = head_statistics(work, a) + sweep.tile
         if not C.SPLIT:
             if work.count > 0:
                 fill(rings.k, k_desc, kv_index, work.row, work.h, work.k_start + work.start)
@@ -51,11 +53,15 @@ def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, 
             row = row_of(a.lists, work.b, work.h * a.group.value, work.start // C.BLOCK_N)
             cursor = first_tile(a.lists, row, beyond_queries(a, C))
             stat_tile = head_statistics(work, a)
-        for g in range(a.group.value):
-            h = work.h * a.group.value + g
-            token = work.q_start + work.first * C.BLOCK_M
+        h = work.h * a.group.value
+        token = work.q_start + sweep.tile * C.BLOCK_M
+        outer, inner = sweep_sides(work, a, C)
+        for turn in range(outer):
             stat0 = stat_tile
-            for j in range(work.count):
+            if not C.GROUPED:
+                h = work.h * a.group.value + turn
+                token = work.q_start + work.first * C.BLOCK_M
+            for j in range(inner):
                 listed = ()
                 if C.LISTS is not None:
                     token = tile_number(cursor) * C.BLOCK_M
@@ -74,10 +80,17 @@ def produce_for_keys(q_desc, do_desc, k_desc, v_desc, stats_desc, rings, stats, 
                         fill(rings.k, k_desc, kv_index, work.row, work.h, work.k_start + work.start)
                     kv_index += 1
                 n += 1
-                if C.LISTS is None:
+                if C.GROUPED:
+                    h += 1
+                    stat_tile += a.stat_blocks
+                elif C.LISTS is None:
                     token += C.BLOCK_M
                     stat_tile += 1
-            if C.LISTS is not None:
+            if C.GROUPED:
+                h -= inner
+                token += sweep.step * C.BLOCK_M
+                stat_tile = stat0 + sweep.step
+            elif C.LISTS is not None:
                 stat_tile = stat0 + a.stat_blocks
             else:
                 stat_tile += a.stat_blocks - work.count

@@ -162,6 +162,24 @@ def of_head(tile, g, a, C: gl.constexpr):
 
 
 @gluon.jit
+def of_outer(tile, i, a, C: gl.constexpr):
+    """The tile of keys in turn i of a sweep's outer loop."""
+    if C.GROUPED:
+        return tile
+    else:
+        return of_head(tile, i, a, C)
+
+
+@gluon.jit
+def of_inner(tile, j, a, C: gl.constexpr):
+    """The same in turn j of the inner loop."""
+    if C.GROUPED:
+        return of_head(tile, j, a, C)
+    else:
+        return tile
+
+
+@gluon.jit
 def positions(like, tile, m, k0, C: gl.constexpr):
     """Slope times the positions of keys by row and of queries by column, from the tile's first query on. Of a list, m is a
     ListedQueries."""

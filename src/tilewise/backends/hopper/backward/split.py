@@ -20,6 +20,7 @@ from tilewise.backends.hopper.backward.scores import (
     masked_weights,
     no_gradient,
     of_head,
+    of_inner,
     score_pieces,
     statistic,
     times,
@@ -36,7 +37,7 @@ from tilewise.backends.hopper.compat import (
 )
 from tilewise.backends.hopper.dropout import dropped, kept_by_column, signed
 from tilewise.backends.hopper.epilogue import await_stores, store_gradient, store_rows
-from tilewise.backends.hopper.grad_tile import HeldTile, locate_keys
+from tilewise.backends.hopper.grad_tile import HeldTile, first_place, locate_keys, next_place, sweep_of
 from tilewise.backends.hopper.operands import accumulator, zeros
 from tilewise.backends.hopper.ring import matrix, phase, release, stage, wait_full
 from tilewise.backends.hopper.work_tile import tile_at
@@ -78,23 +79,23 @@ def zero_listed_queries(rings, n, h, tile, a, WG: gl.constexpr, C: gl.constexpr)
 
 @gluon.jit
 def zero_next_queries(rings, n, m, tile, a, WG: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):
-    """Before the n-th tile's last product, for the scores behind it; of a list, m is a query head."""
+    """Before the n-th tile's last product, for the scores behind it: the queries from m on; of a list, m is their head."""
     if not LAST:
         if C.LISTS is not None:
             zero_listed_queries(rings, n + 1, m, tile, a, WG, C)
         else:
-            zero_unseeing_queries(rings, n + 1, m + C.BLOCK_M, tile, a, WG, C)
+            zero_unseeing_queries(rings, n + 1, m, tile, a, WG, C)
 
 
 @gluon.jit
 def values_step(carried, rings, n, m, tile, k_tile, held, a, LAST: gl.constexpr, C: gl.constexpr):
-    """The n-th query tile, whose S is in flight."""
+    """The n-th query tile, whose S is in flight. `m`: its first query and that of the next; of a list, its head twice."""
     dv, s_token = carried
     DTYPE: gl.constexpr = rings.q.tiles.dtype
     lse2 = statistic(rings.stats, stage(rings.q, n), "lse2", C)
-    queries = m
+    queries = m[0]
     if C.LISTS is not None:
-        queries = listed_queries(rings, n, m)
+        queries = listed_queries(rings, n, m[0])
     if C.DROPOUT:
         kept = kept_by_column(queries, tile.work.start, tile.work.b, tile.h, a, C)
     bias = lse2
@@ -111,7 +112,7 @@ def values_step(carried, rings, n, m, tile, k_tile, held, a, LAST: gl.constexpr,
     mbarrier.wait(w_ring.empty.index(at), phase(w_ring, n) ^ 1)
     w_ring.tiles.index(at).store(w_tile)
     mbarrier.arrive(w_ring.full.index(at), count=1)
-    zero_next_queries(rings, n, m, tile, a, 0, LAST, C)
+    zero_next_queries(rings, n, m[1], tile, a, 0, LAST, C)
     wait_full(rings.do, n)
     DV: gl.constexpr = gradient_spans(C.V_COLUMNS, C.BLOCK_DV)
     dv_token = add_product(as_operand(p_tile, DV[0][1], DTYPE), matrix(rings.do, n), dv, DV)
@@ -138,7 +139,7 @@ def keys_step(carried, rings, n, m, tile, v_tile, held, a, LAST: gl.constexpr, C
         dp_tile = gl.where(w_tile < 0, 0.0, dp_tile * a.keep_scale) - delta[None, :]
         w_tile = gl.abs(w_tile)
     ds_tile = w_tile * dp_tile
-    zero_next_queries(rings, n, m, tile, a, 1, LAST, C)
+    zero_next_queries(rings, n, m[1], tile, a, 1, LAST, C)
     DK: gl.constexpr = gradient_spans(C.QK_COLUMNS, C.BLOCK_D)
     dk_token = add_product(as_operand(ds_tile, DK[0][1], DTYPE), matrix(rings.q, n), dk, DK)
     return issue_next(dk_token, rings.q, n, v_tile, held, rings.do, C.V_COLUMNS, C.HELD[1], LAST, C)
@@ -160,27 +161,29 @@ def own_spans(WG, C):
 
 
 @gluon.jit
-def gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.constexpr):
+def gradient(rings, tile, kv_tile, sweep, q_base, a, WG: gl.constexpr, C: gl.constexpr):
     """dV (WG 0, from K) or dK (WG 1, from V) of 64 keys from all queries of all heads of the group."""
     USED: gl.constexpr = C.QK_COLUMNS if WG == 0 else C.V_COLUMNS
-    work = tile.work
     score_ring = rings.q if WG == 0 else rings.do
     grad = no_gradient(own_spans(WG, C))
     kept = hold(kv_tile, C.BLOCK_M, C.HELD[WG])
-    for g in range(a.group.value):
-        n0 = q_base + g * work.count
-        last = n0 + work.count - 1
-        zero_unseeing_queries(rings, n0, work.first * C.BLOCK_M, tile, a, WG, C)
-        token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M, USED, kept, C.HELD[WG])
-        held = of_head(tile, g, a, C) if WG == 0 else tile
-        for j in range(n0, last):
-            m = (work.first + j - n0) * C.BLOCK_M
-            n = j
-            if WG == 0 and C.EMPTY_ROWS and not C.VARLEN:
-                n = opaque(j)  # where rows are zeroed, there is no register for each address as a variable of the loop
-            grad, token = step((grad, token), rings, n, m, held, kv_tile, kept, a, False, WG, C)
-        m = (work.first + work.count - 1) * C.BLOCK_M
-        grad, _ = step((grad, token), rings, last, m, held, kv_tile, kept, a, True, WG, C)
+    zero_unseeing_queries(rings, q_base, sweep.tile * C.BLOCK_M, tile, a, WG, C)
+    token = issue_scores(kv_tile, score_ring, q_base, C.BLOCK_M, USED, kept, C.HELD[WG])
+    held = of_head(tile, 0, a, C) if WG == 0 else tile
+    last = q_base + tile.work.count * a.group.value - 1
+    at = first_place(sweep)
+    for j in range(q_base, last):
+        n = j
+        if WG == 0 and C.EMPTY_ROWS and not C.VARLEN:
+            n = opaque(j)  # where rows are zeroed, there is no register for each address as a variable of the loop
+        after = next_place(at, sweep, a, C)
+        m = at.tile * C.BLOCK_M, after.tile * C.BLOCK_M
+        own = of_inner(held, at.g, a, C) if WG == 0 else tile
+        grad, token = step((grad, token), rings, n, m, own, kv_tile, kept, a, False, WG, C)
+        at = after
+    m = at.tile * C.BLOCK_M, at.tile * C.BLOCK_M
+    own = of_inner(held, at.g, a, C) if WG == 0 else tile
+    grad, _ = step((grad, token), rings, last, m, own, kv_tile, kept, a, True, WG, C)
     return grad
 
 
@@ -200,17 +203,17 @@ def listed_gradient(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.con
         token = issue_scores(kv_tile, score_ring, n0, C.BLOCK_M, USED, kept, C.HELD[WG])
         held = of_head(tile, g, a, C) if WG == 0 else tile
         for n in range(n0, last):
-            grad, token = step((grad, token), rings, n, h, held, kv_tile, kept, a, False, WG, C)
-        grad, _ = step((grad, token), rings, last, h, held, kv_tile, kept, a, True, WG, C)
+            grad, token = step((grad, token), rings, n, (h, h), held, kv_tile, kept, a, False, WG, C)
+        grad, _ = step((grad, token), rings, last, (h, h), held, kv_tile, kept, a, True, WG, C)
     return grad
 
 
 @gluon.jit
-def gradient_of(rings, tile, kv_tile, q_base, a, WG: gl.constexpr, C: gl.constexpr):
+def gradient_of(rings, tile, kv_tile, q_base, i, a, WG: gl.constexpr, C: gl.constexpr):
     if C.LISTS is not None:
         return listed_gradient(rings, tile, kv_tile, q_base, a, WG, C)
     else:
-        return gradient(rings, tile, kv_tile, q_base, a, WG, C)
+        return gradient(rings, tile, kv_tile, sweep_of(tile.work, i, C), q_base, a, WG, C)
 
 
 @gluon.jit
@@ -224,13 +227,13 @@ def process_tile(grad_desc, rings, tile, q_base, i, a, WG: gl.constexpr, C: gl.c
     half_start = tile.work.start + HALF
     zero_unseen_keys(k_tile.slice(HALF, 32, dim=0), v_tile.slice(HALF, 32, dim=0), tile, half_start, 32, a, C)
     if WG == 0:
-        grad = gradient_of(rings, tile, k_tile, q_base, a, WG, C)
+        grad = gradient_of(rings, tile, k_tile, q_base, i, a, WG, C)
         if C.DROPOUT:
             grad = times(grad, a.keep_scale)
         ring = rings.v
         rows = a.dv
     else:
-        grad = times(gradient_of(rings, tile, v_tile, q_base, a, WG, C), a.scale)
+        grad = times(gradient_of(rings, tile, v_tile, q_base, i, a, WG, C), a.scale)
         ring = rings.k
         rows = a.dk
     for j in gl.static_range(len(grad)):
