@@ -233,20 +233,17 @@ BACKWARD_FEW = ("d64 full", "d128 causal", "d256 causal", "d128 causal grouped",
                 "d128 documents lists", "d128 documents lists deterministic")
 BACKWARD_MASKS = ("full", "causal", "window", "padding", "prefix-lm", "offsets")
 DETERMINISTIC = {"deterministic": True}
-GROUPED: dict[str, dict[str, Any]] = {
-    **{name: MASKS[name] for name in ("full", "causal", "window")},
-    "deterministic": {"mask": "causal", **DETERMINISTIC},
-    "softcap": {"mask": "causal", "softcap": 20.0},
-}
+GROUPED: dict[str, dict[str, Any]] = {"": {}, " deterministic": DETERMINISTIC, " softcap": {"softcap": 20.0}}
 """Where heads that share keys take turns."""
 BACKWARD: list[tuple[Any, ...]] = [
     *((f"d{d} {name}", d, MASKS[name]) for d in WIDTHS for name in BACKWARD_MASKS),
     *((f"d{d} {name} deterministic", d, {**MASKS[name], **DETERMINISTIC}) for d in (64, 128) for name in ("full", "causal")),
     *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((128, 64), (64, 256), (256, 64), (192, 128))),
     *((f"d{d} dv{dv} causal", d, {"dv": dv, "mask": "causal"}) for d, dv in ((32, 32), (80, 80), (96, 96), (192, 192))),
-    *((f"d{d} {name} grouped", d, {**more, "kv_heads": 2}) for d in WIDTHS for name, more in GROUPED.items()),
-    *((f"d256 {name} grouped", 256, {**more, "mask": "causal", "kv_heads": 2})
-      for name, more in (("alibi", {"alibi": True}), ("dropout", {"dropout_p": 0.1}), ("varlen", PACKED))),
+    *((f"d{d} causal grouped{name}", d, {**more, "mask": "causal", "kv_heads": 2})
+      for d in WIDTHS for name, more in GROUPED.items()),
+    *((f"d256 {name} grouped", 256, {"kv_heads": 2, **more})
+      for name, more in (("full", {}), ("alibi", {"alibi": True}), ("dropout", {"dropout_p": 0.1}), ("varlen", PACKED))),
     *((f"d{d} fp16", d, {"dtype": "float16"}) for d in WIDTHS),
     *((f"d{d} softcap", d, {"mask": "causal", "softcap": 20.0}) for d in WIDTHS),
     *((f"d{d} sinks", d, {**GPT_OSS, "sinks": True}) for d in WIDTHS),

@@ -13,12 +13,13 @@ pytest.importorskip("triton")
 
 import tilewise as tw
 from tilewise.backends.hopper.backend import backend
-from tilewise.backends.hopper.backward.arguments import BackwardPlan, heads_together, make_plan
+from tilewise.backends.hopper.backward.arguments import BackwardPlan, make_plan
 from tilewise.backends.hopper.backward.choose import visiting_queries
 from tilewise.backends.hopper.backward.config import KEYS, KeysConfig
 from tilewise.backends.hopper.backward.launch import Memory, plane, readable
 from tilewise.backends.hopper.compile import Types
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, mask_of
+from tilewise.backends.hopper.orders import heads_fitting
 from tilewise.backends.hopper.structs import Arguments, Plane, PrePostArguments
 from tilewise.backends.hopper.tile_order import tile_order
 from tilewise.hardware import lookup
@@ -108,7 +109,7 @@ def test_heads_stay_in_the_cache_unless_much_is_gained() -> None:
         assert isinstance(walk, Arguments) and isinstance(config, KeysConfig)
         times = visiting_queries(mask_of(problem), config, length, length)[::-1] * problem.group
         own = problem.batch * problem.kv_heads
-        return walk.order, tile_order(times, own, heads_together(problem, config, own), 132)[0]
+        return walk.order, tile_order(times, own, heads_fitting(problem, config, own), 132)[0]
 
     order, in_cache = found(tw.causal(), 2048, batch=8, heads=16)
     assert order.shape == in_cache.shape and (order == in_cache).all()

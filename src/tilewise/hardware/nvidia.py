@@ -139,7 +139,7 @@ _GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix A, GeForce R
 _ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix A, GeForce RTX 4090"
 _GB202 = "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A, GeForce RTX 5090"
 _H100 = "NVIDIA H100 whitepaper v1.04, table Comparison of A100 and H100"
-_H200 = "NVIDIA H200 datasheet, Technical Specifications, SXM column; chip as H100 SXM (" + _H100 + ")"
+_H200 = "NVIDIA H200 datasheet, Technical Specifications, SXM column; chip as H100 SXM (" + _H100 + "), L2 as its driver tells"
 _B200 = "NVIDIA HGX B200 and DGX B200 datasheets, per GPU; Blackwell Tuning Guide for the caches"
 
 
@@ -168,7 +168,7 @@ def specs() -> list[DeviceSpec]:
         _gpu("h100", "NVIDIA H100 SXM5 80GB", "sm_90", _H100, sms=132, l2_mib=50, gib=80, gbps=3350, tflops=hopper),
         _gpu("h100-pcie", "NVIDIA H100 PCIe 80GB", "sm_90", _H100, sms=114, l2_mib=50, gib=80, gbps=2000,
              tflops=_rates(756.0, 378.0, 51.2, 51.2)),
-        _gpu("h200", "NVIDIA H200 SXM 141GB", "sm_90", _H200, sms=132, l2_mib=50, gib=131.3, gbps=4800, tflops=hopper),
+        _gpu("h200", "NVIDIA H200 SXM 141GB", "sm_90", _H200, sms=132, l2_mib=60, gib=131.3, gbps=4800, tflops=hopper),
         _gpu("b200", "NVIDIA B200 SXM 180GB", "sm_100", _B200, sms=148, l2_mib=126, gib=167.6, gbps=8000,
              tflops=_rates(2250.0, 1125.0, 75.0, 37.0)),
     ]

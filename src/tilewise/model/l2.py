@@ -12,6 +12,7 @@ import numpy as np
 
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.model.grid import even, grid_of
+from tilewise.model.replay import Played, played
 from tilewise.model.schedules import Traffic, compulsory, stat_size
 from tilewise.model.tile import TilePlan
 from tilewise.problem import Problem
@@ -52,6 +53,11 @@ capacity. Measured, not derived: dK and dV on an H200, causal, 4k and 8k tokens 
 what was unused for longest, nothing would be read again."""
 
 
+STAYS = 0.7
+"""Of a cache in two partitions, the part that holds different bytes where the order of reads is played through: the rest of an
+H200's 60 MiB is held twice. Fitted to the DRAM reads of 64 kernels, 2026-11-19 (`benchmarks/results/`)."""
+
+
 def scattered(problem: Problem, tile: TilePlan, spec: DeviceSpec, resident: int) -> float:
     """The part of the stream read again because blocks of one head begin at different places of it."""
     if not tile.holds_keys or not problem.seqlen_q or not problem.seqlen_k:
@@ -71,36 +77,6 @@ def scattered(problem: Problem, tile: TilePlan, spec: DeviceSpec, resident: int)
     return fraction / max(1, total)
 
 
-def held(problem: Problem, tile: TilePlan) -> int:
-    """Bytes that the blocks of one key head read once and write, and of dQ where they add it up in memory."""
-    rows_q, rows_k = problem.group * problem.seqlen_q, problem.seqlen_k
-    columns = problem.head_dim + problem.head_dim_v
-    if tile.holds_keys:
-        sums = rows_q * problem.head_dim * stat_size(problem) if tile.pass_ == "backward" else 0
-        return 2 * rows_k * columns * problem.itemsize + sums
-    return rows_q * (columns + (problem.head_dim if tile.pass_ == "backward_dq" else 0)) * problem.itemsize
-
-
-def straddled(problem: Problem, tile: TilePlan, spec: DeviceSpec, resident: int) -> float:
-    """The part of the stream that persistent programs read again, which keep the tiles of a head together.
-
-    Where all blocks of a head begin at the same place of it, two rounds of programs share a head: what the first has read may
-    have left the cache when the second begins. Where they begin at different places, they are never at the same tile.
-    """
-    heads = problem.batch * problem.kv_heads
-    blocks = blocks_of(problem, tile)
-    if not heads or not blocks or not problem.seqlen_k:
-        return 0.0
-    each = streamed(problem, tile) + held(problem, tile)
-    visited = next(grid_of(problem, tile.block_q, tile.block_k).heads()).visited
-    lengths = visited.sum(axis=0 if tile.holds_keys else 1)
-    if int(lengths.min()) != int(lengths.max()):
-        return REREAD * max(0.0, 1.0 - capacity(spec) / (each * min(resident / blocks, heads)))
-    touched = min(-(-resident // blocks), heads)  # heads of a round
-    shared = 0 if resident % blocks == 0 else -(-blocks * heads // resident) - 1
-    return max(0.0, 1.0 - capacity(spec) / (each * touched)) * min(1.0, shared / heads)
-
-
 def dram(problem: Problem, tile: TilePlan, moved: Traffic, spec: DeviceSpec, resident: int) -> Traffic:
     """DRAM bytes of a pass whose tile bytes are `moved`, with `resident` blocks on the device at once.
 
@@ -109,20 +85,22 @@ def dram(problem: Problem, tile: TilePlan, moved: Traffic, spec: DeviceSpec, res
     problem = even(problem)
     bytes_once = streamed(problem, tile)
     missing = max(0.0, 1.0 - capacity(spec) / bytes_once) if bytes_once else 0.0
-    passes = (straddled if tile.persistent else scattered)(problem, tile, spec, resident)
-    again = (rounds(problem, tile, resident) - 1) * missing + passes
+    again = (rounds(problem, tile, resident) - 1) * missing
+    if not tile.persistent:
+        again += scattered(problem, tile, spec, resident)
+    factors = played(problem, tile, spec.units, STAYS * spec.l2_bytes) or Played(1.0 + again, 1.0 + again)
     least_moved = compulsory(problem, tile)
     once = least_moved.reads
     repeated = ("Q", "dO", "LSE", "delta") if tile.holds_keys else ("K", "V")
     result = Traffic()
     for name, size in moved.reads.items():
         least = once.get(name, size)
-        factor = 1.0 + again if name in repeated else 1.0
+        factor = factors.stream if name in repeated else 1.0
         result.read(name, min(size, round(least * factor)))
     for name, size in moved.writes.items():
         # what is added up stays in the cache while it is
         least = min(size, least_moved.writes.get(name, size)) if name.endswith(" acc") else size
         result.write(name, least)
         if name == "dQ acc":  # added to where it lies: it comes from memory to the cache, and no further
-            result.read(name, min(size, round(least * (1.0 + again))))
+            result.read(name, min(size, round(least * factors.sums)))
     return result

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
 
 from tilewise.errors import PlanError
 from tilewise.problem import PASSES as PASSES
@@ -16,6 +16,18 @@ AS_FAST, RESOLUTION = "as fast", 0.1
 """What is said of predicted times that differ by less: the model does not tell them apart."""
 SHOWN = 16
 """Tiles that a refusal names."""
+
+
+class WorkOrder(NamedTuple):
+    """Which work tiles the programs of a persistent kernel take, and how they go through what streams past them."""
+
+    tiles: Any
+    """int32 [rounds, programs]: numbers that count through each head's tiles, -1 for none."""
+    from_last: bool = False
+    """Do they count from a head's last tile?"""
+    heads_inside: bool = False
+    """Of each streamed tile all heads of a group one after the other, in every second round from the last tile to the first; else
+    head by head from the first tile to the last."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,8 @@ class TilePlan:
     """Blocks that a unit holds at once. 0: not known."""
     persistent: bool = False
     """Do programs stay on their units, one each, and take work tiles in an order that keeps the tiles of a head together?"""
+    order: Callable[[int], WorkOrder | None] | None = field(default=None, compare=False, repr=False)
+    """That order on a device of so many units; None where the device decides it in the call."""
     reasons: tuple[str, ...] = ()
     fault: str = ""
     """Why it is taken only where nothing better fits: what the model does not describe, such as a compiler that would spill."""
@@ -87,7 +101,9 @@ class TilePlan:
         return sum(size for _, size in self.on_chip)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "on_chip": dict(self.on_chip), "reasons": list(self.reasons)}
+        fields = asdict(replace(self, order=None))
+        del fields["order"]
+        return {**fields, "on_chip": dict(self.on_chip), "reasons": list(self.reasons)}
 
     def __str__(self) -> str:
         return f"{self.block_q}×{self.block_k}"

@@ -10,15 +10,12 @@ from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.features import feature_types, statistics_types
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of, typed
 from tilewise.backends.hopper.list_plan import list_arguments
+from tilewise.backends.hopper.orders import host_order
 from tilewise.backends.hopper.plan import config_of, tiles
 from tilewise.backends.hopper.structs import Arguments, Divisor, Rows
-from tilewise.backends.hopper.tile_order import best_order, visited_keys
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
 
-CLUSTER_BYTES = (8 << 20, 24 << 20)
-"""Keys and values of heads that are processed together: few, so that long tiles and short ones mix, and at most what the L2 cache
-(50 MiB on H100 and H200) holds beside the rest."""
 LOG2E = 1.4426950408889634
 
 
@@ -41,13 +38,8 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, bias: str = "",
     blocks = blocks_of(problem, problem.seqlen_q, config.BLOCK_M)
     heads = problem.heads * (1 if problem.varlen else problem.batch)
     programs = min(blocks * heads, spec.units)
-    order: Any = None
-    if mask.band and not problem.varlen:
-        clusters = tuple(heads_together(problem, config, size) for size in CLUSTER_BYTES)
-        keys = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
-        order = best_order(keys, heads, clusters, programs)
-    elif mask.listed or config.ORDERED:
-        order = "*i32"  # written on the device
+    # "*i32": written on the device
+    order: Any = "*i32" if mask.listed or config.ORDERED else host_order(problem, mask, config, spec.units)
     a = Arguments(
         lse_ptr="*fp32",
         out=Rows(pointer(problem.dtype), "i64", "i64", 0) if problem.varlen else None,  # type: ignore[arg-type]
@@ -96,13 +88,3 @@ def tile_arguments(
 def blocks_of(problem: Problem, length: int, block: int) -> int:
     """Tiles of a head; what packed sequences of any lengths need at most, see find_sequence."""
     return length // block + problem.batch if problem.varlen else -(-length // block)
-
-
-def heads_together(problem: Problem, config: Config, size: int) -> int:
-    """How many heads are processed side by side: those whose keys and values have the size."""
-    most = max(1, size // (2 * problem.seqlen_k * (config.BLOCK_D + config.BLOCK_DV))) * problem.group
-    return largest_divisor(problem.batch * problem.heads, most)
-
-
-def largest_divisor(number: int, most: int) -> int:
-    return max(n for n in range(1, min(most, number) + 1) if number % n == 0)

@@ -51,9 +51,9 @@ class HeldTile:
 class Sweep:
     """The query tiles of a work tile in the order in which its keys take them: in turns of an outer and an inner loop.
 
-    Heads of their own fit the cache whole: outside are the heads of the group (where only a list has more than one), inside their
-    tiles, from the first to the last. Where heads share keys, tiles are outside and heads inside, and every second work tile of
-    a program goes from the last tile to the first. Programs take long work tiles and short ones in turns, so that those which
+    As a rule outside are the heads of the group, inside their tiles, from the first to the last. Under a causal mask heads that
+    share keys do not fit the cache: tiles are outside and heads inside, and every second work tile of a program goes from the
+    last tile to the first. Programs take long work tiles and short ones in turns, so that those which
     begin together begin at the last queries, and those which end together end there: all read the same queries at about the
     same time, and memory gives them once.
     """
@@ -122,13 +122,14 @@ def first_place(sweep):
 
 
 @gluon.jit
-def next_place(at, sweep, a, C: gl.constexpr):
-    """The next query tile of a sweep, for a single loop; there is one head where they do not take turns."""
+def next_place(at, sweep, work, a, C: gl.constexpr):
+    """The next query tile of a sweep, for a single loop."""
     if C.GROUPED:
         wraps = at.g + 1 == a.group.value
         return Place(g=gl.where(wraps, 0, at.g + 1), tile=at.tile + gl.where(wraps, sweep.step, 0))
     else:
-        return Place(g=at.g, tile=at.tile + 1)
+        wraps = at.tile + 1 == work.first + work.count
+        return Place(g=at.g + gl.where(wraps, 1, 0), tile=gl.where(wraps, work.first, at.tile + 1))
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from tilewise.backends.gpu.kept import kept
 from tilewise.backends.gpu.launch import Descriptor
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import MaskArgs
-from tilewise.backends.hopper.arguments import CLUSTER_BYTES, ForwardPlan, heads_together, make_plan
+from tilewise.backends.hopper.arguments import ForwardPlan, make_plan
 from tilewise.backends.hopper.compile import compile_kernel
 from tilewise.backends.hopper.feature_launch import (
     NONE,
@@ -32,6 +32,7 @@ from tilewise.backends.hopper.features import statistics_types
 from tilewise.backends.hopper.hidden import Copies, hidden_launch, hidden_mask
 from tilewise.backends.hopper.intervals import mask_of
 from tilewise.backends.hopper.list_launch import Walk, call_lists, is_listed
+from tilewise.backends.hopper.orders import CLUSTER_BYTES, heads_together
 from tilewise.backends.hopper.packed_order import Lengths, packed_order
 from tilewise.backends.hopper.plan import offers
 from tilewise.backends.hopper.structs import Rows, Term

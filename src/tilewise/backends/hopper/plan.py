@@ -6,6 +6,7 @@ The launches are made from `tiles` and `config_of`, and from no other place.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from tilewise.backends.hopper.backward.choose import (
@@ -25,6 +26,7 @@ from tilewise.backends.hopper.jvp import choose as jvp
 from tilewise.backends.hopper.jvp.shared_memory import on_chip as jvp_on_chip
 from tilewise.backends.hopper.limits import why_not
 from tilewise.backends.hopper.list_plan import list_arguments, list_obstacle
+from tilewise.backends.hopper.orders import work_order
 from tilewise.backends.hopper.shared_memory import on_chip, warps_of
 from tilewise.backends.verdict import Verdict, no_trees
 from tilewise.hardware.spec import DeviceSpec
@@ -179,6 +181,7 @@ def described(problem: Problem, pass_: str, config: Any, reason: str) -> Planned
         registers=0 if around else config.REGISTERS[0],
         resident=0 if around else 1,
         persistent=not around,
+        order=None if around or pass_ == "jvp" else partial(work_order, problem, config),
         reasons=("asked for" if asked else reason,),
     )
     return Planned(tile, config)

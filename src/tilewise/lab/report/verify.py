@@ -8,12 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tilewise.backends import plans
 from tilewise.errors import DeviceError
 from tilewise.hardware import DeviceSpec, probe_gpu
 from tilewise.lab.bench.machine import machine, versions
@@ -89,7 +90,7 @@ def understood(
         raise DeviceError(f"verify-traffic: ncu counted {len(runs)} forwards, {RUNS * len(cases)} were run")
     found = []
     for number, (case, noted) in enumerate(zip(cases, notes, strict=True)):
-        tiles = {name: tile_of(fields) for name, fields in noted["tiles"].items()}
+        tiles = {name: ordered(tile_of(fields), case, noted["backends"], spec) for name, fields in noted["tiles"].items()}
         own = runs[RUNS * number : RUNS * (number + 1)]
         found.append((compare(case, tiles, own, spec), noted["backends"]))
     return found
@@ -100,6 +101,12 @@ def tile_of(fields: dict[str, Any]) -> TilePlan:
     lists = {"on_chip": tuple(fields["on_chip"].items()), "reasons": tuple(fields["reasons"])}
     pair = fields["register_tile"]
     return TilePlan(**{**fields, **lists, "register_tile": pair and tuple(pair)})
+
+
+def ordered(tile: TilePlan, case: TrafficCase, backends: Mapping[str, str], spec: DeviceSpec) -> TilePlan:
+    """The tile that ran with the order of its work tiles, which JSON does not hold."""
+    backend = backends["backward" if tile.pass_.startswith("backward") else "forward"]
+    return next((one for one in plans.choices(backend, case.problem(), spec, tile.pass_) if one == tile), tile)
 
 
 def document(kernels: list[KernelTraffic], backends: list[dict[str, str]], ncu: str) -> dict[str, Any]:

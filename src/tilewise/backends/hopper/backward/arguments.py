@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilewise.backends.hopper.arguments import LOG2E, blocks_of, largest_divisor, tile_arguments
-from tilewise.backends.hopper.backward.choose import visiting_queries
+from tilewise.backends.hopper.arguments import LOG2E, blocks_of, tile_arguments
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.choose import cap_form
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.features import BiasForm, gradient_types, prepost_types
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
 from tilewise.backends.hopper.list_plan import list_arguments
+from tilewise.backends.hopper.orders import host_order
 from tilewise.backends.hopper.plan import config_of, tiles
 from tilewise.backends.hopper.structs import Arguments, Divisor, Plane, PrePostArguments, Rows
-from tilewise.backends.hopper.tile_order import BEYOND_CACHE, EVEN, best_order, visited_keys
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
-
-LOCAL = 3
-"""Where no tile visits more than one part in so many of its stream, as under a window, more heads fit the cache than whole
-streams tell."""
-L2_BYTES = 24 << 20
-"""Of the L2 cache (50 MiB on H100 and H200) for what is streamed past the tiles of heads that are processed together."""
 
 
 class Step(NamedTuple):
@@ -78,18 +71,8 @@ def grad_arguments(
     sequences = 1 if problem.varlen else problem.batch
     blocks, heads = blocks_of(problem, length, block), own_heads * sequences
     programs = min(blocks * heads, processors)
-    order: Any = "*i32" if mask.listed or config.ORDERED else None  # written on the device
-    if config.BAND and not problem.varlen:
-        if isinstance(config, KeysConfig):
-            # key tiles are numbered from the first to the last
-            visiting = visiting_queries(mask, config, problem.seqlen_q, problem.seqlen_k)
-            times, stream = visiting[::-1] * problem.group, problem.seqlen_q * problem.group
-        else:
-            times, stream = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k), problem.seqlen_k
-        together = heads_together(problem, config, heads)
-        clusters = tuple(n for n in range(together, heads + 1) if heads % n == 0)
-        worth = EVEN if LOCAL * int(times.max(initial=0)) <= stream else BEYOND_CACHE
-        order = best_order(times, heads, clusters, programs, worth)
+    # "*i32": written on the device
+    order: Any = "*i32" if mask.listed or config.ORDERED else host_order(problem, mask, config, processors)
     rows = Rows(pointer(problem.dtype), 0, 0, 0) if problem.varlen else None
     return Arguments(
         lse_ptr=None,
@@ -157,13 +140,3 @@ def with_bias_form(config: Any, bias: BiasForm | None) -> Any:
         return config
     config = config._replace(BIAS=bias.numbers)
     return config._replace(DBIAS=bias.gradient) if isinstance(config, QueriesConfig) else config
-
-
-def heads_together(problem: Problem, config: KeysConfig | QueriesConfig, heads: int) -> int:
-    """How many heads are processed side by side: those whose streamed tensors (and sums of dQ) the L2 cache holds."""
-    width = 2 * (config.BLOCK_D + config.BLOCK_DV)
-    if isinstance(config, KeysConfig):
-        each = problem.group * problem.seqlen_q * (width + 4 * config.BLOCK_D)
-    else:
-        each = -(-problem.seqlen_k * width // problem.group)
-    return largest_divisor(heads, max(1, L2_BYTES // each))

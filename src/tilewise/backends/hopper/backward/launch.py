@@ -12,7 +12,7 @@ from tilewise.backends.base import BackwardInputs, Grads, Inputs, rank4_inputs, 
 from tilewise.backends.gpu.launch import Address, Descriptor, describable, view
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import MaskArgs
-from tilewise.backends.hopper.backward.arguments import BackwardPlan, Step, heads_together, make_plan
+from tilewise.backends.hopper.backward.arguments import BackwardPlan, Step, make_plan
 from tilewise.backends.hopper.backward.choose import with_bias_gradient
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.feature_launch import (
@@ -32,6 +32,7 @@ from tilewise.backends.hopper.features import is_broadcast
 from tilewise.backends.hopper.hidden import Copies, hidden_launch, hidden_mask
 from tilewise.backends.hopper.launch import device_terms, kernel_for, order_on, packed_rows, spec_of, tensors_of
 from tilewise.backends.hopper.list_launch import CallLists, Walk, call_lists, is_listed
+from tilewise.backends.hopper.orders import heads_fitting
 from tilewise.backends.hopper.packed_order import Lengths, Order, packed_order
 from tilewise.backends.hopper.plan import plan_of
 from tilewise.backends.hopper.structs import Arguments, Plane, PrePostArguments, Term
@@ -139,7 +140,7 @@ def walks_of(problem: Problem, device: torch.device) -> dict[str, Walk]:
     def walk(config: KeysConfig | QueriesConfig) -> Walk:
         of_keys = isinstance(config, KeysConfig)
         heads = (problem.kv_heads if of_keys else problem.heads) * problem.batch
-        return Walk(config, of_keys, units, heads_together(problem, config, heads))
+        return Walk(config, of_keys, units, heads_fitting(problem, config, heads))
 
     planned = {one.tile.kernel: one.config for pass_, one in plan_of(problem).items() if pass_ != "forward"}
     found = {kernel: walk(config) for kernel, config in planned.items() if config.LISTS is not None}
@@ -216,7 +217,7 @@ def packed_orders(problem: Problem, memory: Memory, plan: BackwardPlan) -> dict[
     for name, _, config, arguments, _ in plan.steps:
         if isinstance(arguments, Arguments) and config.ORDERED:
             by_key = isinstance(config, KeysConfig)
-            cluster = partial(heads_together, problem, config, problem.kv_heads if by_key else problem.heads)
+            cluster = partial(heads_fitting, problem, config, problem.kv_heads if by_key else problem.heads)
             found[name] = packed_order(problem, memory.q, lengths, config, arguments, by_key, cluster)
     return found
 

@@ -20,7 +20,6 @@ from tilewise.backends.hopper.backward.scores import (
     masked_weights,
     no_gradient,
     of_head,
-    of_inner,
     score_pieces,
     statistic,
     times,
@@ -169,20 +168,19 @@ def gradient(rings, tile, kv_tile, sweep, q_base, a, WG: gl.constexpr, C: gl.con
     kept = hold(kv_tile, C.BLOCK_M, C.HELD[WG])
     zero_unseeing_queries(rings, q_base, sweep.tile * C.BLOCK_M, tile, a, WG, C)
     token = issue_scores(kv_tile, score_ring, q_base, C.BLOCK_M, USED, kept, C.HELD[WG])
-    held = of_head(tile, 0, a, C) if WG == 0 else tile
     last = q_base + tile.work.count * a.group.value - 1
     at = first_place(sweep)
     for j in range(q_base, last):
         n = j
         if WG == 0 and C.EMPTY_ROWS and not C.VARLEN:
             n = opaque(j)  # where rows are zeroed, there is no register for each address as a variable of the loop
-        after = next_place(at, sweep, a, C)
+        after = next_place(at, sweep, tile.work, a, C)
         m = at.tile * C.BLOCK_M, after.tile * C.BLOCK_M
-        own = of_inner(held, at.g, a, C) if WG == 0 else tile
+        own = of_head(tile, at.g, a, C) if WG == 0 else tile
         grad, token = step((grad, token), rings, n, m, own, kv_tile, kept, a, False, WG, C)
         at = after
     m = at.tile * C.BLOCK_M, at.tile * C.BLOCK_M
-    own = of_inner(held, at.g, a, C) if WG == 0 else tile
+    own = of_head(tile, at.g, a, C) if WG == 0 else tile
     grad, _ = step((grad, token), rings, last, m, own, kv_tile, kept, a, True, WG, C)
     return grad
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilewise.backends.hopper.arguments import CLUSTER_BYTES, LOG2E, blocks_of, heads_together
+from tilewise.backends.hopper.arguments import LOG2E, blocks_of
 from tilewise.backends.hopper.compile import pointer
 from tilewise.backends.hopper.intervals import mask_of, typed
 from tilewise.backends.hopper.jvp.choose import Moving, jvp_choice
 from tilewise.backends.hopper.jvp.config import JvpConfig
 from tilewise.backends.hopper.jvp.structs import JvpArguments
+from tilewise.backends.hopper.orders import CLUSTER_BYTES, heads_together
 from tilewise.backends.hopper.structs import Divisor, Rows
 from tilewise.backends.hopper.tile_order import best_order, visited_keys
 from tilewise.hardware.spec import DeviceSpec

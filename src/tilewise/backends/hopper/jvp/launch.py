@@ -12,11 +12,11 @@ from tilewise.backends.base import Inputs, Jvp, Tangents, empty_lse, empty_out
 from tilewise.backends.gpu.compiled import Kernels
 from tilewise.backends.gpu.launch import Descriptor, describable
 from tilewise.backends.gpu.record import Launch, recorder
-from tilewise.backends.hopper.arguments import CLUSTER_BYTES, heads_together
 from tilewise.backends.hopper.jvp.arguments import JvpPlan, make_plan
 from tilewise.backends.hopper.jvp.choose import Moving
 from tilewise.backends.hopper.jvp.compile import compile_jvp, tile_shapes
 from tilewise.backends.hopper.launch import _leaves, device_terms, order_on, packed_rows, spec_of, tensors_of
+from tilewise.backends.hopper.orders import CLUSTER_BYTES, heads_together
 from tilewise.backends.hopper.packed_order import Lengths, packed_order
 from tilewise.backends.hopper.structs import Term
 from tilewise.problem import Problem
