@@ -82,7 +82,8 @@ def test_of_several_runs_the_least_counts() -> None:
 
 
 def test_cases_are_told_apart_by_their_first_kernel() -> None:
-    notes = [{"backends": {"forward": "hopper", "backward": "hopper"}, "tiles": {name: tile.to_dict() for name, tile in TILES.items()}}] * 2
+    backends = {"forward": "hopper", "backward": "hopper"}
+    notes = [{"backends": backends, "tiles": {name: tile.to_dict() for name, tile in TILES.items()}}] * 2
     rows = [line for line in written().splitlines() if line.startswith('"') and line[1].isdigit()]
     text = "\n".join([*written().splitlines(), *(rows * 3)])
     found = verify.understood([CASE, CASE], notes, text, SPEC)

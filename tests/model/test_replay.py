@@ -82,7 +82,7 @@ def test_the_order_that_is_played_is_the_one_that_runs(problem: Problem) -> None
 
 
 def test_orders_that_the_device_writes_are_not_foreseen() -> None:
-    packed = Problem.of(device="cuda", heads=8, seqlen=3000, lengths=(1000, 3000), head_dim=128, mask=causal(), dtype="bfloat16")
+    packed = Problem.of(device="cuda", batch=2, heads=8, seqlen=3000, varlen=True, head_dim=128, mask=causal(), dtype="bfloat16")
     tile = tile_of(packed)
     assert tile.order is not None and tile.order(H200.units) is None
     assert played(packed, tile, H200.units, KEPT) is None
