@@ -24,7 +24,7 @@ from tilewise.backends.hopper.config import TABLE, Config, tiles_for
 from tilewise.backends.hopper.intervals import IntervalMask, interval_mask, typed, unseen_keys
 from tilewise.backends.hopper.launch import term_on
 from tilewise.backends.hopper.structs import Arguments, Divisor, Term
-from tilewise.backends.hopper.tile_order import OVERHEAD_KEYS, best_order, tile_order, visited_keys
+from tilewise.backends.hopper.tile_order import BEYOND_CACHE, EVEN, OVERHEAD_KEYS, best_order, tile_order, visited_keys
 from tilewise.hardware import lookup
 from tilewise.masks import Mask, TileMap, allowed
 from tilewise.problem import Problem
@@ -342,16 +342,27 @@ def test_small_clusters_unless_they_are_uneven() -> None:
     small, longest = tile_order(keys, 64, 2, 132)
     large, even = tile_order(keys, 64, 64, 132)
     assert longest > 1.05 * even
-    assert (best_order(keys, 64, (2, 64), 132) == large).all()
+    assert (best_order(keys, 64, (2, 64), 132, held=64) == large).all()
     # without larger ones to choose from, the last of the small ones are mixed
     tails = [tile_order(keys, 64, 2, 132, tail) for tail in (2, 3)]
     assert min(t for _, t in tails) < longest
-    assert any((best_order(keys, 64, (2, 2), 132) == order).all() for order, _ in tails)
-    assert not (best_order(keys, 64, (2, 2), 132) == small).all()
+    assert any((best_order(keys, 64, (2, 2), 132, held=6) == order).all() for order, _ in tails)
+    assert not (best_order(keys, 64, (2, 2), 132, held=6) == small).all()
     many, _ = tile_order(keys, 4096, 16, 132)
-    assert (best_order(keys, 4096, (16, 4096), 132) == many).all()
-    assert (best_order(keys, 64, (2, 64), 132, worth=1.02 * longest / even) == small).all()
-    assert (best_order(keys, 64, (2, 64), 132, worth=1.01) == large).all()
+    assert (best_order(keys, 4096, (16, 4096), 132, held=4096) == many).all()
+
+
+def test_what_the_cache_does_not_hold_must_pay() -> None:
+    """Heads leave it for programs that are evener by more than 5 %, not by less."""
+    keys = np.arange(128, 2049, 128)
+    (_, longest), (large, even) = (tile_order(keys, 64, cluster, 132) for cluster in (2, 64))
+    assert longest > BEYOND_CACHE * even
+    assert (best_order(keys, 64, (2, 64), 132, held=2) == large).all()
+    (plain, alone), *others = (tile_order(keys, 64, 16, 132, tail) for tail in (1, 2, 3))
+    evener = min(longest for _, longest in others)
+    assert EVEN * evener < alone < BEYOND_CACHE * evener
+    assert (best_order(keys, 64, (16,), 132, held=16) == plain).all()
+    assert not np.array_equal(best_order(keys, 64, (16,), 132, held=64), plain)
 
 
 def test_plans_keep_no_tensors() -> None:

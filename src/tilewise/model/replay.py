@@ -120,7 +120,7 @@ def _reads(problem: Problem, tile: TilePlan, visited: Bools, order: WorkOrder) -
     step = np.arange(len(of)) - np.repeat(np.cumsum(steps) - steps, steps)
     mine = count[block][of]
     if not of_keys:
-        streamed, place = head[of] // group, step
+        streamed, place = head[of] // group, mine - 1 - step if order.back else step
     elif order.heads_inside:
         streamed, place = head[of] * group + step % group, step // group
         place = np.where(turn[of] % 2 == 0, mine - 1 - place, place)

@@ -25,6 +25,8 @@ class WorkOrder(NamedTuple):
     """int32 [rounds, programs]: numbers that count through each head's tiles, -1 for none."""
     from_last: bool = False
     """Do they count from a head's last tile?"""
+    back: bool = False
+    """Is the stream read from its last tile to its first?"""
     heads_inside: bool = False
     """Of each streamed tile all heads of a group one after the other, in every second round from the last tile to the first; else
     head by head from the first tile to the last."""

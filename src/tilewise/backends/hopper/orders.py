@@ -10,7 +10,7 @@ from tilewise.backends.hopper.backward.choose import visiting_queries
 from tilewise.backends.hopper.backward.config import KeysConfig, QueriesConfig
 from tilewise.backends.hopper.config import Config
 from tilewise.backends.hopper.intervals import IntervalMask, mask_of
-from tilewise.backends.hopper.tile_order import BEYOND_CACHE, EVEN, best_order, visited_keys
+from tilewise.backends.hopper.tile_order import best_order, visited_keys
 from tilewise.model.tile import WorkOrder
 from tilewise.problem import Problem
 
@@ -37,7 +37,9 @@ def work_order(problem: Problem, config: Any, units: int) -> WorkOrder | None:
         programs = max(1, min(total, units))
         order = np.full((-(-total // programs), programs), -1, dtype=np.int32)
         order.reshape(-1)[:total] = np.arange(total)
-    return WorkOrder(order, from_last=not of_keys, heads_inside=of_keys and config.GROUPED)
+    return WorkOrder(
+        order, from_last=not of_keys, back=isinstance(config, Config), heads_inside=of_keys and config.GROUPED
+    )
 
 
 def host_order(problem: Problem, mask: IntervalMask, config: Any, units: int) -> np.ndarray | None:
@@ -47,11 +49,13 @@ def host_order(problem: Problem, mask: IntervalMask, config: Any, units: int) ->
     return forward_order(problem, mask, config, units) if isinstance(config, Config) else grad_order(problem, mask, config, units)
 
 
-def forward_order(problem: Problem, mask: IntervalMask, config: Config, units: int) -> np.ndarray:
+def forward_order(problem: Problem, mask: IntervalMask, config: Any, units: int, moving: int = 1) -> np.ndarray:
+    """`moving`: as many tensors of the size of keys and values are streamed, those of tangents too."""
     heads = problem.heads * problem.batch
     keys = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
-    clusters = tuple(heads_together(problem, config, size) for size in CLUSTER_BYTES)
-    return best_order(keys, heads, clusters, min(len(keys) * heads, units))
+    clusters = tuple(heads_together(problem, config, size // moving) for size in CLUSTER_BYTES)
+    held = CLUSTER_BYTES[1] // moving // kv_bytes(problem, config) * problem.group
+    return best_order(keys, heads, clusters, min(len(keys) * heads, units), held)
 
 
 def grad_order(problem: Problem, mask: IntervalMask, config: KeysConfig | QueriesConfig, units: int) -> np.ndarray:
@@ -64,14 +68,19 @@ def grad_order(problem: Problem, mask: IntervalMask, config: KeysConfig | Querie
         stream, heads = problem.seqlen_k, problem.heads * problem.batch
     together = heads_fitting(problem, config, heads)
     clusters = tuple(n for n in range(together, heads + 1) if heads % n == 0)
-    worth = EVEN if LOCAL * int(times.max(initial=0)) <= stream else BEYOND_CACHE
-    return best_order(times, heads, clusters, min(len(times) * heads, units), worth)
+    held = heads if LOCAL * int(times.max(initial=0)) <= stream else together
+    return best_order(times, heads, clusters, min(len(times) * heads, units), held)
 
 
 def heads_together(problem: Problem, config: Any, size: int) -> int:
     """How many heads a forward processes side by side: those whose keys and values have the size."""
-    most = max(1, size // (2 * problem.seqlen_k * (config.BLOCK_D + config.BLOCK_DV))) * problem.group
+    most = max(1, size // kv_bytes(problem, config)) * problem.group
     return largest_divisor(problem.batch * problem.heads, most)
+
+
+def kv_bytes(problem: Problem, config: Any) -> int:
+    """Of a key head's keys and values."""
+    return max(1, 2 * problem.seqlen_k * (config.BLOCK_D + config.BLOCK_DV))
 
 
 def heads_fitting(problem: Problem, config: KeysConfig | QueriesConfig, heads: int) -> int:

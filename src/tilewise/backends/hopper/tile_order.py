@@ -9,7 +9,6 @@ do without the estimate, at an atomic's latency a tile.
 from __future__ import annotations
 
 import heapq
-import itertools
 
 import numpy as np
 
@@ -34,18 +33,20 @@ def visited_keys(mask: IntervalMask, tile: Config | QueriesConfig, queries: int,
     return mask.visited(queries, keys, tile.BLOCK_M, tile.BLOCK_N) * tile.BLOCK_N
 
 
-def best_order(
-    keys: np.ndarray, heads: int, clusters: tuple[int, ...], programs: int, worth: float = EVEN
-) -> np.ndarray:
+def best_order(keys: np.ndarray, heads: int, clusters: tuple[int, ...], programs: int, held: int) -> np.ndarray:
     """The order by the first of the clusters (small to large), with the last one, two or three of them as one, that leaves the
-    programs about as even as any. `worth`: leaving the first cluster must shorten the longest program by more than this."""
+    programs about as even as any. `held`: the L2 cache holds what so many heads stream; the first cluster is taken for held."""
     balanced = int((keys + OVERHEAD_KEYS).sum()) * heads / programs
-    first = best = tile_order(keys, heads, clusters[0], programs)
-    for cluster, tail in itertools.product(dict.fromkeys(clusters), TAILS):
-        if best[1] <= (worth if best is first else EVEN) * balanced:
+    held = max(held, clusters[0])
+    best, best_mixes = tile_order(keys, heads, clusters[0], programs), clusters[0]
+    ways = [(cluster, tail, min(heads, cluster * tail)) for cluster in dict.fromkeys(clusters) for tail in TAILS]
+    for cluster, tail, mixes in sorted(ways, key=lambda way: way[2] > held):
+        worth = BEYOND_CACHE if mixes > held >= best_mixes else EVEN
+        if best[1] <= worth * balanced:
             break
         other = tile_order(keys, heads, cluster, programs, tail)
-        best = other if (worth if best is first else EVEN) * other[1] < best[1] else best
+        if worth * other[1] < best[1]:
+            best, best_mixes = other, mixes
     return best[0]
 
 

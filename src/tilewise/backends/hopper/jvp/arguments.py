@@ -10,9 +10,8 @@ from tilewise.backends.hopper.intervals import mask_of, typed
 from tilewise.backends.hopper.jvp.choose import Moving, jvp_choice
 from tilewise.backends.hopper.jvp.config import JvpConfig
 from tilewise.backends.hopper.jvp.structs import JvpArguments
-from tilewise.backends.hopper.orders import CLUSTER_BYTES, heads_together
+from tilewise.backends.hopper.orders import forward_order
 from tilewise.backends.hopper.structs import Divisor, Rows
-from tilewise.backends.hopper.tile_order import best_order, visited_keys
 from tilewise.hardware.spec import DeviceSpec
 from tilewise.problem import Problem
 
@@ -34,9 +33,7 @@ def make_plan(problem: Problem, spec: DeviceSpec, compile_: Any, moving: Moving 
     programs = min(blocks * heads, spec.units)
     order: Any = None
     if mask.band and not problem.varlen:
-        clusters = tuple(heads_together(problem, config, size // 2) for size in CLUSTER_BYTES)  # tangents take as much again
-        keys = visited_keys(mask, config, problem.seqlen_q, problem.seqlen_k)
-        order = best_order(keys, heads, clusters, programs)
+        order = forward_order(problem, mask, config, spec.units, moving=2)
     elif config.ORDERED:
         order = "*i32"  # written on the device
     rows = Rows(pointer(problem.dtype), "i64", "i64", 0) if problem.varlen else None  # type: ignore[arg-type]
