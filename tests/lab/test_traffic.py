@@ -150,10 +150,12 @@ def name_of(row: dict[str, Any]) -> str:
 
 UNFORESEEN = {
     (16, 8192, 16, 64, "forward_kernel"),
-    (19, 8192, 16, 64, "forward_kernel"),
-    (19, 8192, 4, 128, "keys_kernel"),
+    (16, 8192, 4, 128, "keys_kernel"),
+    (19, 6144, 8, 128, "keys_kernel"),
+    (19, 12288, 4, 128, "keys_kernel"),
 }
-"""Day, tokens, key heads, head dim of a causal mask: for even loads, programs work on more heads than the cache holds."""
+"""Day, tokens, key heads, head dim of a causal mask. Work tiles had other orders until the 19th. Two shapes leave the cache
+for even loads, and programs that come apart there meet again: those that miss wait."""
 
 
 @pytest.mark.parametrize("row", counted_kernels(), ids=name_of)
@@ -164,6 +166,5 @@ def test_bytes_are_those_that_an_h200_counted(row: dict[str, Any]) -> None:
     told = counters.predict(problem, tile, SPEC)
     assert row["l2_read"] == pytest.approx(told["L2 to SMs"], rel=LIMITS["L2 to SMs"])
     case = row["day"], row["seqlen"], row["kv_heads"], row["head_dim"], row["kernel"]
-    if not row.get("more"):
-        foreseen = row["dram_read"] == pytest.approx(told["DRAM reads"], rel=LIMITS["DRAM reads"])
-        assert foreseen == (row["mask"] != "causal" or case not in UNFORESEEN), told
+    foreseen = row["dram_read"] == pytest.approx(told["DRAM reads"], rel=LIMITS["DRAM reads"])
+    assert foreseen == (row["mask"] != "causal" or case not in UNFORESEEN), told

@@ -53,9 +53,9 @@ capacity. Measured, not derived: dK and dV on an H200, causal, 4k and 8k tokens 
 what was unused for longest, nothing would be read again."""
 
 
-STAYS = 0.65
+STAYS = 0.69
 """Of a cache in two partitions, the part that holds different bytes where the order of reads is played through: the rest of an
-H200's 60 MiB is held twice. Fitted to the DRAM reads of 100 kernels, 2026-11-19 (`benchmarks/results/`)."""
+H200's 60 MiB is held twice. Fitted, with `replay.WAYS`, to the DRAM reads of 70 kernels, 2026-11-19 (`benchmarks/results/`)."""
 
 
 def scattered(problem: Problem, tile: TilePlan, spec: DeviceSpec, resident: int) -> float:

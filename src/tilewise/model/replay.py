@@ -18,7 +18,7 @@ from tilewise.problem import Problem
 
 EDGES = 0.8
 """Steps that a work tile takes beside those of its stream."""
-WAYS = 16
+WAYS = 12
 MOST_READS = 1 << 18
 """Longer plays end there: what comes after is as what came before. H200's programs read the stream of eight heads of 8192 in so
 many steps."""
