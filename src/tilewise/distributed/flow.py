@@ -24,6 +24,8 @@ LEAST = 1e-9
 """A part of the mean area that does not count."""
 FAR = 0.3
 """Ways whose areas differ by so much of the group's are far from each other."""
+HALVED = 6
+"""How often the areas between which the least one lies are halved."""
 NEAR = 0.15
 """Groups that are so near one of two such ways take it at once."""
 
@@ -82,6 +84,11 @@ class _Hull:
         slope = (self.cost[high] - self.cost[high - 1]) / (self.area[high] - self.area[high - 1])
         return (self.area[high] - self.at, slope) if forth else (self.at - self.area[high - 1], -slope)
 
+    @property
+    def bytes(self) -> float:
+        """Where it is, between its ways."""
+        return float(np.interp(self.at, self.area, self.cost))
+
     def place(self, least: float) -> Between:
         high = min(bisect_left(self.area, self.at - least), len(self.area) - 1)
         if not high or abs(self.area[high] - self.at) <= least:
@@ -106,6 +113,27 @@ def flowed(
     cost, moved = ways
     hulls = [_Hull(moved[:, group], cost[:, group]) for group in range(cost.shape[1])]
     return _placed(_Ranks(ends, areas, moved, whole, most, [MOST_STEPS]), hulls)
+
+
+def fewest(ends: tuple[Ints, Ints], areas: Floats, ways: tuple[Floats, Floats], limit: float) -> float:
+    """The least area a rank may have for which work flows at no more bytes than the limit, each group anywhere between its ways.
+
+    See `flowed`. What is found is not quite met by ways as they are.
+    """
+    cost, moved = ways
+    hulls = [_Hull(moved[:, group], cost[:, group]) for group in range(cost.shape[1])]
+    for hull in hulls:
+        hull.reset()
+    given = np.array([hull.at for hull in hulls])
+    free = areas + np.bincount(ends[1], given, len(areas)) - np.bincount(ends[0], given, len(areas))
+    low, high = float(areas.mean()), float(free.max())
+    for _ in range(HALVED):
+        most = (low + high) / 2
+        for hull in hulls:
+            hull.reset()
+        fits = _flow(_Ranks(ends, areas, moved, areas, most, [MOST_STEPS]), hulls) and sum(h.bytes for h in hulls) <= limit
+        low, high = (low, most) if fits else (most, high)
+    return high
 
 
 class _Ranks(NamedTuple):
