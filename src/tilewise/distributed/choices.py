@@ -50,20 +50,20 @@ class Ends(NamedTuple):
     """The two ranks of each group, and the area of each rank if no query travels.
 
     levelled: whether ranks that are uneven then must be made even by queries that travel.
-    uneven: how much more area than the mean a rank may have.
+    largest: the area of the fullest rank if no query travels, or if all do.
     """
 
     q_rank: Ints
     k_rank: Ints
     areas: Floats
     levelled: bool = False
-    uneven: float = UNEVEN
+    largest: float = 0.0
 
     @property
     def most(self) -> float:
         """The area that a rank may have."""
-        even = float(self.areas.mean()) * (1 + self.uneven)
-        return even if self.levelled else max(float(self.areas.max()), even)
+        even = float(self.areas.mean()) * (1 + UNEVEN)
+        return even if self.levelled else max(self.largest, even)
 
     def loads(self, moved: Floats) -> Floats:
         """The area of each rank."""
@@ -180,7 +180,7 @@ class _Table:
         """The choice with each group changed in turn to the way of fewest bytes and of the least excess, whose square costs more
         and more, until no rank has too much; None if that does not come to an end."""
         ends, most, loads = self.ends, self.ends.most, self.loads(choice)
-        even = float(loads.mean()) * (1 + ends.uneven / 2)
+        even = float(loads.mean()) * (1 + UNEVEN / 2)
         weight = self.sent(choice) / (len(loads) * even**2)
         order = [*range(self.groups), *reversed(range(self.groups))] * int(np.clip(PASSES // self.groups, 1, MOST_PASSES))
         for _ in range(MOST_WEIGHTS):

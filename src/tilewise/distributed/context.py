@@ -23,6 +23,7 @@ from tilewise.distributed.intervals import Ints
 from tilewise.distributed.least import LeastBytes, least_bytes
 from tilewise.distributed.predict import Prediction, best_stages, predicted
 from tilewise.distributed.routes import Routes, routes
+from tilewise.distributed.rows import OF_ROWS
 from tilewise.distributed.schedule import Chunk, RowBytes, Stage
 from tilewise.distributed.shards import SHARDS, Shards, candidates, excess, partition
 from tilewise.distributed.stages import stages
@@ -34,8 +35,6 @@ from tilewise.problem import Problem
 if TYPE_CHECKING:
     import torch
 
-ENOUGH, DEARER = 1.05, 1.25
-"""Times the least bytes of their rows that shards may send, if others that do so do not send so many times more."""
 GIVEN = "given"
 """The name of shards that are those of another plan."""
 
@@ -303,26 +302,37 @@ def plan(
     seen = coverage(problem, sizes)
     whole = sizes if sizes is not None else (problem.seqlen_q,)
 
-    kind = shards if isinstance(shards, str) else GIVEN
+    kind, row = shards if isinstance(shards, str) else GIVEN, RowBytes.of(problem)
 
     def over(share: int) -> ContextPlan:
         if isinstance(shards, str):
-            possible = [divided(held, share) for held in candidates(shards, whole, count // share, seen)]
+            found = candidates(shards, whole, count // share, seen, problem.bias is None and row.route("q") < row.route("kv"))
+            possible = [divided(held, share) for held in found]
         else:
             possible = [given_shards(shards, whole, count)]
         plans = [ContextPlan(problem, sizes, rank, count, held, seen, kind, device, group, share) for held in possible]
-        return plans[0] if len(plans) == 1 else _better(*plans)
+        return _best(plans)
 
     return over(_share(problem, count, device, heads, over))
 
 
-def _better(contiguous: ContextPlan, even: ContextPlan) -> ContextPlan:
-    """Contiguous shards if queries that travel make them even, fewer bytes are sent so, and few that need not be."""
-    sent = [sum(plan.total_bytes(backward=backward) for backward in (False, True)) for plan in (contiguous, even)]
-    if sent[0] >= sent[1] or contiguous.imbalance > max(UNEVEN, even.imbalance):
-        return even
-    near = [plan.least_bytes().of_rows <= ENOUGH for plan in (contiguous, even)]
-    return even if near[1] and not near[0] and sent[1] <= DEARER * sent[0] else contiguous
+def _best(plans: Sequence[ContextPlan]) -> ContextPlan:
+    """The plan whose ranks are even and send few bytes for their rows, with the fewest bytes; if none is so, of those that send
+    few for their rows the most even one. What comes after the first two is looked at only if these are not so."""
+    if len(plans) == 1:
+        return plans[0]
+    first = 2 if len(plans[0].shards.rank) == len(plans[0].shards.tokens) else 1
+    for some in (plans[:first], plans):
+        few = [plan for plan in some if plan.least_bytes().of_rows <= OF_ROWS]
+        even = [plan for plan in few if plan.imbalance <= UNEVEN]
+        if even:
+            return min(even, key=_both)
+    return min(few or plans, key=lambda plan: (round(plan.imbalance, 2), _both(plan)))
+
+
+def _both(plan: ContextPlan) -> int:
+    """Bytes of both passes."""
+    return sum(plan.total_bytes(backward=backward) for backward in (False, True))
 
 
 def _share(

@@ -24,8 +24,6 @@ LEAST = 1e-9
 """A part of the mean area that does not count."""
 FAR = 0.3
 """Ways whose areas differ by so much of the group's are far from each other."""
-HALVED = 6
-"""How often the areas between which the least one lies are halved."""
 NEAR = 0.15
 """Groups that are so near one of two such ways take it at once."""
 
@@ -115,25 +113,15 @@ def flowed(
     return _placed(_Ranks(ends, areas, moved, whole, most, [MOST_STEPS]), hulls)
 
 
-def fewest(ends: tuple[Ints, Ints], areas: Floats, ways: tuple[Floats, Floats], limit: float) -> float:
-    """The least area a rank may have for which work flows at no more bytes than the limit, each group anywhere between its ways.
+def fewest(ends: tuple[Ints, Ints], areas: Floats, ways: tuple[Floats, Floats], most: float) -> float:
+    """The bytes of a flow in which each group may be anywhere between its ways; infinite where ranks cannot be made even.
 
-    See `flowed`. What is found is not quite met by ways as they are.
+    See `flowed`, which sends more.
     """
     cost, moved = ways
     hulls = [_Hull(moved[:, group], cost[:, group]) for group in range(cost.shape[1])]
-    for hull in hulls:
-        hull.reset()
-    given = np.array([hull.at for hull in hulls])
-    free = areas + np.bincount(ends[1], given, len(areas)) - np.bincount(ends[0], given, len(areas))
-    low, high = float(areas.mean()), float(free.max())
-    for _ in range(HALVED):
-        most = (low + high) / 2
-        for hull in hulls:
-            hull.reset()
-        fits = _flow(_Ranks(ends, areas, moved, areas, most, [MOST_STEPS]), hulls) and sum(h.bytes for h in hulls) <= limit
-        low, high = (low, most) if fits else (most, high)
-    return high
+    found = _flow(_Ranks(ends, areas, moved, areas, most, [MOST_STEPS]), hulls)
+    return sum(hull.bytes for hull in hulls) if found else float("inf")
 
 
 class _Ranks(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.distributed.choices import UNEVEN, Ends, Floats, Way, eased, even_choice, polished
+from tilewise.distributed.choices import Ends, Floats, Way, eased, even_choice, polished
 from tilewise.distributed.coverage import Coverage, Parts
 from tilewise.distributed.covers import Bools, Graphs, moved_nodes
 from tilewise.distributed.flow import Between, fewest, flowed
@@ -35,8 +35,8 @@ PRICED_CELLS, ROUNDS = 50_000, (2, 16)
 """How many prices are tried, at least and at most; between them as many as have so many cells."""
 MOST_FLOWING, FLOW_CELLS, FLOW_WAYS = 130, 20_000, 2_000
 """Groups between which work flows, and how many cells and ways of all of them there may be then."""
-EASED, EXACT = 5, 0.004
-"""How often ranks are made even to some other degree where that is too dear, and how near degrees are one for that."""
+SPENT = 1.01
+"""Times the bytes that may be sent: where a flow of any parts has more, it is not tried with the parts there are."""
 REFINED, FINER, SPARED = 3, 16, 0.001
 """How often, and into how many parts each time, stretches are split whose routes lie between two ways; and how much of the mean
 area is left for what is coarse nevertheless."""
@@ -197,26 +197,15 @@ class _Cells:
             return None
         cells = self.split(FLOW_CELLS)
         ways = [*cells._whole(row), *cells._partial(row, int(np.clip(FLOW_WAYS / len(self.pair), 6, MOST_SPLITS)))]
-        least, most = cells._unevenness(ways, limit)
-        best = cells._level(row, ends, ways) if least <= UNEVEN else None
-        if best is not None and best[0] <= limit:
-            return best[1:]
-        best, least = None, max(least, UNEVEN)
-        for _ in range(EASED):
-            if most - least < EXACT:
-                break
-            uneven = least + (most - least) / 3
-            found = cells._level(row, ends._replace(uneven=uneven), ways, 1)
-            if found is not None and found[0] <= limit:
-                best, most = found, uneven
-            else:
-                least = uneven
-        return (cells, cells._taken(ways, eased(ends, ways, limit))) if best is None else best[1:]
+        best = cells._level(row, ends, ways) if cells._fewest(ends, ways) <= SPENT * limit else None
+        if best is None or best[0] > limit:
+            return cells, cells._taken(ways, eased(ends, ways, limit))
+        return best[1:]
 
-    def _level(self, row: RowBytes, ends: Ends, ways: list[Way], turns: int = REFINED) -> tuple[float, _Cells, Bools] | None:
+    def _level(self, row: RowBytes, ends: Ends, ways: list[Way]) -> tuple[float, _Cells, Bools] | None:
         """Bytes, cells and their routes, where work flows until ranks are even; None where they cannot be made so."""
         cells, best = self, None
-        for turn in range(turns):
+        for turn in range(REFINED):
             places = cells._flowed(ends, ways)
             if places is None:
                 break
@@ -225,18 +214,15 @@ class _Cells:
                 sent = float(np.array([way.bytes for way in ways])[choice, np.arange(len(choice))].sum())
                 found = sent, cells, cells._taken(ways, choice)
                 best = found if best is None or sent < best[0] else best
-            if best is not None and turn or turn + 1 == turns:
+            if best is not None and turn:
                 break
             low, high = (cells._taken(ways, np.array([getattr(p, side) for p in places])) for side in ("low", "high"))
             cells, ways = cells._between(row, low, high)
         return best
 
-    def _unevenness(self, ways: list[Way], limit: float) -> tuple[float, float]:
-        """By how much ranks must exceed the mean for so few bytes, and by how much they do with the fewest."""
-        ends, mean = self._ends, float(self._ends.areas.mean())
+    def _fewest(self, ends: Ends, ways: list[Way]) -> float:
         table = np.array([way.bytes for way in ways]), np.array([way.moved for way in ways])
-        free = ends.loads(table[1][table[0].argmin(axis=0), np.arange(len(self.pair))])
-        return fewest((ends.q_rank, ends.k_rank), ends.areas, table, limit) / mean - 1, excess(free)
+        return fewest((ends.q_rank, ends.k_rank), ends.areas, table, ends.most)
 
     def _flowed(self, ends: Ends, ways: list[Way]) -> list[Between] | None:
         area = np.bincount(self.group, self.between.area).astype(np.float64)
@@ -294,7 +280,9 @@ class _Cells:
         q_rank, k_rank = np.divmod(self.pair, self.shards.ranks)
         areas = np.bincount(self.q_rank, self.parts.area, self.shards.ranks)
         contiguous = len(self.shards.rank) == self.shards.ranks
-        return Ends(q_rank, k_rank, areas.astype(np.float64), contiguous and excess(areas) <= LEVELLED)
+        ends = Ends(q_rank, k_rank, areas.astype(np.float64), contiguous and excess(areas) <= LEVELLED)
+        by_query = ends.loads(np.bincount(self.group, self.between.area, len(self.pair)))
+        return ends._replace(largest=float(min(areas.max(), by_query.max())))
 
     def _taken(self, ways: list[Way], choice: Ints) -> Bools:
         return np.asarray(np.array([way.by_query for way in ways])[choice[self.group], np.arange(len(self.group))])

@@ -3,6 +3,9 @@
 `balanced` looks at the mask. Contiguous parts are taken where they are even, as under a window. Otherwise ranks are filled with
 components, tokens that see only each other, such as a document: whole ones where they fit, so that nothing of them travels,
 and one that is cut. One component alone, as under a causal mask, is cut for every rank into a head and a tail.
+
+The area of tokens is that of their queries, which is even if keys travel. Where queries are the cheaper ones to travel, ranks may
+be filled by the area of their keys instead: with windows wide for the ranks it is even then if all queries travel.
 """
 
 from __future__ import annotations
@@ -95,16 +98,23 @@ def dealt(lengths: Sequence[int], ranks: int, each: int = 1) -> Shards:
     return partition(lengths, ranks, np.concatenate([[0], np.cumsum(sizes[rank, turn])]), rank)
 
 
-def candidates(kind: str, lengths: Sequence[int], ranks: int, seen: Coverage) -> list[Shards]:
-    """The shards by name; two of them where it depends on what would travel which is better, contiguous ones first."""
+def candidates(kind: str, lengths: Sequence[int], ranks: int, seen: Coverage, cheap_queries: bool = False) -> list[Shards]:
+    """The shards by name; several where it depends on what would travel which are better.
+
+    cheap_queries: whether they travel at fewer bytes than keys. The third ones, or the second ones if none are contiguous, are
+    for where none before them are good. Nearly even contiguous ones come first.
+    """
     if kind != "balanced":
         return [dealt(lengths, ranks, {"contiguous": 1, "head_tail": 2, "zigzag": ZIGZAG}[kind])]
     contiguous = dealt(lengths, ranks)
     uneven = excess(contiguous.areas(seen))
     if uneven <= EVEN:
         return [contiguous]
-    even = filled(lengths, ranks, seen)
-    return [contiguous, even] if uneven <= LEVELLED else [even]
+    tables = [seen.counts, seen.seeing] if cheap_queries else [seen.counts]
+    if uneven <= LEVELLED and len(seen.borders) == 2:
+        tables.reverse()
+    even = [filled(lengths, ranks, seen, table) for table in tables]
+    return [contiguous, *even] if uneven <= LEVELLED else even
 
 
 def excess(areas: Ints) -> float:
@@ -139,13 +149,13 @@ def _items(seen: Coverage, ranks: int) -> Ints:
     return np.stack([np.array(keep[:-1], np.int64), np.array(keep[1:], np.int64)], axis=1)
 
 
-def filled(lengths: Sequence[int], ranks: int, seen: Coverage) -> Shards:
-    """Rank after rank filled with equal tokens and equal area.
+def filled(lengths: Sequence[int], ranks: int, seen: Coverage, areas: Ints | None = None) -> Shards:
+    """Rank after rank filled with equal tokens and equal area (areas: of each token; None: that of its query).
 
     A rank takes whole components while they fit, and at last a part of one: some of its head and some of its tail, in such
     a proportion that the area is met (under a causal mask the tail weighs more). What is left of it is for later ranks.
     """
-    sums = np.concatenate([[0], np.cumsum(seen.counts)])
+    sums = np.concatenate([[0], np.cumsum(seen.counts if areas is None else areas)])
     left = _Components(_items(seen, ranks), sums)
     pieces: list[Piece] = []
     done = 0
