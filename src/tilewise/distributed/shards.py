@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewise.distributed.choices import UNEVEN
 from tilewise.distributed.coverage import Coverage
 from tilewise.distributed.intervals import Ints
 from tilewise.distributed.schedule import Chunk
@@ -114,7 +115,13 @@ def candidates(kind: str, lengths: Sequence[int], ranks: int, seen: Coverage, ch
     if uneven <= LEVELLED and len(seen.borders) == 2:
         tables.reverse()
     even = [filled(lengths, ranks, seen, table) for table in tables]
+    if len(even) > 1 and _alike(*even):
+        even.pop()
     return [contiguous, *even] if uneven <= LEVELLED else even
+
+
+def _alike(one: Shards, other: Shards) -> bool:
+    return np.array_equal(one.bounds, other.bounds) and np.array_equal(one.rank, other.rank)
 
 
 def excess(areas: Ints) -> float:
@@ -155,19 +162,35 @@ def filled(lengths: Sequence[int], ranks: int, seen: Coverage, areas: Ints | Non
     A rank takes whole components while they fit, and at last a part of one: some of its head and some of its tail, in such
     a proportion that the area is met (under a causal mask the tail weighs more). What is left of it is for later ranks.
     """
-    sums = np.concatenate([[0], np.cumsum(seen.counts if areas is None else areas)])
-    left = _Components(_items(seen, ranks), sums)
+    sums, items = np.concatenate([[0], np.cumsum(seen.counts if areas is None else areas)]), _items(seen, ranks)
+    pieces = _pieces(items, sums, ranks)
+    uneven = _unevenness(pieces, sums, ranks)
+    if len(items) == 1 and uneven > UNEVEN:  # light at both ends: two, each light at one
+        halves = np.array([[0, seen.tokens // 2], [seen.tokens // 2, seen.tokens]])
+        other = _pieces(halves, sums, ranks)
+        pieces = other if _unevenness(other, sums, ranks) < uneven else pieces
+    table = np.array(sorted(pieces), np.int64).reshape(-1, 3)
+    return partition(lengths, ranks, np.append(table[:, 0], seen.tokens), table[:, 2])
+
+
+def _unevenness(pieces: list[Piece], sums: Ints, ranks: int) -> float:
+    start, end, rank = np.array(pieces, np.int64).reshape(-1, 3).T
+    return excess(np.bincount(rank, sums[end] - sums[start], ranks))
+
+
+def _pieces(items: Ints, sums: Ints, ranks: int) -> list[Piece]:
+    """What each rank takes of the components."""
+    left, tokens = _Components(items, sums), len(sums) - 1
     pieces: list[Piece] = []
     done = 0
-    for rank, room in enumerate(_quotas(seen.tokens, ranks).tolist()):
+    for rank, room in enumerate(_quotas(tokens, ranks).tolist()):
         area = (float(sums[-1]) - done) / (ranks - rank)  # what earlier ranks missed is shared by the later ones
         while room:
             spans = left.take(room, area)
             weight = sum(int(sums[end] - sums[start]) for start, end in spans)
             room, area, done = room - sum(end - start for start, end in spans), area - weight, done + weight
             pieces += [(start, end, rank) for start, end in spans]
-    table = np.array(sorted(pieces), np.int64).reshape(-1, 3)
-    return partition(lengths, ranks, np.append(table[:, 0], seen.tokens), table[:, 2])
+    return pieces
 
 
 class _Components:
