@@ -199,8 +199,9 @@ class _Table:
 
     def eased(self, limit: float) -> Ints:
         """The fewest bytes, then groups changed in turn as in `levelled`, until that would cost more than the limit."""
-        ends, choice = self.ends, self.bytes.argmin(axis=0)
-        loads, sent, best = self.loads(choice), self.sent(choice), choice.copy()
+        ends, choice = self.ends, np.asarray(self.bytes.argmin(axis=0))
+        best: Ints = choice.copy()
+        loads, sent = self.loads(choice), self.sent(choice)
         even, most = float(loads.mean()), float(loads.max())
         weight, order = LIGHTEST * sent / (len(loads) * even**2), [*range(self.groups), *reversed(range(self.groups))]
         for _ in range(int(np.clip(EASED // self.groups, *WEIGHTS))):
@@ -217,8 +218,27 @@ class _Table:
                     best, most = choice.copy(), float(loads.max())
             if sent > limit:
                 break
-            weight *= HEAVIER ** 0.5
-        return best
+            weight *= HEAVIER**0.5
+        return self._spent(best, limit)
+
+    def _spent(self, choice: Ints, limit: float) -> Ints:
+        """The choice with groups of the fullest rank changed for what bytes are left, while that makes it less full."""
+        ends, loads, sent = self.ends, self.loads(choice), self.sent(choice)
+        for _ in range(min(self.groups + FEWEST_TRIED, MOST_TRIED)):
+            own = self.of_rank[int(loads.argmax())]
+            if not len(own):
+                break
+            q, k, now = ends.q_rank[own], ends.k_rank[own], choice[own]
+            change, cost = self.moved[:, own] - self.moved[now, own], self.bytes[:, own] - self.bytes[now, own]
+            peak = np.where(sent + cost <= limit, np.maximum(loads[k] + change, loads[q] - change), np.inf)
+            way, place = np.unravel_index(int(peak.argmin()), peak.shape)
+            if peak[way, place] >= loads.max() - LEAST:
+                break
+            choice[own[place]] = way
+            loads[k[place]] += change[way, place]
+            loads[q[place]] -= change[way, place]
+            sent += cost[way, place]
+        return choice
 
     def improved(self, choice: Ints) -> Ints:
         """The choice with ways changed while that saves bytes and no rank gets too much: of one group, or of two groups that are

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from tilewise.distributed.arguments import given_shards, group_ranks, packed_len
 from tilewise.distributed.choices import UNEVEN
 from tilewise.distributed.coverage import Coverage, coverage
 from tilewise.distributed.intervals import Ints
-from tilewise.distributed.least import LeastBytes, least_bytes
+from tilewise.distributed.least import LeastBytes, least_bytes, of_rows, total
 from tilewise.distributed.predict import Prediction, best_stages, predicted
 from tilewise.distributed.routes import Routes, routes
 from tilewise.distributed.rows import OF_ROWS
@@ -305,29 +305,34 @@ def plan(
     kind, row = shards if isinstance(shards, str) else GIVEN, RowBytes.of(problem)
 
     def over(share: int) -> ContextPlan:
-        if isinstance(shards, str):
-            found = candidates(shards, whole, count // share, seen, problem.bias is None and row.route("q") < row.route("kv"))
-            possible = [divided(held, share) for held in found]
-        else:
-            possible = [given_shards(shards, whole, count)]
-        plans = [ContextPlan(problem, sizes, rank, count, held, seen, kind, device, group, share) for held in possible]
-        return _best(plans)
+        if not isinstance(shards, str):
+            return ContextPlan(problem, sizes, rank, count, given_shards(shards, whole, count), seen, kind, device, group, share)
+        cheap = problem.bias is None and row.route("q") < row.route("kv")
+        possible = candidates(shards, whole, count // share, seen, cheap)
+        settings = seen, kind, device, group, share
+        return _best([ContextPlan(problem, sizes, rank, count, divided(h, share), *settings) for h in some] for some in possible)
 
     return over(_share(problem, count, device, heads, over))
 
 
-def _best(plans: Sequence[ContextPlan]) -> ContextPlan:
-    """The plan whose ranks are even and send few bytes for their rows, with the fewest bytes; if none is so, of those that send
-    few for their rows the most even one. What comes after the first two is looked at only if these are not so."""
-    if len(plans) == 1:
-        return plans[0]
-    first = 2 if len(plans[0].shards.rank) == len(plans[0].shards.tokens) else 1
-    for some in (plans[:first], plans):
-        few = [plan for plan in some if plan.least_bytes().of_rows <= OF_ROWS]
-        even = [plan for plan in few if plan.imbalance <= UNEVEN]
-        if even:
-            return min(even, key=_both)
-    return min(few or plans, key=lambda plan: (round(plan.imbalance, 2), _both(plan)))
+def _best(possible: Iterator[list[ContextPlan]]) -> ContextPlan:
+    """The plan of fewest bytes among those whose ranks are even and send few bytes for their rows, from the first of some lists
+    that has any; if none has, of those that send few for their rows the most even one."""
+    every: list[ContextPlan] = []
+    for some in possible:
+        if some[0].kind != "balanced":
+            return some[0]
+        every += some
+        good = [plan for plan in some if plan.imbalance <= UNEVEN and _sends_few(plan)]
+        if good:
+            return min(good, key=_both)
+    few = [plan for plan in every if _sends_few(plan)]
+    return min(few or every, key=lambda plan: (round(plan.imbalance, 2), _both(plan)))
+
+
+def _sends_few(plan: ContextPlan) -> bool:
+    own = plan if plan.heads == 1 else plan.of_teams
+    return total(own.routes, own.row_bytes) <= OF_ROWS * of_rows(own.routes, own.row_bytes, own.coverage)
 
 
 def _both(plan: ContextPlan) -> int:

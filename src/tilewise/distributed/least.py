@@ -40,8 +40,12 @@ def least_bytes(found: Routes, row: RowBytes, seen: Coverage) -> LeastBytes:
     """What routes send, beside both bounds for their shards."""
     shards = found.shards
     sent = total(found, row)
-    keys_only = routes(shards, seen, row, keys_only=True)
-    return LeastBytes(sent, least_of_rows(keys_only, row, seen), min(sent, total(routes(shards, seen, row), row)))
+    return LeastBytes(sent, of_rows(found, row, seen), min(sent, total(routes(shards, seen, row), row)))
+
+
+def of_rows(found: Routes, row: RowBytes, seen: Coverage) -> int:
+    """The first bound."""
+    return least_of_rows(routes(found.shards, seen, row, keys_only=True), row, seen)
 
 
 def total(found: Routes, row: RowBytes) -> int:

@@ -197,10 +197,11 @@ class _Cells:
             return None
         cells = self.split(FLOW_CELLS)
         ways = [*cells._whole(row), *cells._partial(row, int(np.clip(FLOW_WAYS / len(self.pair), 6, MOST_SPLITS)))]
-        best = cells._level(row, ends, ways) if cells._fewest(ends, ways) <= SPENT * limit else None
-        if best is None or best[0] > limit:
+        cheap = cells._fewest(ends, ways) <= SPENT * limit
+        best = cells._level(row, ends, ways) if cheap else None
+        if not cheap or (best is not None and best[0] > limit):
             return cells, cells._taken(ways, eased(ends, ways, limit))
-        return best[1:]
+        return None if best is None else best[1:]
 
     def _level(self, row: RowBytes, ends: Ends, ways: list[Way]) -> tuple[float, _Cells, Bools] | None:
         """Bytes, cells and their routes, where work flows until ranks are even; None where they cannot be made so."""
@@ -281,7 +282,7 @@ class _Cells:
         areas = np.bincount(self.q_rank, self.parts.area, self.shards.ranks)
         contiguous = len(self.shards.rank) == self.shards.ranks
         ends = Ends(q_rank, k_rank, areas.astype(np.float64), contiguous and excess(areas) <= LEVELLED)
-        by_query = ends.loads(np.bincount(self.group, self.between.area, len(self.pair)))
+        by_query = ends.loads(np.bincount(self.group, self.between.area, len(self.pair)).astype(np.float64))
         return ends._replace(largest=float(min(areas.max(), by_query.max())))
 
     def _taken(self, ways: list[Way], choice: Ints) -> Bools:

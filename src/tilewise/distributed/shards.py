@@ -10,7 +10,7 @@ be filled by the area of their keys instead: with windows wide for the ranks it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,25 +99,30 @@ def dealt(lengths: Sequence[int], ranks: int, each: int = 1) -> Shards:
     return partition(lengths, ranks, np.concatenate([[0], np.cumsum(sizes[rank, turn])]), rank)
 
 
-def candidates(kind: str, lengths: Sequence[int], ranks: int, seen: Coverage, cheap_queries: bool = False) -> list[Shards]:
-    """The shards by name; several where it depends on what would travel which are better.
+def candidates(
+    kind: str, lengths: Sequence[int], ranks: int, seen: Coverage, cheap_queries: bool = False
+) -> Iterator[list[Shards]]:
+    """The shards by name; several where it depends on what would travel which are better, and after them others for where none
+    of these are good.
 
-    cheap_queries: whether they travel at fewer bytes than keys. The third ones, or the second ones if none are contiguous, are
-    for where none before them are good. Nearly even contiguous ones come first.
+    cheap_queries: whether they travel at fewer bytes than keys.
     """
     if kind != "balanced":
-        return [dealt(lengths, ranks, {"contiguous": 1, "head_tail": 2, "zigzag": ZIGZAG}[kind])]
+        yield [dealt(lengths, ranks, {"contiguous": 1, "head_tail": 2, "zigzag": ZIGZAG}[kind])]
+        return
     contiguous = dealt(lengths, ranks)
     uneven = excess(contiguous.areas(seen))
     if uneven <= EVEN:
-        return [contiguous]
+        yield [contiguous]
     tables = [seen.counts, seen.seeing] if cheap_queries else [seen.counts]
     if uneven <= LEVELLED and len(seen.borders) == 2:
         tables.reverse()
-    even = [filled(lengths, ranks, seen, table) for table in tables]
-    if len(even) > 1 and _alike(*even):
-        even.pop()
-    return [contiguous, *even] if uneven <= LEVELLED else even
+    even = [filled(lengths, ranks, seen, table) for table in tables[:1]]
+    yield [contiguous, *even] if EVEN < uneven <= LEVELLED else even
+    for table in tables[1:]:
+        other = filled(lengths, ranks, seen, table)
+        if not _alike(other, even[0]):
+            yield [other]
 
 
 def _alike(one: Shards, other: Shards) -> bool:
