@@ -314,7 +314,7 @@ def test_more_stages_hide_more() -> None:
 
 
 def test_stages_that_hide_next_to_nothing_are_left_out() -> None:
-    whole = long_problem(tw.causal() & tw.window(16384), 65536, heads=16, kv_heads=16, device="cuda")
+    whole = long_problem(tw.causal() & tw.window(32768), 65536, heads=16, kv_heads=4, device="cuda")
     plan = tw.distributed.plan(whole, ranks=8, device="h200", heads=1)
     spec = hardware.device("h200")
     times = {n: sum(predicted(plan.routes, whole, spec, n, backward=b).seconds for b in (False, True)) for n in (1, 2, 4)}
