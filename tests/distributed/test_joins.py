@@ -12,10 +12,11 @@ import torch
 import tilewise as tw
 from tests.distributed.test_plan import ids, masks, problem, visible
 from tilewise.distributed.context import ContextPlan
-from tilewise.distributed.coverage import on_host
+from tilewise.distributed.coverage import coverage, on_host
 from tilewise.distributed.joins import GRAIN, Block, Rounds, Seen
 from tilewise.distributed.schedule import Chunk
 from tilewise.distributed.segments import SIDE_BY_SIDE, Call, Local, Segment
+from tilewise.distributed.shards import filled
 from tilewise.masks import MaskShape, allowed
 
 WIDE = {
@@ -158,7 +159,9 @@ def test_documents_of_one_rectangle_need_no_ids() -> None:
 
 @pytest.mark.parametrize("name", ["causal", "documents", "sinks"])
 def test_small_calls_stand_side_by_side(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = [tw.distributed.plan(problem(96, masks(96)[name], kv_heads=kv), ranks=8) for kv in (4, 1)]
+    problems = [problem(96, masks(96)[name], kv_heads=kv) for kv in (4, 1)]
+    shards = filled((96,), 8, coverage(problems[0]))
+    plans = [tw.distributed.plan(whole, ranks=8, shards=shards) for whole in problems]
     apart = [sum(len(stage) for rank in range(8) for stage in segments(plan, rank)) for plan in plans]
     monkeypatch.setitem(SIDE_BY_SIDE, "cpu", 1 << 20)
     together = [[stage for rank in range(8) for stage in segments(plan, rank)] for plan in plans]

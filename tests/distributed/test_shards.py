@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import tilewise as tw
+from tests.distributed.test_plan import masks, problem, visible
 from tilewise.distributed.coverage import coverage
-from tilewise.distributed.shards import excess
+from tilewise.distributed.shards import excess, filled
 
 LONG = 1 << 17
 
@@ -87,6 +88,27 @@ def test_more_ranks_than_tokens(tokens: int) -> None:
     assert plan.shards.tokens.sum() == tokens
     assert plan.imbalance >= 0
     assert plan.token_numbers(8).tolist() == sorted(plan.token_numbers(8).tolist())
+
+
+@pytest.mark.parametrize("name", masks(96))
+def test_rows_that_see_a_key_are_counted(name: str) -> None:
+    plan = tw.distributed.plan(problem(96, masks(96)[name]), ranks=1)
+    assert plan.coverage.seeing.tolist() == visible(plan).sum(axis=0).tolist()
+    assert plan.coverage.counts.tolist() == visible(plan).sum(axis=1).tolist()
+
+
+@pytest.mark.parametrize("ranks", [3, 8, 64])
+def test_components_that_are_light_at_both_ends_are_even(ranks: int) -> None:
+    seen = coverage(long_problem(tw.window(LONG // 4, LONG // 4)))
+    assert excess(filled((LONG,), ranks, seen).areas(seen)) <= 0.03
+
+
+def test_shards_are_filled_by_any_area() -> None:
+    seen = coverage(long_problem(tw.causal() & tw.window(LONG // 4)))
+    held = filled((LONG,), 8, seen, seen.seeing)
+    sums = np.concatenate([[0], np.cumsum(seen.seeing)])
+    assert excess(np.bincount(held.rank, np.diff(sums[held.bounds]))) <= 0.01
+    assert excess(held.areas(seen)) > 0.1
 
 
 def test_excess() -> None:

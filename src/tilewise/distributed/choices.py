@@ -31,6 +31,8 @@ MOST_WEIGHTS, HEAVIER = 12, 2.0
 """How often the excess of ranks is made dearer, and by how much."""
 PASSES, MOST_PASSES = 120, 8
 """Groups that are changed in turn for each of these, and how often at most."""
+LIGHTEST, EASED, WEIGHTS = 0.5, 20_000, (6, 24)
+"""Of `eased`: the first weight of the excess, how many groups are changed about, and how many weights are tried."""
 LEAST = 0.5
 """Bytes below which nothing is saved."""
 
@@ -48,18 +50,20 @@ class Ends(NamedTuple):
     """The two ranks of each group, and the area of each rank if no query travels.
 
     levelled: whether ranks that are uneven then must be made even by queries that travel.
+    largest: the area of the fullest rank if no query travels, or if all do.
     """
 
     q_rank: Ints
     k_rank: Ints
     areas: Floats
     levelled: bool = False
+    largest: float = 0.0
 
     @property
     def most(self) -> float:
         """The area that a rank may have."""
         even = float(self.areas.mean()) * (1 + UNEVEN)
-        return even if self.levelled else max(float(self.areas.max()), even)
+        return even if self.levelled else max(self.largest, even)
 
     def loads(self, moved: Floats) -> Floats:
         """The area of each rank."""
@@ -111,6 +115,11 @@ def polished(ends: Ends, ways: list[Way], choice: Ints) -> Ints | None:
     table = _Table(ends, ways)
     found = [one for one in (table.repaired(choice.copy()), table.levelled(choice.copy())) if one is not None]
     return table.improved(min(found, key=table.sent)) if found else None
+
+
+def eased(ends: Ends, ways: list[Way], limit: float) -> Ints:
+    """A choice of at most `limit` bytes, as even as it is found; the one of fewest bytes if there is none."""
+    return _Table(ends, ways).eased(limit)
 
 
 class _Table:
@@ -187,6 +196,49 @@ class _Table:
                 return choice
             weight *= HEAVIER
         return None
+
+    def eased(self, limit: float) -> Ints:
+        """The fewest bytes, then groups changed in turn as in `levelled`, until that would cost more than the limit."""
+        ends, choice = self.ends, np.asarray(self.bytes.argmin(axis=0))
+        best: Ints = choice.copy()
+        loads, sent = self.loads(choice), self.sent(choice)
+        even, most = float(loads.mean()), float(loads.max())
+        weight, order = LIGHTEST * sent / (len(loads) * even**2), [*range(self.groups), *reversed(range(self.groups))]
+        for _ in range(int(np.clip(EASED // self.groups, *WEIGHTS))):
+            for group in order:
+                q, k = ends.q_rank[group], ends.k_rank[group]
+                change = self.moved[:, group] - self.moved[choice[group], group]
+                over = np.maximum(loads[k] + change - even, 0) ** 2 + np.maximum(loads[q] - change - even, 0) ** 2
+                way = int((self.bytes[:, group] + weight * over).argmin())
+                loads[k] += change[way]
+                loads[q] -= change[way]
+                sent += self.bytes[way, group] - self.bytes[choice[group], group]
+                choice[group] = way
+                if sent <= limit and loads.max() < most:
+                    best, most = choice.copy(), float(loads.max())
+            if sent > limit:
+                break
+            weight *= HEAVIER**0.5
+        return self._spent(best, limit)
+
+    def _spent(self, choice: Ints, limit: float) -> Ints:
+        """The choice with groups of the fullest rank changed for what bytes are left, while that makes it less full."""
+        ends, loads, sent = self.ends, self.loads(choice), self.sent(choice)
+        for _ in range(min(self.groups + FEWEST_TRIED, MOST_TRIED)):
+            own = self.of_rank[int(loads.argmax())]
+            if not len(own):
+                break
+            q, k, now = ends.q_rank[own], ends.k_rank[own], choice[own]
+            change, cost = self.moved[:, own] - self.moved[now, own], self.bytes[:, own] - self.bytes[now, own]
+            peak = np.where(sent + cost <= limit, np.maximum(loads[k] + change, loads[q] - change), np.inf)
+            way, place = np.unravel_index(int(peak.argmin()), peak.shape)
+            if peak[way, place] >= loads.max() - LEAST:
+                break
+            choice[own[place]] = way
+            loads[k[place]] += change[way, place]
+            loads[q[place]] -= change[way, place]
+            sent += cost[way, place]
+        return choice
 
     def improved(self, choice: Ints) -> Ints:
         """The choice with ways changed while that saves bytes and no rank gets too much: of one group, or of two groups that are

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,10 @@ from tilewise.distributed.arguments import given_shards, group_ranks, packed_len
 from tilewise.distributed.choices import UNEVEN
 from tilewise.distributed.coverage import Coverage, coverage
 from tilewise.distributed.intervals import Ints
-from tilewise.distributed.least import LeastBytes, least_bytes
+from tilewise.distributed.least import LeastBytes, least_bytes, of_rows, total
 from tilewise.distributed.predict import Prediction, best_stages, predicted
 from tilewise.distributed.routes import Routes, routes
+from tilewise.distributed.rows import OF_ROWS
 from tilewise.distributed.schedule import Chunk, RowBytes, Stage
 from tilewise.distributed.shards import SHARDS, Shards, candidates, excess, partition
 from tilewise.distributed.stages import stages
@@ -34,8 +35,6 @@ from tilewise.problem import Problem
 if TYPE_CHECKING:
     import torch
 
-ENOUGH, DEARER = 1.05, 1.25
-"""Times the least bytes of their rows that shards may send, if others that do so do not send so many times more."""
 GIVEN = "given"
 """The name of shards that are those of another plan."""
 
@@ -303,26 +302,42 @@ def plan(
     seen = coverage(problem, sizes)
     whole = sizes if sizes is not None else (problem.seqlen_q,)
 
-    kind = shards if isinstance(shards, str) else GIVEN
+    kind, row = shards if isinstance(shards, str) else GIVEN, RowBytes.of(problem)
 
     def over(share: int) -> ContextPlan:
-        if isinstance(shards, str):
-            possible = [divided(held, share) for held in candidates(shards, whole, count // share, seen)]
-        else:
-            possible = [given_shards(shards, whole, count)]
-        plans = [ContextPlan(problem, sizes, rank, count, held, seen, kind, device, group, share) for held in possible]
-        return plans[0] if len(plans) == 1 else _better(*plans)
+        if not isinstance(shards, str):
+            return ContextPlan(problem, sizes, rank, count, given_shards(shards, whole, count), seen, kind, device, group, share)
+        cheap = problem.bias is None and row.route("q") < row.route("kv")
+        possible = candidates(shards, whole, count // share, seen, cheap)
+        settings = seen, kind, device, group, share
+        return _best([ContextPlan(problem, sizes, rank, count, divided(h, share), *settings) for h in some] for some in possible)
 
     return over(_share(problem, count, device, heads, over))
 
 
-def _better(contiguous: ContextPlan, even: ContextPlan) -> ContextPlan:
-    """Contiguous shards if queries that travel make them even, fewer bytes are sent so, and few that need not be."""
-    sent = [sum(plan.total_bytes(backward=backward) for backward in (False, True)) for plan in (contiguous, even)]
-    if sent[0] >= sent[1] or contiguous.imbalance > max(UNEVEN, even.imbalance):
-        return even
-    near = [plan.least_bytes().of_rows <= ENOUGH for plan in (contiguous, even)]
-    return even if near[1] and not near[0] and sent[1] <= DEARER * sent[0] else contiguous
+def _best(possible: Iterator[list[ContextPlan]]) -> ContextPlan:
+    """The plan of fewest bytes among those whose ranks are even and send few bytes for their rows, from the first of some lists
+    that has any; if none has, of those that send few for their rows the most even one."""
+    every: list[ContextPlan] = []
+    for some in possible:
+        if some[0].kind != "balanced":
+            return some[0]
+        every += some
+        good = [plan for plan in some if plan.imbalance <= UNEVEN and _sends_few(plan)]
+        if good:
+            return min(good, key=_both)
+    few = [plan for plan in every if _sends_few(plan)]
+    return min(few or every, key=lambda plan: (round(plan.imbalance, 2), _both(plan)))
+
+
+def _sends_few(plan: ContextPlan) -> bool:
+    own = plan if plan.heads == 1 else plan.of_teams
+    return total(own.routes, own.row_bytes) <= OF_ROWS * of_rows(own.routes, own.row_bytes, own.coverage)
+
+
+def _both(plan: ContextPlan) -> int:
+    """Bytes of both passes."""
+    return sum(plan.total_bytes(backward=backward) for backward in (False, True))
 
 
 def _share(

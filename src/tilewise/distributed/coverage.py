@@ -50,6 +50,16 @@ class Coverage:
             total += past - first
         return total * self.repeat
 
+    @cached_property
+    def seeing(self) -> Ints:
+        """How many rows see each key, all batch entries together."""
+        steps = np.zeros(self.tokens + 1, np.int64)
+        for first, past in self.layers:
+            some = first < past
+            for at, step in ((first, 1), (past, -1)):
+                steps += step * np.bincount(at[some], minlength=self.tokens + 1)
+        return np.asarray(np.cumsum(steps)[:-1] * self.repeat)
+
     def parts(self, bounds: Ints) -> Parts:
         """All visible pairs as rectangles, cut at `bounds` (0 … tokens) both ways; see `Parts`."""
         tables = [_parts(first, past, bounds, self.tokens) for first, past in self.layers]

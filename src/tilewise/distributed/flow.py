@@ -82,6 +82,11 @@ class _Hull:
         slope = (self.cost[high] - self.cost[high - 1]) / (self.area[high] - self.area[high - 1])
         return (self.area[high] - self.at, slope) if forth else (self.at - self.area[high - 1], -slope)
 
+    @property
+    def bytes(self) -> float:
+        """Where it is, between its ways."""
+        return float(np.interp(self.at, self.area, self.cost))
+
     def place(self, least: float) -> Between:
         high = min(bisect_left(self.area, self.at - least), len(self.area) - 1)
         if not high or abs(self.area[high] - self.at) <= least:
@@ -106,6 +111,17 @@ def flowed(
     cost, moved = ways
     hulls = [_Hull(moved[:, group], cost[:, group]) for group in range(cost.shape[1])]
     return _placed(_Ranks(ends, areas, moved, whole, most, [MOST_STEPS]), hulls)
+
+
+def fewest(ends: tuple[Ints, Ints], areas: Floats, ways: tuple[Floats, Floats], most: float) -> float:
+    """The bytes of a flow in which each group may be anywhere between its ways; infinite where ranks cannot be made even.
+
+    See `flowed`, which sends more.
+    """
+    cost, moved = ways
+    hulls = [_Hull(moved[:, group], cost[:, group]) for group in range(cost.shape[1])]
+    found = _flow(_Ranks(ends, areas, moved, areas, most, [MOST_STEPS]), hulls)
+    return sum(hull.bytes for hull in hulls) if found else float("inf")
 
 
 class _Ranks(NamedTuple):

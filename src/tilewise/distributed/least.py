@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from tilewise.distributed.coverage import Coverage
-from tilewise.distributed.intervals import containing, joined
 from tilewise.distributed.routes import Routes, routes
+from tilewise.distributed.rows import least_of_rows
 from tilewise.distributed.schedule import RowBytes
 
 
@@ -42,20 +40,12 @@ def least_bytes(found: Routes, row: RowBytes, seen: Coverage) -> LeastBytes:
     """What routes send, beside both bounds for their shards."""
     shards = found.shards
     sent = total(found, row)
-    keys_only = routes(shards, seen, row, keys_only=True)
-    return LeastBytes(sent, _of_rows(keys_only, row, seen), min(sent, total(routes(shards, seen, row), row)))
+    return LeastBytes(sent, of_rows(found, row, seen), min(sent, total(routes(shards, seen, row), row)))
 
 
-def _of_rows(found: Routes, row: RowBytes, seen: Coverage) -> int:
-    """The first bound. An interval is what touches of the keys that one rank sees, another one holds and a component has."""
-    far, parts = ~found.own, found.parts.where(~found.own)
-    pair = found.pair(found.k_rank, found.q_rank)[far]
-    group = pair * len(seen.borders) + np.searchsorted(seen.borders, parts.k0, side="right")
-    keys = joined(group, parts.k0, parts.k1)
-    queries = joined(containing(keys, group, parts.k0), parts.q0, parts.q1)
-    seeing = np.bincount(queries.group, queries.sizes, len(keys.group))
-    by_key, by_query = row.route("kv"), row.route("q")
-    return int((keys.sizes * np.where(seeing * by_query < keys.sizes * by_key, min(by_query, by_key), by_key)).sum())
+def of_rows(found: Routes, row: RowBytes, seen: Coverage) -> int:
+    """The first bound."""
+    return least_of_rows(routes(found.shards, seen, row, keys_only=True), row, seen)
 
 
 def total(found: Routes, row: RowBytes) -> int:

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.distributed.choices import Ends, Floats, Way, even_choice, polished
+from tilewise.distributed.choices import Ends, Floats, Way, eased, even_choice, polished
 from tilewise.distributed.coverage import Coverage, Parts
 from tilewise.distributed.covers import Bools, Graphs, moved_nodes
-from tilewise.distributed.flow import Between, flowed
+from tilewise.distributed.flow import Between, fewest, flowed
 from tilewise.distributed.intervals import Intervals, Ints, joined, pieces
+from tilewise.distributed.rows import OF_ROWS, least_of_rows
 from tilewise.distributed.schedule import RowBytes
 from tilewise.distributed.shards import LEVELLED, Shards, excess
 
@@ -34,6 +35,8 @@ PRICED_CELLS, ROUNDS = 50_000, (2, 16)
 """How many prices are tried, at least and at most; between them as many as have so many cells."""
 MOST_FLOWING, FLOW_CELLS, FLOW_WAYS = 130, 20_000, 2_000
 """Groups between which work flows, and how many cells and ways of all of them there may be then."""
+SPENT = 1.01
+"""Times the bytes that may be sent: where a flow of any parts has more, it is not tried with the parts there are."""
 REFINED, FINER, SPARED = 3, 16, 0.001
 """How often, and into how many parts each time, stretches are split whose routes lie between two ways; and how much of the mean
 area is left for what is coarse nevertheless."""
@@ -107,7 +110,8 @@ class Routes:
 def routes(shards: Shards, seen: Coverage, row: RowBytes, *, even: bool = False, keys_only: bool = False) -> Routes:
     """The parts of a mask over shards, each by its cheaper route.
 
-    even: queries travel only as far as ranks stay even in area. keys_only: they never do, since their rows of a bias would too.
+    even: queries travel only as far as ranks stay even in area, or where that takes more than `OF_ROWS` times the bytes of the
+    rows that are needed, as even as it can be had for that. keys_only: they never do, since their rows of a bias would too.
     """
     cells = _Cells(shards, seen, shards.bounds)
     if keys_only or not len(cells.far):
@@ -118,9 +122,10 @@ def routes(shards: Shards, seen: Coverage, row: RowBytes, *, even: bool = False,
         fine = finer if len(finer.far) <= MOST_CELLS else cells
     by_query = fine.cheapest(row, even)
     if by_query is None:
-        found = fine.levelled(row)
+        limit = OF_ROWS * least_of_rows(cells.routes(np.zeros(len(cells.far), bool)), row, seen)
+        found = fine.levelled(row, limit)
         fine = fine.split() if found is None else found[0]
-        by_query = fine.even(row) if found is None else found[1]
+        by_query = fine.even(row, limit) if found is None else found[1]
     needed = fine.needed(by_query)
     if len(needed) == len(fine.cuts):
         return fine.routes(by_query)
@@ -173,27 +178,36 @@ class _Cells:
         ends, moved = self._ends, np.array([way.moved for way in ways])[choice, np.arange(len(choice))]
         return self._taken(ways, choice) if not even or ends.loads(moved).max() <= ends.most else None
 
-    def even(self, row: RowBytes) -> Bools:
-        """The same, with no rank that has too much."""
+    def even(self, row: RowBytes, limit: float) -> Bools:
+        """The same, with no rank that has too much, or no more bytes than the limit."""
         rounds = int(np.clip(PRICED_CELLS // len(self.group), *ROUNDS))
         parts = int(np.clip(min(4 * PRICED_CELLS / len(self.group), MOST_WAYS / len(self.pair) / 4), 1, MOST_SPLITS))
         ways = [*self._whole(row), *self._partial(row, parts)]
         for ends in (self._ends, self._ends._replace(levelled=False)):
             found = even_choice(ends, ways, partial(self._priced, row), rounds)
             if found is not None:
-                return self._taken(*found)
+                sent = float(np.array([way.bytes for way in found[0]])[found[1], np.arange(len(found[1]))].sum())
+                return self._taken(*found) if sent <= limit else self._taken(found[0], eased(ends, found[0], limit))
         raise AssertionError("keys alone are never too uneven")
 
-    def levelled(self, row: RowBytes) -> tuple[_Cells, Bools] | None:
+    def levelled(self, row: RowBytes, limit: float) -> tuple[_Cells, Bools] | None:
         """The same for contiguous shards, by work that flows between ranks: cells, cut where that says, and their routes."""
         ends = self._ends
         if not ends.levelled or len(self.pair) > MOST_FLOWING:
             return None
         cells = self.split(FLOW_CELLS)
         ways = [*cells._whole(row), *cells._partial(row, int(np.clip(FLOW_WAYS / len(self.pair), 6, MOST_SPLITS)))]
-        best: tuple[float, _Cells, Bools] | None = None
+        cheap = cells._fewest(ends, ways) <= SPENT * limit
+        best = cells._level(row, ends, ways) if cheap else None
+        if not cheap or (best is not None and best[0] > limit):
+            return cells, cells._taken(ways, eased(ends, ways, limit))
+        return None if best is None else best[1:]
+
+    def _level(self, row: RowBytes, ends: Ends, ways: list[Way]) -> tuple[float, _Cells, Bools] | None:
+        """Bytes, cells and their routes, where work flows until ranks are even; None where they cannot be made so."""
+        cells, best = self, None
         for turn in range(REFINED):
-            places = cells._flowed(ways)
+            places = cells._flowed(ends, ways)
             if places is None:
                 break
             choice = polished(ends, ways, np.array([place.sides[0] for place in places]))
@@ -205,10 +219,14 @@ class _Cells:
                 break
             low, high = (cells._taken(ways, np.array([getattr(p, side) for p in places])) for side in ("low", "high"))
             cells, ways = cells._between(row, low, high)
-        return None if best is None else best[1:]
+        return best
 
-    def _flowed(self, ways: list[Way]) -> list[Between] | None:
-        ends, area = self._ends, np.bincount(self.group, self.between.area).astype(np.float64)
+    def _fewest(self, ends: Ends, ways: list[Way]) -> float:
+        table = np.array([way.bytes for way in ways]), np.array([way.moved for way in ways])
+        return fewest((ends.q_rank, ends.k_rank), ends.areas, table, ends.most)
+
+    def _flowed(self, ends: Ends, ways: list[Way]) -> list[Between] | None:
+        area = np.bincount(self.group, self.between.area).astype(np.float64)
         table = np.array([way.bytes for way in ways]), np.array([way.moved for way in ways])
         return flowed((ends.q_rank, ends.k_rank), ends.areas, table, area, ends.most - SPARED * float(ends.areas.mean()))
 
@@ -263,7 +281,9 @@ class _Cells:
         q_rank, k_rank = np.divmod(self.pair, self.shards.ranks)
         areas = np.bincount(self.q_rank, self.parts.area, self.shards.ranks)
         contiguous = len(self.shards.rank) == self.shards.ranks
-        return Ends(q_rank, k_rank, areas.astype(np.float64), contiguous and excess(areas) <= LEVELLED)
+        ends = Ends(q_rank, k_rank, areas.astype(np.float64), contiguous and excess(areas) <= LEVELLED)
+        by_query = ends.loads(np.bincount(self.group, self.between.area, len(self.pair)).astype(np.float64))
+        return ends._replace(largest=float(min(areas.max(), by_query.max())))
 
     def _taken(self, ways: list[Way], choice: Ints) -> Bools:
         return np.asarray(np.array([way.by_query for way in ways])[choice[self.group], np.arange(len(self.group))])

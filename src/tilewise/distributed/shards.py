@@ -3,16 +3,20 @@
 `balanced` looks at the mask. Contiguous parts are taken where they are even, as under a window. Otherwise ranks are filled with
 components, tokens that see only each other, such as a document: whole ones where they fit, so that nothing of them travels,
 and one that is cut. One component alone, as under a causal mask, is cut for every rank into a head and a tail.
+
+The area of tokens is that of their queries, which is even if keys travel. Where queries are the cheaper ones to travel, ranks may
+be filled by the area of their keys instead: with windows wide for the ranks it is even then if all queries travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from tilewise.distributed.choices import UNEVEN
 from tilewise.distributed.coverage import Coverage
 from tilewise.distributed.intervals import Ints
 from tilewise.distributed.schedule import Chunk
@@ -95,16 +99,34 @@ def dealt(lengths: Sequence[int], ranks: int, each: int = 1) -> Shards:
     return partition(lengths, ranks, np.concatenate([[0], np.cumsum(sizes[rank, turn])]), rank)
 
 
-def candidates(kind: str, lengths: Sequence[int], ranks: int, seen: Coverage) -> list[Shards]:
-    """The shards by name; two of them where it depends on what would travel which is better, contiguous ones first."""
+def candidates(
+    kind: str, lengths: Sequence[int], ranks: int, seen: Coverage, cheap_queries: bool = False
+) -> Iterator[list[Shards]]:
+    """The shards by name; several where it depends on what would travel which are better, and after them others for where none
+    of these are good.
+
+    cheap_queries: whether they travel at fewer bytes than keys.
+    """
     if kind != "balanced":
-        return [dealt(lengths, ranks, {"contiguous": 1, "head_tail": 2, "zigzag": ZIGZAG}[kind])]
+        yield [dealt(lengths, ranks, {"contiguous": 1, "head_tail": 2, "zigzag": ZIGZAG}[kind])]
+        return
     contiguous = dealt(lengths, ranks)
     uneven = excess(contiguous.areas(seen))
     if uneven <= EVEN:
-        return [contiguous]
-    even = filled(lengths, ranks, seen)
-    return [contiguous, even] if uneven <= LEVELLED else [even]
+        yield [contiguous]
+    tables = [seen.counts, seen.seeing] if cheap_queries else [seen.counts]
+    if uneven <= LEVELLED and len(seen.borders) == 2:
+        tables.reverse()
+    even = [filled(lengths, ranks, seen, table) for table in tables[:1]]
+    yield [contiguous, *even] if EVEN < uneven <= LEVELLED else even
+    for table in tables[1:]:
+        other = filled(lengths, ranks, seen, table)
+        if not _alike(other, even[0]):
+            yield [other]
+
+
+def _alike(one: Shards, other: Shards) -> bool:
+    return np.array_equal(one.bounds, other.bounds) and np.array_equal(one.rank, other.rank)
 
 
 def excess(areas: Ints) -> float:
@@ -139,25 +161,41 @@ def _items(seen: Coverage, ranks: int) -> Ints:
     return np.stack([np.array(keep[:-1], np.int64), np.array(keep[1:], np.int64)], axis=1)
 
 
-def filled(lengths: Sequence[int], ranks: int, seen: Coverage) -> Shards:
-    """Rank after rank filled with equal tokens and equal area.
+def filled(lengths: Sequence[int], ranks: int, seen: Coverage, areas: Ints | None = None) -> Shards:
+    """Rank after rank filled with equal tokens and equal area (areas: of each token; None: that of its query).
 
     A rank takes whole components while they fit, and at last a part of one: some of its head and some of its tail, in such
     a proportion that the area is met (under a causal mask the tail weighs more). What is left of it is for later ranks.
     """
-    sums = np.concatenate([[0], np.cumsum(seen.counts)])
-    left = _Components(_items(seen, ranks), sums)
+    sums, items = np.concatenate([[0], np.cumsum(seen.counts if areas is None else areas)]), _items(seen, ranks)
+    pieces = _pieces(items, sums, ranks)
+    uneven = _unevenness(pieces, sums, ranks)
+    if len(items) == 1 and uneven > UNEVEN:  # light at both ends: two, each light at one
+        halves = np.array([[0, seen.tokens // 2], [seen.tokens // 2, seen.tokens]])
+        other = _pieces(halves, sums, ranks)
+        pieces = other if _unevenness(other, sums, ranks) < uneven else pieces
+    table = np.array(sorted(pieces), np.int64).reshape(-1, 3)
+    return partition(lengths, ranks, np.append(table[:, 0], seen.tokens), table[:, 2])
+
+
+def _unevenness(pieces: list[Piece], sums: Ints, ranks: int) -> float:
+    start, end, rank = np.array(pieces, np.int64).reshape(-1, 3).T
+    return excess(np.bincount(rank, sums[end] - sums[start], ranks))
+
+
+def _pieces(items: Ints, sums: Ints, ranks: int) -> list[Piece]:
+    """What each rank takes of the components."""
+    left, tokens = _Components(items, sums), len(sums) - 1
     pieces: list[Piece] = []
     done = 0
-    for rank, room in enumerate(_quotas(seen.tokens, ranks).tolist()):
+    for rank, room in enumerate(_quotas(tokens, ranks).tolist()):
         area = (float(sums[-1]) - done) / (ranks - rank)  # what earlier ranks missed is shared by the later ones
         while room:
             spans = left.take(room, area)
             weight = sum(int(sums[end] - sums[start]) for start, end in spans)
             room, area, done = room - sum(end - start for start, end in spans), area - weight, done + weight
             pieces += [(start, end, rank) for start, end in spans]
-    table = np.array(sorted(pieces), np.int64).reshape(-1, 3)
-    return partition(lengths, ranks, np.append(table[:, 0], seen.tokens), table[:, 2])
+    return pieces
 
 
 class _Components:
