@@ -72,8 +72,8 @@ def drawn(seed: int, backend: str) -> Problem:
 
 
 def streams(launch: Launch) -> bool:
-    """Does its kernel walk over keys or queries, tile by tile? While launches are collected, Hopper's have no kernel."""
-    walks = ("forward_kernel", "keys_kernel", "queries_kernel")
+    """Does its kernel walk over keys, queries or parts, tile by tile? While launches are collected, Hopper's have no kernel."""
+    walks = ("forward_kernel", "merge_kernel", "keys_kernel", "queries_kernel")
     return not isinstance(launch.args[-1], PrePostArguments) and getattr(launch.kernel, "__name__", walks[0]) in walks
 
 

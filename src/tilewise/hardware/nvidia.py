@@ -139,7 +139,7 @@ _GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper, appendix A, GeForce R
 _ADA = "NVIDIA Ada GPU Architecture whitepaper, appendix A, GeForce RTX 4090"
 _GB202 = "NVIDIA RTX Blackwell GPU Architecture whitepaper, appendix A, GeForce RTX 5090"
 _H100 = "NVIDIA H100 whitepaper v1.04, table Comparison of A100 and H100"
-_H200 = "NVIDIA H200 datasheet, Technical Specifications, SXM column; chip as H100 SXM (" + _H100 + "), L2 as its driver tells"
+_H200 = "NVIDIA H200 datasheet, Technical Specifications, SXM column; chip as H100 SXM (" + _H100 + "); L2 as its driver tells"
 _B200 = "NVIDIA HGX B200 and DGX B200 datasheets, per GPU; Blackwell Tuning Guide for the caches"
 
 
