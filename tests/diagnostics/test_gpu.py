@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-import tilewise as tw
 from tests.conformance.cases import BY_NAME, build
+from tests.diagnostics.explained import drawn, sizes_of
 from tilewise import dispatch, hardware
-from tilewise.backends import plans
 from tilewise.backends.base import BackwardInputs, Inputs
 from tilewise.backends.gpu.record import Launch, Recording
-from tilewise.backends.hopper.structs import PrePostArguments
 from tilewise.diagnostics.certify import certify
 from tilewise.diagnostics.explain import explain
 from tilewise.diagnostics.trace import trace_nonfinite
-from tilewise.problem import Problem
 
 NAMES = ("mask-causal-documents", "mask-blocks-heads", "everything", "varlen-everything", "gqa-bf16", "alibi")
 
@@ -54,40 +49,17 @@ def test_measured_time_is_split_by_cause() -> None:
     assert found.ideal + sum(found.losses.values()) == pytest.approx(max(found.seconds, found.ideal))
 
 
-def drawn(seed: int, backend: str) -> Problem:
-    """A random problem, every second one with a tile that some kernel has."""
-    rng = random.Random(seed)
-    kv_heads, queries = rng.choice((1, 2)), rng.choice((1, 64, 300, 2048))
-    problem = Problem.of(
-        batch=rng.choice((1, 3)), heads=kv_heads * rng.choice((1, 4)), kv_heads=kv_heads, seqlen=queries,
-        kv_seqlen=rng.choice((queries, 1000)), head_dim=rng.choice((64, 96, 128, 256)), device="cuda",
-        dtype=rng.choice(("float16", "bfloat16")), mask=rng.choice((tw.full(), tw.causal(), tw.window(100))),
-    )  # fmt: skip
-    if seed % 2:
-        spec = hardware.device("cuda")
-        offers = {pass_: plans.choices(backend, problem, spec, pass_) for pass_ in plans.tiles(backend, problem, spec)}
-        pass_, tiles = rng.choice([(pass_, tiles) for pass_, tiles in offers.items() if len(tiles) > 1] or [("", [])])
-        problem = replace(problem, tile=((pass_, *rng.choice(tiles).sizes),)) if tiles else problem
-    return problem
-
-
-def streams(launch: Launch) -> bool:
-    """Does its kernel walk over keys, queries or parts, tile by tile? While launches are collected, Hopper's have no kernel."""
-    walks = ("forward_kernel", "merge_kernel", "keys_kernel", "queries_kernel")
-    return not isinstance(launch.args[-1], PrePostArguments) and getattr(launch.kernel, "__name__", walks[0]) in walks
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["triton", "hopper"])
 def test_the_tile_of_a_launch_is_the_one_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 random problems, forward and backward, on the device at hand. Nothing is compiled or computed."""
-    backend, found = dispatch.get(name), list[Launch]()
+    backend, found, spec = dispatch.get(name), list[Launch](), hardware.device("cuda")
     if not backend.usable("cuda").ok:
         pytest.skip(f"no {name} here")
     monkeypatch.setattr(Recording, "record", lambda self, tensors, launches: found.extend(launches))
     seen: set[Any] = set()
     for seed in range(200):
-        problem = drawn(seed, name)
+        problem = drawn(seed, name, spec)
         shape = problem.batch, problem.heads, problem.seqlen_q, problem.head_dim
         q, out, dout = (torch.empty(shape, dtype=getattr(torch, problem.dtype), device="cuda") for _ in range(3))
         k = q.new_empty(problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
@@ -95,8 +67,7 @@ def test_the_tile_of_a_launch_is_the_one_explained(name: str, monkeypatch: pytes
         found.clear()
         backend.missing_kernels(problem, inputs), backend.missing_kernels(problem, inputs, given)
         shown = [tile for tile in explain(problem, device="cuda", backend=name).plan.passes if tile.block_k > 1]
-        sizes = [(launch.config.BLOCK_M, launch.config.BLOCK_N) for launch in found if streams(launch)]
-        assert sizes == [tile.sizes for tile in shown], (problem, sizes, shown)
+        assert sizes_of(found) == [tile.sizes for tile in shown], (problem, sizes_of(found), shown)
         for pass_, *sides in problem.tile:
             assert tuple(sides) == next(tile.sizes for tile in shown if tile.pass_ == pass_)
         seen |= {(tile.pass_, tile.sizes) for tile in shown}

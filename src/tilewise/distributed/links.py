@@ -22,7 +22,8 @@ from tilewise.problem import Problem
 
 SIZES = (64 << 10, 16 << 20)
 """Bytes that each rank sends: few, for the latency, and as many as a stage has."""
-ROUNDS = 5
+FIRST, ROUNDS = 2, 5
+"""Rounds that connect, compile and wake cores, and those that count."""
 LONGEST = 2048
 """Tokens of the call that is timed."""
 
@@ -74,7 +75,7 @@ def _with_clock(spec: DeviceSpec, group: Any, problem: Problem, ranks: int) -> D
 
 
 def _call_seconds(group: Any, call: Problem) -> float:
-    """A forward and a backward on all ranks at once: the median of the slowest rank."""
+    """A forward and a backward on all ranks at once: the slowest rank's median."""
     place, dtype = place_of(group), getattr(torch, call.dtype)
     shapes = ((call.heads, call.head_dim), (call.kv_heads, call.head_dim), (call.kv_heads, call.head_dim_v))
     inputs = [torch.randn((1, n, call.seqlen_q, d), device=place, dtype=dtype, requires_grad=True) for n, d in shapes]
@@ -84,7 +85,7 @@ def _call_seconds(group: Any, call: Problem) -> float:
         out = attention(*inputs, **options)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
 
-    return _slowest(group, place, run)
+    return _slowest(group, place, run, together=False)
 
 
 def _seconds(group: Any, ranks: int, size: int) -> float:
@@ -100,16 +101,18 @@ def _seconds(group: Any, ranks: int, size: int) -> float:
     return _slowest(group, place, exchange)
 
 
-def _slowest(group: Any, place: torch.device, run: Callable[[], None]) -> float:
-    """Seconds that all ranks together take for it: the median of the slowest rank's."""
+def _slowest(group: Any, place: torch.device, run: Callable[[], None], together: bool = True) -> float:
+    """Seconds of the slowest rank: the median of what all ranks together take, or (not `together`) of what each takes, since a
+    call that waits for no other is now and then late on one of them."""
     times = []
-    for _ in range(ROUNDS + 1):
+    for _ in range(FIRST + ROUNDS):
         dist.barrier(group)
         start = time.perf_counter()
         run()
         if place.type == "cuda":
             torch.cuda.synchronize(place)
         times.append(time.perf_counter() - start)
-    slowest = torch.tensor(times[1:], dtype=torch.float64, device=place)  # the first one connects and compiles
+    own = times[FIRST:]
+    slowest = torch.tensor(own if together else [median(own)], dtype=torch.float64, device=place)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
     return float(median(slowest.tolist()))
