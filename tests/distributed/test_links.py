@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,20 @@ def alone(rank: int) -> tuple[str, str]:
 def test_one_rank_has_no_links_but_a_clock(tmp_path: Path) -> None:
     ((before, after),) = run_ranks(1, alone, store=tmp_path / "store")
     assert not before.startswith("measured") and after.startswith("measured: 1 ranks at once, 1024 tokens")
+
+
+def late(rank: int) -> tuple[float, float]:
+    def timed(together: bool) -> float:
+        rounds = iter(range(100))
+        return links._slowest(None, torch.device("cpu"), lambda: time.sleep(0.1 * (next(rounds) % 3 == rank)), together)
+
+    return timed(True), timed(False)
+
+
+def test_a_rank_that_is_late_now_and_then_is_not_slow(tmp_path: Path) -> None:
+    """Of two ranks one is late in two rounds of three, each in one: exchanges wait for it, what each computes alone does not."""
+    for together, apart in run_ranks(2, late, store=tmp_path / "store"):
+        assert together > 0.09 and apart < 0.05
 
 
 def test_links_need_a_group() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -69,7 +71,7 @@ def test_the_order_that_is_played_is_the_one_that_runs(problem: Problem) -> None
             assert tile.order is None
             continue
         assert tile.order is not None
-        order = tile.order(H200.units)
+        order = tile.order(problem, H200.units)
         assert order is not None
         taken = order.tiles[order.tiles >= 0]
         length, block = (problem.seqlen_k, tile.block_k) if tile.holds_keys else (problem.seqlen_q, tile.block_q)
@@ -84,7 +86,7 @@ def test_the_order_that_is_played_is_the_one_that_runs(problem: Problem) -> None
 def test_orders_that_the_device_writes_are_not_foreseen() -> None:
     packed = Problem.of(device="cuda", batch=2, heads=8, seqlen=3000, varlen=True, head_dim=128, mask=causal(), dtype="bfloat16")
     tile = tile_of(packed)
-    assert tile.order is not None and tile.order(H200.units) is None
+    assert tile.order is not None and tile.order(packed, H200.units) is None
     assert played(packed, tile, H200.units, KEPT) is None
     assert played(shaped(), replace(tile_of(shaped()), order=None), H200.units, KEPT) is None
 
@@ -94,10 +96,10 @@ def test_heads_that_share_keys_read_their_queries_about_once() -> None:
     problem = shaped(16, 4)
     tile = tile_of(problem)
     assert tile.order is not None
-    order = tile.order(H200.units)
+    order = tile.order(problem, H200.units)
     assert order is not None and order.heads_inside
     turns = played(problem, tile, H200.units, KEPT)
-    outside = played(problem, replace(tile, order=lambda units: order._replace(heads_inside=False)), H200.units, KEPT)
+    outside = played(problem, replace(tile, order=lambda problem, units: order._replace(heads_inside=False)), H200.units, KEPT)
     assert turns is not None and outside is not None
     assert turns.stream < 1.5 and outside.stream > 4
     everything = played(problem, tile, H200.units, 1 << 40)
@@ -121,7 +123,20 @@ def test_an_order_is_no_part_of_what_a_tile_is() -> None:
     assert "order" not in tile.to_dict() and "order" not in repr(tile)
 
 
+def test_tiles_keep_no_problem_alive() -> None:
+    """Else the tensors of its mask would stay until garbage is collected."""
+    problem = shaped(16, 4)
+    plans.tiles("hopper", problem, H200)
+    gc.disable()
+    try:
+        seen = weakref.ref(problem)
+        del problem
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
 def test_an_empty_order_plays_nothing() -> None:
-    tile = replace(tile_of(shaped()), order=lambda units: WorkOrder(np.full((1, 4), -1, dtype=np.int32)))
+    tile = replace(tile_of(shaped()), order=lambda problem, units: WorkOrder(np.full((1, 4), -1, dtype=np.int32)))
     assert played(shaped(), tile, H200.units, KEPT) == Played(1.0, 1.0)
     assert played(shaped(seqlen=0), tile, H200.units, KEPT) is None

@@ -20,8 +20,7 @@ EDGES = 0.8
 """Steps that a work tile takes beside those of its stream."""
 WAYS = 12
 MOST_READS = 1 << 18
-"""Longer plays end there: what comes after is as what came before. H200's programs read the stream of eight heads of 8192 in so
-many steps."""
+"""Of what is streamed. Longer plays end there: what comes after is as what came before."""
 
 
 class Played(NamedTuple):
@@ -45,7 +44,7 @@ STREAM, SUMS, HELD, RESULT = range(4)
 
 def played(problem: Problem, tile: TilePlan, units: int, kept: float) -> Played | None:
     """None where the order is not known before the call; `kept`: bytes that the cache keeps for all units."""
-    order = tile.order(units) if tile.order is not None else None
+    order = tile.order(problem, units) if tile.order is not None else None
     if order is None or not problem.seqlen_q or not problem.seqlen_k:
         return None
     grid = grid_of(problem, tile.block_q, tile.block_k)

@@ -70,8 +70,8 @@ class TilePlan:
     """Blocks that a unit holds at once. 0: not known."""
     persistent: bool = False
     """Do programs stay on their units, one each, and take work tiles in an order that keeps the tiles of a head together?"""
-    order: Callable[[int], WorkOrder | None] | None = field(default=None, compare=False, repr=False)
-    """That order on a device of so many units; None where the device decides it in the call."""
+    order: Callable[[Any, int], WorkOrder | None] | None = field(default=None, compare=False, repr=False)
+    """That order, of a problem on a device of so many units; None where the device decides it in the call."""
     reasons: tuple[str, ...] = ()
     fault: str = ""
     """Why it is taken only where nothing better fits: what the model does not describe, such as a compiler that would spill."""

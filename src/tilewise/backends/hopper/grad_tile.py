@@ -69,7 +69,7 @@ def sweep_of(work, i, C: gl.constexpr):
         back = (i & 1) == 0
         return Sweep(tile=work.first + gl.where(back, work.count - 1, 0), step=gl.where(back, -1, 1))
     else:
-        return Sweep(tile=work.first, step=work.first)
+        return Sweep(tile=work.first, step=work.first)  # nobody asks for the step
 
 
 @gluon.jit

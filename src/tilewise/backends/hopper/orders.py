@@ -24,15 +24,14 @@ L2_BYTES = 24 << 20
 """Of the L2 cache for what is streamed past the tiles of heads that are processed together."""
 
 
-def work_order(problem: Problem, config: Any, units: int) -> WorkOrder | None:
+def work_order(config: Any, problem: Problem, units: int) -> WorkOrder | None:
     """The order on a device of so many units; None where the device writes it in the call."""
-    mask = mask_of(problem)
-    if problem.varlen or mask.listed or config.ORDERED:
+    if config.VARLEN or config.LISTS is not None or config.ORDERED:
         return None
     of_keys = isinstance(config, KeysConfig)
     length, block = (problem.seqlen_k, config.BLOCK_N) if of_keys else (problem.seqlen_q, config.BLOCK_M)
     total = -(-length // block) * problem.batch * (problem.kv_heads if of_keys else problem.heads)
-    order = host_order(problem, mask, config, units)
+    order = host_order(problem, mask_of(problem), config, units)
     if order is None:
         programs = max(1, min(total, units))
         order = np.full((-(-total // programs), programs), -1, dtype=np.int32)

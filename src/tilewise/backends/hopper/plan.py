@@ -181,7 +181,7 @@ def described(problem: Problem, pass_: str, config: Any, reason: str) -> Planned
         registers=0 if around else config.REGISTERS[0],
         resident=0 if around else 1,
         persistent=not around,
-        order=None if around or pass_ == "jvp" else partial(work_order, problem, config),
+        order=None if around or pass_ == "jvp" else partial(work_order, config),
         reasons=("asked for" if asked else reason,),
     )
     return Planned(tile, config)

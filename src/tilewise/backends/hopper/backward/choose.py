@@ -141,9 +141,9 @@ def keys_choices(problem: Problem, separate: bool) -> list[Choice]:
 
 
 def heads_inside(problem: Problem, mask: IntervalMask, tile: KeysConfig) -> bool:
-    """Do heads that share keys take turns at each query tile? Where work tiles are as long as under a causal mask: under a window
-    all are alike and stay together anyway. Where a warpgroup has dK and dV, there are no registers for it beside slopes and
-    dropout, in packed batches, and under masks of more than one interval of the shape."""
+    """Do heads that share keys take turns at each query tile? Where work tiles differ in length, as under a causal mask: under
+    a window all are alike and stay together anyway. Where a warpgroup has dK and dV, there are no registers for it beside slopes
+    and dropout, in packed batches, and under masks of more than one interval of the shape."""
     unequal = mask.band and not mask.left and not mask.listed
     beside = problem.varlen or problem.alibi or problem.dropout_p > 0 or len(mask.terms) > 1
     beside = beside or any(at is not None for term in mask.terms for at in term[4:])

@@ -28,7 +28,7 @@ class KeysConfig(NamedTuple):
     SCORES: str = "fold"
     VARLEN: bool = False
     BOTTOM_RIGHT: bool = False  # bands of packed sequences count from the bottom right corner
-    GROUPED: bool = False  # several query heads share a key head, and no list names their tiles
+    GROUPED: bool = False  # query heads that share a key head take turns at each query tile, see Sweep
     EMPTY_ROWS: bool = False  # may a query see no key?
     ORDERED: bool = False  # a packed batch whose order of work tiles the device writes
     LISTS: Any = None  # a ListLayout, where query tiles come from lists
