@@ -27,8 +27,9 @@ from tilewise.backends.cpu import backend, decode_weights, plan
 from tilewise.backends.cpu import compile as compiler
 from tilewise.backends.cpu.builder import Emit
 from tilewise.backends.cpu.decode_bytes import BITS, LIMBS
+from tilewise.backends.cpu.decode_stream import StreamDecode
 from tilewise.backends.cpu.ir import Pointer
-from tilewise.backends.cpu.spec import MOST_BYTE_COLUMNS, Kernel
+from tilewise.backends.cpu.spec import MOST_BYTE_COLUMNS, Kernel, Register
 from tilewise.hardware import lookup
 from tilewise.hardware.cache import CACHE_VARIABLE
 from tilewise.problem import Problem
@@ -313,7 +314,7 @@ def test_every_line_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
     """Of K and V of all heads, but for the first block's K, and where a block whose rows lie a stride apart meets another: once
     for each four rows. Short vectors ask for a line twice, of which they use a half."""
     pretend_vnni(monkeypatch, isa, tmp_path)
-    k, v, counts = asked_lines(monkeypatch, rows, 192, 16)
+    k, v, counts = asked_lines(monkeypatch, rows, 576, 16)
     most = max(1, rows // 4) * (1 if isa == "avx512" else 2)
     for x in (k, v):
         check_asked(x, counts, most)
@@ -356,3 +357,21 @@ def test_blocks_of_heads_decoded_together_leave_room_in_l1(change: dict[str, Any
     sizes = {name: x for name, x in change.items() if name not in fields}
     tile = plan.tiles(replace(problem(**sizes), **fields), N1)["decode"]
     assert tile.block_k == keys and tile.groups > 1
+
+
+@pytest.mark.parametrize(("heads", "keys"), [(16, 48), (32, 64), (64, 64)])
+def test_avx512_has_longer_blocks_of_bytes(heads: int, keys: int) -> None:
+    """As many as fill their share of L1, up to 64."""
+    wide = replace(XEON, sram_bytes=32 << 10, isa_flags=("avx512f", "avx512_vnni"))
+    for order in (True, False):
+        bytes_, halves = (replace(problem(heads=heads), stored=x, interleaved=order) for x in ("int8", ""))
+        tile = plan.tiles(bytes_, wide)["decode"]
+        assert (tile.block_k, tile.groups) == (keys, 8)
+        assert plan.tiles(halves, wide)["decode"].block_k <= 32
+        assert plan.tiles(bytes_, replace(wide, isa="avx2", isa_flags=("avx_vnni",)))["decode"].block_k <= 32
+
+
+@pytest.mark.parametrize(("stored", "dtype", "keys"), [("int8", "bfloat16", 8), ("", "bfloat16", 8), ("", "float32", 4)])
+def test_avx512_asks_further_ahead_for_short_numbers(stored: str, dtype: str, keys: int) -> None:
+    kernel = Kernel("decode", dtype, Register(16, 8, 1), "b", varlen=True, paged=True, stored=stored, together=True)
+    assert StreamDecode(kernel, "x86_64").ahead == keys
