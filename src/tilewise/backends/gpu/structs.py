@@ -91,6 +91,7 @@ class PageArgs(NamedTuple):
     page: int  # tokens
     total: int  # pages there are
     rows: int  # queries of each sequence, with EVEN
+    parts: int = 0  # partial results that there is room for, with SPAN and SPLIT
 
 
 class Attention(NamedTuple):
@@ -236,6 +237,16 @@ class QueryTile(NamedTuple):
     dout_tile: Any = None
     lse2: Any = None
     delta: Any = None
+
+
+class PartsAt(NamedTuple):
+    """Where the partial results of a tile's rows go."""
+
+    out: Any
+    lse: Any
+    lses: Any  # from one part to the next
+    q: Any
+    ok: Any
 
 
 class Listed(NamedTuple):
