@@ -320,6 +320,17 @@ def test_every_line_is_asked_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
         check_asked(x, counts, most)
 
 
+@pytest.mark.parametrize("isa", FLAGS)
+def test_rows_are_asked_for_two_steps_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, isa: str) -> None:
+    """The first that one head a key head asks for is the row behind two steps of four keys, in the first head."""
+    pretend_vnni(monkeypatch, isa, tmp_path)
+    k, _, counts = asked_lines(monkeypatch, 1, 576, 16)
+    first = next(at for line in counts if 0 <= (at := line * LINE - k.data_ptr()) < k.numel())
+    _, page, heads, dim = k.shape
+    token, head = divmod(first // dim, heads)
+    assert (token % page, head) == (8, 0)
+
+
 def problem(**change: Any) -> Problem:
     usual: dict[str, Any] = {"heads": 32, "kv_heads": 8, "head_dim": 128, "seqlen": 1, "kv_seqlen": 4096, "dtype": "bfloat16"}
     return replace(Problem.of(**(usual | change)), stored="int8", page=16, interleaved=True)
@@ -367,8 +378,8 @@ def test_avx512_has_longer_blocks_of_bytes(heads: int, keys: int) -> None:
         bytes_, halves = (replace(problem(heads=heads), stored=x, interleaved=order) for x in ("int8", ""))
         tile = plan.tiles(bytes_, wide)["decode"]
         assert (tile.block_k, tile.groups) == (keys, 8)
-        assert plan.tiles(halves, wide)["decode"].block_k <= 32
-        assert plan.tiles(bytes_, replace(wide, isa="avx2", isa_flags=("avx_vnni",)))["decode"].block_k <= 32
+        assert plan.tiles(halves, wide)["decode"].block_k == 16
+        assert plan.tiles(bytes_, replace(wide, isa="avx2", isa_flags=("avx_vnni",)))["decode"].block_k == 16
 
 
 @pytest.mark.parametrize(("stored", "dtype", "keys"), [("int8", "bfloat16", 8), ("", "bfloat16", 8), ("", "float32", 4)])
