@@ -181,7 +181,7 @@ def compiled_for(problem: Problem, mask: IntervalMask, unseen: bool, tile: Confi
         ALIBI_FIRST=first_alibi(problem, mask),
         **bias_stages(problem, mask, tile),
         QUADS=in_quads(problem),
-        **quick_pieces(problem, tile, roomy),
+        **quick_pieces(problem, tile, not (mask.left or unseen)),
         PINGPONG=tile.PINGPONG and not in_quads(problem),  # takes registers, and Philox keeps a warpgroup busy without
         **mask_config(problem, mask),
     )
@@ -197,7 +197,8 @@ def quick_pieces(problem: Problem, tile: Config, roomy: bool) -> dict[str, int]:
     if problem.stats:
         return {"FOURS": True}
     if tile.BLOCK_D == 128 and tile.BLOCK_N == 128:
-        return {"QUICK": 2, "QUICK_AHEAD": 2, "FOURS": True} if roomy else {"QUICK": 4, "QUICK_AHEAD": 4, "FOURS": True}
+        pieces = 2 if roomy else 4
+        return {"QUICK": pieces, "QUICK_AHEAD": pieces, "FOURS": True}
     return {"QUICK": 4 if tile.BLOCK_N == 128 else 1, "FOURS": True}
 
 

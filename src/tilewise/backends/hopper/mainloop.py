@@ -33,7 +33,7 @@ from tilewise.backends.hopper.compat import (
 from tilewise.backends.hopper.dropout import dropped, kept_by_row
 from tilewise.backends.hopper.lane_words import interval_words, no_words, rows_of_words, where_set
 from tilewise.backends.hopper.listed import visible_keys
-from tilewise.backends.hopper.lists import tile_number
+from tilewise.backends.hopper.lists import is_partial, tile_number
 from tilewise.backends.hopper.operands import (
     accumulator,
     as_operand,
@@ -159,6 +159,18 @@ def key_words(rows, key0, a, C: gl.constexpr):
 
 
 @gluon.jit
+def first_key_words(rows, key0, a, C: gl.constexpr):
+    """The same of a work tile's first key tile. A list's may be FULL: then nothing is read for it."""
+    if C.LISTS is not None:
+        words = no_words(C.BLOCK_N, accumulator(C.BLOCK_N)) - 1
+        if is_partial(key0):
+            words = key_words(rows, key0, a, C)
+        return words
+    else:
+        return key_words(rows, key0, a, C)
+
+
+@gluon.jit
 def visible_scores(s_tile, rows, key0, words, C: gl.constexpr):
     """-inf where a row does not see a key; `words` as of `key_words`."""
     if C.LISTS is not None or C.VARLEN or C.WORDS:
@@ -181,7 +193,10 @@ def first_softmax(s_tile, q, n, rows, key0, words, a, WG: gl.constexpr, C: gl.co
     if C.ALIBI != "" and not C.ALIBI_FIRST:
         slope = slope_of(rows.work.b, rows.work.h, a)
         s_tile = with_alibi(s_tile, slope, ahead_of(rows.work, a, C), rows.row0, key0, C)
-    if C.LISTS is not None or C.TERMS > 0 or C.VARLEN or C.TAIL:
+    if C.LISTS is not None:
+        if is_partial(key0):
+            s_tile = visible_scores(s_tile, rows, key0, words, C)
+    elif C.TERMS > 0 or C.VARLEN or C.TAIL:
         s_tile = visible_scores(s_tile, rows, key0, words, C)
     m = gl.full([64], -INF, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     p_tile, m, _, top = weights(s_tile, m, True, a, C)
@@ -206,7 +221,7 @@ def first_step(q, n, rows, key0, a, WG: gl.constexpr, C: gl.constexpr):
     k_ring = q.rings.k
     wait_full(k_ring, n)
     s_token = issue_scores(q, n, first_scores(rows, key0, a, C), C)
-    words = key_words(rows, key0, a, C)
+    words = first_key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(0, deps=[s_token])  # [64, N]
     release(k_ring, n)
     p_tile, m, l, seen = first_softmax(s_tile, q, n, rows, key0, words, a, WG, C)
@@ -324,7 +339,7 @@ def step_into_next(state, q, n, before, rows, key0, a, WG: gl.constexpr, C: gl.c
     """From one work tile to the next, whose first key tile is n: (the state of the next, the output of this one)."""
     k_ring = q.rings.k
     s_token, o_token, old_p = issue(state, q, n, before, rows, key0, a, WG, C)
-    words = key_words(rows, key0, a, C)
+    words = first_key_words(rows, key0, a, C)
     s_tile = warpgroup_mma_wait(len(output_spans(C)), deps=[s_token])  # [64, N]
     release(k_ring, n)
     p_tile, m, l, seen = first_softmax(s_tile, q, n, rows, key0, words, a, WG, C)
