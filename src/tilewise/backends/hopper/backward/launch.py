@@ -91,9 +91,10 @@ def run_backward(problem: Problem, inputs: Inputs, given: BackwardInputs) -> Gra
     out, lse, dout, dlse, needs = given
     if needs.dbias and inputs.bias is not None:
         problem = with_bias_gradient(problem)
-    lse = lse.contiguous()  # a part of the queries may lie within more of them
+    if lse.stride(2) != 1:
+        lse = lse.contiguous()
     q, k, v = inputs[:3]
-    strides = [None if x is None else x.stride() for x in (q, k, v, out, dout, dlse)]
+    strides = [None if x is None else x.stride() for x in (q, k, v, out, lse, dout, dlse)]
     key = ("hopper backward", q.device, *strides, features_key(inputs), needs.dbias)
     found = lists_of_steps(problem, inputs)
     key = (*key, *(lists.key for lists in found.values())) if found else key
@@ -250,6 +251,8 @@ def launch_of(step: Step, plan: BackwardPlan, memory: Memory, terms: tuple[Term,
             dout=plane(memory.dout),
             dq=plane(memory.dq),
             lse_ptr=memory.lse,
+            lse_b=memory.lse.stride(0),
+            lse_h=memory.lse.stride(1),
             dlse_ptr=memory.dlse,
             cu_q=memory.cu_q,
             **scratch,
