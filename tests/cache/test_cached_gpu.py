@@ -9,6 +9,7 @@ import torch
 
 import tilewise as tw
 from tests.cache.caches import build, worst
+from tests.cache.narrow import checks
 from tests.cache.test_cached import MIXED, OPTIONS, attend
 from tilewise.api import cached_call
 
@@ -25,6 +26,12 @@ def test_options(name: str) -> None:
     built = build(rows, MIXED[1], dtype=torch.bfloat16, device="cuda")
     out, lse = attend(built, "triton", **options)
     assert worst(built, out, lse, **OPTIONS[name]) <= 1.0
+
+
+@pytest.mark.parametrize("name", checks())
+def test_narrow(name: str) -> None:
+    """int8 and e4m3, two columns at a time where that is possible."""
+    checks("cuda")[name]()
 
 
 def test_kernels_read_pages_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

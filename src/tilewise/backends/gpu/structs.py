@@ -159,6 +159,8 @@ class PageLayout(NamedTuple):
     SCALED: bool = False  # numbers have a scale: one of each head, or
     PER_TOKEN: bool = False  # one of each token and head
     BITS: bool = False  # e4m3 as bytes
+    PAIRS: str = ""  # two columns of "int8" or "e4m3" are read as one number of 16 bits
+    Q_FACTORS: bool = False  # queries of bf16 are multiplied as fp16: each row has a factor
     LATENT: bool = False  # values are the first columns of the keys
 
 
@@ -236,6 +238,7 @@ class QueryTile(NamedTuple):
     dout_tile: Any = None
     lse2: Any = None
     delta: Any = None
+    factors: Any = None  # of the rows of q_tile, with Q_FACTORS
 
 
 class Listed(NamedTuple):

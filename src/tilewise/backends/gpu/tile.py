@@ -287,7 +287,7 @@ def product(x, y, C: tl.constexpr):
 @triton.jit
 def per_row(factors, C: tl.constexpr):
     """The factors of a product's rows as they broadcast to its tile."""
-    if C.FP16_SPLIT:
+    if C.FP16_SPLIT or C.PAGES.Q_FACTORS:
         return factors[:, None]
     else:
         return factors

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 import tilewise.backends.gpu.paged as pg
+import tilewise.backends.gpu.pairs as pr
 import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
 import tilewise.backends.gpu.walk as wk
@@ -46,7 +47,7 @@ def locate(a, C: tl.constexpr):
 @triton.jit
 def empty_state(C: tl.constexpr):
     """acc, l and m before the first key."""
-    acc = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
+    acc = pg.empty_sums(C)
     return acc, tl.full([C.BLOCK_M], 0.0, tl.float32), tl.full([C.BLOCK_M], float("-inf"), tl.float32)
 
 
@@ -107,12 +108,16 @@ def keys_step(a, seq, desc, tile, state, n, mask, MODE: tl.constexpr, C: tl.cons
     bias_tile = None
     if a.bias is not None:
         bias_tile = tt.load_bias(a, seq, q[:, None], k[None, :])
-    if C.REST:
-        more = pg.load_pages(a, keys, n, exist, C.BLOCK_D, C.D - C.BLOCK_D, C.REST, C)  # [N, REST]
-        s_tile = pg.product_in_two(tile.q_tile, k_tile, more, C)
-        factors = 1.0
+    if C.PAGED:
+        more = None
+        if C.REST:
+            more = pg.load_pages(a, keys, n, exist, C.BLOCK_D, C.D - C.BLOCK_D, C.REST, C)  # [N, REST]
+        s_tile = pg.product(a, tile.q_tile, k_tile, more, C)  # [M, N] fp32
+        factors = pr.unit_of(a, C)
     else:
         s_tile, factors = tt.product(tile.q_tile, k_tile, C)  # [M, N] fp32
+    if C.PAGES.Q_FACTORS:
+        factors = tile.factors
     if C.PAGES.SCALED:
         s_tile *= pg.load_scale(a, a.pages.k_scale, keys, n, exist, C)
     if C.FOLD:
@@ -130,7 +135,8 @@ def keys_step(a, seq, desc, tile, state, n, mask, MODE: tl.constexpr, C: tl.cons
             s_tile = tl.where(mp.allowed(a.mask, seq, q[:, None], k[None, :], C), s_tile, float("-inf"))
         else:
             s_tile = tl.where(ok, s_tile, float("-inf"))
-    p_tile, acc, l, m = online_softmax(s_tile, unit, unit_tile, bias_tile, state, MODE != mp.FULL or not C.FOLD)
+    MAY_BE_EMPTY: tl.constexpr = MODE != mp.FULL or not C.FOLD
+    p_tile, acc, l, m = online_softmax(s_tile, unit, unit_tile, bias_tile, state, MAY_BE_EMPTY, C)
     if C.DROPOUT:
         p_tile *= tt.dropout_keep(a, seq, q[:, None], n, C)
     seen = None
@@ -147,8 +153,11 @@ def keys_step(a, seq, desc, tile, state, n, mask, MODE: tl.constexpr, C: tl.cons
         v_tile = pg.load_pages(a, values, n, seen, 0, C.DV, C.BLOCK_DV, C)  # [N, DV]
     else:
         v_tile = tt.load_stream(a, values, n, seen, C.BLOCK_N, C.DV, C.BLOCK_DV, C)  # [N, DV]
-    if C.PAGES.PER_TOKEN:
-        acc = pg.weighted(p_tile, v_tile, pg.load_scale(a, a.pages.v_scale, values, n, seen, C), acc, C)  # [M, DV]
+    if C.PAGED:
+        scale = None
+        if C.PAGES.PER_TOKEN:
+            scale = pg.load_scale(a, a.pages.v_scale, values, n, seen, C)
+        acc = pg.add_values(a, p_tile, v_tile, scale, acc, C)  # [M, DV]
     else:
         acc = tt.dot(p_tile, v_tile, acc, C)  # [M, DV]
     return acc, l, m
@@ -162,7 +171,8 @@ def fixed_parts(a, seq, tile, split, lo, hi, C: tl.constexpr):
     if C.SPLIT:
         first = tl.maximum(first, split)
         past = tl.minimum(past, split + 1)
-    whole, whole_l, whole_m = empty_state(C)
+    nothing, whole_l, whole_m = empty_state(C)
+    whole, whole_l = pg.whole_sums(a, nothing, whole_l, C)
     for part in range(first, past):
         start = part * C.SPAN
         _, span = mp.spans(tl.maximum(lo, start), tl.minimum(hi, start + C.SPAN), 0, 0, C.BLOCK_N)
@@ -172,24 +182,28 @@ def fixed_parts(a, seq, tile, split, lo, hi, C: tl.constexpr):
                 acc, l, m = stream_keys(a, seq, (None, None), tile, empty_state(C), span, mp.CAREFUL, C)
         else:
             m *= tt.LN2  # from units of log 2
+        acc, l = pg.whole_sums(a, acc, l, C)
         if C.PAGES.SCALED and not C.PAGES.PER_TOKEN:
-            acc *= tl.load(a.pages.v_scale.ptr + seq.kv_h.to(tl.int64) * a.pages.v_scale.stride_h)
+            acc *= pg.head_scale(a.pages.v_scale, seq.kv_h)
         part_tile, lse = normalized(acc, l, m)
         whole, whole_l, whole_m = add_in_order(whole, whole_l, whole_m, part_tile, lse)
     return whole, whole_l, whole_m
 
 
 @triton.jit
-def online_softmax(s_tile, unit, unit_tile, bias_tile, state, MAY_BE_EMPTY: tl.constexpr):
+def online_softmax(s_tile, unit, unit_tile, bias_tile, state, MAY_BE_EMPTY: tl.constexpr, C: tl.constexpr):
     """Weights of a tile under the running maximum, which they may raise; the state so far, rescaled to it."""
     acc, l, m = state
     new_m = tl.maximum(m, tl.max(s_tile, 1) * unit)
     shift = new_m
     if MAY_BE_EMPTY:
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row that has seen nothing yet
-    p_tile = tt.exponential(s_tile * unit_tile - shift[:, None], bias_tile)
+    below = shift
+    if C.PAGES.Q_FACTORS:
+        below -= pr.LIFT
+    p_tile = tt.exponential(s_tile * unit_tile - below[:, None], bias_tile)
     rescale = tt.exponential(m - shift, bias_tile)
-    return p_tile, acc * rescale[:, None], l * rescale + tl.sum(p_tile, 1), new_m
+    return p_tile, pg.rescaled(acc, rescale, C), l * rescale + tl.sum(p_tile, 1), new_m
 
 
 @triton.jit
@@ -232,9 +246,13 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     else:
         q_tile = tt.load_resident(a, queries, q, row_ok, C.D, C.BLOCK_D, C)  # [M, D]
 
+    factors = None
+    if C.PAGES.PAIRS != "":
+        q_tile, factors = pr.queries(q_tile, C)
+
     first = m0 // C.PACK
     last = tl.minimum((m0 + C.BLOCK_M - 1) // C.PACK + 1, seq.len_q)
-    tile = QueryTile(q_tile, q, first, last, None, None, None)
+    tile = QueryTile(q_tile, q, first, last, None, None, None, factors)
     if C.LISTED:
         row = wk.list_row(a, seq, seq.q_start, m0 // C.BLOCK_M, C.BLOCK_M, C)
         listed = wk.load_listed(a, seq, row, q, False, C)
@@ -264,8 +282,10 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
                 if tt.any_infinite(acc):  # perhaps because of a value that the bias hides: once more, with care
                     acc, l, m = stream_keys(a, seq, desc, tile, empty_state(C), mp.whole_span(partial), mp.CAREFUL, C)
 
+    if C.SPAN == 0:
+        acc, l = pg.whole_sums(a, acc, l, C)
     if C.PAGES.SCALED and not C.PAGES.PER_TOKEN and C.SPAN == 0:
-        acc *= tl.load(a.pages.v_scale.ptr + seq.kv_h.to(tl.int64) * a.pages.v_scale.stride_h)
+        acc *= pg.head_scale(a.pages.v_scale, seq.kv_h)
     out_tile, lse = finish(a, heads, (acc, l, m), C)
     out_row = seq.row
     if C.SPLIT:

@@ -20,6 +20,7 @@ from tilewise.backends.gpu.operands import in_two, padded
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import Attention, KernelConfig, MaskLayout, PageArgs, PageLayout, Scale, View
 from tilewise.backends.pages import QUANTIZED, NewTokens, Pages
+from tilewise.backends.triton.onchip import WARPGROUP_ROWS
 from tilewise.backends.triton.plan import SPAN
 from tilewise.backends.triton.run import arguments, forward_tiles, key_of, options, ready, spec_of
 from tilewise.hardware import DeviceSpec
@@ -29,6 +30,7 @@ from tilewise.problem import Problem
 ONE_PAGE = 1 << 30
 """The size of a page that holds all of a sequence."""
 FP8_SINCE = (8, 9)
+PAIRS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3"}
 INTEGERS = (torch.int32, torch.int64)
 APPENDS = 256
 _appends: dict[Hashable, Recording] = {}
@@ -107,6 +109,8 @@ def paged_arguments(
     a, config = arguments(problem, inputs, *results, tile)
     latent = pages.latent and inputs.bias is None and padded(problem.head_dim_v) == problem.head_dim_v
     first, rest = in_two(problem.head_dim, problem.head_dim_v) if latent else in_two(problem.head_dim)
+    blocks = (first, rest, padded(problem.head_dim_v))
+    pairs = in_pairs(inputs, pages, tile, blocks)
     layout = PageLayout(
         PAGE=_known_page(pages),
         EVEN=problem.rows > 0,
@@ -114,10 +118,37 @@ def paged_arguments(
         PER_TOKEN=_per_token(pages.k_scale) or _per_token(pages.v_scale),
         BITS=pages.k.dtype == torch.uint8,
         LATENT=latent,
+        PAIRS=pairs,
+        Q_FACTORS=pairs == "e4m3" and inputs.q.dtype == torch.bfloat16,
     )
     args = _page_args(pages, problem.rows)
     config = config._replace(PAGED=True, PAGES=layout, PACK=problem.group, BLOCK_D=first, REST=rest, EMPTY_ROWS=True)
     return a._replace(pages=args), config._replace(SPAN=SPAN) if problem.invariant else config
+
+
+def in_pairs(inputs: Inputs, pages: Pages, tile: TilePlan, blocks: tuple[int, ...]) -> str:
+    """What numbers pages have, "int8" or "e4m3", where kernels read two columns of them as one of 16 bits; "" where they do not.
+
+    `blocks`: columns of tiles, 0 for none; halves of them are multiplied, 16 at least. Tiles of many rows are multiplied where
+    they lie in shared memory: there is no way through registers.
+    """
+    fits = (
+        not on_hip()
+        and pages.k_scale is not None
+        and pages.v.dtype == pages.k.dtype
+        and inputs.q.dtype in (torch.float16, torch.bfloat16)
+        and inputs.bias is None
+        and tile.block_q < WARPGROUP_ROWS
+        and not any(0 < block < 32 for block in blocks)
+        and all(_even(x) for x in (pages.k, pages.v))
+    )
+    return PAIRS.get(pages.k.dtype, "") if fits else ""
+
+
+def _even(x: Tensor) -> bool:
+    """Do an even column and the one after it lie in one 16-bit number, in every row?"""
+    beside = x.stride(3) == 1 and x.shape[3] % 2 == 0
+    return beside and x.data_ptr() % 2 == 0 and all(step % 2 == 0 for step in x.stride()[:3])
 
 
 def _page_args(pages: Pages, rows: int) -> PageArgs:
