@@ -10,7 +10,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -22,10 +24,12 @@ import torch
 import tilewise as tw
 from tests.cache.caches import build, worst
 from tests.cache.test_cached import CASES, MIXED, OPTIONS, attend
-from tests.cache.test_invariant import same_bits, sequences
+from tests.cache.test_invariant import OF_ROWS, same_bits, sequences
+from tests.cache.test_invariant import attend as attend_rows
 from tests.cache.test_tree import PARENTS
 from tilewise import dispatch
 from tilewise.api import cached_call
+from tilewise.backends.gpu.record import recorder
 from tilewise.backends.pages import NewTokens, gathered
 from tilewise.backends.triton import paged, plan
 from tilewise.backends.triton.fixed import PARTS
@@ -37,7 +41,7 @@ OFTEN = (
     *("latent", "empty sequences", "more rows than keys", "float16 decode", "int8 latent", "float8 decode"),
     *("prefix or window", "sinks", "bias", "alibi of each sequence"),
     *("append int8", "append float8", "append and turn some", "append and turn neighbours", "places", "garbage", "shared"),
-    *("drafts", "many parts", "invariant", "invariant, split"),
+    *("drafts", "many parts", "invariant, window", "invariant, softcap and sinks", "invariant, kinds"),
 )
 """What tests run; the others are neighbours of these, and the interpreter takes seconds for each."""
 SHORT = ([1, 7, 0, 1, 9], [33, 20, 9, 1, 9])
@@ -146,25 +150,57 @@ def many_parts() -> None:
     assert merged.call_count == 1 and worst(built, out, lse, sinks=options["sinks"]) <= 1.0
 
 
-def invariant(split: bool) -> None:
-    """Rows have the bits that they have in a prefill of their sequence alone, whether programs have a part each or all parts."""
+@contextmanager
+def programs(count: int) -> Iterator[mock.Mock]:
+    """So many share the parts of a row, of 64 keys in two blocks; what is not one is merged."""
+    plan.SPAN = 64
+    planned, get = plan.invariant, recorder.get
+    with (
+        mock.patch.object(plan, "invariant", lambda *given: replace(planned(*given), splits=count)),
+        mock.patch.object(recorder, "get", lambda problem, key, *given: get(problem, None, *given)),
+        mock.patch.object(paged, "merge_launch", wraps=paged.merge_launch) as merged,
+    ):
+        yield merged
+    assert bool(merged.call_count) == (count > 1)
+
+
+def invariant(name: str) -> None:
+    """Rows have the bits that they have in a prefill of their sequence alone, on and beside the borders of parts, however many
+    programs share these: more than there are, too."""
     cached_call.gathered = None  # type: ignore[assignment]
-    plan.SPAN = paged.SPAN = 64
-    plan.MOST_HELD = (1 << 28) if split else 0
-    options = {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "backend": "triton"}
-    made = sequences([5, 100], 16, torch.float32, options)
-    if split:  # all have room for as many keys, so that the parts of each are known
-        k, v, tables = made.caches[16]
-        cache = tw.KVCache.paged(k, v, tables[1][None], torch.tensor([100]))
-        with mock.patch.object(paged, "merge_launch", wraps=paged.merge_launch) as merged:
-            out = tw.attention_cached(made.q[1][None, -1:], cache, invariant=True, **options)  # type: ignore[call-overload]
-        assert merged.call_count == 1 and torch.equal(out[0, 0], made.results[1][0][-1])
-    for seed in range(1 if split else 2):
-        same_bits(made, seed, options)
-    for name in () if split else ("int8",):
-        built = build(**CASES[name])
-        out, lse = attend(built, "triton", invariant=True)
-        assert worst(built, out, lse) <= 1.0, name
+    options = {**OF_ROWS[name], "backend": "triton"}
+    with programs(1):
+        made = sequences([5, 140], 16, torch.float32, options)
+        same_bits(made, 0, options)
+    for count, page in ((2, 16), (5, 7)):
+        with programs(count):
+            lengths = [64, 65, 127] if count == 2 else [63, 129]
+            rows = [1] * len(lengths)
+            out, lse = attend_rows(made, page, rows, rows, lengths, options)
+            at = torch.tensor(lengths) - 1
+            assert torch.equal(out, made.results[1][0][at]) and torch.equal(lse, made.results[1][1][:, at])
+            if count == 2:
+                same_bits(made, 4, options)
+
+
+def invariant_kinds() -> None:
+    """One program and three give the same bits, which conform: with scales, latents, and a bias, for which parts may be computed
+    once more."""
+    cached_call.gathered = None  # type: ignore[assignment]
+    bias = torch.randn(4, 1, 5, 140, generator=torch.Generator().manual_seed(4))
+    bias[..., 70:] = -float("inf")
+    given = {"rows": [1, 3, 0, 5], "lengths": [140, 20, 9, 65]}
+    int8 = {"stored": torch.int8, "dtype": torch.float16}
+    kinds: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        (int8, {}), ({**int8, "latent": True, "dims": (32, 24), "heads": (4, 1)}, {}), ({}, {"bias": bias})
+    )  # fmt: skip
+    for case, options in kinds:
+        built, found = build(**given, **case), []
+        for count in (1, 3):
+            with programs(count):
+                found.append(attend(built, "triton", invariant=True, **options))
+        assert worst(built, *found[0], **options) <= 1.0, case
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), case
 
 
 WRITER = dispatch.pages_writer
@@ -185,7 +221,7 @@ def main() -> int:
             checks[name] = partial(conform, name)
     checks |= {name: partial(turned_and_written, *how) for name, how in WRITES.items()}
     checks |= {"places": places, "garbage": garbage, "shared": shared, "drafts": drafts, "many parts": many_parts}
-    checks |= {"invariant": partial(invariant, False), "invariant, split": partial(invariant, True)}
+    checks |= {f"invariant, {name}": partial(invariant, name) for name in OF_ROWS} | {"invariant, kinds": invariant_kinds}
     words = sys.argv[1:]
     if words[0].isdigit():
         names = [*OFTEN[int(words[0]) :: int(words[1])]]

@@ -115,8 +115,8 @@ def test_drafts() -> None:
 
 @pytest.mark.parametrize("page", [16, 64])
 def test_the_bits_of_a_row_are_its_own(page: int) -> None:
-    """In a prefill, in chunks, as decode, beside other sequences; by programs that have a part each and, as the parts of a
-    table in CSR form are not known, by programs that have all of them."""
+    """In a prefill, in chunks, as decode, beside other sequences, with tables of both forms; by programs that share the parts of
+    a row and, in prefill, by one that has all of them."""
     built = build([1300, 700], [1300, 700], page=page, **HALF)
     whole, whole_lse = attend(built, "triton", invariant=True)
     table = built.cache.pages.table

@@ -91,6 +91,7 @@ class PageArgs(NamedTuple):
     page: int  # tokens
     total: int  # pages there are
     rows: int  # queries of each sequence, with EVEN
+    parts: int = 0  # partial results that there is room for, with SPAN and SPLIT
 
 
 class Attention(NamedTuple):
@@ -239,6 +240,16 @@ class QueryTile(NamedTuple):
     lse2: Any = None
     delta: Any = None
     factors: Any = None  # of the rows of q_tile, with Q_FACTORS
+
+
+class PartsAt(NamedTuple):
+    """Where the partial results of a tile's rows go."""
+
+    out: Any
+    lse: Any
+    lses: Any  # from one part to the next
+    q: Any
+    ok: Any
 
 
 class Listed(NamedTuple):

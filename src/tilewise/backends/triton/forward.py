@@ -6,9 +6,10 @@ The keys of a tile fall into tiles that every query sees, where no mask is evalu
 The order of keys does not matter, so one loop takes the former and one the latter. With SPLIT the keys are cut into `splits`
 chunks and partial (out, lse) pairs are written.
 
-With SPAN the bits of a row follow from the row alone: one tile serves every number of rows, its keys come in order, all of them
-under the mask, in parts that begin at multiples of SPAN. Parts are merged in order, here or, with SPLIT, each by a program of its
-own, by the merge kernel: the arithmetic is the same. What a row does not see of a tile leaves its state as it is.
+With SPAN the bits of a row follow from the row alone: one tile serves every number of rows, its keys come in order, in parts that
+begin at multiples of SPAN. Parts are merged in order, here or, with SPLIT, by the merge kernel, however many programs share them:
+the arithmetic is the same. What a row does not see of a tile leaves its state as it is, and tiles that all rows see give the same
+bits with a mask and without, for no sum leaves the compiler a choice of what is fused.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import tilewise.backends.gpu.pairs as pr
 import tilewise.backends.gpu.program as mp
 import tilewise.backends.gpu.tile as tt
 import tilewise.backends.gpu.walk as wk
-from tilewise.backends.gpu.merge import add_in_order, add_sink, normalized
-from tilewise.backends.gpu.structs import Head, QueryTile, SeqInfo
+from tilewise.backends.gpu.merge import add_in_order, add_sink, normalized, part_of
+from tilewise.backends.gpu.structs import Head, PartsAt, QueryTile, SeqInfo
 
 
 @triton.jit
@@ -63,13 +64,21 @@ def stream_keys(a, seq, desc, tile, state, span, MODE: tl.constexpr, C: tl.const
         if C.PAGED:
             place = (numbers, numbers)
             numbers = pg.page_numbers(a, seq, mp.span_start(span, i + 1, C.BLOCK_N), C)  # long before it is needed
-        if MODE != mp.FULL and C.MASK.has_gaps:
-            k = n + tl.arange(0, C.BLOCK_N)
-            ok = mp.allowed(a.mask, seq, tile.q[:, None], k[None, :], C)
-            if mp.any_allowed(ok):
-                acc, l, m = keys_step(a, seq, place, tile, (acc, l, m), n, (ok, None, None), MODE, C)
-        else:
-            acc, l, m = keys_step(a, seq, place, tile, (acc, l, m), n, (None, None, None), MODE, C)
+        acc, l, m = gap_or_step(a, seq, place, tile, (acc, l, m), n, MODE, C)
+    return acc, l, m
+
+
+@triton.jit
+def gap_or_step(a, seq, desc, tile, state, n, MODE: tl.constexpr, C: tl.constexpr):
+    """One tile of keys, unless nobody sees any of it."""
+    acc, l, m = state
+    if MODE != mp.FULL and C.MASK.has_gaps:
+        k = n + tl.arange(0, C.BLOCK_N)
+        ok = mp.allowed(a.mask, seq, tile.q[:, None], k[None, :], C)
+        if mp.any_allowed(ok):
+            acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, (ok, None, None), MODE, C)
+    else:
+        acc, l, m = keys_step(a, seq, desc, tile, (acc, l, m), n, (None, None, None), MODE, C)
     return acc, l, m
 
 
@@ -135,7 +144,7 @@ def keys_step(a, seq, desc, tile, state, n, mask, MODE: tl.constexpr, C: tl.cons
             s_tile = tl.where(mp.allowed(a.mask, seq, q[:, None], k[None, :], C), s_tile, float("-inf"))
         else:
             s_tile = tl.where(ok, s_tile, float("-inf"))
-    MAY_BE_EMPTY: tl.constexpr = MODE != mp.FULL or not C.FOLD
+    MAY_BE_EMPTY: tl.constexpr = MODE != mp.FULL or not C.FOLD or C.SPAN > 0
     p_tile, acc, l, m = online_softmax(s_tile, unit, unit_tile, bias_tile, state, MAY_BE_EMPTY, C)
     if C.DROPOUT:
         p_tile *= tt.dropout_keep(a, seq, q[:, None], n, C)
@@ -164,35 +173,91 @@ def keys_step(a, seq, desc, tile, state, n, mask, MODE: tl.constexpr, C: tl.cons
 
 
 @triton.jit
-def fixed_parts(a, seq, tile, split, lo, hi, C: tl.constexpr):
-    """All parts of the keys [lo, hi), or one of them, merged in order; the maximum is in natural units."""
+def fixed_parts(a, seq, tile, at, split, bounds, C: tl.constexpr):
+    """The parts that are this program's, of the keys that the tile sees: merged in order, the maximum in natural units."""
+    lo, hi, full_lo, full_hi = bounds
     first = lo // C.SPAN
-    past = tl.cdiv(hi, C.SPAN)
+    past = tl.maximum(tl.cdiv(hi, C.SPAN), first)
     if C.SPLIT:
-        first = tl.maximum(first, split)
-        past = tl.minimum(past, split + 1)
+        for part in range(split, a.pages.parts, a.splits):  # without a key
+            if (part < first) | (part >= past):
+                tl.store(at.lse + part * at.lses, tl.full([C.BLOCK_M], float("-inf"), tl.float32), mask=at.ok)
+        parts = past - first
+        past = first + (split + 1) * parts // a.splits
+        first += split * parts // a.splits
+        lo = tl.maximum(lo, first * C.SPAN)
+        hi = tl.minimum(hi, past * C.SPAN)
     nothing, whole_l, whole_m = empty_state(C)
     whole, whole_l = pg.whole_sums(a, nothing, whole_l, C)
-    for part in range(first, past):
-        start = part * C.SPAN
-        _, span = mp.spans(tl.maximum(lo, start), tl.minimum(hi, start + C.SPAN), 0, 0, C.BLOCK_N)
-        acc, l, m = stream_keys(a, seq, (None, None), tile, empty_state(C), span, mp.MASKED, C)
-        if a.bias is not None:
+    if a.bias is not None:
+        for part in range(first, past):
+            start = part * C.SPAN
+            _, span = mp.spans(tl.maximum(lo, start), tl.minimum(hi, start + C.SPAN), 0, 0, C.BLOCK_N)
+            acc, l, m = stream_keys(a, seq, (None, None), tile, empty_state(C), span, mp.MASKED, C)
             if tt.any_infinite(acc):  # perhaps because of a value that the bias hides: once more, with care
                 acc, l, m = stream_keys(a, seq, (None, None), tile, empty_state(C), span, mp.CAREFUL, C)
-        else:
-            m *= tt.LN2  # from units of log 2
-        acc, l = pg.whole_sums(a, acc, l, C)
-        if C.PAGES.SCALED and not C.PAGES.PER_TOKEN:
-            acc *= pg.head_scale(a.pages.v_scale, seq.kv_h)
-        part_tile, lse = normalized(acc, l, m)
-        whole, whole_l, whole_m = add_in_order(whole, whole_l, whole_m, part_tile, lse)
+            whole, whole_l, whole_m = end_part(a, seq, at, (acc, l, m), (whole, whole_l, whole_m), part, C)
+    else:
+        acc, l, m = empty_state(C)
+        full, partial = mp.spans(lo, hi, full_lo, full_hi, C.BLOCK_N)
+        for side in range(2 if C.FOLD else 1):  # boundary tiles, those that all rows see, boundary tiles
+            start = tl.where(side == 0, partial[0], partial[2])
+            end = tl.where(side == 0, partial[1], partial[3])
+            if not C.FOLD:
+                start, end = partial[0], partial[3]
+            state = (acc, l, m, whole, whole_l, whole_m)
+            acc, l, m, whole, whole_l, whole_m = stream_parts(a, seq, tile, at, state, start, end, mp.MASKED, C)
+            if C.FOLD:
+                start = tl.where(side == 0, full[0], full[1])
+                state = (acc, l, m, whole, whole_l, whole_m)
+                acc, l, m, whole, whole_l, whole_m = stream_parts(a, seq, tile, at, state, start, full[1], mp.FULL, C)
+        if (partial[3] > partial[0]) & (tl.cdiv(partial[3], C.BLOCK_N) * C.BLOCK_N % C.SPAN != 0):
+            part = (partial[3] - 1) // C.SPAN
+            whole, whole_l, whole_m = end_part(a, seq, at, (acc, l, m), (whole, whole_l, whole_m), part, C)
     return whole, whole_l, whole_m
 
 
 @triton.jit
+def stream_parts(a, seq, tile, at, state, start, end, MODE: tl.constexpr, C: tl.constexpr):
+    """Stream the keys [start, end) through the tile of queries. One loop takes all parts: the first tiles of a part are on their
+    way while the part before it ends."""
+    acc, l, m, whole, whole_l, whole_m = state
+    if start < end:  # else not even a page is asked for
+        numbers = pg.page_numbers(a, seq, start, C)
+        for i in range(tl.cdiv(end - start, C.BLOCK_N)):
+            n = start + i * C.BLOCK_N
+            place = (numbers, numbers)
+            numbers = pg.page_numbers(a, seq, n + C.BLOCK_N, C)
+            acc, l, m = gap_or_step(a, seq, place, tile, (acc, l, m), n, MODE, C)
+            if (n + C.BLOCK_N) % C.SPAN == 0:
+                whole, whole_l, whole_m = end_part(a, seq, at, (acc, l, m), (whole, whole_l, whole_m), n // C.SPAN, C)
+                acc, l, m = empty_state(C)
+    return acc, l, m, whole, whole_l, whole_m
+
+
+@triton.jit
+def end_part(a, seq, at, state, whole, part, C: tl.constexpr):
+    """Add a part to those before it or, with SPLIT, write it."""
+    acc, l, m = state
+    if a.bias is None:
+        m *= tt.LN2  # from units of log 2
+    acc, l = pg.whole_sums(a, acc, l, C)
+    if C.PAGES.SCALED and not C.PAGES.PER_TOKEN:
+        acc *= pg.head_scale(a.pages.v_scale, seq.kv_h)
+    part_tile, lse = part_of(acc, l, m)
+    if C.SPLIT:
+        out_at = at.out + tl.cast(part, tl.int64) * tt.batch_rows(a, C) * a.out.stride_b
+        tt.store_rows(out_at, a.out, at.q, at.ok, part_tile, C.DV, C.BLOCK_DV, C)
+        tl.store(at.lse + part * at.lses, lse, mask=at.ok)
+        return whole
+    else:
+        return add_in_order(whole[0], whole[1], whole[2], part_tile, lse)
+
+
+@triton.jit
 def online_softmax(s_tile, unit, unit_tile, bias_tile, state, MAY_BE_EMPTY: tl.constexpr, C: tl.constexpr):
-    """Weights of a tile under the running maximum, which they may raise; the state so far, rescaled to it."""
+    """Weights of a tile under the running maximum, which they may raise; the state so far, rescaled to it. Where the bits count,
+    the compiler has no choice of what is fused."""
     acc, l, m = state
     new_m = tl.maximum(m, tl.max(s_tile, 1) * unit)
     shift = new_m
@@ -201,9 +266,13 @@ def online_softmax(s_tile, unit, unit_tile, bias_tile, state, MAY_BE_EMPTY: tl.c
     below = shift
     if C.PAGES.Q_FACTORS:
         below -= pr.LIFT
-    p_tile = tt.exponential(s_tile * unit_tile - below[:, None], bias_tile)
     rescale = tt.exponential(m - shift, bias_tile)
-    return p_tile, pg.rescaled(acc, rescale, C), l * rescale + tl.sum(p_tile, 1), new_m
+    if C.SPAN > 0:
+        p_tile = tt.exponential(tl.fma(s_tile, unit_tile, -below[:, None]), bias_tile)
+        return p_tile, pg.rescaled(acc, rescale, C), tl.fma(l, rescale, tl.sum(p_tile, 1)), new_m
+    else:
+        p_tile = tt.exponential(s_tile * unit_tile - below[:, None], bias_tile)
+        return p_tile, pg.rescaled(acc, rescale, C), l * rescale + tl.sum(p_tile, 1), new_m
 
 
 @triton.jit
@@ -266,7 +335,12 @@ def forward_kernel(a, k_desc, v_desc, C: tl.constexpr):
     else:
         lo, hi, full_lo, full_hi = mp.key_bounds(a.mask, seq, first, last, C)
         if C.SPAN > 0:
-            acc, l, m = fixed_parts(a, seq, tile, split, lo, hi, C)
+            lse_at = a.lse_ptr + (seq.row.to(tl.int64) * a.heads + heads) * a.len_q + seq.q_start + q
+            lses = tl.cast(a.heads, tl.int64) * a.len_q * tt.batch_rows(a, C)
+            at = PartsAt(out_at, lse_at, lses, q, row_ok)
+            acc, l, m = fixed_parts(a, seq, tile, at, split, (lo, hi, full_lo, full_hi), C)
+            if C.SPLIT:
+                return
         else:
             if C.SPLIT:
                 chunk = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), C.BLOCK_N) + 1, a.splits) * C.BLOCK_N

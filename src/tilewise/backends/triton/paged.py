@@ -20,8 +20,8 @@ from tilewise.backends.gpu.operands import in_two, padded
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import Attention, KernelConfig, MaskLayout, PageArgs, PageLayout, Scale, View
 from tilewise.backends.pages import QUANTIZED, NewTokens, Pages
+from tilewise.backends.triton import plan
 from tilewise.backends.triton.onchip import WARPGROUP_ROWS
-from tilewise.backends.triton.plan import SPAN
 from tilewise.backends.triton.run import arguments, forward_tiles, key_of, options, ready, spec_of
 from tilewise.hardware import DeviceSpec
 from tilewise.model import TilePlan
@@ -51,19 +51,24 @@ def run_paged(problem: Problem, inputs: Inputs, pages: Pages, out: Tensor, lse: 
         key = None
     recording = recorder.get(problem, key, out.device, partial(paged_tiles, problem, pages, spec))
     tiles: dict[str, TilePlan] = recording.plan
-    partials = host.partial_results(out, tiles["decode"].splits) if "merge" in tiles else ()
+    partials = host.partial_results(out, _partials(problem, pages, tiles["decode"])) if "merge" in tiles else ()
     tensors = (*inputs, out, lse, *partials, *owned)
     if not recording.repeat(tensors):
         recording.record(tensors, paged_launches(problem, inputs, pages, (out, lse), partials, tiles))
 
 
 def paged_tiles(problem: Problem, pages: Pages, spec: DeviceSpec) -> dict[str, TilePlan]:
-    """What the plan has, which counts as many keys for each sequence: one that may have more keys than all parts hold gets its
-    parts from one program."""
+    """What the plan has, which counts as many keys for each sequence: where one may have so many that their parts take too much
+    memory, it gets them from one program."""
     tiles = forward_tiles(problem, spec)
-    if problem.invariant and "merge" in tiles and pages.most * pages.page > tiles["decode"].splits * SPAN:
+    if problem.invariant and "merge" in tiles and plan.held(problem, _partials(problem, pages, tiles["decode"])) > plan.MOST_HELD:
         return {"decode": replace(tiles["decode"], splits=1)}
     return tiles
+
+
+def _partials(problem: Problem, pages: Pages, tile: TilePlan) -> int:
+    """Partial results of a row: one of each program or, where the bits count, of each part that a sequence may have."""
+    return max(1, -(-pages.most * pages.page // plan.SPAN)) if problem.invariant else tile.splits
 
 
 def paged_launches(
@@ -86,7 +91,8 @@ def paged_launches(
     programs = _row_tiles(problem, tile.block_q) * problem.kv_heads * tile.splits
     launches = [Launch(forward_kernel, programs, (a, None, None), config, options(tile, spec))]
     if partials:
-        launches.append(merge_launch(problem, inputs, results, partials, replace(tiles["merge"], splits=tile.splits)))
+        merge = replace(tiles["merge"], splits=_partials(problem, pages, tile))
+        launches.append(merge_launch(problem, inputs, results, partials, merge))
     return launches
 
 
@@ -98,7 +104,7 @@ def merge_launch(
 
     a, config = arguments(problem, inputs, *results, tile)
     programs = -(-problem.seqlen_q // tile.block_q) * problem.heads
-    config = config._replace(MASK=MaskLayout(), SPAN=SPAN if problem.invariant else 0)
+    config = config._replace(MASK=MaskLayout(), SPAN=plan.SPAN if problem.invariant else 0)
     args = (a, host.split_view(partials[0]), partials[1])
     return Launch(merge_kernel, programs, args, config, options(tile, spec_of(results[0].device)))
 
@@ -121,9 +127,9 @@ def paged_arguments(
         PAIRS=pairs,
         Q_FACTORS=pairs == "e4m3" and inputs.q.dtype == torch.bfloat16,
     )
-    args = _page_args(pages, problem.rows)
+    args = _page_args(pages, problem.rows)._replace(parts=_partials(problem, pages, tile) if problem.invariant else 0)
     config = config._replace(PAGED=True, PAGES=layout, PACK=problem.group, BLOCK_D=first, REST=rest, EMPTY_ROWS=True)
-    return a._replace(pages=args), config._replace(SPAN=SPAN) if problem.invariant else config
+    return a._replace(pages=args), config._replace(SPAN=plan.SPAN) if problem.invariant else config
 
 
 def in_pairs(inputs: Inputs, pages: Pages, tile: TilePlan, blocks: tuple[int, ...]) -> str:

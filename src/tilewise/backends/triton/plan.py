@@ -27,11 +27,11 @@ INVARIANT = True
 DTYPES = ("float16", "bfloat16", "float32")
 PRECISIONS = ("default", "tf32")
 BLOCKS = (16, 32, 64, 128, 256)
-SPAN = 512
+SPAN = 1024
 """Keys of a part with `invariant=True`."""
 MOST_HELD = 1 << 28
-"""Bytes of partial results that are written for the parts of `invariant=True`; where it would be more, no program has a part of
-its own."""
+"""Bytes of partial results that are written for the parts of `invariant=True`; where it would be more, one program has all parts
+of a row."""
 SMALL_BLOCKS = (16, 32)
 """For fp32 operands split into fp16 on Blackwell: with 64 rows or more their products go through tensor memory, and triton
 3.7.1 asks for 576 columns of it and more where there are 512."""
@@ -110,26 +110,28 @@ def tile(problem: Problem, spec: DeviceSpec, pass_: str) -> TilePlan:
 
 
 def invariant(problem: Problem, spec: DeviceSpec) -> TilePlan:
-    """The tile of `invariant=True`: no length and no number of rows or sequences is among what it follows from. Keys are split
-    into all of their parts or not at all, which changes no bits."""
+    """The tile of `invariant=True`: no length and no number of rows or sequences is among what it follows from, but for the
+    number of programs that share the parts of a row, which changes no bits."""
     x, size = _operands(problem, spec, "decode"), size_of(problem, rounded=True)
-    rows = 16 if x.dv > 128 or not spec.is_gpu else 32  # two accumulators: a part's, and that of the parts before it
-    sizes = [TilePlan(rows, n, stages, 4, pass_="decode") for n in BLOCKS[3::-1] for stages in (3, 2)]
+    longest = 2 if x.stored else 3  # bytes are converted in registers
+    sizes = [TilePlan(16, n, stages, 4, pass_="decode") for n in BLOCKS[longest::-1] for stages in (2, 3)]
     if not spec.is_gpu:
-        found = interpreted(problem, "decode", (rows, 64))
+        found = interpreted(problem, "decode", (16, 32))
     else:
         tiles = [_judge(_equipped(tile, x, size, spec), x, size, spec) for tile in sizes]
         fitting = [one.tile for one in tiles if not one.rejected]
         if not fitting:
             raise PlanError(f"tile: none of invariant=True fits {spec.name}: {tiles[-1].rejected}")
         found = next((tile for tile in fitting if not onchip.crowded(tile, x, spec)), fitting[-1])
-    batch = max(1, problem.batch)
-    parts = max(1, -(-problem.seqlen_k // batch // SPAN))
-    programs = (problem.seqlen_q * problem.group // rows + batch) * problem.kv_heads
-    held = 4 * parts * problem.seqlen_q * problem.heads * problem.head_dim_v
-    split = parts > 1 and programs < 8 * max(1, spec.units) and held <= MOST_HELD
+    parts = max(1, -(-problem.seqlen_k // max(1, problem.batch) // SPAN))
+    splits = min(found.splits, parts) if held(problem, parts) <= MOST_HELD else 1
     reasons = (f"invariant: parts of {SPAN} keys, whatever the batch is", *found.reasons)
-    return replace(found, splits=parts if split else 1, source="table", reasons=reasons)
+    return replace(found, splits=splits, source="table", reasons=reasons)
+
+
+def held(problem: Problem, parts: int) -> int:
+    """Bytes of so many partial results of each row."""
+    return 4 * parts * problem.seqlen_q * problem.heads * problem.head_dim_v
 
 
 def choices(problem: Problem, spec: DeviceSpec, pass_: str) -> list[TilePlan]:
@@ -265,6 +267,7 @@ def _operands(problem: Problem, spec: DeviceSpec, pass_: str) -> Operands:
         blocks=lists.block_sizes(problem.program) if listed else (0, 0),
         paged=problem.page > 0,
         stored=1 if problem.stored else 0,
+        in_parts=problem.invariant,
         plain=plain and not problem.stored and problem.program.structure in ("", "b"),
     )
 
