@@ -107,9 +107,9 @@ class PagedLaunch(NamedTuple):
     tiles: Mapping[str, TilePlan]
 
 
-PagedLauncher = Callable[[Tensor, "Pages", Tensor, bool], tuple[Tensor, Tensor]]
-"""Of q (B, Sq, Hq, D), the pages, int32 lengths within them, and whether a log-sum-exp is wanted: out (B, Sq, Hq, Dv), and the
-log-sum-exp (B, Hq, Sq), or anything if it is not."""
+PagedLauncher = Callable[[Tensor, "Pages", bool], tuple[Tensor, Tensor]]
+"""Of q (B, Sq, Hq, D), the pages, and whether a log-sum-exp is wanted: out (B, Sq, Hq, Dv), and the log-sum-exp (B, Hq, Sq), or
+anything if it is not. Lengths are int32 or int64, one after another, and within the pages where somebody may look."""
 
 
 class CompileJob(NamedTuple):
@@ -225,8 +225,9 @@ class Backend(Protocol):
         return None
 
     def paged_launcher(self, problem: Problem, inputs: Inputs, pages: Pages) -> PagedLauncher | None:
-        """A `PagedLauncher` for calls over pages of the same types, shapes, strides and dtypes, whose queries are dense
-        (B, Sq, Hq, D), with as many threads as torch has now: all but addresses is prepared. None where nothing is gained."""
+        """A `PagedLauncher` for calls over pages of the same types, shapes, strides and dtypes, whose queries (B, Sq, Hq, D) lie
+        in memory as those of `inputs`, with as many threads as torch has now: all but addresses is prepared. None where
+        nothing is gained."""
         return None
 
 

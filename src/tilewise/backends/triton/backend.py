@@ -21,6 +21,7 @@ from tilewise.backends.base import (
     Inputs,
     Jvp,
     PagedLaunch,
+    PagedLauncher,
     Statistics,
     Tangents,
     Verdict,
@@ -97,6 +98,11 @@ class Triton(Backend):
             out = torch.empty_like(out, dtype=torch.float32)
         on_device(inputs.q.device, run_paged, problem, inputs, pages, out, lse)
         return out, lse
+
+    def paged_launcher(self, problem: Problem, inputs: Inputs, pages: Pages) -> PagedLauncher | None:
+        from tilewise.backends.triton.paged import paged_launcher
+
+        return paged_launcher(problem, inputs, pages) if type(self).paged is Triton.paged else None
 
     def paged_launches(self, problem: Problem, inputs: Inputs, pages: Pages, spec: DeviceSpec) -> list[PagedLaunch]:
         from tilewise.backends.triton.paged import paged_tiles

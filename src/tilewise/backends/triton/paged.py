@@ -6,16 +6,16 @@ CUDA graph of a call serves sequences that grow.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Inputs
+from tilewise.backends.base import Inputs, PagedLauncher
 from tilewise.backends.gpu import arguments as host
-from tilewise.backends.gpu.launch import LaunchOptions, interpreting, on_hip, view
+from tilewise.backends.gpu.launch import LaunchOptions, interpreting, on_device, on_hip, view
 from tilewise.backends.gpu.operands import in_two, padded
 from tilewise.backends.gpu.record import Launch, Recording, recorder
 from tilewise.backends.gpu.structs import Attention, KernelConfig, MaskLayout, PageArgs, PageLayout, Scale, View
@@ -39,22 +39,66 @@ _appends: dict[Hashable, Recording] = {}
 
 def run_paged(problem: Problem, inputs: Inputs, pages: Pages, out: Tensor, lse: Tensor) -> None:
     """Fill out (1, H, T, Dv) and lse (1, H, T)."""
-    spec = spec_of(out.device)
-    pages = _readable(pages, spec)
+    pages = _readable(pages, spec_of(out.device))
     inputs = ready(problem, inputs)._replace(k=pages.k.transpose(1, 2), v=pages.v.transpose(1, 2), cu_k=None)
     if problem.rows:
         inputs = inputs._replace(cu_q=None)
-    owned = (pages.entries, pages.starts, pages.counts, pages.lengths, pages.k_scale, pages.v_scale)
-    facts: Hashable = tuple(None if x is None else (x.dtype, x.shape, x.stride()) for x in owned)
-    key = key_of(problem, inputs, "pages", pages.k.shape, pages.latent, pages.most, facts)
-    if problem.program.tensors:  # they are converted in each call, and no part of what is recorded
-        key = None
-    recording = recorder.get(problem, key, out.device, partial(paged_tiles, problem, pages, spec))
-    tiles: dict[str, TilePlan] = recording.plan
-    partials = host.partial_results(out, _partials(problem, pages, tiles["decode"])) if "merge" in tiles else ()
-    tensors = (*inputs, out, lse, *partials, *owned)
+    recording = recording_of(problem, key_of_pages(problem, inputs, pages), pages)
+    partials = partials_of(recording, problem, pages, out.shape)
+    tensors = (*inputs, out, lse, *partials, *beside(pages))
     if not recording.repeat(tensors):
-        recording.record(tensors, paged_launches(problem, inputs, pages, (out, lse), partials, tiles))
+        recording.record(tensors, paged_launches(problem, inputs, pages, (out, lse), partials, recording.plan))
+
+
+def paged_launcher(problem: Problem, inputs: Inputs, pages: Pages) -> PagedLauncher | None:
+    """See `Backend.paged_launcher`: launches are repeated by addresses, so a repeated call needs no views of rank 4."""
+    pages = _readable(pages, spec_of(inputs.q.device))
+    key = key_of_pages(problem, inputs, pages)
+    if not problem.rows or problem.partial or key is None:
+        return None
+    batch, rows, heads, dim = pages.starts.shape[0], problem.rows, problem.heads, problem.head_dim_v
+    tokens = batch * rows
+    shape, steps = (batch, rows, heads, dim), (rows * heads * dim, heads * dim, dim, 1)
+    lse_shape, lse_steps = (1, heads, tokens), (heads * tokens, tokens, 1)
+
+    def run(q: Tensor, pages: Pages, out: Tensor, lse: Tensor) -> None:
+        recording = recording_of(problem, key, pages)
+        partials = partials_of(recording, problem, pages, (1, heads, tokens, dim))
+        if not recording.repeat((q, pages.k, pages.v, out, lse, *partials, *beside(pages))):
+            run_paged(problem, Inputs(_as_row(q), pages.k, pages.v), pages, _as_row(out), lse)
+
+    def launch(q: Tensor, pages: Pages, want_lse: bool) -> tuple[Tensor, Tensor]:
+        out = q.new_empty_strided(shape, steps)
+        lse = q.new_empty_strided(lse_shape, lse_steps, dtype=torch.float32)
+        on_device(q.device, run, q, pages, out, lse)
+        return out, lse.reshape(heads, batch, rows).transpose(0, 1) if want_lse else lse
+
+    return launch
+
+
+def recording_of(problem: Problem, key: Hashable | None, pages: Pages) -> Recording:
+    device = pages.k.device
+    return recorder.get(problem, key, device, partial(paged_tiles, problem, pages, spec_of(device)))
+
+
+def partials_of(recording: Recording, problem: Problem, pages: Pages, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Fresh memory for partial results of an output of the shape, where keys are split."""
+    if "merge" not in recording.plan:
+        return ()
+    return host.partial_results(pages.lengths, shape, _partials(problem, pages, recording.plan["decode"]))
+
+
+def beside(pages: Pages) -> tuple[Tensor | None, ...]:
+    """What kernels read of pages beside keys and values."""
+    return pages.entries, pages.starts, pages.counts, pages.lengths, pages.k_scale, pages.v_scale
+
+
+def key_of_pages(problem: Problem, inputs: Inputs, pages: Pages) -> Hashable | None:
+    """What launches depend on beside the problem: of q (1, H, T, D) and the pages."""
+    if problem.program.tensors:  # they are converted in each call, and no part of what is recorded
+        return None
+    facts = tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in beside(pages)])
+    return key_of(problem, inputs, "pages", pages.k.shape, pages.latent, pages.most, facts)
 
 
 def paged_tiles(problem: Problem, pages: Pages, spec: DeviceSpec) -> dict[str, TilePlan]:
@@ -257,6 +301,11 @@ def append_launch(pages: Pages, new: NewTokens, turned: Tensor | None) -> Launch
 def _view(x: Tensor, sides: Tensor) -> View:
     """A tensor as its view `sides` has them; recorded launches know the tensor."""
     return view(sides)._replace(ptr=x)
+
+
+def _as_row(x: Tensor) -> Tensor:
+    """(B, Sq, H, D) as (1, H, T, D)."""
+    return x.flatten(0, 1).transpose(0, 1)[None]
 
 
 def _token_view(x: Tensor) -> View:

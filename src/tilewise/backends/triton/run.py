@@ -98,7 +98,7 @@ def run_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor) -> N
     spec = spec_of(out.device)
     recording = recorder.get(problem, key_of(problem, inputs), out.device, partial(forward_tiles, problem, spec))
     tiles: dict[str, TilePlan] = recording.plan
-    partials = host.partial_results(out, tiles["decode"].splits) if "merge" in tiles else ()
+    partials = host.partial_results(out, out.shape, tiles["decode"].splits) if "merge" in tiles else ()
     parts = fp16_parts(problem, inputs[:3]) if "forward" in tiles else ()
     mask = call_mask(problem, inputs, tiles)
     tensors = (*inputs, out, lse, *partials, *parts, *mask.tensors, *mask.flags)
